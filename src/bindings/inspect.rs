@@ -34,7 +34,11 @@ fn tables() -> PyResult<String> {
         "tables": {
             "norms": norm::NORMS.iter().map(|n| n.describe()).collect::<Vec<_>>(),
             "families": norm::families::FAMILIES.iter().map(|f| f.describe()).collect::<Vec<_>>(),
-            "residuals": residual::SCHEMES.iter().map(|s| entry(s.name(), s.equation(), s.source())).collect::<Vec<_>>(),
+            "residuals": residual::SCHEMES.iter().map(|s| {
+                let mut found = entry(s.name(), s.equation(), s.source());
+                found["init"] = s.init().into();
+                found
+            }).collect::<Vec<_>>(),
             "inits": init::INITS.iter().map(|i| entry(i.name, i.definition, i.source)).collect::<Vec<_>>(),
             "parametrisations": parametrisations.collect::<Vec<_>>(),
             "others": others.map(|[name, equation, source]| entry(name, equation, source)),

@@ -5,6 +5,7 @@ import json
 import math
 import os
 import re
+import statistics
 import time
 from pathlib import Path
 
@@ -14,7 +15,18 @@ import pytest
 import normformer_rs as nfrs
 from normformer_rs import cli, demo, scores
 from normformer_rs.config import split
-from normformer_rs.reproduce import REPRODUCTIONS, SCALES, Reproduction, Row, Scale, Shown, command, corpora, tables
+from normformer_rs.reproduce import (
+    REPRODUCTIONS,
+    SCALES,
+    Reproduction,
+    Row,
+    Scale,
+    Shown,
+    command,
+    corpora,
+    spread,
+    tables,
+)
 from normformer_rs.reproduce.results import Results
 from normformer_rs.reproduce.runs import Runs, folder_of, judge
 
@@ -172,6 +184,59 @@ def test_runs_with_the_same_options_are_one(reproduce):
     for entry in REPRODUCTIONS.values():
         for scale in entry.scales.values():
             assert len({folder_of(row) for row in scale.rows}) == len(scale.rows)
+
+
+def test_several_seeds(reproduce, monkeypatch):
+    """Each row with each seed, the first seed's run being the one without the flag; mean ± standard deviation."""
+    entry = REPRODUCTIONS["multi30k-layernorm"]
+    assert reproduce(f"{entry.name} --scale check")[0] == 0
+    logs = {path: path.stat().st_mtime_ns for path in Path().glob("runs/reproduce/check/runs/*/log.jsonl")}
+    code, said, _ = reproduce(f"{entry.name} --scale check --seeds 3")
+    assert code == 0 and {path: path.stat().st_mtime_ns for path in logs} == logs
+    assert len([*Path().glob("runs/reproduce/check/runs/*/log.jsonl")]) == 6
+    rows = rows_of(entry.name)
+    assert [(row["norm"], row["seed"]) for row in rows] == [(n, s) for s in "123" for n in ("layernorm", "scalenorm")]
+    ours, theirs = (
+        [float(row["valid_nll"]) for row in rows if row["norm"] == norm] for norm in ("scalenorm", "layernorm")
+    )
+    assert len({*ours, *theirs}) == 6
+    assert f" {statistics.fmean(ours):.3f} ± {statistics.stdev(ours):.3f} " in said
+    assert "difference from the row before" in said and re.search(r"\| [+-]\d+\.\d\d ± \d+\.\d\d, p = \d\.\d{3}", said)
+    assert reproduce(f"{entry.name} --scale check --seeds 0")[2][-1].endswith("--seeds must be at least 1; got 0")
+    assert "each of the 2 runs with 3 seeds" in reproduce(f"{entry.name} --scale check --seeds 3 --dry-run")[1]
+
+
+def test_differences_are_paired_by_seed():
+    """Student's t with 1 to 15 degrees of freedom; a difference that all seeds share is none of chance."""
+    for freedom, t in ((1, 12.706205), (2, 4.302653), (3, 3.182446), (4, 2.776445), (10, 2.228139), (15, 2.131450)):
+        assert spread.within(t, freedom) == pytest.approx(0.95, abs=1e-6)
+        assert spread.within(-t, freedom) == spread.within(t, freedom)
+    shared = spread.difference([1.0, 2.0, 4.0], [0.5, 1.4, 3.5])
+    assert shared.spread.mean == pytest.approx(0.5333333) and not shared.is_within
+    assert spread.difference([1.0, 2.0, 4.0], [2.0, 1.0, 4.1]).is_within
+    assert f"{spread.Spread((1.0, 2.0, 4.5)):+.2f}" == "+2.50 ± 1.80"
+    assert spread.merged(["trains", "trains", "neither"]) == "trains 2, neither 1"
+    assert spread.merged(["1.5", "", "2.5"]) == "2 ± 0.7071 (2 of 3)"
+
+
+def test_processes_share_the_rows(reproduce, tmp_path):
+    """A run that another process makes is left to it; what it has measured is taken in."""
+    entry = REPRODUCTIONS["bf16"]
+    first, second = entry.scales["check"].rows
+    runs = Runs(Path("runs/reproduce/check/runs"), Path("data"), device="cpu", progress=False)
+    with runs.claim(first) as is_ours:
+        assert is_ours
+        code, said, lines = reproduce("bf16 --scale check")
+        assert code == 0 and "Rows that are still to be measured: 1." in said
+        assert "bf16-check: 1 rows are another process's" in lines
+        (row,) = rows_of("bf16")
+        assert row["precision"] == second.key["precision"]
+        results = Results(entry, "check", Path("runs/reproduce/check"))
+        os.rename("runs/reproduce/check/bf16-check.csv", "moved.csv")
+        other = Results(entry, "check", Path("runs/reproduce/check"))
+        other.add(first, {"valid_nll": 1.0}, {})
+        results.add(second, {"valid_nll": 2.0}, {})
+        assert {row["precision"] for row in rows_of("bf16")} == {"f32", "bf16"}
 
 
 def test_missing_data_is_asked_for(reproduce):

@@ -16,7 +16,7 @@ from . import REPRODUCTIONS
 from .corpora import CORPORA, missing
 from .declared import Reproduction, Row, Scale
 from .results import Results
-from .tables import markdown, table, write_section
+from .tables import baseline_of, markdown, table, write_section
 
 if TYPE_CHECKING:
     from .runs import Run, Runs
@@ -40,9 +40,10 @@ def chosen(names: Sequence[str], scale: str) -> list[Reproduction]:
     return entries
 
 
-def plan(entry: Reproduction, scale: str, data: Path) -> str:
+def plan(entry: Reproduction, scale: str, data: Path, seeds: int | None = None) -> str:
     """The recipe, the runs and the files that they need."""
     found = entry.scales[scale]
+    seeds = found.seeds if seeds is None else seeds
     corpora = list(dict.fromkeys(row.corpus for row in found.rows))
     shared = {name: value for name, value in found.rows[0].options.items()
               if all(row.options.get(name) == value for row in found.rows)}  # fmt: skip
@@ -56,6 +57,8 @@ def plan(entry: Reproduction, scale: str, data: Path) -> str:
         corpus, lacking = CORPORA[name], missing([name], data).get(name, [])
         lines.append(f"  text: {corpus.title}; {corpus.origin}")
         lines += [f"    {data / path}{' (missing)' if path in lacking else ''}" for path in corpus.files.values()]
+    if seeds > 1:
+        lines.append(f"  each of the {len(found.rows)} runs with {seeds} seeds")
     lines.append(f"  options of all {len(found.rows)} runs: {_listed(shared)}")
     for row in found.rows:
         own = {name: value for name, value in row.options.items() if name not in shared}
@@ -77,6 +80,7 @@ def run(
     write_to: Path | None = None,
     train: bool = True,
     dry_run: bool = False,
+    seeds: int | None = None,
     device: str = "cpu",
     progress: bool = True,
 ) -> None:
@@ -88,11 +92,13 @@ def run(
     entries = chosen(names, scale)
     if write_to is not None and not write_to.is_file():
         raise InputError(f"--write {write_to}: no such file; expected a Markdown file, as docs/results.md")
+    if seeds is not None and seeds < 1:
+        raise InputError(f"--seeds must be at least 1; got {seeds}")
     if dry_run or scale == "paper":
-        print("\n".join(plan(entry, scale, data) for entry in entries))
+        print("\n".join(plan(entry, scale, data, seeds) for entry in entries))
     if dry_run:
         return
-    kept = [Results(entry, scale, results or output / scale) for entry in entries]
+    kept = [Results(entry, scale, results or output / scale, seeds) for entry in entries]
     if train:
         _check_data(entries, scale, data, kept)
     for entry, found in zip(entries, kept):
@@ -105,7 +111,7 @@ def run(
 def _check_data(entries: Sequence[Reproduction], scale: str, data: Path, kept: Sequence[Results]) -> None:
     """Errors: UsageError where rows are to be measured and their text is not there."""
     wanted = {row.corpus: entry.name for entry, found in zip(entries, kept)
-              for row in entry.scales[scale].rows if found.find(row) is None}  # fmt: skip
+              for row in found.wanted if found.find(row) is None}  # fmt: skip
     for name, files in missing(wanted, data).items():
         raise UsageError(
             f"reproduce {wanted[name]} --scale {scale} needs {len(files)} files that {data} lacks (plain or .gz): "
@@ -128,38 +134,43 @@ def _quiet(wanted: bool) -> Iterator[None]:
 
 
 def _measure(scale: Scale, results: Results, folder: Path, data: Path, device: str, progress: bool) -> None:
-    """Runs and measures the rows that the table lacks."""
-    open_rows = [row for row in scale.rows if results.find(row) is None]
-    if not open_rows:
-        return
-    from .measures import MEASURES
+    """Runs and measures the rows that the table lacks, but those that another process is making."""
     from .runs import Runs
 
     runs = Runs(folder, data, device=device, progress=progress and logging.getLogger("normformer_rs").level < 30)
-    for number, row in enumerate(open_rows, 1):
-        write(f"{results.stem}: {', '.join(row.key.values())} ({number} of {len(open_rows)})")
-        done = runs.run(row)
-        found = [MEASURES[name](runs, done, scale) for name in scale.shown.measures]
-        columns = {name: value for measured in found for name, value in measured.columns.items()}
-        if scale.shown.compared:
-            columns["p"] = _p_value(scale, row, done, runs)
-        series = {name: numbers for measured in found for name, numbers in measured.series.items()}
-        results.add(row, {**columns, **done.verdict, "date": time.strftime("%Y-%m-%d")}, series)
+    elsewhere = 0
+    for number, row in enumerate(results.wanted, 1):
+        results.read()
+        if results.find(row) is not None:
+            continue
+        with runs.claim(row) as is_ours:
+            if is_ours:
+                words = [*row.key.values(), *([f"seed {row.seed}"] if results.seeds > 1 else [])]
+                write(f"{results.stem}: {', '.join(words)} ({number} of {len(results.wanted)})")
+                _measure_row(scale, results, row, runs)
+            elsewhere += not is_ours
+    if elsewhere:
+        write(f"{results.stem}: {elsewhere} rows are another process's")
 
 
-def _baseline(scale: Scale, row: Row) -> Row | None:
-    """The row that this one is compared with: of the same text, the one before it, or the first."""
-    same = [other for other in scale.rows if other.corpus == row.corpus]
-    at = same.index(row)
-    return None if at == 0 else same[at - 1 if scale.shown.compared == "before" else 0]
+def _measure_row(scale: Scale, results: Results, row: Row, runs: "Runs") -> None:
+    from .measures import MEASURES
+
+    done = runs.run(row)
+    found = [MEASURES[name](runs, done, scale) for name in scale.shown.measures]
+    columns = {name: value for measured in found for name, value in measured.columns.items()}
+    if scale.shown.compared:
+        columns["p"] = _p_value(scale, row, done, runs)
+    series = {name: numbers for measured in found for name, numbers in measured.series.items()}
+    results.add(row, {**columns, **done.verdict, "date": time.strftime("%Y-%m-%d")}, series)
 
 
 def _p_value(scale: Scale, row: Row, done: "Run", runs: "Runs") -> float | str:
     """Empty where there is nothing to compare with, or its run is elsewhere."""
     from .measures import p_value
 
-    baseline = _baseline(scale, row)
-    if baseline is None:
+    baseline = baseline_of(scale, row)
+    if baseline is None or "bleu" not in scale.shown.measures:
         return ""
     if not runs.is_over(baseline):
         name = ", ".join(baseline.key.values())
@@ -172,7 +183,7 @@ def _show(entry: Reproduction, scale: str, results: Results, write_to: Path | No
     shown = entry.scales[scale].shown
     if not results.measured:
         raise InputError(f"{results.path('.csv')}: nothing of {entry.name} has been measured yet: leave --no-train out")
-    lacking = len(results.wanted) - len(results.measured)
+    lacking = sum(results.find(row) is None for row in results.wanted)
     print(f"{entry.title}\nsource: {entry.source}\n{entry.stance}\n")
     print(markdown(*table(results, shown), aligned=True))
     print(f"{entry.scales[scale].about}." + (f" Rows that are still to be measured: {lacking}." if lacking else ""))

@@ -24,6 +24,14 @@ class Row(NamedTuple):
     search: Options = {"beam": 5, "rule": "fairseq"}  # noqa: RUF012
     """Of `SearchConfig`."""
 
+    @property
+    def seed(self) -> int:
+        return int(self.options.get("seed", 1))
+
+    def seeded(self, number: int) -> "Row":
+        """The row with its `number`-th seed, from 0."""
+        return self if number == 0 else self._replace(options={**self.options, "seed": self.seed + number})
+
 
 class Shown(NamedTuple):
     """What is measured, and how table and picture show it."""
@@ -55,6 +63,8 @@ class Scale(NamedTuple):
     """The one that translates: average (of the evaluations kept) or best."""
     scored: str = "test"
     """The part of the corpus that is translated: test or valid."""
+    seeds: int = 1
+    """How many each row is trained with, where nothing else is asked for."""
 
 
 class Reproduction(NamedTuple):

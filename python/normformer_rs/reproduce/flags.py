@@ -23,6 +23,8 @@ def parser() -> Command:
         parser.add_argument("--results", metavar="DIR", help=tables)
         marks = "Put table and picture into this Markdown file, between their marks or at its end."
         parser.add_argument("--write", metavar="FILE", help=marks)
+        seeds = "Seeds of each run; tables then have mean ± standard deviation. Default: the entry's, mostly 1."
+        parser.add_argument("--seeds", metavar="N", type=int, help=seeds)
         parser.add_argument("--device", metavar="NAME", default="cpu", help="cpu, cuda, cuda:N or auto. Default: cpu.")
         parser.add_argument("--dry-run", action="store_true", help="Print runs, options and files, then stop.")
         parser.add_argument("--no-train", action="store_true", help="Table and picture of what has been measured.")
@@ -44,6 +46,7 @@ def _run(args: argparse.Namespace) -> None:
         write_to=Path(args.write) if args.write else None,
         train=not args.no_train,
         dry_run=args.dry_run,
+        seeds=args.seeds,
         device=args.device,
         progress=not args.no_progress,
     )

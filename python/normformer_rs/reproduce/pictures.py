@@ -9,6 +9,7 @@ from .._optional import require
 from ..curves import COLOURS, logarithmic, name_ends
 from .declared import Reproduction
 from .results import Results, Series
+from .spread import Spread
 from .tables import COLUMNS, number
 
 INK, OTHERS, PALE = "#333333", "#cfcfcf", "#ececec"
@@ -27,22 +28,22 @@ def draw(entry: Reproduction, scale: str, results: Results) -> Path:
 def _dots(results: Results, title: str, value: str) -> Any:
     """A line for each row, in the table's order; a colour for each value of the key that runs across."""
     shown = results.scale.shown
-    points: dict[str, list[tuple[str, float]]] = {}
+    points: dict[str, list[tuple[str, float, float]]] = {}
     for row, found in results.measured:
         measured = number(found.get(value, ""))
         label = ", ".join(v if k in ("run", "residual", "norm", "encoder_norm") else f"{k} {v}"
                           for k, v in row.key.items() if k != shown.across)  # fmt: skip
         points.setdefault(label, [])
         if measured is not None and math.isfinite(measured):
-            points[label].append((row.key.get(shown.across, ""), measured))
+            points[label].append((row.key.get(shown.across, ""), measured, _sd(found.get(value, ""))))
     groups = list(dict.fromkeys(row.key.get(shown.across, "") for row, _ in results.measured))
     figure = new_figure(7.2, 0.34 * len(points) + 1.35)
     axis = figure.subplots()
     for height, found_here in enumerate(reversed(points.values())):
         axis.axhline(height, color=PALE, linewidth=1, zorder=0)
-        for group, measured in found_here:
+        for group, measured, sd in found_here:
             colour = COLOURS[groups.index(group) % len(COLOURS)]
-            axis.plot(measured, height, "o", color=colour, markersize=6, zorder=2)
+            axis.errorbar(measured, height, xerr=sd, fmt="o", color=colour, markersize=6, zorder=2)
             if len(groups) == 1:  # numbers of several would lie on each other
                 text = f"{measured:{COLUMNS[value].form}}"
                 where = {"xytext": (0, 6), "textcoords": "offset points", "ha": "center"}
@@ -56,6 +57,10 @@ def _dots(results: Results, title: str, value: str) -> Any:
     names = [(f"{shown.across} {group}", COLOURS[i % len(COLOURS)]) for i, group in enumerate(groups) if group]
     heading(figure, title, names)
     return figure
+
+
+def _sd(value: str | Spread) -> float:
+    return value.sd if isinstance(value, Spread) else 0.0
 
 
 def _validation(results: Results, title: str, value: str) -> Any:
@@ -128,47 +133,37 @@ def _start(results: Results, title: str, value: str) -> Any:
 
 
 def _comparison(results: Results, title: str, value: str) -> Any:
-    """A line for each name and depth, its dots in a panel for each number; below them the stream's size by layer, of
-    the deepest models at the lowest rate."""
-    groups = list(dict.fromkeys(row.key["lr"] for row, _ in results.measured))
-    depths = list(dict.fromkeys(row.key["layers"] for row, _ in results.measured))
-    labels = {(row.key["name"], row.key["layers"]): f"{row.key['name']}, {row.key['layers']} layers"
-              for row, _ in results.measured}  # fmt: skip
-    heights = {key: len(labels) - 1 - i for i, key in enumerate(labels)}
-    figure = new_figure(9.6, 0.2 * len(labels) + 4.4)
-    above, below = figure.subfigures(2, 1, height_ratios=[0.2 * len(labels) + 1.2, 3.2])
-    panels = above.subplots(1, 3, sharey=True)
+    """A line for each name, the best from the common initialisation first; a panel for each number; a dot and its
+    standard deviation for each rate, filled from the common initialisation, hollow from the scheme's own."""
+    rates = list(dict.fromkeys(row.key["lr"] for row, _ in results.measured))
+    common = results.scale.rows[0].key["init"]
+    best: dict[str, float] = {}
+    for row, found in results.measured:
+        reached = number(found.get(value, ""))
+        if row.key["init"] == common and reached is not None and math.isfinite(reached):
+            best[row.key["name"]] = min(best.get(row.key["name"], math.inf), reached)
+    names = sorted(dict.fromkeys(row.key["name"] for row, _ in results.measured), key=lambda n: best.get(n, math.inf))
+    heights = {name: len(names) - 1 - i for i, name in enumerate(names)}
+    figure = new_figure(9.6, 0.21 * len(names) + 1.3)
+    panels = figure.subplots(1, 3, sharey=True)
     for axis, column in zip(panels, (value, "largest_grad_norm", "growth")):
         for height in heights.values():
             axis.axhline(height, color=PALE, linewidth=0.8, zorder=0)
         for row, found in results.measured:
             measured = number(found.get(column, ""))
             if measured is not None and math.isfinite(measured):
-                place = heights[row.key["name"], row.key["layers"]]
-                axis.plot(measured, place, "o", color=colour(row.key["lr"], groups), markersize=4, alpha=0.85)
+                shade, is_common = colour(row.key["lr"], rates), row.key["init"] == common
+                place = heights[row.key["name"]] + (0.16 if is_common else -0.16)
+                axis.errorbar(measured, place, xerr=_sd(found.get(column, "")), fmt="o", color=shade, markersize=4,
+                              markerfacecolor=shade if is_common else "white", linewidth=1)  # fmt: skip
         axis.set_xlabel(COLUMNS[column].heading, fontsize=8.5)
         axis.spines[["top", "right", "left"]].set_visible(False)
         axis.tick_params(left=False, labelsize=7.5)
         if column != value:
             logarithmic(axis, "x")
-    panels[0].set_yticks([*heights.values()], [*labels.values()])
-    panels[0].set_ylim(-0.6, len(labels) - 0.4)
-    axis = below.subplots()
-    deepest, lowest = max(depths, key=int), min(groups, key=float)
-    ends = []
-    shown = [(key, sizes) for key, sizes in results.series.get("sizes", {}).items()
-             if sizes and key[1] == deepest and key[3] == lowest and key[2] == "1"]  # fmt: skip
-    for i, (key, sizes) in enumerate(shown):
-        shade = COLOURS[i % len(COLOURS)]
-        axis.plot(range(len(sizes)), sizes, "o-", color=shade, markersize=2.5, linewidth=1.2)
-        ends.append((sizes[-1], key[0], shade))
-    logarithmic(axis)
-    axis.set_xlabel(f"layer (0: what the first reads), {deepest} layers, lr {float(lowest):g}", fontsize=8.5)
-    axis.set_ylabel("mean |x|", fontsize=8.5)
-    axis.spines[["top", "right"]].set_visible(False)
-    axis.tick_params(labelsize=8)
-    name_ends(axis, ends)
-    heading(figure, title, [(f"lr {float(rate):g}", colour(rate, groups)) for rate in groups])
+    panels[0].set_yticks([*heights.values()], [*heights])
+    panels[0].set_ylim(-0.7, len(names) - 0.3)
+    heading(figure, f"{title} (hollow: own initialisation)", [(f"lr {float(r):g}", colour(r, rates)) for r in rates])
     return figure
 
 

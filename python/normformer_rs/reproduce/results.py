@@ -1,55 +1,100 @@
 """The measured rows of a reproduction, kept in a CSV file as they come, and the series of its picture beside it."""
 
+import contextlib
 import csv
+import fcntl
 import io
 import itertools
-from collections.abc import Iterable
+import os
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from .. import text
 from .declared import Options, Reproduction, Row
+from .spread import Spread, merged
 
 Series = dict[tuple[str, ...], list[float]]
 """Numbers of the first updates by the row's key."""
 
 
-class Results:
-    """`FOLDER/NAME-SCALE.csv`, its series and its picture. A row that is there is not measured again."""
+Found = dict[str, str | Spread]
+"""What was measured of a row: columns by name, of several seeds their spread."""
 
-    def __init__(self, entry: Reproduction, scale: str, folder: Path) -> None:
+
+class Results:
+    """`FOLDER/NAME-SCALE.csv`, its series and its picture. A row that is there is not measured again. Several processes
+    may add rows."""
+
+    def __init__(self, entry: Reproduction, scale: str, folder: Path, seeds: int | None = None) -> None:
         self.stem, self.folder = f"{entry.name}-{scale}", folder
         self.scale = entry.scales[scale]
-        self.wanted = self.scale.rows
+        self.seeds = self.scale.seeds if seeds is None else seeds
+        self.read()
+
+    def read(self) -> None:
+        """Takes in what other processes have added."""
         table = self.path(".csv")
         self.rows: list[dict[str, str]] = []
         if table.exists():
             self.rows = list(csv.DictReader(text.read_lines(str(table))))
-        width = len(self.wanted[0].key)
+        width = len(self.scale.rows[0].key)
         self.series = {path.stem.removeprefix(f"{self.stem}-"): read_series(path, width)
-                       for path in sorted(folder.glob(f"{self.stem}-*.csv"))}  # fmt: skip
+                       for path in sorted(self.folder.glob(f"{self.stem}-*.csv"))}  # fmt: skip
 
     def path(self, ending: str) -> Path:
         return self.folder / f"{self.stem}{ending}"
 
+    @property
+    def wanted(self) -> list[Row]:
+        """All rows, with each of their seeds: first all rows with their first."""
+        return [row.seeded(number) for number in range(self.seeds) for row in self.scale.rows]
+
     def find(self, row: Row) -> dict[str, str] | None:
-        """What was measured of the row; None: nothing yet."""
-        return next((found for found in self.rows if all(found.get(k) == v for k, v in row.key.items())), None)
+        """What was measured of the row, with its seed; None: nothing yet."""
+        key = {**row.key, "seed": str(row.seed)}
+        return next((f for f in self.rows if all((f.get(k) or ("1" if k == "seed" else None)) == v
+                                                 for k, v in key.items())), None)  # fmt: skip
+
+    def each_seed(self, row: Row) -> dict[int, dict[str, str]]:
+        """What was measured of the row, by seed."""
+        found = {row.seeded(number).seed: self.find(row.seeded(number)) for number in range(self.seeds)}
+        return {seed: columns for seed, columns in found.items() if columns is not None}
 
     @property
-    def measured(self) -> list[tuple[Row, dict[str, str]]]:
+    def measured(self) -> list[tuple[Row, Found]]:
         """The rows that were measured, in the entry's order."""
-        return [(row, found) for row in self.wanted if (found := self.find(row)) is not None]
+        made: list[tuple[Row, Found]] = []
+        for row in self.scale.rows:
+            if seeds := [*self.each_seed(row).values()]:
+                names = dict.fromkeys(itertools.chain.from_iterable(seeds))
+                made.append((row, {name: merged([found.get(name) or "" for found in seeds]) for name in names}))
+        return made
 
     def add(self, row: Row, columns: Options, series: dict[str, list[float]]) -> None:
-        """Keeps a row, in files that are whole after a crash."""
-        self.rows.append({**row.key, **{name: str(value) for name, value in columns.items()}})
+        """Keeps a row, in files that are whole after a crash. Series are those of a row's first seed."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        # the series first: a row that is there is whole
-        for name, numbers in series.items():
-            self.series.setdefault(name, {})[tuple(row.key.values())] = numbers
-            _write(self.path(f"-{name}.csv"), ([*key, *values] for key, values in self.series[name].items()))
-        columns_of_all = list(dict.fromkeys(itertools.chain.from_iterable(self.rows)))
-        _write(self.path(".csv"), [columns_of_all, *([r.get(name, "") for name in columns_of_all] for r in self.rows)])
+        with alone(self.folder):
+            self.read()
+            made = {**row.key, "seed": str(row.seed), **columns}
+            self.rows.append({name: str(value) for name, value in made.items()})
+            # the series first: a row that is there is whole
+            is_first = any((one.key, one.seed) == (row.key, row.seed) for one in self.scale.rows)
+            for name, numbers in series.items() if is_first else ():
+                self.series.setdefault(name, {})[tuple(row.key.values())] = numbers
+                _write(self.path(f"-{name}.csv"), ([*key, *values] for key, values in self.series[name].items()))
+            names = list(dict.fromkeys(itertools.chain.from_iterable(self.rows)))
+            _write(self.path(".csv"), [names, *([r.get(name, "") for name in names] for r in self.rows)])
+
+
+@contextlib.contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """While no other process is in here."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
 
 
 def read_series(path: Path, width: int = 2) -> Series:

@@ -1,8 +1,12 @@
 """The training runs of reproductions: a folder for each, resumed after a stop, with a verdict at its end."""
 
+import contextlib
+import fcntl
 import hashlib
 import json
 import math
+import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -63,6 +67,21 @@ class Runs:
 
     def is_over(self, row: Row) -> bool:
         return (self.output(row) / VERDICT).exists()
+
+    @contextlib.contextmanager
+    def claim(self, row: Row) -> Iterator[bool]:
+        """Whether no other process makes this run; while the block lasts none can begin to."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        handle = os.open(self.folder / f".{folder_of(row)}.lock", os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                is_ours = True
+            except BlockingIOError:
+                is_ours = False
+            yield is_ours
+        finally:
+            os.close(handle)
 
     def files(self, corpus: str) -> Files:
         """The corpus' files, prepared once."""

@@ -10,8 +10,9 @@ from typing import NamedTuple
 
 from .. import text
 from ..errors import InputError
-from .declared import Reproduction, Row, Shown
-from .results import Results
+from .declared import Reproduction, Row, Scale, Shown
+from .results import Found, Results
+from .spread import Spread, difference
 
 
 class Column(NamedTuple):
@@ -41,13 +42,17 @@ COLUMNS = {
 }
 COMPARED = {"before": "p against the row before", "first": "p against the first row"}
 """The heading of `p`, by paired bootstrap."""
+DIFFERENCES = {"before": "difference from the row before", "first": "difference from the first row"}
+"""The same over several seeds, by the paired t test."""
 WIDTH = 120
 
 
-def number(text: str) -> float | None:
-    """The number; None where there is none."""
+def number(value: str | Spread) -> float | None:
+    """The number, or the mean of several; None where there is none."""
+    if isinstance(value, Spread):
+        return value.mean
     try:
-        return float(text)
+        return float(value)
     except ValueError:
         return None
 
@@ -58,15 +63,16 @@ def table(results: Results, shown: Shown) -> tuple[list[str], list[list[str]]]:
     papers = list(dict.fromkeys(name for row, _ in measured for name in row.paper))
     if not shown.across:
         keys = list(measured[0][0].key) if measured else []
-        headings = [COMPARED[shown.compared] if name == "p" else COLUMNS[name].heading for name in shown.columns]
+        headings = [_heading(results, shown, name) for name in shown.columns]
         lines = [
-            [*row.key.values(), *(_measured(found, name) for name in shown.columns),
+            [*row.key.values(), *(_compared(results, shown, row) if name == "p" and results.seeds > 1
+                                  else _measured(found, name) for name in shown.columns),
              *(row.paper.get(name, "") for name in papers)]
             for row, found in measured
         ]  # fmt: skip
         return [*map(_words, keys), *headings, *papers], lines
     values = list(dict.fromkeys(row.key[shown.across] for row, _ in measured))
-    grouped: dict[tuple[str, ...], dict[str, tuple[Row, dict[str, str]]]] = {}
+    grouped: dict[tuple[str, ...], dict[str, tuple[Row, Found]]] = {}
     for row, found in measured:
         rest = tuple(value for key, value in row.key.items() if key != shown.across)
         grouped.setdefault(rest, {})[row.key[shown.across]] = row, found
@@ -81,28 +87,63 @@ def table(results: Results, shown: Shown) -> tuple[list[str], list[list[str]]]:
     return [*map(_words, keys), *(f"{_words(shown.across)} {value}" for value in values), *papers], lines
 
 
+def _heading(results: Results, shown: Shown, name: str) -> str:
+    if name != "p":
+        return COLUMNS[name].heading
+    return DIFFERENCES[shown.compared] if results.seeds > 1 else COMPARED[shown.compared]
+
+
+def _compared(results: Results, shown: Shown, row: Row) -> str:
+    """The difference from the baseline over the seeds that both have, with the paired t test's p."""
+    baseline = baseline_of(results.scale, row)
+    if baseline is None:
+        return ""
+    own, theirs = ({seed: number(found.get(shown.value) or "") for seed, found in results.each_seed(one).items()}
+                   for one in (row, baseline))  # fmt: skip
+    pairs = [(one, other) for seed, one in own.items() if one is not None and (other := theirs.get(seed)) is not None]
+    found = difference(*zip(*pairs)) if pairs else None
+    if found is None:
+        return ""
+    form = COLUMNS[shown.value].form
+    return f"{found.spread:+{form}}, p = {found.p:.3f}" + (", within the spread" if found.is_within else "")
+
+
+def baseline_of(scale: Scale, row: Row) -> Row | None:
+    """The row that this one is compared with: of the same text, the one before it, or the first."""
+    same = [other for other in scale.rows if other.corpus == row.corpus]
+    keys = [other.key for other in same]
+    at = keys.index(row.key)
+    if at == 0:
+        return None
+    chosen = same[at - 1 if scale.shown.compared == "before" else 0]
+    return chosen.seeded(row.seed - same[at].seed)
+
+
 def _words(key: str) -> str:
     return key.replace("_", " ")
 
 
-def _measured(found: dict[str, str], name: str) -> str:
+def _measured(found: Found, name: str) -> str:
     """A measured cell; the verdict where a run that diverged has no BLEU."""
     value = found.get(name, "")
     if name == "bleu" and not value:
-        return found["verdict"] if found.get("verdict") == "diverged" else ""
+        return "diverged" if found.get("verdict") == "diverged" else ""
+    if isinstance(value, Spread):
+        return f"{value:{COLUMNS[name].form}}"
     read = number(value)
     if read is None:
         return value
     return "" if math.isnan(read) else f"{read:{COLUMNS[name].form}}"
 
 
-def _cell(found: dict[str, str], form: str) -> str:
+def _cell(found: Found, form: str) -> str:
     """The form, filled; empty where a number that it wants was not measured."""
-    values = {name: value if (read := number(value)) is None else read for name, value in found.items()}
+    values = {name: value if isinstance(value, Spread) or (read := number(value)) is None else read
+              for name, value in found.items()}  # fmt: skip
     try:
         return form.format_map(values)
     except (KeyError, ValueError):
-        return found.get("verdict", "")
+        return str(found.get("verdict", ""))
 
 
 def markdown(head: Sequence[str], lines: Iterable[Sequence[object]], *, aligned: bool = False) -> str:
@@ -130,11 +171,10 @@ def section(entry: Reproduction, scale: str, results: Results, file: Path) -> st
     """The part of a Markdown file, marks and all: the recipe, the table, the picture."""
     begin, end = marks(entry, scale)
     chosen = entry.scales[scale]
-    dates = sorted({found["date"] for _, found in results.measured if found.get("date")})
+    dates = sorted({found["date"] for found in results.rows if found.get("date")})
     when = f"; {' to '.join(dict.fromkeys((dates[0], dates[-1])))}" if dates else ""
-    about = (
-        f"`normformer-rs reproduce {entry.name} --scale {scale}`: {chosen.about}{when} (`{results.path('.csv').name}`)."
-    )
+    made = f"{chosen.about}{_seeds(results)}{when} (`{results.path('.csv').name}`)."
+    about = f"`normformer-rs reproduce {entry.name} --scale {scale}`: {made}"
     parts = [begin, "", *textwrap.wrap(about, WIDTH, break_long_words=False, break_on_hyphens=False), ""]
     parts.append(markdown(*table(results, chosen.shown)))
     picture = results.path(".png")
@@ -142,6 +182,11 @@ def section(entry: Reproduction, scale: str, results: Results, file: Path) -> st
         path = Path(os.path.relpath(picture, file.parent)).as_posix()
         parts += [f"![{entry.title}]({path})", ""]
     return "\n".join([*parts[:-1], "", end] if parts[-1] == "" else [*parts, end])
+
+
+def _seeds(results: Results) -> str:
+    most = max((len(results.each_seed(row)) for row in results.scale.rows), default=0)
+    return f"; mean ± standard deviation of {most} seeds" if most > 1 else ""
 
 
 def write_section(file: Path, entry: Reproduction, scale: str, results: Results) -> None:

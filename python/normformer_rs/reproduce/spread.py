@@ -1,0 +1,90 @@
+"""Numbers of several seeds: mean and standard deviation, and tests that are paired by seed."""
+
+import math
+import statistics
+from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class Spread(NamedTuple):
+    """Numbers of at least two seeds. Formatted it is mean ± standard deviation (of a sample)."""
+
+    numbers: tuple[float, ...]
+
+    @property
+    def mean(self) -> float:
+        return statistics.fmean(self.numbers)
+
+    @property
+    def sd(self) -> float:
+        return statistics.stdev(self.numbers)
+
+    def __format__(self, form: str) -> str:
+        return f"{self.mean:{form}} ± {self.sd:{form.lstrip('+')}}"
+
+    def __str__(self) -> str:
+        return f"{self:.4g}"
+
+
+class Difference(NamedTuple):
+    """Of two rows that have the same seeds."""
+
+    spread: Spread
+    p: float
+    """Of the paired t test, two-sided: that the mean difference is 0."""
+
+    @property
+    def is_within(self) -> bool:
+        """The difference is within the spread: 0 lies in its 95 % interval."""
+        return not self.p < 0.05
+
+
+def merged(values: Sequence[str]) -> "str | Spread":
+    """What several seeds have in one column: their spread; of words the one, or how often each occurs."""
+    numbers = [_number(value) for value in values]
+    found = [number for number in numbers if number is not None and math.isfinite(number)]
+    if len(values) == 1 or not any(values):
+        return values[0] if values else ""
+    if len(found) == len(values):
+        return Spread(tuple(found))
+    if found:  # some runs have none
+        some = f"{Spread(tuple(found)):.4g}" if len(found) > 1 else f"{found[0]:.4g}"
+        return f"{some} ({len(found)} of {len(values)})"
+    counts = {word: values.count(word) for word in dict.fromkeys(values)}
+    return next(iter(counts)) if len(counts) == 1 else ", ".join(f"{word} {n}" for word, n in counts.items())
+
+
+def difference(ones: Sequence[float], others: Sequence[float]) -> Difference | None:
+    """ones − others, seed by seed; None for fewer than two pairs."""
+    pairs = [one - other for one, other in zip(ones, others, strict=True)]
+    if len(pairs) < 2:
+        return None
+    spread = Spread(tuple(pairs))
+    if spread.sd == 0:
+        return Difference(spread, 1.0 if spread.mean == 0 else 0.0)
+    t = spread.mean / (spread.sd / math.sqrt(len(pairs)))
+    return Difference(spread, 1 - within(t, len(pairs) - 1))
+
+
+def within(t: float, freedom: int) -> float:
+    """Student's P(|T| ≤ |t|), by its finite series (Abramowitz & Stegun 26.7.3, 26.7.4)."""
+    angle = math.atan(abs(t) / math.sqrt(freedom))
+    sine, cosine = math.sin(angle), math.cos(angle)
+    if freedom % 2:
+        term, total = cosine, 0.0
+        for k in range(1, freedom - 1, 2):
+            total += term
+            term *= cosine**2 * (k + 1) / (k + 2)
+        return 2 / math.pi * (angle + sine * total)
+    term, total = 1.0, 0.0
+    for k in range(0, freedom - 1, 2):
+        total += term
+        term *= cosine**2 * (k + 1) / (k + 2)
+    return sine * total
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
