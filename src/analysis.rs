@@ -4,7 +4,7 @@ use crate::error::{Error, Result};
 use crate::host::host;
 use ndarray::{Array1, Array2, ArrayView1, Axis, Zip};
 use std::cell::RefCell;
-use tch::Tensor;
+use tch::{Kind, Tensor};
 
 /// Diagnostics of one stack's pass, in order of execution.
 #[derive(Debug, Default)]
@@ -18,6 +18,10 @@ pub struct StackObservation {
     pub statistics: Vec<Statistics>,
     /// The mean |x| of what the stack reads, and of every layer's output (coordinate checks, Yang et al. 2022, App D.1).
     pub sizes: Vec<f64>,
+    /// Per attention: the mean |score| before the softmax, over all pairs of the rows that meet.
+    pub scores: Vec<f64>,
+    /// Per connection whose weights depend on the stream: the mean |score| that makes them.
+    pub mixing: Vec<f64>,
 }
 
 /// What concerns μ, σ² and ψ² each; NaN of those that a norm has not.
@@ -172,6 +176,26 @@ impl Watch {
         Ok(())
     }
 
+    /// Queries (rows, d) of so many heads meet keys (rows, kv_heads·d_head).
+    pub fn scores(&self, [q, k]: [&Tensor; 2], heads: i64, scale: f64) -> Result<()> {
+        let (q, k) = (q.f_unflatten(-1, [heads, -1].as_slice())?, k);
+        let d_head = q.size()[2];
+        let k = k.f_unflatten(-1, [-1, d_head].as_slice())?;
+        let shared = heads / k.size()[1];
+        let k = k.f_repeat_interleave_self_int(shared, 1, None)?;
+        let scores = q.f_transpose(0, 1)?.f_matmul(&k.f_permute([1, 2, 0].as_slice())?)?.f_mul_scalar(scale)?;
+        let size = mean_size(&scores)?;
+        self.add(|seen| seen.scores.push(size));
+        Ok(())
+    }
+
+    /// Scores that make weights of a connection.
+    pub fn mixing(&self, scores: &Tensor) -> Result<()> {
+        let size = mean_size(scores)?;
+        self.add(|seen| seen.mixing.push(size));
+        Ok(())
+    }
+
     /// A norm with running statistics has made y of what it was given. The pass must move no statistics.
     pub fn norm(&self, given: Columns, y: &Tensor) {
         if let Some(stack) = self.stacks.borrow().len().checked_sub(1) {
@@ -184,6 +208,11 @@ impl Watch {
             note(seen);
         }
     }
+}
+
+/// The mean |x|.
+fn mean_size(x: &Tensor) -> Result<f64> {
+    Ok(f64::try_from(&x.f_abs()?.f_mean(Kind::Double)?)?)
 }
 
 /// 0 where either is.

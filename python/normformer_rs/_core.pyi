@@ -137,9 +137,9 @@ def observe(
     seed: Tensor | None,
     precision: str,
     loss: Callable[[Tensor], Tensor] | None,
-) -> list[tuple[NDArray[np.float64], NDArray[np.float64], list[list[float]], NDArray[np.float64]]]:
-    """Each stack's cosines (layers,), active (layers,), statistics (norms, 7), sizes (layers + 1,); seed None:
-    evaluation."""
+) -> list[tuple[list[NDArray[np.float64]], list[list[float]]]]:
+    """Of each stack cosines (layers,), active (layers,), sizes (layers + 1,), scores (attentions,) and mixing
+    (connections,), and its norms' statistics (7,); seed None: evaluation."""
 
 def statistics(
     x: Tensor,

@@ -236,6 +236,12 @@ class Observed(NamedTuple):
     """Of the norms that keep statistics, in the order of the pass."""
     sizes: NDArray[np.float64]
     """(layers + 1,): the mean |x| of what the stack reads, and of each layer's output (Yang et al. 2022, App D.1)."""
+    scores: NDArray[np.float64]
+    """(attentions,): the mean |score| that attention's softmax gets, over all pairs of the batch's rows, in the order
+    of the pass."""
+    mixing: NDArray[np.float64]
+    """(connections,): the mean |score| that makes a connection's weights (attnres, mhc, hyper-connections); empty under
+    other schemes."""
 
 
 def observe(
@@ -264,8 +270,8 @@ def observe(
     found = _core.observe(*given, None if loss is None else _number(loss))
     stacks = ["encoder", "decoder"][-len(found) :]
     return {
-        stack: Observed(cosines, active, [Statistics(*norm) for norm in norms], sizes)
-        for stack, (cosines, active, norms, sizes) in zip(stacks, found)
+        stack: Observed(cosines, active, [Statistics(*norm) for norm in norms], *sizes)
+        for stack, ((cosines, active, *sizes), norms) in zip(stacks, found)
     }
 
 

@@ -371,6 +371,7 @@ class TrainingConfig(Config):
     patience: int
     keep: int
     log_layers: int
+    log_statistics: int
     evaluation_beam: int
     activation_checkpointing: bool
     precision: _Precision
@@ -411,6 +412,7 @@ class TrainingConfig(Config):
         patience: int = ...,
         keep: int = ...,
         log_layers: int = ...,
+        log_statistics: int = ...,
         evaluation_beam: int = ...,
         activation_checkpointing: bool = ...,
         precision: _Precision = ...,

@@ -16,28 +16,30 @@ from .errors import InputError
 from .model import Transformer
 from .parametrisation import param_groups
 
-PLACES = ("embedding", "first layer", "middle layer", "last layer", "logits")
+PLACES = ("embedding", "first layer", "middle layer", "last layer", "logits", "scores", "mixing scores")
 _GRID = {"color": "#e4e4e4", "linewidth": 0.8}
 
 
 @dataclass(frozen=True)
 class CoordinateCheck:
-    """The mean |x| at five places of models that differ in one size."""
+    """The mean |x| at seven places of models that differ in one size."""
 
     over: str
     """"width" or "depth"."""
     values: tuple[int, ...]
     """The widths, or the layers of each stack."""
     sizes: NDArray[np.float64]
-    """(values, updates + 1, 5): before training and after each update, the geometric mean over seeds of the mean |x| of
-    what the decoder reads, of its first, middle and last layer's output, and of the logits."""
+    """(values, updates + 1, 7): before training and after each update, the geometric mean over seeds of the mean |x| of
+    what the decoder reads, of its first, middle and last layer's output, of the logits, and of the scores that
+    attention's softmax gets and that a connection's weights are made of; 0 where a model has none."""
     parametrisation: str
 
     def slopes(self, update: int = -1) -> dict[str, float]:
         """By place, the slope of log size against log width or depth after that update (0: before the first); 0 where
-        sizes do not depend on it."""
+        sizes do not depend on it. Places that the models lack, or where something is 0, are left out."""
         x = np.log(self.values)
-        return {place: float(np.polyfit(x, np.log(self.sizes[:, update, i]), 1)[0]) for i, place in enumerate(PLACES)}
+        found = {place: self.sizes[:, update, i] for i, place in enumerate(PLACES)}
+        return {place: float(np.polyfit(x, np.log(sizes), 1)[0]) for place, sizes in found.items() if sizes.all()}
 
     def save(self, path: str | PathLike[str]) -> None:
         """A picture: a panel for each place, a line for each update, both axes logarithmic.
@@ -49,17 +51,19 @@ class CoordinateCheck:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
 
-        figure = Figure(figsize=(13, 3.4), dpi=150, layout="constrained")
-        FigureCanvasAgg(figure)
-        axes: Any = figure.subplots(1, len(PLACES))
         updates, slopes = self.sizes.shape[1], self.slopes()
-        for i, (axis, place) in enumerate(zip(axes, PLACES)):
-            for update in range(updates):
+        figure = Figure(figsize=(2.6 * len(slopes), 3.4), dpi=150, layout="constrained")
+        FigureCanvasAgg(figure)
+        axes: Any = figure.subplots(1, len(slopes))
+        for axis, place in zip(axes, slopes):
+            i = PLACES.index(place)
+            shown = [update for update in range(updates) if self.sizes[:, update, i].all()]
+            for update in shown:
                 color = colormaps["viridis"](0.85 * (1 - update / max(updates - 1, 1)))
                 axis.plot(self.values, self.sizes[:, update, i], "o-", color=color, markersize=3, label=str(update))
             axis.set_xscale("log", base=2)
             axis.set_yscale("log", base=10)
-            low, high = self.sizes[:, :, i].min(), self.sizes[:, :, i].max()
+            low, high = self.sizes[:, shown, i].min(), self.sizes[:, shown, i].max()
             middle = (low * high) ** 0.5  # at least a decade, so that flat lines look flat
             axis.set_ylim(min(low / 1.2, middle / 3.2), max(high * 1.2, middle * 3.2))
             axis.set_xticks(self.values, [str(value) for value in self.values])
@@ -99,7 +103,7 @@ def coordinate_check(
     >>> config = nf.TransformerConfig(vocab_size=20, **shape, parametrisation="mup", base_width=8)
     >>> check = analysis.coordinate_check(config, widths=(8, 16), updates=1, seeds=(1,))
     >>> check.over, check.values, check.sizes.shape
-    ('width', (8, 16), (2, 2, 5))
+    ('width', (8, 16), (2, 2, 7))
 
     Args:
         config: a model; dropout is left out. With a width go d_ff in proportion and as many heads as keep d_head; with
@@ -143,7 +147,7 @@ def _sized(config: TransformerConfig, over: str, value: int) -> TransformerConfi
 def _trained(
     config: TransformerConfig, updates: int, seed: int, shape: tuple[int, int], given: dict[str, Any]
 ) -> NDArray[np.float64]:
-    """(updates + 1, 5): logarithms of sizes."""
+    """(updates + 1, 7): logarithms of sizes."""
     model = Transformer(config, seed=seed, device="cpu").train()
     generator = torch.Generator().manual_seed(seed)
     source, target_input, target = (torch.randint(4, config.vocab_size, shape, generator=generator) for _ in range(3))
@@ -156,14 +160,16 @@ def _trained(
         torch.nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten()).backward()
         optimizer.step()
         found.append(_sizes(model, reads, target_input))
-    return np.log(found)
+    with np.errstate(divide="ignore"):  # of what is 0 or not there
+        return np.log(found)
 
 
 @torch.no_grad()
 def _sizes(model: Transformer, source: Tensor | None, target_input: Tensor) -> NDArray[np.float64]:
     from .analysis import observe  # which has this module's names
 
-    layers = observe(model, source, target_input)["decoder"].sizes
-    last = len(layers) - 1
+    seen = observe(model, source, target_input)["decoder"]
+    layers, last = seen.sizes, len(seen.sizes) - 1
     logits = model(source, target_input).abs().mean().item()
-    return np.array([layers[0], layers[1], layers[(last + 1) // 2], layers[last], logits])
+    scores = [float(own.mean()) if len(own) else 0.0 for own in (seen.scores, seen.mixing)]
+    return np.array([layers[0], layers[1], layers[(last + 1) // 2], layers[last], logits, *scores])

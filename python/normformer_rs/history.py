@@ -66,7 +66,11 @@ class History:
     evaluations: Evaluations
     layers: dict[str, NDArray[np.float64]] = dataclasses.field(default_factory=dict)
     """What `log_layers` asked for: gradient/LAYER, the norm of each layer's gradient before clipping, and gain/NAME,
-    the mean of each gain before the update. NaN: an update without them."""
+    the mean of each gain before the update. What `log_statistics` asked for, of the update's first batch before the
+    update: size/STACK.LAYER, the mean |x| of the stream (0: what the stack reads); change/decoder, ‖F(x; θ) −
+    F(x; θ₀)‖₂ of the decoder's output, the mean over tokens; batch_distance/STACK.NORM.PART and
+    batch_gradient/STACK.NORM.PART, as `analysis.Statistics` has them, PART being mean, variance or power. NaN: an
+    update without them."""
     parameters: int = 0
     output: Path = Path()
 
@@ -235,10 +239,12 @@ def _replay(events: Iterable[dict[str, Any]]) -> tuple[dict[str, Any], list[dict
 
 
 def layer_values(event: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers by layer of an "updated" event: gradient/LAYER and gain/NAME; none where it has none."""
+    """The numbers by layer of an "updated" event: gradient/LAYER and gain/NAME, and its statistics; none where it has
+    none."""
     layers = event.get("layers") or {}
     values = {f"{kind}/{name}": value for kind, key in (("gradient", "gradients"), ("gain", "gains"))
               for name, value in layers.get(key, {}).items()}  # fmt: skip
+    values |= event.get("statistics") or {}
     return {name: math.nan if value is None else value for name, value in values.items()}
 
 

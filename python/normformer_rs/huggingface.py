@@ -15,16 +15,26 @@ from . import _core
 from .config import TransformerConfig
 from .errors import InputError
 from .model import Transformer, load_run
+from .options import RUN_CONFIG
 from .text import read_regular
 from .tokenizer import tokenizer_files
 
 _BOS, _PAD, _EOS = 0, 1, 2
-_EPS = {"layernorm": 1e-5, "rmsnorm": 1e-5, "rmsnorm:gemma": 1e-6}
+_EPS = {"layernorm": 1e-5, "rmsnorm": 1e-5, **dict.fromkeys(("rmsnorm:gemma", "rmsnorm:llama", "rmsnorm:olmo"), 1e-6)}
 """Where norm_eps says no other."""
 _VOCABULARY, _CODES = "vocabulary.txt", "bpe.codes"
 """Files of a run that say how its text becomes token ids; without the second it is cut already."""
 _FREE = {"vocab_size", "d_model", "d_ff", "heads", "encoder_layers", "decoder_layers", "decoder_norm", "norm_eps"}
-_FREE |= {"init", "ds_init_alpha", "ds_init_mode", "max_positions", "rope_theta", "scale_embeddings", "decoder_start"}
+_FREE |= {
+    "init",
+    "init_std",
+    "ds_init_alpha",
+    "ds_init_mode",
+    "max_positions",
+    "rope_theta",
+    "scale_embeddings",
+    "decoder_start",
+}
 _FREE |= {"tie_embeddings", "dropout", "embedding_dropout", "attention_dropout", "activation_dropout"}
 """Options that every architecture has, or that matter in training alone; all others must be at their defaults, or be
 among an architecture's own."""
@@ -177,7 +187,12 @@ def _by_head(config: TransformerConfig, module: str, tensor: Tensor) -> Iterable
 _DECODER = {"architecture": ("decoder-only",), "residual": ("prenorm",)}
 _PLAIN = {"relu": "relu", "gelu": "gelu", "silu": "silu"}
 _GATED = {"swiglu": "silu", "geglu": "gelu"}
-_ROTARY_RMS = {"norm": ("rmsnorm",), "positions": ("rotary",), "activation": tuple(_GATED), "kv_heads": ()}
+_ROTARY_RMS = {
+    "norm": ("rmsnorm", "rmsnorm:llama"),
+    "positions": ("rotary",),
+    "activation": tuple(_GATED),
+    "kv_heads": (),
+}
 _LLAMA_NAMES = {
     "embedding": "model.embed_tokens",
     "output_projection": "lm_head",
@@ -289,7 +304,13 @@ _FAMILIES = (
     ),
     _Family(
         "Olmo2ForCausalLM",
-        {**_DECODER, **_ROTARY_RMS, "residual": ("olmo2",), "linear_biases": (False,)},
+        {
+            **_DECODER,
+            **_ROTARY_RMS,
+            "norm": ("rmsnorm", "rmsnorm:olmo"),
+            "residual": ("olmo2",),
+            "linear_biases": (False,),
+        },
         _llama_like("olmo2"),
         "model.layers",
         _LLAMA_NAMES | {"norm1": "post_attention_layernorm", "norm2": "post_feedforward_layernorm"},
@@ -426,6 +447,8 @@ def to_huggingface(
     GPT2LMHeadModel computes prenorm with layernorm, learned positions and relu, gelu or silu; GPTNeoXForCausalLM the
     same with rotary positions. Where embeddings are scaled by √d_model and the class does not scale them, the embedding
     there is the product, and the output projection another matrix.
+    max_position_embeddings is the length of a run's rows, `segment_length`; of a Transformer, and with learned
+    positions, `max_positions`.
     generation_config.json suppresses the tokens that the target vocabulary leaves out. Logits are equal to rounding:
     transformers keeps rotary angles and RMS norms in float32, whatever the type of the model.
 
@@ -436,11 +459,13 @@ def to_huggingface(
     """
     types: list[bool] | None = None
     texts: dict[str, str] = {}
+    context: int | None = None
     if isinstance(model, Transformer):
         config, state, origin = model.config, {k: v.detach() for k, v in model.state_dict().items()}, "the model"
     else:
         (config, state), origin = load_run(model, checkpoint), str(model)
         types = _core.target_vocabulary(origin)
+        context = json.loads(read_regular(Path(model) / RUN_CONFIG))["data"]["segment_length"]
         found = (Path(model) / name for name in (_VOCABULARY, _CODES))
         # as bytes: a carriage return in a piece stays one; a byte order mark is no piece
         texts = {path.name: read_regular(path).decode("utf-8-sig") for path in found if path.exists()}
@@ -458,7 +483,8 @@ def to_huggingface(
         "architectures": [family.name],
     }
     shared |= {"dtype": str(words.dtype).removeprefix("torch.")}
-    settings = {"config.json": family.config(config) | shared | ids}
+    seen = config if context is None or config.positions == "learned" else config.replace(max_positions=context)
+    settings = {"config.json": family.config(seen) | shared | ids}
     settings |= {"generation_config.json": ids | {"suppress_tokens": suppressed}}
     texts |= {name: json.dumps(content, indent=2) + "\n" for name, content in settings.items()}
     tensors = {name: tensor.contiguous() for name, tensor in family.state(config, state)}

@@ -232,7 +232,7 @@ fn context(model: &TransformerConfig, seed: Option<Tensor>, kind: Kind) -> Conte
     }
 }
 
-/// What is seen of each stack as it reads padded token ids: (cosines, active, statistics). `seed` as in `forward`;
+/// What is seen of each stack as it reads padded token ids: ([cosines, active, sizes, scores, mixing], statistics). `seed` as in `forward`;
 /// `loss` makes one number of the logits. Running statistics stay.
 #[pyfunction]
 #[pyo3(signature = (model, names, tensors, source, target_input, seed, precision, loss))]
@@ -272,14 +272,15 @@ fn observe<'py>(
         _ => None,
     };
     let seen = released(py, move || watch.finish(loss.as_ref()))?;
-    let stacks = seen.into_iter().map(|StackObservation { cosines, active, statistics, sizes }| {
+    let stacks = seen.into_iter().map(|seen| {
+        let StackObservation { cosines, active, statistics, sizes, scores, mixing } = seen;
         let statistics = statistics.into_iter().map(<[f64; 7]>::from).collect();
-        (cosines.into_pyarray(py), active.into_pyarray(py), statistics, sizes.into_pyarray(py))
+        ([cosines, active, sizes, scores, mixing].map(|numbers| numbers.into_pyarray(py)), statistics)
     });
     Ok(stacks.collect())
 }
 
-type Observed<'py> = (Bound<'py, PyArray1<f64>>, Bound<'py, PyArray1<f64>>, Vec<[f64; 7]>, Bound<'py, PyArray1<f64>>);
+type Observed<'py> = ([Bound<'py, PyArray1<f64>>; 5], Vec<[f64; 7]>);
 
 /// What is seen of a norm with running statistics: distances of mean, variance and ψ², sizes of their gradients, and the
 /// share that is bounded.

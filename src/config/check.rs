@@ -259,6 +259,7 @@ impl TrainingConfig {
             ("patience", self.patience, 0),
             ("evaluate_every", self.evaluate_every, 0),
             ("log_layers", self.log_layers, 0),
+            ("log_statistics", self.log_statistics, 0),
             ("evaluation_beam", self.evaluation_beam, 1),
         ] {
             if value < least {

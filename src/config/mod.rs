@@ -291,6 +291,9 @@ config! {
             keep: i64 = 10,
             /// Log the gradient norm of each layer, and the gains, every so many updates; 0: never.
             log_layers: i64 = 0,
+            /// Log the stream's size by layer, how far the model's output has moved since the start, and how batches'
+            /// statistics differ from running ones, every so many updates; 0: never.
+            log_statistics: i64 = 0,
             /// Beam of the translations that evaluations score; 1: greedy.
             evaluation_beam: i64 = 1,
             /// Keep only what enters each layer and run layers again for their gradients: less memory, a third more

@@ -2,6 +2,7 @@
 
 use super::{AttentionName, TransformerConfig};
 use crate::error::{Error, Result};
+use crate::norm::l2_norm;
 use crate::parametrisation::{self, AttentionScale, Multipliers, Parametrisation, Part, Scaled, PARAMETRISATIONS};
 use crate::residual::StackName;
 
@@ -94,6 +95,19 @@ pub(super) fn check(config: &TransformerConfig) -> Result<()> {
         ));
     }
     let unsettled = [(is_tensorized, "attention = \"tensorized\""), (config.fixnorm, "fixnorm = true")];
+    let l2norm = l2_norm::SPEC.name;
+    if !found.is_standard() && [config.encoder_norm(), config.decoder_norm()].contains(&l2norm) {
+        return Err(Error::invalid(format!(
+            "parametrisation {name:?} wants norms whose numbers are as large in every width, and those of {l2norm} fall \
+             as 1/√d: choose rmsnorm or scalenorm"
+        )));
+    }
+    if let (Some(_), Some((scheme, why))) = (found.alpha, config.schemes().own_depth()) {
+        return Err(Error::invalid(format!(
+            "parametrisation {name:?} multiplies branches by a power of the depth, for their sum; under residual = \
+             {scheme:?} {why}: choose another scheme, or parametrisation \"mup\""
+        )));
+    }
     match unsettled.into_iter().find(|(is_on, _)| *is_on && !found.is_standard()) {
         Some((_, what)) => Err(Error::invalid(format!(
             "parametrisation {name:?} does not say what becomes of {what}: leave that out, or take parametrisation \

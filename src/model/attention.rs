@@ -232,6 +232,7 @@ impl Attention {
 
     /// The heads' outputs, joined.
     fn heads(&self, [q, k, v]: [&Tensor; 3], ranges: &Ranges, causal: bool, ctx: &Context) -> Result<Tensor> {
+        ctx.show(|watch| watch.scores([q, k], self.heads, self.scale))?;
         let (dropout, extras) = (self.dropout(ctx), self.extras());
         match ranges {
             Ranges::Packed(table) if !extras.are_none() => {

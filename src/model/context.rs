@@ -196,6 +196,11 @@ impl Context {
         Context { watch: Some(watch), ..self }
     }
 
+    /// Who looks at this pass.
+    pub fn watch(&self) -> Option<&Watch> {
+        self.watch.as_deref()
+    }
+
     /// Passes something to the watch, if there is one.
     pub fn show(&self, what: impl FnOnce(&Watch) -> Result<()>) -> Result<()> {
         self.watch.as_deref().map_or(Ok(()), what)

@@ -144,7 +144,7 @@ impl BuiltSublayer {
     pub fn input(&self, streams: &mut Streams, ctx: &Context) -> Result<Tensor> {
         let x = match &self.around.mixing {
             Some(mixing) => {
-                let (x, unwritten) = mixing.read(&streams.tensors().collect::<Vec<_>>())?;
+                let (x, unwritten) = mixing.read(&streams.tensors().collect::<Vec<_>>(), ctx.watch())?;
                 streams.unwritten = unwritten;
                 x
             }

@@ -2,6 +2,7 @@
 
 use super::residual::learned;
 use super::Builder;
+use crate::analysis::Watch;
 use crate::error::Result;
 use crate::residual::{DepthWeights, Gates, Mixing};
 use tch::{Kind, Tensor};
@@ -45,16 +46,17 @@ impl BuiltMixing {
     }
 
     /// x of a sublayer, or of the stack's end, and what is left for [`write`](Self::write).
-    pub fn read(&self, tensors: &[&Tensor]) -> Result<(Tensor, Option<PendingWrite>)> {
+    pub fn read(&self, tensors: &[&Tensor], watch: Option<&Watch>) -> Result<(Tensor, Option<PendingWrite>)> {
+        let note = |scores: &Tensor| watch.map_or(Ok(()), |watch| watch.mixing(scores));
         let p: Vec<&Tensor> = self.parameters.iter().collect();
         match (&self.declared, p.as_slice()) {
             (Mixing::Hyper(hyper), p) => match (hyper.gates.as_ref(), p) {
                 (Gates::Joint { magnitude, iterations, .. }, [weight, scale, bias]) => {
-                    joint(tensors[0], [weight, scale, bias], *magnitude, *iterations)
+                    joint(tensors[0], [weight, scale, bias], *magnitude, *iterations, note)
                 }
-                (Gates::Each { .. }, [bias, dynamic @ ..]) => each(tensors[0], bias, dynamic),
+                (Gates::Each { .. }, [bias, dynamic @ ..]) => each(tensors[0], bias, dynamic, note),
                 (Gates::Channel { magnitude, .. }, [gain, down, up, write @ ..]) => {
-                    by_channel(tensors[0], [gain, down, up], write.first().copied(), *magnitude)
+                    by_channel(tensors[0], [gain, down, up], write.first().copied(), *magnitude, note)
                 }
                 (Gates::Sum(c), _) => {
                     let sum = wide(tensors[0])?.f_sum_dim_intlist([-2i64].as_slice(), false, None::<Kind>)?;
@@ -64,8 +66,8 @@ impl BuiltMixing {
             },
             (Mixing::Depth(_), []) => Ok((tensors[0].shallow_clone(), None)),
             (Mixing::Depth(depth), [query, gain @ ..]) => match depth.weights {
-                Some(DepthWeights::Normed(_)) => Ok((attend_normed(tensors, query)?, None)),
-                _ => Ok((attend(tensors, query, gain[0])?, None)),
+                Some(DepthWeights::Normed(_)) => Ok((attend_normed(tensors, query, note)?, None)),
+                _ => Ok((attend(tensors, query, gain[0], note)?, None)),
             },
         }
     }
@@ -114,11 +116,18 @@ impl BuiltMixing {
 type Read = (Tensor, Option<PendingWrite>);
 
 /// [`Gates::Joint`].
-fn joint(streams: &Tensor, [weight, scale, bias]: [&Tensor; 3], magnitude: f64, iterations: i64) -> Result<Read> {
+fn joint(
+    streams: &Tensor,
+    [weight, scale, bias]: [&Tensor; 3],
+    magnitude: f64,
+    iterations: i64,
+    note: impl Fn(&Tensor) -> Result<()>,
+) -> Result<Read> {
     let n = streams.size()[streams.dim() - 2];
     let flat = wide(&streams.f_flatten(-2, -1)?)?; // (…, n·d)
     let weight = weight.f_to_kind(flat.kind())?;
     let mixes = flat.f_linear::<&Tensor>(&weight, None)?.f_mul(&inverse_rms(&flat)?)?;
+    note(&mixes)?;
     let part = |index: i64, from: i64, count: i64| -> Result<Tensor> {
         let scale = scale.f_narrow(0, index, 1)?.f_to_kind(flat.kind())?;
         let bias = bias.f_narrow(0, from, count)?.f_to_kind(flat.kind())?;
@@ -145,14 +154,16 @@ fn joint(streams: &Tensor, [weight, scale, bias]: [&Tensor; 3], magnitude: f64, 
 }
 
 /// [`Gates::Each`]; `dynamic` is empty, or γ, β, W and s.
-fn each(streams: &Tensor, bias: &Tensor, dynamic: &[&Tensor]) -> Result<Read> {
+fn each(streams: &Tensor, bias: &Tensor, dynamic: &[&Tensor], note: impl Fn(&Tensor) -> Result<()>) -> Result<Read> {
     let (n, d) = (streams.size()[streams.dim() - 2], streams.size()[streams.dim() - 1]);
     let h = wide(streams)?;
     let of = |t: &Tensor| t.f_to_kind(h.kind());
     let mut rows = of(bias)?.f_view([n, n + 2])?; // p_i, R_i1 to R_in, g_i
     if let [gain, shift, weight, scale] = dynamic {
         let normed = h.f_layer_norm([d], Some(of(gain)?), Some(of(shift)?), LAYER_NORM_EPS, false)?;
-        let moved = normed.f_linear::<&Tensor>(&of(weight)?, None)?.f_tanh()?; // (…, n, n + 2)
+        let scores = normed.f_linear::<&Tensor>(&of(weight)?, None)?;
+        note(&scores)?;
+        let moved = scores.f_tanh()?; // (…, n, n + 2)
         let scale = of(scale)?;
         let scale = Tensor::f_cat(&[scale.f_narrow(0, 0, 1)?.f_expand([n + 1], false)?, scale.f_narrow(0, 1, 1)?], 0)?;
         rows = rows.f_add(&moved.f_mul(&scale)?)?;
@@ -169,6 +180,7 @@ fn by_channel(
     [gain, down, up]: [&Tensor; 3],
     write: Option<&Tensor>,
     magnitude: f64,
+    note: impl Fn(&Tensor) -> Result<()>,
 ) -> Result<Read> {
     let n = streams.size()[streams.dim() - 2];
     let h = wide(streams)?;
@@ -177,7 +189,9 @@ fn by_channel(
     let part = |weight: &Tensor| -> Result<Tensor> {
         Ok(normed.f_linear::<&Tensor>(&of(weight)?, None)?.f_div_scalar(n as f64)?)
     };
-    let shares = part(down)?.f_silu()?.f_linear::<&Tensor>(&of(up)?, None)?.f_sigmoid()?;
+    let scores = part(down)?.f_silu()?.f_linear::<&Tensor>(&of(up)?, None)?;
+    note(&scores)?;
+    let shares = scores.f_sigmoid()?;
     let parts = shares.f_mul(&normed)?.f_unflatten(-1, [n, -1].as_slice())?;
     let x = parts.f_mean_dim([-2i64].as_slice(), false, None::<Kind>)?.f_to_kind(streams.kind())?;
     let Some(write) = write else { return Ok((x, None)) };
@@ -186,18 +200,19 @@ fn by_channel(
 }
 
 /// [`DepthWeights::Plain`].
-fn attend(outputs: &[&Tensor], query: &Tensor, gain: &Tensor) -> Result<Tensor> {
+fn attend(outputs: &[&Tensor], query: &Tensor, gain: &Tensor, note: impl Fn(&Tensor) -> Result<()>) -> Result<Tensor> {
     let query = wide(query)?.f_mul(&wide(gain)?)?;
     let logits = outputs.iter().map(|v| {
         let v = wide(v)?;
         Ok(v.f_matmul(&query.f_to_kind(v.kind())?)?.f_unsqueeze(-1)?.f_mul(&inverse_rms(&v)?)?)
     });
-    let shares = Tensor::f_cat(&logits.collect::<Result<Vec<_>>>()?, -1)?.f_softmax(-1, None::<Kind>)?;
-    weighted(outputs, &shares)
+    let logits = Tensor::f_cat(&logits.collect::<Result<Vec<_>>>()?, -1)?;
+    note(&logits)?;
+    weighted(outputs, &logits.f_softmax(-1, None::<Kind>)?)
 }
 
 /// [`DepthWeights::Normed`]; of three queries (3, …, d).
-fn attend_normed(outputs: &[&Tensor], query: &Tensor) -> Result<Tensor> {
+fn attend_normed(outputs: &[&Tensor], query: &Tensor, note: impl Fn(&Tensor) -> Result<()>) -> Result<Tensor> {
     let d = query.size()[query.dim() - 1];
     let queries = wide(query)?.f_mul_scalar((d as f64).powf(-0.5))?.f_view([-1, d])?;
     let scales = outputs.iter().map(|v| inverse_rms(&wide(v)?)).collect::<Result<Vec<_>>>()?;
@@ -206,7 +221,9 @@ fn attend_normed(outputs: &[&Tensor], query: &Tensor) -> Result<Tensor> {
         // (…, queries)
         Ok(v.f_linear::<&Tensor>(&queries.f_to_kind(v.kind())?, None)?.f_mul(scale)?)
     });
-    let shares = Tensor::f_stack(&logits.collect::<Result<Vec<_>>>()?, -1)?.f_softmax(-1, None::<Kind>)?;
+    let logits = Tensor::f_stack(&logits.collect::<Result<Vec<_>>>()?, -1)?;
+    note(&logits)?;
+    let shares = logits.f_softmax(-1, None::<Kind>)?;
     let scales = Tensor::f_cat(&scales, -1)?; // (…, outputs)
     let read = |i: i64| weighted(outputs, &shares.f_select(-2, i)?.f_mul(&scales)?);
     if query.dim() == 1 {

@@ -69,6 +69,10 @@ impl Scheme for AttnRes {
         "Kimi Team 2026 (Attention Residuals)"
     }
 
+    fn own_depth(&self) -> Option<&'static str> {
+        Some("its inputs are averages of outputs")
+    }
+
     fn options(&self) -> &'static [&'static dyn AnyOption] {
         &[&BLOCK, &FORM, &QUERIES]
     }

@@ -17,6 +17,10 @@ impl Scheme for DepthScaled {
         "Beam (transformers 5.23, BeamDecoderLayer)"
     }
 
+    fn own_depth(&self) -> Option<&'static str> {
+        Some("its k-th addition has the factors √((k−1)/k) and 1/√k")
+    }
+
     fn init(&self) -> &'static str {
         "gpt2"
     }

@@ -39,6 +39,10 @@ impl Scheme for Dlcl {
         "Wang et al. 2019"
     }
 
+    fn own_depth(&self) -> Option<&'static str> {
+        Some("a layer's input is an average of outputs")
+    }
+
     fn options(&self) -> &'static [&'static dyn AnyOption] {
         &[&NORM]
     }

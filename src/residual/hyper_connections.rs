@@ -45,12 +45,13 @@ impl Scheme for HyperConnections {
             [unit(own)].into_iter().chain((0..n).map(unit)).chain([1.0]).collect::<Vec<f64>>()
         };
         let gates = Gates::Each {
-            bias: Learned::each(place.numbered("hyper_bias"), &[n * (n + 2)], (0..n).flat_map(first).collect()),
+            bias: Learned::each(place.numbered("hyper_bias"), &[n * (n + 2)], (0..n).flat_map(first).collect())
+                .summed_over(SumsOver::Depth),
             dynamic: place.options.get(&DYNAMIC).then(|| Dynamic {
                 gain: Learned::new(place.numbered("hyper_norm_weight"), &[d], 1.0),
                 shift: Learned::new(place.numbered("hyper_norm_bias"), &[d], 0.0),
                 weight: Learned::new(place.numbered("hyper_weight"), &[n + 2, d], 0.0).summed_over(SumsOver::Width),
-                scale: Learned::new(place.numbered("hyper_scale"), &[2], SCALE),
+                scale: Learned::new(place.numbered("hyper_scale"), &[2], SCALE).summed_over(SumsOver::Depth),
             }),
         };
         let mixing = Mixing::Hyper(HyperConnection { streams: n, gates: Box::new(gates) });

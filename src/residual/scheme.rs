@@ -46,6 +46,11 @@ pub trait Scheme: Send + Sync {
         true
     }
 
+    /// Why the outputs of branches do not simply add up, so that no factor of theirs can follow the depth; none: they do.
+    fn own_depth(&self) -> Option<&'static str> {
+        None
+    }
+
     /// The gains on x are set by profiling the first batch (docs/spec.md §3.4).
     fn is_profiled(&self) -> bool {
         false

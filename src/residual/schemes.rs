@@ -219,6 +219,11 @@ impl Schemes {
         self.last.has_biases()
     }
 
+    /// A scheme whose branches' outputs do not simply add up, and why.
+    pub fn own_depth(&self) -> Option<(&str, &'static str)> {
+        self.all().find_map(|scheme| Some((scheme.name(), scheme.own_depth()?)))
+    }
+
     /// The gains on x are set by profiling the first batch.
     pub fn is_profiled(&self) -> bool {
         self.last.is_profiled()

@@ -26,6 +26,10 @@ impl Scheme for VarianceGate {
         "Muse Spark (transformers 5.23, MuseSparkResidualGate)"
     }
 
+    fn own_depth(&self) -> Option<&'static str> {
+        Some("every addition multiplies x by a gate below 1")
+    }
+
     fn options(&self) -> &'static [&'static dyn AnyOption] {
         &[&TEMPERATURE]
     }

@@ -21,6 +21,10 @@ impl Scheme for X0Lambdas {
         "nanochat (commit 92d63d4, gpt.py)"
     }
 
+    fn own_depth(&self) -> Option<&'static str> {
+        Some("every layer multiplies x by a number beside 1 and adds a part of the embedding")
+    }
+
     fn init(&self) -> &'static str {
         "smallinit"
     }

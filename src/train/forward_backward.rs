@@ -39,7 +39,7 @@ impl TrainStep {
         self.model.profile(&batch.input.read, self.context(&batch.seed))
     }
 
-    fn context(&self, seed: &Tensor) -> Context {
+    pub(super) fn context(&self, seed: &Tensor) -> Context {
         Context::training(Rates::of(&self.model.config), seed.shallow_clone(), self.kind)
     }
 }

@@ -13,6 +13,7 @@ mod observer;
 mod optimizer;
 mod schedule;
 mod trainer;
+mod watched;
 
 pub use checkpoint::{load_parameters, to_arrays};
 pub use cuda_graphs::{Recorder, Replay, Work};

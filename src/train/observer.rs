@@ -1,6 +1,7 @@
 //! The events of a run.
 
 use super::layers::Layers;
+use super::watched::Watched;
 use crate::config::Precision;
 use crate::error::Result;
 use serde::Serialize;
@@ -70,6 +71,9 @@ pub struct Update {
     /// Where `log_layers` asks for them.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub layers: Option<Layers>,
+    /// Where `log_statistics` asks for them.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub statistics: Option<Watched>,
 }
 
 #[derive(Clone, Debug, Serialize)]

@@ -11,6 +11,7 @@ use super::micro_batch::{MicroBatch, Turn};
 use super::observer::{Evaluation, Observer, Saved, Started, Update};
 use super::optimizer::Optimizer;
 use super::schedule::{self, Schedule};
+use super::watched::{watch, Watched};
 use crate::config::{Criterion, Precision, SearchRule, TrainingConfig};
 use crate::data::{Batch, Cursor, Digests, Prefetch, Vocabulary};
 use crate::error::{Error, Result};
@@ -66,6 +67,8 @@ pub struct Trainer {
     train_step: Rc<TrainStep>,
     /// Where passes are recorded.
     graphs: Option<Graphs>,
+    /// The model as the run began, for `log_statistics`.
+    first: Option<Transformer>,
     pub vocabulary: Vocabulary,
     pub validation: Validation,
     pub store: CheckpointStore,
@@ -101,6 +104,7 @@ struct Running {
     /// Sum of losses, sum of NLL, how many ranks ask to stop, gradient norm.
     numbers: Pending,
     layers: Option<PendingLayers>,
+    statistics: Option<Watched>,
 }
 
 /// What a trainer is made of.
@@ -164,12 +168,17 @@ impl Trainer {
         let updates_per_epoch = parts.batches_per_epoch as f64 / (config.accumulate * group.size() as i64) as f64;
         let recompute = config.activation_checkpointing;
         let flat = optimizer.flat(kind)?.map(Rc::new);
+        // Drawn anew, as a resumed run has no other way to the beginning.
+        let is_watched = config.log_statistics > 0 && group.is_first();
+        let of_start = || Transformer::new(&model.config, config.seed, device, Kind::Float);
+        let first = is_watched.then(of_start).transpose()?;
         let train_step = TrainStep { model, objective, kind, recompute, group, flat, workspace: RefCell::default() };
         Ok(Trainer {
             config,
             progress,
             train_step: Rc::new(train_step),
             graphs,
+            first,
             vocabulary,
             validation,
             store,
@@ -298,6 +307,7 @@ impl Trainer {
             self.optimizer.share_parameters(self.group)?;
         }
         self.train_step.flat.as_ref().map_or(Ok(()), |flat| flat.refresh())?;
+        let statistics = self.watched(number, &batches[0].1, scale)?;
         let mut sums = None::<LossSums>;
         let last = batches.len() - 1;
         let counts_updates = self.train_step.model.parameters.count_updates();
@@ -322,7 +332,18 @@ impl Trainer {
         // A cursor at index 0 says that an epoch has just ended.
         let epoch = if cursor.index == 0 { cursor.epoch } else { cursor.epoch + 1 };
         (self.progress.cursor, self.progress.seen.0) = (cursor, seen);
-        Ok(Running { number, epoch, lr, tokens, start, numbers, layers })
+        Ok(Running { number, epoch, lr, tokens, start, numbers, layers, statistics })
+    }
+
+    /// What `log_statistics` asks for, of the update's first batch.
+    fn watched(&self, number: u64, batch: &Batch, scale: f64) -> Result<Option<Watched>> {
+        let Some(first) = &self.first else { return Ok(None) };
+        if !number.is_multiple_of(self.config.log_statistics as u64) {
+            return Ok(None);
+        }
+        let turn = Turn { seed: [self.config.seed as i64, number as i64, 0], scale, is_partial: false };
+        let batch = MicroBatch::on_host(batch, None, turn, self.device)?.to(self.device)?;
+        watch(&self.train_step, first, &batch).map(Some)
     }
 
     fn forward_backward(&mut self, batch: &Batch, turn: Turn) -> Result<LossSums> {
@@ -334,7 +355,7 @@ impl Trainer {
 
     /// What an update came to, once the device has made it, and whether a rank asks to stop.
     fn finish(&mut self, update: Running) -> Result<(Update, bool)> {
-        let Running { number, epoch, lr, tokens, start, numbers, layers } = update;
+        let Running { number, epoch, lr, tokens, start, numbers, layers, statistics } = update;
         let numbers = numbers.read()?;
         let (loss, nll, grad_norm) = (numbers[0] / tokens as f64, numbers[1] / tokens as f64, numbers[3]);
         if !loss.is_finite() || !grad_norm.is_finite() {
@@ -363,6 +384,7 @@ impl Trainer {
             seconds: self.progress.seconds,
             time_left: (self.config.updates > 0).then(|| left.max(0) as f64 * time / self.pace.len() as f64),
             layers: layers.map(PendingLayers::read).transpose()?,
+            statistics,
         };
         Ok((update, numbers[2] > 0.0))
     }

@@ -1,5 +1,6 @@
 """Language models as folders of Hugging Face: the classes there load them and compute the same."""
 
+import importlib
 import json
 import re
 
@@ -24,6 +25,10 @@ MODELS = [
     ("LlamaForCausalLM", {**LLAMA, "tie_embeddings": "decoder", "decoder_start": "eos"}),
     ("Qwen3ForCausalLM", {**LLAMA, "qk_norm": True, "linear_biases": False, "kv_heads": 2}),
     ("Olmo2ForCausalLM", {**LLAMA, "residual": "olmo2", "linear_biases": False, "kv_heads": 2}),
+    ("LlamaForCausalLM", {**LLAMA, "norm": "rmsnorm:llama"}),
+    ("LlamaForCausalLM", {**LLAMA, "norm": "rmsnorm:llama", "norm_eps": 1e-3}),
+    ("Qwen3ForCausalLM", {**LLAMA, "norm": "rmsnorm:llama", "qk_norm": True, "linear_biases": False}),
+    ("Olmo2ForCausalLM", {**LLAMA, "norm": "rmsnorm:olmo", "residual": "olmo2", "linear_biases": False}),
     ("Qwen3NextForCausalLM", {**GATED, "kv_heads": 2}),
     ("Qwen3NextForCausalLM", {**GATED, "norm": "rmsnorm:gemma", "activation": "geglu", "scale_embeddings": False}),
     ("HunYuanDenseV1ForCausalLM", {**GATED, "output_gate": None, "qk_norm_after_rotation": True, "kv_heads": 2}),
@@ -65,6 +70,17 @@ def test_the_class_there_computes_the_same(name, options, tmp_path):
         torch.testing.assert_close(theirs(tokens).logits, model(None, tokens), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("name,family", [("llama", "rmsnorm:llama"), ("olmo2", "rmsnorm:olmo")])
+def test_the_norms_there_are_the_families_to_the_bit(name, family):
+    module = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
+    theirs = getattr(module, f"{name.capitalize()}RMSNorm")(48).bfloat16()
+    torch.nn.init.normal_(theirs.weight)
+    ours = nfrs.nn.norm_class(family)(48, eps=1e-6, dtype=torch.bfloat16)
+    ours.load_state_dict(theirs.state_dict())
+    x = torch.randn(64, 48, dtype=torch.bfloat16)
+    assert torch.equal(ours(x), theirs(x))
+
+
 def greedy(logits_of, start, length, forbidden):
     """Tokens that follow, each the likeliest; ends where two are as likely as each other to rounding."""
     tokens = [start]
@@ -96,7 +112,7 @@ def test_greedy_tokens_are_the_same(name, options, tmp_path):
 @pytest.mark.parametrize(
     "options,nearest,named",
     [
-        ({**LLAMA, "norm": "scalenorm"}, "LlamaForCausalLM", 'norm = "scalenorm" (there "rmsnorm")'),
+        ({**LLAMA, "norm": "scalenorm"}, "LlamaForCausalLM", 'norm = "scalenorm" (there "rmsnorm" or "rmsnorm:llama")'),
         ({**LLAMA, "residual": "deepnorm"}, "LlamaForCausalLM", 'residual = "deepnorm" (there "prenorm")'),
         ({**LLAMA, "fixnorm": True}, "LlamaForCausalLM", "fixnorm = true"),
         ({**LLAMA, "output_bias": True}, "LlamaForCausalLM", "output_bias = true"),
@@ -142,6 +158,7 @@ def test_a_run_is_exported(tmp_path, capsys):
     assert cli.main(["export", "--model", str(run), "--output", str(out)]) == 0, capsys.readouterr().err
     assert "LlamaForCausalLM" in capsys.readouterr().err
     theirs, model = loaded(out), nfrs.Transformer.from_checkpoint(run)
+    assert theirs.config.max_position_embeddings == 8, "the length of the run's rows"
     tokens = torch.tensor([[0, 5, 6, 7, 8]])
     with torch.no_grad():
         torch.testing.assert_close(theirs(tokens).logits, model(None, tokens), rtol=1e-5, atol=1e-5)

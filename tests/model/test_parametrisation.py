@@ -22,6 +22,8 @@ SCALED = {
     "depth-mup": {"parametrisation": "depth-mup", **BASE},
     "completep": {"parametrisation": "completep", **BASE},
 }
+OWN_DEPTH = ("attnres", "dlcl", "depth-scaled", "variance-gate", "x0-lambdas")
+"""Their branches do not simply add up, so that depth-mup and completep refuse them."""
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
@@ -86,6 +88,7 @@ SUMMED = [
     ({"residual": "mhc", "mhc_mixing": "channel"}, "layers.0.hyper_up1", "hidden-vector", "nothing"),
     ({"residual": "mhc", "mhc_mixing": "channel"}, "layers.0.hyper_down1", "hidden-vector", "width"),
     ({"residual": "hyper-connections"}, "layers.0.hyper_weight1", "hidden-vector", "width"),
+    ({"residual": "hyper-connections"}, "layers.0.hyper_bias1", "hidden-vector", "depth"),
     ({"norm": "gated-rmsnorm"}, "layers.0.norm1.gate_down", "hidden-vector", "width"),
     ({"norm": "gated-rmsnorm"}, "layers.0.norm1.gate_up", "hidden-vector", "nothing"),
 ]
@@ -96,6 +99,8 @@ def test_rates_follow_what_is_summed(options, name, role, sums_over):
     """In the loop's model, in `param_groups` of it, and of a stack of `nn`; none of these parameters decays."""
     assert parts(**options)[f"decoder.{name}"] == (role, sums_over)
     m_d, m_l, scaled = 4, 4, {"parametrisation": "completep", "base_width": 4, "base_depth": 2}
+    if options.get("residual") == "attnres":  # has no depth of its own
+        scaled = {"parametrisation": "mup", "base_width": 4}
     shape = {**SHAPE, "decoder_layers": 8, "architecture": "decoder-only"}
     model = nfrs.Transformer(nfrs.TransformerConfig(**shape, **options, **scaled))
     layer = nfnn.TransformerEncoderLayer(16, 4, 32, encoder_layers=8, **options, **scaled)
@@ -131,7 +136,7 @@ def test_logits_and_gradients_equal_the_oracles(options):
 
 
 @pytest.mark.parametrize("architecture", ["encoder-decoder", "decoder-only"])
-@pytest.mark.parametrize("residual", RESIDUALS)
+@pytest.mark.parametrize("residual", [name for name in RESIDUALS if name not in OWN_DEPTH])
 def test_every_scheme_scales_its_branches(residual, architecture):
     model, state, options = build(**SCALED["completep"], residual=residual, architecture=architecture)
     source = ref.pad(SOURCES) if architecture == "encoder-decoder" else None
@@ -212,6 +217,12 @@ def test_first_values_are_the_base_models(init, ties):
         ({**SCALED["completep"], "depth_alpha": 0.4}, r"depth_alpha must lie in \[0.5, 1\], got 0.4"),
         ({**SCALED["mup"], "base_width": 0}, "base_width must be at least 1, got 0"),
         ({**SCALED["mup"], "fixnorm": True}, r'"mup" does not say what becomes of fixnorm'),
+        ({**SCALED["mup"], "norm": "l2norm"}, "those of l2norm fall as 1/√d: choose rmsnorm or scalenorm"),
+        ({**SCALED["completep"], "residual": "attnres"}, "its inputs are averages of outputs: choose another scheme"),
+        (
+            {**SCALED["depth-mup"], "residual": "prenorm*1,depth-scaled"},
+            'under residual = "depth-scaled" its k-th addition has',
+        ),
         (
             {**SCALED["mup"], "architecture": "decoder-only", "attention": "tensorized"},
             'does not say what becomes of attention = "tensorized"',
@@ -231,8 +242,15 @@ def test_options_that_do_not_fit_are_refused(options, message):
 # normformer_rs.nn
 
 
-@pytest.mark.parametrize("residual", RESIDUALS)
-@pytest.mark.parametrize("name", ["mup", "completep"])
+@pytest.mark.parametrize(
+    "name, residual",
+    [
+        (name, scheme)
+        for name in ("mup", "completep")
+        for scheme in RESIDUALS
+        if name == "mup" or scheme not in OWN_DEPTH
+    ],
+)
 def test_the_skeleton_is_the_rust_model(name, residual):
     scaled = {**SCALED[name], "residual": residual}
     rust, _, _ = build(**scaled)
@@ -328,7 +346,7 @@ def test_groups_have_every_multiplier(options):
 
 def test_groups_of_nn_stacks():
     def stack(**options):
-        layer = nfnn.TransformerEncoderLayer(16, 4, 32, residual="dlcl", **options)
+        layer = nfnn.TransformerEncoderLayer(16, 4, 32, residual="denseformer", **options)
         return nn.ModuleDict({"words": nn.Embedding(9, 16), "body": nfnn.TransformerEncoder(layer, 4)})
 
     model = stack(**SCALED["completep"])
@@ -489,7 +507,8 @@ def test_a_coordinate_check_and_its_picture(tmp_path):
     pytest.importorskip("matplotlib")
     config = nfrs.TransformerConfig(**{**LANGUAGE_MODEL, "architecture": "encoder-decoder"}, encoder_layers=1)
     check = analysis.coordinate_check(config, depths=(1, 2), updates=1, seeds=(1,))
-    assert check.sizes.shape == (2, 2, 5) and np.isfinite(check.sizes).all() and (check.sizes > 0).all()
+    assert check.sizes.shape == (2, 2, 7) and np.isfinite(check.sizes).all() and (check.sizes[..., :6] > 0).all()
+    assert not check.sizes[..., 6].any() and "mixing scores" not in check.slopes()
     check.save(tmp_path / "check.png")
     assert (tmp_path / "check.png").read_bytes().startswith(b"\x89PNG")
     model = nfrs.Transformer(config.replace(dropout=0.0, encoder_layers=2, decoder_layers=2), seed=1)

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 SCALED = {
     "standard": {},
     "standard, mhc": {"residual": "mhc", "norm": "gated-rmsnorm"},
-    "completep, attnres": {"parametrisation": "completep", "base_width": 4, "base_depth": 1, "residual": "attnres"},
+    "mup, attnres": {"parametrisation": "mup", "base_width": 4, "residual": "attnres"},
     "completep, denseformer": {
         "parametrisation": "completep",
         "base_width": 4,

@@ -178,9 +178,13 @@ def test_runs_with_the_same_options_are_one(reproduce):
     ladder, norms = REPRODUCTIONS["twt-table3"], REPRODUCTIONS["pn-table1"]
     for scale in ("check", "here"):
         assert folder_of(ladder.scales[scale].rows[1]) == folder_of(norms.scales[scale].rows[0])
-    folders = [folder_of(row) for entry in REPRODUCTIONS.values() for row in entry.scales["here"].rows]
+    folders = [
+        folder_of(row)
+        for entry in REPRODUCTIONS.values()
+        for row in entry.scales.get("here", entry.scales["check"]).rows
+    ]
     fig3 = [folder_of(row) for row in REPRODUCTIONS["brn-fig3"].scales["here"].rows]
-    assert len(fig3) == 6 and all(folders.count(folder) == 2 for folder in fig3)
+    assert len(fig3) == 6 and all(folders.count(folder) >= 2 for folder in fig3)
     for entry in REPRODUCTIONS.values():
         for scale in entry.scales.values():
             assert len({folder_of(row) for row in scale.rows}) == len(scale.rows)
@@ -328,7 +332,7 @@ def test_every_rows_options_are_taken(name, tmp_path):
     """By the configurations and by the loop; with one layer, so that no large model is laid out."""
     entry, text = REPRODUCTIONS[name], tmp_path / "text"
     text.write_text("a b c d e f g h\n" * 3)
-    assert set(entry.scales) <= set(SCALES) and {"check", "here"} <= set(entry.scales)
+    assert set(entry.scales) <= set(SCALES) and "check" in entry.scales and len(entry.scales) > 1
     for scale in entry.scales.values():
         assert scale.shown.columns or scale.shown.cell
         for row in scale.rows:

@@ -238,3 +238,35 @@ def test_real_text_trains_and_translates(tmp_path, corpora):
     entropy = events(tmp_path / "run", "started")[0]["unigram_entropy"]
     assert history.nll[-1] < 0.95 * entropy
     assert events(tmp_path / "run", "evaluated")[-1]["bleu"] is not None
+
+
+@pytest.mark.parametrize("mode", ["paper", "release"])
+def test_powernorms_steps_are_updates(tmp_path, corpus, mode):
+    """However many micro-batches an update has: its warm-up ends with the same update, and the last one moves them."""
+    model = {"norm": "powernorm", "powernorm_mode": mode, "powernorm_warmup": 3, "dropout": 0.0}
+    fit(tmp_path / "one", corpus, model, {"updates": 5, "max_tokens": 150})
+    fit(tmp_path / "several", corpus, model, {"updates": 5, "max_tokens": 150, "accumulate": 3})
+    for name in ("one", "several"):
+        assert weights(tmp_path / name)["encoder.layers.0.norm1.iters"].tolist() == [5]
+    batch_norms = {"norm": "batchnorm"}
+    fit(tmp_path / "moving", corpus, batch_norms, {"updates": 2, "max_tokens": 150, "accumulate": 3})
+    assert weights(tmp_path / "moving")["encoder.layers.0.norm1.running_var"].ne(1).all()
+
+
+@pytest.mark.parametrize("norm", ["powernorm", "batchnorm"])
+def test_updates_of_several_batches_are_the_oracles(tmp_path, corpus, norm):
+    """Ten updates of two micro-batches that hold the whole corpus, with the statistics that these leave."""
+    own = {"norm": norm, **({"powernorm_warmup": 2} if norm == "powernorm" else {})}
+    training = {"updates": 5, "accumulate": 2, "label_smoothing": 0.0, "lr": 1e-3}
+    fit(tmp_path / "run", corpus, own, training)
+    batch, mask = whole_batch(tmp_path / "run", corpus)
+    config = nfrs.TransformerConfig(**{**TINY, **own, "dropout": 0.0}, vocab_size=len(mask))
+    first = nfrs.Transformer(config, seed=1)
+    state = {k: v.double() if v.is_floating_point() else v for k, v in first.state_dict().items()}
+    options = {**TINY, **own, "dropout": 0.0, "vocab_size": len(mask)}
+    del options["dropout"]
+    adam = ref.Adam(betas=(0.9, 0.98))
+    for found in events(tmp_path / "run", "updated"):
+        step = ref.train_step(state, options, [batch, batch], adam, 1e-3, smoothing=0.0, vocabulary_mask=mask)
+        assert found["nll"] == pytest.approx(step.nll, rel=1e-4)
+        state = step.state

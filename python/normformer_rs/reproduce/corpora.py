@@ -61,7 +61,17 @@ def _pair(folder: str, source: str, target: str, valid: str = "valid", test: str
             for side, language in (("source", source), ("target", target))}  # fmt: skip
 
 
+def _alone(folder: str, form: str) -> dict[str, str]:
+    """Of a language model."""
+    return {f"{part}_target": f"{folder}/{form.format(part)}" for part in ("train", "valid", "test")}
+
+
 _BPE: Options = {"no_bpe": True}
+_SENTENCEPIECE: Options = {"bpe_operations": 64_000}
+_OPUS = (
+    "OPUS-100 v1.0 of opus.nlpl.eu, all pairs in one file each, `<2xx>` before each source sentence (Zhang et al. 2020)"
+)
+_UN = "MultiUN of opus.nlpl.eu, all pairs in one file each, `<2xx>` before each source sentence (Wang et al. 2022a)"
 _TED = "the TED talks of Qi et al. 2018 (github neulab/word-embeddings-for-nmt), one sentence a line"
 
 CORPORA: dict[str, Corpus] = {
@@ -85,6 +95,17 @@ CORPORA: dict[str, Corpus] = {
                       _pair("iwslt14.tokenized.de-en", "de", "en"), _BPE),
     "wmt14": Corpus("WMT'14 en→de", "fairseq's examples/translation/prepare-wmt14en2de.sh --icml17 writes them",
                     _pair("wmt14_en_de", "en", "de"), _BPE),
+    "wmt14-fr": Corpus("WMT'14 en→fr", "fairseq's examples/translation/prepare-wmt14en2fr.sh writes them",
+                       _pair("wmt14_en_fr", "en", "fr"), _BPE),
+    "ptb": Corpus("Penn Treebank", "Mikolov's ptb.train.txt, ptb.valid.txt and ptb.test.txt",
+                  _alone("ptb", "ptb.{}.txt"), _BPE),
+    "wikitext103": Corpus("WikiText-103", "wiki.train.tokens, wiki.valid.tokens and wiki.test.tokens of the word-level "
+                          "release", _alone("wikitext-103", "wiki.{}.tokens"), _BPE),
+    "opus100-to-en": Corpus("OPUS-100 X→en", _OPUS, _pair("opus100-to-en", "source", "target"), _SENTENCEPIECE, "13a"),
+    "opus100-from-en": Corpus("OPUS-100 en→X", _OPUS, _pair("opus100-from-en", "source", "target"), _SENTENCEPIECE,
+                              "13a"),
+    "multiun-to-en": Corpus("MultiUN X→en", _UN, _pair("multiun-to-en", "source", "target"), _SENTENCEPIECE, "13a"),
+    "multiun-from-en": Corpus("MultiUN en→X", _UN, _pair("multiun-from-en", "source", "target"), _SENTENCEPIECE, "13a"),
     "wmt17": Corpus("WMT'17 en→de", "fairseq's examples/translation/prepare-wmt14en2de.sh writes them",
                     _pair("wmt17_en_de", "en", "de"), _BPE),
 }  # fmt: skip

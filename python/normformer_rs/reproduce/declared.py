@@ -41,11 +41,16 @@ class Shown(NamedTuple):
     columns: tuple[str, ...] = ()
     """The measured columns of the table, names of `tables.COLUMNS`."""
     compared: str = ""
-    """The baseline of each row's paired bootstrap: "before", the row before it, or "first", the first row."""
+    """The baseline of each row's paired bootstrap: "before", the row before it, "first", the first row, or the row with
+    this value of the first key and the same ones of all others."""
     across: str = ""
     """A key whose values become columns, each filled with `cell`."""
     cell: str = ""
     """A format of measured columns."""
+    mean: bool = False
+    """Beside the values that run across stand the mean of `value` over them, and its distance from the first line's."""
+    significance: float = 0.0
+    """Cells whose p is below it have a star, as the papers mark them."""
     picture: str = ""
     """A name of `pictures.PICTURES`."""
     value: str = ""

@@ -1,7 +1,8 @@
 """What is measured of a run that is over, beside its verdict: columns of the table, and series for the picture."""
 
 import math
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -10,14 +11,17 @@ import torch
 from .. import _core, analysis, text
 from ..model import Transformer
 from ..scores import score
+from ..translation import evaluate_loss
 from .corpora import CORPORA
 from .declared import Options, Scale
 from .runs import Run, Runs
 
 START = 100
 """The updates of the pictures of a run's start."""
-_ROWS, _LENGTH, _EOS = 32, 64, 2
-"""Of the held-out text that the finished model reads: rows, tokens of each, and what stands before the text."""
+_ROWS, _LENGTH, _BOS, _PAD, _EOS = 32, 64, 0, 1, 2
+"""Of the held-out text that the finished model reads: rows, tokens of each; and ids of tokens that are no words."""
+_SCORED = 1000
+"""Sentences whose perplexity is measured."""
 
 
 class Measured(NamedTuple):
@@ -98,10 +102,151 @@ def growth(runs: Runs, run: Run, scale: Scale) -> Measured:
     return Measured({"growth": round(float(sizes[-1] / sizes[0]), 4)}, {"sizes": _brief(sizes)})
 
 
-def _brief(values: "np.ndarray") -> list[float]:
+def bleu_curve(runs: Runs, run: Run, scale: Scale) -> Measured:
+    """BLEU of held-out text at each evaluation, by greedy search, and the best."""
+    evaluations = run.history.evaluations
+    found = evaluations.bleu[np.isfinite(evaluations.bleu)]
+    best = {"best_bleu": round(float(found.max()), 2) if len(found) else ""}
+    return Measured(best, {"evaluated": _brief(evaluations.update), "bleu": _brief(evaluations.bleu)})
+
+
+def raw_gradients(runs: Runs, run: Run, scale: Scale) -> Measured:
+    """Every gradient norm of the run, before clipping."""
+    norms = run.history.grad_norm
+    if not len(norms):
+        return Measured()
+    numbers = {"median_norm": round(float(np.median(norms)), 4), "largest_norm": round(float(np.max(norms)), 4)}
+    return Measured(numbers, {"raw": _brief(norms)})
+
+
+def gains(runs: Runs, run: Run, scale: Scale) -> Measured:
+    """The learned g of each ScaleNorm, by place and depth; the last is the decoder's final norm's."""
+    state = Transformer.from_checkpoint(run.output, _checkpoint(run, scale)).state_dict()
+    found = gains_by_place(state)
+    every = [g for series in found.values() for g in series]
+    numbers = {"largest_gain": round(max(every), 3), "final_gain": round(found["final"][0], 3)}
+    return Measured(numbers, {f"gain-{place}": _brief(series) for place, series in found.items()})
+
+
+def gains_by_place(state: Mapping[str, torch.Tensor]) -> dict[str, list[float]]:
+    """encoder-attention, decoder-attention, decoder-encoder, encoder-feed-forward and decoder-feed-forward, each from
+    the first layer to the last, and final."""
+    places = {
+        "encoder": ("encoder-attention", "encoder-feed-forward"),
+        "decoder": ("decoder-attention", "decoder-encoder", "decoder-feed-forward"),
+    }
+    found: dict[str, list[float]] = {}
+    for stack, of_stack in places.items():
+        for number, place in enumerate(of_stack, 1):
+            named = re.compile(rf"{stack}\.layers\.(\d+)\.norm{number}\.weight")
+            by_layer = {int(m[1]): value.item() for name, value in state.items() if (m := named.fullmatch(name))}
+            found[place] = [by_layer[layer] for layer in sorted(by_layer)]
+    found["final"] = [state["decoder.norm.weight"].item()]
+    return found
+
+
+def singular(runs: Runs, run: Run, scale: Scale) -> Measured:
+    """The singular values of the embedding of target words, over the largest; how many of them are above a half and a
+    tenth, as a share."""
+    state = Transformer.from_checkpoint(run.output, _checkpoint(run, scale)).state_dict()
+    table = state["embedding.weight" if "embedding.weight" in state else "target_embedding.weight"]
+    values = torch.linalg.svdvals(table.double())
+    values = (values / values[0]).numpy()
+    shares = {name: round(float((values > bound).mean()), 4) for name, bound in (("half", 0.5), ("tenth", 0.1))}
+    return Measured(shares, {"singular": _brief(values)})
+
+
+def statistics(runs: Runs, run: Run, scale: Scale) -> Measured:
+    """Of the encoder's first norm over training, as `log_statistics` logs them: how far a batch's statistics are from
+    the running ones, and what they add to the gradient of its input; the mean over the second half of the run."""
+    logged = {name: values for name, values in run.history.layers.items()
+              if re.fullmatch(r"batch_(distance|gradient)/encoder\.0\.\w+", name)}  # fmt: skip
+    if not logged:
+        return Measured({"distance": "", "gradient": "", "bleu_valid": ""})
+    at = ~np.isnan(next(iter(logged.values())))
+    series = {name.replace("batch_", "").replace("/encoder.0.", "-"): _brief(values[at])
+              for name, values in logged.items()}  # fmt: skip
+    series["logged"] = _brief(run.history.update[at])
+
+    def late(what: str) -> float:
+        parts = [values[len(values) // 2 :] for name, values in series.items() if name.startswith(f"{what}-")]
+        return float(f"{np.mean([np.mean(part) for part in parts]):.4g}")
+
+    bleu = run.history.evaluations.bleu
+    last = round(float(bleu[-1]), 2) if len(bleu) and np.isfinite(bleu[-1]) else ""
+    return Measured({"distance": late("distance"), "gradient": late("gradient"), "bleu_valid": last}, series)
+
+
+def layers(runs: Runs, run: Run, scale: Scale) -> Measured:
+    """Of held-out text at the run's end: cosines of each layer's output and the one before, and the share of active
+    units of each feed-forward; the means."""
+    if not run.has_ended:
+        return Measured({"cosine": "", "active": ""})
+    model = Transformer.from_checkpoint(run.output, "last")
+    read = [text.read_lines(str(run.files[f"valid_{side}"]))[:_ROWS] for side in ("source", "target")]
+    source, target = (_padded(_core.encode(str(run.output), lines)) for lines in read)
+    begin = torch.full((len(target), 1), _EOS if model.config.decoder_start == "eos" else _BOS)
+    seen = analysis.observe(model, source, torch.cat([begin, target], 1))
+    series = {f"{what}-{stack}": _brief(getattr(of_stack, attribute)) for stack, of_stack in seen.items()
+              for what, attribute in (("cosine", "cosines"), ("active", "active"))}  # fmt: skip
+    means = {what: round(float(np.mean([number for name, numbers in series.items() if name.startswith(what)
+                                        for number in numbers])), 4) for what in ("cosine", "active")}  # fmt: skip
+    return Measured(means, series)
+
+
+def growth_curve(runs: Runs, run: Run, scale: Scale) -> Measured:
+    """α_t of BranchNorm over the run's updates."""
+    steps, curve = run.row.options["branchnorm_steps"], run.row.options["branchnorm_growth"]
+    updates = range(1, run.verdict["updates"] + 1)
+    alphas = [float(_core.growth(steps, curve, torch.tensor([t]))) for t in updates]
+    return Measured(series={"alpha": [float(f"{alpha:.5g}") for alpha in alphas]})
+
+
+def smoothed(runs: Runs, run: Run, scale: Scale) -> Measured:
+    """Exponentials of the label-smoothed loss of training and test text, without dropout, and their ratio."""
+    if not run.has_ended:
+        return Measured({"train_perplexity": "", "test_perplexity": "", "gap": ""})
+    found = {}
+    for part in ("train", "test"):
+        files = []
+        for side in ("source", "target"):
+            path = run.output / f"{part}.{side}.scored.txt"
+            text.write_lines(str(path), text.read_lines(str(run.files[f"{part}_{side}"]))[:_SCORED])
+            files.append(path)
+        found[part] = math.exp(evaluate_loss(run.output, *files, checkpoint=_checkpoint(run, scale)).loss)
+        for path in files:
+            path.unlink()
+    rounded = {f"{part}_perplexity": round(value, 3) for part, value in found.items()}
+    return Measured({**rounded, "gap": round(found["test"] / found["train"], 4)})
+
+
+def test_perplexity(runs: Runs, run: Run, scale: Scale) -> Measured:
+    """Of a language model's test text, by the best checkpoint, and the best of validation text."""
+    perplexities = run.history.evaluations.perplexity
+    best = round(float(np.min(perplexities)), 2) if len(perplexities) else ""
+    if not run.has_ended:
+        return Measured({"test_perplexity": "", "perplexity": best})
+    found = evaluate_loss(run.output, None, run.files["test_target"]).perplexity
+    return Measured({"test_perplexity": round(found, 2), "perplexity": best})
+
+
+def _checkpoint(run: Run, scale: Scale) -> str:
+    """The run's own best, or its last: means of checkpoints are for translating."""
+    return "best" if scale.checkpoint == "best" else "last"
+
+
+def _padded(rows: list[list[int]]) -> torch.Tensor:
+    """Token ids and an end, padded on the right."""
+    width = max(map(len, rows)) + 1
+    return torch.tensor([[*row, _EOS, *[_PAD] * (width - len(row) - 1)] for row in rows])
+
+
+def _brief(values: Iterable[float]) -> list[float]:
     return [float(f"{value:.5g}") for value in values]
 
 
-MEASURES: dict[str, Callable[[Runs, Run, Scale], Measured]] = {
-    measure.__name__: measure for measure in (bleu, gradients, losses, validation, start, perplexity, loss, growth)
-}
+_MEASURES = (
+    *(bleu, gradients, losses, validation, start, perplexity, loss, growth, bleu_curve, raw_gradients, gains, singular),
+    *(statistics, layers, growth_curve, smoothed, test_perplexity),
+)
+MEASURES: dict[str, Callable[[Runs, Run, Scale], Measured]] = {measure.__name__: measure for measure in _MEASURES}

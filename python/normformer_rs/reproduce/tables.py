@@ -39,6 +39,19 @@ COLUMNS = {
     "largest_norm": Column("largest", ".2f"),
     "growth": Column("growth of the stream over the layers", ".1f"),
     "last_nll": Column("training NLL after them", ".2f"),
+    "best_bleu": Column("best BLEU of held-out text", ".2f"),
+    "largest_gain": Column("largest g", ".2f"),
+    "final_gain": Column("g of the last norm", ".2f"),
+    "half": Column("share of singular values above a half", ".3f"),
+    "tenth": Column("above a tenth", ".3f"),
+    "distance": Column("distance of statistics, second half", ".4g"),
+    "gradient": Column("their part of the gradient", ".4g"),
+    "bleu_valid": Column("BLEU of held-out text", ".2f"),
+    "cosine": Column("mean cosine", ".3f"),
+    "active": Column("mean share of active units", ".3f"),
+    "train_perplexity": Column("perplexity of training text", ".3f"),
+    "test_perplexity": Column("perplexity of test text", ".3f"),
+    "gap": Column("test over training", ".3f"),
 }
 COMPARED = {"before": "p against the row before", "first": "p against the first row"}
 """The heading of `p`, by paired bootstrap."""
@@ -77,20 +90,30 @@ def table(results: Results, shown: Shown) -> tuple[list[str], list[list[str]]]:
         rest = tuple(value for key, value in row.key.items() if key != shown.across)
         grouped.setdefault(rest, {})[row.key[shown.across]] = row, found
     keys = [key for key in measured[0][0].key if key != shown.across] if measured else []
-    lines = []
+    lines, first = [], None
     for rest, found_by in grouped.items():
-        cells = [_cell(found_by[value][1], shown.cell) if value in found_by else "" for value in values]
+        cells = [_cell(found_by[value][1], shown.cell, shown) if value in found_by else "" for value in values]
         paper: dict[str, str] = {}
         for row, _ in found_by.values():
             paper |= row.paper
+        if shown.mean:
+            numbers = [number(found.get(shown.value, "")) for _, found in found_by.values()]
+            whole = [one for one in numbers if one is not None]
+            mean = sum(whole) / len(whole) if len(whole) == len(values) else None
+            first = mean if first is None else first
+            form = COLUMNS[shown.value].form
+            cells += ["", ""] if mean is None or first is None else [f"{mean:{form}}", f"{mean - first:+{form}}"]
         lines.append([*rest, *cells, *(paper.get(name, "") for name in papers)])
-    return [*map(_words, keys), *(f"{_words(shown.across)} {value}" for value in values), *papers], lines
+    of_means = ["mean", "Δ from the first row"] if shown.mean else []
+    return [*map(_words, keys), *(f"{_words(shown.across)} {value}" for value in values), *of_means, *papers], lines
 
 
 def _heading(results: Results, shown: Shown, name: str) -> str:
     if name != "p":
         return COLUMNS[name].heading
-    return DIFFERENCES[shown.compared] if results.seeds > 1 else COMPARED[shown.compared]
+    of = DIFFERENCES if results.seeds > 1 else COMPARED
+    other = "difference from" if results.seeds > 1 else "p against"
+    return of.get(shown.compared, f"{other} {shown.compared}")
 
 
 def _compared(results: Results, shown: Shown, row: Row) -> str:
@@ -111,12 +134,20 @@ def _compared(results: Results, shown: Shown, row: Row) -> str:
 def baseline_of(scale: Scale, row: Row) -> Row | None:
     """The row that this one is compared with: of the same text, the one before it, or the first."""
     same = [other for other in scale.rows if other.corpus == row.corpus]
-    keys = [other.key for other in same]
-    at = keys.index(row.key)
-    if at == 0:
+    at = [other.key for other in same].index(row.key)
+    if at == 0 and scale.shown.compared in COMPARED:
         return None
-    chosen = same[at - 1 if scale.shown.compared == "before" else 0]
-    return chosen.seeded(row.seed - same[at].seed)
+    number = row.seed - same[at].seed
+    if scale.shown.compared in COMPARED:
+        return same[at - 1 if scale.shown.compared == "before" else 0].seeded(number)
+    chosen = next((other for other in same if _named(other, scale.shown.compared) == _named(row, "")), None)
+    return None if chosen is None or chosen.key == row.key else chosen.seeded(number)
+
+
+def _named(row: Row, name: str) -> tuple[str, ...]:
+    """The row's keys but for the first, and whether that has this name; "": any."""
+    first, *rest = row.key.values()
+    return tuple(rest) if first == name or not name else ("", *rest)
 
 
 def _words(key: str) -> str:
@@ -136,12 +167,14 @@ def _measured(found: Found, name: str) -> str:
     return "" if math.isnan(read) else f"{read:{COLUMNS[name].form}}"
 
 
-def _cell(found: Found, form: str) -> str:
-    """The form, filled; empty where a number that it wants was not measured."""
+def _cell(found: Found, form: str, shown: Shown) -> str:
+    """The form, filled; empty where a number that it wants was not measured. A star after it: significant."""
     values = {name: value if isinstance(value, Spread) or (read := number(value)) is None else read
               for name, value in found.items()}  # fmt: skip
+    p = number(found.get("p", ""))
+    star = "*" if p is not None and p < shown.significance else ""
     try:
-        return form.format_map(values)
+        return form.format_map(values) + star
     except (KeyError, ValueError):
         return str(found.get("verdict", ""))
 
