@@ -22,7 +22,7 @@ CONTENTS: list[tuple[str, list[str]]] = [
     ("Norms", ["norms/"]),
     ("Residual schemes", ["residuals/"]),
     ("Reference", ["names.md", "spec.md", "notes.md", "commands.md", "examples.md", "api/"]),
-    ("Evidence", ["results.md", "reproduce.md", "reliability.md", "data.md"]),
+    ("Evidence", ["results.md", "compare.md", "reproduce.md", "reliability.md", "data.md"]),
     ("Project", ["architecture.md", "cuda.md", "roadmap.md", "contributing.md", "changelog.md"]),
 ]
 """The menu: pages, and folders of which all pages are listed. A page that is not there is left out."""

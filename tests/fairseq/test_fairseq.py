@@ -496,6 +496,7 @@ def schedule(name: str, **options):
     kind = LR_SCHEDULER_REGISTRY[name]
     optimizer = type("Optimizer", (FakeOptimizer, FairseqOptimizer), {"__init__": lambda self: None})()
     common = {"warmup_updates": 4000, "warmup_init_lr": 0.0, "maximize_best_checkpoint_metric": False}
+    common |= {"lr_decay_rule": "release", "lr_decay_factor": 0.8, "lr_decay_patience": 3}
     return kind(Namespace(**{**common, "lr_scale": None, "lr_width": None, "lr": [1e-3], **options}), optimizer)
 
 
@@ -504,6 +505,9 @@ BAD_SCHEDULES = [
     ("val_decay", {"lr": [math.nan]}, "--lr must be greater than 0; got nan"),
     ("val_decay", {"warmup_init_lr": -2.0}, "--warmup-init-lr must be at least 0; got -2"),
     ("val_decay", {"warmup_init_lr": 1e-7, "warmup_updates": 0}, "begins a warm-up: give --warmup-updates"),
+    ("val_decay", {"lr_decay_rule": "plateau"}, "lr_decay_rule"),
+    ("val_decay", {"lr_decay_patience": 0}, "lr_decay_patience must be at least 1, got 0"),
+    ("val_decay", {"lr_decay_factor": 1.0}, r"lr_decay_factor must lie in \(0, 1\), got 1"),
     ("inverse_sqrt", {"lr_scale": 0.0, "lr_width": 512}, "--lr-scale must be greater than 0; got 0"),
     ("inverse_sqrt", {"lr_scale": 1.0, "lr_width": -3}, "--lr-width must be at least 1; got -3"),
     ("inverse_sqrt", {"lr_scale": 1.0, "lr_width": 8, "warmup_init_lr": 1e-7}, "leave --warmup-init-lr out"),
@@ -531,6 +535,11 @@ def test_schedules(fairseq):
         decay.step_update(made)
         decay.step(1, score)
         assert decay.step_update(20) == pytest.approx(factor), made
+    rule = {"lr_decay_rule": "paper", "lr_decay_factor": 0.5, "lr_decay_patience": 2}
+    flat = schedule("nfrs_val_decay", lr=[1.0], warmup_updates=0, maximize_best_checkpoint_metric=True, **rule)
+    for score, rate in [(3.0, 1.0), (3.0, 1.0), (3.0, 0.5), (2.9, 0.5)]:
+        flat.step(1, score)
+        assert flat.step_update(20) == rate
     again = schedule("nfrs_val_decay", lr=[1.0], warmup_updates=10, maximize_best_checkpoint_metric=True)
     again.load_state_dict(decay.state_dict())
     assert again.step_update(20) == pytest.approx(0.8)

@@ -14,6 +14,7 @@ import normformer_rs as nfrs
 from normformer_rs import norms
 from normformer_rs.errors import InputError
 from normformer_rs.norms import Norm, Parameter
+from normformer_rs.schemes import Normal
 
 
 class OwnScaleNorm(Norm):
@@ -37,6 +38,22 @@ class NgptNorm(Norm):
         return weight * x / x.norm(dim=-1, keepdim=True) + shift
 
 
+class OwnGatedNorm(Norm):
+    """gated-rmsnorm: matrices whose size an option says, drawn from N(0, 0.02²)."""
+
+    name = "own-gated"
+    parameters: ClassVar = {
+        "weight": Parameter(),
+        "gate_down": Parameter(Normal(0.02), ("rank", "width")),
+        "gate_up": Parameter(Normal(0.02), ("width", "rank")),
+    }
+    options: ClassVar = {"eps": 1e-5, "rank": 16}
+
+    def normalize(self, x, weight, down, up, eps, rank):
+        n = weight * x * (x.square().mean(-1, keepdim=True) + eps).rsqrt()
+        return n * torch.sigmoid(nn.functional.silu(n @ down.T) @ up.T)
+
+
 def config(norm, **options):
     return nfrs.TransformerConfig(**{"vocab_size": 11, **TINY, "norm": norm, **options})
 
@@ -51,6 +68,29 @@ def test_logits_and_gradients_are_scalenorms(residual):
         found.append([logits, *torch.autograd.grad(logits.square().sum(), [*model.parameters()])])
     for own, table in zip(*found, strict=True):
         torch.testing.assert_close(own, table, rtol=1e-12, atol=1e-12)
+
+
+def test_matrices_are_the_tables(tmp_path, corpus):
+    """Drawn alike, trained alike; a run of it is read again, and modules of both have equal parameters."""
+    source, target = torch.randint(4, 11, (2, 5)), torch.randint(4, 11, (2, 4))
+    own, table = (nfrs.Transformer(config(norm), seed=3) for norm in (OwnGatedNorm(rank=3), "gated-rmsnorm"))
+    assert own.state_dict()["encoder.layers.0.norm1.gate_down"].shape == (3, TINY["d_model"])
+    table = nfrs.Transformer(config("gated-rmsnorm", gated_rmsnorm_rank=3), seed=3)
+    for name, value in own.state_dict().items():
+        assert torch.equal(value, table.state_dict()[name]), name
+    found = []
+    for model in (own.double(), table.double()):
+        logits = model(source, target)
+        found.append([logits, *torch.autograd.grad(logits.square().sum(), [*model.parameters()])])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+    fit(tmp_path / "own", corpus, {"norm": OwnGatedNorm(rank=3)}, {"updates": 2})
+    back = nfrs.Transformer.from_checkpoint(tmp_path / "own")
+    assert torch.equal(back.state_dict()["decoder.norm.gate_up"], weights(tmp_path / "own")["decoder.norm.gate_up"])
+    module = OwnGatedNorm(rank=3)(8)
+    assert [tuple(p.shape) for p in module.parameters()] == [(8,), (3, 8), (8, 3)] and module.gate_up.std() < 0.05
+    with pytest.raises(InputError, match=r"gate_down has the shape \(.rank.,\); valid"):
+        type("Wrong", (OwnGatedNorm,), {"parameters": {"gate_down": Parameter(shape=("rank",))}})()(8)
 
 
 @pytest.mark.parametrize("recompute", [False, True])

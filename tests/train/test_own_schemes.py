@@ -43,7 +43,7 @@ class DeepNorm(Scheme):
 
 
 class ResiDual(Scheme):
-    name, init = "own-resi-dual", "fairseq"
+    name, init = "own-resi-dual", "fairseq-0.12.2"
 
     def around(self, place):
         return ResidualSpec(after=norm(), streams=[StreamStep()])
@@ -61,7 +61,7 @@ class Mhc(Scheme):
         bias = near if own is None else [*near, *near, *(0.0 if i == j else -8.0 for i in range(n) for j in range(n))]
         weight, factor, shift = names
         gates = Joint(
-            Learned(weight, 0.0, (len(bias), n * place.d_model)),
+            Learned(weight, 0.0, (len(bias), n * place.d_model), sums_over="width"),
             Learned(factor, 0.01, 1 if own is None else 3),
             Learned(shift, bias, len(bias)),
         )
@@ -112,7 +112,8 @@ class Dense(Scheme):
         size = place.layers + 1
         identity = [float(i == j) for i in range(size) for j in range(size)]
         return StackSpec(
-            combine=Combine(Learned("combine.weight", identity, (size, size)), skips_first=True), end=norm()
+            combine=Combine(Learned("combine.weight", identity, (size, size), sums_over="depth"), skips_first=True),
+            end=norm(),
         )
 
 
