@@ -15,6 +15,7 @@ import torch
 
 import normformer_rs as nfrs
 from normformer_rs import analysis
+from normformer_rs.coordinates import PLACES
 
 SHAPE = {"architecture": "decoder-only", "vocab_size": 40, "d_model": 64, "d_ff": 128, "heads": 2, "decoder_layers": 4}
 WIDTHS, DEPTHS = (64, 128, 256, 512), (2, 4, 8, 16, 32)
@@ -67,7 +68,7 @@ def main() -> None:
             rows.append({"name": name, "over": over, **{place: f"{slope:.3f}" for place, slope in slopes.items()}})
     if arguments.csv:
         with arguments.csv.open("w", newline="") as file:
-            writer = csv.DictWriter(file, ["name", "over", *analysis.PLACES])
+            writer = csv.DictWriter(file, ["name", "over", *PLACES])
             writer.writeheader()
             writer.writerows(rows)
 

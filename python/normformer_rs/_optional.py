@@ -11,6 +11,8 @@ REQUIREMENTS = {
     "num2words": "num2words>=0.5.13",
     "pandas": "pandas>=2.2",
     "sacrebleu": "sacrebleu>=2.4",
+    "sacremoses": "sacremoses>=0.1.1",
+    "subword_nmt": "subword-nmt>=0.3.8",
     "transformers": "transformers[torch]>=5.20",
 }
 """The requirement that installs each package, as pyproject.toml's extras have it."""

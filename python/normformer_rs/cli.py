@@ -10,6 +10,7 @@ from .config import __version__, readable
 from .errors import DivergedError, InputError, Interrupted
 from .options import Parser, UsageError
 from .progress import log_to_stderr
+from .reproduce import data
 from .reproduce import flags as reproduce
 from .signals import as_ctrl_c
 from .text import escaped, hold_standard_files, write_out
@@ -23,6 +24,7 @@ COMMANDS: dict[str, Callable[[], Command]] = {
     "plot": runs.plot_parser,
     "demo": train.demo_parser,
     "reproduce": reproduce.parser,
+    "data": data.parser,
     "convert": runs.convert_parser,
     "export": export.parser,
     "fairseq": fairseq.parser,

@@ -42,7 +42,8 @@ wheels, index_page = script("wheels"), script("index_page")
 
 
 def requirement_name(requirement: str) -> str:
-    return re.match(r"[\w.-]+", requirement)[0]
+    """As the module is imported."""
+    return re.match(r"[\w.-]+", requirement)[0].replace("-", "_")
 
 
 def test_messages_name_what_the_extras_name():
@@ -77,7 +78,7 @@ def test_every_install_command_works_before_a_release():
             for requirement in re.findall(r'"([\w-]+[=<>]=[^"{]*)"', command):
                 name = requirement_name(requirement)
                 assert requirement == stated.get(name, requirement), f"{path}: {requirement}, expected {stated[name]}"
-    assert extras == {"train", "demo", "fairseq", "notebooks", "trainers"} == set(EXTRAS)
+    assert extras == {"train", "demo", "data", "fairseq", "notebooks", "trainers"} == set(EXTRAS)
 
 
 # Wheels.

@@ -27,6 +27,8 @@ class Corpus(NamedTuple):
     """sacreBLEU's tokeniser; none for text that is tokenised."""
     make: Callable[[Files, Path], Files] | None = None
     """Writes the files that training reads into a folder, out of those above."""
+    lines: dict[str, str] = {}  # noqa: RUF012 (never written to)
+    """Of the parts, as the paper or the publisher prints them: "10k" are all numbers that round to it."""
 
     @property
     def is_split(self) -> bool:
@@ -73,41 +75,52 @@ _OPUS = (
 )
 _UN = "MultiUN of opus.nlpl.eu, all pairs in one file each, `<2xx>` before each source sentence (Wang et al. 2022a)"
 _TED = "the TED talks of Qi et al. 2018 (github neulab/word-embeddings-for-nmt), one sentence a line"
+_NEWSTEST = {"test": "3,003"}
+_OPUS_LINES = {"train": "55M", "valid": "188,000", "test": "188,000"}
+_MULTI30K = {"train": "29,000", "valid": "1,014", "test": "1,000"}
 
 CORPORA: dict[str, Corpus] = {
     "demo": Corpus("the demo's number words, English to Vietnamese", "made on the spot", {},
                    {"bpe_operations": 100}, "13a", _demo),
     "demo-words": Corpus("the demo's Vietnamese", "made on the spot", {}, {"bpe_operations": 100}, "13a", _demo_words),
     "multi30k-bpe": Corpus("Multi30k en→de, lower-cased, tokenised, split by BPE", "github LividWo/Revisit-MMT",
-                           _pair("multi30k-bpe-en-de", "en", "de", test="test.2016"), _BPE),
+                           _pair("multi30k-bpe-en-de", "en", "de", test="test.2016"), _BPE, lines=_MULTI30K),
     "multi30k-french": Corpus("Multi30k en→fr, raw text", "github multi30k/dataset, task 1",
                               _pair("multi30k", "en", "fr", "val", "test_2016_flickr"),
-                              {"bpe_operations": 6000}, "13a"),
+                              {"bpe_operations": 6000}, "13a", lines=_MULTI30K),
     "shakespeare": Corpus("tinyshakespeare", "github karpathy/char-rnn", {"text": "tinyshakespeare/input.txt"},
                           {"bpe_operations": 4000}, make=_last_tenth_held_out),
-    "gl→en": Corpus("TED gl→en", _TED, _pair("gl-en", "gl", "en", "dev"), {"bpe_operations": 3000}),
-    "sk→en": Corpus("TED sk→en", _TED, _pair("sk-en", "sk", "en", "dev"), {"bpe_operations": 8000}),
+    "gl→en": Corpus("TED gl→en", _TED, _pair("gl-en", "gl", "en", "dev"), {"bpe_operations": 3000},
+                    lines={"train": "10k"}),
+    "sk→en": Corpus("TED sk→en", _TED, _pair("sk-en", "sk", "en", "dev"), {"bpe_operations": 8000},
+                    lines={"train": "61k"}),
     "en→vi": Corpus("IWSLT'15 en→vi", "the IWSLT'15 English-Vietnamese data of the Stanford NLP group, tokenised",
-                    _pair("en-vi", "en", "vi", "dev"), {"bpe_operations": 8000}),
-    "en→he": Corpus("TED en→he", _TED, _pair("en-he", "en", "he", "dev"), {"bpe_operations": 8000}),
-    "ar→en": Corpus("TED ar→en", _TED, _pair("ar-en", "ar", "en", "dev"), {"bpe_operations": 8000}),
+                    _pair("en-vi", "en", "vi", "dev"), {"bpe_operations": 8000}, lines={"train": "133k"}),
+    "en→he": Corpus("TED en→he", _TED, _pair("en-he", "en", "he", "dev"), {"bpe_operations": 8000},
+                    lines={"train": "212k"}),
+    "ar→en": Corpus("TED ar→en", _TED, _pair("ar-en", "ar", "en", "dev"), {"bpe_operations": 8000},
+                    lines={"train": "214k"}),
     "iwslt14": Corpus("IWSLT'14 de→en", "fairseq's examples/translation/prepare-iwslt14.sh writes them",
-                      _pair("iwslt14.tokenized.de-en", "de", "en"), _BPE),
-    "wmt14": Corpus("WMT'14 en→de", "fairseq's examples/translation/prepare-wmt14en2de.sh --icml17 writes them",
-                    _pair("wmt14_en_de", "en", "de"), _BPE),
+                      _pair("iwslt14.tokenized.de-en", "de", "en"), _BPE,
+                      lines={"train": "160k", "valid": "7k", "test": "6,750"}),
+    "wmt14": Corpus("WMT'14 en→de", "Google's wmt16_en_de.tar.gz, which fairseq's examples/scaling_nmt names",
+                    _pair("wmt16_en_de_bpe32k", "en", "de"), _BPE,
+                    lines={"train": "4.5M", "valid": "3,000", **_NEWSTEST}),
     "wmt14-fr": Corpus("WMT'14 en→fr", "fairseq's examples/translation/prepare-wmt14en2fr.sh writes them",
-                       _pair("wmt14_en_fr", "en", "fr"), _BPE),
+                       _pair("wmt14_en_fr", "en", "fr"), _BPE, lines=_NEWSTEST),
     "ptb": Corpus("Penn Treebank", "Mikolov's ptb.train.txt, ptb.valid.txt and ptb.test.txt",
-                  _alone("ptb", "ptb.{}.txt"), _BPE),
+                  _alone("ptb", "ptb.{}.txt"), _BPE, lines={"train": "42,068", "valid": "3,370", "test": "3,761"}),
     "wikitext103": Corpus("WikiText-103", "wiki.train.tokens, wiki.valid.tokens and wiki.test.tokens of the word-level "
-                          "release", _alone("wikitext-103", "wiki.{}.tokens"), _BPE),
-    "opus100-to-en": Corpus("OPUS-100 X→en", _OPUS, _pair("opus100-to-en", "source", "target"), _SENTENCEPIECE, "13a"),
+                          "release", _alone("wikitext-103", "wiki.{}.tokens"), _BPE,
+                          lines={"train": "1,801,350", "valid": "3,760", "test": "4,358"}),
+    "opus100-to-en": Corpus("OPUS-100 X→en", _OPUS, _pair("opus100-to-en", "source", "target"), _SENTENCEPIECE, "13a",
+                            lines=_OPUS_LINES),
     "opus100-from-en": Corpus("OPUS-100 en→X", _OPUS, _pair("opus100-from-en", "source", "target"), _SENTENCEPIECE,
-                              "13a"),
+                              "13a", lines=_OPUS_LINES),
     "multiun-to-en": Corpus("MultiUN X→en", _UN, _pair("multiun-to-en", "source", "target"), _SENTENCEPIECE, "13a"),
     "multiun-from-en": Corpus("MultiUN en→X", _UN, _pair("multiun-from-en", "source", "target"), _SENTENCEPIECE, "13a"),
     "wmt17": Corpus("WMT'17 en→de", "fairseq's examples/translation/prepare-wmt14en2de.sh writes them",
-                    _pair("wmt17_en_de", "en", "de"), _BPE),
+                    _pair("wmt17_en_de", "en", "de"), _BPE, lines=_NEWSTEST),
 }  # fmt: skip
 
 

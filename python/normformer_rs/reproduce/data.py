@@ -1,0 +1,62 @@
+"""`normformer-rs data`: corpora as reproductions read them, made of what their publishers release."""
+
+import argparse
+import os
+from pathlib import Path
+
+from .. import text
+from ..commands import Command
+from ..config import closest
+from ..errors import InputError
+from ..options import UsageError
+from . import REPRODUCTIONS, releases
+
+
+def parser() -> Command:
+    def add(parser: argparse.ArgumentParser) -> None:
+        parser.usage = "%(prog)s [NAME] [--raw DIR] [--data DIR] [--workers N]"
+        entries = [f"{name}: {release.about}. Fetch {'; '.join(release.fetch)}."
+                   for name, release in releases.RELEASES.items()]  # fmt: skip
+        parser.epilog = "\n".join(["names:", *entries])
+        parser.add_argument("name", metavar="NAME", nargs="?", help="Listed below; without one: what --data has.")
+        raw = "Folder below which the release lies, unpacked. Default: raw."
+        parser.add_argument("--raw", metavar="DIR", default="raw", help=raw)
+        parser.add_argument("--data", metavar="DIR", default="data", help="Folder of the corpora. Default: data.")
+        workers = "Processes that tokenise. Default: one for each core."
+        parser.add_argument("--workers", metavar="N", type=int, default=os.cpu_count() or 1, help=workers)
+
+    return "Make the corpora of `reproduce` out of their publishers' files.", _run, add
+
+
+def _run(args: argparse.Namespace) -> None:
+    text.check_writable(text.STANDARD)
+    data = Path(args.data)
+    if args.name is None:
+        for name, release in releases.RELEASES.items():
+            counts = releases.counted(name, data)
+            print(f"{name}: {release.about}; {'here' if counts else f'not in {data}'}")
+            _show(counts)
+        return
+    if args.name not in releases.RELEASES:
+        near = closest(args.name, releases.RELEASES)
+        raise UsageError(f'unknown name "{args.name}"{near}', "normformer-rs data --help lists the names")
+    if args.workers < 1:
+        raise InputError(f"--workers must be at least 1; got {args.workers}")
+    counts = releases.prepare(args.name, Path(args.raw), data, args.workers)
+    _show(counts)
+    corpora = releases.RELEASES[args.name].corpora
+    readers = [entry.name for entry in REPRODUCTIONS.values()
+               if any(row.corpus in corpora for scale in entry.scales.values() for row in scale.rows)]  # fmt: skip
+    print(f"read by: {', '.join(readers)} (normformer-rs reproduce NAME --scale paper --data {data} --dry-run)")
+    wrong = [f"{count.corpus} {count.part} has {count.lines:,} lines" for count in counts if not count.agrees]
+    if wrong:
+        raise InputError(
+            f"{'; '.join(wrong)}; see above what is expected. The files are kept: was the download complete, and is it "
+            "the release that the paper used?"
+        )
+
+
+def _show(counts: list[releases.Counted]) -> None:
+    for count in counts:
+        said = f" ({count.paper} expected)" if count.paper else ""
+        print(f"  {count.corpus} {count.part}: {count.lines:,} lines{said}")

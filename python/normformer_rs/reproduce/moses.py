@@ -1,0 +1,123 @@
+"""Moses' preprocessing of text, by sacremoses and subword-nmt, in several processes."""
+
+import multiprocessing
+import re
+import sys
+import unicodedata
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache
+from itertools import islice
+from pathlib import Path
+
+from .._optional import require
+
+_CHUNK = 2000
+_SEGMENT = re.compile(r'<seg id="[0-9]*">\s*')
+_END = re.compile(r"\s*</seg>\s*")
+_SPACES = re.compile(r"\s+")
+
+Work = Callable[[list[str]], list[str]]
+
+
+def segments(lines: Iterable[str]) -> Iterator[str]:
+    """The sentences of a test set in SGML."""
+    for line in lines:
+        if "<seg id" in line:
+            yield _END.sub("", _SEGMENT.sub("", line)).replace("’", "'")
+
+
+def cleaned(pairs: Iterable[tuple[str, str]], most: int, ratio: float) -> Iterator[tuple[str, str]]:
+    """As clean-corpus-n.perl: pairs whose sides have 1 to `most` words, neither more than `ratio` times the other's."""
+    for pair in pairs:
+        source, target = (_SPACES.sub(" ", side).strip() for side in pair)
+        sizes = [len(side.split(" ")) if side else 0 for side in (source, target)]
+        if min(sizes) and max(sizes) <= most and max(sizes) <= ratio * min(sizes):
+            yield source, target
+
+
+def tokenized(
+    lines: Iterable[str], language: str, workers: int, *, dashes: bool = False, normalised: bool = False
+) -> Iterator[str]:
+    """As tokenizer.perl -l `language`; dashes: with -a; normalised: after normalize-punctuation.perl and
+    remove-non-printing-char.perl.
+
+    Errors: ImportError without sacremoses.
+    """
+    require("sacremoses", "tokenising text as Moses does")
+    return _mapped(_tokenize, (language, dashes, normalised), lines, workers)
+
+
+def learn_bpe(paths: Iterable[Path], codes: Path, operations: int) -> None:
+    """Writes subword-nmt's merges of the files' text. Errors: ImportError without subword-nmt."""
+    learner = require("subword_nmt.learn_bpe", "learning BPE as fairseq's scripts do")
+
+    def lines() -> Iterator[str]:
+        for path in paths:
+            with path.open(encoding="utf-8", newline="\n") as file:
+                yield from file
+
+    with codes.open("w", encoding="utf-8") as file:
+        learner.learn_bpe(lines(), file, operations)
+
+
+def split(lines: Iterable[str], codes: Path, workers: int) -> Iterator[str]:
+    """As subword-nmt apply-bpe. Errors: ImportError without subword-nmt."""
+    require("subword_nmt.apply_bpe", "splitting words by BPE")
+    return _mapped(_split, (codes,), lines, workers)
+
+
+def _mapped(work: Callable, options: tuple, lines: Iterable[str], workers: int) -> Iterator[str]:
+    """What `work(lines, *options)` makes of chunks of the lines, in their order."""
+    iterator = iter(lines)
+    chunks = iter(lambda: list(islice(iterator, _CHUNK)), [])
+    if workers < 2:
+        for chunk in chunks:
+            yield from work(chunk, *options)
+        return
+    with multiprocessing.get_context("spawn").Pool(workers) as pool:
+        waiting: list = []
+        for chunk in chunks:
+            waiting.append(pool.apply_async(work, (chunk, *options)))
+            if len(waiting) > 4 * workers:
+                yield from waiting.pop(0).get()
+        for result in waiting:
+            yield from result.get()
+
+
+def _tokenize(lines: list[str], language: str, dashes: bool, normalised: bool) -> list[str]:
+    normalizer, tokenizer = _tools(language)
+    if normalised:
+        lines = [_unprinted().sub(" ", normalizer.normalize(line)) for line in lines]
+    return [tokenizer.tokenize(line, aggressive_dash_splits=dashes, return_str=True) for line in lines]
+
+
+@cache
+def _tools(language: str):  # type: ignore[no-untyped-def]
+    import sacremoses
+
+    return sacremoses.MosesPunctNormalizer(lang=language), sacremoses.MosesTokenizer(lang=language)
+
+
+@cache
+def _unprinted() -> re.Pattern[str]:
+    """Code points of Unicode's category "other", as Perl's \\p{C}."""
+    ranges: list[list[int]] = []
+    for code in range(sys.maxunicode + 1):
+        if unicodedata.category(chr(code)).startswith("C"):
+            if ranges and ranges[-1][1] == code - 1:
+                ranges[-1][1] = code
+            else:
+                ranges.append([code, code])
+    return re.compile("[" + "".join(f"\\U{low:08x}-\\U{high:08x}" for low, high in ranges) + "]")
+
+
+def _split(lines: list[str], codes: Path) -> list[str]:
+    return [_bpe(codes).process_line(line) for line in lines]
+
+
+@cache
+def _bpe(codes: Path):  # type: ignore[no-untyped-def]
+    from subword_nmt.apply_bpe import BPE
+
+    with codes.open(encoding="utf-8") as file:
+        return BPE(file)

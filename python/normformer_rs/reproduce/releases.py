@@ -1,0 +1,485 @@
+"""Corpora as their publishers release them, and how each becomes the files that reproductions read.
+
+A release lies unpacked below one folder, in whatever sub-folders its archives have. `prepare` looks its files up by
+name, makes the corpora in a folder beside their place, and moves them there when they are complete.
+"""
+
+import gzip
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from fnmatch import fnmatch
+from itertools import zip_longest
+from pathlib import Path
+from typing import IO, NamedTuple
+
+from ..errors import InputError
+from . import moses
+from .corpora import CORPORA, Corpus, found
+
+
+class Raw:
+    """The files below a folder, by name; those below `but` are left out."""
+
+    def __init__(self, folder: Path, but: Path | None = None):
+        self.folder = folder
+        paths = sorted(Path(at, name) for at, _, names in os.walk(folder) for name in names)
+        if but is not None and folder.resolve() in but.resolve().parents:
+            paths = [path for path in paths if but.resolve() not in path.resolve().parents]
+        self._paths = paths
+
+    def find(self, pattern: str) -> list[Path]:
+        """Those whose name fits the pattern of `fnmatch`, plain or with .gz; of copies of one name the first."""
+        by_name: dict[str, Path] = {}
+        for path in self._paths:
+            if fnmatch(name := path.name.removesuffix(".gz"), pattern):
+                by_name.setdefault(name, path)
+        return list(by_name.values())
+
+    def lines(self, name: str) -> Iterator[str]:
+        """Those of the one file of that name, without their ends."""
+        return lines_of(self.find(name)[0])
+
+
+Make = Callable[[Raw, Path, int], None]
+"""Writes corpora's files below a folder, with so many processes."""
+
+
+class Release(NamedTuple):
+    """What a publisher has, and the corpora that are made of it."""
+
+    about: str
+    fetch: tuple[str, ...]
+    """What to download: name, size, page."""
+    files: tuple[str, ...]
+    """Names or patterns, each of at least one file that is needed."""
+    corpora: tuple[str, ...]
+    make: Make
+
+
+def lines_of(path: Path) -> Iterator[str]:
+    """The lines of a UTF-8 file, plain or gzip; a line ends at a newline alone."""
+    with _opened(path) as file:
+        for number, line in enumerate(file, 1):
+            try:
+                yield line.rstrip(b"\r\n").decode("utf-8")
+            except UnicodeDecodeError as error:
+                raise InputError(f"{path}: line {number} is not UTF-8 ({error.reason}): fetch the file again") from None
+
+
+def _opened(path: Path) -> IO[bytes]:
+    with path.open("rb") as file:
+        packed = file.read(2) == b"\x1f\x8b"
+    return gzip.open(path) if packed else path.open("rb")  # type: ignore[return-value]
+
+
+def _write(path: Path, lines: Iterable[str]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", encoding="utf-8", newline="") as file:
+        file.writelines(f"{line}\n" for line in lines)
+
+
+def _write_pairs(paths: tuple[Path, Path], pairs: Iterable[tuple[str, str]]) -> None:
+    for path in paths:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    with (
+        paths[0].open("w", encoding="utf-8", newline="") as first,
+        paths[1].open("w", encoding="utf-8", newline="") as second,
+    ):
+        for source, target in pairs:
+            first.write(f"{source}\n")
+            second.write(f"{target}\n")
+
+
+def _pairs(first: Iterable[str], second: Iterable[str], what: str) -> Iterator[tuple[str, str]]:
+    for number, (source, target) in enumerate(zip_longest(first, second), 1):
+        if source is None or target is None:
+            raise InputError(f"{what}: one side ends before line {number}, the other goes on: fetch both files again")
+        yield source, target
+
+
+# TED
+
+_TED_PAIRS = {"gl→en": ("gl", "en"), "sk→en": ("sk", "en"), "en→he": ("en", "he"), "ar→en": ("ar", "en")}
+_ABSENT = {"", "__NULL__", "_ _ NULL _ _"}
+"""What stands in the table where a talk has no translation."""
+
+
+def _make_ted(raw: Raw, folder: Path, _: int) -> None:
+    """Qi et al.'s table has a column for each language; a pair has the rows that have both."""
+    for part in ("train", "dev", "test"):
+        rows = raw.lines(f"all_talks_{part}.tsv")
+        columns = next(rows).split("\t")
+        places = {language: columns.index(language) for pair in _TED_PAIRS.values() for language in pair}
+        kept: dict[str, list[tuple[str, str]]] = {name: [] for name in _TED_PAIRS}
+        for row in rows:
+            cells = row.split("\t")
+            for name, (source, target) in _TED_PAIRS.items():
+                pair = cells[places[source]].strip(), cells[places[target]].strip()
+                if _ABSENT.isdisjoint(pair):
+                    kept[name].append(pair)
+        for name, (source, target) in _TED_PAIRS.items():
+            prefix = folder / f"{source}-{target}" / part
+            _write_pairs((prefix.with_suffix(f".{source}"), prefix.with_suffix(f".{target}")), kept[name])
+
+
+# IWSLT
+
+_IWSLT15 = {"train": "train", "dev": "tst2012", "test": "tst2013"}
+_IWSLT14_TESTS = ("TED.dev2010", "TEDX.dev2012", "TED.tst2010", "TED.tst2011", "TED.tst2012")
+_NO_TEXT = ("<url>", "<talkid>", "<keywords>")
+_TAGS = re.compile("</?(?:title|description)>")
+
+
+def _make_iwslt15(raw: Raw, folder: Path, _: int) -> None:
+    for part, name in _IWSLT15.items():
+        for language in ("en", "vi"):
+            _write(folder / "en-vi" / f"{part}.{language}", raw.lines(f"{name}.{language}"))
+
+
+def _make_iwslt14(raw: Raw, folder: Path, workers: int) -> None:
+    """As fairseq's prepare-iwslt14.sh: Moses' tokeniser, 1 to 175 words and ratio 1.5, lower case, every 23rd pair held
+    out, 10,000 joint merges."""
+    languages = ("de", "en")
+
+    def talks(language: str) -> Iterator[str]:
+        lines = raw.lines(f"train.tags.de-en.{language}")
+        return (_TAGS.sub("", line) for line in lines if not any(tag in line for tag in _NO_TEXT))
+
+    def tested(language: str) -> Iterator[str]:
+        for name in _IWSLT14_TESTS:
+            yield from moses.segments(raw.lines(f"IWSLT14.{name}.de-en.{language}.xml"))
+
+    def cut(lines: Iterator[str], language: str) -> Iterator[str]:
+        return moses.tokenized(lines, language, workers)
+
+    german, english = (cut(talks(language), language) for language in languages)
+    trained = _pairs(german, english, "train.tags.de-en")
+    pairs = ((source.lower(), target.lower()) for source, target in moses.cleaned(trained, 175, 1.5))
+    parts = _Parts(folder / "iwslt14.tokenized.de-en", languages)
+    parts.split(pairs, 23)
+    for language in languages:
+        _write(parts.whole("test", language), (line.lower() for line in cut(tested(language), language)))
+    parts.cut(10_000, workers, None)
+
+
+class _Parts:
+    """A corpus on its way: parts of whole words, then of pieces."""
+
+    def __init__(self, folder: Path, languages: tuple[str, str]):
+        self.folder, self.languages = folder, languages
+
+    def whole(self, part: str, language: str) -> Path:
+        return self.folder / "whole" / f"{part}.{language}"
+
+    def _both(self, part: str) -> tuple[Path, Path]:
+        return self.whole(part, self.languages[0]), self.whole(part, self.languages[1])
+
+    def split(self, pairs: Iterable[tuple[str, str]], every: int) -> None:
+        """Every so-manieth pair is held out."""
+        held = self._both("valid")
+        held[0].parent.mkdir(parents=True, exist_ok=True)
+        with (
+            held[0].open("w", encoding="utf-8", newline="") as first,
+            held[1].open("w", encoding="utf-8", newline="") as second,
+        ):
+
+            def trained() -> Iterator[tuple[str, str]]:
+                for number, (source, target) in enumerate(pairs, 1):
+                    if number % every:
+                        yield source, target
+                    else:
+                        first.write(f"{source}\n")
+                        second.write(f"{target}\n")
+
+            _write_pairs(self._both("train"), trained())
+
+    def cut(self, operations: int, workers: int, most: int | None) -> None:
+        """Joint BPE learned from the training part; `most`: pieces, 1 at least, at a ratio of at most 1.5."""
+        codes = self.folder / "code"
+        moses.learn_bpe([*self._both("train")], codes, operations)
+        for part in ("train", "valid", "test"):
+            sources, targets = (moses.split(lines_of(path), codes, workers) for path in self._both(part))
+            pairs = _pairs(sources, targets, part)
+            if most is not None and part != "test":
+                pairs = moses.cleaned(pairs, most, 1.5)
+            first, second = (self.folder / f"{part}.{language}" for language in self.languages)
+            _write_pairs((first, second), pairs)
+        shutil.rmtree(self.folder / "whole")
+
+
+# WMT
+
+_GOOGLE = {"train": "train.tok.clean.bpe.32000", "valid": "newstest2013.tok.bpe.32000",
+           "test": "newstest2014.tok.bpe.32000"}  # fmt: skip
+
+
+def _make_wmt14(raw: Raw, folder: Path, _: int) -> None:
+    for part, name in _GOOGLE.items():
+        for language in ("en", "de"):
+            _write(folder / "wmt16_en_de_bpe32k" / f"{part}.{language}", raw.lines(f"{name}.{language}"))
+
+
+def _statmt(folder: str, target: str, parts: tuple[str, ...], test: str, every: int) -> Make:
+    """As fairseq's prepare-wmt14en2de.sh and -en2fr.sh: punctuation, non-printing characters, Moses' tokeniser with
+    dashes, every so-manieth pair held out, 40,000 joint merges, 1 to 250 pieces and ratio 1.5."""
+
+    def make(raw: Raw, into: Path, workers: int) -> None:
+        def text(language: str) -> Iterator[str]:
+            for part in parts:
+                yield from raw.lines(f"{part}.{language}")
+
+        def tested(language: str) -> Iterator[str]:
+            side = "src" if language == "en" else "ref"
+            return moses.segments(raw.lines(f"{test}-{side}.{language}.sgm"))
+
+        languages = ("en", target)
+        first, second = (moses.tokenized(text(language), language, workers, dashes=True, normalised=True)
+                         for language in languages)  # fmt: skip
+        made = _Parts(into / folder, languages)
+        made.split(_pairs(first, second, "the training text"), every)
+        for language in languages:
+            lines = moses.tokenized(tested(language), language, workers, dashes=True)
+            _write(made.whole("test", language), lines)
+        made.cut(40_000, workers, 250)
+
+    return make
+
+
+def _statmt_files(target: str, parts: tuple[str, ...], test: str) -> tuple[str, ...]:
+    texts = (f"{part}.{language}" for part in parts for language in ("en", target))
+    return (*texts, f"{test}-src.en.sgm", f"{test}-ref.{target}.sgm")
+
+
+_WMT17 = ("europarl-v7.de-en", "commoncrawl.de-en", "news-commentary-v12.de-en")
+_WMT14_FR = ("europarl-v7.fr-en", "commoncrawl.fr-en", "undoc.2000.fr-en", "news-commentary-v9.fr-en",
+             "giga-fren.release2.fixed")  # fmt: skip
+
+# Many languages
+
+_OPUS_NAME = re.compile(r"opus\.(?P<pair>\w+-\w+)-(?P<part>train|dev|test)\.(?P<language>\w+)")
+_UN_NAME = re.compile(r"MultiUN\.(?P<pair>\w+-\w+)\.(?P<language>\w+)")
+_HELD_OUT = 4000
+
+
+def _make_opus100(raw: Raw, folder: Path, _: int) -> None:
+    for part, name in (("train", "train"), ("valid", "dev"), ("test", "test")):
+        _many(folder, "opus100", part, _with_english(raw, f"opus.*-{name}.*", _OPUS_NAME))
+
+
+def _with_english(raw: Raw, pattern: str, form: re.Pattern[str]) -> Iterator[tuple[str, Iterator[tuple[str, str]]]]:
+    """Per language, by name: its pairs with English."""
+    sides: dict[str, dict[str, Path]] = {}
+    for path in raw.find(pattern):
+        if (told := form.fullmatch(path.name.removesuffix(".gz"))) and "en" in told["pair"].split("-"):
+            sides.setdefault(told["pair"], {})[told["language"]] = path
+    for pair, files in sorted(sides.items()):
+        first, second = pair.split("-")
+        other = second if first == "en" else first
+        if {"en", other} <= files.keys():
+            yield other, _pairs(lines_of(files[other]), lines_of(files["en"]), pair)
+
+
+def _many(folder: Path, name: str, part: str, languages: Iterable[tuple[str, Iterable[tuple[str, str]]]]) -> None:
+    """All pairs of a part in both directions, the target's language before each source (Johnson et al. 2017)."""
+    paths = [
+        folder / f"{name}-{way}" / f"{part}.{side}" for way in ("to-en", "from-en") for side in ("source", "target")
+    ]
+    for path in paths:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    files = [path.open("a", encoding="utf-8", newline="") for path in paths]
+    try:
+        for language, pairs in languages:
+            for other, english in pairs:
+                lines = (f"<2en> {other}", english, f"<2{language}> {english}", other)
+                for file, line in zip(files, lines):
+                    file.write(f"{line}\n")
+    finally:
+        for file in files:
+            file.close()
+
+
+def _make_multiun(raw: Raw, folder: Path, _: int) -> None:
+    """The last 8,000 pairs of each language are held out, half of them for the test."""
+    for language, pairs in _with_english(raw, "MultiUN.*", _UN_NAME):
+        held: list[tuple[str, str]] = []
+
+        def trained(pairs: Iterator[tuple[str, str]] = pairs, held: list[tuple[str, str]] = held) -> Iterator:
+            for pair in pairs:
+                held.append(pair)
+                if len(held) > 2 * _HELD_OUT:
+                    yield held.pop(0)
+
+        _many(folder, "multiun", "train", [(language, trained())])
+        _many(folder, "multiun", "valid", [(language, held[:_HELD_OUT])])
+        _many(folder, "multiun", "test", [(language, held[_HELD_OUT:])])
+
+
+# Texts that are copied
+
+
+def _copied(corpus: str) -> Make:
+    def make(raw: Raw, folder: Path, _: int) -> None:
+        for path in CORPORA[corpus].files.values():
+            _write(folder / path, raw.lines(Path(path).name))
+
+    return make
+
+
+def _names(corpus: str) -> tuple[str, ...]:
+    return tuple(Path(path).name for path in CORPORA[corpus].files.values())
+
+
+_EUROPARL = "training-parallel-europarl-v7.tgz (658 MB), https://www.statmt.org/wmt13/"
+_COMMONCRAWL = "training-parallel-commoncrawl.tgz (918 MB), https://www.statmt.org/wmt13/"
+_TESTS = "test-full.tgz (a few MB), https://www.statmt.org/wmt14/translation-task.html"
+
+RELEASES: dict[str, Release] = {
+    "multi30k": Release(
+        "Multi30k en→fr, raw text",
+        ("data/task1/raw/{train,val,test_2016_flickr}.{en,fr}.gz (2 MB), https://github.com/multi30k/dataset",),
+        _names("multi30k-french"), ("multi30k-french",), _copied("multi30k-french"),
+    ),
+    "multi30k-bpe": Release(
+        "Multi30k en→de in pieces",
+        ("the files {train,valid,test.2016}.{en,de} of its BPE text (7 MB), https://github.com/LividWo/Revisit-MMT",),
+        _names("multi30k-bpe"), ("multi30k-bpe",), _copied("multi30k-bpe"),
+    ),
+    "shakespeare": Release(
+        "tinyshakespeare",
+        ("data/tinyshakespeare/input.txt (1 MB), https://github.com/karpathy/char-rnn",),
+        ("input.txt",), ("shakespeare",), _copied("shakespeare"),
+    ),
+    "ted": Release(
+        "TED talks: gl→en, sk→en, en→he, ar→en",
+        ("ted_talks.tar.gz (352 MB), https://github.com/neulab/word-embeddings-for-nmt",),
+        tuple(f"all_talks_{part}.tsv" for part in ("train", "dev", "test")), tuple(_TED_PAIRS), _make_ted,
+    ),
+    "iwslt15": Release(
+        "IWSLT'15 en→vi",
+        ("{train,tst2012,tst2013}.{en,vi} (32 MB), https://nlp.stanford.edu/projects/nmt/",),
+        tuple(f"{name}.{language}" for name in _IWSLT15.values() for language in ("en", "vi")), ("en→vi",),
+        _make_iwslt15,
+    ),
+    "iwslt14": Release(
+        "IWSLT'14 de→en",
+        ("de-en.tgz of 2014-01 (19 MB), https://wit3.fbk.eu/2014-01",),
+        (*(f"train.tags.de-en.{language}" for language in ("de", "en")),
+         *(f"IWSLT14.{name}.de-en.{language}.xml" for name in _IWSLT14_TESTS for language in ("de", "en"))),
+        ("iwslt14",), _make_iwslt14,
+    ),
+    "wmt14": Release(
+        "WMT'14 en→de in pieces, as Vaswani et al. 2017 had it",
+        ("wmt16_en_de.tar.gz (4.5 million pairs), https://github.com/facebookresearch/fairseq/tree/main/examples/scaling_nmt",),
+        tuple(f"{name}.{language}" for name in _GOOGLE.values() for language in ("en", "de")), ("wmt14",), _make_wmt14,
+    ),
+    "wmt14-fr": Release(
+        "WMT'14 en→fr",
+        (_EUROPARL, _COMMONCRAWL, "training-parallel-un.tgz (2.37 GB), https://www.statmt.org/wmt13/",
+         "training-parallel-nc-v9.tgz (about 0.1 GB), https://www.statmt.org/wmt14/translation-task.html",
+         "training-giga-fren.tar (2.6 GB), https://www.statmt.org/wmt10/", _TESTS),
+        _statmt_files("fr", _WMT14_FR, "newstest2014-fren"), ("wmt14-fr",),
+        _statmt("wmt14_en_fr", "fr", _WMT14_FR, "newstest2014-fren", 1333),
+    ),
+    "wmt17": Release(
+        "WMT'17 en→de",
+        (_EUROPARL, _COMMONCRAWL,
+         "training-parallel-nc-v12.tgz (about 0.1 GB), https://www.statmt.org/wmt17/translation-task.html", _TESTS),
+        _statmt_files("de", _WMT17, "newstest2014-deen"), ("wmt17",),
+        _statmt("wmt17_en_de", "de", _WMT17, "newstest2014-deen", 100),
+    ),
+    "ptb": Release(
+        "Penn Treebank, Mikolov's",
+        ("simple-examples.tgz (35 MB), https://www.fit.vut.cz/person/imikolov/public/rnnlm/",),
+        _names("ptb"), ("ptb",), _copied("ptb"),
+    ),
+    "wikitext103": Release(
+        "WikiText-103, words",
+        ("wikitext-103-v1.zip (190 MB), https://huggingface.co/datasets/Salesforce/wikitext",),
+        _names("wikitext103"), ("wikitext103",), _copied("wikitext103"),
+    ),
+    "opus100": Release(
+        "OPUS-100, 99 languages with English",
+        ("opus-100-corpus-v1.0.tar.gz (55 million pairs), https://opus.nlpl.eu/opus-100.php",),
+        ("opus.*-train.en", "opus.*-dev.en", "opus.*-test.en"), ("opus100-to-en", "opus100-from-en"), _make_opus100,
+    ),
+    "multiun": Release(
+        "MultiUN, all languages with English that are there",
+        ("the Moses files of ar-en, en-es, en-fr, en-ru, en-zh (about 10 million pairs each), https://opus.nlpl.eu/MultiUN.php",),
+        ("MultiUN.*-*.en",), ("multiun-to-en", "multiun-from-en"), _make_multiun,
+    ),
+}  # fmt: skip
+
+
+class Counted(NamedTuple):
+    """The lines of a part, beside what the paper says."""
+
+    corpus: str
+    part: str
+    lines: int
+    paper: str
+    """As it is printed: "10k" stands for all numbers that round to it; empty where it says nothing."""
+
+    @property
+    def agrees(self) -> bool:
+        number = re.fullmatch(r"([\d,]+)(?:\.(\d+))?([kM]?)", self.paper)
+        if number is None:
+            return True
+        unit = {"": 1, "k": 1_000, "M": 1_000_000}[number[3]]
+        least = unit / 10 ** len(number[2] or "")
+        value = float(f"{number[1].replace(',', '')}.{number[2] or 0}") * unit
+        return abs(self.lines - value) <= least / 2 if unit > 1 else self.lines == value
+
+
+def missing(name: str, raw: Raw) -> list[str]:
+    """The release's files that the folder lacks."""
+    return [pattern for pattern in RELEASES[name].files if not raw.find(pattern)]
+
+
+def prepare(name: str, raw: Path, data: Path, workers: int) -> list[Counted]:
+    """Makes the release's corpora below `data`; they are there complete, or not at all.
+
+    Errors: InputError for files that are missing or not what they should be, and for corpora that are there already;
+    ImportError without sacremoses and subword-nmt, where text is tokenised.
+    """
+    release = RELEASES[name]
+    there = [folder for folder in _folders(release) if (data / folder).exists()]
+    if there:
+        raise InputError(f"{', '.join(str(data / f) for f in there)}: there already; remove it first, or give --data")
+    files = Raw(raw, data)
+    lacking = missing(name, files)
+    if lacking:
+        shown = ", ".join(lacking[:6]) + (f" and {len(lacking) - 6} more" if len(lacking) > 6 else "")
+        raise InputError(
+            f"{raw} lacks {shown}. Fetch {'; '.join(release.fetch)}. Unpack what is packed; any sub-folder will do"
+        )
+    part = data / f".{name}.part"
+    shutil.rmtree(part, ignore_errors=True)
+    part.mkdir(parents=True)
+    try:
+        release.make(files, part, workers)
+        for folder in _folders(release):
+            (data / folder).parent.mkdir(parents=True, exist_ok=True)
+            os.replace(part / folder, data / folder)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+    return counted(name, data)
+
+
+def _folders(release: Release) -> list[str]:
+    paths = [path for corpus in release.corpora for path in CORPORA[corpus].files.values()]
+    return list(dict.fromkeys(Path(path).parts[0] for path in paths))
+
+
+def counted(name: str, data: Path) -> list[Counted]:
+    """The lines of each part of the release's corpora below `data`; those that are not there are left out."""
+    return [count for corpus in RELEASES[name].corpora for count in _counted(corpus, CORPORA[corpus], data)]
+
+
+def _counted(name: str, corpus: Corpus, data: Path) -> Iterator[Counted]:
+    for role, relative in corpus.files.items():
+        part, _, side = role.partition("_")
+        if side == "source" or (path := found(data / relative)) is None:
+            continue
+        yield Counted(name, part, sum(1 for _ in lines_of(path)), corpus.lines.get(part, ""))
