@@ -8,7 +8,8 @@ import csv
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from normformer_rs.reproduce.pictures import INK, OTHERS, heading, highlight, new_figure, rates_of, save
+from normformer_rs.drawing import INK, OTHERS, heading, highlight, new_figure, save
+from normformer_rs.reproduce.pictures import rates_of
 from normformer_rs.reproduce.results import read_series
 
 RESULTS = Path(__file__).parent / "results"

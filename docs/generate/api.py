@@ -24,6 +24,7 @@ MODULES = {
     "normformer_rs.schemes": "A residual scheme of one's own, declared in Python.",
     "normformer_rs.surgery": "Norms and residual schemes exchanged in models that exist already.",
     "normformer_rs.analysis": "What the papers look at in a trained model.",
+    "normformer_rs.figures": "The papers' pictures of runs that are over.",
     "normformer_rs.integrations.huggingface": "A callback for Hugging Face's Trainer.",
     "normformer_rs.integrations.lightning": "A callback for Lightning's Trainer.",
 }

@@ -42,6 +42,7 @@ __all__ = [
     "average",
     "evaluate_loss",
     "evaluate_windows",
+    "figures",
     "fold_norms",
     "generate",
     "keep_memory",
@@ -61,7 +62,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from . import analysis, nn, norms, schemes, surgery
+    from . import analysis, figures, nn, norms, schemes, surgery
     from .config import (
         DataConfig,
         GenerationConfig,
@@ -105,7 +106,7 @@ else:
         "surgery": ("Swaps", "fold_norms", "load_swapped", "swap_norms", "swap_residuals"),
         "training": ("DryRun", "Trainer"),
         "translation": ("Binarised", "Perplexity", "Translation", "average", "evaluate_loss", "translate"),
-        **dict.fromkeys(("analysis", "nn"), ()),
+        **dict.fromkeys(("analysis", "figures", "nn"), ()),
     }
     """The modules, each imported when it or one of its names is first asked for: most of them import torch."""
 

@@ -1,15 +1,14 @@
 """What is measured of a run that is over, beside its verdict: columns of the table, and series for the picture."""
 
 import math
-import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from .. import _core, analysis, text
-from ..model import Transformer
+from .. import _core, observations, text
+from ..observations import brief
 from ..scores import score
 from ..translation import evaluate_loss
 from .corpora import CORPORA
@@ -18,8 +17,6 @@ from .runs import Run, Runs
 
 START = 100
 """The updates of the pictures of a run's start."""
-_ROWS, _LENGTH, _BOS, _PAD, _EOS = 32, 64, 0, 1, 2
-"""Of the held-out text that the finished model reads: rows, tokens of each; and ids of tokens that are no words."""
 _SCORED = 1000
 """Sentences whose perplexity is measured."""
 
@@ -51,18 +48,18 @@ def p_value(runs: Runs, run: Run, baseline: Run, scale: Scale) -> float | str:
 
 def gradients(runs: Runs, run: Run, scale: Scale) -> Measured:
     """The gradient norms at the start."""
-    return Measured(series={"gradients": _brief(run.history.grad_norm[:START])})
+    return Measured(series={"gradients": brief(run.history.grad_norm[:START])})
 
 
 def losses(runs: Runs, run: Run, scale: Scale) -> Measured:
     """The training NLL at the start."""
-    return Measured(series={"losses": _brief(run.history.nll[:START])})
+    return Measured(series={"losses": brief(run.history.nll[:START])})
 
 
 def validation(runs: Runs, run: Run, scale: Scale) -> Measured:
     """The validation NLL, and the updates after which it was measured."""
     evaluations = run.history.evaluations
-    return Measured(series={"evaluated": _brief(evaluations.update), "validation": _brief(evaluations.nll)})
+    return Measured(series={"evaluated": brief(evaluations.update), "validation": brief(evaluations.nll)})
 
 
 def start(runs: Runs, run: Run, scale: Scale) -> Measured:
@@ -94,20 +91,15 @@ def growth(runs: Runs, run: Run, scale: Scale) -> Measured:
     after each, and the last over the first; empty where the run did not reach its end."""
     if not run.has_ended:
         return Measured({"growth": ""})
-    lines = _core.encode(str(run.output), text.read_lines(str(run.files["valid_target"])))
-    tokens = [_EOS, *(token for line in lines for token in [*line, _EOS])]
-    rows = max(1, min(_ROWS, len(tokens) // _LENGTH))
-    read = torch.tensor(tokens[: rows * _LENGTH]).view(rows, -1)
-    sizes = analysis.observe(Transformer.from_checkpoint(run.output, "last"), None, read)["decoder"].sizes
-    return Measured({"growth": round(float(sizes[-1] / sizes[0]), 4)}, {"sizes": _brief(sizes)})
+    sizes = observations.layers(run.output, "last", None, str(run.files["valid_target"]))["size-decoder"]
+    return Measured({"growth": round(sizes[-1] / sizes[0], 4)}, {"sizes": sizes})
 
 
 def bleu_curve(runs: Runs, run: Run, scale: Scale) -> Measured:
     """BLEU of held-out text at each evaluation, by greedy search, and the best."""
-    evaluations = run.history.evaluations
-    found = evaluations.bleu[np.isfinite(evaluations.bleu)]
-    best = {"best_bleu": round(float(found.max()), 2) if len(found) else ""}
-    return Measured(best, {"evaluated": _brief(evaluations.update), "bleu": _brief(evaluations.bleu)})
+    scores = run.history.evaluations.bleu
+    found = scores[np.isfinite(scores)]
+    return Measured({"best_bleu": round(float(found.max()), 2) if len(found) else ""}, observations.bleu(run.history))
 
 
 def raw_gradients(runs: Runs, run: Run, scale: Scale) -> Measured:
@@ -116,57 +108,31 @@ def raw_gradients(runs: Runs, run: Run, scale: Scale) -> Measured:
     if not len(norms):
         return Measured()
     numbers = {"median_norm": round(float(np.median(norms)), 4), "largest_norm": round(float(np.max(norms)), 4)}
-    return Measured(numbers, {"raw": _brief(norms)})
+    return Measured(numbers, observations.gradient_norms(run.history))
 
 
 def gains(runs: Runs, run: Run, scale: Scale) -> Measured:
     """The learned g of each ScaleNorm, by place and depth; the last is the decoder's final norm's."""
-    state = Transformer.from_checkpoint(run.output, _checkpoint(run, scale)).state_dict()
-    found = gains_by_place(state)
-    every = [g for series in found.values() for g in series]
-    numbers = {"largest_gain": round(max(every), 3), "final_gain": round(found["final"][0], 3)}
-    return Measured(numbers, {f"gain-{place}": _brief(series) for place, series in found.items()})
-
-
-def gains_by_place(state: Mapping[str, torch.Tensor]) -> dict[str, list[float]]:
-    """encoder-attention, decoder-attention, decoder-encoder, encoder-feed-forward and decoder-feed-forward, each from
-    the first layer to the last, and final."""
-    places = {
-        "encoder": ("encoder-attention", "encoder-feed-forward"),
-        "decoder": ("decoder-attention", "decoder-encoder", "decoder-feed-forward"),
-    }
-    found: dict[str, list[float]] = {}
-    for stack, of_stack in places.items():
-        for number, place in enumerate(of_stack, 1):
-            named = re.compile(rf"{stack}\.layers\.(\d+)\.norm{number}\.weight")
-            by_layer = {int(m[1]): value.item() for name, value in state.items() if (m := named.fullmatch(name))}
-            found[place] = [by_layer[layer] for layer in sorted(by_layer)]
-    found["final"] = [state["decoder.norm.weight"].item()]
-    return found
+    series = observations.gains(run.output, _checkpoint(run, scale))
+    largest = max(g for found in series.values() for g in found)
+    return Measured({"largest_gain": round(largest, 3), "final_gain": round(series["gain-final"][0], 3)}, series)
 
 
 def singular(runs: Runs, run: Run, scale: Scale) -> Measured:
     """The singular values of the embedding of target words, over the largest; how many of them are above a half and a
     tenth, as a share."""
-    state = Transformer.from_checkpoint(run.output, _checkpoint(run, scale)).state_dict()
-    table = state["embedding.weight" if "embedding.weight" in state else "target_embedding.weight"]
-    values = torch.linalg.svdvals(table.double())
-    values = (values / values[0]).numpy()
+    series = observations.singular_values(run.output, _checkpoint(run, scale))
+    values = np.array(series["singular"])
     shares = {name: round(float((values > bound).mean()), 4) for name, bound in (("half", 0.5), ("tenth", 0.1))}
-    return Measured(shares, {"singular": _brief(values)})
+    return Measured(shares, series)
 
 
 def statistics(runs: Runs, run: Run, scale: Scale) -> Measured:
     """Of the encoder's first norm over training, as `log_statistics` logs them: how far a batch's statistics are from
     the running ones, and what they add to the gradient of its input; the mean over the second half of the run."""
-    logged = {name: values for name, values in run.history.layers.items()
-              if re.fullmatch(r"batch_(distance|gradient)/encoder\.0\.\w+", name)}  # fmt: skip
-    if not logged:
+    series = observations.statistics(run.history)
+    if not series:
         return Measured({"distance": "", "gradient": "", "bleu_valid": ""})
-    at = ~np.isnan(next(iter(logged.values())))
-    series = {name.replace("batch_", "").replace("/encoder.0.", "-"): _brief(values[at])
-              for name, values in logged.items()}  # fmt: skip
-    series["logged"] = _brief(run.history.update[at])
 
     def late(what: str) -> float:
         parts = [values[len(values) // 2 :] for name, values in series.items() if name.startswith(f"{what}-")]
@@ -182,13 +148,9 @@ def layers(runs: Runs, run: Run, scale: Scale) -> Measured:
     units of each feed-forward; the means."""
     if not run.has_ended:
         return Measured({"cosine": "", "active": ""})
-    model = Transformer.from_checkpoint(run.output, "last")
-    read = [text.read_lines(str(run.files[f"valid_{side}"]))[:_ROWS] for side in ("source", "target")]
-    source, target = (_padded(_core.encode(str(run.output), lines)) for lines in read)
-    begin = torch.full((len(target), 1), _EOS if model.config.decoder_start == "eos" else _BOS)
-    seen = analysis.observe(model, source, torch.cat([begin, target], 1))
-    series = {f"{what}-{stack}": _brief(getattr(of_stack, attribute)) for stack, of_stack in seen.items()
-              for what, attribute in (("cosine", "cosines"), ("active", "active"))}  # fmt: skip
+    source, target = (str(run.files[f"valid_{side}"]) for side in ("source", "target"))
+    found = observations.layers(run.output, "last", source, target)
+    series = {name: numbers for name, numbers in found.items() if not name.startswith("size-")}
     means = {what: round(float(np.mean([number for name, numbers in series.items() if name.startswith(what)
                                         for number in numbers])), 4) for what in ("cosine", "active")}  # fmt: skip
     return Measured(means, series)
@@ -233,16 +195,6 @@ def test_perplexity(runs: Runs, run: Run, scale: Scale) -> Measured:
 def _checkpoint(run: Run, scale: Scale) -> str:
     """The run's own best, or its last: means of checkpoints are for translating."""
     return "best" if scale.checkpoint == "best" else "last"
-
-
-def _padded(rows: list[list[int]]) -> torch.Tensor:
-    """Token ids and an end, padded on the right."""
-    width = max(map(len, rows)) + 1
-    return torch.tensor([[*row, _EOS, *[_PAD] * (width - len(row) - 1)] for row in rows])
-
-
-def _brief(values: Iterable[float]) -> list[float]:
-    return [float(f"{value:.5g}") for value in values]
 
 
 _MEASURES = (

@@ -8,14 +8,14 @@ import itertools
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from .. import text
 from .declared import Options, Reproduction, Row
 from .spread import Spread, merged
 
-Series = dict[tuple[str, ...], list[float]]
-"""Numbers of the first updates by the row's key."""
-
+if TYPE_CHECKING:
+    from ..drawing import Series
 
 Found = dict[str, str | Spread]
 """What was measured of a row: columns by name, of several seeds their spread."""
@@ -97,7 +97,7 @@ def alone(folder: Path) -> Iterator[None]:
         os.close(handle)
 
 
-def read_series(path: Path, width: int = 2) -> Series:
+def read_series(path: Path, width: int = 2) -> "Series":
     """The numbers of each line by the `width` columns before them."""
     lines = csv.reader(text.read_lines(str(path)))
     return {tuple(line[:width]): [float(number) for number in line[width:]] for line in lines}

@@ -1,0 +1,192 @@
+"""The papers' pictures of runs that are over: each function takes folders of runs, or what `Trainer.fit` returned.
+
+>>> from normformer_rs import figures
+>>> figures.gains("runs/scalenorm", path="gains.png")  # doctest: +SKIP
+PosixPath('gains.png')
+
+Every function has `path`, the picture's, whose ending says which kind (png, svg, pdf), and `names` of the runs; None:
+their folders' names. Each returns the path. Errors of all: InputError for no run, a folder that holds none, another
+number of names than of runs, and where the runs lack what is drawn; ImportError without matplotlib.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from . import drawing, observations
+from ._optional import require
+from .curves import told_apart
+from .errors import InputError
+from .history import LOG, History
+from .observations import Found
+
+Run = History | str | PathLike[str]
+
+
+def gradient_norms(
+    *runs: Run, path: str | PathLike[str] = "gradient-norms.png", names: Sequence[str] | None = None
+) -> Path:
+    """‖g‖ before clipping, update by update, a panel for each run (Nguyen & Salazar 2019, Fig 2; Liu et al. 2023, Fig
+    3)."""
+    return _draw(runs, names, path, "Gradient norms", drawing.gradient_norms, observations.gradient_norms)
+
+
+def bleu(*runs: Run, path: str | PathLike[str] = "bleu.png", names: Sequence[str] | None = None) -> Path:
+    """BLEU of held-out text over training, a line for each run (Nguyen & Salazar 2019, Fig 1; Liu et al. 2023, Fig 5).
+    InputError where a run measured none (criterion "bleu" does)."""
+
+    def measured(history: History) -> Found:
+        if not np.isfinite(history.evaluations.bleu).any():
+            raise InputError(f'{history.output}: no BLEU was measured; train with criterion = "bleu"')
+        return observations.bleu(history)
+
+    return _draw(runs, names, path, "BLEU of held-out text", drawing.bleu, measured)
+
+
+def bleu_by_depth(
+    *runs: Run, path: str | PathLike[str] = "bleu-by-depth.png", names: Sequence[str] | None = None
+) -> Path:
+    """The best BLEU of held-out text over the number of layers of both stacks (Liu et al. 2023, Fig 1), a line for each
+    name; without names a line for each residual scheme and norm."""
+    histories = _histories(runs, names)
+    found: dict[str, list[tuple[int, float]]] = {}
+    for number, history in enumerate(histories):
+        scores = history.evaluations.bleu
+        if not np.isfinite(scores).any():
+            raise InputError(f'{history.output}: no BLEU was measured; train with criterion = "bleu"')
+        model = json.loads((history.output / "config.json").read_text("utf-8"))["model"]
+        is_alone = model["architecture"] == "decoder-only"
+        depth = model["decoder_layers"] + (0 if is_alone else model["encoder_layers"])
+        line = found.setdefault(names[number] if names else f"{model['residual']}, {model['norm']}", [])
+        line.append((depth, float(np.nanmax(scores))))
+    require("matplotlib", "the picture")
+    drawn: dict[tuple[str, ...], Any] = {(name,): tuple(zip(*sorted(points))) for name, points in found.items()}
+    figure = drawing.lines(drawn, "BLEU by depth", "layers", "best BLEU of held-out text", markers=True)
+    figure.axes[0].set_xticks(sorted({depth for points in found.values() for depth, _ in points}))
+    return drawing.save(figure, Path(path))
+
+
+def gains(
+    *runs: Run,
+    path: str | PathLike[str] = "gains.png",
+    names: Sequence[str] | None = None,
+    checkpoint: str = "last",
+) -> Path:
+    """The learned g of each ScaleNorm by layer, of attention on the left, of feed-forwards on the right, with the last
+    norm's as a square (Nguyen & Salazar 2019, Fig 3, 4). `checkpoint`: last, best, average or a number of updates."""
+    return _draw(runs, names, path, "Learned g", drawing.gains, lambda run: observations.gains(run.output, checkpoint))
+
+
+def singular_values(
+    *runs: Run,
+    path: str | PathLike[str] = "singular-values.png",
+    names: Sequence[str] | None = None,
+    checkpoint: str = "last",
+) -> Path:
+    """σ_i/σ_1 of the embedding of target words, falling (Shen et al. 2020, Fig 6)."""
+
+    def measured(run: History) -> Found:
+        return observations.singular_values(run.output, checkpoint)
+
+    return _draw(runs, names, path, "Singular values of the embedding", drawing.singular_values, measured)
+
+
+def statistics(*runs: Run, path: str | PathLike[str] = "statistics.png", names: Sequence[str] | None = None) -> Path:
+    """How far batches' statistics are from the running ones, and what they add to the gradient, in the first norm over
+    training (Shen et al. 2020, Fig 2 to 4). InputError where a run logged none: `log_statistics`, and batchnorm,
+    powernorm-v or powernorm."""
+    lacking = "batch statistics were logged; train batchnorm, powernorm-v or powernorm with"
+    measure = _logged(observations.statistics, lacking)
+    return _draw(runs, names, path, "Batch statistics of the first norm", drawing.statistics, measure)
+
+
+def changes(*runs: Run, path: str | PathLike[str] = "changes.png", names: Sequence[str] | None = None) -> Path:
+    """‖F(x; θ) − F(x; θ₀)‖₂ of the decoder's output over training: how far a model has moved (Wang et al. 2022, Fig 3).
+    InputError where a run was trained without `log_statistics`."""
+    measure = _logged(observations.changes, "changes were logged; train with")
+    return _draw(runs, names, path, "Change of the model's output", drawing.changes, measure)
+
+
+def layers(
+    *runs: Run,
+    path: str | PathLike[str] = "layers.png",
+    names: Sequence[str] | None = None,
+    checkpoint: str = "last",
+    source: str | PathLike[str] | None = None,
+    target: str | PathLike[str] | None = None,
+) -> Path:
+    """By layer, encoder and decoder beside each other: the cosine of each layer's output with the one before, and the
+    share of active units (Liu et al. 2023, Fig 8, 9). `source`, `target`: a text; None: the run's held-out one."""
+    return _draw(runs, names, path, "Layers", drawing.layers, _reading(checkpoint, source, target))
+
+
+def stream(
+    *runs: Run,
+    path: str | PathLike[str] = "stream.png",
+    names: Sequence[str] | None = None,
+    checkpoint: str = "last",
+    source: str | PathLike[str] | None = None,
+    target: str | PathLike[str] | None = None,
+) -> Path:
+    """The mean |x| of the decoder's residual stream by layer, 0 being what the stack reads. `source`, `target` as for
+    `layers`."""
+    return _draw(runs, names, path, "Size of the residual stream", drawing.stream, _reading(checkpoint, source, target))
+
+
+def _reading(
+    checkpoint: str, source: str | PathLike[str] | None, target: str | PathLike[str] | None
+) -> Callable[[History], Found]:
+    def measured(run: History) -> Found:
+        if target is not None:
+            return observations.layers(run.output, checkpoint, None if source is None else str(source), str(target))
+        data = json.loads((run.output / "config.json").read_text("utf-8"))["data"]
+        if data["valid_target"] is None or not Path(data["valid_target"]).exists():
+            raise InputError(f"{run.output}: its held-out text is not at {data['valid_target']}; give target=, source=")
+        return observations.layers(run.output, checkpoint, data["valid_source"], data["valid_target"])
+
+    return measured
+
+
+def _logged(measure: Callable[[History], Found], lacking: str) -> Callable[[History], Found]:
+    def measured(history: History) -> Found:
+        if not (found := measure(history)):
+            raise InputError(f"{history.output}: no {lacking} log_statistics = N")
+        return found
+
+    return measured
+
+
+def _histories(runs: Sequence[Run], names: Sequence[str] | None) -> list[History]:
+    if not runs:
+        raise InputError("no run to draw; expected one or more folders of runs")
+    if names is not None and len(names) != len(runs):
+        raise InputError(f"a picture needs a name for each of the {len(runs)} runs; got {len(names)} names")
+    found = []
+    for run in runs:
+        if not isinstance(run, History):
+            if not Path(run, LOG).is_file():
+                raise InputError(f"{run}: no {LOG} there; expected the --output folder of a run")
+            run = History.read(run)
+        found.append(run)
+    return found
+
+
+def _draw(
+    runs: Sequence[Run],
+    names: Sequence[str] | None,
+    path: str | PathLike[str],
+    title: str,
+    draw: Callable[[Mapping[str, drawing.Series], str], Any],
+    measure: Callable[[History], Found],
+) -> Path:
+    require("matplotlib", "the picture")
+    histories = _histories(runs, names)
+    series: dict[str, drawing.Series] = {}
+    for history, name in zip(histories, names or told_apart([history.output for history in histories])):
+        for part, numbers in measure(history).items():
+            series.setdefault(part, {})[(name,)] = numbers
+    return drawing.save(draw(series, title), Path(path))

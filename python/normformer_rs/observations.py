@@ -1,0 +1,141 @@
+"""What a finished run shows beside its losses: series of numbers by name, from its folder."""
+
+import re
+from collections.abc import Iterable, Mapping
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from . import _core, analysis, text
+from .errors import InputError
+from .history import History
+from .model import Transformer
+
+Found = dict[str, list[float]]
+"""Numbers by the series' name."""
+
+_ROWS, _LENGTH, _BOS, _PAD, _EOS = 32, 64, 0, 1, 2
+"""Of the held-out text that a model reads: rows, tokens of each row of a language model; ids that are no words."""
+_PLACES = {
+    "encoder": ("encoder-attention", "encoder-feed-forward"),
+    "decoder": ("decoder-attention", "decoder-encoder", "decoder-feed-forward"),
+}
+"""Of a stack's norms, in the order of the layer's sublayers."""
+
+
+def brief(values: Iterable[float]) -> list[float]:
+    """Five digits of each."""
+    return [float(f"{value:.5g}") for value in values]
+
+
+def gradient_norms(history: History) -> Found:
+    """raw: every gradient norm, before clipping."""
+    return {"raw": brief(history.grad_norm)}
+
+
+def bleu(history: History) -> Found:
+    """bleu: of held-out text at each evaluation; evaluated: the updates."""
+    evaluations = history.evaluations
+    return {"evaluated": brief(evaluations.update), "bleu": brief(evaluations.bleu)}
+
+
+def gains(output: str | PathLike[str], checkpoint: str) -> Found:
+    """gain-PLACE: the learned g of each ScaleNorm of a pre-norm model, from the first layer to the last; gain-final:
+    the decoder's last.
+
+    Errors: InputError for a model whose norms learn no g.
+    """
+    model = Transformer.from_checkpoint(output, checkpoint)
+    if not analysis.gains(model):
+        raise InputError(f'{output}: norm = "{model.config.norm}" learns no g; expected scalenorm or lpnorm')
+    return {f"gain-{place}": brief(values) for place, values in gains_by_place(model.state_dict()).items()}
+
+
+def gains_by_place(state: Mapping[str, torch.Tensor]) -> Found:
+    """encoder-attention, decoder-attention, decoder-encoder, encoder-feed-forward and decoder-feed-forward, each from
+    the first layer to the last, and final; those that the model has."""
+    is_alone = not any(name.startswith("encoder.layers.") for name in state)
+    found: Found = {}
+    for stack, places in _PLACES.items():
+        for number, place in enumerate((place for place in places if not (is_alone and place == "decoder-encoder")), 1):
+            named = re.compile(rf"{stack}\.layers\.(\d+)\.norm{number}\.weight")
+            by_layer = {int(m[1]): value.item() for name, value in state.items() if (m := named.fullmatch(name))}
+            if by_layer:
+                found[place] = [by_layer[layer] for layer in sorted(by_layer)]
+    if "decoder.norm.weight" in state:
+        found["final"] = [state["decoder.norm.weight"].item()]
+    return found
+
+
+def singular_values(output: str | PathLike[str], checkpoint: str) -> Found:
+    """singular: of the embedding of target words, over the largest."""
+    state = Transformer.from_checkpoint(output, checkpoint).state_dict()
+    table = state["embedding.weight" if "embedding.weight" in state else "target_embedding.weight"]
+    return {"singular": brief(analysis.spectrum(table))}
+
+
+def statistics(history: History) -> Found:
+    """Of the encoder's first norm over training (of a language model: the decoder's), as `log_statistics` logs them.
+
+    distance-STATISTIC: of batches' statistics from the running ones; gradient-STATISTIC: what they add to the gradient
+    of its input; logged: the updates. Empty where nothing was logged.
+    """
+    first = re.compile(r"batch_(distance|gradient)/(encoder|decoder)\.0\.\w+")
+    logged = {name: values for name, values in history.layers.items() if first.fullmatch(name)}
+    stack = "encoder" if any("/encoder." in name for name in logged) else "decoder"
+    logged = {name: values for name, values in logged.items() if f"/{stack}." in name}
+    if not logged:
+        return {}
+    at = ~np.isnan(next(iter(logged.values())))
+    found = {name.replace("batch_", "").replace(f"/{stack}.0.", "-"): brief(values[at])
+             for name, values in logged.items()}  # fmt: skip
+    found["logged"] = brief(history.update[at])
+    return found
+
+
+def changes(history: History) -> Found:
+    """change: ‖F(x; θ) − F(x; θ₀)‖₂ of the decoder's output over training, as `log_statistics` logs it; logged: the
+    updates. Empty where nothing was logged."""
+    values = history.layers.get("change/decoder")
+    if values is None:
+        return {}
+    at = ~np.isnan(values)
+    return {"change": brief(values[at]), "logged": brief(history.update[at])}
+
+
+def layers(output: str | PathLike[str], checkpoint: str, source: str | None, target: str) -> Found:
+    """Of the first lines of a text, by stack: cosine-STACK of each layer's output and the one before, active-STACK, the
+    share of active units of each feed-forward, and size-STACK, the mean |x| of what the stack reads and of each layer's
+    output.
+
+    Args:
+        source, target: files of text as the run reads it; no source for a language model.
+    """
+    model = Transformer.from_checkpoint(output, checkpoint)
+    seen = analysis.observe(model, *_read(model, Path(output), source, target))
+    found: Found = {}
+    for stack, of_stack in seen.items():
+        parts = (("cosine", of_stack.cosines), ("active", of_stack.active), ("size", of_stack.sizes))
+        found |= {f"{what}-{stack}": brief(values) for what, values in parts}
+    return found
+
+
+def _read(model: Transformer, output: Path, source: str | None, target: str) -> tuple[Any, torch.Tensor]:
+    lines = text.read_lines(target)
+    if source is None:
+        tokens = [_EOS, *(token for line in _core.encode(str(output), lines) for token in [*line, _EOS])]
+        rows = max(1, min(_ROWS, len(tokens) // _LENGTH))
+        return None, torch.tensor(tokens[: rows * _LENGTH]).view(rows, -1)
+    read = [text.read_lines(source)[:_ROWS], lines[:_ROWS]]
+    sources, targets = (_padded(_core.encode(str(output), part)) for part in read)
+    begin = torch.full((len(targets), 1), _EOS if model.config.decoder_start == "eos" else _BOS)
+    return sources, torch.cat([begin, targets], 1)
+
+
+def _padded(rows: list[list[int]]) -> torch.Tensor:
+    """Token ids and an end, padded on the right."""
+    width = max(map(len, rows)) + 1
+    return torch.tensor([[*row, _EOS, *[_PAD] * (width - len(row) - 1)] for row in rows])
