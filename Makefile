@@ -1,5 +1,5 @@
 # `make demo` and `make test` are all a fresh machine needs: each sets everything up in .venv first.
-# Needs: Rust (rustup.rs), Python 3.10 to 3.13 with venv, a C++ compiler, make.
+# Needs: Rust (rustup.rs), Python 3.10 to 3.15 with venv, a C++ compiler, make.
 
 PYTHON ?= python3
 SHELL := /bin/bash
@@ -126,11 +126,11 @@ test-torch: ## build and test against another torch, as in: make test-torch TORC
 		.venv-torch/$(TORCH)/bin/python $(PYTEST) -m "not full" \
 		tests/operators tests/norms tests/nn tests/surgery tests/model tests/train
 
-# One torch at a time: a wheel fits one minor version. torch 2.15 has no wheel for Python 3.10, so name PYTHONS with it.
+# torch 2.15 has no wheel for Python 3.10, and it alone has one for 3.15: name PYTHONS with TORCH.
 TORCH ?= 2.11.0
-PYTHONS ?= $(foreach v,3.10 3.11 3.12 3.13,$(shell python$(v) -c '' 2>/dev/null && echo python$(v)))
+PYTHONS ?= $(foreach v,3.10 3.11 3.12 3.13 3.14,$(shell python$(v) -c '' 2>/dev/null && echo python$(v)))
 .PHONY: wheels
-wheels: ## the sdist and, for TORCH=2.11.0, a wheel per Python of PYTHONS, each used in an empty environment
+wheels: ## the sdist and a wheel per Python of PYTHONS with a core for each of TORCH="2.11 2.13", used beside each
 	$(PYTHON) .ci/wheels.py --torch $(TORCH) $(PYTHONS)
 
 # The GPU machine has Python 3.12 and torch, and neither Rust nor a network: everything else travels in dist/gpu.

@@ -15,6 +15,7 @@ As a program: `python _build.py check` says whether this machine can build, `pyt
 
 from __future__ import annotations  # an old Python shall get as far as the sentence that refuses it
 
+import base64
 import hashlib
 import importlib.util
 import json
@@ -27,11 +28,14 @@ import site
 import subprocess
 import sys
 import sysconfig
+import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).parent
-PYTHONS = ((3, 10), (3, 13))
+PYTHONS = ((3, 10), (3, 15))
 """The oldest and the newest Python that the package is tested with."""
+PYO3_KNOWS = (3, 13)
+"""The newest Python whose whole interface pyo3 0.24 knows; later ones are reached by the stable one."""
 
 
 def get_requires_for_build_wheel(config_settings=None):
@@ -46,12 +50,17 @@ get_requires_for_build_editable = get_requires_for_build_wheel
 
 def build_wheel(wheel_directory, config_settings=None, metadata_directory=None):
     _prepare()
-    return _maturin().build_wheel(wheel_directory, config_settings, metadata_directory)
+    made = _maturin().build_wheel(wheel_directory, config_settings, metadata_directory)
+    return _for_this_python(wheel_directory, made)
 
 
 def build_editable(wheel_directory, config_settings=None, metadata_directory=None):
     _prepare()
-    return _maturin().build_editable(wheel_directory, config_settings, metadata_directory)
+    made = _maturin().build_editable(wheel_directory, config_settings, metadata_directory)
+    core = ROOT / "python" / "normformer_rs" / "_core.abi3.so"
+    if core.exists():
+        core.replace(core.with_name(f"_core{sysconfig.get_config_var('EXT_SUFFIX')}"))
+    return _for_this_python(wheel_directory, made)
 
 
 def prepare_metadata_for_build_wheel(metadata_directory, config_settings=None):
@@ -63,6 +72,36 @@ prepare_metadata_for_build_editable = prepare_metadata_for_build_wheel
 
 def build_sdist(sdist_directory, config_settings=None):
     return _maturin().build_sdist(sdist_directory, config_settings)
+
+
+def _for_this_python(folder, name: str) -> str:
+    """The wheel under this Python's tag, where maturin gave it that of the stable interface.
+
+    pyo3 reaches a Python later than its own by that interface. torch-sys is compiled with Python's headers all the
+    same, so the wheel fits this Python alone.
+    """
+    if "-abi3-" not in name:
+        return name
+    tag = "cp{}{}".format(*sys.version_info)
+    old = Path(folder, name)
+    new = Path(folder, re.sub(r"-cp\d+-abi3-", f"-{tag}-{tag}-", name))
+    suffix = sysconfig.get_config_var("EXT_SUFFIX")
+    with zipfile.ZipFile(old) as source:
+        files = {entry.filename: source.read(entry) for entry in source.infolist() if not entry.is_dir()}
+    record = next(path for path in files if path.endswith(".dist-info/RECORD"))
+    metadata = record.replace("RECORD", "WHEEL")
+    files[metadata] = re.sub(rb"(?m)^Tag: cp\d+-abi3-", f"Tag: {tag}-{tag}-".encode(), files[metadata])
+    del files[record]
+    files = {path.replace("_core.abi3.so", f"_core{suffix}"): data for path, data in files.items()}
+    lines = []
+    with zipfile.ZipFile(new, "w", zipfile.ZIP_DEFLATED) as target:
+        for path, data in files.items():
+            digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
+            lines.append(f"{path},sha256={digest},{len(data)}\n")
+            target.writestr(path, data)
+        target.writestr(record, "".join(lines) + f"{record},,\n")
+    old.unlink()
+    return new.name
 
 
 def _maturin():
@@ -170,6 +209,10 @@ def _prepare() -> None:
         )
     folder, version = torch
     os.environ["LIBTORCH_USE_PYTORCH"] = "1"
+    if sys.version_info[:2] > PYO3_KNOWS:
+        os.environ["PYO3_USE_ABI3_FORWARD_COMPATIBILITY"] = "1"
+        given = os.environ.get("MATURIN_PEP517_ARGS", "")
+        os.environ["MATURIN_PEP517_ARGS"] = f"{given} --features python,abi3".strip()
     if "CARGO_TARGET_DIR" not in os.environ:
         key = hashlib.sha256(f"{sys.version} {version}".encode()).hexdigest()[:12]
         os.environ["CARGO_TARGET_DIR"] = str(ROOT / "target" / f"python-{key}")

@@ -12,8 +12,8 @@ from pathlib import Path
 from urllib.parse import quote
 
 PACKAGES = (".whl", ".tar.gz")
-HINT = """A wheel works with one minor version of torch. With the address of this page for PAGE and torch 2.13:
-pip install "normformer_rs==0.1.0+torch2.13" --find-links PAGE"""
+HINT = """A wheel works with every torch that its metadata names. With the address of this page for PAGE:
+pip install normformer_rs --find-links PAGE"""
 
 
 def page(releases: Path, address: str) -> str:
@@ -27,7 +27,7 @@ def page(releases: Path, address: str) -> str:
 
 
 def _link(path: Path, address: str) -> str:
-    # A plus sign, as in 0.1.0+torch2.11, has to be escaped: some servers read it as a space.
+    # A plus sign, as in a version of one's own, has to be escaped: some servers read it as a space.
     url = f"{address.rstrip('/')}/{quote(path.parent.name)}/{quote(path.name)}"
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
     return f'<a href="{html.escape(url)}#sha256={digest}">{html.escape(path.name)}</a>'

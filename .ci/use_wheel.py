@@ -1,4 +1,4 @@
-"""Uses an installed normformer_rs as a newcomer would. The argument is the version that must be installed."""
+"""Uses an installed normformer_rs as a newcomer would. Arguments: its version and torch's, which must be there."""
 
 import sys
 from importlib.metadata import version
@@ -12,11 +12,12 @@ from normformer_rs.surgery import swap_norms
 
 
 def main() -> None:
-    expected = sys.argv[1]
-    assert version("normformer_rs") == expected, f"expected {expected}, found {version('normformer_rs')}"
-    assert nf.__version__ == expected.partition("+")[0], nf.__version__
+    expected, torch_version = sys.argv[1:]
+    assert version("normformer_rs") == expected == nf.__version__, (version("normformer_rs"), nf.__version__)
     assert Path(nf.__file__).is_relative_to(sys.prefix), f"{nf.__file__} is not the installed package"
-    assert torch.__version__.startswith(expected.partition("+torch")[2] + "."), torch.__version__
+    assert torch.__version__.startswith(torch_version), torch.__version__
+    minor = ".".join(torch.__version__.split(".")[:2])
+    assert f"torch {minor}." in nf._core.BUILT_AGAINST, nf._core.BUILT_AGAINST
 
     torch.manual_seed(0)
     model = torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(64, 4, 128, batch_first=True), 2)

@@ -1,9 +1,11 @@
-"""Builds the sdist and, from it, one wheel per Python for one torch; each wheel is used in an empty environment.
+"""Builds the sdist and, from it, one wheel per Python with a core for each torch; each wheel is used in empty
+environments, one for each torch.
 
-    python3 .ci/wheels.py --torch 2.11.0 --output dist python3.11 python3.12
+    python3 .ci/wheels.py --torch 2.11 2.13 --output dist python3.11 python3.12
 
-A wheel works with one minor version of torch. So its version is 0.1.0+torch2.11, and it requires torch>=2.11,<2.12.
-Its platform tag is the one that auditwheel reads from the extension's symbols.
+A core works with one minor version of torch, so the wheel has one for each, and the package loads the one that fits
+(python/normformer_rs/_torch.py). The wheel requires the torches that it has cores for. Its platform tag is the newest
+of those that auditwheel reads from the cores' symbols.
 """
 
 import argparse
@@ -31,26 +33,33 @@ PROVIDED = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("pythons", nargs="+", metavar="PYTHON", help="an interpreter, such as python3.12")
-    parser.add_argument("--torch", required=True, help="version to build against: 2.11.0, or 2.11 for its newest patch")
+    parser.add_argument(
+        "--torch", nargs="+", required=True, help="versions to build against: 2.11.0, or 2.11 for its newest patch"
+    )
     parser.add_argument("--output", type=Path, default=ROOT / "dist", help="folder of the sdist and the wheels")
     options = parser.parse_args()
     options.output.mkdir(parents=True, exist_ok=True)
 
     sdist, made = None, []
     for python in options.pythons:
-        with tempfile.TemporaryDirectory() as temporary:  # 5 GB, most of it torch's CUDA
-            print(f"== {python}: building against torch {options.torch}", flush=True)
-            bin = environment(python, Path(temporary, "env"), torch_requirement(options.torch), "--requirement", TOOLS)
-            sdist = sdist or build_sdist(bin, options.output)
-            built = build_wheel(bin, sdist, Path(temporary))
-            wheel = retag(built, platform_tag(audit(bin, built)), options.output)
-            expected, found = platform_of(wheel), platform_tag(audit(bin, wheel))
-            if expected != found:
-                raise SystemExit(f"{wheel.name}: its tag says {expected}, auditwheel {found}")
-        with tempfile.TemporaryDirectory() as temporary:
-            print(f"== {python}: using {wheel.name}", flush=True)
-            bin = environment(python, Path(temporary, "env"), wheel)
-            use(bin, wheel, Path(temporary))
+        with tempfile.TemporaryDirectory() as together:
+            built, platforms = [], []
+            for torch in options.torch:
+                with tempfile.TemporaryDirectory() as temporary:  # 5 GB, most of it torch's CUDA
+                    print(f"== {python}: building against torch {torch}", flush=True)
+                    bin = environment(python, Path(temporary, "env"), torch_requirement(torch), "--requirement", TOOLS)
+                    sdist = sdist or build_sdist(bin, options.output)
+                    folder = Path(together, torch)
+                    folder.mkdir()
+                    built.append(build_wheel(bin, sdist, folder))
+                    platforms.append(platform_tag(audit(bin, built[-1])))
+                    tag = names(bin).partition("-")[0]
+            wheel = combined(built, tag, max(platforms, key=_by_number), options.output)
+        for torch in options.torch:
+            with tempfile.TemporaryDirectory() as temporary:
+                print(f"== {python}: using {wheel.name} with torch {torch}", flush=True)
+                bin = environment(python, Path(temporary, "env"), torch_requirement(torch), f"{wheel}[demo]")
+                use(bin, wheel, torch, Path(temporary))
         made.append(wheel)
     for path in (sdist, *made):
         print(f"{path.name}  {path.stat().st_size / 1e6:.1f} MB")
@@ -120,52 +129,69 @@ def platform_tag(report: dict) -> str:
     return report["sym_tag"]
 
 
-def platform_of(wheel: Path) -> str:
-    """a-1-cp312-cp312-manylinux_2_34_x86_64.whl → manylinux_2_34_x86_64"""
-    return wheel.stem.rpartition("-")[2]
+def _by_number(platform: str) -> list[int]:
+    """manylinux_2_34_x86_64 → [2, 34]"""
+    return [int(part) for part in platform.split("_")[1:3]]
 
 
-def retag(wheel: Path, platform: str, output: Path) -> Path:
-    """Copies the wheel with that platform tag, the torch it was built against in its version, and that torch required.
+def combined(wheels: list[Path], tag: str, platform: str, output: Path) -> Path:
+    """One wheel out of those of several torches, which are equal but for their core.
 
-    The extension itself stays as it is: its path to libtorch is relative and fits any environment.
+    Each core gets its torch into its name. A core's path to libtorch is relative and fits any environment.
     """
-    with zipfile.ZipFile(wheel) as archive:
-        entries = [(info, archive.read(info)) for info in archive.infolist() if not info.is_dir()]
-    by_name = {info.filename: data for info, data in entries}
-    major, minor = built_against(by_name)
-    name, version, python, abi, _ = wheel.stem.split("-")
-    local = f"{version}+torch{major}.{minor}"
-    old, new = f"{name}-{version}.dist-info/", f"{name}-{local}.dist-info/"
-
-    rewritten = {
-        old + "METADATA": _replace(
-            _replace(by_name[old + "METADATA"].decode(), r"Version: .*", f"Version: {local}"),
-            r"Requires-Dist: torch\b[^-_;]*",
-            f"Requires-Dist: torch>={major}.{minor},<{major}.{minor + 1}",
-        ),
-        old + "WHEEL": _replace(by_name[old + "WHEEL"].decode(), r"Tag: .*", f"Tag: {python}-{abi}-{platform}"),
-    }
-    target = output / f"{name}-{local}-{python}-{abi}-{platform}.whl"
+    contents = [_content(wheel) for wheel in wheels]
+    minors = [built_against(files) for files in contents]
+    if len(set(minors)) < len(minors):
+        raise SystemExit(f"two wheels have a core for one torch: {sorted(minors)}")
+    by_minor = dict(sorted(zip(minors, contents)))
+    name, version, *_ = wheels[0].stem.split("-")
+    info = f"{name}-{version}.dist-info/"
+    first = next(iter(by_minor.values()))
+    files = {path: data for path, data in first.items() if not _CORE.fullmatch(path)}
+    for (major, minor), content in by_minor.items():
+        for path, data in content.items():
+            if told := _CORE.fullmatch(path):
+                files[f"{told[1]}-torch{major}.{minor}{told[2]}"] = data
+            elif path != info + "RECORD" and files.get(path) != data:
+                raise SystemExit(f"{path} differs between the wheels of torch {minors[0]} and {major}.{minor}")
+    metadata = _replace(files[info + "METADATA"].decode(), r"Requires-Dist: torch\b[^-_;]*", _required(list(by_minor)))
+    files[info + "METADATA"] = metadata.encode()
+    files[info + "WHEEL"] = _replace(
+        files[info + "WHEEL"].decode(), r"Tag: .*", f"Tag: {tag}-{tag}-{platform}"
+    ).encode()
+    del files[info + "RECORD"]
+    target = output / f"{name}-{version}-{tag}-{tag}-{platform}.whl"
     record = []
     with zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED) as archive:
-        for info, data in entries:
-            if info.filename == old + "RECORD":
-                continue
-            if info.filename in rewritten:
-                data = rewritten[info.filename].encode()
-            if info.filename.startswith(old):
-                info.filename = new + info.filename.removeprefix(old)
+        for path, data in files.items():
             digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
-            record.append(f"{info.filename},sha256={digest},{len(data)}\n")
-            archive.writestr(info, data)
-        archive.writestr(new + "RECORD", "".join(record) + f"{new}RECORD,,\n")
+            record.append(f"{path},sha256={digest},{len(data)}\n")
+            entry = zipfile.ZipInfo(path, date_time=(1980, 1, 1, 0, 0, 0))  # the same files make the same wheel
+            entry.external_attr = 0o644 << 16
+            entry.compress_type = zipfile.ZIP_DEFLATED
+            archive.writestr(entry, data)
+        archive.writestr(info + "RECORD", "".join(record) + f"{info}RECORD,,\n")
     return target
+
+
+_CORE = re.compile(r"(normformer_rs/_core)(\.[\w.-]*so)")
+
+
+def _content(wheel: Path) -> dict[str, bytes]:
+    with zipfile.ZipFile(wheel) as archive:
+        return {entry.filename: archive.read(entry) for entry in archive.infolist() if not entry.is_dir()}
+
+
+def _required(minors: list[tuple[int, int]]) -> str:
+    """The line of the metadata that asks for one of these torches: torch>=2.11,<2.14,!=2.12.*"""
+    (major, lowest), (_, highest) = minors[0], minors[-1]
+    missing = [f",!={major}.{minor}.*" for minor in range(lowest, highest) if (major, minor) not in minors]
+    return f"Requires-Dist: torch>={major}.{lowest},<{major}.{highest + 1}{''.join(missing)}"
 
 
 def built_against(files: dict[str, bytes]) -> tuple[int, int]:
     """The minor version of torch that the wheel's extension says it was built against."""
-    extensions = [data for name, data in files.items() if re.fullmatch(r"normformer_rs/_core\..*so", name)]
+    extensions = [data for name, data in files.items() if _CORE.fullmatch(name)]
     said = [re.search(rb"normformer_rs is built against torch (\d+)\.(\d+)", data) for data in extensions]
     if len(said) != 1 or said[0] is None:
         raise SystemExit(f"expected one extension that says its torch, found {len(extensions)}: {sorted(files)[:9]}")
@@ -181,11 +207,12 @@ def _replace(text: str, line: str, by: str) -> str:
     return head + blank + body
 
 
-def use(bin: Path, wheel: Path, folder: Path) -> None:
+def use(bin: Path, wheel: Path, torch: str, folder: Path) -> None:
     """Runs use_wheel.py away from the checkout, so that the installed package is the one that is imported."""
     _, version, *_ = wheel.stem.split("-")
-    run(bin / "python", "-I", Path(__file__).with_name("use_wheel.py"), version, cwd=folder)
+    run(bin / "python", "-I", Path(__file__).with_name("use_wheel.py"), version, torch, cwd=folder)
     run(bin / "normformer-rs", "--version", cwd=folder)
+    run(bin / "normformer-rs", "demo", "--updates", "20", "--output", "demo", "--no-progress", cwd=folder)
 
 
 def run(*command: str | Path, capture: bool = False, cwd: Path | None = None, env: dict | None = None) -> str:

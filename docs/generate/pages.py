@@ -100,6 +100,10 @@ def _title(name: str, text: str) -> str:
 
 
 _LINK = re.compile(r"(!?\[[^\]]*\])\(([^)\s]+)\)")
+_ABSOLUTE = re.compile(
+    r"https://(?:github\.com/[\w-]+/normformer_rs/blob|raw\.githubusercontent\.com/[\w-]+/normformer_rs)/main/(.*)"
+)
+"""How README names files of the project, so that its links work on an index's page, too."""
 
 
 def _moved(source: str, folder: Path) -> str:
@@ -109,18 +113,19 @@ def _moved(source: str, folder: Path) -> str:
 
     def link(match: re.Match[str]) -> str:
         target, _, anchor = match[2].partition("#")
-        if "://" in target or not target:
+        inside = _ABSOLUTE.fullmatch(target)
+        if not target or ("://" in target and not inside):
             return match[0]
-        path = (ROOT / source).parent.joinpath(target).resolve()
+        path = ((ROOT / inside[1]) if inside else (ROOT / source).parent.joinpath(target)).resolve()
         if not path.exists():
             raise ValueError(f"{source}: {match[0]} leads nowhere")
-        inside = path.relative_to(ROOT).as_posix()
+        name = path.relative_to(ROOT).as_posix()
         if path.suffix == ".png":
             folder.joinpath("images").mkdir(parents=True, exist_ok=True)
             shutil.copy(path, folder / "images" / path.name)
             return f"{match[1]}(images/{path.name})"
         if path.suffix == ".md":
-            page = WRITTEN.get(inside, path.name)
+            page = WRITTEN.get(name, path.name)
         elif path.parent == notebooks.NOTEBOOKS:
             page = f"notebooks/{path.stem}.md"
         else:

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 
 from . import _loading, _torch
 
-_torch.check()
-_loading.begin()
+_loading.begin(_torch.core())
 
 __all__ = [
     "PRESETS",
@@ -40,6 +39,7 @@ __all__ = [
     "__version__",
     "analysis",
     "average",
+    "cite",
     "evaluate_loss",
     "evaluate_windows",
     "figures",
@@ -80,6 +80,7 @@ if TYPE_CHECKING:
     from .memory import keep_memory
     from .model import Transformer
     from .norms import Norm
+    from .papers import cite
     from .parametrisation import param_groups
     from .presets import PRESETS, preset
     from .schemes import Scheme
@@ -102,6 +103,7 @@ else:
         "parametrisation": ("param_groups",),
         "presets": ("PRESETS", "preset"),
         "norms": ("Norm",),
+        "papers": ("cite",),
         "schemes": ("Scheme",),
         "surgery": ("Swaps", "fold_norms", "load_swapped", "swap_norms", "swap_residuals"),
         "training": ("DryRun", "Trainer"),

@@ -6,7 +6,9 @@ a script imports only torch. `import normformer_rs` alone loads neither: the com
 """
 
 import importlib
+import importlib.util
 import sys
+from pathlib import Path
 from typing import Any
 
 from . import _tables
@@ -14,8 +16,14 @@ from . import _tables
 CORE = "normformer_rs._core"
 
 
-def begin() -> None:
-    """Loads the core now where torch is loaded already, otherwise as soon as torch is."""
+def begin(core: Path | None) -> None:
+    """Loads the core now where torch is loaded already, otherwise as soon as torch is.
+
+    Args:
+        core: its file; None: the one that Python finds by the module's name.
+    """
+    if core is not None:
+        sys.meta_path.append(_Chosen(core))
     if "torch" in sys.modules:
         load()
     else:
@@ -27,6 +35,17 @@ def load() -> Any:
     core: Any = importlib.import_module(CORE)
     _tables.check(core.tables())
     return core
+
+
+class _Chosen:
+    """Finds the core in a file of another name."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        """The spec of the core; None for other modules."""
+        return importlib.util.spec_from_file_location(name, self._path) if name == CORE else None
 
 
 class _Finder:

@@ -1,5 +1,10 @@
-"""Checks that the installed torch fits the extension. It reads files only, because importing torch takes seconds."""
+"""Finds the core that fits the installed torch. It reads files only, because importing torch takes seconds.
 
+A build from source has one core, `_core.SUFFIX`, which says in its file which torch it is linked against. A wheel of an
+index has one for each minor version of torch, `_core-torch2.13.SUFFIX`.
+"""
+
+import importlib.machinery
 import importlib.util
 import json
 import mmap
@@ -13,13 +18,53 @@ ANY_TORCH = "NORMFORMER_RS_ANY_TORCH"
 """The environment variable that, set to 1, turns a wrong version into a warning."""
 _BUILT_AGAINST = re.compile(rb"normformer_rs is built against torch (\d[\w.]*);")
 """Finds the version in the sentence `_core.BUILT_AGAINST`."""
+_OF_A_TORCH = re.compile(r"_core-torch(\d+)\.(\d+)\.")
+"""Begins the file name of a core that has others beside it."""
 
 
-def check() -> None:
-    """Raises ImportError, with the command that mends it, where the installed torch is not the one of the build.
+def core() -> Path | None:
+    """The core for the installed torch, out of several; None where there is one alone, which Python finds itself.
 
-    The C++ interface of libtorch changes with every minor version, so the extension works with only one.
+    Raises ImportError, with the command that mends it, where no core fits. The C++ interface of libtorch changes with
+    every minor version, so a core works with only one.
     """
+    cores = _cores()
+    if not cores:
+        _check_alone()
+        return None
+    found, minors = _found(), list(cores)
+    fitting = f'`pip install "torch>={minors[0]},<{_next(minors[-1])}"`'
+    if found is None:
+        raise ImportError(f"normformer_rs needs torch {minors[0]} to {minors[-1]}, which is not installed: {fitting}")
+    if (chosen := cores.get(_minor(found))) is not None:
+        return chosen
+    message = (
+        f"this wheel of normformer_rs works with torch {', '.join(minors)}; found torch {found}: {fitting}, or look "
+        "for a newer normformer_rs"
+    )
+    if os.environ.get(ANY_TORCH) != "1":
+        raise ImportError(message)
+    warnings.warn(f"{message} (going on with the core for {minors[-1]}, because {ANY_TORCH} is 1)", stacklevel=3)
+    return cores[minors[-1]]
+
+
+def _cores() -> dict[str, Path]:
+    """By minor version of torch, the oldest first."""
+    folder = Path(__file__).parent
+    found = {}
+    for name in os.listdir(folder):
+        told = _OF_A_TORCH.match(name)
+        if told and name.endswith(tuple(importlib.machinery.EXTENSION_SUFFIXES)):
+            found[int(told[1]), int(told[2])] = folder / name
+    return {f"{major}.{minor}": found[major, minor] for major, minor in sorted(found)}
+
+
+def _next(minor: str) -> str:
+    major, number = minor.split(".")
+    return f"{major}.{int(number) + 1}"
+
+
+def _check_alone() -> None:
     built, found = _minor(_built()), _found()
     pin = f'`pip install "torch=={built}.*"`'
     if found is None:
@@ -32,7 +77,7 @@ def check() -> None:
     )
     if os.environ.get(ANY_TORCH) != "1":
         raise ImportError(message)
-    warnings.warn(f"{message} (going on, because {ANY_TORCH} is 1)", stacklevel=2)
+    warnings.warn(f"{message} (going on, because {ANY_TORCH} is 1)", stacklevel=4)
 
 
 def _built() -> str:

@@ -5,7 +5,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
-from .commands import PROG, Command, evaluate, export, fairseq, generate, runs, train, translate
+from .commands import PROG, Command, evaluate, export, fairseq, generate, runs, train, translate, versions
 from .config import __version__, readable
 from .errors import DivergedError, InputError, Interrupted
 from .options import Parser, UsageError
@@ -58,6 +58,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         try:
             words = [readable("argument", word) for word in (sys.argv[1:] if argv is None else argv)]
+            if sorted(words) == sorted(versions.FLAGS):
+                print(versions.report())
+                return 0
             args = _parser().parse_args(words)
             with as_ctrl_c():
                 args.run(args)
@@ -112,6 +115,7 @@ def _start_in_utf8() -> None:
 def _parser() -> Parser:
     parser = Parser(prog=PROG, description="Trains Transformers, translates and continues texts with them.")
     parser.add_argument("--version", action="version", version=f"{PROG} {__version__}")
+    parser.add_argument("--all", action="store_true", help="With --version: torch, Python, processor and devices, too.")
     commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=Parser)
     for name, build in COMMANDS.items():
         summary, run, add = build()

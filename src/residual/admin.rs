@@ -50,7 +50,7 @@ impl Scheme for AdminConst {
     }
 
     fn source(&self) -> &'static str {
-        "admin-torch"
+        "admin-torch; Liu et al. 2020"
     }
 
     fn around(&self, place: &LayerContext) -> ResidualSpec {

@@ -27,7 +27,7 @@ impl Scheme for RFixup {
     }
 
     fn source(&self) -> &'static str {
-        "Zhang et al. 2019"
+        "Zhang et al. 2019 (Fixup)"
     }
 
     fn options(&self) -> &'static [&'static dyn AnyOption] {

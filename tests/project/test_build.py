@@ -5,6 +5,8 @@ import os
 import platform
 import subprocess
 import sys
+import sysconfig
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -77,8 +79,8 @@ def test_without_isolation_a_missing_torch_is_said(installed):
 @pytest.mark.parametrize(
     "module, name, value, message",
     [
-        (sys, "version_info", (3, 9, 18), "needs Python 3.10 to 3.13"),
-        (sys, "version_info", (3, 15, 0), "needs Python 3.10 to 3.13"),
+        (sys, "version_info", (3, 9, 18), "needs Python 3.10 to 3.15"),
+        (sys, "version_info", (3, 16, 0), "needs Python 3.10 to 3.15"),
         (sys, "platform", "darwin", "builds on Linux x86-64, this is darwin"),
         (sys, "platform", "win32", "use such a machine, a container or WSL 2"),
         (platform, "machine", lambda: "aarch64", "builds on Linux x86-64, this is linux aarch64"),
@@ -161,3 +163,39 @@ def test_cargo_gets_the_builds_environment(monkeypatch):
     assert called == [("cargo", ["cargo", "clippy", "--release"])]
     assert os.environ["PYO3_PYTHON"].endswith("/python3")
     assert os.environ["PYO3_ENVIRONMENT_SIGNATURE"] == "cpython-{}.{}-64bit".format(*sys.version_info)
+
+
+def test_a_python_that_pyo3_does_not_know_gets_a_wheel_of_its_own(tmp_path):
+    """maturin names it for every Python, because pyo3 uses the stable interface; torch-sys does not."""
+    name = "normformer_rs-0.1.0-cp310-abi3-linux_x86_64.whl"
+    info = "normformer_rs-0.1.0.dist-info/"
+    with zipfile.ZipFile(tmp_path / name, "w") as archive:
+        archive.writestr("normformer_rs/_core.abi3.so", b"\x7fELF")
+        archive.writestr(info + "WHEEL", "Wheel-Version: 1.0\nTag: cp310-abi3-linux_x86_64\n")
+        archive.writestr(info + "RECORD", "stale,sha256=0,0\n")
+    made = _build._for_this_python(tmp_path, name)
+    tag = "cp{}{}".format(*sys.version_info)
+    assert made == f"normformer_rs-0.1.0-{tag}-{tag}-linux_x86_64.whl"
+    assert [path.name for path in tmp_path.iterdir()] == [made]
+    with zipfile.ZipFile(tmp_path / made) as archive:
+        files = {path: archive.read(path) for path in archive.namelist()}
+    assert f"Tag: {tag}-{tag}-linux_x86_64" in files[info + "WHEEL"].decode()
+    core = f"normformer_rs/_core{sysconfig.get_config_var('EXT_SUFFIX')}"
+    assert files[core] == b"\x7fELF" and f"{core},sha256=" in files[info + "RECORD"].decode()
+    assert _build._for_this_python(tmp_path, made) == made
+
+
+def test_forward_compatibility_is_asked_for_where_it_is_needed(installed, monkeypatch, tmp_path):
+    installed("2.15.0")
+    monkeypatch.setenv("CARGO_TARGET_DIR", str(tmp_path / "target"))
+    for name in ("PATH", "CPLUS_INCLUDE_PATH", "LIBTORCH_USE_PYTORCH"):
+        monkeypatch.setenv(name, os.environ.get(name, ""))
+    for name in ("PYO3_USE_ABI3_FORWARD_COMPATIBILITY", "MATURIN_PEP517_ARGS"):
+        monkeypatch.setenv(name, "")
+    monkeypatch.setattr(_build, "_check_machine", lambda: None)
+    for version, wanted in ((3, 13), ""), ((3, 14), "1"), ((3, 15), "1"):
+        monkeypatch.setattr(_build.sys, "version_info", (*version, 0))
+        monkeypatch.setenv("MATURIN_PEP517_ARGS", "")
+        _build._prepare()
+        assert os.environ["PYO3_USE_ABI3_FORWARD_COMPATIBILITY"] == wanted
+        assert os.environ["MATURIN_PEP517_ARGS"] == "--features python,abi3" * bool(wanted)

@@ -18,7 +18,13 @@ from normformer_rs import cli
 from normformer_rs._optional import available
 from normformer_rs.commands.train import plan_of
 
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
 ROOT = Path(__file__).parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 # the last two need packages that the wheel does without
 WITHOUT = ("_core", "fairseq_plugin")
 NAMES = [m.name.removeprefix("normformer_rs.") for m in pkgutil.walk_packages(normformer_rs.__path__, "normformer_rs.")]
@@ -57,13 +63,22 @@ def test_python_of_the_pages(page, code, output, monkeypatch):
 def test_readme_begins_with_a_swap_and_what_it_prints():
     begin = (ROOT / "README.md").read_text().partition("## ")[0]
     assert re.search(r"```python\n.*swap_norms.*```\n\n```text\nswap_norms to", begin, re.S)
-    assert all((ROOT / path).exists() for path in re.findall(r"!\[[^\]]*\]\(([^)]+)\)", begin))
+    assert re.search(r"!\[[^\]]*\]\(https://raw", begin)
+
+
+def test_readmes_links_are_absolute_and_lead_to_files():
+    """An index's page shows README without the project's files."""
+    home = PROJECT["urls"]["Repository"]
+    raw = home.replace("github.com", "raw.githubusercontent.com")
+    for link in re.findall(r"\]\(([^)]+)\)", (ROOT / "README.md").read_text()):
+        path = re.fullmatch(rf"(?:{home}/blob|{raw})/main/([^#]+)(?:#.*)?", link)
+        assert path and (ROOT / path[1]).exists(), link
 
 
 def test_readmes_ratios_are_in_the_rows_they_lead_to():
     """As they are, or as the ratio of two of a row's numbers."""
     begin, results = (ROOT / "README.md").read_text().partition("## ")[0], (ROOT / "docs" / "results.md").read_text()
-    ratios = re.findall(r"\[([\d.]+)\]\(docs/results\.md#([\w-]+)\)", begin)
+    ratios = re.findall(r"\[([\d.]+)\]\([^)]*/docs/results\.md#([\w-]+)\)", begin)
     assert len(ratios) == 5
     for ratio, anchor in ratios:
         (row,) = re.findall(rf'^\|.*id="{anchor}".*$', results, re.M)

@@ -46,7 +46,7 @@ PYTHON_FLOORS = (
         "signals",
     ),
     ("_stubs", "config", "distributed", "memory", "norms", "schemes", "text", "tokenizer"),
-    ("curves", "generation", "history", "nn", "presets", "progress", "scores", "translation"),
+    ("curves", "generation", "history", "nn", "papers", "presets", "progress", "scores", "translation"),
     ("demo", "drawing", "model", "options"),
     ("beforehand", "convert", "huggingface", "parametrisation", "surgery"),
     ("commands", "coordinates", "training"),

@@ -3,7 +3,9 @@
 import base64
 import hashlib
 import importlib.util
+import os
 import re
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -12,7 +14,9 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 
+import normformer_rs as nfrs
 from normformer_rs import _optional
 
 if sys.version_info >= (3, 11):
@@ -90,6 +94,7 @@ def fake_wheel(folder: Path, torch: str) -> Path:
     path = folder / f"normformer_rs-0.1.0-{PYTHON}-{PYTHON}-linux_x86_64.whl"
     info = "normformer_rs-0.1.0.dist-info/"
     with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("normformer_rs/__init__.py", "")
         archive.writestr("normformer_rs/_core.so", f"\x7fELF normformer_rs is built against torch {torch};")
         archive.writestr(info + "METADATA", METADATA)
         archive.writestr(
@@ -99,22 +104,27 @@ def fake_wheel(folder: Path, torch: str) -> Path:
     return path
 
 
-def released(folder: Path, torch: str) -> Path:
-    (folder / "v0.1.0").mkdir(parents=True, exist_ok=True)
-    return wheels.retag(fake_wheel(folder / "built" / torch, torch), "manylinux_2_17_x86_64", folder / "v0.1.0")
+def released(folder: Path, *torches: str, version: str = "v0.1.0") -> Path:
+    (folder / version).mkdir(parents=True, exist_ok=True)
+    made = [fake_wheel(folder / "built" / version / torch, torch) for torch in torches]
+    return wheels.combined(made, PYTHON, "manylinux_2_17_x86_64", folder / version)
 
 
-def test_a_wheel_says_which_torch_and_platform_it_fits(tmp_path):
-    path = released(tmp_path, "2.13.0")
-    assert path.name == f"normformer_rs-0.1.0+torch2.13-{PYTHON}-{PYTHON}-manylinux_2_17_x86_64.whl"
-    assert wheels.platform_of(path) == "manylinux_2_17_x86_64"
+def test_a_wheel_has_a_core_for_each_torch_and_requires_them(tmp_path):
+    path = released(tmp_path, "2.13.0", "2.11.0")
+    assert path.name == f"normformer_rs-0.1.0-{PYTHON}-{PYTHON}-manylinux_2_17_x86_64.whl"
     with zipfile.ZipFile(path) as archive:
         files = {name: archive.read(name) for name in archive.namelist()}
-    info = "normformer_rs-0.1.0+torch2.13.dist-info/"
-    expected = METADATA.replace("Version: 0.1.0", "Version: 0.1.0+torch2.13").replace(">=2.11,<2.16", ">=2.13,<2.14")
+    info = "normformer_rs-0.1.0.dist-info/"
+    expected = METADATA.replace("torch>=2.11,<2.16", "torch>=2.11,<2.14,!=2.12.*")
     assert files[info + "METADATA"].decode() == expected
     assert f"Tag: {PYTHON}-{PYTHON}-manylinux_2_17_x86_64\n" in files[info + "WHEEL"].decode()
-    assert files["normformer_rs/_core.so"] == b"\x7fELF normformer_rs is built against torch 2.13.0;"
+    cores = {name: data for name, data in files.items() if name.endswith(".so")}
+    assert cores == {
+        f"normformer_rs/_core-torch{minor}.so": b"\x7fELF normformer_rs is built against torch %s;"
+        % f"{minor}.0".encode()
+        for minor in ("2.11", "2.13")
+    }
 
     *record, last = files[info + "RECORD"].decode().splitlines()
     assert last == f"{info}RECORD,,"
@@ -125,15 +135,77 @@ def test_a_wheel_says_which_torch_and_platform_it_fits(tmp_path):
         assert (digest, int(size)) == (f"sha256={sha}", len(files[name]))
 
 
+def test_wheels_that_differ_beside_their_core_are_refused(tmp_path):
+    first, second = fake_wheel(tmp_path / "a", "2.11.0"), fake_wheel(tmp_path / "b", "2.12.0")
+    with zipfile.ZipFile(second, "a") as archive:
+        archive.writestr("normformer_rs/more.py", "")
+    with pytest.raises(SystemExit, match=r"more\.py differs"):
+        wheels.combined([first, second], PYTHON, "manylinux_2_17_x86_64", tmp_path)
+    with pytest.raises(SystemExit, match="two wheels have a core for one torch"):
+        wheels.combined([first, first], PYTHON, "manylinux_2_17_x86_64", tmp_path)
+
+
 def test_a_wheel_that_hides_its_torch_is_refused(tmp_path):
     with pytest.raises(SystemExit, match="one extension that says its torch, found 1"):
         released(tmp_path, "unknown")
-    assert wheels.built_against({"normformer_rs/_core.abi.so": b"normformer_rs is built against torch 2.15.0;"}) == (
+    assert wheels.built_against({"normformer_rs/_core.abi3.so": b"normformer_rs is built against torch 2.15.0;"}) == (
         2,
         15,
     )
     with pytest.raises(SystemExit, match="found 0"):
         wheels.built_against({})
+
+
+@pytest.fixture(scope="module")
+def fat(tmp_path_factory) -> Path:
+    """The package as a wheel of an index has it: this build's core, and one that cannot be loaded."""
+    site = tmp_path_factory.mktemp("site")
+    source = Path(nfrs.__file__).parent
+    shutil.copytree(source, site / "normformer_rs", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    (core,) = source.glob("_core.*.so")
+    minor = ".".join(torch.__version__.split(".")[:2])
+    shutil.copy(core, site / "normformer_rs" / core.name.replace("_core.", f"_core-torch{minor}.", 1))
+    (site / "normformer_rs" / core.name.replace("_core.", "_core-torch2.99.", 1)).write_bytes(b"no library")
+    return site
+
+
+def imported(fat: Path, program: str, **environment: str) -> subprocess.CompletedProcess:
+    code = f"import sys; sys.path.insert(0, {str(fat)!r})\n{program}"
+    return subprocess.run([sys.executable, "-P", "-c", code] if sys.version_info >= (3, 11) else
+                          [sys.executable, "-c", code], capture_output=True, text=True, check=False,
+                          env={**os.environ, **environment})  # fmt: skip
+
+
+@pytest.mark.parametrize("first", ["import normformer_rs as nf", "import torch, normformer_rs as nf",
+                                   "from normformer_rs import _core; import normformer_rs as nf"])  # fmt: skip
+def test_import_chooses_the_core_of_the_torch_that_is_there(fat, first):
+    done = imported(
+        fat,
+        f"""{first}
+assert nf.__file__.startswith({str(fat)!r}), nf.__file__
+import torch
+assert "_core-torch" + ".".join(torch.__version__.split(".")[:2]) in nf._core.__file__
+model = torch.nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+nf.swap_norms(model, "scalenorm")
+model(torch.randn(2, 3, 16)).sum().backward()
+print(model.norm1)""",
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("ScaleNorm")
+
+
+def test_a_torch_without_a_core_is_one_line(fat, tmp_path):
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text("__version__ = '3.5.0'")
+    (tmp_path / "torch" / "version.py").write_text("__version__ = '3.5.0'\n")
+    done = imported(fat, f"sys.path.insert(0, {str(tmp_path)!r}); import normformer_rs")
+    line = done.stderr.strip().splitlines()[-1]
+    assert done.returncode == 1 and line.startswith(
+        "ImportError: this wheel of normformer_rs works with torch 2.11, 2.99;"
+    )
+    assert "found torch 3.5.0" in line and 'pip install "torch>=2.11,<2.100"' in line
+    done = imported(fat, f"sys.path.insert(0, {str(tmp_path)!r}); import normformer_rs", NORMFORMER_RS_ANY_TORCH="1")
+    assert "going on with the core for 2.99" in done.stderr
 
 
 def report(**changes) -> dict:
@@ -168,18 +240,18 @@ def pip_download(page: Path, requirement: str, folder: Path) -> subprocess.Compl
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
-def test_pip_finds_the_wheel_of_a_torch_on_the_page(tmp_path):
+def test_pip_finds_the_newest_wheel_on_the_page(tmp_path):
     releases = tmp_path / "releases"
-    made = {torch: released(releases, f"{torch}.0") for torch in ("2.11", "2.13")}
+    made = released(releases, "2.11.0", "2.13.0")
     page = tmp_path / "index.html"
     page.write_text(index_page.page(releases, releases.as_uri() + "/"))
-    assert page.read_text().count("<a ") == 2 and "0.1.0%2Btorch2.11" in page.read_text()
+    assert page.read_text().count("<a ") == 1
 
-    found = pip_download(page, "normformer_rs==0.1.0+torch2.11", tmp_path / "one")
+    found = pip_download(page, "normformer_rs", tmp_path / "one")
     assert found.returncode == 0, found.stderr
-    assert [path.name for path in (tmp_path / "one").iterdir()] == [made["2.11"].name]
+    assert [path.name for path in (tmp_path / "one").iterdir()] == [made.name]
 
-    made["2.13"].write_bytes(made["2.13"].read_bytes() + b"!")  # not the file that the page names
+    made.write_bytes(made.read_bytes() + b"!")  # not the file that the page names
     refused = pip_download(page, "normformer_rs", tmp_path / "two")
     assert refused.returncode != 0 and "HASHES" in refused.stderr
 
@@ -199,7 +271,10 @@ def workflow(name: str) -> dict:
 def test_the_matrix_is_what_the_package_supports():
     job = workflow("wheels.yml")["jobs"]["wheel"]["strategy"]["matrix"]
     (torch,) = (requirement for requirement in PROJECT["dependencies"] if requirement_name(requirement) == "torch")
-    for versions, stated in ((job["torch"], torch), (job["python"], PROJECT["requires-python"])):
+    by_python = {entry["python"]: entry["torch"].split() for entry in job["include"]}
+    assert list(by_python) == job["python"]
+    torches = sorted({version for versions in by_python.values() for version in versions})
+    for versions, stated in ((torches, torch), (job["python"], PROJECT["requires-python"])):
         lowest, beyond = (int(minor) for minor in re.findall(r"\d\.(\d+)", stated))
         assert [int(version.split(".")[1]) for version in versions] == list(range(lowest, beyond))
 

@@ -1,0 +1,49 @@
+"""`normformer-rs --version --all`: what a report of a fault needs to say about the machine."""
+
+import os
+import platform
+import sys
+from importlib import metadata
+
+from ..config import __version__
+from . import PROG
+
+_PACKAGES = ("numpy", "transformers", "lightning", "fairseq", "timm", "sacrebleu")
+FLAGS = ["--version", "--all"]
+
+
+def report() -> str:
+    """One line each: the package and its core, Python, torch, the processor, devices, packages, variables."""
+    import torch
+
+    from .. import _core
+
+    devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    set_here = [f"{name}={value}" for name, value in sorted(os.environ.items())
+                if name.startswith("NORMFORMER_RS_") or name in ("OMP_NUM_THREADS", "LD_PRELOAD")]  # fmt: skip
+    lines = {
+        PROG: f"{__version__}, {_core.BUILT_AGAINST.removesuffix(';').partition(' is ')[2]}",
+        "Python": f"{platform.python_version()}, {sys.executable}",
+        "torch": f"{torch.__version__}, {torch.get_num_threads()} threads",
+        "processor": f"{_processor()}, {os.cpu_count()} cores, instructions {_core.cpu_level(None)}",
+        "devices": ", ".join(devices) or "none",
+        "system": platform.platform(),
+        "packages": ", ".join(f"{name} {version}" for name in _PACKAGES if (version := _version(name))) or "none",
+        "variables": " ".join(set_here) or "none",
+    }
+    return "\n".join(f"{name}: {what}" for name, what in lines.items())
+
+
+def _processor() -> str:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            return next(line.partition(":")[2].strip() for line in file if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.machine()
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,94 @@
+"""The papers that names come from, as BibTeX.
+
+>>> import normformer_rs as nf
+>>> nf.cite("scalenorm")
+@misc{nguyen2019transformers,
+  title = {{Transformers without Tears: Improving the Normalization of Self-Attention}},
+  author = {Toan Q. Nguyen and Julian Salazar},
+  year = {2019},
+  eprint = {1910.05895},
+  archivePrefix = {arXiv},
+}
+"""
+
+import json
+import re
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from .config import __version__, tables, unknown
+from .errors import InputError
+
+_KINDS = ("norms", "residuals", "inits", "parametrisations", "others", "families")
+
+
+class Citation(str):
+    """BibTeX entries; a notebook and a prompt show them as they are."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def cite(*names: str) -> Citation:
+    """BibTeX of the papers that define these norms, residual schemes, initialisations or parametrisations, each paper
+    once; without names this package's own entry.
+
+    A name that no paper defines is a comment that says which code does. Errors: InputError for an unknown name.
+    """
+    if not names:
+        return Citation(_own())
+    sources = _sources()
+    entries: dict[str, None] = {}
+    for name in names:
+        if name not in sources:
+            raise InputError(unknown("name", name, sources))
+        found = [_bibtex(paper) for paper in papers() if any(_is_named(own, sources[name]) for own in paper["names"])]
+        entries |= dict.fromkeys(found or [f"% {name}: {sources[name]}"])
+    return Citation("\n".join(entries))
+
+
+@cache
+def papers() -> list[dict[str, Any]]:
+    """names (as sources call the paper), authors, title, year, and arxiv where it is there."""
+    found: list[dict[str, Any]] = json.loads(Path(__file__).with_name("papers.json").read_text("utf-8"))
+    return found
+
+
+def _sources() -> dict[str, str]:
+    """By name, every source that a table has for it."""
+    found: dict[str, list[str]] = {}
+    for kind in _KINDS:
+        for entry in tables()[kind]:
+            found.setdefault(entry["name"], []).append(entry.get("source") or "no source")
+    return {name: "; ".join(dict.fromkeys(told)) for name, told in found.items()}
+
+
+def _is_named(name: str, source: str) -> bool:
+    """`Chen et al. 2025` is not the paper of `Chen et al. 2025 (GPAS)`."""
+    return re.search(rf"(?<!\w){re.escape(name)}(?!\w| \()", source) is not None
+
+
+def _bibtex(paper: dict[str, Any]) -> str:
+    authors = paper["authors"].replace(" et al.", ", others").replace(", ", " and ")
+    word = next(word for word in re.findall(r"[^\W\d_]{4,}", paper["title"]))
+    first = paper["authors"].split(",")[0].removesuffix(" et al.").split(" ")[-1]
+    key = f"{first}{paper['year']}{word}".lower()
+    where = [f"  eprint = {{{paper['arxiv']}}}", "  archivePrefix = {arXiv}"] if "arxiv" in paper else []
+    lines = [
+        f"  title = {{{{{paper['title']}}}}}",
+        f"  author = {{{authors}}}",
+        f"  year = {{{paper['year']}}}",
+        *where,
+    ]
+    return f"@misc{{{key},\n" + "".join(f"{line},\n" for line in lines) + "}"
+
+
+def _own() -> str:
+    return (
+        "@software{normformer_rs,\n  title = {{normformer_rs: Transformer normalisations, residual schemes and "
+        "initialisations for PyTorch}},\n  author = {{the normformer_rs developers}},\n  year = {2026},\n"
+        f"  version = {{{__version__}}},\n  url = {{https://github.com/normformer-rs/normformer_rs}},\n}}"
+    )
