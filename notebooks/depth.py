@@ -52,21 +52,29 @@ for scheme in schemes:
 # %% [markdown]
 # ## Losses, gradient norms
 #
+# Look at which losses fall from the first updates on, and at whether any gradient norm is larger than the others.
 # `normformer-rs plot RUN …` draws the same from a terminal.
 
 # %%
 display(Image(filename=str(nf.plot(*runs.values(), path=folder / "runs.png"))))
 
 # %% [markdown]
-# One run alone, with its numbers: a `History` in a notebook shows its evaluations and its picture.
+# Without warm-up postnorm's loss stays where it was after a few updates, and its gradient norms do not tell. The other
+# three learn. A hundred updates say how fast a scheme begins, not where it ends.
+#
+# One run alone, with its numbers: a `History` in a notebook shows its evaluations and its picture. Look at the learning
+# rate, which is constant, and at the two evaluations.
 
 # %%
 runs["deepnorm"]
 
 # %% [markdown]
+# Both evaluations of deepnorm are better than the one before.
+#
 # ## Gradient norms by layer
 #
-# Each trained model reads one batch; its gradient is taken apart by layer.
+# Each trained model reads one batch; its gradient is taken apart by layer. Look at the slope: does the gradient that
+# reaches the first layer differ from the last layer's?
 
 # %%
 from matplotlib import pyplot
@@ -85,6 +93,9 @@ axis.legend(frameon=False)
 pyplot.show()
 
 # %% [markdown]
+# A flat line means that all layers learn at one pace. Where a line falls towards the first layer, the gradient vanishes
+# on its way down.
+#
 # ## Learned gains
 #
 # ScaleNorm's one number g by depth, which starts at √32 = 5.66; rezero has no norm.

@@ -118,6 +118,8 @@ for name, swap in schemes.items():
 
 # %% [markdown]
 # ## Curves
+#
+# On the left look at which losses fall. On the right: is the gradient of the first layers as large as that of the last?
 
 # %%
 from matplotlib import pyplot
@@ -133,6 +135,9 @@ figure.legend(loc="outside right upper", frameon=False)
 pyplot.show()
 
 # %% [markdown]
+# The stock model and its ScaleNorm twin learn alike. Where gradient norms rise or fall by orders of magnitude over the
+# layers, as postnorm's do, one rate cannot suit all layers.
+#
 # ## What was learned
 #
 # The length g of each ScaleNorm, from the first layer to the last.

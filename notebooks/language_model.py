@@ -70,7 +70,8 @@ print(*texts["valid"][:3], sep="\n")
 # %% [markdown]
 # ## Training
 #
-# The same model with two schemes, without warm-up. Words are cut into pieces by 60 BPE merges.
+# The same model with two schemes, without warm-up. Words are cut into pieces by 60 BPE merges. In the curves look at
+# which of the two begins to learn first.
 
 # %%
 shape = {"architecture": "decoder-only", "d_model": 64, "d_ff": 128, "heads": 4, "decoder_layers": 6, "dropout": 0.1}
@@ -87,6 +88,8 @@ for scheme in ("prenorm", "postnorm"):
 display(Image(filename=str(nf.plot(*runs.values(), path=folder / "runs.png"))))
 
 # %% [markdown]
+# prenorm learns from the first updates on. postnorm without warm-up stays behind, or learns nothing at all.
+#
 # ## Speaking
 #
 # `on_text` hears the text while it is made; a word may come in several parts. From a terminal:

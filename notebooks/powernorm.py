@@ -68,7 +68,7 @@ print("largest difference:", (first - second).abs().max().item())
 # ## How far a batch is from the running statistics
 #
 # PowerNorm's authors find that batch statistics of text fluctuate (Shen et al. 2020, Fig 2 to 4).
-# `analysis.statistics` measures it, here in an encoder that learns to copy.
+# `analysis.statistics` measures it, here in an encoder that learns to copy. Look at whether the distances settle.
 
 
 # %%
@@ -100,6 +100,9 @@ pyplot.legend(frameon=False)
 pyplot.show()
 
 # %% [markdown]
+# The distances begin large, because running statistics begin at 1, and then fluctuate from batch to batch. What divides
+# by the batch's statistic in training meets another one in evaluation.
+#
 # ## PowerNorm's warm-up
 #
 # For its first `warmup_iters` training forwards PowerNorm computes PN-V; then it divides by the running ψ² of the step

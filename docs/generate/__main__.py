@@ -1,4 +1,4 @@
-"""`python -m docs.generate write [--output site] [--without-notebooks]`, then mkdocs, then `… check site/html`."""
+"""`python -m docs.generate write [--output site]`, then mkdocs, then `… check site/html`; `… notebooks` runs them."""
 
 import argparse
 import sys
@@ -11,14 +11,26 @@ def main() -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     write = commands.add_parser("write", help="write the pages and mkdocs.yml")
     write.add_argument("--output", type=Path, default=Path("site"))
-    write.add_argument("--without-notebooks", action="store_true", help="leave out what takes minutes")
     check = commands.add_parser("check", help="look for dead links in the finished site")
     check.add_argument("site", type=Path)
+    commands.add_parser("files", help="print every file with its first sentence")
+    executed = commands.add_parser("notebooks", help="execute notebooks/NAME.py and keep it with its outputs")
+    executed.add_argument("names", metavar="NAME", nargs="*", help="Default: all.")
     arguments = parser.parse_args()
+    if arguments.command == "files":
+        from . import files
+
+        print(files.page())
+        return 0
+    if arguments.command == "notebooks":
+        from . import notebooks
+
+        notebooks.write(arguments.names)
+        return 0
     if arguments.command == "write":
         from . import pages
 
-        print(f"{len(pages.write(arguments.output, not arguments.without_notebooks))} pages")
+        print(f"{len(pages.write(arguments.output))} pages")
         return 0
     from .check import faults
 

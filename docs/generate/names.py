@@ -55,7 +55,8 @@ def _specification(name: str) -> list[str]:
         return []
     anchor, text = found
     # links of the specification to itself
-    text = re.sub(r"\]\((#[\w-]+)\)", r"](../spec.md\1)", text).replace("](results.md", "](../results.md")
+    text = re.sub(r"\]\((#[\w-]+)\)", r"](../spec.md\1)", text)
+    text = re.sub(r"\]\((results[\w-]*\.md)", r"](../\1", text)
     text = text.replace("](names.md", "](../names.md").replace("](roadmap.md", "](../roadmap.md")
     return ["## Definition", equations.blocks("\n\n" + text + "\n\n").strip(),
             f"[The specification](../spec.md#{anchor}) has its notation and what else holds."]  # fmt: skip
@@ -132,7 +133,9 @@ print(nfrs.swap_norms(model, "{name}"))
     if any(row[0] == name for row in rows):
         rows = [tuple(f"**{cell}**" for cell in row) if row[0] == name else row for row in rows]
         parts += ["## Measured", table(("encoder's norm", "BLEU", "training NLL", "validation NLL"), rows)]
-        parts.append("[Multi30k, 2,500 updates, one seed](../results.md#the-encoders-norms-exchanged-as-in-pn-table-1)")
+        parts.append(
+            "[Multi30k, 2,500 updates, one seed](../results-training.md#the-encoders-norms-exchanged-as-in-pn-table-1)"
+        )
     return "\n\n".join(parts) + "\n"
 
 
@@ -175,7 +178,8 @@ print(nfrs.swap_residuals(model, "{name}"))
     if rows:
         head = ("layers", "learning rate", "verdict", "training NLL", "validation NLL", "largest gradient norm")
         parts += ["## Measured", "Multi30k, d 64, constant rate without warm-up, one seed; NLL in nats per token. "
-                  "[18+18 layers](../results.md#1818-layers): 600 updates; [50+50](../results.md#5050-layers): 300. "
+                  "[18+18 layers](../results-training.md#1818-layers): 600 updates; "
+                  "[50+50](../results-training.md#5050-layers): 300. "
                   "[The verdicts](../spec.md#verdicts).", table(head, rows)]  # fmt: skip
     sources = [(depth, RESULTS / f"{table_name}-gradients.csv") for depth, table_name in _DEPTHS]
     picture = folder / "images" / f"gradients-{name}.png"

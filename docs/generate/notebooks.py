@@ -1,10 +1,14 @@
-"""The notebooks, executed, as pages with their outputs."""
+"""The notebooks: executed, kept with their outputs beside their scripts, and shown as pages.
+
+`python -m docs.generate notebooks [NAME …]` executes notebooks/NAME.py and writes notebooks/NAME.ipynb. Nothing of the
+machine stays in it: no paths, no times, no counts of executions.
+"""
 
 import base64
-import hashlib
 import os
 import re
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +18,14 @@ NOTEBOOKS = ROOT / "notebooks"
 ORDER = ("quickstart", "huggingface", "depth", "powernorm", "fairseq", "own_norm")
 TIMEOUT = 600
 """Seconds for a cell."""
+LARGEST = 300_000
+"""Bytes of a notebook."""
 
 
-def pages(folder: Path, kept: Path) -> dict[str, str]:
-    """The pages by path; pictures are written to `folder`/images. `kept` holds executed notebooks: one is not executed
-    again while its text and the package's Python are what they were."""
-    paths = sorted(NOTEBOOKS.glob("*.py"), key=lambda path: (order(path.stem), path.stem))
-    return {f"notebooks/{path.stem}.md": page(path, folder, kept) for path in paths}
+def pages(folder: Path) -> dict[str, str]:
+    """The pages by path; pictures are written to `folder`/images."""
+    paths = sorted(NOTEBOOKS.glob("*.ipynb"), key=lambda path: (order(path.stem), path.stem))
+    return {f"notebooks/{path.stem}.md": page(path, folder) for path in paths}
 
 
 def order(name: str) -> int:
@@ -28,40 +33,95 @@ def order(name: str) -> int:
     return ORDER.index(name) if name in ORDER else len(ORDER)
 
 
-def executed(path: Path, kept: Path) -> Any:
-    """The notebook with its outputs."""
-    import jupytext
-    import nbclient
+def write(names: Sequence[str]) -> None:
+    """Executes the notebooks of these names, or all, and writes them."""
     import nbformat
 
-    sources = [path, *sorted((ROOT / "python").rglob("*.py")), ROOT / "python" / "normformer_rs" / "_tables.json"]
-    digest = hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()[:16]
-    stored = kept / f"{path.stem}-{digest}.ipynb"
-    if not stored.exists():
-        notebook = jupytext.read(path)
-        work = kept / "work"
-        work.mkdir(parents=True, exist_ok=True)
+    for script in sorted(NOTEBOOKS.glob("*.py")):
+        if not names or script.stem in names:
+            nbformat.write(executed(script), script.with_suffix(".ipynb"))
+
+
+def executed(script: Path) -> Any:
+    """The script as a notebook with outputs that another execution gives again, but for numbers."""
+    import jupytext
+    import nbclient
+
+    notebook = jupytext.read(script)
+    with tempfile.TemporaryDirectory() as work:
         environment = {**os.environ, "PYTHONWARNINGS": "ignore"}
-        client = nbclient.NotebookClient(notebook, timeout=TIMEOUT, resources={"metadata": {"path": str(work)}})
+        client = nbclient.NotebookClient(notebook, timeout=TIMEOUT, resources={"metadata": {"path": work}})
         client.execute(env=environment)
-        for old in kept.glob(f"{path.stem}-*.ipynb"):
-            old.unlink()
-        nbformat.write(notebook, stored)
-    return nbformat.read(stored, as_version=4)
+    notebook.metadata = {"kernelspec": notebook.metadata["kernelspec"], "language_info": {"name": "python"}}
+    for number, cell in enumerate(notebook.cells):
+        cell["id"] = f"{script.stem}-{number}".replace("_", "-")
+        cell.metadata = {}
+        if cell.cell_type == "code":
+            cell.outputs = _still(cell.outputs)
+            cell.execution_count = None
+    return notebook
 
 
-def page(path: Path, folder: Path, kept: Path) -> str:
+def _still(outputs: list[Any]) -> list[Any]:
+    """Streams in one piece, as a terminal shows them at the end; no bars, no paths of the machine, small pictures."""
+    kept: list[Any] = []
+    for output in outputs:
+        if output.output_type == "stream":
+            text = "\n".join(line for line in _last_states(output.text).split("\n") if "it/s]" not in line)
+            if kept and kept[-1].output_type == "stream" and kept[-1].name == output.name:
+                kept[-1].text += text
+            elif text.strip():
+                output.text = text
+                kept.append(output)
+            continue
+        data = output.get("data", {})
+        if "application/vnd.jupyter.widget-view+json" in data:
+            continue
+        if "image/png" in data:
+            data["image/png"] = _small(data["image/png"])
+        output.metadata = {}
+        if "execution_count" in output:
+            output.execution_count = None
+        for kind, value in data.items():
+            if kind.startswith("text/"):
+                data[kind] = _ANYWHERE.sub("…", value)
+        kept.append(output)
+    for output in kept:
+        if output.output_type == "stream":
+            output.text = _ANYWHERE.sub("…", output.text)
+    return kept
+
+
+_ANYWHERE = re.compile(re.escape(tempfile.gettempdir()) + r"/[\w.-]+")
+
+
+def _small(picture: str) -> str:
+    """The picture with 64 colours, which graphs do with."""
+    import io
+
+    from PIL import Image
+
+    image = Image.open(io.BytesIO(base64.b64decode(picture))).convert("RGB").quantize(64)
+    if image.width > 1100:
+        image = image.convert("RGB").resize((1100, round(image.height * 1100 / image.width))).quantize(64)
+    made = io.BytesIO()
+    image.save(made, "png", optimize=True)
+    return base64.b64encode(made.getvalue()).decode()
+
+
+def page(path: Path, folder: Path) -> str:
     """One notebook as Markdown."""
+    import nbformat
+
     parts = []
-    for number, cell in enumerate(executed(path, kept).cells):
+    for number, cell in enumerate(nbformat.read(path, as_version=4).cells):
         if cell.cell_type == "markdown":
             parts.append(cell.source)
         elif cell.source.strip():
             parts.append(f"```python\n{cell.source}\n```")
             parts += _outputs(cell.outputs, f"{path.stem}-{number}", folder)
         if number == 0:
-            parts.append(f"*Made of `notebooks/{path.name}`, executed when this page was made. A notebook of it: "
-                         f"`jupytext --to ipynb notebooks/{path.name}`.*")  # fmt: skip
+            parts.append(f"*This page is `notebooks/{path.name}`, which Jupyter opens.*")
     return "\n\n".join(parts) + "\n"
 
 
@@ -90,3 +150,13 @@ def _last_states(text: str) -> str:
     """The text as a terminal shows it at the end, where a progress bar has overwritten itself."""
     plain = re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", text)
     return "\n".join(line.rstrip("\r").rpartition("\r")[2] for line in plain.split("\n"))
+
+
+def alike(cell: Any) -> list[tuple[str, str]]:
+    """What two executions of a cell have in common: the kinds of its outputs, and texts without their numbers."""
+    found = []
+    for output in cell.get("outputs", []):
+        text = output.get("text") or output.get("data", {}).get("text/plain", "")
+        kinds = output.output_type if output.output_type == "stream" else " ".join(sorted(output.get("data", {})))
+        found.append((kinds, re.sub(r"-?[\d.,]+(?:e[+-]?\d+)?", "#", text)))
+    return found

@@ -8,7 +8,7 @@ from typing import Any
 
 from normformer_rs import config
 
-from . import api, commands, equations, names, notebooks, reproductions
+from . import api, commands, equations, files, names, notebooks, reproductions
 from .spec import ROOT
 
 WRITTEN = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
@@ -22,23 +22,34 @@ CONTENTS: list[tuple[str, list[str]]] = [
     ("Norms", ["norms/"]),
     ("Residual schemes", ["residuals/"]),
     ("Reference", ["names.md", "spec.md", "notes.md", "commands.md", "examples.md", "api/"]),
-    ("Evidence", ["results.md", "compare.md", "reproduce.md", "reliability.md", "data.md"]),
-    ("Project", ["architecture.md", "cuda.md", "roadmap.md", "contributing.md", "changelog.md"]),
+    (
+        "Evidence",
+        [
+            "results.md",
+            "results-training.md",
+            "results-speed.md",
+            "results-checks.md",
+            "compare.md",
+            "reproduce.md",
+            "reliability.md",
+            "data.md",
+        ],
+    ),
+    ("Project", ["architecture.md", "files.md", "cuda.md", "roadmap.md", "contributing.md", "changelog.md"]),
 ]
 """The menu: pages, and folders of which all pages are listed. A page that is not there is left out."""
 
 
-def write(output: Path, with_notebooks: bool = True) -> dict[str, str]:
+def write(output: Path) -> dict[str, str]:
     """Writes `output`/pages and `output`/mkdocs.yml; returns the pages' text by path."""
     folder = output / "pages"
     shutil.rmtree(folder, ignore_errors=True)
     pages = {WRITTEN.get(path, Path(path).name): _moved(path, folder) for path in _sources()}
     pages["spec.md"] = equations.blocks(pages["spec.md"])
     pages["commands.md"] = commands.page()
+    pages["files.md"] = files.page()
     pages["reproduce.md"] = reproductions.entries(pages["reproduce.md"], folder)
-    pages |= names.pages(folder) | api.pages()
-    if with_notebooks:
-        pages |= notebooks.pages(folder, output / "notebooks")
+    pages |= names.pages(folder) | api.pages() | notebooks.pages(folder)
     for name, text in pages.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -128,6 +139,8 @@ def _moved(source: str, folder: Path) -> str:
             page = WRITTEN.get(name, path.name)
         elif path.parent == notebooks.NOTEBOOKS:
             page = f"notebooks/{path.stem}.md"
+        elif inside:
+            return match[0]  # a file that the site lacks
         else:
             raise ValueError(f"{source}: {match[0]} is no page of the site: name the file without a link")
         return f"{match[1]}({page}{'#' + anchor if anchor else ''})"

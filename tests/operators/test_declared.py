@@ -75,7 +75,6 @@ def test_compiled_autograd():
     ],
     ids=[*OF_X, "step", "batch_norm", "cross_entropy"],
 )
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is (deprecated|not supported):FutureWarning")  # by torch's own rules, from 2.15
 def test_forward_mode(f):
     x, tangent = (torch.randn(3, 8, dtype=torch.float64) for _ in range(2))
     with forward_ad.dual_level():

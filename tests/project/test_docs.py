@@ -18,6 +18,9 @@ from normformer_rs import cli
 from normformer_rs._optional import available
 from normformer_rs.commands.train import plan_of
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from docs.generate import notebooks
+
 if sys.version_info >= (3, 11):
     import tomllib
 else:
@@ -77,8 +80,11 @@ def test_readmes_links_are_absolute_and_lead_to_files():
 
 def test_readmes_ratios_are_in_the_rows_they_lead_to():
     """As they are, or as the ratio of two of a row's numbers."""
-    begin, results = (ROOT / "README.md").read_text().partition("## ")[0], (ROOT / "docs" / "results.md").read_text()
-    ratios = re.findall(r"\[([\d.]+)\]\([^)]*/docs/results\.md#([\w-]+)\)", begin)
+    begin, results = (
+        (ROOT / "README.md").read_text().partition("## ")[0],
+        (ROOT / "docs" / "results-speed.md").read_text(),
+    )
+    ratios = re.findall(r"\[([\d.]+)\]\([^)]*/docs/results-speed\.md#([\w-]+)\)", begin)
     assert len(ratios) == 5
     for ratio, anchor in ratios:
         (row,) = re.findall(rf'^\|.*id="{anchor}".*$', results, re.M)
@@ -121,20 +127,39 @@ def test_docstrings(name):
     assert doctest.testmod(module).failed == 0
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "notebooks").glob("*.py")), ids=lambda path: path.stem)
-def test_the_notebook(path, tmp_path):
-    """Its last cell prints or shows something, so that none ends early; and it says what it found."""
-    jupytext, nbclient = pytest.importorskip("jupytext"), pytest.importorskip("nbclient")
+SCRIPTS = [pytest.param(path, id=path.stem) for path in sorted((ROOT / "notebooks").glob("*.py"))]
+
+
+@pytest.mark.parametrize("path", SCRIPTS)
+def test_the_notebook_is_its_script_with_outputs(path):
+    """Small, without this machine's paths; it says before a picture what to look for and after it what it shows."""
+    jupytext, nbformat = pytest.importorskip("jupytext"), pytest.importorskip("nbformat")
+    file = path.with_suffix(".ipynb")
+    assert file.exists(), f"make it: python -m docs.generate notebooks {path.stem}"
+    text = file.read_text()
+    kept, script = nbformat.reads(text, as_version=4), jupytext.read(path)
+    told = [[(cell.cell_type, cell.source) for cell in notebook.cells] for notebook in (kept, script)]
+    assert told[0] == told[1], f"{file.name} is old: python -m docs.generate notebooks {path.stem}"
+    assert len(text) <= notebooks.LARGEST and not re.search(r"/(?:tmp|root|home|work)/", text)
+    shown = [any("image/png" in output.get("data", {}) for output in cell.get("outputs", [])) for cell in kept.cells]
+    for number in (number for number, has_picture in enumerate(shown) if has_picture):
+        around = [kept.cells[i].cell_type for i in range(number - 1, min(number + 2, len(shown)))]
+        assert around.count("markdown") == 2 or kept.cells[number - 2].cell_type == "markdown", f"cell {number}"
+    code = [cell for cell in kept.cells if cell.cell_type == "code"]
+    assert code[-1].outputs, "the last cell shows nothing"
+    assert max(len(cell.outputs) for cell in code) < 10, "a bar that cannot be redrawn"
+    assert all(output.output_type != "error" for cell in code for output in cell.outputs)
+
+
+@pytest.mark.parametrize("path", SCRIPTS)
+def test_the_notebook(path):
+    """Executed anew it gives what is kept, but for numbers."""
+    nbformat, _ = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
     if path.stem == "fairseq" and not available("fairseq"):
         pytest.skip("fairseq is not installed: make fairseq")
-    notebook = jupytext.read(path)
-    nbclient.NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}}).execute()
-    assert max(len(cell.get("outputs", [])) for cell in notebook.cells) < 10, "a bar that cannot be redrawn"
-    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
-    assert code[-1].outputs, "the last cell shows nothing"
-    if path.stem == "quickstart":
-        printed = "".join(o.get("text", "") for cell in notebook.cells for o in cell.get("outputs", []))
-        assert "→" in printed
+    kept = nbformat.read(path.with_suffix(".ipynb"), as_version=4)
+    for number, (old, new) in enumerate(zip(kept.cells, notebooks.executed(path).cells, strict=True)):
+        assert notebooks.alike(new) == notebooks.alike(old), f"cell {number}"
 
 
 PUBLIC = ("normformer_rs", "normformer_rs.nn", "normformer_rs.surgery", "normformer_rs.analysis")

@@ -3,7 +3,7 @@ large circles, in Python in none.
 
 Read from the sources without compiling: `use` declarations and paths, tests left out; of Python the imports that run as
 a module is imported, from its syntax tree. A re-export is followed to where the name is declared.
-`python tests/project/test_floors.py` prints circles and docs/architecture.md's tables.
+`python tests/project/test_floors.py` prints circles and what each folder imports.
 """
 
 import ast
@@ -337,13 +337,6 @@ def _upwards(found: dict[str, dict[str, list[str]]], floors: tuple[tuple[str, ..
     ]
 
 
-def _documented(heading: str) -> list[str]:
-    """The rows of the table under a heading of docs/architecture.md."""
-    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-    section = re.split(r"\n##", text.partition(f"\n{heading}\n")[2])[0]
-    return [re.sub(r" \([^)]*\)", "", line) for line in section.splitlines() if line.startswith("| ")][1:]
-
-
 @pytest.fixture(scope="module")
 def crate() -> Crate:
     return Crate(ROOT / "src")
@@ -374,12 +367,6 @@ def test_files_do_not_import_each_other_in_large_circles(crate):
 
 def test_modules_do_not_import_each_other_in_circles(package):
     assert circles(package.imports) == []
-
-
-def test_the_documented_imports(crate, package):
-    found = folders(crate.imports)
-    assert _documented("## Floors") == [_row(name, set(found[name])) for floor in FLOORS for name in floor]
-    assert _documented("### Floors of Python") == _packages(folders(package.imports))
 
 
 def test_a_types_name_is_its_own(crate):

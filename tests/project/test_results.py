@@ -1,4 +1,4 @@
-"""docs/results.md and benches/results: every table between marks is what its csv file gives."""
+"""docs/results-training.md and benches/results: every table between marks is what its csv file gives."""
 
 import re
 from pathlib import Path
@@ -10,7 +10,7 @@ from normformer_rs.reproduce.results import Results
 from normformer_rs.reproduce.tables import section
 
 ROOT = Path(__file__).parents[2]
-PAGE, TABLES = ROOT / "docs" / "results.md", ROOT / "benches" / "results"
+PAGE, TABLES = ROOT / "docs" / "results-training.md", ROOT / "benches" / "results"
 MARKS = re.findall(r"<!-- reproduce (\S+) --scale (\S+) -->", PAGE.read_text())
 
 
@@ -20,7 +20,7 @@ def test_there_are_tables():
 
 @pytest.mark.parametrize("name, scale", MARKS, ids=str)
 def test_a_table_is_its_csv(name, scale):
-    """Where they differ, `reproduce NAME --scale here --no-train --results benches/results --write docs/results.md`."""
+    """Where they differ: `reproduce NAME --scale here --no-train --results benches/results --write` the page."""
     results = Results(REPRODUCTIONS[name], scale, TABLES)
     assert section(REPRODUCTIONS[name], scale, results, PAGE) in PAGE.read_text()
 

@@ -22,8 +22,8 @@ from docs.generate.tables import results  # noqa: E402
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """The pages without the notebooks; making them runs the examples of the names' pages."""
-    return pages.write(tmp_path_factory.mktemp("site"), with_notebooks=False)
+    """The pages; making them runs the examples of the names' pages."""
+    return pages.write(tmp_path_factory.mktemp("site"))
 
 
 @pytest.mark.parametrize("kind", ["norms", "residuals"])

@@ -91,7 +91,7 @@ def run(
     """
     entries = chosen(names, scale)
     if write_to is not None and not write_to.is_file():
-        raise InputError(f"--write {write_to}: no such file; expected a Markdown file, as docs/results.md")
+        raise InputError(f"--write {write_to}: no such file; expected a Markdown file, as docs/results-training.md")
     if seeds is not None and seeds < 1:
         raise InputError(f"--seeds must be at least 1; got {seeds}")
     if dry_run or scale == "paper":

@@ -1,0 +1,38 @@
+"""The page of files: every source with the first sentence that stands in it."""
+
+import re
+from pathlib import Path
+
+from .spec import ROOT
+from .tables import table
+
+FOLDERS = ("src", "python/normformer_rs", "tests", "benches", "docs/generate")
+
+
+def page() -> str:
+    """A table for each folder that has sources."""
+    parts = [
+        "# Files\n\nMade of each file's first sentence. [Architecture](architecture.md) says how they work together."
+    ]
+    for top in FOLDERS:
+        folders = sorted({path.parent for path in (ROOT / top).rglob("*") if path.suffix in (".rs", ".py")})
+        for folder in folders:
+            found = [(f"`{path.name}`", first_sentence(path)) for path in sorted(folder.iterdir())
+                     if path.suffix in (".rs", ".py")]  # fmt: skip
+            rows = [row for row in found if row[1]]
+            if rows:
+                parts.append(f"## {folder.relative_to(ROOT).as_posix()}\n\n{table(('file', 'what'), rows)}")
+    return "\n\n".join(parts) + "\n"
+
+
+def first_sentence(path: Path) -> str:
+    """Of a module's documentation; empty where it has none."""
+    text = path.read_text(encoding="utf-8")
+    if path.suffix == ".rs":
+        lines = re.match(r"(?://!.*\n)*", text)
+        told = " ".join(line[3:].strip() for line in (lines[0] if lines else "").splitlines())
+    else:
+        found = re.match(r'r?"""(.*?)"""', text, re.S)
+        told = " ".join((found[1] if found else "").split("\n\n")[0].split())
+    sentence = re.split(r"(?<!al)(?<=[.:])\s", told, maxsplit=1)[0].rstrip(":.")
+    return sentence.replace("|", "\\|")
