@@ -135,8 +135,9 @@ figure.legend(loc="outside right upper", frameon=False)
 pyplot.show()
 
 # %% [markdown]
-# The stock model and its ScaleNorm twin learn alike. Where gradient norms rise or fall by orders of magnitude over the
-# layers, as postnorm's do, one rate cannot suit all layers.
+# deepnorm and the stock model learn fastest in these 60 updates, postnorm and rezero slowest. The stock model's
+# gradients are alike in all layers; under postnorm and deepnorm the first layer's is seven times the others'. rezero's
+# are a thousandth of the stock model's, because its branches begin at 0.
 #
 # ## What was learned
 #

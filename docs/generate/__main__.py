@@ -16,6 +16,7 @@ def main() -> int:
     commands.add_parser("files", help="print every file with its first sentence")
     executed = commands.add_parser("notebooks", help="execute notebooks/NAME.py and keep it with its outputs")
     executed.add_argument("names", metavar="NAME", nargs="*", help="Default: all.")
+    executed.add_argument("--texts", action="store_true", help="execute nothing: take over changed texts alone")
     arguments = parser.parse_args()
     if arguments.command == "files":
         from . import files
@@ -25,7 +26,10 @@ def main() -> int:
     if arguments.command == "notebooks":
         from . import notebooks
 
-        notebooks.write(arguments.names)
+        if arguments.texts:
+            notebooks.write_texts()
+        else:
+            notebooks.write(arguments.names)
         return 0
     if arguments.command == "write":
         from . import pages

@@ -67,7 +67,7 @@ def notes(name: str) -> list[str]:
     match = re.search(rf"^## `{re.escape(name)}`\n(.*?)(?=^## |\Z)", NOTES.read_text(encoding="utf-8"), re.M | re.S)
     if match is None:
         return []
-    return ["## Where it helps and fails", re.sub(r"\]\((\w+\.md)", r"](../\1", match[1]).strip()]
+    return ["## Where it helps and fails", re.sub(r"\]\(([\w-]+\.md)", r"](../\1", match[1]).strip()]
 
 
 def options(name: str, kind: str) -> list[config.Field]:

@@ -42,6 +42,21 @@ def write(names: Sequence[str]) -> None:
             nbformat.write(executed(script), script.with_suffix(".ipynb"))
 
 
+def write_texts() -> None:
+    """Takes over the scripts' text, and keeps the outputs. Errors: ValueError where code has changed."""
+    import jupytext
+    import nbformat
+
+    for script in sorted(NOTEBOOKS.glob("*.py")):
+        kept, new = nbformat.read(script.with_suffix(".ipynb"), as_version=4), jupytext.read(script)
+        told = [[cell.source for cell in notebook.cells if cell.cell_type == "code"] for notebook in (kept, new)]
+        if told[0] != told[1] or len(kept.cells) != len(new.cells):
+            raise ValueError(f"{script.name}: its code has changed: python -m docs.generate notebooks {script.stem}")
+        for old, cell in zip(kept.cells, new.cells):
+            old.source = cell.source
+        nbformat.write(kept, script.with_suffix(".ipynb"))
+
+
 def executed(script: Path) -> Any:
     """The script as a notebook with outputs that another execution gives again, but for numbers."""
     import jupytext

@@ -11,7 +11,8 @@ from normformer_rs import config
 from . import api, commands, equations, files, names, notebooks, reproductions
 from .spec import ROOT
 
-WRITTEN = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
+WRITTEN = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md",
+           "tests/README.md": "tests.md"}  # fmt: skip
 """Pages outside docs/."""
 CONTENTS: list[tuple[str, list[str]]] = [
     (
@@ -35,7 +36,10 @@ CONTENTS: list[tuple[str, list[str]]] = [
             "data.md",
         ],
     ),
-    ("Project", ["architecture.md", "files.md", "cuda.md", "roadmap.md", "contributing.md", "changelog.md"]),
+    (
+        "Project",
+        ["architecture.md", "files.md", "tests.md", "cuda.md", "roadmap.md", "contributing.md", "changelog.md"],
+    ),
 ]
 """The menu: pages, and folders of which all pages are listed. A page that is not there is left out."""
 
