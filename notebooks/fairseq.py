@@ -64,7 +64,7 @@ run(
 #
 # Any flag of a recipe stays; `--arch`, `--norm`, `--residual` and `--init` are the package's.
 
-# %%
+# %% tags=["nbval-ignore-output"]
 run(
     "normformer_rs fairseq train {folder}/data --arch nfrs_transformer_tiny --norm scalenorm --residual prenorm "
     "--fixnorm --share-all-embeddings --encoder-layers 2 --decoder-layers 2 --dropout 0.1 "
@@ -79,7 +79,7 @@ run(
 #
 # 150 updates are few: the model has learned the language, and not yet the numbers.
 
-# %%
+# %% tags=["nbval-ignore-output"]
 run("normformer_rs convert --from {folder}/checkpoints/checkpoint_best.pt --to {folder}/run --data {folder}/data")
 lines = [pair.english for pair in corpus.test[:3]]
 for line, found in zip(lines, nf.translate(folder / "run", lines, nf.SearchConfig(beam=4))):
@@ -90,7 +90,7 @@ for line, found in zip(lines, nf.translate(folder / "run", lines, nf.SearchConfi
 #
 # fairseq generates with what was converted twice.
 
-# %%
+# %% tags=["nbval-ignore-output"]
 run("normformer_rs convert --from {folder}/run --to {folder}/back.pt")
 run("normformer_rs fairseq generate {folder}/data --path {folder}/back.pt --beam 4 --cpu --num-workers 0", only="H-")
 

@@ -95,7 +95,7 @@ display(Image(filename=str(nf.plot(*runs.values(), path=folder / "runs.png"))))
 # `on_text` hears the text while it is made; a word may come in several parts. From a terminal:
 # `normformer-rs generate --model DIR --prompt "the old painters"`.
 
-# %%
+# %% tags=["nbval-ignore-output"]
 prompt = "the old painters near the river"
 print(prompt, end="")
 parts = []
@@ -106,7 +106,7 @@ print("it came as", [part for part in parts if part])
 # %% [markdown]
 # Several texts of a prompt, at three temperatures, and from the nucleus of 0.9.
 
-# %%
+# %% tags=["nbval-ignore-output"]
 for options in ({"temperature": 0.3}, {"temperature": 1.0}, {"temperature": 1.5}, {"temperature": 1.5, "top_p": 0.9}):
     (found,) = nf.generate(folder / "prenorm", ["the dog"], nf.GenerationConfig(samples=3, max_length=60, **options))
     print(options)

@@ -101,7 +101,7 @@ print([name for name, _ in encoder.named_parameters() if "value_scale" in name])
 #
 # The loop in Rust builds what the scheme declares, and calls the norm's function through PyTorch's dispatcher.
 
-# %%
+# %% tags=["nbval-ignore-output"]
 folder = Path(tempfile.mkdtemp())
 words = ["one", "two", "three", "four", "five", "six"]
 for part, count in (("train", 60), ("valid", 10)):

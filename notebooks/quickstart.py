@@ -73,7 +73,7 @@ except ImportError:
 #
 # ## Translating
 
-# %%
+# %% tags=["nbval-ignore-output"]
 lines = [pair.english for pair in corpus.test[:5]]
 for line, translations in zip(lines, nf.translate(folder / "run", lines, nf.SearchConfig(beam=4))):
     print(f"{line}\n  → {translations[0].text}   ({translations[0].score:.2f})")

@@ -43,7 +43,7 @@ def write(names: Sequence[str]) -> None:
 
 
 def write_texts() -> None:
-    """Takes over the scripts' text, and keeps the outputs. Errors: ValueError where code has changed."""
+    """Takes over the scripts' text and tags, and keeps the outputs. Errors: ValueError where code has changed."""
     import jupytext
     import nbformat
 
@@ -54,6 +54,7 @@ def write_texts() -> None:
             raise ValueError(f"{script.name}: its code has changed: python -m docs.generate notebooks {script.stem}")
         for old, cell in zip(kept.cells, new.cells):
             old.source = cell.source
+            old.metadata = _tags(cell)
         nbformat.write(kept, script.with_suffix(".ipynb"))
 
 
@@ -70,11 +71,15 @@ def executed(script: Path) -> Any:
     notebook.metadata = {"kernelspec": notebook.metadata["kernelspec"], "language_info": {"name": "python"}}
     for number, cell in enumerate(notebook.cells):
         cell["id"] = f"{script.stem}-{number}".replace("_", "-")
-        cell.metadata = {}
+        cell.metadata = _tags(cell)
         if cell.cell_type == "code":
             cell.outputs = _still(cell.outputs)
             cell.execution_count = None
     return notebook
+
+
+def _tags(cell: Any) -> dict[str, Any]:
+    return {key: value for key, value in cell.metadata.items() if key == "tags"}
 
 
 def _still(outputs: list[Any]) -> list[Any]:
@@ -168,10 +173,24 @@ def _last_states(text: str) -> str:
 
 
 def alike(cell: Any) -> list[tuple[str, str]]:
-    """What two executions of a cell have in common: the kinds of its outputs, and texts without their numbers."""
+    """What executions of a cell on any machine have in common: the kinds of its outputs, and what no float decides.
+
+    Numbers, spaces and lines of progress are left out; so are the texts of a cell tagged `nbval-ignore-output`, in
+    which a trained model speaks.
+    """
     found = []
     for output in cell.get("outputs", []):
         text = output.get("text") or output.get("data", {}).get("text/plain", "")
         kinds = output.output_type if output.output_type == "stream" else " ".join(sorted(output.get("data", {})))
-        found.append((kinds, re.sub(r"-?[\d.,]+(?:e[+-]?\d+)?", "#", text)))
+        if kinds == "stream":
+            text = "".join(line for line in text.splitlines(keepends=True) if not line.startswith("update "))
+        if "nbval-ignore-output" in cell.metadata.get("tags", ()):
+            text = ""
+        elif not text.strip():
+            continue  # only progress
+        found.append((kinds, re.sub(r"(?:-?[\d.,]*\d(?:e[+-]?\d+)?\.?\s*)+|\s+", _number_or_space, text).strip()))
     return found
+
+
+def _number_or_space(match: re.Match[str]) -> str:
+    return "#" if match[0].strip() else " "

@@ -138,8 +138,11 @@ def test_the_notebook_is_its_script_with_outputs(path):
     assert file.exists(), f"make it: python -m docs.generate notebooks {path.stem}"
     text = file.read_text()
     kept, script = nbformat.reads(text, as_version=4), jupytext.read(path)
-    told = [[(cell.cell_type, cell.source) for cell in notebook.cells] for notebook in (kept, script)]
-    assert told[0] == told[1], f"{file.name} is old: python -m docs.generate notebooks {path.stem}"
+    told, wanted = (
+        [(cell.cell_type, cell.source, cell.metadata.get("tags")) for cell in notebook.cells]
+        for notebook in (kept, script)
+    )
+    assert told == wanted, f"{file.name} is old: python -m docs.generate notebooks {path.stem}"
     assert len(text) <= notebooks.LARGEST and not re.search(r"/(?:tmp|root|home|work)/", text)
     shown = [any("image/png" in output.get("data", {}) for output in cell.get("outputs", [])) for cell in kept.cells]
     for number in (number for number, has_picture in enumerate(shown) if has_picture):
@@ -153,7 +156,7 @@ def test_the_notebook_is_its_script_with_outputs(path):
 
 @pytest.mark.parametrize("path", SCRIPTS)
 def test_the_notebook(path):
-    """Executed anew it gives what is kept, but for numbers."""
+    """Executed anew it gives what is kept, but for what floats decide."""
     nbformat, _ = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
     if path.stem == "fairseq" and not available("fairseq"):
         pytest.skip("fairseq is not installed: make fairseq")
