@@ -131,7 +131,7 @@ TORCH ?= 2.11.0
 PYTHONS ?= $(foreach v,3.10 3.11 3.12 3.13 3.14,$(shell python$(v) -c '' 2>/dev/null && echo python$(v)))
 .PHONY: wheels
 wheels: ## the sdist and a wheel per Python of PYTHONS with a core for each of TORCH="2.11 2.13", used beside each
-	$(PYTHON) .ci/wheels.py --torch $(TORCH) $(PYTHONS)
+	$(PYTHON) .ci/wheels.py $(PYTHONS) --torch $(TORCH)
 
 # The GPU machine has Python 3.12 and torch, and neither Rust nor a network: everything else travels in dist/gpu.
 GPU_PYTHON ?= python3.12
