@@ -199,6 +199,23 @@ impl Attention {
         ctx.linear(x, &part(&self.in_weight)?, self.in_bias.as_ref().map(part).transpose()?.as_ref())
     }
 
+    /// All tokens of new slots, each slot's among its own: x (rows, d). Their keys and values become rows `at` and
+    /// following of the cache.
+    pub fn begin(
+        &self,
+        x: &Tensor,
+        cache: &mut Option<Cache>,
+        at: usize,
+        own: &Ranges,
+        inside: &Inside,
+        ctx: &Context,
+    ) -> Result<Tensor> {
+        let (x, stacked) = self.stacked(x, inside, ctx)?;
+        let qkv = self.queries_keys_values(stacked, inside, ctx)?;
+        Cache::of(cache, &qkv[1], 2)?.write(&qkv[1], &qkv[2], at as i64)?;
+        self.output(self.heads(qkv.each_ref(), own, true, ctx)?, &x, inside, ctx)
+    }
+
     /// One more token for each slot of the cache; x is (slots, d). Their keys and values become rows `at` and following,
     /// and `reads` names them already.
     pub fn step(
@@ -212,10 +229,7 @@ impl Attention {
     ) -> Result<Tensor> {
         let (x, stacked) = self.stacked(x, inside, ctx)?;
         let [q, k, v] = self.queries_keys_values(stacked, inside, ctx)?;
-        let cache = match cache {
-            Some(cache) => cache,
-            None => cache.insert(Cache::empty(&k, 16 * k.size()[0])?),
-        };
+        let cache = Cache::of(cache, &k, 16)?;
         cache.write(&k, &v, at as i64)?;
         self.output(self.read([&q, &cache.keys, &cache.values], reads, ctx)?, &x, inside, ctx)
     }
@@ -317,6 +331,14 @@ fn parts<const N: usize>(stacked: Tensor, widths: [i64; N]) -> Result<[Tensor; N
 }
 
 impl Cache {
+    /// The one that is there, or a new one with room for so many times these keys.
+    fn of<'a>(cache: &'a mut Option<Cache>, k: &Tensor, times: i64) -> Result<&'a mut Self> {
+        match cache {
+            Some(cache) => Ok(cache),
+            None => Ok(cache.insert(Cache::empty(k, times * k.size()[0])?)),
+        }
+    }
+
     fn empty(like: &Tensor, room: i64) -> Result<Self> {
         let empty = || Tensor::f_empty([room, like.size()[1]].as_slice(), (like.kind(), like.device()));
         Ok(Cache { keys: empty()?, values: empty()? })

@@ -135,6 +135,31 @@ impl Stack {
             .collect()
     }
 
+    /// New slots behind the cache's: all their tokens at once, x (rows, d), slot after slot as `offsets` says; `own` has
+    /// the same for attention. The stack reads no memory.
+    pub fn begin(
+        &self,
+        x: Tensor,
+        own: &Ranges,
+        offsets: &[i64],
+        cache: &mut StackCache,
+        ctx: &Context,
+    ) -> Result<Tensor> {
+        cache.layers.resize_with(self.body.layers.len(), || None);
+        let at = cache.length;
+        let rows = offsets.windows(2).map(|ends| at as i64 + ends[0]..at as i64 + ends[1]);
+        cache.reads = std::mem::take(&mut cache.reads).joined(&Reads::ranges(rows));
+        cache.length += x.size()[0] as usize;
+        self.run(x, ctx, &mut |index, streams| {
+            let cache = &mut cache.layers[index];
+            self.body.layer(index, streams, ctx, &mut |attention, inside, input| match attention {
+                Attends::Itself(attention) => attention.begin(input, cache, at, own, inside, ctx),
+                Attends::Memory(_) => Err(Error::invalid("a decoder that reads an encoder decodes token by token")),
+                Attends::Segment(_) => Err(no_steps()),
+            })
+        })
+    }
+
     /// One more token of every hypothesis: x (slots, d). An empty cache gets as many slots. `memory`: which of its rows
     /// each slot reads.
     pub fn step(
@@ -165,9 +190,7 @@ impl Stack {
                 (Attends::Itself(attention) | Attends::Memory(attention), _) => {
                     attention.step(input, cache, at, reads, inside, ctx)
                 }
-                (Attends::Segment(_), _) => {
-                    Err(Error::invalid("tensorized attention reads whole segments: it does not decode token by token"))
-                }
+                (Attends::Segment(_), _) => Err(no_steps()),
             })
         })
     }
@@ -321,6 +344,10 @@ impl Body {
             },
         }
     }
+}
+
+fn no_steps() -> Error {
+    Error::invalid("tensorized attention reads whole segments: it does not decode token by token")
 }
 
 /// An attention sublayer, and whom it looks at.

@@ -351,7 +351,7 @@ fn steps_read_what_the_whole_pass_reads() {
                 cache.reorder(&Tensor::from_slice(&[1i64, 0])).unwrap();
             }
             let tokens = slots.map(|s| sentences[s][position]);
-            let step = model.step(&tokens, position as i64, &slots, memory.as_ref(), &mut cache, &ctx).unwrap();
+            let step = model.step(&tokens, &[position as i64; 2], &slots, memory.as_ref(), &mut cache, &ctx).unwrap();
             for (i, s) in slots.into_iter().enumerate() {
                 let (step, whole) = (step.get(i as i64), whole.get((s * 19 + position) as i64));
                 assert!(close(&step, &whole), "{options} {architecture} {position}");
@@ -364,7 +364,7 @@ fn steps_read_what_the_whole_pass_reads() {
 fn learned_positions_end() {
     let model = model(r#""positions": "learned", "max_positions": 3"#, "decoder-only");
     let (mut cache, ctx) = (StackCache::default(), Context::evaluation(Kind::Double));
-    let mut step = |position| model.step(&[4], position, &[0], None, &mut cache, &ctx).map(drop);
+    let mut step = |position| model.step(&[4], &[position], &[0], None, &mut cache, &ctx).map(drop);
     (0..3).try_for_each(&mut step).unwrap();
     let said = step(3).unwrap_err().to_string();
     assert!(said.contains("4 tokens in a row, and the model's learned positions are max_positions = 3"), "{said}");

@@ -145,18 +145,34 @@ impl Transformer {
         Ok(Some(Memory { keys_values: self.decoder.memory(&output, ctx)?, offsets: source.offsets.clone() }))
     }
 
-    /// Logits of the next token of every hypothesis, (slots, V). Slot i holds `tokens[i]` at `position` and reads
+    /// Logits of the token after each of these texts, (texts, V). Every text is read in one pass, and becomes a slot
+    /// behind the cache's.
+    ///
+    /// Errors: a model with an encoder or with tensorized attention; texts longer than the model reads.
+    pub fn begin(&self, texts: &[&[i64]], cache: &mut StackCache, ctx: &Context) -> Result<Tensor> {
+        let device = self.device();
+        let read = Sentences::new(None, Packed::of(texts)?, device)?.to(device)?;
+        self.config.check_lengths(&read.target.lengths)?;
+        let (offsets, ctx) = (&read.target.offsets, &self.over(&read.target, ctx)?);
+        let x = self.embeddings.target(&read.target, ctx)?;
+        let h = self.decoder.begin(x, &read.own, offsets, cache, ctx)?;
+        let last: Vec<i64> = offsets[1..].iter().map(|end| end - 1).collect();
+        let h = h.f_index_select(0, &Tensor::f_from_slice(&last)?.f_to_device(device)?)?;
+        self.logits(&times(h, self.config.scaled().logits())?, ctx.kind)
+    }
+
+    /// Logits of the next token of every hypothesis, (slots, V). Slot i holds `tokens[i]` at `positions[i]` and reads
     /// sentence `sentences[i]` of the memory.
     pub fn step(
         &self,
         tokens: &[i64],
-        position: i64,
+        positions: &[i64],
         sentences: &[usize],
         memory: Option<&Memory>,
         cache: &mut StackCache,
         ctx: &Context,
     ) -> Result<Tensor> {
-        let h = self.step_features(tokens, position, sentences, memory, cache, ctx)?;
+        let h = self.step_features(tokens, positions, sentences, memory, cache, ctx)?;
         self.logits(&h, ctx.kind)
     }
 
@@ -164,16 +180,16 @@ impl Transformer {
     pub fn step_features(
         &self,
         tokens: &[i64],
-        position: i64,
+        positions: &[i64],
         sentences: &[usize],
         memory: Option<&Memory>,
         cache: &mut StackCache,
         ctx: &Context,
     ) -> Result<Tensor> {
-        self.config.check_lengths(&[position + 1])?;
+        self.config.check_lengths(&positions.iter().map(|position| position + 1).collect::<Vec<_>>())?;
         let slots = tokens.len() as i64;
         let device = self.device();
-        let input = Packed::new(tokens, &vec![position; tokens.len()], (0..=slots).collect())?.to(device)?;
+        let input = Packed::new(tokens, positions, (0..=slots).collect())?.to(device)?;
         let (x, ctx) = (self.embeddings.target(&input, ctx)?, &self.over(&input, ctx)?);
         let across =
             memory.map(|memory| Reads::ranges(sentences.iter().map(|&s| memory.offsets[s]..memory.offsets[s + 1])));

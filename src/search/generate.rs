@@ -1,9 +1,8 @@
 //! Texts that a language model continues (docs/spec.md §4.17).
 //!
-//! All texts of a batch move on together, one token a step. The model reads a text through a window: from EOS, which
-//! stands before the text, until the window is full; then from half a window further on. Where a window begins depends
-//! on the text's length alone, so all windows of a batch are full at the same step, whatever the prompts' lengths: every
-//! slot of the cache is at the same position.
+//! The model reads a text through a window: from EOS, which stands before the text, until the window is full; then from
+//! half a window further on. A window that begins is read in one pass, by prompts of any length together, and once for
+//! all samples of a prompt; from then on every text moves on by one token a step.
 
 use super::sampling::Sampling;
 use crate::config::{AttentionName, GenerationOptions};
@@ -11,6 +10,7 @@ use crate::data::random::{Purpose, Random};
 use crate::error::{Error, Result};
 use crate::host::host;
 use crate::model::{Context, HostBatch, Packed, Sentences, StackCache, Transformer, BOS, EOS, PAD};
+use std::collections::HashMap;
 use tch::{Kind, Tensor};
 
 /// How to continue texts.
@@ -73,6 +73,8 @@ struct PartialText {
     tokens: Vec<i64>,
     /// Where its window begins.
     window: usize,
+    /// Tokens of the window that the cache holds.
+    position: usize,
     random: Random,
     made: Generation,
     /// Ends of sentence among the new tokens.
@@ -85,6 +87,7 @@ impl PartialText {
         let tokens = [&[EOS], prompt.tokens].concat();
         PartialText {
             window: config.window(tokens.len()),
+            position: 0,
             random: Random::new(config.seed, digest(prompt.tokens), prompt.sample, Purpose::NextToken),
             tokens,
             made: Generation::default(),
@@ -188,13 +191,11 @@ fn refuse_nan(logits: &[f64], number: usize, generated: usize) -> Result<()> {
 struct Reader<'a> {
     model: &'a Transformer,
     ctx: Context,
-    /// Token by token, with keys and values kept; otherwise each window whole at every step.
+    /// With keys and values kept; otherwise each window whole at every step.
     is_cached: bool,
     cache: StackCache,
     /// The texts in the cache's slots.
     slots: Vec<usize>,
-    /// Tokens of each window that the cache holds.
-    position: usize,
 }
 
 /// Texts' numbers and the logits of what follows them.
@@ -203,10 +204,10 @@ type Next = Vec<(usize, Vec<f64>)>;
 impl<'a> Reader<'a> {
     fn new(model: &'a Transformer, kind: Kind, is_cached: bool) -> Self {
         let (cache, slots) = (StackCache::default(), Vec::new());
-        Reader { model, ctx: Context::evaluation(kind), is_cached, cache, slots, position: 0 }
+        Reader { model, ctx: Context::evaluation(kind), is_cached, cache, slots }
     }
 
-    /// One step: logits of the texts that have been read to their ends; none: all are over.
+    /// One step: logits of every text that is not over; none: all are.
     fn next(&mut self, texts: &mut [PartialText], config: &GenerationConfig) -> Result<Option<Next>> {
         let live: Vec<usize> = (0..texts.len()).filter(|&number| !texts[number].is_over).collect();
         if live.is_empty() {
@@ -218,24 +219,72 @@ impl<'a> Reader<'a> {
         }
     }
 
-    /// Each window's next token, with the cache.
+    /// The last token of windows that the cache knows, and all of those that begin.
     fn step(&mut self, live: &[usize], texts: &mut [PartialText], config: &GenerationConfig) -> Result<Next> {
-        if self.position == config.context {
-            live.iter().for_each(|&number| texts[number].window += config.stride());
-            (self.position, self.cache) = (0, StackCache::default());
-        } else if self.position > 0 && live != self.slots {
-            let place = |number: &usize| self.slots.binary_search(number).expect("no text comes back") as i64;
-            let order: Vec<i64> = live.iter().map(place).collect();
-            self.cache.reorder(&Tensor::f_from_slice(&order)?.f_to_device(self.model.device())?)?;
+        for &number in live {
+            let text = &mut texts[number];
+            if text.position == config.context {
+                (text.window, text.position) = (text.window + config.stride(), 0);
+            }
         }
-        self.slots = live.to_vec();
-        let read: Vec<i64> = live.iter().map(|&n| texts[n].tokens[texts[n].window + self.position]).collect();
-        let logits = self.model.step(&read, self.position as i64, &[], None, &mut self.cache, &self.ctx)?;
-        self.position += 1;
-        let at_end = |n: usize| texts[n].window + self.position == texts[n].tokens.len();
-        let ended: Vec<usize> = (0..live.len()).filter(|&slot| at_end(live[slot])).collect();
-        let numbers: Vec<usize> = ended.iter().map(|&slot| live[slot]).collect();
-        rows(&logits, &ended.iter().map(|&slot| slot as i64).collect::<Vec<_>>(), &numbers)
+        self.keep_slots(|number| !texts[number].is_over && texts[number].position > 0)?;
+        let begin: Vec<usize> = live.iter().copied().filter(|&number| texts[number].position == 0).collect();
+        let mut next = self.go_on(texts)?;
+        next.extend(self.begin(&begin, texts)?);
+        next.sort_by_key(|(number, _)| *number);
+        Ok(next)
+    }
+
+    /// Drops the slots of other texts.
+    fn keep_slots(&mut self, stays: impl Fn(usize) -> bool) -> Result<()> {
+        let kept: Vec<i64> = (0..self.slots.len()).filter(|&slot| stays(self.slots[slot])).map(|i| i as i64).collect();
+        if kept.is_empty() {
+            self.cache = StackCache::default();
+        } else if kept.len() < self.slots.len() {
+            self.cache.reorder(&Tensor::f_from_slice(&kept)?)?;
+        }
+        self.slots = kept.iter().map(|&slot| self.slots[slot as usize]).collect();
+        Ok(())
+    }
+
+    /// One token more of every slot.
+    fn go_on(&mut self, texts: &mut [PartialText]) -> Result<Next> {
+        if self.slots.is_empty() {
+            return Ok(Vec::new());
+        }
+        let at = |&number: &usize| texts[number].tokens[texts[number].window + texts[number].position];
+        let tokens: Vec<i64> = self.slots.iter().map(at).collect();
+        let positions: Vec<i64> = self.slots.iter().map(|&number| texts[number].position as i64).collect();
+        let logits = self.model.step(&tokens, &positions, &[], None, &mut self.cache, &self.ctx)?;
+        self.slots.iter().for_each(|&number| texts[number].position += 1);
+        rows(&logits, &(0..tokens.len() as i64).collect::<Vec<_>>(), &self.slots)
+    }
+
+    /// Windows that begin: equal ones are read once.
+    fn begin(&mut self, begin: &[usize], texts: &mut [PartialText]) -> Result<Next> {
+        if begin.is_empty() {
+            return Ok(Vec::new());
+        }
+        let (mut windows, mut places): (Vec<&[i64]>, HashMap<&[i64], i64>) = (Vec::new(), HashMap::new());
+        let mut of_texts: Vec<i64> = Vec::with_capacity(begin.len());
+        for &number in begin {
+            let window = &texts[number].tokens[texts[number].window..];
+            let place = *places.entry(window).or_insert_with(|| {
+                windows.push(window);
+                windows.len() as i64 - 1
+            });
+            of_texts.push(place);
+        }
+        let logits = self.model.begin(&windows, &mut self.cache, &self.ctx)?;
+        let known = self.slots.len() as i64;
+        let order: Vec<i64> = (0..known).chain(of_texts.iter().map(|place| known + place)).collect();
+        if windows.len() < begin.len() {
+            self.cache.reorder(&Tensor::f_from_slice(&order)?)?;
+        }
+        let lengths: Vec<usize> = of_texts.iter().map(|&place| windows[place as usize].len()).collect();
+        begin.iter().zip(lengths).for_each(|(&number, length)| texts[number].position = length);
+        self.slots.extend(begin);
+        rows(&logits, &of_texts, begin)
     }
 
     /// Each window whole, without a cache.

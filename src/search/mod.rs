@@ -217,7 +217,7 @@ impl Search {
                     cache.set_reads(before.select(&live.origins));
                     let features = model.step_features(
                         &live.tokens,
-                        length as i64,
+                        &vec![length as i64; live.tokens.len()],
                         &live.sentences,
                         Some(&memory),
                         &mut cache,

@@ -160,6 +160,25 @@ fn a_text_does_not_depend_on_the_batch() {
     same(&found, &together);
 }
 
+/// Three samples of each prompt, prompts of other lengths between them, in windows that move on.
+#[test]
+fn samples_of_a_prompt_share_what_is_read() {
+    let (all, model) = (prompts()[..9].to_vec(), model(r#""residual": "value-residual", "positions": "rotary""#));
+    let sampled: Vec<Prompt> =
+        (0..3).flat_map(|sample| all.iter().map(move |tokens| Prompt { tokens, sample })).collect();
+    for (options, context) in [(r#"{"max_length": 12, "sentences": 2}"#, 64), (r#"{"max_length": 20}"#, 7)] {
+        let config = config(options, context);
+        let wanted: Vec<Generation> = sampled.iter().map(|prompt| plain(&model, prompt, &config)).collect();
+        same(&run(&model, &sampled, &config, true), &wanted);
+    }
+    let config = config(r#"{"max_length": 1}"#, 64);
+    let mut texts: Vec<PartialText> = sampled.iter().map(|prompt| PartialText::new(prompt, &config)).collect();
+    let mut reader = Reader::new(&model, Kind::Double, true);
+    assert_eq!(reader.next(&mut texts, &config).unwrap().unwrap().len(), 27);
+    let read: usize = all.iter().map(|tokens| tokens.len() + 1).sum();
+    assert_eq!(reader.cache.rows(), read, "each prompt is read once");
+}
+
 #[test]
 fn seed_sample_and_prompt_make_the_draws() {
     let model = model(r#""residual": "prenorm""#);
