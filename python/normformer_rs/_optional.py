@@ -12,6 +12,7 @@ REQUIREMENTS = {
     "pandas": "pandas>=2.2",
     "sacrebleu": "sacrebleu>=2.4",
     "sacremoses": "sacremoses>=0.1.1",
+    "shtab": "shtab>=1.7",
     "subword_nmt": "subword-nmt>=0.3.8",
     "transformers": "transformers[torch]>=5.20",
 }

@@ -5,7 +5,19 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
-from .commands import PROG, Command, evaluate, export, fairseq, generate, runs, train, translate, versions
+from .commands import (
+    PROG,
+    Command,
+    completion,
+    evaluate,
+    export,
+    fairseq,
+    generate,
+    runs,
+    train,
+    translate,
+    versions,
+)
 from .config import __version__, readable
 from .errors import DivergedError, InputError, Interrupted
 from .options import Parser, UsageError
@@ -29,6 +41,7 @@ COMMANDS: dict[str, Callable[[], Command]] = {
     "export": export.parser,
     "fairseq": fairseq.parser,
     "fairseq-user-dir": fairseq.user_dir_parser,
+    "completion": completion.parser,
 }
 """In the order of `--help`."""
 EXIT_FAILURE = 2

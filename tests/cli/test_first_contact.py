@@ -435,3 +435,34 @@ def test_fairseq_names_what_is_missing(capsys, arguments, missing):
     assert cli.main(["fairseq", *arguments.split()]) == 2
     first, _ = capsys.readouterr().err.splitlines()
     assert first == f"normformer-rs: error: fairseq {arguments.split()[0]} needs {missing}"
+
+
+PROPOSED = {
+    "tra": {"train", "translate"},
+    "train --norm scal": {"scalenorm", "scalenorm-fixed"},
+    "train --warmup-in": {"--warmup-init-lr"},
+    "completion z": {"zsh"},
+}
+
+
+@pytest.mark.parametrize("words", PROPOSED)
+def test_tab_completes(words, tmp_path):
+    pytest.importorskip("shtab")
+    script = tmp_path / "completion"
+    script.write_text(
+        subprocess.run([*COMMAND, "completion", "bash"], capture_output=True, text=True, check=True).stdout
+    )
+    function = re.search(r"complete .*-F (\w+) normformer-rs", script.read_text())[1]
+    typed = ["normformer-rs", *words.split()]
+    code = f"source {script}; COMP_WORDS=({' '.join(typed)}); COMP_CWORD={len(typed) - 1}; {function}; "
+    done = subprocess.run(["bash", "-c", code + "echo ${COMPREPLY[@]}"], capture_output=True, text=True, check=True)
+    assert set(done.stdout.split()) == PROPOSED[words]
+
+
+def test_version_all_says_what_a_report_needs():
+    done = subprocess.run([*COMMAND, "--version", "--all"], capture_output=True, text=True, check=True)
+    lines = dict(line.split(": ", 1) for line in done.stdout.splitlines())
+    assert lines["normformer-rs"].startswith(f"{nfrs.__version__}, built against torch ")
+    assert re.match(r"2\.\d+\.\d+.*, \d+ threads?$", lines["torch"])
+    assert f"{sys.version_info.major}.{sys.version_info.minor}." in lines["Python"]
+    assert set(lines) >= {"processor", "devices", "system", "packages", "variables"}

@@ -291,6 +291,13 @@ def test_workflows_call_what_exists():
     assert called == {"docs", "wheels", "test-torch"} and called <= targets
 
 
+def test_actions_are_pinned():
+    """By commit, with the version that dependabot keeps in step."""
+    for path in ROOT.glob(".github/workflows/*.yml"):
+        for used in re.findall(r"uses: (.*)", path.read_text()):
+            assert re.fullmatch(r"[\w./-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+", used), f"{path.name}: {used}"
+
+
 def test_what_the_audit_leaves_out_is_not_called():
     """.cargo/audit.toml's advisories: iterators over Python's lists and tuples, and functions made of closures."""
     text = (ROOT / ".cargo" / "audit.toml").read_text()
