@@ -209,12 +209,15 @@ def _logarithmic(axis: Any, values: Sequence[Any]) -> None:
 
 
 def logarithmic(axis: Any, along: str = "y") -> None:
-    """With marks at 1, 2 and 5, so that a panel of less than a decade has some."""
+    """With marks at 1, 2 and 5, so that a panel of less than a decade has some; over three decades with fewer. Call it
+    when all is drawn."""
     from matplotlib.ticker import LogLocator, NullFormatter
 
     axis.set(**{f"{along}scale": "log"})
     scale = getattr(axis, f"{along}axis")
-    scale.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    least, most = scale.get_view_interval()
+    is_short = least <= 0 or most / least < 1e3
+    scale.set_major_locator(LogLocator(subs=(1, 2, 5)) if is_short else LogLocator(numticks=5))
     scale.set_major_formatter(lambda value, _: f"{value:g}")
     scale.set_minor_formatter(NullFormatter())
 

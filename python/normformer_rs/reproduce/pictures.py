@@ -134,7 +134,8 @@ def _start(results: Results, title: str, value: str) -> Any:
 
 def _comparison(results: Results, title: str, value: str) -> Any:
     """A line for each name, the best from the common initialisation first; a panel for each number; a dot and its
-    standard deviation for each rate, filled from the common initialisation, hollow from the scheme's own."""
+    standard deviation for each rate, filled from the common initialisation, hollow from the scheme's own. Values far
+    beyond the others are arrows with their numbers at the edge."""
     rates = list(dict.fromkeys(row.key["lr"] for row, _ in results.measured))
     common = results.scale.rows[0].key["init"]
     best: dict[str, float] = {}
@@ -146,6 +147,7 @@ def _comparison(results: Results, title: str, value: str) -> Any:
     heights = {name: len(names) - 1 - i for i, name in enumerate(names)}
     figure = new_figure(9.6, 0.21 * len(names) + 1.3)
     panels = figure.subplots(1, 3, sharey=True)
+    edge = _edge([number(found.get(value, "")) for _, found in results.measured])
     for axis, column in zip(panels, (value, "largest_grad_norm", "growth")):
         for height in heights.values():
             axis.axhline(height, color=PALE, linewidth=0.8, zorder=0)
@@ -154,6 +156,11 @@ def _comparison(results: Results, title: str, value: str) -> Any:
             if measured is not None and math.isfinite(measured):
                 shade, is_common = colour(row.key["lr"], rates), row.key["init"] == common
                 place = heights[row.key["name"]] + (0.16 if is_common else -0.16)
+                if column == value and measured > edge:
+                    axis.plot(edge, place, ">", color=shade, markersize=4, clip_on=False)
+                    where = {"xytext": (-5, 0), "textcoords": "offset points", "ha": "right", "va": "center"}
+                    axis.annotate(f"{measured:.0f}", (edge, place), **where, fontsize=7, color=shade)
+                    continue
                 axis.errorbar(measured, place, xerr=_sd(found.get(column, "")), fmt="o", color=shade, markersize=4,
                               markerfacecolor=shade if is_common else "white", linewidth=1)  # fmt: skip
         axis.set_xlabel(COLUMNS[column].heading, fontsize=8.5)
@@ -161,10 +168,22 @@ def _comparison(results: Results, title: str, value: str) -> Any:
         axis.tick_params(left=False, labelsize=7.5)
         if column != value:
             logarithmic(axis, "x")
+        elif edge < math.inf:
+            axis.set_xlim(right=edge)
     panels[0].set_yticks([*heights.values()], [*heights])
     panels[0].set_ylim(-0.7, len(names) - 0.3)
     heading(figure, f"{title} (hollow: own initialisation)", [(f"lr {float(r):g}", colour(r, rates)) for r in rates])
     return figure
+
+
+def _edge(values: Sequence[float | None]) -> float:
+    """Where an axis ends that shows most values well: infinity where none lies far beyond the others."""
+    finite = sorted(v for v in values if v is not None and math.isfinite(v))
+    if not finite:
+        return math.inf
+    low, high = finite[len(finite) // 10], finite[-1 - len(finite) // 10]
+    edge = high + 2 * (high - low)
+    return edge if finite[-1] > edge else math.inf
 
 
 def _by_key(results: Results, title: str, value: str) -> Any:
