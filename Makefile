@@ -87,7 +87,7 @@ test-all: build $(VENV)/fairseq ## the longer Python tests, and the operators' o
 	$(TIMED) "longer Python tests" $(BIN)/python $(PYTEST) -m full
 	NORMFORMER_RS_TEST_DEVICE=emulated $(TIMED) "operators on the emulated GPU" $(BIN)/python $(PYTEST) -m "device and not cpu" tests/operators tests/norms
 
-# mkdocs has an environment of its own: it makes HTML of pages that the package's environment has written.
+# zensical has an environment of its own: it makes HTML of pages that the package's environment has written.
 $(VENV)-docs/installed: requirements-docs.txt
 	$(PYTHON) -m venv $(VENV)-docs
 	$(VENV)-docs/bin/pip install --quiet --requirement requirements-docs.txt
@@ -96,7 +96,7 @@ $(VENV)-docs/installed: requirements-docs.txt
 .PHONY: docs
 docs: build $(VENV)/fairseq $(VENV)-docs/installed ## the documentation as a site, in site/html; notebooks run when they have changed
 	$(TIMED) "pages and notebooks" $(BIN)/python -m docs.generate write
-	$(TIMED) "site" $(VENV)-docs/bin/mkdocs build --quiet --strict --config-file site/mkdocs.yml
+	$(TIMED) "site" $(VENV)-docs/bin/zensical build --clean --strict --config-file site/mkdocs.yml
 	$(BIN)/python -m docs.generate check site/html
 
 .PHONY: kill-test

@@ -1,4 +1,4 @@
-"""`python -m docs.generate write [--output site]`, then mkdocs, then `… check site/html`; `… notebooks` runs them."""
+"""`python -m docs.generate write [--output site]`, then zensical, then `… check site/html`; `… notebooks` runs them."""
 
 import argparse
 import sys

@@ -1,19 +1,20 @@
 """The API reference, made of signatures and docstrings."""
 
-import ast
-import dataclasses
 import importlib
 import inspect
 import re
 import textwrap
+from collections import Counter
 from collections.abc import Iterator
+from types import ModuleType
 from typing import Any
 
 import torch
 
 from normformer_rs.config import Config
 
-from . import examples
+from . import arguments, equations, examples, links
+from .arguments import escape
 from .names import option_table
 from .tables import table
 
@@ -50,9 +51,10 @@ def public(name: str) -> list[str]:
 def module(name: str) -> str:
     """The page of a module."""
     home = importlib.import_module(name)
-    parts = [f"# {name}", document(inspect.getdoc(home) or "")]
+    names = sorted(public(name), key=lambda n: (not n[0].isupper(), n.lower()))
+    parts = [f"# {name}", document(inspect.getdoc(home) or ""), _summary(home, names)]
     shown: dict[str, str] = {}  # code of examples, and the name that has it
-    for found in sorted(public(name), key=lambda n: (not n[0].isupper(), n.lower())):
+    for found in names:
         value = getattr(home, found)
         if inspect.ismodule(value):
             parts.append(f"## {found}\n\nA module: [`{value.__name__}`]({value.__name__}.md).")
@@ -67,9 +69,45 @@ def module(name: str) -> str:
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
+def _summary(home: ModuleType, names: list[str]) -> str:
+    """A table of the page's names with their first sentences."""
+    rows, anchors = [], Counter[str]()
+    for name in names:
+        anchor, value = name.lower(), getattr(home, name)
+        link = f"#{anchor}_{anchors[anchor]}" if anchors[anchor] else f"#{anchor}"
+        anchors[anchor] += 1
+        is_plain = isinstance(value, (dict, str))  # whose docstring is their type's
+        rows.append((f"[`{name}`]({link})", "" if is_plain else _opening(inspect.getdoc(value) or "")[0]))
+    return table(("name", "what"), rows)
+
+
+_OPENING = re.compile(r"(.+?(?<!\bal)\.)(?: |$)", re.S)
+_EQUATION = re.compile(r"[A-Za-z\u0370-\u03ff]\S* = .*[⊙√²‖·(]|softmax\(")
+
+
+def _opening(text: str) -> tuple[str, str]:
+    """A docstring's first sentence, its equation drawn, and the rest of the paragraph."""
+    paragraph = " ".join(text.partition("\n\n")[0].split())
+    match = _OPENING.match(paragraph)
+    first, rest = (match[1], paragraph[match.end() :]) if match else (paragraph, "")
+    return (_drawn(first) if _EQUATION.match(first) else _marked(first)), rest
+
+
+def _drawn(sentence: str) -> str:
+    """A sentence that begins with an equation, drawn up to the first clause that cannot be read as one."""
+    head, mark, tail = sentence.partition("; source: ")
+    clauses = head.split(", ")
+    for count in range(len(clauses), 0, -1):
+        drawn = equations.render(", ".join(clauses[:count]))
+        if "<math" in drawn:
+            return drawn + _marked("".join(f", {clause}" for clause in clauses[count:]) + mark + tail)
+    return _marked(sentence)
+
+
 def _entry(name: str, value: Any, example: str) -> Iterator[str]:
     """A name's part of its module's page; the example stands before the methods."""
     yield f"## {name}"
+    yield links.source(value)
     if inspect.isclass(value) and issubclass(value, Config):
         yield f"```python\n{value.__name__}(**options)\n```"
         yield document((inspect.getdoc(value) or "").partition("\n\n")[0])  # the options follow as a table
@@ -79,83 +117,74 @@ def _entry(name: str, value: Any, example: str) -> Iterator[str]:
     elif isinstance(value, dict):
         yield "A mapping."
         yield table(("key", "source"), [(f"`{key}`", item[0]) for key, item in value.items()])
+    elif isinstance(value, str):
+        yield f"The string `{value!r}`."
     else:
         is_error = inspect.isclass(value) and issubclass(value, BaseException)
         yield "" if is_error else _signature(name, value)
-        yield document(inspect.getdoc(value) or "")
-        yield table(("attribute", "type", "what"), _attributes(value)) if inspect.isclass(value) else ""
+        yield document(inspect.getdoc(value) or "", "" if is_error else arguments.rows(value))
     yield example
     if inspect.isclass(value):
         yield from _methods(value)
 
 
-def _methods(kind: type) -> Iterator[str]:
-    """Public methods and properties, those of bases in this package too, with what their docstrings say."""
-    seen = set()
+_OF_MODULES = {
+    "forward", "from_checkpoint", "from_pretrained", "generate_square_subsequent_mask", "normalised_weight", "profile",
+    "refused_batches", "reset_parameters", "reset_running_stats", "set_num_updates", "set_parts", "step",
+}  # fmt: skip
+"""Methods of torch's modules that are for users; their others serve the package itself."""
+_INTERNAL = {"Trainer.warn", "BlockSpec.check", "BlockSpec.parts_of", "Part.moves", "Part.norms", "Part.paths"}
+
+
+def is_for_users(kind: type, name: str) -> bool:
+    """Whether a method is one to call or to override."""
+    if name.startswith("_") or name == "extra_repr" or f"{kind.__name__}.{name}" in _INTERNAL:
+        return False
+    return name in _OF_MODULES or not issubclass(kind, torch.nn.Module)
+
+
+def methods(kind: type) -> dict[str, Any]:
+    """A class's methods and properties for users that have a docstring, those of bases in this package too."""
+    found: dict[str, Any] = {}
     for base in kind.__mro__:
-        if not base.__module__.startswith("normformer_rs"):
-            continue
-        for name, value in vars(base).items():
-            is_public = not name.startswith("_") and name != "extra_repr"
+        for name, value in vars(base).items() if base.__module__.startswith("normformer_rs") else ():
             plain = value.__func__ if isinstance(value, (classmethod, staticmethod)) else value
-            if name in seen or not is_public or not (callable(plain) or isinstance(plain, property)):
-                continue
-            seen.add(name)
-            text = inspect.getdoc(getattr(kind, name)) if not isinstance(plain, property) else inspect.getdoc(plain)
-            if not text or (not isinstance(plain, property) and plain.__doc__ is None):
-                continue
-            yield f"### {kind.__name__}.{name}"
-            yield "A property." if isinstance(plain, property) else _signature(name, getattr(kind, name))
-            yield document(text)
+            is_method = (callable(plain) or isinstance(plain, property)) and plain.__doc__
+            if is_method and name not in found and is_for_users(kind, name):
+                found[name] = value if isinstance(value, property) else getattr(kind, name)
+    return found
+
+
+def _methods(kind: type) -> Iterator[str]:
+    for name, value in methods(kind).items():
+        yield f"### {kind.__name__}.{name}"
+        yield links.source(value)
+        yield "A property." if isinstance(value, property) else _signature(name, value)
+        yield document(inspect.getdoc(value) or "", "" if isinstance(value, property) else arguments.rows(value))
 
 
 def _signature(name: str, value: Any) -> str:
-    try:
-        found = inspect.signature(value)
-    except (TypeError, ValueError):
-        return ""
-    parameters = [p for p in found.parameters.values() if p.name != "self"]
+    """The call with types and defaults."""
     shown, star = [], False
+    parameters = arguments.parameters(value)
     for p in parameters:
         if p.kind is p.KEYWORD_ONLY and not star and not any(q.kind is q.VAR_POSITIONAL for q in parameters):
             shown.append("*")
         star = star or p.kind in (p.KEYWORD_ONLY, p.VAR_POSITIONAL)
         stars = {p.VAR_POSITIONAL: "*", p.VAR_KEYWORD: "**"}.get(p.kind, "")
-        kind = "" if p.annotation is p.empty else f": {_type(p.annotation)}"
-        default = "" if p.default is p.empty else (" = " if kind else "=") + _value(p.default)
+        kind = "" if p.annotation is p.empty else f": {arguments.kind_of(p.annotation)}"
+        default = "" if p.default is p.empty else (" = " if kind else "=") + arguments.default_of(p.default)
         shown.append(f"{stars}{p.name}{kind}{default}")
-    result = found.return_annotation
-    after = "" if inspect.isclass(value) or result in (found.empty, None) else f" -> {_type(result)}"
+    try:
+        result = inspect.signature(value).return_annotation
+    except (TypeError, ValueError):
+        return ""
+    is_told = not inspect.isclass(value) and result not in (inspect.Parameter.empty, None)
+    after = f" -> {arguments.kind_of(result)}" if is_told else ""
     line = f"{name}({', '.join(shown)}){after}"
     if len(line) > 88:
         line = f"{name}(\n    " + ",\n    ".join(shown) + f",\n){after}"
     return f"```python\n{line}\n```"
-
-
-def _type(annotation: Any) -> str:
-    text = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
-    return re.sub(r"\b(?:\w+\.)+(?=\w)", "", text).replace("NoneType", "None")
-
-
-def _value(default: Any) -> str:
-    text = repr(default)
-    return re.sub(r"<(?:function|class) '?(?:[\w.]*\.)?(\w+).*>", r"\1", text)
-
-
-def _attributes(kind: type) -> list[tuple[str, str, str]]:
-    """A dataclass's or a named tuple's fields, with the strings that stand below them."""
-    if not (dataclasses.is_dataclass(kind) or hasattr(kind, "_fields")):
-        return []
-    (tree,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
-    assert isinstance(tree, ast.ClassDef)
-    found = []
-    for item, following in zip(tree.body, [*tree.body[1:], None]):
-        if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name) and item.target.id[0] != "_":
-            is_text = isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant)
-            text = inspect.cleandoc(str(following.value.value)) if is_text else ""  # type: ignore[union-attr]
-            kind_of = re.sub(r"\b(?:\w+\.)+(?=\w)", "", ast.unparse(item.annotation))
-            found.append((f"`{item.target.id}`", f"`{kind_of}`", escape(text)))
-    return found
 
 
 def operators() -> str:
@@ -180,33 +209,50 @@ def _wrapped(schema: str) -> str:
     return textwrap.fill(begin + "(" + arguments + arrow + result, 88, subsequent_indent="    ", break_long_words=False)
 
 
-def escape(text: str) -> str:
-    """Plain text for Markdown: what stands in backticks stays."""
-    parts = re.split(r"(``[^`]+``|`[^`]+`)", text)
-    return "".join(part if i % 2 else re.sub(r"([*_<>\[\]])", r"\\\1", part) for i, part in enumerate(parts))
-
-
 _WORDS = re.compile(r"(?m)(?:^|(?<=\. ))((?:Returns|Errors|Shapes?|Source|Modules and parameters|Example):)(?= |$)")
 """The words that begin a part of a docstring."""
 
 
-def document(text: str) -> str:
-    """A docstring as Markdown: its sections, lists of arguments, examples and equations."""
+def document(text: str, rows: str = "") -> str:
+    """A docstring as Markdown: its sections, lists of arguments, examples and equations.
+
+    `rows`, a table of the arguments, takes the place of their list; without a list it follows the first paragraph.
+    """
     parts: list[str] = []
-    for paragraph in _paragraphs(text):
+    for number, paragraph in enumerate(_paragraphs(text)):
         lines = paragraph.splitlines()
         head = re.fullmatch(r"(Args|Attributes):", lines[0])
         if head and len(lines) > 1:
             parts.append(f"**{'Arguments' if head[1] == 'Args' else head[1]}**")
-            parts.append(_arguments(lines[1:]))
+            parts.append(rows or _arguments(lines[1:]))
+            rows = ""
         elif lines[0].startswith(">>>"):
             parts.append("```pycon\n" + paragraph + "\n```")
         elif all(line.startswith("    ") for line in lines):
-            parts.append("```text\n" + textwrap.dedent(paragraph) + "\n```")
+            parts.append(_indented(textwrap.dedent(paragraph)))
+        elif number == 0:
+            first, rest = _opening(paragraph)
+            is_drawn = first.startswith("<math")  # which begins no paragraph in Markdown
+            parts += [equations.division([first]), _marked(rest)] if is_drawn else [f"{first} {_marked(rest)}".strip()]
         else:
-            marked = _WORDS.sub(r"**\1**", escape(paragraph))
-            parts.append(re.sub(r"docs/(\w+)\.md", r"[\1](../\1.md)", marked))
-    return "\n\n".join(parts)
+            parts.append(_marked(paragraph))
+    if rows:
+        parts.insert(1, rows)
+    return "\n\n".join(part for part in parts if part)
+
+
+def _marked(paragraph: str) -> str:
+    """Prose with its sections' heads in bold, and pages as links."""
+    marked = _WORDS.sub(r"**\1**", escape(paragraph))
+    return re.sub(r"docs/(\w+)\.md", r"[\1](../\1.md)", marked)
+
+
+def _indented(block: str) -> str:
+    """Equations drawn; anything else as it is."""
+    lines = [equations.render(line) for line in block.splitlines()]
+    if all("<math" in line for line in lines):
+        return equations.division(lines)
+    return f"```text\n{block}\n```"
 
 
 def _paragraphs(text: str) -> list[str]:

@@ -1,9 +1,12 @@
-"""Checks the finished site, beyond mkdocs: each link and picture leads to a place inside it, and pages load nothing
-from other sites."""
+"""Checks the finished site, beyond zensical: links and pictures lead to places inside it or to the project's sources;
+pages load nothing from other sites."""
 
 from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
+
+from .links import GITHUB
+from .spec import ROOT
 
 _LOADED = {"img": "src", "script": "src", "link": "href", "iframe": "src", "source": "src"}
 
@@ -36,6 +39,8 @@ def faults(site: Path) -> list[str]:
         found += [f"{here}: loads {url}" for url in page.loaded if urlsplit(url).netloc]
         for url in page.links + page.loaded:
             parts = urlsplit(url)
+            if url.startswith(GITHUB) and not _is_source(url.removeprefix(GITHUB)):
+                found.append(f"{here}: {url} is no line of the sources")
             if parts.scheme or parts.netloc:
                 continue
             target = path if not parts.path else (path.parent / unquote(parts.path)).resolve()
@@ -47,3 +52,12 @@ def faults(site: Path) -> list[str]:
                 has_anchor = unquote(parts.fragment) in pages[target].anchors
                 found += [] if has_anchor else [f"{here}: {url} names no anchor"]
     return sorted(set(found))
+
+
+def _is_source(target: str) -> bool:
+    """Whether a path, with #LFIRST-LLAST where lines are meant, is in the project."""
+    name, _, lines = target.partition("#")
+    path, last = ROOT / unquote(name), lines.rpartition("L")[2]
+    if not lines.startswith("L") or not path.is_file():
+        return path.exists()
+    return last.isdigit() and int(last) <= len(path.read_text(encoding="utf-8").splitlines())

@@ -8,7 +8,7 @@ import re
 import unicodedata
 
 FUNCTIONS = re.compile(
-    "mean|max|min|sign|abs|log|ln|tanh|exp|sin|cos|drop|relu|softmax|Var|Attn|Concat|FFN|NLL"
+    "mean|max|min|sign|abs|log|ln|tanh|erf|silu|round|exp|sin|cos|drop|relu|softmax|Var|Attn|Concat|FFN|NLL"
     "|curve|logistic|score|lp|len|head|vec|out|lr|wd"
 )
 """Names of more than one letter that belong to formulas."""
@@ -262,8 +262,8 @@ def _symbol(token: str) -> str:
     if re.fullmatch(r"d[a-zα-ω]", token) and not FUNCTIONS.fullmatch(token):
         return f"<mrow><mi>d</mi><mi>{token[1]}</mi></mrow>"
     if len(token) > 1:
-        kind = "mi" if FUNCTIONS.fullmatch(token) else "mtext"
-        return f"<{kind}>{html.escape(token)}</{kind}>"
+        is_function = FUNCTIONS.fullmatch(token)
+        return f"<mi>{token}</mi>" if is_function else f"<mtext>{html.escape(token)}&#160;</mtext>"
     return f"<mi>{token}</mi>"
 
 
@@ -275,7 +275,24 @@ def blocks(markdown: str) -> str:
     """A page's blocks that are indented by four spaces, which in docs/spec.md are equations, as MathML."""
 
     def block(match: re.Match[str]) -> str:
-        lines = [render(line) for line in match[0].strip("\n").splitlines()]
-        return '<div class="equation">' + "".join(f"<div>{line}</div>" for line in lines) + "</div>\n"
+        return division([render(line) for line in match[0].strip("\n").splitlines()]) + "\n"
 
     return re.sub(r"(?m)(?<=\n\n)(?:^    \S.*\n)+", block, markdown)
+
+
+def division(lines: list[str]) -> str:
+    """Rendered lines as a block of their own."""
+    return '<div class="equation">' + "".join(f"<div>{line}</div>" for line in lines) + "</div>"
+
+
+def searchable(page: str) -> str:
+    """A page whose formulas search finds as they were written, `α = (2L)^(1/4)`, and not letter after letter."""
+
+    def formula(match: re.Match[str]) -> str:
+        source = re.sub(r"[_*`|]", lambda sign: f"&#{ord(sign[0])};", match[1])
+        return f'<math data-search-exclude{match[0][5:]}<span class="source" aria-hidden="true">{source}</span>'
+
+    apart = page.replace('<span class="gap"></span>', '<span class="gap"></span> ').replace(
+        "</div><div>", "</div> <div>"
+    )
+    return re.sub(r'<math [^>]*?alttext="([^"]*)"[^>]*>.*?</math>', formula, apart)

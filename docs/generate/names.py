@@ -1,7 +1,6 @@
 """A page for every norm and every residual scheme, made of Rust's tables, docs/spec.md, docs/notes.md and
 benches/results. A new name has its page as soon as it is in the tables."""
 
-import inspect
 import re
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from benches import figures
 from normformer_rs import config
 from normformer_rs import nn as nfnn
 
-from . import equations, spec
+from . import arguments, equations, links, spec
 from .examples import shown
 from .tables import RESULTS, results, table
 
@@ -40,6 +39,30 @@ def _index(kind: str, title: str, entries: list[dict[str, Any]]) -> str:
     about = f'`--{option} NAME` on the command line, `{option}="NAME"` in Python. [Names](../names.md) has the'
     about += " initialisations and presets, too; the [specification](../spec.md) its notation."
     return f"# {title}\n\n{about}\n\n{table(('name', 'definition', 'source'), rows)}"
+
+
+_ANCHORS = {"Initialisations": "init-", "Parametrisations": "parametrisation-", "Presets": "preset-"}
+"""What the anchors of a section begin with: several names stand for a scheme and for an initialisation."""
+
+
+def overview(page: str) -> str:
+    """docs/names.md with its definitions drawn and an anchor a name; norms and schemes lead to their pages."""
+    homes = links.homes()
+
+    def section(match: re.Match[str]) -> str:
+        title, text = match[1], match[2]
+
+        def row(cells: re.Match[str]) -> str:
+            name, definition = cells[1], cells[2]
+            anchor = f'<a id="{_ANCHORS.get(title, "")}{name}"></a>' if " " not in name else ""
+            has_page = title in KINDS.values()
+            shown = f"[`{name}`]({homes[name]})" if has_page else f"`{name}`"
+            drawn = definition if title == "Presets" else equations.render(definition)
+            return f"| {anchor}{shown} | {definition if '<math' not in drawn else drawn} |"
+
+        return f"## {title}\n" + re.sub(r"^\| `([^`]+)` \| (.*?) \|", row, text, flags=re.M)
+
+    return re.sub(r"^## ([^\n]+)\n(.*?)(?=^## |\Z)", section, page, flags=re.M | re.S)
 
 
 def _head(entry: dict[str, Any]) -> list[str]:
@@ -120,10 +143,7 @@ print(nfrs.swap_norms(model, "{name}"))
     parts.append(f'In the training loop: `--norm {name}`, or `normformer_rs.TransformerConfig(norm="{name}")`.')
     parts.append(f"With fairseq: `normformer-rs fairseq train … --norm {name}`.")
     parts += _specification(name) + notes(name)
-    constructor = inspect.signature(nfnn.norm_class(name)).parameters.values()
-    rows = [(f"`{p.name}`", f"`{p.default!r}`") for p in constructor if p.default is not p.empty]
-    parts += ["## Options", f"Of the module, `normformer_rs.nn`'s {module}, beside the width:"]
-    parts.append(table(("argument", "default"), rows))
+    parts += ["## Options", f"Of the module, `normformer_rs.nn`'s {module}:", arguments.rows(nfnn.norm_class(name))]
     if fields := options(name, "norms"):
         parts += ["Of the training loop and of `normformer_rs.TransformerConfig`:", option_table(fields)]
     kept = [(f"`{k['name']}`", what, _shape(k["shape"]), k["start"])

@@ -8,16 +8,26 @@ from typing import Any
 
 from normformer_rs import config
 
-from . import api, commands, equations, files, names, notebooks, reproductions
+from . import api, commands, equations, files, links, names, notebooks, reproductions
 from .spec import ROOT
 
-WRITTEN = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md",
+WRITTEN = {"README.md": "overview.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md",
            "tests/README.md": "tests.md"}  # fmt: skip
 """Pages outside docs/."""
 CONTENTS: list[tuple[str, list[str]]] = [
     (
         "Start",
-        ["index.md", "install.md", "swap.md", "models.md", "own.md", "train.md", "language-models.md", "fairseq.md"],
+        [
+            "index.md",
+            "overview.md",
+            "install.md",
+            "swap.md",
+            "models.md",
+            "own.md",
+            "train.md",
+            "language-models.md",
+            "fairseq.md",
+        ],
     ),
     ("Notebooks", ["notebooks/"]),
     ("Norms", ["norms/"]),
@@ -50,10 +60,14 @@ def write(output: Path) -> dict[str, str]:
     shutil.rmtree(folder, ignore_errors=True)
     pages = {WRITTEN.get(path, Path(path).name): _moved(path, folder) for path in _sources()}
     pages["spec.md"] = equations.blocks(pages["spec.md"])
+    pages["names.md"] = names.overview(pages["names.md"])
     pages["commands.md"] = commands.page()
     pages["files.md"] = files.page()
     pages["reproduce.md"] = reproductions.entries(pages["reproduce.md"], folder)
+    pages["overview.md"] = re.sub(r"^# .*", "# Overview", pages["overview.md"])
     pages |= names.pages(folder) | api.pages() | notebooks.pages(folder)
+    pages = {name: text if name == "names.md" else links.linked(name, text) for name, text in pages.items()}
+    pages = {name: equations.searchable(text) for name, text in pages.items()}
     for name, text in pages.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -74,7 +88,7 @@ def _sources() -> list[str]:
 
 
 def menu(pages: dict[str, str]) -> list[Any]:
-    """mkdocs' `nav`. Every page is in it."""
+    """The `nav` of mkdocs.yml. Every page is in it."""
     found: list[Any] = []
     listed = set()
     for title, entries in CONTENTS:
@@ -143,6 +157,8 @@ def _moved(source: str, folder: Path) -> str:
             page = WRITTEN.get(name, path.name)
         elif path.parent == notebooks.NOTEBOOKS:
             page = f"notebooks/{path.stem}.md"
+        elif (module := _module(name)) in api.MODULES:
+            page = f"api/{module}.md"
         elif inside:
             return match[0]  # a file that the site lacks
         else:
@@ -154,8 +170,13 @@ def _moved(source: str, folder: Path) -> str:
     return "".join(part if i % 2 else _LINK.sub(link, part) for i, part in enumerate(parts))
 
 
+def _module(path: str) -> str:
+    """The module that a file of Python is."""
+    return path.removeprefix("python/").removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
 def _lists(text: str) -> str:
-    """Indents the text of numbered items by four spaces, which mkdocs needs; GitHub is content with three."""
+    """Indents the text of numbered items by four spaces, which zensical needs; GitHub is content with three."""
     lines, is_item = [], False
     for line in text.splitlines():
         if re.match(r"\d+\. ", line):

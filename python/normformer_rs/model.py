@@ -51,12 +51,13 @@ class Transformer(nn.Module):
     ) -> None:
         super().__init__()
         self.config, self.precision = config, precision
+        self._options = config.to_json()  # once: a scheme of one's own is asked for each layer
         if seed is None:
             seed = int(torch.randint(2**63 - 1, (), device="cpu"))
         if not 0 <= seed < 2**64:
             raise InputError(f"seed must lie in [0, 2⁶⁴), got {seed}")
         device = torch.get_default_device() if device is None else device
-        for name, tensor in _core.parameters(config.to_json(), seed, str(device)):
+        for name, tensor in _core.parameters(self._options, seed, str(device)):
             self._place(name, tensor)
         self._follow()
 
@@ -87,7 +88,7 @@ class Transformer(nn.Module):
             raise InputError(EXPORT)
         names, tensors, precision = self._tensors()
         seed = self._draw(tensors[0].device) if self.training else None
-        return _core.forward(self.config.to_json(), names, tensors, source, target_input, seed, precision)
+        return _core.forward(self._options, names, tensors, source, target_input, seed, precision)
 
     def profile(self, source: Tensor | None, target_input: Tensor) -> None:
         """Sets the gains that the residual scheme takes from one training batch, with dropout, before training begins.
@@ -97,7 +98,7 @@ class Transformer(nn.Module):
         """
         names, tensors, precision = self._tensors()
         seed = self._draw(tensors[0].device)
-        _core.profile(self.config.to_json(), names, tensors, source, target_input, seed, precision)
+        _core.profile(self._options, names, tensors, source, target_input, seed, precision)
 
     def set_num_updates(self, update: int) -> None:
         """Sets branchnorm's t to the number of the update about to be made, 1 for the first. Other schemes ignore it.
@@ -122,12 +123,13 @@ class Transformer(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        self._options = self.config.to_json()
         self._follow()
 
     def _parts(self) -> dict[str, tuple[str, str]]:
         """Of each parameter its role in a parametrisation, and what its products are summed over."""
         names, tensors, _ = self._tensors()
-        return _core.parameter_parts(self.config.to_json(), names, tensors)
+        return _core.parameter_parts(self._options, names, tensors)
 
     def _tensors(self) -> tuple[list[str], list[Tensor], str]:
         named = dict(self.named_parameters(remove_duplicate=False)) | dict(self.named_buffers(remove_duplicate=False))

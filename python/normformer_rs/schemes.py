@@ -540,7 +540,7 @@ def _expected(scheme: Scheme, method: str, kind: Any, got: Any) -> Any:
 
 
 def _changes(scheme: Scheme, method: str, changes: Any, at: _Names) -> list[Any]:
-    changes = [changes] if isinstance(changes, Change) else list(changes)
+    changes = [changes] if isinstance(changes, Change) or not isinstance(changes, Iterable) else list(changes)
     for change in changes:
         if not isinstance(change, Change):
             raise InputError(

@@ -580,3 +580,25 @@ def test_a_scheme_of_ones_own_trains_as_the_tables_and_generates(data, tmp_path)
         losses = train(data, tmp_path / name, 6, model, **{"model.residual": residual})
         found[name] = losses, generate(data, tmp_path / name / "checkpoint_last.pt")
     assert found["own"] == found["table"]
+
+
+OWN_NORM = """
+import normformer_rs as nfrs
+
+class Mine(nfrs.Norm):
+    name = "mine"
+    parameters = {"weight": nfrs.norms.Parameter(lambda width: width**0.5, shape="one")}
+
+    def normalize(self, x, weight):
+        return weight * x / x.norm(dim=-1, keepdim=True).clamp_min(1e-5)
+"""
+
+
+def test_a_norm_of_ones_own_trains_as_the_tables(data, tmp_path):
+    (tmp_path / "mine.py").write_text(OWN_NORM)
+    found = []
+    for name, norm in (("own", f"{tmp_path / 'mine.py'}:Mine"), ("table", "scalenorm")):
+        model = f"--arch nfrs_transformer {SIZES} --residual prenorm --criterion {SMOOTHED}"
+        found.append(train(data, tmp_path / name, 6, model, **{"model.norm": norm}))
+        generate(data, tmp_path / name / "checkpoint_last.pt")
+    torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-4)

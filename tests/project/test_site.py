@@ -16,7 +16,19 @@ from normformer_rs.reproduce import REPRODUCTIONS
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
-from docs.generate import api, check, equations, examples, names, notebooks, pages, reproductions, spec  # noqa: E402
+from docs.generate import (  # noqa: E402
+    api,
+    arguments,
+    check,
+    equations,
+    examples,
+    links,
+    names,
+    notebooks,
+    pages,
+    reproductions,
+    spec,
+)
 from docs.generate.tables import results  # noqa: E402
 
 
@@ -67,6 +79,62 @@ def test_the_reference_has_every_public_name_and_option(made):
             assert f"| `{field.name}` |" in reference
     assert "swap_norms(\n    model: Module,\n    to: str | Callable[..., Module],\n    *,\n" in reference
     assert "layer_norm(Tensor x" in made["api/operators.md"].replace("\n", " ")
+
+
+def _sections(page, mark):
+    """A page's sections by their headings."""
+    return {part.partition("\n")[0]: part for part in re.split(rf"^{mark} ", page, flags=re.M)[1:]}
+
+
+@pytest.mark.parametrize("module", api.MODULES)
+def test_every_public_argument_is_a_row(made, module):
+    """Of functions, constructors and methods; each name has its source and a row in the page's summary."""
+    home, page = importlib.import_module(module), made[f"api/{module}.md"]
+    summary, sections = page.partition("\n## ")[0], _sections(page, "##")
+    for name in api.public(module):
+        assert f"| [`{name}`](#" in summary
+        value = getattr(home, name)
+        if inspect.ismodule(value) or isinstance(value, (dict, str)):
+            continue
+        section = sections[name]
+        assert f"[source]({links.GITHUB}python/" in section, name
+        known = {name: value}
+        if inspect.isclass(value):
+            found = {f"{name}.{method}": value for method, value in api.methods(value).items()}
+            known |= {method: value for method, value in found.items() if not isinstance(value, property)}
+        for called, part in ((name, section), *_sections(section, "###").items()):
+            for parameter in arguments.parameters(known.get(called)):
+                assert re.search(rf"^\| `\*{{0,2}}{parameter.name}` \|", part, re.M), f"{called}: {parameter.name}"
+
+
+def test_methods_of_the_package_itself_are_hidden(made):
+    page = made["api/normformer_rs.nn.md"]
+    assert "### BatchNorm.forward\n" in page
+    assert all(f".{name}\n" not in page for name in ("in_use", "profiled_gains", "extra_repr", "add_module"))
+
+
+def test_a_docstring_tells_of_several_arguments_in_a_line():
+    text = "Sums.\n\nArgs:\n    a: one. b, c: two,\n        and: more.\n    **d: last.\n\nErrors: none."
+    assert arguments.told(text) == {"a": "one.", "b": "two, and: more.", "c": "two, and: more.", "d": "last."}
+
+
+def test_names_link_to_their_pages():
+    text = "# `deepnorm`\n\n`deepnorm`, `rmsnorm:llama`, `else`, [`prenorm`](x.md)\n\n```\n`prenorm`\n```\n"
+    assert links.linked("own.md", text) == text.replace(
+        "`deepnorm`, `rmsnorm:llama`", "[`deepnorm`](residuals/deepnorm.md), [`rmsnorm:llama`](names.md#rmsnorm:llama)"
+    )
+    assert "[`dyt`](../norms/dyt.md)" in links.linked("residuals/deepnorm.md", "`dyt` beside `deepnorm`")
+    assert "`deepnorm`](" not in links.linked("residuals/deepnorm.md", "`dyt` beside `deepnorm`")
+
+
+def test_every_name_has_an_anchor_and_a_definition_that_search_finds(made):
+    page = made["names.md"]
+    for kind in ("norms", "families", "residuals"):
+        for entry in nfrs.tables()[kind]:
+            assert f'<a id="{entry["name"]}"></a>' in page
+    assert "[`deepnorm`](residuals/deepnorm.md)" in page and '<a id="init-deepnorm"></a>`deepnorm`' in page
+    assert '<span class="source" aria-hidden="true">y = γ⊙(x−μ)/√(σ²+ε)+β</span>' in page
+    assert page.count("<math data-search-exclude") == page.count('<span class="source"')
 
 
 @pytest.mark.parametrize("module", api.MODULES)
@@ -161,6 +229,8 @@ def test_the_finished_site_is_checked(tmp_path):
     assert check.faults(tmp_path) == ["b.html: c.png is not there", "b.html: loads https://cdn.example/x.js"]
     (tmp_path / "a.html").write_text('<a href="b.html#there">x</a>')
     assert "a.html: b.html#there names no anchor" in check.faults(tmp_path)
+    (tmp_path / "a.html").write_text(f'<a href="{links.GITHUB}Makefile#L1-L2">x</a><a href="{links.GITHUB}gone">y</a>')
+    assert check.faults(tmp_path)[:1] == [f"a.html: {links.GITHUB}gone is no line of the sources"]
     assert check.faults(tmp_path / "nothing") == [f"{tmp_path / 'nothing'}: there are no pages here"]
 
 

@@ -41,7 +41,7 @@ def test_norms_swap_train_and_return(name, norm):
     norms = [m for m in model.modules() if isinstance(m, nfnn.norm_class(norm))]
     fresh = [p for m in norms for p in m.parameters()]
     assert all(p.grad is not None and p in optimizer.state for p in fresh if p.requires_grad)
-    assert "those from before the swap" in done.undo()[0].note
+    assert "trained since" in done.undo()[0].note
     for key, (identity, value) in state_of(model).items():
         if "norm" in key.lower() or "ln_" in key:
             assert state[key][0] == identity and torch.equal(state[key][1], value), key

@@ -261,6 +261,7 @@ def test_wrong_declarations_are_refused_by_what_is_wrong(scheme, why):
     ("scheme", "why"),
     [
         (declare(around=lambda self, place: norm()), "around() of Mine must return a ResidualSpec"),
+        (declare(layer=lambda self, place: None), "layer() of Mine must give changes"),
         (declare(ResidualSpec(before=["norm"])), "around() of Mine must give changes"),
         (declare(ResidualSpec(alpha=None)), "a gain must be a number"),
         (declare(name=None), "has no name"),

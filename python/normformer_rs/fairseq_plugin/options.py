@@ -11,7 +11,7 @@ from fairseq.models.transformer import TransformerConfig as FairseqConfig
 from fairseq.models.transformer_lm import TransformerLanguageModelConfig as FairseqLanguageModelConfig
 from omegaconf import DictConfig, OmegaConf
 
-from normformer_rs.config import Field, TrainingConfig, TransformerConfig
+from normformer_rs.config import OWN, Field, TrainingConfig, TransformerConfig
 from normformer_rs.convert import FAIRSEQS, SIZES, complete
 from normformer_rs.errors import InputError
 
@@ -50,6 +50,8 @@ def _own_field(field: Field) -> tuple[str, Any, Any]:
     kind: Any = {"int": int, "float": float, "bool": bool, "str": str}[field.kind]
     if field.per_layer:
         help_ += f" One of {', '.join(field.choices)}."
+    elif field.choices and name in OWN:
+        help_ += f" One of {', '.join(field.choices)}; or file.py:Class, a norm of your own."
     elif field.choices:
         kind = ChoiceEnum(list(field.choices))
     if name == "residual":  # fairseq's flags for it: --encoder-normalize-before, --decoder-normalize-before

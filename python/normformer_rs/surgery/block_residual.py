@@ -116,7 +116,7 @@ class BlockResidual(Growing):
         self.passes_inside = any(passes(changes) for s in self.sublayers for changes in s.inside.values())
         install(self, self._declared(), place, factory=factory)
         mark_module(self, f"scheme_{place.config.residual}", like.device)
-        self.training = block.training
+        self.train(block.training)
         self.grow(None, like.device)
 
     def _declared(self) -> list[NormAt | Learned]:

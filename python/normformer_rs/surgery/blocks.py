@@ -1,5 +1,6 @@
 """The blocks of other libraries' models as surgery reads them: sublayers, linear layers, norms and shape."""
 
+import math
 import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -10,6 +11,7 @@ from .. import nn as nfnn
 from ..errors import InputError
 from ..nn.init import Role
 from ..nn.layers import KINDS
+from ..nn.own import OwnNorm
 from ..nn.place import Place
 from .converted import original, residual_of
 from .probe import RecognisedNorm, probe
@@ -240,10 +242,13 @@ def shape_of(block: Any) -> dict[str, Any]:
     """The options of a configuration that follow from the block: width, heads, norm, feed-forward width."""
     place = place_of(block)
     if place is not None:
-        return {name: getattr(place.config, name) for name in ("d_model", "heads", "norm", "d_ff")}
+        return {name: getattr(place.config, name) for name in ("d_model", "heads", "norm", "norm_eps", "d_ff")}
     parts = parts_of(block)
     norm = next((block.get_submodule(part.norm) for part in parts if part.norm is not None), None)
     found = None if norm is None else read_norm(norm)
+    own = norm if isinstance(norm, OwnNorm) else None
+    if own is not None:
+        found = RecognisedNorm(own.width, "layernorm")
     if norm is not None and found is None:
         found = _by_width(norm, structure_of(block).width)
     if norm is not None and found is None:
@@ -254,8 +259,12 @@ def shape_of(block: Any) -> dict[str, Any]:
         )
     width = found.width if found is not None else structure_of(block).width
     d_ff = next((size for part in reversed(parts) if (size := _width_into(block, part, "fc2"))), None)
-    computes = "layernorm" if found is None else found.computes
-    return {"d_model": width, "heads": _heads_of(block), "norm": computes, "d_ff": d_ff or 4 * (width or 1)}
+    shape: dict[str, Any] = {"d_model": width, "heads": _heads_of(block), "d_ff": d_ff or 4 * (width or 1)}
+    if own is not None:
+        return shape | {"norm": own.norm}
+    if found is not None and found.eps is not None and math.isfinite(found.eps):
+        shape["norm_eps"] = found.eps
+    return shape | {"norm": "layernorm" if found is None else found.computes}
 
 
 def _by_width(norm: nn.Module, width: int | None) -> RecognisedNorm | None:

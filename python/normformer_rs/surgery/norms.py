@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from ..config import unknown
+from ..config import TransformerConfig, unknown
 from ..errors import InputError
 from ..nn.norm_table import FAMILIES
 from ..nn.norms import BiasedRMSNorm
@@ -94,7 +94,7 @@ def swap_norms(
             + "".join(f", {name}={value!r}" for name, value in options.items())
         )
     if init not in ("match", "default"):
-        raise InputError(unknown("init", init, ("match", "default")))
+        raise InputError(unknown("init", str(init), ("match", "default")))
     refuse_wrapped(model)
     norms, staying = _find(model, filter)
     if any(p.is_meta for p in model.parameters()):
@@ -259,6 +259,8 @@ class _Target(NamedTuple):
 def _target(to: str | Callable[..., nn.Module]) -> _Target:
     if isinstance(to, type) and issubclass(to, Norm):
         to = to()
+    if isinstance(to, str) and ".py:" in to:
+        to = TransformerConfig(norm=to).norm  # an object, as there
     if isinstance(to, Norm):
         return _Target(str(to), None, to)
     name = next((name for name, kind in KINDS.items() if to is kind), to)

@@ -44,6 +44,7 @@ class StackResidual(Growing):
         install(self, self.declared_parts, place, factory=factory)
         if declared.combine is not None:
             self.combine = Sums(declared.combine, place, factory, True)
+        self.train(blocks[0].training)
         self.grow(declared.growth, like.device)
         self.kept_widths: dict[str, int] = {}
         layers = declared.layers

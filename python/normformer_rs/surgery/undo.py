@@ -219,7 +219,9 @@ class Swaps(Sequence[Row]):
         edits.undo()
         self._edits = None
         note = (
-            "trained since: its weights are those from before the swap" if trained else "bit-equal to before the swap"
+            "trained since: what the swap replaced or drew is as before it, the rest as learned"
+            if trained
+            else "bit-equal to before the swap"
         )
         return Swaps(f"{self.title}, taken back", [Row(r.name, r.new, r.old, note) for r in self._rows])
 

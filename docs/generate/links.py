@@ -1,0 +1,60 @@
+"""Code that is a norm's or a residual scheme's name, as a link to the name's page; sources, as links to GitHub."""
+
+import inspect
+import os
+import posixpath
+import re
+from pathlib import Path
+from typing import Any
+
+from normformer_rs import config
+
+from .spec import ROOT
+
+GITHUB = "https://github.com/normformer-rs/normformer_rs/blob/main/"
+_KEPT = re.compile(r"(^ *```.*?^ *```$|^#[^\n]*$|<a [^>]*>.*?</a>|<[^>]+>|!?\[[^\]]*\]\([^)]*\)|``.*?``)", re.M | re.S)
+"""Parts of a page in which nothing becomes a link."""
+
+
+def homes() -> dict[str, str]:
+    """The page, with its anchor where it has several names, of each norm and scheme."""
+    found = {e["name"]: f"{kind}/{e['name']}.md" for kind in ("norms", "residuals") for e in config.tables()[kind]}
+    return found | {e["name"]: f"names.md#{e['name']}" for e in config.tables()["families"]}
+
+
+def linked(page: str, text: str) -> str:
+    """The page's text with links; a page doesn't link to itself."""
+    known = {name: posixpath.relpath(home, posixpath.dirname(page) or ".") for name, home in homes().items()
+             if home.partition("#")[0] != page}  # fmt: skip
+
+    def link(match: re.Match[str]) -> str:
+        return f"[{match[0]}]({known[match[1]]})" if match[1] in known else match[0]
+
+    parts = _KEPT.split(text)
+    return "".join(part if i % 2 else re.sub(r"`([^`\n]+)`", link, part) for i, part in enumerate(parts))
+
+
+def source(value: Any) -> str:
+    """Where a class or function is written, as a link with line numbers; empty where no file has it."""
+    plain = inspect.unwrap(getattr(value, "fget", value))
+    try:
+        path = Path(inspect.getsourcefile(plain) or "")
+        lines, first = inspect.getsourcelines(plain)
+        last = first + len(lines) - 1
+    except (OSError, TypeError):
+        found = _stub(getattr(plain, "__name__", ""))
+        if found is None:
+            return ""
+        path, first = found
+        last = first
+    name = os.path.relpath(path, ROOT)
+    return "" if name.startswith((".", os.sep)) else f"[source]({GITHUB}{name}#L{first}-L{last})"
+
+
+def _stub(name: str) -> tuple[Path, int] | None:
+    """The stub's line that declares a class which is made of Rust's tables."""
+    for path in sorted((ROOT / "python").rglob("*.pyi")):
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+            if name and line.startswith(f"class {name}("):
+                return path, number
+    return None

@@ -1,0 +1,78 @@
+"""The norms that a scheme adds to a block of another library: which they are, and in which mode they begin."""
+
+import pytest
+import torch
+from surgery_support import torchs_encoder
+from torch import nn
+
+import normformer_rs as nfrs
+from normformer_rs.errors import InputError
+from normformer_rs.nn.own import OwnNorm
+from normformer_rs.surgery import swap_norms, swap_residuals
+
+
+class OwnNormOfNumbers(nfrs.Norm):
+    """One that no trial call could take for the table's."""
+
+    name = "half-way"
+    parameters = {"weight": nfrs.norms.Parameter()}  # noqa: RUF012
+
+    def normalize(self, x, weight):
+        return weight * x / (1 + x.norm(dim=-1, keepdim=True))
+
+
+def added(model):
+    """sandwich's norms behind the branches."""
+    return [module for name, module in model.named_modules() if "post_norm" in name]
+
+
+def test_they_have_the_blocks_epsilon():
+    model = torchs_encoder()
+    for module in model.modules():
+        if isinstance(module, nn.LayerNorm):
+            module.eps = 1e-3
+    swap_residuals(model, "sandwich", init=None)
+    assert added(model) and {norm.eps for norm in added(model)} == {1e-3}
+
+
+def test_they_are_the_users_own_after_a_swap_to_such():
+    model = torchs_encoder()
+    swap_norms(model, OwnNormOfNumbers)
+    swap_residuals(model, "sandwich", init=None)
+    assert added(model) and all(isinstance(norm, OwnNorm) and norm.norm.name == "half-way" for norm in added(model))
+
+
+@pytest.mark.parametrize("scheme", ["sandwich", "peri-ln", "resi-dual"])
+def test_they_begin_in_the_models_mode(scheme):
+    model = torchs_encoder().eval()
+    swaps = swap_residuals(model, scheme, init=None)
+    assert not any(module.training for module in model.modules())
+    swaps.undo()
+    swap_residuals(model.train(), scheme, init=None)
+    assert all(module.training for module in model.modules() if [*module.parameters()])
+
+
+def test_a_file_and_a_class_name_a_norm(tmp_path):
+    path = tmp_path / "own.py"
+    path.write_text(
+        "import normformer_rs as nfrs\nclass Half(nfrs.Norm):\n    name = 'half'\n"
+        "    parameters = {'weight': nfrs.norms.Parameter()}\n"
+        "    def normalize(self, x, weight):\n        return weight * x / 2\n"
+    )
+    model = torchs_encoder()
+    swap_norms(model, f"{path}:Half")
+    assert {m.norm.name for m in model.modules() if isinstance(m, OwnNorm)} == {"half"}
+
+
+def test_what_is_no_initialisation_of_norms_is_said():
+    with pytest.raises(InputError, match=r'unknown init "None".* one of match, default'):
+        swap_norms(torchs_encoder(), "rmsnorm", init=None)
+
+
+def test_a_table_after_training_says_what_came_back():
+    model = torchs_encoder()
+    swaps = swap_norms(model, "rmsnorm")
+    with torch.no_grad():
+        next(model.parameters()).add_(1)
+    assert {row.note for row in swaps.undo()} == {"trained since: what the swap replaced or drew is as before it, "
+                                                  "the rest as learned"}  # fmt: skip
