@@ -79,6 +79,13 @@ def cpu_level(name: Literal["baseline", "avx2", "avx512"] | None = None) -> str:
 def cuda_stand_in(on: bool) -> None:
     """Sends tensors of the CPU through the CUDA kernels: for the tests, with a driver whose device is the host."""
 
+def cuda_missing(device: int) -> str | None:
+    """Why kernels do not run on a CUDA device; None: they run."""
+
+def cuda_verdicts() -> list[str]:
+    """What proofs have told of kernels here, a line each: device and driver, program, options, kernel, verdict, split
+    by tabs."""
+
 def cuda_programs() -> list[str]:
     """The names of the CUDA programs."""
 

@@ -9,6 +9,7 @@ from .commands import (
     PROG,
     Command,
     completion,
+    doctor,
     evaluate,
     export,
     fairseq,
@@ -41,6 +42,7 @@ COMMANDS: dict[str, Callable[[], Command]] = {
     "export": export.parser,
     "fairseq": fairseq.parser,
     "fairseq-user-dir": fairseq.user_dir_parser,
+    "doctor": doctor.parser,
     "completion": completion.parser,
 }
 """In the order of `--help`."""

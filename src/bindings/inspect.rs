@@ -86,6 +86,23 @@ fn cuda_stand_in(on: bool) {
     crate::cuda::set_stand_in(on);
 }
 
+/// Why kernels do not run on a CUDA device; none: they run.
+#[pyfunction]
+fn cuda_missing(py: Python<'_>, device: i32) -> PyResult<Option<String>> {
+    Ok(released(py, || {
+        Ok::<_, crate::error::Error>(match crate::cuda::readiness(device)? {
+            crate::cuda::Readiness::Ready => None,
+            crate::cuda::Readiness::Missing(why) => Some(why),
+        })
+    })?)
+}
+
+/// What proofs have told of kernels on this machine, a line each: device and driver, program, options, kernel, verdict.
+#[pyfunction]
+fn cuda_verdicts() -> Vec<String> {
+    crate::cuda::verdict::kept()
+}
+
 /// The names of the CUDA programs.
 #[pyfunction]
 fn cuda_programs() -> Vec<&'static str> {
@@ -107,6 +124,8 @@ pub(super) fn add(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_function(wrap_pyfunction!(threads_in_kernels, m)?)?;
     m.add_function(wrap_pyfunction!(cpu_level, m)?)?;
     m.add_function(wrap_pyfunction!(cuda_stand_in, m)?)?;
+    m.add_function(wrap_pyfunction!(cuda_missing, m)?)?;
+    m.add_function(wrap_pyfunction!(cuda_verdicts, m)?)?;
     m.add_function(wrap_pyfunction!(cuda_programs, m)?)?;
     m.add_function(wrap_pyfunction!(cuda_compile, m)?)
 }

@@ -8,26 +8,26 @@ use crate::error::Result;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// The program's binary, from the disk where it has been compiled before.
-pub fn compiled(program: &Program, options: &str, architecture: i32) -> Result<Vec<u8>> {
+/// The program's binary, from the disk where it has been compiled before; and its file, if there is a place for one.
+pub fn compiled(program: &Program, options: &str, architecture: i32) -> Result<(Vec<u8>, Option<PathBuf>)> {
     let compiler = nvrtc::compiler()?;
     let (major, minor) = compiler.version();
     let source = program.files.concat();
     let key = format!("normformer_rs NVRTC {major}.{minor} sm_{architecture} {options}\n{source}");
     let path = folder().map(|f| f.join(format!("{:032x}.cubin", fingerprint(key.as_bytes()))));
     if let Some(binary) = path.as_deref().and_then(|p| read(p, &key)) {
-        return Ok(binary);
+        return Ok((binary, path));
     }
     let (binary, _) = compiler.compile(program, options, architecture)?;
-    if let Some(path) = path {
+    if let Some(path) = &path {
         // Best effort.
-        let _ = write(&path, &key, &binary);
+        let _ = write(path, &key, &binary);
     }
-    Ok(binary)
+    Ok((binary, path))
 }
 
 /// NORMFORMER_RS_CACHE, or normformer_rs in the user's cache folder; none where there is no home.
-fn folder() -> Option<PathBuf> {
+pub fn folder() -> Option<PathBuf> {
     let set = |name: &str| std::env::var_os(name).filter(|v| !v.is_empty()).map(PathBuf::from);
     let user = || set("XDG_CACHE_HOME").or_else(|| set("HOME").map(|home| home.join(".cache")));
     set("NORMFORMER_RS_CACHE").or_else(|| user().map(|folder| folder.join("normformer_rs")))

@@ -17,6 +17,8 @@ api!(
         cuGetErrorString: fn(c_int, *mut *const c_char) -> c_int;
         cuDeviceGet: fn(*mut c_int, c_int) -> c_int;
         cuDeviceGetAttribute: fn(*mut c_int, c_int, c_int) -> c_int;
+        cuDeviceGetName: fn(*mut c_char, c_int, c_int) -> c_int;
+        cuDriverGetVersion: fn(*mut c_int) -> c_int;
         cuDevicePrimaryCtxRetain: fn(*mut DriverContext, c_int) -> c_int;
         cuCtxPushCurrent_v2: fn(DriverContext) -> c_int;
         cuCtxPopCurrent_v2: fn(*mut DriverContext) -> c_int;
@@ -28,6 +30,7 @@ api!(
             *mut *mut c_void,
         ) -> c_int;
         cuThreadExchangeStreamCaptureMode: fn(*mut c_int) -> c_int;
+        cuStreamIsCapturing: fn(*mut c_void, *mut c_int) -> c_int;
     }
 );
 
@@ -103,6 +106,19 @@ impl Driver {
         Ok(found)
     }
 
+    /// The device's name and the driver's version, such as "NVIDIA H100, driver 13.0".
+    pub fn describe(&self, device: Device) -> Result<String> {
+        let (mut name, mut handle, mut version) = ([0 as c_char; 256], 0, 0);
+        // SAFETY: every place that is written to is ours; the driver ends the name within the length it is told.
+        let name = unsafe {
+            self.check((self.api.cuDeviceGet)(&mut handle, device), "cuDeviceGet")?;
+            self.check((self.api.cuDeviceGetName)(name.as_mut_ptr(), 255, handle), "cuDeviceGetName")?;
+            self.check((self.api.cuDriverGetVersion)(&mut version), "cuDriverGetVersion")?;
+            CStr::from_ptr(name.as_ptr()).to_string_lossy().replace(['\t', '\n'], " ")
+        };
+        Ok(format!("{name}, driver {}.{}", version / 1000, version % 1000 / 10))
+    }
+
     /// Loads a binary for good and finds its kernel.
     pub fn load(&self, device: Device, binary: &[u8], kernel: &CStr) -> Result<Function> {
         let _current = self.enter(device)?;
@@ -136,6 +152,14 @@ impl Driver {
         };
         self.check(asked, "cuOccupancyMaxActiveBlocksPerMultiprocessor")?;
         Ok(each.max(1) as u32 * multiprocessors)
+    }
+
+    /// Whether what is launched on this stream is recorded, not run.
+    pub fn is_capturing(&self, device: Device, stream: *mut c_void) -> Result<bool> {
+        let (_current, mut state) = (self.enter(device)?, 0);
+        // SAFETY: torch's stream, or the default one; the place is ours.
+        self.check(unsafe { (self.api.cuStreamIsCapturing)(stream, &mut state) }, "cuStreamIsCapturing")?;
+        Ok(state != 0)
     }
 
     /// # Safety

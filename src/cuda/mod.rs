@@ -10,6 +10,7 @@ mod driver;
 mod layout;
 mod library;
 mod nvrtc;
+pub mod verdict;
 
 pub use layout::Layout;
 
@@ -86,6 +87,7 @@ pub struct Grid {
 enum CudaMode {
     Auto,
     Require,
+    Trust,
     Off,
 }
 
@@ -93,8 +95,9 @@ fn cuda_mode() -> Result<CudaMode> {
     match std::env::var("NORMFORMER_RS_CUDA").as_deref() {
         Err(_) | Ok("" | "auto") => Ok(CudaMode::Auto),
         Ok("require") => Ok(CudaMode::Require),
+        Ok("trust") => Ok(CudaMode::Trust),
         Ok("off") => Ok(CudaMode::Off),
-        Ok(other) => Err(crate::error::unknown("NORMFORMER_RS_CUDA", other, ["auto", "require", "off"])),
+        Ok(other) => Err(crate::error::unknown("NORMFORMER_RS_CUDA", other, ["auto", "require", "trust", "off"])),
     }
 }
 
@@ -119,7 +122,7 @@ pub fn readiness(device: Device) -> Result<Readiness> {
     let cuda_mode = cuda_mode()?;
     let found = match cuda_mode {
         CudaMode::Off => Readiness::Missing("NORMFORMER_RS_CUDA=off".to_string()),
-        CudaMode::Auto | CudaMode::Require => match function(device, &SUMS, "", "sum_partials") {
+        CudaMode::Auto | CudaMode::Require | CudaMode::Trust => match kernel(device, &SUMS, "", "sum_partials") {
             Ok(_) => Readiness::Ready,
             Err(e) => Readiness::Missing(e.to_string()),
         },
@@ -146,10 +149,10 @@ pub fn blocks_at_once(
     kernel: &'static str,
     threads: u32,
 ) -> Result<u32> {
-    driver()?.blocks_at_once(device, function(device, program, options, kernel)?, threads)
+    driver()?.blocks_at_once(device, self::kernel(device, program, options, kernel)?.function, threads)
 }
 
-/// Launches a kernel on torch's current stream.
+/// Launches a kernel on torch's current stream, if [`verdict`] lets it.
 ///
 /// # Safety
 /// `A` is the struct that the kernel takes, field by field; its pointers are the device's, long enough for what the
@@ -165,10 +168,24 @@ pub unsafe fn launch<A>(
     if grid.blocks == 0 {
         return Ok(());
     }
-    let function = function(device, program, options, kernel)?;
-    let stream = if stand_in() { std::ptr::null_mut() } else { driver::torch_stream(device)? };
+    let kernel = self::kernel(device, program, options, kernel)?;
+    kernel.variant.admit()?;
+    let stream = stream(device)?;
     // SAFETY: as the caller promises; a kernel takes its one struct by value, so the driver copies it here.
-    unsafe { driver()?.launch(device, function, grid, stream, std::ptr::from_ref(arguments).cast::<c_void>()) }
+    unsafe { driver()?.launch(device, kernel.function, grid, stream, std::ptr::from_ref(arguments).cast::<c_void>()) }
+}
+
+/// Whether torch's current stream is being captured.
+pub fn is_capturing(device: Device) -> Result<bool> {
+    driver()?.is_capturing(device, stream(device)?)
+}
+
+fn stream(device: Device) -> Result<*mut c_void> {
+    if stand_in() {
+        Ok(std::ptr::null_mut())
+    } else {
+        driver::torch_stream(device)
+    }
 }
 
 fn driver() -> Result<&'static Driver> {
@@ -176,29 +193,39 @@ fn driver() -> Result<&'static Driver> {
     DRIVER.get_or_init(|| Driver::bind().map_err(|e| e.to_string())).as_ref().map_err(|e| Error::Torch(e.clone()))
 }
 
+/// A kernel that is loaded, for good, and what is known of it.
+struct Kernel {
+    function: Function,
+    variant: verdict::Variant,
+}
+
 /// The kernel, compiled and loaded where that has not been done.
-fn function(device: Device, program: &'static Program, options: &str, kernel: &'static str) -> Result<Function> {
+fn kernel(device: Device, program: &'static Program, options: &str, kernel: &'static str) -> Result<&'static Kernel> {
     type ProgramKey = (Device, &'static str, &'static str);
     // By options within a kernel, so that a launch looks its kernel up without making a string.
-    static LOADED: RwLock<Option<HashMap<ProgramKey, HashMap<String, Function>>>> = RwLock::new(None);
+    static LOADED: RwLock<Option<HashMap<ProgramKey, HashMap<String, &'static Kernel>>>> = RwLock::new(None);
     let key = (device, program.name, kernel);
-    let found = |all: &Option<HashMap<ProgramKey, HashMap<String, Function>>>| {
+    let found = |all: &Option<HashMap<ProgramKey, HashMap<String, &'static Kernel>>>| {
         all.as_ref().and_then(|all| all.get(&key)).and_then(|kernels| kernels.get(options)).copied()
     };
-    if let Some(function) = found(&LOADED.read().unwrap_or_else(PoisonError::into_inner)) {
-        return Ok(function);
+    if let Some(kernel) = found(&LOADED.read().unwrap_or_else(PoisonError::into_inner)) {
+        return Ok(kernel);
     }
     // Held while compiling: threads that want the same kernel wait for it.
     let mut loaded = LOADED.write().unwrap_or_else(PoisonError::into_inner);
-    if let Some(function) = found(&loaded) {
-        return Ok(function);
+    if let Some(kernel) = found(&loaded) {
+        return Ok(kernel);
     }
     let driver = driver()?;
-    let binary = cache::compiled(program, options, driver.device(device)?.architecture)?;
+    let properties = driver.device(device)?;
+    let (binary, file) = cache::compiled(program, options, properties.architecture)?;
     let name = CString::new(kernel).expect("kernels have plain names");
     let function = driver.load(device, &binary, &name)?;
-    loaded.get_or_insert_default().entry(key).or_default().insert(options.to_string(), function);
-    Ok(function)
+    let is_trusted = cuda_mode()? == CudaMode::Trust;
+    let variant = verdict::Variant::new(driver.describe(device)?, [program.name, options, kernel], file, is_trusted);
+    let made = Box::leak(Box::new(Kernel { function, variant }));
+    loaded.get_or_insert_default().entry(key).or_default().insert(options.to_string(), made);
+    Ok(made)
 }
 
 static STAND_IN: AtomicBool = AtomicBool::new(false);

@@ -46,9 +46,9 @@ pub enum Reading {
 }
 
 // declared.h's flags.
-const OPTIONAL: u8 = 1;
+pub const OPTIONAL: u8 = 1;
 const HOST: u8 = 2;
-const WRITTEN: u8 = 4;
+pub const WRITTEN: u8 = 4;
 const SHARED: u8 = 8;
 // What C++ learns from where an argument stands.
 pub const LEADER: u8 = 16;

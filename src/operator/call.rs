@@ -185,10 +185,13 @@ impl Call {
 
     /// Calls `formula` with these tensors in the place of arguments.
     pub fn with<T>(&self, tensors: &[Option<Tensor>], formula: impl FnOnce(&Call) -> T) -> T {
-        let replaced = |(own, other): (&Value, &Option<Tensor>)| other.as_ref().map_or(*own, Value::from);
-        let arguments: Vec<Value> = self.all().iter().zip(tensors).map(replaced).collect();
+        self.with_values(&replaced(self.all(), tensors), formula)
+    }
+
+    /// Calls `formula` with other arguments.
+    pub fn with_values<T>(&self, arguments: &[Value], formula: impl FnOnce(&Call) -> T) -> T {
         let (none, no) = (Cell::new(0), Cell::new(false));
-        formula(&Call { arguments: Span::of(&arguments), absent: none.clone(), written: none, composed: no, ..*self })
+        formula(&Call { arguments: Span::of(arguments), absent: none.clone(), written: none, composed: no, ..*self })
     }
 
     /// The CUDA device whose kernels take the call.
@@ -218,6 +221,11 @@ impl Call {
     pub fn decline(&self) {
         self.composed.set(true);
     }
+}
+
+/// Arguments with these tensors in the place of their own.
+pub fn replaced(given: &[Value], tensors: &[Option<Tensor>]) -> Vec<Value> {
+    given.iter().zip(tensors).map(|(own, t)| t.as_ref().map_or(*own, Value::from)).collect()
 }
 
 fn exactly<const N: usize>(values: &[Value]) -> &[Value; N] {

@@ -127,6 +127,15 @@ pub(super) fn lp_norm_on_device() -> Operator {
             let (device, views) = on_device(call, [x, weight, stats, p, eps])?;
             let gradients = RowGradients { dweight: dweight.view, ..RowGradients::alone(dy.view, dx.view) };
             kernel::backward(device, &scale_norm::OPERATOR.kernel, &views, &gradients)
+        })
+        .formula(|call| {
+            let [dy, x, weight, _, p, eps] = call.arguments();
+            let (x, weight, p, eps) = (x.required(), weight.tensor(), p.float(), eps.float());
+            let all: Vec<&Tensor> = [&x].into_iter().chain(&weight).collect();
+            let composed = |leaves: &[Tensor]| lp::composed(&leaves[0], leaves.get(1), p, eps);
+            let mut found = engine::gradients(&all, &dy.required(), composed)?;
+            found.resize_with(2, || None);
+            Ok(found)
         }),
     )
     .counted(&HANDLE)

@@ -107,6 +107,11 @@ pub(super) fn operator() -> Operator {
             let ([dloss, logits, target, mask, lse, numbers @ ..], [dlogits]) = (call.arguments::<8>(), call.outputs());
             let views = views([logits, target, mask], numbers);
             kernel::backward(call.device(), &views, lse.view, &dloss.view, &dlogits.view)
+        })
+        .formula(|call| {
+            let [dloss, logits, target, mask, _, numbers @ ..] = call.arguments::<8>();
+            let rest = [*target, *mask, numbers[0], numbers[1], numbers[2]];
+            engine::gradients(&[&logits.required()], &dloss.required(), |leaves| Ok(formula(&leaves[0], &rest)?.0))
         }),
     )
     .program(&PROGRAM)

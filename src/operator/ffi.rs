@@ -11,7 +11,7 @@ thread_local! {
     static LAST: RefCell<CString> = RefCell::default();
 }
 
-fn keep(e: Error) {
+pub fn keep(e: Error) {
     let text = e.to_string().replace('\0', " ");
     LAST.with(|last| *last.borrow_mut() = CString::new(text).expect("no NUL is left"));
 }

@@ -18,6 +18,7 @@ mod engine;
 mod ffi;
 mod function;
 mod generator;
+mod proof;
 mod recompute;
 mod register;
 mod relu_dropout;

@@ -90,24 +90,24 @@ fn kept(text: &str) -> *const c_char {
 }
 
 /// An argument, as a schema has it.
-struct Formal<'a> {
-    name: &'a str,
+pub(super) struct Formal<'a> {
+    pub name: &'a str,
     is_tensor: bool,
     is_list: bool,
     is_written: bool,
 }
 
 /// A declaration beside its schema.
-struct Declared<'a> {
+pub(super) struct Declared<'a> {
     operator: &'a Operator,
-    formals: Vec<Formal<'a>>,
+    pub formals: Vec<Formal<'a>>,
     /// Tensor arguments, and their places in the schema; and those that are lists of tensors.
-    table: Vec<(&'a Argument, usize)>,
+    pub table: Vec<(&'a Argument, usize)>,
     lists: Vec<(&'a Argument, usize)>,
 }
 
 impl<'a> Declared<'a> {
-    fn new(operator: &'a Operator) -> Result<Self> {
+    pub fn new(operator: &'a Operator) -> Result<Self> {
         let (arguments, returns) = operator.schema.split_once(") -> ").unwrap_or_default();
         let arguments = arguments.split_once('(').unwrap_or_default().1;
         let formal = |text: &'a str| {
@@ -133,6 +133,12 @@ impl<'a> Declared<'a> {
             true => Ok(declared),
             false => declared.wrong(format!("has {count} outputs and describes {}", operator.outputs.len())),
         }
+    }
+
+    /// What types and devices are compared with, and its place in the schema.
+    pub fn leader(&self) -> Result<(&'a Argument, usize)> {
+        let found = self.table.iter().find(|(argument, _)| argument.is & LEADER != 0);
+        found.map_or_else(|| self.wrong("has no leader"), |(argument, place)| Ok((*argument, *place)))
     }
 
     fn wrong<T>(&self, what: impl std::fmt::Display) -> Result<T> {
@@ -283,7 +289,10 @@ fn flags(o: &Operator) -> u32 {
 pub fn register(operator: &'static Operator) -> Result<()> {
     let declared = Declared::new(operator)?;
     let op = match &operator.backward {
-        Some(backward) => declared.connected(&Declared::new(backward)?)?,
+        Some(backward) => {
+            let _ = backward.forward.set(operator);
+            declared.connected(&Declared::new(backward)?)?
+        }
         None => declared.op()?,
     };
     // SAFETY: the row stays for good, and so do the operator and all that the row points to.

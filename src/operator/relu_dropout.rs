@@ -51,6 +51,13 @@ pub(super) fn operator() -> Operator {
         .kernel(|call| {
             let ([dy, y, p], [dx]) = (call.arguments(), call.outputs());
             kernel::backward(call.device(), &dy.view, &y.view, &Draw { p: p.float(), ..Draw::NONE }, &dx.view)
+        })
+        .formula(|call| {
+            let [dy, y, p] = call.arguments();
+            let (dy, y) = (dy.required(), y.required());
+            let slope = y.f_gt(0.0)?.f_to_kind(y.kind())?.f_mul_scalar(1.0 / (1.0 - p.float()))?;
+            // A NaN of y is one of the gradient.
+            Ok(vec![Some(dy.f_mul(&slope)?.f_where_self(&y.f_isnan()?.f_logical_not()?, &y)?)])
         }),
     )
     // Piecewise constant in x: where y is not zero it is the kept scale, which the kernel reads off.

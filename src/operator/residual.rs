@@ -4,7 +4,7 @@ use super::call::{values, Call, Value};
 use super::declare::{gradient, leader, parameter, seed, tensor, DtypeRule, Operator};
 use super::dropout::{check_dropout, draw, drawn_for};
 use super::engine::Handle;
-use super::row_norm::{composed, extra, views, with_extra, BoundRowNorm, ExtraArgs, RowNormOp};
+use super::row_norm::{composed, composed_gradients, extra, views, with_extra, BoundRowNorm, ExtraArgs, RowNormOp};
 use crate::error::{Error, Result};
 use crate::kernel::residual_step::{call as kernel, NO_NORM};
 use crate::kernel::rows::call::{RowGradients, RowViews};
@@ -58,7 +58,7 @@ impl Step<'_> {
 }
 
 /// c10::ScalarType's number (tch keeps its own private).
-fn scalar_type(kind: Kind) -> i64 {
+pub(super) fn scalar_type(kind: Kind) -> i64 {
     match kind {
         Kind::Half => 5,
         Kind::Float => 6,
@@ -208,10 +208,48 @@ pub(super) fn operator(norm: Option<&'static RowNormOp>) -> Operator {
             let views = RowViews { x, f, alpha, beta, weight, bias, numbers, x_plus, y, stats, eps, order: None, draw };
             let gradients = RowGradients { dx_plus, dy, dx, df, dalpha, dbeta, dweight, dbias, dnumbers };
             kernel::backward(call.device(), row_kernel, &views, &gradients)
-        }),
+        })
+        .formula(move |call| gradients(kernels, call)),
     )
     .program(&row_kernel.program)
     .counted(norm.map_or(&HANDLE, |o| &o.residual))
+}
+
+/// With g = dx⁺ + the norm's gradient at x⁺: dx = α⊙g, df = β⊙mask⊙g, and the sums of what α and β have multiplied.
+fn gradients(norm: Option<&RowNormOpSpec>, call: &Call) -> Result<Vec<Option<Tensor>>> {
+    let [dx_plus, dy, x_plus, x, f, alpha, beta, weight, bias, _, extra @ .., p, seed, site] = call.all() else {
+        unreachable!("the schema has these")
+    };
+    let (x_plus, f) = (x_plus.required(), f.required());
+    let kind = if x_plus.kind() == Kind::Double { Kind::Double } else { Kind::Float };
+    let wide = |v: &Value| Ok::<_, Error>(v.tensor().map(|t| t.f_to_kind(kind)).transpose()?);
+    let mut g = wide(dx_plus)?;
+    let mut of_norm: Vec<Option<Tensor>> = (0..2).map(|_| None).collect();
+    if let (Some(k), Some(dy)) = (norm, wide(dy)?) {
+        let mut all = composed_gradients(k, &dy, &x_plus.f_to_kind(kind)?, [weight, bias], extra)?;
+        all.truncate(3 + k.numbers.len());
+        let through = all.remove(0);
+        g = match (g, through) {
+            (Some(g), Some(through)) => Some(g.f_add(&through)?),
+            (g, through) => g.or(through),
+        };
+        of_norm = all;
+    }
+    let g = g.map_or_else(|| x_plus.f_zeros_like()?.f_to_kind(kind), Ok)?;
+    let mask = drawn_for(&f.f_to_kind(kind)?, [p, seed, site])?;
+    let kept = mask.map_or_else(|| Ok(g.shallow_clone()), |mask| g.f_mul(&mask))?;
+    let times = |t: &Tensor, gain: &Value| match wide(gain)? {
+        Some(gain) => Ok::<_, Error>(t.f_mul(&gain)?),
+        None => Ok(t.shallow_clone()),
+    };
+    let sum = |gain: &Value, g: &Tensor, of: Option<Tensor>| match (gain.tensor(), of) {
+        (Some(gain), Some(of)) => Ok::<_, Error>(Some(g.f_mul(&of)?.f_sum_to_size(gain.size().as_slice())?)),
+        _ => Ok(None),
+    };
+    let (dx, df) = (times(&g, alpha)?, times(&kept, beta)?);
+    let sums = [sum(alpha, &g, wide(x)?)?, sum(beta, &kept, Some(f.f_to_kind(kind)?))?];
+    let both = [Some(dx.f_to_kind(x_plus.kind())?), Some(df.f_to_kind(f.kind())?)];
+    Ok(both.into_iter().chain(sums).chain(of_norm).collect())
 }
 
 fn formula(norm: Option<&RowNormOpSpec>, call: &Call) -> Result<Vec<Option<Tensor>>> {

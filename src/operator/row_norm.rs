@@ -144,6 +144,35 @@ pub(super) fn composed(k: &RowNormOpSpec, x: &Tensor, [weight, bias]: [&Value; 2
     k.composed(x, (weight.as_ref(), bias.as_ref()), eps, &numbers)
 }
 
+/// Gradients of [`composed`]: of x, weight and bias, where they are there, and of the norm's own numbers.
+pub(super) fn composed_gradients(
+    k: &RowNormOpSpec,
+    dy: &Tensor,
+    x: &Tensor,
+    parameters: [&Value; 2],
+    extra: &[Value],
+) -> Result<Vec<Option<Tensor>>> {
+    let numbers: Vec<Option<Tensor>> = extra.iter().map(Value::tensor).collect();
+    let given = [Some(x.shallow_clone())].into_iter().chain(parameters.map(Value::tensor)).chain(numbers);
+    let all: Vec<Option<Tensor>> = given.collect();
+    let there: Vec<&Tensor> = all.iter().flatten().collect();
+    let found = engine::gradients(&there, dy, |leaves| {
+        let mut leaves = leaves.iter();
+        let mut next = |own: Value| if own.tensor().is_some() { leaves.next().map_or(own, Value::from) } else { own };
+        let x = next(Value::from(x)).required();
+        let [weight, bias] = parameters.map(|own| next(*own));
+        let extra: Vec<Value> = extra.iter().map(|own| next(*own)).collect();
+        composed(k, &x, [&weight, &bias], &extra)
+    })?;
+    let mut found = found.into_iter();
+    Ok(all.iter().map(|t| t.as_ref().and_then(|_| found.next().flatten())).collect())
+}
+
+/// Without ε, which has no gradient.
+pub(super) fn gradients_of_outputs(k: &RowNormOpSpec, all: Vec<Option<Tensor>>) -> Result<Vec<Option<Tensor>>> {
+    Ok(all.into_iter().take(3 + k.numbers.len()).collect())
+}
+
 pub(super) fn operator(o: &'static RowNormOp) -> Operator {
     let (k, name) = (o.kernels, o.kernels.operator);
     let stats = || tensor("stats", format!("*{}", k.kernel.stats()), DtypeRule::Computed);
@@ -199,6 +228,10 @@ pub(super) fn operator(o: &'static RowNormOp) -> Operator {
             let views = RowViews { bias: dbias, numbers, ..alone };
             let gradients = RowGradients { dweight, dbias, dnumbers, ..RowGradients::alone(dy.view, dx.view) };
             kernel::backward(call.device(), &k.kernel, &views, &gradients)
+        })
+        .formula(move |call| {
+            let [dy, x, weight, bias, _, given @ ..] = call.all() else { unreachable!("the schema has these") };
+            gradients_of_outputs(k, composed_gradients(k, &dy.required(), &x.required(), [weight, bias], given)?)
         }),
     )
     .counted(&o.handle)

@@ -1,5 +1,6 @@
 """The first minute with the package: help and mistakes are answered at once; torch is imported where it is needed."""
 
+import os
 import pickle
 import re
 import subprocess
@@ -466,3 +467,13 @@ def test_version_all_says_what_a_report_needs():
     assert re.match(r"2\.\d+\.\d+.*, \d+ threads?$", lines["torch"])
     assert f"{sys.version_info.major}.{sys.version_info.minor}." in lines["Python"]
     assert set(lines) >= {"processor", "devices", "system", "packages", "variables"}
+
+
+def test_doctor_says_what_is_here_and_what_to_do(tmp_path):
+    (tmp_path / "a.verdicts").write_text("H100, driver 13.0\tdyt.cu\t-DK_VEC=4\trows_forward\tright\n"
+                                         "H100, driver 13.0\tdyt.cu\t-DK_VEC=4\trows_backward\twrong\n")  # fmt: skip
+    env = {**os.environ, "NORMFORMER_RS_CACHE": str(tmp_path)}
+    done = subprocess.run([*COMMAND, "doctor"], capture_output=True, text=True, check=True, env=env)
+    assert "(in use)" in done.stdout and "\nkernels on H100, driver 13.0: 1 proven right, 1 wrong\n" in done.stdout
+    last = "to do: report this, whose formula runs in its place: dyt.cu -DK_VEC=4 rows_backward on H100, driver 13.0"
+    assert done.stdout.splitlines()[-1] == last

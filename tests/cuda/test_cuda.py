@@ -302,7 +302,30 @@ def test_kernels_may_be_off(tmp_path):
 
 def test_a_wish_may_be_misspelt(tmp_path):
     message = device.run(launcher_cases.refuses, env=device.environment(tmp_path, NORMFORMER_RS_CUDA="requir"))
-    assert "expected one of auto, require, off" in message
+    assert "expected one of auto, require, trust, off" in message
+
+
+def test_the_first_use_of_a_kernel_proves_it_once(tmp_path):
+    launched = ["rows_forward", "rows_backward", "sum_partials"]
+    env = device.environment(tmp_path, NORMFORMER_RS_CUDA="auto", MOCK_LOG=str(tmp_path / "log"))
+    names, verdicts, warned = device.run(launcher_cases.proven_launches, env=env)
+    assert len(names) > 3 * len(launched) and names[-1] == "sum_partials" and not warned
+    assert {(line.split("\t")[3], line.split("\t")[4]) for line in verdicts} == {(name, "right") for name in launched}
+    assert all(line.startswith("emulated, driver 13.0\t") for line in verdicts)
+    (tmp_path / "log").unlink()
+    assert device.run(launcher_cases.proven_launches, env=env) == (launched, verdicts, [])  # another process
+
+
+def test_a_kernel_that_was_wrong_stays_off(tmp_path):
+    env = device.environment(tmp_path, NORMFORMER_RS_CUDA="auto", MOCK_LOG=str(tmp_path / "log"))
+    device.run(launcher_cases.proven_launches, env=env)
+    for file in tmp_path.glob("*.verdicts"):
+        file.write_text(file.read_text().replace("rows_backward\tright", "rows_backward\twrong"))
+    (tmp_path / "log").unlink()
+    names, verdicts, warned = device.run(launcher_cases.proven_launches, env=env)
+    assert names == ["rows_forward"] and not warned and "wrong" in "".join(verdicts)
+    trusted = device.run(launcher_cases.proven_launches, env={**env, "NORMFORMER_RS_CUDA": "trust"})
+    assert trusted[0][1:] == ["rows_forward", "rows_backward", "sum_partials"]
 
 
 def test_no_library_means_the_formula(tmp_path):

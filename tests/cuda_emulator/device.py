@@ -49,8 +49,10 @@ def _forget_old_kernels() -> None:
 
 
 def environment(cache_folder: Path, **more: str) -> dict[str, str]:
-    """What a process needs to find the emulated device; `more` as driver.cpp and compiler.cpp list it."""
+    """What a process needs to find the emulated device, whose kernels are taken as they are; `more` as driver.cpp and
+    compiler.cpp list it."""
     return {
+        "NORMFORMER_RS_CUDA": os.environ.get("NORMFORMER_RS_CUDA", "trust"),
         "NORMFORMER_RS_CUDA_LIBRARIES": str(libraries()),
         "NORMFORMER_RS_CACHE": str(cache_folder),
         "MOCK_STORE": str(STORE),

@@ -194,6 +194,21 @@ int cuDeviceGetAttribute(int* value, int attribute, int) {
   *value = attribute == 75 ? capability() / 10 : attribute == 76 ? capability() % 10 : attribute == 16 ? 3 : 0;
   return OK;
 }
+int cuStreamIsCapturing(void*, int* state) {
+  FAIL_IF_ASKED;
+  *state = 0;
+  return OK;
+}
+int cuDeviceGetName(char* name, int length, int) {
+  FAIL_IF_ASKED;
+  snprintf(name, length, "emulated");
+  return OK;
+}
+int cuDriverGetVersion(int* version) {
+  FAIL_IF_ASKED;
+  *version = 13000;
+  return OK;
+}
 int cuDevicePrimaryCtxRetain(void** made, int) {
   FAIL_IF_ASKED;
   *made = &context;

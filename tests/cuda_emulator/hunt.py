@@ -91,6 +91,13 @@ class Hunt:
         assert "COMPILATION" not in wrong, wrong
         return bool(wrong)
 
+    def is_caught(self, index: int, mutant: Mutant) -> bool:
+        """Whether a mutant's kernels are refused, so that the formula runs in their place, or pass after all."""
+        with TemporaryDirectory(dir=self.folder) as cache:  # verdicts of its own
+            more = {"MOCK_MUTANT": str(mutant.number), "NORMFORMER_RS_CUDA": "auto"}
+            wrong = self.plain.run(index, self._environment(cache, SECONDS * 2, **more))
+            return not wrong or "the formula runs from now on" in wrong
+
     def is_unsafe(self, index: int, mutant: Mutant | None) -> bool:
         """Whether a detector leaves its tensors' memory, or does not end, with the mutant or without any."""
         chosen = {} if mutant is None else {"MOCK_MUTANT": str(mutant.number)}

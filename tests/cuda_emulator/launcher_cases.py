@@ -4,6 +4,7 @@ import json
 import os
 import tempfile
 import threading
+import warnings
 from pathlib import Path
 
 import torch
@@ -24,6 +25,23 @@ def launches(norm, **options):
     with on_device(norm):
         getattr(OPS, norm)(x, weight, None, **options)[0].sum().backward()
     return [line.split()[0] for line in log.read_text().splitlines()]
+
+
+def proven_launches():
+    """The same of layer_norm on the emulated device where kernels are proven, the verdicts that are kept, and the
+    warnings. The results are the formula's in any case."""
+    x, weight = torch.randn(9, 64, requires_grad=True), torch.randn(64, requires_grad=True)
+    dy = torch.randn(9, 64)
+    _core.cuda_stand_in(True)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        y = OPS.layer_norm(x, weight, None, EPS)[0]
+        found = torch.autograd.grad(y, (x, weight), dy)
+    _core.cuda_stand_in(False)
+    expected = torch.autograd.grad(torch.nn.functional.layer_norm(x, (64,), weight, None, EPS), (x, weight), dy)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    names = [line.split()[0] for line in Path(os.environ["MOCK_LOG"]).read_text().splitlines()]
+    return names, _core.cuda_verdicts(), [str(warning.message) for warning in warned]
 
 
 def training_by_graphs(folder, fails=None):

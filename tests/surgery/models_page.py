@@ -7,6 +7,7 @@ libraries that are not installed are left out.
 """
 
 import logging
+import re
 import warnings
 from pathlib import Path
 
@@ -76,7 +77,8 @@ def row(name: str) -> str | None:
             done = nfrs.swap_residuals(model, scheme, init=None, example=inputs)
         except nfrs.InputError as reason:
             said = str(reason).partition("residual stream: ")[2] or str(reason)
-            reasons.setdefault(said.replace(scheme, "it").replace("|", "/").partition(": choose")[0], []).append(scheme)
+            same = re.sub(rf"\b{scheme}(?!_rs)\b", "it", said).replace("|", "/")
+            reasons.setdefault(same.partition(": choose")[0], []).append(scheme)
         else:
             with torch.no_grad():
                 outputs(model, inputs)

@@ -224,7 +224,10 @@ inline Tensors by_kernel(const Op& op, Args args) {
     if (is_made) outputs[k].view = view(made[k]);
   }
   p.call.outputs = span(outputs);
-  check_rust(nfrs_run(op.rust, KERNEL, &p.call, nullptr));
+  const int ran = nfrs_run(op.rust, KERNEL, &p.call, nullptr);
+  if (ran == REFUSED_NOW) TORCH_WARN("normformer_rs: the formula runs from now on. Please report: ", nfrs_rust_error());
+  if (ran == REFUSED || ran == REFUSED_NOW) return by_formula<DEVICE>(op, args);
+  check_rust(ran);
   for (size_t i = 0; i < op.table.size(); ++i) {
     const Tensor& t = entry(op, args, i);
     const bool moved = read[i].defined() && (p.call.written >> op.table[i].place & 1);

@@ -125,6 +125,8 @@ struct Value {
 };
 
 enum Stage : int32_t { PLAN, KERNEL, FORMULA, GRADIENT };
+// What kernels answer that are wrong on this device: the formula must run; and the first time, with a warning.
+enum : int { REFUSED = 4, REFUSED_NOW = 5 };
 enum Why : int32_t { DEVICE, TRANSFORM, BATCH };
 
 struct Call {

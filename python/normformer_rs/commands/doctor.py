@@ -1,0 +1,88 @@
+"""`normformer-rs doctor`: what the package finds on this machine, and what to do about it."""
+
+import argparse
+import os
+from collections.abc import Iterator
+
+from .. import text
+from . import Command, versions
+
+
+def parser() -> Command:
+    def add(parser: argparse.ArgumentParser) -> None:
+        pass
+
+    return "Look at torch, cores, devices and kernels of this machine, and say what to do.", _doctor, add
+
+
+def _doctor(args: argparse.Namespace) -> None:
+    text.check_writable(text.STANDARD)
+    print(versions.report())
+    print(f"cores: {', '.join(_cores())}")
+    advice = [*_processor()]
+    for line, what_to_do in _devices():
+        print(line)
+        advice += what_to_do
+    for line, what_to_do in _kernels():
+        print(line)
+        advice += what_to_do
+    print("\n".join(f"to do: {what}" for what in advice) or "to do: nothing")
+
+
+def _cores() -> list[str]:
+    """The files, the one in use marked."""
+    from pathlib import Path
+
+    from .. import _core
+
+    used = Path(_core.__file__)
+    return [f"{path.name}{' (in use)' if path == used else ''}" for path in sorted(used.parent.glob("_core*.so"))]
+
+
+def _processor() -> Iterator[str]:
+    import torch
+
+    from .. import _core
+
+    threads, cores = torch.get_num_threads(), len(os.sched_getaffinity(0))
+    if threads > cores:
+        yield f"torch has {threads} threads for {cores} cores: set OMP_NUM_THREADS={cores}"
+    if _core.cpu_level(None) == "baseline":
+        yield "the processor has no AVX2: kernels run, several times slower"
+
+
+def _devices() -> Iterator[tuple[str, list[str]]]:
+    import torch
+
+    from .. import _core
+
+    count = torch.cuda.device_count()
+    if count == 0:
+        yield "CUDA: torch sees no device", []
+    for device in range(count):
+        capability = ".".join(map(str, torch.cuda.get_device_capability(device)))
+        name = f"cuda:{device}, {torch.cuda.get_device_name(device)}, compute capability {capability}"
+        try:
+            missing = _core.cuda_missing(device)
+        except RuntimeError as error:  # kernels are required
+            missing = str(error)
+        if missing is None:
+            yield f"{name}: kernels run", []
+        else:
+            yield f"{name}: composed formulas run", [f"{name} has no kernels: {missing}"]
+
+
+def _kernels() -> Iterator[tuple[str, list[str]]]:
+    """Verdicts by device and driver."""
+    from .. import _core
+
+    found: dict[str, dict[str, list[str]]] = {}
+    for line in _core.cuda_verdicts():
+        device, *names, verdict = line.split("\t")
+        found.setdefault(device, {"right": [], "wrong": []}).setdefault(verdict, []).append(" ".join(names))
+    for device, verdicts in found.items():
+        right, wrong = verdicts["right"], verdicts["wrong"]
+        yield (
+            f"kernels on {device}: {len(right)} proven right, {len(wrong)} wrong",
+            [f"report this, whose formula runs in its place: {kernel} on {device}" for kernel in wrong],
+        )

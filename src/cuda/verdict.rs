@@ -1,0 +1,182 @@
+//! What is known of a kernel's variant on a device: nothing yet, right, or wrong.
+//!
+//! A variant is launched only once its results have been compared with the formula's. The first launch of an unknown one
+//! is refused; `operator/proof.rs` then runs it on numbers of its own, tells the verdict here, and calls again. Verdicts
+//! are kept in a file beside the compiled kernel, a line each: device and driver, program, options, kernel, verdict.
+
+use super::cache;
+use crate::error::{Error, Result};
+use std::cell::{Cell, RefCell};
+use std::io::Write as _;
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicU8, Ordering};
+
+/// A variant of a kernel on a device.
+pub struct Variant {
+    /// Device and driver, program, options, kernel: a line without its end.
+    line: String,
+    /// Where verdicts of the compiled program are kept.
+    file: Option<PathBuf>,
+    verdict: AtomicU8,
+}
+
+/// Why a launch was refused.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Refusal {
+    /// Nobody has compared it yet.
+    Unknown,
+    /// It has been compared, and was wrong.
+    Wrong,
+}
+
+const UNKNOWN: u8 = 0;
+const RIGHT: u8 = 1;
+const WRONG: u8 = 2;
+
+thread_local! {
+    static REFUSED: Cell<Option<Refusal>> = const { Cell::new(None) };
+    /// While a proof runs: every variant that it launches. Nothing is refused then.
+    static LAUNCHED: RefCell<Option<Vec<&'static Variant>>> = const { RefCell::new(None) };
+}
+
+impl Variant {
+    /// `names`: program, options, kernel. `binary`: the file of the compiled program.
+    pub fn new(device: String, names: [&str; 3], binary: Option<PathBuf>, is_trusted: bool) -> Self {
+        let file = binary.map(|file| file.with_extension("verdicts"));
+        let line = format!("{device}\t{}", names.join("\t"));
+        let verdict = match (is_trusted, file.as_ref().and_then(|file| read(file, &line))) {
+            (true, _) | (_, Some(true)) => RIGHT,
+            (_, Some(false)) => WRONG,
+            (_, None) => UNKNOWN,
+        };
+        Variant { line, file, verdict: AtomicU8::new(verdict) }
+    }
+
+    /// Lets a launch pass, or is an error that [`admitted`] tells from others.
+    pub fn admit(&'static self) -> Result<()> {
+        let is_proof = LAUNCHED.with_borrow_mut(|all| all.as_mut().map(|all| all.push(self)).is_some());
+        let refusal = match self.verdict.load(Ordering::Acquire) {
+            _ if is_proof => return Ok(()),
+            RIGHT => return Ok(()),
+            UNKNOWN => Refusal::Unknown,
+            _ => Refusal::Wrong,
+        };
+        REFUSED.set(Some(refusal));
+        Err(Error::Torch(format!("the CUDA kernel is {refusal:?}: {}", self.name())))
+    }
+
+    /// The first verdict on it counts.
+    fn judge(&self, is_right: bool) {
+        let verdict = if is_right { RIGHT } else { WRONG };
+        let first = self.verdict.compare_exchange(UNKNOWN, verdict, Ordering::AcqRel, Ordering::Acquire);
+        if let (Ok(_), Some(file)) = (first, &self.file) {
+            let line = format!("{}\t{}\n", self.line, if is_right { "right" } else { "wrong" });
+            // Best effort, in one write, so that several processes' lines stay whole.
+            let _ = std::fs::OpenOptions::new()
+                .append(true)
+                .create(true)
+                .open(file)
+                .and_then(|mut f| f.write_all(line.as_bytes()));
+        }
+    }
+
+    /// For messages: "rows_forward of layer_norm.cu -DK_VEC=4 …".
+    pub fn name(&self) -> String {
+        match self.line.split('\t').collect::<Vec<_>>()[..] {
+            [device, program, options, kernel] => format!("{kernel} of {program} ({options}) on {device}"),
+            _ => self.line.clone(),
+        }
+    }
+}
+
+/// Runs a call's kernels: its result, or why a launch was refused.
+pub fn admitted(run: impl FnOnce() -> Result<()>) -> std::result::Result<Result<()>, Refusal> {
+    REFUSED.set(None);
+    let done = run();
+    match REFUSED.take() {
+        Some(refusal) if done.is_err() => Err(refusal),
+        _ => Ok(done),
+    }
+}
+
+/// Runs kernels that may be unknown, and the variants that they launched.
+pub fn launched<T>(run: impl FnOnce() -> T) -> (T, Vec<&'static Variant>) {
+    let before = LAUNCHED.replace(Some(Vec::new()));
+    let done = run();
+    (done, LAUNCHED.replace(before).unwrap_or_default())
+}
+
+/// Whether this thread runs kernels that may be unknown.
+pub fn is_proof() -> bool {
+    LAUNCHED.with_borrow(Option::is_some)
+}
+
+/// Tells the verdict on these variants. One that was known keeps its own.
+pub fn judge(variants: &[&'static Variant], is_right: bool) {
+    variants.iter().for_each(|variant| variant.judge(is_right));
+}
+
+/// The variants of which nothing is known.
+pub fn unknown(variants: &[&'static Variant]) -> Vec<&'static Variant> {
+    variants.iter().copied().filter(|v| v.verdict.load(Ordering::Acquire) == UNKNOWN).collect()
+}
+
+/// All verdicts that are kept on this machine, a line each.
+pub fn kept() -> Vec<String> {
+    let files = cache::folder().and_then(|folder| std::fs::read_dir(folder).ok()).into_iter().flatten().flatten();
+    let verdicts = files.map(|file| file.path()).filter(|path| path.extension().is_some_and(|e| e == "verdicts"));
+    let mut lines: Vec<String> = verdicts
+        .filter_map(|path| std::fs::read_to_string(path).ok())
+        .flat_map(|text| text.lines().map(str::to_string).collect::<Vec<_>>())
+        .collect();
+    lines.sort();
+    lines.dedup();
+    lines
+}
+
+/// The verdict that a file has on a variant; a wrong one outweighs.
+fn read(file: &std::path::Path, line: &str) -> Option<bool> {
+    let text = std::fs::read_to_string(file).ok()?;
+    let verdicts = text.lines().filter_map(|found| found.strip_prefix(line)?.strip_prefix('\t'));
+    verdicts.filter(|v| ["right", "wrong"].contains(v)).map(|v| v == "right").reduce(|a, b| a && b)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn variant(folder: &std::path::Path, kernel: &str) -> &'static Variant {
+        let file = Some(folder.join("a.cubin"));
+        Box::leak(Box::new(Variant::new("H100, driver 13.0".into(), ["p.cu", "-DK=1", kernel], file, false)))
+    }
+
+    #[test]
+    fn a_verdict_is_kept_and_the_first_one_counts() {
+        let folder = tempfile::tempdir().unwrap();
+        let (good, bad) = (variant(folder.path(), "good"), variant(folder.path(), "bad"));
+        assert_eq!(admitted(|| good.admit()).err(), Some(Refusal::Unknown));
+        let (done, both) = launched(|| good.admit().and_then(|()| bad.admit()));
+        done.unwrap();
+        assert_eq!(unknown(&both).len(), 2);
+        judge(&both[..1], true);
+        judge(&both[1..], false);
+        judge(&both, true);
+        assert!(admitted(|| good.admit()).unwrap().is_ok());
+        assert_eq!(admitted(|| bad.admit()).err(), Some(Refusal::Wrong));
+        // Another process.
+        let (good, bad, other) =
+            (variant(folder.path(), "good"), variant(folder.path(), "bad"), variant(folder.path(), "goo"));
+        assert!(admitted(|| good.admit()).unwrap().is_ok());
+        assert_eq!(admitted(|| bad.admit()).err(), Some(Refusal::Wrong));
+        assert_eq!(admitted(|| other.admit()).err(), Some(Refusal::Unknown));
+        let trusted = Variant::new("H100, driver 13.0".into(), ["p.cu", "-DK=1", "bad"], None, true);
+        assert!(Box::leak(Box::new(trusted)).admit().is_ok());
+        assert!(good.name().contains("good of p.cu (-DK=1) on H100"));
+    }
+
+    #[test]
+    fn other_errors_are_no_refusals() {
+        let failed = admitted(|| Err(Error::Torch("no memory".into())));
+        assert!(failed.unwrap().unwrap_err().to_string().contains("no memory"));
+    }
+}

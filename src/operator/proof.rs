@@ -1,0 +1,361 @@
+//! The first use of a kernel's variant on a device: its results are compared with the formula's (docs/cuda.md).
+//!
+//! A proof calls the operator with tensors of its own: of the types, widths, alignment and presence that the call at
+//! hand has, so that the same variants run. Their rows are more than the device takes at once. Once more with a huge, a
+//! tiny and a zero row, and one with a NaN. What a kernel asks at run time is asked both ways: whether there is a mask,
+//! and, of norms with statistics, whether they train, how far they are, and whether their columns have means. The formula
+//! computes the same in f64 where the call is f32.
+
+use super::argument::{Argument, DtypeRule, Reading, LEADER, OPTIONAL, WRITTEN};
+use super::call::{replaced, Call, Value};
+use super::declare::Operator;
+use super::engine;
+use super::register::Declared;
+use super::residual::scalar_type;
+use crate::cuda::{self, verdict, Device, Layout};
+use crate::error::{Error, Result};
+use std::sync::{Mutex, PoisonError};
+use tch::{Kind, Tensor};
+
+/// Compares the variants that a call needs, and tells the verdict. None: they are right; else what was wrong.
+pub fn prove(operator: &Operator, call: &Call, device: Device) -> Option<String> {
+    static ONE: Mutex<()> = Mutex::new(());
+    let _one = ONE.lock().unwrap_or_else(PoisonError::into_inner);
+    let (compared, launched) = verdict::launched(|| tch::no_grad(|| compare(operator, call, device)));
+    let unknown = verdict::unknown(&launched);
+    let wrong = compared.err().map(|e| e.to_string());
+    verdict::judge(&unknown, wrong.is_none());
+    let names: Vec<String> = unknown.iter().map(|variant| variant.name()).collect();
+    wrong.map(|what| format!("{} disagrees with its formula ({what}): {}", operator.name(), names.join("; ")))
+}
+
+#[derive(Clone, Copy, PartialEq)]
+enum Case {
+    Usual,
+    Extreme,
+    /// Without the call's mask, or with one.
+    Masked,
+    /// Columns have means, and counters are high.
+    Late,
+    /// Training for evaluation, and the other way round.
+    Other,
+}
+
+fn compare(operator: &Operator, call: &Call, device: Device) -> Result<()> {
+    for case in [Case::Usual, Case::Extreme, Case::Masked, Case::Late, Case::Other] {
+        let Some((given, arguments)) = arguments(operator, call, device, case)? else { continue };
+        let (kernel, formula) = (copies(&arguments)?, wide(&copies(&arguments)?)?); // each writes its own
+        let by_kernel = engine::call_by_name(operator.name(), &replaced(&given, &kernel), operator.outputs.len())?;
+        let by_formula = call.with_values(&replaced(&given, &formula), |call| operator.formula_of(call))?;
+        let outputs = operator.outputs.iter().zip(&by_kernel).zip(&by_formula);
+        for ((output, found), expected) in outputs.filter_map(|(of, expected)| Some((of, expected.as_ref()?))) {
+            if found.numel() > 0 {
+                alike(output.name, found, expected)?;
+            }
+        }
+        let declared = Declared::new(operator)?;
+        for (argument, place) in declared.table.iter().filter(|(argument, _)| is_written(argument)) {
+            if let (Some(found), Some(expected)) = (&kernel[*place], &formula[*place]) {
+                alike(argument.name, found, expected)?;
+            }
+        }
+    }
+    Ok(())
+}
+
+fn is_written(argument: &Argument) -> bool {
+    argument.is & WRITTEN != 0 || matches!(argument.reading, Reading::State)
+}
+
+fn copies(all: &[Option<Tensor>]) -> Result<Tensors> {
+    all.iter().map(|t| t.as_ref().map(|t| aligned_as(t, t.kind(), t.data_ptr().addr())).transpose()).collect()
+}
+
+/// f32 as f64; 16-bit types stay, since formulas round where kernels do.
+fn wide(all: &[Option<Tensor>]) -> Result<Tensors> {
+    let is_narrow = all.iter().flatten().any(|t| matches!(t.kind(), Kind::BFloat16 | Kind::Half));
+    let widened = |t: &Tensor| match t.kind() {
+        Kind::Float if !is_narrow => t.f_to_kind(Kind::Double),
+        _ => t.f_view_as(t),
+    };
+    all.iter().map(|t| Ok(t.as_ref().map(widened).transpose()?)).collect()
+}
+
+// ---- the arguments of a proof ----
+
+/// Tensors at the places of the schema; None: these numbers make no sense for this operator.
+fn arguments(operator: &Operator, call: &Call, device: Device, case: Case) -> Result<Option<(Vec<Value>, Tensors)>> {
+    let declared = Declared::new(operator)?;
+    let (leader, leaders) = declared.leader()?;
+    let place_of = |name: &str| declared.formals.iter().position(|formal| formal.name == name);
+    let mut given = call.all().to_vec();
+    let x = given[leaders].required();
+    let has_state = declared.table.iter().any(|(argument, _)| matches!(argument.reading, Reading::State));
+    let mask = declared.table.iter().find(|(argument, _)| argument.dtype == DtypeRule::Bool);
+    let mut fabricated = None;
+    match (case, mask) {
+        // Flat buffers have no rows, and of one number nothing is left that could be compared.
+        (Case::Extreme, _) if leader.sizes == "=n" || x.size().last() == Some(&1) => return Ok(None),
+        (Case::Late, _) if !has_state => return Ok(None),
+        (Case::Masked, None) => return Ok(None),
+        (Case::Masked, Some((_, place))) if !given[*place].is_none() => given[*place] = Value::from(None::<f64>),
+        // A target outside the vocabulary has no gradient that could be compared.
+        (Case::Masked, Some((argument, _))) if argument.sizes != "*" => return Ok(None),
+        (Case::Masked, Some((_, place))) => {
+            let size = &x.size()[..x.dim() - 1];
+            let index = Tensor::f_arange(size.iter().product::<i64>(), (Kind::Int64, x.device()))?;
+            // Every other row is padding.
+            fabricated = Some((*place, index.f_remainder(2)?.f_eq(0)?.f_view(size)?));
+        }
+        (Case::Other, _) => match place_of("train") {
+            Some(place) => given[place] = Value::from(!given[place].flag()),
+            None => return Ok(None),
+        },
+        _ => (),
+    }
+    if let Some((place, mask)) = &fabricated {
+        given[*place] = Value::from(mask);
+    }
+    let is_dropped = place_of("p").is_some_and(|p| given[p].float() > 0.0);
+    let made = Maker { is_dropped, has_state, rows: rows(&x, device), is_whole: leader.sizes == "*", case };
+    let tensors = match operator.forward.get().filter(|_| declared.table.iter().any(|(a, _)| is_kept_row(operator, a)))
+    {
+        None => made.all(&declared, &given)?,
+        Some(forward) => made.after(forward, &declared, &given)?,
+    };
+    Ok(Some((given, tensors)))
+}
+
+type Tensors = Vec<Option<Tensor>>;
+
+/// Whether a backward operator's argument is an output of the forward one that has rows: it must fit the input.
+fn is_kept_row(backward: &Operator, argument: &Argument) -> bool {
+    let outputs = backward.forward.get().map_or(&[][..], |forward| &forward.outputs[..]);
+    outputs.iter().any(|output| output.name == argument.name) && argument.sizes.starts_with(['*', 'n'])
+}
+
+/// More rows than the device's blocks take at once, and so few that f64 copies stay small.
+fn rows(leader: &Tensor, device: Device) -> i64 {
+    let at_once = 4 * Layout::most_blocks(cuda::multiprocessors(device).unwrap_or(1));
+    let most = (1 << 24) / leader.size().last().copied().unwrap_or(1).max(1);
+    i64::from(2 * at_once + 3).min(most.max(67))
+}
+
+/// Numbers of gradients are others than those of inputs at the same place: along x a norm has no slope.
+const GRADIENTS: usize = 64;
+
+/// What counters show late in a training.
+const LATE: i64 = 1_000_000;
+
+/// How many numbers flat buffers have, but for what is over sixteen.
+const FLAT: i64 = 1 << 14;
+
+struct Maker {
+    rows: i64,
+    /// The leader's shape is its own: no other dimension follows its rows.
+    is_whole: bool,
+    /// A NaN that is dropped may be 0 or NaN.
+    is_dropped: bool,
+    /// It has buffers that move.
+    has_state: bool,
+    case: Case,
+}
+
+impl Maker {
+    /// A tensor for each that is there.
+    fn all(&self, declared: &Declared, given: &[Value]) -> Result<Tensors> {
+        let mut made: Tensors = given.iter().map(|_| None).collect();
+        for (argument, place) in &declared.table {
+            if let Some(real) = given[*place].tensor() {
+                made[*place] = Some(self.tensor(argument, *place, &real, given[*place].view.data.addr())?);
+            }
+        }
+        Ok(made)
+    }
+
+    /// For a backward operator: the forward pass runs on such tensors, so that what it keeps belongs together.
+    fn after(&self, forward: &Operator, backward: &Declared, all: &[Value]) -> Result<Tensors> {
+        let before = Declared::new(forward)?;
+        let place_of = |name: &str| backward.formals.iter().position(|formal| formal.name == name);
+        let like = all[backward.leader()?.1].required();
+        let seed = Tensor::f_from_slice(&[3i64, 1, 4])?.f_to_device(like.device())?;
+        let dy = place_of("dy").map(|place| all[place]).filter(|dy| !dy.is_none());
+        let absent = Value::from(None::<f64>);
+        let mut given = Vec::with_capacity(before.formals.len());
+        for (place, formal) in before.formals.iter().enumerate() {
+            let row = before.table.iter().find(|(_, at)| *at == place).map(|(argument, _)| *argument);
+            let known = place_of(formal.name).map(|place| all[place]).filter(|value| !value.is_none());
+            given.push(match (known, row, formal.name) {
+                (Some(value), ..) => value,
+                (None, Some(argument), _) if argument.is & OPTIONAL == 0 => Value::from(&like),
+                (None, Some(_), "seed") => Value::from(&seed),
+                (None, Some(_), _) => absent,
+                (None, None, "dtype") => {
+                    dy.and_then(|dy| dy.tensor()).map_or(absent, |dy| scalar_type(dy.kind()).into())
+                }
+                (None, None, _) => Value::from(0i64),
+            });
+        }
+        let inputs = self.all(&before, &given)?;
+        let outputs = engine::call_by_name(forward.name(), &replaced(&given, &inputs), forward.outputs.len())?;
+        let mut made: Tensors = all.iter().map(|_| None).collect();
+        for (argument, place) in &backward.table {
+            let Some(real) = all[*place].tensor() else { continue };
+            let output = |name: &str| forward.outputs.iter().position(|output| output.name == name);
+            let gradient_of = argument.name.strip_prefix('d').and_then(output);
+            let address = all[*place].view.data.addr();
+            made[*place] = Some(match (gradient_of, output(argument.name)) {
+                (Some(k), _) => self.random(&outputs[k].size(), *place + GRADIENTS, &real, address)?,
+                (None, Some(k)) => aligned_as(&outputs[k], real.kind(), address)?,
+                (None, None) => {
+                    let at = before.formals.iter().position(|formal| formal.name == argument.name);
+                    let input = at.and_then(|at| inputs[at].as_ref());
+                    aligned_as(input.unwrap_or(&real), real.kind(), address)?
+                }
+            });
+        }
+        Ok(made)
+    }
+
+    /// One in the place of `real`.
+    fn tensor(&self, argument: &Argument, place: usize, real: &Tensor, address: usize) -> Result<Tensor> {
+        let size = self.size(&argument.sizes, real);
+        if !real.is_floating_point() {
+            let is_late = matches!(argument.reading, Reading::State) && matches!(self.case, Case::Late | Case::Other);
+            return match size == real.size() {
+                true if is_late => Ok(real.f_full_like(LATE)?),
+                true => aligned_as(real, real.kind(), address),
+                false => repeated(real, &size),
+            };
+        }
+        let has_rows = argument.sizes.starts_with(['*', 'n']) || argument.sizes == "=n";
+        let is_leader = argument.is & LEADER != 0;
+        if !has_rows && !argument.sizes.contains('d')
+            || argument.sizes.starts_with(|c: char| c.is_ascii_digit() && c != '1')
+        {
+            return aligned_as(real, real.kind(), address);
+        }
+        let drawn = self.random(&size, place, real, address)?.f_to_kind(Kind::Double)?;
+        let drawn = match () {
+            _ if is_leader && self.case == Case::Extreme => self.extreme(&drawn, real.kind())?,
+            _ if is_leader && self.case == Case::Late => drawn.f_add_scalar(100.0)?,
+            _ if is_leader => drawn,
+            _ if is_written(argument) => drawn.f_abs()?.f_add_scalar(0.1)?,
+            _ if has_rows => drawn,
+            _ => drawn.f_mul_scalar(0.5)?.f_add_scalar(1.0)?,
+        };
+        aligned_as(&drawn, real.kind(), address)
+    }
+
+    /// With a huge, a tiny and a zero row, and one that has a NaN. Squares leave f32's range, but for statistics of
+    /// columns, which are then refused.
+    fn extreme(&self, x: &Tensor, kind: Kind) -> Result<Tensor> {
+        let (huge, tiny) = match (kind, self.has_state) {
+            (Kind::Half, _) => (1e3, 1e-3),
+            (_, true) => (1e12, 1e-12),
+            (_, false) => (1e25, 1e-25),
+        };
+        let x = x.f_detach_copy()?;
+        for (row, factor) in [(0, huge), (1, tiny), (2, 0.0)] {
+            let _ = x.f_select(0, row)?.f_mul_scalar_(factor)?;
+        }
+        if !self.is_dropped && x.dim() > 1 && x.size()[0] > 4 {
+            let _ = x.f_select(0, 4)?.f_select(-1, -1)?.f_fill_(f64::NAN)?;
+        }
+        Ok(x)
+    }
+
+    fn size(&self, sizes: &str, real: &Tensor) -> Vec<i64> {
+        let size = real.size();
+        let after = |k: usize| size[size.len().saturating_sub(k)..].iter().copied();
+        match sizes {
+            "=n" => vec![FLAT + real.numel() as i64 % 16],
+            "*" if self.is_whole => {
+                std::iter::once((FLAT / size.last().copied().unwrap_or(1).max(1)).clamp(3, self.rows))
+                    .chain(after(1))
+                    .collect()
+            }
+            _ if sizes.starts_with(['*', 'n']) => std::iter::once(self.rows).chain(after(sizes.len() - 1)).collect(),
+            _ => size,
+        }
+    }
+
+    /// Nearly normal numbers that no generator of torch's has to give.
+    fn random(&self, size: &[i64], salt: usize, like: &Tensor, address: usize) -> Result<Tensor> {
+        let count: i64 = size.iter().product();
+        let index = Tensor::f_arange(count, (Kind::Double, like.device()))?;
+        let mut sum = Tensor::f_full([count].as_slice(), -2.0, (Kind::Double, like.device()))?;
+        for term in 0..4 {
+            let phase = (4 * salt + term) as f64;
+            let wild = index.f_mul_scalar(12.9898 + phase)?.f_sin()?.f_mul_scalar(43758.5453 + phase)?;
+            sum = sum.f_add(&wild.f_sub(&wild.f_floor()?)?)?;
+        }
+        aligned_as(&sum.f_mul_scalar(3f64.sqrt())?.f_view(size)?, like.kind(), address)
+    }
+}
+
+/// The rows of `real` again and again.
+fn repeated(real: &Tensor, size: &[i64]) -> Result<Tensor> {
+    let row = &size[1..];
+    let all = real.f_reshape([&[-1], row].concat().as_slice())?;
+    let index = Tensor::f_arange(size[0], (Kind::Int64, real.device()))?.f_remainder(all.size()[0].max(1))?;
+    Ok(all.f_index_select(0, &index)?)
+}
+
+/// A copy whose address leaves the same rest as `address`, divided by sixteen: kernels read by it.
+fn aligned_as(t: &Tensor, kind: Kind, address: usize) -> Result<Tensor> {
+    let offset = (address % 16 / kind.elt_size_in_bytes()) as i64;
+    let count = t.numel() as i64;
+    let room = Tensor::f_empty([count + offset].as_slice(), (kind, t.device()))?;
+    let mut copy = room.f_narrow(0, offset, count)?.f_view(t.size().as_slice())?;
+    copy.f_copy_(t)?;
+    Ok(copy)
+}
+
+// ---- the comparison ----
+
+fn alike(what: &str, found: &Tensor, expected: &Tensor) -> Result<()> {
+    // Of a number, of the largest in its row, on average of a row, and of the smallest numbers.
+    let (of_number, of_row, of_mean, least) = match found.kind() {
+        // On a GPU f64 parameters have been computed in f32.
+        Kind::Float | Kind::Double => (1e-4, 2e-5, 1e-5, 1e-30),
+        Kind::BFloat16 => (2f64.powi(-7), 2f64.powi(-8), 2f64.powi(-10), 1e-30),
+        Kind::Half => (2f64.powi(-10), 2f64.powi(-11), 2f64.powi(-13), 2f64.powi(-24)),
+        _ => (0.0, 0.0, 0.0, 0.5),
+    };
+    // In a few columns nearly everything may cancel.
+    let is_narrow = found.size().last().is_some_and(|columns| *columns < 16) && of_mean > 0.0;
+    let least = if is_narrow { 4.0 * of_mean } else { least };
+    let found = found.f_to_kind(Kind::Double)?;
+    let expected = expected.f_to_kind(Kind::Double)?.f_view(found.size().as_slice())?;
+    let row = |t: Tensor| if t.dim() == 0 { t.f_view([1].as_slice()) } else { Ok(t) };
+    let (found, expected) = (row(found)?, row(expected)?);
+    let is_nan = expected.f_isnan()?;
+    if found.f_isnan()?.f_ne_tensor(&is_nan)?.f_any()?.f_int64_value(&[])? != 0 {
+        return Err(Error::Torch(format!("{what}: NaN in other places")));
+    }
+    let are_equal = found.f_eq_tensor(&expected)?.f_logical_or(&is_nan)?;
+    let apart = found.f_sub(&expected)?.f_abs()?.f_masked_fill(&are_equal, 0.0)?;
+    let size = expected.f_abs()?.f_nan_to_num(0.0, 0.0, 0.0)?;
+    let largest = size.f_amax([-1].as_slice(), true)?;
+    let allowed = size.f_mul_scalar(of_number)?.f_add(&largest.f_mul_scalar(of_row)?)?.f_add_scalar(least)?;
+    let beyond = apart.f_div(&allowed)?.f_view([-1].as_slice())?;
+    let worst = beyond.f_argmax(0, false)?.f_int64_value(&[])?;
+    let farthest = beyond.f_double_value(&[worst])?;
+    if farthest.is_nan() || farthest > 1.0 {
+        let at = |t: &Tensor| t.f_contiguous()?.f_view([-1].as_slice())?.f_double_value(&[worst]);
+        let (got, wanted) = (at(&found)?, at(&expected)?);
+        return Err(Error::Torch(format!("{what}[{worst}] of {:?} is {got:e}, expected {wanted:e}", found.size())));
+    }
+    if !is_narrow && of_mean > 0.0 && found.dim() > 0 {
+        let mean = |t: &Tensor| t.f_mean_dim(-1, false, Kind::Double);
+        let allowed = mean(&size)?.f_mul_scalar(of_mean)?.f_add_scalar(least)?;
+        let beyond = mean(&apart)?.f_div(&allowed)?.f_max()?.f_double_value(&[])?;
+        if beyond > 1.0 {
+            return Err(Error::Torch(format!(
+                "a row of {what} is {beyond:.1} times farther away than rounding explains"
+            )));
+        }
+    }
+    Ok(())
+}
