@@ -43,7 +43,6 @@ COMMANDS: dict[str, Callable[[], Command]] = {
     "fairseq": fairseq.parser,
     "fairseq-user-dir": fairseq.user_dir_parser,
     "doctor": doctor.parser,
-    "completion": completion.parser,
 }
 """In the order of `--help`."""
 EXIT_FAILURE = 2
@@ -131,6 +130,7 @@ def _parser() -> Parser:
     parser = Parser(prog=PROG, description="Trains Transformers, translates and continues texts with them.")
     parser.add_argument("--version", action="version", version=f"{PROG} {__version__}")
     parser.add_argument("--all", action="store_true", help="With --version: torch, Python, processor and devices, too.")
+    completion.add_to(parser)
     commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=Parser)
     for name, build in COMMANDS.items():
         summary, run, add = build()

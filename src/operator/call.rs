@@ -5,7 +5,7 @@ use crate::cuda::Device;
 use crate::kernel::view::View;
 use std::cell::Cell;
 use std::ffi::c_void;
-use tch::Tensor;
+use tch::{Kind, Tensor};
 use torch_sys::C_tensor;
 
 /// One argument, output or gradient of a call: formulas read the tensor, kernels the view.
@@ -226,6 +226,17 @@ impl Call {
 /// Arguments with these tensors in the place of their own.
 pub fn replaced(given: &[Value], tensors: &[Option<Tensor>]) -> Vec<Value> {
     given.iter().zip(tensors).map(|(own, t)| t.as_ref().map_or(*own, Value::from)).collect()
+}
+
+/// c10::ScalarType's number (tch keeps its own private).
+pub fn scalar_type(kind: Kind) -> i64 {
+    match kind {
+        Kind::Half => 5,
+        Kind::Float => 6,
+        Kind::Double => 7,
+        Kind::BFloat16 => 15,
+        other => unreachable!("{other:?} is no floating type"),
+    }
 }
 
 fn exactly<const N: usize>(values: &[Value]) -> &[Value; N] {

@@ -7,15 +7,10 @@ pub use super::argument::{
 
 use super::call::Call;
 use super::engine::{self, Handle};
-use super::ffi::{caught, into_raw, keep, status, status_of_plan};
-use super::proof;
-use crate::cuda::verdict::{self, Refusal};
-use crate::cuda::{self, Device, Program};
+use crate::cuda::Program;
 use crate::error::{Error, Result};
-use std::ffi::{c_int, c_void};
 use std::sync::OnceLock;
 use tch::Tensor;
-use torch_sys::C_tensor;
 
 type Run = Box<dyn Fn(&Call) -> Result<()> + Send + Sync>;
 /// Outputs, or gradients; None: zeros, or no gradient.
@@ -27,7 +22,7 @@ pub struct Operator {
     pub(super) arguments: Vec<Argument>,
     pub(super) outputs: Vec<Argument>,
     pub(super) kernels: Kernels,
-    plan: Option<Run>,
+    pub(super) plan: Option<Run>,
     kernel: Option<Run>,
     pub(super) formula: Option<Make>,
     pub(super) backward: Option<Box<Operator>>,
@@ -149,35 +144,11 @@ impl Operator {
         Error::Torch(format!("{} has no kernel here", self.name()))
     }
 
-    fn run_kernel(&self, call: &Call) -> Result<()> {
+    pub(super) fn run_kernel(&self, call: &Call) -> Result<()> {
         self.kernel.as_ref().ok_or_else(|| self.missing())?(call)
     }
 
-    /// Runs kernels that are known to be right on this device. What is not known is proven first.
-    fn run_proven(&self, call: &Call, device: Device) -> Result<Ran> {
-        match verdict::admitted(|| self.run_kernel(call)) {
-            Ok(done) => return done.map(|()| Ran::Kernel),
-            Err(Refusal::Wrong) => return Ok(Ran::Refused(None)),
-            Err(Refusal::Unknown) => (),
-        }
-        if self.formula.is_none() || cuda::is_capturing(device)? {
-            // There is nothing to compare with, or nothing may be compared now.
-            return verdict::launched(|| self.run_kernel(call)).0.map(|()| Ran::Kernel);
-        }
-        if let Some(wrong) = proof::prove(self, call, device) {
-            return Ok(Ran::Refused(Some(wrong)));
-        }
-        let (done, launched) = verdict::launched(|| self.run_kernel(call));
-        match verdict::unknown(&launched)[..] {
-            [] => done.map(|()| Ran::Kernel),
-            [missed, ..] => {
-                verdict::judge(&launched, false);
-                Ok(Ran::Refused(Some(format!("{}: its proof did not run {}", self.name(), missed.name()))))
-            }
-        }
-    }
-
-    fn run_formula(&self, call: &Call) -> Result<Vec<Option<Tensor>>> {
+    pub(super) fn run_formula(&self, call: &Call) -> Result<Vec<Option<Tensor>>> {
         self.handle.inspect(|h| h.count_composed());
         self.formula_of(call)
     }
@@ -187,59 +158,12 @@ impl Operator {
         self.formula.as_ref().ok_or_else(|| self.missing())?(call)
     }
 
-    fn gradients_again(&self, call: &Call) -> Result<Vec<Option<Tensor>>> {
+    pub(super) fn gradients_again(&self, call: &Call) -> Result<Vec<Option<Tensor>>> {
         match &self.double_backward {
             Some(double_backward) => double_backward(call),
             None => engine::gradients_again(&call.wanted(), &call.given(), |inputs| {
                 call.with(inputs, |call| self.run_formula(call))
             }),
         }
-    }
-}
-
-/// What ran, of the kernels.
-enum Ran {
-    Kernel,
-    /// They are wrong on this device: the formula must run. What users are to be told, the first time.
-    Refused(Option<String>),
-}
-
-// What `nfrs_run` answers of kernels that are wrong: silently, and with a warning that is kept.
-const REFUSED: c_int = 4;
-const REFUSED_NOW: c_int = 5;
-
-// declared.h's `Stage`; the fourth is gradients.
-const PLAN: c_int = 0;
-const KERNEL: c_int = 1;
-const FORMULA: c_int = 2;
-
-/// Runs a stage of a call for C++; `made` has room for what the stage makes.
-#[no_mangle]
-unsafe extern "C" fn nfrs_run(operator: *const c_void, stage: c_int, call: &Call, made: *mut *mut C_tensor) -> c_int {
-    // SAFETY: C++ hands back what it was given when the operator was registered.
-    let operator = unsafe { &*operator.cast::<Operator>() };
-    match stage {
-        PLAN => operator.plan.as_ref().map_or(0, |plan| status_of_plan(|| plan(call))),
-        KERNEL => {
-            operator.handle.inspect(|h| h.count_kernel());
-            let Some(device) = call.device() else { return status(|| operator.run_kernel(call)) };
-            match caught(|| operator.run_proven(call, device)) {
-                Ok(Ran::Kernel) => 0,
-                Ok(Ran::Refused(None)) => REFUSED,
-                Ok(Ran::Refused(Some(warning))) => {
-                    keep(Error::Torch(warning));
-                    REFUSED_NOW
-                }
-                Err(e) => status(|| Err(e)),
-            }
-        }
-        _ => status(|| {
-            let all = if stage == FORMULA { operator.run_formula(call)? } else { operator.gradients_again(call)? };
-            for (i, t) in all.into_iter().enumerate() {
-                // SAFETY: as said above.
-                unsafe { *made.add(i) = t.map_or(std::ptr::null_mut(), into_raw) };
-            }
-            Ok(())
-        }),
     }
 }

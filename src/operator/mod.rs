@@ -24,6 +24,7 @@ mod register;
 mod relu_dropout;
 mod residual;
 mod row_norm;
+mod run;
 mod stream;
 mod transfer;
 

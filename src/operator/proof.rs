@@ -7,11 +7,10 @@
 //! computes the same in f64 where the call is f32.
 
 use super::argument::{Argument, DtypeRule, Reading, LEADER, OPTIONAL, WRITTEN};
-use super::call::{replaced, Call, Value};
+use super::call::{replaced, scalar_type, Call, Value};
 use super::declare::Operator;
 use super::engine;
 use super::register::Declared;
-use super::residual::scalar_type;
 use crate::cuda::{self, verdict, Device, Layout};
 use crate::error::{Error, Result};
 use std::sync::{Mutex, PoisonError};

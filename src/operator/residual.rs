@@ -1,6 +1,6 @@
 //! The fused residual step: `x⁺ = α⊙x + β⊙drop(f)`, `y = N(x⁺)`, in one pass each way.
 
-use super::call::{values, Call, Value};
+use super::call::{scalar_type, values, Call, Value};
 use super::declare::{gradient, leader, parameter, seed, tensor, DtypeRule, Operator};
 use super::dropout::{check_dropout, draw, drawn_for};
 use super::engine::Handle;
@@ -57,21 +57,10 @@ impl Step<'_> {
     }
 }
 
-/// c10::ScalarType's number (tch keeps its own private).
-pub(super) fn scalar_type(kind: Kind) -> i64 {
-    match kind {
-        Kind::Half => 5,
-        Kind::Float => 6,
-        Kind::Double => 7,
-        Kind::BFloat16 => 15,
-        other => unreachable!("{other:?} is no floating type"),
-    }
-}
-
 fn kind_of(scalar_type: i64) -> Kind {
     [Kind::Half, Kind::Float, Kind::Double, Kind::BFloat16]
         .into_iter()
-        .find(|kind| self::scalar_type(*kind) == scalar_type)
+        .find(|kind| super::call::scalar_type(*kind) == scalar_type)
         .expect("the operator's table lets floating types through alone")
 }
 

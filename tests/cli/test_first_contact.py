@@ -442,7 +442,7 @@ PROPOSED = {
     "tra": {"train", "translate"},
     "train --norm scal": {"scalenorm", "scalenorm-fixed"},
     "train --warmup-in": {"--warmup-init-lr"},
-    "completion z": {"zsh"},
+    "--print-completion z": {"zsh"},
 }
 
 
@@ -451,7 +451,7 @@ def test_tab_completes(words, tmp_path):
     pytest.importorskip("shtab")
     script = tmp_path / "completion"
     script.write_text(
-        subprocess.run([*COMMAND, "completion", "bash"], capture_output=True, text=True, check=True).stdout
+        subprocess.run([*COMMAND, "--print-completion", "bash"], capture_output=True, text=True, check=True).stdout
     )
     function = re.search(r"complete .*-F (\w+) normformer-rs", script.read_text())[1]
     typed = ["normformer-rs", *words.split()]

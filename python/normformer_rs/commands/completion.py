@@ -1,13 +1,13 @@
-"""`normformer-rs completion`: what Tab proposes in a shell."""
+"""`normformer-rs --print-completion`: what Tab proposes in a shell."""
 
 import argparse
+from typing import Any
 
 from .. import text
 from .._optional import require
 from ..config import DataConfig, TrainingConfig, TransformerConfig
-from . import Command
 
-_SHELLS = ("bash", "zsh", "tcsh")
+SHELLS = ("bash", "zsh", "tcsh")
 _FILES = {"FILE", "FILE.toml", "PATH", "RUN"}
 _FOLDERS = {"DIR"}
 _CHOICES = {
@@ -18,30 +18,29 @@ _CHOICES = {
 }
 
 
-def parser() -> Command:
-    def add(parser: argparse.ArgumentParser) -> None:
-        parser.add_argument(
-            "shell", metavar="SHELL", choices=_SHELLS, help=f"{', '.join(_SHELLS[:-1])} or {_SHELLS[-1]}."
-        )
+class PrintCompletion(argparse.Action):
+    """Prints the script of a shell for the parser that it belongs to, and ends the command."""
 
-    return "Print a script with which Tab completes commands, options, names and files.", _completion, add
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
+        text.check_writable(text.STANDARD)
+        shtab = require("shtab", "completion")
+        for command in _of(parser):
+            for action in command._actions:
+                if action.metavar in _FILES:
+                    action.complete = shtab.FILE  # type: ignore[attr-defined]  # the attribute that shtab reads
+                elif action.metavar in _FOLDERS:
+                    action.complete = shtab.DIRECTORY  # type: ignore[attr-defined]
+                elif action.choices is None and action.nargs != 0:
+                    action.choices = _CHOICES.get(action.dest)
+        print(shtab.complete(parser, shell=values))
+        parser.exit()
 
 
-def _completion(args: argparse.Namespace) -> None:
-    text.check_writable(text.STANDARD)
-    shtab = require("shtab", "completion")
-    from ..cli import _parser
-
-    root = _parser()
-    for command in _of(root):
-        for action in command._actions:
-            if action.metavar in _FILES:
-                action.complete = shtab.FILE  # type: ignore[attr-defined]  # the attribute that shtab reads
-            elif action.metavar in _FOLDERS:
-                action.complete = shtab.DIRECTORY  # type: ignore[attr-defined]
-            elif action.choices is None and action.nargs != 0:
-                action.choices = _CHOICES.get(action.dest)
-    print(shtab.complete(root, shell=args.shell))
+def add_to(parser: argparse.ArgumentParser) -> None:
+    """Adds the flag to the parser of all commands."""
+    shells = f"{', '.join(SHELLS[:-1])} or {SHELLS[-1]}"
+    help_ = f"Print a script with which Tab completes commands, options, names and files in {shells}."
+    parser.add_argument("--print-completion", metavar="SHELL", choices=SHELLS, action=PrintCompletion, help=help_)
 
 
 def _of(root: argparse.ArgumentParser) -> list[argparse.ArgumentParser]:

@@ -1,0 +1,82 @@
+//! A stage of a call, as C++ asks for it: plan, kernel, formula, gradients. Kernels of a GPU run where they are proven.
+
+use super::call::Call;
+use super::declare::Operator;
+use super::ffi::{caught, into_raw, keep, status, status_of_plan};
+use super::proof;
+use crate::cuda::verdict::{self, Refusal};
+use crate::cuda::{self, Device};
+use crate::error::{Error, Result};
+use std::ffi::{c_int, c_void};
+use torch_sys::C_tensor;
+
+/// What ran, of the kernels.
+enum Ran {
+    Kernel,
+    /// They are wrong on this device: the formula must run. What users are to be told, the first time.
+    Refused(Option<String>),
+}
+
+// What `nfrs_run` answers of kernels that are wrong: silently, and with a warning that is kept.
+const REFUSED: c_int = 4;
+const REFUSED_NOW: c_int = 5;
+
+// declared.h's `Stage`; the fourth is gradients.
+const PLAN: c_int = 0;
+const KERNEL: c_int = 1;
+const FORMULA: c_int = 2;
+
+/// Runs a stage of a call for C++; `made` has room for what the stage makes.
+#[no_mangle]
+unsafe extern "C" fn nfrs_run(operator: *const c_void, stage: c_int, call: &Call, made: *mut *mut C_tensor) -> c_int {
+    // SAFETY: C++ hands back what it was given when the operator was registered.
+    let operator = unsafe { &*operator.cast::<Operator>() };
+    match stage {
+        PLAN => operator.plan.as_ref().map_or(0, |plan| status_of_plan(|| plan(call))),
+        KERNEL => {
+            operator.handle.inspect(|h| h.count_kernel());
+            let Some(device) = call.device() else { return status(|| operator.run_kernel(call)) };
+            match caught(|| run_proven(operator, call, device)) {
+                Ok(Ran::Kernel) => 0,
+                Ok(Ran::Refused(None)) => REFUSED,
+                Ok(Ran::Refused(Some(warning))) => {
+                    keep(Error::Torch(warning));
+                    REFUSED_NOW
+                }
+                Err(e) => status(|| Err(e)),
+            }
+        }
+        _ => status(|| {
+            let all = if stage == FORMULA { operator.run_formula(call)? } else { operator.gradients_again(call)? };
+            for (i, t) in all.into_iter().enumerate() {
+                // SAFETY: as said above.
+                unsafe { *made.add(i) = t.map_or(std::ptr::null_mut(), into_raw) };
+            }
+            Ok(())
+        }),
+    }
+}
+
+/// Runs kernels that are known to be right on this device. What is not known is proven first.
+fn run_proven(operator: &Operator, call: &Call, device: Device) -> Result<Ran> {
+    match verdict::admitted(|| operator.run_kernel(call)) {
+        Ok(done) => return done.map(|()| Ran::Kernel),
+        Err(Refusal::Wrong) => return Ok(Ran::Refused(None)),
+        Err(Refusal::Unknown) => (),
+    }
+    if operator.formula.is_none() || cuda::is_capturing(device)? {
+        // There is nothing to compare with, or nothing may be compared now.
+        return verdict::launched(|| operator.run_kernel(call)).0.map(|()| Ran::Kernel);
+    }
+    if let Some(wrong) = proof::prove(operator, call, device) {
+        return Ok(Ran::Refused(Some(wrong)));
+    }
+    let (done, launched) = verdict::launched(|| operator.run_kernel(call));
+    match verdict::unknown(&launched)[..] {
+        [] => done.map(|()| Ran::Kernel),
+        [missed, ..] => {
+            verdict::judge(&launched, false);
+            Ok(Ran::Refused(Some(format!("{}: its proof did not run {}", operator.name(), missed.name()))))
+        }
+    }
+}
