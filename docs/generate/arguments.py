@@ -104,7 +104,7 @@ _NAMES = re.compile(r"(?:^ {0,4}|(?<=[.] ))((?:\*{0,2}[a-z]\w*, )*\*{0,2}[a-z]\w
 
 
 def told(document: str) -> dict[str, str]:
-    """What the part `Args:` or `Attributes:` of a docstring says of each name; one line may tell of several."""
+    """Names and meanings that a docstring lists under `Args:` or `Attributes:`. One line may list several names."""
     section = _SECTION.search(document)
     text = section[1] if section else ""
     starts = [*_NAMES.finditer(text)]
@@ -123,7 +123,7 @@ def _keywords(value: Any) -> dict[str, str]:
 
 
 def _meanings(value: Any) -> dict[str, str]:
-    """What is said of each argument, by the first place that says anything."""
+    """The meaning of each argument, from the first place that has one."""
     names = [p.name for p in parameters(value)]
     found: dict[str, str] = {}
     for place in _places(value, names):

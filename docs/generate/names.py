@@ -42,7 +42,7 @@ def _index(kind: str, title: str, entries: list[dict[str, Any]]) -> str:
 
 
 _ANCHORS = {"Initialisations": "init-", "Parametrisations": "parametrisation-", "Presets": "preset-"}
-"""What the anchors of a section begin with: several names stand for a scheme and for an initialisation."""
+"""Prefixes of anchors, by section: `deepnorm` is a scheme and an initialisation, and each needs an anchor."""
 
 
 def overview(page: str) -> str:

@@ -59,7 +59,7 @@ def write_texts() -> None:
 
 
 def executed(script: Path) -> Any:
-    """The script as a notebook with outputs that another execution gives again, but for numbers."""
+    """The script as a notebook with its outputs, without what belongs to this machine."""
     import jupytext
     import nbclient
 
@@ -173,7 +173,7 @@ def _last_states(text: str) -> str:
 
 
 def alike(cell: Any) -> list[tuple[str, str]]:
-    """What executions of a cell on any machine have in common: the kinds of its outputs, and what no float decides.
+    """A cell's outputs as any machine gives them again: their kinds, and their texts without numbers.
 
     Numbers, spaces and lines of progress are left out; so are the texts of a cell tagged `nbval-ignore-output`, in
     which a trained model speaks.

@@ -179,10 +179,10 @@ def _distance(a: str, b: str) -> int:
     return row[-1]
 
 
-def unknown(what: str, got: str, choices: Iterable[str]) -> str:
+def unknown(what: str, got: Any, choices: Iterable[str]) -> str:
     """`unknown norm "scalnorm" (did you mean "scalenorm"?); expected one of layernorm, …`. A name of another table is
     said with its option: `("mix-ln" is a residual scheme: --residual mix-ln)`."""
-    choices = list(choices)
+    got, choices = str(got), list(choices)
     near = _of_another_table(got) or closest(got, choices)
     return f'unknown {what} "{got}"{near}; expected one of {", ".join(choices)}'
 

@@ -29,6 +29,16 @@ pub enum Refusal {
     Wrong,
 }
 
+/// What a proof has come to.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Verdict {
+    Right,
+    /// For good, on this device and driver.
+    Wrong,
+    /// It could not be compared, as without memory: off in this process, and nothing is kept.
+    Off,
+}
+
 const UNKNOWN: u8 = 0;
 const RIGHT: u8 = 1;
 const WRONG: u8 = 2;
@@ -66,11 +76,15 @@ impl Variant {
     }
 
     /// The first verdict on it counts.
-    fn judge(&self, is_right: bool) {
-        let verdict = if is_right { RIGHT } else { WRONG };
-        let first = self.verdict.compare_exchange(UNKNOWN, verdict, Ordering::AcqRel, Ordering::Acquire);
-        if let (Ok(_), Some(file)) = (first, &self.file) {
-            let line = format!("{}\t{}\n", self.line, if is_right { "right" } else { "wrong" });
+    fn judge(&self, verdict: Verdict) {
+        let (state, word) = match verdict {
+            Verdict::Right => (RIGHT, "right"),
+            Verdict::Wrong => (WRONG, "wrong"),
+            Verdict::Off => (WRONG, ""),
+        };
+        let first = self.verdict.compare_exchange(UNKNOWN, state, Ordering::AcqRel, Ordering::Acquire);
+        if let (Ok(_), Some(file), false) = (first, &self.file, word.is_empty()) {
+            let line = format!("{}\t{word}\n", self.line);
             // Best effort, in one write, so that several processes' lines stay whole.
             let _ = std::fs::OpenOptions::new()
                 .append(true)
@@ -101,9 +115,16 @@ pub fn admitted(run: impl FnOnce() -> Result<()>) -> std::result::Result<Result<
 
 /// Runs kernels that may be unknown, and the variants that they launched.
 pub fn launched<T>(run: impl FnOnce() -> T) -> (T, Vec<&'static Variant>) {
-    let before = LAUNCHED.replace(Some(Vec::new()));
+    /// Gives the record back to what runs outside, after a panic, too: else the thread would admit everything.
+    struct Outside(Option<Vec<&'static Variant>>);
+    impl Drop for Outside {
+        fn drop(&mut self) {
+            LAUNCHED.set(self.0.take());
+        }
+    }
+    let _outside = Outside(LAUNCHED.replace(Some(Vec::new())));
     let done = run();
-    (done, LAUNCHED.replace(before).unwrap_or_default())
+    (done, LAUNCHED.take().unwrap_or_default())
 }
 
 /// Whether this thread runs kernels that may be unknown.
@@ -112,8 +133,8 @@ pub fn is_proof() -> bool {
 }
 
 /// Tells the verdict on these variants. One that was known keeps its own.
-pub fn judge(variants: &[&'static Variant], is_right: bool) {
-    variants.iter().for_each(|variant| variant.judge(is_right));
+pub fn judge(variants: &[&'static Variant], verdict: Verdict) {
+    variants.iter().for_each(|variant| variant.judge(verdict));
 }
 
 /// The variants of which nothing is known.
@@ -158,9 +179,9 @@ mod tests {
         let (done, both) = launched(|| good.admit().and_then(|()| bad.admit()));
         done.unwrap();
         assert_eq!(unknown(&both).len(), 2);
-        judge(&both[..1], true);
-        judge(&both[1..], false);
-        judge(&both, true);
+        judge(&both[..1], Verdict::Right);
+        judge(&both[1..], Verdict::Wrong);
+        judge(&both, Verdict::Right);
         assert!(admitted(|| good.admit()).unwrap().is_ok());
         assert_eq!(admitted(|| bad.admit()).err(), Some(Refusal::Wrong));
         // Another process.
@@ -172,6 +193,22 @@ mod tests {
         let trusted = Variant::new("H100, driver 13.0".into(), ["p.cu", "-DK=1", "bad"], None, true);
         assert!(Box::leak(Box::new(trusted)).admit().is_ok());
         assert!(good.name().contains("good of p.cu (-DK=1) on H100"));
+    }
+
+    #[test]
+    fn what_could_not_be_compared_is_off_here_alone() {
+        let folder = tempfile::tempdir().unwrap();
+        let here = variant(folder.path(), "kernel");
+        judge(&[here], Verdict::Off);
+        assert_eq!(admitted(|| here.admit()).err(), Some(Refusal::Wrong));
+        let there = variant(folder.path(), "kernel");
+        assert_eq!(admitted(|| there.admit()).err(), Some(Refusal::Unknown));
+    }
+
+    #[test]
+    fn a_panic_ends_a_proof() {
+        let panicked = std::panic::catch_unwind(|| launched(|| panic!("in a proof")));
+        assert!(panicked.is_err() && !is_proof());
     }
 
     #[test]

@@ -10,9 +10,11 @@ use super::argument::{Argument, DtypeRule, Reading, LEADER, OPTIONAL, WRITTEN};
 use super::call::{replaced, scalar_type, Call, Value};
 use super::declare::Operator;
 use super::engine;
+use super::ffi::caught;
 use super::register::Declared;
-use crate::cuda::{self, verdict, Device, Layout};
-use crate::error::{Error, Result};
+use crate::cuda::verdict::{self, Verdict};
+use crate::cuda::{self, Device, Layout};
+use crate::error::Result;
 use std::sync::{Mutex, PoisonError};
 use tch::{Kind, Tensor};
 
@@ -20,12 +22,16 @@ use tch::{Kind, Tensor};
 pub fn prove(operator: &Operator, call: &Call, device: Device) -> Option<String> {
     static ONE: Mutex<()> = Mutex::new(());
     let _one = ONE.lock().unwrap_or_else(PoisonError::into_inner);
-    let (compared, launched) = verdict::launched(|| tch::no_grad(|| compare(operator, call, device)));
+    let (compared, launched) = verdict::launched(|| caught(|| tch::no_grad(|| compare(operator, call, device))));
     let unknown = verdict::unknown(&launched);
-    let wrong = compared.err().map(|e| e.to_string());
-    verdict::judge(&unknown, wrong.is_none());
+    let (verdict, what) = match compared {
+        Ok(None) => (Verdict::Right, None),
+        Ok(Some(how)) => (Verdict::Wrong, Some(format!("disagrees with its formula ({how})"))),
+        Err(e) => (Verdict::Off, Some(format!("could not be compared with its formula ({e})"))),
+    };
+    verdict::judge(&unknown, verdict);
     let names: Vec<String> = unknown.iter().map(|variant| variant.name()).collect();
-    wrong.map(|what| format!("{} disagrees with its formula ({what}): {}", operator.name(), names.join("; ")))
+    what.map(|what| format!("{} {what}: {}", operator.name(), names.join("; ")))
 }
 
 #[derive(Clone, Copy, PartialEq)]
@@ -40,26 +46,25 @@ enum Case {
     Other,
 }
 
-fn compare(operator: &Operator, call: &Call, device: Device) -> Result<()> {
+/// How the results differ, if they do. An error: they could not be compared.
+fn compare(operator: &Operator, call: &Call, device: Device) -> Result<Option<String>> {
     for case in [Case::Usual, Case::Extreme, Case::Masked, Case::Late, Case::Other] {
         let Some((given, arguments)) = arguments(operator, call, device, case)? else { continue };
         let (kernel, formula) = (copies(&arguments)?, wide(&copies(&arguments)?)?); // each writes its own
         let by_kernel = engine::call_by_name(operator.name(), &replaced(&given, &kernel), operator.outputs.len())?;
         let by_formula = call.with_values(&replaced(&given, &formula), |call| operator.formula_of(call))?;
         let outputs = operator.outputs.iter().zip(&by_kernel).zip(&by_formula);
-        for ((output, found), expected) in outputs.filter_map(|(of, expected)| Some((of, expected.as_ref()?))) {
-            if found.numel() > 0 {
-                alike(output.name, found, expected)?;
-            }
-        }
+        let outputs = outputs.filter_map(|((output, found), expected)| Some((output.name, found, expected.as_ref()?)));
         let declared = Declared::new(operator)?;
-        for (argument, place) in declared.table.iter().filter(|(argument, _)| is_written(argument)) {
-            if let (Some(found), Some(expected)) = (&kernel[*place], &formula[*place]) {
-                alike(argument.name, found, expected)?;
+        let written = declared.table.iter().filter(|(argument, _)| is_written(argument));
+        let written = written.filter_map(|(a, at)| Some((a.name, kernel[*at].as_ref()?, formula[*at].as_ref()?)));
+        for (name, found, expected) in outputs.chain(written).filter(|(_, found, _)| found.numel() > 0) {
+            if let Some(how) = difference(found, expected)? {
+                return Ok(Some(format!("{name} {how}")));
             }
         }
     }
-    Ok(())
+    Ok(None)
 }
 
 fn is_written(argument: &Argument) -> bool {
@@ -313,7 +318,8 @@ fn aligned_as(t: &Tensor, kind: Kind, address: usize) -> Result<Tensor> {
 
 // ---- the comparison ----
 
-fn alike(what: &str, found: &Tensor, expected: &Tensor) -> Result<()> {
+/// How a result differs from the formula's beyond what rounding explains.
+fn difference(found: &Tensor, expected: &Tensor) -> Result<Option<String>> {
     // Of a number, of the largest in its row, on average of a row, and of the smallest numbers.
     let (of_number, of_row, of_mean, least) = match found.kind() {
         // On a GPU f64 parameters have been computed in f32.
@@ -331,7 +337,7 @@ fn alike(what: &str, found: &Tensor, expected: &Tensor) -> Result<()> {
     let (found, expected) = (row(found)?, row(expected)?);
     let is_nan = expected.f_isnan()?;
     if found.f_isnan()?.f_ne_tensor(&is_nan)?.f_any()?.f_int64_value(&[])? != 0 {
-        return Err(Error::Torch(format!("{what}: NaN in other places")));
+        return Ok(Some("has NaN in other places".into()));
     }
     let are_equal = found.f_eq_tensor(&expected)?.f_logical_or(&is_nan)?;
     let apart = found.f_sub(&expected)?.f_abs()?.f_masked_fill(&are_equal, 0.0)?;
@@ -344,17 +350,15 @@ fn alike(what: &str, found: &Tensor, expected: &Tensor) -> Result<()> {
     if farthest.is_nan() || farthest > 1.0 {
         let at = |t: &Tensor| t.f_contiguous()?.f_view([-1].as_slice())?.f_double_value(&[worst]);
         let (got, wanted) = (at(&found)?, at(&expected)?);
-        return Err(Error::Torch(format!("{what}[{worst}] of {:?} is {got:e}, expected {wanted:e}", found.size())));
+        return Ok(Some(format!("{:?} is {got:e} at {worst}, expected {wanted:e}", found.size())));
     }
     if !is_narrow && of_mean > 0.0 && found.dim() > 0 {
         let mean = |t: &Tensor| t.f_mean_dim(-1, false, Kind::Double);
         let allowed = mean(&size)?.f_mul_scalar(of_mean)?.f_add_scalar(least)?;
         let beyond = mean(&apart)?.f_div(&allowed)?.f_max()?.f_double_value(&[])?;
         if beyond > 1.0 {
-            return Err(Error::Torch(format!(
-                "a row of {what} is {beyond:.1} times farther away than rounding explains"
-            )));
+            return Ok(Some(format!("has a row {beyond:.1} times farther away than rounding explains")));
         }
     }
-    Ok(())
+    Ok(None)
 }

@@ -4,7 +4,7 @@ use super::call::Call;
 use super::declare::Operator;
 use super::ffi::{caught, into_raw, keep, status, status_of_plan};
 use super::proof;
-use crate::cuda::verdict::{self, Refusal};
+use crate::cuda::verdict::{self, Refusal, Verdict};
 use crate::cuda::{self, Device};
 use crate::error::{Error, Result};
 use std::ffi::{c_int, c_void};
@@ -75,7 +75,7 @@ fn run_proven(operator: &Operator, call: &Call, device: Device) -> Result<Ran> {
     match verdict::unknown(&launched)[..] {
         [] => done.map(|()| Ran::Kernel),
         [missed, ..] => {
-            verdict::judge(&launched, false);
+            verdict::judge(&launched, Verdict::Off);
             Ok(Ran::Refused(Some(format!("{}: its proof did not run {}", operator.name(), missed.name()))))
         }
     }

@@ -61,3 +61,8 @@ def test_the_specifications_list_is_the_datas():
         end = f". arXiv {paper.get('arxiv')}" * ("arxiv" in paper) + f"; {paper.get('more')}" * ("more" in paper)
         rows.append(f"| {names} | {paper['authors']}: {paper['title']}. {paper['year']}{end} |")
     assert table.strip().splitlines()[2:] == rows
+
+
+def test_what_is_no_name_is_said():
+    with pytest.raises(nfrs.InputError, match='unknown name "3"'):
+        nfrs.cite(3)

@@ -3,6 +3,7 @@
 import argparse
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 from .. import text
 from . import Command, versions
@@ -18,7 +19,7 @@ def parser() -> Command:
 def _doctor(args: argparse.Namespace) -> None:
     text.check_writable(text.STANDARD)
     print(versions.report())
-    print(f"cores: {', '.join(_cores())}")
+    print(f"compiled for this Python: {', '.join(_cores())}")
     advice = [*_processor()]
     for line, what_to_do in _devices():
         print(line)
@@ -30,9 +31,7 @@ def _doctor(args: argparse.Namespace) -> None:
 
 
 def _cores() -> list[str]:
-    """The files, the one in use marked."""
-    from pathlib import Path
-
+    """The files of the compiled part, one for each torch, the one in use marked."""
     from .. import _core
 
     used = Path(_core.__file__)

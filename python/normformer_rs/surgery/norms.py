@@ -94,7 +94,7 @@ def swap_norms(
             + "".join(f", {name}={value!r}" for name, value in options.items())
         )
     if init not in ("match", "default"):
-        raise InputError(unknown("init", str(init), ("match", "default")))
+        raise InputError(unknown("init", init, ("match", "default")))
     refuse_wrapped(model)
     norms, staying = _find(model, filter)
     if any(p.is_meta for p in model.parameters()):
