@@ -69,6 +69,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         _start_in_utf8()
     hold_standard_files()
     log_to_stderr()
+    with as_ctrl_c():
+        return _run(argv)
+
+
+def _run(argv: Sequence[str] | None) -> int:
     try:
         try:
             words = [readable("argument", word) for word in (sys.argv[1:] if argv is None else argv)]
@@ -76,8 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 print(versions.report())
                 return 0
             args = _parser().parse_args(words)
-            with as_ctrl_c():
-                args.run(args)
+            args.run(args)
         finally:  # after help, too, which raises SystemExit
             if sys.stdout is not None and not sys.stdout.closed:
                 write_out()

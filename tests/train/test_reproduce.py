@@ -87,7 +87,7 @@ def test_every_reproduction_within_its_limit(reproduce):
     page = Path("page.md").read_text()
     for name, entry in REPRODUCTIONS.items():
         wanted, measured = entry.scales["check"].rows, rows_of(name)
-        assert [{key: found[key] for key in row.key} for row, found in zip(wanted, measured)] == [r.key for r in wanted]
+        assert [{key: found[key] for key in wanted[0].key} for found in measured] == [row.key for row in wanted]
         assert all(found["verdict"] in ("trains", "neither", "diverged") for found in measured)
         assert all(math.isfinite(float(found["valid_nll"])) for found in measured)
         assert f"source: {entry.source}" in said
@@ -95,7 +95,7 @@ def test_every_reproduction_within_its_limit(reproduce):
         assert page.count(f"<!-- reproduce {name} --scale check -->\n") == 1
         for figure in {figure for row in wanted for figure in row.paper.values()}:
             assert re.search(rf"\| {re.escape(figure)} +\|", said), (name, figure)
-    assert len(rows_of("brn-table1-18")) == 2 * len(nfrs.tables()["residuals"])
+    assert {row["residual"] for row in rows_of("brn-table1-18")} >= {e["name"] for e in nfrs.tables()["residuals"]}
 
 
 def test_bleu_and_p_are_those_of_the_runs_translations(reproduce, monkeypatch):

@@ -109,6 +109,25 @@ def test_slurm_kubernetes_and_a_closed_terminal_are_ctrl_c(tmp_path, corpus, num
     goes_on(tmp_path / "run", tmp_path / "whole", corpus)
 
 
+@pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("later", [0.0, 0.002, 0.02, 0.2])
+def test_a_launcher_repeats_the_terminals_signal(tmp_path, corpus, first, later):
+    """The second one takes nothing from what the first one ends with, wherever it comes."""
+    sizes = "--d-model 16 --d-ff 24 --heads 2 --encoder-layers 2 --decoder-layers 2 --updates 100000 --no-progress"
+    data = [word for key, value in corpus.items() for word in (f"--{key.replace('_', '-')}", str(value))]
+    words = [*"-m normformer_rs train --no-bpe".split(), *data, *sizes.split(), "--output", str(tmp_path / "run")]
+    process = subprocess.Popen([sys.executable, *words], stderr=subprocess.PIPE, text=True)
+    log = tmp_path / "run" / "log.jsonl"
+    while process.poll() is None and not (log.exists() and len(losses(log.parent)) > 2):
+        time.sleep(0.01)
+    process.send_signal(first)
+    time.sleep(later)
+    process.send_signal(signal.SIGINT)
+    said = process.communicate(timeout=60)[1]
+    assert "everything is saved: the same command with --resume goes on" in said and "Traceback" not in said, said
+    assert process.returncode in (2, -signal.SIGINT)  # the latter where it comes after the last word
+
+
 def test_a_users_handler_stays(tmp_path, corpus):
     called = []
     before = signal.signal(signal.SIGTERM, lambda *_: called.append(1))
