@@ -17,6 +17,7 @@ fn main() {
         .flag("-fvisibility=hidden")
         .flag("-O2")
         .warnings(false) // torch's headers warn
+        .define("NORMFORMER_RS_SHIM", None)
         .include(&include)
         .include(include.join("torch/csrc/api/include"))
         .file("src/operator/shim/shim.cpp")

@@ -94,9 +94,6 @@ void define(torch::Library& m, Op& op) {
 }  // namespace
 
 // Functions in torch-sys's place, as tch calls them (compat/normformer_rs_torch_sys.h).
-#undef ats_free
-#undef get_and_reset_last_err
-#undef at_tensor_of_data
 namespace {
 thread_local char* error_of_call = nullptr;
 thread_local bool is_asked_for_free = false;

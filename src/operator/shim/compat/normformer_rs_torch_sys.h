@@ -3,7 +3,6 @@
 #pragma once
 #if defined(__cplusplus) && __has_include(<torch/torch.h>)
 #include <cxxabi.h>
-#include <torch/torch.h>
 
 #include <cstring>
 #include <exception>
@@ -35,6 +34,9 @@ inline void rethrow_as(const char* text) {
   if (last.exception && last.text.starts_with(text)) std::rethrow_exception(last.exception);
 }
 }  // namespace normformer_rs
+
+#ifndef NORMFORMER_RS_SHIM  // what follows is for torch-sys alone; torch.h takes half the time of compiling it
+#include <torch/torch.h>
 
 // How torch-sys keeps a text.
 #define strdup(text) (normformer_rs::notice(text), strdup(text))
@@ -91,4 +93,5 @@ std::tuple<at::Tensor, at::Tensor> qr_out(A&&...) {
 }
 }  // namespace torch
 #endif
+#endif  // NORMFORMER_RS_SHIM
 #endif
