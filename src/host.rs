@@ -6,6 +6,8 @@
 
 use crate::error::{without_stack, Error, Result};
 use std::ffi::{c_char, c_int, c_void, CStr};
+use std::marker::PhantomData;
+use std::ops::Deref;
 use tch::Tensor;
 use torch_sys::C_tensor;
 
@@ -35,26 +37,50 @@ impl Number for u8 {
 /// A tensor's numbers, row by row, from wherever it lies and converted to T; as u8 the bytes of its own type. Where it
 /// has none in memory the error names `what` it is, of which kind, and what to do.
 pub fn host<T: Number>(what: &str, t: &Tensor) -> Result<Vec<T>> {
-    let mut memory = HostMemory { data: std::ptr::null(), bytes: 0 };
-    // SAFETY: the tensor outlives the call.
-    let held = unsafe { nfrs_host(t.as_ptr(), T::SCALAR_TYPE, &mut memory) };
-    if held.is_null() {
-        // SAFETY: a NUL-terminated string of this thread, which lives until its next failing call.
-        let why = unsafe { CStr::from_ptr(nfrs_last_error()) }.to_string_lossy();
-        return Err(Error::invalid(format!("{what} {}", without_stack(&why))));
-    }
-    // SAFETY: C++ made it, and it is ours.
-    let _held = unsafe { Tensor::from_ptr(held) };
-    let count = memory.bytes / size_of::<T>();
+    let held = Held::<T>::new(what, t)?;
     let mut numbers = Vec::new();
-    if numbers.try_reserve_exact(count).is_err() {
-        return Err(Error::Torch(format!("not enough memory for the {} bytes of {what}", memory.bytes)));
+    if numbers.try_reserve_exact(held.len()).is_err() {
+        return Err(Error::Torch(format!("not enough memory for the {} bytes of {what}", size_of_val(&*held))));
     }
-    if count > 0 {
-        // SAFETY: `_held` has so many bytes there, numbers of T.
-        numbers.extend_from_slice(unsafe { std::slice::from_raw_parts(memory.data.cast(), count) });
-    }
+    numbers.extend_from_slice(&held);
     Ok(numbers)
+}
+
+/// What [`host`] copies, where it lies: of a contiguous tensor on the host its own memory, which nobody may write to
+/// meanwhile.
+#[derive(Debug)]
+pub struct Held<T> {
+    memory: HostMemory,
+    _tensor: Tensor,
+    _numbers: PhantomData<T>,
+}
+
+impl<T: Number> Held<T> {
+    /// Errors as for [`host`].
+    pub fn new(what: &str, t: &Tensor) -> Result<Self> {
+        let mut memory = HostMemory { data: std::ptr::null(), bytes: 0 };
+        // SAFETY: the tensor outlives the call.
+        let held = unsafe { nfrs_host(t.as_ptr(), T::SCALAR_TYPE, &mut memory) };
+        if held.is_null() {
+            // SAFETY: a NUL-terminated string of this thread, which lives until its next failing call.
+            let why = unsafe { CStr::from_ptr(nfrs_last_error()) }.to_string_lossy();
+            return Err(Error::invalid(format!("{what} {}", without_stack(&why))));
+        }
+        // SAFETY: C++ made it, and it is ours.
+        Ok(Held { memory, _tensor: unsafe { Tensor::from_ptr(held) }, _numbers: PhantomData })
+    }
+}
+
+impl<T> Deref for Held<T> {
+    type Target = [T];
+
+    fn deref(&self) -> &[T] {
+        match self.memory.bytes / size_of::<T>() {
+            0 => &[],
+            // SAFETY: the tensor has so many bytes there, numbers of T, as long as it is held.
+            count => unsafe { std::slice::from_raw_parts(self.memory.data.cast(), count) },
+        }
+    }
 }
 
 /// Whether the memory at the tensor's address is all there, and says what the tensor means.
@@ -64,6 +90,7 @@ pub fn has_memory(t: &Tensor) -> bool {
 }
 
 /// shim.cpp's.
+#[derive(Debug)]
 #[repr(C)]
 struct HostMemory {
     data: *const c_void,

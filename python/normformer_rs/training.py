@@ -20,6 +20,7 @@ from .distributed import world
 from .errors import InputError
 from .history import History, layer_values
 from .progress import Progress, Silent, choose, number
+from .quantities import size
 from .signals import as_ctrl_c
 
 logger = logging.getLogger("normformer_rs")
@@ -37,8 +38,12 @@ class DryRun:
 
     parameters: int
     parameter_bytes: int
+    activation_bytes: int
+    """What tensors hold at most within the largest batch's forward and backward pass, beside parameters, their gradients
+    and moments. Measured on the CPU, with a few layers where the model has many, and a few sentences of a large batch."""
     training_bytes: int
-    """Estimate: parameters, gradients, moments and activations of the largest batch."""
+    """`activation_bytes`, parameters, gradients and moments; on the CPU also what the process holds by now: libraries and
+    text. The allocator's gaps come on top: see `NORMFORMER_RS_ALLOCATOR` in docs/train.md."""
     vocabulary: int
     sentences: int
     """Sentence pairs, or segments of a language model's text."""
@@ -73,6 +78,35 @@ class Trainer:
         """Reads the data and computes the size of the run, without training. Errors as for `fit`."""
         needs = json.loads(_core.dry_run(*self._json()))
         return DryRun(**{field.name: needs[field.name] for field in dataclasses.fields(DryRun)})
+
+    def within(self, memory: int) -> "Trainer":
+        """A trainer of the same run that needs at most so many bytes, as `dry_run` counts them.
+
+        Where the run needs more it recomputes activations (`activation_checkpointing`), which changes no result.
+
+        Args:
+            memory: bytes.
+
+        Errors: InputError where it needs more even so; the message says which `max_tokens` would fit.
+        """
+        fixed = saved = 0
+        for checkpointing in sorted({self.training.activation_checkpointing, True}):
+            training = self.training.replace(activation_checkpointing=checkpointing)
+            chosen = Trainer(self.model, training, self.data)
+            chosen.chosen = self.chosen
+            needs = chosen.dry_run()
+            if needs.training_bytes <= memory:
+                if checkpointing and not self.training.activation_checkpointing:
+                    logger.info("activations are recomputed: training needs about %s so", size(needs.training_bytes))
+                return chosen
+            fixed, saved = needs.training_bytes - needs.activation_bytes, needs.activation_bytes
+        said = f"training needs about {size(fixed + saved)} with activation_checkpointing, memory is {size(memory)}"
+        if fixed >= memory:
+            raise InputError(f"{said}; parameters, gradients and moments alone are {size(fixed)}: take a smaller model")
+        fits = int(self.training.max_tokens * (memory - fixed) / saved)
+        raise InputError(
+            f"{said}: max_tokens of about {fits} would fit; accumulate makes an update of several such batches"
+        )
 
     def fit(
         self,

@@ -5,6 +5,7 @@
 //! Nobody outside this module knows autograd's mechanics.
 
 mod adam;
+mod allocations;
 mod argument;
 mod attention;
 mod call;
@@ -29,6 +30,7 @@ mod stream;
 mod transfer;
 
 pub use adam::{adam_in_place, AdamBuffers};
+pub use allocations::peak_of;
 pub use attention::{attention, composed_attention, padded_attention};
 pub use collective::ProcessGroup;
 pub use column_norm::{Column, ColumnNormOp};

@@ -11,6 +11,7 @@ mod average;
 mod completion;
 mod folder;
 mod lock;
+mod needs;
 mod perplexity;
 mod prepare;
 mod start;
@@ -20,8 +21,9 @@ mod workers;
 pub use average::average;
 pub use completion::{encode, Completion};
 pub use folder::{check, save_model, target_vocabulary, Mode};
+pub use needs::dry_run;
 pub use prepare::{prepare, PreparedData};
-pub use start::{dry_run, train, Surroundings};
+pub use start::{train, Surroundings};
 pub use translator::{load_model, Translator};
 
 use crate::error::{Error, Result};
@@ -50,16 +52,24 @@ pub fn device(name: &str) -> Result<Device> {
 }
 
 /// Asks glibc to keep freed memory: activations of the same sizes come and go with every update, and fresh pages cost
-/// more than the arithmetic on them. NORMFORMER_RS_ALLOCATOR=system leaves the allocator as it is.
+/// more than the arithmetic on them. NORMFORMER_RS_ALLOCATOR=system leaves the allocator as it is; `return` gives every
+/// freed block back at once, so that the process holds what tensors hold, and no gaps between them.
 pub fn keep_memory() {
-    if std::env::var("NORMFORMER_RS_ALLOCATOR").is_ok_and(|v| v == "system") {
-        return;
-    }
+    let wanted = std::env::var("NORMFORMER_RS_ALLOCATOR").unwrap_or_default();
     #[cfg(target_env = "gnu")]
     // SAFETY: mallopt takes two integers and may be called at any time.
     unsafe {
-        libc::mallopt(libc::M_MMAP_MAX, 0);
-        libc::mallopt(libc::M_TRIM_THRESHOLD, libc::c_int::MAX);
-        libc::mallopt(libc::M_TOP_PAD, 64 << 20);
+        match wanted.as_str() {
+            "system" => {}
+            "return" => {
+                // Once it is set, glibc does not raise it any more.
+                libc::mallopt(libc::M_MMAP_THRESHOLD, 128 << 10);
+            }
+            _ => {
+                libc::mallopt(libc::M_MMAP_MAX, 0);
+                libc::mallopt(libc::M_TRIM_THRESHOLD, libc::c_int::MAX);
+                libc::mallopt(libc::M_TOP_PAD, 64 << 20);
+            }
+        }
     }
 }

@@ -3,8 +3,8 @@
 use super::folder::{check_beginning, check_checkpoints, read_mask, resume, Beginning, Log, ResumeState};
 use super::lock::Lock;
 use super::prepare::{prepare_with, valid_batches};
-use super::{device, keep_memory, prepare, Mode, PreparedData};
-use crate::config::{AttentionName, DataConfig, TrainingConfig, TransformerConfig};
+use super::{device, keep_memory, Mode, PreparedData};
+use crate::config::{DataConfig, TrainingConfig, TransformerConfig};
 use crate::cpu::contention;
 use crate::cuda;
 use crate::data::{BatchStream, Corpus, Cursor, Digests, Interrupt, Limit, Prefetch, StreamConfig};
@@ -150,7 +150,8 @@ fn trainer(
     from: Option<ResumePoint>,
     warnings: &mut Vec<String>,
 ) -> Result<Trainer> {
-    let PreparedData { model, vocabulary, train, valid, references, mask, digests, .. } = prepared;
+    let objective = objective(&prepared, training, device)?;
+    let PreparedData { model, vocabulary, train, valid, references, digests, .. } = prepared;
     let mut from = match from {
         Some(found) => Some((read_progress(&found)?, found)),
         None => None,
@@ -159,8 +160,6 @@ fn trainer(
         Some((_, found)) => Transformer::to_train(&model, &load_parameters(&found.checkpoint.model, device)?)?,
         None => Transformer::new(&model, training.seed, device, Kind::Float)?,
     };
-    let valid_count = mask.as_ref().map_or(vocabulary.len(), |m| m.iter().filter(|v| **v).count());
-    let mask = mask.map(|m| Tensor::f_from_slice(&m)?.f_to_device(device)).transpose()?;
     let entropy = unigram_entropy(train.predicted());
     let batches = valid_batches(&valid, training);
     let stream_config = StreamConfig {
@@ -176,7 +175,7 @@ fn trainer(
     let parts = Parts {
         model,
         config: training.clone(),
-        objective: Objective::new(mask, smoothing(training, valid_count))?,
+        objective,
         vocabulary,
         validation: Validation { batches, references },
         store: CheckpointStore::at(output),
@@ -189,6 +188,14 @@ fn trainer(
         recorder,
     };
     Trainer::new(parts, Prefetch::new(stream)?, from.as_ref().map(|(p, found)| (p.clone(), found)))
+}
+
+/// The loss over the data's target types.
+pub(super) fn objective(prepared: &PreparedData, training: &TrainingConfig, device: Device) -> Result<Objective> {
+    let mask = prepared.mask.as_ref();
+    let types = mask.map_or(prepared.vocabulary.len(), |mask| mask.iter().filter(|seen| **seen).count());
+    let mask = mask.map(|mask| Tensor::f_from_slice(mask)?.f_to_device(device)).transpose()?;
+    Objective::new(mask, smoothing(training, types))
 }
 
 fn read_progress(found: &ResumePoint) -> Result<Progress> {
@@ -253,40 +260,4 @@ fn resumed_stream(
     }
     (progress.cursor, progress.seen.0) = (now, seen as u64);
     Ok(stream)
-}
-
-/// Number of parameters and bytes of a run, without training.
-pub fn dry_run(
-    model: &TransformerConfig,
-    training: &TrainingConfig,
-    data: &DataConfig,
-    check_interrupt: Interrupt,
-) -> Result<serde_json::Value> {
-    let prepared = prepare(model, training, data, check_interrupt)?;
-    let built = Transformer::new(&prepared.model, 0, Device::Cpu, Kind::Float)?;
-    let n = built.parameters.numel();
-    let most = training.max_tokens as usize;
-    // Activations kept for the backward pass, f32 units a row: about 16 d + 2 d_ff a layer and side (5 d_ff where
-    // feed-forwards are gated), and for tensorized attention 3 T·R of products and 2 T² of entries; one block of logits.
-    let (d, f) = (model.d_model as usize, model.d_ff as usize);
-    let encoder = if model.has_encoder() { model.encoder_layers as usize } else { 0 };
-    let layers = encoder + model.decoder_layers as usize;
-    let attention = match model.attention {
-        AttentionName::MultiHead => 0,
-        AttentionName::Tensorized => {
-            let (rank, segment) = (model.tensorized_rank as usize, model.tensorized_segment as usize);
-            segment * (3 * rank + 2 * segment)
-        }
-    };
-    let wide = if model.activation.is_gated() { 5 * f } else { 2 * f };
-    let activations = most.saturating_mul(layers * (16 * d + wide + attention) * 4);
-    let logits = 1024 * prepared.model.vocab_size as usize * 4;
-    Ok(serde_json::json!({
-        "parameters": n,
-        "parameter_bytes": n * 4,
-        "training_bytes": activations.saturating_add(logits + n * 4 * 4),
-        "vocabulary": prepared.vocabulary.len(),
-        "sentences": prepared.train.len(),
-        "skipped": prepared.skipped,
-    }))
 }

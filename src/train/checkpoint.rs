@@ -24,7 +24,7 @@ use flate2::Crc;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-pub use arrays::{Array, Arrays};
+pub use arrays::{Array, Arrays, Bytes};
 pub use average::average;
 pub use safetensors::Dtype;
 pub use store::{Best, CheckpointStore, ResumePoint};

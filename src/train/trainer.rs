@@ -126,6 +126,14 @@ pub struct Parts {
     pub recorder: Option<Box<dyn Recorder>>,
 }
 
+/// The type of matrix products.
+pub(super) fn kind_of(precision: Precision) -> Kind {
+    match precision {
+        Precision::F32 => Kind::Float,
+        Precision::Bf16 => Kind::BFloat16,
+    }
+}
+
 /// Updates whose pace is shown.
 const PACE: usize = 50;
 
@@ -160,10 +168,7 @@ impl Trainer {
         }
         progress.text = Some(parts.text);
         progress.seen.1 = parts.sentences as u64;
-        let kind = match config.precision {
-            Precision::F32 => Kind::Float,
-            Precision::Bf16 => Kind::BFloat16,
-        };
+        let kind = kind_of(config.precision);
         optimizer.share_parameters(group)?;
         let updates_per_epoch = parts.batches_per_epoch as f64 / (config.accumulate * group.size() as i64) as f64;
         let recompute = config.activation_checkpointing;

@@ -115,8 +115,8 @@ def test_a_launcher_repeats_the_terminals_signal(tmp_path, corpus, first, later)
     """The second one takes nothing from what the first one ends with, wherever it comes."""
     sizes = "--d-model 16 --d-ff 24 --heads 2 --encoder-layers 2 --decoder-layers 2 --updates 100000 --no-progress"
     data = [word for key, value in corpus.items() for word in (f"--{key.replace('_', '-')}", str(value))]
-    words = [*"-m normformer_rs train --no-bpe".split(), *data, *sizes.split(), "--output", str(tmp_path / "run")]
-    process = subprocess.Popen([sys.executable, *words], stderr=subprocess.PIPE, text=True)
+    words = [sys.executable, "-m", "normformer_rs", "train", "--no-bpe", *data, *sizes.split()]
+    process = subprocess.Popen([*words, "--output", tmp_path / "run"], stderr=subprocess.PIPE, text=True)
     log = tmp_path / "run" / "log.jsonl"
     while process.poll() is None and not (log.exists() and len(losses(log.parent)) > 2):
         time.sleep(0.01)

@@ -11,6 +11,7 @@ from ..errors import InputError
 from ..options import add_flags, given, layered, read_run, read_toml
 from ..presets import PRESETS
 from ..progress import duration, write
+from ..quantities import in_bytes, size
 from . import PROG, Command
 
 _COMMON = (
@@ -42,6 +43,11 @@ def parser() -> Command:
         run.add_argument("--from-checkpoint", metavar="NAME", help=which)
         run.add_argument("--overwrite", action="store_true", help="Start again where --output holds a run.")
         run.add_argument("--dry-run", action="store_true", help="Print parameter count and memory, then stop.")
+        budget = (
+            "The most memory to train with, such as 20GB: activations are recomputed where they do not fit, and freed "
+            "memory is given back at once. Needs a dry run first."
+        )
+        run.add_argument("--memory", metavar="SIZE", help=budget)
         run.add_argument("--no-progress", action="store_true", help="No progress bar.")
         add_flags(common, (fields.pop(name) for name in _COMMON))
         for name, group in groups.items():
@@ -72,14 +78,17 @@ def _run(args: argparse.Namespace) -> None:
 
     trainer = Trainer(plan.model, plan.training, plan.data)
     trainer.chosen = plan.chosen
+    if args.memory is not None:
+        os.environ.setdefault("NORMFORMER_RS_ALLOCATOR", "return")
+        trainer = trainer.within(in_bytes(args.memory))
     if args.dry_run or plan.output is None:
         needs = trainer.dry_run()
         trainer.warn(needs.parameters)
-        print(f"parameters: {needs.parameters:,} ({_size(needs.parameter_bytes)})")
+        print(f"parameters: {needs.parameters:,} ({size(needs.parameter_bytes)})")
         print(f"vocabulary: {needs.vocabulary:,} types")
         if needs.skipped:
             print(f"left out:   {needs.skipped:,} of {needs.skipped + needs.sentences:,} sentences, as too long")
-        print(f"memory to train: about {_size(needs.training_bytes)}")
+        print(f"memory to train: about {size(needs.training_bytes)}")
         return
     how = {"resume": args.resume, "from_checkpoint": args.from_checkpoint, "overwrite": args.overwrite}
     history = trainer.fit(plan.output, **how, progress=not args.no_progress)
@@ -127,14 +136,6 @@ def plan_of(args: argparse.Namespace) -> Plan:
     options = {name: value for name, value in options.items() if name not in _COMMAND}
     model, training, data = split(options, *kinds)
     return Plan(TransformerConfig(**model), TrainingConfig(**training), DataConfig(**data), output, chosen)
-
-
-def _size(count: float) -> str:
-    for unit in ("B", "KiB", "MiB"):
-        if count < 1024:
-            return f"{count:.4g} {unit}"
-        count /= 1024
-    return f"{count:.4g} GiB"
 
 
 def demo_parser() -> Command:

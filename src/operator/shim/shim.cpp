@@ -4,10 +4,12 @@
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/Parallel.h>
+#include <c10/core/Allocator.h>
 #include <c10/core/Event.h>
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
+#include <c10/util/ThreadLocalDebugInfo.h>
 #include <torch/library.h>
 
 using namespace nfrs;
@@ -91,6 +93,20 @@ void define(torch::Library& m, Op& op) {
   }
 }
 
+
+// Bytes that tensors take on this thread, as torch's profiler of memory hears of them.
+struct Counter final : c10::MemoryReportingInfoBase {
+  std::atomic<int64_t> now = 0, peak = 0;  // torch's workers report, too
+  void reportMemoryUsage(void*, int64_t bytes, size_t, size_t, c10::Device) override {
+    const int64_t held = now += bytes;
+    for (int64_t most = peak; most < held && !peak.compare_exchange_weak(most, held);) {}
+  }
+  bool memoryProfilingEnabled() const override { return true; }
+};
+struct Counting {
+  std::shared_ptr<Counter> counter = std::make_shared<Counter>();
+  c10::DebugInfoGuard guard{c10::DebugInfoKind::PROFILER_STATE, counter};
+};
 }  // namespace
 
 // Functions in torch-sys's place, as tch calls them (compat/normformer_rs_torch_sys.h).
@@ -254,6 +270,14 @@ bool nfrs_function(void* function, bool saves, Span<Value> inputs, void* outputs
     for (auto& t : Function::apply(at::TensorList(given), std::move(held))) push(outputs, give(t));
   });
 }
+
+void* nfrs_count_memory() {
+  return guarded([]() -> void* { return new Counting; });
+}
+int64_t nfrs_counted_peak(const void* counting) noexcept {
+  return static_cast<const Counting*>(counting)->counter->peak;
+}
+void nfrs_count_end(void* counting) noexcept { delete static_cast<Counting*>(counting); }
 
 // What is on a CUDA device's current stream up to now. torch's generic interfaces: nothing of CUDA is needed here.
 void* nfrs_event(int device) {

@@ -1,6 +1,7 @@
 //! Named arrays and their file: safetensors, read and written array by array.
 
 use std::collections::BTreeMap;
+use std::ops::Deref;
 use std::path::Path;
 
 use safetensors::tensor::{Metadata, TensorInfo};
@@ -8,6 +9,7 @@ use safetensors::tensor::{Metadata, TensorInfo};
 use super::{damaged, CheckedFile, Dtype};
 use crate::atomic::{Digest, Sink};
 use crate::error::{Error, Result};
+use crate::host::Held;
 
 /// Arrays by name.
 pub type Arrays = BTreeMap<String, Array>;
@@ -23,7 +25,65 @@ pub struct Array {
     /// Sizes, outermost first; empty for a scalar.
     pub shape: Vec<usize>,
     /// The elements in row-major order, little-endian.
-    pub data: Vec<u8>,
+    pub data: Bytes,
+}
+
+/// Bytes of an array: its own, or a tensor's where they lie, since a copy of all that a run saves could be more than
+/// the machine has left.
+#[derive(Debug)]
+pub enum Bytes {
+    Own(Vec<u8>),
+    Held(Held<u8>),
+}
+
+impl Bytes {
+    /// Those of the array alone.
+    pub fn to_mut(&mut self) -> &mut [u8] {
+        if let Bytes::Held(held) = self {
+            *self = Bytes::Own(held.to_vec());
+        }
+        match self {
+            Bytes::Own(own) => own,
+            Bytes::Held(_) => unreachable!("they were copied above"),
+        }
+    }
+}
+
+impl Deref for Bytes {
+    type Target = [u8];
+
+    fn deref(&self) -> &[u8] {
+        match self {
+            Bytes::Own(own) => own,
+            Bytes::Held(held) => held,
+        }
+    }
+}
+
+impl Clone for Bytes {
+    fn clone(&self) -> Self {
+        Bytes::Own(self.to_vec())
+    }
+}
+
+impl PartialEq for Bytes {
+    fn eq(&self, other: &Self) -> bool {
+        **self == **other
+    }
+}
+
+impl Eq for Bytes {}
+
+impl<B: Into<Vec<u8>>> From<B> for Bytes {
+    fn from(bytes: B) -> Self {
+        Bytes::Own(bytes.into())
+    }
+}
+
+impl FromIterator<u8> for Bytes {
+    fn from_iter<I: IntoIterator<Item = u8>>(bytes: I) -> Self {
+        Bytes::Own(bytes.into_iter().collect())
+    }
 }
 
 impl Array {
@@ -94,7 +154,7 @@ pub(super) fn read(path: &Path, expected: Digest) -> Result<Arrays> {
     let mut arrays = Arrays::new();
     for name in header.offset_keys() {
         let Some(TensorInfo { dtype, shape, data_offsets: (start, end) }) = header.info(&name) else { continue };
-        let data = file.take((end - start) as u64)?;
+        let data = file.take((end - start) as u64)?.into();
         arrays.insert(name, Array { dtype: *dtype, shape: shape.clone(), data });
     }
     file.finish()?;

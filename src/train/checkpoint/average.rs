@@ -57,10 +57,10 @@ pub fn average(paths: &[impl AsRef<Path>], check_interrupt: &mut dyn FnMut() -> 
     add(&mut sums, &model)?;
     for (array, sum) in model.values_mut().zip(&sums) {
         match array.dtype {
-            Dtype::F64 => set(&mut array.data, sum, n, f64::to_le_bytes),
-            Dtype::F32 => set(&mut array.data, sum, n, |x| (x as f32).to_le_bytes()),
-            Dtype::BF16 => set(&mut array.data, sum, n, |x| bf16::from_f64(x).to_le_bytes()),
-            Dtype::F16 => set(&mut array.data, sum, n, |x| f16::from_f64(x).to_le_bytes()),
+            Dtype::F64 => set(array.data.to_mut(), sum, n, f64::to_le_bytes),
+            Dtype::F32 => set(array.data.to_mut(), sum, n, |x| (x as f32).to_le_bytes()),
+            Dtype::BF16 => set(array.data.to_mut(), sum, n, |x| bf16::from_f64(x).to_le_bytes()),
+            Dtype::F16 => set(array.data.to_mut(), sum, n, |x| f16::from_f64(x).to_le_bytes()),
             _ => (),
         }
     }

@@ -1,8 +1,8 @@
 //! Tensors to and from a checkpoint's arrays.
 
-use super::Array;
+use super::{Array, Bytes};
 use crate::error::{Error, Result};
-use crate::host::host;
+use crate::host::Held;
 use crate::model::Parameters;
 use safetensors::Dtype;
 use std::collections::{BTreeMap, HashMap};
@@ -16,9 +16,9 @@ const KINDS: [(Kind, Dtype); 5] = [
     (Kind::Int64, Dtype::I64),
 ];
 
-/// A tensor's numbers, copied to the host.
+/// A tensor's numbers: where they lie, if that is the host, so that the array must go before they change.
 pub fn to_array(t: &Tensor) -> Result<Array> {
-    let data = host("a checkpoint's tensor", t)?;
+    let data = Bytes::Held(Held::new("a checkpoint's tensor", t)?);
     let dtype = KINDS.iter().find(|(kind, _)| *kind == t.kind()).map(|(_, dtype)| *dtype);
     let dtype = dtype.ok_or_else(|| Error::invalid(format!("a checkpoint cannot hold {:?} tensors", t.kind())))?;
     Ok(Array { dtype, shape: t.size().iter().map(|n| *n as usize).collect(), data })

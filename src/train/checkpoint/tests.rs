@@ -70,6 +70,18 @@ fn an_array_that_does_not_fill_its_shape_is_not_written() {
 }
 
 #[test]
+fn a_tensor_is_saved_from_where_it_lies() {
+    let t = tch::Tensor::from_slice(&[1.0f32, 2.0, 3.0]);
+    let mut array = to_array(&t).unwrap();
+    assert_eq!(array.data.as_ptr().cast_mut().cast(), t.data_ptr());
+    let copy = array.clone();
+    assert_eq!(copy, array);
+    array.data.to_mut()[0] = 9;
+    assert_ne!(copy, array);
+    assert_eq!(Vec::<f32>::try_from(&t).unwrap(), [1.0, 2.0, 3.0]);
+}
+
+#[test]
 fn a_truncated_or_lengthened_file_is_named_with_both_lengths() {
     let dir = Scratch::new("ckpt-truncated");
     let path = dir.0.join("c");
@@ -161,17 +173,24 @@ fn the_mean_is_taken_in_f64_and_the_rest_is_the_newest() {
         let mut part = checkpoint(i as u64);
         part.model = [
             ("f32".into(), f32s(&[3], x)),
-            ("f64".into(), Array { dtype: Dtype::F64, shape: vec![3], data: bytes(x, |x| f64::from(x).to_le_bytes()) }),
+            (
+                "f64".into(),
+                Array { dtype: Dtype::F64, shape: vec![3], data: bytes(x, |x| f64::from(x).to_le_bytes()).into() },
+            ),
             (
                 "bf16".into(),
-                Array { dtype: Dtype::BF16, shape: vec![3], data: bytes(x, |x| half::bf16::from_f32(x).to_le_bytes()) },
+                Array {
+                    dtype: Dtype::BF16,
+                    shape: vec![3],
+                    data: bytes(x, |x| half::bf16::from_f32(x).to_le_bytes()).into(),
+                },
             ),
             (
                 "f16".into(),
                 Array {
                     dtype: Dtype::F16,
                     shape: vec![3],
-                    data: bytes(x, |x| half::f16::from_f32(x % 9e4).to_le_bytes()),
+                    data: bytes(x, |x| half::f16::from_f32(x % 9e4).to_le_bytes()).into(),
                 },
             ),
             ("iters".into(), Array { dtype: Dtype::I64, shape: vec![1], data: (i as i64).to_le_bytes().into() }),
@@ -190,7 +209,7 @@ fn the_mean_is_taken_in_f64_and_the_rest_is_the_newest() {
     assert!(got.iter().zip(exact).all(|(a, b)| (a - b).abs() < 1e-15), "{got:?}");
     assert_eq!(mean.model["bf16"].data[4..], half::bf16::from_f64(exact[2]).to_le_bytes());
     assert_eq!(mean.model["f16"].data[4..], half::f16::from_f64(exact[2]).to_le_bytes());
-    assert_eq!(mean.model["iters"].data, 2i64.to_le_bytes());
+    assert_eq!(mean.model["iters"].data[..], 2i64.to_le_bytes());
     assert_eq!((&mean.state, &mean.optimizer), (&checkpoint(2).state, &Arrays::new()));
     paths.rotate_left(1);
     assert_eq!(average(&paths, &mut || Ok(())).unwrap(), mean, "the order of the paths");
@@ -226,7 +245,7 @@ fn models_that_differ_are_not_averaged() {
     let shape = refusal("shape", &|c| c.model.get_mut("encoder.weight").unwrap().shape = vec![150]);
     assert!(shape.contains("\"encoder.weight\" is F32 [150] in the first, F32 [3, 50] in the second"), "{shape}");
     let eight = |c: &mut Checkpoint| {
-        drop(c.model.insert("q".into(), Array { dtype: Dtype::F8_E4M3, shape: vec![1], data: vec![0] }))
+        drop(c.model.insert("q".into(), Array { dtype: Dtype::F8_E4M3, shape: vec![1], data: vec![0].into() }))
     };
     refusal("eight", &eight);
     assert!(average(&[dir.0.join("eight")], &mut || Ok(())).unwrap_err().to_string().contains("\"q\" is F8_E4M3"));

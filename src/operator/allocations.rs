@@ -1,0 +1,78 @@
+//! How much memory tensors take: torch tells whoever listens of every block that this thread gets and gives back.
+
+use crate::error::Result;
+use std::ffi::c_void;
+
+/// What `work` returns, and the most bytes that tensors held within it beyond what they held before it.
+///
+/// Counts what this thread allocates, the backward passes it runs on a CPU included. A profiler of torch's that is
+/// running hears nothing meanwhile.
+pub fn peak_of<T>(work: impl FnOnce() -> Result<T>) -> Result<(T, usize)> {
+    let counter = Counter::new()?;
+    let done = work()?;
+    Ok((done, counter.peak()))
+}
+
+struct Counter(*mut c_void);
+
+impl Counter {
+    fn new() -> Result<Self> {
+        // SAFETY: takes nothing; what it returns is ours until `drop`.
+        let made = unsafe { nfrs_count_memory() };
+        if made.is_null() {
+            return Err(crate::error::Error::Torch("memory cannot be counted".into()));
+        }
+        Ok(Counter(made))
+    }
+
+    fn peak(&self) -> usize {
+        // SAFETY: `new` made it, and `drop` has not run.
+        unsafe { nfrs_counted_peak(self.0) }.max(0) as usize
+    }
+}
+
+impl Drop for Counter {
+    fn drop(&mut self) {
+        // SAFETY: `new` made it on this thread: a raw pointer keeps the type from leaving it.
+        unsafe { nfrs_count_end(self.0) }
+    }
+}
+
+// shim.cpp's.
+extern "C" {
+    fn nfrs_count_memory() -> *mut c_void;
+    fn nfrs_counted_peak(counter: *const c_void) -> i64;
+    fn nfrs_count_end(counter: *mut c_void);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use tch::{Device, Kind, Tensor};
+
+    #[test]
+    fn what_lives_at_once_is_counted() {
+        let numbers = |n: i64| Tensor::zeros([n], (Kind::Float, Device::Cpu));
+        let before = numbers(1000);
+        let (kept, peak) = peak_of(|| {
+            drop(numbers(5000));
+            drop(before);
+            let _large = numbers(3000);
+            Ok(numbers(4000))
+        })
+        .unwrap();
+        assert_eq!((kept.numel(), peak), (4000, 7000 * 4));
+        assert_eq!(peak_of(|| Ok(())).unwrap().1, 0);
+    }
+
+    #[test]
+    fn a_backward_pass_is_counted() {
+        let x = Tensor::ones([1000], (Kind::Double, Device::Cpu)).set_requires_grad(true);
+        let ((), peak) = peak_of(|| {
+            x.exp().exp().sum(Kind::Double).backward();
+            Ok(())
+        })
+        .unwrap();
+        assert!((3 * 8000..5 * 8000).contains(&peak), "{peak}");
+    }
+}

@@ -1,0 +1,147 @@
+//! What a run takes, without training: parameters, and bytes of memory.
+//!
+//! The bytes are measured, as no formula knows what each norm, scheme and activation keeps for its backward pass: a few
+//! layers make one update with a few sentences of the run's largest batch. What tensors hold at most grows evenly with
+//! rows. With layers it grows as a polynomial of the second degree, since schemes may keep something of all before.
+
+use super::start::objective;
+use super::{prepare, PreparedData};
+use crate::config::{DataConfig, Precision, TrainingConfig, TransformerConfig};
+use crate::data::{collate, plan, Interrupt};
+use crate::error::Result;
+use crate::model::Transformer;
+use crate::train::peak_of_update;
+use tch::{Device, Kind};
+
+/// Bytes of a parameter, its gradient and two moments, in f32.
+const TRAINED: usize = 16;
+/// Layers of a stack that are measured in place of more.
+const LAYERS: [i64; 3] = [2, 4, 6];
+/// Rows of the two batches that are measured in place of a larger one.
+const ROWS: [usize; 2] = [2048, 4096];
+
+/// Number of parameters and bytes of a run.
+pub fn dry_run(
+    model: &TransformerConfig,
+    training: &TrainingConfig,
+    data: &DataConfig,
+    check_interrupt: Interrupt,
+) -> Result<serde_json::Value> {
+    let prepared = prepare(model, training, data, check_interrupt)?;
+    let parameters = Transformer::new(&prepared.model, 0, Device::Cpu, Kind::Float)?.parameters.numel();
+    let resident = if training.device == "cpu" { resident_bytes() } else { 0 };
+    let activations = Run { prepared: &prepared, training }.activations(check_interrupt)?;
+    let cast = if training.precision == Precision::Bf16 { 2 } else { 0 };
+    let start = if training.log_statistics > 0 { 4 } else { 0 };
+    let kept = parameters.saturating_mul(TRAINED + cast + start);
+    Ok(serde_json::json!({
+        "parameters": parameters,
+        "parameter_bytes": parameters * 4,
+        "activation_bytes": activations,
+        "training_bytes": resident.saturating_add(kept).saturating_add(activations),
+        "vocabulary": prepared.vocabulary.len(),
+        "sentences": prepared.train.len(),
+        "skipped": prepared.skipped,
+    }))
+}
+
+struct Run<'a> {
+    prepared: &'a PreparedData,
+    training: &'a TrainingConfig,
+}
+
+impl Run<'_> {
+    /// Bytes of the pass over the largest batch.
+    fn activations(&self, check_interrupt: Interrupt) -> Result<usize> {
+        let (model, batch) = (&self.prepared.model, self.largest_batch());
+        let encoders =
+            if model.has_encoder() { measured_layers(model.encoder_layers) } else { vec![model.encoder_layers] };
+        let decoders = measured_layers(model.decoder_layers);
+        let mut at = |encoder_layers: i64, decoder_layers: i64| -> Result<f64> {
+            check_interrupt()?;
+            let few = TransformerConfig { encoder_layers, decoder_layers, ..model.clone() };
+            self.of_batch(&few, &batch)
+        };
+        let first = at(encoders[0], decoders[0])?;
+        let (mut by_encoder, mut by_decoder) = (vec![first], vec![first]);
+        for &few in &encoders[1..] {
+            by_encoder.push(at(few, decoders[0])?);
+        }
+        for &few in &decoders[1..] {
+            by_decoder.push(at(encoders[0], few)?);
+        }
+        let of = |layers: &[i64], bytes: &[f64], all: i64| {
+            let points: Vec<_> = layers.iter().map(|&n| n as f64).zip(bytes.iter().copied()).collect();
+            through(&points, all as f64)
+        };
+        let by_encoder = of(&encoders, &by_encoder, model.encoder_layers);
+        let by_decoder = of(&decoders, &by_decoder, model.decoder_layers);
+        Ok((by_encoder + by_decoder - first).max(0.0) as usize)
+    }
+
+    /// Bytes of the pass of a model of few layers over a batch, from smaller ones where it is large.
+    fn of_batch(&self, model: &TransformerConfig, batch: &[usize]) -> Result<f64> {
+        let lengths = self.prepared.train.lengths();
+        let rows = |sentences: &[usize]| sentences.iter().map(|&s| lengths[s].0 + lengths[s].1).sum::<usize>();
+        let peak = |sentences: &[usize]| -> Result<f64> {
+            let objective = objective(self.prepared, self.training, Device::Cpu)?;
+            Ok(peak_of_update(model, self.training, objective, &collate(&self.prepared.train, sentences))? as f64)
+        };
+        let few = ROWS.map(|most| (1..batch.len()).find(|&n| rows(&batch[..n]) >= most));
+        match few {
+            [Some(fewer), Some(few)] if fewer < few => {
+                let points = [fewer, few].map(|n| (rows(&batch[..n]) as f64, &batch[..n]));
+                let points = points.into_iter().map(|(rows, sentences)| Ok((rows, peak(sentences)?)));
+                Ok(through(&points.collect::<Result<Vec<_>>>()?, rows(batch) as f64))
+            }
+            _ => peak(batch),
+        }
+    }
+
+    /// The sentences of the batch with most rows.
+    fn largest_batch(&self) -> Vec<usize> {
+        let lengths = self.prepared.train.lengths();
+        let batches = plan(&lengths, self.training.max_tokens as usize, self.training.seed, 0);
+        let rows = |batch: &Vec<usize>| batch.iter().map(|&s| lengths[s].0 + lengths[s].1).sum::<usize>();
+        batches.into_iter().max_by_key(rows).unwrap_or_default()
+    }
+}
+
+/// What stands for a stack of so many layers.
+fn measured_layers(layers: i64) -> Vec<i64> {
+    if layers <= LAYERS[2] {
+        vec![layers]
+    } else {
+        LAYERS.to_vec()
+    }
+}
+
+/// The polynomial through the points, at `x` (Lagrange).
+fn through(points: &[(f64, f64)], x: f64) -> f64 {
+    let term = |&(at, y): &(f64, f64)| {
+        let others = points.iter().filter(|other| other.0 != at);
+        y * others.map(|other| (x - other.0) / (at - other.0)).product::<f64>()
+    };
+    points.iter().map(term).sum()
+}
+
+/// What the process holds by now: libraries and data.
+fn resident_bytes() -> usize {
+    let pages = std::fs::read_to_string("/proc/self/statm").ok();
+    let pages = pages.and_then(|text| text.split(' ').nth(1)?.parse::<usize>().ok()).unwrap_or(0);
+    // SAFETY: asks for a constant of the system.
+    pages * unsafe { libc::sysconf(libc::_SC_PAGESIZE) }.max(0) as usize
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_polynomial_goes_through_its_points() {
+        let square = |x: f64| 3.0 * x * x - 2.0 * x + 5.0;
+        let points = LAYERS.map(|x| (x as f64, square(x as f64)));
+        assert!((through(&points, 48.0) - square(48.0)).abs() < 1e-6);
+        assert_eq!(through(&points[..1], 9.0), square(2.0));
+    }
+}

@@ -1,0 +1,34 @@
+//! The memory of an update, measured.
+
+use super::forward_backward::TrainStep;
+use super::micro_batch::{MicroBatch, Turn};
+use super::optimizer::Optimizer;
+use super::trainer::kind_of;
+use super::Objective;
+use crate::config::{TrainingConfig, TransformerConfig};
+use crate::data::Batch;
+use crate::error::Result;
+use crate::model::{HostBatch, Transformer};
+use crate::operator::{peak_of, ProcessGroup};
+use std::rc::Rc;
+use tch::{Device, Kind};
+
+/// The most bytes that tensors hold within a batch's forward and backward pass on the CPU, beside parameters, gradients
+/// and moments: activations, and the workspace of the loss.
+pub fn peak_of_update(
+    model: &TransformerConfig,
+    training: &TrainingConfig,
+    objective: Objective,
+    batch: &Batch,
+) -> Result<usize> {
+    let model = Transformer::new(model, 0, Device::Cpu, Kind::Float)?;
+    let kind = kind_of(training.precision);
+    let flat = Optimizer::new(&model.parameters, training, &model.config)?.flat(kind)?.map(Rc::new);
+    let (recompute, group) = (training.activation_checkpointing, ProcessGroup::ALONE);
+    let step = TrainStep { model, objective, kind, recompute, group, flat, workspace: Default::default() };
+    step.model.set_update(1)?;
+    let turn = Turn { seed: [0, 1, 0], scale: 1.0, is_partial: false };
+    let ((), peak) =
+        peak_of(|| step.run(&MicroBatch::on_host(batch, None, turn, Device::Cpu)?.to(Device::Cpu)?).map(drop))?;
+    Ok(peak)
+}
