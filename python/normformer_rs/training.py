@@ -39,11 +39,11 @@ class DryRun:
     parameters: int
     parameter_bytes: int
     activation_bytes: int
-    """What tensors hold at most within the largest batch's forward and backward pass, beside parameters, their gradients
-    and moments. Measured on the CPU, with a few layers where the model has many, and a few sentences of a large batch."""
+    """What tensors hold at most within the largest batch's forward and backward pass, beside parameters, gradients and
+    moments. Measured on the CPU, with a few layers where the model has many, and a few sentences of a large batch."""
     training_bytes: int
-    """`activation_bytes`, parameters, gradients and moments; on the CPU also what the process holds by now: libraries and
-    text. The allocator's gaps come on top: see `NORMFORMER_RS_ALLOCATOR` in docs/train.md."""
+    """`activation_bytes`, parameters, gradients and moments; on the CPU also what the process holds by now: libraries
+    and text. The allocator's gaps come on top: see `NORMFORMER_RS_ALLOCATOR` in docs/train.md."""
     vocabulary: int
     sentences: int
     """Sentence pairs, or segments of a language model's text."""

@@ -30,7 +30,7 @@ pub fn dry_run(
     let prepared = prepare(model, training, data, check_interrupt)?;
     let parameters = Transformer::new(&prepared.model, 0, Device::Cpu, Kind::Float)?.parameters.numel();
     let resident = if training.device == "cpu" { resident_bytes() } else { 0 };
-    let activations = Run { prepared: &prepared, training }.activations(check_interrupt)?;
+    let activations = Trial { prepared: &prepared, training }.activations(check_interrupt)?;
     let cast = if training.precision == Precision::Bf16 { 2 } else { 0 };
     let start = if training.log_statistics > 0 { 4 } else { 0 };
     let kept = parameters.saturating_mul(TRAINED + cast + start);
@@ -45,12 +45,13 @@ pub fn dry_run(
     }))
 }
 
-struct Run<'a> {
+/// What is measured of.
+struct Trial<'a> {
     prepared: &'a PreparedData,
     training: &'a TrainingConfig,
 }
 
-impl Run<'_> {
+impl Trial<'_> {
     /// Bytes of the pass over the largest batch.
     fn activations(&self, check_interrupt: Interrupt) -> Result<usize> {
         let (model, batch) = (&self.prepared.model, self.largest_batch());

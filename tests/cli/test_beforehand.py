@@ -99,7 +99,8 @@ def test_train_warns_once_before_the_first_update(monkeypatch, capsys, tmp_path)
 
 
 def test_a_dry_run_warns_too(monkeypatch, capsys):
-    needs = '{"parameters": 46000000, "parameter_bytes": 4936, "training_bytes": 3, "vocabulary": 9712, '
+    needs = '{"parameters": 46000000, "parameter_bytes": 4936, "activation_bytes": 2, "training_bytes": 3, '
+    needs += '"vocabulary": 9712, '
     needs += '"sentences": 40, "skipped": 0}'
     monkeypatch.setattr(_core, "dry_run", lambda *_: needs)
     monkeypatch.setattr(commands.train, "check_data", lambda model, data: None)

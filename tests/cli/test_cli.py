@@ -281,7 +281,13 @@ def test_a_run_reports_its_best_evaluation_and_draws(run, tmp_path, capsys):
 
 
 def test_dry_run_prints_and_does_not_train(trained, monkeypatch, capsys):
-    needs = {"parameters": 1234, "parameter_bytes": 4936, "training_bytes": 3 << 20, "vocabulary": 9712}
+    needs = {
+        "parameters": 1234,
+        "parameter_bytes": 4936,
+        "activation_bytes": 2,
+        "training_bytes": 3 << 20,
+        "vocabulary": 9712,
+    }
     needs |= {"sentences": 40, "skipped": 2}
     monkeypatch.setattr(_core, "dry_run", lambda *_: json.dumps(needs))
     assert cli.main(["train", "--dry-run"]) == 0

@@ -43,6 +43,7 @@ PYTHON_FLOORS = (
         "errors",
         "fairseq_words",
         "first_values",
+        "quantities",
         "signals",
     ),
     ("_stubs", "config", "distributed", "memory", "norms", "schemes", "text", "tokenizer"),
