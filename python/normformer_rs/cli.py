@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _start_in_utf8()
     hold_standard_files()
     log_to_stderr()
-    with as_ctrl_c():
+    with as_ctrl_c(ends_process=argv is None):
         return _run(argv)
 
 

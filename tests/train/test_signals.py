@@ -14,6 +14,7 @@ import torch
 from train_support import fit, losses, weights
 
 import normformer_rs as nfrs
+from normformer_rs.signals import as_ctrl_c, held
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SAVING = {"updates": 12, "evaluate_every": 5, "keep": 2, "max_tokens": 100}
@@ -126,6 +127,25 @@ def test_a_launcher_repeats_the_terminals_signal(tmp_path, corpus, first, later)
     said = process.communicate(timeout=60)[1]
     assert "everything is saved: the same command with --resume goes on" in said and "Traceback" not in said, said
     assert process.returncode in (2, -signal.SIGINT)  # the latter where it comes after the last word
+
+
+def test_a_signal_waits_for_the_end_of_held_work():
+    """As an exception amid TensorBoard's queue leaves its lock taken; the third signal does not wait."""
+    done = []
+    with pytest.raises(KeyboardInterrupt, match="SIGTERM"), as_ctrl_c():
+        with held():
+            with held():
+                signal.raise_signal(signal.SIGTERM)
+                signal.raise_signal(signal.SIGINT)
+            done.append("work")
+        done.append("never")
+    assert done == ["work"]
+    with pytest.raises(KeyboardInterrupt, match="SIGINT"), as_ctrl_c(), held():
+        for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT):
+            signal.raise_signal(number)
+        pytest.fail("the third one was held as well")
+    with held():
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_a_users_handler_stays(tmp_path, corpus):
