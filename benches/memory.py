@@ -1,9 +1,9 @@
-"""What `--dry-run` says of memory beside what training takes: twelve shapes on the CPU.
+"""Compares `--dry-run`'s estimate of memory with the peak of training, for twelve shapes on the CPU.
 
     python benches/memory.py [--only NAME ...]
 
-Each shape trains four updates in a process of its own on made-up text, whose batches are all alike. The peak is the
-kernel's count of the process's resident memory (VmHWM). Prints estimate, peak and their ratio.
+Each shape trains for four updates on made-up text, in a process of its own. All batches are alike. The peak is that of
+the process's resident memory (VmHWM). Prints estimate, peak and their ratio.
 """
 
 import argparse
@@ -42,19 +42,14 @@ sys.exit(code)
 
 
 def corpus(folder: Path) -> list[str]:
-    """Files of lines of 24 words out of 8,000; the flags that name them."""
+    """Writes lines of 24 words out of 8,000; returns the files: source and target, to train on and held out."""
     chance = random.Random(1)
     words = [f"w{i}" for i in range(8000)]
-    for name, lines in (("train", 1400), ("valid", 2)):
-        for side in ("source", "target"):
-            text = "".join(" ".join(chance.choices(words, k=24)) + "\n" for _ in range(lines))
-            (folder / f"{name}.{side}").write_text(text)
-    return [
-        str(folder / "train.source"),
-        str(folder / "train.target"),
-        str(folder / "valid.source"),
-        str(folder / "valid.target"),
-    ]
+    files = [folder / f"{part}.{side}" for part in ("train", "valid") for side in ("source", "target")]
+    for file in files:
+        lines = 1400 if file.stem == "train" else 2
+        file.write_text("".join(" ".join(chance.choices(words, k=24)) + "\n" for _ in range(lines)))
+    return [str(file) for file in files]
 
 
 def said(words: list[str]) -> str:

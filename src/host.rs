@@ -46,8 +46,8 @@ pub fn host<T: Number>(what: &str, t: &Tensor) -> Result<Vec<T>> {
     Ok(numbers)
 }
 
-/// What [`host`] copies, where it lies: of a contiguous tensor on the host its own memory, which nobody may write to
-/// meanwhile.
+/// The numbers that [`host`] copies, without the copy. Those of a contiguous tensor on the host are its own memory:
+/// nobody may write to it while this lives.
 #[derive(Debug)]
 pub struct Held<T> {
     memory: HostMemory,

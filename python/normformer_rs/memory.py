@@ -11,7 +11,8 @@ def keep_memory() -> None:
     anyway; call this once, early, for models that run in PyTorch itself. `benches/kernels.py` prints the effect.
 
     The process keeps its peak size, and fragmentation can make it larger. The call cannot be undone. It has no effect
-    where NORMFORMER_RS_ALLOCATOR=system is set, and with another allocator than glibc's.
+    where NORMFORMER_RS_ALLOCATOR=system is set, and with another allocator than glibc's. Where it is `return`, the call
+    does the opposite: every freed block of 128 KiB or more goes back to the system at once.
 
     >>> import normformer_rs as nf
     >>> nf.keep_memory()

@@ -29,7 +29,7 @@ pub enum Refusal {
     Wrong,
 }
 
-/// What a proof has come to.
+/// What a proof says of a kernel.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Verdict {
     Right,
@@ -78,12 +78,12 @@ impl Variant {
     /// The first verdict on it counts.
     fn judge(&self, verdict: Verdict) {
         let (state, word) = match verdict {
-            Verdict::Right => (RIGHT, "right"),
-            Verdict::Wrong => (WRONG, "wrong"),
-            Verdict::Off => (WRONG, ""),
+            Verdict::Right => (RIGHT, Some("right")),
+            Verdict::Wrong => (WRONG, Some("wrong")),
+            Verdict::Off => (WRONG, None),
         };
         let first = self.verdict.compare_exchange(UNKNOWN, state, Ordering::AcqRel, Ordering::Acquire);
-        if let (Ok(_), Some(file), false) = (first, &self.file, word.is_empty()) {
+        if let (Ok(_), Some(file), Some(word)) = (first, &self.file, word) {
             let line = format!("{}\t{word}\n", self.line);
             // Best effort, in one write, so that several processes' lines stay whole.
             let _ = std::fs::OpenOptions::new()

@@ -1,12 +1,12 @@
-//! How much memory tensors take: torch tells whoever listens of every block that this thread gets and gives back.
+//! How much memory tensors take. torch reports each block that a thread allocates and frees; this listens.
 
-use crate::error::Result;
+use crate::error::{Error, Result};
 use std::ffi::c_void;
 
-/// What `work` returns, and the most bytes that tensors held within it beyond what they held before it.
+/// Runs `work`. Returns its result, and how many bytes of the tensors that it made were alive at the same time, at most.
 ///
-/// Counts what this thread allocates, the backward passes it runs on a CPU included. A profiler of torch's that is
-/// running hears nothing meanwhile.
+/// Backward passes on the CPU are counted, too: they run on this thread. A profiler of torch's that is running gets no
+/// report meanwhile.
 pub fn peak_of<T>(work: impl FnOnce() -> Result<T>) -> Result<(T, usize)> {
     let counter = Counter::new()?;
     let done = work()?;
@@ -20,7 +20,7 @@ impl Counter {
         // SAFETY: takes nothing; what it returns is ours until `drop`.
         let made = unsafe { nfrs_count_memory() };
         if made.is_null() {
-            return Err(crate::error::Error::Torch("memory cannot be counted".into()));
+            return Err(Error::Torch("memory cannot be counted".into()));
         }
         Ok(Counter(made))
     }

@@ -51,6 +51,15 @@ pub fn device(name: &str) -> Result<Device> {
     Ok(Device::Cuda(wanted))
 }
 
+/// Returns what the heap holds of freed memory to the system.
+pub fn give_back_memory() {
+    #[cfg(target_env = "gnu")]
+    // SAFETY: may be called at any time; it frees what nobody has.
+    unsafe {
+        libc::malloc_trim(0);
+    }
+}
+
 /// Asks glibc to keep freed memory: activations of the same sizes come and go with every update, and fresh pages cost
 /// more than the arithmetic on them. NORMFORMER_RS_ALLOCATOR=system leaves the allocator as it is; `return` gives every
 /// freed block back at once, so that the process holds what tensors hold, and no gaps between them.

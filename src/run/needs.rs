@@ -1,11 +1,11 @@
-//! What a run takes, without training: parameters, and bytes of memory.
+//! The dry run: how many parameters a run has, and how much memory it needs.
 //!
-//! The bytes are measured, as no formula knows what each norm, scheme and activation keeps for its backward pass: a few
-//! layers make one update with a few sentences of the run's largest batch. What tensors hold at most grows evenly with
-//! rows. With layers it grows as a polynomial of the second degree, since schemes may keep something of all before.
+//! Memory is measured, as no formula knows what each norm, scheme and activation keeps for its backward pass. Models
+//! with a few of the layers make one forward and backward pass over a few sentences of the run's largest batch. The
+//! count is linear in rows, and quadratic in layers, since a layer may keep something of all layers before it.
 
 use super::start::objective;
-use super::{prepare, PreparedData};
+use super::{device, give_back_memory, prepare, PreparedData};
 use crate::config::{DataConfig, Precision, TrainingConfig, TransformerConfig};
 use crate::data::{collate, plan, Interrupt};
 use crate::error::Result;
@@ -28,12 +28,15 @@ pub fn dry_run(
     check_interrupt: Interrupt,
 ) -> Result<serde_json::Value> {
     let prepared = prepare(model, training, data, check_interrupt)?;
+    // No device of that name here: the run is planned for another machine.
+    let on_cpu = device(&training.device).is_ok_and(|device| device == Device::Cpu);
+    let resident = if on_cpu { resident_bytes() } else { 0 };
     let parameters = Transformer::new(&prepared.model, 0, Device::Cpu, Kind::Float)?.parameters.numel();
-    let resident = if training.device == "cpu" { resident_bytes() } else { 0 };
     let activations = Trial { prepared: &prepared, training }.activations(check_interrupt)?;
     let cast = if training.precision == Precision::Bf16 { 2 } else { 0 };
     let start = if training.log_statistics > 0 { 4 } else { 0 };
     let kept = parameters.saturating_mul(TRAINED + cast + start);
+    give_back_memory();
     Ok(serde_json::json!({
         "parameters": parameters,
         "parameter_bytes": parameters * 4,
@@ -45,7 +48,7 @@ pub fn dry_run(
     }))
 }
 
-/// What is measured of.
+/// A run, of which pieces are measured.
 struct Trial<'a> {
     prepared: &'a PreparedData,
     training: &'a TrainingConfig,
@@ -80,7 +83,7 @@ impl Trial<'_> {
         Ok((by_encoder + by_decoder - first).max(0.0) as usize)
     }
 
-    /// Bytes of the pass of a model of few layers over a batch, from smaller ones where it is large.
+    /// Bytes of a model's pass over a batch. Of a large batch: along the line through those of two parts of it.
     fn of_batch(&self, model: &TransformerConfig, batch: &[usize]) -> Result<f64> {
         let lengths = self.prepared.train.lengths();
         let rows = |sentences: &[usize]| sentences.iter().map(|&s| lengths[s].0 + lengths[s].1).sum::<usize>();
@@ -108,7 +111,7 @@ impl Trial<'_> {
     }
 }
 
-/// What stands for a stack of so many layers.
+/// The numbers of layers that are measured for a stack of `layers`.
 fn measured_layers(layers: i64) -> Vec<i64> {
     if layers <= LAYERS[2] {
         vec![layers]
@@ -126,7 +129,7 @@ fn through(points: &[(f64, f64)], x: f64) -> f64 {
     points.iter().map(term).sum()
 }
 
-/// What the process holds by now: libraries and data.
+/// The process's resident memory: libraries and data.
 fn resident_bytes() -> usize {
     let pages = std::fs::read_to_string("/proc/self/statm").ok();
     let pages = pages.and_then(|text| text.split(' ').nth(1)?.parse::<usize>().ok()).unwrap_or(0);

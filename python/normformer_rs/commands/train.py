@@ -8,6 +8,7 @@ from .. import demo, text
 from ..beforehand import check_data, check_output
 from ..config import DataConfig, TrainingConfig, TransformerConfig, split
 from ..errors import InputError
+from ..memory import keep_memory
 from ..options import add_flags, given, layered, read_run, read_toml
 from ..presets import PRESETS
 from ..progress import duration, write
@@ -44,8 +45,8 @@ def parser() -> Command:
         run.add_argument("--overwrite", action="store_true", help="Start again where --output holds a run.")
         run.add_argument("--dry-run", action="store_true", help="Print parameter count and memory, then stop.")
         budget = (
-            "The most memory to train with, such as 20GB: activations are recomputed where they do not fit, and freed "
-            "memory is given back at once. Needs a dry run first."
+            "The most memory of a process, such as 20GB: activations are recomputed where they do not fit, and freed "
+            "memory is given back at once. A dry run measures what fits."
         )
         run.add_argument("--memory", metavar="SIZE", help=budget)
         run.add_argument("--no-progress", action="store_true", help="No progress bar.")
@@ -80,6 +81,7 @@ def _run(args: argparse.Namespace) -> None:
     trainer.chosen = plan.chosen
     if args.memory is not None:
         os.environ.setdefault("NORMFORMER_RS_ALLOCATOR", "return")
+        keep_memory()  # before the dry run, so that its own blocks go back, too
         trainer = trainer.within(in_bytes(args.memory))
     if args.dry_run or plan.output is None:
         needs = trainer.dry_run()
