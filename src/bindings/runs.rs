@@ -2,6 +2,7 @@
 
 use super::{json_text, kind, named, released};
 use crate::config::{self, GenerationOptions, SearchOptions, TrainingConfig, TransformerConfig};
+use crate::cpu::pages;
 use crate::data::{self, Binarised, Bpe};
 use crate::error::Error;
 use crate::search::SearchConfig;
@@ -271,7 +272,7 @@ fn bleu(hypotheses: Vec<String>, references: Vec<String>) -> PyResult<String> {
 /// Asks glibc to keep freed memory, as a training run and a translator do; NORMFORMER_RS_ALLOCATOR=system says no.
 #[pyfunction]
 fn keep_memory() {
-    run::keep_memory();
+    pages::keep_memory();
 }
 
 /// The merges that are learned from lines of words.

@@ -6,6 +6,7 @@ pub mod convert;
 pub mod element;
 pub mod memory;
 pub mod pack;
+pub mod pages;
 pub mod parallel;
 pub mod philox;
 pub mod simd;

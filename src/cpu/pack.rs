@@ -9,7 +9,7 @@
 //! libm, forty times slower).
 
 use crate::cpu::simd::has_avx512_bf16;
-use crate::cpu::{Accumulator, Element};
+use crate::cpu::{pages, Accumulator, Element};
 use std::array::from_fn;
 
 /// Numbers in a pack: one AVX-512 register of f32.
@@ -24,6 +24,9 @@ pub const PAIR_LANES: usize = 2 * WIDTH;
 pub trait Isa: 'static {
     /// Whether a·b + c is one instruction, rounded once.
     const FUSED: bool;
+    /// Rows that row kernels take together: their coefficients are read, and the sums of their gradients read and written,
+    /// once for all. Four need thirty registers for running sums and coefficients; where there are sixteen, it is one row.
+    const ROWS: usize;
     type F32: Pack<f32>;
 }
 
@@ -34,7 +37,8 @@ pub type Of<A, S> = <A as Accumulator>::Pack<S>;
 #[derive(Clone, Copy, Debug)]
 pub struct Store {
     /// Past the caches, for results too large to be found there again: the lines written need not be read first, and
-    /// nothing else is pushed out. Blocks that do not start on a cache line, as those of spare rows, go through them.
+    /// nothing else is pushed out. Blocks that do not start on a cache line, as those of spare rows, go through them, and
+    /// so does what has fresh pages: the system has just cleared them, in the caches.
     streamed: bool,
     /// The processor rounds to bf16 by itself.
     bf16: bool,
@@ -44,14 +48,21 @@ pub struct Store {
 const LINE: usize = 64;
 
 impl Store {
-    /// Through the caches.
+    /// Through the caches, of numbers of the computing type.
     pub const PLAIN: Self = Store { streamed: false, bf16: false };
+
+    /// Through the caches, of numbers of any type.
+    #[inline(always)]
+    pub fn cached() -> Self {
+        Store { streamed: false, bf16: has_avx512_bf16() }
+    }
 
     /// The best way for `result`, the rows of `cols` numbers that one thread writes.
     #[inline(always)]
     pub fn of<E>(result: &[E], cols: usize) -> Self {
         let aligned = result.as_ptr().addr().is_multiple_of(LINE) && (cols * size_of::<E>()).is_multiple_of(LINE);
-        Store { streamed: aligned && size_of_val(result) >= LARGE, bf16: has_avx512_bf16() }
+        let streamed = aligned && size_of_val(result) >= LARGE && !pages::are_fresh(result);
+        Store { streamed, ..Store::cached() }
     }
 
     /// Whether the block that starts `at` goes past the caches.
@@ -91,6 +102,8 @@ pub trait Pack<A: Accumulator>: Copy {
     fn mul_add(self, a: Self, b: Self) -> Self;
     /// The sum of the lanes: i with i + 8, then i + 4, i + 2, i + 1.
     fn sum(self) -> A;
+    /// Stores numbers of the computing type.
+    fn put(self, to: &mut [A; WIDTH]);
     /// Rounds and stores two packs.
     fn store<E: Element<Acc = A>>(block: [Self; 2], to: &mut [E; PAIR_LANES], how: Store);
 
@@ -109,6 +122,33 @@ pub trait Pack<A: Accumulator>: Copy {
     }
 }
 
+/// The numbers of pack `p` in a block.
+#[inline(always)]
+pub fn pack<E>(block: &[E; PAIR_LANES], p: usize) -> &[E; WIDTH] {
+    &block.as_chunks().0[p]
+}
+
+/// The same, to be written.
+#[inline(always)]
+pub fn pack_mut<E>(block: &mut [E; PAIR_LANES], p: usize) -> &mut [E; WIDTH] {
+    &mut block.as_chunks_mut().0[p]
+}
+
+/// Statements for each pack of a block. A loop would be one only where LLVM unrolls it.
+#[macro_export]
+macro_rules! each_pack {
+    ($p:ident => $work:block) => {{
+        {
+            let $p = 0;
+            $work
+        }
+        {
+            let $p = 1;
+            $work
+        }
+    }};
+}
+
 /// Any processor: arrays, and what LLVM makes of them. f64 uses it on all.
 #[derive(Clone, Copy)]
 pub struct Portable<A>([A; WIDTH]);
@@ -118,6 +158,7 @@ pub struct Baseline;
 
 impl Isa for Baseline {
     const FUSED: bool = false;
+    const ROWS: usize = 1;
     type F32 = Portable<f32>;
 }
 
@@ -152,6 +193,10 @@ impl<A: Accumulator> Pack<A> for Portable<A> {
         let v: [A; 8] = from_fn(|l| v[l] + v[l + 8]);
         let v: [A; 4] = from_fn(|l| v[l] + v[l + 4]);
         (v[0] + v[2]) + (v[1] + v[3])
+    }
+    #[inline(always)]
+    fn put(self, to: &mut [A; WIDTH]) {
+        *to = self.0;
     }
     #[inline(always)]
     fn store<E: Element<Acc = A>>(block: [Self; 2], to: &mut [E; PAIR_LANES], _: Store) {

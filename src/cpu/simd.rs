@@ -1,7 +1,7 @@
 //! Run-time choice of instruction set.
 //!
 //! A kernel is written once as plain Rust over arrays of lanes; [`multiversion!`](crate::multiversion) compiles it for
-//! the baseline, for AVX2 + FMA and for AVX-512, and calls the best one this processor has. `NORMFORMER_RS_CPU`
+//! the baseline, for AVX2 + FMA + F16C and for AVX-512, and calls the best one this processor has. `NORMFORMER_RS_CPU`
 //! (`baseline`, `avx2`, `avx512`) lowers the choice, so that tests can force each path.
 
 use std::sync::atomic::{AtomicU8, Ordering};
@@ -42,7 +42,11 @@ pub fn supported() -> Level {
         {
             return Level::Avx512;
         }
-        if is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") && is_x86_feature_detected!("bmi2") {
+        if is_x86_feature_detected!("avx2")
+            && is_x86_feature_detected!("fma")
+            && is_x86_feature_detected!("bmi2")
+            && is_x86_feature_detected!("f16c")
+        {
             return Level::Avx2;
         }
     }
@@ -94,12 +98,12 @@ macro_rules! multiversion {
             #[inline(always)]
             fn body <$isa: $crate::cpu::pack::Isa, $($g: $bound),+> ($($arg: $ty),*) $body
             #[cfg(target_arch = "x86_64")]
-            #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,bmi2")]
+            #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,bmi2,f16c")]
             fn avx512 <$($g: $bound),+> ($($arg: $ty),*) {
                 body::<$crate::cpu::pack::Avx512, $($g),+>($($arg),*)
             }
             #[cfg(target_arch = "x86_64")]
-            #[target_feature(enable = "avx2,fma,bmi2")]
+            #[target_feature(enable = "avx2,fma,bmi2,f16c")]
             fn avx2 <$($g: $bound),+> ($($arg: $ty),*) {
                 body::<$crate::cpu::pack::Avx2, $($g),+>($($arg),*)
             }
@@ -121,12 +125,12 @@ macro_rules! multiversion {
             #[inline(always)]
             fn body $(<$($g: $bound),+>)? ($($arg: $ty),*) $body
             #[cfg(target_arch = "x86_64")]
-            #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,bmi2")]
+            #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,bmi2,f16c")]
             fn avx512 $(<$($g: $bound),+>)? ($($arg: $ty),*) {
                 body $(::<$($g),+>)? ($($arg),*)
             }
             #[cfg(target_arch = "x86_64")]
-            #[target_feature(enable = "avx2,fma,bmi2")]
+            #[target_feature(enable = "avx2,fma,bmi2,f16c")]
             fn avx2 $(<$($g: $bound),+>)? ($($arg: $ty),*) {
                 body $(::<$($g),+>)? ($($arg),*)
             }

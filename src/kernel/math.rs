@@ -179,6 +179,7 @@ mod tests {
     struct Fused;
     impl Isa for Fused {
         const FUSED: bool = true;
+        const ROWS: usize = 1;
         type F32 = Portable<f32>;
     }
 

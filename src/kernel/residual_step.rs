@@ -68,7 +68,7 @@ multiversion! {
         let weight = columns(step.weight, cols, X::Acc::ONE);
         let bias = columns(step.bias, cols, X::Acc::ZERO);
         let (store, store_y) = (Store::of(x_plus, cols), Store::of(y, cols));
-        let group = Group::new(x.len() / cols, cols);
+        let group = Group::new::<S>(x.len() / cols, cols);
         let mut mask = Mask::new(step.dropout, first_row, group);
         let (spare_x, spare_f) = (group.spare::<X>(), group.spare::<F>());
         let (mut spare_x_plus, mut spare_y) = (group.spare_out::<X>(), group.spare_out::<Y>());
@@ -134,7 +134,7 @@ multiversion! {
             dbeta: sum_of(grads.dbeta, cols),
         };
         let (store, store_f) = (Store::of(dx, cols), Store::of(df, cols));
-        let group = Group::new(dx_plus.len().max(dy.len()) / cols, cols);
+        let group = Group::new::<S>(dx_plus.len().max(dy.len()) / cols, cols);
         let mut mask = Mask::new(step.dropout, first_row, group);
         let (spare_x, spare_f, spare_y) = (group.spare::<X>(), group.spare::<F>(), group.spare::<Y>());
         let (mut spare_dx, mut spare_df) = (group.spare_out::<X>(), group.spare_out::<F>());
@@ -189,17 +189,20 @@ fn add<S: Isa, X: Element, F: Element<Acc = X::Acc>>(
     let ahead = GROUP * x[0].len();
     let dropped = bits.is_some();
     let (threshold, bits) = bits.unwrap_or((0, [&[]; GROUP]));
-    let (x, f, bits, mut to) = (Blocks::of(x), Blocks::of(f), Blocks::of(bits), BlocksMut::of(to));
+    let mut x = Blocks::of(x);
+    let mut f = Blocks::of(f);
+    let mut bits = Blocks::of(bits);
+    let mut to = BlocksMut::of(to);
     let (mut alpha, mut beta) = (alpha.as_chunks::<PAIR_LANES>().0, beta.as_chunks::<PAIR_LANES>().0);
     for part in 0..PARTS {
         let n = x.len(part);
         let (a, b);
         ((a, alpha), (b, beta)) = (alpha.split_at(n), beta.split_at(n));
-        let (x, f, to) = (x.part(part, n), f.part(part, n), to.part(part, n));
-        let bits = bits.part(part, if dropped { n } else { 0 });
+        let (x, f, to) = (x.part::<S>(part, n), f.part::<S>(part, n), to.part::<S>(part, n));
+        let bits = bits.part::<S>(part, if dropped { n } else { 0 });
         for i in 0..n {
             let (a, b) = (Of::<X::Acc, S>::pair(&a[i]), Of::<X::Acc, S>::pair(&b[i]));
-            each_row!(r => {
+            each_row!(S, r => {
                 fetch(&x[r][i], ahead);
                 fetch(&f[r][i], ahead);
                 let (x, f) = (Of::<X::Acc, S>::pair(&x[r][i]), Of::<X::Acc, S>::pair(&f[r][i]));
@@ -223,12 +226,13 @@ fn keep<A: Accumulator, S: Isa>(v: [Of<A, S>; 2], bits: &[u16; PAIR_LANES], thre
 
 #[inline(always)]
 fn copy<S: Isa, X: Element>(from: [&[X]; GROUP], to: [&mut [X]; GROUP], store: Store) {
-    let (from, mut to) = (Blocks::of(from), BlocksMut::of(to));
+    let mut from = Blocks::of(from);
+    let mut to = BlocksMut::of(to);
     for part in 0..PARTS {
         let n = from.len(part);
-        let (from, to) = (from.part(part, n), to.part(part, n));
+        let (from, to) = (from.part::<S>(part, n), to.part::<S>(part, n));
         for i in 0..n {
-            each_row!(r => { Of::<X::Acc, S>::store(Of::<X::Acc, S>::pair(&from[r][i]), &mut to[r][i], store) });
+            each_row!(S, r => { Of::<X::Acc, S>::store(Of::<X::Acc, S>::pair(&from[r][i]), &mut to[r][i], store) });
         }
     }
     to.finish();

@@ -16,9 +16,9 @@
 //! Norms that measure nothing are curves of learned numbers: x̂ = f(scale·x + shift), [`CurveNorm`]. Their passes are in
 //! [`curve`].
 //!
-//! Four rows go together, so that the coefficients of a column are read, and the sums of its gradients read and
-//! written, once for the four. From its first pass on a group is in the second-level cache at least, so only that pass
-//! waits for memory, and it asks for the next group meanwhile. Sums run over explicit lanes in a fixed order, whatever
+//! Rows go together in groups, as many as an instruction set has registers for ([`Isa::ROWS`]), so that the coefficients of
+//! a column are read, and the sums of its gradients read and written, once for all. From its first pass on a group is in the
+//! second-level cache at least, so only that pass waits for memory, and it asks for rows further on meanwhile. Sums run over explicit lanes in a fixed order, whatever
 //! the grouping; see [`pack`](crate::cpu::pack) for what holds between instruction sets.
 
 use crate::cpu::pack::{Isa, Store};
@@ -39,7 +39,7 @@ pub(crate) use passes::{each_row, rows};
 pub use passes::{fetch, normalise, Lines, Weight};
 pub use sums::{hypotenuse, magnitude, sum, trusted};
 
-/// Rows that go together.
+/// Rows that go together, at most.
 pub const GROUP: usize = 4;
 
 /// One norm over the last dimension.
@@ -178,7 +178,7 @@ multiversion! {
         }
         let (weight, bias) = (columns(weight, cols, E::Acc::ONE), columns(bias, cols, E::Acc::ZERO));
         let store = Store::of(y, cols);
-        let group = Group::new(x.len() / cols, cols);
+        let group = Group::new::<S>(x.len() / cols, cols);
         let (spare, mut spare_out) = (group.spare::<E>(), group.spare_out::<E>());
         for g in 0..group.count() {
             let x = group.rows(g, x, &spare);
@@ -209,7 +209,7 @@ multiversion! {
         }
         let mut weight = Weight::new(norm, weight, cols, eps, dweight, dbias);
         let store = Store::of(dx, cols);
-        let group = Group::new(x.len() / cols, cols);
+        let group = Group::new::<S>(x.len() / cols, cols);
         let (spare, mut spare_out) = (group.spare::<E>(), group.spare_out::<E>());
         for g in 0..group.count() {
             let (dy, x) = (group.rows(g, dy, &spare), group.rows(g, x, &spare));

@@ -53,6 +53,18 @@ impl View {
         }
     }
 
+    /// The bytes that it spans; empty where the tensor is absent.
+    ///
+    /// # Safety
+    /// As [`slice`](Self::slice), whatever the dtype is.
+    pub unsafe fn bytes<'a>(&self) -> &'a [u8] {
+        let each = [4, 8, 2, 2, 8, 1].get(self.dtype as usize).copied().unwrap_or(0);
+        match self.is_absent() {
+            true => &[],
+            false => std::slice::from_raw_parts(self.data, self.len() * each),
+        }
+    }
+
     /// Empty where the tensor is absent.
     ///
     /// # Safety

@@ -4,6 +4,7 @@ use super::call::Call;
 use super::declare::Operator;
 use super::ffi::{caught, into_raw, keep, status, status_of_plan};
 use super::proof;
+use crate::cpu::pages;
 use crate::cuda::verdict::{self, Refusal, Verdict};
 use crate::cuda::{self, Device};
 use crate::error::{Error, Result};
@@ -35,7 +36,13 @@ unsafe extern "C" fn nfrs_run(operator: *const c_void, stage: c_int, call: &Call
         PLAN => operator.plan.as_ref().map_or(0, |plan| status_of_plan(|| plan(call))),
         KERNEL => {
             operator.handle.inspect(|h| h.count_kernel());
-            let Some(device) = call.device() else { return status(|| operator.run_kernel(call)) };
+            let Some(device) = call.device() else {
+                for made in call.all_outputs() {
+                    // SAFETY: C++ made it for this call, and nobody reads or writes it yet.
+                    pages::ask_for_large(unsafe { made.view.bytes() });
+                }
+                return status(|| operator.run_kernel(call));
+            };
             match caught(|| run_proven(operator, call, device)) {
                 Ok(Ran::Kernel) => 0,
                 Ok(Ran::Refused(None)) => REFUSED,

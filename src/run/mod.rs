@@ -50,35 +50,3 @@ pub fn device(name: &str) -> Result<Device> {
     }
     Ok(Device::Cuda(wanted))
 }
-
-/// Returns what the heap holds of freed memory to the system.
-pub fn give_back_memory() {
-    #[cfg(target_env = "gnu")]
-    // SAFETY: may be called at any time; it frees what nobody has.
-    unsafe {
-        libc::malloc_trim(0);
-    }
-}
-
-/// Asks glibc to keep freed memory: activations of the same sizes come and go with every update, and fresh pages cost
-/// more than the arithmetic on them. NORMFORMER_RS_ALLOCATOR=system leaves the allocator as it is; `return` gives every
-/// freed block back at once, so that the process holds what tensors hold, and no gaps between them.
-pub fn keep_memory() {
-    let wanted = std::env::var("NORMFORMER_RS_ALLOCATOR").unwrap_or_default();
-    #[cfg(target_env = "gnu")]
-    // SAFETY: mallopt takes two integers and may be called at any time.
-    unsafe {
-        match wanted.as_str() {
-            "system" => {}
-            "return" => {
-                // Once it is set, glibc does not raise it any more.
-                libc::mallopt(libc::M_MMAP_THRESHOLD, 128 << 10);
-            }
-            _ => {
-                libc::mallopt(libc::M_MMAP_MAX, 0);
-                libc::mallopt(libc::M_TRIM_THRESHOLD, libc::c_int::MAX);
-                libc::mallopt(libc::M_TOP_PAD, 64 << 20);
-            }
-        }
-    }
-}

@@ -5,8 +5,9 @@
 //! count is linear in rows, and quadratic in layers, since a layer may keep something of all layers before it.
 
 use super::start::objective;
-use super::{device, give_back_memory, prepare, PreparedData};
+use super::{device, prepare, PreparedData};
 use crate::config::{DataConfig, Precision, TrainingConfig, TransformerConfig};
+use crate::cpu::pages;
 use crate::data::{collate, plan, Interrupt};
 use crate::error::Result;
 use crate::model::Transformer;
@@ -36,7 +37,7 @@ pub fn dry_run(
     let cast = if training.precision == Precision::Bf16 { 2 } else { 0 };
     let start = if training.log_statistics > 0 { 4 } else { 0 };
     let kept = parameters.saturating_mul(TRAINED + cast + start);
-    give_back_memory();
+    pages::give_back_memory();
     Ok(serde_json::json!({
         "parameters": parameters,
         "parameter_bytes": parameters * 4,

@@ -3,9 +3,9 @@
 use super::folder::{check_beginning, check_checkpoints, read_mask, resume, Beginning, Log, ResumeState};
 use super::lock::Lock;
 use super::prepare::{prepare_with, valid_batches};
-use super::{device, keep_memory, Mode, PreparedData};
+use super::{device, Mode, PreparedData};
 use crate::config::{DataConfig, TrainingConfig, TransformerConfig};
-use crate::cpu::contention;
+use crate::cpu::{contention, pages};
 use crate::cuda;
 use crate::data::{BatchStream, Corpus, Cursor, Digests, Interrupt, Limit, Prefetch, StreamConfig};
 use crate::error::{Error, Result};
@@ -39,7 +39,7 @@ pub fn train(
     surroundings: Surroundings,
 ) -> Result<()> {
     let Surroundings { group, recorder, observer } = surroundings;
-    keep_memory();
+    pages::keep_memory();
     let _watch = contention::watch();
     let device = device(&training.device)?;
     // Before anything is read, so that a second run is refused at once.

@@ -1,11 +1,10 @@
 //! A trained model, ready to translate.
 
 use super::folder::{read_configs, read_mask, read_segmenter, read_vocabulary, Configs};
-use super::keep_memory;
 use super::prepare::{limit, read, valid_batches, within};
 use super::workers::{in_parallel, source_batches};
 use crate::config::{differences, DataConfig, Longest, TrainingConfig, TransformerConfig};
-use crate::cpu::{contention, parallel};
+use crate::cpu::{contention, pages, parallel};
 use crate::data::vocabulary::EOS;
 use crate::data::{
     self, interruptible, Binarised, Corpus, Interrupt, LongSentences, PackedIds, Segmenter, Side, Vocabulary,
@@ -52,7 +51,7 @@ pub fn load_model(folder: &Path, checkpoint: &str) -> Result<(TransformerConfig,
 impl Translator {
     /// Of a run's folder; `checkpoint` is best, last, average, an update's number, or a path.
     pub fn load(folder: &Path, checkpoint: &str, device: Device) -> Result<Self> {
-        keep_memory();
+        pages::keep_memory();
         let configs = read_configs(folder)?;
         let store = CheckpointStore::at(folder);
         if checkpoint == AVERAGE && store.resolve(checkpoint).is_err() {

@@ -17,6 +17,7 @@ from normformer_rs.bench import correctness, gpu, kernels, training
 from normformer_rs.bench.figures import Figures
 
 BENCHES = Path(__file__).parents[2] / "benches"
+THP = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
 @pytest.mark.data
@@ -77,6 +78,7 @@ def test_a_second_thread_beside_a_product(corpora):
     "command, lines",
     [
         ("kernels.py --megabytes 1 --repeats 1 --rows 64", 7),
+        ("norms.py --megabytes 1 --rounds 1 --only forward", 13),
         ("depth.py --layers 2 --updates 1", 1),
         (f"against.py {BENCHES.parent} speed --pairs 1 --megabytes 1", 10),
     ],
@@ -108,6 +110,30 @@ print(fresh, min(pages() for _ in range(3)))
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     fresh, kept = map(int, done.stdout.split())
     assert kept < fresh / 10, (fresh, kept)
+
+
+@pytest.mark.skipif("[never]" in THP.read_text() if THP.exists() else True, reason="the system has no large pages")
+def test_results_lie_on_large_pages():
+    """Pages that norms of 64 MiB take, and sums of PyTorch's, on small ones. The least of three times: the system may
+    have few large ones left."""
+    code = """
+import resource, torch, normformer_rs
+x, weight = torch.ones(1 << 15, 512), torch.ones(512)
+def pages(call):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    call()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+ours = lambda: torch.ops.normformer_rs.layer_norm(x, weight, None, 1e-5)
+print(min(pages(ours) for _ in range(3)), min(pages(lambda: x + 1) for _ in range(3)))
+"""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("GLIBC_", "MALLOC_"))}
+    found = {}
+    for allocator in ("", "system"):
+        environment["NORMFORMER_RS_ALLOCATOR"] = allocator
+        done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+        found[allocator], small = map(int, done.stdout.split())
+        assert small >= 1 << 14
+    assert found[""] < small / 10 and found["system"] >= 1 << 14, found
 
 
 def options(folder, **others):

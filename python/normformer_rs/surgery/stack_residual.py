@@ -140,7 +140,8 @@ class StackResidual(Growing):
         others = others[: len(others) - len(names)]
         x = first.unflatten(-1, (hyper, d)) if hyper > 1 else first
         count = len(others) if declared.mixing is not None else len(declared.streams)
-        return Streams(x, tuple(others[:count])), others[count:], kept
+        # Dynamo makes a tuple of `*others`.
+        return Streams(x, tuple(others[:count])), list(others[count:]), kept
 
     def keeps(self, widths: Mapping[str, int]) -> None:
         """Widths of what is left under a name, where it is not d."""

@@ -17,12 +17,16 @@ pub struct Avx2;
 
 impl Isa for Avx512 {
     const FUSED: bool = true;
+    const ROWS: usize = 4;
     type F32 = F32x16;
 }
 impl Isa for Avx2 {
     const FUSED: bool = true;
+    const ROWS: usize = 1;
     type F32 = F32x8x2;
 }
+
+const OTHERS: &str = "four types are stored, and f64 does not compute in f32";
 
 #[inline(always)]
 fn is<E: 'static, T: 'static>() -> bool {
@@ -50,8 +54,7 @@ impl Pack<f32> for F32x16 {
             } else if is::<E, f16>() {
                 _mm512_cvtph_ps(_mm256_loadu_si256(at.cast()))
             } else {
-                let wide: [f32; WIDTH] = std::array::from_fn(|l| from[l].load());
-                _mm512_loadu_ps(wide.as_ptr())
+                unreachable!("{OTHERS}")
             }
         })
     }
@@ -84,6 +87,11 @@ impl Pack<f32> for F32x16 {
         }
     }
     #[inline(always)]
+    fn put(self, to: &mut [f32; WIDTH]) {
+        // SAFETY: see the head of this file.
+        unsafe { _mm512_storeu_ps(to.as_mut_ptr(), self.0) }
+    }
+    #[inline(always)]
     fn store<E: Element<Acc = f32>>(block: [Self; 2], to: &mut [E; PAIR_LANES], how: Store) {
         let [F32x16(low), F32x16(high)] = block;
         let at = to.as_mut_ptr();
@@ -109,7 +117,7 @@ impl Pack<f32> for F32x16 {
                 let high = _mm512_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(high);
                 _mm512_inserti64x4::<1>(_mm512_castsi256_si512(low), high)
             } else {
-                unreachable!("four types are stored, and f64 does not compute in f32")
+                unreachable!("{OTHERS}")
             };
             if streams {
                 _mm512_stream_si512(at.cast(), both);
@@ -194,9 +202,10 @@ impl Pack<f32> for F32x8x2 {
                 [_mm256_loadu_ps(at.cast()), _mm256_loadu_ps(at.cast::<f32>().add(8))]
             } else if is::<E, bf16>() {
                 [widen_bf16(at.cast()), widen_bf16(at.add(8).cast())]
+            } else if is::<E, f16>() {
+                [_mm256_cvtph_ps(_mm_loadu_si128(at.cast())), _mm256_cvtph_ps(_mm_loadu_si128(at.add(8).cast()))]
             } else {
-                let wide: [f32; WIDTH] = std::array::from_fn(|l| from[l].load());
-                [_mm256_loadu_ps(wide.as_ptr()), _mm256_loadu_ps(wide.as_ptr().add(8))]
+                unreachable!("{OTHERS}")
             }
         })
     }
@@ -227,6 +236,14 @@ impl Pack<f32> for F32x8x2 {
         unsafe { sum8(_mm256_add_ps(self.0[0], self.0[1])) }
     }
     #[inline(always)]
+    fn put(self, to: &mut [f32; WIDTH]) {
+        // SAFETY: see the head of this file.
+        unsafe {
+            _mm256_storeu_ps(to.as_mut_ptr(), self.0[0]);
+            _mm256_storeu_ps(to.as_mut_ptr().add(8), self.0[1]);
+        }
+    }
+    #[inline(always)]
     fn store<E: Element<Acc = f32>>(block: [Self; 2], to: &mut [E; PAIR_LANES], how: Store) {
         let [F32x8x2([a, b]), F32x8x2([c, d])] = block;
         let at = to.as_mut_ptr();
@@ -243,22 +260,21 @@ impl Pack<f32> for F32x8x2 {
                         _mm256_storeu_ps(at.add(8 * i), v);
                     }
                 }
-            } else if is::<E, bf16>() {
-                let at: *mut __m256i = at.cast();
-                for (i, v) in [narrow8x2_bf16(a, b), narrow8x2_bf16(c, d)].into_iter().enumerate() {
-                    if streams {
-                        _mm256_stream_si256(at.add(i), v);
-                    } else {
-                        _mm256_storeu_si256(at.add(i), v);
-                    }
-                }
+                return;
+            }
+            let halves = if is::<E, bf16>() {
+                narrow_bf16x32(a, b, c, d)
+            } else if is::<E, f16>() {
+                [narrow8x2_f16(a, b), narrow8x2_f16(c, d)]
             } else {
-                let mut wide = [0f32; PAIR_LANES];
-                for (i, v) in [a, b, c, d].into_iter().enumerate() {
-                    _mm256_storeu_ps(wide.as_mut_ptr().add(8 * i), v);
-                }
-                for l in 0..PAIR_LANES {
-                    to[l] = E::store(wide[l]);
+                unreachable!("{OTHERS}")
+            };
+            let at: *mut __m256i = at.cast();
+            for (i, v) in halves.into_iter().enumerate() {
+                if streams {
+                    _mm256_stream_si256(at.add(i), v);
+                } else {
+                    _mm256_storeu_si256(at.add(i), v);
                 }
             }
         }
@@ -276,28 +292,62 @@ impl Pack<f32> for F32x8x2 {
 #[inline]
 #[target_feature(enable = "avx2")]
 unsafe fn widen_bf16(from: *const __m128i) -> __m256 {
+    // Each number becomes the upper half of its lane: the same eight in both halves of the register, so that one shuffle
+    // does it. An index of −1 gives a zero.
+    #[rustfmt::skip]
+    let places = _mm256_setr_epi8(
+        -1, -1, 0, 1, -1, -1, 2, 3, -1, -1, 4, 5, -1, -1, 6, 7,
+        -1, -1, 8, 9, -1, -1, 10, 11, -1, -1, 12, 13, -1, -1, 14, 15,
+    );
     // SAFETY: by the caller.
-    let bits = unsafe { _mm256_cvtepu16_epi32(_mm_loadu_si128(from)) };
-    _mm256_castsi256_ps(_mm256_slli_epi32::<16>(bits))
+    let twice = unsafe { _mm256_broadcastsi128_si256(_mm_loadu_si128(from)) };
+    _mm256_castsi256_ps(_mm256_shuffle_epi8(twice, places))
 }
 
-/// [`Element::store`] of bf16, sixteen times.
+/// [`Element::store`] of bf16, thirty-two times.
 #[inline]
 #[target_feature(enable = "avx2")]
-fn narrow8x2_bf16(low: __m256, high: __m256) -> __m256i {
-    // Packing works within halves of a register; the permutation puts its quarters in order.
-    _mm256_permute4x64_epi64::<0b11_01_10_00>(_mm256_packus_epi32(round8_bf16(low), round8_bf16(high)))
+fn narrow_bf16x32(a: __m256, b: __m256, c: __m256, d: __m256) -> [__m256i; 2] {
+    let nan = _mm256_or_ps(_mm256_cmp_ps::<_CMP_UNORD_Q>(a, b), _mm256_cmp_ps::<_CMP_UNORD_Q>(c, d));
+    let [a, b, c, d] = match _mm256_movemask_ps(nan) {
+        0 => [round8_bf16(a), round8_bf16(b), round8_bf16(c), round8_bf16(d)],
+        _ => [round8_bf16_or_nan(a), round8_bf16_or_nan(b), round8_bf16_or_nan(c), round8_bf16_or_nan(d)],
+    };
+    [upper_halves(a, b), upper_halves(c, d)]
 }
 
+/// The upper half of each lane: eight of `low`, then eight of `high`.
+#[inline]
+#[target_feature(enable = "avx2")]
+fn upper_halves(low: __m256i, high: __m256i) -> __m256i {
+    let both = _mm256_packus_epi32(_mm256_srli_epi32::<16>(low), _mm256_srli_epi32::<16>(high));
+    // Packing works within halves of a register; the permutation puts its quarters in order.
+    _mm256_permute4x64_epi64::<0b11_01_10_00>(both)
+}
+
+/// Rounds to the upper half of each lane. The lower half is of no use; a NaN may become an infinity.
 #[inline]
 #[target_feature(enable = "avx2")]
 fn round8_bf16(v: __m256) -> __m256i {
     let bits = _mm256_castps_si256(v);
     let odd = _mm256_and_si256(_mm256_srli_epi32::<16>(bits), _mm256_set1_epi32(1));
-    let rounded = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
-    let quiet = _mm256_or_si256(bits, _mm256_set1_epi32(0x0040_0000));
+    _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)))
+}
+
+#[inline]
+#[target_feature(enable = "avx2")]
+fn round8_bf16_or_nan(v: __m256) -> __m256i {
+    let quiet = _mm256_or_si256(_mm256_castps_si256(v), _mm256_set1_epi32(0x0040_0000));
     let nan = _mm256_castps_si256(_mm256_cmp_ps::<_CMP_UNORD_Q>(v, v));
-    _mm256_srli_epi32::<16>(_mm256_blendv_epi8(rounded, quiet, nan))
+    _mm256_blendv_epi8(round8_bf16(v), quiet, nan)
+}
+
+/// Sixteen numbers rounded to f16.
+#[inline]
+#[target_feature(enable = "avx2,f16c")]
+fn narrow8x2_f16(low: __m256, high: __m256) -> __m256i {
+    const NEAREST: i32 = _MM_FROUND_TO_NEAREST_INT;
+    _mm256_setr_m128i(_mm256_cvtps_ph::<NEAREST>(low), _mm256_cvtps_ph::<NEAREST>(high))
 }
 
 /// `v` where its random bits are at least the threshold, else zero.

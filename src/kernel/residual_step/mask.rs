@@ -21,8 +21,8 @@ pub struct Mask {
 impl Mask {
     pub fn new(dropout: Option<Dropout>, first_row: usize, group: Group) -> Self {
         let cols = group.cols();
-        let batch = (2048 / (GROUP * philox::padded(cols))).clamp(1, group.count().max(1));
-        let bits = if dropout.is_some() { philox::scratch(batch * GROUP, cols) } else { Vec::new() };
+        let batch = (2048 / (group.size() * philox::padded(cols))).clamp(1, group.count().max(1));
+        let bits = if dropout.is_some() { philox::scratch(batch * group.size(), cols) } else { Vec::new() };
         Mask { dropout, first_row, group, cols, batch, bits }
     }
 
@@ -30,14 +30,14 @@ impl Mask {
     #[inline(always)]
     pub fn group(&mut self, g: usize) -> Bits<'_> {
         let dropout = self.dropout?;
-        let place = g % self.batch;
+        let (place, size) = (g % self.batch, self.group.size());
         if place == 0 {
-            let rows = GROUP * self.batch.min(self.group.count() - g);
-            fill(&dropout.stream, self.first_row + GROUP * g, rows, self.cols, &mut self.bits);
+            let rows = size * self.batch.min(self.group.count() - g);
+            fill(&dropout.stream, self.first_row + size * g, rows, self.cols, &mut self.bits);
         }
         let (row, cols) = (philox::padded(self.cols), self.cols);
-        let bits = &self.bits[place * GROUP * row..];
-        Some((dropout.threshold, rows!(r => &bits[r * row..r * row + cols])))
+        let bits = &self.bits[place * size * row..];
+        Some((dropout.threshold, rows!(r => if r < size { &bits[r * row..r * row + cols] } else { &[] })))
     }
 }
 

@@ -50,18 +50,23 @@ impl<A: Accumulator> Scales<A> {
         let (threshold, bits) = bits.unwrap_or((0, [&[]; GROUP]));
         let lines = rows!(r => Lines::<A, S, true>::of(row_gradients[r]));
         let ahead = GROUP * sides.dx_plus[0].len();
-        let (dy, x_plus, dx_plus) = (Blocks::of(sides.dy), Blocks::of(sides.x_plus), Blocks::of(sides.dx_plus));
-        let (x, f, bits) = (Blocks::of(sides.x), Blocks::of(sides.f), Blocks::of(bits));
-        let (mut dx, mut df) = (BlocksMut::of(dx), BlocksMut::of(df));
+        let mut dy = Blocks::of(sides.dy);
+        let mut x_plus = Blocks::of(sides.x_plus);
+        let mut dx_plus = Blocks::of(sides.dx_plus);
+        let mut x = Blocks::of(sides.x);
+        let mut f = Blocks::of(sides.f);
+        let mut bits = Blocks::of(bits);
+        let mut dx = BlocksMut::of(dx);
+        let mut df = BlocksMut::of(df);
         let mut done = 0;
         for part in 0..PARTS {
             let n = if has_dy { dy.len(part) } else { dx_plus.len(part) };
             let of = |there: bool| if there { n } else { 0 };
-            let (dy, x_plus) = (dy.part(part, of(has_dy)), x_plus.part(part, of(has_dy)));
-            let dx_plus = dx_plus.part(part, of(has_dx_plus));
-            let (x, f) = (x.part(part, of(wants_dalpha)), f.part(part, of(wants_dbeta)));
-            let bits = bits.part(part, of(dropped));
-            let (dx, df) = (dx.part(part, of(wants_dx)), df.part(part, of(wants_df)));
+            let (dy, x_plus) = (dy.part::<S>(part, of(has_dy)), x_plus.part::<S>(part, of(has_dy)));
+            let dx_plus = dx_plus.part::<S>(part, of(has_dx_plus));
+            let (x, f) = (x.part::<S>(part, of(wants_dalpha)), f.part::<S>(part, of(wants_dbeta)));
+            let bits = bits.part::<S>(part, of(dropped));
+            let (dx, df) = (dx.part::<S>(part, of(wants_dx)), df.part::<S>(part, of(wants_df)));
             let here = |there: bool| if there { done..done + n } else { 0..0 };
             let weight = &weight.as_chunks::<PAIR_LANES>().0[here(weighted)];
             let alpha = &self.alpha.as_chunks::<PAIR_LANES>().0[here(true)];
@@ -73,13 +78,13 @@ impl<A: Accumulator> Scales<A> {
                 let mut total = [[Of::<A, S>::zero(); 2]; GROUP];
                 if has_dy {
                     let w = if weighted { Of::<A, S>::pair(&weight[i]) } else { [Of::<A, S>::splat(A::ONE); 2] };
-                    each_row!(r => {
+                    each_row!(S, r => {
                         let (dy, x) = (Of::<A, S>::pair(&dy[r][i]), Of::<A, S>::pair(&x_plus[r][i]));
                         total[r] = [lines[r].at(w[0].mul(dy[0]), x[0]), lines[r].at(w[1].mul(dy[1]), x[1])];
                     });
                 }
                 if has_dx_plus {
-                    each_row!(r => {
+                    each_row!(S, r => {
                         fetch(&dx_plus[r][i], ahead);
                         let d = Of::<A, S>::pair(&dx_plus[r][i]);
                         total[r] = [total[r][0].add(d[0]), total[r][1].add(d[1])];
@@ -87,13 +92,13 @@ impl<A: Accumulator> Scales<A> {
                 }
                 if wants_dx {
                     let a = Of::<A, S>::pair(&alpha[i]);
-                    each_row!(r => {
+                    each_row!(S, r => {
                         Of::<A, S>::store([a[0].mul(total[r][0]), a[1].mul(total[r][1])], &mut dx[r][i], store);
                     });
                 }
                 if wants_dalpha {
                     let mut sum = Of::<A, S>::pair(&dalpha[i]);
-                    each_row!(r => {
+                    each_row!(S, r => {
                         let x = Of::<A, S>::pair(&x[r][i]);
                         sum = [x[0].mul_add(total[r][0], sum[0]), x[1].mul_add(total[r][1], sum[1])];
                     });
@@ -101,7 +106,7 @@ impl<A: Accumulator> Scales<A> {
                 }
                 if wants_df {
                     let b = Of::<A, S>::pair(&beta[i]);
-                    each_row!(r => {
+                    each_row!(S, r => {
                         let mut d = [b[0].mul(total[r][0]), b[1].mul(total[r][1])];
                         if dropped {
                             d = keep::<A, S>(d, &bits[r][i], threshold);
@@ -111,7 +116,7 @@ impl<A: Accumulator> Scales<A> {
                 }
                 if wants_dbeta {
                     let mut sum = Of::<A, S>::pair(&dbeta[i]);
-                    each_row!(r => {
+                    each_row!(S, r => {
                         let f = Of::<A, S>::pair(&f[r][i]);
                         // The product is dropped, not the factor: what was dropped may have been infinite.
                         let mut d = [f[0].mul(total[r][0]), f[1].mul(total[r][1])];

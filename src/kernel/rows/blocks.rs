@@ -1,12 +1,12 @@
-//! Rows in groups of four, and a row in blocks of thirty-two: what the passes over memory loop over.
+//! Rows in groups of up to four, and a row in blocks of thirty-two: what the passes over memory loop over.
 //!
 //! The loops know only whole groups and whole blocks. Where a group is short of rows, spare rows of zeros stand in, which
 //! add nothing to any sum; where a row ends inside a block, a copy filled up with zeros does.
 
-use super::passes::rows;
+use super::passes::{each_row, rows};
 use super::GROUP;
 use crate::cpu::memory::Aligned;
-use crate::cpu::pack::PAIR_LANES;
+use crate::cpu::pack::{Isa, PAIR_LANES};
 use crate::cpu::{memory, Accumulator, Element};
 use std::array::from_fn;
 use std::ops::Range;
@@ -36,16 +36,24 @@ pub fn start<A: Accumulator>(sums: &[A], cols: usize) -> Aligned<A> {
     Aligned::filled_up(sums, cols.next_multiple_of(PAIR_LANES), A::ZERO)
 }
 
-/// How rows fall into groups.
+/// How rows fall into groups. A group has room for [`GROUP`] rows; those beyond what the instruction set takes together are
+/// empty.
 #[derive(Clone, Copy, Debug)]
 pub struct Group {
     rows: usize,
     cols: usize,
+    /// Rows of a group.
+    size: usize,
 }
 
 impl Group {
-    pub fn new(rows: usize, cols: usize) -> Self {
-        Group { rows, cols }
+    pub fn new<S: Isa>(rows: usize, cols: usize) -> Self {
+        Group { rows, cols, size: S::ROWS }
+    }
+
+    #[inline(always)]
+    pub fn size(&self) -> usize {
+        self.size
     }
 
     pub fn cols(&self) -> usize {
@@ -54,12 +62,12 @@ impl Group {
 
     #[inline(always)]
     pub fn count(&self) -> usize {
-        self.rows.div_ceil(GROUP)
+        self.rows.div_ceil(self.size)
     }
 
     #[inline(always)]
     pub fn range(&self, g: usize) -> Range<usize> {
-        g * GROUP..self.rows.min((g + 1) * GROUP)
+        g * self.size..self.rows.min((g + 1) * self.size)
     }
 
     /// A row of zeros, to be read where the last group is short of rows.
@@ -73,7 +81,7 @@ impl Group {
     }
 
     fn missing(&self) -> usize {
-        self.rows.next_multiple_of(GROUP) - self.rows
+        self.rows.next_multiple_of(self.size) - self.rows
     }
 
     /// Group `g`; `spare` is [`spare`](Self::spare)'s. Empty rows of an empty tensor.
@@ -84,7 +92,7 @@ impl Group {
         }
         let Range { start, end } = self.range(g);
         let rows = &all[start * self.cols..end * self.cols];
-        let mut group = [spare; GROUP];
+        let mut group = rows!(r => if r < self.size { spare } else { &[][..] });
         for (to, row) in group.iter_mut().zip(rows.chunks_exact(self.cols)) {
             *to = row;
         }
@@ -100,7 +108,10 @@ impl Group {
         let Range { start, end } = self.range(g);
         let rows = all[start * self.cols..end * self.cols].chunks_exact_mut(self.cols);
         let mut rows = rows.chain(spare.chunks_exact_mut(self.cols));
-        from_fn(|_| rows.next().expect("spare rows make up a group"))
+        from_fn(|r| match r < self.size {
+            true => rows.next().expect("spare rows make up a group"),
+            false => &mut [],
+        })
     }
 }
 
@@ -121,47 +132,48 @@ pub fn split_ref<E>(all: &[E], cols: usize) -> [&[E]; GROUP] {
 
 /// A group of rows to read, in two parts: the whole blocks, and the filled-up one where a row ends inside a block.
 pub struct Blocks<'a, E> {
-    whole: [&'a [[E; PAIR_LANES]]; GROUP],
-    rest: [[E; PAIR_LANES]; GROUP],
-    rests: usize,
+    rows: [&'a [E]; GROUP],
+    /// Filled up when it is asked for.
+    rest: Option<[[E; PAIR_LANES]; GROUP]>,
 }
 
 /// Parts of a row; a loop over them is one loop body where a special case after the loop would be two.
 pub const PARTS: usize = 2;
 
+/// Blocks of a row of `cols` numbers in this part.
+#[inline(always)]
+fn count(cols: usize, part: usize) -> usize {
+    if part == 0 {
+        cols / PAIR_LANES
+    } else {
+        (cols % PAIR_LANES).min(1)
+    }
+}
+
 impl<'a, E: Copy + Default> Blocks<'a, E> {
     #[inline(always)]
     pub fn of(rows: [&'a [E]; GROUP]) -> Self {
-        let cols = rows[0].len();
-        let whole = rows!(r => rows[r].as_chunks::<PAIR_LANES>().0);
-        let (mut rest, rests) = ([[E::default(); PAIR_LANES]; GROUP], (cols % PAIR_LANES).min(1));
-        if rests > 0 {
-            for r in 0..GROUP {
-                let tail = rows[r].as_chunks::<PAIR_LANES>().1;
-                rest[r][..tail.len()].copy_from_slice(tail);
-            }
-        }
-        Blocks { whole, rest, rests }
+        Blocks { rows, rest: None }
     }
 
     /// The rows' blocks of this part, `n` each.
     #[inline(always)]
-    pub fn part(&self, part: usize, n: usize) -> [&[[E; PAIR_LANES]]; GROUP] {
-        if part == 0 {
-            rows!(r => &self.whole[r][..n])
-        } else {
-            rows!(r => &std::slice::from_ref(&self.rest[r])[..n])
+    pub fn part<S: Isa>(&mut self, part: usize, n: usize) -> [&[[E; PAIR_LANES]]; GROUP] {
+        if part == 0 || n == 0 {
+            return rows!(r => &self.rows[r].as_chunks().0[..if r < S::ROWS { n } else { 0 }]);
         }
+        let rest = self.rest.insert([[E::default(); PAIR_LANES]; GROUP]);
+        each_row!(S, r => {
+            let tail = self.rows[r].as_chunks::<PAIR_LANES>().1;
+            rest[r][..tail.len()].copy_from_slice(tail);
+        });
+        rows!(r => &std::slice::from_ref(&rest[r])[..if r < S::ROWS { n } else { 0 }])
     }
 
     /// Blocks of each row in this part.
     #[inline(always)]
     pub fn len(&self, part: usize) -> usize {
-        if part == 0 {
-            self.whole[0].len()
-        } else {
-            self.rests
-        }
+        count(self.rows[0].len(), part)
     }
 }
 
@@ -169,7 +181,7 @@ impl<'a, E: Copy + Default> Blocks<'a, E> {
 pub struct BlocksMut<'a, E> {
     whole: [&'a mut [[E; PAIR_LANES]]; GROUP],
     tails: [&'a mut [E]; GROUP],
-    rest: [[E; PAIR_LANES]; GROUP],
+    rest: Option<[[E; PAIR_LANES]; GROUP]>,
 }
 
 impl<'a, E: Element> BlocksMut<'a, E> {
@@ -178,26 +190,27 @@ impl<'a, E: Element> BlocksMut<'a, E> {
         let [a, b, c, d] = rows;
         let (a, b) = (a.as_chunks_mut::<PAIR_LANES>(), b.as_chunks_mut::<PAIR_LANES>());
         let (c, d) = (c.as_chunks_mut::<PAIR_LANES>(), d.as_chunks_mut::<PAIR_LANES>());
-        let (whole, tails) = ([a.0, b.0, c.0, d.0], [a.1, b.1, c.1, d.1]);
-        BlocksMut { whole, tails, rest: [[E::default(); PAIR_LANES]; GROUP] }
+        BlocksMut { whole: [a.0, b.0, c.0, d.0], tails: [a.1, b.1, c.1, d.1], rest: None }
     }
 
     /// The rows' blocks of this part, `n` each.
     #[inline(always)]
-    pub fn part(&mut self, part: usize, n: usize) -> [&mut [[E; PAIR_LANES]]; GROUP] {
+    pub fn part<S: Isa>(&mut self, part: usize, n: usize) -> [&mut [[E; PAIR_LANES]]; GROUP] {
+        let counts = rows!(r => if r < S::ROWS { n } else { 0 });
         let [a, b, c, d] = &mut self.whole;
-        if part == 0 {
-            return [&mut a[..n], &mut b[..n], &mut c[..n], &mut d[..n]];
+        if part == 0 || n == 0 {
+            return [&mut a[..counts[0]], &mut b[..counts[1]], &mut c[..counts[2]], &mut d[..counts[3]]];
         }
-        let [a, b, c, d] = &mut self.rest;
+        let [a, b, c, d] = self.rest.insert([[E::default(); PAIR_LANES]; GROUP]);
         let [a, b, c, d] = [from_mut(a), from_mut(b), from_mut(c), from_mut(d)];
-        [&mut a[..n], &mut b[..n], &mut c[..n], &mut d[..n]]
+        [&mut a[..counts[0]], &mut b[..counts[1]], &mut c[..counts[2]], &mut d[..counts[3]]]
     }
 
     /// Writes the rest.
     #[inline(always)]
     pub fn finish(self) {
-        for (tail, rest) in self.tails.into_iter().zip(&self.rest) {
+        let Some(rest) = &self.rest else { return };
+        for (tail, rest) in self.tails.into_iter().zip(rest) {
             tail.copy_from_slice(&rest[..tail.len()]);
         }
     }

@@ -11,9 +11,9 @@ use super::blocks::{columns, split, split_ref, start, write_columns, Blocks, Blo
 use super::passes::{each_row, fetch, normalise, rows};
 use super::{CurveNorm, Measured, GROUP};
 use crate::cpu::memory::Aligned;
-use crate::cpu::pack::{Isa, Of, Pack, Store, PAIR_LANES};
+use crate::cpu::pack::{pack, pack_mut, Isa, Of, Pack, Store, PAIR_LANES};
 use crate::cpu::{Accumulator, Element};
-use crate::multiversion;
+use crate::{each_pack, multiversion};
 
 /// Learned numbers of a curve: the scale and the shift.
 pub const NUMBERS: usize = 2;
@@ -66,7 +66,7 @@ multiversion! {
             return;
         }
         let (weight, bias) = (columns(weight, cols, E::Acc::ONE), columns(bias, cols, E::Acc::ZERO));
-        let (store, group) = (Store::of(y, cols), Group::new(x.len() / cols, cols));
+        let (store, group) = (Store::of(y, cols), Group::new::<S>(x.len() / cols, cols));
         let (spare, mut spare_out) = (group.spare::<E>(), group.spare_out::<E>());
         let mut bend = Bend::new(curve, numbers, cols);
         for g in 0..group.count() {
@@ -88,7 +88,7 @@ multiversion! {
             return;
         }
         let mut bend = BendBack::new(curve, numbers, weight, cols, dweight, dbias, dnumbers);
-        let (store, group) = (Store::of(dx, cols), Group::new(x.len() / cols, cols));
+        let (store, group) = (Store::of(dx, cols), Group::new::<S>(x.len() / cols, cols));
         let (spare, mut spare_out) = (group.spare::<E>(), group.spare_out::<E>());
         for g in 0..group.count() {
             let (dy, x) = (group.rows(g, dy, &spare), group.rows(g, x, &spare));
@@ -142,12 +142,13 @@ impl<'a, A: Accumulator> Bend<'a, A> {
     fn straight<S: Isa, X: Element<Acc = A>>(&mut self, x: [&[X]; GROUP]) {
         let [scale, shift] = self.numbers.map(Of::<A, S>::splat);
         let ahead = GROUP * self.cols;
-        let (x, mut z) = (Blocks::of(x), BlocksMut::of(split(&mut self.affines, self.cols)));
+        let mut x = Blocks::of(x);
+        let mut z = BlocksMut::of(split(&mut self.affines, self.cols));
         for part in 0..PARTS {
             let n = x.len(part);
-            let (x, z) = (x.part(part, n), z.part(part, n));
+            let (x, z) = (x.part::<S>(part, n), z.part::<S>(part, n));
             for b in 0..n {
-                each_row!(r => {
+                each_row!(S, r => {
                     fetch(&x[r][b], ahead);
                     let [low, high] = Of::<A, S>::pair(&x[r][b]);
                     let block = [scale.mul_add(low, shift), scale.mul_add(high, shift)];
@@ -207,41 +208,47 @@ impl<'a, A: Accumulator> BendBack<'a, A> {
         let numbers = count * cols;
         (self.bend.curve.slopes)(&mut self.bend.affines[..numbers], &mut self.slopes[..numbers]);
         let scale = Of::<A, S>::splat(self.bend.numbers[0]);
-        let (dy, x, dx_plus, mut dx) = (Blocks::of(dy), Blocks::of(x), Blocks::of(dx_plus), BlocksMut::of(dx));
-        let (affines, slopes) =
-            (Blocks::of(split_ref(&self.bend.affines, cols)), Blocks::of(split_ref(&self.slopes, cols)));
+        let mut dy = Blocks::of(dy);
+        let mut x = Blocks::of(x);
+        let mut dx_plus = Blocks::of(dx_plus);
+        let mut dx = BlocksMut::of(dx);
+        let mut affines = Blocks::of(split_ref(&self.bend.affines, cols));
+        let mut slopes = Blocks::of(split_ref(&self.slopes, cols));
         let (mut sum_u, mut sum_ux) = ([[Of::<A, S>::zero(); 2]; GROUP], [[Of::<A, S>::zero(); 2]; GROUP]);
         let (mut done, ahead) = (0, GROUP * cols);
         for part in 0..PARTS {
             let n = x.len(part);
-            let (dy, x, dx) = (dy.part(part, n), x.part(part, n), dx.part(part, n));
-            let (affines, slopes) = (affines.part(part, n), slopes.part(part, n));
-            let dx_plus = dx_plus.part(part, if has_dx_plus { n } else { 0 });
+            let (dy, x, dx) = (dy.part::<S>(part, n), x.part::<S>(part, n), dx.part::<S>(part, n));
+            let (affines, slopes) = (affines.part::<S>(part, n), slopes.part::<S>(part, n));
+            let dx_plus = dx_plus.part::<S>(part, if has_dx_plus { n } else { 0 });
             let weight = &self.weight.as_chunks::<PAIR_LANES>().0[done..done + n];
             let dweight = &mut self.dweight.as_chunks_mut::<PAIR_LANES>().0[done..done + n];
             let dbias = &mut self.dbias.as_chunks_mut::<PAIR_LANES>().0[done..done + n];
             done += n;
             for b in 0..n {
-                let w = Of::<A, S>::pair(&weight[b]);
-                let (mut dw, mut db) = (Of::<A, S>::pair(&dweight[b]), Of::<A, S>::pair(&dbias[b]));
-                each_row!(r => {
-                    fetch(&dy[r][b], ahead);
-                    let (dy, x) = (Of::<A, S>::pair(&dy[r][b]), Of::<A, S>::pair(&x[r][b]));
-                    let (hat, slope) = (Of::<A, S>::pair(&affines[r][b]), Of::<A, S>::pair(&slopes[r][b]));
-                    dw = [dy[0].mul_add(hat[0], dw[0]), dy[1].mul_add(hat[1], dw[1])];
-                    db = [db[0].add(dy[0]), db[1].add(dy[1])];
-                    let u = [w[0].mul(dy[0]).mul(slope[0]), w[1].mul(dy[1]).mul(slope[1])];
-                    sum_u[r] = [sum_u[r][0].add(u[0]), sum_u[r][1].add(u[1])];
-                    sum_ux[r] = [u[0].mul_add(x[0], sum_ux[r][0]), u[1].mul_add(x[1], sum_ux[r][1])];
-                    let mut block = [scale.mul(u[0]), scale.mul(u[1])];
-                    if has_dx_plus {
-                        let d = Of::<A, S>::pair(&dx_plus[r][b]);
-                        block = [block[0].add(d[0]), block[1].add(d[1])];
-                    }
-                    Of::<A, S>::store(block, &mut dx[r][b], store);
+                let mut blocks = [[Of::<A, S>::zero(); 2]; GROUP];
+                each_row!(S, r => { fetch(&dy[r][b], ahead) });
+                each_pack!(p => {
+                    let w: Of<A, S> = Pack::load(pack(&weight[b], p));
+                    let mut dw: Of<A, S> = Pack::load(pack(&dweight[b], p));
+                    let mut db: Of<A, S> = Pack::load(pack(&dbias[b], p));
+                    each_row!(S, r => {
+                        let (dy, x): (Of<A, S>, Of<A, S>) = (Pack::load(pack(&dy[r][b], p)), Pack::load(pack(&x[r][b], p)));
+                        let (hat, slope) = (Pack::load(pack(&affines[r][b], p)), Pack::load(pack(&slopes[r][b], p)));
+                        dw = dy.mul_add(hat, dw);
+                        db = db.add(dy);
+                        let u = w.mul(dy).mul(slope);
+                        sum_u[r][p] = sum_u[r][p].add(u);
+                        sum_ux[r][p] = u.mul_add(x, sum_ux[r][p]);
+                        blocks[r][p] = scale.mul(u);
+                        if has_dx_plus {
+                            blocks[r][p] = blocks[r][p].add(Pack::load(pack(&dx_plus[r][b], p)));
+                        }
+                    });
+                    dw.put(pack_mut(&mut dweight[b], p));
+                    db.put(pack_mut(&mut dbias[b], p));
                 });
-                Of::<A, S>::store(dw, &mut dweight[b], Store::PLAIN);
-                Of::<A, S>::store(db, &mut dbias[b], Store::PLAIN);
+                each_row!(S, r => { Of::<A, S>::store(blocks[r], &mut dx[r][b], store) });
             }
         }
         dx.finish();

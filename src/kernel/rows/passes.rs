@@ -3,8 +3,9 @@
 use super::blocks::{columns, start, write_columns, Blocks, BlocksMut, PARTS};
 use super::{Measured, RowGradient, RowNormFns, Sums, GROUP};
 use crate::cpu::memory::Aligned;
-use crate::cpu::pack::{Isa, Of, Pack, Store, PAIR_LANES};
+use crate::cpu::pack::{pack, pack_mut, Isa, Of, Pack, Store, PAIR_LANES};
 use crate::cpu::{memory, Accumulator, Element};
+use crate::each_pack;
 
 /// An array of what the expression is for each row of a group. Not `map`: a closure is a function of its own, compiled
 /// without the instruction set of its surroundings unless LLVM happens to inline it.
@@ -32,10 +33,12 @@ macro_rules! rows {
 }
 pub(crate) use rows;
 
-/// The same for statements.
+/// Statements for each row that the instruction set takes together.
 macro_rules! each_row {
-    ($r:ident => $work:block) => {{
-        let [(), (), (), ()] = rows!($r => $work);
+    ($isa:ty, $r:ident => $work:block) => {{
+        let [(), (), (), ()] = rows!($r => {
+            if $r < <$isa as $crate::cpu::pack::Isa>::ROWS $work
+        });
     }};
 }
 pub(crate) use each_row;
@@ -54,7 +57,7 @@ impl<A: Accumulator> RowNormFns<A> {
             _ => moments::<S, E>(x, cols),
         };
         let mut measured = [Measured::NONE; GROUP];
-        for r in 0..GROUP {
+        for r in 0..S::ROWS {
             measured[r] = (self.measure)(&sums[r], eps).unwrap_or_else(|| self.measure_scaled(x[r], eps));
         }
         measured
@@ -71,13 +74,13 @@ impl<A: Accumulator> RowNormFns<A> {
 #[inline(always)]
 fn squares<S: Isa, E: Element>(x: [&[E]; GROUP]) -> [E::Acc; GROUP] {
     let ahead = GROUP * x[0].len();
-    let x = Blocks::of(x);
+    let mut x = Blocks::of(x);
     let mut sums = [[Of::<E::Acc, S>::zero(); 2]; GROUP];
     for part in 0..PARTS {
         let n = x.len(part);
-        let x = x.part(part, n);
+        let x = x.part::<S>(part, n);
         for b in 0..n {
-            each_row!(r => {
+            each_row!(S, r => {
                 fetch(&x[r][b], ahead);
                 let [low, high] = Of::<E::Acc, S>::pair(&x[r][b]);
                 sums[r] = [low.mul_add(low, sums[r][0]), high.mul_add(high, sums[r][1])];
@@ -97,14 +100,14 @@ fn squares<S: Isa, E: Element>(x: [&[E]; GROUP]) -> [E::Acc; GROUP] {
 fn moments<S: Isa, E: Element>(x: [&[E]; GROUP], cols: E::Acc) -> [Sums<E::Acc>; GROUP] {
     const FIRST: usize = 128;
     let cols_usize = x[0].len();
-    let x = Blocks::of(x);
+    let mut x = Blocks::of(x);
     let mut sums = [[Of::<E::Acc, S>::zero(); 2]; GROUP];
     // Only a row of less than one block is guessed from its rest.
     let part = if x.len(0) > 0 { 0 } else { 1 };
     let n = x.len(part).min(FIRST / PAIR_LANES);
-    let first = x.part(part, n);
+    let first = x.part::<S>(part, n);
     for b in 0..n {
-        each_row!(r => {
+        each_row!(S, r => {
             let [low, high] = Of::<E::Acc, S>::pair(&first[r][b]);
             sums[r] = [sums[r][0].add(low), sums[r][1].add(high)];
         });
@@ -122,9 +125,9 @@ fn moments<S: Isa, E: Element>(x: [&[E]; GROUP], cols: E::Acc) -> [Sums<E::Acc>;
     let mut squares = sums;
     for part in 0..PARTS {
         let n = x.len(part);
-        let x = x.part(part, n);
+        let x = x.part::<S>(part, n);
         for b in 0..n {
-            each_row!(r => {
+            each_row!(S, r => {
                 fetch(&x[r][b], ahead);
                 let [low, high] = Of::<E::Acc, S>::pair(&x[r][b]);
                 let (mut low, mut high) = (low.sub(shift[r]), high.sub(shift[r]));
@@ -155,15 +158,16 @@ pub fn normalise<S: Isa, E: Element, Y: Element<Acc = E::Acc>, const C: bool>(
     store: Store,
 ) {
     let affines = rows!(r => Affine::<E::Acc, S, C>::of(rows[r]));
-    let (x, mut y) = (Blocks::of(x), BlocksMut::of(y));
+    let mut x = Blocks::of(x);
+    let mut y = BlocksMut::of(y);
     let (mut weight, mut bias) = (weight.as_chunks::<PAIR_LANES>().0, bias.as_chunks::<PAIR_LANES>().0);
     for part in 0..PARTS {
         let n = x.len(part);
-        let (x, y, w, c) = (x.part(part, n), y.part(part, n), &weight[..n], &bias[..n]);
+        let (x, y, w, c) = (x.part::<S>(part, n), y.part::<S>(part, n), &weight[..n], &bias[..n]);
         (weight, bias) = (&weight[n..], &bias[n..]);
         for b in 0..n {
             let (w, c) = (Of::<E::Acc, S>::pair(&w[b]), Of::<E::Acc, S>::pair(&c[b]));
-            each_row!(r => {
+            each_row!(S, r => {
                 let [low, high] = Of::<E::Acc, S>::pair(&x[r][b]);
                 let (low, high) = (affines[r].at(low).mul_add(w[0], c[0]), affines[r].at(high).mul_add(w[1], c[1]));
                 Of::<E::Acc, S>::store([low, high], &mut y[r][b], store);
@@ -225,7 +229,7 @@ impl<'a, A: Accumulator> Weight<'a, A> {
         };
         let cols = A::from_f64(self.cols as f64);
         let mut row_gradients = [(Measured::NONE, RowGradient::NONE); GROUP];
-        for r in 0..GROUP {
+        for r in 0..S::ROWS {
             let (sum_g, sum_gx) = sums[r];
             self.dgain += sum_gx;
             let gradient = (self.norm.gradient)(rows[r], self.eps, cols, self.gain * sum_g, self.gain * sum_gx);
@@ -244,12 +248,13 @@ impl<'a, A: Accumulator> Weight<'a, A> {
         rows: [Measured<A>; GROUP],
     ) -> [(A, A); GROUP] {
         let affines = rows!(r => Affine::<A, S, B>::of(rows[r]));
-        let (dy, x) = (Blocks::of(dy), Blocks::of(x));
+        let mut dy = Blocks::of(dy);
+        let mut x = Blocks::of(x);
         let (mut sum_g, mut sum_gx) = ([[Of::<A, S>::zero(); 2]; GROUP], [[Of::<A, S>::zero(); 2]; GROUP]);
         let (mut done, ahead) = (0, GROUP * self.cols);
         for part in 0..PARTS {
             let n = x.len(part);
-            let (dy, x) = (dy.part(part, n), x.part(part, n));
+            let (dy, x) = (dy.part::<S>(part, n), x.part::<S>(part, n));
             let columns = if W { done..done + n } else { 0..0 };
             let weight = &self.columns.as_chunks::<PAIR_LANES>().0[columns.clone()];
             let dweight = &mut self.dcolumns.as_chunks_mut::<PAIR_LANES>().0[columns.clone()];
@@ -258,35 +263,39 @@ impl<'a, A: Accumulator> Weight<'a, A> {
             let k = if W { n } else { 0 };
             let (weight, dweight, dbias) = (&weight[..k], &mut dweight[..k], &mut dbias[..k]);
             for b in 0..n {
-                let (mut w, mut dw, mut db) =
-                    ([Of::<A, S>::zero(); 2], [Of::<A, S>::zero(); 2], [Of::<A, S>::zero(); 2]);
-                if W {
-                    (w, dw) = (Of::<A, S>::pair(&weight[b]), Of::<A, S>::pair(&dweight[b]));
-                }
-                if B {
-                    db = Of::<A, S>::pair(&dbias[b]);
-                }
-                each_row!(r => {
+                each_row!(S, r => {
                     fetch(&dy[r][b], ahead);
                     fetch(&x[r][b], ahead);
-                    let (dy, x) = (Of::<A, S>::pair(&dy[r][b]), Of::<A, S>::pair(&x[r][b]));
-                    let xh = [affines[r].at(x[0]), affines[r].at(x[1])];
-                    let g = if W { [w[0].mul(dy[0]), w[1].mul(dy[1])] } else { dy };
-                    sum_gx[r] = [g[0].mul_add(xh[0], sum_gx[r][0]), g[1].mul_add(xh[1], sum_gx[r][1])];
+                });
+                // Pack by pack: of a whole block fewer running sums stay in registers.
+                each_pack!(p => {
+                    let (mut w, mut dw, mut db) = (Of::<A, S>::zero(), Of::<A, S>::zero(), Of::<A, S>::zero());
                     if W {
-                        dw = [dy[0].mul_add(xh[0], dw[0]), dy[1].mul_add(xh[1], dw[1])];
+                        (w, dw) = (Pack::load(pack(&weight[b], p)), Pack::load(pack(&dweight[b], p)));
                     }
                     if B {
-                        sum_g[r] = [sum_g[r][0].add(g[0]), sum_g[r][1].add(g[1])];
-                        db = [db[0].add(dy[0]), db[1].add(dy[1])];
+                        db = Pack::load(pack(&dbias[b], p));
+                    }
+                    each_row!(S, r => {
+                        let (dy, x): (Of<A, S>, Of<A, S>) = (Pack::load(pack(&dy[r][b], p)), Pack::load(pack(&x[r][b], p)));
+                        let xh = affines[r].at(x);
+                        let g = if W { w.mul(dy) } else { dy };
+                        sum_gx[r][p] = g.mul_add(xh, sum_gx[r][p]);
+                        if W {
+                            dw = dy.mul_add(xh, dw);
+                        }
+                        if B {
+                            sum_g[r][p] = sum_g[r][p].add(g);
+                            db = db.add(dy);
+                        }
+                    });
+                    if W {
+                        dw.put(pack_mut(&mut dweight[b], p));
+                    }
+                    if B {
+                        db.put(pack_mut(&mut dbias[b], p));
                     }
                 });
-                if W {
-                    Of::<A, S>::store(dw, &mut dweight[b], Store::PLAIN);
-                }
-                if B {
-                    Of::<A, S>::store(db, &mut dbias[b], Store::PLAIN);
-                }
             }
         }
         rows!(r => {
@@ -330,16 +339,18 @@ impl<'a, A: Accumulator> Weight<'a, A> {
         store: Store,
     ) {
         let rows = rows!(r => Lines::<A, S, C>::of(row_gradients[r]));
-        let (dy, x, mut dx) = (Blocks::of(dy), Blocks::of(x), BlocksMut::of(dx));
+        let mut dy = Blocks::of(dy);
+        let mut x = Blocks::of(x);
+        let mut dx = BlocksMut::of(dx);
         let mut weight = self.columns.as_chunks::<PAIR_LANES>().0;
         for part in 0..PARTS {
             let n = x.len(part);
-            let (dy, x, dx) = (dy.part(part, n), x.part(part, n), dx.part(part, n));
+            let (dy, x, dx) = (dy.part::<S>(part, n), x.part::<S>(part, n), dx.part::<S>(part, n));
             let here;
             (here, weight) = weight.split_at(if W { n } else { 0 });
             for b in 0..n {
                 let w = if W { Of::<A, S>::pair(&here[b]) } else { [Of::<A, S>::zero(); 2] };
-                each_row!(r => {
+                each_row!(S, r => {
                     let (dy, x) = (Of::<A, S>::pair(&dy[r][b]), Of::<A, S>::pair(&x[r][b]));
                     let g = if W { [w[0].mul(dy[0]), w[1].mul(dy[1])] } else { dy };
                     let block = [rows[r].at(g[0], x[0]), rows[r].at(g[1], x[1])];

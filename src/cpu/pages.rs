@@ -1,0 +1,137 @@
+//! What the process asks of the system's memory.
+//!
+//! A tensor that has just been made may have no pages yet: the first write to each ends in the system, which clears it. On
+//! small pages a norm of 64 MB spends nine tenths of its time so. Large pages cost a fifth of that, and memory that the
+//! process keeps costs nothing. NORMFORMER_RS_ALLOCATOR says what may be done: `system` leaves all of it to the system.
+
+use std::sync::OnceLock;
+
+/// Bytes of a large page.
+const LARGE: usize = 2 << 20;
+
+/// Asks glibc to keep freed memory: activations of the same sizes come and go with every update, and fresh pages cost
+/// more than the arithmetic on them. `return` gives every freed block back at once, so that the process holds what tensors
+/// hold, and no gaps between them.
+pub fn keep_memory() {
+    #[cfg(target_env = "gnu")]
+    // SAFETY: mallopt takes two integers and may be called at any time.
+    unsafe {
+        match wanted().as_str() {
+            "system" => {}
+            "return" => {
+                // Once it is set, glibc does not raise it any more.
+                libc::mallopt(libc::M_MMAP_THRESHOLD, 128 << 10);
+            }
+            _ => {
+                libc::mallopt(libc::M_MMAP_MAX, 0);
+                libc::mallopt(libc::M_TRIM_THRESHOLD, libc::c_int::MAX);
+                libc::mallopt(libc::M_TOP_PAD, 64 << 20);
+            }
+        }
+    }
+}
+
+/// Returns what the heap holds of freed memory to the system.
+pub fn give_back_memory() {
+    #[cfg(target_env = "gnu")]
+    // SAFETY: may be called at any time; it frees what nobody has.
+    unsafe {
+        libc::malloc_trim(0);
+    }
+}
+
+/// Asks the system for large pages where the memory is all to be written and none of it is there yet: clearing a large one
+/// takes a fifth of the time that as many bytes take in small ones. The system may say no, and nothing is lost.
+pub fn ask_for_large(result: &[u8]) {
+    static MAY: OnceLock<bool> = OnceLock::new();
+    // Half of less would lie in pages that are not whole.
+    if result.len() < 2 * LARGE || !are_fresh(result) || !*MAY.get_or_init(|| wanted() != "system") {
+        return;
+    }
+    #[cfg(target_os = "linux")]
+    {
+        let page = small();
+        let (from, to) =
+            (result.as_ptr().addr().next_multiple_of(page), result.as_ptr_range().end.addr() / page * page);
+        // SAFETY: whole pages inside `result`; the advice changes none of their bytes, nor who may use them.
+        unsafe { libc::madvise(from as *mut libc::c_void, to - from, libc::MADV_HUGEPAGE) };
+    }
+}
+
+/// Whether the system has still to give the pages of `result`, as the one in the middle tells.
+pub fn are_fresh<T>(result: &[T]) -> bool {
+    #[cfg(target_os = "linux")]
+    {
+        let page = small();
+        let middle = result.as_ptr().addr() + size_of_val(result) / 2;
+        let mut is_there = 1u8;
+        // SAFETY: one page, of memory that is ours, and one byte for the answer.
+        let said = unsafe { libc::mincore((middle / page * page) as *mut libc::c_void, 1, &raw mut is_there) };
+        said == 0 && is_there & 1 == 0
+    }
+    #[cfg(not(target_os = "linux"))]
+    false
+}
+
+/// The user's choice.
+fn wanted() -> String {
+    std::env::var("NORMFORMER_RS_ALLOCATOR").unwrap_or_default()
+}
+
+/// Bytes of a page.
+#[cfg(target_os = "linux")]
+fn small() -> usize {
+    // SAFETY: may be called at any time.
+    unsafe { libc::sysconf(libc::_SC_PAGESIZE) as usize }
+}
+
+#[cfg(all(test, target_os = "linux"))]
+mod tests {
+    use super::*;
+    use std::ptr::null_mut;
+    use std::slice;
+
+    /// `len` bytes that have no pages, from the system itself.
+    fn mapped(len: usize) -> &'static mut [u8] {
+        let (may, how) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
+        // SAFETY: new memory, that nobody gives back.
+        unsafe { slice::from_raw_parts_mut(libc::mmap(null_mut(), len, may, how, -1, 0).cast(), len) }
+    }
+
+    /// Bytes around `at` that may be in large pages, by the system's own list.
+    fn advised(at: *const u8) -> bool {
+        let maps = std::fs::read_to_string("/proc/self/smaps").unwrap();
+        let mut inside = false;
+        for line in maps.lines() {
+            let range = line.split(' ').next().and_then(|range| range.split_once('-'));
+            let ends = range.map(|(from, to)| [from, to].map(|end| usize::from_str_radix(end, 16)));
+            if let Some([Ok(from), Ok(to)]) = ends {
+                inside = (from..to).contains(&at.addr());
+            } else if let (true, Some(flags)) = (inside, line.strip_prefix("VmFlags:")) {
+                return flags.split_whitespace().any(|flag| flag == "hg");
+            }
+        }
+        panic!("no map holds {at:?}")
+    }
+
+    #[test]
+    fn pages_are_fresh_until_they_are_written() {
+        let memory = mapped(LARGE);
+        assert!(are_fresh(memory));
+        memory.fill(1);
+        assert!(!are_fresh(memory));
+    }
+
+    #[test]
+    fn large_pages_are_asked_for_where_none_is_there() {
+        let (small, large, written) = (mapped(2 * LARGE - 1), mapped(4 * LARGE), mapped(4 * LARGE));
+        written.fill(1);
+        for memory in [&small, &large, &written] {
+            ask_for_large(memory);
+        }
+        let middles = [&small, &large, &written].map(|memory| advised(&memory[memory.len() / 2]));
+        assert_eq!(middles, [false, true, false]);
+        large[7] = 3;
+        assert_eq!(large.iter().map(|&v| v as u64).sum::<u64>(), 3);
+    }
+}
