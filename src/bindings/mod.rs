@@ -23,8 +23,12 @@ import_exception!(normformer_rs.errors, Interrupted);
 impl From<Error> for PyErr {
     fn from(e: Error) -> PyErr {
         // What Python raised in a hook or in a subclass of tensors waits where it was raised.
-        if let (Error::Torch(_), Some(raised)) = (&e, Python::with_gil(PyErr::take)) {
+        let raised = Python::with_gil(|py| {
+            let raised = matches!(e, Error::Torch(_)).then(|| PyErr::take(py)).flatten();
             forget_raised();
+            raised
+        });
+        if let Some(raised) = raised {
             return raised;
         }
         let text = crate::error::printable(&e.to_string());

@@ -135,6 +135,26 @@ def test_another_class_of_the_name_leaves_models_as_they_are(tmp_path, corpus):
         norms.declared(data)
 
 
+FAILS = """
+from normformer_rs.norms import Norm, Parameter
+class Fails(Norm):
+    name, parameters = "fails", {"weight": Parameter()}
+    def normalize(self, x, weight):
+        raise ValueError("mine alone")
+"""
+
+
+def test_a_norm_that_raises_ends_a_run_with_its_message(tmp_path, corpus):
+    """And the process: the exception has gone before the interpreter does, whose lock it would wait for."""
+    (tmp_path / "fails.py").write_text(FAILS)
+    data = [word for key, value in corpus.items() for word in (f"--{key.replace('_', '-')}", str(value))]
+    sizes = "--d-model 16 --d-ff 24 --heads 2 --encoder-layers 1 --decoder-layers 1 --updates 2 --no-bpe --no-progress"
+    words = [sys.executable, "-m", "normformer_rs", "train", *data, *sizes.split(), "--output", tmp_path / "run"]
+    words += ["--norm", f"{tmp_path / 'fails.py'}:Fails"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode != 0 and "mine alone" in done.stderr, done.stderr
+
+
 def test_modules_and_swaps():
     x = torch.randn(2, 5, 16)
     made = []

@@ -149,7 +149,7 @@ Tensor* at_tensor_of_data(const void* numbers, const int64_t* sizes, size_t dims
 // caller's. Null (or false): failed, with the message in nfrs_last_error().
 extern "C" {
 const char* nfrs_last_error() { return last_error.c_str(); }
-void nfrs_forget_raised() noexcept { normformer_rs::raised = {}; }
+void nfrs_forget_raised() noexcept { normformer_rs::forget_raised(); }
 
 // Registers an operator as Rust declares it, and its backward operator.
 bool nfrs_define(Op* op) {

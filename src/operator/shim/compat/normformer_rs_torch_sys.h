@@ -6,6 +6,7 @@
 
 #include <cstring>
 #include <exception>
+#include <memory>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -18,20 +19,24 @@ struct Raised {
   std::exception_ptr exception;
   std::string text;
 };
-inline thread_local Raised raised;
+// Not destroyed at the thread's end: an exception of Python's waits for the GIL as it goes, and by then there may be none.
+inline thread_local Raised* raised = nullptr;
+
+inline void forget_raised() { delete std::exchange(raised, nullptr); }
 
 // In a handler whose exception becomes `text`.
 inline void notice(const char* text) {
   const auto* type = abi::__cxa_current_exception_type();
   const char* name = type ? type->name() : "";
-  if (std::strstr(name, "python_error") || std::strstr(name, "error_already_set"))
-    raised = {std::current_exception(), text};
+  if (!std::strstr(name, "python_error") && !std::strstr(name, "error_already_set")) return;
+  forget_raised();
+  raised = new Raised{std::current_exception(), text};
 }
 
 // Throws it again, as it was, where an error has its text, or the beginning; and forgets it.
 inline void rethrow_as(const char* text) {
-  const auto last = std::exchange(raised, {});
-  if (last.exception && last.text.starts_with(text)) std::rethrow_exception(last.exception);
+  const std::unique_ptr<Raised> last(std::exchange(raised, nullptr));
+  if (last && last->text.starts_with(text)) std::rethrow_exception(last->exception);
 }
 }  // namespace normformer_rs
 
