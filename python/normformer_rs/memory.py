@@ -10,6 +10,9 @@ def keep_memory() -> None:
     pages, each cleared by the kernel, with every large tensor. Training and translating in this package keep memory
     anyway; call this once, early, for models that run in PyTorch itself. `benches/kernels.py` prints the effect.
 
+    Large results of this package's operators lie on large pages while they are fresh, where the system has them
+    (/sys/kernel/mm/transparent_hugepage/enabled). NORMFORMER_RS_ALLOCATOR=system asks for none.
+
     The process keeps its peak size, and fragmentation can make it larger. The call cannot be undone. It has no effect
     where NORMFORMER_RS_ALLOCATOR=system is set, and with another allocator than glibc's. Where it is `return`, the call
     does the opposite: every freed block of 128 KiB or more goes back to the system at once.
