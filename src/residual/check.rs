@@ -357,6 +357,8 @@ impl LayerContext<'_> {
                 let has = self.sublayer == Sublayer::SelfAttention && self.model.tensorized.is_none();
                 has.then(|| vec![d])
             }
+            // In cross-attention nothing is rotated.
+            Point::RotatedQuery | Point::RotatedKey if self.sublayer == Sublayer::CrossAttention => None,
             Point::Query | Point::RotatedQuery if is_attention => Some(vec![self.d_head(), d]),
             Point::Key | Point::Value | Point::RotatedKey if is_attention => Some(vec![self.d_head(), self.kv_width()]),
             Point::AfterHeads | Point::AfterOutput if is_attention => Some(vec![d]),

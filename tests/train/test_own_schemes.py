@@ -210,6 +210,27 @@ def test_the_command_line_takes_a_file_and_a_class(tmp_path, corpus):
     assert "encoder.layers.0.inner_norm1.weight" in names and "decoder.layers.1.norm3.weight" in names
 
 
+@pytest.mark.parametrize("point", ["query", "key"])
+def test_modules_rotate_nothing_between_two_points(point):
+    class At(Scheme):
+        def __init__(self, point):
+            self.name, self.point = "at", point
+
+        def inside(self, place):
+            return {self.point: norm("head_norm")} if place.sublayer == "self-attention" else {}
+
+    def layer(point):
+        torch.manual_seed(0)
+        layer = nfrs.nn.TransformerEncoderLayer(16, 2, 24, 0.0, batch_first=True, residual=At(point)).double()
+        with torch.no_grad():
+            layer.self_attn.head_norm.weight.copy_(torch.arange(8) / 4)
+        return layer
+
+    x = torch.randn(2, 5, 16, dtype=torch.double)
+    assert torch.equal(layer(point)(x), layer(f"rotated_{point}")(x))
+    assert not torch.allclose(layer(point)(x), layer("value")(x))
+
+
 def declare(spec=None, inside=None, stack=None, layer=(), **about):
     """A scheme of these parts in every place."""
     body = {"name": "mine", "around": lambda self, place: spec or ResidualSpec(), "layer": lambda self, place: layer}
@@ -239,6 +260,7 @@ WRONG = [
     (declare(ResidualSpec(beta=sigmoid(Learned("w", 0.0), 0.0))), "temperature must be above 0"),
     (declare(inside={"hidden": norm()}), "unknown variant `hidden`"),
     (declare(inside={"before_activation": damp_forward(Learned("a", 0.0))}), "it has no point BeforeActivation"),
+    (declare(inside={"rotated_key": norm("k_norm")}), "it has no point RotatedKey"),  # cross-attention, feed-forward
     (declare(name="prenorm"), "must be none of this package's"),
     (declare(name="my scheme"), "must be made of letters"),
     (declare(init="nope"), "unknown init"),

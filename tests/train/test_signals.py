@@ -80,6 +80,7 @@ def test_slurm_kubernetes_and_a_closed_terminal_are_ctrl_c(tmp_path, corpus, num
         import json, os, signal, sys, time
         import torch
         torch.set_num_threads(1)
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # what nohup starts begins with it ignored
         from train_support import fit
         def send(name, values):
             if name == "updated" and values["update"] == 3:

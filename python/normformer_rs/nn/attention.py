@@ -125,6 +125,8 @@ class MultiheadAttention(nn.MultiheadAttention):
             query, key, value = (self._change(point, x, padding, kept) for point, x in given)
         q, k, v = self._project(query, key, value)
         q, k, v = (self._change_heads(point, x, kept) for point, x in (("query", q), ("key", k), ("value", v)))
+        # Modules rotate nothing in between.
+        q, k = (self._change_heads(point, x, kept) for point, x in (("rotated_query", q), ("rotated_key", k)))
         p, weights = self.dropout if self.training else 0.0, None
         is_own = p > 0 and is_run_again()
         is_composed = need_weights or is_own or self._is_capped()
