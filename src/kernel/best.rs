@@ -13,7 +13,7 @@ use crate::kernel::math::{exp, max, sum, LANES};
 use crate::multiversion;
 
 /// Columns that share a maximum.
-const PAIR_LANES: usize = 4 * LANES;
+const BLOCK: usize = 4 * LANES;
 
 /// A column and its log p.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -40,7 +40,7 @@ multiversion! {
         choice: Choice,
         found: &mut [Vec<Likely>],
     ) {
-        let mut maxima = vec![E::Acc::ZERO; cols.div_ceil(PAIR_LANES)];
+        let mut maxima = vec![E::Acc::ZERO; cols.div_ceil(BLOCK)];
         for (r, found) in found.iter_mut().enumerate() {
             found.clear();
             let z = &logits[r * stride..][..cols];
@@ -64,7 +64,7 @@ multiversion! {
 fn block_maxima<E: Element>(z: &[E], maxima: &mut [E::Acc]) -> E::Acc {
     let lowest = E::Acc::from_f64(f64::NEG_INFINITY);
     let mut most = lowest;
-    for (z, maximum) in z.chunks(PAIR_LANES).zip(maxima) {
+    for (z, maximum) in z.chunks(BLOCK).zip(maxima) {
         let mut lanes = [lowest; LANES];
         let (whole, rest) = z.as_chunks::<LANES>();
         for z in whole {
@@ -101,14 +101,14 @@ fn sum_of_exponentials<E: Element, S: Isa>(z: &[E], most: E::Acc) -> E::Acc {
 #[inline(always)]
 fn largest<E: Element>(z: &[E], maxima: &[E::Acc], count: usize, banned: &[usize], found: &mut Vec<Likely>) {
     let mut least = E::Acc::from_f64(f64::NEG_INFINITY);
-    for (block, (z, maximum)) in z.chunks(PAIR_LANES).zip(maxima).enumerate() {
+    for (block, (z, maximum)) in z.chunks(BLOCK).zip(maxima).enumerate() {
         // In rising order an equal column comes after the one that is there.
         if *maximum <= least {
             continue;
         }
         for (i, z) in z.iter().enumerate() {
             let value = z.load();
-            let column = block * PAIR_LANES + i;
+            let column = block * BLOCK + i;
             if value > least && !banned.contains(&column) {
                 let log_p = value.to_f64();
                 let place = found.partition_point(|better| better.log_p >= log_p);

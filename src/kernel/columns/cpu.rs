@@ -71,7 +71,7 @@ fn measure<E: Element>(norm: &ColumnNormKernel, cols: usize, x: &[E], pad: &[u8]
     // Moments about a guess, the mean of the first real rows: (guess − μ)² is at most rows/64·σ² and typically σ²/64,
     // so that mean d² − (mean d)² loses at most log₂(1 + rows/64) bits, and typically none.
     let first = pad.iter().position(|v| *v == 0).unwrap_or(0);
-    let few = first..(first + passes::PAIR_LANES).min(rows);
+    let few = first..(first + passes::BLOCK_ROWS).min(rows);
     let zero = memory::filled(E::Acc::ZERO, cols);
     let [mut sum, mut squares] = [(); 2].map(|()| memory::filled(0.0, cols));
     let of_few = part(pad, &few);

@@ -7,7 +7,7 @@ use crate::multiversion;
 use std::array::from_fn;
 
 /// Rows summed in the computing type before their sum is added in f64.
-pub const PAIR_LANES: usize = 64;
+pub const BLOCK_ROWS: usize = 64;
 /// Rows added at a time: a partial sum in memory is then touched once for four rows.
 const GROUP: usize = 4;
 
@@ -29,7 +29,7 @@ fn in_blocks(rows: usize, pad: &[u8], mut step: impl FnMut([usize; GROUP], usize
         n += 1;
         if n == GROUP {
             groups += 1;
-            let flush = groups == PAIR_LANES / GROUP;
+            let flush = groups == BLOCK_ROWS / GROUP;
             step(group, n, flush);
             n = 0;
             if flush {
