@@ -129,6 +129,11 @@ impl Walk<'_> {
             if combine.norms.len() as i64 > layers {
                 return Err(format!("combine has {} norms for {layers} layers", combine.norms.len()));
             }
+            let norms = (1..).map(|l| format!("combine.norms.{l}")).zip(combine.norms.iter().map(|at| &at.name));
+            let weight = ("combine.weight".to_string(), &combine.weight.name);
+            if let Some((wanted, name)) = std::iter::once(weight).chain(norms).find(|(wanted, name)| wanted != *name) {
+                return Err(format!("combine has {name:?} where {wanted:?} must stand"));
+            }
             combine.norms.iter().try_for_each(|at| self.norm("combine", at, &[d], None))?;
         }
         for norm in streams.iter().filter_map(|ExtraStream { norm }| norm.as_ref()) {

@@ -243,6 +243,11 @@ def hyper(n=2, rows=8):
     return HyperConnection(n, Joint(Learned("hyper_weight", 0.0, (rows, n * 8)), scale, bias))
 
 
+def combine(weight="combine.weight", norms=()):
+    """For six layers."""
+    return Combine(Learned(weight, 0.0, (7, 7)), norms=[Norm(name) for name in norms])
+
+
 WRONG = [
     (declare(ResidualSpec(before=norm(width=5))), 'has the norm "norm1" of width 5, and rows there are [8] wide'),
     (declare(ResidualSpec(before=norm(), after=norm())), 'two norms are called "norm1"'),
@@ -264,6 +269,9 @@ WRONG = [
     (declare(name="prenorm"), "must be none of this package's"),
     (declare(name="my scheme"), "must be made of letters"),
     (declare(init="nope"), "unknown init"),
+    (declare(stack=StackSpec(combine=combine("w"))), '"w" where "combine.weight" must stand'),
+    (declare(stack=StackSpec(combine=combine(norms=["combine.norms.2"]))), 'where "combine.norms.1" must stand'),
+    (declare(stack=StackSpec(combine=combine(norms=["first"]))), '"first" where "combine.norms.1" must stand'),
     (declare(stack=StackSpec(growth=Growth(-1))), "growth takes at least 0 steps"),
     (declare(stack=StackSpec(growth=Growth(3, "curved"))), "unknown branchnorm_growth"),
 ]
