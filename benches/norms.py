@@ -31,7 +31,7 @@ Pair = tuple[Callable[[], object], Callable[[], object]]
 
 
 def pairs(rows: int, width: int, dtype: torch.dtype) -> Iterator[tuple[str, str, Pair]]:
-    """What is compared: name, pass, calls."""
+    """Yields each comparison: the name, whether forward or both ways, and the two calls."""
     x, f = (torch.randn(rows, width).to(dtype).requires_grad_() for _ in range(2))
     dx, dy = torch.randn(rows, width).to(dtype), torch.randn(rows, width).to(dtype)
     weight, bias = torch.ones(width, requires_grad=True), torch.zeros(width, requires_grad=True)

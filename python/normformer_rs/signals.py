@@ -10,7 +10,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class _Stops:
-    """What has been heard of the signals within `as_ctrl_c`."""
+    """The handler within `as_ctrl_c`: counts the signals, and keeps the one that waits for `held` work to end."""
 
     def __init__(self) -> None:
         self.heard = 0

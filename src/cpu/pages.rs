@@ -1,7 +1,7 @@
-//! What the process asks of the system's memory.
+//! How the process gets memory from the system, and gives it back.
 //!
 //! A tensor that has just been made may have no pages yet: the first write to each ends in the system, which clears it. On
-//! small pages a norm of 64 MB spends nine tenths of its time so. Large pages cost a fifth of that, and memory that the
+//! small pages a norm of 64 MB spends nine tenths of its time so. Large pages cost a fourth of that, and memory that the
 //! process keeps costs nothing. NORMFORMER_RS_ALLOCATOR says what may be done: `system` leaves all of it to the system.
 
 use std::sync::OnceLock;
@@ -41,8 +41,8 @@ pub fn give_back_memory() {
 }
 
 /// Asks the system for large pages where the memory is all to be written and none of it is there yet: clearing a large one
-/// takes a fifth of the time that as many bytes take in small ones. The system may say no, and nothing is lost.
-pub fn ask_for_large(result: &[u8]) {
+/// takes a fourth of the time that as many bytes take in small ones. The system may say no, and nothing is lost.
+pub fn ask_for_large(result: *const [u8]) {
     static MAY: OnceLock<bool> = OnceLock::new();
     // Half of less would lie in pages that are not whole.
     if result.len() < 2 * LARGE || !are_fresh(result) || !*MAY.get_or_init(|| wanted() != "system") {
@@ -51,21 +51,21 @@ pub fn ask_for_large(result: &[u8]) {
     #[cfg(target_os = "linux")]
     {
         let page = small();
-        let (from, to) =
-            (result.as_ptr().addr().next_multiple_of(page), result.as_ptr_range().end.addr() / page * page);
+        let start = result.cast::<u8>().addr();
+        let (from, to) = (start.next_multiple_of(page), (start + result.len()) / page * page);
         // SAFETY: whole pages inside `result`; the advice changes none of their bytes, nor who may use them.
         unsafe { libc::madvise(from as *mut libc::c_void, to - from, libc::MADV_HUGEPAGE) };
     }
 }
 
 /// Whether the system has still to give the pages of `result`, as the one in the middle tells.
-pub fn are_fresh<T>(result: &[T]) -> bool {
+pub fn are_fresh<T>(result: *const [T]) -> bool {
     #[cfg(target_os = "linux")]
     {
         let page = small();
-        let middle = result.as_ptr().addr() + size_of_val(result) / 2;
+        let middle = result.cast::<T>().addr() + result.len() * size_of::<T>() / 2;
         let mut is_there = 1u8;
-        // SAFETY: one page, of memory that is ours, and one byte for the answer.
+        // SAFETY: one byte for the answer. The page is only asked about: one that is not ours is an error.
         let said = unsafe { libc::mincore((middle / page * page) as *mut libc::c_void, 1, &raw mut is_there) };
         said == 0 && is_there & 1 == 0
     }
@@ -117,9 +117,9 @@ mod tests {
     #[test]
     fn pages_are_fresh_until_they_are_written() {
         let memory = mapped(LARGE);
-        assert!(are_fresh(memory));
+        assert!(are_fresh(&*memory));
         memory.fill(1);
-        assert!(!are_fresh(memory));
+        assert!(!are_fresh(&*memory));
     }
 
     #[test]
@@ -127,7 +127,7 @@ mod tests {
         let (small, large, written) = (mapped(2 * LARGE - 1), mapped(4 * LARGE), mapped(4 * LARGE));
         written.fill(1);
         for memory in [&small, &large, &written] {
-            ask_for_large(memory);
+            ask_for_large(&**memory);
         }
         let middles = [&small, &large, &written].map(|memory| advised(&memory[memory.len() / 2]));
         assert_eq!(middles, [false, true, false]);

@@ -35,19 +35,18 @@ impl Level {
 pub fn supported() -> Level {
     #[cfg(target_arch = "x86_64")]
     {
-        if is_x86_feature_detected!("avx512f")
-            && is_x86_feature_detected!("avx512bw")
-            && is_x86_feature_detected!("avx512dq")
-            && is_x86_feature_detected!("avx512vl")
-        {
-            return Level::Avx512;
-        }
-        if is_x86_feature_detected!("avx2")
+        let has_avx2 = is_x86_feature_detected!("avx2")
             && is_x86_feature_detected!("fma")
             && is_x86_feature_detected!("bmi2")
-            && is_x86_feature_detected!("f16c")
-        {
-            return Level::Avx2;
+            && is_x86_feature_detected!("f16c");
+        let has_avx512 = is_x86_feature_detected!("avx512f")
+            && is_x86_feature_detected!("avx512bw")
+            && is_x86_feature_detected!("avx512dq")
+            && is_x86_feature_detected!("avx512vl");
+        match (has_avx2, has_avx512) {
+            (true, true) => return Level::Avx512,
+            (true, false) => return Level::Avx2,
+            _ => {}
         }
     }
     Level::Baseline

@@ -29,7 +29,7 @@ pub enum Refusal {
     Wrong,
 }
 
-/// What a proof says of a kernel.
+/// The outcome of a kernel's proof.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Verdict {
     Right,

@@ -53,16 +53,10 @@ impl View {
         }
     }
 
-    /// The bytes that it spans; empty where the tensor is absent.
-    ///
-    /// # Safety
-    /// As [`slice`](Self::slice), whatever the dtype is.
-    pub unsafe fn bytes<'a>(&self) -> &'a [u8] {
+    /// The bytes that it spans; none where the tensor is absent.
+    pub fn bytes(&self) -> *const [u8] {
         let each = [4, 8, 2, 2, 8, 1].get(self.dtype as usize).copied().unwrap_or(0);
-        match self.is_absent() {
-            true => &[],
-            false => std::slice::from_raw_parts(self.data, self.len() * each),
-        }
+        std::ptr::slice_from_raw_parts(self.data, self.len() * each)
     }
 
     /// Empty where the tensor is absent.

@@ -38,8 +38,7 @@ unsafe extern "C" fn nfrs_run(operator: *const c_void, stage: c_int, call: &Call
             operator.handle.inspect(|h| h.count_kernel());
             let Some(device) = call.device() else {
                 for made in call.all_outputs() {
-                    // SAFETY: C++ made it for this call, and nobody reads or writes it yet.
-                    pages::ask_for_large(unsafe { made.view.bytes() });
+                    pages::ask_for_large(made.view.bytes());
                 }
                 return status(|| operator.run_kernel(call));
             };

@@ -49,7 +49,7 @@ pub fn dry_run(
     }))
 }
 
-/// A run, of which pieces are measured.
+/// A run whose memory is measured piece by piece.
 struct Trial<'a> {
     prepared: &'a PreparedData,
     training: &'a TrainingConfig,

@@ -145,7 +145,7 @@ class Fails(Norm):
 
 
 def test_a_norm_that_raises_ends_a_run_with_its_message(tmp_path, corpus):
-    """And the process: the exception has gone before the interpreter does, whose lock it would wait for."""
+    """The process ends, too: the exception is dropped while the interpreter still runs, whose lock that needs."""
     (tmp_path / "fails.py").write_text(FAILS)
     data = [word for key, value in corpus.items() for word in (f"--{key.replace('_', '-')}", str(value))]
     sizes = "--d-model 16 --d-ff 24 --heads 2 --encoder-layers 1 --decoder-layers 1 --updates 2 --no-bpe --no-progress"
