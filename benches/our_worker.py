@@ -70,8 +70,9 @@ def train(corpus: Path, windows, model: dict[str, Any], training: dict[str, Any]
     config, text = nfrs.TransformerConfig(**{**MODEL, **model}), nfrs.DataConfig(**files, no_bpe=True)
     schedule = nfrs.TrainingConfig(**{**TRAINING, **training})
     ends = contextlib.suppress(KeyboardInterrupt, nfrs.Interrupted)
-    with tempfile.TemporaryDirectory() as output, ends, world("cpu") as rank:
-        nfrs._core.train(config.to_json(), schedule.to_json(), text.to_json(), output, "new", rank, Observer(windows))
+    with tempfile.TemporaryDirectory() as output, ends:
+        place, observer = world("cpu"), Observer(windows)
+        nfrs._core.train(config.to_json(), schedule.to_json(), text.to_json(), output, "new", place, observer)
 
 
 def main() -> None:

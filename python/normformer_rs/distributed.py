@@ -1,8 +1,7 @@
 """The processes that train one model together, as torchrun starts them."""
 
-import contextlib
+import atexit
 import os
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -40,28 +39,29 @@ def group_name(group: "dist.ProcessGroup | None" = None) -> str:
     return place.group
 
 
-@contextlib.contextmanager
-def world(device: str) -> Iterator[Rank | None]:
+def world(device: str) -> Rank | None:
     """This process's place in the existing group, or in a new one if torchrun started the process.
 
-    Gloo on the CPU, NCCL on CUDA (each process on the device of its LOCAL_RANK). Errors: InputError where torchrun's
-    variables are incomplete.
+    A new one stays until the process ends: whoever trains twice would else look for the second group where a slower
+    process still holds the first. Gloo on the CPU, NCCL on CUDA (each process on the device of its LOCAL_RANK).
+    Errors: InputError where torchrun's variables are incomplete.
     """
     size = os.environ.get("WORLD_SIZE", "1")
     if not size.isdecimal():
         raise InputError(f"WORLD_SIZE must be a number of processes, got {size!r}: start with torchrun, or unset it")
-    started = int(size) > 1
-    if not started or dist.is_initialized():
-        yield rank_in()
-        return
-    missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
-    if missing:
-        raise InputError(f"WORLD_SIZE is set, {', '.join(missing)} is not: start with torchrun, or unset WORLD_SIZE")
-    on_cuda = device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
-    if on_cuda:
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    dist.init_process_group("nccl" if on_cuda else "gloo")
-    try:
-        yield rank_in()
-    finally:
+    if int(size) > 1 and not dist.is_initialized():
+        missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+        if missing:
+            told = f"WORLD_SIZE is set, {', '.join(missing)} is not"
+            raise InputError(f"{told}: start with torchrun, or unset WORLD_SIZE")
+        on_cuda = device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
+        if on_cuda:
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        dist.init_process_group("nccl" if on_cuda else "gloo")
+        atexit.register(_leave)
+    return rank_in()
+
+
+def _leave() -> None:
+    if dist.is_initialized():
         dist.destroy_process_group()

@@ -141,7 +141,7 @@ class Trainer:
 
         Under `torchrun --nproc-per-node K`, or in a process group of torch.distributed that exists already, K processes
         train one model: each takes its share of the `accumulate`·K batches of an update, and the first one evaluates,
-        writes and shows progress.
+        writes and shows progress. The group that torchrun's processes form here stays until they end.
 
         Evaluations and warnings (of omitted sentences, of refused statistics) go to the logger "normformer_rs" and into
         log.jsonl.
@@ -165,14 +165,14 @@ class Trainer:
         if tensorboard and os.path.lexists(events) and (events.is_symlink() or not events.is_dir()):
             what = "symbolic link, and a run writes through none but checkpoints" if events.is_symlink() else "file"
             raise InputError(f"{events} is a {what}: move it away, or choose another output")
-        with world(self.training.device) as place:
-            is_first = place is None or place.rank == 0
-            observer = _Silent()
-            if is_first:
-                writes = tensorboard and available("tensorboard")
-                observer = _Observer(Path(output), choose(progress), writes, [self._started, *callbacks])
-            with as_ctrl_c(), contextlib.closing(observer), _own_modes():
-                _core.train(*self._json(), folder, mode, place, observer, from_checkpoint=chosen)
+        place = world(self.training.device)
+        is_first = place is None or place.rank == 0
+        observer = _Silent()
+        if is_first:
+            writes = tensorboard and available("tensorboard")
+            observer = _Observer(Path(output), choose(progress), writes, [self._started, *callbacks])
+        with as_ctrl_c(), contextlib.closing(observer), _own_modes():
+            _core.train(*self._json(), folder, mode, place, observer, from_checkpoint=chosen)
         history = History.read(output)
         if is_first and curves and len(history.update) and available("matplotlib"):
             picture = Path(output) / CURVES

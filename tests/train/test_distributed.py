@@ -2,6 +2,7 @@
 
 import ast
 import itertools
+import json
 import os
 import signal
 import socket
@@ -264,6 +265,41 @@ def test_ctrl_c_saves_once_for_all(tmp_path, corpus, place):
             Path(corpus[name]).write_text("".join(Path(corpus[name]).read_text().splitlines(True)[:8]))
     assert run(tmp_path / "run", corpus, 2, updates=last + 3, resume=True).returncode == 0
     assert list(losses(tmp_path / "run")) == list(range(1, last + 4))
+
+
+AGAIN = """
+import json, os, sys, time
+from train_support import fit
+output, corpus = sys.argv[1], json.loads(sys.argv[2])
+for number in range(3):
+    if int(os.environ["RANK"]) == number % 2:
+        time.sleep(0.5)  # the other one is there first
+    fit(f"{output}/{number}", corpus, training={"updates": 2, "max_tokens": 40})
+"""
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "variables"])
+def test_ranks_train_one_model_after_another(tmp_path, corpus, launcher):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    (tmp_path / "again.py").write_text(AGAIN)
+    words = [str(tmp_path / "again.py"), str(tmp_path), json.dumps({k: str(v) for k, v in corpus.items()})]
+    place = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    if launcher == "torchrun":
+        starts = [(["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"], place)]
+    else:
+        place |= {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        starts = [([], {**place, "RANK": str(rank)}) for rank in range(2)]
+    ranks = [
+        subprocess.Popen([sys.executable, *more, *words], env={**os.environ, **own}, stderr=subprocess.PIPE, text=True)
+        for more, own in starts
+    ]
+    said = [rank.communicate(timeout=120)[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0] * len(ranks), said
+    for number in range(3):
+        assert list(losses(tmp_path / str(number))) == [1, 2]
+        assert events(tmp_path / str(number), "started")[0]["ranks"] == 2
 
 
 @pytest.mark.parametrize("dies", [0, 1])
