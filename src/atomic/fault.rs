@@ -2,8 +2,9 @@
 //! kill the process, or fill the disk, before any one of them.
 //!
 //! `NORMFORMER_RS_FAULT=kill:K` sends the process SIGKILL at the K-th place it passes (from 1), for tests that run the
-//! program from outside; `enospc:K` reports a full disk there and at every later place of the same operation; `eio:K`
-//! reports an input/output error there alone; `short:K` does so after half of the bytes, if that place writes any.
+//! program from outside; `stop:K` sends SIGSTOP there, until somebody sends SIGCONT; `enospc:K` reports a full disk there
+//! and at every later place of the same operation; `eio:K` reports an input/output error there alone; `short:K` does so
+//! after half of the bytes, if that place writes any.
 
 use std::io;
 use std::sync::atomic::{AtomicU8, Ordering};
@@ -18,6 +19,8 @@ pub const VARIABLE: &str = "NORMFORMER_RS_FAULT";
 pub enum Fault {
     /// SIGKILL to this process at the K-th place.
     Kill(usize),
+    /// SIGSTOP to this process at the K-th place.
+    Stop(usize),
     /// "No space left on device" at the K-th place and at every later one until [`begin`].
     Enospc(usize),
     /// "Input/output error" at the K-th place alone.
@@ -47,7 +50,7 @@ static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
 /// The place `name`, about to happen: `Ok` unless a fault is planned here. One relaxed load when none is.
 ///
 /// # Errors
-/// ENOSPC when planned; `InvalidInput` when the environment variable is none of `kill:K`, `enospc:K`, `eio:K` and `short:K`.
+/// ENOSPC when planned; `InvalidInput` when the environment variable names no fault and place.
 #[inline]
 pub fn point(name: &str) -> io::Result<()> {
     match STATE.load(Ordering::Relaxed) {
@@ -130,6 +133,11 @@ fn planned(name: &str) -> io::Result<()> {
                 thread::park();
             }
         }
+        Fault::Stop(k) if plan.passed == k => {
+            // SAFETY: kill takes no pointer; SIGSTOP to oneself returns at SIGCONT.
+            unsafe { libc::kill(libc::getpid(), libc::SIGSTOP) };
+            Ok(())
+        }
         Fault::Enospc(k) if plan.passed >= k => Err(io::Error::from_raw_os_error(libc::ENOSPC)),
         Fault::Eio(k) | Fault::Short(k) if plan.passed == k => Err(io::Error::from_raw_os_error(libc::EIO)),
         _ => Ok(()),
@@ -140,13 +148,14 @@ fn parse(text: &str) -> io::Result<Fault> {
     let number = |k: &str| k.parse().ok().filter(|&k| k > 0);
     let fault = match text.split_once(':') {
         Some(("kill", k)) => number(k).map(Fault::Kill),
+        Some(("stop", k)) => number(k).map(Fault::Stop),
         Some(("enospc", k)) => number(k).map(Fault::Enospc),
         Some(("eio", k)) => number(k).map(Fault::Eio),
         Some(("short", k)) => number(k).map(Fault::Short),
         _ => None,
     };
     fault.ok_or_else(|| {
-        let message = format!("{VARIABLE} must be kill:K, enospc:K, eio:K or short:K with K from 1; got {text:?}");
+        let message = format!("{VARIABLE} must be kill:K, stop:K, enospc:K, eio:K or short:K with K from 1; got {text:?}");
         io::Error::new(io::ErrorKind::InvalidInput, message)
     })
 }
@@ -193,11 +202,12 @@ mod tests {
     fn the_variable_is_read_strictly() {
         assert_eq!(parse("kill:3").unwrap(), Fault::Kill(3));
         assert_eq!(parse("enospc:1").unwrap(), Fault::Enospc(1));
+        assert_eq!(parse("stop:2").unwrap(), Fault::Stop(2));
         assert_eq!([parse("eio:2").unwrap(), parse("short:9").unwrap()], [Fault::Eio(2), Fault::Short(9)]);
-        for bad in ["", "kill", "kill:0", "kill:x", "stop:1", "kill:-1"] {
+        for bad in ["", "kill", "kill:0", "kill:x", "halt:1", "kill:-1"] {
             let message = parse(bad).unwrap_err().to_string();
             assert!(
-                message.contains("must be kill:K, enospc:K, eio:K or short:K") && message.contains(&format!("{bad:?}")),
+                message.contains("must be kill:K, stop:K, enospc:K, eio:K or short:K") && message.contains(&format!("{bad:?}")),
                 "{message}"
             );
         }

@@ -2,7 +2,8 @@
 
 Kills come at random moments of a whole run, from its first millisecond on (`--kills N`), and at every system act that
 writes into the folder, from its making and the lock on; at each of those acts a full disk, an input/output error and a
-write that ends in its middle are injected too. Two processes at once train into one folder, and one of them is killed.
+write that ends in its middle are injected too. Two processes at once train into one folder, while the first stands
+still at such an act or at random moments, and one of them is killed.
 All of it on two corpora: in one the last evaluation is the best, in the other the first. `make kill-test N=20` runs it
 whole; the test-suite a short version.
 
@@ -11,6 +12,7 @@ A run is a fork of this process, which has the package and torch loaded: so 260 
 
 import argparse
 import contextlib
+import fcntl
 import hashlib
 import importlib
 import itertools
@@ -169,39 +171,57 @@ def fail_at_writes(fresh: Iterator[Run], kind: str, ended: int, expected: str, s
     print(f"{told}: the weights are the uninterrupted run's")
 
 
-def two_at_once(fresh: Iterator[Run], rounds: int, expected: str, duration: float) -> None:
-    """The second of two processes is refused by name, whatever the first does; after the first's death it goes on."""
+def two_at_once(fresh: Iterator[Run], rounds: int, expected: str, duration: float, stride: int) -> None:
+    """A second process comes while the first stands still at an act of writing, or at a random moment. It is refused by
+    name if the first has the folder; after the first's death or end the run goes on."""
     generator, refused = random.Random(1), 0
-    for _ in range(rounds):
-        for is_killed in (True, False):
-            run = next(fresh)
-            twin = Run(run.folder, {}, 0)
-            twin.command, twin.said = list(run.command), run.said.with_suffix(".twin")
+    acts = range(1, 30, stride)  # at the first of them it has no lock yet
+    for act, is_killed in itertools.product([*acts, *[None] * rounds], (True, False)):
+        run = next(fresh)
+        twin = Run(run.folder, {}, 0)
+        twin.command, twin.said = list(run.command), run.said.with_suffix(".twin")
+        if act is None:
             first = run.start()
             time.sleep(generator.uniform(0, 0.3) * duration)
-            second = twin.start()
+        else:
+            first = run.start(f"stop:{act}")
+            assert os.WIFSTOPPED(os.waitpid(first, os.WUNTRACED)[1]), f"the run ended before act {act}"
+        has_folder = act is not None and is_locked(run.folder)
+        second, code = twin.start(), None
+        if act is None:
             time.sleep(generator.uniform(0, 0.3) * duration)
-            if is_killed:
-                os.kill(first, signal.SIGKILL)
-            codes = run.wait(first), twin.wait(second)
-            refused += codes.count(2)
-            if is_killed:
-                assert codes[0] in (0, 2, -signal.SIGKILL) and codes[1] in (0, 2), codes
-            else:
-                # Where one came after the other's end, it had nothing left to do.
-                assert sorted(codes) in ([0, 0], [0, 2]), codes
-                started = [event for event in run.events() if event["event"] == "started"]
-                assert [event["update"] for event in started] in ([0], [0, started[-1]["updates"]]), started
-            for said, code in ((run.said, codes[0]), (twin.said, codes[1])):
-                other = first if said == twin.said else second
-                # Or it came between the config and the death of the other.
-                named = (f"in use by process {other} on", "already holds a run")
-                assert code != 2 or any(text in said.read_text() for text in named), said.read_text()
-            assert run.finish() == 0 and run.checksum() == expected, "the weights differ after two processes at once"
-    assert refused >= rounds / 2, f"two processes met only {refused} times"
-    print(
-        f"two processes at once, {2 * rounds} times, {refused} refused by name: the weights are the uninterrupted run's"
-    )
+        else:
+            code = twin.wait(second)
+        os.kill(first, signal.SIGKILL if is_killed else signal.SIGCONT)
+        codes = run.wait(first), twin.wait(second) if code is None else code
+        assert codes[1] == 2 or not has_folder, f"both ran from act {act} of the first on"
+        refused += codes.count(2)
+        if is_killed:
+            assert codes[0] in (0, 2, -signal.SIGKILL) and codes[1] in (0, 2), codes
+        else:
+            # Where one came after the other's end, it had nothing left to do.
+            assert sorted(codes) in ([0, 0], [0, 2]), codes
+            started = [event for event in run.events() if event["event"] == "started"]
+            assert [event["update"] for event in started] in ([0], [0, started[-1]["updates"]]), started
+        for said, code in ((run.said, codes[0]), (twin.said, codes[1])):
+            other = first if said == twin.said else second
+            # Or it came between the config and the death of the other, or between the lock and the owner's name.
+            named = (f"in use by process {other} on", "already holds a run", "in use by another process")
+            assert code != 2 or any(text in said.read_text() for text in named), said.read_text()
+        assert run.finish() == 0 and run.checksum() == expected, "the weights differ after two processes at once"
+    assert refused >= len(acts), f"two processes met only {refused} times"
+    told = f"two processes at once, {2 * (len(acts) + rounds)} times, {refused} refused by name"
+    print(f"{told}: the weights are the uninterrupted run's")
+
+
+def is_locked(folder: Path) -> bool:
+    """Whether a process has the folder."""
+    try:
+        with (folder / ".lock").open() as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (FileNotFoundError, BlockingIOError) as e:
+        return isinstance(e, BlockingIOError)
+    return False
 
 
 def main() -> None:
@@ -236,7 +256,7 @@ def harm(best: str, arguments: argparse.Namespace) -> None:
         duration = time.monotonic() - start
         assert again.checksum() == expected, "two uninterrupted runs differ"
         kill_at_random(fresh, arguments.kills, expected, duration)
-        two_at_once(fresh, max(2, arguments.kills // 10), expected, duration)
+        two_at_once(fresh, max(2, arguments.kills // 10), expected, duration, arguments.stride)
         for kind, ended in FAULTS.items():
             fail_at_writes(fresh, kind, ended, expected, arguments.stride)
     finally:
