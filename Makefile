@@ -112,7 +112,7 @@ fuzz: build ## N random calls of all operators, valid and not, beside guard page
 .PHONY: test-long
 test-long: LIMIT := 7200
 test-long: kill-test ## what runs once per change of its subject: kill-test, every CUDA variant for every architecture
-	NORMFORMER_RS_ALL_VARIANTS=1 $(BIN)/python $(PYTEST) -m full -k without_spills tests/cuda
+	cd tests && ../$(BIN)/python cuda/binaries.py --output ../benches/results/cuda-binaries.csv
 
 # An environment of its own for each TORCH, deleted by `make clean`.
 .PHONY: test-torch

@@ -86,11 +86,12 @@ def cuda_verdicts() -> list[str]:
     """What proofs have told of kernels here, a line each: device and driver, program, options, kernel, verdict, split
     by tabs."""
 
-def cuda_programs() -> list[str]:
-    """The names of the CUDA programs."""
+def cuda_programs() -> dict[str, dict[str, int]]:
+    """The CUDA programs by name: the bytes of each struct that their kernels take."""
 
 def cuda_compile(program: str, options: str, architecture: int) -> tuple[bytes, str]:
-    """A CUDA program's binary for an architecture such as 90, and the compiler's remarks on registers and spills."""
+    """A CUDA program's binary for an architecture such as 90, and the compiler's remarks on registers and spills; it
+    fails where the program lays a struct out in another way than Rust."""
 
 def parameters(model: str, seed: int, device: str) -> list[tuple[str, Tensor]]:
     """New parameters by canonical name."""

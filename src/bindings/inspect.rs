@@ -6,7 +6,7 @@ use crate::error::unknown;
 use crate::{init, model, norm, operator, parametrisation, residual};
 use pyo3::prelude::*;
 use serde_json::json;
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 
 /// The content of _tables.json, which `python -m normformer_rs._stubs --write` writes: the version, every
 /// configuration's options, and the tables of norms, residual schemes, initialisations and
@@ -103,13 +103,15 @@ fn cuda_verdicts() -> Vec<String> {
     crate::cuda::verdict::kept()
 }
 
-/// The names of the CUDA programs.
+/// The CUDA programs by name: the bytes of each struct that their kernels take.
 #[pyfunction]
-fn cuda_programs() -> Vec<&'static str> {
-    operator::programs().iter().map(|p| p.name).collect()
+fn cuda_programs() -> BTreeMap<&'static str, BTreeMap<&'static str, usize>> {
+    let structs = |p: &crate::cuda::Program| p.structs.iter().map(|layout| (layout.name, layout.size)).collect();
+    operator::programs().iter().map(|p| (p.name, structs(p))).collect()
 }
 
-/// A CUDA program's binary for an architecture such as 90, and the compiler's remarks.
+/// A CUDA program's binary for an architecture such as 90, and the compiler's remarks; it fails where the program lays
+/// a struct out in another way than Rust.
 #[pyfunction]
 fn cuda_compile(py: Python<'_>, program: &str, options: &str, architecture: i32) -> PyResult<(Vec<u8>, String)> {
     let all = operator::programs();

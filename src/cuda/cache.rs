@@ -18,7 +18,7 @@ pub fn compiled(program: &Program, options: &str, architecture: i32) -> Result<(
     if let Some(binary) = path.as_deref().and_then(|p| read(p, &key)) {
         return Ok((binary, path));
     }
-    let (binary, _) = compiler.compile(program, options, architecture)?;
+    let (binary, _) = compiler.compile(program.name, &source, options, architecture)?;
     if let Some(path) = &path {
         // Best effort.
         let _ = write(path, &key, &binary);

@@ -10,9 +10,13 @@ mod driver;
 mod layout;
 mod library;
 mod nvrtc;
+mod structs;
+mod sums;
 pub mod verdict;
 
 pub use layout::Layout;
+pub use structs::StructLayout;
+pub use sums::{sum_partials, Output, SUMS};
 
 use crate::error::{Error, Result};
 use driver::{Driver, Function};
@@ -30,6 +34,8 @@ pub struct Program {
     /// A file's name, for the compiler's messages.
     pub name: &'static str,
     pub files: &'static [&'static str],
+    /// What the kernels take, and the structs within.
+    pub structs: &'static [&'static StructLayout],
 }
 
 /// What every program begins with.
@@ -52,7 +58,11 @@ pub const ROWS: &str = include_str!("device/rows.cuh");
 macro_rules! row_program {
     ($file:literal) => {{
         use $crate::cuda::{Program, CHUNK, NORM, PARAMETER, PHILOX, PRELUDE, REDUCE, ROWS};
-        Program { name: $file, files: &[PRELUDE, CHUNK, REDUCE, NORM, include_str!($file), PHILOX, PARAMETER, ROWS] }
+        Program {
+            name: $file,
+            files: &[PRELUDE, CHUNK, REDUCE, NORM, include_str!($file), PHILOX, PARAMETER, ROWS],
+            structs: $crate::kernel::rows::gpu::STRUCTS,
+        }
     }};
 }
 
@@ -68,12 +78,13 @@ pub const SETTLE: &str = include_str!("device/settle.cuh");
 macro_rules! column_program {
     ($file:literal) => {{
         use $crate::cuda::{Program, CHUNK, COLUMNS, COLUMN_NORM, PRELUDE, REDUCE, SETTLE};
-        Program { name: $file, files: &[PRELUDE, CHUNK, REDUCE, COLUMN_NORM, include_str!($file), COLUMNS, SETTLE] }
+        Program {
+            name: $file,
+            files: &[PRELUDE, CHUNK, REDUCE, COLUMN_NORM, include_str!($file), COLUMNS, SETTLE],
+            structs: $crate::kernel::columns::gpu::STRUCTS,
+        }
     }};
 }
-
-/// Adds up what blocks have summed: the second stage of every sum over rows.
-pub static SUMS: Program = Program { name: "sums.cu", files: &[PRELUDE, include_str!("device/sums.cu")] };
 
 /// How many blocks to start, and of how many threads.
 #[derive(Clone, Copy, Debug)]
@@ -241,7 +252,11 @@ pub fn stand_in() -> bool {
     STAND_IN.load(Ordering::Relaxed)
 }
 
-/// A program's binary for an architecture such as 90, and the compiler's remarks on registers and spills.
+/// A program's binary for an architecture such as 90, and the compiler's remarks on registers and spills. It fails where
+/// the sources lay a struct out in another way than Rust.
 pub fn compile_verbosely(program: &Program, options: &str, architecture: i32) -> Result<(Vec<u8>, String)> {
-    nvrtc::compiler()?.compile(program, &format!("{options} --ptxas-options=-v"), architecture)
+    let assertions: String = program.structs.iter().map(|layout| layout.assertions()).collect();
+    let source = program.files.concat() + &assertions;
+    let options = format!("{options} --ptxas-options=-v");
+    nvrtc::compiler()?.compile(program.name, &source, &options, architecture)
 }

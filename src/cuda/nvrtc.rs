@@ -1,7 +1,6 @@
 //! NVIDIA's run-time compiler, from torch's own wheels: source in, the device's binary out.
 
 use super::library::{api, chosen_folder, mapped, open, versions};
-use super::Program;
 use crate::error::{Error, Result};
 use std::ffi::{c_char, c_int, c_void, CStr, CString};
 use std::path::{Path, PathBuf};
@@ -91,10 +90,10 @@ impl Nvrtc {
         (major, minor)
     }
 
-    /// The program's binary for an architecture such as 90, and the compiler's remarks.
-    pub fn compile(&self, program: &Program, options: &str, architecture: i32) -> Result<(Vec<u8>, String)> {
+    /// The binary of `source` for an architecture such as 90, and the compiler's remarks, which call it `name`.
+    pub fn compile(&self, name: &str, source: &str, options: &str, architecture: i32) -> Result<(Vec<u8>, String)> {
         let text = |s: &str| CString::new(s).expect("sources and options hold no NUL");
-        let (source, name) = (text(&program.files.concat()), text(program.name));
+        let (source, file) = (text(source), text(name));
         let architecture = format!("--gpu-architecture=sm_{architecture}");
         let options: Vec<CString> =
             ["--std=c++17", &architecture].into_iter().chain(options.split_whitespace()).map(text).collect();
@@ -105,7 +104,7 @@ impl Nvrtc {
             (self.nvrtcCreateProgram)(
                 &mut handle,
                 source.as_ptr(),
-                name.as_ptr(),
+                file.as_ptr(),
                 0,
                 std::ptr::null(),
                 std::ptr::null(),
@@ -117,7 +116,7 @@ impl Nvrtc {
             let compiled = (self.nvrtcCompileProgram)(handle, pointers.len() as c_int, pointers.as_ptr());
             let log = self.read(handle, self.nvrtcGetProgramLogSize, self.nvrtcGetProgramLog).unwrap_or_default();
             let log = String::from_utf8_lossy(&log).trim_end_matches('\0').to_string();
-            self.check(compiled, &format!("compiling {} for {}", program.name, options[1].to_string_lossy()), &log)
+            self.check(compiled, &format!("compiling {name} for {}", options[1].to_string_lossy()), &log)
                 .and_then(|()| Ok((self.read(handle, self.nvrtcGetCUBINSize, self.nvrtcGetCUBIN)?, log)))
         };
         // SAFETY: made above, used no more.

@@ -21,7 +21,7 @@ use tch::Tensor;
 
 pub mod call;
 mod cpu;
-mod gpu;
+pub(crate) mod gpu;
 mod passes;
 
 /// A norm with statistics of columns, as its kernels take it.

@@ -24,7 +24,11 @@ pub mod composed;
 
 /// The same for a GPU.
 pub static PROGRAM: Program =
-    Program { name: "cross_entropy.cu", files: &[PRELUDE, CHUNK, REDUCE, include_str!("cross_entropy.cu")] };
+Program {
+    name: "cross_entropy.cu",
+    files: &[PRELUDE, CHUNK, REDUCE, include_str!("cross_entropy.cu")],
+    structs: call::STRUCTS,
+};
 
 /// Columns taken together: 1 KiB of f32, so that the sums find the exponentials in the first cache.
 const B: usize = 256;

@@ -2,6 +2,7 @@
 
 use crate::cpu::memory;
 use crate::cpu::philox::{self, Stream};
+use crate::device_struct;
 use crate::error::Result;
 use tch::Tensor;
 
@@ -37,13 +38,14 @@ impl Draw {
     }
 }
 
-/// philox.cuh's `Dropout`.
-#[repr(C)]
-pub struct OnDevice {
-    seed: *const i64,
-    site: u32,
-    threshold: u32,
-    scale: f32,
+device_struct! {
+    /// philox.cuh's `Dropout`.
+    pub struct OnDevice = "Dropout" {
+        seed: *const i64,
+        site: u32,
+        threshold: u32,
+        scale: f32,
+    }
 }
 
 impl OnDevice {

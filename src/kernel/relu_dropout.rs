@@ -15,7 +15,11 @@ pub mod call;
 
 /// The same for a GPU.
 pub static PROGRAM: Program =
-    Program { name: "relu_dropout.cu", files: &[PRELUDE, CHUNK, PHILOX, include_str!("relu_dropout.cu")] };
+Program {
+    name: "relu_dropout.cu",
+    files: &[PRELUDE, CHUNK, PHILOX, include_str!("relu_dropout.cu")],
+    structs: call::STRUCTS,
+};
 
 /// Random half words drawn at a time: 8 KiB, a sixth of the first cache.
 const DRAWN: usize = 4096;

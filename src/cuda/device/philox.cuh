@@ -7,6 +7,22 @@ struct Dropout {
   f32 scale;      // what the kept ones are multiplied by
 };
 
+// The counter c becomes its block of random words.
+static DEV void philox(u32 (&c)[4], u32 k0, u32 k1) {
+#pragma unroll
+  for (int round = 0; round < 10; round++) {
+    const u32 high0 = __umulhi(0xD2511F53u, c[0]), low0 = 0xD2511F53u * c[0];
+    const u32 high1 = __umulhi(0xCD9E8D57u, c[2]), low1 = 0xCD9E8D57u * c[2];
+    c[0] = high1 ^ c[1] ^ k0, c[1] = low1, c[2] = high0 ^ c[3] ^ k1, c[3] = low0;
+    k0 += 0x9E3779B9u, k1 += 0xBB67AE85u;
+  }
+}
+// 16 of a block's bits. No index into registers: the word is chosen by comparisons.
+static DEV u32 half_word(const u32 (&c)[4], int half) {
+  const u32 word = half < 4 ? (half < 2 ? c[0] : c[1]) : (half < 6 ? c[2] : c[3]);
+  return word >> half % 2 * 16 & 0xffffu;
+}
+
 struct Mask {
   u32 key[2], high[2], threshold;
 
@@ -20,14 +36,7 @@ struct Mask {
 
   DEV void block(u32 column, u32 row, u32 (&c)[4]) const {
     c[0] = column, c[1] = row, c[2] = high[0], c[3] = high[1];
-    u32 k0 = key[0], k1 = key[1];
-#pragma unroll
-    for (int round = 0; round < 10; round++) {
-      const u32 high0 = __umulhi(0xD2511F53u, c[0]), low0 = 0xD2511F53u * c[0];
-      const u32 high1 = __umulhi(0xCD9E8D57u, c[2]), low1 = 0xCD9E8D57u * c[2];
-      c[0] = high1 ^ c[1] ^ k0, c[1] = low1, c[2] = high0 ^ c[3] ^ k1, c[3] = low0;
-      k0 += 0x9E3779B9u, k1 += 0xBB67AE85u;
-    }
+    philox(c, key[0], key[1]);
   }
 
   // Zeroes what is dropped of N columns from `chunk`·N.
@@ -39,11 +48,7 @@ struct Mask {
     block((u32)(chunk * N) / 8, (u32)row, c);
     const int first = chunk * N % 8;
 #pragma unroll
-    for (int i = 0; i < N; i++) {
-      const int half = first + i;
-      // No index into registers: the word is chosen by comparisons.
-      const u32 word = half < 4 ? (half < 2 ? c[0] : c[1]) : (half < 6 ? c[2] : c[3]);
-      if ((word >> half % 2 * 16 & 0xffffu) < threshold) v[i] = 0.f;
-    }
+    for (int i = 0; i < N; i++)
+      if (half_word(c, first + i) < threshold) v[i] = 0.f;
   }
 };

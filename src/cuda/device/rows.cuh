@@ -44,6 +44,19 @@ static DEV f32 hat_of(Row row, f32 x) {
     return (x - row.shift) * row.scale;
 }
 
+struct Forward {
+  const void *x, *f;
+  const f32 *alpha, *beta;
+  const K_P *weight, *bias;
+  const f32* numbers[2];
+  void *x_plus, *y;
+  f32* stats;
+  i64 rows;
+  int chunks;
+  f32 eps;
+  Dropout dropout;
+};
+
 #if !K_BACKWARD
 // sum and one more power of |d|. A NaN stays one.
 static DEV f32 with_power(f32 sum, f32 d) {
@@ -112,19 +125,6 @@ static DEV Row measure(Team& team, const Line<K_X>& line, int chunks, f32 eps) {
   }
   return Row{shift, Norm::scale(Length{unit, root_of(squares)}, cols, eps)};
 }
-
-struct Forward {
-  const void *x, *f;
-  const f32 *alpha, *beta;
-  const K_P *weight, *bias;
-  const f32* numbers[2];
-  void *x_plus, *y;
-  f32* stats;
-  i64 rows;
-  int chunks;
-  f32 eps;
-  Dropout dropout;
-};
 
 KERNEL(THREADS, rows_forward, Forward) {
   SHARED(f32, shared, 2 * MOST * WARPS);

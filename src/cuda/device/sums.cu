@@ -3,7 +3,7 @@
 struct Output {
   void* to;
   int first;  // of the columns that go there
-  int type;   // of the numbers there: 0 f32, 2 bf16, 3 f16
+  int dtype;  // of the numbers there: 0 f32, 2 bf16, 3 f16
 };
 template <class T>
 static DEV void set(void* to, int at, f32 v) {
@@ -33,9 +33,9 @@ KERNEL(256, sum_partials, Sums) {
   for (int k = 1; k < OUTPUTS; k++)
     if (column >= a.outputs[k].first) output = a.outputs[k];
   const int at = column - output.first;
-  if (output.type == 0)
+  if (output.dtype == 0)
     set<f32>(output.to, at, sum);
-  else if (output.type == 2)
+  else if (output.dtype == 2)
     set<bf16>(output.to, at, sum);
   else
     set<f16>(output.to, at, sum);

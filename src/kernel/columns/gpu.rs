@@ -3,9 +3,10 @@
 
 use super::call::{ColumnGradients, ColumnViews};
 use super::ColumnNormKernel;
-use crate::cuda::{self, Device, Grid};
+use crate::cuda::{self, sum_partials, Device, Grid, Output, StructLayout};
+use crate::device_struct;
 use crate::error::{Error, Result};
-use crate::kernel::launch::{columns, columns_at_a_time, room, sum_partials, type_name, Output};
+use crate::kernel::launch::{columns, columns_at_a_time, room, type_name};
 use crate::kernel::view::View;
 use std::ptr::null_mut;
 use tch::{Kind, Tensor};
@@ -30,130 +31,154 @@ fn partial_length(rows: i64, cols: i64) -> i64 {
     slabs(rows).1 * (MOST_PARTS * cols + 1) + 1
 }
 
-/// columns.cuh's `Rows`.
-#[repr(C)]
-#[derive(Clone, Copy)]
-struct Rows {
-    pad: *const u8,
-    count: i64,
-    slab: i64,
-    chunks: i32,
+device_struct! {
+    /// columns.cuh's `Rows`.
+    #[derive(Clone, Copy)]
+    struct Rows = "Rows" {
+        pad: *const u8,
+        count: i64,
+        slab: i64,
+        chunks: i32,
+    }
 }
 
-/// columns.cuh's `Ahead`.
-#[repr(C)]
-struct Ahead {
-    first: *const u8,
-    iters: *const u8,
-    weight: *const u8,
-    bias: *const u8,
-    y: *mut u8,
-    wrote: *mut f32,
-    options: DeviceOptions,
+device_struct! {
+    /// columns.cuh's `Ahead`.
+    struct Ahead = "Ahead" {
+        first: *const u8,
+        iters: *const u8,
+        weight: *const u8,
+        bias: *const u8,
+        y: *mut u8,
+        wrote: *mut f32,
+        options: DeviceOptions,
+    }
 }
 
-/// columns.cuh's `Measure`.
-#[repr(C)]
-struct Measure {
-    x: *const u8,
-    rows: Rows,
-    partial: *mut f32,
-    counts: *mut f32,
-    ahead: Ahead,
+device_struct! {
+    /// columns.cuh's `Measure`.
+    struct Measure = "Measure" {
+        x: *const u8,
+        rows: Rows,
+        partial: *mut f32,
+        counts: *mut f32,
+        ahead: Ahead,
+    }
 }
 
-/// columns.cuh's `Normalise`.
-#[repr(C)]
-struct Normalise {
-    x: *const u8,
-    rows: Rows,
-    stats: *const u8,
-    weight: *const u8,
-    bias: *const u8,
-    y: *mut u8,
-    wrote: *const f32,
+device_struct! {
+    /// columns.cuh's `Normalise`.
+    struct Normalise = "Normalise" {
+        x: *const u8,
+        rows: Rows,
+        stats: *const u8,
+        weight: *const u8,
+        bias: *const u8,
+        y: *mut u8,
+        wrote: *const f32,
+    }
 }
 
-/// columns.cuh's `GradientSums`.
-#[repr(C)]
-struct GradientSums {
-    dy: *const u8,
-    x: *const u8,
-    rows: Rows,
-    stats: *const u8,
-    partial: *mut u8,
-    weight: *const u8,
-    second: *const u8,
-    alpha_bwd: f64,
-    dx: *mut u8,
+device_struct! {
+    /// columns.cuh's `GradientSums`.
+    struct GradientSums = "GradientSums" {
+        dy: *const u8,
+        x: *const u8,
+        rows: Rows,
+        stats: *const u8,
+        partial: *mut u8,
+        weight: *const u8,
+        second: *const u8,
+        alpha_bwd: f64,
+        dx: *mut u8,
+    }
 }
 
-/// columns.cuh's `Gradient`.
-#[repr(C)]
-struct Gradient {
-    dy: *const u8,
-    x: *const u8,
-    rows: Rows,
-    stats: *const u8,
-    slopes: *const u8,
-    dx: *mut u8,
+device_struct! {
+    /// columns.cuh's `Gradient`.
+    struct Gradient = "Gradient" {
+        dy: *const u8,
+        x: *const u8,
+        rows: Rows,
+        stats: *const u8,
+        slopes: *const u8,
+        dx: *mut u8,
+    }
 }
 
-/// settle.cuh's `Merge`.
-#[repr(C)]
-struct Merge {
-    partial: *const f32,
-    counts: *const f32,
-    mean: *mut f64,
-    square: *mut f64,
-    count: *mut f64,
-    slabs: i32,
-    cols: i32,
+device_struct! {
+    /// settle.cuh's `Merge`.
+    struct Merge = "Merge" {
+        partial: *const f32,
+        counts: *const f32,
+        mean: *mut f64,
+        square: *mut f64,
+        count: *mut f64,
+        slabs: i32,
+        cols: i32,
+    }
 }
 
-/// column_norm.cuh's `Options`.
-#[repr(C)]
-struct DeviceOptions {
-    alpha: f64,
-    eps: f64,
-    warmup: i64,
-    train: bool,
-    release: bool,
-    running: bool,
+device_struct! {
+    /// column_norm.cuh's `Options`.
+    struct DeviceOptions = "Options" {
+        alpha: f64,
+        eps: f64,
+        warmup: i64,
+        train: bool,
+        release: bool,
+        running: bool,
+    }
 }
 
-/// settle.cuh's `Settle`.
-#[repr(C)]
-struct Settle {
-    mean: *const f64,
-    square: *const f64,
-    square_of_all: *const f64,
-    count: *const f64,
-    rows: f64,
-    first: *mut u8,
-    second: *mut u8,
-    iters: *mut u8,
-    refused: *mut u8,
-    stats: *mut u8,
-    cols: i32,
-    options: DeviceOptions,
-    largest: f64,
+device_struct! {
+    /// settle.cuh's `Settle`.
+    struct Settle = "Settle" {
+        mean: *const f64,
+        square: *const f64,
+        square_of_all: *const f64,
+        count: *const f64,
+        rows: f64,
+        first: *mut u8,
+        second: *mut u8,
+        iters: *mut u8,
+        refused: *mut u8,
+        stats: *mut u8,
+        cols: i32,
+        options: DeviceOptions,
+        largest: f64,
+    }
 }
 
-/// settle.cuh's `Slopes`.
-#[repr(C)]
-struct Slopes {
-    sum: *const u8,
-    sum_x: *const u8,
-    stats: *const u8,
-    weight: *const u8,
-    second: *mut u8,
-    refused: *mut u8,
-    slopes: *mut u8,
-    cols: i32,
-    alpha_bwd: f64,
-    largest: f64,
+device_struct! {
+    /// settle.cuh's `Slopes`.
+    struct Slopes = "Slopes" {
+        sum: *const u8,
+        sum_x: *const u8,
+        stats: *const u8,
+        weight: *const u8,
+        second: *mut u8,
+        refused: *mut u8,
+        slopes: *mut u8,
+        cols: i32,
+        alpha_bwd: f64,
+        largest: f64,
+    }
 }
+
+/// All of them.
+pub const STRUCTS: &[&StructLayout] = &[
+    &Rows::LAYOUT,
+    &DeviceOptions::LAYOUT,
+    &Ahead::LAYOUT,
+    &Measure::LAYOUT,
+    &Normalise::LAYOUT,
+    &GradientSums::LAYOUT,
+    &Gradient::LAYOUT,
+    &Merge::LAYOUT,
+    &Settle::LAYOUT,
+    &Slopes::LAYOUT,
+];
 
 /// A norm's kernels for one matrix.
 struct Launcher {
@@ -350,7 +375,8 @@ pub fn backward(device: Device, norm: &'static ColumnNormKernel, v: &ColumnViews
     let (dy, x, stats) = (d.dy.data, v.x.data, v.stats.data);
     let [partial, slopes] = [&kernels.partial, &slopes].map(|room| room.data_ptr().cast::<u8>());
     let cols = kernels.cols as i32;
-    let sums = [Output::from_column(0, &d.dbias), Output::from_column(cols.into(), &d.dweight)];
+    let sums = [(0, &d.dbias), (cols, &d.dweight)];
+    let sums = sums.map(|(first, sum)| Output { to: sum.data, first, dtype: sum.dtype });
     let moves = norm.approximate && v.options.train;
     let second = if moves { v.second.data } else { null_mut() };
     let (weight, alpha_bwd, dx) = (v.weight.data, v.options.alpha_bwd, d.dx.data);

@@ -4,7 +4,8 @@ use super::{backward as backward_rows, forward as forward_rows, in_place as in_p
 use super::{Smoothing, Targets, PROGRAM};
 use crate::cpu::parallel::{self, Shared};
 use crate::cpu::{Accumulator, Element};
-use crate::cuda::{self, Device, Grid};
+use crate::cuda::{self, Device, Grid, StructLayout};
+use crate::device_struct;
 use crate::error::{Error, Result};
 use crate::kernel::launch::{columns, columns_at_a_time, type_name};
 use crate::kernel::view::{by_dtype, View};
@@ -144,22 +145,25 @@ enum LogitGradient<'a> {
     InPlace(&'a View),
 }
 
-/// cross_entropy.cu's `CrossEntropy`.
-#[repr(C)]
-struct Arguments {
-    logits: *const u8,
-    target: *const u8,
-    mask: *const u8,
-    loss: *mut u8,
-    nll: *mut u8,
-    lse: *mut u8,
-    dloss: *const u8,
-    dlogits: *mut u8,
-    ignore_index: i64,
-    nll_weight: f64,
-    uniform_weight: f64,
-    scale: *const u8,
-    chunks: i32,
+pub const STRUCTS: &[&StructLayout] = &[&Arguments::LAYOUT];
+
+device_struct! {
+    /// cross_entropy.cu's `CrossEntropy`.
+    struct Arguments = "CrossEntropy" {
+        logits: *const u8,
+        target: *const u8,
+        mask: *const u8,
+        loss: *mut u8,
+        nll: *mut u8,
+        lse: *mut u8,
+        dloss: *const u8,
+        dlogits: *mut u8,
+        ignore_index: i64,
+        nll_weight: f64,
+        uniform_weight: f64,
+        scale: *const u8,
+        chunks: i32,
+    }
 }
 
 fn launch(device: Device, c: &LossViews, losses: &Losses, gradient: LogitGradient) -> Result<()> {

@@ -3,7 +3,8 @@
 use super::{backward as backward_rows, forward as forward_rows, PROGRAM};
 use crate::cpu::parallel::{self, Shared};
 use crate::cpu::Element;
-use crate::cuda::{self, Device};
+use crate::cuda::{self, Device, StructLayout};
+use crate::device_struct;
 use crate::error::Result;
 use crate::kernel::dropout::{self, Draw};
 use crate::kernel::launch::{columns, columns_at_a_time, grid_of_chunks, type_name};
@@ -61,15 +62,18 @@ fn backward_typed<E: Element>(dy: &View, y: &View, draw: &Draw, dx: &View) -> Re
     Ok(())
 }
 
-/// relu_dropout.cu's `Relu`.
-#[repr(C)]
-struct Relu {
-    x: *const u8,
-    dy: *const u8,
-    y: *mut u8,
-    count: i64,
-    chunks: i32,
-    dropout: dropout::OnDevice,
+pub const STRUCTS: &[&StructLayout] = &[&dropout::OnDevice::LAYOUT, &Relu::LAYOUT];
+
+device_struct! {
+    /// relu_dropout.cu's `Relu`.
+    struct Relu = "Relu" {
+        x: *const u8,
+        dy: *const u8,
+        y: *mut u8,
+        count: i64,
+        chunks: i32,
+        dropout: dropout::OnDevice,
+    }
 }
 
 /// With `dy`, x is the forward's y and `to` is dx.

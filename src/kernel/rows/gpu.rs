@@ -2,54 +2,65 @@
 
 use super::call::{RowGradients, RowViews};
 use super::curve::NUMBERS;
-use crate::cuda::{self, Device, Layout, Program};
+use crate::cuda::{self, sum_partials, Device, Layout, Output, Program, StructLayout};
+use crate::device_struct;
 use crate::error::Result;
 use crate::kernel::dropout::OnDevice;
-use crate::kernel::launch::{aligned, columns, room, sum_partials, type_name, Output};
+use crate::kernel::launch::{aligned, columns, room, type_name};
 use crate::kernel::view::View;
 use tch::Kind;
 
-/// rows.cuh's `Forward`.
-#[repr(C)]
-struct Forward {
-    x: *const u8,
-    f: *const u8,
-    alpha: *const u8,
-    beta: *const u8,
-    weight: *const u8,
-    bias: *const u8,
-    numbers: [*const u8; NUMBERS],
-    x_plus: *mut u8,
-    y: *mut u8,
-    stats: *mut u8,
-    rows: i64,
-    chunks: i32,
-    eps: f32,
-    dropout: OnDevice,
+device_struct! {
+    /// rows.cuh's `Forward`.
+    struct Forward = "Forward" {
+        x: *const u8,
+        f: *const u8,
+        alpha: *const u8,
+        beta: *const u8,
+        weight: *const u8,
+        bias: *const u8,
+        numbers: [*const u8; NUMBERS],
+        x_plus: *mut u8,
+        y: *mut u8,
+        stats: *mut u8,
+        rows: i64,
+        chunks: i32,
+        eps: f32,
+        dropout: OnDevice,
+    }
 }
 
-/// rows.cuh's `Backward`.
-#[repr(C)]
-struct Backward {
-    dx_plus: *const u8,
-    dy: *const u8,
-    x_plus: *const u8,
-    x: *const u8,
-    f: *const u8,
-    stats: *const u8,
-    alpha: *const u8,
-    beta: *const u8,
-    weight: *const u8,
-    numbers: [*const u8; NUMBERS],
-    dx: *mut u8,
-    df: *mut u8,
-    partial: [*mut f32; 4 + NUMBERS],
-    rows: i64,
-    chunks: i32,
-    sums: i32,
-    eps: f32,
-    dropout: OnDevice,
+device_struct! {
+    /// rows.cuh's `Backward`.
+    struct Backward = "Backward" {
+        dx_plus: *const u8,
+        dy: *const u8,
+        x_plus: *const u8,
+        x: *const u8,
+        f: *const u8,
+        stats: *const u8,
+        alpha: *const u8,
+        beta: *const u8,
+        weight: *const u8,
+        numbers: [*const u8; NUMBERS],
+        dx: *mut u8,
+        df: *mut u8,
+        dalpha: *mut f32,
+        dbeta: *mut f32,
+        dweight: *mut f32,
+        dbias: *mut f32,
+        dscale: *mut f32,
+        dshift: *mut f32,
+        rows: i64,
+        chunks: i32,
+        sums: i32,
+        eps: f32,
+        dropout: OnDevice,
+    }
 }
+
+/// All of them.
+pub const STRUCTS: &[&StructLayout] = &[&OnDevice::LAYOUT, &Forward::LAYOUT, &Backward::LAYOUT];
 
 /// parameter.cuh's kinds.
 fn kind(parameter: &View) -> i32 {
@@ -146,9 +157,10 @@ pub fn backward(device: Device, program: &'static Program, r: &RowViews, g: &Row
     for ((partial, sum), length) in partial.iter_mut().zip(all).zip(lengths).filter(|(_, length)| *length > 0) {
         // SAFETY: the workspace has a column for each number of each sum.
         *partial = unsafe { sums.add(first as usize) };
-        outputs.push(Output::from_column(first, sum));
+        outputs.push(Output { to: sum.data, first: first as i32, dtype: sum.dtype });
         first += length;
     }
+    let [dalpha, dbeta, dweight, dbias, dscale, dshift] = partial;
     let arguments = Backward {
         dx_plus: g.dx_plus.data,
         dy: g.dy.data,
@@ -162,7 +174,12 @@ pub fn backward(device: Device, program: &'static Program, r: &RowViews, g: &Row
         numbers: r.numbers.map(|v| v.data.cast_const()),
         dx: g.dx.data,
         df: g.df.data,
-        partial,
+        dalpha,
+        dbeta,
+        dweight,
+        dbias,
+        dscale,
+        dshift,
         rows: r.x_plus.rows,
         chunks,
         sums: columns as i32,
