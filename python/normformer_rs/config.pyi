@@ -375,6 +375,7 @@ class TrainingConfig(Config):
     evaluation_beam: int
     activation_checkpointing: bool
     precision: _Precision
+    moments: _Precision
     device: str
     cuda_graphs: bool
     seed: int
@@ -416,6 +417,7 @@ class TrainingConfig(Config):
         evaluation_beam: int = ...,
         activation_checkpointing: bool = ...,
         precision: _Precision = ...,
+        moments: _Precision = ...,
         device: str = ...,
         cuda_graphs: bool = ...,
         seed: int = ...,

@@ -301,6 +301,8 @@ config! {
             activation_checkpointing: bool = false,
             /// f32, or bf16 products with f32 master weights.
             precision: Precision = Precision::F32,
+            /// How Adam's moments are kept: f32, or bf16, rounded up or down at random: 4 bytes a parameter less.
+            moments: Precision = Precision::F32,
             /// cpu, cuda, cuda:N, or auto: cuda where there is one.
             device: String = "cpu".into(),
             /// On a GPU, record a step's kernels in a CUDA graph for each shape of batch and launch them at once.

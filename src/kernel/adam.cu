@@ -1,13 +1,43 @@
 // adam.rs: one update of flat buffers. What changes from step to step is read where it lies, on the device; a scale that is
-// not finite leaves everything but the gradients, which are zeroed, as it is.
+// not finite leaves everything but the gradients, which are zeroed, as it is. K_FIRST, K_SECOND: the moments' types; bf16 is
+// rounded up or down at random.
 struct Adam {
-  f32 *parameters, *first, *second, *gradients;
+  f32* parameters;
+  void *first, *second;  // moments
+  f32* gradients;
   const f32 *grad_scale, *step_size, *keep;
   f32 beta1, rest1, beta2, rest2, eps;
+  u32 seed_low, seed_high, site, update;
+  i64 place;  // of the first number among all of the run
   i64 count;  // of chunks
 };
 
-enum { THREADS = 256 };
+enum { THREADS = 256, ROW = 1024 };
+
+template <class T>
+struct Roundings {
+  DEV Roundings(const Adam&, i64) {}
+  DEV void apply(Values&, int) const {}
+};
+// A number's half word, of the row that it lies in: for the second moment behind those of the first.
+template <>
+struct Roundings<bf16> {
+  const Adam& a;
+  u32 row;
+  int column;
+
+  DEV Roundings(const Adam& adam, i64 at) : a(adam) {
+    const i64 place = adam.place + at * VEC;
+    row = (u32)(place / ROW), column = (int)(place % ROW);
+  }
+  DEV void apply(Values& v, int moment) const {
+    u32 c[4] = {(u32)(moment * ROW + column) / 8, row, a.site, a.update};
+    philox(c, a.seed_low, a.seed_high);
+#pragma unroll
+    for (int j = 0; j < VEC; j++)
+      v.v[j] = __uint_as_float(__float_as_uint(v.v[j]) + half_word(c, column % 8 + j) & 0xffff0000u);
+  }
+};
 
 KERNEL(THREADS, adam, Adam) {
   const f32 scale = *a.grad_scale, step = *a.step_size, keep = *a.keep;
@@ -15,7 +45,7 @@ KERNEL(THREADS, adam, Adam) {
   for (i64 at = (i64)blockIdx.x * THREADS + threadIdx.x; at < a.count; at += (i64)gridDim.x * THREADS) {
     Values g = load<f32>(a.gradients, at);
     if (finite) {
-      Values p = load<f32>(a.parameters, at), m = load<f32>(a.first, at), v = load<f32>(a.second, at);
+      Values p = load<f32>(a.parameters, at), m = load<K_FIRST>(a.first, at), v = load<K_SECOND>(a.second, at);
 #pragma unroll
       for (int j = 0; j < VEC; j++) {
         const f32 d = g.v[j] * scale;
@@ -23,9 +53,11 @@ KERNEL(THREADS, adam, Adam) {
         v.v[j] = fmaf(a.beta2, v.v[j], a.rest2 * (d * d));
         p.v[j] = fmaf(keep, p.v[j], -(step * m.v[j] / (sqrtf(v.v[j]) + a.eps)));
       }
+      Roundings<K_FIRST>(a, at).apply(m, 0);
+      Roundings<K_SECOND>(a, at).apply(v, 1);
       store<f32>(a.parameters, at, p);
-      store<f32>(a.first, at, m);
-      store<f32>(a.second, at, v);
+      store<K_FIRST>(a.first, at, m);
+      store<K_SECOND>(a.second, at, v);
     }
 #pragma unroll
     for (int j = 0; j < VEC; j++) g.v[j] = 0.f;

@@ -6,15 +6,24 @@
 //! t the number of this update, 1 for the first. Source: docs/spec.md §4.9; Kingma & Ba 2015 in the form at the end
 //! of §2 (fairseq's), whose ε is not bias-corrected; decoupled weight decay of Loshchilov & Hutter 2019. The gradients
 //! are zeroed on the way: backward passes accumulate into them, and a separate pass would cost a sixth more traffic.
+//!
+//! Moments in bf16 are rounded up or down at random, so that their expectation is the moment's: rounded to the nearest,
+//! v would never fall where 1 − β₂ is below 2⁻⁹.
 
-use crate::cpu::Accumulator;
-use crate::cuda::{Program, CHUNK, PRELUDE};
+use crate::cpu::philox::{self, Stream};
+use crate::cpu::{Accumulator, Element};
+use crate::cuda::{Program, CHUNK, PHILOX, PRELUDE};
 use crate::multiversion;
+use half::bf16;
 
 pub mod call;
 
 /// The same for a GPU.
-pub static PROGRAM: Program = Program { name: "adam.cu", files: &[PRELUDE, CHUNK, include_str!("adam.cu")] };
+pub static PROGRAM: Program = Program {
+    name: "adam.cu",
+    files: &[PRELUDE, CHUNK, PHILOX, include_str!("adam.cu")],
+    structs: call::STRUCTS,
+};
 
 /// One update's settings.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -42,12 +51,60 @@ impl Adam {
     }
 }
 
+/// A type in which moments are kept.
+pub trait Moment<A>: Element<Acc = A> {
+    /// Whether [`Moment::rounded`] uses its random bits.
+    const IS_ROUNDED: bool;
+    /// Of a number that lies between two of this type the upper one, in magnitude, with the probability of its share of
+    /// the way: 16 random bits decide.
+    fn rounded(value: A, bits: u16) -> Self;
+}
+
+impl<A: Accumulator> Moment<A> for A {
+    const IS_ROUNDED: bool = false;
+    #[inline(always)]
+    fn rounded(value: A, _: u16) -> Self {
+        value
+    }
+}
+
+impl Moment<f32> for bf16 {
+    const IS_ROUNDED: bool = true;
+    #[inline(always)]
+    fn rounded(value: f32, bits: u16) -> Self {
+        bf16::from_bits((value.to_bits().wrapping_add(u32::from(bits)) >> 16) as u16)
+    }
+}
+
+/// Where the random bits of an update's roundings come from.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Rounding {
+    pub seed: u64,
+    /// t.
+    pub update: u32,
+    /// The place of the first number among all of the run.
+    pub first: usize,
+}
+
+/// Numbers whose random bits are a row of [`philox`]: one half word of each for m, and behind these one for v.
+pub const ROW: usize = 1024;
+/// A site of its own: the model's are numbered from 0.
+pub const SITE: u16 = u16::MAX;
+
+impl Rounding {
+    fn stream(&self) -> Stream {
+        Stream { seed: self.seed, update: self.update, micro_batch: 0, site: SITE }
+    }
+}
+
 multiversion! {
     /// Updates parameters `p` and moments `m`, `v` from gradients `g`, and zeroes `g`.
     ///
     /// `grad_scale` carries clipping and the loss's normaliser. Where it is not finite (a gradient was not), p, m and v
     /// stay as they are, so that the run can stop with its weights whole.
-    pub fn update[A: Accumulator](adam: &Adam, grad_scale: &A, p: &mut [A], m: &mut [A], v: &mut [A], g: &mut [A]) {
+    pub fn update[A: Accumulator, M: Moment<A>](
+        adam: &Adam, grad_scale: &A, rounding: &Rounding, p: &mut [A], m: &mut [M], v: &mut [M], g: &mut [A],
+    ) {
         assert!(p.len() == m.len() && p.len() == v.len() && p.len() == g.len());
         if !grad_scale.to_f64().is_finite() {
             g.fill(A::ZERO);
@@ -58,11 +115,24 @@ multiversion! {
         let [beta2, rest2] = [adam.beta2, 1.0 - adam.beta2].map(A::from_f64);
         let [eps, step] = [adam.eps, adam.step_size()].map(A::from_f64);
         let keep = A::from_f64(1.0 - adam.lr * adam.weight_decay);
-        for (((p, m), v), g) in p.iter_mut().zip(m).zip(v).zip(g) {
-            let d = *g * scale;
-            let (m1, v1) = (beta1 * *m + rest1 * d, beta2 * *v + rest2 * (d * d));
-            *p = keep * *p - step * m1 / (v1.sqrt() + eps);
-            (*m, *v, *g) = (m1, v1, A::ZERO);
+        let (stream, mut bits, mut at) = (rounding.stream(), [0; 2 * ROW], 0);
+        while at < p.len() {
+            let (row, column) = ((rounding.first + at) / ROW, (rounding.first + at) % ROW);
+            let part = at..p.len().min(at + ROW - column);
+            if M::IS_ROUNDED {
+                philox::fill(&stream, row, 1, 2 * ROW, &mut bits);
+            }
+            let (of_m, of_v) = bits.split_at(ROW);
+            let bits = of_m[column..].iter().zip(&of_v[column..]);
+            let moments = m[part.clone()].iter_mut().zip(&mut v[part.clone()]);
+            let numbers = p[part.clone()].iter_mut().zip(&mut g[part.clone()]);
+            for (((p, g), (m, v)), (of_m, of_v)) in numbers.zip(moments).zip(bits) {
+                let d = *g * scale;
+                let (m1, v1) = (beta1 * m.load() + rest1 * d, beta2 * v.load() + rest2 * (d * d));
+                *p = keep * *p - step * m1 / (v1.sqrt() + eps);
+                (*m, *v, *g) = (M::rounded(m1, *of_m), M::rounded(v1, *of_v), A::ZERO);
+            }
+            at = part.end;
         }
     }
 }
@@ -103,6 +173,8 @@ mod tests {
         ((i as u64 + 1).wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 40) as f64 / (1 << 23) as f64 - 1.0
     }
 
+    const FIRST: Rounding = Rounding { seed: 5, update: 1, first: 0 };
+
     /// Ten updates against Kingma & Ba's algorithm 1 with m̂ and v̂, whose ε is ours over √(1−β₂ᵗ).
     fn agree<A: Accumulator>(unit: f64) {
         for level in Level::ALL {
@@ -128,7 +200,7 @@ mod tests {
                         p[i] -= lr * 0.1 * p[i];
                         p[i] -= lr * m_hat / (v_hat.sqrt() + 1e-8 / (1.0 - 0.98f64.powi(t)).sqrt());
                     }
-                    update(&adam, &scale, &mut got_p, &mut got_m, &mut got_v, &mut g);
+                    update(&adam, &scale, &FIRST, &mut got_p, &mut got_m, &mut got_v, &mut g);
                     assert!(g.iter().all(|g| *g == A::ZERO));
                 }
                 for i in 0..n {
@@ -153,9 +225,52 @@ mod tests {
     fn a_non_finite_scale_leaves_the_weights_whole() {
         for scale in [f32::NAN, f32::INFINITY] {
             let (mut p, mut m, mut v, mut g) = ([1.0, 2.0], [3.0, 4.0], [5.0, 6.0], [7.0, f32::NAN]);
-            update(&Adam::default(), &scale, &mut p, &mut m, &mut v, &mut g);
+            update(&Adam::default(), &scale, &FIRST, &mut p, &mut m, &mut v, &mut g);
             assert_eq!((p, m, v, g), ([1.0, 2.0], [3.0, 4.0], [5.0, 6.0], [0.0, 0.0]));
         }
+    }
+
+    /// m, v and p after an update of `n` equal numbers in bf16, at some place of the run.
+    fn rounded(n: usize, first: usize, update: u32) -> (Vec<f32>, Vec<f32>, Vec<f32>) {
+        let (mut m, mut v) = (vec![bf16::from_f32(0.7); n], vec![bf16::from_f32(0.3); n]);
+        let (mut p, mut g) = (vec![1.0f32; n], vec![0.1f32; n]);
+        let rounding = Rounding { seed: 5, update, first };
+        super::update(&Adam { beta2: 0.999, ..Adam::default() }, &1.0, &rounding, &mut p, &mut m, &mut v, &mut g);
+        assert!(g.iter().all(|g| *g == 0.0));
+        (m.iter().map(|m| m.to_f32()).collect(), v.iter().map(|v| v.to_f32()).collect(), p)
+    }
+
+    #[test]
+    fn bf16_moments_are_right_in_the_mean() {
+        let n = 1 << 16;
+        for level in Level::ALL {
+            force(Some(level));
+            let (m, v, p) = rounded(n, 0, 1);
+            let [old_m, old_v] = [0.7, 0.3].map(|v| f64::from(bf16::from_f32(v).to_f32()));
+            for (found, exact) in [(m, 0.9 * old_m + 0.1 * 0.1), (v, 0.999 * old_v + 0.001 * 0.01)] {
+                let mean = found.iter().map(|v| f64::from(*v)).sum::<f64>() / n as f64;
+                // Two values, half a 128th apart; five deviations of the mean.
+                let unit = exact / 128.0;
+                assert!(found.iter().all(|v| (f64::from(*v) - exact).abs() < unit));
+                assert!((mean - exact).abs() < 5.0 * 0.5 * unit / (n as f64).sqrt(), "{mean} for {exact}");
+            }
+            // The step is made of the moments before they are rounded.
+            assert!(p.iter().all(|one| *one == p[0]));
+        }
+        force(None);
+    }
+
+    #[test]
+    fn roundings_are_a_number_s_place_and_update() {
+        let whole = rounded(5000, 100, 7);
+        assert_ne!(whole.0, whole.1);
+        for (start, end) in [(0, 1), (900, 1000), (923, 925), (924, 3000), (4999, 5000)] {
+            let part = rounded(end - start, 100 + start, 7);
+            assert_eq!((&part.0[..], &part.1[..]), (&whole.0[start..end], &whole.1[start..end]), "{start}");
+        }
+        assert_ne!(rounded(5000, 100, 8).0, whole.0);
+        let off = |moved: &[f32], all: &[f32]| moved.iter().zip(all).filter(|(a, b)| a != b).count();
+        assert!(off(&rounded(5000, 101, 7).0, &whole.0) > 1000 && off(&whole.0[1024..], &whole.0[..3976]) > 1000);
     }
 
     #[test]

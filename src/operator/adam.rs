@@ -1,11 +1,11 @@
-//! Adam's update of flat f32 buffers on a GPU, with everything that changes from step to step read on the device.
+//! Adam's update of flat buffers on a GPU, with everything that changes from step to step read on the device.
 
 use super::call::{values, Call, Value};
 use super::declare::{tensor, DtypeRule, Kernels, Operator};
 use super::engine::Handle;
 use crate::error::Result;
-use crate::kernel::adam::call::{composed, launch, Buffers, Decays};
-use crate::kernel::adam::PROGRAM;
+use crate::kernel::adam::call::{composed, launch, Buffers, Settings};
+use crate::kernel::adam::{Rounding, PROGRAM};
 use tch::Tensor;
 
 static HANDLE: Handle = Handle::new("adam_");
@@ -14,9 +14,13 @@ static HANDLE: Handle = Handle::new("adam_");
 pub type AdamBuffers<'a> = Buffers<&'a Tensor>;
 
 /// One update through the dispatcher, on any device.
-pub fn adam_in_place(buffers: &AdamBuffers, beta1: f64, beta2: f64, eps: f64) -> Result<()> {
+pub fn adam_in_place(buffers: &AdamBuffers, settings: &Settings) -> Result<()> {
     let Buffers { parameters, first, second, gradients, grad_scale, step_size, keep } = *buffers;
-    let arguments = values![parameters, first, second, gradients, grad_scale, step_size, keep, beta1, beta2, eps];
+    let Settings { beta1, beta2, eps, rounding } = *settings;
+    let [seed, update, place] = [rounding.seed as i64, i64::from(rounding.update), rounding.first as i64];
+    let arguments = values![
+        parameters, first, second, gradients, grad_scale, step_size, keep, beta1, beta2, eps, seed, update, place
+    ];
     let [] = HANDLE.call(&arguments)?;
     Ok(())
 }
@@ -27,11 +31,11 @@ pub(super) fn operator() -> Operator {
     let one = |name| tensor(name, "=1", DtypeRule::Float32);
     Operator::new(
         "adam_(Tensor(a!) parameters, Tensor(b!) first, Tensor(c!) second, Tensor(d!) gradients, Tensor grad_scale, \
-         Tensor step_size, Tensor keep, float beta1, float beta2, float eps) -> ()",
+         Tensor step_size, Tensor keep, float beta1, float beta2, float eps, int seed=0, int update=0, int place=0) -> ()",
         [
             buffer("parameters").leading(),
-            buffer("first"),
-            buffer("second"),
+            tensor("first", "=n", DtypeRule::Moment).written(),
+            tensor("second", "=n", DtypeRule::Moment).written(),
             buffer("gradients"),
             one("grad_scale"),
             one("step_size"),
@@ -41,21 +45,23 @@ pub(super) fn operator() -> Operator {
     )
     .kernel_on(Kernels::Gpu, |call| {
         let device = call.device().expect("the kernels are a GPU's");
-        let (buffers, decays) = read(call, |v| v.view);
-        launch(device, &buffers, decays)
+        let (buffers, settings) = read(call, |v| v.view);
+        launch(device, &buffers, &settings)
     })
     .formula(|call| {
-        let (buffers, decays) = read(call, Value::required);
-        composed(&buffers, decays)?;
+        let (buffers, settings) = read(call, Value::required);
+        composed(&buffers, &settings)?;
         Ok(vec![])
     })
     .program(&PROGRAM)
     .counted(&HANDLE)
 }
 
-fn read<T>(call: &Call, of: impl Fn(&Value) -> T) -> (Buffers<T>, Decays) {
-    let [tensors @ .., beta1, beta2, eps] = call.arguments::<10>();
+fn read<T>(call: &Call, of: impl Fn(&Value) -> T) -> (Buffers<T>, Settings) {
+    let [tensors @ .., beta1, beta2, eps, seed, update, place] = call.arguments::<13>();
     let [parameters, first, second, gradients, grad_scale, step_size, keep] = tensors.each_ref().map(of);
     let buffers = Buffers { parameters, first, second, gradients, grad_scale, step_size, keep };
-    (buffers, [beta1, beta2, eps].map(Value::float))
+    let [beta1, beta2, eps] = [beta1, beta2, eps].map(Value::float);
+    let rounding = Rounding { seed: seed.int() as u64, update: update.int() as u32, first: place.int() as usize };
+    (buffers, Settings { beta1, beta2, eps, rounding })
 }

@@ -28,6 +28,8 @@ pub enum DtypeRule {
     Bool,
     /// What the argument `dtype` says.
     Dtype,
+    /// float32 or bfloat16.
+    Moment,
     /// An integer that a letter of sizes stands for.
     Number,
     /// A string that messages call the operator.

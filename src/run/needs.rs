@@ -14,8 +14,8 @@ use crate::model::Transformer;
 use crate::train::peak_of_update;
 use tch::{Device, Kind};
 
-/// Bytes of a parameter, its gradient and two moments, in f32.
-const TRAINED: usize = 16;
+/// Bytes of a parameter and its gradient, in f32.
+const TRAINED: usize = 8;
 /// Layers of a stack that are measured in place of more.
 const LAYERS: [i64; 3] = [2, 4, 6];
 /// Rows of the two batches that are measured in place of a larger one.
@@ -36,7 +36,8 @@ pub fn dry_run(
     let activations = Trial { prepared: &prepared, training }.activations(check_interrupt)?;
     let cast = if training.precision == Precision::Bf16 { 2 } else { 0 };
     let start = if training.log_statistics > 0 { 4 } else { 0 };
-    let kept = parameters.saturating_mul(TRAINED + cast + start);
+    let moments = if training.moments == Precision::Bf16 { 4 } else { 8 };
+    let kept = parameters.saturating_mul(TRAINED + moments + cast + start);
     pages::give_back_memory();
     Ok(serde_json::json!({
         "parameters": parameters,

@@ -3,14 +3,12 @@
 With one, `NORMFORMER_RS_TEST_DEVICE=cuda pytest -m device tests/cuda` runs the same cases on it.
 """
 
-import itertools
 import math
-import os
-import re
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
+import binaries
 import pytest
 import torch
 
@@ -20,7 +18,6 @@ from normformer_rs import _core
 NORMS = [norm for norm in checks.NORMS if norm]
 WIDTHS = [1, 3, 32, 100, 512, 1030, 8200]
 COLUMN_WIDTHS = [1, 3, 32, 100, 512, 2056]
-ARCHITECTURES = [80, 90, 100]
 
 
 @pytest.fixture(scope="session")
@@ -227,8 +224,9 @@ def test_adam(on_device, count):
     on_device(cases.adam, count)
 
 
-def test_adams_formula(on_device):
-    on_device(cases.adams_formula)
+@pytest.mark.parametrize("moments, place", [("f32", 0), ("bf16", 0), ("bf16", 1020), ("bf16", 1021)])
+def test_adams_formula(on_device, moments, place):
+    on_device(cases.adams_formula, moments, place)
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -414,82 +412,55 @@ def test_an_unwritable_cache_costs_time_only(tmp_path):
 # ---- the real compiler ----
 
 
-def variants():
-    """Every program with every layout, and every kind of types and parameters, but not all of their combinations."""
-    layouts = [(32, 4, 1), (32, 4, 2), (32, 4, 4), (128, 1, 2), (128, 1, 4), (256, 1, 4), (512, 1, 0)]
-    types = [("f32", "f32", "f32"), ("bf16", "bf16", "bf16"), ("f16", "f16", "f16"), ("f32", "bf16", "bf16")]
-    types += [("f32", "f16", "f32")]
-    for (i, (lanes, rows, held)), (j, (x, f, y)) in itertools.product(enumerate(layouts), enumerate(types)):
-        vec = 1 if (i + j) % 4 == 3 else 4 if (x, f, y) == ("f32",) * 3 else 8
-        full = int(held > 0 and (i + j) % 3 > 0)
-        layout = f"-DK_VEC={vec} -DK_LANES={lanes} -DK_ROWS={rows} -DK_HELD={held} -DK_FULL={full} -DK_P={x}"
-        step = x != y or (i + j) % 2
-        gains = [0, 2, 1][(i + j) % 3] if step else 0
-        yield f"{layout} -DK_STEP={int(step)} -DK_X={x} -DK_F={f} -DK_Y={y} -DK_ALPHA={gains} -DK_BETA={gains}"
-
-
-def compiled(program, options, architecture):
-    binary, remarks = _core.cuda_compile(program, options, architecture)
-    assert bytes(binary[:4]) == b"\x7fELF"
-    assert "warning" not in remarks, remarks
-    spills = [int(n) for n in re.findall(r"(\d+) bytes (?:spill|stack)", remarks)]
-    assert spills and not any(spills), f"{program} {options}: registers spill\n{remarks}"
-
-
 def real_compiler():
     """Whether NVIDIA's compiler is there: torch's CUDA wheels bring it, or nvidia-cuda-nvrtc."""
     try:
-        _core.cuda_compile("sums.cu", "", ARCHITECTURES[0])
+        _core.cuda_compile("sums.cu", "", binaries.ARCHITECTURES[0])
     except RuntimeError as error:
         return str(error)
 
 
-def every_variant():
-    """(program, options) of all kernels: each layout with each combination of types, the rest by turns."""
-    weights = {"layer_norm.cu": (2, 2), "rms_norm.cu": (2, 0), "scale_norm.cu": (1, 0)}
-    weights |= {"dyt.cu": (2, 2), "derf.cu": (2, 2)}
-    norms = itertools.cycle([*weights.items(), ("no_norm.cu", (0, 0))])
-    for options, (program, (weight, bias)) in zip(variants(), norms):
-        for backward in (0, 1):
-            # Without a norm there is nothing but the step.
-            step = options.replace("-DK_STEP=0", "-DK_STEP=1") if program == "no_norm.cu" else options
-            yield program, f"{step} -DK_BACKWARD={backward} -DK_WEIGHT={weight} -DK_BIAS={bias}"
-    for turn, (options, order) in enumerate(zip(variants(), itertools.cycle(["0.0f", "1.0f", "1.5f", "3.0f"]))):
-        if "-DK_STEP=0" in options:
-            yield "scale_norm.cu", f"{options} -DK_BACKWARD={turn % 4 // 2} -DK_WEIGHT=1 -DK_BIAS=0 -DK_ORDER={order}"
-    for x, vec in CHUNKS:
-        for mode in range(3):
-            yield "cross_entropy.cu", f"-DK_LANES=256 -DK_ROWS=1 -DK_VEC={vec} -DK_X={x} -DK_GRADIENT={mode}"
-        for norm, state in [("batch_norm", "f32"), ("power_norm_v", "double"), ("power_norm", "f32")]:
-            yield f"{norm}.cu", f"-DK_LANES=256 -DK_ROWS=1 -DK_VEC={vec} -DK_X={x} -DK_STATE={state}"
-    for vec in (1, 4):
-        yield "adam.cu", f"-DK_VEC={vec}"
-    yield "sums.cu", ""
-
-
-CHUNKS = [("f32", 4), ("bf16", 8), ("f16", 8), ("f32", 1), ("bf16", 1), ("f16", 1)]
-VARIANTS = list(every_variant())
-# The others work element by element, as relu_dropout.cu does.
-ELEMENTWISE = sorted({*_core.cuda_programs()} - {program for program, _ in VARIANTS})
-VARIANTS += [
-    (program, f"-DK_VEC={vec} -DK_X={x} -DK_BACKWARD={backward}")
-    for program in ELEMENTWISE
-    for x, vec in CHUNKS
-    for backward in range(2)
-]
-
-
 def test_every_program_has_variants():
-    assert {program for program, _ in VARIANTS} == set(_core.cuda_programs())
+    assert {program for program, _ in binaries.VARIANTS} == set(_core.cuda_programs())
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_variants_compile_without_spills(architecture):
-    """Each variant for one of the architectures; `make test-long` compiles all for all."""
+@pytest.mark.parametrize("half", [0, pytest.param(1, marks=pytest.mark.full)])
+@pytest.mark.parametrize("architecture", binaries.ARCHITECTURES)
+def test_binaries(architecture, half):
+    """Each variant for one of the architectures; binaries.py by itself takes all for all."""
     if why := real_compiler():
         pytest.skip(why)
-    turn = ARCHITECTURES.index(architecture)
-    chosen = VARIANTS if os.environ.get("NORMFORMER_RS_ALL_VARIANTS") else VARIANTS[turn :: len(ARCHITECTURES)]
+    turn = binaries.ARCHITECTURES.index(architecture) + half * len(binaries.ARCHITECTURES)
+    chosen = binaries.VARIANTS[turn :: 2 * len(binaries.ARCHITECTURES)]
     with ThreadPoolExecutor(2) as pool:
-        for done in [pool.submit(compiled, program, options, architecture) for program, options in chosen]:
+        for done in [pool.submit(binaries.compiled, *variant, architecture) for variant in chosen]:
             done.result()
+
+
+def test_a_struct_with_other_bytes_is_refused():
+    if why := real_compiler():
+        pytest.skip(why)
+    with pytest.raises(RuntimeError, match=r"(?s)Output.dtype: Rust has it at 12.*Sums: Rust has 112 bytes") as refused:
+        _core.cuda_compile("sums.cu", "-Dfirst=one,first", 90)
+    assert "Output.to:" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "line, said, allowed",
+    [
+        ("@P0 SHFL.BFLY PT, R1, R2, 0x10, 0x1f", "a shuffle without some", "SHFL.BFLY PT, R1, R2, 0x10, 0x1f"),
+        ("STL.64 [R1], R2", "local memory", "STG.E.64 [R2], R4"),
+        ("WARPSYNC 0xffff", "a part of a warp", "WARPSYNC.ALL"),
+        ("MOV R3, 0xffff ;\n/*0010*/ WARPSYNC R3", "a part of a warp", "MOV R3, -0x1 ;\n/*0010*/ WARPSYNC R3"),
+    ],
+)
+def test_instructions_that_are_refused(line, said, allowed):
+    kernel = binaries.Kernel("sums.cu", "", 90, "sum_partials", 32, 0)
+
+    def check(text):
+        lines = (f"        /*{place:04x}*/    {instruction} ;" for place, instruction in enumerate([text, "EXIT"]))
+        binaries.check_instructions(kernel, "\n".join(lines))
+
+    with pytest.raises(AssertionError, match=said):
+        check(line)
+    check(allowed)

@@ -66,6 +66,13 @@ def test_many_layers_are_told_from_few(text, residual):
     assert said == pytest.approx(int(done.stdout), rel=0.15), size(said)  # of a quarter of a gigabyte; libraries, too
 
 
+def test_moments_in_bf16_take_half(text):
+    plain, half = (trainer(text, training={"moments": moments}).dry_run() for moments in ("f32", "bf16"))
+    assert half.activation_bytes == plain.activation_bytes
+    # Libraries and data may grow meanwhile.
+    assert plain.training_bytes - half.training_bytes == pytest.approx(4 * plain.parameters, abs=2 << 20)
+
+
 def test_activations_are_fewer_where_they_are_made_again(text):
     plain, again = (trainer(text, training={"activation_checkpointing": again}).dry_run() for again in (False, True))
     assert again.activation_bytes < 0.6 * plain.activation_bytes

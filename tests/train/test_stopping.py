@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from train_support import TINY, events, fit, losses, weights
 
 import normformer_rs as nfrs
@@ -28,6 +29,27 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, corpus, schedule, norm
     assert whole == parts
     a, b = weights(tmp_path / "whole"), weights(tmp_path / "parts")
     assert all(torch.equal(a[k], b[k]) for k in a)
+
+
+def test_a_resumed_run_rounds_its_moments_alike(tmp_path, corpus):
+    """In bf16 a number's rounding is its place's and its update's; the moments take half of the checkpoint."""
+    training = {"max_tokens": 100, "moments": "bf16", "beta2": 0.999}
+    fit(tmp_path / "f32", corpus, training={**training, "updates": 12, "moments": "f32"})
+    fit(tmp_path / "whole", corpus, training={**training, "updates": 12})
+    fit(tmp_path / "parts", corpus, training={**training, "updates": 5})
+    fit(tmp_path / "parts", corpus, training={**training, "updates": 12}, resume=True)
+    a, b = weights(tmp_path / "whole"), weights(tmp_path / "parts")
+    assert losses(tmp_path / "whole") == losses(tmp_path / "parts") and all(torch.equal(a[k], b[k]) for k in a)
+
+    def moments(run):
+        return load_file(tmp_path / run / "checkpoints" / "last" / "optimizer.safetensors")
+
+    wide, narrow = moments("f32"), moments("whole")
+    assert all(t.dtype == torch.bfloat16 for t in narrow.values())
+    for name, moment in narrow.items():  # twelve updates away from each other
+        torch.testing.assert_close(moment.float(), wide[name], rtol=0.1, atol=0.05 * float(wide[name].abs().max()))
+    fit(tmp_path / "parts", corpus, training={**training, "updates": 13, "moments": "f32"}, resume=True)
+    assert all(t.dtype == torch.float32 for t in moments("parts").values())
 
 
 @pytest.mark.parametrize("update", [4, 5, 12])

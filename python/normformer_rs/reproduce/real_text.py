@@ -129,4 +129,26 @@ BF16 = Reproduction(
     },
 )
 
-ENTRIES = (MULTI30K, LAYERNORM, FRENCH, SHAKESPEARE, BF16)
+
+def _moments(options: Options, corpus: str) -> tuple[Row, ...]:
+    return tuple(Row({"β₂": f"{beta2:g}", "moments": moments},
+                     {**options, **_SCALENORM, "beta2": beta2, "moments": moments}, corpus)
+                 for beta2 in (0.98, 0.999) for moments in ("f32", "bf16"))  # fmt: skip
+
+
+MOMENTS = Reproduction(
+    "bf16-moments",
+    "Adam's moments in bf16 against f32",
+    "ours",
+    "Is the validation loss with moments in bf16 within 1% of the loss with moments in f32?",
+    {
+        "check": Scale(SMALL_ABOUT, _moments(SMALL, "demo"), _LOSS),
+        "here": Scale(
+            "transformer-tiny, prenorm, ScaleNorm, FixNorm, f32, 400 updates of 4,096 padded tokens, warm-up of 100",
+            _moments({**TINY, **RECIPE, "precision": "f32", "updates": 400, "warmup": 100}, "multi30k-bpe"),
+            _LOSS,
+        ),
+    },
+)
+
+ENTRIES = (MULTI30K, LAYERNORM, FRENCH, SHAKESPEARE, BF16, MOMENTS)

@@ -1,15 +1,18 @@
 //! An update of tensors: a launch on a GPU, or the formula in tch.
 
-use super::PROGRAM;
-use crate::cuda::{self, Device};
+use super::{Rounding, PROGRAM, ROW, SITE};
+use crate::cpu::philox;
+use crate::cuda::{self, Device, StructLayout};
+use crate::device_struct;
 use crate::error::Result;
-use crate::kernel::launch::{aligned, grid_of_chunks};
+use crate::kernel::launch::{aligned, grid_of_chunks, type_name};
 use crate::kernel::view::View;
-use tch::Tensor;
+use tch::{Kind, Tensor};
 
-/// What an update reads and writes: flat f32 buffers of one length, and three of one number.
+/// What an update reads and writes: flat buffers of one length, f32 but for the moments, and three of one number.
 pub struct Buffers<T> {
     pub parameters: T,
+    /// f32 or bf16, as `second`.
     pub first: T,
     pub second: T,
     /// Zeroed on the way.
@@ -22,30 +25,47 @@ pub struct Buffers<T> {
     pub keep: T,
 }
 
-/// β₁, β₂ and ε.
-pub type Decays = [f64; 3];
-
-/// adam.cu's `Adam`.
-#[repr(C)]
-struct AdamArguments {
-    parameters: *mut u8,
-    first: *mut u8,
-    second: *mut u8,
-    gradients: *mut u8,
-    grad_scale: *const u8,
-    step_size: *const u8,
-    keep: *const u8,
-    beta1: f32,
-    rest1: f32,
-    beta2: f32,
-    rest2: f32,
-    eps: f32,
-    count: i64,
+/// The numbers of an update.
+#[derive(Clone, Copy, Debug)]
+pub struct Settings {
+    pub beta1: f64,
+    pub beta2: f64,
+    pub eps: f64,
+    pub rounding: Rounding,
 }
 
-pub fn launch(device: Device, buffers: &Buffers<View>, [beta1, beta2, eps]: Decays) -> Result<()> {
+pub const STRUCTS: &[&StructLayout] = &[&AdamArguments::LAYOUT];
+
+device_struct! {
+    /// adam.cu's `Adam`.
+    struct AdamArguments = "Adam" {
+        parameters: *mut u8,
+        first: *mut u8,
+        second: *mut u8,
+        gradients: *mut u8,
+        grad_scale: *const u8,
+        step_size: *const u8,
+        keep: *const u8,
+        beta1: f32,
+        rest1: f32,
+        beta2: f32,
+        rest2: f32,
+        eps: f32,
+        seed_low: u32,
+        seed_high: u32,
+        site: u32,
+        update: u32,
+        place: i64,
+        count: i64,
+    }
+}
+
+pub fn launch(device: Device, buffers: &Buffers<View>, settings: &Settings) -> Result<()> {
     let Buffers { parameters, first, second, gradients, grad_scale, step_size, keep } = buffers;
-    let vec = if aligned(&[parameters, first, second, gradients]) && parameters.cols % 4 == 0 { 4 } else { 1 };
+    let Settings { beta1, beta2, eps, rounding } = *settings;
+    let four = |n: i64| n % 4 == 0;
+    let is_wide = aligned(&[parameters, first, second, gradients]) && four(parameters.cols);
+    let vec = if is_wide && four(rounding.first as i64) { 4 } else { 1 };
     let count = parameters.rows * parameters.cols / vec;
     let arguments = AdamArguments {
         parameters: parameters.data,
@@ -60,28 +80,54 @@ pub fn launch(device: Device, buffers: &Buffers<View>, [beta1, beta2, eps]: Deca
         beta2: beta2 as f32,
         rest2: (1.0 - beta2) as f32,
         eps: eps as f32,
+        seed_low: rounding.seed as u32,
+        seed_high: (rounding.seed >> 32) as u32,
+        site: SITE.into(),
+        update: rounding.update,
+        place: rounding.first as i64,
         count,
     };
     let grid = grid_of_chunks(count);
-    // SAFETY: by the operator's table the buffers are contiguous f32 of one length, the numbers f32 on their device.
-    unsafe { cuda::launch(device, &PROGRAM, &format!("-DK_VEC={vec}"), "adam", grid, &arguments) }
+    let options = format!("-DK_VEC={vec} -DK_FIRST={} -DK_SECOND={}", type_name(first.dtype)?, type_name(second.dtype)?);
+    // SAFETY: by the operator's table the buffers are contiguous and of one length, parameters and gradients f32, the
+    // moments of these types, the numbers f32 on their device.
+    unsafe { cuda::launch(device, &PROGRAM, &options, "adam", grid, &arguments) }
 }
 
 /// The formula in tch.
-pub fn composed(buffers: &Buffers<Tensor>, [beta1, beta2, eps]: Decays) -> Result<()> {
+pub fn composed(buffers: &Buffers<Tensor>, settings: &Settings) -> Result<()> {
     let Buffers { parameters, first, second, gradients, grad_scale, step_size, keep } = buffers;
+    let Settings { beta1, beta2, eps, rounding } = settings;
     let finite = grad_scale.f_isfinite()?;
     let settle = |to: &Tensor, new: &Tensor| -> Result<()> {
         to.shallow_clone().f_copy_(&new.f_where_self(&finite, to)?)?;
         Ok(())
     };
+    let wide = |moment: &Tensor| moment.f_to_kind(parameters.kind());
     let d = gradients.f_mul(grad_scale)?;
-    let m = first.f_mul_scalar(beta1)?.f_add(&d.f_mul_scalar(1.0 - beta1)?)?;
-    let v = second.f_mul_scalar(beta2)?.f_add(&d.f_square()?.f_mul_scalar(1.0 - beta2)?)?;
-    let moved = m.f_mul(step_size)?.f_div(&v.f_sqrt()?.f_add_scalar(eps)?)?;
+    let m = wide(first)?.f_mul_scalar(*beta1)?.f_add(&d.f_mul_scalar(1.0 - beta1)?)?;
+    let v = wide(second)?.f_mul_scalar(*beta2)?.f_add(&d.f_square()?.f_mul_scalar(1.0 - beta2)?)?;
+    let moved = m.f_mul(step_size)?.f_div(&v.f_sqrt()?.f_add_scalar(*eps)?)?;
     settle(parameters, &parameters.f_mul(keep)?.f_sub(&moved)?)?;
-    settle(first, &m)?;
-    settle(second, &v)?;
+    for (moment, new, number) in [(first, m, 0), (second, v, 1)] {
+        match moment.kind() {
+            Kind::BFloat16 => settle(moment, &rounded(&new, rounding, number)?)?,
+            _ => settle(moment, &new)?,
+        }
+    }
     let _ = gradients.shallow_clone().f_zero_()?;
     Ok(())
+}
+
+/// The first or second moment in bf16, rounded as the kernels do it.
+fn rounded(exact: &Tensor, rounding: &Rounding, moment: usize) -> Result<Tensor> {
+    let (count, start) = (exact.numel(), rounding.first % ROW);
+    let rows = (start + count).div_ceil(ROW);
+    let mut bits = philox::scratch(rows, 2 * ROW);
+    philox::fill(&rounding.stream(), rounding.first / ROW, rows, 2 * ROW, &mut bits);
+    let of_rows = bits.chunks_exact(2 * ROW).flat_map(|row| &row[moment * ROW..][..ROW]);
+    let bits: Vec<i32> = of_rows.skip(start).take(count).map(|bits| i32::from(*bits)).collect();
+    let bits = Tensor::f_from_slice(&bits)?.f_to_device(exact.device())?.f_view_as(exact)?;
+    let sum = exact.f_to_kind(Kind::Float)?.f_view_dtype(Kind::Int)?.f_add(&bits)?;
+    Ok(sum.f_bitwise_and(0xffff_0000u32 as i32 as i64)?.f_view_dtype(Kind::Float)?.f_to_kind(Kind::BFloat16)?)
 }

@@ -106,6 +106,7 @@ inline bool is_of(Type wanted, at::ScalarType type, at::ScalarType leader) {
     case Type::FLOAT64: return type == at::kDouble;
     case Type::INT64: return type == at::kLong;
     case Type::BOOL: return type == at::kBool;
+    case Type::MOMENT: return type == at::kFloat || type == at::kBFloat16;
     default: return false;
   }
 }
@@ -122,6 +123,7 @@ inline std::string describe(Type wanted, const char* leader, at::ScalarType type
     case Type::FLOAT64: return "float64";
     case Type::INT64: return "int64";
     case Type::BOOL: return "bool";
+    case Type::MOMENT: return "float32 or bfloat16";
     default: return "";
   }
 }

@@ -33,6 +33,7 @@ enum class Type : uint8_t {
   INT64,
   BOOL,
   DTYPE,  // of an output: what the argument `dtype` says, or the type of what it is like
+  MOMENT,  // float32 or bfloat16
 };
 
 // Beside these an argument is required, lies on the leader's device, and is read.
