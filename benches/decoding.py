@@ -33,8 +33,7 @@ from fairseq_data import FAIRSEQ, prepare
 from torch import Tensor
 
 import normformer_rs as nfrs
-from normformer_rs import _core
-from normformer_rs.model import find_checkpoint, read_config
+from normformer_rs.model import load_run
 from normformer_rs.scores import score
 
 HERE = Path(__file__).resolve().parent
@@ -201,8 +200,7 @@ def trained(corpus: Path, output: Path, updates: int) -> Path:
 
 def baked(run: Path, checkpoint: str) -> tuple[nfrs.TransformerConfig, dict[str, Tensor]]:
     """The configuration and the parameters, FixNorm multiplied into the word vectors."""
-    folder = find_checkpoint(run, checkpoint)
-    config, weights = read_config(folder), dict(_core.load_parameters(str(folder)))
+    config, weights = load_run(run, checkpoint)
     wanted = {"norm": "layernorm", "residual": "prenorm", "positions": "fairseq", "decoder_start": "eos"}
     for field, value in wanted.items():
         if getattr(config, field) != value:

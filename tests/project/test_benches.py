@@ -90,6 +90,14 @@ def test_benchmarks_that_nothing_else_runs(command, lines):
     assert len(done.stdout.splitlines()) >= lines
 
 
+def test_every_benchmark_imports_what_there_is():
+    """All in one process: those that need another library or a corpus are run by hand alone."""
+    names = sorted(path.stem for path in BENCHES.glob("*.py"))
+    code = f"import importlib\nfor name in {names}:\n    importlib.import_module(name)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=BENCHES, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 def test_kept_memory_costs_no_fresh_pages():
     """Pages that five tensors of 64 MiB take, one after another: as the allocator comes, and told to keep them. The
     least of three times: the system may take a tensor's pages back meanwhile."""
