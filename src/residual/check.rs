@@ -3,6 +3,7 @@
 use super::{Change, ExtraStream, Gain, LayerContext, LayerSpec, Learned, Mixing, NormAt, Point, StackSpec, Sublayer};
 use super::{DepthWeights, Dynamic, FirstValue, Gates, ResidualSpec};
 use std::collections::{BTreeMap, BTreeSet};
+use std::mem::take;
 
 type CheckResult = std::result::Result<(), String>;
 
@@ -20,14 +21,15 @@ pub fn check(layers: &[LayerSpec], stack: &StackSpec, first: &LayerContext) -> C
             layers.len()
         ));
     }
-    let mut walk = Walk { first, stack, kept: BTreeMap::new(), names: BTreeSet::new() };
+    let mut walk = Walk { first, stack, kept: BTreeMap::new(), names: BTreeSet::new(), parameters: BTreeMap::new() };
     let d = first.model.d_model;
     walk.changes("the stack's begin", &stack.begin, d, None)?;
+    let of_stack = (take(&mut walk.names), take(&mut walk.parameters));
     for (index, layer) in layers.iter().enumerate() {
         let place = LayerContext { layer: index as i64, ..*first };
         walk.layer(layer, &place).map_err(|why| format!("layer {index} of the {name}: {why}"))?;
     }
-    walk.names.clear();
+    (walk.names, walk.parameters) = of_stack;
     walk.ends(layers.len() as i64)?;
     walk.changes("the stack's end", &stack.end, d, None)
 }
@@ -38,8 +40,10 @@ struct Walk<'a> {
     stack: &'a StackSpec,
     /// Widths of what was left, by name.
     kept: BTreeMap<String, i64>,
-    /// Of norms and parameters of one owner.
+    /// Of one owner's norms.
     names: BTreeSet<String>,
+    /// Of one owner.
+    parameters: BTreeMap<String, Learned>,
 }
 
 impl Walk<'_> {
@@ -49,6 +53,7 @@ impl Walk<'_> {
             return Err(format!("it declares {sublayers} sublayers, and a layer here has {wanted}"));
         }
         self.names.clear();
+        self.parameters.clear();
         if !layer.begin.is_empty() && self.stack.mixing.is_some() {
             return Err("x is read of several tensors, so nothing can change it as the layer begins".into());
         }
@@ -218,17 +223,24 @@ impl Walk<'_> {
         changes.iter().try_for_each(|change| self.change(at, change, &[width], path))
     }
 
-    /// `widths`: those that a norm may have; the last is that of the rows.
+    /// `widths`: those that a norm may have; the last is that of the rows, the first of what a change acts on.
     fn change(&mut self, at: &str, change: &Change, widths: &[i64], path: Option<&str>) -> CheckResult {
         let width = *widths.last().expect("rows have a width");
         match change {
             Change::Norm(norm) => self.norm(at, norm, widths, path),
-            Change::Shift(parameter) | Change::Scale(parameter) | Change::DampForward(parameter) => {
-                let shapes: Vec<[i64; 1]> = [1].iter().chain(widths).map(|width| [*width]).collect();
+            Change::Shift(parameter) | Change::Scale(parameter) => {
                 self.owned(&parameter.name, path)?;
-                self.parameter(at, parameter, &shapes.iter().map(|shape| shape.as_slice()).collect::<Vec<_>>())
+                self.parameter(at, parameter, &[&[1], &widths[..1]])
+            }
+            // It acts on whole rows.
+            Change::DampForward(parameter) => {
+                self.owned(&parameter.name, path)?;
+                self.parameter(at, parameter, &[&[1], &[width]])
             }
             Change::HeadScale(parameter) => {
+                if widths.len() > 1 {
+                    return Err(format!("{at} is cut into heads, and head_scale acts where they are joined"));
+                }
                 self.owned(&parameter.name, path)?;
                 self.parameter(at, parameter, &[&[self.first.model.heads]])
             }
@@ -305,7 +317,7 @@ impl Walk<'_> {
         }
     }
 
-    /// One name may stand for one parameter at several places.
+    /// One name may stand for one parameter at several places, declared alike.
     fn parameter(&mut self, at: &str, parameter: &Learned, shapes: &[&[i64]]) -> CheckResult {
         let Learned { name, shape, value, .. } = parameter;
         self.name(name)?;
@@ -315,6 +327,13 @@ impl Walk<'_> {
         if !shapes.contains(&shape.as_slice()) {
             return Err(format!("{at} has {name:?} of shape {shape:?}, expected one of {shapes:?}"));
         }
+        if let Some(other) = self.parameters.get(name).filter(|other| *other != parameter) {
+            return Err(format!(
+                "{name:?} is declared twice, of shape {:?} and {shape:?} or with other first values: one name is one parameter",
+                other.shape
+            ));
+        }
+        self.parameters.insert(name.clone(), parameter.clone());
         let (count, values) = match value {
             FirstValue::All(value) => (shape.iter().product::<i64>(), std::slice::from_ref(value)),
             FirstValue::Each(values) => (values.len() as i64, values.as_slice()),

@@ -5,6 +5,7 @@ import math
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 from train_support import TINY, fit, losses, weights
@@ -24,6 +25,7 @@ from normformer_rs.schemes import (
     StackSpec,
     StreamStep,
     damp_forward,
+    head_scale,
     keep,
     mix,
     norm,
@@ -210,6 +212,21 @@ def test_the_command_line_takes_a_file_and_a_class(tmp_path, corpus):
     assert "encoder.layers.0.inner_norm1.weight" in names and "decoder.layers.1.norm3.weight" in names
 
 
+def test_schemes_that_hold_arrays_are_compared_by_their_numbers():
+    class Weighted(Scheme):
+        def __init__(self, weights):
+            self.name, self.weights = "weighted", weights
+
+        def around(self, place):
+            return ResidualSpec(beta=float(self.weights[place.index]))
+
+    for made in (torch.tensor, np.array):
+        same, equal, other = (Weighted(made([1.0, 0.5, last])) for last in (2.0, 2.0, 3.0))
+        assert same == equal and same != other and same != Weighted(None) and same != Weighted(made([1.0]))
+        for scheme in (same, equal):
+            nfrs.Transformer(nfrs.TransformerConfig(residual=scheme, vocab_size=11, d_model=8, d_ff=12, heads=2))
+
+
 @pytest.mark.parametrize("point", ["query", "key"])
 def test_modules_rotate_nothing_between_two_points(point):
     class At(Scheme):
@@ -263,6 +280,14 @@ WRONG = [
     (declare(ResidualSpec(after=scale(Learned("linear1", 1.0, shared=True)))), "the name of a part of every layer"),
     (declare(ResidualSpec(mixing=hyper())), "must all read of several tensors, or none"),
     (declare(ResidualSpec(beta=sigmoid(Learned("w", 0.0), 0.0))), "temperature must be above 0"),
+    (declare(ResidualSpec(alpha=Learned("g", 1.0), beta=Learned("g", 0.0))), '"g1" is declared twice'),
+    (declare(stack=StackSpec(begin=norm(), end=norm())), 'two norms are called "norm"'),
+    (
+        declare(inside={"query": head_scale(Learned("g", 1.0, 2))}),
+        "cut into heads, and head_scale acts where they are joined",
+    ),
+    (declare(inside={"key": scale(Learned("g", 1.0, 8))}), "of shape [8], expected one of [[1], [4]]"),
+    (declare(inside={"value": damp_forward(Learned("g", 1.0, 4))}), "of shape [4], expected one of [[1], [8]]"),
     (declare(inside={"hidden": norm()}), "unknown variant `hidden`"),
     (declare(inside={"before_activation": damp_forward(Learned("a", 0.0))}), "it has no point BeforeActivation"),
     (declare(inside={"rotated_key": norm("k_norm")}), "it has no point RotatedKey"),  # cross-attention, feed-forward
