@@ -31,7 +31,8 @@ pub(super) fn operator() -> Operator {
     let one = |name| tensor(name, "=1", DtypeRule::Float32);
     Operator::new(
         "adam_(Tensor(a!) parameters, Tensor(b!) first, Tensor(c!) second, Tensor(d!) gradients, Tensor grad_scale, \
-         Tensor step_size, Tensor keep, float beta1, float beta2, float eps, int seed=0, int update=0, int place=0) -> ()",
+         Tensor step_size, Tensor keep, float beta1, float beta2, float eps, \
+         int random_seed=0, int update=0, int place=0) -> ()",
         [
             buffer("parameters").leading(),
             tensor("first", "=n", DtypeRule::Moment).written(),

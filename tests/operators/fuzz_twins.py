@@ -338,7 +338,9 @@ def adam(d: Draw, op: str):
     buffers = {name: laid_out(torch.randn(n, generator=d.generator), "contiguous") for name in names}
     buffers["second"].square_()
     numbers = {"grad_scale": one(0.5), "step_size": one(0.01), "keep": one(0.99)}
-    return {**buffers, **numbers, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8}
+    # Of moments in bf16.
+    rounding = {"random_seed": d.one(0, 2**40 + 3), "update": d.one(0, 9), "place": d.one(0, 1021)}
+    return {**buffers, **numbers, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, **rounding}
 
 
 def adam_oracle(op: str, a: dict):
