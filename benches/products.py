@@ -1,0 +1,147 @@
+"""The matrix products of a training update, shape by shape: MKL as torch calls it, OpenBLAS as numpy does, and oneDNN.
+
+    python benches/products.py [--rows 3300] [--rounds 7] [--output results/products.csv]
+
+An update of training.py's model (transformer-tiny on multi30k-bpe-en-de, two micro-batches of `--rows` real tokens a
+side) multiplies, in f32,
+
+    forward  y = x Wᵀ,    dx  dx = dy W,    dW  dW = dyᵀ x
+
+for each linear layer, and blocks of rows for the output matrix. Results go to memory that is kept. oneDNN gets its
+operands side by side in memory, in whatever order it likes them; the others get them as the loop has them. Medians over
+rounds, in which the sides take turns. Every side has torch's number of threads.
+
+MKL_ENABLE_INSTRUCTIONS=AVX2 OPENBLAS_CORETYPE=Haswell ONEDNN_MAX_CPU_ISA=AVX2 holds all to AVX2. Prints GFLOP/s, and
+what an update's products take with each library and with the best one for each shape. Fails if results differ.
+"""
+
+import argparse
+import csv
+import os
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from our_worker import MODEL
+
+os.environ.setdefault("OPENBLAS_NUM_THREADS", str(torch.get_num_threads()))
+import numpy as np
+
+VOCABULARY = 9712
+BLOCKS = 3
+"""Of rows, for the output matrix (src/train/loss.rs)."""
+MICRO_BATCHES = 2
+
+
+@dataclass(frozen=True)
+class Product:
+    """C (m, n) = A (m, k) B (k, n); `of`: which of a linear layer's three."""
+
+    of: str
+    m: int
+    n: int
+    k: int
+    calls: int
+    """In an update."""
+
+    @property
+    def flops(self) -> int:
+        return 2 * self.m * self.n * self.k
+
+
+def linear(outputs: int, inputs: int, rows: int, calls: int) -> list[Product]:
+    calls *= MICRO_BATCHES
+    return [
+        Product("forward", rows, outputs, inputs, calls),
+        Product("dx", rows, inputs, outputs, calls),
+        Product("dW", outputs, inputs, rows, calls),
+    ]
+
+
+def products(rows: int) -> list[Product]:
+    d, ff = MODEL["d_model"], MODEL["d_ff"]
+    encoders, decoders = MODEL["encoder_layers"], MODEL["decoder_layers"]
+    layers = encoders + decoders
+    return [
+        *linear(3 * d, d, rows, layers),  # queries, keys and values of self-attention
+        *linear(d, d, rows, layers + 2 * decoders),  # outputs of attention, queries of cross-attention
+        *linear(2 * d, d, rows, decoders),  # keys and values of the memory
+        *linear(ff, d, rows, layers),
+        *linear(d, ff, rows, layers),
+        *linear(VOCABULARY, d, rows // BLOCKS, BLOCKS),
+    ]
+
+
+def sides(p: Product) -> dict[str, Callable[[], torch.Tensor]]:
+    """The product on each side, as a call."""
+    generator = torch.Generator().manual_seed(1)
+    rows = lambda *size: torch.rand(size, generator=generator) - 0.5  # noqa: E731
+    if p.of == "forward":
+        a, b = rows(p.m, p.k), rows(p.n, p.k).t()
+    elif p.of == "dx":
+        a, b = rows(p.m, p.k), rows(p.k, p.n)
+    else:
+        a, b = rows(p.k, p.m).t(), rows(p.k, p.n)
+    to, other = torch.empty(p.m, p.n), np.empty((p.m, p.n), np.float32)
+    left, right = a.numpy(), b.numpy()
+    dense = a.contiguous().to_mkldnn(), b.t().contiguous().to_mkldnn()
+    return {
+        "MKL": lambda: torch.mm(a, b, out=to),
+        "OpenBLAS": lambda: torch.from_numpy(np.matmul(left, right, out=other)),
+        "oneDNN": lambda: torch._C._nn.mkldnn_linear(*dense),
+    }
+
+
+def seconds(call: Callable[[], torch.Tensor], times: int) -> float:
+    start = time.perf_counter()
+    for _ in range(times):
+        call()
+    return (time.perf_counter() - start) / times
+
+
+def measured(p: Product, rounds: int) -> dict[str, float]:
+    """Medians, in seconds."""
+    calls = sides(p)
+    wanted = calls["MKL"]().double()
+    for name, call in calls.items():
+        found = call()
+        torch.testing.assert_close(
+            (found.to_dense() if found.is_mkldnn else found).double(), wanted, rtol=1e-4, atol=1e-3, msg=f"{p}, {name}"
+        )
+    times = max(1, round(0.05 / seconds(calls["MKL"], 3)))
+    taken = [{name: seconds(call, times) for name, call in calls.items()} for _ in range(rounds)]
+    return {name: statistics.median(one[name] for one in taken) for name in calls}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, default=3300)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--output", type=Path)
+    arguments = parser.parse_args()
+    table = []
+    for p in products(arguments.rows):
+        found = measured(p, arguments.rounds)
+        best = min(found, key=lambda name: found[name])
+        row = {"product": p.of, "m": p.m, "n": p.n, "k": p.k, "calls": p.calls}
+        row |= {f"{name} GFLOP/s": round(p.flops / taken / 1e9, 1) for name, taken in found.items()}
+        row |= {f"{name} ms": round(1e3 * taken * p.calls, 2) for name, taken in found.items()}
+        table.append({**row, "best": best, "best ms": round(1e3 * found[best] * p.calls, 2)})
+        print(" ".join(f"{key} {value}" for key, value in table[-1].items()), flush=True)
+    for name in ("MKL", "OpenBLAS", "oneDNN", "best"):
+        print(f"an update's products with {name}: {sum(row[f'{name} ms'] for row in table):.0f} ms")
+    square = Product("dx", 2048, 2048, 2048, 1)
+    for name, taken in measured(square, arguments.rounds).items():
+        print(f"2048² with {name}: {square.flops / taken / 1e9:.0f} GFLOP/s")
+    if arguments.output:
+        with arguments.output.open("w", newline="") as file:
+            writer = csv.DictWriter(file, table[0], lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(table)
+
+
+if __name__ == "__main__":
+    main()
