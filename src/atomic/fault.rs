@@ -155,7 +155,8 @@ fn parse(text: &str) -> io::Result<Fault> {
         _ => None,
     };
     fault.ok_or_else(|| {
-        let message = format!("{VARIABLE} must be kill:K, stop:K, enospc:K, eio:K or short:K with K from 1; got {text:?}");
+        let message =
+            format!("{VARIABLE} must be kill:K, stop:K, enospc:K, eio:K or short:K with K from 1; got {text:?}");
         io::Error::new(io::ErrorKind::InvalidInput, message)
     })
 }
@@ -207,7 +208,8 @@ mod tests {
         for bad in ["", "kill", "kill:0", "kill:x", "halt:1", "kill:-1"] {
             let message = parse(bad).unwrap_err().to_string();
             assert!(
-                message.contains("must be kill:K, stop:K, enospc:K, eio:K or short:K") && message.contains(&format!("{bad:?}")),
+                message.contains("must be kill:K, stop:K, enospc:K, eio:K or short:K")
+                    && message.contains(&format!("{bad:?}")),
                 "{message}"
             );
         }

@@ -19,11 +19,8 @@ use half::bf16;
 pub mod call;
 
 /// The same for a GPU.
-pub static PROGRAM: Program = Program {
-    name: "adam.cu",
-    files: &[PRELUDE, CHUNK, PHILOX, include_str!("adam.cu")],
-    structs: call::STRUCTS,
-};
+pub static PROGRAM: Program =
+    Program { name: "adam.cu", files: &[PRELUDE, CHUNK, PHILOX, include_str!("adam.cu")], structs: call::STRUCTS };
 
 /// One update's settings.
 #[derive(Clone, Copy, Debug, PartialEq)]

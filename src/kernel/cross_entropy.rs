@@ -23,8 +23,7 @@ pub mod call;
 pub mod composed;
 
 /// The same for a GPU.
-pub static PROGRAM: Program =
-Program {
+pub static PROGRAM: Program = Program {
     name: "cross_entropy.cu",
     files: &[PRELUDE, CHUNK, REDUCE, include_str!("cross_entropy.cu")],
     structs: call::STRUCTS,

@@ -14,8 +14,7 @@ use crate::multiversion;
 pub mod call;
 
 /// The same for a GPU.
-pub static PROGRAM: Program =
-Program {
+pub static PROGRAM: Program = Program {
     name: "relu_dropout.cu",
     files: &[PRELUDE, CHUNK, PHILOX, include_str!("relu_dropout.cu")],
     structs: call::STRUCTS,

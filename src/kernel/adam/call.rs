@@ -88,7 +88,8 @@ pub fn launch(device: Device, buffers: &Buffers<View>, settings: &Settings) -> R
         count,
     };
     let grid = grid_of_chunks(count);
-    let options = format!("-DK_VEC={vec} -DK_FIRST={} -DK_SECOND={}", type_name(first.dtype)?, type_name(second.dtype)?);
+    let options =
+        format!("-DK_VEC={vec} -DK_FIRST={} -DK_SECOND={}", type_name(first.dtype)?, type_name(second.dtype)?);
     // SAFETY: by the operator's table the buffers are contiguous and of one length, parameters and gradients f32, the
     // moments of these types, the numbers f32 on their device.
     unsafe { cuda::launch(device, &PROGRAM, &options, "adam", grid, &arguments) }
