@@ -11,13 +11,12 @@ mod layout;
 mod library;
 mod nvrtc;
 mod structs;
-mod sums;
 pub mod verdict;
 
 pub use layout::Layout;
 pub use structs::StructLayout;
-pub use sums::{sum_partials, Output, SUMS};
 
+use crate::device_struct;
 use crate::error::{Error, Result};
 use driver::{Driver, Function};
 use std::collections::HashMap;
@@ -53,19 +52,6 @@ pub const PARAMETER: &str = include_str!("device/parameter.cuh");
 /// The passes over rows that all norms share.
 pub const ROWS: &str = include_str!("device/rows.cuh");
 
-/// The row kernels of the norm in a `.cu` beside the caller.
-#[macro_export]
-macro_rules! row_program {
-    ($file:literal) => {{
-        use $crate::cuda::{Program, CHUNK, NORM, PARAMETER, PHILOX, PRELUDE, REDUCE, ROWS};
-        Program {
-            name: $file,
-            files: &[PRELUDE, CHUNK, REDUCE, NORM, include_str!($file), PHILOX, PARAMETER, ROWS],
-            structs: $crate::kernel::rows::gpu::STRUCTS,
-        }
-    }};
-}
-
 /// What a norm with statistics of columns says of itself.
 pub const COLUMN_NORM: &str = include_str!("device/column_norm.cuh");
 /// The passes over rows that all norms with statistics of columns share.
@@ -73,17 +59,34 @@ pub const COLUMNS: &str = include_str!("device/columns.cuh");
 /// What these decide between the passes.
 pub const SETTLE: &str = include_str!("device/settle.cuh");
 
-/// The kernels of the norm with statistics of columns in a `.cu` beside the caller.
-#[macro_export]
-macro_rules! column_program {
-    ($file:literal) => {{
-        use $crate::cuda::{Program, CHUNK, COLUMNS, COLUMN_NORM, PRELUDE, REDUCE, SETTLE};
-        Program {
-            name: $file,
-            files: &[PRELUDE, CHUNK, REDUCE, COLUMN_NORM, include_str!($file), COLUMNS, SETTLE],
-            structs: $crate::kernel::columns::gpu::STRUCTS,
-        }
-    }};
+/// Adds up what blocks have summed: the second stage of every sum over rows.
+pub static SUMS: Program = Program {
+    name: "sums.cu",
+    files: &[PRELUDE, include_str!("device/sums.cu")],
+    structs: &[&Output::LAYOUT, &SumPartials::LAYOUT],
+};
+
+device_struct! {
+    /// sums.cu's `Output`: where the columns from `first` on go, and as what.
+    #[derive(Clone, Copy)]
+    pub struct Output = "Output" {
+        pub to: *mut u8,
+        pub first: i32,
+        pub dtype: i32,
+    }
+}
+
+/// Outputs that one launch may write.
+pub const OUTPUTS: usize = 6;
+
+device_struct! {
+    /// sums.cu's `Sums`.
+    pub struct SumPartials = "Sums" {
+        pub partial: *const u8,
+        pub blocks: i32,
+        pub columns: i32,
+        pub outputs: [Output; OUTPUTS],
+    }
 }
 
 /// How many blocks to start, and of how many threads.

@@ -1,7 +1,8 @@
-//! What launches of CUDA kernels share: what sources are told of tensors, and room to work in.
+//! What launches of CUDA kernels share: what sources are told of tensors, room to work in, and the second stage of sums
+//! over rows.
 
 use super::view::View;
-use crate::cuda::{self, Device, Grid};
+use crate::cuda::{self, Device, Grid, Output, SumPartials, OUTPUTS, SUMS};
 use crate::error::{Error, Result};
 use tch::{Kind, Tensor};
 
@@ -47,4 +48,14 @@ pub fn grid_of_chunks(count: i64) -> Grid {
     const THREADS: u32 = 256;
     let blocks = (count as u64).div_ceil(THREADS.into()).min(i32::MAX as u64) as u32;
     Grid { blocks, threads: THREADS }
+}
+
+/// Adds up `blocks` rows of `columns` numbers, each output taking its share of the columns.
+pub fn sum_partials(device: Device, partial: *const u8, blocks: i32, columns: i64, to: &[Output]) -> Result<()> {
+    let mut outputs = [Output { to: std::ptr::null_mut(), first: i32::MAX, dtype: 0 }; OUTPUTS];
+    outputs[..to.len()].copy_from_slice(to);
+    let grid = Grid { blocks: (columns as u32).div_ceil(32), threads: 256 };
+    let arguments = SumPartials { partial, blocks, columns: columns as i32, outputs };
+    // SAFETY: the outputs have `columns` numbers together, the workspace as many in each of `blocks` rows.
+    unsafe { cuda::launch(device, &SUMS, "", "sum_partials", grid, &arguments) }
 }

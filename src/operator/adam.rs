@@ -4,7 +4,7 @@ use super::call::{values, Call, Value};
 use super::declare::{tensor, DtypeRule, Kernels, Operator};
 use super::engine::Handle;
 use crate::error::Result;
-use crate::kernel::adam::call::{composed, launch, Buffers, Settings};
+use crate::kernel::adam::call::{composed, launch, Buffers, Coefficients};
 use crate::kernel::adam::{Rounding, PROGRAM};
 use tch::Tensor;
 
@@ -14,9 +14,9 @@ static HANDLE: Handle = Handle::new("adam_");
 pub type AdamBuffers<'a> = Buffers<&'a Tensor>;
 
 /// One update through the dispatcher, on any device.
-pub fn adam_in_place(buffers: &AdamBuffers, settings: &Settings) -> Result<()> {
+pub fn adam_in_place(buffers: &AdamBuffers, settings: &Coefficients) -> Result<()> {
     let Buffers { parameters, first, second, gradients, grad_scale, step_size, keep } = *buffers;
-    let Settings { beta1, beta2, eps, rounding } = *settings;
+    let Coefficients { beta1, beta2, eps, rounding } = *settings;
     let [seed, update, place] = [rounding.seed as i64, i64::from(rounding.update), rounding.first as i64];
     let arguments = values![
         parameters, first, second, gradients, grad_scale, step_size, keep, beta1, beta2, eps, seed, update, place
@@ -58,11 +58,11 @@ pub(super) fn operator() -> Operator {
     .counted(&HANDLE)
 }
 
-fn read<T>(call: &Call, of: impl Fn(&Value) -> T) -> (Buffers<T>, Settings) {
+fn read<T>(call: &Call, of: impl Fn(&Value) -> T) -> (Buffers<T>, Coefficients) {
     let [tensors @ .., beta1, beta2, eps, seed, update, place] = call.arguments::<13>();
     let [parameters, first, second, gradients, grad_scale, step_size, keep] = tensors.each_ref().map(of);
     let buffers = Buffers { parameters, first, second, gradients, grad_scale, step_size, keep };
     let [beta1, beta2, eps] = [beta1, beta2, eps].map(Value::float);
     let rounding = Rounding { seed: seed.int() as u64, update: update.int() as u32, first: place.int() as usize };
-    (buffers, Settings { beta1, beta2, eps, rounding })
+    (buffers, Coefficients { beta1, beta2, eps, rounding })
 }

@@ -7,7 +7,7 @@ use crate::config::{AdamForm, DecayOf, TrainingConfig, TransformerConfig};
 use crate::cpu::parallel::{self, Shared};
 use crate::cpu::Element;
 use crate::error::{Error, Result};
-use crate::kernel::adam::{self, call::Settings, Moment, Rounding};
+use crate::kernel::adam::{self, call::Coefficients, Moment, Rounding};
 use crate::model::{FlatBuffers, Parameters};
 use crate::operator::{self, AdamBuffers, ProcessGroup};
 use crate::parametrisation::Multipliers;
@@ -197,7 +197,7 @@ impl Optimizer {
             };
             let adam::Adam { beta1, beta2, eps, .. } = adam;
             let rounding = self.rounding(step, segment);
-            operator::adam_in_place(&buffers, &Settings { beta1, beta2, eps, rounding })?;
+            operator::adam_in_place(&buffers, &Coefficients { beta1, beta2, eps, rounding })?;
         }
         Ok(norm)
     }

@@ -256,7 +256,7 @@ class Wrong(Streams):
 
 
 def a(*shape):
-    return Learned("a", 0.0, shape)
+    return Learned("_".join(map(str, ("a", *shape))), 0.0, shape)
 
 
 @pytest.mark.parametrize(
@@ -264,7 +264,7 @@ def a(*shape):
     [
         ("around", 1.0, "a sum of streams writes nothing, so only a stack can end with it"),
         ("end", Each(Learned("a", 0.0, 8)), "no stack can end with them"),
-        ("around", Joint(a(8, 2 * D), a(2), a(8)), 'has "a1" of shape [2], expected one of [[3]]'),
+        ("around", Joint(a(8, 2 * D), a(2), a(8)), 'has "a_21" of shape [2], expected one of [[3]]'),
         ("around", Joint(a(8, 2 * D), a(3), a(8), 2.0, -1), "at least 0 iterations, got -1"),
         ("around", Channel(a(2 * D), a(3, 2 * D), a(2 * D, 3)), "need `write` around a sublayer"),
         ("around", Each(a(3)), "expected one of [[8]]"),

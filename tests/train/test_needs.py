@@ -67,10 +67,10 @@ def test_many_layers_are_told_from_few(text, residual):
 
 
 def test_moments_in_bf16_take_half(text):
+    trainer(text).dry_run()  # after which libraries and data are there
     plain, half = (trainer(text, training={"moments": moments}).dry_run() for moments in ("f32", "bf16"))
     assert half.activation_bytes == plain.activation_bytes
-    # Libraries and data may grow meanwhile.
-    assert plain.training_bytes - half.training_bytes == pytest.approx(4 * plain.parameters, abs=2 << 20)
+    assert plain.training_bytes - half.training_bytes == pytest.approx(4 * plain.parameters, abs=4 << 20)
 
 
 def test_activations_are_fewer_where_they_are_made_again(text):

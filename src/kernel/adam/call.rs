@@ -27,7 +27,7 @@ pub struct Buffers<T> {
 
 /// The numbers of an update.
 #[derive(Clone, Copy, Debug)]
-pub struct Settings {
+pub struct Coefficients {
     pub beta1: f64,
     pub beta2: f64,
     pub eps: f64,
@@ -60,9 +60,9 @@ device_struct! {
     }
 }
 
-pub fn launch(device: Device, buffers: &Buffers<View>, settings: &Settings) -> Result<()> {
+pub fn launch(device: Device, buffers: &Buffers<View>, settings: &Coefficients) -> Result<()> {
     let Buffers { parameters, first, second, gradients, grad_scale, step_size, keep } = buffers;
-    let Settings { beta1, beta2, eps, rounding } = *settings;
+    let Coefficients { beta1, beta2, eps, rounding } = *settings;
     let four = |n: i64| n % 4 == 0;
     let is_wide = aligned(&[parameters, first, second, gradients]) && four(parameters.cols);
     let vec = if is_wide && four(rounding.first as i64) { 4 } else { 1 };
@@ -96,9 +96,9 @@ pub fn launch(device: Device, buffers: &Buffers<View>, settings: &Settings) -> R
 }
 
 /// The formula in tch.
-pub fn composed(buffers: &Buffers<Tensor>, settings: &Settings) -> Result<()> {
+pub fn composed(buffers: &Buffers<Tensor>, settings: &Coefficients) -> Result<()> {
     let Buffers { parameters, first, second, gradients, grad_scale, step_size, keep } = buffers;
-    let Settings { beta1, beta2, eps, rounding } = settings;
+    let Coefficients { beta1, beta2, eps, rounding } = settings;
     let finite = grad_scale.f_isfinite()?;
     let settle = |to: &Tensor, new: &Tensor| -> Result<()> {
         to.shallow_clone().f_copy_(&new.f_where_self(&finite, to)?)?;

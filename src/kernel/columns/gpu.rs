@@ -3,10 +3,10 @@
 
 use super::call::{ColumnGradients, ColumnViews};
 use super::ColumnNormKernel;
-use crate::cuda::{self, sum_partials, Device, Grid, Output, StructLayout};
+use crate::cuda::{self, Device, Grid, Output, StructLayout};
 use crate::device_struct;
 use crate::error::{Error, Result};
-use crate::kernel::launch::{columns, columns_at_a_time, room, type_name};
+use crate::kernel::launch::{columns, columns_at_a_time, room, sum_partials, type_name};
 use crate::kernel::view::View;
 use std::ptr::null_mut;
 use tch::{Kind, Tensor};
@@ -179,6 +179,19 @@ pub const STRUCTS: &[&StructLayout] = &[
     &Settle::LAYOUT,
     &Slopes::LAYOUT,
 ];
+
+/// The kernels of the norm with statistics of columns in a `.cu` beside the caller.
+#[macro_export]
+macro_rules! column_program {
+    ($file:literal) => {{
+        use $crate::cuda::{Program, CHUNK, COLUMNS, COLUMN_NORM, PRELUDE, REDUCE, SETTLE};
+        Program {
+            name: $file,
+            files: &[PRELUDE, CHUNK, REDUCE, COLUMN_NORM, include_str!($file), COLUMNS, SETTLE],
+            structs: $crate::kernel::columns::gpu::STRUCTS,
+        }
+    }};
+}
 
 /// A norm's kernels for one matrix.
 struct Launcher {

@@ -2,11 +2,11 @@
 
 use super::call::{RowGradients, RowViews};
 use super::curve::NUMBERS;
-use crate::cuda::{self, sum_partials, Device, Layout, Output, Program, StructLayout};
+use crate::cuda::{self, Device, Layout, Output, Program, StructLayout};
 use crate::device_struct;
 use crate::error::Result;
 use crate::kernel::dropout::OnDevice;
-use crate::kernel::launch::{aligned, columns, room, type_name};
+use crate::kernel::launch::{aligned, columns, room, sum_partials, type_name};
 use crate::kernel::view::View;
 use tch::Kind;
 
@@ -61,6 +61,19 @@ device_struct! {
 
 /// All of them.
 pub const STRUCTS: &[&StructLayout] = &[&OnDevice::LAYOUT, &Forward::LAYOUT, &Backward::LAYOUT];
+
+/// The row kernels of the norm in a `.cu` beside the caller.
+#[macro_export]
+macro_rules! row_program {
+    ($file:literal) => {{
+        use $crate::cuda::{Program, CHUNK, NORM, PARAMETER, PHILOX, PRELUDE, REDUCE, ROWS};
+        Program {
+            name: $file,
+            files: &[PRELUDE, CHUNK, REDUCE, NORM, include_str!($file), PHILOX, PARAMETER, ROWS],
+            structs: $crate::kernel::rows::gpu::STRUCTS,
+        }
+    }};
+}
 
 /// parameter.cuh's kinds.
 fn kind(parameter: &View) -> i32 {
