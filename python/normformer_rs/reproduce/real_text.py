@@ -149,6 +149,7 @@ MOMENTS = Reproduction(
             "padded tokens",
             _moments({**TINY, **RECIPE, "precision": "f32", "updates": 150, "warmup": 50}, "multi30k-bpe"),
             _LOSSES,
+            seeds=3,
         ),
     },
 )
