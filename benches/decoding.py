@@ -47,7 +47,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("corpus", type=Path)
     parser.add_argument("--model", type=Path)
-    parser.add_argument("--checkpoint", default="best")
     parser.add_argument("--updates", type=int, default=600)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
@@ -56,7 +55,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         model = arguments.model or trained(arguments.corpus, folder / "run", arguments.updates)
-        config, weights = baked(model, arguments.checkpoint)
+        config, weights = baked(model)
         types = [line.rsplit(" ", 1)[0] for line in (model / "vocabulary.txt").read_text("utf-8").splitlines()]
         to_ctranslate2(config, weights, types, folder / "ctranslate2")
         lines = unpacked(arguments.corpus / f"{TEST}.en.gz", folder / "lines")
@@ -198,9 +197,9 @@ def trained(corpus: Path, output: Path, updates: int) -> Path:
     return output
 
 
-def baked(run: Path, checkpoint: str) -> tuple[nfrs.TransformerConfig, dict[str, Tensor]]:
+def baked(run: Path) -> tuple[nfrs.TransformerConfig, dict[str, Tensor]]:
     """The configuration and the parameters, FixNorm multiplied into the word vectors."""
-    config, weights = load_run(run, checkpoint)
+    config, weights = load_run(run, "best")
     wanted = {"norm": "layernorm", "residual": "prenorm", "positions": "fairseq", "decoder_start": "eos"}
     for field, value in wanted.items():
         if getattr(config, field) != value:

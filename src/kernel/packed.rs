@@ -3,16 +3,17 @@
 //! > y_ri = b_i + Σ_c x_rc W_ic
 //!
 //! W (n, k) lies in panels of 32 of its rows, transposed: a panel's 32 numbers of one column c are consecutive, and
-//! zeros fill the last panel. A tile of 6 rows of x by a panel (half a panel where there is no AVX-512) stays in
-//! registers while c runs, so each step is one load of the panel, one broadcast a row, and the products. libtorch packs
-//! the matrix anew in each call, which costs as much as 80 rows of x.
+//! zeros fill the last panel. A tile of y, some rows by a panel, stays in registers while c runs. So each step is one
+//! load of the panel, one broadcast a row, and the products. libtorch packs the matrix anew in each call, which costs as
+//! much as 80 rows of x.
 
 pub mod call;
 
 use crate::cpu::memory::Aligned;
-use crate::cpu::pack::{Isa, Of, Pack, Store, PAIR_LANES};
+use crate::cpu::pack::{pack, Isa, Of, Pack, PAIR_LANES, WIDTH};
 use crate::cpu::Accumulator;
 use crate::multiversion;
+use std::array::from_fn;
 
 /// W (n, k), packed, and b (n).
 pub struct PackedMatrix<A> {
@@ -66,46 +67,47 @@ pub fn product<A: Accumulator>(
     }
     assert!(y_stride >= w.n && (rows - 1) * y_stride + w.n <= y.len());
     assert!(x_stride >= w.k && (rows - 1) * x_stride + w.k <= x.len());
-    // Tiles of x, transposed: TILE numbers of column c are consecutive.
-    let mut transposed = Aligned::<A>::new(ROWS * w.k);
     for first in (0..rows).step_by(ROWS) {
-        let count = ROWS.min(rows - first);
-        for (r, row) in x[first * x_stride..].chunks(x_stride).take(count).enumerate() {
-            let tile = &mut transposed[r / TILE * TILE * w.k..][..TILE * w.k];
-            for (to, value) in tile.chunks_exact_mut(TILE).zip(row) {
-                to[r % TILE] = *value;
-            }
-        }
+        let (x, count) = (&x[first * x_stride..], ROWS.min(rows - first));
         for (p, bias) in w.bias.as_chunks::<PAIR_LANES>().0.iter().enumerate() {
             let panel = w.panels[p * PAIR_LANES * w.k..][..PAIR_LANES * w.k].as_chunks::<PAIR_LANES>().0;
             let used = PAIR_LANES.min(w.n - p * PAIR_LANES);
-            for t in (0..count).step_by(TILE) {
-                let mut sums = [*bias; TILE];
-                add_tile(transposed[t * w.k..][..TILE * w.k].as_chunks().0, panel, &mut sums);
-                for (r, sum) in sums.iter().enumerate().take(count - t) {
-                    y[(first + t + r) * y_stride + p * PAIR_LANES..][..used].copy_from_slice(&sum[..used]);
-                }
-            }
+            let y = &mut y[first * y_stride + p * PAIR_LANES..];
+            multiply_panel(x, x_stride, count, panel, bias, y, y_stride, used);
         }
     }
 }
 
-/// Rows of x that are read again for each panel: 12 KiB of f32 where k is 128, half the first cache beside a panel.
-const ROWS: usize = 24;
-
-/// Rows of a tile: with two registers of columns each they take twelve of AVX2's sixteen.
-const TILE: usize = 6;
+/// Rows of x that are read again for each panel: 24 KiB of f32 where k is 128, half of a first cache of 48 KiB.
+const ROWS: usize = 48;
 
 multiversion! {
-    /// sums += the product of a tile of x and a panel. Not inlined, for what the caller holds in registers would push sums
-    /// out of them.
+    /// y_r = b + Σ_c x_rc P_c, of which `used` columns are written. Not inlined, for what the caller holds in registers
+    /// would push a tile out of them.
     #[inline(never)]
-    fn add_tile[isa S][A: Accumulator](x: &[[A; TILE]], panel: &[[A; PAIR_LANES]], sums: &mut [[A; PAIR_LANES]; TILE]) {
-        if is_wide::<S>() {
-            add_columns::<A, S, true, true>(x, panel, sums);
-        } else {
-            add_columns::<A, S, true, false>(x, panel, sums);
-            add_columns::<A, S, false, true>(x, panel, sums);
+    fn multiply_panel[isa S][A: Accumulator](
+        x: &[A],
+        x_stride: usize,
+        rows: usize,
+        panel: &[[A; PAIR_LANES]],
+        bias: &[A; PAIR_LANES],
+        y: &mut [A],
+        y_stride: usize,
+        used: usize,
+    ) {
+        // As many rows as have registers.
+        let tallest = if is_wide::<S>() && size_of::<A>() == 4 { 12 } else { 6 };
+        for first in (0..rows).step_by(tallest) {
+            let (x, y) = (&x[first * x_stride..], &mut y[first * y_stride..]);
+            macro_rules! of_height {
+                ($($height:literal)+) => {
+                    match tallest.min(rows - first) {
+                        $($height => multiply_tile::<A, S, $height>(x, x_stride, panel, bias, y, y_stride, used),)+
+                        _ => unreachable!("no tile is taller"),
+                    }
+                };
+            }
+            of_height!(1 2 3 4 5 6 7 8 9 10 11 12);
         }
     }
 }
@@ -119,32 +121,58 @@ fn is_wide<S: Isa>() -> bool {
     return false;
 }
 
-/// The first half of the panel's columns where LOW, the second where HIGH.
+/// The tile's two packs of columns together where all have registers, else one after the other.
 #[inline(always)]
-fn add_columns<A: Accumulator, S: Isa, const LOW: bool, const HIGH: bool>(
-    x: &[[A; TILE]],
+fn multiply_tile<A: Accumulator, S: Isa, const HEIGHT: usize>(
+    x: &[A],
+    x_stride: usize,
     panel: &[[A; PAIR_LANES]],
-    sums: &mut [[A; PAIR_LANES]; TILE],
+    bias: &[A; PAIR_LANES],
+    y: &mut [A],
+    y_stride: usize,
+    used: usize,
 ) {
-    let mut totals = [[Of::<A, S>::zero(); 2]; TILE];
-    for r in 0..TILE {
-        totals[r] = Of::<A, S>::pair(&sums[r]);
+    if is_wide::<S>() {
+        multiply_columns::<A, S, HEIGHT, 0, 2>(x, x_stride, panel, bias, y, y_stride, used);
+    } else {
+        multiply_columns::<A, S, HEIGHT, 0, 1>(x, x_stride, panel, bias, y, y_stride, used);
+        multiply_columns::<A, S, HEIGHT, 1, 1>(x, x_stride, panel, bias, y, y_stride, used);
     }
-    for (x, w) in x.iter().zip(panel) {
-        let w = Of::<A, S>::pair(w);
-        for r in 0..TILE {
-            let x = Of::<A, S>::splat(x[r]);
-            if LOW {
-                totals[r][0] = x.mul_add(w[0], totals[r][0]);
-            }
-            if HIGH {
-                totals[r][1] = x.mul_add(w[1], totals[r][1]);
+}
+
+/// As many packs of columns of a tile, from pack FIRST on.
+#[inline(always)]
+fn multiply_columns<A: Accumulator, S: Isa, const HEIGHT: usize, const FIRST: usize, const PACKS: usize>(
+    x: &[A],
+    x_stride: usize,
+    panel: &[[A; PAIR_LANES]],
+    bias: &[A; PAIR_LANES],
+    y: &mut [A],
+    y_stride: usize,
+    used: usize,
+) {
+    let rows: [&[A]; HEIGHT] = from_fn(|r| &x[r * x_stride..][..panel.len()]);
+    let mut totals: [[Of<A, S>; PACKS]; HEIGHT] = [from_fn(|p| Pack::load(pack(bias, FIRST + p))); HEIGHT];
+    for (c, w) in panel.iter().enumerate() {
+        let w: [Of<A, S>; PACKS] = from_fn(|p| Pack::load(pack(w, FIRST + p)));
+        for r in 0..HEIGHT {
+            let x = Of::<A, S>::splat(rows[r][c]);
+            for p in 0..PACKS {
+                totals[r][p] = x.mul_add(w[p], totals[r][p]);
             }
         }
     }
-    for r in 0..TILE {
-        // The half that was left out keeps its values; the compiler drops its load and store.
-        Pack::store(totals[r], &mut sums[r], Store::PLAIN);
+    for r in 0..HEIGHT {
+        for p in 0..PACKS {
+            let to = y[r * y_stride..][..used].chunks_mut(WIDTH).nth(FIRST + p).unwrap_or_default();
+            if let Some(to) = to.first_chunk_mut() {
+                totals[r][p].put(to);
+            } else {
+                let mut whole = [A::ZERO; WIDTH];
+                totals[r][p].put(&mut whole);
+                to.copy_from_slice(&whole[..to.len()]);
+            }
+        }
     }
 }
 
@@ -179,8 +207,9 @@ mod tests {
     fn a_packed_product_is_the_product() {
         for level in Level::ALL {
             let level = force(Some(level));
-            let sizes = [[1, 1, 1], [3, 32, 16], [7, 33, 5], [25, 70, 128], [49, 31, 130], [0, 4, 4], [4, 0, 4]];
-            for size in sizes {
+            let sizes = [[1, 1, 1], [3, 32, 16], [25, 70, 128], [49, 31, 130], [0, 4, 4], [4, 0, 4]];
+            let heights = (1..=13).flat_map(|rows| [[rows, 33, 5], [rows, 45, 4]]);
+            for size in sizes.into_iter().chain(heights) {
                 for pads in [[0, 0], [3, 31], [0, 5]] {
                     check::<f32>(level, size, pads, 1e-4);
                     check::<f64>(level, size, pads, 1e-12);
