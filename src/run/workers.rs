@@ -4,7 +4,6 @@
 //! with batches of their own do not.
 
 use crate::cpu::parallel;
-use crate::data;
 use crate::error::{Error, Result};
 use crate::model::Transformer;
 use crate::search::{Hypothesis, Search};
@@ -19,20 +18,27 @@ use tch::Tensor;
 const PATIENCE: Duration = Duration::from_millis(50);
 
 /// Sentences by batches of at most `batch_tokens` padded tokens (with EOS) or one sentence, of like lengths, the longest
-/// first. They are made smaller where that gives each thread as many.
+/// first. Several threads begin with large batches and end with small ones: each has at most two thirds of a thread's share
+/// of what is left. So the thread that ends first waits for a small batch only.
 pub fn source_batches(source: &[Vec<u32>], batch_tokens: usize, threads: usize) -> Vec<Vec<usize>> {
-    let lengths: Vec<(usize, usize)> = source.iter().map(|row| (row.len() + 1, 0)).collect();
-    let total: usize = lengths.iter().map(|(length, _)| length).sum();
-    let rounds = total.div_ceil(batch_tokens.saturating_mul(threads).max(1));
-    let share = total.div_ceil((rounds * threads).max(1)).max(LEAST);
-    let mut batches = data::plan(&lengths, batch_tokens.min(share), 0, 0);
-    let cost = |batch: &Vec<usize>| batch.iter().map(|&sentence| lengths[sentence].0).max();
-    batches.sort_by_key(|batch| std::cmp::Reverse(cost(batch)));
+    let tokens = |&sentence: &usize| source[sentence].len() + 1;
+    let mut sentences: Vec<usize> = (0..source.len()).collect();
+    sentences.sort_by_key(|sentence| std::cmp::Reverse(tokens(sentence)));
+    let mut left: usize = sentences.iter().map(tokens).sum();
+    let mut batches = Vec::new();
+    let mut rest = &sentences[..];
+    while let Some(longest) = rest.first().map(tokens) {
+        let share = if threads == 1 { left } else { (2 * left / (3 * threads)).max(LEAST) };
+        let (batch, others) = rest.split_at((batch_tokens.min(share) / longest).clamp(1, rest.len()));
+        left -= batch.iter().map(tokens).sum::<usize>();
+        batches.push(batch.to_vec());
+        rest = others;
+    }
     batches
 }
 
 /// Tokens below which a batch is not made smaller: a step of few rows costs what its operations cost.
-const LEAST: usize = 256;
+const LEAST: usize = 384;
 
 /// What a thread does with a batch; it asks the last argument at each step whether to go on.
 type TranslateBatch<'a> =
@@ -126,7 +132,7 @@ mod tests {
     use tch::{Device, Kind};
 
     #[test]
-    fn each_thread_gets_as_many_batches_of_like_lengths() {
+    fn batches_have_like_lengths_and_become_smaller() {
         let source: Vec<Vec<u32>> = (0..1000).map(|i| vec![7; 3 + i * 7919 % 23]).collect();
         for (tokens, threads) in [(8192, 2), (100_000, 2), (8192, 1), (500, 4)] {
             let batches = source_batches(&source, tokens, threads);
@@ -136,7 +142,12 @@ mod tests {
             let longest = |batch: &Vec<usize>| batch.iter().map(|&i| source[i].len() + 1).max().unwrap();
             assert!(batches.iter().all(|batch| batch.len() * longest(batch) <= tokens), "{tokens} {threads}");
             assert!(batches.iter().map(longest).is_sorted_by(|a, b| a >= b));
-            assert!(batches.len() >= threads);
+            let mut left = source.iter().map(|row| row.len() + 1).sum::<usize>();
+            for batch in batches.iter().filter(|_| threads > 1) {
+                let size = batch.iter().map(|&i| source[i].len() + 1).sum::<usize>();
+                assert!(size <= LEAST.max(2 * left / (3 * threads)), "{size} of {left} for {threads}");
+                left -= size;
+            }
         }
         assert!(source_batches(&[], 8192, 2).is_empty());
         assert_eq!(source_batches(&[vec![7; 30], vec![7; 20]], 8, 2), [[0], [1]]);
