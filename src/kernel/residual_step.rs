@@ -20,7 +20,7 @@ use crate::kernel::rows::{
 use crate::multiversion;
 use crate::row_program;
 use mask::{Bits, Mask};
-use scales::{branch_scale, finish, sum_of, Scales, StepRows};
+use scales::{finish, scales, sum_of, Scales, StepRows};
 
 pub mod call;
 mod mask;
@@ -64,7 +64,7 @@ multiversion! {
         if cols == 0 {
             return;
         }
-        let (alpha, beta) = (columns(step.alpha, cols, X::Acc::ONE), branch_scale(step));
+        let (alpha, beta) = scales(step);
         let weight = columns(step.weight, cols, X::Acc::ONE);
         let bias = columns(step.bias, cols, X::Acc::ZERO);
         let (store, store_y) = (Store::of(x_plus, cols), Store::of(y, cols));
@@ -127,12 +127,9 @@ multiversion! {
         };
         // A curve's G, in the type that it is computed in.
         let mut total = memory::filled(X::Acc::ZERO, if bend.is_some() { GROUP * cols } else { 0 });
-        let mut scales = Scales {
-            alpha: columns(step.alpha, cols, X::Acc::ONE),
-            beta: branch_scale(step),
-            dalpha: sum_of(grads.dalpha, cols),
-            dbeta: sum_of(grads.dbeta, cols),
-        };
+        let (alpha, beta) = scales(step);
+        let (dalpha, dbeta) = (sum_of(grads.dalpha, cols), sum_of(grads.dbeta, cols));
+        let mut scales = Scales { alpha, beta, dalpha, dbeta };
         let (store, store_f) = (Store::of(dx, cols), Store::of(df, cols));
         let group = Group::new::<S>(dx_plus.len().max(dy.len()) / cols, cols);
         let mut mask = Mask::new(step.dropout, first_row, group);
@@ -175,7 +172,7 @@ multiversion! {
     }
 }
 
-/// x⁺ = α⊙x + β⊙drop(f).
+/// x⁺ = α⊙x + β⊙drop(f); x + drop(f) where the scales are empty.
 #[inline(always)]
 fn add<S: Isa, X: Element, F: Element<Acc = X::Acc>>(
     alpha: &[X::Acc],
@@ -187,7 +184,7 @@ fn add<S: Isa, X: Element, F: Element<Acc = X::Acc>>(
     store: Store,
 ) {
     let ahead = GROUP * x[0].len();
-    let dropped = bits.is_some();
+    let (scaled, dropped) = (!alpha.is_empty(), bits.is_some());
     let (threshold, bits) = bits.unwrap_or((0, [&[]; GROUP]));
     let mut x = Blocks::of(x);
     let mut f = Blocks::of(f);
@@ -197,10 +194,20 @@ fn add<S: Isa, X: Element, F: Element<Acc = X::Acc>>(
     for part in 0..PARTS {
         let n = x.len(part);
         let (a, b);
-        ((a, alpha), (b, beta)) = (alpha.split_at(n), beta.split_at(n));
+        let coefficients = if scaled { n } else { 0 };
+        ((a, alpha), (b, beta)) = (alpha.split_at(coefficients), beta.split_at(coefficients));
         let (x, f, to) = (x.part::<S>(part, n), f.part::<S>(part, n), to.part::<S>(part, n));
         let bits = bits.part::<S>(part, if dropped { n } else { 0 });
         for i in 0..n {
+            if !scaled {
+                each_row!(S, r => {
+                    fetch(&x[r][i], ahead);
+                    fetch(&f[r][i], ahead);
+                    let (x, f) = (Of::<X::Acc, S>::pair(&x[r][i]), Of::<X::Acc, S>::pair(&f[r][i]));
+                    Of::<X::Acc, S>::store([x[0].add(f[0]), x[1].add(f[1])], &mut to[r][i], store);
+                });
+                continue;
+            }
             let (a, b) = (Of::<X::Acc, S>::pair(&a[i]), Of::<X::Acc, S>::pair(&b[i]));
             each_row!(S, r => {
                 fetch(&x[r][i], ahead);

@@ -19,8 +19,8 @@ pub struct StepRows<'a, X, F, Y, D> {
     pub f: [&'a [F]; GROUP],
 }
 
-/// The scales α and β per column, and the sums of their gradients (but for dropout's scale); these are empty where not
-/// wanted.
+/// The scales α and β per column, empty where both are one, and the sums of their gradients (but for dropout's scale);
+/// these are empty where not wanted.
 pub struct Scales<A> {
     pub alpha: Aligned<A>,
     pub beta: Aligned<A>,
@@ -46,7 +46,7 @@ impl<A: Accumulator> Scales<A> {
         let (has_dy, has_dx_plus) = (!sides.dy[0].is_empty(), !sides.dx_plus[0].is_empty());
         let (wants_dx, wants_df) = (!dx[0].is_empty(), !df[0].is_empty());
         let (wants_dalpha, wants_dbeta) = (!self.dalpha.is_empty(), !self.dbeta.is_empty());
-        let dropped = bits.is_some();
+        let (scaled, dropped) = (!self.alpha.is_empty(), bits.is_some());
         let (threshold, bits) = bits.unwrap_or((0, [&[]; GROUP]));
         let lines = rows!(r => Lines::<A, S, true>::of(row_gradients[r]));
         let ahead = GROUP * sides.dx_plus[0].len();
@@ -69,8 +69,8 @@ impl<A: Accumulator> Scales<A> {
             let (dx, df) = (dx.part::<S>(part, of(wants_dx)), df.part::<S>(part, of(wants_df)));
             let here = |there: bool| if there { done..done + n } else { 0..0 };
             let weight = &weight.as_chunks::<PAIR_LANES>().0[here(weighted)];
-            let alpha = &self.alpha.as_chunks::<PAIR_LANES>().0[here(true)];
-            let beta = &self.beta.as_chunks::<PAIR_LANES>().0[here(true)];
+            let alpha = &self.alpha.as_chunks::<PAIR_LANES>().0[here(scaled)];
+            let beta = &self.beta.as_chunks::<PAIR_LANES>().0[here(scaled)];
             let dalpha = &mut self.dalpha.as_chunks_mut::<PAIR_LANES>().0[here(wants_dalpha)];
             let dbeta = &mut self.dbeta.as_chunks_mut::<PAIR_LANES>().0[here(wants_dbeta)];
             done += n;
@@ -90,11 +90,13 @@ impl<A: Accumulator> Scales<A> {
                         total[r] = [total[r][0].add(d[0]), total[r][1].add(d[1])];
                     });
                 }
-                if wants_dx {
+                if wants_dx && scaled {
                     let a = Of::<A, S>::pair(&alpha[i]);
                     each_row!(S, r => {
                         Of::<A, S>::store([a[0].mul(total[r][0]), a[1].mul(total[r][1])], &mut dx[r][i], store);
                     });
+                } else if wants_dx {
+                    each_row!(S, r => { Of::<A, S>::store(total[r], &mut dx[r][i], store) });
                 }
                 if wants_dalpha {
                     let mut sum = Of::<A, S>::pair(&dalpha[i]);
@@ -105,7 +107,7 @@ impl<A: Accumulator> Scales<A> {
                     Of::<A, S>::store(sum, &mut dalpha[i], Store::PLAIN);
                 }
                 if wants_df {
-                    let b = Of::<A, S>::pair(&beta[i]);
+                    let b = if scaled { Of::<A, S>::pair(&beta[i]) } else { [Of::<A, S>::splat(A::ONE); 2] };
                     each_row!(S, r => {
                         let mut d = [b[0].mul(total[r][0]), b[1].mul(total[r][1])];
                         if dropped {
@@ -147,12 +149,15 @@ pub fn finish<A: Accumulator>(sums: &[A], dropout: Option<Dropout>, gradient: &m
     }
 }
 
-/// β times what dropout multiplies the kept elements by.
-pub fn branch_scale<A: Accumulator>(step: &StepParameters<A>) -> Aligned<A> {
+/// α, and β times what dropout multiplies the kept elements by; both empty where all of that is one.
+pub fn scales<A: Accumulator>(step: &StepParameters<A>) -> (Aligned<A>, Aligned<A>) {
+    if step.alpha.is_empty() && step.beta.is_empty() && step.dropout.is_none() {
+        return (Aligned::new(0), Aligned::new(0));
+    }
     let scale = A::from_f64(step.dropout.map_or(1.0, |d| d.scale));
     let mut beta = columns(step.beta, step.cols, A::ONE);
     for beta in beta.iter_mut() {
         *beta = *beta * scale;
     }
-    beta
+    (columns(step.alpha, step.cols, A::ONE), beta)
 }
