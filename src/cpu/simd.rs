@@ -83,6 +83,14 @@ pub fn has_avx512_bf16() -> bool {
     return false;
 }
 
+/// Whether the processor has instructions for products of bf16, which libtorch's take.
+pub fn has_bf16_products() -> bool {
+    #[cfg(target_arch = "x86_64")]
+    return is_x86_feature_detected!("avx512bf16");
+    #[cfg(not(target_arch = "x86_64"))]
+    return true;
+}
+
 /// Compiles a function once per [`Level`] and calls the one that [`level`] names.
 ///
 /// The body is generic Rust; everything it calls in its hot loops must be `#[inline(always)]` to be compiled with the

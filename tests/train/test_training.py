@@ -97,6 +97,14 @@ def test_the_same_seed_gives_the_same_bits(tmp_path, corpus, precision):
     assert all(torch.equal(first[k], second[k]) for k in first)
 
 
+def test_bf16_without_instructions_for_its_products_is_warned_of(tmp_path, corpus):
+    for precision in ("bf16", "f32"):
+        fit(tmp_path / precision, corpus, training={"precision": precision, "updates": 2})
+        said = [event["text"] for event in events(tmp_path / precision, "message")]
+        warned = any("no instructions for products of bf16" in text for text in said)
+        assert warned == (precision == "bf16" and "avx512_bf16" not in Path("/proc/cpuinfo").read_text())
+
+
 STATISTICS = [{"norm": "batchnorm"}, {"norm": "powernorm-v"}] + [
     {"norm": "powernorm", "powernorm_mode": mode, "powernorm_warmup": 2, "residual": residual}
     for mode, residual in [("paper", "prenorm"), ("paper", "postnorm"), ("release", "prenorm")]
