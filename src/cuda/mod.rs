@@ -33,7 +33,7 @@ pub struct Program {
     /// A file's name, for the compiler's messages.
     pub name: &'static str,
     pub files: &'static [&'static str],
-    /// What the kernels take, and the structs within.
+    /// The structs that the kernels take, and those inside them.
     pub structs: &'static [&'static StructLayout],
 }
 

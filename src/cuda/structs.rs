@@ -1,5 +1,5 @@
-//! What kernels take: structs that Rust declares with the fields that the sources declare. Tests let the compiler of the
-//! sources check that both mean the same bytes.
+//! The structs that kernels take. Rust and the CUDA sources declare them both, field by field. In the tests NVRTC compares
+//! the place of each field.
 
 use std::fmt::Write;
 

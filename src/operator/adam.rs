@@ -3,7 +3,7 @@
 use super::call::{values, Call, Value};
 use super::declare::{tensor, DtypeRule, Kernels, Operator};
 use super::engine::Handle;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::kernel::adam::call::{composed, launch, Buffers, Coefficients};
 use crate::kernel::adam::{Rounding, PROGRAM};
 use tch::Tensor;
@@ -44,6 +44,15 @@ pub(super) fn operator() -> Operator {
         ],
         [],
     )
+    .plan(|call| {
+        let [.., update, place] = call.arguments::<13>();
+        for (name, number) in [("update", update.int()), ("place", place.int())] {
+            if number < 0 {
+                return Err(Error::invalid(format!("adam_: {name} must be at least 0, got {number}")));
+            }
+        }
+        Ok(())
+    })
     .kernel_on(Kernels::Gpu, |call| {
         let device = call.device().expect("the kernels are a GPU's");
         let (buffers, settings) = read(call, |v| v.view);

@@ -355,9 +355,9 @@ mod tests {
                 assert!((ours / theirs - 1.0).abs() < 1e-6, "{ours} {theirs}");
                 for (ours, theirs) in [(&cpu.parameters, &device.parameters), (&cpu.second, &device.second)] {
                     if ours.kind() == Kind::BFloat16 {
-                        // A last bit of f32 may round the other way.
+                        // A last bit of f32 decides one rounding in 65,536.
                         let others = ours.ne_tensor(theirs).to_kind(Kind::Float).mean(Kind::Float);
-                        assert!(others.double_value(&[]) < 1e-2, "step {step}");
+                        assert!(others.double_value(&[]) < 2e-3, "step {step}");
                         continue;
                     }
                     let [off, size] = [ours - theirs, theirs.copy()].map(|t| t.abs().max().double_value(&[]));

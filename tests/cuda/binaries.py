@@ -1,4 +1,4 @@
-"""What NVIDIA's compiler made of the CUDA kernels, without a device: every variant's binary, read with cuobjdump.
+"""Compiles every variant of the CUDA kernels and checks the binaries. No device is needed.
 
     python tests/cuda/binaries.py [--output CSV] [--architectures 80 90] [--of N]
 
@@ -69,7 +69,7 @@ class Kernel:
 
 @dataclass
 class Declared:
-    """What a kernel's source says of it."""
+    """A kernel's launch bound and the struct that it takes, as its source declares them."""
 
     bound: str
     struct: str

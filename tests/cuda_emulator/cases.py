@@ -369,7 +369,8 @@ def adams_formula(moments, place):
     for ours, formulas in zip(tensors, copies):
         torch.testing.assert_close(ours, formulas, check_device=False)
         if ours.dtype == torch.bfloat16:
-            assert (ours.cpu() != formulas).float().mean() < 1e-2
+            # A last bit of f32 decides one rounding in 65,536.
+            assert (ours.cpu() != formulas).float().mean() < 1e-3
 
 
 def empty(norm):

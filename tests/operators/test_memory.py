@@ -163,6 +163,14 @@ def test_adam_of_a_negated_view(name):
         assert torch.equal(given[n], plain[n]), n
 
 
+@pytest.mark.parametrize("name", ["update", "place"])
+def test_adam_refuses_a_negative_number(name):
+    buffers = [torch.ones(4) for _ in range(4)]
+    with pytest.raises((RuntimeError, ValueError), match=f"{name} must be at least 0, got -1"):
+        OPS.adam_(*buffers, *[torch.ones(1)] * 3, 0.9, 0.99, EPS, **{name: -1})
+    assert all(torch.equal(buffer, torch.ones(4)) for buffer in buffers)
+
+
 def test_adam_refuses_complex_numbers():
     buffers = [torch.zeros(8) for _ in range(4)]
     buffers[1] = torch.zeros(8, dtype=torch.complex64).conj()

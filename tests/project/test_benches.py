@@ -79,6 +79,7 @@ def test_a_second_thread_beside_a_product(corpora):
     [
         ("kernels.py --megabytes 1 --repeats 1 --rows 64", 7),
         ("norms.py --megabytes 1 --rounds 1 --only forward", 13),
+        ("products.py --rows 30 --rounds 1", 25),
         ("depth.py --layers 2 --updates 1", 1),
         (f"against.py {BENCHES.parent} speed --pairs 1 --megabytes 1", 10),
     ],

@@ -9,10 +9,10 @@ use crate::kernel::launch::{aligned, grid_of_chunks, type_name};
 use crate::kernel::view::View;
 use tch::{Kind, Tensor};
 
-/// What an update reads and writes: flat buffers of one length, f32 but for the moments, and three of one number.
+/// The tensors of an update. The first four are flat and of one length, the last three hold a number each. The moments are
+/// f32 or bf16, all others f32.
 pub struct Buffers<T> {
     pub parameters: T,
-    /// f32 or bf16, as `second`.
     pub first: T,
     pub second: T,
     /// Zeroed on the way.

@@ -166,7 +166,7 @@ device_struct! {
     }
 }
 
-/// All of them.
+/// The structs of columns.cuh and settle.cuh.
 pub const STRUCTS: &[&StructLayout] = &[
     &Rows::LAYOUT,
     &DeviceOptions::LAYOUT,

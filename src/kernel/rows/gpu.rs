@@ -59,7 +59,7 @@ device_struct! {
     }
 }
 
-/// All of them.
+/// The structs of rows.cuh.
 pub const STRUCTS: &[&StructLayout] = &[&OnDevice::LAYOUT, &Forward::LAYOUT, &Backward::LAYOUT];
 
 /// The row kernels of the norm in a `.cu` beside the caller.
