@@ -83,7 +83,7 @@ pub fn has_avx512_bf16() -> bool {
     return false;
 }
 
-/// Whether the processor has instructions for products of bf16, which libtorch's take.
+/// Whether the processor has instructions for products of bf16, which libtorch's take. Only x86 is asked.
 pub fn has_bf16_products() -> bool {
     #[cfg(target_arch = "x86_64")]
     return is_x86_feature_detected!("avx512bf16");

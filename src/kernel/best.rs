@@ -2,8 +2,8 @@
 //!
 //! > log p_i = z_i − log Σ_j exp z_j
 //!
-//! A row that lies in the second cache is read three times, without being written: for the maximum of each 64 columns,
-//! for Σ exp(z − max), and in those 64s alone that can hold a column as large as the last one found so far.
+//! A row comes in parts, which lie in the second cache and are not written. Each is read for the maximum of each 64 columns,
+//! then for Σ exp(z − max). Last, only those 64s are read that can hold a column as large as the last one found so far.
 
 pub mod call;
 
@@ -29,32 +29,65 @@ pub enum Choice<'a> {
     Only(usize),
 }
 
+/// What is known of a row, some of whose columns have been read.
+#[derive(Clone, Debug)]
+pub struct Standing {
+    /// The largest logit.
+    most: f64,
+    /// Σ exp(z − most).
+    sum: f64,
+    /// The columns that would be chosen, their logits in place of log p.
+    found: Vec<Likely>,
+}
+
+impl Standing {
+    /// Of a row of which nothing has been read; `count` columns are wanted.
+    pub fn new(count: usize) -> Self {
+        Standing { most: f64::NEG_INFINITY, sum: 0.0, found: Vec::with_capacity(count) }
+    }
+
+    /// The most probable columns, best first, of equals the lower; fewer than wanted where fewer have a probability above
+    /// 0. A row with a NaN has one entry, a NaN.
+    pub fn finish(mut self) -> Vec<Likely> {
+        let log_sum = self.sum.ln();
+        if log_sum.is_nan() || self.most == f64::NEG_INFINITY {
+            return vec![Likely { column: 0, log_p: f64::NAN }];
+        }
+        self.found.iter_mut().for_each(|likely| likely.log_p = (likely.log_p - self.most) - log_sum);
+        self.found
+    }
+}
+
 multiversion! {
-    /// Of each row of `cols` logits, rows `stride` apart, the `count` most probable columns, best first, of equals the
-    /// lower; fewer where fewer have a probability above 0. A row with a NaN has one entry, a NaN.
-    pub fn best[isa S][E: Element](
+    /// Reads the logits of `cols` columns of each row, the first of which is column `start`; rows are `stride` apart. A
+    /// row's columns come in rising order.
+    pub fn rank[isa S][E: Element](
         logits: &[E],
+        start: usize,
         cols: usize,
         stride: usize,
         count: usize,
         choice: Choice,
-        found: &mut [Vec<Likely>],
+        standings: &mut [Standing],
     ) {
         let mut maxima = vec![E::Acc::ZERO; cols.div_ceil(BLOCK)];
-        for (r, found) in found.iter_mut().enumerate() {
-            found.clear();
+        for (r, Standing { most, sum, found }) in standings.iter_mut().enumerate() {
             let z = &logits[r * stride..][..cols];
-            let most = block_maxima(z, &mut maxima);
-            let (most, log_sum) = (most.to_f64(), sum_of_exponentials::<E, S>(z, most).to_f64().ln());
-            if log_sum.is_nan() {
-                found.push(Likely { column: 0, log_p: f64::NAN });
-                continue;
+            let largest_here = block_maxima(z, &mut maxima).to_f64();
+            if largest_here > *most {
+                *sum *= (*most - largest_here).exp();
+                *most = largest_here;
             }
+            // A row of −∞ alone has nothing to subtract.
+            let shift = if *most == f64::NEG_INFINITY { 0.0 } else { *most };
+            *sum += sum_of_exponentials::<E, S>(z, E::Acc::from_f64(shift)).to_f64();
             match choice {
-                Choice::AllBut(banned) => largest(z, &maxima, count, banned, found),
-                Choice::Only(column) => found.push(Likely { column, log_p: z[column].load().to_f64() }),
+                Choice::AllBut(banned) => largest(z, start, &maxima, count, banned, found),
+                Choice::Only(column) if (start..start + cols).contains(&column) => {
+                    found.push(Likely { column, log_p: z[column - start].load().to_f64() });
+                }
+                Choice::Only(_) => {}
             }
-            found.iter_mut().for_each(|likely| likely.log_p = (likely.log_p - most) - log_sum);
         }
     }
 }
@@ -97,10 +130,17 @@ fn sum_of_exponentials<E: Element, S: Isa>(z: &[E], most: E::Acc) -> E::Acc {
     sum(totals)
 }
 
-/// The `count` largest, their logits in place of log p.
+/// The `count` largest, their logits in place of log p. `found` has those of the columns before `start`.
 #[inline(always)]
-fn largest<E: Element>(z: &[E], maxima: &[E::Acc], count: usize, banned: &[usize], found: &mut Vec<Likely>) {
-    let mut least = E::Acc::from_f64(f64::NEG_INFINITY);
+fn largest<E: Element>(
+    z: &[E],
+    start: usize,
+    maxima: &[E::Acc],
+    count: usize,
+    banned: &[usize],
+    found: &mut Vec<Likely>,
+) {
+    let mut least = E::Acc::from_f64(found.get(count - 1).map_or(f64::NEG_INFINITY, |last| last.log_p));
     for (block, (z, maximum)) in z.chunks(BLOCK).zip(maxima).enumerate() {
         // In rising order an equal column comes after the one that is there.
         if *maximum <= least {
@@ -108,7 +148,7 @@ fn largest<E: Element>(z: &[E], maxima: &[E::Acc], count: usize, banned: &[usize
         }
         for (i, z) in z.iter().enumerate() {
             let value = z.load();
-            let column = block * BLOCK + i;
+            let column = start + block * BLOCK + i;
             if value > least && !banned.contains(&column) {
                 let log_p = value.to_f64();
                 let place = found.partition_point(|better| better.log_p >= log_p);
@@ -128,11 +168,24 @@ mod tests {
     use crate::cpu::simd::{force, Level};
     use half::bf16;
 
+    /// Reads all columns at once and in parts; both must find the same.
     fn run<E: Element>(z: &[f64], cols: usize, stride: usize, count: usize, choice: Choice) -> Vec<Vec<Likely>> {
         let logits: Vec<E> = z.iter().map(|z| E::store(E::Acc::from_f64(*z))).collect();
-        let mut found = vec![vec![]; logits.len() / stride];
-        best(&logits, cols, stride, count, choice, &mut found);
-        found
+        let [whole, parts] = [cols, 64].map(|part| {
+            let mut standings = vec![Standing::new(count); logits.len() / stride];
+            for start in (0..cols).step_by(part) {
+                rank(&logits[start..], start, part.min(cols - start), stride, count, choice, &mut standings);
+            }
+            standings.into_iter().map(Standing::finish).collect::<Vec<_>>()
+        });
+        for (whole, parts) in whole.iter().zip(&parts) {
+            assert_eq!(whole.len(), parts.len());
+            for (one, other) in whole.iter().zip(parts) {
+                assert_eq!((one.column, one.log_p.is_nan()), (other.column, other.log_p.is_nan()));
+                assert!(one.log_p.is_nan() || (one.log_p - other.log_p).abs() < 1e-6, "{one:?} {other:?}");
+            }
+        }
+        parts
     }
 
     /// From the definition, by sorting.
@@ -196,6 +249,15 @@ mod tests {
         let found = run::<f32>(&[0.0; 70], 70, 70, 4, Choice::Only(68));
         assert_eq!((found[0].len(), found[0][0].column), (1, 68));
         assert!((found[0][0].log_p + 70f64.ln()).abs() < 1e-6);
+    }
+
+    #[test]
+    fn a_part_may_have_no_probability() {
+        let mut z = [f64::NEG_INFINITY; 200];
+        z[150..].fill(1.0);
+        let found = run::<f32>(&z, 200, 200, 3, Choice::AllBut(&[]));
+        assert_eq!(found[0].iter().map(|l| l.column).collect::<Vec<_>>(), [150, 151, 152]);
+        assert!((found[0][0].log_p + 50f64.ln()).abs() < 1e-6);
     }
 
     #[test]

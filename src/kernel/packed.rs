@@ -14,6 +14,7 @@ use crate::cpu::pack::{pack, Isa, Of, Pack, PAIR_LANES, WIDTH};
 use crate::cpu::Accumulator;
 use crate::multiversion;
 use std::array::from_fn;
+use std::ops::Range;
 
 /// W (n, k), packed, and b (n).
 pub struct PackedMatrix<A> {
@@ -62,17 +63,32 @@ pub fn product<A: Accumulator>(
     y: &mut [A],
     y_stride: usize,
 ) {
-    if rows == 0 || w.n == 0 {
+    product_columns(x, x_stride, rows, w, 0..w.n, y, y_stride);
+}
+
+/// The same of some columns of y, which stand at the beginning of its rows. The first one is a panel's.
+pub fn product_columns<A: Accumulator>(
+    x: &[A],
+    x_stride: usize,
+    rows: usize,
+    w: &PackedMatrix<A>,
+    columns: Range<usize>,
+    y: &mut [A],
+    y_stride: usize,
+) {
+    if rows == 0 || columns.is_empty() {
         return;
     }
-    assert!(y_stride >= w.n && (rows - 1) * y_stride + w.n <= y.len());
+    assert!(columns.start.is_multiple_of(PAIR_LANES) && columns.end <= w.n, "{columns:?} of {}", w.n);
+    assert!(y_stride >= columns.len() && (rows - 1) * y_stride + columns.len() <= y.len());
     assert!(x_stride >= w.k && (rows - 1) * x_stride + w.k <= x.len());
     for first in (0..rows).step_by(ROWS) {
         let (x, count) = (&x[first * x_stride..], ROWS.min(rows - first));
-        for (p, bias) in w.bias.as_chunks::<PAIR_LANES>().0.iter().enumerate() {
-            let panel = w.panels[p * PAIR_LANES * w.k..][..PAIR_LANES * w.k].as_chunks::<PAIR_LANES>().0;
-            let used = PAIR_LANES.min(w.n - p * PAIR_LANES);
-            let y = &mut y[first * y_stride + p * PAIR_LANES..];
+        for column in columns.clone().step_by(PAIR_LANES) {
+            let panel = w.panels[column * w.k..][..PAIR_LANES * w.k].as_chunks::<PAIR_LANES>().0;
+            let bias = w.bias[column..].first_chunk().expect("b has whole panels");
+            let used = PAIR_LANES.min(columns.end - column);
+            let y = &mut y[first * y_stride + column - columns.start..];
             multiply_panel(x, x_stride, count, panel, bias, y, y_stride, used);
         }
     }
@@ -192,8 +208,18 @@ mod tests {
         let (x, w, b) = (typed(noise(rows * (k + x_pad), 0)), typed(noise(n * k, 900)), typed(noise(n, 77)));
         let untouched = A::from_f64(42.0);
         for bias in [None, Some(&b[..])] {
-            let mut y = vec![untouched; rows * (n + y_pad)];
-            product(&x, k + x_pad, rows, &PackedMatrix::new(&w, bias, n, k), &mut y, n + y_pad);
+            let (packed, stride) = (PackedMatrix::new(&w, bias, n, k), n + y_pad);
+            let mut y = vec![untouched; rows * stride];
+            product(&x, k + x_pad, rows, &packed, &mut y, stride);
+            assert!(y.chunks(stride.max(1)).all(|row| row[n..].iter().all(|y| *y == untouched)));
+            if rows > 0 && n > PAIR_LANES {
+                let mut rest = vec![untouched; rows * stride];
+                product_columns(&x, k + x_pad, rows, &packed, PAIR_LANES..n, &mut rest, stride);
+                for (rest, y) in rest.chunks(stride).zip(y.chunks(stride)) {
+                    assert!(rest[..n - PAIR_LANES] == y[PAIR_LANES..n]);
+                    assert!(rest[n - PAIR_LANES..].iter().all(|y| *y == untouched));
+                }
+            }
             for (r, i) in (0..rows).flat_map(|r| (0..n).map(move |i| (r, i))) {
                 let terms = (0..k).map(|c| x[r * (k + x_pad) + c].to_f64() * w[i * k + c].to_f64());
                 let wanted = bias.map_or(0.0, |b| b[i].to_f64()) + terms.sum::<f64>();

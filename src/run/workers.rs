@@ -18,8 +18,8 @@ use tch::Tensor;
 const PATIENCE: Duration = Duration::from_millis(50);
 
 /// Sentences by batches of at most `batch_tokens` padded tokens (with EOS) or one sentence, of like lengths, the longest
-/// first. Several threads begin with large batches and end with small ones: each has at most two thirds of a thread's share
-/// of what is left. So the thread that ends first waits for a small batch only.
+/// first. Several threads begin with large batches and end with small ones, so that the first to end waits for a small one:
+/// each has at most two thirds of a thread's share of what is left, or [`LEAST`] tokens.
 pub fn source_batches(source: &[Vec<u32>], batch_tokens: usize, threads: usize) -> Vec<Vec<usize>> {
     let tokens = |&sentence: &usize| source[sentence].len() + 1;
     let mut sentences: Vec<usize> = (0..source.len()).collect();
@@ -28,7 +28,7 @@ pub fn source_batches(source: &[Vec<u32>], batch_tokens: usize, threads: usize) 
     let mut batches = Vec::new();
     let mut rest = &sentences[..];
     while let Some(longest) = rest.first().map(tokens) {
-        let share = if threads == 1 { left } else { (2 * left / (3 * threads)).max(LEAST) };
+        let share = if threads <= 1 { left } else { (2 * left / (3 * threads)).max(LEAST) };
         let (batch, others) = rest.split_at((batch_tokens.min(share) / longest).clamp(1, rest.len()));
         left -= batch.iter().map(tokens).sum::<usize>();
         batches.push(batch.to_vec());

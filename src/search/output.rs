@@ -75,7 +75,9 @@ mod tests {
     /// What the packed product finds, against libtorch's log-softmax and top-k of the model's logits.
     #[test]
     fn the_packed_output_chooses_as_the_composed_one() {
-        const V: i64 = 300;
+        // Several blocks of columns and of rows.
+        const V: i64 = 1100;
+        const ROWS: i64 = 300;
         for (fixnorm, output_bias, logit_softcap) in
             [(false, false, None), (true, true, None), (false, true, Some(2.0))]
         {
@@ -96,7 +98,7 @@ mod tests {
             for tensor in model.parameters.tensors() {
                 let _ = tch::no_grad(|| tensor.shallow_clone().f_add_(&tensor.randn_like()).unwrap());
             }
-            let h = tch::no_grad(|| Tensor::randn([70, 40], (Kind::Double, Device::Cpu)));
+            let h = tch::no_grad(|| Tensor::randn([ROWS, 40], (Kind::Double, Device::Cpu)));
             let mask = Tensor::from_slice(&(0..V).map(|id| id == EOS || id % 3 == 0).collect::<Vec<bool>>());
             for (mask, eos) in [None, Some(&mask)]
                 .into_iter()
@@ -119,7 +121,7 @@ mod tests {
                         assert!((found.log_probability - wanted.log_probability).abs() < 1e-9);
                     }
                 }
-                assert_eq!(found.len(), 70);
+                assert_eq!(found.len(), ROWS as usize);
             }
         }
     }

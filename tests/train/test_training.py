@@ -1,5 +1,7 @@
 """Training: equal to the oracle, reproducible, and able to learn."""
 
+import platform
+import sys
 from pathlib import Path
 
 import pytest
@@ -97,6 +99,7 @@ def test_the_same_seed_gives_the_same_bits(tmp_path, corpus, precision):
     assert all(torch.equal(first[k], second[k]) for k in first)
 
 
+@pytest.mark.skipif((sys.platform, platform.machine()) != ("linux", "x86_64"), reason="/proc/cpuinfo says what x86 has")
 def test_bf16_without_instructions_for_its_products_is_warned_of(tmp_path, corpus):
     for precision in ("bf16", "f32"):
         fit(tmp_path / precision, corpus, training={"precision": precision, "updates": 2})

@@ -1,21 +1,24 @@
-//! The most probable columns of a projection: some rows at a time go through the product and on to the choice while
-//! their logits are in the cache.
+//! The most probable columns of a projection. Logits of some rows and columns at a time go from the product to the choice,
+//! while they and their columns' weights are in the cache.
 
-use super::{best, Choice, Likely};
+use super::{rank, Choice, Likely, Standing};
 use crate::cpu::memory::Aligned;
-use crate::cpu::pack::PAIR_LANES;
 use crate::cpu::parallel::{self, Shared};
 use crate::cpu::Accumulator;
 use crate::error::{Error, Result};
 use crate::kernel::math::tanh;
 use crate::kernel::packed::call::kind;
-use crate::kernel::packed::{product, PackedMatrix};
+use crate::kernel::packed::{product_columns, PackedMatrix};
 use crate::kernel::view::View;
 use crate::multiversion;
 use tch::Tensor;
 
-/// Rows of logits that are made and read together: 1 MB of f32 for 10,000 columns.
-const ROWS: usize = 24;
+/// Logits that are made and read together, by rows and columns: 256 KiB of f32, beside as much of W where k is 128.
+const ROWS: usize = 128;
+const COLUMNS: usize = 512;
+
+/// Rows that are worth a thread of their own.
+const GRAIN: usize = 24;
 
 multiversion! {
     /// z ← c·tanh(z/c).
@@ -26,8 +29,8 @@ multiversion! {
     }
 }
 
-/// Of each row of z = hWᵀ + b the `count` most probable columns, as [`best`] has them; h (rows, k) on the CPU. With a
-/// `softcap` c, of c·tanh(z/c).
+/// Of each row of z = hWᵀ + b the `count` most probable columns, as [`Standing::finish`] has them; h (rows, k) on the CPU.
+/// With a `softcap` c, of c·tanh(z/c).
 pub fn best_of_product<A: Accumulator>(
     h: &Tensor,
     w: &PackedMatrix<A>,
@@ -43,21 +46,28 @@ pub fn best_of_product<A: Accumulator>(
         )));
     };
     let (rows, k, cols) = (view.rows(), w.inner(), w.columns());
-    let mut found: Vec<Vec<Likely>> = vec![Vec::with_capacity(count); rows];
+    let mut found: Vec<Vec<Likely>> = vec![Vec::new(); rows];
     let to = Shared::new(&mut found);
     // SAFETY: `h` outlives this function and is of type A.
     let h = unsafe { view.slice::<A>() };
-    parallel::for_each(rows, ROWS, |range| {
-        let stride = cols.next_multiple_of(PAIR_LANES);
-        let mut logits = Aligned::<A>::new(ROWS.min(range.len()) * stride);
+    parallel::for_each(rows, GRAIN, |range| {
+        let mut logits = Aligned::<A>::new(ROWS.min(range.len()) * COLUMNS);
         for first in range.clone().step_by(ROWS) {
-            let end = range.end.min(first + ROWS);
-            product(&h[first * k..], k, end - first, w, &mut logits, stride);
-            if let Some(c) = softcap {
-                cap::<A>(&mut logits[..(end - first) * stride], A::from_f64(c));
+            let some = first..range.end.min(first + ROWS);
+            let mut standings: Vec<Standing> = some.clone().map(|_| Standing::new(count)).collect();
+            for start in (0..cols).step_by(COLUMNS) {
+                let columns = start..cols.min(start + COLUMNS);
+                product_columns(&h[first * k..], k, some.len(), w, columns.clone(), &mut logits, COLUMNS);
+                if let Some(c) = softcap {
+                    cap::<A>(&mut logits[..some.len() * COLUMNS], A::from_f64(c));
+                }
+                rank(&logits, start, columns.len(), COLUMNS, count, choice, &mut standings);
             }
             // SAFETY: these rows lie in this thread's range, and nobody else has them.
-            best(&logits, cols, stride, count, choice, unsafe { to.slice(first..end) });
+            let found = unsafe { to.slice(some) };
+            for (found, standing) in found.iter_mut().zip(standings) {
+                *found = standing.finish();
+            }
         }
     });
     Ok(found)
