@@ -2,9 +2,9 @@
 //!
 //! A proof calls the operator with tensors of its own: of the types, widths, alignment and presence that the call at
 //! hand has, so that the same variants run. Their rows are more than the device takes at once. Once more with a huge, a
-//! tiny and a zero row, and one with a NaN. What a kernel asks at run time is asked both ways: whether there is a mask,
-//! and, of norms with statistics, whether they train, how far they are, and whether their columns have means. The formula
-//! computes the same in f64 where the call is f32.
+//! tiny and a zero row, and one with a NaN. What a kernel asks at run time is asked in several ways: whether there is a
+//! mask, and of norms with statistics whether it leaves any row and whether they train. Their counters stand early, late
+//! and where a warm-up ends; late their columns have means. The formula computes the same in f64 where the call is f32.
 
 use super::argument::{Argument, DtypeRule, Reading, LEADER, OPTIONAL, WRITTEN};
 use super::call::{replaced, scalar_type, Call, Value};
@@ -40,15 +40,20 @@ enum Case {
     Extreme,
     /// Without the call's mask, or with one.
     Masked,
+    /// Every row is padding: there is nothing to count.
+    Padding,
     /// Columns have means, and counters are high.
     Late,
     /// Training for evaluation, and the other way round.
     Other,
+    /// Counters are so many steps before the end of the call's warm-up.
+    Before(i64),
 }
 
 /// How the results differ, if they do. An error: they could not be compared.
 fn compare(operator: &Operator, call: &Call, device: Device) -> Result<Option<String>> {
-    for case in [Case::Usual, Case::Extreme, Case::Masked, Case::Late, Case::Other] {
+    use Case::{Before, Extreme, Late, Masked, Other, Padding, Usual};
+    for case in [Usual, Extreme, Masked, Padding, Late, Other, Before(1), Before(0)] {
         let Some((given, arguments)) = arguments(operator, call, device, case)? else { continue };
         let (kernel, formula) = (copies(&arguments)?, wide(&copies(&arguments)?)?); // each writes its own
         let by_kernel = engine::call_by_name(operator.name(), &replaced(&given, &kernel), operator.outputs.len())?;
@@ -100,28 +105,35 @@ fn arguments(operator: &Operator, call: &Call, device: Device, case: Case) -> Re
     match (case, mask) {
         // Flat buffers have no rows, and of one number nothing is left that could be compared.
         (Case::Extreme, _) if leader.sizes == "=n" || x.size().last() == Some(&1) => return Ok(None),
-        (Case::Late, _) if !has_state => return Ok(None),
-        (Case::Masked, None) => return Ok(None),
+        (Case::Late | Case::Padding, _) if !has_state => return Ok(None),
+        (Case::Masked | Case::Padding, None) => return Ok(None),
         (Case::Masked, Some((_, place))) if !given[*place].is_none() => given[*place] = Value::from(None::<f64>),
         // A target outside the vocabulary has no gradient that could be compared.
-        (Case::Masked, Some((argument, _))) if argument.sizes != "*" => return Ok(None),
-        (Case::Masked, Some((_, place))) => {
+        (Case::Masked | Case::Padding, Some((argument, _))) if argument.sizes != "*" => return Ok(None),
+        (Case::Masked | Case::Padding, Some((_, place))) => {
             let size = &x.size()[..x.dim() - 1];
             let index = Tensor::f_arange(size.iter().product::<i64>(), (Kind::Int64, x.device()))?;
-            // Every other row is padding.
-            fabricated = Some((*place, index.f_remainder(2)?.f_eq(0)?.f_view(size)?));
+            // Every other row is padding, or every row.
+            let every = if case == Case::Padding { 1 } else { 2 };
+            fabricated = Some((*place, index.f_remainder(every)?.f_eq(0)?.f_view(size)?));
         }
         (Case::Other, _) => match place_of("train") {
             Some(place) => given[place] = Value::from(!given[place].flag()),
             None => return Ok(None),
         },
+        (Case::Before(_), _) if place_of("warmup").is_none_or(|place| given[place].int() < 1) => return Ok(None),
         _ => (),
     }
     if let Some((place, mask)) = &fabricated {
         given[*place] = Value::from(mask);
     }
     let is_dropped = place_of("p").is_some_and(|p| given[p].float() > 0.0);
-    let made = Maker { is_dropped, has_state, rows: rows(&x, device), is_whole: leader.sizes == "*", case };
+    let counter = match case {
+        Case::Late | Case::Other => Some(LATE),
+        Case::Before(steps) => place_of("warmup").map(|place| given[place].int() - steps),
+        _ => None,
+    };
+    let made = Maker { is_dropped, has_state, rows: rows(&x, device), is_whole: leader.sizes == "*", case, counter };
     let tensors = match operator.forward.get().filter(|_| declared.table.iter().any(|(a, _)| is_kept_row(operator, a)))
     {
         None => made.all(&declared, &given)?,
@@ -163,6 +175,8 @@ struct Maker {
     /// It has buffers that move.
     has_state: bool,
     case: Case,
+    /// What its counters show; none: what they show now.
+    counter: Option<i64>,
 }
 
 impl Maker {
@@ -225,11 +239,11 @@ impl Maker {
     fn tensor(&self, argument: &Argument, place: usize, real: &Tensor, address: usize) -> Result<Tensor> {
         let size = self.size(&argument.sizes, real);
         if !real.is_floating_point() {
-            let is_late = matches!(argument.reading, Reading::State) && matches!(self.case, Case::Late | Case::Other);
-            return match size == real.size() {
-                true if is_late => Ok(real.f_full_like(LATE)?),
-                true => aligned_as(real, real.kind(), address),
-                false => repeated(real, &size),
+            let counter = self.counter.filter(|_| matches!(argument.reading, Reading::State));
+            return match (size == real.size(), counter) {
+                (true, Some(steps)) => Ok(real.f_full_like(steps)?),
+                (true, None) => aligned_as(real, real.kind(), address),
+                (false, _) => repeated(real, &size),
             };
         }
         let has_rows = argument.sizes.starts_with(['*', 'n']) || argument.sizes == "=n";
