@@ -126,7 +126,7 @@ impl Attention {
 
     /// In the training loop on a CPU, and nothing stands between the product and attention's kernels.
     fn stays_stacked(&self, stacked: &Tensor, inside: &Inside, ctx: &Context) -> bool {
-        let is_changed = [Point::Query, Point::Key, Point::Value].into_iter().any(|point| inside.changes(point));
+        let is_changed = Point::BEFORE_PRODUCTS.into_iter().any(|point| inside.changes(point));
         let in_loop = ctx.has_flat() && Recording::is_on() && stacked.requires_grad();
         let is_plain = !is_changed && !ctx.turns() && !self.is_grouped() && self.extras().are_none();
         in_loop && stacked.device() == Device::Cpu && is_plain
@@ -187,10 +187,12 @@ impl Attention {
     fn queries_keys_values(&self, stacked: Tensor, inside: &Inside, ctx: &Context) -> Result<[Tensor; 3]> {
         let [q, k, v] = parts(stacked, [self.d, self.kv_width, self.kv_width])?;
         let change = |point, x, heads| inside.at_heads(point, x, heads, &ctx.rows());
-        let q = ctx.turned(change(Point::Query, q, self.heads)?)?;
-        let k = ctx.turned(change(Point::Key, k, self.kv_heads)?)?;
-        let [q, k] = [change(Point::RotatedQuery, q, self.heads)?, change(Point::RotatedKey, k, self.kv_heads)?];
-        Ok([q, k, change(Point::Value, v, self.kv_heads)?])
+        let q = change(Point::Query, q, self.heads)?;
+        let k = change(Point::Key, k, self.kv_heads)?;
+        let v = change(Point::Value, v, self.kv_heads)?;
+        let q = change(Point::RotatedQuery, ctx.turned(q)?, self.heads)?;
+        let k = change(Point::RotatedKey, ctx.turned(k)?, self.kv_heads)?;
+        Ok([q, k, v])
     }
 
     /// By some rows of the stacked q, k and v.

@@ -3,7 +3,7 @@
 use super::growth::Growth;
 use super::mixing::Mixing;
 use crate::parametrisation::SumsOver;
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Deserializer, Serialize};
 use std::collections::BTreeSet;
 
 /// The stack's norm under a name.
@@ -187,11 +187,19 @@ pub struct StreamStep {
 pub struct SublayerSpec {
     #[serde(default)]
     pub around: ResidualSpec,
-    #[serde(default)]
+    /// In the order of the points.
+    #[serde(default, deserialize_with = "in_order")]
     pub inside: Vec<(Point, Change)>,
     /// Of F(x): the parametrisation's factor, where β has not taken it.
     #[serde(default = "one")]
     pub scale: f64,
+}
+
+/// A dictionary may name a later point before an earlier one.
+fn in_order<'de, D: Deserializer<'de>>(from: D) -> std::result::Result<Vec<(Point, Change)>, D::Error> {
+    let mut inside = Vec::<(Point, Change)>::deserialize(from)?;
+    inside.sort_by_key(|(point, _)| *point);
+    Ok(inside)
 }
 
 /// A layer.
@@ -247,8 +255,8 @@ pub fn leaves<'a>(layers: &'a [LayerSpec], index: usize, flow: &'a StackSpec) ->
     layers[index].leaves().into_iter().filter(|name| above.contains(name) || at_end.contains(name)).collect()
 }
 
-/// Named points inside a sublayer.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+/// Named points inside a sublayer, in the order in which they are reached.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Point {
     /// Before q, k and v (self-attention), before q (cross-attention), or before the first linear (feed-forward).
@@ -279,8 +287,11 @@ impl Point {
     pub const INPUTS: [Point; 3] = [Point::QueryInput, Point::KeyInput, Point::ValueInput];
 
     /// Between the projections and the products of attention.
+    pub const BEFORE_PRODUCTS: [Point; 5] =
+        [Point::Query, Point::Key, Point::Value, Point::RotatedQuery, Point::RotatedKey];
+
     pub fn is_before_products(self) -> bool {
-        matches!(self, Point::Query | Point::Key | Point::Value | Point::RotatedQuery | Point::RotatedKey)
+        Self::BEFORE_PRODUCTS.contains(&self)
     }
 }
 

@@ -227,15 +227,18 @@ def test_schemes_that_hold_arrays_are_compared_by_their_numbers():
             nfrs.Transformer(nfrs.TransformerConfig(residual=scheme, vocab_size=11, d_model=8, d_ff=12, heads=2))
 
 
+class At(Scheme):
+    """A norm at one point of self-attention."""
+
+    def __init__(self, point):
+        self.name, self.point = "at", point
+
+    def inside(self, place):
+        return {self.point: norm("head_norm")} if place.sublayer == "self-attention" else {}
+
+
 @pytest.mark.parametrize("point", ["query", "key"])
 def test_modules_rotate_nothing_between_two_points(point):
-    class At(Scheme):
-        def __init__(self, point):
-            self.name, self.point = "at", point
-
-        def inside(self, place):
-            return {self.point: norm("head_norm")} if place.sublayer == "self-attention" else {}
-
     def layer(point):
         torch.manual_seed(0)
         layer = nfrs.nn.TransformerEncoderLayer(16, 2, 24, 0.0, batch_first=True, residual=At(point)).double()
@@ -246,6 +249,42 @@ def test_modules_rotate_nothing_between_two_points(point):
     x = torch.randn(2, 5, 16, dtype=torch.double)
     assert torch.equal(layer(point)(x), layer(f"rotated_{point}")(x))
     assert not torch.allclose(layer(point)(x), layer("value")(x))
+
+
+def both_ways(scheme):
+    """What two layers of modules give, and the loop's model: the same first values and inputs at each call."""
+    torch.manual_seed(0)
+    layer = nfrs.nn.TransformerEncoderLayer(8, 2, 12, 0.0, batch_first=True, residual=scheme).double()
+    x = torch.randn(2, 5, 8, dtype=torch.double, generator=torch.Generator().manual_seed(1))
+    config = nfrs.TransformerConfig(residual=scheme, vocab_size=11, d_model=8, d_ff=12, heads=2, dropout=0.0)
+    model = nfrs.Transformer(config, seed=1).double()
+    return nfrs.nn.TransformerEncoder(layer, 2)(x), model(torch.tensor([[4, 5, 2]]), torch.tensor([[0, 6, 7]]))
+
+
+def test_skip_mixes_what_the_branch_has_kept():
+    one = declare(ResidualSpec(before=norm(), branch=keep("f"), skip=mix("f", 1.0, 0.5)))
+    for ours, plain in zip(both_ways(one), both_ways(declare(ResidualSpec(before=norm(), beta=1.5))), strict=True):
+        torch.testing.assert_close(ours, plain, rtol=1e-12, atol=1e-12)
+
+
+def test_points_run_in_their_order_however_they_are_written():
+    class Keys(Scheme):
+        def __init__(self, points):
+            self.name, self.points = "keys", points
+
+        def inside(self, place):
+            return dict(self.points) if place.sublayer == "self-attention" else {}
+
+    points = [("query", keep("q")), ("value", mix("q")), ("rotated_key", mix("q", 1.0, 0.5))]
+    for ours, other in zip(both_ways(Keys(points)), both_ways(Keys(points[::-1])), strict=True):
+        assert torch.equal(ours, other)
+
+
+@pytest.mark.parametrize("point", ["query", "key"])
+def test_the_loop_rotates_nothing_where_positions_do_not(tmp_path, corpus, point):
+    for at in (point, f"rotated_{point}", "value"):
+        fit(tmp_path / at, corpus, {"residual": At(at)}, {"updates": 3})
+    assert losses(tmp_path / point) == losses(tmp_path / f"rotated_{point}") != losses(tmp_path / "value")
 
 
 def declare(spec=None, inside=None, stack=None, layer=(), **about):
@@ -276,6 +315,8 @@ WRONG = [
     (declare(ResidualSpec(streams=[StreamStep()])), "it moves 1 streams beside x, and the stack has 0"),
     (declare(ResidualSpec(after=mix("x0"))), 'mixes "x0", which nothing before has kept'),
     (declare(inside={"value": mix("v")}), 'mixes "v", which nothing before has kept'),
+    (declare(inside={"value": keep("v"), "query": mix("v")}), 'mixes "v", which nothing before has kept'),
+    (declare(ResidualSpec(skip=keep("x"), branch=mix("x"))), 'mixes "x", which nothing before has kept'),
     (declare(ResidualSpec(after=norm("a b"))), "is no name"),
     (declare(ResidualSpec(after=scale(Learned("linear1", 1.0, shared=True)))), "the name of a part of every layer"),
     (declare(ResidualSpec(mixing=hyper())), "must all read of several tensors, or none"),

@@ -135,8 +135,8 @@ def close(
 ) -> Streams:
     """The streams after F(…) = f. `following`: the norm that is all of the next sublayer's `before`; where the step
     fuses it, the result holds N(x⁺) too."""
-    x = apply_changes(owner, sublayer.skip, streams.x, padding_mask, streams.kept)
     f = apply_changes(owner, sublayer.branch, f, padding_mask, streams.kept)
+    x = apply_changes(owner, sublayer.skip, streams.x, padding_mask, streams.kept)
     if sublayer.scale != 1.0:
         f = f * sublayer.scale
     p = rate(dropout)
