@@ -7,9 +7,10 @@ side) multiplies, in f32,
 
     forward  y = x Wᵀ,    dx  dx = dy W,    dW  dW = dyᵀ x
 
-for each linear layer, and blocks of rows for the output matrix. Results go to memory that is kept. oneDNN gets its
-operands side by side in memory, in whatever order it likes them; the others get them as the loop has them. Medians over
-rounds, in which the sides take turns. Every side has torch's number of threads.
+for each linear layer, and blocks of rows for the output matrix. MKL and OpenBLAS get their operands as the loop has
+them, and write to memory that is kept. oneDNN gets both row by row, and makes its result anew. The sides take turns in
+each round. MKL's time is its median. The others' is that times the median of the rounds' ratios, for the clock may
+change between rounds. OMP_NUM_THREADS sets the threads of all three.
 
 MKL_ENABLE_INSTRUCTIONS=AVX2 OPENBLAS_CORETYPE=Haswell ONEDNN_MAX_CPU_ISA=AVX2 holds all to AVX2. Prints GFLOP/s, and
 what an update's products take with each library and with the best one for each shape. Fails if results differ.
@@ -17,18 +18,15 @@ what an update's products take with each library and with the best one for each 
 
 import argparse
 import csv
-import os
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from our_worker import MODEL
-
-os.environ.setdefault("OPENBLAS_NUM_THREADS", str(torch.get_num_threads()))
-import numpy as np
 
 VOCABULARY = 9712
 BLOCKS = 3
@@ -103,7 +101,7 @@ def seconds(call: Callable[[], torch.Tensor], times: int) -> float:
 
 
 def measured(p: Product, rounds: int) -> dict[str, float]:
-    """Medians, in seconds."""
+    """Seconds."""
     calls = sides(p)
     wanted = calls["MKL"]().double()
     for name, call in calls.items():
@@ -111,9 +109,10 @@ def measured(p: Product, rounds: int) -> dict[str, float]:
         torch.testing.assert_close(
             (found.to_dense() if found.is_mkldnn else found).double(), wanted, rtol=1e-4, atol=1e-3, msg=f"{p}, {name}"
         )
-    times = max(1, round(0.05 / seconds(calls["MKL"], 3)))
+    times = max(1, round(0.02 / seconds(calls["MKL"], 3)))
     taken = [{name: seconds(call, times) for name, call in calls.items()} for _ in range(rounds)]
-    return {name: statistics.median(one[name] for one in taken) for name in calls}
+    mkl = statistics.median(one["MKL"] for one in taken)
+    return {name: mkl * statistics.median(one[name] / one["MKL"] for one in taken) for name in calls}
 
 
 def main() -> None:
