@@ -4,6 +4,7 @@ num2words writes the words; nothing is downloaded. Sentence pairs are split by t
 test item occurs in training.
 """
 
+import functools
 import json
 import random
 import time
@@ -149,9 +150,11 @@ def _date(day: int, month: str, year: int, words: Callable[..., str]) -> Pair:
     return Pair(english, f"ngày {words(day, lang='vi')} tháng {month_vi} năm {words(year, lang='vi')}")
 
 
+@functools.cache
 def _words() -> Callable[..., str]:
     num2words = require("num2words", "the demo's text").num2words
 
+    @functools.cache  # a corpus says most numbers many times
     def words(n: int, lang: str, to: str = "cardinal") -> str:
         return num2words(n, lang=lang, to=to).replace(",", "").replace("-", " ")
 

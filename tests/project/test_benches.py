@@ -163,7 +163,8 @@ def test_the_gpu_benchmark(tmp_path, monkeypatch):
     training.compare(figures)
     figures.draw()
     found = values(tmp_path)
-    assert float(found["losses", "ten losses as on the CPU, f32"]) == 0
+    for precision in ("f32", "bf16"):
+        assert float(found["losses", f"ten losses as on the CPU, {precision}"]) == 0
     for figure in (
         "copy, bf16",
         "layer_norm, backward, bf16",

@@ -76,7 +76,10 @@ def corpus(count: int) -> Iterator[DataConfig]:
 def history(
     shape: dict[str, Any], device: str, updates: int, precision: Precision, count: int, cuda_graphs: bool = True
 ) -> History:
-    """A run of the training loop. Errors: RuntimeError after a warning, or with a vocabulary of another size."""
+    """A run of the training loop.
+
+    Errors: RuntimeError after a warning, but of bf16 on a CPU, or with a vocabulary of another size.
+    """
     model = TransformerConfig(**shape, **PLAIN, norm="layernorm", residual="prenorm")
     training = TrainingConfig(
         updates=updates, max_tokens=MAX_TOKENS, device=device, precision=precision, lr=1e-3, warmup=100, clip_norm=1.0,
@@ -85,7 +88,8 @@ def history(
     with corpus(count) as data, tempfile.TemporaryDirectory() as output:
         made = Trainer(model, training, data).fit(output, progress=False, tensorboard=False, curves=False)
         for event in map(json.loads, (Path(output) / LOG).read_text().splitlines()):
-            if event.get("level") == "warning":  # no CUDA graphs, say
+            # No CUDA graphs, say. A CPU's bf16 may be slow, which is warned of; it only says what the losses are.
+            if event.get("level") == "warning" and (device, precision) != ("cpu", "bf16"):
                 raise RuntimeError(event["text"])
             if event.get("vocabulary", types(count)) != types(count):
                 raise RuntimeError(f"{event['vocabulary']} types, not {types(count)}")

@@ -37,7 +37,8 @@ class Corpus(NamedTuple):
 
 
 def _demo(_: Files, folder: Path) -> Files:
-    parts = {part: getattr(demo.corpus(), part)[:size] for part, size in _DEMO.items()}
+    corpus = demo.corpus()
+    parts = {part: getattr(corpus, part)[:size] for part, size in _DEMO.items()}
     demo.write_corpus(folder, demo.Corpus(**parts))
     return {f"{part}_{side}": folder / f"{part}.{language}" for part in _DEMO
             for side, language in (("source", "en"), ("target", "vi"))}  # fmt: skip
