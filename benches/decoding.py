@@ -103,7 +103,7 @@ def compare(name: str, beam: int, sides: dict[str, Any], references: list[str], 
 
 
 def least_seconds(worker: Any, beam: int, size: int) -> float:
-    """Of three runs, of which fairseq's would take long."""
+    """The fastest of three runs. fairseq runs once, for it is slow."""
     return min(worker.run(beam, size)["seconds"] for _ in range(1 if isinstance(worker, Fairseq) else 3))
 
 

@@ -9,6 +9,9 @@ use crate::norm::{rms_norm, Spec};
 use crate::options::{below_one, AnyOption};
 use crate::residual::{Change, LayerContext, ModelShape, QkNorm, Schemes, StackName, Sublayer, TensorizedSizes};
 
+/// Layers of a stack, at most. Schemes and checks look at each layer, and dlcl and denseformer have a number for each two.
+const MOST_LAYERS: i64 = 10_000;
+
 impl TransformerConfig {
     /// Checks what one option cannot know of another.
     pub fn validate(&self) -> Result<()> {
@@ -16,6 +19,11 @@ impl TransformerConfig {
         for (name, value) in positive.into_iter().chain([("decoder_layers", self.decoder_layers)]) {
             if value < 1 {
                 return Err(Error::invalid(format!("{name} must be at least 1, got {value}")));
+            }
+        }
+        for (name, value) in [("encoder_layers", self.encoder_layers), ("decoder_layers", self.decoder_layers)] {
+            if value > MOST_LAYERS {
+                return Err(Error::invalid(format!("{name} must be at most {MOST_LAYERS}, got {value}")));
             }
         }
         if self.vocab_size < 5 {

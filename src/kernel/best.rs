@@ -29,19 +29,19 @@ pub enum Choice<'a> {
     Only(usize),
 }
 
-/// What is known of a row, some of whose columns have been read.
+/// A row's state while its columns are read, part after part.
 #[derive(Clone, Debug)]
 pub struct Standing {
     /// The largest logit.
     most: f64,
     /// Σ exp(z − most).
     sum: f64,
-    /// The columns that would be chosen, their logits in place of log p.
+    /// The best columns so far, with their logits in place of log p.
     found: Vec<Likely>,
 }
 
 impl Standing {
-    /// Of a row of which nothing has been read; `count` columns are wanted.
+    /// Before the first part. `count` columns are wanted.
     pub fn new(count: usize) -> Self {
         Standing { most: f64::NEG_INFINITY, sum: 0.0, found: Vec::with_capacity(count) }
     }
@@ -59,8 +59,8 @@ impl Standing {
 }
 
 multiversion! {
-    /// Reads the logits of `cols` columns of each row, the first of which is column `start`; rows are `stride` apart. A
-    /// row's columns come in rising order.
+    /// Reads the next part of each row: `cols` logits, from column `start` on. Rows are `stride` apart. Parts come in the
+    /// order of their columns.
     pub fn rank[isa S][E: Element](
         logits: &[E],
         start: usize,

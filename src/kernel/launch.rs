@@ -1,5 +1,5 @@
-//! What launches of CUDA kernels share: what sources are told of tensors, room to work in, and the second stage of sums
-//! over rows.
+//! Launches of CUDA kernels share this: the names and sizes that sources are given, workspaces, and the second stage of
+//! sums over rows.
 
 use super::view::View;
 use crate::cuda::{self, Device, Grid, Output, SumPartials, OUTPUTS, SUMS};

@@ -83,13 +83,17 @@ pub fn product_columns<A: Accumulator>(
     assert!(y_stride >= columns.len() && (rows - 1) * y_stride + columns.len() <= y.len());
     assert!(x_stride >= w.k && (rows - 1) * x_stride + w.k <= x.len());
     for first in (0..rows).step_by(ROWS) {
-        let (x, count) = (&x[first * x_stride..], ROWS.min(rows - first));
         for column in columns.clone().step_by(PAIR_LANES) {
-            let panel = w.panels[column * w.k..][..PAIR_LANES * w.k].as_chunks::<PAIR_LANES>().0;
-            let bias = w.bias[column..].first_chunk().expect("b has whole panels");
-            let used = PAIR_LANES.min(columns.end - column);
-            let y = &mut y[first * y_stride + column - columns.start..];
-            multiply_panel(x, x_stride, count, panel, bias, y, y_stride, used);
+            multiply_panel(&mut PanelProduct {
+                x: &x[first * x_stride..],
+                x_stride,
+                rows: ROWS.min(rows - first),
+                panel: w.panels[column * w.k..][..PAIR_LANES * w.k].as_chunks().0,
+                bias: w.bias[column..].first_chunk().expect("b has whole panels"),
+                y: &mut y[first * y_stride + column - columns.start..],
+                y_stride,
+                used: PAIR_LANES.min(columns.end - column),
+            });
         }
     }
 }
@@ -97,28 +101,29 @@ pub fn product_columns<A: Accumulator>(
 /// Rows of x that are read again for each panel: 24 KiB of f32 where k is 128, half of a first cache of 48 KiB.
 const ROWS: usize = 48;
 
+/// y = xP + b of some rows, where P is a panel. Of y the first `used` columns are written.
+struct PanelProduct<'a, A> {
+    x: &'a [A],
+    x_stride: usize,
+    rows: usize,
+    panel: &'a [[A; PAIR_LANES]],
+    bias: &'a [A; PAIR_LANES],
+    y: &'a mut [A],
+    y_stride: usize,
+    used: usize,
+}
+
 multiversion! {
-    /// y_r = b + Σ_c x_rc P_c, of which `used` columns are written. Not inlined, for what the caller holds in registers
-    /// would push a tile out of them.
+    /// Not inlined: what the caller holds in registers would leave too few for a tile.
     #[inline(never)]
-    fn multiply_panel[isa S][A: Accumulator](
-        x: &[A],
-        x_stride: usize,
-        rows: usize,
-        panel: &[[A; PAIR_LANES]],
-        bias: &[A; PAIR_LANES],
-        y: &mut [A],
-        y_stride: usize,
-        used: usize,
-    ) {
+    fn multiply_panel[isa S][A: Accumulator](all: &mut PanelProduct<A>) {
         // As many rows as have registers.
         let tallest = if is_wide::<S>() && size_of::<A>() == 4 { 12 } else { 6 };
-        for first in (0..rows).step_by(tallest) {
-            let (x, y) = (&x[first * x_stride..], &mut y[first * y_stride..]);
+        for first in (0..all.rows).step_by(tallest) {
             macro_rules! of_height {
                 ($($height:literal)+) => {
-                    match tallest.min(rows - first) {
-                        $($height => multiply_tile::<A, S, $height>(x, x_stride, panel, bias, y, y_stride, used),)+
+                    match tallest.min(all.rows - first) {
+                        $($height => multiply_tile::<A, S, $height>(all, first),)+
                         _ => unreachable!("no tile is taller"),
                     }
                 };
@@ -137,37 +142,26 @@ fn is_wide<S: Isa>() -> bool {
     return false;
 }
 
-/// The tile's two packs of columns together where all have registers, else one after the other.
+/// HEIGHT rows from row `first` on. Their two packs of columns go together where all have registers, else one after the
+/// other.
 #[inline(always)]
-fn multiply_tile<A: Accumulator, S: Isa, const HEIGHT: usize>(
-    x: &[A],
-    x_stride: usize,
-    panel: &[[A; PAIR_LANES]],
-    bias: &[A; PAIR_LANES],
-    y: &mut [A],
-    y_stride: usize,
-    used: usize,
-) {
+fn multiply_tile<A: Accumulator, S: Isa, const HEIGHT: usize>(all: &mut PanelProduct<A>, first: usize) {
     if is_wide::<S>() {
-        multiply_columns::<A, S, HEIGHT, 0, 2>(x, x_stride, panel, bias, y, y_stride, used);
+        multiply_columns::<A, S, HEIGHT, 0, 2>(all, first);
     } else {
-        multiply_columns::<A, S, HEIGHT, 0, 1>(x, x_stride, panel, bias, y, y_stride, used);
-        multiply_columns::<A, S, HEIGHT, 1, 1>(x, x_stride, panel, bias, y, y_stride, used);
+        multiply_columns::<A, S, HEIGHT, 0, 1>(all, first);
+        multiply_columns::<A, S, HEIGHT, 1, 1>(all, first);
     }
 }
 
-/// As many packs of columns of a tile, from pack FIRST on.
+/// PACKS packs of columns of such rows, from pack FIRST on.
 #[inline(always)]
 fn multiply_columns<A: Accumulator, S: Isa, const HEIGHT: usize, const FIRST: usize, const PACKS: usize>(
-    x: &[A],
-    x_stride: usize,
-    panel: &[[A; PAIR_LANES]],
-    bias: &[A; PAIR_LANES],
-    y: &mut [A],
-    y_stride: usize,
-    used: usize,
+    all: &mut PanelProduct<A>,
+    first: usize,
 ) {
-    let rows: [&[A]; HEIGHT] = from_fn(|r| &x[r * x_stride..][..panel.len()]);
+    let PanelProduct { x, x_stride, panel, bias, y_stride, used, .. } = *all;
+    let rows: [&[A]; HEIGHT] = from_fn(|r| &x[(first + r) * x_stride..][..panel.len()]);
     let mut totals: [[Of<A, S>; PACKS]; HEIGHT] = [from_fn(|p| Pack::load(pack(bias, FIRST + p))); HEIGHT];
     for (c, w) in panel.iter().enumerate() {
         let w: [Of<A, S>; PACKS] = from_fn(|p| Pack::load(pack(w, FIRST + p)));
@@ -180,7 +174,8 @@ fn multiply_columns<A: Accumulator, S: Isa, const HEIGHT: usize, const FIRST: us
     }
     for r in 0..HEIGHT {
         for p in 0..PACKS {
-            let to = y[r * y_stride..][..used].chunks_mut(WIDTH).nth(FIRST + p).unwrap_or_default();
+            let row = &mut all.y[(first + r) * y_stride..][..used];
+            let to = row.chunks_mut(WIDTH).nth(FIRST + p).unwrap_or_default();
             if let Some(to) = to.first_chunk_mut() {
                 totals[r][p].put(to);
             } else {

@@ -90,7 +90,7 @@ impl Stack {
     pub fn build(b: &mut Builder, place: &LayerContext, init: &Init, schemes: &Schemes) -> Result<Self> {
         let flow = schemes.flow(place);
         let has_biases = schemes.has_biases() && place.model.has_biases;
-        // Layer by layer: a forged configuration's billion of them is refused at the first whose weights are missing.
+        // Layer by layer: a forged configuration's thousands are refused at the first whose weights are missing.
         let mut layers = b.within("layers", |b| {
             let layer = |layer| {
                 let place = LayerContext { layer, ..*place };

@@ -175,7 +175,7 @@ struct Maker {
     /// It has buffers that move.
     has_state: bool,
     case: Case,
-    /// What its counters show; none: what they show now.
+    /// The value of its counters. None: the call's own values.
     counter: Option<i64>,
 }
 

@@ -35,7 +35,7 @@ pub struct Translator {
 }
 
 /// The options and tensors of a run's checkpoint. Names and shapes are compared with the options before anything is
-/// built, so that options of a billion layers cost nothing.
+/// built, so that options of thousands of layers cost nothing.
 pub fn load_model(folder: &Path, checkpoint: &str) -> Result<(TransformerConfig, HashMap<String, Tensor>)> {
     let (path, (arrays, config)) =
         CheckpointStore::at(folder).read(checkpoint, |path| train::checkpoint::load_model(path))?;

@@ -216,6 +216,8 @@ def test_tensorized_attention_as_profiled():
         ({"architecture": "encoder-decoder"}, "is a language model's"),
         ({"attention_dropout": 0.1}, "no weights to drop, so attention_dropout = 0.1"),
         ({"tensorized_rank": 0}, "tensorized_rank must be at least 1, got 0"),
+        ({"encoder_layers": 10**9, "residual": "dlcl"}, "encoder_layers must be at most 10000, got 1000000000"),
+        ({"decoder_layers": 10001, "residual": "denseformer"}, "decoder_layers must be at most 10000, got 10001"),
         ({"attention": "multi-head"}, 'an option of tensorized, and .* attention "multi-head": leave it out'),
         ({"attention": "linear"}, "multi-head, tensorized"),
     ],

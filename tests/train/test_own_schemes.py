@@ -252,7 +252,7 @@ def test_modules_rotate_nothing_between_two_points(point):
 
 
 def both_ways(scheme):
-    """What two layers of modules give, and the loop's model: the same first values and inputs at each call."""
+    """Outputs of two layers of modules and of the loop's model. Weights and inputs are the same at each call."""
     torch.manual_seed(0)
     layer = nfrs.nn.TransformerEncoderLayer(8, 2, 12, 0.0, batch_first=True, residual=scheme).double()
     x = torch.randn(2, 5, 8, dtype=torch.double, generator=torch.Generator().manual_seed(1))

@@ -320,10 +320,14 @@ def test_forged_checkpoints_are_named(tmp_path, corpus):
         for path, text in whole.items():
             path.write_bytes(text)
 
-    def layers(config, state):
-        config["model"]["decoder_layers"] = 10**9
+    def layers(count):
+        def change(config, state):
+            config["model"]["decoder_layers"] = count
 
-    forged(layers, lambda: nfrs.Transformer.from_checkpoint(run), "the weights are not those of its config.json")
+        return change
+
+    for count, says in ((10**9, "decoder_layers must be at most 10000"), (10**4, "the weights are not those of its")):
+        forged(layers(count), lambda: nfrs.Transformer.from_checkpoint(run), says)
 
     def resumed():
         fit(run, corpus, training=SAVING, resume=True)
