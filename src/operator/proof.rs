@@ -133,9 +133,9 @@ fn arguments(operator: &Operator, call: &Call, device: Device, case: Case) -> Re
         Case::Before(steps) => place_of("warmup").map(|place| given[place].int() - steps),
         _ => None,
     };
-    let made = Maker { is_dropped, has_state, rows: rows(&x, device), is_whole: leader.sizes == "*", case, counter };
-    let tensors = match operator.forward.get().filter(|_| declared.table.iter().any(|(a, _)| is_kept_row(operator, a)))
-    {
+    let (is_backward, is_whole) = (operator.forward.get().is_some(), leader.sizes == "*");
+    let made = Maker { is_dropped, has_state, is_backward, rows: rows(&x, device), is_whole, case, counter };
+    let tensors = match operator.forward.get().filter(|_| declared.table.iter().any(|(a, _)| is_kept(operator, a))) {
         None => made.all(&declared, &given)?,
         Some(forward) => made.after(forward, &declared, &given)?,
     };
@@ -144,10 +144,10 @@ fn arguments(operator: &Operator, call: &Call, device: Device, case: Case) -> Re
 
 type Tensors = Vec<Option<Tensor>>;
 
-/// Whether a backward operator's argument is an output of the forward one that has rows: it must fit the input.
-fn is_kept_row(backward: &Operator, argument: &Argument) -> bool {
+/// Whether a backward operator's argument is an output of the forward one: it must fit the input.
+fn is_kept(backward: &Operator, argument: &Argument) -> bool {
     let outputs = backward.forward.get().map_or(&[][..], |forward| &forward.outputs[..]);
-    outputs.iter().any(|output| output.name == argument.name) && argument.sizes.starts_with(['*', 'n'])
+    outputs.iter().any(|output| output.name == argument.name)
 }
 
 /// More rows than the device's blocks take at once, and so few that f64 copies stay small.
@@ -174,6 +174,7 @@ struct Maker {
     is_dropped: bool,
     /// It has buffers that move.
     has_state: bool,
+    is_backward: bool,
     case: Case,
     /// The value of its counters. None: the call's own values.
     counter: Option<i64>,
@@ -198,20 +199,29 @@ impl Maker {
         let like = all[backward.leader()?.1].required();
         let seed = Tensor::f_from_slice(&[3i64, 1, 4])?.f_to_device(like.device())?;
         let dy = place_of("dy").map(|place| all[place]).filter(|dy| !dy.is_none());
+        // Buffers that the backward pass does not see. The first update is within a warm-up of one.
+        let (statistics, counter) = buffers(backward, all, &like)?;
         let absent = Value::from(None::<f64>);
         let mut given = Vec::with_capacity(before.formals.len());
         for (place, formal) in before.formals.iter().enumerate() {
             let row = before.table.iter().find(|(_, at)| *at == place).map(|(argument, _)| *argument);
-            let known = place_of(formal.name).map(|place| all[place]).filter(|value| !value.is_none());
+            // What it makes is not given to it: the statistics of an earlier run, say.
+            let is_made = forward.outputs.iter().any(|output| output.name == formal.name);
+            let known = place_of(formal.name).filter(|_| !is_made).map(|place| all[place]);
+            let known = known.filter(|value| !value.is_none());
             given.push(match (known, row, formal.name) {
                 (Some(value), ..) => value,
                 (None, Some(argument), _) if argument.is & OPTIONAL == 0 => Value::from(&like),
                 (None, Some(_), "seed") => Value::from(&seed),
+                (None, Some(argument), _) if matches!(argument.reading, Reading::State) => {
+                    Value::from(if argument.dtype == DtypeRule::Int64 { &counter } else { &statistics })
+                }
                 (None, Some(_), _) => absent,
                 (None, None, "dtype") => {
                     dy.and_then(|dy| dy.tensor()).map_or(absent, |dy| scalar_type(dy.kind()).into())
                 }
-                (None, None, _) => Value::from(0i64),
+                (None, None, "warmup") => Value::from(1i64),
+                (None, None, _) => formal.default.map_or(Value::from(0i64), Value::from),
             });
         }
         let inputs = self.all(&before, &given)?;
@@ -269,6 +279,8 @@ impl Maker {
     /// columns, which are then refused.
     fn extreme(&self, x: &Tensor, kind: Kind) -> Result<Tensor> {
         let (huge, tiny) = match (kind, self.has_state) {
+            // A row that makes the statistics alone has no gradient but for rounding.
+            (_, true) if self.is_backward => (3.0, 1e-3),
             (Kind::Half, _) => (1e3, 1e-3),
             (_, true) => (1e12, 1e-12),
             (_, false) => (1e25, 1e-25),
@@ -310,6 +322,15 @@ impl Maker {
         }
         aligned_as(&sum.f_mul_scalar(3f64.sqrt())?.f_view(size)?, like.kind(), address)
     }
+}
+
+/// Statistics of columns like those that the backward pass has, and a counter.
+fn buffers(backward: &Declared, all: &[Value], like: &Tensor) -> Result<(Tensor, Tensor)> {
+    let states = backward.table.iter().filter(|(argument, _)| matches!(argument.reading, Reading::State));
+    let kind = states.filter_map(|(_, at)| all[*at].tensor()).map(|t| t.kind()).find(|kind| *kind != Kind::Int64);
+    let columns = like.size().last().copied().unwrap_or(1);
+    let statistics = Tensor::f_ones([columns].as_slice(), (kind.unwrap_or(Kind::Float), like.device()))?;
+    Ok((statistics, Tensor::f_zeros([1].as_slice(), (Kind::Int64, like.device()))?))
 }
 
 /// The rows of `real` again and again.

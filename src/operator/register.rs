@@ -92,6 +92,8 @@ fn kept(text: &str) -> *const c_char {
 /// An argument, as a schema has it.
 pub(super) struct Formal<'a> {
     pub name: &'a str,
+    /// Of a number that need not be given, but for integers and text.
+    pub default: Option<f64>,
     is_tensor: bool,
     is_list: bool,
     is_written: bool,
@@ -111,9 +113,16 @@ impl<'a> Declared<'a> {
         let (arguments, returns) = operator.schema.split_once(") -> ").unwrap_or_default();
         let arguments = arguments.split_once('(').unwrap_or_default().1;
         let formal = |text: &'a str| {
-            let (kind, name) = text.split('=').next().unwrap_or_default().rsplit_once(' ').unwrap_or_default();
+            let (formal, default) = text.split_once('=').unwrap_or((text, ""));
+            let (kind, name) = formal.rsplit_once(' ').unwrap_or_default();
             let (is_any, is_list) = (kind.starts_with("Tensor"), kind.ends_with("[]"));
-            Formal { name, is_tensor: is_any && !is_list, is_list: is_any && is_list, is_written: kind.contains('!') }
+            Formal {
+                name,
+                default: default.parse().ok().filter(|_| kind == "float"),
+                is_tensor: is_any && !is_list,
+                is_list: is_any && is_list,
+                is_written: kind.contains('!'),
+            }
         };
         let formals = arguments.split(", ").filter(|a| !["", "*"].contains(a)).map(formal).collect();
         let mut declared = Declared { operator, formals, table: vec![], lists: vec![] };

@@ -79,6 +79,13 @@ def test_proofs_refuse_wrong_kernels(hunt):
     assert len(caught) > 5 and sum(caught) > 0.7 * len(caught)
 
 
+def test_proofs_make_statistics_of_their_own_rows(hunt):
+    """Those of a call whose columns lie around 1000 would hide what is wrong with the slopes of other rows."""
+    index = next(i for i, detector in enumerate(DETECTORS) if detector.arguments[-1:] == (1000.0,))
+    found = [m for m in SOUGHT if m.file == "settle.cuh" and m.code.startswith("found.r = ") and m.rule == "statement"]
+    assert [hunt.finds(index, mutant) and hunt.is_caught(index, mutant) for mutant in found] == [True]
+
+
 @pytest.mark.parametrize("mutant", SOUGHT, ids=str)
 def test_a_mutant_is_found(hunt, mutant):
     if mutant.rule in mutants.TYPED and not hunt.detectors(mutant):
