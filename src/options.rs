@@ -215,6 +215,14 @@ pub fn at_least_one(name: &str, value: i64) -> Result<()> {
     }
 }
 
+/// …, most − 1, most.
+pub fn at_most(name: &str, value: i64, most: i64) -> Result<()> {
+    match value <= most {
+        true => Ok(()),
+        false => Err(Error::invalid(format!("{name} must be at most {most}, got {value}"))),
+    }
+}
+
 /// A number above 0.
 pub fn positive(name: &str, value: f64) -> Result<()> {
     match value > 0.0 && value.is_finite() {

@@ -6,10 +6,10 @@ use crate::error::{Error, Result};
 use crate::norm::conventions::KEYWORDS;
 use crate::norm::spec::NORM_EPS;
 use crate::norm::{rms_norm, Spec};
-use crate::options::{below_one, AnyOption};
+use crate::options::{at_most, below_one, AnyOption};
 use crate::residual::{Change, LayerContext, ModelShape, QkNorm, Schemes, StackName, Sublayer, TensorizedSizes};
 
-/// Layers of a stack, at most. Schemes and checks look at each layer, and dlcl and denseformer have a number for each two.
+/// Layers of a stack, at most. Checks look at each of them, and dlcl and denseformer have a weight for each pair.
 const MOST_LAYERS: i64 = 10_000;
 
 impl TransformerConfig {
@@ -22,9 +22,7 @@ impl TransformerConfig {
             }
         }
         for (name, value) in [("encoder_layers", self.encoder_layers), ("decoder_layers", self.decoder_layers)] {
-            if value > MOST_LAYERS {
-                return Err(Error::invalid(format!("{name} must be at most {MOST_LAYERS}, got {value}")));
-            }
+            at_most(name, value, MOST_LAYERS)?;
         }
         if self.vocab_size < 5 {
             return Err(Error::invalid(format!(
@@ -50,8 +48,9 @@ impl TransformerConfig {
                 self.encoder_layers
             )));
         }
-        self.schemes().check(self.residual.as_str(), &self.outline())?;
-        self.check_options()
+        // First: a scheme asked for 10⁹ streams would make as many gates.
+        self.check_options()?;
+        self.schemes().check(self.residual.as_str(), &self.outline())
     }
 
     /// The residual schemes of its layers.

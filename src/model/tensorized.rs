@@ -39,7 +39,7 @@ pub struct Tensorized {
 impl Tensorized {
     pub fn build(b: &mut Builder, place: &LayerContext, init: &Init, sizes: TensorizedSizes) -> Result<Self> {
         let (d, TensorizedSizes { rank, segment }) = (place.model.d_model, sizes);
-        let entries = segment * segment;
+        let entries = segment.saturating_mul(segment);
         let mut linear =
             |name: &str, shape: [i64; 2], fill: &Fill| b.within(name, |b| b.parameter("weight", &shape, fill));
         let out_weight = linear("out_proj", [d, entries], &(init.linear)(Role::AttentionOutput, entries, d, place))?;

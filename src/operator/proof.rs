@@ -199,16 +199,15 @@ impl Maker {
         let like = all[backward.leader()?.1].required();
         let seed = Tensor::f_from_slice(&[3i64, 1, 4])?.f_to_device(like.device())?;
         let dy = place_of("dy").map(|place| all[place]).filter(|dy| !dy.is_none());
-        // Buffers that the backward pass does not see. The first update is within a warm-up of one.
+        // Buffers that only the forward pass takes. Their counter and a warm-up of one make it a first update.
         let (statistics, counter) = buffers(backward, all, &like)?;
         let absent = Value::from(None::<f64>);
         let mut given = Vec::with_capacity(before.formals.len());
         for (place, formal) in before.formals.iter().enumerate() {
             let row = before.table.iter().find(|(_, at)| *at == place).map(|(argument, _)| *argument);
-            // What it makes is not given to it: the statistics of an earlier run, say.
+            // A norm takes statistics, too, in place of measuring its rows. Here it shall measure them.
             let is_made = forward.outputs.iter().any(|output| output.name == formal.name);
-            let known = place_of(formal.name).filter(|_| !is_made).map(|place| all[place]);
-            let known = known.filter(|value| !value.is_none());
+            let known = place_of(formal.name).map(|place| all[place]).filter(|value| !is_made && !value.is_none());
             given.push(match (known, row, formal.name) {
                 (Some(value), ..) => value,
                 (None, Some(argument), _) if argument.is & OPTIONAL == 0 => Value::from(&like),
@@ -279,7 +278,7 @@ impl Maker {
     /// columns, which are then refused.
     fn extreme(&self, x: &Tensor, kind: Kind) -> Result<Tensor> {
         let (huge, tiny) = match (kind, self.has_state) {
-            // A row that makes the statistics alone has no gradient but for rounding.
+            // If one row dominates a column's statistics, its exact gradient is nearly 0: rounding would be compared.
             (_, true) if self.is_backward => (3.0, 1e-3),
             (Kind::Half, _) => (1e3, 1e-3),
             (_, true) => (1e12, 1e-12),

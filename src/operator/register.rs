@@ -92,7 +92,7 @@ fn kept(text: &str) -> *const c_char {
 /// An argument, as a schema has it.
 pub(super) struct Formal<'a> {
     pub name: &'a str,
-    /// Of a number that need not be given, but for integers and text.
+    /// A float's default. None: it has none, or is no float.
     pub default: Option<f64>,
     is_tensor: bool,
     is_list: bool,

@@ -1,14 +1,15 @@
 //! Hyper-connections: n streams, mixed by free numbers and by functions of each stream (Zhu et al. 2024, Algorithm 2).
 
+use super::mixing::check_streams;
 use super::{
     prenorm::PreNorm, Dynamic, Gates, HyperConnection, LayerContext, Learned, Mixing, ResidualSpec, Scheme, StackSpec,
 };
-use crate::options::{at_least_one, option_spec, AnyOption};
+use crate::options::{option_spec, AnyOption};
 use crate::parametrisation::SumsOver;
 
 option_spec! {
     /// Streams n of hyper-connections.
-    STREAMS ("hyper_connections_streams"): i64 = 4, at_least_one;
+    STREAMS ("hyper_connections_streams"): i64 = 4, check_streams;
     /// Whether hyper-connections depend on the streams; else they are learned numbers alone.
     DYNAMIC ("hyper_connections_dynamic"): bool = true;
 }

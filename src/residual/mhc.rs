@@ -4,7 +4,10 @@
 //! published ones; the other forms, of Hunyuan V4, Qwen4-exp and GLM-5, are those of Hugging Face's classes (docs/spec.md
 //! §2.23).
 
-use super::{prenorm::PreNorm, Gates, HyperConnection, LayerContext, Learned, Mixing, ResidualSpec, Scheme, StackSpec};
+use super::{
+    mixing::check_streams, prenorm::PreNorm, Gates, HyperConnection, LayerContext, Learned, Mixing, ResidualSpec,
+    Scheme, StackSpec,
+};
 use crate::choice;
 use crate::error::{Error, Result};
 use crate::options::{at_least_one, option_spec, AnyOption, Options};
@@ -28,7 +31,7 @@ choice! {
 
 option_spec! {
     /// Streams n of mhc.
-    STREAMS ("mhc_streams"): i64 = 4, at_least_one;
+    STREAMS ("mhc_streams"): i64 = 4, check_streams;
     /// How often mhc's Sinkhorn iteration normalises columns.
     ITERATIONS ("mhc_iterations"): i64 = 20, at_least_one;
     /// How mhc mixes its streams: by doubly stochastic matrices, or not (none), or not and with gates by channel.

@@ -1,6 +1,8 @@
 //! Sublayers that read x from several tensors and write F(x) to several, with weights that depend on these tensors.
 
 use super::declared::Learned;
+use crate::error::Result;
+use crate::options::{at_least_one, at_most};
 use serde::{Deserialize, Serialize};
 
 /// How a sublayer reads x and writes F(x); after the last layer, how the stack's output is read.
@@ -36,6 +38,15 @@ impl Mixing {
             },
         }
     }
+}
+
+/// Streams, at most: mHC's φ has n³·d numbers.
+const MOST_STREAMS: i64 = 100;
+
+/// The number of a hyper-connection's streams, as an option.
+pub(super) fn check_streams(name: &str, value: i64) -> Result<()> {
+    at_least_one(name, value)?;
+    at_most(name, value, MOST_STREAMS)
 }
 
 /// A hyper-connection of n streams H, each as wide as x and all x at the start: x = Σ_i p_i⊙H_i is read, and

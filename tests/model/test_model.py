@@ -216,8 +216,6 @@ def test_tensorized_attention_as_profiled():
         ({"architecture": "encoder-decoder"}, "is a language model's"),
         ({"attention_dropout": 0.1}, "no weights to drop, so attention_dropout = 0.1"),
         ({"tensorized_rank": 0}, "tensorized_rank must be at least 1, got 0"),
-        ({"encoder_layers": 10**9, "residual": "dlcl"}, "encoder_layers must be at most 10000, got 1000000000"),
-        ({"decoder_layers": 10001, "residual": "denseformer"}, "decoder_layers must be at most 10000, got 10001"),
         ({"attention": "multi-head"}, 'an option of tensorized, and .* attention "multi-head": leave it out'),
         ({"attention": "linear"}, "multi-head, tensorized"),
     ],
@@ -226,6 +224,23 @@ def test_tensorized_attention_as_profiled():
 def test_tensorized_attention_refuses(options, message):
     with pytest.raises(nfrs.InputError, match=message):
         nfrs.Transformer(nfrs.TransformerConfig(**{**SHAPE, **TENSORIZED, **options}))
+
+
+@pytest.mark.parametrize(
+    "options,error,message",
+    [
+        ({"residual": "dlcl", "encoder_layers": 10**9}, nfrs.InputError, "encoder_layers must be at most 10000"),
+        ({"residual": "denseformer", "decoder_layers": 10001}, nfrs.InputError, "at most 10000, got 10001"),
+        ({"residual": "mhc", "mhc_streams": 10**5}, nfrs.InputError, "mhc_streams must be at most 100, got 100000"),
+        ({"residual": "hyper-connections", "hyper_connections_streams": 101}, nfrs.InputError, "at most 100, got 101"),
+        ({**TENSORIZED, "tensorized_segment": 2**62}, RuntimeError, "Storage size calculation overflowed"),
+    ],
+    ids=str,
+)
+def test_numbers_beyond_any_memory_are_refused(options, error, message):
+    """They are an error, not the end of the process, which an allocation of Rust's would be."""
+    with pytest.raises(error, match=message):
+        nfrs.Transformer(nfrs.TransformerConfig(**{**SHAPE, **options}))
 
 
 def test_f32_within_rounding():

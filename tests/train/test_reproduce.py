@@ -32,7 +32,7 @@ from normformer_rs.reproduce.runs import Runs, folder_of, judge
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 LIMIT = 180
-"""Seconds of a processor for all checks."""
+"""Processor seconds that all checks may take."""
 
 
 @pytest.fixture

@@ -36,6 +36,8 @@ COMPILED = {
     "torch.nn.Transformer, compiled, reduce-overhead": "reduce-overhead",
 }
 Precision = Literal["f32", "bf16"]
+SLOW_BF16 = "no instructions for products of bf16"
+"""Part of the loop's warning, which it gives on a CPU alone."""
 
 
 def size(device: str) -> tuple[dict[str, Any], int]:
@@ -78,7 +80,7 @@ def history(
 ) -> History:
     """A run of the training loop.
 
-    Errors: RuntimeError after a warning, but of bf16 on a CPU, or with a vocabulary of another size.
+    Errors: RuntimeError after a warning, except of slow products of bf16, or with a vocabulary of another size.
     """
     model = TransformerConfig(**shape, **PLAIN, norm="layernorm", residual="prenorm")
     training = TrainingConfig(
@@ -88,8 +90,8 @@ def history(
     with corpus(count) as data, tempfile.TemporaryDirectory() as output:
         made = Trainer(model, training, data).fit(output, progress=False, tensorboard=False, curves=False)
         for event in map(json.loads, (Path(output) / LOG).read_text().splitlines()):
-            # No CUDA graphs, say. A CPU's bf16 may be slow, which is warned of; it only says what the losses are.
-            if event.get("level") == "warning" and (device, precision) != ("cpu", "bf16"):
+            # No CUDA graphs, say. Slow products of bf16 matter only on a GPU: of the CPU's run the losses are compared.
+            if event.get("level") == "warning" and SLOW_BF16 not in event["text"]:
                 raise RuntimeError(event["text"])
             if event.get("vocabulary", types(count)) != types(count):
                 raise RuntimeError(f"{event['vocabulary']} types, not {types(count)}")
