@@ -26,6 +26,11 @@ fn slabs(rows: i64) -> (i64, i64) {
     (slab, (rows + slab - 1) / slab)
 }
 
+/// Rows of a slab of so many.
+pub fn slab_of(rows: i64) -> i64 {
+    slabs(rows).0
+}
+
 /// The numbers that slabs leave together.
 fn partial_length(rows: i64, cols: i64) -> i64 {
     slabs(rows).1 * (MOST_PARTS * cols + 1) + 1
