@@ -133,18 +133,15 @@ PYTHONS ?= $(foreach v,3.10 3.11 3.12 3.13 3.14,$(shell python$(v) -c '' 2>/dev/
 wheels: ## the sdist and a wheel per Python of PYTHONS with a core for each of TORCH="2.11 2.13", used beside each
 	$(PYTHON) .ci/wheels.py $(PYTHONS) --torch $(TORCH)
 
-# The GPU machine has Python 3.12 and torch, and neither Rust nor a network: everything else travels in dist/gpu.
+# A machine with a GPU may have neither Rust nor a network: what it needs travels in dist/gpu.
 GPU_PYTHON ?= python3.12
 GPU_OUTPUT ?= bench-gpu
 GPU_SECTIONS ?=
 .PHONY: gpu-wheel
-gpu-wheel: ## a wheel for a machine with a GPU and Python 3.12, and what its measurements need
-	$(GPU_PYTHON) -c 'import sys; sys.exit(0 if sys.version_info[:2] == (3, 12) else f"the GPU machine has Python 3.12, {sys.executable} is another: make gpu-wheel GPU_PYTHON=…")'
-	$(GPU_PYTHON) -m venv $(VENV)-gpu
-	$(VENV)-gpu/bin/pip install --quiet --requirement requirements-gpu.txt
-	rm -rf dist/gpu && mkdir -p dist/gpu
-	$(VENV)-gpu/bin/pip wheel --quiet --no-build-isolation --no-deps --wheel-dir dist/gpu .
-	$(VENV)-gpu/bin/pip download --quiet --no-deps --dest dist/gpu $$(sed -n 's/ # carried$$//p' requirements-gpu.txt)
+gpu-wheel: ## a wheel for GPU_PYTHON and each of TORCH, as a machine with a GPU has them, and what its measurements need
+	rm -rf dist/gpu
+	$(GPU_PYTHON) .ci/wheels.py $(GPU_PYTHON) --torch $(TORCH) --output dist/gpu
+	$(GPU_PYTHON) -m pip download --quiet --no-deps --dest dist/gpu --requirement requirements-gpu.txt
 	ls -lh dist/gpu
 
 .PHONY: gpu-check
@@ -154,4 +151,4 @@ gpu-check: ## on the GPU machine: install dist/gpu, run the operators' tests and
 
 .PHONY: clean
 clean: ## remove what make made
-	rm -rf $(VENV) $(VENV)-docs $(VENV)-gpu .venv-torch .gpu-site target runs dist site
+	rm -rf $(VENV) $(VENV)-docs .venv-torch .gpu-site target runs dist site

@@ -273,7 +273,6 @@ def _compiled_torch_sys() -> list[str]:
     told = {
         "rustc-link-lib": ["static=tch", *cuda, "torch_cpu", "torch", "c10", "gomp"],
         "rustc-link-search": [f"native={archives[-1].parent}", f"native={lib}"],
-        "libtorch_lib": str(lib),
     }
     table = "target.x86_64-unknown-linux-gnu.tch"
     return [part for key, value in told.items() for part in ("--config", f"{table}.{key}={json.dumps(value)}")]

@@ -1,12 +1,13 @@
-//! Compiles the C++ that registers the operators with PyTorch, against the libtorch that torch-sys found.
+//! Compiles the C++ that registers the operators with PyTorch, against the libtorch that torch-sys takes.
 
 use std::path::{Path, PathBuf};
+use std::process::Command;
 use std::{env, fs};
 
 fn main() {
     println!("cargo:rerun-if-changed=src/operator/shim");
-    let lib = PathBuf::from(env::var("DEP_TCH_LIBTORCH_LIB").expect("torch-sys reports where libtorch is"));
-    let include = lib.parent().expect("libtorch's lib folder has a parent").join("include");
+    let torch = torch_folder();
+    let (lib, include) = (torch.join("lib"), torch.join("include"));
     println!("cargo:rustc-env=NORMFORMER_RS_TORCH={}", torch_version(&include));
 
     cc::Build::new()
@@ -37,6 +38,17 @@ fn main() {
             println!("cargo:rustc-link-arg=-Wl,--no-as-needed,-ltorch_cuda,--as-needed");
         }
     }
+}
+
+/// The torch of the Python that torch-sys asks, too: `python` of an active environment, else `python3`.
+fn torch_folder() -> PathBuf {
+    println!("cargo:rerun-if-env-changed=VIRTUAL_ENV");
+    let python = if env::var_os("VIRTUAL_ENV").is_some() { "python" } else { "python3" };
+    let find = "import importlib.util; print(importlib.util.find_spec('torch').submodule_search_locations[0])";
+    let said = Command::new(python).args(["-c", find]).output().unwrap_or_else(|e| panic!("run {python}: {e}"));
+    let folder = String::from_utf8_lossy(&said.stdout).trim().to_string();
+    assert!(said.status.success(), "{python} has no torch: {}", String::from_utf8_lossy(&said.stderr));
+    folder.into()
 }
 
 /// The version of the libtorch that is built against, such as 2.11.0.

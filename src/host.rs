@@ -9,7 +9,13 @@ use std::ffi::{c_char, c_int, c_void, CStr};
 use std::marker::PhantomData;
 use std::ops::Deref;
 use tch::Tensor;
-use torch_sys::C_tensor;
+
+/// C++'s at::Tensor, which tch calls `C_tensor` and does not name to us.
+#[derive(Debug)]
+#[repr(C)]
+pub struct CTensor {
+    _opaque: [u8; 0],
+}
 
 /// A number that tensors hold.
 pub trait Number: Copy {
@@ -60,14 +66,14 @@ impl<T: Number> Held<T> {
     pub fn new(what: &str, t: &Tensor) -> Result<Self> {
         let mut memory = HostMemory { data: std::ptr::null(), bytes: 0 };
         // SAFETY: the tensor outlives the call.
-        let held = unsafe { nfrs_host(t.as_ptr(), T::SCALAR_TYPE, &mut memory) };
+        let held = unsafe { nfrs_host(t.as_ptr().cast(), T::SCALAR_TYPE, &mut memory) };
         if held.is_null() {
             // SAFETY: a NUL-terminated string of this thread, which lives until its next failing call.
             let why = unsafe { CStr::from_ptr(nfrs_last_error()) }.to_string_lossy();
             return Err(Error::invalid(format!("{what} {}", without_stack(&why))));
         }
         // SAFETY: C++ made it, and it is ours.
-        Ok(Held { memory, _tensor: unsafe { Tensor::from_ptr(held) }, _numbers: PhantomData })
+        Ok(Held { memory, _tensor: unsafe { Tensor::from_ptr(held.cast()) }, _numbers: PhantomData })
     }
 }
 
@@ -86,7 +92,7 @@ impl<T> Deref for Held<T> {
 /// Whether the memory at the tensor's address is all there, and says what the tensor means.
 pub fn has_memory(t: &Tensor) -> bool {
     // SAFETY: the tensor outlives the call.
-    unsafe { nfrs_has_memory(t.as_ptr()) }
+    unsafe { nfrs_has_memory(t.as_ptr().cast()) }
 }
 
 /// shim.cpp's.
@@ -98,8 +104,8 @@ struct HostMemory {
 }
 
 extern "C" {
-    fn nfrs_host(t: *const C_tensor, scalar_type: c_int, memory: *mut HostMemory) -> *mut C_tensor;
-    fn nfrs_has_memory(t: *const C_tensor) -> bool;
+    fn nfrs_host(t: *const CTensor, scalar_type: c_int, memory: *mut HostMemory) -> *mut CTensor;
+    fn nfrs_has_memory(t: *const CTensor) -> bool;
     fn nfrs_last_error() -> *const c_char;
 }
 

@@ -96,6 +96,8 @@ pub fn has_bf16_products() -> bool {
 /// The body is generic Rust; everything it calls in its hot loops must be `#[inline(always)]` to be compiled with the
 /// same instruction set. Generic parameters are written `[E: Element, F: Element]`; `[isa S]` before them hands the
 /// instruction set down as a type, an [`Isa`](crate::cpu::pack::Isa).
+///
+/// f64 takes AVX2's code on AVX-512, too, to compile less: it is for comparisons, and the bits are the same.
 #[macro_export]
 macro_rules! multiversion {
     ($(#[$doc:meta])* $vis:vis fn $name:ident [isa $isa:ident] [$($g:ident : $bound:path),+] ($($arg:ident : $ty:ty),* $(,)?) $body:block) => {
@@ -114,15 +116,17 @@ macro_rules! multiversion {
             fn avx2 <$($g: $bound),+> ($($arg: $ty),*) {
                 body::<$crate::cpu::pack::Avx2, $($g),+>($($arg),*)
             }
-            match $crate::cpu::simd::level() {
+            #[cfg(target_arch = "x86_64")]
+            if const { $(size_of::<$g>() < 8)&&+ } && $crate::cpu::simd::level() == $crate::cpu::simd::Level::Avx512 {
                 // SAFETY: `level` never exceeds `supported`, which asked the processor for these very features.
-                #[cfg(target_arch = "x86_64")]
-                $crate::cpu::simd::Level::Avx512 => unsafe { avx512::<$($g),+>($($arg),*) },
-                // SAFETY: as above.
-                #[cfg(target_arch = "x86_64")]
-                $crate::cpu::simd::Level::Avx2 => unsafe { avx2::<$($g),+>($($arg),*) },
-                _ => body::<$crate::cpu::pack::Baseline, $($g),+>($($arg),*),
+                return unsafe { avx512::<$($g),+>($($arg),*) };
             }
+            #[cfg(target_arch = "x86_64")]
+            if $crate::cpu::simd::level() >= $crate::cpu::simd::Level::Avx2 {
+                // SAFETY: as above.
+                return unsafe { avx2::<$($g),+>($($arg),*) };
+            }
+            body::<$crate::cpu::pack::Baseline, $($g),+>($($arg),*)
         }
     };
     ($(#[$doc:meta])* $vis:vis fn $name:ident $([$($g:ident : $bound:path),+])? ($($arg:ident : $ty:ty),* $(,)?) $body:block) => {
@@ -141,15 +145,19 @@ macro_rules! multiversion {
             fn avx2 $(<$($g: $bound),+>)? ($($arg: $ty),*) {
                 body $(::<$($g),+>)? ($($arg),*)
             }
-            match $crate::cpu::simd::level() {
+            #[cfg(target_arch = "x86_64")]
+            if const { true $($(&& size_of::<$g>() < 8)+)? }
+                && $crate::cpu::simd::level() == $crate::cpu::simd::Level::Avx512
+            {
                 // SAFETY: `level` never exceeds `supported`, which asked the processor for these very features.
-                #[cfg(target_arch = "x86_64")]
-                $crate::cpu::simd::Level::Avx512 => unsafe { avx512 $(::<$($g),+>)? ($($arg),*) },
-                // SAFETY: as above.
-                #[cfg(target_arch = "x86_64")]
-                $crate::cpu::simd::Level::Avx2 => unsafe { avx2 $(::<$($g),+>)? ($($arg),*) },
-                _ => body $(::<$($g),+>)? ($($arg),*),
+                return unsafe { avx512 $(::<$($g),+>)? ($($arg),*) };
             }
+            #[cfg(target_arch = "x86_64")]
+            if $crate::cpu::simd::level() >= $crate::cpu::simd::Level::Avx2 {
+                // SAFETY: as above.
+                return unsafe { avx2 $(::<$($g),+>)? ($($arg),*) };
+            }
+            body $(::<$($g),+>)? ($($arg),*)
         }
     };
 }

@@ -85,6 +85,7 @@ device_struct! {
         pub partial: *const u8,
         pub blocks: i32,
         pub columns: i32,
+        pub stride: i32,
         pub outputs: [Output; OUTPUTS],
     }
 }

@@ -51,11 +51,18 @@ pub fn grid_of_chunks(count: i64) -> Grid {
 }
 
 /// Adds up `blocks` rows of `columns` numbers, each output taking its share of the columns.
-pub fn sum_partials(device: Device, partial: *const u8, blocks: i32, columns: i64, to: &[Output]) -> Result<()> {
+pub fn sum_partials(
+    device: Device,
+    partial: *const u8,
+    blocks: i32,
+    [columns, stride]: [i64; 2],
+    to: &[Output],
+) -> Result<()> {
     let mut outputs = [Output { to: std::ptr::null_mut(), first: i32::MAX, dtype: 0 }; OUTPUTS];
     outputs[..to.len()].copy_from_slice(to);
     let grid = Grid { blocks: (columns as u32).div_ceil(32), threads: 256 };
-    let arguments = SumPartials { partial, blocks, columns: columns as i32, outputs };
-    // SAFETY: the outputs have `columns` numbers together, the workspace as many in each of `blocks` rows.
+    let arguments = SumPartials { partial, blocks, columns: columns as i32, stride: stride as i32, outputs };
+    // SAFETY: the outputs have `columns` numbers together, the workspace as many in each of `blocks` rows, which begin
+    // `stride` apart.
     unsafe { cuda::launch(device, &SUMS, "", "sum_partials", grid, &arguments) }
 }

@@ -6,7 +6,6 @@ use crate::kernel::view::View;
 use std::cell::Cell;
 use std::ffi::c_void;
 use tch::{Kind, Tensor};
-use torch_sys::C_tensor;
 
 /// One argument, output or gradient of a call: formulas read the tensor, kernels the view.
 #[repr(C)]
@@ -42,7 +41,7 @@ impl Value {
 
     pub fn tensor(&self) -> Option<Tensor> {
         // SAFETY: C++ keeps the tensors of a call until it is done.
-        (self.tag == TENSOR).then(|| unsafe { Tensor::clone_from_ptr(self.bits as *mut C_tensor) })
+        (self.tag == TENSOR).then(|| unsafe { Tensor::clone_from_ptr(self.bits as *mut _) })
     }
 
     /// A tensor that the schema requires.

@@ -4,19 +4,15 @@ use super::call::Value;
 use super::ffi::{shim_error, Span};
 use crate::cuda::verdict;
 use crate::error::{Error, Result};
+use crate::host::CTensor;
 use std::ffi::{c_char, c_int, c_void};
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use tch::Tensor;
-use torch_sys::C_tensor;
 
 extern "C" {
     fn nfrs_operator(name: *const c_char, length: i64) -> *const c_void;
-    fn nfrs_call(
-        operator: *const c_void,
-        arguments: Span<Value>,
-        outputs: *mut *mut C_tensor,
-        n_outputs: usize,
-    ) -> bool;
+    fn nfrs_call(operator: *const c_void, arguments: Span<Value>, outputs: *mut *mut CTensor, n_outputs: usize)
+        -> bool;
     fn nfrs_above_autograd() -> *mut c_void;
     fn nfrs_leave_autograd(guard: *mut c_void);
     fn nfrs_gradients(
@@ -24,11 +20,13 @@ extern "C" {
         gradients: Span<Value>,
         inputs: Span<Value>,
         create_graph: bool,
-        made: *mut *mut C_tensor,
+        made: *mut *mut CTensor,
     ) -> bool;
-    fn nfrs_has_columns(x: *const C_tensor, multiple_of: i64) -> bool;
-    fn nfrs_width(x: *const C_tensor, width: *mut i64) -> bool;
-    fn nfrs_set_grad(leaf: *const C_tensor, gradient: *const C_tensor) -> bool;
+    fn nfrs_has_columns(x: *const CTensor, multiple_of: i64) -> bool;
+    fn nfrs_width(x: *const CTensor, width: *mut i64) -> bool;
+    fn nfrs_set_grad(leaf: *const CTensor, gradient: *const CTensor) -> bool;
+    /// torch-sys's.
+    fn at_grad_set_enabled(on: c_int) -> c_int;
 }
 
 /// An operator as the dispatcher knows it, looked up at the first call, and how often it has run.
@@ -103,7 +101,7 @@ impl Handle {
         // SAFETY: the operator is never freed, the arguments outlive the call, and there is room for N tensors.
         match unsafe { nfrs_call(operator, Span::of(arguments), made.as_mut_ptr(), N) } {
             // SAFETY: C++ made N tensors, each of which is ours.
-            true => Ok(made.map(|t| unsafe { Tensor::from_ptr(t) })),
+            true => Ok(made.map(|t| unsafe { Tensor::from_ptr(t.cast()) })),
             false => Err(shim_error()),
         }
     }
@@ -121,7 +119,7 @@ pub fn call_by_name(name: &str, arguments: &[Value], n_outputs: usize) -> Result
     // SAFETY: the operator is never freed, the arguments outlive the call, and there is room for the tensors.
     match unsafe { nfrs_call(operator, Span::of(arguments), made.as_mut_ptr(), n_outputs) } {
         // SAFETY: C++ made as many tensors, each of which is ours.
-        true => Ok(made.into_iter().map(|t| unsafe { Tensor::from_ptr(t) }).collect()),
+        true => Ok(made.into_iter().map(|t| unsafe { Tensor::from_ptr(t.cast()) }).collect()),
         false => Err(shim_error()),
     }
 }
@@ -182,7 +180,7 @@ fn run(
     // SAFETY: all tensors outlive the call, and there is room for a gradient of each leaf.
     match unsafe { nfrs_gradients(from, given, to, create_graph, made.as_mut_ptr()) } {
         // SAFETY: null where no root depends on a leaf; else a new tensor of ours.
-        true => Ok(made.into_iter().map(|t| (!t.is_null()).then(|| unsafe { Tensor::from_ptr(t) })).collect()),
+        true => Ok(made.into_iter().map(|t| (!t.is_null()).then(|| unsafe { Tensor::from_ptr(t.cast()) })).collect()),
         false => Err(shim_error()),
     }
 }
@@ -190,14 +188,14 @@ fn run(
 /// Whether x's last dimension is a multiple of `n`, also where it is symbolic.
 pub fn has_columns(x: &Tensor, multiple_of: i64) -> bool {
     // SAFETY: the tensor outlives the call; an exception counts as no.
-    unsafe { nfrs_has_columns(x.as_ptr(), multiple_of) }
+    unsafe { nfrs_has_columns(x.as_ptr().cast(), multiple_of) }
 }
 
 /// Numbers in a row of x, whose other sizes may be symbolic.
 pub fn width(x: &Tensor) -> Result<i64> {
     let mut width = 0;
     // SAFETY: both outlive the call.
-    match unsafe { nfrs_width(x.as_ptr(), &mut width) } {
+    match unsafe { nfrs_width(x.as_ptr().cast(), &mut width) } {
         true => Ok(width),
         false => Err(shim_error()),
     }
@@ -209,7 +207,7 @@ pub struct Recording(c_int);
 impl Recording {
     pub fn set(on: bool) -> Self {
         // SAFETY: it sets this thread's switch, and says how it was.
-        Recording(unsafe { torch_sys::at_grad_set_enabled(on.into()) })
+        Recording(unsafe { at_grad_set_enabled(on.into()) })
     }
 
     pub fn is_on() -> bool {
@@ -220,7 +218,7 @@ impl Recording {
 impl Drop for Recording {
     fn drop(&mut self) {
         // SAFETY: as above.
-        unsafe { torch_sys::at_grad_set_enabled(self.0) };
+        unsafe { at_grad_set_enabled(self.0) };
     }
 }
 
@@ -237,7 +235,7 @@ pub fn backward_from(root: &Tensor, gradient: &Tensor) -> Result<()> {
 /// Makes `gradient` the tensor that backward passes add into: leaf.grad.
 pub fn set_grad(leaf: &Tensor, gradient: &Tensor) -> Result<()> {
     // SAFETY: both tensors outlive the call; the leaf keeps its own reference to the gradient.
-    match unsafe { nfrs_set_grad(leaf.as_ptr(), gradient.as_ptr()) } {
+    match unsafe { nfrs_set_grad(leaf.as_ptr().cast(), gradient.as_ptr().cast()) } {
         true => Ok(()),
         false => Err(shim_error()),
     }

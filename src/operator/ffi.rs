@@ -2,10 +2,10 @@
 
 use crate::cuda::{self, Device, Readiness};
 use crate::error::{Error, Result};
+use crate::host::CTensor;
 use std::cell::RefCell;
 use std::ffi::{c_char, c_int, CStr, CString};
 use std::panic::AssertUnwindSafe;
-use torch_sys::C_tensor;
 
 thread_local! {
     static LAST: RefCell<CString> = RefCell::default();
@@ -76,9 +76,9 @@ impl<T> Span<T> {
 }
 
 /// The C++ tensor behind a tch tensor, owned by whoever takes it.
-pub fn into_raw(t: tch::Tensor) -> *mut C_tensor {
+pub fn into_raw(t: tch::Tensor) -> *mut CTensor {
     let mut t = std::mem::ManuallyDrop::new(t);
-    t.as_mut_ptr()
+    t.as_mut_ptr().cast()
 }
 
 /// What it said, without a stack of C++'s in the middle of it.

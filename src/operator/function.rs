@@ -3,9 +3,9 @@
 use super::call::Value;
 use super::ffi::{into_raw, shim_error, status, Span};
 use crate::error::Result;
+use crate::host::CTensor;
 use std::ffi::{c_int, c_void};
 use tch::Tensor;
-use torch_sys::C_tensor;
 
 /// What a function makes of tensors, and how gradients go back through it.
 ///
@@ -42,11 +42,11 @@ pub fn apply(function: impl Differentiable + 'static, inputs: &[&Tensor]) -> Res
 }
 
 /// Appends a tensor to a list of the other side, which takes it over.
-type Push = unsafe extern "C" fn(list: *mut c_void, t: *mut C_tensor);
+type Push = unsafe extern "C" fn(list: *mut c_void, t: *mut CTensor);
 
-unsafe extern "C" fn push(list: *mut c_void, t: *mut C_tensor) {
+unsafe extern "C" fn push(list: *mut c_void, t: *mut CTensor) {
     // SAFETY: the list is `apply`'s, which waits for C++; the tensor is new.
-    unsafe { (*list.cast::<Vec<Tensor>>()).push(Tensor::from_ptr(t)) }
+    unsafe { (*list.cast::<Vec<Tensor>>()).push(Tensor::from_ptr(t.cast())) }
 }
 
 extern "C" {

@@ -2,16 +2,16 @@
 
 use super::ffi::shim_error;
 use crate::error::Result;
+use crate::host::CTensor;
 use crate::init::RandomNumbers;
 use std::ffi::c_void;
 use std::ptr::NonNull;
 use tch::Tensor;
-use torch_sys::C_tensor;
 
 extern "C" {
     fn nfrs_generator(seed: u64) -> *mut c_void;
     fn nfrs_free_generator(generator: *mut c_void);
-    fn nfrs_draw(generator: *mut c_void, t: *const C_tensor, is_normal: bool, from: f64, to: f64) -> bool;
+    fn nfrs_draw(generator: *mut c_void, t: *const CTensor, is_normal: bool, from: f64, to: f64) -> bool;
 }
 
 /// A generator of the CPU's kind. Its numbers are those of torch's own after `torch.manual_seed` with the same seed, but
@@ -26,7 +26,7 @@ impl Generator {
 
     fn draw(&self, t: &Tensor, is_normal: bool, from: f64, to: f64) -> Result<()> {
         // SAFETY: the generator lives as long as `self`, the tensor as long as the call.
-        match unsafe { nfrs_draw(self.0.as_ptr(), t.as_ptr(), is_normal, from, to) } {
+        match unsafe { nfrs_draw(self.0.as_ptr(), t.as_ptr().cast(), is_normal, from, to) } {
             true => Ok(()),
             false => Err(shim_error()),
         }

@@ -8,8 +8,8 @@ use crate::cpu::pages;
 use crate::cuda::verdict::{self, Refusal, Verdict};
 use crate::cuda::{self, Device};
 use crate::error::{Error, Result};
+use crate::host::CTensor;
 use std::ffi::{c_int, c_void};
-use torch_sys::C_tensor;
 
 /// What ran, of the kernels.
 enum Ran {
@@ -29,7 +29,7 @@ const FORMULA: c_int = 2;
 
 /// Runs a stage of a call for C++; `made` has room for what the stage makes.
 #[no_mangle]
-unsafe extern "C" fn nfrs_run(operator: *const c_void, stage: c_int, call: &Call, made: *mut *mut C_tensor) -> c_int {
+unsafe extern "C" fn nfrs_run(operator: *const c_void, stage: c_int, call: &Call, made: *mut *mut CTensor) -> c_int {
     // SAFETY: C++ hands back what it was given when the operator was registered.
     let operator = unsafe { &*operator.cast::<Operator>() };
     match stage {

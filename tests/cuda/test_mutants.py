@@ -86,6 +86,27 @@ def test_proofs_make_statistics_of_their_own_rows(hunt):
     assert [hunt.finds(index, mutant) and hunt.is_caught(index, mutant) for mutant in found] == [True]
 
 
+@pytest.mark.parametrize(
+    ("finder", "file", "code", "rule"),
+    [
+        # the release, and nothing but padding
+        ("column_corners('power_norm',)", "settle.cuh", "const bool moves = a.second", "bound"),
+        # a gradient that is not finite
+        ("refuses_a_gradient()", "settle.cuh", "finite = finite && fabs(slope(a, c).second)", "first"),
+        # rows about as long as epsilon
+        ("short_rows(1.0,)", "scale_norm.cu", "return scale >= 1.f / eps", "bound"),
+        # a NaN before other numbers
+        ("extreme_lengths(inf,)", "rows.cuh", "return sum > fabsf(d)", "nan"),
+        # rounding at random
+        ("adams_formula('bf16', 1020)", "philox.cuh", "const u32 word = half < 4", "never"),
+    ],
+)
+def test_proofs_meet_corner_cases(hunt, finder, file, code, rule):
+    index = next(i for i, detector in enumerate(DETECTORS) if str(detector) == finder)
+    mutant = next(m for m in SOUGHT if m.file == file and code in m.code and m.rule == rule)
+    assert hunt.finds(index, mutant) and hunt.is_caught(index, mutant)
+
+
 @pytest.mark.parametrize("mutant", SOUGHT, ids=str)
 def test_a_mutant_is_found(hunt, mutant):
     if mutant.rule in mutants.TYPED and not hunt.detectors(mutant):

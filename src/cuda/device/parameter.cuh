@@ -32,7 +32,7 @@ static DEV void each_chunk(int lane, int chunks, Work work) {
 }
 
 // A sum over the rows of a block. Thread by thread in registers; where those are too few, in the block's own row of the
-// workspace, whose columns no two threads share.
+// workspace, whose columns no two threads share. A chunk of it is read and written at once.
 template <int KIND>
 struct Sum {
   f32 kept[KIND == EACH && HELD > 0 ? HELD : 1][KIND == EACH && HELD > 0 ? VEC : 1];
@@ -45,24 +45,23 @@ struct Sum {
       for (f32& v : chunk) v = 0.f;
     if constexpr (KIND == EACH && HELD == 0) {
       if (!total) return;
-      each_chunk(lane, chunks, [&](int, int chunk) {
-        for (int j = 0; j < VEC; j++) total[chunk * VEC + j] = 0.f;
-      });
+      const Values zero = {};
+      each_chunk(lane, chunks, [&](int, int chunk) { store<f32>(total, chunk, zero); });
     }
   }
 
   DEV void add(int i, int chunk, const f32 (&v)[VEC]) {
     if constexpr (KIND != NONE) {
       if (!total) return;
+      if constexpr (KIND == EACH && HELD == 0) {
+        Values sum = load<f32>(total, chunk);
 #pragma unroll
-      for (int j = 0; j < VEC; j++) {
-        if (KIND == ONE)
-          kept[0][0] += v[j];
-        else if (HELD > 0)
-          kept[i][j] += v[j];
-        else
-          total[chunk * VEC + j] += v[j];
+        for (int j = 0; j < VEC; j++) sum.v[j] += v[j];
+        store<f32>(total, chunk, sum);
+        return;
       }
+#pragma unroll
+      for (int j = 0; j < VEC; j++) (KIND == ONE ? kept[0][0] : kept[i][j]) += v[j];
     }
   }
 
@@ -84,22 +83,20 @@ struct Sum {
 #pragma unroll
       for (int i = 0; i < HELD; i++) {
         const int chunk = team.lane + i * LANES;
-        f32 all[VEC];
+        Values all;
 #pragma unroll
-        for (int j = 0; j < VEC; j++) all[j] = kept[i][j];
+        for (int j = 0; j < VEC; j++) all.v[j] = kept[i][j];
         if constexpr (ROWS > 1) {
 #pragma unroll
-          for (int j = 0; j < VEC; j++) scratch[(team.row * VEC + j) * LANES + team.lane] = all[j];
+          for (int j = 0; j < VEC; j++) scratch[(team.row * VEC + j) * LANES + team.lane] = all.v[j];
           __syncthreads();
           if (team.row == 0)
             for (int r = 1; r < ROWS; r++)
 #pragma unroll
-              for (int j = 0; j < VEC; j++) all[j] += scratch[(r * VEC + j) * LANES + team.lane];
+              for (int j = 0; j < VEC; j++) all.v[j] += scratch[(r * VEC + j) * LANES + team.lane];
           __syncthreads();
         }
-        if (team.row == 0 && chunk < chunks)
-#pragma unroll
-          for (int j = 0; j < VEC; j++) total[chunk * VEC + j] = all[j];
+        if (team.row == 0 && chunk < chunks) store<f32>(total, chunk, all);
       }
     }
   }

@@ -14,6 +14,7 @@ enum { OUTPUTS = 6 };
 struct Sums {
   const f32* partial;
   int blocks, columns;
+  int stride;  // from a block's columns to the next block's
   Output outputs[OUTPUTS];  // by their first columns
 };
 
@@ -22,7 +23,7 @@ KERNEL(256, sum_partials, Sums) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, column = blockIdx.x * 32 + lane;
   f32 sum = 0.f;
   if (column < a.columns)
-    for (int b = warp; b < a.blocks; b += 8) sum += a.partial[(i64)b * a.columns + column];
+    for (int b = warp; b < a.blocks; b += 8) sum += a.partial[(i64)b * a.stride + column];
   parts[threadIdx.x] = sum;
   __syncthreads();
   if (warp > 0 || column >= a.columns) return;

@@ -414,7 +414,7 @@ pub fn backward(device: Device, norm: &'static ColumnNormKernel, v: &ColumnViews
     // SAFETY: as in `forward`; the gradients are fresh, a slab has its place in the workspace, and slopes has three rows.
     unsafe {
         kernels.launch("columns_gradient_sums", kernels.tiled, &sums_of)?;
-        sum_partials(device, partial, kernels.slabs as i32, 2 * i64::from(cols), &sums)?;
+        sum_partials(device, partial, kernels.slabs as i32, [2 * i64::from(cols); 2], &sums)?;
         kernels.launch("columns_slopes", ONE_BLOCK, &slopes_of)?;
         kernels.launch("columns_gradient", kernels.tiled, &Gradient { dy, x, rows, stats, slopes, dx })
     }

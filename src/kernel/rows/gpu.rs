@@ -157,21 +157,25 @@ pub fn backward(device: Device, program: &'static Program, r: &RowViews, g: &Row
     let all = [&g.dalpha, &g.dbeta, &g.dweight, &g.dbias, dscale, dshift];
     let lengths = all.map(|sum| if sum.is_absent() { 0 } else { sum.rows * sum.cols });
     let columns: i64 = lengths.iter().sum();
+    // Sums of columns come first, and rows begin at borders of 16 bytes: chunks are added at once.
+    let stride = (columns + 3) / 4 * 4;
+    let mut order: Vec<usize> = (0..all.len()).filter(|&k| lengths[k] > 0).collect();
+    order.sort_by_key(|&k| lengths[k] == 1);
     let (mut workspace, mut most) = (None, i32::MAX as u32);
     if columns > 0 {
         // Blocks that sum run at once: one more would begin when others end. Without sums there may be any number.
         let blocks = sum_blocks(device, r.x_plus.rows);
-        workspace = Some(room(device, &[blocks, columns], Kind::Float)?);
+        workspace = Some(room(device, &[blocks, stride], Kind::Float)?);
         most = cuda::blocks_at_once(device, program, &options, "rows_backward", layout.threads())?.min(blocks as u32);
     }
     let sums = workspace.as_ref().map_or(std::ptr::null_mut(), |room| room.data_ptr().cast::<f32>());
     let grid = layout.grid(if chunks > 0 { r.x_plus.rows as u64 } else { 0 }, most);
     let (mut partial, mut outputs, mut first) = ([std::ptr::null_mut(); 4 + NUMBERS], Vec::new(), 0);
-    for ((partial, sum), length) in partial.iter_mut().zip(all).zip(lengths).filter(|(_, length)| *length > 0) {
+    for k in order {
         // SAFETY: the workspace has a column for each number of each sum.
-        *partial = unsafe { sums.add(first as usize) };
-        outputs.push(Output { to: sum.data, first: first as i32, dtype: sum.dtype });
-        first += length;
+        partial[k] = unsafe { sums.add(first as usize) };
+        outputs.push(Output { to: all[k].data, first: first as i32, dtype: all[k].dtype });
+        first += lengths[k];
     }
     let [dalpha, dbeta, dweight, dbias, dscale, dshift] = partial;
     let arguments = Backward {
@@ -195,11 +199,11 @@ pub fn backward(device: Device, program: &'static Program, r: &RowViews, g: &Row
         dshift,
         rows: r.x_plus.rows,
         chunks,
-        sums: columns as i32,
+        sums: stride as i32,
         eps: r.eps as f32,
         dropout: OnDevice::of(&r.draw),
     };
     // SAFETY: as in `forward`; the workspace has a row for every block.
     unsafe { cuda::launch(device, program, &options, "rows_backward", grid, &arguments)? };
-    sum_partials(device, sums.cast(), grid.blocks as i32, columns, &outputs)
+    sum_partials(device, sums.cast(), grid.blocks as i32, [columns, stride], &outputs)
 }
