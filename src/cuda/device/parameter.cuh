@@ -58,10 +58,10 @@ struct Sum {
 #pragma unroll
         for (int j = 0; j < VEC; j++) sum.v[j] += v[j];
         store<f32>(total, chunk, sum);
-        return;
-      }
+      } else {
 #pragma unroll
-      for (int j = 0; j < VEC; j++) (KIND == ONE ? kept[0][0] : kept[i][j]) += v[j];
+        for (int j = 0; j < VEC; j++) (KIND == ONE ? kept[0][0] : kept[i][j]) += v[j];
+      }
     }
   }
 
