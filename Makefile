@@ -138,10 +138,10 @@ GPU_PYTHON ?= python3.12
 GPU_OUTPUT ?= bench-gpu
 GPU_SECTIONS ?=
 .PHONY: gpu-wheel
-gpu-wheel: ## a wheel for GPU_PYTHON and each of TORCH, as a machine with a GPU has them, and what its measurements need
+gpu-wheel: $(VENV)/installed ## a wheel for GPU_PYTHON and each of TORCH, as a machine with a GPU has them, and what its measurements need
 	rm -rf dist/gpu
 	$(GPU_PYTHON) .ci/wheels.py $(GPU_PYTHON) --torch $(TORCH) --output dist/gpu
-	$(GPU_PYTHON) -m pip download --quiet --no-deps --dest dist/gpu --requirement requirements-gpu.txt
+	$(BIN)/pip download --quiet --no-deps --dest dist/gpu --requirement requirements-gpu.txt
 	ls -lh dist/gpu
 
 .PHONY: gpu-check

@@ -40,9 +40,8 @@ fn main() {
     }
 }
 
-/// The torch of the Python that torch-sys asks, too: `python` of an active environment, else `python3`.
+/// The torch of the Python that torch-sys asks: `python` in an active environment, else `python3`.
 fn torch_folder() -> PathBuf {
-    println!("cargo:rerun-if-env-changed=VIRTUAL_ENV");
     let python = if env::var_os("VIRTUAL_ENV").is_some() { "python" } else { "python3" };
     let find = "import importlib.util; print(importlib.util.find_spec('torch').submodule_search_locations[0])";
     let said = Command::new(python).args(["-c", find]).output().unwrap_or_else(|e| panic!("run {python}: {e}"));

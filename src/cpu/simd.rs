@@ -97,7 +97,7 @@ pub fn has_bf16_products() -> bool {
 /// same instruction set. Generic parameters are written `[E: Element, F: Element]`; `[isa S]` before them hands the
 /// instruction set down as a type, an [`Isa`](crate::cpu::pack::Isa).
 ///
-/// f64 takes AVX2's code on AVX-512, too, to compile less: it is for comparisons, and the bits are the same.
+/// f64 uses AVX2's code on AVX-512 as well, which saves compile time. Results are the same.
 #[macro_export]
 macro_rules! multiversion {
     ($(#[$doc:meta])* $vis:vis fn $name:ident [isa $isa:ident] [$($g:ident : $bound:path),+] ($($arg:ident : $ty:ty),* $(,)?) $body:block) => {

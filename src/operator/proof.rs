@@ -149,6 +149,8 @@ fn staged(case: Case, declared: &Declared, has_state: bool, given: &mut [Value])
         (Case::Extreme, _) if leader.sizes == "=n" || x.size().last() == Some(&1) => return Ok(None),
         (Case::Late | Case::Padding | Case::Long, _) if !has_state => return Ok(None),
         (Case::Spoilt(_), _) if !has_state && leader.sizes != "=n" => return Ok(None),
+        // In evaluation the formula multiplies what is infinite by zero.
+        (Case::Spoilt(_), _) if place_of("train").is_some_and(|place| !given[place].flag()) => return Ok(None),
         (Case::Masked | Case::Padding, None) => return Ok(None),
         (Case::Masked, Some((_, place))) if !given[*place].is_none() => given[*place] = Value::from(None::<f64>),
         // A target outside the vocabulary has no gradient that could be compared.
@@ -367,7 +369,11 @@ impl Maker {
                 let row = counted(&[self.rows, 1], real.device())?;
                 let (in_slab, in_all) =
                     (row.f_remainder(slab_of(self.rows))?.f_mul_scalar(0.1)?, row.f_mul_scalar(1e-3)?);
-                drawn.f_add(&in_slab)?.f_add(&in_all)?.f_add_scalar(3000.0)?
+                drawn.f_add(&in_slab)?.f_add(&in_all)?.f_add_scalar(if real.kind() == Kind::Half {
+                    300.0
+                } else {
+                    3000.0
+                })?
             }
             _ if is_leader && !self.is_backward => self.spoilt(drawn, f64::NAN)?,
             _ if is_leader => drawn,
@@ -418,7 +424,7 @@ impl Maker {
 
     /// With one number that is not finite, where the case has one.
     fn spoilt(&self, x: Tensor, with: f64) -> Result<Tensor> {
-        if let Case::Spoilt(column) = self.case {
+        if let (Case::Spoilt(column), true) = (self.case, x.dim() > 1) {
             let _ = x.f_select(0, self.rows / 2)?.f_select(-1, column)?.f_fill_(with)?;
         }
         Ok(x)
@@ -505,9 +511,9 @@ fn difference(found: &Tensor, expected: &Tensor) -> Result<Option<String>> {
         return Ok(Some("has NaN in other places".into()));
     }
     let are_equal = found.f_eq_tensor(&expected)?.f_logical_or(&is_nan)?;
-    // Where either rounds to 16 bits, hardly any number goes the other way.
+    // Of results in 16 bits, few numbers may round another way than the formula's.
     let share = 1.0 - are_equal.f_to_kind(Kind::Double)?.f_mean(Kind::Double)?.f_double_value(&[])?;
-    if is_short && are_equal.numel() > 1000 && share > 0.05 {
+    if is_short && !is_narrow && are_equal.numel() > 1000 && share > 0.05 {
         return Ok(Some(format!("differs in {:.0} % of its numbers", 100.0 * share)));
     }
     let apart = found.f_sub(&expected)?.f_abs()?.f_masked_fill(&are_equal, 0.0)?;

@@ -67,6 +67,20 @@ def test_some_detectors_find_most_of_the_mutants_that_they_meet(hunt):
     assert sum(found) > len(found) / 2
 
 
+PROVEN = [
+    "adam(1027,)",
+    "adams_formula('bf16', 1020)",
+    "adams_formula('f32', 0)",
+    "ignored_words()",
+    "short_rows(1.0,)",
+]
+
+
+@pytest.mark.parametrize("case", PROVEN)
+def test_right_kernels_pass_their_proofs(hunt, case):
+    assert hunt.is_proven(next(i for i, detector in enumerate(DETECTORS) if str(detector) == case))
+
+
 def test_proofs_refuse_wrong_kernels(hunt):
     """Of mutants by a fixed seed that a detector finds: with proofs the formula runs in their place."""
     draw = random.Random(SEED)

@@ -40,7 +40,7 @@ def on_device(operator):
     finally:
         _core.cuda_stand_in(False)
     after = _core.operator_counts()[operator]
-    is_refused = os.environ.get("NORMFORMER_RS_CUDA") == "auto" and after[1] > before[1]  # proven to be wrong
+    is_refused = "MOCK_MUTANT" in os.environ and after[1] > before[1]  # proven to be wrong
     assert is_refused or (after[0] > before[0] and after[1] == before[1]), f"{operator} ran its formula, not its kernel"
 
 
