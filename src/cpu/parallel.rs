@@ -2,21 +2,18 @@
 
 use super::memory;
 use std::any::Any;
-use std::ffi::{c_int, c_void};
+use std::ffi::c_void;
 use std::ops::Range;
 use std::panic::{catch_unwind, resume_unwind, AssertUnwindSafe};
 use std::sync::Mutex;
 
 extern "C" {
     fn nfrs_parallel_for(n: i64, grain: i64, run: extern "C" fn(*const c_void, i64, i64), context: *const c_void);
-    /// torch-sys's.
-    fn at_get_num_threads() -> c_int;
 }
 
 /// Threads that [`for_each`] may use: `torch.get_num_threads()`.
 pub fn threads() -> usize {
-    // SAFETY: no arguments; at::get_num_threads does not throw.
-    unsafe { at_get_num_threads() as usize }
+    tch::get_num_threads() as usize
 }
 
 /// Calls `work` on disjoint ranges that together cover 0..n, on several threads where n is more than `grain`. A panic of

@@ -118,7 +118,7 @@ multiversion! {
     #[inline(never)]
     fn multiply_panel[isa S][A: Accumulator](all: &mut PanelProduct<A>) {
         // As many rows as have registers.
-        let tallest = if is_wide::<S>() && size_of::<A>() == 4 { 12 } else { 6 };
+        let tallest = if is_wide::<S>() { 12 } else { 6 };
         for first in (0..all.rows).step_by(tallest) {
             macro_rules! of_height {
                 ($($height:literal)+) => {

@@ -283,11 +283,13 @@ pub fn backward(
         }
     };
     let lambda = weight.f_mul(&all_x)?.f_mul(&share)?;
-    let mut q = slope.f_mul(&lambda)?.f_mul(&exact)?;
+    // Where the batch has not made the statistics, its sums, which may be infinite, have no part in dx.
+    let (is_exact, nothing) = (exact.f_eq(1.0)?, slope.f_zeros_like()?);
+    let mut q = slope.f_mul(&lambda)?.f_where_self(&is_exact, &nothing)?;
     if let (true, true, Some(ema)) = (kernels.kernel.approximate, o.train, &state.second) {
         let old = ema.f_flatten(0, -1)?.f_to_kind(g.kind())?;
         let nu = old.f_mul_scalar(1.0 - o.alpha_bwd)?;
-        q = q.f_where_self(&exact.f_eq(1.0)?, &slope.f_mul(&nu)?)?;
+        q = q.f_where_self(&is_exact, &slope.f_mul(&nu)?)?;
         let now = old.f_add(&lambda)?.f_sub(&nu.f_mul(&gamma)?)?;
         let has_rows = share.f_gt(0.0)?.f_any()?;
         let finite = now.f_to_kind(ema.kind())?.f_isfinite()?.f_all()?;
@@ -296,7 +298,7 @@ pub fn backward(
     }
     let mut dx = p.f_mul(&g)?.f_sub(&q.f_mul(&hat)?)?;
     if kernels.kernel.centred {
-        dx = dx.f_sub(&p.f_mul(&all)?.f_mul(&share)?.f_mul(&exact)?)?;
+        dx = dx.f_sub(&p.f_mul(&all)?.f_mul(&share)?.f_where_self(&is_exact, &nothing)?)?;
     }
     debug_assert_eq!(stats.size()[0] as usize, Stats::ROWS);
     Ok((rows.real(&dx)?.f_view_as(x)?.f_to_kind(x.kind())?, sum_x, sum))

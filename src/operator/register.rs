@@ -154,9 +154,13 @@ impl<'a> Declared<'a> {
         Err(Error::Torch(format!("{} {what}", self.operator.name())))
     }
 
-    /// The place of an argument in the schema.
+    /// The place of an argument in the schema, if it has one.
+    pub fn place(&self, name: &str) -> Option<usize> {
+        self.formals.iter().position(|a| a.name == name)
+    }
+
     fn argument(&self, name: &str) -> Result<usize> {
-        let found = self.formals.iter().position(|a| a.name == name);
+        let found = self.place(name);
         found.map_or_else(|| self.wrong(format!("has no argument {name}")), Ok)
     }
 
@@ -165,7 +169,8 @@ impl<'a> Declared<'a> {
         self.table.iter().position(|(a, _)| a.name == name)
     }
 
-    fn output(&self, name: &str) -> Option<usize> {
+    /// The place of an output.
+    pub fn output(&self, name: &str) -> Option<usize> {
         self.operator.outputs.iter().position(|a| a.name == name)
     }
 
@@ -201,7 +206,7 @@ impl<'a> Declared<'a> {
             leader,
             dtype: self.only(DtypeRule::Dtype)?,
             title: self.only(DtypeRule::Title)?,
-            p: self.formals.iter().position(|a| a.name == "p").map_or(-1, |p| p as i64),
+            p: self.place("p").map_or(-1, |p| p as i64),
             is: flags(o),
             table: Span::kept(self.table.iter().map(row).collect()),
             made: Span::kept(o.outputs.iter().map(made).collect::<Result<_>>()?),

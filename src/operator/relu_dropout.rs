@@ -55,9 +55,9 @@ pub(super) fn operator() -> Operator {
         .formula(|call| {
             let [dy, y, p] = call.arguments();
             let (dy, y) = (dy.required(), y.required());
-            let slope = y.f_gt(0.0)?.f_to_kind(y.kind())?.f_mul_scalar(1.0 / (1.0 - p.float()))?;
-            // A NaN of y is one of the gradient.
-            Ok(vec![Some(dy.f_mul(&slope)?.f_where_self(&y.f_isnan()?.f_logical_not()?, &y)?)])
+            let kept = dy.f_mul_scalar(1.0 / (1.0 - p.float()))?;
+            // Elsewhere y is 0, or a NaN, which is one of the gradient.
+            Ok(vec![Some(kept.f_where_self(&y.f_gt(0.0)?, &y)?)])
         }),
     )
     // Piecewise constant in x: where y is not zero it is the kept scale, which the kernel reads off.

@@ -70,7 +70,7 @@ fn run_proven(operator: &Operator, call: &Call, device: Device) -> Result<Ran> {
         Err(Refusal::Wrong) => return Ok(Ran::Refused(None)),
         Err(Refusal::Unknown) => (),
     }
-    if operator.formula.is_none() || cuda::is_capturing(device)? {
+    if !proof::is_possible(operator, call)? || cuda::is_capturing(device)? {
         // There is nothing to compare with, or nothing may be compared now.
         return verdict::launched(|| operator.run_kernel(call)).0.map(|()| Ran::Kernel);
     }

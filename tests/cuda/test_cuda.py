@@ -314,6 +314,12 @@ def test_the_first_use_of_a_kernel_proves_it_once(tmp_path):
     assert device.run(launcher_cases.proven_launches, env=env) == (launched, verdicts, [])  # another process
 
 
+def test_a_first_call_without_rows_proves_nothing(tmp_path):
+    env = device.environment(tmp_path, NORMFORMER_RS_CUDA="auto")
+    verdicts, warned = device.run(launcher_cases.launches_without_rows, env=env)
+    assert verdicts and {line.split("\t")[4] for line in verdicts} == {"right"} and not warned
+
+
 def test_a_kernel_that_was_wrong_stays_off(tmp_path):
     env = device.environment(tmp_path, NORMFORMER_RS_CUDA="auto", MOCK_LOG=str(tmp_path / "log"))
     device.run(launcher_cases.proven_launches, env=env)

@@ -44,6 +44,19 @@ def proven_launches():
     return names, _core.cuda_verdicts(), [str(warning.message) for warning in warned]
 
 
+def launches_without_rows():
+    """Calls of batch_norm and layer_norm on no rows, then on nine; the verdicts that are kept, and the warnings."""
+    _core.cuda_stand_in(True)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        for rows in (0, 9):
+            x = torch.randn(rows, 5, requires_grad=True)
+            OPS.batch_norm(x, None, None, train=True)[0].sum().backward()
+            OPS.layer_norm(x, None, None, EPS)[0].sum().backward()
+    _core.cuda_stand_in(False)
+    return _core.cuda_verdicts(), [str(warning.message) for warning in warned]
+
+
 def training_by_graphs(folder, fails=None):
     """Two updates of one shape of batch, the second recorded and replayed, and the same two without graphs. For torch's
     graphs stands what the CPU can do: what is recorded is done, and nothing when it is replayed. Returns what torch was

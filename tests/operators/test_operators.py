@@ -1,6 +1,7 @@
 """The registered operators against the plain PyTorch oracle, in every way PyTorch calls an operator."""
 
 import functools
+import math
 
 import pytest
 import torch
@@ -161,6 +162,49 @@ def test_formulas_of_rows_whose_squares_leave_the_range(norm, size):
     (expected,) = torch.autograd.grad(f(leaf).sin().sum(), leaf)
     found = torch.func.grad(lambda x: f(x).sin().sum())(x * size)
     torch.testing.assert_close(found * size, expected * size, rtol=1e-3, atol=1e-4)
+
+
+def infinite(rows, columns):
+    """Random numbers, of which one is infinite."""
+    numbers = torch.randn(rows, columns)
+    numbers[1, 2] = math.inf
+    return numbers
+
+
+def statistics(norm):
+    """x, weight, the buffer that the backward pass gets, and the statistics of an evaluation."""
+    x, weight, ones = torch.randn(4, 3), torch.randn(3), torch.ones(3)
+    iters = torch.full((1,), 9)
+    _, stats = getattr(OPS, norm)(x, weight, None, None, torch.zeros(3), ones, iters, None, None, train=False)
+    return x, weight, None, ones, None, stats
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize(
+    ("operator", "arguments", "options"),
+    [
+        ("batch_norm_backward", lambda: (infinite(4, 3), *statistics("batch_norm")), {"train": False}),
+        ("power_norm_v_backward", lambda: (infinite(4, 3), *statistics("power_norm_v")), {"train": False}),
+        ("power_norm_backward", lambda: (infinite(4, 3), *statistics("power_norm")), {"train": False}),
+        ("relu_dropout_backward", lambda: (infinite(4, 3), torch.zeros(4, 3), 0.5), {}),
+        (
+            "label_smoothed_cross_entropy",
+            lambda: (-infinite(4, 3), torch.tensor([0, 1, 1, 0]), None, 1.0, 0.0, -1),
+            {},
+        ),
+    ],
+)
+def test_formulas_multiply_no_infinity_by_zero(operator, arguments, options):
+    """A kernel leaves out what a factor of zero would, and so must the formula, which devices without kernels run."""
+    keys, given = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU), arguments()
+    with torch.no_grad():
+        kernel, formula = (
+            torch.library.get_kernel(f"normformer_rs::{operator}", device).call_boxed(keys, *given, **options)
+            for device in ("CPU", "MPS")
+        )
+    listed = lambda found: [found] if isinstance(found, torch.Tensor) else list(found)[:2]  # noqa: E731
+    assert not any(t.isnan().any() for t in listed(kernel))
+    torch.testing.assert_close(listed(formula), listed(kernel))
 
 
 @pytest.mark.parametrize("norm", NORMS)

@@ -31,8 +31,8 @@ static DEV void each_chunk(int lane, int chunks, Work work) {
   }
 }
 
-// A sum over the rows of a block. Thread by thread in registers; where those are too few, in the block's own row of the
-// workspace, whose columns no two threads share. A chunk of it is read and written at once.
+// A sum over the rows of a block. Each thread keeps its own in registers. Where those are too few, the sums lie in the
+// block's row of the workspace: no two threads share a column there, and a chunk is read or written 16 bytes at a time.
 template <int KIND>
 struct Sum {
   f32 kept[KIND == EACH && HELD > 0 ? HELD : 1][KIND == EACH && HELD > 0 ? VEC : 1];

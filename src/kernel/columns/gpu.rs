@@ -21,14 +21,9 @@ const MOST_SLABS: i64 = 512;
 const MOST_PARTS: i64 = 3;
 
 /// Rows of a slab, and how many slabs there are.
-fn slabs(rows: i64) -> (i64, i64) {
+pub fn slabs(rows: i64) -> (i64, i64) {
     let slab = SLAB.max((rows + MOST_SLABS - 1) / MOST_SLABS);
     (slab, (rows + slab - 1) / slab)
-}
-
-/// Rows of a slab of so many.
-pub fn slab_of(rows: i64) -> i64 {
-    slabs(rows).0
 }
 
 /// The numbers that slabs leave together.

@@ -45,7 +45,11 @@ pub fn composed(
         Some(outside) => log_p.f_masked_fill(outside, 0.0)?,
         None => log_p,
     };
-    let uniform = log_p.f_sum_dim_intlist([-1i64].as_slice(), false, kind)?.f_neg()?;
-    let loss = (&nll * smoothing.nll).f_add(&(uniform * smoothing.uniform))?;
+    let mut loss = nll.f_mul_scalar(smoothing.nll)?;
+    // Not 0·∞ where nothing is smoothed and a logit is −∞.
+    if smoothing.uniform != 0.0 {
+        let sum = log_p.f_sum_dim_intlist([-1i64].as_slice(), false, kind)?;
+        loss = loss.f_sub(&sum.f_mul_scalar(smoothing.uniform)?)?;
+    }
     Ok((loss.f_masked_fill(&ignored, 0.0)?, nll.f_masked_fill(&ignored, 0.0)?))
 }

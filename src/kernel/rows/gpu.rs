@@ -157,7 +157,8 @@ pub fn backward(device: Device, program: &'static Program, r: &RowViews, g: &Row
     let all = [&g.dalpha, &g.dbeta, &g.dweight, &g.dbias, dscale, dshift];
     let lengths = all.map(|sum| if sum.is_absent() { 0 } else { sum.rows * sum.cols });
     let columns: i64 = lengths.iter().sum();
-    // Sums of columns come first, and rows begin at borders of 16 bytes: chunks are added at once.
+    // Sums with a number for each column come first, and every block's sums begin at a multiple of 16 bytes. So kernels
+    // add 16 bytes at a time.
     let stride = (columns + 3) / 4 * 4;
     let mut order: Vec<usize> = (0..all.len()).filter(|&k| lengths[k] > 0).collect();
     order.sort_by_key(|&k| lengths[k] == 1);

@@ -1,0 +1,181 @@
+//! The cases of a proof: what each asks, and what it makes of the call at hand.
+//!
+//! Their rows are more than the device takes at once. What a kernel asks at run time is asked in several ways: whether
+//! there is a mask, and of norms with statistics whether it leaves any row, whether they train, by which variant, and
+//! whether what comes in is finite. Their counters stand early, late and where a warm-up ends. Late, columns have means.
+
+use super::maker::{counted, few_columns, is_kept, rows, Maker, Tensors, FEW, LATE, LONG};
+use crate::cuda::Device;
+use crate::error::Result;
+use crate::kernel::columns::gpu::slabs;
+use crate::operator::argument::{Argument, DtypeRule, Reading};
+use crate::operator::call::{Call, Value};
+use crate::operator::declare::Operator;
+use crate::operator::register::Declared;
+use tch::{Kind, Tensor};
+
+#[derive(Clone, Copy, PartialEq)]
+pub enum Case {
+    Usual,
+    /// Some rows are corner cases: huge, tiny, zero, about as long as ε, with a NaN, or with one or two large numbers.
+    Extreme,
+    /// Without the call's mask, or with one.
+    Masked,
+    /// Every row is padding, in a warm-up: there is nothing to count.
+    Padding,
+    /// Columns have means, and counters are high.
+    Late,
+    /// Training for evaluation, and the other way round.
+    Other,
+    /// Counters are so many steps before the end of a warm-up, and rows are few.
+    Before(i64),
+    /// The other variant, the paper's or the release's; one row in so many is padding.
+    Variant(i64),
+    /// A number in this column is NaN or infinite. In place of columns, flat buffers have a scale, which is NaN.
+    Spoilt(i64),
+    /// So many rows that slabs of them grow; of few columns.
+    Long,
+}
+
+impl Case {
+    pub const ALL: [Case; 13] = [
+        Case::Usual,
+        Case::Extreme,
+        Case::Masked,
+        Case::Padding,
+        Case::Late,
+        Case::Other,
+        Case::Before(1),
+        Case::Before(0),
+        Case::Variant(2),
+        Case::Variant(1),
+        Case::Spoilt(0),
+        Case::Spoilt(-1),
+        Case::Long,
+    ];
+}
+
+/// Tensors at the places of the schema; None: the case makes no sense for this call.
+pub fn arguments(
+    operator: &Operator,
+    call: &Call,
+    device: Device,
+    case: Case,
+) -> Result<Option<(Vec<Value>, Tensors)>> {
+    let declared = Declared::new(operator)?;
+    let (leader, leaders) = declared.leader()?;
+    let mut given = call.all().to_vec();
+    let x = given[leaders].required();
+    let has_state = declared.table.iter().any(|(argument, _)| matches!(argument.reading, Reading::State));
+    if !makes_sense(case, &declared, &given, has_state)? {
+        return Ok(None);
+    }
+    change_numbers(case, &declared, &mut given);
+    // The proof's own tensors take the place of these: each of the table is made.
+    let fabricated = change_tensors(case, &declared, &x, &mut given)?;
+    let number = |name: &str| declared.place(name).map(|place| given[place]);
+    let counter = match case {
+        Case::Late | Case::Other | Case::Variant(_) => Some(LATE),
+        Case::Padding => Some(0),
+        Case::Before(steps) => number("warmup").map(|warmup| warmup.int() - steps),
+        _ => None,
+    };
+    let rows = match case {
+        Case::Long => LONG,
+        Case::Before(_) => FEW,
+        _ => rows(&x, device),
+    };
+    // Where a mask is made the first row is padding, which the paper's rule never looks at.
+    let has_mask = matches!(case, Case::Masked | Case::Long) && fabricated.iter().any(|t| t.kind() == Kind::Bool);
+    let made = Maker {
+        rows,
+        is_whole: leader.sizes == "*",
+        is_dropped: number("seed").and(number("p")).is_some_and(|p| p.float() > 0.0),
+        has_state,
+        has_corners: leader.sizes == "*d" && !has_state,
+        is_logits: leader.sizes == "nc",
+        is_hidden: has_mask && number("variant").is_some_and(|variant| variant.text() == "paper"),
+        is_backward: operator.forward.get().is_some(),
+        case,
+        counter,
+        eps: number("eps").map_or(1.0, |eps| eps.float()),
+    };
+    let tensors = match operator.forward.get().filter(|_| declared.table.iter().any(|(a, _)| is_kept(operator, a))) {
+        None => made.all(&declared, &given)?,
+        Some(forward) => made.after(forward, &declared, &given)?,
+    };
+    Ok(Some((given, tensors)))
+}
+
+fn makes_sense(case: Case, declared: &Declared, given: &[Value], has_state: bool) -> Result<bool> {
+    let (leader, leaders) = declared.leader()?;
+    let has = |name: &str| declared.place(name).is_some();
+    let mask = mask_of(declared);
+    Ok(match case {
+        Case::Usual => true,
+        // Flat buffers have no rows, and of one number nothing is left that could be compared.
+        Case::Extreme => leader.sizes != "=n" && given[leaders].required().size().last() != Some(&1),
+        // A mask of classes is not made: a target that it leaves out has no gradient that could be compared.
+        Case::Masked => mask.is_some_and(|(argument, place)| argument.sizes == "*" || !given[place].is_none()),
+        Case::Padding => has_state && mask.is_some(),
+        Case::Late | Case::Long => has_state,
+        Case::Other => has("train"),
+        Case::Before(_) => has("warmup"),
+        Case::Variant(_) => has("variant"),
+        Case::Spoilt(_) => has_state || leader.sizes == "=n",
+    })
+}
+
+/// Makes the call's numbers what the case says.
+fn change_numbers(case: Case, declared: &Declared, given: &mut [Value]) {
+    let mut change = |name: &str, to: &dyn Fn(Value) -> Value| {
+        if let Some(place) = declared.place(name) {
+            given[place] = to(given[place]);
+        }
+    };
+    match case {
+        Case::Other => change("train", &|train| (!train.flag()).into()),
+        Case::Before(_) | Case::Padding => change("warmup", &|warmup| warmup.int().max(3).into()),
+        Case::Variant(_) => change("variant", &|v| if v.text() == "paper" { "release" } else { "paper" }.into()),
+        _ => (),
+    }
+}
+
+/// Makes the call's tensors what the case says, and returns those that `given` then points to.
+fn change_tensors(case: Case, declared: &Declared, x: &Tensor, given: &mut [Value]) -> Result<Vec<Tensor>> {
+    let mut fabricated: Vec<(usize, Tensor)> = Vec::new();
+    if let Some((_, place)) = mask_of(declared) {
+        let every =
+            |n: i64| -> Result<Tensor> { Ok(counted(&x.size()[..x.dim() - 1], x.device())?.f_remainder(n)?.f_eq(0)?) };
+        match case {
+            Case::Masked if !given[place].is_none() => given[place] = Value::from(None::<f64>),
+            Case::Masked => fabricated.push((place, every(2)?)),
+            Case::Padding => fabricated.push((place, every(1)?)),
+            Case::Variant(n) => fabricated.push((place, every(n)?)),
+            Case::Long => {
+                // Of every other slab the last rows alone are real.
+                let (row, slab) = (counted(&[LONG], x.device())?, slabs(LONG).0);
+                let is_first = row.f_remainder(slab)?.f_lt(slab * 3 / 4)?;
+                fabricated.push((place, row.f_remainder(2 * slab)?.f_lt(slab)?.f_logical_and(&is_first)?));
+            }
+            _ => (),
+        }
+    }
+    if case == Case::Long {
+        for (argument, place) in declared.table.iter().filter(|(argument, _)| argument.sizes.ends_with('d')) {
+            if let Some(real) = given[*place].tensor() {
+                fabricated.push((*place, few_columns(argument, &real)?));
+            }
+        }
+    }
+    for (place, tensor) in &fabricated {
+        let view = given[*place].view; // its address decides how the proof's own tensor lies
+        given[*place] = tensor.into();
+        given[*place].view = view;
+    }
+    Ok(fabricated.into_iter().map(|(_, tensor)| tensor).collect())
+}
+
+fn mask_of<'a>(declared: &Declared<'a>) -> Option<(&'a Argument, usize)> {
+    declared.table.iter().copied().find(|(argument, _)| argument.dtype == DtypeRule::Bool)
+}

@@ -1,0 +1,59 @@
+//! What a proof compares: a kernel's result with its formula's.
+
+use crate::error::Result;
+use tch::{Kind, Tensor};
+
+/// How a result differs from the formula's beyond what rounding explains.
+pub fn difference(found: &Tensor, expected: &Tensor) -> Result<Option<String>> {
+    // Of a number, of the largest in its row, on average of a row, and of the smallest numbers.
+    let (of_number, of_row, of_mean, least) = match found.kind() {
+        // On a GPU f64 parameters have been computed in f32.
+        Kind::Float | Kind::Double => (1e-4, 2e-5, 1e-5, 1e-30),
+        Kind::BFloat16 => (2f64.powi(-7), 2f64.powi(-8), 2f64.powi(-10), 1e-30),
+        Kind::Half => (2f64.powi(-10), 2f64.powi(-11), 2f64.powi(-13), 2f64.powi(-24)),
+        _ => (0.0, 0.0, 0.0, 0.5),
+    };
+    let is_short = matches!(found.kind(), Kind::BFloat16 | Kind::Half);
+    // In a few columns nearly everything may cancel.
+    let is_narrow = found.size().last().is_some_and(|columns| *columns < 16) && of_mean > 0.0;
+    let least = if is_narrow { 4.0 * of_mean } else { least };
+    let found = found.f_to_kind(Kind::Double)?;
+    let expected = expected.f_to_kind(Kind::Double)?.f_view(found.size().as_slice())?;
+    let row = |t: Tensor| if t.dim() == 0 { t.f_view([1].as_slice()) } else { Ok(t) };
+    let (found, expected) = (row(found)?, row(expected)?);
+    let is_nan = expected.f_isnan()?;
+    if found.f_isnan()?.f_ne_tensor(&is_nan)?.f_any()?.f_int64_value(&[])? != 0 {
+        return Ok(Some("has NaN in other places".into()));
+    }
+    let are_equal = found.f_eq_tensor(&expected)?.f_logical_or(&is_nan)?;
+    // Of results in 16 bits, few numbers may round another way than the formula's.
+    if is_short && !is_narrow && are_equal.numel() > 1000 {
+        let share = 1.0 - are_equal.f_to_kind(Kind::Double)?.f_mean(Kind::Double)?.f_double_value(&[])?;
+        if share > 0.05 {
+            return Ok(Some(format!("differs in {:.0} % of its numbers", 100.0 * share)));
+        }
+    }
+    let apart = found.f_sub(&expected)?.f_abs()?.f_masked_fill(&are_equal, 0.0)?;
+    let size = expected.f_abs()?.f_nan_to_num(0.0, 0.0, 0.0)?;
+    let largest = size.f_amax([-1].as_slice(), true)?;
+    let allowed = size.f_mul_scalar(of_number)?.f_add(&largest.f_mul_scalar(of_row)?)?.f_add_scalar(least)?;
+    let beyond = apart.f_div(&allowed)?.f_view([-1].as_slice())?;
+    let worst = beyond.f_argmax(0, false)?.f_int64_value(&[])?;
+    let farthest = beyond.f_double_value(&[worst])?;
+    if farthest.is_nan() || farthest > 1.0 {
+        let at = |t: &Tensor| t.f_contiguous()?.f_view([-1].as_slice())?.f_double_value(&[worst]);
+        let (got, wanted) = (at(&found)?, at(&expected)?);
+        return Ok(Some(format!("{:?} is {got:e} at {worst}, expected {wanted:e}", found.size())));
+    }
+    // A mean says nothing of a few numbers in 16 bits: one that rounds another way is a large part of it.
+    let are_enough = found.size().last().is_some_and(|columns| *columns >= if is_short { 64 } else { 16 });
+    if are_enough && of_mean > 0.0 {
+        let mean = |t: &Tensor| t.f_mean_dim(-1, false, Kind::Double);
+        let allowed = mean(&size)?.f_mul_scalar(of_mean)?.f_add_scalar(least)?;
+        let beyond = mean(&apart)?.f_div(&allowed)?.f_max()?.f_double_value(&[])?;
+        if beyond > 1.0 {
+            return Ok(Some(format!("has a row {beyond:.1} times farther away than rounding explains")));
+        }
+    }
+    Ok(None)
+}

@@ -1,0 +1,293 @@
+//! The tensors of a proof: random ones, with what its case wants in them.
+
+use super::cases::Case;
+use super::is_written;
+use crate::cuda::{self, Device, Layout};
+use crate::error::Result;
+use crate::kernel::columns::gpu::slabs;
+use crate::operator::argument::{Argument, DtypeRule, Reading, LEADER, OPTIONAL};
+use crate::operator::call::{replaced, scalar_type, Value};
+use crate::operator::declare::Operator;
+use crate::operator::engine;
+use crate::operator::register::Declared;
+use tch::{Kind, Tensor};
+
+pub type Tensors = Vec<Option<Tensor>>;
+
+/// 0, 1, 2 …, of this shape.
+pub fn counted(size: &[i64], device: tch::Device) -> Result<Tensor> {
+    Ok(Tensor::f_arange(size.iter().product::<i64>(), (Kind::Int64, device))?.f_view(size)?)
+}
+
+/// The first columns only, as many as leave the same remainder by [`WIDE`]: kernels choose their reads by it.
+pub fn few_columns(argument: &Argument, real: &Tensor) -> Result<Tensor> {
+    let real = if argument.sizes == "=d" { real.f_reshape([-1].as_slice())? } else { real.f_view_as(real)? };
+    let columns = real.size().last().copied().unwrap_or(1);
+    Ok(real.f_narrow(-1, 0, columns.min(WIDE + columns % WIDE))?.f_contiguous()?)
+}
+
+/// Whether a backward operator's argument is an output of the forward one: it must fit the input.
+pub fn is_kept(backward: &Operator, argument: &Argument) -> bool {
+    backward.forward.get().is_some_and(|forward| forward.outputs.iter().any(|output| output.name == argument.name))
+}
+
+/// More rows than the device's blocks take at once, and so few that f64 copies stay small.
+pub fn rows(leader: &Tensor, device: Device) -> i64 {
+    let at_once = 4 * Layout::most_blocks(cuda::multiprocessors(device).unwrap_or(1));
+    let most = (1 << 24) / leader.size().last().copied().unwrap_or(1).max(1);
+    i64::from(2 * at_once + 3).min(most.max(LEAST))
+}
+
+/// More rows than one block takes, and no multiple of what is taken together.
+const LEAST: i64 = 67;
+
+/// Few rows, where one too many shows; yet more slabs than a block has warps.
+pub const FEW: i64 = 579;
+
+/// Numbers of gradients are others than those of inputs at the same place: along x a norm has no slope.
+const GRADIENTS: usize = 64;
+
+/// So many rows that a slab has more than its least, and a warp more than one round of them.
+pub const LONG: i64 = 140_000;
+
+/// Columns that a kernel reads at once, at most.
+const WIDE: i64 = 8;
+
+/// What counters show late in a training.
+pub const LATE: i64 = 1_000_000;
+
+/// How many numbers flat buffers have, but for what is over sixteen.
+const FLAT: i64 = 1 << 14;
+
+pub struct Maker {
+    pub rows: i64,
+    /// The leader's shape is its own: no other dimension follows its rows.
+    pub is_whole: bool,
+    /// A NaN that is dropped may be 0 or NaN.
+    pub is_dropped: bool,
+    /// It has buffers that move.
+    pub has_state: bool,
+    /// Its rows are those of a norm that measures each.
+    pub has_corners: bool,
+    /// Its rows are logits, of which −∞ is a probability of 0.
+    pub is_logits: bool,
+    /// Nobody may look at the first row.
+    pub is_hidden: bool,
+    pub is_backward: bool,
+    pub case: Case,
+    /// The value of its counters. None: the call's own values.
+    pub counter: Option<i64>,
+    /// The call's, or 1.
+    pub eps: f64,
+}
+
+impl Maker {
+    /// A tensor for each that is there.
+    pub fn all(&self, declared: &Declared, given: &[Value]) -> Result<Tensors> {
+        let mut made: Tensors = given.iter().map(|_| None).collect();
+        for (argument, place) in &declared.table {
+            if let Some(real) = given[*place].tensor() {
+                made[*place] = Some(self.tensor(argument, *place, &real, given[*place].view.data.addr())?);
+            }
+        }
+        Ok(made)
+    }
+
+    /// For a backward operator: the forward pass runs on such tensors, so that what it keeps belongs together.
+    pub fn after(&self, forward: &Operator, backward: &Declared, all: &[Value]) -> Result<Tensors> {
+        let before = Declared::new(forward)?;
+        let like = all[backward.leader()?.1].required();
+        let seed = Tensor::f_from_slice(&[3i64, 1, 4])?.f_to_device(like.device())?;
+        let dy = backward.place("dy").map(|place| all[place]).filter(|dy| !dy.is_none());
+        // Buffers that only the forward pass takes. Their counter and a warm-up of one make it a first update.
+        let (statistics, counter) = buffers(backward, all, &like)?;
+        let absent = Value::from(None::<f64>);
+        let mut given = Vec::with_capacity(before.formals.len());
+        for (place, formal) in before.formals.iter().enumerate() {
+            let row = before.table.iter().find(|(_, at)| *at == place).map(|(argument, _)| *argument);
+            // A norm takes statistics, too, in place of measuring its rows. Here it shall measure them.
+            let is_made = forward.outputs.iter().any(|output| output.name == formal.name);
+            let known =
+                backward.place(formal.name).map(|place| all[place]).filter(|value| !is_made && !value.is_none());
+            given.push(match (known, row, formal.name) {
+                (Some(value), ..) => value,
+                (None, Some(argument), _) if argument.is & OPTIONAL == 0 => Value::from(&like),
+                (None, Some(_), "seed") => Value::from(&seed),
+                (None, Some(argument), _) if matches!(argument.reading, Reading::State) => {
+                    Value::from(if argument.dtype == DtypeRule::Int64 { &counter } else { &statistics })
+                }
+                (None, Some(_), _) => absent,
+                (None, None, "dtype") => {
+                    dy.and_then(|dy| dy.tensor()).map_or(absent, |dy| scalar_type(dy.kind()).into())
+                }
+                (None, None, "warmup") => Value::from(1i64),
+                (None, None, _) => formal.default.map_or(Value::from(0i64), Value::from),
+            });
+        }
+        let inputs = self.all(&before, &given)?;
+        let outputs = engine::call_by_name(forward.name(), &replaced(&given, &inputs), forward.outputs.len())?;
+        let mut made: Tensors = all.iter().map(|_| None).collect();
+        for (argument, place) in &backward.table {
+            let Some(real) = all[*place].tensor() else { continue };
+            let gradient_of = argument.name.strip_prefix('d').and_then(|name| before.output(name));
+            let address = all[*place].view.data.addr();
+            made[*place] = Some(match (gradient_of, before.output(argument.name)) {
+                (Some(k), _) => {
+                    let drawn = self.random(&outputs[k].size(), *place + GRADIENTS, &real, address)?;
+                    self.spoilt(drawn, f64::INFINITY)?
+                }
+                (None, Some(k)) => aligned_as(&outputs[k], real.kind(), address)?,
+                (None, None) => {
+                    let at = before.place(argument.name);
+                    let input = at.and_then(|at| inputs[at].as_ref());
+                    aligned_as(input.unwrap_or(&real), real.kind(), address)?
+                }
+            });
+        }
+        Ok(made)
+    }
+
+    /// One in the place of `real`.
+    fn tensor(&self, argument: &Argument, place: usize, real: &Tensor, address: usize) -> Result<Tensor> {
+        let size = self.size(&argument.sizes, real);
+        if !real.is_floating_point() {
+            let counter = self.counter.filter(|_| matches!(argument.reading, Reading::State));
+            return match (size == real.size(), counter) {
+                (true, Some(steps)) => Ok(real.f_full_like(steps)?),
+                (true, None) => aligned_as(real, real.kind(), address),
+                (false, _) => repeated(real, &size),
+            };
+        }
+        let has_rows = argument.sizes.starts_with(['*', 'n']) || argument.sizes == "=n";
+        let is_leader = argument.is & LEADER != 0;
+        if !has_rows && !argument.sizes.contains('d')
+            || argument.sizes.starts_with(|c: char| c.is_ascii_digit() && c != '1')
+        {
+            let is_scale = argument.sizes == "=1" && matches!(self.case, Case::Spoilt(_));
+            let scale = if is_scale { real.f_full_like(f64::NAN)? } else { real.f_view_as(real)? };
+            return aligned_as(&scale, real.kind(), address);
+        }
+        let drawn = self.random(&size, place, real, address)?.f_to_kind(Kind::Double)?;
+        let drawn = match () {
+            _ if is_leader && self.case == Case::Extreme => self.extreme(&drawn, real.kind())?,
+            _ if is_leader && self.case == Case::Late => drawn.f_add_scalar(100.0)?,
+            // The last rows of a slab lie far from its first, and slabs far from each other.
+            _ if is_leader && self.case == Case::Long => {
+                let row = counted(&[self.rows, 1], real.device())?;
+                let in_slab = row.f_remainder(slabs(self.rows).0)?.f_mul_scalar(0.1)?;
+                let mean = if real.kind() == Kind::Half { 300.0 } else { 3000.0 };
+                drawn.f_add(&in_slab)?.f_add(&row.f_mul_scalar(1e-3)?)?.f_add_scalar(mean)?
+            }
+            _ if is_leader && !self.is_backward => self.spoilt(drawn, f64::NAN)?,
+            _ if is_leader => drawn,
+            _ if is_written(argument) => drawn.f_abs()?.f_add_scalar(0.1)?,
+            _ if has_rows => drawn,
+            _ => drawn.f_mul_scalar(0.5)?.f_add_scalar(1.0)?,
+        };
+        if is_leader && self.is_hidden {
+            let _ = drawn.f_select(0, 0)?.f_fill_(f64::NAN)?;
+        }
+        aligned_as(&drawn, real.kind(), address)
+    }
+
+    /// With rows of corner cases. Squares leave f32's range, but for statistics of columns, which are then refused.
+    fn extreme(&self, x: &Tensor, kind: Kind) -> Result<Tensor> {
+        let (huge, tiny) = match (kind, self.has_state) {
+            // If one row dominates a column's statistics, its exact gradient is nearly 0: rounding would be compared.
+            (_, true) if self.is_backward => (3.0, 1e-3),
+            (Kind::Half, _) => (1e3, 1e-3),
+            (_, true) => (1e12, 1e-12),
+            (_, false) => (1e25, 1e-25),
+        };
+        let x = x.f_detach_copy()?;
+        for (row, factor) in [(0, huge), (1, tiny), (2, 0.0)] {
+            let _ = x.f_select(0, row)?.f_mul_scalar_(factor)?;
+        }
+        let put = |row, column, number: f64| -> Result<Tensor> {
+            Ok(x.f_select(0, row)?.f_select(-1, column)?.f_fill_(number)?)
+        };
+        if self.is_logits {
+            let _ = x.f_select(0, 3)?.f_slice(0, 0, None::<i64>, 5)?.f_fill_(f64::NEG_INFINITY)?;
+        }
+        if !self.is_dropped && x.dim() > 1 && x.size()[0] > 4 {
+            let _ = put(4, -1, f64::NAN)?;
+        }
+        if self.has_corners {
+            // The largest twice, or once at either end.
+            for (row, column, number) in [(6, 0, huge), (6, -1, -huge), (7, 0, huge), (8, -1, huge), (9, 0, 0.0)] {
+                let _ = put(row, column, number)?;
+            }
+            if !self.is_dropped {
+                let _ = put(3, 0, f64::NAN)?;
+            }
+            // About as long as ε.
+            for (row, share) in [(5, 0.6), (10, 1.4)] {
+                let _ = x.f_select(0, row)?.f_mul_scalar_(share * self.eps / (x.size()[1] as f64).sqrt())?;
+            }
+        }
+        Ok(x)
+    }
+
+    /// With one number that is not finite, where the case has one.
+    fn spoilt(&self, x: Tensor, with: f64) -> Result<Tensor> {
+        if let (Case::Spoilt(column), true) = (self.case, x.dim() > 1) {
+            let _ = x.f_select(0, self.rows / 2)?.f_select(-1, column)?.f_fill_(with)?;
+        }
+        Ok(x)
+    }
+
+    fn size(&self, sizes: &str, real: &Tensor) -> Vec<i64> {
+        let size = real.size();
+        let after = |k: usize| size[size.len().saturating_sub(k)..].iter().copied();
+        match sizes {
+            "=n" => vec![FLAT + real.numel() as i64 % 16],
+            "*" if self.is_whole => {
+                std::iter::once((FLAT / size.last().copied().unwrap_or(1).max(1)).clamp(3, self.rows))
+                    .chain(after(1))
+                    .collect()
+            }
+            _ if sizes.starts_with(['*', 'n']) => std::iter::once(self.rows).chain(after(sizes.len() - 1)).collect(),
+            _ => size,
+        }
+    }
+
+    /// Nearly normal numbers that no generator of torch's has to give.
+    fn random(&self, size: &[i64], salt: usize, like: &Tensor, address: usize) -> Result<Tensor> {
+        let count: i64 = size.iter().product();
+        let index = Tensor::f_arange(count, (Kind::Double, like.device()))?;
+        let mut sum = Tensor::f_full([count].as_slice(), -2.0, (Kind::Double, like.device()))?;
+        for term in 0..4 {
+            let phase = (4 * salt + term) as f64;
+            let wild = index.f_mul_scalar(12.9898 + phase)?.f_sin()?.f_mul_scalar(43758.5453 + phase)?;
+            sum = sum.f_add(&wild.f_sub(&wild.f_floor()?)?)?;
+        }
+        aligned_as(&sum.f_mul_scalar(3f64.sqrt())?.f_view(size)?, like.kind(), address)
+    }
+}
+
+/// Statistics of columns like those that the backward pass has, and a counter.
+fn buffers(backward: &Declared, all: &[Value], like: &Tensor) -> Result<(Tensor, Tensor)> {
+    let states = backward.table.iter().filter(|(argument, _)| matches!(argument.reading, Reading::State));
+    let kind = states.filter_map(|(_, at)| all[*at].tensor()).map(|t| t.kind()).find(|kind| *kind != Kind::Int64);
+    let columns = like.size().last().copied().unwrap_or(1);
+    let statistics = Tensor::f_ones([columns].as_slice(), (kind.unwrap_or(Kind::Float), like.device()))?;
+    Ok((statistics, Tensor::f_zeros([1].as_slice(), (Kind::Int64, like.device()))?))
+}
+
+/// The rows of `real` again and again.
+fn repeated(real: &Tensor, size: &[i64]) -> Result<Tensor> {
+    let row = &size[1..];
+    let all = real.f_reshape([&[-1], row].concat().as_slice())?;
+    let index = Tensor::f_arange(size[0], (Kind::Int64, real.device()))?.f_remainder(all.size()[0].max(1))?;
+    Ok(all.f_index_select(0, &index)?)
+}
+
+/// A copy whose address leaves the same rest as `address`, divided by sixteen: kernels read by it.
+pub fn aligned_as(t: &Tensor, kind: Kind, address: usize) -> Result<Tensor> {
+    let offset = (address % 16 / kind.elt_size_in_bytes()) as i64;
+    let count = t.numel() as i64;
+    let room = Tensor::f_empty([count + offset].as_slice(), (kind, t.device()))?;
+    let mut copy = room.f_narrow(0, offset, count)?.f_view(t.size().as_slice())?;
+    copy.f_copy_(t)?;
+    Ok(copy)
+}
