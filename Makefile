@@ -84,7 +84,7 @@ test: lint test-rust test-python ## formatting, lint, Rust tests, and Python tes
 .PHONY: test-all
 test-all: LIMIT := 900
 test-all: build $(VENV)/fairseq ## the longer Python tests, and the operators' on the emulated GPU
-	$(TIMED) "longer Python tests" $(BIN)/python $(PYTEST) -m full
+	$(TIMED) "longer Python tests" $(BIN)/python $(PYTEST) -m "full and not long"
 	NORMFORMER_RS_TEST_DEVICE=emulated $(TIMED) "operators on the emulated GPU" $(BIN)/python $(PYTEST) -m "device and not cpu" tests/operators tests/norms
 
 # zensical has an environment of its own: it makes HTML of pages that the package's environment has written.
@@ -111,7 +111,8 @@ fuzz: build ## N random calls of all operators, valid and not, beside guard page
 
 .PHONY: test-long
 test-long: LIMIT := 7200
-test-long: kill-test ## what runs once per change of its subject: kill-test, every CUDA variant for every architecture
+test-long: kill-test $(VENV)/fairseq ## what runs once per change of its subject: kill-test, every CUDA variant for every architecture, all cases
+	$(BIN)/python $(PYTEST) -m long
 	cd tests && ../$(BIN)/python cuda/binaries.py --output ../benches/results/cuda-binaries.csv
 
 # An environment of its own for each TORCH, deleted by `make clean`.

@@ -1,8 +1,9 @@
-"""Which tests `make test` leaves to `make test-all`.
+"""Which tests `make test` leaves to `make test-all`, and which that leaves to `make test-long`.
 
 `make test` is sharp: it covers every area, every norm × scheme, every command and every public name, in minutes. A test
 named here has many cases that look alike, or is long. `KEPT` says how many of its cases stay in `make test`: each
-so-many-th, from the first on; none where it says `NONE`.
+so-many-th, from the first on; none where it says `NONE`. The others are marked `full`. `KEPT_IN_ALL` says the same of
+these and `make test-all`; what is left is marked `long`.
 """
 
 NONE = 10**9
@@ -19,15 +20,19 @@ KEPT = {
     "test_the_residual_step": 3,
     "test_parameters_of_16_bits": 3,
     "test_cross_entropy": 3,
-    "test_binaries": 3,
+    "test_binaries": 6,
     # operators, norms and layers
+    "test_no_shape_of_rows_compiles_anew": 2,
+    "test_initial_standard_deviations": 3,
     "test_the_skeleton_is_the_rust_model": 4,
-    "test_compile_export_and_vmap": 5,
+    "test_compile_export_and_vmap": 10,
     "test_every_parameter_has_a_gradient_and_padding_none": 16,
     "test_every_family_under_every_scheme": 8,
     "test_compile_with_inductor_and_dynamic_shapes": NONE,
     "test_fuzz": 2,
     # surgery
+    "test_a_few_schemes": 8,
+    "test_swapped_models_train_copy_and_load": 9,
     "test_norms_swap_train_and_return": 4,
     "test_residuals_swap_train_and_return": 5,
     "test_its_own_scheme_changes_nothing": 4,
@@ -40,6 +45,13 @@ KEPT = {
     "test_every_norm_of_a_family_swaps_trains_and_returns": 6,
     "test_the_same_norm_keeps_a_familys_outputs": 6,
     # training
+    "test_many_layers_are_told_from_few": 4,
+    "test_what_a_callback_raises_leaves_fit_as_it_is_after_saving": 3,
+    "test_a_rank_that_loses_its_partner_says_so_in_one_line": 2,
+    "test_a_launcher_repeats_the_terminals_signal": 3,
+    "test_ranks_train_one_model_after_another": 2,
+    "test_it_changes_no_bit": 2,
+    "test_ten_losses_of_a_language_model": 3,
     "test_ddp": 2,
     "test_decoder_only": 2,
     "test_an_update_is_torchs": 3,
@@ -61,12 +73,12 @@ KEPT = {
     "test_files_that_may_not_grow": NONE,
     "test_a_full_disk": NONE,
     "test_every_reproduction_within_its_limit": NONE,
-    "test_every_rows_options_are_taken": 4,
+    "test_every_rows_options_are_taken": 8,
     # fairseq
     "test_bad_flags_are_one_line": 3,
     "test_translates_multi30k_as_fairseq_does": NONE,
     "test_converts_both_ways": 3,
-    "test_trains_resumes_validates_and_generates": 10,
+    "test_trains_resumes_validates_and_generates": 20,
     "test_statistics_come_from_real_tokens_and_stay": 4,
     "test_language_model": NONE,
     "test_two_processes": NONE,
@@ -79,8 +91,11 @@ KEPT = {
     "test_the_command_of_transformers_without_tears": NONE,
     "test_trains_with_fairseqs_flags": 6,
     # export
+    "test_every_scheme_exports": 4,
     "test_norms_decompose": 2,
     "test_onnx": 4,
+    "test_onnxruntime_loads_every_opset": 10,
+    "test_averages_of_checkpoints": 3,
     "test_rows_on_two_ranks": NONE,
     "test_the_rules_cost_nothing_until_dtensor_comes": NONE,
     # what works on the whole project
@@ -94,13 +109,36 @@ KEPT = {
 }
 
 
+KEPT_IN_ALL = {
+    "test_a_mutant_is_found": 4,
+    "test_the_address_sanitizer_finds_nothing": 2,
+    "test_every_scheme_is_taken": 4,
+    "test_swapped_models_train_copy_and_load": 3,
+    "test_a_few_schemes": 2,
+    "test_masks_and_any_batch_and_length": 4,
+    "test_every_scheme_in_f32": 6,
+    "test_trains_resumes_validates_and_generates": 4,
+    "test_translates_multi30k_as_fairseq_does": 2,
+    "test_ten_losses_equal_the_oracles": 3,
+    "test_activation_checkpointing_changes_no_bit": 3,
+    "test_residuals_swap_train_and_return": 3,
+    "test_compile_export_and_vmap": 2,
+    "test_onnxruntime_loads_every_opset": 2,
+}
+
+
 def sort(items) -> None:
-    """Marks the cases that are left to `make test-all`."""
+    """Marks the cases that are left to `make test-all` and to `make test-long`."""
+    _leave(items, KEPT, "full")
+    _leave([item for item in items if item.get_closest_marker("full")], KEPT_IN_ALL, "long")
+
+
+def _leave(items, kept: dict[str, int], marker: str) -> None:
     seen: dict[tuple[str, str], int] = {}
     for item in items:
         name = getattr(item, "originalname", None) or item.name
-        if name in KEPT:
+        if name in kept:
             place = (str(item.path), name)
             seen[place] = seen.get(place, -1) + 1
-            if seen[place] % KEPT[name] or KEPT[name] == NONE:
-                item.add_marker("full")
+            if seen[place] % kept[name] or kept[name] == NONE:
+                item.add_marker(marker)

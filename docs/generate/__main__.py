@@ -13,6 +13,7 @@ def main() -> int:
     write.add_argument("--output", type=Path, default=Path("site"))
     check = commands.add_parser("check", help="look for dead links in the finished site")
     check.add_argument("site", type=Path)
+    commands.add_parser("results", help="write the tables of the results out of benches/results")
     commands.add_parser("files", help="print every file with its first sentence")
     executed = commands.add_parser("notebooks", help="execute notebooks/NAME.py and keep it with its outputs")
     executed.add_argument("names", metavar="NAME", nargs="*", help="Default: all.")
@@ -22,6 +23,12 @@ def main() -> int:
         from . import files
 
         print(files.page())
+        return 0
+    if arguments.command == "results":
+        from . import measured
+
+        for page in measured.PAGES:
+            page.write_text(measured.filled(page.read_text(encoding="utf-8")), encoding="utf-8")
         return 0
     if arguments.command == "notebooks":
         from . import notebooks

@@ -63,7 +63,7 @@ def stack(kind, scheme, norm, layers=2, **options):
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_every_scheme(scheme):
+def test_every_scheme_exports(scheme):
     x, y = numbers(2, 5, D), numbers(2, 3, D)
     model = grown(stack("Transformer", scheme, norm_of(scheme)).double(), x, y)
     program = exported(model, x, y)

@@ -1,9 +1,11 @@
-"""docs/results-training.md and benches/results: every table between marks is what its csv file gives."""
+"""The pages of results and benches/results: every table between marks is what its csv file gives."""
 
+import csv
 import re
 from pathlib import Path
 
 import pytest
+from docs.generate import measured
 
 from normformer_rs.reproduce import REPRODUCTIONS
 from normformer_rs.reproduce.results import Results
@@ -28,3 +30,22 @@ def test_a_table_is_its_csv(name, scale):
 def test_every_csv_of_a_reproduction_is_on_the_page():
     measured = {entry.name for entry in REPRODUCTIONS.values() if (TABLES / f"{entry.name}-here.csv").exists()}
     assert measured <= {name for name, scale in MARKS if scale == "here"}
+
+
+@pytest.mark.parametrize("page", measured.PAGES, ids=lambda page: page.name)
+def test_a_page_has_the_rows_of_its_csv_files(page):
+    """Where they differ: `python -m docs.generate results`."""
+    text = page.read_text()
+    assert measured.filled(text) == text and "<!-- ledger" in text
+
+
+def test_every_table_of_the_ledger_is_on_a_page():
+    with (TABLES / "ledger.csv").open() as file:
+        named = {row["table"] for row in csv.DictReader(file)} - {""}
+    pages = "".join(page.read_text() for page in measured.PAGES)
+    assert named == set(re.findall(r"<!-- ledger (\S+) -->", pages))
+
+
+def test_a_table_without_rows_is_refused():
+    with pytest.raises(ValueError, match="nowhere"):
+        measured.filled("<!-- ledger nowhere -->\n<!-- end of nowhere -->\n")

@@ -1,0 +1,71 @@
+"""The tables of docs/results-speed.md and docs/results-checks.md, made of csv files in benches/results."""
+
+import re
+from collections.abc import Callable
+from statistics import median_low
+
+from .spec import ROOT
+from .tables import results, table
+
+__all__ = ["PAGES", "filled"]
+PAGES = [ROOT / "docs" / name for name in ("results-speed.md", "results-checks.md")]
+
+
+def filled(page: str) -> str:
+    """The page with every table that stands between `<!-- MAKER NAME -->` and `<!-- end of NAME -->`.
+
+    Raises:
+        ValueError: a table has no rows.
+    """
+
+    def fill(found: re.Match) -> str:
+        maker, name = found[1], found[2]
+        if not (made := _MAKERS[maker](name)):
+            raise ValueError(f"no row of benches/results is for the table {maker} {name}")
+        return f"<!-- {maker} {name} -->\n\n{made}\n<!-- end of {name} -->"
+
+    return re.sub(rf"<!-- ({'|'.join(_MAKERS)}) (\S+) -->\n(?:.*?\n)??<!-- end of \2 -->", fill, page, flags=re.DOTALL)
+
+
+def _ledger(name: str) -> str:
+    """The ledger's rows for the table `name`."""
+    rows = [row for row in results("ledger") if row["table"] == name]
+    where = [", ".join(filter(None, (row["machine"], row["date"], row["commit"]))) for row in rows]
+    cells = [(row["what"], row["bar"], row["value"], place) for row, place in zip(rows, where, strict=True)]
+    return table(("what", "bar", "measured", "machine, day, commit"), cells)
+
+
+def _norms(name: str) -> str:
+    """Ratios of benches/norms.py: a row for each memory, type and operator, a column for each size."""
+    sizes: dict[tuple[str, ...], dict[str, str]] = {}
+    for row in results(name):
+        what = f"{row['what']}, {'forward' if row['pass'] == 'forward' else 'both ways'}"
+        sizes.setdefault((row["memory"], row["dtype"], what), {})[row["megabytes"]] = f"{float(row['ratio']):.2f}"
+    columns = sorted({size for found in sizes.values() for size in found}, key=int)
+    cells = [(*key, *(found.get(size, "") for size in columns)) for key, found in sizes.items()]
+    return table(("memory", "type", "what", *(f"{size} MB" for size in columns)), cells)
+
+
+def _binaries(name: str) -> str:
+    """Kernels of tests/cuda/binaries.py: registers, and the warps of a multiprocessor that are resident."""
+    rows, shown = results(name), ("80", "90", "100", "120")
+    cells = []
+    for kernel in sorted({row["kernel"] for row in rows}):
+        of_kernel = [row for row in rows if row["kernel"] == kernel]
+        warps = [[int(row["warps"]) for row in of_kernel if row["architecture"] == a] for a in shown]
+        size = max(row["parameters"] for row in of_kernel)  # empty for architectures that cuobjdump does not know
+        registers = _range([int(row["registers"]) for row in of_kernel])
+        cells.append((kernel, size, registers, *(f"{_range(found)}, {median_low(found)}" for found in warps)))
+    header = ("kernel", "bytes of its struct", "registers", *(f"warps on sm_{a}: range, median" for a in shown))
+    return table(header, cells)
+
+
+def _range(numbers: list[int]) -> str:
+    return f"{min(numbers)} to {max(numbers)}"
+
+
+_MAKERS: dict[str, Callable[[str], str]] = {
+    "ledger": _ledger,
+    "norms": _norms,
+    "binaries": _binaries,
+}
