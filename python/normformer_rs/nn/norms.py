@@ -22,8 +22,8 @@ FIXNORM_EPS = CONSTANTS["fixnorm_eps"]
 class LayerNorm(RowNorm, norm="layernorm"):
     """y = γ⊙(x − μ)/√(σ² + ε) + β over the last dimensions, σ² biased: torch.nn.LayerNorm.
 
-    >>> LayerNorm(4)
-    LayerNorm((4,), eps=1e-05, elementwise_affine=True)
+    >>> LayerNorm((2, 4)).weight.shape
+    torch.Size([2, 4])
 
     Args:
         normalized_shape: the last dimensions' sizes, or the last one's. eps: ε. elementwise_affine, bias: whether there
