@@ -41,7 +41,7 @@ def on_device(operator):
         _core.cuda_stand_in(False)
     after = _core.operator_counts()[operator]
     is_proven = "MOCK_MUTANT" in os.environ and os.environ.get("NORMFORMER_RS_CUDA") == "auto"
-    is_refused = is_proven and after[1] > before[1]  # a mutant, whose formula runs in its place
+    is_refused = is_proven and after[1] > before[1]  # the proof has refused the mutant: the formula has run
     assert is_refused or (after[0] > before[0] and after[1] == before[1]), f"{operator} ran its formula, not its kernel"
 
 

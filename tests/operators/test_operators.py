@@ -165,7 +165,7 @@ def test_formulas_of_rows_whose_squares_leave_the_range(norm, size):
 
 
 def infinite(rows, columns):
-    """Random numbers, of which one is infinite."""
+    """Random numbers and one infinity."""
     numbers = torch.randn(rows, columns)
     numbers[1, 2] = math.inf
     return numbers

@@ -1,4 +1,4 @@
-//! What a proof compares: a kernel's result with its formula's.
+//! How far a kernel's result may lie from its formula's.
 
 use crate::error::Result;
 use tch::{Kind, Tensor};

@@ -53,7 +53,7 @@ pub const LONG: i64 = 140_000;
 /// Columns that a kernel reads at once, at most.
 const WIDE: i64 = 8;
 
-/// What counters show late in a training.
+/// The number of steps that counters have in a late stage of training.
 pub const LATE: i64 = 1_000_000;
 
 /// How many numbers flat buffers have, but for what is over sixteen.
@@ -69,7 +69,7 @@ pub struct Maker {
     pub has_state: bool,
     /// Its rows are those of a norm that measures each.
     pub has_corners: bool,
-    /// Its rows are logits, of which −∞ is a probability of 0.
+    /// Its rows are logits: −∞ is allowed in them, as a probability of 0.
     pub is_logits: bool,
     /// Nobody may look at the first row.
     pub is_hidden: bool,
