@@ -158,7 +158,7 @@ def norms() -> str:
 
 def names() -> str:
     """The text of docs/names.md."""
-    from . import config, presets
+    from . import _tables, config, presets
 
     tables = config.tables()
     lines = [
@@ -216,6 +216,17 @@ def names() -> str:
     lines += ["| name | options | source |", "|---|---|---|"]
     for name, (source, options) in presets.PRESETS.items():
         lines.append(f"| `{name}` | {', '.join(f'{key} {value}' for key, value in options.items())} | {source} |")
+    lines += ["", "## Options of a resume", ""]
+    lines += [
+        "`train --resume` and `Trainer.fit(resume=True)` compare each option with the checkpoint's. The model's options"
+    ]
+    lines += ["may not change. An option that is not given is the checkpoint's on the command line. Shown by"]
+    lines += ["`pytest tests/train/test_resume.py`.", ""]
+    lines += ["| a change of | is |", "|---|---|"]
+    effects: dict[str, list[str]] = {}
+    for option, effect in _tables.read()["resume"].items():
+        effects.setdefault(effect, []).append(f"`{option}`")
+    lines += [f"| {', '.join(options)} | {effect} |" for effect, options in effects.items()]
     lines += [
         "",
         "## Blocks of other libraries",

@@ -13,8 +13,8 @@ PATH = Path(__file__).with_name("_tables.json")
 
 @functools.cache
 def read() -> dict[str, Any]:
-    """{version, options: {model, training, data, search, generation}, tables: {norms, families, residuals, inits,
-    parametrisations, others}}."""
+    """{version, options: {model, training, data, search, generation}, resume: {option: effect of a change}, tables:
+    {norms, families, residuals, inits, parametrisations, others}}."""
     return json.loads(PATH.read_text(encoding="utf-8"))
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from . import drawing, observations
+from . import _core, drawing, observations
 from ._optional import require
 from .curves import told_apart
 from .errors import InputError
@@ -143,9 +143,11 @@ def _reading(
     def measured(run: History) -> Found:
         if target is not None:
             return observations.layers(run.output, checkpoint, None if source is None else str(source), str(target))
-        data = json.loads((run.output / "config.json").read_text("utf-8"))["data"]
+        data = json.loads(_core.run_options(str(run.output), checkpoint))["data"]
         if data["valid_target"] is None or not Path(data["valid_target"]).exists():
-            raise InputError(f"{run.output}: its held-out text is not at {data['valid_target']}; give target=, source=")
+            raise InputError(
+                f"{run.output}: its validation text is not at {data['valid_target']}; give target=, source="
+            )
         return observations.layers(run.output, checkpoint, data["valid_source"], data["valid_target"])
 
     return measured

@@ -15,7 +15,6 @@ from . import _core
 from .config import TransformerConfig
 from .errors import InputError
 from .model import Transformer, load_run
-from .options import RUN_CONFIG
 from .text import read_regular
 from .tokenizer import tokenizer_files
 
@@ -465,7 +464,7 @@ def to_huggingface(
     else:
         (config, state), origin = load_run(model, checkpoint), str(model)
         types = _core.target_vocabulary(origin)
-        context = json.loads(read_regular(Path(model) / RUN_CONFIG))["data"]["segment_length"]
+        context = json.loads(_core.run_options(origin, str(checkpoint)))["data"]["segment_length"]
         found = (Path(model) / name for name in (_VOCABULARY, _CODES))
         # as bytes: a carriage return in a piece stays one; a byte order mark is no piece
         texts = {path.name: read_regular(path).decode("utf-8-sig") for path in found if path.exists()}

@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import json
 import re
 import sys
 import textwrap
@@ -13,7 +14,7 @@ from . import fairseq_words
 from .config import Config, DataConfig, Field, TrainingConfig, TransformerConfig, closest, unknown
 from .errors import InputError
 from .presets import find_preset
-from .text import STANDARD, check_writable, read_json, read_small
+from .text import STANDARD, check_writable, read_small
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -209,14 +210,15 @@ def read_toml(path: str | Path, known: Iterable[str]) -> dict[str, Any]:
     return _flat(content, path, list(known))
 
 
-def read_run(output: str | Path, known: Iterable[str]) -> dict[str, Any]:
-    """The options that a run was started with; none where `output` holds no run. Errors: InputError if damaged."""
-    path = Path(output) / RUN_CONFIG
-    try:
-        content = read_json(path, "the run cannot be resumed")
-    except FileNotFoundError:
-        return {}
-    return _flat(content, path, list(known))
+def read_run(output: str | Path, known: Iterable[str], from_checkpoint: str | None = None) -> dict[str, Any]:
+    """The options of a run's checkpoint, the newest one by default: a resume may have changed some since the run began.
+
+    Errors: InputError where the folder holds no run, or a damaged one.
+    """
+    from . import _core
+
+    content = json.loads(_core.run_options(str(output), from_checkpoint))
+    return _flat(content, Path(output) / RUN_CONFIG, list(known))
 
 
 def _flat(content: dict[str, Any], path: str | Path, known: list[str]) -> dict[str, Any]:

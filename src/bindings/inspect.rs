@@ -1,7 +1,7 @@
 //! Options, tables, counts, and what tests need to look at.
 
 use super::{json_text, released};
-use crate::config::{DataConfig, GenerationOptions, SearchOptions, TrainingConfig, TransformerConfig};
+use crate::config::{resume, DataConfig, GenerationOptions, SearchOptions, TrainingConfig, TransformerConfig};
 use crate::error::unknown;
 use crate::{init, model, norm, operator, parametrisation, residual};
 use pyo3::prelude::*;
@@ -31,6 +31,7 @@ fn tables() -> PyResult<String> {
             "search": SearchOptions::fields(),
             "generation": GenerationOptions::fields(),
         },
+        "resume": resume::described(),
         "tables": {
             "norms": norm::NORMS.iter().map(|n| n.describe()).collect::<Vec<_>>(),
             "families": norm::families::FAMILIES.iter().map(|f| f.describe()).collect::<Vec<_>>(),

@@ -241,6 +241,13 @@ fn target_vocabulary(model_dir: &str) -> PyResult<Option<Vec<bool>>> {
     Ok(run::target_vocabulary(Path::new(model_dir))?)
 }
 
+/// The options {model, training, data} of a run's checkpoint, `from` or the newest one, as JSON.
+#[pyfunction]
+#[pyo3(signature = (model_dir, from_checkpoint=None))]
+fn run_options(model_dir: &str, from_checkpoint: Option<&str>) -> PyResult<String> {
+    json_text(&run::options(Path::new(model_dir), from_checkpoint)?)
+}
+
 /// Refuses a run's folder whose files are damaged.
 #[pyfunction]
 fn check_run(model_dir: &str) -> PyResult<()> {
@@ -297,6 +304,7 @@ pub(super) fn add(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_function(wrap_pyfunction!(target_vocabulary, m)?)?;
     m.add_function(wrap_pyfunction!(write_arrays, m)?)?;
     m.add_function(wrap_pyfunction!(check_run, m)?)?;
+    m.add_function(wrap_pyfunction!(run_options, m)?)?;
     m.add_function(wrap_pyfunction!(is_runs, m)?)?;
     m.add_function(wrap_pyfunction!(join_line, m)?)?;
     m.add_function(wrap_pyfunction!(learn_bpe, m)?)?;

@@ -277,8 +277,18 @@ impl TrainingConfig {
         if self.accumulate > 1 << 16 {
             return Err(Error::invalid(format!("accumulate must be at most 65536, got {}", self.accumulate)));
         }
-        if self.updates == 0 && self.epochs == 0 && self.patience == 0 && self.min_lr <= 0.0 {
-            return Err(Error::invalid("nothing would stop this run: give updates, epochs, patience or min_lr"));
+        // Other schedules fall for ever, or as evaluations have it.
+        let is_constant = match self.schedule {
+            ScheduleName::Constant => true,
+            ScheduleName::InverseSqrt => self.warmup == 0,
+            ScheduleName::TFixup | ScheduleName::ValDecay | ScheduleName::NoWarmup => false,
+        };
+        if self.updates == 0 && self.epochs == 0 && self.patience == 0 && (self.min_lr <= 0.0 || is_constant) {
+            let why = if self.min_lr > 0.0 { ", for the rate never falls below min_lr" } else { "" };
+            let or = if is_constant { "" } else { ", or min_lr" };
+            return Err(Error::invalid(format!(
+                "nothing would stop this run{why}: give updates, epochs or patience{or}"
+            )));
         }
         if let Some(lr) = self.lr.filter(|lr| lr.is_nan() || *lr <= 0.0) {
             return Err(Error::invalid(format!("lr must be greater than 0, got {lr}")));

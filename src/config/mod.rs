@@ -7,6 +7,7 @@ mod generation;
 mod names;
 mod parametrisation;
 mod positions;
+pub mod resume;
 
 pub use generation::GenerationOptions;
 pub use names::{InitName, NormName, ParametrisationName, Residual};

@@ -106,6 +106,11 @@ impl Corpus {
         self.target.iter().flat_map(move |row| row.iter().copied().skip(given).chain(end))
     }
 
+    /// The checksum of the sentences, as [`digest`] has it.
+    pub fn digest(&self, check_interrupt: Interrupt) -> Result<u32> {
+        digest(self.source.iter().flatten().chain(&self.target), check_interrupt)
+    }
+
     /// The number of sentence pairs or segments.
     pub fn len(&self) -> usize {
         self.target.len()

@@ -3,7 +3,8 @@
 use super::lock::Lock;
 use super::PreparedData;
 use crate::atomic::{self, fault};
-use crate::config::{differences, DataConfig, DecayOf, TrainingConfig, TransformerConfig};
+use crate::config::resume::{changes, Change};
+use crate::config::{DataConfig, TrainingConfig, TransformerConfig};
 use crate::data::{self, Bpe, Segmenter, Vocabulary};
 use crate::error::{Error, Result};
 use crate::model::{Transformer, UNK};
@@ -12,15 +13,18 @@ use crate::ownership::{
 };
 use crate::train::checkpoint::{Best, Checkpoint, CheckpointStore, ResumePoint};
 use crate::train::{self, Observer};
+use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
+use serde_json::Value;
 use std::collections::HashMap;
 use std::fs::File;
 use std::io::{Read, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
 use tch::Tensor;
 
-/// Most bytes of the configuration, and of a run's other files of text; a longer one is damage or a trap.
-const CONFIG_BYTES: u64 = 16 << 20;
+/// Most bytes of the configuration, for writers and readers, as Python's `text.SMALL`.
+pub(super) const CONFIG_BYTES: u64 = 4 << 20;
+/// Most bytes of a run's other files of text; a longer one is damage or a trap.
 const TEXT_BYTES: u64 = 4 << 30;
 
 /// What to do with an output folder that holds a run.
@@ -55,6 +59,41 @@ pub(super) struct Configs {
     pub data: DataConfig,
 }
 
+impl Configs {
+    /// The options of a checkpoint: a resume may have changed some since the run began.
+    pub(super) fn of_checkpoint(&self, path: &Path, config: &Value) -> Result<Self> {
+        fn read<T: DeserializeOwned>(path: &Path, options: &Value) -> Result<T> {
+            crate::config::from_json(&path.display().to_string(), &options.to_string())
+        }
+        Ok(Configs {
+            model: read(path, &config["model"])?,
+            training: read(path, &config["training"])?,
+            // Absent in checkpoints of earlier versions.
+            data: config.get("data").map_or(Ok(self.data.clone()), |data| read(path, data))?,
+        })
+    }
+
+    fn parts(&self) -> (&TransformerConfig, &TrainingConfig, &DataConfig) {
+        (&self.model, &self.training, &self.data)
+    }
+
+    /// As config.json holds them.
+    ///
+    /// # Errors
+    /// Invalid where readers would refuse the length.
+    pub(super) fn to_text(&self) -> Result<String> {
+        let text = serde_json::to_string_pretty(self).map_err(|e| Error::invalid(e.to_string()))? + "\n";
+        match text.len() as u64 <= CONFIG_BYTES {
+            true => Ok(text),
+            false => Err(Error::invalid(format!(
+                "{CONFIG} would have {} bytes, expected at most {CONFIG_BYTES}: a scheme or norm gives its initial values \
+                 as long lists; give one number, or schemes.Normal, for each parameter",
+                text.len()
+            ))),
+        }
+    }
+}
+
 /// What a run's folder begins with.
 pub(super) struct Beginning {
     configs: Configs,
@@ -72,6 +111,11 @@ impl Beginning {
             vocabulary: prepared.vocabulary.clone(),
             mask: prepared.mask.clone(),
         }
+    }
+
+    /// Refuses options that no reader would take, before the work.
+    pub(super) fn check(model: &TransformerConfig, training: &TrainingConfig, data: &DataConfig) -> Result<()> {
+        Configs { model: model.clone(), training: training.clone(), data: data.clone() }.to_text().map(drop)
     }
 
     /// Fills the folder, in place of an earlier run if that is wanted; all that could refuse to run has been asked before.
@@ -167,9 +211,8 @@ fn write(
         let ids: Vec<u32> = (0..mask.len() as u32).filter(|id| mask[*id as usize] && *id > UNK as u32).collect();
         texts.push((TARGET_TYPES, vocabulary.decode(&ids).iter().map(|piece| format!("{piece}\n")).collect()));
     }
-    let text = serde_json::to_string_pretty(configs).map_err(|e| Error::invalid(e.to_string()))?;
     // Last: a folder with a config holds a run.
-    texts.push((CONFIG, text + "\n"));
+    texts.push((CONFIG, configs.to_text()?));
     atomic::write_file(&output.join(CHECKSUMS), checksums::text(&texts).as_bytes())?;
     texts.iter().try_for_each(|(name, text)| atomic::write_file(&output.join(name), text.as_bytes()))
 }
@@ -202,22 +245,24 @@ pub fn save_model(
     let model = TransformerConfig { vocab_size: vocabulary.len() as i64, ..model.clone() };
     let built = Transformer::with_parameters(&model, parameters)?;
     let data = DataConfig { no_bpe: true, ..Default::default() };
-    let config = serde_json::json!({ "model": model, "training": training });
+    let config = serde_json::json!({ "model": model, "training": training, "data": data });
     let configs = Configs { model, training: training.clone(), data };
     write(output, &configs, &Segmenter::Split, &vocabulary, mask)?;
     let checkpoint = Checkpoint { model: train::to_arrays(&built.parameters)?, config, ..Default::default() };
     CheckpointStore::open(output)?.save(0, &checkpoint, Best::This).map(drop)
 }
 
-/// What a run goes on with.
+/// The state that a run goes on with.
 pub(super) struct ResumeState {
     pub segmenter: Segmenter,
     pub vocabulary: Vocabulary,
     /// None where the run was stopped before it had saved one.
     pub found: Option<ResumePoint>,
+    /// Options that are not those of the checkpoint.
+    pub changes: Vec<Change>,
 }
 
-/// What a run folder holds. What is asked for must be the run's model, cut text as it does, and have a target vocabulary
+/// Reads a run's folder. The options must be those of its model, cut text as the run does, and have a target vocabulary
 /// if it has one. `from`: the checkpoint, where not the newest whole one.
 pub(super) fn resume(
     model: &TransformerConfig,
@@ -226,36 +271,22 @@ pub(super) fn resume(
     output: &Path,
     from: Option<&str>,
 ) -> Result<ResumeState> {
-    let configs = read_configs(output)?;
+    let beginning = read_configs(output)?;
     let vocabulary = read_vocabulary(output)?;
-    let wanted = TransformerConfig { vocab_size: vocabulary.len() as i64, ..model.clone() };
-    let json = |config: &TransformerConfig| serde_json::to_value(config).map_err(|e| Error::invalid(e.to_string()));
-    let of_text = |training: &TrainingConfig, data: &DataConfig| {
-        let (operations, codes) = (data.bpe_operations, data.bpe_codes.is_some());
-        serde_json::json!({"vocab_mask": training.vocab_mask, "bpe_operations": operations, "bpe_codes": codes})
-    };
-    let decays = configs.training.weight_decay != 0.0 && training.weight_decay != 0.0;
-    let of_decay = |training: &TrainingConfig| match decays {
-        true => serde_json::json!({"weight_decay_of": training.weight_decay_of}),
-        false => serde_json::json!({}),
-    };
-    for (what, differences) in [
-        ("trained with decay of other parameters", differences(&of_decay(&configs.training), &of_decay(training))),
-        ("trained with another model", differences(&json(&configs.model)?, &json(&wanted)?)),
-        ("trained on other text", differences(&of_text(&configs.training, &configs.data), &of_text(training, data))),
-    ] {
-        if !differences.is_empty() {
-            return Err(Error::invalid(format!(
-                "{} was {what}: {differences}; resume with the same options",
-                output.display()
-            )));
-        }
-    }
+    let segmenter = read_segmenter(output, &beginning.data)?;
     let store = CheckpointStore::at(output);
     let found = match from {
         Some(from) => Some(store.chosen(from)?),
         None => store.newest()?,
     };
+    let before = match &found {
+        Some(found) => beginning.of_checkpoint(&found.path, &found.checkpoint.config)?,
+        None => beginning,
+    };
+    let wanted = TransformerConfig { vocab_size: vocabulary.len() as i64, ..model.clone() };
+    let changes = changes(before.parts(), (&wanted, training, data))
+        .map_err(|e| Error::invalid(format!("{} {e}", output.display())))?;
+    check_codes(output, data, &segmenter)?;
     if found.is_none() && has_saved(output)? {
         return Err(Error::invalid(format!(
             "{} holds no checkpoint, and {LOG} says that the run has saved some: restore the folder from a copy, or start \
@@ -263,7 +294,37 @@ pub(super) fn resume(
             output.join(CHECKPOINTS).display()
         )));
     }
-    Ok(ResumeState { segmenter: read_segmenter(output, &configs.data)?, vocabulary, found })
+    Ok(ResumeState { segmenter, vocabulary, found, changes })
+}
+
+/// Refuses merges that are not the run's. It keeps its own copy: their file may be gone.
+fn check_codes(output: &Path, data: &DataConfig, own: &Segmenter) -> Result<()> {
+    let other = |what: &str| {
+        Err(Error::invalid(format!(
+            "{} was trained on other text: {what}; resume with the same options",
+            output.display()
+        )))
+    };
+    match (&data.bpe_codes, own) {
+        (Some(codes), Segmenter::Split) => other(&format!("it has no merges, and bpe_codes is {codes}")),
+        (Some(codes), Segmenter::Bpe(own))
+            if Path::new(codes).exists() && own.to_text() != Bpe::from_codes(codes)?.to_text() =>
+        {
+            other(&format!("the merges of bpe_codes {codes} are not those of its {CODES}"))
+        }
+        (None, Segmenter::Bpe(_)) if data.bpe_operations.is_none() => other("it has merges, and now none are named"),
+        _ => Ok(()),
+    }
+}
+
+/// The options of a run's checkpoint, `from` or the newest one, as JSON; those that it began with before it has saved one.
+pub fn options(output: &Path, from: Option<&str>) -> Result<Value> {
+    let beginning = read_configs(output)?;
+    let configs = match CheckpointStore::at(output).options(from)? {
+        Some((path, config)) => beginning.of_checkpoint(&path, &config)?,
+        None => beginning,
+    };
+    serde_json::to_value(configs).map_err(|e| Error::invalid(e.to_string()))
 }
 
 /// Whether the log tells of a checkpoint. Earlier versions do not log that, but save after an evaluation before they log
@@ -273,7 +334,7 @@ fn has_saved(output: &Path) -> Result<bool> {
     let Some(text) = atomic::read(&path, TEXT_BYTES)? else { return Ok(false) };
     let lines = text.split(|byte| *byte == b'\n').filter_map(|line| serde_json::from_slice(line).ok());
     let mut is_evaluated = false;
-    Ok(lines.into_iter().any(|line: serde_json::Value| {
+    Ok(lines.into_iter().any(|line: Value| {
         let before = std::mem::replace(&mut is_evaluated, line["event"] == "evaluated");
         line["event"] == "saved" || before && (line["event"] == "updated" || line["level"] == "info")
     }))
@@ -290,12 +351,7 @@ pub(super) fn read_configs(output: &Path) -> Result<Configs> {
     };
     checksums::check(output)?;
     let text = String::from_utf8(text).map_err(|e| Error::invalid(format!("{}: {e}", path.display())))?;
-    let mut configs: Configs = crate::config::from_json(&path.display().to_string(), &text)?;
-    // Written before the option was there, when every parameter decayed.
-    if configs.training.weight_decay != 0.0 && !text.contains("\"weight_decay_of\"") {
-        configs.training.weight_decay_of = DecayOf::All;
-    }
-    Ok(configs)
+    crate::config::from_json(&path.display().to_string(), &text)
 }
 
 /// The bytes of one of the run's files of text. No link is followed: the folder may be somebody else's.

@@ -20,7 +20,7 @@ mod workers;
 
 pub use average::average;
 pub use completion::{encode, Completion};
-pub use folder::{check, save_model, target_vocabulary, Mode};
+pub use folder::{check, options, save_model, target_vocabulary, Mode};
 pub use needs::dry_run;
 pub use prepare::{prepare, PreparedData};
 pub use start::{train, Surroundings};

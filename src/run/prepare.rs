@@ -60,9 +60,9 @@ pub(super) fn prepare_with(
         )));
     }
     let mask = training.vocab_mask.then(|| data::seen_mask(vocabulary.len(), train.1.iter().map(Vec::as_slice)));
-    // Before long sentences are left out: another max_tokens is no other text.
+    // Before long sentences are left out: another max_tokens is no other training text.
     let mut digest = |sides: &Sides<Vec<u32>>| data::digest(sides.0.iter().chain(&sides.1), check_interrupt);
-    let digests = Digests { train: digest(&train)?, valid: digest(&valid)? };
+    let mut digests = Digests { train: digest(&train)?, valid: digest(&valid)? };
     let valid_target = within(valid.1, mask.as_deref());
     let long = if config.skip_long { LongSentences::Skip } else { LongSentences::Refuse };
     let most = training.max_tokens as usize;
@@ -84,6 +84,10 @@ pub(super) fn prepare_with(
             )));
         }
         data::retain(&mut references, &fits);
+        if references.len() < fits.len() {
+            // A score over fewer sentences is another measure.
+            digests.valid = valid.digest(check_interrupt)?;
+        }
         let start = model.decoder_start.id();
         (train.starting_with(start), skipped, valid.starting_with(start))
     } else {

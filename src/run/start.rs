@@ -4,6 +4,7 @@ use super::folder::{check_beginning, check_checkpoints, read_mask, resume, Begin
 use super::lock::Lock;
 use super::prepare::{prepare_with, valid_batches};
 use super::{device, Mode, PreparedData};
+use crate::config::resume::{other_validation, Change, Effect};
 use crate::config::{DataConfig, Precision, TrainingConfig, TransformerConfig};
 use crate::cpu::simd::has_bf16_products;
 use crate::cpu::{contention, pages};
@@ -15,7 +16,9 @@ use crate::model::Transformer;
 use crate::operator::ProcessGroup;
 use crate::ownership::{CONFIG, LOG};
 use crate::train::checkpoint::{CheckpointStore, ResumePoint};
-use crate::train::{load_parameters, smoothing, Objective, Observer, Parts, Progress, Recorder, Trainer, Validation};
+use crate::train::{
+    load_parameters, smoothing, Objective, Observer, Parts, Progress, Recorder, Schedule, Trainer, Validation,
+};
 use std::path::Path;
 use std::sync::Arc;
 use tch::{Device, Kind, Tensor};
@@ -50,17 +53,11 @@ pub fn train(
     };
     let lock = group.agree(lock, device)?;
     let opened = open(model, training, config, output, &mode, &mut || observer.check_interrupt());
-    let (mut prepared, from) = group.agree(opened, device)?;
+    let (mut prepared, from, changes) = group.agree(opened, device)?;
     let (skipped, all) = (prepared.skipped, prepared.skipped + prepared.train.len());
     let is_new = !matches!(mode, Mode::Resume { .. });
     let beginning = (is_new && group.is_first()).then(|| Beginning::of(&mut prepared, training, config));
     let mut warnings = from.as_ref().map_or(Vec::new(), |found| found.passed.clone());
-    if let Some(found) = from.as_ref() {
-        let valid = read_progress(found)?.text.map(|text| text.valid);
-        if valid.is_some_and(|valid| valid != prepared.digests.valid) {
-            warnings.push("the held-out text is not the one of the run so far: its best score is forgotten".into());
-        }
-    }
     if let Some(found) = from.as_ref().filter(|found| !found.passed.is_empty()) {
         warnings.push(format!("the run goes on from the checkpoint before: {}", found.path.display()));
     }
@@ -69,7 +66,7 @@ pub fn train(
     }
     let recorder = recorder.filter(|_| training.cuda_graphs && has_kernels(device)).map(|recorder| recorder(device));
     let limit = prepared.limit;
-    let made = trainer(prepared, training, output, device, (group, recorder), from, &mut warnings);
+    let made = trainer(prepared, training, config, output, device, (group, recorder), from, changes, &mut warnings);
     let mut trainer = group.agree(made, device)?;
     let begun = match beginning {
         Some(beginning) => beginning.write(output, &mode),
@@ -113,9 +110,13 @@ fn open(
     output: &Path,
     mode: &Mode,
     check_interrupt: Interrupt,
-) -> Result<(PreparedData, Option<ResumePoint>)> {
+) -> Result<(PreparedData, Option<ResumePoint>, Vec<Change>)> {
     match mode {
-        Mode::New | Mode::Overwrite => check_beginning(output, mode)?,
+        Mode::New | Mode::Overwrite => {
+            check_beginning(output, mode)?;
+            Beginning::check(model, training, config)?;
+            Schedule::new(training, model.scaled().base_width).check_beginning(training)?;
+        }
         Mode::Resume { .. } if !output.join(CONFIG).exists() => {
             return Err(Error::invalid(format!(
                 "{} holds no run to resume: leave out --resume to start one",
@@ -125,13 +126,13 @@ fn open(
         _ => {}
     }
     check_checkpoints(output)?;
-    let (known, found) = match mode {
+    let (known, found, mut changes) = match mode {
         Mode::Resume { from } => {
-            let ResumeState { segmenter, vocabulary, found } =
+            let ResumeState { segmenter, vocabulary, found, changes } =
                 resume(model, training, config, output, from.as_deref())?;
-            (Some((segmenter, vocabulary)), found)
+            (Some((segmenter, vocabulary)), found, changes)
         }
-        _ => (None, None),
+        _ => (None, None, Vec::new()),
     };
     let is_resumed = known.is_some();
     let prepared = prepare_with(model, training, config, known, check_interrupt).map_err(|e| match e {
@@ -146,16 +147,24 @@ fn open(
             )));
         }
     }
-    Ok((prepared, found))
+    if let Some(found) = &found {
+        let valid = read_progress(found)?.text.map(|text| text.valid);
+        if valid.is_some_and(|valid| valid != prepared.digests.valid) {
+            changes.push(other_validation());
+        }
+    }
+    Ok((prepared, found, changes))
 }
 
 fn trainer(
     prepared: PreparedData,
     training: &TrainingConfig,
+    config: &DataConfig,
     output: &Path,
     device: Device,
     (group, recorder): (ProcessGroup, Option<Box<dyn Recorder>>),
     from: Option<ResumePoint>,
+    changes: Vec<Change>,
     warnings: &mut Vec<String>,
 ) -> Result<Trainer> {
     let objective = objective(&prepared, training, device)?;
@@ -178,11 +187,15 @@ fn trainer(
     let train = Arc::new(train);
     let stream = match &mut from {
         None => BatchStream::new(train.clone(), stream_config, Cursor::default())?,
-        Some((progress, found)) => resumed_stream(&train, stream_config, digests, progress, found, warnings)?,
+        Some((progress, found)) => {
+            warnings.extend(progress.forget(&changes, training.criterion, !references.is_empty()));
+            resumed_stream(&train, stream_config, digests, progress, found, &changes, warnings)?
+        }
     };
     let parts = Parts {
         model,
         config: training.clone(),
+        data: config.clone(),
         objective,
         vocabulary,
         validation: Validation { batches, references },
@@ -207,6 +220,13 @@ pub(super) fn objective(prepared: &PreparedData, training: &TrainingConfig, devi
 }
 
 fn read_progress(found: &ResumePoint) -> Result<Progress> {
+    if found.checkpoint.optimizer.is_empty() {
+        return Err(Error::invalid(format!(
+            "{} is a model without a training's state (averaged or converted): translate or generate with it; a run cannot \
+             begin from another model's weights yet (--init-from is planned)",
+            found.path.display()
+        )));
+    }
     let wrong = |why: String| {
         let path = found.path.display();
         Error::invalid(format!("{path}: the state of the run cannot be read: {why}; use another checkpoint"))
@@ -230,37 +250,34 @@ fn resumed_stream(
     digests: Digests,
     progress: &mut Progress,
     found: &ResumePoint,
+    changes: &[Change],
     warnings: &mut Vec<String>,
 ) -> Result<BatchStream> {
-    let before = &found.checkpoint.config["training"];
-    let before = StreamConfig {
-        max_tokens: before["max_tokens"].as_u64().map_or(config.max_tokens, |n| n as usize),
-        seed: before["seed"].as_u64().unwrap_or(config.seed),
-        ..config
-    };
     let is_same_text = progress.text.is_none_or(|text| text.train == digests.train);
-    let is_same_plan = (before.max_tokens, before.seed) == (config.max_tokens, config.seed);
+    let mut why: Vec<&str> = changes.iter().filter(|c| c.effects.contains(&Effect::Place)).map(|c| &*c.said).collect();
+    if !is_same_text {
+        why.push("the training text is not the one that the run was trained on");
+    }
     let at = progress.cursor;
-    if is_same_text && is_same_plan {
+    if why.is_empty() {
         let stream = BatchStream::new(train.clone(), config, at)?;
         progress.seen.0 = stream.seen() as u64;
         return Ok(stream);
     }
-    let share = match progress.seen {
-        // Not counted by an earlier version: from the batches that it had.
-        (_, 0) if is_same_text => BatchStream::new(train.clone(), before, at)?.seen() as f64 / train.len() as f64,
-        (_, 0) => 0.0,
-        (seen, all) => seen as f64 / all as f64,
-    };
+    let (seen, all) = progress.seen;
+    if all == 0 {
+        let path = found.path.display();
+        return Err(Error::invalid(format!(
+            "{path}: the state of the run does not count sentences; use another checkpoint"
+        )));
+    }
+    let share = seen as f64 / all as f64;
     let stream = BatchStream::new(train.clone(), config, Cursor { epoch: at.epoch, index: 0 })?.behind(share);
-    let why = match is_same_text {
-        true => format!("max_tokens or seed was {}/{}", before.max_tokens, before.seed),
-        false => "the training text is not the one that the run was trained on".into(),
-    };
     let (now, seen) = (stream.cursor(), stream.seen());
     if at.index > 0 || !is_same_text {
         warnings.push(format!(
-            "{why}: the run goes on in epoch {} behind {seen} of {} sentences, as {:.1} % of the epoch was seen",
+            "{}: the run goes on in epoch {} behind {seen} of {} sentences, as {:.1} % of the epoch was seen",
+            why.join("; "),
             now.epoch + 1,
             train.len(),
             100.0 * share

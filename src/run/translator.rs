@@ -61,17 +61,16 @@ impl Translator {
             )));
         }
         let (path, (arrays, config)) = store.read(checkpoint, |path| train::checkpoint::load_model(path))?;
-        // Read as options, for an earlier version's files know fewer of them.
-        let found: TransformerConfig =
-            crate::config::from_json(&path.display().to_string(), &config["model"].to_string())?;
-        if found != configs.model {
+        let found = configs.of_checkpoint(&path, &config)?;
+        if found.model != configs.model {
             return Err(Error::invalid(format!(
                 "{} is of another model than the run {}: {}",
                 path.display(),
                 folder.display(),
-                differences(&serde_json::json!(configs.model), &serde_json::json!(found))
+                differences(&serde_json::json!(configs.model), &serde_json::json!(found.model))
             )));
         }
+        let configs = found;
         let model = Transformer::with_parameters(&configs.model, &load_parameters(&arrays, device)?)?;
         let vocabulary = read_vocabulary(folder)?;
         let seen = if configs.training.vocab_mask { Some(read_mask(folder, &vocabulary)?) } else { None };

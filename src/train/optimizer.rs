@@ -21,6 +21,9 @@ use tch::{no_grad, Device, Kind, Tensor};
 const ALIGN: usize = 16;
 /// Numbers of a thread's piece.
 const GRAIN: usize = 1 << 16;
+/// A checkpoint's names of Adam's moments.
+const FIRST: &str = "exp_avg";
+const SECOND: &str = "exp_avg_sq";
 /// Added to the norm that clips, as torch.nn.utils.clip_grad_norm_ does.
 const CLIP_EPS: f64 = 1e-6;
 
@@ -29,6 +32,8 @@ pub struct Optimizer {
     gradients: Tensor,
     first: Tensor,
     second: Tensor,
+    /// Where each parameter lies in the buffers, and its shape.
+    places: BTreeMap<String, (Range<usize>, Vec<i64>)>,
     /// Numbers that are updated alike, from the buffers' first to their last.
     segments: Vec<Segment>,
     /// On a GPU: 0, or NaN since an update that was not finite. The host learns of that late, and until then nothing moves.
@@ -73,12 +78,12 @@ impl Optimizer {
                 let is_left_out =
                     config.weight_decay != 0.0 && config.weight_decay_of == DecayOf::Matrices && !part.is_matrix();
                 let weight_decay = if is_left_out { 0.0 } else { multipliers.weight_decay };
-                ((is_left_out, order), Multipliers { weight_decay, ..multipliers }, t)
+                ((is_left_out, order), Multipliers { weight_decay, ..multipliers }, name, t)
             })
             .collect();
-        sorted.sort_by_key(|(order, _, _)| *order);
-        let (mut start, mut segments) = (0, Vec::<Segment>::new());
-        for (_, multipliers, t) in sorted {
+        sorted.sort_by_key(|(order, ..)| *order);
+        let (mut start, mut segments, mut places) = (0, Vec::<Segment>::new(), BTreeMap::new());
+        for (_, multipliers, name, t) in sorted {
             if t.kind() != Kind::Float {
                 return Err(Error::invalid(format!("training keeps its parameters in float32, got {:?}", t.kind())));
             }
@@ -89,6 +94,7 @@ impl Optimizer {
             no_grad(|| own.shallow_clone().f_copy_(t))?;
             t.shallow_clone().f_set_data(&own)?;
             operator::set_grad(t, &view(&gradients)?)?;
+            places.insert(name.to_string(), (start..start + t.numel(), t.size()));
             let numbers = start..start + aligned(t);
             start = numbers.end;
             match segments.last_mut().filter(|last| last.multipliers == multipliers) {
@@ -101,6 +107,7 @@ impl Optimizer {
             gradients,
             first: zeros(moments)?,
             second: zeros(moments)?,
+            places,
             segments,
             health: Tensor::f_zeros([0i64; 0].as_slice(), (Kind::Double, device))?,
             beta1: config.beta1,
@@ -232,31 +239,44 @@ impl Optimizer {
         });
     }
 
-    /// Adam's moments, for a checkpoint.
-    pub fn to_arrays(&self) -> Result<BTreeMap<String, Array>> {
-        Ok(BTreeMap::from([
-            ("first_moment".to_string(), to_array(&self.first)?),
-            ("second_moment".to_string(), to_array(&self.second)?),
-        ]))
+    /// A parameter's part of a buffer of moments.
+    fn moment(&self, moment: &Tensor, name: &str) -> Result<Tensor> {
+        let (numbers, shape) = &self.places[name];
+        Ok(moment.f_narrow(0, numbers.start as i64, numbers.len() as i64)?.f_view(shape.as_slice())?)
     }
 
-    /// Takes up the moments of a checkpoint of the same model.
-    pub fn load(&mut self, arrays: &BTreeMap<String, Array>) -> Result<()> {
-        for (name, moment) in [("first_moment", &mut self.first), ("second_moment", &mut self.second)] {
-            let array = arrays.get(name).ok_or_else(|| {
-                Error::invalid(format!(
-                    "the checkpoint has no {name}: an averaged checkpoint cannot be resumed, only translated with"
-                ))
-            })?;
-            let loaded = to_tensor(array, moment.device())?;
-            if loaded.size() != moment.size() {
-                return Err(Error::invalid(format!(
-                    "the checkpoint's {name} has {} numbers, this model needs {}: another model's checkpoint?",
-                    loaded.numel(),
-                    moment.numel()
-                )));
+    /// Adam's moments by parameter, for a checkpoint: `exp_avg.NAME` and `exp_avg_sq.NAME`, as torch's Adam calls them.
+    pub fn to_arrays(&self) -> Result<BTreeMap<String, Array>> {
+        let mut arrays = BTreeMap::new();
+        for (kind, moment) in [(FIRST, &self.first), (SECOND, &self.second)] {
+            for name in self.places.keys() {
+                arrays.insert(format!("{kind}.{name}"), to_array(&self.moment(moment, name)?)?);
             }
-            moment.f_copy_(&loaded)?;
+        }
+        Ok(arrays)
+    }
+
+    /// Reads the moments of a checkpoint of the same model. Moments of another type are converted.
+    pub fn load(&mut self, arrays: &BTreeMap<String, Array>) -> Result<()> {
+        for (kind, moment) in [(FIRST, &self.first), (SECOND, &self.second)] {
+            for name in self.places.keys() {
+                let key = format!("{kind}.{name}");
+                let array = arrays.get(&key).ok_or_else(|| {
+                    Error::invalid(format!(
+                        "the checkpoint has no {key} among Adam's moments: another model's checkpoint?"
+                    ))
+                })?;
+                let mut own = self.moment(moment, name)?;
+                let loaded = to_tensor(array, own.device())?;
+                if loaded.size() != own.size() {
+                    return Err(Error::invalid(format!(
+                        "the checkpoint's {key} has the shape {:?}, this model's {:?}: another model's checkpoint?",
+                        loaded.size(),
+                        own.size()
+                    )));
+                }
+                own.f_copy_(&loaded)?;
+            }
         }
         Ok(())
     }

@@ -1,6 +1,7 @@
 //! Learning-rate schedules (docs/spec.md §4.10), all of update n; the first is 1, or 0 as fairseq counts.
 
 use crate::config::{DecayRule, ScheduleName, TrainingConfig};
+use crate::error::{Error, Result};
 use serde::{Deserialize, Serialize};
 
 /// A schedule with what it remembers.
@@ -38,6 +39,19 @@ pub struct ScheduleMemory {
     worse: usize,
 }
 
+impl Default for ScheduleMemory {
+    fn default() -> Self {
+        ScheduleMemory { factor: 1.0, scores: Vec::new(), worse: 0 }
+    }
+}
+
+impl ScheduleMemory {
+    /// Forgets the scores, and keeps the rate that they have led to.
+    pub fn forget_scores(&mut self) {
+        (self.scores, self.worse) = (Vec::new(), 0);
+    }
+}
+
 /// P of the `t-fixup` schedule.
 const T_FIXUP_PERIOD: f64 = 4000.0;
 const NO_WARMUP_LR: f64 = 3e-4;
@@ -58,7 +72,20 @@ impl Schedule {
                 factor: config.lr_decay_factor,
                 patience: config.lr_decay_patience as usize,
             },
-            memory: ScheduleMemory { factor: 1.0, scores: Vec::new(), worse: 0 },
+            memory: ScheduleMemory::default(),
+        }
+    }
+
+    /// Refuses a run that would end before its first update.
+    pub fn check_beginning(&self, config: &TrainingConfig) -> Result<()> {
+        let lr = self.learning_rate(1);
+        match lr >= config.min_lr || self.is_warming(1) {
+            true => Ok(()),
+            false => Err(Error::invalid(format!(
+                "the first update's learning rate {lr:.2e} is below min_lr {:.2e}, which would end the run before it: raise \
+                 lr, or lower min_lr",
+                config.min_lr
+            ))),
         }
     }
 

@@ -10,9 +10,10 @@ use super::loss::{LossSums, Objective};
 use super::micro_batch::{MicroBatch, Turn};
 use super::observer::{Evaluation, Observer, Saved, Started, Update};
 use super::optimizer::Optimizer;
-use super::schedule::{self, Schedule};
+use super::schedule::{Schedule, ScheduleMemory};
 use super::watched::{watch, Watched};
-use crate::config::{Criterion, Precision, SearchRule, TrainingConfig};
+use crate::config::resume::{self, Change, Effect};
+use crate::config::{Criterion, DataConfig, Precision, SearchRule, TrainingConfig};
 use crate::data::{Batch, Cursor, Digests, Prefetch, Vocabulary};
 use crate::error::{Error, Result};
 use crate::model::{HostBatch, Transformer};
@@ -45,24 +46,50 @@ pub struct Progress {
     /// The checkpoint was made because the user wanted to stop; it goes when the next one stands.
     #[serde(default)]
     pub is_pause: bool,
-    pub schedule: Option<schedule::ScheduleMemory>,
+    pub schedule: Option<ScheduleMemory>,
     /// Sentences of the epoch behind the cursor, of all; 0 of 0 where an earlier version has not counted.
     #[serde(default)]
     pub seen: (u64, u64),
     /// The text that the place and the best score belong to.
     #[serde(default)]
     pub text: Option<Digests>,
+    /// The seed of the initial values.
+    #[serde(default)]
+    pub first_seed: Option<u64>,
 }
 
 impl Progress {
-    /// Forgets what was best: it was measured by something else.
-    fn forget_best(&mut self) {
-        (self.best, self.since_best) = (None, 0);
+    /// Forgets the scores that changed options measure otherwise, and says so. `has_bleu`: evaluations measure BLEU.
+    pub fn forget(&mut self, changes: &[Change], criterion: Criterion, has_bleu: bool) -> Vec<String> {
+        let mut said = Vec::new();
+        // Without BLEU the loss stands in for it.
+        let criterion = if has_bleu { criterion } else { Criterion::Loss };
+        for change in changes {
+            let mut forgotten = Vec::new();
+            if resume::forgets_best(change, criterion) && self.best.is_some() {
+                (self.best, self.since_best) = (None, 0);
+                forgotten.push("the best score");
+            }
+            if let Some(memory) = self.schedule.as_mut().filter(|memory| **memory != ScheduleMemory::default()) {
+                if change.effects.contains(&Effect::Schedule) {
+                    *memory = ScheduleMemory::default();
+                    forgotten.push("the schedule's scores and how far it has lowered the rate");
+                } else if resume::forgets_scores(change, has_bleu) {
+                    memory.forget_scores();
+                    forgotten.push("the schedule's scores");
+                }
+            }
+            if !forgotten.is_empty() {
+                said.push(format!("{}: forgotten: {}", change.said, forgotten.join(", ")));
+            }
+        }
+        said
     }
 }
 
 pub struct Trainer {
     pub config: TrainingConfig,
+    data: DataConfig,
     pub progress: Progress,
     train_step: Rc<TrainStep>,
     /// Where passes are recorded.
@@ -111,6 +138,8 @@ struct Running {
 pub struct Parts {
     pub model: Transformer,
     pub config: TrainingConfig,
+    /// For checkpoints, from which a resume reads its options.
+    pub data: DataConfig,
     pub objective: Objective,
     pub vocabulary: Vocabulary,
     pub validation: Validation,
@@ -140,8 +169,9 @@ const PACE: usize = 50;
 impl Trainer {
     /// A trainer at the start, or, with `from`, where a checkpoint's run stood. `batches` begins at the progress's cursor.
     pub fn new(parts: Parts, batches: Prefetch, from: Option<(Progress, &ResumePoint)>) -> Result<Self> {
-        let Parts { model, config, objective, vocabulary, validation, store, unigram_entropy, device, group, .. } =
-            parts;
+        let Parts {
+            model, config, data, objective, vocabulary, validation, store, unigram_entropy, device, group, ..
+        } = parts;
         // With statistics of several ranks' batches a pass is no piece of one device's work; PowerNorm as it was released
         // takes rows that fill a batch up for real.
         let is_piece = !model.parameters.have_statistics()
@@ -160,11 +190,6 @@ impl Trainer {
             }
             progress = resumed;
             pause = std::mem::take(&mut progress.is_pause).then(|| path.clone());
-            // What was best by another measure, or on other text, says nothing about this one.
-            let is_other_text = progress.text.is_some_and(|text| text.valid != parts.text.valid);
-            if is_other_text || checkpoint.config["training"]["criterion"] != serde_json::json!(config.criterion) {
-                progress.forget_best();
-            }
         }
         progress.text = Some(parts.text);
         progress.seen.1 = parts.sentences as u64;
@@ -173,13 +198,15 @@ impl Trainer {
         let updates_per_epoch = parts.batches_per_epoch as f64 / (config.accumulate * group.size() as i64) as f64;
         let recompute = config.activation_checkpointing;
         let flat = optimizer.flat(kind)?.map(Rc::new);
-        // Drawn anew, as a resumed run has no other way to the beginning.
+        // Made again, as a resumed run has no other way to its initial values; a resume may have changed the seed.
         let is_watched = config.log_statistics > 0 && group.is_first();
-        let of_start = || Transformer::new(&model.config, config.seed, device, Kind::Float);
+        let first_seed = *progress.first_seed.get_or_insert(config.seed);
+        let of_start = || Transformer::new(&model.config, first_seed, device, Kind::Float);
         let first = is_watched.then(of_start).transpose()?;
         let train_step = TrainStep { model, objective, kind, recompute, group, flat, workspace: RefCell::default() };
         Ok(Trainer {
             config,
+            data,
             progress,
             train_step: Rc::new(train_step),
             graphs,
@@ -505,7 +532,9 @@ impl Trainer {
             model: to_arrays(&self.train_step.model.parameters)?,
             optimizer: self.optimizer.to_arrays()?,
             state: serde_json::to_value(&self.progress).map_err(json)?,
-            config: serde_json::json!({ "model": self.train_step.model.config, "training": self.config }),
+            config: serde_json::json!({
+                "model": self.train_step.model.config, "training": self.config, "data": self.data
+            }),
         };
         let is_best = if best { Best::This } else { Best::Named(self.best.as_deref()) };
         let name = self.store.save(self.progress.update, &checkpoint, is_best)?;

@@ -150,7 +150,10 @@ def test_a_place_in_an_epoch_is_scaled_by_sentences(tmp_path, corpus, now):
     assert 0 < seen < sentences == 41
     fit(tmp_path / "run", corpus, training={**training, "max_tokens": now, "updates": 6}, resume=True)
     (said,) = warnings(tmp_path / "run")
-    assert "max_tokens or seed was 100/" in said and f"{100 * seen / 41:.1f} % of the epoch was seen" in said
+    assert (
+        f"max_tokens was 100, now {now}: the run goes on" in said
+        and f"{100 * seen / 41:.1f} % of the epoch was seen" in said
+    )
     behind = int(said.split("behind ")[1].split()[0])
     largest = now // 3  # the shortest sentence has two tokens and its end
     assert seen <= behind < seen + largest or (behind == 0 and seen + largest > 41)
@@ -167,7 +170,7 @@ def test_other_text_is_noticed(tmp_path, corpus):
     fit(tmp_path / "run", corpus, training={**training, "updates": 8}, resume=True)
     said = warnings(tmp_path / "run")
     assert any("the training text is not the one that the run was trained on" in text for text in said)
-    assert any("the held-out text is not the one of the run so far" in text for text in said)
+    assert any("the validation text is not the one of the run so far" in text for text in said)
     assert events(tmp_path / "run", "evaluated")[2]["best"]
     fit(tmp_path / "run", corpus, training={**training, "updates": 9}, resume=True)
     assert warnings(tmp_path / "run") == said, "the text is the one of the checkpoint again"

@@ -89,17 +89,3 @@ def test_decoding_scales_as_training_does(tmp_path, corpus):
         best = ref.greedy(state, options, source, vocabulary_mask=mask)
         pieces = [vocabulary[token - 4] for token in best.tokens if token > ref.UNK]
         assert translation.text == " ".join(pieces)
-
-
-def test_a_run_from_before_decay_was_chosen(tmp_path, corpus):
-    """Its config.json lacks the option, and it has decayed all parameters: it goes on so, or says why not."""
-    run, training = tmp_path / "run", {"weight_decay": 0.1, "updates": 2}
-    fit(run, corpus, {}, {**training, "weight_decay_of": "all"})
-    text = (run / "config.json").read_text()
-    old = text.replace('"weight_decay_of": "all",', "").replace('"weight_decay_of":"all",', "")
-    assert old != text
-    (run / "config.json").write_text(old)
-    (run / "checksums.txt").unlink(missing_ok=True)
-    with pytest.raises(nfrs.InputError, match=r"weight_decay_of was \"all\", now \"matrices\"; resume with"):
-        fit(run, corpus, {}, {**training, "updates": 3}, resume=True)
-    fit(run, corpus, {}, {**training, "weight_decay_of": "all", "updates": 3}, resume=True)

@@ -132,7 +132,7 @@ def plan_of(args: argparse.Namespace) -> Plan:
         from .. import _core
 
         _core.check_run(output)
-        run = read_run(output, sorted(known))
+        run = read_run(output, sorted(known), args.from_checkpoint)
     options = layered(flags.get("preset", file.get("preset")), run, file, flags)
     chosen = {*options, *flags, *file}
     options = {name: value for name, value in options.items() if name not in _COMMAND}

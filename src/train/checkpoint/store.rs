@@ -6,6 +6,8 @@ use std::io;
 use std::path::{Path, PathBuf};
 
 use super::{directory, is_of_later_format, load, real_folder, save_at, Checkpoint, Manifest, Saving};
+use serde_json::Value;
+
 use crate::atomic::{self, fault};
 use crate::error::{Error, Result};
 use crate::ownership::{
@@ -146,15 +148,12 @@ impl CheckpointStore {
     /// # Errors
     /// None is whole, or the newest is of a later format.
     pub fn newest(&self) -> Result<Option<ResumePoint>> {
-        let last = self.last();
         let mut passed = Vec::new();
         let link = self.target("last");
         if let Some(link) = link.filter(|link| !self.folder.join(name_of(*link)).exists()) {
             passed.push(format!("{} is missing, and last leads to it", self.folder.join(name_of(link)).display()));
         }
-        // Nobody knows which saving a checkpoint with a damaged state was: it is named, whatever its update.
-        let is_before = |(key, path): &(Key, PathBuf)| *key <= last || Manifest::read(path).is_err();
-        for (_, path) in self.entries()?.into_iter().rev().filter(is_before) {
+        for path in self.candidates()? {
             match load(&path) {
                 Ok(checkpoint) => return Ok(Some(ResumePoint { best: best_of(&path), path, checkpoint, passed })),
                 Err(error) if is_of_later_format(&path) => return Err(error),
@@ -169,6 +168,24 @@ impl CheckpointStore {
                 passed.join("; ")
             ))),
         }
+    }
+
+    /// The checkpoints that a run may go on from, newest first.
+    fn candidates(&self) -> Result<impl Iterator<Item = PathBuf>> {
+        let last = self.last();
+        // Nobody knows which saving a checkpoint with a damaged state was: it is named, whatever its update.
+        let is_before = move |(key, path): &(Key, PathBuf)| *key <= last || Manifest::read(path).is_err();
+        Ok(self.entries()?.into_iter().rev().filter(is_before).map(|(_, path)| path))
+    }
+
+    /// Where the options stand that a resume has by default, and they themselves: those of the checkpoint `from`, or of the
+    /// newest one that can be read.
+    pub fn options(&self, from: Option<&str>) -> Result<Option<(PathBuf, Value)>> {
+        let read = |path: PathBuf| Some((path.clone(), Manifest::read(&path).and_then(|m| m.config(&path)).ok()?));
+        Ok(match from {
+            Some(from) => read(self.resolve(from)?),
+            None => self.candidates()?.find_map(read),
+        })
     }
 
     /// A checkpoint of this run to go on from: `best`, `last`, its name, or its update's number.

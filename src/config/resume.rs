@@ -1,0 +1,198 @@
+//! What a resume does with an option that has changed since the checkpoint: one table, which the training loop obeys and
+//! the documentation prints.
+
+use super::{Criterion, DataConfig, TrainingConfig, TransformerConfig};
+use crate::error::{Error, Result};
+use serde_json::{json, Map, Value};
+
+/// What a changed option does to a run's state.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Effect {
+    /// The resume is refused.
+    Refused,
+    /// The place in the epoch is translated: as large a share of the text lies behind it.
+    Place,
+    /// Adam's moments are converted to the new type.
+    Moments,
+    /// The validation loss is another measure: scores that it gave are forgotten.
+    Loss,
+    /// BLEU is another measure: scores that it gave are forgotten.
+    Bleu,
+    /// The best score is forgotten: another measure decides.
+    Best,
+    /// The schedule forgets its scores.
+    Scores,
+    /// The schedule forgets its scores and how far it has lowered the rate.
+    Schedule,
+}
+
+use Effect::*;
+
+impl Effect {
+    /// As the documentation prints it.
+    fn describe(self) -> &'static str {
+        match self {
+            Refused => "refused",
+            Place => "taken; the place in the epoch is translated",
+            Moments => "taken; Adam's moments are converted",
+            Loss => "taken; scores by validation loss are forgotten",
+            Bleu => "taken; scores by BLEU are forgotten",
+            Best => "taken; the best score is forgotten",
+            Scores => "taken; the schedule's scores are forgotten",
+            Schedule => "taken; the schedule's scores and its lowered rate are forgotten",
+        }
+    }
+}
+
+/// How two values of an option are compared.
+#[derive(Clone, Copy, PartialEq)]
+enum Compared {
+    ByValue,
+    /// A file may move: its text is compared, not its name.
+    ByText,
+}
+
+/// Options of a run beside its model's, all of which are refused.
+const EFFECTS: &[(&[&str], Compared, &[Effect])] = &[
+    (&["updates", "epochs", "patience", "min_lr"], Compared::ByValue, &[]),
+    (&["accumulate"], Compared::ByValue, &[]),
+    (&["max_tokens"], Compared::ByValue, &[Place]),
+    (&["schedule"], Compared::ByValue, &[Schedule]),
+    (&["lr", "lr_scale", "lr_multiplier", "warmup", "warmup_init_lr", "count_from_zero"], Compared::ByValue, &[]),
+    (&["lr_decay_rule"], Compared::ByValue, &[Scores]),
+    (&["lr_decay_factor", "lr_decay_patience"], Compared::ByValue, &[]),
+    (&["beta1", "beta2", "adam_eps", "adam_form"], Compared::ByValue, &[]),
+    (&["weight_decay", "weight_decay_of", "clip_norm"], Compared::ByValue, &[]),
+    (&["label_smoothing", "smoothing"], Compared::ByValue, &[Loss]),
+    (&["vocab_mask"], Compared::ByValue, &[Refused]),
+    (&["word_dropout"], Compared::ByValue, &[]),
+    (&["evaluate_every", "keep"], Compared::ByValue, &[]),
+    (&["criterion"], Compared::ByValue, &[Best]),
+    (&["log_layers", "log_statistics"], Compared::ByValue, &[]),
+    (&["evaluation_beam"], Compared::ByValue, &[Bleu]),
+    (&["activation_checkpointing", "precision", "device", "cuda_graphs"], Compared::ByValue, &[]),
+    (&["moments"], Compared::ByValue, &[Moments]),
+    (&["seed"], Compared::ByValue, &[Place]),
+    (&["train_source", "train_target"], Compared::ByText, &[Place]),
+    (&["valid_source", "valid_target"], Compared::ByText, &[Loss, Bleu]),
+    (&["data_bin", "source_lang", "target_lang", "skip_long"], Compared::ByText, &[Place, Loss, Bleu]),
+    (&["bpe_operations"], Compared::ByValue, &[Refused]),
+    (&["bpe_codes"], Compared::ByText, &[Refused]),
+    // Beside the two others it says nothing more.
+    (&["no_bpe"], Compared::ByText, &[]),
+    (&["segment_length"], Compared::ByValue, &[Place, Loss]),
+];
+
+/// The effect of a change of each option beside the model's, for `_tables.json` and the documentation.
+pub fn described() -> Value {
+    let mut found = Map::new();
+    for (options, compared, effects) in EFFECTS {
+        let words: Vec<&str> = effects.iter().map(|effect| effect.describe()).collect();
+        let mut words = match words.split_first() {
+            None => "taken".to_string(),
+            Some((first, rest)) => {
+                let rest = rest.iter().map(|word| word.trim_start_matches("taken; "));
+                std::iter::once(*first).chain(rest).collect::<Vec<_>>().join("; ")
+            }
+        };
+        if *compared == Compared::ByText && !effects.is_empty() {
+            words += " (where the text differs)";
+        }
+        found.extend(options.iter().map(|name| (name.to_string(), json!(words))));
+    }
+    Value::Object(found)
+}
+
+/// An option that is not as it was.
+#[derive(Debug)]
+pub struct Change {
+    pub effects: &'static [Effect],
+    /// "label_smoothing was 0.1, now 0.5"
+    pub said: String,
+}
+
+/// The changes between two sets of options, apart from those that only the text can tell.
+///
+/// # Errors
+/// Invalid where a change is refused; the message names all such options.
+pub fn changes(
+    before: (&TransformerConfig, &TrainingConfig, &DataConfig),
+    now: (&TransformerConfig, &TrainingConfig, &DataConfig),
+) -> Result<Vec<Change>> {
+    let plain = |value: &dyn Fn() -> serde_json::Result<Value>| value().map_err(|e| Error::invalid(e.to_string()));
+    let model =
+        super::differences(&plain(&|| serde_json::to_value(before.0))?, &plain(&|| serde_json::to_value(now.0))?);
+    if !model.is_empty() {
+        return Err(Error::invalid(format!("was trained with another model: {model}; resume with the same options")));
+    }
+    let of_run =
+        |(_, training, data): (&TransformerConfig, &TrainingConfig, &DataConfig)| -> Result<Map<String, Value>> {
+            let parts = [plain(&|| serde_json::to_value(training))?, plain(&|| serde_json::to_value(data))?];
+            Ok(parts.into_iter().filter_map(|part| part.as_object().cloned()).flatten().collect())
+        };
+    let (before, now) = (of_run(before)?, of_run(now)?);
+    let by_value = EFFECTS.iter().filter(|(_, compared, _)| *compared == Compared::ByValue);
+    let changes: Vec<Change> = by_value
+        .flat_map(|(options, _, effects)| options.iter().map(move |name| (*name, *effects)))
+        .filter(|(name, _)| before.get(*name) != now.get(*name))
+        .map(|(name, effects)| Change { effects, said: format!("{name} was {}, now {}", before[name], now[name]) })
+        .collect();
+    let refused: Vec<&str> =
+        changes.iter().filter(|change| change.effects.contains(&Refused)).map(|change| change.said.as_str()).collect();
+    match refused.is_empty() {
+        true => Ok(changes),
+        false => Err(Error::invalid(format!(
+            "was trained on other text: {}; resume with the same options",
+            refused.join("; ")
+        ))),
+    }
+}
+
+/// The change of a validation text.
+pub fn other_validation() -> Change {
+    Change { effects: &[Loss, Bleu], said: "the validation text is not the one of the run so far".into() }
+}
+
+/// Whether the best score belongs to another measure.
+pub fn forgets_best(change: &Change, criterion: Criterion) -> bool {
+    let own = match criterion {
+        Criterion::Loss => Loss,
+        Criterion::Bleu => Bleu,
+    };
+    change.effects.contains(&Best) || change.effects.contains(&own)
+}
+
+/// Whether the schedule's scores belong to another measure or rule. `has_bleu`: it goes by BLEU.
+pub fn forgets_scores(change: &Change, has_bleu: bool) -> bool {
+    let own = if has_bleu { Bleu } else { Loss };
+    [own, Scores, Schedule].iter().any(|effect| change.effects.contains(effect))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_table_has_each_option_of_a_run_once() {
+        let mut named: Vec<&str> = EFFECTS.iter().flat_map(|(options, ..)| options.iter().copied()).collect();
+        let fields = [TrainingConfig::fields(), DataConfig::fields()].concat();
+        let mut known: Vec<&str> = fields.iter().map(|field| field.name).collect();
+        (named.sort_unstable(), known.sort_unstable());
+        assert_eq!(named, known);
+    }
+
+    #[test]
+    fn changes_name_what_is_refused() {
+        let (model, training, data) = Default::default();
+        let wider = TransformerConfig { d_model: 96, ..TransformerConfig::default() };
+        let error = changes((&model, &training, &data), (&wider, &training, &data)).unwrap_err().to_string();
+        assert!(error.contains("d_model was 512, now 96"), "{error}");
+        let smoothed = TrainingConfig { label_smoothing: 0.5, ..Default::default() };
+        let found = changes((&model, &training, &data), (&model, &smoothed, &data)).unwrap();
+        assert_eq!(found.len(), 1);
+        assert!(forgets_best(&found[0], Criterion::Loss) && !forgets_best(&found[0], Criterion::Bleu));
+        let merges = DataConfig { bpe_operations: Some(3), ..Default::default() };
+        let error = changes((&model, &training, &data), (&model, &training, &merges)).unwrap_err().to_string();
+        assert!(error.contains("bpe_operations was null, now 3"), "{error}");
+    }
+}
