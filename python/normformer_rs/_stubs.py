@@ -217,10 +217,8 @@ def names() -> str:
     for name, (source, options) in presets.PRESETS.items():
         lines.append(f"| `{name}` | {', '.join(f'{key} {value}' for key, value in options.items())} | {source} |")
     lines += ["", "## Options of a resume", ""]
-    lines += [
-        "`train --resume` and `Trainer.fit(resume=True)` compare each option with the checkpoint's. The model's options"
-    ]
-    lines += ["may not change. An option that is not given is the checkpoint's on the command line. Shown by"]
+    lines += ["`train --resume` and `Trainer.fit(resume=True)` compare each option with the checkpoint's. The model's"]
+    lines += ["options may not change. On the command line an option that is not given is the checkpoint's. Shown by"]
     lines += ["`pytest tests/train/test_resume.py`.", ""]
     lines += ["| a change of | is |", "|---|---|"]
     effects: dict[str, list[str]] = {}

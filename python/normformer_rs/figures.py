@@ -145,9 +145,8 @@ def _reading(
             return observations.layers(run.output, checkpoint, None if source is None else str(source), str(target))
         data = json.loads(_core.run_options(str(run.output), checkpoint))["data"]
         if data["valid_target"] is None or not Path(data["valid_target"]).exists():
-            raise InputError(
-                f"{run.output}: its validation text is not at {data['valid_target']}; give target=, source="
-            )
+            missing = f"{run.output}: its validation text is not at {data['valid_target']}"
+            raise InputError(f"{missing}; give target=, source=")
         return observations.layers(run.output, checkpoint, data["valid_source"], data["valid_target"])
 
     return measured
