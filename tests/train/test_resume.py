@@ -266,23 +266,11 @@ def test_other_rows_keep_the_place_and_forget_the_best(tmp_path, language):
 
 def test_options_of_a_resume_hold_at_the_next(tmp_path, corpus, capsys):
     words = [f"--{name.replace('_', '-')}={path}" for name, path in corpus.items()]
-    words += [
-        "--no-bpe",
-        "--d-model",
-        "16",
-        "--d-ff",
-        "32",
-        "--heads",
-        "2",
-        "--encoder-layers",
-        "1",
-        "--decoder-layers",
-        "1",
-        "--no-progress",
-    ]
-    run = ["train", "--output", str(tmp_path / "run"), "--no-progress"]
+    words += ["--no-bpe", "--d-model=16", "--d-ff=32", "--heads=2", "--encoder-layers=1", "--decoder-layers=1"]
     words += ["--schedule=constant", "--warmup=0", "--lr=1e-3", "--updates=2"]
+    run = ["train", "--output", str(tmp_path / "run"), "--no-progress"]
     assert cli.main([*run, *words]) in (None, 0)
+    assert cli.main([*run, "--resume", "--lr", "1e-5", "--clip-norm", "3", "--updates", "4"]) in (None, 0)
     assert cli.main([*run, "--resume", "--updates", "6"]) in (None, 0)
     assert [event["lr"] for event in events(tmp_path / "run", "updated")] == [1e-3] * 2 + [1e-5] * 4
     assert options_of(tmp_path / "run")["clip_norm"] == 3
