@@ -10,8 +10,11 @@ fn main() {
     let (lib, include) = (torch.join("lib"), torch.join("include"));
     println!("cargo:rustc-env=NORMFORMER_RS_TORCH={}", torch_version(&include));
 
-    cc::Build::new()
-        .cpp(true)
+    let mut shim = cc::Build::new();
+    if env::var_os("CARGO_FEATURE_PYTHON").is_some() {
+        shim.define("NORMFORMER_RS_PYTHON", None);
+    }
+    shim.cpp(true)
         .std("c++20")
         .pic(true)
         .flag("-fopenmp") // without it at::parallel_for compiles to a serial loop

@@ -1,5 +1,8 @@
 //! The one error type: what went wrong, in the words the user reads.
 
+mod raised;
+
+pub use raised::Raised;
 use std::path::Path;
 
 pub type Result<T, E = Error> = std::result::Result<T, E>;
@@ -20,6 +23,9 @@ pub enum Error {
     /// libtorch refused.
     #[error("{0}")]
     Torch(String),
+    /// Python code that libtorch called has raised: a norm of the user's own, a hook, a subclass of tensors.
+    #[error("{0}")]
+    Raised(Raised),
     /// What was asked for has no meaning, or has not been written.
     #[error("{0}")]
     NotImplemented(String),
@@ -34,6 +40,14 @@ pub enum Error {
 impl Error {
     pub fn invalid(message: impl Into<String>) -> Self {
         Error::Invalid(message.into())
+    }
+
+    /// libtorch's latest error on this thread, by its text.
+    pub fn of_torch(text: &str) -> Self {
+        match Raised::take(text) {
+            Some(raised) => Error::Raised(raised),
+            None => Error::Torch(without_stack(text).to_string()),
+        }
     }
 
     pub fn io(act: &'static str, path: impl AsRef<Path>, source: std::io::Error) -> Self {
@@ -57,10 +71,10 @@ pub fn without_stack(text: &str) -> &str {
 
 impl From<tch::TchError> for Error {
     fn from(e: tch::TchError) -> Self {
-        Error::Torch(match e {
-            tch::TchError::Torch(text) => without_stack(&text).to_string(),
-            other => without_stack(&other.to_string()).to_string(),
-        })
+        match e {
+            tch::TchError::Torch(text) => Error::of_torch(&text),
+            other => Error::Torch(without_stack(&other.to_string()).to_string()),
+        }
     }
 }
 

@@ -25,7 +25,7 @@ from .options import Parser, UsageError
 from .progress import log_to_stderr
 from .reproduce import data
 from .reproduce import flags as reproduce
-from .signals import as_ctrl_c
+from .signals import as_ctrl_c, ask
 from .text import escaped, hold_standard_files, write_out
 
 COMMANDS: dict[str, Callable[[], Command]] = {
@@ -82,6 +82,7 @@ def _run(argv: Sequence[str] | None) -> int:
                 return 0
             args = _parser().parse_args(words)
             args.run(args)
+            ask()
         finally:  # after help, too, which raises SystemExit
             if sys.stdout is not None and not sys.stdout.closed:
                 write_out()

@@ -2,30 +2,39 @@
 
 import contextlib
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from types import FrameType
+from typing import Any
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class _Stops:
-    """The handler within `as_ctrl_c`: counts the signals, and keeps the one that waits for `held` work to end."""
+    """The handler within `as_ctrl_c`: counts the signals, and keeps the wish to stop, for which `ask` asks."""
 
-    def __init__(self) -> None:
+    def __init__(self, outside: int) -> None:
         self.heard = 0
         self.held = 0
-        self.waiting: str | None = None
+        self.wish: str | None = None
+        """The first signal's name. It stays, since somebody may swallow the exception that it raises."""
+        self.outside = outside
+        """How many frames lie around the work."""
 
-    def __call__(self, number: int, _: FrameType | None) -> None:
+    def __call__(self, number: int, frame: FrameType | None) -> None:
         self.heard += 1
         if self.heard == 2:
             return
-        if self.heard == 1 and self.held:
-            self.waiting = signal.Signals(number).name
-            return
-        self.waiting = None
-        raise KeyboardInterrupt(signal.Signals(number).name)
+        self.wish = signal.Signals(number).name
+        if self.heard == 1:
+            if self.held:
+                return
+            importer = _importer(frame, self.outside)
+            if importer is not None:
+                _ask_after(importer)
+                return
+        raise KeyboardInterrupt(self.wish)
 
 
 _stops: _Stops | None = None
@@ -37,6 +46,7 @@ def as_ctrl_c(ends_process: bool = False) -> Iterator[None]:
 
     A launcher repeats the signal that the terminal has sent to its processes, too. So the second one is ignored: it
     would raise within the work that saves and says so. The third raises again, for somebody who does not want to wait.
+    Within an import the first one raises at its end: torch's import, and others, swallow the exception.
 
     A handler that somebody has set stays, and so does nohup's choice to ignore SIGHUP. Python delivers signals to the
     main thread alone: in another one nothing changes.
@@ -45,10 +55,10 @@ def as_ctrl_c(ends_process: bool = False) -> Iterator[None]:
         ends_process: the process ends with the block, so the handlers stay: a second signal may come until then.
     """
     global _stops
-    if threading.current_thread() is not threading.main_thread() or _stops is not None:
+    if not _is_main() or _stops is not None:
         yield
         return
-    stops = _stops = _Stops()
+    stops = _stops = _Stops(len(_frames(sys._getframe())) - 3)  # this one, contextlib's, and the work's own
     before = {number: signal.getsignal(number) for number in _SIGNALS}
     before = {number: b for number, b in before.items() if b in (signal.SIG_DFL, signal.default_int_handler)}
     for number in before:
@@ -63,11 +73,17 @@ def as_ctrl_c(ends_process: bool = False) -> Iterator[None]:
             _stops = None
 
 
+def ask() -> None:
+    """Raises KeyboardInterrupt where a signal has come: before now, wherever its own exception has gone."""
+    if _stops is not None and _stops.wish is not None and _is_main():
+        raise KeyboardInterrupt(_stops.wish)
+
+
 @contextlib.contextmanager
 def held() -> Iterator[None]:
-    """Within, the first signal waits for the end: an exception amid a queue's work leaves the queue locked for good."""
+    """Within, the first signal waits for an `ask`, or the end: for work that an exception would leave half done."""
     stops = _stops
-    if stops is None or threading.current_thread() is not threading.main_thread():
+    if stops is None or not _is_main():
         yield
         return
     stops.held += 1
@@ -75,6 +91,54 @@ def held() -> Iterator[None]:
         yield
     finally:
         stops.held -= 1
-        if not stops.held and stops.waiting is not None:
-            name, stops.waiting = stops.waiting, None
-            raise KeyboardInterrupt(name)
+    if not stops.held:
+        ask()
+
+
+@contextlib.contextmanager
+def listening() -> Iterator[None]:
+    """A part of `held` work that a signal may break off, one that waits at once: functions of the user's."""
+    stops = _stops
+    if stops is None or not _is_main():
+        yield
+        return
+    ask()
+    held, stops.held = stops.held, 0
+    try:
+        yield
+    finally:
+        stops.held = held
+
+
+def _is_main() -> bool:
+    return threading.current_thread() is threading.main_thread()
+
+
+def _frames(frame: FrameType | None) -> list[FrameType]:
+    """The frame and those that called it."""
+    found = []
+    while frame is not None:
+        found.append(frame)
+        frame = frame.f_back
+    return found
+
+
+def _importer(frame: FrameType | None, outside: int) -> FrameType | None:
+    """The frame of the outermost import that the frame is part of, but for those `outside`."""
+    frames = _frames(frame)
+    inside = frames[: len(frames) - outside]
+    imports = [i for i, f in enumerate(inside) if f.f_code.co_filename.startswith("<frozen importlib._bootstrap")]
+    return inside[imports[-1] + 1] if imports and imports[-1] + 1 < len(inside) else None
+
+
+def _ask_after(frame: FrameType) -> None:
+    """Asks as soon as the frame goes on itself. Python calls a frame's trace function where some trace is set."""
+    before = sys.gettrace()
+
+    def asks(*_: Any) -> None:
+        frame.f_trace = None
+        sys.settrace(before)
+        ask()
+
+    frame.f_trace = asks
+    sys.settrace(lambda *_: None)

@@ -21,7 +21,7 @@ from .errors import InputError
 from .history import History, layer_values
 from .progress import Progress, Silent, choose, number
 from .quantities import size
-from .signals import as_ctrl_c, held
+from .signals import as_ctrl_c, held, listening
 
 logger = logging.getLogger("normformer_rs")
 logger.addHandler(logging.NullHandler())
@@ -171,7 +171,7 @@ class Trainer:
         if is_first:
             writes = tensorboard and available("tensorboard")
             observer = _Observer(Path(output), choose(progress), writes, [self._started, *callbacks])
-        with as_ctrl_c(), contextlib.closing(observer), _own_modes():
+        with as_ctrl_c(), held(), contextlib.closing(observer), _own_modes():
             _core.train(*self._json(), folder, mode, place, observer, from_checkpoint=chosen)
         history = History.read(output)
         if is_first and curves and len(history.update) and available("matplotlib"):
@@ -215,63 +215,58 @@ class _Silent:
 
 
 class _Observer(_Silent):
-    """Hands what the loop reports to the progress bar, the logger and TensorBoard, which no signal may break off; then
-    to callbacks."""
+    """Hands what the loop reports to the progress bar, the logger and TensorBoard, which no signal may break off: the
+    lock of a queue would stay taken. Then to callbacks."""
 
     def __init__(self, output: Path, progress: Progress, tensorboard: bool, callbacks: Sequence[Callback]) -> None:
         self._output, self._progress, self._tensorboard, self._callbacks = output, progress, tensorboard, callbacks
         self._writer: Any = None
 
     def started(self, event: Mapping[str, Any]) -> None:
-        with held():
-            logger.info(
-                "%s parameters, %s types, %s, from update %s",
-                f"{event['parameters']:,}",
-                f"{event['vocabulary']:,}",
-                event["device"],
-                event["update"],
-            )
-            if self._tensorboard:
-                from torch.utils.tensorboard import SummaryWriter
+        logger.info(
+            "%s parameters, %s types, %s, from update %s",
+            f"{event['parameters']:,}",
+            f"{event['vocabulary']:,}",
+            event["device"],
+            event["update"],
+        )
+        if self._tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
 
-                self._writer = SummaryWriter(str(self._output / TENSORBOARD), purge_step=event["update"] + 1)
-            self._show("started", event)
+            self._writer = SummaryWriter(str(self._output / TENSORBOARD), purge_step=event["update"] + 1)
+        self._show("started", event)
         self._call("started", event)
 
     def updated(self, event: Mapping[str, Any]) -> None:
-        with held():
-            self._show("updated", event)
-            self._write("train", event, "loss", "nll", "lr", "grad_norm", "tokens_per_second")
-            if self._writer is not None:
-                for name, value in layer_values(event).items():
-                    self._writer.add_scalar(name, value, event["update"])
+        self._show("updated", event)
+        self._write("train", event, "loss", "nll", "lr", "grad_norm", "tokens_per_second")
+        if self._writer is not None:
+            for name, value in layer_values(event).items():
+                self._writer.add_scalar(name, value, event["update"])
         self._call("updated", event)
 
     def evaluated(self, event: Mapping[str, Any]) -> None:
-        with held():
-            bleu = event.get("bleu")
-            logger.info(
-                "update %s, epoch %s: validation loss %.3f, perplexity %.2f%s%s",
-                event["update"],
-                event["epoch"],
-                number(event, "loss"),
-                number(event, "perplexity"),
-                "" if bleu is None else f", BLEU {bleu:.2f}",
-                " (best)" if event["best"] else "",
-            )
-            self._show("evaluated", event)
-            self._write("valid", event, "loss", "nll", "perplexity", "bleu")
+        bleu = event.get("bleu")
+        logger.info(
+            "update %s, epoch %s: validation loss %.3f, perplexity %.2f%s%s",
+            event["update"],
+            event["epoch"],
+            number(event, "loss"),
+            number(event, "perplexity"),
+            "" if bleu is None else f", BLEU {bleu:.2f}",
+            " (best)" if event["best"] else "",
+        )
+        self._show("evaluated", event)
+        self._write("valid", event, "loss", "nll", "perplexity", "bleu")
         self._call("evaluated", event)
 
     def message(self, level: str, text: str) -> None:
-        with held():
-            logger.log(_LEVELS.get(level, logging.INFO), text)
+        logger.log(_LEVELS.get(level, logging.INFO), text)
 
     def close(self) -> None:
-        with held():
-            self._show("close")
-            if self._writer is not None:
-                self._writer.close()
+        self._show("close")
+        if self._writer is not None:
+            self._writer.close()
 
     def _show(self, name: str, *event: Mapping[str, Any]) -> None:
         """Shows an event; a closed terminal does not end a run."""
@@ -282,7 +277,8 @@ class _Observer(_Silent):
 
     def _call(self, name: str, event: Mapping[str, Any]) -> None:
         for callback in self._callbacks:
-            callback(name, event)
+            with listening():
+                callback(name, event)
 
     def _write(self, group: str, event: Mapping[str, Any], *names: str) -> None:
         if self._writer is not None:

@@ -8,10 +8,11 @@ mod runs;
 mod training;
 
 use crate::error::Error;
-use crate::operator::{caught, forget_raised};
+use crate::operator::caught;
 use pyo3::exceptions::{PyNotImplementedError, PyOSError, PyRuntimeError};
 use pyo3::import_exception;
 use pyo3::prelude::*;
+use pyo3::sync::GILOnceCell;
 use pyo3_tch::PyTensor;
 use std::collections::HashMap;
 use tch::{Kind, Tensor};
@@ -22,20 +23,23 @@ import_exception!(normformer_rs.errors, Interrupted);
 
 impl From<Error> for PyErr {
     fn from(e: Error) -> PyErr {
-        // What Python raised in a hook or in a subclass of tensors waits where it was raised.
-        let raised = Python::with_gil(|py| {
-            let raised = matches!(e, Error::Torch(_)).then(|| PyErr::take(py)).flatten();
-            forget_raised();
-            raised
-        });
-        if let Some(raised) = raised {
-            return raised;
+        if let Error::Raised(_) | Error::Torch(_) = &e {
+            let raised = Python::with_gil(|py| {
+                if let Error::Raised(raised) = &e {
+                    raised.restore();
+                }
+                // A subclass of tensors may have left it where it was raised.
+                PyErr::take(py)
+            });
+            if let Some(raised) = raised {
+                return raised;
+            }
         }
         let text = crate::error::printable(&e.to_string());
         match e {
             Error::Invalid(_) => InputError::new_err(text),
             Error::Io { .. } => PyOSError::new_err(text),
-            Error::Torch(_) => PyRuntimeError::new_err(text),
+            Error::Torch(_) | Error::Raised(_) => PyRuntimeError::new_err(text),
             Error::NotImplemented(_) => PyNotImplementedError::new_err(text),
             Error::Diverged(_) => DivergedError::new_err(text),
             Error::Interrupted(_) => Interrupted::new_err(text),
@@ -46,6 +50,18 @@ impl From<Error> for PyErr {
 /// Works without the GIL. A panic becomes an error: pyo3's PanicException is no Exception, and passes what catches those.
 fn released<T: Send>(py: Python<'_>, work: impl FnOnce() -> crate::error::Result<T> + Send) -> crate::error::Result<T> {
     py.allow_threads(|| caught(work))
+}
+
+/// Asks whether to go on: the signals that Python has not heard of yet, then the wish to stop that it has.
+fn check_signals(py: Python<'_>) -> PyResult<()> {
+    py.check_signals()?;
+    ask(py)
+}
+
+/// Whether Python has heard of a wish to stop.
+fn ask(py: Python<'_>) -> PyResult<()> {
+    static ASK: GILOnceCell<Py<PyAny>> = GILOnceCell::new();
+    ASK.import(py, "normformer_rs.signals", "ask")?.call0().map(drop)
 }
 
 fn json_text(value: &impl serde::Serialize) -> PyResult<String> {

@@ -1,6 +1,6 @@
 //! What has been trained: translations, losses, averages, parameters, and vocabularies.
 
-use super::{json_text, kind, named, released};
+use super::{check_signals, json_text, kind, named, released};
 use crate::config::{self, GenerationOptions, SearchOptions, TrainingConfig, TransformerConfig};
 use crate::cpu::pages;
 use crate::data::{self, Binarised, Bpe};
@@ -59,11 +59,15 @@ pub(super) fn interruptible<T: Send>(
     let mut raised = None;
     let done = released(py, || {
         work(&mut || {
-            Python::with_gil(|py| py.check_signals()).map_err(|error| {
+            Python::with_gil(check_signals).map_err(|error| {
                 raised = Some(error);
                 Error::Interrupted(format!("{what} was stopped"))
             })
         })
+    });
+    let done = done.map_err(|error| match error {
+        Error::Raised(raised) => Error::Raised(raised.ended(Error::Interrupted(format!("{what} was stopped")))),
+        other => other,
     });
     as_raised(py, done, raised)
 }
@@ -71,6 +75,16 @@ pub(super) fn interruptible<T: Send>(
 /// The end of work that an exception of Python's may have ended: that exception itself, but Ctrl-C's, which is
 /// `Interrupted` and says what was saved. Where saving failed, the exception tells of it as its cause.
 pub(super) fn as_raised<T>(py: Python<'_>, done: crate::error::Result<T>, raised: Option<PyErr>) -> PyResult<T> {
+    let (done, raised) = match (done, raised) {
+        (Err(Error::Raised(mut inside)), None) => {
+            let ended = inside.ended.take();
+            (
+                ended.map_or(Err(Error::Interrupted("stopped".into())), |ended| Err(*ended)),
+                Some(Error::Raised(inside).into()),
+            )
+        }
+        both => both,
+    };
     match (done, raised.filter(|error| !error.is_instance_of::<PyKeyboardInterrupt>(py))) {
         (Err(Error::Interrupted(_)), Some(raised)) => Err(raised),
         (Err(failed), Some(raised)) => {

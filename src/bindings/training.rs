@@ -1,7 +1,7 @@
 //! Training, reported to an observer, and its schedules.
 
 use super::runs::{as_raised, interruptible};
-use super::{graphs, json_text, released};
+use super::{ask, graphs, json_text, released};
 use crate::config::{self, DataConfig, TrainingConfig, TransformerConfig};
 use crate::error::Error;
 use crate::operator::ProcessGroup;
@@ -75,7 +75,17 @@ impl PyObserver {
     }
 
     fn call(&mut self, work: impl FnOnce(Python<'_>, &PyObject) -> PyResult<()>) -> crate::error::Result<()> {
-        Python::with_gil(|py| py.check_signals().and_then(|()| work(py, &self.observer))).map_err(|error| {
+        let is_ending = self.raised.is_some();
+        let called = Python::with_gil(|py| {
+            py.check_signals()?;
+            work(py, &self.observer)?;
+            if is_ending {
+                Ok(())
+            } else {
+                ask(py)
+            }
+        });
+        called.map_err(|error| {
             self.raised.get_or_insert(error);
             Error::Interrupted("stopped".into())
         })

@@ -13,6 +13,9 @@ thread_local! {
 
 pub fn keep(e: Error) {
     let text = e.to_string().replace('\0', " ");
+    if let Error::Raised(raised) = e {
+        raised.give_back();
+    }
     LAST.with(|last| *last.borrow_mut() = CString::new(text).expect("no NUL is left"));
 }
 
@@ -120,20 +123,13 @@ extern "C" fn nfrs_rust_error() -> *const c_char {
 
 extern "C" {
     fn nfrs_last_error() -> *const c_char;
-    fn nfrs_forget_raised();
-}
-
-/// Lets go of this thread's last exception of Python's, which C++ keeps to hand it on.
-pub fn forget_raised() {
-    // SAFETY: no arguments.
-    unsafe { nfrs_forget_raised() }
 }
 
 /// This thread's last message of the C++ side, without the C++ stack.
 pub fn shim_error() -> Error {
     // SAFETY: the shim returns a NUL-terminated thread-local string that lives until its next failing call.
     let text = unsafe { CStr::from_ptr(nfrs_last_error()) }.to_string_lossy().into_owned();
-    tch::TchError::Torch(text).into()
+    Error::of_torch(&text)
 }
 
 #[cfg(test)]

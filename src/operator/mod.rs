@@ -37,7 +37,7 @@ pub use column_norm::{Column, ColumnNormOp};
 pub use composite::{group_scaling, norm_of_ones_own, own_norm};
 pub use cross_entropy::{cross_entropy, cross_entropy_in_place};
 pub use engine::{backward_from, set_grad, width, Recording};
-pub use ffi::{caught, forget_raised};
+pub use ffi::caught;
 pub use function::{apply, Differentiable};
 pub use generator::Generator;
 pub use recompute::recomputed;

@@ -33,12 +33,12 @@ impl ProcessGroup {
     pub fn agree<T>(self, result: Result<T>, device: Device) -> Result<T> {
         let mine = match &result {
             Ok(_) => [0.0, 0.0],
-            Err(Error::Interrupted(_)) => [1.0, 0.0],
+            Err(Error::Interrupted(_) | Error::Raised(_)) => [1.0, 0.0],
             Err(_) => [0.0, 1.0],
         };
         let [interrupted, failed] = self.sum_of(mine, device)?;
         match result {
-            Ok(_) | Err(Error::Interrupted(_)) if failed > 0.0 => {
+            Ok(_) | Err(Error::Interrupted(_) | Error::Raised(_)) if failed > 0.0 => {
                 Err(Error::invalid("another rank failed: its message says why"))
             }
             Ok(_) if interrupted > 0.0 => Err(Error::Interrupted("another rank was stopped".into())),

@@ -17,6 +17,7 @@ use crate::config::{Criterion, DataConfig, Precision, SearchRule, TrainingConfig
 use crate::data::{Batch, Cursor, Digests, Prefetch, Vocabulary};
 use crate::error::{Error, Result};
 use crate::model::{HostBatch, Transformer};
+use crate::norm::given;
 use crate::norm::power_norm::{self, PowerNormMode};
 use crate::operator::{Pending, ProcessGroup};
 use crate::search::SearchConfig;
@@ -249,7 +250,16 @@ impl Trainer {
             }
             let epoch = self.progress.cursor.epoch;
             let before = self.running.take();
-            self.running = Some(self.step()?);
+            match self.whole_step() {
+                Ok(running) => self.running = Some(running),
+                Err(error @ Error::Raised(_)) if self.group.is_first() => {
+                    // The other ranks wait for this one in the middle of an update.
+                    self.group = ProcessGroup::ALONE;
+                    let told = before.map_or(Ok(()), |update| self.tell(update, observer));
+                    return self.interruptible(observer, |_, _| told.and(Err(error)));
+                }
+                Err(error) => return Err(error),
+            }
             self.progress.is_due = self.is_evaluation_due(epoch);
             // A GPU's numbers are read when the next update has been given to it, so that it never stands idle.
             let mut told = before.map_or(Ok(()), |update| self.tell(update, observer));
@@ -290,24 +300,46 @@ impl Trainer {
         self.group.agree(self.unheard.take().map_or(Ok(()), Err), self.device)
     }
 
-    /// Saves before passing on that the user wants to stop.
+    /// Saves before passing on that the user wants to stop, or that code of the user's has raised.
     fn interruptible(
         &mut self,
         observer: &mut dyn Observer,
         work: impl FnOnce(&mut Self, &mut dyn Observer) -> Result<()>,
     ) -> Result<()> {
         match work(self, observer) {
-            Err(Error::Interrupted(_)) => {
-                if self.progress.update == 0 || self.progress.evaluated < self.progress.update {
-                    self.save(false, true, observer)?;
-                }
-                Err(Error::Interrupted(format!(
-                    "stopped after update {}; everything is saved: the same command with --resume goes on",
-                    self.progress.update
-                )))
+            Err(error @ (Error::Interrupted(_) | Error::Raised(_))) => {
+                let update = self.progress.update;
+                let is_saved = update > 0 && self.progress.evaluated == update;
+                let saved = if is_saved { Ok(()) } else { self.save(false, true, observer) };
+                let ended = saved.err().unwrap_or_else(|| {
+                    Error::Interrupted(format!(
+                        "stopped after update {update}; everything is saved: the same command with --resume goes on"
+                    ))
+                });
+                Err(match error {
+                    Error::Raised(raised) => Error::Raised(raised.ended(ended)),
+                    _ => ended,
+                })
             }
             other => other,
         }
+    }
+
+    /// [`step`](Self::step), or nothing of it: where a norm of the user's raises, statistics and counters are as before.
+    fn whole_step(&mut self) -> Result<Running> {
+        let model = &self.train_step.model;
+        let norms = [model.config.encoder_norm(), model.config.decoder_norm()];
+        if norms.iter().all(|name| given::find(name).is_none()) {
+            return self.step();
+        }
+        let buffers = model.parameters.buffers().map(|(_, t)| Ok((t.shallow_clone(), t.f_detach_copy()?)));
+        let before = buffers.collect::<Result<Vec<_>>>()?;
+        self.step().inspect_err(|_| {
+            for (mut buffer, old) in before {
+                // Where even this fails, the error that is on its way says more.
+                let _ = buffer.f_copy_(&old);
+            }
+        })
     }
 
     /// One update: batches → model → loss → gradients → optimizer. Rank r of K takes every K-th of the micro-batches that

@@ -14,6 +14,12 @@
 
 using namespace nfrs;
 
+#ifdef NORMFORMER_RS_PYTHON
+namespace torch {
+void translate_exception_to_python(const std::exception_ptr&);  // libtorch_python's; its header needs Python's
+}
+#endif
+
 namespace {
 thread_local std::string last_error;
 
@@ -149,7 +155,24 @@ Tensor* at_tensor_of_data(const void* numbers, const int64_t* sizes, size_t dims
 // caller's. Null (or false): failed, with the message in nfrs_last_error().
 extern "C" {
 const char* nfrs_last_error() { return last_error.c_str(); }
-void nfrs_forget_raised() noexcept { normformer_rs::forget_raised(); }
+
+// This thread's last exception of Python's, where it became an error of this text; whoever takes it drops or returns it.
+void* nfrs_take_raised(const char* text) noexcept {
+  std::unique_ptr<normformer_rs::Raised> last(std::exchange(normformer_rs::raised, nullptr));
+  return last && last->text == text ? last.release() : nullptr;
+}
+void nfrs_drop_raised(void* raised) noexcept { delete static_cast<normformer_rs::Raised*>(raised); }
+// This thread's last one again.
+void nfrs_return_raised(void* raised) noexcept {
+  normformer_rs::forget_raised();
+  normformer_rs::raised = static_cast<normformer_rs::Raised*>(raised);
+}
+#ifdef NORMFORMER_RS_PYTHON
+// Makes it Python's current error, once; the caller holds the GIL.
+void nfrs_restore_raised(const void* raised) noexcept {
+  done([&] { torch::translate_exception_to_python(static_cast<const normformer_rs::Raised*>(raised)->exception); });
+}
+#endif
 
 // Registers an operator as Rust declares it, and its backward operator.
 bool nfrs_define(Op* op) {
