@@ -55,6 +55,7 @@ pub fn train(
     let is_new = !matches!(mode, Mode::Resume { .. });
     let beginning = (is_new && group.is_first()).then(|| Beginning::of(&mut prepared, training, config));
     let mut warnings = from.as_ref().map_or(Vec::new(), |found| found.passed.clone());
+    warnings.append(&mut prepared.warnings);
     if let Some(found) = from.as_ref() {
         let valid = read_progress(found)?.text.map(|text| text.valid);
         if valid.is_some_and(|valid| valid != prepared.digests.valid) {
@@ -160,6 +161,7 @@ fn trainer(
 ) -> Result<Trainer> {
     let objective = objective(&prepared, training, device)?;
     let PreparedData { model, vocabulary, train, valid, references, digests, .. } = prepared;
+    let tokenize = training.evaluation_tokenize;
     let mut from = match from {
         Some(found) => Some((read_progress(&found)?, found)),
         None => None,
@@ -185,7 +187,7 @@ fn trainer(
         config: training.clone(),
         objective,
         vocabulary,
-        validation: Validation { batches, references },
+        validation: Validation { batches, references, tokenize },
         store: CheckpointStore::at(output),
         unigram_entropy: entropy,
         sentences: train.len(),
