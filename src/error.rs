@@ -63,6 +63,15 @@ pub fn printable(text: &str) -> String {
     text.chars().map(escaped).collect()
 }
 
+/// The word as a shell reads it, for commands in messages.
+pub fn quoted(word: &str) -> String {
+    let is_plain = |c: char| c.is_ascii_alphanumeric() || "@%_+=:,./-".contains(c);
+    match !word.is_empty() && word.chars().all(is_plain) {
+        true => word.into(),
+        false => format!("'{}'", word.replace('\'', "'\"'\"'")),
+    }
+}
+
 /// libtorch's message without the C++ stack that it appends.
 pub fn without_stack(text: &str) -> &str {
     let begins = ["\nException raised from", "\nframe #0:"].iter().filter_map(|stack| text.find(stack));
@@ -109,6 +118,13 @@ mod tests {
     #[test]
     fn control_characters_are_escaped() {
         assert_eq!(printable("a\u{1b}[31m\u{7}\u{9b}\r\n\tü€"), "a\\u{1b}[31m\\u{7}\\u{9b}\\r\n\tü€");
+    }
+
+    /// As Python's shlex.quote has it.
+    #[test]
+    fn words_of_commands_are_quoted() {
+        let quoted = ["runs/a_1", "k 2", "it's", "$HOME", "", "\u{e4}"].map(quoted);
+        assert_eq!(quoted, ["runs/a_1", "'k 2'", "'it'\"'\"'s'", "'$HOME'", "''", "'\u{e4}'"]);
     }
 
     #[test]

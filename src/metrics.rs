@@ -6,6 +6,9 @@ use std::fmt;
 use crate::data::text::words;
 use crate::error::{Error, Result};
 
+mod tokenize;
+pub use tokenize::{lacks_spaces, Tokenize};
+
 /// n-grams of 1 to 4 words.
 const ORDERS: usize = 4;
 
@@ -13,8 +16,7 @@ const ORDERS: usize = 4;
 /// hypotheses, over the whole corpus, without smoothing (0 if any p_n is); BP = 1 if the hypotheses are at least as
 /// long as the references, else e^{1 − ref_len/hyp_len}.
 ///
-/// One reference; words are what white space separates ([`words`]); case counts. Papineni et al. 2002; equal to
-/// `sacrebleu --tokenize none --smooth-method none`.
+/// One reference; case counts. Papineni et al. 2002.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Bleu {
     /// 0 to 100.
@@ -31,8 +33,26 @@ pub struct Bleu {
     pub ref_len: usize,
 }
 
-/// The BLEU of hypotheses against one reference each.
-pub fn bleu<H: AsRef<str>, R: AsRef<str>>(hypotheses: &[H], references: &[R]) -> Result<Bleu> {
+/// The BLEU of hypotheses against one reference each: `sacrebleu --smooth-method none` with that `--tokenize`.
+pub fn bleu<H: AsRef<str>, R: AsRef<str>>(hypotheses: &[H], references: &[R], tokenize: Tokenize) -> Result<Bleu> {
+    of_words(hypotheses, references, |line| words(&tokenize.apply(line)).map(str::to_owned).collect())
+}
+
+/// What multi-bleu.perl finds, which reads bytes: words stand between ASCII's white space, and `lowercase`, its -lc,
+/// lowers ASCII's letters.
+pub fn multi_bleu<H: AsRef<str>, R: AsRef<str>>(hypotheses: &[H], references: &[R], lowercase: bool) -> Result<Bleu> {
+    let is_space = |c| matches!(c, '\t'..='\r' | ' ');
+    of_words(hypotheses, references, |line| {
+        let words = line.split(is_space).filter(|word| !word.is_empty());
+        words.map(|word| if lowercase { word.to_ascii_lowercase() } else { word.to_owned() }).collect()
+    })
+}
+
+fn of_words<H: AsRef<str>, R: AsRef<str>>(
+    hypotheses: &[H],
+    references: &[R],
+    words: impl Fn(&str) -> Vec<String>,
+) -> Result<Bleu> {
     if hypotheses.len() != references.len() {
         return Err(Error::invalid(format!(
             "{} hypotheses and {} references; expected one reference for each hypothesis, in the same order",
@@ -43,8 +63,7 @@ pub fn bleu<H: AsRef<str>, R: AsRef<str>>(hypotheses: &[H], references: &[R]) ->
     let (mut matches, mut totals) = ([0; ORDERS], [0; ORDERS]);
     let (mut hyp_len, mut ref_len) = (0, 0);
     for (hypothesis, reference) in hypotheses.iter().zip(references) {
-        let hypothesis: Vec<&str> = words(hypothesis.as_ref()).collect();
-        let reference: Vec<&str> = words(reference.as_ref()).collect();
+        let (hypothesis, reference) = (words(hypothesis.as_ref()), words(reference.as_ref()));
         hyp_len += hypothesis.len();
         ref_len += reference.len();
         for n in 1..=ORDERS {
@@ -74,7 +93,7 @@ pub fn bleu<H: AsRef<str>, R: AsRef<str>>(hypotheses: &[H], references: &[R]) ->
 }
 
 /// How often each n-gram occurs.
-fn ngrams<'a, 'b>(words: &'a [&'b str], n: usize) -> HashMap<&'a [&'b str], usize> {
+fn ngrams(words: &[String], n: usize) -> HashMap<&[String], usize> {
     let mut counts = HashMap::new();
     for ngram in words.windows(n) {
         *counts.entry(ngram).or_default() += 1;
@@ -85,6 +104,9 @@ fn ngrams<'a, 'b>(words: &'a [&'b str], n: usize) -> HashMap<&'a [&'b str], usiz
 impl fmt::Display for Bleu {
     /// The line that multi-bleu.perl prints.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if self.ref_len == 0 {
+            return f.write_str("BLEU = 0, 0/0/0/0 (BP=0, ratio=0, hyp_len=0, ref_len=0)");
+        }
         let [p1, p2, p3, p4] = self.precisions;
         write!(
             f,
@@ -113,7 +135,7 @@ mod tests {
         // Matches 5/5, 3/4, 1/3, 0/2 of "a b c d e" against "a b c x d e": with the second pair, which adds 5/5, 4/4,
         // 3/3, 2/2.
         let hypotheses = ["a b c d e", "v w x y z"];
-        let score = bleu(&hypotheses, &["a b c x d e", "v w x y z"]).unwrap();
+        let score = bleu(&hypotheses, &["a b c x d e", "v w x y z"], Tokenize::None).unwrap();
         let expected = [100.0, 700.0 / 8.0, 400.0 / 6.0, 50.0];
         assert!(score.precisions.iter().zip(expected).all(|(p, q)| (p - q).abs() < 1e-12), "{score:?}");
         let bleu_by_hand = 100.0 * (1.0f64 - 11.0 / 10.0).exp() * (1.0f64 * 0.875 * 4.0 / 6.0 * 0.5).powf(0.25);
@@ -126,7 +148,7 @@ mod tests {
 
     #[test]
     fn matches_are_clipped_and_long_hypotheses_not_punished() {
-        let score = bleu(&["the the the the the the the"], &["the cat is on the mat"]).unwrap();
+        let score = bleu(&["the the the the the the the"], &["the cat is on the mat"], Tokenize::None).unwrap();
         assert!((score.precisions[0] - 200.0 / 7.0).abs() < 1e-12, "{score:?}");
         assert_eq!((score.brevity_penalty, score.bleu), (1.0, 0.0));
     }
@@ -134,13 +156,13 @@ mod tests {
     #[test]
     fn degenerate_corpora_score_zero() {
         for (hypotheses, references) in [(vec![], vec![]), (vec![""], vec!["a b"]), (vec!["a b c"], vec!["a b c"])] {
-            assert_eq!(bleu(&hypotheses, &references).unwrap().bleu, 0.0);
+            assert_eq!(bleu(&hypotheses, &references, Tokenize::None).unwrap().bleu, 0.0);
         }
         assert_eq!(
-            bleu(&[""], &["a"]).unwrap().to_string(),
+            bleu(&[""], &["a"], Tokenize::None).unwrap().to_string(),
             "BLEU = 0.00, 0.0/0.0/0.0/0.0 (BP=0.000, ratio=0.000, hyp_len=0, ref_len=1)"
         );
-        let uneven = bleu(&["a"], &["a", "b"]).unwrap_err().to_string();
+        let uneven = bleu(&["a"], &["a", "b"], Tokenize::None).unwrap_err().to_string();
         assert!(uneven.contains("1 hypotheses and 2 references"), "{uneven}");
     }
 
@@ -159,8 +181,20 @@ mod tests {
             "eine frau liest ein buch .",
             "kinder lachen laut und lange .",
         ];
-        let score = bleu(&hypotheses, &references).unwrap();
+        let score = bleu(&hypotheses, &references, Tokenize::None).unwrap();
         assert!((score.bleu - 44.74916320164619).abs() < 1e-9, "{score:?}");
+    }
+
+    #[test]
+    fn multi_bleu_reads_bytes() {
+        let line =
+            |hypothesis, reference, lowercase| multi_bleu(&[hypothesis], &[reference], lowercase).unwrap().to_string();
+        let split =
+            line("it costs 10\u{a0}000 euros\u{85}in\u{b}the town", "it costs 10\u{a0}000 euros\u{85}in a town", false);
+        assert_eq!(split, "BLEU = 0.00, 66.7/40.0/25.0/0.0 (BP=1.000, ratio=1.000, hyp_len=6, ref_len=6)");
+        let lowered = line("\u{dc}BER DEN \u{c4}rger", "\u{dc}ber den \u{e4}rger", true);
+        assert_eq!(lowered, "BLEU = 0.00, 66.7/50.0/0.0/0.0 (BP=1.000, ratio=1.000, hyp_len=3, ref_len=3)");
+        assert_eq!(line("a", "", false), "BLEU = 0, 0/0/0/0 (BP=0, ratio=0, hyp_len=0, ref_len=0)");
     }
 
     #[test]

@@ -193,8 +193,9 @@ def translate(
     batch_tokens: int,
     precision: str,
     device: str,
-) -> list[list[tuple[str, float]]]:
-    """For each line, or sentence of (data_bin, split, source_lang, target_lang), its best translations, best first."""
+) -> list[list[tuple[str, float, bool]]]:
+    """For each line, or sentence of (data_bin, split, source_lang, target_lang), its best translations, best first:
+    (text, score, finished)."""
 
 def average(model_dir: str, count: int | None = None, updates: Sequence[int] | None = None) -> str:
     """The path of the new checkpoint "average"."""
@@ -225,14 +226,16 @@ def evaluate_windows(
     checkpoint: str,
     precision: str,
     device: str,
-) -> str:
-    """A JSON object: loss, nll, perplexity, tokens, words, word_perplexity, lines of a file by a sliding window."""
+) -> tuple[float, float, int, int, float, int, int, float]:
+    """(nll, perplexity, tokens, words, word_perplexity, lines, characters, bits_per_character) of a file."""
 
 def encode(model_dir: str, lines: list[str]) -> list[list[int]]:
     """The ids of lines as the run's model reads them, without EOS."""
 
-def evaluate_loss(model_dir: str, source: str | None, target: str, checkpoint: str, precision: str, device: str) -> str:
-    """A JSON object of loss, nll, perplexity and tokens."""
+def evaluate_loss(
+    model_dir: str, source: str | None, target: str, checkpoint: str, precision: str, device: str
+) -> tuple[float, float, float, int]:
+    """(loss, nll, perplexity, tokens)."""
 
 def save_model(
     output: str,
@@ -264,5 +267,7 @@ class Schedule:
     def evaluated(self, n: int, score: float) -> None:
         """An evaluation after update n scored `score`, more being better."""
 
-def bleu(hypotheses: Sequence[str], references: Sequence[str]) -> str:
-    """A JSON object of multi-bleu.perl's numbers and its line, `text`."""
+def bleu(
+    hypotheses: Sequence[str], references: Sequence[str], lowercase: bool = False, tokenize: str | None = None
+) -> str:
+    """A JSON object of BLEU's numbers and multi-bleu.perl's line, `text`. None: its words, too."""

@@ -132,6 +132,7 @@ _AdamForm = Literal["fairseq", "torch"]
 _WeightDecayOf = Literal["matrices", "all"]
 _Smoothing = Literal["fairseq", "twt"]
 _Criterion = Literal["bleu", "loss"]
+_EvaluationTokenize = Literal["none", "13a", "zh", "char"]
 _Precision = Literal["f32", "bf16"]
 _Rule = Literal["google", "fairseq"]
 
@@ -373,6 +374,7 @@ class TrainingConfig(Config):
     log_layers: int
     log_statistics: int
     evaluation_beam: int
+    evaluation_tokenize: _EvaluationTokenize
     activation_checkpointing: bool
     precision: _Precision
     moments: _Precision
@@ -415,6 +417,7 @@ class TrainingConfig(Config):
         log_layers: int = ...,
         log_statistics: int = ...,
         evaluation_beam: int = ...,
+        evaluation_tokenize: _EvaluationTokenize = ...,
         activation_checkpointing: bool = ...,
         precision: _Precision = ...,
         moments: _Precision = ...,

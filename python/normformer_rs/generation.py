@@ -1,6 +1,5 @@
 """Language models at work: they continue texts, and are judged by the perplexity of long ones."""
 
-import json
 from collections.abc import Callable, Iterable
 from os import PathLike, fspath
 from typing import NamedTuple
@@ -39,8 +38,12 @@ class WindowPerplexity(NamedTuple):
     words: int
     """Words between white space, and an end for each line."""
     word_perplexity: float
-    """e^(nll·tokens/words)."""
+    """e^(nll·tokens/words); inf where that is beyond all numbers, as in a language without spaces."""
     lines: int
+    characters: int
+    """Characters, and an end for each line."""
+    bits_per_character: float
+    """nll·tokens/(characters·ln 2)."""
 
 
 def generate(
@@ -116,5 +119,4 @@ def evaluate_windows(
         if number is not None and not 1 <= number < 2**63:
             raise InputError(f"{name} must be at least 1, and below 2⁶³; got {number}")
     given = fspath(model), fspath(text), window, stride, str(checkpoint), precision, device
-    measured = json.loads(_core.evaluate_windows(*given))
-    return WindowPerplexity(*(measured[name] for name in WindowPerplexity._fields))
+    return WindowPerplexity(*_core.evaluate_windows(*given))

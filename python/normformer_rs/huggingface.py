@@ -466,8 +466,8 @@ def to_huggingface(
         types = _core.target_vocabulary(origin)
         context = json.loads(_core.run_options(origin, str(checkpoint)))["data"]["segment_length"]
         found = (Path(model) / name for name in (_VOCABULARY, _CODES))
-        # as bytes: a carriage return in a piece stays one; a byte order mark is no piece
-        texts = {path.name: read_regular(path).decode("utf-8-sig") for path in found if path.exists()}
+        # As bytes: a carriage return in a piece stays one. U+FEFF is a piece: the run's own files have no mark.
+        texts = {path.name: read_regular(path).decode("utf-8") for path in found if path.exists()}
     family = _family(config, origin)
     unseen = [i for i, known in enumerate(types or ()) if not known and i not in (_BOS, _PAD)]
     if texts:

@@ -50,7 +50,7 @@ class Scores:
     sacrebleu: str
     """Its line, signature first."""
     multi_bleu: str
-    """multi-bleu.perl's line: white space separates words."""
+    """multi-bleu.perl's line, to the byte: its words stand between ASCII's white space, and `lowercase` is its -lc."""
     comparison: Comparison | None = None
 
 
@@ -110,19 +110,13 @@ def score(
     return Scores(
         bleu=found.score,
         sacrebleu=found.format(signature=signature),
-        multi_bleu=_multi_bleu(hypotheses, references, lowercase),
+        multi_bleu=json.loads(_core.bleu(list(hypotheses), list(references), lowercase))["text"],
         comparison=None if baseline is None else _compare(metric, hypotheses, baseline, resamples),
     )
 
 
 def _split_compounds(lines: Sequence[str]) -> list[str]:
     return [re.sub(r"(\S)-(\S)", r"\1 ##AT##-##AT## \2", line) for line in lines]
-
-
-def _multi_bleu(hypotheses: Sequence[str], references: Sequence[str], lowercase: bool) -> str:
-    if lowercase:
-        hypotheses, references = [line.lower() for line in hypotheses], [line.lower() for line in references]
-    return json.loads(_core.bleu(list(hypotheses), list(references)))["text"]
 
 
 def _compare(metric: Any, hypotheses: Sequence[str], baseline: Sequence[str], resamples: int) -> Comparison:

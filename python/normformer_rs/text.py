@@ -30,6 +30,18 @@ _OTHERS = (
     *((codecs.BOM_UTF16_LE, "utf-16"), (codecs.BOM_UTF16_BE, "utf-16")),
 )
 """Byte order marks of other encodings; UTF-32's first, because it begins with UTF-16's."""
+_PACKED = (
+    *(("an xz", 0, b"\xfd7zXZ\0", "xz -dc"), ("an lzma", 0, b"]\0\0", "xz -dc")),
+    *(("a bzip2", 4, b"1AY&SY", "bzip2 -dc"), ("a bzip2", 4, b"\x17rE8P\x90", "bzip2 -dc")),
+    *(("a zip", 0, b"PK\x03\x04", "unzip -p"), ("a zip", 0, b"PK\x05\x06", "unzip -p")),
+    *(("a zstd", 0, b"\x28\xb5\x2f\xfd", "zstd -dc"), ("an lz4", 0, b"\x04\x22\x4d\x18", "lz4 -dc")),
+    *(("an lzip", 0, b"LZIP\x01", "lzip -dc"), ("a 7z", 0, b"7z\xbc\xaf\x27\x1c", "7z x -so")),
+    *(("a rar", 0, b"Rar!\x1a\x07", "unrar p -inul"), ("a compress", 0, b"\x1f\x9d", "gzip -dc")),
+    *(("a tar", 257, b"ustar\0", "tar -xOf"), ("a tar", 257, b"ustar  \0", "tar -xOf")),
+    ("a gzip", 0, b"\x1f\x8b", "gzip -dc"),
+)
+"""Packed files, as src/data/text.rs has them: the bytes that prove it, their place, and a command that unpacks one. The
+last is seen where gzip was packed twice."""
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _UNSHOWN = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
@@ -45,11 +57,14 @@ def escaped(text: str) -> str:
     return _UNSHOWN.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
-def read_lines(path: str) -> list[str]:
+def read_lines(path: str, *, empty: bool = False) -> list[str]:
     """The lines of a UTF-8 file, plain or gzip, or of standard input for "-", without their ends.
 
-    Errors: InputError for a missing or empty file, a closed standard input, a damaged gzip file, too little memory,
-    UTF-16, and invalid UTF-8 (with line number).
+    Args:
+        empty: an empty file has no lines, and is not refused.
+
+    Errors: InputError for a missing or empty file, a closed standard input, a damaged gzip file, another packed format,
+    too little memory, UTF-16, and invalid UTF-8 (with line number).
     """
     check_readable(path)
     name = "standard input" if path == STANDARD else path
@@ -61,19 +76,30 @@ def read_lines(path: str) -> list[str]:
         raise InputError(f"{name}: its text does not fit into memory: give a smaller file, or more memory") from error
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise InputError(f"{name}: a damaged gzip file ({error}); compress it again or give the plain text") from error
+    for packed, at, magic, unpack in _PACKED:
+        if data.startswith(magic, at):
+            raise InputError(
+                f"{name}: {packed} file; expected text in UTF-8, plain or gzip: unpack it first (`{unpack}`)"
+            )
     data = _without_mark(data, name)
     if not data:
+        if empty:
+            return []
         raise InputError(f"{name}: the file is empty; expected text in UTF-8 with one sentence a line")
-    return [_decode(line, number, name) for number, line in enumerate(data.removesuffix(b"\n").split(b"\n"), 1)]
+    advice = "convert the file first (for example `iconv -f latin1 -t utf-8`)"
+    if b"\0" in data:
+        advice = "and this file holds zero bytes: it is packed, binary or UTF-16"
+    lines = enumerate(data.removesuffix(b"\n").split(b"\n"), 1)
+    return [_decode(line, f"{name}: line {number}", advice) for number, line in lines]
 
 
-def _decode(line: bytes, number: int, name: str) -> str:
+def _decode(line: bytes, place: str, advice: str) -> str:
     try:
         return line.removesuffix(b"\r").decode("utf-8")
     except UnicodeDecodeError as error:
         raise InputError(
-            f"{name}: line {number}: byte {error.start + 1} (0x{line[error.start]:02x}) is not valid UTF-8; expected "
-            "text in UTF-8, convert the file first (for example `iconv -f latin1 -t utf-8`)"
+            f"{place}: byte {error.start + 1} (0x{line[error.start]:02x}) is not valid UTF-8; expected text in UTF-8, "
+            f"{advice}"
         ) from error
 
 

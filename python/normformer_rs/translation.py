@@ -1,6 +1,5 @@
 """Uses of a trained model: translation, averages over checkpoints, perplexity."""
 
-import json
 from collections.abc import Iterable, Sequence
 from os import PathLike, fspath
 from typing import Any, NamedTuple
@@ -18,6 +17,8 @@ class Translation(NamedTuple):
     """Words, subword pieces joined."""
     score: float
     """By the search's rule; higher is better."""
+    finished: bool = True
+    """The model ended it; otherwise `max_length`, the rule's or the model's greatest length did."""
 
 
 class Perplexity(NamedTuple):
@@ -28,7 +29,7 @@ class Perplexity(NamedTuple):
     nll: float
     """Cross-entropy, nats."""
     perplexity: float
-    """e^nll."""
+    """e^nll; inf where that is beyond all numbers."""
     tokens: int
 
 
@@ -71,7 +72,7 @@ def translate(
     if max_tokens < 1:
         raise InputError(f"max_tokens must be at least 1, got {max_tokens}")
     found = _core.translate(fspath(model), source, options, str(checkpoint), max_tokens, precision, device)
-    return [[Translation(text, score) for text, score in hypotheses] for hypotheses in found]
+    return [[Translation(*hypothesis) for hypothesis in hypotheses] for hypotheses in found]
 
 
 def _sentences(lines: Iterable[str]) -> list[str]:
@@ -105,7 +106,4 @@ def evaluate_loss(
     Errors: InputError for a missing checkpoint or files of different length; Interrupted after Ctrl-C, between batches.
     """
     source = None if source is None else fspath(source)
-    measured = json.loads(
-        _core.evaluate_loss(fspath(model), source, fspath(target), str(checkpoint), precision, device)
-    )
-    return Perplexity(*(measured[name] for name in Perplexity._fields))
+    return Perplexity(*_core.evaluate_loss(fspath(model), source, fspath(target), str(checkpoint), precision, device))

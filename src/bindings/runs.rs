@@ -21,7 +21,7 @@ enum SourceText {
     Lines(Vec<String>),
 }
 
-/// Per sentence, the best translations as (text, score).
+/// Per sentence, the best translations as (text, score, finished).
 #[pyfunction]
 #[allow(clippy::too_many_arguments)]
 fn translate(
@@ -33,10 +33,10 @@ fn translate(
     batch_tokens: usize,
     precision: &str,
     device: &str,
-) -> PyResult<Vec<Vec<(String, f64)>>> {
+) -> PyResult<Vec<Vec<(String, f64, bool)>>> {
     let search = SearchConfig::of(&config::from_json::<SearchOptions>("search", search)?)?;
     let kind = kind(precision)?;
-    interruptible(py, "translation", |check_interrupt| {
+    let found = interruptible(py, "translation", |check_interrupt| {
         let translator = run::Translator::load(Path::new(model_dir), checkpoint, run::device(device)?)?;
         let source = match source {
             SourceText::Lines(lines) => translator.encode(&lines, &mut data::throttled(check_interrupt))?,
@@ -46,7 +46,9 @@ fn translate(
             }
         };
         translator.translate(source, &search, batch_tokens, kind, check_interrupt)
-    })
+    })?;
+    let told = |run::Translation { text, score, finished }| (text, score, finished);
+    Ok(found.into_iter().map(|best| best.into_iter().map(told).collect()).collect())
 }
 
 /// Work without the GIL that asks Python's signal handlers now and then whether to go on. Ctrl-C is `Interrupted`; what
@@ -105,7 +107,7 @@ fn average(py: Python<'_>, model_dir: &str, count: Option<usize>, updates: Optio
     Ok(path.display().to_string())
 }
 
-/// {loss, nll, perplexity, tokens} of other text, as JSON.
+/// (loss, nll, perplexity, tokens) of other text. No JSON, which holds no infinity.
 #[pyfunction]
 #[pyo3(signature = (model_dir, source, target, checkpoint, precision, device))]
 fn evaluate_loss(
@@ -116,14 +118,13 @@ fn evaluate_loss(
     checkpoint: &str,
     precision: &str,
     device: &str,
-) -> PyResult<String> {
+) -> PyResult<(f64, f64, f64, usize)> {
     let kind = kind(precision)?;
     let score = interruptible(py, "evaluation", |check_interrupt| {
         let translator = run::Translator::load(Path::new(model_dir), checkpoint, run::device(device)?)?;
         translator.evaluate(source, target, kind, check_interrupt)
     })?;
-    let perplexity = score.perplexity();
-    json_text(&json!({"loss": score.loss, "nll": score.nll, "perplexity": perplexity, "tokens": score.tokens}))
+    Ok((score.loss, score.nll, score.perplexity(), score.tokens))
 }
 
 /// (text, log p, tokens, whether it finished).
@@ -170,7 +171,10 @@ fn text(run::Completion { text, log_probability, tokens, finished }: run::Comple
     (text, log_probability, tokens, finished)
 }
 
-/// {loss, nll, perplexity, tokens, words, word_perplexity, lines} of a text by a sliding window, as JSON.
+/// (nll, perplexity, tokens, words, word_perplexity, lines, characters, bits_per_character) of a text.
+type WindowNumbers = (f64, f64, usize, usize, f64, usize, usize, f64);
+
+/// A text's perplexity by a sliding window.
 #[pyfunction]
 #[allow(clippy::too_many_arguments)]
 fn evaluate_windows(
@@ -182,17 +186,15 @@ fn evaluate_windows(
     checkpoint: &str,
     precision: &str,
     device: &str,
-) -> PyResult<String> {
+) -> PyResult<WindowNumbers> {
     let kind = kind(precision)?;
     let found = interruptible(py, "evaluation", |check_interrupt| {
         let model = run::Translator::load(Path::new(model_dir), checkpoint, run::device(device)?)?;
         model.evaluate_windows(text, window, stride, kind, check_interrupt)
     })?;
-    let (score, word_perplexity) = (found.score, found.word_perplexity());
-    json_text(&json!({
-        "loss": score.loss, "nll": score.nll, "perplexity": score.perplexity(), "tokens": score.tokens,
-        "words": found.words, "word_perplexity": word_perplexity, "lines": found.lines,
-    }))
+    let (score, per_word, bits) = (found.score, found.word_perplexity(), found.bits_per_character());
+    let run::WindowScore { words, lines, characters, .. } = found;
+    Ok((score.nll, score.perplexity(), score.tokens, words, per_word, lines, characters, bits))
 }
 
 /// The ids of lines as a run's model reads them, without EOS.
@@ -280,10 +282,14 @@ fn join_line(line: &str) -> String {
     data::join_line(line)
 }
 
-/// multi-bleu's numbers, as JSON.
+/// BLEU's numbers, as JSON: multi-bleu.perl's, or of the words of an `evaluation_tokenize`.
 #[pyfunction]
-fn bleu(hypotheses: Vec<String>, references: Vec<String>) -> PyResult<String> {
-    let b = metrics::bleu(&hypotheses, &references)?;
+#[pyo3(signature = (hypotheses, references, lowercase=false, tokenize=None))]
+fn bleu(hypotheses: Vec<String>, references: Vec<String>, lowercase: bool, tokenize: Option<&str>) -> PyResult<String> {
+    let b = match tokenize {
+        None => metrics::multi_bleu(&hypotheses, &references, lowercase)?,
+        Some(name) => metrics::bleu(&hypotheses, &references, metrics::Tokenize::parse(name)?)?,
+    };
     json_text(&json!({
         "bleu": b.bleu, "precisions": b.precisions, "brevity_penalty": b.brevity_penalty, "ratio": b.ratio,
         "hyp_len": b.hyp_len, "ref_len": b.ref_len, "text": b.to_string(),

@@ -16,6 +16,7 @@ pub use positions::Longest;
 use crate::choice;
 use crate::data::vocabulary;
 use crate::error::{Error, Result};
+use crate::metrics::Tokenize;
 use crate::options::{config, unknown_field, AnyOption, Field, FieldType, Options};
 use crate::parametrisation::AttentionScale;
 use crate::residual::{Activation, NormOver, OutputGate, ValueNorm};
@@ -297,6 +298,8 @@ config! {
             log_statistics: i64 = 0,
             /// Beam of the translations that evaluations score; 1: greedy.
             evaluation_beam: i64 = 1,
+            /// The words that evaluations' BLEU counts, by sacreBLEU's rule of that name; none: between spaces.
+            evaluation_tokenize: Tokenize = Tokenize::None,
             /// Keep only what enters each layer and run layers again for their gradients: less memory, a third more
             /// time.
             activation_checkpointing: bool = false,

@@ -69,7 +69,7 @@ const EFFECTS: &[(&[&str], Compared, &[Effect])] = &[
     (&["evaluate_every", "keep"], Compared::ByValue, &[]),
     (&["criterion"], Compared::ByValue, &[Best]),
     (&["log_layers", "log_statistics"], Compared::ByValue, &[]),
-    (&["evaluation_beam"], Compared::ByValue, &[Bleu]),
+    (&["evaluation_beam", "evaluation_tokenize"], Compared::ByValue, &[Bleu]),
     (&["activation_checkpointing", "precision", "device", "cuda_graphs"], Compared::ByValue, &[]),
     (&["moments"], Compared::ByValue, &[Moments]),
     (&["seed"], Compared::ByValue, &[Place]),

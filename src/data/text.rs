@@ -16,6 +16,25 @@ use crate::error::{Error, Result};
 /// Bytes between two questions whether to go on.
 const CHUNK: usize = 1 << 20;
 const GZIP_MAGIC: [u8; 2] = [0x1f, 0x8b];
+/// Packed files: what it is, the bytes that prove it and their place, and a command that unpacks it.
+const PACKED: [(&str, usize, &[u8], &str); 15] = [
+    ("an xz", 0, b"\xfd7zXZ\0", "xz -dc"),
+    ("an lzma", 0, b"]\0\0", "xz -dc"),
+    ("a bzip2", 4, b"1AY&SY", "bzip2 -dc"),
+    ("a bzip2", 4, b"\x17rE8P\x90", "bzip2 -dc"),
+    ("a zip", 0, b"PK\x03\x04", "unzip -p"),
+    ("a zip", 0, b"PK\x05\x06", "unzip -p"),
+    ("a zstd", 0, b"\x28\xb5\x2f\xfd", "zstd -dc"),
+    ("an lz4", 0, b"\x04\x22\x4d\x18", "lz4 -dc"),
+    ("an lzip", 0, b"LZIP\x01", "lzip -dc"),
+    ("a 7z", 0, b"7z\xbc\xaf\x27\x1c", "7z x -so"),
+    ("a rar", 0, b"Rar!\x1a\x07", "unrar p -inul"),
+    ("a compress", 0, b"\x1f\x9d", "gzip -dc"),
+    ("a tar", 257, b"ustar\0", "tar -xOf"),
+    ("a tar", 257, b"ustar  \0", "tar -xOf"),
+    // Gzip once is unpacked; these bytes are seen where it was packed twice.
+    ("a gzip", 0, &GZIP_MAGIC, "gzip -dc"),
+];
 /// U+FEFF in UTF-8, which some editors write first.
 const MARK: &[u8] = b"\xef\xbb\xbf";
 const UTF_16_MARKS: [&[u8]; 2] = [b"\xff\xfe", b"\xfe\xff"];
@@ -23,11 +42,19 @@ const UTF_16_MARKS: [&[u8]; 2] = [b"\xff\xfe", b"\xfe\xff"];
 /// The lines of a UTF-8 text file without their ends (`\n` or `\r\n`); gzip is recognised by its first two bytes,
 /// whatever the name. A byte order mark at the beginning is no text.
 ///
-/// Errors: a missing or empty file, a damaged gzip file, UTF-16, too little memory, invalid UTF-8 (with its line number, counted
-/// from 1), and what `check_interrupt` returns.
+/// Errors: a missing or empty file, a damaged gzip file, another packed format, UTF-16, too little memory, invalid UTF-8
+/// (with its line number, counted from 1), and what `check_interrupt` returns.
 pub fn read_lines(path: impl AsRef<Path>, check_interrupt: Interrupt) -> Result<Vec<String>> {
     let path = path.as_ref();
     let bytes = read_bytes(path, check_interrupt)?;
+    if let Some((name, _, _, unpack)) =
+        PACKED.iter().find(|(_, at, magic, _)| bytes[bytes.len().min(*at)..].starts_with(magic))
+    {
+        return Err(Error::invalid(format!(
+            "{}: {name} file; expected text in UTF-8, plain or gzip: unpack it first (`{unpack}`)",
+            path.display()
+        )));
+    }
     if UTF_16_MARKS.iter().any(|mark| bytes.starts_with(mark)) {
         return Err(Error::invalid(format!(
             "{}: its byte order mark says UTF-16; expected text in UTF-8, convert the file first (for example `iconv -f \
@@ -58,12 +85,15 @@ pub fn lines_of(path: &Path, bytes: &[u8], check_interrupt: Interrupt) -> Result
                 Ok(own)
             }
             Err(error) => Err(Error::invalid(format!(
-                "{}: line {}: byte {} (0x{:02x}) is not valid UTF-8; expected text in UTF-8, convert the file first \
-                 (for example `iconv -f latin1 -t utf-8`)",
+                "{}: line {}: byte {} (0x{:02x}) is not valid UTF-8; expected text in UTF-8, {}",
                 path.display(),
                 index + 1,
                 error.valid_up_to() + 1,
                 line[error.valid_up_to()],
+                match bytes.contains(&0) {
+                    true => "and this file holds zero bytes: it is packed, binary or UTF-16",
+                    false => "convert the file first (for example `iconv -f latin1 -t utf-8`)",
+                }
             ))),
         }
     };
@@ -97,8 +127,12 @@ pub fn read_parallel(
 /// It is Unicode's White_Space and the four separators U+001C to U+001F, which Rust's `split_whitespace` leaves inside
 /// words.
 pub fn words(line: &str) -> impl Iterator<Item = &str> {
-    let is_space = |c: char| c.is_whitespace() || ('\u{1c}'..='\u{1f}').contains(&c);
     line.split(is_space).filter(|word| !word.is_empty())
+}
+
+/// See [`words`].
+pub fn is_space(c: char) -> bool {
+    c.is_whitespace() || ('\u{1c}'..='\u{1f}').contains(&c)
 }
 
 fn read_bytes(path: &Path, check_interrupt: Interrupt) -> Result<Vec<u8>> {
@@ -216,12 +250,27 @@ mod tests {
     fn bad_files_are_named_with_the_reason() {
         let latin1 = message(read_lines(file(b"fine\nm\xe4nner\n").path()));
         assert!(latin1.contains("line 2: byte 2 (0xe4) is not valid UTF-8"), "{latin1}");
+        let binary = message(read_lines(file(b"fine\nm\xe4\0nner\n").path()));
+        assert!(binary.contains("line 2: byte 2") && !binary.contains("iconv"), "{binary}");
         let missing = message(read_lines("/no/such/file.en"));
         assert!(missing.contains("/no/such/file.en: no such file"), "{missing}");
         let folder = message(read_lines(tempfile::tempdir().unwrap().path()));
         assert!(folder.contains("a folder"), "{folder}");
         let empty = message(read_lines(file(b"").path()));
         assert!(empty.contains("the file is empty"), "{empty}");
+    }
+
+    #[test]
+    fn packed_files_are_named_with_the_command_that_unpacks_them() {
+        for (name, at, magic, unpack) in PACKED {
+            let bytes = [vec![b'a'; at].as_slice(), magic, b"\xff\n"].concat();
+            // Gzip itself is unpacked: what it holds may be packed again.
+            let said = message(read_lines(file(&gzip(&bytes)).path()));
+            assert!(said.contains(&format!("{name} file; ")) && said.contains(unpack), "{name}: {said}");
+        }
+        for text in ["PK", "BZh91AY", "LZIP", "ustar"] {
+            assert_eq!(read_lines(file(text.as_bytes()).path()).unwrap(), [text]);
+        }
     }
 
     #[test]

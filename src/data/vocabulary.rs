@@ -103,11 +103,17 @@ impl Vocabulary {
 
     /// The pieces of the ids, without BOS, PAD and EOS; `<unk>` for UNK and for ids beyond the vocabulary.
     pub fn decode(&self, ids: &[u32]) -> Vec<&str> {
-        let silent = |id: &&u32| !matches!(**id, BOS | PAD | EOS);
-        ids.iter()
-            .filter(silent)
-            .map(|&id| self.pieces.get(id as usize).map_or(SPECIALS[UNK as usize], String::as_str))
-            .collect()
+        self.decode_as(ids, SPECIALS[UNK as usize])
+    }
+
+    /// [`decode`](Self::decode) with another spelling of `<unk>`.
+    pub fn decode_as<'a>(&'a self, ids: &[u32], unknown: &'a str) -> Vec<&'a str> {
+        let piece = |&id: &u32| match id {
+            BOS | PAD | EOS => None,
+            UNK => Some(unknown),
+            id => Some(self.pieces.get(id as usize).map_or(unknown, String::as_str)),
+        };
+        ids.iter().filter_map(piece).collect()
     }
 
     fn with_specials() -> Self {

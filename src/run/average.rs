@@ -10,18 +10,23 @@ use crate::train::checkpoint::{self, CheckpointStore};
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// The checkpoints of the last evaluations, newest first: neither what an interruption left, nor an old best one that
-/// stands alone.
+/// The checkpoints of the last evaluations, newest first: neither what an interruption left, nor an old best one, between
+/// which and the others an evaluation's is gone.
 fn evaluated(store: &CheckpointStore) -> Result<Vec<PathBuf>> {
-    let (mut found, mut keep) = (Vec::new(), None);
+    let (mut found, mut newer) = (Vec::new(), None::<Option<u64>>);
     for path in store.recent(usize::MAX)? {
-        let (state, config) = checkpoint::load_state(&path)?;
-        keep = keep.or(config["training"]["keep"].as_u64());
-        if state["is_pause"] != true {
-            found.push(path);
+        let (state, _) = checkpoint::load_state(&path)?;
+        if state["is_pause"] == true {
+            continue;
         }
+        let evaluation = state["evaluations"].as_u64();
+        let follows = newer.is_none_or(|newer| evaluation.is_some() && evaluation.map(|n| n + 1) == newer);
+        if !follows {
+            break;
+        }
+        newer = Some(evaluation);
+        found.push(path);
     }
-    found.truncate(keep.unwrap_or(u64::MAX).max(1) as usize);
     Ok(found)
 }
 

@@ -22,9 +22,10 @@ pub use average::average;
 pub use completion::{encode, Completion};
 pub use folder::{check, options, save_model, target_vocabulary, Mode};
 pub use needs::dry_run;
+pub use perplexity::WindowScore;
 pub use prepare::{prepare, PreparedData};
 pub use start::{train, Surroundings};
-pub use translator::{load_model, Translator};
+pub use translator::{load_model, Translation, Translator};
 
 use crate::error::{Error, Result};
 use tch::Device;

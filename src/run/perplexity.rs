@@ -8,6 +8,7 @@ use crate::data::{self, windows, Corpus, Interrupt, Segmenter, Window};
 use crate::error::{Error, Result};
 use crate::model::PAD;
 use crate::train::{self, Score};
+use std::borrow::Cow;
 use tch::Kind;
 
 /// How well a language model predicts a text.
@@ -17,13 +18,24 @@ pub struct WindowScore {
     pub score: Score,
     /// Words between white space, and an end for each line.
     pub words: usize,
+    /// Characters, and an end for each line.
+    pub characters: usize,
     pub lines: usize,
 }
 
 impl WindowScore {
     /// exp of the text's NLL per word.
     pub fn word_perplexity(&self) -> f64 {
-        (self.score.nll * self.score.tokens as f64 / self.words.max(1) as f64).exp()
+        (self.nats() / self.words.max(1) as f64).exp()
+    }
+
+    /// The text's NLL per character, to base 2.
+    pub fn bits_per_character(&self) -> f64 {
+        self.nats() / self.characters.max(1) as f64 / std::f64::consts::LN_2
+    }
+
+    fn nats(&self) -> f64 {
+        self.score.nll * self.score.tokens as f64
     }
 }
 
@@ -59,20 +71,25 @@ impl Translator {
         self.model.config.check_lengths(&[window])?;
         let check_interrupt = &mut data::throttled(check_interrupt);
         let lines = data::read_lines(text, check_interrupt)?;
-        let counted = lines.iter().map(|line| self.count_words(line) + 1).sum();
+        let (mut counted, mut characters) = (0, 0);
+        for line in &lines {
+            let line = self.joined(line);
+            counted += words(&line).count() + 1;
+            characters += line.chars().count() + 1;
+        }
         let ids = within(self.encode(&lines, check_interrupt)?, self.seen.as_deref());
         let tokens: Vec<u32> = ids.iter().flat_map(|line| line.iter().copied().chain([EOS])).collect();
         let cut = windows(&tokens, window as usize, stride as usize);
         let batches = batches(cut, |corpus| valid_batches(corpus, &self.training));
         let score = train::evaluate_loss(&self.model, &batches, &self.objective()?, kind, check_interrupt)?;
-        Ok(WindowScore { score, words: counted, lines: lines.len() })
+        Ok(WindowScore { score, words: counted, characters, lines: lines.len() })
     }
 
-    /// Words of a line, put together again where the text is split.
-    fn count_words(&self, line: &str) -> usize {
+    /// A line with its words put together again where the text is split.
+    fn joined<'a>(&self, line: &'a str) -> Cow<'a, str> {
         match self.segmenter {
-            Segmenter::Split => words(&data::join_line(line)).count(),
-            Segmenter::Bpe(_) => words(line).count(),
+            Segmenter::Split => data::join_line(line).into(),
+            Segmenter::Bpe(_) => line.into(),
         }
     }
 }

@@ -1,12 +1,15 @@
 //! From text files, or fairseq's binarised folder, to numbered sentences.
 
-use crate::config::{DataConfig, Longest, Positions, TrainingConfig, TransformerConfig};
+use crate::config::{Criterion, DataConfig, Longest, Positions, ScheduleName, TrainingConfig, TransformerConfig};
+use crate::data::text::words;
 use crate::data::{
     self, interruptible, Batch, Binarised, Bpe, Corpus, Digests, Interrupt, Limit, LongSentences, Segmenter, Side,
     Vocabulary,
 };
 use crate::error::{Error, Result};
+use crate::metrics::{lacks_spaces, Tokenize};
 use crate::model::UNK;
+use crate::train::UNKNOWN_MEANT;
 
 /// The text of a run, read, cut and numbered.
 pub struct PreparedData {
@@ -22,6 +25,7 @@ pub struct PreparedData {
     /// Sentence pairs left out as longer.
     pub skipped: usize,
     pub(super) digests: Digests,
+    pub(super) warnings: Vec<String>,
 }
 
 /// Reads everything a run needs; touches no output. `check_interrupt` runs throughout.
@@ -49,6 +53,7 @@ pub(super) fn prepare_with(
     if !sided {
         model.check_lengths(&[config.segment_length])?;
     }
+    let is_new = known.is_none();
     let TextAsIds { segmenter, vocabulary, train, valid, mut references } = match &config.data_bin {
         Some(folder) => binarised(folder, sided, config, known, check_interrupt)?,
         None => files(sided, config, known, check_interrupt)?,
@@ -97,7 +102,46 @@ pub(super) fn prepare_with(
     };
     let model = TransformerConfig { vocab_size: vocabulary.len() as i64, ..model.clone() };
     model.validate()?;
-    Ok(PreparedData { model, segmenter, vocabulary, train, valid, references, mask, limit, skipped, digests })
+    let mut warnings = Vec::new();
+    if let (true, Segmenter::Bpe(bpe), Some(asked)) = (is_new, &segmenter, config.bpe_operations) {
+        let learned = bpe.merges().len();
+        if learned < asked as usize {
+            warnings.push(format!(
+                "learned {learned} merges of the {asked} of bpe_operations: no other pair of pieces occurs twice in the \
+                 training text"
+            ));
+        }
+    }
+    warnings.extend(unmeasured(&references, training)?);
+    Ok(PreparedData { model, segmenter, vocabulary, train, valid, references, mask, limit, skipped, digests, warnings })
+}
+
+/// A warning where BLEU of these references says nothing: it counts up to four words in a row.
+///
+/// Errors: there, a run that goes by BLEU.
+fn unmeasured(references: &[String], training: &TrainingConfig) -> Result<Option<String>> {
+    let tokenize = training.evaluation_tokenize;
+    let lines: Vec<_> = references.iter().map(|line| tokenize.apply(line)).collect();
+    let why = if lines.is_empty() {
+        return Ok(None);
+    } else if lacks_spaces(lines.iter().flat_map(|line| words(line))) {
+        "no spaces stand between the words of the validation targets"
+    } else if lines.iter().all(|line| words(line).nth(3).is_none()) {
+        "no validation target has four words"
+    } else {
+        return Ok(None);
+    };
+    let by_word = matches!(tokenize, Tokenize::None | Tokenize::Mteval13a);
+    let advice = if by_word { ": count characters, evaluation_tokenize = \"char\" (Chinese: \"zh\")" } else { "" };
+    let said = format!("BLEU measures nothing here, since {why}{advice}");
+    let follows = if training.criterion == Criterion::Bleu {
+        "criterion = \"bleu\" chooses the best checkpoint"
+    } else if matches!(training.schedule, ScheduleName::ValDecay | ScheduleName::NoWarmup) {
+        "the schedule lowers the learning rate"
+    } else {
+        return Ok(Some(said));
+    };
+    Err(Error::invalid(format!("{said}; {follows} by it")))
 }
 
 /// A sentence must fit into a batch, and be no longer than the model reads.
@@ -179,7 +223,7 @@ fn binarised(
     };
     let (train, valid) = (read("train")?, read("valid")?);
     let references = match sided {
-        true => valid.1.iter().map(|ids| data::join(&vocabulary.decode(ids))).collect(),
+        true => valid.1.iter().map(|ids| data::join(&vocabulary.decode_as(ids, UNKNOWN_MEANT))).collect(),
         false => Vec::new(),
     };
     Ok(TextAsIds { segmenter: Segmenter::Split, vocabulary, train, valid, references })

@@ -58,6 +58,7 @@ pub fn train(
     let is_new = !matches!(mode, Mode::Resume { .. });
     let beginning = (is_new && group.is_first()).then(|| Beginning::of(&mut prepared, training, config));
     let mut warnings = from.as_ref().map_or(Vec::new(), |found| found.passed.clone());
+    warnings.append(&mut prepared.warnings);
     if let Some(found) = from.as_ref().filter(|found| !found.passed.is_empty()) {
         warnings.push(format!("the run goes on from the checkpoint before: {}", found.path.display()));
     }
@@ -169,6 +170,7 @@ fn trainer(
 ) -> Result<Trainer> {
     let objective = objective(&prepared, training, device)?;
     let PreparedData { model, vocabulary, train, valid, references, digests, .. } = prepared;
+    let tokenize = training.evaluation_tokenize;
     let mut from = match from {
         Some(found) => Some((read_progress(&found)?, found)),
         None => None,
@@ -198,7 +200,7 @@ fn trainer(
         data: config.clone(),
         objective,
         vocabulary,
-        validation: Validation { batches, references },
+        validation: Validation { batches, references, tokenize },
         store: CheckpointStore::at(output),
         unigram_entropy: entropy,
         sentences: train.len(),

@@ -9,7 +9,7 @@ use crate::data::vocabulary::EOS;
 use crate::data::{
     self, interruptible, Binarised, Corpus, Interrupt, LongSentences, PackedIds, Segmenter, Side, Vocabulary,
 };
-use crate::error::{Error, Result};
+use crate::error::{quoted, Error, Result};
 use crate::model::{HostBatch, Packed, Transformer};
 use crate::ownership::AVERAGE;
 use crate::search::{Hypothesis, Search, SearchConfig};
@@ -34,6 +34,14 @@ pub struct Translator {
     _watch: Option<contention::ContentionWatch>,
 }
 
+#[derive(Clone, Debug)]
+pub struct Translation {
+    pub text: String,
+    pub score: f64,
+    /// The model ended it; otherwise the greatest length did.
+    pub finished: bool,
+}
+
 /// The options and tensors of a run's checkpoint. Names and shapes are compared with the options before anything is
 /// built, so that options of thousands of layers cost nothing.
 pub fn load_model(folder: &Path, checkpoint: &str) -> Result<(TransformerConfig, HashMap<String, Tensor>)> {
@@ -56,8 +64,9 @@ impl Translator {
         let store = CheckpointStore::at(folder);
         if checkpoint == AVERAGE && store.resolve(checkpoint).is_err() {
             return Err(Error::invalid(format!(
-                "{} has no averaged checkpoint: make one with `normformer-rs average --model {0} --last 10`",
-                folder.display()
+                "{} has no averaged checkpoint: make one with `normformer-rs average --model {} --last 10`",
+                folder.display(),
+                quoted(&folder.display().to_string())
             )));
         }
         let (path, (arrays, config)) = store.read(checkpoint, |path| train::checkpoint::load_model(path))?;
@@ -106,7 +115,7 @@ impl Translator {
         Ok(sentences.iter().map(|ids| self.vocabulary.encode(&dictionary.decode(ids))).collect())
     }
 
-    /// The best translations of each source sentence, as (text, score). A batch has at most `batch_tokens` padded tokens,
+    /// The best translations of each source sentence. A batch has at most `batch_tokens` padded tokens,
     /// or one sentence; on the CPU each thread has one of its own.
     pub fn translate(
         &self,
@@ -115,7 +124,7 @@ impl Translator {
         batch_tokens: usize,
         kind: Kind,
         check_interrupt: Interrupt,
-    ) -> Result<Vec<Vec<(String, f64)>>> {
+    ) -> Result<Vec<Vec<Translation>>> {
         if !self.model.config.has_encoder() {
             return Err(Error::invalid("a language model does not translate"));
         }
@@ -130,8 +139,12 @@ impl Translator {
         let mut found = vec![Vec::new(); source.len()];
         let mut take = |batch: usize, all: Vec<Vec<Hypothesis>>| {
             for (&sentence, hypotheses) in batches[batch].iter().zip(all) {
-                found[sentence] =
-                    hypotheses.iter().map(|h| (train::to_text(&h.tokens, &self.vocabulary), h.score)).collect();
+                let made = |h: &Hypothesis| Translation {
+                    text: train::to_text(&h.tokens, &self.vocabulary),
+                    score: h.score,
+                    finished: !search.is_cut(h),
+                };
+                found[sentence] = hypotheses.iter().map(made).collect();
             }
         };
         let packed = |batch: usize| {

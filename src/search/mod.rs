@@ -175,6 +175,13 @@ impl Search {
         Ok(Search { config, kind, output, weights: Arc::default() })
     }
 
+    /// The greatest length ended the hypothesis, not the model.
+    pub fn is_cut(&self, hypothesis: &Hypothesis) -> bool {
+        // fairseq's rule puts EOS at the limit.
+        let is_forced = self.config.rule == SearchRule::Fairseq && hypothesis.tokens.len() + 1 >= self.config.limit(0);
+        !hypothesis.finished || is_forced
+    }
+
     /// The same search for another thread, which has a model of the same tensors.
     pub fn share(&self) -> Self {
         let (output, weights) = (self.output.share(), self.weights.clone());

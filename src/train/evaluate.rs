@@ -2,10 +2,11 @@
 
 use super::loss::{Objective, Workspace};
 use super::micro_batch::Input;
+use crate::data::vocabulary::SPECIALS;
 use crate::data::{self, Batch, Vocabulary};
 use crate::error::Result;
-use crate::metrics;
-use crate::model::{Context, Transformer, PAD};
+use crate::metrics::{self, Tokenize};
+use crate::model::{Context, Transformer, PAD, UNK};
 use crate::search::{search, SearchConfig};
 use tch::{no_grad, Kind, Tensor};
 
@@ -14,7 +15,15 @@ pub struct Validation {
     pub batches: Vec<Batch>,
     /// Target text by sentence number, pieces joined; empty: no BLEU.
     pub references: Vec<String>,
+    /// The words that BLEU counts.
+    pub tokenize: Tokenize,
 }
+
+/// An unknown piece of a reference that is read as ids. It matches nothing, as in fairseq: neither [`UNKNOWN_SAID`] nor
+/// any text, which holds no such characters.
+pub const UNKNOWN_MEANT: &str = "\u{fffe}";
+/// An unknown piece that the model says. No word of a reference matches it, `<unk>` included.
+const UNKNOWN_SAID: &str = "\u{ffff}";
 
 /// Losses per target token, in nats.
 #[derive(Clone, Copy, Debug, Default)]
@@ -58,11 +67,11 @@ pub fn evaluate_loss(
     })
 }
 
-/// multi-bleu's BLEU of the model's translations of the batches' sources, pieces joined to words; `check_interrupt`
-/// runs at each step of a search.
+/// BLEU of the model's translations of the batches' sources, pieces joined to words; `check_interrupt` runs at each step
+/// of a search.
 pub fn evaluate_bleu(
     model: &Transformer,
-    Validation { batches, references }: &Validation,
+    Validation { batches, references, tokenize }: &Validation,
     vocabulary: &Vocabulary,
     mask: Option<&Tensor>,
     config: &SearchConfig,
@@ -75,15 +84,19 @@ pub fn evaluate_bleu(
         let found = search(model, &source, mask, config, kind, &mut check_interrupt)?;
         for (sentence, found) in batch.sentences.iter().zip(found) {
             if let Some(best) = found.first() {
-                hypotheses[*sentence] = to_text(&best.tokens, vocabulary);
+                hypotheses[*sentence] = joined(&best.tokens, vocabulary, UNKNOWN_SAID);
             }
         }
     }
-    Ok(metrics::bleu(&hypotheses, references)?.bleu)
+    Ok(metrics::bleu(&hypotheses, references, *tokenize)?.bleu)
 }
 
 /// The text of token ids, pieces joined to words.
 pub fn to_text(tokens: &[i64], vocabulary: &Vocabulary) -> String {
+    joined(tokens, vocabulary, SPECIALS[UNK as usize])
+}
+
+fn joined(tokens: &[i64], vocabulary: &Vocabulary, unknown: &str) -> String {
     let ids: Vec<u32> = tokens.iter().map(|t| *t as u32).collect();
-    data::join(&vocabulary.decode(&ids))
+    data::join(&vocabulary.decode_as(&ids, unknown))
 }

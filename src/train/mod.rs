@@ -18,7 +18,7 @@ mod watched;
 
 pub use checkpoint::{load_parameters, to_arrays};
 pub use cuda_graphs::{Recorder, Replay, Work};
-pub use evaluate::{evaluate_loss, to_text, Score, Validation};
+pub use evaluate::{evaluate_loss, to_text, Score, Validation, UNKNOWN_MEANT};
 pub use loss::{smoothing, Objective};
 pub use observer::{Evaluation, Observer, Saved, Started, Update};
 pub use peak::peak_of_update;

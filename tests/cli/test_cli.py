@@ -416,7 +416,6 @@ def test_translate_writes_n_best_in_moses_format(translated, tmp_path, capfdbina
     "content, words",
     [
         (None, ["no such file"]),
-        (b"", ["empty"]),
         (b"ok\nna\xefve\n", ["line 2", "byte 3", "0xef"]),
         (b"\x1f\x8bxx", ["gzip"]),
     ],
@@ -429,6 +428,35 @@ def test_unreadable_input_leaves_the_output_alone(translated, capsys, tmp_path, 
     argv = ["translate", "--model", "m", "--input", str(source), "--output", str(target)]
     fails_with(capsys, argv, str(source), *words)
     assert target.read_text() == "old" and not translated
+
+
+@pytest.mark.parametrize("content", [b"", gzip.compress(b""), b"\xef\xbb\xbf"], ids=["empty", "gzip", "a mark"])
+@pytest.mark.parametrize("way", ["file", "pipe", "n-best"])
+def test_nothing_is_translated_by_nothing(translated, monkeypatch, capfdbinary, tmp_path, content, way):
+    """An empty shard ends no pipeline."""
+    source = tmp_path / "in"
+    source.write_bytes(content)
+    with source.open() as pipe:
+        monkeypatch.setattr("sys.stdin", pipe)
+        argv = ["translate", "--model", "m", *(["--input", str(source)] if way != "pipe" else [])]
+        assert cli.main([*argv, *(["--n-best", "2"] if way == "n-best" else [])]) == 0
+        assert capfdbinary.readouterr().out == b""
+        if way != "pipe":
+            assert cli.main([*argv, "--output", str(tmp_path / "out")]) == 0
+            assert (tmp_path / "out").read_bytes() == b""
+
+
+def test_cut_translations_are_counted(translated, monkeypatch, capsys, tmp_path):
+    (tmp_path / "in").write_text("a\nb\nc\n")
+    argv = ["translate", "--model", "m", "--input", str(tmp_path / "in")]
+    assert cli.main(argv) == 0
+    assert "translated 3 lines" in (said := capsys.readouterr().err) and "cut" not in said
+    monkeypatch.setattr(
+        _core, "translate", lambda *_: [[("A", -1.0, False)], [("B", -1.0, True)], [("C", -1.0, False)]]
+    )
+    assert cli.main(argv) == 0
+    shown = capsys.readouterr()
+    assert shown.out == "A\nB\nC\n" and "; the greatest length (--max-length) cut 2 translations" in shown.err
 
 
 def test_evaluate_prints_both_bleus_and_the_bootstrap(capsys, tmp_path):

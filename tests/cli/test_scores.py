@@ -1,11 +1,14 @@
-"""The paired bootstrap: p is sacreBLEU's where no resample ties, and 1 for systems that are equal."""
+"""BLEU by sacreBLEU's and multi-bleu.perl's words; the paired bootstrap: p is 1 for systems that are equal."""
 
+import json
 import random
+import shutil
+import subprocess
 
 import numpy as np
 import pytest
 
-from normformer_rs import InputError, scores
+from normformer_rs import InputError, _core, scores
 
 sacrebleu = pytest.importorskip("sacrebleu")
 
@@ -118,3 +121,90 @@ def test_a_line_is_text_that_utf_8_can_hold(systems):
     with pytest.raises(InputError, match=r"line 1 holds a lone surrogate, which no text in UTF-8 has"):
         scores.score(*systems)
     assert scores.score(["a \U0001f600"] * 2, ["a \U0001f600"] * 2).bleu == 0.0  # two words have no four-grams
+
+
+# Words.
+
+ALPHABETS = (
+    *("aAzZ09", " ", ".,-\u2010\u2013'", '!"#$%&()*+/:;<=>?@[]^_`{|}~', "\u4e2d\u6587\u4db5\u4db6\u9fbb\u9fbc\u3400"),
+    *(
+        "\u3002\uff0c\u300c\u3000\u30a2\u3042",
+        "\u0416\u0431\u00e9\u00df\u00dc\u0130",
+        "\u2000\u2001\u2a6d\u2a6e\u2028",
+        "\t\x0b\x1c\x85\u00a0",
+    ),
+    *("\U00020000\U0002a6d6\U0002f800\U0001f600", "\u200b\ufeff\ufffd", "\uf900\ufa2e\ufad9\ufe10\ufe50\uffef\ufff0"),
+)
+PIECES = ["&quot;", "&amp;lt;", "<skipped>", "1,000.5", "a.b", "5-6", ". . ,", "--", "<unk>"]
+
+
+def random_line(draw):
+    pieces = (draw.choice(PIECES) if draw.random() < 0.1 else draw.choice(draw.choice(ALPHABETS)) for _ in range(40))
+    return "".join(pieces)[: draw.randint(0, 60)]
+
+
+@pytest.mark.parametrize("tokenize", ["none", "13a", "zh", "char"])
+def test_words_of_evaluations_are_sacrebleus(tokenize):
+    """On random lines in many scripts, and on single characters: the same counts, so the same words."""
+    draw = random.Random(tokenize)
+    metric = sacrebleu.metrics.BLEU(tokenize=tokenize, smooth_method="none", force=True)
+    characters = [
+        f"a{chr(c)}b{chr(c)}{chr(c)}1" for c in range(1, 0x30000, 401) if c != 10 and not 0xD800 <= c < 0xE000
+    ]
+    lines = [random_line(draw) for _ in range(250)] + characters
+    for line in lines:
+        cut = draw.randint(0, len(line))
+        hypothesis, reference = line, line[:cut] + random_line(draw)[:5] + line[cut:]
+        found = json.loads(_core.bleu([hypothesis], [reference], False, tokenize))
+        wanted = metric.corpus_score([hypothesis], [[reference]])
+        assert (found["hyp_len"], found["ref_len"]) == (wanted.sys_len, wanted.ref_len), ascii(line)
+        assert found["precisions"] == pytest.approx(wanted.precisions), ascii(line)
+        assert wanted.sys_len == 0 or found["bleu"] == pytest.approx(wanted.score), ascii(line)
+
+
+def test_an_unknown_tokeniser_of_evaluations_is_named():
+    with pytest.raises(
+        InputError, match=r'unknown evaluation_tokenize "zhh" \(did you mean "zh"\?\).*none, 13a, zh, char'
+    ):
+        _core.bleu(["a"], ["a"], False, "zhh")
+
+
+def test_the_multi_bleu_line_reads_bytes():
+    def line(hypothesis, reference, **options):
+        return scores.score([hypothesis], [reference], **options).multi_bleu
+
+    split = line("it costs 10\u00a0000 euros in the town", "it costs 10\u00a0000 euros in a town")
+    assert split.endswith("hyp_len=7, ref_len=7)")
+    upper, lower = (
+        "\u00dcBER den \u00c4rger der \u00d6ffentlichkeit",
+        "\u00fcber den \u00e4rger der \u00f6ffentlichkeit",
+    )
+    assert line(upper, lower, lowercase=True).startswith("BLEU = 0.00, 40.0/")
+    assert line("THE CAT SAT DOWN", "the cat sat down", lowercase=True).startswith("BLEU = 100.00")
+
+
+PERL = r"""
+open(A, $ARGV[0]); open(B, $ARGV[1]); my $lower = $ARGV[2];
+while (my $a = <A>) { my $b = <B>; chomp($a, $b); ($a, $b) = (lc $a, lc $b) if $lower;
+  my (@a) = split(" ", $a); my (@b) = split(" ", $b); my %b; $b{$_}++ for @b; my %a; $a{$_}++ for @a;
+  my $match = 0; for (keys %a) { my $most = $b{$_} || 0; $match += $a{$_} < $most ? $a{$_} : $most; }
+  print scalar(@a), " ", scalar(@b), " $match\n"; }
+"""
+"""Words and matches of lines, read as Perl reads a file: by bytes."""
+
+
+@pytest.mark.skipif(shutil.which("perl") is None, reason="needs Perl")
+@pytest.mark.parametrize("lowercase", [False, True])
+def test_words_of_the_multi_bleu_line_are_perls(tmp_path, lowercase):
+    draw = random.Random(3)
+    pairs = [(random_line(draw), random_line(draw)) for _ in range(150)]
+    for name, lines in zip("ab", zip(*pairs)):
+        (tmp_path / name).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8", newline="\n")
+    command = ["perl", "-e", PERL, tmp_path / "a", tmp_path / "b", "1" if lowercase else ""]
+    counts = subprocess.run(
+        command, capture_output=True, check=True, env={"LC_ALL": "C", "PATH": "/usr/bin:/bin"}
+    ).stdout
+    for (a, b), line in zip(pairs, counts.decode().splitlines(), strict=True):
+        found = json.loads(_core.bleu([a], [b], lowercase))
+        matches = round(found["precisions"][0] * found["hyp_len"] / 100)
+        assert [found["hyp_len"], found["ref_len"], matches] == [int(n) for n in line.split()], ascii((a, b))

@@ -1,15 +1,21 @@
 """What is read: byte order marks, other encodings, files that are none, and what a message may print."""
 
+import bz2
 import codecs
 import gzip
+import io
 import json
+import lzma
 import os
 import subprocess
 import sys
+import tarfile
 import threading
+import zipfile
 
 import pytest
 
+import normformer_rs as nfrs
 from normformer_rs import InputError, cli, text
 from normformer_rs.options import read_run, read_toml
 
@@ -43,6 +49,57 @@ def test_a_byte_order_mark_alone_is_an_empty_file(tmp_path):
     (tmp_path / "text").write_bytes(BOM)
     with pytest.raises(InputError, match="the file is empty"):
         text.read_lines(str(tmp_path / "text"))
+
+
+PACKED = {
+    "an xz": lzma.compress,
+    "an lzma": lambda data: lzma.compress(data, lzma.FORMAT_ALONE),
+    "a bzip2": bz2.compress,
+    "a zip": lambda data: archive(data, lambda to: zipfile.ZipFile(to, "w"), lambda a, member: a.writestr("t", member)),
+    "a tar": lambda data: archive(data, lambda to: tarfile.TarFile(fileobj=to, mode="w"), into_tar),
+    "a zstd": lambda data: b"\x28\xb5\x2f\xfd" + data,
+    "a 7z": lambda data: b"7z\xbc\xaf\x27\x1c" + data,
+}
+
+
+def archive(data, opened, put):
+    to = io.BytesIO()
+    with opened(to) as written:
+        put(written, data)
+    return to.getvalue()
+
+
+def into_tar(written, data):
+    member = tarfile.TarInfo("t")
+    member.size = len(data)
+    written.addfile(member, io.BytesIO(data))
+
+
+@pytest.mark.parametrize("pack", [bytes, gzip.compress], ids=["plain", "in gzip"])
+@pytest.mark.parametrize("name", PACKED)
+def test_packed_files_are_refused_by_name(tmp_path, name, pack):
+    """By both readers, and nobody is told to convert their bytes."""
+    path = str(tmp_path / "text")
+    (tmp_path / "text").write_bytes(pack(PACKED[name](b"the one and two are here\n" * 40)))
+    run = nfrs.DataConfig(train_target=path, valid_target=path, no_bpe=True)
+    model = nfrs.TransformerConfig(architecture="decoder-only", d_model=16, d_ff=24, heads=2, decoder_layers=1)
+    for read in (lambda: text.read_lines(path), nfrs.Trainer(model, nfrs.TrainingConfig(updates=1), run).dry_run):
+        with pytest.raises(InputError, match=rf"text: {name} file; .*unpack it first \(`[a-z0-9]+ .*`\)") as raised:
+            read()
+        assert "iconv" not in str(raised.value)
+
+
+@pytest.mark.parametrize("start", ["PK", "BZh91AY", "LZIP", "7z", "x" * 257 + "ustar"])
+def test_text_that_begins_like_a_packed_file_is_text(tmp_path, start):
+    (tmp_path / "text").write_text(start)
+    assert text.read_lines(str(tmp_path / "text")) == [start]
+
+
+def test_binary_files_are_not_called_latin1(tmp_path):
+    (tmp_path / "text").write_bytes(b"fine\nm\xe4\0nner\n")
+    with pytest.raises(InputError, match=r"line 2: byte 2 .0xe4. is not valid UTF-8; .*holds zero bytes") as raised:
+        text.read_lines(str(tmp_path / "text"))
+    assert "iconv" not in str(raised.value)
 
 
 def test_files_of_options_may_begin_with_one(tmp_path):

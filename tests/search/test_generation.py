@@ -262,6 +262,8 @@ def test_a_sliding_window_is_the_oracles(run, oracle, window, stride):
     assert found.nll == pytest.approx(total / len(tokens), rel=1e-5)
     assert found.perplexity == pytest.approx(2.718281828459045**found.nll)
     assert found.word_perplexity == pytest.approx(2.718281828459045 ** (found.nll * len(tokens) / words))
+    assert found.characters == sum(len(line) + 1 for line in lines)
+    assert 2 ** (found.bits_per_character * found.characters / words) == pytest.approx(found.word_perplexity)
     if window == stride == SEGMENT:
         assert found.nll == pytest.approx(nfrs.evaluate_loss(run, None, path).nll, rel=1e-6)
 
@@ -347,15 +349,24 @@ def test_the_command_shows_text_while_it_comes(monkeypatch, capsysbinary):
     assert capsysbinary.readouterr().out == b"a x\n"
 
 
+def test_no_prompts_are_continued_by_nothing(run, tmp_path, capsys):
+    (tmp_path / "in").write_bytes(b"")
+    for output in ([], ["--output", str(tmp_path / "out")]):
+        assert cli.main(["generate", "--model", str(run), "--input", str(tmp_path / "in"), *output]) == 0
+        assert capsys.readouterr().out == ""
+    assert (tmp_path / "out").read_bytes() == b""
+
+
 def test_the_command_evaluates_by_a_window(run, capsys):
     path = run.parent / "valid"
     assert cli.main(["evaluate", "--model", str(run), "--reference", str(path), "--stride", "4"]) == 0
-    first, second = capsys.readouterr().out.splitlines()
+    first, second, third = capsys.readouterr().out.splitlines()
     found = nfrs.evaluate_windows(run, path, stride=4)
     assert first == (
         f"perplexity: {found.perplexity:.3f} (nll {found.nll:.4f} nats per token, {found.tokens:,} tokens)"
     )
     assert second.startswith(f"per word:   {found.word_perplexity:.3f} ({found.words:,} words")
+    assert third.startswith(f"bits:       {found.bits_per_character:.4f} per character ({found.characters:,}")
     code = cli.main(["evaluate", "--model", str(run), "--reference", str(path), "--window", "8", "--source", "x"])
     assert code == 2 and "which has no --source" in capsys.readouterr().err
 

@@ -52,6 +52,7 @@ CHANGED = {
     "log_layers": 1,
     "log_statistics": 1,
     "evaluation_beam": 2,
+    "evaluation_tokenize": "char",
     "activation_checkpointing": True,
     "precision": "bf16",
     "moments": "bf16",
@@ -66,6 +67,7 @@ BEFORE = {
     "schedule": {"schedule": "val-decay"},
     "lr_decay_rule": {"schedule": "val-decay"},
     "evaluation_beam": {"criterion": "bleu"},
+    "evaluation_tokenize": {"criterion": "bleu"},
     "weight_decay_of": {"weight_decay": 0.1},
 }
 """Options of the first run, where the change needs others than BASE."""

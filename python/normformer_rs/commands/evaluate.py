@@ -16,7 +16,8 @@ def parser() -> Command:
         bleu.add_argument("--hypothesis", metavar="FILE", help="Translations, one a line.")
         bleu.add_argument("--reference", metavar="FILE", required=True, help="Reference translations.")
         bleu.add_argument("--baseline", metavar="FILE", help="Another system's translations, for a paired bootstrap.")
-        bleu.add_argument("--tokenize", metavar="NAME", default="13a", help="13a, or none for tokenised text.")
+        tokenize = "sacreBLEU's tokeniser: 13a, none for tokenised text, zh for Chinese, char, …"
+        bleu.add_argument("--tokenize", metavar="NAME", default="13a", help=tokenize)
         bleu.add_argument("--lowercase", action="store_true", help="Ignore case.")
         bleu.add_argument("--no-bpe", action="store_true", help="The texts are split: join pieces that end in `@@`.")
         bleu.add_argument(
@@ -88,3 +89,4 @@ def _run_windows(args: argparse.Namespace, options: dict[str, Any]) -> None:
     print(
         f"per word:   {found.word_perplexity:.3f} ({found.words:,} words, the ends of {found.lines:,} lines among them)"
     )
+    print(f"bits:       {found.bits_per_character:.4f} per character ({found.characters:,}, with the ends of lines)")

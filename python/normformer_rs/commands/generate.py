@@ -39,7 +39,7 @@ def _run(args: argparse.Namespace) -> None:
     text.check_writable(args.output)
     generation = GenerationConfig(**given(args, GenerationConfig))
     check_model(args.model, args.checkpoint)
-    prompts = args.prompt or text.read_lines(args.input)
+    prompts = args.prompt or text.read_lines(args.input, empty=True)
     from ..generation import generate
 
     live = Live(prompts, generation.samples, "" if generation.sentences == 1 else "\n")

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import shlex
 from typing import Any, NamedTuple
 
 from .. import demo, text
@@ -100,11 +101,12 @@ def _run(args: argparse.Namespace) -> None:
     best = history.best
     if best is not None:
         write(f"best: update {history.evaluations.update[best]}, perplexity {history.evaluations.perplexity[best]:.2f}")
+    model = f"--model {shlex.quote(plan.output)}"
     if trainer.model.architecture == "decoder-only":
-        write(f"perplexity: {PROG} evaluate --model {plan.output} --reference FILE")
-        write(f'continue a text: {PROG} generate --model {plan.output} --prompt "…"')
+        write(f"perplexity: {PROG} evaluate {model} --reference FILE")
+        write(f'continue a text: {PROG} generate {model} --prompt "…"')
     else:
-        write(f"translate: {PROG} translate --model {plan.output} --input FILE --output FILE")
+        write(f"translate: {PROG} translate {model} --input FILE --output FILE")
 
 
 def _is_first() -> bool:

@@ -37,7 +37,7 @@ def _run(args: argparse.Namespace) -> None:
     text.check_writable(args.output)
     search = SearchConfig(**given(args, SearchConfig))
     check_model(args.model, args.checkpoint)
-    sentences = text.read_lines(args.input) if args.data_bin is None else []
+    sentences = text.read_lines(args.input, empty=True) if args.data_bin is None else []
     from ..translation import Binarised, translate
 
     lines: list[str] | Binarised = sentences
@@ -51,4 +51,6 @@ def _run(args: argparse.Namespace) -> None:
     else:  # Moses' format
         numbered = ((i, h) for i, hypotheses in enumerate(found) for h in hypotheses)
         text.write_lines(args.output, (f"{i} ||| {h.text} ||| {h.score:.6f}" for i, h in numbered))
-    write(f"translated {len(found):,} lines in {duration(time.monotonic() - start)}")
+    cut = sum(not hypothesis.finished for hypotheses in found for hypothesis in hypotheses)
+    said = f"; the greatest length (--max-length) cut {cut:,} translations" if cut else ""
+    write(f"translated {len(found):,} lines in {duration(time.monotonic() - start)}{said}")

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import shlex
 from pathlib import Path
 
 from .. import text
@@ -47,7 +48,8 @@ def _run(args: argparse.Namespace) -> None:
     corpora = releases.RELEASES[args.name].corpora
     readers = [entry.name for entry in REPRODUCTIONS.values()
                if any(row.corpus in corpora for scale in entry.scales.values() for row in scale.rows)]  # fmt: skip
-    print(f"read by: {', '.join(readers)} (normformer-rs reproduce NAME --scale paper --data {data} --dry-run)")
+    again = f"normformer-rs reproduce NAME --scale paper --data {shlex.quote(str(data))} --dry-run"
+    print(f"read by: {', '.join(readers)} ({again})")
     wrong = [f"{count.corpus} {count.part} has {count.lines:,} lines" for count in counts if not count.agrees]
     if wrong:
         raise InputError(
