@@ -274,7 +274,7 @@ def listed_again(run: Path) -> None:
 # ---- commands ----
 
 
-def call(command: str, run: Path, texts: Path) -> int:
+def call(command: str, run: Path, texts: Path, checkpoint: str) -> int:
     """Runs a command, or the Python calls of that name; its exit code."""
     import normformer_rs as nfrs
     from normformer_rs import cli, figures
@@ -282,26 +282,27 @@ def call(command: str, run: Path, texts: Path) -> int:
 
     is_alone = run.name == "language"
     source = [] if is_alone else ["--source", str(texts / "valid.source")]
-    model = ["--model", str(run), "--checkpoint", "last"]
+    model = ["--model", str(run), "--checkpoint", checkpoint]
+    chosen = [] if checkpoint == "last" else ["--from-checkpoint", checkpoint]
     picture = str(run / "figure.png")
     words = {
         "plot": ["plot", str(run)],
-        "resume": ["train", "--output", str(run), "--resume", "--updates", "5", "--no-progress"],
+        "resume": ["train", "--output", str(run), "--resume", "--updates", "5", "--no-progress", *chosen],
         "translate": ["translate", *model, "--input", str(texts / "valid.source")],
         "generate": ["generate", *model, "--prompt", "nie", "--max-length", "5"],
         "evaluate": ["evaluate", *model, "--reference", str(texts / "valid.target"), *source],
         "average": ["average", "--model", str(run), "--last", "2"],
-        "convert": ["convert", "--from", str(run), "--checkpoint", "last", "--to", str(run / "x.pt")],
+        "convert": ["convert", "--from", str(run), "--checkpoint", checkpoint, "--to", str(run / "x.pt")],
         "export": ["export", *model, "--output", str(run / "exported")],
         "doctor": ["doctor"],
     }
     calls: dict[str, Callable[[], Any]] = {
         "history": lambda: nfrs.History.read(run)._repr_html_(),
-        "figures": lambda: figures.singular_values(run, path=picture, checkpoint="last"),
+        "figures": lambda: figures.singular_values(run, path=picture, checkpoint=checkpoint),
         "logged figures": lambda: (figures.changes(run, path=picture), figures.gradient_norms(run, path=picture)),
         "depth figure": lambda: figures.bleu_by_depth(run, path=picture),
-        "stream figure": lambda: figures.stream(run, path=picture, checkpoint="last"),
-        "model": lambda: nfrs.Transformer.from_checkpoint(run, "last"),
+        "stream figure": lambda: figures.stream(run, path=picture, checkpoint=checkpoint),
+        "model": lambda: nfrs.Transformer.from_checkpoint(run, checkpoint),
         "verdict": lambda: read_verdict(run / "verdict.json"),
     }
     if command in words:
@@ -329,12 +330,21 @@ def case(runs: Path, scratch: Path, file: str, number: int, command: str = "") -
     shutil.rmtree(run, ignore_errors=True)
     shutil.copytree(runs / run.name, run, symlinks=True)
     is_fixed = draw.random() < 0.5
+    checkpoint = draw.choice(("last", "4"))  # "last" passes over a damaged one
     if not is_whole:
         damage(run / FILES[file], draw)
         if is_fixed:
             listed_again(run)
     os.environ["NORMFORMER_RS_CACHE"] = str(run / "kernels")
-    found = {"file": file, "number": number, "command": command, "run": run.name, "listed": is_fixed, "whole": is_whole}
+    found = {
+        "file": file,
+        "number": number,
+        "command": command,
+        "run": run.name,
+        "checkpoint": checkpoint,
+        "listed": is_fixed,
+        "whole": is_whole,
+    }
     print(json.dumps(found), flush=True)
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         kept = [os.dup(1), os.dup(2)]
@@ -344,7 +354,7 @@ def case(runs: Path, scratch: Path, file: str, number: int, command: str = "") -
         Path("/proc/self/clear_refs").write_text("5")  # the peak of memory begins anew
         signal.setitimer(signal.ITIMER_PROF, 20)
         try:
-            code = call(command, run, runs)
+            code = call(command, run, runs, checkpoint)
         except BaseException:
             traceback.print_exc()
             code = 1

@@ -9,6 +9,9 @@ from pathlib import Path
 import forge
 import pytest
 
+import normformer_rs as nfrs
+from normformer_rs import cli
+
 SECONDS, MIB, LETTERS = 2, 1024, 4000
 """The most that a refusal may take, a command beyond what it takes on a whole run, and a line of a message."""
 NOT_SAID = ("Traceback", "Warning", "panicked", "terminate called", "allocate")
@@ -68,6 +71,13 @@ def check(runs: Path, scratch: Path, first: int, count: int, *files: str) -> int
 
 def test_a_damaged_file_is_one_line(runs, tmp_path):
     assert check(runs, tmp_path, 0, 20, *forge.FILES) > 40, "damage was not noticed"
+
+
+def test_a_message_that_quotes_a_forged_file_is_cut(capsys):
+    cli.report(nfrs.InputError("x: got " + "9" * 10_000 + "\0" * 10_000 + "; choose another"))
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("normformer-rs: error: x: got 999") and line.endswith("\\x00; choose another")
+    assert 3000 <= len(line) <= 3100
 
 
 @pytest.mark.full
