@@ -69,6 +69,7 @@ def check(runs: Path, scratch: Path, first: int, count: int, *files: str) -> int
     return len(refused)
 
 
+@pytest.mark.full
 def test_a_damaged_file_is_one_line(runs, tmp_path):
     assert check(runs, tmp_path, 0, 20, *forge.FILES) > 40, "damage was not noticed"
 
@@ -81,6 +82,7 @@ def test_a_message_that_quotes_a_forged_file_is_cut(capsys):
 
 
 @pytest.mark.full
+@pytest.mark.long
 @pytest.mark.parametrize("file", forge.FILES)
 def test_300_damages_of_a_file_are_one_line_each(runs, tmp_path, file):
     check(runs, tmp_path, 20, 300, file)
