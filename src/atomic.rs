@@ -7,7 +7,7 @@ pub mod fault;
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Read, Write};
-use std::os::unix::fs::OpenOptionsExt;
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
 use flate2::Crc;
@@ -148,7 +148,16 @@ pub fn open(path: &Path, how: &mut OpenOptions) -> Result<File> {
 
 /// The bytes of a regular file of at most `most` bytes; none where there is no file. Errors: see [`open`]; a longer file.
 pub fn read(path: &Path, most: u64) -> Result<Option<Vec<u8>>> {
-    let file = match open(path, File::options().read(true)) {
+    read_all(open(path, File::options().read(true)), path, most)
+}
+
+/// [`read`], of a file that [`open_own`] opens.
+pub fn read_own(path: &Path, most: u64) -> Result<Option<Vec<u8>>> {
+    read_all(open_own(path, File::options().read(true)), path, most)
+}
+
+fn read_all(opened: Result<File>, path: &Path, most: u64) -> Result<Option<Vec<u8>>> {
+    let file = match opened {
         Err(Error::Io { source, .. }) if source.kind() == io::ErrorKind::NotFound => return Ok(None),
         opened => opened?,
     };
@@ -157,6 +166,39 @@ pub fn read(path: &Path, most: u64) -> Result<Option<Vec<u8>>> {
     match bytes.len() as u64 > most {
         true => Err(Error::invalid(format!("{}: expected at most {most} bytes, found more", path.display()))),
         false => Ok(Some(bytes)),
+    }
+}
+
+/// Opens a regular file of this user's that nobody else may write. A file that it makes is the user's alone.
+///
+/// # Errors
+/// Those of [`open`]; another owner; group or others may write.
+pub fn open_own(path: &Path, how: &mut OpenOptions) -> Result<File> {
+    let file = open(path, how.mode(0o600))?;
+    let found = file.metadata().map_err(|e| Error::io("open", path, e))?;
+    is_own(path, &found).map(|()| file)
+}
+
+/// Refuses a folder that is a link, belongs to another user, or that group or others may write.
+pub fn check_own_directory(path: &Path) -> Result<()> {
+    let found = path.symlink_metadata().map_err(|e| Error::io("open", path, e))?;
+    match found.is_dir() {
+        true => is_own(path, &found),
+        false => Err(Error::invalid(format!("{} is a link or a file; expected a folder", path.display()))),
+    }
+}
+
+fn is_own(path: &Path, found: &fs::Metadata) -> Result<()> {
+    // SAFETY: geteuid takes nothing and cannot fail.
+    let user = unsafe { libc::geteuid() };
+    let (owner, mode) = (found.uid(), found.mode() & 0o7777);
+    let path = path.display();
+    match () {
+        () if owner != user => Err(Error::invalid(format!("{path} belongs to user {owner}, and this is user {user}"))),
+        () if mode & 0o022 != 0 => {
+            Err(Error::invalid(format!("{path} can be written by other users (mode {mode:o}): chmod go-w {path}")))
+        }
+        () => Ok(()),
     }
 }
 
@@ -399,6 +441,45 @@ mod tests {
         assert!(read(&at("file"), 3).unwrap_err().to_string().contains("at most 3 bytes"));
         assert_eq!(read(&at("none"), 3).unwrap(), None);
         assert!(!at("nowhere").exists(), "nothing was written through a link");
+    }
+
+    #[test]
+    fn only_ones_own_files_are_trusted() {
+        use std::os::unix::fs::{chown, symlink, PermissionsExt};
+        let dir = Scratch::new("files-own");
+        let at = |name: &str| dir.0.join(name);
+        let allow = |name: &str, mode| fs::set_permissions(at(name), fs::Permissions::from_mode(mode)).unwrap();
+        drop(open_own(&at("file"), File::options().append(true).create(true)).unwrap());
+        assert_eq!(at("file").metadata().unwrap().mode() & 0o777, 0o600);
+        fs::create_dir(at("folder")).unwrap();
+        symlink("file", at("link")).unwrap();
+        symlink("folder", at("link of a folder")).unwrap();
+        for mode in [0o700, 0o755] {
+            allow("folder", mode);
+            allow("file", mode & 0o644);
+            check_own_directory(&at("folder")).unwrap();
+            assert_eq!(read_own(&at("file"), 9).unwrap().unwrap(), b"");
+        }
+        let refusals = || [read_own(&at("file"), 9).unwrap_err(), check_own_directory(&at("folder")).unwrap_err()];
+        for mode in [0o775, 0o707, 0o777] {
+            allow("folder", mode);
+            allow("file", mode & 0o666);
+            for error in refusals() {
+                assert!(error.to_string().contains("can be written by other users"), "{mode:o}: {error}");
+            }
+        }
+        allow("folder", 0o700);
+        allow("file", 0o600);
+        if ["file", "folder"].iter().all(|name| chown(at(name), Some(12345), None).is_ok()) {
+            for error in refusals() {
+                assert!(error.to_string().contains("belongs to user 12345"), "{error}");
+            }
+        }
+        assert!(read_own(&at("link"), 9).unwrap_err().to_string().contains("symbolic link"));
+        for name in ["link of a folder", "file"] {
+            assert!(check_own_directory(&at(name)).unwrap_err().to_string().contains("expected a folder"), "{name}");
+        }
+        assert_eq!(read_own(&at("none"), 9).unwrap(), None);
     }
 
     #[test]

@@ -46,6 +46,8 @@ COMMANDS: dict[str, Callable[[], Command]] = {
 }
 """In the order of `--help`."""
 EXIT_FAILURE = 2
+_LONGEST = 3000
+"""Letters of an error's line."""
 _FAILURES = (
     InputError,
     ImportError,
@@ -103,7 +105,9 @@ def _run(argv: Sequence[str] | None) -> int:
 def report(error: BaseException) -> None:
     """Prints an error in one line on standard error; a command line that cannot be read has a second one."""
     what = "interrupted" if isinstance(error, (Interrupted, KeyboardInterrupt)) else "error"
-    message = " ".join(str(error).split())
+    message = escaped(" ".join(str(error).split()))
+    if len(message) > _LONGEST:  # it quotes a forged file
+        message = f"{message[: _LONGEST - 1000]} … {message[-997:]}"
     lines = [f"{PROG}: {what}" + (f": {message}" if message else "")]
     if isinstance(error, UsageError):
         lines.append(error.where)

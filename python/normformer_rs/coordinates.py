@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ._optional import require
 from .config import TransformerConfig
+from .curves import literal
 from .errors import InputError
 from .model import Transformer
 from .parametrisation import param_groups
@@ -75,7 +76,7 @@ class CoordinateCheck:
         axes[0].legend(frameon=False, fontsize=8, title="updates", title_fontsize=8)
         title = f"{self.parametrisation}   coordinate check over {self.over}"
         figure.suptitle(title, fontsize=11, x=0.01, ha="left", weight="bold")
-        figure.savefig(fspath(path))
+        literal(figure).savefig(fspath(path))
 
 
 def coordinate_check(

@@ -110,7 +110,26 @@ def _figure(runs: "Sequence[History]", names: Sequence[str]) -> Any:
     for axis in axes[-1]:
         axis.set_xlabel("update")
     title = f"{names[0]}   {len(runs[0].update):,} updates" if len(runs) == 1 else f"{len(runs)} runs"
-    figure.suptitle(title, fontsize=11, x=0.01, ha="left", weight="bold", parse_math=False)
+    figure.suptitle(title, fontsize=11, x=0.01, ha="left", weight="bold")
+    return literal(figure)
+
+
+def literal(figure: Any) -> Any:
+    """The figure, all of it drawn, with every text shown as it is: a name with dollars is no formula.
+
+    Marks that an axis makes of its numbers stay formulas (10²). Bytes of a name that are no UTF-8 become \\udc80.
+    """
+    from matplotlib.text import Text
+    from matplotlib.ticker import FixedFormatter, FuncFormatter
+
+    marks: set[Any] = set()
+    for axis in (axis for axes in figure.axes for axis in (axes.xaxis, axes.yaxis)):
+        if not isinstance(axis.get_major_formatter(), FixedFormatter | FuncFormatter):  # whose marks may be names
+            marks.update(axis.get_ticklabels(which="both"))
+    for text in figure.findobj(Text):
+        if text not in marks:
+            text.set_text(text.get_text().encode("utf-8", "backslashreplace").decode())
+            text.set_parse_math(False)
     return figure
 
 
@@ -269,7 +288,7 @@ def name_ends(axis: Any, ends: Sequence[tuple[float, str, str]]) -> None:
         joint = {"arrowstyle": "-", "color": colour, "linewidth": 0.6, "shrinkA": 0, "shrinkB": 0, "relpos": (0, 0.5)}
         axis.annotate(
             name, (1, y), (1.035, at), xycoords="axes fraction", textcoords="axes fraction", color=colour, fontsize=7.5,
-            va="center", ha="left", annotation_clip=False, parse_math=False, arrowprops=joint,
+            va="center", ha="left", annotation_clip=False, arrowprops=joint,
         )  # fmt: skip
 
 

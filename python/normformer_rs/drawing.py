@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .curves import COLOURS, name_ends
+from .curves import COLOURS, literal, name_ends
 
 INK, OTHERS, PALE = "#333333", "#cfcfcf", "#ececec"
 
@@ -200,5 +200,6 @@ def heading(figure: Any, title: str, names: Sequence[tuple[str, str]]) -> None:
 
 def save(figure: Any, path: Path) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, metadata={"Software": None})
+    # Only a PNG names the software, its version too.
+    literal(figure).savefig(path, metadata={"Software": None} if path.suffix.lower() in ("", ".png") else None)
     return path

@@ -19,10 +19,12 @@ import numpy as np
 
 from . import _core, drawing, observations
 from ._optional import require
+from .config import DataConfig, TrainingConfig, TransformerConfig
 from .curves import told_apart
 from .errors import InputError
 from .history import LOG, History
 from .observations import Found
+from .options import RUN_CONFIG, read_run
 
 Run = History | str | PathLike[str]
 
@@ -58,7 +60,7 @@ def bleu_by_depth(
         scores = history.evaluations.bleu
         if not np.isfinite(scores).any():
             raise InputError(f'{history.output}: no BLEU was measured; train with criterion = "bleu"')
-        model = json.loads((history.output / "config.json").read_text("utf-8"))["model"]
+        model = _options(history)
         is_alone = model["architecture"] == "decoder-only"
         depth = model["decoder_layers"] + (0 if is_alone else model["encoder_layers"])
         line = found.setdefault(names[number] if names else f"{model['residual']}, {model['norm']}", [])
@@ -150,6 +152,15 @@ def _reading(
         return observations.layers(run.output, checkpoint, data["valid_source"], data["valid_target"])
 
     return measured
+
+
+def _options(run: History) -> dict[str, Any]:
+    """The options of a run, as its config.json has them. Errors: InputError where that is missing or damaged."""
+    fields = [field for kind in (TransformerConfig, TrainingConfig, DataConfig) for field in kind.FIELDS]
+    found = read_run(run.output, [field.name for field in fields])
+    if not found:
+        raise InputError(f"{run.output}: no {RUN_CONFIG} there; expected the --output folder of a run")
+    return {field.name: field.default for field in fields} | found
 
 
 def _logged(measure: Callable[[History], Found], lacking: str) -> Callable[[History], Found]:

@@ -8,17 +8,17 @@ import logging
 import math
 import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ._html import table
 from ._optional import available, require
-from .text import read_regular
+from .text import open_regular
 
 LOG = "log.jsonl"
 _SHOWN = ("update", "epoch", "loss", "nll", "perplexity", "bleu", "best", "seconds")
@@ -148,19 +148,35 @@ def read_events(path: Path) -> list[dict[str, Any]]:
 
     Errors: FileNotFoundError; InputError for a folder, a device or a pipe.
     """
-    lines = read_regular(path).removesuffix(b"\n").split(b"\n")
-    events = {number: event for number, line in enumerate(lines, 1) if (event := _event(line)) is not None}
-    damaged = [number for number in range(1, len(lines) + 1) if number not in events]
-    if damaged and lines != [b""]:
+    events: list[dict[str, Any]] = []
+    number, damaged, first = 0, 0, 0
+    with open_regular(path) as log:
+        for number, line in enumerate(_lines(log), 1):
+            if (event := _event(line)) is not None:
+                events.append(event)
+            else:
+                damaged, first = damaged + 1, first or number
+    if damaged:
         _logger.warning(
             "%s: %d of %d lines are damaged or incomplete, and left out; the first is line %d",
-            *(path, len(damaged), len(lines), damaged[0]),
+            *(path, damaged, number, first),
         )
-    return list(events.values())
+    return events
+
+
+def _lines(log: BinaryIO) -> Iterator[bytes]:
+    """The lines of a log without their ends; of one that is too long for an event the beginning."""
+    while line := log.readline(_LONGEST + 1):
+        rest = line
+        while len(rest) > _LONGEST and not rest.endswith(b"\n"):
+            rest = log.readline(_LONGEST + 1)
+        yield line.removesuffix(b"\n")
 
 
 def _event(line: bytes) -> dict[str, Any] | None:
     """An event as the loop writes it; None for a damaged line."""
+    if len(line) > _LONGEST:
+        return None
     try:
         event = _DECODER.decode(line.decode("utf-8"))
         if b"\\u" in line:
@@ -176,6 +192,10 @@ def _refuse(constant: str) -> None:
 
 _DECODER = json.JSONDecoder(parse_constant=_refuse)
 _MOST = sys.float_info.max
+_LONGEST = 4 << 20
+"""Bytes of a line; the numbers of 1,000 layers are 100 kB."""
+_CELLS = 1 << 27
+"""Numbers by update and layer, 1 GiB."""
 _COUNTS = ("update", "epoch", "parameters")
 _NO_COLUMNS = ("evaluations", "layers", "output")
 
@@ -185,8 +205,12 @@ def _numbers(shape: type) -> list[str]:
     return [name for name in names if name not in (*_COUNTS, *_NO_COLUMNS, "best")]
 
 
-_NUMBERS: dict[str, list[str]] = {"started": [], "updated": _numbers(History), "evaluated": _numbers(Evaluations)}
-"""The floating-point numbers of each event that `History` reads."""
+_NUMBERS: dict[str, list[str]] = {
+    "started": ["unigram_entropy"],
+    "updated": _numbers(History),
+    "evaluated": _numbers(Evaluations),
+}
+"""The floating-point numbers of each event that are read."""
 
 
 def _is_event(event: Any) -> bool:
@@ -200,7 +224,8 @@ def _is_event(event: Any) -> bool:
     counts = [value for value in map(event.get, _COUNTS) if value is not None]
     are_counts = set(map(type, counts)) <= {int} and all(0 <= count < 2**63 for count in counts)
     is_flag = type(event.get("best")) in (bool, type(None))
-    return are_counts and is_flag and _are_numbers(map(event.get, numbers)) and _are_layers(event.get("layers"))
+    are_numbers = _are_numbers(map(event.get, numbers))
+    return are_counts and is_flag and are_numbers and _are_layers(event.get("layers"), event.get("statistics"))
 
 
 def _are_numbers(values: Iterable[Any]) -> bool:
@@ -212,10 +237,11 @@ def _are_numbers(values: Iterable[Any]) -> bool:
     )
 
 
-def _are_layers(layers: Any) -> bool:
-    if layers is None:
-        return True
-    parts = layers.values() if isinstance(layers, dict) else [None]
+def _are_layers(layers: Any, statistics: Any) -> bool:
+    """Tables of numbers by name, as `layer_values` reads them; None stands for an event without them."""
+    if not isinstance(layers, dict | None):
+        return False
+    parts = [part for part in (statistics,) if part is not None] + list((layers or {}).values())
     return all(isinstance(part, dict) and _are_numbers(part.values()) for part in parts)
 
 
@@ -251,12 +277,17 @@ def layer_values(event: Mapping[str, Any]) -> dict[str, float]:
 def _layers(events: list[dict[str, Any]]) -> dict[str, NDArray[np.float64]]:
     logged = [layer_values(event) for event in events]
     names = {name for values in logged for name in values}
+    cells, values_logged = len(names) * len(logged), sum(map(len, logged))
+    if cells > max(_CELLS, 64 * values_logged):  # a forged log names another layer in each line
+        _logger.warning("%d names of layers are too many for %d updates: no layers are read", len(names), len(logged))
+        return {}
     return {name: np.array([values.get(name, math.nan) for values in logged]) for name in sorted(names, key=_natural)}
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
-    """Sorts layer 2 before layer 10."""
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
+    """Sorts layer 2 before layer 10: a longer number is larger. A forged name may have more digits than int() takes."""
+    parts = re.split(r"0*([0-9]+)", name)  # texts and numbers in turn
+    return [(len(part), part) if place % 2 else (-1, part) for place, part in enumerate(parts)]
 
 
 def _columns(cls: type, events: list[dict[str, Any]]) -> dict[str, NDArray[Any]]:

@@ -465,13 +465,15 @@ def to_huggingface(
         (config, state), origin = load_run(model, checkpoint), str(model)
         types = _core.target_vocabulary(origin)
         context = json.loads(_core.run_options(origin, str(checkpoint)))["data"]["segment_length"]
-        found = (Path(model) / name for name in (_VOCABULARY, _CODES))
+        found = [path for path in (Path(model) / name for name in (_VOCABULARY, _CODES)) if path.exists()]
+        if found:
+            _core.encode(origin, [])  # refuses damaged files
         # As bytes: a carriage return in a piece stays one. U+FEFF is a piece: the run's own files have no mark.
-        texts = {path.name: read_regular(path).decode("utf-8") for path in found if path.exists()}
+        texts = {path.name: read_regular(path).decode("utf-8") for path in found}
     family = _family(config, origin)
     unseen = [i for i, known in enumerate(types or ()) if not known and i not in (_BOS, _PAD)]
     if texts:
-        texts |= tokenizer_files(texts[_VOCABULARY], texts.get(_CODES), unseen)
+        texts |= tokenizer_files(texts[_VOCABULARY], texts.get(_CODES), unseen, config.vocab_size)
     suppressed = [_BOS, _PAD, *unseen]
     # Training and `generate` begin a text with EOS.
     ids = {"bos_token_id": _EOS, "eos_token_id": _EOS, "pad_token_id": _PAD}

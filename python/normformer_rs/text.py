@@ -17,7 +17,7 @@ import zlib
 from collections.abc import Iterable
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from .errors import InputError
 
@@ -114,19 +114,23 @@ def _without_mark(data: bytes, name: str) -> bytes:
     return data.removeprefix(codecs.BOM_UTF8)
 
 
-def read_regular(path: str | PathLike[str], most: int = -1) -> bytes:
-    """The first `most` bytes of a regular file, or all. A FIFO or a device is refused, and not waited for.
+def open_regular(path: str | PathLike[str]) -> BinaryIO:
+    """Opens a regular file for reading. A FIFO or a device is refused, and not waited for.
 
     Errors: InputError for a folder, a device or a pipe; FileNotFoundError.
     """
-    try:
-        # O_NONBLOCK: a FIFO without a writer opens at once, and is refused below.
-        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
-            if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                return file.read(most)
-    except IsADirectoryError:
-        pass
+    # O_NONBLOCK: a FIFO without a writer opens at once, and is refused below.
+    number = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    if stat.S_ISREG(os.fstat(number).st_mode):
+        return open(number, "rb")
+    os.close(number)
     raise InputError(f"{path}: a folder, a device or a pipe; expected a regular file")
+
+
+def read_regular(path: str | PathLike[str], most: int = -1) -> bytes:
+    """The first `most` bytes of a regular file, or all. Errors: as for `open_regular`."""
+    with open_regular(path) as file:
+        return file.read(most)
 
 
 def read_small(path: str | PathLike[str], *, pipe: bool = False) -> str:

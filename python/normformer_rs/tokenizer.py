@@ -10,6 +10,8 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from .errors import InputError
+
 _SPECIALS = ("<s>", "<pad>", "</s>", "<unk>")
 """By id."""
 _BOS, _PAD, _EOS, _UNK = _SPECIALS
@@ -18,19 +20,28 @@ _SPACES = "".join(c for c in map(chr, range(0x3001)) if c.isspace() and c != "\n
 """White space between the pieces of a text that was cut before training."""
 _AT_START, _AT_END = r"(?<![^ \n])", r"(?![^ \n])"
 """Of a piece."""
+_MOST = 200_000
+"""Merges of a tokenizer."""
 _AFTER_WORD = r"(?=  |\n|\z)"
 """While merges are applied one space separates pieces of a word, and two separate words."""
 
 
-def tokenizer_files(vocabulary: str, codes: str | None, unseen: Sequence[int]) -> dict[str, str]:
+def tokenizer_files(vocabulary: str, codes: str | None, unseen: Sequence[int], size: int) -> dict[str, str]:
     """tokenizer.json and tokenizer_config.json, by name.
 
     Args:
         vocabulary: the run's vocabulary.txt.
         codes: its bpe.codes; None where text is cut already.
         unseen: ids that text never yields, because the target vocabulary leaves them out.
+        size: the model's vocabulary.
+
+    Errors: InputError for files of other sizes or forms.
     """
-    pieces = [*_SPECIALS, *(line.rpartition(" ")[0] for line in vocabulary.split("\n")[:-1])]
+    pieces = [*_SPECIALS, *(line.rpartition(" ")[0] for line in vocabulary.removesuffix("\n").split("\n"))]
+    if len(pieces) != size:
+        raise InputError(
+            f"vocabulary.txt has {len(pieces)} types and the model {size}: the file is damaged, or another run's"
+        )
     cut = _split() if codes is None else list(_merged(codes))
     never = "|".join(re.escape(piece) for piece in (_BOS, _PAD, _EOS, *(pieces[i] for i in unseen)))
     special = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
@@ -72,8 +83,15 @@ def _split() -> list[dict[str, Any]]:
 
 def _merged(codes: str) -> Iterator[dict[str, Any]]:
     """Words become pieces as `src/data/bpe.rs` has it, one replacement for each merge."""
-    version, *lines = codes.split("\n")[:-1]
-    merges = [(left, right) for left, _, right in (line.partition(" ") for line in lines)]
+    version, *lines = codes.removesuffix("\n").split("\n")
+    if not version.startswith("#version:"):
+        raise InputError(f"bpe.codes is damaged: expected #version: 0.2, or 0.1, first; got {version[:80]!r}")
+    # Of a pair that comes twice the first counts.
+    merges = [*dict.fromkeys((left, right) for left, _, right in (line.partition(" ") for line in lines))]
+    if len(merges) > _MOST:
+        raise InputError(
+            f"bpe.codes has {len(merges):,} merges; a tokenizer applies them one by one, and takes {_MOST:,}"
+        )
     yield _replace(" +", "  ")
     yield _replace(r"(?<![^\n])[\r ]+|[\r ]+(?![^\n])", "")
     yield _replace(r"(?<=[^ \n])(?=[^ \n])", " ")

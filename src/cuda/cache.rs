@@ -2,11 +2,23 @@
 //!
 //! A file is its key, its length and checksum, then the binary; what does not match is compiled anew. The cache is only
 //! ever a saving of time: where it cannot be read or written, that is all that is lost.
+//!
+//! The GPU runs what lies here, so a folder or file counts only if it is this user's, no link, and writable by no other
+//! user. One that is not is left alone, and standard error says why, once.
 
 use super::{nvrtc, Program};
-use crate::error::Result;
+use crate::atomic;
+use crate::error::{Error, Result};
+use std::collections::HashSet;
+use std::fs::{DirBuilder, File};
+use std::io::Write as _;
+use std::os::unix::fs::DirBuilderExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, PoisonError};
+
+/// Most bytes of a file here; a longer one is damage or a trap.
+pub const BYTES: u64 = 64 << 20;
 
 /// The program's binary, from the disk where it has been compiled before; and its file, if there is a place for one.
 pub fn compiled(program: &Program, options: &str, architecture: i32) -> Result<(Vec<u8>, Option<PathBuf>)> {
@@ -14,7 +26,8 @@ pub fn compiled(program: &Program, options: &str, architecture: i32) -> Result<(
     let (major, minor) = compiler.version();
     let source = program.files.concat();
     let key = format!("normformer_rs NVRTC {major}.{minor} sm_{architecture} {options}\n{source}");
-    let path = folder().map(|f| f.join(format!("{:032x}.cubin", fingerprint(key.as_bytes()))));
+    let folder = place().and_then(|f| trusted(make(&f)).map(|()| f));
+    let path = folder.map(|f| f.join(format!("{:032x}.cubin", fingerprint(key.as_bytes()))));
     if let Some(binary) = path.as_deref().and_then(|p| read(p, &key)) {
         return Ok((binary, path));
     }
@@ -26,11 +39,46 @@ pub fn compiled(program: &Program, options: &str, architecture: i32) -> Result<(
     Ok((binary, path))
 }
 
-/// NORMFORMER_RS_CACHE, or normformer_rs in the user's cache folder; none where there is no home.
+/// The folder of the cache, if there is one that is trusted.
 pub fn folder() -> Option<PathBuf> {
+    place().filter(|folder| trusted(atomic::check_own_directory(folder)).is_some())
+}
+
+/// What was found, if it is there and trusted; standard error says why not, once for each reason.
+pub fn trusted<T>(found: Result<T>) -> Option<T> {
+    static SAID: Mutex<Option<HashSet<String>>> = Mutex::new(None);
+    match found {
+        Ok(found) => Some(found),
+        // Nothing is there, or it cannot be read.
+        Err(Error::Io { .. }) => None,
+        Err(why) => {
+            let why = why.to_string();
+            let mut said = SAID.lock().unwrap_or_else(PoisonError::into_inner);
+            if said.get_or_insert_default().insert(why.clone()) {
+                // Best effort: standard error may be closed.
+                let _ = writeln!(
+                    std::io::stderr(),
+                    "warning: normformer_rs does not trust what is kept of CUDA kernels: {why} \
+                     (NORMFORMER_RS_CACHE=FOLDER names another place)"
+                );
+            }
+            None
+        }
+    }
+}
+
+/// NORMFORMER_RS_CACHE, or normformer_rs in the user's cache folder; none where there is no home.
+fn place() -> Option<PathBuf> {
     let set = |name: &str| std::env::var_os(name).filter(|v| !v.is_empty()).map(PathBuf::from);
     let user = || set("XDG_CACHE_HOME").or_else(|| set("HOME").map(|home| home.join(".cache")));
     set("NORMFORMER_RS_CACHE").or_else(|| user().map(|folder| folder.join("normformer_rs")))
+}
+
+/// Makes the folder, for its user alone. Errors: those of [`atomic::check_own_directory`].
+fn make(folder: &Path) -> Result<()> {
+    // Where it cannot be made, the check says what is there.
+    let _ = DirBuilder::new().recursive(true).mode(0o700).create(folder);
+    atomic::check_own_directory(folder)
 }
 
 /// FNV-1a of 128 bits.
@@ -46,22 +94,21 @@ fn header(key: &str, binary: &[u8]) -> Vec<u8> {
 }
 
 fn read(path: &Path, key: &str) -> Option<Vec<u8>> {
-    let file = std::fs::read(path).ok()?;
+    let file = trusted(atomic::read_own(path, BYTES))??;
     let start = header(key, &[]).len();
     let binary = file.get(start..)?;
     (file[..start] == header(key, binary)).then(|| binary.to_vec())
 }
 
 /// Written aside and renamed: readers see a whole file or none, and the last of several writers wins.
-fn write(path: &Path, key: &str, binary: &[u8]) -> std::io::Result<()> {
+fn write(path: &Path, key: &str, binary: &[u8]) -> Result<()> {
     static NEXT: AtomicU64 = AtomicU64::new(0);
     let unique = format!("{}-{}.tmp", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed));
     let aside = path.with_extension(unique);
-    if let Some(folder) = path.parent() {
-        std::fs::create_dir_all(folder)?;
-    }
-    let written = std::fs::write(&aside, [header(key, binary), binary.to_vec()].concat())
-        .and_then(|()| std::fs::rename(&aside, path));
+    let written = atomic::open_own(&aside, File::options().write(true).create_new(true)).and_then(|mut file| {
+        let whole = [header(key, binary), binary.to_vec()].concat();
+        atomic::act("write", path, || file.write_all(&whole).and_then(|()| std::fs::rename(&aside, path)))
+    });
     if written.is_err() {
         let _ = std::fs::remove_file(&aside);
     }
@@ -77,6 +124,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("deep/a.cubin");
         assert_eq!(read(&path, "key"), None);
+        make(path.parent().unwrap()).unwrap();
         write(&path, "key", b"binary").unwrap();
         assert_eq!(read(&path, "key").as_deref(), Some(&b"binary"[..]));
         assert_eq!(read(&path, "other"), None);
@@ -90,6 +138,30 @@ mod tests {
             assert_eq!(read(&path, "key"), None, "a bit of byte {i}");
         }
         assert_eq!(std::fs::read_dir(folder.path().join("deep")).unwrap().count(), 1, "nothing is left aside");
+    }
+
+    #[test]
+    fn the_folder_and_its_files_are_their_users_alone() {
+        use std::os::unix::fs::{symlink, PermissionsExt};
+        let temporary = tempfile::tempdir().unwrap();
+        let folder = temporary.path().join("cache");
+        let mode = |path: &Path| path.metadata().unwrap().permissions().mode() & 0o777;
+        let allow = |path: &Path, mode| std::fs::set_permissions(path, PermissionsExt::from_mode(mode)).unwrap();
+        make(&folder).unwrap();
+        let path = folder.join("a.cubin");
+        write(&path, "key", b"binary").unwrap();
+        assert_eq!((mode(&folder), mode(&path)), (0o700, 0o600));
+        allow(&path, 0o666);
+        assert_eq!(read(&path, "key"), None, "others may have written it");
+        write(&path, "key", b"binary").unwrap();
+        assert_eq!(read(&path, "key").as_deref(), Some(&b"binary"[..]), "a new file takes its place");
+        std::fs::rename(&path, folder.join("elsewhere")).unwrap();
+        symlink("elsewhere", &path).unwrap();
+        assert_eq!(read(&path, "key"), None, "a link");
+        symlink("cache", temporary.path().join("link")).unwrap();
+        assert!(trusted(make(&temporary.path().join("link"))).is_none());
+        allow(&folder, 0o777);
+        assert!(trusted(make(&folder)).is_none() && make(&folder).unwrap_err().to_string().contains("chmod go-w"));
     }
 
     #[test]

@@ -5,10 +5,12 @@
 //! are kept in a file beside the compiled kernel, a line each: device and driver, program, options, kernel, verdict.
 
 use super::cache;
+use crate::atomic;
 use crate::error::{Error, Result};
 use std::cell::{Cell, RefCell};
+use std::fs::File;
 use std::io::Write as _;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU8, Ordering};
 
 /// A variant of a kernel on a device.
@@ -86,11 +88,7 @@ impl Variant {
         if let (Ok(_), Some(file), Some(word)) = (first, &self.file, word) {
             let line = format!("{}\t{word}\n", self.line);
             // Best effort, in one write, so that several processes' lines stay whole.
-            let _ = std::fs::OpenOptions::new()
-                .append(true)
-                .create(true)
-                .open(file)
-                .and_then(|mut f| f.write_all(line.as_bytes()));
+            let _ = appended(file).map(|mut f| f.write_all(line.as_bytes()));
         }
     }
 
@@ -142,12 +140,18 @@ pub fn unknown(variants: &[&'static Variant]) -> Vec<&'static Variant> {
     variants.iter().copied().filter(|v| v.verdict.load(Ordering::Acquire) == UNKNOWN).collect()
 }
 
-/// All verdicts that are kept on this machine, a line each.
+/// The file of verdicts, to be written at its end. A new one takes the place of one that is not trusted.
+fn appended(path: &Path) -> Result<File> {
+    let open = || atomic::open_own(path, File::options().append(true).create(true));
+    open().or_else(|_| atomic::remove_file(path).and_then(|()| open()))
+}
+
+/// All verdicts that are kept on this machine, a line each; damaged lines, too.
 pub fn kept() -> Vec<String> {
     let files = cache::folder().and_then(|folder| std::fs::read_dir(folder).ok()).into_iter().flatten().flatten();
     let verdicts = files.map(|file| file.path()).filter(|path| path.extension().is_some_and(|e| e == "verdicts"));
     let mut lines: Vec<String> = verdicts
-        .filter_map(|path| std::fs::read_to_string(path).ok())
+        .filter_map(|path| text(&path))
         .flat_map(|text| text.lines().map(str::to_string).collect::<Vec<_>>())
         .collect();
     lines.sort();
@@ -156,17 +160,22 @@ pub fn kept() -> Vec<String> {
 }
 
 /// The verdict that a file has on a variant; a wrong one outweighs.
-fn read(file: &std::path::Path, line: &str) -> Option<bool> {
-    let text = std::fs::read_to_string(file).ok()?;
+fn read(file: &Path, line: &str) -> Option<bool> {
+    let text = text(file)?;
     let verdicts = text.lines().filter_map(|found| found.strip_prefix(line)?.strip_prefix('\t'));
     verdicts.filter(|v| ["right", "wrong"].contains(v)).map(|v| v == "right").reduce(|a, b| a && b)
+}
+
+fn text(file: &Path) -> Option<String> {
+    let bytes = cache::trusted(atomic::read_own(file, cache::BYTES))??;
+    Some(String::from_utf8_lossy(&bytes).into_owned())
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    fn variant(folder: &std::path::Path, kernel: &str) -> &'static Variant {
+    fn variant(folder: &Path, kernel: &str) -> &'static Variant {
         let file = Some(folder.join("a.cubin"));
         Box::leak(Box::new(Variant::new("H100, driver 13.0".into(), ["p.cu", "-DK=1", kernel], file, false)))
     }
@@ -193,6 +202,26 @@ mod tests {
         let trusted = Variant::new("H100, driver 13.0".into(), ["p.cu", "-DK=1", "bad"], None, true);
         assert!(Box::leak(Box::new(trusted)).admit().is_ok());
         assert!(good.name().contains("good of p.cu (-DK=1) on H100"));
+    }
+
+    #[test]
+    fn verdicts_that_others_may_have_written_are_proven_again() {
+        use std::os::unix::fs::{symlink, PermissionsExt};
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("a.verdicts");
+        let forged = || std::fs::write(&file, "H100, driver 13.0\tp.cu\t-DK=1\tkernel\tright\n").unwrap();
+        let refusal = || admitted(|| variant(folder.path(), "kernel").admit()).err();
+        forged();
+        std::fs::set_permissions(&file, PermissionsExt::from_mode(0o644)).unwrap();
+        assert_eq!(refusal(), None);
+        std::fs::set_permissions(&file, PermissionsExt::from_mode(0o646)).unwrap();
+        assert_eq!(refusal(), Some(Refusal::Unknown));
+        judge(&[variant(folder.path(), "kernel")], Verdict::Wrong);
+        assert_eq!(std::fs::read_to_string(&file).unwrap().lines().count(), 1, "a new file took its place");
+        assert_eq!(refusal(), Some(Refusal::Wrong));
+        std::fs::rename(&file, folder.path().join("elsewhere")).unwrap();
+        symlink("elsewhere", &file).unwrap();
+        assert_eq!(refusal(), Some(Refusal::Unknown));
     }
 
     #[test]

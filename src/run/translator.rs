@@ -82,6 +82,14 @@ impl Translator {
         let configs = found;
         let model = Transformer::with_parameters(&configs.model, &load_parameters(&arrays, device)?)?;
         let vocabulary = read_vocabulary(folder)?;
+        if vocabulary.len() as i64 != configs.model.vocab_size {
+            return Err(Error::invalid(format!(
+                "{} has a vocabulary of {} types and a model of {}: its vocabulary.txt is damaged, or another run's",
+                folder.display(),
+                vocabulary.len(),
+                configs.model.vocab_size
+            )));
+        }
         let seen = if configs.training.vocab_mask { Some(read_mask(folder, &vocabulary)?) } else { None };
         let valid = seen.as_ref().map_or(vocabulary.len(), |m| m.iter().filter(|v| **v).count());
         let mask = seen.as_ref().map(|m| Tensor::f_from_slice(m)?.f_to_device(device)).transpose()?;

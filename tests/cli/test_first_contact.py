@@ -477,3 +477,40 @@ def test_doctor_says_what_is_here_and_what_to_do(tmp_path):
     assert "(in use)" in done.stdout and "\nkernels on H100, driver 13.0: 1 proven right, 1 wrong\n" in done.stdout
     last = "to do: report this, whose formula runs in its place: dyt.cu -DK_VEC=4 rows_backward on H100, driver 13.0"
     assert done.stdout.splitlines()[-1] == last
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        b"H100, dri",
+        b"",
+        b"\n\n",
+        b"\t\t\t\t",
+        b"a\tb\tc\td\tmaybe",
+        b"a\tb\tc\td\te\tright",
+        b"\xff\xfe\t\0",
+        b"\0" * 4096,
+    ],
+    ids=repr,
+)
+def test_doctor_leaves_damaged_verdicts_out(tmp_path, capsys, monkeypatch, damage):
+    whole = b"H100\x1b[2J, driver 13.0\tdyt.cu\t-DK_VEC=4\trows_forward\tright\n"
+    (tmp_path / "a.verdicts").write_bytes(whole + damage)
+    (tmp_path / "a.verdicts").chmod(0o600)
+    monkeypatch.setenv("NORMFORMER_RS_CACHE", str(tmp_path))
+    assert cli.main(["doctor"]) == 0
+    captured = capsys.readouterr()
+    assert "\nkernels on H100\\x1b[2J, driver 13.0: 1 proven right, 0 wrong\n" in captured.out
+    assert ("\nkernels: 1 of the kept verdicts' lines are damaged" in captured.out) == (damage != b"")
+
+
+def test_doctor_does_not_read_what_others_may_have_written(tmp_path):
+    (tmp_path / "a.verdicts").write_text("H100, driver 13.0\tdyt.cu\t-DK_VEC=4\trows_forward\tright\n")
+    (tmp_path / "a.verdicts").chmod(0o666)
+    (tmp_path / "b.verdicts").symlink_to("a.verdicts")
+    os.mkfifo(tmp_path / "c.verdicts")
+    env = {**os.environ, "NORMFORMER_RS_CACHE": str(tmp_path)}
+    done = subprocess.run([*COMMAND, "doctor"], capture_output=True, text=True, check=True, env=env)
+    assert "kernels on" not in done.stdout and "kernels:" not in done.stdout
+    said = {line.partition(f"{tmp_path}/")[2][:28] for line in done.stderr.splitlines() if "does not trust" in line}
+    assert said == {"a.verdicts can be written by", "b.verdicts is a symbolic lin", "c.verdicts is a pipe; expect"}

@@ -332,6 +332,29 @@ def test_a_kernel_that_was_wrong_stays_off(tmp_path):
     assert trusted[0][1:] == ["rows_forward", "rows_backward", "sum_partials"]
 
 
+@pytest.mark.parametrize("distrusted", ["file for all", "linked file", "folder for all", "linked folder"])
+def test_what_others_may_have_written_is_not_trusted(tmp_path, distrusted):
+    folder = tmp_path / "kernels"
+    env = device.environment(folder, NORMFORMER_RS_CUDA="auto", MOCK_LOG=str(tmp_path / "log"))
+    names, verdicts, _ = device.run(launcher_cases.proven_launches, env=env)
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert {file.stat().st_mode & 0o777 for file in folder.iterdir()} == {0o600}
+    for file in folder.glob("*.verdicts"):  # forged
+        file.write_text(file.read_text().replace("right", "wrong"))
+        if distrusted == "file for all":
+            file.chmod(0o666)
+        elif distrusted == "linked file":
+            file.symlink_to(file.rename(tmp_path / file.name))
+    if distrusted == "folder for all":
+        folder.chmod(0o777)
+    elif distrusted == "linked folder":
+        folder.symlink_to(folder.rename(tmp_path / "elsewhere"))
+    (tmp_path / "log").unlink()
+    again, kept, warned = device.run(launcher_cases.proven_launches, env=env)
+    assert (again, warned) == (names, []), "the verdicts do not count, and kernels are proven again"
+    assert kept == (verdicts if "file" in distrusted else [])
+
+
 def test_no_library_means_the_formula(tmp_path):
     env = {"NORMFORMER_RS_CUDA_LIBRARIES": str(tmp_path), "NORMFORMER_RS_CACHE": str(tmp_path)}
     assert "libcuda.so.1 cannot be loaded" in device.run(launcher_cases.warns_and_falls_back, env=env)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import normformer_rs as nfrs
-from normformer_rs import _core
+from normformer_rs import _core, tokenizer
 from normformer_rs.tokenizer import _passes, tokenizer_files
 
 tokenizers = pytest.importorskip("tokenizers")
@@ -69,7 +69,9 @@ def run_folder(folder, pieces, codes):
     for name, text in (("vocabulary.txt", vocabulary), ("bpe.codes", codes)):
         if text:
             (folder / name).write_bytes(text.encode())
-    return tokenizers.Tokenizer.from_str(tokenizer_files(vocabulary, codes, [])["tokenizer.json"])
+    return tokenizers.Tokenizer.from_str(
+        tokenizer_files(vocabulary, codes, [], 4 + vocabulary.count("\n"))["tokenizer.json"]
+    )
 
 
 def encoded(tokenizer, text):
@@ -147,7 +149,7 @@ def test_greedy_texts_are_those_of_generate(exported):
 def test_every_architecture_takes_it(model_type, tmp_path):
     run_folder(tmp_path / "run", ["th@@", "e", "cat", "c@@"], "#version: 0.2\nt h\n")
     (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
-    for name, text in tokenizer_files("th@@ 1\ne 1\ncat 1\nc@@ 1\n", "#version: 0.2\nt h\n", []).items():
+    for name, text in tokenizer_files("th@@ 1\ne 1\ncat 1\nc@@ 1\n", "#version: 0.2\nt h\n", [], 8).items():
         (tmp_path / name).write_text(text)
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
     assert tokenizer("the  ce\ncat")["input_ids"] == [EOS, 4, 5, 7, 5, EOS, *by_package(tmp_path / "run", "cat")]
@@ -218,7 +220,7 @@ def test_merges_of_any_characters(tmp_path):
 
 def test_pieces_outside_of_the_target_vocabulary_are_unknown():
     """As `generate` reads its prompts; they have a text all the same."""
-    files = tokenizer_files("a 3\nb 2\n.* 1\n", None, [5, 6])
+    files = tokenizer_files("a 3\nb 2\n.* 1\n", None, [5, 6], 7)
     tokenizer = tokenizers.Tokenizer.from_str(files["tokenizer.json"])
     assert encoded(tokenizer, "a b ab .* bb a") == [4, UNK, UNK, UNK, UNK, 4]
     assert tokenizer.decode([4, 5, 6]) == "a b .*"
@@ -228,3 +230,30 @@ def test_a_model_without_text_has_no_tokenizer(tmp_path):
     small = {"vocab_size": 20, "d_model": 16, "heads": 4, "kv_heads": 2, "d_ff": 8}
     nfrs.to_huggingface(nfrs.Transformer(nfrs.preset("llama-tiny")[0].replace(**small)), tmp_path / "out")
     assert not [*(tmp_path / "out").glob("tokenizer*")]
+
+
+@pytest.mark.parametrize(
+    "vocabulary, codes, what",
+    [
+        ("a 3\n", "#version: 0.2\na b\n", "has 5 types and the model 6"),
+        ("", None, "has 5 types and the model 6"),
+        ("a 3\nb 2\n", "", "expected #version.*got ''"),
+        ("a 3\nb 2\n", "a b\n", "expected #version.*got 'a b'"),
+    ],
+)
+def test_damaged_files_are_refused(vocabulary, codes, what):
+    with pytest.raises(nfrs.InputError, match=what):
+        tokenizer_files(vocabulary, codes, [], 6)
+
+
+def test_of_a_merge_that_comes_twice_the_first_counts(monkeypatch):
+    whole = tokenizer_files("ab 3\n", "#version: 0.2\na b\nab c\n", [], 5)
+    assert tokenizer_files("ab 3\n", "#version: 0.2\n" + "a b\nab c\n" * 10_000, [], 5) == whole
+    monkeypatch.setattr(tokenizer, "_MOST", 1)
+    with pytest.raises(nfrs.InputError, match="2 merges"):
+        tokenizer_files("ab 3\n", "#version: 0.2\na b\nab c\n", [], 5)
+
+
+def test_a_last_line_without_its_end_counts():
+    whole = tokenizer_files("a 3\nb 2\n", "#version: 0.2\na b\n", [], 6)
+    assert tokenizer_files("a 3\nb 2", "#version: 0.2\na b", [], 6) == whole

@@ -18,8 +18,8 @@ ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / "python" / "normformer_rs"
 FLOORS = (
     ("error",),
-    ("host",),
-    ("options", "analysis", "atomic", "cpu", "cuda"),
+    ("atomic", "host"),
+    ("options", "analysis", "cpu", "cuda"),
     ("data", "kernel", "ownership", "parametrisation"),
     ("metrics", "norm", "residual"),
     ("init",),

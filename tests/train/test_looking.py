@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import normformer_rs as nfrs
-from normformer_rs import _html, cli, curves, demo
+from normformer_rs import _html, cli, curves, demo, drawing, history
 
 
 def written(folder: Path, updates=40, bleu=True, evaluations=True, scale=1.0) -> Path:
@@ -61,6 +61,11 @@ DAMAGES = {
     "layers that are none": json.dumps({**UPDATED, "layers": 3}).encode(),
     "layers without numbers": json.dumps({**UPDATED, "layers": {"gradients": {"a": "b"}}}).encode(),
     "a layer's list": json.dumps({**UPDATED, "layers": {"gains": [1]}}).encode(),
+    "statistics that are a list": json.dumps({**UPDATED, "statistics": [1, 2]}).encode(),
+    "statistics that are text": json.dumps({**UPDATED, "statistics": {"size/decoder.0": "1"}}).encode(),
+    "statistics of statistics": json.dumps({**UPDATED, "statistics": {"size": {"decoder.0": 1.0}}}).encode(),
+    "a start with an entropy of text": b'{"event": "started", "update": 0, "unigram_entropy": "2.7"}',
+    "a line of many MiB": json.dumps({**UPDATED, "note": "x" * (4 << 20)}).encode(),
     "a lone surrogate": json.dumps({**UPDATED, "layers": {"gains": {"\ud800": 1.0}}}).encode(),
     "deep": b'{"event": "updated", "update": 21, "x": ' + b"[" * 100_000,
     "a start that is none": b'{"event": "started", "update": "last"}',
@@ -115,6 +120,27 @@ def test_a_whole_log_is_no_damage(tmp_path, caplog):
     assert len(nfrs.History.read(run).update) == 0 and caplog.messages == []
 
 
+def test_layers_may_have_any_names(tmp_path):
+    names = ["a10", "a2", "a²", "9" * 5000, "", "a02b"]
+    event = {**UPDATED, "layers": {"gains": dict.fromkeys(names, 1.0)}, "statistics": {"b": None}}
+    (tmp_path / "log.jsonl").write_text(json.dumps(event) + "\n")
+    layers = nfrs.History.read(tmp_path).layers
+    assert sorted(layers) == sorted(["b", *(f"gain/{name}" for name in names)])
+    order = list(layers)
+    assert order.index("gain/a2") < order.index("gain/a02b") < order.index("gain/a10")
+
+
+def test_layers_of_a_forged_log_take_no_more_than_they_hold(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(history, "_CELLS", 1000)
+    events = [{**UPDATED, "update": u, "statistics": {f"layer {u}": 1.0, "same": 1.0}} for u in range(1, 201)]
+    (tmp_path / "log.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    found = nfrs.History.read(tmp_path)  # 201 names of 200 updates, and 400 numbers
+    assert len(found.update) == 200 and found.layers == {}
+    assert caplog.messages == ["201 names of layers are too many for 200 updates: no layers are read"]
+    (tmp_path / "log.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events[:100]))
+    assert len(nfrs.History.read(tmp_path).layers) == 101
+
+
 def test_cut_anywhere_a_log_is_read(tmp_path, caplog):
     run = written(tmp_path / "run", updates=3)
     whole = (run / "log.jsonl").read_bytes()
@@ -135,6 +161,35 @@ def test_a_log_that_is_no_file_is_refused(tmp_path):
         nfrs.History.read(tmp_path)
     with pytest.raises(nfrs.InputError, match=r"no log\.jsonl there"):
         nfrs.plot(tmp_path)
+
+
+def test_names_are_drawn_as_they_are(tmp_path):
+    pytest.importorskip("matplotlib")
+    from matplotlib.text import Text
+
+    name, shown = "a$_$b\\$^\udc80", "a$_$b\\$^\\udc80"
+    runs = [nfrs.History.read(written(tmp_path / part, updates=2)) for part in ("1", "2")]
+    figures = [curves._figure(runs[:1], [name]), curves._figure(runs, [name, "other"])]
+    for draw in (drawing.gradient_norms, lambda found, title: drawing.lines(found, title, name, name)):
+        series = {(name,): [1.0, 200.0]}
+        figures.append(draw({"raw": series} if draw is drawing.gradient_norms else {(name,): ([1, 2], [3, 4])}, name))
+    for figure in figures:
+        texts = [text for text in curves.literal(figure).findobj(Text) if shown in text.get_text()]
+        assert texts and not any(text.get_parse_math() for text in texts)
+    drawing.save(figures[-1], tmp_path / "figure.svg")
+
+
+def test_marks_of_axes_that_are_names_are_drawn_as_they_are(tmp_path):
+    pytest.importorskip("matplotlib")
+    figure = drawing.new_figure(3, 3)
+    axis = figure.subplots()
+    axis.plot([1, 2], [1, 1000])
+    axis.set_yscale("log")
+    axis.set_xticks([1, 2], ["a$_$b", "$^$"])
+    axis.legend(["$_$"])
+    drawing.save(figure, tmp_path / "figure.png")
+    assert [label.get_parse_math() for label in axis.get_xticklabels()] == [False, False]
+    assert all(label.get_parse_math() for label in axis.get_yticklabels()), "powers of ten are formulas"
 
 
 NUMBERS = ("loss", "nll", "lr", "grad_norm", "tokens_per_second", "perplexity", "bleu", "seconds")

@@ -28,7 +28,7 @@ from normformer_rs.reproduce import (
     tables,
 )
 from normformer_rs.reproduce.results import Results
-from normformer_rs.reproduce.runs import Runs, folder_of, judge
+from normformer_rs.reproduce.runs import _NUMBERS, Runs, folder_of, judge, read_verdict
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 LIMIT = 180
@@ -387,9 +387,37 @@ def test_cells_of_a_table(tmp_path):
     assert tables.markdown(head, lines).splitlines()[2] == "| a\\|b | trains; 1.2 |  | A\\|B |"
 
 
+@pytest.mark.parametrize(
+    "forged",
+    [
+        "",
+        "[]",
+        "{}",
+        "null",
+        "[" * 100_000,
+        {"has_ended": "yes"},
+        {"has_ended": 1},
+        {"verdict": ["trains"]},
+        {"train_nll": "2"},
+        {"updates": True},
+        {"unigram_entropy": 1e308},
+        {"largest_grad_norm": None},
+        {"more": 1},
+    ],
+    ids=lambda forged: str(forged)[:20],
+)
+def test_a_damaged_verdict_is_refused(tmp_path, forged):
+    whole = {**dict.fromkeys(_NUMBERS, 2.0), "valid_nll": math.nan, "verdict": "trains", "has_ended": True}
+    (tmp_path / "verdict.json").write_text(json.dumps(whole))
+    assert read_verdict(tmp_path / "verdict.json")["has_ended"] is True
+    (tmp_path / "verdict.json").write_text(forged if isinstance(forged, str) else json.dumps({**whole, **forged}))
+    with pytest.raises(nfrs.InputError, match=r"verdict\.json: .*remove it to judge the run again"):
+        read_verdict(tmp_path / "verdict.json")
+
+
 def test_a_damaged_log_is_judged_without_its_damage(tmp_path, caplog):
     started = {"event": "started", "update": 0, "unigram_entropy": 4.0}
-    update = {"event": "updated", "update": 1, "nll": 2.0, "grad_norm": 1.5, "seconds": 1.0}
+    update = {"event": "updated", "update": 1, "nll": 2.0, "grad_norm": 1.5, "seconds": None}
     lines = [json.dumps(started).encode(), b"\xff", json.dumps(update).encode(), b"[]"]
     (tmp_path / "log.jsonl").write_bytes(b"\n".join(lines))
     found = judge(tmp_path, has_ended=True)

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from .. import _core
+from ..curves import literal
 
 Row = dict[str, str]
 
@@ -86,7 +87,7 @@ class Figures:
         axis.margins(y=0.01)
         axis.axvline(1.0, color="#555555", linewidth=0.8)
         axis.set(xlabel="share of the copy rate", title=f"{shares[0]['device']}, {shares[0]['date']}")
-        figure.savefig(self.folder / "gpu.png")
+        literal(figure).savefig(self.folder / "gpu.png")
 
 
 def line(row: Row) -> str:

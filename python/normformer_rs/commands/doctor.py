@@ -76,9 +76,16 @@ def _kernels() -> Iterator[tuple[str, list[str]]]:
     from .. import _core
 
     found: dict[str, dict[str, list[str]]] = {}
+    damaged = 0
     for line in _core.cuda_verdicts():
-        device, *names, verdict = line.split("\t")
-        found.setdefault(device, {"right": [], "wrong": []}).setdefault(verdict, []).append(" ".join(names))
+        match [text.escaped(part) for part in line.split("\t")]:
+            case [device, program, options, kernel, ("right" | "wrong") as verdict]:
+                kernels = found.setdefault(device, {"right": [], "wrong": []})
+                kernels[verdict].append(f"{program} {options} {kernel}")
+            case _:
+                damaged += 1
+    if damaged:
+        yield f"kernels: {damaged} of the kept verdicts' lines are damaged or incomplete, and left out", []
     for device, verdicts in found.items():
         right, wrong = verdicts["right"], verdicts["wrong"]
         yield (

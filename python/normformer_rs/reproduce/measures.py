@@ -159,7 +159,7 @@ def layers(runs: Runs, run: Run, scale: Scale) -> Measured:
 def growth_curve(runs: Runs, run: Run, scale: Scale) -> Measured:
     """α_t of BranchNorm over the run's updates."""
     steps, curve = run.row.options["branchnorm_steps"], run.row.options["branchnorm_growth"]
-    updates = range(1, run.verdict["updates"] + 1)
+    updates = range(1, len(run.history.update) + 1)
     alphas = [float(_core.growth(steps, curve, torch.tensor([t]))) for t in updates]
     return Measured(series={"alpha": [float(f"{alpha:.5g}") for alpha in alphas]})
 

@@ -28,6 +28,9 @@ VERDICT = "verdict.json"
 """Stands in a run's folder when the run is over."""
 _LAST = 50
 """Updates over which the training NLL is a mean."""
+_NUMBERS = ("updates", "train_nll", "valid_nll", "unigram_entropy", "largest_grad_norm", "seconds")
+_MOST_NATS = 100
+"""An entropy of 2⁶⁴ types is 44."""
 
 
 def folder_of(row: Row) -> str:
@@ -99,7 +102,7 @@ class Runs:
             has_ended = self._train(row, output)
             verdict = {**judge(output, has_ended), "has_ended": has_ended}
             text.write_lines(str(output / VERDICT), [json.dumps(verdict)])
-        verdict = text.read_json(output / VERDICT, "remove it to judge the run again")
+        verdict = read_verdict(output / VERDICT)
         has_ended = verdict.pop("has_ended")
         return Run(output, row, self.files(row.corpus), verdict, has_ended)
 
@@ -139,6 +142,22 @@ class Runs:
         return saved.read_text(encoding="utf-8").split("\n")[:-1], references
 
 
+def read_verdict(path: Path) -> dict[str, Any]:
+    """What `judge` has found, and `has_ended`. Errors: InputError for a damaged file; FileNotFoundError."""
+    again = "remove it to judge the run again"
+    found = text.read_json(path, again)
+    is_whole = (
+        found.keys() == {"verdict", "has_ended", *_NUMBERS}
+        and isinstance(found["verdict"], str)
+        and isinstance(found["has_ended"], bool)
+        and {type(found[name]) for name in _NUMBERS} <= {int, float}
+        and not found["unigram_entropy"] > _MOST_NATS
+    )
+    if not is_whole:
+        raise InputError(f"{path}: expected the numbers and words of a run's verdict; got others; {again}")
+    return found
+
+
 def judge(output: Path, has_ended: bool) -> dict[str, Any]:
     """A run's losses in nats per token and its verdict, docs/spec.md's: diverged, trains or neither."""
     events = read_events(output / LOG)
@@ -160,5 +179,5 @@ def judge(output: Path, has_ended: bool) -> dict[str, Any]:
         "valid_nll": round(valid, 4),
         "unigram_entropy": round(entropy, 4),
         "largest_grad_norm": round(float(np.max(history.grad_norm)), 2) if len(history.grad_norm) else math.nan,
-        "seconds": round(float(history.seconds[-1])) if len(history.seconds) else 0,
+        "seconds": round(float(np.nanmax(history.seconds, initial=0.0))),
     }
