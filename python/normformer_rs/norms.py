@@ -8,7 +8,6 @@ import contextlib
 import gc
 import itertools
 import json
-import math
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
