@@ -92,11 +92,15 @@ class FromFile:
 
 def _new(module: str, name: str) -> Any:
     """An empty object of a file's class, as unpickling needs it. Errors: InputError where the file is not loaded."""
-    if module not in sys.modules:
-        stem = re.sub(r"_[0-9a-f]{16}(_[0-9a-f]{8})?$", "", module.removeprefix(_PREFIX))
+    content = re.match(rf"{_PREFIX}(\w+)_[0-9a-f]{{16}}", module)
+    loaded = sys.modules.get(module)
+    if loaded is None and content is not None:  # a file of this content that lies elsewhere
+        loaded = next((found for key, found in [*sys.modules.items()] if key.startswith(content[0])), None)
+    if loaded is None:
+        stem = content[1] if content else module
         raise InputError(
             f"the pickle holds an object of the class {name} of a file {stem}.py: name that file first, as in "
             f'TransformerConfig(norm="{stem}.py:{name}"); a file that was edited since is another file'
         )
-    kind = operator.attrgetter(name)(sys.modules[module])
+    kind = operator.attrgetter(name)(loaded)
     return kind.__new__(kind)

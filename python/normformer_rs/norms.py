@@ -85,6 +85,8 @@ class Norm(FromFile):
         for name, p in self.parameters.items():
             if not isinstance(p, Parameter):
                 raise InputError(f"{kind}.parameters[{name!r}] must be a Parameter; got {p!r}")
+            for key in ("offset", "factor"):
+                number(getattr(p, key), f"{kind}: the {key} of {name}")
 
     def normalize(self, x: Any, *parameters: Any, **options: float) -> Any:
         """y of x (…, width), f32 or f64, row by row, by torch's operations, which autograd follows. Parameters have
@@ -146,8 +148,8 @@ class Norm(FromFile):
                 "shape": self.shape(name),
                 "start": {str(width): self.start(name, width) for width in widths},
                 **({"std": self.std(name)} if self.std(name) else {}),
-                "offset": number(p.offset, f"{self!r}: the offset of {name}"),
-                "factor": number(p.factor, f"{self!r}: the factor of {name}"),
+                "offset": float(p.offset),
+                "factor": float(p.factor),
             }
             for name, p in self.parameters.items()
         ]

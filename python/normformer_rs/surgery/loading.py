@@ -79,7 +79,15 @@ def load_swapped(
         for number, one in enumerate(swaps, 1):
             _swap(model, dict(one), example, f"{folder}'s config.json: swap {number}")
 
-    model = _class(kind, again).from_pretrained(folder, config=config, **options)
+    try:
+        model = _class(kind, again).from_pretrained(folder, config=config, **options)
+    except RuntimeError as error:
+        if "ignore_mismatched_sizes" not in str(error):
+            raise
+        raise InputError(
+            f"{folder}: its weights have other shapes than the swaps that its config.json names, as the report above "
+            "says: pass swap=, a function that swaps as the saved model was"
+        ) from error
     model.__class__ = kind
     return model
 
@@ -199,7 +207,7 @@ def _is_like(value: Any, default: Any) -> bool:
 def _check_residuals(one: Mapping[str, Any], where: str) -> None:
     if not isinstance(one["swap_residuals"], (str, Mapping)):
         raise InputError(f"{where}: swap_residuals must name a scheme, or declare one; got {_shown(one)}")
-    fields = {field.name: field for field in TransformerConfig.FIELDS}
+    fields = {field.name: field for field in TransformerConfig.FIELDS if field.name != "init"}  # weights are loaded
     depth = one.get("depth")
     depths = depth if isinstance(depth, list) and len(depth) == 2 else [depth]
     if depth is not None and not all(type(number) is int and 1 <= number <= _DEEPEST for number in depths):
