@@ -253,6 +253,7 @@ def declared(data: Mapping[str, Any]) -> Norm:
         )
     fitting = _fitting_of(name, data)
     if len(fitting) > 1:
+        fitting.clear()
         gc.collect()  # classes that nothing holds
         fitting = _fitting_of(name, data)
     if len(fitting) > 1:

@@ -639,7 +639,7 @@ def _learned(parameter: Learned, at: _Names) -> dict[str, Any]:
     value: Any = parameter.value
     if isinstance(value, Normal):
         value = {"normal": number(value.std, name)}
-    elif isinstance(value, (list, tuple)) or getattr(value, "shape", ()):
+    elif isinstance(value, (list, tuple)) or getattr(value, "shape", None):
         value = [number(one, name) for one in value]
     else:
         value = number(value, name)
