@@ -260,7 +260,7 @@ class _Target(NamedTuple):
 def _target(to: str | Callable[..., nn.Module]) -> _Target:
     if isinstance(to, type) and issubclass(to, Norm):
         to = to()
-    if names_code(to):
+    if isinstance(to, str) and names_code(to):
         to = TransformerConfig(norm=to).norm  # an object, as there
     if isinstance(to, Norm):
         return _Target(str(to), None, to)
