@@ -7,7 +7,6 @@ command line answers at once.
 
 import copy
 import dataclasses
-import importlib.util
 import inspect
 import json
 import math
@@ -19,6 +18,7 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from . import _tables
 from .errors import InputError
+from .file_class import load_class, names_code, refuse_code
 
 _TYPES: dict[str, type] = {"int": int, "float": float, "bool": bool, "str": str}
 _NOUNS = {"int": "an integer", "float": "a number", "bool": "true or false", "str": "a string"}
@@ -99,37 +99,18 @@ OWN = {"residual": "schemes", "norm": "norms", "encoder_norm": "norms", "decoder
 
 def _declared(option: str, value: Any) -> Any:
     """A scheme or a norm beside the table's: an object or a class, what a config.json has of one, or file.py:Class."""
-    if isinstance(value, str) and ".py:" not in value:
+    if isinstance(value, str) and not names_code(value):
         return None
     from . import norms, schemes  # most models name the table's
 
     kind: Any = schemes.Scheme if option == "residual" else norms.Norm
     if isinstance(value, str):
-        value = _load(option, value, kind)
+        value = load_class(option, value, kind)
     if isinstance(value, Mapping):
         return schemes.DeclaredScheme(value) if option == "residual" else norms.declared(value)
     if isinstance(value, type) and issubclass(value, kind):
         return value()
     return value if isinstance(value, kind) else None
-
-
-def _load(option: str, path: str, kind: type) -> type:
-    """The class of `file.py:Class`. Errors: InputError where there is none."""
-    file, _, name = path.rpartition(":")
-    if not os.path.isfile(file):
-        raise InputError(f"{option} {path!r}: there is no file {file!r}; expected file.py:Class")
-    spec = importlib.util.spec_from_file_location(f"normformer_rs_of_{os.path.basename(file)[:-3]}", file)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    found = vars(module).get(name)
-    if not isinstance(found, type) or not issubclass(found, kind):
-        own = [key for key, value in vars(module).items() if isinstance(value, type) and issubclass(value, kind)]
-        own = [key for key in own if vars(module)[key].__module__ == module.__name__]
-        raise InputError(
-            f"{option} {path!r}: {file} has no class {name} of normformer_rs.{kind.__name__}; it has {own}"
-        )
-    return found
 
 
 def readable(name: str, text: str) -> str:
@@ -257,16 +238,22 @@ class Config:
         return "inf" if value == math.inf else value
 
     @classmethod
-    def from_dict(cls: type[_C], options: Mapping[str, Any]) -> _C:
-        """The inverse of `asdict`; names left out take their defaults."""
+    def from_dict(cls: type[_C], options: Mapping[str, Any], *, trust: bool = False) -> _C:
+        """The inverse of `asdict`; names left out take their defaults. `trust`: texts file.py:Class run that file's
+        code, which is an InputError otherwise."""
         if not isinstance(options, Mapping):
             raise InputError(f"{cls.__name__} takes options by name; got {options!r}")
+        refuse_code({name: value for name, value in options.items() if name in OWN}, cls.__name__, trust)
         return cls(**options)
 
     @classmethod
-    def from_json(cls: type[_C], text: str) -> _C:
-        """The inverse of `to_json`."""
-        return cls.from_dict(json.loads(text))
+    def from_json(cls: type[_C], text: str, *, trust: bool = False) -> _C:
+        """The inverse of `to_json`. `trust`: as in `from_dict`."""
+        try:
+            options = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise InputError(f"{cls.__name__}: not valid JSON ({error})") from error
+        return cls.from_dict(options, trust=trust)
 
 
 def _document(summary: str, fields: Iterable[Field]) -> str:

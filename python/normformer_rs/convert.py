@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from . import _core
-from .config import ATTENTION, LANGUAGE_MODELS, PARAMETRISATION, TrainingConfig, TransformerConfig
+from .config import ATTENTION, LANGUAGE_MODELS, OWN, PARAMETRISATION, TrainingConfig, TransformerConfig
 from .errors import InputError
+from .file_class import refuse_code
 from .model import load_run
 from .nn.scheme import declare
 
@@ -86,6 +87,11 @@ def _fix_g(flags: dict[str, Any]) -> None:
     for name in ("norm", "encoder_norm", "decoder_norm"):
         if flags.get(name) == "scalenorm":
             flags[name] = "scalenorm-fixed"
+
+
+def own_flags(flags: Mapping[str, Any]) -> dict[str, Any]:
+    """The flags that may name a class of one's own."""
+    return {name: flags[name] for name in OWN if name in flags}
 
 
 def configure(flags: argparse.Namespace, stack: str, vocab_size: int) -> TransformerConfig:
@@ -324,7 +330,7 @@ def from_fairseq(path: Path_, output: Path_, *, data: Path_ | None = None, trust
         path: a .pt of `nfrs_transformer…` or `transformer…`, with one dictionary for both languages.
         output: a folder that does not exist yet.
         data: fairseq's binarised folder, for its dictionary; None: the one it was trained on.
-        trust: load a .pt that could run code.
+        trust: load a .pt that could run code, or that names some: a norm or scheme file.py:Class.
 
     Errors: InputError for other architectures, dictionaries that differ, and existing folders.
     """
@@ -332,6 +338,7 @@ def from_fairseq(path: Path_, output: Path_, *, data: Path_ | None = None, trust
         raise InputError(f"{output} exists already; give a new folder")
     saved = read_checkpoint(path, trust)
     flags, task = flags_of(saved, path)
+    refuse_code(own_flags(flags), path, trust)
     dictionary = _dictionary(Path(data or str(task.get("data") or ".").split(":")[0]), task)
     try:
         complete_flags = complete(flags)

@@ -12,6 +12,7 @@ from . import _core
 from .config import TransformerConfig
 from .errors import InputError
 from .nn.step_hooks import first_trained, follow_steps
+from .norms import options_here
 
 PAD = 1
 """The id of padding."""
@@ -51,7 +52,7 @@ class Transformer(nn.Module):
     ) -> None:
         super().__init__()
         self.config, self.precision = config, precision
-        self._options = config.to_json()  # once: a scheme of one's own is asked for each layer
+        self._options = options_here(config)  # once: a scheme of one's own is asked for each layer
         if seed is None:
             seed = int(torch.randint(2**63 - 1, (), device="cpu"))
         if not 0 <= seed < 2**64:
@@ -123,7 +124,7 @@ class Transformer(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._options = self.config.to_json()
+        self._options = options_here(self.config)
         self._follow()
 
     def _parts(self) -> dict[str, tuple[str, str]]:
@@ -190,7 +191,8 @@ def _precision(dtype: torch.dtype) -> str:
 def load_run(directory: str | PathLike[str], checkpoint: str | int) -> tuple[TransformerConfig, dict[str, Tensor]]:
     """The options and tensors of a run's checkpoint, by its name or its update's number.
 
-    Errors: InputError that lists the existing ones, or says what is damaged.
+    Errors: InputError that lists the existing ones, or says what is damaged. A text that names code is damage: no run
+    writes one.
     """
     options, named = _core.load_model(fspath(directory), str(checkpoint))
     return TransformerConfig.from_json(options), dict(named)

@@ -4,16 +4,21 @@
 the loop calls it through PyTorch's dispatcher, so it is slower than the table's.
 """
 
-import functools
+import contextlib
+import gc
+import itertools
 import json
-import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import FunctionType
 from typing import Any, ClassVar, NamedTuple
 
 from .errors import InputError
-from .first_values import Normal
+from .file_class import FromFile
+from .first_values import Normal, number
 
-__all__ = ["Norm", "Parameter"]
+__all__ = ["Norm", "Parameter", "using"]
 
 
 class Parameter(NamedTuple):
@@ -27,7 +32,7 @@ class Parameter(NamedTuple):
     factor: float = 1.0
 
 
-class Norm:
+class Norm(FromFile):
     """The base of norms: override `normalize`, and name what it learns and its options.
 
     >>> import torch
@@ -55,19 +60,33 @@ class Norm:
     def __init_subclass__(cls, **rest: Any) -> None:
         super().__init_subclass__(**rest)
         if isinstance(getattr(cls, "name", None), str):
-            _define()
-            _CLASSES.setdefault(cls.name, []).insert(0, cls)
-            _of.cache_clear()
+            _register(cls)
 
     def __init__(self, **options: float) -> None:
         if not isinstance(getattr(self, "name", None), str):
             raise InputError(f'{type(self).__name__} has no name: write name = "…" in the class')
-        for name, value in options.items():
+        _register(type(self))
+        self._check()
+        for name in options:
             if name not in self.options:
                 raise InputError(f"{type(self).__name__} has no option {name!r}; it has {', '.join(self.options)}")
-            if not isinstance(value, (int, float)) or not math.isfinite(value):
-                raise InputError(f"{name} must be a finite number; got {value!r}")
-        self.given = {name: float(options.get(name, value)) for name, value in self.options.items()}
+        self.given = {name: number(options.get(name, value), name) for name, value in self.options.items()}
+
+    def _check(self) -> None:
+        """InputError where the class declares something else than it should."""
+        kind = type(self).__name__
+        for key in ("equation", "source"):
+            if not isinstance(getattr(self, key), str):
+                raise InputError(f"{kind}.{key} must be a text; got {getattr(self, key)!r}")
+        for key, expected in (("options", "numbers"), ("parameters", "Parameter objects")):
+            declared: Any = getattr(self, key)
+            if not isinstance(declared, Mapping) or not all(isinstance(name, str) for name in declared):
+                raise InputError(f"{kind}.{key} must be a dictionary from names to {expected}; got {declared!r}")
+        for name, p in self.parameters.items():
+            if not isinstance(p, Parameter):
+                raise InputError(f"{kind}.parameters[{name!r}] must be a Parameter; got {p!r}")
+            for key in ("offset", "factor"):
+                number(getattr(p, key), f"{kind}: the {key} of {name}")
 
     def normalize(self, x: Any, *parameters: Any, **options: float) -> Any:
         """y of x (…, width), f32 or f64, row by row, by torch's operations, which autograd follows. Parameters have
@@ -85,21 +104,24 @@ class Norm:
         value = self.parameters[name].start
         if isinstance(value, Normal):
             return 0.0
-        return float(value(width) if callable(value) else value)
+        return number(value(width) if callable(value) else value, f"{self!r}: the start of {name}")
 
     def std(self, name: str) -> float:
         """Of the normal distribution that a parameter is drawn from; 0: none."""
         value = self.parameters[name].start
-        return float(value.std) if isinstance(value, Normal) else 0.0
+        return number(value.std, f"{self!r}: the std of {name}") if isinstance(value, Normal) else 0.0
 
     def shape(self, name: str) -> str | list[int | str]:
         """A parameter's: a name, or the sides of a matrix, numbers and "width". Errors: InputError for other words."""
-        shape = self.parameters[name].shape
-        if shape in ("one", "width"):
+        shape: Any = self.parameters[name].shape
+        if isinstance(shape, str) and shape in ("one", "width"):
             return shape
-        known: Mapping[Any, Any] = self.given
-        sides: list[Any] = [shape] if isinstance(shape, str) else [known.get(side, side) for side in shape]
-        fits = [side == "width" or (not isinstance(side, str) and side >= 1 and side == int(side)) for side in sides]
+        given: list[Any] = [*shape] if isinstance(shape, (list, tuple)) else [shape]
+        sides: list[Any] = [self.given.get(side, side) if isinstance(side, str) else side for side in given]
+        fits = [
+            side == "width" or (isinstance(side, (int, float)) and 1 <= side < 2**31 and side == int(side))
+            for side in sides
+        ]
         if len(sides) != 2 or not all(fits):
             raise InputError(
                 f'{self!r}: {name} has the shape {shape!r}; valid: "one", "width", or two sides of a matrix, each a '
@@ -108,7 +130,16 @@ class Norm:
         return [side if side == "width" else int(side) for side in sides]
 
     def declare(self, config: Any) -> dict[str, Any]:
-        """Everything that the norm declares in a model of this configuration, as config.json holds it."""
+        """Everything that the norm declares in a model of this configuration, as config.json holds it.
+
+        Errors: InputError where the model has another class of this name, too: parameters and files know names alone.
+        """
+        for other in own_norms({key: getattr(config, key, None) for key in _OPTIONS}):
+            if other.name == self.name and type(other) is not type(self):
+                raise InputError(
+                    f"two classes of one model, {_place(type(self))} and {_place(type(other))}, are called "
+                    f"{self.name!r}: give one of them another name"
+                )
         d_head = config.d_model // max(config.heads, 1)
         widths = sorted({config.d_model, config.d_ff, d_head, (config.kv_heads or config.heads) * d_head})
         parameters = [
@@ -138,40 +169,199 @@ class Norm:
         return hash((type(self), *self.given.items()))
 
 
-_CLASSES: dict[str, list[type[Norm]]] = {}
-"""The classes by name, the newest first: a notebook's cell runs again, and two projects may choose one name."""
+_OPTIONS = ("norm", "encoder_norm", "decoder_norm")
+"""A model's options that take a norm."""
+_CLASSES: dict[str, list[weakref.ref[type[Norm]]]] = {}
+"""The classes by name, the newest first: a notebook's cell runs again, and two projects may choose one name. A class
+that nothing else holds any more is gone."""
+_SERIALS: weakref.WeakValueDictionary[int, type[Norm]] = weakref.WeakValueDictionary()
+"""The classes by their number in this process."""
+_NEXT = itertools.count(1)
+_SERIAL = "\x1f"
+"""Stands between a declaration's source and its class's number, in a process and never in a file."""
+_USED: list[tuple[int, tuple[type[Norm], ...]]] = []
+"""What `using` gives, the latest last, each with its thread."""
+_FOUND: weakref.WeakValueDictionary[str, Norm] = weakref.WeakValueDictionary()
+"""Norms by declaration, as found last; their classes hold them."""
+
+
+def _register(cls: type[Norm]) -> None:
+    if "_serial" not in vars(cls):
+        _define()
+        cls._serial, cls._found = next(_NEXT), {}  # type: ignore[attr-defined]
+        _SERIALS[cls._serial] = cls  # type: ignore[attr-defined]
+        _CLASSES.setdefault(cls.name, []).insert(0, weakref.ref(cls))
+        _FOUND.clear()
+
+
+def own_norms(options: Mapping[str, Any]) -> list[Norm]:
+    """The norms of one's own among a model's options."""
+    return [norm for key in _OPTIONS if isinstance(norm := options.get(key), Norm)]
+
+
+def options_here(config: Any) -> str:
+    """`config.to_json()` for a model of this process: each norm of one's own is its class, whatever is declared later.
+    No file gets this text."""
+    text = config.to_json()
+    found = {key: norm for key in _OPTIONS if isinstance(norm := getattr(config, key), Norm)}
+    if not found:
+        return text
+    options = json.loads(text)
+    for key, norm in found.items():
+        options[key]["source"] += f"{_SERIAL}{type(norm)._serial}"  # type: ignore[attr-defined]
+    return json.dumps(options)
+
+
+@contextlib.contextmanager
+def using(*norms: Norm | type[Norm]) -> Iterator[None]:
+    """Within it a declaration of config.json means one of these classes, where several of its name declare it.
+
+    Errors: InputError where another thread uses another class of such a name.
+    """
+    classes = tuple(norm if isinstance(norm, type) else type(norm) for norm in norms)
+    here = threading.get_ident()
+    for thread, others in _USED:
+        for cls, other in itertools.product(classes, others):
+            if thread != here and cls.name == other.name and not _alike(cls, other):
+                raise InputError(f"norm {cls.name!r}: another thread uses another class of that name: run one by one")
+    used = (here, classes)
+    _USED.append(used)
+    _FOUND.clear()
+    try:
+        yield
+    finally:
+        _USED.remove(used)
+        _FOUND.clear()
 
 
 def declared(data: Mapping[str, Any]) -> Norm:
-    """The norm of a config.json: of the newest class of its name that declares the same parameters. Errors: InputError
-    where no such class has been imported."""
-    name, options = str(data.get("name")), data.get("options", {})
-    if name not in _CLASSES:
+    """The norm of a config.json: of the class of its name that declares the same parameters and options.
+
+    Errors: InputError where no such class has been imported, or several that may compute different things, and for
+    data that are no declaration.
+    """
+    _check_data(data)
+    name, options = data["name"], data.get("options", {})
+    for _, classes in reversed(_USED):
+        for cls in classes:
+            if found := _fitting(cls, data):
+                return found
+    if not _known(name):
         raise InputError(
             f"norm {name!r} is a function in Python, which a run does not hold: import the module that declares it, or "
             'name it with norm = "file.py:Class"'
         )
-    wanted = [(p["name"], p["shape"], p.get("offset", 0.0), p.get("factor", 1.0)) for p in data.get("parameters", ())]
-    for cls in _CLASSES[name]:
-        if cls.options.keys() == options.keys():
-            norm = cls(**options)
-            own = [(key, norm.shape(key), p.offset, p.factor) for key, p in cls.parameters.items()]
-            if own == wanted:
-                return norm
-    raise InputError(
-        f"norm {name!r} of this run learns {_listed(p[0] for p in wanted)} and has the options {_listed(options)}; "
-        f"the class {_CLASSES[name][0].__name__} of that name declares other parameters (names, shapes, offsets, "
-        "factors) or options: import the class that the run was made with"
-    )
+    fitting = _fitting_of(name, data)
+    if len(fitting) > 1:
+        fitting.clear()
+        gc.collect()  # classes that nothing holds
+        fitting = _fitting_of(name, data)
+    if len(fitting) > 1:
+        raise InputError(
+            f"norm {name!r} of this run may be one of {len(fitting)} classes, "
+            f"{', '.join(_place(type(norm)) for norm in fitting)}: say which one it is, within "
+            f'"with normformer_rs.norms.using({type(fitting[0]).__name__}):"'
+        )
+    if not fitting:
+        learned = _listed(p["name"] for p in data.get("parameters", ()))
+        raise InputError(
+            f"norm {name!r} of this run learns {learned} and has the options {_listed(options)}; "
+            f"the class {_known(name)[0].__name__} of that name declares other parameters (names, shapes, offsets, "
+            "factors) or options: import the class that the run was made with"
+        )
+    return fitting[0]
+
+
+def _check_data(data: Any) -> None:
+    """InputError for what is no norm's declaration."""
+
+    def is_parameter(p: Any) -> bool:
+        return (
+            isinstance(p, Mapping)
+            and isinstance(p.get("name"), str)
+            and isinstance(p.get("shape"), (str, list))
+            and all(_is_number(p.get(key, 0.0)) for key in ("offset", "factor", "std"))
+        )
+
+    parameters, options = data.get("parameters", []), data.get("options", {})
+    fits = isinstance(data.get("name"), str) and isinstance(parameters, list) and all(map(is_parameter, parameters))
+    if not fits or not isinstance(options, Mapping) or not all(map(_is_number, options.values())):
+        shown = repr(data) if len(repr(data)) <= 120 else f"{repr(data)[:120]}…"
+        raise InputError(
+            f"a norm's declaration has a name, parameters (each with name, shape, offset, factor) and options, which "
+            f"are numbers; got {shown}"
+        )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _known(name: str) -> list[type[Norm]]:
+    """The classes of a name, the newest first."""
+    return [cls for ref in _CLASSES.get(name, ()) if (cls := ref()) is not None]
+
+
+def _fitting_of(name: str, data: Mapping[str, Any]) -> list[Norm]:
+    """Norms of the classes that declare these data; of classes that are alike the newest's."""
+    found: list[Norm] = []
+    for cls in _known(name):
+        norm = _fitting(cls, data)
+        if norm is not None and not any(_alike(type(other), cls) for other in found):
+            found.append(norm)
+    return found
+
+
+def _fitting(cls: type[Norm], data: Mapping[str, Any]) -> Norm | None:
+    """The norm of this class that declares these data; None: it declares others."""
+    if cls.name != data["name"] or cls.options.keys() != data.get("options", {}).keys():
+        return None
+    try:
+        norm = cls(**data.get("options", {}))
+        own = [(key, norm.shape(key), p.offset, p.factor) for key, p in cls.parameters.items()]
+    except InputError:  # options that it refuses
+        return None
+    given = data.get("parameters", ())
+    return norm if own == [(p["name"], p["shape"], p.get("offset", 0.0), p.get("factor", 1.0)) for p in given] else None
+
+
+def _alike(one: type[Norm], other: type[Norm]) -> bool:
+    """Two classes compute the same: one inherits all from the other, or a notebook's cell ran again unchanged."""
+
+    def own(cls: type[Norm]) -> dict[str, Any]:
+        declared = {"name", "equation", "source", "parameters", "options", "_serial", "_found"}
+        names = {name for kind in cls.__mro__[: cls.__mro__.index(Norm)] for name in vars(kind)} - declared
+        return {name: getattr(cls, name) for name in names if name == "__init__" or not name.startswith("__")}
+
+    def same(a: Any, b: Any) -> bool:
+        if isinstance(a, FunctionType) and isinstance(b, FunctionType):
+            codes = (a.__code__, a.__defaults__, a.__kwdefaults__) == (b.__code__, b.__defaults__, b.__kwdefaults__)
+            return a is b or (codes and a.__globals__ is b.__globals__ and a.__closure__ is b.__closure__ is None)
+        plain = (int, float, str, bool, tuple, type(None))
+        return a is b or (type(a) is type(b) and isinstance(a, plain) and a == b)
+
+    mine, theirs = own(one), own(other)
+    return one is other or (mine.keys() == theirs.keys() and all(same(mine[name], theirs[name]) for name in mine))
+
+
+def _place(cls: type[Norm]) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
 
 
 def _listed(names: Iterable[str]) -> str:
     return ", ".join(names) or "nothing"
 
 
-@functools.cache
 def _of(declaration: str) -> Norm:
-    return declared(json.loads(declaration))
+    """The norm that a model's declaration means: of the class that the model was made with, or as a file's."""
+    norm = _FOUND.get(declaration)
+    if norm is None:
+        data = json.loads(declaration)
+        data["source"], _, serial = data["source"].partition(_SERIAL)
+        made_with = _SERIALS.get(int(serial)) if serial.isdecimal() else None
+        norm = (made_with and _fitting(made_with, data)) or declared(data)
+        type(norm)._found[declaration] = _FOUND[declaration] = norm  # type: ignore[attr-defined]
+    return norm
 
 
 _defined: list[Any] = []

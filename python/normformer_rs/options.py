@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from . import fairseq_words
-from .config import Config, DataConfig, Field, TrainingConfig, TransformerConfig, closest, unknown
+from .config import OWN, Config, DataConfig, Field, TrainingConfig, TransformerConfig, closest, unknown
 from .errors import InputError
+from .file_class import refuse_code
 from .presets import find_preset
 from .text import STANDARD, check_writable, read_small
 
@@ -194,10 +195,11 @@ def parse(field: Field, text: str) -> Any:
     return field.check(value)
 
 
-def read_toml(path: str | Path, known: Iterable[str]) -> dict[str, Any]:
+def read_toml(path: str | Path, known: Iterable[str], trust: bool = False) -> dict[str, Any]:
     """The options of a file, flat or in the tables [model], [training] and [data], with - or _ in their names.
 
-    Errors: InputError for a missing file, wrong syntax, an unknown name, one given twice, a wrong value.
+    Errors: InputError for a missing file, wrong syntax, an unknown name, one given twice, a wrong value, and, without
+    `trust`, a text that names code.
     """
     try:
         content = tomllib.loads(read_small(path, pipe=True))
@@ -207,21 +209,23 @@ def read_toml(path: str | Path, known: Iterable[str]) -> dict[str, Any]:
         raise
     except (ValueError, RecursionError) as error:  # TOML's errors, numbers that are too long, tables in tables
         raise InputError(f"{path}: not valid TOML: {error}") from error
-    return _flat(content, path, list(known))
+    return _flat(content, path, list(known), trust)
 
 
-def read_run(output: str | Path, known: Iterable[str], from_checkpoint: str | None = None) -> dict[str, Any]:
+def read_run(
+    output: str | Path, known: Iterable[str], from_checkpoint: str | None = None, trust: bool = False
+) -> dict[str, Any]:
     """The options of a run's checkpoint, the newest one by default: a resume may have changed some since the run began.
 
-    Errors: InputError where the folder holds no run, or a damaged one.
+    Errors: InputError where the folder holds no run, or a damaged one, and, without `trust`, for a text that names code.
     """
     from . import _core
 
     content = json.loads(_core.run_options(str(output), from_checkpoint))
-    return _flat(content, Path(output) / RUN_CONFIG, list(known))
+    return _flat(content, Path(output) / RUN_CONFIG, list(known), trust)
 
 
-def _flat(content: dict[str, Any], path: str | Path, known: list[str]) -> dict[str, Any]:
+def _flat(content: dict[str, Any], path: str | Path, known: list[str], trust: bool) -> dict[str, Any]:
     """The options by name, those in tables too."""
     options: dict[str, Any] = {}
     for section, table in [("", content), *((name, content[name]) for name in SECTIONS if name in content)]:
@@ -235,6 +239,8 @@ def _flat(content: dict[str, Any], path: str | Path, known: list[str]) -> dict[s
                 raise InputError(f'{path}: unknown option "{key}"{closest(name, known)}; {LISTED}')
             if name in options:
                 raise InputError(f"{path}: {name} is given twice")
+            if name in OWN:
+                refuse_code({name: value}, path, trust)
             options[name] = _checked(name, value, path)
     return options
 

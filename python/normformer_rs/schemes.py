@@ -7,13 +7,13 @@ anything is.
 """
 
 import json
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, NamedTuple
 
 from .errors import InputError
-from .first_values import Normal
+from .file_class import FromFile
+from .first_values import Normal, number
 
 __all__ = [
     "GROWING",
@@ -370,7 +370,7 @@ class Place:
         return (encoder if self.stack == "encoder" else decoder)(self.encoder_layers, self.decoder_layers)
 
 
-class Scheme:
+class Scheme(FromFile):
     """The base of residual schemes: override `around`, and whatever else the scheme needs.
 
     >>> from normformer_rs.schemes import ResidualSpec, norm
@@ -425,11 +425,11 @@ class Scheme:
             raise InputError(f'{type(self).__name__} has no name: write name = "…" in the class')
         stacks: tuple[Literal["encoder", "decoder"], ...]
         stacks = ("encoder", "decoder") if config.architecture == "encoder-decoder" else ("decoder",)
-        about = ("name", "equation", "source", "init", "has_biases", "is_profiled")
-        return {
-            **{key: getattr(self, key) for key in about},
-            "stacks": {stack: _stack(self, Place(config, stack, block=kinds)) for stack in stacks},
-        }
+        about = {key: getattr(self, key) for key in _ABOUT}
+        for key, kind in _ABOUT.items():
+            if not isinstance(about[key], kind):
+                raise InputError(f"{type(self).__name__}.{key} must be a {kind.__name__}; got {about[key]!r}")
+        return {**about, "stacks": {stack: _stack(self, Place(config, stack, block=kinds)) for stack in stacks}}
 
     def __str__(self) -> str:
         return self.name
@@ -448,6 +448,11 @@ class Scheme:
         return hash((type(self), repr(self)))
 
 
+_ABOUT: dict[str, type] = {"name": str, "equation": str, "source": str, "init": str}
+_ABOUT |= {"has_biases": bool, "is_profiled": bool}
+"""What a scheme says of itself, and the types."""
+
+
 def _same(one: Any, other: Any) -> bool:
     """Arrays and tensors are equal where all their numbers are."""
     if hasattr(one, "shape") or hasattr(other, "shape"):
@@ -459,7 +464,10 @@ class DeclaredScheme(Scheme):
     """A scheme read from a config.json, without its class: what it declared in a model of one size."""
 
     def __init__(self, data: Mapping[str, Any]) -> None:
-        self.data = json.loads(json.dumps(data))
+        try:
+            self.data = json.loads(json.dumps(data, allow_nan=False))
+        except (TypeError, ValueError, RecursionError) as error:
+            raise InputError(f"a scheme's declaration must be plain data: {error}") from error
         self.name = str(data.get("name"))  # type: ignore[misc]
 
     def declare(self, config: Any, kinds: tuple[str, ...] | None = None) -> dict[str, Any]:
@@ -494,15 +502,10 @@ def _stack(scheme: Scheme, first: Place) -> dict[str, Any]:
     at = _Names(first, width=first.d_model)
     stack = {
         "begin": _changes(scheme, "stack", spec.begin, at),
-        "combine": spec.combine
-        and {
-            **spec.combine._asdict(),
-            "weight": _learned(spec.combine.weight, at),
-            "norms": [_norm(norm, at) for norm in spec.combine.norms],
-        },
-        "streams": [{"norm": norm and _norm(norm, at)} for norm in spec.streams],
+        "combine": _combine(scheme, spec.combine, at),
+        "streams": [{"norm": norm and _norm(norm, at)} for norm in _list(scheme, "stack", "streams", spec.streams)],
         "mixing": _mixing(spec.mixing, at),
-        "growth": spec.growth and spec.growth._asdict(),
+        "growth": _growth(scheme, spec.growth),
         "end": _changes(scheme, "stack", spec.end, at),
     }
     ends = [stream["norm"] for stream in stack["streams"] if stream["norm"]]
@@ -516,6 +519,28 @@ def _stack(scheme: Scheme, first: Place) -> dict[str, Any]:
     return {"layers": layers, "stack": stack}
 
 
+def _combine(scheme: Scheme, combine: Combine | None, at: _Names) -> dict[str, Any] | None:
+    if combine is None:
+        return None
+    parts = _expected(scheme, "stack", Combine, combine)._asdict()
+    norms = [_norm(norm, at) for norm in _list(scheme, "stack", "norms", combine.norms)]
+    switches = {key: bool(value) for key, value in parts.items() if key not in ("weight", "norms")}
+    return {**switches, "weight": _learned(combine.weight, at), "norms": norms}
+
+
+def _growth(scheme: Scheme, growth: Growth | None) -> dict[str, Any] | None:
+    if growth is None:
+        return None
+    steps, curve, by_layer = _expected(scheme, "stack", Growth, growth)
+    return {"steps": _whole(steps, "growth's steps"), "curve": str(curve), "by_layer": bool(by_layer)}
+
+
+def _list(scheme: Scheme, method: str, what: str, given: Any) -> list[Any]:
+    if not isinstance(given, Iterable) or isinstance(given, str):
+        raise InputError(f"{method}() of {type(scheme).__name__}: {what} must be a list; got {given!r}")
+    return [*given]
+
+
 def _layer(scheme: Scheme, place: Place) -> dict[str, Any]:
     sublayers = []
     for index in range(place.sublayers):
@@ -524,7 +549,10 @@ def _layer(scheme: Scheme, place: Place) -> dict[str, Any]:
         at = _Names(here, str(index + 1), width=here.d_model)
         around = {key: _changes(scheme, "around", getattr(spec, key), at) for key in _LISTS}
         around |= {"alpha": _gain(spec.alpha, at), "beta": _gain(spec.beta, at), "mixing": _mixing(spec.mixing, at)}
-        around["streams"] = [{"alpha": _gain(s.alpha, at), "beta": _gain(s.beta, at)} for s in spec.streams]
+        steps = [
+            _expected(scheme, "around", StreamStep, step) for step in _list(scheme, "around", "streams", spec.streams)
+        ]
+        around["streams"] = [{"alpha": _gain(step.alpha, at), "beta": _gain(step.beta, at)} for step in steps]
         points = _expected(scheme, "inside", Mapping, scheme.inside(here))
         inside = [[point, one] for point, some in points.items() for one in _inside(scheme, point, some, here)]
         sublayers.append({"around": around, "inside": inside})
@@ -560,67 +588,91 @@ def _changes(scheme: Scheme, method: str, changes: Any, at: _Names) -> list[Any]
 
 
 def _what(change: Change, at: _Names) -> Any:
-    if isinstance(change.what, Norm):
-        return _norm(change.what, at)
-    if isinstance(change.what, Learned):
-        return _learned(change.what, at)
-    if change.kind == "mix":
-        name, own, kept = change.what
-        return {"name": name, "own": _gain(own, at), "kept": _gain(kept, at)}
-    return change.what
+    kind, what = change
+    if kind == "norm":
+        return _norm(what, at)
+    if kind in ("times", "unit"):
+        return number(what, f"the number of {kind}")
+    if kind == "keep":
+        return _text(what, "the name of keep")
+    if kind == "mix":
+        if not isinstance(what, tuple) or len(what) != 3:
+            raise InputError(f"mix takes a name and two gains; got {what!r}")
+        name, own, kept = what
+        return {"name": _text(name, "the name of mix"), "own": _gain(own, at), "kept": _gain(kept, at)}
+    return _learned(what, at)
+
+
+def _text(value: Any, what: str) -> str:
+    if not isinstance(value, str):
+        raise InputError(f"{what} must be a text; got {value!r}")
+    return value
+
+
+def _whole(value: Any, what: str) -> int:
+    """A whole number, which a size or a count must be."""
+    if isinstance(value, bool) or not hasattr(value, "__index__") or abs(int(value)) >= 2**63:
+        raise InputError(f"{what} must be a whole number of 64 bits; got {str(value)[:60]!r}")
+    return int(value)
 
 
 def _norm(norm: Norm, at: _Names) -> dict[str, Any]:
+    if not isinstance(norm, Norm):
+        raise InputError(f'a norm must be a schemes.Norm, as Norm("norm"); got {norm!r}')
+    name = _text(norm.name, "a norm's name")
     width = at.width if norm.width is None else norm.width
     return {
-        "name": at.of(norm.name),
-        "width": width,
+        "name": at.of(name),
+        "width": _whole(width, f"the width of norm {name!r}"),
         "last": False,
         "ends_stack": False,
-        "start": _finite(norm.start, f"the start of norm {norm.name!r}"),
+        "start": number(norm.start, f"the start of norm {name!r}"),
     }
 
 
 def _learned(parameter: Learned, at: _Names) -> dict[str, Any]:
-    shape = [parameter.shape] if isinstance(parameter.shape, int) else list(parameter.shape)
+    if not isinstance(parameter, Learned):
+        raise InputError(f'a parameter must be a Learned, as Learned("gain", 1.0); got {parameter!r}')
+    name = at.of(_text(parameter.name, "a parameter's name"), bool(parameter.shared))
+    sides: Any = [parameter.shape] if not isinstance(parameter.shape, (list, tuple)) else parameter.shape
+    shape = [_whole(side, f"a side of {name}'s shape") for side in sides]
     value: Any = parameter.value
-    name = at.of(parameter.name, parameter.shared)
     if isinstance(value, Normal):
-        value = {"normal": _finite(value.std, name)}
+        value = {"normal": number(value.std, name)}
+    elif isinstance(value, (list, tuple)) or getattr(value, "shape", None):
+        value = [number(one, name) for one in value]
     else:
-        value = _finite(value, name) if isinstance(value, (int, float)) else [_finite(one, name) for one in value]
-    sums_over = {} if parameter.sums_over == "nothing" else {"sums_over": parameter.sums_over}
+        value = number(value, name)
+    sums_over = {} if parameter.sums_over == "nothing" else {"sums_over": str(parameter.sums_over)}
     return {"name": name, "shape": shape, "value": value, **sums_over}
-
-
-def _finite(value: float, what: str) -> float:
-    if not math.isfinite(value):
-        raise InputError(f"{what} is {value}: it must be finite")
-    return float(value)
 
 
 def _gain(gain: Gain, at: _Names) -> Any:
     if isinstance(gain, Learned):
         return {"learned": _learned(gain, at)}
     if isinstance(gain, Curve):
-        return {gain.kind: {"of": _learned(gain.of, at), "temperature": float(gain.temperature)}}
-    if isinstance(gain, str):
+        return {
+            gain.kind: {"of": _learned(gain.of, at), "temperature": number(gain.temperature, "a curve's temperature")}
+        }
+    if isinstance(gain, str) and gain == GROWING:
         return gain
-    if not isinstance(gain, (int, float)):
+    if isinstance(gain, str) or not isinstance(gain, (int, float)):
         raise InputError(f"a gain must be a number, GROWING, a Learned, sigmoid(…) or co_sigmoid(…); got {gain!r}")
-    return "one" if gain == 1 else {"constant": _finite(gain, "a gain")}
+    return "one" if gain == 1 else {"constant": number(gain, "a gain")}
 
 
 def _mixing(mixing: Mixing | None, at: _Names) -> Any:
     if mixing is None:
         return None
     if isinstance(mixing, HyperConnection):
-        return {"hyper": {"streams": mixing.streams, "gates": _gates(mixing.gates, at)}}
+        return {"hyper": {"streams": _whole(mixing.streams, "streams"), "gates": _gates(mixing.gates, at)}}
+    if not isinstance(mixing, DepthAttention):
+        raise InputError(f"mixing must be a HyperConnection or a DepthAttention; got {mixing!r}")
     weights: Any = mixing.weights
     if weights is not None:
-        is_alone = isinstance(weights, Learned)
-        weights = _learned(weights, at) if is_alone else [_learned(weight, at) for weight in weights]
-    return {"depth": {"weights": weights, "begins_block": mixing.begins_block}}
+        is_list = isinstance(weights, (list, tuple)) and not isinstance(weights, Learned)
+        weights = [_learned(weight, at) for weight in weights] if is_list else _learned(weights, at)
+    return {"depth": {"weights": weights, "begins_block": bool(mixing.begins_block)}}
 
 
 _GATES = {Joint: "joint", Each: "each", Channel: "channel"}
@@ -628,10 +680,22 @@ _GATES = {Joint: "joint", Each: "each", Channel: "channel"}
 
 def _gates(gates: Joint | Each | Channel | float, at: _Names) -> dict[str, Any]:
     if isinstance(gates, (int, float)):
-        return {"sum": float(gates)}
+        return {"sum": number(gates, "a hyper-connection's gates")}
     if type(gates) not in _GATES:
         raise InputError(f"a hyper-connection's gates must be Joint, Each, Channel or a number; got {gates!r}")
-    parts = gates._asdict()
-    if isinstance(gates, Each) and gates.dynamic is not None:
-        parts["dynamic"] = {key: _learned(part, at) for key, part in gates.dynamic._asdict().items()}
-    return {_GATES[type(gates)]: {key: _learned(v, at) if isinstance(v, Learned) else v for key, v in parts.items()}}
+    return {_GATES[type(gates)]: _gate_parts(gates, at)}
+
+
+def _gate_parts(gates: Joint | Each | Channel | Dynamic, at: _Names) -> dict[str, Any]:
+    """Its parameters and numbers, by name."""
+
+    def part(name: str, value: Any) -> Any:
+        if name == "iterations":
+            return _whole(value, name)
+        if name == "magnitude":
+            return number(value, name)
+        if name in ("dynamic", "write") and value is None:
+            return None
+        return _gate_parts(value, at) if isinstance(value, Dynamic) else _learned(value, at)
+
+    return {name: part(name, value) for name, value in gates._asdict().items()}

@@ -19,6 +19,7 @@ from .config import DataConfig, TrainingConfig, TransformerConfig, readable
 from .distributed import world
 from .errors import InputError
 from .history import History, layer_values
+from .norms import own_norms, using
 from .progress import Progress, Silent, choose, number
 from .quantities import size
 from .signals import as_ctrl_c, held, listening
@@ -76,7 +77,8 @@ class Trainer:
 
     def dry_run(self) -> DryRun:
         """Reads the data and computes the size of the run, without training. Errors as for `fit`."""
-        needs = json.loads(_core.dry_run(*self._json()))
+        with using(*own_norms(self.model.asdict())):
+            needs = json.loads(_core.dry_run(*self._json()))
         return DryRun(**{field.name: needs[field.name] for field in dataclasses.fields(DryRun)})
 
     def within(self, memory: int) -> "Trainer":
@@ -171,7 +173,8 @@ class Trainer:
         if is_first:
             writes = tensorboard and available("tensorboard")
             observer = _Observer(Path(output), choose(progress), writes, [self._started, *callbacks])
-        with as_ctrl_c(), held(), contextlib.closing(observer), _own_modes():
+        own = using(*own_norms(self.model.asdict()))
+        with as_ctrl_c(), held(), contextlib.closing(observer), _own_modes(), own:
             _core.train(*self._json(), folder, mode, place, observer, from_checkpoint=chosen)
         history = History.read(output)
         if is_first and curves and len(history.update) and available("matplotlib"):

@@ -15,7 +15,7 @@ use crate::train::checkpoint::{Best, Checkpoint, CheckpointStore, ResumePoint};
 use crate::train::{self, Observer};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
-use serde_json::Value;
+use serde_json::{Map, Value};
 use std::collections::HashMap;
 use std::fs::File;
 use std::io::{Read, Seek, SeekFrom};
@@ -317,14 +317,15 @@ fn check_codes(output: &Path, data: &DataConfig, own: &Segmenter) -> Result<()> 
     }
 }
 
-/// The options of a run's checkpoint, `from` or the newest one, as JSON; those that it began with before it has saved one.
+/// The options of a run's checkpoint, `from` or the newest one, as its file has them; those that the run began with before
+/// it has saved one.
 pub fn options(output: &Path, from: Option<&str>) -> Result<Value> {
-    let beginning = read_configs(output)?;
-    let configs = match CheckpointStore::at(output).options(from)? {
-        Some((path, config)) => beginning.of_checkpoint(&path, &config)?,
-        None => beginning,
-    };
-    serde_json::to_value(configs).map_err(|e| Error::invalid(e.to_string()))
+    let (path, text) = config_text(output)?;
+    let mut options: Map<String, Value> = crate::config::from_json(&path.display().to_string(), &text)?;
+    if let Some((_, Value::Object(saved))) = CheckpointStore::at(output).options(from)? {
+        options.extend(saved.into_iter().filter(|(part, _)| ["model", "training", "data"].contains(&part.as_str())));
+    }
+    Ok(Value::Object(options))
 }
 
 /// Whether the log tells of a checkpoint. Earlier versions do not log that, but save after an evaluation before they log
@@ -342,6 +343,11 @@ fn has_saved(output: &Path) -> Result<bool> {
 
 /// The run's options, once its files are known to be whole.
 pub(super) fn read_configs(output: &Path) -> Result<Configs> {
+    let (path, text) = config_text(output)?;
+    crate::config::from_json(&path.display().to_string(), &text)
+}
+
+fn config_text(output: &Path) -> Result<(PathBuf, String)> {
     let path = output.join(CONFIG);
     let Some(text) = atomic::read(&path, CONFIG_BYTES)? else {
         return Err(Error::invalid(format!(
@@ -351,7 +357,7 @@ pub(super) fn read_configs(output: &Path) -> Result<Configs> {
     };
     checksums::check(output)?;
     let text = String::from_utf8(text).map_err(|e| Error::invalid(format!("{}: {e}", path.display())))?;
-    crate::config::from_json(&path.display().to_string(), &text)
+    Ok((path, text))
 }
 
 /// The bytes of one of the run's files of text. No link is followed: the folder may be somebody else's.

@@ -42,6 +42,7 @@ PYTHON_FLOORS = (
         "_torch",
         "errors",
         "fairseq_words",
+        "file_class",
         "first_values",
         "quantities",
         "signals",

@@ -1,5 +1,9 @@
 """`load_swapped`: what Hugging Face's `save_pretrained` wrote of a swapped model comes back to the bit."""
 
+import contextlib
+import json
+import shutil
+
 import pytest
 import torch
 from block_models import FAMILIES, build, inputs, move
@@ -7,6 +11,7 @@ from test_blocks import outputs
 from torch import nn
 
 import normformer_rs as nfrs
+from mutations import mutations
 from normformer_rs import InputError, load_swapped, swap_norms, swap_residuals
 
 transformers = pytest.importorskip("transformers")
@@ -92,3 +97,130 @@ def test_what_cannot_be_loaded(tmp_path):
         load_swapped(tmp_path / "own")
     loaded = load_swapped(tmp_path / "own", swap=lambda m: swap_norms(m, lambda width: nn.LayerNorm(width)))
     same("Llama", model, loaded)
+
+
+# Another class, and files that are damaged or a stranger's.
+
+
+def bert(kind="BertForMaskedLM"):
+    torch.manual_seed(0)
+    shape = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    return getattr(transformers, kind)(transformers.BertConfig(**shape, intermediate_size=24)).eval()
+
+
+def states(model):
+    with torch.no_grad():
+        return getattr(model, "bert", model).eval()(torch.arange(3, 12)[None]).last_hidden_state
+
+
+@pytest.mark.parametrize("saved", ["BertForMaskedLM", "BertModel"])
+@pytest.mark.parametrize("kind", ["BertForMaskedLM", "BertModel", "BertForSequenceClassification"])
+def test_another_class_of_the_family_has_the_same_norms(saved, kind, tmp_path):
+    model = bert(saved)
+    swap_norms(model, "rmsnorm")
+    move(model).save_pretrained(tmp_path)
+    loses_head = saved == "BertForMaskedLM" != kind
+    with pytest.warns(UserWarning, match=r"no cls\.predictions.*the head") if loses_head else contextlib.nullcontext():
+        loaded = load_swapped(tmp_path, getattr(transformers, kind))
+    assert torch.equal(states(loaded), states(model))
+
+
+def test_auto_classes_choose_the_class(tmp_path):
+    model = bert()
+    swap_norms(model, "rmsnorm")
+    swap_residuals(model, "deepnorm")
+    move(model).save_pretrained(tmp_path)
+    for kind, name in (("AutoModelForMaskedLM", "BertForMaskedLM"), ("AutoModelForCausalLM", "BertLMHeadModel")):
+        loaded = load_swapped(tmp_path, getattr(transformers, kind))
+        assert type(loaded).__name__ == name and torch.equal(states(loaded), states(model))
+    with pytest.raises(InputError, match="AutoModelForSpeechSeq2Seq has no class for a BertConfig"):
+        load_swapped(tmp_path, transformers.AutoModelForSpeechSeq2Seq)
+    with pytest.raises(InputError, match="kind must be a class of transformers' models"):
+        load_swapped(tmp_path, nn.Linear)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A swapped model's folder."""
+    folder, model = tmp_path_factory.mktemp("swapped"), build("GPT2", n_layer=1)
+    swap_norms(model, "gated-rmsnorm", rank=3, eps=1e-6)
+    swap_residuals(model, OwnScheme(0.5), init=None)
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def forged(saved, tmp_path):
+    """Writes other swaps into a swapped model's config.json, and loads it."""
+    shutil.copytree(saved, tmp_path / "model")
+    path = tmp_path / "model" / "config.json"
+    whole = json.loads(path.read_text())
+
+    def load(swaps, **options):
+        path.write_text(json.dumps({**whole, "normformer_rs": {**whole["normformer_rs"], "swaps": swaps}}))
+        return load_swapped(tmp_path / "model", **options)
+
+    return whole["normformer_rs"]["swaps"], load
+
+
+WRONG = {
+    "no list": (5, "must be a list"),
+    "a number": ([5], "must be an object with one of swap_norms, swap_residuals, fold_norms"),
+    "nothing": ([{}], "must be an object with one of"),
+    "two kinds": ([{"swap_norms": "rmsnorm", "fold_norms": True}], "must be an object with one of"),
+    "no names": ([{"swap_norms": "rmsnorm"}], "names must be a list"),
+    "names null": ([{"swap_norms": "rmsnorm", "names": None}], "names must be a list"),
+    "lost names": ([{"swap_norms": "rmsnorm", "names": ["h.7.ln_1"]}], "does not have, the first '.*h.7.ln_1'"),
+    "unknown norm": ([{"swap_norms": "nope", "names": []}], "must name a norm of the table"),
+    "eps": ([{"swap_norms": "rmsnorm", "names": [], "eps": "x"}], "eps of rmsnorm has a wrong value"),
+    "rank": ([{"swap_norms": "gated-rmsnorm", "names": [], "rank": 10**9}], "rank of gated-rmsnorm has a wrong value"),
+    "device": ([{"swap_norms": "rmsnorm", "names": [], "device": "meta"}], "rmsnorm has no option 'device'"),
+    "exact": ([{"swap_norms": "rmsnorm", "names": [], "exact": 1}], "exact must be true or false"),
+    "depth": ([{"swap_residuals": "deepnorm", "depth": 10**9}], "depth must be one or two numbers"),
+    "option": ([{"swap_residuals": "deepnorm", "optimizer": "x"}], "a scheme has no option 'optimizer'"),
+    "init": ([{"swap_residuals": "deepnorm", "init": "xavier"}], "a scheme has no option 'init'"),
+    "scheme": ([{"swap_residuals": 5}], "must name a scheme, or declare one"),
+    "fold": ([{"fold_norms": 5}], "fold_norms has no options"),
+    "many": ([{"fold_norms": True}] * 1001, "at most 1000 swaps"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_damaged_swaps_are_refused_by_name(what, forged):
+    with pytest.raises(InputError, match=WRONG[what][1]):
+        forged[1](WRONG[what][0])
+
+
+@pytest.mark.parametrize(("seed", "count"), [(1, 12), pytest.param(2, 300, marks=pytest.mark.full)])
+@pytest.mark.filterwarnings("ignore")
+def test_swaps_that_are_mutated_load_or_are_refused(seed, count, forged):
+    swaps, load = forged
+    for mutant in mutations(swaps, seed, count):
+        with contextlib.suppress(InputError):
+            load(mutant)
+
+
+CODE = """
+import pathlib
+import normformer_rs as nfrs
+pathlib.Path(__file__).with_name("ran").touch()
+class Mine(nfrs.Norm):
+    name, parameters = "of-a-swap", {"weight": nfrs.norms.Parameter()}
+    def normalize(self, x, weight):
+        return weight * x
+"""
+
+
+def test_a_folder_runs_no_code_unless_it_is_trusted(forged, tmp_path):
+    (tmp_path / "mine.py").write_text(CODE)
+    text = f"{tmp_path / 'mine.py'}:Mine"
+    swaps, load = forged
+    for number, swap in enumerate(swaps):
+        for key in (*swap, "encoder_norm", "norm", "residual", "extra"):
+            with pytest.raises(InputError):
+                load([*swaps[:number], {**swap, key: text}, *swaps[number + 1 :]])
+    assert not (tmp_path / "ran").exists()
+    with pytest.raises(InputError, match=r"swap 1: swap_norms is '.*mine\.py:Mine', which names Python code"):
+        load([{"swap_norms": text, "names": swaps[0]["names"]}])
+    loaded = load([{"swap_norms": text, "names": swaps[0]["names"]}], trust=True)
+    assert (tmp_path / "ran").exists() and type(loaded.transformer.h[0].ln_1).__name__ == "OwnNorm"

@@ -1,5 +1,7 @@
 """A norm that its user declares in Python: the same as the table's where it has one, in every place."""
 
+import contextlib
+import copy
 import json
 import subprocess
 import sys
@@ -11,6 +13,7 @@ from torch import nn
 from train_support import TINY, fit, losses, weights
 
 import normformer_rs as nfrs
+from mutations import mutations
 from normformer_rs import norms
 from normformer_rs.errors import InputError
 from normformer_rs.norms import Norm, Parameter
@@ -235,3 +238,130 @@ def test_wrong_options_are_refused():
     with pytest.raises(InputError, match="eps must be a finite number"):
         OwnScaleNorm(eps="small")
     assert OwnScaleNorm(eps=0.1) != OwnScaleNorm() and repr(OwnScaleNorm(eps=0.1)) == "OwnScaleNorm(eps=0.1)"
+
+
+# A class is itself.
+
+
+def scaled(factor, name="namesake", module=__name__):
+    """A class of the name whose formula has this factor."""
+
+    def normalize(self, x, weight, eps):
+        return factor * weight * x / (x.abs().amax(-1, keepdim=True) + eps)
+
+    body = {"name": name, "parameters": {"weight": Parameter()}, "options": {"eps": 1e-5}, "normalize": normalize}
+    return type("Namesake", (Norm,), {**body, "__module__": module})
+
+
+def logits(model):
+    tokens = torch.arange(4, 9)[None]
+    with torch.no_grad():
+        return model.eval()(tokens, tokens)
+
+
+def test_a_model_keeps_its_class_and_a_later_one_its_own():
+    one, other = scaled(1.0), None
+    model = nfrs.Transformer(config(one()), seed=1)
+    before = logits(model)
+    other = scaled(100.0)
+    assert torch.equal(logits(model), before)
+    assert torch.equal(logits(nfrs.Transformer(config(one()), seed=1)), before)
+    assert not torch.equal(logits(nfrs.Transformer(config(other()), seed=1)), before)
+    copied = copy.deepcopy(model)
+    assert torch.equal(logits(copied), before) and type(copied.config.norm) is one
+    x = torch.randn(2, 16)
+    torch.testing.assert_close(other()(16)(x), 100 * one()(16)(x))
+
+
+def test_files_name_no_class_and_the_user_says_which(tmp_path, corpus):
+    one = scaled(1.0, "of-two")
+    fit(tmp_path / "run", corpus, {"norm": one()}, {"updates": 1})
+    text = (tmp_path / "run" / "config.json").read_text()
+    assert json.loads(text)["model"]["norm"]["source"] == "" and "\\u001f" not in text
+    before = logits(nfrs.Transformer.from_checkpoint(tmp_path / "run", "last"))
+    other = scaled(100.0, "of-two")
+    with pytest.raises(InputError, match=r"may be one of 2 classes, .*using\(Namesake\)"):
+        nfrs.Transformer.from_checkpoint(tmp_path / "run", "last")
+    with norms.using(one):
+        assert torch.equal(logits(nfrs.Transformer.from_checkpoint(tmp_path / "run", "last")), before)
+        assert len(nfrs.translate(tmp_path / "run", ["1 2"])) == 1
+    with norms.using(other):
+        assert type(nfrs.Transformer.from_checkpoint(tmp_path / "run", "last").config.norm) is other
+    with pytest.raises((InputError, RuntimeError), match="may be one of 2 classes"):
+        nfrs.translate(tmp_path / "run", ["1 2"])
+    fit(tmp_path / "again", corpus, {"norm": one()}, {"updates": 1})
+    assert losses(tmp_path / "again") == losses(tmp_path / "run")
+
+
+def test_a_class_that_nothing_holds_is_gone():
+    one = scaled(1.0, "short-lived")
+    data = one().declare(config("layernorm"))
+    assert type(norms.declared(data)) is one
+    scaled(3.0, "short-lived")(eps=1.0)
+    assert type(norms.declared(data)) is one
+
+
+def test_classes_that_compute_the_same_are_one():
+    first = OwnScaleNorm
+
+    class Smaller(OwnScaleNorm):
+        options: ClassVar = {"eps": 1e-3}
+
+    data = OwnScaleNorm(eps=1e-3).declare(config("layernorm"))
+    assert norms.declared(data).given == {"eps": 1e-3} and first is OwnScaleNorm
+
+    class Changed(OwnScaleNorm):
+        def normalize(self, x, weight, eps):
+            return 2 * weight * x
+
+    with pytest.raises(InputError, match="may be one of 2 classes"):
+        norms.declared(data)
+    assert Smaller is not Changed
+
+
+def test_one_model_has_one_class_of_a_name():
+    one, other = scaled(1.0, "twice"), scaled(2.0, "twice")
+    with pytest.raises(InputError, match=r"two classes of one model.*are called 'twice'"):
+        nfrs.Transformer(config(one(), encoder_norm=other()))
+    sizes = {"encoder_layers": 1, "decoder_layers": 1}
+    layer = nfrs.nn.TransformerEncoderLayer(16, 2, 24, norm=one(eps=0.5), encoder_norm=one(eps=0.25), **sizes)
+    assert layer.norm1.norm.given == {"eps": 0.25}
+
+
+WRONG = {
+    "start": {"parameters": {"p": Parameter(start="1.0")}},
+    "start of a function": {"parameters": {"p": Parameter(start=lambda width: None)}},
+    "huge": {"parameters": {"p": Parameter(start=10**400)}},
+    "shape": {"parameters": {"p": Parameter(shape=None)}},
+    "sides": {"parameters": {"p": Parameter(shape=(2, "x"))}},
+    "a huge side": {"parameters": {"p": Parameter(shape=(10**12, "width"))}},
+    "offset": {"parameters": {"p": Parameter(offset=None)}},
+    "factor": {"parameters": {"p": Parameter(factor="x")}},
+    "std": {"parameters": {"p": Parameter(Normal("x"))}},
+    "parameters": {"parameters": ["weight"]},
+    "a parameter": {"parameters": {"p": 1.0}},
+    "options": {"options": ["eps"]},
+    "an option": {"options": {"eps": "1e-5"}},
+    "source": {"source": None},
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_every_wrong_field_is_refused_in_modules_loop_and_swaps(what):
+    norm = type("Wrong", (Norm,), {"name": "wrong", "normalize": lambda self, x, *p, **o: x, **WRONG[what]})
+    for make in (
+        lambda: norm()(16),
+        lambda: nfrs.Transformer(config(norm())),
+        lambda: nfrs.swap_norms(nn.TransformerEncoderLayer(16, 2, 24, batch_first=True), norm),
+    ):
+        with pytest.raises(InputError):
+            make()
+
+
+@pytest.mark.parametrize(("seed", "count"), [(1, 100), pytest.param(2, 300, marks=pytest.mark.full)])
+def test_declarations_that_are_mutated_are_taken_or_refused(seed, count):
+    whole = json.loads(config(OwnGatedNorm(rank=3)).to_json())
+    for norm in mutations(whole["norm"], seed, count):
+        with contextlib.suppress(InputError):
+            read = nfrs.TransformerConfig.from_json(json.dumps({**whole, "norm": norm}))
+            nfrs.Transformer(read, seed=1)

@@ -1,5 +1,6 @@
 """A residual scheme that its user declares in Python: the same as the table's, in every place, and refused by name."""
 
+import contextlib
 import json
 import math
 import subprocess
@@ -11,9 +12,11 @@ import torch
 from train_support import TINY, fit, losses, weights
 
 import normformer_rs as nfrs
+from mutations import mutations
 from normformer_rs.errors import InputError
 from normformer_rs.schemes import (
     GROWING,
+    Change,
     Combine,
     Growth,
     HyperConnection,
@@ -387,3 +390,71 @@ def test_files_without_the_class_are_refused(tmp_path, text, why):
     with pytest.raises(InputError) as e:
         nfrs.TransformerConfig(residual=text.replace("FILE", str(tmp_path / "mine.py")))
     assert why in str(e.value)
+
+
+NONSENSE = {
+    "a side": ResidualSpec(alpha=Learned("g", 1.0, 8.0)),
+    "a value": ResidualSpec(alpha=Learned("g", None)),
+    "a text": ResidualSpec(alpha=Learned("g", "1")),
+    "a list": ResidualSpec(alpha=Learned("g", [1.0, None], 2)),
+    "huge": ResidualSpec(alpha=10**400),
+    "a huge side": ResidualSpec(alpha=Learned("g", 1.0, 10**400)),
+    "a huge value": ResidualSpec(alpha=Learned("g", 10**400)),
+    "a name": ResidualSpec(alpha=Learned(5, 1.0)),
+    "growing": ResidualSpec(alpha="grows"),
+    "temperature": ResidualSpec(alpha=sigmoid(Learned("g", 1.0), "x")),
+    "a curve": ResidualSpec(alpha=sigmoid(5)),
+    "times": ResidualSpec(before=Change("times", "x")),
+    "unit": ResidualSpec(before=Change("unit", None)),
+    "keep": ResidualSpec(before=keep(5)),
+    "mix": ResidualSpec(before=Change("mix", 5)),
+    "mixed": ResidualSpec(before=mix("x", None)),
+    "a change": ResidualSpec(before=Change("nothing", 5)),
+    "width": ResidualSpec(before=norm("n", 8.5)),
+    "start": ResidualSpec(before=norm("n", start=None)),
+    "scale": ResidualSpec(after=scale(5)),
+    "streams": ResidualSpec(streams=5),
+    "a stream": ResidualSpec(streams=[5]),
+    "mixing": ResidualSpec(mixing=5),
+    "hyper": ResidualSpec(mixing=HyperConnection("x", 1.0)),
+    "gates": ResidualSpec(mixing=HyperConnection(2, Joint(None, None, None))),
+}
+STACKS = {
+    "stack streams": StackSpec(streams=5),
+    "stack stream": StackSpec(streams=[5]),
+    "combine": StackSpec(combine=5),
+    "weight": StackSpec(combine=Combine(5)),
+    "norms": StackSpec(combine=Combine(Learned("combine.weight", 0.0, (7, 7)), norms=5)),
+    "growth": StackSpec(growth=5),
+    "steps": StackSpec(growth=Growth("x")),
+    "huge steps": StackSpec(growth=Growth(10**400)),
+    "curve": StackSpec(growth=Growth(5, None)),
+    "end": StackSpec(end=Change("norm", 5)),
+}
+
+
+@pytest.mark.parametrize("what", [*NONSENSE, *STACKS, "has_biases", "init", "source"])
+def test_nonsense_is_refused_in_modules_loop_and_swaps(what):
+    scheme = declare(
+        NONSENSE.get(what), stack=STACKS.get(what), **({} if what in {**NONSENSE, **STACKS} else {what: 5})
+    )
+    layer = {"d_model": 8, "nhead": 2, "dim_feedforward": 12, "batch_first": True}
+    with pytest.raises(InputError):
+        nfrs.Transformer(nfrs.TransformerConfig(residual=scheme, vocab_size=11, d_model=8, d_ff=12, heads=2))
+    with pytest.raises(InputError):
+        nfrs.nn.TransformerEncoder(nfrs.nn.TransformerEncoderLayer(**layer, residual=scheme), 2)(torch.ones(1, 3, 8))
+    with pytest.raises(InputError):
+        model = torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(**layer), 2)
+        nfrs.swap_residuals(model, scheme, init=None)
+
+
+@pytest.mark.parametrize(("seed", "count"), [(1, 100), pytest.param(2, 300, marks=pytest.mark.full)])
+@pytest.mark.parametrize("own", [ValueResidual(), Mhc(), Dense()], ids=str)
+def test_declarations_that_are_mutated_are_taken_or_refused(own, seed, count):
+    shape = {"vocab_size": 11, "d_model": 8, "d_ff": 12, "heads": 2, "encoder_layers": 1, "decoder_layers": 2}
+    whole = json.loads(nfrs.TransformerConfig(**shape, residual=own).to_json())
+    for scheme in mutations(whole["residual"], seed, count):
+        with contextlib.suppress(InputError):
+            read = nfrs.TransformerConfig.from_json(json.dumps({**whole, "residual": scheme}))
+            nfrs.Transformer(read, seed=1)
+            nfrs.nn.TransformerEncoderLayer(8, 2, 12, residual=read.residual)

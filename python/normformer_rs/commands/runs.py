@@ -52,7 +52,11 @@ def convert_parser() -> Command:
         parser.add_argument("--to", metavar="PATH", required=True, help="A new --output folder, or a new .pt.")
         parser.add_argument("--data", metavar="DIR", help="fairseq's binarised folder, for its dictionary.")
         parser.add_argument("--checkpoint", metavar="NAME", default="best", help="Of --from, if that is a folder.")
-        parser.add_argument("--trust", action="store_true", help="Load a .pt even if that could run code.")
+        parser.add_argument(
+            "--trust",
+            action="store_true",
+            help="Load a .pt even if that could run code.",
+        )
 
     return "Turn a fairseq checkpoint into a model of this package, or back.", _convert, add
 

@@ -10,6 +10,7 @@ from ..beforehand import check_data, check_output
 from ..config import DataConfig, TrainingConfig, TransformerConfig, split
 from ..errors import InputError
 from ..memory import keep_memory
+from ..norms import own_norms, using
 from ..options import add_flags, given, layered, read_run, read_toml
 from ..presets import PRESETS
 from ..progress import duration, write
@@ -40,6 +41,8 @@ def parser() -> Command:
         common.add_argument("--preset", metavar="NAME", help=f"Options to start from: {', '.join(PRESETS)}.", **said)
         file = "TOML file of options. Flags override it, and it overrides the preset."
         common.add_argument("--config", metavar="FILE.toml", help=file)
+        trust = "Run code that --config's file or the resumed run names as file.py:Class."
+        run.add_argument("--trust", action="store_true", help=trust)
         common.add_argument("--resume", action="store_true", help="Go on from the last checkpoint in --output.")
         which = "With --resume: go on from this checkpoint: best, last, its name or an update's number."
         run.add_argument("--from-checkpoint", metavar="NAME", help=which)
@@ -123,7 +126,7 @@ def plan_of(args: argparse.Namespace) -> Plan:
     kinds = (TransformerConfig, TrainingConfig, DataConfig)
     known = {field.name for kind in kinds for field in kind.FIELDS} | _COMMAND
     flags = given(args, *kinds) | {name: value for name, value in vars(args).items() if name in _COMMAND}
-    file = read_toml(args.config, sorted(known)) if args.config else {}
+    file = read_toml(args.config, sorted(known), args.trust) if args.config else {}
     output = flags.get("output", file.get("output"))
     if not isinstance(output, str | None) or output == "":
         raise InputError(f"output must be a folder's path; got {output!r}")
@@ -134,7 +137,8 @@ def plan_of(args: argparse.Namespace) -> Plan:
         from .. import _core
 
         _core.check_run(output)
-        run = read_run(output, sorted(known), args.from_checkpoint)
+        with using(*own_norms(flags | file)):  # config.json has no classes: it means those that were named here
+            run = read_run(output, sorted(known), args.from_checkpoint, args.trust)
     options = layered(flags.get("preset", file.get("preset")), run, file, flags)
     chosen = {*options, *flags, *file}
     options = {name: value for name, value in options.items() if name not in _COMMAND}

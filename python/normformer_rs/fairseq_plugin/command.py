@@ -6,6 +6,7 @@ so no patch may move into `main`.
 
 import argparse
 import importlib
+import os
 import sys
 
 from normformer_rs.commands.fairseq import check
@@ -28,8 +29,12 @@ class _PrintLater:
 
 
 def main() -> int:
-    """Runs fairseq's command; its exit code, or 2 with one line where the plug-in refuses something."""
+    """Runs fairseq's command; its exit code, or 2 with one line where the plug-in refuses something. --trust, the
+    plug-in's own, lets a checkpoint's options name code."""
     _, *arguments = sys.argv
+    if "--trust" in arguments:
+        arguments.remove("--trust")
+        os.environ["NORMFORMER_RS_TRUST"] = "1"  # processes that fairseq starts have it, too
     try:
         check(arguments[0] if arguments else "", arguments[1:])
         sys.argv = [f"fairseq-{arguments[0]}", *arguments[1:]]

@@ -1,7 +1,11 @@
 """The architectures' flags: fairseq's own for a Transformer, and this package's, from its tables."""
 
 import argparse
+import ast
+import contextlib
 import dataclasses
+import os
+import sys
 from collections.abc import Iterator
 from enum import Enum
 from typing import Any, Optional
@@ -12,8 +16,9 @@ from fairseq.models.transformer_lm import TransformerLanguageModelConfig as Fair
 from omegaconf import DictConfig, OmegaConf
 
 from normformer_rs.config import OWN, Field, TrainingConfig, TransformerConfig
-from normformer_rs.convert import FAIRSEQS, SIZES, complete
+from normformer_rs.convert import FAIRSEQS, SIZES, complete, own_flags
 from normformer_rs.errors import InputError
+from normformer_rs.file_class import refuse_code
 
 TRAINING = {"word_dropout": 0.0, "vocab_mask": False}
 """Options of training that belong to the model in fairseq; off by default."""
@@ -114,7 +119,8 @@ def shape(name: str, given: Any) -> None:
 def plain(options: Any) -> argparse.Namespace:
     """The flags as plain values, from a command line, a hydra config or a checkpoint; missing sizes are the encoder's.
 
-    Errors: InputError for flags that these architectures do not support, and for invalid values.
+    Errors: InputError for flags that these architectures do not support, for invalid values, and for a text that names
+    code where the command line does not have it: a checkpoint's.
     """
     if isinstance(options, DictConfig):
         values: Any = OmegaConf.to_container(options, resolve=True, enum_to_str=True)
@@ -122,9 +128,29 @@ def plain(options: Any) -> argparse.Namespace:
     flags: dict[str, Any] = {
         key: str(value) if isinstance(value, Enum) else value for key, value in vars(options).items()
     }
+    named = {name: value for name, value in own_flags(flags).items() if isinstance(value, str)}
+    typed = _typed()
+    origin = f"the options of a fairseq checkpoint (where there is no --trust, set {TRUST}=1)"
+    trust = os.environ.get(TRUST) == "1"
+    refuse_code({name: value for name, value in named.items() if value not in typed}, origin, trust)
     for name in ("encoder_layers", "decoder_layers"):
         if flags.get(name) is not None and flags[name] < 1:
             raise InputError(f"--{name.replace('_', '-')} must be at least 1; got {flags[name]}")
     if not 0 <= flags["word_dropout"] < 1:
         raise InputError(f"--word-dropout must be at least 0 and below 1; got {flags['word_dropout']}")
     return complete(flags)
+
+
+TRUST = "NORMFORMER_RS_TRUST"
+"""The environment's variable that lets a checkpoint's options name code."""
+
+
+def _typed() -> set[Any]:
+    """The values on the command line: words, those behind an equals sign, and those of --model-overrides."""
+    words = {part for word in sys.argv[1:] for part in (word, word.partition("=")[2])}
+    overrides: list[Any] = []
+    for word in words:
+        with contextlib.suppress(ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+            value = ast.literal_eval(word) if word.startswith("{") else {}
+            overrides += [one for one in value.values() if isinstance(one, str)] if isinstance(value, dict) else []
+    return {*words, *overrides}

@@ -26,7 +26,7 @@ def make(
         return nn.Parameter(what.first(**factory))
     last = what.last and place.stack == "decoder"
     where: dict[str, Any] = {"last_of_decoder": last, "ends_stack": what.ends_stack, "is_weighted": what.is_weighted}
-    norm = norm_of_config(place.declared.norm, what.width, place.config, **where, bias=bias, **factory)
+    norm = norm_of_config(place.norm, what.width, place.config, **where, bias=bias, **factory)
     if what.start != 1.0:
         _begin_at(norm, what)
     return norm

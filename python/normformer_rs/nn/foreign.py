@@ -194,7 +194,7 @@ def _sublayer(sublayer: Sublayer, place: Place) -> list[str]:
     text = repr(sublayer)
     for written, alike in plain.items():
         text = text.replace(written, alike)
-    made = [repr(norm_of_config(place.declared.norm, n.width, place.config, last_of_decoder=n.last)) for n in norms]
+    made = [repr(norm_of_config(place.norm, n.width, place.config, last_of_decoder=n.last)) for n in norms]
     return [text, *(made if place.stack == "decoder" else [])]
 
 

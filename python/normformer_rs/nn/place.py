@@ -60,6 +60,12 @@ class Place:
     def depth(self) -> int:
         return len(self.declared.layers)
 
+    @property
+    def norm(self) -> Any:
+        """The stack's norm: a name, or one of the user's own, whose namesakes are others' norms."""
+        given = getattr(self.config, f"{self.stack}_norm") or self.config.norm  # type: ignore[attr-defined]
+        return self.declared.norm if isinstance(given, str) else given
+
     # `declared` is the whole stack's: copies of a layer share it, and pickles read it again.
     def __deepcopy__(self, _: Any) -> "Place":
         return self

@@ -58,7 +58,7 @@ def family_norm(name: str) -> str:
 
 
 def norm_of_config(
-    name: str,
+    name: "str | Norm",
     width: int,
     config: TransformerConfig,
     *,
@@ -75,8 +75,10 @@ def norm_of_config(
     powernorm's release mode warms up for 1000 forwards. `is_weighted`: False leaves out the weight of an rmsnorm.
     `bias`: whether norms that have one learn it.
     """
-    if own := _own(name, config):
+    own = _own(name, config) if isinstance(name, str) else name
+    if own is not None:
         return own(width, device=device, dtype=dtype)
+    assert isinstance(name, str)
     kind = norm_class(name)
     settings = {**_settings(name, config, last_of_decoder, ends_stack)}
     if not is_weighted:

@@ -1,16 +1,26 @@
 """`load_swapped`: a swapped Hugging Face model, as `save_pretrained` wrote it."""
 
-from collections.abc import Callable
+import inspect
+import warnings
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
+from ..config import TransformerConfig
 from ..errors import InputError
+from ..file_class import names_code, refuse_code
+from ..nn.norm_table import FAMILIES
+from ..nn.registry import norm_class
 from .folding import fold_norms
 from .marker import KEY
 from .norms import swap_norms
+from .probe import KINDS
 from .residuals import swap_residuals
+
+_MOST, _DEEPEST = 1000, 10_000
+"""Swaps of one model, and layers that a saved `depth` counts in a stack."""
 
 
 def load_swapped(
@@ -19,6 +29,7 @@ def load_swapped(
     *,
     swap: Callable[[nn.Module], Any] | None = None,
     example: Any = None,
+    trust: bool = False,
     **options: Any,
 ) -> Any:
     """A model that was swapped and then saved by Hugging Face's `save_pretrained`, to the bit.
@@ -33,15 +44,18 @@ def load_swapped(
 
     Args:
         folder: what `from_pretrained` takes: a folder or a repository's name.
-        kind: the class of models; None: the one that config.json names.
+        kind: the class of models; None: the one that config.json names. Another class of the same family gets the
+            swapped norms of the part that both have; a class such as AutoModel chooses by config.json.
         swap: makes the swaps, in place of those that config.json names: needed for norms that are classes of one's
             own, which no file holds.
         example: as in `swap_residuals`.
+        trust: config.json may name code, file.py:Class, and it runs.
         options: those of `from_pretrained`.
 
     Returns: the model, in evaluation mode as `from_pretrained` gives it.
 
-    Errors: InputError where `transformers` is not there, config.json names no swaps, or swaps to a class of one's own.
+    Errors: InputError where `transformers` is not there; where config.json names no swaps, swaps to a class of one's
+    own, swaps that are damaged, or norms that the class's base does not have; and, without `trust`, code.
     """
     try:
         import transformers
@@ -50,29 +64,54 @@ def load_swapped(
     hub = {name: options[name] for name in ("revision", "token", "cache_dir", "subfolder") if name in options}
     read: Any = getattr(kind, "config_class", None) or transformers.AutoConfig
     config = options.pop("config", None) or read.from_pretrained(folder, **hub)
-    swaps = getattr(config, KEY, {}).get("swaps", [])
+    swaps = [] if swap is not None else _swaps(config, folder, trust)
     if swap is None and not swaps:
         raise InputError(
             f"{folder}'s config.json names no swaps: load it with from_pretrained; or pass swap=, a function that "
             "swaps the stock model as it was before it was saved"
         )
-    if kind is None:
-        names = getattr(config, "architectures", None) or []
-        kind = next((found for name in names if (found := getattr(transformers, name, None)) is not None), None)
-    if kind is None:
-        raise InputError(f"{folder}'s config.json names no class of transformers as its architecture: pass kind=")
+    kind = _model_class(kind, config, folder, transformers)
     setattr(config, KEY, {})
 
     def again(model: nn.Module) -> None:
         if swap is not None:
             swap(model)
-        else:
-            for one in swaps:
-                _swap(model, dict(one), example)
+        for number, one in enumerate(swaps, 1):
+            _swap(model, dict(one), example, f"{folder}'s config.json: swap {number}")
 
-    model = _class(kind, again).from_pretrained(folder, config=config, **options)
+    try:
+        model = _class(kind, again).from_pretrained(folder, config=config, **options)
+    except RuntimeError as error:
+        if "ignore_mismatched_sizes" not in str(error):
+            raise
+        raise InputError(
+            f"{folder}: its weights have other shapes than the swaps that its config.json names, as the report above "
+            "says: pass swap=, a function that swaps as the saved model was"
+        ) from error
     model.__class__ = kind
     return model
+
+
+def _model_class(kind: Any, config: Any, folder: Any, transformers: Any) -> Any:
+    """The class of models: `kind`, the one that it chooses, or the one that config.json names."""
+    named = getattr(config, "architectures", None)
+    names = [name for name in named if isinstance(name, str)] if isinstance(named, list) else []
+    if kind is None:
+        kind = next((found for name in names if (found := getattr(transformers, name, None)) is not None), None)
+    if kind is None:
+        raise InputError(f"{folder}'s config.json names no class of transformers as its architecture: pass kind=")
+    if (mapping := getattr(kind, "_model_mapping", None)) is not None:  # AutoModel and its like
+        try:
+            found = mapping[type(config)]
+        except KeyError:
+            raise InputError(
+                f"{kind.__name__} has no class for a {type(config).__name__}: pass a class of models as kind="
+            ) from None
+        several = [*found] if isinstance(found, (list, tuple)) else [found]
+        kind = next((one for one in several if one.__name__ in names), several[0])
+    if not isinstance(kind, type) or not issubclass(kind, transformers.PreTrainedModel):
+        raise InputError(f"kind must be a class of transformers' models; got {kind!r}")
+    return kind
 
 
 def _class(kind: Any, again: Callable[[nn.Module], None]) -> Any:
@@ -96,7 +135,105 @@ def _class(kind: Any, again: Callable[[nn.Module], None]) -> Any:
     return type(kind.__name__, (kind,), body)
 
 
-def _swap(model: nn.Module, how: dict[str, Any], example: Any) -> None:
+# The swaps of a config.json, which may be damaged, or a stranger's.
+
+
+def _swaps(config: Any, folder: Any, trust: bool) -> list[Mapping[str, Any]]:
+    """The swaps that the configuration names, looked at before any is made. Errors: InputError."""
+    marks = getattr(config, KEY, {})
+    swaps = marks.get("swaps", []) if isinstance(marks, Mapping) else None
+    if not isinstance(swaps, list) or len(swaps) > _MOST:
+        raise InputError(
+            f"{folder}'s config.json: {KEY}.swaps must be a list of at most {_MOST} swaps; got {_shown(swaps or marks)}"
+        )
+    for number, one in enumerate(swaps, 1):
+        where = f"{folder}'s config.json: swap {number}"
+        kinds = [name for name in _CHECKS if name in one] if isinstance(one, Mapping) else []
+        if len(kinds) != 1:
+            raise InputError(f"{where} must be an object with one of {', '.join(_CHECKS)}; got {_shown(one)}")
+        refuse_code(one, where, trust)
+        {"swap_norms": _check_norms, "swap_residuals": _check_residuals, "fold_norms": _check_fold}[kinds[0]](
+            one, where
+        )
+    return swaps
+
+
+def _check_norms(one: Mapping[str, Any], where: str) -> None:
+    to, names, exact = one["swap_norms"], one.get("names"), one.get("exact", False)
+    if to is None:
+        raise InputError(
+            "the model's norms were swapped to a class of one's own, which config.json does not hold: pass swap=, "
+            "a function that makes the swaps again"
+        )
+    if not isinstance(to, str) or not (to in KINDS or to in FAMILIES or names_code(to)):
+        raise InputError(f"{where}: swap_norms must name a norm of the table; got {_shown(to)}")
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise InputError(f"{where}: names must be a list of modules' names; got {_shown(names)}")
+    if not isinstance(exact, bool):
+        raise InputError(f"{where}: exact must be true or false; got {_shown(exact)}")
+    if names_code(to):
+        return
+    defaults = _defaults(norm_class(to))
+    for name, value in one.items():
+        if name in ("swap_norms", "names", "exact"):
+            continue
+        if name not in defaults:
+            raise InputError(f"{where}: {to} has no option {name!r}; it has {', '.join(defaults)}")
+        if not (value is None and name == "eps") and not _is_like(value, defaults[name]):
+            raise InputError(f"{where}: {name} of {to} has a wrong value, {_shown(value)}")
+
+
+def _defaults(make: Any) -> dict[str, Any]:
+    """The options of a norm's class that a file may have, and its parents', with their defaults."""
+    kind = getattr(make, "func", make)  # a family's class has settings beside it
+    parents = kind.__mro__[: kind.__mro__.index(nn.Module)]
+    found: dict[str, Any] = {}
+    for function in (vars(parent)["__init__"] for parent in parents if "__init__" in vars(parent)):
+        for name, p in inspect.signature(function).parameters.items():
+            if p.default is not p.empty and name not in ("device", "dtype", "process_group"):
+                found.setdefault(name, p.default)
+    return found
+
+
+def _is_like(value: Any, default: Any) -> bool:
+    """The value is of an option's kind, and a size is one that a norm may have."""
+    if isinstance(default, (bool, str)):
+        return type(value) is type(default)
+    if isinstance(default, int) or default is None:
+        return (type(value) is int and 1 <= value <= 10_000) or (value is None and default is None)
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _check_residuals(one: Mapping[str, Any], where: str) -> None:
+    if not isinstance(one["swap_residuals"], (str, Mapping)):
+        raise InputError(f"{where}: swap_residuals must name a scheme, or declare one; got {_shown(one)}")
+    fields = {field.name: field for field in TransformerConfig.FIELDS if field.name != "init"}  # weights are loaded
+    depth = one.get("depth")
+    depths = depth if isinstance(depth, list) and len(depth) == 2 else [depth]
+    if depth is not None and not all(type(number) is int and 1 <= number <= _DEEPEST for number in depths):
+        raise InputError(f"{where}: depth must be one or two numbers from 1 to {_DEEPEST}; got {_shown(depth)}")
+    for name, value in one.items():
+        if name not in ("swap_residuals", "depth"):
+            if name not in fields:
+                raise InputError(f"{where}: a scheme has no option {name!r}")
+            if not names_code(value):  # of a trusted file; the swap checks it
+                fields[name].check(value)
+
+
+def _check_fold(one: Mapping[str, Any], where: str) -> None:
+    if dict(one) != {"fold_norms": True}:
+        raise InputError(f'{where}: fold_norms has no options, {{"fold_norms": true}}; got {_shown(one)}')
+
+
+_CHECKS = {"swap_norms": _check_norms, "swap_residuals": _check_residuals, "fold_norms": _check_fold}
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:80]}…"
+
+
+def _swap(model: nn.Module, how: dict[str, Any], example: Any, where: str) -> None:
     """One swap, as config.json has it."""
     if "swap_residuals" in how:
         to, depth = how.pop("swap_residuals"), how.pop("depth", None)
@@ -104,12 +241,34 @@ def _swap(model: nn.Module, how: dict[str, Any], example: Any) -> None:
             model, to, depth=tuple(depth) if isinstance(depth, list) else depth, init=None, example=example, **how
         )
     elif "swap_norms" in how:
-        to, names = how.pop("swap_norms"), {*how.pop("names")}
-        if to is None:
-            raise InputError(
-                "the model's norms were swapped to a class of one's own, which config.json does not hold: pass swap=, "
-                "a function that makes the swaps again"
-            )
-        swap_norms(model, to, filter=lambda name, _: name in names, example=example, **how)
+        to, names = how.pop("swap_norms"), _found(model, how.pop("names"), where)
+        if names:
+            swap_norms(model, to, filter=lambda name, _: name in names, example=example, **how)
     else:
         fold_norms(model, example=example)
+
+
+def _found(model: Any, names: list[str], where: str) -> set[str]:
+    """The norms under this model's names: a file's may have the base model's prefix where this class has none, or the
+    reverse. Heads that this class does not have are left out. Errors: InputError for norms of the base that are not
+    there."""
+    there = {name for name, _ in model.named_modules(remove_duplicate=False)}
+    prefix = getattr(model, "base_model_prefix", "") + "."
+    has_base = prefix != "." and prefix[:-1] in there
+    with_base = [name for name in names if name.startswith(prefix)] if prefix != "." else []
+    others = [name for name in names if name not in {*with_base}]
+    found = {*with_base} if has_base else {name.removeprefix(prefix) for name in with_base}
+    # a file of the base alone has no prefix anywhere
+    found |= {prefix + name if has_base and not with_base and name not in there else name for name in others}
+    missing = sorted(found - there)
+    heads = [name for name in missing if with_base and name in others]
+    if lost := [name for name in missing if name not in heads]:
+        raise InputError(
+            f"{where} names {len(lost)} norms that {type(model).__name__} does not have, the first {lost[0]!r}: load "
+            "the class that was saved, or pass swap="
+        )
+    if heads:
+        warnings.warn(
+            f"{type(model).__name__} has no {', '.join(heads)}, swapped norms of the head that was saved", stacklevel=2
+        )
+    return found - {*heads}

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ..config import TransformerConfig, unknown
 from ..errors import InputError
+from ..file_class import names_code
 from ..nn.norm_table import FAMILIES
 from ..nn.norms import BiasedRMSNorm
 from ..nn.registry import norm_class
@@ -259,7 +260,7 @@ class _Target(NamedTuple):
 def _target(to: str | Callable[..., nn.Module]) -> _Target:
     if isinstance(to, type) and issubclass(to, Norm):
         to = to()
-    if isinstance(to, str) and ".py:" in to:
+    if isinstance(to, str) and names_code(to):
         to = TransformerConfig(norm=to).norm  # an object, as there
     if isinstance(to, Norm):
         return _Target(str(to), None, to)

@@ -1,0 +1,106 @@
+"""`file.py:Class`, a text that names code: its one parser, its loader, and the door for texts that files hold.
+
+Such a text may run code only where a user wrote it, on a command line or in a call. Every reader of a file asks
+`refuse_code` first.
+"""
+
+import copyreg
+import hashlib
+import importlib.machinery
+import importlib.util
+import operator
+import os
+import re
+import sys
+from collections.abc import Mapping
+from types import ModuleType
+from typing import Any, SupportsIndex
+
+from .errors import InputError
+
+_PREFIX = "normformer_rs_file_"
+"""How the names of modules begin that are made of such files."""
+
+
+def names_code(value: Any) -> bool:
+    """The value is a text of the form file.py:Class."""
+    return isinstance(value, str) and ".py:" in value
+
+
+def refuse_code(options: Mapping[str, Any], origin: Any, trust: bool = False) -> None:
+    """InputError for an option of a file whose text names code. `origin`: the file; `trust`: its user allows code."""
+    for name, value in options.items():
+        if names_code(value) and not trust:
+            raise InputError(
+                f"{origin}: {name} is {value!r}, which names Python code, and no code of a file runs without consent: "
+                "read the code, then allow it with --trust on the command line or trust=True in Python"
+            )
+
+
+def load_class(option: str, text: str, kind: type) -> type:
+    """The class of `file.py:Class`, a subclass of `kind`. Errors: InputError where there is none."""
+    file, _, name = text.rpartition(":")
+    if not os.path.isfile(file):
+        raise InputError(f"{option} {text!r}: there is no file {file!r}; expected file.py:Class")
+    module = _module(file)
+    found = vars(module).get(name)
+    if not isinstance(found, type) or not issubclass(found, kind):
+        own = [key for key, value in vars(module).items() if isinstance(value, type) and issubclass(value, kind)]
+        own = [key for key in own if vars(module)[key].__module__ == module.__name__]
+        raise InputError(
+            f"{option} {text!r}: {file} has no class {name} of normformer_rs.{kind.__name__}; it has {own}"
+        )
+    return found
+
+
+def _module(file: str) -> ModuleType:
+    """The file as a module. Its name follows from the file's name and content: an edited file is another module, and
+    another process that loads the same file can read pickles of its classes."""
+    path = os.path.realpath(file)
+    with open(path, "rb") as opened:
+        source = opened.read()
+    stem = re.sub(r"\W", "_", os.path.basename(file).removesuffix(".py"))
+    name = f"{_PREFIX}{stem}_{hashlib.sha256(source).hexdigest()[:16]}"
+    if name in sys.modules and sys.modules[name].__file__ != path:
+        name += "_" + hashlib.sha256(path.encode("utf-8", "surrogateescape")).hexdigest()[:8]
+    if name in sys.modules:
+        return sys.modules[name]
+    loader = importlib.machinery.SourceFileLoader(name, path)
+    spec = importlib.util.spec_from_file_location(name, path, loader=loader)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    code = loader.source_to_code(source, path)  # of the bytes that the name stands for, and never of a stale cache
+    sys.modules[name] = module  # before the code runs: dataclasses look their module up
+    try:
+        exec(code, vars(module))
+    except BaseException:
+        sys.modules.pop(name, None)
+        raise
+    return module
+
+
+class FromFile:
+    """A base of classes that may come out of such a file: a pickle of an object names the file's module."""
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
+        made = super().__reduce_ex__(protocol)
+        kind = type(self)
+        if not kind.__module__.startswith(_PREFIX) or made[0] is not getattr(copyreg, "__newobj__"):  # noqa: B009
+            return made
+        return (_new, (kind.__module__, kind.__qualname__), *made[2:])
+
+
+def _new(module: str, name: str) -> Any:
+    """An empty object of a file's class, as unpickling needs it. Errors: InputError where the file is not loaded."""
+    content = re.match(rf"{_PREFIX}(\w+)_[0-9a-f]{{16}}", module)
+    loaded = sys.modules.get(module)
+    if loaded is None and content is not None:  # a file of this content that lies elsewhere
+        loaded = next((found for key, found in [*sys.modules.items()] if key.startswith(content[0])), None)
+    if loaded is None:
+        stem = content[1] if content else module
+        raise InputError(
+            f"the pickle holds an object of the class {name} of a file {stem}.py: name that file first, as in "
+            f'TransformerConfig(norm="{stem}.py:{name}"); a file that was edited since is another file'
+        )
+    kind = operator.attrgetter(name)(loaded)
+    return kind.__new__(kind)
