@@ -29,7 +29,7 @@ _MISSING: Any = object()
 
 
 class _Module(NamedTuple):
-    """A module at one time: its class, attributes, and contents of its dictionaries of parameters, buffers, children."""
+    """A module at one time: its class, attributes, and contents of its dictionaries of tensors and children."""
 
     kind: type[nn.Module]
     attributes: dict[str, Any]
