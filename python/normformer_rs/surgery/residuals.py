@@ -12,7 +12,7 @@ from .. import nn as nfnn
 from ..config import ATTENTION, PARAMETRISATION, TransformerConfig
 from ..errors import InputError
 from ..nn.layers import Layer
-from ..nn.place import Place, configure
+from ..nn.place import Place, configure, count_of_layers, in_short
 from .block_residual import BlockResidual
 from .blocks import (
     TORCH_STACKS,
@@ -113,7 +113,7 @@ def swap_residuals(
     to = next(field for field in TransformerConfig.FIELDS if field.name == "residual").check(to)
     refuse_wrapped(model)
     _refuse_options(options)
-    change = functools.partial(_swap, model, to, depth, init, optimizer, example, options)
+    change = functools.partial(_swap, model, to, _depth(depth), init, optimizer, example, options)
     return Edits(model, f"swap_residuals to {to}", optimizer).all_or_none(change)
 
 
@@ -251,6 +251,15 @@ def _plans(
             )
         plans.append((group, place))
     return plans
+
+
+def _depth(given: Any) -> int | tuple[int, int] | None:
+    """A caller's depth. Errors: InputError."""
+    if not isinstance(given, tuple | list):
+        return None if given is None else count_of_layers("depth", given)
+    if len(given) != 2:
+        raise InputError(f"depth must be one number, or (encoder, decoder); got {in_short(given)}")
+    return count_of_layers("depth", given[0]), count_of_layers("depth", given[1])
 
 
 def _refuse_options(options: Mapping[str, Any]) -> None:
