@@ -25,7 +25,6 @@ from .examples import caller, failed_on, quietly, refuse_without
 from .record import Record, record
 from .spec import Stack
 from .structure import NotResidual, Unaccounted, norm_after, structure
-from .whole import State
 
 LISTS = (nn.ModuleList, nn.Sequential)
 
@@ -125,13 +124,13 @@ def _run(model: nn.Module, candidates: Any, example: Any) -> tuple[Record | None
     run = caller(model, example)
     if run is None:
         return None, "no input is known"
-    state = State(model)
     try:
         with quietly(model):
             model.eval()
             return record(model, blocks, run), ""
+    except MemoryError:
+        raise
     except Exception as reason:  # a model may raise anything
-        state.restore()
         if example is not None:
             raise failed_on(model, reason) from reason
         said = str(reason).partition("\n")[0]

@@ -17,7 +17,6 @@ from .probe import RecognisedNorm
 from .proof import difference
 from .record import ADDITIONS, UNCHANGED, Key, Node, Record, each_once, record, tensors_in
 from .stream import Matrix, Places, Site, find_faults, join
-from .whole import State
 
 _PASSES = UNCHANGED | {"dropout", "drop_path", "expand", "repeat", "cat", "roll", "clamp"}
 """Operations after which a vector of mean 0 has mean 0, if they keep the last dimension."""
@@ -65,11 +64,11 @@ class Flow:
         run = caller(model, example)
         if run is None:
             return None
-        state = State(model)
         try:
             return cls(model, run, places)
+        except MemoryError:
+            raise
         except Exception as reason:  # a model may raise anything
-            state.restore()
             if example is not None:
                 raise failed_on(model, reason) from reason
             return None

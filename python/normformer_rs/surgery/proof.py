@@ -12,7 +12,7 @@ from .blocks import Group, structure_of
 from .examples import quietly
 from .record import tensors_in
 from .spec import Part
-from .whole import State
+from .undo import Edits
 
 _ERRORS = {torch.float64: 1e-5, torch.float32: 1e-4}
 """The allowed difference beside the largest number. Models in f64 have norms in f32."""
@@ -59,7 +59,7 @@ def prove(
     model: nn.Module,
     run: Callable[[], Any],
     groups: list[Group],
-    swap: Callable[[list[Group], Any], None],
+    swap: Callable[[list[Group], Any, Edits], None],
     is_wide: bool,
 ) -> dict[str, str]:
     """The groups whose identity swap changes what the model computes, by their paths, with what differs. `swap` gives
@@ -70,9 +70,9 @@ def prove(
     before = {mode: _observe(model, run, watched, mode) for mode in modes}
 
     def fault(some: list[Group]) -> str | None:
-        state = State(model)
+        edits = Edits(model, "an identity swap")
         try:
-            swap(some, lambda group: OwnForm(group, is_wide))
+            swap(some, lambda group: OwnForm(group, is_wide), edits)
             for mode in modes:
                 said = _differ(before[mode], _observe(model, run, watched, mode))
                 if said is not None:
@@ -81,7 +81,7 @@ def prove(
         except Exception as reason:  # a model may raise anything on a hidden state of another width
             return f"{type(reason).__name__}: {str(reason).partition(chr(10))[0]}"
         finally:
-            state.restore()
+            edits.take_back()
 
     if fault(groups) is None:
         return {}

@@ -318,8 +318,7 @@ def _proven(model: nn.Module, stacks: Stacks, plans: list[tuple[Group, Place]]) 
         return plans
     is_wide = any(StackResidual.carries_more(place) for _, place in plans)
 
-    def swap(groups: list[Group], to: Any) -> None:
-        edits = Edits(model, "an identity swap")
+    def swap(groups: list[Group], to: Any, edits: Edits) -> None:
         for group in groups:
             ((_, place),) = _plans([group], to(group), None, None, {})
             _convert_foreign(group, place, edits, keeps=True)

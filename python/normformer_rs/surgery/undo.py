@@ -112,6 +112,11 @@ class Edits:
         """Adds a function that `undo` calls; the latest runs first."""
         self._back.append(back)
 
+    def take_back(self) -> None:
+        """Puts everything back, before `done`."""
+        assert self.state is not None
+        self.state.restore()
+
     def done(self) -> None:
         """Ends the changes: from here on, writes to parameters count as training."""
         assert self.state is not None

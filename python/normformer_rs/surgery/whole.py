@@ -5,6 +5,7 @@ Ctrl-C included, then puts it all back. Writing back is idempotent, so an interr
 """
 
 import functools
+import operator
 import signal
 import threading
 import weakref
@@ -48,7 +49,7 @@ class State:
         modules = dict.fromkeys(module for top in (model, *beside) for module in top.modules())
         self._modules = [(module, type(module), {**vars(module)}) for module in modules]
         held = {id(h): h for _, _, own in self._modules for n in _HOLDERS if isinstance(h := own.get(n), dict | set)}
-        self._holders = [(holder, [*_items(holder)]) for holder in held.values()]
+        self._holders = [(holder, _copied(holder)) for holder in held.values()]
         tensors = {id(t): t for m in modules for t in (*m._parameters.values(), *m._buffers.values()) if t is not None}
         self._tensors = [(t, t.requires_grad, {**vars(t)}, _hooks(t)) for t in tensors.values()]
         buffers = {id(b): b for m in modules for b in m._buffers.values() if b is not None and not is_lazy(b)}
@@ -56,7 +57,7 @@ class State:
         self._optimizer = optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
         owned: list[dict[Any, Any]] = [*self._optimizer.param_groups, self._optimizer.state] if self._optimizer else []
         written = [*owned, *(vars(config) for config in configs_of(model))]
-        self._dicts = [(one, [*one.items()]) for one in written]
+        self._dicts = [(one, {**one}) for one in written]
         self._records = [(SWAPS, module, [*SWAPS.get(module, ())]) for module in modules]
         self._records += [(HEIRS, t, [*HEIRS.get(t, ())]) for t in tensors.values()]
         self._random = _random_states(tensors.values())
@@ -112,11 +113,11 @@ class State:
         for module, kind, own in self._modules:
             if type(module) is not kind:
                 module.__class__ = kind
-            _put_back(vars(module), [*own.items()])
+            _put_back(vars(module), own)
         for holder, items in self._holders:
             _put_back(holder, items)
         for t, requires_grad, attributes, (hooks, hooked) in self._tensors:
-            _put_back(vars(t), [*attributes.items()])
+            _put_back(vars(t), attributes)
             if t._backward_hooks is not hooks:
                 t._backward_hooks = hooks
             if hooks is not None:
@@ -147,21 +148,25 @@ def write(values: Mapping[Tensor, tuple[Tensor, bool]]) -> None:
         t.copy_(value)
 
 
-def _items(holder: Any) -> Iterable[tuple[Any, Any]]:
-    return ((key, key) for key in holder) if isinstance(holder, set) else holder.items()
+def _copied(holder: Any) -> Any:
+    return {*holder} if isinstance(holder, set) else {**holder}
 
 
-def _put_back(holder: Any, items: list[tuple[Any, Any]]) -> None:
+def _put_back(holder: Any, contents: Any) -> None:
     """Gives a dictionary or a set its contents and order, where they differ."""
-    now = [*_items(holder)]
-    if len(now) != len(items) or any(a is not b for pair in zip(now, items) for a, b in zip(*pair)):
+    if isinstance(holder, set):
+        is_same = holder == contents
+    else:
+        is_same = len(holder) == len(contents) and all(map(operator.is_, holder.values(), contents.values()))
+        is_same = is_same and all(map(operator.is_, holder, contents))
+    if not is_same:
         holder.clear()
-        holder.update((key for key, _ in items) if isinstance(holder, set) else items)
+        holder.update(contents)
 
 
-def _hooks(t: Tensor) -> tuple[Any, list[tuple[Any, Any]]]:
+def _hooks(t: Tensor) -> tuple[Any, Any]:
     hooks: Any = t._backward_hooks
-    return hooks, [] if hooks is None else [*hooks.items()]
+    return hooks, None if hooks is None else {**hooks}
 
 
 def _version(t: Tensor) -> int | None:
