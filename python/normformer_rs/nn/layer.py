@@ -15,7 +15,7 @@ from .dropout import Draw, is_plain, is_run_again, rate
 from .foreign import Placeable, listen, refusal
 from .init import FirstValues, Role, draw_linear
 from .interpreter import KeptTensors, Streams, apply_changes, begin, close, open_streams, start
-from .place import Place, configure
+from .place import Place, configure, in_short, whole_number
 from .profiling import follow
 from .scheme import only_norm, parts_of, passes
 from .specs import Learned, NormAt
@@ -350,6 +350,7 @@ def _activation(activation: Activation) -> Callable[[Tensor], Tensor]:
 
 def layer_number(layer: int, layers: int) -> int:
     """The layer's number; InputError where there is none such."""
-    if not 0 <= layer < layers:
-        raise InputError(f"layer must lie in 0 … {layers - 1} (there are {layers} layers); got {layer}")
-    return layer
+    number = whole_number("layer", layer)
+    if not 0 <= number < layers:
+        raise InputError(f"layer must lie in 0 … {layers - 1} (there are {layers} layers); got {in_short(layer)}")
+    return number

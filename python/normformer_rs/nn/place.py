@@ -1,11 +1,13 @@
 """A layer's place in a model: the configuration that its arguments make, and what the scheme declares there."""
 
+import operator
+import reprlib
 from collections.abc import Mapping
 from typing import Any
 
 from ..config import LANGUAGE_MODELS, TransformerConfig, unknown
 from ..errors import InputError
-from .scheme import LayerSpec, Sublayer, declare
+from .scheme import MOST_LAYERS, LayerSpec, Sublayer, declare
 
 OWN: tuple[str, ...] = (
     "architecture",
@@ -32,6 +34,27 @@ def configure(options: Mapping[str, Any], **given: Any) -> TransformerConfig:
         if name not in known:
             raise InputError(unknown("option", name, known))
     return TransformerConfig(**{"vocab_size": 5, **options, **given})
+
+
+def count_of_layers(name: str, value: Any) -> int:
+    """A number of layers that a stack may have. Errors: InputError."""
+    number = whole_number(name, value)
+    if not 1 <= number <= MOST_LAYERS:
+        raise InputError(f"{name} must lie between 1 and {MOST_LAYERS}; got {in_short(value)}")
+    return number
+
+
+def whole_number(name: str, value: Any) -> int:
+    """An integer, numpy's too. Errors: InputError."""
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise InputError(f"{name} must be a whole number; got {in_short(value)}")
+    return operator.index(value)
+
+
+def in_short(value: Any) -> str:
+    """A value of any size, in few words."""
+    is_huge = isinstance(value, int) and value.bit_length() > 64
+    return f"one of {value.bit_length()} bits" if is_huge else reprlib.repr(value)
 
 
 class Place:

@@ -17,10 +17,13 @@ from typing import Any, Literal, NamedTuple
 
 from .. import _core
 from ..config import TransformerConfig
+from ..errors import InputError
 from . import mixing
 from .growth import Growth
 from .specs import Learned, NormAt
 
+MOST_LAYERS = 10_000
+"""Layers of a stack, at most. Rust has the same bound for whole models."""
 GROWING = "growing"
 """Stands for a gain that is the stack's α_t."""
 
@@ -188,7 +191,11 @@ class SchemeSpec(NamedTuple):
 @functools.lru_cache(maxsize=64)
 def declare(config: TransformerConfig, stack: Any, kinds: tuple[str, ...] | None = None) -> SchemeSpec:
     """The declaration of the configuration's scheme for its "encoder" or "decoder". `kinds`: a layer's sublayers, where
-    they are not the stack's."""
+    they are not the stack's. Errors: InputError."""
+    stacks = ("decoder_layers",) if config.architecture == "decoder-only" else ("encoder_layers", "decoder_layers")
+    for name in stacks:
+        if not 1 <= getattr(config, name) <= MOST_LAYERS:
+            raise InputError(f"{name} must lie between 1 and {MOST_LAYERS}; got {getattr(config, name)}")
     found = json.loads(_core.declare(config.to_json(kinds), stack, kinds))
     flow = found["flow"]
     combine, growth = flow["combine"], flow["growth"]

@@ -9,14 +9,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..config import TransformerConfig
-from ..errors import InputError
 from .build import LEARNED, install, make, reset, reset_module
 from .foreign import draw_xavier
 from .interpreter import KeptTensors, apply_changes, apply_norm, start
 from .layer import Activation, Layer
 from .layers import TransformerDecoderLayer, TransformerEncoderLayer
 from .mixing import Mixing
-from .place import Place
+from .place import Place, count_of_layers
 from .profiling import begin_stack
 from .scheme import Change, Combine, parts_of
 from .specs import NormAt
@@ -84,8 +83,7 @@ class Stack(Growing):
 
     def __init__(self, layer: nn.Module, num_layers: int, norm: nn.Module | None) -> None:
         super().__init__()
-        if num_layers < 1:
-            raise InputError(f"num_layers must be at least 1; got {num_layers}")
+        num_layers = count_of_layers("num_layers", num_layers)
         self.layers = nn.ModuleList(copy.deepcopy(layer) for _ in range(num_layers))
         self.num_layers, self.norm, self.place, self.end = num_layers, norm, None, ()
 

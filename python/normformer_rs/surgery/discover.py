@@ -128,6 +128,8 @@ def _run(model: nn.Module, candidates: Any, example: Any) -> tuple[Record | None
         with quietly(model):
             model.eval()
             return record(model, blocks, run), ""
+    except MemoryError:
+        raise
     except Exception as reason:  # a model may raise anything
         if example is not None:
             raise failed_on(model, reason) from reason

@@ -17,7 +17,6 @@ from .probe import RecognisedNorm
 from .proof import difference
 from .record import ADDITIONS, UNCHANGED, Key, Node, Record, each_once, record, tensors_in
 from .stream import Matrix, Places, Site, find_faults, join
-from .undo import Edits
 
 _PASSES = UNCHANGED | {"dropout", "drop_path", "expand", "repeat", "cat", "roll", "clamp"}
 """Operations after which a vector of mean 0 has mean 0, if they keep the last dimension."""
@@ -67,6 +66,8 @@ class Flow:
             return None
         try:
             return cls(model, run, places)
+        except MemoryError:
+            raise
         except Exception as reason:  # a model may raise anything
             if example is not None:
                 raise failed_on(model, reason) from reason
@@ -78,14 +79,13 @@ class Flow:
             self.model.eval()
             return [t.clone() for t in tensors_in(self.run()) if t.is_floating_point()]
 
-    def check(self, before: list[Tensor], edits: Edits, by: str) -> None:
-        """Takes everything back, and raises InputError, where the outputs have changed by more than rounding."""
+    def check(self, before: list[Tensor], by: str) -> None:
+        """InputError where the outputs have changed by more than rounding."""
         try:
             said = difference(before, self.outputs(), in_16_bits=0.3)  # folded weights are rounded anew
         except Exception as reason:  # a model may raise anything: one that reads the weight of a norm, say
             said = f"which then fails ({type(reason).__name__}: {reason})"
         if said is not None:
-            edits.undo()
             raise InputError(
                 f"{by} would change what {type(self.model).__name__} computes, {said}: nothing was changed"
             )

@@ -1,5 +1,6 @@
 """Gains folded into the weights around them, after training: norms' and admin's."""
 
+import functools
 import itertools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -22,9 +23,9 @@ from .recognise import read_norm
 from .residuals import find_groups
 from .stream import Places, Site, join, prenorm_groups, readers, refuse_meta, sites, widened
 from .undo import Edits, Row, Swaps, refuse_wrapped
+from .whole import State
 
 
-@torch.no_grad()
 def fold_norms(model: nn.Module, *, example: Any = None) -> Swaps:
     """Folds the γ and β of norms into the linear layers that read them, in place; the norms remain without weights.
 
@@ -57,18 +58,21 @@ def fold_norms(model: nn.Module, *, example: Any = None) -> Swaps:
     for weights on the meta device. Nothing has been changed then.
     Source: Graef et al. 2024 (FlashNorm); docs/spec.md §4.16.
     """
-    by = "fold_norms"
     refuse_wrapped(model)
+    return Edits(model, "fold_norms").all_or_none(functools.partial(_fold_norms, model, example))
+
+
+@torch.no_grad()
+def _fold_norms(model: nn.Module, example: Any, edits: Edits) -> Swaps:
+    by = edits.title
     places = Places(model)
     found, flow = _found(model, by, places, example)
     refuse_meta(model, by)
     before = None if flow is None else flow.outputs()
-    edits = Edits(model, by)
-    with edits.all_or_none():
-        rows = _fold_all(model, found, edits)
-    edits.done()
+    rows = _fold_all(model, found, edits)
     if flow is not None and before is not None:
-        flow.check(before, edits, by)
+        flow.check(before, by)
+    edits.done()
     return Swaps(by, rows, edits)
 
 
@@ -137,7 +141,6 @@ class _Site(NamedTuple):
     readers: list[Tensor]
 
 
-@torch.no_grad()
 def fold_admin(model: nn.Module) -> int:
     """Moves admin's gains ω into the weights around them, in place. A plain post-norm Transformer remains, except for
     each stack's first sublayer.
@@ -173,6 +176,15 @@ def fold_admin(model: nn.Module) -> int:
     changed = [t.data_ptr() for before, site in pairs for t in (before.norm.weight, *site.readers)]
     if len({*changed}) < len(changed):
         raise InputError("layers share parameters, whose gains ω differ: they cannot be folded into them")
+    state = State(model)
+    return state.run(functools.partial(_fold_admin, pairs, state))
+
+
+@torch.no_grad()
+def _fold_admin(pairs: list[tuple[_Site, _Site]], state: State) -> int:
+    for before, site in pairs:
+        written = (before.norm.weight, getattr(before.norm, "bias", None), *site.readers, site.omega)
+        state.keep_values(tensor for tensor in written if tensor is not None)
     for before, site in pairs:
         for tensor in (before.norm.weight, getattr(before.norm, "bias", None)):
             if tensor is not None:

@@ -7,13 +7,14 @@ unexpected.
 
 import functools
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from .undo import Edits
+from .whole import LEVEL, configs_of
 
 KEY = "normformer_rs"
 """The configuration's attribute."""
@@ -33,19 +34,13 @@ def mark(model: nn.Module, what: str, name: str, edits: Edits, how: Mapping[str,
     >>> model.config.normformer_rs
     {'norm': 'scalenorm', 'swaps': [{'swap_norms': 'scalenorm'}]}
     """
-    for config in _configs(model):
+    for config in configs_of(model):
         edits.afterwards(functools.partial(_write, config, what, getattr(config, KEY, {}).get(what)))
         _write(config, what, name)
         if how is not None and config is model.__dict__.get("config"):
             before = getattr(config, KEY, {}).get("swaps")
             edits.afterwards(functools.partial(_write, config, "swaps", before))
             _write(config, "swaps", [*(before or []), dict(how)])
-
-
-def _configs(model: nn.Module) -> Iterator[Any]:
-    """Each configuration once: parts of a model share theirs, or have their own."""
-    configs = {id(module.__dict__.get("config")): module.__dict__.get("config") for module in model.modules()}
-    yield from (config for config in configs.values() if hasattr(config, "model_type") and hasattr(config, "to_dict"))
 
 
 def _write(config: Any, what: str, name: Any) -> None:
@@ -63,7 +58,7 @@ class Marks(nn.Module):
 
 def mark_norms(model: nn.Module, name: str, edits: Edits) -> None:
     """Gives a Hugging Face model a buffer named after its norms, as `mark_module` does for blocks."""
-    if next(_configs(model), None) is None:
+    if next(configs_of(model), None) is None:
         return
     marks, before = Marks().train(model.training), model._modules.get("swapped_norms")
     mark_module(marks, f"norm_is_{name}", next(model.parameters()).device)
@@ -113,5 +108,5 @@ def warn_of_adapters(model: nn.Module, title: str, made: Iterable[tuple[str, nn.
         warnings.warn(
             f"{title} made modules that training changes, and files of PEFT's adapters leave them out: swap first, and "
             f"then wrap the model with modules_to_save={[*dict.fromkeys(changing)]}",
-            stacklevel=3,
+            stacklevel=LEVEL + 1,
         )

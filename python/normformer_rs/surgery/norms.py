@@ -1,5 +1,6 @@
 """`swap_norms`: other norms in a model."""
 
+import functools
 import inspect
 import math
 from collections.abc import Callable, Hashable, Iterable, Mapping
@@ -97,6 +98,23 @@ def swap_norms(
     if init not in ("match", "default"):
         raise InputError(unknown("init", init, ("match", "default")))
     refuse_wrapped(model)
+    change = functools.partial(_swap, model, to, target, filter, init, optimizer, exact, example, options)
+    title = f"swap_norms to {target.title}" + (", exact" if exact else "")
+    return Edits(model, title, optimizer).all_or_none(change)
+
+
+def _swap(
+    model: nn.Module,
+    to: Any,
+    target: "_Target",
+    filter: Callable[[str, nn.Module], bool] | None,
+    init: str,
+    optimizer: torch.optim.Optimizer | None,
+    exact: bool,
+    example: Any,
+    options: Mapping[str, Any],
+    edits: Edits,
+) -> Swaps:
     norms, staying = _find(model, filter)
     if any(p.is_meta for p in model.parameters()):
         read: dict[nn.Module, str] = {}
@@ -147,27 +165,25 @@ def swap_norms(
     edited = [] if plan is None else plan.edited(made)
     known_as = {p: name for name, p in model.named_parameters()}
     repoint = Repoint(optimizer, _exchanged(model, places, made), known_as, edited)
-    title = f"swap_norms to {target.title}" + (", exact" if exact else "")
-    edits, rows = Edits(model, title), []
+    title, rows = edits.title, []
     for name, old in places:
         rows.append(Row(name, type(old).__name__, type(made[old].norm).__name__, made[old].note))
     rows += staying.values()
-    with edits.all_or_none():
-        rows += [] if plan is None else plan.apply(edits, made)
-        rows += replace(model, places, {old: new.norm for old, new in made.items()}, edits)
-        for name, old in places:
-            for leaf, its in made[old].counterparts.items():
-                edits.succeed_parameter(f"{name}.{leaf}", getattr(old, leaf), getattr(made[old].norm, its))
-        repoint(edits)
-        read_padding(model, edits)
-        names = [name for name, _ in places]
-        how = {"swap_norms": to if isinstance(to, str) else None, "names": names, "exact": exact, **options}
-        mark(model, "norm", target.title, edits, how)
-        if places:
-            mark_norms(model, target.title, edits)
-    edits.done()
+    rows += [] if plan is None else plan.apply(edits, made)
+    rows += replace(model, places, {old: new.norm for old, new in made.items()}, edits)
+    for name, old in places:
+        for leaf, its in made[old].counterparts.items():
+            edits.succeed_parameter(f"{name}.{leaf}", getattr(old, leaf), getattr(made[old].norm, its))
+    repoint(edits)
+    read_padding(model, edits)
+    names = [name for name, _ in places]
+    how = {"swap_norms": to if isinstance(to, str) else None, "names": names, "exact": exact, **options}
+    mark(model, "norm", target.title, edits, how)
+    if places:
+        mark_norms(model, target.title, edits)
     if before is not None and plan is not None and plan.flow is not None:
-        plan.flow.check(before, edits, "swap_norms(..., exact=True)")
+        plan.flow.check(before, "swap_norms(..., exact=True)")
+    edits.done()
     warn_of_adapters(model, title, ((name, made[old].norm) for name, old in places))
     return Swaps(title, rows, edits)
 

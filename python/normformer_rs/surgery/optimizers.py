@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..errors import InputError
 from .handover import refuse_hooked
 from .undo import Edits
+from .whole import HEIRS
 
 Exchange = dict[nn.Parameter, list[tuple[str, nn.Parameter]]]
 """For each old parameter the names and parameters in its place, itself among them if it stays."""
@@ -110,8 +110,6 @@ class _Heirs(NamedTuple):
     named: list[tuple[str, "weakref.ref[nn.Parameter]"]]
 
 
-_HEIRS: Any = WeakTensorKeyDictionary()
-"""For parameters that surgery exchanged, what came instead: a list, one entry for each swap."""
 _CHECKED: "weakref.WeakKeyDictionary[torch.optim.Optimizer, int]" = weakref.WeakKeyDictionary()
 """The number of exchanges that an optimizer has been held against."""
 _exchanges = 0
@@ -125,7 +123,7 @@ def watch(exchange: Exchange, back: Exchange, edits: Edits) -> None:
 
     def undo() -> None:
         for p, expected in heirs:
-            _HEIRS[p].remove(expected)
+            HEIRS[p].remove(expected)
         _expect(title, back)
 
     edits.afterwards(undo)
@@ -138,7 +136,7 @@ def _expect(title: str, exchange: Exchange) -> list[tuple[nn.Parameter, _Heirs]]
     for p, new in exchange.items():
         came = _Heirs(title, [(name, weakref.ref(q)) for name, q in new if q is not p])
         if came.named:
-            _HEIRS.setdefault(p, []).append(came)
+            HEIRS.setdefault(p, []).append(came)
             heirs.append((p, came))
     # Making an optimizer loads torch._dynamo, so without it there is none that could own old parameters.
     if not _LISTENING and "torch._dynamo" in sys.modules:
@@ -168,7 +166,7 @@ def _forgotten(optimizer: torch.optim.Optimizer) -> tuple[list[tuple[str, nn.Par
     """New parameters in place of, or beside, old ones of the optimizer, without those that it has; and the swap."""
     own = [p for group in optimizer.param_groups for p in group["params"]]
     known, found, title = {id(p) for p in own}, [], ""
-    for heirs in (heirs for p in own for heirs in _HEIRS.get(p, ())):
+    for heirs in (heirs for p in own for heirs in HEIRS.get(p, ())):
         for name, reference in heirs.named:
             q = reference()
             if q is not None and q.requires_grad and id(q) not in known:

@@ -12,6 +12,7 @@ from .blocks import Group, structure_of
 from .examples import quietly
 from .record import tensors_in
 from .spec import Part
+from .undo import Edits
 
 _ERRORS = {torch.float64: 1e-5, torch.float32: 1e-4}
 """The allowed difference beside the largest number. Models in f64 have norms in f32."""
@@ -58,20 +59,20 @@ def prove(
     model: nn.Module,
     run: Callable[[], Any],
     groups: list[Group],
-    swap: Callable[[list[Group], Any], Any],
+    swap: Callable[[list[Group], Any, Edits], None],
     is_wide: bool,
 ) -> dict[str, str]:
     """The groups whose identity swap changes what the model computes, by their paths, with what differs. `swap` gives
-    the groups, each a scheme, and returns what takes it back."""
+    each of the groups a scheme; here everything is put back."""
     firsts = (next((p for p in b.parameters() if p.requires_grad), None) for g in groups for b in g.blocks)
     watched = [*dict.fromkeys(p for p in firsts if p is not None)]
     modes = [False] + ([True] if not any(_random(model)) else [])
     before = {mode: _observe(model, run, watched, mode) for mode in modes}
 
     def fault(some: list[Group]) -> str | None:
-        edits = None
+        edits = Edits(model, "an identity swap")
         try:
-            edits = swap(some, lambda group: OwnForm(group, is_wide))
+            swap(some, lambda group: OwnForm(group, is_wide), edits)
             for mode in modes:
                 said = _differ(before[mode], _observe(model, run, watched, mode))
                 if said is not None:
@@ -80,8 +81,7 @@ def prove(
         except Exception as reason:  # a model may raise anything on a hidden state of another width
             return f"{type(reason).__name__}: {str(reason).partition(chr(10))[0]}"
         finally:
-            if edits is not None:
-                edits.undo()
+            edits.take_back()
 
     if fault(groups) is None:
         return {}

@@ -230,10 +230,8 @@ def record(model: nn.Module, blocks: Iterable[nn.Module], run: Callable[[], Any]
     found = Record(model, blocks)
     with contextlib.ExitStack() as hooks:
         for module in {*found.kinds, *found.blocks}:
-            before = module.register_forward_pre_hook(found.enter, with_kwargs=True)
-            after = module.register_forward_hook(found.leave, with_kwargs=True)
-            hooks.callback(before.remove)
-            hooks.callback(after.remove)
+            hooks.callback(module.register_forward_pre_hook(found.enter, with_kwargs=True).remove)
+            hooks.callback(module.register_forward_hook(found.leave, with_kwargs=True).remove)
         with torch.no_grad(), found:
             result = run()
         found.returned = {key(t) for t in tensors_in(result)}

@@ -1,5 +1,6 @@
 """`swap_residuals`: another residual scheme for the blocks of a model."""
 
+import functools
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,7 +12,7 @@ from .. import nn as nfnn
 from ..config import ATTENTION, PARAMETRISATION, TransformerConfig
 from ..errors import InputError
 from ..nn.layers import Layer
-from ..nn.place import Place, configure
+from ..nn.place import Place, configure, count_of_layers, in_short
 from .block_residual import BlockResidual
 from .blocks import (
     TORCH_STACKS,
@@ -43,6 +44,7 @@ from .residual_stream import Identity, StreamNorm
 from .spec import at, has
 from .stack_residual import StackCalls, StackResidual, show
 from .undo import Edits, Row, Swaps, refuse_wrapped
+from .whole import LEVEL
 
 
 def swap_residuals(
@@ -111,6 +113,20 @@ def swap_residuals(
     to = next(field for field in TransformerConfig.FIELDS if field.name == "residual").check(to)
     refuse_wrapped(model)
     _refuse_options(options)
+    change = functools.partial(_swap, model, to, _depth(depth), init, optimizer, example, options)
+    return Edits(model, f"swap_residuals to {to}", optimizer).all_or_none(change)
+
+
+def _swap(
+    model: nn.Module,
+    to: Any,
+    depth: int | tuple[int, int] | None,
+    init: str | None,
+    optimizer: torch.optim.Optimizer | None,
+    example: Any,
+    options: Mapping[str, Any],
+    edits: Edits,
+) -> Swaps:
     stacks = find_stacks(model, example)
     plans = [(g, place) for g, place in _plans(stacks.groups, to, depth, init, options) if not _has(g, place)]
     plans = _proven(model, stacks, plans)
@@ -118,43 +134,42 @@ def swap_residuals(
         refuse(group, place, to)
         refuse_unknown_end(model, group, to)
     learned = next((sign for group, _ in plans if (sign := sign_of_training(group, optimizer))), None)
-    title, before = f"swap_residuals to {to}", dict(model.named_parameters())
-    edits, rows, there = Edits(model, title), [], {*model.modules(), *before.values()}
+    title, before = edits.title, dict(model.named_parameters())
+    rows, there = [], {*model.modules(), *before.values()}
     likes = [_like_norm(group) for group, _ in plans]
-    with edits.all_or_none():
-        for (group, place), like in zip(plans, likes):
-            old = [type(block).__name__ for block in group.blocks]
-            convert = _convert_torchs if isinstance(group.blocks[0], tuple(TORCHS)) else _convert_foreign
-            notes = convert(group, place, edits, init is None)
-            mark_new(group.holder, there, group.blocks[0], like)
-            for i, block in enumerate(group.blocks):
-                drawn_here = f"init {place.declared.init}, {count_weights(block)} weights drawn"
-                note = "weights kept" if init is None else drawn_here
-                if init is not None and (left := unreached(block)):
-                    note += f", not {', '.join(left[:3])}{', …' * (len(left) > 3)}"
-                note += "" if place.declared.has_biases else ", biases held at zero"
-                parts = [] if type(block) in TORCHS else parts_of(block)
-                gone = [f"the branch's factor {part.beta:g}" for part in parts if part.beta != 1.0]
-                gone += [path for part in parts for path in part.scales]
-                note += f", {gone[0]} gone" if gone else ""
-                rows.append(Row(group.names[i] or "(model)", old[i], f"{type(block).__name__}, {to}", note))
-            rows += notes
-        _try(model, stacks, plans, to)
-        drawn: list[nn.Parameter] = []
-        for group, place in plans if init is not None else ():
-            drawn += initialise(group, place, edits)
-            for layer in group.blocks:
-                if isinstance(layer, Layer):
-                    layer.keeps_torchs_values = False
-        drawn += [p for group, place in plans if not place.declared.has_biases for p in silence_biases(group, edits)]
-        _repoint(optimizer, [group for group, _ in plans], before, dict(model.named_parameters()), drawn)(edits)
-        if plans:
-            how = {"swap_residuals": _plain(to, plans[0][1]), "depth": depth, **options}
-            mark(model, "residual", str(to), edits, how)
+    for (group, place), like in zip(plans, likes):
+        old = [type(block).__name__ for block in group.blocks]
+        convert = _convert_torchs if isinstance(group.blocks[0], tuple(TORCHS)) else _convert_foreign
+        notes = convert(group, place, edits, init is None)
+        mark_new(group.holder, there, group.blocks[0], like)
+        for i, block in enumerate(group.blocks):
+            drawn_here = f"init {place.declared.init}, {count_weights(block)} weights drawn"
+            note = "weights kept" if init is None else drawn_here
+            if init is not None and (left := unreached(block)):
+                note += f", not {', '.join(left[:3])}{', …' * (len(left) > 3)}"
+            note += "" if place.declared.has_biases else ", biases held at zero"
+            parts = [] if type(block) in TORCHS else parts_of(block)
+            gone = [f"the branch's factor {part.beta:g}" for part in parts if part.beta != 1.0]
+            gone += [path for part in parts for path in part.scales]
+            note += f", {gone[0]} gone" if gone else ""
+            rows.append(Row(group.names[i] or "(model)", old[i], f"{type(block).__name__}, {to}", note))
+        rows += notes
+    _try(model, stacks, plans, to)
+    drawn: list[nn.Parameter] = []
+    for group, place in plans if init is not None else ():
+        drawn += initialise(group, place, edits)
+        for layer in group.blocks:
+            if isinstance(layer, Layer):
+                layer.keeps_torchs_values = False
+    drawn += [p for group, place in plans if not place.declared.has_biases for p in silence_biases(group, edits)]
+    _repoint(optimizer, [group for group, _ in plans], before, dict(model.named_parameters()), drawn)(edits)
+    if plans:
+        how = {"swap_residuals": _plain(to, plans[0][1]), "depth": depth, **options}
+        mark(model, "residual", str(to), edits, how)
     edits.done()
     for path, why in stacks.unknown.items() if plans else ():
         rows.append(Row(path or "(model)", type(next(model.get_submodule(path).children())).__name__, "stays", why))
-        warnings.warn(f"{title} leaves {path or 'a list'} as it is: {why}", stacklevel=2)
+        warnings.warn(f"{title} leaves {path or 'a list'} as it is: {why}", stacklevel=LEVEL)
     held = ((n, block) for group, _ in plans for n, block in zip(group.names, group.blocks))
     made = ((f"{n}.residual", residual_of(block)) for n, block in held if residual_of(block) is not None)
     warn_of_adapters(model, title, made)  # type: ignore[arg-type]
@@ -163,7 +178,7 @@ def swap_residuals(
         way = "init=None keeps them, undo() brings them back"
         if init is None:
             what, way = f"set {len(drawn)} biases of {type(model).__name__} to zero", "undo() brings them back"
-        warnings.warn(f"{title} {what}, and they look trained ({learned}): {way}", stacklevel=2)
+        warnings.warn(f"{title} {what}, and they look trained ({learned}): {way}", stacklevel=LEVEL)
     return Swaps(title, rows, edits)
 
 
@@ -238,6 +253,15 @@ def _plans(
     return plans
 
 
+def _depth(given: Any) -> int | tuple[int, int] | None:
+    """A caller's depth. Errors: InputError."""
+    if not isinstance(given, tuple | list):
+        return None if given is None else count_of_layers("depth", given)
+    if len(given) != 2:
+        raise InputError(f"depth must be one number, or (encoder, decoder); got {in_short(given)}")
+    return count_of_layers("depth", given[0]), count_of_layers("depth", given[1])
+
+
 def _refuse_options(options: Mapping[str, Any]) -> None:
     for name in options:
         if name in ATTENTION:
@@ -294,13 +318,10 @@ def _proven(model: nn.Module, stacks: Stacks, plans: list[tuple[Group, Place]]) 
         return plans
     is_wide = any(StackResidual.carries_more(place) for _, place in plans)
 
-    def swap(groups: list[Group], to: Any) -> Edits:
-        edits = Edits(model, "an identity swap")
-        with edits.all_or_none():
-            for group in groups:
-                ((_, place),) = _plans([group], to(group), None, None, {})
-                _convert_foreign(group, place, edits, keeps=True)
-        return edits
+    def swap(groups: list[Group], to: Any, edits: Edits) -> None:
+        for group in groups:
+            ((_, place),) = _plans([group], to(group), None, None, {})
+            _convert_foreign(group, place, edits, keeps=True)
 
     for path, said in prove(model, stacks.run, found, swap, is_wide).items():
         what = "between its blocks the model reads their hidden state: " if is_wide else ""
@@ -345,7 +366,7 @@ def _convert_torchs(group: Group, place: Place, edits: Edits, _: bool) -> list[R
     notes, holder = [], group.holder
     in_stack = type(holder) in TORCH_STACKS
     for i, layer in enumerate(group.blocks):
-        for module in (layer, *(m for m in layer.children() if type(m) is nn.MultiheadAttention)):
+        for module in layer.modules():  # linear layers get their first values anew, too
             edits.remember(module)
         reclass(layer, _OURS[type(layer)])
         layer.adopt(Place(place.config, place.stack, i), in_stack)  # type: ignore[operator]

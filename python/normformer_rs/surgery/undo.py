@@ -1,8 +1,6 @@
 """Shared by all surgery: changes with undo, and the table of changes."""
 
-import contextlib
 import functools
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -12,6 +10,7 @@ from torch import Tensor, nn
 from .._html import table
 from ..errors import InputError
 from .handover import hand_over, hand_over_parameter, reclass, refuse_held, refuse_offloaded
+from .whole import SWAPS, State, T, write
 
 _DICTS = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
 _WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DataParallel")
@@ -27,20 +26,17 @@ class Row(NamedTuple):
 
 
 _MISSING: Any = object()
-_SWAPS: "weakref.WeakKeyDictionary[nn.Module, list[list[str]]]" = weakref.WeakKeyDictionary()
-"""For each module the titles of the swaps that changed it and were not undone, in order. A title is a list of its own:
-identity tells equal titles apart."""
 
 
-class _State(NamedTuple):
-    """A module's class, attributes, and the contents of its dictionaries of parameters, buffers and children."""
+class _Module(NamedTuple):
+    """A module at one time: its class, attributes, and contents of its dictionaries of tensors and children."""
 
     kind: type[nn.Module]
     attributes: dict[str, Any]
     held: dict[str, dict[str, Any]]
 
     @classmethod
-    def of(cls, module: nn.Module) -> "_State":
+    def of(cls, module: nn.Module) -> "_Module":
         attributes = {name: value for name, value in module.__dict__.items() if name not in _DICTS}
         return cls(type(module), attributes, {name: _copied(module.__dict__[name]) for name in _DICTS})
 
@@ -70,11 +66,14 @@ def _digest(t: Tensor) -> int | None:
 class Edits:
     """Changes to modules, in order, and their reversal. Changes that others made in between stay."""
 
-    def __init__(self, model: nn.Module, title: str) -> None:
-        self.model, self._title = model, [title]
-        self._before: dict[nn.Module, _State] = {}
-        self._after: dict[nn.Module, _State] = {}
+    def __init__(self, model: nn.Module, title: str, optimizer: torch.optim.Optimizer | None = None) -> None:
+        self.model, self._title, self._optimizer = model, [title], optimizer
+        self.state: State | None = State(model, optimizer)
+        """As it was before; None: the changes are complete."""
+        self._before: dict[nn.Module, _Module] = {}
+        self._after: dict[nn.Module, _Module] = {}
         self._back: list[Callable[[], None]] = []
+        self._values: dict[Tensor, tuple[Tensor, bool]] = {}
         self._written: list[tuple[Tensor, int | None]] = []
         self._places: list[tuple[Tensor, torch.device, torch.dtype]] = []
         self._heirs: list[tuple[str, nn.Parameter, nn.Parameter]] = []
@@ -84,21 +83,20 @@ class Edits:
         """The swap's, for messages."""
         return self._title[0]
 
+    def all_or_none(self, change: Callable[["Edits"], T]) -> T:
+        """Makes the changes. Where an exception ends them, the model is as before."""
+        assert self.state is not None
+        return self.state.run(functools.partial(change, self))
+
     def remember(self, module: nn.Module) -> None:
         """Records a module. Call it before its class, attributes, parameters, buffers or children change."""
-        self._before.setdefault(module, _State.of(module))
+        if module not in self._before:
+            self._before[module] = _Module.of(module)
 
     def remember_values(self, parameters: Iterable[nn.Parameter]) -> None:
         """Records the values of parameters. Call it before they are drawn anew."""
-        kept = [(p, p.detach().clone(), p.requires_grad) for p in parameters]
-
-        @torch.no_grad()
-        def back() -> None:
-            for parameter, values, requires_grad in kept:
-                parameter.requires_grad_(requires_grad)
-                parameter.copy_(values)
-
-        self._back.append(back)
+        assert self.state is not None
+        self.state.keep_values(parameters)
 
     def succeed(self, old: nn.Module, new: nn.Module) -> None:
         """Gives a module's successor what others keep on it; `undo` gives it back."""
@@ -114,50 +112,67 @@ class Edits:
         """Adds a function that `undo` calls; the latest runs first."""
         self._back.append(back)
 
-    @contextlib.contextmanager
-    def all_or_none(self) -> Iterator[None]:
-        """Takes all changes back where an exception ends them."""
-        try:
-            yield
-        except BaseException:
-            self.undo()
-            raise
+    def take_back(self) -> None:
+        """Puts everything back, before `done`."""
+        assert self.state is not None
+        self.state.restore()
 
     def done(self) -> None:
         """Ends the changes: from here on, writes to parameters count as training."""
-        self._after = {module: _State.of(module) for module in self._before}
+        assert self.state is not None
+        self._after = {module: _Module.of(module) for module in self._before}
         for module in self._before:
-            _SWAPS.setdefault(module, []).append(self._title)
+            SWAPS.setdefault(module, []).append(self._title)
         self._written = [(t, _digest(t)) for t in (*self.model.parameters(), *self.model.buffers())]
         self._places = [(p, p.device, p.dtype) for p in self.model.parameters()]
+        self._values, self.state = self.state.values, None
 
     def was_trained(self) -> bool:
         """Parameters or running statistics differ from those after the changes. Version counters cannot tell: fused
         optimizers do not advance them."""
         return any(_digest(t) != digest for t, digest in self._written)
 
-    def undo(self) -> None:
-        """Reverses all changes. Errors: InputError, before anything changes, where a later swap changed the same
-        modules, and for what others put on new parameters since and old ones cannot have."""
+    def undo(self, then: Callable[[], None]) -> None:
+        """Reverses all changes, and calls `then` at the end, perhaps twice.
+
+        An exception on the way leaves all changes. From the writing of values on, the reversal is completed instead.
+
+        Errors: InputError, before anything changes, where a later swap changed the same modules, and for what others
+        put on new parameters since and old ones cannot have.
+        """
         for module in self._after:
-            (later,) = _SWAPS[module][-1]
-            if _SWAPS[module][-1] is not self._title:
+            (later,) = SWAPS[module][-1]
+            if SWAPS[module][-1] is not self._title:
                 same = f"{self.title} and changed the same {type(module).__name__}"
                 raise InputError(f"{later} came after {same}: undo() that first")
         refuse_offloaded(self.model)
         for name, new, old in self._heirs:
             refuse_held(name, new, old)
+        earlier = [child for module in self._before.values() for child in module.held["_modules"].values()]
+        state = State(self.model, self._optimizer, [*self._before, *(child for child in earlier if child is not None)])
+        state.run(functools.partial(self._undo, state, then))
+
+    def _undo(self, state: State, then: Callable[[], None]) -> None:
         there = {id(t) for t in (*self.model.parameters(), *self.model.buffers())}
         for module, before in self._before.items():
-            self._restore(module, before, self._after.get(module) or _State.of(module))
-            if module in self._after:
-                _SWAPS[module].pop()
-        while self._back:
-            self._back.pop()()
-        self._bring_along(there)
-        self._before, self._after = {}, {}
+            self._restore(module, before, self._after[module])
+            SWAPS[module].pop()
+        for back in reversed(self._back):
+            back()
+        self._bring_buffers_along(there)
+        state.finish = functools.partial(self._finish, self._moves(there), then)
+        state.finish()
 
-    def _restore(self, module: nn.Module, before: _State, after: _State) -> None:
+    def _finish(
+        self, moves: Sequence[tuple[nn.Parameter, torch.device, torch.dtype]], then: Callable[[], None]
+    ) -> None:
+        """The end of an undo, which may run again after an interrupt."""
+        for parameter, device, dtype in moves:
+            parameter.data, parameter.grad = parameter.data.to(device, dtype), None
+        write(self._values)
+        then()
+
+    def _restore(self, module: nn.Module, before: _Module, after: _Module) -> None:
         if before.kind is not after.kind:
             reclass(module, before.kind)
         held = {name: module.__dict__[name] for name in _DICTS}
@@ -174,14 +189,15 @@ class Edits:
             values.clear()
             values.update(found)
 
-    def _bring_along(self, there: set[int]) -> None:
-        """Moves restored tensors (those not `there`) to the device and dtype that the model was given since."""
+    def _moves(self, there: set[int]) -> list[tuple[nn.Parameter, torch.device, torch.dtype]]:
+        """Restored parameters (those not `there`), and the device and dtype that the model was given since."""
         types = {(device, dtype): (p.device, p.dtype) for p, device, dtype in self._places}
+        came = ((p, (p.device, p.dtype)) for p in self.model.parameters() if id(p) not in there)
+        return [(p, *types[here]) for p, here in came if types.get(here, here) != here]
+
+    def _bring_buffers_along(self, there: set[int]) -> None:
+        """Moves restored buffers to the device that the model was given since."""
         devices = {device: p.device for p, device, _ in self._places}
-        for parameter in self.model.parameters():
-            here = parameter.device, parameter.dtype
-            if id(parameter) not in there and types.get(here, here) != here:
-                parameter.data, parameter.grad = parameter.data.to(*types[here]), None
         for module in self.model.modules():
             for name, buffer in module._buffers.items():
                 if buffer is not None and id(buffer) not in there:
@@ -211,19 +227,24 @@ class Swaps(Sequence[Row]):
         learned. The table's notes say which of the two holds. Changes that others made in between, hooks for example,
         stay. Restored modules take the device and dtype that the model was given since.
 
+        A Ctrl-C within leaves the model swapped, and `undo()` can be called again; or, near the end, it leaves the swap
+        undone.
+
         Errors: InputError if this swap was undone already, or if a later one changed the same modules: undo that first.
         """
         if self._edits is None:
             raise InputError(f"{self.title}: this has been taken back already, or is itself the way back")
-        trained, edits = self._edits.was_trained(), self._edits
-        edits.undo()
-        self._edits = None
         note = (
             "trained since: what the swap replaced or drew is as before it, the rest as learned"
-            if trained
+            if self._edits.was_trained()
             else "bit-equal to before the swap"
         )
-        return Swaps(f"{self.title}, taken back", [Row(r.name, r.new, r.old, note) for r in self._rows])
+        back = Swaps(f"{self.title}, taken back", [Row(r.name, r.new, r.old, note) for r in self._rows])
+        self._edits.undo(self._forget)
+        return back
+
+    def _forget(self) -> None:
+        self._edits = None
 
     def __getitem__(self, index: Any) -> Any:
         return self._rows[index]

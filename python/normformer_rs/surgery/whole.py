@@ -1,0 +1,191 @@
+"""A change of a model happens wholly or not at all, whatever interrupts it.
+
+`State` keeps everything about a model that surgery may write, before anything is written. An exception at any line, a
+Ctrl-C included, then puts it all back. Writing back is idempotent, so an interrupt of it starts it again.
+"""
+
+import functools
+import operator
+import signal
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import FrameType
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.utils.weak import WeakTensorKeyDictionary
+
+T = TypeVar("T")
+LEVEL = 5
+"""`stacklevel` of a warning in a function that `Edits.all_or_none` runs: the caller of the swap."""
+
+SWAPS: "weakref.WeakKeyDictionary[nn.Module, list[list[str]]]" = weakref.WeakKeyDictionary()
+"""For each module the titles of the swaps that changed it and were not undone, in order. A title is a list of its own:
+identity tells equal titles apart."""
+HEIRS: Any = WeakTensorKeyDictionary()
+"""For parameters that surgery exchanged, what came instead: a list, one entry for each swap."""
+
+_HOLDERS = tuple(name for name, value in vars(nn.Module()).items() if isinstance(value, dict | set))
+"""A module's dictionaries and sets: parameters, buffers, children, hooks."""
+
+
+def configs_of(model: nn.Module) -> Iterator[Any]:
+    """Each Hugging Face configuration once: parts of a model share theirs, or have their own."""
+    configs = {id(module.__dict__.get("config")): module.__dict__.get("config") for module in model.modules()}
+    yield from (config for config in configs.values() if hasattr(config, "model_type") and hasattr(config, "to_dict"))
+
+
+class State:
+    """A model's state, to be put back: classes, attributes, children, hooks, tensors, configurations, the optimizer's
+    groups, the record of swaps, the random state. Values of parameters only where `keep_values` was told.
+
+    `beside`: modules outside the model that change, too.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Any = None, beside: Iterable[nn.Module] = ()) -> None:
+        modules = dict.fromkeys(module for top in (model, *beside) for module in top.modules())
+        self._modules = [(module, type(module), {**vars(module)}) for module in modules]
+        held = {id(h): h for _, _, own in self._modules for n in _HOLDERS if isinstance(h := own.get(n), dict | set)}
+        self._holders = [(holder, _copied(holder)) for holder in held.values()]
+        tensors = {id(t): t for m in modules for t in (*m._parameters.values(), *m._buffers.values()) if t is not None}
+        self._tensors = [(t, t.requires_grad, {**vars(t)}, _hooks(t)) for t in tensors.values()]
+        buffers = {id(b): b for m in modules for b in m._buffers.values() if b is not None and not is_lazy(b)}
+        self._buffers = [(b, _version(b), b.detach().clone()) for b in buffers.values()]
+        self._optimizer = optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
+        owned: list[dict[Any, Any]] = [*self._optimizer.param_groups, self._optimizer.state] if self._optimizer else []
+        written = [*owned, *(vars(config) for config in configs_of(model))]
+        self._dicts = [(one, {**one}) for one in written]
+        self._records = [(SWAPS, module, [*SWAPS.get(module, ())]) for module in modules]
+        self._records += [(HEIRS, t, [*HEIRS.get(t, ())]) for t in tensors.values()]
+        self._random = _random_states(tensors.values())
+        self._has_gradients = torch.is_grad_enabled()
+        self._handlers: dict[int, Any] = {}
+        self._heard: list[int] = []
+        self.values: dict[Tensor, tuple[Tensor, bool]] = {}
+        """Of tensors that are written in place: values and `requires_grad`."""
+        self.finish: Callable[[], None] | None = None
+        """Set once a change is to be completed, no longer put back: an idempotent function."""
+
+    def keep_values(self, tensors: Iterable[Tensor]) -> None:
+        """Keeps values. Call it before they are written."""
+        for t in tensors:
+            if t not in self.values:
+                self.values[t] = t.detach().clone(), t.requires_grad
+
+    def run(self, change: Callable[[], T]) -> T:
+        """Makes a change. Where an exception ends it, everything is put back, or completed after `finish` is set."""
+        try:
+            try:
+                return change()
+            except BaseException:
+                self._settle()
+                raise
+        except BaseException:  # once more: another may have come in the lines above
+            self._settle()
+            raise
+
+    def _settle(self) -> None:
+        """Signals that come meanwhile are raised afterwards."""
+        try:
+            if threading.current_thread() is threading.main_thread():
+                for number in signal.valid_signals():
+                    handler = signal.getsignal(number)
+                    if callable(handler) and handler != self._hear:
+                        self._handlers[number] = handler
+                        signal.signal(number, self._hear)
+            (self.finish or self.restore)()
+        finally:
+            while self._handlers:
+                number, handler = next(iter(self._handlers.items()))
+                signal.signal(number, handler)
+                del self._handlers[number]
+        _raise(self._heard)
+
+    def _hear(self, number: int, _: FrameType | None) -> None:
+        self._heard.append(number)
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Puts everything back."""
+        for module, kind, own in self._modules:
+            if type(module) is not kind:
+                module.__class__ = kind
+            _put_back(vars(module), own)
+        for holder, items in self._holders:
+            _put_back(holder, items)
+        for t, requires_grad, attributes, (hooks, hooked) in self._tensors:
+            _put_back(vars(t), attributes)
+            if t._backward_hooks is not hooks:
+                t._backward_hooks = hooks
+            if hooks is not None:
+                _put_back(hooks, hooked)
+            if t.requires_grad != requires_grad:
+                t.requires_grad_(requires_grad)
+        write(self.values)
+        for buffer, version, value in self._buffers:
+            if _version(buffer) != version:
+                buffer.copy_(value)
+        for one, items in self._dicts:
+            _put_back(one, items)
+        for record, key, entries in self._records:
+            now = record.get(key)
+            if now is not None:
+                now[:] = entries
+        for put, state in self._random:
+            put(state)
+        torch.set_grad_enabled(self._has_gradients)
+
+
+@torch.no_grad()
+def write(values: Mapping[Tensor, tuple[Tensor, bool]]) -> None:
+    """Writes values and `requires_grad` into tensors."""
+    for t, (value, requires_grad) in values.items():
+        if t.requires_grad != requires_grad:
+            t.requires_grad_(requires_grad)
+        t.copy_(value)
+
+
+def _copied(holder: Any) -> Any:
+    return {*holder} if isinstance(holder, set) else {**holder}
+
+
+def _put_back(holder: Any, contents: Any) -> None:
+    """Gives a dictionary or a set its contents and order, where they differ."""
+    if isinstance(holder, set):
+        is_same = holder == contents
+    else:
+        is_same = len(holder) == len(contents) and all(map(operator.is_, holder.values(), contents.values()))
+        is_same = is_same and all(map(operator.is_, holder, contents))
+    if not is_same:
+        holder.clear()
+        holder.update(contents)
+
+
+def _hooks(t: Tensor) -> tuple[Any, Any]:
+    hooks: Any = t._backward_hooks
+    return hooks, None if hooks is None else {**hooks}
+
+
+def _version(t: Tensor) -> int | None:
+    """The number of writes; None for a tensor that counts none."""
+    return None if t.is_inference() else t._version
+
+
+def _random_states(tensors: Iterable[Tensor]) -> list[tuple[Callable[[Tensor], Any], Tensor]]:
+    """The states of the generators of the CPU and of the tensors' GPUs, with what sets them."""
+    states: list[tuple[Callable[[Tensor], Any], Tensor]] = [(torch.set_rng_state, torch.get_rng_state())]
+    for device in {t.device for t in tensors if t.device.type == "cuda"}:
+        states.append((functools.partial(torch.cuda.set_rng_state, device=device), torch.cuda.get_rng_state(device)))
+    return states
+
+
+def _raise(heard: list[int]) -> None:
+    """Raises each of the signals, though the handler of one raises."""
+    if heard:
+        try:
+            signal.raise_signal(heard.pop(0))
+        finally:
+            _raise(heard)
