@@ -40,7 +40,7 @@ PLANTED = [
         "nn/dropout.py",
         "cols, p, where[2])",
         "cols, p, where[2] + 1)",
-        ("nn/test_randomness.py::test_grad_jvp_and_functional_call",),
+        ("nn/test_randomness.py::test_grad_jvp_and_functional_call[prenorm]",),
     ),
     # A run's folder
     Planted(
@@ -85,7 +85,9 @@ PLANTED = [
         "            callback(name, event)\n",
         "            try:\n                callback(name, event)\n            except ValueError as error:\n"
         "                raise ValueError(*error.args) from error\n",
-        ("train/test_signals.py::test_what_a_callback_raises_leaves_fit_as_it_is_after_saving",),
+        (
+            "train/test_signals.py::test_what_a_callback_raises_leaves_fit_as_it_is_after_saving[ValueError('mine')-updated]",
+        ),
     ),
     # The command line
     Planted(
@@ -199,7 +201,7 @@ PLANTED = [
         "surgery/marker.py",
         '_write(config, "swaps", [*(before or []), dict(how)])',
         '_write(config, "swaps", [dict(how)])',
-        ("surgery/test_load_swapped.py::test_swapped_models_come_back",),
+        ("surgery/test_load_swapped.py::test_swapped_models_come_back[Bert]",),
     ),
     Planted(
         "Padding stays out of statistics",
@@ -232,16 +234,16 @@ PLANTED = [
     Planted(
         "Meta devices, FSDP2, copies",
         "nn/build.py",
-        "norm.first_scale = at.start",
-        "norm.first_scale = 1.0",
-        ("nn/test_life_cycles.py::test_every_order_ends_in_the_first_values",),
+        "            what.write(made)\n",
+        "            pass\n",
+        ("nn/test_life_cycles.py::test_every_order_ends_in_the_first_values[{'residual': 'rezero'}-whole]",),
     ),
     Planted(
         "Layers take their places",
         "nn/foreign.py",
         "if needs_stack(declared) and",
         "if False and",
-        ("nn/test_places.py::test_layers_take_their_places",),
+        ("nn/test_places.py::test_layers_take_their_places[r-fixup-{}-encoder-in_torchs]",),
     ),
     Planted(
         "Export, ONNX, torch.fx",
