@@ -111,7 +111,7 @@ fuzz: build ## N random calls of all operators, valid and not, beside guard page
 
 .PHONY: test-long
 test-long: LIMIT := 7200
-test-long: kill-test $(VENV)/fairseq ## what runs once per change of its subject: kill-test, every CUDA variant for every architecture, all cases
+test-long: kill-test $(VENV)/fairseq ## what runs once per change of its subject: kill-test, planted faults, every CUDA variant for every architecture, all cases
 	$(BIN)/python $(PYTEST) -m long
 	cd tests && ../$(BIN)/python cuda/binaries.py --output ../benches/results/cuda-binaries.csv
 

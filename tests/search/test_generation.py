@@ -1,6 +1,7 @@
 """Language models that speak, and their perplexity by a sliding window, against the oracle; the command."""
 
 import json
+import os
 import random
 import signal
 import threading
@@ -11,7 +12,7 @@ import torch
 
 import normformer_rs as nfrs
 import reference as ref
-from normformer_rs import _core, cli
+from normformer_rs import _core, cli, generation
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 WORDS = ["viele", "vier", "viereck", "hund", "hunde", "hundert", "haus", "hausboot", "boot", "bote", "zwei", "zweig"]
@@ -189,32 +190,37 @@ def test_what_the_listener_raises_ends_it(run):
 
 
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, TimeoutError])
-def test_signals_are_heard_and_other_threads_run(run, kind):
-    """Without a listener, in the middle of a long text."""
-    turns = []
+def test_signals_are_heard_and_other_threads_run(monkeypatch, run, kind):
+    """Without a listener, in the middle of a long text: another thread signals after fifty turns of its own."""
 
     def count():
-        while not over.is_set():
-            turns.append(time.monotonic())
+        begun.wait()
+        for _ in range(50):
             time.sleep(0.001)
+        os.kill(os.getpid(), signal.SIGALRM)
 
-    def rings(*_):
-        raise kind("the alarm rang")
+    def generates(*arguments, of=generation._core.generate):
+        begun.set()
+        return of(*arguments)
 
-    over, other = threading.Event(), threading.Thread(target=count)
-    before = signal.signal(signal.SIGALRM, rings)
+    def rings(number, _):
+        raise kind("the alarm rang") if number == signal.SIGALRM else AssertionError("the GIL was held")
+
+    begun, other = threading.Event(), threading.Thread(target=count, daemon=True)
+    monkeypatch.setattr(generation._core, "generate", generates)
+    before = {number: signal.signal(number, rings) for number in (signal.SIGALRM, signal.SIGPROF)}
     try:
-        signal.setitimer(signal.ITIMER_REAL, 0.5)
+        signal.setitimer(signal.ITIMER_PROF, 20)  # of the processor's seconds
         other.start()
         with pytest.raises((nfrs.Interrupted, TimeoutError)) as stopped:
             nfrs.generate(run, ["hund"], nfrs.GenerationConfig(max_length=10**7, sentences=0))
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-        over.set()
-        other.join()
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        begun.set()
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    other.join()
     assert stopped.type is (nfrs.Interrupted if kind is KeyboardInterrupt else TimeoutError)
-    assert len(turns) > 50, "the GIL was held"
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from normformer_rs import InputError
 from normformer_rs.surgery import swap_residuals
 
 D = 8
@@ -133,6 +134,27 @@ def test_what_blocks_return(scheme):
     for kind in (Named, Mapped):
         got = made(kind, scheme, x)(x)
         assert type(got) is torch.Tensor and torch.equal(got, want)
+
+
+class Between(Stack):
+    """Its output has the mean of each block's hidden state, whatever the width of that."""
+
+    def forward(self, x):
+        means = []
+        for block in self.blocks:
+            x = block(x)
+            means.append(x.mean(-1, keepdim=True))
+        return self.norm(x) + sum(means)
+
+
+@pytest.mark.parametrize("scheme", ["dlcl", "mhc"])
+def test_a_model_that_reads_between_its_blocks_is_refused(scheme):
+    """The identity swap runs, and its numbers tell: nothing else in this model refuses schemes with wider states."""
+    x, model = torch.randn(2, 5, D, dtype=torch.float64), Between(Bare).double().eval()
+    before = model(x)
+    with pytest.raises(InputError, match=r"between its blocks the model reads .* its outputs differ by"):
+        swap_residuals(model, scheme, init=None, example=x)
+    assert torch.equal(model(x), before)
 
 
 class Dropped(nn.Module):

@@ -241,6 +241,14 @@ def test_what_one_rank_says_stops_all(tmp_path, corpus):
     assert done.returncode != 0 and "already holds a run" in done.stderr
 
 
+def wait_for(folder, wanted, *processes):
+    """Until the run has made more updates than that, or a process has ended."""
+    while all(process.poll() is None for process in processes):
+        if (folder / "log.jsonl").exists() and len(losses(folder)) > wanted:
+            return
+        time.sleep(0.01)
+
+
 @pytest.mark.parametrize("place", ["between updates", "within an evaluation"])
 def test_ctrl_c_saves_once_for_all(tmp_path, corpus, place):
     wanted = 5
@@ -251,12 +259,9 @@ def test_ctrl_c_saves_once_for_all(tmp_path, corpus, place):
     words = command(tmp_path / "run", corpus, 2, updates=100000)
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(words, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True)
-    for _ in range(6000):
-        if (tmp_path / "run" / "log.jsonl").exists() and len(losses(tmp_path / "run")) > wanted:
-            break
-        time.sleep(0.01)
+    wait_for(tmp_path / "run", wanted, process)
     os.killpg(process.pid, signal.SIGINT)
-    errors = process.communicate(timeout=120)[1]
+    errors = process.communicate(timeout=150)[1]
     assert errors.count("--resume goes on") == 2, errors
     last = max(losses(tmp_path / "run"))
     if place == "within an evaluation":
@@ -295,7 +300,7 @@ def test_ranks_train_one_model_after_another(tmp_path, corpus, launcher):
         subprocess.Popen([sys.executable, *more, *words], env={**os.environ, **own}, stderr=subprocess.PIPE, text=True)
         for more, own in starts
     ]
-    said = [rank.communicate(timeout=120)[1] for rank in ranks]
+    said = [rank.communicate(timeout=150)[1] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0] * len(ranks), said
     for number in range(3):
         assert list(losses(tmp_path / str(number))) == [1, 2]
@@ -313,13 +318,10 @@ def test_a_rank_that_loses_its_partner_says_so_in_one_line(tmp_path, corpus, die
         subprocess.Popen(words, env={**os.environ, **place, "RANK": str(rank)}, stderr=subprocess.PIPE, text=True)
         for rank in range(2)
     ]
-    for _ in range(6000):
-        if (tmp_path / "run" / "log.jsonl").exists() and len(losses(tmp_path / "run")) > 4:
-            break
-        time.sleep(0.01)
+    wait_for(tmp_path / "run", 4, *ranks)
     ranks[dies].kill()
-    said = ranks[1 - dies].communicate(timeout=60)[1]
-    ranks[dies].communicate(timeout=60)
+    said = ranks[1 - dies].communicate(timeout=150)[1]
+    ranks[dies].communicate(timeout=150)
     assert ranks[1 - dies].returncode == 2 and "Traceback" not in said
     (line,) = [line for line in said.splitlines() if "error:" in line]
     assert f"rank {1 - dies} of 2 lost a partner" in line and "--resume" in line

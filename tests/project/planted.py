@@ -1,0 +1,294 @@
+"""Faults to plant, one or more for each row of docs/reliability.md that Python code keeps.
+
+`test_planted.py` puts each into a copy of the package, and asks the tests that the row names whether they notice.
+"""
+
+from typing import NamedTuple
+
+
+class Planted(NamedTuple):
+    row: str
+    """How the row's promise begins."""
+    file: str
+    """Below python/normformer_rs."""
+    old: str
+    """Stands in the file exactly once."""
+    new: str
+    tests: tuple[str, ...]
+    """The narrowest tests that notice, below `tests`, in files that the row names."""
+
+
+PLANTED = [
+    # Formulas
+    Planted(
+        "Every norm and scheme computes",
+        "nn/norms.py",
+        "OPS.lp_norm(x, weight, self.p, ",
+        "OPS.lp_norm(x, weight, self.p + 1, ",
+        ("norms/test_norm_modules.py::test_row_modules_are_the_oracle[lpnorm]",),
+    ),
+    Planted(
+        "Every norm and scheme computes",
+        "norms.py",
+        "**norm.given)\n",
+        "**norm.given) * 1.001\n",
+        ("train/test_own_norms.py::test_logits_and_gradients_are_scalenorms[prenorm]",),
+    ),
+    # Operators
+    Planted(
+        "One dropout mask serves",
+        "nn/dropout.py",
+        "cols, p, where[2])",
+        "cols, p, where[2] + 1)",
+        ("nn/test_randomness.py::test_grad_jvp_and_functional_call[prenorm]",),
+    ),
+    # A run's folder
+    Planted(
+        "Only what a run has provably written",
+        "training.py",
+        "if os.path.lexists(picture) and not ",
+        "if False and not ",
+        ("train/test_ownership.py::test_a_picture_that_no_run_has_drawn_stays",),
+    ),
+    Planted(
+        "Nothing is opened through a link",
+        "training.py",
+        "(events.is_symlink() or not events.is_dir())",
+        "not events.is_dir()",
+        ("train/test_ownership.py::test_nothing_is_opened_through_a_link",),
+    ),
+    Planted(
+        "A hostile folder or pickle",
+        "convert.py",
+        "weights_only=not trust",
+        "weights_only=False",
+        ("cli/test_cli.py::test_a_file_that_would_execute_something_is_refused",),
+    ),
+    Planted(
+        "Old runs load",
+        "config.py",
+        "return cls(**options)",
+        "return cls(**{field.name: options[field.name] for field in cls.FIELDS})",
+        ("model/test_architecture.py::test_configurations_from_before_the_options",),
+    ),
+    # Processes and signals
+    Planted(
+        "Ctrl-C, SIGTERM and SIGHUP save first",
+        "signals.py",
+        ", signal.SIGHUP)",
+        ")",
+        ("train/test_signals.py::test_slurm_kubernetes_and_a_closed_terminal_are_ctrl_c[1]",),
+    ),
+    Planted(
+        "What a callback raises leaves",
+        "training.py",
+        "            callback(name, event)\n",
+        "            try:\n                callback(name, event)\n            except ValueError as error:\n"
+        "                raise ValueError(*error.args) from error\n",
+        (
+            "train/test_signals.py::test_what_a_callback_raises_leaves_fit_as_it_is_after_saving[ValueError('mine')-updated]",
+        ),
+    ),
+    # The command line
+    Planted(
+        "A mistake is one or two lines",
+        "options.py",
+        "f'unknown option \"{name}\"{closest(name, long)}'",
+        "f'unknown option \"{name}\"'",
+        ("cli/test_first_contact.py::test_a_wrong_command_line_is_two_lines",),
+    ),
+    Planted(
+        "A mistake is one or two lines",
+        "text.py",
+        "import codecs\n",
+        "import codecs\nimport torch\n",
+        ("cli/test_first_contact.py::test_help_and_mistakes_need_no_torch",),
+    ),
+    Planted(
+        "What cannot end well is said",
+        "beforehand.py",
+        'last < how["warmup"]',
+        'last < how["warmup"] // 2',
+        ("cli/test_beforehand.py::test_a_warm_up_that_never_ends_is_said",),
+    ),
+    Planted(
+        "What cannot end well is said",
+        "text.py",
+        "if not _is_open(sys.stdout, os.O_RDONLY):",
+        "if sys.stdout is None:",
+        ("cli/test_streams.py::test_a_closed_output_is_said_before_the_work",),
+    ),
+    Planted(
+        "Texts are read alike everywhere",
+        "text.py",
+        "return data.removeprefix(codecs.BOM_UTF8)",
+        "return data",
+        ("cli/test_text.py::test_a_byte_order_mark_is_no_text",),
+    ),
+    Planted(
+        "Texts are read alike everywhere",
+        "text.py",
+        r"\u202a-\u202e",
+        "",
+        ("cli/test_text.py::test_control_characters_are_escaped",),
+    ),
+    Planted(
+        "Every command that a message names",
+        "_optional.py",
+        """return f'pip install "{REQUIREMENTS[package]}"'""",
+        'return f"pip install normformer_rs[{package}]"',
+        ("project/test_packaging.py::test_a_missing_package_says_the_command",),
+    ),
+    # Models of others
+    Planted(
+        "A swap is right or refused",
+        "surgery/proof.py",
+        "if not distance <= error * max(scale, 1e-3):",
+        "if False:",
+        ("surgery/test_stream_hazards.py::test_a_model_that_reads_between_its_blocks_is_refused",),
+    ),
+    Planted(
+        "What stays is a row",
+        "surgery/norms.py",
+        'staying[name] = Row(name, kind, kind, f"stays: {found}")',
+        "pass",
+        ("surgery/test_recognise.py::test_what_is_called_a_norm_but_stays_is_listed_with_the_reason",),
+    ),
+    Planted(
+        "What stays is a row",
+        "surgery/residuals.py",
+        "for path, why in stacks.unknown.items() if plans else ():",
+        "for path, why in ():",
+        ("surgery/test_zoo.py::test_a_stack_that_stays_is_named",),
+    ),
+    Planted(
+        "`undo()` gives the model back",
+        "surgery/undo.py",
+        "parameter.copy_(values)",
+        "parameter.copy_(values * (1 + 2**-20))",
+        ("surgery/test_blocks.py::test_every_family_trains_and_returns[Bert]",),
+    ),
+    Planted(
+        "Trained weights are not drawn anew",
+        "surgery/residuals.py",
+        "if learned is not None and drawn:",
+        "if False:",
+        ("surgery/test_blocks.py::test_trained_weights_are_not_redrawn_without_a_word",),
+    ),
+    Planted(
+        "What other libraries keep on a model",
+        "surgery/handover.py",
+        'goes = _is_plain(value) or attribute.startswith("_dynamo")',
+        "goes = True",
+        ("surgery/test_handover.py::test_what_cannot_go_over_is_refused_by_name",),
+    ),
+    Planted(
+        "What other libraries keep on a model",
+        "surgery/handover.py",
+        "        if hooks in old.__dict__:\n",
+        "        if False:\n",
+        ("surgery/test_handover.py::test_hooks_and_attributes_of_modules_go_over",),
+    ),
+    Planted(
+        "A saved swapped model loads",
+        "surgery/marker.py",
+        "torch.ones(1, dtype=torch.uint8, device=device))",
+        "torch.ones(1, dtype=torch.uint8, device=device), persistent=False)",
+        ("surgery/test_blocks.py::test_the_stock_class_does_not_load_a_swapped_model_silently[Bert]",),
+    ),
+    Planted(
+        "A saved swapped model loads",
+        "surgery/marker.py",
+        '_write(config, "swaps", [*(before or []), dict(how)])',
+        '_write(config, "swaps", [dict(how)])',
+        ("surgery/test_load_swapped.py::test_swapped_models_come_back[Bert]",),
+    ),
+    Planted(
+        "Padding stays out of statistics",
+        "surgery/padding.py",
+        "hidden = torch.eq(labels, _IGNORED)\n",
+        "hidden = torch.zeros_like(labels, dtype=torch.bool)\n",
+        ("integrations/test_padding.py::test_a_decoders_padding_is_read_from_its_labels_or_tokens",),
+    ),
+    Planted(
+        "Padding stays out of statistics",
+        "surgery/padding.py",
+        "        return mask == 0\n",
+        "        return mask != mask\n",
+        ("integrations/test_padding.py::test_every_kind_of_mask_counts",),
+    ),
+    Planted(
+        "branchnorm's and prores' t follows",
+        "nn/step_hooks.py",
+        "t.add_(1 if skipped is None else (skipped == 0).to(t.device))",
+        "t.add_(1)",
+        ("nn/test_updates.py::test_a_step_that_the_scaler_skips_moves_nothing",),
+    ),
+    Planted(
+        "branchnorm's and prores' t follows",
+        "surgery/optimizers.py",
+        "        if names:\n",
+        "        if False:\n",
+        ("surgery/test_optimizers.py::test_a_forgotten_optimizer_warns_once_by_name",),
+    ),
+    Planted(
+        "Meta devices, FSDP2, copies",
+        "nn/build.py",
+        "            what.write(made)\n",
+        "            pass\n",
+        ("nn/test_life_cycles.py::test_every_order_ends_in_the_first_values[{'residual': 'rezero'}-whole]",),
+    ),
+    Planted(
+        "Layers take their places",
+        "nn/foreign.py",
+        "if needs_stack(declared) and",
+        "if False and",
+        ("nn/test_places.py::test_layers_take_their_places[r-fixup-{}-encoder-in_torchs]",),
+    ),
+    Planted(
+        "Export, ONNX, torch.fx",
+        "nn/tracing.py",
+        "            if isinstance(x, Proxy):\n",
+        "            if False:\n",
+        ("export/test_export.py::test_fx_takes_layers_for_leaves",),
+    ),
+    Planted(
+        "Export, ONNX, torch.fx",
+        "nn/formulas.py",
+        "a = a - shift.flatten().to(a.dtype)",
+        "a = a + shift.flatten().to(a.dtype)",
+        ("export/test_export.py::test_norms_decompose",),
+    ),
+    Planted(
+        "Two norms of one's own",
+        "norms.py",
+        "_CLASSES.setdefault(cls.name, []).insert(0, cls)",
+        "_CLASSES[cls.name] = [cls]",
+        ("train/test_own_norms.py::test_another_class_of_the_name_leaves_models_as_they_are",),
+    ),
+]
+
+
+_IN_RUST = "Rust code keeps it, and Rust tests stand beside that"
+_KERNELS = "kernels in Rust keep it, which tests in Python compare with the oracle"
+ELSEWHERE = {
+    "Any set of options does, too": "the model is Rust's; random sets are compared with the oracle",
+    "Kernels compute the formula": _KERNELS,
+    "CUDA kernels do": "`cuda/test_mutants.py` plants faults into CUDA code",
+    "Entries that tie for the largest": _KERNELS,
+    "A tensor of a wrong shape": _IN_RUST,
+    "A tensor without memory of its own": _IN_RUST,
+    "Memory that cannot be had": _IN_RUST,
+    "A panic in Rust": _IN_RUST,
+    "No type that is not Send": _IN_RUST,
+    "A recording of a CUDA graph": _IN_RUST,
+    "A kill at any moment": _IN_RUST,
+    "A full disk": _IN_RUST,
+    "The best checkpoint is never lost": _IN_RUST,
+    "A flipped bit is found": _IN_RUST,
+    "One process writes": _IN_RUST,
+    "Two runs in one process": _IN_RUST,
+    "A rank that loses a partner": _IN_RUST,
+    "On a busy machine": _IN_RUST,
+}
+"""Rows without a planted fault, by the beginning of their promise, and the reason."""
