@@ -11,6 +11,7 @@ from ..config import unknown
 from ..distributed import group_name
 from ..errors import InputError
 from . import formulas
+from .averages import Steered, Steering
 from .masks import check_mask, mask_for
 from .norm_table import CONSTANTS, DECLARED, NormSpec, composed_norm, used
 from .recompute import RecomputedStatistics, is_second_run, will_recompute
@@ -54,7 +55,7 @@ def scale_groups(x: Tensor, groups: int) -> Tensor:
     return OPS.group_scaling(x, groups)
 
 
-class RunningNorm(nn.Module):
+class RunningNorm(Steered):
     """The base of the three: parameters, buffers, masks, and one update of the statistics per training forward.
 
     Activation checkpointing: compile the checkpointed function. A function compiled inside a checkpoint cannot tell its
@@ -119,6 +120,11 @@ class RunningNorm(nn.Module):
         given = {name: getattr(self, name) for name in self.declared.options}
         self.numbers_of = self.declared.numbers(num_features, given)
         self.reset_parameters()
+        self.remember_copies()
+
+    def steering(self) -> Steering:
+        buffers = (getattr(self, buffer.name) for buffer in self.declared.buffers)
+        return [(self.weight, buffer) for buffer in buffers if self.weight is not None]
 
     def settings(self) -> dict[str, Any]:
         """The operator's options beside `train` and `eps`."""
@@ -138,6 +144,7 @@ class RunningNorm(nn.Module):
         for buffer in self.declared.buffers:
             getattr(self, buffer.name).fill_(buffer.start)
         self.refused.zero_()
+        self.told()
 
     def reset_parameters(self) -> None:
         """Parameters and statistics as at the start."""
@@ -160,6 +167,8 @@ class RunningNorm(nn.Module):
         if self.groups:
             x = scale_groups(x, self.groups)
         is_compiling, is_exporting = torch.compiler.is_compiling(), torch.compiler.is_exporting()
+        if not is_compiling and self._origin is not None:
+            self._origin.trains() if self.training else self.take_over()
         if is_exporting and not self.training:
             mask = mask_for(x) if padding_mask is None else padding_mask
             return formulas.running_norm(x, *self.frozen(), *self.in_use(), self.eps, self.hidden(mask))
@@ -207,6 +216,10 @@ class RunningNorm(nn.Module):
         self.refused = torch.zeros_like(before, device=device)
         if not before.is_meta and not self.refused.is_meta:
             self.refused.copy_(before)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.remember_copies()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "RunningNorm":
         new = type(self).__new__(type(self))
