@@ -234,7 +234,7 @@ def test_a_merged_state_has_a_whole_t_or_is_refused():
     model.load_state_dict(mean(one.state_dict(), other.state_dict(), weights=(0.7, 0.3)))
     assert model.t.item() == 3
     trained(one, steps=1)
-    with pytest.raises(nfrs.InputError, match="t must be the number of an update.*3.5"):
+    with pytest.raises(nfrs.InputError, match=r"t must be the number of an update.*3\.5"):
         model.load_state_dict(mean(one.state_dict(), other.state_dict(), weights=(0.5, 0.5)))
 
 

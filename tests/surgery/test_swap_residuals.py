@@ -25,8 +25,8 @@ from surgery_support import (
 from torch import nn
 
 from normformer_rs import nn as nfnn
-from normformer_rs.nn.step_hooks import PATIENCE
 from normformer_rs import surgery
+from normformer_rs.nn.step_hooks import PATIENCE
 from normformer_rs.surgery import swap_norms, swap_residuals
 
 pytestmark = pytest.mark.filterwarnings(
