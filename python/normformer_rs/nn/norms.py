@@ -100,7 +100,8 @@ class RMSNorm(OffsetNorm, norm="rmsnorm"):
     def call(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         if self.rounds_once(x):
             return super().call(x, weight, bias)
-        return OPS.conventional_rms_norm(x, weight, self.eps_for(x), self.cast, self.eps_place, self.part)
+        y = OPS.conventional_rms_norm(x, weight, self.eps_for(x), self.cast, self.eps_place, self.part)
+        return y.contiguous()  # a kernel's is
 
     def extra_repr(self) -> str:
         plain = {"zero_centred": False, "cast": "after", "eps_place": "inside", "part": 1.0}

@@ -1,6 +1,7 @@
 """Norms with statistics over rows and steps: BatchNorm, PN-V and PowerNorm, and the group scaling before them."""
 
 import copy
+from collections.abc import Iterable, Sequence
 from operator import index
 from typing import Any
 
@@ -15,6 +16,7 @@ from .averages import Steered, Steering
 from .masks import check_mask, mask_for
 from .norm_table import CONSTANTS, DECLARED, NormSpec, composed_norm, used
 from .recompute import RecomputedStatistics, is_second_run, will_recompute
+from .result import Typed
 from .sharding import write_first
 from .tracing import leaf
 
@@ -55,7 +57,7 @@ def scale_groups(x: Tensor, groups: int) -> Tensor:
     return OPS.group_scaling(x, groups)
 
 
-class RunningNorm(Steered):
+class RunningNorm(Steered, Typed):
     """The base of the three: parameters, buffers, masks, and one update of the statistics per training forward.
 
     Activation checkpointing: compile the checkpointed function. A function compiled inside a checkpoint cannot tell its
@@ -86,7 +88,7 @@ class RunningNorm(Steered):
 
     def __init__(
         self,
-        num_features: int,
+        num_features: int | Sequence[int],
         eps: float = 1e-5,
         elementwise_affine: bool = True,
         bias: bool = True,
@@ -98,7 +100,7 @@ class RunningNorm(Steered):
     ) -> None:
         super().__init__()
         self.sync, self.process_group = sync, process_group
-        num_features = check_size("num_features", num_features)
+        num_features = check_width("num_features", num_features)
         check_eps(eps, is_positive=True)
         if groups < 0 or (groups and num_features % groups):
             raise InputError(f"groups must divide num_features {num_features}, or be 0 for no scaling; got {groups}")
@@ -164,6 +166,12 @@ class RunningNorm(Steered):
             return over_rows(self, x, padding_mask)
         if x.dim() and x.shape[-1] != self.num_features:
             raise InputError(f"x must be (…, {self.num_features}), got {tuple(x.shape)}")
+        if self.returns != "x":
+            x, dtype = self.widened(x)
+            return self._normed(x, padding_mask).to(dtype)
+        return self._normed(x, padding_mask)
+
+    def _normed(self, x: Tensor, padding_mask: Tensor | None) -> Tensor:
         if self.groups:
             x = scale_groups(x, self.groups)
         is_compiling, is_exporting = torch.compiler.is_compiling(), torch.compiler.is_exporting()
@@ -245,7 +253,7 @@ class _OneAlpha(RunningNorm):
 
     def __init__(
         self,
-        num_features: int,
+        num_features: int | Sequence[int],
         eps: float = 1e-5,
         alpha: float = 0.9,
         *,
@@ -348,7 +356,7 @@ class PowerNorm(RunningNorm, norm="powernorm"):
 
     def __init__(
         self,
-        num_features: int,
+        num_features: int | Sequence[int],
         eps: float = 1e-5,
         alpha_fwd: float = 0.9,
         alpha_bwd: float = 0.9,
@@ -388,15 +396,28 @@ def check_alpha(name: str, alpha: float) -> float:
     return alpha
 
 
-def check_size(name: str, size: Any) -> int:
-    """A width; TypeError unless it is a whole number, InputError below 0."""
-    try:
-        found = index(size)
-    except TypeError:
-        raise TypeError(f"{name} must be a whole number, or several for a row norm; got {size!r}") from None
-    if found < 0:
-        raise InputError(f"{name} must be at least 0, got {found}")
-    return found
+def check_sizes(name: str, sizes: Any) -> tuple[int, ...]:
+    """One width, or several, as numbers; TypeError unless all are whole, InputError below 0, and for none."""
+    is_several = isinstance(sizes, Iterable) and not isinstance(sizes, str)
+    found = []
+    for size in sizes if is_several else [sizes]:
+        try:
+            found.append(index(size))
+        except TypeError:
+            raise TypeError(f"{name} must be a whole number, or several for a row norm; got {size!r}") from None
+        if found[-1] < 0:
+            raise InputError(f"{name} must be at least 0, got {found[-1]}")
+    if not found:
+        raise InputError(f"{name} must name at least one dimension, got none")
+    return tuple(found)
+
+
+def check_width(name: str, width: Any) -> int:
+    """The width of a norm over the last dimension alone: a number, or a sequence of one."""
+    found = check_sizes(name, width)
+    if len(found) > 1:
+        raise InputError(f"{name} must be one width, as this norm is over the last dimension alone; got {found}")
+    return found[0]
 
 
 def check_eps(eps: float | None, is_positive: bool = False) -> None:

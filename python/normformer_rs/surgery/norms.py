@@ -13,6 +13,7 @@ from ..errors import InputError
 from ..nn.norm_table import FAMILIES
 from ..nn.norms import BiasedRMSNorm
 from ..nn.registry import norm_class
+from ..nn.result import Typed
 from ..norms import Norm
 from .exact import ExactSwap
 from .flow import Flow
@@ -20,7 +21,7 @@ from .handover import hand_over_parameter, hand_over_plain
 from .marker import mark, mark_norms, warn_of_adapters
 from .optimizers import Exchange, Repoint
 from .padding import read_padding
-from .probe import KINDS, RecognisedNorm
+from .probe import KINDS, RecognisedNorm, result_of
 from .recognise import alike, examine, looks_like_a_norm, own_name, read_norm
 from .signs import hand_on
 from .stream import Places
@@ -350,6 +351,8 @@ def _twin(
     if keeps_offset and target.title == "rmsnorm":
         wanted["zero_centred"] = True  # weight + 1 in 16 bits would lose the weight
     new = target.norm(known.width, like, wanted, options)
+    if isinstance(new, Typed):
+        new.return_like(result_of(old, known.width), like)
 
     new_known, parameters = read_norm(new), dict(new.named_parameters(recurse=False))
     names = (known.gain, known.bias) if new_known is None else (new_known.gain, new_known.bias)
