@@ -18,6 +18,7 @@ from .interpreter import KeptTensors, Streams, apply_changes, begin, close, open
 from .place import Place, configure
 from .profiling import follow
 from .scheme import Sublayer, only_norm, parts_of, passes
+from .sharding import mark_drawn
 from .specs import Learned, NormAt
 from .step_hooks import Growing
 
@@ -127,6 +128,11 @@ class Layer(Growing, Placeable):
         for linear, roles, sublayer in self._linears():
             drawn = ("xavier" if self.is_xavier else "torch") if self.keeps_torchs_values else roles
             vars(linear)["reset_parameters"] = FirstValues(linear, self, drawn, self.place, sublayer)
+        if not self.keeps_torchs_values:
+            for linear, _, _ in self._linears():
+                mark_drawn(linear)
+            for name in self.attentions:
+                mark_drawn(getattr(self, name))
 
     def _linears(self) -> Iterator[tuple[Any, tuple[Role, ...], int]]:
         """The linear layers with their roles and the numbers of their sublayers; attention's stacked one is none."""

@@ -12,7 +12,7 @@ from ..errors import InputError
 from .formulas import wide
 from .norm_table import CONSTANTS
 from .row_norm import OPS, OffsetNorm, RowNorm, unit_rows
-from .sharding import write_whole
+from .sharding import mark_drawn, write_whole
 from .tracing import leaf
 
 FIXNORM_EPS = CONSTANTS["fixnorm_eps"]
@@ -266,12 +266,14 @@ class FixNormEmbedding(nn.Embedding):
         rows, columns = embeddings.shape
         table = cls(rows, columns, padding_idx, scale, device="meta", dtype=embeddings.dtype)
         table.weight = nn.Parameter(embeddings, requires_grad=not freeze)
+        mark_drawn(table)
         return table
 
     def reset_parameters(self) -> None:
         """Draws the table anew, uniform in ±0.01."""
         bound = CONSTANTS["fixnorm_bound"]
         write_whole(self.weight, lambda whole: nn.init.uniform_(whole, -bound, bound))
+        mark_drawn(self)
 
     @leaf
     def forward(self, input: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from ..norms import Norm, in_wide
 from .norm_table import Numbers, size_of, used
 from .result import Typed
 from .running import check_width
-from .sharding import write_first
+from .sharding import mark_drawn, write_first
 from .tracing import leaf
 
 
@@ -39,6 +39,7 @@ class OwnNorm(Typed):
         """Sets the parameters to their first values."""
         for name, numbers in self.numbers_of.items():
             write_first(getattr(self, name), numbers, self.first_scale if name == "weight" else 1.0)
+        mark_drawn(self)
 
     @leaf
     def forward(self, x: Tensor) -> Tensor:

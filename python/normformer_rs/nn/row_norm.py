@@ -89,6 +89,7 @@ class RowNorm(Typed):
             if parameter is not None:
                 numbers = self.numbers_of.get(name, Numbers(0.0))
                 sharding.write_first(parameter, numbers, self.first_scale if name == "weight" else 1.0)
+        sharding.mark_drawn(self)
 
     def gain(self) -> float:
         """What the operator gets for the weight at the start."""

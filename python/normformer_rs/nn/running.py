@@ -17,7 +17,7 @@ from .masks import check_mask, mask_for
 from .norm_table import CONSTANTS, DECLARED, NormSpec, composed_norm, used
 from .recompute import RecomputedStatistics, is_second_run, will_recompute
 from .result import Typed
-from .sharding import write_first
+from .sharding import mark_drawn, write_first
 from .tracing import leaf
 
 OPS = torch.ops.normformer_rs
@@ -154,6 +154,7 @@ class RunningNorm(Steered, Typed):
         for name, numbers in self.numbers_of.items():
             if (parameter := getattr(self, name)) is not None:
                 write_first(parameter, numbers, self.first_scale if name == "weight" else 1.0)
+        mark_drawn(self)
 
     def frozen(self) -> tuple[Tensor | None, Tensor]:
         """Evaluation's statistics: the mean that is subtracted (None: none), and the mean square of the divisor."""

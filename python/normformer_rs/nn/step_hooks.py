@@ -131,8 +131,8 @@ class Growing(Steered):
         self._unmoved += 1
         if self._unmoved == PATIENCE:
             warnings.warn(
-                f"parameters have been updated {PATIENCE} times but t of the residual scheme has not moved, so that α_t stays "
-                "where it is: no torch.optim.Optimizer that owns them made the step; call "
+                f"parameters have been updated {PATIENCE} times but t of the residual scheme has not moved, so that "
+                "α_t stays where it is: no torch.optim.Optimizer that owns them made the step; call "
                 "normformer_rs.nn.set_num_updates(model, k) before the k-th update",
                 stacklevel=4,
             )
