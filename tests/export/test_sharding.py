@@ -25,7 +25,7 @@ NORMS = {
     "scalenorm-fixed": lambda: nfnn.norm_class("scalenorm-fixed")(D),
     "dyt": lambda: nfnn.DyT(D),
 }
-SCHEMES = ("postnorm", "prenorm", "rezero", "deepnorm", "sandwich", "layerscale", "branchnorm", "gpas")
+SCHEMES = ("postnorm", "prenorm", "rezero", "deepnorm", "sandwich", "layerscale")
 SWAPS = ("layernorm", "scalenorm", "rmsnorm", "dyt")
 
 

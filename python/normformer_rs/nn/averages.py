@@ -94,6 +94,8 @@ class Steered(nn.Module):
         mine = self.steering()
         if len(mine) != len(origin.seen) or not all(isinstance(weight, nn.Parameter) for weight, _ in mine):
             return  # torch.func calls it with other tensors
+        if any(hasattr(buffer, "device_mesh") for _, buffer in (*mine, *source.steering())):
+            return  # one of the two was shared out over processes
         for (_, buffer), its, now, seen in zip(mine, source.steering(), _marks(mine), origin.seen, strict=True):
             is_averaged = now[0] != seen[0].to(now.device)
             if buffer.is_floating_point():  # an average of it stays
@@ -143,8 +145,8 @@ def _marks(steering: Steering) -> list[Tensor]:
     found = []
     for weight, buffer in steering:
         kind = torch.float64 if weight.device.type != "mps" else torch.float32
-        local: Any = weight.detach()
-        local = local.to_local() if hasattr(local, "to_local") else local
-        sums = [t.sum(dtype=kind).to(local.device) for t in (local, buffer.detach())]
+        local: list[Any] = [weight.detach(), buffer.detach()]
+        local = [t.to_local() if hasattr(t, "to_local") else t for t in local]
+        sums = [t.sum(dtype=kind).to(local[0].device) for t in local]
         found.append(torch.stack(sums))
     return found

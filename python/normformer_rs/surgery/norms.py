@@ -183,7 +183,11 @@ def _find(
         if norms and name.startswith(norms[-1][0] + "."):
             continue  # a part of a norm
         key = alike(module)
-        found = examined[key] = examined.get(key) or examine(module)
+        if key not in examined:
+            known = examine(module)
+            is_norm = isinstance(known, RecognisedNorm)
+            examined[key] = known._replace(returns=result_of(module, known.width)) if is_norm else known
+        found = examined[key]
         if isinstance(found, RecognisedNorm):
             norms.append((name, module, found))
         elif looks_like_a_norm(module) and (filter is None or filter(name, module)):
@@ -352,7 +356,7 @@ def _twin(
         wanted["zero_centred"] = True  # weight + 1 in 16 bits would lose the weight
     new = target.norm(known.width, like, wanted, options)
     if isinstance(new, Typed):
-        new.return_like(result_of(old, known.width), like)
+        new.return_like(known.returns, like)
 
     new_known, parameters = read_norm(new), dict(new.named_parameters(recurse=False))
     names = (known.gain, known.bias) if new_known is None else (new_known.gain, new_known.bias)

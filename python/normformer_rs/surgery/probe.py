@@ -36,6 +36,8 @@ class RecognisedNorm(NamedTuple):
     """ε in the formula of `computes`. None: the machine epsilon of the type computed in; nan: unknown."""
     offset: float = 0.0
     factor: float = 1.0
+    returns: Literal["x", "weight", "promoted"] = "x"
+    """The source of its result's dtype (`nn.result`)."""
 
 
 KINDS: dict[str, Any] = {entry["name"]: nfnn.norm_class(entry["name"]) for entry in tables()["norms"]}
