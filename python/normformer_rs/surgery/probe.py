@@ -107,7 +107,8 @@ def result_of(module: nn.Module, width: int) -> Literal["x", "weight", "promoted
                 name: None if p is None else nn.Parameter(torch.empty(p.shape, dtype=own, device="meta"))
                 for name, p in module._parameters.items()
             }
-            found.append(_forward(module)(twin, torch.empty(2, width, dtype=given, device="meta")).dtype)
+            with warnings.catch_warnings(action="ignore"):
+                found.append(_forward(module)(twin, torch.empty(2, width, dtype=given, device="meta")).dtype)
         except Exception:  # kernels of others may have no such call
             return "x"
     if found == [torch.float16, torch.float32]:
