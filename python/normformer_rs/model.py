@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from . import _core
 from .config import TransformerConfig
 from .errors import InputError
+from .nn.averages import Steered, Steering
 from .nn.step_hooks import first_trained, follow_steps
 from .norms import options_here
 
@@ -23,7 +24,7 @@ EXPORT = (
 _SHOWN = ("vocab_size", "d_model", "d_ff", "heads", "encoder_layers", "decoder_layers", "norm", "residual")
 
 
-class Transformer(nn.Module):
+class Transformer(Steered):
     """An encoder-decoder or decoder-only Transformer.
 
     Parameters bear torch.nn.Transformer's names (`encoder.layers.0.self_attn.in_proj_weight`, …) and begin at
@@ -87,6 +88,7 @@ class Transformer(nn.Module):
         """
         if torch.compiler.is_exporting():
             raise InputError(EXPORT)
+        self.take_over()
         names, tensors, precision = self._tensors()
         seed = self._draw(tensors[0].device) if self.training else None
         return _core.forward(self._options, names, tensors, source, target_input, seed, precision)
@@ -106,6 +108,7 @@ class Transformer(nn.Module):
         Steps of torch's optimizers advance t by themselves."""
         for stack in self._growing():
             stack.t.fill_(update)
+        self.told()
 
     def followed(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """A parameter and the step counter t of each stack: an update of the parameter adds one to t."""
@@ -114,12 +117,17 @@ class Transformer(nn.Module):
             if owner is not None:
                 yield owner, stack.t
 
+    def steering(self) -> Steering:
+        owners = ((next((p for p in stack.parameters() if p.dim() > 1), None), stack.t) for stack in self._growing())
+        return [(owner, t) for owner, t in owners if owner is not None]
+
     def _growing(self) -> list[Any]:
         stacks = (self._modules.get(name) for name in ("encoder", "decoder"))
         return [stack for stack in stacks if stack is not None and "t" in stack._buffers]
 
     def _follow(self) -> None:
         if self._growing():
+            self.remember_copies()
             follow_steps(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:

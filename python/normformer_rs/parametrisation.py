@@ -196,9 +196,14 @@ def _places(model: nn.Module, needs_blocks: bool, width: int | None) -> Iterator
 
 
 def _layers_of(blocks: dict[str, int], path: str) -> int:
-    """Of the stack that a module stands beside."""
-    beside = path.rpartition(".")[0] + "." if "." in path else ""
-    return next((layers for block, layers in blocks.items() if block.startswith(beside)), 0)
+    """Of the stack that a module is in, or of the nearest one that it stands beside: a module of ours may lie deeper,
+    as in swapped models."""
+    inside = next((layers for block, layers in blocks.items() if f"{path}.".startswith(f"{block}.")), 0)
+    while not inside and path:
+        path = path.rpartition(".")[0]
+        beside = f"{path}." if path else ""
+        inside = next((layers for block, layers in blocks.items() if block.startswith(beside)), 0)
+    return inside
 
 
 def _role(

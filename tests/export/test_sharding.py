@@ -25,6 +25,7 @@ NORMS = {
     "scalenorm-fixed": lambda: nfnn.norm_class("scalenorm-fixed")(D),
     "dyt": lambda: nfnn.DyT(D),
 }
+SCHEMES = ("postnorm", "prenorm", "rezero", "deepnorm", "sandwich", "layerscale")
 SWAPS = ("layernorm", "scalenorm", "rmsnorm", "dyt")
 
 
@@ -53,6 +54,27 @@ def shards(mesh):
                 torch.testing.assert_close(found.grad.full_tensor(), wanted.grad)
         with pytest.raises(RuntimeError, match="a norm needs whole rows, but dimension 2, its width, is sharded"):
             norm(distribute_tensor(x, mesh, [Shard(2)]))
+
+
+def residuals(mesh):
+    """A residual connection with sharded or replicated rows is that of the whole, with its gradients."""
+    from torch.distributed.tensor import Replicate, Shard, distribute_module, distribute_tensor
+
+    x, dy = numbers(4, 6, D, seed=1), numbers(4, 6, D, seed=2)
+    for scheme in SCHEMES:
+        torch.manual_seed(0)
+        plain = nfnn.Residual(nn.Linear(D, D), D, scheme=scheme, layers=2).double()
+        for place in (Shard(0), Replicate()):
+            residual = distribute_module(copy.deepcopy(plain), mesh)
+            plain.zero_grad()
+            whole, part = x.clone().requires_grad_(), distribute_tensor(x, mesh, [place]).requires_grad_()
+            expected, y = plain(whole), residual(part)
+            expected.backward(dy)
+            y.backward(distribute_tensor(dy, mesh, [place]))
+            torch.testing.assert_close(y.full_tensor(), expected)
+            torch.testing.assert_close(part.grad.full_tensor(), whole.grad)
+            for found, wanted in zip(residual.parameters(), plain.parameters(), strict=True):
+                torch.testing.assert_close(found.grad.full_tensor(), wanted.grad)
 
 
 def train(model, steps, part=lambda x: x):
@@ -88,6 +110,7 @@ def work(rank, ranks, meeting):
     try:
         mesh = init_device_mesh("cpu", (ranks,))
         shards(mesh)
+        residuals(mesh)
         fully_sharded(mesh)
     finally:
         dist.destroy_process_group()

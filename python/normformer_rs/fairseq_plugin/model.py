@@ -177,8 +177,7 @@ class _Side(Stack):
 
     def set_num_updates(self, num_updates: int) -> None:
         """fairseq passes the number of updates made; t is the number of the next one."""
-        if self.growth is not None:
-            self.t.fill_(num_updates + 1)
+        self.set_t(num_updates + 1)
 
 
 class Encoder(_Side, TransformerEncoderBase):

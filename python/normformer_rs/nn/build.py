@@ -8,7 +8,7 @@ from torch import nn
 
 from .place import Place
 from .registry import norm_of_config
-from .sharding import whole
+from .sharding import mark_drawn, whole
 from .specs import Learned, NormAt
 
 LEARNED = "_learned_by_scheme"
@@ -47,6 +47,8 @@ def install(owner: nn.Module, items: Iterable[NormAt | Learned], place: Place, *
             setattr(owner, what.name, make(what, place, **making))
             if isinstance(what, Learned):
                 vars(owner).setdefault(LEARNED, {})[what.name] = what.sums_over
+    if made and not isinstance(owner, nn.MultiheadAttention):  # its matrices may be torch.nn's
+        mark_drawn(owner)
 
 
 @torch.no_grad()

@@ -1,7 +1,8 @@
 """Equations in PyTorch's own operations: norms with running statistics and the residual step, for exported programs,
 and sublayers that read and write several tensors.
 
-All compute in f32 (f64 for f64 inputs) and return x's dtype.
+All compute in f32 (f64 for f64 inputs) and return x's dtype. Those that stand for an operator return a contiguous
+tensor, as its kernels do.
 """
 
 from collections.abc import Sequence
@@ -43,7 +44,7 @@ def running_norm(
     y = affine(a * torch.rsqrt(square.flatten().to(a.dtype) + eps), weight, bias)
     if padding_mask is not None:
         y = y.masked_fill(padding_mask.unsqueeze(-1), 0.0)
-    return y.to(x.dtype)
+    return y.to(x.dtype).contiguous()
 
 
 def residual(x: Tensor, f: Tensor, alpha: Tensor | None, beta: Tensor | None) -> Tensor:
@@ -53,7 +54,7 @@ def residual(x: Tensor, f: Tensor, alpha: Tensor | None, beta: Tensor | None) ->
         a = a * alpha.to(a.dtype)
     if beta is not None:
         b = b * beta.to(b.dtype)
-    return (a + b).to(x.dtype)
+    return (a + b).to(x.dtype).contiguous()
 
 
 def sinkhorn(logits: Tensor, iterations: int, eps: float = 1e-6) -> Tensor:

@@ -139,7 +139,8 @@ def close(
     x = apply_changes(owner, sublayer.skip, streams.x, padding_mask, streams.kept)
     if sublayer.scale != 1.0:
         f = f * sublayer.scale
-    p = rate(dropout)
+    is_composed = torch.compiler.is_exporting() or is_distributed(x) or is_distributed(f)
+    p = None if is_distributed(f) else rate(dropout)
     if p is None:
         f, p = dropout(f), 0.0
     if x.dtype in (torch.float64, torch.float16, torch.bfloat16) or f.dtype == torch.float64:
@@ -153,7 +154,7 @@ def close(
         return gain(owner, step.alpha, x, alpha_t), gain(owner, step.beta, x, alpha_t)
 
     def add(s: Tensor, alpha: Tensor | None, beta: Tensor | None) -> Tensor:
-        if torch.compiler.is_exporting():
+        if is_composed:
             return formulas.residual(s, f, alpha, beta)
         return OPS.residual(s, f, alpha, beta, None, None, 0.0, *where)[0]
 
@@ -163,7 +164,7 @@ def close(
         profile_step(alpha, x, f if beta is None else f * beta.to(f.dtype), where)
     at = only_norm(sublayer.after) if sublayer.after else following
     norm: Any = None if at is None else getattr(owner, at.name)
-    if torch.compiler.is_exporting() or norm is None or not (is_row_norm(norm) and norm.fuses(x)):
+    if is_composed or norm is None or not (is_row_norm(norm) and norm.fuses(x)):
         x_plus = apply_changes(owner, sublayer.after, add(x, alpha, beta), padding_mask, streams.kept)
         return Streams(x_plus, others, kept=streams.kept, outputs=streams.outputs)
     fused = getattr(OPS, norm.operator + "_residual")
@@ -185,6 +186,11 @@ def gain(owner: nn.Module, declared: Gain, x: Tensor, alpha_t: Tensor | None) ->
         return alpha_t
     assert isinstance(declared, float)
     return None if declared == 1.0 else x.new_full((1,), declared, dtype=torch.promote_types(x.dtype, torch.float32))
+
+
+def is_distributed(x: Tensor) -> bool:
+    """A DTensor: torch's own operations know how to shard theirs, and the fused step has no rules."""
+    return type(x) is not Tensor and hasattr(x, "device_mesh")
 
 
 def is_row_norm(norm: Any) -> bool:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ..config import unknown
 from ..errors import InputError
-from .attention import MultiheadAttention, is_masked
+from .attention import MultiheadAttention, additive, is_masked
 from .build import install, reset, reset_module
 from .dropout import Draw, is_plain, is_run_again, rate
 from .foreign import Placeable, listen, refusal
@@ -17,7 +17,8 @@ from .init import FirstValues, Role, draw_linear
 from .interpreter import KeptTensors, Streams, apply_changes, begin, close, open_streams, start
 from .place import Place, configure, in_short, whole_number
 from .profiling import follow
-from .scheme import only_norm, parts_of, passes
+from .scheme import Sublayer, only_norm, parts_of, passes
+from .sharding import mark_drawn
 from .specs import Learned, NormAt
 from .step_hooks import Growing
 
@@ -127,6 +128,11 @@ class Layer(Growing, Placeable):
         for linear, roles, sublayer in self._linears():
             drawn = ("xavier" if self.is_xavier else "torch") if self.keeps_torchs_values else roles
             vars(linear)["reset_parameters"] = FirstValues(linear, self, drawn, self.place, sublayer)
+        if not self.keeps_torchs_values:
+            for linear, _, _ in self._linears():
+                mark_drawn(linear)
+            for name in self.attentions:
+                mark_drawn(getattr(self, name))
 
     def _linears(self) -> Iterator[tuple[Any, tuple[Role, ...], int]]:
         """The linear layers with their roles and the numbers of their sublayers; attention's stacked one is none."""
@@ -324,14 +330,68 @@ class Layer(Growing, Placeable):
         return f"residual={self.place.config.residual!r}, norm={self.place.declared.norm!r}"
 
 
-def attended(attention: Any, x: Tensor, memory: Tensor, kept: KeptTensors, **masks: Any) -> Tensor:
-    """An attention's output; it may add to `kept`. `x`: where q, k and v read apart, three inputs, stacked."""
-    given = x.unbind() if attention.reads_apart else (x, memory, memory)
-    if not any(map(passes, attention.inside.values())):
+def attended(layer: Layer, name: str, x: Tensor, memory: Tensor, kept: KeptTensors, **masks: Any) -> Tensor:
+    """The output of an attention of the layer; it may add to `kept`. `x`: where q, k and v read apart, three inputs,
+    stacked. An attention of another class is called as torch.nn's layers call theirs.
+
+    Errors: InputError where the scheme needs changes inside attention, and a module that makes none stands there.
+    """
+    attention = getattr(layer, name)
+    inside, reads_apart = getattr(attention, "inside", None), getattr(attention, "reads_apart", None)
+    if inside is None or reads_apart is None:
+        sublayer, wraps_ours = _refuse_another(layer, name, attention)
+        reads_apart = sublayer.mixing is not None and sublayer.mixing.reads_apart
+        inside = {}
+        if not wraps_ours:
+            masks = _torchs_masks(layer, attention, x, memory, **masks)
+    given = x.unbind() if reads_apart else (x, memory, memory)
+    if not any(map(passes, inside.values())):
         return attention(*given, need_weights=False, **masks)[0]
     f, _, left = attention(*given, need_weights=False, **masks, kept=kept)
     kept.update(left)
     return f
+
+
+def _refuse_another(layer: Layer, name: str, attention: Any) -> tuple[Sublayer, bool]:
+    """The sublayer, and whether the attention wraps one of ours, which makes the changes inside. InputError where
+    nobody makes those that the scheme needs."""
+    config, sublayer = layer.place.config, layer.place.sublayers[layer.attentions.index(name)]
+    wraps_ours = any(isinstance(module, MultiheadAttention) for module in attention.modules())
+    parts = {part: getattr(config, part) for part in ("output_gate", "sinks", "score_softcap")}
+    needs = [f"{part}={value!r}" for part, value in parts.items() if value]
+    needs += [f"changes at {point}" for point in sublayer.inside]
+    needs += ["another scale"] if layer.place.declared.attention is not None else []
+    needs += (
+        ["inputs of their own for q, k and v"] if sublayer.mixing is not None and sublayer.mixing.reads_apart else []
+    )
+    if wraps_ours:
+        needs = [f"changes at {point}" for point, changes in sublayer.inside.items() if passes(changes)]
+    if needs:
+        raise InputError(
+            f"{name} is a {type(attention).__module__}.{type(attention).__name__}, but residual "
+            f"{config.residual!r} with its options needs {', '.join(needs)} inside attention: keep "
+            "normformer_rs.nn.MultiheadAttention there, or take a scheme that stays around it (prenorm, deepnorm, …)"
+        )
+    return sublayer, wraps_ours
+
+
+def _torchs_masks(
+    layer: Layer,
+    attention: Any,
+    x: Tensor,
+    memory: Tensor,
+    attn_mask: Tensor | None,
+    key_padding_mask: Tensor | None,
+    is_causal: bool,
+) -> dict[str, Any]:
+    """Masks as torch.nn's layers hand them on, an encoder's as floats; a causal one is written out."""
+    if is_causal and attn_mask is None:
+        time = 1 if x.dim() == 3 and getattr(attention, "batch_first", False) else 0
+        attn_mask = torch.ones(x.shape[time], memory.shape[time], dtype=torch.bool, device=x.device).triu(1)
+    masks = {"attn_mask": attn_mask, "key_padding_mask": key_padding_mask}
+    if len(layer.kinds) == 2:
+        masks = {name: None if mask is None else additive(mask, x.dtype) for name, mask in masks.items()}
+    return {**masks, "is_causal": is_causal}
 
 
 def own_eps(layer_norm_eps: float | None) -> float | None:

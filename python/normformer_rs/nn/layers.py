@@ -182,7 +182,7 @@ class TransformerEncoderLayer(Layer):
 
         def attend(x: Tensor, kept: KeptTensors) -> Tensor:
             masks = {"attn_mask": src_mask, "key_padding_mask": src_key_padding_mask, "is_causal": is_causal}
-            return attended(self.self_attn, x, x, kept, **masks)
+            return attended(self, "self_attn", x, x, kept, **masks)
 
         return self._run(src, [attend], self._padding(src, src_key_padding_mask), alpha_t, others)
 
@@ -226,7 +226,7 @@ class TransformerDecoderLayer(Layer):
 
         def attend(x: Tensor, kept: KeptTensors) -> Tensor:
             masks = {"attn_mask": tgt_mask, "key_padding_mask": tgt_key_padding_mask, "is_causal": tgt_is_causal}
-            return attended(self.self_attn, x, x, kept, **masks)
+            return attended(self, "self_attn", x, x, kept, **masks)
 
         def attend_memory(x: Tensor, kept: KeptTensors) -> Tensor:
             masks = {
@@ -234,7 +234,7 @@ class TransformerDecoderLayer(Layer):
                 "key_padding_mask": memory_key_padding_mask,
                 "is_causal": memory_is_causal,
             }
-            return attended(self.multihead_attn, x, memory, kept, **masks)
+            return attended(self, "multihead_attn", x, memory, kept, **masks)
 
         padding_mask = self._padding(tgt, tgt_key_padding_mask)
         return self._run(tgt, [attend, attend_memory], padding_mask, alpha_t, others)

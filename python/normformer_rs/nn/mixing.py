@@ -4,6 +4,7 @@ The tensors travel as a tuple from sublayer to sublayer. A hyper-connection has 
 attention over depth has one (…, d) for each output that it may attend to.
 """
 
+import contextlib
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +14,13 @@ from . import formulas
 from .specs import Learned
 
 Tensors = tuple[Tensor, ...]
+
+
+def without_autocast(device: str) -> Any:
+    """A context without autocast, which some devices, such as meta, do not have."""
+    if not torch.amp.is_autocast_available(device):
+        return contextlib.nullcontext()
+    return torch.autocast(device, enabled=False)
 
 
 class Joint(NamedTuple):
@@ -104,7 +112,7 @@ class HyperConnection(NamedTuple):
     def read(self, owner: nn.Module, tensors: Tensors) -> tuple[Tensor, Tensors]:
         """x, and what is left for `write`: the mixed streams and the gates of F(x)."""
         made = [getattr(owner, what.name) for what in self.parameters()]
-        with torch.autocast(tensors[0].device.type, enabled=False):  # the residual stream keeps its type
+        with without_autocast(tensors[0].device.type):  # the residual stream keeps its type
             x, *unwritten = self.gates.read(tensors[0], *made)
             return x, tuple(unwritten)
 
@@ -143,7 +151,7 @@ class DepthAttention(NamedTuple):
         if not self.weights:
             return tensors[0], ()
         query, *gain = (getattr(owner, what.name) for what in self.weights)
-        with torch.autocast(tensors[0].device.type, enabled=False):
+        with without_autocast(tensors[0].device.type):
             if not gain:
                 return formulas.normed_depth_attention(tensors, query), ()
             return formulas.depth_attention(tensors, query, *gain), ()

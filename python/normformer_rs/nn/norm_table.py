@@ -74,10 +74,11 @@ def used(p: Tensor | None, numbers: Numbers) -> Tensor | None:
 
 
 def composed_norm(x: Tensor, parameters: list[Tensor | None], options: list[float], name: str) -> Tensor:
-    """A norm of rows by its composed form, an operator that torch decomposes; `parameters` as kernels get them."""
-    if records_core():
-        return _core.composed_norm(x, parameters, options, name)  # type: ignore[arg-type, return-value]
-    return torch.ops.normformer_rs.composed_norm(x, parameters, options, name)
+    """A norm of rows by its composed form, an operator that torch decomposes; `parameters` as kernels get them. The
+    result is contiguous, as a kernel's is."""
+    run: Any = _core.composed_norm if records_core() else torch.ops.normformer_rs.composed_norm
+    found: Tensor = run(x, parameters, options, name)
+    return found.contiguous()
 
 
 class NormSpec(NamedTuple):

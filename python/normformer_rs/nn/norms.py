@@ -12,7 +12,7 @@ from ..errors import InputError
 from .formulas import wide
 from .norm_table import CONSTANTS
 from .row_norm import OPS, OffsetNorm, RowNorm, unit_rows
-from .sharding import write_whole
+from .sharding import mark_drawn, write_whole
 from .tracing import leaf
 
 FIXNORM_EPS = CONSTANTS["fixnorm_eps"]
@@ -100,7 +100,8 @@ class RMSNorm(OffsetNorm, norm="rmsnorm"):
     def call(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         if self.rounds_once(x):
             return super().call(x, weight, bias)
-        return OPS.conventional_rms_norm(x, weight, self.eps_for(x), self.cast, self.eps_place, self.part)
+        y = OPS.conventional_rms_norm(x, weight, self.eps_for(x), self.cast, self.eps_place, self.part)
+        return y.contiguous()  # a kernel's is
 
     def extra_repr(self) -> str:
         plain = {"zero_centred": False, "cast": "after", "eps_place": "inside", "part": 1.0}
@@ -265,12 +266,14 @@ class FixNormEmbedding(nn.Embedding):
         rows, columns = embeddings.shape
         table = cls(rows, columns, padding_idx, scale, device="meta", dtype=embeddings.dtype)
         table.weight = nn.Parameter(embeddings, requires_grad=not freeze)
+        mark_drawn(table)
         return table
 
     def reset_parameters(self) -> None:
         """Draws the table anew, uniform in ±0.01."""
         bound = CONSTANTS["fixnorm_bound"]
         write_whole(self.weight, lambda whole: nn.init.uniform_(whole, -bound, bound))
+        mark_drawn(self)
 
     @leaf
     def forward(self, input: Tensor) -> Tensor:

@@ -9,12 +9,13 @@ from torch import Tensor, nn
 from ..errors import InputError
 from ..norms import Norm, in_wide
 from .norm_table import Numbers, size_of, used
-from .running import check_size
-from .sharding import write_first
+from .result import Typed
+from .running import check_width
+from .sharding import mark_drawn, write_first
 from .tracing import leaf
 
 
-class OwnNorm(nn.Module):
+class OwnNorm(Typed):
     """A declared norm over the last dimension, `width` numbers, each row for itself."""
 
     first_scale = 1.0
@@ -22,8 +23,7 @@ class OwnNorm(nn.Module):
 
     def __init__(self, norm: Norm, width: Any, *, device: Any = None, dtype: torch.dtype | None = None) -> None:
         super().__init__()
-        width = width[0] if isinstance(width, (tuple, list)) and len(width) == 1 else width
-        self.norm, self.width = norm, check_size("width", width)
+        self.norm, self.width = norm, check_width("width", width)
         self.numbers_of = {
             name: Numbers(norm.start(name, self.width), norm.std(name), p.offset, p.factor)
             for name, p in norm.parameters.items()
@@ -39,13 +39,16 @@ class OwnNorm(nn.Module):
         """Sets the parameters to their first values."""
         for name, numbers in self.numbers_of.items():
             write_first(getattr(self, name), numbers, self.first_scale if name == "weight" else 1.0)
+        mark_drawn(self)
 
     @leaf
     def forward(self, x: Tensor) -> Tensor:
-        """N(x) in x's dtype."""
+        """N(x) in x's dtype, or in the one that `returns` says."""
         if x.shape[-1:] != (self.width,):
             raise InputError(f"x must end in ({self.width},), got shape {tuple(x.shape)}")
-        return in_wide(self.norm, x, [used(getattr(self, name), numbers) for name, numbers in self.numbers_of.items()])
+        x, dtype = self.widened(x)
+        parameters = [used(getattr(self, name), numbers) for name, numbers in self.numbers_of.items()]
+        return in_wide(self.norm, x, parameters).contiguous().to(dtype)
 
     def extra_repr(self) -> str:
         return f"{self.width}, {self.norm!r}"

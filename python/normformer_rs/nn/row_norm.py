@@ -1,7 +1,7 @@
 """The base of norms that work row by row."""
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from ..errors import InputError
 from . import sharding
 from .norm_table import DECLARED, NormSpec, Numbers, composed_norm, used
-from .running import check_eps, check_size, over_rows
+from .result import Typed
+from .running import check_eps, check_sizes, over_rows
 from .tracing import leaf
 
 OPS = torch.ops.normformer_rs
@@ -24,7 +25,7 @@ def unit_rows(x: Tensor, gain: Tensor | None, eps: float) -> Tensor:
     return OPS.scale_norm(x, gain, None, eps)[0]
 
 
-class RowNorm(nn.Module):
+class RowNorm(Typed):
     """A norm over the last dimensions, each row for itself: y = weight⊙x̂ + bias."""
 
     declared: NormSpec
@@ -66,11 +67,7 @@ class RowNorm(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        is_several = isinstance(normalized_shape, Iterable) and not isinstance(normalized_shape, str)
-        sizes: Any = normalized_shape if is_several else [normalized_shape]
-        shape = tuple(check_size("normalized_shape", size) for size in sizes)
-        if not shape:
-            raise InputError("normalized_shape must name at least one dimension, got none")
+        shape = check_sizes("normalized_shape", normalized_shape)
         self.normalized_shape, self.elementwise_affine = shape, elementwise_affine
         if self.has_eps:
             check_eps(eps)
@@ -92,6 +89,7 @@ class RowNorm(nn.Module):
             if parameter is not None:
                 numbers = self.numbers_of.get(name, Numbers(0.0))
                 sharding.write_first(parameter, numbers, self.first_scale if name == "weight" else 1.0)
+        sharding.mark_drawn(self)
 
     def gain(self) -> float:
         """What the operator gets for the weight at the start."""
@@ -145,7 +143,7 @@ class RowNorm(nn.Module):
 
     def fuses(self, x: Tensor) -> bool:
         """The fused residual step computes this norm of a stream of x's dtype, from `parameters_in_use` and `own`."""
-        return len(self.normalized_shape) == 1
+        return len(self.normalized_shape) == 1 and (self.returns == "x" or self.result_dtype(x) == x.dtype)
 
     def formula(self, x: Tensor) -> Tensor:
         """The same in torch's own operations, for exported programs."""
@@ -161,12 +159,17 @@ class RowNorm(nn.Module):
 
     @leaf
     def forward(self, x: Tensor) -> Tensor:
-        """N(x) in x's dtype."""
-        n = len(self.normalized_shape)
+        """N(x) in x's dtype, or in the one that `returns` says."""
         if x.is_nested:
             return over_rows(self, x)
-        if tuple(x.shape[-n:]) != self.normalized_shape:
+        if x.shape[-len(self.normalized_shape) :] != self.normalized_shape:
             raise InputError(f"x must end in {self.normalized_shape}, got shape {tuple(x.shape)}")
+        if self.returns != "x":
+            x, dtype = self.widened(x)
+            return self._normed(x).to(dtype)
+        return self._normed(x)
+
+    def _normed(self, x: Tensor) -> Tensor:
         if torch.compiler.is_exporting():
             return self.formula(x)
         if type(x) is not Tensor and not torch.compiler.is_compiling():

@@ -1,6 +1,7 @@
 """Norms with statistics over rows and steps: BatchNorm, PN-V and PowerNorm, and the group scaling before them."""
 
 import copy
+from collections.abc import Iterable, Sequence
 from operator import index
 from typing import Any
 
@@ -11,10 +12,12 @@ from ..config import unknown
 from ..distributed import group_name
 from ..errors import InputError
 from . import formulas
+from .averages import Steered, Steering
 from .masks import check_mask, mask_for
 from .norm_table import CONSTANTS, DECLARED, NormSpec, composed_norm, used
 from .recompute import RecomputedStatistics, is_second_run, will_recompute
-from .sharding import write_first
+from .result import Typed
+from .sharding import mark_drawn, write_first
 from .tracing import leaf
 
 OPS = torch.ops.normformer_rs
@@ -54,7 +57,7 @@ def scale_groups(x: Tensor, groups: int) -> Tensor:
     return OPS.group_scaling(x, groups)
 
 
-class RunningNorm(nn.Module):
+class RunningNorm(Steered, Typed):
     """The base of the three: parameters, buffers, masks, and one update of the statistics per training forward.
 
     Activation checkpointing: compile the checkpointed function. A function compiled inside a checkpoint cannot tell its
@@ -85,7 +88,7 @@ class RunningNorm(nn.Module):
 
     def __init__(
         self,
-        num_features: int,
+        num_features: int | Sequence[int],
         eps: float = 1e-5,
         elementwise_affine: bool = True,
         bias: bool = True,
@@ -97,7 +100,7 @@ class RunningNorm(nn.Module):
     ) -> None:
         super().__init__()
         self.sync, self.process_group = sync, process_group
-        num_features = check_size("num_features", num_features)
+        num_features = check_width("num_features", num_features)
         check_eps(eps, is_positive=True)
         if groups < 0 or (groups and num_features % groups):
             raise InputError(f"groups must divide num_features {num_features}, or be 0 for no scaling; got {groups}")
@@ -119,6 +122,11 @@ class RunningNorm(nn.Module):
         given = {name: getattr(self, name) for name in self.declared.options}
         self.numbers_of = self.declared.numbers(num_features, given)
         self.reset_parameters()
+        self.remember_copies()
+
+    def steering(self) -> Steering:
+        buffers = (getattr(self, buffer.name) for buffer in self.declared.buffers)
+        return [(self.weight, buffer) for buffer in buffers if self.weight is not None]
 
     def settings(self) -> dict[str, Any]:
         """The operator's options beside `train` and `eps`."""
@@ -138,6 +146,7 @@ class RunningNorm(nn.Module):
         for buffer in self.declared.buffers:
             getattr(self, buffer.name).fill_(buffer.start)
         self.refused.zero_()
+        self.told()
 
     def reset_parameters(self) -> None:
         """Parameters and statistics as at the start."""
@@ -145,6 +154,7 @@ class RunningNorm(nn.Module):
         for name, numbers in self.numbers_of.items():
             if (parameter := getattr(self, name)) is not None:
                 write_first(parameter, numbers, self.first_scale if name == "weight" else 1.0)
+        mark_drawn(self)
 
     def frozen(self) -> tuple[Tensor | None, Tensor]:
         """Evaluation's statistics: the mean that is subtracted (None: none), and the mean square of the divisor."""
@@ -157,9 +167,17 @@ class RunningNorm(nn.Module):
             return over_rows(self, x, padding_mask)
         if x.dim() and x.shape[-1] != self.num_features:
             raise InputError(f"x must be (…, {self.num_features}), got {tuple(x.shape)}")
+        if self.returns != "x":
+            x, dtype = self.widened(x)
+            return self._normed(x, padding_mask).to(dtype)
+        return self._normed(x, padding_mask)
+
+    def _normed(self, x: Tensor, padding_mask: Tensor | None) -> Tensor:
         if self.groups:
             x = scale_groups(x, self.groups)
         is_compiling, is_exporting = torch.compiler.is_compiling(), torch.compiler.is_exporting()
+        if not is_compiling and self._origin is not None:
+            self._origin.trains() if self.training else self.take_over()
         if is_exporting and not self.training:
             mask = mask_for(x) if padding_mask is None else padding_mask
             return formulas.running_norm(x, *self.frozen(), *self.in_use(), self.eps, self.hidden(mask))
@@ -208,6 +226,10 @@ class RunningNorm(nn.Module):
         if not before.is_meta and not self.refused.is_meta:
             self.refused.copy_(before)
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.remember_copies()
+
     def __deepcopy__(self, memo: dict[int, Any]) -> "RunningNorm":
         new = type(self).__new__(type(self))
         memo[id(self)] = new
@@ -232,7 +254,7 @@ class _OneAlpha(RunningNorm):
 
     def __init__(
         self,
-        num_features: int,
+        num_features: int | Sequence[int],
         eps: float = 1e-5,
         alpha: float = 0.9,
         *,
@@ -335,7 +357,7 @@ class PowerNorm(RunningNorm, norm="powernorm"):
 
     def __init__(
         self,
-        num_features: int,
+        num_features: int | Sequence[int],
         eps: float = 1e-5,
         alpha_fwd: float = 0.9,
         alpha_bwd: float = 0.9,
@@ -375,15 +397,28 @@ def check_alpha(name: str, alpha: float) -> float:
     return alpha
 
 
-def check_size(name: str, size: Any) -> int:
-    """A width; TypeError unless it is a whole number, InputError below 0."""
-    try:
-        found = index(size)
-    except TypeError:
-        raise TypeError(f"{name} must be a whole number, or several for a row norm; got {size!r}") from None
-    if found < 0:
-        raise InputError(f"{name} must be at least 0, got {found}")
-    return found
+def check_sizes(name: str, sizes: Any) -> tuple[int, ...]:
+    """One width, or several, as numbers; TypeError unless all are whole, InputError below 0, and for none."""
+    is_several = isinstance(sizes, Iterable) and not isinstance(sizes, str)
+    found = []
+    for size in sizes if is_several else [sizes]:
+        try:
+            found.append(index(size))
+        except TypeError:
+            raise TypeError(f"{name} must be a whole number, or several for a row norm; got {size!r}") from None
+        if found[-1] < 0:
+            raise InputError(f"{name} must be at least 0, got {found[-1]}")
+    if not found:
+        raise InputError(f"{name} must name at least one dimension, got none")
+    return tuple(found)
+
+
+def check_width(name: str, width: Any) -> int:
+    """The width of a norm over the last dimension alone: a number, or a sequence of one."""
+    found = check_sizes(name, width)
+    if len(found) > 1:
+        raise InputError(f"{name} must be one width, as this norm is over the last dimension alone; got {found}")
+    return found[0]
 
 
 def check_eps(eps: float | None, is_positive: bool = False) -> None:

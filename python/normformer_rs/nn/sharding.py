@@ -1,4 +1,4 @@
-"""How DTensor shards the row norms' operators, and how first values get into sharded parameters.
+"""How DTensor shards the package's operators, and how initial values get into parameters, sharded ones too.
 
 Rows may be sharded; each rank's gradient of a parameter is then a part of the sum. The width may not.
 """
@@ -57,6 +57,15 @@ def write_first(p: Tensor, numbers: Numbers, scale: float = 1.0) -> None:
         write_whole(p, lambda whole: nn.init.normal_(whole, std=numbers.std))
     else:
         nn.init.constant_(p, numbers.first(scale))
+
+
+def mark_drawn(module: nn.Module) -> None:
+    """Sets transformers' mark of modules that its `init_weights()` and `post_init()` leave alone. Parameters on the
+    meta device have no values yet, and so no mark."""
+    if any(p is not None and p.is_meta for p in module._parameters.values()):
+        vars(module).pop("_is_hf_initialized", None)
+    else:
+        vars(module)["_is_hf_initialized"] = True
 
 
 @contextmanager

@@ -14,10 +14,11 @@ from .foreign import draw_xavier
 from .interpreter import KeptTensors, apply_changes, apply_norm, start
 from .layer import Activation, Layer
 from .layers import TransformerDecoderLayer, TransformerEncoderLayer
-from .mixing import Mixing
+from .mixing import Mixing, without_autocast
 from .place import Place, count_of_layers
 from .profiling import begin_stack
 from .scheme import Change, Combine, parts_of
+from .sharding import mark_drawn
 from .specs import NormAt
 from .step_hooks import Growing
 from .tracing import leaf
@@ -40,11 +41,13 @@ class Sums(nn.Module):
         self.first, self.weight = declared.weight, make(declared.weight, place, factory)
         vars(self)[LEARNED] = {"weight": declared.weight.sums_over}
         self.norms = nn.ModuleDict({at.name.rsplit(".", 1)[1]: make(at, place, factory, bias) for at in declared.norms})
+        mark_drawn(self)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Sets the weights and the norms to their first values."""
         self.first.write(self.weight)
+        mark_drawn(self)
         for norm in self.norms.values():
             reset_module(norm)
 
@@ -59,7 +62,7 @@ class Sums(nn.Module):
         if self.skips_first and row == 0:
             return y
         weights = self.weight[row, : row + 1].to(y.dtype)
-        with torch.autocast(y.device.type, enabled=False):  # the residual stream keeps its type
+        with without_autocast(y.device.type):  # the residual stream keeps its type
             total = torch.stack(outputs, -1) @ weights
         return normed(total) if self.on_sums else total
 

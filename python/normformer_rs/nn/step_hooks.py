@@ -10,12 +10,18 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from ..errors import InputError
+from .averages import Steered, Steering
 from .growth import Growth
 from .place import Place
 from .specs import Learned
 
+PATIENCE = 8
+"""Updates without a step that moves t, before a warning: other writes to weights come in ones and twos between steps,
+as those of sharpness-aware and adversarial training do."""
 
-class Growing(nn.Module):
+
+class Growing(Steered):
     """A module that may hold a `t`: int64 (1,), the number of the update to come, 1 at the start, saved with the
     model. It grows by one with each step of the optimizer that has the first trainable matrix of `watched()`."""
 
@@ -29,8 +35,8 @@ class Growing(nn.Module):
         self._buffers.pop("t", None)
         if growth is not None:
             self.register_buffer("t", torch.ones(1, dtype=torch.int64, device=device))
-        self._watched: tuple[int, int, int] | None = None
-        self._has_warned = False
+        self._watched: tuple[float, float] | None = None
+        self._unmoved = self._times_set = 0
         self._follow()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -39,6 +45,7 @@ class Growing(nn.Module):
 
     def _follow(self) -> None:
         if self.growth is not None:
+            self.remember_copies()
             follow_steps(self)
         if self.profiled_gains():
             _UNPROFILED.add(self)
@@ -48,12 +55,45 @@ class Growing(nn.Module):
         """t = 1, and gains count as not profiled."""
         if self.growth is not None:
             self.t.fill_(1)
+            self.told()
         self._follow()
+
+    def set_t(self, n: int) -> None:
+        """t ← n, the number of the update to come."""
+        if self.growth is not None:
+            self.t.fill_(n)
+            self.told()
+            self._times_set += 1
+            if self._times_set == PATIENCE:  # the caller counts
+                self._unmoved = PATIENCE
+
+    def steering(self) -> Steering:
+        origin, mine = self._origin, [*self.watched()]
+        if self.growth is None or origin is None:
+            return []
+        source = origin.source() or self
+        theirs = [*source.watched()]  # a copy's parameters may be frozen
+        owner = first_trained(theirs) if any(p.requires_grad for p in theirs) else None
+        found = [p for p, its in zip(mine, theirs) if its is owner or (owner is None and its.dim() > 1)]
+        return [(p, self.t) for p in found[:1]]
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
+        t = state_dict.get(prefix + "t")
+        if self.growth is not None and isinstance(t, Tensor) and t.is_floating_point() and not t.is_meta:
+            whole = t.round()
+            if bool((t - whole).abs().max() > 1e-3 * max(1.0, t.abs().max().item() * 1e-3)):
+                raise InputError(
+                    f"{prefix}t must be the number of an update, a whole number; got {t.tolist()}, an average of "
+                    f"several: average the weights alone, and set {prefix}t to the t of the model that goes on"
+                )
+            state_dict[prefix + "t"] = whole.to(torch.int64)  # not 200 for 200.9999
+        super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def alpha(self, layer: int = 0) -> Tensor | None:
         """α_t in a layer counted from 0; None where nothing grows."""
         if self.growth is None:
             return None
+        self.take_over()
         self._watch()
         return self.growth.now(self.t, layer)
 
@@ -74,26 +114,33 @@ class Growing(nn.Module):
         names = [sublayer.alpha.name for sublayer in self.place.sublayers if isinstance(sublayer.alpha, Learned)]
         return [p for p in map(self._parameters.get, names) if p is not None]
 
+    @torch.no_grad()
     def _watch(self) -> None:
-        """Warns once if parameters were updated and t was not. It compares version counters, so the host does not wait
-        for the device."""
-        if not self.training or self._has_warned or torch.compiler.is_compiling():
+        """Warns once if parameters go on changing and t has not moved, until a step has moved t."""
+        if not self.training or self._unmoved >= PATIENCE or torch.compiler.is_compiling() or is_captured():
             return
         parameter = first_trained(self.watched())
-        if parameter is None or parameter.is_inference():
+        if parameter is None or parameter.is_meta or (self._origin is not None and self._origin.has_trained):
             return
-        now, before = (id(parameter), parameter._version, self.t._version), self._watched
+        local: Any = parameter.detach()
+        local = local.to_local() if hasattr(local, "to_local") else local
+        now, before = (local.double().sum().item(), float(self.t)), self._watched
         self._watched = now
-        if before and before[0] == now[0] and before[1] != now[1] and before[2] == now[2]:
-            if any(id(parameter) in _owned(optimizer) for optimizer in _UNDER_WAY):
-                return  # inside a step's closure: t moves when the step ends
-            self._has_warned = True
+        if before is None or before[0] == now[0] or before[1] != now[1]:
+            return
+        self._unmoved += 1
+        if self._unmoved == PATIENCE:
             warnings.warn(
-                "parameters have been updated but branchnorm's t has not moved, so that α_t stays where it is: no "
-                "torch.optim.Optimizer that owns them made the step; call normformer_rs.nn.set_num_updates(model, k) "
-                "before the k-th update",
+                f"parameters have been updated {PATIENCE} times but t of the residual scheme has not moved, so that "
+                "α_t stays where it is: no torch.optim.Optimizer that owns them made the step; call "
+                "normformer_rs.nn.set_num_updates(model, k) before the k-th update",
                 stacklevel=4,
             )
+
+
+def is_captured() -> bool:
+    """Kernels are being recorded in a CUDA graph, where the host must not wait."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def first_trained(parameters: Iterable[nn.Parameter]) -> nn.Parameter | None:
@@ -180,6 +227,8 @@ def _move(optimizer: torch.optim.Optimizer, moved: set[int]) -> None:
             if id(owner) in owned and id(t) not in moved:
                 # A fused optimizer decides on the device whether to skip; the host does not read it.
                 t.add_(1 if skipped is None else (skipped == 0).to(t.device))
+                if isinstance(module, Steered):
+                    module.keep_step(t)
                 for around in _UNDER_WAY.values():
                     around.moved.add(id(t))
 
@@ -187,7 +236,7 @@ def _move(optimizer: torch.optim.Optimizer, moved: set[int]) -> None:
 def _at_start(optimizer: torch.optim.Optimizer) -> list[Growing]:
     """The unprofiled modules that this optimizer owns, if all their gains are 1: profiling leaves only a stack's first
     gain at 1. The host reads each gain once."""
-    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+    if is_captured():
         return []
     owned = _owned(optimizer)
     gains = {m: m.profiled_gains() if isinstance(m, Growing) else [] for m in [*_UNPROFILED]}

@@ -36,7 +36,7 @@ def set_num_updates(model: nn.Module, n: int) -> int:
         raise InputError(f"n is the number of the update about to be made, from 1; got {n}")
     holders = [module for module in model.modules() if isinstance(module, Growing) and module.growth is not None]
     for holder in holders:
-        holder.t.fill_(n)
+        holder.set_t(n)
     return len(holders)
 
 

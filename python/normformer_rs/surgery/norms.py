@@ -15,6 +15,7 @@ from ..file_class import names_code
 from ..nn.norm_table import FAMILIES
 from ..nn.norms import BiasedRMSNorm
 from ..nn.registry import norm_class
+from ..nn.result import Typed
 from ..norms import Norm
 from .exact import ExactSwap
 from .flow import Flow
@@ -22,7 +23,7 @@ from .handover import hand_over_parameter, hand_over_plain
 from .marker import mark, mark_norms, warn_of_adapters
 from .optimizers import Exchange, Repoint
 from .padding import read_padding
-from .probe import KINDS, RecognisedNorm
+from .probe import KINDS, RecognisedNorm, result_of
 from .recognise import alike, examine, looks_like_a_norm, own_name, read_norm
 from .signs import hand_on
 from .stream import Places
@@ -199,7 +200,11 @@ def _find(
         if norms and name.startswith(norms[-1][0] + "."):
             continue  # a part of a norm
         key = alike(module)
-        found = examined[key] = examined.get(key) or examine(module)
+        if key not in examined:
+            known = examine(module)
+            is_norm = isinstance(known, RecognisedNorm)
+            examined[key] = known._replace(returns=result_of(module, known.width)) if is_norm else known
+        found = examined[key]
         if isinstance(found, RecognisedNorm):
             norms.append((name, module, found))
         elif looks_like_a_norm(module) and (filter is None or filter(name, module)):
@@ -367,6 +372,8 @@ def _twin(
     if keeps_offset and target.title == "rmsnorm":
         wanted["zero_centred"] = True  # weight + 1 in 16 bits would lose the weight
     new = target.norm(known.width, like, wanted, options)
+    if isinstance(new, Typed):
+        new.return_like(known.returns, like)
 
     new_known, parameters = read_norm(new), dict(new.named_parameters(recurse=False))
     names = (known.gain, known.bias) if new_known is None else (new_known.gain, new_known.bias)

@@ -7,7 +7,7 @@ import math
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from .. import nn as nfnn
 from ..config import tables
 from ..nn.norms import RowNorm
+from ..nn.result import Typed
 from .handover import own_forward
 
 
@@ -35,6 +36,8 @@ class RecognisedNorm(NamedTuple):
     """ε in the formula of `computes`. None: the machine epsilon of the type computed in; nan: unknown."""
     offset: float = 0.0
     factor: float = 1.0
+    returns: Literal["x", "weight", "promoted"] = "x"
+    """The source of its result's dtype (`nn.result`)."""
 
 
 KINDS: dict[str, Any] = {entry["name"]: nfnn.norm_class(entry["name"]) for entry in tables()["norms"]}
@@ -88,6 +91,29 @@ def probe(module: nn.Module, width: int | None = None, computes: str | None = No
         if isinstance(found, RecognisedNorm):
             break
     return found
+
+
+def result_of(module: nn.Module, width: int) -> Literal["x", "weight", "promoted"]:
+    """The source of the dtype of a norm's result: x, its weight, or both. Calls of a copy without numbers tell."""
+    if isinstance(module, Typed):
+        return module.returns
+    if type(module).__module__.startswith("torch.nn.") or not module._parameters:
+        return "x"
+    found = []
+    for own, given in ((torch.float16, torch.float32), (torch.float32, torch.float16)):
+        try:
+            twin = copy.copy(module)
+            twin._parameters = {
+                name: None if p is None else nn.Parameter(torch.empty(p.shape, dtype=own, device="meta"))
+                for name, p in module._parameters.items()
+            }
+            with warnings.catch_warnings(action="ignore"):
+                found.append(_forward(module)(twin, torch.empty(2, width, dtype=given, device="meta")).dtype)
+        except Exception:  # kernels of others may have no such call
+            return "x"
+    if found == [torch.float16, torch.float32]:
+        return "weight"
+    return "promoted" if found == [torch.float32] * 2 else "x"
 
 
 def _measures(kind: Any) -> bool:
