@@ -108,7 +108,7 @@ def draw_linear(
     """Draws a linear layer's (roles·fan_out, fan_in) first values in place: a block of rows for each role."""
 
 def run_options(model_dir: str, from_checkpoint: str | None = None) -> str:
-    """JSON {model, training, data}: the options of a run's checkpoint, by default of the newest one."""
+    """JSON {model, training, data}: the options of a run's checkpoint, by default of the newest one; null: none."""
 
 def check_run(model_dir: str) -> None:
     """Refuses a run's folder whose files are damaged."""

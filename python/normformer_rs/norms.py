@@ -216,6 +216,14 @@ def options_here(config: Any) -> str:
 def using(*norms: Norm | type[Norm]) -> Iterator[None]:
     """Within it a declaration of config.json means one of these classes, where several of its name declare it.
 
+    >>> class Halved(Norm):
+    ...     name, parameters = "halved", {"weight": Parameter()}
+    ...     def normalize(self, x, weight):
+    ...         return weight * x / 2
+    >>> with using(Halved):
+    ...     print(declared({"name": "halved", "parameters": [{"name": "weight", "shape": "width"}]}))
+    halved
+
     Errors: InputError where another thread uses another class of such a name.
     """
     classes = tuple(norm if isinstance(norm, type) else type(norm) for norm in norms)

@@ -15,7 +15,7 @@ from .config import OWN, Config, DataConfig, Field, TrainingConfig, TransformerC
 from .errors import InputError
 from .file_class import refuse_code
 from .presets import find_preset
-from .text import STANDARD, check_writable, read_small
+from .text import STANDARD, check_writable, read_json, read_small
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -216,13 +216,20 @@ def read_run(
     output: str | Path, known: Iterable[str], from_checkpoint: str | None = None, trust: bool = False
 ) -> dict[str, Any]:
     """The options of a run's checkpoint, the newest one by default: a resume may have changed some since the run began.
+    None where `output` holds no run.
 
-    Errors: InputError where the folder holds no run, or a damaged one; without `trust` also for a text that names code.
+    Errors: InputError if damaged; without `trust` also for a text that names code.
     """
+    path = Path(output) / RUN_CONFIG
+    try:
+        content = read_json(path, "the run cannot be resumed")
+    except FileNotFoundError:
+        return {}
     from . import _core
 
-    content = json.loads(_core.run_options(str(output), from_checkpoint))
-    return _flat(content, Path(output) / RUN_CONFIG, list(known), trust)
+    saved = json.loads(_core.run_options(str(output), from_checkpoint)) or {}
+    content |= {section: saved[section] for section in SECTIONS if section in saved}
+    return _flat(content, path, list(known), trust)
 
 
 def _flat(content: dict[str, Any], path: str | Path, known: list[str], trust: bool) -> dict[str, Any]:

@@ -257,7 +257,7 @@ fn target_vocabulary(model_dir: &str) -> PyResult<Option<Vec<bool>>> {
     Ok(run::target_vocabulary(Path::new(model_dir))?)
 }
 
-/// The options {model, training, data} of a run's checkpoint, `from` or the newest one, as JSON.
+/// The options {model, training, data} of a run's checkpoint, `from` or the newest one, as JSON; null: it has none.
 #[pyfunction]
 #[pyo3(signature = (model_dir, from_checkpoint=None))]
 fn run_options(model_dir: &str, from_checkpoint: Option<&str>) -> PyResult<String> {

@@ -105,7 +105,7 @@ pub fn described() -> Value {
 
 /// An option that is not as it was.
 #[derive(Debug)]
-pub struct Change {
+pub struct OptionChange {
     pub effects: &'static [Effect],
     /// "label_smoothing was 0.1, now 0.5"
     pub said: String,
@@ -118,7 +118,7 @@ pub struct Change {
 pub fn changes(
     before: (&TransformerConfig, &TrainingConfig, &DataConfig),
     now: (&TransformerConfig, &TrainingConfig, &DataConfig),
-) -> Result<Vec<Change>> {
+) -> Result<Vec<OptionChange>> {
     let plain = |value: &dyn Fn() -> serde_json::Result<Value>| value().map_err(|e| Error::invalid(e.to_string()));
     let model =
         super::differences(&plain(&|| serde_json::to_value(before.0))?, &plain(&|| serde_json::to_value(now.0))?);
@@ -132,10 +132,10 @@ pub fn changes(
         };
     let (before, now) = (of_run(before)?, of_run(now)?);
     let by_value = EFFECTS.iter().filter(|(_, compared, _)| *compared == Compared::ByValue);
-    let changes: Vec<Change> = by_value
+    let changes: Vec<OptionChange> = by_value
         .flat_map(|(options, _, effects)| options.iter().map(move |name| (*name, *effects)))
         .filter(|(name, _)| before.get(*name) != now.get(*name))
-        .map(|(name, effects)| Change { effects, said: format!("{name} was {}, now {}", before[name], now[name]) })
+        .map(|(name, effects)| OptionChange { effects, said: format!("{name} was {}, now {}", before[name], now[name]) })
         .collect();
     let refused: Vec<&str> =
         changes.iter().filter(|change| change.effects.contains(&Refused)).map(|change| change.said.as_str()).collect();
@@ -149,12 +149,12 @@ pub fn changes(
 }
 
 /// The change of a validation text.
-pub fn other_validation() -> Change {
-    Change { effects: &[Loss, Bleu], said: "the validation text is not the one of the run so far".into() }
+pub fn other_validation() -> OptionChange {
+    OptionChange { effects: &[Loss, Bleu], said: "the validation text is not the one of the run so far".into() }
 }
 
 /// Whether the best score belongs to another measure.
-pub fn forgets_best(change: &Change, criterion: Criterion) -> bool {
+pub fn forgets_best(change: &OptionChange, criterion: Criterion) -> bool {
     let own = match criterion {
         Criterion::Loss => Loss,
         Criterion::Bleu => Bleu,
@@ -163,7 +163,7 @@ pub fn forgets_best(change: &Change, criterion: Criterion) -> bool {
 }
 
 /// Whether the schedule's scores belong to another measure or rule. `has_bleu`: it goes by BLEU.
-pub fn forgets_scores(change: &Change, has_bleu: bool) -> bool {
+pub fn forgets_scores(change: &OptionChange, has_bleu: bool) -> bool {
     let own = if has_bleu { Bleu } else { Loss };
     [own, Scores, Schedule].iter().any(|effect| change.effects.contains(effect))
 }

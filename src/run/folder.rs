@@ -3,7 +3,7 @@
 use super::lock::Lock;
 use super::PreparedData;
 use crate::atomic::{self, fault};
-use crate::config::resume::{changes, Change};
+use crate::config::resume::{changes, OptionChange};
 use crate::config::{DataConfig, TrainingConfig, TransformerConfig};
 use crate::data::{self, Bpe, Segmenter, Vocabulary};
 use crate::error::{Error, Result};
@@ -15,7 +15,7 @@ use crate::train::checkpoint::{Best, Checkpoint, CheckpointStore, ResumePoint};
 use crate::train::{self, Observer};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
-use serde_json::{Map, Value};
+use serde_json::Value;
 use std::collections::HashMap;
 use std::fs::File;
 use std::io::{Read, Seek, SeekFrom};
@@ -259,7 +259,7 @@ pub(super) struct ResumeState {
     /// None where the run was stopped before it had saved one.
     pub found: Option<ResumePoint>,
     /// Options that are not those of the checkpoint.
-    pub changes: Vec<Change>,
+    pub changes: Vec<OptionChange>,
 }
 
 /// Reads a run's folder. The options must be those of its model, cut text as the run does, and have a target vocabulary
@@ -317,15 +317,9 @@ fn check_codes(output: &Path, data: &DataConfig, own: &Segmenter) -> Result<()> 
     }
 }
 
-/// The options of a run's checkpoint, `from` or the newest one, as its file has them; those that the run began with before
-/// it has saved one.
+/// The options of a run's checkpoint, `from` or the newest one, as its file has them; null where none can be read.
 pub fn options(output: &Path, from: Option<&str>) -> Result<Value> {
-    let (path, text) = config_text(output)?;
-    let mut options: Map<String, Value> = crate::config::from_json(&path.display().to_string(), &text)?;
-    if let Some((_, Value::Object(saved))) = CheckpointStore::at(output).options(from)? {
-        options.extend(saved.into_iter().filter(|(part, _)| ["model", "training", "data"].contains(&part.as_str())));
-    }
-    Ok(Value::Object(options))
+    Ok(CheckpointStore::at(output).options(from)?.map_or(Value::Null, |(_, options)| options))
 }
 
 /// Whether the log tells of a checkpoint. Earlier versions do not log that, but save after an evaluation before they log
@@ -343,11 +337,6 @@ fn has_saved(output: &Path) -> Result<bool> {
 
 /// The run's options, once its files are known to be whole.
 pub(super) fn read_configs(output: &Path) -> Result<Configs> {
-    let (path, text) = config_text(output)?;
-    crate::config::from_json(&path.display().to_string(), &text)
-}
-
-fn config_text(output: &Path) -> Result<(PathBuf, String)> {
     let path = output.join(CONFIG);
     let Some(text) = atomic::read(&path, CONFIG_BYTES)? else {
         return Err(Error::invalid(format!(
@@ -357,7 +346,7 @@ fn config_text(output: &Path) -> Result<(PathBuf, String)> {
     };
     checksums::check(output)?;
     let text = String::from_utf8(text).map_err(|e| Error::invalid(format!("{}: {e}", path.display())))?;
-    Ok((path, text))
+    crate::config::from_json(&path.display().to_string(), &text)
 }
 
 /// The bytes of one of the run's files of text. No link is followed: the folder may be somebody else's.

@@ -4,7 +4,7 @@ use super::folder::{check_beginning, check_checkpoints, read_mask, resume, Begin
 use super::lock::Lock;
 use super::prepare::{prepare_with, valid_batches};
 use super::{device, Mode, PreparedData};
-use crate::config::resume::{other_validation, Change, Effect};
+use crate::config::resume::{other_validation, OptionChange, Effect};
 use crate::config::{DataConfig, Precision, TrainingConfig, TransformerConfig};
 use crate::cpu::simd::has_bf16_products;
 use crate::cpu::{contention, pages};
@@ -111,7 +111,7 @@ fn open(
     output: &Path,
     mode: &Mode,
     check_interrupt: Interrupt,
-) -> Result<(PreparedData, Option<ResumePoint>, Vec<Change>)> {
+) -> Result<(PreparedData, Option<ResumePoint>, Vec<OptionChange>)> {
     match mode {
         Mode::New | Mode::Overwrite => {
             check_beginning(output, mode)?;
@@ -165,7 +165,7 @@ fn trainer(
     device: Device,
     (group, recorder): (ProcessGroup, Option<Box<dyn Recorder>>),
     from: Option<ResumePoint>,
-    changes: Vec<Change>,
+    changes: Vec<OptionChange>,
     warnings: &mut Vec<String>,
 ) -> Result<Trainer> {
     let objective = objective(&prepared, training, device)?;
@@ -252,7 +252,7 @@ fn resumed_stream(
     digests: Digests,
     progress: &mut Progress,
     found: &ResumePoint,
-    changes: &[Change],
+    changes: &[OptionChange],
     warnings: &mut Vec<String>,
 ) -> Result<BatchStream> {
     let is_same_text = progress.text.is_none_or(|text| text.train == digests.train);

@@ -12,7 +12,7 @@ use super::observer::{Evaluation, Observer, Saved, Started, Update};
 use super::optimizer::Optimizer;
 use super::schedule::{Schedule, ScheduleMemory};
 use super::watched::{watch, Watched};
-use crate::config::resume::{self, Change, Effect};
+use crate::config::resume::{self, OptionChange, Effect};
 use crate::config::{Criterion, DataConfig, Precision, SearchRule, TrainingConfig};
 use crate::data::{Batch, Cursor, Digests, Prefetch, Vocabulary};
 use crate::error::{Error, Result};
@@ -61,7 +61,7 @@ pub struct Progress {
 
 impl Progress {
     /// Forgets the scores that changed options measure otherwise, and says so. `has_bleu`: evaluations measure BLEU.
-    pub fn forget(&mut self, changes: &[Change], criterion: Criterion, has_bleu: bool) -> Vec<String> {
+    pub fn forget(&mut self, changes: &[OptionChange], criterion: Criterion, has_bleu: bool) -> Vec<String> {
         let mut said = Vec::new();
         // Without BLEU the loss stands in for it.
         let criterion = if has_bleu { criterion } else { Criterion::Loss };

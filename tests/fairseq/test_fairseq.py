@@ -572,7 +572,8 @@ class Mine(nfrs.Scheme):
 """
 
 
-def test_a_scheme_of_ones_own_trains_as_the_tables_and_generates(data, tmp_path):
+def test_a_scheme_of_ones_own_trains_as_the_tables_and_generates(data, tmp_path, monkeypatch):
+    monkeypatch.setenv("NORMFORMER_RS_TRUST", "1")  # the checkpoint names the file
     (tmp_path / "mine.py").write_text(OWN)
     found = {}
     for name, residual in (("own", f"{tmp_path / 'mine.py'}:Mine"), ("table", "value-residual")):
@@ -594,7 +595,8 @@ class Mine(nfrs.Norm):
 """
 
 
-def test_a_norm_of_ones_own_trains_as_the_tables(data, tmp_path):
+def test_a_norm_of_ones_own_trains_as_the_tables(data, tmp_path, monkeypatch):
+    monkeypatch.setenv("NORMFORMER_RS_TRUST", "1")  # the checkpoint names the file
     (tmp_path / "mine.py").write_text(OWN_NORM)
     found = []
     for name, norm in (("own", f"{tmp_path / 'mine.py'}:Mine"), ("table", "scalenorm")):

@@ -308,7 +308,7 @@ def test_float_masks_hide_padding_from_statistics(fill):
         (lambda: nfnn.TransformerEncoderLayer(D, HEADS, branchnorm_step=3), r"did you mean .branchnorm_steps"),
         (lambda: nfnn.TransformerEncoderLayer(D, HEADS, activation="rel"), r"did you mean .relu"),
         (lambda: nfnn.TransformerEncoderLayer(D, HEADS, layer=3, encoder_layers=2), r"layer must lie in 0 … 1"),
-        (lambda: nfnn.TransformerEncoder(encoder().layers[0], 0), "at least 1"),
+        (lambda: nfnn.TransformerEncoder(encoder().layers[0], 0), "must lie between 1 and 10000"),
         (lambda: encoder()(torch.randn(2, 5, D), torch.ones(4, 5, dtype=torch.bool)), r"must be \(5, 5\) or"),
         (
             lambda: encoder()(torch.randn(2, 5, D), src_key_padding_mask=torch.ones(2, 4, dtype=torch.bool)),

@@ -411,7 +411,7 @@ def x():
         (lambda: nn.LayerNorm(2.5), TypeError, "must be a whole number, or several for a row norm; got 2.5"),
         (lambda: nn.RMSNorm("4"), TypeError, "must be a whole number.*; got '4'"),
         (lambda: nn.BatchNorm(-3), ValueError, "num_features must be at least 0, got -3"),
-        (lambda: nn.PowerNorm((4, 2)), TypeError, r"num_features must be a whole number.*; got \(4, 2\)"),
+        (lambda: nn.PowerNorm((4, 2)), nfrs.InputError, r"num_features must be one width.*; got \(4, 2\)"),
         (
             lambda: nn.LayerNorm(4)(x().numpy()),
             TypeError,

@@ -106,7 +106,7 @@ def test_long_sentences_are_refused_or_skipped(tmp_path, corpus):
     for path in valid.values():
         Path(path).write_text("1 2\n")
     fit(tmp_path / "run", {**corpus, **valid, "skip_long": True}, training={"max_tokens": 8, "updates": 2})
-    assert "left out 1 of 41 sentences" in events(tmp_path / "run", "message")[0]["text"]
+    assert any("left out 1 of 41 sentences" in said["text"] for said in events(tmp_path / "run", "message"))
     for path in valid.values():
         Path(path).write_text("1 2\n" + "1 " * 12 + "\n")
     with pytest.raises(ValueError, match="held-out text: 1 of 2 sentences"):

@@ -17,7 +17,10 @@ STEPS = {"warmup": 2, "max_tokens": 300, "updates": 6, "evaluate_every": 3, "kee
 def runs(tmp_path_factory):
     """An encoder-decoder with scalenorm, one with powernorm and fewer layers, and a language model."""
     folder = tmp_path_factory.mktemp("runs")
-    lines = {"source": [f"one {i} two {i % 7}" for i in range(40)], "target": [f"eins {i % 5} zwei" for i in range(40)]}
+    lines = {
+        "source": [f"one {i} two {i % 7}" for i in range(40)],
+        "target": [f"eins {i % 5} zwei drei" for i in range(40)],
+    }
     for side, text in lines.items():
         (folder / side).write_text("\n".join(text) + "\n")
     data = {f"{part}_{side}": str(folder / side) for part in ("train", "valid") for side in ("source", "target")}

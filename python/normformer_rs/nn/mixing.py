@@ -18,9 +18,14 @@ Tensors = tuple[Tensor, ...]
 
 def without_autocast(device: str) -> Any:
     """A context without autocast, which some devices, such as meta, do not have."""
-    if not torch.amp.is_autocast_available(device):
+    if not _has_autocast(device):
         return contextlib.nullcontext()
     return torch.autocast(device, enabled=False)
+
+
+@torch.compiler.assume_constant_result
+def _has_autocast(device: str) -> bool:
+    return torch.amp.is_autocast_available(device)
 
 
 class Joint(NamedTuple):

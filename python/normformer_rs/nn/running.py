@@ -399,7 +399,7 @@ def check_alpha(name: str, alpha: float) -> float:
 
 def check_sizes(name: str, sizes: Any) -> tuple[int, ...]:
     """One width, or several, as numbers; TypeError unless all are whole, InputError below 0, and for none."""
-    is_several = isinstance(sizes, Iterable) and not isinstance(sizes, str)
+    is_several = isinstance(sizes, Iterable) and not isinstance(sizes, str) and not hasattr(sizes, "__index__")
     found = []
     for size in sizes if is_several else [sizes]:
         try:

@@ -93,8 +93,9 @@ class Growing(Steered):
         """α_t in a layer counted from 0; None where nothing grows."""
         if self.growth is None:
             return None
-        self.take_over()
-        self._watch()
+        if not torch.compiler.is_compiling():  # a graph would hold their `no_grad`
+            self.take_over()
+            self._watch()
         return self.growth.now(self.t, layer)
 
     def watched(self) -> Iterator[nn.Parameter]:

@@ -47,6 +47,8 @@ def hand_over(old: nn.Module, new: nn.Module) -> None:
     kinds: tuple[Any, Any] = type(old), type(new)
     own = _EMPTY.union({HANDED_ON}, *map(_names_in, kinds))
     new.__dict__.update({name: value for name, value in vars(old).items() if name not in own and _is_plain(value)})
+    if "_is_hf_initialized" not in vars(old):  # ours marks itself: a model that initialises later still does
+        new.__dict__.pop("_is_hf_initialized", None)
     how = getattr(type(old), "how", None)
     if getattr(how, "goes_over", False) and not isinstance(new, Converted):
         reclass(new, converted_class(type(new), how))

@@ -178,12 +178,11 @@ impl CheckpointStore {
         Ok(self.entries()?.into_iter().rev().filter(is_before).map(|(_, path)| path))
     }
 
-    /// Where the options stand that a resume has by default, and they themselves: those of the checkpoint `from`, or of the
-    /// newest one that can be read.
+    /// The options of the checkpoint `from`, or of the newest one that can be read, and the checkpoint's folder.
     pub fn options(&self, from: Option<&str>) -> Result<Option<(PathBuf, Value)>> {
         let read = |path: PathBuf| Some((path.clone(), Manifest::read(&path).and_then(|m| m.config(&path)).ok()?));
         Ok(match from {
-            Some(from) => read(self.resolve(from)?),
+            Some(from) => self.resolve(from).ok().and_then(read),
             None => self.candidates()?.find_map(read),
         })
     }
