@@ -177,7 +177,8 @@ mod tests {
         let mut named: Vec<&str> = EFFECTS.iter().flat_map(|(options, ..)| options.iter().copied()).collect();
         let fields = [TrainingConfig::fields(), DataConfig::fields()].concat();
         let mut known: Vec<&str> = fields.iter().map(|field| field.name).collect();
-        (named.sort_unstable(), known.sort_unstable());
+        named.sort_unstable();
+        known.sort_unstable();
         assert_eq!(named, known);
     }
 

@@ -225,7 +225,7 @@ def test_branchnorm_says_that_t_stays_and_follows_a_later_optimizer():
         backward()
         with torch.no_grad():
             for p in model.parameters():
-                p.sub_(1e-3 * p.grad)
+                p.sub_(0.1 * p.grad)
 
     by_hand()
     with pytest.warns(UserWarning, match="has not moved"):
