@@ -191,7 +191,8 @@ mod tests {
             |hypothesis, reference, lowercase| multi_bleu(&[hypothesis], &[reference], lowercase).unwrap().to_string();
         let split =
             line("it costs 10\u{a0}000 euros\u{85}in\u{b}the town", "it costs 10\u{a0}000 euros\u{85}in a town", false);
-        assert_eq!(split, "BLEU = 0.00, 66.7/40.0/25.0/0.0 (BP=1.000, ratio=1.000, hyp_len=6, ref_len=6)");
+        // of 6, 5, 4 and 3 sequences of words 5, 3, 2 and 1 match: (5/6·3/5·2/4·1/3)^¼
+        assert_eq!(split, "BLEU = 53.73, 83.3/60.0/50.0/33.3 (BP=1.000, ratio=1.000, hyp_len=6, ref_len=6)");
         let lowered = line("\u{dc}BER DEN \u{c4}rger", "\u{dc}ber den \u{e4}rger", true);
         assert_eq!(lowered, "BLEU = 0.00, 66.7/50.0/0.0/0.0 (BP=1.000, ratio=1.000, hyp_len=3, ref_len=3)");
         assert_eq!(line("a", "", false), "BLEU = 0, 0/0/0/0 (BP=0, ratio=0, hyp_len=0, ref_len=0)");

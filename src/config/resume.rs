@@ -135,7 +135,10 @@ pub fn changes(
     let changes: Vec<OptionChange> = by_value
         .flat_map(|(options, _, effects)| options.iter().map(move |name| (*name, *effects)))
         .filter(|(name, _)| before.get(*name) != now.get(*name))
-        .map(|(name, effects)| OptionChange { effects, said: format!("{name} was {}, now {}", before[name], now[name]) })
+        .map(|(name, effects)| OptionChange {
+            effects,
+            said: format!("{name} was {}, now {}", before[name], now[name]),
+        })
         .collect();
     let refused: Vec<&str> =
         changes.iter().filter(|change| change.effects.contains(&Refused)).map(|change| change.said.as_str()).collect();

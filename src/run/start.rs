@@ -4,7 +4,7 @@ use super::folder::{check_beginning, check_checkpoints, read_mask, resume, Begin
 use super::lock::Lock;
 use super::prepare::{prepare_with, valid_batches};
 use super::{device, Mode, PreparedData};
-use crate::config::resume::{other_validation, OptionChange, Effect};
+use crate::config::resume::{other_validation, Effect, OptionChange};
 use crate::config::{DataConfig, Precision, TrainingConfig, TransformerConfig};
 use crate::cpu::simd::has_bf16_products;
 use crate::cpu::{contention, pages};

@@ -12,7 +12,7 @@ use super::observer::{Evaluation, Observer, Saved, Started, Update};
 use super::optimizer::Optimizer;
 use super::schedule::{Schedule, ScheduleMemory};
 use super::watched::{watch, Watched};
-use crate::config::resume::{self, OptionChange, Effect};
+use crate::config::resume::{self, Effect, OptionChange};
 use crate::config::{Criterion, DataConfig, Precision, SearchRule, TrainingConfig};
 use crate::data::{Batch, Cursor, Digests, Prefetch, Vocabulary};
 use crate::error::{Error, Result};
