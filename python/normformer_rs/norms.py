@@ -180,7 +180,7 @@ _NEXT = itertools.count(1)
 _SERIAL = "\x1f"
 """Stands between a declaration's source and its class's number, in a process and never in a file."""
 _USED: list[tuple[int, tuple[type[Norm], ...]]] = []
-"""What `using` gives, the latest last, each with its thread."""
+"""Classes given to `using`, the latest last, each with its thread."""
 _FOUND: weakref.WeakValueDictionary[str, Norm] = weakref.WeakValueDictionary()
 """Norms by declaration, as found last; their classes hold them."""
 

@@ -86,7 +86,7 @@ def _merged(codes: str) -> Iterator[dict[str, Any]]:
     version, *lines = codes.removesuffix("\n").split("\n")
     if not version.startswith("#version:"):
         raise InputError(f"bpe.codes is damaged: expected #version: 0.2, or 0.1, first; got {version[:80]!r}")
-    # Of a pair that comes twice the first counts.
+    # The first of equal pairs counts.
     merges = [*dict.fromkeys((left, right) for left, _, right in (line.partition(" ") for line in lines))]
     if len(merges) > _MOST:
         raise InputError(

@@ -366,7 +366,7 @@ def _convert_torchs(group: Group, place: Place, edits: Edits, _: bool) -> list[R
     notes, holder = [], group.holder
     in_stack = type(holder) in TORCH_STACKS
     for i, layer in enumerate(group.blocks):
-        for module in layer.modules():  # linear layers get their first values anew, too
+        for module in layer.modules():  # linear layers are re-initialised, too
             edits.remember(module)
         reclass(layer, _OURS[type(layer)])
         layer.adopt(Place(place.config, place.stack, i), in_stack)  # type: ignore[operator]

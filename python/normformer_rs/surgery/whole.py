@@ -66,7 +66,7 @@ class State:
         self._handlers: dict[int, Any] = {}
         self._heard: list[int] = []
         self.values: dict[Tensor, tuple[Tensor, bool]] = {}
-        """Of tensors that are written in place: values and `requires_grad`."""
+        """Values and `requires_grad` of tensors that are written in place."""
         self.finish: Callable[[], None] | None = None
         """Set once a change is to be completed, no longer put back: an idempotent function."""
 
