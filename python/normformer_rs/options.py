@@ -217,7 +217,7 @@ def read_run(
 ) -> dict[str, Any]:
     """The options of a run's checkpoint, the newest one by default: a resume may have changed some since the run began.
 
-    Errors: InputError where the folder holds no run, or a damaged one, and, without `trust`, for a text that names code.
+    Errors: InputError where the folder holds no run, or a damaged one; without `trust` also for a text that names code.
     """
     from . import _core
 

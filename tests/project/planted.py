@@ -163,9 +163,9 @@ PLANTED = [
     ),
     Planted(
         "`undo()` gives the model back",
-        "surgery/undo.py",
-        "parameter.copy_(values)",
-        "parameter.copy_(values * (1 + 2**-20))",
+        "surgery/whole.py",
+        "        t.copy_(value)",
+        "        t.copy_(value * (1 + 2**-20))",
         ("surgery/test_blocks.py::test_every_family_trains_and_returns[Bert]",),
     ),
     Planted(
@@ -262,9 +262,72 @@ PLANTED = [
     Planted(
         "Two norms of one's own",
         "norms.py",
-        "_CLASSES.setdefault(cls.name, []).insert(0, cls)",
-        "_CLASSES[cls.name] = [cls]",
+        "_CLASSES.setdefault(cls.name, []).insert(0, weakref.ref(cls))",
+        "_CLASSES[cls.name] = [weakref.ref(cls)]",
         ("train/test_own_norms.py::test_another_class_of_the_name_leaves_models_as_they_are",),
+    ),
+    Planted(
+        "A damaged or forged file",
+        "history.py",
+        'if not isinstance(event, dict) or not isinstance(event.get("event"), str):',
+        "if not isinstance(event, dict):",
+        ("train/test_looking.py::test_a_damaged_line_is_left_out",),
+    ),
+    Planted(
+        "No file runs code without consent",
+        "file_class.py",
+        "if names_code(value) and not trust:",
+        "if False:",
+        ("train/test_code_in_files.py::test_configurations_as_data_run_no_code",),
+    ),
+    Planted(
+        "A signal waits for Python code within an update",
+        "signals.py",
+        "if importer is not None:",
+        "if False:",
+        ("train/test_python_inside.py::test_a_signal_within_an_import_arrives_at_its_end",),
+    ),
+    Planted(
+        "A model keeps the class",
+        "norms.py",
+        "norm = (made_with and _fitting(made_with, data)) or declared(data)",
+        "norm = declared(data)",
+        ("train/test_own_norms.py::test_a_model_keeps_its_class_and_a_later_one_its_own",),
+    ),
+    Planted(
+        "A swap or `undo()` happens wholly",
+        "surgery/whole.py",
+        "(self.finish or self.restore)()",
+        "pass",
+        ("surgery/test_interrupted.py::test_a_warning_that_is_an_error_leaves_the_model",),
+    ),
+    Planted(
+        "Numbers of layers are bounded",
+        "nn/place.py",
+        "if not 1 <= number <= MOST_LAYERS:",
+        "if not 1 <= number:",
+        ("nn/test_numbers_of_layers.py::test_depths",),
+    ),
+    Planted(
+        "Averages of a model",
+        "nn/averages.py",
+        "        origin.seen = _marks(mine)\n\n    def keep_step",
+        "        buffer.zero_()\n\n    def keep_step",
+        ("nn/test_averages.py::test_an_average_of_a_growing_scheme_has_the_models_t",),
+    ),
+    Planted(
+        "Another attention module computes",
+        "nn/layer.py",
+        "masks = _torchs_masks(layer, attention, x, memory, **masks)",
+        "masks = {}",
+        ("nn/test_other_attention.py::test_another_attention_computes_as_in_torchs_layer",),
+    ),
+    Planted(
+        "Swapped norms keep dtype and layout",
+        "nn/result.py",
+        'return weight.dtype if self.returns == "weight" else',
+        'return x.dtype if self.returns == "weight" else',
+        ("surgery/test_result_dtypes.py::test_a_new_norm_returns_the_dtype_that_the_old_one_did",),
     ),
 ]
 
@@ -290,5 +353,10 @@ ELSEWHERE = {
     "Two runs in one process": _IN_RUST,
     "A rank that loses a partner": _IN_RUST,
     "On a busy machine": _IN_RUST,
+    "Compiled kernels count only": _IN_RUST,
+    "Each option that a resume changes": _IN_RUST,
+    "A configuration that no reader takes": _IN_RUST,
+    "BLEU of evaluations": _IN_RUST,
+    "What Python code raises within an update": _IN_RUST,
 }
 """Rows without a planted fault, by the beginning of their promise, and the reason."""

@@ -202,8 +202,9 @@ def _find(
         key = alike(module)
         if key not in examined:
             known = examine(module)
-            is_norm = isinstance(known, RecognisedNorm)
-            examined[key] = known._replace(returns=result_of(module, known.width)) if is_norm else known
+            if isinstance(known, RecognisedNorm):
+                known = known._replace(returns=result_of(module, known.width))
+            examined[key] = known
         found = examined[key]
         if isinstance(found, RecognisedNorm):
             norms.append((name, module, found))

@@ -58,7 +58,8 @@ class State:
         owned: list[dict[Any, Any]] = [*self._optimizer.param_groups, self._optimizer.state] if self._optimizer else []
         written = [*owned, *(vars(config) for config in configs_of(model))]
         self._dicts = [(one, {**one}) for one in written]
-        self._records = [(SWAPS, module, [*SWAPS.get(module, ())]) for module in modules]
+        self._records: list[tuple[Any, Any, list[Any]]] = []
+        self._records += [(SWAPS, module, [*SWAPS.get(module, ())]) for module in modules]
         self._records += [(HEIRS, t, [*HEIRS.get(t, ())]) for t in tensors.values()]
         self._random = _random_states(tensors.values())
         self._has_gradients = torch.is_grad_enabled()
@@ -99,9 +100,9 @@ class State:
             (self.finish or self.restore)()
         finally:
             while self._handlers:
-                number, handler = next(iter(self._handlers.items()))
-                signal.signal(number, handler)
-                del self._handlers[number]
+                deferred, handler = next(iter(self._handlers.items()))
+                signal.signal(deferred, handler)
+                del self._handlers[deferred]
         _raise(self._heard)
 
     def _hear(self, number: int, _: FrameType | None) -> None:
