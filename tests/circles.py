@@ -23,6 +23,16 @@ KEPT = {
     "test_binaries": 6,
     # operators, norms and layers
     "test_no_shape_of_rows_compiles_anew": 2,
+    "test_another_attention_computes_as_in_torchs_layer": 4,
+    "test_a_wrapper_of_our_attention_computes_the_scheme_or_is_refused": 4,
+    "test_an_average_of_a_growing_scheme_has_the_models_t": 3,
+    "test_an_average_of_running_norms_has_statistics": 2,
+    "test_results_are_contiguous": 5,
+    "test_a_scheme_runs_without_numbers": 5,
+    "test_a_scheme_runs_in_16_bits": 6,
+    "test_a_norm_runs_in_16_bits": 3,
+    "test_post_init_leaves_initial_values_of_schemes": 6,
+    "test_rates_of_a_swapped_model_are_those_of_a_stack": 4,
     "test_initial_standard_deviations": 3,
     "test_the_skeleton_is_the_rust_model": 4,
     "test_compile_export_and_vmap": 10,
@@ -74,6 +84,11 @@ KEPT = {
     "test_a_full_disk": NONE,
     "test_every_reproduction_within_its_limit": NONE,
     "test_every_rows_options_are_taken": 8,
+    "test_another_model_is_refused": 6,
+    "test_a_changed_option_has_its_effect": 3,
+    "test_from_a_taken_option_on_losses_are_the_oracles": 4,
+    "test_an_exception_of_a_norm_is_the_object_itself_and_the_run_is_saved": 5,
+    "test_a_signal_waits_until_a_norm_returns": 4,
     # fairseq
     "test_bad_flags_are_one_line": 3,
     "test_translates_multi30k_as_fairseq_does": NONE,
@@ -110,6 +125,14 @@ KEPT = {
 
 
 KEPT_IN_ALL = {
+    "test_interrupts_at_many_lines": 30,
+    "test_no_reader_of_a_run_runs_code_of_any_field": 20,
+    "test_a_signal_amid_a_commands_imports_ends_it": 5,
+    "test_results_are_contiguous": 2,
+    "test_a_scheme_runs_without_numbers": 2,
+    "test_a_scheme_runs_in_16_bits": 2,
+    "test_a_signal_waits_until_a_norm_returns": 2,
+    "test_an_exception_of_a_norm_is_the_object_itself_and_the_run_is_saved": 2,
     "test_a_mutant_is_found": 4,
     "test_the_address_sanitizer_finds_nothing": 2,
     "test_every_scheme_is_taken": 4,

@@ -191,7 +191,7 @@ def test_damaged_swaps_are_refused_by_name(what, forged):
         forged[1](WRONG[what][0])
 
 
-@pytest.mark.parametrize(("seed", "count"), [(1, 12), pytest.param(2, 300, marks=pytest.mark.full)])
+@pytest.mark.parametrize(("seed", "count"), [(1, 12), pytest.param(2, 300, marks=[pytest.mark.full, pytest.mark.long])])
 @pytest.mark.filterwarnings("ignore")
 def test_swaps_that_are_mutated_load_or_are_refused(seed, count, forged):
     swaps, load = forged
