@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..config import TransformerConfig
+from ..errors import InputError
 from .build import LEARNED, install, make, reset, reset_module
 from .foreign import draw_xavier
 from .init import refuse_computed
