@@ -358,7 +358,9 @@ def test_every_wrong_field_is_refused_in_modules_loop_and_swaps(what):
             make()
 
 
-@pytest.mark.parametrize(("seed", "count"), [(1, 100), pytest.param(2, 300, marks=[pytest.mark.full, pytest.mark.long])])
+@pytest.mark.parametrize(
+    ("seed", "count"), [(1, 100), pytest.param(2, 300, marks=[pytest.mark.full, pytest.mark.long])]
+)
 def test_declarations_that_are_mutated_are_taken_or_refused(seed, count):
     whole = json.loads(config(OwnGatedNorm(rank=3)).to_json())
     for norm in mutations(whole["norm"], seed, count):

@@ -448,7 +448,9 @@ def test_nonsense_is_refused_in_modules_loop_and_swaps(what):
         nfrs.swap_residuals(model, scheme, init=None)
 
 
-@pytest.mark.parametrize(("seed", "count"), [(1, 100), pytest.param(2, 300, marks=[pytest.mark.full, pytest.mark.long])])
+@pytest.mark.parametrize(
+    ("seed", "count"), [(1, 100), pytest.param(2, 300, marks=[pytest.mark.full, pytest.mark.long])]
+)
 @pytest.mark.parametrize("own", [ValueResidual(), Mhc(), Dense()], ids=str)
 def test_declarations_that_are_mutated_are_taken_or_refused(own, seed, count):
     shape = {"vocab_size": 11, "d_model": 8, "d_ff": 12, "heads": 2, "encoder_layers": 1, "decoder_layers": 2}
