@@ -82,6 +82,7 @@ def tables() -> dict[str, list[dict[str, Any]]]: ...
 def tables() -> str:
     """The text of _tables.json, an option or a name on each line."""
     # Not by the package, which refuses a core that differs from _tables.json.
+    importlib.import_module("torch")
     core: Any = importlib.import_module(_loading.CORE)
     return _json(json.loads(core.tables())) + "\n"
 

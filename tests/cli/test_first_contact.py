@@ -316,8 +316,10 @@ def test_help_fits_the_terminal(monkeypatch, capsys, command, columns):
 
 
 LAZY = """
-import sys
+import builtins, sys
+before = [*sys.meta_path], [*sys.path_hooks], builtins.__import__, {*sys.modules}
 import normformer_rs
+assert before[:3] == ([*sys.meta_path], [*sys.path_hooks], builtins.__import__)
 assert "torch" not in sys.modules and "numpy" not in sys.modules
 model, training = normformer_rs.preset("transformer-tiny")
 assert issubclass(normformer_rs.InputError, ValueError) and "Trainer" in dir(normformer_rs)
@@ -328,6 +330,7 @@ assert "normformer_rs._core" in sys.modules
 x = torch.ones(2, 4)
 assert torch.ops.normformer_rs.scale_norm(x, torch.ones(1), None, 1e-5)[0].shape == x.shape
 assert not any(type(finder).__module__.startswith("normformer_rs") for finder in sys.meta_path)
+assert type(torch.__spec__.loader.exec_module).__name__ == "method" and "exec_module" not in vars(torch.__spec__.loader)
 import inspect
 assert "import" in inspect.getsource(torch)
 """
@@ -336,20 +339,20 @@ assert "import" in inspect.getsource(torch)
 @pytest.mark.parametrize(
     "code",
     [
-        LAZY + "import torch\n" + OPERATOR,
+        LAZY + "import torch\nnormformer_rs.nn\n" + OPERATOR,
         LAZY
         + "import importlib.util\nassert importlib.util.find_spec('torch')\n"
         + "assert importlib.util.find_spec('normformer_rs._core') and 'torch' not in sys.modules\nimport torch.nn\n"
+        + "normformer_rs._core\n"
         + OPERATOR,
         LAZY + "normformer_rs.nn\nimport torch\n" + OPERATOR,
         LAZY + "from normformer_rs import surgery, analysis, nn\nimport torch\n" + OPERATOR,
         "import sys, torch, normformer_rs\n" + OPERATOR,
-        "import sys, normformer_rs._core\nimport torch\n" + OPERATOR,
         "import sys\nfrom normformer_rs import _core\nimport torch\n" + OPERATOR,
         "import sys\nimport normformer_rs.translation\nimport torch\n" + OPERATOR,
         "import sys\nfrom normformer_rs import *\nimport torch\nTransformer, nn.ScaleNorm\n" + OPERATOR,
     ],
-    ids=["torch later", "looked for", "an attribute", "modules", "torch first", "core", "from", "a module", "star"],
+    ids=["torch later", "looked for", "an attribute", "modules", "torch first", "from", "a module", "star"],
 )
 def test_the_core_comes_with_torch(code):
     python(code)
@@ -394,7 +397,7 @@ def test_tables_of_another_core_are_refused(tmp_path, content):
         path.write_text(content)
     begin = f"from pathlib import Path\nfrom normformer_rs import _tables\n_tables.PATH = Path({str(path)!r})\n"
     caught = "try:\n    import {}\nexcept ImportError as error:\n    print(error)"
-    for name in ("torch", "normformer_rs.translation") if content else ("normformer_rs.nn",):
+    for name in ("torch, normformer_rs.nn", "normformer_rs.translation") if content else ("normformer_rs.nn",):
         assert "python -m normformer_rs._stubs --write" in python(begin + caught.format(name))
     # what writes the file anew does without it
     code = "from normformer_rs import _stubs\n_tables.PATH.write_text(_stubs.tables())\nimport normformer_rs.nn"

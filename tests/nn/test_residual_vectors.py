@@ -39,7 +39,7 @@ def near(found, expected):
     ids=str,
 )
 def test_the_sum(scheme, options, expected):
-    options = {"norm": "rmsnorm", "norm_eps": 1e-6, **options}
+    options = {"norm": "rmsnorm", "norm_eps": 1e-6, "layers": 1, "layer": 0, **options}
     block = nfnn.Residual(Given(), 4, scheme=scheme, **options).double()
     near(block(torch.tensor([X], dtype=torch.float64)), expected)
 

@@ -356,3 +356,28 @@ def test_parameters_that_a_runtime_keeps_are_refused():
     model.transformer.h[0].ln_1.weight.ds_id = 3
     with pytest.raises(ValueError, match=r"^transformer\.h\.0\.ln_1\.weight is DeepSpeed's"):
         swap_norms(model, "rmsnorm")
+
+
+SCRIPTED = {
+    "scripted": lambda: torch.jit.script(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))),
+    "traced": lambda: torch.jit.trace(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)), torch.randn(2, 8)),
+    "without a norm": lambda: torch.jit.script(nn.Sequential(nn.Linear(8, 8), nn.ReLU())),
+}
+
+
+@pytest.mark.parametrize("kind", SCRIPTED)
+def test_scripted_children_are_passed_over(kind):
+    """Their norms stay, and the table says so; the others are swapped and folded."""
+
+    def made():
+        torch.manual_seed(0)
+        return nn.Sequential(SCRIPTED[kind](), nn.LayerNorm(8), nn.Linear(8, 8)).eval()
+
+    x, model = torch.randn(2, 8), made()
+    report = swap_norms(model, "rmsnorm")
+    assert type(model[1]) is nfnn.RMSNorm and model(x).isfinite().all()
+    assert ("0.1" in str(report) and "compiled by torch.jit" in str(report)) == (kind != "without a norm")
+    model = made()
+    y = model(x)
+    fold_norms(model, example=x)
+    torch.testing.assert_close(model(x), y)

@@ -8,7 +8,7 @@ from fairseq.dataclass import FairseqDataclass
 from fairseq.optim.lr_scheduler import FairseqLRScheduler, register_lr_scheduler
 from omegaconf import II, DictConfig
 
-from normformer_rs._core import Schedule
+from normformer_rs import _core
 from normformer_rs.config import TrainingConfig
 from normformer_rs.errors import InputError
 
@@ -53,7 +53,7 @@ class _Schedule(FairseqLRScheduler):
             raise InputError(f"--lr must be greater than 0; got {lr}")
         options = {"lr": lr, "warmup_init_lr": _warmup_init_lr(cfg), **options}
         training = TrainingConfig(schedule=name, warmup=cfg.warmup_updates, **options)
-        self.schedule, self.made = Schedule(training.to_json(), width), 0
+        self.schedule, self.made = _core.Schedule(training.to_json(), width), 0
         self.step_update(0)
 
     def step_update(self, num_updates: int) -> float:

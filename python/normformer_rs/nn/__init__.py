@@ -3,6 +3,7 @@
 from . import composed
 from .attention import MultiheadAttention
 from .composed import *  # noqa: F403
+from .foreign import place_layers
 from .layers import Residual, TransformerDecoderLayer, TransformerEncoderLayer
 from .masks import padding_mask
 from .norms import FixNormEmbedding, LayerNorm, LpNorm, RMSNorm, ScaleNorm
@@ -32,6 +33,7 @@ __all__ = [
     "norm_of_config",
     "padding_mask",
     "parameter_groups",
+    "place_layers",
     "profile",
     "set_num_updates",
 ]

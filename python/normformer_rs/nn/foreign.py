@@ -1,21 +1,19 @@
-"""Layers outside the package's stacks: in torch.nn's, in lists and sequences of other modules, and alone.
+"""Layers outside the package's stacks: in torch.nn's, in lists of other modules, and alone.
 
-torch.nn's stacks, and most models, hold copies of one layer in a ModuleList. When a module gets such a list, its layers
-take their places in it, as in a stack of ours. A layer that has no place refuses to run where its scheme asks for one.
+`place_layers` tells them their places. A layer that nobody told refuses to run where its scheme asks for a place.
 """
 
 import functools
-import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_module_registration_hook
 
 from .. import _core
 from ..config import TransformerConfig
 from ..errors import InputError
+from .init import refuse_computed
 from .place import Place
 from .registry import norm_of_config
 from .scheme import SchemeSpec, Sublayer
@@ -29,100 +27,117 @@ LISTS = (nn.ModuleList, nn.Sequential)
 class Placeable(nn.Module):
     """A layer that takes a place in a stack."""
 
-    placed: Literal["stack", "list", "arguments"] | None = None
-    """The source of its place: a stack of this package, a list, its own arguments. None: it stands alone at depth 1."""
+    placed: Literal["stack", "call", "arguments", "depth"] | None = None
+    """The source of its place: a stack of this package, `place_layers`, its own arguments. "depth": the arguments gave
+    the depth, but no number. None: nobody told the layer, which counts as layer 0 of 1."""
     has_own_values = True
     keeps_torchs_values: Any
-    lacks_end = False
-    """The stack that holds it should end with a norm, and has none."""
-
-    def review(self) -> None:
-        """Decides anew whether it may run."""
-        raise NotImplementedError
+    knows_encoder = False
+    """A decoder layer was told the depth of the encoder."""
 
 
-@functools.cache
-def listen() -> None:
-    """Hears of every module that a module gets, from the first layer on."""
-    register_module_module_registration_hook(_registered)
+def place_layers(layers: nn.Module | Iterable[nn.Module], *, init: bool) -> None:
+    """Tells the layers of a stack that is not this package's their numbers and the depth.
 
+    >>> import torch
+    >>> from normformer_rs import nn as nfnn
+    >>> layer = nfnn.TransformerEncoderLayer(16, 4, 32, batch_first=True, residual="deepnorm")
+    >>> stack = torch.nn.TransformerEncoder(layer, 6, enable_nested_tensor=False)
+    >>> nfnn.place_layers(stack, init=True)
+    >>> stack(torch.zeros(2, 5, 16)).shape
+    torch.Size([2, 5, 16])
 
-def _registered(parent: nn.Module, name: str, child: nn.Module | None) -> None:
-    if isinstance(child, LISTS):
-        layers = [*child.children()]
-        is_ours = getattr(parent, "places_layers", False)
-        if layers and not is_ours and all(isinstance(layer, Placeable) for layer in layers):
-            place_list(layers, isinstance(parent, STACKS))
-    elif isinstance(child, Placeable):
-        if isinstance(parent, LISTS) and child.placed is None and name not in parent._modules:  # the list grows
-            for layer in parent.children():
-                if isinstance(layer, Placeable) and layer.placed == "list":
-                    layer.placed = None
-                    layer.review()
-    elif isinstance(parent, nn.Transformer) and child is not None and "d_model" not in vars(parent):
-        if any(_has_schemes_values(layer) for layer in child.modules()):  # its constructor's next step
-            vars(parent)["_reset_parameters"] = _Xavier(parent)
-    elif name == "norm" and isinstance(parent, STACKS) and "layers" in parent._modules:
-        for layer in parent.layers.children():
-            if isinstance(layer, Placeable):
-                layer.lacks_end = False
-                layer.review()
+    Args:
+        layers: all layers of one stack, in the order in which they run: torch.nn's TransformerEncoder or
+            TransformerDecoder, a ModuleList, a Sequential, or any iterable. Lists within it are stages of the stack.
+        init: True re-initialises the linear layers for their places, as a TransformerEncoder of this package does,
+            whatever their weights were. False keeps all weights and t, as trained or loaded layers need.
 
+    Layers may be placed again. One that stands there several times, with shared weights, counts each time. The other
+    stack's depth is the one that the layers' arguments gave (`decoder_layers` of an encoder's). torch.nn.Transformer
+    draws all matrices of the stacks that it is given, so place their layers afterwards.
 
-def place_list(layers: list[Any], in_torchs: bool) -> None:
-    """Gives the layers of a list, or of a stack of torch.nn, their places; those whose weights are as they were drawn
-    are drawn anew, for their depth.
-
-    Layers of a stack of ours keep their places, and so do trained ones, and those that their arguments gave another
-    depth. Errors: InputError where these then have one number, and the scheme asks for it.
+    Errors: InputError, before anything changes, for modules that are no layers of this package, layers of several
+    kinds or schemes, another depth than the layers' arguments gave, a shared layer whose scheme asks for the number,
+    schemes that work between layers, and a stack of torch.nn without the norm that the scheme ends with.
     """
-    first, n = layers[0], len(layers)
-    place, has_trained = first.place, not all(layer.is_fresh() for layer in layers)
-    placed = {layer.placed for layer in layers}
-    is_mixed = any(type(layer) is not type(first) or _template(layer) != _template(first) for layer in layers)
-    if is_mixed or "stack" in placed or (placed == {"list"} and has_trained):
-        return
-    numbers = {layer.place.layer for layer in layers}
-    if "arguments" in placed and not (numbers == {0} and place.depth == n):
-        asked = asks(place.config, place.stack, not first.keeps_torchs_values) or ""
-        if len(numbers) < n and "number" in asked:
-            raise InputError(
-                f"residual {place.config.residual!r} asks for each layer's number, and of {n} layers in a list some "
-                f"have the same one, of a depth of {place.depth}: give each its own layer="
-            )
-        return
-    config = place.config
-    if len(first.kinds) == 2:
-        is_pair = config.architecture == "encoder-decoder"
-        depths = first._depths(n, config.decoder_layers if is_pair else None)
-    else:
-        depths = first._depths(config.encoder_layers if "arguments" in placed else None, n)
-    for i, layer in enumerate(layers):
-        is_fresh = layer.is_fresh()
-        layer.move(Place(config.replace(**depths), place.stack, i))
-        layer.grow(layer.place.declared.growth, layer.linear1.weight.device)
-        layer.placed, layer.lacks_end = "list", in_torchs and not layer.is_torchs and bool(layer.place.declared.end)
-        layer.review()
-        if is_fresh and not layer.keeps_torchs_values:
+    made = _checked([*_entries(layers)], init)
+    first, n = made[0], len(made)
+    places = {layer: made.index(layer) for layer in dict.fromkeys(made)}
+    config, stack = first.place.config.replace(**_depths(first, n)), first.place.stack
+    where = [Place(config, stack, i) for i in places.values()]
+    place, draws = where[0], init and not first.keeps_torchs_values
+    if needs_stack(place.declared):
+        raise InputError(_between_layers(place))
+    if len(places) < n and "number" in (asks(place.config, place.stack, draws) or ""):
+        raise InputError(
+            f'residual "{place.config.residual}" asks for each layer\'s number, and of the {n} layers some are one '
+            "module, with shared weights: choose a scheme that asks for the depth alone, such as deepnorm"
+        )
+    if isinstance(layers, STACKS) and layers.norm is None and place.declared.end and not first.is_torchs:
+        raise InputError(
+            f'residual "{place.config.residual}" ends a stack with a norm, and this stack of torch.nn has none: give '
+            f'it norm=normformer_rs.nn.norm_class("{place.declared.norm}")({place.config.d_model})'
+        )
+    for layer, to in zip(places, where):
+        layer.take_place(to)
+        if init:
+            layer.reset_growth()
+        if draws:
             layer.draw()
 
 
-def _template(layer: Any) -> TransformerConfig:
-    """A layer's configuration, without a depth that only a list has given."""
+def _checked(entries: list[Any], init: bool) -> list[Any]:
+    """The entries. Errors: InputError where they are not the layers of one stack."""
+    if not entries:
+        raise InputError("place_layers needs the layers of a stack; got none")
+    first, n = entries[0], len(entries)
+    for i, layer in enumerate(entries):
+        if not isinstance(layer, Placeable):
+            raise InputError(
+                f"place_layers takes layers of normformer_rs.nn (TransformerEncoderLayer, TransformerDecoderLayer); "
+                f"entry {i} is a {type(layer).__name__}: give the layers themselves, place_layers([m.layer for m in …])"
+            )
+        if type(layer) is not type(first) or _template(layer) != _template(first):
+            raise InputError(
+                f"the layers of a stack have one class, scheme and size, but entry {i} differs from entry 0: give each "
+                "layer its own layer= and encoder_layers= (a decoder's: decoder_layers=)"
+            )
+        if layer.placed in ("arguments", "depth") and layer.place.depth != n:
+            raise InputError(
+                f"the arguments of layer {i} gave a depth of {layer.place.depth}, and the stack has {n} layers: give "
+                "place_layers all of them, or leave the depth out of the arguments"
+            )
+        if init:
+            refuse_computed(layer)
+    return entries
+
+
+def _entries(layers: Any) -> Iterator[Any]:
+    """The layers, those of lists within included; a shared one each time."""
+    if isinstance(layers, nn.Module) and not isinstance(layers, (*STACKS, *LISTS)):
+        raise InputError(
+            "place_layers takes torch.nn's TransformerEncoder or TransformerDecoder, or a list of layers; got a "
+            f"{type(layers).__name__}: stacks of normformer_rs.nn place their layers themselves"
+        )
+    for entry in layers.layers if isinstance(layers, STACKS) else layers:
+        if isinstance(entry, LISTS):
+            yield from _entries(entry)
+        else:
+            yield entry
+
+
+def _depths(layer: Any, n: int) -> dict[str, Any]:
+    """The options of depth of a layer in a stack of n."""
     config = layer.place.config
-    return config if layer.placed == "arguments" else config.replace(**layer._depths(1, None))
+    if len(layer.kinds) == 2:
+        return layer._depths(n, config.decoder_layers if config.architecture == "encoder-decoder" else None)
+    return layer._depths(config.encoder_layers if layer.knows_encoder else None, n)
 
 
-class _Xavier:
-    """torch.nn.Transformer's `_reset_parameters`, once, for one whose stacks hold layers with a scheme's values."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model = weakref.ref(model)
-
-    def __call__(self) -> None:
-        model: Any = self.model()
-        del vars(model)["_reset_parameters"]
-        draw_xavier(model)
+def _template(layer: Any) -> TransformerConfig:
+    """A layer's configuration, without the depth of its own stack."""
+    return layer.place.config.replace(**_depths(layer, 1))
 
 
 def draw_xavier(model: nn.Module) -> None:
@@ -139,26 +154,30 @@ def _has_schemes_values(module: nn.Module) -> bool:
     return isinstance(module, Placeable) and not module.keeps_torchs_values
 
 
-def refusal(place: Place, placed: str | None, lacks_end: bool, draws: bool) -> str | None:
-    """Why a layer may not run outside a stack of ours; None: it may. `draws`: its first values are the scheme's."""
-    declared, name, ours = place.declared, str(place.config.residual), "normformer_rs.nn's stack"
-    if needs_stack(declared) and not (placed == "arguments" and place.depth == 1):
-        return (
-            f'residual "{name}" works between layers, too, which a layer cannot do by itself: put it into {ours} '
-            "(TransformerEncoder, TransformerDecoder); of a single layer, say so by its depth, encoder_layers=1"
-        )
-    if placed is None and (what := asks(place.config, place.stack, draws)):
-        return (
-            f'residual "{name}" asks for {what}, and nobody has told this layer: put it into {ours}, into torch.nn\'s, '
-            "or a list that belongs to a module; or give layer= and encoder_layers= (a decoder's: decoder_layers=)"
-        )
-    if lacks_end:
-        norm = declared.norm
-        return (
-            f'residual "{name}" ends a stack with a norm, and this stack of torch.nn has none: give it '
-            f'norm=normformer_rs.nn.norm_class("{norm}")({place.config.d_model}), or take {ours}'
-        )
-    return None
+def refusal(place: Place, placed: str | None, draws: bool) -> str | None:
+    """Why a layer may not run outside a stack of ours; None: it may. `draws`: its initial values are the scheme's."""
+    if not (placed == "arguments" and place.depth == 1):
+        declared = place.declared if placed is not None else _of_depth(place.config, place.stack, _DEPTH).declared
+        if needs_stack(declared):  # of several layers one may read what another leaves
+            return _between_layers(place)
+    what = asks(place.config, place.stack, draws) if placed in (None, "depth") else None
+    if what is None or (placed == "depth" and "number" not in what):
+        return None
+    missing = what if placed is None else "the layer's number"
+    return (
+        f'residual "{place.config.residual}" asks for {missing}, and nobody '
+        "has told this layer: build normformer_rs.nn's stack (TransformerEncoder, TransformerDecoder); or, for another "
+        "stack, call normformer_rs.nn.place_layers(layers, init=True) with all its layers (init=False keeps trained "
+        "weights); or give layer= and encoder_layers= (a decoder's: decoder_layers=)"
+    )
+
+
+def _between_layers(place: Place) -> str:
+    return (
+        f'residual "{place.config.residual}" works between layers, too, which a layer cannot do by itself: put it into '
+        "normformer_rs.nn's stack (TransformerEncoder, TransformerDecoder); of a single layer, say so by its depth, "
+        "encoder_layers=1"
+    )
 
 
 def needs_stack(declared: SchemeSpec) -> bool:
@@ -168,23 +187,38 @@ def needs_stack(declared: SchemeSpec) -> bool:
     return bool(others) or takes or any(change.kind != "norm" for change in declared.end)
 
 
-@functools.lru_cache(maxsize=64)
-def asks(config: TransformerConfig, stack: str, draws: bool) -> str | None:
-    """The depth, or depth and number, if the layer's computation depends on it; with `draws`, its first values, too."""
-    names = ("encoder_layers", "decoder_layers") if config.architecture == "encoder-decoder" else ("decoder_layers",)
-    shallow = Place(config.replace(**dict.fromkeys(names, 1)), stack)
-    first, *_, last = (Place(config.replace(**dict.fromkeys(names, 3)), stack, i) for i in range(3))
-    alone, one, other = (_described(place, draws) for place in (shallow, first, last))
-    is_mixture = "," in str(config.residual)  # its shares may only show at greater depth
+_DEPTH = 8
+"""Deep enough to show what numbers and depth change."""
+
+
+@functools.lru_cache(maxsize=256)
+def asks(config: TransformerConfig, stack: str, draws: bool, only: int | None = None) -> str | None:
+    """The depth, or depth and number, if the layer's computation depends on it; with `draws`, its initial values, too.
+    `only`: the number of the one sublayer that is asked about."""
+    alone, first = _of_depth(config, stack, 1), _of_depth(config, stack, _DEPTH)
+    is_mixture = "," in str(config.residual) or config.residual == "mix-ln"  # a share may only show at greater depth
     by_layer = first.declared.growth is not None and first.declared.growth.by_layer
-    if is_mixture or by_layer or one != other:
+    one = _described(first, only)
+    if is_mixture or by_layer or any(_described(first.at(i), only) != one for i in range(1, _DEPTH)):
         return "the layer's number and the depth"
-    return "the depth" if alone != one else None
+    values = _first_values(first) if draws else []
+    if draws and _first_values(first.at(_DEPTH - 1)) != values:
+        return "the layer's number and the depth"
+    is_deep = _described(alone, only) != one or (draws and _first_values(alone) != values)
+    return "the depth" if is_deep else None
 
 
-def _described(place: Place, draws: bool) -> list[Any]:
-    found: list[Any] = [repr(place.spec.begin), *(_sublayer(sublayer, place) for sublayer in place.sublayers)]
-    return found + (_first_values(place) if draws else [])
+@functools.lru_cache(maxsize=256)
+def _of_depth(config: TransformerConfig, stack: str, depth: int) -> Place:
+    """The first layer of such a stack in a model of that depth."""
+    names = ("encoder_layers", "decoder_layers") if config.architecture == "encoder-decoder" else ("decoder_layers",)
+    return Place(config.replace(**dict.fromkeys(names, depth)), stack)
+
+
+def _described(place: Place, only: int | None) -> list[Any]:
+    if only is not None:
+        return _sublayer(place.sublayers[only], place)
+    return [repr(place.spec.begin), *(_sublayer(sublayer, place) for sublayer in place.sublayers)]
 
 
 def _sublayer(sublayer: Sublayer, place: Place) -> list[str]:

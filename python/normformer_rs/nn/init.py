@@ -8,9 +8,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+from torch.nn.utils.parametrize import is_parametrized
 
 from .. import _core
 from ..config import TransformerConfig
+from ..errors import InputError
 from .place import Place
 from .sharding import whole, write_whole
 
@@ -29,6 +31,48 @@ def draw_linear(weight: Tensor, bias: Tensor | None, roles: Sequence[Role], plac
     write_whole(weight, lambda t: _core.draw_linear(t, told, *where))
     if bias is not None:
         write_whole(bias, lambda t: _core.draw_bias(t, told, weight.shape[1], where[0]))
+
+
+def draw_module(module: nn.Module, roles: Sequence[Role], place: Place, sublayer: int, prefix: str = "") -> None:
+    """Draws a module's own `weight` and `bias`. One that a parametrisation computes is drawn as a plain tensor and then
+    assigned, so that torch inverts the parametrisation.
+
+    Errors: InputError where it has no inverse.
+    """
+    weight, bias = (getattr(module, prefix + name) for name in ("weight", "bias"))
+    computed = {
+        prefix + name: torch.empty_like(value)
+        for name, value in (("weight", weight), ("bias", bias))
+        if is_parametrized(module, prefix + name)
+    }
+    drawn = computed.get(prefix + "weight", weight), computed.get(prefix + "bias", bias)
+    draw_linear(*drawn, roles, place, sublayer)
+    for name, value in computed.items():
+        try:
+            with torch.no_grad():
+                setattr(module, name, value)
+        except (NotImplementedError, RuntimeError, ValueError) as reason:
+            raise InputError(_computed(module, name)) from reason
+
+
+def refuse_computed(layer: nn.Module) -> None:
+    """InputError for weights that initial values cannot reach: those of torch's older weight_norm, spectral_norm and
+    pruning, which compute them before each forward, and of parametrisations without an inverse."""
+    for module in layer.modules():
+        for name in module._parameters:
+            weight = name.removesuffix("_g").removesuffix("_orig")
+            if weight != name and weight not in module._parameters and hasattr(module, weight):
+                raise InputError(_computed(module, weight))
+        for name, made in getattr(module, "parametrizations", {}).items():
+            if not all(hasattr(one, "right_inverse") for one in made):
+                raise InputError(_computed(module, name))
+
+
+def _computed(module: nn.Module, name: str) -> str:
+    return (
+        f"the {name} of a {type(module).__name__} is computed from other parameters, and its initial values cannot be "
+        "set: build the stack first, and reparametrise or prune its layers afterwards"
+    )
 
 
 @torch.no_grad()
@@ -60,7 +104,7 @@ class FirstValues:
             type(linear).reset_parameters(linear)
             return
         if not isinstance(drawn, str):
-            draw_linear(linear.weight, linear.bias, drawn, place, sublayer)
+            draw_module(linear, drawn, place, sublayer)
             return
         with whole(linear):
             type(linear).reset_parameters(linear)

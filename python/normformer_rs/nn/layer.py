@@ -12,8 +12,8 @@ from ..errors import InputError
 from .attention import MultiheadAttention, additive, is_masked
 from .build import install, reset, reset_module
 from .dropout import Draw, is_plain, is_run_again, rate
-from .foreign import Placeable, listen, refusal
-from .init import FirstValues, Role, draw_linear
+from .foreign import Placeable, refusal
+from .init import FirstValues, Role, draw_module
 from .interpreter import KeptTensors, Streams, apply_changes, begin, close, open_streams, start
 from .place import Place, configure, in_short, whole_number
 from .profiling import follow
@@ -43,8 +43,6 @@ class Layer(Growing, Placeable):
     is_xavier = False
     """Of torch.nn's first values, those of torch.nn.Transformer."""
     _refusal: str | None = None
-    _versions: tuple[int, ...] | None = None
-    """Of the matrices as they were drawn; None: they have been written since."""
 
     def __init__(
         self,
@@ -63,7 +61,7 @@ class Layer(Growing, Placeable):
         norm: str = "layernorm",
         residual: str | None = None,
         init: str | None = None,
-        layer: int = 0,
+        layer: int | None = None,
         encoder_layers: int | None = None,
         decoder_layers: int | None = None,
         **options: Any,
@@ -82,9 +80,9 @@ class Layer(Growing, Placeable):
                 )
         config = configure(options, d_model=d_model, d_ff=dim_feedforward, heads=nhead, **given)
         self.place = Place(
-            config, "encoder" if "encoder_layers" in depths and len(self.kinds) == 2 else "decoder", layer
+            config, "encoder" if "encoder_layers" in depths and len(self.kinds) == 2 else "decoder", layer or 0
         )
-        layer_number(layer, self.place.depth)
+        layer_number(self.place.layer, self.place.depth)
         self.is_torchs, self.norm_first = residual is None and init is None, norm_first
         declared, factory = self.place.declared, {"device": device, "dtype": dtype}
 
@@ -109,9 +107,9 @@ class Layer(Growing, Placeable):
         if not self.keeps_torchs_values:
             self.draw()
         own = encoder_layers if len(self.kinds) == 2 else decoder_layers
-        self.placed = None if own is None else "arguments"
-        self.review()
-        listen()
+        self.placed = None if own is None else "depth" if layer is None and own > 1 else "arguments"
+        self.knows_encoder = encoder_layers is not None
+        self._review()
 
     @property
     def keeps_torchs_values(self) -> bool:
@@ -172,8 +170,8 @@ class Layer(Growing, Placeable):
         yield self, [*self.place.sublayers[-1].within()]
 
     def move(self, place: Place) -> None:
-        """Moves the layer to another place of the same kind, with that place's scheme, constants and norms. Parts that
-        both places share stay."""
+        """Moves the layer to a place of the same kind in a stack of ours, with that place's scheme, constants and
+        norms. Parts that both places share stay."""
         device = self.linear1.weight.device
         factory = {"device": device, "dtype": self.linear1.weight.dtype}
         old = [{*items} for _, items in self._declared()]
@@ -186,50 +184,30 @@ class Layer(Growing, Placeable):
             install(owner, missing, place, factory=factory, bias=self.has_norm_biases)
         self.grow(None, device)
         self._tell_linears()
-        self.placed, self.lacks_end, self._refusal = "stack", False, None
+        self.placed, self.knows_encoder, self._refusal = "stack", True, None
 
-    def review(self) -> None:
-        """Decides whether the layer may run where it stands."""
-        self._refusal = None if self.placed == "stack" else self._find_refusal(not self.keeps_torchs_values)
+    def take_place(self, place: Place) -> None:
+        """Moves the layer to a place outside our stacks, with its weights and a t of its own."""
+        t, knows_encoder = self._buffers.get("t"), self.knows_encoder
+        self.move(place)
+        self.grow(place.declared.growth, self.linear1.weight.device)
+        if self.growth is not None and t is not None:
+            self.t = t
+        self.placed, self.knows_encoder = "call", knows_encoder
+        self._review()
 
-    def _find_refusal(self, draws: bool) -> str | None:
-        return refusal(self.place, self.placed, self.lacks_end, draws)
-
-    def _refuse(self) -> None:
-        """InputError where the layer may not run. Values that are no longer the drawn ones ask for no depth."""
-        if not self.is_fresh():
-            self._refusal = self._find_refusal(False)
-        if self._refusal is not None:
-            raise InputError(self._refusal)
-
-    def is_fresh(self) -> bool:
-        """Its matrices are as they were drawn."""
-        return self._versions is not None and self._versions == self._written()
-
-    def _written(self) -> tuple[int, ...]:
-        stacked = (getattr(self, name).in_proj_weight for name in self.attentions)
-        weights = (*stacked, *(linear.weight for linear, _, _ in self._linears()))
-        return tuple(-1 if w is None or w.is_inference() else w._version for w in weights)
-
-    def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        is_fresh = self.is_fresh()
-        super()._apply(fn, recurse)
-        self._versions = self._written() if is_fresh else None
-        return self
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_versions": () if self.is_fresh() else None}
+    def _review(self) -> None:
+        """Decides whether the layer may run outside a stack of ours."""
+        self._refusal = refusal(self.place, self.placed, not self.keeps_torchs_values)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._tell_linears()
-        if self._versions is not None:  # copies count from 0
-            self._versions = self._written()
 
     def adopt(self, place: Place, in_stack: bool) -> None:
         """Completes a converted torch.nn layer: its children stay, with the norms that the scheme keeps."""
         self.place, self.is_torchs, self.keeps_torchs_values = place, False, True
-        self.placed, self.lacks_end, self._refusal = "stack", False, None
+        self.placed, self.knows_encoder, self._refusal = "stack", True, None
         norms = {name: self._modules.pop(name) for name in [*self._modules] if name.startswith("norm")}
         for name in self.attentions:
             if type(attention := getattr(self, name)) is nn.MultiheadAttention:
@@ -258,11 +236,9 @@ class Layer(Growing, Placeable):
         for linear, roles, i in self._linears():
             if roles == ("output",):
                 attention: MultiheadAttention = getattr(self, self.attentions[i])
-                stacked: tuple[Role, ...] = ("query", "key", "value")
-                draw_linear(attention.in_proj_weight, attention.in_proj_bias, stacked, self.place, i)
+                draw_module(attention, ("query", "key", "value"), self.place, i, prefix="in_proj_")
                 attention.reset_sinks()
-            draw_linear(linear.weight, linear.bias, roles, self.place, i)
-        self._versions = self._written()
+            draw_module(linear, roles, self.place, i)
 
     def _run(
         self,
@@ -276,8 +252,13 @@ class Layer(Growing, Placeable):
         beside x and what other layers have left for this one, returns (x, others), what it leaves among them; without,
         the streams begin and end here, those that are mixed as their mean."""
         if self._refusal is not None and others is None:
-            self._refuse()
+            raise InputError(self._refusal)
         alpha_t = self.alpha(self.place.layer) if alpha_t is None else alpha_t
+        if alpha_t is None and self.place.declared.growth is not None:
+            raise InputError(
+                f'residual "{self.place.config.residual}" grows with t, which the stack of this layer holds: run the '
+                "stack; or call normformer_rs.nn.place_layers(layers, init=False), and set_num_updates for t"
+            )
         draw, declared, sublayers = Draw(x.device), self.place.declared, self.place.sublayers
         spec, count = self.place.spec, 0 if others is None else len(others) - len(self.place.spec.takes)
         streams = start(declared, x) if others is None else Streams(x, others[:count])
@@ -287,7 +268,7 @@ class Layer(Growing, Placeable):
         streams = streams._replace(kept=kept)
         for i, sublayer in enumerate(sublayers):
             if self.placed != "stack":
-                follow(self.place.layer, i)
+                follow(self.place.layer, i, self.placed not in (None, "depth") or not declared.is_profiled)
             streams = open_streams(self, sublayer, streams)
             given = begin(self, sublayer, streams, padding_mask)
             is_last = i + 1 == len(sublayers)

@@ -9,6 +9,7 @@ from ..config import ATTENTION, unknown
 from ..errors import InputError
 from .build import install, reset, reset_module
 from .dropout import Draw
+from .foreign import asks
 from .interpreter import KeptTensors, Streams, begin, close
 from .layer import KINDS, Layer, attended, layer_number
 from .place import Place, configure
@@ -34,7 +35,8 @@ class Residual(Growing):
         kind: which sublayer of a layer F is, for schemes that treat them differently: self-attention, cross-attention,
             feed-forward.
         dropout: the rate p on F's output, from 0 to 1. Below 1 it is rounded to a multiple of 1/65,536.
-        layer, layers: this layer's number from 0, and how many there are, for schemes whose constants depend on depth.
+        layer, layers: this layer's number from 0, and how many there are. Schemes whose constants depend on them need
+            them.
         norm_eps: the norm's ε; None: its own default.
         options: those of `TransformerConfig` that the scheme or norm has (`branchnorm_steps`, `layerscale_init`, …).
 
@@ -49,6 +51,8 @@ class Residual(Growing):
     """
 
     place: Place
+    is_told = True
+    """The number of its layer was given."""
 
     def __init__(
         self,
@@ -59,8 +63,8 @@ class Residual(Growing):
         norm: str = "layernorm",
         kind: Literal["self-attention", "cross-attention", "feed-forward"] = "feed-forward",
         dropout: float = 0.0,
-        layer: int = 0,
-        layers: int = 1,
+        layer: int | None = None,
+        layers: int | None = None,
         norm_eps: float | None = None,
         device: Any = None,
         dtype: torch.dtype | None = None,
@@ -71,11 +75,12 @@ class Residual(Growing):
             raise InputError(unknown("kind", kind, KINDS))
         if asked := [name for name in ATTENTION if options.get(name)]:
             raise InputError(f"{asked[0]} is a part of attention, and a Residual leaves F as it is: leave it out")
-        depths = {"decoder_layers": layers} if kind != "cross-attention" else dict.fromkeys(_DEPTHS, layers)
+        depth = layers or 1
+        depths = {"decoder_layers": depth} if kind != "cross-attention" else dict.fromkeys(_DEPTHS, depth)
         architecture = "decoder-only" if kind != "cross-attention" else "encoder-decoder"
         given = {"norm": norm, "residual": scheme, "norm_eps": norm_eps, "architecture": architecture, **depths}
         config = configure(options, d_model=d_model, d_ff=d_model, heads=1, **given)
-        self.place = Place(config, "decoder", layer_number(layer, layers))
+        self.place = Place(config, "decoder", layer_number(layer or 0, depth))
         names = ("self-attention", "feed-forward") if architecture == "decoder-only" else KINDS
         self.number = names.index(kind)
         self.declared = self.place.sublayers[self.number]
@@ -87,6 +92,11 @@ class Residual(Growing):
                 f"{scheme} also works {where}, out of a Residual's reach: use TransformerEncoderLayer in a "
                 "TransformerEncoder, or a scheme that stays around the sublayer (prenorm, deepnorm, sandwich, …)"
             )
+        self.is_told = layers is not None and (layer is not None or layers == 1)
+        if not self.is_told:
+            what = asks(config, "decoder", draws=False, only=self.number) or ""
+            if what if layers is None else "number" in what:
+                raise InputError(f'scheme "{scheme}" asks for {what}: give layers=, the depth, and layer=, from 0')
         self.sublayer, self.dropout = sublayer, nn.Dropout(dropout)
         install(self, self.declared.around(), self.place, factory={"device": device, "dtype": dtype})
         self.grow(self.place.declared.growth, device)
@@ -100,7 +110,7 @@ class Residual(Growing):
     @leaf
     def forward(self, x: Tensor, *args: Any, padding_mask: Tensor | None = None, **kwargs: Any) -> Any:
         """x⁺. `padding_mask`, x's leading shape, True at padding, is for norms with statistics."""
-        follow(self.place.layer, self.number)
+        follow(self.place.layer, self.number, self.is_told or not self.place.declared.is_profiled)
         streams = Streams(x)
         f, *rest = _tuple(self.sublayer(begin(self, self.declared, streams, padding_mask), *args, **kwargs))
         step: dict[str, Any] = {"alpha_t": self.alpha(self.place.layer), "padding_mask": padding_mask}
@@ -132,9 +142,9 @@ class TransformerEncoderLayer(Layer):
         norm, residual, init: names out of `normformer_rs.tables()`; `residual` may be a mixture by layers
             (`postnorm*1/4,prenorm`). residual=None: postnorm, or prenorm if `norm_first`, with torch.nn's first values
             unless `init` is named; init=None: the one that goes with the scheme; init="torch": torch.nn's.
-        layer: this layer's number in its stack, from 0. A TransformerEncoder sets it, and so does a list (below).
+        layer: this layer's number in its stack, from 0. A TransformerEncoder of this package sets it.
         encoder_layers, decoder_layers: how deep the model is, for schemes whose constants depend on it. Without
-            decoder_layers the encoder stands alone, as BERT's does. A TransformerEncoder sets them, and so does a list.
+            decoder_layers the encoder stands alone, as BERT's does. A TransformerEncoder of this package sets them.
         options: those of `TransformerConfig` that the scheme or norm has (`branchnorm_steps`, `normformer_mode`, …),
             and `attention_dropout`, `activation_dropout` (None: `dropout`); `qk_norm` and how it norms, `qk_l2norm`,
             `v_norm`; `output_gate`, `sinks`, `score_softcap`; `parametrisation`, `base_width`, `base_depth`,
@@ -144,11 +154,10 @@ class TransformerEncoderLayer(Layer):
     Parameters and buffers bear torch.nn's names; a scheme's own those of `normformer_rs.Transformer`. With layernorm,
     state dicts are torch.nn's both ways. Dropout masks follow torch's generator, but are not torch.nn's.
 
-    Outside a TransformerEncoder of this package, copies of one layer take their places when a module gets the
-    ModuleList or Sequential that holds them, as torch.nn.TransformerEncoder does: number, depth, and first values if
-    nothing has written to the weights. A depth that arguments gave stays, unless it is the list's length. Schemes that
-    work between layers, too (dlcl, resi-dual, mhc, …) need this package's stack. torch.nn's stacks want a scheme's last
-    norm as `norm`; in other modules it is theirs to add.
+    Outside a TransformerEncoder of this package, in torch.nn.TransformerEncoder or in a list of another module, a layer
+    whose scheme depends on its number or the depth must be told: by `place_layers`, or by `layer` and `encoder_layers`.
+    Schemes that work between layers, too (dlcl, resi-dual, mhc, …) need this package's stack. A scheme's last norm is
+    the caller's to add there, in torch.nn's stacks as `norm`.
 
     Shapes: src (B, T, d_model) with `batch_first`, (T, B, d_model) without, or (T, d_model); the same out.
     Errors: InputError for unknown names and options, for masks of another shape, and in `forward` where the scheme asks

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..errors import InputError
 from .dropout import Where, drop
 
 
@@ -48,10 +49,19 @@ def begin_stack() -> None:
         _pass.deviation = None
 
 
-def follow(layer: int, sublayer: int) -> None:
+def follow(layer: int, sublayer: int, is_told: bool) -> None:
     """Announces the next sublayer outside a stack; r restarts unless it comes after the last one in (layer, sublayer)
-    order."""
+    order.
+
+    Errors: InputError while profiling, where nobody told the layer its number and it has gains.
+    """
     if _pass is not None:
+        if not is_told:
+            raise InputError(
+                "profiling needs the number of each layer, and nobody has told one: call "
+                "normformer_rs.nn.place_layers(layers, init=True) with all layers of its stack (init=False keeps "
+                "trained weights), or give layer= and the depth"
+            )
         if (layer, sublayer) <= _pass.place:
             begin_stack()
         _pass.place = layer, sublayer

@@ -9,8 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..config import TransformerConfig
+from ..errors import InputError
 from .build import LEARNED, install, make, reset, reset_module
 from .foreign import draw_xavier
+from .init import refuse_computed
 from .interpreter import KeptTensors, apply_changes, apply_norm, start
 from .layer import Activation, Layer
 from .layers import TransformerDecoderLayer, TransformerEncoderLayer
@@ -80,8 +82,6 @@ class Stack(Growing):
     """How the output is read of what the layers have written; None: it is x."""
     layers: Any
     end: tuple[Change, ...]
-    places_layers = True
-    """`settle` gives the layers their places."""
     has_own_values = True
 
     def __init__(self, layer: nn.Module, num_layers: int, norm: nn.Module | None) -> None:
@@ -102,6 +102,7 @@ class Stack(Growing):
         self._extend(place, declared.end if not first.is_torchs else (), factory, first.has_norm_biases)
         for layer in self.layers.children():
             if not layer.keeps_torchs_values:
+                refuse_computed(layer)
                 layer.draw()
 
     def adopt(self, place: Place) -> None:
@@ -148,6 +149,8 @@ class Stack(Growing):
         combine, outputs = self._modules.get("combine"), []  # type: ignore[var-annotated]
         specs = () if self.place is None else self.place.declared.layers
         has_several = bool(self.streams) or self.mixing is not None or any(s.takes or s.leaves for s in specs)
+        if has_several or combine is not None:
+            self._refuse_changed()
         x, others, *_ = start(self.place.declared, x) if has_several and self.place is not None else (x, ())
         for layer in self.layers:
             x = x if combine is None else combine(x, outputs, padding_mask)
@@ -167,6 +170,17 @@ class Stack(Growing):
         x = x if self.mixing is None else self.mixing.read(self, (x, *others))[0]
         x = apply_changes(self, self.end, x, padding_mask, kept)
         return x if self.norm is None else apply_norm(self.norm, x, padding_mask)
+
+    def _refuse_changed(self) -> None:
+        """InputError where the layers are not those that the scheme's parts between layers were made for."""
+        assert self.place is not None
+        numbers = [getattr(getattr(layer, "place", None), "layer", i) for i, layer in enumerate(self.layers)]
+        if numbers != [*range(self.place.depth)]:
+            raise InputError(
+                f'residual "{self.place.config.residual}" connects layers 0 … {self.place.depth - 1}, one after the '
+                f"other, and this stack now runs {numbers}: build a stack of the new depth, and load the weights that "
+                "it shares with this one"
+            )
 
 
 def _padding(stack: Stack, x: Tensor, mask: Tensor | None) -> Tensor | None:

@@ -76,7 +76,9 @@ def has_accelerates_hook(module: nn.Module) -> bool:
 
 
 def own_forward(module: nn.Module) -> Any:
-    """The forward that was put into the instance, beneath accelerate's; None: the class's is called."""
+    """The forward that was put into the instance, beneath accelerate's; None: the class's, or compiled code."""
+    if isinstance(module, torch.jit.ScriptModule):  # its class has no forward
+        return None
     own: dict[str, Any] = vars(module)
     forward = own["_old_forward"] if has_accelerates_hook(module) else own.get("forward")
     function, owner = getattr(forward, "__func__", None), getattr(forward, "__self__", None)

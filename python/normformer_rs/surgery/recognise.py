@@ -63,6 +63,8 @@ def read_norm(module: nn.Module) -> RecognisedNorm | None:
 
 def examine(module: nn.Module) -> RecognisedNorm | str:
     """The norm that a module is, or the reason why it is none."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return "compiled by torch.jit: swap first, and script or trace afterwards"
     kind = original(type(module))
     if kind in _READERS:
         return _registered(module, _READERS[kind](module))
@@ -95,8 +97,10 @@ _TORCHS: dict[type[nn.Module], str] = {nn.LayerNorm: "layernorm", nn.RMSNorm: "r
 def looks_like_a_norm(module: nn.Module) -> bool:
     """The class's name says norm, parametrized or not. torch's weight and spectral norms, which change another layer's
     weight, do not count."""
-    is_named_so = re.search("norm(?!al|ed)", type(module).__name__, re.IGNORECASE) is not None
-    is_leaf = {*module._modules} <= {"parametrizations"}
+    is_scripted = isinstance(module, torch.jit.ScriptModule)
+    name = module.original_name if is_scripted else type(module).__name__
+    is_named_so = re.search("norm(?!al|ed)", name, re.IGNORECASE) is not None
+    is_leaf = {name for name, _ in module.named_children()} <= {"parametrizations"}
     changes_weights = type(module).__module__.startswith("torch.nn.utils") and not is_parametrized(module)
     return is_named_so and is_leaf and not changes_weights
 

@@ -194,6 +194,8 @@ _RECOGNISED: dict[Any, bool] = {}
 
 def _counts_as(module: nn.Module) -> str | None:
     """What a module is, if it counts as one operation."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return None  # it takes no hooks, so its operations count one by one
     if isinstance(module, nn.modules.dropout._DropoutNd):
         return "dropout"
     kind = type(module).__name__
