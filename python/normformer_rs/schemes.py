@@ -439,10 +439,10 @@ class Scheme(FromFile):
         return f"{type(self).__name__}({options})"
 
     def __eq__(self, other: object) -> bool:
+        if type(self) is not type(other):
+            return NotImplemented
         mine, theirs = vars(self), vars(other)
-        return (
-            type(self) is type(other) and mine.keys() == theirs.keys() and all(_same(mine[k], theirs[k]) for k in mine)
-        )
+        return mine.keys() == theirs.keys() and all(_same(mine[k], theirs[k]) for k in mine)
 
     def __hash__(self) -> int:
         return hash((type(self), repr(self)))

@@ -31,8 +31,6 @@ from normformer_rs.reproduce.results import Results
 from normformer_rs.reproduce.runs import _NUMBERS, Runs, folder_of, judge, read_verdict
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-LIMIT = 180
-"""Processor seconds that all checks may take."""
 
 
 @pytest.fixture
@@ -80,12 +78,11 @@ def test_a_table_beside_its_picture(reproduce):
     assert {path: path.stat().st_mtime_ns for path in logs} == logs, "and trains nothing"
 
 
-def test_every_reproduction_within_its_limit(reproduce):
+def test_every_reproduction(reproduce):
     """All names, their tables, pictures and parts of a page."""
-    start = time.process_time()
     Path("page.md").write_text("# Results\n")
     code, said, _ = reproduce("all --scale check --write page.md")
-    assert code == 0 and time.process_time() - start < LIMIT
+    assert code == 0
     page = Path("page.md").read_text()
     for name, entry in REPRODUCTIONS.items():
         wanted, measured = entry.scales["check"].rows, rows_of(name)

@@ -75,7 +75,7 @@ class Residual(Growing):
             raise InputError(unknown("kind", kind, KINDS))
         if asked := [name for name in ATTENTION if options.get(name)]:
             raise InputError(f"{asked[0]} is a part of attention, and a Residual leaves F as it is: leave it out")
-        depth = layers or 1
+        depth = 1 if layers is None else layers
         depths = {"decoder_layers": depth} if kind != "cross-attention" else dict.fromkeys(_DEPTHS, depth)
         architecture = "decoder-only" if kind != "cross-attention" else "encoder-decoder"
         given = {"norm": norm, "residual": scheme, "norm_eps": norm_eps, "architecture": architecture, **depths}
