@@ -488,12 +488,12 @@ LONG = ("layernorm", "rmsnorm", "rmsnorm:original", "rmsnorm:partial", "gated-rm
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", LONG)
 def test_long_rows_are_summed_in_parts(name, dtype):
-    """Within 1e-6 in f32 of the same module in f64: one running sum of 2²⁰ numbers would lose a decimal digit."""
+    """Within 4e-6 in f32 of the same module in f64: one running sum of 2²⁰ numbers would lose a decimal digit."""
     torch.manual_seed(0)
     norm = nn.norm_class(name)(WIDTH, **({"part": 0.5} if name == "rmsnorm:partial" else {}))
     x = torch.randn(1, WIDTH).to(dtype)
     expected = copy.deepcopy(norm).double()(x.double())
-    bound = 1e-6 if dtype == torch.float32 else 2**-8
+    bound = 4e-6 if dtype == torch.float32 else 2**-8
     assert (norm(x).double() - expected).abs().max() <= bound * expected.abs().max()
 
 

@@ -1,4 +1,4 @@
-"""Hooks on the whole process, and patches of torch and transformers: those that docs/reliability.md lists, and no others."""
+"""Hooks on the whole process, and patches of torch: those that docs/reliability.md lists, and no others."""
 
 import re
 from pathlib import Path

@@ -13,13 +13,12 @@ from .config import Config, complete, is_one_stack, kv_width, layer_counts
 from .parameters import parameters
 from .parametrisation import base_width
 
-
 GATES = ("gate", "output_gate")
 """A gated feed-forward's third matrix, and that of attention's output gate."""
 
 
 class Linear(NamedTuple):
-    """A weight matrix of a layer: its stack, its layer from 1, and its role: q, k, v, out, fc1, fc2, gate, output_gate."""
+    """A weight matrix of a layer: its stack, its layer from 1, and its role: q, k, v, out, fc1, fc2 or one of GATES."""
 
     stack: str
     layer: int

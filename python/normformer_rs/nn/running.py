@@ -183,8 +183,8 @@ class RunningNorm(Steered, Typed):
             stranger = "a DTensor" if is_sharded(x) else "torch.func.functionalize" if functionalizes() else None
         if stranger is not None and self.training:
             raise InputError(
-                f"{stranger} cannot follow the running statistics of {type(self).__name__} in training: call eval() first, "
-                "or train on plain tensors, where sync=True has the statistics of all ranks"
+                f"{stranger} cannot follow the running statistics of {type(self).__name__} in training: call eval() "
+                "first, or train on plain tensors, where sync=True has the statistics of all ranks"
             )
         if not self.training and (is_exporting or stranger is not None):
             mask = mask_for(x) if padding_mask is None else padding_mask
