@@ -221,9 +221,14 @@ impl Parametrisation {
         self.of(part, &Ratios { width, depth, alpha: self.exponent(alpha) })
     }
 
-    /// A role's, and a rate that is the smaller, the more numbers one step moves together.
+    /// A role's; a rate that is the smaller, the more numbers one step moves together; and a smaller std where random
+    /// numbers are summed.
     fn of(&self, part: Part, m: &Ratios) -> Multipliers {
         let of_role = (self.multipliers)(part.role, m);
+        let drawn = match part.sums_over {
+            SumsOver::Width if !self.is_standard() => m.width.powf(-0.5),
+            _ => 1.0,
+        };
         let summed = match part.sums_over {
             _ if self.is_standard() => 1.0,
             SumsOver::Nothing => 1.0,
@@ -232,7 +237,7 @@ impl Parametrisation {
             SumsOver::Depth if self.alpha.is_some() => 1.0 / m.depth,
             SumsOver::Depth => 1.0,
         };
-        Multipliers { lr: of_role.lr * summed, ..of_role }
+        Multipliers { init: of_role.init * drawn, lr: of_role.lr * summed, ..of_role }
     }
 
     /// α: the one that an option gives, or its own; 0 where the depth changes nothing.
@@ -317,6 +322,12 @@ impl Scaled {
             true => (self.parametrisation.multipliers)(ParameterRole::HiddenMatrix, &self.ratios(None)).init,
             false => 1.0,
         }
+    }
+
+    /// What the std of a norm's or a scheme's drawn parameter is multiplied by.
+    pub fn drawn(&self, sums_over: SumsOver) -> f64 {
+        let part = Part { role: ParameterRole::HiddenVector, sums_over };
+        self.parametrisation.of(part, &self.ratios(None)).init
     }
 
     /// Of a parameter in a stack of so many layers, or outside stacks.

@@ -82,8 +82,8 @@ class Norm(NamedTuple):
 class Learned(NamedTuple):
     """A parameter: its first values, one for all numbers, a list of each, or `Normal`; (1,) is a scalar. `shared`:
     around the sublayers of a layer one parameter, where each has its own otherwise. `sums_over`: what its products are
-    summed over, so that parametrisations scale its rate: "nothing", "width", "root-width" (over the width, and divided
-    by its root) or "depth"."""
+    summed over, so that parametrisations scale its rate: "nothing", "width" (a `Normal` has a smaller std in wider
+    models, too), "root-width" (over the width, and divided by its root) or "depth"."""
 
     name: str
     value: float | Sequence[float] | Normal

@@ -17,8 +17,10 @@ choice! {
         AttentionOutput = "output",
         FeedForward1 = "fc1",
         FeedForward2 = "fc2",
-        /// A matrix whose product multiplies another: a gated feed-forward's third, or that of attention's output gate.
+        /// A gated feed-forward's third, whose product multiplies another.
         Gate = "gate",
+        /// Of attention's output gate.
+        OutputGate = "output_gate",
     }
 }
 

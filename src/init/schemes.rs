@@ -22,7 +22,7 @@ pub static SMALL: Init = Init {
     definition: "attention q, k, v, out: std √(2/(5d)); feed-forward √(2/(d + d_ff))",
     source: "Nguyen & Salazar 2019, §2.2",
     linear: |role, fan_in, fan_out, place| match role {
-        Role::FeedForward1 | Role::FeedForward2 | Role::Gate => xavier_normal(1.0, fan_in, fan_out),
+        Role::FeedForward1 | Role::FeedForward2 | Role::Gate | Role::OutputGate => xavier_normal(1.0, fan_in, fan_out),
         _ => xavier_normal(1.0, place.model.d_model, 4 * place.model.d_model),
     },
     ..XAVIER
@@ -51,7 +51,7 @@ pub static FAIRSEQ_0_12_2: Init = Init {
                  embeddings and an untied output N(0, 1/d)",
     source: "fairseq 0.12.2",
     linear: |role, fan_in, fan_out, place| match role {
-        Role::FeedForward1 | Role::FeedForward2 | Role::Gate => of_linear(fan_in),
+        Role::FeedForward1 | Role::FeedForward2 | Role::Gate | Role::OutputGate => of_linear(fan_in),
         _ => (FAIRSEQ.linear)(role, fan_in, fan_out, place),
     },
     bias: |role, fan_in| match role {
@@ -142,7 +142,7 @@ pub static T_FIXUP: Init = Init {
     options: &[],
     linear: |role, fan_in, fan_out, place| match role {
         Role::Query | Role::Key => xavier_uniform(0.5f64.sqrt(), fan_in, fan_out),
-        Role::Gate => xavier_uniform(1.0, fan_in, fan_out),
+        Role::Gate | Role::OutputGate => xavier_uniform(1.0, fan_in, fan_out),
         _ => xavier_uniform(t_fixup_gain(place), fan_in, fan_out),
     },
     embedding: |table, model, _| {
@@ -178,7 +178,7 @@ pub static R_FIXUP: Init = Init {
         match role {
             Role::Query | Role::Key | Role::Value => xavier_normal(branches.powf(-1.0 / 6.0), fan_in, fan_out),
             Role::FeedForward1 => xavier_normal(branches.powf(-0.5), fan_in, fan_out),
-            Role::Gate => xavier_normal(1.0, fan_in, fan_out),
+            Role::Gate | Role::OutputGate => xavier_normal(1.0, fan_in, fan_out),
             Role::AttentionOutput | Role::FeedForward2 => Fill::Constant(0.0),
         }
     },
@@ -262,11 +262,11 @@ pub static GPT2: Init = Init {
     ..XAVIER
 };
 
-/// The gain of the matrices on the way of the values; 1 for q, k, and the gate, so that a gated hidden row has it once
+/// The gain of the matrices on the way of the values; 1 for q, k, and gates, so that a gated hidden row has it once
 /// (torchscale's GLU).
 fn on_values(role: Role, gain: f64) -> f64 {
     match role {
-        Role::Query | Role::Key | Role::Gate => 1.0,
+        Role::Query | Role::Key | Role::Gate | Role::OutputGate => 1.0,
         _ => gain,
     }
 }

@@ -69,8 +69,8 @@ impl Attention {
         let gate = place.model.output_gate.map(|kind| {
             let rows = if kind == OutputGate::Head { heads } else { d };
             b.within("gate_proj", |b| {
-                let weight = b.parameter("weight", &[rows, d], &init.matrix(Role::Gate, d, rows, place))?;
-                Ok(Gate { weight, bias: bias(b, "bias", &[(Role::Gate, rows)])? })
+                let weight = b.parameter("weight", &[rows, d], &init.matrix(Role::OutputGate, d, rows, place))?;
+                Ok(Gate { weight, bias: bias(b, "bias", &[(Role::OutputGate, rows)])? })
             })
         });
         let (gate, scale) = (gate.transpose()?, place.model.scaled.scores(d / heads));

@@ -3,7 +3,7 @@
 use crate::error::{Error, Result};
 use crate::init::Fill;
 use crate::operator::Generator;
-use crate::parametrisation::{self, DeclaredAs, Part, SumsOver};
+use crate::parametrisation::{self, DeclaredAs, Part, Scaled, SumsOver};
 use std::collections::{HashMap, HashSet};
 use tch::{Device, Kind, Tensor};
 
@@ -79,23 +79,40 @@ pub struct Builder<'a> {
     source: Source<'a>,
     path: Vec<String>,
     made: Parameters,
+    /// The model's parametrisation; none: the standard one.
+    scaled: Option<Scaled>,
 }
 
 impl<'a> Builder<'a> {
     /// Parameters made new, from a generator with that seed: what others draw meanwhile changes nothing.
     pub fn fresh(seed: u64, device: Device, kind: Kind) -> Result<Self> {
         let source = Source::Fresh(device, kind, Generator::new(seed)?);
-        Ok(Builder { source, path: Vec::new(), made: Parameters::default() })
+        Ok(Builder { source, path: Vec::new(), made: Parameters::default(), scaled: None })
     }
 
     /// Parameters that exist already, used as they are. [`finish`](Self::finish) refuses names that nothing asked for.
     pub fn given(tensors: &'a HashMap<String, Tensor>) -> Self {
-        Builder { source: Source::Given { tensors, train: false }, path: Vec::new(), made: Parameters::default() }
+        Builder {
+            source: Source::Given { tensors, train: false },
+            path: Vec::new(),
+            made: Parameters::default(),
+            scaled: None,
+        }
     }
 
     /// The same, made leaves that require gradients.
     pub fn given_to_train(tensors: &'a HashMap<String, Tensor>) -> Self {
-        Builder { source: Source::Given { tensors, train: true }, path: Vec::new(), made: Parameters::default() }
+        Builder {
+            source: Source::Given { tensors, train: true },
+            path: Vec::new(),
+            made: Parameters::default(),
+            scaled: None,
+        }
+    }
+
+    /// From here on the parameters of norms and schemes are drawn as this parametrisation says.
+    pub fn scaled(self, scaled: Scaled) -> Self {
+        Builder { scaled: Some(scaled), ..self }
     }
 
     /// Declares what `build` declares under `name.`.
@@ -114,7 +131,9 @@ impl<'a> Builder<'a> {
 
     /// The same of a norm or a residual scheme.
     pub fn own(&mut self, name: &str, shape: &[i64], fill: &Fill, sums_over: SumsOver) -> Result<Tensor> {
-        self.declare(name, shape, fill, DeclaredAs::Own(sums_over))
+        let drawn = self.scaled.map_or(1.0, |scaled| scaled.drawn(sums_over));
+        let fill = if let Fill::Normal { .. } = fill { fill.clone().times(drawn) } else { fill.clone() };
+        self.declare(name, shape, &fill, DeclaredAs::Own(sums_over))
     }
 
     fn declare(&mut self, name: &str, shape: &[i64], fill: &Fill, declared: DeclaredAs) -> Result<Tensor> {
@@ -204,10 +223,11 @@ impl<'a> Builder<'a> {
 }
 
 fn made(shape: &[i64], fill: &Fill, kind: Kind, device: Device, draw: &Generator) -> Result<Tensor> {
-    // Always on the CPU: a seed makes the same model for every device.
-    let t = Tensor::f_empty(shape, (kind, Device::Cpu))?;
+    // Always on the CPU and in f32 at least: a seed makes the same model for every device and type.
+    let is_counter = kind == Kind::Int64;
+    let t = Tensor::f_empty(shape, (if is_counter { kind } else { accumulation(kind) }, Device::Cpu))?;
     fill.write(&t, draw)?;
-    Ok(t.f_to_device(device)?)
+    Ok(t.f_to_kind(kind)?.f_to_device(device)?)
 }
 
 fn given(tensors: &HashMap<String, Tensor>, name: &str, shape: &[i64]) -> Result<Tensor> {

@@ -47,8 +47,9 @@ impl Transformer {
         Transformer::build(config, Builder::given_to_train(tensors))
     }
 
-    fn build(config: &TransformerConfig, mut b: Builder) -> Result<Self> {
+    fn build(config: &TransformerConfig, b: Builder) -> Result<Self> {
         config.validate()?;
+        let mut b = b.scaled(config.scaled());
         let schemes = config.schemes();
         let init = init::find(config.init())?;
         let embeddings = Embeddings::build(&mut b, config, init)?;

@@ -15,6 +15,42 @@ pub type ComposedNorm = fn(&Tensor, &[Tensor], &NormArgs) -> Result<Tensor>;
 /// goes without is none.
 pub type WholeNorm = fn(&Tensor, &[Option<Tensor>], &NormArgs) -> Result<Tensor>;
 
+/// Rows longer than this are summed in parts: torch's own sums of 2²⁰ numbers lose a decimal digit.
+const LONGEST: i64 = 1 << 16;
+const PART: i64 = 1 << 10;
+
+/// A sum or a length of rows of so many numbers: that of their parts', where rows are long.
+pub fn over_row(x: &Tensor, width: i64, total: impl Fn(&Tensor) -> Result<Tensor>) -> Result<Tensor> {
+    if width <= LONGEST {
+        return total(x);
+    }
+    let whole = width / PART * PART;
+    let parts = total(&x.f_narrow(-1, 0, whole)?.f_unflatten(-1, [-1, PART].as_slice())?)?.f_squeeze_dim(-1)?;
+    match width - whole {
+        0 => total(&parts),
+        rest => total(&Tensor::f_cat(&[parts, total(&x.f_narrow(-1, whole, rest)?)?], -1)?),
+    }
+}
+
+/// The mean of each row of so many numbers, (…, 1).
+pub fn mean(x: &Tensor, width: i64) -> Result<Tensor> {
+    if width <= LONGEST {
+        return Ok(x.f_mean_dim([-1i64].as_slice(), true, None)?);
+    }
+    let sum = over_row(x, width, |x| Ok(x.f_sum_dim_intlist([-1i64].as_slice(), true, None)?))?;
+    Ok(sum.f_div_scalar(width as f64)?)
+}
+
+/// W x of rows of so many numbers.
+pub fn product(x: &Tensor, w: &Tensor, width: i64) -> Result<Tensor> {
+    if width <= LONGEST {
+        return Ok(x.f_linear::<&Tensor>(w, None)?);
+    }
+    let [x, w] = [x, w].map(|t| t.f_split(8 * PART, -1));
+    let products = x?.iter().zip(w?).map(|(x, w)| Ok(x.f_linear::<&Tensor>(&w, None)?)).collect::<Result<Vec<_>>>()?;
+    Ok(Tensor::f_stack(&products, 0)?.f_sum_dim_intlist([0i64].as_slice(), false, None)?)
+}
+
 /// y in x's type, computed in f32 or f64.
 pub fn whole(y: WholeNorm, x: &Tensor, parameters: &[Option<Tensor>], given: &NormArgs) -> Result<Tensor> {
     let wide = accumulate(x)?;

@@ -1,6 +1,6 @@
 //! What "RMSNorm" means differs: its conventions, as options of `rmsnorm` (docs/spec.md §1.16).
 
-use super::composed::{accumulate, affine, in_units, unit};
+use super::composed::{accumulate, affine, in_units, mean, over_row, unit};
 use super::operators::CompositeNormOpSpec;
 use super::rms_norm;
 use super::spec::{Form, NormArgs, NormOption, EPS};
@@ -123,11 +123,13 @@ impl Conventions {
         let wide = whole.f_div(&unit)?;
         let scale = if self.eps_outside {
             // The length's slope is 0 at rows of zeros, where a root's is infinite.
-            let length = of_measured(&wide)?.f_norm_scalaropt_dim(2.0, [-1i64].as_slice(), true)?;
+            let length = over_row(&of_measured(&wide)?, measured, |x| {
+                Ok(x.f_norm_scalaropt_dim(2.0, [-1i64].as_slice(), true)?)
+            })?;
             let root = length.f_mul_scalar((measured as f64).powf(-0.5))?;
             root.f_add(&unit.f_reciprocal()?.f_mul_scalar(eps)?)?.f_reciprocal()?
         } else {
-            let square = of_measured(&wide)?.f_square()?.f_mean_dim([-1i64].as_slice(), true, None)?;
+            let square = mean(&of_measured(&wide)?.f_square()?, measured)?;
             square.f_add(&in_units(eps, &unit)?)?.f_rsqrt()?
         };
         let x_hat = match self.cast {

@@ -1,5 +1,6 @@
 //! gated-rmsnorm: y = n⊙σ(W₂ silu(W₁ n)), n = γ⊙x/√(mean x²+ε) over the last dimension (A.X-K2; docs/spec.md §1.17).
 
+use super::composed::product;
 use super::rms_norm;
 use super::spec::{Form, NormOption, Parameter, Size, Spec, EPS, WEIGHT};
 use crate::options::{at_least_one, option_spec};
@@ -22,7 +23,7 @@ pub static SPEC: Spec = Spec {
         if let Some(weight) = weight {
             n = n.f_mul(weight)?;
         }
-        let hidden = n.f_linear::<&tch::Tensor>(down.expect("declared"), None)?.f_silu()?;
+        let hidden = product(&n, down.expect("declared"), given.width)?.f_silu()?;
         Ok(n.f_mul(&hidden.f_linear::<&tch::Tensor>(up.expect("declared"), None)?.f_sigmoid()?)?)
     }),
 };

@@ -3,7 +3,7 @@
 use crate::cpu::Accumulator;
 use crate::error::Result;
 use crate::kernel::rows::{hypotenuse, magnitude, sum, trusted, Measured, RowGradient, RowNorm, RowNormKernel, Sums};
-use crate::norm::composed::{in_units, unit};
+use crate::norm::composed::{in_units, mean, unit};
 use crate::norm::operators::RowNormOpSpec;
 use crate::norm::spec::{Form, NormArgs, Spec, BIAS, EPS, WEIGHT};
 use crate::row_program;
@@ -73,8 +73,8 @@ fn x_hat(x: &Tensor, _: &[Tensor], given: &NormArgs) -> Result<Tensor> {
     let eps = given.float("eps");
     let unit = unit(x, eps)?;
     let x = x.f_div(&unit)?;
-    let centred = x.f_sub(&x.f_mean_dim([-1i64].as_slice(), true, None)?)?;
-    let variance = centred.f_square()?.f_mean_dim([-1i64].as_slice(), true, None)?;
+    let centred = x.f_sub(&mean(&x, given.width)?)?;
+    let variance = mean(&centred.f_square()?, given.width)?;
     Ok(centred.f_mul(&variance.f_add(&in_units(eps, &unit)?)?.f_rsqrt()?)?)
 }
 

@@ -3,7 +3,7 @@
 use crate::cpu::Accumulator;
 use crate::error::Result;
 use crate::kernel::rows::{hypotenuse, magnitude, sum, trusted, Measured, RowGradient, RowNorm, RowNormKernel, Sums};
-use crate::norm::composed::{in_units, unit};
+use crate::norm::composed::{in_units, mean, unit};
 use crate::norm::conventions::{self, KEYWORDS};
 use crate::norm::operators::RowNormOpSpec;
 use crate::norm::spec::{Form, NormArgs, Parameter, Quantity, Spec, WEIGHT};
@@ -64,7 +64,7 @@ pub(super) fn x_hat(x: &Tensor, _: &[Tensor], given: &NormArgs) -> Result<Tensor
     let eps = given.float("eps");
     let unit = unit(x, eps)?;
     let x = x.f_div(&unit)?;
-    let square = x.f_square()?.f_mean_dim([-1i64].as_slice(), true, None)?;
+    let square = mean(&x.f_square()?, given.width)?;
     Ok(x.f_mul(&square.f_add(&in_units(eps, &unit)?)?.f_rsqrt()?)?)
 }
 

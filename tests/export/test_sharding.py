@@ -26,6 +26,7 @@ NORMS = {
     "dyt": lambda: nfnn.DyT(D),
 }
 SCHEMES = ("postnorm", "prenorm", "rezero", "deepnorm", "sandwich", "layerscale")
+GROWING = ("branchnorm", "prores", "gpas")
 SWAPS = ("layernorm", "scalenorm", "rmsnorm", "dyt")
 
 
@@ -61,9 +62,9 @@ def residuals(mesh):
     from torch.distributed.tensor import Replicate, Shard, distribute_module, distribute_tensor
 
     x, dy = numbers(4, 6, D, seed=1), numbers(4, 6, D, seed=2)
-    for scheme in SCHEMES:
+    for scheme in (*SCHEMES, *GROWING):
         torch.manual_seed(0)
-        plain = nfnn.Residual(nn.Linear(D, D), D, scheme=scheme, layers=2).double()
+        plain = nfnn.Residual(nn.Linear(D, D), D, scheme=scheme, layers=2, layer=1).double()
         for place in (Shard(0), Replicate()):
             residual = distribute_module(copy.deepcopy(plain), mesh)
             plain.zero_grad()
@@ -75,6 +76,26 @@ def residuals(mesh):
             torch.testing.assert_close(part.grad.full_tensor(), whole.grad)
             for found, wanted in zip(residual.parameters(), plain.parameters(), strict=True):
                 torch.testing.assert_close(found.grad.full_tensor(), wanted.grad)
+
+
+def running(mesh):
+    """Norms with statistics are those of the whole in evaluation, and refuse to train by name."""
+    from torch.distributed.tensor import Replicate, Shard, distribute_module, distribute_tensor
+
+    x, dy = numbers(4, 6, D, seed=1), numbers(4, 6, D, seed=2)
+    for kind in (nfnn.BatchNorm, nfnn.PowerNormV, nfnn.PowerNorm):
+        plain = kind(D).double()
+        plain(x)  # moves the statistics
+        norm = distribute_module(copy.deepcopy(plain), mesh)
+        for place in (Shard(0), Replicate()):
+            whole, part = x.clone().requires_grad_(), distribute_tensor(x, mesh, [place]).requires_grad_()
+            expected, y = plain.eval()(whole), norm.eval()(part)
+            expected.backward(dy)
+            y.backward(distribute_tensor(dy, mesh, [place]))
+            torch.testing.assert_close(y.full_tensor(), expected)
+            torch.testing.assert_close(part.grad.full_tensor(), whole.grad)
+            with pytest.raises(ValueError, match=f"DTensor cannot follow the running statistics of {kind.__name__}"):
+                norm.train()(part)
 
 
 def train(model, steps, part=lambda x: x):
@@ -111,6 +132,7 @@ def work(rank, ranks, meeting):
         mesh = init_device_mesh("cpu", (ranks,))
         shards(mesh)
         residuals(mesh)
+        running(mesh)
         fully_sharded(mesh)
     finally:
         dist.destroy_process_group()

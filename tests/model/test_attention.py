@@ -230,9 +230,9 @@ def test_dropout_masks_are_the_oracles(options, architecture, monkeypatch):
     check(masks, **{**LLAMA, **options}, **rates, architecture=architecture)
 
 
-@pytest.mark.parametrize("init", ["xavier", "smallinit", "gpt2", "r-fixup", "ds-init"])
+@pytest.mark.parametrize("init", ["xavier", "smallinit", "gpt2", "r-fixup", "ds-init", "llama-depth"])
 def test_first_values(init):
-    """A gate starts as a linear layer does, sinks as gpt-oss's."""
+    """A gate starts as a linear layer does, sinks as gpt-oss's; llama-depth damps only what writes to the stream."""
     options = {"vocab_size": 30, "d_model": 128, "d_ff": 64, "heads": 32, "architecture": "decoder-only", "init": init}
     options |= {"decoder_layers": 3, "sinks": True}
     for kind, rows in (("head", 32), ("element", 128)):

@@ -11,7 +11,7 @@ from torch import nn
 
 import normformer_rs as nfrs
 import reference as ref
-from normformer_rs import _core, analysis
+from normformer_rs import _core, analysis, schemes
 from normformer_rs import nn as nfnn
 from normformer_rs.convert import flags_from
 
@@ -294,6 +294,51 @@ def test_first_values_in_nn_are_the_loops():
         64, 4, 256, residual="prenorm", init="gpt2", parametrisation="mup", base_width=4
     )
     assert layer.linear2.weight.std().item() == pytest.approx(0.02 / 4, rel=0.03)
+
+
+class Reading(schemes.Scheme):
+    """A scheme of one's own, whose drawn parameter is summed over the width."""
+
+    name = "reading"
+
+    def around(self, place):
+        w = schemes.Learned("w", schemes.Normal(0.1), shape=place.d_model, sums_over="width")
+        return schemes.ResidualSpec(before=[schemes.scale(w)])
+
+
+OVER_WIDTH = {
+    "mhc, by channel": (
+        {"residual": "mhc", "mhc_mixing": "channel", "mhc_rank": 64},
+        ("hyper_down1", "hyper_weight1"),
+        0.02,
+    ),
+    "mhc, unmixed": ({"residual": "mhc", "mhc_mixing": "none"}, ("hyper_weight1",), 0.02),
+    "gated-rmsnorm": ({"norm": "gated-rmsnorm", "residual": "prenorm"}, ("norm1.gate_down",), 0.02),
+    "own scheme": ({"residual": Reading()}, ("w1",), 0.1),
+}
+
+
+@pytest.mark.parametrize("name", ["standard", "mup", "completep"])
+@pytest.mark.parametrize("case", OVER_WIDTH)
+def test_what_reads_the_width_starts_as_hidden_matrices_do(case, name):
+    """In the loop, in `nn`, and after a reset; a matrix that does not read the width keeps its std."""
+    options, names, std = OVER_WIDTH[case]
+    width = 4096 if case == "own scheme" else 256  # numbers to measure a std by
+    scaled = {} if name == "standard" else SCALED[name] | {"base_width": width // 16}
+    expected = std if name == "standard" else std / 4
+    shape = {"vocab_size": 9, "d_model": width, "d_ff": 8, "heads": 4, "decoder_layers": 2}
+    model = nfrs.Transformer(nfrs.TransformerConfig(**shape, architecture="decoder-only", **options, **scaled), seed=1)
+    layer = nfnn.TransformerEncoderLayer(width, 4, 8, encoder_layers=1, layer=0, **options, **scaled)
+    loops, ours = (m.get_submodule(at) for m, at in ((model, "decoder.layers.0"), (layer, "")))
+    for reset in (False, True):
+        if reset:
+            layer.reset_parameters()
+        for parameter, made in itertools.product(names, (loops, ours)):
+            p = made.get_parameter(parameter).detach()
+            assert abs(p.std().item() / expected - 1) < 5 / (2 * p.numel()) ** 0.5, (parameter, reset)
+        for other in {"hyper_up1", "norm1.gate_up"} & dict(ours.named_parameters()).keys():
+            for p in (made.get_parameter(other).detach() for made in (loops, ours)):
+                assert abs(p.std().item() / 0.02 - 1) < 5 / (2 * p.numel()) ** 0.5, (other, reset)
 
 
 def test_other_homes_refuse_by_name():

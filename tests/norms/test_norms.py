@@ -10,6 +10,8 @@ import torch
 import torch.utils.checkpoint
 from norms_support import CASES, CLASSES, EPS, OPERATORS, build, close, data, oracle, run, same_buffers
 from torch.autograd import gradcheck, gradgradcheck
+from torch.func import functionalize
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import reference as ref
 from cuda_emulator.checks import calls
@@ -474,3 +476,58 @@ def test_group_scaling_comes_first(case):
     close([norm(x)], [bare(ref.group_scaling(x, 2))])
     close([norm.eval()(x)], [bare.eval()(ref.group_scaling(x, 2))])
     assert nn.PowerNorm(8, mode="release").groups == 1
+
+
+# Long rows
+
+
+WIDTH = 2**20 + 3
+LONG = ("layernorm", "rmsnorm", "rmsnorm:original", "rmsnorm:partial", "gated-rmsnorm", "lpnorm")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", LONG)
+def test_long_rows_are_summed_in_parts(name, dtype):
+    """Within 4e-6 in f32 of the same module in f64: one running sum of 2²⁰ numbers would lose a decimal digit."""
+    torch.manual_seed(0)
+    norm = nn.norm_class(name)(WIDTH, **({"part": 0.5} if name == "rmsnorm:partial" else {}))
+    x = torch.randn(1, WIDTH).to(dtype)
+    expected = copy.deepcopy(norm).double()(x.double())
+    bound = 4e-6 if dtype == torch.float32 else 2**-8
+    assert (norm(x).double() - expected).abs().max() <= bound * expected.abs().max()
+
+
+@pytest.mark.parametrize("name", ["rmsnorm:original", "gated-rmsnorm"])
+def test_sums_in_parts_have_the_same_gradients(name):
+    norm = nn.norm_class(name)(2**16 + 5).double()
+    x = torch.randn(2, 2**16 + 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    x[1] = 0.0
+    x.requires_grad_()
+    y = norm(x)
+    dx, *found = torch.autograd.grad(y, [x, *norm.parameters()], torch.ones_like(y))
+    r = x.detach().requires_grad_()
+    square = r.square().mean(-1, keepdim=True)
+    n = r / (torch.sqrt(square + 1e-300) + norm.eps) if "original" in name else r * torch.rsqrt(square + norm.eps)
+    n = n * norm.weight
+    if name == "gated-rmsnorm":
+        hidden = torch.nn.functional.silu(torch.nn.functional.linear(n, norm.gate_down))
+        n = n * torch.sigmoid(torch.nn.functional.linear(hidden, norm.gate_up))
+    of_oracle, *expected = torch.autograd.grad(n, [r, *norm.parameters()], torch.ones_like(n))
+    torch.testing.assert_close(y[0], n[0])
+    torch.testing.assert_close(dx, of_oracle)
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_functionalize(name):
+    """In evaluation as torch.nn.BatchNorm1d; in training, where the statistics move, refused by name."""
+    norm, x = CLASSES[name](8).double(), data(8)[0]
+    norm(x)  # moves the statistics
+    norm.eval()
+    traced = make_fx(functionalize(lambda x: norm(x)))(x)
+    torch.testing.assert_close(traced(x), norm(x))
+    norm.train()
+    with pytest.raises(
+        ValueError, match=f"functionalize cannot follow the running statistics of {type(norm).__name__}"
+    ):
+        functionalize(lambda x: norm(x))(x)

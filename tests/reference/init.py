@@ -13,9 +13,12 @@ from .config import Config, complete, is_one_stack, kv_width, layer_counts
 from .parameters import parameters
 from .parametrisation import base_width
 
+GATES = ("gate", "output_gate")
+"""A gated feed-forward's third matrix, and that of attention's output gate."""
+
 
 class Linear(NamedTuple):
-    """A weight matrix of a layer: its stack, its layer from 1, and its role: q, k, v, out, fc1, fc2 or gate."""
+    """A weight matrix of a layer: its stack, its layer from 1, and its role: q, k, v, out, fc1, fc2 or one of GATES."""
 
     stack: str
     layer: int
@@ -62,7 +65,7 @@ def expected_std(config: Config, name: str, part: int = 0) -> float:
     d = c["d_model"]
     fan_out, fan_in = ((d, *[kv_width(c)] * 2)[part], d) if name.endswith("in_proj_weight") else parameter.shape
     linear = _linear(name, part)
-    if init in BY_TORCH and linear.role in ("fc1", "fc2", "gate"):
+    if init in BY_TORCH and linear.role in ("fc1", "fc2", *GATES):
         return GAINS[init](c, linear) * fan_in**-0.5 / math.sqrt(3)
     if init == "smallinit" and linear.role in ("k", "v"):
         fan_out = d  # std √(2/(5d)) however many rows there are
@@ -97,7 +100,7 @@ def xavier_gain(config: Config, linear: Linear) -> float:
 
 def smallinit_gain(config: Config, linear: Linear) -> float:
     """Attention: std √(2/(5d)) = √(2/(d+4d)), against Xavier's √(2/(2d)) (TwT §2.2)."""
-    return 1.0 if linear.role in ("fc1", "fc2", "gate") else math.sqrt(2 / 5)
+    return 1.0 if linear.role in ("fc1", "fc2", *GATES) else math.sqrt(2 / 5)
 
 
 def fairseq_gain(config: Config, linear: Linear) -> float:
@@ -107,12 +110,12 @@ def fairseq_gain(config: Config, linear: Linear) -> float:
 
 def deepnorm_gain(config: Config, linear: Linear) -> float:
     """β on v, out, fc1, fc2, of self- and cross-attention."""
-    return 1.0 if linear.role in ("q", "k", "gate") else deepnorm_beta(config, linear.stack)
+    return 1.0 if linear.role in ("q", "k", *GATES) else deepnorm_beta(config, linear.stack)
 
 
 def subln_gain(config: Config, linear: Linear) -> float:
     """γ on v, out, fc1, fc2, but not in the decoder's cross-attention."""
-    is_plain = linear.role in ("q", "k", "gate") or linear.is_cross_attention
+    is_plain = linear.role in ("q", "k", *GATES) or linear.is_cross_attention
     return 1.0 if is_plain else subln_gamma(config, linear.stack)
 
 
@@ -123,7 +126,7 @@ def ds_init_gain(config: Config, linear: Linear) -> float:
 
 def t_fixup_gain(config: Config, linear: Linear) -> float:
     """1/√2 on q, k, as fairseq; on v, out, fc1, fc2 the stack's factor (Huang et al. 2020, release)."""
-    if linear.role == "gate":
+    if linear.role in GATES:
         return 1.0
     return 1 / math.sqrt(2) if linear.role in ("q", "k") else t_fixup_factor(config, linear.stack)
 
@@ -133,7 +136,7 @@ def r_fixup_gain(config: Config, linear: Linear) -> float:
     branches = fixup_branches(config)
     if linear.role in ("q", "k", "v"):
         return branches ** (-1 / 6)
-    return {"fc1": branches ** (-1 / 2), "gate": 1.0}.get(linear.role, 0.0)
+    return {"fc1": branches ** (-1 / 2), **dict.fromkeys(GATES, 1.0)}.get(linear.role, 0.0)
 
 
 def b2t_gain(config: Config, linear: Linear) -> float:
@@ -236,7 +239,7 @@ def _linear(name: str, part: int) -> Linear:
     if name.endswith("in_proj_weight"):
         role = ("q", "k", "v")[part]
     else:
-        roles = {"out_proj": "out", "linear1": "fc1", "linear2": "fc2", "linear3": "gate", "gate_proj": "gate"}
+        roles = {"out_proj": "out", "linear1": "fc1", "linear2": "fc2", "linear3": "gate", "gate_proj": "output_gate"}
         role = roles[name.split(".")[-2]]
     return Linear(stack, int(layer) + 1, role, ".multihead_attn." in name)
 

@@ -1,5 +1,7 @@
 """Norms swapped into models that somebody else wrote."""
 
+import copy
+
 import pytest
 import torch
 from surgery_support import MODELS, NORMS, D, assert_same, build, run, state_of, torchs_encoder, train
@@ -389,3 +391,18 @@ def test_a_swap_that_stops_half_way_is_taken_back(monkeypatch):
         swap_norms(model, "rmsnorm", optimizer=optimizer)
     assert model[1] is norm and all(p is old for p, old in zip(model.parameters(), before, strict=True))
     assert all(p is old for p, old in zip(optimizer.param_groups[0]["params"], before, strict=True))
+
+
+@pytest.mark.parametrize("name", ["batchnorm", "powernorm-v", "powernorm"])
+def test_convert_sync_batchnorm_is_for_torchs_classes(name):
+    """It leaves a swapped norm as it leaves the LayerNorm that stood there, and converts its neighbour."""
+    plain = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.BatchNorm1d(4))
+    swapped = copy.deepcopy(plain)
+    swap_norms(swapped, name)
+    before = [model[1] for model in (plain, swapped)]
+    settings, state = (repr(swapped[1]), {key: value.clone() for key, value in swapped[1].state_dict().items()})
+    converted = [nn.SyncBatchNorm.convert_sync_batchnorm(model) for model in (plain, swapped)]
+    for model, norm in zip(converted, before, strict=True):
+        assert model[1] is norm and type(model[2]) is nn.SyncBatchNorm
+    assert repr(swapped[1]) == settings and not swapped[1].sync
+    torch.testing.assert_close(dict(swapped[1].state_dict()), state)

@@ -14,6 +14,7 @@ from ..errors import InputError
 from .dropout import Draw, is_run_again
 from .interpreter import KeptTensors, apply_changes
 from .scheme import Change, Inside
+from .sharding import write_whole
 from .tracing import leaf
 
 INPUTS = ("query_input", "key_input", "value_input")
@@ -68,7 +69,7 @@ class MultiheadAttention(nn.MultiheadAttention):
     def reset_sinks(self) -> None:
         """Draws the sinks, if there are some, as gpt-oss does: N(0, 0.02²)."""
         if self._parameters.get("sinks") is not None:
-            nn.init.normal_(self.sinks, std=0.02)
+            write_whole(self.sinks, lambda whole: nn.init.normal_(whole, std=0.02))
 
     def _reset_parameters(self) -> None:
         super()._reset_parameters()

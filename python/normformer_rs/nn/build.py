@@ -23,7 +23,9 @@ def make(
 ) -> Any:
     """The norm, or the parameter. `factory`: device and dtype; `bias`: whether norms that have one learn it."""
     if isinstance(what, Learned):
-        return nn.Parameter(what.first(**factory))
+        made = nn.Parameter(torch.empty(what.shape, **factory))
+        what.write(made)
+        return made
     last = what.last and place.stack == "decoder"
     where: dict[str, Any] = {"last_of_decoder": last, "ends_stack": what.ends_stack, "is_weighted": what.is_weighted}
     norm = norm_of_config(place.norm, what.width, place.config, **where, bias=bias, **factory)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from .. import _core
+from . import sharding
 from .tracing import records_core
 
 OPS = torch.ops.normformer_rs
@@ -23,6 +24,8 @@ class Growth(NamedTuple):
         steps = self.steps * (layer + 1) if self.by_layer else self.steps
         if records_core():
             return growth_now(t, steps, self.curve)
+        if sharding.is_sharded(t):
+            sharding.register()
         return OPS.growth(t, steps, self.curve)
 
 

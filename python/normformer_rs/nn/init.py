@@ -16,7 +16,7 @@ from ..errors import InputError
 from .place import Place
 from .sharding import whole, write_whole
 
-Role = Literal["query", "key", "value", "output", "fc1", "fc2", "gate"]
+Role = Literal["query", "key", "value", "output", "fc1", "fc2", "gate", "output_gate"]
 
 
 @torch.no_grad()

@@ -137,7 +137,7 @@ class Layer(Growing, Placeable):
         for i, name in enumerate(self.attentions):
             yield getattr(self, name).out_proj, ("output",), i
             if (gate := getattr(getattr(self, name), "gate", None)) is not None:
-                yield gate, ("gate",), i
+                yield gate, ("output_gate",), i
         last = len(self.attentions)
         yield self.linear1, ("fc1",), last
         yield self.linear2, ("fc2",), last

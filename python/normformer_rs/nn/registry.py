@@ -14,6 +14,7 @@ from ..config import TransformerConfig, unknown
 from ..errors import InputError
 from . import composed, norms, running
 from .norm_table import DECLARED, FAMILIES
+from .specs import drawn_over_width
 
 if TYPE_CHECKING:
     from ..norms import Norm
@@ -77,15 +78,28 @@ def norm_of_config(
     """
     own = _own(name, config) if isinstance(name, str) else name
     if own is not None:
-        return own(width, device=device, dtype=dtype)
+        return _drawn(own(width, device=device, dtype=dtype), {of: own.shape(of) for of in own.parameters}, config)
     assert isinstance(name, str)
     kind = norm_class(name)
     settings = {**_settings(name, config, last_of_decoder, ends_stack)}
     if not is_weighted:
         settings |= {"elementwise_affine": False, "zero_centred": False}
-    if any(parameter.name == "bias" for parameter in DECLARED[family_norm(name)].parameters):
+    shapes = {parameter.name: parameter.shape for parameter in DECLARED[family_norm(name)].parameters}
+    if "bias" in shapes:
         settings["bias"] = bias
-    return kind(width, **settings, device=device, dtype=dtype)
+    return _drawn(kind(width, **settings, device=device, dtype=dtype), shapes, config)
+
+
+def _drawn(norm: Any, shapes: Mapping[str, Any], config: TransformerConfig) -> Any:
+    """The norm; its matrices over the width start as the model's parametrisation says."""
+    factor = drawn_over_width(config)
+    over_width = [name for name, shape in shapes.items() if not isinstance(shape, str) and shape[-1] == "width"]
+    if over_width and factor != 1.0:
+        for name in over_width:
+            numbers = norm.numbers_of[name]
+            norm.numbers_of[name] = numbers._replace(std=numbers.std * factor)  # its own reset uses it
+        norm.reset_parameters()
+    return norm
 
 
 def _own(name: str, config: TransformerConfig) -> "Norm | None":

@@ -17,8 +17,8 @@ from .masks import check_mask, mask_for
 from .norm_table import CONSTANTS, DECLARED, NormSpec, composed_norm, used
 from .recompute import RecomputedStatistics, is_second_run, will_recompute
 from .result import Typed
-from .sharding import mark_drawn, write_first
-from .tracing import leaf
+from .sharding import is_sharded, mark_drawn, write_first
+from .tracing import functionalizes, leaf
 
 OPS = torch.ops.normformer_rs
 MODES = ("paper", "release")
@@ -178,7 +178,15 @@ class RunningNorm(Steered, Typed):
         is_compiling, is_exporting = torch.compiler.is_compiling(), torch.compiler.is_exporting()
         if not is_compiling and self._origin is not None:
             self._origin.trains() if self.training else self.take_over()
-        if is_exporting and not self.training:
+        stranger = None
+        if not is_compiling:
+            stranger = "a DTensor" if is_sharded(x) else "torch.func.functionalize" if functionalizes() else None
+        if stranger is not None and self.training:
+            raise InputError(
+                f"{stranger} cannot follow the running statistics of {type(self).__name__} in training: call eval() "
+                "first, or train on plain tensors, where sync=True has the statistics of all ranks"
+            )
+        if not self.training and (is_exporting or stranger is not None):
             mask = mask_for(x) if padding_mask is None else padding_mask
             return formulas.running_norm(x, *self.frozen(), *self.in_use(), self.eps, self.hidden(mask))
         if self.refused.device != x.device and not is_compiling:

@@ -20,7 +20,7 @@ from ..config import TransformerConfig
 from ..errors import InputError
 from . import mixing
 from .growth import Growth
-from .specs import Learned, NormAt
+from .specs import Learned, NormAt, drawn_over_width
 
 MOST_LAYERS = 10_000
 """Layers of a stack, at most. Rust has the same bound for whole models."""
@@ -196,7 +196,14 @@ def declare(config: TransformerConfig, stack: Any, kinds: tuple[str, ...] | None
     for name in stacks:
         if not 1 <= getattr(config, name) <= MOST_LAYERS:
             raise InputError(f"{name} must lie between 1 and {MOST_LAYERS}; got {getattr(config, name)}")
-    found = json.loads(_core.declare(config.to_json(kinds), stack, kinds))
+    over_width = drawn_over_width(config)
+
+    def scaled(found: dict[str, Any]) -> dict[str, Any]:
+        if found.get("sums_over") == "width" and isinstance(found["value"], dict):
+            found["value"]["normal"] *= over_width
+        return found
+
+    found = json.loads(_core.declare(config.to_json(kinds), stack, kinds), object_hook=scaled)
     flow = found["flow"]
     combine, growth = flow["combine"], flow["growth"]
     return SchemeSpec(

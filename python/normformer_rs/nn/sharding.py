@@ -28,27 +28,39 @@ def register() -> None:
     _is_registered = True
     from torch.distributed.tensor.experimental import register_sharding
 
+    from . import growth  # noqa: F401  its operator, which a model may define later than it needs these rules
+
+    register_sharding(torch.ops.normformer_rs.growth.default)(_growth)
     for name in map(str, OPERATORS):
         register_sharding(getattr(torch.ops.normformer_rs, name).default)(_forward)
         register_sharding(getattr(torch.ops.normformer_rs, name + "_backward").default)(_backward)
 
 
+def is_sharded(x: Tensor) -> bool:
+    """A DTensor."""
+    return _TENSORS in sys.modules and hasattr(x, "device_mesh")
+
+
 @torch.no_grad()
 def write_whole(p: Tensor, write: Callable[[Tensor], object]) -> None:
-    """Sets a parameter in place by `write`, which fills a plain tensor of its whole shape.
+    """Sets a parameter in place by `write`, which fills a plain tensor of its whole shape, f32 in place of 16 bits: one
+    seed draws the same model in every type.
 
     Of a DTensor every rank makes the whole tensor and keeps its own part of the first rank's. A slice of a DTensor is a
     copy, so that writes into rows would be lost; and ranks of one seed would draw the same numbers for every shard.
     """
-    if _TENSORS not in sys.modules or not hasattr(p, "device_mesh"):
+    dtype = torch.promote_types(p.dtype, torch.float32)
+    if not is_sharded(p) and dtype == p.dtype:
         write(p)
         return
-    from torch.distributed.tensor import distribute_tensor
-
-    target: Any = p
-    whole = torch.empty(p.shape, dtype=p.dtype, device=p.device)
+    whole = torch.empty(p.shape, dtype=dtype, device=p.device)
     write(whole)
-    p.copy_(distribute_tensor(whole, target.device_mesh, target.placements))
+    if is_sharded(p):
+        from torch.distributed.tensor import distribute_tensor
+
+        target: Any = p
+        whole = distribute_tensor(whole.to(p.dtype), target.device_mesh, target.placements)
+    p.copy_(whole)
 
 
 def write_first(p: Tensor, numbers: Numbers, scale: float = 1.0) -> None:
@@ -104,6 +116,12 @@ def _backward(dy: Any, x: Any, weight: Any, bias: Any, stats: Any, *own: Any) ->
         sums = [Partial() if at.is_shard() and p is not None else Replicate() for p in learned]
         ways.append(([at, *sums], [at, at, *affine, at, *numbers]))
     return ways
+
+
+def _growth(t: Any, *_: Any) -> list[tuple[list[Any], list[Any]]]:
+    from torch.distributed.tensor import Replicate
+
+    return [([Replicate()], [Replicate(), None, None])]
 
 
 def _whole(argument: Any) -> Any:

@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .. import _core
+from ..config import TransformerConfig
 from ..first_values import Normal
 from .sharding import write_whole
 
@@ -40,18 +42,21 @@ class Learned(NamedTuple):
         value = tuple(value) if isinstance(value, list) else value
         return cls(found["name"], tuple(found["shape"]), value, found.get("sums_over", "nothing"))
 
-    def first(self, **factory: Any) -> Tensor:
-        """Its first values."""
-        if isinstance(self.value, Normal):
-            return torch.randn(self.shape, **factory) * self.value.std
-        if isinstance(self.value, tuple):
-            return torch.tensor(self.value, **factory).view(self.shape)
-        return torch.full(self.shape, self.value, **factory)
-
     @torch.no_grad()
     def write(self, p: Tensor) -> None:
         """Sets the parameter to its first values."""
-        if isinstance(self.value, tuple):
-            write_whole(p, lambda whole: whole.copy_(self.first(dtype=p.dtype, device=p.device)))
+        if isinstance(self.value, Normal):
+            std = self.value.std
+            write_whole(p, lambda whole: whole.normal_(std=std))
+        elif isinstance(self.value, tuple):
+            values = torch.tensor(self.value, dtype=torch.float64, device="cpu").view(self.shape)
+            write_whole(p, lambda whole: whole.copy_(values))
         else:
             p.fill_(self.value)
+
+
+def drawn_over_width(config: TransformerConfig) -> float:
+    """What a model's parametrisation multiplies the std of norms' and schemes' drawn matrices by, where their products
+    are summed over the width."""
+    m_d = config.d_model / (config.base_width or config.d_model)
+    return _core.multipliers(config.parametrisation, "hidden-vector", m_d, 1.0, None, "width")["init"]

@@ -15,6 +15,12 @@ def records_core() -> bool:
     return torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
 
 
+def functionalizes() -> bool:
+    """Inside torch.func.functionalize, which takes no operators of others that may write to an argument."""
+    top = torch._C._functorch.peek_interpreter_stack()
+    return top is not None and top.key() == torch._C._functorch.TransformType.Functionalize
+
+
 Forward = TypeVar("Forward", bound=Callable[..., Any])
 
 
