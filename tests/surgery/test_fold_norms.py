@@ -468,7 +468,7 @@ def test_what_only_training_reads_counts(way):
             assert gap(found, right) < 1e-9
         return
     with pytest.raises(
-        nfrs.InputError, match="finds no norm of Auxiliary that linear layers alone read: of norm, .*the op"
+        nfrs.InputError, match=r"no norm of Auxiliary that linear layers alone read: of norm, .*the op"
     ):
         fold_norms(model, example=tokens)
     same(model, *state)

@@ -87,9 +87,10 @@ class Flow:
                 except Exception as reason:
                     if not training:
                         raise
+                    kind, said = type(self.model).__name__, f"{type(reason).__name__}: {reason}"
                     raise InputError(
-                        f"{type(self.model).__name__} does not run in training mode ({type(reason).__name__}: {reason}), "
-                        "and what it computes there must stay, too: pass example=, the arguments of a call that works"
+                        f"{kind} does not run in training mode ({said}), and what it computes there must stay, too: "
+                        "pass example=, the arguments of a call that works"
                     ) from reason
         return returned
 
@@ -179,8 +180,8 @@ class Flow:
                     raise Stranger(f"{self._said(reader)} reads it, too")
 
     def _merged(self, name: str, linear: nn.Module) -> str:
-        """The reason why a linear layer gets no bias, or nothing: a module around it, as an adapter, only adds up linear
-        layers, and merges their weights."""
+        """The reason why a linear layer gets no bias, or nothing: a module around it, such as an adapter, only adds up
+        linear layers, and may merge their weights."""
         for module, calls in self.found.calls.items():
             for call in calls:
                 inside = self.found.nodes[call.first : call.last]
