@@ -467,9 +467,7 @@ def test_what_only_training_reads_counts(way):
         for found, right in zip(model(tokens), expected):
             assert gap(found, right) < 1e-9
         return
-    with pytest.raises(
-        nfrs.InputError, match=r"no norm of Auxiliary that linear layers alone read: of norm, .*the op"
-    ):
+    with pytest.raises(nfrs.InputError, match=r"no norm of Auxiliary that linear layers alone read: of norm, .*the op"):
         fold_norms(model, example=tokens)
     same(model, *state)
 

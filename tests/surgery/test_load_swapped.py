@@ -285,6 +285,18 @@ def test_a_part_marks_the_model_around_it_and_undo_takes_it_back(tmp_path):
     is_unmarked(other, tmp_path / "other")
 
 
+def test_undo_brings_the_shared_configuration_back_unless_something_was_written():
+    model = transformers.LlamaForCausalLM(config())
+    shared, swapped = model.config, swap_norms(model.model, "scalenorm")
+    assert model.config is model.model.config is not shared
+    swapped.undo()
+    assert model.config is model.model.config is model.model.layers[0].self_attn.config is shared
+    swapped = swap_norms(model, "scalenorm")
+    model.config.use_cache = False
+    swapped.undo()
+    assert shared.use_cache and not model.config.use_cache and not hasattr(model.config, "normformer_rs")
+
+
 def test_a_swap_that_fails_leaves_the_configuration(monkeypatch):
     model = transformers.LlamaForCausalLM(config())
     before = [vars(module).get("config") for module in model.modules()]

@@ -237,7 +237,7 @@ def test_schemes_are_compared_with_anything():
         def __init__(self, value=1):
             self.value = value
 
-    assert Own() != "prenorm" and Own() != None and 3 != Own() and Own() not in ("prenorm", None, 3)  # noqa: E711
+    assert Own() != "prenorm" and Own() != None and Own() != 3 and Own() not in ("prenorm", None, 3)  # noqa: E711
     assert Own() != Scheme and Own([1]) != Own([2]) and Own({"a": np.ones(2)}) == Own({"a": np.ones(2)})
     assert Own([np.ones(2), 1]) == Own([np.ones(2), 1]) != Own([np.ones(2), 2])
     assert len({Own(1), Own(1.0), Own(2), "own", None}) == 4

@@ -5,6 +5,8 @@ folded into them; LayerNorms that read sums of what linear layers and embeddings
 centred.
 """
 
+import contextlib
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -15,7 +17,7 @@ from ..errors import InputError
 from .examples import caller, failed_on, quietly
 from .probe import RecognisedNorm
 from .proof import difference
-from .record import ADDITIONS, UNCHANGED, Key, Node, Record, each_once, record, tensors_in
+from .record import ADDITIONS, TIMES, UNCHANGED, Key, Node, Record, each_once, key, record, tensors_in
 from .stream import Matrix, Places, Site, find_faults, join
 
 _PASSES = UNCHANGED | {"dropout", "drop_path", "expand", "repeat", "cat", "roll", "clamp"}
@@ -44,8 +46,7 @@ class Flow:
 
     def __init__(self, model: nn.Module, run: Callable[[], Any], places: Places, modes: tuple[bool, ...]) -> None:
         self.places, self.model, self.run, self.modes = places, model, run, modes
-        scripted = torch.jit.ScriptModule
-        wholes = [m for m in model.modules() if next(m.children(), None) is not None and not isinstance(m, scripted)]
+        wholes = [module for module in model.modules() if not isinstance(module, torch.jit.ScriptModule)]
         self.found: Record = record(model, wholes, self._runs)
         self.readers: dict[Key, list[Node]] = {}
         for node in self.found.nodes:
@@ -130,6 +131,45 @@ class Flow:
         """The operation that reads a parameter of a module beside the module's own calls, or nothing."""
         node = next((self.raw[id(p)] for p in module.parameters(recurse=False) if id(p) in self.raw), None)
         return "" if node is None else f"the operation {node.what} reads its weight"
+
+    def formulas(self) -> Iterator[tuple[str, nn.Module, str]]:
+        """Norms that are no modules: the innermost module that computes each, with its path and words about it."""
+        values = {key(t): t for t in tensors_in(self.found.alive)}
+        spans = sorted(
+            ((call.last - call.first, call, module) for module, calls in self.found.calls.items() for call in calls),
+            key=lambda one: one[0],
+        )
+        found: dict[nn.Module, str] = {}
+        own = {id(p) for norm in self.only_read() for p in norm.parameters(recurse=False)}
+        for number, node in enumerate(self.found.nodes):
+            if node.module is None and own.isdisjoint(k[0] for k in node.inputs) and _norms_rows(node, values):
+                inside = (module for _, call, module in spans if call.first <= number < call.last)
+                found.setdefault(next(inside, self.model), node.what)
+        for module, what in found.items():
+            yield self.name(module), module, f"the operation {what} in its forward norms rows, and no module does"
+
+    def check_calls(self, exchanged: Mapping[nn.Module, nn.Module], by: str) -> None:
+        """InputError where the model does not call new norms in the places of the old ones."""
+        called: dict[nn.Module, int] = {}
+
+        def count(module: nn.Module, _: Any) -> None:
+            called[module] = called.get(module, 0) + 1
+
+        with contextlib.ExitStack() as hooks:
+            for new in {*exchanged.values()}:  # old norms share their hooks
+                hooks.callback(new.register_forward_pre_hook(count).remove)
+            try:
+                self._runs()
+            except Exception as reason:  # a model may raise anything
+                kind, said = type(self.model).__name__, f"{type(reason).__name__}: {reason}"
+                raise InputError(f"{kind} does not run with {by} ({said}): nothing was changed") from reason
+        for old, new in exchanged.items():
+            if old in called or called.get(new, 0) < len(self.calls(old)):
+                raise InputError(
+                    f"{type(self.model).__name__} goes on calling {self.name(old)}, a {type(old).__name__}, by another "
+                    "name than that, such as out of a list or a closure, where no swap reaches it: have the forward "
+                    "call it by its name"
+                )
 
     # Forwards: who reads a norm.
 
@@ -268,6 +308,26 @@ class Flow:
             node = self.found.nodes[number]
         is_ours = node.what == "conv" and node.made[0][1] == width
         return node.module if is_ours else None
+
+
+def _norms_rows(node: Node, values: Mapping[Key, Tensor]) -> bool:
+    """The operation is a norm over the last dimension; or rows have one length behind it, and had several."""
+    if node.what in ("layer_norm", "rms_norm"):
+        return True
+    if node.what not in TIMES | {"normalize"} or node.factor is not None or node.made[0][-1] < 4:
+        return False
+    y, x = values.get(node.outputs[0]), None
+    for at, shape in zip(node.inputs, node.shapes):
+        x = values.get(at) if shape == node.made[0] else x
+    return x is not None and y is not None and _spread(y) < 0.01 and _spread(x) > 0.05
+
+
+def _spread(rows: Tensor) -> float:
+    """How much the lengths of rows differ, relative to the mean length."""
+    if not rows.is_floating_point() or rows.shape[:-1].numel() < 2:
+        return math.nan
+    lengths = rows.detach().double().norm(dim=-1)
+    return float(lengths.std() / lengths.mean())
 
 
 def _is_affine(node: Node) -> bool:

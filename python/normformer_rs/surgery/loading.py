@@ -82,9 +82,7 @@ def load_swapped(
 
     wants_report = options.pop("output_loading_info", False)
     try:
-        model, report = _class(kind, again).from_pretrained(
-            folder, config=config, output_loading_info=True, **options
-        )
+        model, report = _class(kind, again).from_pretrained(folder, config=config, output_loading_info=True, **options)
     except RuntimeError as error:
         if "ignore_mismatched_sizes" not in str(error):
             raise

@@ -68,10 +68,25 @@ def _give_its_own(model: nn.Module, edits: Edits) -> None:
     held = [r if isinstance(r, dict) else getattr(r, "__dict__", {}) for r in gc.get_referrers(*configs)]
     around = [h for h in held if isinstance(h.get("_modules"), dict) and id(h) not in own and _holds(h, model)]
     edits.state.keep_dicts(around)
-    for held_by in (*map(vars, (*modules, *copies.values())), *around):
-        held_by.update({name: copies[id(value)] for name, value in held_by.items() if id(value) in copies})
+    originals = {id(copies[id(config)]): config for config in configs}
+    holders = [*map(vars, (*modules, *copies.values())), *around]
+
+    def back() -> None:
+        """Only where nothing else was written into the copies since."""
+        pairs = ((_exchanged(vars(one), originals), vars(originals[id(one)])) for one in copies.values())
+        if all(mine.keys() == own.keys() and all(mine[n] is own[n] for n in own) for mine, own in pairs):
+            for held_by in holders:
+                held_by.update(_exchanged(held_by, originals))
+
+    for held_by in holders:
+        held_by.update(_exchanged(held_by, copies))
+    edits.afterwards(back)
     for module in (*modules, *(child for h in around for child in _below(h))):
         _OWN.setdefault(module, {}).update((id(one), one) for one in copies.values())
+
+
+def _exchanged(held: dict[str, Any], new: Mapping[int, Any]) -> dict[str, Any]:
+    return {name: new.get(id(value), value) for name, value in held.items()}
 
 
 def _below(held: dict[str, Any]) -> Iterable[nn.Module]:
