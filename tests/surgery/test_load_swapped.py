@@ -126,6 +126,22 @@ def test_another_class_of_the_family_has_the_same_norms(saved, kind, tmp_path):
     assert torch.equal(states(loaded), states(model))
 
 
+@pytest.mark.parametrize("saved", ["LlamaForCausalLM", "LlamaModel"])
+@pytest.mark.parametrize("kind", ["LlamaForCausalLM", "LlamaModel", "LlamaForSequenceClassification"])
+def test_another_class_folds_the_norms_that_were_folded(saved, kind, tmp_path):
+    """Where a class returns the last norm, this keeps its gain, and where a head reads it, the head has it."""
+    model = getattr(transformers, saved)(config()).double().eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.3 * torch.randn_like(p))
+    nfrs.fold_norms(model)
+    model.save_pretrained(tmp_path)
+    loaded = load_swapped(tmp_path, getattr(transformers, kind), dtype=torch.float64)
+    tokens = torch.arange(1, 13).view(2, 6)
+    states = [getattr(one, "model", one)(tokens).last_hidden_state for one in (model, loaded)]
+    torch.testing.assert_close(*states, rtol=0, atol=1e-6)
+
+
 def test_auto_classes_choose_the_class(tmp_path):
     model = bert()
     swap_norms(model, "rmsnorm")
@@ -181,7 +197,8 @@ WRONG = {
     "option": ([{"swap_residuals": "deepnorm", "optimizer": "x"}], "a scheme has no option 'optimizer'"),
     "init": ([{"swap_residuals": "deepnorm", "init": "xavier"}], "a scheme has no option 'init'"),
     "scheme": ([{"swap_residuals": 5}], "must name a scheme, or declare one"),
-    "fold": ([{"fold_norms": 5}], "fold_norms has no options"),
+    "fold": ([{"fold_norms": 5}], "fold_norms must be true, and has no options but names"),
+    "folded names": ([{"fold_norms": True, "names": 5}], "names must be a list"),
     "many": ([{"fold_norms": True}] * 1001, "at most 1000 swaps"),
 }
 
@@ -233,7 +250,7 @@ def test_a_folder_runs_no_code_unless_it_is_trusted(forged, tmp_path):
 
 def config():
     shape = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
-    return transformers.LlamaConfig(vocab_size=40, **shape)
+    return transformers.LlamaConfig(vocab_size=40, pad_token_id=0, **shape)
 
 
 def comes_back(model, folder):

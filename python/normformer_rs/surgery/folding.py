@@ -2,7 +2,7 @@
 
 import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -58,15 +58,23 @@ def fold_norms(model: nn.Module, *, example: Any = None) -> Swaps:
     DistributedDataParallel and FSDP models, and for weights on the meta device. Nothing has been changed then.
     Source: Graef et al. 2024 (FlashNorm); docs/spec.md §4.16.
     """
+    return fold_named(model, None, example)
+
+
+def fold_named(model: nn.Module, names: Collection[str] | None, example: Any) -> Swaps:
+    """`fold_norms` of these norms alone; None: of all."""
     refuse_wrapped(model)
-    return Edits(model, "fold_norms").all_or_none(functools.partial(_fold_norms, model, example))
+    return Edits(model, "fold_norms").all_or_none(functools.partial(_fold_norms, model, names, example))
 
 
 @torch.no_grad()
-def _fold_norms(model: nn.Module, example: Any, edits: Edits) -> Swaps:
+def _fold_norms(model: nn.Module, names: Collection[str] | None, example: Any, edits: Edits) -> Swaps:
     by = edits.title
     refuse_meta(model, by)
     found, flow = _found(model, by, Places(model), example)
+    wanted = {*(names or ())}
+    for site in found.values() if names is not None else ():
+        site.fault = site.fault or ("" if site.names & wanted else "it was not folded before it was saved")
     if flow is not None:
         _prove(model, found, flow, edits)
     rows = _fold_all(model, found, edits)
@@ -117,7 +125,8 @@ def _fold_all(model: nn.Module, found: dict[nn.Module, Site], edits: Edits) -> l
             _fold(norm, known, site, edits)
     rows += replace(model, [(name, norm) for norm in folded for name in sorted(found[norm].names)], folded, edits)
     if folded:
-        mark(model, "folded", "norms", edits, {"fold_norms": True})
+        names = sorted(name for norm in folded for name in found[norm].names)
+        mark(model, "folded", "norms", edits, {"fold_norms": True, "names": names})
     return rows
 
 

@@ -14,7 +14,7 @@ from ..errors import InputError
 from ..file_class import names_code, refuse_code
 from ..nn.norm_table import FAMILIES
 from ..nn.registry import norm_class
-from .folding import fold_norms
+from .folding import fold_named
 from .marker import KEY, MARKS
 from .norms import swap_norms
 from .probe import KINDS
@@ -230,8 +230,11 @@ def _check_residuals(one: Mapping[str, Any], where: str) -> None:
 
 
 def _check_fold(one: Mapping[str, Any], where: str) -> None:
-    if dict(one) != {"fold_norms": True}:
-        raise InputError(f'{where}: fold_norms has no options, {{"fold_norms": true}}; got {_shown(one)}')
+    if {**one, "names": None} != {"fold_norms": True, "names": None}:
+        raise InputError(f"{where}: fold_norms must be true, and has no options but names; got {_shown(one)}")
+    names = one.get("names", [])
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise InputError(f"{where}: names must be a list of modules' names; got {_shown(names)}")
 
 
 _CHECKS = {"swap_norms": _check_norms, "swap_residuals": _check_residuals, "fold_norms": _check_fold}
@@ -254,7 +257,7 @@ def _swap(model: nn.Module, how: dict[str, Any], example: Any, where: str) -> No
         if names:
             swap_norms(model, to, filter=lambda name, _: name in names, example=example, **how)
     else:
-        fold_norms(model, example=example)
+        fold_named(model, _found(model, how["names"], where) if "names" in how else None, example)
 
 
 def _found(model: Any, names: list[str], where: str) -> set[str]:

@@ -69,7 +69,7 @@ def _give_its_own(model: nn.Module, edits: Edits) -> None:
     around = [h for h in held if isinstance(h.get("_modules"), dict) and id(h) not in own and _holds(h, model)]
     edits.state.keep_dicts(around)
     originals = {id(copies[id(config)]): config for config in configs}
-    holders = [*map(vars, (*modules, *copies.values())), *around]
+    holders: list[Any] = [*map(vars, (*modules, *copies.values())), *around]
 
     def back() -> None:
         """Only where nothing else was written into the copies since."""
