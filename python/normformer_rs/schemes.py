@@ -445,7 +445,7 @@ class Scheme(FromFile):
         return mine.keys() == theirs.keys() and all(_same(mine[k], theirs[k]) for k in mine)
 
     def __hash__(self) -> int:
-        return hash((type(self), repr(self)))
+        return hash((type(self), *sorted(vars(self))))  # equal values, such as 1 and 1.0, may print differently
 
 
 _ABOUT: dict[str, type] = {"name": str, "equation": str, "source": str, "init": str}
@@ -454,9 +454,13 @@ _ABOUT |= {"has_biases": bool, "is_profiled": bool}
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Arrays and tensors are equal where all their numbers are."""
+    """Arrays and tensors are equal where all their numbers are, also within lists and dictionaries."""
     if hasattr(one, "shape") or hasattr(other, "shape"):
         return getattr(one, "shape", None) == getattr(other, "shape", None) and bool((one == other).all())
+    if type(one) is type(other) and isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(_same, one, other))
+    if type(one) is type(other) and isinstance(one, dict):
+        return one.keys() == other.keys() and all(_same(one[k], other[k]) for k in one)
     return bool(one == other)
 
 

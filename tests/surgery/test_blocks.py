@@ -10,6 +10,7 @@ import torch
 from block_models import FAMILIES, GENERATING, LAYERS, D, build, inputs, loss, move, outputs
 from surgery_support import assert_same, state_of
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from normformer_rs import InputError
 from normformer_rs.surgery import Linear, Part, converted, fold_norms, register_block, swap_norms, swap_residuals
@@ -364,3 +365,37 @@ def test_load_then_swap_then_load_the_state(tmp_path):
     swap_residuals(other, "postnorm", init=None)
     with pytest.raises(RuntimeError, match="scheme_deepnorm"):
         other.load_state_dict(model.state_dict())
+
+
+# Models on the meta device.
+
+
+class Storages(TorchDispatchMode):
+    """The largest storage that an operation makes, in bytes."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for t in out if isinstance(out, tuple | list) else [out]:
+            if isinstance(t, torch.Tensor) and not t.is_meta:
+                self.largest = max(self.largest, t.untyped_storage().nbytes())
+        return out
+
+
+@pytest.mark.parametrize(
+    "swap, to, options", [(swap_residuals, "deepnorm", {"init": None}), (swap_norms, "scalenorm", {})]
+)
+def test_a_model_on_meta_is_swapped_without_its_weights(swap, to, options):
+    transformers = pytest.importorskip("transformers")
+    shape = {"hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 512}
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=9000, **shape))
+    size = sum(p.numel() * p.itemsize for p in model.parameters())
+    stock = transformers.LlamaForCausalLM(model.config)
+    with Storages() as storages:
+        swap(model, to, **options)
+    assert 0 < storages.largest < size / 20  # the embedding has two fifths of all
+    assert all(p.is_meta for p in model.parameters())
+    swap(stock, to, **options)
+    assert [*stock.state_dict()] == [*model.state_dict()]

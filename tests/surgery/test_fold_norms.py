@@ -240,11 +240,7 @@ def _base(model):
     model.base = model.vit
 
 
-def _wrapped_head(model):
-    model.classifier = Lora(model.classifier)
-
-
-@pytest.mark.parametrize("change", [_pooler, _base, _wrapped_head])
+@pytest.mark.parametrize("change", [_pooler, _base])
 def test_the_last_norm_folds_into_whatever_reads_it(change):
     model = build("ViT")
     change(model)
@@ -371,3 +367,171 @@ def test_a_fold_that_stops_half_way_is_taken_back(monkeypatch):
         fold_norms(model)
     after = model.state_dict()
     assert [*after] == [*before] and all(torch.equal(after[name], value) for name, value in before.items())
+
+
+# What only training, only trained gains or only a merge would show.
+
+
+def same(model, state, kinds):
+    """The model as it was."""
+    now = model.state_dict()
+    assert [*now] == [*state] and all(torch.equal(now[name], value) for name, value in state.items())
+    assert [(name, id(module)) for name, module in model.named_modules()] == kinds
+
+
+def kept(model):
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    return state, [(name, id(module)) for name, module in model.named_modules()]
+
+
+class DropPath(nn.Module):
+    def forward(self, x):
+        return x * (torch.rand(len(x), 1, 1) > 0.3) / 0.7 if self.training else x
+
+
+class Dropping(nn.Module):
+    def __init__(self, drop):
+        super().__init__()
+        self.first, self.second = nn.LayerNorm(D), nn.LayerNorm(D)
+        self.up, self.down, self.drop = nn.Linear(D, 6), nn.Linear(6, D), drop
+
+    def forward(self, x):
+        x = x + self.down(self.up(self.first(x)).tanh())
+        drop = self.drop if isinstance(self.drop, nn.Module) else lambda y: self.drop(y, 0.3, self.training)
+        return self.tail(drop(self.second(x))) if hasattr(self, "tail") else x
+
+
+D = own.D
+DROPS = [nn.Dropout(0.3), nn.AlphaDropout(0.3), DropPath(), nn.functional.dropout, nn.functional.alpha_dropout]
+
+
+@pytest.mark.parametrize("drop", DROPS, ids=lambda drop: getattr(drop, "__name__", type(drop).__name__))
+def test_a_norm_before_an_active_dropout_stays(drop):
+    model = Dropping(drop)
+    model.tail = nn.Linear(D, D)
+    model = scattered(model).train()
+    x = torch.randn(2, 3, D, dtype=torch.float64)
+
+    def trained():
+        torch.manual_seed(1)
+        return model(x)
+
+    expected = trained()
+    notes = {row.name: row.note for row in fold_norms(model, example=x)}
+    assert notes["first"] == "weight, bias into up" and notes["second"].startswith("stays: ")
+    assert notes["second"].endswith("reads it, too") and gap(trained(), expected) < 1e-9
+    assert gap(model.eval()(x), expected) > 0.01
+
+
+def test_a_dropout_of_probability_zero_does_not_matter():
+    model = Dropping(nn.Dropout(0.0))
+    model.tail = nn.Linear(D, D)
+    model, x = scattered(model), torch.randn(2, 3, D, dtype=torch.float64)
+    expected = model(x)
+    assert not [row for row in fold_norms(model, example=x) if row.note.startswith("stays")]
+    assert gap(model(x), expected) < 1e-9
+
+
+class Auxiliary(Model):
+    """In training mode another head reads the last norm, or an addition reads a block's."""
+
+    def __init__(self, way):
+        super().__init__(Block())
+        self.way, self.other = way, nn.Linear(D, 2)
+        self.first = nn.Linear(D, D)
+
+    def forward(self, tokens):
+        y = self.norm(self.embedding(tokens))
+        if not self.training:
+            return self.head(y)
+        if self.way == "a head":
+            return self.head(y), self.other(y)
+        if self.way == "a loss":
+            return self.head(y), y.square().mean()
+        if self.way == "a loss that it keeps":
+            self.loss = y.square().mean()
+            return self.head(y)
+        if self.way == "a penalty":
+            return self.head(y), self.norm.weight.square().sum()
+        return self.head(y), self.head.weight.square().sum()
+
+
+@pytest.mark.parametrize("way", ["a head", "a loss", "a loss that it keeps", "a penalty", "a penalty of the head"])
+def test_what_only_training_reads_counts(way):
+    model = scattered(Auxiliary(way))
+    del model.blocks
+    tokens, state = torch.arange(5)[None], kept(model)
+    expected = model.train()(tokens)
+    if way == "a head":
+        fold_norms(model, example=tokens)
+        for found, right in zip(model(tokens), expected):
+            assert gap(found, right) < 1e-9
+        return
+    with pytest.raises(nfrs.InputError, match=r"no norm of Auxiliary that linear layers alone read: of norm, .*the op"):
+        fold_norms(model, example=tokens)
+    same(model, *state)
+
+
+def test_a_model_that_fails_in_training_mode_is_refused():
+    class Trains(Dropping):
+        def forward(self, x):
+            if self.training:
+                raise ValueError("needs labels")
+            return super().forward(x)
+
+    model, x = scattered(Trains(nn.Identity())), torch.randn(2, 3, D, dtype=torch.float64)
+    state = kept(model)
+    with pytest.raises(nfrs.InputError, match=r"Trains does not run in training mode \(ValueError: needs labels\)"):
+        fold_norms(model, example=x)
+    same(model, *state)
+
+
+@pytest.mark.parametrize("scheme", ["postnorm", "deepnorm"])
+def test_norms_that_write_the_stream_are_refused_before_their_gains_are_trained(scheme):
+    model = own.first_values("Llama")
+    nfrs.swap_residuals(model, scheme, init=None)
+    state = kept(model)
+    with pytest.raises(nfrs.InputError, match="would change what LlamaForCausalLM computes"):
+        fold_norms(model)
+    same(model, *state)
+
+
+def test_sandwichs_branch_norms_stay_before_their_gains_are_trained():
+    model = own.first_values("Llama")
+    nfrs.swap_residuals(model, "sandwich", init=None)
+    notes = {row.name: row.note for row in fold_norms(model)}
+    assert notes["model.layers.0.input_layernorm"] == "weight into q_proj, k_proj, v_proj"
+    assert notes["model.layers.0.residual.post_norm1"].startswith("stays")
+
+
+def test_a_declaration_that_is_wrong_is_refused_where_an_example_shows_it():
+    class Wrong(Block):
+        def forward(self, x):
+            return super().forward(x) + self.ln2(x)
+
+    nfrs.surgery.register_block(Wrong, own._SPEC)
+    model = Model(Wrong()).eval()
+    state = kept(model)
+    with pytest.raises(nfrs.InputError, match="fold_norms would change what Model computes"):
+        fold_norms(model, example=torch.arange(5)[None])
+    same(model, *state)
+
+
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_adapters_get_no_bias_that_a_merge_would_lose(has_bias):
+    model = build("ViT")
+    model.classifier = Lora(model.classifier)
+    if not has_bias:
+        model.vit.layernorm.bias = None
+    expected = run(model, "ViT")
+    (note,) = [row.note for row in fold_norms(model) if row.name.endswith(".layernorm")]
+    assert gap(run(model, "ViT"), expected) < 1e-9
+    lora = model.classifier
+    with torch.no_grad():
+        lora.base_layer.weight += lora.up.weight @ lora.down.weight
+    model.classifier = lora.base_layer
+    assert gap(run(model, "ViT"), expected) < 1e-9
+    if has_bias:
+        assert note == "stays: classifier.down has no bias, and a merge of the Lora around it would lose one"
+    else:
+        assert note == "weight into base_layer, down"

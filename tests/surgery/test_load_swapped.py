@@ -1,6 +1,7 @@
 """`load_swapped`: what Hugging Face's `save_pretrained` wrote of a swapped model comes back to the bit."""
 
 import contextlib
+import copy
 import json
 import shutil
 
@@ -125,6 +126,22 @@ def test_another_class_of_the_family_has_the_same_norms(saved, kind, tmp_path):
     assert torch.equal(states(loaded), states(model))
 
 
+@pytest.mark.parametrize("saved", ["LlamaForCausalLM", "LlamaModel"])
+@pytest.mark.parametrize("kind", ["LlamaForCausalLM", "LlamaModel", "LlamaForSequenceClassification"])
+def test_another_class_folds_the_norms_that_were_folded(saved, kind, tmp_path):
+    """Where a class returns the last norm, this keeps its gain, and where a head reads it, the head has it."""
+    model = getattr(transformers, saved)(config()).double().eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.3 * torch.randn_like(p))
+    nfrs.fold_norms(model)
+    model.save_pretrained(tmp_path)
+    loaded = load_swapped(tmp_path, getattr(transformers, kind), dtype=torch.float64)
+    tokens = torch.arange(1, 13).view(2, 6)
+    states = [getattr(one, "model", one)(tokens).last_hidden_state for one in (model, loaded)]
+    torch.testing.assert_close(*states, rtol=0, atol=1e-6)
+
+
 def test_auto_classes_choose_the_class(tmp_path):
     model = bert()
     swap_norms(model, "rmsnorm")
@@ -180,7 +197,8 @@ WRONG = {
     "option": ([{"swap_residuals": "deepnorm", "optimizer": "x"}], "a scheme has no option 'optimizer'"),
     "init": ([{"swap_residuals": "deepnorm", "init": "xavier"}], "a scheme has no option 'init'"),
     "scheme": ([{"swap_residuals": 5}], "must name a scheme, or declare one"),
-    "fold": ([{"fold_norms": 5}], "fold_norms has no options"),
+    "fold": ([{"fold_norms": 5}], "fold_norms must be true, and has no options but names"),
+    "folded names": ([{"fold_norms": True, "names": 5}], "names must be a list"),
     "many": ([{"fold_norms": True}] * 1001, "at most 1000 swaps"),
 }
 
@@ -222,5 +240,93 @@ def test_a_folder_runs_no_code_unless_it_is_trusted(forged, tmp_path):
     assert not (tmp_path / "ran").exists()
     with pytest.raises(InputError, match=r"swap 1: swap_norms is '.*mine\.py:Mine', which names Python code"):
         load([{"swap_norms": text, "names": swaps[0]["names"]}])
-    loaded = load([{"swap_norms": text, "names": swaps[0]["names"]}], trust=True)
-    assert (tmp_path / "ran").exists() and type(loaded.transformer.h[0].ln_1).__name__ == "OwnNorm"
+    with pytest.raises(InputError, match="weights are of no model with norm_is_of-a-swap"):  # they are gated-rmsnorm's
+        load([{"swap_norms": text, "names": swaps[0]["names"]}], trust=True)
+    assert (tmp_path / "ran").exists()
+
+
+# One configuration object for several models.
+
+
+def config():
+    shape = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
+    return transformers.LlamaConfig(vocab_size=40, pad_token_id=0, **shape)
+
+
+def comes_back(model, folder):
+    model.save_pretrained(folder)
+    tokens = torch.arange(12).view(2, 6)
+    assert torch.equal(load_swapped(folder)(tokens).logits, model.eval()(tokens).logits)
+
+
+def is_unmarked(model, folder):
+    model.save_pretrained(folder)
+    with pytest.raises(InputError, match="names no swaps"):
+        load_swapped(folder)
+
+
+def test_models_of_one_configuration_have_marks_of_their_own(tmp_path):
+    shared = config()
+    teacher = transformers.LlamaForCausalLM(shared)
+    models = {}
+    for scheme in ("deepnorm", "sandwich"):
+        models[scheme] = transformers.LlamaForCausalLM(shared)
+        swap_residuals(models[scheme], scheme, init=None)
+        swap_norms(models[scheme], "scalenorm" if scheme == "deepnorm" else "layernorm")
+    for scheme, model in models.items():
+        comes_back(model, tmp_path / scheme)
+    is_unmarked(teacher, tmp_path / "teacher")
+    assert shared is teacher.config and not hasattr(shared, "normformer_rs")
+
+
+def test_a_model_of_a_swapped_models_configuration_starts_without_its_marks(tmp_path):
+    first = transformers.LlamaForCausalLM(config())
+    swap_residuals(first, "deepnorm", init=None)
+    second, third = transformers.LlamaForCausalLM(first.config), copy.deepcopy(first)
+    swap_norms(second, "scalenorm")
+    swap_norms(third, "layernorm")
+    for number, model in enumerate((first, second, third)):
+        comes_back(model, tmp_path / str(number))
+    assert [*second.config.normformer_rs] == ["norm", "swaps"]
+
+
+def test_a_part_marks_the_model_around_it_and_undo_takes_it_back(tmp_path):
+    shared = config()
+    model, other = (transformers.LlamaForCausalLM(shared) for _ in range(2))
+    swapped = swap_norms(model.model, "scalenorm")
+    again = swap_residuals(model, "deepnorm", init=None)
+    assert model.config is model.model.config is model.model.layers[0].self_attn.config
+    comes_back(model, tmp_path / "swapped")
+    again.undo(), swapped.undo()
+    is_unmarked(model, tmp_path / "undone")
+    is_unmarked(other, tmp_path / "other")
+
+
+def test_undo_brings_the_shared_configuration_back_unless_something_was_written():
+    model = transformers.LlamaForCausalLM(config())
+    shared, swapped = model.config, swap_norms(model.model, "scalenorm")
+    assert model.config is model.model.config is not shared
+    swapped.undo()
+    assert model.config is model.model.config is model.model.layers[0].self_attn.config is shared
+    swapped = swap_norms(model, "scalenorm")
+    model.config.use_cache = False
+    swapped.undo()
+    assert shared.use_cache and not model.config.use_cache and not hasattr(model.config, "normformer_rs")
+
+
+def test_a_swap_that_fails_leaves_the_configuration(monkeypatch):
+    model = transformers.LlamaForCausalLM(config())
+    before = [vars(module).get("config") for module in model.modules()]
+    monkeypatch.setattr("normformer_rs.surgery.norms.mark_norms", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        swap_norms(model.model, "scalenorm")
+    assert all(a is b for a, b in zip(before, (vars(module).get("config") for module in model.modules()), strict=True))
+    assert not hasattr(model.config, "normformer_rs")
+
+
+def test_weights_that_were_not_swapped_as_config_json_says_are_refused(tmp_path):
+    first = transformers.LlamaForCausalLM(config())
+    swap_residuals(first, "deepnorm", init=None)
+    transformers.LlamaForCausalLM(first.config).save_pretrained(tmp_path)
+    with pytest.raises(InputError, match=r"weights are of no model with scheme_deepnorm"):
+        load_swapped(tmp_path)

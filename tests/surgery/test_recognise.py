@@ -153,6 +153,33 @@ STRANGERS = {
     "a gate": (lambda m, x, gate=None: F.rms_norm(x, (D,), m.g), {"g": gain()}, "its forward takes gate=None beside x"),
     "unit length": (lambda m, x: unit(x), {"dim": D}, "multiplies by 0.25"),
     "no width": (lambda m, x: unit(x) * m.g, {"g": gain(1)}, "its width is unknown"),
+    "a gain without a sign": (lambda m, x: F.rms_norm(x, (D,), m.g.abs()), {"g": gain()}, "for some rows, gains"),
+    "one gain without a sign": (lambda m, x: unit(x) * m.s.abs(), {"s": gain(1), "dim": D}, "for some rows, gains"),
+    "a bounded gain": (lambda m, x: F.rms_norm(x, (D,), m.g.clamp(-99, 99)), {"g": gain()}, "for some rows, gains"),
+    "a bounded input": (lambda m, x: F.rms_norm(x.clamp(-1e9, 1e9), (D,), m.g), {"g": gain()}, "for some rows"),
+    "a bounded x̂": (lambda m, x: F.rms_norm(x, (D,)).clamp(-3.5, 3.5) * m.g, {"g": gain()}, "computes"),
+    "many rows": (
+        lambda m, x: F.rms_norm(x, (D,), m.g) if x.shape[-2] < 99 else F.layer_norm(x, (D,), m.g),
+        {"g": gain()},
+        "for some rows",
+    ),
+    "rows alone": (
+        lambda m, x: F.rms_norm(x, (D,), m.g) if x.dim() == 3 else F.layer_norm(x, (D,), m.g),
+        {"g": gain()},
+        "for some rows",
+    ),
+    "modes": (lambda m, x: F.rms_norm(x, (D,), m.g) * (1 + m.training), {"g": gain()}, "computes no norm"),
+    "modes of huge rows": (
+        lambda m, x: F.rms_norm(x.clamp(max=1e9) if m.training else x, (D,), m.g),
+        {"g": gain()},
+        "for some rows, gains or modes",
+    ),
+    "a gradient without the statistics": (
+        lambda m, x: x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6).detach() * m.g,
+        {"g": gain()},
+        "for some rows, gains or modes",
+    ),
+    "no gradient": (lambda m, x: F.rms_norm(x, (D,), m.g).detach(), {"g": gain()}, "for some rows, gains or modes"),
     "two gains": (lambda m, x: F.layer_norm(x, (D,)) * (m.g + m.h), {"g": gain(), "h": gain()}, "a gain and a bias"),
 }
 
@@ -201,11 +228,11 @@ def test_norms_that_are_alike_are_asked_once_and_others_each_for_itself():
             calls.append((self.eps, self.offset))
             return F.rms_norm(x, (D,), self.w + self.offset, self.eps)
 
-    model = nn.Sequential(*(Counted(eps, offset) for eps in (1e-3, 1e-2) for offset in (0, 1) for _ in range(20)))
+    model = nn.Sequential(*(Counted(eps, offset) for eps in (1e-3, 1e-2) for offset in (0, 1) for _ in range(30)))
     swap_norms(model, "rmsnorm")
-    assert [norm.eps for norm in model] == [1e-3] * 40 + [1e-2] * 40
+    assert [norm.eps for norm in model] == [1e-3] * 60 + [1e-2] * 60
     each = {calls.count(pair) for pair in {*calls}}
-    assert len({*calls}) == 4 and max(each) < 20
+    assert len({*calls}) == 4 and max(each) < 30
 
 
 class LayerNorm2d(nn.LayerNorm):

@@ -8,6 +8,7 @@ from surgery_support import HEADS, D, assert_same, hugging_face, state_of
 from torch import nn
 from torch.nn.utils import parametrize
 
+import normformer_rs as nfrs
 from normformer_rs import nn as nfnn
 from normformer_rs.surgery import (
     BlockSpec,
@@ -258,3 +259,58 @@ def test_librarys_own_models_need_no_stack():
     config = transformers.BartConfig(vocab_size=20, **shape)
     swap_residuals(transformers.BartModel(config), "sandwich", init=None)
     swap_residuals(hugging_face("bert"), "sandwich", init=None)
+
+
+# torch's own errors
+
+
+class Plain(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(D), nn.Linear(D, D)
+
+    def forward(self, x):
+        return x + self.linear(self.norm(x))
+
+
+def _sparse(model):
+    model[0].linear.weight = nn.Parameter(model[0].linear.weight.detach().to_sparse())
+    return model
+
+
+ODD = {
+    "fp8": (lambda m: m.to(torch.float8_e4m3fn), swap_norms, "scalenorm", r"torch\.float8_e4m3fn: convert the model"),
+    "complex": (lambda m: m.to(torch.complex64), swap_norms, "scalenorm", r"torch\.complex64: convert the model"),
+    "sparse": (_sparse, swap_residuals, "deepnorm", r"0\.linear\.weight is a torch\.sparse_coo tensor"),
+    "scripted": (torch.jit.script, swap_residuals, "deepnorm", "compiled by torch.jit: swap first"),
+    "another width": (
+        lambda m: m,
+        swap_norms,
+        lambda w: nn.LayerNorm(w + 1),
+        f"a norm of width {D + 1}, and 0.n",
+    ),
+    "another result": (lambda m: m, swap_norms, lambda w: nn.Linear(w, w + 1), "Sequential does not run with <lambda>"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Complex modules are", "ignore:Casting complex")
+@pytest.mark.parametrize("name", ODD)
+def test_torchs_own_errors_are_input_errors(name):
+    make, swap, to, said = ODD[name]
+    x = None if name in ("fp8", "complex") else torch.randn(2, 3, D)
+    model = make(nn.Sequential(Plain(), Plain()))
+    before = [(name, id(module), [*module._parameters.values()]) for name, module in model.named_modules()]
+    with pytest.raises(nfrs.InputError, match=said):
+        swap(model, to, example=x)
+    after = [(name, id(module), [*module._parameters.values()]) for name, module in model.named_modules()]
+    assert [one[:2] for one in after] == [one[:2] for one in before]
+    assert all(a is b for x, y in zip(before, after) for a, b in zip(x[2], y[2], strict=True))
+
+
+@pytest.mark.parametrize("filter", [lambda name: True, 3, lambda name, module: {}[name]])
+def test_a_wrong_filter_is_an_input_error(filter):
+    model = nn.Sequential(Plain(), Plain())
+    state = state_of(model)
+    with pytest.raises(nfrs.InputError, match=r"is not possible, and nothing was changed: (Type|Key)Error"):
+        swap_norms(model, "dyt", filter=filter)
+    assert_same(state_of(model), state)

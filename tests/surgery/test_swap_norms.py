@@ -1,6 +1,7 @@
 """Norms swapped into models that somebody else wrote."""
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from surgery_support import MODELS, NORMS, D, assert_same, build, run, state_of,
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+import normformer_rs as nfrs
 from normformer_rs import nn as nfnn
 from normformer_rs.surgery import swap_norms, swap_residuals
 
@@ -337,7 +339,7 @@ def test_families_are_swapped_in_by_name():
     torch.testing.assert_close(model(x), before)
     assert len(swap_norms(model, "rmsnorm:llama")) == len(swap_norms(model, "rmsnorm")) == 0
     swap_norms(model, "rmsnorm:original")
-    assert (model[0].eps, model[0].eps_place) == (1e-8, "outside")
+    assert (model[0].eps, model[0].eps_place) == (1e-8, "outside the children")
     (row,) = swap_norms(model, "rmsnorm:nanochat")
     assert row.note == "gain dropped" and model[0].weight is None
     with pytest.raises(ValueError, match=r"did you mean .rmsnorm:llama"):
@@ -387,7 +389,7 @@ def test_a_swap_that_stops_half_way_is_taken_back(monkeypatch):
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     before, norm = [*model.parameters()], model[1]
     monkeypatch.setattr("normformer_rs.surgery.norms.mark", lambda *_: [][0])
-    with pytest.raises(IndexError):
+    with pytest.raises(nfrs.InputError, match=r"nothing was changed: IndexError: list index"):
         swap_norms(model, "rmsnorm", optimizer=optimizer)
     assert model[1] is norm and all(p is old for p, old in zip(model.parameters(), before, strict=True))
     assert all(p is old for p, old in zip(optimizer.param_groups[0]["params"], before, strict=True))
@@ -406,3 +408,86 @@ def test_convert_sync_batchnorm_is_for_torchs_classes(name):
         assert model[1] is norm and type(model[2]) is nn.SyncBatchNorm
     assert repr(swapped[1]) == settings and not swapped[1].sync
     torch.testing.assert_close(dict(swapped[1].state_dict()), state)
+
+
+# Norms under other names, and norms that are no modules.
+
+
+class Listed(nn.Module):
+    """Calls its norms past the names under which they are children."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(8), nn.Linear(8, 8)
+        norm = self.norm
+        ways = {
+            "list": [(norm, self.linear)],
+            "dict": {"steps": {"first": norm}},
+            "closure": lambda x: norm(x),
+            "partial": functools.partial(lambda call, x: call(x), norm),
+            "method": norm.forward,
+            "default": lambda x, call=norm: call(x),
+        }
+        self.way, self.kept = way, ways[way]
+
+    def forward(self, x):
+        call = {"list": lambda y: self.kept[0][0](y), "dict": lambda y: self.kept["steps"]["first"](y)}
+        return x + self.linear(call.get(self.way, self.kept)(x))
+
+
+@pytest.mark.parametrize("has_example", [False, True])
+@pytest.mark.parametrize("way", ["list", "dict", "closure", "partial", "method", "default"])
+def test_a_norm_that_runs_under_another_name_is_refused(way, has_example):
+    model, x = nn.Sequential(Listed(way), Listed(way)), torch.randn(2, 3, 8)
+    before = [(name, id(module)) for name, module in model.named_modules()]
+    said = "stays: the model does not call it" if way == "method" else "goes on calling 0.norm"
+    with pytest.raises(nfrs.InputError, match=said if has_example else r"0\.kept holds a norm, a LayerNorm, outside"):
+        swap_norms(model, "dyt", example=x if has_example else None)
+    assert [(name, id(module)) for name, module in model.named_modules()] == before
+    other = nn.Sequential(nn.LayerNorm(8), model)
+    assert [row.name for row in swap_norms(other, "dyt", filter=lambda name, _: name == "0", example=x)] == ["0"]
+
+
+def test_a_norm_that_is_kept_elsewhere_and_called_by_its_name_is_swapped():
+    model, x = nn.Sequential(Listed("list")), torch.randn(2, 3, 8)
+    model[0].forward = lambda x: x + model[0].linear(model[0].norm(x))
+    assert len(swap_norms(model, "dyt", example=x)) == 1 and type(model[0].norm) is nfnn.DyT
+
+
+def _centred(x):
+    return x - x.mean(-1, keepdim=True)
+
+
+FORMULAS = {
+    "layer_norm": lambda x, g: nn.functional.layer_norm(x, (8,), g),
+    "rms_norm": lambda x, g: torch.rms_norm(x, (8,), g),
+    "normalize": lambda x, g: nn.functional.normalize(x, dim=-1) * g,
+    "mul": lambda x, g: x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * g,
+    "div": lambda x, g: g * (_centred(x) / (_centred(x).std(-1, keepdim=True) + 1e-6)),
+}
+
+
+class Formula(nn.Module):
+    def __init__(self, what):
+        super().__init__()
+        self.gain, self.linear, self.what = nn.Parameter(torch.ones(8)), nn.Linear(8, 8), what
+
+    def forward(self, x):
+        return x + self.linear(FORMULAS[self.what](x, self.gain))
+
+
+@pytest.mark.parametrize("what", FORMULAS)
+def test_norms_that_are_no_modules_are_named(what):
+    model, x = nn.Sequential(Formula(what), nn.LayerNorm(8)), torch.randn(2, 3, 8)
+    table = {row.name: row.note for row in swap_norms(model, "dyt", example=x)}
+    assert table["0"] == f"stays: the operation {what} in its forward norms rows, and no module does"
+    with pytest.raises(nfrs.InputError, match=f"no known norm .*; the model, a Formula, stays: the operation {what}"):
+        swap_norms(Formula(what), "dyt", example=x)
+
+
+def test_operations_that_norm_nothing_are_not_named():
+    class Gate(nn.Module):
+        def forward(self, x):
+            return x * x.sigmoid() / 3 * x.softmax(-1)
+
+    assert len(swap_norms(nn.Sequential(Gate(), nn.LayerNorm(8)), "dyt", example=torch.randn(2, 3, 8))) == 1

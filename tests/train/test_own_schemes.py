@@ -230,6 +230,19 @@ def test_schemes_that_hold_arrays_are_compared_by_their_numbers():
             nfrs.Transformer(nfrs.TransformerConfig(residual=scheme, vocab_size=11, d_model=8, d_ff=12, heads=2))
 
 
+def test_schemes_are_compared_with_anything():
+    class Own(Scheme):
+        name = "own"
+
+        def __init__(self, value=1):
+            self.value = value
+
+    assert Own() != "prenorm" and Own() != None and Own() != 3 and Own() not in ("prenorm", None, 3)  # noqa: E711
+    assert Own() != Scheme and Own([1]) != Own([2]) and Own({"a": np.ones(2)}) == Own({"a": np.ones(2)})
+    assert Own([np.ones(2), 1]) == Own([np.ones(2), 1]) != Own([np.ones(2), 2])
+    assert len({Own(1), Own(1.0), Own(2), "own", None}) == 4
+
+
 class At(Scheme):
     """A norm at one point of self-attention."""
 

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from ..errors import InputError
 from .blocks import (
@@ -138,21 +139,36 @@ def _run(model: nn.Module, candidates: Any, example: Any) -> tuple[Record | None
 
 
 def _run_of_twin(model: nn.Module, blocks: list[nn.Module], example: Any) -> tuple[Record | None, str]:
-    """For a model on the meta device, where many cannot be run: a run of a copy with numbers, whose blocks stand for
-    the model's."""
+    """For a model on the meta device, where many cannot be run: a run of a copy, whose blocks stand for the model's.
+    Each matrix of the copy has one row in memory, and all of its rows are this one."""
     names = {module: name for name, module in model.named_modules()}
-    twin = copy.deepcopy(model).to_empty(device="cpu")
-    with torch.no_grad():
-        for p in twin.parameters():
-            p.uniform_(-0.1, 0.1) if p.is_floating_point() else p.zero_()
-        for buffer in twin.buffers():
-            buffer.zero_()
+    twin, made = copy.deepcopy(model), {}
+    for module in twin.modules():
+        for name, p in module._parameters.items():
+            if p is not None and p not in made:
+                row = torch.rand(p.shape[-1:]) * 0.2 - 0.1 if p.is_floating_point() else torch.zeros(p.shape[-1:])
+                made[p] = nn.Parameter(row.to(p.dtype).expand(p.shape), p.requires_grad)
+            module._parameters[name] = None if p is None else made[p]
+        for name, buffer in module._buffers.items():
+            module._buffers[name] = None if buffer is None else torch.zeros_like(buffer, device="cpu")
     inside = {block: twin.get_submodule(names[block]) for block in blocks}
-    found, why = _run(twin, [("", [("", block) for block in inside.values()])], example)
+    with _OneRow():
+        found, why = _run(twin, [("", [("", block) for block in inside.values()])], example)
     if found is not None:
         own = {twin.get_submodule(name): module for module, name in names.items()}
         found.stand_for(own)
     return found, why
+
+
+class _OneRow(TorchFunctionMode):
+    """Multiplies by a matrix of equal rows once, where torch would write out the matrix."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is nn.functional.linear and args[1].stride() == (0, 1):
+            x, weight, bias = (*args, *(kwargs or {}).values(), None)[:3]
+            y = func(x, weight[:1]).expand(*x.shape[:-1], len(weight))
+            return y.clone() if bias is None else y + bias
+        return func(*args, **(kwargs or {}))
 
 
 def _examine(

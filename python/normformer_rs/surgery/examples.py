@@ -2,9 +2,11 @@
 configuration."""
 
 import contextlib
+import random
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -29,15 +31,20 @@ def caller(model: nn.Module, example: Any) -> Callable[[], Any] | None:
 
 @contextlib.contextmanager
 def quietly(model: nn.Module) -> Iterator[None]:
-    """Modes, buffers and the random state as they are, around a run."""
+    """Modes, buffers and the random states as they are, around a run that draws the same numbers each time."""
     modes = {module: module.training for module in model.modules()}
     held = [(module, name, b, b.clone()) for module in modes for name, b in module._buffers.items() if b is not None]
     devices = [p.device for p in model.parameters() if p.device.type == "cuda"][:1]
+    states = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=devices):
         torch.manual_seed(0)
+        random.seed(0)
+        np.random.seed(0)
         try:
             yield
         finally:
+            random.setstate(states[0])
+            np.random.set_state(states[1])
             for module, mode in modes.items():
                 module.training = mode
             with torch.no_grad():

@@ -5,6 +5,8 @@ folded into them; LayerNorms that read sums of what linear layers and embeddings
 centred.
 """
 
+import contextlib
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -15,7 +17,7 @@ from ..errors import InputError
 from .examples import caller, failed_on, quietly
 from .probe import RecognisedNorm
 from .proof import difference
-from .record import ADDITIONS, UNCHANGED, Key, Node, Record, each_once, record, tensors_in
+from .record import ADDITIONS, TIMES, UNCHANGED, Key, Node, Record, each_once, key, record, tensors_in
 from .stream import Matrix, Places, Site, find_faults, join
 
 _PASSES = UNCHANGED | {"dropout", "drop_path", "expand", "repeat", "cat", "roll", "clamp"}
@@ -42,11 +44,10 @@ class Writer(NamedTuple):
 class Flow:
     """A model's run, read from its norms outwards."""
 
-    def __init__(self, model: nn.Module, run: Callable[[], Any], places: Places) -> None:
-        self.places, self.model, self.run = places, model, run
-        with quietly(model):
-            model.eval()
-            self.found: Record = record(model, (), run)
+    def __init__(self, model: nn.Module, run: Callable[[], Any], places: Places, modes: tuple[bool, ...]) -> None:
+        self.places, self.model, self.run, self.modes = places, model, run, modes
+        wholes = [module for module in model.modules() if not isinstance(module, torch.jit.ScriptModule)]
+        self.found: Record = record(model, wholes, self._runs)
         self.readers: dict[Key, list[Node]] = {}
         for node in self.found.nodes:
             for at in dict.fromkeys(node.inputs):
@@ -57,30 +58,49 @@ class Flow:
             for leaf, t in (*module._parameters.items(), *module._buffers.items())
         )
         self.held = {id(t): (module, leaf) for module, leaf, t in own if t is not None}
+        self.raw = {k[0]: node for node in self.found.nodes if node.module is None for k in node.inputs}
+        """The last operation outside norms and linear layers that read a tensor, by the tensor's identity."""
 
     @classmethod
-    def of(cls, model: nn.Module, example: Any, places: Places) -> "Flow | None":
-        """None: no input is known, or the model does not take it. InputError: it does not take `example`."""
+    def of(cls, model: nn.Module, example: Any, places: Places, modes: tuple[bool, ...] = (False,)) -> "Flow | None":
+        """None: no input is known, or the model does not take it. InputError: it does not take `example`. `modes`:
+        whether it trains, for each run."""
         run = caller(model, example)
         if run is None:
             return None
         try:
-            return cls(model, run, places)
-        except MemoryError:
+            return cls(model, run, places, modes)
+        except (MemoryError, InputError):
             raise
         except Exception as reason:  # a model may raise anything
             if example is not None:
                 raise failed_on(model, reason) from reason
             return None
 
+    def _runs(self) -> list[Any]:
+        """What the model returns in each of the modes."""
+        returned = []
+        for training in self.modes:
+            with quietly(self.model), torch.no_grad():
+                self.model.train(training)
+                try:
+                    returned.append(self.run())
+                except Exception as reason:
+                    if not training:
+                        raise
+                    kind, said = type(self.model).__name__, f"{type(reason).__name__}: {reason}"
+                    raise InputError(
+                        f"{kind} does not run in training mode ({said}), and what it computes there must stay, too: "
+                        "pass example=, the arguments of a call that works"
+                    ) from reason
+        return returned
+
     def outputs(self) -> list[Tensor]:
-        """What the model computes in evaluation mode."""
-        with quietly(self.model), torch.no_grad():
-            self.model.eval()
-            return [t.clone() for t in tensors_in(self.run()) if t.is_floating_point()]
+        """What the model computes in each of the modes."""
+        return [t.clone() for t in tensors_in(self._runs()) if t.is_floating_point()]
 
     def check(self, before: list[Tensor], by: str) -> None:
-        """InputError where the outputs have changed by more than rounding."""
+        """InputError where the outputs have changed by more than rounding, in any of the modes."""
         try:
             said = difference(before, self.outputs(), in_16_bits=0.3)  # folded weights are rounded anew
         except Exception as reason:  # a model may raise anything: one that reads the weight of a norm, say
@@ -104,54 +124,111 @@ class Flow:
     def only_read(self) -> dict[nn.Module, str]:
         """Norms that the run did not call, with the operation that read their parameters."""
         called = {node.module for node in self.found.nodes}
-        readers: dict[int, Node] = {k[0]: node for node in self.found.nodes if node.module is None for k in node.inputs}
-        found = {}
-        for norm in (module for module, kind in self.found.kinds.items() if kind == "norm" and module not in called):
-            node = next((readers[id(p)] for p in norm.parameters(recurse=False) if id(p) in readers), None)
-            if node is not None:
-                found[norm] = f"the model does not call it: the operation {node.what} reads its weight"
-        return found
+        norms = (module for module, kind in self.found.kinds.items() if kind == "norm" and module not in called)
+        return {norm: f"the model does not call it: {said}" for norm in norms if (said := self._read_raw(norm))}
+
+    def _read_raw(self, module: nn.Module) -> str:
+        """The operation that reads a parameter of a module beside the module's own calls, or nothing."""
+        node = next((self.raw[id(p)] for p in module.parameters(recurse=False) if id(p) in self.raw), None)
+        return "" if node is None else f"the operation {node.what} reads its weight"
+
+    def formulas(self) -> Iterator[tuple[str, nn.Module, str]]:
+        """Norms that are no modules: the innermost module that computes each, with its path and words about it."""
+        values = {key(t): t for t in tensors_in(self.found.alive)}
+        spans = sorted(
+            ((call.last - call.first, call, module) for module, calls in self.found.calls.items() for call in calls),
+            key=lambda one: one[0],
+        )
+        found: dict[nn.Module, str] = {}
+        own = {id(p) for norm in self.only_read() for p in norm.parameters(recurse=False)}
+        for number, node in enumerate(self.found.nodes):
+            if node.module is None and own.isdisjoint(k[0] for k in node.inputs) and _norms_rows(node, values):
+                inside = (module for _, call, module in spans if call.first <= number < call.last)
+                found.setdefault(next(inside, self.model), node.what)
+        for module, what in found.items():
+            yield self.name(module), module, f"the operation {what} in its forward norms rows, and no module does"
+
+    def check_calls(self, exchanged: Mapping[nn.Module, nn.Module], by: str) -> None:
+        """InputError where the model does not call new norms in the places of the old ones."""
+        called: dict[nn.Module, int] = {}
+
+        def count(module: nn.Module, _: Any) -> None:
+            called[module] = called.get(module, 0) + 1
+
+        with contextlib.ExitStack() as hooks:
+            for new in {*exchanged.values()}:  # old norms share their hooks
+                hooks.callback(new.register_forward_pre_hook(count).remove)
+            try:
+                self._runs()
+            except Exception as reason:  # a model may raise anything
+                kind, said = type(self.model).__name__, f"{type(reason).__name__}: {reason}"
+                raise InputError(f"{kind} does not run with {by} ({said}): nothing was changed") from reason
+        for old, new in exchanged.items():
+            if old in called or called.get(new, 0) < len(self.calls(old)):
+                raise InputError(
+                    f"{type(self.model).__name__} goes on calling {self.name(old)}, a {type(old).__name__}, by another "
+                    "name than that, such as out of a list or a closure, where no swap reaches it: have the forward "
+                    "call it by its name"
+                )
 
     # Forwards: who reads a norm.
 
     def sites(self, known: Mapping[nn.Module, RecognisedNorm]) -> dict[nn.Module, Site]:
         """Each norm with the linear layers that read it, or why nothing can be folded."""
         made: dict[nn.Module, Site] = {}
-        sources: dict[nn.Module, set[nn.Module | None]] = {}
+        sources: dict[nn.Module, dict[int, nn.Module]] = {}
+        """For each linear layer the norm that each of its calls reads."""
         for norm in self.norms(known):
-            site = made[norm] = Site(names={*self.places.modules[norm]})
+            site = made[norm] = Site(names={*self.places.modules[norm]}, fault=self._read_raw(norm))
             try:
-                linears = dict.fromkeys(linear for node in self.calls(norm) for linear in self._linears(node))
+                calls = [(reader.module, id(reader)) for node in self.calls(norm) for reader in self._linears(node)]
             except Stranger as reason:
                 site.fault = str(reason)
                 continue
-            for linear in linears:
-                sources.setdefault(linear, set()).add(norm)
+            for linear, call in calls:
+                assert linear is not None
+                sources.setdefault(linear, {})[call] = norm
                 site.layers |= {*self.places.modules[linear]}
                 axis = 1 if type(linear).__name__ == "Conv1D" else 0
                 site.add([Matrix(self.name(linear), linear, "weight", "bias", axis)])
-            if not linears:
+            if not calls:
                 site.fault = "no linear layer reads it"
-        for site in made.values():
-            for matrix in site.readers:
-                others = len(self.calls(matrix.owner)) > len(sources[matrix.owner]) or len(sources[matrix.owner]) > 1
-                site.fault = site.fault or (f"{matrix.name} reads something else, too" if others else "")
+        for norm, site in made.items():
+            for name, linear, *_ in site.readers:
+                read = sources[linear]
+                others = len(self.calls(linear)) > len(read) or len({*read.values()}) > 1
+                raw = f"{name} is called, and {self._read_raw(linear)}" if self._read_raw(linear) else ""
+                needs_bias = known[norm].bias is not None and getattr(linear, "bias", None) is None
+                site.fault = site.fault or (f"{name} reads something else, too" if others else raw)
+                site.fault = site.fault or (self._merged(name, linear) if needs_bias else "")
         find_faults(made, self.places)
         return made
 
-    def _linears(self, node: Node) -> Iterator[nn.Module]:
-        """The linear layers that read what a norm has made. Errors: Stranger."""
+    def _linears(self, node: Node) -> Iterator[Node]:
+        """The calls of linear layers that read what a norm has made. Errors: Stranger."""
         todo, width = [*node.outputs], node.made[0][-1:]
         for at in each_once(todo):
             if at in self.found.returned:
                 raise Stranger("the model returns it")
             for reader in self.readers.get(at, ()):
+                is_off = reader.what == "dropout" and getattr(reader.module, "p", None) == 0
                 if reader.what == "linear" and reader.module is not None:
-                    yield reader.module
-                elif reader.what in UNCHANGED and all(size[-1:] == width for size in reader.made):
+                    yield reader
+                elif (is_off or reader.what in UNCHANGED) and all(size[-1:] == width for size in reader.made):
                     todo += reader.outputs
                 elif reader.outputs[0] != at:
                     raise Stranger(f"{self._said(reader)} reads it, too")
+
+    def _merged(self, name: str, linear: nn.Module) -> str:
+        """The reason why a linear layer gets no bias, or nothing: a module around it, such as an adapter, only adds up
+        linear layers, and may merge their weights."""
+        for module, calls in self.found.calls.items():
+            for call in calls:
+                inside = self.found.nodes[call.first : call.last]
+                linears = {node.module for node in inside if node.what == "linear"}
+                if linear in linears and len(linears) > 1 and all(map(_is_affine, inside)):
+                    return f"{name} has no bias, and a merge of the {type(module).__name__} around it would lose one"
+        return ""
 
     def _said(self, node: Node) -> str:
         if node.module is not None:
@@ -231,3 +308,27 @@ class Flow:
             node = self.found.nodes[number]
         is_ours = node.what == "conv" and node.made[0][1] == width
         return node.module if is_ours else None
+
+
+def _norms_rows(node: Node, values: Mapping[Key, Tensor]) -> bool:
+    """The operation is a norm over the last dimension; or rows have one length behind it, and had several."""
+    if node.what in ("layer_norm", "rms_norm"):
+        return True
+    if node.what not in TIMES | {"normalize"} or node.factor is not None or node.made[0][-1] < 4:
+        return False
+    y, x = values.get(node.outputs[0]), None
+    for at, shape in zip(node.inputs, node.shapes):
+        x = values.get(at) if shape == node.made[0] else x
+    return x is not None and y is not None and _spread(y) < 0.01 and _spread(x) > 0.05
+
+
+def _spread(rows: Tensor) -> float:
+    """How much the lengths of rows differ, relative to the mean length."""
+    if not rows.is_floating_point() or rows.shape[:-1].numel() < 2:
+        return math.nan
+    lengths = rows.detach().double().norm(dim=-1)
+    return float(lengths.std() / lengths.mean())
+
+
+def _is_affine(node: Node) -> bool:
+    return node.what in ADDITIONS | UNCHANGED | {"linear", "dropout"} or node.factor is not None

@@ -2,7 +2,7 @@
 
 import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -35,8 +35,8 @@ def fold_norms(model: nn.Module, *, example: Any = None) -> Swaps:
     layer without a bias gets one where there is a β. The model's outputs change by rounding only, in training mode,
     too; gradients are those of another parametrisation, so make an optimizer afterwards.
 
-    What reads a norm is declared of torch.nn's layers and those of `register_block`. In other models one run tells it,
-    and a second one checks that outputs stay.
+    What reads a norm is declared of torch.nn's layers and those of `register_block`. In other models runs in both modes
+    tell it. Where an input is known, a trial fold with random gains first proves that outputs stay in both modes.
 
     >>> from torch import nn
     >>> model = nn.TransformerEncoderLayer(8, 2, 16, norm_first=True, batch_first=True)
@@ -54,26 +54,58 @@ def fold_norms(model: nn.Module, *, example: Any = None) -> Swaps:
     Returns: the table of the changes; norms that stay have a row with the reason. Its `undo()` brings weights and norms
     back bit for bit.
 
-    Errors: InputError for a model without a norm that can be folded, for DistributedDataParallel and FSDP models, and
-    for weights on the meta device. Nothing has been changed then.
+    Errors: InputError for a model without a norm that can be folded, or whose outputs would change; for
+    DistributedDataParallel and FSDP models, and for weights on the meta device. Nothing has been changed then.
     Source: Graef et al. 2024 (FlashNorm); docs/spec.md §4.16.
     """
+    return fold_named(model, None, example)
+
+
+def fold_named(model: nn.Module, names: Collection[str] | None, example: Any) -> Swaps:
+    """`fold_norms` of these norms alone; None: of all."""
     refuse_wrapped(model)
-    return Edits(model, "fold_norms").all_or_none(functools.partial(_fold_norms, model, example))
+    return Edits(model, "fold_norms").all_or_none(functools.partial(_fold_norms, model, names, example))
 
 
 @torch.no_grad()
-def _fold_norms(model: nn.Module, example: Any, edits: Edits) -> Swaps:
+def _fold_norms(model: nn.Module, names: Collection[str] | None, example: Any, edits: Edits) -> Swaps:
     by = edits.title
-    places = Places(model)
-    found, flow = _found(model, by, places, example)
     refuse_meta(model, by)
-    before = None if flow is None else flow.outputs()
+    found, flow = _found(model, by, Places(model), example)
+    wanted = {*(names or ())}
+    for site in found.values() if names is not None else ():
+        site.fault = site.fault or ("" if site.names & wanted else "it was not folded before it was saved")
+    if flow is not None:
+        _prove(model, found, flow, edits)
     rows = _fold_all(model, found, edits)
-    if flow is not None and before is not None:
-        flow.check(before, by)
     edits.done()
     return Swaps(by, rows, edits)
+
+
+def _prove(model: nn.Module, found: dict[nn.Module, Site], flow: Flow, edits: Edits) -> None:
+    """Folds, compares, and takes it back. InputError where the model would compute something else. Gains of 1 and
+    weights of 0 would hide a difference, so constant parameters get random numbers for this."""
+    trial, state = Edits(model, edits.title), edits.state
+    assert state is not None
+    trial.state = state
+    random = torch.Generator().manual_seed(0)
+    try:
+        for p in dict.fromkeys(model.parameters()):
+            if _is_constant(p):
+                state.keep_values([p])
+                size = 0.3 if p.dim() < 2 else p.shape[-1] ** -0.5
+                p.add_((size * torch.randn(p.shape, generator=random)).to(p))
+        before = flow.outputs()
+        _fold_all(model, found, trial)
+        flow.check(before, edits.title)
+    finally:
+        state.restore()
+        state.values.clear()
+
+
+def _is_constant(p: nn.Parameter) -> bool:
+    is_plain = type(p) is nn.Parameter and p.layout == torch.strided and p.is_floating_point() and p.itemsize > 1
+    return is_plain and p.numel() > 0 and bool((p == p.flatten()[0]).all())
 
 
 def _fold_all(model: nn.Module, found: dict[nn.Module, Site], edits: Edits) -> list[Row]:
@@ -93,16 +125,17 @@ def _fold_all(model: nn.Module, found: dict[nn.Module, Site], edits: Edits) -> l
             _fold(norm, known, site, edits)
     rows += replace(model, [(name, norm) for norm in folded for name in sorted(found[norm].names)], folded, edits)
     if folded:
-        mark(model, "folded", "norms", edits, {"fold_norms": True})
+        names = sorted(name for norm in folded for name in found[norm].names)
+        mark(model, "folded", "norms", edits, {"fold_norms": True, "names": names})
     return rows
 
 
 def _found(model: nn.Module, by: str, places: Places, example: Any) -> tuple[dict[nn.Module, Site], Flow | None]:
     """Each norm that may be folded, by what is declared of its block, or else by a run."""
+    flow = Flow.of(model, example, places, modes=(False, True))
     try:
-        return sites(prenorm_groups(model, by), places), None
+        return sites(prenorm_groups(model, by), places), flow
     except InputError:
-        flow = Flow.of(model, example, places)
         if flow is None:
             raise
         found = flow.sites({module: known for module in model.modules() if (known := read_norm(module)) is not None})

@@ -1,5 +1,6 @@
 """`load_swapped`: a swapped Hugging Face model, as `save_pretrained` wrote it."""
 
+import copy
 import inspect
 import warnings
 from collections.abc import Callable, Mapping
@@ -13,8 +14,8 @@ from ..errors import InputError
 from ..file_class import names_code, refuse_code
 from ..nn.norm_table import FAMILIES
 from ..nn.registry import norm_class
-from .folding import fold_norms
-from .marker import KEY
+from .folding import fold_named
+from .marker import KEY, MARKS
 from .norms import swap_norms
 from .probe import KINDS
 from .residuals import swap_residuals
@@ -63,7 +64,7 @@ def load_swapped(
         raise InputError("load_swapped loads models of Hugging Face: install transformers") from reason
     hub = {name: options[name] for name in ("revision", "token", "cache_dir", "subfolder") if name in options}
     read: Any = getattr(kind, "config_class", None) or transformers.AutoConfig
-    config = options.pop("config", None) or read.from_pretrained(folder, **hub)
+    config = copy.copy(options.pop("config", None)) or read.from_pretrained(folder, **hub)
     swaps = [] if swap is not None else _swaps(config, folder, trust)
     if swap is None and not swaps:
         raise InputError(
@@ -79,8 +80,9 @@ def load_swapped(
         for number, one in enumerate(swaps, 1):
             _swap(model, dict(one), example, f"{folder}'s config.json: swap {number}")
 
+    wants_report = options.pop("output_loading_info", False)
     try:
-        model = _class(kind, again).from_pretrained(folder, config=config, **options)
+        model, report = _class(kind, again).from_pretrained(folder, config=config, output_loading_info=True, **options)
     except RuntimeError as error:
         if "ignore_mismatched_sizes" not in str(error):
             raise
@@ -88,8 +90,15 @@ def load_swapped(
             f"{folder}: its weights have other shapes than the swaps that its config.json names, as the report above "
             "says: pass swap=, a function that swaps as the saved model was"
         ) from error
+    leaves = {name.rpartition(".")[2] for name in report["missing_keys"]}
+    strange = {name.rpartition(".")[2] for name in report["unexpected_keys"]}
+    if swaps and (lost := sorted(leaf for leaf in leaves - strange if leaf.startswith(MARKS))):
+        raise InputError(
+            f"{folder}: its weights are of no model with {lost[0]}, a swap that its config.json names: load it with "
+            "from_pretrained, or pass swap=, a function that swaps as the saved model was"
+        )
     model.__class__ = kind
-    return model
+    return (model, report) if wants_report else model
 
 
 def _model_class(kind: Any, config: Any, folder: Any, transformers: Any) -> Any:
@@ -221,8 +230,11 @@ def _check_residuals(one: Mapping[str, Any], where: str) -> None:
 
 
 def _check_fold(one: Mapping[str, Any], where: str) -> None:
-    if dict(one) != {"fold_norms": True}:
-        raise InputError(f'{where}: fold_norms has no options, {{"fold_norms": true}}; got {_shown(one)}')
+    if {**one, "names": None} != {"fold_norms": True, "names": None}:
+        raise InputError(f"{where}: fold_norms must be true, and has no options but names; got {_shown(one)}")
+    names = one.get("names", [])
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise InputError(f"{where}: names must be a list of modules' names; got {_shown(names)}")
 
 
 _CHECKS = {"swap_norms": _check_norms, "swap_residuals": _check_residuals, "fold_norms": _check_fold}
@@ -245,7 +257,7 @@ def _swap(model: nn.Module, how: dict[str, Any], example: Any, where: str) -> No
         if names:
             swap_norms(model, to, filter=lambda name, _: name in names, example=example, **how)
     else:
-        fold_norms(model, example=example)
+        fold_named(model, _found(model, how["names"], where) if "names" in how else None, example)
 
 
 def _found(model: Any, names: list[str], where: str) -> set[str]:

@@ -5,8 +5,11 @@ such a key unread. So each swapped block also has a buffer named after its schem
 unexpected.
 """
 
+import copy
 import functools
+import gc
 import warnings
+import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -24,7 +27,8 @@ MARKS = ("scheme_", "norm_is_")
 
 def mark(model: nn.Module, what: str, name: str, edits: Edits, how: Mapping[str, Any] | None = None) -> None:
     """Writes {what: name} ("residual" or "norm") into the configurations of a Hugging Face model, and into the model's
-    own, under "swaps", how the swap was called, for `load_swapped`; undo takes it back.
+    own, under "swaps", how the swap was called, for `load_swapped`; undo takes it back. Other models of the same
+    configuration object keep it without marks.
 
     >>> import types
     >>> from normformer_rs.surgery.undo import Edits
@@ -34,6 +38,7 @@ def mark(model: nn.Module, what: str, name: str, edits: Edits, how: Mapping[str,
     >>> model.config.normformer_rs
     {'norm': 'scalenorm', 'swaps': [{'swap_norms': 'scalenorm'}]}
     """
+    _give_its_own(model, edits)
     for config in configs_of(model):
         edits.afterwards(functools.partial(_write, config, what, getattr(config, KEY, {}).get(what)))
         _write(config, what, name)
@@ -41,6 +46,55 @@ def mark(model: nn.Module, what: str, name: str, edits: Edits, how: Mapping[str,
             before = getattr(config, KEY, {}).get("swaps")
             edits.afterwards(functools.partial(_write, config, "swaps", before))
             _write(config, "swaps", [*(before or []), dict(how)])
+
+
+_OWN: "weakref.WeakKeyDictionary[nn.Module, dict[int, Any]]" = weakref.WeakKeyDictionary()
+"""For each module the configurations that belong to its model alone, by their identities."""
+
+
+def _give_its_own(model: nn.Module, edits: Edits) -> None:
+    """Gives a model copies of the configurations that other models may share; models around it get the same copies."""
+    modules = dict.fromkeys(model.modules())
+    ours = {number for module in modules for number in _OWN.get(module, ())}
+    theirs = {number for numbers in _OWN.values() for number in numbers}
+    configs = [c for c in configs_of(model) if id(c) not in ours]
+    if not configs:
+        return
+    assert edits.state is not None
+    copies = {id(config): copy.copy(config) for config in configs}
+    for number in copies.keys() & theirs:
+        vars(copies[number]).pop(KEY, None)  # another model's marks
+    own = {id(vars(module)) for module in modules}
+    held = [r if isinstance(r, dict) else getattr(r, "__dict__", {}) for r in gc.get_referrers(*configs)]
+    around = [h for h in held if isinstance(h.get("_modules"), dict) and id(h) not in own and _holds(h, model)]
+    edits.state.keep_dicts(around)
+    originals = {id(copies[id(config)]): config for config in configs}
+    holders: list[Any] = [*map(vars, (*modules, *copies.values())), *around]
+
+    def back() -> None:
+        """Only where nothing else was written into the copies since."""
+        pairs = ((_exchanged(vars(one), originals), vars(originals[id(one)])) for one in copies.values())
+        if all(mine.keys() == own.keys() and all(mine[n] is own[n] for n in own) for mine, own in pairs):
+            for held_by in holders:
+                held_by.update(_exchanged(held_by, originals))
+
+    for held_by in holders:
+        held_by.update(_exchanged(held_by, copies))
+    edits.afterwards(back)
+    for module in (*modules, *(child for h in around for child in _below(h))):
+        _OWN.setdefault(module, {}).update((id(one), one) for one in copies.values())
+
+
+def _exchanged(held: dict[str, Any], new: Mapping[int, Any]) -> dict[str, Any]:
+    return {name: new.get(id(value), value) for name, value in held.items()}
+
+
+def _below(held: dict[str, Any]) -> Iterable[nn.Module]:
+    return (part for child in held["_modules"].values() if child is not None for part in child.modules())
+
+
+def _holds(held: dict[str, Any], model: nn.Module) -> bool:
+    return any(part is model for part in _below(held))
 
 
 def _write(config: Any, what: str, name: Any) -> None:

@@ -1,8 +1,10 @@
 """`swap_norms`: other norms in a model."""
 
 import functools
+import gc
 import inspect
 import math
+import types
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any, Literal, NamedTuple, cast
 
@@ -26,7 +28,7 @@ from .padding import read_padding
 from .probe import KINDS, RecognisedNorm, result_of
 from .recognise import alike, examine, looks_like_a_norm, own_name, read_norm
 from .signs import hand_on
-from .stream import Places
+from .stream import Places, join
 from .undo import Edits, Row, Swaps, refuse_wrapped
 
 
@@ -117,11 +119,11 @@ def _swap(
     edits: Edits,
 ) -> Swaps:
     norms, staying = _find(model, filter)
-    if any(p.is_meta for p in model.parameters()):
-        read: dict[nn.Module, str] = {}
-    else:
-        flow = Flow.of(model, example, Places(model))
-        read = {} if flow is None else flow.only_read()
+    flow = None if any(p.is_meta for p in model.parameters()) else Flow.of(model, example, Places(model))
+    read: dict[nn.Module, str] = {} if flow is None else flow.only_read()
+    for name, module, said in () if flow is None else flow.formulas():
+        if filter is None or filter(name, module):
+            staying[name] = Row(name, type(module).__name__, type(module).__name__, f"stays: {said}")
     for name, module, _ in norms:
         if module in read and (filter is None or filter(name, module)):
             staying[name] = Row(name, type(module).__name__, type(module).__name__, f"stays: {read[module]}")
@@ -163,6 +165,12 @@ def _swap(
                 made[module] = made[module]._replace(note=plan.note(module))
             _share(module, made[module], shared)
 
+    beside = held_beside(model, made) if flow is None else {}
+    for old, attribute in beside.items():
+        raise InputError(
+            f"{attribute} holds a norm, a {type(old).__name__}, outside the children, where no swap reaches it: "
+            "pass example=, so that a run shows by which name the model calls it"
+        )
     edited = [] if plan is None else plan.edited(made)
     known_as = {p: name for name, p in model.named_parameters()}
     repoint = Repoint(optimizer, _exchanged(model, places, made), known_as, edited)
@@ -182,6 +190,8 @@ def _swap(
     mark(model, "norm", target.title, edits, how)
     if places:
         mark_norms(model, target.title, edits)
+    if flow is not None:
+        flow.check_calls({old: new.norm for old, new in made.items()}, target.title)
     if before is not None and plan is not None and plan.flow is not None:
         plan.flow.check(before, "swap_norms(..., exact=True)")
     edits.done()
@@ -212,6 +222,32 @@ def _find(
             kind = type(module).__name__
             staying[name] = Row(name, kind, kind, f"stays: {found}")
     return norms, staying
+
+
+def held_beside(model: nn.Module, norms: Iterable[nn.Module]) -> dict[nn.Module, str]:
+    """Norms that a module keeps outside its children, such as in a list or a closure, with the attribute's path."""
+    wanted, found = {id(norm): norm for norm in norms}, {}
+    for path, module in model.named_modules():
+        own = {} if id(module) in wanted else vars(module)
+        for name, value in own.items():
+            todo = [] if name in _MODULES_OWN else [value]
+            seen: dict[int, Any] = {}
+            while todo:
+                one = todo.pop()
+                if id(one) in seen:
+                    continue
+                seen[id(one)] = one
+                if id(one) in wanted:
+                    found[wanted[id(one)]] = join(path, name)
+                elif isinstance(one, types.FunctionType):
+                    todo += [*(one.__closure__ or ()), *(one.__defaults__ or ()), *(one.__kwdefaults__ or {}).values()]
+                elif isinstance(one, _KEEPERS):
+                    todo += gc.get_referents(one)
+    return found
+
+
+_MODULES_OWN = frozenset(vars(nn.Module()))
+_KEEPERS = (list, tuple, set, dict, functools.partial, types.MethodType, types.CellType)
 
 
 def replace(
@@ -377,6 +413,10 @@ def _twin(
         new.return_like(known.returns, like)
 
     new_known, parameters = read_norm(new), dict(new.named_parameters(recurse=False))
+    if new_known is not None and new_known.width != known.width:
+        raise InputError(
+            f"{target.title}({known.width}) makes a norm of width {new_known.width}, and {path} has width {known.width}"
+        )
     names = (known.gain, known.bias) if new_known is None else (new_known.gain, new_known.bias)
     pairs = {mine: its for mine, its in zip((known.gain, known.bias), names) if mine and its and its in parameters}
     notes = [

@@ -51,12 +51,14 @@ class _Question(NamedTuple):
     dtype: torch.dtype
     large: float
     """In rows of this size ε is lost."""
+    huge: float
+    """A size of rows that still can be squared."""
     tiny: float
     """In rows of this size ε dominates."""
     error: float
 
 
-_EXACT = _Question(torch.device("cpu"), torch.float64, 1e6, 1e-30, 1e-9)
+_EXACT = _Question(torch.device("cpu"), torch.float64, 1e6, 1e12, 1e-30, 1e-9)
 _NEAR = 1e-3
 """The allowed error at x ≈ 1, where ε's place shows: it may be added to σ instead of σ², for example."""
 
@@ -81,7 +83,7 @@ def probe(module: nn.Module, width: int | None = None, computes: str | None = No
     first = next(iter(parameters.values()), None)
     device = _EXACT.device if first is None or first.is_meta else first.device
     found: RecognisedNorm | str = f"computes no norm over rows of width {width}"
-    for question in (_EXACT, _Question(device, torch.float32, 1e3, 1e-18, 1e-4)):
+    for question in (_EXACT, _Question(device, torch.float32, 1e3, 1e9, 1e-18, 1e-4)):
         with _EXACT.device:
             try:
                 found = _find(_Trial(module, parameters, width, question), names)
@@ -186,20 +188,57 @@ class _Trial:
         }
 
     def answer(self, scale: float, values: Mapping[str, Tensor], training: bool = False) -> Tensor:
-        """The module's output for rows of this size, in f64 on the CPU; parameters that are not given are zero."""
+        """The module's output for rows of this size; parameters that are not given are zero."""
+        return self._call(scale * self.x, values, training).detach().double().cpu()
+
+    def _call(self, x: Tensor, values: Mapping[str, Tensor], training: bool) -> Tensor:
         device, dtype = self.question.device, self.question.dtype
         filled = {name: values.get(name, torch.zeros(p.shape)) for name, p in self.parameters.items()}
         twin = _stand_in(self.module, {name: p.to(device, dtype) for name, p in filled.items()}).train(training)
-        with _undisturbed(self.question):
-            y = _forward(self.module)(twin, (scale * self.x).to(device, dtype))
-        if not isinstance(y, Tensor) or y.shape != self.x.shape:
+        with _undisturbed(self.question), torch.set_grad_enabled(x.requires_grad):
+            y = _forward(self.module)(twin, x.to(device, dtype))
+        if not isinstance(y, Tensor) or y.shape != x.shape:
             raise ValueError(f"returns {tuple(y.shape) if isinstance(y, Tensor) else type(y).__name__}")
-        return y.double().cpu()
+        return y
+
+    def holds(self, known: RecognisedNorm, eps: float) -> bool:
+        """The norm found agrees with the module in harder cases: gains of both signs and of any size, many rows, a few
+        large numbers in a row, huge rows, rows without a batch, the gradient; in both modes."""
+        _, _, large, huge, _, error = self.question
+        values = {name: torch.where(value > 1, value, -value) for name, value in self.drawn().items()}
+        many = self._normal(1, 300, self.width) * self._normal(1, 300, self.width).mul(2).exp()
+        many[0, :9, 1:] *= 1e-6
+        cases = [(large * many, 1.0), (huge * self.x, -1.0), (large * self.x, 1e4), (large * self.x, -1e4)]
+        for training in (False, True):
+            for x, size in cases:
+                given = {name: size * value for name, value in values.items()}
+                y, expected = self._call(x, given, training).double().cpu(), _compute(known, x, given, eps)
+                if not _gap(y, expected) < 10 * error:
+                    return False
+        return self._is_alike(known, eps, large * self.x[0], values) and self._has_gradient(known, eps, values)
+
+    def _is_alike(self, known: RecognisedNorm, eps: float, x: Tensor, values: Mapping[str, Tensor]) -> bool:
+        try:
+            y = self._call(x, values, False)
+        except Exception:  # it takes no rows without a batch
+            return True
+        return _gap(y.double().cpu(), _compute(known, x, values, eps)) < 10 * self.question.error
+
+    def _has_gradient(self, known: RecognisedNorm, eps: float, values: Mapping[str, Tensor]) -> bool:
+        x, dy = (self.question.large * self.x).requires_grad_(), self._normal(*self.x.shape)
+        try:
+            y = self._call(x, values, True)
+        except Exception:  # it is no part of a model that trains
+            return True
+        with torch.enable_grad():
+            expected = torch.autograd.grad(_compute(known, x, values, eps), x, dy)[0]
+        dx = torch.autograd.grad(y, x, dy.to(y))[0] if y.requires_grad else torch.zeros_like(expected)
+        return _gap(dx, expected) < 10 * self.question.error
 
 
 def _find(trial: _Trial, names: Sequence[str]) -> RecognisedNorm | str:
     """The one of these norms that the module computes, or the reason why it computes none."""
-    _, _, large, tiny, error = trial.question
+    _, _, large, _, tiny, error = trial.question
     none = f"computes no norm over rows of width {trial.width}"
 
     # In large rows y = factor·(offset + gain)⊙x̂ + bias shows everything but ε.
@@ -237,8 +276,11 @@ def _find(trial: _Trial, names: Sequence[str]) -> RecognisedNorm | str:
             expected = _compute(known, scale * trial.x, again, eps)
             gaps.append(max(_gap(trial.answer(scale, again, training), expected) for training in (False, True)))
         if max(gaps[:2]) < _NEAR:
-            found.append((gaps[2], known))
-    return min(found, key=lambda pair: pair[0])[1] if found else none
+            found.append((gaps[2], known, eps))
+    if not found:
+        return none
+    _, best, eps = min(found, key=lambda one: one[0])
+    return best if trial.holds(best, eps) else f"computes {best.computes} for some rows, gains or modes alone"
 
 
 def _stand_in(module: nn.Module, parameters: Mapping[str, Tensor]) -> nn.Module:

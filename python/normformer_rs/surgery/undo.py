@@ -84,9 +84,17 @@ class Edits:
         return self._title[0]
 
     def all_or_none(self, change: Callable[["Edits"], T]) -> T:
-        """Makes the changes. Where an exception ends them, the model is as before."""
+        """Makes the changes. Where an exception ends them, the model is as before; one of torch's is an InputError."""
         assert self.state is not None
-        return self.state.run(functools.partial(change, self))
+        try:
+            return self.state.run(functools.partial(change, self))
+        except (InputError, torch.OutOfMemoryError):
+            raise
+        except (RuntimeError, TypeError, ValueError, AttributeError, LookupError) as reason:
+            said = f"{type(reason).__name__}: {str(reason).partition(chr(10))[0][:200]}"
+            raise InputError(
+                f"{self.title} is not possible, and nothing was changed: {_odd(self.model)}{said}"
+            ) from reason
 
     def remember(self, module: nn.Module) -> None:
         """Records a module. Call it before its class, attributes, parameters, buffers or children change."""
@@ -212,6 +220,17 @@ def _hand_on(now: nn.Module, back: nn.Module | None) -> None:
     own = dict(now.named_parameters(recurse=False))
     for name, parameter in back.named_parameters(recurse=False):
         parameter.requires_grad_(own.get(name, next(iter(own.values()), parameter)).requires_grad)
+
+
+def _odd(model: nn.Module) -> str:
+    """The first part of a model whose numbers or forward surgery cannot work with, in words; or nothing."""
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            return f"{name or 'the model'} is compiled by torch.jit: swap first, and script or trace afterwards. "
+    for name, p in model.named_parameters():
+        if p.layout != torch.strided or p.itemsize == 1 or p.is_complex() or p.is_quantized:
+            return f"{name} is a {p.layout} tensor of {p.dtype}: convert the model to dense floating-point numbers. "
+    return ""
 
 
 class Swaps(Sequence[Row]):

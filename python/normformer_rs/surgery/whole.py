@@ -76,6 +76,10 @@ class State:
             if t not in self.values:
                 self.values[t] = t.detach().clone(), t.requires_grad
 
+    def keep_dicts(self, dicts: Iterable[dict[Any, Any]]) -> None:
+        """Keeps further dictionaries. Call it before they are written."""
+        self._dicts += [(one, {**one}) for one in dicts]
+
     def run(self, change: Callable[[], T]) -> T:
         """Makes a change. Where an exception ends it, everything is put back, or completed after `finish` is set."""
         try:
