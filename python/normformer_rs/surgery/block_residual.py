@@ -1,7 +1,7 @@
 """A residual scheme in another library's block."""
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from .blocks import is_transposed, like_of, path_of, projection, width_into
 from .calls import BlockCalls, begin_call, call_of, end_call, stack_call
 from .converted import residual_of
 from .marker import mark_module
-from .record import stream_in, tensors_in
+from .record import exchanged, rebuilt, stream_in, tensors_in
 from .residual_stream import Pass, Stream, bare
 from .spec import Part
 from .stack_residual import StackResidual
@@ -235,10 +235,10 @@ class BlockResidual(Growing):
         seen = streams.x if streams.read is None else streams.read
         run = Pass(self, writes, structure)
         stream = Stream.of(run.shown(seen), run, streams, 0, None, seen.shape)
-        args, kwargs = _exchanged(args, x, stream), _exchanged(kwargs, x, stream)
+        args, kwargs = exchanged(args, x, stream), exchanged(kwargs, x, stream)
         out = forward(*args, **kwargs)
         if run.became is not None:
-            out = _exchanged(out, *run.became)
+            out = exchanged(out, *run.became)
         last = next((t for t in tensors_in(out) if isinstance(t, Stream)), None)
         if last is None or last.written != len(writes):
             done = 0 if last is None else last.written
@@ -341,34 +341,11 @@ class _Through:
         return self._norm if name == self._name else getattr(self._residual, name)
 
 
-def _exchanged(value: Any, old: Tensor, new: Tensor) -> Any:
-    """A call's arguments with another tensor."""
-    if value is old:
-        return new
-    return _rebuilt(value, lambda one: _exchanged(one, old, new))
-
-
 def _without_streams(value: Any, last: Stream, y: Tensor) -> Any:
     """The block's output with plain tensors."""
     if isinstance(value, Stream):
         return y if value is last else bare(value)
-    return _rebuilt(value, lambda one: _without_streams(one, last, y))
-
-
-def _rebuilt(value: Any, change: Callable[[Any], Any]) -> Any:
-    """A tuple, named or not, a list or a mapping with its items changed; anything else as it is."""
-    if isinstance(value, tuple) and hasattr(value, "_make"):
-        return value._make(map(change, value))
-    if type(value) in (tuple, list):
-        return type(value)(map(change, value))
-    if type(value) is dict:
-        return {key: change(one) for key, one in value.items()}
-    if isinstance(value, Mapping):
-        made = copy.copy(value)
-        for key in value:
-            made[key] = change(value[key])  # type: ignore[index]
-        return made
-    return value
+    return rebuilt(value, lambda one: _without_streams(one, last, y))
 
 
 def norms_of(parts: Sequence[Part], sublayers: Sequence[Sublayer]) -> tuple[dict[str, str], dict[str, str]]:

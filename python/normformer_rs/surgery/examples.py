@@ -2,6 +2,8 @@
 configuration."""
 
 import contextlib
+import random
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -33,11 +35,19 @@ def quietly(model: nn.Module) -> Iterator[None]:
     modes = {module: module.training for module in model.modules()}
     held = [(module, name, b, b.clone()) for module in modes for name, b in module._buffers.items() if b is not None]
     devices = [p.device for p in model.parameters() if p.device.type == "cuda"][:1]
-    with torch.random.fork_rng(devices=devices):
+    numpy: Any = sys.modules.get("numpy.random")
+    states = random.getstate(), numpy and numpy.get_state()
+    with torch.random.fork_rng(devices=devices), torch.compiler.set_stance("force_eager"):
         torch.manual_seed(0)
+        random.seed(0)
+        if numpy:
+            numpy.seed(0)
         try:
             yield
         finally:
+            random.setstate(states[0])
+            if numpy:
+                numpy.set_state(states[1])
             for module, mode in modes.items():
                 module.training = mode
             with torch.no_grad():

@@ -1,6 +1,7 @@
 """The record of one run of a model: every operation, and every call of a norm, dropout or linear layer."""
 
 import contextlib
+import copy
 import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -90,6 +91,29 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, Mapping):
         for one in value.values():
             yield from tensors_in(one)
+
+
+def exchanged(value: Any, old: Tensor, new: Tensor) -> Any:
+    """A call's arguments with another tensor."""
+    if value is old:
+        return new
+    return rebuilt(value, lambda one: exchanged(one, old, new))
+
+
+def rebuilt(value: Any, change: Callable[[Any], Any]) -> Any:
+    """A tuple, named or not, a list or a mapping with its items changed; anything else as it is."""
+    if isinstance(value, tuple) and hasattr(value, "_make"):
+        return value._make(map(change, value))
+    if type(value) in (tuple, list):
+        return type(value)(map(change, value))
+    if type(value) is dict:
+        return {key: change(one) for key, one in value.items()}
+    if isinstance(value, Mapping):
+        made = copy.copy(value)
+        for key in value:
+            made[key] = change(value[key])  # type: ignore[index]
+        return made
+    return value
 
 
 class Record(TorchFunctionMode):
