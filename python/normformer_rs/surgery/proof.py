@@ -61,21 +61,21 @@ class OwnForm(Scheme):
 
 def prove(
     model: nn.Module,
-    run: Callable[[], Any],
     groups: list[Group],
     swap: Callable[[list[Group], Any, Edits], None],
     is_wide: bool,
+    look: "Look",
+    before: "Mapping[bool, Observed]",
 ) -> dict[str, str]:
     """The groups whose identity swap changes what the model computes, by their paths, with what differs. `swap` gives
-    each of the groups a scheme; here everything is put back."""
-    before = {mode: observe(model, run, groups, mode) for mode in (False, True)}
+    each of the groups a scheme; here everything is put back. `before`: its runs in evaluation and training mode."""
 
     def fault(some: list[Group]) -> str | None:
         edits = Edits(model, "an identity swap")
         try:
             swap(some, lambda group: OwnForm(group, is_wide), edits)
             for mode, old in before.items():
-                said = differ(old, observe(model, run, groups, mode))
+                said = differ(old, look(mode))
                 if said is not None:
                     return said + " in training mode" * mode
             return None
@@ -103,7 +103,11 @@ class Observed(NamedTuple):
     """What stopped the run, or its backward pass."""
 
 
-def observe(model: nn.Module, run: Callable[[], Any], groups: list[Group], training: bool) -> Observed:
+Look = Callable[[bool], Observed]
+"""Runs a model in evaluation or training mode."""
+
+
+def observe(model: nn.Module, run: Any, groups: list[Group], training: bool) -> Observed:
     """One run in evaluation or training mode, and its backward pass. The random state is always the same, and layers
     of dropout are off: the fused step draws other masks than torch."""
     outputs: list[Tensor] = []
@@ -159,13 +163,19 @@ class _Tap(torch.autograd.Function):
 @contextlib.contextmanager
 def _tapped(model: nn.Module, groups: list[Group], table: Gradients) -> Iterator[None]:
     """Gradients go into the table. The streams' first values have one, too, which reentrant checkpoints ask for."""
+    first: dict[nn.Module, tuple[Tensor, Tensor]] = {}
 
     def enter(block: nn.Module, args: Any, kwargs: Any) -> Any:
         x = stream_in((args, kwargs))
         if x is None or not torch.is_grad_enabled():
             return None
-        new = (x if x.requires_grad else x.detach().requires_grad_()).clone()
-        new.register_hook(functools.partial(_put_down, table, block))
+        if block not in first:
+            new = (x if x.requires_grad else x.detach().requires_grad_()).clone()
+            new.register_hook(functools.partial(_put_down, table, block))
+            first[block] = x, new
+        elif x is not first[block][0]:  # a block that several layers share, or that is recomputed
+            return None
+        new = first[block][1]
         return exchanged(args, x, new), exchanged(kwargs, x, new)
 
     owners = [m for m in model.modules() if not isinstance(m, torch.jit.ScriptModule)]
@@ -183,13 +193,12 @@ def _tapped(model: nn.Module, groups: list[Group], table: Gradients) -> Iterator
             hook.remove()
 
 
-def differ(before: Observed, now: Observed, new: Mapping[Any, Any] | None = None) -> str | None:
-    """What sets two observations apart, in words. `new`: parameters of the second by those of the first, where they
-    are others."""
+def differ(before: Observed, now: Observed) -> str | None:
+    """What sets two observations apart, in words."""
     if before.error is not None or now.error is not None:
         return None if type(before.error) is type(now.error) else in_words(now.error or before.error)
     said = difference(before.outputs, now.outputs)
-    pairs = [(g, now.gradients.get((new or {}).get(p, p))) for p, g in before.gradients.items()]
+    pairs = [(g, now.gradients.get(p)) for p, g in before.gradients.items()]
     top = max((size for g, _ in pairs if math.isfinite(size := _largest(g))), default=0.0)
     for g, other in pairs if said is None else ():
         said = said or difference([g], [torch.zeros_like(g) if other is None else other], least=top * 1e-2)

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import inspect
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -43,6 +44,8 @@ class Node(NamedTuple):
     """The shapes of the outputs."""
     factor: float | None = None
     """Of a multiplication by a number."""
+    where: str = ""
+    """The line of the model's code."""
 
 
 class Call(NamedTuple):
@@ -166,7 +169,7 @@ class Record(TorchFunctionMode):
         self.made |= dict.fromkeys((k for k in outputs if k not in keys), len(self.nodes))
         shapes = tuple(tuple(t.shape) for t in given)
         sizes = tuple(tuple(t.shape) for t in made)
-        self.nodes.append(Node(what, module, tuple(keys), shapes, outputs, sizes, factor))
+        self.nodes.append(Node(what, module, tuple(keys), shapes, outputs, sizes, factor, _where()))
 
     def stand_for(self, own: Mapping[nn.Module, nn.Module]) -> None:
         """Takes the recorded modules for others that are made alike."""
@@ -201,6 +204,14 @@ class Record(TorchFunctionMode):
             made = None if y is None else key(y)
             call = Call(first, len(self.nodes), at, tuple(x.shape), made, arguments)
             self.calls.setdefault(module, []).append(call)
+
+
+def _where() -> str:
+    """File and line of the innermost frame that is neither torch's nor this package's."""
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("torch", "normformer_rs"):
+        frame = frame.f_back
+    return "" if frame is None else f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
 
 
 def _named(block: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Key]:
