@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from ..errors import InputError
 
@@ -20,6 +21,7 @@ def caller(model: nn.Module, example: Any) -> Callable[[], Any] | None:
     function of the model; without one, on an input that its configuration tells. None: it tells none."""
     if callable(example):
         return lambda: example(model)
+    example = tree_map(lambda t: t.detach() if isinstance(t, Tensor) and t.requires_grad else t, example)
     if isinstance(example, Mapping):
         return lambda: model(**example)
     if example is not None:

@@ -147,16 +147,16 @@ def _put_down(table: Gradients, owner: Any, gradient: Tensor) -> None:
 
 
 class _Tap(torch.autograd.Function):
-    """A parameter whose gradient goes into a table, past its own hooks and `grad`."""
+    """A parameter's alias, whose gradient goes into a table, past the parameter's hooks and `grad`."""
 
     @staticmethod
-    def forward(ctx: Any, p: Tensor, table: Gradients) -> Tensor:
-        ctx.own, ctx.table = p, table
-        return p.view_as(p)
+    def forward(ctx: Any, alias: Tensor, put_down: Callable[[Tensor], None]) -> Tensor:
+        ctx.put_down = put_down
+        return alias.view_as(alias)
 
     @staticmethod
     def backward(ctx: Any, gradient: Any) -> Any:
-        _put_down(ctx.table, ctx.own, gradient)
+        ctx.put_down(gradient)
         return None, None
 
 
@@ -170,7 +170,7 @@ def _tapped(model: nn.Module, groups: list[Group], table: Gradients) -> Iterator
         if x is None or not torch.is_grad_enabled():
             return None
         if block not in first:
-            new = (x if x.requires_grad else x.detach().requires_grad_()).clone()
+            new = (x if x.grad_fn is not None else x.detach().requires_grad_()).clone()
             new.register_hook(functools.partial(_put_down, table, block))
             first[block] = x, new
         elif x is not first[block][0]:  # a block that several layers share, or that is recomputed
@@ -180,7 +180,7 @@ def _tapped(model: nn.Module, groups: list[Group], table: Gradients) -> Iterator
 
     owners = [m for m in model.modules() if not isinstance(m, torch.jit.ScriptModule)]
     own = [(m, name, p) for m in owners for name, p in m._parameters.items() if p is not None and p.requires_grad]
-    taps = {p: _Tap.apply(p, table) for _, _, p in own}
+    taps = {p: _Tap.apply(p.detach().requires_grad_(), functools.partial(_put_down, table, p)) for _, _, p in own}
     hooks = [g.blocks[0].register_forward_pre_hook(enter, with_kwargs=True) for g in groups]
     try:
         for module, name, p in own:

@@ -32,7 +32,7 @@ from .blocks import (
     structure_of,
 )
 from .converted import NAMES, StreamBlock, converted_class, original, residual_of
-from .discover import LISTS, Stacks, find_stacks, none_found
+from .discover import LISTS, Stacks, find_stacks, none_found, unwrapped
 from .handover import mark_new, reclass
 from .init import count_weights, initialise, sign_of_training, silence_biases, unreached
 from .marker import mark, warn_of_adapters
@@ -110,6 +110,7 @@ def swap_residuals(
     states between blocks. UserWarning where weights that look trained are drawn anew, and for blocks that stay.
     """
     to = next(field for field in TransformerConfig.FIELDS if field.name == "residual").check(to)
+    model = unwrapped(model)
     refuse_wrapped(model)
     _refuse_options(options)
     change = functools.partial(_swap, model, to, _depth(depth), init, optimizer, example, options)
