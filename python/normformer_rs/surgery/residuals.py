@@ -60,8 +60,8 @@ def swap_residuals(
 
     Blocks are recognised by what they compute: lists of modules of which each adds branches to its input, whatever
     they are called. The model runs on `example`: once to find which additions carry its residual stream, which norms
-    stand there, and which linear layers make a branch; then twice with the scheme that the blocks have, which must
-    change neither outputs nor gradients. torch.nn's layers and blocks of `register_block` need no run. A block keeps
+    stand there, and which linear layers make a branch; then with the scheme that the blocks have, which must
+    change neither outputs nor gradients in evaluation and training mode; then with the new one. torch.nn's layers and blocks of `register_block` need no run. A block keeps
     its identity, its own forward, linear layers, dropouts, hooks and norms (identities stand in for norms that the
     scheme has not); new norms are of the kind that the block has. Sums of attention and feed-forward, as in GPT-J, are
     one branch. Factors of a branch, as Granite's number and LayerScale's vectors, are the blocks' own scheme, and go;
