@@ -59,14 +59,15 @@ def swap_residuals(
     """Gives a model's Transformer blocks another residual scheme, in place.
 
     Blocks are recognised by what they compute: lists of modules of which each adds branches to its input, whatever
-    they are called. The model runs on `example`: once to find which additions carry its residual stream, which norms
-    stand there, and which linear layers make a branch; then with the scheme that the blocks have, which must
-    change neither outputs nor gradients in evaluation and training mode; then with the new one. torch.nn's layers and blocks of `register_block` need no run. A block keeps
-    its identity, its own forward, linear layers, dropouts, hooks and norms (identities stand in for norms that the
-    scheme has not); new norms are of the kind that the block has. Sums of attention and feed-forward, as in GPT-J, are
-    one branch. Factors of a branch, as Granite's number and LayerScale's vectors, are the blocks' own scheme, and go;
-    `layerscale` with init=None takes such vectors over. What a scheme has beside x travels inside the hidden
-    state, which is as many times wider between the blocks.
+    they are called. The model runs on `example`: once to find which additions carry its residual stream, which
+    norms stand there, and which linear layers make a branch; then with the scheme that the blocks have, which must
+    change neither outputs nor gradients in evaluation and training mode; then with the new one. torch.nn's layers
+    and blocks of `register_block` need no run. A block keeps its identity, its own forward, linear layers,
+    dropouts, hooks and norms (identities stand in for norms that the scheme has not); new norms are of the kind
+    that the block has. Sums of attention and feed-forward, as in GPT-J, are one branch. Factors of a branch, as
+    Granite's number and LayerScale's vectors, are the blocks' own scheme, and go; `layerscale` with init=None takes
+    such vectors over. What a scheme has beside x travels inside the hidden state, which is as many times wider
+    between the blocks.
 
     >>> from torch import nn
     >>> model = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2)
