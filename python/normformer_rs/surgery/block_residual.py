@@ -1,7 +1,7 @@
 """A residual scheme in another library's block."""
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,10 +18,10 @@ from ..nn.scheme import Change, Sublayer, only_norm, parts_of, passes
 from ..nn.specs import Learned, NormAt
 from ..nn.step_hooks import Growing
 from .blocks import is_transposed, like_of, path_of, projection, width_into
-from .calls import BlockCalls, begin_call, call_of, end_call, stack_call
+from .calls import BlockCalls, begin_call, call_of, end_call
 from .converted import residual_of
 from .marker import mark_module
-from .record import stream_in, tensors_in
+from .record import exchanged, rebuilt, stream_in, tensors_in
 from .residual_stream import Pass, Stream, bare
 from .spec import Part
 from .stack_residual import StackResidual
@@ -41,7 +41,15 @@ class Point:
         return self._change(output)
 
     def _change(self, x: Tensor) -> Tensor:
-        return apply_changes(residual_of(self.block), self.changes, x, None, call_of(self.block))
+        for change in self.changes:
+            x = self._once(change, x)
+        return x
+
+    def _once(self, change: Change, x: Tensor) -> Tensor:
+        residual, kept = residual_of(self.block), call_of(self.block)
+        if change.kind == "mix" and change.what.name in residual.place.spec.takes:
+            kept.setdefault(change.what.name, x)  # the layers before it, which keep the first, were left out
+        return apply_changes(residual, (change,), x, None, kept)
 
 
 class ProjectionPoint(Point):
@@ -57,7 +65,7 @@ class ProjectionPoint(Point):
         for change in self.changes:
             by_head = change.kind == "unit" or (change.kind == "norm" and change.what.width == self.d_head)
             x = x.unflatten(-1, (-1, self.d_head)) if by_head else x
-            x = apply_changes(residual_of(self.block), (change,), x, None, call_of(self.block))
+            x = self._once(change, x)
             x = x.flatten(-2) if by_head else x
         if x.shape == output.shape:
             return x
@@ -225,8 +233,8 @@ class BlockResidual(Growing):
         given = dict(zip(names, args, strict=False)) | kwargs
         left_out = {i for i, part in enumerate(self.parts) if part.memory and given.get(part.memory) is None}
         writes = tuple(i for i in structure.writes if i not in left_out)
-        layer = self._number()
-        streams = self._stack[0].open(rows, layer)
+        layer, begins = self._stack[0].number(x, self.place.layer, structure.calls > 1)
+        streams = self._stack[0].open(rows, layer, begins)
         if self.passes_inside:
             begin_call(self._block[0]).update(streams.kept or {})
             streams = streams._replace(kept=call_of(self._block[0]))
@@ -235,10 +243,11 @@ class BlockResidual(Growing):
         seen = streams.x if streams.read is None else streams.read
         run = Pass(self, writes, structure)
         stream = Stream.of(run.shown(seen), run, streams, 0, None, seen.shape)
-        args, kwargs = _exchanged(args, x, stream), _exchanged(kwargs, x, stream)
+        args, kwargs = exchanged(args, x, stream), exchanged(kwargs, x, stream)
         out = forward(*args, **kwargs)
+        run.is_over = True
         if run.became is not None:
-            out = _exchanged(out, *run.became)
+            out = exchanged(out, *run.became)
         last = next((t for t in tensors_in(out) if isinstance(t, Stream)), None)
         if last is None or last.written != len(writes):
             done = 0 if last is None else last.written
@@ -251,11 +260,6 @@ class BlockResidual(Growing):
         if self.passes_inside:
             end_call(self._block[0])
         return _without_streams(out, last, y)
-
-    def _number(self) -> int:
-        """The layer's number; one that layers share counts the calls of its stack."""
-        call = stack_call(self._stack[0]) if self.structure.calls > 1 else None
-        return self.place.layer if call is None else 0 if call.last is None else call.last[1] + 1
 
     def read(self, i: int, streams: Streams, norm: nn.Module | None) -> Tensor:
         """What sublayer i reads. `norm`: the block's own norm, if it reads through one."""
@@ -304,7 +308,8 @@ class BlockResidual(Growing):
         stack = self._stack[0]
         if i == 0:
             kept = begin_call(self._block[0]) if self.passes else {}
-            x = apply_changes(self, self.opening, stack.open(x, self.place.layer).x, None, kept)
+            begins = stack.number(x, self.place.layer, False)[1]
+            x = apply_changes(self, self.opening, stack.open(x, self.place.layer, begins).x, None, kept)
         else:
             kept = call_of(self._block[0]) if self.passes else {}
         sublayer: Sublayer = self.sublayers[i]
@@ -341,34 +346,11 @@ class _Through:
         return self._norm if name == self._name else getattr(self._residual, name)
 
 
-def _exchanged(value: Any, old: Tensor, new: Tensor) -> Any:
-    """A call's arguments with another tensor."""
-    if value is old:
-        return new
-    return _rebuilt(value, lambda one: _exchanged(one, old, new))
-
-
 def _without_streams(value: Any, last: Stream, y: Tensor) -> Any:
     """The block's output with plain tensors."""
     if isinstance(value, Stream):
         return y if value is last else bare(value)
-    return _rebuilt(value, lambda one: _without_streams(one, last, y))
-
-
-def _rebuilt(value: Any, change: Callable[[Any], Any]) -> Any:
-    """A tuple, named or not, a list or a mapping with its items changed; anything else as it is."""
-    if isinstance(value, tuple) and hasattr(value, "_make"):
-        return value._make(map(change, value))
-    if type(value) in (tuple, list):
-        return type(value)(map(change, value))
-    if type(value) is dict:
-        return {key: change(one) for key, one in value.items()}
-    if isinstance(value, Mapping):
-        made = copy.copy(value)
-        for key in value:
-            made[key] = change(value[key])  # type: ignore[index]
-        return made
-    return value
+    return rebuilt(value, lambda one: _without_streams(one, last, y))
 
 
 def norms_of(parts: Sequence[Part], sublayers: Sequence[Sublayer]) -> tuple[dict[str, str], dict[str, str]]:

@@ -3,12 +3,13 @@ configuration."""
 
 import contextlib
 import random
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from ..errors import InputError
 
@@ -20,6 +21,7 @@ def caller(model: nn.Module, example: Any) -> Callable[[], Any] | None:
     function of the model; without one, on an input that its configuration tells. None: it tells none."""
     if callable(example):
         return lambda: example(model)
+    example = tree_map(lambda t: t.detach() if isinstance(t, Tensor) and t.requires_grad else t, example)
     if isinstance(example, Mapping):
         return lambda: model(**example)
     if example is not None:
@@ -35,16 +37,19 @@ def quietly(model: nn.Module) -> Iterator[None]:
     modes = {module: module.training for module in model.modules()}
     held = [(module, name, b, b.clone()) for module in modes for name, b in module._buffers.items() if b is not None]
     devices = [p.device for p in model.parameters() if p.device.type == "cuda"][:1]
-    states = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng(devices=devices):
+    numpy: Any = sys.modules.get("numpy.random")
+    states = random.getstate(), numpy and numpy.get_state()
+    with torch.random.fork_rng(devices=devices), torch.compiler.set_stance("force_eager"):
         torch.manual_seed(0)
         random.seed(0)
-        np.random.seed(0)
+        if numpy:
+            numpy.seed(0)
         try:
             yield
         finally:
             random.setstate(states[0])
-            np.random.set_state(states[1])
+            if numpy:
+                numpy.set_state(states[1])
             for module, mode in modes.items():
                 module.training = mode
             with torch.no_grad():

@@ -1,8 +1,10 @@
 """Proves what a run has found: with the scheme that the blocks are read to have, a model computes what it did."""
 
 import contextlib
-from collections.abc import Callable, Iterator
-from typing import Any
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -10,12 +12,14 @@ from torch import Tensor, nn
 from ..schemes import Combine, Learned, Place, ResidualSpec, Scheme, StackSpec, StreamStep, norm
 from .blocks import Group, structure_of
 from .examples import quietly
-from .record import tensors_in
+from .record import exchanged, stream_in, tensors_in
 from .spec import Part
 from .undo import Edits
 
 _ERRORS = {torch.float64: 1e-5, torch.float32: 1e-4}
 """The allowed difference beside the largest number. Models in f64 have norms in f32."""
+_MANY, _SUMS = 1_000_000, 1021
+"""Of larger gradients, as many sums are compared."""
 _IN_16_BITS = 0.1
 """The allowed difference, as the roots of the means of squares."""
 
@@ -57,29 +61,26 @@ class OwnForm(Scheme):
 
 def prove(
     model: nn.Module,
-    run: Callable[[], Any],
     groups: list[Group],
     swap: Callable[[list[Group], Any, Edits], None],
     is_wide: bool,
+    look: "Look",
+    before: "Mapping[bool, Observed]",
 ) -> dict[str, str]:
     """The groups whose identity swap changes what the model computes, by their paths, with what differs. `swap` gives
-    each of the groups a scheme; here everything is put back."""
-    firsts = (next((p for p in b.parameters() if p.requires_grad), None) for g in groups for b in g.blocks)
-    watched = [*dict.fromkeys(p for p in firsts if p is not None)]
-    modes = [False] + ([True] if not any(_random(model)) else [])
-    before = {mode: _observe(model, run, watched, mode) for mode in modes}
+    each of the groups a scheme; here everything is put back. `before`: its runs in evaluation and training mode."""
 
     def fault(some: list[Group]) -> str | None:
         edits = Edits(model, "an identity swap")
         try:
             swap(some, lambda group: OwnForm(group, is_wide), edits)
-            for mode in modes:
-                said = _differ(before[mode], _observe(model, run, watched, mode))
+            for mode, old in before.items():
+                said = differ(old, look(mode))
                 if said is not None:
                     return said + " in training mode" * mode
             return None
         except Exception as reason:  # a model may raise anything on a hidden state of another width
-            return f"{type(reason).__name__}: {str(reason).partition(chr(10))[0]}"
+            return in_words(reason)
         finally:
             edits.take_back()
 
@@ -88,42 +89,125 @@ def prove(
     return {group.path: said for group in groups if (said := fault([group])) is not None}
 
 
-def _random(model: nn.Module) -> Iterator[bool]:
-    """Whether parts of the model draw random numbers in training mode, as far as their attributes tell."""
-    for module in model.modules():
-        for name, value in vars(module).items():
-            if (
-                isinstance(value, float)
-                and value > 0
-                and ("drop" in name or (name == "p" and "Drop" in type(module).__name__))
-            ):
-                yield True
+Gradients = dict[Any, Tensor]
+"""Of a weighted sum of the outputs, by parameters and first blocks (of their input); of large ones, sums over some of
+the numbers."""
 
 
-def _observe(
-    model: nn.Module, run: Callable[[], Any], watched: list[nn.Parameter], training: bool
-) -> tuple[list[Tensor], list[Tensor]]:
-    """The model's outputs, and the gradients of a weighted sum of them, one parameter's of each block."""
-    with quietly(model), torch.enable_grad():
+class Observed(NamedTuple):
+    """What a run gave."""
+
+    outputs: list[Tensor]
+    gradients: "Gradients"
+    error: Exception | None = None
+    """What stopped the run, or its backward pass."""
+
+
+Look = Callable[[bool], Observed]
+"""Runs a model in evaluation or training mode."""
+
+
+def observe(model: nn.Module, run: Any, groups: list[Group], training: bool) -> Observed:
+    """One run in evaluation or training mode, and its backward pass. The random state is always the same, and layers
+    of dropout are off: the fused step draws other masks than torch."""
+    outputs: list[Tensor] = []
+    gradients: Gradients = {}
+    with quietly(model), _undropped(model), torch.enable_grad(), _tapped(model, groups, gradients):
         model.train(training)
-        outputs = [t for t in tensors_in(run()) if t.is_floating_point()]
-        followed = [t for t in outputs if t.requires_grad]
-        gradients: list[Tensor] = []
-        if watched and followed:
-            total = torch.stack([(t.double().flatten() * _weights(t)).sum() for t in followed]).sum()
-            with contextlib.suppress(RuntimeError):  # a model may write into what its gradient needs
-                given = torch.autograd.grad(total, watched, allow_unused=True)
-                gradients = [g for g in given if g is not None]
-    return [t.detach() for t in outputs], gradients
+        try:
+            outputs = [t for t in tensors_in(run()) if t.is_floating_point()]
+            followed = [t for t in outputs if t.requires_grad]
+            if followed:
+                torch.stack([(t.double().flatten() * _weights(t)).sum() for t in followed]).sum().backward()
+        except MemoryError:
+            raise
+        except Exception as reason:  # a model may raise anything
+            return Observed([t.detach() for t in outputs], {}, reason)
+    return Observed([t.detach() for t in outputs], gradients)
 
 
-def _differ(before: tuple[list[Tensor], list[Tensor]], now: tuple[list[Tensor], list[Tensor]]) -> str | None:
-    """Outputs, and gradients where both sides have them."""
-    said = difference(before[0], now[0])
-    if said is None and before[1] and now[1]:
-        said = difference(before[1], now[1])
-        return said and said.replace("outputs", "gradients")
+@contextlib.contextmanager
+def _undropped(model: nn.Module) -> Iterator[None]:
+    """Layers of dropout with the rate 0."""
+    rates = [(m, m.p) for m in model.modules() if isinstance(m, nn.modules.dropout._DropoutNd)]
+    try:
+        for module, _ in rates:
+            module.p = 0.0
+        yield
+    finally:
+        for module, p in rates:
+            module.p = p
+
+
+def _put_down(table: Gradients, owner: Any, gradient: Tensor) -> None:
+    g = gradient.detach().to_dense().flatten()
+    if g.numel() > _MANY:
+        g = g[: g.numel() // _SUMS * _SUMS].view(-1, _SUMS).sum(0)
+    table[owner] = table[owner] + g if owner in table else g  # a reentrant checkpoint comes once for each part
+
+
+class _Tap(torch.autograd.Function):
+    """A parameter's alias, whose gradient goes into a table, past the parameter's hooks and `grad`."""
+
+    @staticmethod
+    def forward(ctx: Any, alias: Tensor, put_down: Callable[[Tensor], None]) -> Tensor:
+        ctx.put_down = put_down
+        return alias.view_as(alias)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> Any:
+        ctx.put_down(gradient)
+        return None, None
+
+
+@contextlib.contextmanager
+def _tapped(model: nn.Module, groups: list[Group], table: Gradients) -> Iterator[None]:
+    """Gradients go into the table. The streams' first values have one, too, which reentrant checkpoints ask for."""
+    first: dict[nn.Module, tuple[Tensor, Tensor]] = {}
+
+    def enter(block: nn.Module, args: Any, kwargs: Any) -> Any:
+        x = stream_in((args, kwargs))
+        if x is None or not torch.is_grad_enabled():
+            return None
+        if block not in first:
+            new = (x if x.grad_fn is not None else x.detach().requires_grad_()).clone()
+            new.register_hook(functools.partial(_put_down, table, block))
+            first[block] = x, new
+        elif x is not first[block][0]:  # a block that several layers share, or that is recomputed
+            return None
+        new = first[block][1]
+        return exchanged(args, x, new), exchanged(kwargs, x, new)
+
+    owners = [m for m in model.modules() if not isinstance(m, torch.jit.ScriptModule)]
+    own = [(m, name, p) for m in owners for name, p in m._parameters.items() if p is not None and p.requires_grad]
+    taps = {p: _Tap.apply(p.detach().requires_grad_(), functools.partial(_put_down, table, p)) for _, _, p in own}
+    hooks = [g.blocks[0].register_forward_pre_hook(enter, with_kwargs=True) for g in groups]
+    try:
+        for module, name, p in own:
+            module._parameters[name] = taps[p]
+        yield
+    finally:
+        for module, name, p in own:
+            module._parameters[name] = p
+        for hook in hooks:
+            hook.remove()
+
+
+def differ(before: Observed, now: Observed) -> str | None:
+    """What sets two observations apart, in words."""
+    if before.error is not None or now.error is not None:
+        return None if type(before.error) is type(now.error) else in_words(now.error or before.error)
+    said = difference(before.outputs, now.outputs)
+    pairs = [(g, now.gradients.get(p)) for p, g in before.gradients.items()]
+    top = max((size for g, _ in pairs if math.isfinite(size := _largest(g))), default=0.0)
+    for g, other in pairs if said is None else ():
+        said = said or difference([g], [torch.zeros_like(g) if other is None else other], least=top * 1e-2)
+        said = said and said.replace("outputs differ", "gradients differ")
     return said
+
+
+def in_words(reason: Exception | None) -> str:
+    return f"{type(reason).__name__}: {str(reason).partition(chr(10))[0]}"
 
 
 def _largest(t: Tensor) -> float:
@@ -139,8 +223,10 @@ def _weights(t: Tensor) -> Tensor:
     return torch.arange(t.numel(), dtype=torch.float64, device=t.device).cos()
 
 
-def difference(before: list[Tensor], now: list[Tensor], in_16_bits: float = _IN_16_BITS) -> str | None:
-    """What sets two runs' outputs apart beyond rounding, in words."""
+def difference(
+    before: list[Tensor], now: list[Tensor], in_16_bits: float = _IN_16_BITS, least: float = 1e-3
+) -> str | None:
+    """What sets two runs' outputs apart beyond rounding, in words. `least`: numbers below count as this large."""
     if [t.shape for t in before] != [t.shape for t in now]:
         return "its outputs have other shapes"
     for a, b in zip(before, now):
@@ -148,6 +234,6 @@ def difference(before: list[Tensor], now: list[Tensor], in_16_bits: float = _IN_
         error = _ERRORS.get(a.dtype, in_16_bits)
         size: Any = _largest if a.dtype in _ERRORS else _root_of_mean
         scale, distance = (size(t[same].double()) if same.any() else 0.0 for t in (a, a - b))
-        if not distance <= error * max(scale, 1e-3):
+        if not distance <= error * max(scale, least):
             return f"its outputs differ by {distance:.3g} of {scale:.3g}"
     return None

@@ -1,7 +1,9 @@
 """The record of one run of a model: every operation, and every call of a norm, dropout or linear layer."""
 
 import contextlib
+import copy
 import inspect
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -42,6 +44,8 @@ class Node(NamedTuple):
     """The shapes of the outputs."""
     factor: float | None = None
     """Of a multiplication by a number."""
+    where: str = ""
+    """The line of the model's code."""
 
 
 class Call(NamedTuple):
@@ -90,6 +94,29 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, Mapping):
         for one in value.values():
             yield from tensors_in(one)
+
+
+def exchanged(value: Any, old: Tensor, new: Tensor) -> Any:
+    """A call's arguments with another tensor."""
+    if value is old:
+        return new
+    return rebuilt(value, lambda one: exchanged(one, old, new))
+
+
+def rebuilt(value: Any, change: Callable[[Any], Any]) -> Any:
+    """A tuple, named or not, a list or a mapping with its items changed; anything else as it is."""
+    if isinstance(value, tuple) and hasattr(value, "_make"):
+        return value._make(map(change, value))
+    if type(value) in (tuple, list):
+        return type(value)(map(change, value))
+    if type(value) is dict:
+        return {key: change(one) for key, one in value.items()}
+    if isinstance(value, Mapping):
+        made = copy.copy(value)
+        for key in value:
+            made[key] = change(value[key])  # type: ignore[index]
+        return made
+    return value
 
 
 class Record(TorchFunctionMode):
@@ -142,7 +169,7 @@ class Record(TorchFunctionMode):
         self.made |= dict.fromkeys((k for k in outputs if k not in keys), len(self.nodes))
         shapes = tuple(tuple(t.shape) for t in given)
         sizes = tuple(tuple(t.shape) for t in made)
-        self.nodes.append(Node(what, module, tuple(keys), shapes, outputs, sizes, factor))
+        self.nodes.append(Node(what, module, tuple(keys), shapes, outputs, sizes, factor, _where()))
 
     def stand_for(self, own: Mapping[nn.Module, nn.Module]) -> None:
         """Takes the recorded modules for others that are made alike."""
@@ -177,6 +204,14 @@ class Record(TorchFunctionMode):
             made = None if y is None else key(y)
             call = Call(first, len(self.nodes), at, tuple(x.shape), made, arguments)
             self.calls.setdefault(module, []).append(call)
+
+
+def _where() -> str:
+    """File and line of the innermost frame that is neither torch's nor this package's."""
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("torch", "normformer_rs"):
+        frame = frame.f_back
+    return "" if frame is None else f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
 
 
 def _named(block: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Key]:

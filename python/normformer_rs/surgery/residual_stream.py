@@ -38,6 +38,8 @@ class Pass:
         self.recorded = (*kept, len(every))
         self.became: tuple[Tensor, Stream] | None = None
         """A branch that the stream was added to in place, and the stream after it."""
+        self.is_over = False
+        """The call has ended."""
         self.seen: dict[tuple[str, int], int] = {}
         """Additions that only read, and multiplications, by how many additions wrote before."""
 
@@ -69,14 +71,15 @@ class Stream(Tensor):
 
     under_way: Pass
     plain: Tensor
-    """The same tensor without the class."""
+    """x, as the block sees its shape."""
+    value: Tensor
+    """What the sublayer under way reads past the block's own norms. The stream holds these numbers: whatever gets
+    past `__torch_function__`, as properties, functions that save tensors, or kernels, reads them."""
     streams: Streams
     """x, what goes beside it, and what was read of it."""
     written: int
     parallel: Tensor | None
     """The sum of the sublayer's first branches, where several are added one by one."""
-    value: Tensor | None
-    """What a sublayer read of it."""
     shape_of_rows: Any
     """The shape of `streams`, where the block sees another."""
 
@@ -88,17 +91,21 @@ class Stream(Tensor):
         written: int = 0,
         parallel: Tensor | None = None,
         shape: Any = None,
+        value: Tensor | None = None,
     ) -> "Stream":
-        """`x` as the stream: what the block sees as its input's shape and type."""
-        stream = x.as_subclass(Stream) if _is_plain(x) else _around(x)
+        """`x` as the stream: what the block sees as its input's shape and type. `value`: where it is known."""
+        value = _value(x, under_way, streams, written, parallel) if value is None else value
+        stream = value.as_subclass(Stream) if _is_plain(value) else _around(value)
         stream.under_way, stream.plain, stream.streams, stream.written = under_way, x, streams, written
-        stream.parallel, stream.value, stream.shape_of_rows = parallel, None, shape or x.shape
+        stream.parallel, stream.value, stream.shape_of_rows = parallel, value, shape or x.shape
         return stream
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
         with torch._C.DisableTorchFunctionSubclass():
+            if _is_kept(args):
+                return func(*tree_map(_after_call, args), **tree_map(_after_call, kwargs))
             if name in _LOOKS:
                 return func(*args, **kwargs)
             if name in ADDITIONS and (added := _added(args, kwargs)) is not None:
@@ -123,10 +130,34 @@ def _goes_on(stream: Stream, *factors: Any) -> bool:
     )
 
 
+def _value(x: Tensor, run: Pass, streams: Streams, written: int, parallel: Tensor | None) -> Tensor:
+    """What the sublayer under way reads past the block's own norms; x where it reads through them."""
+    if written >= len(run.writes) or parallel is not None or run.residual.parts[run.writes[written]].before is not None:
+        return x
+    value = run.residual.read(run.writes[written], streams, None)
+    value = run.shown(value) if run.structure.has_channels_first else value
+    return value.reshape(x.shape) if value.numel() == x.numel() else value
+
+
+def _is_kept(args: Any) -> bool:
+    """A stream is read after its block's call. Backward passes of functions read what these saved."""
+    first = next((a for a in args if isinstance(a, Stream)), None)
+    return first is not None and first.under_way.is_over and torch._C._current_graph_task_id() == -1
+
+
+def _after_call(value: Any) -> Any:
+    return bare(value) if isinstance(value, Stream) else value
+
+
 def bare(x: Stream) -> Tensor:
-    """The tensor without the class. Dynamo cannot take it off, and reentrant checkpoints need the tensor that they
-    detached."""
-    return x.plain if torch.compiler.is_compiling() or not _is_plain(x.plain) else x.as_subclass(Tensor)
+    """x without the class."""
+    return x.plain if x.value is not x.plain else _numbers(x)
+
+
+def _numbers(x: Stream) -> Tensor:
+    """What the stream holds, without the class. Dynamo cannot take it off, and reentrant checkpoints need the tensor
+    that they detached."""
+    return x.value if torch.compiler.is_compiling() or not _is_plain(x.value) else x.as_subclass(Tensor)
 
 
 def _is_plain(x: Tensor) -> bool:
@@ -150,7 +181,7 @@ class _Around(Stream):
 
 
 def _held(value: Any) -> Any:
-    return value.plain if isinstance(value, _Around) else value
+    return value.value if isinstance(value, _Around) else value
 
 
 def _added(args: Any, kwargs: Any) -> tuple[Stream, Tensor] | None:
@@ -180,7 +211,7 @@ def _rearranged(func: Any, args: Any, kwargs: Any) -> Stream | None:
         return None
     if name == "__getitem__" and not takes_all(args[1]):
         return None
-    streams, shape = stream.streams, stream.shape_of_rows
+    streams, shape, value = stream.streams, stream.shape_of_rows, None
     if name == "transpose":
         if shape != x.shape or any(d % x.dim() == x.dim() - 1 for d in args[1:3]) or len(args) != 3:
             return None
@@ -190,16 +221,17 @@ def _rearranged(func: Any, args: Any, kwargs: Any) -> Stream | None:
         if streams.read is not None:
             unwritten = tuple(func(t, *args[1:], **kwargs) for t in streams.unwritten)
             streams = streams._replace(read=made, unwritten=unwritten)
-        shape = made.shape
+        shape, value = made.shape, func(_numbers(stream), *args[1:], **kwargs)
     elif made.shape != x.shape:
         if name not in _SHAPES or made.shape[-1:] != x.shape[-1:] or made.numel() != x.numel():
             return None
+        value = _numbers(stream).reshape(made.shape)
     elif made.dtype != x.dtype:
         cast = tuple(other.to(made.dtype) for other in streams.others)
         streams = streams._replace(x=streams.x.to(made.dtype), others=cast, normed=None)
     elif name == "clamp":
         streams = streams._replace(x=func(streams.x, *args[1:], **kwargs))
-    return Stream.of(made, stream.under_way, streams, stream.written, stream.parallel, shape)
+    return Stream.of(made, stream.under_way, streams, stream.written, stream.parallel, shape, value)
 
 
 def _read(value: Any) -> Any:
@@ -213,20 +245,15 @@ def _read(value: Any) -> Any:
 def read(stream: Stream, norm: nn.Module | None = None) -> Tensor:
     """What the sublayer reads, through one of the block's norms or past them."""
     run = stream.under_way
-    if stream.written >= len(run.writes) or stream.parallel is not None:
+    if stream.written >= len(run.writes) or stream.parallel is not None or _is_kept((stream,)):
         return bare(stream)
-    if norm is None and stream.value is not None:
-        return stream.value
-    value = run.residual.read(run.writes[stream.written], stream.streams, norm)
-    if run.structure.has_channels_first:
-        value = run.shown(value)
-    elif value.numel() == stream.numel():
-        value = value.reshape(stream.shape)
-    if run.structure.is_in_place:
-        return value.clone()  # the block may write into what it reads
-    if norm is None:
-        stream.value = value
-    return value
+    if norm is None and run.residual.parts[run.writes[stream.written]].before is None:
+        value = _numbers(stream)
+    else:
+        value = run.residual.read(run.writes[stream.written], stream.streams, norm)
+        value = run.shown(value) if run.structure.has_channels_first else value
+        value = value.reshape(stream.shape) if value.numel() == stream.numel() else value
+    return value.clone() if run.structure.is_in_place else value  # the block may write into what it reads
 
 
 def write(stream: Stream, f: Tensor) -> Stream:

@@ -32,13 +32,12 @@ from .blocks import (
     structure_of,
 )
 from .converted import NAMES, StreamBlock, converted_class, original, residual_of
-from .discover import LISTS, Stacks, find_stacks, none_found
-from .examples import quietly
+from .discover import LISTS, Stacks, find_stacks, none_found, unwrapped
 from .handover import mark_new, reclass
 from .init import count_weights, initialise, sign_of_training, silence_biases, unreached
 from .marker import mark, warn_of_adapters
 from .optimizers import Exchange, Repoint
-from .proof import OwnForm, prove
+from .proof import Look, Observed, OwnForm, in_words, observe, prove
 from .refusals import refuse, refuse_unknown_end
 from .residual_stream import Identity, StreamNorm
 from .spec import at, has
@@ -60,14 +59,15 @@ def swap_residuals(
     """Gives a model's Transformer blocks another residual scheme, in place.
 
     Blocks are recognised by what they compute: lists of modules of which each adds branches to its input, whatever
-    they are called. The model runs on `example`: once to find which additions carry its residual stream, which norms
-    stand there, and which linear layers make a branch; then twice with the scheme that the blocks have, which must
-    change neither outputs nor gradients. torch.nn's layers and blocks of `register_block` need no run. A block keeps
-    its identity, its own forward, linear layers, dropouts, hooks and norms (identities stand in for norms that the
-    scheme has not); new norms are of the kind that the block has. Sums of attention and feed-forward, as in GPT-J, are
-    one branch. Factors of a branch, as Granite's number and LayerScale's vectors, are the blocks' own scheme, and go;
-    `layerscale` with init=None takes such vectors over. What a scheme has beside x travels inside the hidden
-    state, which is as many times wider between the blocks.
+    they are called. The model runs on `example`: once to find which additions carry its residual stream, which
+    norms stand there, and which linear layers make a branch; then with the scheme that the blocks have, which must
+    change neither outputs nor gradients in evaluation and training mode; then with the new one. torch.nn's layers
+    and blocks of `register_block` need no run. A block keeps its identity, its own forward, linear layers,
+    dropouts, hooks and norms (identities stand in for norms that the scheme has not); new norms are of the kind
+    that the block has. Sums of attention and feed-forward, as in GPT-J, are one branch. Factors of a branch, as
+    Granite's number and LayerScale's vectors, are the blocks' own scheme, and go; `layerscale` with init=None takes
+    such vectors over. What a scheme has beside x travels inside the hidden state, which is as many times wider
+    between the blocks.
 
     >>> from torch import nn
     >>> model = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2)
@@ -111,6 +111,7 @@ def swap_residuals(
     states between blocks. UserWarning where weights that look trained are drawn anew, and for blocks that stay.
     """
     to = next(field for field in TransformerConfig.FIELDS if field.name == "residual").check(to)
+    model = unwrapped(model)
     refuse_wrapped(model)
     _refuse_options(options)
     change = functools.partial(_swap, model, to, _depth(depth), init, optimizer, example, options)
@@ -129,7 +130,10 @@ def _swap(
 ) -> Swaps:
     stacks = find_stacks(model, example)
     plans = [(g, place) for g, place in _plans(stacks.groups, to, depth, init, options) if not _has(g, place)]
-    plans = _proven(model, stacks, plans)
+    runs = stacks.run is not None and plans and not any(p.is_meta for p in model.parameters())
+    look = functools.partial(observe, model, stacks.run, [group for group, _ in plans])
+    seen = {training: look(training) for training in (False, True)} if runs else {}
+    plans = _proven(model, stacks, plans, look, seen)
     for group, place in plans:
         refuse(group, place, to)
         refuse_unknown_end(model, group, to)
@@ -154,7 +158,7 @@ def _swap(
             note += f", {gone[0]} gone" if gone else ""
             rows.append(Row(group.names[i] or "(model)", old[i], f"{type(block).__name__}, {to}", note))
         rows += notes
-    _try(model, stacks, plans, to)
+    _try(model, look, seen if plans else {}, to)
     drawn: list[nn.Parameter] = []
     for group, place in plans if init is not None else ():
         drawn += initialise(group, place, edits)
@@ -306,15 +310,13 @@ def _plain(to: Any, place: Place) -> Any:
     return to.declare(place.config, place.kinds) if hasattr(to, "declare") else to
 
 
-def _proven(model: nn.Module, stacks: Stacks, plans: list[tuple[Group, Place]]) -> list[tuple[Group, Place]]:
-    """The plans for blocks with which an identity swap changes nothing; the others are unknown."""
+def _proven(
+    model: nn.Module, stacks: Stacks, plans: list[tuple[Group, Place]], look: Look, seen: Mapping[bool, Observed]
+) -> list[tuple[Group, Place]]:
+    """The plans for blocks with which an identity swap changes nothing; the others are unknown. `seen`: runs of the
+    model in evaluation and training mode."""
     found = [group for group, _ in plans if _is_foreign(group) and structure_of(group.blocks[0]).is_found]
-    if (
-        stacks.run is None
-        or not found
-        or any(p.is_meta for p in model.parameters())
-        or any(place_of(group.blocks[0]) is not None for group in found)
-    ):
+    if not found or not seen or any(place_of(group.blocks[0]) is not None for group in found):
         return plans
     is_wide = any(StackResidual.carries_more(place) for _, place in plans)
 
@@ -323,7 +325,7 @@ def _proven(model: nn.Module, stacks: Stacks, plans: list[tuple[Group, Place]]) 
             ((_, place),) = _plans([group], to(group), None, None, {})
             _convert_foreign(group, place, edits, keeps=True)
 
-    for path, said in prove(model, stacks.run, found, swap, is_wide).items():
+    for path, said in prove(model, found, swap, is_wide, look, seen).items():
         what = "between its blocks the model reads their hidden state: " if is_wide else ""
         stacks.unknown[path] = f"swapped into the scheme that they have, they compute something else: {what}{said}"
     plans = [(group, place) for group, place in plans if group.path not in stacks.unknown]
@@ -332,20 +334,16 @@ def _proven(model: nn.Module, stacks: Stacks, plans: list[tuple[Group, Place]]) 
     return plans
 
 
-def _try(model: nn.Module, stacks: Stacks, plans: list[tuple[Group, Place]], to: Any) -> None:
-    """Runs the swapped model once. Errors: InputError where it does not run: a sublayer's layers are not what their
-    roles say, for schemes that act between them."""
-    if stacks.run is None or not plans or any(p.is_meta for p in model.parameters()):
-        return
-    try:
-        with quietly(model), torch.no_grad():
-            model.eval()
-            stacks.run()
-    except Exception as reason:  # a model may raise anything
-        said = str(reason).partition("\n")[0]
-        raise InputError(
-            f"{type(model).__name__} does not run with {to} ({type(reason).__name__}: {said}): choose another scheme"
-        ) from reason
+def _try(model: nn.Module, look: Look, seen: Mapping[bool, Observed], to: Any) -> None:
+    """Runs the swapped model and its backward pass, in both modes. Errors: InputError where it does not run, as the
+    model did before: a sublayer's layers are not what their roles say, for schemes that act between them."""
+    for training, old in seen.items():
+        new = look(training)
+        if new.error is not None and old.error is None:
+            raise InputError(
+                f"{type(model).__name__} does not run with {to}{' in training mode' * training} "
+                f"({in_words(new.error)}): choose another scheme"
+            ) from new.error
 
 
 def _is_foreign(group: Group) -> bool:

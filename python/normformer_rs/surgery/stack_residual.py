@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from ..errors import InputError
 from ..nn.build import install, reset, reset_module
 from ..nn.interpreter import KeptTensors, Streams, apply_changes, apply_norm
 from ..nn.place import Place
@@ -81,21 +82,39 @@ class StackResidual(Growing):
 
     # Between the blocks.
 
-    def open(self, x: Tensor, layer: int) -> Streams:
-        """What the block reads of the hidden state that it gets."""
+    def number(self, x: Tensor, own: int, is_shared: bool) -> tuple[int, bool]:
+        """The layer's number at this call of its block, and whether the stack begins with it. Layers that share a block
+        are counted in their stack's call. Recomputation knows both by the block's input."""
         call = stack_call(self)
+        if call is None and torch.compiler.is_compiling():
+            return own, own == 0
+        if call is None:
+            known = PLACES.get(x)
+            if known is None and is_shared and (self.is_wide or self.place.declared.begin or self.end):
+                raise InputError(
+                    f"a block runs outside the call of its stack, whose {self.place.depth} layers share it, and "
+                    f"{self.place.config.residual} must know which of them it is: checkpoint it with "
+                    "use_reentrant=False, or call the whole stack"
+                )
+            return (own, own == 0) if known is None else known
+        layer = own if not is_shared else 0 if call.last is None else call.last[1] + 1
+        begins, call.has_begun = not call.has_begun, True
+        if (is_shared or begins != (layer == 0)) and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            PLACES[x] = layer, begins
+        return layer, begins
+
+    def open(self, x: Tensor, layer: int, begins: bool) -> Streams:
+        """What the block reads of the hidden state that it gets."""
         kept: KeptTensors = {}
         outputs: list[Tensor] = []
         if x.shape[-1] != self.width:
             streams, outputs, kept = self._unpack(x, layer)
         else:
-            if self.is_wide or (layer == 0 if call is None else not call.has_begun):
+            if self.is_wide or begins:
                 begin_stack()
                 streams = self._begun(x, kept)
             else:
                 streams = Streams(x)
-        if call is not None:
-            call.has_begun = True
         combine: Any = self._modules.get("combine")
         if combine is not None:
             outputs += [outputs[-1]] * (layer - len(outputs)) if outputs else [streams.x] * layer
@@ -210,6 +229,9 @@ class StackCalls:
         return (self.stack.finish(y, layer), *args[1:])
 
 
+PLACES: Any = WeakTensorKeyDictionary()
+"""Inputs of blocks whose place in the stack's call is not the one in its list: the layer's number, and whether
+the stack begins there."""
 WIDE: Any = WeakTensorKeyDictionary()
 """Hidden states that hold more than x: their stack, and the block that gave them."""
 

@@ -11,10 +11,16 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from .record import ADDITIONS, FOLLOWED, UNCHANGED, Call, Key, Node, Record, each_once
+from .record import ADDITIONS, FOLLOWED, TIMES, UNCHANGED, Call, Key, Node, Record, each_once
 from .spec import Linear, Part, has
 
 _PRODUCTS = frozenset({"matmul", "__matmul__", "bmm", "baddbmm", "einsum"})
+_NORMS = frozenset({"layer_norm", "rms_norm", "group_norm", "instance_norm", "batch_norm", "normalize"})
+_BY_NUMBER = frozenset({"pow", "__pow__", "square", "sub", "__sub__", "rsub", "abs"}) | UNCHANGED | ADDITIONS | TIMES
+_STATISTICS = frozenset({"mean", "sum", "var", "std", "norm", "vector_norm", "linalg_vector_norm", "var_mean"})
+_ROOTS = frozenset(
+    {"rsqrt", "sqrt", "sqrt_", "rsqrt_", "reciprocal", "std", "norm", "vector_norm", "linalg_vector_norm"}
+)
 _ATTENTION = frozenset({"scaled_dot_product_attention", "multi_head_attention_forward"})
 
 
@@ -139,6 +145,7 @@ class _Reader:
         if not any(step.branch is not None for step in steps):
             raise NotResidual("nothing is added to its input")
         self._find_levels(steps)
+        self._refuse_functions()
         groups, writes = self._sublayers(steps)
         self.moving = self._moving(steps)
         parts = tuple(self._part(group, i) for i, group in enumerate(groups))
@@ -146,6 +153,26 @@ class _Reader:
         images = self._has_channels_first()
         width = self.call.shape[1 if images else -1]
         return Structure(parts, writes, reads, scales, images, is_in_place=self._is_in_place(), width=width)
+
+    def _refuse_functions(self) -> None:
+        """Unaccounted for a norm of the stream that no module computes: torch's function, or a formula. The stream
+        times a root of its rows' statistics is one."""
+        numbers, statistics, roots = {*self.level}, set[Key](), set[Key]()
+        for node in self.nodes[self.call.first : self.call.last]:
+            first = any(k in numbers for k in node.inputs[:1])
+            some, root = (any(k in of for k in node.inputs) for of in (numbers, roots))
+            statistic = any(k in statistics for k in node.inputs)
+            if (node.what in _NORMS and first) or (node.what in TIMES and some and root):
+                raise Unaccounted(
+                    f"the operation {node.what} at {node.where} norms the residual stream, and only norms that are "
+                    "modules, and are called as such, can be replaced: make it a module"
+                )
+            if node.what in _STATISTICS and first and node.made[0] != node.shapes[0]:
+                (roots if node.what in _ROOTS else statistics).update(node.outputs)
+            elif node.what in _ROOTS and statistic:
+                roots.update(node.outputs)
+            elif node.what in _BY_NUMBER and (some or root or statistic):
+                (numbers if some else roots if root else statistics).update(node.outputs)
 
     def _is_in_place(self) -> bool:
         inside = self.nodes[self.call.first : self.call.last]
@@ -165,7 +192,11 @@ class _Reader:
         if node is None:
             return "its output is not made of its input by operations that can be followed"
         where = self.paths.get(node.module, "")
-        what = f"{where}, a {type(node.module).__name__}," if node.module is not None else f"the operation {node.what}"
+        what = (
+            f"{where}, a {type(node.module).__name__},"
+            if node.module is not None
+            else f"the operation {node.what} at {node.where}"
+        )
         return f"{what} stands on the stream where an addition or a norm was expected"
 
     def _find_levels(self, steps: list[Step]) -> None:
