@@ -23,8 +23,9 @@ from .blocks import (
 )
 from .examples import caller, failed_on, quietly, refuse_without
 from .record import Record, record
+from .roles import Roles, find_roles
 from .spec import Stack
-from .structure import NotResidual, Unaccounted, norm_after, structure
+from .structure import NotResidual, Unaccounted, norm_after, structure, writers
 
 LISTS = (nn.ModuleList, nn.Sequential)
 
@@ -127,7 +128,10 @@ def _run(model: nn.Module, candidates: Any, example: Any) -> tuple[Record | None
     try:
         with quietly(model):
             model.eval()
-            return record(model, blocks, run), ""
+            found = record(model, blocks, run)
+            ends = {last: own for block in blocks for last, own in writers(block, found)}
+            found.roles = find_roles(model, run, ends) if ends else Roles({})
+            return found, ""
     except MemoryError:
         raise
     except Exception as reason:  # a model may raise anything
@@ -152,6 +156,12 @@ def _run_of_twin(model: nn.Module, blocks: list[nn.Module], example: Any) -> tup
     if found is not None:
         own = {twin.get_submodule(name): module for module, name in names.items()}
         found.stand_for(own)
+        ours = dict(model.named_parameters())
+        names = {p: name for name, p in twin.named_parameters()}
+        told = found.roles.matrices.items()
+        found.roles = found.roles._replace(
+            matrices={own[at] if isinstance(at, nn.Module) else ours[names[at]]: matrix for at, matrix in told}
+        )
     return found, why
 
 
@@ -182,7 +192,7 @@ def _know(block: Any, found: Record | None, why: str) -> None:
         return
     if found is not None:
         try:
-            made = structure(block, found)
+            made = structure(block, found, found.roles)
             STRUCTURES[block] = made
             return
         except Unaccounted:

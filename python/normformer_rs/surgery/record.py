@@ -102,6 +102,8 @@ class Record(TorchFunctionMode):
         self.dropped: dict[Key, list[nn.Module]] = {}
         """Dropouts that a tensor went through unchanged, as in evaluation mode."""
         self.calls: dict[nn.Module, list[Call]] = {}
+        self.roles: Any = None
+        """What the rows of its matrices are for, where that was read."""
         self.returned: set[Key] = set()
         """What the run returned."""
         self.open: list[tuple[nn.Module, int, Tensor, Key, dict[str, Key]]] = []

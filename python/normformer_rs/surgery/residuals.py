@@ -39,7 +39,7 @@ from .init import count_weights, initialise, sign_of_training, silence_biases, u
 from .marker import mark, warn_of_adapters
 from .optimizers import Exchange, Repoint
 from .proof import OwnForm, prove
-from .refusals import refuse, refuse_unknown_end
+from .refusals import refuse, refuse_roles, refuse_unknown_end
 from .residual_stream import Identity, StreamNorm
 from .spec import at, has
 from .stack_residual import StackCalls, StackResidual, show
@@ -132,6 +132,7 @@ def _swap(
     plans = _proven(model, stacks, plans)
     for group, place in plans:
         refuse(group, place, to)
+        refuse_roles(group, init)
         refuse_unknown_end(model, group, to)
     learned = next((sign for group, _ in plans if (sign := sign_of_training(group, optimizer))), None)
     title, before = edits.title, dict(model.named_parameters())
@@ -152,6 +153,8 @@ def _swap(
             gone = [f"the branch's factor {part.beta:g}" for part in parts if part.beta != 1.0]
             gone += [path for part in parts for path in part.scales]
             note += f", {gone[0]} gone" if gone else ""
+            if parts and (i == 0 or parts != parts_of(group.blocks[i - 1])):
+                note += f"; {'; '.join(map(str, parts))}"
             rows.append(Row(group.names[i] or "(model)", old[i], f"{type(block).__name__}, {to}", note))
         rows += notes
     _try(model, stacks, plans, to)

@@ -10,20 +10,59 @@ from ..errors import InputError
 from ..nn.init import Role
 
 
+class Rows(NamedTuple):
+    """Rows of a matrix that follow each other and do the same.
+
+    Attributes:
+        role: query, key, value, output, fc1, fc2 or gate; None: another, or several.
+        head: whose queries, keys or values; None: all heads' or none's.
+        size: how many.
+    """
+
+    role: Role | None
+    head: int | None
+    size: int
+
+
 class Linear(NamedTuple):
-    """A linear layer of a block.
+    """A linear layer of a block, or a parameter that stacks one for each expert.
 
     Attributes:
         path: its path in the block.
-        roles: its outputs: query, key, value, output, fc1, fc2; several where they are stacked.
+        roles: its outputs: query, key, value, output, fc1, fc2, gate; several where they are stacked.
         factor: multiplies the scheme's first values.
-        groups: the path of the number of groups, where stacked outputs alternate head by head.
+        rows: the role of every row; empty: each role has an equal share, in order.
+        is_transposed: the parameter is (fan_in, fan_out), as a stack of experts may be.
+        is_called: as a module; else its weight is read alone, and hooks on it do not run.
+        is_unclear: it is one of two factors of a product that could not be told apart.
     """
 
     path: str
     roles: tuple[Role, ...]
     factor: float = 1.0
-    groups: str | None = None
+    rows: tuple[Rows, ...] = ()
+    is_transposed: bool = False
+    is_called: bool = True
+    is_unclear: bool = False
+
+    def index(self, role: Role, size: int) -> list[int]:
+        """The rows with that role of a matrix of `size` rows."""
+        if not self.rows:
+            share, first = size // len(self.roles), self.roles.index(role)
+            return [*range(first * share, (first + 1) * share)]
+        roles = [rows.role for rows in self.rows for _ in range(rows.size)]
+        return [i for i, one in enumerate(roles) if one == role]
+
+    def __str__(self) -> str:
+        """Its last name and its roles, with the heads of queries, keys and values."""
+        counts = [len({*self.heads(role)} - {None}) for role in self.roles]
+        heads = f" {'+'.join(map(str, counts))} heads" if all(counts) and counts else ""
+        name, roles = self.path.rpartition(".")[2], "+".join(self.roles) or "stays"
+        return f"{name}{'' if name == roles else f' {roles}'}{heads}"
+
+    def heads(self, role: Role) -> list[int | None]:
+        """The head of each row with that role."""
+        return [rows.head for rows in self.rows for _ in range(rows.size) if rows.role == role]
 
 
 class Part(NamedTuple):
@@ -63,6 +102,11 @@ class Part(NamedTuple):
     scales: tuple[str, ...] = ()
     alpha: float = 1.0
     experts: tuple[Linear, ...] = ()
+
+    def __str__(self) -> str:
+        """The kind, where its norms stand, and its matrices with their roles."""
+        places = [name for name in ("before", "branch", "after") if getattr(self, name) is not None]
+        return f"{self.kind} ({', '.join(places) or 'no norm'}): {', '.join(map(str, (*self.linears, *self.experts)))}"
 
     @property
     def moves(self) -> str | None:

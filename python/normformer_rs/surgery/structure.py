@@ -6,16 +6,18 @@ what is added there is a branch.
 """
 
 import math
-import re
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from torch import nn
 
-from .record import ADDITIONS, FOLLOWED, UNCHANGED, Call, Key, Node, Record, each_once
-from .spec import Linear, Part, has
+from .record import ADDITIONS, FOLLOWED, TIMES, UNCHANGED, Call, Key, Node, Record, each_once
+from .roles import Matrix, Owner, Roles, owner_of
+from .spec import Linear, Part
 
-_PRODUCTS = frozenset({"matmul", "__matmul__", "bmm", "baddbmm", "einsum"})
-_ATTENTION = frozenset({"scaled_dot_product_attention", "multi_head_attention_forward"})
+_ON_A_BRANCH = UNCHANGED | ADDITIONS | TIMES | {"norm", "dropout", "drop_path", "scale"}
+_ON_A_BRANCH |= {"sum", "index_add", "index_add_", "scatter_add", "scatter_add_", "index_put_", "index_select", "where"}
+"""Operations between the last matrix of a branch and the stream."""
 
 
 class Unaccounted(Exception):
@@ -58,6 +60,10 @@ class Structure(NamedTuple):
     """d; None: the norms tell."""
     is_found: bool = True
     """By a run; else it is declared."""
+    heads: int | None = None
+    """Of attention; None: none was recognised."""
+    no_roles: str = ""
+    """The reason why the roles of its matrices could not be told."""
 
 
 def norm_after(found: Record, block: nn.Module) -> nn.Module | None:
@@ -74,25 +80,40 @@ def norm_after(found: Record, block: nn.Module) -> nn.Module | None:
     return None
 
 
-def structure(block: nn.Module, found: Record) -> Structure:
+def structure(block: nn.Module, found: Record, roles: Roles) -> Structure:
     """The structure of a block that has run. Errors: Unaccounted."""
     calls = found.calls.get(block, [])
     if not calls:
         raise NotResidual("the run did not call it with a tensor")
-    made = [_Reader(block, found, call).structure() for call in calls]
+    made = [_Reader(block, found, call, roles).structure() for call in calls]
     if any(one.parts != made[0].parts for one in made):
         raise Unaccounted(f"its {len(calls)} calls in one pass compute different things")
     return made[0]._replace(calls=len(calls))
 
 
+def writers(block: nn.Module, found: Record) -> Iterator[tuple[Owner, set[Owner]]]:
+    """The last matrix of each of a block's branches, with all matrices of the branch."""
+    for call in found.calls.get(block, []):
+        try:
+            reader = _Reader(block, found, call, Roles({}))
+            steps = reader.steps()
+        except Unaccounted:
+            return
+        for step in steps:
+            if step.branch is not None:
+                own = {owner for _, owner in reader.matrices(reader.reach(step.branch)[1])}
+                yield from ((last, own) for last in reader.last(step.branch))
+
+
 class _Reader:
-    def __init__(self, block: nn.Module, found: Record, call: Call) -> None:
-        self.block, self.call = block, call
+    def __init__(self, block: nn.Module, found: Record, call: Call, roles: Roles) -> None:
+        self.block, self.call, self.roles = block, call, roles
         self.record, self.nodes, self.made = found, found.nodes, found.made
         self.paths: dict[nn.Module | None, str] = {module: name for name, module in block.named_modules()}
         self.walked: dict[Key, list[Step] | None] = {}
         self.level: dict[Key, int] = {}
         """How many additions made each tensor of the stream."""
+        self.heads: int | None = None
 
     def node(self, at: Key) -> Node | None:
         number = self.made.get(at)
@@ -128,7 +149,8 @@ class _Reader:
                 return [*steps, Step(node, branch)]
         return None
 
-    def structure(self) -> Structure:
+    def steps(self) -> list[Step]:
+        """The steps of the stream through the block. Errors: Unaccounted."""
         if self.call.y is None:
             raise NotResidual("it returns no tensor of its input's shape")
         steps = self.walk(self.call.y)
@@ -139,13 +161,18 @@ class _Reader:
         if not any(step.branch is not None for step in steps):
             raise NotResidual("nothing is added to its input")
         self._find_levels(steps)
+        return steps
+
+    def structure(self) -> Structure:
+        steps = self.steps()
         groups, writes = self._sublayers(steps)
         self.moving = self._moving(steps)
         parts = tuple(self._part(group, i) for i, group in enumerate(groups))
         reads, scales = self._reading_additions(steps), self._scales(steps)
         images = self._has_channels_first()
         width = self.call.shape[1 if images else -1]
-        return Structure(parts, writes, reads, scales, images, is_in_place=self._is_in_place(), width=width)
+        made = Structure(parts, writes, reads, scales, images, is_in_place=self._is_in_place(), width=width)
+        return made._replace(heads=self.heads, no_roles=self.roles.why)
 
     def _is_in_place(self) -> bool:
         inside = self.nodes[self.call.first : self.call.last]
@@ -186,7 +213,7 @@ class _Reader:
         old, new = node.shapes[0], node.made[0]
         return old[-1:] == new[-1:] and math.prod(old) == math.prod(new)
 
-    def _reach(self, at: Key) -> tuple[set[Key], list[Node], set[Key]]:
+    def reach(self, at: Key) -> tuple[set[Key], list[Node], set[Key]]:
         """Backwards from a branch to the stream: the stream's tensors that it reads, the nodes between, in order, and
         the tensors from outside the block."""
         read: set[Key] = set()
@@ -221,7 +248,7 @@ class _Reader:
                     raise Unaccounted(f"{name} norms its input, and the normed one goes on as the stream")
                 groups[-1].append(step)
                 continue
-            read, _, _ = self._reach(step.branch)
+            read, _, _ = self.reach(step.branch)
             if not read:
                 raise Unaccounted("a tensor that is not computed from the stream is added to it")
             start = writes.count(len(groups) - 1) if groups else 0
@@ -296,14 +323,15 @@ class _Reader:
             raise Unaccounted(f"two norms follow each other on the stream, {after[0]} and {after[1]}")
         tails = [self._tail(branch) for branch in branches]
         tail = tails[0] if len(tails) == 1 else Tail()
-        reached = [self._reach(branch) for branch in branches]
+        reached = [self.reach(branch) for branch in branches]
         nodes = [node for _, nodes, _ in reached for node in nodes]
         read = {k for keys, _, _ in reached for k in keys}
         norms = [node for node in nodes if node.what == "norm" and node.inputs[0] in read]
         before = [*dict.fromkeys(self.paths[node.module] for node in norms)]
         past = [n for n in nodes if n.what != "norm" and any(k in read for k in n.inputs) and not self._is_same(n)]
         memory = self._memory(reached, nodes)
-        linears, kind = self._linears(nodes, read, memory is not None)
+        ends = {owner for branch in branches for owner in self.last(branch)}
+        linears, experts, kind = self._linears(nodes, ends, memory is not None)
         main = (*before, *after, *tail.norms[:1])
         return Part(
             kind,
@@ -320,7 +348,7 @@ class _Reader:
             beta=tail.beta,
             scales=tail.scales,
             alpha=alpha,
-            experts=self._experts(nodes),
+            experts=experts,
         )
 
     def _tail(self, branch: Key) -> "Tail":
@@ -352,7 +380,7 @@ class _Reader:
             node = self.node(node.inputs[0])
         if node is None or node.what not in ADDITIONS or len(node.inputs) != 2:
             return False
-        reached = [self._reach(k) for k in node.inputs]
+        reached = [self.reach(k) for k in node.inputs]
         return all(read and any(one.what == "linear" for one in nodes) for read, nodes, _ in reached)
 
     def _memory(self, reached: list[tuple[set[Key], list[Node], set[Key]]], nodes: list[Node]) -> str | None:
@@ -370,34 +398,84 @@ class _Reader:
             path = path.rpartition(".")[0]
         return path if not isinstance(self.block.get_submodule(path), nn.ModuleDict) else path.rpartition(".")[0]
 
-    def _experts(self, nodes: list[Node]) -> tuple[Linear, ...]:
-        """Stacks of matrices that the branch multiplies by."""
-        stacks = {id(p): path for path, p in self.block.named_parameters() if p.dim() == 3}
-        read = (stacks[k[0]] for node in nodes for k in node.inputs if k[0] in stacks)
-        ends = re.compile("down|out|w2|fc2|second")
-        return tuple(
-            Linear(p, ("fc2",) if ends.search(p.rpartition(".")[2]) else ("fc1",)) for p in dict.fromkeys(read)
-        )
-
-    def _linears(self, nodes: list[Node], read: set[Key], reads_memory: bool) -> tuple[tuple[Linear, ...], Any]:
-        """The linear layers of a branch with their roles, and the sublayer's kind."""
-        made_of_stream: set[Key] = {*read}
-        is_attention = reads_memory
+    def matrices(self, nodes: list[Node]) -> list[tuple[str, Owner]]:
+        """The linear layers, and parameters of two dimensions and more, that a branch multiplies by; their paths."""
+        found: dict[Owner, str] = {}
+        own = {id(p): (path, p) for path, p in self.block.named_parameters() if p.dim() >= 2}
         for node in nodes:
-            depends = [k for k in node.inputs if k in made_of_stream]
-            if depends:
-                made_of_stream |= {*node.outputs}
-            is_product = node.what in _PRODUCTS and len(node.inputs) >= 2 and len(depends) >= 2
-            is_attention |= node.what in _ATTENTION or is_product
-        linears = [node for node in nodes if node.what == "linear" and node.module is not None]
-        paths = [*dict.fromkeys(self._without_adapters(self.paths[node.module]) for node in linears)]
-        if not paths:
-            return (), "self-attention" if is_attention else "feed-forward"
-        last = paths[-1]
-        roles = _attention_roles if is_attention else _feed_forward_roles
+            if node.what == "linear" and node.module is not None:
+                path = self._without_adapters(self.paths[node.module])
+                if path not in found.values():
+                    found.setdefault(owner_of(node.module), path)
+            elif node.module is None:
+                found |= {own[k[0]][1]: own[k[0]][0] for k in node.inputs if k[0] in own and own[k[0]][1] not in found}
+        return [(self._layer(path), owner) for owner, path in found.items()]
+
+    def _layer(self, path: str) -> str:
+        """The path of the linear layer whose weight is read without calling it."""
+        above, _, name = path.rpartition(".")
+        return above if name == "weight" and isinstance(self.block.get_submodule(above), nn.Linear) else path
+
+    def last(self, branch: Key) -> set[Owner]:
+        """The matrices behind which nothing but additions, norms, dropout and factors stands before the stream."""
+        found: set[Owner] = set()
+        own = {id(p): p for p in self.block.parameters() if p.dim() >= 2}
+        todo = [branch]
+        for at in each_once(todo):
+            node = self.node(at)
+            if node is None or at in self.level:
+                continue
+            if node.what == "linear" and node.module is not None:
+                found.add(owner_of(node.module))
+                continue
+            weights = [self._parameter(k, own) for k in node.inputs]
+            if node.what == "multi_head_attention_forward":  # its last matrix is its last argument
+                found |= {p for p in weights[-1:] if p is not None} or {p for p in weights if p is not None}
+            elif any(p is not None for p in weights) and node.what not in _ON_A_BRANCH:
+                found |= {p for p in weights if p is not None}
+            elif node.what in _ON_A_BRANCH:
+                columns = node.made[0][-1:]
+                todo += [k for k, shape in zip(node.inputs, node.shapes) if shape[-1:] == columns]
+                todo += node.inputs[:1] if node.what in UNCHANGED else ()
+        return found
+
+    def _parameter(self, at: Key, own: dict[int, nn.Parameter]) -> nn.Parameter | None:
+        """The parameter that a tensor is, or is a view or a copy of."""
+        while at[0] not in own:
+            node = self.node(at)
+            if node is None or node.what not in UNCHANGED | {"index_select", "__get__"} or not node.inputs:
+                return None
+            at = node.inputs[0]
+        return own[at[0]]
+
+    def _linears(
+        self, nodes: list[Node], ends: set[Owner], reads_memory: bool
+    ) -> tuple[tuple[Linear, ...], tuple[Linear, ...], str]:
+        """The linear layers of a branch and its stacks of experts, with the roles of their rows, and its kind."""
+        found = [(path, owner, told) for path, owner in self.matrices(nodes) if (told := self.roles.of(owner))]
+        is_attention = reads_memory or any(
+            told.reads_attention or told.mixes or told.heads for _, owner, told in found if owner in ends or told.heads
+        )
+        is_mixer = not any(told.heads for *_, told in found) and any(told.mixes for *_, told in found)
+        self.heads = self.heads or next((told.heads for *_, told in found if told.heads), None)
+        called = {owner_of(node.module) for node in nodes if node.module is not None and node.what == "linear"}
+        linears: list[Linear] = []
+        experts: list[Linear] = []
+        for path, owner, told in found:
+            rows = () if is_mixer else told.rows
+            roles = tuple(dict.fromkeys(run.role for run in rows if run.role is not None))
+            if owner in ends:
+                roles, rows = ("output" if is_attention and not is_sum(told, found) else "fc2",), ()
+            is_stack = owner not in called and isinstance(owner, nn.Parameter) and owner.dim() > 2
+            linear = Linear(path, roles, told.factor, rows, told.is_transposed, owner in called, told.is_unclear)
+            (experts if is_stack else linears).append(linear)
         kind = "cross-attention" if reads_memory else "self-attention" if is_attention else "feed-forward"
-        made = (Linear(path, roles(path, path == last, self.block)) for path in paths)
-        return tuple(_as_its_library_has_it(linear, self.block) for linear in made), kind
+        return tuple(linears), tuple(experts), kind
+
+
+def is_sum(told: Matrix, found: list[Any]) -> bool:
+    """The matrix ends a feed-forward beside attention."""
+    return not told.reads_attention and any(other.reads_attention for *_, other in found)
 
 
 class Tail(NamedTuple):
@@ -405,33 +483,3 @@ class Tail(NamedTuple):
     norms: tuple[str, ...] = ()
     beta: float = 1.0
     scales: tuple[str, ...] = ()
-
-
-def _attention_roles(path: str, is_last: bool, block: nn.Module) -> Any:
-    if is_last:
-        return ("output",)
-    name = path.rpartition(".")[2].lower()
-    if re.search("qkv|query_key_value|c_attn|wqkv|in_proj|^att?n$", name):
-        return "query", "key", "value"
-    if re.search("kv", name):
-        return "key", "value"
-    first = re.search("[qkv]", name.replace("proj", "").replace("linear", "").replace("weight", ""))
-    return ({"q": "query", "k": "key", "v": "value"}[first.group()],) if first else ("query",)
-
-
-def _as_its_library_has_it(linear: Linear, block: nn.Module) -> Linear:
-    """What no run tells: T5's like do not divide scores by √d_kv, smaller queries do it instead; GPT-NeoX and BLOOM
-    stack queries, keys and values head by head."""
-    parent = linear.path.rpartition(".")[0]
-    attention: Any = block.get_submodule(parent)
-    size = getattr(attention, "key_value_proj_dim", None)
-    if linear.roles == ("query",) and isinstance(size, int):
-        return linear._replace(factor=size**-0.5)
-    if type(attention).__name__.startswith(("GPTNeoX", "Bloom")) and len(linear.roles) == 3:
-        heads = next(n for n in ("num_heads", "num_attention_heads", "config.num_attention_heads") if has(attention, n))
-        return linear._replace(groups=f"{parent}.{heads}")
-    return linear
-
-
-def _feed_forward_roles(path: str, is_last: bool, block: nn.Module) -> Any:
-    return ("fc2",) if is_last else ("fc1",)
