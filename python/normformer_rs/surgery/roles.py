@@ -512,7 +512,7 @@ def _is_unscaled(one: Attention, q: Tensor, k: Tensor) -> bool:
 
 
 def _patterns(leaf: Tensor, random: torch.Generator) -> list[Tensor]:
-    """For each run which of a matrix's outputs are scaled: each row in half of its places, two rows hardly in the same."""
+    """For each run which outputs of a matrix are scaled: each row in half of its places, hardly two rows in the same."""
     places = leaf[..., 0].numel()
     order = torch.rand(_RUNS * places, leaf.shape[-1], generator=random, device="cpu").argsort(0)
     chosen = order < _RUNS * places // 2

@@ -56,9 +56,9 @@ class Linear(NamedTuple):
     def __str__(self) -> str:
         """Its last name and its roles, with the heads of queries, keys and values."""
         counts = [len({*self.heads(role)} - {None}) for role in self.roles]
-        heads = f" {'+'.join(map(str, counts))} heads" if all(counts) and counts else ""
+        heads = f", {'+'.join(map(str, counts))} heads" if all(counts) and counts else ""
         name, roles = self.path.rpartition(".")[2], "+".join(self.roles) or "stays"
-        return f"{name}{'' if name == roles else f' {roles}'}{heads}"
+        return f"{name} ({roles}{heads})" if name != roles else f"{name}{heads}"
 
     def heads(self, role: Role) -> list[int | None]:
         """The head of each row with that role."""
@@ -104,9 +104,9 @@ class Part(NamedTuple):
     experts: tuple[Linear, ...] = ()
 
     def __str__(self) -> str:
-        """The kind, where its norms stand, and its matrices with their roles."""
-        places = [name for name in ("before", "branch", "after") if getattr(self, name) is not None]
-        return f"{self.kind} ({', '.join(places) or 'no norm'}): {', '.join(map(str, (*self.linears, *self.experts)))}"
+        """Its matrices with their roles; cross-attention says that it is."""
+        told = ", ".join(map(str, (*self.linears, *self.experts))) or "no matrix"
+        return f"cross-attention {told}" if self.kind == "cross-attention" else told
 
     @property
     def moves(self) -> str | None:
