@@ -269,6 +269,8 @@ class BlockResidual(Growing):
     def write(self, i: int, streams: Streams, f: Tensor, following: int | None) -> Streams:
         """The streams after the sublayer's branch; `following`: the next sublayer's number."""
         dropout = self._modules.get(f"dropout{i + 1}") or nn.Dropout(0.0)
+        if (path := self._modules.get(f"drop_path{i + 1}")) is not None:
+            dropout = nn.Sequential(dropout, path)
         after = None if following is None or self.parts[following].twins else self.sublayers[following]
         at = None if after is None or after.mixing is not None else only_norm(after.before)
         streams = self._closed(i, streams, f, dropout, at)

@@ -45,14 +45,14 @@ class Node(NamedTuple):
 
 
 class Call(NamedTuple):
-    """A call of a block: the nodes in it, its input and output on the stream, and its arguments."""
+    """A call of a block: the nodes in it, its input and output on the stream, and the names of its arguments."""
 
     first: int
     last: int
     x: Key
     shape: tuple[int, ...]
     y: Key | None
-    arguments: Mapping[str, Key]
+    arguments: Mapping[Key, str]
 
 
 def key(t: Tensor) -> Key:
@@ -100,13 +100,13 @@ class Record(TorchFunctionMode):
         self.nodes: list[Node] = []
         self.made: dict[Key, int] = {}
         self.dropped: dict[Key, list[nn.Module]] = {}
-        """Dropouts that a tensor went through unchanged, as in evaluation mode."""
+        """Dropouts, and stochastic depth, that a tensor went through unchanged, as in evaluation mode."""
         self.calls: dict[nn.Module, list[Call]] = {}
         self.roles: Any = None
         """What the rows of its matrices are for, where that was read."""
         self.returned: set[Key] = set()
         """What the run returned."""
-        self.open: list[tuple[nn.Module, int, Tensor, Key, dict[str, Key]]] = []
+        self.open: list[tuple[nn.Module, int, Tensor, Key, dict[Key, str]]] = []
         self.within = 0
         """Modules under way that count as one operation."""
         self.alive: list[Any] = []
@@ -139,7 +139,7 @@ class Record(TorchFunctionMode):
             return
         self.alive += [given, made]
         outputs = tuple(map(key, made))
-        if what == "dropout" and module is not None and outputs[0] in keys:
+        if what in ("dropout", "drop_path") and module is not None and outputs[0] in keys:
             self.dropped.setdefault(outputs[0], []).append(module)
         self.made |= dict.fromkeys((k for k in outputs if k not in keys), len(self.nodes))
         shapes = tuple(tuple(t.shape) for t in given)
@@ -181,14 +181,15 @@ class Record(TorchFunctionMode):
             self.calls.setdefault(module, []).append(call)
 
 
-def _named(block: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Key]:
-    """The tensors among a call's arguments, by the names in the block's signature."""
+def _named(block: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[Key, str]:
+    """The tensors among a call's arguments, also in tuples, lists and dictionaries, by the names in the block's
+    signature."""
     try:
         given = inspect.signature(block.forward).bind(*args, **kwargs).arguments
     except TypeError:
         return {}
     flat = {**given, **given.pop("kwargs", {})}
-    return {name: key(value) for name, value in flat.items() if isinstance(value, Tensor)}
+    return {key(t): name for name, value in flat.items() for t in tensors_in(value)}
 
 
 _RECOGNISED: dict[Any, bool] = {}

@@ -352,6 +352,8 @@ class _Reader:
         self.random = torch.Generator().manual_seed(0)
         self.owned: dict[int, list[set[tuple[Any, int | None]]]] = {}
         self.unclear: set[int] = set()
+        self.tested: set[int] = set()
+        """Matrices that read more than one number of the matrices before in each column."""
         self.heads: dict[int, int] = {}
         self.factors: dict[int, float] = {}
 
@@ -367,7 +369,7 @@ class _Reader:
                 _runs(self.owned.get(i, ())),
                 self.heads.get(i),
                 reads_attention,
-                bool(behind) and not reads_attention and self._mixes(product, behind),
+                i in self.tested and not reads_attention and self._mixes(product, behind),
                 i in self.unclear,
                 self.factors.get(i, 1.0),
                 product.is_transposed,
@@ -447,6 +449,7 @@ class _Reader:
                     self._own(j, range(g.shape[-1]), "fc1")
             elif found:
                 tested.append((i, found, weights))
+                self.tested.add(i)
         for i, linear, curved in self._linear_rows(tested, again):
             product = self.run.products[i]
             for j in linear:  # all rows of a matrix of one kind, where ReLU has let none of some rows' numbers through
@@ -512,7 +515,7 @@ def _is_unscaled(one: Attention, q: Tensor, k: Tensor) -> bool:
 
 
 def _patterns(leaf: Tensor, random: torch.Generator) -> list[Tensor]:
-    """For each run which outputs of a matrix are scaled: each row in half of its places, hardly two rows in the same."""
+    """For each run which outputs of a matrix are scaled: a row in half of its places, hardly two rows in the same."""
     places = leaf[..., 0].numel()
     order = torch.rand(_RUNS * places, leaf.shape[-1], generator=random, device="cpu").argsort(0)
     chosen = order < _RUNS * places // 2

@@ -74,6 +74,7 @@ class Part(NamedTuple):
         linears: its linear layers; of a gated pair the one before the activation comes first.
         dropout: the dropout on its output: an attribute of the block (a module or a rate), or a path with a dot: a
             module inside the sublayer, which moves out to the residual.
+        drop_path: the path of stochastic depth on its output, which moves out to the residual.
         run: ignored: the block's own forward runs it.
         before, after, branch: its norms by their place: N(x) that F reads, N(x + F), N(F).
         twins: norms that stand beside `before`, where parallel branches have their own.
@@ -102,6 +103,7 @@ class Part(NamedTuple):
     scales: tuple[str, ...] = ()
     alpha: float = 1.0
     experts: tuple[Linear, ...] = ()
+    drop_path: str | None = None
 
     def __str__(self) -> str:
         """Its matrices with their roles; cross-attention says that it is."""

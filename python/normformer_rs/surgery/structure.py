@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from ..errors import InputError
 from .record import ADDITIONS, FOLLOWED, TIMES, UNCHANGED, Call, Key, Node, Record, each_once
 from .roles import Matrix, Owner, Roles, owner_of
 from .spec import Linear, Part
@@ -67,9 +68,10 @@ class Structure(NamedTuple):
 
 
 def norm_after(found: Record, block: nn.Module) -> nn.Module | None:
-    """The norm that reads a block's last output, and stands in no other block."""
+    """The norm that reads a block's last output, and stands in no block beside it."""
     call = found.calls[block][-1]
-    inside = {part for block in found.blocks for part in block.modules()}
+    around = {one for one in found.blocks if one is not block and any(part is block for part in one.modules())}
+    inside = {part for one in found.blocks - around for part in one.modules()}
     seen = {call.y}
     for node in found.nodes[call.last :]:
         if node.inputs and node.inputs[0] in seen:
@@ -293,7 +295,7 @@ class _Reader:
     # One sublayer.
 
     def _moving(self, steps: list[Step]) -> set[nn.Module]:
-        """Dropouts that stand last on branches and nowhere else."""
+        """Dropouts, and stochastic depth, that stand last on branches and nowhere else."""
         last: dict[nn.Module, int] = {}
         for step in steps:
             at = step.branch
@@ -310,9 +312,10 @@ class _Reader:
         return {module for module, count in last.items() if calls[module] == count}
 
     def _dropouts(self, at: Key) -> list[nn.Module]:
-        """The dropouts that gave this tensor."""
+        """The dropouts, and stochastic depth, that gave this tensor."""
         node = self.node(at)
-        own = [node.module] if node is not None and node.what == "dropout" and node.module is not None else []
+        drops = node is not None and node.what in ("dropout", "drop_path") and node.module is not None
+        own = [node.module] if node is not None and drops else []
         return own + [module for module in self.record.dropped.get(at, ()) if module in self.paths]
 
     def _part(self, group: list[Step], index: int) -> Part:
@@ -329,7 +332,12 @@ class _Reader:
         norms = [node for node in nodes if node.what == "norm" and node.inputs[0] in read]
         before = [*dict.fromkeys(self.paths[node.module] for node in norms)]
         past = [n for n in nodes if n.what != "norm" and any(k in read for k in n.inputs) and not self._is_same(n)]
-        memory = self._memory(reached, nodes)
+        memory, attends_outside = self._memory(reached, nodes)
+        if attends_outside and memory is None:
+            raise InputError(
+                f"attention of a {type(self.block).__name__} reads keys and values from a tensor that is none of the "
+                "block's arguments: pass the encoder's output to the block's forward"
+            )
         ends = {owner for branch in branches for owner in self.last(branch)}
         linears, experts, kind = self._linears(nodes, ends, memory is not None)
         main = (*before, *after, *tail.norms[:1])
@@ -338,6 +346,7 @@ class _Reader:
             main[0] if main else None,
             linears,
             tail.dropout,
+            drop_path=tail.drop_path,
             before=before[0] if before else None,
             twins=tuple(before[1:]),
             after=after[0] if after else None,
@@ -355,9 +364,10 @@ class _Reader:
         """What stands last on a branch: dropout, norms, factors."""
         found, at = Tail(), branch
         while True:
-            last = [module for module in self._dropouts(at) if module in self.moving]
-            if last and found.dropout is None:
-                found = found._replace(dropout=self.paths[last[0]])
+            for module in self._dropouts(at):
+                kind = "drop_path" if self.record.kinds.get(module) == "drop_path" else "dropout"
+                if module in self.moving and getattr(found, kind) is None:
+                    found = found._replace(**{kind: self.paths[module]})
             node = self.node(at)
             if node is None or not node.inputs:
                 break
@@ -383,14 +393,19 @@ class _Reader:
         reached = [self.reach(k) for k in node.inputs]
         return all(read and any(one.what == "linear" for one in nodes) for read, nodes, _ in reached)
 
-    def _memory(self, reached: list[tuple[set[Key], list[Node], set[Key]]], nodes: list[Node]) -> str | None:
-        """The argument that a linear layer of the branch reads beside the stream: an encoder's output."""
-        names = {at: name for name, at in self.call.arguments.items() if at != self.call.x}
+    def _memory(
+        self, reached: list[tuple[set[Key], list[Node], set[Key]]], nodes: list[Node]
+    ) -> tuple[str | None, bool]:
+        """The argument that values are made of, an encoder's output; and whether they are made of something else than
+        the stream."""
+        names = {at: name for at, name in self.call.arguments.items() if at != self.call.x}
         outside = {k for _, _, found in reached for k in found}
         for node in nodes:
-            if node.what in ("linear", "linear_function") and node.inputs[0] in outside:
-                return names.get(node.inputs[0])
-        return None
+            if node.what == "linear" and node.module is not None and node.inputs[0] in outside:
+                told = self.roles.of(owner_of(node.module))
+                if told is None or any(rows.role == "value" for rows in told.rows):
+                    return names.get(node.inputs[0]), told is not None
+        return None, False
 
     def _without_adapters(self, path: str) -> str:
         """The path of the layer that an adapter of PEFT wraps, where this linear layer is part of one."""
@@ -467,7 +482,8 @@ class _Reader:
             if owner in ends:
                 roles, rows = ("output" if is_attention and not is_sum(told, found) else "fc2",), ()
             is_stack = owner not in called and isinstance(owner, nn.Parameter) and owner.dim() > 2
-            linear = Linear(path, roles, told.factor, rows, told.is_transposed, owner in called, told.is_unclear)
+            is_unclear = told.is_unclear and not is_mixer
+            linear = Linear(path, roles, told.factor, rows, told.is_transposed, owner in called, is_unclear)
             (experts if is_stack else linears).append(linear)
         kind = "cross-attention" if reads_memory else "self-attention" if is_attention else "feed-forward"
         return tuple(linears), tuple(experts), kind
@@ -480,6 +496,7 @@ def is_sum(told: Matrix, found: list[Any]) -> bool:
 
 class Tail(NamedTuple):
     dropout: str | None = None
+    drop_path: str | None = None
     norms: tuple[str, ...] = ()
     beta: float = 1.0
     scales: tuple[str, ...] = ()
