@@ -41,7 +41,7 @@ from .optimizers import Exchange, Repoint
 from .proof import OwnForm, prove
 from .refusals import refuse, refuse_roles, refuse_unknown_end
 from .residual_stream import Identity, StreamNorm
-from .spec import Part, at, has
+from .spec import at, has
 from .stack_residual import StackCalls, StackResidual, show
 from .undo import Edits, Row, Swaps, refuse_wrapped
 from .whole import LEVEL
