@@ -188,8 +188,9 @@ def _run(model: nn.Module, candidates: Any, example: Any) -> tuple[Record | None
         with quietly(model):
             model.eval()
             found = record(model, blocks, run)
+            norms = {module for module, kind in found.kinds.items() if kind == "norm"}
             ends = {last: own for block in blocks for last, own in writers(block, found)}
-            found.roles = find_roles(model, run, ends) if ends else Roles({})
+            found.roles = find_roles(model, run, norms, ends) if ends else Roles({})
             return found, ""
     except MemoryError:
         raise

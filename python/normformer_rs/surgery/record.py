@@ -102,6 +102,8 @@ class Record(TorchFunctionMode):
         self.dropped: dict[Key, list[nn.Module]] = {}
         """Dropouts, and stochastic depth, that a tensor went through unchanged, as in evaluation mode."""
         self.calls: dict[nn.Module, list[Call]] = {}
+        self.outputs_of_attention: dict[Key, Tensor] = {}
+        """The last matrix of torch's functional attention, by its output."""
         self.roles: Any = None
         """What the rows of its matrices are for, where that was read."""
         self.returned: set[Key] = set()
@@ -129,6 +131,9 @@ class Record(TorchFunctionMode):
         if factor is not None and "div" in name:
             factor = 1 / factor if factor else None
         self.add(name, None, given, before, out, factor)
+        if name == "multi_head_attention_forward":
+            bound = inspect.signature(func).bind(*args, **(kwargs or {})).arguments
+            self.outputs_of_attention[key(out[0])] = bound["out_proj_weight"]
         return out
 
     def add(

@@ -11,7 +11,7 @@ were. The derivative by a row of a does not move unless the row of b beside it w
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from typing import Any, NamedTuple
 
 import torch
@@ -73,31 +73,32 @@ def owner_of(module: nn.Module) -> Owner:
     return module if own is None else own
 
 
-def find_roles(model: nn.Module, run: Callable[[], Any], writers: Mapping[Owner, set[Owner]]) -> Roles:
+def find_roles(
+    model: nn.Module, run: Callable[[], Any], norms: Set[nn.Module], writers: Mapping[Owner, set[Owner]]
+) -> Roles:
     """The roles of all matrices of a model in evaluation mode. `writers`: the last matrix of each branch, and all
     matrices of the branch."""
-    owners: dict[int, Owner] = {id(p): p for p in model.parameters() if p.dim() >= 2}
-    first = _Traced(model, owners)
+
+    def again(first: _Traced, scales: Mapping[int, Tensor]) -> _Traced | None:
+        """The run with the recorded outputs of all matrices and attentions, some of their rows scaled; None: it went
+        another way."""
+        other = _Traced(model, norms, first, scales)
+        try:
+            other.follow(run)
+        except MemoryError:
+            raise
+        except Exception:  # what a scaled row leads to is the model's
+            return None
+        return other if len(other.products) == len(first.products) else None
+
+    first = _Traced(model, norms)
     try:
         first.follow(run)
-        return Roles(_Reader(first, writers).read(lambda scales: _again(model, owners, first, scales, run)))
+        return Roles(_Reader(first, writers).read(lambda scales: again(first, scales)))
     except MemoryError:
         raise
     except Exception as reason:  # a model may raise anything where gradients are recorded
         return Roles({}, f"{type(reason).__name__}: {str(reason).partition(chr(10))[0]}")
-
-
-def _again(model: nn.Module, owners: dict[int, Owner], first: "_Traced", scales: Any, run: Any) -> "_Traced | None":
-    """The run with the recorded outputs of all matrices and attentions, some of their rows scaled; None: it went
-    another way."""
-    again = _Traced(model, owners, first, scales)
-    try:
-        again.follow(run)
-    except MemoryError:
-        raise
-    except Exception:  # what a scaled row leads to is the model's
-        return None
-    return again if len(again.products) == len(first.products) else None
 
 
 class Product(NamedTuple):
@@ -123,30 +124,34 @@ class _Traced(TorchFunctionMode):
     """A run that ends autograd's graph at every matrix and every attention."""
 
     def __init__(
-        self, model: nn.Module, owners: dict[int, Owner], first: "_Traced | None" = None, scales: Any = None
+        self, model: nn.Module, norms: Set[nn.Module], first: "_Traced | None" = None, scales: Any = None
     ) -> None:
         super().__init__()
-        self.model, self.owners, self.first, self.scales = model, owners, first, scales or {}
+        self.model, self.norms, self.first, self.scales = model, norms, first, scales or {}
+        self.owners: dict[int, Owner] = {id(p): p for p in model.parameters() if p.dim() >= 2}
         self.products: list[Product] = []
         self.attentions: list[Attention] = []
         self.known: dict[Owner, Matrix] = {}
         """The stacked projections of torch.nn's attention."""
         self.attended: set[int] = set()
         """The outputs of all attentions."""
-        self.pairs: list[tuple[Tensor, Tensor, Tensor]] = []
-        """Products of two tensors that depend on the input: (…, rows, columns), (…, columns, rows), and the result."""
+        self.pairs: list[tuple[Tensor, Tensor, Tensor, bool]] = []
+        """Products of two tensors: (…, rows, columns), (…, columns, rows), the result, and whether both factors depend
+        on the model's input."""
         self.softmaxes: list[tuple[Tensor, Tensor, int]] = []
         self.constants: dict[int, Tensor] = {}
         """Tensors that are computed from parameters alone."""
         self.views: dict[int, tuple[Owner, bool, Tensor]] = {}
         """Views and copies of a parameter, and whether their last two dimensions are exchanged."""
+        self.scaled: list[Tensor] = []
+        """The factors of norms."""
         self.alive: list[Any] = []
         self.within = 0
 
     def follow(self, run: Callable[[], Any]) -> None:
         computed = [m for m in self.model.modules() if isinstance(m, nn.Linear) and "weight" not in m._parameters]
         with contextlib.ExitStack() as hooks:
-            for module in computed:
+            for module in (*computed, *self.norms):
                 hooks.callback(module.register_forward_pre_hook(self._enter).remove)
                 hooks.callback(module.register_forward_hook(self._leave).remove)
             with torch.enable_grad(), self:
@@ -157,7 +162,21 @@ class _Traced(TorchFunctionMode):
 
     def _leave(self, module: nn.Module, given: tuple[Tensor, ...], out: Tensor) -> Tensor:
         self.within -= 1
-        return out if self.within else self._matrix(module, given[0], out)
+        if self.within:
+            return out
+        return self._norm(given[0], out) if module in self.norms else self._matrix(module, given[0], out)
+
+    def _norm(self, x: Tensor, out: Tensor) -> Tensor:
+        """x divided by a constant for each row, which mixes no columns."""
+        if not isinstance(out, Tensor) or out.shape != x.shape:
+            return out
+        scale = x.detach().square().mean(-1, keepdim=True).clamp_min(1e-12).rsqrt()
+        if self.first is not None and self.first.scaled[len(self.scaled)].shape == scale.shape:
+            scale = self.first.scaled[len(self.scaled)]
+        self.scaled.append(scale)
+        made = (x * scale).to(out.dtype)
+        self._follow_constants("norm", [x], made)
+        return made
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -276,20 +295,22 @@ class _Traced(TorchFunctionMode):
         return (made, *out[1:])
 
     def _pair(self, name: str, args: Any, given: list[Tensor]) -> tuple[Tensor, Tensor] | None:
-        """The two factors, as (…, rows, columns) and (…, columns, rows); None: they are constants, or none."""
+        """The two factors, as (…, rows, columns) and (…, columns, rows); None: no matrix is behind both."""
         two = given[1:] if name == "baddbmm" else given
-        if len(two) != 2 or any(t.dim() < 2 or self._is_constant(t) or not t.requires_grad for t in two):
+        if len(two) != 2 or any(t.dim() < 2 or not t.requires_grad for t in two):
             return None
         return _of_einsum(args[0], *two) if name == "einsum" else (two[0], two[1])
 
     def _product(self, left: Tensor, right: Tensor, out: Tensor) -> Tensor:
+        depends = not self._is_constant(left) and not self._is_constant(right)
         for i, (read, weights, dimension) in enumerate(self.softmaxes):
             is_left, is_right = (_leads(t, weights) for t in (left, right))
             before = [pair for pair in self.pairs if _leads(read, pair[2])] if is_left != is_right else []
+            before = before if len(before) == 1 else [pair for pair in before if pair[3]]
             if len(before) == 1 and dimension in (-1, read.dim() - 1):
                 del self.softmaxes[i]
                 return self._attended(before[0][0], before[0][1].mT, right if is_left else left.mT, read, out)
-        self.pairs.append((left, right, out))
+        self.pairs.append((left, right, out, depends))
         return out
 
 
@@ -397,17 +418,12 @@ class _Reader:
     # Queries, keys and values.
 
     def _attention(self, one: Attention) -> None:
-        told: dict[str, dict[int, list[set[int]]]] = {}
-        for role, t in (("query", one.q), ("key", one.k), ("value", one.v)):
-            leaves, heads = _leaves(t), told.setdefault(role, {})
-            # one example's heads; a batch in the same dimension repeats them
-            for part in (t[0] if t.dim() > 3 else t).reshape(-1, *t.shape[-2:]):
-                for i, g in self._reached((part * self._weights(part)).sum(), leaves).items():
-                    rows = {*_columns(g).nonzero().flatten().tolist()}
-                    if rows and rows not in heads.setdefault(i, []):
-                        heads[i].append(rows)
+        told = {role: self._heads(t) for role, t in (("query", one.q), ("key", one.k), ("value", one.v))}
+        if not all(told.values()):
+            return
+        for (role, heads), width in zip(told.items(), (one.q.shape[-1], one.k.shape[-1], one.v.shape[-1])):
             for i, sets in heads.items():
-                is_apart = sum(map(len, sets)) == len(set[int]().union(*sets)) and len(sets[0]) <= t.shape[-1]
+                is_apart = sum(map(len, sets)) == len(set[int]().union(*sets)) and len(sets[0]) <= width
                 for head, rows in enumerate(sets):
                     self._own(i, rows, role, head if is_apart else None)
         queries, keys = told["query"], told["key"]
@@ -416,6 +432,18 @@ class _Reader:
             self.heads[i] = max(1, rows // one.q.shape[-1])
         if len(queries) == len(keys) == 1 and _is_unscaled(one, *(self._leaf(heads) for heads in (queries, keys))):
             self.factors[next(iter(queries))] = one.q.shape[-1] ** -0.5
+
+    def _heads(self, t: Tensor) -> dict[int, list[set[int]]]:
+        """The rows of each matrix that make each head of queries, keys or values."""
+        found: dict[int, list[set[int]]] = {}
+        leaves = _leaves(t)
+        # one example's heads; a batch in the same dimension repeats them
+        for part in (t[0] if t.dim() > 3 else t).reshape(-1, *t.shape[-2:]):
+            for i, g in self._reached((part * self._weights(part)).sum(), leaves).items():
+                rows = {*_columns(g).nonzero().flatten().tolist()}
+                if rows and rows not in found.setdefault(i, []):
+                    found[i].append(rows)
+        return found
 
     def _leaf(self, heads: dict[int, Any]) -> Tensor:
         return self.run.products[next(iter(heads))].leaf
@@ -443,8 +471,9 @@ class _Reader:
             own = self.writers[product.owner] - {product.owner}
             inside = {leaf for leaf in behind if self._owner(leaf) in own}
             found = self._reached((product.x * weights).sum(), inside)
-            found = {j: g for j, g in found.items() if j not in self.heads}
-            if sum(g.shape[-1] for g in found.values()) == product.x.shape[-1] and not behind & self.run.attended:
+            attends = bool(behind & self.run.attended)
+            found = {j: g for j, g in found.items() if attends or j not in self.heads}
+            if sum(g.shape[-1] for g in found.values()) == product.x.shape[-1] and not attends:
                 for j, g in found.items():  # all of them: ReLU may have let none of a row's numbers through
                     self._own(j, range(g.shape[-1]), "fc1")
             elif found:
@@ -459,12 +488,13 @@ class _Reader:
             counts = [sum(map(len, rows.values())) for rows in (linear, curved)]
             if _leaves(product.x) & self.run.attended:
                 for j in linear:
-                    self._own(j, linear[j] | curved[j], "gate")
+                    rows = linear[j] | curved[j]
+                    self._own(j, [row for row in rows if j not in self.owned or not self.owned[j][row]], "gate")
             elif counts == [product.x.shape[-1]] * 2:
                 for j in linear:
                     self._own(j, linear[j], "gate")
                     self._own(j, curved[j], "fc1")
-            else:
+            elif not self._mixes(product, _leaves(product.x)):
                 self.unclear |= {*linear}
 
     def _owner(self, leaf: int) -> Owner | None:
@@ -492,8 +522,9 @@ class _Reader:
                         shown[i, j] += here.reshape(-1, here.shape[-1]).sum(0).cpu()
         for i, found, _ in tested:
             rows = {j: {*_columns(g).nonzero().flatten().tolist()} for j, g in found.items()}
-            # of all places, a quarter shows a row of a, and hardly one of b, by chance
-            often = {j: shown[i, j] > _RUNS * g[..., 0].numel() / 16 for j, g in found.items()}
+            # a quarter of the places where a row counts shows it to be one of a, and hardly one place, by chance, of b
+            counts = {j: (g != 0).reshape(-1, g.shape[-1]).sum(0).cpu() for j, g in found.items()}
+            often = {j: shown[i, j] > _RUNS * counts[j] / 16 for j in found}
             linear = {j: rows[j] & {*often[j].nonzero().flatten().tolist()} for j in found}
             yield i, linear, {j: rows[j] - linear[j] for j in found}
 
@@ -546,6 +577,6 @@ def _joined(one: Matrix | None, other: Matrix) -> Matrix:
         heads=one.heads or other.heads,
         reads_attention=one.reads_attention or other.reads_attention,
         mixes=one.mixes or other.mixes,
-        is_unclear=one.is_unclear or other.is_unclear or differs,
+        is_unclear=differs or (not rows and (one.is_unclear or other.is_unclear)),
         factor=one.factor if one.factor == other.factor else 1.0,
     )

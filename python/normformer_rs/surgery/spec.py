@@ -57,7 +57,8 @@ class Linear(NamedTuple):
         """Its last name and its roles, with the heads of queries, keys and values."""
         counts = [len({*self.heads(role)} - {None}) for role in self.roles]
         heads = f", {'+'.join(map(str, counts))} heads" if all(counts) and counts else ""
-        name, roles = self.path.rpartition(".")[2], "+".join(self.roles) or "stays"
+        roles = "+".join(self.roles) or "stays"
+        name = self.path.removesuffix(".weight").rpartition(".")[2]
         return f"{name} ({roles}{heads})" if name != roles else f"{name}{heads}"
 
     def heads(self, role: Role) -> list[int | None]:

@@ -5,6 +5,7 @@ Read backwards from a block's output, additions, norms and changes of type lead 
 what is added there is a branch.
 """
 
+import contextlib
 import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -18,7 +19,9 @@ from .spec import Linear, Part
 
 _ON_A_BRANCH = UNCHANGED | ADDITIONS | TIMES | {"norm", "dropout", "drop_path", "scale"}
 _ON_A_BRANCH |= {"sum", "index_add", "index_add_", "scatter_add", "scatter_add_", "index_put_", "index_select", "where"}
+_ON_A_BRANCH |= {"cat", "concat", "stack", "split", "chunk", "unbind", "expand", "roll", "flip", "pad", "masked_fill"}
 """Operations between the last matrix of a branch and the stream."""
+_READS_ROWS = frozenset({"norm", "linear", "dropout", "drop_path", "scale"}) | ADDITIONS | TIMES
 
 
 class Unaccounted(Exception):
@@ -96,15 +99,12 @@ def structure(block: nn.Module, found: Record, roles: Roles) -> Structure:
 def writers(block: nn.Module, found: Record) -> Iterator[tuple[Owner, set[Owner]]]:
     """The last matrix of each of a block's branches, with all matrices of the branch."""
     for call in found.calls.get(block, []):
-        try:
-            reader = _Reader(block, found, call, Roles({}))
-            steps = reader.steps()
-        except Unaccounted:
-            return
-        for step in steps:
-            if step.branch is not None:
-                own = {owner for _, owner in reader.matrices(reader.reach(step.branch)[1])}
-                yield from ((last, own) for last in reader.last(step.branch))
+        reader = _Reader(block, found, call, Roles({}))
+        with contextlib.suppress(Unaccounted):  # of which `structure` will tell
+            branches = [step.branch for step in reader.steps() if step.branch is not None]
+            for branch in branches:
+                own = {owner for _, owner in reader.matrices(reader.reach(branch)[1])}
+                yield from ((last, own) for last in reader.last(branch))
 
 
 class _Reader:
@@ -181,10 +181,18 @@ class _Reader:
         return any(out not in n.inputs and out[0] in {k[0] for k in n.inputs} for n in inside for out in n.outputs)
 
     def _has_channels_first(self) -> bool:
-        """Convolutions read the stream, and nothing else does."""
+        """Convolutions read the stream, and nothing else does. Errors: Unaccounted where they may read a part of it."""
         inside = self.nodes[self.call.first : self.call.last]
         readers = [n for n in inside if any(k in self.level for k in n.inputs) and n.outputs[0] not in self.level]
-        return len(self.call.shape) > 2 and bool(readers) and all(node.what == "conv" for node in readers)
+        if len(self.call.shape) < 3 or all(node.what != "conv" for node in inside):
+            return False
+        odd = next((node.what for node in readers if node.what not in _READS_ROWS and node.what != "conv"), None)
+        if odd is not None:
+            raise Unaccounted(
+                f"convolutions stand behind the operation {odd}, and which dimension of the stream is its width is not "
+                "known"
+            )
+        return bool(readers) and all(node.what == "conv" for node in readers)
 
     def _blame(self, at: Key) -> str:
         """What stands between the block's output and its input."""
@@ -400,12 +408,12 @@ class _Reader:
         the stream."""
         names = {at: name for at, name in self.call.arguments.items() if at != self.call.x}
         outside = {k for _, _, found in reached for k in found}
-        for node in nodes:
-            if node.what == "linear" and node.module is not None and node.inputs[0] in outside:
-                told = self.roles.of(owner_of(node.module))
-                if told is None or any(rows.role == "value" for rows in told.rows):
-                    return names.get(node.inputs[0]), told is not None
-        return None, False
+        layers = [n for n in nodes if n.what == "linear" and n.module is not None and n.inputs[0] in outside]
+        told = [self.roles.of(owner_of(node.module)) for node in layers if node.module is not None]
+        values = [n for n, one in zip(layers, told) if one and any(rows.role == "value" for rows in one.rows)]
+        is_recognised = any(one.heads for _, owner in self.matrices(nodes) if (one := self.roles.of(owner)))
+        first = next(iter(values if is_recognised else layers), None)
+        return (None if first is None else names.get(first.inputs[0])), is_recognised and bool(values)
 
     def _without_adapters(self, path: str) -> str:
         """The path of the layer that an adapter of PEFT wraps, where this linear layer is part of one."""
@@ -419,6 +427,8 @@ class _Reader:
         own = {id(p): (path, p) for path, p in self.block.named_parameters() if p.dim() >= 2}
         for node in nodes:
             if node.what == "linear" and node.module is not None:
+                if node.module not in self.paths:
+                    raise Unaccounted(f"it calls {_article(node.module)} that is none of its parts")
                 path = self._without_adapters(self.paths[node.module])
                 if path not in found.values():
                     found.setdefault(owner_of(node.module), path)
@@ -444,8 +454,8 @@ class _Reader:
                 found.add(owner_of(node.module))
                 continue
             weights = [self._parameter(k, own) for k in node.inputs]
-            if node.what == "multi_head_attention_forward":  # its last matrix is its last argument
-                found |= {p for p in weights[-1:] if p is not None} or {p for p in weights if p is not None}
+            if at in self.record.outputs_of_attention:
+                found |= {p for p in weights if p is self.record.outputs_of_attention[at]}
             elif any(p is not None for p in weights) and node.what not in _ON_A_BRANCH:
                 found |= {p for p in weights if p is not None}
             elif node.what in _ON_A_BRANCH:
@@ -458,7 +468,11 @@ class _Reader:
         """The parameter that a tensor is, or is a view or a copy of."""
         while at[0] not in own:
             node = self.node(at)
-            if node is None or node.what not in UNCHANGED | {"index_select", "__get__"} or not node.inputs:
+            if (
+                node is None
+                or node.what not in UNCHANGED | {"transpose_last", "index_select", "__get__"}
+                or not node.inputs
+            ):
                 return None
             at = node.inputs[0]
         return own[at[0]]
@@ -487,6 +501,11 @@ class _Reader:
             (experts if is_stack else linears).append(linear)
         kind = "cross-attention" if reads_memory else "self-attention" if is_attention else "feed-forward"
         return tuple(linears), tuple(experts), kind
+
+
+def _article(module: nn.Module) -> str:
+    kind = type(module).__name__
+    return f"{'an' if kind[:1] in 'AEIOU' else 'a'} {kind}"
 
 
 def is_sum(told: Matrix, found: list[Any]) -> bool:
