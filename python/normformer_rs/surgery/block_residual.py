@@ -42,10 +42,10 @@ class Point:
         return self._change(args[0]), *args[1:]
 
     def after(self, _: nn.Module, __: Any, output: Tensor) -> Tensor:
-        if self.columns is None or len(self.columns) == output.shape[-1]:
+        if self.columns is None or self.columns == [*range(output.shape[-1])]:
             return self._change(output)
         first, last = self.columns[0], self.columns[-1] + 1
-        if last - first == len(self.columns):
+        if self.columns == [*range(first, last)]:
             return torch.cat([output[..., :first], self._change(output[..., first:last]), output[..., last:]], -1)
         at = torch.tensor(self.columns, device=output.device)
         return output.index_copy(-1, at, self._change(output.index_select(-1, at)).to(output.dtype))
@@ -77,9 +77,11 @@ def projected(block: nn.Module, part: Part, role: Role, heads: int) -> tuple[str
     index = linear.index(role, rows)
     if linear.rows:
         of = linear.heads(role)
-        d_head = of.count(of[0])
-        if of[0] is None or [one for i, one in enumerate(of) if i % d_head == 0] != [*dict.fromkeys(of)]:
+        sizes = {of.count(head) for head in {*of}}
+        if None in of or len(sizes) != 1:
             return None
+        d_head = sizes.pop()
+        index = [i for _, i in sorted(zip(of, index))]
     else:
         d_head = width_into(block, part, "output") // heads
         if rows % len(linear.roles) or len(index) % d_head:

@@ -29,7 +29,7 @@ _PRODUCTS = frozenset({"matmul", "__matmul__", "__rmatmul__", "bmm", "baddbmm", 
 _BY_MATRIX = frozenset({"linear", "matmul", "__matmul__", "mm", "bmm", "addmm", "baddbmm", "grouped_mm", "_grouped_mm"})
 _BY_MATRIX |= {"grouped_mm_fallback"}  # transformers' operator
 _SWAPS = frozenset({"transpose", "t", "swapaxes", "swapdims", "adjoint", "permute", "__get__"})
-_RUNS = 3
+_RUNS = 4
 _SCALE = -2.0
 
 
@@ -524,7 +524,7 @@ class _Reader:
             rows = {j: {*_columns(g).nonzero().flatten().tolist()} for j, g in found.items()}
             # a quarter of the places where a row counts shows it to be one of a, and hardly one place, by chance, of b
             counts = {j: (g != 0).reshape(-1, g.shape[-1]).sum(0).cpu() for j, g in found.items()}
-            often = {j: shown[i, j] > _RUNS * counts[j] / 16 for j in found}
+            often = {j: shown[i, j] > _RUNS * counts[j] / 64 for j in found}
             linear = {j: rows[j] & {*often[j].nonzero().flatten().tolist()} for j in found}
             yield i, linear, {j: rows[j] - linear[j] for j in found}
 
