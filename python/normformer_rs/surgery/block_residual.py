@@ -74,7 +74,7 @@ def projected(block: nn.Module, part: Part, role: Role, heads: int) -> tuple[str
     linear = linears[0]
     owner, weight, _ = projection(block, linear.path)
     rows = getattr(owner, weight).shape[1 if is_transposed(block, linear.path) else 0]
-    index = linear.index(role, rows)
+    index = linear.rows_of(role, rows)
     if linear.rows:
         of = linear.heads(role)
         sizes = {of.count(head) for head in {*of}}
@@ -344,7 +344,7 @@ class _Through:
 def _columns(part: Part, path: str, role: Role) -> list[int] | None:
     """Which columns of a linear layer's output have that role; None: all."""
     linear = next(linear for linear in part.linears if linear.path == path)
-    return linear.index(role, 0) if linear.rows else None
+    return linear.rows_of(role, 0) if linear.rows else None
 
 
 def _exchanged(value: Any, old: Tensor, new: Tensor) -> Any:

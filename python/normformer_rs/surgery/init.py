@@ -45,15 +45,15 @@ def _draw(linear: Linear, weight: Tensor, bias: Tensor | None, place: Place, sub
         draw_linear(weight, bias, linear.roles, place, sublayer)
         return
     for role in linear.roles:
-        index = linear.index(role, weight.shape[0])
+        index = linear.rows_of(role, weight.shape[0])
         first, last = index[0], index[-1] + 1
         if last - first == len(index):
             draw_linear(weight[first:last], None if bias is None else bias[first:last], (role,), place, sublayer)
             continue
         at = torch.tensor(index, device=weight.device)
         rows = weight.new_empty(len(index), weight.shape[1])
-        ends = None if bias is None else bias.new_empty(len(index))
-        draw_linear(rows, ends, (role,), place, sublayer)
+        ends = weight.new_empty(len(index)) if bias is None else bias[at]
+        draw_linear(rows, None if bias is None else ends, (role,), place, sublayer)
         weight[at] = rows
         if bias is not None:
             bias[at] = ends

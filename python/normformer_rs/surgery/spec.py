@@ -45,7 +45,7 @@ class Linear(NamedTuple):
     is_called: bool = True
     is_unclear: bool = False
 
-    def index(self, role: Role, size: int) -> list[int]:
+    def rows_of(self, role: Role, size: int) -> list[int]:
         """The rows with that role of a matrix of `size` rows."""
         if not self.rows:
             share, first = size // len(self.roles), self.roles.index(role)

@@ -322,8 +322,9 @@ class _Reader:
     def _dropouts(self, at: Key) -> list[nn.Module]:
         """The dropouts, and stochastic depth, that gave this tensor."""
         node = self.node(at)
-        drops = node is not None and node.what in ("dropout", "drop_path") and node.module is not None
-        own = [node.module] if node is not None and drops else []
+        own: list[nn.Module] = []
+        if node is not None and node.module is not None and node.what in ("dropout", "drop_path"):
+            own = [node.module]
         return own + [module for module in self.record.dropped.get(at, ()) if module in self.paths]
 
     def _part(self, group: list[Step], index: int) -> Part:
@@ -373,9 +374,11 @@ class _Reader:
         found, at = Tail(), branch
         while True:
             for module in self._dropouts(at):
-                kind = "drop_path" if self.record.kinds.get(module) == "drop_path" else "dropout"
-                if module in self.moving and getattr(found, kind) is None:
-                    found = found._replace(**{kind: self.paths[module]})
+                is_path = self.record.kinds.get(module) == "drop_path"
+                if module in self.moving and is_path and found.drop_path is None:
+                    found = found._replace(drop_path=self.paths[module])
+                elif module in self.moving and not is_path and found.dropout is None:
+                    found = found._replace(dropout=self.paths[module])
             node = self.node(at)
             if node is None or not node.inputs:
                 break
