@@ -295,7 +295,8 @@ def test_no_library_is_imported():
 def test_trained_weights_are_not_redrawn_without_a_word():
     fresh = build("Bert")
     done = swap_residuals(fresh, "deepnorm")  # no warning
-    assert done[0].note == "init deepnorm, 6 weights drawn"
+    assert done[0].note.startswith("init deepnorm, 6 weights drawn; query, 4 heads, key, 4 heads")
+    assert done[1].note == "init deepnorm, 6 weights drawn"  # the same block
     model = build("Bert")
     with torch.no_grad():
         model.bert.encoder.layer[1].output.LayerNorm.weight[3] += 1e-3

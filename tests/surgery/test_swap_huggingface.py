@@ -83,7 +83,7 @@ def test_the_schemes_first_values(name):
                 weight = layer.weight.T if type(layer).__name__ == "Conv1D" else layer.weight
                 for role, block in zip(linear.roles, weight.chunk(len(linear.roles))):
                     fan_out, fan_in = block.shape
-                    gain = (1.0 if role in ("query", "key") else beta) * (
+                    gain = (1.0 if role in ("query", "key", "gate") else beta) * (
                         32**-0.5 if role == "query" and name[:2] == "t5" else 1
                     )
                     expected = gain * (2 / (fan_in + fan_out)) ** 0.5

@@ -29,20 +29,34 @@ from .structure import Structure
 
 
 class Point:
-    """A hook that applies a scheme's changes at one point inside a block."""
+    """A hook that applies a scheme's changes at one point inside a block: to some columns, of heads of `d_head` numbers
+    where heads are told apart; None: to all."""
 
-    def __init__(self, block: Any, changes: Sequence[Change]) -> None:
-        self.block, self.changes = block, tuple(changes)
+    def __init__(
+        self, block: Any, changes: Sequence[Change], columns: Sequence[int] | None = None, d_head: int = 0
+    ) -> None:
+        self.block, self.changes, self.d_head = block, tuple(changes), d_head
+        self.columns = None if columns is None else [*columns]
 
     def before(self, _: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         return self._change(args[0]), *args[1:]
 
     def after(self, _: nn.Module, __: Any, output: Tensor) -> Tensor:
-        return self._change(output)
+        if self.columns is None or self.columns == [*range(output.shape[-1])]:
+            return self._change(output)
+        first, last = self.columns[0], self.columns[-1] + 1
+        if self.columns == [*range(first, last)]:
+            return torch.cat([output[..., :first], self._change(output[..., first:last]), output[..., last:]], -1)
+        at = torch.tensor(self.columns, device=output.device)
+        return output.index_copy(-1, at, self._change(output.index_select(-1, at)).to(output.dtype))
 
     def _change(self, x: Tensor) -> Tensor:
         for change in self.changes:
+            by_head = change.kind == "unit" or (change.kind == "norm" and change.what.width == self.d_head)
+            by_head = by_head and self.d_head > 0
+            x = x.unflatten(-1, (-1, self.d_head)) if by_head else x
             x = self._once(change, x)
+            x = x.flatten(-2) if by_head else x
         return x
 
     def _once(self, change: Change, x: Tensor) -> Tensor:
@@ -52,52 +66,33 @@ class Point:
         return apply_changes(residual, (change,), x, None, kept)
 
 
-class ProjectionPoint(Point):
-    """At queries, keys or values: `columns` of a projection's output, heads of `d_head` numbers."""
-
-    def __init__(self, block: Any, changes: Sequence[Change], columns: tuple[int, int], d_head: int) -> None:
-        super().__init__(block, changes)
-        self.columns, self.d_head = columns, d_head
-
-    def after(self, _: nn.Module, __: Any, output: Tensor) -> Tensor:
-        first, last = self.columns
-        x = output[..., first:last]
-        for change in self.changes:
-            by_head = change.kind == "unit" or (change.kind == "norm" and change.what.width == self.d_head)
-            x = x.unflatten(-1, (-1, self.d_head)) if by_head else x
-            x = self._once(change, x)
-            x = x.flatten(-2) if by_head else x
-        if x.shape == output.shape:
-            return x
-        return torch.cat([output[..., :first], x, output[..., last:]], -1)
-
-
 POINTS: dict[str, tuple[Role, str]] = {"after_heads": ("output", "before"), "after_output": ("output", "after")}
 POINTS |= {"before_activation": ("fc1", "after"), "after_activation": ("fc2", "before")}
 PROJECTIONS: tuple[Role, ...] = ("query", "key", "value")
 
 
-def projected(block: nn.Module, part: Part, role: Role, heads: int) -> tuple[str, tuple[int, int], int] | None:
+def projected(block: nn.Module, part: Part, role: Role, heads: int) -> tuple[str, list[int], int] | None:
     """The linear layer that makes an attention's queries, keys or values: its path, which columns of its output they
-    are, and the size of a head. None: no one layer gives them, or gives them in order."""
+    are, head by head, and the size of a head. None: no one layer gives them, or their heads are not told apart."""
     linears = [linear for linear in part.linears if role in linear.roles]
-    if len(linears) != 1 or linears[0].groups is not None or part.is_parallel:
+    if len(linears) != 1 or not linears[0].is_called or part.is_parallel:
         return None
-    path, roles = linears[0].path, linears[0].roles
-    inner = width_into(block, part, "output")
-    d_head = inner // heads
-    owner, weight, _ = projection(block, path)
-    rows = getattr(owner, weight).shape[1 if is_transposed(block, path) else 0]
-    widths = {"query": inner} if "query" in roles else {}
-    others = [r for r in roles if r != "query"]
-    rest = rows - sum(widths.values())
-    if rest % max(len(others), 1) or any(linear.roles == roles and linear.path != path for linear in part.linears):
-        return None
-    widths |= {r: rest // len(others) for r in others}
-    if inner != heads * d_head or any(w % d_head or not w for w in widths.values()) or sum(widths.values()) != rows:
-        return None
-    first = sum(widths[r] for r in roles[: roles.index(role)])
-    return path, (first, first + widths[role]), d_head
+    linear = linears[0]
+    owner, weight, _ = projection(block, linear.path)
+    rows = getattr(owner, weight).shape[1 if is_transposed(block, linear.path) else 0]
+    index = linear.rows_of(role, rows)
+    if linear.rows:
+        of = linear.heads(role)
+        sizes = {of.count(head) for head in {*of}}
+        if None in of or len(sizes) != 1:
+            return None
+        d_head = sizes.pop()
+        index = [i for _, i in sorted(zip(of, index))]
+    else:
+        d_head = width_into(block, part, "output") // heads
+        if rows % len(linear.roles) or len(index) % d_head:
+            return None
+    return linear.path, index, d_head
 
 
 class BlockResidual(Growing):
@@ -182,7 +177,7 @@ class BlockResidual(Growing):
                 where = (
                     projected(self._block[0], part, point, self.place.config.heads) if point in PROJECTIONS else None
                 )
-                found |= dict.fromkeys(names, where[1][1] - where[1][0]) if where and names else {}
+                found |= dict.fromkeys(names, len(where[1])) if where and names else {}
         return found
 
     def reach_inside(self, part: Part, i: int) -> list[Any]:
@@ -196,12 +191,13 @@ class BlockResidual(Growing):
                 assert found is not None  # refusals.py
                 path, columns, d_head = found
                 linear = self._block[0].get_submodule(path)
-                at = ProjectionPoint(self._block[0], changes, columns, d_head)
+                at = Point(self._block[0], changes, columns, d_head)
                 handles.append(linear.register_forward_hook(at.after))
                 continue
             role, when = POINTS[point]
-            linear = self._block[0].get_submodule(path_of(self._block[0], part, role))
-            hook = Point(self._block[0], changes)
+            path = path_of(self._block[0], part, role)
+            linear = self._block[0].get_submodule(path)
+            hook = Point(self._block[0], changes, _columns(part, path, role))
             before = when == "before"
             handles.append(
                 linear.register_forward_pre_hook(hook.before) if before else linear.register_forward_hook(hook.after)
@@ -277,6 +273,8 @@ class BlockResidual(Growing):
     def write(self, i: int, streams: Streams, f: Tensor, following: int | None) -> Streams:
         """The streams after the sublayer's branch; `following`: the next sublayer's number."""
         dropout = self._modules.get(f"dropout{i + 1}") or nn.Dropout(0.0)
+        if (path := self._modules.get(f"drop_path{i + 1}")) is not None:
+            dropout = nn.Sequential(dropout, path)
         after = None if following is None or self.parts[following].twins else self.sublayers[following]
         at = None if after is None or after.mixing is not None else only_norm(after.before)
         streams = self._closed(i, streams, f, dropout, at)
@@ -346,6 +344,12 @@ class _Through:
         return self._norm if name == self._name else getattr(self._residual, name)
 
 
+def _columns(part: Part, path: str, role: Role) -> list[int] | None:
+    """Which columns of a linear layer's output have that role; None: all."""
+    linear = next(linear for linear in part.linears if linear.path == path)
+    return linear.rows_of(role, 0) if linear.rows else None
+
+
 def _without_streams(value: Any, last: Stream, y: Tensor) -> Any:
     """The block's output with plain tensors."""
     if isinstance(value, Stream):
@@ -390,9 +394,9 @@ def _local(block: nn.Module, part: Part, sublayer: Sublayer, config: Transformer
         found = projected(block, part, point, heads) if point in PROJECTIONS else None
         if found is None:
             return change
-        (first, last), d_head = found[1:]
+        columns, d_head = found[1:]
         by_head = change.what.width == d_model // heads and heads > 1
-        return change._replace(what=change.what._replace(width=d_head if by_head else last - first))
+        return change._replace(what=change.what._replace(width=d_head if by_head else len(columns)))
 
     inside = {point: tuple(flat(point, change) for change in changes) for point, changes in sublayer.inside.items()}
     # the block multiplies its branch by a number of its own, and the scheme's stands in its place

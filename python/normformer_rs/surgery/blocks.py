@@ -279,35 +279,32 @@ def _by_width(norm: nn.Module, width: int | None) -> RecognisedNorm | None:
     return RecognisedNorm(width, "layernorm") if own[0].numel() == width else None
 
 
-_HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "nhead", "heads", "num_query_heads")
-
-
 def _heads_of(block: Any) -> int:
-    """The number of attention heads; 1 where none is to be found."""
+    """The number of attention heads; 1 where none is recognised."""
     if type(block) in TORCHS:
         return block.self_attn.num_heads
+    if (found := structure_of(block)).is_found:
+        return found.heads or 1
     declared: Any = declaration_of(type(block))
-    if declared is not None:
-        return declared.heads(block) if has_own_forward(type(block)) else declared.heads_of(block)
-    modules = [*block.modules()]
-    owners = [*modules, *(config for m in modules if (config := getattr(m, "config", None)) is not None)]
-    found = (getattr(owner, name, None) for owner in owners for name in _HEADS)
-    return next((n for n in found if isinstance(n, int) and not isinstance(n, bool) and n > 0), 1)
+    return declared.heads(block) if has_own_forward(type(block)) else declared.heads_of(block)
 
 
 def _width_into(block: nn.Module, part: Part, role: Role) -> int | None:
-    """The fan-in of the linear layer with that role, if there is one."""
-    is_there = any(role in linear.roles for linear in part.linears)
-    return width_into(block, part, role) if is_there else None
+    """The fan-in of the first linear layer with that role, if there is one."""
+    path = next((linear.path for linear in part.linears if role in linear.roles), None)
+    return None if path is None else _fan_in(block, path)
 
 
 def path_of(block: nn.Module, part: Part, role: Role) -> str:
-    """The path of the first linear layer with that role; InputError where the declaration names none."""
-    path = next((linear.path for linear in part.linears if role in linear.roles), None)
-    if path is None and type(block) not in TORCHS and structure_of(block).is_found:
+    """The path of the one linear layer with that role; InputError where there is none, or several."""
+    linears = [linear for linear in part.linears if role in linear.roles]
+    path = linears[0].path if linears else None
+    is_found = type(block) not in TORCHS and structure_of(block).is_found
+    if is_found and (len(linears) != 1 or not linears[0].is_called):
+        count = "no linear layer" if not linears else f"{len(linears)} linear layers" if len(linears) > 1 else path
         raise InputError(
-            f"{type(block).__name__} shows no linear layer that is {role!r} of its {part.kind}, as of a mixture of "
-            "experts, and the scheme acts there: choose another scheme"
+            f"the scheme acts at {role!r} of the {part.kind}, and {type(block).__name__} shows {count} there, as "
+            "mixtures of experts and fused functions do: choose another scheme"
         )
     if path is None:
         raise InputError(
@@ -320,7 +317,10 @@ def path_of(block: nn.Module, part: Part, role: Role) -> str:
 
 def width_into(block: nn.Module, part: Part, role: Role) -> int:
     """The fan-in of the linear layer with that role."""
-    path = path_of(block, part, role)
+    return _fan_in(block, path_of(block, part, role))
+
+
+def _fan_in(block: nn.Module, path: str) -> int:
     owner, weight, _ = projection(block, path)
     if getattr(owner, weight, None) is None:
         raise _made_of_something_else(block, path, owner)
@@ -340,8 +340,9 @@ def weight_and_bias(block: nn.Module, path: str) -> tuple[nn.Parameter, nn.Param
 
 def projection(block: nn.Module, path: str) -> tuple[nn.Module, str, str]:
     """(owner, the weight's name, the bias's name) of a linear layer."""
-    if path.endswith("in_proj_weight"):
-        return block.get_submodule(parent_of(path)), "in_proj_weight", "in_proj_bias"
+    parent, name = block.get_submodule(parent_of(path)), path.rpartition(".")[2]
+    if name in parent._parameters:
+        return parent, name, name.removesuffix("weight") + "bias"
     return block.get_submodule(path), "weight", "bias"
 
 
@@ -364,7 +365,10 @@ def _is_editable(weight: Tensor) -> bool:
 
 def is_transposed(block: nn.Module, path: str) -> bool:
     """transformers' Conv1D keeps (fan_in, fan_out)."""
-    return not path.endswith("in_proj_weight") and type(block.get_submodule(path)).__name__ == "Conv1D"
+    parts = parts_of(block) if block in STRUCTURES or is_converted(block) else ()
+    if any(linear.path == path and linear.is_transposed for part in parts for linear in part.linears):
+        return True
+    return not path.endswith("in_proj_weight") and type(at(block, path)).__name__ == "Conv1D"
 
 
 def parent_of(path: str | None) -> str:

@@ -22,10 +22,12 @@ from .blocks import (
     parent_of,
     structure_of,
 )
+from .converted import original
 from .examples import caller, failed_on, quietly, refuse_without
 from .record import Record, record
+from .roles import Roles, find_roles
 from .spec import Stack
-from .structure import NotResidual, Unaccounted, norm_after, structure
+from .structure import NotResidual, Unaccounted, norm_after, structure, writers
 
 LISTS = (nn.ModuleList, nn.Sequential)
 
@@ -67,20 +69,78 @@ def find_stacks(model: nn.Module, example: Any = None) -> Stacks:
         if any(_is_below(path, one) for one in taken):
             continue
         reason, kinds = _examine(entries, found, why)
-        if reason is None:
+        if reason is None and found is not None and (stage := _stage(path, kinds, candidates, found)):
+            others[path] = stage
+        elif reason is None:
             taken.append(path)
             groups += _groups(model, path, kinds, found)
-        elif isinstance(reason[1], NotResidual):
+        elif reason is not None and isinstance(reason[1], NotResidual):
             others[path] = reason[0]
-        elif not any(_is_below(path, one) for one in unknown):
+        elif reason is not None and not any(_is_below(path, one) for one in unknown):
             unknown[path] = reason[0]
     unknown = {path: why for path, why in unknown.items() if not any(_is_below(one, path) for one in taken)}
+    groups = groups if found is None else _joined(model, groups, found)
     groups += [group for group in _alone(model) if not any(b in g.blocks for g in groups for b in group.blocks)]
     if not groups:
         if found is None and why:
             raise refuse_without(model, why)
         raise none_found(model, unknown or others)
     return Stacks(groups, unknown, None if found is None else caller(model, example))
+
+
+def _stage(path: str, blocks: dict[str, nn.Module], candidates: Any, found: Record) -> str:
+    """The reason why the entries of a list are stages of blocks, if a norm on their stream follows blocks inside."""
+    for name, block in blocks.items():
+        made, parts = STRUCTURES.get(block), {*block.modules()}
+        lists = [entries for one, entries in candidates if one != path and _is_below(one, path)]
+        inside = [entry for entries in lists for _, entry in entries if entry in parts and _is_known(entry, found)]
+        covered = {part for entry in inside for part in entry.modules()}
+        after = [part.after for part in (() if made is None else made.parts) if part.after is not None]
+        if inside and (odd := next((one for one in after if block.get_submodule(one) not in covered), None)):
+            return f"{name} is a stage: its norm {odd} follows a list of blocks"
+    return ""
+
+
+def _is_known(block: nn.Module, found: Record) -> bool:
+    try:
+        structure(block, found, found.roles)
+    except Unaccounted:
+        return False
+    return True
+
+
+def _joined(model: nn.Module, groups: list[Group], found: Record) -> list[Group]:
+    """Groups of several lists as one stack, where the output of one list's last block is what the next list's first
+    block reads."""
+    made: list[Group] = []
+    for group in groups:
+        before = next((one for one in made if _follows(group, one, found)), None)
+        if before is None:
+            made.append(group)
+            continue
+        path = before.path
+        while path and not _is_below(group.path, path):
+            path = parent_of(path)
+        is_list = isinstance(model.get_submodule(path), LISTS) and path
+        holder = model.get_submodule(parent_of(path) if is_list else path)
+        made[made.index(before)] = before._replace(
+            path=path if is_list else before.path,
+            names=[*before.names, *group.names],
+            blocks=[*before.blocks, *group.blocks],
+            holder=holder,
+            depth=before.depth + group.depth,
+            end=group.end,
+        )
+    return made
+
+
+def _follows(group: Group, before: Group, found: Record) -> bool:
+    last, first = before.blocks[-1], group.blocks[0]
+    if not {last, first} <= found.calls.keys() or any(block not in STRUCTURES for block in (last, first)):
+        return False
+    ends, begins = STRUCTURES[last], STRUCTURES[first]
+    alike = (len(ends.parts), ends.width, ends.calls, begins.calls) == (len(begins.parts), begins.width, 1, 1)
+    return alike and found.calls[last][-1].y == found.calls[first][0].x
 
 
 def none_found(model: nn.Module, unknown: Unknown) -> InputError:
@@ -128,7 +188,11 @@ def _run(model: nn.Module, candidates: Any, example: Any) -> tuple[Record | None
     try:
         with quietly(model):
             model.eval()
-            return record(model, blocks, run), ""
+            found = record(model, blocks, run)
+            norms = {module for module, kind in found.kinds.items() if kind == "norm"}
+            ends = {last: own for block in blocks for last, own in writers(block, found)}
+            found.roles = find_roles(model, run, norms, ends) if ends else Roles({})
+            return found, ""
     except MemoryError:
         raise
     except Exception as reason:  # a model may raise anything
@@ -157,6 +221,12 @@ def _run_of_twin(model: nn.Module, blocks: list[nn.Module], example: Any) -> tup
     if found is not None:
         own = {twin.get_submodule(name): module for module, name in names.items()}
         found.stand_for(own)
+        ours = dict(model.named_parameters())
+        names = {p: name for name, p in twin.named_parameters()}
+        told = found.roles.matrices.items()
+        found.roles = found.roles._replace(
+            matrices={own[at] if isinstance(at, nn.Module) else ours[names[at]]: matrix for at, matrix in told}
+        )
     return found, why
 
 
@@ -194,11 +264,14 @@ def _article(kind: str) -> str:
 
 def _know(block: Any, found: Record | None, why: str) -> None:
     """Finds a block's structure. Errors: Unaccounted."""
+    if isinstance(block, tuple(TORCHS)) and original(type(block)) not in TORCHS:
+        base = next(kind for kind in TORCHS if isinstance(block, kind))
+        raise Unaccounted(f"it is a subclass of {base.__name__}, and its forward may be another: use {base.__name__}")
     if isinstance(block, tuple(TORCHS)) or has_own_forward(type(block)) or is_converted(block):
         return
     if found is not None:
         try:
-            made = structure(block, found)
+            made = structure(block, found, found.roles)
             STRUCTURES[block] = made
             return
         except Unaccounted:

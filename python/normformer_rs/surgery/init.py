@@ -1,14 +1,14 @@
 """First values for blocks whose residual scheme was exchanged."""
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..nn.init import draw_linear
 from ..nn.place import Place
 from .blocks import Group, is_transposed, parts_of, weight_and_bias
 from .converted import residual_of
 from .signs import sign_in_norm
-from .spec import at
+from .spec import Linear
 from .undo import Edits
 
 
@@ -19,31 +19,53 @@ def initialise(group: Group, place: Place, edits: Edits) -> list[nn.Parameter]:
     for i, block in enumerate(group.blocks):
         here = place.at(i)
         for j, part in enumerate(parts_of(block)):
-            for path, roles, factor, groups in part.linears:
-                weight, bias = weight_and_bias(block, path)
+            for linear in part.linears:
+                if not linear.roles:
+                    continue
+                weight, bias = weight_and_bias(block, linear.path)
                 parameters = [p for p in (weight, bias) if p is not None]
                 edits.remember_values(parameters)
                 drawn += parameters
-                draw_linear(weight.T if is_transposed(block, path) else weight, bias, roles, here, j)
-                if groups is not None:  # drawn one role after another, kept head by head
-                    heads = weight.unflatten(0, (len(roles), at(block, groups), -1))
-                    weight.copy_(heads.transpose(0, 1).flatten(0, 2))
-                weight.mul_(factor)
-            for path, roles, *_ in part.experts:
-                stack = block.get_parameter(path)
-                edits.remember_values([stack])
-                drawn.append(stack)
-                for matrix in stack:
-                    width = place.config.d_model
-                    is_transposed_here = matrix.shape[0 if roles == ("fc1",) else 1] == width
-                    draw_linear(matrix.T if is_transposed_here else matrix, None, roles, here, j)
+                by_rows = weight.T if is_transposed(block, linear.path) else weight
+                _draw(linear, by_rows, bias, here, j)
+                weight.mul_(linear.factor)
+            for linear in part.experts:
+                stack = block.get_parameter(linear.path)
+                if linear.roles:
+                    edits.remember_values([stack])
+                    drawn.append(stack)
+                    for matrix in stack:
+                        _draw(linear, matrix.T if linear.is_transposed else matrix, None, here, j)
     return drawn
 
 
+def _draw(linear: Linear, weight: Tensor, bias: Tensor | None, place: Place, sublayer: int) -> None:
+    """Draws the rows of a matrix, (fan_out, fan_in), role by role, each for itself."""
+    if not linear.rows:
+        draw_linear(weight, bias, linear.roles, place, sublayer)
+        return
+    for role in linear.roles:
+        index = linear.rows_of(role, weight.shape[0])
+        first, last = index[0], index[-1] + 1
+        if last - first == len(index):
+            draw_linear(weight[first:last], None if bias is None else bias[first:last], (role,), place, sublayer)
+            continue
+        at = torch.tensor(index, device=weight.device)
+        rows = weight.new_empty(len(index), weight.shape[1])
+        ends = weight.new_empty(len(index)) if bias is None else bias[at]
+        draw_linear(rows, None if bias is None else ends, (role,), place, sublayer)
+        weight[at] = rows
+        if bias is not None:
+            bias[at] = ends
+
+
 def unreached(block: nn.Module) -> list[str]:
-    """Matrices of a block that no initialisation of a Transformer's layers knows: convolutions, routers, embeddings."""
-    known = {weight_and_bias(block, linear.path)[0] for part in parts_of(block) for linear in part.linears}
-    known |= {block.get_parameter(linear.path) for part in parts_of(block) for linear in part.experts}
+    """Matrices of a block that are no queries, keys, values, feed-forwards or gates, and stay as they are: routers,
+    convolutions, embeddings, latent projections."""
+    linears = [linear for part in parts_of(block) for linear in part.linears if linear.roles]
+    experts = [linear for part in parts_of(block) for linear in part.experts if linear.roles]
+    known = {weight_and_bias(block, linear.path)[0] for linear in linears}
+    known |= {block.get_parameter(linear.path) for linear in experts}
     own = residual_of(block)
     beside = set() if own is None else {*own.parameters()}
     return [name for name, p in block.named_parameters() if p.dim() > 1 and p not in known and p not in beside]
@@ -84,4 +106,4 @@ def sign_of_training(group: Group, optimizer: torch.optim.Optimizer | None) -> s
 
 def count_weights(block: nn.Module) -> int:
     """The number of matrices that `initialise` draws."""
-    return sum(len(part.linears) + len(part.experts) for part in parts_of(block))
+    return sum(bool(linear.roles) for part in parts_of(block) for linear in (*part.linears, *part.experts))

@@ -98,7 +98,7 @@ def looks_like_a_norm(module: nn.Module) -> bool:
     """The class's name says norm, parametrized or not. torch's weight and spectral norms, which change another layer's
     weight, do not count."""
     is_scripted = isinstance(module, torch.jit.ScriptModule)
-    name = module.original_name if is_scripted else type(module).__name__
+    name = str(module.original_name) if is_scripted else type(module).__name__
     is_named_so = re.search("norm(?!al|ed)", name, re.IGNORECASE) is not None
     is_leaf = {name for name, _ in module.named_children()} <= {"parametrizations"}
     changes_weights = type(module).__module__.startswith("torch.nn.utils") and not is_parametrized(module)

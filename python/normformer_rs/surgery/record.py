@@ -49,14 +49,14 @@ class Node(NamedTuple):
 
 
 class Call(NamedTuple):
-    """A call of a block: the nodes in it, its input and output on the stream, and its arguments."""
+    """A call of a block: the nodes in it, its input and output on the stream, and the names of its arguments."""
 
     first: int
     last: int
     x: Key
     shape: tuple[int, ...]
     y: Key | None
-    arguments: Mapping[str, Key]
+    arguments: Mapping[Key, str]
 
 
 def key(t: Tensor) -> Key:
@@ -127,11 +127,15 @@ class Record(TorchFunctionMode):
         self.nodes: list[Node] = []
         self.made: dict[Key, int] = {}
         self.dropped: dict[Key, list[nn.Module]] = {}
-        """Dropouts that a tensor went through unchanged, as in evaluation mode."""
+        """Dropouts, and stochastic depth, that a tensor went through unchanged, as in evaluation mode."""
         self.calls: dict[nn.Module, list[Call]] = {}
+        self.outputs_of_attention: dict[Key, Tensor] = {}
+        """The last matrix of torch's functional attention, by its output."""
+        self.roles: Any = None
+        """What the rows of its matrices are for, where that was read."""
         self.returned: set[Key] = set()
         """What the run returned."""
-        self.open: list[tuple[nn.Module, int, Tensor, Key, dict[str, Key]]] = []
+        self.open: list[tuple[nn.Module, int, Tensor, Key, dict[Key, str]]] = []
         self.within = 0
         """Modules under way that count as one operation."""
         self.alive: list[Any] = []
@@ -154,6 +158,9 @@ class Record(TorchFunctionMode):
         if factor is not None and "div" in name:
             factor = 1 / factor if factor else None
         self.add(name, None, given, before, out, factor)
+        if name == "multi_head_attention_forward":
+            bound = inspect.signature(func).bind(*args, **(kwargs or {})).arguments
+            self.outputs_of_attention[key(out[0])] = bound["out_proj_weight"]
         return out
 
     def add(
@@ -164,7 +171,7 @@ class Record(TorchFunctionMode):
             return
         self.alive += [given, made]
         outputs = tuple(map(key, made))
-        if what == "dropout" and module is not None and outputs[0] in keys:
+        if what in ("dropout", "drop_path") and module is not None and outputs[0] in keys:
             self.dropped.setdefault(outputs[0], []).append(module)
         self.made |= dict.fromkeys((k for k in outputs if k not in keys), len(self.nodes))
         shapes = tuple(tuple(t.shape) for t in given)
@@ -214,14 +221,15 @@ def _where() -> str:
     return "" if frame is None else f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
 
 
-def _named(block: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Key]:
-    """The tensors among a call's arguments, by the names in the block's signature."""
+def _named(block: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[Key, str]:
+    """The tensors among a call's arguments, also in tuples, lists and dictionaries, by the names in the block's
+    signature."""
     try:
         given = inspect.signature(block.forward).bind(*args, **kwargs).arguments
     except TypeError:
         return {}
     flat = {**given, **given.pop("kwargs", {})}
-    return {name: key(value) for name, value in flat.items() if isinstance(value, Tensor)}
+    return {key(t): name for name, value in flat.items() for t in tensors_in(value)}
 
 
 _RECOGNISED: dict[Any, bool] = {}

@@ -68,6 +68,23 @@ def refuse(group: Group, place: Place, to: Any) -> None:
         )
 
 
+def refuse_roles(group: Group, init: str | None) -> None:
+    """InputError for blocks whose matrices cannot be told apart, where they are drawn."""
+    way = "init=None keeps their weights"
+    for name, block in zip(group.names, group.blocks):
+        found = None if isinstance(block, tuple(TORCHS)) else structure_of(block)
+        if found is None or init is None:
+            continue
+        if found.no_roles:
+            raise InputError(f"what the matrices of {name} are for could not be read ({found.no_roles}): {way}")
+        unclear = next((x.path for part in found.parts for x in (*part.linears, *part.experts) if x.is_unclear), None)
+        if unclear is not None:
+            raise InputError(
+                f"{name}.{unclear} is a factor of a product, and the run does not show which factor goes through the "
+                f"activation, so that their initial values cannot be told apart: {way}"
+            )
+
+
 def _refuse_shared(group: Group, place: Place, to: Any) -> None:
     """InputError for layers that share a block where the scheme treats each differently."""
     layers = {repr(layer).replace("last=True", "last=False") for layer in place.declared.layers}
@@ -88,13 +105,17 @@ def _refuse_inside(group: Group, place: Place, to: Any) -> None:
     way = "choose another scheme" if option is None else "leave it out"
     for i, block in enumerate(group.blocks):
         kind = type(block).__name__
+        if (why := structure_of(block).no_roles) and any(s.inside for s in place.at(i).sublayers):
+            raise InputError(
+                f"{what} acts inside sublayers, and what {kind}'s matrices are for is unknown ({why}): {way}"
+            )
         for part, sublayer in zip(parts_of(block), place.at(i).sublayers):
             for point in sublayer.inside:
                 is_hidden = point in PROJECTIONS and projected(block, part, point, place.config.heads) is None
                 if is_hidden or (point in BEFORE_PRODUCTS and point not in PROJECTIONS):
                     raise InputError(
-                        f"{what} acts between projections and products of attention, which {kind} does not expose "
-                        f"(each projection a layer, or all stacked in order): {way}"
+                        f"{what} acts between projections and products of attention, and the run of {kind} does not "
+                        f"show which columns of one layer's output are each head's {point}: {way}"
                     )
                 if part.is_parallel and point != "input":
                     raise InputError(

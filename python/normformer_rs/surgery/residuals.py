@@ -38,7 +38,7 @@ from .init import count_weights, initialise, sign_of_training, silence_biases, u
 from .marker import mark, warn_of_adapters
 from .optimizers import Exchange, Repoint
 from .proof import Look, Observed, OwnForm, in_words, observe, prove
-from .refusals import refuse, refuse_unknown_end
+from .refusals import refuse, refuse_roles, refuse_unknown_end
 from .residual_stream import Identity, StreamNorm
 from .spec import at, has
 from .stack_residual import StackCalls, StackResidual, show
@@ -136,6 +136,7 @@ def _swap(
     plans = _proven(model, stacks, plans, look, seen)
     for group, place in plans:
         refuse(group, place, to)
+        refuse_roles(group, init)
         refuse_unknown_end(model, group, to)
     learned = next((sign for group, _ in plans if (sign := sign_of_training(group, optimizer))), None)
     title, before = edits.title, dict(model.named_parameters())
@@ -156,6 +157,8 @@ def _swap(
             gone = [f"the branch's factor {part.beta:g}" for part in parts if part.beta != 1.0]
             gone += [path for part in parts for path in part.scales]
             note += f", {gone[0]} gone" if gone else ""
+            if parts and (i == 0 or parts != parts_of(group.blocks[i - 1])):
+                note += f"; {'; '.join(map(str, parts))}"
             rows.append(Row(group.names[i] or "(model)", old[i], f"{type(block).__name__}, {to}", note))
         rows += notes
     _try(model, look, seen if plans else {}, to)
@@ -232,7 +235,8 @@ def _plans(
     for group in groups:
         shape = shape_of(group.blocks[0])
         if with_memory:
-            sizes = ((alone or with_memory)[0].depth, with_memory[0].depth)
+            own = [group] if not group.has_memory else alone or with_memory  # each of several encoders has its depth
+            sizes = (own[0].depth, with_memory[0].depth)
             encoder, decoder = sizes if depth is None else (depth, depth) if isinstance(depth, int) else depth
             shape |= {"encoder_layers": encoder, "decoder_layers": decoder}
         else:
@@ -393,7 +397,8 @@ def _convert_foreign(group: Group, place: Place, edits: Edits, keeps: bool) -> l
     notes: list[Row] = []
     holder = None if isinstance(group.holder, LISTS) else group.holder
     has_end = any(change.kind == "norm" for change in place.declared.end)
-    stack = StackResidual(place, group.blocks, has_end and group.end is not None)
+    stays = place.config.residual == "prenorm" and group.end is None and _is_prenorm(group)
+    stack = StackResidual(place, group.blocks, has_end and (group.end is not None or stays))
     for i, block in enumerate(group.blocks):
         structure = structure_of(block)
         residual = BlockResidual(block, place.at(i), structure, stack)
@@ -427,6 +432,18 @@ def _convert_foreign(group: Group, place: Place, edits: Edits, keeps: bool) -> l
     return notes
 
 
+def _is_prenorm(group: Group) -> bool:
+    """The blocks were found to be x + F(N(x)), and nothing else."""
+    structures = [structure_of(block) for block in group.blocks]
+    return all(
+        found.is_found
+        and part.norms() == [part.before, *part.twins]
+        and (part.alpha, part.beta, part.scales) == (1, 1, ())
+        for found in structures
+        for part in found.parts
+    )
+
+
 def _name(holder: nn.Module, group: Group) -> str:
     """What a module calls the scheme's parts of a stack: by the list, where it has several."""
     return (
@@ -439,8 +456,9 @@ def _convert_block(block: Any, residual: BlockResidual, own: Any, edits: Edits) 
     parts = residual.parts
     norms = [path for part in parts for path in part.norms()]
     dropouts = [part.dropout for part in parts if part.dropout is not None and _is_module(block, part.dropout)]
+    paths = [part.drop_path for part in parts if part.drop_path is not None]
     scales = [path for part in parts for path in part.scales if not isinstance(residual.place.config.residual, OwnForm)]
-    moved = {block.get_submodule(path) for path in (*norms, *dropouts)}
+    moved = {block.get_submodule(path) for path in (*norms, *dropouts, *paths)}
     names = [name for name, module in block.named_modules(remove_duplicate=False) if module in moved]
     for path in {"", *sites, *(parent_of(path) for path in (*names, *scales))}:
         edits.remember(block.get_submodule(path))
@@ -466,7 +484,9 @@ def _convert_block(block: Any, residual: BlockResidual, own: Any, edits: Edits) 
         path = part.dropout
         if path is not None and _is_module(block, path) and (own is None or part.moves is not None):
             residual.add_module(f"dropout{i + 1}", block.get_submodule(path))
-    for path in dropouts if own is None else [path for part in parts if (path := part.moves) is not None]:
+        if part.drop_path is not None:
+            residual.add_module(f"drop_path{i + 1}", block.get_submodule(part.drop_path))
+    for path in [*dropouts, *paths] if own is None else [path for part in parts if (path := part.moves) is not None]:
         if not isinstance(dropout := block.get_submodule(path), nn.Identity):
             _put_everywhere(block, dropout, nn.Identity())
     for i, part in enumerate(parts):

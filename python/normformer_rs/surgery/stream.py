@@ -110,8 +110,17 @@ def matrices(block: nn.Module, name: str, part: Part, roles: Iterable[Role]) -> 
         owner, weight, bias = projection(block, linear.path)
         path = join(name, parent_of(linear.path) if weight == "in_proj_weight" else linear.path)
         whole = Matrix(path, owner, weight, bias, 1 if is_transposed(block, linear.path) else 0)
+        if any(rows.role is None for rows in linear.rows) or not linear.roles:
+            raise InputError(
+                f"what each row of {path} is for is not known, as of latent projections and routers, and it may read "
+                "the norm: such blocks cannot be folded"
+            )
         if wanted.issuperset(linear.roles):
             found.append(whole)
+        elif linear.rows and not wanted.isdisjoint(linear.roles):
+            raise InputError(
+                f"{path} stacks rows that read the norm and rows that do not: such blocks cannot be folded"
+            )
         else:
             n = len(linear.roles)
             found += [whole._replace(share=(i, n)) for i, role in enumerate(linear.roles) if role in wanted]
@@ -121,7 +130,8 @@ def matrices(block: nn.Module, name: str, part: Part, roles: Iterable[Role]) -> 
 def readers(block: nn.Module, name: str, part: Part) -> list[Matrix]:
     """The linear layers of a sublayer that read its norm; of attention to an encoder the queries only."""
     is_cross = part.kind == "cross-attention"
-    return matrices(block, name, part, ("query", "fc1") if is_cross else ("query", "key", "value", "fc1"))
+    own: tuple[Role, ...] = ("query", "fc1", "gate")
+    return matrices(block, name, part, own if is_cross else (*own, "key", "value"))
 
 
 class Places:

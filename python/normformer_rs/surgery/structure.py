@@ -5,23 +5,29 @@ Read backwards from a block's output, additions, norms and changes of type lead 
 what is added there is a branch.
 """
 
+import contextlib
 import math
-import re
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from torch import nn
 
+from ..errors import InputError
 from .record import ADDITIONS, FOLLOWED, TIMES, UNCHANGED, Call, Key, Node, Record, each_once
-from .spec import Linear, Part, has
+from .roles import Matrix, Owner, Roles, owner_of
+from .spec import Linear, Part
 
-_PRODUCTS = frozenset({"matmul", "__matmul__", "bmm", "baddbmm", "einsum"})
+_ON_A_BRANCH = UNCHANGED | ADDITIONS | TIMES | {"norm", "dropout", "drop_path", "scale"}
+_ON_A_BRANCH |= {"sum", "index_add", "index_add_", "scatter_add", "scatter_add_", "index_put_", "index_select", "where"}
+_ON_A_BRANCH |= {"cat", "concat", "stack", "split", "chunk", "unbind", "expand", "roll", "flip", "pad", "masked_fill"}
+"""Operations between the last matrix of a branch and the stream."""
+_READS_ROWS = frozenset({"norm", "linear", "dropout", "drop_path", "scale"}) | ADDITIONS | TIMES
 _NORMS = frozenset({"layer_norm", "rms_norm", "group_norm", "instance_norm", "batch_norm", "normalize"})
 _BY_NUMBER = frozenset({"pow", "__pow__", "square", "sub", "__sub__", "rsub", "abs"}) | UNCHANGED | ADDITIONS | TIMES
 _STATISTICS = frozenset({"mean", "sum", "var", "std", "norm", "vector_norm", "linalg_vector_norm", "var_mean"})
 _ROOTS = frozenset(
     {"rsqrt", "sqrt", "sqrt_", "rsqrt_", "reciprocal", "std", "norm", "vector_norm", "linalg_vector_norm"}
 )
-_ATTENTION = frozenset({"scaled_dot_product_attention", "multi_head_attention_forward"})
 
 
 class Unaccounted(Exception):
@@ -64,12 +70,17 @@ class Structure(NamedTuple):
     """d; None: the norms tell."""
     is_found: bool = True
     """By a run; else it is declared."""
+    heads: int | None = None
+    """Of attention; None: none was recognised."""
+    no_roles: str = ""
+    """The reason why the roles of its matrices could not be told."""
 
 
 def norm_after(found: Record, block: nn.Module) -> nn.Module | None:
-    """The norm that reads a block's last output, and stands in no other block."""
+    """The norm that reads a block's last output, and stands in no block beside it."""
     call = found.calls[block][-1]
-    inside = {part for block in found.blocks for part in block.modules()}
+    around = {one for one in found.blocks if one is not block and any(part is block for part in one.modules())}
+    inside = {part for one in found.blocks - around for part in one.modules()}
     seen = {call.y}
     for node in found.nodes[call.last :]:
         if node.inputs and node.inputs[0] in seen:
@@ -80,25 +91,37 @@ def norm_after(found: Record, block: nn.Module) -> nn.Module | None:
     return None
 
 
-def structure(block: nn.Module, found: Record) -> Structure:
+def structure(block: nn.Module, found: Record, roles: Roles) -> Structure:
     """The structure of a block that has run. Errors: Unaccounted."""
     calls = found.calls.get(block, [])
     if not calls:
         raise NotResidual("the run did not call it with a tensor")
-    made = [_Reader(block, found, call).structure() for call in calls]
+    made = [_Reader(block, found, call, roles).structure() for call in calls]
     if any(one.parts != made[0].parts for one in made):
         raise Unaccounted(f"its {len(calls)} calls in one pass compute different things")
     return made[0]._replace(calls=len(calls))
 
 
+def writers(block: nn.Module, found: Record) -> Iterator[tuple[Owner, set[Owner]]]:
+    """The last matrix of each of a block's branches, with all matrices of the branch."""
+    for call in found.calls.get(block, []):
+        reader = _Reader(block, found, call, Roles({}))
+        with contextlib.suppress(Unaccounted):  # of which `structure` will tell
+            branches = [step.branch for step in reader.steps() if step.branch is not None]
+            for branch in branches:
+                own = {owner for _, owner in reader.matrices(reader.reach(branch)[1])}
+                yield from ((last, own) for last in reader.last(branch))
+
+
 class _Reader:
-    def __init__(self, block: nn.Module, found: Record, call: Call) -> None:
-        self.block, self.call = block, call
+    def __init__(self, block: nn.Module, found: Record, call: Call, roles: Roles) -> None:
+        self.block, self.call, self.roles = block, call, roles
         self.record, self.nodes, self.made = found, found.nodes, found.made
         self.paths: dict[nn.Module | None, str] = {module: name for name, module in block.named_modules()}
         self.walked: dict[Key, list[Step] | None] = {}
         self.level: dict[Key, int] = {}
         """How many additions made each tensor of the stream."""
+        self.heads: int | None = None
 
     def node(self, at: Key) -> Node | None:
         number = self.made.get(at)
@@ -134,7 +157,8 @@ class _Reader:
                 return [*steps, Step(node, branch)]
         return None
 
-    def structure(self) -> Structure:
+    def steps(self) -> list[Step]:
+        """The steps of the stream through the block. Errors: Unaccounted."""
         if self.call.y is None:
             raise NotResidual("it returns no tensor of its input's shape")
         steps = self.walk(self.call.y)
@@ -145,6 +169,10 @@ class _Reader:
         if not any(step.branch is not None for step in steps):
             raise NotResidual("nothing is added to its input")
         self._find_levels(steps)
+        return steps
+
+    def structure(self) -> Structure:
+        steps = self.steps()
         self._refuse_functions()
         groups, writes = self._sublayers(steps)
         self.moving = self._moving(steps)
@@ -152,7 +180,8 @@ class _Reader:
         reads, scales = self._reading_additions(steps), self._scales(steps)
         images = self._has_channels_first()
         width = self.call.shape[1 if images else -1]
-        return Structure(parts, writes, reads, scales, images, is_in_place=self._is_in_place(), width=width)
+        made = Structure(parts, writes, reads, scales, images, is_in_place=self._is_in_place(), width=width)
+        return made._replace(heads=self.heads, no_roles=self.roles.why)
 
     def _refuse_functions(self) -> None:
         """Unaccounted for a norm of the stream that no module computes: torch's function, or a formula. The stream
@@ -179,10 +208,18 @@ class _Reader:
         return any(out not in n.inputs and out[0] in {k[0] for k in n.inputs} for n in inside for out in n.outputs)
 
     def _has_channels_first(self) -> bool:
-        """Convolutions read the stream, and nothing else does."""
+        """Convolutions read the stream, and nothing else does. Errors: Unaccounted where they may read a part of it."""
         inside = self.nodes[self.call.first : self.call.last]
         readers = [n for n in inside if any(k in self.level for k in n.inputs) and n.outputs[0] not in self.level]
-        return len(self.call.shape) > 2 and bool(readers) and all(node.what == "conv" for node in readers)
+        if len(self.call.shape) < 3 or all(node.what != "conv" for node in inside):
+            return False
+        odd = next((node.what for node in readers if node.what not in _READS_ROWS and node.what != "conv"), None)
+        if odd is not None:
+            raise Unaccounted(
+                f"convolutions stand behind the operation {odd}, and which dimension of the stream is its width is not "
+                "known"
+            )
+        return bool(readers) and all(node.what == "conv" for node in readers)
 
     def _blame(self, at: Key) -> str:
         """What stands between the block's output and its input."""
@@ -217,7 +254,7 @@ class _Reader:
         old, new = node.shapes[0], node.made[0]
         return old[-1:] == new[-1:] and math.prod(old) == math.prod(new)
 
-    def _reach(self, at: Key) -> tuple[set[Key], list[Node], set[Key]]:
+    def reach(self, at: Key) -> tuple[set[Key], list[Node], set[Key]]:
         """Backwards from a branch to the stream: the stream's tensors that it reads, the nodes between, in order, and
         the tensors from outside the block."""
         read: set[Key] = set()
@@ -252,7 +289,7 @@ class _Reader:
                     raise Unaccounted(f"{name} norms its input, and the normed one goes on as the stream")
                 groups[-1].append(step)
                 continue
-            read, _, _ = self._reach(step.branch)
+            read, _, _ = self.reach(step.branch)
             if not read:
                 raise Unaccounted("a tensor that is not computed from the stream is added to it")
             start = writes.count(len(groups) - 1) if groups else 0
@@ -297,7 +334,7 @@ class _Reader:
     # One sublayer.
 
     def _moving(self, steps: list[Step]) -> set[nn.Module]:
-        """Dropouts that stand last on branches and nowhere else."""
+        """Dropouts, and stochastic depth, that stand last on branches and nowhere else."""
         last: dict[nn.Module, int] = {}
         for step in steps:
             at = step.branch
@@ -314,9 +351,11 @@ class _Reader:
         return {module for module, count in last.items() if calls[module] == count}
 
     def _dropouts(self, at: Key) -> list[nn.Module]:
-        """The dropouts that gave this tensor."""
+        """The dropouts, and stochastic depth, that gave this tensor."""
         node = self.node(at)
-        own = [node.module] if node is not None and node.what == "dropout" and node.module is not None else []
+        own: list[nn.Module] = []
+        if node is not None and node.module is not None and node.what in ("dropout", "drop_path"):
+            own = [node.module]
         return own + [module for module in self.record.dropped.get(at, ()) if module in self.paths]
 
     def _part(self, group: list[Step], index: int) -> Part:
@@ -327,20 +366,27 @@ class _Reader:
             raise Unaccounted(f"two norms follow each other on the stream, {after[0]} and {after[1]}")
         tails = [self._tail(branch) for branch in branches]
         tail = tails[0] if len(tails) == 1 else Tail()
-        reached = [self._reach(branch) for branch in branches]
+        reached = [self.reach(branch) for branch in branches]
         nodes = [node for _, nodes, _ in reached for node in nodes]
         read = {k for keys, _, _ in reached for k in keys}
         norms = [node for node in nodes if node.what == "norm" and node.inputs[0] in read]
         before = [*dict.fromkeys(self.paths[node.module] for node in norms)]
         past = [n for n in nodes if n.what != "norm" and any(k in read for k in n.inputs) and not self._is_same(n)]
-        memory = self._memory(reached, nodes)
-        linears, kind = self._linears(nodes, read, memory is not None)
+        memory, attends_outside = self._memory(reached, nodes)
+        if attends_outside and memory is None:
+            raise InputError(
+                f"attention of a {type(self.block).__name__} reads keys and values from a tensor that is none of the "
+                "block's arguments: pass the encoder's output to the block's forward"
+            )
+        ends = {owner for branch in branches for owner in self.last(branch)}
+        linears, experts, kind = self._linears(nodes, ends, memory is not None)
         main = (*before, *after, *tail.norms[:1])
         return Part(
             kind,
             main[0] if main else None,
             linears,
             tail.dropout,
+            drop_path=tail.drop_path,
             before=before[0] if before else None,
             twins=tuple(before[1:]),
             after=after[0] if after else None,
@@ -351,16 +397,19 @@ class _Reader:
             beta=tail.beta,
             scales=tail.scales,
             alpha=alpha,
-            experts=self._experts(nodes),
+            experts=experts,
         )
 
     def _tail(self, branch: Key) -> "Tail":
         """What stands last on a branch: dropout, norms, factors."""
         found, at = Tail(), branch
         while True:
-            last = [module for module in self._dropouts(at) if module in self.moving]
-            if last and found.dropout is None:
-                found = found._replace(dropout=self.paths[last[0]])
+            for module in self._dropouts(at):
+                is_path = self.record.kinds.get(module) == "drop_path"
+                if module in self.moving and is_path and found.drop_path is None:
+                    found = found._replace(drop_path=self.paths[module])
+                elif module in self.moving and not is_path and found.dropout is None:
+                    found = found._replace(dropout=self.paths[module])
             node = self.node(at)
             if node is None or not node.inputs:
                 break
@@ -383,17 +432,22 @@ class _Reader:
             node = self.node(node.inputs[0])
         if node is None or node.what not in ADDITIONS or len(node.inputs) != 2:
             return False
-        reached = [self._reach(k) for k in node.inputs]
+        reached = [self.reach(k) for k in node.inputs]
         return all(read and any(one.what == "linear" for one in nodes) for read, nodes, _ in reached)
 
-    def _memory(self, reached: list[tuple[set[Key], list[Node], set[Key]]], nodes: list[Node]) -> str | None:
-        """The argument that a linear layer of the branch reads beside the stream: an encoder's output."""
-        names = {at: name for name, at in self.call.arguments.items() if at != self.call.x}
+    def _memory(
+        self, reached: list[tuple[set[Key], list[Node], set[Key]]], nodes: list[Node]
+    ) -> tuple[str | None, bool]:
+        """The argument that values are made of, an encoder's output; and whether they are made of something else than
+        the stream."""
+        names = {at: name for at, name in self.call.arguments.items() if at != self.call.x}
         outside = {k for _, _, found in reached for k in found}
-        for node in nodes:
-            if node.what in ("linear", "linear_function") and node.inputs[0] in outside:
-                return names.get(node.inputs[0])
-        return None
+        layers = [n for n in nodes if n.what == "linear" and n.module is not None and n.inputs[0] in outside]
+        told = [self.roles.of(owner_of(node.module)) for node in layers if node.module is not None]
+        values = [n for n, one in zip(layers, told) if one and any(rows.role == "value" for rows in one.rows)]
+        is_recognised = any(one.heads for _, owner in self.matrices(nodes) if (one := self.roles.of(owner)))
+        first = next(iter(values if is_recognised else layers), None)
+        return (None if first is None else names.get(first.inputs[0])), is_recognised and bool(values)
 
     def _without_adapters(self, path: str) -> str:
         """The path of the layer that an adapter of PEFT wraps, where this linear layer is part of one."""
@@ -401,68 +455,101 @@ class _Reader:
             path = path.rpartition(".")[0]
         return path if not isinstance(self.block.get_submodule(path), nn.ModuleDict) else path.rpartition(".")[0]
 
-    def _experts(self, nodes: list[Node]) -> tuple[Linear, ...]:
-        """Stacks of matrices that the branch multiplies by."""
-        stacks = {id(p): path for path, p in self.block.named_parameters() if p.dim() == 3}
-        read = (stacks[k[0]] for node in nodes for k in node.inputs if k[0] in stacks)
-        ends = re.compile("down|out|w2|fc2|second")
-        return tuple(
-            Linear(p, ("fc2",) if ends.search(p.rpartition(".")[2]) else ("fc1",)) for p in dict.fromkeys(read)
-        )
-
-    def _linears(self, nodes: list[Node], read: set[Key], reads_memory: bool) -> tuple[tuple[Linear, ...], Any]:
-        """The linear layers of a branch with their roles, and the sublayer's kind."""
-        made_of_stream: set[Key] = {*read}
-        is_attention = reads_memory
+    def matrices(self, nodes: list[Node]) -> list[tuple[str, Owner]]:
+        """The linear layers, and parameters of two dimensions and more, that a branch multiplies by; their paths."""
+        found: dict[Owner, str] = {}
+        own = {id(p): (path, p) for path, p in self.block.named_parameters() if p.dim() >= 2}
         for node in nodes:
-            depends = [k for k in node.inputs if k in made_of_stream]
-            if depends:
-                made_of_stream |= {*node.outputs}
-            is_product = node.what in _PRODUCTS and len(node.inputs) >= 2 and len(depends) >= 2
-            is_attention |= node.what in _ATTENTION or is_product
-        linears = [node for node in nodes if node.what == "linear" and node.module is not None]
-        paths = [*dict.fromkeys(self._without_adapters(self.paths[node.module]) for node in linears)]
-        if not paths:
-            return (), "self-attention" if is_attention else "feed-forward"
-        last = paths[-1]
-        roles = _attention_roles if is_attention else _feed_forward_roles
+            if node.what == "linear" and node.module is not None:
+                if node.module not in self.paths:
+                    raise Unaccounted(f"it calls {_article(node.module)} that is none of its parts")
+                path = self._without_adapters(self.paths[node.module])
+                if path not in found.values():
+                    found.setdefault(owner_of(node.module), path)
+            elif node.module is None:
+                found |= {own[k[0]][1]: own[k[0]][0] for k in node.inputs if k[0] in own and own[k[0]][1] not in found}
+        return [(self._layer(path), owner) for owner, path in found.items()]
+
+    def _layer(self, path: str) -> str:
+        """The path of the linear layer whose weight is read without calling it."""
+        above, _, name = path.rpartition(".")
+        return above if name == "weight" and isinstance(self.block.get_submodule(above), nn.Linear) else path
+
+    def last(self, branch: Key) -> set[Owner]:
+        """The matrices behind which nothing but additions, norms, dropout and factors stands before the stream."""
+        found: set[Owner] = set()
+        own = {id(p): p for p in self.block.parameters() if p.dim() >= 2}
+        todo = [branch]
+        for at in each_once(todo):
+            node = self.node(at)
+            if node is None or at in self.level:
+                continue
+            if node.what == "linear" and node.module is not None:
+                found.add(owner_of(node.module))
+                continue
+            weights = [self._parameter(k, own) for k in node.inputs]
+            if at in self.record.outputs_of_attention:
+                found |= {p for p in weights if p is self.record.outputs_of_attention[at]}
+            elif any(p is not None for p in weights) and node.what not in _ON_A_BRANCH:
+                found |= {p for p in weights if p is not None}
+            elif node.what in _ON_A_BRANCH:
+                columns = node.made[0][-1:]
+                todo += [k for k, shape in zip(node.inputs, node.shapes) if shape[-1:] == columns]
+                todo += node.inputs[:1] if node.what in UNCHANGED else ()
+        return found
+
+    def _parameter(self, at: Key, own: dict[int, nn.Parameter]) -> nn.Parameter | None:
+        """The parameter that a tensor is, or is a view or a copy of."""
+        while at[0] not in own:
+            node = self.node(at)
+            if (
+                node is None
+                or node.what not in UNCHANGED | {"transpose_last", "index_select", "__get__"}
+                or not node.inputs
+            ):
+                return None
+            at = node.inputs[0]
+        return own[at[0]]
+
+    def _linears(
+        self, nodes: list[Node], ends: set[Owner], reads_memory: bool
+    ) -> tuple[tuple[Linear, ...], tuple[Linear, ...], str]:
+        """The linear layers of a branch and its stacks of experts, with the roles of their rows, and its kind."""
+        found = [(path, owner, told) for path, owner in self.matrices(nodes) if (told := self.roles.of(owner))]
+        is_attention = reads_memory or any(
+            told.reads_attention or told.mixes or told.heads for _, owner, told in found if owner in ends or told.heads
+        )
+        is_mixer = not any(told.heads for *_, told in found) and any(told.mixes for *_, told in found)
+        self.heads = self.heads or next((told.heads for *_, told in found if told.heads), None)
+        called = {owner_of(node.module) for node in nodes if node.module is not None and node.what == "linear"}
+        linears: list[Linear] = []
+        experts: list[Linear] = []
+        for path, owner, told in found:
+            rows = () if is_mixer else told.rows
+            roles = tuple(dict.fromkeys(run.role for run in rows if run.role is not None))
+            if owner in ends:
+                roles, rows = ("output" if is_attention and not is_sum(told, found) else "fc2",), ()
+            is_stack = owner not in called and isinstance(owner, nn.Parameter) and owner.dim() > 2
+            is_unclear = told.is_unclear and not is_mixer
+            linear = Linear(path, roles, told.factor, rows, told.is_transposed, owner in called, is_unclear)
+            (experts if is_stack else linears).append(linear)
         kind = "cross-attention" if reads_memory else "self-attention" if is_attention else "feed-forward"
-        made = (Linear(path, roles(path, path == last, self.block)) for path in paths)
-        return tuple(_as_its_library_has_it(linear, self.block) for linear in made), kind
+        return tuple(linears), tuple(experts), kind
+
+
+def _article(module: nn.Module) -> str:
+    kind = type(module).__name__
+    return f"{'an' if kind[:1] in 'AEIOU' else 'a'} {kind}"
+
+
+def is_sum(told: Matrix, found: list[Any]) -> bool:
+    """The matrix ends a feed-forward beside attention."""
+    return not told.reads_attention and any(other.reads_attention for *_, other in found)
 
 
 class Tail(NamedTuple):
     dropout: str | None = None
+    drop_path: str | None = None
     norms: tuple[str, ...] = ()
     beta: float = 1.0
     scales: tuple[str, ...] = ()
-
-
-def _attention_roles(path: str, is_last: bool, block: nn.Module) -> Any:
-    if is_last:
-        return ("output",)
-    name = path.rpartition(".")[2].lower()
-    if re.search("qkv|query_key_value|c_attn|wqkv|in_proj|^att?n$", name):
-        return "query", "key", "value"
-    if re.search("kv", name):
-        return "key", "value"
-    first = re.search("[qkv]", name.replace("proj", "").replace("linear", "").replace("weight", ""))
-    return ({"q": "query", "k": "key", "v": "value"}[first.group()],) if first else ("query",)
-
-
-def _as_its_library_has_it(linear: Linear, block: nn.Module) -> Linear:
-    """What no run tells: T5's like do not divide scores by √d_kv, smaller queries do it instead; GPT-NeoX and BLOOM
-    stack queries, keys and values head by head."""
-    parent = linear.path.rpartition(".")[0]
-    attention: Any = block.get_submodule(parent)
-    size = getattr(attention, "key_value_proj_dim", None)
-    if linear.roles == ("query",) and isinstance(size, int):
-        return linear._replace(factor=size**-0.5)
-    if type(attention).__name__.startswith(("GPTNeoX", "Bloom")) and len(linear.roles) == 3:
-        heads = next(n for n in ("num_heads", "num_attention_heads", "config.num_attention_heads") if has(attention, n))
-        return linear._replace(groups=f"{parent}.{heads}")
-    return linear
-
-
-def _feed_forward_roles(path: str, is_last: bool, block: nn.Module) -> Any:
-    return ("fc2",) if is_last else ("fc1",)

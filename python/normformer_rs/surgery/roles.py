@@ -1,0 +1,307 @@
+"""Which row of a matrix makes queries, keys, values or a gate: read from what the model computes, not from names.
+
+In one run with gradients, the output of every product with a parameter and of every attention becomes a leaf of
+autograd's graph. A derivative then reaches from what attention receives, or from what the next matrix reads, back to
+the rows that made it, and stops there. A row belongs to the queries of head h if the derivative of head h's queries by
+that row's output is not zero, and so for keys and values.
+
+A gated feed-forward multiplies a ⊙ φ(b). The run is repeated with a share of the rows times −2 and all others as they
+were. The derivative by a row of a does not move unless the row of b beside it was scaled; the one by a row of b does.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from .spec import Rows
+from .trace import Attention, Owner, Product, Trace, leaves_of
+
+_RUNS = 4
+
+
+class Matrix(NamedTuple):
+    """What the outputs of a matrix are for.
+
+    Attributes:
+        rows: the roles of its rows, in order; empty: none was told.
+        heads: of the attention that reads it, by role.
+        reads_attention: it multiplies what attention gave.
+        mixes: rows of the stream meet before it, and no attention was recognised.
+        is_unclear: it is one of two factors of a product that could not be told apart.
+        factor: d_head^−½ for queries whose products with keys nothing scales, else 1.
+        is_transposed: the parameter is (fan_in, fan_out).
+    """
+
+    rows: tuple[Rows, ...] = ()
+    heads: int | None = None
+    reads_attention: bool = False
+    mixes: bool = False
+    is_unclear: bool = False
+    factor: float = 1.0
+    is_transposed: bool = False
+
+
+class Roles(NamedTuple):
+    """The matrices of a model that its run multiplied by."""
+
+    matrices: Mapping[Owner, Matrix]
+    why: str = ""
+    """The reason why they could not be told."""
+
+    def of(self, owner: Owner) -> Matrix | None:
+        """What the rows of a matrix are for. None: the run did not multiply by it."""
+        return self.matrices.get(owner)
+
+
+def owner_of(module: nn.Module) -> Owner:
+    """The matrix of a linear layer."""
+    own = module._parameters.get("weight")
+    return module if own is None else own
+
+
+def find_roles(
+    model: nn.Module, run: Callable[[], Any], norms: Set[nn.Module], writers: Mapping[Owner, set[Owner]]
+) -> Roles:
+    """The roles of all matrices of a model in evaluation mode. `writers`: the last matrix of each branch, and all
+    matrices of the branch."""
+
+    def again(first: Trace, scales: Mapping[int, Tensor]) -> Trace | None:
+        """The run with the recorded outputs of all matrices and attentions, some of their rows scaled; None: it went
+        another way."""
+        other = Trace(model, norms, first, scales)
+        try:
+            other.follow(run)
+        except MemoryError:
+            raise
+        except Exception:  # what a scaled row leads to is the model's
+            return None
+        return other if len(other.products) == len(first.products) else None
+
+    first = Trace(model, norms)
+    try:
+        first.follow(run)
+        return Roles(_Reader(first, writers).read(lambda scales: again(first, scales)))
+    except MemoryError:
+        raise
+    except Exception as reason:  # a model may raise anything where gradients are recorded
+        return Roles({}, f"{type(reason).__name__}: {str(reason).partition(chr(10))[0]}")
+
+
+class _Reader:
+    """Reads the roles from the run."""
+
+    def __init__(self, run: Trace, writers: Mapping[Owner, set[Owner]]) -> None:
+        self.run, self.writers = run, writers
+        self.number = {id(product.leaf): i for i, product in enumerate(run.products)}
+        self.random = torch.Generator().manual_seed(0)
+        self.owned: dict[int, list[set[tuple[Any, int | None]]]] = {}
+        self.unclear: set[int] = set()
+        self.tested: set[int] = set()
+        """Matrices that read more than one number of the matrices before in each column."""
+        self.heads: dict[int, int] = {}
+        self.factors: dict[int, float] = {}
+
+    def read(self, again: Callable[[Any], Trace | None]) -> dict[Owner, Matrix]:
+        for attention in self.run.attentions:
+            self._attention(attention)
+        self._feed_forwards(again)
+        found = {owner: Matrix(rows, heads) for owner, (rows, heads) in self.run.known.items()}
+        for i, product in enumerate(self.run.products):
+            behind = leaves_of(product.x) if product.owner in self.writers else set()
+            reads_attention = bool(behind & self.run.attended)
+            matrix = Matrix(
+                _runs(self.owned.get(i, ())),
+                self.heads.get(i),
+                reads_attention,
+                i in self.tested and not reads_attention and self._mixes(product, behind),
+                i in self.unclear,
+                self.factors.get(i, 1.0),
+                product.is_transposed,
+            )
+            found[product.owner] = _joined(found.get(product.owner), matrix)
+        return found
+
+    def _weights(self, t: Tensor) -> Tensor:
+        return torch.randn(t.shape, generator=self.random, device="cpu").to(t.device, t.dtype)
+
+    def _reached(self, total: Tensor, leaves: set[int]) -> dict[int, Tensor]:
+        """The derivatives of a number by the outputs of the matrices among `leaves`."""
+        numbers = [i for leaf in leaves if (i := self.number.get(leaf)) is not None]
+        if not numbers or not total.requires_grad:
+            return {}
+        outputs = [self.run.products[i].leaf for i in numbers]
+        given = torch.autograd.grad(total, outputs, retain_graph=True, allow_unused=True)
+        return {i: g for i, g in zip(numbers, given) if g is not None}
+
+    def _own(self, i: int, rows: Iterable[int], role: str, head: int | None = None) -> None:
+        owned = self.owned.setdefault(i, [set() for _ in range(self.run.products[i].leaf.shape[-1])])
+        for row in rows:
+            owned[row].add((role, head))
+
+    # Queries, keys and values.
+
+    def _attention(self, one: Attention) -> None:
+        told = {role: self._heads(t) for role, t in (("query", one.q), ("key", one.k), ("value", one.v))}
+        if not all(told.values()):
+            return
+        for (role, heads), width in zip(told.items(), (one.q.shape[-1], one.k.shape[-1], one.v.shape[-1])):
+            for i, sets in heads.items():
+                is_apart = sum(map(len, sets)) == len(set[int]().union(*sets)) and len(sets[0]) <= width
+                for head, rows in enumerate(sets):
+                    self._own(i, rows, role, head if is_apart else None)
+        queries, keys = told["query"], told["key"]
+        count = len(set[int]().union(*(rows for sets in queries.values() for rows in sets))) if len(queries) == 1 else 0
+        for i in {i for heads in told.values() for i in heads}:
+            self.heads[i] = max(1, count // one.q.shape[-1])
+        if len(queries) == len(keys) == 1 and _is_unscaled(one, *(self._leaf(heads) for heads in (queries, keys))):
+            self.factors[next(iter(queries))] = one.q.shape[-1] ** -0.5
+
+    def _heads(self, t: Tensor) -> dict[int, list[set[int]]]:
+        """The rows of each matrix that make each head of queries, keys or values."""
+        found: dict[int, list[set[int]]] = {}
+        leaves = leaves_of(t)
+        # one example's heads; a batch in the same dimension repeats them
+        for part in (t[0] if t.dim() > 3 else t).reshape(-1, *t.shape[-2:]):
+            for i, g in self._reached((part * self._weights(part)).sum(), leaves).items():
+                rows = {*_columns(g).nonzero().flatten().tolist()}
+                if rows and rows not in found.setdefault(i, []):
+                    found[i].append(rows)
+        return found
+
+    def _leaf(self, heads: dict[int, Any]) -> Tensor:
+        return self.run.products[next(iter(heads))].leaf
+
+    def _mixes(self, product: Product, behind: set[int]) -> bool:
+        """What a matrix reads in the last row depends on other rows of the matrices before."""
+        x = product.x
+        if not x.requires_grad or x.dim() < 3 or x.shape[-2] < 2:
+            return False
+        last = x[..., -1, :]
+        inside = {id(p.leaf) for p in self.run.products if p.owner in self.writers[product.owner]}
+        found = self._reached((last * self._weights(last)).sum(), behind & inside)
+        alike = [g for g in found.values() if g.dim() == x.dim() and g.shape[-2] == x.shape[-2]]
+        return any(bool((g[..., :-1, :] != 0).any()) for g in alike)
+
+    # Feed-forwards.
+
+    def _feed_forwards(self, again: Callable[[Any], Trace | None]) -> None:
+        """Tells fc1 from the gate."""
+        tested: list[tuple[int, dict[int, Tensor], Tensor]] = []
+        for i, product in enumerate(self.run.products):
+            if product.owner not in self.writers or not product.x.requires_grad:
+                continue
+            behind, weights = leaves_of(product.x), self._weights(product.x)
+            own = self.writers[product.owner] - {product.owner}
+            inside = {leaf for leaf in behind if self._owner(leaf) in own}
+            found = self._reached((product.x * weights).sum(), inside)
+            attends = bool(behind & self.run.attended)
+            found = {j: g for j, g in found.items() if attends or j not in self.heads}
+            if sum(g.shape[-1] for g in found.values()) == product.x.shape[-1] and not attends:
+                for j, g in found.items():  # all of them: ReLU may have let none of a row's numbers through
+                    self._own(j, range(g.shape[-1]), "fc1")
+            elif found:
+                tested.append((i, found, weights))
+                self.tested.add(i)
+        for i, linear, curved in self._linear_rows(tested, again):
+            product = self.run.products[i]
+            for j in linear:  # all rows of a matrix of one kind, where ReLU has let none of some rows' numbers through
+                size, width = self.run.products[j].leaf.shape[-1], product.x.shape[-1]
+                if size == width and bool(linear[j]) != bool(curved[j]):
+                    linear[j], curved[j] = ({*range(size)} if rows[j] else set() for rows in (linear, curved))
+            counts = [sum(map(len, rows.values())) for rows in (linear, curved)]
+            if leaves_of(product.x) & self.run.attended:
+                for j in linear:
+                    rows = linear[j] | curved[j]
+                    self._own(j, [row for row in rows if j not in self.owned or not self.owned[j][row]], "output_gate")
+            elif counts == [product.x.shape[-1]] * 2:
+                for j in linear:
+                    self._own(j, linear[j], "gate")
+                    self._own(j, curved[j], "fc1")
+            elif not self._mixes(product, leaves_of(product.x)):
+                self.unclear |= {*linear}
+
+    def _owner(self, leaf: int) -> Owner | None:
+        number = self.number.get(leaf)
+        return None if number is None else self.run.products[number].owner
+
+    def _linear_rows(
+        self, tested: list[tuple[int, dict[int, Tensor], Tensor]], again: Callable[[Any], Trace | None]
+    ) -> Iterator[tuple[int, dict[int, set[int]], dict[int, set[int]]]]:
+        """For each matrix the rows behind it by which what it reads is linear, and those by which it is not."""
+        scaled = {j for _, found, _ in tested for j in found}
+        shown = {(i, j): torch.zeros(g.shape[-1], device="cpu") for i, found, _ in tested for j, g in found.items()}
+        patterns = {j: _patterns(self.run.products[j].leaf, self.random) for j in scaled}
+        for turn in range(_RUNS if scaled else 0):
+            other = again({j: patterns[j][turn] for j in scaled})
+            for i, found, weights in tested if other is not None else ():
+                assert other is not None
+                outputs = [other.products[j].leaf for j in found]
+                total = (other.products[i].x * weights).sum()
+                given = torch.autograd.grad(total, outputs, retain_graph=True, allow_unused=True)
+                for (j, before), now in zip(found.items(), given):
+                    if now is not None:
+                        stays = (now - before).abs() <= 4 * torch.finfo(now.dtype).eps * before.abs()
+                        here = patterns[j][turn] & stays & (before != 0)
+                        shown[i, j] += here.reshape(-1, here.shape[-1]).sum(0).cpu()
+        for i, found, _ in tested:
+            rows = {j: {*_columns(g).nonzero().flatten().tolist()} for j, g in found.items()}
+            # a quarter of the places where a row counts shows it to be one of a, and hardly one place, by chance, of b
+            counts = {j: (g != 0).reshape(-1, g.shape[-1]).sum(0).cpu() for j, g in found.items()}
+            often = {j: shown[i, j] > _RUNS * counts[j] / 64 for j in found}
+            linear = {j: rows[j] & {*often[j].nonzero().flatten().tolist()} for j in found}
+            yield i, linear, {j: rows[j] - linear[j] for j in found}
+
+
+def _columns(g: Tensor) -> Tensor:
+    """The columns that are not zero everywhere."""
+    return (g != 0).reshape(-1, g.shape[-1]).any(0)
+
+
+def _is_unscaled(one: Attention, q: Tensor, k: Tensor) -> bool:
+    """The scores are the plain products of what the two matrices gave, and of what is added. For then ∂sᵢᵢ/∂qᵢ = kᵢ; a
+    rotation of both by one angle leaves it."""
+    if not one.scores.requires_grad or q.dim() != 3 or k.dim() != 3 or q.shape[-1] != k.shape[-1]:
+        return False
+    rows = min(q.shape[1], k.shape[1])
+    diagonal = one.scores.diagonal(dim1=-2, dim2=-1)
+    (g,) = torch.autograd.grad(diagonal[torch.isfinite(diagonal)].sum(), q, retain_graph=True, allow_unused=True)
+    return g is not None and torch.allclose(g[:, :rows], k[:, :rows], 1e-3, 1e-4 * float(k.detach().abs().max()))
+
+
+def _patterns(leaf: Tensor, random: torch.Generator) -> list[Tensor]:
+    """For each run which outputs of a matrix are scaled: a row in half of its places, hardly two rows in the same."""
+    places = leaf[..., 0].numel()
+    order = torch.rand(_RUNS * places, leaf.shape[-1], generator=random, device="cpu").argsort(0)
+    chosen = order < _RUNS * places // 2
+    return [part.reshape(leaf.shape).to(leaf.device) for part in chosen.chunk(_RUNS)]
+
+
+def _runs(owned: Iterable[set[tuple[Any, int | None]]]) -> tuple[Rows, ...]:
+    found: list[Rows] = []
+    for one in owned:
+        roles, heads = {role for role, _ in one}, {head for _, head in one}
+        role = roles.pop() if len(roles) == 1 else None
+        head = heads.pop() if len(heads) == 1 and role is not None else None
+        if found and found[-1][:2] == (role, head):
+            found[-1] = found[-1]._replace(size=found[-1].size + 1)
+        else:
+            found.append(Rows(role, head, 1))
+    return tuple(found)
+
+
+def _joined(one: Matrix | None, other: Matrix) -> Matrix:
+    """Of two calls of one matrix, as of experts in turn: what either tells; nothing of the rows where they differ."""
+    if one is None or one == other:
+        return other
+    rows = one.rows or other.rows
+    differs = bool(other.rows) and rows != other.rows
+    return one._replace(
+        rows=(Rows(None, None, sum(run.size for run in rows)),) if differs else rows,
+        heads=one.heads or other.heads,
+        reads_attention=one.reads_attention or other.reads_attention,
+        mixes=one.mixes or other.mixes,
+        is_unclear=differs or (not rows and (one.is_unclear or other.is_unclear)),
+        factor=one.factor if one.factor == other.factor else 1.0,
+    )

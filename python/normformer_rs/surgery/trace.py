@@ -1,0 +1,286 @@
+"""A run of a model that ends autograd's graph at every product with a parameter and at every attention."""
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Set
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from .record import UNCHANGED, tensors_in
+from .spec import Rows
+
+Owner = nn.Parameter | nn.Module
+"""A matrix: its parameter, or the linear layer that computes it from others."""
+
+_PRODUCTS = frozenset({"matmul", "__matmul__", "__rmatmul__", "bmm", "baddbmm", "einsum"})
+_BY_MATRIX = frozenset({"linear", "matmul", "__matmul__", "mm", "bmm", "addmm", "baddbmm", "grouped_mm", "_grouped_mm"})
+_BY_MATRIX |= {"grouped_mm_fallback"}  # transformers' operator
+_SWAPS = frozenset({"transpose", "t", "swapaxes", "swapdims", "adjoint", "permute", "__get__"})
+_SCALE = -2.0
+
+
+class Product(NamedTuple):
+    """A product with a matrix: what it read, and its output, both with columns last."""
+
+    owner: Owner
+    x: Tensor
+    leaf: Tensor
+    is_transposed: bool = False
+
+
+class Attention(NamedTuple):
+    """What attention received, (…, tokens, columns) each, the scores that the softmax read, and its output."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    scores: Tensor
+    leaf: Tensor
+
+
+class Trace(TorchFunctionMode):
+    """A run that ends autograd's graph at every matrix and every attention."""
+
+    def __init__(
+        self, model: nn.Module, norms: Set[nn.Module], first: "Trace | None" = None, scales: Any = None
+    ) -> None:
+        super().__init__()
+        self.model, self.norms, self.first, self.scales = model, norms, first, scales or {}
+        self.owners: dict[int, Owner] = {id(p): p for p in model.parameters() if p.dim() >= 2}
+        self.products: list[Product] = []
+        self.attentions: list[Attention] = []
+        self.known: dict[Owner, tuple[tuple[Rows, ...], int]] = {}
+        """The rows of the projections of torch.nn's attention, and its number of heads."""
+        self.attended: set[int] = set()
+        """The outputs of all attentions."""
+        self.pairs: list[tuple[Tensor, Tensor, Tensor, bool]] = []
+        """Products of two tensors: (…, rows, columns), (…, columns, rows), the result, and whether both factors depend
+        on the model's input."""
+        self.softmaxes: list[tuple[Tensor, Tensor, int]] = []
+        self.constants: dict[int, Tensor] = {}
+        """Tensors that are computed from parameters alone."""
+        self.views: dict[int, tuple[Owner, bool, Tensor]] = {}
+        """Views and copies of a parameter, and whether their last two dimensions are exchanged."""
+        self.scaled: list[Tensor] = []
+        """The factors of norms."""
+        self.alive: list[Any] = []
+        self.within = 0
+
+    def follow(self, run: Callable[[], Any]) -> None:
+        computed = [m for m in self.model.modules() if isinstance(m, nn.Linear) and "weight" not in m._parameters]
+        with contextlib.ExitStack() as hooks:
+            for module in (*computed, *self.norms):
+                hooks.callback(module.register_forward_pre_hook(self._enter).remove)
+                hooks.callback(module.register_forward_hook(self._leave).remove)
+            with torch.enable_grad(), self:
+                run()
+
+    def _enter(self, *_: Any) -> None:
+        self.within += 1
+
+    def _leave(self, module: nn.Module, given: tuple[Tensor, ...], out: Tensor) -> Tensor:
+        self.within -= 1
+        if self.within:
+            return out
+        return self._norm(given[0], out) if module in self.norms else self._matrix(module, given[0], out)
+
+    def _norm(self, x: Tensor, out: Tensor) -> Tensor:
+        """x divided by a constant for each row, which mixes no columns."""
+        if not isinstance(out, Tensor) or out.shape != x.shape:
+            return out
+        scale = x.detach().square().mean(-1, keepdim=True).clamp_min(1e-12).rsqrt()
+        if self.first is not None and self.first.scaled[len(self.scaled)].shape == scale.shape:
+            scale = self.first.scaled[len(self.scaled)]
+        self.scaled.append(scale)
+        made = (x * scale).to(out.dtype)
+        self._follow_constants("norm", [x], made)
+        return made
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        if self.within:
+            return out
+        name = getattr(func, "__name__", "") or str(func)
+        given = [*tensors_in(args), *tensors_in(kwargs)]
+        self._follow_constants(name, given, out)
+        if name == "multi_head_attention_forward":
+            bound = inspect.signature(F.multi_head_attention_forward).bind(*args, **kwargs).arguments
+            return self._torchs_attention(bound, out)
+        if not isinstance(out, Tensor) or not out.is_floating_point() or not given:
+            return out
+        if name in UNCHANGED | _SWAPS | {"index_select"} and (origin := self._origin(given[0])) is not None:
+            moved = (
+                name in _SWAPS
+                and out.dim() >= 2
+                and (out.stride(-1) > out.stride(-2)) != (given[0].stride(-1) > given[0].stride(-2))
+            )
+            self.views[id(out)] = origin[0], origin[1] != moved, out
+        elif name == "scaled_dot_product_attention":
+            return self._attended(*_of_attention(*args, **kwargs), out)
+        elif name == "softmax":
+            self.softmaxes.append((given[0], out, _dimension(args, kwargs)))
+        elif (told := self._by_matrix(name, given, out)) is not None:
+            return self._matrix(*told)
+        elif name in _PRODUCTS and (pair := self._pair(name, args, given)) is not None:
+            return self._product(*pair, out)
+        return out
+
+    # Where tensors come from.
+
+    def _follow_constants(self, name: str, given: list[Tensor], out: Any) -> None:
+        made = [*tensors_in(out)] if name != "__setitem__" else given[:1]
+        is_constant = all(map(self._is_constant, given))
+        for t in made:
+            if is_constant:
+                self.constants[id(t)] = t
+            else:
+                self.constants.pop(id(t), None)
+
+    def _is_constant(self, t: Tensor) -> bool:
+        return isinstance(t, nn.Parameter) or id(t) in self.constants
+
+    def _origin(self, t: Tensor) -> tuple[Owner, bool] | None:
+        if (own := self.owners.get(id(t))) is not None:
+            return own, False
+        return self.views[id(t)][:2] if id(t) in self.views else None
+
+    def _by_matrix(
+        self, name: str, given: list[Tensor], out: Tensor
+    ) -> tuple[Owner, Tensor, Tensor, bool, bool] | None:
+        """(matrix, what it multiplies, the output, whether the columns of both stand second last, whether the
+        parameter is (fan_in, fan_out)). None: the call is no product with one matrix."""
+        floats = [t for t in given if t.is_floating_point() and t.dim() >= 1]
+        weights = [i for i, t in enumerate(floats) if t.dim() >= 2 and self._origin(t) is not None]
+        others = [i for i, t in enumerate(floats) if i not in weights and not isinstance(t, nn.Parameter)]
+        if len(weights) != 1 or not others or name not in _BY_MATRIX:
+            return None
+        weight, x = floats[weights[0]], floats[others[-1] if others[-1] < weights[0] else others[0]]
+        owner, is_moved = self._origin(weight) or (None, False)
+        assert owner is not None
+        sides = weight.shape[-2:]
+        by_rows = name == "linear"  # (fan_out, fan_in)
+        if others[0] < weights[0] and (x.shape[-1], out.shape[-1]) == (tuple(sides[::-1]) if by_rows else tuple(sides)):
+            return owner, x, out, False, is_moved == by_rows
+        is_left = name in ("bmm", "matmul", "__matmul__") and weights[0] < others[0] and min(x.dim(), out.dim()) > 1
+        if is_left and (out.shape[-2], x.shape[-2]) == tuple(sides):
+            return owner, x.mT, out, True, is_moved
+        return None
+
+    def _matrix(
+        self, owner: Owner, x: Tensor, out: Tensor, is_second_last: bool = False, is_transposed: bool = False
+    ) -> Tensor:
+        number = len(self.products)
+        value = out.detach().mT if is_second_last else out.detach()
+        if self.first is not None:
+            before = self.first.products[number]
+            if before.owner is not owner or before.leaf.shape != value.shape:
+                raise RuntimeError("another way")
+            value = before.leaf.detach()
+            if number in self.scales:
+                value = torch.where(self.scales[number], value * _SCALE, value)
+        leaf = value.clone().requires_grad_()
+        self.products.append(Product(owner, x, leaf, is_transposed))
+        made = (leaf.mT if is_second_last else leaf).clone()  # a model may write into it
+        if self._is_constant(x):
+            self.constants[id(made)] = made
+        self.alive.append(made)
+        return made
+
+    # Attention.
+
+    def _attended(self, q: Tensor, k: Tensor, v: Tensor, scores: Tensor, out: Tensor) -> Tensor:
+        value = out.detach() if self.first is None else self.first.attentions[len(self.attentions)].leaf.detach()
+        leaf = value.clone().requires_grad_()
+        self.attentions.append(Attention(q, k, v, scores, leaf))
+        self.attended.add(id(leaf))
+        return leaf.clone()
+
+    def _torchs_attention(self, given: Mapping[str, Any], out: Any) -> Any:
+        """torch.nn's attention: its arguments say what each matrix is."""
+        heads, width = given["num_heads"], given["embed_dim_to_check"]
+        stacked = given["in_proj_weight"] if not given.get("use_separate_proj_weight") else None
+        names: tuple[Any, ...] = ("query", "key", "value")
+        rows = [tuple(Rows(name, head, width // heads) for head in range(heads)) for name in names]
+        if stacked is not None:
+            self.known[self.owners[id(stacked)]] = sum(rows, ()), heads
+        else:
+            for i, name in enumerate("qkv"):
+                self.known[self.owners[id(given[f"{name}_proj_weight"])]] = rows[i], heads
+        heads_output = out[0].detach().clone().requires_grad_()
+        self.attended.add(id(heads_output))
+        made = self._matrix(self.owners[id(given["out_proj_weight"])], heads_output, out[0])
+        return (made, *out[1:])
+
+    def _pair(self, name: str, args: Any, given: list[Tensor]) -> tuple[Tensor, Tensor] | None:
+        """The two factors, as (…, rows, columns) and (…, columns, rows); None: no matrix is behind both."""
+        two = given[1:] if name == "baddbmm" else given
+        if len(two) != 2 or any(t.dim() < 2 or not t.requires_grad for t in two):
+            return None
+        return _of_einsum(args[0], *two) if name == "einsum" else (two[0], two[1])
+
+    def _product(self, left: Tensor, right: Tensor, out: Tensor) -> Tensor:
+        depends = not self._is_constant(left) and not self._is_constant(right)
+        for i, (read, weights, dimension) in enumerate(self.softmaxes):
+            is_left, is_right = (_leads(t, weights) for t in (left, right))
+            before = [pair for pair in self.pairs if _leads(read, pair[2])] if is_left != is_right else []
+            before = before if len(before) == 1 else [pair for pair in before if pair[3]]
+            if len(before) == 1 and dimension in (-1, read.dim() - 1):
+                del self.softmaxes[i]
+                return self._attended(before[0][0], before[0][1].mT, right if is_left else left.mT, read, out)
+        self.pairs.append((left, right, out, depends))
+        return out
+
+
+def _of_attention(
+    query: Tensor, key: Tensor, value: Tensor, *_: Any, scale: float | None = None, **__: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What torch's operator received, and its scores without a mask."""
+    groups = query.shape[-3] // key.shape[-3] if query.dim() > 3 and key.shape[-3] else 1
+    keys = key.repeat_interleave(groups, -3) if groups > 1 else key
+    return query, key, value, query @ keys.mT * (query.shape[-1] ** -0.5 if scale is None else scale)
+
+
+def _of_einsum(equation: Any, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Factors of an einsum as matmul takes them."""
+    if not isinstance(equation, str) or "." in equation or "->" not in equation:
+        return None
+    given, made = equation.replace(" ", "").split("->")
+    one, other = given.split(",")
+    summed = [c for c in one if c in other and c not in made]
+    shared = [c for c in one if c in other and c in made]
+    own, its = [c for c in one if c not in other], [c for c in other if c not in one]
+    if len(summed) != 1 or len(own) != 1 or len(its) != 1:
+        return None
+    left = torch.einsum(f"{one}->{''.join((*shared, own[0], summed[0]))}", a)
+    return left, torch.einsum(f"{other}->{''.join((*shared, summed[0], its[0]))}", b)
+
+
+def _dimension(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    given = kwargs.get("dim", args[1] if len(args) > 1 else -1)
+    return given if isinstance(given, int) else -1
+
+
+def _leads(start: Tensor, goal: Tensor) -> bool:
+    """`start` was computed from `goal`, with no matrix in between."""
+    return start is goal or any(node is goal.grad_fn for node in _graph(start))
+
+
+def _graph(t: Tensor) -> Iterator[Any]:
+    """The nodes of autograd's graph behind a tensor, each once."""
+    todo, seen = [t.grad_fn], set()
+    while todo:
+        node = todo.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            yield node
+            todo += [before for before, _ in node.next_functions]
+
+
+def leaves_of(t: Tensor) -> set[int]:
+    """The leaves that a tensor was computed from."""
+    return {id(t)} if t.is_leaf else {id(node.variable) for node in _graph(t) if hasattr(node, "variable")}
