@@ -210,7 +210,8 @@ def _run_of_twin(model: nn.Module, blocks: list[nn.Module], example: Any) -> tup
     for module in twin.modules():
         for name, p in module._parameters.items():
             if p is not None and p not in made:
-                row = torch.rand(p.shape[-1:]) * 0.2 - 0.1 if p.is_floating_point() else torch.zeros(p.shape[-1:])
+                # from_pretrained makes models where torch's default device is meta
+                row = torch.rand(p.shape[-1:], device="cpu") * 0.2 - 0.1
                 made[p] = nn.Parameter(row.to(p.dtype).expand(p.shape), p.requires_grad)
             module._parameters[name] = None if p is None else made[p]
         for name, buffer in module._buffers.items():
