@@ -103,9 +103,10 @@ def _checked(entries: list[Any], init: bool) -> list[Any]:
                 f"the layers of a stack have one class, scheme and size, but entry {i} differs from entry 0: give each "
                 "layer its own layer= and encoder_layers= (a decoder's: decoder_layers=)"
             )
-        if layer.placed in ("arguments", "depth") and layer.place.depth != n:
+        place: Any = layer.place
+        if layer.placed in ("arguments", "depth") and place.depth != n:
             raise InputError(
-                f"the arguments of layer {i} gave a depth of {layer.place.depth}, and the stack has {n} layers: give "
+                f"the arguments of layer {i} gave a depth of {place.depth}, and the stack has {n} layers: give "
                 "place_layers all of them, or leave the depth out of the arguments"
             )
         if init:
