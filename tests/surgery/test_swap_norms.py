@@ -339,7 +339,7 @@ def test_families_are_swapped_in_by_name():
     torch.testing.assert_close(model(x), before)
     assert len(swap_norms(model, "rmsnorm:llama")) == len(swap_norms(model, "rmsnorm")) == 0
     swap_norms(model, "rmsnorm:original")
-    assert (model[0].eps, model[0].eps_place) == (1e-8, "outside the children")
+    assert (model[0].eps, model[0].eps_place) == (1e-8, "outside")
     (row,) = swap_norms(model, "rmsnorm:nanochat")
     assert row.note == "gain dropped" and model[0].weight is None
     with pytest.raises(ValueError, match=r"did you mean .rmsnorm:llama"):
