@@ -143,7 +143,7 @@ PLANTED = [
     Planted(
         "A swap is right or refused",
         "surgery/proof.py",
-        "if not distance <= error * max(scale, 1e-3):",
+        "if not distance <= error * max(scale, least):",
         "if False:",
         ("surgery/test_stream_hazards.py::test_a_model_that_reads_between_its_blocks_is_refused",),
     ),
@@ -239,11 +239,11 @@ PLANTED = [
         ("nn/test_life_cycles.py::test_every_order_ends_in_the_first_values[{'residual': 'rezero'}-whole]",),
     ),
     Planted(
-        "Layers take their places",
+        "Layers outside our stacks compute",
         "nn/foreign.py",
-        "if needs_stack(declared) and",
-        "if False and",
-        ("nn/test_places.py::test_layers_take_their_places[r-fixup-{}-encoder-in_torchs]",),
+        'if placed in (None, "depth") else None',
+        "if False else None",
+        ("nn/test_places.py::test_layers_without_a_place_refuse_what_asks_for_one",),
     ),
     Planted(
         "Export, ONNX, torch.fx",

@@ -24,10 +24,7 @@ def reached(folder):
 
 def test_what_reaches_the_whole_process_is_listed():
     section = (ROOT / "docs/reliability.md").read_text().partition("## The process of others")[2].partition("\n## ")[0]
-    rows = {
-        found[1]: found[0]
-        for found in re.finditer(r"^\| `([\w/]+\.py)`, [^|]+ \| [^|]{20,} \| [^|]+ \|$", section, re.M)
-    }
+    rows = {found[1]: found[0] for found in re.finditer(r"^- `([\w/]+\.py)`, [^:\n]+: [^`\n]{20,}", section, re.M)}
     assert reached(ROOT / "python/normformer_rs") == rows.keys() == LISTED
 
 
