@@ -8,7 +8,6 @@ from torch.nn import functional as F
 import normformer_rs as nfrs
 from normformer_rs.surgery.blocks import structure_of
 from normformer_rs.surgery.discover import find_stacks
-from normformer_rs.surgery.proof import difference
 
 D, H, FF, L = 32, 4, 48, 2
 SHAPE = {"vocab_size": 50, "hidden_size": D, "num_hidden_layers": L, "num_attention_heads": H, "intermediate_size": FF}
@@ -224,7 +223,6 @@ def test_values_are_mixed_head_by_head(spelling):
     for handle in handles:
         handle.remove()
     nfrs.swap_residuals(model, "value-residual", init=None, example=x)
-    assert difference([right], [model(x)]) is None
     torch.testing.assert_close(model(x), right, rtol=1e-9, atol=1e-9)
 
 

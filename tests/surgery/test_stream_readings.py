@@ -330,3 +330,18 @@ def test_compiled_blocks_are_swapped_as_plain_ones(how):
     swap_residuals(model, "deepnorm", init=None, example=x)
     with torch.no_grad():
         torch.testing.assert_close(model(x), plain(x))
+
+
+class FailsInTraining(PostNorm):
+    def forward(self, x):
+        assert not self.training, "no training"
+        return PostNorm.forward(self, x)
+
+
+def test_what_does_not_run_before_the_swap_proves_nothing():
+    """Two runs that fail alike are not taken for equal."""
+    model = model_of(FailsInTraining, reading=next(iter(READINGS))).eval()
+    modules = [*model.modules()]
+    with pytest.raises(InputError, match=r"without a swap it fails.*no training.* in training mode"):
+        swap_residuals(model, "prenorm", init=None, example=input_().detach())
+    assert modules == [*model.modules()] and not any(hasattr(block, "residual") for block in model)

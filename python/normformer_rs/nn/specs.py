@@ -56,7 +56,7 @@ class Learned(NamedTuple):
 
 
 def drawn_over_width(config: TransformerConfig) -> float:
-    """What a model's parametrisation multiplies the std of norms' and schemes' drawn matrices by, where their products
-    are summed over the width."""
+    """The factor of a parametrisation on the std of drawn matrices of norms and schemes. Their products are sums over
+    the width."""
     m_d = config.d_model / (config.base_width or config.d_model)
     return _core.multipliers(config.parametrisation, "hidden-vector", m_d, 1.0, None, "width")["init"]

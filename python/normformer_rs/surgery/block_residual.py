@@ -37,17 +37,23 @@ class Point:
     ) -> None:
         self.block, self.changes, self.d_head = block, tuple(changes), d_head
         self.columns = None if columns is None else [*columns]
+        is_range = columns is not None and [*columns] == [*range(columns[0], columns[-1] + 1)]
+        self.range = (columns[0], columns[-1] + 1) if is_range and columns is not None else None
+        self.indices: dict[torch.device, Tensor] = {}
 
     def before(self, _: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         return self._change(args[0]), *args[1:]
 
     def after(self, _: nn.Module, __: Any, output: Tensor) -> Tensor:
-        if self.columns is None or self.columns == [*range(output.shape[-1])]:
+        if self.columns is None:
             return self._change(output)
-        first, last = self.columns[0], self.columns[-1] + 1
-        if self.columns == [*range(first, last)]:
-            return torch.cat([output[..., :first], self._change(output[..., first:last]), output[..., last:]], -1)
-        at = torch.tensor(self.columns, device=output.device)
+        if self.range is not None:
+            first, last = self.range
+            x = self._change(output[..., first:last])
+            return x if x.shape == output.shape else torch.cat([output[..., :first], x, output[..., last:]], -1)
+        if output.device not in self.indices:
+            self.indices[output.device] = torch.tensor(self.columns, device=output.device)
+        at = self.indices[output.device]
         return output.index_copy(-1, at, self._change(output.index_select(-1, at)).to(output.dtype))
 
     def _change(self, x: Tensor) -> Tensor:
@@ -273,8 +279,6 @@ class BlockResidual(Growing):
     def write(self, i: int, streams: Streams, f: Tensor, following: int | None) -> Streams:
         """The streams after the sublayer's branch; `following`: the next sublayer's number."""
         dropout = self._modules.get(f"dropout{i + 1}") or nn.Dropout(0.0)
-        if (path := self._modules.get(f"drop_path{i + 1}")) is not None:
-            dropout = nn.Sequential(dropout, path)
         after = None if following is None or self.parts[following].twins else self.sublayers[following]
         at = None if after is None or after.mixing is not None else only_norm(after.before)
         streams = self._closed(i, streams, f, dropout, at)

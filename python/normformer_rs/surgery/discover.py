@@ -27,7 +27,7 @@ from .examples import caller, failed_on, quietly, refuse_without
 from .record import Record, record
 from .roles import Roles, find_roles
 from .spec import Stack
-from .structure import NotResidual, Unaccounted, norm_after, structure, writers
+from .structure import NotResidual, Unaccounted, named, norm_after, structure, writers
 
 LISTS = (nn.ModuleList, nn.Sequential)
 
@@ -185,26 +185,26 @@ def _run(model: nn.Module, candidates: Any, example: Any) -> tuple[Record | None
     run = caller(model, example)
     if run is None:
         return None, "no input is known"
-    try:
-        with quietly(model):
-            model.eval()
+    with quietly(model):
+        model.eval()
+        try:
             found = record(model, blocks, run)
-            norms = {module for module, kind in found.kinds.items() if kind == "norm"}
-            ends = {last: own for block in blocks for last, own in writers(block, found)}
-            found.roles = find_roles(model, run, norms, ends) if ends else Roles({})
-            return found, ""
-    except MemoryError:
-        raise
-    except Exception as reason:  # a model may raise anything
-        if example is not None:
-            raise failed_on(model, reason) from reason
-        said = str(reason).partition("\n")[0]
-        return None, f"it does not take the input that its configuration tells ({type(reason).__name__}: {said})"
+        except MemoryError:
+            raise
+        except Exception as reason:  # a model may raise anything
+            if example is not None:
+                raise failed_on(model, reason) from reason
+            said = str(reason).partition("\n")[0]
+            return None, f"it does not take the input that its configuration tells ({type(reason).__name__}: {said})"
+        norms = {module for module, kind in found.kinds.items() if kind == "norm"}
+        ends = {last: own for block in blocks for last, own in writers(block, found)}
+        found.roles = find_roles(model, run, norms, ends) if ends else Roles({})
+    return found, ""
 
 
 def _run_of_twin(model: nn.Module, blocks: list[nn.Module], example: Any) -> tuple[Record | None, str]:
-    """For a model on the meta device, where many cannot be run: a run of a copy, whose blocks stand for the model's.
-    Each matrix of the copy has one row in memory, and all of its rows are this one."""
+    """Runs a copy of a model on the meta device, where many models cannot run. The blocks of the copy stand for the
+    model's. Each matrix of the copy has one row in memory, and all of its rows are this one."""
     names = {module: name for name, module in model.named_modules()}
     twin, made = copy.deepcopy(model), {}
     for module in twin.modules():
@@ -252,15 +252,11 @@ def _examine(
             _know(entry, found, why)
             blocks[name] = entry
         except Unaccounted as reason:
-            reasons.append((f"{name}, {_article(type(entry).__name__)}: {reason}", reason))
+            reasons.append((f"{name}, {named(entry)}: {reason}", reason))
             refused.add(type(entry))
     if not blocks or any(type(block) in refused for block in blocks.values()):
         return reasons[0], {}
     return None, blocks
-
-
-def _article(kind: str) -> str:
-    return f"{'an' if kind[:1] in 'AEIOU' else 'a'} {kind}"
 
 
 def _know(block: Any, found: Record | None, why: str) -> None:

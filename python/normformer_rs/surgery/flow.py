@@ -78,7 +78,7 @@ class Flow:
             return None
 
     def _runs(self) -> list[Any]:
-        """What the model returns in each of the modes."""
+        """The outputs of one run in each mode."""
         returned = []
         for training in self.modes:
             with quietly(self.model), torch.no_grad():
@@ -96,7 +96,7 @@ class Flow:
         return returned
 
     def outputs(self) -> list[Tensor]:
-        """What the model computes in each of the modes."""
+        """The outputs that count as the model's, in each mode."""
         return [t.clone() for t in tensors_in(self._runs()) if t.is_floating_point()]
 
     def check(self, before: list[Tensor], by: str) -> None:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from ..schemes import Combine, Learned, Place, ResidualSpec, Scheme, StackSpec, StreamStep, norm
 from .blocks import Group, structure_of
@@ -19,7 +20,7 @@ from .undo import Edits
 _ERRORS = {torch.float64: 1e-5, torch.float32: 1e-4}
 """The allowed difference beside the largest number. Models in f64 have norms in f32."""
 _MANY, _SUMS = 1_000_000, 1021
-"""Of larger gradients, as many sums are compared."""
+"""A gradient of more than _MANY numbers is compared by _SUMS sums over its numbers."""
 _IN_16_BITS = 0.1
 """The allowed difference, as the roots of the means of squares."""
 
@@ -90,17 +91,16 @@ def prove(
 
 
 Gradients = dict[Any, Tensor]
-"""Of a weighted sum of the outputs, by parameters and first blocks (of their input); of large ones, sums over some of
-the numbers."""
+"""The derivatives of one weighted sum of the outputs, by each parameter, and by the input of each first block."""
 
 
 class Observed(NamedTuple):
-    """What a run gave."""
+    """The outputs and gradients of one run."""
 
     outputs: list[Tensor]
     gradients: "Gradients"
     error: Exception | None = None
-    """What stopped the run, or its backward pass."""
+    """The exception that ended the run or its backward pass; None: it ran."""
 
 
 Look = Callable[[bool], Observed]
@@ -142,7 +142,9 @@ def _undropped(model: nn.Module) -> Iterator[None]:
 def _put_down(table: Gradients, owner: Any, gradient: Tensor) -> None:
     g = gradient.detach().to_dense().flatten()
     if g.numel() > _MANY:
-        g = g[: g.numel() // _SUMS * _SUMS].view(-1, _SUMS).sum(0)
+        whole = g.numel() // _SUMS * _SUMS
+        sums, rest = g[:whole].view(-1, _SUMS).sum(0), g[whole:]
+        g = sums + F.pad(rest, (0, _SUMS - rest.numel()))
     table[owner] = table[owner] + g if owner in table else g  # a reentrant checkpoint comes once for each part
 
 
@@ -195,9 +197,11 @@ def _tapped(model: nn.Module, groups: list[Group], table: Gradients) -> Iterator
 
 def differ(before: Observed, now: Observed) -> str | None:
     """What sets two observations apart, in words."""
-    if before.error is not None or now.error is not None:
-        return None if type(before.error) is type(now.error) else in_words(now.error or before.error)
-    said = difference(before.outputs, now.outputs)
+    if before.error is not None and not before.outputs:
+        return f"without a swap it fails, and nothing can be compared: {in_words(before.error)}"
+    if now.error is not None and before.error is None:
+        return in_words(now.error)
+    said = difference(before.outputs, now.outputs)  # where the model has no backward pass, they are all there is
     pairs = [(g, now.gradients.get(p)) for p, g in before.gradients.items()]
     top = max((size for g, _ in pairs if math.isfinite(size := _largest(g))), default=0.0)
     for g, other in pairs if said is None else ():

@@ -485,7 +485,8 @@ def _convert_block(block: Any, residual: BlockResidual, own: Any, edits: Edits) 
         if path is not None and _is_module(block, path) and (own is None or part.moves is not None):
             residual.add_module(f"dropout{i + 1}", block.get_submodule(path))
         if part.drop_path is not None:
-            residual.add_module(f"drop_path{i + 1}", block.get_submodule(part.drop_path))
+            drops = [residual._modules.get(f"dropout{i + 1}"), block.get_submodule(part.drop_path)]
+            residual.add_module(f"dropout{i + 1}", nn.Sequential(*(drop for drop in drops if drop is not None)))
     for path in [*dropouts, *paths] if own is None else [path for part in parts if (path := part.moves) is not None]:
         if not isinstance(dropout := block.get_submodule(path), nn.Identity):
             _put_everywhere(block, dropout, nn.Identity())

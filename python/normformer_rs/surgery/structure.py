@@ -462,7 +462,7 @@ class _Reader:
         for node in nodes:
             if node.what == "linear" and node.module is not None:
                 if node.module not in self.paths:
-                    raise Unaccounted(f"it calls {_article(node.module)} that is none of its parts")
+                    raise Unaccounted(f"it calls {named(node.module)} that is none of its parts")
                 path = self._without_adapters(self.paths[node.module])
                 if path not in found.values():
                     found.setdefault(owner_of(node.module), path)
@@ -528,7 +528,7 @@ class _Reader:
             rows = () if is_mixer else told.rows
             roles = tuple(dict.fromkeys(run.role for run in rows if run.role is not None))
             if owner in ends:
-                roles, rows = ("output" if is_attention and not is_sum(told, found) else "fc2",), ()
+                roles, rows = ("output" if is_attention and not _ends_feed_forward(told, found) else "fc2",), ()
             is_stack = owner not in called and isinstance(owner, nn.Parameter) and owner.dim() > 2
             is_unclear = told.is_unclear and not is_mixer
             linear = Linear(path, roles, told.factor, rows, told.is_transposed, owner in called, is_unclear)
@@ -537,12 +537,13 @@ class _Reader:
         return tuple(linears), tuple(experts), kind
 
 
-def _article(module: nn.Module) -> str:
+def named(module: nn.Module) -> str:
+    """A module's class with its article, for messages."""
     kind = type(module).__name__
     return f"{'an' if kind[:1] in 'AEIOU' else 'a'} {kind}"
 
 
-def is_sum(told: Matrix, found: list[Any]) -> bool:
+def _ends_feed_forward(told: Matrix, found: list[Any]) -> bool:
     """The matrix ends a feed-forward beside attention."""
     return not told.reads_attention and any(other.reads_attention for *_, other in found)
 
