@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-import circles
+import samples
 from environment import DATA, DEVICE, REQUIRED
 from normformer_rs import _core
 
@@ -29,8 +29,8 @@ def corpora() -> Path:
 
 @pytest.hookimpl(tryfirst=True)  # before -m looks at the markers
 def pytest_collection_modifyitems(items):
-    """Marks what is left to `make test-all`, and what can run on a real CUDA device too."""
-    circles.sort(items)
+    """Marks what is left to `make test-all` and `make test-long`, and what can run on a real CUDA device too."""
+    samples.leave(items)
     for item in items:
         if "on_device" in getattr(item, "fixturenames", ()):
             item.add_marker("device")

@@ -193,6 +193,7 @@ def test_presets_are_the_papers():
 
 
 @pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.one_in(test=4, all=3)
 def test_every_preset_takes_every_scheme(name, tmp_path, capsys):
     text = tmp_path / "text"
     text.write_text("a b c d e f g h\n" * 3)

@@ -354,6 +354,7 @@ assert "import" in inspect.getsource(torch)
     ],
     ids=["torch later", "looked for", "an attribute", "modules", "torch first", "from", "a module", "star"],
 )
+@pytest.mark.one_in(test=3, all=3)
 def test_the_core_comes_with_torch(code):
     python(code)
 
@@ -391,6 +392,7 @@ def test_tables_are_the_core_s():
 
 
 @pytest.mark.parametrize("content", [None, "<<<<<<< HEAD\n", '{"version": "0.0.0"}'], ids=["missing", "merging", "old"])
+@pytest.mark.one_in(test=3, all=3)
 def test_tables_of_another_core_are_refused(tmp_path, content):
     path = tmp_path / "_tables.json"
     if content is not None:

@@ -38,6 +38,7 @@ SPEAKING = [
 
 @pytest.mark.parametrize("words", SPEAKING)
 @pytest.mark.parametrize("how", [">&-", "1< /dev/null"], ids=["closed", "for reading alone"])
+@pytest.mark.one_in(test=5, all=3)
 def test_a_closed_output_is_said_before_the_work(folder, words, how):
     code = (
         "import sys\nfrom normformer_rs.cli import main\nmade = main(sys.argv[1:])\n"

@@ -52,6 +52,7 @@ def emulated(cache):
 
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.one_in(test=12, all=3)
 def test_a_norm(on_device, norm, width):
     # Every norm meets every width and every dtype.
     dtype = list(checks.TYPES)[(WIDTHS.index(width) + NORMS.index(norm)) % 3]
@@ -62,6 +63,7 @@ LENGTHS = [(p, dtype, 100) for p in (1.0, 1.5, 3.0, math.inf) for dtype in check
 
 
 @pytest.mark.parametrize("p, dtype, width", [*LENGTHS, (3.0, "f32", 1), (1.0, "bf16", 8200), (math.inf, "f32", 1030)])
+@pytest.mark.one_in(test=5, all=3)
 def test_lengths_of_another_order(on_device, p, dtype, width):
     on_device(cases.lp_norm, p, dtype, width)
 
@@ -91,6 +93,7 @@ def test_gains_of_either_kind(on_device, norm, per_column):
         ("layer_norm", "f32", ("bf16", "f32")),
     ],
 )
+@pytest.mark.one_in(test=3, all=3)
 def test_parameters_of_16_bits(on_device, norm, dtype, types):
     on_device(cases.row_norm, norm, dtype, 512, types=types)
     if types[0] == types[1]:
@@ -112,6 +115,7 @@ STEPS = [
 
 
 @pytest.mark.parametrize("norm, types, width, p, gains", STEPS, ids=str)
+@pytest.mark.one_in(test=3, all=3)
 def test_the_residual_step(on_device, norm, types, width, p, gains):
     on_device(cases.residual, norm, types, width, p, gains)
 
@@ -125,12 +129,14 @@ def test_a_gradient_from_one_side(on_device, backs):
     "case", [cases.extreme_rows, cases.empty, cases.rows_are_independent], ids=lambda c: c.__name__
 )
 @pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.one_in(test=3, all=3)
 def test_properties(on_device, norm, case):
     on_device(case, norm)
 
 
 @pytest.mark.parametrize("width", COLUMN_WIDTHS)
 @pytest.mark.parametrize("norm", checks.COLUMN_NORMS)
+@pytest.mark.one_in(test=4, all=3)
 def test_a_column_norm(on_device, norm, width):
     dtype = list(checks.TYPES)[(COLUMN_WIDTHS.index(width) + list(checks.COLUMN_NORMS).index(norm)) % 3]
     on_device(column_cases.column_norm, norm, dtype, width)
@@ -155,6 +161,7 @@ COLUMNS = [
 
 
 @pytest.mark.parametrize("norm, dtype, width, options", COLUMNS, ids=str)
+@pytest.mark.one_in(test=3, all=3)
 def test_columns(on_device, norm, dtype, width, options):
     on_device(column_cases.column_norm, norm, dtype, width, **options)
 
@@ -215,6 +222,7 @@ def test_results_are_repeatable(on_device, width):
     ],
     ids=str,
 )
+@pytest.mark.one_in(test=3, all=3)
 def test_cross_entropy(on_device, dtype, width, masked, options):
     on_device(cases.cross_entropy, dtype, width, masked, **options)
 
@@ -381,6 +389,7 @@ BEGIN = ("capture_begin", ("pool", (0, 1)), ("capture_error_mode", "thread_local
 
 
 @pytest.mark.parametrize("fails", ["_cuda_emptyCache", "capture_begin", "capture_end"])
+@pytest.mark.one_in(test=3, all=3)
 def test_a_step_that_cannot_be_recorded_is_done(emulated, tmp_path, fails):
     """And the memory of its graph is free by then."""
     asked, warnings, freed = emulated(launcher_cases.training_by_graphs, tmp_path, fails=fails)
@@ -455,6 +464,7 @@ def test_every_program_has_variants():
 
 @pytest.mark.parametrize("half", [0, pytest.param(1, marks=pytest.mark.full)])
 @pytest.mark.parametrize("architecture", binaries.ARCHITECTURES)
+@pytest.mark.one_in(test=18, all=3)
 def test_binaries(architecture, half):
     """Each variant for one of the architectures; binaries.py by itself takes all for all."""
     if why := real_compiler():

@@ -143,10 +143,12 @@ def test_rows_on_one_rank(tmp_path):
     work(0, 1, tmp_path / "meet")
 
 
+@pytest.mark.full
 def test_rows_on_two_ranks(tmp_path):
     mp.spawn(work, (2, str(tmp_path / "meet")), nprocs=2)
 
 
+@pytest.mark.full
 def test_the_rules_cost_nothing_until_dtensor_comes():
     code = "import sys; from normformer_rs import nn; assert 'torch.distributed.tensor' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -94,6 +94,7 @@ def greedy(logits_of, start, length, forbidden):
 
 
 @pytest.mark.parametrize("name,options", MODELS, ids=str)
+@pytest.mark.one_in(test=4, all=3)
 def test_greedy_tokens_are_the_same(name, options, tmp_path):
     model = built(**options).double()
     nfrs.to_huggingface(model, tmp_path / "model")

@@ -63,6 +63,7 @@ def stack(kind, scheme, norm, layers=2, **options):
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.one_in(test=4, all=3)
 def test_every_scheme_exports(scheme):
     x, y = numbers(2, 5, D), numbers(2, 3, D)
     model = grown(stack("Transformer", scheme, norm_of(scheme)).double(), x, y)
@@ -73,6 +74,7 @@ def test_every_scheme_exports(scheme):
 @FULL
 @pytest.mark.parametrize("kind", ["TransformerEncoder", "TransformerDecoder", "Transformer"])
 @pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.one_in(all=6)
 def test_every_scheme_in_f32(scheme, kind):
     """As near to f64 as the module is: stirred weights may amplify its rounding to 8e-6."""
     inputs = [torch.randn(2, 5, D)] if kind == "TransformerEncoder" else [torch.randn(2, 5, D), torch.randn(2, 3, D)]
@@ -94,6 +96,7 @@ def test_every_norm(kind):
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12, msg=lambda m, n=norm: f"{n}: {m}")
 
 
+@pytest.mark.full
 def test_schemes_with_more_options():
     x, y = numbers(2, 5, D), numbers(2, 3, D)
     options = {"qk_l2norm": 72, "parametrisation": "completep", "base_width": 4, "base_depth": 1}
@@ -153,6 +156,7 @@ SHARP = (("prores", "layernorm", False), ("prores", "powernorm", True))
 @pytest.mark.parametrize(
     ("scheme", "norm", "batch_first"), [pytest.param(*case, marks=[] if case in SHARP else [FULL]) for case in CASES]
 )
+@pytest.mark.one_in(all=4)
 def test_masks_and_any_batch_and_length(scheme, norm, batch_first):
     inputs, masks, _ = masked(2, 5, 3, batch_first)
     model = grown(stack("Transformer", scheme, norm, batch_first=batch_first).double(), *inputs)
@@ -215,6 +219,7 @@ for x, y in torch.load("numbers.pt"):
 """
 
 
+@pytest.mark.full
 def test_a_saved_program_runs_without_the_package(tmp_path):
     x = torch.randn(2, 5, D)
     layer = stack("TransformerEncoder", "prores", "powernorm")

@@ -22,6 +22,7 @@ NORMS = [entry["name"] for entry in tables()["norms"]]
 SCHEMES = [entry["name"] for entry in tables()["residuals"]]
 
 
+@pytest.mark.full
 def test_layernorm_and_postnorm_are_fairseqs_transformer(data, tmp_path):
     common = f"{SIZES} --dropout 0 --disable-validation"
     stock = f"--arch transformer {common} --criterion label_smoothed_cross_entropy --label-smoothing 0.1"
@@ -61,6 +62,7 @@ COMBINATIONS += [("layernorm", scheme) for scheme in SCHEMES if ("layernorm", sc
 
 
 @pytest.mark.parametrize(("norm", "residual"), COMBINATIONS)
+@pytest.mark.one_in(test=20, all=4)
 def test_trains_resumes_validates_and_generates(norm, residual, data, tmp_path):
     model = f"--arch nfrs_transformer {SIZES} --norm layernorm --residual postnorm --criterion {SMOOTHED}"
     named = {"model.norm": norm, "model.residual": residual}
@@ -102,6 +104,7 @@ STATISTICS = {
 
 
 @pytest.mark.parametrize("norm", STATISTICS)
+@pytest.mark.one_in(test=4, all=3)
 def test_statistics_come_from_real_tokens_and_stay(norm, data, tmp_path):
     """In training, over resuming, and in decoding; padding enters none."""
     given = f"--encoder-norm {norm.partition(',')[0]} --decoder-norm layernorm --residual prenorm {STATISTICS[norm]}"
@@ -150,6 +153,7 @@ WITH_OPTIONS += ["attnres --attnres-form normed --attnres-queries 3", "mhc --mhc
 
 
 @pytest.mark.parametrize("residual", [*SCHEMES, *WITH_OPTIONS])
+@pytest.mark.one_in(test=4, all=3)
 def test_steps_of_decoding_are_the_whole(residual, data):
     scheme, _, flag = residual.partition(" ")
     changes = {"model.residual": scheme, "model.norm": "layernorm"}

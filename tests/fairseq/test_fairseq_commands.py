@@ -67,6 +67,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("arguments", BAD)
+@pytest.mark.one_in(test=3, all=3)
 def test_bad_flags_are_one_line(arguments, data, capsys):
     # --share-all-embeddings would have fairseq complain first of widths that differ
     recipe = RECIPE.replace("--share-all-embeddings", "")
@@ -108,6 +109,7 @@ assert "text" not in sys.modules and not any(path.endswith("/normformer_rs") for
 
 
 @pytest.mark.parametrize("module", ["normformer_rs", "normformer_rs.fairseq_plugin"])
+@pytest.mark.one_in(test=2, all=3)
 def test_the_wrapper_runs_fairseqs_commands(module, data, tmp_path):
     name = [module, "fairseq"] if module == "normformer_rs" else [module]
     done = command(*name, "train", "--help")
@@ -124,6 +126,7 @@ def test_the_wrapper_runs_fairseqs_commands(module, data, tmp_path):
     assert done.returncode == 2 and 'did you mean "train"?' in last and "Traceback" not in done.stderr
 
 
+@pytest.mark.full
 def test_commands_after_training(data, tmp_path):
     train(data, tmp_path, 3, f"--arch nfrs_transformer {SIZES} --criterion {SMOOTHED} --residual prenorm")
     last = str(tmp_path / "checkpoint_last.pt")
@@ -169,6 +172,7 @@ APPENDIX_C = r"""
 @pytest.mark.parametrize(
     "flags", ["", "--encoder-normalize-before --decoder-normalize-before --norm scalenorm --fixnorm"]
 )
+@pytest.mark.full
 def test_the_command_of_transformers_without_tears(flags, data, tmp_path):
     theirs = shlex.split(APPENDIX_C.replace("\\\n", " "))
     given = f"--arch nfrs_transformer_wmt_en_de {flags} --cpu --max-update 1 --no-save --num-workers 0 --log-interval 1"
@@ -191,6 +195,7 @@ def test_the_command_of_transformers_without_tears(flags, data, tmp_path):
         "--num-batch-buckets 2",
     ],
 )
+@pytest.mark.one_in(test=6, all=3)
 def test_trains_with_fairseqs_flags(flags, data, tmp_path):
     model = f"--arch nfrs_transformer {SIZES} --norm scalenorm --residual prenorm --criterion {SMOOTHED}"
     losses = train(data, tmp_path, 6, f"{model} {flags}")
@@ -213,6 +218,7 @@ raise SystemExit(main())
 """
 
 
+@pytest.mark.full
 def test_two_processes(data, tmp_path):
     """As torchrun starts them. Both halves of each batch make one update, on both sides the same, also when resumed."""
     model = f"--arch nfrs_transformer {SIZES} --norm layernorm --residual admin --criterion {SMOOTHED}"
@@ -258,11 +264,13 @@ main(sys.argv[1:])
 """
 
 
+@pytest.mark.full
 def test_spawned_workers_are_patched(tmp_path):
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", SPAWN], capture_output=True, text=True, timeout=200)
     assert "worker 0" in done.stdout, done.stderr[-3000:]
 
 
+@pytest.mark.full
 def test_hydra(data, tmp_path):
     given = f"task=translation task.data={data} model=nfrs_transformer_tiny model.norm=scalenorm model.residual=subln "
     given += "model.decoder_norm=layernorm model.scalenorm_fixed_g=true common.bf16=true "
@@ -328,6 +336,7 @@ def test_the_decoder_follows_the_encoder(fairseq, arch, given, expected):
         assert {name: made[f"decoder_{name}"] for name in expected} == expected
 
 
+@pytest.mark.full
 def test_language_model(fairseq, tmp_path):
     from fairseq import options
     from fairseq_cli import preprocess

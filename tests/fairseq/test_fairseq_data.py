@@ -92,6 +92,7 @@ STOCK = ("stock", "learned")
 
 
 @pytest.mark.parametrize("which", CONVERTED)
+@pytest.mark.one_in(test=3, all=3)
 def test_converts_both_ways(which, data, tmp_path):
     loss = SMOOTHED if which not in STOCK else "cross_entropy"
     train(data, tmp_path / "out", 60, f"{CONVERTED[which]} {SIZES} --criterion {loss} --disable-validation")
@@ -182,6 +183,7 @@ def assert_same_but_for_ties(found: list, expected: list[tuple[str, float]]) -> 
 
 @pytest.mark.data
 @pytest.mark.parametrize("which", ["stock", "nfrs"])
+@pytest.mark.one_in(all=2)
 def test_translates_multi30k_as_fairseq_does(which, corpora, fairseq, tmp_path):
     """A small model, trained for a minute, on the thousand lines of test.2016."""
     folder = tmp_path / "text"
@@ -209,6 +211,7 @@ def test_translates_multi30k_as_fairseq_does(which, corpora, fairseq, tmp_path):
     assert_same_but_for_ties(found, generate(binarised, last, arguments, lines=1000))
 
 
+@pytest.mark.full
 def test_checkpoints_of_other_models_are_one_line(data, tmp_path):
     model = f"--arch nfrs_transformer {SIZES} --criterion {SMOOTHED} --disable-validation"
     train(data, tmp_path, 1, f"{model} --norm layernorm")
@@ -259,6 +262,7 @@ def test_checkpoints_with_bleu(data, tmp_path):
 
 
 @pytest.mark.parametrize("flags", ["--norm powernorm --residual branchnorm --vocab-mask", "--residual admin"])
+@pytest.mark.one_in(test=3, all=3)
 def test_averages_of_checkpoints(flags, data, tmp_path):
     """fairseq's script adds up whatever a model holds and divides, whole numbers without a remainder."""
     last, states = tmp_path / "checkpoint_last.pt", []

@@ -81,6 +81,7 @@ def test_every_norm(options, norm):
     ],
     ids=str,
 )
+@pytest.mark.one_in(test=3, all=3)
 def test_options(options, architecture):
     check(architecture=architecture, **options)
 
@@ -151,6 +152,7 @@ def blocks(name, p, options):
 
 @pytest.mark.parametrize("architecture", ["decoder-only", "encoder-decoder"])
 @pytest.mark.parametrize("init", [entry["name"] for entry in nfrs.tables()["inits"]])
+@pytest.mark.one_in(test=3, all=3)
 def test_first_values(init, architecture):
     options = {"vocab_size": 600, "d_model": 128, "d_ff": 320, "heads": 8, "encoder_layers": 2, "decoder_layers": 3}
     options |= {"positions": "learned", "max_positions": 300, "activation": "swiglu", "kv_heads": 4}

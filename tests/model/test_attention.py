@@ -231,6 +231,7 @@ def test_dropout_masks_are_the_oracles(options, architecture, monkeypatch):
 
 
 @pytest.mark.parametrize("init", ["xavier", "smallinit", "gpt2", "r-fixup", "ds-init", "llama-depth"])
+@pytest.mark.one_in(test=3, all=3)
 def test_first_values(init):
     """A gate starts as a linear layer does, sinks as gpt-oss's; llama-depth damps only what writes to the stream."""
     options = {"vocab_size": 30, "d_model": 128, "d_ff": 64, "heads": 32, "architecture": "decoder-only", "init": init}

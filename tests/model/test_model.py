@@ -59,6 +59,7 @@ def compare(model, state, options, source, target, dropout=None, rtol=1e-9):
 
 
 @pytest.mark.parametrize("norm,residual", PAIRS)
+@pytest.mark.one_in(test=4, all=3)
 def test_logits_and_every_gradient_equal_the_oracles(norm, residual):
     model, state, options = build(norm=norm, residual=residual)
     compare(model, state, options, ref.pad(SOURCES), ref.pad(TARGETS))
@@ -124,6 +125,7 @@ def test_logits_and_every_gradient_equal_the_oracles(norm, residual):
     ],
     ids=str,
 )
+@pytest.mark.one_in(test=3, all=3)
 def test_options(options):
     model, state, options = build(**options)
     source = None if options.get("architecture") == "decoder-only" else ref.pad(SOURCES)
@@ -132,6 +134,7 @@ def test_options(options):
 
 @pytest.mark.parametrize("residual", RESIDUALS)
 @pytest.mark.parametrize("norm", FAMILIES)
+@pytest.mark.one_in(test=8, all=3)
 def test_every_family_under_every_scheme(norm, residual):
     if norm == "rmsnorm:partial" and residual.startswith("hybridnorm"):
         with pytest.raises(nfrs.InputError, match=r"rmsnorm_part = 0\.0625 of 4 numbers is none"):
@@ -163,6 +166,7 @@ def test_a_norm_without_a_weight_has_no_first_value_to_set():
 
 
 @pytest.mark.parametrize("norm,residual", PAIRS)
+@pytest.mark.one_in(test=8, all=3)
 def test_decoder_only(norm, residual):
     model, state, options = build(architecture="decoder-only", norm=norm, residual=residual)
     compare(model, state, options, None, ref.pad(TARGETS))
@@ -174,6 +178,7 @@ TENSORIZED = {"architecture": "decoder-only", "attention": "tensorized", "tensor
 @pytest.mark.parametrize(
     "norm,residual", [*((norm, "prenorm") for norm in NORMS), *(("layernorm", r) for r in RESIDUALS)]
 )
+@pytest.mark.one_in(test=4, all=3)
 def test_tensorized_attention(norm, residual):
     if residual in ("normformer", "subln", "hybridnorm", "hybridnorm-star", "olmo2", "value-residual"):
         with pytest.raises(nfrs.InputError, match=f'residual "{residual}" has a part between attention.*dlcl'):
@@ -361,6 +366,7 @@ def test_only_admin_is_profiled():
 
 @pytest.mark.parametrize("ties", ["all", "none"])
 @pytest.mark.parametrize("init", [entry["name"] for entry in nfrs.tables()["inits"]])
+@pytest.mark.one_in(test=3, all=3)
 def test_initial_standard_deviations(init, ties):
     options = {**SHAPE, "vocab_size": 600, "d_model": 128, "d_ff": 320, "init": init, "tie_embeddings": ties}
     model = nfrs.Transformer(nfrs.TransformerConfig(**options), seed=1)

@@ -137,6 +137,7 @@ def test_logits_and_gradients_equal_the_oracles(options):
 
 @pytest.mark.parametrize("architecture", ["encoder-decoder", "decoder-only"])
 @pytest.mark.parametrize("residual", [name for name in RESIDUALS if name not in OWN_DEPTH])
+@pytest.mark.one_in(test=5, all=3)
 def test_every_scheme_scales_its_branches(residual, architecture):
     model, state, options = build(**SCALED["completep"], residual=residual, architecture=architecture)
     source = ref.pad(SOURCES) if architecture == "encoder-decoder" else None
@@ -185,6 +186,7 @@ def test_profiling_sees_the_branch_factor():
 
 @pytest.mark.parametrize("init", [entry["name"] for entry in nfrs.tables()["inits"]])
 @pytest.mark.parametrize("ties", ["all", "none"])
+@pytest.mark.one_in(test=4, all=3)
 def test_first_values_are_the_base_models(init, ties):
     """Hidden matrices σ_base/√m_d, which is what an init by fans draws anyway; tables σ_base."""
     shape = {**SHAPE, "vocab_size": 600, "d_model": 128, "d_ff": 320, "init": init, "tie_embeddings": ties}
@@ -251,6 +253,7 @@ def test_options_that_do_not_fit_are_refused(options, message):
         if name == "mup" or scheme not in OWN_DEPTH
     ],
 )
+@pytest.mark.one_in(test=8, all=3)
 def test_the_skeleton_is_the_rust_model(name, residual):
     scaled = {**SCALED[name], "residual": residual}
     rust, _, _ = build(**scaled)

@@ -132,6 +132,7 @@ def trained(model, *averages, steps=STEPS):
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", GROWING)
 @pytest.mark.filterwarnings("error::UserWarning")
+@pytest.mark.one_in(test=3, all=3)
 def test_an_average_of_a_growing_scheme_has_the_models_t(kind, way):
     torch.manual_seed(0)
     model = GROWING[kind]()
@@ -207,6 +208,7 @@ def test_templates_of_layers_hand_on_no_t():
 
 @pytest.mark.parametrize("way", ["ema", "ema with buffers", "parameters", "data", "states"])
 @pytest.mark.parametrize("name", NORMS)
+@pytest.mark.one_in(test=2, all=3)
 def test_an_average_of_running_norms_has_statistics(name, way):
     torch.manual_seed(0)
     model = NORMS[name]()

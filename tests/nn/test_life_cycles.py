@@ -46,6 +46,7 @@ def state(model):
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("options", [*SCHEMES, *TORCHS], ids=str)
+@pytest.mark.one_in(test=5, all=3)
 def test_every_order_ends_in_the_first_values(options, order):
     fresh, model = build(64, 96, **options), build(64, 96, **options)
     spoil(model)
@@ -201,5 +202,6 @@ ALL = pytest.param([*SCHEMES, *TORCHS], marks=pytest.mark.full)
 
 
 @pytest.mark.parametrize("schemes", [OF_EACH_KIND, ALL], ids=["some", "all"])
+@pytest.mark.full
 def test_fsdp2_from_the_meta_device(tmp_path, schemes):
     mp.spawn(on_ranks, (2, str(tmp_path / "meet"), schemes), nprocs=2)

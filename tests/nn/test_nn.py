@@ -107,6 +107,7 @@ def test_dropout_follows_torchs_generator():
     ],
 )
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.one_in(test=10, all=2)
 def test_compile_export_and_vmap(residual):
     model, x = encoder(residual).eval(), torch.randn(2, 5, D)
     expected = model(x)
@@ -209,6 +210,7 @@ def test_residual_around_any_module(scheme):
 
 @pytest.mark.parametrize("residual", [None, *RESIDUALS])
 @pytest.mark.parametrize("kind", ["encoder", "transformer", "residual"])
+@pytest.mark.one_in(test=4, all=3)
 def test_reset_parameters_gives_first_values_back(residual, kind):
     def build(seed):
         torch.manual_seed(seed)

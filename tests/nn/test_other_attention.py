@@ -51,6 +51,7 @@ def both(kind, batch_first, **options):
 @pytest.mark.parametrize("kind", ["encoder", "decoder"])
 @pytest.mark.parametrize("maker", MAKERS)
 @pytest.mark.parametrize("masks", ["none", "bool", "float", "causal"])
+@pytest.mark.one_in(test=4, all=3)
 def test_another_attention_computes_as_in_torchs_layer(maker, kind, batch_first, masks):
     torch.manual_seed(0)
     layers = both(kind, batch_first)
@@ -116,6 +117,7 @@ def test_a_scheme_runs_with_another_attention_or_refuses_it_by_name(scheme):
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.one_in(test=4, all=3)
 def test_a_wrapper_of_our_attention_computes_the_scheme_or_is_refused(scheme):
     layer = nfnn.TransformerEncoderLayer(D, HEADS, FF, 0.0, batch_first=True, residual=scheme)
     stack, x = nfnn.TransformerEncoder(layer, 3).eval(), torch.randn(2, 3, D)

@@ -73,6 +73,7 @@ def ours(kind, residual, options):
 @pytest.mark.parametrize("stack", [in_torchs, in_list, in_sequence])
 @pytest.mark.parametrize("kind", ["encoder", "decoder"])
 @pytest.mark.parametrize("residual,options", CASES, ids=str)
+@pytest.mark.one_in(test=5, all=3)
 def test_layers_take_their_places(residual, options, kind, stack):
     """First values, outputs and gradients are our stack's, of one seed; or the layer refuses by the scheme's name."""
     wanted, end = ours(kind, residual, options), end_of(residual, options)
@@ -345,6 +346,7 @@ WAYS = {
 
 @pytest.mark.parametrize("kind", ["encoder", "decoder"])
 @pytest.mark.parametrize("residual,options", CASES, ids=str)
+@pytest.mark.one_in(test=5, all=3)
 def test_a_stack_whose_layers_were_changed(residual, options, kind):
     """It runs, or names the scheme."""
     inputs = torch.randn(1 if kind == "encoder" else 2, 2, 5, D)

@@ -80,6 +80,7 @@ def test_a_compiled_residual_has_one_mask(budget, residual, share):
     ],
     ids=str,
 )
+@pytest.mark.one_in(all=8)
 def test_a_compiled_layer_has_one_mask(budget, share, options):
     layer, x = layer_of(**options), torch.randn(2, 5, D, dtype=torch.float64)
     weight = torch.randn_like(x)
@@ -120,6 +121,7 @@ def test_graphs_without_a_budget_keep_torchs_dropout(budget):
 
 
 @pytest.mark.parametrize("residual", RESIDUALS)
+@pytest.mark.one_in(test=4, all=3)
 def test_grad_jvp_and_functional_call(residual):
     """torch.func's gradients are autograd's of the same seed."""
     model = encoder(residual, dropout=0.3).double()
@@ -198,6 +200,7 @@ def saves_products(_, op, *args, **kwargs):
 
 @pytest.mark.parametrize("way", ["non-reentrant", "reentrant", "selective"])
 @pytest.mark.parametrize("residual", RESIDUALS)
+@pytest.mark.one_in(test=6, all=3)
 def test_checkpoints_repeat_their_masks(residual, way):
     check_checkpoint(encoder(residual, dropout=0.3).double(), way)
 

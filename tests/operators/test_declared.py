@@ -29,6 +29,7 @@ def test_schemas_are_a_contract():
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.one_in(test=2)
 def test_no_shape_of_rows_compiles_anew(backend):
     torch._dynamo.reset()
     weight, counts = leaf(16), torch._dynamo.utils.counters

@@ -210,6 +210,7 @@ def test_more_keys_than_memory(rows):
         OPS.attention(q, k, k, ranges, 2, False, 1.0, 0.0, None, 0)
 
 
+@pytest.mark.full
 def test_kernels_with_little_memory_left():
     """Whatever a kernel asks for, and cannot have, is an exception; the process lives on."""
     program = """
@@ -323,6 +324,7 @@ def test_a_target_that_is_no_class_where_there_is_no_kernel():
 
 
 @pytest.mark.parametrize("calls", [96, 1500])
+@pytest.mark.one_in(test=2, all=3)
 def test_fuzz(calls):
     told = []
     counts = fuzz.fuzz(calls, seed=calls, processes=2, out=told.append)

@@ -35,6 +35,7 @@ pytestmark = pytest.mark.device
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.one_in(test=4, all=3)
 def test_error_is_at_most_twice_pytorchs(norm, dtype, width, layout):
     x = LAYOUTS[layout](torch.randn(3, 5, width, dtype=torch.float64).to(dtype))
     weight, bias, *learned = given = parameters(norm, width, dtype)
@@ -144,6 +145,7 @@ def test_each_instruction_set(norm, level):
 @pytest.mark.parametrize("gains", [False, True])
 @pytest.mark.parametrize("p", [0.0, 0.3])
 @pytest.mark.parametrize("norm", [None, *NORMS])
+@pytest.mark.one_in(test=3, all=3)
 def test_the_residual_step(norm, p, gains):
     tensors, seed = residual_arguments(norm, 19, p, gains)
     x_plus, y, _ = step(norm, *tensors, rest=(p, seed, 5))
@@ -306,6 +308,7 @@ def test_attentions_second_derivative():
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("formula", ["fairseq", "twt"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.one_in(test=3, all=3)
 def test_cross_entropy(dtype, formula, masked):
     rows, classes = 17, 301
     logits = (3 * torch.randn(rows, classes)).to(dtype).requires_grad_()

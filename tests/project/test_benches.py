@@ -32,6 +32,7 @@ def test_a_window_of_the_training_benchmark(corpora):
 
 @pytest.mark.full
 @pytest.mark.data
+@pytest.mark.long
 def test_pytorch_s_side_and_the_shares_of_both(corpora):
     """benches/torch_worker.py by benches/shares.py: no millisecond of an update is counted twice."""
     command = [sys.executable, BENCHES / "shares.py", corpora / "multi30k-bpe-en-de", "--precision", "f32"]
@@ -49,6 +50,7 @@ def test_pytorch_s_side_and_the_shares_of_both(corpora):
 
 @pytest.mark.full
 @pytest.mark.data
+@pytest.mark.long
 def test_cost_against_work(corpora, tmp_path):
     """A point of benches/scale.py in one process and in two."""
     command = [sys.executable, BENCHES / "scale.py", corpora / "multi30k-bpe-en-de", "--output", tmp_path / "scale.csv"]
@@ -65,6 +67,7 @@ def test_cost_against_work(corpora, tmp_path):
 
 @pytest.mark.full
 @pytest.mark.data
+@pytest.mark.long
 def test_a_second_thread_beside_a_product(corpora):
     command = [sys.executable, BENCHES / "threads.py", corpora / "multi30k-bpe-en-de", "--precision", "f32"]
     done = subprocess.run(
@@ -85,6 +88,7 @@ def test_a_second_thread_beside_a_product(corpora):
         (f"against.py {BENCHES.parent} speed --pairs 1 --megabytes 1", 10),
     ],
 )
+@pytest.mark.one_in(all=3)
 def test_benchmarks_that_nothing_else_runs(command, lines):
     script, *flags = command.split()
     done = subprocess.run([sys.executable, BENCHES / script, *flags], capture_output=True, text=True, check=False)
@@ -156,6 +160,7 @@ def values(folder):
     return {(row["section"], row["what"]): row["value"] for row in rows}
 
 
+@pytest.mark.long
 def test_the_gpu_benchmark(tmp_path, monkeypatch):
     monkeypatch.setattr(kernels, "REPEATS", 2)
     gpu.here(options(tmp_path), ["losses", "graph", "bandwidth", "training", "reference", "tests", "memcheck"])
@@ -185,6 +190,7 @@ def test_the_gpu_benchmark(tmp_path, monkeypatch):
     assert (tmp_path / "gpu.png").stat().st_size > 1000
 
 
+@pytest.mark.full
 def test_a_call_of_the_gpu_benchmark_adds_to_an_earlier_one(tmp_path):
     Figures(tmp_path, "cpu").add("reference", training.EAGER, 1000.0, training.RATE)
     command = [sys.executable, "-m", "normformer_rs.bench", "gpu", "--device=cpu", "--updates=2", "--only=training"]
@@ -223,6 +229,7 @@ def test_a_section_that_dies_leaves_the_others(tmp_path, monkeypatch, code, reas
     assert reason != "SIGABRT" or "about to" in (tmp_path / "gpu.log").read_text()
 
 
+@pytest.mark.full
 def test_what_ends_the_command_ends_its_section(tmp_path):
     suite = "import time; alive = open('alive', 'w'); time.sleep(600)"
     (tmp_path / "cuda").mkdir()

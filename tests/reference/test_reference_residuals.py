@@ -352,6 +352,7 @@ def test_logits_are_the_equations(variant):
     [(v, norm) for v in VARIANTS for norm in ref.NORM_NAMES if ref.is_defined(norm, v["residual"])],
     ids=lambda part: part if isinstance(part, str) else "-".join(map(str, part.values())),
 )
+@pytest.mark.one_in(test=32, all=8)
 def test_every_parameter_has_a_gradient_and_padding_none(variant, norm, architecture):
     """In training, PowerNorm past its warm-up."""
     config = {**variant, "norm": norm, "architecture": architecture, "powernorm_warmup": 0}

@@ -170,6 +170,7 @@ def test_recomputation_adds_the_same_input(use_reentrant):
 
 @pytest.mark.parametrize("scheme", ["b2t", "dlcl", "denseformer"])
 @pytest.mark.parametrize("name", ["bert", "gpt2"])
+@pytest.mark.one_in(test=3, all=3)
 def test_compiled_blocks_add_their_input(name, scheme):
     model = build(name).eval()
     swap_residuals(model, scheme)

@@ -232,8 +232,8 @@ def test_an_interrupt_at_a_line(name):
         interrupt_undo(name, draw.randrange(1, back), draw.choice(HOW))
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("seed", range(300))
+@pytest.mark.one_in(all=30)
 def test_interrupts_at_many_lines(seed):
     draw = random.Random(seed)
     name, how = draw.choice([*CASES]), draw.choice(HOW)

@@ -27,6 +27,7 @@ def same(name, model, other):
 
 
 @pytest.mark.parametrize("name", HUGGING_FACE)
+@pytest.mark.one_in(test=4, all=3)
 def test_swapped_models_come_back(name, tmp_path):
     scheme = SCHEMES[HUGGING_FACE.index(name) % len(SCHEMES)]
     model = build(name)

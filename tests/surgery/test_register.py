@@ -75,6 +75,7 @@ def registered():
     register_stack(Stack, "final")
 
 
+@pytest.mark.one_in(test=4, all=3)
 def test_its_own_scheme_changes_nothing():
     model, x = Stack().double(), torch.randn(2, 5, D, dtype=torch.float64)
     before = model(x)

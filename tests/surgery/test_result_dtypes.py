@@ -60,6 +60,7 @@ def swapped(kind, to):
 
 @pytest.mark.parametrize("to", KINDS)
 @pytest.mark.parametrize("kind", [LikeWeight, Promoted, LikeInput])
+@pytest.mark.one_in(test=5, all=3)
 def test_a_new_norm_returns_the_dtype_that_the_old_one_did(kind, to):
     for weights in (torch.float32, *HALVES):
         stock, new = Model(kind).to(weights).eval(), swapped(kind, to).to(weights).eval()

@@ -97,6 +97,7 @@ def test_the_schemes_first_values(name):
     [("deepnorm", "scalenorm"), ("branchnorm", "rmsnorm"), ("sandwich", "scalenorm"), ("rezero", None)],
 )
 @pytest.mark.parametrize("name", HUGGING_FACE)
+@pytest.mark.one_in(test=4, all=3)
 def test_saved_and_loaded_by_hugging_face(name, residual, norm, tmp_path):
     """The recipe: a subclass that swaps as it is built; from_pretrained then finds every name."""
 

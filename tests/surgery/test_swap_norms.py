@@ -20,6 +20,7 @@ pytestmark = pytest.mark.filterwarnings(
 
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.one_in(test=4, all=3)
 def test_norms_swap_train_and_return(name, norm):
     model = build(name).eval()
     before, state = run(model)[0], state_of(model)

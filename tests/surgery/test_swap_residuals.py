@@ -51,6 +51,7 @@ def test_reset_parameters_after_a_swap_draws_the_schemes_values():
 
 @pytest.mark.parametrize("residual", RESIDUALS)
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.one_in(test=12, all=6)
 def test_residuals_swap_train_and_return(name, residual):
     model = build(name).eval()
     before, state, kinds = run(model)[0], state_of(model), [type(m) for m in model.modules()]

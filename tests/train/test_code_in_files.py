@@ -115,8 +115,8 @@ def test_no_reader_of_a_run_runs_code(run, code, tmp_path, name):
     try_all(run, tmp_path, "model", name, 1)
 
 
-@pytest.mark.full
 @pytest.mark.parametrize(("section", "name"), PLACES)
+@pytest.mark.one_in(all=20)
 def test_no_reader_of_a_run_runs_code_of_any_field(run, code, tmp_path, section, name):
     try_all(run, tmp_path, section, name)
 

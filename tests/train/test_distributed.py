@@ -115,6 +115,7 @@ def found(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name,masked,way", CASES)
+@pytest.mark.one_in(test=4, all=3)
 def test_the_ranks_batches_are_one_batch(found, name, masked, way):
     tolerance = 1e-5 if way == "on a device" else 1e-9
     whole = steps(made(name), masked, lambda t: t.flatten(0, 1))
@@ -141,6 +142,7 @@ def test_an_unknown_group_is_said():
         torch.ops.normformer_rs.batch_norm(torch.randn(3, D), train=True, group="elsewhere")
 
 
+@pytest.mark.long
 def test_statistics_of_ranks_with_little_memory_left():
     """Numbers of all ranks are refused as a kernel's other work space is, and the process lives on. torch's fake group
     stands for the ranks."""
@@ -212,6 +214,7 @@ def same_weights(a, b, tolerance):
     [{"norm": "scalenorm"}, {"residual": "admin", "activation-checkpointing": "true"}],
     ids=["scalenorm", "admin"],
 )
+@pytest.mark.one_in(all=2)
 def test_ranks_are_accumulation(tmp_path, corpus, options):
     """Two ranks take turns with the micro-batches, and the random numbers, that one rank accumulates."""
     flags = {k: v for k, v in options.items() if v != "true"}
@@ -228,6 +231,7 @@ def test_ranks_are_accumulation(tmp_path, corpus, options):
     same_weights(tmp_path / "alone", tmp_path / "two", 2e-4)
 
 
+@pytest.mark.full
 def test_a_checkpoint_does_not_depend_on_the_ranks(tmp_path, corpus):
     assert run(tmp_path / "run", corpus, 2, updates=3, accumulate=1, norm="batchnorm").returncode == 0
     done = run(tmp_path / "run", corpus, 1, updates=6, accumulate=2, norm="batchnorm", resume=True)
@@ -235,6 +239,7 @@ def test_a_checkpoint_does_not_depend_on_the_ranks(tmp_path, corpus):
     assert list(losses(tmp_path / "run")) == [1, 2, 3, 4, 5, 6]
 
 
+@pytest.mark.full
 def test_what_one_rank_says_stops_all(tmp_path, corpus):
     assert run(tmp_path / "run", corpus, 1).returncode == 0
     done = run(tmp_path / "run", corpus, 2)
@@ -250,6 +255,7 @@ def wait_for(folder, wanted, *processes):
 
 
 @pytest.mark.parametrize("place", ["between updates", "within an evaluation"])
+@pytest.mark.one_in(all=2)
 def test_ctrl_c_saves_once_for_all(tmp_path, corpus, place):
     wanted = 5
     if place == "within an evaluation":
@@ -284,6 +290,7 @@ for number in range(3):
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", "variables"])
+@pytest.mark.one_in(test=2, all=3)
 def test_ranks_train_one_model_after_another(tmp_path, corpus, launcher):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -308,6 +315,7 @@ def test_ranks_train_one_model_after_another(tmp_path, corpus, launcher):
 
 
 @pytest.mark.parametrize("dies", [0, 1])
+@pytest.mark.one_in(test=2, all=3)
 def test_a_rank_that_loses_its_partner_says_so_in_one_line(tmp_path, corpus, dies):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -142,6 +142,7 @@ def test_a_flipped_bit_is_named_and_nothing_goes_on(tmp_path, letters, capsys):
 
 
 @pytest.mark.parametrize("harm", ["missing", "damaged", "two"])
+@pytest.mark.one_in(test=3, all=3)
 def test_a_run_goes_on_from_the_newest_whole_checkpoint(tmp_path, corpus, caplog, harm):
     run = tmp_path / "run"
     fit(tmp_path / "whole", corpus, training={**SAVING, "updates": 12})
@@ -250,6 +251,7 @@ def assert_is_whole(run, whole):
     assert not [path for path in run.rglob(".*") if path.is_file()]
 
 
+@pytest.mark.long
 def test_files_that_may_not_grow(tmp_path, corpus):
     """`ulimit -f`: a readable end at any file, and the folder goes on to the weights of an uninterrupted run."""
     whole = tmp_path / "whole"
@@ -272,6 +274,7 @@ def test_files_that_may_not_grow(tmp_path, corpus):
     assert_is_whole(run, whole)
 
 
+@pytest.mark.full
 def test_a_full_disk(tmp_path, corpus):
     """A real one, of a few pages, in a namespace of the test's own."""
     isolated = ["unshare", "--user", "--map-root-user", "--mount"]

@@ -25,6 +25,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
     ],
     ids=str,
 )
+@pytest.mark.one_in(test=6, all=3)
 def test_it_changes_no_bit(tmp_path, corpus, model):
     training = {"updates": 4, "accumulate": 2, "max_tokens": 150}
     for name, every in (("plain", 0), ("watched", 1)):

@@ -38,6 +38,7 @@ def trainer(text, model=(), training=()):
 
 
 @pytest.mark.parametrize("residual", ["prenorm", "mhc", "dlcl", "attnres"])
+@pytest.mark.one_in(test=4)
 def test_many_layers_are_told_from_few(tmp_path, text, residual):
     """Eight layers: the polynomial through two, four and six layers gives the peak that the run's tensors reach."""
     model = {"residual": residual, "encoder_layers": 8, "decoder_layers": 8}

@@ -145,6 +145,7 @@ def test_it_declares_what_the_table_does(own, table, architecture):
 
 
 @pytest.mark.parametrize(("own", "table"), SAME, ids=ids)
+@pytest.mark.one_in(test=6, all=3)
 def test_ten_losses_and_all_weights_are_the_tables(tmp_path, corpus, own, table):
     for name, residual in (("own", {"residual": own}), ("table", table)):
         fit(tmp_path / name, corpus, {"dropout": 0.1, **residual})

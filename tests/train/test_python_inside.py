@@ -123,6 +123,7 @@ PLACES = [("forward", 7, 3, False), ("backward", 4, 3, False), ("forward", 5, 3,
 
 @pytest.mark.parametrize("kind, calls, update, recompute", PLACES)
 @pytest.mark.parametrize("raised", RAISED, ids=repr)
+@pytest.mark.one_in(test=5, all=2)
 def test_an_exception_of_a_norm_is_the_object_itself_and_the_run_is_saved(
     tmp_path, corpus, raised, kind, calls, update, recompute
 ):
@@ -209,6 +210,7 @@ def test_the_number_of_sys_exit_is_the_commands(tmp_path, corpus):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 @pytest.mark.parametrize("kind, calls, update, recompute", PLACES)
+@pytest.mark.one_in(test=4, all=2)
 def test_a_signal_waits_until_a_norm_returns(tmp_path, corpus, number, kind, calls, update, recompute):
     """The update is made, and reported; an evaluation is left, and made anew at the resume."""
     model, training = {"norm": Watched()}, {**SAVING, "activation_checkpointing": recompute}
@@ -312,9 +314,9 @@ COMMANDS = {
 }
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("command", COMMANDS)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.one_in(all=20)
 def test_a_signal_amid_a_commands_imports_ends_it(tmp_path, corpus, command, number):
     words = COMMANDS[command].split()
     targets = {name: path for name, path in corpus.items() if name.endswith("target")}
@@ -396,5 +398,6 @@ def test_six_signals_into_a_run_of_ones_own(tmp_path, corpus):
 
 
 @pytest.mark.long
+@pytest.mark.full
 def test_a_hundred_signals_into_a_run_of_ones_own(tmp_path, corpus):
     assert interrupt_and_resume(tmp_path, corpus, 100) == 100

@@ -78,6 +78,7 @@ def test_a_table_beside_its_picture(reproduce):
     assert {path: path.stat().st_mtime_ns for path in logs} == logs, "and trains nothing"
 
 
+@pytest.mark.long
 def test_every_reproduction(reproduce):
     """All names, their tables, pictures and parts of a page."""
     Path("page.md").write_text("# Results\n")
@@ -327,6 +328,7 @@ def test_a_new_entry_is_everywhere(reproduce, monkeypatch, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("name", REPRODUCTIONS)
+@pytest.mark.one_in(test=40, all=6)
 def test_every_rows_options_are_taken(name, tmp_path):
     """By the configurations and by the loop; with one layer, so that no large model is laid out."""
     entry, text = REPRODUCTIONS[name], tmp_path / "text"

@@ -94,6 +94,7 @@ def test_the_table_names_each_option_of_a_run():
 
 
 @pytest.mark.parametrize("option", CHANGED)
+@pytest.mark.one_in(test=3, all=5)
 def test_a_changed_option_has_its_effect(tmp_path, corpus, option):
     run, effect = tmp_path / "run", EFFECTS[option]
     before = BASE | BEFORE.get(option, {})
@@ -120,6 +121,7 @@ def test_a_changed_option_has_its_effect(tmp_path, corpus, option):
 
 
 @pytest.mark.parametrize("option", MODEL)
+@pytest.mark.one_in(test=6, all=3)
 def test_another_model_is_refused(tmp_path, corpus, option, run_of_six):
     if option == "vocab_size":
         pytest.skip("follows from the data")
@@ -186,6 +188,7 @@ class OracleAdam(ref.Adam):
     ],
     ids=str,
 )
+@pytest.mark.one_in(test=4, all=4)
 def test_from_a_taken_option_on_losses_are_the_oracles(tmp_path, corpus, before, change):
     """The oracle trains five updates with the old options and five with the new ones; one batch is the whole corpus."""
     run, first = tmp_path / "run", {"updates": 5, "lr": 1e-2, "schedule": "constant", "warmup": 0} | before

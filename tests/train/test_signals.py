@@ -36,6 +36,7 @@ def goes_on(run, whole, corpus, **options):
     [SystemExit(3), GeneratorExit(), asyncio.CancelledError(), ValueError("mine"), Stopped("enough")],
     ids=repr,
 )
+@pytest.mark.one_in(test=6, all=3)
 def test_what_a_callback_raises_leaves_fit_as_it_is_after_saving(tmp_path, corpus, raised, event):
     def leave(name, values):
         if name == event and (name == "started" or values["update"] in (3, 5)):
@@ -74,6 +75,7 @@ def test_what_a_handler_raises_leaves_fit_as_it_is_after_saving(tmp_path, corpus
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+@pytest.mark.one_in(test=3, all=3)
 def test_slurm_kubernetes_and_a_closed_terminal_are_ctrl_c(tmp_path, corpus, number):
     fit(tmp_path / "whole", corpus, training=SAVING)
     program = """
@@ -111,6 +113,7 @@ def test_slurm_kubernetes_and_a_closed_terminal_are_ctrl_c(tmp_path, corpus, num
 
 @pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("later", [0.0, 0.002, 0.02, 0.2])
+@pytest.mark.one_in(test=9, all=3)
 def test_a_launcher_repeats_the_terminals_signal(tmp_path, corpus, first, later):
     """The second one takes nothing from what the first one ends with, wherever it comes."""
     sizes = "--d-model 16 --d-ff 24 --heads 2 --encoder-layers 2 --decoder-layers 2 --updates 100000 --no-progress"

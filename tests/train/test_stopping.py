@@ -19,6 +19,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 @pytest.mark.parametrize("norm", ["layernorm", "batchnorm", "powernorm-v", "powernorm"])
 @pytest.mark.parametrize("schedule", ["inverse-sqrt", "val-decay"])
+@pytest.mark.one_in(test=9, all=3)
 def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, corpus, schedule, norm):
     training = {"max_tokens": 100, "accumulate": 2, "schedule": schedule, "warmup": 4, "evaluate_every": 5}
     model = {"dropout": 0.3, "norm": norm} | ({"powernorm_warmup": 10} if norm == "powernorm" else {})
@@ -78,6 +79,7 @@ def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path, corpus, ctrl_c, update):
 
 
 @pytest.mark.parametrize("architecture", ["encoder-decoder", "decoder-only"])
+@pytest.mark.one_in(test=2, all=3)
 def test_ctrl_c_within_an_evaluation(tmp_path, corpus, architecture):
     """It is heard there, and the evaluation made by the run that goes on."""
     data = {name: path for name, path in corpus.items() if "target" in name or architecture == "encoder-decoder"}
@@ -154,6 +156,7 @@ def test_what_stops_a_run(tmp_path, corpus):
     assert updates == 8 and "below min_lr 5.00e-4" in text  # 1e-3·√(2/8)
 
 
+@pytest.mark.full
 def test_a_resumed_run_with_other_options_is_averaged(tmp_path, corpus):
     fit(tmp_path / "run", corpus, training={"updates": 2, "evaluate_every": 1})
     fit(tmp_path / "run", corpus, training={"updates": 4, "evaluate_every": 1, "max_tokens": 100}, resume=True)
@@ -223,6 +226,7 @@ def test_a_terminal_that_goes_ends_no_run(tmp_path, corpus, monkeypatch):
 
 @pytest.mark.parametrize("work", ["translate", "evaluate_loss"])
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, TimeoutError])
+@pytest.mark.one_in(test=2, all=3)
 def test_signals_are_heard_between_batches(tmp_path, corpus, monkeypatch, work, kind):
     """Ctrl-C's exception becomes this package's; what another handler raises stays what it is."""
     fit(tmp_path / "run", corpus, training={"updates": 2, "max_tokens": 20})
@@ -261,6 +265,7 @@ def test_a_line_that_was_cut_short_stays_a_line(tmp_path, corpus):
     assert list(history.update) == [1, 2, 3, 4]
 
 
+@pytest.mark.full
 def test_a_killed_run_resumes_to_the_same_bits():
     """The short version of `make kill-test`: two random kills, two processes at once, every 18th act of writing."""
     script = Path(__file__).with_name("kill_test.py")

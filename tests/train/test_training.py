@@ -20,6 +20,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
     [(norm, residual, "fairseq", "bos") for norm in ("layernorm", "scalenorm") for residual in RESIDUALS]
     + [("layernorm", "prenorm", "twt", "eos"), ("scalenorm", "postnorm", "twt", "bos")],
 )
+@pytest.mark.one_in(test=24, all=6)
 def test_ten_losses_equal_the_oracles(tmp_path, corpus, norm, residual, smoothing, start):
     """One batch holds the whole corpus, so its order does not matter; seed 1 fixes the first weights."""
     model = {"norm": norm, "residual": residual, "decoder_start": start}
@@ -90,6 +91,7 @@ def test_accumulation_is_one_batch(tmp_path, corpus):
 
 
 @pytest.mark.parametrize("precision", ["f32", "bf16"])
+@pytest.mark.one_in(test=2, all=3)
 def test_the_same_seed_gives_the_same_bits(tmp_path, corpus, precision):
     training = {"max_tokens": 100, "precision": precision, "word_dropout": 0.1}
     for name, seed in (("a", 1), ("b", 1), ("c", 2)):
@@ -120,6 +122,7 @@ SEVERAL = [
 
 
 @pytest.mark.parametrize("model", [{"residual": name} for name in RESIDUALS] + STATISTICS + SEVERAL, ids=str)
+@pytest.mark.one_in(test=16, all=6)
 def test_activation_checkpointing_changes_no_bit(tmp_path, corpus, model):
     """Nor any statistic, though two micro-batches go forward and back between updates; layers do run twice."""
     calls = {}
@@ -232,6 +235,7 @@ def test_a_tensorized_language_model(tmp_path, corpus):
 
 
 @pytest.mark.data
+@pytest.mark.full
 def test_real_text_trains_and_translates(tmp_path, corpora):
     """A short version of the long runs: 40 updates on Multi30k beat the unigram model."""
     folder = corpora / "multi30k-bpe-en-de"
