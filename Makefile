@@ -79,7 +79,7 @@ test-python: build $(VENV)/fairseq ## the sharp Python tests
 	$(TIMED) "Python tests" $(BIN)/python $(PYTEST) -m "not full"
 
 .PHONY: test
-test: lint test-rust test-python ## formatting, lint, Rust tests, and Python tests of every area
+test: test-rust test-python ## Rust tests, and Python tests of every area
 
 .PHONY: test-all
 test-all: LIMIT := 900

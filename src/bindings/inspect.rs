@@ -36,8 +36,8 @@ fn tables() -> PyResult<String> {
             "norms": norm::NORMS.iter().map(|n| n.describe()).collect::<Vec<_>>(),
             "families": norm::families::FAMILIES.iter().map(|f| f.describe()).collect::<Vec<_>>(),
             "residuals": residual::SCHEMES.iter().map(|s| {
-                let mut found = entry(s.name(), s.equation(), s.source());
-                found["init"] = s.init().into();
+                let mut found = entry(s.name, s.equation, s.source);
+                found["init"] = s.init.into();
                 found
             }).collect::<Vec<_>>(),
             "inits": init::INITS.iter().map(|i| entry(i.name, i.definition, i.source)).collect::<Vec<_>>(),

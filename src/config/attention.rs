@@ -3,7 +3,7 @@
 use super::{AttentionName, Positions, TransformerConfig};
 use crate::error::{Error, Result};
 use crate::norm::{rms_norm, Spec};
-use crate::residual::{Change, LayerContext, NormOver, Point, Scheme, StackName, ValueNorm, SCHEMES};
+use crate::residual::{Change, LayerContext, NormOver, Point, SchemeRef, StackName, ValueNorm, SCHEMES};
 
 pub(super) fn check(config: &TransformerConfig) -> Result<()> {
     check_norms_before_products(config)?;
@@ -170,9 +170,10 @@ fn check_tensorized(config: &TransformerConfig) -> Result<()> {
         )));
     }
     let is_at_heads = |point: Point, _: &Change| point.is_before_products() || point == Point::AfterHeads;
-    let needs_heads = |scheme: &&dyn Scheme| is_inside(config, *scheme, is_at_heads);
-    if let Some(scheme) = config.schemes().all().find(needs_heads) {
-        let others: Vec<&str> = SCHEMES.iter().filter(|scheme| !needs_heads(scheme)).map(|s| s.name()).collect();
+    let needs_heads = |scheme: &SchemeRef| is_inside(config, scheme, is_at_heads);
+    if let Some(scheme) = config.schemes().all().find(|scheme| needs_heads(scheme)) {
+        let others: Vec<&str> =
+            SCHEMES.iter().filter(|scheme| !needs_heads(&SchemeRef::Table(scheme))).map(|s| s.name).collect();
         return Err(Error::invalid(format!(
             "residual {:?} has a part between attention's projections, and tensorized attention has no heads: choose one \
              of {}, or options of it without that part",
@@ -184,7 +185,7 @@ fn check_tensorized(config: &TransformerConfig) -> Result<()> {
 }
 
 /// The scheme changes something at such a point.
-fn is_inside(config: &TransformerConfig, scheme: &dyn Scheme, is_there: impl Fn(Point, &Change) -> bool) -> bool {
+fn is_inside(config: &TransformerConfig, scheme: &SchemeRef, is_there: impl Fn(Point, &Change) -> bool) -> bool {
     let decoder = config.place(StackName::Decoder, 0);
     (0..decoder.layers())
         .flat_map(|layer| LayerContext { layer, ..decoder }.each())

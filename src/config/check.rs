@@ -74,7 +74,7 @@ impl TransformerConfig {
             p.map_or(Ok(()), |p| below_one(name, p))?;
         }
         TransformerConfig::option_specs().iter().try_for_each(|option_spec| option_spec.check(&self.options))?;
-        self.schemes().all().try_for_each(|scheme| scheme.check(&self.options))?;
+        self.schemes().all().try_for_each(|scheme| scheme.check_options(&self.options))?;
         for (name, value) in
             [("tensorized_rank", self.tensorized_rank), ("tensorized_segment", self.tensorized_segment)]
         {
@@ -94,8 +94,7 @@ impl TransformerConfig {
     /// the scheme has none.
     fn check_that_options_matter(&self) -> Result<()> {
         let (residual, schemes, init) = (self.residual.as_str(), self.schemes(), self.init());
-        let mut taken: Vec<&'static dyn AnyOption> =
-            schemes.all().flat_map(|scheme| scheme.options()).copied().collect();
+        let mut taken: Vec<&'static dyn AnyOption> = schemes.all().flat_map(|scheme| scheme.options).copied().collect();
         for norm in [self.encoder_norm(), self.decoder_norm()] {
             taken.extend(crate::norm::find(norm)?.options.iter().filter_map(|keyword| keyword.option));
         }
@@ -248,7 +247,7 @@ impl TransformerConfig {
 /// The norm, scheme, init or attention that an option belongs to: the one whose name the option's begins with.
 fn owner(option: &str) -> Option<&'static str> {
     let norms = crate::norm::NORMS.iter().map(|n| n.name);
-    let residuals = crate::residual::SCHEMES.iter().map(|s| s.name());
+    let residuals = crate::residual::SCHEMES.iter().map(|s| s.name);
     let inits = crate::init::INITS.iter().map(|i| i.name);
     let mut names = norms.chain(residuals).chain(inits).chain([AttentionName::Tensorized.name()]);
     names.find(|name| option.strip_prefix(&name.replace('-', "_")).is_some_and(|rest| rest.starts_with('_')))
@@ -401,7 +400,7 @@ mod tests {
     #[test]
     fn an_option_of_several_is_declared_once() {
         let norms = crate::norm::NORMS.iter().flat_map(|norm| norm.options).filter_map(|keyword| keyword.option);
-        let schemes = crate::residual::SCHEMES.iter().flat_map(|scheme| scheme.options()).copied();
+        let schemes = crate::residual::SCHEMES.iter().flat_map(|scheme| scheme.options).copied();
         let inits = crate::init::INITS.iter().flat_map(|init| init.options).copied();
         let shown = |option: &dyn AnyOption| serde_json::to_value(option.field("")).unwrap();
         let all = TransformerConfig::option_specs();

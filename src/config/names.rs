@@ -104,7 +104,7 @@ impl FieldType for Residual {
     const KIND: &'static str = "str";
     const PER_LAYER: bool = true;
     fn choices() -> Vec<&'static str> {
-        SCHEMES.iter().map(|scheme| scheme.name()).collect()
+        SCHEMES.iter().map(|scheme| scheme.name).collect()
     }
 }
 

@@ -140,7 +140,7 @@ fn decoding_token_by_token_is_reading_the_whole_sentence() {
     let input = Packed::of(&[&[4, 5, 6, 7, 8]]).unwrap();
     let own = Ranges::causal(&input, Device::Cpu).unwrap();
     let ctx = Context::evaluation(Kind::Double);
-    let schemes = residual::SCHEMES.iter().map(|scheme| config(scheme.name(), 2));
+    let schemes = residual::SCHEMES.iter().map(|scheme| config(scheme.name, 2));
     let with_qk_norm = TransformerConfig { qk_norm: true, ..config("prenorm", 2) };
     let with_lengths_of_one = TransformerConfig { qk_l2norm: Some(30), ..config("prenorm", 2) };
     let with_sinks = TransformerConfig { sinks: true, ..config("prenorm", 2) };
@@ -214,38 +214,25 @@ fn a_step_of_more_tokens_than_slots_is_refused() {
     assert!(e.contains("5 slots, but 2 tokens"), "{e}");
 }
 
-/// x⁺ = x + F(x) with two streams beside it, a learned one that ends with a norm and one that doubles and ends bare.
-struct ThreeStreams;
-
-impl Scheme for ThreeStreams {
-    fn name(&self) -> &'static str {
-        "three streams"
-    }
-
-    fn equation(&self) -> &'static str {
-        "x⁺ = x + f, s⁺ = a⊙s + f, t⁺ = 2t + f, f = F(x); x + N(s) + t after the stack"
-    }
-
-    fn source(&self) -> &'static str {
-        ""
-    }
-
-    fn around(&self, place: &LayerContext) -> ResidualSpec {
+/// x⁺ = x + f, s⁺ = a⊙s + f, t⁺ = 2t + f, f = F(x), and x + N(s) + t after the stack.
+static THREE_STREAMS: Scheme = Scheme {
+    name: "three streams",
+    around: |place| {
         let a = Learned::new(place.numbered("a"), &[D], 0.5);
         let steps = [Gain::Learned(a), Gain::Constant(2.0)];
         let streams = steps.map(|alpha| StreamStep { alpha, beta: Gain::One }).into();
         ResidualSpec { streams, ..ResidualSpec::default() }
-    }
-
-    fn stack(&self, place: &LayerContext) -> StackSpec {
+    },
+    stack: |place| {
         let streams = vec![ExtraStream { norm: Some(place.end_norm()) }, ExtraStream { norm: None }];
         StackSpec { streams, ..StackSpec::default() }
-    }
-}
+    },
+    ..Scheme::PLAIN
+};
 
 #[test]
 fn streams_travel_beside_x() {
-    let (stack, names) = build_of(&config("t-fixup", 2), &Schemes::of(SchemeRef::Table(&ThreeStreams)));
+    let (stack, names) = build_of(&config("t-fixup", 2), &Schemes::of(SchemeRef::Table(&THREE_STREAMS)));
     let [mut x, mut s, mut t] = [(); 3].map(|()| rows());
     for (l, layer) in stack.layers().iter().enumerate() {
         for (i, branch) in layer.sublayers.iter().enumerate() {
@@ -261,7 +248,7 @@ fn streams_travel_beside_x() {
 
 #[test]
 fn recomputation_carries_every_stream() {
-    let (stack, names) = build_of(&config("t-fixup", 2), &Schemes::of(SchemeRef::Table(&ThreeStreams)));
+    let (stack, names) = build_of(&config("t-fixup", 2), &Schemes::of(SchemeRef::Table(&THREE_STREAMS)));
     let gradients = |recompute: bool| {
         let x = rows().set_requires_grad(true);
         let ctx = Context::evaluation(Kind::Double).recomputing(recompute);

@@ -9,61 +9,30 @@ pub const PROFILING: [&str; 3] = [
     "Liu et al. 2020",
 ];
 
-pub struct Admin;
+pub static ADMIN: Scheme = Scheme {
+    name: "admin",
+    equation: "x⁺ = N(ω⊙x + F(x)), ω learned, its first values from profiling one batch",
+    source: "Liu et al. 2020",
+    around,
+    is_profiled: true,
+    ..Scheme::PLAIN
+};
 
-impl Scheme for Admin {
-    fn name(&self) -> &'static str {
-        "admin"
-    }
-
-    fn equation(&self) -> &'static str {
-        "x⁺ = N(ω⊙x + F(x)), ω learned, its first values from profiling one batch"
-    }
-
-    fn source(&self) -> &'static str {
-        "Liu et al. 2020"
-    }
-
-    fn around(&self, place: &LayerContext) -> ResidualSpec {
-        let omega = Learned::new(place.numbered("residual_scale"), &[place.model.d_model], 1.0);
-        ResidualSpec { alpha: Gain::Learned(omega), after: place.closing_norm().into(), ..ResidualSpec::default() }
-    }
-
-    fn stack(&self, _: &LayerContext) -> StackSpec {
-        StackSpec::default()
-    }
-
-    fn is_profiled(&self) -> bool {
-        true
-    }
+fn around(place: &LayerContext) -> ResidualSpec {
+    let omega = Learned::new(place.numbered("residual_scale"), &[place.model.d_model], 1.0);
+    ResidualSpec { alpha: Gain::Learned(omega), after: place.closing_norm().into(), ..ResidualSpec::default() }
 }
 
-pub struct AdminConst;
+pub static ADMIN_CONST: Scheme = Scheme {
+    name: "admin-const",
+    equation: "x⁺ = N(ωx + F(x)), ω = √((n+1)/ln(n+1) − 1), n = 2N, 3M, or 2L in one stack",
+    source: "admin-torch; Liu et al. 2020",
+    around: around_const,
+    ..Scheme::PLAIN
+};
 
-impl Scheme for AdminConst {
-    fn name(&self) -> &'static str {
-        "admin-const"
-    }
-
-    fn equation(&self) -> &'static str {
-        "x⁺ = N(ωx + F(x)), ω = √((n+1)/ln(n+1) − 1), n = 2N, 3M, or 2L in one stack"
-    }
-
-    fn source(&self) -> &'static str {
-        "admin-torch; Liu et al. 2020"
-    }
-
-    fn around(&self, place: &LayerContext) -> ResidualSpec {
-        ResidualSpec {
-            alpha: Gain::Constant(omega(place)),
-            after: place.closing_norm().into(),
-            ..ResidualSpec::default()
-        }
-    }
-
-    fn stack(&self, _: &LayerContext) -> StackSpec {
-        StackSpec::default()
-    }
+fn around_const(place: &LayerContext) -> ResidualSpec {
+    ResidualSpec { alpha: Gain::Constant(omega(place)), after: place.closing_norm().into(), ..ResidualSpec::default() }
 }
 
 fn omega(place: &LayerContext) -> f64 {

@@ -1,7 +1,7 @@
 //! Attention residuals: a sublayer's input is a softmax-weighted sum of earlier sublayers' outputs (Kimi Team 2026).
 
 use super::{
-    prenorm::PreNorm, Change, DepthAttention, DepthWeights, LayerContext, Learned, Mixing, Point, ResidualSpec, Scheme,
+    prenorm::PRENORM, Change, DepthAttention, DepthWeights, LayerContext, Learned, Mixing, Point, ResidualSpec, Scheme,
     StackSpec, Sublayer,
 };
 use crate::choice;
@@ -30,89 +30,74 @@ fn one_or_three(name: &str, value: i64) -> Result<()> {
     }
 }
 
-pub struct AttnRes;
+pub static ATTNRES: Scheme = Scheme {
+    name: "attnres",
+    equation:
+        "input of a sublayer: N(Σ_i a_i v_i), a = softmax_i⟨w, RMS(v_i)⟩, v_0 = x, v_i = F_i; the same after the stack",
+    source: "Kimi Team 2026 (Attention Residuals)",
+    options: &[&BLOCK, &FORM, &QUERIES],
+    check,
+    around,
+    inside,
+    stack,
+    own_depth: Some("its inputs are averages of outputs"),
+    ..Scheme::PLAIN
+};
 
-impl AttnRes {
-    fn weights(place: &LayerContext, queries: i64, name: impl Fn(&str) -> String) -> Option<DepthWeights> {
-        let d = place.model.d_model;
-        let shape = if queries == 1 { vec![d] } else { vec![queries, d] };
-        let query = Learned::new(name("depth_query"), &shape, 0.0);
-        let query = query.summed_over(match place.options.get(&FORM) {
-            AttnResForm::Plain => SumsOver::Width,
-            AttnResForm::Normed => SumsOver::RootWidth,
-        });
-        Some(match place.options.get(&FORM) {
-            AttnResForm::Plain => DepthWeights::Plain(query, Learned::new(name("depth_gain"), &shape, 1.0)),
-            AttnResForm::Normed => DepthWeights::Normed(query),
-        })
-    }
-
-    fn queries(place: &LayerContext) -> i64 {
-        if place.sublayer == Sublayer::SelfAttention {
-            place.options.get(&QUERIES)
-        } else {
-            1
-        }
+fn check(options: &Options) -> Result<()> {
+    match (options.get(&FORM), options.get(&QUERIES)) {
+        (AttnResForm::Plain, queries) if queries != 1 => Err(Error::invalid(format!(
+            "attnres_queries = {queries} is an option of attnres_form = \"normed\", and here it is \"plain\": leave it out"
+        ))),
+        _ => Ok(()),
     }
 }
 
-impl Scheme for AttnRes {
-    fn name(&self) -> &'static str {
-        "attnres"
+fn around(place: &LayerContext) -> ResidualSpec {
+    let queries = queries(place);
+    let weights = match place.number() {
+        0 => None,
+        _ => weights(place, queries, |stem| place.numbered(stem)),
+    };
+    let begins_block = place.number() % place.options.get(&BLOCK) == 0;
+    let mixing = Some(Mixing::Depth(DepthAttention { weights, begins_block }));
+    match queries {
+        1 => ResidualSpec { mixing, ..(PRENORM.around)(place) },
+        _ => ResidualSpec { mixing, ..ResidualSpec::default() }, // the norms are `inside`
     }
+}
 
-    fn equation(&self) -> &'static str {
-        "input of a sublayer: N(Σ_i a_i v_i), a = softmax_i⟨w, RMS(v_i)⟩, v_0 = x, v_i = F_i; the same after the stack"
+fn inside(place: &LayerContext) -> Vec<(Point, Change)> {
+    let norm = |name: &str| Change::Norm(place.projected_norm(name, place.model.d_model));
+    match queries(place) {
+        1 => Vec::new(),
+        _ => Point::INPUTS.into_iter().zip(["q_input_norm", "k_input_norm", "v_input_norm"].map(norm)).collect(),
     }
+}
 
-    fn source(&self) -> &'static str {
-        "Kimi Team 2026 (Attention Residuals)"
-    }
+fn stack(place: &LayerContext) -> StackSpec {
+    let weights = weights(place, 1, |stem| format!("end_{stem}"));
+    StackSpec { mixing: Some(Mixing::Depth(DepthAttention { weights, begins_block: false })), ..(PRENORM.stack)(place) }
+}
 
-    fn own_depth(&self) -> Option<&'static str> {
-        Some("its inputs are averages of outputs")
-    }
+fn weights(place: &LayerContext, queries: i64, name: impl Fn(&str) -> String) -> Option<DepthWeights> {
+    let d = place.model.d_model;
+    let shape = if queries == 1 { vec![d] } else { vec![queries, d] };
+    let query = Learned::new(name("depth_query"), &shape, 0.0);
+    let query = query.summed_over(match place.options.get(&FORM) {
+        AttnResForm::Plain => SumsOver::Width,
+        AttnResForm::Normed => SumsOver::RootWidth,
+    });
+    Some(match place.options.get(&FORM) {
+        AttnResForm::Plain => DepthWeights::Plain(query, Learned::new(name("depth_gain"), &shape, 1.0)),
+        AttnResForm::Normed => DepthWeights::Normed(query),
+    })
+}
 
-    fn options(&self) -> &'static [&'static dyn AnyOption] {
-        &[&BLOCK, &FORM, &QUERIES]
-    }
-
-    fn check(&self, options: &Options) -> Result<()> {
-        match (options.get(&FORM), options.get(&QUERIES)) {
-            (AttnResForm::Plain, queries) if queries != 1 => Err(Error::invalid(format!(
-                "attnres_queries = {queries} is an option of attnres_form = \"normed\", and here it is \"plain\": leave it out"
-            ))),
-            _ => Ok(()),
-        }
-    }
-
-    fn around(&self, place: &LayerContext) -> ResidualSpec {
-        let queries = AttnRes::queries(place);
-        let weights = match place.number() {
-            0 => None,
-            _ => AttnRes::weights(place, queries, |stem| place.numbered(stem)),
-        };
-        let begins_block = place.number() % place.options.get(&BLOCK) == 0;
-        let mixing = Some(Mixing::Depth(DepthAttention { weights, begins_block }));
-        match queries {
-            1 => ResidualSpec { mixing, ..PreNorm.around(place) },
-            _ => ResidualSpec { mixing, ..ResidualSpec::default() }, // the norms are `inside`
-        }
-    }
-
-    fn inside(&self, place: &LayerContext) -> Vec<(Point, Change)> {
-        let norm = |name: &str| Change::Norm(place.projected_norm(name, place.model.d_model));
-        match AttnRes::queries(place) {
-            1 => Vec::new(),
-            _ => Point::INPUTS.into_iter().zip(["q_input_norm", "k_input_norm", "v_input_norm"].map(norm)).collect(),
-        }
-    }
-
-    fn stack(&self, place: &LayerContext) -> StackSpec {
-        let weights = AttnRes::weights(place, 1, |stem| format!("end_{stem}"));
-        StackSpec {
-            mixing: Some(Mixing::Depth(DepthAttention { weights, begins_block: false })),
-            ..PreNorm.stack(place)
-        }
+fn queries(place: &LayerContext) -> i64 {
+    if place.sublayer == Sublayer::SelfAttention {
+        place.options.get(&QUERIES)
+    } else {
+        1
     }
 }

@@ -10,35 +10,22 @@ option_spec! {
     GROWTH ("branchnorm_growth"): GrowthCurve = GrowthCurve::Linear;
 }
 
-pub struct BranchNorm;
+pub static BRANCHNORM: Scheme = Scheme {
+    name: "branchnorm",
+    equation: "x⁺ = N(x + α_t F(x)), α_t = min(1, t/T)",
+    source: "Liu et al. 2023, eq 7, 8",
+    options: &[&STEPS, &GROWTH],
+    init: "deepnorm",
+    around,
+    stack,
+    ..Scheme::PLAIN
+};
 
-impl Scheme for BranchNorm {
-    fn name(&self) -> &'static str {
-        "branchnorm"
-    }
+fn around(place: &LayerContext) -> ResidualSpec {
+    ResidualSpec { beta: Gain::Growing, after: place.closing_norm().into(), ..ResidualSpec::default() }
+}
 
-    fn equation(&self) -> &'static str {
-        "x⁺ = N(x + α_t F(x)), α_t = min(1, t/T)"
-    }
-
-    fn source(&self) -> &'static str {
-        "Liu et al. 2023, eq 7, 8"
-    }
-
-    fn options(&self) -> &'static [&'static dyn AnyOption] {
-        &[&STEPS, &GROWTH]
-    }
-
-    fn init(&self) -> &'static str {
-        "deepnorm"
-    }
-
-    fn around(&self, place: &LayerContext) -> ResidualSpec {
-        ResidualSpec { beta: Gain::Growing, after: place.closing_norm().into(), ..ResidualSpec::default() }
-    }
-
-    fn stack(&self, place: &LayerContext) -> StackSpec {
-        let growth = Growth { steps: place.options.get(&STEPS), curve: place.options.get(&GROWTH), by_layer: false };
-        StackSpec { growth: Some(growth), ..StackSpec::default() }
-    }
+fn stack(place: &LayerContext) -> StackSpec {
+    let growth = Growth { steps: place.options.get(&STEPS), curve: place.options.get(&GROWTH), by_layer: false };
+    StackSpec { growth: Some(growth), ..StackSpec::default() }
 }

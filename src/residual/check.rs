@@ -424,11 +424,11 @@ mod tests {
             }
             for stack in [StackName::Encoder, StackName::Decoder] {
                 let first = LayerContext::new(model, &options, stack, 0);
-                let given = GivenScheme::of(*scheme, "again", &first);
+                let given = GivenScheme::of(scheme, "again", &first);
                 let found = given.check(&first);
-                assert!(found.is_ok(), "{}: {found:?}", scheme.name());
+                assert!(found.is_ok(), "{}: {found:?}", scheme.name);
                 let text = serde_json::to_string(&given).unwrap();
-                assert_eq!(serde_json::from_str::<GivenScheme>(&text).unwrap(), given, "{}", scheme.name());
+                assert_eq!(serde_json::from_str::<GivenScheme>(&text).unwrap(), given, "{}", scheme.name);
             }
         }
     }

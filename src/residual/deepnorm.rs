@@ -2,36 +2,17 @@
 
 use super::{Gain, LayerContext, ResidualSpec, Scheme, StackSpec};
 
-pub struct DeepNorm;
+pub static DEEPNORM: Scheme = Scheme {
+    name: "deepnorm",
+    equation: "x⁺ = N(αx + F(x)); α_e = 0.81(N⁴M)^(1/16), α_d = (3M)^(1/4), one stack (2L)^(1/4)",
+    source: "Wang et al. 2022a; Liu et al. 2023, eq 2, 3",
+    init: "deepnorm",
+    around,
+    ..Scheme::PLAIN
+};
 
-impl Scheme for DeepNorm {
-    fn name(&self) -> &'static str {
-        "deepnorm"
-    }
-
-    fn equation(&self) -> &'static str {
-        "x⁺ = N(αx + F(x)); α_e = 0.81(N⁴M)^(1/16), α_d = (3M)^(1/4), one stack (2L)^(1/4)"
-    }
-
-    fn source(&self) -> &'static str {
-        "Wang et al. 2022a; Liu et al. 2023, eq 2, 3"
-    }
-
-    fn init(&self) -> &'static str {
-        "deepnorm"
-    }
-
-    fn around(&self, place: &LayerContext) -> ResidualSpec {
-        ResidualSpec {
-            alpha: Gain::Constant(alpha(place)),
-            after: place.closing_norm().into(),
-            ..ResidualSpec::default()
-        }
-    }
-
-    fn stack(&self, _: &LayerContext) -> StackSpec {
-        StackSpec::default()
-    }
+fn around(place: &LayerContext) -> ResidualSpec {
+    ResidualSpec { alpha: Gain::Constant(alpha(place)), after: place.closing_norm().into(), ..ResidualSpec::default() }
 }
 
 fn alpha(place: &LayerContext) -> f64 {

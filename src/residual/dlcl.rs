@@ -15,61 +15,43 @@ option_spec! {
     NORM ("dlcl_norm"): DlclNorm = DlclNorm::Pre;
 }
 
-pub struct Dlcl;
+pub static DLCL: Scheme = Scheme {
+    name: "dlcl",
+    equation: "input of layer l+1: Σ_k W_{l+1,k} N_k(y_k) (pre), N_l(Σ_k W_{l+1,k} y_k) (post), k ≤ l",
+    source: "Wang et al. 2019",
+    options: &[&NORM],
+    around,
+    stack,
+    own_depth: Some("a layer's input is an average of outputs"),
+    ..Scheme::PLAIN
+};
 
-impl Dlcl {
-    fn layers(place: &LayerContext) -> &'static dyn Scheme {
-        match place.options.get(&NORM) {
-            DlclNorm::Pre => &prenorm::PreNorm,
-            DlclNorm::Post => &postnorm::PostNorm,
+fn around(place: &LayerContext) -> ResidualSpec {
+    let mut around = (layers(place).around)(place);
+    // The norm of the last sum follows.
+    for change in &mut around.after {
+        if let Change::Norm(norm) = change {
+            norm.last = false;
         }
     }
+    around
 }
 
-impl Scheme for Dlcl {
-    fn name(&self) -> &'static str {
-        "dlcl"
-    }
+fn stack(place: &LayerContext) -> StackSpec {
+    let on_sums = place.options.get(&NORM) == DlclNorm::Post;
+    let norm =
+        |l: i64| NormAt { name: format!("combine.norms.{l}"), last: on_sums && l == place.layers(), ..place.norm() };
+    let norms = (1..=place.layers()).map(norm).collect();
+    let size = place.layers() + 1;
+    let mean = |row: i64, column: i64| if column <= row { 1.0 / (row + 1) as f64 } else { 0.0 };
+    let weight = Learned::matrix("combine.weight", [size; 2], mean).summed_over(SumsOver::Depth);
+    let combine = Combine { weight, norms, on_sums, skips_first: false };
+    StackSpec { combine: Some(combine), ..(layers(place).stack)(place) }
+}
 
-    fn equation(&self) -> &'static str {
-        "input of layer l+1: Σ_k W_{l+1,k} N_k(y_k) (pre), N_l(Σ_k W_{l+1,k} y_k) (post), k ≤ l"
-    }
-
-    fn source(&self) -> &'static str {
-        "Wang et al. 2019"
-    }
-
-    fn own_depth(&self) -> Option<&'static str> {
-        Some("a layer's input is an average of outputs")
-    }
-
-    fn options(&self) -> &'static [&'static dyn AnyOption] {
-        &[&NORM]
-    }
-
-    fn around(&self, place: &LayerContext) -> ResidualSpec {
-        let mut around = Dlcl::layers(place).around(place);
-        // The norm of the last sum follows.
-        for change in &mut around.after {
-            if let Change::Norm(norm) = change {
-                norm.last = false;
-            }
-        }
-        around
-    }
-
-    fn stack(&self, place: &LayerContext) -> StackSpec {
-        let on_sums = place.options.get(&NORM) == DlclNorm::Post;
-        let norm = |l: i64| NormAt {
-            name: format!("combine.norms.{l}"),
-            last: on_sums && l == place.layers(),
-            ..place.norm()
-        };
-        let norms = (1..=place.layers()).map(norm).collect();
-        let size = place.layers() + 1;
-        let mean = |row: i64, column: i64| if column <= row { 1.0 / (row + 1) as f64 } else { 0.0 };
-        let weight = Learned::matrix("combine.weight", [size; 2], mean).summed_over(SumsOver::Depth);
-        let combine = Combine { weight, norms, on_sums, skips_first: false };
-        StackSpec { combine: Some(combine), ..Dlcl::layers(place).stack(place) }
+fn layers(place: &LayerContext) -> &'static Scheme {
+    match place.options.get(&NORM) {
+        DlclNorm::Pre => &prenorm::PRENORM,
+        DlclNorm::Post => &postnorm::POSTNORM,
     }
 }

@@ -15,89 +15,54 @@ option_spec! {
     MODE ("r_fixup_mode"): RFixupMode = RFixupMode::Release;
 }
 
-pub struct RFixup;
+pub static R_FIXUP: Scheme = Scheme {
+    name: "r-fixup",
+    equation: "x⁺ = x + s·F(x − b); feed-forward W₂(drop(relu(W₁(x−b₁)−b₂))−b₃); no norm, no other biases",
+    source: "Zhang et al. 2019 (Fixup)",
+    options: &[&MODE],
+    init: "r-fixup",
+    around,
+    inside,
+    stack,
+    has_biases: false,
+    ..Scheme::PLAIN
+};
 
-impl Scheme for RFixup {
-    fn name(&self) -> &'static str {
-        "r-fixup"
-    }
-
-    fn equation(&self) -> &'static str {
-        "x⁺ = x + s·F(x − b); feed-forward W₂(drop(relu(W₁(x−b₁)−b₂))−b₃); no norm, no other biases"
-    }
-
-    fn source(&self) -> &'static str {
-        "Zhang et al. 2019 (Fixup)"
-    }
-
-    fn options(&self) -> &'static [&'static dyn AnyOption] {
-        &[&MODE]
-    }
-
-    fn init(&self) -> &'static str {
-        "r-fixup"
-    }
-
-    fn around(&self, place: &LayerContext) -> ResidualSpec {
-        let scale = Learned::new(place.numbered("branch_scale"), &[1], 1.0);
-        ResidualSpec { beta: Gain::Learned(scale), ..ResidualSpec::default() }
-    }
-
-    fn inside(&self, place: &LayerContext) -> Vec<(Point, Change)> {
-        let path = place.sublayer.path();
-        let shift = |name: &str| Change::Shift(Learned::new(format!("{path}{name}"), &[1], 0.0));
-        if place.sublayer == Sublayer::FeedForward {
-            return vec![
-                (Point::Input, shift("shift1")),
-                (Point::BeforeActivation, shift("shift2")),
-                (Point::AfterActivation, shift("shift3")),
-            ];
-        }
-        let mut changes = vec![(Point::Input, shift("input_shift"))];
-        if place.options.get(&MODE) == RFixupMode::Paper {
-            let scale = Learned::new(format!("{path}output_scale"), &[1], 1.0);
-            changes.push((Point::AfterHeads, Change::Scale(scale)));
-        }
-        changes
-    }
-
-    fn stack(&self, place: &LayerContext) -> StackSpec {
-        let mut end = vec![Change::Shift(Learned::new("end_shift", &[1], 0.0))];
-        if place.stack == StackName::Encoder {
-            end.push(Change::Scale(Learned::new("end_scale", &[1], 1.0)));
-        }
-        StackSpec { end, ..StackSpec::default() }
-    }
-
-    fn has_biases(&self) -> bool {
-        false
-    }
+fn around(place: &LayerContext) -> ResidualSpec {
+    let scale = Learned::new(place.numbered("branch_scale"), &[1], 1.0);
+    ResidualSpec { beta: Gain::Learned(scale), ..ResidualSpec::default() }
 }
 
-pub struct TFixup;
-
-impl Scheme for TFixup {
-    fn name(&self) -> &'static str {
-        "t-fixup"
+fn inside(place: &LayerContext) -> Vec<(Point, Change)> {
+    let path = place.sublayer.path();
+    let shift = |name: &str| Change::Shift(Learned::new(format!("{path}{name}"), &[1], 0.0));
+    if place.sublayer == Sublayer::FeedForward {
+        return vec![
+            (Point::Input, shift("shift1")),
+            (Point::BeforeActivation, shift("shift2")),
+            (Point::AfterActivation, shift("shift3")),
+        ];
     }
-
-    fn equation(&self) -> &'static str {
-        "x⁺ = x + F(x), no norm"
+    let mut changes = vec![(Point::Input, shift("input_shift"))];
+    if place.options.get(&MODE) == RFixupMode::Paper {
+        let scale = Learned::new(format!("{path}output_scale"), &[1], 1.0);
+        changes.push((Point::AfterHeads, Change::Scale(scale)));
     }
-
-    fn source(&self) -> &'static str {
-        "Huang et al. 2020"
-    }
-
-    fn init(&self) -> &'static str {
-        "t-fixup"
-    }
-
-    fn around(&self, _: &LayerContext) -> ResidualSpec {
-        ResidualSpec::default()
-    }
-
-    fn stack(&self, _: &LayerContext) -> StackSpec {
-        StackSpec::default()
-    }
+    changes
 }
+
+fn stack(place: &LayerContext) -> StackSpec {
+    let mut end = vec![Change::Shift(Learned::new("end_shift", &[1], 0.0))];
+    if place.stack == StackName::Encoder {
+        end.push(Change::Scale(Learned::new("end_scale", &[1], 1.0)));
+    }
+    StackSpec { end, ..StackSpec::default() }
+}
+
+pub static T_FIXUP: Scheme = Scheme {
+    name: "t-fixup",
+    equation: "x⁺ = x + F(x), no norm",
+    source: "Huang et al. 2020",
+    init: "t-fixup",
+    ..Scheme::PLAIN
+};

@@ -4,7 +4,9 @@
 //! loads without the class.
 
 use super::check::check;
-use super::{Change, LayerContext, LayerSpec, Point, ResidualSpec, Scheme, StackName, StackSpec};
+#[cfg(test)]
+use super::Scheme;
+use super::{LayerContext, LayerSpec, StackName, StackSpec, SublayerSpec};
 use crate::error::{Error, Result};
 use crate::residual::SCHEMES;
 use serde::{Deserialize, Serialize};
@@ -49,24 +51,24 @@ fn yes() -> bool {
 impl GivenScheme {
     /// A scheme as it is in a model: what the table's entries would be, said as data.
     #[cfg(test)]
-    pub fn of(scheme: &dyn Scheme, name: &str, first: &LayerContext) -> Self {
+    pub fn of(scheme: &Scheme, name: &str, first: &LayerContext) -> Self {
         let layer = |layer| {
             let place = LayerContext { layer, ..*first };
-            let sublayer = |place: LayerContext| super::SublayerSpec {
-                around: scheme.around(&place),
-                inside: scheme.inside(&place),
+            let sublayer = |place: LayerContext| SublayerSpec {
+                around: (scheme.around)(&place),
+                inside: (scheme.inside)(&place),
                 scale: 1.0,
             };
-            LayerSpec { begin: scheme.layer(&place), sublayers: place.each().map(sublayer).collect() }
+            LayerSpec { begin: (scheme.layer)(&place), sublayers: place.each().map(sublayer).collect() }
         };
-        let stack = GivenStack { layers: (0..first.layers()).map(layer).collect(), stack: scheme.stack(first) };
+        let stack = GivenStack { layers: (0..first.layers()).map(layer).collect(), stack: (scheme.stack)(first) };
         GivenScheme {
             name: name.into(),
-            equation: scheme.equation().into(),
-            source: scheme.source().into(),
-            init: scheme.init().into(),
-            has_biases: scheme.has_biases(),
-            is_profiled: scheme.is_profiled(),
+            equation: scheme.equation.into(),
+            source: scheme.source.into(),
+            init: scheme.init.into(),
+            has_biases: scheme.has_biases,
+            is_profiled: scheme.is_profiled,
             stacks: [(first.stack, stack)].into(),
         }
     }
@@ -80,7 +82,7 @@ impl GivenScheme {
         if self.name.is_empty() || !self.name.chars().all(is_word) {
             return wrong("be made of letters, digits, -, _ and .");
         }
-        if SCHEMES.iter().any(|scheme| scheme.name() == self.name) {
+        if SCHEMES.iter().any(|scheme| scheme.name == self.name) {
             return wrong("be none of this package's");
         }
         Ok(())
@@ -98,51 +100,16 @@ impl GivenScheme {
         check(&stack.layers, &stack.stack, first).map_err(named)
     }
 
-    fn layer_of(&self, place: &LayerContext) -> Option<&LayerSpec> {
+    /// What it declares for the place's layer, sublayer and stack; none where the model is another.
+    pub fn layer_at(&self, place: &LayerContext) -> Option<&LayerSpec> {
         self.stacks.get(&place.stack)?.layers.get(place.layer as usize)
     }
-}
 
-impl Scheme for GivenScheme {
-    fn name(&self) -> &str {
-        &self.name
+    pub fn sublayer_at(&self, place: &LayerContext) -> Option<&SublayerSpec> {
+        self.layer_at(place)?.sublayers.get(place.index as usize)
     }
 
-    fn equation(&self) -> &str {
-        &self.equation
-    }
-
-    fn source(&self) -> &str {
-        &self.source
-    }
-
-    fn init(&self) -> &str {
-        &self.init
-    }
-
-    fn around(&self, place: &LayerContext) -> ResidualSpec {
-        let sublayer = self.layer_of(place).and_then(|layer| layer.sublayers.get(place.index as usize));
-        sublayer.map(|sublayer| sublayer.around.clone()).unwrap_or_default()
-    }
-
-    fn inside(&self, place: &LayerContext) -> Vec<(Point, Change)> {
-        let sublayer = self.layer_of(place).and_then(|layer| layer.sublayers.get(place.index as usize));
-        sublayer.map(|sublayer| sublayer.inside.clone()).unwrap_or_default()
-    }
-
-    fn layer(&self, place: &LayerContext) -> Vec<Change> {
-        self.layer_of(place).map(|layer| layer.begin.clone()).unwrap_or_default()
-    }
-
-    fn stack(&self, place: &LayerContext) -> StackSpec {
-        self.stacks.get(&place.stack).map(|stack| stack.stack.clone()).unwrap_or_default()
-    }
-
-    fn has_biases(&self) -> bool {
-        self.has_biases
-    }
-
-    fn is_profiled(&self) -> bool {
-        self.is_profiled
+    pub fn stack_at(&self, place: &LayerContext) -> Option<&StackSpec> {
+        Some(&self.stacks.get(&place.stack)?.stack)
     }
 }

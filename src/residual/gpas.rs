@@ -1,8 +1,8 @@
 //! Gradient-preserving activation scaling: x is scaled after each addition, its gradient is not (Chen et al. 2025).
 
-use super::ln_scaling::{self, LnScaling};
-use super::mix_ln::{self, MixLn};
-use super::{deepnorm::DeepNorm, postnorm::PostNorm, prenorm::PreNorm, sandwich::Sandwich};
+use super::ln_scaling::{self, LN_SCALING};
+use super::mix_ln::{self, MIX_LN};
+use super::{deepnorm::DEEPNORM, postnorm::POSTNORM, prenorm::PRENORM, sandwich::SANDWICH};
 use super::{Change, LayerContext, Learned, Point, ResidualSpec, Scheme, StackSpec};
 use crate::choice;
 use crate::options::{option_spec, AnyOption};
@@ -25,56 +25,44 @@ option_spec! {
 }
 
 impl GpasScheme {
-    fn of(place: &LayerContext) -> &'static dyn Scheme {
+    fn of(place: &LayerContext) -> &'static Scheme {
         match place.options.get(&SCHEME) {
-            GpasScheme::PreNorm => &PreNorm,
-            GpasScheme::PostNorm => &PostNorm,
-            GpasScheme::DeepNorm => &DeepNorm,
-            GpasScheme::Sandwich => &Sandwich,
-            GpasScheme::LnScaling => &LnScaling,
-            GpasScheme::MixLn => &MixLn,
+            GpasScheme::PreNorm => &PRENORM,
+            GpasScheme::PostNorm => &POSTNORM,
+            GpasScheme::DeepNorm => &DEEPNORM,
+            GpasScheme::Sandwich => &SANDWICH,
+            GpasScheme::LnScaling => &LN_SCALING,
+            GpasScheme::MixLn => &MIX_LN,
         }
     }
 }
 
-pub struct Gpas;
+pub static GPAS: Scheme = Scheme {
+    name: "gpas",
+    equation: "x⁺ = y − silu(a)·sg(y), y = x + F(N(x)), sg without gradient, one a = 0 per layer; N after the stack",
+    source: "Chen et al. 2025 (GPAS)",
+    options: &[&SCHEME, &ln_scaling::MODE, &mix_ln::PART],
+    init: "smallinit",
+    around,
+    inside,
+    stack,
+    ..Scheme::PLAIN
+};
 
-impl Scheme for Gpas {
-    fn name(&self) -> &'static str {
-        "gpas"
+/// Where a norm follows the sum, the gate stands on x in the sum.
+fn around(place: &LayerContext) -> ResidualSpec {
+    let gate = vec![Change::DampForward(Learned::new("forward_gate", &[1], 0.0))];
+    let around = (GpasScheme::of(place).around)(place);
+    match around.after.is_empty() {
+        true => ResidualSpec { after: gate, ..around },
+        false => ResidualSpec { skip: gate, ..around },
     }
+}
 
-    fn equation(&self) -> &'static str {
-        "x⁺ = y − silu(a)·sg(y), y = x + F(N(x)), sg without gradient, one a = 0 per layer; N after the stack"
-    }
+fn inside(place: &LayerContext) -> Vec<(Point, Change)> {
+    (GpasScheme::of(place).inside)(place)
+}
 
-    fn source(&self) -> &'static str {
-        "Chen et al. 2025 (GPAS)"
-    }
-
-    fn options(&self) -> &'static [&'static dyn AnyOption] {
-        &[&SCHEME, &ln_scaling::MODE, &mix_ln::PART]
-    }
-
-    fn init(&self) -> &'static str {
-        "smallinit"
-    }
-
-    /// Where a norm follows the sum, the gate stands on x in the sum.
-    fn around(&self, place: &LayerContext) -> ResidualSpec {
-        let gate = vec![Change::DampForward(Learned::new("forward_gate", &[1], 0.0))];
-        let around = GpasScheme::of(place).around(place);
-        match around.after.is_empty() {
-            true => ResidualSpec { after: gate, ..around },
-            false => ResidualSpec { skip: gate, ..around },
-        }
-    }
-
-    fn inside(&self, place: &LayerContext) -> Vec<(Point, Change)> {
-        GpasScheme::of(place).inside(place)
-    }
-
-    fn stack(&self, place: &LayerContext) -> StackSpec {
-        GpasScheme::of(place).stack(place)
-    }
+fn stack(place: &LayerContext) -> StackSpec {
+    (GpasScheme::of(place).stack)(place)
 }

@@ -2,7 +2,7 @@
 
 use super::mixing::check_streams;
 use super::{
-    prenorm::PreNorm, Dynamic, Gates, HyperConnection, LayerContext, Learned, Mixing, ResidualSpec, Scheme, StackSpec,
+    prenorm::PRENORM, Dynamic, Gates, HyperConnection, LayerContext, Learned, Mixing, ResidualSpec, Scheme, StackSpec,
 };
 use crate::options::{option_spec, AnyOption};
 use crate::parametrisation::SumsOver;
@@ -17,50 +17,40 @@ option_spec! {
 /// s, so that the streams move their weights little at first.
 const SCALE: f64 = 0.01;
 
-pub struct HyperConnections;
+pub static HYPER_CONNECTIONS: Scheme = Scheme {
+    name: "hyper-connections",
+    equation: "H⁺_j = g_j F(N(Σ_i p_i H_i)) + Σ_i R_ij H_i of n streams H, all x at the start; row i of (p, R, g) is learned, plus \
+     s⊙tanh(W·LayerNorm(H_i)); N(Σ_i H_i) after the stack",
+    source: "Zhu et al. 2024 (Hyper-Connections)",
+    options: &[&STREAMS, &DYNAMIC],
+    around,
+    stack,
+    ..Scheme::PLAIN
+};
 
-impl Scheme for HyperConnections {
-    fn name(&self) -> &'static str {
-        "hyper-connections"
-    }
+fn around(place: &LayerContext) -> ResidualSpec {
+    let (n, d) = (place.options.get(&STREAMS), place.model.d_model);
+    let own = place.number() % n;
+    // Row i: p_i, R_i1 to R_in, g_i.
+    let first = |i: i64| {
+        let unit = |at: i64| f64::from(u8::from(i == at));
+        [unit(own)].into_iter().chain((0..n).map(unit)).chain([1.0]).collect::<Vec<f64>>()
+    };
+    let gates = Gates::Each {
+        bias: Learned::each(place.numbered("hyper_bias"), &[n * (n + 2)], (0..n).flat_map(first).collect())
+            .summed_over(SumsOver::Depth),
+        dynamic: place.options.get(&DYNAMIC).then(|| Dynamic {
+            gain: Learned::new(place.numbered("hyper_norm_weight"), &[d], 1.0),
+            shift: Learned::new(place.numbered("hyper_norm_bias"), &[d], 0.0),
+            weight: Learned::new(place.numbered("hyper_weight"), &[n + 2, d], 0.0).summed_over(SumsOver::Width),
+            scale: Learned::new(place.numbered("hyper_scale"), &[2], SCALE).summed_over(SumsOver::Depth),
+        }),
+    };
+    let mixing = Mixing::Hyper(HyperConnection { streams: n, gates: Box::new(gates) });
+    ResidualSpec { mixing: Some(mixing), ..(PRENORM.around)(place) }
+}
 
-    fn equation(&self) -> &'static str {
-        "H⁺_j = g_j F(N(Σ_i p_i H_i)) + Σ_i R_ij H_i of n streams H, all x at the start; row i of (p, R, g) is learned, plus \
-         s⊙tanh(W·LayerNorm(H_i)); N(Σ_i H_i) after the stack"
-    }
-
-    fn source(&self) -> &'static str {
-        "Zhu et al. 2024 (Hyper-Connections)"
-    }
-
-    fn options(&self) -> &'static [&'static dyn AnyOption] {
-        &[&STREAMS, &DYNAMIC]
-    }
-
-    fn around(&self, place: &LayerContext) -> ResidualSpec {
-        let (n, d) = (place.options.get(&STREAMS), place.model.d_model);
-        let own = place.number() % n;
-        // Row i: p_i, R_i1 to R_in, g_i.
-        let first = |i: i64| {
-            let unit = |at: i64| f64::from(u8::from(i == at));
-            [unit(own)].into_iter().chain((0..n).map(unit)).chain([1.0]).collect::<Vec<f64>>()
-        };
-        let gates = Gates::Each {
-            bias: Learned::each(place.numbered("hyper_bias"), &[n * (n + 2)], (0..n).flat_map(first).collect())
-                .summed_over(SumsOver::Depth),
-            dynamic: place.options.get(&DYNAMIC).then(|| Dynamic {
-                gain: Learned::new(place.numbered("hyper_norm_weight"), &[d], 1.0),
-                shift: Learned::new(place.numbered("hyper_norm_bias"), &[d], 0.0),
-                weight: Learned::new(place.numbered("hyper_weight"), &[n + 2, d], 0.0).summed_over(SumsOver::Width),
-                scale: Learned::new(place.numbered("hyper_scale"), &[2], SCALE).summed_over(SumsOver::Depth),
-            }),
-        };
-        let mixing = Mixing::Hyper(HyperConnection { streams: n, gates: Box::new(gates) });
-        ResidualSpec { mixing: Some(mixing), ..PreNorm.around(place) }
-    }
-
-    fn stack(&self, place: &LayerContext) -> StackSpec {
-        let end = HyperConnection { streams: place.options.get(&STREAMS), gates: Box::new(Gates::Sum(1.0)) };
-        StackSpec { mixing: Some(Mixing::Hyper(end)), ..PreNorm.stack(place) }
-    }
+fn stack(place: &LayerContext) -> StackSpec {
+    let end = HyperConnection { streams: place.options.get(&STREAMS), gates: Box::new(Gates::Sum(1.0)) };
+    StackSpec { mixing: Some(Mixing::Hyper(end)), ..(PRENORM.stack)(place) }
 }

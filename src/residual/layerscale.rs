@@ -1,6 +1,6 @@
 //! LayerScale: `x⁺ = x + λ⊙F(N(x))`, λ small at the start (Touvron et al. 2021).
 
-use super::{prenorm::PreNorm, Gain, LayerContext, Learned, ResidualSpec, Scheme, StackSpec};
+use super::{prenorm::PRENORM, Gain, LayerContext, Learned, ResidualSpec, Scheme, StackSpec};
 use crate::options::{option_spec, AnyOption};
 
 option_spec! {
@@ -8,31 +8,17 @@ option_spec! {
     START ("layerscale_init"): f64 = 1e-4;
 }
 
-pub struct LayerScale;
+pub static LAYERSCALE: Scheme = Scheme {
+    name: "layerscale",
+    equation: "x⁺ = x + λ⊙F(N(x)), λ ∈ R^d, N after the stack",
+    source: "Touvron et al. 2021",
+    options: &[&START],
+    around,
+    stack: PRENORM.stack,
+    ..Scheme::PLAIN
+};
 
-impl Scheme for LayerScale {
-    fn name(&self) -> &'static str {
-        "layerscale"
-    }
-
-    fn equation(&self) -> &'static str {
-        "x⁺ = x + λ⊙F(N(x)), λ ∈ R^d, N after the stack"
-    }
-
-    fn source(&self) -> &'static str {
-        "Touvron et al. 2021"
-    }
-
-    fn options(&self) -> &'static [&'static dyn AnyOption] {
-        &[&START]
-    }
-
-    fn around(&self, place: &LayerContext) -> ResidualSpec {
-        let lambda = Learned::new(place.numbered("branch_scale"), &[place.model.d_model], place.options.get(&START));
-        ResidualSpec { beta: Gain::Learned(lambda), ..PreNorm.around(place) }
-    }
-
-    fn stack(&self, place: &LayerContext) -> StackSpec {
-        PreNorm.stack(place)
-    }
+fn around(place: &LayerContext) -> ResidualSpec {
+    let lambda = Learned::new(place.numbered("branch_scale"), &[place.model.d_model], place.options.get(&START));
+    ResidualSpec { beta: Gain::Learned(lambda), ..(PRENORM.around)(place) }
 }

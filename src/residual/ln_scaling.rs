@@ -1,6 +1,6 @@
 //! LayerNorm scaling: `x⁺ = x + F(N(x)/√l)` in layer l, counted from 1 (Sun et al. 2025).
 
-use super::{prenorm::PreNorm, Change, LayerContext, NormAt, Point, ResidualSpec, Scheme, StackSpec};
+use super::{prenorm::PRENORM, Change, LayerContext, NormAt, Point, ResidualSpec, Scheme, StackSpec};
 use crate::choice;
 use crate::options::{option_spec, AnyOption};
 
@@ -14,42 +14,29 @@ option_spec! {
     pub MODE ("ln_scaling_mode"): LnScalingMode = LnScalingMode::Constant;
 }
 
-pub struct LnScaling;
+pub static LN_SCALING: Scheme = Scheme {
+    name: "ln-scaling",
+    equation: "x⁺ = x + F(N(x)/√l) in layer l, counted from 1; N after the stack",
+    source: "Sun et al. 2025",
+    options: &[&MODE],
+    around,
+    inside,
+    stack: PRENORM.stack,
+    ..Scheme::PLAIN
+};
 
-impl Scheme for LnScaling {
-    fn name(&self) -> &'static str {
-        "ln-scaling"
-    }
+fn around(place: &LayerContext) -> ResidualSpec {
+    let start = match place.options.get(&MODE) {
+        LnScalingMode::Constant => 1.0,
+        LnScalingMode::Weight => factor(place),
+    };
+    ResidualSpec { before: NormAt { start, ..place.norm() }.into(), ..ResidualSpec::default() }
+}
 
-    fn equation(&self) -> &'static str {
-        "x⁺ = x + F(N(x)/√l) in layer l, counted from 1; N after the stack"
-    }
-
-    fn source(&self) -> &'static str {
-        "Sun et al. 2025"
-    }
-
-    fn options(&self) -> &'static [&'static dyn AnyOption] {
-        &[&MODE]
-    }
-
-    fn around(&self, place: &LayerContext) -> ResidualSpec {
-        let start = match place.options.get(&MODE) {
-            LnScalingMode::Constant => 1.0,
-            LnScalingMode::Weight => factor(place),
-        };
-        ResidualSpec { before: NormAt { start, ..place.norm() }.into(), ..ResidualSpec::default() }
-    }
-
-    fn inside(&self, place: &LayerContext) -> Vec<(Point, Change)> {
-        match place.options.get(&MODE) {
-            LnScalingMode::Constant => vec![(Point::Input, Change::Times(factor(place)))],
-            LnScalingMode::Weight => Vec::new(),
-        }
-    }
-
-    fn stack(&self, place: &LayerContext) -> StackSpec {
-        PreNorm.stack(place)
+fn inside(place: &LayerContext) -> Vec<(Point, Change)> {
+    match place.options.get(&MODE) {
+        LnScalingMode::Constant => vec![(Point::Input, Change::Times(factor(place)))],
+        LnScalingMode::Weight => Vec::new(),
     }
 }
 

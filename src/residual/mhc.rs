@@ -5,7 +5,7 @@
 //! §2.23).
 
 use super::{
-    mixing::check_streams, prenorm::PreNorm, Gates, HyperConnection, LayerContext, Learned, Mixing, ResidualSpec,
+    mixing::check_streams, prenorm::PRENORM, Gates, HyperConnection, LayerContext, Learned, Mixing, ResidualSpec,
     Scheme, StackSpec,
 };
 use crate::choice;
@@ -60,105 +60,94 @@ const APART: f64 = -8.0;
 /// Standard deviation of the matrices where nothing else tells streams apart (`initializer_range` of both classes).
 const STD: f64 = 0.02;
 
-pub struct Mhc;
+pub static MHC: Scheme = Scheme {
+    name: "mhc",
+    equation: "H⁺_j = g_j F(N(Σ_i p_i H_i)) + Σ_i R_ij H_i of n streams H, all x at the start; p, g, R functions of H, R doubly \
+     stochastic; N(Σ_i p_i H_i) after the stack",
+    source: "Xie et al. 2025 (mHC)",
+    options: &[&STREAMS, &ITERATIONS, &MIXING, &MAGNITUDE, &RANK, &END],
+    check,
+    around,
+    stack,
+    ..Scheme::PLAIN
+};
 
-impl Mhc {
-    /// The connection of a sublayer, or the reading at the end. `name` makes a parameter's name.
-    fn connection(place: &LayerContext, is_end: bool, name: impl Fn(&str) -> String) -> Mixing {
-        let options = place.options;
-        let (n, d, magnitude) = (options.get(&STREAMS), place.model.d_model, options.get(&MAGNITUDE));
-        let joint = |scales: i64, bias: Vec<f64>, weight: fn(String, &[i64]) -> Learned, iterations: i64| {
-            let rows = bias.len() as i64;
-            Gates::Joint {
-                weight: weight(name("hyper_weight"), &[rows, n * d]).summed_over(SumsOver::Width),
-                scale: Learned::new(name("hyper_scale"), &[scales], SCALE),
-                bias: Learned::each(name("hyper_bias"), &[rows], bias),
-                magnitude,
-                iterations,
-            }
-        };
-        let gates = match (options.get(&MIXING), is_end) {
-            (_, true) if options.get(&END) == MhcEnd::Mean => Gates::Sum(1.0 / n as f64),
-            (MhcMixing::Sinkhorn, is_end) => {
-                let near = |i: i64| if i == place.number() % n { 1.0 } else { ASIDE };
-                let apart = |i: i64| if i / n == i % n { 0.0 } else { APART };
-                let gates = (0..n).chain(0..n).map(near);
-                let bias = if is_end { vec![0.0; n as usize] } else { gates.chain((0..n * n).map(apart)).collect() };
-                let scales = if is_end { 1 } else { 3 };
-                joint(scales, bias, |name, shape| Learned::new(name, shape, 0.0), options.get(&ITERATIONS))
-            }
-            (MhcMixing::None, is_end) => {
-                let even = -((n - 1).max(1) as f64).ln(); // p = 1/n
-                let written = if is_end { 0 } else { n as usize };
-                let bias = [vec![even; n as usize], vec![0.0; written]].concat();
-                joint(if is_end { 1 } else { 2 }, bias, |name, shape| Learned::normal(name, shape, STD), 0)
-            }
-            (MhcMixing::Channel, is_end) => {
-                let drawn = |stem: &str, shape: [i64; 2]| Learned::normal(name(stem), &shape, STD);
-                let rank = options.get(&RANK);
-                Gates::Channel {
-                    gain: Learned::new(name("hyper_gain"), &[n * d], 1.0),
-                    down: drawn("hyper_down", [rank, n * d]).summed_over(SumsOver::Width),
-                    up: drawn("hyper_up", [n * d, rank]),
-                    write: (!is_end).then(|| drawn("hyper_weight", [n, n * d]).summed_over(SumsOver::Width)),
-                    magnitude,
-                }
-            }
-        };
-        Mixing::Hyper(HyperConnection { streams: n, gates: Box::new(gates) })
+fn check(options: &Options) -> Result<()> {
+    let mixing = options.get(&MIXING);
+    let unused = |option: &dyn AnyOption, of: MhcMixing| {
+        let value = options.value(option);
+        match mixing == of || value == option.field("").default {
+            true => Ok(()),
+            false => Err(Error::invalid(format!(
+                "{} = {value} is an option of mhc_mixing = {:?}, and here it is {:?}: leave it out",
+                option.name(),
+                of.name(),
+                mixing.name()
+            ))),
+        }
+    };
+    unused(&ITERATIONS, MhcMixing::Sinkhorn)?;
+    unused(&RANK, MhcMixing::Channel)
+}
+
+fn around(place: &LayerContext) -> ResidualSpec {
+    let mixing = Some(connection(place, false, |stem| place.numbered(stem)));
+    match place.options.get(&MIXING) {
+        // Gates by channel have norms of their own.
+        MhcMixing::Channel => ResidualSpec { mixing, ..ResidualSpec::default() },
+        _ => ResidualSpec { mixing, ..PreNorm.around(place) },
     }
 }
 
-impl Scheme for Mhc {
-    fn name(&self) -> &'static str {
-        "mhc"
+fn stack(place: &LayerContext) -> StackSpec {
+    let mixing = Some(connection(place, true, |stem| format!("end_{stem}")));
+    match (place.options.get(&MIXING), place.options.get(&END)) {
+        (MhcMixing::Channel, MhcEnd::Gates) => StackSpec { mixing, ..StackSpec::default() },
+        _ => StackSpec { mixing, ..PreNorm.stack(place) },
     }
+}
 
-    fn equation(&self) -> &'static str {
-        "H⁺_j = g_j F(N(Σ_i p_i H_i)) + Σ_i R_ij H_i of n streams H, all x at the start; p, g, R functions of H, R doubly \
-         stochastic; N(Σ_i p_i H_i) after the stack"
-    }
-
-    fn source(&self) -> &'static str {
-        "Xie et al. 2025 (mHC)"
-    }
-
-    fn options(&self) -> &'static [&'static dyn AnyOption] {
-        &[&STREAMS, &ITERATIONS, &MIXING, &MAGNITUDE, &RANK, &END]
-    }
-
-    fn check(&self, options: &Options) -> Result<()> {
-        let mixing = options.get(&MIXING);
-        let unused = |option: &dyn AnyOption, of: MhcMixing| {
-            let value = options.value(option);
-            match mixing == of || value == option.field("").default {
-                true => Ok(()),
-                false => Err(Error::invalid(format!(
-                    "{} = {value} is an option of mhc_mixing = {:?}, and here it is {:?}: leave it out",
-                    option.name(),
-                    of.name(),
-                    mixing.name()
-                ))),
+/// The connection of a sublayer, or the reading at the end. `name` makes a parameter's name.
+fn connection(place: &LayerContext, is_end: bool, name: impl Fn(&str) -> String) -> Mixing {
+    let options = place.options;
+    let (n, d, magnitude) = (options.get(&STREAMS), place.model.d_model, options.get(&MAGNITUDE));
+    let joint = |scales: i64, bias: Vec<f64>, weight: fn(String, &[i64]) -> Learned, iterations: i64| {
+        let rows = bias.len() as i64;
+        Gates::Joint {
+            weight: weight(name("hyper_weight"), &[rows, n * d]).summed_over(SumsOver::Width),
+            scale: Learned::new(name("hyper_scale"), &[scales], SCALE),
+            bias: Learned::each(name("hyper_bias"), &[rows], bias),
+            magnitude,
+            iterations,
+        }
+    };
+    let gates = match (options.get(&MIXING), is_end) {
+        (_, true) if options.get(&END) == MhcEnd::Mean => Gates::Sum(1.0 / n as f64),
+        (MhcMixing::Sinkhorn, is_end) => {
+            let near = |i: i64| if i == place.number() % n { 1.0 } else { ASIDE };
+            let apart = |i: i64| if i / n == i % n { 0.0 } else { APART };
+            let gates = (0..n).chain(0..n).map(near);
+            let bias = if is_end { vec![0.0; n as usize] } else { gates.chain((0..n * n).map(apart)).collect() };
+            let scales = if is_end { 1 } else { 3 };
+            joint(scales, bias, |name, shape| Learned::new(name, shape, 0.0), options.get(&ITERATIONS))
+        }
+        (MhcMixing::None, is_end) => {
+            let even = -((n - 1).max(1) as f64).ln(); // p = 1/n
+            let written = if is_end { 0 } else { n as usize };
+            let bias = [vec![even; n as usize], vec![0.0; written]].concat();
+            joint(if is_end { 1 } else { 2 }, bias, |name, shape| Learned::normal(name, shape, STD), 0)
+        }
+        (MhcMixing::Channel, is_end) => {
+            let drawn = |stem: &str, shape: [i64; 2]| Learned::normal(name(stem), &shape, STD);
+            let rank = options.get(&RANK);
+            Gates::Channel {
+                gain: Learned::new(name("hyper_gain"), &[n * d], 1.0),
+                down: drawn("hyper_down", [rank, n * d]).summed_over(SumsOver::Width),
+                up: drawn("hyper_up", [n * d, rank]),
+                write: (!is_end).then(|| drawn("hyper_weight", [n, n * d]).summed_over(SumsOver::Width)),
+                magnitude,
             }
-        };
-        unused(&ITERATIONS, MhcMixing::Sinkhorn)?;
-        unused(&RANK, MhcMixing::Channel)
-    }
-
-    fn around(&self, place: &LayerContext) -> ResidualSpec {
-        let mixing = Some(Mhc::connection(place, false, |stem| place.numbered(stem)));
-        match place.options.get(&MIXING) {
-            // Gates by channel have norms of their own.
-            MhcMixing::Channel => ResidualSpec { mixing, ..ResidualSpec::default() },
-            _ => ResidualSpec { mixing, ..PreNorm.around(place) },
         }
-    }
-
-    fn stack(&self, place: &LayerContext) -> StackSpec {
-        let mixing = Some(Mhc::connection(place, true, |stem| format!("end_{stem}")));
-        match (place.options.get(&MIXING), place.options.get(&END)) {
-            (MhcMixing::Channel, MhcEnd::Gates) => StackSpec { mixing, ..StackSpec::default() },
-            _ => StackSpec { mixing, ..PreNorm.stack(place) },
-        }
-    }
+    };
+    Mixing::Hyper(HyperConnection { streams: n, gates: Box::new(gates) })
 }

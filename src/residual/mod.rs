@@ -67,51 +67,49 @@ pub use place::{
     Activation, LayerContext, ModelShape, NormOver, OutputGate, QkNorm, StackName, Sublayer, TensorizedSizes, ValueNorm,
 };
 pub use scheme::Scheme;
-#[cfg(test)]
-pub use schemes::SchemeRef;
-pub use schemes::Schemes;
+pub use schemes::{SchemeRef, Schemes};
 
 use crate::options::{distinct, AnyOption};
 
 /// Every scheme that models may name.
-pub static SCHEMES: &[&dyn Scheme] = &[
-    &prenorm::PreNorm,
-    &postnorm::PostNorm,
-    &deepnorm::DeepNorm,
-    &branchnorm::BranchNorm,
-    &rezero::ReZero,
-    &fixup::RFixup,
-    &fixup::TFixup,
-    &admin::Admin,
-    &admin::AdminConst,
-    &dlcl::Dlcl,
-    &normformer::NormFormer,
-    &subln::SubLn,
-    &sandwich::Sandwich,
-    &layerscale::LayerScale,
-    &resi_dual::ResiDual,
-    &hybridnorm::HybridNorm,
-    &hybridnorm::HybridNormStar,
-    &peri_ln::PeriLn,
-    &olmo2::Olmo2,
-    &ln_scaling::LnScaling,
-    &mix_ln::MixLn,
-    &denseformer::DenseFormer,
-    &attnres::AttnRes,
-    &mhc::Mhc,
-    &hyper_connections::HyperConnections,
-    &prores::ProRes,
+pub static SCHEMES: &[&Scheme] = &[
+    &prenorm::PRENORM,
+    &postnorm::POSTNORM,
+    &deepnorm::DEEPNORM,
+    &branchnorm::BRANCHNORM,
+    &rezero::REZERO,
+    &fixup::R_FIXUP,
+    &fixup::T_FIXUP,
+    &admin::ADMIN,
+    &admin::ADMIN_CONST,
+    &dlcl::DLCL,
+    &normformer::NORMFORMER,
+    &subln::SUBLN,
+    &sandwich::SANDWICH,
+    &layerscale::LAYERSCALE,
+    &resi_dual::RESI_DUAL,
+    &hybridnorm::HYBRIDNORM,
+    &hybridnorm::HYBRIDNORM_STAR,
+    &peri_ln::PERI_LN,
+    &olmo2::OLMO2,
+    &ln_scaling::LN_SCALING,
+    &mix_ln::MIX_LN,
+    &denseformer::DENSEFORMER,
+    &attnres::ATTNRES,
+    &mhc::MHC,
+    &hyper_connections::HYPER_CONNECTIONS,
+    &prores::PRORES,
     &b2t::B2T,
-    &gpas::Gpas,
-    &value_residual::ValueResidual,
-    &x0_lambdas::X0Lambdas,
-    &depth_scaled::DepthScaled,
-    &variance_gate::VarianceGate,
+    &gpas::GPAS,
+    &value_residual::VALUE_RESIDUAL,
+    &x0_lambdas::X0_LAMBDAS,
+    &depth_scaled::DEPTH_SCALED,
+    &variance_gate::VARIANCE_GATE,
 ];
 
 /// The options of all schemes.
 pub fn option_specs() -> Vec<&'static dyn AnyOption> {
-    distinct(SCHEMES.iter().flat_map(|scheme| scheme.options()).copied())
+    distinct(SCHEMES.iter().flat_map(|scheme| scheme.options).copied())
 }
 
 #[cfg(test)]
@@ -125,8 +123,8 @@ pub(crate) mod tests {
             for stack in [StackName::Encoder, StackName::Decoder] {
                 let options = Options::default();
                 let place = LayerContext::new(ModelShape::SMALL, &options, stack, 0);
-                let streams = scheme.stack(&place).streams.len();
-                assert!(place.each().all(|place| scheme.around(&place).streams.len() == streams), "{}", scheme.name());
+                let streams = (scheme.stack)(&place).streams.len();
+                assert!(place.each().all(|place| (scheme.around)(&place).streams.len() == streams), "{}", scheme.name);
             }
         }
     }

@@ -1,7 +1,7 @@
 //! NormFormer: PreNorm with scaled heads and norms after the attention and inside the feed-forward (Shleifer et al. 2021).
 
 use super::{
-    prenorm::PreNorm, Change, Gain, LayerContext, Learned, NormAt, Point, ResidualSpec, Scheme, StackSpec, Sublayer,
+    prenorm::PRENORM, Change, Gain, LayerContext, Learned, NormAt, Point, ResidualSpec, Scheme, StackSpec, Sublayer,
 };
 use crate::choice;
 use crate::options::{option_spec, AnyOption};
@@ -24,59 +24,46 @@ option_spec! {
     MODE ("normformer_mode"): NormFormerMode = NormFormerMode::Paper;
 }
 
-pub struct NormFormer;
+pub static NORMFORMER: Scheme = Scheme {
+    name: "normformer",
+    equation: "prenorm; Concat(γ_h head_h)W^O; N(attention); W₂N(σ(W₁N(x)+b₁))+b₂; λ⊙x on the feed-forward's residual",
+    source: "Shleifer et al. 2021",
+    options: &[&HEAD_SCALE, &ATTENTION_NORM, &FFN_NORM, &RESIDUAL_SCALE, &MODE],
+    around,
+    inside,
+    stack: PRENORM.stack,
+    ..Scheme::PLAIN
+};
 
-impl Scheme for NormFormer {
-    fn name(&self) -> &'static str {
-        "normformer"
-    }
-
-    fn equation(&self) -> &'static str {
-        "prenorm; Concat(γ_h head_h)W^O; N(attention); W₂N(σ(W₁N(x)+b₁))+b₂; λ⊙x on the feed-forward's residual"
-    }
-
-    fn source(&self) -> &'static str {
-        "Shleifer et al. 2021"
-    }
-
-    fn options(&self) -> &'static [&'static dyn AnyOption] {
-        &[&HEAD_SCALE, &ATTENTION_NORM, &FFN_NORM, &RESIDUAL_SCALE, &MODE]
-    }
-
-    fn around(&self, place: &LayerContext) -> ResidualSpec {
-        let mut around = PreNorm.around(place);
-        match place.sublayer {
-            Sublayer::SelfAttention if place.options.get(&ATTENTION_NORM) => {
-                around.branch = NormAt { name: place.numbered("post_norm"), ..place.norm() }.into();
-            }
-            Sublayer::FeedForward if place.options.get(&RESIDUAL_SCALE) => {
-                let lambda = Learned::new(place.numbered("residual_scale"), &[place.model.d_model], 1.0);
-                around.alpha = Gain::Learned(lambda);
-            }
-            _ => {}
+fn around(place: &LayerContext) -> ResidualSpec {
+    let mut around = (PRENORM.around)(place);
+    match place.sublayer {
+        Sublayer::SelfAttention if place.options.get(&ATTENTION_NORM) => {
+            around.branch = NormAt { name: place.numbered("post_norm"), ..place.norm() }.into();
         }
-        around
-    }
-
-    fn inside(&self, place: &LayerContext) -> Vec<(Point, Change)> {
-        match place.sublayer {
-            Sublayer::SelfAttention if place.options.get(&HEAD_SCALE) => {
-                let point = match place.options.get(&MODE) {
-                    NormFormerMode::Paper => Point::AfterHeads,
-                    NormFormerMode::Fairseq => Point::AfterOutput,
-                };
-                let gamma = Learned::new(format!("{}head_scale", place.sublayer.path()), &[place.model.heads], 1.0);
-                vec![(point, Change::HeadScale(gamma))]
-            }
-            Sublayer::FeedForward if place.options.get(&FFN_NORM) => {
-                let norm = NormAt { name: "inner_norm".into(), width: place.model.d_ff, ..place.norm() };
-                vec![(Point::AfterActivation, Change::Norm(norm))]
-            }
-            _ => Vec::new(),
+        Sublayer::FeedForward if place.options.get(&RESIDUAL_SCALE) => {
+            let lambda = Learned::new(place.numbered("residual_scale"), &[place.model.d_model], 1.0);
+            around.alpha = Gain::Learned(lambda);
         }
+        _ => {}
     }
+    around
+}
 
-    fn stack(&self, place: &LayerContext) -> StackSpec {
-        PreNorm.stack(place)
+fn inside(place: &LayerContext) -> Vec<(Point, Change)> {
+    match place.sublayer {
+        Sublayer::SelfAttention if place.options.get(&HEAD_SCALE) => {
+            let point = match place.options.get(&MODE) {
+                NormFormerMode::Paper => Point::AfterHeads,
+                NormFormerMode::Fairseq => Point::AfterOutput,
+            };
+            let gamma = Learned::new(format!("{}head_scale", place.sublayer.path()), &[place.model.heads], 1.0);
+            vec![(point, Change::HeadScale(gamma))]
+        }
+        Sublayer::FeedForward if place.options.get(&FFN_NORM) => {
+            let norm = NormAt { name: "inner_norm".into(), width: place.model.d_ff, ..place.norm() };
+            vec![(Point::AfterActivation, Change::Norm(norm))]
+        }
+        _ => Vec::new(),
     }
 }

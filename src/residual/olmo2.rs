@@ -1,36 +1,26 @@
 //! OLMo 2's order: a norm on the branch's output alone, and norms on whole queries and keys (Team OLMo 2025).
 
-use super::{prenorm::PreNorm, Change, LayerContext, Point, ResidualSpec, Scheme, StackSpec, Sublayer};
+use super::{prenorm::PRENORM, Change, LayerContext, Point, ResidualSpec, Scheme, StackSpec, Sublayer};
 
-pub struct Olmo2;
+pub static OLMO2: Scheme = Scheme {
+    name: "olmo2",
+    equation: "x⁺ = x + N(F(x)), N on q and k over all heads joined, N after the stack",
+    source: "Team OLMo 2025; OLMo-core, ReorderedNormTransformerBlock",
+    around,
+    inside,
+    stack: PRENORM.stack,
+    ..Scheme::PLAIN
+};
 
-impl Scheme for Olmo2 {
-    fn name(&self) -> &'static str {
-        "olmo2"
+fn around(place: &LayerContext) -> ResidualSpec {
+    ResidualSpec { branch: place.norm().into(), ..ResidualSpec::default() }
+}
+
+fn inside(place: &LayerContext) -> Vec<(Point, Change)> {
+    if place.sublayer == Sublayer::FeedForward {
+        return Vec::new();
     }
-
-    fn equation(&self) -> &'static str {
-        "x⁺ = x + N(F(x)), N on q and k over all heads joined, N after the stack"
-    }
-
-    fn source(&self) -> &'static str {
-        "Team OLMo 2025; OLMo-core, ReorderedNormTransformerBlock"
-    }
-
-    fn around(&self, place: &LayerContext) -> ResidualSpec {
-        ResidualSpec { branch: place.norm().into(), ..ResidualSpec::default() }
-    }
-
-    fn inside(&self, place: &LayerContext) -> Vec<(Point, Change)> {
-        if place.sublayer == Sublayer::FeedForward {
-            return Vec::new();
-        }
-        let norm = |name: &str, width: i64| Change::Norm(place.projected_norm(name, width));
-        let (queries, keys) = (place.model.d_model, place.kv_width());
-        vec![(Point::Query, norm("q_norm", queries)), (Point::Key, norm("k_norm", keys))]
-    }
-
-    fn stack(&self, place: &LayerContext) -> StackSpec {
-        PreNorm.stack(place)
-    }
+    let norm = |name: &str, width: i64| Change::Norm(place.projected_norm(name, width));
+    let (queries, keys) = (place.model.d_model, place.kv_width());
+    vec![(Point::Query, norm("q_norm", queries)), (Point::Key, norm("k_norm", keys))]
 }

@@ -1,6 +1,6 @@
 //! Peri-LN: a norm before and one after each branch, and one on the embedding (Kim et al. 2025).
 
-use super::{sandwich::Sandwich, Change, LayerContext, NormAt, ResidualSpec, Scheme, StackSpec};
+use super::{sandwich::SANDWICH, Change, LayerContext, NormAt, ResidualSpec, Scheme, StackSpec};
 use crate::options::{option_spec, AnyOption};
 
 option_spec! {
@@ -8,32 +8,18 @@ option_spec! {
     EMBEDDING_NORM ("peri_ln_embedding_norm"): bool = true;
 }
 
-pub struct PeriLn;
+pub static PERI_LN: Scheme = Scheme {
+    name: "peri-ln",
+    equation: "x = N(embedding) before the stack, x⁺ = x + N(F(N(x))), N after the stack",
+    source: "Kim et al. 2025",
+    options: &[&EMBEDDING_NORM],
+    around: SANDWICH.around,
+    stack,
+    ..Scheme::PLAIN
+};
 
-impl Scheme for PeriLn {
-    fn name(&self) -> &'static str {
-        "peri-ln"
-    }
-
-    fn equation(&self) -> &'static str {
-        "x = N(embedding) before the stack, x⁺ = x + N(F(N(x))), N after the stack"
-    }
-
-    fn source(&self) -> &'static str {
-        "Kim et al. 2025"
-    }
-
-    fn options(&self) -> &'static [&'static dyn AnyOption] {
-        &[&EMBEDDING_NORM]
-    }
-
-    fn around(&self, place: &LayerContext) -> ResidualSpec {
-        Sandwich.around(place)
-    }
-
-    fn stack(&self, place: &LayerContext) -> StackSpec {
-        let norm = Change::Norm(NormAt { name: "embedding_norm".into(), ..place.norm() });
-        let begin = if place.options.get(&EMBEDDING_NORM) { vec![norm] } else { Vec::new() };
-        StackSpec { begin, ..Sandwich.stack(place) }
-    }
+fn stack(place: &LayerContext) -> StackSpec {
+    let norm = Change::Norm(NormAt { name: "embedding_norm".into(), ..place.norm() });
+    let begin = if place.options.get(&EMBEDDING_NORM) { vec![norm] } else { Vec::new() };
+    StackSpec { begin, ..(SANDWICH.stack)(place) }
 }

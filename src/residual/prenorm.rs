@@ -2,30 +2,20 @@
 
 use super::{LayerContext, ResidualSpec, Scheme, StackSpec};
 
-pub struct PreNorm;
+pub static PRENORM: Scheme = Scheme {
+    name: "prenorm",
+    equation: "x⁺ = x + F(N(x)), N after the stack",
+    source: "Nguyen & Salazar 2019, eq 3",
+    init: "smallinit",
+    around,
+    stack,
+    ..Scheme::PLAIN
+};
 
-impl Scheme for PreNorm {
-    fn name(&self) -> &'static str {
-        "prenorm"
-    }
+fn around(place: &LayerContext) -> ResidualSpec {
+    ResidualSpec { before: place.norm().into(), ..ResidualSpec::default() }
+}
 
-    fn equation(&self) -> &'static str {
-        "x⁺ = x + F(N(x)), N after the stack"
-    }
-
-    fn source(&self) -> &'static str {
-        "Nguyen & Salazar 2019, eq 3"
-    }
-
-    fn init(&self) -> &'static str {
-        "smallinit"
-    }
-
-    fn around(&self, place: &LayerContext) -> ResidualSpec {
-        ResidualSpec { before: place.norm().into(), ..ResidualSpec::default() }
-    }
-
-    fn stack(&self, place: &LayerContext) -> StackSpec {
-        StackSpec { end: place.end_norm().into(), ..StackSpec::default() }
-    }
+fn stack(place: &LayerContext) -> StackSpec {
+    StackSpec { end: place.end_norm().into(), ..StackSpec::default() }
 }

@@ -1,7 +1,7 @@
 //! Progressive residual warmup: branches × min(t/(T·l), 1) in layer l, counted from 1 (Chen et al. 2026).
 
-use super::ln_scaling::{self, LnScaling};
-use super::{deepnorm::DeepNorm, postnorm::PostNorm, prenorm::PreNorm, sandwich::Sandwich};
+use super::ln_scaling::{self, LN_SCALING};
+use super::{deepnorm::DEEPNORM, postnorm::POSTNORM, prenorm::PRENORM, sandwich::SANDWICH};
 use super::{Change, Gain, Growth, GrowthCurve, LayerContext, Point, ResidualSpec, Scheme, StackSpec};
 use crate::choice;
 use crate::options::{not_negative, option_spec, AnyOption};
@@ -18,13 +18,13 @@ choice! {
 }
 
 impl ProResScheme {
-    fn of(place: &LayerContext) -> &'static dyn Scheme {
+    fn of(place: &LayerContext) -> &'static Scheme {
         match place.options.get(&SCHEME) {
-            ProResScheme::PreNorm => &PreNorm,
-            ProResScheme::PostNorm => &PostNorm,
-            ProResScheme::DeepNorm => &DeepNorm,
-            ProResScheme::Sandwich => &Sandwich,
-            ProResScheme::LnScaling => &LnScaling,
+            ProResScheme::PreNorm => &PRENORM,
+            ProResScheme::PostNorm => &POSTNORM,
+            ProResScheme::DeepNorm => &DEEPNORM,
+            ProResScheme::Sandwich => &SANDWICH,
+            ProResScheme::LnScaling => &LN_SCALING,
         }
     }
 }
@@ -36,39 +36,27 @@ option_spec! {
     SCHEME ("prores_scheme"): ProResScheme = ProResScheme::PreNorm;
 }
 
-pub struct ProRes;
+pub static PRORES: Scheme = Scheme {
+    name: "prores",
+    equation: "x⁺ = x + min(t/(T·l), 1)·F(N(x)) in layer l, counted from 1; N after the stack",
+    source: "Chen et al. 2026",
+    options: &[&STEPS, &SCHEME, &ln_scaling::MODE],
+    init: "smallinit",
+    around,
+    inside,
+    stack,
+    ..Scheme::PLAIN
+};
 
-impl Scheme for ProRes {
-    fn name(&self) -> &'static str {
-        "prores"
-    }
+fn around(place: &LayerContext) -> ResidualSpec {
+    ResidualSpec { beta: Gain::Growing, ..(ProResScheme::of(place).around)(place) }
+}
 
-    fn equation(&self) -> &'static str {
-        "x⁺ = x + min(t/(T·l), 1)·F(N(x)) in layer l, counted from 1; N after the stack"
-    }
+fn inside(place: &LayerContext) -> Vec<(Point, Change)> {
+    (ProResScheme::of(place).inside)(place)
+}
 
-    fn source(&self) -> &'static str {
-        "Chen et al. 2026"
-    }
-
-    fn options(&self) -> &'static [&'static dyn AnyOption] {
-        &[&STEPS, &SCHEME, &ln_scaling::MODE]
-    }
-
-    fn init(&self) -> &'static str {
-        "smallinit"
-    }
-
-    fn around(&self, place: &LayerContext) -> ResidualSpec {
-        ResidualSpec { beta: Gain::Growing, ..ProResScheme::of(place).around(place) }
-    }
-
-    fn inside(&self, place: &LayerContext) -> Vec<(Point, Change)> {
-        ProResScheme::of(place).inside(place)
-    }
-
-    fn stack(&self, place: &LayerContext) -> StackSpec {
-        let growth = Growth { steps: place.options.get(&STEPS), curve: GrowthCurve::Linear, by_layer: true };
-        StackSpec { growth: Some(growth), ..ProResScheme::of(place).stack(place) }
-    }
+fn stack(place: &LayerContext) -> StackSpec {
+    let growth = Growth { steps: place.options.get(&STEPS), curve: GrowthCurve::Linear, by_layer: true };
+    StackSpec { growth: Some(growth), ..(ProResScheme::of(place).stack)(place) }
 }

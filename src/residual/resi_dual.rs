@@ -5,31 +5,21 @@
 
 use super::{ExtraStream, LayerContext, NormAt, ResidualSpec, Scheme, StackSpec, StreamStep};
 
-pub struct ResiDual;
+pub static RESI_DUAL: Scheme = Scheme {
+    name: "resi-dual",
+    equation: "x⁺ = N(x + F(x)), s⁺ = s + F(x), s = x at the start; x + N(s) after the stack",
+    source: "Xie et al. 2023",
+    init: "fairseq-0.12.2",
+    around,
+    stack,
+    ..Scheme::PLAIN
+};
 
-impl Scheme for ResiDual {
-    fn name(&self) -> &'static str {
-        "resi-dual"
-    }
+fn around(place: &LayerContext) -> ResidualSpec {
+    ResidualSpec { after: place.norm().into(), streams: vec![StreamStep::default()], ..ResidualSpec::default() }
+}
 
-    fn equation(&self) -> &'static str {
-        "x⁺ = N(x + F(x)), s⁺ = s + F(x), s = x at the start; x + N(s) after the stack"
-    }
-
-    fn source(&self) -> &'static str {
-        "Xie et al. 2023"
-    }
-
-    fn init(&self) -> &'static str {
-        "fairseq-0.12.2"
-    }
-
-    fn around(&self, place: &LayerContext) -> ResidualSpec {
-        ResidualSpec { after: place.norm().into(), streams: vec![StreamStep::default()], ..ResidualSpec::default() }
-    }
-
-    fn stack(&self, place: &LayerContext) -> StackSpec {
-        let norm = NormAt { name: "dual_norm".into(), ..place.end_norm() };
-        StackSpec { streams: vec![ExtraStream { norm: Some(norm) }], ..StackSpec::default() }
-    }
+fn stack(place: &LayerContext) -> StackSpec {
+    let norm = NormAt { name: "dual_norm".into(), ..place.end_norm() };
+    StackSpec { streams: vec![ExtraStream { norm: Some(norm) }], ..StackSpec::default() }
 }

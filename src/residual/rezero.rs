@@ -2,27 +2,15 @@
 
 use super::{Gain, LayerContext, Learned, ResidualSpec, Scheme, StackSpec};
 
-pub struct ReZero;
+pub static REZERO: Scheme = Scheme {
+    name: "rezero",
+    equation: "x⁺ = x + a_l F(x), a_l = 0 at the start, one per layer, no norm",
+    source: "Bachlechner et al. 2020",
+    around,
+    ..Scheme::PLAIN
+};
 
-impl Scheme for ReZero {
-    fn name(&self) -> &'static str {
-        "rezero"
-    }
-
-    fn equation(&self) -> &'static str {
-        "x⁺ = x + a_l F(x), a_l = 0 at the start, one per layer, no norm"
-    }
-
-    fn source(&self) -> &'static str {
-        "Bachlechner et al. 2020"
-    }
-
-    fn around(&self, _: &LayerContext) -> ResidualSpec {
-        // One name, so one parameter for all sublayers of a layer.
-        ResidualSpec { beta: Gain::Learned(Learned::new("branch_scale", &[1], 0.0)), ..ResidualSpec::default() }
-    }
-
-    fn stack(&self, _: &LayerContext) -> StackSpec {
-        StackSpec::default()
-    }
+fn around(_: &LayerContext) -> ResidualSpec {
+    // One name, so one parameter for all sublayers of a layer.
+    ResidualSpec { beta: Gain::Learned(Learned::new("branch_scale", &[1], 0.0)), ..ResidualSpec::default() }
 }

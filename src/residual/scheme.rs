@@ -1,58 +1,52 @@
-//! What a scheme must say.
+//! What a scheme says.
 
 use super::declared::{Change, Point, ResidualSpec, StackSpec};
 use super::place::LayerContext;
 use crate::error::Result;
 use crate::options::{AnyOption, Options};
 
-pub trait Scheme: Send + Sync {
-    fn name(&self) -> &str;
-    fn equation(&self) -> &str;
-    fn source(&self) -> &str;
-
-    /// Its options.
-    fn options(&self) -> &'static [&'static dyn AnyOption] {
-        &[]
-    }
-
+/// A residual scheme of the table. Its functions declare, for a place in a model, what stands there.
+pub struct Scheme {
+    /// The name users give.
+    pub name: &'static str,
+    pub equation: &'static str,
+    pub source: &'static str,
+    pub options: &'static [&'static dyn AnyOption],
     /// Refuses options that others of its own make useless.
-    fn check(&self, _: &Options) -> Result<()> {
-        Ok(())
-    }
-
+    pub check: fn(&Options) -> Result<()>,
     /// The initialisation that goes with it.
-    fn init(&self) -> &str {
-        "xavier"
-    }
-
+    pub init: &'static str,
     /// Around a sublayer.
-    fn around(&self, place: &LayerContext) -> ResidualSpec;
-
+    pub around: fn(&LayerContext) -> ResidualSpec,
     /// Inside a sublayer.
-    fn inside(&self, _: &LayerContext) -> Vec<(Point, Change)> {
-        Vec::new()
-    }
-
+    pub inside: fn(&LayerContext) -> Vec<(Point, Change)>,
     /// On x as a layer begins.
-    fn layer(&self, _: &LayerContext) -> Vec<Change> {
-        Vec::new()
-    }
-
+    pub layer: fn(&LayerContext) -> Vec<Change>,
     /// How layers follow each other, and what follows the last.
-    fn stack(&self, place: &LayerContext) -> StackSpec;
-
+    pub stack: fn(&LayerContext) -> StackSpec,
     /// Linear layers have biases.
-    fn has_biases(&self) -> bool {
-        true
-    }
-
+    pub has_biases: bool,
     /// Why the outputs of branches do not simply add up, so that no factor of theirs can follow the depth; none: they do.
-    fn own_depth(&self) -> Option<&'static str> {
-        None
-    }
-
+    pub own_depth: Option<&'static str>,
     /// The gains on x are set by profiling the first batch (docs/spec.md §3.4).
-    fn is_profiled(&self) -> bool {
-        false
-    }
+    pub is_profiled: bool,
+}
+
+impl Scheme {
+    /// x⁺ = x + F(x). Every entry of the table names what differs.
+    pub const PLAIN: Scheme = Scheme {
+        name: "",
+        equation: "",
+        source: "",
+        options: &[],
+        check: |_| Ok(()),
+        init: "xavier",
+        around: |_| ResidualSpec::default(),
+        inside: |_| Vec::new(),
+        layer: |_| Vec::new(),
+        stack: |_| StackSpec::default(),
+        has_biases: true,
+        own_depth: None,
+        is_profiled: false,
+    };
 }

@@ -5,13 +5,12 @@
 
 use super::GivenScheme;
 use super::{
-    Change, LayerContext, LayerSpec, Learned, ModelShape, NormAt, NormOver, Point, Scheme, StackName, StackSpec,
-    Sublayer, SublayerSpec, ValueNorm, SCHEMES,
+    Change, LayerContext, LayerSpec, Learned, ModelShape, NormAt, NormOver, Point, ResidualSpec, Scheme, StackName,
+    StackSpec, Sublayer, SublayerSpec, ValueNorm, SCHEMES,
 };
 use crate::error::{unknown, Error, Result};
 use crate::options::Options;
 use std::fmt;
-use std::ops::Deref;
 use std::sync::Arc;
 
 /// ε of queries and keys of length 1, as torch's `normalize` has it.
@@ -27,17 +26,79 @@ pub struct Schemes {
 /// A scheme of the table, or one that its user declares.
 #[derive(Clone)]
 pub enum SchemeRef {
-    Table(&'static dyn Scheme),
+    Table(&'static Scheme),
     Given(Arc<GivenScheme>),
 }
 
-impl Deref for SchemeRef {
-    type Target = dyn Scheme;
-
-    fn deref(&self) -> &(dyn Scheme + 'static) {
+impl SchemeRef {
+    pub fn name(&self) -> &str {
         match self {
-            SchemeRef::Table(scheme) => *scheme,
-            SchemeRef::Given(scheme) => scheme.as_ref(),
+            SchemeRef::Table(scheme) => scheme.name,
+            SchemeRef::Given(scheme) => &scheme.name,
+        }
+    }
+
+    /// Refuses options that others of its own make useless.
+    pub fn check_options(&self, options: &Options) -> Result<()> {
+        match self {
+            SchemeRef::Table(scheme) => (scheme.check)(options),
+            SchemeRef::Given(_) => Ok(()),
+        }
+    }
+
+    fn init(&self) -> &str {
+        match self {
+            SchemeRef::Table(scheme) => scheme.init,
+            SchemeRef::Given(scheme) => &scheme.init,
+        }
+    }
+
+    fn around(&self, place: &LayerContext) -> ResidualSpec {
+        match self {
+            SchemeRef::Table(scheme) => (scheme.around)(place),
+            SchemeRef::Given(scheme) => scheme.sublayer_at(place).map(|it| it.around.clone()).unwrap_or_default(),
+        }
+    }
+
+    pub fn inside(&self, place: &LayerContext) -> Vec<(Point, Change)> {
+        match self {
+            SchemeRef::Table(scheme) => (scheme.inside)(place),
+            SchemeRef::Given(scheme) => scheme.sublayer_at(place).map(|it| it.inside.clone()).unwrap_or_default(),
+        }
+    }
+
+    fn layer(&self, place: &LayerContext) -> Vec<Change> {
+        match self {
+            SchemeRef::Table(scheme) => (scheme.layer)(place),
+            SchemeRef::Given(scheme) => scheme.layer_at(place).map(|it| it.begin.clone()).unwrap_or_default(),
+        }
+    }
+
+    fn stack(&self, place: &LayerContext) -> StackSpec {
+        match self {
+            SchemeRef::Table(scheme) => (scheme.stack)(place),
+            SchemeRef::Given(scheme) => scheme.stack_at(place).cloned().unwrap_or_default(),
+        }
+    }
+
+    fn has_biases(&self) -> bool {
+        match self {
+            SchemeRef::Table(scheme) => scheme.has_biases,
+            SchemeRef::Given(scheme) => scheme.has_biases,
+        }
+    }
+
+    fn is_profiled(&self) -> bool {
+        match self {
+            SchemeRef::Table(scheme) => scheme.is_profiled,
+            SchemeRef::Given(scheme) => scheme.is_profiled,
+        }
+    }
+
+    fn own_depth(&self) -> Option<&'static str> {
+        match self {
+            SchemeRef::Table(scheme) => scheme.own_depth,
+            SchemeRef::Given(_) => None,
         }
     }
 }
@@ -45,7 +106,7 @@ impl Deref for SchemeRef {
 impl PartialEq for SchemeRef {
     fn eq(&self, other: &Self) -> bool {
         match (self, other) {
-            (SchemeRef::Table(one), SchemeRef::Table(other)) => one.name() == other.name(),
+            (SchemeRef::Table(one), SchemeRef::Table(other)) => one.name == other.name,
             (SchemeRef::Given(one), SchemeRef::Given(other)) => one == other,
             _ => false,
         }
@@ -130,7 +191,7 @@ impl Schemes {
             let first = growths[0].0;
             return Err(wrong(format!("{first} and {other} let branches grow in different ways, so take one of them")));
         }
-        let whole = schemes.all().find(|scheme| !can_be_mixed(*scheme)).map(|scheme| scheme.name().to_string());
+        let whole = schemes.all().find(|scheme| !can_be_mixed(scheme)).map(|scheme| scheme.name().to_string());
         match whole.filter(|_| !schemes.first.is_empty()) {
             Some(scheme) => Err(Error::invalid(format!(
                 "residual {text:?}: {scheme} changes more than single layers, so it must have all of them",
@@ -140,20 +201,20 @@ impl Schemes {
     }
 
     /// Every scheme, from the bottom up.
-    pub fn all(&self) -> impl Iterator<Item = &dyn Scheme> {
-        self.first.iter().map(|(scheme, _)| &**scheme).chain([&*self.last])
+    pub fn all(&self) -> impl Iterator<Item = &SchemeRef> {
+        self.first.iter().map(|(scheme, _)| scheme).chain([&self.last])
     }
 
     /// The scheme of the place's layer.
-    pub fn at(&self, place: &LayerContext) -> &dyn Scheme {
+    pub fn at(&self, place: &LayerContext) -> &SchemeRef {
         let mut below = 0;
         for (scheme, share) in &self.first {
             below += share.of(place.layers());
             if place.layer < below {
-                return &**scheme;
+                return scheme;
             }
         }
-        &*self.last
+        &self.last
     }
 
     /// The layers of the place's stack, from the bottom up.
@@ -281,15 +342,15 @@ fn qk_norm(place: &LayerContext) -> Vec<(Point, Change)> {
 }
 
 /// The scheme of that name.
-fn find(name: &str) -> Result<&'static dyn Scheme> {
+fn find(name: &str) -> Result<&'static Scheme> {
     SCHEMES
         .iter()
         .copied()
-        .find(|s| s.name() == name)
-        .ok_or_else(|| unknown("residual", name, SCHEMES.iter().map(|s| s.name())))
+        .find(|s| s.name == name)
+        .ok_or_else(|| unknown("residual", name, SCHEMES.iter().map(|s| s.name)))
 }
 
-fn puts_norms(scheme: &dyn Scheme, place: &LayerContext) -> bool {
+fn puts_norms(scheme: &SchemeRef, place: &LayerContext) -> bool {
     let is_norm = |change: &Change| change.norm().is_some();
     let has = |place: LayerContext| {
         scheme.around(&place).changes().any(is_norm) || scheme.inside(&place).iter().any(|(_, change)| is_norm(change))
@@ -302,14 +363,14 @@ fn puts_norms(scheme: &dyn Scheme, place: &LayerContext) -> bool {
 }
 
 /// Whether α_t is each layer's own; none: nothing grows.
-fn grows_by_layer(scheme: &dyn Scheme) -> Option<bool> {
+fn grows_by_layer(scheme: &SchemeRef) -> Option<bool> {
     let options = Options::default();
     let flow = scheme.stack(&LayerContext::new(ModelShape::SMALL, &options, StackName::Encoder, 0));
     flow.growth.map(|growth| growth.by_layer)
 }
 
 /// Its layers can stand among others': nothing travels beside x or is shared by the whole model.
-fn can_be_mixed(scheme: &dyn Scheme) -> bool {
+fn can_be_mixed(scheme: &SchemeRef) -> bool {
     let options = Options::default();
     let flow = scheme.stack(&LayerContext::new(ModelShape::SMALL, &options, StackName::Encoder, 0));
     flow.combine.is_none()

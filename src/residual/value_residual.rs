@@ -1,6 +1,6 @@
 //! Value residuals: each layer's values with those of the first mixed in (Zhou et al. 2024, ResFormer).
 
-use super::{prenorm::PreNorm, Change, Gain, LayerContext, Learned, Point, ResidualSpec, Scheme, StackSpec, Sublayer};
+use super::{prenorm::PRENORM, Change, Gain, LayerContext, Learned, Point, ResidualSpec, Scheme, StackSpec, Sublayer};
 use crate::options::{option_spec, AnyOption};
 
 option_spec! {
@@ -13,50 +13,30 @@ option_spec! {
 /// What the first layer's values are kept under.
 const VALUES: &str = "first_values";
 
-pub struct ValueResidual;
+pub static VALUE_RESIDUAL: Scheme = Scheme {
+    name: "value-residual",
+    equation: "prenorm; in self-attention V_l ← λ_l V_l + μ_l V_1, V_1 the first layer's, λ = μ = ½ at the start",
+    source: "Zhou et al. 2024 (ResFormer)",
+    options: &[&START, &LEARNED],
+    init: "smallinit",
+    around: PRENORM.around,
+    inside,
+    stack: PRENORM.stack,
+    ..Scheme::PLAIN
+};
 
-impl Scheme for ValueResidual {
-    fn name(&self) -> &'static str {
-        "value-residual"
-    }
-
-    fn equation(&self) -> &'static str {
-        "prenorm; in self-attention V_l ← λ_l V_l + μ_l V_1, V_1 the first layer's, λ = μ = ½ at the start"
-    }
-
-    fn source(&self) -> &'static str {
-        "Zhou et al. 2024 (ResFormer)"
-    }
-
-    fn options(&self) -> &'static [&'static dyn AnyOption] {
-        &[&START, &LEARNED]
-    }
-
-    fn init(&self) -> &'static str {
-        "smallinit"
-    }
-
-    fn around(&self, place: &LayerContext) -> ResidualSpec {
-        PreNorm.around(place)
-    }
-
-    fn inside(&self, place: &LayerContext) -> Vec<(Point, Change)> {
-        let start = place.options.get(&START);
-        let gain = |name: &str| match place.options.get(&LEARNED) {
-            true => Gain::Learned(Learned::new(place.path_of(name), &[1], start)),
-            false => Gain::Constant(start),
-        };
-        match (place.sublayer, place.layer) {
-            (Sublayer::SelfAttention, 0) => vec![(Point::Value, Change::Keep(VALUES.into()))],
-            (Sublayer::SelfAttention, _) => {
-                let (own, kept) = (gain("value_scale"), gain("first_value_scale"));
-                vec![(Point::Value, Change::Mix { name: VALUES.into(), own, kept })]
-            }
-            _ => Vec::new(),
+fn inside(place: &LayerContext) -> Vec<(Point, Change)> {
+    let start = place.options.get(&START);
+    let gain = |name: &str| match place.options.get(&LEARNED) {
+        true => Gain::Learned(Learned::new(place.path_of(name), &[1], start)),
+        false => Gain::Constant(start),
+    };
+    match (place.sublayer, place.layer) {
+        (Sublayer::SelfAttention, 0) => vec![(Point::Value, Change::Keep(VALUES.into()))],
+        (Sublayer::SelfAttention, _) => {
+            let (own, kept) = (gain("value_scale"), gain("first_value_scale"));
+            vec![(Point::Value, Change::Mix { name: VALUES.into(), own, kept })]
         }
-    }
-
-    fn stack(&self, place: &LayerContext) -> StackSpec {
-        PreNorm.stack(place)
+        _ => Vec::new(),
     }
 }

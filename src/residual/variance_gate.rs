@@ -1,6 +1,6 @@
 //! Variance-preserving gates: a learned share β of the branch, and what keeps the variance of x (Muse Spark).
 
-use super::{sandwich::Sandwich, Gain, LayerContext, Learned, ResidualSpec, Scheme, StackSpec};
+use super::{sandwich::SANDWICH, Gain, LayerContext, Learned, ResidualSpec, Scheme, StackSpec};
 use crate::options::{option_spec, positive, AnyOption};
 
 option_spec! {
@@ -11,41 +11,21 @@ option_spec! {
 /// The deviation of w at the start, transformers' `initializer_range`.
 const START: f64 = 0.02;
 
-pub struct VarianceGate;
+pub static VARIANCE_GATE: Scheme = Scheme {
+    name: "variance-gate",
+    equation: "x⁺ = α⊙x + β⊙N(F(N(x))), β = σ(w/τ), α = √max((1 − β)(1 + β), 10⁻³), w per column; N after the stack",
+    source: "Muse Spark (transformers 5.23, MuseSparkResidualGate)",
+    options: &[&TEMPERATURE],
+    init: "gpt2",
+    around,
+    stack: SANDWICH.stack,
+    own_depth: Some("every addition multiplies x by a gate below 1"),
+    ..Scheme::PLAIN
+};
 
-impl Scheme for VarianceGate {
-    fn name(&self) -> &'static str {
-        "variance-gate"
-    }
-
-    fn equation(&self) -> &'static str {
-        "x⁺ = α⊙x + β⊙N(F(N(x))), β = σ(w/τ), α = √max((1 − β)(1 + β), 10⁻³), w per column; N after the stack"
-    }
-
-    fn source(&self) -> &'static str {
-        "Muse Spark (transformers 5.23, MuseSparkResidualGate)"
-    }
-
-    fn own_depth(&self) -> Option<&'static str> {
-        Some("every addition multiplies x by a gate below 1")
-    }
-
-    fn options(&self) -> &'static [&'static dyn AnyOption] {
-        &[&TEMPERATURE]
-    }
-
-    fn init(&self) -> &'static str {
-        "gpt2"
-    }
-
-    fn around(&self, place: &LayerContext) -> ResidualSpec {
-        let of = Learned::normal(place.numbered("residual_gate"), &[place.model.d_model], START);
-        let temperature = place.options.get(&TEMPERATURE);
-        let alpha = Gain::CoSigmoid { of: of.clone(), temperature };
-        ResidualSpec { alpha, beta: Gain::Sigmoid { of, temperature }, ..Sandwich.around(place) }
-    }
-
-    fn stack(&self, place: &LayerContext) -> StackSpec {
-        Sandwich.stack(place)
-    }
+fn around(place: &LayerContext) -> ResidualSpec {
+    let of = Learned::normal(place.numbered("residual_gate"), &[place.model.d_model], START);
+    let temperature = place.options.get(&TEMPERATURE);
+    let alpha = Gain::CoSigmoid { of: of.clone(), temperature };
+    ResidualSpec { alpha, beta: Gain::Sigmoid { of, temperature }, ..(SANDWICH.around)(place) }
 }
