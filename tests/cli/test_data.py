@@ -82,6 +82,7 @@ def release(name: str, raw: Path) -> None:
 
 
 @pytest.mark.parametrize("name", RELEASES)
+@pytest.mark.one_in(test=2)
 def test_makes_what_entries_read(name, tmp_path):
     release(name, tmp_path / "raw")
     assert releases.missing(name, Raw(tmp_path / "raw")) == []
@@ -220,6 +221,7 @@ def test_without_a_name_it_lists(tmp_path, capsys):
     assert "shakespeare: tinyshakespeare; here" in out and "ptb: Penn Treebank, Mikolov's; not in" in out
 
 
+@pytest.mark.full
 def test_two_processes_from_the_command_line(tmp_path):
     release("iwslt14", tmp_path)
     command = [sys.executable, "-m", "normformer_rs", "data", "iwslt14", "--raw", ".", "--data", "made"]

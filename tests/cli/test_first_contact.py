@@ -46,6 +46,7 @@ def python(code: str) -> str:
 
 
 @pytest.mark.parametrize("words", AT_ONCE)
+@pytest.mark.one_in(test=3, all=2)
 def test_help_and_mistakes_need_no_torch(words):
     code = (
         "import sys\nfrom normformer_rs.cli import main\ntry:\n    code = main(sys.argv[1:])\n"
@@ -57,6 +58,7 @@ def test_help_and_mistakes_need_no_torch(words):
 
 
 @pytest.mark.parametrize("words", ["--help", "train --help", "reproduce --help", "train --nrom rmsnorm"])
+@pytest.mark.one_in(test=2)
 def test_the_answer_takes_half_a_second_at_most(words):
     seconds = []
     for _ in range(3):
@@ -242,6 +244,7 @@ NAMES = list(mistakes(Path(tempfile.mkdtemp())))
 
 
 @pytest.mark.parametrize("what", NAMES)
+@pytest.mark.one_in(test=4, all=3)
 def test_a_mistake_is_answered_at_once(tmp_path, what):
     words, said = mistakes(tmp_path)[what]
     (tmp_path / "main.py").write_text(
@@ -354,7 +357,7 @@ assert "import" in inspect.getsource(torch)
     ],
     ids=["torch later", "looked for", "an attribute", "modules", "torch first", "from", "a module", "star"],
 )
-@pytest.mark.one_in(test=3, all=3)
+@pytest.mark.one_in(test=8, all=7)
 def test_the_core_comes_with_torch(code):
     python(code)
 
@@ -392,7 +395,7 @@ def test_tables_are_the_core_s():
 
 
 @pytest.mark.parametrize("content", [None, "<<<<<<< HEAD\n", '{"version": "0.0.0"}'], ids=["missing", "merging", "old"])
-@pytest.mark.one_in(test=3, all=3)
+@pytest.mark.one_in(all=3)
 def test_tables_of_another_core_are_refused(tmp_path, content):
     path = tmp_path / "_tables.json"
     if content is not None:
@@ -510,6 +513,7 @@ def test_doctor_leaves_damaged_verdicts_out(tmp_path, capsys, monkeypatch, damag
     assert ("\nkernels: 1 of the kept verdicts' lines are damaged" in captured.out) == (damage != b"")
 
 
+@pytest.mark.full
 def test_doctor_does_not_read_what_others_may_have_written(tmp_path):
     (tmp_path / "a.verdicts").write_text("H100, driver 13.0\tdyt.cu\t-DK_VEC=4\trows_forward\tright\n")
     (tmp_path / "a.verdicts").chmod(0o666)

@@ -81,7 +81,6 @@ def test_a_message_that_quotes_a_forged_file_is_cut(capsys):
     assert 3000 <= len(line) <= 3100
 
 
-@pytest.mark.full
 @pytest.mark.long
 @pytest.mark.parametrize("file", forge.FILES)
 def test_300_damages_of_a_file_are_one_line_each(runs, tmp_path, file):

@@ -38,7 +38,7 @@ SPEAKING = [
 
 @pytest.mark.parametrize("words", SPEAKING)
 @pytest.mark.parametrize("how", [">&-", "1< /dev/null"], ids=["closed", "for reading alone"])
-@pytest.mark.one_in(test=5, all=3)
+@pytest.mark.one_in(test=10, all=7)
 def test_a_closed_output_is_said_before_the_work(folder, words, how):
     code = (
         "import sys\nfrom normformer_rs.cli import main\nmade = main(sys.argv[1:])\n"
@@ -61,6 +61,7 @@ def test_a_run_needs_no_output(folder):
 
 @pytest.mark.parametrize("words", ["--help", "evaluate --hypothesis text --reference text"])
 @pytest.mark.parametrize("buffered", ["", "1"], ids=["buffered", "unbuffered"])
+@pytest.mark.one_in(test=4, all=3)
 def test_a_full_output_is_one_line(folder, words, buffered):
     pytest.importorskip("sacrebleu")
     code, _, (line,) = shell(folder, f"PYTHONUNBUFFERED={buffered} {COMMAND} {words} > /dev/full")
@@ -78,12 +79,14 @@ def test_a_reader_that_has_gone_is_no_error(folder):
     "words",
     ["translate --model run", "generate --model run", "evaluate --hypothesis - --reference text"],
 )
+@pytest.mark.one_in(test=2)
 def test_a_closed_input_is_one_line(folder, words, how):
     code, output, lines = shell(folder, f"{COMMAND} {words} {how}")
     assert (code, output) == (2, "")
     assert lines == ["normformer-rs: error: standard input is closed; give the text there, or name a file"]
 
 
+@pytest.mark.full
 def test_a_closed_error_output_changes_nothing(folder):
     pytest.importorskip("sacrebleu")
     words = "evaluate --hypothesis text --reference text"

@@ -232,6 +232,7 @@ def in_c_locale(*words, **options):
     return subprocess.run(command, env=environment, capture_output=True, **options)
 
 
+@pytest.mark.full
 def test_a_utf_8_name_works_in_a_locale_without_it(tmp_path):
     folder = tmp_path / "naïve"
     folder.mkdir()

@@ -52,7 +52,7 @@ def emulated(cache):
 
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("norm", NORMS)
-@pytest.mark.one_in(test=12, all=3)
+@pytest.mark.one_in(test=35, all=34)
 def test_a_norm(on_device, norm, width):
     # Every norm meets every width and every dtype.
     dtype = list(checks.TYPES)[(WIDTHS.index(width) + NORMS.index(norm)) % 3]
@@ -63,22 +63,25 @@ LENGTHS = [(p, dtype, 100) for p in (1.0, 1.5, 3.0, math.inf) for dtype in check
 
 
 @pytest.mark.parametrize("p, dtype, width", [*LENGTHS, (3.0, "f32", 1), (1.0, "bf16", 8200), (math.inf, "f32", 1030)])
-@pytest.mark.one_in(test=5, all=3)
+@pytest.mark.one_in(test=15, all=14)
 def test_lengths_of_another_order(on_device, p, dtype, width):
     on_device(cases.lp_norm, p, dtype, width)
 
 
 @pytest.mark.parametrize("p", [1.0, 3.0, math.inf])
+@pytest.mark.one_in(test=3, all=2)
 def test_lengths_of_another_order_under_the_clamp(on_device, p):
     on_device(cases.lp_norm, p, "f32", 40, clamped=True)
 
 
 @pytest.mark.parametrize("dtype", checks.TYPES)
+@pytest.mark.one_in(test=3, all=2)
 def test_misaligned_rows(on_device, dtype):
     on_device(cases.row_norm, "layer_norm", dtype, 96, misaligned=True)
 
 
 @pytest.mark.parametrize("norm, per_column", [("layer_norm", False), ("scale_norm", True)])
+@pytest.mark.one_in(test=2)
 def test_gains_of_either_kind(on_device, norm, per_column):
     on_device(cases.row_norm, norm, "f32", 100, per_column=per_column)
 
@@ -93,7 +96,7 @@ def test_gains_of_either_kind(on_device, norm, per_column):
         ("layer_norm", "f32", ("bf16", "f32")),
     ],
 )
-@pytest.mark.one_in(test=3, all=3)
+@pytest.mark.one_in(all=5)
 def test_parameters_of_16_bits(on_device, norm, dtype, types):
     on_device(cases.row_norm, norm, dtype, 512, types=types)
     if types[0] == types[1]:
@@ -115,12 +118,13 @@ STEPS = [
 
 
 @pytest.mark.parametrize("norm, types, width, p, gains", STEPS, ids=str)
-@pytest.mark.one_in(test=3, all=3)
+@pytest.mark.one_in(test=10, all=9)
 def test_the_residual_step(on_device, norm, types, width, p, gains):
     on_device(cases.residual, norm, types, width, p, gains)
 
 
 @pytest.mark.parametrize("backs", [(True, False), (False, True)], ids=["x_plus", "y"])
+@pytest.mark.one_in(test=2)
 def test_a_gradient_from_one_side(on_device, backs):
     on_device(cases.residual, "layer_norm", ("f32", "f32"), 64, 0.3, "one", backs=backs)
 
@@ -129,14 +133,14 @@ def test_a_gradient_from_one_side(on_device, backs):
     "case", [cases.extreme_rows, cases.empty, cases.rows_are_independent], ids=lambda c: c.__name__
 )
 @pytest.mark.parametrize("norm", NORMS)
-@pytest.mark.one_in(test=3, all=3)
+@pytest.mark.one_in(test=8, all=5)
 def test_properties(on_device, norm, case):
     on_device(case, norm)
 
 
 @pytest.mark.parametrize("width", COLUMN_WIDTHS)
 @pytest.mark.parametrize("norm", checks.COLUMN_NORMS)
-@pytest.mark.one_in(test=4, all=3)
+@pytest.mark.one_in(test=18, all=17)
 def test_a_column_norm(on_device, norm, width):
     dtype = list(checks.TYPES)[(COLUMN_WIDTHS.index(width) + list(checks.COLUMN_NORMS).index(norm)) % 3]
     on_device(column_cases.column_norm, norm, dtype, width)
@@ -161,17 +165,19 @@ COLUMNS = [
 
 
 @pytest.mark.parametrize("norm, dtype, width, options", COLUMNS, ids=str)
-@pytest.mark.one_in(test=3, all=3)
+@pytest.mark.one_in(test=14, all=13)
 def test_columns(on_device, norm, dtype, width, options):
     on_device(column_cases.column_norm, norm, dtype, width, **options)
 
 
 @pytest.mark.parametrize("norm", checks.COLUMN_NORMS)
+@pytest.mark.one_in(all=3)
 def test_corners_of_columns(on_device, norm):
     on_device(column_cases.column_corners, norm)
 
 
 @pytest.mark.parametrize("case", [column_cases.late_rows, column_cases.tiny_spread], ids=lambda c: c.__name__)
+@pytest.mark.one_in(test=2)
 def test_odd_rows_of_columns(on_device, case):
     on_device(case)
 
@@ -181,6 +187,7 @@ def test_a_gradient_of_columns_is_refused(on_device):
 
 
 @pytest.mark.parametrize("norm", checks.COLUMN_NORMS)
+@pytest.mark.one_in(test=3, all=2)
 def test_columns_are_repeatable(on_device, norm):
     on_device(column_cases.columns_are_repeatable, norm, 40)
 
@@ -190,6 +197,7 @@ def test_norms_made_of_others(on_device):
 
 
 @pytest.mark.parametrize("eps", [1.0, 0.1])
+@pytest.mark.one_in(test=2)
 def test_short_rows(on_device, eps):
     on_device(cases.short_rows, eps)
 
@@ -200,11 +208,13 @@ def test_extreme_lengths(on_device, p):
 
 
 @pytest.mark.parametrize("width", [64, 1030])
+@pytest.mark.one_in(test=2)
 def test_a_gain_without_a_gradient(on_device, width):
     on_device(cases.fixed_alpha, width)
 
 
 @pytest.mark.parametrize("width", [64, 1030])
+@pytest.mark.one_in(all=2)
 def test_results_are_repeatable(on_device, width):
     on_device(cases.repeatable, "layer_norm", width)
     on_device(cases.repeatable, "derf", width)
@@ -222,22 +232,25 @@ def test_results_are_repeatable(on_device, width):
     ],
     ids=str,
 )
-@pytest.mark.one_in(test=3, all=3)
+@pytest.mark.one_in(all=6)
 def test_cross_entropy(on_device, dtype, width, masked, options):
     on_device(cases.cross_entropy, dtype, width, masked, **options)
 
 
 @pytest.mark.parametrize("count", [1, 40, 1027])
+@pytest.mark.one_in(test=2)
 def test_adam(on_device, count):
     on_device(cases.adam, count)
 
 
 @pytest.mark.parametrize("moments, place", [("f32", 0), ("bf16", 0), ("bf16", 1020), ("bf16", 1021)])
+@pytest.mark.one_in(test=2)
 def test_adams_formula(on_device, moments, place):
     on_device(cases.adams_formula, moments, place)
 
 
 @pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.one_in(test=2)
 def test_targets_outside_the_vocabulary(on_device, masked):
     on_device(cases.bad_targets, masked)
 
@@ -258,6 +271,7 @@ UNNAMED = [d for d in checks.DETECTORS if f"cases.{d.case.__name__}" not in Path
 
 
 @pytest.mark.parametrize("detector", UNNAMED, ids=str)
+@pytest.mark.one_in(test=4, all=3)
 def test_a_case_without_a_test_of_its_own(on_device, detector):
     on_device(detector.case, *detector.arguments)
 
@@ -322,6 +336,7 @@ def test_the_first_use_of_a_kernel_proves_it_once(tmp_path):
     assert device.run(launcher_cases.proven_launches, env=env) == (launched, verdicts, [])  # another process
 
 
+@pytest.mark.full
 def test_a_first_call_without_rows_proves_nothing(tmp_path):
     env = device.environment(tmp_path, NORMFORMER_RS_CUDA="auto")
     verdicts, warned = device.run(launcher_cases.launches_without_rows, env=env)
@@ -341,6 +356,7 @@ def test_a_kernel_that_was_wrong_stays_off(tmp_path):
 
 
 @pytest.mark.parametrize("distrusted", ["file for all", "linked file", "folder for all", "linked folder"])
+@pytest.mark.one_in(test=4, all=3)
 def test_what_others_may_have_written_is_not_trusted(tmp_path, distrusted):
     folder = tmp_path / "kernels"
     env = device.environment(folder, NORMFORMER_RS_CUDA="auto", MOCK_LOG=str(tmp_path / "log"))
@@ -379,6 +395,7 @@ def test_double_precision(emulated):
 # ---- the training loop ----
 
 
+@pytest.mark.full
 def test_a_step_is_recorded_and_replayed(emulated, tmp_path):
     asked, warnings, _ = emulated(launcher_cases.training_by_graphs, tmp_path)
     assert [name for name, *_ in asked[:2]] == ["_cuda_synchronize", "_cuda_emptyCache"]
@@ -464,7 +481,7 @@ def test_every_program_has_variants():
 
 @pytest.mark.parametrize("half", [0, pytest.param(1, marks=pytest.mark.full)])
 @pytest.mark.parametrize("architecture", binaries.ARCHITECTURES)
-@pytest.mark.one_in(test=18, all=3)
+@pytest.mark.one_in(all=16)
 def test_binaries(architecture, half):
     """Each variant for one of the architectures; binaries.py by itself takes all for all."""
     if why := real_compiler():

@@ -43,6 +43,7 @@ def test_each_entry_names_a_mutant():
     assert not JUDGED.keys() & UNFOUND
 
 
+@pytest.mark.full
 def test_a_process_that_waits_for_ever_is_ended(hunt, tmp_path):
     compiler = tmp_path / "g++"
     compiler.write_text("#!/bin/sh\nsleep 20\n")
@@ -56,6 +57,7 @@ def test_a_process_that_waits_for_ever_is_ended(hunt, tmp_path):
     assert "SIGALRM" in hunt.plain.run(0, env)
 
 
+@pytest.mark.full
 def test_some_detectors_find_most_of_the_mutants_that_they_meet(hunt):
     """By a fixed seed. Some mutants need another detector: `test_a_mutant_is_found` asks them all."""
     draw = random.Random(SEED)
@@ -77,6 +79,7 @@ PROVEN = [
 
 
 @pytest.mark.parametrize("case", PROVEN)
+@pytest.mark.one_in(test=3, all=2)
 def test_right_kernels_pass_their_proofs(hunt, case):
     assert hunt.is_proven(next(i for i, detector in enumerate(DETECTORS) if str(detector) == case))
 
@@ -115,6 +118,7 @@ def test_proofs_make_statistics_of_their_own_rows(hunt):
         ("adams_formula('bf16', 1020)", "philox.cuh", "const u32 word = half < 4", "never"),
     ],
 )
+@pytest.mark.one_in(test=5, all=4)
 def test_proofs_meet_corner_cases(hunt, finder, file, code, rule):
     index = next(i for i, detector in enumerate(DETECTORS) if str(detector) == finder)
     mutant = next(m for m in SOUGHT if m.file == file and code in m.code and m.rule == rule)
@@ -122,7 +126,7 @@ def test_proofs_meet_corner_cases(hunt, finder, file, code, rule):
 
 
 @pytest.mark.parametrize("mutant", SOUGHT, ids=str)
-@pytest.mark.one_in(all=24)
+@pytest.mark.one_in(all=100)
 def test_a_mutant_is_found(hunt, mutant):
     if mutant.rule in mutants.TYPED and not hunt.detectors(mutant):
         return  # the types do not fit, so there is no mutant
@@ -131,6 +135,6 @@ def test_a_mutant_is_found(hunt, mutant):
 
 
 @pytest.mark.parametrize("index", range(0, len(DETECTORS), 3), ids=lambda index: str(DETECTORS[index]))
-@pytest.mark.one_in(all=2)
+@pytest.mark.one_in(all=5)
 def test_the_address_sanitizer_finds_nothing(hunt, index):
     assert not hunt.is_unsafe(index, None)

@@ -60,7 +60,7 @@ class Beside(nn.Module):
 
 
 @pytest.mark.parametrize("strict", [False, True], ids=["", "strict"])
-@pytest.mark.one_in(test=2, all=3)
+@pytest.mark.one_in(all=2)
 def test_norms_decompose(strict):
     x = torch.randn(3, 5, D, dtype=torch.float64)
     model = stirred(Beside(make() for make in NORMS.values()).double(), 2 * x + 1)
@@ -135,7 +135,7 @@ def own_layer(scheme, norm="powernorm"):
     ],
     ids=["norms", "every norm in a layer", "layers", "more layers", "growing layers"],
 )
-@pytest.mark.one_in(test=4, all=3)
+@pytest.mark.one_in(test=5, all=4)
 def test_onnx(make):
     pytest.importorskip("onnxscript")
     runtime = pytest.importorskip("onnxruntime")
@@ -157,7 +157,7 @@ OPSETS = [
 
 @pytest.mark.filterwarnings("ignore")  # onnxscript's and onnx_ir's
 @pytest.mark.parametrize(("opset", "dtype"), OPSETS, ids=str)
-@pytest.mark.one_in(test=10, all=2)
+@pytest.mark.one_in(all=12)
 def test_onnxruntime_loads_every_opset(opset, dtype):
     """onnxscript joins a norm's nodes to one of the opset: RMSNormalization is 23's, and of 16-bit rows with a gain in
     f32 onnxruntime cannot load it."""

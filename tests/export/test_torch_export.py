@@ -63,7 +63,7 @@ def stack(kind, scheme, norm, layers=2, **options):
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.one_in(test=4, all=3)
+@pytest.mark.one_in(test=32, all=16)
 def test_every_scheme_exports(scheme):
     x, y = numbers(2, 5, D), numbers(2, 3, D)
     model = grown(stack("Transformer", scheme, norm_of(scheme)).double(), x, y)
@@ -74,7 +74,7 @@ def test_every_scheme_exports(scheme):
 @FULL
 @pytest.mark.parametrize("kind", ["TransformerEncoder", "TransformerDecoder", "Transformer"])
 @pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.one_in(all=6)
+@pytest.mark.one_in(all=16)
 def test_every_scheme_in_f32(scheme, kind):
     """As near to f64 as the module is: stirred weights may amplify its rounding to 8e-6."""
     inputs = [torch.randn(2, 5, D)] if kind == "TransformerEncoder" else [torch.randn(2, 5, D), torch.randn(2, 3, D)]
@@ -85,6 +85,7 @@ def test_every_scheme_in_f32(scheme, kind):
 
 
 @pytest.mark.parametrize("kind", ["TransformerEncoder", "TransformerDecoder"])
+@pytest.mark.one_in(all=2)
 def test_every_norm(kind):
     model = Beside(stack(kind, "postnorm", norm, layers=1) for norm in TABLE).double()
     x = numbers(2, 5, D)
@@ -156,7 +157,7 @@ SHARP = (("prores", "layernorm", False), ("prores", "powernorm", True))
 @pytest.mark.parametrize(
     ("scheme", "norm", "batch_first"), [pytest.param(*case, marks=[] if case in SHARP else [FULL]) for case in CASES]
 )
-@pytest.mark.one_in(all=4)
+@pytest.mark.one_in(test=1, all=8)
 def test_masks_and_any_batch_and_length(scheme, norm, batch_first):
     inputs, masks, _ = masked(2, 5, 3, batch_first)
     model = grown(stack("Transformer", scheme, norm, batch_first=batch_first).double(), *inputs)
@@ -166,6 +167,7 @@ def test_masks_and_any_batch_and_length(scheme, norm, batch_first):
         close(program(*inputs, **masks)[real], model(*inputs, **masks)[real])
 
 
+@pytest.mark.full
 def test_masks_of_every_kind():
     x, y = numbers(2, 5, D), numbers(2, 4, D)
     layer = grown(stack("TransformerDecoder", "normformer", "batchnorm", layers=1).double(), x, y)
@@ -192,6 +194,7 @@ def test_parts_of_a_model():
 
 
 @pytest.mark.parametrize(("kind", "scheme"), [("bert", "branchnorm"), ("llama", "peri-ln")])
+@pytest.mark.one_in(all=2)
 def test_models_of_hugging_face(kind, scheme):
     transformers = pytest.importorskip("transformers")
     shape = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
@@ -231,6 +234,7 @@ def test_a_saved_program_runs_without_the_package(tmp_path):
     subprocess.run([sys.executable, "-c", READ], cwd=tmp_path, check=True)
 
 
+@pytest.mark.full
 def test_growth_stays_an_operator_in_compiled_graphs():
     """Dynamo takes is_exporting() for true, and cannot trace the core."""
     graphs, x = [], numbers(2, 5, D)

@@ -45,6 +45,7 @@ def test_layernorm_and_postnorm_are_fairseqs_transformer(data, tmp_path):
     assert sum(size for name, size in sizes[0].items() if not copies.search(name)) == sum(sizes[1].values())
 
 
+@pytest.mark.full
 def test_inverse_sqrt_resumes(data, tmp_path):
     """λ/√d·n/n_w^1.5 at update n of the warm-up, d being the model's."""
     model = f"--arch nfrs_transformer {SIZES} --criterion {SMOOTHED} --lr-scheduler nfrs_inverse_sqrt --lr-scale 0.2"
@@ -62,7 +63,7 @@ COMBINATIONS += [("layernorm", scheme) for scheme in SCHEMES if ("layernorm", sc
 
 
 @pytest.mark.parametrize(("norm", "residual"), COMBINATIONS)
-@pytest.mark.one_in(test=20, all=4)
+@pytest.mark.one_in(test=54, all=53)
 def test_trains_resumes_validates_and_generates(norm, residual, data, tmp_path):
     model = f"--arch nfrs_transformer {SIZES} --norm layernorm --residual postnorm --criterion {SMOOTHED}"
     named = {"model.norm": norm, "model.residual": residual}
@@ -104,7 +105,7 @@ STATISTICS = {
 
 
 @pytest.mark.parametrize("norm", STATISTICS)
-@pytest.mark.one_in(test=4, all=3)
+@pytest.mark.one_in(all=4)
 def test_statistics_come_from_real_tokens_and_stay(norm, data, tmp_path):
     """In training, over resuming, and in decoding; padding enters none."""
     given = f"--encoder-norm {norm.partition(',')[0]} --decoder-norm layernorm --residual prenorm {STATISTICS[norm]}"
@@ -132,6 +133,7 @@ def test_statistics_come_from_real_tokens_and_stay(norm, data, tmp_path):
 
 
 @pytest.mark.parametrize("norm", STATISTICS)
+@pytest.mark.one_in(test=2)
 def test_steps_of_decoding_use_running_statistics(norm, data):
     _, model = built(data, f"--norm {norm.partition(',')[0]} --residual prenorm {STATISTICS[norm]} --dropout 0")
     source, target = batch()
@@ -153,7 +155,7 @@ WITH_OPTIONS += ["attnres --attnres-form normed --attnres-queries 3", "mhc --mhc
 
 
 @pytest.mark.parametrize("residual", [*SCHEMES, *WITH_OPTIONS])
-@pytest.mark.one_in(test=4, all=3)
+@pytest.mark.one_in(test=13, all=7)
 def test_steps_of_decoding_are_the_whole(residual, data):
     scheme, _, flag = residual.partition(" ")
     changes = {"model.residual": scheme, "model.norm": "layernorm"}
@@ -290,6 +292,7 @@ def test_words_outside_the_target_vocabulary_may_be_forced(data, tmp_path):
 
 
 @pytest.mark.parametrize("flags", ["--norm layernorm", "--residual branchnorm", "--norm powernorm --vocab-mask"])
+@pytest.mark.one_in(test=3, all=2)
 def test_averages_over_time(flags, data, tmp_path):
     given = f"--arch nfrs_transformer {SIZES} --criterion {SMOOTHED} {flags} --store-ema --ema-decay 0.5"
     for updates in (2, 3):
@@ -310,6 +313,7 @@ REFUSED_AT_THE_START = {
 
 
 @pytest.mark.parametrize("arguments", REFUSED_AT_THE_START)
+@pytest.mark.one_in(all=3)
 def test_what_only_training_knows_is_refused_before_the_first_update(arguments, data, tmp_path):
     with pytest.raises(nf.InputError, match=REFUSED_AT_THE_START[arguments]):
         train(data, tmp_path, 1, f"--arch nfrs_transformer {SIZES} --disable-validation {arguments}")
@@ -342,6 +346,7 @@ def test_layers_keep_their_places_under_layerdrop(data):
 
 
 @pytest.mark.parametrize("norms", ["--norm scalenorm", "--encoder-norm rmsnorm --decoder-norm scalenorm"])
+@pytest.mark.one_in(test=2)
 def test_a_flag_fixes_scalenorms_g(norms, data):
     _, flag = built(data, f"--residual prenorm {norms} --scalenorm-fixed-g")
     _, name = built(data, f"--residual prenorm {norms.replace('scalenorm', 'scalenorm-fixed')}")
@@ -466,6 +471,7 @@ def test_the_loss_is_fairseqs(prefix, data):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.full
 def test_val_decay_resumes_at_the_end_of_an_epoch(data, tmp_path):
     """Losses fall; taken for scores to maximise, each is worse than the three before: 0.8 at the fourth and fifth."""
     model = f"--arch nfrs_transformer {SIZES} --criterion {SMOOTHED} --lr-scheduler nfrs_val_decay --warmup-updates 0"
@@ -576,6 +582,7 @@ class Mine(nfrs.Scheme):
 """
 
 
+@pytest.mark.full
 def test_a_scheme_of_ones_own_trains_as_the_tables_and_generates(data, tmp_path, monkeypatch):
     monkeypatch.setenv("NORMFORMER_RS_TRUST", "1")  # the checkpoint names the file
     (tmp_path / "mine.py").write_text(OWN)
@@ -599,6 +606,7 @@ class Mine(nfrs.Norm):
 """
 
 
+@pytest.mark.full
 def test_a_norm_of_ones_own_trains_as_the_tables(data, tmp_path, monkeypatch):
     monkeypatch.setenv("NORMFORMER_RS_TRUST", "1")  # the checkpoint names the file
     (tmp_path / "mine.py").write_text(OWN_NORM)

@@ -67,7 +67,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("arguments", BAD)
-@pytest.mark.one_in(test=3, all=3)
+@pytest.mark.one_in(all=15)
 def test_bad_flags_are_one_line(arguments, data, capsys):
     # --share-all-embeddings would have fairseq complain first of widths that differ
     recipe = RECIPE.replace("--share-all-embeddings", "")
@@ -80,6 +80,7 @@ def test_bad_flags_are_one_line(arguments, data, capsys):
     assert BAD[arguments] in last and "error" in last
 
 
+@pytest.mark.full
 def test_user_dir(capsys):
     assert cli.main(["fairseq-user-dir"]) == 0
     folder = Path(capsys.readouterr().out.strip())
@@ -109,7 +110,7 @@ assert "text" not in sys.modules and not any(path.endswith("/normformer_rs") for
 
 
 @pytest.mark.parametrize("module", ["normformer_rs", "normformer_rs.fairseq_plugin"])
-@pytest.mark.one_in(test=2, all=3)
+@pytest.mark.one_in(all=2)
 def test_the_wrapper_runs_fairseqs_commands(module, data, tmp_path):
     name = [module, "fairseq"] if module == "normformer_rs" else [module]
     done = command(*name, "train", "--help")
@@ -195,7 +196,7 @@ def test_the_command_of_transformers_without_tears(flags, data, tmp_path):
         "--num-batch-buckets 2",
     ],
 )
-@pytest.mark.one_in(test=6, all=3)
+@pytest.mark.one_in(test=7, all=6)
 def test_trains_with_fairseqs_flags(flags, data, tmp_path):
     model = f"--arch nfrs_transformer {SIZES} --norm scalenorm --residual prenorm --criterion {SMOOTHED}"
     losses = train(data, tmp_path, 6, f"{model} {flags}")
@@ -316,6 +317,7 @@ def test_hydra_twins_are_their_architectures(fairseq):
         ("wmt_en_de_big", "", {"embed_dim": 1024, "ffn_embed_dim": 4096, "attention_heads": 16}),
     ],
 )
+@pytest.mark.one_in(all=7)
 def test_the_decoder_follows_the_encoder(fairseq, arch, given, expected):
     """From the command line's flags, and from hydra's."""
     from fairseq import options
@@ -371,6 +373,7 @@ def test_language_model(fairseq, tmp_path):
         assert found and float(found[1]) * math.log(2) == pytest.approx(measured.nll, abs=1e-3), done.stderr[-2000:]
 
 
+@pytest.mark.full
 def test_fairseq_missing_is_said(tmp_path):
     (tmp_path / "fairseq.py").write_text("raise ModuleNotFoundError('No module named \\'fairseq\\'', name='fairseq')")
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])

@@ -40,6 +40,7 @@ def fit(output: Path, data: nf.DataConfig) -> list[float]:
     return [*history.loss, *history.evaluations.loss, *history.evaluations.bleu]
 
 
+@pytest.mark.one_in(test=2)
 def test_the_loop_reads_binarised_folders(data, twin, tmp_path, capfd):
     text = fit(tmp_path / "text", nf.DataConfig(**files_of(data.parent), no_bpe=True))
     assert fit(tmp_path / "bin", nf.DataConfig(data_bin=str(twin))) == text
@@ -92,7 +93,7 @@ STOCK = ("stock", "learned")
 
 
 @pytest.mark.parametrize("which", CONVERTED)
-@pytest.mark.one_in(test=3, all=3)
+@pytest.mark.one_in(all=5)
 def test_converts_both_ways(which, data, tmp_path):
     loss = SMOOTHED if which not in STOCK else "cross_entropy"
     train(data, tmp_path / "out", 60, f"{CONVERTED[which]} {SIZES} --criterion {loss} --disable-validation")
@@ -125,6 +126,7 @@ def test_converts_both_ways(which, data, tmp_path):
         assert_same_but_for_ties(found, generate(data, path))
 
 
+@pytest.mark.full
 def test_what_learned_positions_cannot_be_is_said(data, tmp_path):
     """One side's alone, and tables of two lengths."""
     last, run = tmp_path / "out" / "checkpoint_last.pt", tmp_path / "run"
@@ -235,6 +237,7 @@ def test_checkpoints_of_other_models_are_one_line(data, tmp_path):
         convert.from_fairseq(last, tmp_path / "run")
 
 
+@pytest.mark.full
 def test_checkpoints_with_bleu(data, tmp_path):
     """Their metrics hold numpy's arrays."""
     model = f"--arch nfrs_transformer {SIZES} --criterion {SMOOTHED} --best-checkpoint-metric bleu --eval-bleu "
@@ -262,7 +265,7 @@ def test_checkpoints_with_bleu(data, tmp_path):
 
 
 @pytest.mark.parametrize("flags", ["--norm powernorm --residual branchnorm --vocab-mask", "--residual admin"])
-@pytest.mark.one_in(test=3, all=3)
+@pytest.mark.one_in(all=2)
 def test_averages_of_checkpoints(flags, data, tmp_path):
     """fairseq's script adds up whatever a model holds and divides, whole numbers without a remainder."""
     last, states = tmp_path / "checkpoint_last.pt", []
@@ -283,6 +286,7 @@ def test_averages_of_checkpoints(flags, data, tmp_path):
     assert_same_but_for_ties(ours, found)
 
 
+@pytest.mark.full
 def test_old_files_with_an_output_matrix_of_their_own_convert(data, tmp_path):
     """Until fairseq 0.9 it was `decoder.embed_out`; and shared tables were there once."""
     given = f"{SIZES} --criterion cross_entropy --disable-validation --arch transformer"

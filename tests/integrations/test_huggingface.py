@@ -49,6 +49,7 @@ def trainer(model, folder, callbacks=(), **options):
 
 
 @pytest.mark.parametrize("norm", ["batchnorm", "powernorm-v", "powernorm"])
+@pytest.mark.one_in(all=3)
 def test_statistics_are_those_of_unpadded_rows(norm, tmp_path):
     """The bar: no line beside the swap. Each norm's statistics, again from the rows that are real."""
     model, found = bert(), {}
@@ -81,6 +82,7 @@ def test_statistics_are_those_of_unpadded_rows(norm, tmp_path):
 
 
 @pytest.mark.parametrize("optim", ["adamw_torch_fused", "adafactor"])
+@pytest.mark.one_in(all=2)
 def test_branchnorms_t_follows_the_trainers_optimizer(optim, tmp_path):
     model = bert()
     swap_residuals(model, "branchnorm", init=None)
@@ -102,6 +104,7 @@ class Decayed(nn.Module):
 
 
 @pytest.mark.parametrize("with_callback", [True, False])
+@pytest.mark.one_in(test=2)
 def test_gains_are_not_decayed(with_callback, tmp_path):
     model = Decayed()
     with torch.no_grad():
@@ -145,6 +148,7 @@ class Reporter(transformers.TrainerCallback):
         self.heard.append({**logs})
 
 
+@pytest.mark.full
 def test_gains_and_alpha_are_logged_to_every_reporter(tmp_path):
     model, reporter = bert(), Reporter()
     swap_residuals(model, "branchnorm", init=None)
@@ -212,6 +216,7 @@ def test_a_missing_package_is_named(package, module, monkeypatch):
         importlib.import_module(name)
 
 
+@pytest.mark.full
 def test_gradients_are_logged_on_request(tmp_path):
     """Of each layer, as the Trainer has clipped them: together they have the length that it clips to."""
     for wanted in (False, True):

@@ -79,6 +79,7 @@ GIVEN = {
 
 
 @pytest.mark.parametrize("kind", GIVEN)
+@pytest.mark.one_in(test=8, all=7)
 def test_every_kind_of_mask_counts(kind):
     expected, model = bert(), bert()
     with nfnn.padding_mask(MASK == 0):
@@ -99,6 +100,7 @@ def test_a_bias_that_is_no_mask_hides_nothing():
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.one_in(test=2)
 def test_recomputation_has_the_masks_of_the_first_run(reentrant):
     plain, model = bert("powernorm", use_cache=False), bert("powernorm", use_cache=False)
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
@@ -112,6 +114,7 @@ def test_recomputation_has_the_masks_of_the_first_run(reentrant):
 @pytest.mark.parametrize("decoders", [True, False])
 @pytest.mark.parametrize("name", ["t5", "marian"])
 @pytest.mark.filterwarnings("ignore:norms with statistics stand in a causal")
+@pytest.mark.one_in(test=2)
 def test_each_stack_has_its_own_mask_where_shapes_are_equal(name, decoders):
     model, other = seq2seq(name).train(), MASK.flip(0)
     swap_norms(model, "batchnorm")
@@ -157,6 +160,7 @@ CALLS = {
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("name", ["t5", "marian"])
 @pytest.mark.filterwarnings("ignore:norms with statistics stand in a causal")
+@pytest.mark.one_in(test=4, all=2)
 def test_a_decoders_padding_is_read_from_its_labels_or_tokens(name, call):
     model = seq2seq(name).train()
     swap_norms(model, "batchnorm")
@@ -287,6 +291,7 @@ def test_rows_of_another_order_take_the_masks_of_the_model_around_them():
         assert torch.equal(seen["body.1"], expected)
 
 
+@pytest.mark.full
 def test_compiled_and_exported_models_read_masks_too():
     model, x = Wrapped(), torch.randn(2, 7, D)
     swap_norms(model, "powernorm-v")

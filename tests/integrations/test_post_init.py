@@ -65,6 +65,7 @@ def test_post_init_leaves_initial_values_of_schemes(scheme, kind):
 
 
 @pytest.mark.parametrize("name", NORMS)
+@pytest.mark.one_in(test=2)
 def test_post_init_leaves_initial_values_of_norms(name):
     want, model = built(False, Unguarded, norm=name), built(True, Unguarded, norm=name)
     for p, q in zip(model.norm.parameters(), want.norm.parameters()):

@@ -84,6 +84,7 @@ RUNNING = ["batchnorm", "powernorm-v", "powernorm"]
 
 @pytest.mark.parametrize("groups", [0, 2])
 @pytest.mark.parametrize("norm", RUNNING)
+@pytest.mark.one_in(test=2)
 def test_statistics_of_norms(norm, groups):
     """Against their definitions, in training, with padding."""
     options = {"encoder_norm": norm, "decoder_norm": "layernorm", "groupscaling": groups}
@@ -124,6 +125,7 @@ def test_statistics_of_norms(norm, groups):
 
 
 @pytest.mark.parametrize("norm", RUNNING)
+@pytest.mark.one_in(test=2)
 def test_the_models_statistics_are_the_skeletons(norm):
     model, skeleton = built(norm)
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}

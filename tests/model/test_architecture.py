@@ -42,6 +42,7 @@ def check(masks=None, **options):
 
 @pytest.mark.parametrize("residual", RESIDUALS)
 @pytest.mark.parametrize("options", [LLAMA, GPT2], ids=["llama", "gpt2"])
+@pytest.mark.one_in(test=2)
 def test_every_scheme(options, residual):
     check(residual=residual, **options)
 
@@ -152,7 +153,7 @@ def blocks(name, p, options):
 
 @pytest.mark.parametrize("architecture", ["decoder-only", "encoder-decoder"])
 @pytest.mark.parametrize("init", [entry["name"] for entry in nfrs.tables()["inits"]])
-@pytest.mark.one_in(test=3, all=3)
+@pytest.mark.one_in(test=7, all=5)
 def test_first_values(init, architecture):
     options = {"vocab_size": 600, "d_model": 128, "d_ff": 320, "heads": 8, "encoder_layers": 2, "decoder_layers": 3}
     options |= {"positions": "learned", "max_positions": 300, "activation": "swiglu", "kv_heads": 4}

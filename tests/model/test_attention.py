@@ -217,6 +217,7 @@ PARTS = (
 
 @pytest.mark.parametrize("architecture", ["decoder-only", "encoder-decoder"])
 @pytest.mark.parametrize("options", PARTS, ids=str)
+@pytest.mark.one_in(test=2)
 def test_it_is_the_oracles(options, architecture):
     check(**{**LLAMA, **options}, architecture=architecture)
 

@@ -59,7 +59,7 @@ def compare(model, state, options, source, target, dropout=None, rtol=1e-9):
 
 
 @pytest.mark.parametrize("norm,residual", PAIRS)
-@pytest.mark.one_in(test=4, all=3)
+@pytest.mark.one_in(test=35, all=25)
 def test_logits_and_every_gradient_equal_the_oracles(norm, residual):
     model, state, options = build(norm=norm, residual=residual)
     compare(model, state, options, ref.pad(SOURCES), ref.pad(TARGETS))
@@ -125,7 +125,7 @@ def test_logits_and_every_gradient_equal_the_oracles(norm, residual):
     ],
     ids=str,
 )
-@pytest.mark.one_in(test=3, all=3)
+@pytest.mark.one_in(test=6, all=4)
 def test_options(options):
     model, state, options = build(**options)
     source = None if options.get("architecture") == "decoder-only" else ref.pad(SOURCES)
@@ -134,7 +134,7 @@ def test_options(options):
 
 @pytest.mark.parametrize("residual", RESIDUALS)
 @pytest.mark.parametrize("norm", FAMILIES)
-@pytest.mark.one_in(test=8, all=3)
+@pytest.mark.one_in(test=37, all=28)
 def test_every_family_under_every_scheme(norm, residual):
     if norm == "rmsnorm:partial" and residual.startswith("hybridnorm"):
         with pytest.raises(nfrs.InputError, match=r"rmsnorm_part = 0\.0625 of 4 numbers is none"):
@@ -166,7 +166,7 @@ def test_a_norm_without_a_weight_has_no_first_value_to_set():
 
 
 @pytest.mark.parametrize("norm,residual", PAIRS)
-@pytest.mark.one_in(test=8, all=3)
+@pytest.mark.one_in(test=21, all=15)
 def test_decoder_only(norm, residual):
     model, state, options = build(architecture="decoder-only", norm=norm, residual=residual)
     compare(model, state, options, None, ref.pad(TARGETS))
@@ -267,6 +267,7 @@ def test_bf16_products_stay_near():
 
 
 @pytest.mark.parametrize("residual", RESIDUALS)
+@pytest.mark.one_in(test=6, all=3)
 def test_dropout_masks_are_the_oracles(residual, monkeypatch):
     model, state, options = build(
         residual=residual, dropout=0.3, attention_dropout=0.2, activation_dropout=0.1, embedding_dropout=0.25
@@ -366,7 +367,7 @@ def test_only_admin_is_profiled():
 
 @pytest.mark.parametrize("ties", ["all", "none"])
 @pytest.mark.parametrize("init", [entry["name"] for entry in nfrs.tables()["inits"]])
-@pytest.mark.one_in(test=3, all=3)
+@pytest.mark.one_in(test=10, all=7)
 def test_initial_standard_deviations(init, ties):
     options = {**SHAPE, "vocab_size": 600, "d_model": 128, "d_ff": 320, "init": init, "tie_embeddings": ties}
     model = nfrs.Transformer(nfrs.TransformerConfig(**options), seed=1)
@@ -419,6 +420,7 @@ def test_bad_input_is_said():
 
 
 @pytest.mark.parametrize("limit", [None, "AVX2"])
+@pytest.mark.one_in(all=2)
 def test_bf16_products_after_the_import(limit):
     """In a process of its own: on some virtual machines torch alone dies of the product. A user's limit stays."""
     code = """if True:

@@ -323,6 +323,7 @@ OVER_WIDTH = {
 
 @pytest.mark.parametrize("name", ["standard", "mup", "completep"])
 @pytest.mark.parametrize("case", OVER_WIDTH)
+@pytest.mark.one_in(test=3, all=2)
 def test_what_reads_the_width_starts_as_hidden_matrices_do(case, name):
     """In the loop, in `nn`, and after a reset; a matrix that does not read the width keeps its std."""
     options, names, std = OVER_WIDTH[case]
@@ -530,6 +531,7 @@ STREAM = ("embedding", "first layer", "middle layer", "last layer")
 
 
 @pytest.mark.parametrize("init", ["xavier", "gpt2"])
+@pytest.mark.one_in(test=2)
 def test_sizes_do_not_depend_on_the_width(init):
     """Of the stream after three updates: |slope| < 0.1 under completep; growing under the standard parametrisation."""
     config = nfrs.TransformerConfig(**LANGUAGE_MODEL, decoder_layers=2, init=init)
@@ -541,6 +543,7 @@ def test_sizes_do_not_depend_on_the_width(init):
     assert standard["last layer"] > 0.3, standard
 
 
+@pytest.mark.full
 def test_sizes_do_not_depend_on_the_depth():
     config = nfrs.TransformerConfig(**LANGUAGE_MODEL, decoder_layers=2)
     scaled = config.replace(parametrisation="completep", base_width=32, base_depth=2)
@@ -551,6 +554,7 @@ def test_sizes_do_not_depend_on_the_depth():
     assert standard["last layer"] > 0.3, standard
 
 
+@pytest.mark.full
 def test_a_coordinate_check_and_its_picture(tmp_path):
     pytest.importorskip("matplotlib")
     config = nfrs.TransformerConfig(**{**LANGUAGE_MODEL, "architecture": "encoder-decoder"}, encoder_layers=1)

@@ -30,7 +30,7 @@ def inputs(kind, **factory):
 
 @pytest.mark.parametrize("kind", ["encoder", "whole"])
 @pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.one_in(test=5, all=2)
+@pytest.mark.one_in(test=32, all=21)
 def test_a_scheme_runs_without_numbers(scheme, kind):
     model, given = model_of(scheme, kind, device="meta"), inputs(kind, device="meta")
     for mode in (True, False):
@@ -51,7 +51,7 @@ def test_a_norm_runs_without_numbers(name):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.one_in(test=6, all=2)
+@pytest.mark.one_in(test=6, all=3)
 def test_a_scheme_runs_in_16_bits(scheme, dtype):
     torch.manual_seed(0)
     model = model_of(scheme, "encoder").to(dtype)
@@ -95,7 +95,7 @@ def test_a_norm_over_one_dimension_refuses_several_by_name(name):
 
 @pytest.mark.parametrize("name", NORMS)
 @pytest.mark.parametrize("way", ["eager", "compiled", "exported"])
-@pytest.mark.one_in(test=5, all=2)
+@pytest.mark.one_in(test=10, all=7)
 def test_results_are_contiguous(name, way):
     class Rows(nn.Module):
         def __init__(self):

@@ -46,7 +46,7 @@ def state(model):
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("options", [*SCHEMES, *TORCHS], ids=str)
-@pytest.mark.one_in(test=5, all=3)
+@pytest.mark.one_in(test=49, all=36)
 def test_every_order_ends_in_the_first_values(options, order):
     fresh, model = build(64, 96, **options), build(64, 96, **options)
     spoil(model)

@@ -14,6 +14,7 @@ from normformer_rs import nn as nfnn
 
 
 @pytest.mark.parametrize("residual", RESIDUALS)
+@pytest.mark.one_in(test=8, all=5)
 def test_copies_pickles_and_state_dicts(residual):
     model, x = encoder(residual), torch.randn(2, 5, D)
     expected = model(x)
@@ -32,6 +33,7 @@ def test_copies_pickles_and_state_dicts(residual):
 
 
 @pytest.mark.parametrize("residual", RESIDUALS)
+@pytest.mark.one_in(test=3, all=2)
 def test_the_fused_steps_run_and_equal_the_modules_one_by_one(residual):
     """A hook on every child takes the slow way; both agree, and in training the masks do, too."""
     model, x = encoder(residual, dropout=0.3), torch.randn(2, 5, D)
@@ -107,7 +109,7 @@ def test_dropout_follows_torchs_generator():
     ],
 )
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
-@pytest.mark.one_in(test=10, all=2)
+@pytest.mark.one_in(all=18)
 def test_compile_export_and_vmap(residual):
     model, x = encoder(residual).eval(), torch.randn(2, 5, D)
     expected = model(x)
@@ -121,6 +123,7 @@ def test_compile_export_and_vmap(residual):
 
 
 @pytest.mark.parametrize("residual", RESIDUALS)
+@pytest.mark.one_in(test=2)
 def test_autocast_keeps_the_stream(residual):
     model, x = encoder(residual, dropout=0.1), torch.randn(2, 5, D)
     seen = []
@@ -210,7 +213,7 @@ def test_residual_around_any_module(scheme):
 
 @pytest.mark.parametrize("residual", [None, *RESIDUALS])
 @pytest.mark.parametrize("kind", ["encoder", "transformer", "residual"])
-@pytest.mark.one_in(test=4, all=3)
+@pytest.mark.one_in(test=15, all=10)
 def test_reset_parameters_gives_first_values_back(residual, kind):
     def build(seed):
         torch.manual_seed(seed)

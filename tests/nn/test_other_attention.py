@@ -95,6 +95,7 @@ def test_a_causal_call_without_a_mask_is_causal_with_another_attention():
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.one_in(test=2)
 def test_a_scheme_runs_with_another_attention_or_refuses_it_by_name(scheme):
     torch.manual_seed(0)
     layer = nfnn.TransformerEncoderLayer(D, HEADS, FF, 0.0, batch_first=True, residual=scheme)

@@ -46,7 +46,7 @@ def compare(rust, skeleton, left=False, rtol=1e-9):
 
 
 @pytest.mark.parametrize("norm,residual", PAIRS)
-@pytest.mark.one_in(test=8, all=3)
+@pytest.mark.one_in(test=94, all=62)
 def test_the_skeleton_is_the_rust_model(norm, residual):
     compare(*rust_and_skeleton(norm, residual))
 
@@ -98,7 +98,7 @@ def test_the_skeleton_is_the_rust_model(norm, residual):
     ],
     ids=str,
 )
-@pytest.mark.one_in(test=4, all=3)
+@pytest.mark.one_in(test=24, all=16)
 def test_options_and_left_padding(options):
     rtol = 1e-7 if "branchnorm_growth" in options else 1e-9  # α_t comes to Python in f32
     compare(*rust_and_skeleton(**options), left=True, rtol=rtol)
@@ -135,6 +135,7 @@ def masks(batch, length, kind):
 @pytest.mark.parametrize("norm_first", [False, True])
 @pytest.mark.parametrize("kind", ["Encoder", "Decoder", "Transformer"])
 @pytest.mark.filterwarnings("ignore:enable_nested_tensor")
+@pytest.mark.one_in(test=3, all=2)
 def test_it_is_torchs_from_the_same_seed(kind, norm_first, mask):
     """Keys, first values, outputs and gradients."""
     theirs, ours = pair(kind, norm_first, batch_first=True)
@@ -209,7 +210,7 @@ def test_per_head_masks_of_other_shapes_and_causal_without_a_mask():
 
 
 @pytest.mark.parametrize("init", [entry["name"] for entry in nfrs.tables()["inits"]])
-@pytest.mark.one_in(test=3, all=3)
+@pytest.mark.one_in(test=5, all=3)
 def test_initial_standard_deviations(init):
     options = {**SHAPE, "vocab_size": 5, "d_model": 128, "d_ff": 320, "init": init, "residual": "deepnorm"}
     rust = nfrs.Transformer(nfrs.TransformerConfig(**options), seed=1).state_dict()

@@ -28,6 +28,7 @@ def test_weights_leave_out_the_sinks():
     torch.testing.assert_close(layer.self_attn(x, x, x, attn_mask=mask)[1].sum(-1), torch.ones(2, 5).double())
 
 
+@pytest.mark.full
 def test_copies_pickles_and_exports_compute_the_same():
     model, x = encoder(**PARTS).double().eval(), torch.randn(2, 5, D).double()
     wanted = model(x)

@@ -73,7 +73,7 @@ def ours(kind, residual, options):
 @pytest.mark.parametrize("stack", [in_torchs, in_list, in_sequence])
 @pytest.mark.parametrize("kind", ["encoder", "decoder"])
 @pytest.mark.parametrize("residual,options", CASES, ids=str)
-@pytest.mark.one_in(test=5, all=3)
+@pytest.mark.one_in(test=42, all=30)
 def test_layers_take_their_places(residual, options, kind, stack):
     """First values, outputs and gradients are our stack's, of one seed; or the layer refuses by the scheme's name."""
     wanted, end = ours(kind, residual, options), end_of(residual, options)
@@ -178,6 +178,7 @@ def test_layers_without_a_place_refuse_what_asks_for_one():
 
 
 @pytest.mark.parametrize("residual,options", CASES, ids=str)
+@pytest.mark.one_in(test=3, all=2)
 def test_a_depth_without_a_number(residual, options):
     """It is enough where the number changes nothing, initial values included."""
     x = torch.randn(2, 5, D)
@@ -225,6 +226,7 @@ def test_a_list_that_grows_is_told_again():
 
 
 @pytest.mark.parametrize("residual,options", CASES, ids=str)
+@pytest.mark.one_in(test=4, all=2)
 def test_placed_again_weights_and_t_stay(residual, options):
     if residual in BETWEEN:
         return
@@ -346,7 +348,7 @@ WAYS = {
 
 @pytest.mark.parametrize("kind", ["encoder", "decoder"])
 @pytest.mark.parametrize("residual,options", CASES, ids=str)
-@pytest.mark.one_in(test=5, all=3)
+@pytest.mark.one_in(test=35, all=23)
 def test_a_stack_whose_layers_were_changed(residual, options, kind):
     """It runs, or names the scheme."""
     inputs = torch.randn(1 if kind == "encoder" else 2, 2, 5, D)

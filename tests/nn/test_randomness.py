@@ -47,6 +47,7 @@ def budget():
 
 @pytest.mark.parametrize("share", [0.7, 0.3])
 @pytest.mark.parametrize("residual", ["rezero", "postnorm"])
+@pytest.mark.one_in(test=2)
 def test_a_compiled_residual_has_one_mask(budget, residual, share):
     """y = x + drop(x) at x = 1, so that dy/dx is y."""
     block = nfnn.Residual(nn.Identity(), 64, scheme=residual, norm="l2norm", dropout=0.5)
@@ -121,7 +122,7 @@ def test_graphs_without_a_budget_keep_torchs_dropout(budget):
 
 
 @pytest.mark.parametrize("residual", RESIDUALS)
-@pytest.mark.one_in(test=4, all=3)
+@pytest.mark.one_in(test=5, all=3)
 def test_grad_jvp_and_functional_call(residual):
     """torch.func's gradients are autograd's of the same seed."""
     model = encoder(residual, dropout=0.3).double()
@@ -185,6 +186,7 @@ def test_masks_under_vmap_are_those_of_the_drawn_seeds():
 
 
 @pytest.mark.parametrize("share", [0.5, pytest.param(1.0, marks=pytest.mark.full)])
+@pytest.mark.one_in(all=2)
 def test_a_compiled_checkpoint_has_one_mask(budget, share):
     layer, x = layer_of(), torch.randn(2, 5, D, dtype=torch.float64)
     weight = torch.randn_like(x)
@@ -200,12 +202,13 @@ def saves_products(_, op, *args, **kwargs):
 
 @pytest.mark.parametrize("way", ["non-reentrant", "reentrant", "selective"])
 @pytest.mark.parametrize("residual", RESIDUALS)
-@pytest.mark.one_in(test=6, all=3)
+@pytest.mark.one_in(test=16, all=12)
 def test_checkpoints_repeat_their_masks(residual, way):
     check_checkpoint(encoder(residual, dropout=0.3).double(), way)
 
 
 @pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.one_in(test=3, all=2)
 def test_checkpoints_of_every_norm(norm):
     for way in ("non-reentrant", "selective"):
         check_checkpoint(encoder("prenorm", norm, dropout=0.3).double(), way)

@@ -143,6 +143,7 @@ def test_the_rust_models_t():
 
 
 @pytest.mark.filterwarnings("ignore:Profiler record function")
+@pytest.mark.full
 def test_a_compiled_step_moves_t():
     model = encoder()
     optimizer = torch.optim.Adam(model.parameters())

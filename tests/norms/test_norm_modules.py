@@ -242,6 +242,7 @@ def test_foreign_state_dicts():
 
 
 @pytest.mark.parametrize("name", MODULES)
+@pytest.mark.one_in(test=7, all=4)
 def test_modules_travel(name):
     norm = MODULES[name]()
     x = torch.randn(3, 5, 8)
@@ -289,6 +290,7 @@ def test_low_precision(name, dtype):
 
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("name", MODULES)
+@pytest.mark.one_in(test=13, all=12)
 def test_compile_fullgraph(name, training):
     torch._dynamo.reset()
     norm = MODULES[name]().train(training)
@@ -311,6 +313,7 @@ def run_module(module, x, dy):
 
 
 @pytest.mark.parametrize("name", MODULES)
+@pytest.mark.one_in(test=5, all=3)
 def test_export(name):
     norm = MODULES[name]().eval()
     x = torch.randn(3, 5, 8)
@@ -334,6 +337,7 @@ def test_functorch(name):
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # opcheck of torch 2.15 reads it
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.one_in(test=6, all=5)
 def test_opcheck(case):
     norm, name = build(case, 8, torch.float32)
     x, mask = data(8, torch.float32, masked=True)
@@ -507,6 +511,7 @@ IN_MODELS = [
 
 
 @pytest.mark.parametrize("options", IN_MODELS, ids=str)
+@pytest.mark.one_in(test=4, all=3)
 def test_models_train_as_the_oracle_does(options):
     """Four forward and backward passes in training, the state after each, then evaluation."""
     ours = model(**options).double()

@@ -29,7 +29,7 @@ TRUE = [name for name in CASES if not name.startswith("powernorm, release") and 
 @pytest.mark.parametrize("width", [1, 7, 33, 123, 512])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.one_in(test=4, all=3)
+@pytest.mark.one_in(test=12, all=8)
 def test_error_is_at_most_twice_pytorchs(case, dtype, width, masked, layout):
     x, mask = data(width, dtype, (4, 6), masked)
     x, dy = LAYOUTS[layout](x), torch.randn(4, 6, width, dtype=torch.float64).to(dtype)
@@ -62,6 +62,7 @@ def test_error_is_at_most_twice_pytorchs(case, dtype, width, masked, layout):
 
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.one_in(test=6, all=4)
 def test_fifty_steps_are_the_formulas(case, masked):
     """The steps of docs/spec.md §1.9 in f64, warm-up ending on the way: y, gradients and state after every one."""
     norm, name = build(case, 6)
@@ -117,6 +118,7 @@ def test_the_composed_form_is_the_kernel(case, training, masked):
 
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("case", TRUE)
+@pytest.mark.one_in(test=2)
 def test_true_gradients_of_both_orders(case, masked):
     norm, name = build(case, 4)
     x, mask = data(4, rows=(2, 3), masked=masked)
@@ -134,6 +136,7 @@ def test_true_gradients_of_both_orders(case, masked):
 
 
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.one_in(test=2)
 def test_evaluations_gradients_of_both_orders(case):
     norm, _ = build(case, 4)
     norm.eval()
@@ -488,6 +491,7 @@ LONG = ("layernorm", "rmsnorm", "rmsnorm:original", "rmsnorm:partial", "gated-rm
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", LONG)
+@pytest.mark.one_in(test=2)
 def test_long_rows_are_summed_in_parts(name, dtype):
     """Within 4e-6 in f32 of the same module in f64: one running sum of 2²⁰ numbers would lose a decimal digit."""
     torch.manual_seed(0)

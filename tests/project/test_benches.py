@@ -96,6 +96,7 @@ def test_benchmarks_that_nothing_else_runs(command, lines):
     assert len(done.stdout.splitlines()) >= lines
 
 
+@pytest.mark.full
 def test_every_benchmark_imports_what_there_is():
     """All in one process: those that need another library or a corpus are run by hand alone."""
     names = sorted(path.stem for path in BENCHES.glob("*.py"))
@@ -127,6 +128,7 @@ print(fresh, min(pages() for _ in range(3)))
 
 
 @pytest.mark.skipif("[never]" in THP.read_text() if THP.exists() else True, reason="the system has no large pages")
+@pytest.mark.full
 def test_results_lie_on_large_pages():
     """The system's list says for which memory large pages were asked: whether it has any left is its own affair."""
     code = """
@@ -211,6 +213,7 @@ def test_a_call_of_the_gpu_benchmark_adds_to_an_earlier_one(tmp_path):
     ],
     ids=["crashes", "hangs", "fails"],
 )
+@pytest.mark.one_in(test=2)
 def test_a_section_that_dies_leaves_the_others(tmp_path, monkeypatch, code, reason):
     monkeypatch.chdir(tmp_path)
     Figures(tmp_path, "cpu").add("losses", "of an earlier call", 1.0, "")

@@ -52,6 +52,7 @@ def of_pages(*kinds: str) -> list:
 
 @pytest.mark.filterwarnings("ignore:The given buffer is not writable:UserWarning")  # of torch.export.load
 @pytest.mark.parametrize("page, code, output", of_pages("python"))
+@pytest.mark.one_in(test=41)
 def test_python_of_the_pages(page, code, output, monkeypatch):
     """It runs, and prints what stands below it."""
     if "import wandb" in code:  # which no test installs
@@ -124,6 +125,7 @@ def test_every_entry_of_the_tables_is_documented():
 
 
 @pytest.mark.parametrize("name", ["", *MODULES])
+@pytest.mark.one_in(test=4)
 def test_docstrings(name):
     module = importlib.import_module(f"normformer_rs.{name}".rstrip("."))
     assert doctest.testmod(module).failed == 0

@@ -355,6 +355,7 @@ def test_each_folder_imports_only_folders_below_it(crate):
     assert not _upwards(found, FLOORS)
 
 
+@pytest.mark.full
 def test_each_package_imports_only_packages_below_it(package):
     found = folders(package.imports)
     lowest = PYTHON_FLOORS[0]

@@ -178,6 +178,7 @@ def imported(fat: Path, program: str, **environment: str) -> subprocess.Complete
 
 @pytest.mark.parametrize("first", ["import normformer_rs as nf", "import torch, normformer_rs as nf",
                                    "from normformer_rs import _core; import normformer_rs as nf"])  # fmt: skip
+@pytest.mark.full
 def test_import_chooses_the_core_of_the_torch_that_is_there(fat, first):
     done = imported(
         fat,
@@ -240,6 +241,7 @@ def pip_download(page: Path, requirement: str, folder: Path) -> subprocess.Compl
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.full
 def test_pip_finds_the_newest_wheel_on_the_page(tmp_path):
     releases = tmp_path / "releases"
     made = released(releases, "2.11.0", "2.13.0")

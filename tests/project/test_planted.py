@@ -79,7 +79,6 @@ def asked(folder: Path, tests: set[str]) -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr
 
 
-@pytest.mark.full
 @pytest.mark.long
 def test_the_tests_pass_on_the_package_as_it_is(tmp_path):
     shutil.copytree(PACKAGE, tmp_path / "normformer_rs")
@@ -87,7 +86,6 @@ def test_the_tests_pass_on_the_package_as_it_is(tmp_path):
     assert code == 0, said[-5000:]
 
 
-@pytest.mark.full
 @pytest.mark.long
 @pytest.mark.parametrize("fault", PLANTED, ids=lambda fault: f"{fault.file}: {fault.old.strip()[:40]}")
 def test_a_fault_is_noticed(tmp_path, fault):

@@ -39,6 +39,7 @@ def made(tmp_path_factory):
 
 
 @pytest.mark.parametrize("kind", ["norms", "residuals"])
+@pytest.mark.full
 def test_every_name_has_its_page(made, kind):
     for entry in nfrs.tables()[kind]:
         page = made[f"{kind}/{entry['name']}.md"]

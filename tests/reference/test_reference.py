@@ -99,6 +99,7 @@ def test_transformer_equals_torch(residual):
 
 @per_norm_and_scheme
 @pytest.mark.parametrize("architecture", ["encoder-decoder", "decoder-only"])
+@pytest.mark.one_in(test=2)
 def test_padding_changes_nothing_even_under_dropout(norm, residual, architecture):
     config = {"norm": norm, "residual": residual, "architecture": architecture, "fixnorm": True, "positions": "fairseq"}
     state, source = ref.random_state(config), None if architecture == "decoder-only" else SOURCE
@@ -121,6 +122,7 @@ def test_cross_entropy():
 
 
 @per_norm_and_scheme
+@pytest.mark.one_in(test=9, all=6)
 def test_training_lowers_the_loss_and_accumulation_is_exact(norm, residual):
     config = {"norm": norm, "residual": residual, "fixnorm": norm.startswith("scale"), "vocab_size": 12}
     state, adam, losses = ref.random_state(config), ref.Adam(weight_decay=1e-4), []
@@ -146,6 +148,7 @@ def test_schedules():
 
 @pytest.mark.parametrize("rule", ref.RULES)
 @pytest.mark.parametrize("seed", range(3))
+@pytest.mark.one_in(test=6, all=3)
 def test_search(rule, seed):
     state, config, source = ref.random_state({"vocab_size": 6}, seed), {"vocab_size": 6}, [4, 5, 3, 2]
     one = ref.beam_search(state, config, source, 1, rule=rule, max_length=9)

@@ -71,6 +71,7 @@ def prompts() -> list[str]:
     return [" ".join(generator.choices(WORDS, k=n % 13)) for n in range(50)]
 
 
+@pytest.mark.full
 def test_the_most_probable_text_is_the_oracles(run, oracle):
     """On 50 prompts, with a cache here and without one there."""
     state, config, mask = oracle
@@ -256,6 +257,7 @@ def test_arguments_that_cannot_be_meant(run, tmp_path):
 
 
 @pytest.mark.parametrize("window, stride", [(None, None), (16, 16), (16, 3), (5, 1), (40, 20)])
+@pytest.mark.one_in(test=5, all=4)
 def test_a_sliding_window_is_the_oracles(run, oracle, window, stride):
     state, config, mask = oracle
     path = run.parent / "valid"

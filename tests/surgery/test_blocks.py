@@ -25,7 +25,7 @@ def own(name):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.one_in(test=4, all=3)
+@pytest.mark.one_in(test=14, all=9)
 def test_its_own_scheme_changes_nothing(name):
     """Outputs and gradients, in evaluation and in training, with padding; and the way back is bit-equal."""
     for dtype, rtol, atol in ((torch.float32, 1e-5, 1e-6), (torch.float64, 0.0, 1e-12)):
@@ -55,7 +55,7 @@ def test_its_own_scheme_changes_nothing(name):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.one_in(test=6, all=3)
+@pytest.mark.one_in(test=27, all=26)
 def test_every_family_trains_and_returns(name):
     for scheme in ("deepnorm", SECOND[name]):
         model, given = build(name), inputs(name)
@@ -80,7 +80,7 @@ def test_every_family_trains_and_returns(name):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.one_in(test=5, all=3)
+@pytest.mark.one_in(test=9, all=6)
 def test_dropout_falls_on_each_sublayer_once(name):
     """Under pre-norm an entry passes a block unchanged where the dropouts of all its sublayers fall on it."""
     model, given = build(name).double(), inputs(name, torch.float64)
@@ -118,7 +118,7 @@ def texts(name):
 
 
 @pytest.mark.parametrize("name", GENERATING)
-@pytest.mark.one_in(test=5, all=3)
+@pytest.mark.one_in(test=8, all=5)
 def test_generation(name):
     """The same tokens as before under its own scheme; under another one the same with a cache and without."""
     model = move(build(name)).eval()
@@ -134,7 +134,7 @@ def test_generation(name):
 
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated")
-@pytest.mark.one_in(test=6, all=3)
+@pytest.mark.one_in(test=9, all=6)
 def test_checkpointing_gives_the_same_gradients(name):
     model, given = build(name), inputs(name)
     swap_residuals(model, "deepnorm")
@@ -156,7 +156,7 @@ def test_checkpointing_gives_the_same_gradients(name):
 
 
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name not in ("timm", "CLIP", "Whisper")])
-@pytest.mark.one_in(test=5, all=3)
+@pytest.mark.one_in(test=8, all=6)
 def test_what_the_library_records(name):
     """Hidden states and attentions, which `transformers` takes by hooks on its classes."""
     model, given = move(build(name, attn_implementation="eager")).eval(), inputs(name)
@@ -195,6 +195,7 @@ def test_interleaved_heads_get_the_values_of_their_roles():
 
 
 @pytest.mark.parametrize("name", ["Llama", "Gemma", "T5"])
+@pytest.mark.one_in(test=2)
 def test_a_shift_before_the_activation_falls_on_the_gate(name):
     """Of a gated pair the activation reads one, and its declaration says which."""
     model, met = build(name).eval(), {}

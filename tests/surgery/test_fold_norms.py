@@ -57,6 +57,7 @@ def folded_and_back(model, name):
 
 
 @pytest.mark.parametrize("name", KEPT)
+@pytest.mark.one_in(test=6, all=3)
 def test_outputs_are_equal_and_undo_is_bit_for_bit(name):
     assert folded_and_back(build(name), name) == KEPT[name]
 
@@ -76,6 +77,7 @@ def test_variants(name, options, left):
 
 @pytest.mark.parametrize("name", ["GPT2", "Llama", "Gemma"])
 @pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.one_in(test=2)
 def test_the_last_norm_is_folded_where_the_head_is_untied(name, tied):
     model = build(name, tie_word_embeddings=tied)
     expected = run(model, name)
@@ -89,6 +91,7 @@ def test_the_last_norm_is_folded_where_the_head_is_untied(name, tied):
 
 
 @pytest.mark.parametrize("name", ["Llama", "Gemma", "GPT2", "RobertaPreLayerNorm", "ViT"])
+@pytest.mark.one_in(test=5, all=4)
 def test_the_error_in_bf16_is_at_most_twice_the_originals(name):
     """Root mean squares over models, against the same weights in f64."""
     errors = torch.zeros(2, dtype=torch.float64)

@@ -24,6 +24,7 @@ pytestmark = pytest.mark.filterwarnings(
 
 
 @pytest.mark.parametrize("name", ["rust", "rust, decoder-only", *MODELS])
+@pytest.mark.one_in(test=3, all=2)
 def test_admins_gains_fold_into_the_weights(name):
     if name.startswith("rust"):
         shape = {"d_model": D, "heads": HEADS, "d_ff": FF, "encoder_layers": 2, "decoder_layers": 2}

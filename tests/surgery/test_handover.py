@@ -36,6 +36,7 @@ def gemma():
 
 
 @pytest.mark.parametrize("to", ["rmsnorm", "rmsnorm:gemma", "layernorm", "scalenorm", "batchnorm", "sandwich"])
+@pytest.mark.one_in(test=2)
 def test_init_weights_keeps_a_swapped_models_values(to):
     """A wrapper's post_init() calls init_weights(), which a model that is initialised ignores."""
     torch.manual_seed(0)
@@ -289,6 +290,7 @@ def test_accelerates_hooks_go_over():
 
 
 @pytest.mark.parametrize("name", ["gpt2", "bert", "t5", "encoder"])
+@pytest.mark.one_in(test=4, all=3)
 def test_a_block_with_accelerates_hook_runs_the_scheme(name):
     """accelerate keeps the original class's forward; the hook must go around the scheme's."""
     torch.manual_seed(0)
@@ -324,6 +326,7 @@ def test_accelerates_hook_that_came_after_a_swap_outlives_its_undo(name):
 
 
 @pytest.mark.parametrize("swap", ["norms", "residuals", "exact", "fold", "undo"])
+@pytest.mark.one_in(test=2)
 def test_an_offloaded_model_is_refused(swap):
     accelerate = pytest.importorskip("accelerate")
     model = hugging_face("gpt2").eval()

@@ -224,6 +224,7 @@ HOW = (keyboard, memory, sigint)
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.one_in(test=7, all=6)
 def test_an_interrupt_at_a_line(name):
     there, back = lines_of(name)
     draw = random.Random(name)
@@ -233,7 +234,7 @@ def test_an_interrupt_at_a_line(name):
 
 
 @pytest.mark.parametrize("seed", range(300))
-@pytest.mark.one_in(all=30)
+@pytest.mark.one_in(all=75)
 def test_interrupts_at_many_lines(seed):
     draw = random.Random(seed)
     name, how = draw.choice([*CASES]), draw.choice(HOW)

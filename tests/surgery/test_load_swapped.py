@@ -27,7 +27,7 @@ def same(name, model, other):
 
 
 @pytest.mark.parametrize("name", HUGGING_FACE)
-@pytest.mark.one_in(test=4, all=3)
+@pytest.mark.one_in(test=26, all=25)
 def test_swapped_models_come_back(name, tmp_path):
     scheme = SCHEMES[HUGGING_FACE.index(name) % len(SCHEMES)]
     model = build(name)
@@ -44,6 +44,7 @@ def test_swapped_models_come_back(name, tmp_path):
 
 
 @pytest.mark.parametrize("change", ["options", "depth", "own", "fold", "exact", "filter"])
+@pytest.mark.one_in(test=2)
 def test_how_it_was_swapped(change, tmp_path):
     model = build("GPT2")
     if change == "options":
@@ -117,6 +118,7 @@ def states(model):
 
 @pytest.mark.parametrize("saved", ["BertForMaskedLM", "BertModel"])
 @pytest.mark.parametrize("kind", ["BertForMaskedLM", "BertModel", "BertForSequenceClassification"])
+@pytest.mark.one_in(test=3, all=2)
 def test_another_class_of_the_family_has_the_same_norms(saved, kind, tmp_path):
     model = bert(saved)
     swap_norms(model, "rmsnorm")
@@ -129,6 +131,7 @@ def test_another_class_of_the_family_has_the_same_norms(saved, kind, tmp_path):
 
 @pytest.mark.parametrize("saved", ["LlamaForCausalLM", "LlamaModel"])
 @pytest.mark.parametrize("kind", ["LlamaForCausalLM", "LlamaModel", "LlamaForSequenceClassification"])
+@pytest.mark.one_in(test=6, all=5)
 def test_another_class_folds_the_norms_that_were_folded(saved, kind, tmp_path):
     """Where a class returns the last norm, this keeps its gain, and where a head reads it, the head has it."""
     model = getattr(transformers, saved)(config()).double().eval()
@@ -210,8 +213,9 @@ def test_damaged_swaps_are_refused_by_name(what, forged):
         forged[1](WRONG[what][0])
 
 
-@pytest.mark.parametrize(("seed", "count"), [(1, 12), pytest.param(2, 300, marks=[pytest.mark.full, pytest.mark.long])])
+@pytest.mark.parametrize(("seed", "count"), [(1, 12), pytest.param(2, 300, marks=pytest.mark.long)])
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.one_in(all=2)
 def test_swaps_that_are_mutated_load_or_are_refused(seed, count, forged):
     swaps, load = forged
     for mutant in mutations(swaps, seed, count):
@@ -266,6 +270,7 @@ def is_unmarked(model, folder):
         load_swapped(folder)
 
 
+@pytest.mark.full
 def test_models_of_one_configuration_have_marks_of_their_own(tmp_path):
     shared = config()
     teacher = transformers.LlamaForCausalLM(shared)
@@ -280,6 +285,7 @@ def test_models_of_one_configuration_have_marks_of_their_own(tmp_path):
     assert shared is teacher.config and not hasattr(shared, "normformer_rs")
 
 
+@pytest.mark.full
 def test_a_model_of_a_swapped_models_configuration_starts_without_its_marks(tmp_path):
     first = transformers.LlamaForCausalLM(config())
     swap_residuals(first, "deepnorm", init=None)
@@ -291,6 +297,7 @@ def test_a_model_of_a_swapped_models_configuration_starts_without_its_marks(tmp_
     assert [*second.config.normformer_rs] == ["norm", "swaps"]
 
 
+@pytest.mark.full
 def test_a_part_marks_the_model_around_it_and_undo_takes_it_back(tmp_path):
     shared = config()
     model, other = (transformers.LlamaForCausalLM(shared) for _ in range(2))
@@ -325,6 +332,7 @@ def test_a_swap_that_fails_leaves_the_configuration(monkeypatch):
     assert not hasattr(model.config, "normformer_rs")
 
 
+@pytest.mark.full
 def test_weights_that_were_not_swapped_as_config_json_says_are_refused(tmp_path):
     first = transformers.LlamaForCausalLM(config())
     swap_residuals(first, "deepnorm", init=None)

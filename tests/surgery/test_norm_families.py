@@ -15,7 +15,7 @@ STAYING = {"wav2vec2": {"GroupNorm"}}
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.one_in(test=6, all=3)
+@pytest.mark.one_in(test=19, all=18)
 def test_every_norm_of_a_family_swaps_trains_and_returns(name):
     model = build_family(name)
     with torch.no_grad():
@@ -44,7 +44,7 @@ def test_every_norm_of_a_family_swaps_trains_and_returns(name):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.one_in(test=6, all=3)
+@pytest.mark.one_in(test=38, all=19)
 def test_the_same_norm_keeps_a_familys_outputs(name):
     model = build_family(name).double()
     with torch.no_grad(), Widened():

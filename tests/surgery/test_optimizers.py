@@ -36,6 +36,7 @@ def step(model, optimizer):
         ),
     ],
 )
+@pytest.mark.one_in(all=3)
 def test_a_forgotten_optimizer_warns_once_by_name(swap, first):
     model = hugging_face("gpt2")
     optimizer = torch.optim.AdamW(model.parameters())
@@ -58,6 +59,7 @@ def test_a_forgotten_optimizer_warns_once_by_name(swap, first):
             step(model, only)
 
 
+@pytest.mark.full
 def test_optimizers_that_know_are_silent():
     model = hugging_face("gpt2")
     optimizer = torch.optim.AdamW(model.parameters())
@@ -101,6 +103,7 @@ def test_a_fold_that_makes_biases_and_a_model_that_is_gone():
         optimizer.step()
 
 
+@pytest.mark.full
 def test_a_compiled_step_warns_too():
     model = build("encoder")
     optimizer = torch.optim.AdamW(model.parameters())

@@ -20,7 +20,7 @@ def rates(model, **more):
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.one_in(test=4, all=3)
+@pytest.mark.one_in(test=32, all=31)
 def test_rates_of_a_swapped_model_are_those_of_a_stack(scheme):
     transformers = pytest.importorskip("transformers")
     try:

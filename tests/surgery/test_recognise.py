@@ -113,6 +113,7 @@ def test_what_computes_a_norm_is_one(make, expected):
 
 
 @pytest.mark.parametrize("name", NORMS)
+@pytest.mark.one_in(test=2)
 def test_the_same_norm_keeps_its_outputs(name):
     make, expected = NORMS[name]
     model = nn.Sequential(make())
@@ -185,6 +186,7 @@ STRANGERS = {
 
 
 @pytest.mark.parametrize("forward, attributes, reason", STRANGERS.values(), ids=STRANGERS)
+@pytest.mark.one_in(test=3, all=2)
 def test_what_computes_none_is_not_one(forward, attributes, reason):
     stranger = module(forward, **attributes)
     found = examine(stranger)

@@ -104,6 +104,7 @@ def llama(how):
     ],
 )
 @pytest.mark.filterwarnings("ignore:.*PEFT's adapters")
+@pytest.mark.one_in(all=2)
 def test_linear_layers_that_cannot_be_drawn(how, said):
     model = llama(how)
     state, kinds = state_of(model), [type(m) for m in model.modules()]
@@ -123,6 +124,7 @@ def test_linear_layers_that_cannot_be_drawn(how, said):
 
 
 @pytest.mark.parametrize("name", ["Mixtral", "Qwen3Moe"])
+@pytest.mark.one_in(all=2)
 def test_a_models_mixture_of_experts_is_named(name):
     transformers = pytest.importorskip("transformers")
     config = getattr(transformers, f"{name}Config")(

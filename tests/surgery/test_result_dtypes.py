@@ -60,7 +60,7 @@ def swapped(kind, to):
 
 @pytest.mark.parametrize("to", KINDS)
 @pytest.mark.parametrize("kind", [LikeWeight, Promoted, LikeInput])
-@pytest.mark.one_in(test=5, all=3)
+@pytest.mark.one_in(test=30, all=20)
 def test_a_new_norm_returns_the_dtype_that_the_old_one_did(kind, to):
     for weights in (torch.float32, *HALVES):
         stock, new = Model(kind).to(weights).eval(), swapped(kind, to).to(weights).eval()
@@ -92,6 +92,7 @@ def test_norms_of_the_package_keep_xs_dtype():
     [("T5", torch.float16, ["rmsnorm", "l2norm", "batchnorm"])]
     + [pytest.param(k, d, KINDS, marks=pytest.mark.full) for k in ("T5", "MT5", "UMT5") for d in HALVES],
 )
+@pytest.mark.one_in(all=7)
 def test_t5_runs_in_halves_with_other_norms(kind, dtype, targets, tmp_path):
     transformers = pytest.importorskip("transformers")
     sizes = {"vocab_size": 40, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2}

@@ -83,6 +83,7 @@ def parts_of(model, example=None):
 
 
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.one_in(test=3, all=2)
 def test_roles_of_a_model(name):
     for parts in parts_of(build(name)):
         assert [str(part) for part in parts] == MODELS[name][1]
@@ -177,6 +178,7 @@ def test_factors_that_cannot_be_told_apart_are_not_drawn(act):
     nfrs.swap_residuals(model, "deepnorm", init=None, example=X)
 
 
+@pytest.mark.full
 def test_rows_are_drawn_by_their_roles():
     """β on values, the output, fc1 and fc2; 1 on queries, keys and the gate: deepnorm's Xavier values, each role for
     itself."""

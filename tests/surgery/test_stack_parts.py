@@ -30,6 +30,7 @@ def variances(rows):
 
 
 @pytest.mark.parametrize("scheme", ["prenorm", "sandwich", "peri-ln", "denseformer", "mhc"])
+@pytest.mark.one_in(test=5, all=4)
 def test_dropped_layers_leave_the_last_norm(scheme):
     model, ids = encoder(scheme, encoder_layerdrop=0.5).train(), torch.randint(3, 40, (2, 7))
     for seed in range(20):
@@ -40,6 +41,7 @@ def test_dropped_layers_leave_the_last_norm(scheme):
 
 
 @pytest.mark.parametrize("scheme", ["prenorm", "resi-dual", "mhc", "attnres"])
+@pytest.mark.one_in(test=4, all=3)
 def test_blocks_that_are_cut_off_leave_the_last_norm(scheme):
     model, ids = encoder(scheme).eval(), torch.randint(3, 40, (2, 7))
     whole = model(ids).last_hidden_state
@@ -61,7 +63,7 @@ def test_the_first_norm_does_not_go_with_the_first_block():
 
 @pytest.mark.parametrize("scheme", WIDE)
 @pytest.mark.parametrize("name", ["GPT2", "Llama", "Bert", "T5"])
-@pytest.mark.one_in(test=4, all=3)
+@pytest.mark.one_in(test=32, all=31)
 def test_hidden_states_are_x(name, scheme):
     model, given = build(name).eval(), inputs(name)
     swap_residuals(model, scheme, init=None)
@@ -73,7 +75,7 @@ def test_hidden_states_are_x(name, scheme):
 
 @pytest.mark.parametrize("scheme", WIDE)
 @pytest.mark.parametrize("name", ["Llama", "Bart", "GPT2"])
-@pytest.mark.one_in(test=4, all=3)
+@pytest.mark.one_in(test=24, all=23)
 def test_cached_generation_equals_uncached(name, scheme):
     assert name in GENERATING
     model = build(name).eval()
@@ -87,6 +89,7 @@ def test_cached_generation_equals_uncached(name, scheme):
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("scheme", ["sandwich", "resi-dual", "mhc", "denseformer", "value-residual"])
 @pytest.mark.parametrize("name", ["Llama", "Bert"])
+@pytest.mark.one_in(test=20, all=10)
 def test_both_kinds_of_checkpoints(name, scheme, reentrant):
     model, given = build(name).train(), inputs(name)
     swap_residuals(model, scheme)
@@ -102,6 +105,7 @@ def gradients(model, given):
 
 
 @pytest.mark.parametrize("scheme", ["peri-ln", *WIDE])
+@pytest.mark.one_in(test=5, all=3)
 def test_a_pipeline_by_hand(scheme):
     """Two stages that call the blocks themselves; only the hidden state goes from one to the other."""
 

@@ -128,6 +128,7 @@ class Bare(Named):
 
 
 @pytest.mark.parametrize("scheme", ["postnorm", "resi-dual", "denseformer", "mhc"])
+@pytest.mark.one_in(test=2)
 def test_what_blocks_return(scheme):
     x = torch.randn(2, 5, D, dtype=torch.float64)
     want = made(Bare, scheme, x)(x)

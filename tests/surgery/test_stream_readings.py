@@ -86,6 +86,7 @@ def input_():
 
 
 @pytest.mark.parametrize("reading", READINGS)
+@pytest.mark.one_in(test=2)
 def test_a_reading_of_the_stream_reads_through_the_schemes_norm(reading):
     model, x = model_of(PostNorm, reading=reading), input_()
     swap_residuals(model, "prenorm", init=None, example=x.detach())
@@ -295,6 +296,7 @@ class Drops(nn.Module):
 
 @pytest.mark.parametrize("scheme", ["value-residual", "dlcl", "denseformer", "x0-lambdas", "peri-ln"])
 @pytest.mark.parametrize("dropped", [(0,), (1,), (0, 1), (2,)])
+@pytest.mark.one_in(test=5, all=4)
 def test_layers_that_are_left_out(scheme, dropped):
     torch.manual_seed(0)
     model, x, found = Drops().double(), input_(), []
@@ -317,6 +319,7 @@ def test_the_first_layer_to_run_keeps_the_first_values():
 
 
 @pytest.mark.parametrize("how", ["blocks", "compile()", "model"])
+@pytest.mark.one_in(all=3)
 def test_compiled_blocks_are_swapped_as_plain_ones(how):
     x, plain, model = torch.randn(2, T, D), model_of(Plain).float(), model_of(Plain).float()
     swap_residuals(plain, "deepnorm", init=None, example=x)

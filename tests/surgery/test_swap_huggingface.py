@@ -21,6 +21,7 @@ pytestmark = pytest.mark.filterwarnings(
 
 
 @pytest.mark.parametrize("name", ["bert", "gpt2"])
+@pytest.mark.one_in(all=2)
 def test_cross_attention_and_masks_of_hugging_face(name):
     """Decoders that attend to an encoder's output, with padding on both sides: the converted blocks change nothing."""
     torch.manual_seed(0)
@@ -42,6 +43,7 @@ def test_cross_attention_and_masks_of_hugging_face(name):
 
 
 @pytest.mark.parametrize("name", ["marian", "t5"])
+@pytest.mark.one_in(test=2)
 def test_profiling_begins_anew_with_each_stack(name):
     model = hugging_face(name)
     swap_residuals(model, "admin")
@@ -54,6 +56,7 @@ def test_profiling_begins_anew_with_each_stack(name):
 
 
 @pytest.mark.parametrize("name", HUGGING_FACE)
+@pytest.mark.one_in(test=5, all=4)
 def test_the_schemes_first_values(name):
     """deepnorm's on every linear layer of a block, whichever way round it keeps its matrix."""
     torch.manual_seed(0)
@@ -97,7 +100,7 @@ def test_the_schemes_first_values(name):
     [("deepnorm", "scalenorm"), ("branchnorm", "rmsnorm"), ("sandwich", "scalenorm"), ("rezero", None)],
 )
 @pytest.mark.parametrize("name", HUGGING_FACE)
-@pytest.mark.one_in(test=4, all=3)
+@pytest.mark.one_in(test=20, all=19)
 def test_saved_and_loaded_by_hugging_face(name, residual, norm, tmp_path):
     """The recipe: a subclass that swaps as it is built; from_pretrained then finds every name."""
 
@@ -126,6 +129,7 @@ def test_saved_and_loaded_by_hugging_face(name, residual, norm, tmp_path):
     assert torch.equal(run(loaded.eval())[0], run(model)[0])
 
 
+@pytest.mark.full
 def test_generation_attentions_and_checkpointing_of_hugging_face():
     for name in HUGGING_FACE:
         model = build(name)

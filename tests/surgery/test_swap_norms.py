@@ -20,7 +20,7 @@ pytestmark = pytest.mark.filterwarnings(
 
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.one_in(test=4, all=3)
+@pytest.mark.one_in(test=84, all=83)
 def test_norms_swap_train_and_return(name, norm):
     model = build(name).eval()
     before, state = run(model)[0], state_of(model)
@@ -300,6 +300,7 @@ def gemma(dtype):
 
 @pytest.mark.parametrize("to", ["rmsnorm", "rmsnorm:gemma"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.one_in(test=4, all=2)
 def test_gemmas_norms_keep_their_numbers(to, dtype):
     model, ids = gemma(dtype), torch.arange(3, 20).view(1, -1)
     before = model(ids).logits

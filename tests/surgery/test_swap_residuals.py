@@ -51,7 +51,7 @@ def test_reset_parameters_after_a_swap_draws_the_schemes_values():
 
 @pytest.mark.parametrize("residual", RESIDUALS)
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.one_in(test=12, all=6)
+@pytest.mark.one_in(test=224, all=223)
 def test_residuals_swap_train_and_return(name, residual):
     model = build(name).eval()
     before, state, kinds = run(model)[0], state_of(model), [type(m) for m in model.modules()]
@@ -78,6 +78,7 @@ def test_residuals_swap_train_and_return(name, residual):
 
 
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.one_in(test=7, all=3)
 def test_without_a_change_the_blocks_compute_what_they_did(name):
     """The scheme that a model has already, weights kept: the same outputs, by way of the converted blocks."""
     model = build(name).eval()
@@ -92,6 +93,7 @@ def test_without_a_change_the_blocks_compute_what_they_did(name):
     torch.testing.assert_close(run(model)[0], before, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.full
 def test_end_norms_follow_the_scheme():
     """prenorm ends in a norm, deepnorm's last sublayer does: the stack's own goes, or one is added."""
     for name, end in (("gpt2", "transformer.ln_f"), ("t5", "decoder.final_layer_norm")):
@@ -125,6 +127,7 @@ def test_the_embeddings_norm_stands_before_the_first_block_alone():
     torch.testing.assert_close(*seen, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.full
 def test_schemes_on_torchs_transformer_are_the_packages():
     """Converted from torch.nn, or built with the scheme: from the same weights the same outputs."""
     for residual in RESIDUALS:
@@ -245,6 +248,7 @@ def test_branchnorm_says_that_t_stays_and_follows_a_later_optimizer():
 
 
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.one_in(test=7, all=6)
 def test_converted_models_copy_and_pickle(name):
     model = build(name)
     for residual in ("branchnorm", "subln"):

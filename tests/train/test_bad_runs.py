@@ -13,6 +13,7 @@ import normformer_rs as nfrs
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
+@pytest.mark.full
 def test_a_checkpoint_of_another_model_does_not_translate(tmp_path, corpus):
     for run, heads in (("one", 2), ("other", 4)):
         fit(tmp_path / run, corpus, {"heads": heads}, training={"updates": 2})
@@ -80,6 +81,7 @@ def test_what_cannot_run_destroys_nothing(tmp_path, corpus):
     assert all(torch.equal(v, before[k]) for k, v in weights(tmp_path / "run").items())
 
 
+@pytest.mark.full
 def test_somebody_elses_files_are_not_written_over(tmp_path, corpus):
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "bpe.codes").write_text("#version: 0.2\n1 2</w>\n")
@@ -98,6 +100,7 @@ def test_somebody_elses_files_are_not_written_over(tmp_path, corpus):
     assert checkpoint.read_text() == "fairseq's"
 
 
+@pytest.mark.full
 def test_long_sentences_are_refused_or_skipped(tmp_path, corpus):
     with pytest.raises(ValueError, match="skip-long"):
         fit(tmp_path / "run", corpus, training={"max_tokens": 8})
@@ -115,6 +118,7 @@ def test_long_sentences_are_refused_or_skipped(tmp_path, corpus):
     assert nfrs.evaluate_loss(tmp_path / "long", valid["valid_source"], valid["valid_target"]).tokens == 16
 
 
+@pytest.mark.full
 def test_a_folder_with_a_run_is_not_overwritten(tmp_path, corpus):
     fit(tmp_path / "run", corpus, training={"updates": 2})
     before = weights(tmp_path / "run")

@@ -111,6 +111,7 @@ def try_all(run, tmp_path, section, name, count=4):
 
 
 @pytest.mark.parametrize("name", ["norm", "residual"])
+@pytest.mark.one_in(all=2)
 def test_no_reader_of_a_run_runs_code(run, code, tmp_path, name):
     try_all(run, tmp_path, "model", name, 1)
 
@@ -216,6 +217,7 @@ def test_users_may_name_code_in_every_call(trusted):
     assert alone(torch.ones(1, 16)).isfinite().all()
 
 
+@pytest.mark.full
 def test_a_run_of_a_files_norm_resumes_with_it(trusted, tmp_path, corpus):
     words = [word for key, value in corpus.items() for word in (f"--{key.replace('_', '-')}", str(value))]
     words += [word for key, value in TINY.items() for word in (f"--{key.replace('_', '-')}", str(value))]
@@ -304,6 +306,7 @@ print(pickle.load(open("config.pkl", "rb")).norm)
 """
 
 
+@pytest.mark.full
 def test_another_process_reads_a_pickle_where_the_file_is_named_first(module, tmp_path):
     for what in ("norm", "residual"):
         config = TransformerConfig(**{what: f"mine.py:{'Mine' if what == 'norm' else 'Plain'}"})

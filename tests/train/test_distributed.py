@@ -115,7 +115,7 @@ def found(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name,masked,way", CASES)
-@pytest.mark.one_in(test=4, all=3)
+@pytest.mark.one_in(all=24)
 def test_the_ranks_batches_are_one_batch(found, name, masked, way):
     tolerance = 1e-5 if way == "on a device" else 1e-9
     whole = steps(made(name), masked, lambda t: t.flatten(0, 1))
@@ -290,7 +290,7 @@ for number in range(3):
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", "variables"])
-@pytest.mark.one_in(test=2, all=3)
+@pytest.mark.one_in(all=2)
 def test_ranks_train_one_model_after_another(tmp_path, corpus, launcher):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -315,7 +315,7 @@ def test_ranks_train_one_model_after_another(tmp_path, corpus, launcher):
 
 
 @pytest.mark.parametrize("dies", [0, 1])
-@pytest.mark.one_in(test=2, all=3)
+@pytest.mark.one_in(all=2)
 def test_a_rank_that_loses_its_partner_says_so_in_one_line(tmp_path, corpus, dies):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

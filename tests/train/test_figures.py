@@ -91,6 +91,7 @@ def test_layers_are_those_of_held_out_text(runs):
      ("singular_values", "all"), ("statistics", "powernorm"), ("changes", "all"), ("layers", "pairs"),
      ("layers", "language"), ("stream", "all")],
 )  # fmt: skip
+@pytest.mark.one_in(test=10, all=5)
 def test_every_picture(name, chosen, runs, tmp_path):
     taken = {"all": [*runs], "pairs": ["scalenorm", "powernorm"], "learned": ["scalenorm", "language"]}
     folders = [runs[run] for run in taken.get(chosen, [chosen])]

@@ -84,6 +84,7 @@ def test_a_second_writer_is_refused_by_name(tmp_path, corpus, monkeypatch):
     assert Path(nfrs.average(run, last=1)).name == "average"
 
 
+@pytest.mark.full
 def test_a_run_that_was_stopped_while_it_began_begins_again(tmp_path, letters):
     """At any of its first files; what a killed process left unfinished goes, and the user's own files stay."""
     fit_bpe(tmp_path / "whole", letters, SAVING)
@@ -112,6 +113,7 @@ def test_a_run_that_was_stopped_while_it_began_begins_again(tmp_path, letters):
     assert not (run / "bpe.codes").exists()
 
 
+@pytest.mark.full
 def test_a_flipped_bit_is_named_and_nothing_goes_on(tmp_path, letters, capsys):
     run = tmp_path / "run"
     fit_bpe(run, letters, SAVING)
@@ -142,7 +144,7 @@ def test_a_flipped_bit_is_named_and_nothing_goes_on(tmp_path, letters, capsys):
 
 
 @pytest.mark.parametrize("harm", ["missing", "damaged", "two"])
-@pytest.mark.one_in(test=3, all=3)
+@pytest.mark.one_in(all=3)
 def test_a_run_goes_on_from_the_newest_whole_checkpoint(tmp_path, corpus, caplog, harm):
     run = tmp_path / "run"
     fit(tmp_path / "whole", corpus, training={**SAVING, "updates": 12})
@@ -164,6 +166,7 @@ def test_a_run_goes_on_from_the_newest_whole_checkpoint(tmp_path, corpus, caplog
     assert all(torch.equal(tensor, weights(run)[name]) for name, tensor in weights(tmp_path / "whole").items())
 
 
+@pytest.mark.full
 def test_the_checkpoint_to_go_on_from_is_chosen(tmp_path, corpus):
     run = tmp_path / "run"
     fit(run, corpus, training=SAVING)
@@ -186,6 +189,7 @@ def test_the_checkpoint_to_go_on_from_is_chosen(tmp_path, corpus):
 
 
 @pytest.mark.parametrize("stopped", [True, False])
+@pytest.mark.one_in(test=2)
 def test_a_run_without_its_checkpoints_does_not_begin_anew(tmp_path, corpus, ctrl_c, stopped):
     run = tmp_path / "run"
     if stopped:  # before its first evaluation: only the log tells that something was saved
@@ -203,6 +207,7 @@ def test_a_run_without_its_checkpoints_does_not_begin_anew(tmp_path, corpus, ctr
     assert files(run) == before
 
 
+@pytest.mark.full
 def test_a_run_that_had_saved_nothing_says_that_it_begins(tmp_path, corpus):
     """A kill after the first evaluation, before its checkpoint; then a kill of the run that began again."""
     run = tmp_path / "run"

@@ -70,7 +70,7 @@ def learning_rate(training, n):
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.one_in(test=3, all=3)
+@pytest.mark.one_in(all=9)
 def test_ten_losses_of_a_language_model(tmp_path, corpus, name):
     """Ten updates of two batches read the text four times, each time in another order."""
     model, training = {**SHAPE, **CASES[name][0]}, nfrs.TrainingConfig(**{**CASES[name][1], **LOOP})

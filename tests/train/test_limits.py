@@ -33,6 +33,7 @@ def short(corpus):
     return corpus
 
 
+@pytest.mark.full
 def test_evaluation_and_translation_end_at_the_table_of_positions(tmp_path, short):
     """A model that never says its end: its first evaluation asks for sources + 50 tokens."""
     fit(tmp_path / "run", short, LEARNED, {"updates": 2, "evaluate_every": 1, "lr": 1e-5})
@@ -44,6 +45,7 @@ def test_evaluation_and_translation_end_at_the_table_of_positions(tmp_path, shor
 
 
 @pytest.mark.parametrize("part", ["train", "valid"])
+@pytest.mark.one_in(test=2)
 def test_pairs_longer_than_the_table_are_counted_before_the_run(tmp_path, short, part):
     long_pairs(short, part, 3)
     count = {"train": 40, "valid": 8}[part] + 3
@@ -79,6 +81,7 @@ def test_a_line_that_is_too_long_is_named(tmp_path, short):
 
 @pytest.mark.parametrize("rule", ["google", "fairseq"])
 @pytest.mark.parametrize("beam", [1, 3])
+@pytest.mark.one_in(test=4, all=3)
 def test_a_blank_line_is_translated_by_a_blank_line(tmp_path, corpus, rule, beam):
     fit(tmp_path / "run", corpus, training={"updates": 1})
     lines = ["1 2", "", "3", " \t ", "\u00a0"]
@@ -143,6 +146,7 @@ def warnings(run):
 
 
 @pytest.mark.parametrize("now", [48, 400])
+@pytest.mark.one_in(all=2)
 def test_a_place_in_an_epoch_is_scaled_by_sentences(tmp_path, corpus, now):
     training = {"max_tokens": 100, "updates": 4, "evaluate_every": 100}
     fit(tmp_path / "run", corpus, training=training)
@@ -160,6 +164,7 @@ def test_a_place_in_an_epoch_is_scaled_by_sentences(tmp_path, corpus, now):
     assert [*losses(tmp_path / "run")] == [1, 2, 3, 4, 5, 6]
 
 
+@pytest.mark.full
 def test_other_text_is_noticed(tmp_path, corpus):
     training = {"max_tokens": 100, "updates": 4, "evaluate_every": 2}
     fit(tmp_path / "run", corpus, training=training)

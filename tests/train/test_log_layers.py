@@ -14,6 +14,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.mark.parametrize("residual", ["prenorm", "dlcl", "rezero"])
+@pytest.mark.one_in(test=3, all=2)
 def test_the_first_update_has_the_oracles_norms(tmp_path, corpus, residual):
     """One batch holds the whole corpus; seed 1 fixes the first weights."""
     model = {"norm": "layernorm" if residual == "rezero" else "scalenorm", "residual": residual}
@@ -34,6 +35,7 @@ def test_the_first_update_has_the_oracles_norms(tmp_path, corpus, residual):
     assert update["layers"]["gains"] == pytest.approx(gains, rel=1e-12)
 
 
+@pytest.mark.full
 def test_history_has_them_at_every_nth_update(tmp_path, corpus):
     history = fit(tmp_path / "run", corpus, {"norm": "scalenorm", "encoder_layers": 11}, {"log_layers": 4})
     logged = [4, 8]
@@ -51,12 +53,14 @@ def test_history_has_them_at_every_nth_update(tmp_path, corpus):
     assert len(frame) == 10 and history.layers.keys() <= set(frame.columns)
 
 
+@pytest.mark.full
 def test_without_it_nothing_is_logged_and_no_bit_changes(tmp_path, corpus):
     runs = {every: fit(tmp_path / str(every), corpus, {}, {"log_layers": every}) for every in (0, 3)}
     assert runs[0].layers == {} and not any("layers" in event for event in events(tmp_path / "0", "updated"))
     assert np.array_equal(runs[0].loss, runs[3].loss)
 
 
+@pytest.mark.full
 def test_callbacks_and_tensorboard_have_them(tmp_path, corpus):
     seen = []
     fit(tmp_path / "run", corpus, {}, {"log_layers": 5}, callbacks=[lambda event, values: seen.append((event, values))])

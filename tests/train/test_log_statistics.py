@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
     ],
     ids=str,
 )
-@pytest.mark.one_in(test=6, all=3)
+@pytest.mark.one_in(all=6)
 def test_it_changes_no_bit(tmp_path, corpus, model):
     training = {"updates": 4, "accumulate": 2, "max_tokens": 150}
     for name, every in (("plain", 0), ("watched", 1)):
@@ -35,6 +35,7 @@ def test_it_changes_no_bit(tmp_path, corpus, model):
     assert all(torch.equal(plain[k], watched[k]) for k in plain)
 
 
+@pytest.mark.full
 def test_the_numbers_are_the_models(tmp_path, corpus):
     """One batch holds the whole corpus, so that what is logged of an update is what `analysis` sees of it."""
     model = {"norm": "layernorm", "encoder_norm": "batchnorm", "dropout": 0.0}
@@ -64,6 +65,7 @@ def test_the_numbers_are_the_models(tmp_path, corpus):
     assert history.layers["size/decoder.0"].shape == (4,) and np.isnan(history.layers["size/decoder.0"][0])
 
 
+@pytest.mark.full
 def test_a_resumed_run_knows_its_beginning(tmp_path, corpus):
     training = {"log_statistics": 3, "max_tokens": 150}
     fit(tmp_path / "whole", corpus, {}, {**training, "updates": 6})

@@ -197,6 +197,7 @@ NUMBERS = ("loss", "nll", "lr", "grad_norm", "tokens_per_second", "perplexity", 
 
 @pytest.mark.parametrize("value", [None, 0.0, -1.0, 3e38])
 @pytest.mark.parametrize("names", [NUMBERS, ("lr", "grad_norm", "bleu")], ids=["all", "some"])
+@pytest.mark.one_in(test=8, all=7)
 def test_odd_numbers_are_drawn(tmp_path, value, names):
     run = written(tmp_path / "run")
     events = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
@@ -260,6 +261,7 @@ def test_runs_of_one_name_are_told_apart():
     assert curves.told_apart([Path("x/a"), Path("x/a")]) == ["x/a", "x/a"]
 
 
+@pytest.mark.full
 def test_the_command_draws(tmp_path, capsys, monkeypatch):
     runs = [str(written(tmp_path / name)) for name in "ab"]
     assert cli.main(["plot", runs[0]]) == 0

@@ -38,7 +38,7 @@ def trainer(text, model=(), training=()):
 
 
 @pytest.mark.parametrize("residual", ["prenorm", "mhc", "dlcl", "attnres"])
-@pytest.mark.one_in(test=4)
+@pytest.mark.one_in(all=4)
 def test_many_layers_are_told_from_few(tmp_path, text, residual):
     """Eight layers: the polynomial through two, four and six layers gives the peak that the run's tensors reach."""
     model = {"residual": residual, "encoder_layers": 8, "decoder_layers": 8}
@@ -70,6 +70,7 @@ def tensor_bytes():
         peak.append(max(totals))
 
 
+@pytest.mark.full
 def test_moments_in_bf16_take_half(tmp_path, text):
     """The sizes are those of the tensors: a run for a GPU counts nothing else."""
     plain, half = (trainer(text, training={"moments": kind, "device": "cuda"}).dry_run() for kind in ("f32", "bf16"))
@@ -85,6 +86,7 @@ def test_moments_in_bf16_take_half(tmp_path, text):
         assert sum(tensor.nbytes for tensor in moments) == 2 * size_of_one * parameters
 
 
+@pytest.mark.full
 def test_activations_are_fewer_where_they_are_made_again(text):
     plain, again = (trainer(text, training={"activation_checkpointing": again}).dry_run() for again in (False, True))
     assert again.activation_bytes < 0.6 * plain.activation_bytes
@@ -112,6 +114,7 @@ def test_a_budget_is_kept(monkeypatch, text):
         run.within(1000)
 
 
+@pytest.mark.full
 def test_the_command_takes_a_size(tmp_path, text, capsys):
     flags = [word for key, value in text.items() for word in (f"--{key.replace('_', '-')}", value)]
     flags += ["--d-model", "128", "--d-ff", "512", "--heads", "4", "--max-tokens", "2000", "--device", "cpu"]

@@ -97,6 +97,7 @@ def test_matrices_are_the_tables(tmp_path, corpus):
 
 
 @pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.one_in(all=2)
 def test_ten_losses_are_scalenorms(tmp_path, corpus, recompute):
     training = {"activation_checkpointing": recompute, "lr": 1e-3}
     for name, norm in (("own", OwnScaleNorm()), ("table", "scalenorm")):
@@ -106,6 +107,7 @@ def test_ten_losses_are_scalenorms(tmp_path, corpus, recompute):
     assert [own[k] for k in own] == pytest.approx([table[k] for k in table], rel=2e-5)
 
 
+@pytest.mark.full
 def test_a_transformed_parameter_trains_and_comes_back(tmp_path, corpus):
     fit(tmp_path / "run", corpus, {"norm": NgptNorm()}, {"updates": 3})
     saved = json.loads((tmp_path / "run" / "config.json").read_text())["model"]["norm"]
@@ -147,6 +149,7 @@ class Fails(Norm):
 """
 
 
+@pytest.mark.full
 def test_a_norm_that_raises_ends_a_run_with_its_message(tmp_path, corpus):
     """The process ends, too: the exception is dropped while the interpreter still runs, whose lock that needs."""
     (tmp_path / "fails.py").write_text(FAILS)
@@ -197,6 +200,7 @@ class Mine(nfrs.Norm):
 """
 
 
+@pytest.mark.full
 def test_the_command_line_takes_a_file_and_says_when_it_is_missing(tmp_path, corpus):
     (tmp_path / "mine.py").write_text(FILE)
     command = [sys.executable, "-m", "normformer_rs", "train", "--output", str(tmp_path / "run"), "--no-progress"]
@@ -273,6 +277,7 @@ def test_a_model_keeps_its_class_and_a_later_one_its_own():
     torch.testing.assert_close(other()(16)(x), 100 * one()(16)(x))
 
 
+@pytest.mark.full
 def test_files_name_no_class_and_the_user_says_which(tmp_path, corpus):
     one = scaled(1.0, "of-two")
     fit(tmp_path / "run", corpus, {"norm": one()}, {"updates": 1})
@@ -358,9 +363,7 @@ def test_every_wrong_field_is_refused_in_modules_loop_and_swaps(what):
             make()
 
 
-@pytest.mark.parametrize(
-    ("seed", "count"), [(1, 100), pytest.param(2, 300, marks=[pytest.mark.full, pytest.mark.long])]
-)
+@pytest.mark.parametrize(("seed", "count"), [(1, 100), pytest.param(2, 300, marks=pytest.mark.long)])
 def test_declarations_that_are_mutated_are_taken_or_refused(seed, count):
     whole = json.loads(config(OwnGatedNorm(rank=3)).to_json())
     for norm in mutations(whole["norm"], seed, count):

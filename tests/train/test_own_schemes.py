@@ -145,7 +145,7 @@ def test_it_declares_what_the_table_does(own, table, architecture):
 
 
 @pytest.mark.parametrize(("own", "table"), SAME, ids=ids)
-@pytest.mark.one_in(test=6, all=3)
+@pytest.mark.one_in(all=6)
 def test_ten_losses_and_all_weights_are_the_tables(tmp_path, corpus, own, table):
     for name, residual in (("own", {"residual": own}), ("table", table)):
         fit(tmp_path / name, corpus, {"dropout": 0.1, **residual})
@@ -178,6 +178,7 @@ def test_a_swap_takes_it():
     assert torch.equal(*made)
 
 
+@pytest.mark.full
 def test_a_run_loads_resumes_and_translates_without_the_class(tmp_path, corpus):
     """config.json holds the data."""
     fit(tmp_path / "run", corpus, {"residual": ValueResidual()}, {"updates": 4})
@@ -205,6 +206,7 @@ class Keel(nfrs.Scheme):
 """
 
 
+@pytest.mark.full
 def test_the_command_line_takes_a_file_and_a_class(tmp_path, corpus):
     (tmp_path / "mine.py").write_text(FILE)
     command = [sys.executable, "-m", "normformer_rs", "train", "--output", str(tmp_path / "run"), "--no-progress"]
@@ -298,6 +300,7 @@ def test_points_run_in_their_order_however_they_are_written():
 
 
 @pytest.mark.parametrize("point", ["query", "key"])
+@pytest.mark.one_in(all=2)
 def test_the_loop_rotates_nothing_where_positions_do_not(tmp_path, corpus, point):
     for at in (point, f"rotated_{point}", "value"):
         fit(tmp_path / at, corpus, {"residual": At(at)}, {"updates": 3})
@@ -462,10 +465,9 @@ def test_nonsense_is_refused_in_modules_loop_and_swaps(what):
         nfrs.swap_residuals(model, scheme, init=None)
 
 
-@pytest.mark.parametrize(
-    ("seed", "count"), [(1, 100), pytest.param(2, 300, marks=[pytest.mark.full, pytest.mark.long])]
-)
+@pytest.mark.parametrize(("seed", "count"), [(1, 100), pytest.param(2, 300, marks=pytest.mark.long)])
 @pytest.mark.parametrize("own", [ValueResidual(), Mhc(), Dense()], ids=str)
+@pytest.mark.one_in(test=3, all=2)
 def test_declarations_that_are_mutated_are_taken_or_refused(own, seed, count):
     shape = {"vocab_size": 11, "d_model": 8, "d_ff": 12, "heads": 2, "encoder_layers": 1, "decoder_layers": 2}
     whole = json.loads(nfrs.TransformerConfig(**shape, residual=own).to_json())

@@ -53,6 +53,7 @@ def test_a_strangers_files_are_refused_and_stay(tmp_path, corpus, start):
         assert content(output) == before
 
 
+@pytest.mark.full
 def test_overwrite_removes_what_the_run_wrote_and_nothing_else(tmp_path, corpus):
     run = tmp_path / "run"
     fit(run, corpus, training=SAVING)
@@ -70,6 +71,7 @@ def test_overwrite_removes_what_the_run_wrote_and_nothing_else(tmp_path, corpus)
 
 
 @pytest.mark.parametrize("name", ["vocabulary.txt", "checkpoints/best", "checkpoints/update-00000006"])
+@pytest.mark.one_in(test=3, all=2)
 def test_overwrite_of_a_run_with_a_strangers_file_in_it_removes_nothing(tmp_path, corpus, name):
     run = tmp_path / "run"
     fit(run, corpus, training=SAVING)
@@ -101,6 +103,7 @@ def test_average_replaces_only_an_average(tmp_path, corpus):
 
 
 @pytest.mark.parametrize("name", [".lock", "log.jsonl", "tensorboard", "config.json", "vocabulary.txt"])
+@pytest.mark.one_in(test=5, all=4)
 def test_nothing_is_opened_through_a_link(tmp_path, corpus, name):
     pytest.importorskip("tensorboard")
     run, target = tmp_path / "run", tmp_path / "target"
@@ -116,6 +119,7 @@ def test_nothing_is_opened_through_a_link(tmp_path, corpus, name):
 
 
 @pytest.mark.parametrize("kind", ["a link", "a file"])
+@pytest.mark.one_in(all=2)
 def test_a_picture_that_no_run_has_drawn_stays(tmp_path, corpus, caplog, kind):
     pytest.importorskip("matplotlib")
     run, target = tmp_path / "run", tmp_path / "target.png"
@@ -134,6 +138,7 @@ def test_a_picture_that_no_run_has_drawn_stays(tmp_path, corpus, caplog, kind):
         assert (run / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.full
 def test_a_users_file_in_a_checkpoint_keeps_it(tmp_path, corpus):
     """As `translate --output RUN/checkpoints/best/out.txt` leaves it."""
     run = tmp_path / "run"
@@ -149,6 +154,7 @@ def test_a_users_file_in_a_checkpoint_keeps_it(tmp_path, corpus):
 
 
 @pytest.mark.parametrize("start", [{}, {"overwrite": True}, {"resume": True}])
+@pytest.mark.one_in(all=3)
 def test_checkpoints_that_are_no_folder_are_refused_before_the_work(tmp_path, corpus, start):
     run = tmp_path / "run"
     if start:
@@ -163,6 +169,7 @@ def test_checkpoints_that_are_no_folder_are_refused_before_the_work(tmp_path, co
     assert content(run) == before
 
 
+@pytest.mark.full
 def test_checkpoints_may_be_a_link_to_another_disk(tmp_path, corpus):
     run, disk = tmp_path / "run", tmp_path / "disk"
     disk.mkdir()
@@ -203,6 +210,7 @@ def copied(run, folder, how):
 
 
 @pytest.mark.parametrize("how", ["cp -rL", "zip", "no links"])
+@pytest.mark.one_in(all=3)
 def test_a_copy_translates_and_goes_on_to_the_same_bits(tmp_path, corpus, how):
     for path in (corpus["valid_target"],):  # BLEU is 0 throughout: the first evaluation is the best
         Path(path).write_text(Path(path).read_text().upper())
@@ -226,6 +234,7 @@ int symlinkat(const char *to, int at, const char *from) { (void)at; return symli
 """
 
 
+@pytest.mark.full
 def test_a_file_system_without_links(tmp_path, corpus):
     """As exFAT answers: a shim refuses every link, from the first save to the translation."""
     (tmp_path / "shim.c").write_text(NO_LINKS)

@@ -29,7 +29,7 @@ SCALED = {
 
 @pytest.mark.parametrize("clip_norm", [0.0, 0.3])
 @pytest.mark.parametrize("name", SCALED)
-@pytest.mark.one_in(test=3, all=3)
+@pytest.mark.one_in(all=14)
 def test_an_update_is_torchs(tmp_path, corpus, name, clip_norm):
     """ε is as large as gradients are, so that a wrong one shows."""
     lr, eps, decay = 1e-3, 1e-2, 0.1
@@ -52,7 +52,7 @@ def test_an_update_is_torchs(tmp_path, corpus, name, clip_norm):
 
 
 @pytest.mark.parametrize("name", ["mup", "completep"])
-@pytest.mark.one_in(test=9, all=3)
+@pytest.mark.one_in(all=2)
 def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, corpus, name):
     training = {"max_tokens": 100, "schedule": "inverse-sqrt", "lr": None, "warmup": 4, "evaluate_every": 5}
     model = {"dropout": 0.3, **SCALED[name]}
@@ -73,6 +73,7 @@ def test_the_schedules_own_rate_is_the_bases(tmp_path, corpus):
     assert events(tmp_path / "run", "updated")[3]["lr"] == pytest.approx(4**-0.5 * 4**-0.5)
 
 
+@pytest.mark.full
 def test_decoding_scales_as_training_does(tmp_path, corpus):
     """Greedy translations are the oracle's, whose every step reads the whole prefix."""
     model = SCALED["completep"]

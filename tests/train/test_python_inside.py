@@ -123,7 +123,7 @@ PLACES = [("forward", 7, 3, False), ("backward", 4, 3, False), ("forward", 5, 3,
 
 @pytest.mark.parametrize("kind, calls, update, recompute", PLACES)
 @pytest.mark.parametrize("raised", RAISED, ids=repr)
-@pytest.mark.one_in(test=5, all=2)
+@pytest.mark.one_in(test=20, all=19)
 def test_an_exception_of_a_norm_is_the_object_itself_and_the_run_is_saved(
     tmp_path, corpus, raised, kind, calls, update, recompute
 ):
@@ -145,6 +145,7 @@ def test_a_keyboard_interrupt_of_a_norm_is_ctrl_c(tmp_path, corpus):
     assert checkpoints(tmp_path / "run") == ["update-00000003"]
 
 
+@pytest.mark.full
 def test_statistics_and_counters_are_those_of_the_last_whole_update(tmp_path, corpus):
     """The encoder's norm raises in the backward pass, when the decoder's has taken the batch in."""
     model = {"encoder_norm": Watched(), "decoder_norm": "powernorm", "powernorm_warmup": 2}
@@ -156,6 +157,7 @@ def test_statistics_and_counters_are_those_of_the_last_whole_update(tmp_path, co
 
 
 @pytest.mark.parametrize("calls", [3, 8])
+@pytest.mark.one_in(all=2)
 def test_a_first_update_that_profiles_is_made_again(tmp_path, corpus, calls):
     """Call 3 lies in the profile's pass, call 8 of those with gradients in the update's."""
     model = {"norm": Watched(), "residual": "admin"}
@@ -180,6 +182,7 @@ def test_where_saving_fails_the_exception_has_that_as_its_cause(tmp_path, corpus
 
 
 @pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.one_in(test=2)
 def test_what_a_norm_raises_leaves_translations_and_measurements_as_it_is(tmp_path, corpus, threads):
     fit(tmp_path / "run", corpus, {"norm": Watched()}, {**SAVING, "updates": 1})
     torch.set_num_threads(threads)
@@ -210,7 +213,7 @@ def test_the_number_of_sys_exit_is_the_commands(tmp_path, corpus):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 @pytest.mark.parametrize("kind, calls, update, recompute", PLACES)
-@pytest.mark.one_in(test=4, all=2)
+@pytest.mark.one_in(all=12)
 def test_a_signal_waits_until_a_norm_returns(tmp_path, corpus, number, kind, calls, update, recompute):
     """The update is made, and reported; an evaluation is left, and made anew at the resume."""
     model, training = {"norm": Watched()}, {**SAVING, "activation_checkpointing": recompute}
@@ -393,11 +396,11 @@ def interrupt_and_resume(tmp_path, corpus, signals):
     return saved
 
 
+@pytest.mark.full
 def test_six_signals_into_a_run_of_ones_own(tmp_path, corpus):
     assert interrupt_and_resume(tmp_path, corpus, 6) == 6
 
 
 @pytest.mark.long
-@pytest.mark.full
 def test_a_hundred_signals_into_a_run_of_ones_own(tmp_path, corpus):
     assert interrupt_and_resume(tmp_path, corpus, 100) == 100

@@ -98,6 +98,7 @@ def test_every_reproduction(reproduce):
     assert {row["residual"] for row in rows_of("brn-table1-18")} >= {e["name"] for e in nfrs.tables()["residuals"]}
 
 
+@pytest.mark.full
 def test_bleu_and_p_are_those_of_the_runs_translations(reproduce, monkeypatch):
     """Of good ones, which stand in for those of models of 6 updates; no run is made again for them."""
     entry = REPRODUCTIONS["twt-table3"]
@@ -125,6 +126,7 @@ def test_bleu_and_p_are_those_of_the_runs_translations(reproduce, monkeypatch):
     assert len({row["bleu"] for row in table}) == 3
 
 
+@pytest.mark.full
 def test_a_stopped_reproduction_goes_on(reproduce, ctrl_c, tmp_path):
     ctrl_c(4)
     code, said, lines = reproduce("multi30k-french --scale check")
@@ -190,6 +192,7 @@ def test_runs_with_the_same_options_are_one(reproduce):
             assert len({folder_of(row) for row in scale.rows}) == len(scale.rows)
 
 
+@pytest.mark.full
 def test_several_seeds(reproduce, monkeypatch):
     """Each row with each seed, the first seed's run being the one without the flag; mean ± standard deviation."""
     entry = REPRODUCTIONS["multi30k-layernorm"]
@@ -261,6 +264,7 @@ def test_missing_data_is_asked_for(reproduce):
 
 
 @pytest.mark.parametrize("name", [name for name, entry in REPRODUCTIONS.items() if "paper" in entry.scales])
+@pytest.mark.one_in(test=2)
 def test_the_papers_scale_says_what_it_needs_first(reproduce, name):
     scale = REPRODUCTIONS[name].scales["paper"]
     code, said, lines = reproduce(f"{name} --scale paper")
@@ -328,7 +332,7 @@ def test_a_new_entry_is_everywhere(reproduce, monkeypatch, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("name", REPRODUCTIONS)
-@pytest.mark.one_in(test=40, all=6)
+@pytest.mark.one_in(all=43)
 def test_every_rows_options_are_taken(name, tmp_path):
     """By the configurations and by the loop; with one layer, so that no large model is laid out."""
     entry, text = REPRODUCTIONS[name], tmp_path / "text"

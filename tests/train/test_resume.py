@@ -94,7 +94,7 @@ def test_the_table_names_each_option_of_a_run():
 
 
 @pytest.mark.parametrize("option", CHANGED)
-@pytest.mark.one_in(test=3, all=5)
+@pytest.mark.one_in(all=41)
 def test_a_changed_option_has_its_effect(tmp_path, corpus, option):
     run, effect = tmp_path / "run", EFFECTS[option]
     before = BASE | BEFORE.get(option, {})
@@ -121,7 +121,7 @@ def test_a_changed_option_has_its_effect(tmp_path, corpus, option):
 
 
 @pytest.mark.parametrize("option", MODEL)
-@pytest.mark.one_in(test=6, all=3)
+@pytest.mark.one_in(test=14, all=10)
 def test_another_model_is_refused(tmp_path, corpus, option, run_of_six):
     if option == "vocab_size":
         pytest.skip("follows from the data")
@@ -188,7 +188,7 @@ class OracleAdam(ref.Adam):
     ],
     ids=str,
 )
-@pytest.mark.one_in(test=4, all=4)
+@pytest.mark.one_in(all=20)
 def test_from_a_taken_option_on_losses_are_the_oracles(tmp_path, corpus, before, change):
     """The oracle trains five updates with the old options and five with the new ones; one batch is the whole corpus."""
     run, first = tmp_path / "run", {"updates": 5, "lr": 1e-2, "schedule": "constant", "warmup": 0} | before
@@ -254,6 +254,7 @@ def language(tmp_path):
 LANGUAGE = {"architecture": "decoder-only", "positions": "rotary"}
 
 
+@pytest.mark.full
 def test_other_rows_keep_the_place_and_forget_the_best(tmp_path, language):
     run, training = tmp_path / "run", BASE | {"max_tokens": 64}
     fit(run, {**language, "segment_length": 32}, LANGUAGE, training)
@@ -269,6 +270,7 @@ def test_other_rows_keep_the_place_and_forget_the_best(tmp_path, language):
     assert measured == pytest.approx(logged, abs=1e-5), "figures are measured in the checkpoint's own rows"
 
 
+@pytest.mark.full
 def test_options_of_a_resume_hold_at_the_next(tmp_path, corpus, capsys):
     words = [f"--{name.replace('_', '-')}={path}" for name, path in corpus.items()]
     words += ["--no-bpe", "--d-model=16", "--d-ff=32", "--heads=2", "--encoder-layers=1", "--decoder-layers=1"]
@@ -313,6 +315,7 @@ def test_statistics_measure_from_the_first_values(tmp_path, corpus):
 
 
 @pytest.mark.parametrize("schedule", ["constant", "inverse-sqrt"])
+@pytest.mark.one_in(test=2)
 def test_a_run_that_nothing_stops_is_refused(tmp_path, corpus, schedule):
     training = {"updates": 0, "schedule": schedule, "warmup": 0, "lr": 1e-3}
     with pytest.raises(nfrs.InputError, match=r"nothing would stop this run.*give updates, epochs or patience"):

@@ -36,7 +36,7 @@ def goes_on(run, whole, corpus, **options):
     [SystemExit(3), GeneratorExit(), asyncio.CancelledError(), ValueError("mine"), Stopped("enough")],
     ids=repr,
 )
-@pytest.mark.one_in(test=6, all=3)
+@pytest.mark.one_in(all=15)
 def test_what_a_callback_raises_leaves_fit_as_it_is_after_saving(tmp_path, corpus, raised, event):
     def leave(name, values):
         if name == event and (name == "started" or values["update"] in (3, 5)):
@@ -75,7 +75,7 @@ def test_what_a_handler_raises_leaves_fit_as_it_is_after_saving(tmp_path, corpus
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
-@pytest.mark.one_in(test=3, all=3)
+@pytest.mark.one_in(all=3)
 def test_slurm_kubernetes_and_a_closed_terminal_are_ctrl_c(tmp_path, corpus, number):
     fit(tmp_path / "whole", corpus, training=SAVING)
     program = """
@@ -113,7 +113,7 @@ def test_slurm_kubernetes_and_a_closed_terminal_are_ctrl_c(tmp_path, corpus, num
 
 @pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("later", [0.0, 0.002, 0.02, 0.2])
-@pytest.mark.one_in(test=9, all=3)
+@pytest.mark.one_in(all=8)
 def test_a_launcher_repeats_the_terminals_signal(tmp_path, corpus, first, later):
     """The second one takes nothing from what the first one ends with, wherever it comes."""
     sizes = "--d-model 16 --d-ff 24 --heads 2 --encoder-layers 2 --decoder-layers 2 --updates 100000 --no-progress"
@@ -150,6 +150,7 @@ def test_a_signal_waits_for_the_end_of_held_work():
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+@pytest.mark.full
 def test_a_users_handler_stays(tmp_path, corpus):
     called = []
     before = signal.signal(signal.SIGTERM, lambda *_: called.append(1))
@@ -165,6 +166,7 @@ def test_a_users_handler_stays(tmp_path, corpus):
     assert called == [1] and max(losses(tmp_path / "run")) == 12
 
 
+@pytest.mark.full
 def test_a_search_hears_at_each_step(tmp_path, corpus):
     """One batch that would take minutes: a wide beam that never ends. Seconds are the processor's."""
     fit(tmp_path / "run", corpus, training={**SAVING, "updates": 1})
@@ -188,6 +190,7 @@ def test_a_search_hears_at_each_step(tmp_path, corpus):
         signal.signal(signal.SIGPROF, before)
 
 
+@pytest.mark.full
 def test_two_runs_at_once_keep_their_seeds(tmp_path, corpus):
     """Threads that draw from torch's generator meanwhile change no first value, and a run changes none of theirs."""
     fit(tmp_path / "alone", corpus, training={**SAVING, "updates": 1})

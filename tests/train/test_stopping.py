@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 @pytest.mark.parametrize("norm", ["layernorm", "batchnorm", "powernorm-v", "powernorm"])
 @pytest.mark.parametrize("schedule", ["inverse-sqrt", "val-decay"])
-@pytest.mark.one_in(test=9, all=3)
+@pytest.mark.one_in(test=9, all=7)
 def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, corpus, schedule, norm):
     training = {"max_tokens": 100, "accumulate": 2, "schedule": schedule, "warmup": 4, "evaluate_every": 5}
     model = {"dropout": 0.3, "norm": norm} | ({"powernorm_warmup": 10} if norm == "powernorm" else {})
@@ -32,6 +32,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, corpus, schedule, norm
     assert all(torch.equal(a[k], b[k]) for k in a)
 
 
+@pytest.mark.full
 def test_a_resumed_run_rounds_its_moments_alike(tmp_path, corpus):
     """In bf16 a number's rounding is its place's and its update's; the moments take half of the checkpoint."""
     training = {"max_tokens": 100, "moments": "bf16", "beta2": 0.999}
@@ -54,6 +55,7 @@ def test_a_resumed_run_rounds_its_moments_alike(tmp_path, corpus):
 
 
 @pytest.mark.parametrize("update", [4, 5, 12])
+@pytest.mark.one_in(test=3, all=2)
 def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path, corpus, ctrl_c, update):
     """Between evaluations, at one, and at the end: what is left is what an uninterrupted run leaves."""
     training = {"max_tokens": 100, "updates": 12, "evaluate_every": 4, "keep": 2, "schedule": "val-decay"}
@@ -79,7 +81,7 @@ def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path, corpus, ctrl_c, update):
 
 
 @pytest.mark.parametrize("architecture", ["encoder-decoder", "decoder-only"])
-@pytest.mark.one_in(test=2, all=3)
+@pytest.mark.one_in(all=2)
 def test_ctrl_c_within_an_evaluation(tmp_path, corpus, architecture):
     """It is heard there, and the evaluation made by the run that goes on."""
     data = {name: path for name, path in corpus.items() if "target" in name or architecture == "encoder-decoder"}
@@ -115,6 +117,7 @@ def test_ctrl_c_within_an_evaluation(tmp_path, corpus, architecture):
         assert parts == whole and whole[-1][0] == 4
 
 
+@pytest.mark.full
 def test_tensorboard_shows_what_the_log_holds(tmp_path, corpus, ctrl_c):
     """Every number of log.jsonl, once, over an interruption, too."""
     event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
@@ -141,6 +144,7 @@ def test_tensorboard_shows_what_the_log_holds(tmp_path, corpus, ctrl_c):
         assert [value for _, value in found] == pytest.approx([value for _, value in logged], rel=1e-6)
 
 
+@pytest.mark.full
 def test_what_stops_a_run(tmp_path, corpus):
     def stopped(name, **training):
         fit(tmp_path / name, corpus, training={"max_tokens": 100, "evaluate_every": 1, **training})
@@ -183,6 +187,7 @@ def test_only_the_last_evaluations_are_averaged(tmp_path, corpus, ctrl_c):
         nfrs.average(tmp_path / "run", last=3)
 
 
+@pytest.mark.full
 def test_what_was_best_by_another_criterion_is_forgotten(tmp_path, corpus):
     training = {"updates": 4, "evaluate_every": 1, "lr": 1e-3}
     fit(tmp_path / "run", corpus, training=training | {"criterion": "bleu"})
@@ -226,7 +231,7 @@ def test_a_terminal_that_goes_ends_no_run(tmp_path, corpus, monkeypatch):
 
 @pytest.mark.parametrize("work", ["translate", "evaluate_loss"])
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, TimeoutError])
-@pytest.mark.one_in(test=2, all=3)
+@pytest.mark.one_in(test=4, all=3)
 def test_signals_are_heard_between_batches(tmp_path, corpus, monkeypatch, work, kind):
     """Ctrl-C's exception becomes this package's; what another handler raises stays what it is."""
     fit(tmp_path / "run", corpus, training={"updates": 2, "max_tokens": 20})
@@ -257,6 +262,7 @@ def test_signals_are_heard_between_batches(tmp_path, corpus, monkeypatch, work, 
     assert stopped.type is expected[0] and expected[1] in str(stopped.value)
 
 
+@pytest.mark.full
 def test_a_line_that_was_cut_short_stays_a_line(tmp_path, corpus):
     fit(tmp_path / "run", corpus, training={"updates": 2})
     with (tmp_path / "run" / "log.jsonl").open("a") as log:

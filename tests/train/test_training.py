@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
     [(norm, residual, "fairseq", "bos") for norm in ("layernorm", "scalenorm") for residual in RESIDUALS]
     + [("layernorm", "prenorm", "twt", "eos"), ("scalenorm", "postnorm", "twt", "bos")],
 )
-@pytest.mark.one_in(test=24, all=6)
+@pytest.mark.one_in(test=66, all=65)
 def test_ten_losses_equal_the_oracles(tmp_path, corpus, norm, residual, smoothing, start):
     """One batch holds the whole corpus, so its order does not matter; seed 1 fixes the first weights."""
     model = {"norm": norm, "residual": residual, "decoder_start": start}
@@ -53,6 +53,7 @@ def test_ten_losses_equal_the_oracles(tmp_path, corpus, norm, residual, smoothin
 
 
 @pytest.mark.parametrize("form", ["torch", "fairseq"])
+@pytest.mark.one_in(all=2)
 def test_adam_s_epsilon_stands_where_the_form_says(tmp_path, corpus, form):
     """Losses of ten updates; ε is so large that the other form's first rate is a seventh."""
     eps, betas = 1e-2, (0.9, 0.98)
@@ -78,6 +79,7 @@ def test_adam_s_epsilon_stands_where_the_form_says(tmp_path, corpus, form):
     assert abs(found[-1] - wrong[-1]) > 1e-3
 
 
+@pytest.mark.full
 def test_accumulation_is_one_batch(tmp_path, corpus):
     fit(tmp_path / "one", corpus, training={"updates": 1})
     fit(tmp_path / "count", corpus, training={"updates": 1, "max_tokens": 150})
@@ -91,7 +93,7 @@ def test_accumulation_is_one_batch(tmp_path, corpus):
 
 
 @pytest.mark.parametrize("precision", ["f32", "bf16"])
-@pytest.mark.one_in(test=2, all=3)
+@pytest.mark.one_in(all=2)
 def test_the_same_seed_gives_the_same_bits(tmp_path, corpus, precision):
     training = {"max_tokens": 100, "precision": precision, "word_dropout": 0.1}
     for name, seed in (("a", 1), ("b", 1), ("c", 2)):
@@ -102,6 +104,7 @@ def test_the_same_seed_gives_the_same_bits(tmp_path, corpus, precision):
 
 
 @pytest.mark.skipif((sys.platform, platform.machine()) != ("linux", "x86_64"), reason="/proc/cpuinfo says what x86 has")
+@pytest.mark.full
 def test_bf16_without_instructions_for_its_products_is_warned_of(tmp_path, corpus):
     for precision in ("bf16", "f32"):
         fit(tmp_path / precision, corpus, training={"precision": precision, "updates": 2})
@@ -122,7 +125,7 @@ SEVERAL = [
 
 
 @pytest.mark.parametrize("model", [{"residual": name} for name in RESIDUALS] + STATISTICS + SEVERAL, ids=str)
-@pytest.mark.one_in(test=16, all=6)
+@pytest.mark.one_in(all=40)
 def test_activation_checkpointing_changes_no_bit(tmp_path, corpus, model):
     """Nor any statistic, though two micro-batches go forward and back between updates; layers do run twice."""
     calls = {}
@@ -143,6 +146,7 @@ def test_growth_is_in_the_checkpoint(tmp_path, corpus):
     assert weights(tmp_path / "run")["decoder.t"].tolist() == [7]
 
 
+@pytest.mark.full
 def test_the_rate_decays_by_bleu(tmp_path, corpus):
     """Held-out text that training leads away from: its loss rises between evaluations, its BLEU stays zero."""
     lines = {"train": ["a b c"] * 40 + ["d d d d"], "valid": ["d d d d"] * 4}
@@ -162,6 +166,7 @@ def test_the_rate_decays_by_bleu(tmp_path, corpus):
     assert min(e["lr"] for e in events(tmp_path / "lm", "updated")) < 0.01
 
 
+@pytest.mark.full
 def test_a_run_has_its_own_modes(tmp_path, corpus):
     """Whatever gradients and autocast are around it."""
     fit(tmp_path / "plain", corpus, training={"updates": 3})
@@ -197,6 +202,7 @@ def test_it_learns_translates_and_averages(tmp_path, corpus):
 
 
 @pytest.mark.parametrize("segment_length", [2, 64])
+@pytest.mark.one_in(test=2)
 def test_unigrams_of_a_language_model(tmp_path, corpus, segment_length):
     """Each token counts once, however the stream is cut."""
     files = {name: path for name, path in corpus.items() if name.endswith("target")} | {
@@ -210,6 +216,7 @@ def test_unigrams_of_a_language_model(tmp_path, corpus, segment_length):
     assert started["unigram_entropy"] == pytest.approx(-(shares * shares.log()).sum().item(), rel=1e-12)
 
 
+@pytest.mark.full
 def test_a_language_model(tmp_path, corpus):
     data = {k: v for k, v in corpus.items() if k.endswith("target")}
     model = {"architecture": "decoder-only", "norm": "rmsnorm"}
@@ -218,6 +225,7 @@ def test_a_language_model(tmp_path, corpus):
     assert events(tmp_path / "run", "evaluated")[-1]["bleu"] is None
 
 
+@pytest.mark.full
 def test_a_tensorized_language_model(tmp_path, corpus):
     data = {k: v for k, v in corpus.items() if k.endswith("target")}
     model = {"architecture": "decoder-only", "attention": "tensorized", "tensorized_segment": 8, "tensorized_rank": 5}
@@ -256,6 +264,7 @@ def test_real_text_trains_and_translates(tmp_path, corpora):
 
 
 @pytest.mark.parametrize("mode", ["paper", "release"])
+@pytest.mark.one_in(all=2)
 def test_powernorms_steps_are_updates(tmp_path, corpus, mode):
     """However many micro-batches an update has: its warm-up ends with the same update, and the last one moves them."""
     model = {"norm": "powernorm", "powernorm_mode": mode, "powernorm_warmup": 3, "dropout": 0.0}
@@ -269,6 +278,7 @@ def test_powernorms_steps_are_updates(tmp_path, corpus, mode):
 
 
 @pytest.mark.parametrize("norm", ["powernorm", "batchnorm"])
+@pytest.mark.one_in(all=2)
 def test_updates_of_several_batches_are_the_oracles(tmp_path, corpus, norm):
     """Ten updates of two micro-batches that hold the whole corpus, with the statistics that these leave."""
     own = {"norm": norm, **({"powernorm_warmup": 2} if norm == "powernorm" else {})}

@@ -148,6 +148,7 @@ def test_an_old_best_is_not_one_of_the_last_evaluations(tmp_path, corpus):
 # Numbers beyond all numbers, and lengths.
 
 
+@pytest.mark.full
 def test_a_translation_says_whether_its_length_was_cut(tmp_path, corpus):
     fit(tmp_path / "run", corpus, training={"updates": 200, "evaluate_every": 200, "lr": 5e-3}, **QUIET)
     lines = ["1 2 3 4 5 6", "7 8", ""]
