@@ -259,7 +259,7 @@ fn observe<'py>(
         let build = if is_differentiated { Transformer::to_train } else { Transformer::with_parameters };
         let (built, read, kind) = reading(build(&model, &tensors)?, source, &target, kind)?;
         let watch = Rc::new(Watch::default());
-        let ctx = context(&model, seed, kind).fork(true).watched(watch.clone()); // nothing moves in a repeat
+        let ctx = context(&model, seed, kind).fork(true).watched(watch.clone()); // statistics stay fixed
         let logits = if is_differentiated {
             tch::with_grad(|| read.target.unpack(&built.logits(&built.features(&read, &ctx)?, kind)?, &target))
                 .map(Some)

@@ -116,8 +116,8 @@ config! {
             /// Heads of keys and values; must divide heads, and heads/kv_heads query heads share one (grouped-query
             /// attention, Ainslie et al. 2023); default: heads.
             kv_heads: Option<i64> = None,
-            /// A language model's attention: multi-head, or tensorized (Ma et al. 2019), which reads segments of limited
-            /// length.
+            /// Attention of a language model: multi-head, or tensorized (Ma et al. 2019), which reads segments of
+            /// limited length.
             attention: AttentionName = AttentionName::MultiHead,
             /// Rank R of tensorized attention's one block.
             tensorized_rank: i64 = 40,
