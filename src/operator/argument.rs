@@ -52,7 +52,7 @@ pub const OPTIONAL: u8 = 1;
 const HOST: u8 = 2;
 pub const WRITTEN: u8 = 4;
 const SHARED: u8 = 8;
-// Flags that are not passed to C++ as such: `register` turns them into an argument's place in the row.
+// Flags that declared.h does not have: C++ learns them from indices in the declaration.
 pub const LEADER: u8 = 16;
 pub const KEPT: u8 = 32;
 pub const PLAIN: u8 = 64;
