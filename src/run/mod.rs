@@ -1,4 +1,4 @@
-//! A run: from text files and three configurations to a folder with everything that translating needs.
+//! A run: from text files and three configurations to a folder with everything that translation needs.
 //!
 //! ```text
 //! DIR/config.json   the configurations        DIR/log.jsonl      what happened, one JSON object a line
@@ -30,8 +30,8 @@ pub use translator::{load_model, Translation, Translator};
 use crate::error::{Error, Result};
 use tch::Device;
 
-/// The device of that name: cpu, cuda:N, cuda (this process's, as torchrun counts them, or the first), or auto: cuda where
-/// there is one.
+/// Returns the device of that name: cpu, cuda:N, cuda (this process's under torchrun, or the first), or auto (cuda if
+/// available).
 pub fn device(name: &str) -> Result<Device> {
     let found = tch::Cuda::device_count().max(0) as usize;
     let own = || std::env::var("LOCAL_RANK").ok().and_then(|rank| rank.parse().ok()).unwrap_or(0);
