@@ -191,7 +191,7 @@ mod tests {
             |hypothesis, reference, lowercase| multi_bleu(&[hypothesis], &[reference], lowercase).unwrap().to_string();
         let split =
             line("it costs 10\u{a0}000 euros\u{85}in\u{b}the town", "it costs 10\u{a0}000 euros\u{85}in a town", false);
-        // Of the 6, 5, 4 and 3 n-grams of length 1 to 4, 5, 3, 2 and 1 match: (5/6·3/5·2/4·1/3)^¼.
+        // The matches are 5, 3, 2 and 1 out of the 6, 5, 4 and 3 n-grams of length 1 to 4: (5/6·3/5·2/4·1/3)^¼.
         assert_eq!(split, "BLEU = 53.73, 83.3/60.0/50.0/33.3 (BP=1.000, ratio=1.000, hyp_len=6, ref_len=6)");
         let lowered = line("\u{dc}BER DEN \u{c4}rger", "\u{dc}ber den \u{e4}rger", true);
         assert_eq!(lowered, "BLEU = 0.00, 66.7/50.0/0.0/0.0 (BP=1.000, ratio=1.000, hyp_len=3, ref_len=3)");

@@ -179,7 +179,7 @@ config! {
             fixnorm: bool = false,
         }
         "parametrisation" {
-            /// How init, forward pass, learning rate, weight decay and Adam's ε depend on width and depth.
+            /// Rule that scales init, forward pass, learning rate, weight decay and Adam's ε with width and depth.
             parametrisation: ParametrisationName = ParametrisationName("standard".into()),
             /// d_model of the base model, for which learning rate etc. were tuned: m_d = d_model/base_width.
             base_width: Option<i64> = None,
@@ -250,8 +250,8 @@ config! {
             warmup: i64 = 4000,
             /// Learning rate at the start of warm-up; needs a peak learning rate.
             warmup_init_lr: f64 = 0.0,
-            /// When val-decay and no-warmup lower the rate: if an evaluation is worse than each of the
-            /// lr_decay_patience before it (release), or if so many in a row were no better than the best (paper).
+            /// Condition for val-decay and no-warmup to lower the rate: an evaluation is worse than each of the
+            /// lr_decay_patience before it (release), or so many in a row were no better than the best (paper).
             lr_decay_rule: DecayRule = DecayRule::Release,
             /// Factor α_decay by which they lower the rate.
             lr_decay_factor: f64 = 0.8,

@@ -1,10 +1,11 @@
 //! Shorter waits of libgomp's threads while other processes compete for the cores.
 //!
-//! At the end of a parallel region libgomp's threads spin for about 3 ms before they sleep. On quiet cores that is fast.
-//! If another process runs on one of them, the spinning threads keep the thread that still works from moving to one of
-//! their cores, and speed falls to a third. libgomp spins for only a few microseconds while it has more threads than
-//! there are cores. So [`watch`] measures how long this process's threads wait for a core, and while they wait much it
-//! keeps a team of idle threads. The number of working threads stays the same, and so do the bits of their results.
+//! At the end of a parallel region libgomp's threads spin for about 3 ms before they sleep. On quiet cores that is
+//! fast. If another process runs on one of them, the spinning threads keep the thread that still works from moving to
+//! one of their cores, and speed falls to a third. libgomp spins for only a few microseconds while it has more threads
+//! than there are cores. So [`watch`] measures how long this process's threads wait for a core, and while they wait
+//! much it keeps a team of idle threads. The number of working threads stays the same, and so do the bits of their
+//! results.
 
 use super::parallel;
 use std::collections::HashMap;
@@ -146,7 +147,7 @@ mod tests {
         let now = || {
             // SAFETY: plain numbers, which the call fills.
             let mut usage: libc::rusage = unsafe { std::mem::zeroed() };
-            // SAFETY: as above.
+            // SAFETY: see above.
             unsafe { libc::getrusage(libc::RUSAGE_SELF, &mut usage) };
             let of = |t: libc::timeval| Duration::new(t.tv_sec as u64, t.tv_usec as u32 * 1000);
             of(usage.ru_utime) + of(usage.ru_stime)
@@ -166,7 +167,7 @@ mod tests {
         }
         let long = time_spent();
         let team = idle_team(parallel::threads());
-        std::thread::sleep(Duration::from_millis(20)); // until it has begun
+        std::thread::sleep(Duration::from_millis(20)); // lets the team begin
         let short = time_spent();
         drop(team);
         let again = time_spent();

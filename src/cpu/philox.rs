@@ -24,7 +24,7 @@ pub struct Stream {
     pub site: u16,
 }
 
-/// A dropout rate as the kernels apply it.
+/// A dropout rate in the form that kernels apply.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Dropout {
     pub stream: Stream,

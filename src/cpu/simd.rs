@@ -123,7 +123,7 @@ macro_rules! multiversion {
             }
             #[cfg(target_arch = "x86_64")]
             if $crate::cpu::simd::level() >= $crate::cpu::simd::Level::Avx2 {
-                // SAFETY: as above.
+                // SAFETY: see above.
                 return unsafe { avx2::<$($g),+>($($arg),*) };
             }
             body::<$crate::cpu::pack::Baseline, $($g),+>($($arg),*)
@@ -154,7 +154,7 @@ macro_rules! multiversion {
             }
             #[cfg(target_arch = "x86_64")]
             if $crate::cpu::simd::level() >= $crate::cpu::simd::Level::Avx2 {
-                // SAFETY: as above.
+                // SAFETY: see above.
                 return unsafe { avx2 $(::<$($g),+>)? ($($arg),*) };
             }
             body $(::<$($g),+>)? ($($arg),*)

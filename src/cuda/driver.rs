@@ -58,7 +58,7 @@ pub struct Properties {
 
 // SAFETY: a context is a handle of the driver's, which any thread may use.
 unsafe impl Send for Properties {}
-// SAFETY: as above.
+// SAFETY: see above.
 unsafe impl Sync for Properties {}
 
 /// A handle of a loaded kernel.
@@ -67,7 +67,7 @@ pub struct Function(*mut c_void);
 
 // SAFETY: it is the driver's handle of a module that is never unloaded, and any thread may launch it.
 unsafe impl Send for Function {}
-// SAFETY: as above.
+// SAFETY: see above.
 unsafe impl Sync for Function {}
 
 impl Driver {

@@ -229,7 +229,7 @@ mod tests {
         assert_eq!(second, (0..60).collect::<Vec<_>>());
     }
 
-    /// The same share of sentences lies behind the cursor, whatever the batch sizes before and after.
+    /// An equal share of sentences lies behind the cursor, whatever the batch sizes before and after.
     #[test]
     fn a_place_is_kept_by_the_share_of_sentences() {
         for (before, now) in [(40, 12), (12, 40), (40, 40), (300, 12)] {

@@ -12,7 +12,7 @@ extern "C" {
     fn nfrs_restore_raised(raised: *const c_void);
 }
 
-/// The exception, as C++ caught it.
+/// The exception that C++ caught.
 pub struct Raised {
     exception: *mut c_void,
     text: String,

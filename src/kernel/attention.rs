@@ -1,5 +1,5 @@
 //! Attention over short rows: scores, mask, softmax, dropout and the weighted sum of one sentence and one head at a
-//! time, while they are in the first cache.
+//! time, while they are in the first-level cache.
 //!
 //! > S = scale·Q Kᵀ,  P = softmax(S) over the visible keys,  O = (M∘P) V
 //! > dV = (M∘P)ᵀ dO,  dP = M∘(dO Vᵀ),  dS = P∘(dP − D),  D_i = Σ_j P_ij dP_ij,  dQ = scale·dS K,  dK = scale·dSᵀ Q

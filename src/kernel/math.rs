@@ -142,7 +142,7 @@ fn erf_f32<S: Isa>(z: f32) -> (f32, f32) {
     let q = mul_add::<f32, S>(q, far, -1.128_525_5);
     let beyond = 1.0 - exp_f32::<S>(q * far);
     let e = if size < 0.875 { mul_add::<f32, S>(p, size, size) } else { beyond };
-    // From there exp would stop at 1.2e-38, which times a large x would be a gradient.
+    // Beyond 9.3 exp would stop at 1.2e-38, and a large x would turn that into a gradient.
     let slope = if size > 9.3 { 0.0 } else { std::f32::consts::FRAC_2_SQRT_PI * exp_f32::<S>(-square) };
     (e.copysign(z), slope)
 }

@@ -39,8 +39,8 @@ static MIXED: LazyLock<Option<MixedProduct>> = LazyLock::new(|| {
     if !is_x86_feature_detected!("avx512bf16") || !amx::is_intel() || amx::is_broken() {
         return None;
     }
-    // SAFETY: the library is loaded already, so nothing of it runs here; the symbol has the type that MKL documents, and
-    // libtorch is never unloaded.
+    // SAFETY: the library is loaded already, so nothing of it runs here; the symbol has the type that MKL documents,
+    // and libtorch is never unloaded.
     unsafe {
         let torch = Library::open(Some("libtorch_cpu.so"), RTLD_NOW | RTLD_NOLOAD).ok()?;
         let symbol = *torch.get::<MixedProduct>(b"cblas_gemm_bf16bf16f32\0").ok()?;

@@ -105,7 +105,7 @@ impl Attention {
         self.output(self.heads(qkv.each_ref(), ranges, causal, ctx)?, &x, inside, ctx)
     }
 
-    /// Returns the queries' input and [q|k|v]. x is (rows, d), or (3, rows, d) if q, k and v have separate inputs.
+    /// Returns the queries' input and `[q|k|v]`. x is (rows, d), or (3, rows, d) if q, k and v have separate inputs.
     fn stacked(&self, x: &Tensor, inside: &Inside, ctx: &Context) -> Result<(Tensor, Tensor)> {
         let x = inside.at(Point::Input, x.shallow_clone(), &ctx.rows())?;
         let is_apart = x.dim() > 2;

@@ -54,8 +54,8 @@ impl StackCache {
         self.reads = reads;
     }
 
-    /// Drops the rows that no slot reads once they are half of all, so that the cache has at most four times the rows
-    /// that it needs, or [`SMALL`](Self::SMALL).
+    /// Drops the rows that no slot reads once they are half of all rows, so that the cache has at most four times the
+    /// rows that it needs, or [`SMALL`](Self::SMALL).
     pub fn compact(&mut self) -> Result<()> {
         if self.length < self.full.max(Self::SMALL) {
             return Ok(());

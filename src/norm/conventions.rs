@@ -26,8 +26,8 @@ option_spec! {
     pub AFFINE ("rmsnorm_weight"): bool = true;
     /// Store rmsnorm's weight as γ − 1, 0 at the start (zero-centred).
     pub ZERO_CENTRED ("rmsnorm_zero_centred"): bool = false;
-    /// When rmsnorm rounds to 16 bits: after multiplying by γ (after), before it (before), or already the row's scale
-    /// (scale).
+    /// Step at which rmsnorm rounds to x's type: after the product with γ (after), before it (before), or already the
+    /// row's scale (scale); they differ in 16 bits.
     CAST ("rmsnorm_cast"): Cast = Cast::After;
     /// Place of rmsnorm's ε: inside the root, √(mean x² + ε), or outside, √(mean x²) + ε.
     EPS_PLACE ("rmsnorm_eps_place"): EpsPlace = EpsPlace::Inside;

@@ -44,7 +44,7 @@ pub struct CompositeNormOpSpec {
     pub keywords: &'static [&'static str],
     /// Kernels that compute the same function for rows in f32 and f64.
     pub rows: Option<&'static RowNormOpSpec>,
-    /// The same function in tch; the weight is the one that kernels would get.
+    /// Computes the function in tch; the weight is the one that kernels would get.
     pub composed: fn(&Tensor, Option<&Tensor>, &NormArgs) -> Result<Tensor>,
 }
 

@@ -37,7 +37,7 @@ impl<F: Fn(Vec<Tensor>, bool) -> Result<Vec<Tensor>>> Differentiable for Checkpo
         let outputs = (self.0)(inputs.iter().map(Tensor::shallow_clone).collect(), true)?;
         let both = outputs.iter().zip(&gradients).filter_map(|(t, g)| Some(t).zip(g.as_ref()));
         let (roots, given): (Vec<_>, Vec<_>) = both.unzip();
-        backward(&roots, &given)?; // adds to the parameters' gradients
+        backward(&roots, &given)?; // accumulates the parameters' gradients
         Ok(inputs.iter().map(|t| Some(t.grad()).filter(Tensor::defined)).collect())
     }
 }

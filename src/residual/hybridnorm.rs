@@ -1,4 +1,5 @@
-//! HybridNorm: norms on queries, keys and values, and a feed-forward that adds to its own normed input (Zhuo et al. 2025).
+//! HybridNorm: norms on queries, keys and values, and a feed-forward that adds to its own normed input (Zhuo et al.
+//! 2025).
 //!
 //! The paper writes the feed-forward as N(y) + F(N(y)). Nothing else reads y, so here N follows the attention before
 //! it.

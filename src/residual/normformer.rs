@@ -1,4 +1,5 @@
-//! NormFormer: PreNorm with scaled heads and norms after the attention and inside the feed-forward (Shleifer et al. 2021).
+//! NormFormer: PreNorm with scaled heads and norms after the attention and inside the feed-forward (Shleifer et al.
+//! 2021).
 
 use super::{
     prenorm::PRENORM, Change, Gain, LayerContext, Learned, NormAt, Point, ResidualSpec, Scheme, StackSpec, Sublayer,

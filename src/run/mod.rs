@@ -1,10 +1,10 @@
 //! A run: from text files and three configurations to a folder with everything that translation needs.
 //!
 //! ```text
-//! DIR/config.json   the configurations        DIR/log.jsonl      what happened, one JSON object a line
+//! DIR/config.json   the configurations        DIR/log.jsonl      the events, one JSON object per line
 //! DIR/vocabulary.txt  (fairseq's dict.txt)    DIR/checkpoints/   best, last and the last k
-//! DIR/bpe.codes       (subword-nmt's)         DIR/target_types.txt  the types of the target vocabulary
-//! DIR/checksums.txt   of all that stands still
+//! DIR/bpe.codes       (subword-nmt's)         DIR/target_types.txt  the entries of the target vocabulary
+//! DIR/checksums.txt   of the files that do not change
 //! ```
 
 mod average;

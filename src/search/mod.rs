@@ -6,12 +6,12 @@
 //! score(y) = Σ log p(y_t | y_<t, x) / lp(len),   len = generated tokens, EOS included
 //! ```
 //!
-//! and searched by one of two rules. `google` (Wu et al. 2016, eq 14; Nguyen and Salazar 2019): lp = ((5 + len)/6)^α;
-//! finished hypotheses stay in the beam, and compete with their final score; the search ends when all are finished or
-//! len = source tokens + 50. `fairseq`: lp = len^α; among the 2·beam most probable continuations, those that end within
-//! the first `beam` are final, and the others go on; the search ends at `beam` final ones, and the last token is EOS.
-//! Under both rules the first token is not EOS, and PAD and BOS are never generated. On ties, the continuation of the
-//! better hypothesis comes first, then the lower id.
+//! by one of two rules. `google` (Wu et al. 2016, eq 14; Nguyen and Salazar 2019): lp = ((5 + len)/6)^α; finished
+//! hypotheses stay in the beam, and compete with their final score; the search ends when all are finished or len =
+//! source tokens + 50. `fairseq`: lp = len^α; among the 2·beam most probable continuations, those that end within the
+//! first `beam` are final, and the others go on; the search ends at `beam` final ones, and the last token is EOS. Under
+//! both rules the first token is not EOS, and PAD and BOS are never generated. On ties, the continuation of the better
+//! hypothesis comes first, then the lower id.
 //!
 //! A live hypothesis occupies one slot of the key/value cache. All sentences advance together, one token per step; a
 //! finished one frees its slots, so a step's cost depends on what is still alive. A hypothesis is not continued if

@@ -292,7 +292,7 @@ fn host<E: Element>(t: &Tensor) -> &[E] {
 
 #[allow(clippy::mut_from_ref)]
 fn host_mut<E: Element>(t: &Tensor) -> &mut [E] {
-    // SAFETY: as `host`; `update_on_cpu` is the only caller, uses each buffer once at a time, and stands below
+    // SAFETY: see `host`; `update_on_cpu` is the only caller, uses each buffer once at a time, and stands below
     // `step_on_cpu`, which holds the optimizer mutably.
     unsafe { std::slice::from_raw_parts_mut(t.data_ptr().cast(), t.numel()) }
 }

@@ -102,7 +102,8 @@ fn grain(sequences: &[Sequence]) -> usize {
 
 fn forward_typed<E: Element>(a: &AttentionViews, out: &View, lse: &View) -> Result<()> {
     let (attention, sequences) = (a.attention(), a.sequences(false)?);
-    // SAFETY: the operator's table has dtypes and widths; out and lse are fresh, and sequences have disjoint query rows.
+    // SAFETY: the operator's table has dtypes and widths; out and lse are fresh, and sequences have disjoint query
+    // rows.
     unsafe {
         if sequences.iter().map(|s| s.q_len).sum::<usize>() < a.q.rows() {
             out.slice_mut::<E>().fill(E::default()); // rows in no sequence
@@ -125,7 +126,7 @@ fn backward_typed<E: Element>(
     [dq, dk, dv]: &[View; 3],
 ) -> Result<()> {
     let (attention, sequences) = (a.attention(), a.sequences(true)?);
-    // SAFETY: as in `forward_typed`; dq, dk and dv are fresh, and sequences have disjoint key rows too.
+    // SAFETY: see `forward_typed`; dq, dk and dv are fresh, and sequences have disjoint key rows too.
     unsafe {
         let queries: usize = sequences.iter().map(|s| s.q_len).sum();
         let keys: usize = sequences.iter().map(|s| s.k_len).sum();

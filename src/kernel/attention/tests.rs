@@ -241,7 +241,7 @@ fn rows_beyond_the_output_are_refused() {
     let (mut out, mut lse) = ([0.0f32; 3], [0.0f32; 4]);
     let m = Matrix { data: &x, stride: 2 };
     let a = ScaledDotProduct { heads: 1, d_head: 2, scale: 1.0, causal: false, dropout: None };
-    // SAFETY: as long as said, and used by nothing else.
+    // SAFETY: the vectors have these lengths, and nothing else uses them.
     let (o, l) = unsafe { (MatrixMut::new(out.as_mut_ptr(), 3, 2), MatrixMut::new(lse.as_mut_ptr(), 4, 1)) };
     forward(&a, &[Sequence { q_start: 0, q_len: 2, k_start: 0, k_len: 2 }], m, m, m, o, l);
 }

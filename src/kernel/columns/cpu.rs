@@ -134,7 +134,7 @@ pub fn forward<E: Element>(norm: &ColumnNormKernel, v: &ColumnViews) -> Result<(
     // bytes; y, stats and the copies of the buffers are its own.
     let (x, weight, bias, pad) =
         unsafe { (v.x.slice::<E>(), v.weight.slice::<E::Acc>(), v.bias.slice(), v.pad.slice::<u8>()) };
-    // SAFETY: as above.
+    // SAFETY: see above.
     let (y, out, mut state) = unsafe { (v.y.slice_mut::<E>(), v.stats.slice_mut::<E::Acc>(), v.state()) };
     if !v.given {
         let o = &v.options;
@@ -159,7 +159,7 @@ pub fn forward<E: Element>(norm: &ColumnNormKernel, v: &ColumnViews) -> Result<(
 
 pub fn backward<E: Element>(norm: &ColumnNormKernel, v: &ColumnViews, d: &ColumnGradients) -> Result<()> {
     let cols = v.stats.cols();
-    // SAFETY: as in `forward`.
+    // SAFETY: see `forward`.
     let (dy, x, weight, pad, rows) = unsafe {
         (d.dy.slice::<E>(), v.x.slice::<E>(), v.weight.slice::<E::Acc>(), v.pad.slice::<u8>(), v.stats.slice())
     };

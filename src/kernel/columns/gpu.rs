@@ -260,7 +260,7 @@ impl Launcher {
     /// # Safety
     /// The same conditions hold as for [`cuda::launch`].
     unsafe fn launch<A>(&self, kernel: &'static str, grid: Grid, arguments: &A) -> Result<()> {
-        // SAFETY: as the caller promises.
+        // SAFETY: guaranteed by the caller.
         unsafe { cuda::launch(self.device, &self.norm.program, &self.options, kernel, grid, arguments) }
     }
 
@@ -272,7 +272,7 @@ impl Launcher {
     }
 
     fn wrote(&self) -> *mut f32 {
-        // SAFETY: as above.
+        // SAFETY: see above.
         unsafe { self.counts().add(self.slabs as usize) }
     }
 
@@ -348,14 +348,14 @@ fn settle(kernels: &Launcher, v: &ColumnViews) -> Result<bool> {
     let [mut mean, mut square, mut square_of_all, mut count] = [null_mut::<f64>(); 4];
     let batch = room(kernels.device, &[4, v.stats.cols], Kind::Double)?;
     if !options.running {
-        // SAFETY: four rows, and of the last the first number is used.
+        // SAFETY: there are four rows, and only the first number of the last one is used.
         let row = |i: usize| unsafe { batch.data_ptr().cast::<f64>().add(i * v.stats.cols()) };
         (mean, square, square_of_all, count) = (row(0), row(1), row(1), row(3));
-        // SAFETY: as in `forward`; the rows of the batch have room for every column.
+        // SAFETY: see `forward`; the rows of the batch have room for every column.
         unsafe { kernels.measure(v, kernels.rows, [mean, square, count], writes)? };
         if options.release && !v.pad.is_absent() {
             square_of_all = row(2);
-            // SAFETY: as above.
+            // SAFETY: see above.
             unsafe { kernels.measure(v, kernels.all_rows(), [null_mut(), square_of_all, null_mut()], false)? };
         }
     }
@@ -374,7 +374,7 @@ fn settle(kernels: &Launcher, v: &ColumnViews) -> Result<bool> {
         options,
         largest: v.largest(),
     };
-    // SAFETY: as above; the buffers, of one type, and the statistics have a number for every column.
+    // SAFETY: see above; the buffers, of one type, and the statistics have a number for every column.
     unsafe { kernels.launch("columns_settle", ONE_BLOCK, &settle)? };
     Ok(writes)
 }
@@ -408,7 +408,7 @@ pub fn backward(device: Device, norm: &'static ColumnNormKernel, v: &ColumnViews
         alpha_bwd,
         largest: v.largest(),
     };
-    // SAFETY: as in `forward`; the gradients are fresh, a slab has its place in the workspace, and slopes has three rows.
+    // SAFETY: see `forward`; the gradients are fresh, a slab has its place in the workspace, and slopes has three rows.
     unsafe {
         kernels.launch("columns_gradient_sums", kernels.tiled, &sums_of)?;
         sum_partials(device, partial, kernels.slabs as i32, [2 * i64::from(cols); 2], &sums)?;

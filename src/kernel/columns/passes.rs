@@ -156,7 +156,7 @@ multiversion! {
                 }
                 let dys: [&[E::Acc]; GROUP] =
                     from_fn(|i| if i < n { wide(&dy[group[i] * cols..][..cols], &held[i].0) } else { &*zero });
-                // Where dy is zero, any finite row will do: the shift, whose x̂ is zero.
+                // If dy is zero, any finite row will do: this takes the shift, whose x̂ is zero.
                 let xs: [&[E::Acc]; GROUP] =
                     from_fn(|i| if i < n { wide(&x[group[i] * cols..][..cols], &held[i].1) } else { shift });
                 add_gradients(dys, xs, shift, scale, &mut part, &mut part_x);

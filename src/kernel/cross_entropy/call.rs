@@ -94,7 +94,8 @@ fn pairs(rows: &Range<usize>) -> Range<usize> {
 
 fn forward_typed<E: Element>(c: &LossViews, to: &Losses) -> Result<()> {
     let (cols, smoothing) = (c.logits.cols(), c.smoothing);
-    // SAFETY: contiguous logits of E; loss, nll and lse are fresh, of the accumulation type: one number per row, and two of lse.
+    // SAFETY: contiguous logits of E; loss, nll and lse are fresh, of the accumulation type: one number per row, and
+    // two of lse.
     let (logits, loss, nll, lse) = unsafe {
         let row = |v: &View| Shared::new(v.slice_mut::<E::Acc>());
         (c.logits.slice::<E>(), row(&to.loss), row(&to.nll), row(&to.lse))
@@ -108,7 +109,7 @@ fn forward_typed<E: Element>(c: &LossViews, to: &Losses) -> Result<()> {
 
 fn backward_typed<E: Element>(c: &LossViews, lse: &View, dloss: &View, dlogits: &View) -> Result<()> {
     let (cols, smoothing) = (c.logits.cols(), c.smoothing);
-    // SAFETY: as in `forward_typed`; dlogits is fresh.
+    // SAFETY: see `forward_typed`; dlogits is fresh.
     let (logits, lse, dloss, dlogits) = unsafe {
         let dlogits = Shared::new(dlogits.slice_mut::<E>());
         (c.logits.slice::<E>(), lse.slice::<E::Acc>(), dloss.slice::<E::Acc>(), dlogits)

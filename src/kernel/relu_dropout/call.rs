@@ -51,7 +51,7 @@ fn forward_typed<E: Element>(x: &View, draw: &Draw, y: &View) -> Result<()> {
 
 fn backward_typed<E: Element>(dy: &View, y: &View, draw: &Draw, dx: &View) -> Result<()> {
     let (rows, cols) = (y.rows(), y.cols());
-    // SAFETY: as in `forward_typed`.
+    // SAFETY: see `forward_typed`.
     let (dy, y, dx) = unsafe { (dy.slice::<E>(), y.slice::<E>(), Shared::new(dx.slice_mut::<E>())) };
     let dropout = draw.dropout();
     parallel::over_rows(rows, cols, |_, all| {

@@ -74,7 +74,7 @@ where
     let (rows, cols) = (v.x.rows(), v.x.cols());
     // SAFETY: C++ gave contiguous tensors of these types and shapes; x_plus, y and stats are fresh.
     let (step, x, f) = unsafe { (step::<X::Acc>(v, cols), v.x.slice::<X>(), v.f.slice::<F>()) };
-    // SAFETY: as above.
+    // SAFETY: see above.
     let (x_plus, y, stats) = unsafe {
         (Shared::new(v.x_plus.slice_mut::<X>()), Shared::new(v.y.slice_mut::<Y>()), Shared::new(v.stats.slice_mut()))
     };
@@ -101,7 +101,7 @@ where
 {
     let norm = kernel.get::<X::Acc>();
     let (rows, cols) = (v.x_plus.rows(), v.x_plus.cols());
-    // SAFETY: as in `forward_typed`; the gradients are fresh, their sums of the accumulation type.
+    // SAFETY: see `forward_typed`; the gradients are fresh, their sums of the accumulation type.
     let (step, x_plus, x, f, stats, dx_plus, dy) = unsafe {
         (
             step::<X::Acc>(v, cols),
@@ -113,10 +113,10 @@ where
             g.dy.slice::<Y>(),
         )
     };
-    // SAFETY: as above.
+    // SAFETY: see above.
     let (dx, df) = unsafe { (Shared::new(g.dx.slice_mut::<X>()), Shared::new(g.df.slice_mut::<F>())) };
     let has_df = !g.df.is_absent();
-    // SAFETY: as above.
+    // SAFETY: see above.
     let [dweight, dbias, dalpha, dbeta]: [&mut [X::Acc]; 4] =
         unsafe { [g.dweight, g.dbias, g.dalpha, g.dbeta].map(|v| v.slice_mut()) };
     let mut found = [X::Acc::ZERO; NUMBERS];

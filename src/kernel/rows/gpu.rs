@@ -205,7 +205,7 @@ pub fn backward(device: Device, program: &'static Program, r: &RowViews, g: &Row
         eps: r.eps as f32,
         dropout: OnDevice::of(&r.draw),
     };
-    // SAFETY: as in `forward`; the workspace has a row for every block.
+    // SAFETY: see `forward`; the workspace has a row for every block.
     unsafe { cuda::launch(device, program, &options, "rows_backward", grid, &arguments)? };
     sum_partials(device, sums.cast(), grid.blocks as i32, [columns, stride], &outputs)
 }

@@ -1,7 +1,7 @@
 //! The cases of a proof, and how each changes the call at hand.
 //!
-//! They have more rows than the device processes at once. Run-time conditions of kernels are tested both ways: with and
-//! without a mask; for norms with statistics, with and without a real row, in training and evaluation, in both
+//! Cases have more rows than the device processes at once. Run-time conditions of kernels are tested both ways: with
+//! and without a mask; for norms with statistics, with and without a real row, in training and evaluation, in both
 //! variants, and with finite and other inputs. Counters are early, late, and at the end of a warm-up. In the late case,
 //! columns have means.
 
