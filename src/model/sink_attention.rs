@@ -1,8 +1,7 @@
 //! Attention with sinks on a CPU: each head has a logit b beside its keys' scores, without a value (docs/spec.md §4.3).
 //!
 //! > s = σ(lse − b),  O = s·O₀,  lse⁺ = log(e^lse + e^b)
-//! > dQ, dK and dV as without b, but with P = exp(S − lse⁺), which sums to s;  db = −Σ (1 − s)·⟨dO, O⟩ over the head's
-//! rows
+//! > dQ, dK and dV as without b, but P = exp(S − lse⁺) sums to s;  db = −Σ (1 − s)·⟨dO, O⟩ over the head's rows
 //!
 //! O₀ and lse = log Σ exp S are the results of attention's kernel without b.
 
