@@ -5,7 +5,7 @@
 //!
 //! | name | proof |
 //! |---|---|
-//! | `config.json`, `vocabulary.txt`, `bpe.codes`, `target_types.txt`, `checksums.txt` | a whole `checksums.txt` has it |
+//! | `config.json`, `vocabulary.txt`, `bpe.codes`, `target_types.txt`, `checksums.txt` | a whole checksums.txt has it |
 //! | `log.jsonl` | one of its first lines is an event of a run, or it is empty |
 //! | `curves.png` | its PNG text names this package |
 //! | `.lock` | it names an owner, or is empty |

@@ -214,7 +214,7 @@ config! {
             output_bias: bool = false,
             /// Replace logits z by c·tanh(z/c), in training, evaluation and decoding (Gemma 2); default: no cap.
             logit_softcap: Option<f64> = None,
-            /// Dropout on sublayer outputs, and the default of the dropout options below.
+            /// Dropout on sublayer outputs, and the default of the other dropout options.
             dropout: f64 = 0.3,
             /// Dropout on embeddings (default: `dropout`).
             embedding_dropout: Option<f64> = None,
@@ -253,9 +253,9 @@ config! {
             /// Condition for val-decay and no-warmup to lower the rate: an evaluation is worse than each of the
             /// lr_decay_patience before it (release), or so many in a row were no better than the best (paper).
             lr_decay_rule: DecayRule = DecayRule::Release,
-            /// Factor α_decay by which they lower the rate.
+            /// Factor α_decay by which val-decay and no-warmup lower the rate.
             lr_decay_factor: f64 = 0.8,
-            /// Number of evaluations that the rule looks at.
+            /// Number of evaluations that lr_decay_rule looks at.
             lr_decay_patience: i64 = 3,
             /// Number updates from 0 in the learning rate, as fairseq does: with warm-up, the first update has the
             /// initial rate of the warm-up.

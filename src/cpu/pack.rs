@@ -37,11 +37,11 @@ pub type Of<A, S> = <A as Accumulator>::Pack<S>;
 /// The way in which results are written to memory.
 #[derive(Clone, Copy, Debug)]
 pub struct Store {
-    /// Results bypass the caches, because they are too large to be found there again: the written lines need not be
-    /// read first, and nothing else is evicted. Blocks that do not start on a cache line, such as those of spare rows,
-    /// still use the caches. So do results on fresh pages, which the system has just cleared in the caches.
+    /// True if results bypass the caches, because they are too large to be found there again: the written lines need
+    /// not be read first, and nothing else is evicted. Blocks that do not start on a cache line, such as those of spare
+    /// rows, still use the caches. So do results on fresh pages, which the system has just cleared in the caches.
     streamed: bool,
-    /// The processor has an instruction that rounds to bf16.
+    /// True if the processor has an instruction that rounds to bf16.
     bf16: bool,
 }
 

@@ -12,8 +12,8 @@ pub struct ColumnViews {
     pub weight: View,
     pub bias: View,
     pub pad: View,
-    /// The first buffer: on the CPU a working copy (float64, counters int64), on a GPU the buffer itself. The same holds
-    /// for `second`, `iters` and `refused`.
+    /// The first buffer: on the CPU a working copy (float64, counters int64), on a GPU the buffer itself. The same
+    /// holds for `second`, `iters` and `refused`.
     pub first: View,
     pub second: View,
     pub iters: View,
