@@ -1,4 +1,4 @@
-//! What the papers look at in a model (docs/spec.md §5), seen during one pass over sentences.
+//! Diagnostics of a model from the papers (docs/spec.md §5), recorded during one pass over sentences.
 
 use crate::error::{Error, Result};
 use crate::host::host;
@@ -9,39 +9,39 @@ use tch::{Kind, Tensor};
 /// Diagnostics of one stack's pass, in order of execution.
 #[derive(Debug, Default)]
 pub struct StackObservation {
-    /// Per layer: the mean over rows of the cosine of its output and the one before, the first's being what the stack
-    /// reads (Liu et al. 2023, Fig 8).
+    /// Per layer: the mean over rows of the cosine between its output and the previous layer's output; the first layer
+    /// is compared with the stack's input (Liu et al. 2023, Fig 8).
     pub cosines: Vec<f64>,
-    /// Per feed-forward: the share of activations that are not zero (Liu et al. 2023, Fig 9).
+    /// Per feed-forward sublayer: the share of activations that are not zero (Liu et al. 2023, Fig 9).
     pub active: Vec<f64>,
-    /// Per norm with running statistics.
+    /// One entry per norm with running statistics.
     pub statistics: Vec<Statistics>,
-    /// The mean |x| of what the stack reads, and of every layer's output (coordinate checks, Yang et al. 2022, App D.1).
+    /// The mean |x| of the stack's input and of every layer's output (coordinate checks, Yang et al. 2022, App D.1).
     pub sizes: Vec<f64>,
-    /// Per attention: the mean |score| before the softmax, over all pairs of the rows that meet.
+    /// Per attention: the mean |score| before the softmax, over all pairs of a query row and a key row that attend.
     pub scores: Vec<f64>,
-    /// Per connection whose weights depend on the stream: the mean |score| that makes them.
+    /// Per residual connection with input-dependent weights: the mean |score| from which the weights are computed.
     pub mixing: Vec<f64>,
 }
 
-/// What concerns μ, σ² and ψ² each; NaN of those that a norm has not.
+/// One value each for μ, σ² and ψ²; NaN for a statistic that the norm does not have.
 #[derive(Clone, Copy, Debug)]
 pub struct Moments {
     pub mean: f64,
     pub variance: f64,
-    /// Of ψ², the mean square.
+    /// The value for ψ², the mean square.
     pub power: f64,
 }
 
-/// A batch's statistics s_B in a norm that keeps running ones s.
+/// Compares a batch's statistics s_B with the running statistics s of a norm.
 #[derive(Clone, Copy, Debug)]
 pub struct Statistics {
     /// ‖s_B − s‖₂/d (Shen et al. 2020, Fig 2, 4).
     pub distance: Moments,
-    /// ‖g‖₂/d of what each adds to the gradient of x (Fig 3, 4 there): (γ/σ_B)⊙mean dy of μ_B, (γ/σ_B)⊙mean(dy⊙x̂) of
-    /// σ²_B, and the same with ψ_B. NaN without a gradient.
+    /// ‖g‖₂/d, where g is the part of x's gradient that flows through each statistic (Fig 3, 4 there): (γ/σ_B)⊙mean dy
+    /// for μ_B, (γ/σ_B)⊙mean(dy⊙x̂) for σ²_B, and (γ/ψ_B)⊙mean(dy⊙x̂) for ψ²_B. NaN without a gradient.
     pub gradient: Moments,
-    /// The share of numbers with |γ| ≤ ψ_B, or σ_B (Lemma 2 there).
+    /// The share of channels with |γ| ≤ ψ_B, or ≤ σ_B if the norm centres (Lemma 2 there).
     pub bounded: f64,
 }
 
@@ -51,23 +51,24 @@ impl From<Statistics> for [f64; 7] {
     }
 }
 
-/// What a norm with running statistics was given.
+/// The input and the state of a norm with running statistics.
 #[derive(Debug)]
 pub struct Columns {
-    /// (…, d), with its groups scaled.
+    /// (…, d), after the scaling of its groups.
     pub x: Tensor,
-    /// True at padding, in x's leading shape.
+    /// True at padding; its shape is x's without the last dimension.
     pub pad_mask: Option<Tensor>,
     pub weight: Option<Tensor>,
-    /// The running mean; none: x is not centred.
+    /// The running mean; `None` if the norm does not centre x.
     pub mean: Option<Tensor>,
-    /// The running σ², or ψ² where x is not centred.
+    /// The running σ², or ψ² if the norm does not centre x.
     pub square: Tensor,
     pub eps: f64,
 }
 
 impl Columns {
-    /// Of the real rows; `dy`: the loss's gradient with respect to the norm's output.
+    /// Computes the statistics of the rows that are not padding. `dy` is the loss's gradient with respect to the norm's
+    /// output.
     pub fn statistics(&self, dy: Option<&Tensor>) -> Result<Statistics> {
         if let Some(dy) = dy.filter(|dy| dy.size() != self.x.size()) {
             let (given, found) = (dy.size(), self.x.size());
@@ -100,7 +101,7 @@ impl Columns {
         })
     }
 
-    /// The rows of x, or of something of its shape, that are not padding.
+    /// Returns the rows of x, or of a tensor of its shape, that are not padding.
     fn real(&self, x: &Tensor) -> Result<Array2<f64>> {
         let all = rows(x)?;
         let Some(mask) = &self.pad_mask else { return Ok(all) };
@@ -115,21 +116,22 @@ impl Columns {
 pub struct Watch {
     stacks: RefCell<Vec<StackObservation>>,
     norms: RefCell<Vec<NormObservation>>,
-    /// The newest output of a layer.
+    /// The output of the latest layer.
     last: RefCell<Option<Array2<f64>>>,
 }
 
-/// A norm's part in the pass.
+/// One norm's input and output in the pass.
 #[derive(Debug)]
 struct NormObservation {
-    /// The number of its stack.
+    /// The index of its stack.
     stack: usize,
     given: Columns,
     y: Tensor,
 }
 
 impl Watch {
-    /// What was seen of each stack. With a loss that was made of the pass, its gradients are taken through it.
+    /// Ends the watch and returns the diagnostics of each stack. If a loss was computed from the pass, its gradients
+    /// are included.
     pub fn finish(self, loss: Option<&Tensor>) -> Result<Vec<StackObservation>> {
         let (mut stacks, norms) = (self.stacks.into_inner(), self.norms.into_inner());
         let outputs: Vec<&Tensor> = norms.iter().map(|norm| &norm.y).collect();
@@ -144,14 +146,14 @@ impl Watch {
         Ok(stacks)
     }
 
-    /// A stack begins with these rows.
+    /// Records that a stack begins with the rows x.
     pub fn stack(&self, x: &Tensor) -> Result<()> {
         self.stacks.borrow_mut().push(StackObservation::default());
         self.remember(rows(x)?);
         Ok(())
     }
 
-    /// A layer ends with these.
+    /// Records the output x of a layer.
     pub fn layer(&self, x: &Tensor) -> Result<()> {
         let x = rows(x)?;
         if let Some(before) = self.last.take() {
@@ -162,13 +164,13 @@ impl Watch {
         Ok(())
     }
 
-    /// Keeps the newest rows of the stream, and their size.
+    /// Keeps the newest rows of the residual stream, and records their mean |x|.
     fn remember(&self, x: Array2<f64>) {
         self.add(|seen| seen.sizes.push(x.mapv(f64::abs).mean().unwrap_or(f64::NAN)));
         self.last.replace(Some(x));
     }
 
-    /// After an activation.
+    /// Records the output h of an activation.
     pub fn activations(&self, h: &Tensor) -> Result<()> {
         let h = rows(h)?;
         let active = h.iter().filter(|v| **v != 0.0).count() as f64 / h.len() as f64;
@@ -176,7 +178,7 @@ impl Watch {
         Ok(())
     }
 
-    /// Queries (rows, d) of so many heads meet keys (rows, kv_heads·d_head).
+    /// Records attention scores: queries (rows, d) with `heads` heads, and keys (rows, kv_heads·d_head).
     pub fn scores(&self, [q, k]: [&Tensor; 2], heads: i64, scale: f64) -> Result<()> {
         let (q, k) = (q.f_unflatten(-1, [heads, -1].as_slice())?, k);
         let d_head = q.size()[2];
@@ -189,14 +191,14 @@ impl Watch {
         Ok(())
     }
 
-    /// Scores that make weights of a connection.
+    /// Records the scores from which a connection's weights are computed.
     pub fn mixing(&self, scores: &Tensor) -> Result<()> {
         let size = mean_size(scores)?;
         self.add(|seen| seen.mixing.push(size));
         Ok(())
     }
 
-    /// A norm with running statistics has made y of what it was given. The pass must move no statistics.
+    /// Records a norm with running statistics and its output y. The pass must not update running statistics.
     pub fn norm(&self, given: Columns, y: &Tensor) {
         if let Some(stack) = self.stacks.borrow().len().checked_sub(1) {
             self.norms.borrow_mut().push(NormObservation { stack, given, y: y.shallow_clone() });
@@ -210,12 +212,12 @@ impl Watch {
     }
 }
 
-/// The mean |x|.
+/// Returns the mean |x|.
 fn mean_size(x: &Tensor) -> Result<f64> {
     Ok(f64::try_from(&x.f_abs()?.f_mean(Kind::Double)?)?)
 }
 
-/// 0 where either is.
+/// Returns the cosine of x and y; 0 if either is zero.
 fn cosine(x: ArrayView1<f64>, y: ArrayView1<f64>) -> f64 {
     let norms = (x.dot(&x) * y.dot(&y)).sqrt();
     if norms > 0.0 {
@@ -225,12 +227,12 @@ fn cosine(x: ArrayView1<f64>, y: ArrayView1<f64>) -> f64 {
     }
 }
 
-/// ‖v‖₂/d.
+/// Returns ‖v‖₂/d.
 fn size(v: &Array1<f64>) -> f64 {
     v.dot(v).sqrt() / v.len() as f64
 }
 
-/// (rows, width) in f64, on the host.
+/// Copies x to the host as f64, in shape (rows, width).
 fn rows(x: &Tensor) -> Result<Array2<f64>> {
     let width = x.size().last().copied().unwrap_or(1).max(1) as usize;
     let values = vector(x)?.into_raw_vec_and_offset().0;
@@ -262,7 +264,7 @@ mod tests {
         assert_eq!((&*seen[1].cosines, seen[1].active.len()), ([1.0].as_slice(), 0));
     }
 
-    /// Of real rows (1, 2) and (3, 6): means 2, 4; variances 1, 4; ψ² 5, 20.
+    /// Builds an input whose real rows are (1, 2) and (3, 6): means 2, 4; variances 1, 4; ψ² 5, 20.
     fn given(mean: Option<Tensor>, square: f64) -> Columns {
         let numbers = |values: &[f64]| Tensor::from_slice(values);
         let x = numbers(&[1.0, 2.0, 9.0, 9.0, 3.0, 6.0]).reshape([3, 2]);
@@ -274,7 +276,7 @@ mod tests {
     fn statistics_of_batch_norm() {
         let dy = Tensor::from_slice(&[1.0, 2.0, 7.0, 7.0, 5.0, 4.0]).reshape([3, 2]);
         let found = given(Some(Tensor::from_slice(&[1.0, 1.0])), 1.0).statistics(Some(&dy)).unwrap();
-        // x̂ is −1 and 1 in either column; γ/σ_B is −0.5 and 2; mean dy is 3 and 3, mean(dy⊙x̂) 2 and 1.
+        // x̂ is −1 and 1 in both columns; γ/σ_B is −0.5 and 2; mean dy is 3 and 3, mean(dy⊙x̂) 2 and 1.
         assert_eq!((found.distance.mean, found.distance.variance), (10f64.sqrt() / 2.0, 1.5));
         assert_eq!(found.gradient.mean, (1.5f64.powi(2) + 6f64.powi(2)).sqrt() / 2.0);
         assert_eq!(found.gradient.variance, (1f64 + 4.0).sqrt() / 2.0);

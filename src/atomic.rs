@@ -1,7 +1,8 @@
-//! Writes that survive a crash: content is written aside, flushed to the disk, and only then given its name.
+//! Crash-safe writes: content goes to a temporary file, is flushed to the disk, and is then renamed.
 //!
-//! Everything unfinished is called `.NAME.tmp-PID` beside its final place, so that [`clean`] knows a killed process's
-//! leftovers. The disk acts pass [`fault::point`] first. Files are opened here without following links.
+//! Unfinished files and folders are called `.NAME.tmp-PID` beside their final place, so that [`clean`] recognises the
+//! leftovers of a killed process. Every system call that changes the disk passes [`fault::point`] first. Files are
+//! opened without following links.
 
 pub mod fault;
 
@@ -14,10 +15,10 @@ use flate2::Crc;
 
 use crate::error::{Error, Result};
 
-/// Bytes per system call, and so per fault point. The tests' files are tiny.
+/// The number of bytes per system call, and so per fault point. It is small in tests, whose files are small.
 const CHUNK: usize = if cfg!(test) { 256 } else { 4 << 20 };
 
-/// Length and CRC-32 (IEEE) of a file's bytes.
+/// The length and the CRC-32 (IEEE) of a file's bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct Digest {
     /// Length in bytes.
@@ -78,14 +79,14 @@ impl Sink {
     }
 }
 
-/// A new directory being written aside; see [`write_directory`].
+/// A new directory under a temporary name; see [`write_directory`].
 pub struct Directory<'a> {
     aside: PathBuf,
     target: &'a Path,
 }
 
 impl Directory<'_> {
-    /// One file of it, filled by `fill` and flushed to the disk.
+    /// Writes one file of the directory with `fill`, and flushes it to the disk.
     pub fn file(&self, name: &str, fill: impl FnOnce(&mut Sink) -> Result<()>) -> Result<Digest> {
         let mut sink = Sink::create(&self.aside.join(name), self.target.join(name))?;
         fill(&mut sink)?;
@@ -122,7 +123,7 @@ pub fn write_file(target: &Path, bytes: &[u8]) -> Result<()> {
     finish(written, &aside, target)
 }
 
-/// Appends `text` to `path`, which it makes where there is none. Errors: see [`open`].
+/// Appends `text` to `path`, and creates the file if it does not exist. Errors: see [`open`].
 pub fn append(path: &Path, text: &str) -> Result<()> {
     fault::point("open").map_err(|e| Error::io("open", path, e))?;
     let mut file = open(path, File::options().create(true).append(true))?;
@@ -132,7 +133,7 @@ pub fn append(path: &Path, text: &str) -> Result<()> {
 /// Opens a regular file without following a link, and without waiting for a pipe's other end.
 ///
 /// # Errors
-/// A link, a device, a pipe or a folder at `path`: the message says which, and what to do. The system refuses.
+/// `path` is a link, a device, a pipe or a folder (the message says which, and what to do), or the system refuses.
 pub fn open(path: &Path, how: &mut OpenOptions) -> Result<File> {
     let opened = how.custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK).open(path);
     let file = opened.map_err(|e| match path.symlink_metadata() {
@@ -146,12 +147,13 @@ pub fn open(path: &Path, how: &mut OpenOptions) -> Result<File> {
     }
 }
 
-/// The bytes of a regular file of at most `most` bytes; none where there is no file. Errors: see [`open`]; a longer file.
+/// Reads a regular file of at most `most` bytes; returns `None` if there is no file. Errors: see [`open`]; a longer
+/// file.
 pub fn read(path: &Path, most: u64) -> Result<Option<Vec<u8>>> {
     read_all(open(path, File::options().read(true)), path, most)
 }
 
-/// [`read`], of a file that [`open_own`] opens.
+/// Reads like [`read`], but opens the file with [`open_own`].
 pub fn read_own(path: &Path, most: u64) -> Result<Option<Vec<u8>>> {
     read_all(open_own(path, File::options().read(true)), path, most)
 }
@@ -169,17 +171,17 @@ fn read_all(opened: Result<File>, path: &Path, most: u64) -> Result<Option<Vec<u
     }
 }
 
-/// Opens a regular file of this user's that nobody else may write. A file that it makes is the user's alone.
+/// Opens a regular file that belongs to this user and that nobody else may write. A file that it creates has mode 0600.
 ///
 /// # Errors
-/// Those of [`open`]; another owner; group or others may write.
+/// Errors like [`open`], and if the file has another owner or is writable by its group or others.
 pub fn open_own(path: &Path, how: &mut OpenOptions) -> Result<File> {
     let file = open(path, how.mode(0o600))?;
     let found = file.metadata().map_err(|e| Error::io("open", path, e))?;
     is_own(path, &found).map(|()| file)
 }
 
-/// Refuses a folder that is a link, belongs to another user, or that group or others may write.
+/// Errors if `path` is a link, belongs to another user, or is writable by its group or others.
 pub fn check_own_directory(path: &Path) -> Result<()> {
     let found = path.symlink_metadata().map_err(|e| Error::io("open", path, e))?;
     match found.is_dir() {
@@ -216,17 +218,17 @@ fn not_regular(path: &Path, found: fs::FileType) -> Error {
     ))
 }
 
-/// Writes all bytes, past the fault point; an injected short write leaves half of them.
+/// Writes all bytes after passing the fault point; an injected short write leaves half of them.
 fn write(file: &mut File, shown: &Path, bytes: &[u8]) -> Result<()> {
     act("write", shown, || file.write_all(bytes)).inspect_err(|_| {
         if fault::is_short() {
-            // What a power cut or a full disk leaves of a write; the error itself is on its way.
+            // A power cut or a full disk can leave such a half; the error itself is already being returned.
             let _ = file.write_all(&bytes[..bytes.len() / 2]);
         }
     })
 }
 
-/// Removes the file `path`, if it is there.
+/// Removes the file `path`, if it exists.
 pub fn remove_file(path: &Path) -> Result<()> {
     match act("remove", path, || fs::remove_file(path)) {
         Err(Error::Io { source, .. }) if source.kind() == io::ErrorKind::NotFound => Ok(()),
@@ -234,7 +236,7 @@ pub fn remove_file(path: &Path) -> Result<()> {
     }
 }
 
-/// Makes `link`, which may be a link already, a symbolic link to `to`: a reader finds the old target or the new one.
+/// Makes `link` a symbolic link to `to`, replacing an old link: a reader finds the old target or the new one.
 pub fn write_link(link: &Path, to: &str) -> Result<()> {
     if link.symlink_metadata().is_ok_and(|m| !m.is_symlink()) {
         return Err(Error::invalid(format!("{} is not a symbolic link; move it away", link.display())));
@@ -248,7 +250,7 @@ pub fn write_link(link: &Path, to: &str) -> Result<()> {
     finish(written, &aside, link)
 }
 
-/// Removes a directory; under its name it is there whole or not at all.
+/// Removes a directory. A reader finds it whole under its name, or not at all.
 pub fn remove_directory(path: &Path) -> Result<()> {
     let aside = aside(path);
     remove_any(&aside)?;
@@ -257,7 +259,7 @@ pub fn remove_directory(path: &Path) -> Result<()> {
     act("remove", path, || fs::remove_dir_all(&aside))
 }
 
-/// Makes `path` and the folders above it, with their names flushed to the disk.
+/// Creates `path` and its missing parents, and flushes their names to the disk.
 pub fn make_directory(path: &Path) -> Result<()> {
     if path.is_dir() {
         return Ok(());
@@ -270,8 +272,8 @@ pub fn make_directory(path: &Path) -> Result<()> {
     act("fsync the folder of", path, || sync_directory(parent(path)))
 }
 
-/// Removes what killed processes left unfinished in `folder` of the files and folders that `is_ours` knows by name. What
-/// belongs to another living process stays.
+/// Removes the unfinished files and folders in `folder` that killed processes left. `is_ours` decides by the final
+/// name. Leftovers of another process that is alive stay.
 pub fn clean(folder: &Path, is_ours: impl Fn(&str) -> bool) -> Result<()> {
     let entries = fs::read_dir(folder).map_err(|e| Error::io("read", folder, e))?;
     for entry in entries {
@@ -285,7 +287,7 @@ pub fn clean(folder: &Path, is_ours: impl Fn(&str) -> bool) -> Result<()> {
     Ok(())
 }
 
-/// The final name and the process of an unfinished file: `.NAME.tmp-PID`, and `.NAME.PID.part` in earlier versions.
+/// Parses the name of an unfinished file, `.NAME.tmp-PID` (or `.NAME.PID.part` of earlier versions), into NAME and PID.
 fn unfinished(name: &str) -> Option<(&str, u32)> {
     let name = name.strip_prefix('.')?;
     let earlier = || name.strip_suffix(".part")?.rsplit_once('.');
@@ -293,17 +295,17 @@ fn unfinished(name: &str) -> Option<(&str, u32)> {
     Some((of, pid.parse().ok()?))
 }
 
-/// The last step of a write: the name itself is flushed; after an error nothing unfinished stays.
+/// Ends a write: flushes the new name to the disk, or removes the unfinished file after an error.
 fn finish(written: Result<()>, aside: &Path, target: &Path) -> Result<()> {
     if let Err(error) = written {
-        // The first error is the one to report; what could not be removed now, `clean` removes at the next start.
+        // The first error is the one to report; `clean` removes at the next start what could not be removed now.
         let _ = remove_any(aside);
         return Err(error);
     }
     act("fsync the folder of", target, || sync_directory(parent(target)))
 }
 
-/// One system act on `path`, past its fault point.
+/// Runs one system call on `path` after passing its fault point.
 pub fn act<T>(name: &'static str, path: &Path, run: impl FnOnce() -> io::Result<T>) -> Result<T> {
     fault::point(name).and_then(|()| run()).map_err(|e| Error::io(name, path, e))
 }
@@ -319,7 +321,7 @@ fn parent(path: &Path) -> &Path {
 
 fn sync_directory(path: &Path) -> io::Result<()> {
     match File::open(path)?.sync_all() {
-        // Some network and FUSE file systems cannot flush a directory and say so with EINVAL.
+        // Some network and FUSE file systems cannot flush a directory and return EINVAL.
         Err(e) if e.kind() == io::ErrorKind::InvalidInput => Ok(()),
         synced => synced,
     }
@@ -338,7 +340,7 @@ pub fn remove_any(path: &Path) -> Result<()> {
 }
 
 fn alive(pid: u32) -> bool {
-    // 0 and negative numbers would ask about groups of processes.
+    // kill(2) reads 0 and negative numbers as groups of processes.
     let Some(pid) = i32::try_from(pid).ok().filter(|&pid| pid > 0) else { return false };
     // SAFETY: kill takes no pointer, and signal 0 only asks whether the process exists.
     let asked = unsafe { libc::kill(pid, 0) };

@@ -1,4 +1,4 @@
-//! The one error type: what went wrong, in the words the user reads.
+//! The crate's one error type; its messages are written for users.
 
 mod raised;
 
@@ -9,10 +9,10 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// Wrong input or configuration. The message names what was expected, what came, and what to do.
+    /// Wrong input or configuration. The message names the expected value, the given value, and the remedy.
     #[error("{0}")]
     Invalid(String),
-    /// The operating system refused: which act on which file.
+    /// The operating system refused an operation on a file.
     #[error("{act} {path}: {source}")]
     Io {
         act: &'static str,
@@ -20,13 +20,13 @@ pub enum Error {
         #[source]
         source: std::io::Error,
     },
-    /// libtorch refused.
+    /// An error of libtorch.
     #[error("{0}")]
     Torch(String),
-    /// Python code that libtorch called has raised: a norm of the user's own, a hook, a subclass of tensors.
+    /// An exception of Python code that libtorch called: a user's norm, a hook, or a tensor subclass.
     #[error("{0}")]
     Raised(Raised),
-    /// What was asked for has no meaning, or has not been written.
+    /// The request has no meaning, or is not implemented.
     #[error("{0}")]
     NotImplemented(String),
     /// The loss or the gradient stopped being finite; the message names the update and the last good checkpoint.
@@ -42,7 +42,7 @@ impl Error {
         Error::Invalid(message.into())
     }
 
-    /// libtorch's latest error on this thread, by its text.
+    /// Converts libtorch's latest error on this thread, identified by its text.
     pub fn of_torch(text: &str) -> Self {
         match Raised::take(text) {
             Some(raised) => Error::Raised(raised),
@@ -55,15 +55,15 @@ impl Error {
     }
 }
 
-/// The text with control characters escaped: a file's words may not move a terminal's cursor or set its title. Line
-/// ends and tabs stay.
+/// Escapes control characters except line ends and tabs: text from a file must not move a terminal's cursor or set its
+/// title.
 pub fn printable(text: &str) -> String {
     let is_printable = |c: char| !c.is_control() || c == '\n' || c == '\t';
     let escaped = |c: char| if is_printable(c) { c.to_string() } else { c.escape_default().to_string() };
     text.chars().map(escaped).collect()
 }
 
-/// The word as a shell reads it, for commands in messages.
+/// Quotes a word for a shell, for commands in messages.
 pub fn quoted(word: &str) -> String {
     let is_plain = |c: char| c.is_ascii_alphanumeric() || "@%_+=:,./-".contains(c);
     match !word.is_empty() && word.chars().all(is_plain) {
@@ -72,7 +72,7 @@ pub fn quoted(word: &str) -> String {
     }
 }
 
-/// libtorch's message without the C++ stack that it appends.
+/// Returns libtorch's message without the C++ stack trace that it appends.
 pub fn without_stack(text: &str) -> &str {
     let begins = ["\nException raised from", "\nframe #0:"].iter().filter_map(|stack| text.find(stack));
     text[..begins.min().unwrap_or(text.len())].trim_end()
@@ -87,7 +87,7 @@ impl From<tch::TchError> for Error {
     }
 }
 
-/// `unknown norm "scalnorm" (did you mean "scalenorm"?); expected one of layernorm, …`
+/// Builds the error `unknown norm "scalnorm" (did you mean "scalenorm"?); expected one of layernorm, …`.
 pub fn unknown<'a>(what: &str, got: &str, choices: impl IntoIterator<Item = &'a str>) -> Error {
     let choices: Vec<&str> = choices.into_iter().collect();
     let close = choices.iter().min_by_key(|c| distance(c, got)).filter(|c| distance(c, got) <= 1 + got.len() / 4);
@@ -95,7 +95,7 @@ pub fn unknown<'a>(what: &str, got: &str, choices: impl IntoIterator<Item = &'a 
     Error::Invalid(format!("unknown {what} {got:?}{hint}; expected one of {}", choices.join(", ")))
 }
 
-/// Levenshtein's distance.
+/// Returns the Levenshtein distance of a and b.
 fn distance(a: &str, b: &str) -> usize {
     let b: Vec<char> = b.chars().collect();
     let mut row: Vec<usize> = (0..=b.len()).collect();
@@ -120,7 +120,7 @@ mod tests {
         assert_eq!(printable("a\u{1b}[31m\u{7}\u{9b}\r\n\tü€"), "a\\u{1b}[31m\\u{7}\\u{9b}\\r\n\tü€");
     }
 
-    /// As Python's shlex.quote has it.
+    /// The results are those of Python's shlex.quote.
     #[test]
     fn words_of_commands_are_quoted() {
         let quoted = ["runs/a_1", "k 2", "it's", "$HOME", "", "\u{e4}"].map(quoted);

@@ -1,8 +1,8 @@
-//! The one door to a tensor's memory: [`host`] looks before it reads.
+//! Checked reads of tensors' memory: [`host`] checks a tensor before it reads.
 //!
-//! A tensor may have no numbers where they should lie: those of FakeTensorMode and other wrapper subclasses, meta tensors,
-//! tensors whose memory was freed, other layouts. Others mean something else than their memory says: negated views, the
-//! wrappers of torch.func. tch asks for none of this, and copies from whatever address it gets.
+//! Some tensors have no data at their address: FakeTensorMode's and other wrapper subclasses, meta tensors, tensors
+//! whose memory was freed, and non-strided layouts. For others the data is not the value: negated views and
+//! torch.func's wrappers. tch checks none of this, and copies from any address.
 
 use crate::error::{without_stack, Error, Result};
 use std::ffi::{c_char, c_int, c_void, CStr};
@@ -10,16 +10,16 @@ use std::marker::PhantomData;
 use std::ops::Deref;
 use tch::Tensor;
 
-/// C++'s at::Tensor, which tch calls `C_tensor` and does not name to us.
+/// C++'s at::Tensor; tch's own name for it, `C_tensor`, is private.
 #[derive(Debug)]
 #[repr(C)]
 pub struct CTensor {
     _opaque: [u8; 0],
 }
 
-/// A number that tensors hold.
+/// An element type of tensors.
 pub trait Number: Copy {
-    /// c10::ScalarType's number (tch keeps its own private).
+    /// The number of the type in c10::ScalarType (tch keeps its own private); −1 stands for the tensor's own type.
     const SCALAR_TYPE: c_int;
 }
 
@@ -35,13 +35,13 @@ impl Number for bool {
     const SCALAR_TYPE: c_int = 11;
 }
 
-/// Whatever the tensor's own type is.
+/// Reads the bytes of any type.
 impl Number for u8 {
     const SCALAR_TYPE: c_int = -1;
 }
 
-/// A tensor's numbers, row by row, from wherever it lies and converted to T; as u8 the bytes of its own type. Where it
-/// has none in memory the error names `what` it is, of which kind, and what to do.
+/// Copies a tensor's elements to the host in row-major order and converts them to T; u8 gives the bytes of the tensor's
+/// own type. If the tensor has no data in memory, the error names `what` it is, its kind, and the remedy.
 pub fn host<T: Number>(what: &str, t: &Tensor) -> Result<Vec<T>> {
     let held = Held::<T>::new(what, t)?;
     let mut numbers = Vec::new();
@@ -52,8 +52,8 @@ pub fn host<T: Number>(what: &str, t: &Tensor) -> Result<Vec<T>> {
     Ok(numbers)
 }
 
-/// The numbers that [`host`] copies, without the copy. Those of a contiguous tensor on the host are its own memory:
-/// nobody may write to it while this lives.
+/// The elements that [`host`] would copy, without the copy if possible: for a contiguous tensor on the host they are
+/// its own memory, which nobody may write while this value lives.
 #[derive(Debug)]
 pub struct Held<T> {
     memory: HostMemory,
@@ -62,17 +62,17 @@ pub struct Held<T> {
 }
 
 impl<T: Number> Held<T> {
-    /// Errors as for [`host`].
+    /// Errors like [`host`].
     pub fn new(what: &str, t: &Tensor) -> Result<Self> {
         let mut memory = HostMemory { data: std::ptr::null(), bytes: 0 };
         // SAFETY: the tensor outlives the call.
         let held = unsafe { nfrs_host(t.as_ptr().cast(), T::SCALAR_TYPE, &mut memory) };
         if held.is_null() {
-            // SAFETY: a NUL-terminated string of this thread, which lives until its next failing call.
+            // SAFETY: it is a NUL-terminated string of this thread, which lives until the thread's next failing call.
             let why = unsafe { CStr::from_ptr(nfrs_last_error()) }.to_string_lossy();
             return Err(Error::invalid(format!("{what} {}", without_stack(&why))));
         }
-        // SAFETY: C++ made it, and it is ours.
+        // SAFETY: C++ made the tensor and passes its ownership to us.
         Ok(Held { memory, _tensor: unsafe { Tensor::from_ptr(held.cast()) }, _numbers: PhantomData })
     }
 }
@@ -83,19 +83,19 @@ impl<T> Deref for Held<T> {
     fn deref(&self) -> &[T] {
         match self.memory.bytes / size_of::<T>() {
             0 => &[],
-            // SAFETY: the tensor has so many bytes there, numbers of T, as long as it is held.
+            // SAFETY: the tensor holds `count` elements of type T there, as long as it is held.
             count => unsafe { std::slice::from_raw_parts(self.memory.data.cast(), count) },
         }
     }
 }
 
-/// Whether the memory at the tensor's address is all there, and says what the tensor means.
+/// True if the tensor's data lies at its address and is the tensor's value.
 pub fn has_memory(t: &Tensor) -> bool {
     // SAFETY: the tensor outlives the call.
     unsafe { nfrs_has_memory(t.as_ptr().cast()) }
 }
 
-/// shim.cpp's.
+/// The struct of the same name in shim.cpp.
 #[derive(Debug)]
 #[repr(C)]
 struct HostMemory {

@@ -1,7 +1,7 @@
-//! Every Transformer normalisation, residual scheme and initialisation, for PyTorch: operators, a Transformer and its
-//! training loop on libtorch tensors. The modules stand in groups, from the ground up.
+//! Transformer normalisations, residual schemes and initialisations for PyTorch: operators, a Transformer, and its
+//! training loop on libtorch tensors. The modules below are ordered in groups, from the lowest layer upwards.
 
-// Python's bindings are the crate's only user: tests are compiled without them.
+// Only Python's bindings use all of the crate; tests are compiled without them, so much looks unused there.
 #![cfg_attr(not(feature = "python"), allow(dead_code, unused_imports))]
 
 mod atomic;

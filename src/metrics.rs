@@ -1,4 +1,4 @@
-//! Measures on whole corpora: BLEU, and the entropy that a model's loss is held up against.
+//! Corpus metrics: BLEU, and the unigram entropy as a reference for a model's loss.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -9,37 +9,37 @@ use crate::error::{Error, Result};
 mod tokenize;
 pub use tokenize::{lacks_spaces, Tokenize};
 
-/// n-grams of 1 to 4 words.
+/// The largest n of BLEU's n-grams.
 const ORDERS: usize = 4;
 
 /// Corpus BLEU by multi-bleu.perl's formula: 100·BP·exp(¼ Σₙ ln pₙ), p_n = clipped n-gram matches / n-grams of the
 /// hypotheses, over the whole corpus, without smoothing (0 if any p_n is); BP = 1 if the hypotheses are at least as
 /// long as the references, else e^{1 − ref_len/hyp_len}.
 ///
-/// One reference; case counts. Papineni et al. 2002.
+/// It takes one reference per hypothesis and is case-sensitive. Papineni et al. 2002.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Bleu {
-    /// 0 to 100.
+    /// The score, 0 to 100.
     pub bleu: f64,
-    /// p₁ to p₄ in percent.
+    /// p₁ to p₄, in percent.
     pub precisions: [f64; ORDERS],
     /// BP, 0 to 1.
     pub brevity_penalty: f64,
-    /// hyp_len / ref_len.
+    /// The ratio hyp_len / ref_len.
     pub ratio: f64,
-    /// Words of the hypotheses.
+    /// The number of words in the hypotheses.
     pub hyp_len: usize,
-    /// Words of the references.
+    /// The number of words in the references.
     pub ref_len: usize,
 }
 
-/// The BLEU of hypotheses against one reference each: `sacrebleu --smooth-method none` with that `--tokenize`.
+/// Computes BLEU with one reference per hypothesis, like `sacrebleu --smooth-method none` with that `--tokenize`.
 pub fn bleu<H: AsRef<str>, R: AsRef<str>>(hypotheses: &[H], references: &[R], tokenize: Tokenize) -> Result<Bleu> {
     of_words(hypotheses, references, |line| words(&tokenize.apply(line)).map(str::to_owned).collect())
 }
 
-/// What multi-bleu.perl finds, which reads bytes: words stand between ASCII's white space, and `lowercase`, its -lc,
-/// lowers ASCII's letters.
+/// Computes multi-bleu.perl's BLEU. The script reads bytes: words end at ASCII white space, and `lowercase` (its -lc)
+/// lowers ASCII letters only.
 pub fn multi_bleu<H: AsRef<str>, R: AsRef<str>>(hypotheses: &[H], references: &[R], lowercase: bool) -> Result<Bleu> {
     let is_space = |c| matches!(c, '\t'..='\r' | ' ');
     of_words(hypotheses, references, |line| {
@@ -92,7 +92,7 @@ fn of_words<H: AsRef<str>, R: AsRef<str>>(
     })
 }
 
-/// How often each n-gram occurs.
+/// Counts each n-gram.
 fn ngrams(words: &[String], n: usize) -> HashMap<&[String], usize> {
     let mut counts = HashMap::new();
     for ngram in words.windows(n) {
@@ -102,7 +102,7 @@ fn ngrams(words: &[String], n: usize) -> HashMap<&[String], usize> {
 }
 
 impl fmt::Display for Bleu {
-    /// The line that multi-bleu.perl prints.
+    /// Prints the line that multi-bleu.perl prints.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         if self.ref_len == 0 {
             return f.write_str("BLEU = 0, 0/0/0/0 (BP=0, ratio=0, hyp_len=0, ref_len=0)");
@@ -116,8 +116,8 @@ impl fmt::Display for Bleu {
     }
 }
 
-/// The unigram entropy −Σ_v f_v ln f_v of a list of tokens in nats, f_v = the share of type v: the loss per token of a
-/// model that has learned nothing but frequencies. 0 for an empty list.
+/// Returns the unigram entropy −Σ_v f_v ln f_v of a list of tokens in nats, where f_v is the share of vocabulary entry
+/// v: the loss per token of a model that has learned only frequencies. 0 for an empty list.
 pub fn unigram_entropy<T: Copy + Ord>(tokens: impl IntoIterator<Item = T>) -> f64 {
     let mut sorted: Vec<T> = tokens.into_iter().collect();
     sorted.sort_unstable();
@@ -132,8 +132,8 @@ mod tests {
 
     #[test]
     fn bleu_by_hand() {
-        // Matches 5/5, 3/4, 1/3, 0/2 of "a b c d e" against "a b c x d e": with the second pair, which adds 5/5, 4/4,
-        // 3/3, 2/2.
+        // Matches are 5/5, 3/4, 1/3, 0/2 for "a b c d e" against "a b c x d e"; the second pair adds 5/5, 4/4, 3/3,
+        // 2/2.
         let hypotheses = ["a b c d e", "v w x y z"];
         let score = bleu(&hypotheses, &["a b c x d e", "v w x y z"], Tokenize::None).unwrap();
         let expected = [100.0, 700.0 / 8.0, 400.0 / 6.0, 50.0];
@@ -166,7 +166,7 @@ mod tests {
         assert!(uneven.contains("1 hypotheses and 2 references"), "{uneven}");
     }
 
-    /// Frozen from `sacrebleu --tokenize none --smooth-method none`.
+    /// The numbers are from `sacrebleu --tokenize none --smooth-method none`.
     #[test]
     fn equals_sacrebleu() {
         let hypotheses = [
@@ -191,7 +191,7 @@ mod tests {
             |hypothesis, reference, lowercase| multi_bleu(&[hypothesis], &[reference], lowercase).unwrap().to_string();
         let split =
             line("it costs 10\u{a0}000 euros\u{85}in\u{b}the town", "it costs 10\u{a0}000 euros\u{85}in a town", false);
-        // of 6, 5, 4 and 3 sequences of words 5, 3, 2 and 1 match: (5/6·3/5·2/4·1/3)^¼
+        // The matches are 5, 3, 2 and 1 out of the 6, 5, 4 and 3 n-grams of length 1 to 4: (5/6·3/5·2/4·1/3)^¼.
         assert_eq!(split, "BLEU = 53.73, 83.3/60.0/50.0/33.3 (BP=1.000, ratio=1.000, hyp_len=6, ref_len=6)");
         let lowered = line("\u{dc}BER DEN \u{c4}rger", "\u{dc}ber den \u{e4}rger", true);
         assert_eq!(lowered, "BLEU = 0.00, 66.7/50.0/0.0/0.0 (BP=1.000, ratio=1.000, hyp_len=3, ref_len=3)");

@@ -1,7 +1,7 @@
-//! What an option is: its type, its default, its choices and its line of help, declared once for Rust, a TOML file's keys,
-//! Python's keyword arguments and the command line's flags. `config!` declares the options that a configuration has as
-//! fields; a norm, a residual scheme or an initialisation declares its own as [`OptionSpec`]s, in its own file, and a
-//! configuration holds what it says of them in [`Options`].
+//! Options: type, default, choices and help text, declared once for Rust, a TOML file's keys, Python's keyword
+//! arguments and the command line's flags. `config!` declares the options that are fields of a configuration. A norm, a
+//! residual scheme or an initialisation declares its options as [`OptionSpec`]s in its own file, and a configuration
+//! holds their values in [`Options`].
 
 use crate::error::{Error, Result};
 use serde::de::DeserializeOwned;
@@ -9,20 +9,20 @@ use serde::Serialize;
 use serde_json::Value;
 use std::collections::BTreeMap;
 
-/// One option, for those who list them (Python, `--help`, the documentation).
+/// The description of one option, for Python, `--help` and the documentation.
 #[derive(Debug, Clone, Serialize)]
 pub struct Field {
     pub name: &'static str,
-    /// int, float, bool or str.
+    /// "int", "float", "bool" or "str".
     pub kind: &'static str,
     pub optional: bool,
     pub default: Value,
     pub choices: Vec<&'static str>,
-    /// Layers may have different choices: `choice*layers,…,choice`.
+    /// True if layers may have different choices: `choice*layers,…,choice`.
     #[serde(skip_serializing_if = "std::ops::Not::not")]
     pub per_layer: bool,
     pub help: &'static str,
-    /// The heading of `--help` that lists it.
+    /// The heading of `--help` under which it is listed.
     pub group: &'static str,
 }
 
@@ -49,7 +49,7 @@ impl<T: FieldType> FieldType for Option<T> {
     }
 }
 
-/// An option with a fixed set of words.
+/// Declares an option type with a fixed set of words.
 #[macro_export]
 macro_rules! choice {
     ($(#[$meta:meta])* pub enum $name:ident ($what:literal) { $($(#[$doc:meta])* $variant:ident = $word:literal),+ $(,)? }) => {
@@ -85,13 +85,13 @@ macro_rules! choice {
     };
 }
 
-/// An option that entries of a table declare: norms, residual schemes or initialisations. It begins with its owner's
-/// name, unless it is of several.
+/// An option declared by a norm, a residual scheme or an initialisation. Its name begins with its owner's name, unless
+/// several entries share it.
 #[derive(Clone, Copy)]
 pub struct OptionSpec<T> {
     pub name: &'static str,
     pub default: T,
-    /// (name, value): refuses a value of the right type that cannot be meant.
+    /// Errors if a value has the right type but makes no sense; the arguments are (name, value).
     pub check: fn(&str, T) -> Result<()>,
     pub help: &'static str,
 }
@@ -100,16 +100,16 @@ pub struct OptionSpec<T> {
 pub trait AnyOption: Sync {
     fn name(&self) -> &'static str;
 
-    /// As lists show it, under that heading of `--help`.
+    /// Describes the option under the heading `group` of `--help`.
     fn field(&self, group: &'static str) -> Field;
 
-    /// The value as [`Options`] keeps it, or what is wrong with it.
+    /// Converts the value to the form that [`Options`] keeps, or returns an error.
     fn read(&self, value: Value) -> serde_json::Result<Value>;
 
-    /// Refuses a value that cannot be meant.
+    /// Errors if the option's value in `options` makes no sense.
     fn check(&self, options: &Options) -> Result<()>;
 
-    /// Both, of a value that messages call `name`.
+    /// Reads and checks a value that messages call `name`.
     fn accept(&self, name: &str, value: Value) -> Result<Value>;
 }
 
@@ -147,17 +147,17 @@ impl<T: Copy + Sync + FieldType + Serialize + DeserializeOwned> AnyOption for Op
     }
 }
 
-/// An option's value as JSON.
+/// Converts an option's value to JSON.
 pub(crate) fn plain(value: impl Serialize) -> Value {
     serde_json::to_value(value).expect("an option is plain data")
 }
 
-/// What a configuration says of the tables' options; of the others it says their defaults.
+/// Values of the options that norms, residual schemes and initialisations declare; missing ones have their defaults.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Options(BTreeMap<&'static str, Value>);
 
 impl Options {
-    /// Nothing is said.
+    /// No value set: every option has its default.
     pub const NONE: Options = Options(BTreeMap::new());
 
     pub fn get<T: Copy + DeserializeOwned>(&self, option_spec: &OptionSpec<T>) -> T {
@@ -167,12 +167,12 @@ impl Options {
         }
     }
 
-    /// The option's value as JSON.
+    /// Returns the option's value as JSON.
     pub fn value(&self, option_spec: &dyn AnyOption) -> Value {
         self.0.get(option_spec.name()).cloned().unwrap_or_else(|| option_spec.field("").default)
     }
 
-    /// An error says what is wrong with the value.
+    /// Sets the option's value; the error says why the value is wrong.
     pub fn set(&mut self, option_spec: &dyn AnyOption, value: Value) -> serde_json::Result<()> {
         let value = option_spec.read(value)?;
         match value == option_spec.field("").default {
@@ -183,7 +183,7 @@ impl Options {
     }
 }
 
-/// Options in order, those that several entries declare once.
+/// Returns the options in order; an option that several entries declare appears once.
 pub fn distinct(declared: impl Iterator<Item = &'static dyn AnyOption>) -> Vec<&'static dyn AnyOption> {
     let mut found: Vec<&'static dyn AnyOption> = Vec::new();
     for option_spec in declared {
@@ -194,12 +194,12 @@ pub fn distinct(declared: impl Iterator<Item = &'static dyn AnyOption>) -> Vec<&
     found
 }
 
-/// Any value of an option's type can be meant.
+/// Accepts any value.
 pub fn anything<T>(_: &str, _: T) -> Result<()> {
     Ok(())
 }
 
-/// 0, 1, 2, …
+/// Accepts 0, 1, 2, …
 pub fn not_negative(name: &str, value: i64) -> Result<()> {
     match value >= 0 {
         true => Ok(()),
@@ -207,7 +207,7 @@ pub fn not_negative(name: &str, value: i64) -> Result<()> {
     }
 }
 
-/// 1, 2, 3, …
+/// Accepts 1, 2, 3, …
 pub fn at_least_one(name: &str, value: i64) -> Result<()> {
     match value >= 1 {
         true => Ok(()),
@@ -215,7 +215,7 @@ pub fn at_least_one(name: &str, value: i64) -> Result<()> {
     }
 }
 
-/// …, most − 1, most.
+/// Accepts numbers up to `most`.
 pub fn at_most(name: &str, value: i64, most: i64) -> Result<()> {
     match value <= most {
         true => Ok(()),
@@ -223,7 +223,7 @@ pub fn at_most(name: &str, value: i64, most: i64) -> Result<()> {
     }
 }
 
-/// A number above 0.
+/// Accepts finite numbers above 0.
 pub fn positive(name: &str, value: f64) -> Result<()> {
     match value > 0.0 && value.is_finite() {
         true => Ok(()),
@@ -231,7 +231,7 @@ pub fn positive(name: &str, value: f64) -> Result<()> {
     }
 }
 
-/// Of [0, 1): a probability, or a share that is kept.
+/// Accepts numbers in [0, 1), such as probabilities.
 pub fn below_one(name: &str, value: f64) -> Result<()> {
     match (0.0..1.0).contains(&value) {
         true => Ok(()),
@@ -239,8 +239,8 @@ pub fn below_one(name: &str, value: f64) -> Result<()> {
     }
 }
 
-/// [`OptionSpec`]s, as constants: `/// help; NAME ("key"): type = default, check;`, [`anything`] where no check is
-/// given.
+/// Declares [`OptionSpec`]s as constants: `/// help; NAME ("key"): type = default, check;`. Without a check,
+/// [`anything`] is used.
 macro_rules! option_spec {
     ($($(#[doc = $doc:literal])+ $vis:vis $name:ident ($key:literal): $ty:ty = $default:expr $(, $check:expr)?;)+) => { $(
         $(#[doc = $doc])+
@@ -256,10 +256,11 @@ macro_rules! option_spec {
 }
 pub(crate) use option_spec;
 
-/// A struct of options, in groups named as `--help` lists them: `"group" { /// help; name: type = default, … }`.
+/// Declares a struct of options in groups named as in `--help`: `"group" { /// help; name: type = default, … }`.
 ///
-/// One `with options` has the tables' options, too, in the field of that name: `"group" { … } + option_specs` puts
-/// those of the function `option_specs` behind the group's own. In JSON they stand among the others.
+/// A struct declared `with options` also holds the options of norms, schemes and initialisations, in the field of that
+/// name: `"group" { … } + option_specs` puts those that the function `option_specs` returns after the group's own. In
+/// JSON they are keys like the others.
 macro_rules! config {
     ($(#[$meta:meta])* pub struct $name:ident { $($group:literal {
         $($(#[doc = $doc:literal])+ $field:ident : $ty:ty = $default:expr),+ $(,)?
@@ -276,7 +277,7 @@ macro_rules! config {
         }
 
         impl $name {
-            /// Every option, in order.
+            /// Returns every option, in order.
             pub fn fields() -> Vec<Field> {
                 let default = $name::default();
                 vec![$($(config!(@field default, $group, $field: $ty, $($doc),+),)+)+]
@@ -291,7 +292,7 @@ macro_rules! config {
         #[derive(Clone, Debug, PartialEq)]
         pub struct $name {
             $($($(#[doc = $doc])+ pub $field: $ty,)+)+
-            /// The options that the tables declare.
+            /// The options that norms, schemes and initialisations declare.
             pub $options: Options,
         }
 
@@ -302,7 +303,7 @@ macro_rules! config {
         }
 
         impl $name {
-            /// Every option, in order.
+            /// Returns every option, in order.
             pub fn fields() -> Vec<Field> {
                 let (default, mut fields) = ($name::default(), Vec::new());
                 $(
@@ -312,7 +313,7 @@ macro_rules! config {
                 fields
             }
 
-            /// The options that the tables declare.
+            /// Returns the options that norms, schemes and initialisations declare.
             pub fn option_specs() -> Vec<&'static dyn AnyOption> {
                 [$($($option_specs(),)*)+].concat()
             }
@@ -389,7 +390,7 @@ macro_rules! config {
 }
 pub(crate) use config;
 
-/// serde's error of a key that no option has.
+/// Builds serde's error for an unknown key.
 pub(crate) fn unknown_field<E: serde::de::Error>(name: &str, known: &[Field]) -> E {
     let known: Vec<String> = known.iter().map(|field| format!("`{}`", field.name)).collect();
     E::custom(format!("unknown field `{name}`, expected one of {}", known.join(", ")))

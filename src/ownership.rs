@@ -1,14 +1,14 @@
-//! Which files of a folder are a run's. All that removes, replaces or averages asks [`is_runs`] first.
+//! Ownership of the files in a run's folder. Code that removes, replaces or averages files asks [`is_runs`] first.
 //!
-//! A name proves nothing: a folder may hold a user's own `vocabulary.txt` or `checkpoints/best`. Each name that a run
-//! writes has a proof of its own:
+//! A name proves nothing, because a folder may hold a user's own `vocabulary.txt` or `checkpoints/best`. So each name
+//! that a run writes has a proof of its own:
 //!
 //! | name | proof |
 //! |---|---|
-//! | `config.json`, `vocabulary.txt`, `bpe.codes`, `target_types.txt`, `checksums.txt` | a whole `checksums.txt` lists it |
+//! | `config.json`, `vocabulary.txt`, `bpe.codes`, `target_types.txt`, `checksums.txt` | a whole checksums.txt has it |
 //! | `log.jsonl` | one of its first lines is an event of a run, or it is empty |
 //! | `curves.png` | its PNG text names this package |
-//! | `.lock` | it tells of an owner, or is empty |
+//! | `.lock` | it names an owner, or is empty |
 //! | `checkpoints/update-…`, `average` | a folder with this package's `state.json`, and only a checkpoint's files |
 //! | `checkpoints/best`, `last` | a link to an `update-…`, or such a folder |
 //!
@@ -27,30 +27,30 @@ pub const TARGET_TYPES: &str = "target_types.txt";
 pub const CHECKSUMS: &str = "checksums.txt";
 pub const LOG: &str = "log.jsonl";
 pub const CURVES: &str = "curves.png";
-/// The file that a writer locks.
+/// The lock file of a run's writer.
 pub const LOCK: &str = ".lock";
 pub const CHECKPOINTS: &str = "checkpoints";
-/// The names of two checkpoints, as links where the file system has links.
+/// The names of two checkpoints; they are links if the file system has links.
 pub const NAMES: [&str; 2] = ["best", "last"];
-/// The mean of some checkpoints, made on request.
+/// The checkpoint with the mean of several checkpoints, made on request.
 pub const AVERAGE: &str = "average";
-/// The same until it is whole and takes the other's place.
+/// The temporary name of [`AVERAGE`] until it is complete and replaces the old one.
 pub const NEW_AVERAGE: &str = ".average";
-/// A checkpoint's file that proves it.
+/// The file that proves that a folder is a checkpoint.
 pub const STATE: &str = "state.json";
-/// All files of a checkpoint's folder.
+/// All files in a checkpoint's folder.
 const IN_CHECKPOINTS: [&str; 4] = ["model.safetensors", "optimizer.safetensors", CONFIG, STATE];
-/// What [`STATE`] says of itself.
+/// The value of `kind` in [`STATE`].
 pub const KIND: &str = "normformer_rs checkpoint";
 
-/// The files that [`CHECKSUMS`] may list: they decide a run's weights.
+/// The files that [`CHECKSUMS`] may list; they determine a run's weights.
 pub const LISTED: [&str; 4] = [CONFIG, VOCABULARY, CODES, TARGET_TYPES];
-/// Counters and settings take kilobytes; a larger [`STATE`] is damage, and is not read into memory.
+/// Counters and settings take kilobytes; a larger [`STATE`] is damaged and is not read into memory.
 pub const STATE_BYTES: u64 = 64 << 20;
-/// The first bytes of a log or a picture that tell whose it is.
+/// The number of bytes at the start of a log or a picture that are searched for the proof.
 const HEAD: usize = 4096;
 
-/// Whether a run wrote what lies at `path`, a name in its folder or in its checkpoints; false where nothing does.
+/// True if a run wrote the file at `path`, a name in its folder or in its checkpoints; false if no file exists there.
 pub fn is_runs(path: &Path) -> bool {
     let Some(name) = path.file_name().and_then(|name| name.to_str()) else { return false };
     let folder = path.parent().unwrap_or(Path::new(""));
@@ -59,7 +59,7 @@ pub fn is_runs(path: &Path) -> bool {
         _ if LISTED.contains(&name) => is_file(path) && checksums::listed(folder).iter().any(|listed| listed == name),
         LOG => starts(path, |head| {
             let is_event = |line: &[u8]| serde_json::from_slice::<Value>(line).is_ok_and(|line| is_event(&line));
-            // A full disk may have cut the first line, which is all there is then.
+            // A full disk may have cut the first line, which is then the only one.
             let is_cut = || !head.contains(&b'\n') && head.starts_with(b"{") && !checksums::listed(folder).is_empty();
             head.is_empty() || head.split(|byte| *byte == b'\n').any(is_event) || is_cut()
         }),
@@ -76,7 +76,7 @@ pub fn is_runs(path: &Path) -> bool {
     }
 }
 
-/// Whether a line of JSON is a run's event: other programs' logs have lines with an "event", too.
+/// True if a line of JSON is an event of a run; other programs' logs may have lines with an "event", too.
 fn is_event(line: &Value) -> bool {
     match line["event"].as_str() {
         Some("started" | "updated" | "evaluated" | "saved") => line["update"].is_u64(),
@@ -85,13 +85,13 @@ fn is_event(line: &Value) -> bool {
     }
 }
 
-/// Whether the first bytes of [`LOCK`] are a run's: an owner, or as much of one as a crash left.
+/// True if the first bytes of [`LOCK`] are a run's: an owner, or the part of one that a crash left.
 pub fn is_lock(head: &[u8]) -> bool {
     const OWNER: &[u8] = b"{\"pid\":";
     OWNER.starts_with(head) || head.starts_with(OWNER)
 }
 
-/// Whether a run writes under this name into its folder or its checkpoints.
+/// True if a run writes this name into its folder or its checkpoints.
 pub fn is_a_runs_name(name: &str) -> bool {
     LISTED.contains(&name)
         || NAMES.contains(&name)
@@ -99,7 +99,7 @@ pub fn is_a_runs_name(name: &str) -> bool {
         || update_of(name).is_some()
 }
 
-/// All that lies in `folder` under the names that a new run would write, and whether it is a run's.
+/// Returns every existing path in `folder` that a new run would write, and whether a run wrote it.
 pub fn found(folder: &Path) -> Vec<(PathBuf, bool)> {
     let own = LISTED.iter().chain(&[CHECKSUMS, LOG, CURVES]).map(|name| folder.join(name));
     let checkpoints = folder.join(CHECKPOINTS);
@@ -115,7 +115,7 @@ pub fn found(folder: &Path) -> Vec<(PathBuf, bool)> {
     there.map(|path| (path.clone(), is_runs(&path))).collect()
 }
 
-/// Update, and which saving of it, from 1, of a checkpoint's name; the inverse of [`name_of`].
+/// Parses a checkpoint's name into its update and the count of its savings, from 1; the inverse of [`name_of`].
 pub fn update_of(name: &str) -> Option<(u64, u32)> {
     let rest = name.strip_prefix("update-")?;
     let (update, saving) = rest.split_once('-').unwrap_or((rest, "1"));
@@ -123,7 +123,7 @@ pub fn update_of(name: &str) -> Option<(u64, u32)> {
     (name_of(key) == name).then_some(key)
 }
 
-/// The name of a checkpoint: `update-00001234`, or `update-00001234-2` where that update was saved before.
+/// Returns a checkpoint's name: `update-00001234`, or `update-00001234-2` if that update was saved before.
 pub fn name_of((update, saving): (u64, u32)) -> String {
     if saving == 1 {
         format!("update-{update:08}")
@@ -132,7 +132,7 @@ pub fn name_of((update, saving): (u64, u32)) -> String {
     }
 }
 
-/// Whether a folder, not a link to one, has this package's state, and no file that no run wrote.
+/// True if the path is a folder, not a link to one, with this package's state and only files that runs write.
 fn is_checkpoint(path: &Path) -> bool {
     let is_folder = path.symlink_metadata().is_ok_and(|found| found.is_dir());
     let is_known = |entry: std::io::Result<std::fs::DirEntry>| {
@@ -162,7 +162,7 @@ mod tests {
     use std::fs;
     use std::os::unix::fs::symlink;
 
-    /// Each name, what a stranger may have there, and what a run has.
+    /// Each name is tried with a stranger's content and with a run's.
     #[test]
     fn a_name_alone_proves_nothing() {
         let dir = Scratch::new("ownership");
@@ -207,7 +207,7 @@ mod tests {
         let expected = [CONFIG, VOCABULARY, CHECKSUMS, LOG, CURVES, "average", "best", "update-00000001"];
         assert_eq!(proven(), expected);
         assert!(is_runs(&at(LOCK)));
-        // A file that the user put into a checkpoint's folder would go with it.
+        // Removing the checkpoint would remove a file that the user put into its folder.
         fs::write(checkpoints.join("update-00000001/out.txt"), "mine").unwrap();
         assert!(!is_runs(&checkpoints.join("update-00000001")));
     }

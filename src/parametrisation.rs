@@ -1,8 +1,8 @@
-//! Parametrisations: how first values, forward passes, learning rates, weight decay and Adam's ε change with a model's
-//! width and depth, by the role of a parameter (docs/spec.md §3.7).
+//! Parametrisations: initial values, forward passes, learning rates, weight decay and Adam's ε depend on a model's
+//! width and depth, and on the role of a parameter (docs/spec.md §3.7).
 //!
-//! A parametrisation says it in multipliers of what a base model has, so that options tuned on a small base serve wide
-//! and deep models. Everything here is plain numbers: a configuration says what a model's are ([`Scaled`]), its
+//! A parametrisation gives multipliers relative to a base model, so that options tuned on a small base also serve wide
+//! and deep models. This file is plain arithmetic: a configuration computes a model's multipliers ([`Scaled`]); the
 //! initialisation, the model and the optimizer apply them, and Python reads them through `_core`.
 
 use crate::choice;
@@ -10,31 +10,32 @@ use crate::error::{unknown, Result};
 use serde_json::{json, Value};
 
 choice! {
-    /// A parameter's place in the parametrisation.
+    /// A parameter's role in the parametrisation.
     pub enum ParameterRole ("role") {
-        /// A table of word vectors, or the output projection's matrix.
+        /// A table of word embeddings, or the output projection's matrix.
         Embedding = "embedding",
         /// A matrix of a layer.
         HiddenMatrix = "hidden-matrix",
         /// A bias, a norm's parameter or a scheme's parameter of a layer.
         HiddenVector = "hidden-vector",
-        /// Outside the layers and no table: a norm before or after the stack, the output's bias, dlcl's sums.
+        /// A parameter outside the layers that is no table: a norm before or after the stack, the output's bias, dlcl's
+        /// weights.
         End = "end",
     }
 }
 
 choice! {
-    /// What the products with a norm's or a scheme's parameter are summed over.
+    /// The dimension over which products with a norm's or a scheme's parameter are summed.
     #[derive(Default)]
     pub enum SumsOver ("sums_over") {
-        /// Nothing, or as many numbers in every model.
+        /// No sum, or one whose length is the same in every model.
         #[default]
         Nothing = "nothing",
-        /// The width: a query, or a matrix from the stream to a few numbers.
+        /// The width, for a query or for a matrix from the residual stream to a few numbers.
         Width = "width",
-        /// The width, and divided by its root.
+        /// The width, with the sum divided by its square root.
         RootWidth = "root-width",
-        /// The layers of a stack.
+        /// The number of layers in a stack.
         Depth = "depth",
     }
 }
@@ -45,16 +46,16 @@ impl SumsOver {
     }
 }
 
-/// What a model declares of a parameter.
+/// A model's declaration of a parameter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DeclaredAs {
-    /// A linear layer's weights, its bias, or a table's.
+    /// The weight or the bias of a linear layer, or a table.
     Weights,
-    /// A norm's, or a residual scheme's.
+    /// A parameter of a norm or of a residual scheme.
     Own(SumsOver),
 }
 
-/// A parameter's role, and what its products are summed over.
+/// A parameter's role, and the dimension over which its products are summed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Part {
     pub role: ParameterRole,
@@ -62,13 +63,13 @@ pub struct Part {
 }
 
 impl Part {
-    /// A linear layer's matrix, or a table: what weight decay is for.
+    /// True for a linear layer's matrix or a table, to which weight decay applies.
     pub fn is_matrix(self) -> bool {
         matches!(self.role, ParameterRole::HiddenMatrix | ParameterRole::Embedding)
     }
 }
 
-/// The part that a parameter's canonical name, its number of dimensions and what the model declares of it give it.
+/// Returns the part of a parameter with this canonical name, number of dimensions and declaration.
 pub fn part(name: &str, dimensions: usize, declared: DeclaredAs) -> Part {
     let parts: Vec<&str> = name.split('.').collect();
     let is_in_layer = parts.windows(2).any(|pair| pair[0] == "layers" && pair[1].parse::<u32>().is_ok());
@@ -87,29 +88,29 @@ pub fn part(name: &str, dimensions: usize, declared: DeclaredAs) -> Part {
 }
 
 choice! {
-    /// What attention's scores qᵀk are multiplied by: 1/√d_head, or 1/d_head.
+    /// The factor of attention's scores qᵀk: 1/√d_head, or 1/d_head.
     pub enum AttentionScale ("attention_scale") { InverseSqrt = "inverse-sqrt", Inverse = "inverse" }
 }
 
-/// A model's size over its base's.
+/// The ratios of a model's size to its base model's.
 #[derive(Clone, Copy, Debug)]
 pub struct Ratios {
-    /// m_d, of the widths.
+    /// m_d, the ratio of the widths.
     pub width: f64,
-    /// m_L, of a stack's layers.
+    /// m_L, the ratio of the numbers of layers in a stack.
     pub depth: f64,
     /// α, the exponent of m_L.
     pub alpha: f64,
 }
 
-/// What the options' values are multiplied by for a parameter.
+/// The factors of the options' values for one parameter.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Multipliers {
-    /// Of the standard deviation that the base model's parameter has at first.
+    /// The factor of the standard deviation that the parameter has at initialisation in the base model.
     pub init: f64,
     pub lr: f64,
     pub weight_decay: f64,
-    /// Of Adam's ε.
+    /// The factor of Adam's ε.
     pub eps: f64,
 }
 
@@ -117,21 +118,21 @@ impl Multipliers {
     pub const ONE: Multipliers = Multipliers { init: 1.0, lr: 1.0, weight_decay: 1.0, eps: 1.0 };
 }
 
-/// An entry of the table.
+/// An entry of the table of parametrisations.
 #[derive(Clone, Copy, Debug)]
 pub struct Parametrisation {
     pub name: &'static str,
     pub equation: &'static str,
     pub source: &'static str,
-    /// The options that it needs.
+    /// The names of the options that it requires.
     pub base: &'static [&'static str],
-    /// α where `depth_alpha` says no other; none: the depth changes nothing.
+    /// α if `depth_alpha` is not given; `None` if depth changes nothing.
     pub alpha: Option<f64>,
     pub attention: AttentionScale,
     multipliers: fn(ParameterRole, &Ratios) -> Multipliers,
-    /// Of every F(x).
+    /// The factor of every F(x).
     branch: fn(&Ratios) -> f64,
-    /// Of the logits.
+    /// The factor of the logits.
     logits: fn(&Ratios) -> f64,
 }
 
@@ -200,7 +201,7 @@ static COMPLETEP: Parametrisation = Parametrisation {
     ..MUP
 };
 
-/// `matrices` for a layer's matrices, 1 for tables; vectors are not decayed.
+/// Returns the factor of weight decay: `matrices` for a layer's matrices, 1 for tables, 0 for vectors.
 fn decay(role: ParameterRole, matrices: f64) -> f64 {
     match role {
         ParameterRole::Embedding => 1.0,
@@ -209,20 +210,21 @@ fn decay(role: ParameterRole, matrices: f64) -> f64 {
     }
 }
 
-/// The table's entry of that name.
+/// Returns the table's entry of that name.
 pub fn find(name: &str) -> Result<&'static Parametrisation> {
     let names = PARAMETRISATIONS.iter().map(|p| p.name);
     PARAMETRISATIONS.iter().copied().find(|p| p.name == name).ok_or_else(|| unknown("parametrisation", name, names))
 }
 
 impl Parametrisation {
-    /// Of a parameter in a model so much larger than its base; `alpha`: another exponent than the parametrisation's.
+    /// Returns the multipliers of a parameter in a model `width` and `depth` times as large as its base. `alpha`
+    /// overrides the parametrisation's exponent.
     pub fn multipliers(&self, part: Part, width: f64, depth: f64, alpha: Option<f64>) -> Multipliers {
         self.of(part, &Ratios { width, depth, alpha: self.exponent(alpha) })
     }
 
-    /// A role's; a rate that is the smaller, the more numbers one step moves together; and a smaller std where random
-    /// numbers are summed.
+    /// Returns the multipliers of the parameter's role, with a smaller learning rate the more terms its products sum
+    /// over, and a smaller std if those sums run over the width.
     fn of(&self, part: Part, m: &Ratios) -> Multipliers {
         let of_role = (self.multipliers)(part.role, m);
         let drawn = match part.sums_over {
@@ -240,18 +242,18 @@ impl Parametrisation {
         Multipliers { init: of_role.init * drawn, lr: of_role.lr * summed, ..of_role }
     }
 
-    /// α: the one that an option gives, or its own; 0 where the depth changes nothing.
+    /// Returns α: the given value, or the parametrisation's own; 0 if depth changes nothing.
     fn exponent(&self, given: Option<f64>) -> f64 {
         given.or(self.alpha).unwrap_or(0.0)
     }
 
-    /// The entry, as JSON: Python's `param_groups` checks its arguments by it.
+    /// Returns the entry as JSON; Python's `param_groups` checks its arguments with it.
     pub fn describe(&self) -> Value {
         let Parametrisation { name, equation, source, base, alpha, .. } = self;
         json!({"name": name, "equation": equation, "source": source, "needs": base, "alpha": alpha})
     }
 
-    /// It multiplies nothing.
+    /// True if all multipliers are 1.
     pub fn is_standard(&self) -> bool {
         self.base.is_empty()
     }
@@ -262,20 +264,20 @@ impl Parametrisation {
 pub struct Scaled {
     pub parametrisation: &'static Parametrisation,
     pub d_model: i64,
-    /// The width for which everything is chosen that is not multiplied: the model's own under `standard`.
+    /// The base model's width; the model's own width under `standard`.
     pub base_width: i64,
-    /// None: m_L is 1.
+    /// `None` means m_L = 1.
     pub base_depth: Option<i64>,
     pub depth_alpha: Option<f64>,
-    /// α_in, which multiplies embeddings with their positions.
+    /// α_in, the factor of the embeddings with their positions.
     pub input: f64,
-    /// α_out.
+    /// α_out, the factor of the logits.
     pub output: f64,
     pub attention: AttentionScale,
 }
 
 impl Scaled {
-    /// Of a model of that width without a parametrisation.
+    /// Returns the `standard` parametrisation of a model of that width.
     pub const fn standard(d_model: i64) -> Self {
         Scaled {
             parametrisation: &STANDARD,
@@ -289,24 +291,24 @@ impl Scaled {
         }
     }
 
-    /// Of a stack of so many layers; without one, m_L is 1.
+    /// Returns the ratios for a stack with `layers` layers; without `layers`, m_L is 1.
     fn ratios(&self, layers: Option<i64>) -> Ratios {
         let depth = layers.zip(self.base_depth).map_or(1.0, |(layers, base)| layers as f64 / base as f64);
         let width = self.d_model as f64 / self.base_width as f64;
         Ratios { width, depth, alpha: self.parametrisation.exponent(self.depth_alpha) }
     }
 
-    /// What every F(x) is multiplied by in a stack of so many layers.
+    /// Returns the factor of every F(x) in a stack with `layers` layers.
     pub fn branch(&self, layers: i64) -> f64 {
         (self.parametrisation.branch)(&self.ratios(Some(layers)))
     }
 
-    /// What the decoder's output is multiplied by before the output projection.
+    /// Returns the factor of the decoder's output before the output projection.
     pub fn logits(&self) -> f64 {
         self.output * (self.parametrisation.logits)(&self.ratios(None))
     }
 
-    /// What scores qᵀk are multiplied by.
+    /// Returns the factor of the scores qᵀk.
     pub fn scores(&self, d_head: i64) -> f64 {
         match self.attention {
             AttentionScale::InverseSqrt => (d_head as f64).powf(-0.5),
@@ -314,9 +316,9 @@ impl Scaled {
         }
     }
 
-    /// What a matrix of a layer has times the values that its initialisation draws at the model's own width. Those fall
-    /// as 1/√d already where it follows the fans, which is σ_base/√m_d; a std that is one number for all widths is
-    /// σ_base itself.
+    /// Returns the factor of the initial values that the initialisation draws for a layer's matrix at the model's own
+    /// width. A std that follows the fans already falls as 1/√d, which is σ_base/√m_d, so its factor is 1; a std that
+    /// is the same at all widths is σ_base itself.
     pub fn matrix(&self, has_fixed_std: bool) -> f64 {
         match has_fixed_std {
             true => (self.parametrisation.multipliers)(ParameterRole::HiddenMatrix, &self.ratios(None)).init,
@@ -324,13 +326,13 @@ impl Scaled {
         }
     }
 
-    /// What the std of a norm's or a scheme's drawn parameter is multiplied by.
+    /// Returns the factor of the std of a norm's or a scheme's random parameter.
     pub fn drawn(&self, sums_over: SumsOver) -> f64 {
         let part = Part { role: ParameterRole::HiddenVector, sums_over };
         self.parametrisation.of(part, &self.ratios(None)).init
     }
 
-    /// Of a parameter in a stack of so many layers, or outside stacks.
+    /// Returns the multipliers of a parameter in a stack with `layers` layers, or outside stacks.
     pub fn parameter(&self, part: Part, layers: i64) -> Multipliers {
         self.parametrisation.of(part, &self.ratios(Some(layers)))
     }

@@ -1,10 +1,10 @@
-//! What tests of several modules share.
+//! Helpers shared by the tests of several modules.
 
 use std::fs;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// A folder of a test's own, removed at the test's end.
+/// A temporary folder for one test, removed when it is dropped.
 pub struct Scratch(pub PathBuf);
 
 impl Scratch {

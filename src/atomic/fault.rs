@@ -1,20 +1,20 @@
-//! Injected failures: every system act that writes into a run's folder first passes a named place here, so that a test can
-//! kill the process, or fill the disk, before any one of them.
+//! Injected failures: every system call that writes into a run's folder first passes a named place here, so that a test
+//! can kill the process, or fill the disk, before any one of them.
 //!
-//! `NORMFORMER_RS_FAULT=kill:K` sends the process SIGKILL at the K-th place it passes (from 1), for tests that run the
-//! program from outside; `stop:K` sends SIGSTOP there, until somebody sends SIGCONT; `enospc:K` reports a full disk there
-//! and at every later place of the same operation; `eio:K` reports an input/output error there alone; `short:K` does so
-//! after half of the bytes, if that place writes any.
+//! `NORMFORMER_RS_FAULT=kill:K` sends the process SIGKILL at the K-th place that it passes (from 1), for tests that run
+//! the program from outside. `stop:K` sends SIGSTOP there, until somebody sends SIGCONT. `enospc:K` reports a full disk
+//! there and at every later place of the same operation. `eio:K` reports an input/output error there alone, and
+//! `short:K` does so after half of the bytes, if that place writes any.
 
 use std::io;
 use std::sync::atomic::{AtomicU8, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::thread::{self, ThreadId};
 
-/// The environment variable that is read when the process passes its first place.
+/// The environment variable, read when the process passes its first place.
 pub const VARIABLE: &str = "NORMFORMER_RS_FAULT";
 
-/// What happens at which place. Places are counted from 1.
+/// A failure and the place, counted from 1, at which it happens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fault {
     /// SIGKILL to this process at the K-th place.
@@ -25,16 +25,16 @@ pub enum Fault {
     Enospc(usize),
     /// "Input/output error" at the K-th place alone.
     Eio(usize),
-    /// The same after half of the bytes that the K-th place writes.
+    /// "Input/output error" after half of the bytes that the K-th place writes.
     Short(usize),
-    /// Nothing: places are only counted.
+    /// No failure: places are only counted.
     Count,
 }
 
 struct Plan {
     fault: Fault,
     passed: usize,
-    /// The only thread that the plan is for; `None` is every thread.
+    /// The only thread to which the plan applies; `None` means every thread.
     thread: Option<ThreadId>,
 }
 
@@ -47,7 +47,8 @@ static PLAN: Mutex<Option<Plan>> = Mutex::new(None);
 #[cfg(test)]
 static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
 
-/// The place `name`, about to happen: `Ok` unless a fault is planned here. One relaxed load when none is.
+/// Passes the place `name` before its system call: `Ok` unless a fault is planned here. Costs one relaxed load if none
+/// is.
 ///
 /// # Errors
 /// ENOSPC when planned; `InvalidInput` when the environment variable names no fault and place.
@@ -59,14 +60,14 @@ pub fn point(name: &str) -> io::Result<()> {
     }
 }
 
-/// Whether the place that was passed last was to write half of its bytes; asked after its error.
+/// True if the place that was passed last was to write half of its bytes. Callers ask after its error.
 pub fn is_short() -> bool {
     let of_this_thread = |p: &&Plan| p.thread.is_none_or(|t| t == thread::current().id());
     STATE.load(Ordering::Relaxed) == ON
         && lock(&PLAN).as_ref().filter(of_this_thread).is_some_and(|p| p.fault == Fault::Short(p.passed))
 }
 
-/// A new operation starts: a disk that an injected fault has filled is free again.
+/// Begins a new operation: a disk that an injected fault has filled is free again.
 pub fn begin() {
     if STATE.load(Ordering::Relaxed) == ON {
         if let Some(plan) = &mut *lock(&PLAN) {
@@ -78,8 +79,8 @@ pub fn begin() {
     }
 }
 
-/// Plans `fault` for the calling thread, counting from here, until the guard is dropped. One plan lives at a time: a
-/// second caller waits.
+/// Plans `fault` for the calling thread, counting from here, until the guard is dropped. Only one plan exists at a
+/// time, so a second caller waits.
 #[cfg(test)]
 pub fn arm(fault: Fault) -> Armed {
     let turn = lock(&ONE_AT_A_TIME);
@@ -96,7 +97,7 @@ pub struct Armed {
 
 #[cfg(test)]
 impl Armed {
-    /// How many places the calling thread has passed since [`arm`].
+    /// Returns the number of places that the calling thread has passed since [`arm`].
     pub fn passed(&self) -> usize {
         lock(&PLAN).as_ref().map_or(0, |plan| plan.passed)
     }
@@ -161,7 +162,7 @@ fn parse(text: &str) -> io::Result<Fault> {
     })
 }
 
-/// A test that panics while it holds a lock has failed already; the others go on.
+/// Locks the mutex even if it is poisoned: a test that panicked with the lock has failed already, and the others go on.
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -1,7 +1,7 @@
-//! CUDA graphs by torch's own class, which knows what its allocator and libraries need while a stream is captured.
+//! CUDA graphs recorded with torch's own class, which knows the needs of its allocator and libraries during a capture.
 //!
-//! Only functions of C are called: a Ctrl-C that waits for Python's next instruction does not show up between beginning
-//! and end, or in a replay, but where the observer is told.
+//! Only C functions are called between the beginning and the end of a capture and in a replay. Python runs no bytecode
+//! there, so a pending Ctrl-C is raised only when the observer is called.
 
 use crate::error::{Error, Result};
 use crate::operator::SideStream;
@@ -14,28 +14,28 @@ pub fn recorder(device: Device) -> Box<dyn Recorder> {
     Box::new(CudaGraphs { device, made: None })
 }
 
-/// Graphs of one device.
+/// The recorder of one device's CUDA graphs.
 struct CudaGraphs {
     device: Device,
     made: Option<GraphPool>,
 }
 
-/// What all graphs share.
+/// The state that all graphs of a device share.
 struct GraphPool {
     torch: PyObject,
-    /// The device's number.
+    /// The index of the device.
     index: usize,
-    /// What one graph needs while it runs, another may use after it.
+    /// The memory pool of all graphs; they never run at the same time.
     pool: PyObject,
-    /// Torch's default stream cannot be captured. None where no device is (in tests).
+    /// A side stream, because torch's default stream cannot be captured; `None` if there is no device (in tests).
     stream: Option<SideStream>,
 }
 
-/// A graph: torch's object, begun or done.
+/// A graph: torch's object, being captured or complete.
 struct CudaGraph(Option<PyObject>);
 
 impl Drop for CudaGraph {
-    /// Gives its memory back now. Without Python's lock the object would live on until somebody else takes it.
+    /// Frees the graph's memory now. Without the GIL, the object would live until somebody else takes the GIL.
     fn drop(&mut self) {
         Python::with_gil(|_| drop(self.0.take()));
     }
@@ -55,13 +55,13 @@ impl GraphPool {
         made.map_err(failed)
     }
 
-    /// A new graph that takes up what is now given to the current stream. What the allocator has spare goes back first, so
-    /// that the pool can have it.
+    /// Begins the capture of a new graph from the work on the current stream. The allocator's cached memory is freed
+    /// first, so that the pool can have it.
     fn begin(&self, py: Python<'_>) -> PyResult<CudaGraph> {
         self.torch.call_method0(py, "_cuda_synchronize")?;
         self.torch.call_method0(py, "_cuda_emptyCache")?;
         let graph = self.torch.call_method0(py, "_CUDAGraph")?;
-        // Other threads, a notebook's say, may go on as they like.
+        // Other threads, such as a notebook's, may use CUDA freely meanwhile.
         let mode = "thread_local".into_pyobject(py)?.into_any().unbind();
         let options = [("pool", self.pool.clone_ref(py)), ("capture_error_mode", mode)].into_py_dict(py)?;
         graph.call_method(py, "capture_begin", (), Some(&options)).inspect_err(|_| self.abandon(py))?;
@@ -73,9 +73,9 @@ impl GraphPool {
         Ok(())
     }
 
-    /// A capture that fails leaves the allocator giving from the pool.
+    /// Ends the allocation from the pool, which a failed capture would leave on.
     fn abandon(&self, py: Python<'_>) {
-        // Where it had not begun to, there is nothing to end.
+        // If the allocation had not begun, the error of this call means nothing.
         let _ = self.torch.call_method1(py, "_cuda_endAllocateToPool", (self.index, self.pool.clone_ref(py)));
     }
 }

@@ -1,4 +1,4 @@
-//! Options, tables, counts, and what tests need to look at.
+//! Options, tables, counts, and functions for tests.
 
 use super::{json_text, released};
 use crate::config::{resume, DataConfig, GenerationOptions, SearchOptions, TrainingConfig, TransformerConfig};
@@ -8,9 +8,8 @@ use pyo3::prelude::*;
 use serde_json::json;
 use std::collections::{BTreeMap, HashMap};
 
-/// The content of _tables.json, which `python -m normformer_rs._stubs --write` writes: the version, every
-/// configuration's options, and the tables of norms, residual schemes, initialisations and
-/// parametrisations.
+/// Returns the content of _tables.json, which `python -m normformer_rs._stubs --write` writes: the version, every
+/// configuration's options, and the tables of norms, residual schemes, initialisations and parametrisations.
 #[pyfunction]
 fn tables() -> PyResult<String> {
     let entry =
@@ -48,13 +47,13 @@ fn tables() -> PyResult<String> {
     }))
 }
 
-/// {operator: (kernel calls, composed calls)} since the process started.
+/// Returns {operator: (kernel calls, composed calls)} since the process started.
 #[pyfunction]
 fn operator_counts() -> HashMap<&'static str, (u64, u64)> {
     operator::counts().into_iter().map(|(name, kernel, composed)| (name, (kernel, composed))).collect()
 }
 
-/// Threads that kernels may use, found by running one: `torch.get_num_threads()` unless OpenMP is missing.
+/// Counts the threads that kernels may use by running one: `torch.get_num_threads()` unless OpenMP is missing.
 #[pyfunction]
 fn threads_in_kernels(py: Python<'_>) -> usize {
     py.allow_threads(|| {
@@ -67,7 +66,7 @@ fn threads_in_kernels(py: Python<'_>) -> usize {
     })
 }
 
-/// Forces an instruction set (baseline, avx2, avx512; none: the best); returns the one in force.
+/// Forces an instruction set (baseline, avx2 or avx512; None for the best) and returns the one in force.
 #[pyfunction]
 #[pyo3(signature = (name=None))]
 fn cpu_level(name: Option<&str>) -> PyResult<&'static str> {
@@ -81,13 +80,13 @@ fn cpu_level(name: Option<&str>) -> PyResult<&'static str> {
     Ok(force(level).name())
 }
 
-/// Sends tensors of the CPU through the CUDA kernels, for the tests (cuda::set_stand_in).
+/// Sends CPU tensors through the CUDA kernels, for tests (cuda::set_stand_in).
 #[pyfunction]
 fn cuda_stand_in(on: bool) {
     crate::cuda::set_stand_in(on);
 }
 
-/// Why kernels do not run on a CUDA device; none: they run.
+/// Returns why kernels do not run on a CUDA device, or None if they run.
 #[pyfunction]
 fn cuda_missing(py: Python<'_>, device: i32) -> PyResult<Option<String>> {
     Ok(released(py, || {
@@ -98,21 +97,22 @@ fn cuda_missing(py: Python<'_>, device: i32) -> PyResult<Option<String>> {
     })?)
 }
 
-/// What proofs have told of kernels on this machine, a line each: device and driver, program, options, kernel, verdict.
+/// Returns the verdicts on kernels on this machine, one line each: device and driver, program, options, kernel,
+/// verdict.
 #[pyfunction]
 fn cuda_verdicts() -> Vec<String> {
     crate::cuda::verdict::kept()
 }
 
-/// The CUDA programs by name: the bytes of each struct that their kernels take.
+/// Returns the CUDA programs by name, with the size in bytes of each struct that their kernels take.
 #[pyfunction]
 fn cuda_programs() -> BTreeMap<&'static str, BTreeMap<&'static str, usize>> {
     let structs = |p: &crate::cuda::Program| p.structs.iter().map(|layout| (layout.name, layout.size)).collect();
     operator::programs().iter().map(|p| (p.name, structs(p))).collect()
 }
 
-/// A CUDA program's binary for an architecture such as 90, and the compiler's remarks; it fails where the program lays
-/// a struct out in another way than Rust.
+/// Compiles a CUDA program for an architecture such as 90; returns the binary and the compiler's messages. Fails if the
+/// program lays a struct out differently from Rust.
 #[pyfunction]
 fn cuda_compile(py: Python<'_>, program: &str, options: &str, architecture: i32) -> PyResult<(Vec<u8>, String)> {
     let all = operator::programs();

@@ -1,4 +1,4 @@
-//! What Python imports as `normformer_rs._core`: wrappers, no arithmetic.
+//! The extension module `normformer_rs._core`: wrappers without arithmetic.
 
 mod graphs;
 mod inspect;
@@ -28,7 +28,7 @@ impl From<Error> for PyErr {
                 if let Error::Raised(raised) = &e {
                     raised.restore();
                 }
-                // A subclass of tensors may have left it where it was raised.
+                // A tensor subclass may have left the exception set where it was raised.
                 PyErr::take(py)
             });
             if let Some(raised) = raised {
@@ -47,18 +47,19 @@ impl From<Error> for PyErr {
     }
 }
 
-/// Works without the GIL. A panic becomes an error: pyo3's PanicException is no Exception, and passes what catches those.
+/// Runs `work` without the GIL. A panic becomes an error, because `except Exception` does not catch pyo3's
+/// PanicException.
 fn released<T: Send>(py: Python<'_>, work: impl FnOnce() -> crate::error::Result<T> + Send) -> crate::error::Result<T> {
     py.allow_threads(|| caught(work))
 }
 
-/// Asks whether to go on: the signals that Python has not heard of yet, then the wish to stop that it has.
+/// Raises if the work should stop: runs pending signal handlers, then asks for a stop that was requested before.
 fn check_signals(py: Python<'_>) -> PyResult<()> {
     py.check_signals()?;
     ask(py)
 }
 
-/// Whether Python has heard of a wish to stop.
+/// Raises if Python has recorded a request to stop.
 fn ask(py: Python<'_>) -> PyResult<()> {
     static ASK: GILOnceCell<Py<PyAny>> = GILOnceCell::new();
     ASK.import(py, "normformer_rs.signals", "ask")?.call0().map(drop)
@@ -77,13 +78,13 @@ fn kind(precision: &str) -> PyResult<Kind> {
     }
 }
 
-/// Tensors by name.
+/// Returns the tensors by name.
 fn named(names: Vec<String>, tensors: Vec<PyTensor>) -> HashMap<String, Tensor> {
     names.into_iter().zip(tensors.into_iter().map(|t| t.0)).collect()
 }
 
-/// Which libtorch the extension is linked against. `_torch.py` reads these words from the file before it loads it:
-/// beside another libtorch the extension cannot be loaded, and the linker's message would not say why.
+/// The libtorch that the extension is linked against. `_torch.py` reads these words from the file before it loads it:
+/// the extension cannot be loaded with another libtorch, and the linker's message would not say why.
 static BUILT_AGAINST: &str = concat!("normformer_rs is built against torch ", env!("NORMFORMER_RS_TORCH"), ";");
 
 #[pymodule]

@@ -1,4 +1,4 @@
-//! A model whose parameters Python holds.
+//! Functions on models whose parameters Python holds.
 
 use super::{json_text, kind, named, released};
 use crate::analysis::{Columns, StackObservation, Watch};
@@ -18,7 +18,7 @@ use std::collections::HashMap;
 use std::rc::Rc;
 use tch::{Kind, Tensor};
 
-/// New parameters by their canonical names.
+/// Returns new parameters by their canonical names.
 #[pyfunction]
 fn parameters(py: Python<'_>, model: &str, seed: u64, device: &str) -> PyResult<Vec<(String, PyTensor)>> {
     let model: TransformerConfig = config::from_json("model", model)?;
@@ -34,9 +34,9 @@ fn parameters(py: Python<'_>, model: &str, seed: u64, device: &str) -> PyResult<
     Ok(made.into_iter().map(|(name, t)| (name, PyTensor(t))).collect())
 }
 
-/// Draws the first values of a linear layer's matrix (roles·fan_out, fan_in) in place, one block of rows for each role,
-/// as the configuration's initialisation has them in a sublayer (0-based) of a layer (0-based) of a stack. `kinds`: the
-/// layer's sublayers, where they are not the stack's.
+/// Initialises a linear layer's matrix (roles·fan_out, fan_in) in place, one block of rows for each role, as the
+/// configuration's initialisation does in a sublayer (0-based) of a layer (0-based) of a stack. `kinds` are the layer's
+/// sublayers, if they differ from the stack's.
 #[pyfunction]
 #[pyo3(signature = (weight, roles, model, stack, layer, sublayer, kinds=None))]
 #[allow(clippy::too_many_arguments)] // one call of the interpreter
@@ -66,7 +66,8 @@ fn draw_linear(
     Ok(())
 }
 
-/// Draws a linear layer's bias in place, one block of numbers for each role; `fan_in`: the matrix's columns.
+/// Initialises a linear layer's bias in place, one block of numbers for each role; `fan_in` is the matrix's number of
+/// columns.
 #[pyfunction]
 fn draw_bias(py: Python<'_>, bias: PyTensor, roles: Vec<String>, fan_in: i64, model: &str) -> PyResult<()> {
     let config: TransformerConfig = config::from_json("model", model)?;
@@ -79,8 +80,8 @@ fn draw_bias(py: Python<'_>, bias: PyTensor, roles: Vec<String>, fan_in: i64, mo
     Ok(())
 }
 
-/// Draws the first values of a table of word vectors (V, d) in place, or of an untied output projection; `name` is its
-/// parameter's, as in `parameters`.
+/// Initialises a table of word embeddings (V, d), or an untied output projection, in place; `name` is the parameter's,
+/// as in `parameters`.
 #[pyfunction]
 fn draw_table(py: Python<'_>, weight: PyTensor, name: &str, model: &str) -> PyResult<()> {
     let config: TransformerConfig = config::from_json("model", model)?;
@@ -94,7 +95,7 @@ fn draw_table(py: Python<'_>, weight: PyTensor, name: &str, model: &str) -> PyRe
     Ok(())
 }
 
-/// A layer's sublayers by their names; none: the stack's.
+/// Parses the names of a layer's sublayers; None gives an empty list, which means the stack's own.
 fn sublayers(kinds: Option<Vec<String>>) -> Result<Vec<residual::Sublayer>, Error> {
     kinds.unwrap_or_default().iter().map(|kind| residual::Sublayer::parse(kind)).collect()
 }
@@ -103,10 +104,10 @@ fn of_block<'a>(first: residual::LayerContext<'a>, kinds: &'a [residual::Sublaye
     first.of_block(kinds).unwrap_or(first)
 }
 
-/// What the configuration's residual schemes put into a stack, as JSON: `layers`, one object a layer of what stands
-/// before, around and inside its sublayers, with the names of what it takes of others and leaves for them; how the layers
-/// follow each other (`flow`); and whether linears have biases and gains are profiled. `kinds`: a layer's sublayers, where
-/// they are not the stack's.
+/// Returns, as JSON, the parts of the configuration's residual schemes in a stack: `layers`, one object per layer with
+/// the changes before, around and inside its sublayers and the names of tensors it reads from earlier layers and keeps
+/// for later ones; how the layers follow each other (`flow`); and whether linears have biases and gains are profiled.
+/// `kinds` are a layer's sublayers, if they differ from the stack's.
 #[pyfunction]
 #[pyo3(signature = (model, stack, kinds=None))]
 fn declare(model: &str, stack: &str, kinds: Option<Vec<String>>) -> PyResult<String> {
@@ -131,7 +132,7 @@ fn declare(model: &str, stack: &str, kinds: Option<Vec<String>>) -> PyResult<Str
     }))
 }
 
-/// The keyword arguments of a norm's module at a place of a model, as JSON.
+/// Returns, as JSON, the keyword arguments of a norm's module at a place in a model.
 #[pyfunction]
 fn norm_settings(model: &str, name: &str, last_of_decoder: bool, ends_stack: bool) -> PyResult<String> {
     let config: TransformerConfig = config::from_json("model", model)?;
@@ -141,8 +142,8 @@ fn norm_settings(model: &str, name: &str, last_of_decoder: bool, ends_stack: boo
     json_text(&spec.keyword_arguments(&context))
 }
 
-/// [start, std, offset, factor] of each parameter of a norm's module, whose keyword arguments are `given` as JSON; refuses
-/// options that cannot be meant.
+/// Returns [start, std, offset, factor] of each parameter of a norm's module with the keyword arguments `given` (JSON).
+/// Errors if an option makes no sense.
 #[pyfunction]
 fn norm_numbers(name: &str, width: i64, given: &str) -> PyResult<Vec<[f64; 4]>> {
     let spec = norm::find(name)?;
@@ -152,7 +153,8 @@ fn norm_numbers(name: &str, width: i64, given: &str) -> PyResult<Vec<[f64; 4]>> 
     Ok(numbers.map(|n| [n.start, n.std, n.offset, n.factor]).collect())
 }
 
-/// A norm's composed form on x: what torch.export records of it. Arguments are the operator's of that name.
+/// Computes a norm on x from PyTorch operations, which torch.export records. The arguments are those of the operator of
+/// the same name.
 #[pyfunction]
 fn composed_norm(x: PyTensor, parameters: Vec<Option<PyTensor>>, options: Vec<f64>, name: &str) -> PyResult<PyTensor> {
     let parameters = parameters.into_iter().map(|p| p.map(|p| p.0)).collect();
@@ -160,15 +162,15 @@ fn composed_norm(x: PyTensor, parameters: Vec<Option<PyTensor>>, options: Vec<f6
     Ok(PyTensor(caught(|| spec.composed(&x.0, operator::width(&x.0)?, parameters, &options))?))
 }
 
-/// α_t of a growing scheme after t (int64 (1,)), on t's device.
+/// Returns α_t of a growing scheme after t steps (int64 (1,)), on t's device.
 #[pyfunction]
 fn growth(steps: i64, curve: &str, t: PyTensor) -> PyResult<PyTensor> {
     let growth = residual::Growth { steps, curve: residual::GrowthCurve::parse(curve)?, by_layer: false };
     Ok(PyTensor(caught(|| growth.alpha(&t.0, 0, Kind::Double))?))
 }
 
-/// By the name of each parameter of a model: its role (embedding, hidden-matrix, hidden-vector or end) and what its
-/// products are summed over (nothing, width, root-width or depth).
+/// Returns, for each parameter's name, its role (embedding, hidden-matrix, hidden-vector or end) and the dimension over
+/// which its products are summed (nothing, width, root-width or depth).
 #[pyfunction]
 fn parameter_parts(
     model: &str,
@@ -181,8 +183,8 @@ fn parameter_parts(
     Ok(parts.map(|(name, _, part)| (name.to_string(), (part.role.name(), part.sums_over.name()))).collect())
 }
 
-/// Logits (B, T, V) of padded token ids (padding is 1): zero rows at padding. `seed` is int64 (seed, update,
-/// micro-batch); none: evaluation.
+/// Returns logits (B, T, V) for padded token ids (padding is 1), with zero rows at padding. `seed` is int64 (seed,
+/// update, micro-batch); None means evaluation.
 #[pyfunction]
 #[pyo3(signature = (model, names, tensors, source, target_input, seed, precision))]
 #[allow(clippy::too_many_arguments)]
@@ -208,7 +210,7 @@ fn forward(
     Ok(PyTensor(logits))
 }
 
-/// A model, the sentences that it is to read, and the type of its products.
+/// Builds the sentences that a model reads, and picks the dtype of its matrix products.
 fn reading(
     built: Transformer,
     source: Option<Tensor>,
@@ -216,7 +218,7 @@ fn reading(
     kind: Kind,
 ) -> crate::error::Result<(Transformer, Sentences, Kind)> {
     let vocabulary = built.config.vocab_size;
-    // "f32" asks for the parameters' own precision: a model made double computes in double.
+    // "f32" means the parameters' own precision, so a float64 model computes in float64.
     let double = built.parameters.tensors().first().is_some_and(|t| t.kind() == Kind::Double);
     let source = source.as_ref().map(|t| Packed::from_padded("source", t, vocabulary)).transpose()?;
     let target = Packed::from_padded("target_input", target, vocabulary)?;
@@ -224,7 +226,7 @@ fn reading(
     Ok((built, read, if double { Kind::Double } else { kind }))
 }
 
-/// Training where there is a seed.
+/// Returns a training context if there is a seed, else an evaluation context.
 fn context(model: &TransformerConfig, seed: Option<Tensor>, kind: Kind) -> Context {
     match seed {
         Some(seed) => Context::training(Rates::of(model), seed, kind),
@@ -232,8 +234,8 @@ fn context(model: &TransformerConfig, seed: Option<Tensor>, kind: Kind) -> Conte
     }
 }
 
-/// What is seen of each stack as it reads padded token ids: ([cosines, active, sizes, scores, mixing], statistics). `seed` as in `forward`;
-/// `loss` makes one number of the logits. Running statistics stay.
+/// Observes each stack as it reads padded token ids: ([cosines, active, sizes, scores, mixing], statistics). `seed` is
+/// as in `forward`; `loss` computes a scalar from the logits. Running statistics are not updated.
 #[pyfunction]
 #[pyo3(signature = (model, names, tensors, source, target_input, seed, precision, loss))]
 #[allow(clippy::too_many_arguments)]
@@ -257,7 +259,7 @@ fn observe<'py>(
         let build = if is_differentiated { Transformer::to_train } else { Transformer::with_parameters };
         let (built, read, kind) = reading(build(&model, &tensors)?, source, &target, kind)?;
         let watch = Rc::new(Watch::default());
-        let ctx = context(&model, seed, kind).fork(true).watched(watch.clone()); // again: nothing moves
+        let ctx = context(&model, seed, kind).fork(true).watched(watch.clone()); // statistics stay fixed
         let logits = if is_differentiated {
             tch::with_grad(|| read.target.unpack(&built.logits(&built.features(&read, &ctx)?, kind)?, &target))
                 .map(Some)
@@ -282,8 +284,8 @@ fn observe<'py>(
 
 type Observed<'py> = ([Bound<'py, PyArray1<f64>>; 5], Vec<[f64; 7]>);
 
-/// What is seen of a norm with running statistics: distances of mean, variance and ψ², sizes of their gradients, and the
-/// share that is bounded.
+/// Returns the diagnostics of a norm with running statistics: distances of mean, variance and ψ², sizes of their
+/// gradients, and the share of bounded channels.
 #[pyfunction]
 #[pyo3(signature = (x, pad_mask, weight, mean, square, eps, dy))]
 #[allow(clippy::too_many_arguments)]
@@ -304,7 +306,7 @@ fn statistics(
     Ok(found.into())
 }
 
-/// Sets, in place, the gains that the scheme takes from one training batch (docs/spec.md §3.4).
+/// Sets, in place, the gains that the scheme measures on one training batch (docs/spec.md §3.4).
 #[pyfunction]
 #[allow(clippy::too_many_arguments)]
 fn profile(

@@ -1,12 +1,12 @@
-//! Roles of parameters and their multipliers.
+//! Parameters' roles and multipliers.
 
 use crate::error::Error;
 use crate::parametrisation::{self, Multipliers, ParameterRole, Part, SumsOver};
 use pyo3::prelude::*;
 use std::collections::HashMap;
 
-/// A role's multipliers by name (init, lr, weight_decay, eps) in a model `width` times as wide and `depth` times as deep
-/// as its base; `alpha`: another exponent of the depth than the parametrisation's.
+/// Returns a role's multipliers by name (init, lr, weight_decay, eps) in a model `width` times as wide and `depth`
+/// times as deep as its base. `alpha` overrides the parametrisation's exponent of the depth.
 #[pyfunction]
 #[pyo3(signature = (parametrisation, role, width, depth, alpha=None, sums_over="nothing"))]
 fn multipliers(

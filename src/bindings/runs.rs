@@ -1,4 +1,4 @@
-//! What has been trained: translations, losses, averages, parameters, and vocabularies.
+//! Functions on trained runs: translations, losses, averages, parameters and vocabularies.
 
 use super::{check_signals, json_text, kind, named, released};
 use crate::config::{self, GenerationOptions, SearchOptions, TrainingConfig, TransformerConfig};
@@ -14,14 +14,14 @@ use serde_json::json;
 use std::collections::BTreeMap;
 use std::path::Path;
 
-/// What to translate: a split of fairseq's binarised folder (data_bin, split, source_lang, target_lang), or lines.
+/// The text to translate: a split of fairseq's binarised folder (data_bin, split, source_lang, target_lang), or lines.
 #[derive(FromPyObject)]
 enum SourceText {
     Binarised(String, String, Option<String>, Option<String>),
     Lines(Vec<String>),
 }
 
-/// Per sentence, the best translations as (text, score, finished).
+/// Returns the best translations of each sentence as (text, score, finished).
 #[pyfunction]
 #[allow(clippy::too_many_arguments)]
 fn translate(
@@ -51,8 +51,8 @@ fn translate(
     Ok(found.into_iter().map(|best| best.into_iter().map(told).collect()).collect())
 }
 
-/// Work without the GIL that asks Python's signal handlers now and then whether to go on. Ctrl-C is `Interrupted`; what
-/// other handlers raise stays what it is.
+/// Runs work without the GIL that calls Python's signal handlers now and then. Ctrl-C becomes `Interrupted`; exceptions
+/// of other handlers stay what they are.
 pub(super) fn interruptible<T: Send>(
     py: Python<'_>,
     what: &str,
@@ -74,8 +74,9 @@ pub(super) fn interruptible<T: Send>(
     as_raised(py, done, raised)
 }
 
-/// The end of work that an exception of Python's may have ended: that exception itself, but Ctrl-C's, which is
-/// `Interrupted` and says what was saved. Where saving failed, the exception tells of it as its cause.
+/// Converts the result of work that a Python exception may have ended. The exception itself is returned, except
+/// KeyboardInterrupt, for which `Interrupted` says what was saved. If saving failed, the exception has that error as
+/// its cause.
 pub(super) fn as_raised<T>(py: Python<'_>, done: crate::error::Result<T>, raised: Option<PyErr>) -> PyResult<T> {
     let (done, raised) = match (done, raised) {
         (Err(Error::Raised(mut inside)), None) => {
@@ -97,7 +98,7 @@ pub(super) fn as_raised<T>(py: Python<'_>, done: crate::error::Result<T>, raised
     }
 }
 
-/// Averages checkpoints: the last `count`, or those of the given updates. Returns the path.
+/// Averages the last `count` checkpoints, or those of the given updates, and returns the path.
 #[pyfunction]
 #[pyo3(signature = (model_dir, count=None, updates=None))]
 fn average(py: Python<'_>, model_dir: &str, count: Option<usize>, updates: Option<Vec<u64>>) -> PyResult<String> {
@@ -107,7 +108,7 @@ fn average(py: Python<'_>, model_dir: &str, count: Option<usize>, updates: Optio
     Ok(path.display().to_string())
 }
 
-/// (loss, nll, perplexity, tokens) of other text. No JSON, which holds no infinity.
+/// Returns (loss, nll, perplexity, tokens) on other text. The result is no JSON because JSON has no infinity.
 #[pyfunction]
 #[pyo3(signature = (model_dir, source, target, checkpoint, precision, device))]
 fn evaluate_loss(
@@ -127,11 +128,11 @@ fn evaluate_loss(
     Ok((score.loss, score.nll, score.perplexity(), score.tokens))
 }
 
-/// (text, log p, tokens, whether it finished).
+/// (text, log p, tokens, finished).
 type Text = (String, f64, usize, bool);
 
-/// Per prompt, the texts that follow it. `said` is called with the numbers of prompt and sample and each new piece of
-/// text, None at the end; what it raises ends the work.
+/// Returns the continuations of each prompt. `said` is called with the indices of prompt and sample and each new piece
+/// of text, then with None; an exception that it raises ends the work.
 #[pyfunction]
 #[pyo3(signature = (model_dir, prompts, generation, said, checkpoint, batch_tokens, precision, device))]
 #[allow(clippy::too_many_arguments)]
@@ -174,7 +175,7 @@ fn text(run::Completion { text, log_probability, tokens, finished }: run::Comple
 /// (nll, perplexity, tokens, words, word_perplexity, lines, characters, bits_per_character) of a text.
 type WindowNumbers = (f64, f64, usize, usize, f64, usize, usize, f64);
 
-/// A text's perplexity by a sliding window.
+/// Computes a text's perplexity with a sliding window.
 #[pyfunction]
 #[allow(clippy::too_many_arguments)]
 fn evaluate_windows(
@@ -197,13 +198,14 @@ fn evaluate_windows(
     Ok((score.nll, score.perplexity(), score.tokens, words, per_word, lines, characters, bits))
 }
 
-/// The ids of lines as a run's model reads them, without EOS.
+/// Returns the token ids of lines as the run's model reads them, without EOS.
 #[pyfunction]
 fn encode(py: Python<'_>, model_dir: &str, lines: Vec<String>) -> PyResult<Vec<Vec<u32>>> {
     interruptible(py, "encoding", |check_interrupt| run::encode(Path::new(model_dir), &lines, check_interrupt))
 }
 
-/// A trained model: its options as JSON, and its parameters and buffers by name. Their names and shapes are the options'.
+/// Loads a trained model: its options as JSON, and its parameters and buffers by name, with names and shapes that
+/// follow from the options.
 #[pyfunction]
 fn load_model(py: Python<'_>, model_dir: &str, checkpoint: &str) -> PyResult<(String, Vec<(String, PyTensor)>)> {
     let (config, tensors) = released(py, || run::load_model(Path::new(model_dir), checkpoint))?;
@@ -234,7 +236,7 @@ fn save_model(
     Ok(())
 }
 
-/// Makes a folder with tensors as model.safetensors and files of text, complete or not at all.
+/// Writes a folder with tensors as model.safetensors and with text files, complete or not at all.
 #[pyfunction]
 fn write_arrays(
     py: Python<'_>,
@@ -251,38 +253,39 @@ fn write_arrays(
     Ok(())
 }
 
-/// The target vocabulary of a run, a flag for each type; None where it is the vocabulary.
+/// Returns a run's target vocabulary as a flag for each vocabulary entry; None if every entry is in it.
 #[pyfunction]
 fn target_vocabulary(model_dir: &str) -> PyResult<Option<Vec<bool>>> {
     Ok(run::target_vocabulary(Path::new(model_dir))?)
 }
 
-/// The options {model, training, data} of a run's checkpoint, `from` or the newest one, as JSON; null: it has none.
+/// Returns the options {model, training, data} of a run's checkpoint (default: the newest) as JSON; null if it has
+/// none.
 #[pyfunction]
 #[pyo3(signature = (model_dir, from_checkpoint=None))]
 fn run_options(model_dir: &str, from_checkpoint: Option<&str>) -> PyResult<String> {
     json_text(&run::options(Path::new(model_dir), from_checkpoint)?)
 }
 
-/// Refuses a run's folder whose files are damaged.
+/// Errors if files in a run's folder are damaged.
 #[pyfunction]
 fn check_run(model_dir: &str) -> PyResult<()> {
     Ok(run::check(Path::new(model_dir))?)
 }
 
-/// Whether a run wrote what lies at the path, a name in its folder.
+/// True if a run wrote the file at the path, a name in its folder.
 #[pyfunction]
 fn is_runs(path: &str) -> bool {
     crate::ownership::is_runs(Path::new(path))
 }
 
-/// A line of split text with its words whole again.
+/// Joins the BPE pieces of a line into whole words.
 #[pyfunction]
 fn join_line(line: &str) -> String {
     data::join_line(line)
 }
 
-/// BLEU's numbers, as JSON: multi-bleu.perl's, or of the words of an `evaluation_tokenize`.
+/// Returns BLEU's numbers as JSON: multi-bleu.perl's, or with sacreBLEU's tokeniser `tokenize`.
 #[pyfunction]
 #[pyo3(signature = (hypotheses, references, lowercase=false, tokenize=None))]
 fn bleu(hypotheses: Vec<String>, references: Vec<String>, lowercase: bool, tokenize: Option<&str>) -> PyResult<String> {
@@ -296,13 +299,13 @@ fn bleu(hypotheses: Vec<String>, references: Vec<String>, lowercase: bool, token
     }))
 }
 
-/// Asks glibc to keep freed memory, as a training run and a translator do; NORMFORMER_RS_ALLOCATOR=system says no.
+/// Asks glibc to keep freed memory, as training and translation do, unless NORMFORMER_RS_ALLOCATOR=system.
 #[pyfunction]
 fn keep_memory() {
     pages::keep_memory();
 }
 
-/// The merges that are learned from lines of words.
+/// Learns BPE merges from lines of words.
 #[pyfunction]
 fn learn_bpe(py: Python<'_>, lines: Vec<String>, operations: usize) -> PyResult<Vec<(String, String)>> {
     interruptible(py, "learning BPE", |check_interrupt| {

@@ -1,4 +1,4 @@
-//! Training, reported to an observer, and its schedules.
+//! Training with progress reports to an observer, and learning-rate schedules.
 
 use super::runs::{as_raised, interruptible};
 use super::{ask, graphs, json_text, released};
@@ -10,9 +10,9 @@ use crate::train::{self, Observer};
 use pyo3::prelude::*;
 use std::path::Path;
 
-/// Trains with the GIL released; the observer is called between updates. `group`: the name of a process group of
-/// torch.distributed, this process's rank in it and its size; none: a process alone. `from_checkpoint`: where "resume" goes
-/// on, if not from the newest.
+/// Trains with the GIL released; the observer is called between updates. `group` is (name of a torch.distributed
+/// process group, this process's rank, its size), or None for a single process. `from_checkpoint` is the checkpoint
+/// from which "resume" continues (default: the newest).
 #[pyfunction]
 #[pyo3(name = "train", signature = (model, training, data, output, mode, group, observer, from_checkpoint=None))]
 #[allow(clippy::too_many_arguments)]
@@ -40,14 +40,14 @@ fn train_py(
     as_raised(py, done, observer.raised)
 }
 
-/// Registers a process group with the operators, which then take it by its name.
+/// Registers a process group under its name with the collective operators.
 #[pyfunction]
 fn join_group(name: &str, rank: usize, size: usize) -> PyResult<()> {
     ProcessGroup::new(name, rank, size)?;
     Ok(())
 }
 
-/// {parameters, parameter_bytes, training_bytes, vocabulary, …} as JSON.
+/// Returns {parameters, parameter_bytes, training_bytes, vocabulary, …} as JSON.
 #[pyfunction]
 fn dry_run(py: Python<'_>, model: &str, training: &str, data: &str) -> PyResult<String> {
     let model: TransformerConfig = config::from_json("model", model)?;
@@ -58,10 +58,10 @@ fn dry_run(py: Python<'_>, model: &str, training: &str, data: &str) -> PyResult<
     })?)
 }
 
-/// Python's observer behind Rust's trait.
+/// Implements Rust's observer trait with Python's observer.
 struct PyObserver {
     observer: PyObject,
-    /// The first exception of the observer, or of a signal's handler: it ends the run, which saves, and leaves it.
+    /// The first exception raised by the observer or a signal handler. It ends the run, which saves first.
     raised: Option<PyErr>,
 }
 
@@ -111,7 +111,7 @@ impl Observer for PyObserver {
     }
 }
 
-/// A learning-rate schedule of the training loop, for other loops.
+/// A learning-rate schedule of the training loop, for use in other loops.
 #[pyclass(name = "Schedule")]
 struct PySchedule(train::Schedule);
 
@@ -124,17 +124,17 @@ impl PySchedule {
         Ok(PySchedule(train::Schedule::new(&training, d_model)))
     }
 
-    /// Of update n, 1 for the first.
+    /// Returns the learning rate of update n, from 1.
     fn learning_rate(&self, n: u64) -> f64 {
         self.0.learning_rate(n)
     }
 
-    /// An evaluation after update n scored `score`, more being better.
+    /// Tells the schedule that an evaluation after update n scored `score`; higher is better.
     fn evaluated(&mut self, n: u64, score: f64) {
         self.0.evaluated(n, score);
     }
 
-    /// What evaluations have taught it, as JSON.
+    /// Returns the state that the schedule has learned from evaluations, as JSON.
     #[getter]
     fn memory(&self) -> PyResult<String> {
         json_text(&self.0.memory)

@@ -1,4 +1,4 @@
-//! What attention asks of the rest of a configuration.
+//! Checks of the attention options.
 
 use super::{AttentionName, Positions, TransformerConfig};
 use crate::error::{Error, Result};
@@ -15,7 +15,7 @@ pub(super) fn check(config: &TransformerConfig) -> Result<()> {
     }
 }
 
-/// A check of what softcaps are, of logits and of scores.
+/// Errors if a softcap, of logits or of scores, is not positive.
 pub(super) fn check_softcaps(config: &TransformerConfig) -> Result<()> {
     for (name, cap) in [("logit_softcap", config.logit_softcap), ("score_softcap", config.score_softcap)] {
         if let Some(cap) = cap.filter(|cap| !(*cap > 0.0 && cap.is_finite())) {
@@ -25,7 +25,7 @@ pub(super) fn check_softcaps(config: &TransformerConfig) -> Result<()> {
     Ok(())
 }
 
-/// A check of `kv_heads`, the heads that share keys and values.
+/// Errors if `kv_heads` does not divide `heads`.
 pub(super) fn check_sizes(config: &TransformerConfig) -> Result<()> {
     match config.kv_heads {
         Some(kv_heads) if kv_heads < 1 || config.heads % kv_heads != 0 => {
@@ -41,8 +41,8 @@ pub(super) fn check_sizes(config: &TransformerConfig) -> Result<()> {
     }
 }
 
-/// Norms on queries, keys and values: their rows are heads', or another stack's, and no positions, of which norms with
-/// statistics would have them.
+/// Errors about norms on queries, keys and values that a scheme has already, or that keep running statistics. Their
+/// rows belong to heads, or to another stack, so they have no positions for the statistics.
 fn check_norms_before_products(config: &TransformerConfig) -> Result<()> {
     let schemes = config.schemes();
     let is_norm = |point: Point, change: &Change| point.is_before_products() && change.norm().is_some();
@@ -78,7 +78,7 @@ fn check_norms_before_products(config: &TransformerConfig) -> Result<()> {
     }
 }
 
-/// How `qk_norm` norms.
+/// Errors about options of `qk_norm` that make no sense or would do nothing.
 fn check_qk_norm(config: &TransformerConfig) -> Result<()> {
     let scale = config.qk_norm_scale;
     if !(scale > 0.0 && scale.is_finite()) {
@@ -103,7 +103,7 @@ fn check_qk_norm(config: &TransformerConfig) -> Result<()> {
     Ok(())
 }
 
-/// Norms that a model with a weight in every other place has without one.
+/// Errors if a weightless norm is asked for and a stack's norm is not rmsnorm.
 fn check_unweighted(config: &TransformerConfig) -> Result<()> {
     let asked = [
         ("qk_norm_weight = false", !config.qk_norm_weight),
@@ -122,7 +122,7 @@ fn check_unweighted(config: &TransformerConfig) -> Result<()> {
     Ok(())
 }
 
-/// Queries and keys of length 1, with a factor of their own for scores.
+/// Errors about `qk_l2norm`: queries and keys of length 1, with a learned factor for scores.
 fn check_lengths_of_one(config: &TransformerConfig) -> Result<()> {
     let Some(length) = config.qk_l2norm else { return Ok(()) };
     if length < 2 {
@@ -139,7 +139,7 @@ fn check_lengths_of_one(config: &TransformerConfig) -> Result<()> {
     Ok(())
 }
 
-/// What tensorized attention cannot be part of.
+/// Errors about options that do not go with tensorized attention.
 fn check_tensorized(config: &TransformerConfig) -> Result<()> {
     if config.has_encoder() {
         return Err(Error::invalid(
@@ -184,7 +184,7 @@ fn check_tensorized(config: &TransformerConfig) -> Result<()> {
     Ok(())
 }
 
-/// The scheme changes something at such a point.
+/// True if the scheme changes something at a point for which `is_there` is true.
 fn is_inside(config: &TransformerConfig, scheme: &SchemeRef, is_there: impl Fn(Point, &Change) -> bool) -> bool {
     let decoder = config.place(StackName::Decoder, 0);
     (0..decoder.layers())

@@ -1,4 +1,4 @@
-//! What options must be, alone and together.
+//! Checks of options, alone and together.
 
 use super::{attention, parametrisation, positions};
 use super::{Architecture, AttentionName, DataConfig, ScheduleName, TrainingConfig, TransformerConfig};
@@ -9,11 +9,12 @@ use crate::norm::{rms_norm, Spec};
 use crate::options::{at_most, below_one, AnyOption};
 use crate::residual::{Change, LayerContext, ModelShape, QkNorm, Schemes, StackName, Sublayer, TensorizedSizes};
 
-/// Layers of a stack, at most. Checks look at each of them, and dlcl and denseformer have a weight for each pair.
+/// The maximum number of layers in a stack. Checks visit every layer, and dlcl and denseformer have a weight for each
+/// pair.
 const MOST_LAYERS: i64 = 10_000;
 
 impl TransformerConfig {
-    /// Checks what one option cannot know of another.
+    /// Checks options against each other.
     pub fn validate(&self) -> Result<()> {
         let positive = [("d_model", self.d_model), ("d_ff", self.d_ff), ("heads", self.heads)];
         for (name, value) in positive.into_iter().chain([("decoder_layers", self.decoder_layers)]) {
@@ -48,22 +49,22 @@ impl TransformerConfig {
                 self.encoder_layers
             )));
         }
-        // First: a scheme asked for 10⁹ streams would make as many gates.
+        // This check comes first: a scheme with 10⁹ streams would create as many gates below.
         self.check_options()?;
         self.schemes().check(self.residual.as_str(), &self.outline())
     }
 
-    /// The residual schemes of its layers.
+    /// Returns the residual schemes of its layers.
     pub fn schemes(&self) -> &Schemes {
         self.residual.schemes()
     }
 
-    /// Checks the options that do not speak of sizes: all that a layer for itself can know.
+    /// Checks the options that do not depend on sizes: all that a single layer can know.
     pub fn check_options(&self) -> Result<()> {
         self.check_options_of(&[])
     }
 
-    /// The same of a model whose layers hold other sublayers than their stacks'.
+    /// Does the same for a model whose layers have other sublayers than their stacks.
     pub fn check_options_of(&self, kinds: &[Sublayer]) -> Result<()> {
         for (name, p) in [
             ("dropout", Some(self.dropout)),
@@ -90,8 +91,8 @@ impl TransformerConfig {
         attention::check(self)
     }
 
-    /// An option that would do nothing is a mistake: one of a norm, scheme, init or attention that is not chosen, or a norm where
-    /// the scheme has none.
+    /// Errors about an option that would do nothing: one of a norm, scheme, init or attention that is not chosen, or a
+    /// norm if the scheme has none.
     fn check_that_options_matter(&self) -> Result<()> {
         let (residual, schemes, init) = (self.residual.as_str(), self.schemes(), self.init());
         let mut taken: Vec<&'static dyn AnyOption> = schemes.all().flat_map(|scheme| scheme.options).copied().collect();
@@ -137,7 +138,7 @@ impl TransformerConfig {
         }
     }
 
-    /// A scheme that says how a norm's weight starts needs norms that learn one.
+    /// Errors if the scheme sets the initial value of norms' weights and the norm has no weight.
     fn check_first_values(&self) -> Result<()> {
         let schemes = self.schemes();
         for stack in StackName::of(&self.outline()) {
@@ -159,7 +160,8 @@ impl TransformerConfig {
         Ok(())
     }
 
-    /// Refuses norm_eps where neither norm takes one, and rmsnorm's options beside a family or another norm.
+    /// Errors if norm_eps is set and neither norm takes one, or if rmsnorm's options are set with a family or another
+    /// norm.
     fn check_norm_options(&self) -> Result<()> {
         let takes_eps = |name: &str| {
             let is_eps = |option: &&dyn AnyOption| option.name() == NORM_EPS.name;
@@ -190,7 +192,7 @@ impl TransformerConfig {
         self.architecture == Architecture::EncoderDecoder
     }
 
-    /// The model's form, as the tables are asked about it.
+    /// Returns the model's shape, as the tables of norms, schemes and initialisations take it.
     pub fn outline(&self) -> ModelShape<'_> {
         let sizes = TensorizedSizes { rank: self.tensorized_rank, segment: self.tensorized_segment };
         ModelShape {
@@ -222,12 +224,12 @@ impl TransformerConfig {
         }
     }
 
-    /// The first sublayer of a layer (0-based).
+    /// Returns the context of the first sublayer of a layer (0-based).
     pub fn place(&self, stack: StackName, layer: i64) -> LayerContext<'_> {
         LayerContext::new(self.outline(), &self.options, stack, layer)
     }
 
-    /// The initialisation: the one named, or the scheme's.
+    /// Returns the initialisation's name: the given one, or the scheme's.
     pub fn init(&self) -> &str {
         match &self.init {
             Some(name) => name.as_str(),
@@ -244,7 +246,7 @@ impl TransformerConfig {
     }
 }
 
-/// The norm, scheme, init or attention that an option belongs to: the one whose name the option's begins with.
+/// Returns the norm, scheme, init or attention that an option belongs to, by the option's prefix.
 fn owner(option: &str) -> Option<&'static str> {
     let norms = crate::norm::NORMS.iter().map(|n| n.name);
     let residuals = crate::residual::SCHEMES.iter().map(|s| s.name);
@@ -272,11 +274,11 @@ impl TrainingConfig {
                 return Err(Error::invalid(format!("{name} must be at least {least}, got {value}")));
             }
         }
-        // An update holds its micro-batches, and dropout tells 2¹⁶ of them apart.
+        // Dropout distinguishes 2¹⁶ micro-batches per update.
         if self.accumulate > 1 << 16 {
             return Err(Error::invalid(format!("accumulate must be at most 65536, got {}", self.accumulate)));
         }
-        // Other schedules fall for ever, or as evaluations have it.
+        // Other schedules fall for ever, or depend on evaluations.
         let is_constant = match self.schedule {
             ScheduleName::Constant => true,
             ScheduleName::InverseSqrt => self.warmup == 0,
@@ -333,7 +335,7 @@ impl TrainingConfig {
 }
 
 impl DataConfig {
-    /// Checks what one option cannot know of another.
+    /// Checks options against each other.
     pub fn validate(&self) -> Result<()> {
         if self.segment_length < 1 {
             return Err(Error::invalid(format!("segment_length must be at least 1, got {}", self.segment_length)));

@@ -1,35 +1,35 @@
-//! How a language model continues a text.
+//! Options for the text generation of a language model.
 
 use crate::error::{Error, Result};
 use crate::options::{config, Field, FieldType};
 use serde::{Deserialize, Serialize};
 
 config! {
-    /// How a language model continues a text (docs/spec.md §4.17).
+    /// Options for continuing a text with a language model (docs/spec.md §4.17).
     pub struct GenerationOptions {
         "generation" {
-            /// Divides logits: the smaller, the surer; 0: always the most probable token.
+            /// Divide logits by this; smaller values are less random, and 0 always takes the most probable token.
             temperature: f64 = 1.0,
-            /// Draw from the k most probable tokens; none: from all.
+            /// Draw from the k most probable tokens (default: from all).
             top_k: Option<i64> = None,
-            /// Draw from the fewest tokens that together have this probability (nucleus sampling); 1: from all.
+            /// Draw from the fewest tokens that together have this probability (nucleus sampling); 1 draws from all.
             top_p: f64 = 1.0,
-            /// Most tokens generated, ends of sentence included.
+            /// Maximum number of generated tokens, ends of sentence included.
             max_length: i64 = 100,
-            /// Stop after so many ends of sentence; 0: at max_length alone.
+            /// Stop after this many ends of sentence; 0 stops at max_length only.
             sentences: i64 = 1,
-            /// Texts for each prompt.
+            /// Number of texts for each prompt.
             samples: i64 = 1,
-            /// Most tokens that the model reads at a time; none: segment_length, as in training.
+            /// Maximum number of tokens that the model reads at a time (default: segment_length, as in training).
             context: Option<i64> = None,
-            /// Seed of the draws. A text depends on seed, prompt and number of the sample, not on other prompts.
+            /// Seed of the draws. A text depends on the seed, the prompt and the sample's number, not on other prompts.
             seed: u64 = 1,
         }
     }
 }
 
 impl GenerationOptions {
-    /// Refuses values that cannot be meant.
+    /// Errors if a value makes no sense.
     pub fn validate(&self) -> Result<()> {
         let refused = |message: String| Err(Error::invalid(message));
         if !(self.temperature >= 0.0 && self.temperature.is_finite()) {

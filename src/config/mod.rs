@@ -1,5 +1,5 @@
-//! The options of a model and of a training run: one list each, from which come the Rust struct, the keys of a TOML
-//! file, Python's keyword arguments and the command line's flags, with their documentation, defaults and choices.
+//! The options of a model and of a training run. One list each yields the Rust struct, the keys of a TOML file,
+//! Python's keyword arguments and the command line's flags, with documentation, defaults and choices.
 
 mod attention;
 mod check;
@@ -29,8 +29,8 @@ choice! {
     pub enum Architecture ("architecture") { EncoderDecoder = "encoder-decoder", DecoderOnly = "decoder-only" }
 }
 choice! {
-    /// docs/spec.md §4.2. Sinusoids: `twt` interleaves sine and cosine and counts from 0; `fairseq` puts them in two
-    /// halves and counts from padding_idx + 1.
+    /// Positions of docs/spec.md §4.2. For sinusoids, `twt` interleaves sine and cosine and counts from 0; `fairseq`
+    /// puts them in two halves and counts from padding_idx + 1.
     pub enum Positions ("positions") {
         Twt = "twt",
         Fairseq = "fairseq",
@@ -45,7 +45,7 @@ choice! {
 }
 
 impl DecoderStart {
-    /// The token's id in every vocabulary.
+    /// Returns the token's id, which is the same in every vocabulary.
     pub fn id(self) -> i64 {
         match self {
             DecoderStart::Bos => vocabulary::BOS.into(),
@@ -57,15 +57,15 @@ choice! {
     pub enum Ties ("tie_embeddings") { All = "all", Decoder = "decoder", None = "none" }
 }
 choice! {
-    /// How a stack attends to itself: softmax heads, or tensorized attention (docs/spec.md §4.4).
+    /// The self-attention of a stack: softmax heads, or tensorized attention (docs/spec.md §4.4).
     pub enum AttentionName ("attention") { MultiHead = "multi-head", Tensorized = "tensorized" }
 }
 choice! {
-    /// How hypotheses are ranked and when a search ends.
+    /// The rule that ranks hypotheses and ends a search.
     pub enum SearchRule ("rule") {
-        /// ((5 + len)/6)^α; finished hypotheses compete with those that go on.
+        /// Score/((5 + len)/6)^α; finished hypotheses compete with those that go on.
         Google = "google",
-        /// len^α; finished hypotheses are set aside.
+        /// Score/len^α; finished hypotheses are set aside.
         Fairseq = "fairseq",
     }
 }
@@ -76,7 +76,7 @@ choice! {
     pub enum Precision ("precision") { F32 = "f32", Bf16 = "bf16" }
 }
 choice! {
-    /// What Adam adds ε to: √v (fairseq's form), or √v/√(1−β₂ᵗ) (Kingma & Ba's algorithm 1, torch's form).
+    /// The term to which Adam adds ε: √v (fairseq's form), or √v/√(1−β₂ᵗ) (Kingma & Ba's algorithm 1, torch's form).
     pub enum AdamForm ("adam_form") { Fairseq = "fairseq", Torch = "torch" }
 }
 choice! {
@@ -95,17 +95,17 @@ choice! {
     }
 }
 choice! {
-    /// The measure that decides which checkpoint is best, and when to stop.
+    /// The measure that selects the best checkpoint and decides when to stop.
     pub enum Criterion ("criterion") { Bleu = "bleu", Loss = "loss" }
 }
 
 config! {
-    /// A Transformer (docs/spec.md §1 to §4).
+    /// The options of a Transformer (docs/spec.md §1 to §4).
     pub struct TransformerConfig with options {
         "model" {
             /// encoder-decoder for translation, decoder-only for language modelling.
             architecture: Architecture = Architecture::EncoderDecoder,
-            /// Number of types in the joint vocabulary, special ones included.
+            /// Number of entries in the joint vocabulary, special ones included.
             vocab_size: i64 = 0,
             /// Width of the model.
             d_model: i64 = 512,
@@ -113,83 +113,86 @@ config! {
             d_ff: i64 = 2048,
             /// Attention heads; must divide d_model.
             heads: i64 = 8,
-            /// Heads of keys and values; must divide heads, and heads/kv_heads heads of queries share one (grouped-query
-            /// attention, Ainslie et al. 2023); none: heads.
+            /// Heads of keys and values; must divide heads, and heads/kv_heads query heads share one (grouped-query
+            /// attention, Ainslie et al. 2023); default: heads.
             kv_heads: Option<i64> = None,
-            /// A language model's attention: multi-head, or tensorized (Ma et al. 2019), which reads segments of limited
-            /// length.
+            /// Attention of a language model: multi-head, or tensorized (Ma et al. 2019), which reads segments of
+            /// limited length.
             attention: AttentionName = AttentionName::MultiHead,
             /// Rank R of tensorized attention's one block.
             tensorized_rank: i64 = 40,
-            /// T of tensorized attention, the most tokens that it reads at a time; its output projection is
-            /// (d_model, T²).
+            /// T of tensorized attention, the maximum number of tokens that it reads at a time; its output projection
+            /// is (d_model, T²).
             tensorized_segment: i64 = 32,
-            /// What multiplies the heads' outputs before the output projection: the sigmoid of a linear layer of attention's
-            /// input, one number a head or one for each of its numbers (element; Qiu et al. 2025); none: nothing.
+            /// Multiply the heads' outputs, before the output projection, by the sigmoid of a linear layer of
+            /// attention's input: one number per head, or one per element (Qiu et al. 2025); default: no gate.
             output_gate: Option<OutputGate> = None,
-            /// Each head learns one more logit in the sum of its softmax, which no value belongs to (gpt-oss).
+            /// Give each head one more learned logit in its softmax, which belongs to no value (gpt-oss).
             sinks: bool = false,
-            /// c of attention's scores s that become c·tanh(s/c) before the softmax (Gemma 2); none: s.
+            /// Replace attention's scores s by c·tanh(s/c) before the softmax (Gemma 2); default: no cap.
             score_softcap: Option<f64> = None,
-            /// What a feed-forward has between its matrices; swiglu and geglu have a third matrix (Shazeer 2020).
+            /// Activation between a feed-forward's matrices; swiglu and geglu have a third matrix (Shazeer 2020).
             activation: Activation = Activation::Relu,
-            /// Biases of linear layers.
+            /// Give linear layers biases.
             linear_biases: bool = true,
-            /// Encoder layers.
+            /// Number of encoder layers.
             encoder_layers: i64 = 6,
-            /// Decoder layers.
+            /// Number of decoder layers.
             decoder_layers: i64 = 6,
         }
         "norm and residual" {
             /// The norm.
             norm: NormName = NormName::parse("layernorm").expect("the table has it"),
-            /// The encoder's norm, where it differs from `norm`.
+            /// The encoder's norm, if it differs from `norm`.
             encoder_norm: Option<NormName> = None,
-            /// The decoder's norm, where it differs from `norm`.
+            /// The decoder's norm, if it differs from `norm`.
             decoder_norm: Option<NormName> = None,
         } + norm::option_specs
         "norm and residual" {
-            /// Where the norms stand and how residuals are added. postnorm*3,prenorm: postnorm in a stack's first three
-            /// layers, prenorm in the others; postnorm*1/4,prenorm: in its first quarter.
+            /// Residual scheme: where norms stand and how residuals are added. postnorm*3,prenorm means postnorm in a
+            /// stack's first three layers and prenorm in the others; postnorm*1/4,prenorm means postnorm in its first
+            /// quarter.
             residual: Residual = Residual::parse("prenorm").expect("the table has it"),
-            /// Norms on the queries and keys of every head, before their products (QK-norm): the stack's norm, which must
-            /// work row by row.
+            /// Norm the queries and keys of every head before their products (QK-norm), with the stack's norm, which
+            /// must work row by row.
             qk_norm: bool = false,
-            /// Rows of qk_norm: each head's (head), or all heads' joined (all-heads; OLMo 2).
+            /// Rows that qk_norm normalises: each head's (head), or all heads' joined (all-heads; OLMo 2).
             qk_norm_over: NormOver = NormOver::Head,
-            /// qk_norm stands after the rotation of rotary positions, not before it (nanochat, Hunyuan).
+            /// Apply qk_norm after the rotation of rotary positions, not before it (nanochat, Hunyuan).
             qk_norm_after_rotation: bool = false,
-            /// qk_norm learns a weight; of rmsnorm alone it can be left out.
+            /// Learn a weight in qk_norm; only rmsnorm can do without.
             qk_norm_weight: bool = true,
-            /// What normed queries and normed keys are multiplied by, each.
+            /// Factor of normed queries and of normed keys, each.
             qk_norm_scale: f64 = 1.0,
-            /// A norm on each head's values: the stack's, weighted or, of rmsnorm, unweighted (Gemma 4); none: no norm.
+            /// A norm on each head's values: the stack's norm, weighted or, for rmsnorm, unweighted (Gemma 4); default:
+            /// no norm.
             v_norm: Option<ValueNorm> = None,
-            /// L of queries and keys of length 1 (Henry et al. 2020): each attention learns one factor of their products, at
-            /// first log2(L² − L), in place of 1/√d_head. L is a length that few sentences exceed; none: off.
+            /// Scale queries and keys to length 1 (Henry et al. 2020). Each attention learns one factor of their
+            /// products, initially log2(L² − L), instead of 1/√d_head, where this option is L, a length that few
+            /// sentences exceed; default: off.
             qk_l2norm: Option<i64> = None,
-            /// The initialisation; none: the one that goes with the residual scheme.
+            /// The initialisation (default: the one that goes with the residual scheme).
             init: Option<InitName> = None,
         } + residual::option_specs + init::option_specs
         "norm and residual" {
-            /// Normalise word embeddings to unit length, at the input and, tied, at the output (FixNorm).
+            /// Normalise word embeddings to unit length at the input and, if tied, at the output (FixNorm).
             fixnorm: bool = false,
         }
         "parametrisation" {
-            /// How init, forward pass, learning rate, weight decay and Adam's ε change with width and depth.
+            /// Rule that scales init, forward pass, learning rate, weight decay and Adam's ε with width and depth.
             parametrisation: ParametrisationName = ParametrisationName("standard".into()),
-            /// d_model of the base model, for which learning rate and the like were tuned: m_d = d_model/base_width.
+            /// d_model of the base model, for which learning rate etc. were tuned: m_d = d_model/base_width.
             base_width: Option<i64> = None,
-            /// Layers of each of the base model's stacks: m_L = layers/base_depth, stack by stack.
+            /// Number of layers in each of the base model's stacks: m_L = layers/base_depth, for each stack.
             base_depth: Option<i64> = None,
-            /// α of depth-mup and completep, from 0.5 to 1: branches are multiplied by m_L^(−α); none: the
+            /// α of depth-mup and completep, from 0.5 to 1: branches are multiplied by m_L^(−α); default: the
             /// parametrisation's own.
             depth_alpha: Option<f64> = None,
-            /// α_in, which multiplies embeddings with their positions, for a parametrisation other than standard.
+            /// α_in, the factor of embeddings with their positions; needs a parametrisation other than standard.
             input_alpha: f64 = 1.0,
-            /// α_out, which multiplies logits, for a parametrisation other than standard.
+            /// α_out, the factor of logits; needs a parametrisation other than standard.
             output_alpha: f64 = 1.0,
-            /// What multiplies attention's scores: 1/d_head (inverse) or 1/√d_head (inverse-sqrt); none: the
+            /// Factor of attention's scores: 1/d_head (inverse) or 1/√d_head (inverse-sqrt); default: the
             /// parametrisation's own.
             attention_scale: Option<AttentionScale> = None,
         }
@@ -197,65 +200,65 @@ config! {
             /// Positions: sinusoids (twt and fairseq, two layouts), a learned table, rotary ones on queries and keys of
             /// self-attention (Su et al. 2021), or none.
             positions: Positions = Positions::Twt,
-            /// Rows of a learned table of positions: the most tokens in a sentence.
+            /// Number of learned positions, the maximum number of tokens in a sentence.
             max_positions: i64 = 1024,
-            /// Rotary positions' base.
+            /// Base of rotary positions.
             rope_theta: f64 = 10000.0,
             /// Multiply word embeddings by √d_model.
             scale_embeddings: bool = true,
-            /// The decoder's first token: bos, or eos as fairseq has it.
+            /// The decoder's first token: bos, or eos as in fairseq.
             decoder_start: DecoderStart = DecoderStart::Bos,
-            /// Which embeddings are one table: source, target and output (all), target and output (decoder), none.
+            /// Embeddings that share one table: source, target and output (all), target and output (decoder), or none.
             tie_embeddings: Ties = Ties::All,
-            /// A bias on the logits.
+            /// Add a bias to the logits.
             output_bias: bool = false,
-            /// c of logits z that become c·tanh(z/c), in training, evaluation and decoding (Gemma 2); none: z.
+            /// Replace logits z by c·tanh(z/c), in training, evaluation and decoding (Gemma 2); default: no cap.
             logit_softcap: Option<f64> = None,
-            /// Dropout on sublayer outputs, and everywhere below that says nothing else.
+            /// Dropout on sublayer outputs, and the default of the other dropout options.
             dropout: f64 = 0.3,
-            /// Dropout on embeddings; none: `dropout`.
+            /// Dropout on embeddings (default: `dropout`).
             embedding_dropout: Option<f64> = None,
-            /// Dropout on attention weights; none: `dropout`.
+            /// Dropout on attention weights (default: `dropout`).
             attention_dropout: Option<f64> = None,
-            /// Dropout after the activation; none: `dropout`.
+            /// Dropout after the activation (default: `dropout`).
             activation_dropout: Option<f64> = None,
         }
     }
 }
 
 config! {
-    /// A training run (docs/spec.md §4.6 to §4.11).
+    /// The options of a training run (docs/spec.md §4.6 to §4.11).
     pub struct TrainingConfig {
         "training" {
-            /// Stop after this many updates; 0: no such limit.
+            /// Stop after this many updates; 0 means no limit.
             updates: i64 = 10000,
-            /// Stop after this many epochs; 0: no such limit.
+            /// Stop after this many epochs; 0 means no limit.
             epochs: i64 = 0,
-            /// Padded tokens in a micro-batch: sentences times the longest side.
+            /// Padded tokens in a micro-batch: the number of sentences times the longest side.
             max_tokens: i64 = 4096,
             /// Micro-batches per update.
             accumulate: i64 = 1,
             /// Learning-rate schedule.
             schedule: ScheduleName = ScheduleName::InverseSqrt,
-            /// Peak learning rate; none: λ/√d·n_w^-½ for inverse-sqrt, 3e-4 for no-warmup.
+            /// Peak learning rate (default: λ/√d·n_w^-½ for inverse-sqrt, 3e-4 for no-warmup).
             lr: Option<f64> = None,
-            /// λ, which multiplies a schedule's rate where it has no peak learning rate.
+            /// λ, the factor of a schedule's learning rate if no peak learning rate is given.
             lr_scale: f64 = 1.0,
-            /// Multiplies the learning rate of any schedule (2x-lr: 2).
+            /// Multiply the learning rate of any schedule by this (2 gives 2x-lr).
             lr_multiplier: f64 = 1.0,
-            /// Warm-up updates n_w.
+            /// Number of warm-up updates n_w.
             warmup: i64 = 4000,
-            /// Learning rate at the start of warm-up, with a peak learning rate.
+            /// Learning rate at the start of warm-up; needs a peak learning rate.
             warmup_init_lr: f64 = 0.0,
-            /// When val-decay and no-warmup multiply the rate: where an evaluation is worse than each of the
-            /// lr_decay_patience before it (release), or where so many in a row were no better than the best (paper).
+            /// Condition for val-decay and no-warmup to lower the rate: an evaluation is worse than each of the
+            /// lr_decay_patience before it (release), or so many in a row were no better than the best (paper).
             lr_decay_rule: DecayRule = DecayRule::Release,
-            /// By what, α_decay.
+            /// Factor α_decay by which val-decay and no-warmup lower the rate.
             lr_decay_factor: f64 = 0.8,
-            /// How many evaluations the rule looks at.
+            /// Number of evaluations that lr_decay_rule looks at.
             lr_decay_patience: i64 = 3,
-            /// Number updates from 0 in the learning rate, as fairseq does: where it warms up, the first has the rate
-            /// that warm-up begins with.
+            /// Number updates from 0 in the learning rate, as fairseq does: with warm-up, the first update has the
+            /// initial rate of the warm-up.
             count_from_zero: bool = false,
             /// Stop when the learning rate falls below this after warm-up.
             min_lr: f64 = 1e-6,
@@ -265,79 +268,79 @@ config! {
             beta2: f64 = 0.98,
             /// Adam's ε.
             adam_eps: f64 = 1e-8,
-            /// What Adam adds ε to: √v (fairseq), or the bias-corrected √(v/(1−β₂ᵗ)) (torch).
+            /// Term to which Adam adds ε: √v (fairseq), or the bias-corrected √(v/(1−β₂ᵗ)) (torch).
             adam_form: AdamForm = AdamForm::Fairseq,
             /// Decoupled weight decay.
             weight_decay: f64 = 0.0,
-            /// What decays: the matrices of linear layers and the tables, or all parameters, as in fairseq.
+            /// Parameters that decay: the matrices of linear layers and the tables (matrices), or all, as in fairseq.
             weight_decay_of: DecayOf = DecayOf::Matrices,
-            /// Clip the global gradient norm to this; 0: never.
+            /// Clip the global gradient norm to this; 0 means never.
             clip_norm: f64 = 0.0,
             /// Label smoothing ε.
             label_smoothing: f64 = 0.1,
             /// Formula of label smoothing.
             smoothing: SmoothingName = SmoothingName::Fairseq,
-            /// Keep target types that training never shows at probability zero.
+            /// Never predict target vocabulary entries that do not occur in the training data.
             vocab_mask: bool = true,
-            /// Turn source and decoder-input tokens into UNK with this probability.
+            /// Replace source and decoder-input tokens by UNK with this probability.
             word_dropout: f64 = 0.0,
         }
         "run" {
-            /// Evaluate every so many updates; 0: at the end of each epoch.
+            /// Evaluate every this many updates; 0 means at the end of each epoch.
             evaluate_every: i64 = 0,
-            /// The measure that decides which checkpoint is best, and when to stop.
+            /// The measure that selects the best checkpoint and decides when to stop.
             criterion: Criterion = Criterion::Loss,
-            /// Stop when the criterion has not improved for so many evaluations; 0: never.
+            /// Stop when the criterion has not improved for this many evaluations; 0 means never.
             patience: i64 = 0,
             /// Keep this many of the latest evaluations' checkpoints, for averaging.
             keep: i64 = 10,
-            /// Log the gradient norm of each layer, and the gains, every so many updates; 0: never.
+            /// Log the gradient norm of each layer, and the gains, every this many updates; 0 means never.
             log_layers: i64 = 0,
-            /// Log the stream's size by layer, how far the model's output has moved since the start, and how batches'
-            /// statistics differ from running ones, every so many updates; 0: never.
+            /// Log the residual stream's size by layer, how far the model's output has moved since the start, and how
+            /// batch statistics differ from running ones, every this many updates; 0 means never.
             log_statistics: i64 = 0,
-            /// Beam of the translations that evaluations score; 1: greedy.
+            /// Beam of the translations that evaluations score; 1 is greedy search.
             evaluation_beam: i64 = 1,
-            /// The words that evaluations' BLEU counts, by sacreBLEU's rule of that name; none: between spaces.
+            /// sacreBLEU's tokeniser for BLEU in evaluations; none counts words between spaces.
             evaluation_tokenize: Tokenize = Tokenize::None,
-            /// Keep only what enters each layer and run layers again for their gradients: less memory, a third more
+            /// Keep only the input of each layer and run layers again for their gradients: less memory, a third more
             /// time.
             activation_checkpointing: bool = false,
             /// f32, or bf16 products with f32 master weights.
             precision: Precision = Precision::F32,
-            /// How Adam's moments are kept: f32, or bf16, rounded up or down at random: 4 bytes a parameter less.
+            /// Type of Adam's moments: f32, or bf16 with stochastic rounding, which saves 4 bytes per parameter.
             moments: Precision = Precision::F32,
-            /// cpu, cuda, cuda:N, or auto: cuda where there is one.
+            /// cpu, cuda, cuda:N, or auto (cuda if available).
             device: String = "cpu".into(),
-            /// On a GPU, record a step's kernels in a CUDA graph for each shape of batch and launch them at once.
+            /// On a GPU, record a step's kernels in a CUDA graph for each batch shape and launch them at once.
             cuda_graphs: bool = true,
-            /// Seed of everything random.
+            /// Seed of all random numbers.
             seed: u64 = 1,
         }
     }
 }
 
 config! {
-    /// The text of a training run: files in UTF-8, one sentence a line, gzip or not; or fairseq's binarised folder.
+    /// The text of a training run: UTF-8 files with one sentence a line, gzip or not; or fairseq's binarised folder.
     pub struct DataConfig {
         "data" {
-            /// Source sentences; none for language modelling.
+            /// Source sentences (leave out for language modelling).
             train_source: Option<String> = None,
             /// Target sentences, or the text of a language model.
             train_target: String = String::new(),
-            /// Held-out source sentences.
+            /// Source sentences of the validation set.
             valid_source: Option<String> = None,
-            /// Held-out target sentences.
+            /// Target sentences of the validation set.
             valid_target: String = String::new(),
             /// Learn this many BPE merges on the training text, source and target together.
             bpe_operations: Option<i64> = None,
-            /// Apply the merges of this file (subword-nmt or fastBPE).
+            /// Apply the BPE merges in this file (subword-nmt or fastBPE).
             bpe_codes: Option<String> = None,
             /// The text is split already: pieces stand between spaces, and `@@ ` is joined again for scoring.
             no_bpe: bool = false,
-            /// fairseq's binarised folder instead of the files: splits train and valid, and their dictionary.
+            /// fairseq's binarised folder, with the splits train and valid and their dictionary, instead of the files.
             data_bin: Option<String> = None,
-            /// Source language of data_bin; none: as its files' names have it.
+            /// Source language of data_bin (default: from its files' names).
             source_lang: Option<String> = None,
             /// Target language of data_bin.
             target_lang: Option<String> = None,
@@ -350,24 +353,24 @@ config! {
 }
 
 config! {
-    /// How to translate (docs/spec.md §4.12).
+    /// Options of a translation (docs/spec.md §4.12).
     pub struct SearchOptions {
         "search" {
-            /// Hypotheses alive at a time; 1: greedy.
+            /// Number of live hypotheses; 1 is greedy search.
             beam: i64 = 4,
             /// google: score/((5+len)/6)^α, finished hypotheses compete; fairseq: score/len^α, they are set aside.
             rule: SearchRule = SearchRule::Google,
-            /// Exponent of the length penalty; none: the rule's own (google 0.6, fairseq 1).
+            /// Exponent of the length penalty (default: the rule's own, google 0.6, fairseq 1).
             alpha: Option<f64> = None,
             /// Translations per sentence, at most `beam`.
             n_best: i64 = 1,
-            /// Most tokens generated; none: the source's + 50 (google) or 200 (fairseq).
+            /// Maximum number of generated tokens (default: the source's + 50 for google, 200 for fairseq).
             max_length: Option<i64> = None,
         }
     }
 }
 
-/// Where two objects of options differ, in words; empty where they do not.
+/// Lists the differences of two option objects in words; empty if there are none.
 pub fn differences(old: &Value, new: &Value) -> String {
     let empty = Map::new();
     let (old, new) = (old.as_object().unwrap_or(&empty), new.as_object().unwrap_or(&empty));
@@ -381,7 +384,7 @@ pub fn differences(old: &Value, new: &Value) -> String {
     told.join("; ")
 }
 
-/// Reads a configuration out of JSON; `what` is named in the message of a wrong one.
+/// Reads a configuration from JSON; errors name it as `what`.
 pub fn from_json<T: DeserializeOwned>(what: &str, text: &str) -> Result<T> {
     serde_json::from_str(text).map_err(|e| {
         let text = e.to_string();

@@ -1,4 +1,4 @@
-//! Options that name an entry of one of the package's tables.
+//! Options whose value names an entry of one of the package's tables.
 
 use crate::error::Result;
 use crate::norm::{self, given::GivenNorm};
@@ -9,7 +9,7 @@ use serde::de::{value::MapAccessDeserializer, MapAccess, Visitor};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use std::fmt;
 
-/// A name out of one of the package's tables.
+/// Declares an option type whose value is a name in one of the package's tables.
 macro_rules! table_name {
     ($(#[$meta:meta])* $name:ident, $names:expr, $check:expr, per_layer: $per_layer:literal) => {
         $(#[$meta])*
@@ -39,7 +39,7 @@ table_name!(/// An initialisation of [`crate::init::INITS`].
 table_name!(/// A parametrisation of [`PARAMETRISATIONS`](crate::parametrisation::PARAMETRISATIONS).
     ParametrisationName, parametrisation::PARAMETRISATIONS.iter().map(|p| p.name), parametrisation::find, per_layer: false);
 
-/// Residual schemes: of [`SCHEMES`], one for all layers or one for each, or one that its user declares as data.
+/// Residual schemes: one of [`SCHEMES`] for all layers, one for each layer, or one that a user declares as data.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Residual {
     word: String,
@@ -56,7 +56,7 @@ impl Residual {
         Ok(Residual { word: scheme.name.clone(), schemes: Schemes::given(scheme)? })
     }
 
-    /// The names, as they were given.
+    /// Returns the names as they were given.
     pub fn as_str(&self) -> &str {
         &self.word
     }
@@ -108,7 +108,7 @@ impl FieldType for Residual {
     }
 }
 
-/// A norm of [`crate::norm::NORMS`], of [`FAMILIES`](crate::norm::families::FAMILIES), or one that its user declares.
+/// A norm of [`crate::norm::NORMS`], of [`FAMILIES`](crate::norm::families::FAMILIES), or declared by a user.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct NormName(&'static str);
 

@@ -1,4 +1,4 @@
-//! A model's parametrisation, as its options say it.
+//! A model's parametrisation, computed from its options.
 
 use super::{AttentionName, TransformerConfig};
 use crate::error::{Error, Result};
@@ -7,7 +7,7 @@ use crate::parametrisation::{self, AttentionScale, Multipliers, Parametrisation,
 use crate::residual::StackName;
 
 impl TransformerConfig {
-    /// What its parametrisation multiplies.
+    /// Returns the model's parametrisation with its sizes and factors.
     pub fn scaled(&self) -> Scaled {
         // The name was checked when the option was read.
         let parametrisation = parametrisation::find(self.parametrisation.as_str()).unwrap_or(PARAMETRISATIONS[0]);
@@ -23,8 +23,8 @@ impl TransformerConfig {
         }
     }
 
-    /// A parameter's multipliers, and a number by which an optimizer may sort parameters so that equal multipliers lie
-    /// side by side.
+    /// Returns a parameter's multipliers, and a number by which an optimizer can sort parameters so that equal
+    /// multipliers are contiguous.
     pub fn multipliers(&self, name: &str, part: Part) -> (u8, Multipliers) {
         let scaled = self.scaled();
         if scaled.parametrisation.is_standard() {
@@ -37,14 +37,14 @@ impl TransformerConfig {
         (2 * (4 * part.role as u8 + part.sums_over as u8) + stack as u8, scaled.parameter(part, layers))
     }
 
-    /// What attention's scores are multiplied by, where that is not 1/√d_head.
+    /// Returns the factor of attention's scores if it is not 1/√d_head.
     pub fn unusual_scores(&self) -> Option<f64> {
         let scaled = self.scaled();
         (scaled.attention != AttentionScale::InverseSqrt).then(|| scaled.scores(self.d_model / self.heads.max(1)))
     }
 }
 
-/// Refuses options that contradict each other or would do nothing.
+/// Errors about options that contradict each other or would do nothing.
 pub(super) fn check(config: &TransformerConfig) -> Result<()> {
     let (found, name) = (config.scaled().parametrisation, config.parametrisation.as_str());
     for (option, base) in [("base_width", config.base_width), ("base_depth", config.base_depth)] {

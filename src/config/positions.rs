@@ -1,19 +1,20 @@
-//! Checks of the options of positions, and of the lengths of sentences.
+//! Checks of the position options and of sentence lengths.
 
 use super::{AttentionName, Positions, TransformerConfig};
 use crate::error::{Error, Result};
 use crate::options::at_least_one;
 
-/// The longest row of tokens that a model can read.
+/// The maximum number of tokens in a row that a model can read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Longest {
     pub tokens: i64,
-    /// Says why, up to the number.
+    /// The reason, as a sentence that the number completes.
     pub why: &'static str,
 }
 
 impl TransformerConfig {
-    /// The longest sentence that the model can read or say, its end or its beginning counted; none: any length.
+    /// Returns the maximum sentence length that the model can read or produce, its end or its beginning counted; `None`
+    /// means any.
     pub fn longest(&self) -> Option<Longest> {
         let (tokens, why) = match (self.attention, self.positions) {
             (AttentionName::Tensorized, _) => {
@@ -25,7 +26,7 @@ impl TransformerConfig {
         Some(Longest { tokens, why })
     }
 
-    /// Refuses sentences that are longer than the model can read.
+    /// Errors if a sentence is longer than the model can read.
     pub fn check_lengths(&self, lengths: &[i64]) -> Result<()> {
         let Some(Longest { tokens: most, why }) = self.longest() else { return Ok(()) };
         match lengths.iter().find(|n| **n > most) {
@@ -37,7 +38,7 @@ impl TransformerConfig {
     }
 }
 
-/// Refuses options that would do nothing, and positions that attention cannot have.
+/// Errors about options that would do nothing, and positions that the attention cannot have.
 pub(super) fn check(config: &TransformerConfig) -> Result<()> {
     at_least_one("max_positions", config.max_positions)?;
     if !(config.rope_theta > 0.0 && config.rope_theta.is_finite()) {
@@ -65,7 +66,7 @@ pub(super) fn check(config: &TransformerConfig) -> Result<()> {
     Ok(())
 }
 
-/// Sines and cosines take half of a row each.
+/// Errors if d_model is odd where sines and cosines take half of a row each.
 pub(super) fn check_sizes(config: &TransformerConfig) -> Result<()> {
     let has_sinusoids = matches!(config.positions, Positions::Twt | Positions::Fairseq);
     if config.d_model % 2 != 0 && (has_sinusoids || config.attention == AttentionName::Tensorized) {

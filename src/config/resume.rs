@@ -1,24 +1,24 @@
-//! What a resume does with an option that has changed since the checkpoint: one table, which the training loop obeys and
-//! the documentation prints.
+//! The effects of options that have changed when a run resumes: one table, which the training loop obeys and the
+//! documentation prints.
 
 use super::{Criterion, DataConfig, TrainingConfig, TransformerConfig};
 use crate::error::{Error, Result};
 use serde_json::{json, Map, Value};
 
-/// What a changed option does to a run's state.
+/// The effect of a changed option on a run's state.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Effect {
     /// The resume is refused.
     Refused,
-    /// The place in the epoch is translated: as large a share of the text lies behind it.
+    /// The place in the epoch is translated to the same share of the text.
     Place,
     /// Adam's moments are converted to the new type.
     Moments,
-    /// The validation loss is another measure: scores that it gave are forgotten.
+    /// The validation loss is another measure, so its old scores are forgotten.
     Loss,
-    /// BLEU is another measure: scores that it gave are forgotten.
+    /// BLEU is another measure, so its old scores are forgotten.
     Bleu,
-    /// The best score is forgotten: another measure decides.
+    /// The best score is forgotten, because another measure decides.
     Best,
     /// The schedule forgets its scores.
     Scores,
@@ -29,7 +29,7 @@ pub enum Effect {
 use Effect::*;
 
 impl Effect {
-    /// As the documentation prints it.
+    /// Returns the words that the documentation prints.
     fn describe(self) -> &'static str {
         match self {
             Refused => "refused",
@@ -44,15 +44,15 @@ impl Effect {
     }
 }
 
-/// How two values of an option are compared.
+/// The comparison of two values of an option.
 #[derive(Clone, Copy, PartialEq)]
 enum Compared {
     ByValue,
-    /// A file may move: its text is compared, not its name.
+    /// The content of the named file is compared, not its name: a file may move.
     ByText,
 }
 
-/// Options of a run beside its model's, all of which are refused.
+/// The effects of the options other than the model's; changes of the model's options are all refused.
 const EFFECTS: &[(&[&str], Compared, &[Effect])] = &[
     (&["updates", "epochs", "patience", "min_lr"], Compared::ByValue, &[]),
     (&["accumulate"], Compared::ByValue, &[]),
@@ -78,12 +78,12 @@ const EFFECTS: &[(&[&str], Compared, &[Effect])] = &[
     (&["data_bin", "source_lang", "target_lang", "skip_long"], Compared::ByText, &[Place, Loss, Bleu]),
     (&["bpe_operations"], Compared::ByValue, &[Refused]),
     (&["bpe_codes"], Compared::ByText, &[Refused]),
-    // Beside the two others it says nothing more.
+    // With the two options above compared, it says nothing more.
     (&["no_bpe"], Compared::ByText, &[]),
     (&["segment_length"], Compared::ByValue, &[Place, Loss]),
 ];
 
-/// The effect of a change of each option beside the model's, for `_tables.json` and the documentation.
+/// Returns the effect of a change of each option that is not the model's, for `_tables.json` and the documentation.
 pub fn described() -> Value {
     let mut found = Map::new();
     for (options, compared, effects) in EFFECTS {
@@ -103,18 +103,18 @@ pub fn described() -> Value {
     Value::Object(found)
 }
 
-/// An option that is not as it was.
+/// An option whose value has changed.
 #[derive(Debug)]
 pub struct OptionChange {
     pub effects: &'static [Effect],
-    /// "label_smoothing was 0.1, now 0.5"
+    /// A message such as "label_smoothing was 0.1, now 0.5".
     pub said: String,
 }
 
-/// The changes between two sets of options, apart from those that only the text can tell.
+/// Returns the changes between two sets of options, except those that show only in the text.
 ///
 /// # Errors
-/// Invalid where a change is refused; the message names all such options.
+/// `Invalid` if a change is refused; the message names all such options.
 pub fn changes(
     before: (&TransformerConfig, &TrainingConfig, &DataConfig),
     now: (&TransformerConfig, &TrainingConfig, &DataConfig),
@@ -151,12 +151,12 @@ pub fn changes(
     }
 }
 
-/// The change of a validation text.
+/// Returns the change to another validation text.
 pub fn other_validation() -> OptionChange {
     OptionChange { effects: &[Loss, Bleu], said: "the validation text is not the one of the run so far".into() }
 }
 
-/// Whether the best score belongs to another measure.
+/// True if the change makes the best score one of another measure.
 pub fn forgets_best(change: &OptionChange, criterion: Criterion) -> bool {
     let own = match criterion {
         Criterion::Loss => Loss,
@@ -165,7 +165,7 @@ pub fn forgets_best(change: &OptionChange, criterion: Criterion) -> bool {
     change.effects.contains(&Best) || change.effects.contains(&own)
 }
 
-/// Whether the schedule's scores belong to another measure or rule. `has_bleu`: it goes by BLEU.
+/// True if the change makes the schedule's scores those of another measure or rule. `has_bleu`: the schedule uses BLEU.
 pub fn forgets_scores(change: &OptionChange, has_bleu: bool) -> bool {
     let own = if has_bleu { Bleu } else { Loss };
     [own, Scores, Schedule].iter().any(|effect| change.effects.contains(effect))

@@ -1,23 +1,23 @@
-//! AMX that is announced and cannot be used.
+//! A guard against AMX that the processor announces but that cannot be used.
 
 use std::arch::x86_64::{__cpuid, __cpuid_count};
 
-/// oneDNN's limits; the first is its present name for it.
+/// oneDNN's environment variables for its instruction-set limit, the present name first.
 const LIMITS: [&str; 2] = ["ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"];
 
-/// Keeps torch's bf16 products away from AMX where the processor does not say how large its tiles are. Some virtual
-/// machines show the feature and hide leaf 1Dh of CPUID; oneDNN then loads no tiles, and its first product would end the
-/// process with SIGILL. oneDNN looks at its limit when it is first used, so this comes with the import. A limit that the
-/// user has set stays.
+/// Keeps torch's bf16 products away from AMX if the processor does not report the size of its tiles. Some virtual
+/// machines show the feature and hide leaf 1Dh of CPUID; oneDNN then loads no tiles, and its first product would end
+/// the process with SIGILL. oneDNN reads its limit at its first use, so this runs at import. A limit that the user has
+/// set stays.
 pub fn avoid_if_broken() {
     if is_broken() && LIMITS.iter().all(|name| std::env::var_os(name).is_none()) {
         std::env::set_var(LIMITS[0], "AVX512_CORE_FP16");
     }
 }
 
-/// Whether the processor announces tiles and does not say how large they are.
+/// True if the processor announces tiles but does not report their size.
 pub fn is_broken() -> bool {
-    // SAFETY: every x86-64 processor has CPUID, and leaves beyond the last it has are not asked for.
+    // SAFETY: every x86-64 processor has CPUID, and leaves beyond its last one are not read.
     #[allow(unused_unsafe)] // safe functions in later versions of Rust
     unsafe {
         let last = __cpuid(0).eax;
@@ -26,7 +26,7 @@ pub fn is_broken() -> bool {
     }
 }
 
-/// Whether the processor is Intel's.
+/// True if the processor is Intel's.
 pub fn is_intel() -> bool {
     // SAFETY: every x86-64 processor has leaf 0 of CPUID.
     #[allow(unused_unsafe)] // safe functions in later versions of Rust

@@ -1,10 +1,11 @@
-//! Shorter waits where other processes want the cores.
+//! Shorter waits of libgomp's threads while other processes compete for the cores.
 //!
-//! At the end of a parallel region libgomp's threads spin for about 3 ms before they sleep. On quiet cores that is fast.
-//! Where another process runs on one of them, the threads that spin keep the one that still works from moving to a core
-//! of theirs, and a third of the speed is left. libgomp spins a few microseconds only while it has more threads than
-//! there are cores. So [`watch`] looks at how long this process's threads wait for a core, and while they wait much it
-//! keeps a team of idle threads. The threads that work stay as many, and so do the bits of what they compute.
+//! At the end of a parallel region libgomp's threads spin for about 3 ms before they sleep. On quiet cores that is
+//! fast. If another process runs on one of them, the spinning threads keep the thread that still works from moving to
+//! one of their cores, and speed falls to a third. libgomp spins for only a few microseconds while it has more threads
+//! than there are cores. So [`watch`] measures how long this process's threads wait for a core, and while they wait
+//! much it keeps a team of idle threads. The number of working threads stays the same, and so do the bits of their
+//! results.
 
 use super::parallel;
 use std::collections::HashMap;
@@ -15,19 +16,19 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 const WINDOW: Duration = Duration::from_millis(250);
-/// Seconds that threads wait for a core in each second: above the first, cores are crowded.
+/// The thread-seconds of waiting for a core, per second, above which cores are crowded.
 const CROWDED: f64 = 0.1;
 const CALM: f64 = 0.02;
-/// So many calm windows in a row end it.
+/// The number of calm windows in a row that end a crowded period.
 const CALM_WINDOWS: u32 = 8;
 
 extern "C" {
-    /// libgomp's, part of its stable interface: runs `work` on a team of `threads`, this one included.
+    /// A function of libgomp's stable interface that runs `work` on a team of `threads`, this one included.
     fn GOMP_parallel(work: extern "C" fn(*mut c_void), data: *mut c_void, threads: c_uint, flags: c_uint);
 }
 
-/// Watches until it is dropped, from a thread of its own. Nothing is to be done with one thread;
-/// NORMFORMER_RS_WAITS=libgomp leaves libgomp alone.
+/// Starts a thread that watches until the returned value is dropped. With one thread there is nothing to do, and
+/// NORMFORMER_RS_WAITS=libgomp turns it off.
 pub fn watch() -> Option<ContentionWatch> {
     let threads = parallel::threads();
     let is_off = std::env::var("NORMFORMER_RS_WAITS").is_ok_and(|v| v == "libgomp");
@@ -53,7 +54,8 @@ fn observe(threads: usize, ended: Receiver<()>) {
     }
 }
 
-/// Nanoseconds that each thread of this process has been ready and had no core; empty where the system does not count.
+/// Returns, for each thread of this process, the nanoseconds that it was ready but had no core; empty if the system
+/// does not count them.
 fn waits() -> HashMap<String, u64> {
     let tasks = fs::read_dir("/proc/self/task").into_iter().flatten().flatten();
     let read = |task: fs::DirEntry| {
@@ -63,7 +65,7 @@ fn waits() -> HashMap<String, u64> {
     tasks.filter_map(read).collect()
 }
 
-/// Crowded from the first window that says so, until several in a row are calm.
+/// The state of the cores: crowded from the first window above [`CROWDED`] until [`CALM_WINDOWS`] in a row are calm.
 #[derive(Default)]
 struct Judge {
     crowded: bool,
@@ -78,8 +80,8 @@ impl Judge {
     }
 }
 
-/// Threads that libgomp counts and that sleep: with the `threads` that work one more than there are cores. They end when
-/// this is dropped.
+/// Starts sleeping threads that libgomp counts: together with the `threads` that work, one more than there are cores.
+/// They end when the returned value is dropped.
 fn idle_team(threads: usize) -> Background {
     extern "C" fn nothing(_: *mut c_void) {}
     let size = (cores() + 2).saturating_sub(threads).max(2);
@@ -90,7 +92,7 @@ fn idle_team(threads: usize) -> Background {
     })
 }
 
-/// Cores that this process may run on, as libgomp counts them.
+/// Returns the number of cores that this process may run on, as libgomp counts them.
 fn cores() -> usize {
     // SAFETY: the set is plain bits, which the call fills; pid 0 is the calling thread.
     unsafe {
@@ -102,7 +104,7 @@ fn cores() -> usize {
     }
 }
 
-/// A thread that ends, and is joined, when this is dropped.
+/// A thread that is stopped and joined when this value is dropped.
 struct Background {
     end: Option<Sender<()>>,
     thread: Option<JoinHandle<()>>,
@@ -140,12 +142,12 @@ mod tests {
         assert!(waits().len() > 1, "this test's thread and the main one");
     }
 
-    /// Processor time of this process over short regions with pauses, in which threads wait for the next region.
+    /// Measures the processor time of this process over short parallel regions with pauses, in which threads wait.
     fn time_spent() -> Duration {
         let now = || {
             // SAFETY: plain numbers, which the call fills.
             let mut usage: libc::rusage = unsafe { std::mem::zeroed() };
-            // SAFETY: as above.
+            // SAFETY: see above.
             unsafe { libc::getrusage(libc::RUSAGE_SELF, &mut usage) };
             let of = |t: libc::timeval| Duration::new(t.tv_sec as u64, t.tv_usec as u32 * 1000);
             of(usage.ru_utime) + of(usage.ru_stime)
@@ -161,11 +163,11 @@ mod tests {
     #[test]
     fn an_idle_team_shortens_waits_and_its_end_lengthens_them() {
         if parallel::threads() < 2 || std::env::var_os("OMP_WAIT_POLICY").is_some() {
-            return; // no thread waits, or the user says how
+            return; // no thread waits, or the user turned it off
         }
         let long = time_spent();
         let team = idle_team(parallel::threads());
-        std::thread::sleep(Duration::from_millis(20)); // until it has begun
+        std::thread::sleep(Duration::from_millis(20)); // lets the team begin
         let short = time_spent();
         drop(team);
         let again = time_spent();

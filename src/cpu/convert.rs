@@ -1,8 +1,8 @@
-//! Whole rows from a storage type to the type it computes in, and back.
+//! Conversion of whole rows between a storage type and the type it computes in.
 //!
-//! For kernels that are loops over lanes of whole rows: a 16-bit row is widened once into a buffer in the first-level cache
-//! and narrowed once on the way out, by packs (`cpu/pack.rs`). Converting it in every pass, by the integer code of
-//! [`Element`], takes more time. Kernels on packs convert in registers instead.
+//! It serves kernels that loop over lanes of whole rows: a 16-bit row is widened once into a buffer in the first-level
+//! cache and narrowed once at the end, with packs (`cpu/pack.rs`). Conversion in every pass with [`Element`]'s integer
+//! code would take more time. Kernels on packs convert in registers instead.
 //! All paths give the same bits.
 
 use crate::cpu::memory::Aligned;
@@ -11,7 +11,7 @@ use crate::cpu::Element;
 use crate::multiversion;
 use std::any::TypeId;
 
-/// Zeros to widen a row into: none where that would only be a copy, because E is the type it computes in.
+/// Returns a zeroed buffer to widen a row into; it is empty if E is already the type it computes in.
 pub fn scratch<E: Element>(len: usize) -> Aligned<E::Acc> {
     Aligned::new(if same::<E, E::Acc>() { 0 } else { len })
 }
@@ -25,13 +25,13 @@ pub fn widen<E: Element>(row: &[E], scratch: &mut [E::Acc]) {
     widen_row(row, &mut scratch[..row.len()]);
 }
 
-/// The row that [`widen`] widened: `scratch`, or the row itself.
+/// Returns the widened row: `scratch` after [`widen`], or the row itself.
 #[inline(always)]
 pub fn wide<'a, E: Element>(row: &'a [E], scratch: &'a [E::Acc]) -> &'a [E::Acc] {
     cast(row).unwrap_or_else(|| &scratch[..row.len()])
 }
 
-/// Where to compute a row that is stored as E: in place, or in `scratch`. [`narrow`] comes after.
+/// Returns the slice in which to compute a row stored as E: the row itself, or `scratch`. [`narrow`] must follow.
 #[inline(always)]
 pub fn target<'a, E: Element>(row: &'a mut [E], scratch: &'a mut [E::Acc]) -> &'a mut [E::Acc] {
     let cols = row.len();
@@ -55,7 +55,7 @@ fn same<S: 'static, T: 'static>() -> bool {
     TypeId::of::<S>() == TypeId::of::<T>()
 }
 
-/// The same slice, where S is T.
+/// Returns the same slice if S and T are one type.
 #[inline(always)]
 fn cast<S: 'static, T: 'static>(slice: &[S]) -> Option<&[T]> {
     // SAFETY: S and T are one type.
@@ -102,7 +102,8 @@ mod tests {
     use half::{bf16, f16};
 
     fn check<E: Element<Acc = f32>>(bits: fn(E) -> u16, from: fn(u16) -> E) {
-        // Every high half word with low ones around the ties of both formats; a row of odd length.
+        // The values have every high half word, with low half words around the ties of both formats; the row's length
+        // is odd.
         let low = [0u32, 1, 0x0fff, 0x1000, 0x1001, 0x7fff, 0x8000, 0x8001, 0xffff];
         let wide: Vec<f32> =
             (0..=u16::MAX).flat_map(|high| low.map(|low| f32::from_bits((high as u32) << 16 | low))).collect();

@@ -1,4 +1,4 @@
-//! The four storage types a kernel reads and writes, and the type it computes in.
+//! The four storage types that a kernel reads and writes, and the types they are computed in.
 //!
 //! Arithmetic is never done in a 16-bit type: values widen on load and are rounded to nearest even on store.
 //! The conversions are branch-free integer code, so that a loop over them vectorises on every level of
@@ -8,7 +8,7 @@ use super::pack::{Isa, Pack, Portable};
 use half::{bf16, f16};
 use std::ops::{Add, AddAssign, Div, Mul, Neg, Sub};
 
-/// The type statistics and reductions accumulate in: f32, or f64 for f64 inputs (docs/spec.md §1.1).
+/// The type in which statistics and reductions accumulate: f32, or f64 for f64 inputs (docs/spec.md §1.1).
 pub trait Accumulator:
     Element<Acc = Self>
     + PartialOrd
@@ -19,7 +19,7 @@ pub trait Accumulator:
     + Neg<Output = Self>
     + AddAssign
 {
-    /// Sixteen of them in the registers of an instruction set.
+    /// Sixteen numbers in the registers of an instruction set.
     type Pack<S: Isa>: Pack<Self>;
     const ZERO: Self;
     const ONE: Self;
@@ -76,7 +76,7 @@ macro_rules! accumulator {
 accumulator!(f32, S => S::F32);
 accumulator!(f64, S => Portable<f64>);
 
-/// A storage type.
+/// A storage type of tensors.
 pub trait Element: Copy + Send + Sync + Default + 'static {
     type Acc: Accumulator;
     fn load(self) -> Self::Acc;
@@ -141,7 +141,7 @@ impl Element for f16 {
         let bits = value.to_bits();
         let sign = (bits >> 16) & 0x8000;
         let magnitude = bits & 0x7fff_ffff;
-        // Normal f16: shift the bias from 127 to 15 and round to nearest even; the carry may reach infinity, rightly.
+        // Normal f16: shift the bias from 127 to 15 and round to nearest even; a carry into infinity is correct.
         let normal = magnitude.wrapping_add(0xc800_0fff).wrapping_add((magnitude >> 13) & 1) >> 13;
         // Below 2^-14: adding 0.5 lets the f32 adder round at f16's subnormal spacing of 2^-24.
         let subnormal = (f32::from_bits(magnitude) + 0.5).to_bits().wrapping_sub(0x3f00_0000);
@@ -165,7 +165,7 @@ mod tests {
 
     #[test]
     fn stores_round_as_half_says() {
-        // Every 2^16 high half with three low halves: below, at and above the ties of both formats.
+        // The values have every 16-bit high half, with low halves below, at and above the ties of both formats.
         for high in 0..=u16::MAX {
             for low in [0u32, 1, 0x0fff, 0x1000, 0x1001, 0x7fff, 0x8000, 0x8001, 0xffff] {
                 let v = f32::from_bits(((high as u32) << 16) | low);

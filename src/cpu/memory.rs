@@ -1,19 +1,19 @@
-//! Memory of a size that the caller of an operator decides. Where there is none the kernel ends with an [`Error`], which
-//! `operator::ffi::status` makes an exception: `vec!` would end the process.
+//! Allocations whose size the caller of an operator decides. If memory is short, the kernel unwinds with an [`Error`],
+//! which `operator::ffi::status` turns into an exception; `vec!` would abort the process.
 
 use crate::cpu::Accumulator;
 use crate::error::{Error, Result};
 use std::ops::{Deref, DerefMut};
 use std::panic::resume_unwind;
 
-/// `len` times `value`.
+/// Returns a vector of `len` copies of `value`.
 pub fn filled<T: Clone>(value: T, len: usize) -> Vec<T> {
     let mut values = reserved(len);
     values.resize(len, value);
     values
 }
 
-/// The items, whose number the iterator knows.
+/// Collects the items of an iterator that knows their number.
 pub fn collected<T>(items: impl IntoIterator<Item = T>) -> Vec<T> {
     let items = items.into_iter();
     let mut values = reserved(items.size_hint().0);
@@ -21,7 +21,7 @@ pub fn collected<T>(items: impl IntoIterator<Item = T>) -> Vec<T> {
     values
 }
 
-/// Room for `len` values.
+/// Returns an empty vector with room for `len` values.
 pub fn reserved<T>(len: usize) -> Vec<T> {
     let mut values = Vec::new();
     if values.try_reserve_exact(len).is_err() {
@@ -30,8 +30,8 @@ pub fn reserved<T>(len: usize) -> Vec<T> {
     values
 }
 
-/// Asks whether the system can give so many bytes, before work begins whose many small pieces need them. `what` begins
-/// the message, and says what to make smaller.
+/// Errors if the system cannot give so many bytes. Callers ask before work that needs them in many small pieces. `what`
+/// begins the message and tells what to make smaller.
 pub fn room(bytes: u128, what: impl FnOnce() -> String) -> Result<()> {
     let fits = usize::try_from(bytes).is_ok_and(|bytes| Vec::<u8>::new().try_reserve_exact(bytes).is_ok());
     match fits {
@@ -40,10 +40,10 @@ pub fn room(bytes: u128, what: impl FnOnce() -> String) -> Result<()> {
     }
 }
 
-/// Bytes in a cache line.
+/// The size of a cache line in bytes.
 const LINE: usize = 64;
 
-/// Numbers that begin on a cache line: a 64-byte access across two costs two.
+/// A buffer that begins on a cache line: a 64-byte access across two lines costs two accesses.
 pub struct Aligned<A> {
     values: Vec<A>,
     start: usize,
@@ -51,12 +51,12 @@ pub struct Aligned<A> {
 }
 
 impl<A: Accumulator> Aligned<A> {
-    /// Zeros.
+    /// Returns `len` zeros.
     pub fn new(len: usize) -> Self {
         Self::filled_up(&[], len, A::ZERO)
     }
 
-    /// `values`, and `value` from there to `len`.
+    /// Returns `values`, followed by copies of `value` up to `len` numbers.
     pub fn filled_up(values: &[A], len: usize, value: A) -> Self {
         let most = LINE / size_of::<A>();
         let mut all: Vec<A> = reserved(len.saturating_add(most));
@@ -87,7 +87,7 @@ impl<A> DerefMut for Aligned<A> {
 fn refuse(bytes: u128) -> ! {
     let text =
         format!("not enough memory: a kernel's work space has {bytes} bytes; call it with fewer rows or columns");
-    // Not `panic!`, which would print it too.
+    // Not `panic!`, which would also print the message.
     resume_unwind(Box::new(Error::Torch(text)))
 }
 

@@ -1,4 +1,4 @@
-//! What every CPU kernel stands on: storage types, run-time choice of instruction set, random numbers, threads.
+//! The base of all CPU kernels: storage types, run-time choice of instruction set, random numbers, threads.
 
 pub mod amx;
 pub mod contention;

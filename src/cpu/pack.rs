@@ -1,63 +1,64 @@
-//! Sixteen numbers at a time: what row kernels compute on, in the registers of each instruction set.
+//! Packs of sixteen numbers, on which row kernels compute, in the registers of each instruction set.
 //!
-//! LLVM makes good code of loops over lanes while a value is used once; a kernel that holds running sums of several rows
-//! in registers, converts 16-bit numbers on the way in and out, or writes past the caches has to say so. It is written
-//! once over [`Pack`], and [`multiversion!`](crate::multiversion) hands it the instruction set as an [`Isa`].
+//! LLVM compiles loops over lanes well while a value is used once. A kernel that holds running sums of several rows in
+//! registers, converts 16-bit numbers on load and store, or bypasses the caches must say so explicitly. It is written
+//! once over [`Pack`], and [`multiversion!`](crate::multiversion) passes it the instruction set as an [`Isa`].
 //!
-//! Every implementation adds lanes up in the same order. AVX2 and AVX-512 give the same bits; the portable one rounds
-//! [`mul_add`](Pack::mul_add) twice, so that its last bits differ (without the instruction a fused one is a call into
-//! libm, forty times slower).
+//! Every implementation adds lanes in the same order. AVX2 and AVX-512 give the same bits. The portable one rounds
+//! [`mul_add`](Pack::mul_add) twice, so its last bits differ: a fused one without the instruction is a call into libm,
+//! which is forty times slower.
 
 use crate::cpu::simd::has_avx512_bf16;
 use crate::cpu::{pages, Accumulator, Element};
 use std::array::from_fn;
 
-/// Numbers in a pack: one AVX-512 register of f32.
+/// The number of lanes in a pack: one AVX-512 register of f32.
 pub const WIDTH: usize = 16;
-/// Numbers in a block, the unit of stores: a cache line of 16-bit numbers.
+/// The number of lanes in a block, the unit of stores: a cache line of 16-bit numbers.
 pub const PAIR_LANES: usize = 2 * WIDTH;
 
 /// An instruction set, as a type.
-///
-/// [`multiversion!`](crate::multiversion) alone names one, after asking the processor for it: what the implementations
+/// Only [`multiversion!`](crate::multiversion) names one, after it has checked that the processor has it; the
+/// implementations of [`Pack`] rely on that.
 /// of [`Pack`] rely on.
 pub trait Isa: 'static {
-    /// Whether a·b + c is one instruction, rounded once.
+    /// True if a·b + c is one instruction with one rounding.
     const FUSED: bool;
-    /// Rows that row kernels take together: their coefficients are read, and the sums of their gradients read and written,
-    /// once for all. Four need thirty registers for running sums and coefficients; where there are sixteen, it is one row.
+    /// The number of rows that row kernels process together: coefficients are read, and the sums of their gradients
+    /// read and written, once for all of them. Four rows need thirty registers for running sums and coefficients; with
+    /// sixteen registers it is one row.
     const ROWS: usize;
     type F32: Pack<f32>;
 }
 
-/// The pack of `A` on the instruction set `S`.
+/// The pack type of `A` on the instruction set `S`.
 pub type Of<A, S> = <A as Accumulator>::Pack<S>;
 
-/// How results go to memory.
+/// The way in which results are written to memory.
 #[derive(Clone, Copy, Debug)]
 pub struct Store {
-    /// Past the caches, for results too large to be found there again: the lines written need not be read first, and
-    /// nothing else is pushed out. Blocks that do not start on a cache line, as those of spare rows, go through them, and
-    /// so does what has fresh pages: the system has just cleared them, in the caches.
+    /// True if results bypass the caches, because they are too large to be found there again: the written lines need
+    /// not be read first, and nothing else is evicted. Blocks that do not start on a cache line, such as those of spare
+    /// rows, still use the caches. So do results on fresh pages, which the system has just cleared in the caches.
     streamed: bool,
-    /// The processor rounds to bf16 by itself.
+    /// True if the processor has an instruction that rounds to bf16.
     bf16: bool,
 }
 
-/// Bytes in a cache line, which a streamed block has to start on.
+/// The size in bytes of a cache line, on which a streamed block must start.
 const LINE: usize = 64;
 
 impl Store {
-    /// Through the caches, of numbers of the computing type.
+    /// Stores through the caches, for numbers of the computing type.
     pub const PLAIN: Self = Store { streamed: false, bf16: false };
 
-    /// Through the caches, of numbers of any type.
+    /// Stores through the caches, for numbers of any type.
     #[inline(always)]
     pub fn cached() -> Self {
         Store { streamed: false, bf16: has_avx512_bf16() }
     }
 
-    /// The best way for `result`, the rows of `cols` numbers that one thread writes.
+    /// Returns the best way to store `result`, the rows of `cols` numbers that one thread writes.
     #[inline(always)]
     pub fn of<E>(result: &[E], cols: usize) -> Self {
         let aligned = result.as_ptr().addr().is_multiple_of(LINE) && (cols * size_of::<E>()).is_multiple_of(LINE);
@@ -65,7 +66,7 @@ impl Store {
         Store { streamed, ..Store::cached() }
     }
 
-    /// Whether the block that starts `at` goes past the caches.
+    /// True if the block that starts at `at` bypasses the caches.
     #[inline(always)]
     fn streams<E>(self, at: *const E) -> bool {
         self.streamed && at.addr().is_multiple_of(LINE)
@@ -76,7 +77,7 @@ impl Store {
         self.streamed
     }
 
-    /// Orders streamed stores before whatever this thread publishes next.
+    /// Orders streamed stores before this thread's later stores.
     #[inline(always)]
     pub fn finish(self) {
         #[cfg(target_arch = "x86_64")]
@@ -87,24 +88,25 @@ impl Store {
     }
 }
 
-/// A thread's share from which results are streamed. A norm holds four tensors of this size between its forward and its
-/// backward pass, and a processor two to four megabytes of last-level cache per core.
+/// The size in bytes of a thread's share of the results from which they are streamed. A norm holds four tensors of this
+/// size between its forward and its backward pass, and a processor has two to four megabytes of last-level cache per
+/// core.
 const LARGE: usize = 4 << 20;
 
-/// Sixteen numbers.
+/// A pack of sixteen numbers.
 pub trait Pack<A: Accumulator>: Copy {
     fn splat(value: A) -> Self;
     fn load<E: Element<Acc = A>>(from: &[E; WIDTH]) -> Self;
     fn add(self, other: Self) -> Self;
     fn sub(self, other: Self) -> Self;
     fn mul(self, other: Self) -> Self;
-    /// self·a + b.
+    /// Returns self·a + b.
     fn mul_add(self, a: Self, b: Self) -> Self;
-    /// The sum of the lanes: i with i + 8, then i + 4, i + 2, i + 1.
+    /// Returns the sum of the lanes, adding lane i and i + 8 first, then i + 4, i + 2, i + 1.
     fn sum(self) -> A;
-    /// Stores numbers of the computing type.
+    /// Stores the pack in the computing type.
     fn put(self, to: &mut [A; WIDTH]);
-    /// Rounds and stores two packs.
+    /// Rounds two packs to the storage type and stores them.
     fn store<E: Element<Acc = A>>(block: [Self; 2], to: &mut [E; PAIR_LANES], how: Store);
 
     #[inline(always)]
@@ -112,7 +114,7 @@ pub trait Pack<A: Accumulator>: Copy {
         Self::splat(A::ZERO)
     }
 
-    /// self where `bits` is at least `threshold`, else zero: dropout.
+    /// Keeps the lanes whose `bits` are at least `threshold` and zeroes the others, for dropout.
     fn keep(self, bits: &[u16; WIDTH], threshold: u16) -> Self;
 
     #[inline(always)]
@@ -122,19 +124,19 @@ pub trait Pack<A: Accumulator>: Copy {
     }
 }
 
-/// The numbers of pack `p` in a block.
+/// Returns the numbers of pack `p` in a block.
 #[inline(always)]
 pub fn pack<E>(block: &[E; PAIR_LANES], p: usize) -> &[E; WIDTH] {
     &block.as_chunks().0[p]
 }
 
-/// The same, to be written.
+/// Returns the numbers of pack `p` in a block, for writing.
 #[inline(always)]
 pub fn pack_mut<E>(block: &mut [E; PAIR_LANES], p: usize) -> &mut [E; WIDTH] {
     &mut block.as_chunks_mut().0[p]
 }
 
-/// Statements for each pack of a block. A loop would be one only where LLVM unrolls it.
+/// Repeats statements for each pack of a block, because LLVM does not unroll every loop.
 #[macro_export]
 macro_rules! each_pack {
     ($p:ident => $work:block) => {{
@@ -149,7 +151,7 @@ macro_rules! each_pack {
     }};
 }
 
-/// Any processor: arrays, and what LLVM makes of them. f64 uses it on all.
+/// The pack for any processor: an array that LLVM vectorises. f64 uses it on every processor.
 #[derive(Clone, Copy)]
 pub struct Portable<A>([A; WIDTH]);
 

@@ -1,17 +1,18 @@
-//! How the process gets memory from the system, and gives it back.
+//! Memory pages: how the process gets them from the system, and returns them.
 //!
-//! A tensor that has just been made may have no pages yet: the first write to each ends in the system, which clears it. On
-//! small pages a norm of 64 MB spends nine tenths of its time so. Large pages cost a fourth of that, and memory that the
-//! process keeps costs nothing. NORMFORMER_RS_ALLOCATOR says what may be done: `system` leaves all of it to the system.
+//! A tensor that has just been allocated may have no pages yet: the first write to each page traps into the system,
+//! which clears it. With small pages, a norm of 64 MB spends nine tenths of its time on that. Large pages cost a fourth
+//! of it, and memory that the process keeps costs nothing. NORMFORMER_RS_ALLOCATOR says which of these may be used;
+//! `system` leaves memory to the system.
 
 use std::sync::OnceLock;
 
-/// Bytes of a large page.
+/// The size of a large page in bytes.
 const LARGE: usize = 2 << 20;
 
-/// Asks glibc to keep freed memory: activations of the same sizes come and go with every update, and fresh pages cost
-/// more than the arithmetic on them. `return` gives every freed block back at once, so that the process holds what tensors
-/// hold, and no gaps between them.
+/// Asks glibc to keep freed memory: activations of the same sizes are allocated in every update, and fresh pages cost
+/// more than the arithmetic on them. `return` returns every freed block at once, so that the process holds only its
+/// tensors' memory, without gaps.
 pub fn keep_memory() {
     #[cfg(target_env = "gnu")]
     // SAFETY: mallopt takes two integers and may be called at any time.
@@ -19,7 +20,7 @@ pub fn keep_memory() {
         match wanted().as_str() {
             "system" => {}
             "return" => {
-                // Once it is set, glibc does not raise it any more.
+                // Once it is set, glibc no longer raises it by itself.
                 libc::mallopt(libc::M_MMAP_THRESHOLD, 128 << 10);
             }
             _ => {
@@ -31,20 +32,20 @@ pub fn keep_memory() {
     }
 }
 
-/// Returns what the heap holds of freed memory to the system.
+/// Returns the heap's freed memory to the system.
 pub fn give_back_memory() {
     #[cfg(target_env = "gnu")]
-    // SAFETY: may be called at any time; it frees what nobody has.
+    // SAFETY: it may be called at any time, and frees only unused memory.
     unsafe {
         libc::malloc_trim(0);
     }
 }
 
-/// Asks the system for large pages where the memory is all to be written and none of it is there yet: clearing a large one
-/// takes a fourth of the time that as many bytes take in small ones. The system may say no, and nothing is lost.
+/// Asks the system for large pages for memory that is about to be written in full and has no pages yet: clearing a
+/// large page takes a fourth of the time of the same bytes in small ones. The system may decline.
 pub fn ask_for_large(result: *const [u8]) {
     static MAY: OnceLock<bool> = OnceLock::new();
-    // Half of less would lie in pages that are not whole.
+    // In less memory, at most half would lie in whole large pages.
     if result.len() < 2 * LARGE || !are_fresh(result) || !*MAY.get_or_init(|| wanted() != "system") {
         return;
     }
@@ -53,19 +54,19 @@ pub fn ask_for_large(result: *const [u8]) {
         let page = small();
         let start = result.cast::<u8>().addr();
         let (from, to) = (start.next_multiple_of(page), (start + result.len()) / page * page);
-        // SAFETY: whole pages inside `result`; the advice changes none of their bytes, nor who may use them.
+        // SAFETY: they are whole pages inside `result`; the advice changes neither their bytes nor their access rights.
         unsafe { libc::madvise(from as *mut libc::c_void, to - from, libc::MADV_HUGEPAGE) };
     }
 }
 
-/// Whether the system has still to give the pages of `result`, as the one in the middle tells.
+/// True if the system has not given `result` its pages yet, judged by the middle page.
 pub fn are_fresh<T>(result: *const [T]) -> bool {
     #[cfg(target_os = "linux")]
     {
         let page = small();
         let middle = result.cast::<T>().addr() + result.len() * size_of::<T>() / 2;
         let mut is_there = 1u8;
-        // SAFETY: one byte for the answer. The page is only asked about: one that is not ours is an error.
+        // SAFETY: one byte holds the answer. The call only asks about the page, and fails for one that is not ours.
         let said = unsafe { libc::mincore((middle / page * page) as *mut libc::c_void, 1, &raw mut is_there) };
         said == 0 && is_there & 1 == 0
     }
@@ -73,15 +74,15 @@ pub fn are_fresh<T>(result: *const [T]) -> bool {
     false
 }
 
-/// The user's choice.
+/// Returns the user's choice.
 fn wanted() -> String {
     std::env::var("NORMFORMER_RS_ALLOCATOR").unwrap_or_default()
 }
 
-/// Bytes of a page.
+/// Returns the size of a page in bytes.
 #[cfg(target_os = "linux")]
 fn small() -> usize {
-    // SAFETY: may be called at any time.
+    // SAFETY: it may be called at any time.
     unsafe { libc::sysconf(libc::_SC_PAGESIZE) as usize }
 }
 
@@ -91,14 +92,14 @@ mod tests {
     use std::ptr::null_mut;
     use std::slice;
 
-    /// `len` bytes that have no pages, from the system itself.
+    /// Maps `len` bytes that have no pages, directly from the system.
     fn mapped(len: usize) -> &'static mut [u8] {
         let (may, how) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
-        // SAFETY: new memory, that nobody gives back.
+        // SAFETY: it is new memory that nobody unmaps.
         unsafe { slice::from_raw_parts_mut(libc::mmap(null_mut(), len, may, how, -1, 0).cast(), len) }
     }
 
-    /// Bytes around `at` that may be in large pages, by the system's own list.
+    /// True if the memory around `at` may be in large pages, according to /proc/self/smaps.
     fn advised(at: *const u8) -> bool {
         let maps = std::fs::read_to_string("/proc/self/smaps").unwrap();
         let mut inside = false;

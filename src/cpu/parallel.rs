@@ -1,4 +1,4 @@
-//! Work over libtorch's own threads.
+//! Parallel loops on libtorch's own threads.
 
 use super::memory;
 use std::any::Any;
@@ -11,13 +11,13 @@ extern "C" {
     fn nfrs_parallel_for(n: i64, grain: i64, run: extern "C" fn(*const c_void, i64, i64), context: *const c_void);
 }
 
-/// Threads that [`for_each`] may use: `torch.get_num_threads()`.
+/// Returns the number of threads that [`for_each`] may use: `torch.get_num_threads()`.
 pub fn threads() -> usize {
     tch::get_num_threads() as usize
 }
 
-/// Calls `work` on disjoint ranges that together cover 0..n, on several threads where n is more than `grain`. A panic of
-/// one of them goes on in the caller when all have ended.
+/// Calls `work` on disjoint ranges that together cover 0..n, on several threads if n exceeds `grain`. If a call panics,
+/// the panic resumes in the caller after all calls have ended.
 pub fn for_each<F: Fn(Range<usize>) + Sync>(n: usize, grain: usize, work: F) {
     struct Task<F> {
         work: F,
@@ -26,7 +26,7 @@ pub fn for_each<F: Fn(Range<usize>) + Sync>(n: usize, grain: usize, work: F) {
     extern "C" fn run<F: Fn(Range<usize>) + Sync>(context: *const c_void, begin: i64, end: i64) {
         // SAFETY: `context` is the task below, which outlives nfrs_parallel_for's return.
         let task = unsafe { &*context.cast::<Task<F>>() };
-        // It must not unwind into C++.
+        // A panic must not unwind into C++.
         if let Err(panic) = catch_unwind(AssertUnwindSafe(|| (task.work)(begin as usize..end as usize))) {
             *task.panic.lock().expect("nobody panics who holds it") = Some(panic);
         }
@@ -39,11 +39,11 @@ pub fn for_each<F: Fn(Range<usize>) + Sync>(n: usize, grain: usize, work: F) {
     }
 }
 
-/// A pointer that threads may share: each range of rows writes its own part.
+/// A pointer that threads may share, because each range of rows writes its own part.
 #[derive(Clone, Copy)]
 pub struct Shared<T>(*mut T);
-// SAFETY: only `slice` reads it, whose caller answers for disjoint ranges: each T is one thread's at a time, which T: Send
-// allows.
+// SAFETY: only `slice` reads it, and its caller guarantees disjoint ranges: each T belongs to one thread at a time,
+// which T: Send allows.
 unsafe impl<T: Send> Send for Shared<T> {}
 unsafe impl<T: Send> Sync for Shared<T> {}
 
@@ -53,30 +53,32 @@ impl<T> Shared<T> {
     }
 
     /// # Safety
-    /// The range lies inside the slice this was made of, which is still alive, and no other thread has any of it.
+    /// The range lies inside the slice that this was made from, the slice is still alive, and no other thread uses the
+    /// range.
     #[allow(clippy::mut_from_ref)]
     pub unsafe fn slice(&self, range: Range<usize>) -> &mut [T] {
         std::slice::from_raw_parts_mut(self.0.add(range.start), range.len())
     }
 }
 
-/// Rows that are worth a thread of their own.
+/// Returns the number of rows that are worth a thread of their own.
 pub fn grain(cols: usize) -> usize {
     (16 * 1024 / cols.max(1)).max(1)
 }
 
-/// [`for_each`] over rows of `cols` numbers: `work` gets some rows, and where their numbers lie.
+/// Calls [`for_each`] over rows of `cols` numbers: `work` gets a range of rows, and the range of their numbers.
 pub fn over_rows(rows: usize, cols: usize, work: impl Fn(Range<usize>, Range<usize>) + Sync) {
     for_each(rows, grain(cols), |r| work(r.clone(), numbers(&r, cols)));
 }
 
-/// Where the numbers of these rows lie, `cols` a row.
+/// Returns the range of the numbers in these rows, with `cols` numbers per row.
 pub fn numbers(rows: &Range<usize>, cols: usize) -> Range<usize> {
     rows.start * cols..rows.end * cols
 }
 
-/// Calls `work` on ranges of rows and of their numbers, one part per thread. Every part adds into sums of its own, zero at first, of these
-/// lengths; the parts are then added in order, so the result depends on the number of threads alone.
+/// Calls `work` on ranges of rows and of their numbers, one part per thread. Every part adds into its own sums, which
+/// start at zero and have the lengths of `sums`. The parts are then added in order, so the result depends only on the
+/// number of threads.
 pub fn sum_over_rows<A, F, const N: usize>(rows: usize, cols: usize, sums: [&mut [A]; N], work: F)
 where
     A: Copy + Default + std::ops::AddAssign + Send + Sync,
@@ -127,7 +129,7 @@ mod tests {
     fn what_is_no_send_is_not_shared() {
         fn is_shared<T: Send + Sync>() {}
         is_shared::<Shared<f32>>();
-        // Were it Send, the call would be ambiguous, and this no program.
+        // If it were Send, the call would be ambiguous and would not compile.
         <Shared<Rc<()>> as Either<_>>::either();
     }
 }

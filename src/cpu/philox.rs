@@ -1,4 +1,4 @@
-//! Philox4x32-10 (Salmon et al. 2011): random numbers that are a function of where they are used.
+//! Philox4x32-10 (Salmon et al. 2011): random numbers that are a function of their place of use.
 //!
 //! A dropout mask is Philox(seed, update, micro-batch, site, element), so recomputation, resuming and any number of
 //! ranks agree, and nothing has to be stored for the backward pass. Element (row r, column c) of a matrix takes the
@@ -10,12 +10,12 @@ use super::memory;
 
 const _: () = assert!(cfg!(target_endian = "little"), "fill writes words as pairs of halves, low half first");
 
-/// Columns that one Philox block serves.
+/// The number of columns that one Philox block serves.
 pub const BLOCK: usize = 8;
-/// Blocks computed side by side: one AVX-512 register of 32-bit words.
+/// The number of blocks computed side by side: one AVX-512 register of 32-bit words.
 const LANES: usize = 16;
 
-/// One stream of random numbers: everything but the element.
+/// The seed and counters of one stream of random numbers: everything but the element.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Stream {
     pub seed: u64,
@@ -24,26 +24,26 @@ pub struct Stream {
     pub site: u16,
 }
 
-/// A dropout rate as the kernels apply it.
+/// A dropout rate in the form that kernels apply.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Dropout {
     pub stream: Stream,
-    /// An element is kept where its 16 random bits are at least this: round(p·2¹⁶).
+    /// The threshold round(p·2¹⁶); an element is kept if its 16 random bits are at least this.
     pub threshold: u16,
-    /// 1/(1 − threshold/2¹⁶), so that the expectation is exact for the rate as quantised.
+    /// The factor 1/(1 − threshold/2¹⁶), so that the expectation is exact for the rounded rate.
     pub scale: f64,
 }
 
 impl Dropout {
-    /// None where p rounds to zero: nothing is dropped, nothing is scaled.
+    /// Returns `None` if p rounds to zero, so that nothing is dropped or scaled.
     pub fn new(p: f64, stream: Stream) -> Option<Self> {
         let threshold = (p * 65536.0 + 0.5).floor().clamp(0.0, 65535.0) as u16;
         (threshold > 0).then(|| Dropout { stream, threshold, scale: 65536.0 / (65536.0 - threshold as f64) })
     }
 }
 
-/// Sixteen 32-bit words, each the low half of 64 bits (the high half is rubbish): the shape in which the processor
-/// multiplies 32 by 32 bits, so that nothing is moved between rounds. Twice the speed of sixteen u32.
+/// Sixteen 32-bit words, each the low half of 64 bits (the high half is garbage). In this shape the processor
+/// multiplies 32 by 32 bits without moving data between rounds, at twice the speed of sixteen u32.
 type Words = [u64; LANES];
 
 #[inline(always)]
@@ -60,7 +60,7 @@ fn round(c: &mut [Words; 4], key: [u32; 2]) {
     }
 }
 
-/// Ten rounds over sixteen counters at once.
+/// Computes ten rounds over sixteen counters at once.
 #[inline(always)]
 fn philox(mut c: [Words; 4], seed: u64) -> [Words; 4] {
     let mut key = [seed as u32, (seed >> 32) as u32];
@@ -72,14 +72,14 @@ fn philox(mut c: [Words; 4], seed: u64) -> [Words; 4] {
     c
 }
 
-/// Half words a row of `cols` columns takes in [`fill`]'s output: cols rounded up to whole blocks.
+/// Returns the number of half words per row of `cols` columns in [`fill`]'s output: cols rounded up to whole blocks.
 #[inline(always)]
 pub fn padded(cols: usize) -> usize {
     cols.div_ceil(BLOCK) * BLOCK
 }
 
-/// The random half words of `rows` rows from `first_row`, `padded(cols)` of them a row. `out` must hold
-/// `rows·padded(cols)` rounded up to 128 (one group of sixteen blocks), the length [`scratch`] makes.
+/// Writes the random half words of `rows` rows from `first_row`, `padded(cols)` per row. `out` must hold
+/// `rows·padded(cols)` half words rounded up to 128 (one group of sixteen blocks), as [`scratch`] allocates.
 #[inline(always)]
 pub fn fill(stream: &Stream, first_row: usize, rows: usize, cols: usize, out: &mut [u16]) {
     let per_row = padded(cols) / BLOCK;
@@ -115,14 +115,14 @@ pub fn fill(stream: &Stream, first_row: usize, rows: usize, cols: usize, out: &m
             pairs[2 * l] = w[0][l] & 0xffff_ffff | w[1][l] << 32;
             pairs[2 * l + 1] = w[2][l] & 0xffff_ffff | w[3][l] << 32;
         }
-        // SAFETY: any bits are four u16. Written one by one they would cost as much as five of the rounds.
+        // SAFETY: any bits are four u16. Writing them one by one would cost as much as five of the rounds.
         let halves: [u16; LANES * BLOCK] = unsafe { std::mem::transmute(pairs) };
         group.copy_from_slice(&halves);
         left = left.saturating_sub(LANES);
     }
 }
 
-/// A buffer that [`fill`] accepts for this many rows and columns.
+/// Allocates a buffer that [`fill`] accepts for this many rows and columns.
 pub fn scratch(rows: usize, cols: usize) -> Vec<u16> {
     memory::filled(0, rows.saturating_mul(padded(cols)).div_ceil(LANES * BLOCK).saturating_mul(LANES * BLOCK))
 }
@@ -133,7 +133,7 @@ mod tests {
 
     #[test]
     fn known_answers() {
-        // Random123's published vectors.
+        // The vectors are Random123's published ones.
         for (counter, key, want) in [
             ([0u32; 4], 0u64, [0x6627e8d5u32, 0xe169c58d, 0xbc57ac4c, 0x9b00dbd8]),
             ([u32::MAX; 4], u64::MAX, [0x408f276d, 0x41c83b0e, 0xa20bc7c6, 0x6d5451fd]),

@@ -1,12 +1,12 @@
 //! Run-time choice of instruction set.
 //!
 //! A kernel is written once as plain Rust over arrays of lanes; [`multiversion!`](crate::multiversion) compiles it for
-//! the baseline, for AVX2 + FMA + F16C and for AVX-512, and calls the best one this processor has. `NORMFORMER_RS_CPU`
-//! (`baseline`, `avx2`, `avx512`) lowers the choice, so that tests can force each path.
+//! the baseline, for AVX2 + FMA + F16C and for AVX-512, and calls the best one that the processor has.
+//! `NORMFORMER_RS_CPU` (`baseline`, `avx2`, `avx512`) lowers the choice, so that tests can force each path.
 
 use std::sync::atomic::{AtomicU8, Ordering};
 
-/// Instruction sets, weakest first.
+/// The instruction sets, weakest first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 #[repr(u8)]
 pub enum Level {
@@ -31,7 +31,7 @@ impl Level {
     }
 }
 
-/// The best level this processor has.
+/// Returns the best level that the processor has.
 pub fn supported() -> Level {
     #[cfg(target_arch = "x86_64")]
     {
@@ -54,7 +54,7 @@ pub fn supported() -> Level {
 
 static CHOSEN: AtomicU8 = AtomicU8::new(0);
 
-/// The level kernels run at.
+/// Returns the level at which kernels run.
 #[inline]
 pub fn level() -> Level {
     Level::from_u8(CHOSEN.load(Ordering::Relaxed)).unwrap_or_else(choose)
@@ -67,14 +67,14 @@ fn choose() -> Level {
     force(wanted)
 }
 
-/// Forces a level (none: the best one), never above what the processor has; returns what was set.
+/// Forces a level (`None` for the best), limited to the processor's best, and returns it.
 pub fn force(wanted: Option<Level>) -> Level {
     let level = wanted.map_or(supported(), |w| w.min(supported()));
     CHOSEN.store(level as u8, Ordering::Relaxed);
     level
 }
 
-/// Whether bf16 numbers can be rounded by the processor's own instruction.
+/// True if the processor has an instruction that rounds to bf16, and kernels run at AVX-512.
 #[inline(always)]
 pub fn has_avx512_bf16() -> bool {
     #[cfg(target_arch = "x86_64")]
@@ -83,7 +83,7 @@ pub fn has_avx512_bf16() -> bool {
     return false;
 }
 
-/// Whether the processor has instructions for products of bf16, which libtorch's take. Only x86 is asked.
+/// True if the processor has instructions for bf16 products, which libtorch uses. Only x86 is checked.
 pub fn has_bf16_products() -> bool {
     #[cfg(target_arch = "x86_64")]
     return is_x86_feature_detected!("avx512bf16");
@@ -93,11 +93,11 @@ pub fn has_bf16_products() -> bool {
 
 /// Compiles a function once per [`Level`] and calls the one that [`level`] names.
 ///
-/// The body is generic Rust; everything it calls in its hot loops must be `#[inline(always)]` to be compiled with the
-/// same instruction set. Generic parameters are written `[E: Element, F: Element]`; `[isa S]` before them hands the
-/// instruction set down as a type, an [`Isa`](crate::cpu::pack::Isa).
+/// The body is generic Rust; everything that it calls in hot loops must be `#[inline(always)]` to be compiled with the
+/// same instruction set. Generic parameters are written `[E: Element, F: Element]`; `[isa S]` before them passes the
+/// instruction set as a type, an [`Isa`](crate::cpu::pack::Isa).
 ///
-/// f64 uses AVX2's code on AVX-512 as well, which saves compile time. Results are the same.
+/// On AVX-512, f64 uses AVX2's code, which saves compile time; the results are the same.
 #[macro_export]
 macro_rules! multiversion {
     ($(#[$doc:meta])* $vis:vis fn $name:ident [isa $isa:ident] [$($g:ident : $bound:path),+] ($($arg:ident : $ty:ty),* $(,)?) $body:block) => {
@@ -123,7 +123,7 @@ macro_rules! multiversion {
             }
             #[cfg(target_arch = "x86_64")]
             if $crate::cpu::simd::level() >= $crate::cpu::simd::Level::Avx2 {
-                // SAFETY: as above.
+                // SAFETY: see above.
                 return unsafe { avx2::<$($g),+>($($arg),*) };
             }
             body::<$crate::cpu::pack::Baseline, $($g),+>($($arg),*)
@@ -154,7 +154,7 @@ macro_rules! multiversion {
             }
             #[cfg(target_arch = "x86_64")]
             if $crate::cpu::simd::level() >= $crate::cpu::simd::Level::Avx2 {
-                // SAFETY: as above.
+                // SAFETY: see above.
                 return unsafe { avx2 $(::<$($g),+>)? ($($arg),*) };
             }
             body $(::<$($g),+>)? ($($arg),*)

@@ -1,10 +1,10 @@
 //! Compiled kernels on disk: one file per compiler, architecture, options and source.
 //!
-//! A file is its key, its length and checksum, then the binary; what does not match is compiled anew. The cache is only
-//! ever a saving of time: where it cannot be read or written, that is all that is lost.
+//! A file holds its key, its length and checksum, then the binary; a file that does not match is compiled again. The
+//! cache only saves time: if it cannot be read or written, nothing else is lost.
 //!
-//! The GPU runs what lies here, so a folder or file counts only if it is this user's, no link, and writable by no other
-//! user. One that is not is left alone, and standard error says why, once.
+//! The GPU runs these files, so a folder or file is used only if it belongs to this user, is no link, and is not
+//! writable by other users. Otherwise it is left alone, and a warning on standard error says why, once.
 
 use super::{nvrtc, Program};
 use crate::atomic;
@@ -17,10 +17,10 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 
-/// Most bytes of a file here; a longer one is damage or a trap.
+/// The maximum size of a file in bytes; a longer one is damaged or malicious.
 pub const BYTES: u64 = 64 << 20;
 
-/// The program's binary, from the disk where it has been compiled before; and its file, if there is a place for one.
+/// Returns the program's binary, from the disk if it was compiled before, and its file, if there is a place for one.
 pub fn compiled(program: &Program, options: &str, architecture: i32) -> Result<(Vec<u8>, Option<PathBuf>)> {
     let compiler = nvrtc::compiler()?;
     let (major, minor) = compiler.version();
@@ -33,29 +33,30 @@ pub fn compiled(program: &Program, options: &str, architecture: i32) -> Result<(
     }
     let (binary, _) = compiler.compile(program.name, &source, options, architecture)?;
     if let Some(path) = &path {
-        // Best effort.
+        // The write is best effort.
         let _ = write(path, &key, &binary);
     }
     Ok((binary, path))
 }
 
-/// The folder of the cache, if there is one that is trusted.
+/// Returns the cache folder, if there is one and it is trusted.
 pub fn folder() -> Option<PathBuf> {
     place().filter(|folder| trusted(atomic::check_own_directory(folder)).is_some())
 }
 
-/// What was found, if it is there and trusted; standard error says why not, once for each reason.
+/// Returns the result if it exists and is trusted; otherwise a warning on standard error says why, once for each
+/// reason.
 pub fn trusted<T>(found: Result<T>) -> Option<T> {
     static SAID: Mutex<Option<HashSet<String>>> = Mutex::new(None);
     match found {
         Ok(found) => Some(found),
-        // Nothing is there, or it cannot be read.
+        // Nothing exists there, or it cannot be read.
         Err(Error::Io { .. }) => None,
         Err(why) => {
             let why = why.to_string();
             let mut said = SAID.lock().unwrap_or_else(PoisonError::into_inner);
             if said.get_or_insert_default().insert(why.clone()) {
-                // Best effort: standard error may be closed.
+                // The warning is best effort: standard error may be closed.
                 let _ = writeln!(
                     std::io::stderr(),
                     "warning: normformer_rs does not trust what is kept of CUDA kernels: {why} \
@@ -67,21 +68,21 @@ pub fn trusted<T>(found: Result<T>) -> Option<T> {
     }
 }
 
-/// NORMFORMER_RS_CACHE, or normformer_rs in the user's cache folder; none where there is no home.
+/// Returns NORMFORMER_RS_CACHE, or normformer_rs in the user's cache folder; `None` if there is no home folder.
 fn place() -> Option<PathBuf> {
     let set = |name: &str| std::env::var_os(name).filter(|v| !v.is_empty()).map(PathBuf::from);
     let user = || set("XDG_CACHE_HOME").or_else(|| set("HOME").map(|home| home.join(".cache")));
     set("NORMFORMER_RS_CACHE").or_else(|| user().map(|folder| folder.join("normformer_rs")))
 }
 
-/// Makes the folder, for its user alone. Errors: those of [`atomic::check_own_directory`].
+/// Creates the folder with access for its user alone. Errors like [`atomic::check_own_directory`].
 fn make(folder: &Path) -> Result<()> {
-    // Where it cannot be made, the check says what is there.
+    // If it cannot be created, the check says what is there.
     let _ = DirBuilder::new().recursive(true).mode(0o700).create(folder);
     atomic::check_own_directory(folder)
 }
 
-/// FNV-1a of 128 bits.
+/// Computes the 128-bit FNV-1a hash.
 fn fingerprint(bytes: &[u8]) -> u128 {
     bytes.iter().fold(0x6c62_272e_07bb_0142_62b8_2175_6295_c58d, |hash, byte| {
         (hash ^ u128::from(*byte)).wrapping_mul(0x0000_0000_0100_0000_0000_0000_0000_013b)
@@ -100,7 +101,7 @@ fn read(path: &Path, key: &str) -> Option<Vec<u8>> {
     (file[..start] == header(key, binary)).then(|| binary.to_vec())
 }
 
-/// Written aside and renamed: readers see a whole file or none, and the last of several writers wins.
+/// Writes a temporary file and renames it: readers see a whole file or none, and the last of several writers wins.
 fn write(path: &Path, key: &str, binary: &[u8]) -> Result<()> {
     static NEXT: AtomicU64 = AtomicU64::new(0);
     let unique = format!("{}-{}.tmp", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed));
@@ -166,7 +167,7 @@ mod tests {
 
     #[test]
     fn fingerprints_are_fnvs() {
-        // The published value for "a".
+        // The value is the published one for "a".
         assert_eq!(fingerprint(b"a"), 0xd228_cb69_6f1a_8caf_7891_2b70_4e4a_8964);
     }
 }

@@ -1,4 +1,4 @@
-//! The CUDA driver: devices, their contexts, loaded kernels, and the launch.
+//! The CUDA driver: devices, their contexts, loaded kernels, and launches.
 
 use super::library::{api, chosen_folder, open, symbol};
 use super::{Device, Grid};
@@ -11,7 +11,7 @@ use std::sync::{OnceLock, PoisonError, RwLock};
 type DriverContext = *mut c_void;
 
 api!(
-    /// What is used of libcuda.
+    /// The functions of libcuda that are used.
     Api {
         cuInit: fn(c_uint) -> c_int;
         cuGetErrorString: fn(c_int, *mut *const c_char) -> c_int;
@@ -34,19 +34,19 @@ api!(
     }
 );
 
-// CUdevice_attribute and CUstreamCaptureMode.
+// Values of CUdevice_attribute and CUstreamCaptureMode.
 const MULTIPROCESSOR_COUNT: c_int = 16;
 const COMPUTE_CAPABILITY_MAJOR: c_int = 75;
 const COMPUTE_CAPABILITY_MINOR: c_int = 76;
 const CAPTURE_MODE_RELAXED: c_int = 2;
 
-/// The driver, with what it has told about devices.
+/// The driver, with cached properties of devices.
 pub struct Driver {
     api: Api,
     devices: RwLock<HashMap<Device, Properties>>,
 }
 
-/// What is known of a device.
+/// The properties of a device.
 #[derive(Clone, Copy)]
 pub struct Properties {
     /// 90 for compute capability 9.0.
@@ -56,18 +56,18 @@ pub struct Properties {
     context: DriverContext,
 }
 
-// SAFETY: a context is the driver's handle, which any thread may use.
+// SAFETY: a context is a handle of the driver's, which any thread may use.
 unsafe impl Send for Properties {}
-// SAFETY: as above.
+// SAFETY: see above.
 unsafe impl Sync for Properties {}
 
-/// A loaded kernel.
+/// A handle of a loaded kernel.
 #[derive(Clone, Copy)]
 pub struct Function(*mut c_void);
 
-// SAFETY: the driver's handle of a module that is never unloaded, which any thread may launch.
+// SAFETY: it is the driver's handle of a module that is never unloaded, and any thread may launch it.
 unsafe impl Send for Function {}
-// SAFETY: as above.
+// SAFETY: see above.
 unsafe impl Sync for Function {}
 
 impl Driver {
@@ -77,7 +77,7 @@ impl Driver {
         // SAFETY: these are the driver's functions, which have these types.
         let api = unsafe { Api::bind(open(file)?) }?;
         let driver = Driver { api, devices: RwLock::default() };
-        // SAFETY: the driver's own initialisation, which may come any number of times.
+        // SAFETY: this is the driver's own initialisation, which may run any number of times.
         driver.check(unsafe { (driver.api.cuInit)(0) }, "cuInit")?;
         Ok(driver)
     }
@@ -88,7 +88,7 @@ impl Driver {
         }
         let (mut handle, mut context) = (0, std::ptr::null_mut());
         let (mut major, mut minor, mut multiprocessors) = (0, 0, 0);
-        // SAFETY: every place that is written to is ours.
+        // SAFETY: every address that is written to is ours.
         unsafe {
             self.check((self.api.cuDeviceGet)(&mut handle, device), "cuDeviceGet")?;
             for (to, attribute) in [
@@ -106,10 +106,10 @@ impl Driver {
         Ok(found)
     }
 
-    /// The device's name and the driver's version, such as "NVIDIA H100, driver 13.0".
+    /// Returns the device's name and the driver's version, such as "NVIDIA H100, driver 13.0".
     pub fn describe(&self, device: Device) -> Result<String> {
         let (mut name, mut handle, mut version) = ([0 as c_char; 256], 0, 0);
-        // SAFETY: every place that is written to is ours; the driver ends the name within the length it is told.
+        // SAFETY: every address that is written to is ours; the driver terminates the name within the given length.
         let name = unsafe {
             self.check((self.api.cuDeviceGet)(&mut handle, device), "cuDeviceGet")?;
             self.check((self.api.cuDeviceGetName)(name.as_mut_ptr(), 255, handle), "cuDeviceGetName")?;
@@ -119,14 +119,14 @@ impl Driver {
         Ok(format!("{name}, driver {}.{}", version / 1000, version % 1000 / 10))
     }
 
-    /// Loads a binary for good and finds its kernel.
+    /// Loads a binary, never to be unloaded, and looks up its kernel.
     pub fn load(&self, device: Device, binary: &[u8], kernel: &CStr) -> Result<Function> {
         let _current = self.enter(device)?;
         let (mut module, mut function) = (std::ptr::null_mut(), std::ptr::null_mut());
-        // A kernel's first use may come under a capture, in which loading is allowed only in relaxed mode; a lazy driver
-        // loads when the kernel is asked for.
+        // A kernel's first use may fall into a capture, during which loading is allowed only in relaxed mode; a lazy
+        // driver loads when the kernel is looked up.
         let mut mode = CAPTURE_MODE_RELAXED;
-        // SAFETY: the binary is the compiler's, whole; every place that is written to is ours.
+        // SAFETY: the binary is whole and comes from the compiler; every address that is written to is ours.
         unsafe {
             self.check((self.api.cuThreadExchangeStreamCaptureMode)(&mut mode), "cuThreadExchangeStreamCaptureMode")?;
             let mut loaded =
@@ -141,12 +141,12 @@ impl Driver {
         Ok(Function(function))
     }
 
-    /// Blocks of so many threads that a device runs at once.
+    /// Returns the number of blocks of `threads` threads that a device runs at once.
     pub fn blocks_at_once(&self, device: Device, function: Function, threads: u32) -> Result<u32> {
         let multiprocessors = self.device(device)?.multiprocessors;
         let _current = self.enter(device)?;
         let mut each = 0;
-        // SAFETY: a loaded kernel; the place is ours.
+        // SAFETY: the kernel is loaded; the address is ours.
         let asked = unsafe {
             (self.api.cuOccupancyMaxActiveBlocksPerMultiprocessor)(&mut each, function.0, threads as c_int, 0)
         };
@@ -154,16 +154,17 @@ impl Driver {
         Ok(each.max(1) as u32 * multiprocessors)
     }
 
-    /// Whether what is launched on this stream is recorded, not run.
+    /// True if work launched on this stream is captured instead of run.
     pub fn is_capturing(&self, device: Device, stream: *mut c_void) -> Result<bool> {
         let (_current, mut state) = (self.enter(device)?, 0);
-        // SAFETY: torch's stream, or the default one; the place is ours.
+        // SAFETY: the stream is torch's, or the default one; the address is ours.
         self.check(unsafe { (self.api.cuStreamIsCapturing)(stream, &mut state) }, "cuStreamIsCapturing")?;
         Ok(state != 0)
     }
 
     /// # Safety
-    /// As [`launch`](super::launch): `arguments` points to the one struct that the kernel takes.
+    /// The same conditions hold as for [`launch`](super::launch): `arguments` points to the one struct that the kernel
+    /// takes.
     pub unsafe fn launch(
         &self,
         device: Device,
@@ -174,7 +175,7 @@ impl Driver {
     ) -> Result<()> {
         let _current = self.enter(device)?;
         let mut pointers = [arguments.cast_mut()];
-        // SAFETY: as the caller promises.
+        // SAFETY: guaranteed by the caller.
         let launched = unsafe {
             let (blocks, threads) = (grid.blocks, grid.threads);
             let (pointers, extra) = (pointers.as_mut_ptr(), std::ptr::null_mut());
@@ -185,7 +186,7 @@ impl Driver {
 
     fn enter(&self, device: Device) -> Result<Current<'_>> {
         let context = self.device(device)?.context;
-        // SAFETY: a retained primary context.
+        // SAFETY: the primary context is retained.
         self.check(unsafe { (self.api.cuCtxPushCurrent_v2)(context) }, "cuCtxPushCurrent")?;
         Ok(Current(self))
     }
@@ -195,7 +196,7 @@ impl Driver {
             return Ok(());
         }
         let mut text = std::ptr::null();
-        // SAFETY: the driver leaves a constant string there, or null.
+        // SAFETY: the driver writes a constant string there, or null.
         let reason = unsafe {
             (self.api.cuGetErrorString)(code, &mut text);
             if text.is_null() {
@@ -208,18 +209,18 @@ impl Driver {
     }
 }
 
-/// While it lives, a device's context is this thread's current one.
+/// A guard that makes a device's context this thread's current one while it lives.
 struct Current<'a>(&'a Driver);
 
 impl Drop for Current<'_> {
     fn drop(&mut self) {
         let mut popped = std::ptr::null_mut();
-        // SAFETY: takes off what `enter` put on.
+        // SAFETY: it pops the context that `enter` pushed.
         unsafe { (self.0.api.cuCtxPopCurrent_v2)(&mut popped) };
     }
 }
 
-/// torch's current stream of a device, asked of the copy of libtorch_cuda that this process has mapped.
+/// Returns torch's current stream of a device, from the copy of libtorch_cuda that this process has mapped.
 pub fn torch_stream(device: Device) -> Result<*mut c_void> {
     type Ask = unsafe extern "C" fn(i32, *mut *mut c_void) -> i32;
     const NAME: &str = "aoti_torch_get_current_cuda_stream";
@@ -235,7 +236,7 @@ pub fn torch_stream(device: Device) -> Result<*mut c_void> {
         }
     });
     let mut stream = std::ptr::null_mut();
-    // SAFETY: the place is ours.
+    // SAFETY: the address is ours.
     match unsafe { ask.as_ref().map_err(|e| Error::Torch(e.clone()))?(device, &mut stream) } {
         0 => Ok(stream),
         code => Err(Error::Torch(format!("{NAME} failed for CUDA device {device} ({code})"))),

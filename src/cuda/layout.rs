@@ -1,9 +1,9 @@
-//! How the rows of a matrix are shared out among threads.
+//! The distribution of a matrix's rows over threads.
 
 use super::Grid;
 
-/// A block is `rows` rows of `lanes` threads; a thread takes chunks of `vec` columns, `held` of them in registers, or
-/// any number where `held` is 0; `full` where every thread has all it can hold.
+/// A block has `rows` rows of `lanes` threads. A thread takes chunks of `vec` columns and keeps `held` of them in
+/// registers; 0 means any number, none in registers. `full` is true if every thread has all the chunks it can hold.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Layout {
     pub vec: u32,
@@ -13,12 +13,13 @@ pub struct Layout {
     pub full: bool,
 }
 
-/// Chunks that a thread keeps in registers at most: 32 numbers of 16 bits, and as many sums of each gradient.
+/// The maximum number of chunks that a thread keeps in registers: 32 numbers of 16 bits, and as many sums of each
+/// gradient.
 const MOST_HELD: u32 = 4;
 
 impl Layout {
-    /// For rows of `cols` numbers, the narrowest of them `bytes` wide; `aligned`: every row may be read 16 bytes at a
-    /// time if the first can.
+    /// Returns the layout for rows of `cols` numbers whose narrowest type has `bytes` bytes. `aligned`: every row may
+    /// be read 16 bytes at a time if the first can.
     pub fn of(cols: u32, bytes: u32, aligned: bool) -> Self {
         let widest = 16 / bytes;
         let vec = if aligned && cols.is_multiple_of(widest) { widest } else { 1 };
@@ -32,7 +33,7 @@ impl Layout {
         }
     }
 
-    /// Blocks for `rows` rows, each block going through as many as it takes.
+    /// Returns the grid for `rows` rows, in which each block loops over its share of the rows.
     pub fn grid(&self, rows: u64, most_blocks: u32) -> Grid {
         let blocks = rows.div_ceil(self.rows.into()).min(most_blocks.into());
         Grid { blocks: blocks as u32, threads: self.threads() }
@@ -42,12 +43,13 @@ impl Layout {
         self.lanes * self.rows
     }
 
-    /// Blocks that sum over rows, at most: enough to fill every multiprocessor, few enough that their sums are soon added.
+    /// Returns the maximum number of blocks that sum over rows: enough to fill every multiprocessor, and few enough
+    /// that their sums are added quickly.
     pub fn most_blocks(multiprocessors: u32) -> u32 {
         4 * multiprocessors
     }
 
-    /// What the sources know of it.
+    /// Returns the compiler options that pass the layout to the CUDA sources.
     pub fn options(&self) -> String {
         let Layout { vec, lanes, rows, held, full } = self;
         let full = u32::from(*full);

@@ -1,10 +1,10 @@
-//! Shared libraries bound at run time: where they are looked for, and how their functions get types.
+//! Shared libraries bound at run time: the search for them, and the types of their functions.
 
 use crate::error::{Error, Result};
 use libloading::os::unix::{Library, RTLD_GLOBAL, RTLD_NOW};
 use std::path::{Path, PathBuf};
 
-/// Declares a struct of a library's functions and `bind`, which looks every one of them up.
+/// Declares a struct of a library's functions, and `bind`, which looks up each of them.
 macro_rules! api {
     ($(#[$doc:meta])* $name:ident { $($f:ident : fn($($t:ty),* $(,)?) -> $r:ty;)* }) => {
         $(#[$doc])*
@@ -16,10 +16,10 @@ macro_rules! api {
             /// The library's functions of these names have these types.
             unsafe fn bind(library: libloading::os::unix::Library) -> $crate::error::Result<Self> {
                 let found = Self {
-                    // SAFETY: as the caller promises.
+                    // SAFETY: guaranteed by the caller.
                     $($f: unsafe { $crate::cuda::library::symbol(&library, stringify!($f))? },)*
                 };
-                // Never unloaded: the functions outlive every caller.
+                // The library is never unloaded: the functions outlive every caller.
                 std::mem::forget(library);
                 Ok(found)
             }
@@ -31,36 +31,36 @@ pub(super) use api;
 /// # Safety
 /// The library's symbol of this name is a `T`.
 pub unsafe fn symbol<T: Copy>(library: &Library, name: &str) -> Result<T> {
-    // SAFETY: as the caller promises.
+    // SAFETY: guaranteed by the caller.
     let found = unsafe { library.get::<T>(name.as_bytes()) };
     found.map(|s| *s).map_err(|e| Error::Torch(format!("the library lacks {name} ({}): it is too old", reason(&e))))
 }
 
-/// Where libraries are looked for before anywhere else.
+/// Returns the folder in which libraries are searched first.
 pub fn chosen_folder() -> Option<PathBuf> {
     std::env::var_os("NORMFORMER_RS_CUDA_LIBRARIES").map(PathBuf::from)
 }
 
-/// Opens a library by its path, or by its name wherever the loader looks.
+/// Opens a library by its path, or by its name along the loader's search path.
 pub fn open(file: impl AsRef<Path>) -> Result<Library> {
     let file = file.as_ref();
-    // SAFETY: the libraries of CUDA may be loaded at any time by any thread.
+    // SAFETY: CUDA's libraries may be loaded at any time by any thread.
     unsafe { Library::open(Some(file), RTLD_NOW | RTLD_GLOBAL) }
         .map_err(|e| Error::Torch(format!("{} cannot be loaded: {}", file.display(), reason(&e))))
 }
 
-/// What the loader said.
+/// Returns the loader's message.
 fn reason(e: &libloading::Error) -> String {
     std::error::Error::source(e).map_or_else(|| e.to_string(), ToString::to_string)
 }
 
-/// The path of a library that this process has mapped, by the beginning of its file's name.
+/// Returns the path of a library that this process has mapped, given the beginning of its file name.
 pub fn mapped(prefix: &str) -> Option<PathBuf> {
     let maps = std::fs::read_to_string("/proc/self/maps").ok()?;
     maps.lines().filter_map(|line| line.find('/').map(|i| PathBuf::from(&line[i..]))).find(|p| starts(p, prefix))
 }
 
-/// The files of a folder that begin so, the newest version first.
+/// Returns the files of a folder that begin with `prefix`, the newest version first.
 pub fn versions(folder: &Path, prefix: &str) -> Vec<PathBuf> {
     let files = std::fs::read_dir(folder).into_iter().flatten().flatten().map(|e| e.path());
     let mut found: Vec<PathBuf> = files.filter(|p| starts(p, prefix)).collect();

@@ -1,9 +1,9 @@
-//! CUDA with no toolkit: kernels travel as source, are compiled at run time for the device at hand, and are launched on
-//! torch's current stream. Nothing of CUDA is needed to build, and without it composed formulas run.
+//! CUDA without a toolkit: kernels are distributed as source, compiled at run time for the device, and launched on
+//! torch's current stream. Building needs nothing of CUDA, and without CUDA the composed formulas run.
 //!
-//! The way of a launch: a [`Program`] (source text) and its options → [`nvrtc`] compiles them, once per machine: the
-//! [`cache`] keeps the binary on disk → the [`driver`] loads it, once per process and device → the kernel goes on the
-//! stream. The launch itself neither allocates nor synchronises, so a CUDA graph can capture it.
+//! A launch goes through these steps: [`nvrtc`] compiles a [`Program`] (source text) with its options, once per
+//! machine, since the [`cache`] keeps the binary on disk; the [`driver`] loads it, once per process and device; the
+//! kernel is put on the stream. The launch itself neither allocates nor synchronises, so a CUDA graph can capture it.
 
 mod cache;
 mod driver;
@@ -24,42 +24,42 @@ use std::ffi::{c_void, CString};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, OnceLock, PoisonError, RwLock};
 
-/// A device's number, as torch counts.
+/// A device's index, as in torch.
 pub type Device = i32;
 
-/// The source of kernels that are compiled together: files in the order in which they build on each other.
+/// The source of kernels that are compiled together, as files in the order of their dependencies.
 #[derive(Debug)]
 pub struct Program {
-    /// A file's name, for the compiler's messages.
+    /// The file name in the compiler's messages.
     pub name: &'static str,
     pub files: &'static [&'static str],
-    /// The structs that the kernels take, and those inside them.
+    /// The structs that the kernels take, and the structs inside them.
     pub structs: &'static [&'static StructLayout],
 }
 
-/// What every program begins with.
+/// The beginning of every program.
 pub const PRELUDE: &str = include_str!("device/prelude.cuh");
-/// A few columns at a time.
+/// Operations on a few columns at a time.
 pub const CHUNK: &str = include_str!("device/chunk.cuh");
 /// Sums over the threads of a row.
 pub const REDUCE: &str = include_str!("device/reduce.cuh");
-/// What a norm says of itself.
+/// The interface that a row norm implements.
 pub const NORM: &str = include_str!("device/norm.cuh");
 /// Dropout masks.
 pub const PHILOX: &str = include_str!("device/philox.cuh");
-/// Scales and shifts that are absent, one number, or one per column, and the sums of their gradients.
+/// Scales and shifts that are absent, one number or one per column, and the sums of their gradients.
 pub const PARAMETER: &str = include_str!("device/parameter.cuh");
-/// The passes over rows that all norms share.
+/// The passes over rows that all row norms share.
 pub const ROWS: &str = include_str!("device/rows.cuh");
 
-/// What a norm with statistics of columns says of itself.
+/// The interface that a norm with column statistics implements.
 pub const COLUMN_NORM: &str = include_str!("device/column_norm.cuh");
-/// The passes over rows that all norms with statistics of columns share.
+/// The passes over rows that all norms with column statistics share.
 pub const COLUMNS: &str = include_str!("device/columns.cuh");
-/// What these decide between the passes.
+/// The steps between these passes, which settle a batch's statistics.
 pub const SETTLE: &str = include_str!("device/settle.cuh");
 
-/// Adds up what blocks have summed: the second stage of every sum over rows.
+/// The kernel that adds up the blocks' sums: the second stage of every sum over rows.
 pub static SUMS: Program = Program {
     name: "sums.cu",
     files: &[PRELUDE, include_str!("device/sums.cu")],
@@ -67,7 +67,7 @@ pub static SUMS: Program = Program {
 };
 
 device_struct! {
-    /// sums.cu's `Output`: where the columns from `first` on go, and as what.
+    /// The struct `Output` of sums.cu: the destination and the dtype of the columns from `first` on.
     #[derive(Clone, Copy)]
     pub struct Output = "Output" {
         pub to: *mut u8,
@@ -76,11 +76,11 @@ device_struct! {
     }
 }
 
-/// Outputs that one launch may write.
+/// The maximum number of outputs of one launch.
 pub const OUTPUTS: usize = 6;
 
 device_struct! {
-    /// sums.cu's `Sums`.
+    /// The struct `Sums` of sums.cu.
     pub struct SumPartials = "Sums" {
         pub partial: *const u8,
         pub blocks: i32,
@@ -90,7 +90,7 @@ device_struct! {
     }
 }
 
-/// How many blocks to start, and of how many threads.
+/// The number of blocks and the number of threads in each.
 #[derive(Clone, Copy, Debug)]
 pub struct Grid {
     pub blocks: u32,
@@ -116,17 +116,17 @@ fn cuda_mode() -> Result<CudaMode> {
     }
 }
 
-/// What can be done with a device.
+/// The state of a device.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Readiness {
-    /// Kernels run.
+    /// Kernels run on the device.
     Ready,
-    /// Composed formulas run, for this reason.
+    /// Composed formulas run instead, for this reason.
     Missing(String),
 }
 
-/// Whether kernels run on a device, found out once: the libraries are bound and the smallest program is compiled and
-/// loaded. An error is a refusal: kernels are required, and this is why there are none.
+/// Finds out once whether kernels run on a device: binds the libraries, then compiles and loads the smallest program.
+/// Errors if kernels are required and cannot run; the message says why.
 pub fn readiness(device: Device) -> Result<Readiness> {
     static KNOWN: Mutex<Option<HashMap<Device, Readiness>>> = Mutex::new(None);
     let mut known = KNOWN.lock().unwrap_or_else(PoisonError::into_inner);
@@ -151,12 +151,12 @@ pub fn readiness(device: Device) -> Result<Readiness> {
     Ok(found)
 }
 
-/// Multiprocessors of a device: what the number of blocks of a sum is made from.
+/// Returns the number of multiprocessors of a device, which determines the number of blocks of a sum.
 pub fn multiprocessors(device: Device) -> Result<u32> {
     Ok(driver()?.device(device)?.multiprocessors)
 }
 
-/// Blocks of a kernel that a device runs at once.
+/// Returns the number of a kernel's blocks that a device runs at once.
 pub fn blocks_at_once(
     device: Device,
     program: &'static Program,
@@ -167,11 +167,11 @@ pub fn blocks_at_once(
     driver()?.blocks_at_once(device, self::kernel(device, program, options, kernel)?.function, threads)
 }
 
-/// Launches a kernel on torch's current stream, if [`verdict`] lets it.
+/// Launches a kernel on torch's current stream, if its [`verdict`] admits it.
 ///
 /// # Safety
-/// `A` is the struct that the kernel takes, field by field; its pointers are the device's, long enough for what the
-/// kernel makes of `arguments`, and live until the stream has passed the kernel.
+/// `A` is the struct that the kernel takes, field by field. Its pointers are the device's, point to as much memory as
+/// the kernel uses for `arguments`, and stay valid until the stream has passed the kernel.
 pub unsafe fn launch<A>(
     device: Device,
     program: &'static Program,
@@ -186,11 +186,11 @@ pub unsafe fn launch<A>(
     let kernel = self::kernel(device, program, options, kernel)?;
     kernel.variant.admit()?;
     let stream = stream(device)?;
-    // SAFETY: as the caller promises; a kernel takes its one struct by value, so the driver copies it here.
+    // SAFETY: guaranteed by the caller; a kernel takes its one struct by value, so the driver copies it here.
     unsafe { driver()?.launch(device, kernel.function, grid, stream, std::ptr::from_ref(arguments).cast::<c_void>()) }
 }
 
-/// Whether torch's current stream is being captured.
+/// True if torch's current stream is being captured.
 pub fn is_capturing(device: Device) -> Result<bool> {
     driver()?.is_capturing(device, stream(device)?)
 }
@@ -208,16 +208,16 @@ fn driver() -> Result<&'static Driver> {
     DRIVER.get_or_init(|| Driver::bind().map_err(|e| e.to_string())).as_ref().map_err(|e| Error::Torch(e.clone()))
 }
 
-/// A kernel that is loaded, for good, and what is known of it.
+/// A loaded kernel, which is never unloaded, and its verdict.
 struct Kernel {
     function: Function,
     variant: verdict::Variant,
 }
 
-/// The kernel, compiled and loaded where that has not been done.
+/// Returns the kernel, and compiles and loads it at its first use.
 fn kernel(device: Device, program: &'static Program, options: &str, kernel: &'static str) -> Result<&'static Kernel> {
     type ProgramKey = (Device, &'static str, &'static str);
-    // By options within a kernel, so that a launch looks its kernel up without making a string.
+    // The inner map is keyed by options, so that a launch looks its kernel up without allocating a string.
     static LOADED: RwLock<Option<HashMap<ProgramKey, HashMap<String, &'static Kernel>>>> = RwLock::new(None);
     let key = (device, program.name, kernel);
     let found = |all: &Option<HashMap<ProgramKey, HashMap<String, &'static Kernel>>>| {
@@ -226,7 +226,7 @@ fn kernel(device: Device, program: &'static Program, options: &str, kernel: &'st
     if let Some(kernel) = found(&LOADED.read().unwrap_or_else(PoisonError::into_inner)) {
         return Ok(kernel);
     }
-    // Held while compiling: threads that want the same kernel wait for it.
+    // The lock is held during compilation: threads that want the same kernel wait for it.
     let mut loaded = LOADED.write().unwrap_or_else(PoisonError::into_inner);
     if let Some(kernel) = found(&loaded) {
         return Ok(kernel);
@@ -245,19 +245,19 @@ fn kernel(device: Device, program: &'static Program, options: &str, kernel: &'st
 
 static STAND_IN: AtomicBool = AtomicBool::new(false);
 
-/// Sends tensors of the CPU through the CUDA kernels, for the tests: the driver found through
-/// NORMFORMER_RS_CUDA_LIBRARIES must be one whose device memory is the host's.
+/// Sends CPU tensors through the CUDA kernels, for tests. The driver found through NORMFORMER_RS_CUDA_LIBRARIES must
+/// use the host's memory as device memory.
 pub fn set_stand_in(on: bool) {
     STAND_IN.store(on, Ordering::Relaxed);
 }
 
-/// Whether [`set_stand_in`] is in force.
+/// True if [`set_stand_in`] is on.
 pub fn stand_in() -> bool {
     STAND_IN.load(Ordering::Relaxed)
 }
 
-/// A program's binary for an architecture such as 90, and the compiler's remarks on registers and spills. It fails where
-/// the sources lay a struct out in another way than Rust.
+/// Compiles a program for an architecture such as 90; returns the binary and the compiler's messages on registers and
+/// spills. Fails if the sources lay out a struct differently from Rust.
 pub fn compile_verbosely(program: &Program, options: &str, architecture: i32) -> Result<(Vec<u8>, String)> {
     let assertions: String = program.structs.iter().map(|layout| layout.assertions()).collect();
     let source = program.files.concat() + &assertions;

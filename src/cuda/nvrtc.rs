@@ -1,4 +1,4 @@
-//! NVIDIA's run-time compiler, from torch's own wheels: source in, the device's binary out.
+//! NVIDIA's run-time compiler, from torch's own wheels: it compiles source to a device binary.
 
 use super::library::{api, chosen_folder, mapped, open, versions};
 use crate::error::{Error, Result};
@@ -9,7 +9,7 @@ use std::sync::OnceLock;
 type CompiledProgram = *mut c_void;
 
 api!(
-    /// What is used of libnvrtc.
+    /// The functions of libnvrtc that are used.
     Nvrtc {
         nvrtcVersion: fn(*mut c_int, *mut c_int) -> c_int;
         nvrtcGetErrorString: fn(c_int) -> *const c_char;
@@ -25,13 +25,14 @@ api!(
     }
 );
 
-/// The compiler of this process.
+/// Returns the compiler, which is loaded once per process.
 pub fn compiler() -> Result<&'static Nvrtc> {
     static COMPILER: OnceLock<std::result::Result<Nvrtc, String>> = OnceLock::new();
     COMPILER.get_or_init(|| find().map_err(|e| e.to_string())).as_ref().map_err(|e| Error::Torch(e.clone()))
 }
 
-/// The chosen folder; beside the copy that torch has mapped; torch's wheels.
+/// Returns the folders to search: only the chosen one if set, else those beside the copy that torch has mapped and in
+/// torch's wheels.
 fn folders() -> Vec<PathBuf> {
     if let Some(folder) = chosen_folder() {
         return vec![folder];
@@ -52,7 +53,8 @@ fn find() -> Result<Nvrtc> {
     let mut tried = Vec::new();
     for folder in folders() {
         for file in versions(&folder, "libnvrtc.so") {
-            // The compiler looks for its built-ins by name only, along the loader's path: with them mapped it finds them.
+            // The compiler looks up its built-ins only by name along the loader's path, and finds them once they are
+            // mapped.
             for builtins in versions(&folder, "libnvrtc-builtins.so") {
                 if let Ok(library) = open(builtins) {
                     std::mem::forget(library);
@@ -68,7 +70,7 @@ fn find() -> Result<Nvrtc> {
     if chosen_folder().is_none() {
         for name in ["libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so"] {
             match open(name) {
-                // SAFETY: as above.
+                // SAFETY: see above.
                 Ok(library) => return unsafe { Nvrtc::bind(library) },
                 Err(e) => tried.push(e.to_string()),
             }
@@ -82,15 +84,16 @@ fn find() -> Result<Nvrtc> {
 }
 
 impl Nvrtc {
-    /// (major, minor).
+    /// Returns (major, minor).
     pub fn version(&self) -> (i32, i32) {
         let (mut major, mut minor) = (0, 0);
-        // SAFETY: both places are ours.
+        // SAFETY: both addresses are ours.
         unsafe { (self.nvrtcVersion)(&mut major, &mut minor) };
         (major, minor)
     }
 
-    /// The binary of `source` for an architecture such as 90, and the compiler's remarks, which call it `name`.
+    /// Compiles `source` for an architecture such as 90; returns the binary and the compiler's messages, which call it
+    /// `name`.
     pub fn compile(&self, name: &str, source: &str, options: &str, architecture: i32) -> Result<(Vec<u8>, String)> {
         let text = |s: &str| CString::new(s).expect("sources and options hold no NUL");
         let (source, file) = (text(source), text(name));
@@ -119,13 +122,13 @@ impl Nvrtc {
             self.check(compiled, &format!("compiling {name} for {}", options[1].to_string_lossy()), &log)
                 .and_then(|()| Ok((self.read(handle, self.nvrtcGetCUBINSize, self.nvrtcGetCUBIN)?, log)))
         };
-        // SAFETY: made above, used no more.
+        // SAFETY: it was created above and is not used again.
         unsafe { (self.nvrtcDestroyProgram)(&mut handle) };
         result
     }
 
     /// # Safety
-    /// The program is live, and `get` writes what `size` says.
+    /// The program is live, and `get` writes as many bytes as `size` reports.
     unsafe fn read(
         &self,
         program: CompiledProgram,
@@ -133,10 +136,10 @@ impl Nvrtc {
         get: unsafe extern "C" fn(CompiledProgram, *mut c_char) -> c_int,
     ) -> Result<Vec<u8>> {
         let mut length = 0;
-        // SAFETY: as the caller promises.
+        // SAFETY: guaranteed by the caller.
         self.check(unsafe { size(program, &mut length) }, "reading the compiler's output", "")?;
         let mut bytes = vec![0u8; length];
-        // SAFETY: as the caller promises; the buffer has the length that was asked for.
+        // SAFETY: guaranteed by the caller; the buffer has the reported length.
         self.check(unsafe { get(program, bytes.as_mut_ptr().cast()) }, "reading the compiler's output", "")?;
         Ok(bytes)
     }
@@ -145,7 +148,7 @@ impl Nvrtc {
         if code == 0 {
             return Ok(());
         }
-        // SAFETY: NVRTC's own constant string.
+        // SAFETY: it is a constant string of NVRTC's.
         let reason = unsafe { CStr::from_ptr((self.nvrtcGetErrorString)(code)) }.to_string_lossy();
         let log = if log.is_empty() { String::new() } else { format!("\n{log}") };
         Err(Error::Torch(format!("{act}: NVRTC says {reason}{log}")))

@@ -1,20 +1,20 @@
-//! The structs that kernels take. Rust and the CUDA sources declare them both, field by field. In the tests NVRTC compares
-//! the place of each field.
+//! The structs that kernels take. Rust and the CUDA sources both declare them, field by field; in the tests NVRTC
+//! compares the offset of each field.
 
 use std::fmt::Write;
 
-/// A struct as Rust lays it out, by the names that it has in the sources.
+/// The layout of a struct in Rust, with the names that it has in the CUDA sources.
 #[derive(Debug)]
 pub struct StructLayout {
     pub name: &'static str,
     pub size: usize,
-    /// Names and the bytes before them.
+    /// The fields' names and byte offsets.
     pub fields: &'static [(&'static str, usize)],
 }
 
 impl StructLayout {
-    /// Statements that NVRTC refuses where it lays the struct out in another way. It has no `offsetof`, but its front end's
-    /// `__INTADDR__`, which nobody but tests should rely on.
+    /// Returns static assertions that NVRTC rejects if it lays the struct out differently. NVRTC has no `offsetof`, so
+    /// they use its front end's `__INTADDR__`, on which only tests should rely.
     pub fn assertions(&self) -> String {
         let StructLayout { name, size, fields } = self;
         let mut text = format!("static_assert(sizeof({name}) == {size}, \"{name}: Rust has {size} bytes\");\n");
@@ -28,8 +28,8 @@ impl StructLayout {
     }
 }
 
-/// A struct that a kernel takes, or a part of one, and its [`StructLayout`]: `device_struct! { struct Name = "Name" {…} }`,
-/// the second name being the sources'.
+/// Declares a struct that a kernel takes, or a part of one, and its [`StructLayout`]: `device_struct! { struct Name =
+/// "Name" {…} }`, where the second name is the one in the CUDA sources.
 #[macro_export]
 macro_rules! device_struct {
     ($(#[$meta:meta])* $vis:vis struct $name:ident = $in_cuda:literal { $($field_vis:vis $field:ident: $type:ty),+ $(,)? }) => {

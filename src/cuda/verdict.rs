@@ -1,8 +1,9 @@
-//! What is known of a kernel's variant on a device: nothing yet, right, or wrong.
+//! Verdicts on kernel variants on a device: unknown, right, or wrong.
 //!
-//! A variant is launched only once its results have been compared with the formula's. The first launch of an unknown one
-//! is refused; `operator/proof.rs` then runs it on numbers of its own, tells the verdict here, and calls again. Verdicts
-//! are kept in a file beside the compiled kernel, a line each: device and driver, program, options, kernel, verdict.
+//! A variant is launched only after its results have been compared with the formula's. The first launch of an unknown
+//! variant is refused; `operator/proof.rs` then runs it on test data, reports the verdict here, and calls again.
+//! Verdicts are kept in a file beside the compiled kernel, one line each: device and driver, program, options, kernel,
+//! verdict.
 
 use super::cache;
 use crate::atomic;
@@ -15,19 +16,19 @@ use std::sync::atomic::{AtomicU8, Ordering};
 
 /// A variant of a kernel on a device.
 pub struct Variant {
-    /// Device and driver, program, options, kernel: a line without its end.
+    /// The device and driver, program, options and kernel: a line of the file without its verdict.
     line: String,
-    /// Where verdicts of the compiled program are kept.
+    /// The file with the verdicts on the compiled program.
     file: Option<PathBuf>,
     verdict: AtomicU8,
 }
 
-/// Why a launch was refused.
+/// The reason why a launch was refused.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Refusal {
-    /// Nobody has compared it yet.
+    /// The variant has not been compared yet.
     Unknown,
-    /// It has been compared, and was wrong.
+    /// The variant was compared, and was wrong.
     Wrong,
 }
 
@@ -35,9 +36,10 @@ pub enum Refusal {
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Verdict {
     Right,
-    /// For good, on this device and driver.
+    /// The variant stays off on this device and driver.
     Wrong,
-    /// It could not be compared, as without memory: off in this process, and nothing is kept.
+    /// The variant could not be compared, for example for lack of memory: it is off in this process, and no verdict is
+    /// kept.
     Off,
 }
 
@@ -47,12 +49,12 @@ const WRONG: u8 = 2;
 
 thread_local! {
     static REFUSED: Cell<Option<Refusal>> = const { Cell::new(None) };
-    /// While a proof runs: every variant that it launches. Nothing is refused then.
+    /// The variants launched by the running proof. No launch is refused while one runs.
     static LAUNCHED: RefCell<Option<Vec<&'static Variant>>> = const { RefCell::new(None) };
 }
 
 impl Variant {
-    /// `names`: program, options, kernel. `binary`: the file of the compiled program.
+    /// `names` are program, options and kernel; `binary` is the file of the compiled program.
     pub fn new(device: String, names: [&str; 3], binary: Option<PathBuf>, is_trusted: bool) -> Self {
         let file = binary.map(|file| file.with_extension("verdicts"));
         let line = format!("{device}\t{}", names.join("\t"));
@@ -64,7 +66,7 @@ impl Variant {
         Variant { line, file, verdict: AtomicU8::new(verdict) }
     }
 
-    /// Lets a launch pass, or is an error that [`admitted`] tells from others.
+    /// Admits a launch, or returns an error that [`admitted`] recognises.
     pub fn admit(&'static self) -> Result<()> {
         let is_proof = LAUNCHED.with_borrow_mut(|all| all.as_mut().map(|all| all.push(self)).is_some());
         let refusal = match self.verdict.load(Ordering::Acquire) {
@@ -77,7 +79,7 @@ impl Variant {
         Err(Error::Torch(format!("the CUDA kernel is {refusal:?}: {}", self.name())))
     }
 
-    /// The first verdict on it counts.
+    /// Records a verdict, unless the variant already has one.
     fn judge(&self, verdict: Verdict) {
         let (state, word) = match verdict {
             Verdict::Right => (RIGHT, Some("right")),
@@ -87,12 +89,12 @@ impl Variant {
         let first = self.verdict.compare_exchange(UNKNOWN, state, Ordering::AcqRel, Ordering::Acquire);
         if let (Ok(_), Some(file), Some(word)) = (first, &self.file, word) {
             let line = format!("{}\t{word}\n", self.line);
-            // Best effort, in one write, so that several processes' lines stay whole.
+            // The write is best effort, and a single call, so that lines of several processes stay whole.
             let _ = appended(file).map(|mut f| f.write_all(line.as_bytes()));
         }
     }
 
-    /// For messages: "rows_forward of layer_norm.cu -DK_VEC=4 …".
+    /// Returns a name for messages: "rows_forward of layer_norm.cu (-DK_VEC=4 …) on …".
     pub fn name(&self) -> String {
         match self.line.split('\t').collect::<Vec<_>>()[..] {
             [device, program, options, kernel] => format!("{kernel} of {program} ({options}) on {device}"),
@@ -101,7 +103,7 @@ impl Variant {
     }
 }
 
-/// Runs a call's kernels: its result, or why a launch was refused.
+/// Runs a call's kernels and returns its result, or why a launch was refused.
 pub fn admitted(run: impl FnOnce() -> Result<()>) -> std::result::Result<Result<()>, Refusal> {
     REFUSED.set(None);
     let done = run();
@@ -111,9 +113,9 @@ pub fn admitted(run: impl FnOnce() -> Result<()>) -> std::result::Result<Result<
     }
 }
 
-/// Runs kernels that may be unknown, and the variants that they launched.
+/// Runs kernels that may be unknown; also returns the variants that they launched.
 pub fn launched<T>(run: impl FnOnce() -> T) -> (T, Vec<&'static Variant>) {
-    /// Gives the record back to what runs outside, after a panic, too: else the thread would admit everything.
+    /// Restores the outer record, even after a panic, because the thread would otherwise admit everything.
     struct Outside(Option<Vec<&'static Variant>>);
     impl Drop for Outside {
         fn drop(&mut self) {
@@ -125,28 +127,28 @@ pub fn launched<T>(run: impl FnOnce() -> T) -> (T, Vec<&'static Variant>) {
     (done, LAUNCHED.take().unwrap_or_default())
 }
 
-/// Whether this thread runs kernels that may be unknown.
+/// True if this thread is running kernels that may be unknown.
 pub fn is_proof() -> bool {
     LAUNCHED.with_borrow(Option::is_some)
 }
 
-/// Tells the verdict on these variants. One that was known keeps its own.
+/// Records the verdict on these variants; those with a verdict keep theirs.
 pub fn judge(variants: &[&'static Variant], verdict: Verdict) {
     variants.iter().for_each(|variant| variant.judge(verdict));
 }
 
-/// The variants of which nothing is known.
+/// Returns the variants without a verdict.
 pub fn unknown(variants: &[&'static Variant]) -> Vec<&'static Variant> {
     variants.iter().copied().filter(|v| v.verdict.load(Ordering::Acquire) == UNKNOWN).collect()
 }
 
-/// The file of verdicts, to be written at its end. A new one takes the place of one that is not trusted.
+/// Opens the file of verdicts for appending; replaces one that is not trusted.
 fn appended(path: &Path) -> Result<File> {
     let open = || atomic::open_own(path, File::options().append(true).create(true));
     open().or_else(|_| atomic::remove_file(path).and_then(|()| open()))
 }
 
-/// All verdicts that are kept on this machine, a line each; damaged lines, too.
+/// Returns all verdicts that are kept on this machine, one line each, damaged lines included.
 pub fn kept() -> Vec<String> {
     let files = cache::folder().and_then(|folder| std::fs::read_dir(folder).ok()).into_iter().flatten().flatten();
     let verdicts = files.map(|file| file.path()).filter(|path| path.extension().is_some_and(|e| e == "verdicts"));
@@ -159,7 +161,7 @@ pub fn kept() -> Vec<String> {
     lines
 }
 
-/// The verdict that a file has on a variant; a wrong one outweighs.
+/// Returns a file's verdict on a variant, true for right; a wrong one outweighs.
 fn read(file: &Path, line: &str) -> Option<bool> {
     let text = text(file)?;
     let verdicts = text.lines().filter_map(|found| found.strip_prefix(line)?.strip_prefix('\t'));
@@ -193,7 +195,7 @@ mod tests {
         judge(&both, Verdict::Right);
         assert!(admitted(|| good.admit()).unwrap().is_ok());
         assert_eq!(admitted(|| bad.admit()).err(), Some(Refusal::Wrong));
-        // Another process.
+        // These variants stand for another process's.
         let (good, bad, other) =
             (variant(folder.path(), "good"), variant(folder.path(), "bad"), variant(folder.path(), "goo"));
         assert!(admitted(|| good.admit()).unwrap().is_ok());

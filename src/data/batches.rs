@@ -1,15 +1,15 @@
-//! Batches by tokens: which sentences share one, and the packed rows that the model reads.
+//! Batches by token count: the choice of sentences that share a batch, and the packed rows that the model reads.
 
 use super::corpus::Corpus;
 use super::random::{Purpose, Random};
 use super::vocabulary::{EOS, UNK};
 
-/// Rows of real tokens one after the other, without padding.
+/// Rows of real tokens, one after the other, without padding.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct PackedIds {
-    /// Ids of all rows, n in all.
+    /// The ids of all rows, n in total.
     pub tokens: Vec<i64>,
-    /// The place of each token in its row, from 0.
+    /// The position of each token in its row, from 0.
     pub positions: Vec<i64>,
     /// Row r holds tokens `offsets[r] .. offsets[r + 1]`: cumulative lengths, one more than rows.
     pub offsets: Vec<i64>,
@@ -32,42 +32,42 @@ impl PackedIds {
         packed
     }
 
-    /// The number of rows.
+    /// Returns the number of rows.
     #[cfg(test)]
     pub fn rows(&self) -> usize {
         self.offsets.len().saturating_sub(1)
     }
 }
 
-/// What one forward pass reads.
+/// The input of one forward pass.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Batch {
     /// Source tokens and EOS; `None` for language modelling.
     pub source: Option<PackedIds>,
-    /// The decoder's input: BOS (or the corpus's own first token) and the target's tokens.
+    /// The decoder's input: BOS (or the corpus's own first token), then the target's tokens.
     pub target_input: PackedIds,
-    /// What the decoder is to say at the same places: the target's tokens and EOS.
+    /// The tokens that the decoder should predict at the same positions: the target's tokens and EOS.
     pub target_output: Vec<i64>,
-    /// Which sentences of the corpus these are, row by row.
+    /// The indices of the sentences in the corpus, row by row.
     pub sentences: Vec<usize>,
 }
 
-/// The batches of an epoch, each a list of sentences, by their lengths (source, target) with EOS.
+/// Returns the batches of an epoch, each a list of sentence indices, from the lengths (source, target) with EOS.
 ///
-/// A batch's cost is its sentences × its longest side; it never exceeds `max_tokens` unless a single sentence does,
-/// which then is alone. Sentences are sorted by their longer side, then source, then target length, equal ones at
-/// random by (seed, epoch), and cut greedily, so a batch's rows are of like length; the batches are then shuffled by
-/// (seed, epoch). Their number is the same in every epoch.
+/// A batch costs its number of sentences × its longest side. The cost never exceeds `max_tokens`, unless a single
+/// sentence does, which then is alone. Sentences are sorted by their longer side, then source, then target length, with
+/// ties broken at random by (seed, epoch), and cut greedily, so that a batch's rows have similar lengths. The batches
+/// are then shuffled by (seed, epoch). Their number is the same in every epoch.
 pub fn plan(lengths: &[(usize, usize)], max_tokens: usize, seed: u64, epoch: u64) -> Vec<Vec<usize>> {
     let side = |sentence: usize| lengths[sentence].0.max(lengths[sentence].1);
     let mut order: Vec<usize> = (0..lengths.len()).collect();
     Random::new(seed, epoch, 0, Purpose::TieBreak).shuffle(&mut order);
-    // A stable sort, so that the random order decides between equal lengths.
+    // The sort is stable, so that the random order decides between equal lengths.
     order.sort_by_key(|&sentence| (side(sentence), lengths[sentence]));
 
     let mut batches: Vec<Vec<usize>> = Vec::new();
     for sentence in order {
-        // In rising order the newest sentence is the longest.
+        // The newest sentence is the longest, because lengths ascend.
         match batches.last_mut() {
             Some(batch) if (batch.len() + 1) * side(sentence) <= max_tokens => batch.push(sentence),
             _ => batches.push(vec![sentence]),
@@ -104,8 +104,8 @@ fn ended(row: &[u32]) -> impl Iterator<Item = u32> + '_ {
     row.iter().copied().chain([EOS])
 }
 
-/// Word dropout: with probability `p` a token, EOS included, becomes UNK. For the source and the decoder's input, never
-/// for what it is to say.
+/// Applies word dropout: each token, EOS included, becomes UNK with probability `p`. It is for the source and the
+/// decoder's input, never for the decoder's targets.
 pub fn word_dropout(tokens: &mut [i64], p: f64, random: &mut Random) {
     for token in tokens {
         if random.chance(p) {
@@ -119,7 +119,7 @@ mod tests {
     use super::*;
     use crate::data::vocabulary::BOS;
 
-    /// Pairs of lengths 2 to 41 with EOS, many of them equal.
+    /// Returns pairs of lengths from 2 to 41 with EOS, many of them equal.
     fn lengths() -> Vec<(usize, usize)> {
         (0..1000).map(|i| (2 + i * 7919 % 23, 2 + i * 104_729 % 40)).collect()
     }
@@ -142,7 +142,7 @@ mod tests {
         assert_eq!(all, (0..lengths.len()).collect::<Vec<_>>());
         let cost = |batch: &Vec<usize>| batch.len() * batch.iter().map(|&s| side(lengths[s])).max().unwrap();
         assert!(batches.iter().all(|batch| cost(batch) <= 100), "{batches:?}");
-        // Neighbours in length together: little of the allowance is padding.
+        // Sentences of similar length are together, so little of the allowance is padding.
         let real: usize = lengths.iter().map(|&pair| side(pair)).sum();
         assert!(batches.iter().map(cost).sum::<usize>() < real * 101 / 100);
     }
@@ -166,10 +166,10 @@ mod tests {
                 batches.sort_unstable();
                 batches
             };
-            // Ties are broken anew, so batches differ in content, not in order alone.
+            // Ties are broken again, so batches differ in content, not only in order.
             assert_ne!(sorted(other), sorted(first.clone()));
         }
-        // Frozen: a change would break the resuming of runs.
+        // The values are frozen, because a change would break the resuming of runs.
         let small: Vec<_> = (0..8).map(|i| (2 + i % 2, 2)).collect();
         assert_eq!(plan(&small, 6, 1, 2), [vec![4, 0, 2], vec![6, 3], vec![5], vec![7, 1]]);
     }
@@ -214,7 +214,7 @@ mod tests {
         let mut tokens = vec![i64::from(EOS); 10_000];
         word_dropout(&mut tokens, 0.1, &mut Random::new(1, 0, 0, Purpose::WordDropout));
         let hit = tokens.iter().filter(|&&token| token == i64::from(UNK)).count();
-        // 1000 expected, standard deviation 30.
+        // The expected number is 1000, the standard deviation 30.
         assert!((880..1120).contains(&hit), "{hit}");
         assert!(tokens.iter().all(|&token| token == i64::from(UNK) || token == i64::from(EOS)));
     }

@@ -1,15 +1,15 @@
-//! fairseq's binarised folders, as `fairseq-preprocess` leaves them: dictionaries (`dict.LANG.txt`) and splits of numbered
-//! sentences (`train.SRC-TGT.LANG.bin` with `.idx`; without languages `dict.txt`, `train.bin`, `train.idx`).
+//! fairseq's binarised folders, as written by `fairseq-preprocess`: dictionaries (`dict.LANG.txt`) and splits of token
+//! ids (`train.SRC-TGT.LANG.bin` with `.idx`; without languages `dict.txt`, `train.bin`, `train.idx`).
 //!
-//! The `.bin` is the ids, sentence after sentence. Of its index two formats occur, little-endian both:
+//! The `.bin` file holds the ids, sentence after sentence. Its index has one of two formats, both little-endian:
 //!
 //! | `--dataset-impl` | index |
 //! |---|---|
 //! | `mmap` | `MMIDIDX\0\0`, version u64, number type u8, count u64; lengths i32 × count, starts in bytes i64 × count |
 //! | `cached`, `lazy` | `TNTIDX\0\0`, version, number type, bytes of a number, count, count of dimensions (u64 each); where each sentence's dimensions begin i64 × (count + 1), starts in numbers i64 × (count + 1), dimensions i64 × count; the `.bin` holds id + 1 |
 //!
-//! Nothing that a file says of lengths is believed before it is compared with the sizes of the files, and no memory is
-//! taken for it before that.
+//! Lengths in a file are checked against the sizes of the files before they are used and before memory is allocated for
+//! them.
 
 use super::interrupt::Interrupt;
 use super::vocabulary::{Vocabulary, EOS, UNK};
@@ -19,7 +19,7 @@ use std::fs::{self, File};
 use std::io::{BufReader, ErrorKind, Read};
 use std::path::{Path, PathBuf};
 
-/// A folder, read in one direction.
+/// A binarised folder, read in one translation direction.
 pub struct Binarised {
     folder: PathBuf,
     pair: Option<Pair>,
@@ -27,7 +27,7 @@ pub struct Binarised {
 
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct Pair {
-    /// As the files' names have it, `SRC-TGT`.
+    /// The pair as the files' names have it, `SRC-TGT`.
     named: String,
     source: String,
     target: String,
@@ -40,12 +40,12 @@ pub enum Side {
 }
 
 impl Binarised {
-    /// A folder of one language (`fairseq-preprocess --only-source`).
+    /// Opens a folder of one language (`fairseq-preprocess --only-source`).
     pub fn monolingual(folder: impl AsRef<Path>) -> Self {
         Binarised { folder: folder.as_ref().to_path_buf(), pair: None }
     }
 
-    /// A folder of two languages. The direction is that of the split's file names where nothing else is said.
+    /// Opens a folder of two languages. By default, the direction is that of the split's file names.
     pub fn parallel(
         folder: impl AsRef<Path>,
         split: &str,
@@ -75,7 +75,7 @@ impl Binarised {
         Ok(Binarised { folder: folder.to_path_buf(), pair: found.pop() })
     }
 
-    /// The dictionary of a side.
+    /// Loads the dictionary of one side.
     pub fn dictionary(&self, side: Side) -> Result<Vocabulary> {
         Vocabulary::load(self.folder.join(match self.language(side) {
             Some(language) => format!("dict.{language}.txt"),
@@ -83,7 +83,7 @@ impl Binarised {
         }))
     }
 
-    /// The dictionary of both sides.
+    /// Loads the dictionary that both sides share.
     pub fn joint_dictionary(&self) -> Result<Vocabulary> {
         let target = self.dictionary(Side::Target)?;
         if self.pair.is_some() && self.dictionary(Side::Source)? != target {
@@ -95,9 +95,9 @@ impl Binarised {
         Ok(target)
     }
 
-    /// The sentences of a side of a split, without the EOS at their ends; `types` is the length of its dictionary.
+    /// Reads one side of a split as sentences without their final EOS; `types` is the size of its dictionary.
     ///
-    /// Text never yields a special symbol but UNK, so other ids below UNK's are read as UNK ([`Vocabulary`]).
+    /// Text never yields a special symbol other than UNK, so other ids below UNK's are read as UNK ([`Vocabulary`]).
     pub fn sentences(
         &self,
         split: &str,
@@ -121,7 +121,7 @@ impl Binarised {
         })
     }
 
-    /// Hands over the ids of each sentence, all below `types`.
+    /// Calls `visit` with the ids of each sentence, all below `types`.
     fn read(&self, split: &str, side: Side, types: usize, mut visit: impl FnMut(&[u32]) -> Result<()>) -> Result<()> {
         let name = match (&self.pair, self.language(side)) {
             (Some(pair), Some(language)) => format!("{split}.{}.{language}", pair.named),
@@ -162,7 +162,7 @@ impl Binarised {
     }
 }
 
-/// The language pairs of a split.
+/// Returns the language pairs of a split.
 fn pairs(folder: &Path, split: &str) -> Result<BTreeSet<Pair>> {
     let entries = fs::read_dir(folder).map_err(|e| refused("list", folder, e))?;
     let names = entries.flatten().map(|entry| entry.file_name().to_string_lossy().into_owned());
@@ -185,11 +185,11 @@ fn refused(act: &'static str, path: &Path, error: std::io::Error) -> Error {
     }
 }
 
-/// How long the sentences of a `.bin` are, and how its numbers are to be read.
+/// The lengths of the sentences in a `.bin` file, and the format of its numbers.
 #[derive(Debug, PartialEq)]
 struct Index {
     kind: IdKind,
-    /// What id 0 is written as.
+    /// The number that stands for id 0.
     first: i64,
     lengths: Vec<i64>,
     /// The sum of the lengths.
@@ -267,7 +267,7 @@ impl Index {
         Ok(Index { kind, first, numbers: numbers.ok_or("lengths beyond all bounds; it is damaged")?, lengths })
     }
 
-    /// The index, if nothing follows and `starts` are where the lengths say that sentences begin, and maybe the end.
+    /// Returns the index if nothing follows it and `starts` agree with the lengths, with or without a last end.
     fn ends_with(self, rest: &[u8], mut starts: impl Iterator<Item = Option<i64>>) -> Result<Self, String> {
         let mut place = 0;
         let fits = self.lengths.iter().all(|length| {
@@ -284,7 +284,7 @@ impl Index {
         }
     }
 
-    /// The size of the `.bin`.
+    /// Returns the expected size of the `.bin` file in bytes.
     fn bytes(&self) -> Option<u64> {
         (self.numbers as u64).checked_mul(self.kind.bytes as u64)
     }
@@ -303,7 +303,7 @@ fn one(body: &mut &[u8], bytes: usize) -> Result<i64, String> {
     column(body, 1, bytes)?.next().ok_or_else(|| "it is damaged".into())
 }
 
-/// Cuts `count` numbers off the front.
+/// Takes `count` numbers of `bytes` bytes from the front of `body`.
 fn column<'a>(body: &mut &'a [u8], count: i64, bytes: usize) -> Result<impl Iterator<Item = i64> + use<'a>, String> {
     let size = usize::try_from(count).ok().and_then(|count| count.checked_mul(bytes));
     let (numbers, rest) = size
@@ -313,7 +313,8 @@ fn column<'a>(body: &mut &'a [u8], count: i64, bytes: usize) -> Result<impl Iter
     Ok(numbers.chunks_exact(bytes).map(|bytes| integer(bytes, true)))
 }
 
-/// At most eight bytes, the lowest first. An unsigned number beyond i64 comes out negative, which no caller takes.
+/// Reads at most eight bytes, the lowest first. An unsigned number beyond i64 becomes negative, which every caller
+/// rejects.
 fn integer(bytes: &[u8], is_signed: bool) -> i64 {
     let is_negative = is_signed && bytes.last().is_some_and(|byte| byte & 0x80 != 0);
     let mut wide = [if is_negative { 0xff } else { 0 }; 8];
@@ -361,7 +362,7 @@ mod tests {
     #[test]
     fn both_formats_hold_the_same_sentences() {
         for (index, tokens) in [mmap(), torchnet()] {
-            // BOS and an EOS within a sentence are read as UNK.
+            // BOS, and an EOS within a sentence, are read as UNK.
             assert_eq!(read(&index, &tokens, 7).unwrap(), [vec![4, UNK, 5], vec![], vec![6, UNK, 4]]);
         }
     }

@@ -1,8 +1,8 @@
-//! Byte pair encoding: merges applied to words (Sennrich et al. 2016), exactly as `subword-nmt apply-bpe` does.
+//! Byte pair encoding: applies merges to words (Sennrich et al. 2016), exactly as `subword-nmt apply-bpe` does.
 //!
-//! A word starts as its characters and an end-of-word mark `</w>`. The pair of neighbours that stands earliest in the
-//! list of merges is joined wherever it occurs, left to right, again and again until no pair of neighbours is in the
-//! list. Every piece but a word's last carries `@@`.
+//! A word starts as its characters and an end-of-word mark `</w>`. The adjacent pair that comes first in the list of
+//! merges is joined wherever it occurs, left to right, until no adjacent pair is in the list. Every piece except a
+//! word's last ends in `@@`.
 
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, HashMap};
@@ -13,43 +13,43 @@ use std::sync::{Mutex, PoisonError};
 use crate::data::text::read_lines;
 use crate::error::{Error, Result};
 
-/// Marks a piece that the next piece continues.
+/// The suffix of a piece that the next piece continues.
 pub const CONTINUED: &str = "@@";
 pub(super) const WORD_END: &str = "</w>";
 
-/// Words remembered at most: at about 200 bytes a word some 200 MB, more than any corpus of ours has types.
+/// The maximum number of cached words: about 200 MB at about 200 bytes a word.
 const CACHED_WORDS: usize = 1 << 20;
 
-/// How the end of a word enters the merges.
+/// The way in which the end of a word enters the merges.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum WordEnd {
-    /// Files of version 0.1 or without a header: `</w>` is a symbol of its own after the last character.
+    /// `</w>` is a symbol of its own after the last character, as in files of version 0.1 or without a header.
     OwnSymbol,
-    /// Files of version 0.2, and fastBPE's: `</w>` is part of the last character's symbol.
+    /// `</w>` is part of the last character's symbol, as in files of version 0.2 and of fastBPE.
     OnLastCharacter,
 }
 
-/// An ordered list of merges, with the segmentation of every word seen so far.
+/// An ordered list of merges, with a cache of segmented words.
 #[derive(Debug)]
 pub struct Bpe {
     word_end: WordEnd,
     merges: Vec<(String, String)>,
-    /// left → right → place in the list; nested, so that a look-up borrows both halves.
+    /// Maps left → right → rank in the list; nested, so that a look-up borrows both halves.
     ranks: HashMap<String, HashMap<String, usize>>,
     pieces: Mutex<HashMap<String, Vec<String>>>,
 }
 
 impl Bpe {
-    /// Reads merges as subword-nmt (`#version: 0.2`, then `a b` a line) or fastBPE (`a b count` a line, no header)
-    /// writes them.
+    /// Reads merges in the format of subword-nmt (`#version: 0.2`, then `a b` per line) or fastBPE (`a b count` per
+    /// line, no header).
     ///
-    /// Two columns without a header are version 0.1, as for subword-nmt. A merge listed twice keeps its first place.
+    /// Two columns without a header mean version 0.1, as in subword-nmt. A merge listed twice keeps its first rank.
     pub fn from_codes(path: impl AsRef<Path>) -> Result<Self> {
         let path = path.as_ref();
         Self::from_lines(path, &read_lines(path, &mut || Ok(()))?)
     }
 
-    /// The same of lines that were read already; `path` is for messages.
+    /// Parses merges from lines that were read already; `path` is for messages.
     pub fn from_lines(path: &Path, lines: &[String]) -> Result<Self> {
         let wrong = |index: usize, what: &str| {
             Error::invalid(format!(
@@ -88,7 +88,7 @@ impl Bpe {
         Ok(Self::new(word_end, merges))
     }
 
-    /// Merges that were learned in the manner of version 0.2.
+    /// Builds a BPE from merges that were learned in the format of version 0.2.
     pub(super) fn from_merges(merges: Vec<(String, String)>) -> Self {
         Self::new(WordEnd::OnLastCharacter, merges)
     }
@@ -106,15 +106,15 @@ impl Bpe {
         Self { word_end, merges, ranks, pieces: Mutex::default() }
     }
 
-    /// The merges in the order in which they are applied.
+    /// Returns the merges in the order in which they are applied.
     pub fn merges(&self) -> &[(String, String)] {
         &self.merges
     }
 
-    /// The pieces of a line, whose words are separated by spaces alone (a tab belongs to its word), as `subword-nmt
-    /// apply-bpe` cuts them.
+    /// Splits a line into pieces, like `subword-nmt apply-bpe`. Words are separated only by spaces; a tab belongs to
+    /// its word.
     pub fn segment(&self, line: &str) -> Vec<String> {
-        // A thread that panicked while it held the lock left whole entries behind: the cache stays good.
+        // A thread that panicked with the lock left only complete entries, so the cache stays valid.
         let mut pieces = self.pieces.lock().unwrap_or_else(PoisonError::into_inner);
         let mut out = Vec::new();
         for word in spaced_words(line) {
@@ -131,7 +131,7 @@ impl Bpe {
         out
     }
 
-    /// The merges in subword-nmt's format.
+    /// Returns the merges in subword-nmt's format.
     pub fn to_text(&self) -> String {
         let version = match self.word_end {
             WordEnd::OwnSymbol => "#version: 0.1\n",
@@ -145,7 +145,7 @@ impl Bpe {
         if word.chars().nth(1).is_none() {
             return vec![word.to_owned()];
         }
-        // The mark itself is no text.
+        // The end-of-word mark itself is no text.
         let mut pieces: Vec<String> = self
             .symbols(&format!("{word}{WORD_END}"))
             .into_iter()
@@ -157,10 +157,10 @@ impl Bpe {
         pieces
     }
 
-    /// The bytes of each symbol that the merges leave of a word and its mark.
+    /// Returns the byte range of each symbol that the merges leave of a word with its mark.
     ///
-    /// Symbols are a linked list, and a queue holds every pair of neighbours that is in the list of merges. So a word of n
-    /// characters costs O(n log n), where joining in place would cost O(n²).
+    /// Symbols form a linked list, and a queue holds every adjacent pair that is in the list of merges. So a word of n
+    /// characters costs O(n log n), while joining in place would cost O(n²).
     fn symbols(&self, marked: &str) -> Vec<Range<usize>> {
         let word = marked.len() - WORD_END.len();
         let mut ends: Vec<usize> = marked[..word].char_indices().map(|(start, c)| start + c.len_utf8()).collect();
@@ -181,7 +181,7 @@ impl Bpe {
         let place = |symbols: &[Range<usize>], next: &[usize], i| Some(Reverse((rank(symbols, next, i)?, i)));
         let mut queue: BinaryHeap<_> = (0..count).filter_map(|i| place(&symbols, &next, i)).collect();
         while let Some(&Reverse((first, _))) = queue.peek() {
-            // All places of this merge, left to right, before any pair that it makes.
+            // Find all places of this merge, left to right, before those of any pair that it creates.
             let mut joined = Vec::new();
             while let Some(&Reverse((_, i))) = queue.peek().filter(|place| place.0 .0 == first) {
                 queue.pop();
@@ -204,14 +204,14 @@ impl Bpe {
     }
 }
 
-/// The words of a line for merging: separated by spaces, ends of lines stripped.
+/// Returns the words of a line: separated by spaces, with line ends stripped.
 pub(super) fn spaced_words(line: &str) -> impl Iterator<Item = &str> {
     line.trim_matches(['\r', '\n', ' ']).split(' ').filter(|word| !word.is_empty())
 }
 
 #[cfg(test)]
 pub(super) mod testing {
-    /// Random numbers, each below the one given.
+    /// Returns a random number generator; each number is below its argument.
     pub fn numbers(mut state: u64) -> impl FnMut(usize) -> usize {
         move |n| {
             state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
@@ -234,13 +234,13 @@ mod tests {
         Bpe::from_codes(path)
     }
 
-    /// The right-hand sides are what subword-nmt 0.3.8's `BPE.segment` printed for MERGES with this header (frozen).
+    /// The expected values were printed by subword-nmt 0.3.8's `BPE.segment` for MERGES with this header.
     #[test]
     fn segments_as_subword_nmt() {
         for (header, frozen) in [("#version: 0.2\n", FROZEN_02), ("", FROZEN_01)] {
             let bpe = bpe(&format!("{header}{MERGES}")).unwrap();
             for (line, pieces) in LINES.iter().zip(frozen) {
-                // Twice: the second time from the cache.
+                // The second call reads the cache.
                 assert_eq!(bpe.segment(line).join(" "), *pieces, "{line:?} with header {header:?}");
                 assert_eq!(bpe.segment(line).join(" "), *pieces, "{line:?} from the cache");
             }
@@ -293,7 +293,7 @@ mod tests {
         "b@@ \u{2028}@@ lo@@ w \u{85}",
     ];
 
-    /// The definition, word by word: the first pair of the list is joined wherever it stands, until none is left.
+    /// Applies the definition to one word: joins the first pair of the list wherever it occurs, until none is left.
     fn joined_in_place(bpe: &Bpe, word: &str) -> Vec<String> {
         let mut symbols: Vec<String> = word.chars().map(String::from).collect();
         match bpe.word_end {
@@ -319,7 +319,7 @@ mod tests {
     fn random_merges_join_as_in_place() {
         let mut below = testing::numbers(7);
         for round in 0..300 {
-            // Pairs of what there is, in any order: a merge may stand before those that make its parts.
+            // Pairs of known symbols come in any order: a merge may precede those that create its parts.
             let mut known: Vec<String> = ["a", "b", "c", "a</w>", "b</w>", "</w>"].map(String::from).to_vec();
             let mut merges: Vec<(String, String)> = (0..12)
                 .map(|_| {

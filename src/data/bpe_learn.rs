@@ -1,7 +1,7 @@
-//! Learning merges: the most frequent pair of neighbours first (Sennrich et al. 2016).
+//! Learning of BPE merges: the most frequent adjacent pair first (Sennrich et al. 2016).
 //!
-//! All different words lie in one row of symbols, linked to their neighbours, and every pair knows its places. A merge
-//! costs as much as it has places, so learning is linear in the corpus, however long its words are.
+//! All distinct words lie in one array of symbols linked to their neighbours, and every pair has a list of its places.
+//! A merge costs as much as the pair has places, so learning is linear in the corpus, however long its words are.
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet, BinaryHeap, HashMap};
@@ -10,15 +10,16 @@ use super::bpe::{spaced_words, Bpe, WORD_END};
 use super::interrupt::{interruptible, throttled, Interrupt};
 use crate::error::{Error, Result};
 
-/// A pair seen once is no pattern: subword-nmt's default too.
+/// The minimum count of a pair to be merged; 2 is subword-nmt's default, too.
 const LEAST_PAIR_COUNT: i64 = 2;
 
 impl Bpe {
-    /// Learns at most `operations` merges from lines of words separated by spaces; fewer where no pair occurs twice any
+    /// Learns at most `operations` merges from lines of words separated by spaces, or fewer if no pair occurs twice any
     /// more.
     ///
-    /// The same lines give the same merges. Of pairs of one count the first comes first, by the symbols' age, then
-    /// alphabetically: so the `tokenizers` library's trainer has it. For a joint BPE pass the lines of both languages.
+    /// The same lines give the same merges. Among pairs with the same count, the one with the older symbols comes
+    /// first, then alphabetical order decides, as in the `tokenizers` library's trainer. For a joint BPE, pass the
+    /// lines of both languages.
     pub fn learn<'a>(
         lines: impl IntoIterator<Item = &'a str>,
         operations: usize,
@@ -29,7 +30,7 @@ impl Bpe {
         }
         let mut check_interrupt = throttled(check_interrupt);
         let mut number_of_lines = 0;
-        // In order, so that nothing depends on a hash map's.
+        // The map is sorted, so that nothing depends on a hash map's order.
         let mut words: BTreeMap<&str, i64> = BTreeMap::new();
         interruptible(&mut check_interrupt, lines, |lines| {
             for line in lines {
@@ -48,19 +49,19 @@ impl Bpe {
     }
 }
 
-/// The words that merges are learned from. A word with a carriage return inside would write merges that no reader takes
-/// for one line.
+/// Returns the words from which merges are learned. A word with a carriage return inside is skipped, because readers
+/// would split its merges into two lines.
 fn learnable_words(line: &str) -> impl Iterator<Item = &str> {
     spaced_words(line).filter(|word| !word.contains('\r'))
 }
 
-/// A symbol's number, by age: those that words start from, alphabetically, then the merged ones.
+/// A symbol's number, by age: first the initial symbols alphabetically, then the merged ones.
 type Id = u32;
 type IdPair = (Id, Id);
 
-/// No symbol: a place that a merge has emptied.
+/// A marker for no symbol, at a place that a merge has emptied.
 const GONE: Id = Id::MAX;
-/// No place: beyond a word's end.
+/// A marker for no place, beyond a word's end.
 const NOWHERE: u32 = u32::MAX;
 
 struct Learner {
@@ -70,19 +71,20 @@ struct Learner {
     symbols: Vec<Id>,
     next: Vec<u32>,
     previous: Vec<u32>,
-    /// The number of a place's word.
+    /// The index of the word at each place.
     words: Vec<u32>,
-    /// How often each word occurs.
+    /// The frequency of each word.
     frequencies: Vec<i64>,
-    /// How often each pair occurs; of merged ones, how often it did.
+    /// The current count of each pair.
     counts: HashMap<IdPair, i64>,
-    /// Where a pair may stand, by its left symbol.
+    /// The places at which a pair may occur, given by its left symbol.
     places: HashMap<IdPair, Vec<u32>>,
-    /// Pairs by count, then by age, with the [`Learner::found`] that they were queued for; a count that has changed since
-    /// is put right when it comes up.
+    /// Pairs ordered by count, then by age, with an index into [`Learner::found`]. A count that has changed since is
+    /// corrected when the pair is popped.
     queue: BinaryHeap<(i64, Reverse<IdPair>, Reverse<usize>)>,
-    /// The words, ascending, in which a pair came up together. A pair that another merge spells anew comes up twice, and
-    /// each time is merged by itself: so the `tokenizers` library's trainer has it (tests/data/test_bpe.py).
+    /// The words, ascending, in which a pair was queued together. A pair that another merge creates again is queued
+    /// twice, and each time is merged in its own words, as in the `tokenizers` library's trainer
+    /// (tests/data/test_bpe.py).
     found: Vec<Vec<u32>>,
 }
 
@@ -140,7 +142,7 @@ impl Learner {
         }
     }
 
-    /// The pair stands at `place` now (`weight` > 0), or does not any more.
+    /// Counts a pair that now occurs at `place` (`weight` > 0), or no longer does (`weight` < 0).
     fn count(&mut self, place: u32, pair: IdPair, weight: i64) {
         *self.counts.entry(pair).or_default() += weight;
         if weight > 0 {
@@ -148,14 +150,14 @@ impl Learner {
         }
     }
 
-    /// A pair that has come up in these words, which ascend.
+    /// Queues a pair for the given words, which ascend.
     fn enqueue(&mut self, pair: IdPair, mut words: Vec<u32>) {
         words.dedup();
         self.queue.push((self.counts[&pair], Reverse(pair), Reverse(self.found.len())));
         self.found.push(words);
     }
 
-    /// Merges until there are `operations` new symbols, or no pair occurs often enough.
+    /// Merges until there are `operations` new symbols, or until no pair occurs often enough.
     fn learn(mut self, operations: usize, check_interrupt: Interrupt) -> Result<Vec<(String, String)>> {
         let enough = self.spelled.len().saturating_add(operations);
         let mut merged = Vec::new();
@@ -180,15 +182,15 @@ impl Learner {
             }
             self.merge(pair, places);
         }
-        // A pair that came up again counts where it was merged last.
+        // A pair that was merged twice counts at its last merge.
         let last: HashMap<IdPair, usize> = merged.iter().enumerate().map(|(rank, pair)| (*pair, rank)).collect();
         let kept = merged.iter().enumerate().filter(|(rank, pair)| last[*pair] == *rank).map(|(_, pair)| pair);
         let spelled = |id: Id| self.spelled[id as usize].clone();
-        // A merge that spells an old symbol anew is free above, and would exceed what was asked for.
+        // A merge that creates an existing symbol is not counted above, so the result could exceed `operations`.
         Ok(kept.take(operations).map(|&(left, right)| (spelled(left), spelled(right))).collect())
     }
 
-    /// Joins a pair wherever it stands, in each word from left to right.
+    /// Joins a pair at `places`, in each word from left to right.
     fn merge(&mut self, (left, right): IdPair, mut places: Vec<u32>) {
         let spelled = format!("{}{}", self.spelled[left as usize], self.spelled[right as usize]);
         let new = *self.ids.entry(spelled.clone()).or_insert(self.spelled.len() as Id);
@@ -241,7 +243,7 @@ mod tests {
         Bpe::learn(lines, operations, &mut || Ok(()))
     }
 
-    /// A word as long as this costs the `tokenizers` library a minute.
+    /// A word of this length costs the `tokenizers` library a minute.
     #[test]
     fn a_long_word_is_learned_and_cut_in_linear_time() {
         let mut below = numbers(3);
@@ -268,7 +270,7 @@ mod tests {
 
     #[test]
     fn the_most_frequent_pair_comes_first() {
-        // l-o 5, o-w</w> 3, o-w 2, w-e 2, e-r</w> 2; after "lo": lo-w</w> 3, lo-w 2.
+        // Counts: l-o 5, o-w</w> 3, o-w 2, w-e 2, e-r</w> 2; after "lo": lo-w</w> 3, lo-w 2.
         let bpe = learn(["low low low", " lower  lower "], 3).unwrap();
         assert_eq!(pairs(&bpe)[..2], ["l o", "lo w</w>"]);
         assert_eq!(bpe.merges().len(), 3);

@@ -1,58 +1,58 @@
-//! Sentences of ids, ready to be batched.
+//! Corpora: sentences of token ids, ready for batching.
 
 use super::interrupt::Interrupt;
 use super::vocabulary::{BOS, EOS};
 use crate::error::{Error, Result};
 use serde::{Deserialize, Serialize};
 
-/// What to do with a sentence that exceeds a batch by itself.
+/// The treatment of a sentence that exceeds a batch by itself.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum LongSentences {
-    /// An error that says how many there are.
+    /// Fails with an error that says how many there are.
     Refuse,
-    /// They are left out, and counted.
+    /// Leaves them out, and counts them.
     Skip,
 }
 
-/// The most tokens that a sentence may have, its end counted, and the option that says so.
+/// The maximum length of a sentence in tokens, its end included, and the option that sets it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Limit {
     pub tokens: usize,
-    /// Of what it is the size, and the option's flag.
+    /// The thing whose size it is, and the option's flag.
     pub what: &'static str,
     pub flag: &'static str,
 }
 
 impl Limit {
-    /// A sentence must fit into a batch.
+    /// Returns the limit that a sentence must fit into a batch.
     pub fn batch(max_tokens: usize) -> Self {
         Limit { tokens: max_tokens, what: "a batch", flag: "--max-tokens" }
     }
 
-    /// The tighter of two.
+    /// Returns the tighter of two limits.
     pub fn and(self, other: Option<Limit>) -> Self {
         other.filter(|other| other.tokens < self.tokens).unwrap_or(self)
     }
 }
 
-/// Sentence pairs, or for language modelling the segments of a stream.
+/// Sentence pairs or, for language modelling, the segments of a stream.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Corpus {
     /// Source sentences without EOS; `None` for language modelling.
     pub source: Option<Vec<Vec<u32>>>,
-    /// With a source: target sentences without EOS. Without: segments as [`stream`] makes them.
+    /// Target sentences without EOS; for language modelling, segments as [`stream`] makes them.
     pub target: Vec<Vec<u32>>,
-    /// With a source: what the decoder reads before each target sentence.
+    /// The first token of the decoder's input; unused for language modelling.
     pub start: u32,
 }
 
 impl Corpus {
-    /// The same with another first token for the decoder than BOS.
+    /// Returns the corpus with `token` instead of BOS as the decoder's first token.
     pub fn starting_with(self, token: i64) -> Self {
         Corpus { start: token as u32, ..self }
     }
 
-    /// A corpus of sentence pairs, and for each of the given ones whether it is there, or was left out as too long.
+    /// Builds a corpus of sentence pairs. Also returns, for each given pair, false if it was left out as too long.
     ///
     /// A pair is too long if its source or its target, with EOS, exceeds the limit.
     pub fn parallel(
@@ -88,7 +88,8 @@ impl Corpus {
         Ok((Self { source: Some(source), target, start: BOS }, fits))
     }
 
-    /// A corpus for language modelling: the sentences, each ended by EOS, as one stream cut in segments.
+    /// Builds a corpus for language modelling: the sentences, each ended by EOS, form one stream that is cut into
+    /// segments.
     pub fn language_model(sentences: &[Vec<u32>], segment_length: usize, max_tokens: usize) -> Result<Self> {
         if segment_length == 0 || segment_length > max_tokens {
             return Err(Error::invalid(format!(
@@ -99,19 +100,19 @@ impl Corpus {
         Ok(Self { source: None, target: stream(&tokens, segment_length), start: BOS })
     }
 
-    /// Every token that a model is to predict.
+    /// Iterates over every token that a model has to predict.
     pub fn predicted(&self) -> impl Iterator<Item = u32> + '_ {
-        // A segment begins with the token before it.
+        // A segment begins with the token before it, which is not predicted.
         let (given, end) = if self.source.is_some() { (0, Some(EOS)) } else { (1, None) };
         self.target.iter().flat_map(move |row| row.iter().copied().skip(given).chain(end))
     }
 
-    /// The checksum of the sentences, as [`digest`] has it.
+    /// Returns the checksum of the sentences; see [`digest`].
     pub fn digest(&self, check_interrupt: Interrupt) -> Result<u32> {
         digest(self.source.iter().flatten().chain(&self.target), check_interrupt)
     }
 
-    /// The number of sentence pairs or segments.
+    /// Returns the number of sentence pairs or segments.
     pub fn len(&self) -> usize {
         self.target.len()
     }
@@ -120,24 +121,24 @@ impl Corpus {
         self.target.is_empty()
     }
 
-    /// How many positions (source, target) each sentence takes in the model, EOS included; source 0 for language
-    /// modelling.
+    /// Returns the numbers of positions (source, target) of each sentence in the model, EOS included; for language
+    /// modelling the source has 0.
     pub fn lengths(&self) -> Vec<(usize, usize)> {
         match &self.source {
             Some(source) => {
                 source.iter().zip(&self.target).map(|(source, target)| (source.len() + 1, target.len() + 1)).collect()
             }
-            // Every token of a segment but its first is predicted.
+            // Every token of a segment except its first is predicted.
             None => self.target.iter().map(|segment| (0, segment.len().saturating_sub(1))).collect(),
         }
     }
 }
 
-/// Chops one long stream of tokens in segments of `segment_length` predicted tokens (the last one may be shorter).
+/// Cuts a stream of tokens into segments of `segment_length` predicted tokens (the last one may be shorter).
 ///
-/// Each segment is preceded by the one token before it in the stream (EOS before the first): x₀ x₁ … x_T, of which x₀ …
-/// x_{T−1} is the model's input and x₁ … x_T what it predicts. So every token of the stream is predicted once, from a
-/// true predecessor, and nothing is added that would be easy to predict.
+/// Each segment begins with the token before it in the stream (EOS before the first): x₀ x₁ … x_T, where x₀ … x_{T−1}
+/// is the model's input and x₁ … x_T its targets. So every token of the stream is predicted once, from its true
+/// predecessor, and no easy token is added.
 pub fn stream(tokens: &[u32], segment_length: usize) -> Vec<Vec<u32>> {
     let mut before = EOS;
     let mut segments = Vec::with_capacity(tokens.len().div_ceil(segment_length.max(1)));
@@ -148,14 +149,14 @@ pub fn stream(tokens: &[u32], segment_length: usize) -> Vec<Vec<u32>> {
     segments
 }
 
-/// Checksums of a run's text as it is trained on: its place in an epoch belongs to one, its best score to the other.
+/// Checksums of a run's text as used in training: `train` identifies its place in an epoch, `valid` its best score.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Digests {
     pub train: u32,
     pub valid: u32,
 }
 
-/// CRC-32 of sentences' ids and ends, in order. `check_interrupt` runs at each.
+/// Returns the CRC-32 of sentences' ids and ends, in order. `check_interrupt` runs at each sentence.
 pub fn digest<'a>(sentences: impl IntoIterator<Item = &'a Vec<u32>>, check_interrupt: Interrupt) -> Result<u32> {
     let mut crc = flate2::Crc::new();
     let mut bytes = Vec::new();

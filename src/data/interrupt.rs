@@ -1,4 +1,4 @@
-//! Interrupt checks in long work, so that Ctrl-C ends it.
+//! Interrupt checks during long work, so that Ctrl-C ends it.
 
 use crate::error::Result;
 use std::time::{Duration, Instant};
@@ -6,10 +6,10 @@ use std::time::{Duration, Instant};
 /// Checks for an interrupt; its error ends the work.
 pub type Interrupt<'a> = &'a mut dyn FnMut() -> Result<()>;
 
-/// Checks are this far apart, as each takes Python's lock.
+/// The minimum interval of checks, because each takes the GIL.
 const INTERVAL: Duration = Duration::from_millis(100);
 
-/// `check_interrupt`, run at most once per [`INTERVAL`], for callers that check at every item.
+/// Wraps `check_interrupt` to run at most once per [`INTERVAL`], for callers that check at every item.
 pub fn throttled(check_interrupt: Interrupt<'_>) -> impl FnMut() -> Result<()> + '_ {
     let mut last = Instant::now();
     move || match last.elapsed() < INTERVAL {
@@ -21,7 +21,7 @@ pub fn throttled(check_interrupt: Interrupt<'_>) -> impl FnMut() -> Result<()> +
     }
 }
 
-/// Hands items to `work`, with a check before each. An interrupt ends the items, and its error is returned.
+/// Passes items to `work`, with a check before each. An interrupt ends the items, and its error is returned.
 pub fn interruptible<I: IntoIterator, T>(
     check_interrupt: Interrupt,
     items: I,

@@ -1,22 +1,24 @@
-//! Pieces to text while they come.
+//! Incremental joining of pieces into text.
 
 use super::bpe::CONTINUED;
 
-/// Text of pieces that come one by one: all that was given out is [`join`](super::join) of all pieces so far.
+/// Joins pieces that arrive one by one; the texts returned so far are always [`join`](super::join) of all pieces so
+/// far.
 #[derive(Debug, Clone)]
 pub struct Joiner {
-    /// A space stands before the next piece.
+    /// True if a space comes before the next piece.
     spaced: bool,
 }
 
 impl Joiner {
-    /// After a text that the pieces go on: a space comes first, unless one stands at its end or a line begins there.
+    /// Starts after a text that the pieces continue: a space comes first, unless the text ends in white space or in a
+    /// continued piece.
     pub fn after(text: &str) -> Self {
         let end = text.chars().next_back();
         Joiner { spaced: end.is_some_and(|c| !c.is_whitespace()) && !text.ends_with(CONTINUED) }
     }
 
-    /// The text that the piece adds.
+    /// Returns the text that the piece adds.
     pub fn push(&mut self, piece: &str) -> String {
         let (text, is_word_over) = match piece.strip_suffix(CONTINUED) {
             Some(text) => (text, false),
@@ -26,7 +28,7 @@ impl Joiner {
         format!("{space}{text}")
     }
 
-    /// The end of a line: the next piece begins another.
+    /// Ends a line, so that the next piece begins another.
     pub fn end(&mut self) {
         self.spaced = false;
     }

@@ -1,8 +1,8 @@
-//! From text files to packed batches of token ids, in the order of the files below.
+//! The data pipeline, from text files to packed batches of token ids, in the order of the files below.
 //!
-//! Lines of text ([`text`]) are cut into pieces ([`segmenter`], [`bpe`]), pieces become ids ([`vocabulary`]); fairseq's
-//! folders hold ids already ([`binarised`]). Sentences of ids form a [`corpus`], and sentences of like length share a
-//! batch ([`batches`]), delivered for ever in an order that a seed fixes ([`stream`]).
+//! Lines of text ([`text`]) are split into pieces ([`segmenter`], [`bpe`]), and pieces become ids ([`vocabulary`]);
+//! fairseq's folders hold ids already ([`binarised`]). Sentences of ids form a [`corpus`], and sentences of similar
+//! length share a batch ([`batches`]). Batches come in an endless stream whose order depends on a seed ([`stream`]).
 
 pub mod interrupt;
 pub mod text;

@@ -1,22 +1,22 @@
-//! Random numbers that a seed fixes on every platform, for good.
+//! Random numbers that depend only on a seed, on every platform and in every version.
 //!
-//! The generator is ChaCha with 8 rounds (crate `rand_chacha`, which promises the same values for ever). Its key spells
-//! out what the numbers are for, so that any place of a run has its own numbers without those before it: no state has
-//! to be stored to resume.
+//! The generator is ChaCha with 8 rounds (crate `rand_chacha`, which promises the same values for ever). Its key
+//! encodes the purpose and place of the numbers, so any place of a run can generate its numbers without those before
+//! it, and no state has to be stored for resuming.
 
 use rand_chacha::rand_core::{RngCore, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
-/// What random numbers are drawn for: each purpose has its own.
+/// The purpose of random numbers; each purpose has its own numbers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Purpose {
-    /// Which of two sentences of the same lengths comes first.
+    /// Order of sentences with the same lengths.
     TieBreak = 1,
-    /// The order of an epoch's batches.
+    /// Order of an epoch's batches.
     BatchOrder = 2,
-    /// Which tokens of a batch become UNK.
+    /// Choice of the tokens in a batch that become UNK.
     WordDropout = 3,
-    /// Which token a language model says next.
+    /// Choice of the next token that a language model generates.
     NextToken = 4,
 }
 
@@ -25,7 +25,7 @@ pub enum Purpose {
 pub struct Random(ChaCha8Rng);
 
 impl Random {
-    /// The key is seed, epoch, index and purpose, 8 bytes each, little endian.
+    /// Builds the generator. Its key is seed, epoch, index and purpose, 8 bytes each, little-endian.
     pub fn new(seed: u64, epoch: u64, index: u64, purpose: Purpose) -> Self {
         let mut key = [0; 32];
         for (bytes, word) in key.chunks_exact_mut(8).zip([seed, epoch, index, purpose as u64]) {
@@ -34,25 +34,25 @@ impl Random {
         Self(ChaCha8Rng::from_seed(key))
     }
 
-    /// True with probability `p`.
+    /// Returns true with probability `p`.
     pub fn chance(&mut self, p: f64) -> bool {
         self.uniform() < p
     }
 
-    /// Uniform in [0, 1): the upper 53 bits as a multiple of 2⁻⁵³.
+    /// Returns a uniform number in [0, 1): the upper 53 bits as a multiple of 2⁻⁵³.
     pub fn uniform(&mut self) -> f64 {
         (self.0.next_u64() >> 11) as f64 * (1.0 / (1u64 << 53) as f64)
     }
 
-    /// Brings the items into a uniformly random order (Fisher and Yates, from the end).
+    /// Shuffles the items uniformly (Fisher and Yates, from the end).
     pub fn shuffle<T>(&mut self, items: &mut [T]) {
         for last in (1..items.len()).rev() {
             items.swap(last, self.up_to(last as u64) as usize);
         }
     }
 
-    /// Uniform in 0 ..= `most`: bits beyond the range are thrown away and drawn again, as a remainder would prefer
-    /// small numbers.
+    /// Returns a uniform number in 0 ..= `most`. Numbers beyond the range are rejected and drawn again, because a
+    /// remainder would prefer small numbers.
     fn up_to(&mut self, most: u64) -> u64 {
         let mask = u64::MAX >> most.leading_zeros().min(63);
         loop {
@@ -72,7 +72,7 @@ mod tests {
     fn the_numbers_never_change() {
         let mut items: Vec<u8> = (0..10).collect();
         Random::new(1, 2, 3, Purpose::BatchOrder).shuffle(&mut items);
-        // Computed by an independent ChaCha8 in Python.
+        // The order was computed by an independent ChaCha8 in Python.
         assert_eq!(items, [6, 0, 4, 9, 7, 5, 1, 2, 8, 3]);
     }
 
@@ -98,7 +98,7 @@ mod tests {
             random.shuffle(&mut items);
             *counts.entry(items).or_insert(0) += 1;
         }
-        // 1000 expected of each order, standard deviation 29.
+        // Each order is expected 1000 times, with a standard deviation of 29.
         assert!(counts.len() == 6 && counts.values().all(|count| (880..1120).contains(count)), "{counts:?}");
     }
 
@@ -106,7 +106,7 @@ mod tests {
     fn chances_have_their_probability() {
         let mut random = Random::new(7, 0, 0, Purpose::WordDropout);
         let hits = (0..10_000).filter(|_| random.chance(0.1)).count();
-        // 1000 expected, standard deviation 30.
+        // The expected number is 1000, the standard deviation 30.
         assert!((880..1120).contains(&hits), "{hits}");
         assert!((0..100).all(|_| !random.chance(0.0) && random.chance(1.0)));
     }

@@ -1,19 +1,19 @@
-//! Lines to pieces and back.
+//! Segmentation of lines into pieces, and its inverse.
 
 use super::bpe::{Bpe, CONTINUED};
 use super::text::words;
 
-/// How a line of text becomes pieces of the vocabulary.
+/// The method that splits a line of text into pieces of the vocabulary.
 #[derive(Debug)]
 pub enum Segmenter {
-    /// Words are cut by merges.
+    /// Words are split by BPE merges.
     Bpe(Bpe),
-    /// The text is cut already: its pieces are what white space separates.
+    /// The text is split already: white space separates its pieces.
     Split,
 }
 
 impl Segmenter {
-    /// The pieces of a line.
+    /// Splits a line into pieces.
     pub fn segment(&self, line: &str) -> Vec<String> {
         match self {
             Self::Bpe(bpe) => bpe.segment(line),
@@ -22,16 +22,16 @@ impl Segmenter {
     }
 }
 
-/// The words that the pieces were cut from, separated by single spaces.
+/// Joins pieces into words separated by single spaces.
 pub fn join<S: AsRef<str>>(pieces: &[S]) -> String {
     let line = pieces.iter().map(AsRef::as_ref).collect::<Vec<_>>().join(" ");
     join_line(&line)
 }
 
-/// A line of pieces with its words whole again: subword-nmt's `sed -r 's/(@@ )|(@@ ?$)//g'`.
+/// Joins the pieces in a line into words, like subword-nmt's `sed -r 's/(@@ )|(@@ ?$)//g'`.
 pub fn join_line(line: &str) -> String {
     let mut joined = line.replace("@@ ", "");
-    // Only a mark at the very end of the line *before* joining is dangling; what joining brings there is text.
+    // Only a mark at the very end of the line *before* joining is dangling; one that joining moves there is text.
     if line.ends_with(CONTINUED) {
         joined.truncate(joined.len() - CONTINUED.len());
     }
@@ -42,7 +42,7 @@ pub fn join_line(line: &str) -> String {
 mod tests {
     use super::*;
 
-    /// The right-hand sides were printed by GNU sed with the expression above.
+    /// The expected values were printed by GNU sed with the expression above.
     #[test]
     fn joins_as_sed_does() {
         for (line, joined) in [

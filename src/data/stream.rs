@@ -1,4 +1,4 @@
-//! Batches without end, epoch after epoch, from any place, built ahead on another thread.
+//! An endless stream of batches, epoch after epoch, from any place, built ahead on another thread.
 
 use std::sync::mpsc::{sync_channel, Receiver};
 use std::sync::Arc;
@@ -11,10 +11,10 @@ use super::corpus::Corpus;
 use super::random::{Purpose, Random};
 use crate::error::{Error, Result};
 
-/// Batches that wait to be taken: enough to hide a slow one, and little memory.
+/// The number of batches built ahead: enough to hide a slow one, and little memory.
 const BUILT_AHEAD: usize = 4;
 
-/// A place in the data: the next batch is number `index` of epoch `epoch`, both from 0. `index` is 0 when an epoch has
+/// A place in the data: the next batch has index `index` in epoch `epoch`, both from 0. `index` is 0 when an epoch has
 /// just ended.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Cursor {
@@ -22,19 +22,19 @@ pub struct Cursor {
     pub index: u64,
 }
 
-/// What determines the batches of a corpus.
+/// The settings that determine the batches of a corpus.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct StreamConfig {
-    /// Sentences × longest side of a batch, at most.
+    /// The maximum of sentences × longest side in a batch.
     pub max_tokens: usize,
-    /// Fixes order and word dropout.
+    /// The seed of the order and of word dropout.
     pub seed: u64,
     /// The probability that an input token becomes UNK.
     pub word_dropout: f64,
 }
 
-/// The batches of a corpus for ever, each with the cursor to resume from *after* it. Same corpus, configuration and
-/// cursor: same batches.
+/// An endless stream of a corpus's batches, each with the cursor from which to resume *after* it. The same corpus,
+/// configuration and cursor give the same batches.
 #[derive(Debug)]
 pub struct BatchStream {
     corpus: Arc<Corpus>,
@@ -48,9 +48,9 @@ pub struct BatchStream {
 impl BatchStream {
     /// Starts at `cursor`; `Cursor::default()` is the beginning.
     ///
-    /// Errors: an empty corpus, a sentence longer than `max_tokens`, a probability outside 0 ≤ p < 1. A cursor past its
-    /// epoch's last batch, which other data or another `max_tokens` left behind, is an error too: from there the run
-    /// would not be the one that is resumed.
+    /// Errors on an empty corpus, a sentence longer than `max_tokens`, or a probability outside 0 ≤ p < 1. A cursor
+    /// past its epoch's last batch, from other data or another `max_tokens`, is an error too: the run could not
+    /// continue from there unchanged.
     pub fn new(corpus: Arc<Corpus>, config: StreamConfig, cursor: Cursor) -> Result<Self> {
         let lengths = corpus.lengths();
         let Some(longest) = lengths.iter().map(|&(source, target)| source.max(target)).max() else {
@@ -90,17 +90,17 @@ impl BatchStream {
             seen += batch.len();
             is_there
         });
-        // Not beyond it: an epoch's end has an evaluation, which is the next update's.
+        // The cursor stays before the epoch's end, which has an evaluation that belongs to the next update.
         self.cursor.index = index.unwrap_or(self.plan.len() - 1) as u64;
         self
     }
 
-    /// Sentences of this epoch that lie behind.
+    /// Returns the number of sentences of this epoch before the cursor.
     pub fn seen(&self) -> usize {
         self.plan[..self.cursor.index as usize].iter().map(Vec::len).sum()
     }
 
-    /// The next batch's place.
+    /// Returns the place of the next batch.
     pub fn cursor(&self) -> Cursor {
         self.cursor
     }
@@ -110,12 +110,12 @@ impl BatchStream {
         self.plan = plan(&self.lengths, self.config.max_tokens, self.config.seed, epoch);
     }
 
-    /// The number of batches in an epoch, the same in each.
+    /// Returns the number of batches in an epoch, the same in each.
     pub fn batches_per_epoch(&self) -> usize {
         self.plan.len()
     }
 
-    /// Builds the next batch and moves behind it.
+    /// Builds the next batch and advances the cursor past it.
     pub fn next_batch(&mut self) -> (Batch, Cursor) {
         let Cursor { epoch, index } = self.cursor;
         let mut batch = collate(&self.corpus, &self.plan[index as usize]);
@@ -136,27 +136,27 @@ impl BatchStream {
 impl Iterator for BatchStream {
     type Item = (Batch, Cursor);
 
-    /// Never `None`.
+    /// Returns the next batch; never `None`.
     fn next(&mut self) -> Option<Self::Item> {
         Some(self.next_batch())
     }
 }
 
-/// A [`BatchStream`] whose batches are built ahead on a thread of their own. Dropping it ends the thread.
+/// A [`BatchStream`] whose batches are built ahead on its own thread. Dropping it ends the thread.
 #[derive(Debug)]
 pub struct Prefetch {
-    /// `None` only while dropping.
+    /// The channel's end; `None` only while dropping.
     batches: Option<Receiver<(Batch, Cursor)>>,
     builder: Option<JoinHandle<()>>,
 }
 
 impl Prefetch {
-    /// Starts building.
+    /// Starts the thread.
     pub fn new(stream: BatchStream) -> Result<Self> {
         let (sender, batches) = sync_channel(BUILT_AHEAD);
         let build = move || {
             for batch in stream {
-                // The receiver is gone: nobody wants more.
+                // The receiver was dropped, so nobody wants more batches.
                 if sender.send(batch).is_err() {
                     break;
                 }
@@ -171,8 +171,8 @@ impl Prefetch {
 impl Iterator for Prefetch {
     type Item = (Batch, Cursor);
 
-    /// Waits for the next batch; never `None`. A panic of the builder goes on here, rather than look like the end of
-    /// the data.
+    /// Waits for the next batch; never `None`. A panic of the builder thread resumes here, because it would otherwise
+    /// look like the end of the data.
     fn next(&mut self) -> Option<Self::Item> {
         let batch = self.batches.as_ref()?.recv().ok();
         if batch.is_none() {
@@ -186,8 +186,7 @@ impl Iterator for Prefetch {
 
 impl Drop for Prefetch {
     fn drop(&mut self) {
-        // The receiver first: it wakes a builder that waits for room. What the builder panicked about no longer
-        // matters.
+        // Drop the receiver first: that wakes a builder that waits for room. A panic of the builder no longer matters.
         drop(self.batches.take());
         if let Some(builder) = self.builder.take() {
             let _ = builder.join();
@@ -230,7 +229,7 @@ mod tests {
         assert_eq!(second, (0..60).collect::<Vec<_>>());
     }
 
-    /// Whatever the sizes of batches before and now, as many sentences lie behind.
+    /// An equal share of sentences lies behind the cursor, whatever the batch sizes before and after.
     #[test]
     fn a_place_is_kept_by_the_share_of_sentences() {
         for (before, now) in [(40, 12), (12, 40), (40, 40), (300, 12)] {
@@ -272,8 +271,8 @@ mod tests {
         let stream = || BatchStream::new(corpus.clone(), CONFIG, Cursor::default()).unwrap();
         let ahead = Prefetch::new(stream()).unwrap();
         assert!(ahead.take(50).eq(stream().take(50)));
-        // Dropped at once, while the builder runs, and while it waits for room: each must join, and the thread must let
-        // go of the corpus.
+        // Each stream is dropped at once, while the builder runs, and while it waits for room: each must join, and the
+        // thread must release the corpus.
         drop(Prefetch::new(stream()).unwrap());
         let waiting = Prefetch::new(stream()).unwrap();
         thread::sleep(std::time::Duration::from_millis(50));

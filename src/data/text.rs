@@ -1,7 +1,7 @@
 //! Text files: one sentence a line, UTF-8, plain or gzip.
 //!
-//! A line ends at `\n` alone, so that line numbers agree with `wc -l`, `sed -n` and editors: U+0085, U+2028 and the
-//! other characters that some readers also break at stay inside their sentence, where breaking would shift one side of
+//! A line ends only at `\n`, so that line numbers agree with `wc -l`, `sed -n` and editors. U+0085, U+2028 and the
+//! other characters at which some readers also break stay inside their sentence; a break there would shift one side of
 //! a parallel corpus against the other.
 
 use std::fs::File;
@@ -13,10 +13,10 @@ use flate2::read::MultiGzDecoder;
 use super::interrupt::{interruptible, Interrupt};
 use crate::error::{Error, Result};
 
-/// Bytes between two questions whether to go on.
+/// The number of bytes between two interrupt checks.
 const CHUNK: usize = 1 << 20;
 const GZIP_MAGIC: [u8; 2] = [0x1f, 0x8b];
-/// Packed files: what it is, the bytes that prove it and their place, and a command that unpacks it.
+/// Compressed formats: name, position of the magic bytes, the bytes, and a command that unpacks them.
 const PACKED: [(&str, usize, &[u8], &str); 15] = [
     ("an xz", 0, b"\xfd7zXZ\0", "xz -dc"),
     ("an lzma", 0, b"]\0\0", "xz -dc"),
@@ -32,18 +32,18 @@ const PACKED: [(&str, usize, &[u8], &str); 15] = [
     ("a compress", 0, b"\x1f\x9d", "gzip -dc"),
     ("a tar", 257, b"ustar\0", "tar -xOf"),
     ("a tar", 257, b"ustar  \0", "tar -xOf"),
-    // Gzip once is unpacked; these bytes are seen where it was packed twice.
+    // One level of gzip is unpacked, so these bytes mean that the file was packed twice.
     ("a gzip", 0, &GZIP_MAGIC, "gzip -dc"),
 ];
-/// U+FEFF in UTF-8, which some editors write first.
+/// The byte order mark U+FEFF in UTF-8, which some editors write first.
 const MARK: &[u8] = b"\xef\xbb\xbf";
 const UTF_16_MARKS: [&[u8]; 2] = [b"\xff\xfe", b"\xfe\xff"];
 
-/// The lines of a UTF-8 text file without their ends (`\n` or `\r\n`); gzip is recognised by its first two bytes,
-/// whatever the name. A byte order mark at the beginning is no text.
+/// Reads the lines of a UTF-8 text file without their ends (`\n` or `\r\n`). Gzip is recognised by its first two bytes,
+/// whatever the name. A byte order mark at the beginning is skipped.
 ///
-/// Errors: a missing or empty file, a damaged gzip file, another packed format, UTF-16, too little memory, invalid UTF-8
-/// (with its line number, counted from 1), and what `check_interrupt` returns.
+/// Errors: a missing or empty file, a damaged gzip file, another compressed format, UTF-16, too little memory, invalid
+/// UTF-8 (with its line number, from 1), and the errors of `check_interrupt`.
 pub fn read_lines(path: impl AsRef<Path>, check_interrupt: Interrupt) -> Result<Vec<String>> {
     let path = path.as_ref();
     let bytes = read_bytes(path, check_interrupt)?;
@@ -65,8 +65,8 @@ pub fn read_lines(path: impl AsRef<Path>, check_interrupt: Interrupt) -> Result<
     lines_of(path, bytes.strip_prefix(MARK).unwrap_or(&bytes), check_interrupt)
 }
 
-/// The lines of a text that was read already, by [`read_lines`]'s rules but for the byte order mark; `path` is for
-/// messages.
+/// Splits a text that was read already into lines, by [`read_lines`]'s rules except for the byte order mark; `path` is
+/// for messages.
 pub fn lines_of(path: &Path, bytes: &[u8], check_interrupt: Interrupt) -> Result<Vec<String>> {
     if bytes.is_empty() {
         return Err(Error::invalid(format!(
@@ -100,7 +100,7 @@ pub fn lines_of(path: &Path, bytes: &[u8], check_interrupt: Interrupt) -> Result
     interruptible(check_interrupt, body.split(|&byte| byte == b'\n').enumerate(), |lines| lines.map(to_line).collect())?
 }
 
-/// The sentence pairs of two files whose lines correspond.
+/// Reads the sentence pairs of two files with corresponding lines.
 pub fn read_parallel(
     source: impl AsRef<Path>,
     target: impl AsRef<Path>,
@@ -121,16 +121,16 @@ pub fn read_parallel(
     Ok(sources.into_iter().zip(targets).collect())
 }
 
-/// The words of a line: what white space separates by the definition of Python's `str.split()`, which fairseq and
+/// Iterates over the words of a line, separated by white space as defined by Python's `str.split()`, which fairseq and
 /// sacrebleu use.
 ///
-/// It is Unicode's White_Space and the four separators U+001C to U+001F, which Rust's `split_whitespace` leaves inside
-/// words.
+/// That is Unicode's White_Space and the four separators U+001C to U+001F, which Rust's `split_whitespace` leaves
+/// inside words.
 pub fn words(line: &str) -> impl Iterator<Item = &str> {
     line.split(is_space).filter(|word| !word.is_empty())
 }
 
-/// See [`words`].
+/// True for the white space of [`words`].
 pub fn is_space(c: char) -> bool {
     c.is_whitespace() || ('\u{1c}'..='\u{1f}').contains(&c)
 }
@@ -150,7 +150,7 @@ fn read_bytes(path: &Path, check_interrupt: Interrupt) -> Result<Vec<u8>> {
     if !bytes.starts_with(&GZIP_MAGIC) {
         return Ok(bytes);
     }
-    // Several members may follow each other (`cat a.gz b.gz`, bgzip); the plain decoder would stop silently after the
+    // A file may have several gzip members (`cat a.gz b.gz`, bgzip); the plain decoder would silently stop after the
     // first.
     let damaged = |error: io::Error| {
         Error::invalid(format!(
@@ -162,7 +162,7 @@ fn read_bytes(path: &Path, check_interrupt: Interrupt) -> Result<Vec<u8>> {
     read_whole(path, MultiGzDecoder::new(bytes.as_slice()), damaged, check_interrupt)
 }
 
-/// All that `from` has. `check_interrupt` runs at every chunk.
+/// Reads all bytes of `from`. `check_interrupt` runs at every chunk.
 fn read_whole(
     path: &Path,
     mut from: impl Read,
@@ -264,7 +264,7 @@ mod tests {
     fn packed_files_are_named_with_the_command_that_unpacks_them() {
         for (name, at, magic, unpack) in PACKED {
             let bytes = [vec![b'a'; at].as_slice(), magic, b"\xff\n"].concat();
-            // Gzip itself is unpacked: what it holds may be packed again.
+            // Gzip itself is unpacked, so the test puts the packed bytes inside it.
             let said = message(read_lines(file(&gzip(&bytes)).path()));
             assert!(said.contains(&format!("{name} file; ")) && said.contains(unpack), "{name}: {said}");
         }

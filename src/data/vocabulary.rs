@@ -1,4 +1,4 @@
-//! Pieces and their numbers, in fairseq's order and file format (`dict.txt`).
+//! The vocabulary: pieces and their ids, in fairseq's order and file format (`dict.txt`).
 
 use std::collections::HashMap;
 use std::path::Path;
@@ -6,25 +6,25 @@ use std::path::Path;
 use super::text::read_lines;
 use crate::error::{Error, Result};
 
-/// Begin of sentence: fairseq numbers it and hardly uses it (a decoder starts from [`EOS`]).
+/// Begin of sentence. fairseq numbers it but hardly uses it: its decoder starts from [`EOS`].
 pub const BOS: u32 = 0;
-/// Fills up rows where they are padded.
+/// Padding of rows.
 pub const PAD: u32 = 1;
-/// Ends every sentence, and starts the decoder's input.
+/// End of sentence; also the decoder's first input token in fairseq.
 pub const EOS: u32 = 2;
-/// Stands for every piece that is not in the vocabulary.
+/// Unknown: replaces every piece that is not in the vocabulary.
 pub const UNK: u32 = 3;
 
-/// How the special symbols are spelled, by number.
+/// The spelling of the special symbols, by id.
 pub const SPECIALS: [&str; 4] = ["<s>", "<pad>", "</s>", "<unk>"];
 
-/// The pieces that a model knows: ids 0 to 3 are [`SPECIALS`], then come the pieces by falling count, equal counts in
-/// code point order.
+/// The pieces that a model knows. Ids 0 to 3 are [`SPECIALS`]; then come the pieces by falling count, and in code point
+/// order for equal counts.
 ///
-/// Text never yields a special symbol but UNK: a piece that is spelled like one is counted nowhere and encoded as UNK
-/// (fairseq takes the symbol itself; a sentence would then end in its middle, or ask for a target that the vocabulary
-/// mask forbids). Unlike fairseq-preprocess, nothing is added to reach a multiple of 8; such entries (`madeupword0000
-/// 0`) in a file that is loaded are pieces like others.
+/// Text never yields a special symbol other than UNK: a piece that is spelled like one is not counted and is encoded as
+/// UNK. (fairseq takes the symbol itself, so that a sentence could end in its middle, or have a target that the
+/// vocabulary mask forbids.) Unlike in fairseq-preprocess, no entries are added to reach a multiple of 8; such entries
+/// (`madeupword0000 0`) in a loaded file are ordinary pieces.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Vocabulary {
     pieces: Vec<String>,
@@ -33,7 +33,7 @@ pub struct Vocabulary {
 }
 
 impl Vocabulary {
-    /// The vocabulary of all pieces of a text; for a joint one, of the pieces of both sides.
+    /// Builds the vocabulary of all pieces of a text; for a joint one, pass the pieces of both sides.
     pub fn build<'a>(pieces: impl IntoIterator<Item = &'a str>) -> Self {
         let mut counts: HashMap<&str, u64> = HashMap::new();
         for piece in pieces {
@@ -48,18 +48,18 @@ impl Vocabulary {
         vocabulary
     }
 
-    /// Reads fairseq's `dict.txt`: `piece count` a line, in order, without the special symbols.
+    /// Reads fairseq's `dict.txt`: `piece count` per line, in order, without the special symbols.
     pub fn load(path: impl AsRef<Path>) -> Result<Self> {
         let path = path.as_ref();
         Self::from_lines(path, &read_lines(path, &mut || Ok(()))?)
     }
 
-    /// The same of lines that were read already; `path` is for messages.
+    /// Parses a dictionary from lines that were read already; `path` is for messages.
     pub fn from_lines(path: &Path, lines: &[String]) -> Result<Self> {
         let mut vocabulary = Self::with_specials();
         for (index, line) in lines.iter().enumerate() {
             let wrong = |what: String| Error::invalid(format!("{}: line {}: {what}", path.display(), index + 1));
-            // From the right: a piece may hold any white space but the line's end.
+            // The line is split from the right, because a piece may hold any white space but a line end.
             let (piece, count) = match line.rsplit_once(' ').map(|(piece, count)| (piece, count.parse())) {
                 Some((piece, Ok(count))) if !piece.is_empty() => (piece, count),
                 _ => {
@@ -84,29 +84,29 @@ impl Vocabulary {
         Ok(vocabulary)
     }
 
-    /// fairseq's `dict.txt`: the pieces after the special ones.
+    /// Returns fairseq's `dict.txt`: the pieces after the special ones.
     pub fn to_text(&self) -> String {
         let lines = self.pieces.iter().zip(&self.counts).skip(SPECIALS.len());
         lines.map(|(piece, count)| format!("{piece} {count}\n")).collect()
     }
 
-    /// The number of ids, the special symbols' included.
+    /// Returns the number of ids, special symbols included.
     #[allow(clippy::len_without_is_empty, reason = "the special symbols are always there")]
     pub fn len(&self) -> usize {
         self.pieces.len()
     }
 
-    /// The ids of the pieces, without EOS; UNK for those not in the vocabulary.
+    /// Returns the ids of the pieces, without EOS; UNK for pieces not in the vocabulary.
     pub fn encode<S: AsRef<str>>(&self, pieces: &[S]) -> Vec<u32> {
         pieces.iter().map(|piece| self.ids.get(piece.as_ref()).copied().unwrap_or(UNK)).collect()
     }
 
-    /// The pieces of the ids, without BOS, PAD and EOS; `<unk>` for UNK and for ids beyond the vocabulary.
+    /// Returns the pieces of the ids, without BOS, PAD and EOS; `<unk>` for UNK and for ids beyond the vocabulary.
     pub fn decode(&self, ids: &[u32]) -> Vec<&str> {
         self.decode_as(ids, SPECIALS[UNK as usize])
     }
 
-    /// [`decode`](Self::decode) with another spelling of `<unk>`.
+    /// Does the same as [`decode`](Self::decode), with another spelling of `<unk>`.
     pub fn decode_as<'a>(&'a self, ids: &[u32], unknown: &'a str) -> Vec<&'a str> {
         let piece = |&id: &u32| match id {
             BOS | PAD | EOS => None,
@@ -121,16 +121,16 @@ impl Vocabulary {
     }
 
     fn push(&mut self, piece: &str, count: u64) {
-        // 2^32 different pieces would fill hundreds of gigabytes first.
+        // The cast is safe: 2^32 different pieces would fill hundreds of gigabytes first.
         self.ids.insert(piece.to_owned(), self.pieces.len() as u32);
         self.pieces.push(piece.to_owned());
         self.counts.push(count);
     }
 }
 
-/// V_t, what the model may say: the types seen on the target side of the training text, EOS and UNK; never PAD or BOS.
+/// Returns V_t, the ids that the model may predict: those in the training targets, EOS and UNK, but never PAD or BOS.
 ///
-/// One flag for each of the `len` ids; ids of `targets` beyond `len` count as UNK.
+/// The result has one flag for each of the `len` ids; ids of `targets` beyond `len` count as UNK.
 pub fn seen_mask<'a>(len: usize, targets: impl IntoIterator<Item = &'a [u32]>) -> Vec<bool> {
     let mut seen = vec![false; len];
     let mut set = |id: u32, value: bool| seen.get_mut(id as usize).into_iter().for_each(|flag| *flag = value);
@@ -158,7 +158,7 @@ mod tests {
 
     #[test]
     fn pieces_are_ordered_by_count_then_code_point() {
-        // UTF-16 would put U+1F600 (a surrogate) before U+FF01; Python and fairseq compare code points.
+        // UTF-16 order would put U+1F600 (a surrogate pair) before U+FF01; Python and fairseq compare code points.
         let vocabulary = Vocabulary::build("b \u{1f600} \u{ff01} a c c </s> B \u{e4} <pad>".split(' '));
         assert_eq!(vocabulary.pieces[4..], ["c", "B", "a", "b", "\u{e4}", "\u{ff01}", "\u{1f600}"]);
         assert_eq!(vocabulary.counts[4..6], [2, 1]);

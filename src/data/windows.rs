@@ -1,19 +1,20 @@
-//! A stream of tokens as overlapping windows, in which each token is scored once.
+//! Overlapping windows over a stream of tokens, in which each token is scored once.
 
 use super::vocabulary::EOS;
 
-/// Tokens in a row, and how many of the last are scored; the others are context.
+/// A row of tokens of which the last `scored` are scored; the others are context.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Window {
-    /// As a segment of [`stream`](super::corpus::stream): the token before, then the tokens that are predicted.
+    /// The token before the window, then the tokens that are predicted, as in a segment of
+    /// [`stream`](super::corpus::stream).
     pub row: Vec<u32>,
     pub scored: usize,
 }
 
-/// Windows of `length` predicted tokens, each `stride` (1 to `length`) further than the one before.
+/// Returns windows of `length` predicted tokens, each `stride` (1 to `length`) further than the one before.
 ///
-/// The first scores all of its tokens, each other one those that no window before it has scored. So a token is scored
-/// once, after at least `length` − `stride` tokens of its window, or all those of the text before it. EOS stands before
+/// The first window scores all of its tokens, every other one those that no window before it has scored. So each token
+/// is scored once, with at least `length` − `stride` tokens of context, or all of the text before it. EOS comes before
 /// the text. With `stride` = `length` the windows are the segments of [`stream`](super::corpus::stream).
 pub fn windows(tokens: &[u32], length: usize, stride: usize) -> Vec<Window> {
     let mut found = Vec::with_capacity(tokens.len().div_ceil(stride.max(1)));

@@ -1,4 +1,4 @@
-//! An exception of Python's that passed through C++: an error that keeps the object.
+//! A Python exception that passed through C++, kept as an error with its object.
 
 use super::Error;
 use std::ffi::{c_char, c_void, CString};
@@ -12,21 +12,21 @@ extern "C" {
     fn nfrs_restore_raised(raised: *const c_void);
 }
 
-/// The exception, as C++ caught it.
+/// The exception that C++ caught.
 pub struct Raised {
     exception: *mut c_void,
     text: String,
-    /// What came of the work that it ended, once somebody has seen to that.
+    /// The result of the work that the exception ended, once that has been handled.
     pub ended: Option<Box<Error>>,
 }
 
-// SAFETY: a `std::exception_ptr` and a text, which any thread may drop: exceptions of Python's take its lock for that.
+// SAFETY: any thread may drop a `std::exception_ptr` and a text; Python's exceptions take the GIL for that.
 unsafe impl Send for Raised {}
-// SAFETY: a shared reference reads the text alone.
+// SAFETY: a shared reference only reads the text.
 unsafe impl Sync for Raised {}
 
 impl Raised {
-    /// This thread's last exception of Python's, if it became an error of this text.
+    /// Takes this thread's last Python exception, if it became an error with this text.
     pub(super) fn take(text: &str) -> Option<Self> {
         let ended_by_nul = CString::new(text).ok()?;
         // SAFETY: the text outlives the call.
@@ -34,29 +34,29 @@ impl Raised {
         (!exception.is_null()).then(|| Raised { exception, text: text.to_string(), ended: None })
     }
 
-    /// The same, with what came of the work that it ended.
+    /// Adds the result of the work that the exception ended.
     pub fn ended(mut self, with: Error) -> Self {
         self.ended = Some(Box::new(with));
         self
     }
 
-    /// Gives it back to C++, which throws it again where it hands on an error of this text.
+    /// Returns the exception to C++, which throws it again when it passes on an error with this text.
     pub fn give_back(mut self) {
         // SAFETY: C++ made it, and owns it again.
         unsafe { nfrs_return_raised(std::mem::replace(&mut self.exception, std::ptr::null_mut())) }
     }
 
-    /// Makes it Python's current error. The caller holds Python's lock, and does so once.
+    /// Sets it as Python's current error. The caller holds the GIL and calls this once.
     #[cfg(feature = "python")]
     pub fn restore(&self) {
-        // SAFETY: C++ made it, and it lives.
+        // SAFETY: C++ made the exception, and it is still alive.
         unsafe { nfrs_restore_raised(self.exception) }
     }
 }
 
 impl Drop for Raised {
     fn drop(&mut self) {
-        // SAFETY: C++ made it, and nobody else drops it; null is nothing.
+        // SAFETY: C++ made the exception, and nobody else drops it; null is ignored.
         unsafe { nfrs_drop_raised(self.exception) }
     }
 }

@@ -1,4 +1,5 @@
-//! Initialisations of linear layers and embeddings: one table (docs/spec.md §3). γ = 1 and β = 0 whatever the name.
+//! Initialisations of linear layers and embeddings: one table (docs/spec.md §3). Norms start with γ = 1 and β = 0 in
+//! all.
 
 mod schemes;
 
@@ -9,7 +10,7 @@ use crate::residual::{LayerContext, ModelShape};
 use tch::{no_grad, Tensor};
 
 choice! {
-    /// What a weight matrix is for.
+    /// The use of a weight matrix.
     pub enum Role ("role") {
         Query = "query",
         Key = "key",
@@ -17,22 +18,22 @@ choice! {
         AttentionOutput = "output",
         FeedForward1 = "fc1",
         FeedForward2 = "fc2",
-        /// A gated feed-forward's third, whose product multiplies another.
+        /// The third matrix of a gated feed-forward sublayer, whose product is multiplied with another's.
         Gate = "gate",
-        /// Of attention's output gate.
+        /// The matrix of attention's output gate.
         OutputGate = "output_gate",
     }
 }
 
-/// A generator of random numbers, which fills tensors in place.
+/// A random number generator that fills tensors in place.
 pub trait RandomNumbers {
-    /// N(0, std²).
+    /// Fills the tensor from N(0, std²).
     fn normal(&self, t: &Tensor, std: f64) -> Result<()>;
-    /// Uniform in ±bound.
+    /// Fills the tensor uniformly in ±bound.
     fn uniform(&self, t: &Tensor, bound: f64) -> Result<()>;
 }
 
-/// libtorch's own generator, as `torch.manual_seed` sets it. All threads of the process share it.
+/// libtorch's default generator, seeded by `torch.manual_seed` and shared by all threads of the process.
 pub struct ProcessGenerator;
 
 impl RandomNumbers for ProcessGenerator {
@@ -47,34 +48,34 @@ impl RandomNumbers for ProcessGenerator {
     }
 }
 
-/// The share of a normal distribution that lies within three standard deviations, erf(3/√2).
+/// The probability that a normal variable lies within three standard deviations, erf(3/√2).
 const WITHIN_THREE: f64 = 0.997_300_203_936_739_8;
 
-/// Where a parameter's first values come from.
+/// The distribution of a parameter's initial values.
 #[derive(Clone, Debug)]
 pub enum Fill {
     Constant(f64),
     Normal {
         std: f64,
     },
-    /// The same, cut at three standard deviations: what lies beyond is drawn again.
+    /// A normal distribution truncated at three standard deviations: values beyond are drawn again.
     CutNormal {
         std: f64,
     },
-    /// Uniform in ±bound.
+    /// A uniform distribution in ±bound.
     Uniform {
         bound: f64,
     },
-    /// Consecutive blocks of that many rows, each with its own fill: q, k and v in one matrix.
+    /// Consecutive blocks of so many rows, each with its own fill, such as q, k and v in one matrix.
     Rows(Vec<(i64, Fill)>),
-    /// Number by number, row after row.
+    /// One given value per element, in row-major order.
     Each(Vec<f64>),
-    /// The fill with one row zero: an embedding's padding.
+    /// The fill with one row set to zero, for an embedding's padding.
     WithZeroRow(i64, Box<Fill>),
 }
 
 impl Fill {
-    /// The fill with its values times a factor.
+    /// Returns the fill with its values multiplied by a factor.
     pub fn times(self, factor: f64) -> Self {
         match self {
             _ if factor == 1.0 => self,
@@ -90,7 +91,7 @@ impl Fill {
         }
     }
 
-    /// Fills a tensor in place, with random numbers of that generator.
+    /// Fills a tensor in place, with random numbers from `draw`.
     pub fn write(&self, t: &Tensor, draw: &dyn RandomNumbers) -> Result<()> {
         let mut t = t.shallow_clone();
         no_grad(|| {
@@ -124,7 +125,7 @@ impl Fill {
 }
 
 choice! {
-    /// A table of word embeddings, by the name of its parameter.
+    /// A table of word embeddings, named as its parameter.
     pub enum Table ("embedding") {
         Source = "source_embedding",
         Target = "target_embedding",
@@ -132,47 +133,47 @@ choice! {
     }
 }
 
-/// An entry of the table.
+/// An entry of the table of initialisations.
 #[derive(Clone, Copy)]
 pub struct Init {
     pub name: &'static str,
     pub definition: &'static str,
     pub source: &'static str,
     pub options: &'static [&'static dyn AnyOption],
-    /// The fill of an (fan_out, fan_in) matrix.
+    /// Returns the fill of an (fan_out, fan_in) matrix.
     pub linear: fn(Role, fan_in: i64, fan_out: i64, &LayerContext) -> Fill,
-    /// The fill of a linear layer's bias.
+    /// Returns the fill of a linear layer's bias.
     pub bias: fn(Role, fan_in: i64) -> Fill,
-    /// The fill of word embeddings, (V, d).
+    /// Returns the fill of word embeddings, (V, d).
     pub embedding: fn(Table, &ModelShape, &Options) -> Fill,
-    /// The fill of an output projection that is not tied to an embedding, (V, d).
+    /// Returns the fill of an output projection that is not tied to an embedding, (V, d).
     pub output: fn(d_model: i64, vocab_size: i64, &Options) -> Fill,
-    /// Linear layers have the same std at every width.
+    /// True if linear layers have the same std at every width.
     pub has_fixed_std: bool,
 }
 
 impl Init {
-    /// The fill of a layer's (fan_out, fan_in) matrix under the model's parametrisation.
+    /// Returns the fill of a layer's (fan_out, fan_in) matrix under the model's parametrisation.
     pub fn matrix(&self, role: Role, fan_in: i64, fan_out: i64, place: &LayerContext) -> Fill {
         (self.linear)(role, fan_in, fan_out, place).times(place.model.scaled.matrix(self.has_fixed_std))
     }
 
-    /// The fill of biases that stand on each other, so many numbers for each role.
+    /// Returns the fill of stacked biases, with a number of elements for each role.
     pub fn biases(&self, parts: &[(Role, i64)], fan_in: i64) -> Fill {
         Fill::Rows(parts.iter().map(|&(role, fan_out)| (fan_out, (self.bias)(role, fan_in))).collect())
     }
 
-    /// The fill of matrices (fan_out, fan_in) that stand on each other, one for each role.
+    /// Returns the fill of stacked matrices (fan_out, fan_in), one for each role.
     pub fn linears(&self, roles: &[Role], fan_in: i64, fan_out: i64, place: &LayerContext) -> Fill {
         Fill::Rows(roles.iter().map(|&role| (fan_out, self.matrix(role, fan_in, fan_out, place))).collect())
     }
 
-    /// The fill of a table of word embeddings, (V, d): the base model's std, whatever the width.
+    /// Returns the fill of a table of word embeddings, (V, d), with the base model's std at every width.
     pub fn table(&self, table: Table, model: &ModelShape, options: &Options) -> Fill {
         (self.embedding)(table, &ModelShape { d_model: model.scaled.base_width, ..*model }, options)
     }
 
-    /// The fill of an untied output projection, (V, d): the base model's std.
+    /// Returns the fill of an untied output projection, (V, d), with the base model's std.
     pub fn output_matrix(&self, model: &ModelShape, vocab_size: i64, options: &Options) -> Fill {
         (self.output)(model.scaled.base_width, vocab_size, options)
     }
@@ -196,27 +197,27 @@ pub static INITS: &[&Init] = &[
     &schemes::B2T,
 ];
 
-/// The table's entry of that name.
+/// Returns the table's entry of that name.
 pub fn find(name: &str) -> Result<&'static Init> {
     INITS.iter().copied().find(|i| i.name == name).ok_or_else(|| unknown("init", name, INITS.iter().map(|i| i.name)))
 }
 
-/// The options of all initialisations.
+/// Returns the options of all initialisations.
 pub fn option_specs() -> Vec<&'static dyn AnyOption> {
     distinct(INITS.iter().flat_map(|init| init.options).copied())
 }
 
-/// Xavier's normal distribution: std = gain·√(2/(fan_in + fan_out)).
+/// Returns Xavier's normal distribution: std = gain·√(2/(fan_in + fan_out)).
 pub fn xavier_normal(gain: f64, fan_in: i64, fan_out: i64) -> Fill {
     Fill::Normal { std: gain * (2.0 / (fan_in + fan_out) as f64).sqrt() }
 }
 
-/// Xavier's uniform distribution: bound = gain·√(6/(fan_in + fan_out)).
+/// Returns Xavier's uniform distribution: bound = gain·√(6/(fan_in + fan_out)).
 pub fn xavier_uniform(gain: f64, fan_in: i64, fan_out: i64) -> Fill {
     Fill::Uniform { bound: gain * (6.0 / (fan_in + fan_out) as f64).sqrt() }
 }
 
-/// Word embeddings: N(0, 1/d).
+/// Returns N(0, 1/d), for word embeddings.
 pub fn embedding(d_model: i64) -> Fill {
     Fill::Normal { std: (d_model as f64).powf(-0.5) }
 }

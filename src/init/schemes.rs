@@ -1,4 +1,4 @@
-//! The initialisations by name.
+//! The entries of the table of initialisations.
 
 use super::{embedding, xavier_normal, xavier_uniform, Fill, Init, Role, Table};
 use crate::choice;
@@ -40,7 +40,7 @@ pub static FAIRSEQ: Init = Init {
     ..XAVIER
 };
 
-/// The bound of `nn.Linear`'s own weights and biases.
+/// Returns the uniform distribution of `nn.Linear`'s own weights and biases, with bound 1/√fan_in.
 fn of_linear(fan_in: i64) -> Fill {
     Fill::Uniform { bound: (fan_in as f64).powf(-0.5) }
 }
@@ -112,9 +112,9 @@ choice! {
 }
 
 option_spec! {
-    /// ds-init's α.
+    /// Factor α of ds-init.
     DS_ALPHA ("ds_init_alpha"): f64 = 1.0;
-    /// ds-init's bound: ∝ 1/√l (paper) or l^(−1/4) (release).
+    /// Bound of ds-init: proportional to 1/√l (paper) or l^(−1/4) (release) in layer l.
     DS_MODE ("ds_init_mode"): DsInitMode = DsInitMode::Paper;
 }
 
@@ -187,7 +187,7 @@ pub static R_FIXUP: Init = Init {
 };
 
 option_spec! {
-    /// σ of normal and llama-depth.
+    /// Standard deviation σ of normal and llama-depth.
     INIT_STD ("init_std"): f64 = 0.02, positive;
 }
 
@@ -220,7 +220,7 @@ pub static LLAMA_DEPTH: Init = Init {
     ..NORMAL
 };
 
-/// N(0, 1/fan_in), cut at 3σ.
+/// Returns N(0, 1/fan_in), truncated at 3σ.
 fn fan_in(fan_in: i64) -> Fill {
     Fill::CutNormal { std: (fan_in as f64).powf(-0.5) }
 }
@@ -240,7 +240,7 @@ pub static FAN_IN: Init = Init {
     ..XAVIER
 };
 
-/// GPT-2's σ.
+/// The standard deviation of GPT-2's initialisation.
 const GPT2_STD: f64 = 0.02;
 
 pub static GPT2: Init = Init {
@@ -262,8 +262,8 @@ pub static GPT2: Init = Init {
     ..XAVIER
 };
 
-/// The gain of the matrices on the way of the values; 1 for q, k, and gates, so that a gated hidden row has it once
-/// (torchscale's GLU).
+/// Returns the gain of the matrices that values pass through; 1 for q, k and gates, so that a gated hidden row has the
+/// gain once (torchscale's GLU).
 fn on_values(role: Role, gain: f64) -> f64 {
     match role {
         Role::Query | Role::Key | Role::Gate | Role::OutputGate => 1.0,

@@ -1,14 +1,14 @@
-//! Adam over flat buffers in one pass, and the reduction that goes before it.
+//! Adam over flat buffers in one pass, and the sum of squares for gradient clipping.
 //!
 //! > g = grad_scale·gradient,  m ← β₁m + (1−β₁)g,  v ← β₂v + (1−β₂)g²
 //! > p ← (1 − lr·weight_decay)·p − lr·√(1−β₂ᵗ)/(1−β₁ᵗ)·m/(√v + ε)
 //!
-//! t the number of this update, 1 for the first. Source: docs/spec.md §4.9; Kingma & Ba 2015 in the form at the end
-//! of §2 (fairseq's), whose ε is not bias-corrected; decoupled weight decay of Loshchilov & Hutter 2019. The gradients
-//! are zeroed on the way: backward passes accumulate into them, and a separate pass would cost a sixth more traffic.
+//! t is the number of this update, 1 for the first. Source: docs/spec.md §4.9; Kingma & Ba 2015 in the form at the end
+//! of §2 (fairseq's), whose ε is not bias-corrected; decoupled weight decay of Loshchilov & Hutter 2019. The same pass
+//! zeroes the gradients, into which backward passes accumulate; a separate pass would cost a sixth more traffic.
 //!
-//! Moments in bf16 are rounded up or down at random, so that their expectation is the moment's: rounded to the nearest,
-//! v would never fall where 1 − β₂ is below 2⁻⁹.
+//! Moments in bf16 are rounded stochastically, so that their expectation is exact: with rounding to nearest, v would
+//! never fall where 1 − β₂ is below 2⁻⁹.
 
 use crate::cpu::philox::{self, Stream};
 use crate::cpu::{Accumulator, Element};
@@ -18,11 +18,11 @@ use half::bf16;
 
 pub mod call;
 
-/// The same for a GPU.
+/// The CUDA program of this kernel.
 pub static PROGRAM: Program =
     Program { name: "adam.cu", files: &[PRELUDE, CHUNK, PHILOX, include_str!("adam.cu")], structs: call::STRUCTS };
 
-/// One update's settings.
+/// The settings of one update.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Adam {
     pub lr: f64,
@@ -30,7 +30,7 @@ pub struct Adam {
     pub beta2: f64,
     pub eps: f64,
     pub weight_decay: f64,
-    /// t, from 1.
+    /// The number t of the update, from 1.
     pub step: u64,
 }
 
@@ -41,19 +41,19 @@ impl Default for Adam {
 }
 
 impl Adam {
-    /// lr·√(1−β₂ᵗ)/(1−β₁ᵗ), in f64: 1 − 0.98 in f32 is off by 1e-6.
+    /// Returns lr·√(1−β₂ᵗ)/(1−β₁ᵗ), in f64: 1 − 0.98 in f32 is off by 1e-6.
     pub fn step_size(&self) -> f64 {
         let t = self.step as f64;
         self.lr * (1.0 - self.beta2.powf(t)).sqrt() / (1.0 - self.beta1.powf(t))
     }
 }
 
-/// A type in which moments are kept.
+/// A type in which Adam's moments are stored.
 pub trait Moment<A>: Element<Acc = A> {
-    /// Whether [`Moment::rounded`] uses its random bits.
+    /// True if [`Moment::rounded`] uses its random bits.
     const IS_ROUNDED: bool;
-    /// Of a number that lies between two of this type the upper one, in magnitude, with the probability of its share of
-    /// the way: 16 random bits decide.
+    /// Rounds stochastically with 16 random bits: a number between two of this type becomes the one of larger magnitude
+    /// with a probability equal to its share of the way there.
     fn rounded(value: A, bits: u16) -> Self;
 }
 
@@ -73,19 +73,20 @@ impl Moment<f32> for bf16 {
     }
 }
 
-/// Where the random bits of an update's roundings come from.
+/// The source of the random bits for an update's roundings.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Rounding {
     pub seed: u64,
-    /// t.
+    /// The number t of the update.
     pub update: u32,
-    /// The place of the first number among all of the run.
+    /// The index of the buffer's first element among all elements of the run.
     pub first: usize,
 }
 
-/// Numbers whose random bits are a row of [`philox`]: one half word of each for m, and behind these one for v.
+/// The number of elements whose random bits form a row of [`philox`]: one half word each for m, followed by one each
+/// for v.
 pub const ROW: usize = 1024;
-/// A site of its own: the model's are numbered from 0.
+/// The random stream's site, distinct from the model's sites, which are numbered from 0.
 pub const SITE: u16 = u16::MAX;
 
 impl Rounding {
@@ -97,8 +98,8 @@ impl Rounding {
 multiversion! {
     /// Updates parameters `p` and moments `m`, `v` from gradients `g`, and zeroes `g`.
     ///
-    /// `grad_scale` carries clipping and the loss's normaliser. Where it is not finite (a gradient was not), p, m and v
-    /// stay as they are, so that the run can stop with its weights whole.
+    /// `grad_scale` combines clipping and the loss's normaliser. If it is not finite (because a gradient was not), p, m
+    /// and v stay as they are, so that the run can stop with its weights intact.
     pub fn update[A: Accumulator, M: Moment<A>](
         adam: &Adam, grad_scale: &A, rounding: &Rounding, p: &mut [A], m: &mut [M], v: &mut [M], g: &mut [A],
     ) {
@@ -134,14 +135,14 @@ multiversion! {
     }
 }
 
-/// Σ x², in f64: in f32 a gradient of 2e19 would overflow.
+/// Returns Σ x², in f64: in f32 a gradient of 2e19 would overflow.
 pub fn sum_of_squares<A: Accumulator>(x: &[A]) -> f64 {
     let mut total = 0.0;
     add_squares(x, &mut total);
     total
 }
 
-/// Partial sums, so that no addition waits for the one before.
+/// The number of partial sums, which are independent, so that no addition waits for the one before.
 const LANES: usize = 32;
 
 multiversion! {
@@ -172,7 +173,7 @@ mod tests {
 
     const FIRST: Rounding = Rounding { seed: 5, update: 1, first: 0 };
 
-    /// Ten updates against Kingma & Ba's algorithm 1 with m̂ and v̂, whose ε is ours over √(1−β₂ᵗ).
+    /// Compares ten updates with Kingma & Ba's algorithm 1 with m̂ and v̂, whose ε is ours over √(1−β₂ᵗ).
     fn agree<A: Accumulator>(unit: f64) {
         for level in Level::ALL {
             force(Some(level));
@@ -201,7 +202,7 @@ mod tests {
                     assert!(g.iter().all(|g| *g == A::ZERO));
                 }
                 for i in 0..n {
-                    // m can cancel: its roundings are relative to √v, the size of what went in.
+                    // m can cancel, so its rounding errors are relative to √v, the size of its terms.
                     let size = v[i].sqrt() + 1e-30;
                     assert!((got_v[i].to_f64() - v[i]).abs() <= 40.0 * unit * v[i], "v[{i}] of {n}");
                     assert!((got_m[i].to_f64() - m[i]).abs() <= 400.0 * unit * size, "m[{i}] of {n}");
@@ -227,7 +228,7 @@ mod tests {
         }
     }
 
-    /// m, v and p after an update of `n` equal numbers in bf16, at some place of the run.
+    /// Returns m, v and p after an update of `n` equal numbers in bf16, at `first` in the run.
     fn rounded(n: usize, first: usize, update: u32) -> (Vec<f32>, Vec<f32>, Vec<f32>) {
         let (mut m, mut v) = (vec![bf16::from_f32(0.7); n], vec![bf16::from_f32(0.3); n]);
         let (mut p, mut g) = (vec![1.0f32; n], vec![0.1f32; n]);
@@ -246,12 +247,12 @@ mod tests {
             let [old_m, old_v] = [0.7, 0.3].map(|v| f64::from(bf16::from_f32(v).to_f32()));
             for (found, exact) in [(m, 0.9 * old_m + 0.1 * 0.1), (v, 0.999 * old_v + 0.001 * 0.01)] {
                 let mean = found.iter().map(|v| f64::from(*v)).sum::<f64>() / n as f64;
-                // Two values, half a 128th apart; five deviations of the mean.
+                // The two values are neighbours in bf16, each within 1/128; the bound of the mean is five deviations.
                 let unit = exact / 128.0;
                 assert!(found.iter().all(|v| (f64::from(*v) - exact).abs() < unit));
                 assert!((mean - exact).abs() < 5.0 * 0.5 * unit / (n as f64).sqrt(), "{mean} for {exact}");
             }
-            // The step is made of the moments before they are rounded.
+            // The step uses the moments before they are rounded.
             assert!(p.iter().all(|one| *one == p[0]));
         }
         force(None);

@@ -1,18 +1,18 @@
 //! Attention over short rows: scores, mask, softmax, dropout and the weighted sum of one sentence and one head at a
-//! time, while they are in the first cache.
+//! time, while they are in the first-level cache.
 //!
 //! > S = scale·Q Kᵀ,  P = softmax(S) over the visible keys,  O = (M∘P) V
 //! > dV = (M∘P)ᵀ dO,  dP = M∘(dO Vᵀ),  dS = P∘(dP − D),  D_i = Σ_j P_ij dP_ij,  dQ = scale·dS K,  dK = scale·dSᵀ Q
 //!
-//! Q, K, V the rows of one head (d_head columns), M dropout's factors (0 or 1/(1 − p), element (query row·heads + head,
-//! key) of [`Dropout`]'s stream, the key counted within its sequence). Causal: key j is visible to query i where
-//! j ≤ i + k_len − q_len. The forward leaves log Σ_j exp S_ij, from which the backward computes P anew (Dao et al. 2022,
-//! FlashAttention, §3.1), up to a factor that its sum takes away. D comes from P and dP, both at hand in a short row, so
-//! that the output need not be kept.
+//! Q, K, V are the rows of one head (d_head columns). M holds dropout's factors, 0 or 1/(1 − p), from [`Dropout`]'s
+//! stream at element (query row·heads + head, key), with the key counted within its sequence. Causal: key j is visible
+//! to query i if j ≤ i + k_len − q_len. The forward pass stores log Σ_j exp S_ij, from which the backward pass
+//! recomputes P (Dao et al. 2022, FlashAttention, §3.1), up to a factor that its own sum removes. D is computed from P
+//! and dP, which are both available in a short row, so the output need not be kept.
 //! A query that sees no key gets 0, and gives no gradient.
 //!
-//! Scores lie transposed, a key to a row and sixteen queries to a register: maximum, exponential and sum then go down
-//! the columns without a horizontal step. Every product has one form, [`product()`].
+//! Scores are stored transposed, a key per row and sixteen queries per register: maximum, exponential and sum then go
+//! down the columns without a horizontal step. Every matrix product has the same form, [`product()`].
 
 pub mod call;
 mod composed;
@@ -35,24 +35,24 @@ use matrix::{load, store, transpose};
 use product::{product, TILE};
 use weights::{hide, score_gradients, softmax, weights, DropoutFactors};
 
-/// Queries taken together; fewer where the keys are many, so that the scores stay within [`SCORES`].
+/// The number of queries processed together; fewer if there are many keys, so that the scores stay within [`SCORES`].
 const QUERIES: usize = 64;
-/// Scores that fit the first cache beside the rest: 32 KiB of f32.
+/// The number of scores that fit the first-level cache beside the rest: 32 KiB of f32.
 const SCORES: usize = 8192;
 
-/// What is computed.
+/// The settings of the attention function.
 #[derive(Clone, Copy, Debug)]
 pub struct ScaledDotProduct {
     pub heads: usize,
     pub d_head: usize,
-    /// On the scores; 1/√d_head by custom.
+    /// The factor of the scores, usually 1/√d_head.
     pub scale: f64,
     pub causal: bool,
-    /// On the weights; None in evaluation.
+    /// Dropout on the weights; `None` in evaluation.
     pub dropout: Option<Dropout>,
 }
 
-/// One sequence: which packed rows are its queries and which its keys and values.
+/// One sequence: the packed rows that are its queries, and those that are its keys and values.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Sequence {
     pub q_start: usize,
@@ -62,7 +62,7 @@ pub struct Sequence {
 }
 
 multiversion! {
-    /// `out` and the log sums `lse` (a matrix of `heads` columns) in the rows of the sequences' queries.
+    /// Computes `out` and the log sums `lse` (a matrix of `heads` columns) in the rows of the sequences' queries.
     pub fn forward[E: Element](
         attention: &ScaledDotProduct,
         sequences: &[Sequence],
@@ -124,9 +124,9 @@ multiversion! {
 }
 
 multiversion! {
-    /// `dq` in the rows of the sequences' queries, `dk` and `dv` in those of their keys, all overwritten. Sequences must
-    /// not share keys. `shares`: what each query's weights sum to (a matrix like `lse`), where `lse` has counted more than
-    /// its keys; none: 1.
+    /// Computes `dq` in the rows of the sequences' queries and `dk` and `dv` in those of their keys, overwriting all.
+    /// Sequences must not share keys. `shares` holds the sum of each query's weights over its keys (a matrix like
+    /// `lse`), if `lse` has counted more than its keys; `None` means 1.
     pub fn backward[E: Element](
         attention: &ScaledDotProduct,
         sequences: &[Sequence],
@@ -171,7 +171,7 @@ multiversion! {
                     product([tiles, lanes, d], &keys, [width, 1], &q_t, lanes, &mut p, lanes, false);
                     product([tiles, lanes, d], &values, [width, 1], &dout_t, lanes, &mut ds, lanes, false);
                     hide(a, s, block, &mut p, lanes);
-                    // A query without keys has only hidden scores: any finite sum makes its weights 0.
+                    // A query without keys has only hidden scores, so any finite sum makes its weights 0.
                     let mut sums = [E::Acc::ZERO; QUERIES];
                     for (i, to) in sums[..block.count].iter_mut().enumerate() {
                         let sum = lse.row(first + i, head, 1)[0];
@@ -212,14 +212,15 @@ multiversion! {
     }
 }
 
-/// Some consecutive queries of a sequence.
+/// A block of consecutive queries in a sequence.
 #[derive(Clone, Copy)]
 struct Block {
     first: usize,
     count: usize,
 }
 
-/// Queries per block for so many keys: a multiple of a register, so that only a last block is padded.
+/// Returns the number of queries per block for `k_len` keys: a multiple of a register, so that only a last block is
+/// padded.
 #[inline(always)]
 fn block_size(k_len: usize) -> usize {
     (SCORES / k_len.max(1) / LANES * LANES).clamp(LANES, QUERIES)
@@ -231,7 +232,7 @@ fn blocks(s: &Sequence) -> impl Iterator<Item = Block> + use<> {
     (0..len).step_by(size).map(move |first| Block { first, count: size.min(len - first) })
 }
 
-/// What the work space must hold for any of the sequences.
+/// The sizes of the work space that suffice for any of the sequences.
 struct Sizes {
     queries: usize,
     keys: usize,

@@ -1,9 +1,10 @@
-//! The most probable columns of a row of logits, with their log-probabilities: log-softmax and top-k in one.
+//! The most probable columns in rows of logits, with their log-probabilities: log-softmax and top-k in one.
 //!
 //! > log p_i = z_i − log Σ_j exp z_j
 //!
-//! A row comes in parts, which lie in the second cache and are not written. Each is read for the maximum of each 64 columns,
-//! then for Σ exp(z − max). Last, only those 64s are read that can hold a column as large as the last one found so far.
+//! A row is read in parts that lie in the second-level cache and are not stored. Each part is read for the maxima of
+//! blocks of 64 columns, then for Σ exp(z − max). Last, only those blocks are read again that can hold a column as
+//! large as the smallest of the best so far.
 
 pub mod call;
 
@@ -12,42 +13,42 @@ use crate::cpu::{Accumulator, Element};
 use crate::kernel::math::{exp, max, sum, LANES};
 use crate::multiversion;
 
-/// Columns that share a maximum.
+/// The number of columns that share a maximum.
 const BLOCK: usize = 4 * LANES;
 
-/// A column and its log p.
+/// A column and its log-probability.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Likely {
     pub column: usize,
     pub log_p: f64,
 }
 
-/// Which columns may be chosen; all count in Σ.
+/// The columns that may be chosen; all columns count in Σ.
 #[derive(Clone, Copy, Debug)]
 pub enum Choice<'a> {
     AllBut(&'a [usize]),
     Only(usize),
 }
 
-/// A row's state while its columns are read, part after part.
+/// The state of a row while its columns are read, part after part.
 #[derive(Clone, Debug)]
 pub struct Standing {
-    /// The largest logit.
+    /// The largest logit so far.
     most: f64,
-    /// Σ exp(z − most).
+    /// The sum Σ exp(z − most) so far.
     sum: f64,
-    /// The best columns so far, with their logits in place of log p.
+    /// The best columns so far, with their logits instead of log p.
     found: Vec<Likely>,
 }
 
 impl Standing {
-    /// Before the first part. `count` columns are wanted.
+    /// Returns the state before the first part, with room for `count` columns.
     pub fn new(count: usize) -> Self {
         Standing { most: f64::NEG_INFINITY, sum: 0.0, found: Vec::with_capacity(count) }
     }
 
-    /// The most probable columns, best first, of equals the lower; fewer than wanted where fewer have a probability above
-    /// 0. A row with a NaN has one entry, a NaN.
+    /// Returns the most probable columns, best first, and the lower index first on ties; there are fewer than `count`
+    /// if fewer have a probability above 0. A row with a NaN has one entry, a NaN.
     pub fn finish(mut self) -> Vec<Likely> {
         let log_sum = self.sum.ln();
         if log_sum.is_nan() || self.most == f64::NEG_INFINITY {
@@ -59,8 +60,8 @@ impl Standing {
 }
 
 multiversion! {
-    /// Reads the next part of each row: `cols` logits, from column `start` on. Rows are `stride` apart. Parts come in the
-    /// order of their columns.
+    /// Reads the next part of each row: `cols` logits that begin at column `start`. Rows are `stride` apart. Parts come
+    /// in the order of their columns.
     pub fn rank[isa S][E: Element](
         logits: &[E],
         start: usize,
@@ -78,7 +79,7 @@ multiversion! {
                 *sum *= (*most - largest_here).exp();
                 *most = largest_here;
             }
-            // A row of −∞ alone has nothing to subtract.
+            // A row of only −∞ has no maximum to subtract.
             let shift = if *most == f64::NEG_INFINITY { 0.0 } else { *most };
             *sum += sum_of_exponentials::<E, S>(z, E::Acc::from_f64(shift)).to_f64();
             match choice {
@@ -92,7 +93,7 @@ multiversion! {
     }
 }
 
-/// The largest of each 64 columns and of all; NaN counts nothing.
+/// Returns the largest number of all, and writes that of each block of 64; NaN is ignored.
 #[inline(always)]
 fn block_maxima<E: Element>(z: &[E], maxima: &mut [E::Acc]) -> E::Acc {
     let lowest = E::Acc::from_f64(f64::NEG_INFINITY);
@@ -114,7 +115,7 @@ fn block_maxima<E: Element>(z: &[E], maxima: &mut [E::Acc]) -> E::Acc {
     most
 }
 
-/// Σ exp(z − most), a sum to each lane.
+/// Returns Σ exp(z − most), computed with one sum per lane.
 #[inline(always)]
 fn sum_of_exponentials<E: Element, S: Isa>(z: &[E], most: E::Acc) -> E::Acc {
     let mut totals = [E::Acc::ZERO; LANES];
@@ -130,7 +131,7 @@ fn sum_of_exponentials<E: Element, S: Isa>(z: &[E], most: E::Acc) -> E::Acc {
     sum(totals)
 }
 
-/// The `count` largest, their logits in place of log p. `found` has those of the columns before `start`.
+/// Updates `found`, which has the `count` largest of the columns before `start`, with logits instead of log p.
 #[inline(always)]
 fn largest<E: Element>(
     z: &[E],
@@ -142,7 +143,7 @@ fn largest<E: Element>(
 ) {
     let mut least = E::Acc::from_f64(found.get(count - 1).map_or(f64::NEG_INFINITY, |last| last.log_p));
     for (block, (z, maximum)) in z.chunks(BLOCK).zip(maxima).enumerate() {
-        // In rising order an equal column comes after the one that is there.
+        // Columns ascend, so an equal column loses to the one that is already there.
         if *maximum <= least {
             continue;
         }
@@ -168,7 +169,7 @@ mod tests {
     use crate::cpu::simd::{force, Level};
     use half::bf16;
 
-    /// Reads all columns at once and in parts; both must find the same.
+    /// Reads all columns at once and in parts, and checks that both find the same.
     fn run<E: Element>(z: &[f64], cols: usize, stride: usize, count: usize, choice: Choice) -> Vec<Vec<Likely>> {
         let logits: Vec<E> = z.iter().map(|z| E::store(E::Acc::from_f64(*z))).collect();
         let [whole, parts] = [cols, 64].map(|part| {
@@ -188,7 +189,7 @@ mod tests {
         parts
     }
 
-    /// From the definition, by sorting.
+    /// Computes the result from the definition, by sorting.
     fn naive(z: &[f64], count: usize, choice: Choice) -> Vec<Likely> {
         let most = z.iter().copied().fold(f64::NEG_INFINITY, f64::max);
         let lse = most + z.iter().map(|z| (z - most).exp()).sum::<f64>().ln();
@@ -205,7 +206,7 @@ mod tests {
         all
     }
 
-    /// Multiples of 1/8, so that bf16 holds them and many are equal.
+    /// Returns multiples of 1/8, so that bf16 holds them and many are equal.
     fn logits(n: usize, seed: u64) -> Vec<f64> {
         (0..n as u64)
             .map(|i| ((i + 77 * seed + 1).wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 57) as f64 / 8.0 - 9.0)
@@ -216,7 +217,7 @@ mod tests {
         for (seed, cols) in [1, 2, 15, 64, 65, 300, 1000].into_iter().enumerate() {
             let stride = cols + seed % 3;
             let mut z = logits(3 * stride, seed as u64);
-            // A row of nothing else would be NaN.
+            // A row of only −∞ would give NaN.
             z[0] = if cols > 1 { f64::NEG_INFINITY } else { 0.5 };
             for (count, banned) in [(1, &[][..]), (2, &[0, 1]), (10, &[0, 1, 2]), (2000, &[0])] {
                 let choice = Choice::AllBut(banned);

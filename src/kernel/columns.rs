@@ -1,18 +1,19 @@
-//! Norms with statistics of columns, over rows and steps: the passes over memory, and what such a norm must say.
+//! Norms with column statistics, taken over rows and updates: the passes over memory, and the interface of such a norm.
 //!
-//! The norms of docs/spec.md §1.6 keep running statistics. With a shift and a scale for every column, their form is
+//! The norms of docs/spec.md §1.6 keep running statistics. With a shift and a scale for every column, they have the
+//! form
 //!
 //! > x̂ = (x − shift)⊙scale,  y = γ⊙x̂ + β
 //!
-//! where a training batch, the running statistics, or both decide what shift and scale are; and a gradient
+//! where the shift and the scale come from a training batch, the running statistics, or both, and the gradient
 //!
 //! > dx = p⊙dy − q⊙x̂ − r,  dγ = Σ dy⊙x̂,  dβ = Σ dy
 //!
-//! whose p, q and r follow from the two sums (and, in PowerNorm, from a running ν). Rows that `pad` marks enter no sum,
+//! where p, q and r follow from the two sums (and, in PowerNorm, from a running ν). Rows that `pad` marks enter no sum,
 //! and y and dx are 0 there.
 //!
-//! Sums over rows are made in the computing type over [`BLOCK`](passes::BLOCK) rows and in f64 over blocks: plain f32 sums of some
-//! thousands of rows would lose three digits.
+//! Sums over rows are taken in the computing type over [`BLOCK_ROWS`](passes::BLOCK_ROWS) rows and in f64 over blocks:
+//! plain f32 sums of some thousands of rows would lose three digits.
 
 use crate::cpu::{memory, Accumulator};
 use crate::cuda::Program;
@@ -24,44 +25,45 @@ mod cpu;
 pub(crate) mod gpu;
 mod passes;
 
-/// A norm with statistics of columns, as its kernels take it.
+/// The kernels of a norm with column statistics.
 pub struct ColumnNormKernel {
-    /// x̂ has a mean taken away.
+    /// True if the norm subtracts a mean.
     pub centred: bool,
-    /// The gradient in training is PowerNorm's, made with the second buffer, and no derivative of the formula.
+    /// True if the gradient in training is PowerNorm's approximation, which uses the second buffer, instead of the
+    /// formula's derivative.
     pub approximate: bool,
-    /// Says what x̂ is made with, and then moves the state.
+    /// Chooses the statistics of x̂, and then updates the state.
     pub settle: fn(&BatchStatistics, &mut State, &ColumnOptions) -> Stats,
-    /// The same kernels for a GPU.
+    /// The CUDA program of the same kernels.
     pub program: Program,
 }
 
-/// The processes whose rows are one batch.
+/// The processes whose rows form one batch.
 pub trait Ranks: std::fmt::Debug + Sync {
-    /// What operators call them.
+    /// Returns the name under which operators know the group.
     fn name(&self) -> &str;
 
-    /// (ranks, …): every rank's t.
+    /// Gathers every rank's t, as (ranks, …).
     fn gather(&self, t: &Tensor) -> Result<Tensor>;
 
-    /// Σ over ranks.
+    /// Returns Σ t over ranks.
     fn sum(&self, t: &Tensor) -> Result<Tensor>;
 }
 
-/// How a norm with statistics is computed.
+/// The options of a norm with column statistics.
 #[derive(Clone, Copy, Debug)]
 pub struct ColumnOptions {
-    /// Running statistics become α·old + (1−α)·batch.
+    /// The decay α: running statistics become α·old + (1−α)·batch.
     pub alpha: f64,
-    /// PowerNorm's α of ν.
+    /// PowerNorm's decay α of ν.
     pub alpha_bwd: f64,
     pub eps: f64,
-    /// PowerNorm: training forwards that use the batch's own statistic.
+    /// The number of PowerNorm's first training passes that use the batch's own statistic.
     pub warmup: i64,
-    /// Whose batches are one batch; none: this process's alone.
+    /// The processes whose batches form one batch; `None` means this process alone.
     pub ranks: Option<&'static dyn Ranks>,
     pub train: bool,
-    /// PowerNorm as its authors released it.
+    /// True for PowerNorm as its authors released it.
     pub release: bool,
 }
 
@@ -71,36 +73,37 @@ impl Default for ColumnOptions {
     }
 }
 
-/// What was measured of a batch, per column.
+/// A batch's measured statistics, per column.
 #[derive(Clone, Debug, Default)]
 pub struct BatchStatistics {
-    /// Real rows.
+    /// The number of real rows.
     pub count: f64,
-    /// Their mean, for a centred norm; zero for others.
+    /// The mean of the real rows, for a centred norm; zero for others.
     pub mean: Vec<f64>,
-    /// mean (x − mean)² over real rows.
+    /// The mean of (x − mean)² over real rows.
     pub square: Vec<f64>,
-    /// mean x² over all rows, where PowerNorm's release mode has padding.
+    /// The mean of x² over all rows, if PowerNorm's release mode has padding.
     pub square_of_all: Option<Vec<f64>>,
     pub rows: f64,
 }
 
-/// The running state, in f64 whatever the buffers are; absent parts are empty.
+/// The running state, in f64 whatever the buffers' type; absent parts are empty.
 pub struct State<'a> {
-    /// μ or ψ².
+    /// The running μ or ψ².
     pub first: &'a mut [f64],
-    /// σ², or ν/(1 − α_b).
+    /// The running σ², or ν/(1 − α_b).
     pub second: &'a mut [f64],
-    /// Training forwards that were taken in.
+    /// The number of training passes whose statistics were accepted.
     pub iters: &'a mut [i64],
-    /// Statistics that were not taken in because they are not finite.
+    /// The number of statistics that were refused because they are not finite.
     pub refused: &'a mut [i64],
     /// The largest number that the buffers can hold.
     pub largest: f64,
 }
 
 impl State<'_> {
-    /// Whether these statistics may be taken in; counts those that may not. A batch with no real row never may.
+    /// True if these statistics may enter the state; counts those that are not finite. A batch without a real row never
+    /// may.
     pub fn accepts(&mut self, count: f64, values: &[&[f64]]) -> bool {
         let finite = values.iter().all(|v| v.iter().all(|v| v.abs() <= self.largest));
         if let (true, [refused]) = (count > 0.0 && !finite, &mut *self.refused) {
@@ -110,26 +113,27 @@ impl State<'_> {
     }
 }
 
-/// What a forward pass has used and leaves to its backward pass; a tensor (ROWS, columns) of the computing type.
+/// The statistics that a forward pass has used and keeps for its backward pass; a tensor (ROWS, columns) of the
+/// computing type.
 #[derive(Clone, Debug, Default)]
 pub struct Stats {
     pub shift: Vec<f64>,
     pub scale: Vec<f64>,
-    /// What dx is multiplied by instead of `scale`.
+    /// The factor that replaces `scale` in dx.
     pub slope: Vec<f64>,
-    /// mean x̂².
+    /// The mean of x̂².
     pub gamma: Vec<f64>,
-    /// Shift and scale are the batch's own, so that they have a gradient.
+    /// True if shift and scale are the batch's own, so that they have a gradient.
     pub exact: bool,
-    /// 1/rows over which the backward pass takes means; 0 where there is none.
+    /// The factor 1/rows for the means in the backward pass; 0 if it takes none.
     pub share: f64,
 }
 
 impl Stats {
-    /// Rows of the tensor.
+    /// The number of rows in the tensor.
     pub const ROWS: usize = 6;
 
-    /// Shift, and scale and slope of 1/√(square + ε); statistics that the batch has not made.
+    /// Returns the given shift, with scale and slope 1/√(square + ε), for statistics that are not the batch's.
     pub fn new(shift: &[f64], square: &[f64], eps: f64) -> Self {
         let scale = memory::collected(square.iter().map(|v| 1.0 / (v + eps).sqrt()));
         let [shift, slope] = [shift, &scale].map(|v| memory::collected(v.iter().copied()));
@@ -137,7 +141,7 @@ impl Stats {
         Stats { shift, slope, scale, gamma, exact: false, share: 0.0 }
     }
 
-    /// The same, made by the batch.
+    /// Returns the same for the batch's own statistics.
     pub fn of_batch(batch: &BatchStatistics, eps: f64) -> Self {
         let share = if batch.count > 0.0 { 1.0 / batch.count } else { 0.0 };
         Stats { exact: true, share, ..Stats::new(&batch.mean, &batch.square, eps) }

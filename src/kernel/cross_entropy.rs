@@ -3,15 +3,15 @@
 //! > p = softmax over V_t,  loss = A·(−log p_t) + B·Σ_{v∈V_t} −log p_v
 //! > ∂loss/∂z_v = (A + B|V_t|)·p_v − A·1[v = t] − B  on V_t,  0 outside
 //!
-//! z the row's logits, t its target; A and B come from the smoothing rate ε by one of two formulas ([`Smoothing`]).
-//! Outside V_t a logit counts as −∞, whatever it holds. Source: docs/spec.md §4.6, §4.7 (fairseq's
+//! z are the row's logits and t is its target; A and B come from the smoothing rate ε by one of two formulas
+//! ([`Smoothing`]). Outside V_t a logit counts as −∞, whatever its value. Source: docs/spec.md §4.6, §4.7 (fairseq's
 //! label_smoothed_cross_entropy and the release of Nguyen & Salazar 2019). A NaN inside V_t makes its row's loss NaN.
 //!
-//! The row's maximum m is subtracted before the exponential, and never added again: logits may share an offset of any
-//! size. −log p_t = (m − z_t) + log Σ exp(z − m) and Σ −log p_v = |V_t|·(−log p_t) − Σ(z_v − z_t), put together in f64;
-//! the backward pass gets m and Σ exp(z − m).
-//! A row goes through the first two caches in three short passes (select, exponential, gradient), each a flat loop over
-//! 256 columns that any instruction set vectorises, with the sums in loops of their own.
+//! The row's maximum m is subtracted before the exponential and never added again, so logits may share an offset of any
+//! size. −log p_t = (m − z_t) + log Σ exp(z − m) and Σ −log p_v = |V_t|·(−log p_t) − Σ(z_v − z_t), combined in f64; the
+//! backward pass gets m and Σ exp(z − m). A row goes through the first two cache levels in three short passes (select,
+//! exponential, gradient). Each is a flat loop over 256 columns that any instruction set vectorises, with the sums in
+//! separate loops.
 
 use crate::cpu::pack::Isa;
 use crate::cpu::{memory, Accumulator, Element};
@@ -22,57 +22,59 @@ use crate::multiversion;
 pub mod call;
 pub mod composed;
 
-/// The same for a GPU.
+/// The CUDA program of this kernel.
 pub static PROGRAM: Program = Program {
     name: "cross_entropy.cu",
     files: &[PRELUDE, CHUNK, REDUCE, include_str!("cross_entropy.cu")],
     structs: call::STRUCTS,
 };
 
-/// Columns taken together: 1 KiB of f32, so that the sums find the exponentials in the first cache.
+/// The number of columns processed together: 1 KiB of f32, so that the sums find the exponentials in the first-level
+/// cache.
 const B: usize = 256;
 
-/// Aligned to a cache line: a store of 64 bytes that crosses one costs two.
+/// Numbers aligned to a cache line, because a store of 64 bytes that crosses one costs two.
 #[derive(Clone, Copy)]
 #[repr(align(64))]
 struct Lanes<A, const N: usize = B>([A; N]);
 
-/// The loss's two weights.
+/// The two weights of the loss.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Smoothing {
-    /// A, of the target's own −log p.
+    /// A, the weight of the target's −log p.
     pub nll: f64,
-    /// B, of every −log p_v in V_t.
+    /// B, the weight of every −log p_v in V_t.
     pub uniform: f64,
 }
 
 impl Smoothing {
-    /// fairseq's: A = 1 − ε − ε_i, B = ε_i = ε/(|V_t| − 1). With a single valid word there is nothing to smooth.
+    /// Returns fairseq's weights: A = 1 − ε − ε_i, B = ε_i = ε/(|V_t| − 1). With a single valid word there is nothing
+    /// to smooth.
     pub fn fairseq(epsilon: f64, valid: usize) -> Self {
         let each = if valid > 1 { epsilon / (valid - 1) as f64 } else { 0.0 };
         Smoothing { nll: 1.0 - epsilon - each, uniform: each }
     }
 
-    /// Transformers without Tears': A = 1 − ε, B = ε/|V_t|.
+    /// Returns the weights of Transformers without Tears: A = 1 − ε, B = ε/|V_t|.
     pub fn twt(epsilon: f64, valid: usize) -> Self {
         Smoothing { nll: 1.0 - epsilon, uniform: epsilon / valid.max(1) as f64 }
     }
 }
 
-/// What the rows are scored against.
+/// The targets of the rows.
 #[derive(Clone, Copy, Debug)]
 pub struct Targets<'a> {
-    /// One word per row.
+    /// The target word of each row.
     pub ids: &'a [i64],
-    /// Rows with this target count nothing: loss 0, gradient 0.
+    /// The target of rows that do not count: their loss and gradient are 0.
     pub ignore: i64,
 }
 
-/// Loss and −log p_t of every row, and in `lse` log Σ_{v∈V_t} exp z_v in two numbers: m = max z and Σ exp(z − m). All
-/// are 0 for ignored rows.
+/// Computes loss and −log p_t of every row, and in `lse` log Σ_{v∈V_t} exp z_v as two numbers: m = max z and Σ exp(z −
+/// m). All are 0 for ignored rows.
 ///
-/// `mask` has a byte per column, 1 in V_t; empty, V_t is all of them. `Err` is the first row whose target is neither
-/// ignored nor in V_t; nothing is written then.
+/// `mask` has a byte per column, 1 in V_t; if it is empty, V_t contains all columns. `Err` is the first row whose
+/// target is neither ignored nor in V_t; nothing is written in that case.
 pub fn forward<E: Element>(
     cols: usize,
     logits: &[E],
@@ -90,7 +92,7 @@ pub fn forward<E: Element>(
     Ok(())
 }
 
-/// ∂/∂logits of Σ_r dloss_r·loss_r from [`forward`]'s `lse`. Mask and error as there.
+/// Computes ∂/∂logits of Σ_r dloss_r·loss_r from [`forward`]'s `lse`. Mask and error are as in [`forward`].
 pub fn backward<E: Element>(
     cols: usize,
     logits: &[E],
@@ -110,9 +112,10 @@ pub fn backward<E: Element>(
     Ok(())
 }
 
-/// Loss and −log p_t of every row, with `scale`·∂loss/∂z left where the logits were. Mask and error as in [`forward`].
+/// Computes loss and −log p_t of every row, and overwrites the logits by `scale`·∂loss/∂z. Mask and error are as in
+/// [`forward`].
 ///
-/// One exponential per logit, for the trainer: call it on blocks of rows that are still in the cache.
+/// It takes one exponential per logit and serves training: call it on blocks of rows that are still in the cache.
 pub fn in_place<E: Element>(
     cols: usize,
     logits: &mut [E],
@@ -131,13 +134,15 @@ pub fn in_place<E: Element>(
     Ok(())
 }
 
-/// V_t's size, and a 1 for each of its columns: as wide as what it selects, or AVX2's loops would not vectorise.
+/// The size of V_t, and a 1 for each of its columns, in the type of the logits, because AVX2's loops would not
+/// vectorise otherwise.
 struct VocabularyMask<A> {
     keep: Vec<Lanes<A>>,
     size: usize,
 }
 
-/// Refuses the first target outside V_t; spells an empty mask out, so that the loops have one form.
+/// Returns the first row whose target is outside V_t as an error; expands an empty mask, so that the loops have one
+/// form.
 fn check<A: Accumulator>(cols: usize, targets: Targets, mask: &[u8]) -> Result<VocabularyMask<A>, usize> {
     assert!(mask.is_empty() || mask.len() == cols, "a mask of {} for {cols} columns", mask.len());
     let mut keep = memory::filled(Lanes([A::ZERO; B]), cols.div_ceil(B));
@@ -155,7 +160,7 @@ fn check<A: Accumulator>(cols: usize, targets: Targets, mask: &[u8]) -> Result<V
     }
 }
 
-/// A row's work space.
+/// Allocates the work space of a row.
 fn scratch<E: Element>(cols: usize) -> Vec<Lanes<E::Acc>> {
     memory::filled(Lanes([E::Acc::ZERO; B]), cols.div_ceil(B))
 }
@@ -243,7 +248,7 @@ multiversion! {
     }
 }
 
-/// The gradient's factors: `all`·p − `uniform`, and at the target `all`·p − `target`.
+/// The factors of the gradient: `all`·p − `uniform`, and at the target `all`·p − `target`.
 #[derive(Clone, Copy)]
 struct Weights<A> {
     all: A,
@@ -262,14 +267,15 @@ impl<A: Accumulator> Weights<A> {
         }
     }
 
-    /// The target's gradient from its exponential, rounded once: it is the row's largest, and A + B has no exact f32.
+    /// Returns the target's gradient from its exponential, rounded once: it is the row's largest, and A + B is not
+    /// exact in f32.
     #[inline(always)]
     fn of_target(&self, exp: A) -> A {
         A::from_f64(self.all.to_f64() * exp.to_f64() - self.target)
     }
 }
 
-/// z_t, and over V_t m = max z, Σ exp(z − m) and Σ(z − z_t).
+/// The sums over a row: z_t, and over V_t m = max z, Σ exp(z − m) and Σ(z − z_t).
 struct LogitSums<A> {
     target: A,
     max: A,
@@ -278,7 +284,7 @@ struct LogitSums<A> {
 }
 
 impl<A: Accumulator> LogitSums<A> {
-    /// Loss and −log p_t.
+    /// Returns loss and −log p_t.
     #[inline(always)]
     fn losses(&self, size: usize, smoothing: Smoothing) -> (A, A) {
         let exact = (self.max.to_f64() - self.target.to_f64()) + self.exp.to_f64().ln();
@@ -287,7 +293,7 @@ impl<A: Accumulator> LogitSums<A> {
             return (nll, nll); // not ∞ − ∞: no p_v is above 1
         }
         let mut loss = smoothing.nll * exact;
-        // Not 0·∞ where nothing is smoothed and a logit is −∞.
+        // Without smoothing, a logit of −∞ would give 0·∞.
         if smoothing.uniform != 0.0 {
             loss += smoothing.uniform * (size as f64 * exact - self.above.to_f64());
         }
@@ -295,7 +301,7 @@ impl<A: Accumulator> LogitSums<A> {
     }
 }
 
-/// Leaves the row in `w`, −∞ outside V_t, and returns max z (anything if one is NaN) and Σ(z − target) over V_t.
+/// Copies the row to `w`, with −∞ outside V_t; returns max z (undefined with a NaN) and Σ(z − target) over V_t.
 #[inline(always)]
 fn select<E: Element>(z: &[E], target: E::Acc, keep: &[Lanes<E::Acc>], w: &mut [Lanes<E::Acc>]) -> (E::Acc, E::Acc) {
     let lowest = E::Acc::from_f64(f64::NEG_INFINITY);
@@ -321,7 +327,7 @@ fn quarters<A>(x: &[A; B]) -> &[[A; B / 4]; 4] {
     x.as_chunks().0.try_into().expect("B is four quarters")
 }
 
-/// w ← exp(w − m), and the sum.
+/// Computes w ← exp(w − m) and returns the sum.
 #[inline(always)]
 fn exponentials<A: Accumulator, S: Isa>(max: A, w: &mut [Lanes<A>]) -> A {
     let mut total = Lanes([A::ZERO; B / 4]);
@@ -337,7 +343,7 @@ fn exponentials<A: Accumulator, S: Isa>(max: A, w: &mut [Lanes<A>]) -> A {
     sum(total.0)
 }
 
-/// The softmax's row of sums; its exponentials stay in `w`.
+/// Returns the sums of a row's softmax; its exponentials stay in `w`.
 #[inline(always)]
 fn softmax<S: Isa, E: Element>(
     z: &[E],
@@ -350,7 +356,7 @@ fn softmax<S: Isa, E: Element>(
     LogitSums { target, max, exp, above }
 }
 
-/// dz from the exponentials; 0 stands for outside V_t.
+/// Computes dz from the exponentials; an exponential of 0 means a column outside V_t.
 #[inline(always)]
 fn gradient_from_exp<E: Element>(e: &[Lanes<E::Acc>], w: Weights<E::Acc>, dz: &mut [E]) {
     for (dz, Lanes(e)) in dz.chunks_mut(B).zip(e) {

@@ -1,4 +1,4 @@
-//! Dropout as a call draws it: by a kernel on the CPU, by one on a GPU, or as a mask in tch.
+//! The dropout of an operator call: by a kernel on the CPU or a GPU, or as a mask in tch.
 
 use crate::cpu::memory;
 use crate::cpu::philox::{self, Stream};
@@ -6,7 +6,7 @@ use crate::device_struct;
 use crate::error::Result;
 use tch::Tensor;
 
-/// What dropout needs.
+/// The settings of dropout.
 #[derive(Clone, Copy)]
 pub struct Draw {
     pub p: f64,
@@ -14,19 +14,19 @@ pub struct Draw {
     pub update: i64,
     pub micro_batch: i64,
     pub site: i64,
-    /// Seed, update and micro-batch once more, where a GPU's kernel reads them.
+    /// A device pointer to seed, update and micro-batch, for a GPU's kernel.
     pub device_seed: *const i64,
 }
 
 impl Draw {
     pub const NONE: Draw = Draw { p: 0.0, seed: 0, update: 0, micro_batch: 0, site: 0, device_seed: std::ptr::null() };
 
-    /// With (seed, update, micro-batch).
+    /// Returns the settings with `seed` = (seed, update, micro-batch).
     pub fn seeded(self, seed: &[i64]) -> Draw {
         Draw { seed: seed[0], update: seed[1], micro_batch: seed[2], ..self }
     }
 
-    /// As the CPU's kernels take it.
+    /// Converts the settings for the CPU's kernels.
     pub fn dropout(&self) -> Option<philox::Dropout> {
         let stream = Stream {
             seed: self.seed as u64,
@@ -39,7 +39,7 @@ impl Draw {
 }
 
 device_struct! {
-    /// philox.cuh's `Dropout`.
+    /// The struct `Dropout` of philox.cuh.
     pub struct OnDevice = "Dropout" {
         seed: *const i64,
         site: u32,
@@ -56,7 +56,7 @@ impl OnDevice {
     }
 }
 
-/// What an element of so many rows and columns is multiplied by, float64 on the CPU.
+/// Returns dropout's factors for a matrix of `rows` × `cols`, float64 on the CPU.
 pub fn mask(draw: &Draw, rows: usize, cols: usize) -> Result<Tensor> {
     let mut scale = memory::filled(1.0, rows.saturating_mul(cols));
     if let (Some(dropout), true) = (draw.dropout(), rows * cols > 0) {

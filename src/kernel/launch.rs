@@ -1,18 +1,18 @@
-//! Launches of CUDA kernels share this: the names and sizes that sources are given, workspaces, and the second stage of
-//! sums over rows.
+//! Helpers for CUDA launches: names and sizes for the sources, workspaces, and the second stage of sums over rows.
 
 use super::view::View;
 use crate::cuda::{self, Device, Grid, Output, SumPartials, OUTPUTS, SUMS};
 use crate::error::{Error, Result};
 use tch::{Kind, Tensor};
 
-/// Room for the kernels of one call. It may be dropped before they run: torch's allocator keeps it for their stream.
+/// Allocates a workspace for the kernels of one call. It may be dropped before they run: torch's allocator keeps it for
+/// their stream.
 pub fn room(device: Device, sizes: &[i64], kind: Kind) -> Result<Tensor> {
     let place = if cuda::stand_in() { tch::Device::Cpu } else { tch::Device::Cuda(device as usize) };
     Ok(Tensor::f_empty(sizes, (kind, place))?)
 }
 
-/// What the sources call a storage type.
+/// Returns the name of a storage type in the CUDA sources.
 pub fn type_name(dtype: i32) -> Result<&'static str> {
     match dtype {
         0 => Ok("f32"),
@@ -22,12 +22,12 @@ pub fn type_name(dtype: i32) -> Result<&'static str> {
     }
 }
 
-/// Whether every pointer lets 16 bytes be read at a time.
+/// True if every pointer is aligned to 16 bytes.
 pub fn aligned(views: &[&View]) -> bool {
     views.iter().all(|v| v.data.addr().is_multiple_of(16))
 }
 
-/// Columns that are read at a time of a matrix whose rows these views have.
+/// Returns the number of columns read at a time in a matrix, given views with its row layout.
 pub fn columns_at_a_time(matrix: &View, views: &[&View]) -> u32 {
     let widest = if matrix.dtype == 0 { 4 } else { 8 };
     if aligned(views) && matrix.cols % widest == 0 {
@@ -37,20 +37,20 @@ pub fn columns_at_a_time(matrix: &View, views: &[&View]) -> u32 {
     }
 }
 
-/// A width as kernels count.
+/// Returns a matrix's width in the kernels' type.
 pub fn columns(matrix: &View) -> Result<u32> {
     let cols = i32::try_from(matrix.cols).map(|c| c as u32);
     cols.map_err(|_| Error::Torch(format!("rows of {} numbers have no CUDA kernel", matrix.cols)))
 }
 
-/// A thread for each of `count` chunks; past what a grid holds, threads take several.
+/// Returns a grid with a thread for each of `count` chunks; beyond the largest grid, threads take several.
 pub fn grid_of_chunks(count: i64) -> Grid {
     const THREADS: u32 = 256;
     let blocks = (count as u64).div_ceil(THREADS.into()).min(i32::MAX as u64) as u32;
     Grid { blocks, threads: THREADS }
 }
 
-/// Adds up `blocks` rows of `columns` numbers, each output taking its share of the columns.
+/// Adds up `blocks` rows of `columns` numbers; each output takes its share of the columns.
 pub fn sum_partials(
     device: Device,
     partial: *const u8,
@@ -62,7 +62,7 @@ pub fn sum_partials(
     outputs[..to.len()].copy_from_slice(to);
     let grid = Grid { blocks: (columns as u32).div_ceil(32), threads: 256 };
     let arguments = SumPartials { partial, blocks, columns: columns as i32, stride: stride as i32, outputs };
-    // SAFETY: the outputs have `columns` numbers together, the workspace as many in each of `blocks` rows, which begin
+    // SAFETY: the outputs have `columns` numbers together, and so has each of the workspace's `blocks` rows, which are
     // `stride` apart.
     unsafe { cuda::launch(device, &SUMS, "", "sum_partials", grid, &arguments) }
 }

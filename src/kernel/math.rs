@@ -1,27 +1,27 @@
-//! Exponentials, the two curves of pointwise norms, and row reductions over sixteen lanes at a time.
+//! Exponentials, tanh and erf with their slopes, and row reductions over sixteen lanes at a time.
 //!
 //! > exp x = 2ⁿ·p(r),  n = ⌊x·log₂e⌉,  r = x − n·ln 2 ∈ [−ln 2/2, ln 2/2]
 //!
-//! p = 1 + r + r²q(r), q of degree 4 fitted by Remez exchange to the relative error, 3.1e-9: a twentieth of an f32's half
-//! ulp, so that what is left is the rounding of the last two steps. Everything is branch-free. f64 takes the libraries'
-//! functions, lane by lane.
+//! p = 1 + r + r²q(r), where q of degree 4 is fitted by Remez exchange to the relative error, 3.1e-9: a twentieth of
+//! f32's half ulp, so that only the rounding of the last two steps remains. Everything is branch-free. f64 uses the
+//! library functions, lane by lane.
 //!
-//! A kernel that gains from fused multiply-add takes its instruction set from `multiversion!` and hands it down: without
-//! the instruction `mul_add` is a call into libm, forty times slower than two roundings.
+//! A kernel that gains from fused multiply-add takes its instruction set from `multiversion!` and passes it down:
+//! without the instruction, `mul_add` is a call into libm, which is forty times slower than two roundings.
 
 use crate::cpu::pack::Isa;
 use crate::cpu::Accumulator;
 
-/// One AVX-512 register of f32.
+/// The number of lanes: one AVX-512 register of f32.
 pub const LANES: usize = 16;
 
-/// Whether accumulators of this type are f32. The conversions through f64 below are folded away by the compiler.
+/// True if accumulators of this type are f32. The compiler removes the conversions through f64 below.
 #[inline(always)]
 fn is_f32<A: Accumulator>() -> bool {
     size_of::<A>() == size_of::<f32>()
 }
 
-/// a·b + c, rounded once where the instruction set does.
+/// Returns a·b + c, rounded once if the instruction set has fused multiply-add.
 #[inline(always)]
 pub fn mul_add<A: Accumulator, S: Isa>(a: A, b: A, c: A) -> A {
     if !S::FUSED {
@@ -33,14 +33,14 @@ pub fn mul_add<A: Accumulator, S: Isa>(a: A, b: A, c: A) -> A {
     }
 }
 
-/// (1 + r·q(r), r, 2ⁿ) of x ≥ −88: exp x = 2ⁿ·(1 + r·(1 + r·q(r))). 2ⁿ is 0 below −87.68.
+/// Returns (1 + r·q(r), r, 2ⁿ) for x ≥ −88, so that exp x = 2ⁿ·(1 + r·(1 + r·q(r))). 2ⁿ is 0 below −87.68.
 #[inline(always)]
 fn reduced<S: Isa>(x: f32) -> (f32, f32, f32) {
     // Adding 1.5·2²³ rounds to the nearest integer and leaves it in the low bits, here with the exponent's bias.
     const ROUND: f32 = 12_582_912.0 + 127.0;
     let shifted = mul_add::<f32, S>(x, std::f32::consts::LOG2_E, ROUND);
     let n = shifted - ROUND;
-    // ln 2 in two parts: n·0.693359375 is exact, having 9 + 8 significant bits.
+    // ln 2 is split in two parts: n·0.693359375 is exact, because it has 9 + 8 significant bits.
     let r = mul_add::<f32, S>(n, -0.693_359_4, x);
     let r = mul_add::<f32, S>(n, 2.121_944_4e-4, r);
     let p = mul_add::<f32, S>(r, 1.381_459_9e-3, 8.368_717e-3);
@@ -50,15 +50,15 @@ fn reduced<S: Isa>(x: f32) -> (f32, f32, f32) {
     (mul_add::<f32, S>(p, r, 1.0), r, f32::from_bits(shifted.to_bits() << 23))
 }
 
-/// exp within 2 ulp for −87.3 ≤ x ≤ 88.3. 0 for −∞ and NaN for NaN; a finite x below gives exp(−87.3) = 1.2e-38, which
-/// nothing in a softmax feels, and stays apart from −∞'s 0. x above is outside the domain.
+/// Returns exp x within 2 ulp for −87.3 ≤ x ≤ 88.3, 0 for −∞ and NaN for NaN. A finite x below that range gives
+/// exp(−87.3) = 1.2e-38, which is negligible in a softmax but differs from −∞'s 0. An x above the range is not allowed.
 #[inline(always)]
 pub fn exp_f32<S: Isa>(x: f32) -> f32 {
-    // Written so that a NaN fails the comparison and stays.
+    // The comparison is written so that a NaN fails it and stays a NaN.
     let clamped = if x < -87.3 { -87.3 } else { x };
     let (p, r, scale) = reduced::<S>(clamped);
     let p = mul_add::<f32, S>(p, r, 1.0);
-    // For a NaN the bits are noise, but p is the NaN.
+    // For a NaN the scale's bits are garbage, but p is NaN.
     let e = p * scale;
     if x == f32::NEG_INFINITY {
         0.0
@@ -67,7 +67,7 @@ pub fn exp_f32<S: Isa>(x: f32) -> f32 {
     }
 }
 
-/// exp as in [`exp_f32`], saturating for f64 at exp(−708) = 3.3e-308.
+/// Returns exp x like [`exp_f32`]; f64 saturates at exp(−708) = 3.3e-308.
 #[inline(always)]
 pub fn exp<A: Accumulator, S: Isa>(x: A) -> A {
     if is_f32::<A>() {
@@ -78,7 +78,8 @@ pub fn exp<A: Accumulator, S: Isa>(x: A) -> A {
     A::from_f64(if x == f64::NEG_INFINITY { 0.0 } else { e })
 }
 
-/// (tanh z, tanh′ z). In f32 tanh is within 3 ulp, and its slope within 1.5e-7 and, where it is normal, 6 ulp.
+/// Returns (tanh z, tanh′ z). In f32 tanh is within 3 ulp, and its slope within 1.5e-7 and, if it is a normal number, 6
+/// ulp.
 #[inline(always)]
 pub fn tanh<A: Accumulator, S: Isa>(z: A) -> (A, A) {
     if is_f32::<A>() {
@@ -90,12 +91,12 @@ pub fn tanh<A: Accumulator, S: Isa>(z: A) -> (A, A) {
     (A::from_f64(z.tanh()), A::from_f64(4.0 * e / ((1.0 + e) * (1.0 + e))))
 }
 
-/// With m = exp(−2|z|) − 1: tanh|z| = −m/(2 + m), and far from 0, where that would lose the distance to 1, 1 − q with
-/// q = 2(1 + m)/(2 + m).
+/// Computes tanh with m = exp(−2|z|) − 1: tanh|z| = −m/(2 + m) near 0. Far from 0 that would lose the distance to 1, so
+/// it is 1 − q with q = 2(1 + m)/(2 + m).
 #[inline(always)]
 fn tanh_f32<S: Isa>(z: f32) -> (f32, f32) {
     let size = z.abs();
-    // Written so that a NaN fails the comparison and stays.
+    // The comparison is written so that a NaN fails it and stays a NaN.
     let x = if size > 44.0 { -88.0 } else { -2.0 * size };
     let (p, r, scale) = reduced::<S>(x);
     let (m, e) = (mul_add::<f32, S>(scale, p * r, scale - 1.0), mul_add::<f32, S>(scale, p * r, scale));
@@ -105,7 +106,7 @@ fn tanh_f32<S: Isa>(z: f32) -> (f32, f32) {
     (t.copysign(z), slope)
 }
 
-/// (erf z, erf′ z). In f32 erf is within 2 ulp, and its slope within 2.5e-7.
+/// Returns (erf z, erf′ z). In f32 erf is within 2 ulp, and its slope within 2.5e-7.
 #[inline(always)]
 pub fn erf<A: Accumulator, S: Isa>(z: A) -> (A, A) {
     if is_f32::<A>() {
@@ -117,12 +118,13 @@ pub fn erf<A: Accumulator, S: Isa>(z: A) -> (A, A) {
         fn erf_of_c(z: f64) -> f64;
     }
     let z = z.to_f64();
-    // SAFETY: C's function of a number, in the library that the standard library is linked with.
+    // SAFETY: it is a function of one number in the C library that the standard library is linked with.
     let e = unsafe { erf_of_c(z) };
     (A::from_f64(e), A::from_f64(std::f64::consts::FRAC_2_SQRT_PI * (-z * z).exp()))
 }
 
-/// z + z·P(z²) near 0 and 1 − exp(|z|·Q(|z|)) far from it, both fitted to the relative error: 9e-9 and 3e-9.
+/// Computes erf as z + z·P(z²) near 0 and 1 − exp(|z|·Q(|z|)) far from it, both fitted to the relative error: 9e-9 and
+/// 3e-9.
 #[inline(always)]
 fn erf_f32<S: Isa>(z: f32) -> (f32, f32) {
     let (size, square) = (z.abs(), z * z);
@@ -131,7 +133,7 @@ fn erf_f32<S: Isa>(z: f32) -> (f32, f32) {
     let p = mul_add::<f32, S>(p, square, 0.112_824_55);
     let p = mul_add::<f32, S>(p, square, -0.376_125_5);
     let p = mul_add::<f32, S>(p, square, 0.128_379_15);
-    // erf 4 rounds to 1. A NaN stays.
+    // erf 4 rounds to 1. A NaN stays a NaN.
     let far = if size > 4.0 { 4.0 } else { size };
     let q = mul_add::<f32, S>(far, 2.152_250_7e-4, -3.225_124_4e-3);
     let q = mul_add::<f32, S>(q, far, 2.292_238_5e-2);
@@ -140,12 +142,12 @@ fn erf_f32<S: Isa>(z: f32) -> (f32, f32) {
     let q = mul_add::<f32, S>(q, far, -1.128_525_5);
     let beyond = 1.0 - exp_f32::<S>(q * far);
     let e = if size < 0.875 { mul_add::<f32, S>(p, size, size) } else { beyond };
-    // Where exp would stop at 1.2e-38, which times a large x is a gradient.
+    // Beyond 9.3 exp would stop at 1.2e-38, and a large x would turn that into a gradient.
     let slope = if size > 9.3 { 0.0 } else { std::f32::consts::FRAC_2_SQRT_PI * exp_f32::<S>(-square) };
     (e.copysign(z), slope)
 }
 
-/// Sum over the lanes, in the order of a tree.
+/// Returns the sum of the lanes, added in the order of a tree.
 #[inline(always)]
 pub fn sum<A: Accumulator, const N: usize>(mut lanes: [A; N]) -> A {
     let mut width = N / 2;
@@ -158,7 +160,7 @@ pub fn sum<A: Accumulator, const N: usize>(mut lanes: [A; N]) -> A {
     lanes[0]
 }
 
-/// Largest lane; with a NaN among them, any of them.
+/// Returns the largest lane; with a NaN among them, any lane.
 #[inline(always)]
 pub fn max<A: Accumulator, const N: usize>(mut lanes: [A; N]) -> A {
     let mut width = N / 2;
@@ -216,7 +218,7 @@ mod tests {
         assert_eq!(exp::<f64, Fused>(1.5), 1.5f64.exp());
     }
 
-    /// Checks a curve and its slope, f32's against f64's on two million numbers in [−12, 12] and near 0.
+    /// Checks a curve and its slope in f32 against f64 on two million numbers in [−12, 12] and near 0.
     fn check_curve(curve: [fn(f32) -> (f32, f32); 2], exact: fn(f64) -> (f64, f64), ulp: f64, error: f64) {
         let ulps = |got: f32, want: f64| {
             let unit = f32::from_bits((want as f32).to_bits() & 0x7f80_0000) as f64 * f32::EPSILON as f64;
@@ -245,7 +247,7 @@ mod tests {
     fn tanh_and_its_slope_are_exact_enough() {
         check_curve([tanh::<f32, Fused>, tanh::<f32, Baseline>], tanh::<f64, Fused>, 3.0, 1.5e-7);
         for i in 0..20_000 {
-            // Its own relative error, up to where the slope leaves f32's normal numbers.
+            // Check tanh's slope for its own relative error, while it is a normal number in f32.
             let z = i as f32 * 2e-3;
             let want = tanh::<f64, Fused>(z as f64).1;
             let got = [tanh::<f32, Fused>(z).1, tanh::<f32, Baseline>(z).1];

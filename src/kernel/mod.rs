@@ -1,6 +1,6 @@
-//! Kernels: safe functions on slices for a range of rows, and in the folder of each what takes an operator's tensors there:
-//! `call` hands views to threads on the CPU or to a launch on a GPU; `composed`, where it is there, is the same in tch. A
-//! norm's own rules are in [`crate::norm`].
+//! Kernels: safe functions on slices for a range of rows. In each folder, `call` passes an operator's tensors to them
+//! over threads on the CPU, or to a launch on a GPU; `composed`, if present, computes the same with tch operations. The
+//! rules of each norm are in [`crate::norm`].
 
 pub mod adam;
 pub mod attention;

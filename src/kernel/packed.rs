@@ -1,11 +1,11 @@
-//! y = xWᵀ + b by a matrix that is packed once and then multiplied many times, as decoding does.
+//! The product y = xWᵀ + b with a matrix that is packed once and then multiplied many times, as in decoding.
 //!
 //! > y_ri = b_i + Σ_c x_rc W_ic
 //!
-//! W (n, k) lies in panels of 32 of its rows, transposed: a panel's 32 numbers of one column c are consecutive, and
-//! zeros fill the last panel. A tile of y, some rows by a panel, stays in registers while c runs. So each step is one
-//! load of the panel, one broadcast a row, and the products. libtorch packs the matrix anew in each call, which costs as
-//! much as 80 rows of x.
+//! W (n, k) is stored in panels of 32 of its rows, transposed: a panel's 32 numbers of one column c are consecutive,
+//! and zeros fill the last panel. A tile of y, some rows by a panel, stays in registers while c runs. So each step is
+//! one load of the panel, one broadcast per row, and the products. libtorch packs the matrix in each call, which costs
+//! as much as 80 rows of x.
 
 pub mod call;
 
@@ -19,14 +19,14 @@ use std::ops::Range;
 /// W (n, k), packed, and b (n).
 pub struct PackedMatrix<A> {
     panels: Aligned<A>,
-    /// Filled up with zeros to whole panels.
+    /// The bias, filled up with zeros to whole panels.
     bias: Aligned<A>,
     n: usize,
     k: usize,
 }
 
 impl<A: Accumulator> PackedMatrix<A> {
-    /// Of a row-major matrix (n, k); without a bias b = 0.
+    /// Packs a row-major matrix (n, k); without a bias b = 0.
     pub fn new(weight: &[A], bias: Option<&[A]>, n: usize, k: usize) -> Self {
         assert!(weight.len() == n * k && bias.is_none_or(|bias| bias.len() == n), "W ({n}, {k}) and b ({n})");
         let mut panels = Aligned::new(n.next_multiple_of(PAIR_LANES) * k);
@@ -43,18 +43,19 @@ impl<A: Accumulator> PackedMatrix<A> {
         PackedMatrix { panels, bias: padded, n, k }
     }
 
-    /// Columns of y.
+    /// Returns the number of columns of y.
     pub fn columns(&self) -> usize {
         self.n
     }
 
-    /// Columns of x.
+    /// Returns the number of columns of x.
     pub fn inner(&self) -> usize {
         self.k
     }
 }
 
-/// y (rows, n) of x (rows, k), whose rows are `x_stride` and `y_stride` apart. Nothing is written to columns of y from n on.
+/// Computes y (rows, n) from x (rows, k), with rows `y_stride` and `x_stride` apart. Columns of y from n on are not
+/// written.
 pub fn product<A: Accumulator>(
     x: &[A],
     x_stride: usize,
@@ -66,7 +67,7 @@ pub fn product<A: Accumulator>(
     product_columns(x, x_stride, rows, w, 0..w.n, y, y_stride);
 }
 
-/// The same of some columns of y, which stand at the beginning of its rows. The first one is a panel's.
+/// Computes only `columns` of y, which are written to the beginning of its rows. The first one must begin a panel.
 pub fn product_columns<A: Accumulator>(
     x: &[A],
     x_stride: usize,
@@ -98,10 +99,11 @@ pub fn product_columns<A: Accumulator>(
     }
 }
 
-/// Rows of x that are read again for each panel: 24 KiB of f32 where k is 128, half of a first cache of 48 KiB.
+/// The number of rows of x that are read again for each panel: 24 KiB of f32 if k is 128, half of a first-level cache
+/// of 48 KiB.
 const ROWS: usize = 48;
 
-/// y = xP + b of some rows, where P is a panel. Of y the first `used` columns are written.
+/// The operands of y = xP + b for some rows, where P is a panel. Only the first `used` columns of y are written.
 struct PanelProduct<'a, A> {
     x: &'a [A],
     x_stride: usize,
@@ -114,10 +116,10 @@ struct PanelProduct<'a, A> {
 }
 
 multiversion! {
-    /// Not inlined: what the caller holds in registers would leave too few for a tile.
+    /// It is not inlined, because the caller's values in registers would leave too few for a tile.
     #[inline(never)]
     fn multiply_panel[isa S][A: Accumulator](all: &mut PanelProduct<A>) {
-        // As many rows as have registers.
+        // The tile has as many rows as there are registers for.
         let tallest = if is_wide::<S>() { 12 } else { 6 };
         for first in (0..all.rows).step_by(tallest) {
             macro_rules! of_height {
@@ -133,7 +135,7 @@ multiversion! {
     }
 }
 
-/// Whether a pack is one register, of 32 that there are.
+/// True if a pack is one register, out of 32.
 #[inline(always)]
 fn is_wide<S: Isa>() -> bool {
     #[cfg(target_arch = "x86_64")]
@@ -142,8 +144,8 @@ fn is_wide<S: Isa>() -> bool {
     return false;
 }
 
-/// HEIGHT rows from row `first` on. Their two packs of columns go together where all have registers, else one after the
-/// other.
+/// Multiplies HEIGHT rows from row `first` on. Their two packs of columns are computed together if registers suffice,
+/// else one after the other.
 #[inline(always)]
 fn multiply_tile<A: Accumulator, S: Isa, const HEIGHT: usize>(all: &mut PanelProduct<A>, first: usize) {
     if is_wide::<S>() {
@@ -154,7 +156,7 @@ fn multiply_tile<A: Accumulator, S: Isa, const HEIGHT: usize>(all: &mut PanelPro
     }
 }
 
-/// PACKS packs of columns of such rows, from pack FIRST on.
+/// Multiplies PACKS packs of columns of HEIGHT rows, from pack FIRST on.
 #[inline(always)]
 fn multiply_columns<A: Accumulator, S: Isa, const HEIGHT: usize, const FIRST: usize, const PACKS: usize>(
     all: &mut PanelProduct<A>,

@@ -1,4 +1,4 @@
-//! Products of training: y = xw + b in few shapes, and c += aᵀb in f32, as gradients of weights are summed.
+//! Matrix products for training: y = xw + b in few shapes, and c += aᵀb in f32 for gradients of weights.
 
 use crate::cpu::amx;
 use crate::error::Result;
@@ -9,7 +9,7 @@ use std::ffi::c_int;
 use std::sync::LazyLock;
 use tch::{Device, Kind, Tensor};
 
-/// glibc's flag of dlopen: only a library that is loaded already.
+/// glibc's flag of dlopen that finds only libraries that are loaded already.
 const RTLD_NOLOAD: c_int = 4;
 const ROW_MAJOR: c_int = 101;
 const PLAIN: c_int = 111;
@@ -33,14 +33,14 @@ type MixedProduct = unsafe extern "C" fn(
     ldc: c_int,
 );
 
-/// In the MKL that libtorch carries, where it may be faster than oneDNN's product and an addition: on Intel's processors
-/// with bf16 instructions. A build of torch without MKL has none.
+/// The function in the MKL that libtorch contains, if it may be faster than oneDNN's product and an addition: on Intel
+/// processors with bf16 instructions. A build of torch without MKL has none.
 static MIXED: LazyLock<Option<MixedProduct>> = LazyLock::new(|| {
     if !is_x86_feature_detected!("avx512bf16") || !amx::is_intel() || amx::is_broken() {
         return None;
     }
-    // SAFETY: the library is loaded already, so nothing of it runs here; the symbol has the type that MKL documents, and
-    // libtorch is never unloaded.
+    // SAFETY: the library is loaded already, so nothing of it runs here; the symbol has the type that MKL documents,
+    // and libtorch is never unloaded.
     unsafe {
         let torch = Library::open(Some("libtorch_cpu.so"), RTLD_NOW | RTLD_NOLOAD).ok()?;
         let symbol = *torch.get::<MixedProduct>(b"cblas_gemm_bf16bf16f32\0").ok()?;
@@ -49,13 +49,14 @@ static MIXED: LazyLock<Option<MixedProduct>> = LazyLock::new(|| {
     }
 });
 
-/// Most rows of a [`product`] in 16 bits go in one call, a multiple of so many.
+/// The number of which most rows of a 16-bit [`product`] are a multiple in one call.
 const STEP: i64 = 64;
 
-/// out = xw + b: x (rows, k), w (k, n), b (n), out (rows, n), all of one type. No gradient is recorded.
+/// Computes out = xw + b: x (rows, k), w (k, n), b (n), out (rows, n), all of one type. No gradient is recorded.
 ///
-/// In 16 bits torch calls oneDNN, which compiles a product for each shape that it meets, in half a millisecond or more;
-/// hardly two batches have as many rows. So a multiple of 64 rows goes first, and then the last 64, some of them again.
+/// In 16 bits torch calls oneDNN, which compiles a product for each new shape, in half a millisecond or more, and
+/// batches hardly ever have the same number of rows. So the first call takes a multiple of 64 rows, and the second the
+/// last 64, some of which are computed twice.
 pub fn product(out: &Tensor, x: &Tensor, w: &Tensor, bias: Option<&Tensor>) -> Result<()> {
     let rows = x.size()[0];
     let whole = rows / STEP * STEP;
@@ -74,7 +75,8 @@ pub fn product(out: &Tensor, x: &Tensor, w: &Tensor, bias: Option<&Tensor>) -> R
     Ok(())
 }
 
-/// c += aᵀb: c (m, n) in f32 or f64, a (rows, m) and b (rows, n) in c's type or in bf16. No gradient is recorded.
+/// Computes c += aᵀb: c (m, n) in f32 or f64, a (rows, m) and b (rows, n) in c's type or in bf16. No gradient is
+/// recorded.
 pub fn add_product(c: &Tensor, a: &Tensor, b: &Tensor) -> Result<()> {
     if add_mixed(c, a, b) {
         return Ok(());
@@ -87,7 +89,7 @@ pub fn add_product(c: &Tensor, a: &Tensor, b: &Tensor) -> Result<()> {
     Ok(())
 }
 
-/// By MKL, where it has the product and the tensors are such as it takes; else false, and nothing has happened.
+/// Computes it with MKL, if MKL has the product and accepts the tensors; otherwise returns false and does nothing.
 fn add_mixed(c: &Tensor, a: &Tensor, b: &Tensor) -> bool {
     let Some(product) = *MIXED else { return false };
     let in_rows = |t: &Tensor| match (&t.size()[..], &t.stride()[..]) {
@@ -104,8 +106,8 @@ fn add_mixed(c: &Tensor, a: &Tensor, b: &Tensor) -> bool {
     else {
         return false;
     };
-    // SAFETY: a is (k, m), b (k, n) and c (m, n) in rows of the strides given, on the CPU, and outlive the call; c's
-    // memory is the caller's to write.
+    // SAFETY: a is (k, m), b (k, n) and c (m, n) with rows of the given strides, on the CPU; they outlive the call, and
+    // the caller may write c's memory.
     unsafe {
         let (a, b, c) = (a.data_ptr().cast(), b.data_ptr().cast(), c.data_ptr().cast());
         product(ROW_MAJOR, TRANSPOSED, PLAIN, m, n, k, 1.0, a, lda, b, ldb, 1.0, c, ldc);
@@ -126,13 +128,14 @@ mod tests {
                     |rows: i64, cols: i64| Tensor::randn([rows, cols], (Kind::Float, Device::Cpu)).to_kind(kind);
                 let (x, w, b) = (random(rows, 24), random(24, 40), random(1, 40).view(40));
                 for bias in [None, Some(&b)] {
-                    // Rows before and after it stay as they are.
+                    // The rows before and after `out` must stay as they are.
                     let around = random(rows + 2, 40);
                     let (before, out) = (around.copy(), around.narrow(0, 1, rows));
                     product(&out, &x, &w, bias).unwrap();
                     let exact = |t: &Tensor| t.to_kind(Kind::Double);
                     let sum = exact(&x).mm(&exact(&w)) + bias.map_or(Tensor::from(0.0), exact);
-                    // One unit in the last place of 16 bits, and sums of 24 terms in f32; torch may sum f16 in f16.
+                    // The bound is one unit in the last place of 16 bits, or sums of 24 terms in f32; torch may sum f16
+                    // in f16.
                     let bound = match kind {
                         Kind::Float => 1e-5,
                         Kind::BFloat16 => 2f64.powi(-7),
@@ -154,7 +157,7 @@ mod tests {
             let sum = if kind == Kind::Double { Kind::Double } else { Kind::Float };
             for (rows, m, n) in [(1, 1, 1), (70, 33, 5), (257, 16, 48), (0, 3, 2)] {
                 let random = |cols: i64| Tensor::randn([rows, cols], (Kind::Double, Device::Cpu)).to_kind(kind);
-                // Columns of a wider matrix, as q, k and v are.
+                // The matrices are columns of a wider matrix, as q, k and v are.
                 let (a, b) = (random(m + 7).narrow(1, 3, m), random(n));
                 let c = Tensor::randn([m, n], (Kind::Double, Device::Cpu)).to_kind(sum);
                 let wanted =

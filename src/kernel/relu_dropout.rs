@@ -2,9 +2,9 @@
 //!
 //! > y = M∘max(x, 0),  dx = dy/(1 − p) where y ≠ 0, else 0
 //!
-//! M dropout's factors, 0 or 1/(1 − p), from [`Dropout`]'s stream, element by (row, column). The output alone tells the
-//! backward which elements passed: 1/(1 − p) ≥ 1 makes no positive x zero, in any storage type. Source: docs/spec.md
-//! §4.3, §4.5. A NaN in x is a NaN in y, dropped or not, and one in y a NaN in dx.
+//! M holds dropout's factors, 0 or 1/(1 − p), from [`Dropout`]'s stream at element (row, column). The output alone
+//! tells the backward pass which elements passed: 1/(1 − p) ≥ 1 makes no positive x zero, in any storage type. Source:
+//! docs/spec.md §4.3, §4.5. A NaN in x is a NaN in y, dropped or not, and a NaN in y is a NaN in dx.
 
 use crate::cpu::philox::{self, Dropout};
 use crate::cpu::{Accumulator, Element};
@@ -13,18 +13,18 @@ use crate::multiversion;
 
 pub mod call;
 
-/// The same for a GPU.
+/// The CUDA program of this kernel.
 pub static PROGRAM: Program = Program {
     name: "relu_dropout.cu",
     files: &[PRELUDE, CHUNK, PHILOX, include_str!("relu_dropout.cu")],
     structs: call::STRUCTS,
 };
 
-/// Random half words drawn at a time: 8 KiB, a sixth of the first cache.
+/// The number of random half words drawn at a time: 8 KiB, a sixth of the first-level cache.
 const DRAWN: usize = 4096;
 
 multiversion! {
-    /// y from x, both whole rows of `cols` columns, the first being row `first_row` of the stream's matrix.
+    /// Computes y from x, both whole rows of `cols` columns; the first is row `first_row` of the stream's matrix.
     pub fn forward[E: Element](cols: usize, dropout: Option<&Dropout>, first_row: usize, x: &[E], y: &mut [E]) {
         assert_eq!(x.len(), y.len());
         let Some(dropout) = dropout else {
@@ -53,7 +53,7 @@ multiversion! {
 }
 
 multiversion! {
-    /// dx from y and dy.
+    /// Computes dx from y and dy.
     pub fn backward[E: Element](dropout: Option<&Dropout>, y: &[E], dy: &[E], dx: &mut [E]) {
         assert!(y.len() == dy.len() && y.len() == dx.len());
         let scale = dropout.map_or(E::Acc::ONE, |d| E::Acc::from_f64(d.scale));
@@ -67,7 +67,7 @@ multiversion! {
     }
 }
 
-/// max(x, 0), and NaN for NaN.
+/// Returns max(x, 0), and NaN for NaN.
 #[inline(always)]
 fn relu<A: Accumulator>(x: A) -> A {
     if x <= A::ZERO {
@@ -96,7 +96,7 @@ mod tests {
         (0..n).map(|i| E::store(E::Acc::from_f64(noise(i)))).collect()
     }
 
-    /// Every element from its own draw of the stream; one multiplication, so exact in the accumulator's type.
+    /// Checks every element against its own draw of the stream; one multiplication is exact in the accumulator's type.
     fn agree<E: Element>() {
         for level in Level::ALL {
             force(Some(level));
@@ -142,7 +142,7 @@ mod tests {
         let (x, mut y) = (vec![1.0f32; 1 << 18], vec![0.0; 1 << 18]);
         forward(512, Some(&dropout()), 0, &x, &mut y);
         let mean = y.iter().map(|y| *y as f64).sum::<f64>() / y.len() as f64;
-        // Standard deviation √(p/(1−p))/2⁹ = 0.0013; five of them.
+        // The standard deviation is √(p/(1−p))/2⁹ = 0.0013; the bound is five of them.
         assert!((mean - 1.0).abs() < 0.0065, "{mean}");
     }
 

@@ -1,4 +1,4 @@
-//! sum += Σ rows of a matrix, as gradients of biases are summed.
+//! Adds the rows of a matrix to a sum, for the gradients of biases.
 
 use crate::cpu::pack::{Of, Pack, Store, PAIR_LANES};
 use crate::cpu::{memory, parallel, Accumulator, Element};
@@ -8,11 +8,12 @@ use crate::multiversion;
 use std::ops::Range;
 use tch::{Kind, Tensor};
 
-/// Rows that are added up before they are added to the sum: rounding grows with the root of the number of terms.
+/// The number of rows that are added up before they are added to the sum: rounding grows with the root of the number of
+/// terms.
 const TOGETHER: usize = 64;
 
-/// sum += Σ rows of x, (n) and (rows, n). By a kernel on the CPU where the sum is of the type that x computes in, f64 for
-/// f64 and else f32; by torch elsewhere. No gradient is recorded.
+/// Computes sum += Σ rows of x, (n) and (rows, n). A CPU kernel does so if the sum has the type in which x is computed
+/// (f64 for f64, else f32), torch otherwise. No gradient is recorded.
 pub fn add_rows(sum: &Tensor, x: &Tensor) -> Result<()> {
     let computing = if x.kind() == Kind::Double { Kind::Double } else { Kind::Float };
     match (View::of(x), View::of(&sum.f_unsqueeze(0)?)) {
@@ -29,7 +30,7 @@ pub fn add_rows(sum: &Tensor, x: &Tensor) -> Result<()> {
 fn add_typed<E: Element>(x: &View, to: &View) -> Result<()> {
     let (mut sums, stride) = (memory::filled(E::Acc::ZERO, x.cols()), x.stride as usize);
     // SAFETY: the views are of tensors on the CPU that outlive this call, x of E and the sum of its computing type; the
-    // sum's memory is the caller's to write, and no part of x.
+    // caller may write the sum's memory, which is no part of x.
     let (numbers, to) = unsafe { (x.slice::<E>(), to.slice_mut::<E::Acc>()) };
     parallel::sum_over_rows(x.rows(), x.cols(), [&mut sums], |rows, _, [sums]| {
         add::<E>(numbers, rows, stride, sums);
@@ -41,7 +42,7 @@ fn add_typed<E: Element>(x: &View, to: &View) -> Result<()> {
 }
 
 multiversion! {
-    /// Adds rows of `x`, which start `stride` apart, to the sums of their columns.
+    /// Adds rows of `x`, which are `stride` apart, to the sums of their columns.
     fn add[isa S][E: Element](x: &[E], rows: Range<usize>, stride: usize, sums: &mut [E::Acc]) {
         for first in rows.clone().step_by(TOGETHER) {
             let some = first..rows.end.min(first + TOGETHER);
@@ -78,7 +79,7 @@ mod tests {
     #[test]
     fn a_sum_of_another_type_is_torch_s() {
         let x = Tensor::ones([3, 40], (Kind::BFloat16, Device::Cpu));
-        // Half as many bytes as the kernel would write: the second row stays as it is.
+        // The sum has half as many bytes as the kernel would write, so the second row must stay as it is.
         let sums = Tensor::zeros([2, 40], (Kind::BFloat16, Device::Cpu));
         add_rows(&sums.get(0), &x).unwrap();
         assert_eq!(Vec::<f32>::try_from(sums.to_kind(Kind::Float).view(-1)).unwrap(), [[3.0; 40], [0.0; 40]].concat());
@@ -91,7 +92,7 @@ mod tests {
             force(Some(level));
             for kind in [Kind::Float, Kind::Double, Kind::BFloat16, Kind::Half] {
                 for (rows, cols) in [(0, 3), (1, 1), (63, 32), (64, 33), (300, 97), (3000, 64)] {
-                    // Columns of a wider matrix, as gradients of q, k and v are.
+                    // The matrix consists of columns of a wider one, as gradients of q, k and v do.
                     let x =
                         Tensor::randn([rows, cols + 5], (Kind::Double, Device::Cpu)).to_kind(kind).narrow(1, 2, cols);
                     let kept = if kind == Kind::Double { kind } else { Kind::Float };
@@ -102,7 +103,8 @@ mod tests {
                     let largest = wanted.abs().max().double_value(&[]).max(1.0);
                     let off = (exact(&sum) - wanted).abs().max().double_value(&[]);
                     let unit = if kind == Kind::Double { f64::EPSILON } else { f32::EPSILON as f64 };
-                    // Sums of 64, which are added up then, are off by a few units in the last place of the largest.
+                    // Sums of 64 rows, which are then added up, are off by a few units in the last place of the
+                    // largest.
                     assert!(off < 4.0 * unit * largest, "{level:?} {kind:?} {rows} {cols}: {off}");
                 }
             }

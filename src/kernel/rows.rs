@@ -1,25 +1,26 @@
-//! Norms over the last dimension, row by row: the passes that every such norm shares.
+//! Norms over the last dimension, row by row: the passes that all of them share.
 //!
-//! The row norms of docs/spec.md §1 have one form. With a shift and a scale that are numbers of the row,
+//! The row norms of docs/spec.md §1 have one form, with a shift and a scale that are numbers of the row:
 //!
 //! > x̂ = (x − shift)·scale,  y = w⊙x̂ + b
 //!
-//! and, with g = w⊙dy, a gradient that combines g, x̂ and a constant:
+//! With g = w⊙dy, the gradient combines g, x̂ and a constant:
 //!
 //! > dx = p·g + q·x̂ − r,  dw += dy⊙x̂,  db += dy
 //!
-//! where p, q and r depend on the row only through Σg and Σg⊙x̂. A norm is the formula of (shift, scale) and
-//! that of (p, q, r): [`RowNorm`]. The passes over memory are written here once, and the fused residual step
-//! ([`residual_step`](super::residual_step)) runs the same ones. They are compiled per type and instruction set but not per norm: a norm's
-//! formulas give a few numbers per row, called through [`RowNormFns`].
+//! where p, q and r depend on the row only through Σg and Σg⊙x̂. A norm is the formula of (shift, scale) and that of
+//! (p, q, r): [`RowNorm`]. The passes over memory are written here once, and the fused residual step
+//! ([`residual_step`](super::residual_step)) runs the same ones. They are compiled per type and instruction set but not
+//! per norm, because a norm's formulas give a few numbers per row and are called through [`RowNormFns`].
 //!
-//! Norms that measure nothing are curves of learned numbers: x̂ = f(scale·x + shift), [`CurveNorm`]. Their passes are in
-//! [`curve`].
+//! Norms that measure nothing are curves with learned numbers: x̂ = f(scale·x + shift), [`CurveNorm`]. Their passes are
+//! in [`curve`].
 //!
-//! Rows go together in groups, as many as an instruction set has registers for ([`Isa::ROWS`]), so that the coefficients of
-//! a column are read, and the sums of its gradients read and written, once for all. From its first pass on a group is in the
-//! second-level cache at least, so only that pass waits for memory, and it asks for rows further on meanwhile. Sums run over explicit lanes in a fixed order, whatever
-//! the grouping; see [`pack`](crate::cpu::pack) for what holds between instruction sets.
+//! Rows are processed in groups, as many as an instruction set has registers for ([`Isa::ROWS`]), so that the
+//! coefficients of a column are read, and the sums of its gradients read and written, once for all rows. After its
+//! first pass a group is in the second-level cache or nearer, so only that pass waits for memory, and it prefetches
+//! later rows meanwhile. Sums run over explicit lanes in a fixed order, whatever the grouping; see
+//! [`pack`](crate::cpu::pack) for differences between instruction sets.
 
 use crate::cpu::pack::{Isa, Store};
 use crate::cpu::{Accumulator, Element};
@@ -39,51 +40,52 @@ pub(crate) use passes::{each_row, rows};
 pub use passes::{fetch, normalise, Lines, Weight};
 pub use sums::{hypotenuse, magnitude, sum, trusted};
 
-/// Rows that go together, at most.
+/// The maximum number of rows in a group.
 pub const GROUP: usize = 4;
 
-/// One norm over the last dimension.
+/// A norm over the last dimension.
 pub trait RowNorm: Copy + Send + Sync + 'static {
-    /// Numbers kept per row for the backward pass: 0, 1 (the scale) or 2 (the shift, then the scale). With it the norm
-    /// says what it wants to know of a row: nothing, its squares, or its moments.
+    /// The numbers kept per row for the backward pass: 0, 1 (the scale) or 2 (the shift, then the scale). The same
+    /// number tells what the norm measures in a row: nothing, its squares, or its moments.
     const STATS: usize;
 
-    /// The shift and the scale of a row; the shift is zero where STATS < 2. None where the sums are not to be trusted.
+    /// Returns the shift and the scale of a row; the shift is zero if STATS < 2. `None` if the sums have lost
+    /// precision.
     fn measure<A: Accumulator>(sums: &Sums<A>, eps: A) -> Option<Measured<A>>;
 
-    /// The same for a row whose squares (or sum) leave the range of the type.
+    /// Returns the same for a row whose squares (or sum) leave the range of the type.
     fn measure_scaled<A: Accumulator>(x: &[A], eps: A) -> Measured<A>;
 
-    /// dx as a function of g and x̂, given Σg (only where STATS is 2: nobody else asks) and Σg⊙x̂ over `cols` columns.
+    /// Returns dx as a function of g and x̂, given Σg (only if STATS is 2) and Σg⊙x̂ over `cols` columns.
     fn gradient<A: Accumulator>(row: Measured<A>, eps: A, cols: A, sum_g: A, sum_gx: A) -> RowGradient<A>;
 }
 
-/// A curve that stands in a norm's place: x̂ = f(scale·x + shift), scale and shift one learned number each.
+/// A curve in place of a norm: x̂ = f(scale·x + shift), where scale and shift are one learned number each.
 pub trait CurveNorm: 'static {
-    /// (f(z), f′(z)).
+    /// Returns (f(z), f′(z)).
     fn at<A: Accumulator, S: Isa>(z: A) -> (A, A);
 }
 
-/// What was summed over a row.
+/// The sums over a row.
 #[derive(Clone, Copy, Debug)]
 pub struct Sums<A> {
     pub cols: A,
-    /// A guess of the mean; zero where STATS < 2.
+    /// A guess of the mean; zero if STATS < 2.
     pub about: A,
-    /// Σd of d = x − about, where STATS is 2.
+    /// Σd with d = x − about, if STATS is 2.
     pub sum: A,
-    /// Σd².
+    /// Σd² with d = x − about.
     pub squares: A,
 }
 
-/// x̂ = (x − shift)·scale.
+/// The shift and the scale in x̂ = (x − shift)·scale.
 #[derive(Clone, Copy, Debug)]
 pub struct Measured<A> {
     pub shift: A,
     pub scale: A,
 }
 
-/// dx = p·g + q·x̂ − r.
+/// The coefficients of dx = p·g + q·x̂ − r.
 #[derive(Clone, Copy, Debug)]
 pub struct RowGradient<A> {
     pub p: A,
@@ -95,7 +97,7 @@ pub struct RowGradient<A> {
 #[derive(Clone, Copy)]
 pub struct RowNormFns<A> {
     pub stats: usize,
-    /// Of a curve, which has no use for the rest.
+    /// The curve of a [`CurveNorm`], which does not use the other functions.
     pub curve: Option<Curve<A>>,
     measure: fn(&Sums<A>, A) -> Option<Measured<A>>,
     measure_scaled: fn(&[A], A) -> Measured<A>,
@@ -118,7 +120,7 @@ impl<A: Accumulator> RowNormFns<A> {
     }
 }
 
-/// A norm's kernels: its [`RowNormFns`] for either computing type, and the same for a GPU.
+/// A norm's kernels: its [`RowNormFns`] for both computing types, and its CUDA program.
 pub struct RowNormKernel {
     single: RowNormFns<f32>,
     double: RowNormFns<f64>,
@@ -134,7 +136,7 @@ impl RowNormKernel {
         RowNormKernel { single: RowNormFns::of_curve::<N>(), double: RowNormFns::of_curve::<N>(), program }
     }
 
-    /// Numbers kept per row for the backward pass.
+    /// Returns the numbers kept per row for the backward pass.
     pub fn stats(&self) -> usize {
         self.single.stats
     }
@@ -145,7 +147,7 @@ impl RowNormKernel {
     }
 }
 
-/// No norm: y = x. What a residual scheme without a norm passes to the fused step.
+/// No norm, y = x, for residual schemes that pass no norm to the fused step.
 #[derive(Clone, Copy, Debug)]
 pub struct NoNorm;
 
@@ -166,7 +168,7 @@ impl RowNorm for NoNorm {
 }
 
 multiversion! {
-    /// y = w⊙x̂ + b for every row of `cols` numbers in `x`; `stats` receives `norm.stats` numbers a row.
+    /// Computes y = w⊙x̂ + b for every row of `cols` numbers in `x`; `stats` receives `norm.stats` numbers per row.
     ///
     /// `weight` is empty (ones), one number (a gain) or one per column; `bias` is empty (zeros) or one per column.
     pub fn forward[isa S][E: Element](
@@ -198,8 +200,8 @@ multiversion! {
 }
 
 multiversion! {
-    /// The gradient of [`forward`]: overwrites `dx`, adds to `dweight` (empty, or as long as `weight`) and `dbias`
-    /// (empty, or one per column).
+    /// Computes the gradient of [`forward`]: overwrites `dx`, adds to `dweight` (empty, or as long as `weight`) and
+    /// `dbias` (empty, or one per column).
     pub fn backward[isa S][E: Element](
         norm: &RowNormFns<E::Acc>, cols: usize, dy: &[E], x: &[E], weight: &[E::Acc], eps: E::Acc, stats: &[E::Acc],
         dx: &mut [E], dweight: &mut [E::Acc], dbias: &mut [E::Acc],
@@ -225,7 +227,7 @@ multiversion! {
 impl<A: Accumulator> Measured<A> {
     pub const NONE: Self = Measured { shift: A::ZERO, scale: A::ONE };
 
-    /// Writes the numbers of row `r`.
+    /// Writes the numbers to keep for row `r`.
     #[inline(always)]
     pub fn keep(self, count: usize, r: usize, stats: &mut [A]) {
         match count {
@@ -235,7 +237,7 @@ impl<A: Accumulator> Measured<A> {
         }
     }
 
-    /// Reads what [`keep`](Self::keep) wrote of a group of rows.
+    /// Reads what [`keep`](Self::keep) wrote for a group of rows.
     #[inline(always)]
     pub fn restore(count: usize, rows: std::ops::Range<usize>, stats: &[A]) -> [Self; GROUP] {
         let mut group = [Self::NONE; GROUP];

@@ -1,9 +1,9 @@
-//! A tensor as kernels get it: a matrix in memory, of a type that is known at run time.
+//! A tensor in the kernels' form: a matrix in memory whose type is known at run time.
 
 use crate::host::has_memory;
 use tch::{Device, Kind, Tensor};
 
-/// A matrix: `rows` rows of `cols` numbers, `stride` apart. `data` is null where a tensor is absent.
+/// A matrix: `rows` rows of `cols` numbers, `stride` apart. `data` is null if the tensor is absent.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub struct View {
@@ -11,14 +11,14 @@ pub struct View {
     pub rows: i64,
     pub cols: i64,
     pub stride: i64,
-    /// As [`by_dtype!`](crate::kernel::view::by_dtype) counts; int64 is 4, a byte 5.
+    /// The type's code in [`by_dtype!`](crate::kernel::view::by_dtype); int64 is 4, a byte 5.
     pub dtype: i32,
 }
 
 impl View {
     pub const ABSENT: View = View { data: std::ptr::null_mut(), rows: 0, cols: 0, stride: 0, dtype: -1 };
 
-    /// Of a matrix on the CPU that lies row by row; none: it is another tensor, or of a type that kernels do not know.
+    /// Returns the view of a matrix on the CPU with contiguous rows; `None` for other tensors or unsupported types.
     pub fn of(t: &Tensor) -> Option<View> {
         let dtype = match t.kind() {
             Kind::Float => 0,
@@ -53,13 +53,13 @@ impl View {
         }
     }
 
-    /// The bytes that it spans; none where the tensor is absent.
+    /// Returns the bytes that it spans; an empty slice if the tensor is absent.
     pub fn bytes(&self) -> *const [u8] {
         let each = [4, 8, 2, 2, 8, 1].get(self.dtype as usize).copied().unwrap_or(0);
         std::ptr::slice_from_raw_parts(self.data, self.len() * each)
     }
 
-    /// Empty where the tensor is absent.
+    /// Returns the numbers; empty if the tensor is absent.
     ///
     /// # Safety
     /// The view's dtype is T, the caller of the kernel keeps the tensor alive for `'a`, and nobody writes it meanwhile.
@@ -71,7 +71,7 @@ impl View {
     }
 
     /// # Safety
-    /// As [`slice`](Self::slice), and this is the tensor's only slice.
+    /// Same as [`slice`](Self::slice), and this is the tensor's only slice.
     pub unsafe fn slice_mut<'a, T>(&self) -> &'a mut [T] {
         if self.is_absent() || self.len() == 0 {
             return &mut [];
@@ -80,7 +80,7 @@ impl View {
     }
 }
 
-/// Calls `$body` with `$E` standing for the element type of a view's dtype.
+/// Runs `$body` with `$E` as the element type of a view's dtype.
 macro_rules! by_dtype {
     ($view:expr, $E:ident => $body:expr) => {
         match $view.dtype {

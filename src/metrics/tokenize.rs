@@ -1,4 +1,4 @@
-//! How BLEU cuts a line into words, by sacreBLEU's rules.
+//! Tokenisation for BLEU by sacreBLEU's rules.
 
 use std::borrow::Cow;
 
@@ -20,7 +20,7 @@ choice! {
 }
 
 impl Tokenize {
-    /// The line with white space between its words.
+    /// Returns the line with white space between its words.
     pub fn apply(self, line: &str) -> Cow<'_, str> {
         match self {
             Tokenize::None => line.into(),
@@ -35,7 +35,7 @@ impl Tokenize {
     }
 }
 
-/// The line with spaces around the characters that are `alone`.
+/// Puts spaces around the characters for which `alone` is true.
 fn apart(line: &str, alone: impl Fn(char) -> bool) -> String {
     let mut found = String::with_capacity(line.len() + 2);
     for c in line.chars() {
@@ -47,7 +47,8 @@ fn apart(line: &str, alone: impl Fn(char) -> bool) -> String {
     found
 }
 
-/// mteval-v13a: symbols stand alone, and so do periods and commas outside numbers, and a dash behind a digit.
+/// Applies mteval-v13a's rules: symbols become words, and so do periods and commas outside numbers, and a dash after a
+/// digit.
 fn punctuation(line: &str) -> String {
     let is_symbol = |c: char| c.is_ascii_punctuation() && !matches!(c, '\'' | ',' | '-' | '.') || c == ' ';
     let is_point = |c: char| matches!(c, '.' | ',');
@@ -57,7 +58,7 @@ fn punctuation(line: &str) -> String {
     pairs(&line, |a, b| (a.is_ascii_digit() && b == '-').then_some([a, ' ', b, ' ']))
 }
 
-/// Replaces pairs of neighbours from left to right, as a regular expression of two characters does.
+/// Replaces pairs of neighbouring characters from left to right, as a regular expression of two characters does.
 fn pairs(line: &str, replace: impl Fn(char, char) -> Option<[char; 4]>) -> String {
     let mut found = String::with_capacity(2 * line.len());
     let mut rest = line.chars().peekable();
@@ -73,7 +74,7 @@ fn pairs(line: &str, replace: impl Fn(char, char) -> Option<[char; 4]>) -> Strin
     found
 }
 
-/// sacreBLEU's ranges. It means U+20000 to U+2A6D6 by one of them, and compares strings so that U+2001 to U+2A6D come out.
+/// True in sacreBLEU's ranges. Its U+20000 to U+2A6D6 compares strings, so that it covers U+2001 to U+2A6D instead.
 fn is_chinese(c: char) -> bool {
     matches!(c,
         '\u{2001}'..='\u{2a6d}' | '\u{2e80}'..='\u{2fdf}' | '\u{2ff0}'..='\u{303f}' | '\u{3100}'..='\u{312f}'
@@ -82,8 +83,8 @@ fn is_chinese(c: char) -> bool {
         | '\u{fe30}'..='\u{fe4f}' | '\u{ff00}'..='\u{ffef}')
 }
 
-/// Whether a text is written without spaces between its words: more than half of its letters stand in words that are
-/// longer than words of their script are.
+/// True if a text has no spaces between its words: more than half of its letters belong to words that are too long for
+/// their script.
 pub fn lacks_spaces<'a>(words: impl IntoIterator<Item = &'a str>) -> bool {
     let (mut long, mut all) = (0, 0);
     for word in words {
@@ -96,7 +97,7 @@ pub fn lacks_spaces<'a>(words: impl IntoIterator<Item = &'a str>) -> bool {
     2 * long > all
 }
 
-/// Letters that few words have more of, in a script that writes no spaces between words.
+/// Returns the number of letters that few words exceed, for a script that writes no spaces between words.
 fn longest_word(c: char) -> Option<usize> {
     match c {
         // Kana and Chinese characters.
@@ -117,7 +118,7 @@ mod tests {
         tokenize.apply(line).split(is_space).filter(|word| !word.is_empty()).collect::<Vec<_>>().join(" ")
     }
 
-    /// Frozen from sacreBLEU 2.6; tests/cli/test_scores.py compares random lines.
+    /// The values are from sacreBLEU 2.6; tests/cli/test_scores.py compares random lines.
     #[test]
     fn words_are_sacrebleus() {
         let line = " 1,000.5 Men-at-arms, 5-6 &quot;x&quot; don't. ";

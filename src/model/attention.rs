@@ -13,37 +13,38 @@ use crate::parametrisation::SumsOver;
 use crate::residual::{LayerContext, OutputGate, Point};
 use tch::{Device, Tensor};
 
-/// Of sinks at the start: gpt-oss's `initializer_range`.
+/// The standard deviation of sink logits at initialisation, gpt-oss's `initializer_range`.
 const SINKS_STD: f64 = 0.02;
 
-/// softmax(s·QKᵀ)V per head, heads joined, output projection; s is 1/√d_head, or 1/d_head by the parametrisation.
-/// torch.nn's layout: q, k and v stacked in one matrix. Grouped queries (Ainslie et al. 2023): head h of the queries has
-/// the keys and values of head ⌊h·kv_heads/heads⌋. Gated, the heads' outputs are multiplied by σ(W_g x), x being what
-/// queries are projected from. Scores may be capped, and each head may have one logit more in its softmax, without a value.
+/// Multi-head attention: softmax(s·QKᵀ)V per head, heads joined, then the output projection; s is 1/√d_head, or
+/// 1/d_head if the parametrisation says so. q, k and v are stacked in one matrix, as in torch.nn. With grouped queries
+/// (Ainslie et al. 2023), query head h uses the keys and values of head ⌊h·kv_heads/heads⌋. With a gate, the heads'
+/// outputs are multiplied by σ(W_g x), where x is the input of the query projection. Scores may be capped, and each
+/// head may have a sink: one more logit in its softmax, without a value.
 pub struct Attention {
     in_weight: Tensor,
     in_bias: Option<Tensor>,
     out_weight: Tensor,
     out_bias: Option<Tensor>,
     gate: Option<Gate>,
-    /// A logit of each head's softmax beside those of the keys, (heads).
+    /// A sink logit for each head (heads).
     sinks: Option<Tensor>,
     softcap: Option<f64>,
     d: i64,
     heads: i64,
     kv_heads: i64,
-    /// Numbers in a row of keys, or of values.
+    /// The width of a row of keys, or of values.
     kv_width: i64,
     scale: f64,
 }
 
-/// W_g and its bias: one row for each head, or for each number of the heads' outputs.
+/// W_g and its bias, with one row for each head or for each element of the heads' outputs.
 struct Gate {
     weight: Tensor,
     bias: Option<Tensor>,
 }
 
-/// Keys and values of what has been decoded, a row for each token of each hypothesis: (room, kv_width) each.
+/// The keys and values of decoded tokens, one row for each token of each hypothesis: (capacity, kv_width) each.
 pub struct Cache {
     keys: Tensor,
     values: Tensor,
@@ -93,7 +94,7 @@ impl Attention {
         })
     }
 
-    /// Every sentence to itself.
+    /// Computes self-attention within each sentence.
     pub fn attend(&self, x: &Tensor, ranges: &Ranges, causal: bool, inside: &Inside, ctx: &Context) -> Result<Tensor> {
         let (x, stacked) = self.stacked(x, inside, ctx)?;
         if let (Ranges::Packed(table), true) = (ranges, self.stays_stacked(&stacked, inside, ctx)) {
@@ -104,7 +105,7 @@ impl Attention {
         self.output(self.heads(qkv.each_ref(), ranges, causal, ctx)?, &x, inside, ctx)
     }
 
-    /// What the queries are projected of, and q, k and v side by side, of x (rows, d), or of one x each (3, rows, d).
+    /// Returns the queries' input and `[q|k|v]`. x is (rows, d), or (3, rows, d) if q, k and v have separate inputs.
     fn stacked(&self, x: &Tensor, inside: &Inside, ctx: &Context) -> Result<(Tensor, Tensor)> {
         let x = inside.at(Point::Input, x.shallow_clone(), &ctx.rows())?;
         let is_apart = x.dim() > 2;
@@ -124,7 +125,7 @@ impl Attention {
         Ok((of_queries.expect("queries are projected first"), Tensor::f_cat(&made, -1)?))
     }
 
-    /// In the training loop on a CPU, and nothing stands between the product and attention's kernels.
+    /// True in the training loop on a CPU, if nothing comes between the product and attention's kernels.
     fn stays_stacked(&self, stacked: &Tensor, inside: &Inside, ctx: &Context) -> bool {
         let is_changed = Point::BEFORE_PRODUCTS.into_iter().any(|point| inside.changes(point));
         let in_loop = ctx.has_flat() && Recording::is_on() && stacked.requires_grad();
@@ -132,18 +133,18 @@ impl Attention {
         in_loop && stacked.device() == Device::Cpu && is_plain
     }
 
-    /// What its softmax has that kernels do not.
+    /// Returns the options of its softmax that kernels do not support.
     fn extras(&self) -> Extras<'_> {
         Extras { softcap: self.softcap, sinks: self.sinks.as_ref() }
     }
 
-    /// (p, seed, site) of the weights in this pass.
+    /// Returns (p, seed, site) of the dropout on weights in this pass.
     fn dropout<'a>(&self, ctx: &'a Context) -> Option<(f64, &'a Tensor, i64)> {
         let (site, p) = (ctx.dropout_site(), ctx.rates.attention);
         ctx.seed.as_ref().filter(|_| p > 0.0).map(|seed| (p, seed, site))
     }
 
-    /// Queries of x to keys and values that [`memory`](Self::memory) made.
+    /// Computes attention of x's queries to keys and values from [`memory`](Self::memory).
     pub fn attend_memory(
         &self,
         x: &Tensor,
@@ -156,7 +157,7 @@ impl Attention {
         self.output(self.heads([&q, &memory.0, &memory.1], ranges, false, ctx)?, &x, inside, ctx)
     }
 
-    /// The same for a step of decoding: which rows of the memory each query reads.
+    /// Computes the same in a decoding step, where `reads` lists the memory rows that each query reads.
     pub fn read_memory(
         &self,
         x: &Tensor,
@@ -169,7 +170,7 @@ impl Attention {
         self.output(self.read([&q, &memory.0, &memory.1], reads, ctx)?, &x, inside, ctx)
     }
 
-    /// What is projected, and the queries.
+    /// Returns the input of the query projection, and the queries.
     fn queries(&self, x: &Tensor, inside: &Inside, ctx: &Context) -> Result<(Tensor, Tensor)> {
         let x = inside.at(Point::Input, x.shallow_clone(), &ctx.rows())?;
         let q = self.project(&x, 0, self.d, ctx)?;
@@ -177,7 +178,7 @@ impl Attention {
         Ok((x, q))
     }
 
-    /// The encoder output's keys and values.
+    /// Returns the keys and values of the encoder output.
     pub fn memory(&self, memory: &Tensor, inside: &Inside, ctx: &Context) -> Result<(Tensor, Tensor)> {
         let [k, v] = parts(self.project(memory, self.d, 2 * self.kv_width, ctx)?, [self.kv_width; 2])?;
         let change = |point, x| inside.at_heads(point, x, self.kv_heads, &ctx.rows());
@@ -195,14 +196,14 @@ impl Attention {
         Ok([q, k, v])
     }
 
-    /// By some rows of the stacked q, k and v.
+    /// Projects x with `length` rows, from `start`, of the stacked q, k and v matrix.
     fn project(&self, x: &Tensor, start: i64, length: i64, ctx: &Context) -> Result<Tensor> {
         let part = |t: &Tensor| t.f_narrow(0, start, length);
         ctx.linear(x, &part(&self.in_weight)?, self.in_bias.as_ref().map(part).transpose()?.as_ref())
     }
 
-    /// All tokens of new slots, each slot's among its own: x (rows, d). Their keys and values become rows `at` and
-    /// following of the cache.
+    /// Computes self-attention for all tokens of new slots, within each slot: x (rows, d). Their keys and values are
+    /// written to the cache from row `at` on.
     pub fn begin(
         &self,
         x: &Tensor,
@@ -218,8 +219,8 @@ impl Attention {
         self.output(self.heads(qkv.each_ref(), own, true, ctx)?, &x, inside, ctx)
     }
 
-    /// One more token for each slot of the cache; x is (slots, d). Their keys and values become rows `at` and following,
-    /// and `reads` names them already.
+    /// Computes self-attention for one more token in each slot of the cache; x is (slots, d). Their keys and values are
+    /// written from row `at` on, and `reads` already includes them.
     pub fn step(
         &self,
         x: &Tensor,
@@ -236,8 +237,8 @@ impl Attention {
         self.output(self.read([&q, &cache.keys, &cache.values], reads, ctx)?, &x, inside, ctx)
     }
 
-    /// Single queries to the rows that they read. On the CPU nothing is copied; where gradients are recorded, where heads
-    /// share keys, and elsewhere, it is attention to gathered rows.
+    /// Computes attention of single queries to the rows that they read. On the CPU nothing is copied. If gradients are
+    /// recorded, if heads share keys, and on other devices, the rows are gathered first.
     fn read(&self, [q, k, v]: [&Tensor; 3], reads: &Reads, ctx: &Context) -> Result<Tensor> {
         if q.device() == Device::Cpu && !Recording::is_on() && !self.is_grouped() {
             return reads.attention([q, k, v], self.heads, self.scale, &self.extras());
@@ -246,7 +247,7 @@ impl Attention {
         self.heads([q, &k, &v], &ranges, false, ctx)
     }
 
-    /// The heads' outputs, joined.
+    /// Returns the heads' outputs, joined.
     fn heads(&self, [q, k, v]: [&Tensor; 3], ranges: &Ranges, causal: bool, ctx: &Context) -> Result<Tensor> {
         ctx.show(|watch| watch.scores([q, k], self.heads, self.scale))?;
         let (dropout, extras) = (self.dropout(ctx), self.extras());
@@ -274,7 +275,7 @@ impl Attention {
         }
     }
 
-    /// The output projection of the joined heads, gated by x, with the changes around it.
+    /// Applies the gate by x, the output projection and the changes around it to the joined heads.
     fn output(&self, heads: Tensor, x: &Tensor, inside: &Inside, ctx: &Context) -> Result<Tensor> {
         let rows: RowContext = ctx.rows();
         let heads = match &self.gate {
@@ -290,7 +291,7 @@ impl Attention {
         self.kv_heads < self.heads
     }
 
-    /// Keys or values (rows, kv_width), each head as often as heads of queries share it: (rows, d).
+    /// Repeats each head of keys or values (rows, kv_width) for the query heads that share it: (rows, d).
     fn for_each_query(&self, x: &Tensor) -> Result<Tensor> {
         if !self.is_grouped() {
             return Ok(x.shallow_clone());
@@ -301,7 +302,8 @@ impl Attention {
         Ok(repeated.f_reshape([-1, self.d].as_slice())?)
     }
 
-    /// Without a mask, the heads of queries that share keys and values are rows of one head: nothing is copied.
+    /// Computes attention without a mask: query heads that share keys and values become rows of one head, so nothing is
+    /// copied.
     fn among_groups(&self, [q, k, v]: [&Tensor; 3], table: &Tensor) -> Result<Tensor> {
         let (shared, width) = (self.heads / self.kv_heads, self.d / self.heads);
         let rows = q.f_reshape([-1, self.kv_heads, shared, width].as_slice())?.f_transpose(1, 2)?;
@@ -315,7 +317,7 @@ impl Attention {
 }
 
 impl Gate {
-    /// The heads' outputs (rows, d) times σ(W_g x).
+    /// Returns the heads' outputs (rows, d) times σ(W_g x).
     fn apply(&self, heads: Tensor, x: &Tensor, ctx: &Context) -> Result<Tensor> {
         let gate = ctx.linear(x, &self.weight, self.bias.as_ref())?.f_sigmoid()?;
         if gate.size() == heads.size() {
@@ -326,14 +328,14 @@ impl Gate {
     }
 }
 
-/// Columns of a product as matrices of those widths.
+/// Splits the columns of a product into matrices of these widths.
 fn parts<const N: usize>(stacked: Tensor, widths: [i64; N]) -> Result<[Tensor; N]> {
     let parts = stacked.f_split_with_sizes(widths.as_slice(), 1)?;
     Ok(parts.try_into().expect("as many parts as widths"))
 }
 
 impl Cache {
-    /// The one that is there, or a new one with room for so many times these keys.
+    /// Returns the existing cache, or a new one with a capacity of `times` as many rows as k.
     fn of<'a>(cache: &'a mut Option<Cache>, k: &Tensor, times: i64) -> Result<&'a mut Self> {
         match cache {
             Some(cache) => Ok(cache),
@@ -346,7 +348,7 @@ impl Cache {
         Ok(Cache { keys: empty()?, values: empty()? })
     }
 
-    /// Rows `at` and following; the room doubles where they do not fit.
+    /// Writes rows from `at` on; the capacity doubles if they do not fit.
     fn write(&mut self, k: &Tensor, v: &Tensor, at: i64) -> Result<()> {
         let (end, room) = (at + k.size()[0], self.keys.size()[0]);
         if end > room {
@@ -368,7 +370,7 @@ impl Cache {
         self.keys.device()
     }
 
-    /// Row i becomes what row kept[i] was; there are no others.
+    /// Keeps only the rows kept[i], which become rows i.
     pub fn keep(&mut self, kept: &Tensor) -> Result<()> {
         for t in [&mut self.keys, &mut self.values] {
             *t = t.f_index_select(0, kept)?;

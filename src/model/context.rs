@@ -1,4 +1,4 @@
-//! A forward pass's settings beside its inputs.
+//! The settings of a forward pass.
 
 use super::linear::{linear, FlatBuffers};
 use super::norm::RowContext;
@@ -37,43 +37,43 @@ impl Rates {
     }
 }
 
-/// One forward pass: training or not, its random numbers, its computing type.
+/// The settings of one forward pass: training or evaluation, its random numbers, its computing type.
 #[derive(Debug)]
 pub struct Context {
     pub train: bool,
     pub rates: Rates,
-    /// int64 (seed, update, micro-batch); none: no dropout.
+    /// int64 (seed, update, micro-batch); `None` means no dropout.
     pub seed: Option<Tensor>,
-    /// The type of matrix products; residual stream and statistics keep their own.
+    /// The type of matrix products; the residual stream and statistics keep their own types.
     pub kind: Kind,
-    /// Gains on x are being set by profiling (docs/spec.md §3.4).
+    /// True while profiling sets the gains on x (docs/spec.md §3.4).
     pub profile: bool,
-    /// Keep only what enters each layer, and run layers again for their gradients.
+    /// True to keep only the input of each layer, and run layers again for their gradients.
     pub recompute: bool,
-    /// This is the recomputation: statistics have moved already.
+    /// True during the recomputation, when statistics have been updated already.
     pub is_recompute: bool,
-    /// Of a micro-batch that is not its update's last.
+    /// True for a micro-batch that is not the last of its update.
     pub is_partial: bool,
-    /// Ranks whose rows are one batch for norms with statistics.
+    /// The ranks whose rows form one batch for norms with statistics.
     pub group: ProcessGroup,
-    /// The statistics that norms used, for the second run.
+    /// The statistics that norms used, for the recomputation.
     statistics: UsedStatistics,
-    /// True at rows that belong to no sentence; none: there are no such rows.
+    /// True at rows that belong to no sentence; `None` if there are none.
     spare: Option<Tensor>,
-    /// Of the rows' queries and keys, where positions are rotary.
+    /// The rotation of queries and keys, if positions are rotary.
     rotation: Option<Rc<Rotation>>,
-    /// Where parameters and their gradients lie, if linear layers add to gradients there.
+    /// The flat buffers of parameters and gradients, if linear layers add to gradients there.
     flat: Option<Rc<FlatBuffers>>,
-    /// Weights that do not change between passes, if there are several.
+    /// Weights prepared for many products, if they do not change between several passes.
     prepared: Option<Arc<PreparedWeights>>,
     watch: Option<Rc<Watch>>,
-    /// Tensors that the running stack's layers have kept.
+    /// The tensors that layers of the running stack have kept.
     kept_tensors: Rc<KeptTensors>,
     dropout_site: Rc<Cell<i64>>,
 }
 
 impl Context {
-    /// Evaluation: nothing is dropped.
+    /// Returns the settings of an evaluation pass, without dropout.
     pub fn evaluation(kind: Kind) -> Self {
         Context {
             train: false,
@@ -118,58 +118,59 @@ impl Context {
         }
     }
 
-    /// The same pass with activation checkpointing, if `on`.
+    /// Turns on activation checkpointing if `on`.
     pub fn recomputing(self, on: bool) -> Self {
         Context { recompute: on, ..self }
     }
 
-    /// The same pass, of a micro-batch that is not its update's last, if `on`.
+    /// Marks the pass as a micro-batch that is not the last of its update, if `on`.
     pub fn partial(self, on: bool) -> Self {
         Context { is_partial: on, ..self }
     }
 
-    /// The same pass on every rank of a group.
+    /// Sets the group whose ranks run the same pass.
     pub fn across(self, group: ProcessGroup) -> Self {
         Context { group, ..self }
     }
 
-    /// The same pass, adding to gradients in these buffers.
+    /// Lets the pass add to gradients in these buffers.
     pub fn adding_to(self, flat: Option<Rc<FlatBuffers>>) -> Self {
         Context { flat, ..self }
     }
 
-    /// The same pass, one of several with the same weights.
+    /// Uses prepared weights, for several passes with the same weights.
     pub fn with_prepared(self, weights: Arc<PreparedWeights>) -> Self {
         Context { prepared: Some(weights), ..self }
     }
 
-    /// This pass from where it stands, to be run later; `is_recompute`: for its gradient, a second time.
+    /// Returns the pass from its current dropout site, to be run later; `is_recompute` is true for the second run, for
+    /// gradients.
     pub fn fork(&self, is_recompute: bool) -> Self {
         let dropout_site = Rc::new(Cell::new(self.dropout_site.get()));
         Context { is_recompute, dropout_site, kept_tensors: Rc::default(), ..self.clone() }
     }
 
-    /// This pass over one side of it, on whose rows norms with statistics look.
+    /// Returns the pass over one side's rows, which norms with statistics read.
     pub fn over(&self, side: &Packed) -> Self {
         Context { spare: side.spare.as_ref().map(Tensor::shallow_clone), ..self.clone() }
     }
 
-    /// The same pass, the queries and keys of its rows turned so.
+    /// Sets the rotation of the rows' queries and keys.
     pub fn turning(self, rotation: Option<Rotation>) -> Self {
         Context { rotation: rotation.map(Rc::new), ..self }
     }
 
-    /// Parameters and their gradients lie in the flat buffers of a training loop on a CPU.
+    /// True if parameters and gradients lie in the flat buffers of a training loop on a CPU.
     pub fn has_flat(&self) -> bool {
         self.flat.is_some()
     }
 
-    /// Positions turn queries and keys.
+    /// True if positions rotate queries and keys.
     pub fn turns(&self) -> bool {
         self.rotation.is_some()
     }
 
-    /// Queries or keys of the pass's rows, turned by their positions where those are rotary.
+    /// Rotates queries or keys of the pass's rows by their positions, if those are rotary.
     pub fn turned(&self, x: Tensor) -> Result<Tensor> {
         match &self.rotation {
             Some(rotation) => rotation.turn(&x),
@@ -186,17 +187,17 @@ impl Context {
         Context { seed, spare, rotation, statistics, watch, kept_tensors, dropout_site, flat, prepared, ..*self }
     }
 
-    /// The same pass, setting gains by profiling.
+    /// Lets profiling set the gains.
     pub fn profiling(self) -> Self {
         Context { profile: true, ..self }
     }
 
-    /// The same pass, looked at.
+    /// Records diagnostics in `watch`.
     pub fn watched(self, watch: Rc<Watch>) -> Self {
         Context { watch: Some(watch), ..self }
     }
 
-    /// Who looks at this pass.
+    /// Returns the watch that records this pass, if there is one.
     pub fn watch(&self) -> Option<&Watch> {
         self.watch.as_deref()
     }
@@ -206,7 +207,7 @@ impl Context {
         self.watch.as_deref().map_or(Ok(()), what)
     }
 
-    /// y = x Wᵀ + b in the computing type.
+    /// Computes y = x Wᵀ + b in the computing type.
     pub fn linear(&self, x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
         match &self.prepared {
             Some(weights) if !Recording::is_on() => weights.linear(x, weight, bias, self.kind),
@@ -214,27 +215,28 @@ impl Context {
         }
     }
 
-    /// Tensors that the running stack's layers have kept, by name.
+    /// Returns the tensors that layers of the running stack have kept, by name.
     pub fn kept_tensors(&self) -> &KeptTensors {
         &self.kept_tensors
     }
 
-    /// The next dropout site: sites are numbered in order of execution, whether or not their rate is zero.
+    /// Returns the next dropout site. Sites are numbered in order of execution, even if their rate is zero.
     pub fn dropout_site(&self) -> i64 {
         self.dropout_site.replace(self.dropout_site.get() + 1)
     }
 
-    /// Dropout sites passed so far.
+    /// Returns the number of dropout sites passed so far.
     pub fn dropout_sites(&self) -> i64 {
         self.dropout_site.get()
     }
 
-    /// As if so many dropout sites had been passed.
+    /// Sets the number of dropout sites passed so far.
     pub fn set_dropout_sites(&self, dropout_sites: i64) {
         self.dropout_site.set(dropout_sites);
     }
 
-    /// Packed rows: real but for those that fill a batch up. Profiling moves no statistics.
+    /// Returns the context of the packed rows, all real except those that fill up a batch. Profiling updates no
+    /// statistics.
     pub fn rows(&self) -> RowContext<'_> {
         let (is_recompute, statistics) =
             (self.is_recompute || self.profile, self.recompute.then_some(&self.statistics));

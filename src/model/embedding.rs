@@ -1,4 +1,4 @@
-//! Word embeddings with their positions, and the output projection that may share them.
+//! Word embeddings with positions, and the output projection, which may share their table.
 
 use super::linear::linear;
 use super::positions::PositionEmbedding;
@@ -11,19 +11,19 @@ use crate::norm::fix_norm;
 use crate::operator;
 use tch::{Kind, Tensor};
 
-/// The tables of word vectors: one, two or three, as `tie_embeddings` says.
+/// The tables of word embeddings: one, two or three, depending on `tie_embeddings`.
 pub struct Embeddings {
     source: Option<Tensor>,
     target: Tensor,
     output: Tensor,
     output_bias: Option<Tensor>,
-    /// The output projection is an embedding: FixNorm then applies to it too.
+    /// True if the output projection is an embedding table, to which FixNorm then applies too.
     tied: bool,
     fixnorm: bool,
     softcap: Option<Softcap>,
-    /// Of words: √d of the base's width, or 1.
+    /// The factor of word embeddings: √d of the base's width, or 1.
     scale: f64,
-    /// Multiplies words and positions together.
+    /// The factor α_in of the sum of words and positions.
     alpha: f64,
     source_positions: PositionEmbedding,
     target_positions: PositionEmbedding,
@@ -76,7 +76,7 @@ impl Embeddings {
         })
     }
 
-    /// drop(α_in(√d·W[token] + position)), d the base's width: (rows, d) in the parameters' type.
+    /// Returns drop(α_in(√d·W[token] + position)), with d the base's width: (rows, d) in the parameters' type.
     pub fn source(&self, input: &Packed, ctx: &Context) -> Result<Tensor> {
         self.embed(self.source.as_ref().unwrap_or(&self.target), &self.source_positions, input, ctx)
     }
@@ -99,7 +99,7 @@ impl Embeddings {
         operator::dropout(x, ctx.rates.embedding, ctx.seed.as_ref(), ctx.dropout_site())
     }
 
-    /// The matrix of the output projection, (V, d): FixNorm applied where it is tied.
+    /// Returns the matrix of the output projection, (V, d), with FixNorm applied if it is tied.
     pub fn output_weight(&self) -> Result<Tensor> {
         match self.fixnorm && self.tied {
             true => fix_norm::fix_norm(&self.output),
@@ -107,7 +107,7 @@ impl Embeddings {
         }
     }
 
-    /// What bounds the logits.
+    /// Returns the softcap of the logits.
     pub fn softcap(&self) -> Option<Softcap> {
         self.softcap
     }
@@ -116,17 +116,18 @@ impl Embeddings {
         self.output_bias.as_ref()
     }
 
-    /// Logits, (rows, V), in the computing type.
+    /// Returns logits, (rows, V), in the computing type.
     pub fn logits(&self, h: &Tensor, kind: Kind) -> Result<Tensor> {
         let logits = linear(h, &self.output_weight()?, self.output_bias.as_ref(), kind, None)?;
         self.softcap.map_or(Ok(logits.shallow_clone()), |cap| cap.of(&logits))
     }
 }
 
-/// What a table of word vectors begins with.
+/// Returns the initialisation of a table of word embeddings.
 pub fn first_values(table: Table, config: &TransformerConfig, init: &init::Init) -> Fill {
     match config.fixnorm {
-        // A zero row has no direction: under FixNorm padding starts like any other word (its gradient would be 1e12).
+        // A zero row has no direction, so under FixNorm padding starts like any other word (its gradient would be
+        // 1e12).
         true => Fill::Uniform { bound: fix_norm::INIT_BOUND },
         false => Fill::WithZeroRow(PAD, Box::new(init.table(table, &config.outline(), &config.options))),
     }

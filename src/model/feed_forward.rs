@@ -1,4 +1,4 @@
-//! The feed-forward sublayer: `W₂·drop(σ(W₁x + b₁)) + b₂`, gated `W₂·drop(σ(W₁x + b₁)⊙(W₃x + b₃)) + b₂`.
+//! The feed-forward sublayer: `W₂·drop(σ(W₁x + b₁)) + b₂`, or with a gate `W₂·drop(σ(W₁x + b₁)⊙(W₃x + b₃)) + b₂`.
 
 use super::residual::Inside;
 use super::{Builder, Context};
@@ -14,7 +14,7 @@ pub struct FeedForward {
     weight2: Tensor,
     bias2: Option<Tensor>,
     activation: Activation,
-    /// W₃ and b₃ of a gated one.
+    /// W₃ and b₃, if there is a gate.
     gate: Option<(Tensor, Option<Tensor>)>,
 }
 
@@ -53,7 +53,7 @@ impl FeedForward {
         ctx.linear(&h, &self.weight2, self.bias2.as_ref())
     }
 
-    /// The activation's output, times the gate if there is one, after dropout.
+    /// Returns the activation's output, times the gate if there is one, after dropout.
     fn dropped(&self, h: Tensor, x: &Tensor, ctx: &Context) -> Result<Tensor> {
         let h = match &self.gate {
             Some((weight, bias)) => h.f_mul(&ctx.linear(x, weight, bias.as_ref())?)?,

@@ -1,12 +1,12 @@
-//! Rows of a tensor in another order, differentiable without a sum.
+//! Gathering of a tensor's rows, differentiable without a sum.
 
 use crate::error::Result;
 use crate::operator::{apply, Differentiable};
 use tch::Tensor;
 
-/// `x[rows]` of x (n, …). Row i of x went to row `back[i]` of the result, at most one place; `absent` (bool, a column)
-/// marks rows of x that went nowhere, whose gradient is 0. So the gradient is gathered, too: `index_select` would add it
-/// up, which takes more passes, and on a GPU another order every time.
+/// Returns `x[rows]` for x (n, …); row i went to `back[i]`, at most one place. `absent` (bool, a column) marks rows of
+/// x that went nowhere, whose gradient is 0. So the gradient is a gather as well; `index_select` would accumulate it,
+/// which takes more passes and, on a GPU, varies in order.
 pub fn gather(x: &Tensor, rows: &Tensor, back: &Tensor, absent: &Tensor) -> Result<Tensor> {
     let [rows, back, absent] = [rows, back, absent].map(Tensor::shallow_clone);
     let [y]: [Tensor; 1] = apply(Gather { rows, back, absent }, &[x])?.try_into().expect("it has one output");

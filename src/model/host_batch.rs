@@ -1,16 +1,16 @@
-//! Batches on their way to a device: all tensors of one in a single copy.
+//! Transfer of batches to a device, with a single copy for all tensors of a batch.
 
 use crate::error::{Error, Result};
 use crate::host::host;
 use crate::operator::upload;
 use tch::{Device, Tensor};
 
-/// Tensors that go to a device together.
+/// A batch of tensors that are moved to a device together.
 pub trait HostBatch: Sized {
-    /// Its tensors, in a fixed order.
+    /// Returns its tensors, in a fixed order.
     fn tensors(&mut self) -> Vec<&mut Tensor>;
 
-    /// Takes it from the host to a device, in one copy.
+    /// Moves the batch from the host to a device, in one copy.
     fn to(mut self, device: Device) -> Result<Self> {
         if device != Device::Cpu {
             DeviceBuffer::load(&mut self, device)?;
@@ -19,17 +19,17 @@ pub trait HostBatch: Sized {
     }
 }
 
-/// A batch's tensors on a device, side by side, so that one copy takes all of them there.
+/// A device buffer that holds a batch's tensors side by side, so that one copy fills all of them.
 #[derive(Debug)]
 pub struct DeviceBuffer {
     bytes: Tensor,
 }
 
-/// Each tensor begins at a multiple of so many bytes.
+/// The alignment of each tensor in the buffer, in bytes.
 const ALIGN: usize = 16;
 
 impl DeviceBuffer {
-    /// Copies the batch there: each of its tensors becomes a view of the buffer.
+    /// Copies the batch to the device: each of its tensors becomes a view of the buffer.
     pub fn load(batch: &mut impl HostBatch, device: Device) -> Result<Self> {
         let tensors = batch.tensors();
         let buffer = DeviceBuffer { bytes: upload(&side_by_side(&tensors)?, device)? };
@@ -42,7 +42,7 @@ impl DeviceBuffer {
         Ok(buffer)
     }
 
-    /// Overwrites it with another batch of the same shapes and types.
+    /// Overwrites the buffer with another batch of the same shapes and types.
     pub fn reload(&mut self, batch: &mut impl HostBatch) -> Result<()> {
         let bytes = side_by_side(&batch.tensors())?;
         if bytes.len() != self.bytes.numel() {

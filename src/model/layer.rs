@@ -1,4 +1,4 @@
-//! A layer: sublayers, and what the residual scheme puts around and inside each.
+//! A layer: its sublayers, and the residual scheme's parts around and inside each.
 
 use super::attention::Attention;
 use super::feed_forward::FeedForward;
@@ -15,21 +15,21 @@ use std::collections::BTreeSet;
 use tch::{no_grad, Tensor};
 
 pub struct Layer {
-    /// On x as the layer begins.
+    /// The changes of x when the layer begins.
     pub begin: BuiltChanges,
     pub sublayers: Vec<BuiltSublayer>,
-    /// The names of what it reads that other layers have left.
+    /// The names of tensors that it reads from earlier layers.
     pub takes: Vec<String>,
-    /// The names of what it leaves for others.
+    /// The names of tensors that it keeps for later layers.
     pub leaves: Vec<String>,
 }
 
-/// A sublayer with its residual.
+/// A sublayer with its residual connection.
 pub struct BuiltSublayer {
     pub function: SublayerFunction,
     pub around: BuiltResidual,
     pub inside: Inside,
-    /// Of F(x): the parametrisation's factor, where β has not taken it.
+    /// Factor on F(x) set by the parametrisation; 1 if it was folded into β.
     scale: f64,
 }
 
@@ -43,25 +43,25 @@ pub enum SublayerFunction {
 /// The residual streams between two sublayers.
 pub struct Streams {
     pub x: Tensor,
-    /// The streams beside x, as many as the scheme's [`StackSpec`](crate::residual::StackSpec) has.
+    /// The streams beside x; their number is set by the scheme's [`StackSpec`](crate::residual::StackSpec).
     pub others: Vec<Tensor>,
-    /// The next sublayer's N(x), where the step that made x has made it too.
+    /// The next sublayer's N(x), if the step that computed x has computed it too.
     pub normed: Option<Tensor>,
-    /// Between a hyper-connection's reading and its writing.
+    /// The state of a hyper-connection between its read and its write.
     pub unwritten: Option<PendingWrite>,
-    /// α_t of the stack.
+    /// The stack's α_t.
     pub alpha_t: Option<Tensor>,
-    /// Profiling: the deviation of everything added so far (docs/spec.md §3.4).
+    /// The standard deviation of everything added so far, while profiling (docs/spec.md §3.4).
     pub deviation: Option<Tensor>,
 }
 
 impl Streams {
-    /// The tensors that a layer changes: x, the other streams, and N(x) if it is there.
+    /// Iterates over the tensors that a layer changes: x, the other streams, and N(x) if it is there.
     pub fn tensors(&self) -> impl Iterator<Item = &Tensor> {
         [&self.x].into_iter().chain(&self.others).chain(&self.normed)
     }
 
-    /// Streams out of such tensors, `others` of them beside x.
+    /// Builds streams from such tensors, with `others` of them beside x.
     pub fn of(tensors: impl IntoIterator<Item = Tensor>, others: usize, alpha_t: Option<Tensor>) -> Self {
         let mut tensors = tensors.into_iter();
         let x = tensors.next().expect("x is the first of a layer's tensors");
@@ -69,15 +69,15 @@ impl Streams {
         Streams { x, others, normed: tensors.next(), unwritten: None, alpha_t, deviation: None }
     }
 
-    /// Views of x and the streams beside it. Autograd adds up what one layer gives to each before it adds that to others',
-    /// whether the layer runs again for its gradients or not.
+    /// Returns views of x and the other streams. With views, autograd sums the gradients within one layer before it
+    /// adds them to other layers', whether or not the layer runs again for its gradients.
     pub fn viewed(&self) -> Result<Self> {
         let view = |t: &Tensor| Ok(t.f_view_as(t)?);
         let views = self.tensors().map(view).collect::<Result<Vec<_>>>()?;
         Ok(Streams::of(views, self.others.len(), self.alpha_t.as_ref().map(Tensor::shallow_clone)))
     }
 
-    /// These streams' first `kept` tensors, and those of `after` that follow as many.
+    /// Returns these streams' first `kept` tensors, followed by the tensors of `after` from that index on.
     pub fn followed_by(self, kept: usize, after: Streams) -> Self {
         let Streams { x, others, .. } = after;
         let all = [self.x].into_iter().chain(self.others).take(kept).chain([x].into_iter().chain(others).skip(kept));
@@ -126,13 +126,13 @@ impl Layer {
         Ok(Layer { begin, sublayers, takes: owned(declared.takes()), leaves: owned(declared.leaves()) })
     }
 
-    /// How many of the tensors that enter the layer it hands on as they are, for later ones to read.
+    /// Returns the number of input tensors that the layer passes on unchanged, for later layers to read.
     pub fn keeps(&self, streams: &Streams) -> usize {
         let first = self.sublayers.first().and_then(|branch| branch.around.mixing.as_ref());
         first.map_or(0, |mixing| mixing.keeps(streams.others.len() + 1))
     }
 
-    /// How many tensors more leave it than enter it.
+    /// Returns how many more tensors leave the layer than enter it.
     pub fn adds(&self) -> usize {
         let adds = |branch: &&BuiltSublayer| branch.around.mixing.as_ref().is_some_and(|mixing| mixing.adds());
         self.sublayers.iter().filter(adds).count()
@@ -140,7 +140,7 @@ impl Layer {
 }
 
 impl BuiltSublayer {
-    /// The input of F.
+    /// Returns the input of F.
     pub fn input(&self, streams: &mut Streams, ctx: &Context) -> Result<Tensor> {
         let x = match &self.around.mixing {
             Some(mixing) => {
@@ -156,8 +156,8 @@ impl BuiltSublayer {
         }
     }
 
-    /// The streams after F(…) = f. x⁺ is made in one fused step with the norm that follows it: this sublayer's own, or
-    /// `next`, the one that the next sublayer (or the end of the stack) begins with.
+    /// Returns the streams after F(…) = f. x⁺ is computed in one fused step with the norm that follows it: this
+    /// sublayer's own, or `next`, with which the next sublayer (or the end of the stack) begins.
     pub fn close(&self, mut streams: Streams, f: Tensor, next: Option<&dyn Norm>, ctx: &Context) -> Result<Streams> {
         let BuiltResidual { alpha, beta, skip, branch, after, .. } = &self.around;
         let f = times(branch.apply(f, ctx)?, self.scale)?;
@@ -181,7 +181,7 @@ impl BuiltSublayer {
             _ => None,
         };
         let step = operator::Step { x, f: &f, alpha: alpha.as_ref(), beta: beta.as_ref(), p, seed, site };
-        // The step's site, so its dropout mask.
+        // The other streams use the step's dropout site, and so its mask.
         let others = streams.others.iter().zip(&self.around.streams).map(|(s, (alpha, beta))| {
             let (alpha, beta) = (alpha.now(alpha_t)?, beta.now(alpha_t)?);
             operator::Step { x: s, alpha: alpha.as_ref(), beta: beta.as_ref(), ..step }.add()
@@ -200,7 +200,7 @@ impl BuiltSublayer {
     }
 }
 
-/// ω ← r; the next r is √(Var(ωx) + Var(drop f)), over all elements (docs/spec.md §3.4).
+/// Sets ω ← r; the next r is √(Var(ωx) + Var(drop f)), over all elements (docs/spec.md §3.4).
 fn profile(
     omega: &Tensor,
     r: &Tensor,

@@ -1,7 +1,7 @@
-//! Linear layers of a model in training, whose parameters and gradients lie in flat buffers.
+//! Linear layers of a model in training, with parameters and gradients in flat buffers.
 //!
-//! Autograd would cast each weight in each pass, make its gradient anew in the type of products, cast that and add it.
-//! Here a weight is cast once an update, and a product adds to the gradient where it lies.
+//! Autograd would cast each weight in each pass, compute its gradient as a new tensor in the type of products, cast
+//! that and add it. Here a weight is cast once per update, and a product adds to the gradient in place.
 
 use crate::error::Result;
 use crate::host::has_memory;
@@ -10,31 +10,32 @@ use crate::kernel::row_sum::add_rows;
 use crate::operator::{apply, Differentiable, Recording};
 use tch::{Device, Kind, Tensor};
 
-/// The flat buffers of a model in training on a CPU: every parameter is a view of one, its gradient of the other.
+/// The flat buffers of a model in training on a CPU: each parameter is a view of one, and its gradient a view of the
+/// other.
 #[derive(Debug)]
 pub struct FlatBuffers {
     parameters: Tensor,
     gradients: Tensor,
-    /// The parameters in the type of products; the buffer itself where that is theirs.
+    /// The parameters in the type of products; the parameter buffer itself if the types are equal.
     cast: Tensor,
 }
 
 /// A parameter, or some rows of it, in the flat buffers.
 pub struct FlatParameter {
-    /// In the type of products.
+    /// The parameter in the type of products.
     pub value: Tensor,
-    /// Its gradient, which passes add to.
+    /// The gradient, to which passes add.
     pub gradient: Tensor,
 }
 
 impl FlatBuffers {
-    /// Of contiguous buffers of equal length, one with the parameters and one with their gradients.
+    /// Wraps contiguous buffers of equal length, one with the parameters and one with their gradients.
     pub fn new(parameters: &Tensor, gradients: &Tensor, kind: Kind) -> Result<Self> {
         let cast = parameters.f_detach()?.f_to_kind(kind)?;
         Ok(FlatBuffers { parameters: parameters.shallow_clone(), gradients: gradients.shallow_clone(), cast })
     }
 
-    /// Takes up parameters that have changed.
+    /// Casts the parameters again after they have changed.
     pub fn refresh(&self) -> Result<()> {
         if self.cast.kind() != self.parameters.kind() {
             self.cast.shallow_clone().f_copy_(&self.parameters.f_detach()?)?;
@@ -42,7 +43,7 @@ impl FlatBuffers {
         Ok(())
     }
 
-    /// Where `t` lies; None for a tensor that is no parameter nor some rows of one.
+    /// Returns the place of `t`; `None` if it is neither a parameter nor some rows of one.
     pub fn place(&self, t: &Tensor) -> Result<Option<FlatParameter>> {
         if t.kind() != self.parameters.kind() || t.device() != Device::Cpu || !t.is_contiguous() || !has_memory(t) {
             return Ok(None);
@@ -58,9 +59,9 @@ impl FlatBuffers {
     }
 }
 
-/// y = x Wᵀ + b in the computing type, whatever the types of x and of the parameters; x is (…, columns of W).
+/// Computes y = x Wᵀ + b in the computing type, whatever the types of x and of the parameters; x is (…, columns of W).
 ///
-/// With the buffers of a model in training, gradients of W and b are added to theirs.
+/// With a training model's buffers, gradients of W and b are added to those in the buffers.
 pub fn linear(
     x: &Tensor,
     weight: &Tensor,
@@ -106,7 +107,7 @@ impl FlatLinear {
     }
 }
 
-/// xw + b in tensors of one type, x (…, rows of w). No gradient is recorded.
+/// Computes xw + b for tensors of one type, x (…, rows of w). No gradient is recorded.
 pub(super) fn times(x: &Tensor, w: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
     let mut size = x.size();
     *size.last_mut().expect("x has a last dimension") = w.size()[1];

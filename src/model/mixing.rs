@@ -1,4 +1,4 @@
-//! What sublayers read of several tensors and write to several, built and run: [`Mixing`] says how.
+//! Sublayers that read from several tensors and write to several: a [`Mixing`], built and run.
 
 use super::residual::learned;
 use super::Builder;
@@ -7,23 +7,23 @@ use crate::error::Result;
 use crate::residual::{DepthWeights, Gates, Mixing};
 use tch::{Kind, Tensor};
 
-/// ε of mean squares, of gates, and of Sinkhorn's divisions.
+/// The ε of mean squares, of gates, and of Sinkhorn's divisions.
 const EPS: f64 = 1e-6;
-/// ε of the LayerNorm of [`Gates::Each`], PyTorch's.
+/// The ε of the LayerNorm in [`Gates::Each`], which is PyTorch's.
 const LAYER_NORM_EPS: f64 = 1e-5;
 
-/// A declaration and its parameters, in the order of [`Mixing::parameters`]. A hyper-connection's tensors are one,
-/// H (…, n, d), with all streams; attention over depth has v_0, v_1, … (…, d).
+/// A declaration and its parameters, in the order of [`Mixing::parameters`]. A hyper-connection has one tensor, H (…,
+/// n, d), with all streams; attention over depth has v_0, v_1, … (…, d).
 pub struct BuiltMixing {
     declared: Mixing,
     parameters: Vec<Tensor>,
 }
 
-/// What a hyper-connection makes of H as it reads, for writing: H⁺ = `mixed` + `gates`⊙F(x).
+/// The state that a hyper-connection's read leaves for its write: H⁺ = `mixed` + `gates`⊙F(x).
 pub struct PendingWrite {
-    /// Σ_i R_ij H_i, (…, n, d).
+    /// The mixed streams Σ_i R_ij H_i, (…, n, d).
     mixed: Tensor,
-    /// (…, n, 1)
+    /// The write gates, (…, n, 1).
     gates: Tensor,
 }
 
@@ -33,7 +33,7 @@ impl BuiltMixing {
         Ok(BuiltMixing { parameters: parameters.collect::<Result<_>>()?, declared: declared.clone() })
     }
 
-    /// The first tensor, of what the stack reads.
+    /// Returns the first tensor, made from the stack's input.
     pub fn begin(&self, x: Tensor) -> Result<Tensor> {
         match &self.declared {
             Mixing::Hyper(hyper) => {
@@ -45,7 +45,7 @@ impl BuiltMixing {
         }
     }
 
-    /// x of a sublayer, or of the stack's end, and what is left for [`write`](Self::write).
+    /// Returns the input x of a sublayer or of the stack's end, and the state for [`write`](Self::write).
     pub fn read(&self, tensors: &[&Tensor], watch: Option<&Watch>) -> Result<(Tensor, Option<PendingWrite>)> {
         let note = |scores: &Tensor| watch.map_or(Ok(()), |watch| watch.mixing(scores));
         let p: Vec<&Tensor> = self.parameters.iter().collect();
@@ -72,7 +72,7 @@ impl BuiltMixing {
         }
     }
 
-    /// The tensors after F(x) = f, dropped.
+    /// Returns the tensors after F(x) = f, to which dropout has been applied.
     pub fn write(&self, mut tensors: Vec<Tensor>, unwritten: Option<PendingWrite>, f: Tensor) -> Result<Vec<Tensor>> {
         let f = f.f_to_kind(tensors[0].kind())?;
         match (&self.declared, unwritten) {
@@ -91,7 +91,7 @@ impl BuiltMixing {
         }
     }
 
-    /// How many of the tensors so far a layer that begins with this sublayer leaves as they are.
+    /// Returns how many of the current tensors a layer that begins with this sublayer leaves unchanged.
     pub fn keeps(&self, tensors: usize) -> usize {
         match &self.declared {
             Mixing::Hyper(_) => 0,
@@ -99,12 +99,12 @@ impl BuiltMixing {
         }
     }
 
-    /// Whether this sublayer leaves one tensor more.
+    /// True if this sublayer adds a tensor.
     pub fn adds(&self) -> bool {
         matches!(&self.declared, Mixing::Depth(depth) if depth.begins_block)
     }
 
-    /// For diagnostics: the mean of the streams, or of all v.
+    /// Returns the mean of the streams, or of all v, for diagnostics.
     pub fn seen(&self, tensors: &[&Tensor]) -> Result<Tensor> {
         match &self.declared {
             Mixing::Hyper(_) => Ok(tensors[0].f_mean_dim([-2i64].as_slice(), false, None)?),
@@ -115,7 +115,7 @@ impl BuiltMixing {
 
 type Read = (Tensor, Option<PendingWrite>);
 
-/// [`Gates::Joint`].
+/// Reads with the gates of [`Gates::Joint`].
 fn joint(
     streams: &Tensor,
     [weight, scale, bias]: [&Tensor; 3],
@@ -146,14 +146,14 @@ fn joint(
     let gates = part(1, n, n)?.f_sigmoid()?.f_mul_scalar(magnitude)?.f_unsqueeze(-1)?;
     let logits = part(2, 2 * n, n * n)?.f_unflatten(-1, [n, n].as_slice())?;
     let residual = sinkhorn(&logits, iterations)?.f_transpose(-2, -1)?;
-    // x and the mixed streams as one product.
+    // One product computes x and the mixed streams.
     let both = Tensor::f_cat(&[reading, residual], -2)?.f_to_kind(streams.kind())?.f_matmul(streams)?; // (…, 1 + n, d)
     let mixed = both.f_narrow(-2, 1, n)?;
     let gates = gates.f_to_kind(streams.kind())?;
     Ok((both.f_select(-2, 0)?, Some(PendingWrite { mixed, gates })))
 }
 
-/// [`Gates::Each`]; `dynamic` is empty, or γ, β, W and s.
+/// Reads with the gates of [`Gates::Each`]; `dynamic` is empty, or γ, β, W and s.
 fn each(streams: &Tensor, bias: &Tensor, dynamic: &[&Tensor], note: impl Fn(&Tensor) -> Result<()>) -> Result<Read> {
     let (n, d) = (streams.size()[streams.dim() - 2], streams.size()[streams.dim() - 1]);
     let h = wide(streams)?;
@@ -174,7 +174,7 @@ fn each(streams: &Tensor, bias: &Tensor, dynamic: &[&Tensor], note: impl Fn(&Ten
     Ok((both.f_select(-2, 0)?, Some(unwritten)))
 }
 
-/// [`Gates::Channel`].
+/// Reads with the gates of [`Gates::Channel`].
 fn by_channel(
     streams: &Tensor,
     [gain, down, up]: [&Tensor; 3],
@@ -199,7 +199,7 @@ fn by_channel(
     Ok((x, Some(PendingWrite { mixed: streams.shallow_clone(), gates })))
 }
 
-/// [`DepthWeights::Plain`].
+/// Computes attention over depth with [`DepthWeights::Plain`].
 fn attend(outputs: &[&Tensor], query: &Tensor, gain: &Tensor, note: impl Fn(&Tensor) -> Result<()>) -> Result<Tensor> {
     let query = wide(query)?.f_mul(&wide(gain)?)?;
     let logits = outputs.iter().map(|v| {
@@ -211,7 +211,7 @@ fn attend(outputs: &[&Tensor], query: &Tensor, gain: &Tensor, note: impl Fn(&Ten
     weighted(outputs, &logits.f_softmax(-1, None::<Kind>)?)
 }
 
-/// [`DepthWeights::Normed`]; of three queries (3, …, d).
+/// Computes attention over depth with [`DepthWeights::Normed`]; three queries give (3, …, d).
 fn attend_normed(outputs: &[&Tensor], query: &Tensor, note: impl Fn(&Tensor) -> Result<()>) -> Result<Tensor> {
     let d = query.size()[query.dim() - 1];
     let queries = wide(query)?.f_mul_scalar((d as f64).powf(-0.5))?.f_view([-1, d])?;
@@ -232,17 +232,17 @@ fn attend_normed(outputs: &[&Tensor], query: &Tensor, note: impl Fn(&Tensor) -> 
     Ok(Tensor::f_stack(&(0..query.size()[0]).map(read).collect::<Result<Vec<_>>>()?, 0)?)
 }
 
-/// Σ_i shares_i v_i.
+/// Returns Σ_i shares_i v_i.
 fn weighted(outputs: &[&Tensor], shares: &Tensor) -> Result<Tensor> {
     let shares = shares.f_to_kind(outputs[0].kind())?;
     let share = |i: usize| shares.f_narrow(-1, i as i64, 1);
-    // Sum by sum: no copy of all outputs stays for the backward pass.
+    // The terms are added one by one, so that no stacked copy of the outputs is kept for the backward pass.
     let first = outputs[0].f_mul(&share(0)?)?;
     (1..outputs.len()).try_fold(first, |sum, i| Ok(sum.f_addcmul(outputs[i], &share(i)?)?))
 }
 
-/// Rows, then columns, divided by their sums: softmax(logits) + ε over rows, each column divided by its sum + ε, then
-/// rows and columns `iterations` − 1 times (deepseek-ai/TileKernels).
+/// Normalises rows and columns to sum to 1: softmax(logits) + ε over rows, then each column divided by its sum + ε,
+/// then rows and columns `iterations` − 1 times (deepseek-ai/TileKernels).
 fn sinkhorn(logits: &Tensor, iterations: i64) -> Result<Tensor> {
     let divided = |m: &Tensor, by: i64| -> Result<Tensor> {
         Ok(m.f_div(&m.f_sum_dim_intlist([by].as_slice(), true, None::<Kind>)?.f_add_scalar(EPS)?)?)
@@ -251,12 +251,12 @@ fn sinkhorn(logits: &Tensor, iterations: i64) -> Result<Tensor> {
     (1..iterations).try_fold(first, |m, _| divided(&divided(&m, -1)?, -2))
 }
 
-/// 1/√(mean x² + ε) over the last dimension, which stays, of width 1.
+/// Returns 1/√(mean x² + ε) over the last dimension, which stays with width 1.
 fn inverse_rms(x: &Tensor) -> Result<Tensor> {
     Ok(x.f_square()?.f_mean_dim([-1i64].as_slice(), true, None::<Kind>)?.f_add_scalar(EPS)?.f_rsqrt()?)
 }
 
-/// x in f32, or f64 where it is that already.
+/// Casts x to f32, unless it is f64.
 fn wide(x: &Tensor) -> Result<Tensor> {
     Ok(x.f_to_kind(if x.kind() == Kind::Double { Kind::Double } else { Kind::Float })?)
 }
@@ -265,7 +265,7 @@ fn wide(x: &Tensor) -> Result<Tensor> {
 mod tests {
     use super::*;
 
-    /// With ten normalisations of columns.
+    /// The expected values have ten normalisations of columns.
     #[test]
     fn sinkhorn_as_deepseek_has_it() {
         let logits = Tensor::from_slice(&[1.0, 0.2, -0.3, 0.5]).view([2, 2]);

@@ -1,4 +1,4 @@
-//! The Transformer of docs/spec.md §4 on packed rows, composed of the tables of norms, residual schemes and
+//! The Transformer of docs/spec.md §4 on packed rows, built from the tables of norms, residual schemes and
 //! initialisations.
 
 mod attention;
@@ -49,13 +49,13 @@ use crate::data::vocabulary;
 use crate::error::Result;
 use tch::Tensor;
 
-/// Special types as a tensor of ids has them.
+/// The special token ids, as i64 for tensors.
 pub const BOS: i64 = vocabulary::BOS as i64;
 pub const PAD: i64 = vocabulary::PAD as i64;
 pub const EOS: i64 = vocabulary::EOS as i64;
 pub const UNK: i64 = vocabulary::UNK as i64;
 
-/// x times a constant factor; x itself where that is 1.
+/// Returns x times a constant factor, or x itself if the factor is 1.
 fn times(x: Tensor, factor: f64) -> Result<Tensor> {
     if factor == 1.0 {
         return Ok(x);

@@ -1,4 +1,4 @@
-//! A norm in a model: what its entry declares, built.
+//! Norms in a model, built from their declarations.
 
 use super::residual::KeptTensors;
 use super::running::{self, UsedStatistics};
@@ -16,19 +16,19 @@ use tch::Tensor;
 
 /// A norm in a model.
 pub trait Norm: Send {
-    /// N(x) over the last dimension. `rows` says what the rows are, for norms with statistics across them.
+    /// Returns N(x) over the last dimension. `rows` describes the rows, for norms with statistics across them.
     fn forward(&self, x: &Tensor, rows: &RowContext) -> Result<Tensor>;
 
-    /// What the fused residual step needs, for a norm with row kernels.
+    /// Returns the norm in the form for the fused residual step, if it has row kernels.
     fn row(&self) -> Result<Option<StepNorm<'_>>> {
         Ok(None)
     }
 }
 
-/// A norm with row kernels, its parameters as these take them.
+/// A norm with row kernels, with its parameters in the form that these take.
 pub enum StepNorm<'a> {
     Borrowed(&'a BoundRowNorm),
-    /// With parameters that were computed for one call.
+    /// A norm whose parameters were computed for one call.
     Owned(BoundRowNorm),
 }
 
@@ -46,20 +46,20 @@ impl Deref for StepNorm<'_> {
 /// The rows that a norm is applied to, for norms with statistics across them.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct RowContext<'a> {
-    /// Training: statistics are taken from the batch and move once per forward.
+    /// True in training: statistics are taken from the batch and updated once per forward pass.
     pub train: bool,
-    /// Recomputation of the same forward pass, for its gradient: statistics do not move.
+    /// True in the recomputation of the same forward pass for its gradient, which does not update statistics.
     pub is_recompute: bool,
-    /// A micro-batch of an update that is not its last: statistics that count updates do not move.
+    /// True for a micro-batch that is not the last of its update: statistics that count updates do not change.
     pub is_partial: bool,
-    /// True at padding, in x's leading shape; none: every row is real.
+    /// True at padding, in the shape of x without its last dimension; `None` if every row is real.
     pub pad_mask: Option<&'a Tensor>,
-    /// Where norms leave the statistics they used, for recomputation.
+    /// The place in which norms store the statistics they used, for recomputation.
     pub statistics: Option<&'a UsedStatistics>,
-    /// The ranks whose rows these are.
+    /// The ranks whose rows form the batch.
     pub group: ProcessGroup,
     pub watch: Option<&'a Watch>,
-    /// Tensors that the stack's layers have kept so far.
+    /// The tensors that the stack's layers have kept so far.
     pub kept_tensors: Option<&'a KeptTensors>,
 }
 
@@ -69,7 +69,7 @@ impl RowContext<'_> {
     }
 }
 
-/// A parameter, which kernels and formulas get as factor·(offset + p).
+/// A parameter p, which enters kernels and formulas as factor·(offset + p).
 pub(super) struct BuiltParameter {
     p: Tensor,
     numbers: Numbers,
@@ -81,7 +81,7 @@ impl BuiltParameter {
     }
 }
 
-/// A norm's parameters.
+/// The parameters of a norm.
 pub(super) struct NormParameters {
     inside: Vec<BuiltParameter>,
     pub weight: Option<BuiltParameter>,
@@ -89,13 +89,13 @@ pub(super) struct NormParameters {
 }
 
 impl NormParameters {
-    /// Weight and bias.
+    /// Returns the values of weight and bias.
     pub fn values(&self) -> Result<[Option<Tensor>; 2]> {
         let value = |p: &Option<BuiltParameter>| p.as_ref().map(BuiltParameter::value).transpose();
         Ok([value(&self.weight)?, value(&self.bias)?])
     }
 
-    /// All, in the order in which the norm declares them; none: it goes without.
+    /// Returns all parameters in the order in which the norm declares them; `None` for one that it does without.
     fn in_order(self, spec: &Spec) -> Vec<Option<BuiltParameter>> {
         let NormParameters { inside, mut weight, mut bias } = self;
         let mut inside = inside.into_iter();
@@ -111,19 +111,19 @@ impl NormParameters {
         self.inside.iter().map(BuiltParameter::value).collect()
     }
 
-    /// With these kernels.
+    /// Binds the parameters to the kernels of `operator`.
     fn by(&self, operator: &'static RowNormOp, eps: f64) -> Result<BoundRowNorm> {
         let [weight, bias] = self.values()?;
         Ok(BoundRowNorm { operator, weight, bias, numbers: self.numbers()?, eps })
     }
 
-    /// Kernels get the parameters as they are.
+    /// True if kernels use all parameters unchanged.
     fn is_plain(&self) -> bool {
         self.inside.iter().chain(&self.weight).chain(&self.bias).all(|p| p.numbers.are_plain())
     }
 }
 
-/// Declares the parameters and makes the norm.
+/// Declares the parameters and builds the norm.
 pub fn build(spec: &Spec, b: &mut Builder, context: &NormContext) -> Result<Box<dyn Norm>> {
     let given = spec.at(context);
     let mut affine = NormParameters { inside: Vec::new(), weight: None, bias: None };
@@ -148,7 +148,7 @@ pub fn build(spec: &Spec, b: &mut Builder, context: &NormContext) -> Result<Box<
     })
 }
 
-/// None: the norm goes without it.
+/// Declares one parameter; returns `None` if the norm does without it.
 fn parameter_of(
     parameter: &Parameter,
     given: &NormArgs,
@@ -187,7 +187,7 @@ impl Norm for BoundRowNorm {
     }
 }
 
-/// A norm with row kernels that get other numbers than its parameters.
+/// A norm with row kernels whose parameters are transformed for them.
 struct TransformedRowNorm {
     operator: &'static RowNormOp,
     affine: NormParameters,
@@ -204,7 +204,7 @@ impl Norm for TransformedRowNorm {
     }
 }
 
-/// A norm in a model that is computed by its composed form.
+/// A norm that is computed in its composed form.
 struct BuiltComposedNorm {
     x_hat: ComposedNorm,
     affine: NormParameters,
@@ -218,7 +218,7 @@ impl Norm for BuiltComposedNorm {
     }
 }
 
-/// The same of a norm whose weight does not stand outside.
+/// A norm that is computed in its composed form, with the weight inside the formula.
 struct BuiltWholeNorm {
     y: WholeNorm,
     parameters: Vec<Option<BuiltParameter>>,
@@ -231,7 +231,7 @@ impl Norm for BuiltWholeNorm {
     }
 }
 
-/// A norm by an operator of its own.
+/// A norm with an operator of its own.
 struct BuiltCompositeNorm {
     own: &'static CompositeNormOpSpec,
     affine: NormParameters,
@@ -245,17 +245,17 @@ impl Norm for BuiltCompositeNorm {
         operator::own_norm(self.own, x, weight.as_ref(), &self.given)
     }
 
-    /// The stream is never in 16 bits here.
+    /// The stream is never in 16 bits here, so the row kernels apply.
     fn row(&self) -> Result<Option<StepNorm<'_>>> {
         let made = |rows| Ok(StepNorm::Owned(self.affine.by(RowNormOp::of(rows), self.eps)?));
         self.own.rows.map(made).transpose()
     }
 }
 
-/// A norm by its user's function.
+/// A norm with a user's function.
 struct BuiltOwnNorm {
     own: &'static OwnNorm,
-    /// As the function takes them.
+    /// The parameters, in the order in which the function takes them.
     parameters: Vec<Option<BuiltParameter>>,
 }
 
@@ -278,7 +278,7 @@ mod tests {
     use crate::operator::Step;
     use tch::{Device, Kind};
 
-    /// nGPT's scale: y = (s·√d)⊙x/max(‖x‖₂, ε), s = 1/√d at the start; here with an offset, too.
+    /// nGPT's scale, y = (s·√d)⊙x/max(‖x‖₂, ε) with s = 1/√d at the start; this one also has an offset.
     static SCALED: Spec = Spec {
         name: "scaled",
         parameters: &[Parameter {
@@ -298,7 +298,7 @@ mod tests {
         let context = NormContext { width: 4, start: 3.0, ..NormContext::ANY };
         let norm = b.within("norm", |b| build(&SCALED, b, &context)).unwrap();
         let made = b.finish().unwrap();
-        // 2·(0.25 + 0.5) at the start, times 3.
+        // At the start, 2·(0.25 + 0.5), times 3.
         let (weight, gain) = (&made.tensors()[0], 4.5);
         assert_eq!(weight.double_value(&[0]), 2.0);
         let x = Tensor::from_slice(&[1.0f32, -2.0, 3.0, 0.5]).view([1, 4]);

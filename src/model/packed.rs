@@ -1,4 +1,4 @@
-//! Packed sentences: real tokens only, one sentence after another.
+//! Packed sentences: only real tokens, one sentence after another.
 
 use super::host_batch::HostBatch;
 use super::PAD;
@@ -7,37 +7,38 @@ use crate::error::{Error, Result};
 use crate::host::{has_memory, host};
 use tch::{Device, Kind, Tensor};
 
-/// The shape that batches are padded to, so that many share one CUDA graph.
+/// The shape to which batches are padded, so that many share one CUDA graph.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct PaddedShape {
     pub rows: i64,
     pub sentences: i64,
-    /// Tokens of the longest sentence.
+    /// The length of the longest sentence in tokens.
     pub longest: i64,
 }
 
 /// A batch of sentences without padding.
 #[derive(Debug)]
 pub struct Packed {
-    /// (rows), int64
+    /// Token ids, int64 (rows).
     pub tokens: Tensor,
-    /// Each token's position in its sentence, from 0; (rows), int64
+    /// Each token's position in its sentence, from 0; int64 (rows).
     pub positions: Tensor,
-    /// One more than the largest position.
+    /// The largest position plus one.
     pub end: i64,
-    /// Sentence i is rows offsets[i]..offsets[i+1].
+    /// The offsets of the sentences: sentence i is rows offsets[i]..offsets[i+1].
     pub offsets: Vec<i64>,
-    /// Tokens of each sentence that may be attended to: all but the padding of [`with_padding`](Self::with_padding).
+    /// The tokens of each sentence that may be attended to: all except the padding of
+    /// [`with_padding`](Self::with_padding).
     pub(super) lengths: Vec<i64>,
-    /// Where there is such padding: 1 at real tokens and 0 at padding, (rows, 1).
+    /// 1 at real tokens and 0 at padding, (rows, 1), if there is such padding.
     pub real: Option<Tensor>,
-    /// Where it is filled up: bool (rows), true at the rows that belong to no sentence.
+    /// True at the rows that belong to no sentence, bool (rows), if the batch is filled up.
     pub spare: Option<Tensor>,
     pub(super) padded_shape: Option<PaddedShape>,
 }
 
 impl Packed {
-    /// On the host; [`to`](HostBatch::to) takes it to a device.
+    /// Builds packed sentences on the host; [`to`](HostBatch::to) moves them to a device.
     pub fn new(tokens: &[i64], positions: &[i64], offsets: Vec<i64>) -> Result<Self> {
         Ok(Packed {
             tokens: Tensor::f_from_slice(tokens)?,
@@ -51,7 +52,7 @@ impl Packed {
         })
     }
 
-    /// The same sentences (on the host), followed by as many rows of [`PAD`] as there is room for.
+    /// Returns the same sentences (on the host), followed by rows of [`PAD`] up to the padded shape.
     pub fn filling(self, padded_shape: PaddedShape) -> Result<Self> {
         let (rows, longest) = (self.rows(), self.lengths.iter().copied().max().unwrap_or(0));
         if rows > padded_shape.rows
@@ -76,7 +77,8 @@ impl Packed {
         })
     }
 
-    /// The same sentences on the host, each filled up with [`PAD`] to the longest: rows that nobody attends to.
+    /// Returns the same sentences on the host, each filled up with [`PAD`] to the longest: rows to which nobody
+    /// attends.
     pub fn with_padding(&self) -> Result<Self> {
         let tokens: Vec<i64> = host("tokens", &self.tokens)?;
         let longest = self.lengths.iter().copied().max().unwrap_or(0) as usize;
@@ -97,7 +99,7 @@ impl Packed {
         Ok(Packed { lengths: self.lengths.clone(), real: Some(real.f_unsqueeze(1)?), spare, ..padded })
     }
 
-    /// Of sentences as they are, on the host.
+    /// Packs sentences on the host.
     pub fn of(sentences: &[&[i64]]) -> Result<Self> {
         let tokens = sentences.concat();
         let positions: Vec<i64> = sentences.iter().flat_map(|s| 0..s.len() as i64).collect();
@@ -109,10 +111,11 @@ impl Packed {
         Packed::new(&tokens, &positions, offsets)
     }
 
-    /// Of a padded batch (B, T) of token ids, on the host: everything but [`PAD`], wherever it stands. `name` is for messages.
+    /// Packs a padded batch (B, T) of token ids on the host: everything except [`PAD`], wherever it is. `name` is for
+    /// messages.
     pub fn from_padded(name: &str, padded: &Tensor, vocab_size: i64) -> Result<Self> {
         if has_memory(padded) {
-            // An expanded tensor has more numbers than memory.
+            // An expanded tensor has more elements than memory.
             let bytes = 4 * size_of::<i64>() as u128 * padded.numel() as u128;
             memory::room(bytes, || format!("{name} of shape {:?} (give fewer or shorter rows)", padded.size()))?;
         }
@@ -136,7 +139,8 @@ impl Packed {
         Packed::of(&rows.iter().map(Vec::as_slice).collect::<Vec<_>>())
     }
 
-    /// Rows back at their places in the padded batch that [`from_padded`](Self::from_padded) read; zeros at padding.
+    /// Puts rows back at their places in the padded batch that [`from_padded`](Self::from_padded) read, with zeros at
+    /// padding.
     pub fn unpack(&self, rows: &Tensor, padded: &Tensor) -> Result<Tensor> {
         let width = rows.size()[1];
         let real = padded.f_to_device(rows.device())?.f_ne(PAD)?;
@@ -146,12 +150,12 @@ impl Packed {
         Ok(out.f_index_copy(0, &places, rows)?.f_reshape([batch, length, width].as_slice())?)
     }
 
-    /// Rows of sentences.
+    /// Returns the number of rows that belong to sentences.
     pub fn rows(&self) -> i64 {
         *self.offsets.last().unwrap_or(&0)
     }
 
-    /// No real token.
+    /// True if there is no real token.
     pub fn is_empty(&self) -> bool {
         self.lengths.iter().all(|n| *n == 0)
     }

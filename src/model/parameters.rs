@@ -1,4 +1,4 @@
-//! Parameters by their canonical names, which are torch.nn's: `encoder.layers.0.self_attn.in_proj_weight`, …
+//! Parameters under canonical names, which are torch.nn's: `encoder.layers.0.self_attn.in_proj_weight`, …
 
 use crate::error::{Error, Result};
 use crate::init::Fill;
@@ -14,7 +14,7 @@ pub struct Parameters {
     tensors: Vec<Tensor>,
     declared: Vec<DeclaredAs>,
     buffers: Vec<(String, Tensor)>,
-    /// By norm, how many batches had statistics that were not finite, counted on the device.
+    /// For each norm, the number of batches whose statistics were not finite, counted on the device.
     refused: Vec<(String, Tensor)>,
 }
 
@@ -23,28 +23,29 @@ impl Parameters {
         self.names.iter().map(String::as_str).zip(&self.tensors)
     }
 
-    /// Each parameter's part in a parametrisation.
+    /// Iterates over the parameters with their part in a parametrisation.
     pub fn parts(&self) -> impl Iterator<Item = (&str, &Tensor, Part)> {
         let declared = self.iter().zip(&self.declared);
         declared.map(|((name, t), declared)| (name, t, parametrisation::part(name, t.dim(), *declared)))
     }
 
-    /// Running statistics and counters.
+    /// Iterates over running statistics and counters.
     pub fn buffers(&self) -> impl Iterator<Item = (&str, &Tensor)> {
         self.buffers.iter().map(|(name, t)| (name.as_str(), t))
     }
 
-    /// Whether a norm has statistics of batches.
+    /// True if a norm keeps statistics of batches.
     pub fn have_statistics(&self) -> bool {
         !self.refused.is_empty()
     }
 
-    /// Whether a norm has statistics that count updates, PowerNorm's.
+    /// True if a norm keeps statistics that count updates, as PowerNorm does.
     pub fn count_updates(&self) -> bool {
         self.buffers.iter().any(|(name, _)| name.ends_with(".iters"))
     }
 
-    /// The norms that refused batches since the last call, and how many; this is where the host reads them.
+    /// Returns the norms that refused batches since the last call, and how many; this call copies the counts to the
+    /// host.
     pub fn take_refused(&self) -> Result<Vec<(&str, i64)>> {
         let mut found = Vec::new();
         for (name, count) in &self.refused {
@@ -61,16 +62,16 @@ impl Parameters {
         &self.tensors
     }
 
-    /// How many numbers there are.
+    /// Returns the number of elements of all parameters.
     pub fn numel(&self) -> usize {
         self.tensors.iter().map(Tensor::numel).sum()
     }
 }
 
 enum Source<'a> {
-    /// Drawn on this device, in this type, by this generator; torch's own is left alone.
+    /// New parameters on this device, in this type, drawn from this generator; torch's own generator is not used.
     Fresh(Device, Kind, Generator),
-    /// Taken from whoever has them.
+    /// Existing tensors.
     Given { tensors: &'a HashMap<String, Tensor>, train: bool },
 }
 
@@ -79,18 +80,18 @@ pub struct Builder<'a> {
     source: Source<'a>,
     path: Vec<String>,
     made: Parameters,
-    /// The model's parametrisation; none: the standard one.
+    /// The model's parametrisation; `None` means the standard one.
     scaled: Option<Scaled>,
 }
 
 impl<'a> Builder<'a> {
-    /// Parameters made new, from a generator with that seed: what others draw meanwhile changes nothing.
+    /// Builds new parameters from a generator with that seed, independently of all other random numbers.
     pub fn fresh(seed: u64, device: Device, kind: Kind) -> Result<Self> {
         let source = Source::Fresh(device, kind, Generator::new(seed)?);
         Ok(Builder { source, path: Vec::new(), made: Parameters::default(), scaled: None })
     }
 
-    /// Parameters that exist already, used as they are. [`finish`](Self::finish) refuses names that nothing asked for.
+    /// Uses existing parameters as they are. [`finish`](Self::finish) refuses names that nothing declared.
     pub fn given(tensors: &'a HashMap<String, Tensor>) -> Self {
         Builder {
             source: Source::Given { tensors, train: false },
@@ -100,7 +101,7 @@ impl<'a> Builder<'a> {
         }
     }
 
-    /// The same, made leaves that require gradients.
+    /// Uses existing parameters, which become leaves that require gradients.
     pub fn given_to_train(tensors: &'a HashMap<String, Tensor>) -> Self {
         Builder {
             source: Source::Given { tensors, train: true },
@@ -110,12 +111,12 @@ impl<'a> Builder<'a> {
         }
     }
 
-    /// From here on the parameters of norms and schemes are drawn as this parametrisation says.
+    /// Sets the parametrisation by which parameters of norms and schemes are initialised from here on.
     pub fn scaled(self, scaled: Scaled) -> Self {
         Builder { scaled: Some(scaled), ..self }
     }
 
-    /// Declares what `build` declares under `name.`.
+    /// Declares the parameters of `build` under `name.`.
     pub fn within<T>(&mut self, name: &str, build: impl FnOnce(&mut Self) -> Result<T>) -> Result<T> {
         self.path.push(name.to_string());
         let built = build(self);
@@ -123,13 +124,13 @@ impl<'a> Builder<'a> {
         built
     }
 
-    /// A linear layer's weights or bias, or a table's: a leaf that requires a gradient where it is made new, the given
-    /// tensor as it is where it is not.
+    /// Declares a linear layer's weight or bias, or a table. A new parameter is a leaf that requires a gradient; a
+    /// given tensor is used as it is.
     pub fn parameter(&mut self, name: &str, shape: &[i64], fill: &Fill) -> Result<Tensor> {
         self.declare(name, shape, fill, DeclaredAs::Weights)
     }
 
-    /// The same of a norm or a residual scheme.
+    /// Declares a parameter of a norm or of a residual scheme.
     pub fn own(&mut self, name: &str, shape: &[i64], fill: &Fill, sums_over: SumsOver) -> Result<Tensor> {
         let drawn = self.scaled.map_or(1.0, |scaled| scaled.drawn(sums_over));
         let fill = if let Fill::Normal { .. } = fill { fill.clone().times(drawn) } else { fill.clone() };
@@ -149,7 +150,7 @@ impl<'a> Builder<'a> {
         Ok(tensor)
     }
 
-    /// A scheme's parameter of that name where there is one already, else a new one.
+    /// Returns a scheme's parameter of that name if it exists already, else declares a new one.
     pub fn shared(&mut self, name: &str, shape: &[i64], fill: &Fill, sums_over: SumsOver) -> Result<Tensor> {
         let full = self.full(name);
         match self.made.names.iter().position(|made| *made == full) {
@@ -158,7 +159,8 @@ impl<'a> Builder<'a> {
         }
     }
 
-    /// State that is not trained, every number of it `value` at the start; its kind does not follow the parameters'.
+    /// Declares state that is not trained, filled with `value` at the start; its kind is independent of the
+    /// parameters'.
     pub fn buffer(&mut self, name: &str, shape: &[i64], value: f64, kind: Kind) -> Result<Tensor> {
         let name = self.full(name);
         let tensor = match &self.source {
@@ -169,14 +171,14 @@ impl<'a> Builder<'a> {
         Ok(tensor)
     }
 
-    /// The counter of a norm's batches whose statistics were not finite; no part of the model's state.
+    /// Declares the counter of a norm's batches whose statistics were not finite; it is no part of the model's state.
     pub fn refused(&mut self) -> Result<Tensor> {
         let count = self.constant(0.0)?.f_to_kind(Kind::Int64)?;
         self.made.refused.push((self.path.join("."), count.shallow_clone()));
         Ok(count)
     }
 
-    /// The type that running statistics are kept in: f64 for an f64 model, else f32.
+    /// Returns the type of running statistics: f64 for an f64 model, else f32.
     pub fn statistics_kind(&self) -> Kind {
         match &self.source {
             Source::Fresh(_, kind, _) => accumulation(*kind),
@@ -191,7 +193,7 @@ impl<'a> Builder<'a> {
         }
     }
 
-    /// A constant of the model, on its device.
+    /// Returns a constant of the model, on its device.
     pub fn constant(&self, value: f64) -> Result<Tensor> {
         let device = match &self.source {
             Source::Fresh(device, ..) => *device,
@@ -204,7 +206,7 @@ impl<'a> Builder<'a> {
         self.path.iter().map(String::as_str).chain([name]).collect::<Vec<_>>().join(".")
     }
 
-    /// Everything that was declared.
+    /// Returns everything that was declared.
     pub fn finish(self) -> Result<Parameters> {
         if let Source::Given { tensors, .. } = self.source {
             let known: HashSet<&str> = self.made.iter().chain(self.made.buffers()).map(|(name, _)| name).collect();
@@ -223,7 +225,7 @@ impl<'a> Builder<'a> {
 }
 
 fn made(shape: &[i64], fill: &Fill, kind: Kind, device: Device, draw: &Generator) -> Result<Tensor> {
-    // Always on the CPU and in f32 at least: a seed makes the same model for every device and type.
+    // Values are always drawn on the CPU and in f32 at least, so a seed gives the same model for every device and type.
     let is_counter = kind == Kind::Int64;
     let t = Tensor::f_empty(shape, (if is_counter { kind } else { accumulation(kind) }, Device::Cpu))?;
     fill.write(&t, draw)?;

@@ -1,4 +1,4 @@
-//! What words and heads get for their positions (docs/spec.md §4.2): rows that are added, or a rotation.
+//! Positions (docs/spec.md §4.2): rows added to word embeddings, or rotations of heads.
 
 use super::sinusoids::{SinusoidRow, Sinusoids};
 use super::{Builder, Packed};
@@ -7,16 +7,16 @@ use crate::error::Result;
 use crate::init::{Init, Table};
 use tch::{Kind, Tensor};
 
-/// What is added to the words of one side.
+/// The positions added to the words of one side.
 pub enum PositionEmbedding {
     Nothing,
     Sinusoids(Sinusoids),
-    /// (max_positions, d)
+    /// A learned table, (max_positions, d).
     Learned(Tensor),
 }
 
 impl PositionEmbedding {
-    /// `side`: the source's or the target's. A learned table begins as that side's words do.
+    /// Builds the positions of `side`, source or target. A learned table is initialised like that side's words.
     pub fn build(b: &mut Builder, config: &TransformerConfig, init: &Init, side: Table) -> Result<Self> {
         let d = config.d_model;
         Ok(match config.positions {
@@ -34,7 +34,7 @@ impl PositionEmbedding {
         })
     }
 
-    /// One row for each of the input's, zero at padding; none: nothing is added.
+    /// Returns one row for each of the input's rows, zero at padding; `None` if nothing is added.
     pub fn rows(&self, input: &Packed, kind: Kind) -> Result<Option<Tensor>> {
         let rows = match self {
             PositionEmbedding::Nothing => return Ok(None),
@@ -51,7 +51,7 @@ impl PositionEmbedding {
     }
 }
 
-/// Rotary positions (Su et al. 2021, eq 34): pairs of a head's numbers turn by position·θ^(−2j/d_head).
+/// Rotary positions (Su et al. 2021, eq 34): pairs of a head's elements are rotated by position·θ^(−2j/d_head).
 pub struct Rotary(Sinusoids);
 
 impl Rotary {
@@ -60,7 +60,7 @@ impl Rotary {
         (config.positions == Positions::Rotary).then(|| Rotary(Sinusoids::new(layout, config.d_model / config.heads)))
     }
 
-    /// The rotation of each of the input's rows; `kind` is the type of products.
+    /// Returns the rotation of each of the input's rows; `kind` is the type of products.
     pub fn rotation(&self, input: &Packed, kind: Kind) -> Result<Rotation> {
         let kind = if kind == Kind::Double { Kind::Double } else { Kind::Float };
         let table = self.0.table(input.end, kind, input.positions.device())?;
@@ -70,7 +70,7 @@ impl Rotary {
     }
 }
 
-/// cos and sin of each row's angles, (rows, 1, d_head/2).
+/// The cos and sin of each row's angles, (rows, 1, d_head/2).
 #[derive(Debug)]
 pub struct Rotation {
     cos: Tensor,
@@ -78,7 +78,8 @@ pub struct Rotation {
 }
 
 impl Rotation {
-    /// Queries or keys (rows, n·d_head), each head's halves as (x₁cos − x₂sin, x₂cos + x₁sin): the layout of GPT-NeoX.
+    /// Rotates queries or keys (rows, n·d_head): each head's halves become (x₁cos − x₂sin, x₂cos + x₁sin), GPT-NeoX's
+    /// layout.
     pub fn turn(&self, x: &Tensor) -> Result<Tensor> {
         let width = 2 * self.cos.size()[2];
         let [first, second] = halves(&x.f_unflatten(-1, [-1, width].as_slice())?)?;

@@ -1,4 +1,4 @@
-//! Weights in the form that many products take, made once: decoding multiplies by the same ones at every step.
+//! Weights prepared once for many products, because decoding multiplies by the same ones at every step.
 
 use super::linear::times;
 use crate::error::Result;
@@ -9,14 +9,15 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
 use tch::{Device, Kind, Tensor};
 
-/// The weights of a model that does not change, prepared as they are first met. Threads share them, each with a model of
-/// the same tensors. By where a weight lies and by its elements: a part of a matrix may begin where the matrix does.
+/// The weights of a model that does not change, each prepared at its first use. Threads share them, each with a model
+/// of the same tensors. The key is a weight's address and its number of elements, because a part of a matrix may begin
+/// where the matrix does.
 #[derive(Default)]
 pub struct PreparedWeights(Mutex<HashMap<(usize, usize), KeptWeight>>);
 
 struct KeptWeight {
     made: PreparedWeight,
-    /// Keeps others from its place.
+    /// The tensor, kept alive so that no other takes its address.
     _of: Tensor,
 }
 
@@ -26,16 +27,16 @@ impl std::fmt::Debug for PreparedWeights {
     }
 }
 
-/// y = xWᵀ + b, prepared.
+/// The weight and bias of y = xWᵀ + b, prepared.
 pub enum PreparedWeight {
     F32(Arc<PackedMatrix<f32>>),
     F64(Arc<PackedMatrix<f64>>),
-    /// For libtorch, in the type of products.
+    /// The weight and bias for libtorch, in the type of products.
     Cast(Tensor, Option<Tensor>),
 }
 
 impl PreparedWeights {
-    /// y = xWᵀ + b in the computing type.
+    /// Computes y = xWᵀ + b in the computing type.
     pub fn linear(&self, x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, kind: Kind) -> Result<Tensor> {
         if !has_memory(weight) {
             return PreparedWeight::new(weight, bias, kind)?.linear(x, kind);
@@ -58,7 +59,7 @@ impl PreparedWeights {
 }
 
 impl PreparedWeight {
-    /// Of W (n, k) and b (n): packed on the CPU in f32 and f64.
+    /// Prepares W (n, k) and b (n); on the CPU, f32 and f64 weights are packed.
     pub fn new(weight: &Tensor, bias: Option<&Tensor>, kind: Kind) -> Result<Self> {
         let cast = |t: &Tensor| t.f_detach()?.f_to_kind(kind)?.f_contiguous();
         let (weight, bias) = (cast(weight)?, bias.map(cast).transpose()?);
@@ -70,7 +71,7 @@ impl PreparedWeight {
         })
     }
 
-    /// Whether weights on such a device are packed for products in such a type.
+    /// True if weights on this device are packed for products in this type.
     pub fn is_packed(device: Device, kind: Kind) -> bool {
         device == Device::Cpu && matches!(kind, Kind::Float | Kind::Double)
     }
@@ -106,7 +107,7 @@ mod tests {
         let random = |size: &[i64]| Tensor::randn(size, (Kind::Double, Device::Cpu));
         for (kind, bound) in [(Kind::Double, 1e-12), (Kind::Float, 1e-5), (Kind::BFloat16, 0.3)] {
             let (all, bias) = (random(&[96, 40]), random(&[96]));
-            // A matrix, and its first rows, which begin at the same place.
+            // The weights are a matrix and its first rows, which begin at the same address.
             for (weight, bias) in [(all.shallow_clone(), None), (all.narrow(0, 0, 33), Some(bias.narrow(0, 3, 33)))] {
                 for x in [random(&[7, 40]), random(&[201, 43]).narrow(1, 3, 40), random(&[2, 3, 40]), random(&[0, 40])]
                 {

@@ -1,4 +1,4 @@
-//! Who attends to whom in packed rows.
+//! Attention ranges: the queries and keys of packed rows that attend to each other.
 
 use super::gather::gather;
 use super::host_batch::HostBatch;
@@ -10,17 +10,17 @@ use crate::operator;
 use std::rc::Rc;
 use tch::{Device, Kind, Tensor};
 
-/// The sentences whose queries and keys meet.
+/// The sentences whose queries and keys attend to each other.
 #[derive(Debug)]
 pub enum Ranges {
-    /// int64 (n, 4): per sentence (q_start, q_len, k_start, k_len), as the attention operator takes it.
+    /// int64 (n, 4): (q_start, q_len, k_start, k_len) per sentence, as the attention operator takes it.
     Packed(Tensor),
-    /// For torch's kernels on a GPU.
+    /// Padded sentences, for torch's kernels on a GPU.
     Padded(Rc<Padded>),
 }
 
 impl Ranges {
-    /// Each sentence of `queries` to the same sentence of `keys`; made on the host, for a device.
+    /// Lets each sentence of `queries` attend to the same sentence of `keys`; built on the host, for `device`.
     pub fn between(queries: &Packed, keys: &Packed, device: Device) -> Result<Self> {
         if queries.sentences() != keys.sentences() {
             return Err(Error::invalid(format!(
@@ -41,7 +41,7 @@ impl Ranges {
         )
     }
 
-    /// Each sentence to its own past; padding, which comes after it, to the whole sentence.
+    /// Lets each token attend to its sentence's past; padding, which follows the sentence, attends to all of it.
     pub fn causal(sentences: &Packed, device: Device) -> Result<Self> {
         let mut rows = Vec::new();
         for (ends, &n) in sentences.offsets.windows(2).zip(&sentences.lengths) {
@@ -52,13 +52,13 @@ impl Ranges {
         Ranges::fitting(&rows, [all, all], sentences.padded_shape.zip(sentences.padded_shape), true, device)
     }
 
-    /// Of rows (q_start, q_len, k_start, k_len), flat, on a device.
+    /// Builds ranges from flat rows (q_start, q_len, k_start, k_len), on a device.
     pub fn of(rows: &[i64], device: Device) -> Result<Self> {
         let end = |start: usize| rows.chunks_exact(4).map(|r| r[start] + r[start + 1]).max().unwrap_or(0);
         Ranges::fitting(rows, [end(0), end(2)], None, false, device)?.to(device)
     }
 
-    /// `all`: the rows that queries and keys have without padding rows.
+    /// Builds ranges on the host; `all` holds the numbers of query and key rows without padding rows.
     fn fitting(
         rows: &[i64],
         all: [i64; 2],
@@ -77,8 +77,8 @@ impl Ranges {
         Ok(Ranges::Packed(Tensor::f_from_slice(rows)?.f_reshape([-1, 4].as_slice())?))
     }
 
-    /// Causal ranges with each sentence's padding, which attends to all of it, in one row with it (where there is nothing
-    /// but padding, to the first of it); none: there are no queries.
+    /// Returns causal ranges in which each sentence forms one segment with its padding, which attends to all of it (or
+    /// to its first row if there is only padding); `None` if there are no queries.
     pub fn segments(&self) -> Result<Option<Rc<Padded>>> {
         let table = match self {
             Ranges::Padded(padded) => return Ok(Some(padded.clone())),
@@ -106,7 +106,7 @@ impl Ranges {
 }
 
 impl HostBatch for Ranges {
-    /// While nobody else holds them.
+    /// Returns the tensors; it must be the only owner of the ranges.
     fn tensors(&mut self) -> Vec<&mut Tensor> {
         match self {
             Ranges::Packed(table) => vec![table],
@@ -115,36 +115,36 @@ impl HostBatch for Ranges {
     }
 }
 
-/// The sentences side by side, each filled up to the longest: what torch has kernels for on a GPU. All that it needs is
-/// made on the host, once a batch, so that the host does not wait for the device.
+/// Sentences side by side, each padded to the longest, as torch's GPU kernels need them. All index tensors are built on
+/// the host, once per batch, so that the host does not wait for the device.
 #[derive(Debug)]
 pub struct Padded {
     queries: Places,
     keys: Places,
-    /// bool (n, 1, 1, k_len): where keys are real.
+    /// True where keys are real, bool (n, 1, 1, k_len).
     real: Tensor,
-    /// bool (n·q_len, 1): where queries are not.
+    /// True where queries are padding, bool (n·q_len, 1).
     gaps: Tensor,
     sentences: i64,
     q_len: i64,
     k_len: i64,
-    /// Every sentence has as many queries as keys.
+    /// True if every sentence has as many queries as keys.
     is_square: bool,
 }
 
-/// Where packed rows are among sentences side by side.
+/// The places of packed rows among padded sentences.
 #[derive(Debug)]
 struct Places {
-    /// The row at each place, (n·len); a real one at padding.
+    /// The row at each place, (n·len); some real row at padding.
     rows: Tensor,
-    /// The place of each row; any, of rows that no sentence has. Empty where several places have one row.
+    /// The place of each row, arbitrary for rows outside all sentences. Empty if several places share a row.
     places: Tensor,
-    /// bool (rows, 1): the rows that no sentence has.
+    /// True at rows outside all sentences, bool (rows, 1).
     absent: Tensor,
 }
 
 impl Places {
-    /// Of (start, length) among `all` rows, each filled up to `longest`.
+    /// Computes the places of ranges (start, length) among `all` rows, each padded to `longest`.
     fn of(ranges: &[[i64; 2]], all: i64, longest: i64) -> Result<Self> {
         let rows: Vec<i64> = ranges
             .iter()
@@ -168,7 +168,7 @@ impl Places {
         })
     }
 
-    /// Packed rows, each at its place.
+    /// Copies packed rows to their places.
     fn fill(&self, packed: &Tensor) -> Result<Tensor> {
         match self.places.numel() {
             0 => Ok(packed.f_index_select(0, &self.rows)?),
@@ -189,8 +189,8 @@ impl HostBatch for Padded {
 }
 
 impl Padded {
-    /// On the host, filling the padded shapes of queries and keys. None where the ranges do not hold every query row
-    /// once, in order, or where one has no keys.
+    /// Builds the places on the host, padded to the given shapes of queries and keys. Returns `None` unless the ranges
+    /// contain every query row once, in order, and each has keys.
     fn of(rows: &[i64], all: [i64; 2], shapes: Option<(PaddedShape, PaddedShape)>) -> Result<Option<Self>> {
         let mut ranges: Vec<[i64; 4]> = rows.chunks_exact(4).map(|r| [r[0], r[1], r[2], r[3]]).collect();
         let in_order = ranges.iter().try_fold(0, |end, [start, len, ..]| (*start == end).then_some(end + len));
@@ -202,7 +202,7 @@ impl Padded {
         let all = shapes.map_or(all, |(q, k)| [q.rows, k.rows]);
         let is_square = ranges.iter().all(|r| r[1] == r[3]);
         if let Some((queries, _)) = shapes {
-            // Sentences that are not there look at one key, so that no softmax is of nothing.
+            // Missing sentences attend to one key, so that no softmax is over nothing.
             let one = |s: usize| [ranges[s % ranges.len()][0], 0, ranges[s % ranges.len()][2], 1];
             let spare: Vec<_> = (ranges.len()..queries.sentences as usize).map(one).collect();
             ranges.extend(spare);
@@ -213,7 +213,7 @@ impl Padded {
         };
         let sentences = ranges.len() as i64;
         let queries: Vec<_> = ranges.iter().map(|r| [r[0], r[1]]).collect();
-        // Keys that no query looks at have no gradient.
+        // Keys to which no query attends have no gradient.
         let keys: Vec<_> = ranges.iter().map(|r| [r[2], if r[1] > 0 { r[3] } else { 0 }]).collect();
         Ok(Some(Padded {
             queries: Places::of(&queries, all[0], q_len)?,
@@ -227,7 +227,8 @@ impl Padded {
         }))
     }
 
-    /// Packed rows of queries, keys and values as (n, q_len, …) and (n, k_len, …); a real row's numbers at padding.
+    /// Copies packed queries, keys and values to (n, q_len, …) and (n, k_len, …), with some real row's values at
+    /// padding.
     pub fn side_by_side(&self, [q, k, v]: [&Tensor; 3]) -> Result<[Tensor; 3]> {
         let fill = |t: &Tensor, places: &Places, len: i64| -> Result<Tensor> {
             Ok(places.fill(t)?.f_reshape([self.sentences, len, -1].as_slice())?)
@@ -235,20 +236,20 @@ impl Padded {
         Ok([fill(q, &self.queries, self.q_len)?, fill(k, &self.keys, self.k_len)?, fill(v, &self.keys, self.k_len)?])
     }
 
-    /// bool (n, k_len): where keys are not real; none: only behind every real query.
+    /// Returns true where keys are padding, bool (n, k_len); `None` if that occurs only after every real query.
     pub fn absent_keys(&self) -> Result<Option<Tensor>> {
         let absent = || self.real.f_logical_not()?.f_reshape([self.sentences, self.k_len].as_slice());
         Ok((!self.is_square).then(absent).transpose()?)
     }
 
-    /// What stands at the places of queries, (n·q_len, …), as packed rows.
+    /// The inverse of [`side_by_side`](Self::side_by_side) for queries: copies (n·q_len, …) back to packed rows.
     pub fn pack(&self, filled: &Tensor) -> Result<Tensor> {
         gather(filled, &self.queries.places, &self.queries.rows, &self.gaps)
     }
 
-    /// drop(softmax(scale·QKᵀ))V per sentence and head, of packed rows (rows, d) to packed rows; `causal` needs square
-    /// ranges. `dropout`: (p, seed, site), of the packed operator's mask. With `extras` in the softmax, or dropout, scores are
-    /// in memory.
+    /// Computes drop(softmax(scale·QKᵀ))V per sentence and head, from packed rows (rows, d) to packed rows; `causal`
+    /// needs square ranges. `dropout` is (p, seed, site), with the packed operator's mask. With `extras` in the
+    /// softmax, or dropout, scores are stored in memory.
     pub fn attention(
         &self,
         [q, k, v]: [&Tensor; 3],
@@ -262,7 +263,7 @@ impl Padded {
         let [q, k, v] = self.side_by_side([q, k, v])?;
         let (q, k, v) = (split(&q)?, split(&k)?, split(&v)?);
         let out = match dropout {
-            // A causal mask hides keys of padding too: it comes after the real ones.
+            // A causal mask also hides padding keys, which come after the real ones.
             None if extras.are_none() => {
                 let mask = (!causal).then_some(&self.real);
                 operator::padded_attention([&q, &k, &v], mask, causal, scale)?
@@ -272,7 +273,8 @@ impl Padded {
         self.pack(&out.f_transpose(1, 2)?.f_reshape([self.sentences * self.q_len, -1].as_slice())?)
     }
 
-    /// drop(softmax(scale·scores)), (n, heads, q_len, k_len), dropped as packed rows: so the mask is the operator's.
+    /// Returns drop(softmax(scale·scores)), (n, heads, q_len, k_len); dropout is applied to packed rows, so its mask is
+    /// the operator's.
     fn weights(
         &self,
         scores: &Tensor,
@@ -293,7 +295,7 @@ impl Padded {
         let weights = weights.f_transpose(1, 2)?;
         let [n, q_len, heads, k_len] = weights.size()[..] else { unreachable!("scores have four dimensions") };
         let packed = self.pack(&weights.f_reshape([n * q_len, heads * k_len].as_slice())?)?;
-        // Weights are not negative: of ReLU + dropout the dropout remains.
+        // Weights are not negative, so ReLU with dropout is just dropout.
         let packed = operator::relu_dropout(&packed.f_reshape([-1, k_len].as_slice())?, p, Some(seed), site)?;
         let padded = self.queries.fill(&packed.f_reshape([-1, heads * k_len].as_slice())?)?;
         let shape = [n, q_len, heads, k_len];
@@ -305,7 +307,7 @@ impl Padded {
 mod tests {
     use super::*;
 
-    /// The output and, if asked for, the gradients of q, k and v.
+    /// Returns the output and, if asked for, the gradients of q, k and v.
     fn results(attend: impl Fn(&[Tensor]) -> Tensor, inputs: &[Tensor; 3], gradients: bool) -> Vec<Tensor> {
         let inputs = inputs.each_ref().map(|t| t.copy().set_requires_grad(gradients));
         let out = attend(&inputs);
@@ -323,7 +325,7 @@ mod tests {
         let other = [0, 3, 0, 2, 3, 1, 2, 6, 4, 5, 8, 1];
         let shared = [0, 1, 0, 4, 1, 1, 4, 3, 2, 1, 0, 4];
         let seed = Tensor::from_slice(&[7i64, 3, 1]);
-        let gap = [0, 3, 1, 3, 3, 1, 4, 1, 4, 5, 7, 2]; // keys that nobody sees
+        let gap = [0, 3, 1, 3, 3, 1, 4, 1, 4, 5, 7, 2]; // some keys are read by nobody
         let cases = [
             (itself, false, 9, 9),
             (itself, true, 9, 9),
@@ -335,7 +337,7 @@ mod tests {
             let padded = Padded::of(&rows, [queries, keys], None).unwrap().unwrap();
             let Ranges::Packed(table) = Ranges::of(&rows, Device::Cpu).unwrap() else { panic!("not packed: {rows:?}") };
             let inputs = [queries, keys, keys].map(|rows| Tensor::randn([rows, 8], (Kind::Double, Device::Cpu)));
-            // The operator's gradients want keys that no two sentences share.
+            // The operator's gradients require that no two sentences share keys.
             let gradients = rows != shared;
             let dropout = (p > 0.0).then_some((p, &seed, 5));
             let sinks = Tensor::from_slice(&[0.3, -1.2]);

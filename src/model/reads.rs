@@ -1,4 +1,4 @@
-//! Which rows of keys and values each query of a decoding step reads.
+//! The rows of keys and values that each query of a decoding step reads.
 
 use super::Ranges;
 use crate::error::Result;
@@ -7,8 +7,8 @@ use crate::kernel::attention::Extras;
 use std::ops::Range;
 use tch::{Device, Tensor};
 
-/// Query i reads rows `rows[offsets[i]..offsets[i + 1]]`, in this order. Hypotheses with a common past share its rows,
-/// and where they change places the numbers move, not the rows.
+/// The row lists of queries: query i reads `rows[offsets[i]..offsets[i + 1]]`, in this order. Hypotheses with a common
+/// past share its rows; if hypotheses change places, the row numbers move, not the rows.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Reads {
     offsets: Vec<usize>,
@@ -16,19 +16,19 @@ pub struct Reads {
 }
 
 impl Default for Reads {
-    /// No query.
+    /// Returns no queries.
     fn default() -> Self {
         Reads { offsets: vec![0], rows: Vec::new() }
     }
 }
 
 impl Reads {
-    /// Queries that read nothing yet.
+    /// Returns queries that read nothing yet.
     pub fn nothing(queries: usize) -> Self {
         Reads { offsets: vec![0; queries + 1], rows: Vec::new() }
     }
 
-    /// Each query attends to one range of rows of keys and values.
+    /// Lets each query read one range of rows.
     pub fn ranges(ranges: impl IntoIterator<Item = Range<i64>>) -> Self {
         let mut reads = Reads::default();
         ranges.into_iter().for_each(|range| reads.push(range.map(|row| row as u32)));
@@ -39,14 +39,14 @@ impl Reads {
         self.offsets.len() - 1
     }
 
-    /// Query i reads what query `order[i]` did.
+    /// Lets query i read the rows of query `order[i]`.
     pub fn select(&self, order: &[i64]) -> Self {
         let mut reads = Reads::default();
         order.iter().for_each(|&i| reads.push(self.of(i as usize).iter().copied()));
         reads
     }
 
-    /// Query i reads row `first + i` too.
+    /// Lets query i also read row `first + i`.
     pub fn followed_by(&self, first: usize) -> Self {
         let mut reads = Reads::default();
         reads.rows.reserve(self.rows.len() + self.queries());
@@ -54,13 +54,13 @@ impl Reads {
         reads
     }
 
-    /// The others' queries after these.
+    /// Appends the queries of `others`.
     pub fn joined(mut self, others: &Reads) -> Self {
         (0..others.queries()).for_each(|i| self.push(others.of(i).iter().copied()));
         self
     }
 
-    /// The rows that anybody reads of `all`, in order, and the same reads when there are no others.
+    /// Returns the rows, out of `all`, that any query reads, in order, and the reads renumbered for these rows alone.
     pub fn compacted(&self, all: usize) -> (Vec<i64>, Self) {
         let mut is_read = vec![false; all];
         self.rows.iter().for_each(|&row| is_read[row as usize] = true);
@@ -71,12 +71,12 @@ impl Reads {
         (kept, Reads { offsets: self.offsets.clone(), rows })
     }
 
-    /// Attention of q (queries, heads·d_head) on the CPU, without gradients.
+    /// Computes attention of q (queries, heads·d_head) on the CPU, without gradients.
     pub fn attention(&self, qkv: [&Tensor; 3], heads: i64, scale: f64, extras: &Extras) -> Result<Tensor> {
         single::attention(qkv, ReadRows { offsets: &self.offsets, rows: &self.rows }, heads, scale, extras)
     }
 
-    /// k and v as other attention takes them: the rows of each query one after the other, and where they are.
+    /// Gathers k and v for other attention kernels: the rows of each query one after the other, and their ranges.
     pub fn gathered(&self, [k, v]: [&Tensor; 2], device: Device) -> Result<(Tensor, Tensor, Ranges)> {
         let all = || (0..self.queries()).map(|i| (i as i64, self.of(i)));
         let are_ranges = all().all(|(_, rows)| rows.windows(2).all(|two| two[0] + 1 == two[1]));

@@ -1,4 +1,4 @@
-//! What a residual scheme declared, built: its norms, gains, changes and connections.
+//! A residual scheme's declarations, built: its norms, gains, changes and connections.
 
 use super::mixing::BuiltMixing;
 use super::norm::{self, Norm, RowContext};
@@ -14,10 +14,10 @@ use std::cell::RefCell;
 use std::collections::BTreeMap;
 use tch::{Kind, Tensor};
 
-/// Tensors that layers of a stack keep for later ones, by name, in one pass.
+/// Tensors that layers of a stack keep for later layers in one pass, by name.
 pub type KeptTensors = RefCell<BTreeMap<String, Tensor>>;
 
-/// The stack's norm where a scheme wants it.
+/// Builds the stack's norm at a place of the scheme.
 fn norm(b: &mut Builder, place: &LayerContext, at: &NormAt) -> Result<Box<dyn Norm>> {
     let last_of_decoder = at.last && place.stack == declared::StackName::Decoder;
     let (spec, mut options) = named(place.norm_name(), place.options)?;
@@ -29,7 +29,7 @@ fn norm(b: &mut Builder, place: &LayerContext, at: &NormAt) -> Result<Box<dyn No
     b.within(&at.name, |b| norm::build(spec, b, &context))
 }
 
-/// Of an rmsnorm, whose weight may be zero-centred.
+/// Removes the weight of an rmsnorm, which may be zero-centred.
 fn without_weight(options: &mut Options) {
     for option_spec in [&AFFINE, &ZERO_CENTRED] {
         options.set(option_spec, false.into()).expect("both are true or false");
@@ -40,7 +40,7 @@ fn norm_if(b: &mut Builder, place: &LayerContext, at: &Option<NormAt>) -> Result
     at.as_ref().map(|at| norm(b, place, at)).transpose()
 }
 
-/// The parameter; the one of that name where its owner has it already.
+/// Returns the declared parameter, which is shared if its owner already has one of that name.
 pub fn learned(b: &mut Builder, declared: &declared::Learned) -> Result<Tensor> {
     let fill = match &declared.value {
         FirstValue::All(value) => Fill::Constant(*value),
@@ -50,17 +50,17 @@ pub fn learned(b: &mut Builder, declared: &declared::Learned) -> Result<Tensor> 
     b.shared(&declared.name, &declared.shape, &fill, declared.sums_over)
 }
 
-/// The least square of a [`BuiltGain::CoSigmoid`]: its slope stays finite.
+/// The minimum square of a [`BuiltGain::CoSigmoid`], which keeps its slope finite.
 const LEAST_VARIANCE: f64 = 1e-3;
 
 /// The factor of x (residual gain) or of F(x) (branch gain).
 pub enum BuiltGain {
     One,
-    /// A scalar or one number per column.
+    /// A scalar, or one number per column.
     Is(Tensor),
-    /// σ(w/τ) of w.
+    /// σ(w/τ) with the parameter w and the temperature τ.
     Sigmoid(Tensor, f64),
-    /// √max(1 − σ(w/τ)², 10⁻³)
+    /// √max(1 − σ(w/τ)², 10⁻³), with the same w and τ.
     CoSigmoid(Tensor, f64),
     /// The stack's α_t.
     Growing,
@@ -78,7 +78,7 @@ impl BuiltGain {
         })
     }
 
-    /// None is 1.
+    /// Returns the current value; `None` means 1.
     pub fn now(&self, alpha_t: Option<&Tensor>) -> Result<Option<Tensor>> {
         Ok(match self {
             BuiltGain::One => None,
@@ -93,7 +93,7 @@ impl BuiltGain {
         })
     }
 
-    /// gain⊙x in x's type, outside a sum with a branch.
+    /// Returns gain⊙x in x's type, outside a sum with a branch.
     fn times(&self, x: &Tensor) -> Result<Tensor> {
         match self.now(None)? {
             Some(gain) => Ok(x.f_mul(&gain.f_to_kind(x.kind())?)?),
@@ -102,8 +102,8 @@ impl BuiltGain {
     }
 }
 
-/// Around one sublayer: x⁺ = after(α⊙skip(x) + β⊙drop(f)), f = branch(F(before(x))), and s⁺ = α⊙s + β⊙drop(f) of every
-/// stream s beside x.
+/// The residual connection of one sublayer: x⁺ = after(α⊙skip(x) + β⊙drop(f)) with f = branch(F(before(x))), and s⁺ =
+/// α⊙s + β⊙drop(f) for every stream s beside x.
 pub struct BuiltResidual {
     pub before: BuiltChanges,
     pub skip: BuiltChanges,
@@ -113,7 +113,7 @@ pub struct BuiltResidual {
     pub beta: BuiltGain,
     /// α and β of each stream beside x.
     pub streams: Vec<(BuiltGain, BuiltGain)>,
-    /// How x is read and F(x) written; none: as above.
+    /// The mixing that reads x and writes F(x); `None` for the plain connection above.
     pub mixing: Option<BuiltMixing>,
 }
 
@@ -143,7 +143,7 @@ pub enum BuiltChange {
     Shift(Tensor),
     Scale(Tensor),
     Times(f64),
-    /// By its ε.
+    /// Scales rows to length 1, with this ε.
     Unit(f64),
     HeadScale(Tensor),
     DampForward(Tensor),
@@ -197,7 +197,7 @@ impl BuiltChange {
         })
     }
 
-    /// Of queries, keys or values it is made of one head's rows.
+    /// True if the change of queries, keys or values applies to each head's rows.
     fn is_by_head(&self, width: i64) -> bool {
         match self {
             BuiltChange::Norm { width: own, .. } => *own != width,
@@ -223,12 +223,12 @@ impl BuiltChanges {
         self.0.is_empty()
     }
 
-    /// x comes out as it went in.
+    /// True if the changes leave x as it is.
     pub fn only_look(&self) -> bool {
         self.0.iter().all(|change| matches!(change, BuiltChange::Keep(_)))
     }
 
-    /// The norm that is all that stands here: a fused step can compute it.
+    /// Returns the norm if it is the only change; a fused step can compute it.
     pub fn norm(&self) -> Option<&dyn Norm> {
         match self.0.as_slice() {
             [BuiltChange::Norm { norm, .. }] => Some(norm.as_ref()),
@@ -237,7 +237,7 @@ impl BuiltChanges {
     }
 }
 
-/// The changes inside a sublayer, by their points.
+/// The changes inside a sublayer, with their points.
 pub struct Inside(Vec<(Point, BuiltChange)>);
 
 impl Inside {
@@ -246,7 +246,7 @@ impl Inside {
         Ok(Inside(declared.iter().map(build).collect::<Result<_>>()?))
     }
 
-    /// Queries, keys or values (…, d) after whatever stands at this point.
+    /// Returns queries, keys or values (…, d) after the changes at this point.
     pub fn at_heads(&self, point: Point, x: Tensor, heads: i64, rows: &RowContext) -> Result<Tensor> {
         let d = *x.size().last().expect("rows have a width");
         self.0.iter().filter(|(p, _)| *p == point).try_fold(x, |x, (_, change)| match change.is_by_head(d) {
@@ -258,25 +258,25 @@ impl Inside {
         })
     }
 
-    /// Something stands at this point.
+    /// True if there is a change at this point.
     pub fn changes(&self, point: Point) -> bool {
         self.0.iter().any(|(p, _)| *p == point)
     }
 
-    /// x after whatever stands at this point.
+    /// Returns x after the changes at this point.
     pub fn at(&self, point: Point, x: Tensor, rows: &RowContext) -> Result<Tensor> {
         self.0.iter().filter(|(p, _)| *p == point).try_fold(x, |x, (_, change)| change.apply(&x, rows))
     }
 }
 
-/// How the layers of a stack follow each other.
+/// The connections between a stack's layers.
 pub struct BuiltEnds {
     begin: BuiltChanges,
     pub combine: Option<BuiltCombine>,
-    /// How the stack's output is read; none: it is x.
+    /// The mixing that reads the stack's output; `None` if the output is x.
     pub mixing: Option<BuiltMixing>,
     growth: Option<(Growth, Tensor)>,
-    /// The norm that each stream beside x ends with.
+    /// The final norm of each stream beside x.
     streams: Vec<Option<Box<dyn Norm>>>,
     end: BuiltChanges,
 }
@@ -295,13 +295,13 @@ impl BuiltEnds {
         Ok(BuiltEnds { begin, combine, mixing, growth, streams, end })
     }
 
-    /// What the layers read of the embedding x.
+    /// Returns the layers' input from the embedding x.
     pub fn enter(&self, x: Tensor, ctx: &Context) -> Result<Tensor> {
         self.begin.apply(x, ctx)
     }
 
-    /// x, and the streams beside it, which begin as x does. Views, so that autograd adds up their gradients in one order,
-    /// whether layers run again for them or not.
+    /// Returns x and the streams beside it, which begin as x. They are views, so that autograd sums their gradients in
+    /// the same order whether or not layers run again for them.
     pub fn begin(&self, x: Tensor) -> Result<(Tensor, Vec<Tensor>)> {
         let streams = self.streams.iter().map(|_| Ok(x.f_view_as(&x)?)).collect::<Result<_>>()?;
         let x = match &self.mixing {
@@ -311,7 +311,7 @@ impl BuiltEnds {
         Ok((x, streams))
     }
 
-    /// What follows the last layer: x and the streams beside it become one, and the end's changes.
+    /// Ends the stack: combines x and the streams beside it into one, and applies the end's changes.
     pub fn finish(&self, mut x: Tensor, streams: Vec<Tensor>, ctx: &Context) -> Result<Tensor> {
         if let Some(mixing) = &self.mixing {
             let all: Vec<&Tensor> = [&x].into_iter().chain(&streams).collect();
@@ -326,7 +326,7 @@ impl BuiltEnds {
         self.end.apply(x, ctx)
     }
 
-    /// A layer's output as one tensor like x, for diagnostics.
+    /// Returns a layer's output as one tensor of x's shape, for diagnostics.
     pub fn seen(&self, x: &Tensor, streams: &[Tensor]) -> Result<Tensor> {
         match &self.mixing {
             Some(mixing) => mixing.seen(&[x].into_iter().chain(streams).collect::<Vec<_>>()),
@@ -334,7 +334,7 @@ impl BuiltEnds {
         }
     }
 
-    /// α_t of each layer, for a stream of this kind; empty where nothing grows.
+    /// Returns α_t of each layer, in this type; empty if nothing grows.
     pub fn alphas(&self, layers: usize, kind: Kind) -> Result<Vec<Tensor>> {
         match &self.growth {
             None => Ok(Vec::new()),
@@ -348,7 +348,7 @@ impl BuiltEnds {
         }
     }
 
-    /// t ← the number of the update that is about to be made.
+    /// Sets t to the number of the coming update.
     pub fn set_update(&self, update: i64) -> Result<()> {
         if let Some((_, t)) = &self.growth {
             let _ = t.shallow_clone().f_fill_(update)?;
@@ -356,14 +356,14 @@ impl BuiltEnds {
         Ok(())
     }
 
-    /// The norm that ends the stack, if that is all that does.
+    /// Returns the stack's final norm, if nothing else ends the stack.
     pub fn end_norm(&self) -> Option<&dyn Norm> {
         let is_all = self.combine.is_none() && self.streams.is_empty() && self.mixing.is_none();
         self.end.norm().filter(|_| is_all)
     }
 }
 
-/// Learned sums of all outputs so far.
+/// Learned weighted sums of all outputs so far.
 pub struct BuiltCombine {
     weight: Tensor,
     norms: Vec<Box<dyn Norm>>,
@@ -381,19 +381,19 @@ impl BuiltCombine {
         })
     }
 
-    /// What the next layer reads (or the stack returns) after y: the embedding first, then each layer's output.
-    /// `outputs` are those of this pass so far, normed where the norms stand on them.
+    /// Returns the next layer's input (or the stack's output) after y: the embedding comes first, then each layer's
+    /// output. `outputs` holds this pass's outputs so far, normed if the norms apply to outputs.
     pub fn next(&self, y: Tensor, outputs: &mut Vec<Tensor>, ctx: &Context) -> Result<Tensor> {
         let row = outputs.len();
         let norm = row.checked_sub(1).and_then(|l| self.norms.get(l));
         let normed = |x: Tensor| norm.map_or_else(|| Ok(x.shallow_clone()), |norm| norm.forward(&x, &ctx.rows()));
         outputs.push(if self.on_sums { y } else { normed(y)? });
         if self.skips_first && row == 0 {
-            // A view, as the streams beside x are when they begin.
+            // Returns a view, like the streams beside x at the beginning.
             return Ok(outputs[0].f_view_as(&outputs[0])?);
         }
         let weights = self.weight.f_get(row as i64)?.f_narrow(0, 0, row as i64 + 1)?;
-        // Σ_k w_k y_k as one product of the outputs, flat, with the row.
+        // One product of the flattened outputs and the row of weights computes Σ_k w_k y_k.
         let flat = Tensor::f_stack(&outputs.iter().map(|y| y.flatten(0, -1)).collect::<Vec<_>>(), 1)?;
         let sum = flat.f_matmul(&weights.f_to_kind(flat.kind())?)?.f_view_as(&outputs[0])?;
         if self.on_sums {

@@ -1,4 +1,4 @@
-//! A norm with running statistics, in a model.
+//! A norm with running statistics, as part of a model.
 
 use super::norm::{Norm, NormParameters, RowContext};
 use super::Builder;
@@ -16,26 +16,26 @@ use std::collections::HashMap;
 use std::rc::Rc;
 use tch::{Kind, Tensor};
 
-/// The statistics that each norm used in a forward pass that will be run again for its gradient.
+/// The statistics that each norm used in a forward pass that will be recomputed for its gradient.
 pub type UsedStatistics = Rc<RefCell<HashMap<usize, Tensor>>>;
 
 struct BuiltColumnNorm {
     operator: &'static ColumnNormOp,
     centred: bool,
     affine: NormParameters,
-    /// μ or ψ².
+    /// The running μ or ψ².
     first: Tensor,
-    /// σ² or ν.
+    /// The running σ² or ν.
     second: Option<Tensor>,
     iters: Option<Tensor>,
-    /// Statistics that were not finite and not taken in.
+    /// The number of batches whose statistics were refused because they are not finite.
     refused: Tensor,
     options: ColumnOptions,
     sync: bool,
     groups: i64,
 }
 
-/// The norm in a model: parameters that were made already, and what the entry declares beside them.
+/// Builds the norm from parameters that were declared already, and declares its buffers.
 pub(super) fn build(
     spec: &Spec,
     kernels: &'static ColumnNormOpSpec,
@@ -73,7 +73,7 @@ pub(super) fn build(
     Ok(Box::new(BuiltColumnNorm { operator, centred, affine, first, second, iters, refused, options, sync, groups }))
 }
 
-/// The buffers, in order.
+/// Returns the buffers, in order.
 fn buffers_of(spec: &Spec, b: &mut Builder, given: &NormArgs) -> Result<Vec<Tensor>> {
     let buffer = |buffer: &StateBuffer| {
         let kind = if buffer.is_counter { Kind::Int64 } else { b.statistics_kind() };
@@ -91,7 +91,8 @@ impl Norm for BuiltColumnNorm {
             .statistics
             .filter(|_| rows.is_recompute)
             .and_then(|statistics| statistics.borrow().get(&key).map(Tensor::shallow_clone));
-        // A second run with nothing kept moves copies. A step of PowerNorm is an update.
+        // A recomputation without kept statistics updates copies. PowerNorm counts updates, so only an update's last
+        // micro-batch changes its statistics.
         let stays = rows.is_recompute && used.is_none() || rows.is_partial && iters.is_some();
         let own = |t: &Tensor| if stays { t.copy() } else { t.shallow_clone() };
         let [weight, bias] = self.affine.values()?;

@@ -1,24 +1,24 @@
-//! What the model reads.
+//! The input of the model.
 
 use super::host_batch::HostBatch;
 use super::{Packed, Ranges};
 use crate::error::Result;
 use tch::{Device, Tensor};
 
-/// Sentences of one side or two, and who attends to whom: all that a forward pass needs of a batch, so that in it nothing
-/// travels between host and device.
+/// The sentences of one or both sides, and their attention ranges: all that a forward pass needs from a batch, so that
+/// the pass moves nothing between host and device.
 #[derive(Debug)]
 pub struct Sentences {
     pub source: Option<Packed>,
     pub target: Packed,
-    /// The target to its own past.
+    /// The target's causal ranges to itself.
     pub(super) own: Ranges,
-    /// The source to itself, and the target to the source.
+    /// The ranges from the source to itself, and from the target to the source.
     pub(super) across: Option<[Ranges; 2]>,
 }
 
 impl Sentences {
-    /// Of sides on the host, for a device; [`to`](HostBatch::to) takes them there.
+    /// Builds the input from sides on the host, for a device; [`to`](HostBatch::to) moves it there.
     pub fn new(source: Option<Packed>, target: Packed, device: Device) -> Result<Self> {
         let own = Ranges::causal(&target, device)?;
         let across = match &source {

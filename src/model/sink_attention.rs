@@ -1,9 +1,9 @@
-//! Attention on a CPU whose heads have a logit b beside those of the keys, and no value for it (docs/spec.md §4.3).
+//! Attention with sinks on a CPU: each head has a logit b beside its keys' scores, without a value (docs/spec.md §4.3).
 //!
 //! > s = σ(lse − b),  O = s·O₀,  lse⁺ = log(e^lse + e^b)
-//! > dQ, dK and dV as without b, by P = exp(S − lse⁺), which sums to s;  db = −Σ (1 − s)·⟨dO, O⟩ over the head's rows
+//! > dQ, dK and dV as without b, but P = exp(S − lse⁺) sums to s;  db = −Σ (1 − s)·⟨dO, O⟩ over the head's rows
 //!
-//! O₀ and lse = log Σ exp S are those of attention's kernel without b.
+//! O₀ and lse = log Σ exp S are the results of attention's kernel without b.
 
 use super::stacked_attention::view;
 use crate::error::Result;
@@ -14,8 +14,8 @@ use crate::operator::{apply, Differentiable, Recording};
 use std::cell::OnceCell;
 use tch::{Kind, Tensor};
 
-/// drop(softmax(scale·QKᵀ, b))V by heads, (rows, d); `sinks` is b, (heads). `ranges` is int64 (sentences, 4), as
-/// [`attention`](crate::operator::attention) takes it; `dropout` is (p, seed, site).
+/// Computes drop(softmax(scale·QKᵀ, b))V per head, (rows, d); `sinks` is b, (heads). `ranges` is int64 (sentences, 4),
+/// as in [`attention`](crate::operator::attention); `dropout` is (p, seed, site).
 pub fn sink_attention(
     qkv: [&Tensor; 3],
     sinks: &Tensor,
@@ -43,7 +43,7 @@ pub fn sink_attention(
 struct SinkAttention {
     ranges: Tensor,
     settings: Settings,
-    /// lse and O, which the forward pass leaves to the backward one.
+    /// lse and O, which the forward pass stores for the backward pass.
     kept: OnceCell<[Tensor; 2]>,
 }
 
@@ -53,7 +53,7 @@ impl SinkAttention {
         Ok(AttentionViews { q, k, v, ranges: view(&self.ranges)?, settings: self.settings })
     }
 
-    /// Each row's heads apart, in the type of sums.
+    /// Splits each row into heads, in the type of sums.
     fn heads(&self, t: &Tensor, kind: Kind) -> Result<Tensor> {
         Ok(t.f_to_kind(kind)?.f_unflatten(1, [self.settings.heads, -1].as_slice())?)
     }
@@ -103,7 +103,7 @@ mod tests {
     use crate::operator::composed_attention;
     use tch::Device;
 
-    /// Also far from 0, where a log sum in f32 has lost digits.
+    /// Values far from 0 are included, where a log sum in f32 has lost digits.
     #[test]
     fn value_and_gradients_are_those_of_the_composed_form() {
         tch::manual_seed(7);

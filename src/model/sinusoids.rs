@@ -5,23 +5,23 @@ use crate::error::Result;
 use std::cell::RefCell;
 use tch::{Device, Kind, Tensor};
 
-/// What stands in a row of a table.
+/// The layout of a table's rows.
 #[derive(Clone, Copy, Debug)]
 pub enum SinusoidRow {
-    /// Column 2j is a sine, 2j+1 a cosine, of position·10000^(−2j/d).
+    /// Column 2j has the sine and 2j+1 the cosine of position·10000^(−2j/d).
     Twt,
-    /// Sines in the first half, cosines in the second; the first token stands at padding_idx + 1.
+    /// Sines are in the first half, cosines in the second; the first token has position padding_idx + 1.
     Fairseq,
-    /// Cosines in the first half, sines in the second, of position·θ^(−2j/d).
+    /// Cosines are in the first half, sines in the second, of position·θ^(−2j/d).
     Rotary { theta: f64 },
 }
 
-/// A table of them, of as many rows as were asked for so far.
+/// A table of sinusoids with at least as many rows as were requested so far.
 #[derive(Debug)]
 pub struct Sinusoids {
     layout: SinusoidRow,
     width: i64,
-    /// The last one is in use; a recorded CUDA graph may still read the shorter ones before it.
+    /// The tables made so far. The last one is in use; a recorded CUDA graph may still read the shorter ones before it.
     tables: RefCell<Vec<Tensor>>,
 }
 
@@ -30,7 +30,7 @@ impl Sinusoids {
         Sinusoids { layout, width, tables: RefCell::default() }
     }
 
-    /// At least the first `rows` positions, (…, width).
+    /// Returns a table of at least the first `rows` positions, (…, width).
     pub fn table(&self, rows: i64, kind: Kind, device: Device) -> Result<Tensor> {
         let mut tables = self.tables.borrow_mut();
         if !tables.last().is_some_and(|t| t.size()[0] >= rows && t.kind() == kind && t.device() == device) {

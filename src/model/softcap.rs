@@ -1,25 +1,25 @@
-//! Soft limits of logits and of attention's scores (docs/spec.md §4.3).
+//! Soft limits of logits and of attention scores (docs/spec.md §4.3).
 
 use crate::error::Result;
 use tch::Tensor;
 
-/// c·tanh(z/c), at most ±c (Gemma 2).
+/// The function c·tanh(z/c), which is bounded by ±c (Gemma 2).
 #[derive(Clone, Copy, Debug)]
 pub struct Softcap(pub f64);
 
 impl Softcap {
-    /// The capped numbers; autograd follows.
+    /// Returns the capped numbers; the operation is differentiable.
     pub fn of(self, z: &Tensor) -> Result<Tensor> {
         Ok(z.f_div_scalar(self.0)?.f_tanh()?.f_mul_scalar(self.0)?)
     }
 
-    /// Caps numbers where they lie.
+    /// Caps numbers in place.
     pub fn write(self, z: &mut Tensor) -> Result<()> {
         let _ = z.f_div_scalar_(self.0)?.f_tanh_()?.f_mul_scalar_(self.0)?;
         Ok(())
     }
 
-    /// The slope 1 − tanh²(z/c), of capped numbers.
+    /// Returns the slope 1 − tanh²(z/c) at capped numbers.
     pub fn slope(self, capped: &Tensor) -> Result<Tensor> {
         Ok(capped.f_div_scalar(self.0)?.f_square()?.f_neg()?.f_add_scalar(1.0)?)
     }

@@ -1,4 +1,4 @@
-//! A stack of layers, as the encoder and the decoder are.
+//! A stack of layers: the encoder or the decoder.
 
 use super::attention::{Attention, Cache};
 use super::layer::{Layer, Streams, SublayerFunction};
@@ -25,37 +25,37 @@ struct Body {
     flow: BuiltEnds,
 }
 
-/// Per layer, the keys and values of what has been decoded, and which of their rows each hypothesis reads.
+/// The keys and values of decoded tokens in each layer, and the rows that each hypothesis reads.
 #[derive(Default)]
 pub struct StackCache {
     layers: Vec<Option<Cache>>,
-    /// Rows that have been written.
+    /// The number of rows written.
     length: usize,
-    /// From so many rows on, those that nobody reads are looked for.
+    /// The number of rows from which the cache looks for rows that nobody reads.
     full: usize,
     reads: Reads,
 }
 
 impl StackCache {
-    /// Slot i becomes what slot order[i] was; order may be shorter or longer than the cache.
+    /// Lets slot i become slot order[i]; `order` may be shorter or longer than the cache.
     pub fn reorder(&mut self, order: &Tensor) -> Result<()> {
         self.reads = self.reads.select(&host::<i64>("order", order)?);
         self.compact()
     }
 
-    /// Which rows each slot has written.
+    /// Returns the rows that each slot has written.
     pub fn reads(&self) -> &Reads {
         &self.reads
     }
 
-    /// Other slots, which have written rows of this cache. Rows that only the former ones read stay, until
+    /// Replaces the slots by others that have written rows of this cache. Rows that only the old ones read stay until
     /// [`compact`](Self::compact).
     pub fn set_reads(&mut self, reads: Reads) {
         self.reads = reads;
     }
 
-    /// Drops the rows that no slot reads once they are half of all, so that the cache has at most four times the rows
-    /// that it needs, or [`SMALL`](Self::SMALL).
+    /// Drops the rows that no slot reads once they are half of all rows, so that the cache has at most four times the
+    /// rows that it needs, or [`SMALL`](Self::SMALL).
     pub fn compact(&mut self) -> Result<()> {
         if self.length < self.full.max(Self::SMALL) {
             return Ok(());
@@ -72,25 +72,26 @@ impl StackCache {
         Ok(())
     }
 
-    /// Rows of keys and values in each layer.
+    /// Returns the number of key and value rows in each layer.
     #[cfg(test)]
     pub fn rows(&self) -> usize {
         self.length
     }
 
-    /// Rows that are not worth looking at.
+    /// The number of rows below which compaction is not worthwhile.
     const SMALL: usize = 1024;
 }
 
-/// Per layer, the encoder output's keys and values.
+/// The keys and values of the encoder output, for each layer.
 pub type StackMemory = Vec<(Tensor, Tensor)>;
 
 impl Stack {
-    /// `place` says which stack.
+    /// Builds the stack that `place` names.
     pub fn build(b: &mut Builder, place: &LayerContext, init: &Init, schemes: &Schemes) -> Result<Self> {
         let flow = schemes.flow(place);
         let has_biases = schemes.has_biases() && place.model.has_biases;
-        // Layer by layer: a forged configuration's thousands are refused at the first whose weights are missing.
+        // Layers are built one by one, so a forged configuration with thousands fails at the first layer whose weights
+        // are missing.
         let mut layers = b.within("layers", |b| {
             let layer = |layer| {
                 let place = LayerContext { layer, ..*place };
@@ -107,7 +108,8 @@ impl Stack {
         Ok(Stack { body: Rc::new(Body { layers, flow }) })
     }
 
-    /// Whole sentences: x (rows, d), every sentence to itself (`causal`: to its past), and to the memory if there is one.
+    /// Runs whole sentences: x (rows, d). Each attends to itself (`causal`: to its past), and to the memory if there is
+    /// one.
     pub fn forward(
         &self,
         x: Tensor,
@@ -122,7 +124,7 @@ impl Stack {
         })
     }
 
-    /// Keys and values of an encoder output, for [`step`](Self::step).
+    /// Returns the keys and values of an encoder output, for [`step`](Self::step).
     pub fn memory(&self, memory: &Tensor, ctx: &Context) -> Result<StackMemory> {
         self.body
             .layers
@@ -135,8 +137,8 @@ impl Stack {
             .collect()
     }
 
-    /// New slots behind the cache's: all their tokens at once, x (rows, d), slot after slot as `offsets` says; `own` has
-    /// the same for attention. The stack reads no memory.
+    /// Starts new slots after the cache's with all their tokens at once: x (rows, d), slot after slot as `offsets`
+    /// says; `own` holds the same for attention. The stack reads no memory.
     pub fn begin(
         &self,
         x: Tensor,
@@ -160,8 +162,8 @@ impl Stack {
         })
     }
 
-    /// One more token of every hypothesis: x (slots, d). An empty cache gets as many slots. `memory`: which of its rows
-    /// each slot reads.
+    /// Runs one more token of every hypothesis: x (slots, d). An empty cache gets as many slots. `memory` lists the
+    /// memory rows that each slot reads.
     pub fn step(
         &self,
         x: Tensor,
@@ -200,7 +202,7 @@ impl Stack {
         &self.body.layers
     }
 
-    /// All layers, one after the other.
+    /// Runs all layers, one after the other.
     fn run(
         &self,
         x: Tensor,
@@ -243,8 +245,8 @@ impl Stack {
         }
     }
 
-    /// Puts views of what the layer reads of others under their names, and returns what was kept. Autograd adds up
-    /// what one layer gives to each before it adds that to others', as with [`Streams::viewed`].
+    /// Provides views of the kept tensors that the layer reads, and returns all kept tensors. With views, autograd sums
+    /// the gradients within one layer before it adds them to other layers', as with [`Streams::viewed`].
     fn give(&self, index: usize, ctx: &Context) -> Result<BTreeMap<String, Tensor>> {
         let mut kept_tensors = ctx.kept_tensors().borrow_mut();
         let passing = std::mem::take(&mut *kept_tensors);
@@ -256,7 +258,7 @@ impl Stack {
         Ok(passing)
     }
 
-    /// Puts back what was kept, with what the layer has left.
+    /// Puts back the kept tensors, with those that the layer has added.
     fn take(&self, index: usize, mut passing: BTreeMap<String, Tensor>, ctx: &Context) {
         let mut kept_tensors = ctx.kept_tensors().borrow_mut();
         for name in &self.body.layers[index].leaves {
@@ -265,7 +267,7 @@ impl Stack {
         *kept_tensors = passing;
     }
 
-    /// A layer of whole sentences that keeps only what enters it (activation checkpointing).
+    /// Runs a layer on whole sentences, keeping only its input (activation checkpointing).
     fn recomputed(
         &self,
         index: usize,
@@ -309,7 +311,7 @@ impl Stack {
         Ok(Streams::of(passed.chain(outputs), after, clone(&streams.alpha_t)))
     }
 
-    /// The number of the update that is about to be made, for schemes that grow.
+    /// Sets the number of the coming update, for schemes that grow.
     pub fn set_update(&self, update: i64) -> Result<()> {
         self.body.flow.set_update(update)
     }
@@ -332,7 +334,7 @@ impl Body {
         Ok(streams)
     }
 
-    /// The norm that the stream meets first after a sublayer: the next sublayer's, or the stack's last.
+    /// Returns the norm that follows a sublayer directly: the next sublayer's, or the stack's last.
     fn norm_after(&self, layer: usize, sublayer: usize) -> Option<&dyn Norm> {
         match self.layers[layer].sublayers.get(sublayer + 1) {
             Some(next) => next.around.before.norm(),
@@ -350,17 +352,18 @@ fn no_steps() -> Error {
     Error::invalid("tensorized attention reads whole segments: it does not decode token by token")
 }
 
-/// An attention sublayer, and whom it looks at.
+/// An attention sublayer, and the kind of its keys.
 enum Attends<'a> {
     Itself(&'a Attention),
     Segment(&'a Tensorized),
     Memory(&'a Attention),
 }
 
-/// How attention is computed: whole sentences or a step with a cache. (attention, inside, input) → F.
+/// The computation of attention, for whole sentences or a step with a cache: (attention, inside, input) → F.
 type Attend<'a> = dyn FnMut(Attends, &Inside, &Tensor) -> Result<Tensor> + 'a;
 
-/// Of whole sentences, every one to itself (`causal`: to its past), and to the memory if there is one.
+/// Returns attention for whole sentences: each attends to itself (`causal`: to its past), and to the memory if there is
+/// one.
 fn whole<'a>(
     own: &'a Ranges,
     causal: bool,

@@ -1,7 +1,7 @@
-//! Attention, in training on a CPU, to queries, keys and values that one product has made.
+//! Attention on a CPU in training, on queries, keys and values that one product has computed.
 //!
-//! Autograd would cut the product's columns apart and join the three gradients again. Here the gradients are written
-//! where they belong.
+//! Autograd would split the product's columns and concatenate the three gradients again. Here the gradients are written
+//! directly to their places.
 
 use crate::error::{Error, Result};
 use crate::host::host;
@@ -12,9 +12,10 @@ use crate::operator::{apply, Differentiable};
 use std::cell::OnceCell;
 use tch::{Kind, Tensor};
 
-/// softmax(scale·QKᵀ)V by heads, (rows, d), with Q, K and V each a third of the columns of `stacked`, (rows, 3d).
+/// Computes softmax(scale·QKᵀ)V per head, (rows, d), where Q, K and V are each a third of the columns of `stacked`,
+/// (rows, 3d).
 ///
-/// `ranges` is int64 (sentences, 4), as [`attention`](crate::operator::attention) takes it; `dropout` is (p, seed, site).
+/// `ranges` is int64 (sentences, 4), as in [`attention`](crate::operator::attention); `dropout` is (p, seed, site).
 /// `stacked` must require a gradient.
 pub fn stacked_attention(
     stacked: &Tensor,
@@ -36,7 +37,7 @@ pub fn stacked_attention(
 struct StackedAttention {
     ranges: Tensor,
     settings: Settings,
-    /// log Σ exp of each row and head, which the forward pass leaves to the backward one.
+    /// log Σ exp of each row and head, which the forward pass stores for the backward pass.
     lse: OnceCell<Tensor>,
 }
 
@@ -71,7 +72,7 @@ impl Differentiable for StackedAttention {
     }
 }
 
-/// The three parts of the columns.
+/// Returns views of the three thirds of the columns.
 fn thirds(stacked: &Tensor) -> Result<[View; 3]> {
     let d = stacked.size2()?.1 / 3;
     let part = |i: i64| view(&stacked.f_narrow(1, i * d, d)?);

@@ -1,5 +1,5 @@
-//! Tensorized attention (Ma et al. 2019) with one block, as the language models of PowerNorm's paper have it
-//! (docs/spec.md §4.4).
+//! Tensorized attention (Ma et al. 2019) with one block, as in the language models of PowerNorm's paper (docs/spec.md
+//! §4.4).
 
 use super::linear::linear;
 use super::residual::Inside;
@@ -10,7 +10,7 @@ use crate::init::{Fill, Init, Role};
 use crate::residual::{LayerContext, Point, TensorizedSizes};
 use tch::{Kind, Tensor};
 
-/// Name, definition and source.
+/// The name, definition and source.
 pub const TENSORIZED: [&str; 3] = [
     "tensorized",
     "Σ_jk W_o[jk]·Σ_r c_r((q_i + u)_r k_jr + (q_i + w)_r p_jr) v_kr over j, k ≤ i in a segment of at most T tokens, p_j \
@@ -19,17 +19,18 @@ pub const TENSORIZED: [&str; 3] = [
     "Ma et al. 2019, one block, as Shen et al. 2020, §5.1",
 ];
 
-/// out_i = W_o·vec_{jk} Σ_r c_r((q_i + u)_r k_jr + (q_i + w)_r p_jr) v_kr for j, k ≤ i, and 0 at the other of the T² entries.
+/// Tensorized attention: out_i = W_o·vec_{jk} Σ_r c_r((q_i + u)_r k_jr + (q_i + w)_r p_jr) v_kr for j, k ≤ i, and 0 at
+/// the other T² entries.
 pub struct Tensorized {
-    /// q, k and v stacked in one matrix, (3R, d).
+    /// The stacked matrix of q, k and v, (3R, d).
     in_weight: Tensor,
-    /// Of the sinusoids of T − 1 − j, (R, d).
+    /// The projection of the sinusoids of T − 1 − j, (R, d).
     position_weight: Tensor,
-    /// c, (R)
+    /// The core c, (R).
     core: Tensor,
-    /// u and w, (R)
+    /// The biases u and w, (R).
     biases: [Tensor; 2],
-    /// W_o, (d, T²)
+    /// The output matrix W_o, (d, T²).
     out_weight: Tensor,
     positions: Sinusoids,
     rank: i64,
@@ -49,7 +50,7 @@ impl Tensorized {
         Ok(Tensorized {
             in_weight: b.parameter("in_proj_weight", &[3 * rank, d], &stacked)?,
             position_weight,
-            // The mean over r, to begin with.
+            // The initial core is the mean over r.
             core: b.parameter("core", &[rank], &Fill::Constant(1.0 / rank as f64))?,
             biases: [b.parameter("content_bias", &[rank], &zeros)?, b.parameter("position_bias", &[rank], &zeros)?],
             out_weight,
@@ -59,14 +60,14 @@ impl Tensorized {
         })
     }
 
-    /// Every sentence, of at most T tokens, to its past.
+    /// Computes attention of every sentence, with at most T tokens, to its past.
     pub fn attend(&self, x: &Tensor, ranges: &Ranges, inside: &Inside, ctx: &Context) -> Result<Tensor> {
         let x = inside.at(Point::Input, x.shallow_clone(), &ctx.rows())?;
         let qkv = ctx.linear(&x, &self.in_weight, None)?.f_split(self.rank, 1)?;
         let out = match ranges.segments()? {
             Some(segments) => {
                 let [q, k, v] = segments.side_by_side([&qkv[0], &qkv[1], &qkv[2]])?;
-                // Rooms may be longer than sentences are.
+                // The padded length may exceed the segment.
                 let keys = k.size()[1].min(self.segment);
                 let absent = segments.absent_keys()?;
                 let entries = self.entries(&q, &k.f_narrow(1, 0, keys)?, &v.f_narrow(1, 0, keys)?, absent.as_ref())?;
@@ -77,7 +78,7 @@ impl Tensorized {
         inside.at(Point::AfterOutput, out, &ctx.rows())
     }
 
-    /// What W_o is applied to, (n, queries, keys²); `absent`: bool (n, keys).
+    /// Returns the input of W_o, (n, queries, keys²); `absent` is bool (n, keys).
     fn entries(&self, q: &Tensor, k: &Tensor, v: &Tensor, absent: Option<&Tensor>) -> Result<Tensor> {
         let (kind, device) = (q.kind(), q.device());
         let [n, queries, rank] = q.size()[..] else { unreachable!("queries have three dimensions") };
@@ -102,7 +103,7 @@ impl Tensorized {
         Ok(entries.f_flatten(2, 3)?)
     }
 
-    /// W_o at the entries of the first `keys` positions, (d, keys²).
+    /// Returns W_o at the entries of the first `keys` positions, (d, keys²).
     fn output(&self, keys: i64) -> Result<Tensor> {
         let t = self.segment;
         let weight = self.out_weight.f_unflatten(1, [t, t].as_slice())?;

@@ -1,5 +1,5 @@
-//! What the model adds to the tables: fusing the residual step with the next norm, profiling, growth, and the state of
-//! norms. That each scheme computes its equation is for `tests/model`.
+//! Tests of what the model adds to the tables: fusion of the residual step with the next norm, profiling, growth, and
+//! the state of norms. `tests/model` checks that each scheme computes its equation.
 
 use super::layer::{BuiltSublayer, SublayerFunction};
 use super::norm::{Norm, RowContext};
@@ -45,7 +45,7 @@ fn run(stack: &Stack, x: &Tensor, ctx: &Context) -> Tensor {
     stack.forward(x.shallow_clone(), &own, true, None, ctx).unwrap()
 }
 
-/// F(x) of one sublayer, on the rows that [`run`] reads.
+/// Returns F(x) of one sublayer, on the rows that [`run`] reads.
 fn function(branch: &BuiltSublayer, x: &Tensor) -> Tensor {
     let ctx = Context::evaluation(Kind::Double);
     let input = Packed::of(&[&[4, 5, 6], &[7, 8]]).unwrap();
@@ -69,7 +69,8 @@ fn close(a: &Tensor, b: &Tensor) -> bool {
     a.allclose(b, 1e-10, 1e-12, false)
 }
 
-/// x over the root of a running mean square, taken over real rows and moved once per training forward.
+/// A norm that divides x by the root of a running mean square, taken over real rows and updated once per training
+/// forward.
 struct Running {
     weight: Tensor,
     square: Tensor,
@@ -163,8 +164,8 @@ fn decoding_token_by_token_is_reading_the_whole_sentence() {
     }
 }
 
-/// Hypotheses branch and end as in a beam: what a step says of each is what its own whole sequence says, also after rows
-/// that nobody reads any more have been dropped. With and without gradients attention goes two ways.
+/// Hypotheses branch and end as in a beam. A step must give each hypothesis what its own whole sequence gives, also
+/// after rows that nobody reads have been dropped. Attention takes different paths with and without gradients.
 #[test]
 fn slots_that_move_keep_their_past() {
     const SLOTS: i64 = 48;
@@ -176,7 +177,7 @@ fn slots_that_move_keep_their_past() {
         let mut said = Tensor::new();
         for t in 0..steps {
             if t > 0 {
-                // Four slots go on, each twelve times.
+                // Four slots continue, twelve times each.
                 let order: Vec<i64> = (0..SLOTS).map(|i| (i * 5 + t) % 4).collect();
                 histories =
                     order.iter().map(|&i| histories[i as usize].iter().map(Tensor::shallow_clone).collect()).collect();
@@ -200,7 +201,7 @@ fn slots_that_move_keep_their_past() {
     no_grad(|| {
         assert_eq!(check(6), 6 * SLOTS);
         let kept = check(70);
-        // Four times the 69·4 + 48 rows that are read.
+        // The limit is four times the 69·4 + 48 rows that are read.
         assert!(kept < 1296, "{kept} rows of {}", 70 * SLOTS);
     });
 }
@@ -214,7 +215,7 @@ fn a_step_of_more_tokens_than_slots_is_refused() {
     assert!(e.contains("5 slots, but 2 tokens"), "{e}");
 }
 
-/// x⁺ = x + f, s⁺ = a⊙s + f, t⁺ = 2t + f, f = F(x), and x + N(s) + t after the stack.
+/// A scheme with x⁺ = x + f, s⁺ = a⊙s + f, t⁺ = 2t + f, f = F(x), and x + N(s) + t after the stack.
 static THREE_STREAMS: Scheme = Scheme {
     name: "three streams",
     around: |place| {
@@ -261,7 +262,7 @@ fn recomputation_carries_every_stream() {
     };
     let ((plain, x), (again, x_again)) = (gradients(false), gradients(true));
     assert_eq!(plain, again);
-    // All three streams begin with x, and autograd adds up their gradients in another order.
+    // All three streams begin with x, and autograd sums their gradients in another order.
     let largest = |t: &Tensor| t.abs().max().double_value(&[]);
     let (apart, size) = (largest(&(&x - x_again)), largest(&x));
     assert!(apart < 1e-14 * size, "{apart} of {size}");
@@ -272,7 +273,7 @@ fn the_fused_step_is_the_unfused_one() {
     let (fused, names) = build(&config("prenorm", 2));
     let x = rows();
     let y = run(&fused, &x, &Context::evaluation(Kind::Double));
-    // Branch by branch, the norm apart from the step.
+    // The expected values are computed branch by branch, with the norm separate from the step.
     let norm = |name: &str, x: &Tensor| {
         let (w, b) = (&names[&format!("{name}.weight")], &names[&format!("{name}.bias")]);
         x.layer_norm([D], Some(w), Some(b), 1e-5, false)
@@ -287,7 +288,7 @@ fn the_fused_step_is_the_unfused_one() {
     assert!(close(&y, &norm("norm", &stream)));
 }
 
-/// Positions, activations, shared keys and attention's parts, each at least once.
+/// Positions, activations, shared keys and attention's options, each at least once.
 const ARCHITECTURES: [&str; 11] = [
     r#""positions": "rotary", "activation": "swiglu", "kv_heads": 2, "linear_biases": false, "scale_embeddings": false"#,
     r#""positions": "rotary", "rope_theta": 100, "kv_heads": 1, "qk_norm": true, "norm": "rmsnorm""#,
@@ -303,7 +304,7 @@ const ARCHITECTURES: [&str; 11] = [
     r#""sinks": true, "score_softcap": 0.5, "kv_heads": 2, "positions": "rotary""#,
 ];
 
-/// A model of options, its parameters away from their first values.
+/// Builds a model with these options, its parameters changed from their initial values.
 fn model(options: &str, architecture: &str) -> Transformer {
     let text = format!(
         r#"{{"architecture": "{architecture}", "d_model": {D}, "d_ff": 12, "heads": 4, "vocab_size": 12,
@@ -330,7 +331,7 @@ fn steps_read_what_the_whole_pass_reads() {
         let whole = Sentences::new(source, read(&sentences), Device::Cpu).unwrap();
         let whole = model.logits(&model.features(&whole, &ctx).unwrap(), Kind::Double).unwrap();
         let mut cache = StackCache::default();
-        // Halfway, beyond the cache's first room, the slots change places.
+        // Halfway, beyond the cache's initial capacity, the slots change places.
         let mut slots = [0usize, 1];
         for position in 0..19 {
             if position == 17 {

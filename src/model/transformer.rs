@@ -21,20 +21,20 @@ pub struct Transformer {
     decoder: Stack,
 }
 
-/// What decoding needs of the source: per decoder layer, keys and values of the encoder output.
+/// The source's part in decoding: per decoder layer, keys and values of the encoder output.
 pub struct Memory {
     keys_values: StackMemory,
-    /// Sentence i is rows offsets[i]..offsets[i+1].
+    /// The offsets of the sentences: sentence i is rows offsets[i]..offsets[i+1].
     pub offsets: Vec<i64>,
 }
 
 impl Transformer {
-    /// A new model, its parameters drawn by that seed.
+    /// Builds a new model whose parameters are initialised with that seed.
     pub fn new(config: &TransformerConfig, seed: u64, device: Device, kind: Kind) -> Result<Self> {
         Transformer::build(config, Builder::fresh(seed, device, kind)?)
     }
 
-    /// A model of parameters that exist already, under their canonical names.
+    /// Builds a model from existing parameters, under their canonical names.
     pub fn with_parameters(
         config: &TransformerConfig,
         tensors: &std::collections::HashMap<String, Tensor>,
@@ -42,7 +42,7 @@ impl Transformer {
         Transformer::build(config, Builder::given(tensors))
     }
 
-    /// The same to be trained: its parameters become leaves that require gradients.
+    /// Builds a model to be trained from existing parameters, which become leaves that require gradients.
     pub fn to_train(config: &TransformerConfig, tensors: &std::collections::HashMap<String, Tensor>) -> Result<Self> {
         Transformer::build(config, Builder::given_to_train(tensors))
     }
@@ -60,17 +60,18 @@ impl Transformer {
         Ok(Transformer { config, parameters, embeddings, rotary, encoder, decoder })
     }
 
-    /// Sets the number of the coming update, 1 for the first.
+    /// Sets the number of the coming update, from 1.
     pub fn set_update(&self, update: i64) -> Result<()> {
         self.encoder.iter().chain([&self.decoder]).try_for_each(|stack| stack.set_update(update))
     }
 
-    /// Whether the scheme wants [`profile`](Self::profile) before the first update.
+    /// True if the scheme needs [`profile`](Self::profile) before the first update.
     pub fn is_profiled(&self) -> bool {
         self.config.schemes().is_profiled()
     }
 
-    /// Sets the gains that the scheme takes from one training batch, padding included, which enters no norm's statistics.
+    /// Sets the gains that the scheme measures on one training batch, padding included; the batch enters no norm's
+    /// statistics.
     pub fn profile(&self, read: &Sentences, ctx: Context) -> Result<()> {
         if [Some(&read.target), read.source.as_ref()].into_iter().flatten().any(Packed::is_empty) {
             return Err(Error::invalid(
@@ -83,12 +84,13 @@ impl Transformer {
         tch::no_grad(|| self.features(&padded, &ctx.profiling()).map(drop))
     }
 
-    /// What the output projection reads: the decoder's output, (target rows, d_model), times the parametrisation's factor.
+    /// Returns the input of the output projection: the decoder's output, (target rows, d_model), times the
+    /// parametrisation's factor.
     pub fn features(&self, read: &Sentences, ctx: &Context) -> Result<Tensor> {
         times(self.decoded(read, ctx)?, self.config.scaled().logits())
     }
 
-    /// The decoder's output, (target rows, d_model).
+    /// Returns the decoder's output, (target rows, d_model).
     fn decoded(&self, read: &Sentences, ctx: &Context) -> Result<Tensor> {
         let Sentences { source, target, own, across } = read;
         self.config.check_lengths(&target.lengths)?;
@@ -110,33 +112,33 @@ impl Transformer {
         }
     }
 
-    /// The context of a pass over the encoder's or the decoder's rows.
+    /// Returns the context of a pass over the encoder's or the decoder's rows.
     fn over(&self, side: &Packed, ctx: &Context) -> Result<Context> {
         let rotation = self.rotary.as_ref().map(|rotary| rotary.rotation(side, ctx.kind)).transpose()?;
         Ok(ctx.over(side).turning(rotation))
     }
 
-    /// Where its parameters lie.
+    /// Returns the device of its parameters.
     pub fn device(&self) -> Device {
         self.parameters.tensors()[0].device()
     }
 
-    /// (target rows, V)
+    /// Returns logits, (target rows, V).
     pub fn logits(&self, features: &Tensor, kind: Kind) -> Result<Tensor> {
         self.embeddings.logits(features, kind)
     }
 
-    /// What bounds the logits after the output projection.
+    /// Returns the softcap of the logits after the output projection.
     pub fn softcap(&self) -> Option<Softcap> {
         self.embeddings.softcap()
     }
 
-    /// The output projection's matrix (V, d_model) and bias.
+    /// Returns the output projection's matrix (V, d_model) and bias.
     pub fn output(&self) -> Result<(Tensor, Option<&Tensor>)> {
         Ok((self.embeddings.output_weight()?, self.embeddings.output_bias()))
     }
 
-    /// The encoder's part of decoding; none for a decoder-only model.
+    /// Returns the encoder's part of decoding; `None` for a decoder-only model.
     pub fn encode(&self, source: &Packed, ctx: &Context) -> Result<Option<Memory>> {
         let Some(encoder) = &self.encoder else { return Ok(None) };
         self.config.check_lengths(&source.lengths)?;
@@ -146,10 +148,10 @@ impl Transformer {
         Ok(Some(Memory { keys_values: self.decoder.memory(&output, ctx)?, offsets: source.offsets.clone() }))
     }
 
-    /// Logits of the token after each of these texts, (texts, V). Every text is read in one pass, and becomes a slot
-    /// behind the cache's.
+    /// Returns logits of the token after each of these texts, (texts, V). Each text is read in one pass, and becomes a
+    /// slot after the cache's.
     ///
-    /// Errors: a model with an encoder or with tensorized attention; texts longer than the model reads.
+    /// Errors if the model has an encoder or tensorized attention, or if a text is longer than the model reads.
     pub fn begin(&self, texts: &[&[i64]], cache: &mut StackCache, ctx: &Context) -> Result<Tensor> {
         let device = self.device();
         let read = Sentences::new(None, Packed::of(texts)?, device)?.to(device)?;
@@ -162,8 +164,8 @@ impl Transformer {
         self.logits(&times(h, self.config.scaled().logits())?, ctx.kind)
     }
 
-    /// Logits of the next token of every hypothesis, (slots, V). Slot i holds `tokens[i]` at `positions[i]` and reads
-    /// sentence `sentences[i]` of the memory.
+    /// Returns logits of the next token of every hypothesis, (slots, V). Slot i holds `tokens[i]` at `positions[i]` and
+    /// reads sentence `sentences[i]` of the memory.
     pub fn step(
         &self,
         tokens: &[i64],
@@ -177,7 +179,7 @@ impl Transformer {
         self.logits(&h, ctx.kind)
     }
 
-    /// What the output projection reads in such a step, (slots, d_model).
+    /// Returns the input of the output projection in such a step, (slots, d_model).
     pub fn step_features(
         &self,
         tokens: &[i64],

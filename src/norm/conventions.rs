@@ -1,4 +1,4 @@
-//! What "RMSNorm" means differs: its conventions, as options of `rmsnorm` (docs/spec.md §1.16).
+//! The differing conventions of "RMSNorm", as options of `rmsnorm` (docs/spec.md §1.16).
 
 use super::composed::{accumulate, affine, in_units, mean, over_row, unit};
 use super::operators::CompositeNormOpSpec;
@@ -11,32 +11,34 @@ use serde_json::Value;
 use tch::{Kind, Tensor};
 
 choice! {
-    /// What is rounded to x's type: γ⊙x̂ once, x̂ before the product with γ, or the row's scale before that with x.
+    /// The step at which numbers are rounded to x's type: γ⊙x̂ at the end, x̂ before the product with γ, or the row's
+    /// scale before its product with x.
     pub enum Cast ("rmsnorm_cast") { After = "after", Before = "before", Scale = "scale" }
 }
 
 choice! {
-    /// ε's place: √(mean x² + ε), or √(mean x²) + ε.
+    /// The place of ε: √(mean x² + ε), or √(mean x²) + ε.
     pub enum EpsPlace ("rmsnorm_eps_place") { Inside = "inside", Outside = "outside" }
 }
 
 option_spec! {
-    /// rmsnorm has a weight.
+    /// Give rmsnorm a weight.
     pub AFFINE ("rmsnorm_weight"): bool = true;
-    /// rmsnorm's weight is γ − 1, 0 at the start (zero-centred).
+    /// Store rmsnorm's weight as γ − 1, 0 at the start (zero-centred).
     pub ZERO_CENTRED ("rmsnorm_zero_centred"): bool = false;
-    /// rmsnorm rounds to x's type after the product with γ, before it, or the row's scale already; they differ in 16 bits.
+    /// Step at which rmsnorm rounds to x's type: after the product with γ (after), before it (before), or already the
+    /// row's scale (scale); they differ in 16 bits.
     CAST ("rmsnorm_cast"): Cast = Cast::After;
-    /// rmsnorm's ε stands inside the root, √(mean x² + ε), or outside, √(mean x²) + ε.
+    /// Place of rmsnorm's ε: inside the root, √(mean x² + ε), or outside, √(mean x²) + ε.
     EPS_PLACE ("rmsnorm_eps_place"): EpsPlace = EpsPlace::Inside;
-    /// p of rmsnorm: the mean square is that of a row's first ⌊p·d⌋ numbers.
+    /// Part p of rmsnorm's rows that is measured: the mean square is that of the first ⌊p·d⌋ numbers.
     PART ("rmsnorm_part"): f64 = 1.0, |name, p| match 0.0 < p && p <= 1.0 {
         true => Ok(()),
         false => Err(Error::invalid(format!("{name} must lie in (0, 1], got {p}"))),
     };
 }
 
-/// The keywords of RMSNorm's module.
+/// The keyword arguments of RMSNorm's module.
 pub static KEYWORDS: &[NormOption] = &[
     EPS,
     NormOption::of("elementwise_affine", &AFFINE),
@@ -46,17 +48,18 @@ pub static KEYWORDS: &[NormOption] = &[
     NormOption::of("part", &PART),
 ];
 
-/// How a norm deviates from y = weight⊙x/√(mean x² + ε), rounded once; how its weight is read is the parameter's.
+/// The deviations of a norm from y = weight⊙x/√(mean x² + ε) with one rounding. The weight's convention is part of its
+/// parameter.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Conventions {
     pub cast: Cast,
-    /// ε is added to the root.
+    /// True if ε is added to the root.
     pub eps_outside: bool,
-    /// p of the first ⌊p·d⌋ numbers that are measured.
+    /// The part p: the first ⌊p·d⌋ numbers are measured.
     pub part: f64,
 }
 
-/// What runs a norm of other conventions, where kernels make x̂ of f32 and f64, and where none do.
+/// The operators of norms with other conventions: NEAR if kernels compute x̂ in f32 and f64, FAR if none do.
 static NEAR: CompositeNormOpSpec = CompositeNormOpSpec { rows: Some(&rms_norm::OPERATOR), ..FAR };
 static FAR: CompositeNormOpSpec = CompositeNormOpSpec {
     operator: "conventional_rms_norm",
@@ -68,7 +71,7 @@ static FAR: CompositeNormOpSpec = CompositeNormOpSpec {
     },
 };
 
-/// The form of a norm with these options.
+/// Returns the form of a norm with these options.
 pub fn form(given: &NormArgs) -> Result<Form> {
     let how = Conventions::of(given)?;
     how.measured(given.width)?;
@@ -91,12 +94,12 @@ impl Conventions {
         Ok(Conventions { cast, eps_outside, part })
     }
 
-    /// The row kernels make x̂ of rows of this type; else it is composed.
+    /// True if the row kernels compute x̂ for rows of this type; otherwise it is composed.
     pub fn has_kernel(&self, kind: Kind) -> bool {
         !self.eps_outside && self.part == 1.0 && (self.cast != Cast::Scale || is_wide(kind))
     }
 
-    /// Numbers of a row that are measured, at least one.
+    /// Returns how many numbers of a row are measured, at least one.
     pub fn measured(&self, width: i64) -> Result<i64> {
         match (self.part * width as f64).floor() as i64 {
             0 if width > 0 => Err(Error::invalid(format!(
@@ -107,7 +110,7 @@ impl Conventions {
         }
     }
 
-    /// γ⊙x̂ of an x̂ in x's type, which was rounded to it already.
+    /// Multiplies by the gain after x̂ was rounded to x's type.
     pub fn times_gain(&self, x_hat: Tensor, gain: Option<&Tensor>) -> Result<Tensor> {
         match gain {
             Some(_) => Ok(affine(accumulate(&x_hat)?, gain, None)?.f_to_kind(x_hat.kind())?),
@@ -115,14 +118,14 @@ impl Conventions {
         }
     }
 
-    /// y in x's type, by tch calls.
+    /// Returns y in x's type, computed with tch operations.
     pub fn composed(&self, x: &Tensor, gain: Option<&Tensor>, eps: f64, measured: i64) -> Result<Tensor> {
         let whole = accumulate(x)?;
         let of_measured = |x: &Tensor| x.f_narrow(-1, 0, measured);
         let unit = unit(&of_measured(&whole)?, if self.eps_outside { eps * eps } else { eps })?;
         let wide = whole.f_div(&unit)?;
         let scale = if self.eps_outside {
-            // The length's slope is 0 at rows of zeros, where a root's is infinite.
+            // The length's gradient is 0 at rows of zeros, where the root's would be infinite.
             let length = over_row(&of_measured(&wide)?, measured, |x| {
                 Ok(x.f_norm_scalaropt_dim(2.0, [-1i64].as_slice(), true)?)
             })?;
@@ -142,20 +145,20 @@ impl Conventions {
         }
     }
 
-    /// Whether x̂ of rows of this type is rounded before its product with γ.
+    /// True if x̂ of rows of this type is rounded before its product with γ.
     pub fn rounds_first(&self, kind: Kind) -> bool {
         self.cast != Cast::After && !is_wide(kind)
     }
 }
 
-/// t rounded to a type, with the gradient of t: a sum over a row may leave the range of 16 bits.
+/// Rounds t to a type, with the gradient of the unrounded t: a sum over a row may leave the range of 16 bits.
 fn rounded(t: &Tensor, kind: Kind) -> Result<Tensor> {
     let own = t.f_detach()?;
     let rounded = accumulate(&own.f_to_kind(kind)?)?.f_to_kind(t.kind())?;
     Ok(t.f_add(&rounded.f_sub(&own)?)?)
 }
 
-/// A type that statistics accumulate in.
+/// True for the types in which statistics accumulate.
 fn is_wide(kind: Kind) -> bool {
     matches!(kind, Kind::Float | Kind::Double)
 }

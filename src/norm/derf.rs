@@ -1,6 +1,6 @@
 //! Derf, dynamic erf: y = γ⊙erf(αx + s) + β with two learned numbers (Chen et al. 2025; docs/spec.md §1.13).
 //!
-//! Like DyT it stands in a norm's place and measures nothing.
+//! Like DyT, it takes the place of a norm and measures nothing.
 
 use crate::cpu::pack::Isa;
 use crate::cpu::Accumulator;
@@ -12,7 +12,7 @@ use crate::norm::spec::{Form, NormArgs, Parameter, Spec, BIAS, WEIGHT};
 use crate::row_program;
 use tch::Tensor;
 
-/// The curve: f = erf, f′(z) = 2/√π·exp(−z²).
+/// The curve of Derf: f = erf, f′(z) = 2/√π·exp(−z²).
 pub struct Derf;
 
 impl CurveNorm for Derf {
@@ -41,7 +41,7 @@ pub static OPERATOR: RowNormOpSpec = RowNormOpSpec {
     x_hat,
 };
 
-/// x̂ = erf(αx + s).
+/// Returns x̂ = erf(αx + s).
 fn x_hat(x: &Tensor, inside: &[Tensor], _: &NormArgs) -> Result<Tensor> {
     Ok(x.f_mul(&inside[0])?.f_add(&inside[1])?.f_erf()?)
 }
@@ -55,7 +55,7 @@ mod tests {
 
     #[test]
     fn equals_the_formula() {
-        // f64's erf is C's own.
+        // The f64 erf is C's own.
         check::<Derf>(|z| (math::erf::<f64, Baseline>(z).0, std::f64::consts::FRAC_2_SQRT_PI * (-z * z).exp()));
     }
 }

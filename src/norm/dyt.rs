@@ -1,6 +1,6 @@
 //! DyT, dynamic tanh: y = γ⊙tanh(αx) + β with one learned number α (Zhu et al. 2025; docs/spec.md §1.12).
 //!
-//! It stands in a norm's place and measures nothing: no row's mean, variance or length enters y.
+//! It takes the place of a norm and measures nothing: y depends on no mean, variance or length of its row.
 
 use crate::cpu::pack::Isa;
 use crate::cpu::Accumulator;
@@ -12,7 +12,7 @@ use crate::norm::spec::{Form, NormArgs, Parameter, Spec, BIAS, WEIGHT};
 use crate::row_program;
 use tch::Tensor;
 
-/// The curve: f = tanh, f′ = 1 − tanh².
+/// The curve of DyT: f = tanh, f′ = 1 − tanh².
 pub struct DyT;
 
 impl CurveNorm for DyT {
@@ -41,7 +41,7 @@ pub static OPERATOR: RowNormOpSpec = RowNormOpSpec {
     x_hat,
 };
 
-/// x̂ = tanh(αx).
+/// Returns x̂ = tanh(αx).
 fn x_hat(x: &Tensor, inside: &[Tensor], _: &NormArgs) -> Result<Tensor> {
     Ok(x.f_mul(&inside[0])?.f_tanh()?)
 }

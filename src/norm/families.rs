@@ -1,5 +1,5 @@
-//! Norms by the family of models that has them: a norm of the table with its conventions, under a name of its own
-//! (docs/spec.md §1.16).
+//! Norms named by families of models: a norm of the table with its conventions, under a separate name (docs/spec.md
+//! §1.16).
 
 use super::conventions::KEYWORDS;
 use super::rms_norm;
@@ -7,16 +7,16 @@ use super::spec::{NormContext, Spec, NORM_EPS};
 use crate::options::Options;
 use serde_json::{json, Value};
 
-/// A norm of the table with some of its options said.
+/// A norm of the table with some of its options set.
 pub struct Family {
-    /// The norm's name, a colon, and the family's.
+    /// The norm's name, a colon, and the family's name.
     pub name: &'static str,
     pub equation: &'static str,
     pub source: &'static str,
     pub spec: &'static Spec,
-    /// ε where the configuration does not say it.
+    /// The value of ε if the configuration does not set it.
     pub eps: f64,
-    /// Values of options, by their names.
+    /// Returns the values of options, by their names.
     overrides: fn() -> Value,
 }
 
@@ -89,7 +89,7 @@ pub static FAMILIES: &[Family] = &[
 ];
 
 impl Family {
-    /// The options as the family's norm has them.
+    /// Returns the options with the family's values.
     pub fn options(&self, given: &Options) -> Options {
         let mut options = given.clone();
         if given.get(&NORM_EPS).is_none() {
@@ -103,7 +103,7 @@ impl Family {
         options
     }
 
-    /// As JSON: what Python makes the module of.
+    /// Returns the entry as JSON, from which Python builds the module.
     pub fn describe(&self) -> Value {
         let keyword_arguments =
             self.spec.keyword_arguments(&NormContext { options: &self.options(&Options::NONE), ..NormContext::ANY });

@@ -3,7 +3,7 @@
 use crate::error::Result;
 use tch::Tensor;
 
-/// Name, equation and source.
+/// The name, equation and source.
 pub const ABOUT: [&str; 3] = [
     "fixnorm",
     "W̃ = W/max(‖row‖₂, 1e-12) of the word embedding, at the input (×√d) and, tied, at the output; U(−0.01, 0.01) at \
@@ -11,13 +11,13 @@ pub const ABOUT: [&str; 3] = [
     "Nguyen & Salazar 2019, §2.3, eq 6",
 ];
 
-/// Embeddings start uniform in ±this; only their directions matter.
+/// The bound of the uniform initial embeddings; only their directions matter.
 pub const INIT_BOUND: f64 = 0.01;
 
-/// It keeps rows of zeros at zero.
+/// The minimum length, so that rows of zeros stay zero.
 pub const EPS: f64 = 1e-12;
 
-/// `W̃ = W / max(‖row‖₂, ε)`, row by row; W is (V, d).
+/// Returns `W̃ = W / max(‖row‖₂, ε)`, row by row; W is (V, d).
 pub fn fix_norm(weight: &Tensor) -> Result<Tensor> {
     let length = weight.f_norm_scalaropt_dim(2.0, [-1i64].as_slice(), true)?.f_clamp_min(EPS)?;
     Ok(weight.f_div(&length)?)

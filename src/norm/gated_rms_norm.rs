@@ -28,11 +28,11 @@ pub static SPEC: Spec = Spec {
     }),
 };
 
-/// Of W₁ and W₂ at the start: A.X-K2's initializer_range.
+/// The standard deviation of W₁ and W₂ at initialisation, A.X-K2's initializer_range.
 const STD: f64 = 0.02;
 const RANK_SIDE: Size = Size::By("rank");
 
 option_spec! {
-    /// r of gated-rmsnorm.
+    /// Rank r of gated-rmsnorm.
     RANK ("gated_rmsnorm_rank"): i64 = 16, at_least_one;
 }

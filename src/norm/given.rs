@@ -1,8 +1,7 @@
-//! A norm that its user declares in Python (python/normformer_rs/norms.py): y = f(x, its parameters; its options), f a
-//! function in torch that the loop calls through PyTorch's dispatcher.
+//! A norm that a user declares in Python (python/normformer_rs/norms.py): y = f(x, its parameters; its options), where
+//! f is a function in torch that the training loop calls through PyTorch's dispatcher.
 //!
-//! What is declared is kept for the life of the process, once for each declaration, so that it is an entry like the
-//! table's.
+//! Each declaration is stored once, for the life of the process, so that it is an entry like those of the table.
 
 use super::operators::{OwnNorm, MOST};
 use super::spec::{DeclaredShape, Form, Numbers, Parameter, Quantity, Size, Spec};
@@ -12,7 +11,7 @@ use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::sync::Mutex;
 
-/// What a norm declares in a model, as config.json has it.
+/// A norm's declaration in a model, as stored in config.json.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct GivenNorm {
@@ -21,21 +20,21 @@ pub struct GivenNorm {
     pub equation: String,
     #[serde(default)]
     pub source: String,
-    /// In the order in which f takes them.
+    /// The parameters in the order in which f takes them.
     pub parameters: Vec<GivenParameter>,
     #[serde(default)]
     pub options: BTreeMap<String, f64>,
 }
 
-/// f gets factor·(offset + p).
+/// A parameter p, which f receives as factor·(offset + p).
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct GivenParameter {
     pub name: String,
     pub shape: GivenShape,
-    /// p at the start, by the norm's width.
+    /// The initial value of p, by the norm's width.
     pub start: BTreeMap<i64, f64>,
-    /// Of the normal distribution around it.
+    /// The standard deviation of the normal distribution around the initial value.
     #[serde(default)]
     pub std: f64,
     #[serde(default)]
@@ -44,7 +43,7 @@ pub struct GivenParameter {
     pub factor: f64,
 }
 
-/// A name, or the sides of a matrix.
+/// The shape of a parameter: a name, or the sides of a matrix.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(untagged, expecting = "a shape is \"one\", \"width\", or a matrix's two sides, each a number or \"width\"")]
 pub enum GivenShape {
@@ -103,7 +102,7 @@ struct RegisteredNorm {
 
 static KNOWN: Mutex<Vec<RegisteredNorm>> = Mutex::new(Vec::new());
 
-/// The entry of this declaration, under a name that no other declaration of the process has.
+/// Returns the entry of this declaration, under a name that no other declaration of the process has.
 pub fn entry(given: GivenNorm) -> Result<&'static Spec> {
     check(&given)?;
     let mut known = KNOWN.lock().unwrap_or_else(|e| e.into_inner());
@@ -130,12 +129,12 @@ pub fn entry(given: GivenNorm) -> Result<&'static Spec> {
     Ok(spec)
 }
 
-/// The entry of a name that [`entry`] gave.
+/// Returns the entry of a name that [`entry`] assigned.
 pub fn find(name: &str) -> Option<&'static Spec> {
     KNOWN.lock().unwrap_or_else(|e| e.into_inner()).iter().find(|known| known.spec.name == name).map(|known| known.spec)
 }
 
-/// What was declared under a name that [`entry`] gave.
+/// Returns the declaration with a name that [`entry`] assigned.
 pub fn declared(name: &str) -> Option<&'static GivenNorm> {
     KNOWN
         .lock()

@@ -1,25 +1,26 @@
 //! Group scaling ("layer-scale"): x/√(mean over each group of x² + 1e-5), no parameters (Shen et al. 2020, Appendix A,
 //! and its code; docs/spec.md §1.10).
 //!
-//! It is rmsnorm's row, a group for a row: its kernels, and its true gradient in training and evaluation.
+//! It is rmsnorm applied to groups instead of rows, with its kernels and its exact gradient in training and evaluation.
 
 use super::spec::NormOption;
 use crate::options::{not_negative, option_spec};
 
-/// Name, equation and source.
+/// The name, equation and source.
 pub const ABOUT: [&str; 3] = [
     "groupscaling",
     "x/√(mean over each group of x² + 1e-5), before batchnorm, powernorm-v and powernorm; 0 groups: none",
     "Shen et al. 2020, Appendix A",
 ];
 
-/// ε of the authors' code.
+/// The ε of the authors' code.
 pub const EPS: f64 = 1e-5;
 
 option_spec! {
-    /// Groups of the scaling before batchnorm, powernorm-v and powernorm; 0: none; powernorm's release: heads.
+    /// Number of groups of the scaling before batchnorm, powernorm-v and powernorm; 0 turns it off; powernorm's release
+    /// mode uses the number of heads.
     pub(super) GROUPSCALING ("groupscaling"): i64 = 1, not_negative;
 }
 
-/// Groups of the scaling that comes first; 0: none.
+/// The number of groups of the scaling that comes first; 0 turns it off.
 pub(super) const GROUPS: NormOption = NormOption::of("groups", &GROUPSCALING);

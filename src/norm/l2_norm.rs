@@ -4,7 +4,7 @@
 use super::scale_norm;
 use super::spec::{Form, NormOption, Spec, NORM_EPS};
 
-/// ε keeps rows of zeros at zero; nGPT has none, torch's `normalize` 1e-12.
+/// ε, which keeps rows of zeros at zero; nGPT has none, torch's `normalize` has 1e-12.
 const EPS: NormOption =
     NormOption::at("eps", Some(&NORM_EPS), |context| context.options.get(&NORM_EPS).unwrap_or(1e-12).into());
 

@@ -9,7 +9,7 @@ use crate::norm::spec::{Form, NormArgs, Spec, BIAS, EPS, WEIGHT};
 use crate::row_program;
 use tch::Tensor;
 
-/// Row kernel: shift = μ, scale = 1/√(σ² + ε).
+/// The row kernel of LayerNorm: shift = μ, scale = 1/√(σ² + ε).
 ///
 /// dx = scale·(g − mean g − x̂·mean(g⊙x̂)).
 #[derive(Clone, Copy, Debug)]
@@ -42,7 +42,7 @@ impl RowNorm for LayerNorm {
     }
 }
 
-/// Mean and biased variance.
+/// Returns the mean and the biased variance.
 fn moments<A: Accumulator>(sums: &Sums<A>) -> (A, A) {
     let share = A::ONE / sums.cols;
     let correction = sums.sum * share;
@@ -68,7 +68,7 @@ pub static OPERATOR: RowNormOpSpec = RowNormOpSpec {
     x_hat,
 };
 
-/// x̂ = (x − μ)/√(σ² + ε).
+/// Returns x̂ = (x − μ)/√(σ² + ε).
 fn x_hat(x: &Tensor, _: &[Tensor], given: &NormArgs) -> Result<Tensor> {
     let eps = given.float("eps");
     let unit = unit(x, eps)?;
@@ -121,7 +121,7 @@ mod tests {
 
     #[test]
     fn a_large_mean_does_not_cancel() {
-        // Exact in f32: 2^18 + {0, 1, 2, 3}. E[x²] − μ² would be off by more than σ² itself.
+        // The numbers are exact in f32: 2^18 + {0, 1, 2, 3}. E[x²] − μ² would be off by more than σ² itself.
         let x: Vec<f32> = (0..512).map(|i| 262144.0 + (i * 7 % 4) as f32).collect();
         let (mut y, mut stats) = (vec![0.0; 512], [0.0; 2]);
         forward::<f32>(&RowNormFns::of::<LayerNorm>(), 512, &x, &[], &[], 0.0, &mut y, &mut stats);
@@ -132,7 +132,7 @@ mod tests {
 
     #[test]
     fn an_outlier_in_the_first_columns_does_not_cancel() {
-        // The worst case for the moments: the guess is 1000/128 away from a mean of about zero.
+        // This is the worst case for the moments: the guess is 1000/128 away from a mean of about zero.
         let mut x: Vec<f32> = (0..1000).map(|i| (i % 5) as f32 - 2.0).collect();
         x[3] = 1e6;
         let wide: Vec<f64> = x.iter().map(|v| *v as f64).collect();

@@ -1,8 +1,8 @@
 //! LpNorm: y = g·x/max(n, ε), n = ‖x‖_p over the last dimension, p from 1 to ∞ (Nguyen & Salazar 2019, §5;
 //! docs/spec.md §1.5).
 //!
-//! With u = x/n and w = sign(x)(|x|/n)^{p−1} (p = ∞: sign(x)/k at the k numbers with |x| = n), dx = (g/n)(dy − w⟨u, dy⟩) where n > ε,
-//! else (g/ε)dy. p = 2 is ScaleNorm, with its kernels.
+//! With u = x/n and w = sign(x)(|x|/n)^{p−1} (for p = ∞, sign(x)/k at the k numbers with |x| = n), dx = (g/n)(dy − w⟨u,
+//! dy⟩) if n > ε, else (g/ε)dy. p = 2 is ScaleNorm, with its kernels.
 
 use super::composed;
 use super::operators::CompositeNormOpSpec;
@@ -13,7 +13,7 @@ use crate::options::{option_spec, FieldType};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use tch::Tensor;
 
-/// p. JSON knows no infinity: there it is the word "inf".
+/// The order p. JSON has no infinity, so there it is the word "inf".
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Exponent(pub f64);
 
@@ -73,11 +73,11 @@ static OPERATOR: CompositeNormOpSpec = CompositeNormOpSpec {
 };
 
 option_spec! {
-    /// p of lpnorm, from 1 to inf.
+    /// Order p of lpnorm, from 1 to inf.
     ORDER ("lpnorm_p"): Exponent = Exponent(2.0), |name, p| check(name, p.0);
 }
 
-/// Refuses p below 1, which makes no norm, and NaN.
+/// Errors for p below 1, which gives no norm, and for NaN.
 pub fn check(name: &str, p: f64) -> Result<()> {
     match p >= 1.0 {
         true => Ok(()),
@@ -85,7 +85,7 @@ pub fn check(name: &str, p: f64) -> Result<()> {
     }
 }
 
-/// y by its formula, differentiable to every order. Rows have at least one number.
+/// Computes y by its formula, differentiable to every order. Rows have at least one number.
 pub fn composed(x: &Tensor, weight: Option<&Tensor>, p: f64, eps: f64) -> Result<Tensor> {
     check(ORDER.name, p)?;
     let wide = composed::accumulate(x)?;
@@ -93,28 +93,30 @@ pub fn composed(x: &Tensor, weight: Option<&Tensor>, p: f64, eps: f64) -> Result
     Ok(composed::affine(x_hat, weight, None)?.f_to_kind(x.kind())?)
 }
 
-/// max(‖x‖_p, ε), a constant where it is ε.
+/// Returns max(‖x‖_p, ε), which is a constant for autograd where it is ε.
 pub(super) fn clamped_length(x: &Tensor, p: f64, eps: f64) -> Result<Tensor> {
     let magnitude = x.f_abs()?;
     let largest = magnitude.f_amax([-1i64].as_slice(), true)?.f_detach()?;
     let length = if p.is_infinite() {
-        // Those that tie for the largest share the slope: x·dx is 0, as for every other p.
+        // Numbers that tie for the largest share the gradient: x·dx is 0, as for every other p.
         let is_largest = x.f_detach()?.f_abs()?.f_eq_tensor(&largest)?.f_to_kind(x.kind())?;
         let ties = is_largest.f_sum_dim_intlist([-1i64].as_slice(), true, None)?.f_clamp_min(1.0)?;
         let w = x.f_detach()?.f_sign()?.f_mul(&is_largest)?.f_div(&ties)?;
         let none = x.f_sub(&x.f_detach()?)?;
         largest.f_add(&w.f_mul(&none)?.f_sum_dim_intlist([-1i64].as_slice(), true, None)?)?
     } else {
-        // In units of the largest number, so that no power leaves the range. The length does not depend on the unit.
+        // Powers are taken relative to the largest number, so that none leaves the range. The length does not depend on
+        // this unit.
         let unit = largest.f_where_self(&largest.f_gt(0.0)?, &largest.f_ones_like()?)?;
         let powers =
             magnitude.f_div(&unit)?.f_pow_tensor_scalar(p)?.f_sum_dim_intlist([-1i64].as_slice(), true, None)?;
-        // The root's slope at 0 is infinite: a row of zeros takes another number, and the clamp takes it away again.
+        // The root's gradient at 0 is infinite, so a row of zeros uses another number, which is replaced again at the
+        // end.
         let safe = powers.f_where_self(&powers.f_detach()?.f_ne(0.0)?, &powers.f_ones_like()?)?;
         let length = safe.f_pow_tensor_scalar(1.0 / p)?.f_mul(&unit)?;
         length.f_where_self(&largest.f_ne(0.0)?, &largest)?
     };
-    // Not `clamp_min`, whose slope at the clamp is one; and a NaN has to stay one.
+    // `clamp_min` would have gradient one at the clamp, and would turn a NaN into ε.
     let floor = length.f_full_like(eps)?;
     Ok(floor.f_where_self(&length.f_detach()?.f_le(eps)?, &length)?)
 }
@@ -128,7 +130,7 @@ mod tests {
     fn the_gradient_is_the_formulas() {
         let (g, eps) = (1.7, 1e-5);
         for p in [1.0, 1.5, 3.0, f64::INFINITY] {
-            let x = Tensor::from_slice(&[0.5f64, -2.0, 2.0, 0.25]).set_requires_grad(true); // two largest
+            let x = Tensor::from_slice(&[0.5f64, -2.0, 2.0, 0.25]).set_requires_grad(true); // a tie for the largest
             let dy = Tensor::from_slice(&[1.0f64, 0.5, -1.0, 2.0]);
             let weight = Tensor::from_slice(&[g]);
             let y = composed(&x, Some(&weight), p, eps).unwrap();

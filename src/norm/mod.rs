@@ -1,8 +1,8 @@
 //! Normalisation layers: one table, one file per norm.
 //!
-//! A norm declares its equation, parameters, buffers and options, and its composed form (tch): a [`Spec`]. One that works
-//! row by row may add its row arithmetic, which the plain operator and the fused residual step share; one with statistics
-//! of columns adds how it settles them, which [`kernel::columns`](crate::kernel::columns) runs.
+//! A norm declares its equation, parameters, buffers, options and composed form (tch) in a [`Spec`]. A norm of rows may
+//! add its row arithmetic, which the plain operator and the fused residual step share. A norm with column statistics
+//! adds how it settles them, which [`kernel::columns`](crate::kernel::columns) runs.
 
 pub mod batch_norm;
 pub mod composed;
@@ -48,20 +48,20 @@ pub static NORMS: &[&Spec] = &[
     &gated_rms_norm::SPEC,
 ];
 
-/// Every norm with row kernels; an operator is registered for each, at its place in this list.
+/// Every norm with row kernels; each has an operator, registered at its index in this list.
 pub static ROW_NORMS: &[&RowNormOpSpec] =
     &[&layer_norm::OPERATOR, &rms_norm::OPERATOR, &scale_norm::OPERATOR, &dyt::OPERATOR, &derf::OPERATOR];
 
-/// Every norm with statistics of columns; an operator is registered for each, at its place in this list.
+/// Every norm with column statistics; each has an operator, registered at its index in this list.
 pub static COLUMN_NORMS: &[&ColumnNormOpSpec] =
     &[&batch_norm::OPERATOR, &power_norm_v::OPERATOR, &power_norm::OPERATOR];
 
-/// Every name: the norms', then the families'.
+/// Iterates over every name: the norms', then the families'.
 pub fn names() -> impl Iterator<Item = &'static str> {
     NORMS.iter().map(|norm| norm.name).chain(FAMILIES.iter().map(|family| family.name))
 }
 
-/// The table's entry of that name; a family's is its norm's.
+/// Returns the table's entry of that name; for a family, the entry of its norm.
 pub fn find(name: &str) -> Result<&'static Spec> {
     let family = || FAMILIES.iter().find(|family| family.name == name).map(|family| family.spec);
     let own = || given::find(name);
@@ -74,7 +74,7 @@ pub fn find(name: &str) -> Result<&'static Spec> {
         .ok_or_else(|| unknown("norm", name, names()))
 }
 
-/// The table's entry of that name, and the options as it has them: a family says its own.
+/// Returns the table's entry of that name, and the options, in which a family sets its own values.
 pub fn named<'a>(name: &str, options: &'a Options) -> Result<(&'static Spec, Cow<'a, Options>)> {
     let own = match FAMILIES.iter().find(|family| family.name == name) {
         Some(family) => Cow::Owned(family.options(options)),
@@ -83,7 +83,7 @@ pub fn named<'a>(name: &str, options: &'a Options) -> Result<(&'static Spec, Cow
     Ok((find(name)?, own))
 }
 
-/// The options of all norms.
+/// Returns the options of all norms.
 pub fn option_specs() -> Vec<&'static dyn AnyOption> {
     distinct(NORMS.iter().flat_map(|norm| norm.options).filter_map(|keyword| keyword.option))
 }

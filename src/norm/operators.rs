@@ -1,4 +1,4 @@
-//! The operators of norms: names, kernels and composed forms, from which they are registered.
+//! The declarations of norms' operators: names, kernels and composed forms.
 
 use super::composed::{self, ComposedNorm};
 use super::spec::NormArgs;
@@ -8,22 +8,22 @@ use crate::kernel::columns::{self, ColumnOptions};
 use crate::kernel::rows::RowNormKernel;
 use tch::Tensor;
 
-/// A norm of rows.
+/// The operators of a row norm.
 pub struct RowNormOpSpec {
-    /// torch.ops.normformer_rs.`operator`: the norm alone.
+    /// The name of the norm's operator in torch.ops.normformer_rs.
     pub operator: &'static str,
-    /// The norm after a residual step.
+    /// The name of the operator with a residual step before the norm.
     pub residual: &'static str,
-    /// Of a curve: the names of its learned numbers, first the scale, then the shift, where it has one. A norm that has
-    /// them has no ε.
+    /// The names of a curve's learned numbers: first the scale, then the shift if it has one. A norm with such numbers
+    /// has no ε.
     pub numbers: &'static [&'static str],
     pub kernel: RowNormKernel,
-    /// The composed form.
+    /// The composed form of x̂.
     pub x_hat: ComposedNorm,
 }
 
 impl RowNormOpSpec {
-    /// y in x's type, by the composed form, with ε or with a curve's numbers.
+    /// Computes y in x's type with the composed form, from ε or from a curve's numbers.
     pub fn composed(
         &self,
         x: &Tensor,
@@ -36,35 +36,35 @@ impl RowNormOpSpec {
     }
 }
 
-/// A norm of rows that calls other norms' kernels, or none: (x, weight, keywords…) → y.
+/// The operator of a row norm that uses another norm's kernels, or none: (x, weight, keywords…) → y.
 pub struct CompositeNormOpSpec {
-    /// torch.ops.normformer_rs.`operator`.
+    /// The name of the operator in torch.ops.normformer_rs.
     pub operator: &'static str,
-    /// The module's keywords, in the schema's order.
+    /// The module's keyword arguments, in the schema's order.
     pub keywords: &'static [&'static str],
-    /// Kernels that compute the same of rows in f32 and f64.
+    /// Kernels that compute the same function for rows in f32 and f64.
     pub rows: Option<&'static RowNormOpSpec>,
-    /// The same in tch, from what kernels get for the weight.
+    /// Computes the function in tch; the weight is the one that kernels would get.
     pub composed: fn(&Tensor, Option<&Tensor>, &NormArgs) -> Result<Tensor>,
 }
 
-/// A norm with statistics of columns.
+/// The operator of a norm with column statistics.
 pub struct ColumnNormOpSpec {
-    /// torch.ops.normformer_rs.`operator`.
+    /// The name of the operator in torch.ops.normformer_rs.
     pub operator: &'static str,
-    /// What the schema calls the two buffers.
+    /// The names of the two buffers in the schema.
     pub state: [&'static str; 2],
     pub kernel: columns::ColumnNormKernel,
-    /// What `kernel.settle` computes, in tch: the statistics to apply and the new running ones, of the batch's.
+    /// Computes `kernel.settle` in tch: from the batch's statistics, the ones to apply and the new running ones.
     pub composed: fn(&BatchTensors, &StateTensors, &ColumnOptions) -> Result<AppliedStatistics>,
 }
 
-/// A function that a user declares: what it is called with beside x and the parameters.
+/// A user's function, and its arguments besides x and the parameters.
 pub struct OwnNorm {
     pub name: &'static str,
-    /// As config.json has it.
+    /// The declaration as stored in config.json.
     pub declaration: String,
 }
 
-/// The most parameters that such a function takes.
+/// The maximum number of parameters of such a function.
 pub const MOST: usize = 8;

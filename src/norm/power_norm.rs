@@ -4,9 +4,9 @@
 //! > x̂ = x/√(ψ² + ε),  y = γ⊙x̂ + β,  then ψ² ← αψ² + (1−α)ψ²_B
 //! > G = γ⊙dy,  X′ = G − ν⊙x̂,  dx = X′/√(ψ² + ε),  then ν ← ν(1 − (1−α_b)Γ) + (1−α_b)Λ
 //!
-//! with Γ = mean(x̂²), Λ = mean(G⊙x̂) and the ψ² of the forward pass; the buffer `ema_gz` is ν/(1−α_b). While
-//! t ≤ warm-up the forward divides by the batch's own ψ_B, with PN-V's exact gradient, and ψ² is the mean so far. The
-//! release mode computes what the authors' mask_powernorm.py does, after the group scaling that it begins with.
+//! with Γ = mean(x̂²), Λ = mean(G⊙x̂) and the ψ² of the forward pass; the buffer `ema_gz` is ν/(1−α_b). While t ≤
+//! warm-up, the forward pass divides by the batch's own ψ_B, with PN-V's exact gradient, and ψ² is the mean so far. The
+//! release mode computes what the authors' mask_powernorm.py does, after the group scaling with which it begins.
 
 use super::group_scaling::GROUPSCALING;
 use super::operators::ColumnNormOpSpec;
@@ -21,11 +21,11 @@ use crate::options::{below_one, not_negative, option_spec};
 use tch::Tensor;
 
 choice! {
-    /// docs/spec.md §1.9.
+    /// The version of PowerNorm (docs/spec.md §1.9).
     pub enum PowerNormMode ("powernorm_mode") { Paper = "paper", Release = "release" }
 }
 
-/// Warm-up of the norms after a stack, in the authors' code.
+/// The warm-up of the norms after a stack in the authors' code.
 const RELEASED_END_WARMUP: i64 = 1000;
 
 pub static SPEC: Spec = Spec {
@@ -59,15 +59,15 @@ pub static SPEC: Spec = Spec {
 };
 
 option_spec! {
-    /// α of the running ψ² of powernorm and powernorm-v.
+    /// Decay α of the running ψ² of powernorm and powernorm-v.
     pub(super) ALPHA_FWD ("powernorm_alpha_fwd"): f64 = 0.9, below_one;
-    /// α of powernorm's ν.
+    /// Decay α of powernorm's ν.
     ALPHA_BWD ("powernorm_alpha_bwd"): f64 = 0.9, below_one;
-    /// Training forwards that powernorm warms up for; set it to the learning rate's warm-up.
+    /// Number of training passes of powernorm's warm-up; set it to the learning rate's warm-up.
     WARMUP ("powernorm_warmup"): i64 = 4000, not_negative;
-    /// powernorm as the paper defines it, or step for step as its authors released it.
+    /// Version of powernorm: as the paper defines it, or step for step as its authors released it.
     pub MODE ("powernorm_mode"): PowerNormMode = PowerNormMode::Paper;
-    /// powernorm's statistics over all ranks together, as batchnorm's and powernorm-v's always are.
+    /// Take powernorm's statistics over all ranks together, as batchnorm's and powernorm-v's always are.
     POWERNORM_SYNC ("powernorm_sync"): bool = false;
 }
 

@@ -10,7 +10,7 @@ use crate::norm::spec::{Form, NormArgs, Parameter, Quantity, Spec, WEIGHT};
 use crate::row_program;
 use tch::Tensor;
 
-/// Row kernel: scale = 1/√(mean x² + ε).
+/// The row kernel of RMSNorm: scale = 1/√(mean x² + ε).
 ///
 /// dx = scale·(g − x̂·mean(g⊙x̂)).
 #[derive(Clone, Copy, Debug)]
@@ -59,7 +59,7 @@ pub static OPERATOR: RowNormOpSpec = RowNormOpSpec {
     x_hat,
 };
 
-/// x̂ = x/√(mean x² + ε).
+/// Returns x̂ = x/√(mean x² + ε).
 pub(super) fn x_hat(x: &Tensor, _: &[Tensor], given: &NormArgs) -> Result<Tensor> {
     let eps = given.float("eps");
     let unit = unit(x, eps)?;

@@ -9,7 +9,7 @@ use crate::norm::spec::{Form, NormArgs, NormOption, Spec, EPS, GAIN};
 use crate::row_program;
 use tch::Tensor;
 
-/// Row kernel: scale = 1/max(n, ε), so x̂ = u.
+/// The row kernel of ScaleNorm: scale = 1/max(n, ε), so x̂ = u.
 ///
 /// dx = (g/n)(dy − u⟨u, dy⟩) if n > ε, else (g/ε)dy (Nguyen & Salazar 2019, App C, with the clamp's own gradient).
 #[derive(Clone, Copy, Debug)]
@@ -25,7 +25,7 @@ impl RowNorm for ScaleNorm {
     fn measure_scaled<A: Accumulator>(x: &[A], eps: A) -> Measured<A> {
         let unit = magnitude(x);
         let square = if unit > A::ZERO { sum(x, |v| v / unit * (v / unit)) } else { A::ONE };
-        // n itself may leave the range.
+        // n itself may leave the range, so 1/n is computed in two steps.
         clamped(A::ONE / unit / square.sqrt(), eps)
     }
 
@@ -35,7 +35,7 @@ impl RowNorm for ScaleNorm {
     }
 }
 
-/// From 1/n. Not `max`: a NaN has to stay one.
+/// Returns the measured row from scale = 1/n, clamped. `max` would turn a NaN into a number.
 fn clamped<A: Accumulator>(scale: A, eps: A) -> Measured<A> {
     let most = A::ONE / eps;
     Measured { shift: A::ZERO, scale: if scale >= most { most } else { scale } }
@@ -71,7 +71,7 @@ pub static OPERATOR: RowNormOpSpec = RowNormOpSpec {
     x_hat,
 };
 
-/// x̂ = x/max(‖x‖₂, ε).
+/// Returns x̂ = x/max(‖x‖₂, ε).
 fn x_hat(x: &Tensor, _: &[Tensor], given: &NormArgs) -> Result<Tensor> {
     Ok(x.f_div(&lp_norm::clamped_length(x, 2.0, given.float("eps"))?)?)
 }
@@ -115,7 +115,7 @@ mod tests {
 
     #[test]
     fn the_clamp_has_its_own_gradient() {
-        // ‖x‖ = 0.05 under a clamp of 0.1, then over one of 0.01.
+        // ‖x‖ = 0.05 lies below a clamp of 0.1, and above one of 0.01.
         let (x, dy) = ([0.03f32, 0.04], [1.0f32, 2.0]);
         for (eps, want_y, want_dx, want_dg) in
             [(0.1, [0.9f32, 1.2], [30.0f32, 60.0], 1.1f32), (0.01, [1.8, 2.4], [-19.2, 14.4], 2.2)]

@@ -1,4 +1,4 @@
-//! A norm's declaration.
+//! The declaration of a norm.
 
 use super::composed::{self, accumulate, ComposedNorm, WholeNorm};
 use super::operators::{ColumnNormOpSpec, CompositeNormOpSpec, OwnNorm, RowNormOpSpec};
@@ -9,40 +9,40 @@ use serde_json::{json, Map, Value};
 use std::collections::BTreeMap;
 use tch::Tensor;
 
-/// A norm: y = weight⊙x̂ + bias, and how x̂ is made. The training loop, Python's modules, the command line and the
-/// documentation read this entry, so it is all that a norm has to say.
+/// A norm, y = weight⊙x̂ + bias, and the computation of x̂. The training loop, Python's modules, the command line and
+/// the documentation are all built from this entry.
 pub struct Spec {
-    /// The name users give.
+    /// The name that users give.
     pub name: &'static str,
     /// The name of its class in `normformer_rs.nn`.
     pub module: &'static str,
     pub equation: &'static str,
     pub source: &'static str,
-    /// What it learns: `weight` and `bias`, if it has them; every other parameter enters x̂.
+    /// Its learned parameters: `weight` and `bias`, if it has them; every other parameter enters x̂.
     pub parameters: &'static [Parameter],
-    /// Running statistics.
+    /// Its running statistics.
     pub buffers: &'static [StateBuffer],
     pub options: &'static [NormOption],
     pub form: Form,
 }
 
-/// How x̂ is computed.
+/// The way in which x̂ is computed.
 #[derive(Clone, Copy)]
 pub enum Form {
-    /// Row by row, by the composed form: a norm without kernels, as CONTRIBUTING.md adds one.
+    /// Row by row, in the composed form: a norm without kernels, as in CONTRIBUTING.md.
     #[allow(dead_code)]
     Composed(ComposedNorm),
-    /// The same of a norm whose weight does not stand outside: y of x and all parameters.
+    /// The composed form of a norm whose weight is inside the formula: y from x and all parameters.
     Whole(WholeNorm),
-    /// Row by row, by kernels; the fused residual step has them, too.
+    /// Row by row with kernels, which the fused residual step has, too.
     Rows(&'static RowNormOpSpec),
-    /// Row by row, by an operator of its own.
+    /// Row by row, with an operator of its own.
     Operator(&'static CompositeNormOpSpec),
-    /// One of the above, by the options; and the one that the table names.
+    /// One of the above, chosen by the options; the first is the one that the table names.
     Chosen(&'static Form, fn(&NormArgs) -> Result<Form>),
-    /// By statistics of columns.
+    /// Normalisation with column statistics.
     Columns(&'static ColumnNormOpSpec),
-    /// By its user's function, row by row.
+    /// Row by row, with a user's function.
     Own(&'static OwnNorm),
 }
 
@@ -59,17 +59,17 @@ pub enum DeclaredShape {
     Matrix([Size; 2]),
 }
 
-/// A side of a matrix.
+/// The length of a matrix's side.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Size {
     Is(i64),
     Width,
-    /// What this option of the norm says.
+    /// The value of this option of the norm.
     By(&'static str),
 }
 
 impl DeclaredShape {
-    /// In one norm.
+    /// Returns the shape in one norm.
     pub fn of(self, given: &NormArgs) -> Vec<i64> {
         match self {
             DeclaredShape::One => vec![1],
@@ -79,7 +79,7 @@ impl DeclaredShape {
         }
     }
 
-    /// Its name, or a matrix's sides: numbers, "width" and options.
+    /// Returns its name, or a matrix's sides: numbers, "width" and options.
     fn describe(self) -> Value {
         match self {
             DeclaredShape::One => "one".into(),
@@ -108,7 +108,7 @@ impl Size {
     }
 }
 
-/// A number of a parameter: one for all, or one that follows from a norm's width d and options, and its formula in words.
+/// A number of a parameter: a constant, or a function of a norm's width d and options with its formula in words.
 #[derive(Clone, Copy)]
 pub enum Quantity {
     Is(f64),
@@ -125,7 +125,7 @@ impl Quantity {
         }
     }
 
-    /// The number, or its formula.
+    /// Returns the number, or its formula.
     fn describe(self) -> Value {
         match self {
             Quantity::Is(value) => value.into(),
@@ -135,26 +135,26 @@ impl Quantity {
     }
 }
 
-/// A learned tensor p. Kernels and formulas get factor·(offset + p) in its place.
+/// A learned tensor p, which kernels and formulas receive as factor·(offset + p).
 #[derive(Clone, Copy)]
 pub struct Parameter {
     pub name: &'static str,
     pub shape: DeclaredShape,
-    /// Every element of p at the start, or their mean.
+    /// The initial value of every element of p, or their mean.
     pub start: Quantity,
-    /// The standard deviation of the normal distribution that they are drawn from; 0: none is drawn.
+    /// The standard deviation of the normal distribution of the initial values; 0 means a constant.
     pub std: Quantity,
     pub offset: Quantity,
     pub factor: Quantity,
-    /// What its products are summed over, so that parametrisations scale its rate.
+    /// The dimension over which its products are summed, by which parametrisations scale its learning rate.
     pub sums_over: SumsOver,
 }
 
-/// γ = 1 per column.
+/// The weight γ, one number per column, initially 1.
 pub const WEIGHT: Parameter = Parameter::new("weight", DeclaredShape::Width, 1.0);
-/// β = 0 per column.
+/// The bias β, one number per column, initially 0.
 pub const BIAS: Parameter = Parameter::new("bias", DeclaredShape::Width, 0.0);
-/// One g for all columns, such that y has x's length on average.
+/// One gain g for all columns, initially √d, so that y has x's length on average.
 pub const GAIN: Parameter = Parameter {
     start: Quantity::By("√d", |given| (given.width as f64).sqrt()),
     ..Parameter::new("weight", DeclaredShape::One, 1.0)
@@ -174,23 +174,23 @@ impl Parameter {
         }
     }
 
-    /// A matrix of N(0, std²) that enters x̂, and whose products are summed over its columns.
+    /// Declares a matrix of N(0, std²) that enters x̂, and whose products are summed over its columns.
     pub const fn matrix(name: &'static str, sides: [Size; 2], std: f64) -> Self {
         let sums_over = if matches!(sides[1], Size::Width) { SumsOver::Width } else { SumsOver::Nothing };
         Parameter { std: Quantity::Is(std), sums_over, ..Parameter::new(name, DeclaredShape::Matrix(sides), 0.0) }
     }
 
-    /// One number that enters x̂.
+    /// Declares one number that enters x̂.
     pub const fn one(name: &'static str, start: f64) -> Self {
         Parameter::new(name, DeclaredShape::One, start)
     }
 
-    /// It stands outside x̂.
+    /// True if the parameter is outside x̂.
     pub fn is_affine(&self) -> bool {
         matches!(self.name, "weight" | "bias")
     }
 
-    /// Its numbers in one norm.
+    /// Returns its numbers in one norm.
     pub fn numbers(&self, given: &NormArgs) -> Numbers {
         let [start, std, offset, factor] = [self.start, self.std, self.offset, self.factor].map(|q| q.at(given));
         Numbers { start, std, offset, factor }
@@ -207,12 +207,12 @@ pub struct Numbers {
 }
 
 impl Numbers {
-    /// Kernels get p as it is.
+    /// True if kernels use p unchanged.
     pub fn are_plain(&self) -> bool {
         (self.offset, self.factor) == (0.0, 1.0)
     }
 
-    /// p at the start, such that what kernels get is multiplied by `scale`.
+    /// Returns the initial p for which the value in kernels is multiplied by `scale`.
     pub fn first(&self, scale: f64) -> f64 {
         match scale == 1.0 {
             true => self.start,
@@ -220,7 +220,8 @@ impl Numbers {
         }
     }
 
-    /// factor·(offset + p); of a transformed p in f32 or f64, as a sum in 16 bits would lose small ones.
+    /// Returns factor·(offset + p). A transformed p is computed in f32 or f64, because a sum in 16 bits would lose
+    /// small values.
     pub fn of(&self, p: &Tensor) -> Result<Tensor> {
         if self.are_plain() {
             return Ok(p.shallow_clone());
@@ -230,13 +231,13 @@ impl Numbers {
         Ok(if self.factor == 1.0 { sum } else { sum.f_mul_scalar(self.factor)? })
     }
 
-    /// The same of p at the start.
+    /// Returns factor·(offset + p) for the initial p.
     pub fn at_start(&self) -> f64 {
         self.factor * (self.offset + self.start)
     }
 }
 
-/// State that training moves without a gradient, in f32 or f64; a counter is int64.
+/// State that training updates without a gradient, in f32 or f64; a counter is int64.
 #[derive(Clone, Copy, Debug)]
 pub struct StateBuffer {
     pub name: &'static str,
@@ -246,30 +247,30 @@ pub struct StateBuffer {
 }
 
 impl StateBuffer {
-    /// A running statistic.
+    /// Declares a running statistic.
     pub const fn new(name: &'static str, shape: DeclaredShape, start: f64) -> Self {
         StateBuffer { name, shape, start, is_counter: false }
     }
 }
 
-/// Where a norm stands in a model, for norms whose options depend on it.
+/// The place of a norm in a model, for norms whose options depend on it.
 #[derive(Clone, Copy, Debug)]
 pub struct NormContext<'a> {
-    /// Numbers per row.
+    /// The width of its rows.
     pub width: i64,
-    /// The model's attention heads.
+    /// The number of the model's attention heads.
     pub heads: i64,
-    /// What the model's configuration says of the tables' options.
+    /// The option values in the model's configuration.
     pub options: &'a Options,
-    /// The last norm of the decoder, whose gain `scalenorm-fixed` learns (Nguyen & Salazar 2019, Table 7).
+    /// True for the last norm of the decoder, whose gain `scalenorm-fixed` learns (Nguyen & Salazar 2019, Table 7).
     pub last_of_decoder: bool,
-    /// It stands after a stack's last layer.
+    /// True if the norm comes after a stack's last layer.
     pub ends_stack: bool,
-    /// What its weight's first value is multiplied by.
+    /// The factor of its weight's initial value.
     pub start: f64,
 }
 
-/// One norm's width and its module's keyword arguments.
+/// A norm's width and its module's keyword arguments.
 #[derive(Debug)]
 pub struct NormArgs {
     pub width: i64,
@@ -277,12 +278,12 @@ pub struct NormArgs {
 }
 
 impl NormArgs {
-    /// What kernels know of it.
+    /// Returns the arguments that row kernels have: only ε.
     pub(super) fn of_eps(eps: f64) -> Self {
         NormArgs { width: 1, values: Map::from_iter([("eps".to_string(), eps.into())]) }
     }
 
-    /// None: the norm has no such keyword.
+    /// Returns a keyword argument; `None` if the norm has no such keyword.
     pub fn value(&self, keyword: &str) -> Option<&Value> {
         self.values.get(keyword)
     }
@@ -299,13 +300,13 @@ impl NormArgs {
         self.value(keyword).is_some_and(|value| value == true)
     }
 
-    /// A keyword that the norm declares.
+    /// Returns a keyword argument as a number; panics if the norm does not declare it.
     pub fn float(&self, keyword: &str) -> f64 {
         self.number(keyword).unwrap_or_else(|| panic!("the norm declares no keyword {keyword}"))
     }
 }
 
-/// JSON has neither infinity nor NaN.
+/// Converts a JSON value to a number. JSON has neither infinity ("inf" here) nor NaN.
 fn number(value: &Value) -> f64 {
     match value.as_f64() {
         Some(number) => number,
@@ -314,23 +315,24 @@ fn number(value: &Value) -> f64 {
     }
 }
 
-/// A keyword of the norm's module, and what it is in a model: what the configuration says, or what its place asks for.
+/// A keyword argument of the norm's module, and the source of its value in a model: the configuration, or the norm's
+/// place.
 #[derive(Clone, Copy)]
 pub struct NormOption {
     pub name: &'static str,
-    /// What a user gives; none: nothing.
+    /// The option that users set; `None` if there is none.
     pub option: Option<&'static dyn AnyOption>,
-    /// The value at a place, where that is not the option's: a float, an integer, a bool or a string.
+    /// Returns the value at a place, if it is not the option's: a float, an integer, a bool or a string.
     pub at: Option<fn(&NormContext) -> Value>,
 }
 
 impl NormOption {
-    /// The option, under the module's name for it.
+    /// Declares a keyword argument whose value is the option's.
     pub const fn of(name: &'static str, option: &'static dyn AnyOption) -> Self {
         NormOption { name, option: Some(option), at: None }
     }
 
-    /// The value at a place, with or without an option that has a say in it.
+    /// Declares a keyword argument whose value depends on the place, and perhaps on an option.
     pub const fn at(name: &'static str, option: Option<&'static dyn AnyOption>, at: fn(&NormContext) -> Value) -> Self {
         NormOption { name, option, at: Some(at) }
     }
@@ -343,12 +345,12 @@ impl NormOption {
         }
     }
 
-    /// A word's choices.
+    /// Returns the choices of an option with words.
     fn choices(&self) -> Vec<&'static str> {
         self.option.map_or_else(Vec::new, |option| option.field("").choices)
     }
 
-    /// What a module is given, where that is the option itself: its type and meaning are checked.
+    /// Checks the type and the value of a module's argument, if it is an option.
     fn read(&self, value: Value) -> Result<Value> {
         match (self.at, self.option) {
             (None, Some(option)) => option.accept(self.name, value),
@@ -356,7 +358,7 @@ impl NormOption {
         }
     }
 
-    /// The value that operators are given as a number: a flag is 0 or 1, a word its place among its choices.
+    /// Converts a value from the number that operators get: a flag is 0 or 1, a word its index among the choices.
     fn decode(&self, number: f64) -> Value {
         match self.value(&NormContext::ANY) {
             Value::Bool(_) => (number != 0.0).into(),
@@ -369,7 +371,7 @@ impl NormOption {
 }
 
 option_spec! {
-    /// The norm's epsilon; none: the norm's own default.
+    /// The norm's epsilon (default: the norm's own).
     pub NORM_EPS ("norm_eps"): Option<f64> = None, |name, eps| match eps {
         Some(eps) if !(eps >= 0.0 && eps.is_finite()) => {
             Err(Error::invalid(format!("{name} must be at least 0, got {eps}")))
@@ -378,38 +380,38 @@ option_spec! {
     };
 }
 
-/// ε, 1e-5 where nothing is said.
+/// The keyword argument ε, 1e-5 by default.
 pub const EPS: NormOption =
     NormOption::at("eps", Some(&NORM_EPS), |context| context.options.get(&NORM_EPS).unwrap_or(1e-5).into());
 
-/// Statistics over all ranks, where there are several.
+/// The keyword argument for statistics over all ranks.
 pub const SYNC: NormOption = NormOption::at("sync", None, |_| true.into());
 
 impl Spec {
-    /// Its rows touch each other, by statistics of the batch.
+    /// True if its rows affect each other through statistics of the batch.
     pub fn has_statistics(&self) -> bool {
         matches!(self.form, Form::Columns(_))
     }
 
-    /// Its weight is a parameter wherever it stands in a model with these options.
+    /// True if its weight is a parameter in every place of a model with these options.
     pub fn learns_weight(&self, options: &Options) -> bool {
         let has_weight = self.parameters.iter().any(|parameter| parameter.name == WEIGHT.name);
         let context = NormContext { options, ..NormContext::ANY };
         has_weight && self.value("elementwise_affine", &context).is_none_or(|flag| flag == true)
     }
 
-    /// The keyword's value at a site; none: the norm has no such keyword.
+    /// Returns the keyword's value at a place; `None` if the norm has no such keyword.
     pub fn value(&self, keyword: &str, context: &NormContext) -> Option<Value> {
         Some(self.options.iter().find(|option| option.name == keyword)?.value(context))
     }
 
-    /// The norm at a site.
+    /// Returns the norm's arguments at a place.
     pub fn at(&self, context: &NormContext) -> NormArgs {
         let values = self.options.iter().map(|keyword| (keyword.name.to_string(), keyword.value(context)));
         NormArgs { width: context.width, values: values.collect() }
     }
 
-    /// A module of this width with these keyword arguments.
+    /// Checks a module's keyword arguments and returns them with its width.
     pub fn given(&self, width: i64, mut values: Map<String, Value>) -> Result<NormArgs> {
         for keyword in self.options {
             let value = values.get_mut(keyword.name).map_or(Value::Null, Value::take);
@@ -419,7 +421,7 @@ impl Spec {
         self.form_of(&given).map(|_| given)
     }
 
-    /// The form that a norm with these options has: an option may choose another than the table's.
+    /// Returns the form of a norm with these options, which may choose another than the table's.
     pub fn form_of(&self, given: &NormArgs) -> Result<Form> {
         match self.form {
             Form::Chosen(_, choose) => choose(given),
@@ -427,8 +429,8 @@ impl Spec {
         }
     }
 
-    /// y of rows of this width by tch calls. `parameters` as the norm declares them, factor·(offset + p) of each; `options`
-    /// likewise, as numbers.
+    /// Computes y for rows of this width with tch operations. `parameters` are in the order of the declaration, as
+    /// factor·(offset + p); `options` are in the order of the declaration, as numbers.
     pub fn composed(&self, x: &Tensor, width: i64, parameters: Vec<Option<Tensor>>, options: &[f64]) -> Result<Tensor> {
         let name = self.name;
         let (wanted, got) = ((self.parameters.len(), self.options.len()), (parameters.len(), options.len()));
@@ -472,12 +474,12 @@ impl Spec {
         composed::apply(x_hat, x, &inside, (weight.as_ref(), bias.as_ref()), &given)
     }
 
-    /// The module's keyword arguments at a site, as JSON; infinity is the word "inf".
+    /// Returns the module's keyword arguments at a place, as JSON; infinity is the word "inf".
     pub fn keyword_arguments(&self, context: &NormContext) -> Value {
         self.at(context).values.into()
     }
 
-    /// The entry, as JSON: what Python makes the module of.
+    /// Returns the entry as JSON, from which Python builds the module.
     pub fn describe(&self) -> Value {
         let parameter = |p: &Parameter| {
             let [start, std, offset, factor] = [p.start, p.std, p.offset, p.factor].map(Quantity::describe);
@@ -525,7 +527,7 @@ impl Spec {
 }
 
 impl NormContext<'_> {
-    /// In a model of which nothing was said.
+    /// A place in a model with default options.
     pub const ANY: NormContext<'static> = NormContext {
         width: 1,
         heads: 1,

@@ -1,5 +1,5 @@
-//! The composed form (tch) of norms with statistics of columns: on devices without a kernel, under torch.func, and for
-//! second derivatives. No number of a tensor is read: decisions are masks.
+//! The composed form (tch) of norms with column statistics: on devices without a kernel, under torch.func, and for
+//! second derivatives. No tensor is read by the host: decisions are masks.
 
 use super::composed::{accumulate, affine};
 use super::operators::ColumnNormOpSpec;
@@ -7,7 +7,7 @@ use crate::error::Result;
 use crate::kernel::columns::{ColumnOptions, Stats};
 use tch::{no_grad, Kind, Tensor};
 
-/// What a call of the operator has beside x and its parameters.
+/// The state tensors of an operator's call.
 #[derive(Debug, Default)]
 pub struct StateTensors {
     pub first: Option<Tensor>,
@@ -16,18 +16,18 @@ pub struct StateTensors {
     pub refused: Option<Tensor>,
 }
 
-/// What was measured of a batch; see [`BatchStatistics`](crate::kernel::columns::BatchStatistics).
+/// A batch's measured statistics; see [`BatchStatistics`](crate::kernel::columns::BatchStatistics).
 pub struct BatchTensors {
-    /// A scalar.
+    /// The number of real rows, a scalar.
     pub count: Tensor,
-    /// All rows, a scalar.
+    /// The number of all rows, a scalar.
     pub rows: Tensor,
     mean: Option<Tensor>,
     pub square: Tensor,
     pub square_of_all: Option<Tensor>,
 }
 
-/// What x̂ is made with, and what the backward pass needs; see [`Stats`].
+/// The statistics that give x̂, and the numbers for the backward pass; see [`Stats`].
 pub struct AppliedStatistics {
     pub shift: Option<Tensor>,
     pub scale: Tensor,
@@ -35,14 +35,14 @@ pub struct AppliedStatistics {
     pub gamma: Tensor,
     pub exact: Tensor,
     pub share: Tensor,
-    /// σ² or ψ².
+    /// The σ² or ψ² that was used.
     pub square: Tensor,
 }
 
-/// Rows, padding apart: (…, d) and what marks some of its rows.
+/// Rows (…, d) with a mask of the padding rows.
 struct MaskedRows {
     x: Tensor,
-    /// (…, 1)
+    /// True at padding, (…, 1).
     pad: Option<Tensor>,
     dims: Vec<i64>,
 }
@@ -55,7 +55,7 @@ impl MaskedRows {
         Ok(MaskedRows { x, pad: pad.map(|pad| pad.f_unsqueeze(-1)).transpose()?, dims })
     }
 
-    /// t with zeros at padding.
+    /// Returns t with zeros at padding.
     fn real(&self, t: &Tensor) -> Result<Tensor> {
         match &self.pad {
             Some(pad) => Ok(t.f_masked_fill(pad, 0.0)?),
@@ -101,7 +101,8 @@ impl BatchTensors {
         Ok(BatchTensors { count, rows: all, mean, square, square_of_all })
     }
 
-    /// The batches of all ranks as one: from counts, means and mean squares about those means, never as mean x² − mean².
+    /// Merges the batches of all ranks from counts, means and mean squares about those means; mean x² − mean² would
+    /// cancel.
     fn over_ranks(self, o: &ColumnOptions) -> Result<Self> {
         let Some(ranks) = o.ranks else { return Ok(self) };
         let flat = |t: &Tensor| t.f_view(-1);
@@ -125,7 +126,7 @@ impl BatchTensors {
         Ok(BatchTensors { count, rows: all_rows, mean: self.mean.map(|_| mean), square, square_of_all })
     }
 
-    /// The batch's mean; zero for a norm without one.
+    /// Returns the batch's mean; zero for a norm that does not centre.
     pub fn mean(&self) -> Result<Tensor> {
         match &self.mean {
             Some(mean) => Ok(mean.shallow_clone()),
@@ -133,7 +134,7 @@ impl BatchTensors {
         }
     }
 
-    /// x̂ by the batch's own statistics.
+    /// Returns the batch's own statistics, to be applied.
     pub fn used(&self, o: &ColumnOptions) -> Result<AppliedStatistics> {
         let has_rows = self.count.f_gt(0.0)?;
         let share = self.count.f_reciprocal()?.f_where_self(&has_rows, &self.count.f_zeros_like()?)?;
@@ -156,7 +157,7 @@ impl AppliedStatistics {
         })
     }
 
-    /// x̂ by running statistics.
+    /// Returns running statistics, to be applied.
     pub fn running(mean: Option<&Tensor>, square: &Tensor, batch: &BatchTensors, o: &ColumnOptions) -> Result<Self> {
         let flat = |t: &Tensor| t.f_flatten(0, -1)?.f_to_kind(batch.square.kind());
         let mean = mean.map(flat).transpose()?;
@@ -176,7 +177,7 @@ impl AppliedStatistics {
 }
 
 impl StateTensors {
-    /// Whether these statistics may be taken in, as a tensor; counts those that may not.
+    /// Returns, as a tensor, true if these statistics may enter the state; counts those that may not.
     pub fn accepts(&self, batch: &BatchTensors, values: &[&Tensor]) -> Result<Tensor> {
         no_grad(|| {
             let kind = self.first.as_ref().map_or(Kind::Double, Tensor::kind);
@@ -197,14 +198,14 @@ impl StateTensors {
         Ok(())
     }
 
-    /// buffer ← α·buffer + (1 − α)·now, if accepted.
+    /// Sets buffer ← α·buffer + (1 − α)·now, if accepted.
     pub fn move_to(&self, buffer: &Tensor, now: &Tensor, alpha: f64, accepted: &Tensor) -> Result<()> {
         let now = now.f_detach()?.f_to_kind(buffer.kind())?.f_view_as(buffer)?;
         let moved = buffer.f_mul_scalar(alpha)?.f_add(&now.f_mul_scalar(1.0 - alpha)?)?;
         self.replace(buffer, &moved, accepted)
     }
 
-    /// buffer ← now, if accepted.
+    /// Sets buffer ← now, if accepted.
     pub fn replace(&self, buffer: &Tensor, now: &Tensor, accepted: &Tensor) -> Result<()> {
         no_grad(|| {
             let now = now.f_detach()?.f_to_kind(buffer.kind())?.f_view_as(buffer)?;
@@ -213,8 +214,8 @@ impl StateTensors {
     }
 }
 
-/// (y, stats): differentiable where the norm's gradient is that of its formula. `given`: statistics of an earlier run,
-/// used as they are.
+/// Returns (y, stats), differentiable if the norm's gradient is that of its formula. `given` are statistics of an
+/// earlier run, which are used unchanged.
 pub fn forward(
     kernels: &ColumnNormOpSpec,
     x: &Tensor,
@@ -236,7 +237,7 @@ pub fn forward(
             (used.shift, used.scale, stats)
         }
     };
-    // What stands at padding may be NaN, of which no gradient gets rid again.
+    // Values at padding may be NaN, which a gradient could not remove again.
     let x_real = if o.release { rows.x.shallow_clone() } else { rows.real(&rows.x)? };
     let mut y = affine(hat(&x_real, shift.as_ref(), &scale)?, weight, bias)?;
     if !o.release {
@@ -253,7 +254,7 @@ fn hat(x: &Tensor, shift: Option<&Tensor>, scale: &Tensor) -> Result<Tensor> {
     Ok(centred.f_mul(scale)?)
 }
 
-/// (dx, dγ, dβ) from what `forward` left, the last two in the computing type; moves ν.
+/// Returns (dx, dγ, dβ) from the results of `forward`, the last two in the computing type; updates ν.
 pub fn backward(
     kernels: &ColumnNormOpSpec,
     dy: &Tensor,
@@ -274,7 +275,7 @@ pub fn backward(
         None => scale.f_ones_like()?,
     };
     let p = weight.f_mul(&slope)?;
-    // Parameters have this rank's gradients, x the batch's.
+    // Parameters get this rank's gradients; dx uses the sums over all ranks.
     let (all, all_x) = match o.ranks {
         None => (sum.shallow_clone(), sum_x.shallow_clone()),
         Some(ranks) => {
@@ -283,7 +284,7 @@ pub fn backward(
         }
     };
     let lambda = weight.f_mul(&all_x)?.f_mul(&share)?;
-    // Where the batch has not made the statistics, its sums, which may be infinite, have no part in dx.
+    // If the statistics are not the batch's own, its sums, which may be infinite, must not enter dx.
     let (is_exact, nothing) = (exact.f_eq(1.0)?, slope.f_zeros_like()?);
     let mut q = slope.f_mul(&lambda)?.f_where_self(&is_exact, &nothing)?;
     if let (true, true, Some(ema)) = (kernels.kernel.approximate, o.train, &state.second) {

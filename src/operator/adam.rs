@@ -1,4 +1,4 @@
-//! Adam's update of flat buffers on a GPU, with everything that changes from step to step read on the device.
+//! Adam's update of flat buffers on a GPU; values that change from step to step are read on the device.
 
 use super::call::{values, Call, Value};
 use super::declare::{tensor, DtypeRule, Kernels, Operator};
@@ -10,10 +10,10 @@ use tch::Tensor;
 
 static HANDLE: Handle = Handle::new("adam_");
 
-/// What an update reads and writes.
+/// The tensors of an update.
 pub type AdamBuffers<'a> = Buffers<&'a Tensor>;
 
-/// One update through the dispatcher, on any device.
+/// Runs one update through the dispatcher, on any device.
 pub fn adam_in_place(buffers: &AdamBuffers, settings: &Coefficients) -> Result<()> {
     let Buffers { parameters, first, second, gradients, grad_scale, step_size, keep } = *buffers;
     let Coefficients { beta1, beta2, eps, rounding } = *settings;
@@ -26,7 +26,7 @@ pub fn adam_in_place(buffers: &AdamBuffers, settings: &Coefficients) -> Result<(
 }
 
 pub(super) fn operator() -> Operator {
-    // n: numbers of a buffer
+    // n is the length of a buffer.
     let buffer = |name| tensor(name, "=n", DtypeRule::Float32).written();
     let one = |name| tensor(name, "=1", DtypeRule::Float32);
     Operator::new(

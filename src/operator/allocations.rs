@@ -1,12 +1,12 @@
-//! How much memory tensors take. torch reports each block that a thread allocates and frees; this listens.
+//! Measurement of tensors' memory, from torch's reports of each block that a thread allocates or frees.
 
 use crate::error::{Error, Result};
 use std::ffi::c_void;
 
-/// Runs `work`. Returns its result, and how many bytes of the tensors that it made were alive at the same time, at most.
+/// Runs `work`. Returns its result, and the peak size in bytes of the tensors that it allocated.
 ///
-/// Backward passes on the CPU are counted, too: they run on this thread. A profiler of torch's that is running gets no
-/// report meanwhile.
+/// Backward passes on the CPU are counted too, because they run on this thread. A running torch profiler gets no
+/// reports meanwhile.
 pub fn peak_of<T>(work: impl FnOnce() -> Result<T>) -> Result<(T, usize)> {
     let counter = Counter::new()?;
     let done = work()?;
@@ -17,7 +17,7 @@ struct Counter(*mut c_void);
 
 impl Counter {
     fn new() -> Result<Self> {
-        // SAFETY: takes nothing; what it returns is ours until `drop`.
+        // SAFETY: it takes nothing; the result is ours until `drop`.
         let made = unsafe { nfrs_count_memory() };
         if made.is_null() {
             return Err(Error::Torch("memory cannot be counted".into()));
@@ -26,19 +26,19 @@ impl Counter {
     }
 
     fn peak(&self) -> usize {
-        // SAFETY: `new` made it, and `drop` has not run.
+        // SAFETY: `new` created it, and `drop` has not run.
         unsafe { nfrs_counted_peak(self.0) }.max(0) as usize
     }
 }
 
 impl Drop for Counter {
     fn drop(&mut self) {
-        // SAFETY: `new` made it on this thread: a raw pointer keeps the type from leaving it.
+        // SAFETY: `new` created it on this thread, and a raw pointer keeps the type on it.
         unsafe { nfrs_count_end(self.0) }
     }
 }
 
-// shim.cpp's.
+// Functions of shim.cpp.
 extern "C" {
     fn nfrs_count_memory() -> *mut c_void;
     fn nfrs_counted_peak(counter: *const c_void) -> i64;

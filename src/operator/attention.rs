@@ -13,7 +13,8 @@ use tch::Tensor;
 
 static HANDLE: Handle = Handle::new("attention");
 
-/// Through the dispatcher: q (rows, d), k and v (rows, d), ranges int64 (n, 4) of (q_start, q_len, k_start, k_len).
+/// Computes attention through the dispatcher: q (rows, d), k and v (rows, d), ranges int64 (n, 4) of (q_start, q_len,
+/// k_start, k_len).
 pub fn attention(
     q: &Tensor,
     k: &Tensor,
@@ -31,8 +32,8 @@ pub fn attention(
     Ok(out)
 }
 
-/// The same with what no kernel has, composed of tch's operations: scores of all sentences, as long as the longest, exist
-/// at once. `dropout`: (p, seed, site).
+/// Computes attention with options that no kernel has, from tch operations: the scores of all sentences, padded to the
+/// longest, are in memory at once. `dropout` is (p, seed, site).
 pub fn composed_attention(
     [q, k, v]: [&Tensor; 3],
     ranges: &Tensor,
@@ -47,26 +48,26 @@ pub fn composed_attention(
     composed(q, k, v, ranges, &settings, extras, draw)
 }
 
-/// torch's own attention on padded sentences, (sentences, heads, length, d_head), scale·QKᵀ plus a mask; see
-/// `scaled_dot_product_attention`. Not cuDNN's, which torch prefers for 16 bits on recent GPUs: it builds a plan for every
-/// shape it meets, and sentences have many shapes.
+/// Computes torch's own attention on padded sentences, (sentences, heads, length, d_head), with scale·QKᵀ plus a mask;
+/// see `scaled_dot_product_attention`. cuDNN's kernel, which torch prefers for 16 bits on recent GPUs, is turned off:
+/// it builds a plan for every new shape, and sentences have many shapes.
 pub fn padded_attention([q, k, v]: [&Tensor; 3], mask: Option<&Tensor>, causal: bool, scale: f64) -> Result<Tensor> {
     let _without = WithoutCudnn::new();
     Ok(Tensor::f_scaled_dot_product_attention(q, k, v, mask, 0.0, causal, scale, false)?)
 }
 
-/// Keeps torch's attention from cuDNN's while any of these lives. torch has one switch per process: another thread's
-/// attention meanwhile takes another of torch's kernels, and its value is the same but for rounding.
+/// A guard that keeps torch's attention from using cuDNN. torch has one switch per process: meanwhile another thread's
+/// attention uses another of torch's kernels, with the same result except for rounding.
 struct WithoutCudnn;
 
-/// How many live, and what the first has found.
+/// The number of live guards, and the switch's setting before the first.
 static WITHOUT_CUDNN: Mutex<(usize, bool)> = Mutex::new((0, false));
 
 impl WithoutCudnn {
     fn new() -> Self {
         let mut state = WITHOUT_CUDNN.lock().unwrap_or_else(PoisonError::into_inner);
         if state.0 == 0 {
-            // SAFETY: it sets torch's switch, and says how it was.
+            // SAFETY: it sets torch's switch, and returns the old setting.
             state.1 = unsafe { nfrs_set_cudnn_attention(false) };
         }
         state.0 += 1;
@@ -79,7 +80,7 @@ impl Drop for WithoutCudnn {
         let mut state = WITHOUT_CUDNN.lock().unwrap_or_else(PoisonError::into_inner);
         state.0 -= 1;
         if *state == (0, true) {
-            // SAFETY: as above.
+            // SAFETY: see above.
             unsafe { nfrs_set_cudnn_attention(true) };
         }
     }
@@ -103,7 +104,7 @@ fn check_heads(q: &Value, heads: i64) -> Result<()> {
 }
 
 pub(super) fn operator() -> Operator {
-    // n, m, w, h: rows of queries, rows of keys, width, heads
+    // n, m, w, h are the rows of queries, the rows of keys, the width, and the number of heads.
     let queries = |name| tensor(name, "nw", DtypeRule::Same);
     let keys = |name| tensor(name, "mw", DtypeRule::Same);
     let q = || leader("q", "nw").by_columns();

@@ -1,4 +1,4 @@
-//! A call of an operator, as C++ shows it to Rust and takes it from Rust: declared.h's `Call` and `Value`.
+//! A call of an operator as C++ passes it to Rust and back: `Call` and `Value` in declared.h.
 
 use super::ffi::Span;
 use crate::cuda::Device;
@@ -12,7 +12,7 @@ use tch::{Kind, Tensor};
 #[derive(Clone, Copy)]
 pub struct Value {
     tag: i32,
-    /// The tensor's own type, whatever it is read in.
+    /// The tensor's own type, even if it is read in another.
     pub dtype: i32,
     bits: u64,
     length: i64,
@@ -40,11 +40,11 @@ impl Value {
     }
 
     pub fn tensor(&self) -> Option<Tensor> {
-        // SAFETY: C++ keeps the tensors of a call until it is done.
+        // SAFETY: C++ keeps the tensors of a call alive until the call is done.
         (self.tag == TENSOR).then(|| unsafe { Tensor::clone_from_ptr(self.bits as *mut _) })
     }
 
-    /// A tensor that the schema requires.
+    /// Returns a tensor that the schema requires.
     pub fn required(&self) -> Tensor {
         self.tensor().expect("the schema requires this tensor")
     }
@@ -61,14 +61,14 @@ impl Value {
         self.bits != 0
     }
 
-    /// The elements of a list.
+    /// Returns the elements of a list.
     pub fn elements(&self) -> Vec<Value> {
-        // SAFETY: C++ gives a list of this length, and keeps it until the call is done.
+        // SAFETY: C++ passes a list of this length, and keeps it until the call is done.
         (0..self.length).map(|i| unsafe { nfrs_element(self.bits as *const c_void, i) }).collect()
     }
 
     pub fn text(&self) -> &str {
-        // SAFETY: C++ gives a string of this length, and keeps it until the call is done.
+        // SAFETY: C++ passes a string of this length, and keeps it until the call is done.
         let bytes = unsafe { std::slice::from_raw_parts(self.bits as *const u8, self.length as usize) };
         std::str::from_utf8(bytes).unwrap_or_default()
     }
@@ -110,7 +110,7 @@ impl<T: Into<Value>> From<Option<T>> for Value {
     }
 }
 
-/// The arguments of a call, each as a [`Value`].
+/// Builds the arguments of a call, each as a [`Value`].
 macro_rules! values {
     ($($argument:expr),+ $(,)?) => { [$($crate::operator::call::Value::from($argument)),+] };
 }
@@ -130,59 +130,59 @@ pub struct Call {
     composed: Cell<bool>,
 }
 
-/// Why a formula runs.
+/// The reason why a formula runs.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum Why {
     /// There is no kernel for this call.
     Device,
-    /// A torch.func transform, or forward mode, differentiates it.
+    /// A torch.func transform or forward-mode autograd differentiates the call.
     Transform,
-    /// vmap batches it.
+    /// vmap batches the call.
     Batch,
 }
 
 impl Call {
-    /// The arguments, in the schema's order.
+    /// Returns the arguments, in the schema's order.
     pub fn arguments<const N: usize>(&self) -> &[Value; N] {
         exactly(self.all())
     }
 
-    /// As [`arguments`](Self::arguments), where their number depends on the declaration.
+    /// Returns the arguments if their number depends on the declaration.
     pub fn all(&self) -> &[Value] {
         // SAFETY: C++ keeps them for the call.
         unsafe { self.arguments.get() }
     }
 
-    /// The outputs, likewise.
+    /// Returns the outputs if their number depends on the declaration.
     pub fn all_outputs(&self) -> &[Value] {
-        // SAFETY: as above.
+        // SAFETY: see above.
         unsafe { self.outputs.get() }
     }
 
-    /// The first argument, a tensor that the schema requires.
+    /// Returns the first argument, a tensor that the schema requires.
     pub fn first(&self) -> Tensor {
         self.all()[0].required()
     }
 
-    /// The outputs: for a kernel to write, for a gradient those that the forward pass kept.
+    /// Returns the outputs: those that a kernel writes or, for a gradient, those that the forward pass kept.
     pub fn outputs<const N: usize>(&self) -> &[Value; N] {
         exactly(self.all_outputs())
     }
 
-    /// The outputs' gradients.
+    /// Returns the outputs' gradients.
     pub fn given(&self) -> Vec<Option<Tensor>> {
-        // SAFETY: as above; in this stage there is one for each output.
+        // SAFETY: see above; in this stage there is one for each output.
         let outputs: &[Value] = unsafe { self.outputs.get() };
-        // SAFETY: as above.
+        // SAFETY: see above.
         (0..outputs.len()).map(|k| unsafe { &*self.gradients.add(k) }.tensor()).collect()
     }
 
-    /// The arguments whose gradients are wanted.
+    /// Returns the arguments whose gradients are wanted.
     pub fn wanted(&self) -> Vec<Option<Tensor>> {
         self.all().iter().enumerate().map(|(i, v)| v.tensor().filter(|_| self.wanted >> i & 1 == 1)).collect()
     }
 
-    /// Calls `formula` with these tensors in the place of arguments.
+    /// Calls `formula` with these tensors in place of the arguments.
     pub fn with<T>(&self, tensors: &[Option<Tensor>], formula: impl FnOnce(&Call) -> T) -> T {
         self.with_values(&replaced(self.all(), tensors), formula)
     }
@@ -193,7 +193,7 @@ impl Call {
         formula(&Call { arguments: Span::of(arguments), absent: none.clone(), written: none, composed: no, ..*self })
     }
 
-    /// The CUDA device whose kernels take the call.
+    /// Returns the CUDA device whose kernels run the call.
     pub fn device(&self) -> Option<Device> {
         (self.device >= 0).then_some(self.device)
     }
@@ -206,28 +206,28 @@ impl Call {
         }
     }
 
-    /// Output `k` is not made.
+    /// Marks output `k` as not computed.
     pub fn leave_out(&self, k: usize) {
         self.absent.set(self.absent.get() | 1 << k);
     }
 
-    /// The working copy of argument `i` has changed, and is what the argument is to be.
+    /// Marks the working copy of argument `i` as changed, so that it becomes the argument's value.
     pub fn write_back(&self, i: usize) {
         self.written.set(self.written.get() | 1 << i);
     }
 
-    /// No kernel takes this call: the formula does.
+    /// Refuses the call for kernels, so that the formula runs.
     pub fn decline(&self) {
         self.composed.set(true);
     }
 }
 
-/// Arguments with these tensors in the place of their own.
+/// Replaces arguments by these tensors, where they are given.
 pub fn replaced(given: &[Value], tensors: &[Option<Tensor>]) -> Vec<Value> {
     given.iter().zip(tensors).map(|(own, t)| t.as_ref().map_or(*own, Value::from)).collect()
 }
 
-/// c10::ScalarType's number (tch keeps its own private).
+/// Returns the number of the type in c10::ScalarType (tch keeps its own private).
 pub fn scalar_type(kind: Kind) -> i64 {
     match kind {
         Kind::Half => 5,

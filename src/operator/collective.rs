@@ -1,4 +1,4 @@
-//! What the ranks of a process group do together, by torch.distributed's own collectives.
+//! Collective operations of a process group, with torch.distributed's own operators.
 
 use super::call::{values, Value};
 use super::engine::Handle;
@@ -7,19 +7,19 @@ use crate::kernel::columns::Ranks;
 use std::sync::{Mutex, MutexGuard};
 use tch::Tensor;
 
-/// A process group of torch.distributed, or a process alone.
+/// A process group of torch.distributed, or a single process.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct ProcessGroup(Option<&'static GroupMember>);
 
-// torch.distributed's, of which nothing of ours travels. Tensors lie where the group's backend wants them (gloo: CPU,
-// NCCL: CUDA).
+// Operators of torch.distributed; no code of ours moves the data. Tensors are where the group's backend requires them
+// (gloo: CPU, NCCL: CUDA).
 static ALL_REDUCE: Handle = Handle::of_torch("_c10d_functional::all_reduce");
 static ALL_REDUCE_IN_PLACE: Handle = Handle::of_torch("_c10d_functional::all_reduce_");
 static ALL_GATHER: Handle = Handle::of_torch("_c10d_functional::all_gather_into_tensor");
 static BROADCAST: Handle = Handle::of_torch("_c10d_functional::broadcast");
 static WAIT: Handle = Handle::of_torch("_c10d_functional::wait_tensor");
 
-/// Parts of what gloo and NCCL say of a process that has gone; their first letters differ in case.
+/// Parts of gloo's and NCCL's messages about a lost process; their first letters differ in case.
 const OF_A_LOST_PARTNER: [&str; 7] =
     ["onnection closed", "onnection reset", "onnection refused", "roken pipe", "imed out", "NCCL", "remote process"];
 
@@ -31,7 +31,7 @@ struct GroupMember {
 }
 
 impl GroupMember {
-    /// Calls a collective and waits for it. Errors: a partner that has died is told in one line.
+    /// Calls a collective and waits for it. If a partner has died, the error says so in one line.
     fn waited(&self, collective: &Handle, arguments: &[Value]) -> Result<Tensor> {
         let call = || {
             let [t] = collective.call(arguments)?;
@@ -51,7 +51,7 @@ impl GroupMember {
     }
 }
 
-/// The registered groups. They are never removed.
+/// The registered groups, which are never removed.
 static KNOWN: Mutex<Vec<&'static GroupMember>> = Mutex::new(Vec::new());
 
 fn known() -> MutexGuard<'static, Vec<&'static GroupMember>> {
@@ -74,10 +74,10 @@ impl Ranks for GroupMember {
 }
 
 impl ProcessGroup {
-    /// One process.
+    /// A single process.
     pub const ALONE: ProcessGroup = ProcessGroup(None);
 
-    /// The group that torch.distributed knows by this name, of which this process is `rank` of `size`.
+    /// Registers the group that torch.distributed knows by this name, in which this process is `rank` of `size`.
     pub fn new(name: &str, rank: usize, size: usize) -> Result<Self> {
         if rank >= size {
             return Err(Error::invalid(format!("rank {rank} of a process group of {size}; expected one below {size}")));
@@ -94,7 +94,7 @@ impl ProcessGroup {
         }))))
     }
 
-    /// The group registered under this name; "" is a process alone.
+    /// Returns the group registered under this name; "" is a single process.
     pub fn named(name: &str) -> Option<Self> {
         if name.is_empty() {
             return Some(ProcessGroup::ALONE);
@@ -102,7 +102,7 @@ impl ProcessGroup {
         known().iter().find(|k| k.name == name).map(|k| ProcessGroup(Some(*k)))
     }
 
-    /// As norms know them; none: a process alone.
+    /// Returns the ranks in the form for norms; `None` for a single process.
     pub fn ranks(self) -> Option<&'static dyn Ranks> {
         self.0.map(|known| known as &dyn Ranks)
     }
@@ -119,17 +119,17 @@ impl ProcessGroup {
         self.0.is_none()
     }
 
-    /// This process writes files and speaks.
+    /// True for the process that writes files and messages.
     pub fn is_first(self) -> bool {
         self.rank() == 0
     }
 
-    /// Σ over ranks.
+    /// Returns Σ t over ranks.
     pub fn sum(self, t: &Tensor) -> Result<Tensor> {
         self.0.map_or_else(|| Ok(t.shallow_clone()), |k| k.sum(t))
     }
 
-    /// t ← Σ over ranks. The gradients of a model need no copy.
+    /// Sets t ← Σ t over ranks, so that a model's gradients need no copy.
     pub fn sum_in_place(self, t: &mut Tensor) -> Result<()> {
         if let Some(k) = self.0 {
             let _ = k.waited(&ALL_REDUCE_IN_PLACE, &values![&*t, "sum", k.name()])?;
@@ -137,7 +137,7 @@ impl ProcessGroup {
         Ok(())
     }
 
-    /// Rank 0's t.
+    /// Returns rank 0's t.
     pub fn first(self, t: &Tensor) -> Result<Tensor> {
         match self.0 {
             None => Ok(t.shallow_clone()),

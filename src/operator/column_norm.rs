@@ -1,4 +1,4 @@
-//! Norms with statistics of columns: an operator for each, and the table of them.
+//! Norms with column statistics: an operator for each, and the table of them.
 
 use super::call::{values, Call, Value, Why};
 use super::declare::{leader, tensor, DtypeRule, Operator};
@@ -14,26 +14,26 @@ use crate::norm::COLUMN_NORMS;
 use std::sync::LazyLock;
 use tch::Tensor;
 
-/// A norm with statistics of columns as an operator.
+/// The operator of a norm with column statistics.
 pub struct ColumnNormOp {
     pub kernels: &'static ColumnNormOpSpec,
     handle: Handle,
 }
 
-/// A call of the operator.
+/// The arguments of a call.
 pub struct Column<'a> {
     pub x: &'a Tensor,
     pub weight: Option<&'a Tensor>,
     pub bias: Option<&'a Tensor>,
     pub pad_mask: Option<&'a Tensor>,
     pub state: StateTensors,
-    /// The statistics of an earlier run of the same forward pass: used as they are, and nothing moves.
+    /// The statistics of an earlier run of the same forward pass, which are used unchanged and update nothing.
     pub stats: Option<&'a Tensor>,
     pub options: ColumnOptions,
 }
 
 impl ColumnNormOp {
-    /// Those of [`COLUMN_NORMS`], at the same places.
+    /// Returns the operators of [`COLUMN_NORMS`], at the same indices.
     pub(super) fn all() -> &'static [ColumnNormOp] {
         static ALL: LazyLock<Vec<ColumnNormOp>> = LazyLock::new(|| {
             let operator =
@@ -43,13 +43,13 @@ impl ColumnNormOp {
         &ALL
     }
 
-    /// The operator of these kernels, for who will call it often.
+    /// Returns the operator of these kernels; callers keep it for many calls.
     pub fn of(kernels: &'static ColumnNormOpSpec) -> &'static Self {
         let found = Self::all().iter().find(|o| std::ptr::eq(o.kernels, kernels));
         found.expect("every norm with statistics of columns is in COLUMN_NORMS")
     }
 
-    /// (N(x), the statistics it used) through the dispatcher: differentiable, on any device.
+    /// Returns (N(x), the statistics it used) through the dispatcher: differentiable, on any device.
     pub fn call(&self, call: &Column) -> Result<(Tensor, Tensor)> {
         let Column { x, weight, bias, pad_mask, stats, .. } = *call;
         let StateTensors { first, second, iters, refused } = &call.state;
@@ -168,7 +168,7 @@ fn ranks(k: &ColumnNormOpSpec, name: &Value) -> Result<Option<&'static dyn Ranks
     Ok(group.ranks())
 }
 
-/// The numbers of a forward call.
+/// Reads the options of a forward call.
 fn options(k: &ColumnNormOpSpec, call: &Call) -> Result<ColumnOptions> {
     let [.., train, alpha, eps, alpha_bwd, warmup, variant, name] = call.arguments::<16>();
     Ok(ColumnOptions {
@@ -211,7 +211,7 @@ fn plan(k: &ColumnNormOpSpec, call: &Call) -> Result<()> {
             "under vmap every example would move the running statistics: call eval() first, or give no buffers",
         ),
         _ => {
-            // A GPU's kernels know one process, and buffers of one type.
+            // A GPU's kernels support one process only, and buffers of one type.
             let mixed = !second.is_none() && first.dtype != second.dtype;
             if call.device().is_some() && (mixed || o.ranks.is_some()) {
                 call.decline();
@@ -221,7 +221,7 @@ fn plan(k: &ColumnNormOpSpec, call: &Call) -> Result<()> {
     }
 }
 
-/// Gradients by the formula, which can be differentiated again.
+/// Returns gradients from the formula, which can be differentiated again.
 fn double_backward(o: &ColumnNormOp, call: &Call) -> Result<Vec<Option<Tensor>>> {
     let (k, count) = (o.kernels, &o.handle);
     let [x, weight, bias, pad, first, ..] = call.arguments::<16>();
@@ -239,7 +239,7 @@ fn double_backward(o: &ColumnNormOp, call: &Call) -> Result<Vec<Option<Tensor>>>
         );
     }
     count.count_composed();
-    // A formula of the batch is formed again; one of running statistics has them as constants.
+    // For the batch's statistics the formula runs again; running statistics are constants.
     let from_batch = o.train || first.is_none();
     let given = if from_batch { None } else { stats.tensor() };
     let (pad, state, o) = (pad.tensor(), StateTensors::default(), ColumnOptions { train: from_batch, ..o });
@@ -276,7 +276,7 @@ fn forward(k: &'static ColumnNormOpSpec, call: &Call) -> Result<()> {
     }
     kernel::forward(call.device(), &k.kernel, &v)?;
     if v.options.train && !v.given {
-        // The buffers, by their places among the arguments; PowerNorm's second moves in the backward pass.
+        // These are the buffers' indices among the arguments; the backward pass updates PowerNorm's second buffer.
         let moved: &[usize] = if k.kernel.approximate { &[4, 6, 7] } else { &[4, 5, 6, 7] };
         moved.iter().for_each(|i| call.write_back(*i));
     }
@@ -304,7 +304,7 @@ fn backward(k: &'static ColumnNormOpSpec, call: &Call) -> Result<()> {
     let d = ColumnGradients { dy: dy.view, dx: dx.view, dweight: dweight.view, dbias: dbias.view };
     kernel::backward(call.device(), &k.kernel, &v, &d)?;
     if v.options.train && k.kernel.approximate {
-        // So too, among the backward operator's.
+        // These are their indices among the backward operator's arguments.
         [4, 5].into_iter().for_each(|i| call.write_back(i));
     }
     Ok(())
@@ -314,7 +314,7 @@ fn is_wide(buffer: &Value) -> bool {
     buffer.dtype == 1
 }
 
-/// The mask of x's rows: none where x has no numbers, of which its view has no rows.
+/// Returns the mask of x's rows; absent if x has no numbers, because its view then has no rows.
 fn of_rows(x: &View, pad: &Value) -> View {
     match x.rows() {
         0 => View::ABSENT,

@@ -1,5 +1,5 @@
-//! Operators that are compositions of others: PyTorch differentiates, batches and traces what they are made of. On a
-//! GPU `lp_norm` runs ScaleNorm's kernels with lengths of another order.
+//! Operators composed of others, which PyTorch differentiates, batches and traces through. On a GPU `lp_norm` runs
+//! ScaleNorm's kernels with lengths of another order.
 
 use super::call::{values, Call, Value};
 use super::declare::{gradient, leader, parameter, parameter_or_matrix, tensor, title, Argument, DtypeRule, Operator};
@@ -20,7 +20,7 @@ static ON_DEVICE: Handle = Handle::new("lp_norm_forward");
 static OWN: Handle = Handle::new("own_norm");
 static CONVENTIONAL: Handle = Handle::new("conventional_rms_norm");
 
-/// y of a norm that its user declares: the operator that python/normformer_rs/norms.py defines.
+/// Computes y of a user's norm, with the operator that python/normformer_rs/norms.py defines.
 pub fn norm_of_ones_own(own: &OwnNorm, x: &Tensor, parameters: &[Tensor]) -> Result<Tensor> {
     let at = |i: usize| Value::from(parameters.get(i));
     let mut arguments = vec![Value::from(x)];
@@ -37,7 +37,7 @@ pub fn norm_of_ones_own(own: &OwnNorm, x: &Tensor, parameters: &[Tensor]) -> Res
     Ok(y)
 }
 
-/// y of a norm with an operator of its own, through the dispatcher.
+/// Computes y of a norm with an operator of its own, through the dispatcher.
 pub fn own_norm(own: &CompositeNormOpSpec, x: &Tensor, weight: Option<&Tensor>, given: &NormArgs) -> Result<Tensor> {
     let handle = [&HANDLE, &CONVENTIONAL].into_iter().find(|handle| handle.name == own.operator);
     let option = |keyword: &&str| match given.value(keyword) {
@@ -49,7 +49,8 @@ pub fn own_norm(own: &CompositeNormOpSpec, x: &Tensor, weight: Option<&Tensor>, 
     Ok(y)
 }
 
-/// x (…, d), in `groups` equal parts of its last dimension, over the root mean square of each: rmsnorm, a group for a row.
+/// Divides each of `groups` equal parts of x's last dimension by its root mean square, with rmsnorm's kernel; x is (…,
+/// d).
 pub fn group_scaling(x: &Tensor, groups: i64) -> Result<Tensor> {
     static NORM: LazyLock<&RowNormOp> = LazyLock::new(|| RowNormOp::of(&rms_norm::OPERATOR));
     if groups == 1 {
@@ -61,7 +62,7 @@ pub fn group_scaling(x: &Tensor, groups: i64) -> Result<Tensor> {
 
 // ---- the operators ----
 
-/// A composition, by what it calls; rows of no numbers stay as they are, having nothing to be divided by.
+/// Declares an operator composed of others. Rows without numbers are returned unchanged, because nothing divides them.
 fn composition(
     schema: &str,
     arguments: impl Into<Vec<Argument>>,
@@ -94,7 +95,7 @@ pub(super) fn lp_norm_operator() -> Operator {
     .plan(|call| check_order(call.arguments::<4>()[2].float()))
 }
 
-/// lp_norm where a GPU has kernels for it.
+/// Declares lp_norm for GPUs with kernels.
 pub(super) fn lp_norm_on_device() -> Operator {
     let weight = || parameter("weight").computed();
     let stats = || tensor("stats", "*1", DtypeRule::Float32);
@@ -145,7 +146,7 @@ fn check_order(p: f64) -> Result<()> {
     lp::check("lp_norm: p", p)
 }
 
-/// RMSNorm by its conventions: RMSNorm's kernels where they make its x̂, else composed.
+/// Declares RMSNorm with its conventions: RMSNorm's kernels if they compute its x̂, otherwise composed.
 pub(super) fn conventional_rms_norm() -> Operator {
     static NORM: LazyLock<&RowNormOp> = LazyLock::new(|| RowNormOp::of(&rms_norm::OPERATOR));
     fn read(call: &Call) -> Result<(Conventions, Option<Tensor>, f64)> {
@@ -169,7 +170,7 @@ pub(super) fn conventional_rms_norm() -> Operator {
     .plan(|call| read(call)?.0.measured(engine::width(&call.first())?).map(drop))
 }
 
-/// What ScaleNorm's kernels get on a GPU, and the GPU.
+/// Returns the arguments of ScaleNorm's kernels on a GPU, and the GPU.
 fn on_device(call: &Call, [x, weight, stats, p, eps]: [&Value; 5]) -> Result<(Option<Device>, RowViews)> {
     let order = Some(p.float());
     let views = RowViews { order, ..RowViews::alone(x.view, weight.view, stats.view, eps.float()) };
@@ -201,7 +202,8 @@ pub(super) fn group_scaling_operator() -> Operator {
     })
 }
 
-/// The norm of the table that has this name, of rows, by its composed form; `parameters` as its kernels get them.
+/// Declares the composed form of the table's row norm with the name `name`; `parameters` are in the form for its
+/// kernels.
 pub(super) fn composed_norm() -> Operator {
     composition(
         "composed_norm(Tensor x, Tensor?[] parameters, float[] options, str name) -> Tensor",

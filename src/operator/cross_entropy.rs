@@ -13,7 +13,8 @@ use tch::Tensor;
 static HANDLE: Handle = Handle::new("label_smoothed_cross_entropy");
 static IN_PLACE: Handle = Handle::new("label_smoothed_cross_entropy_");
 
-/// (loss, nll), one number per row, loss differentiable. `mask` is bool (V), true in the target vocabulary.
+/// Returns (loss, nll), one number per row; the loss is differentiable. `mask` is bool (V), true in the target
+/// vocabulary.
 pub fn cross_entropy(
     logits: &Tensor,
     target: &Tensor,
@@ -26,7 +27,8 @@ pub fn cross_entropy(
     Ok((loss, nll))
 }
 
-/// The same, and `scale`·∂(Σ loss)/∂logits left where the logits were. `scale` is one float64 beside them.
+/// Returns the same, and overwrites the logits by `scale`·∂(Σ loss)/∂logits. `scale` is one float64 on the logits'
+/// device.
 pub fn cross_entropy_in_place(
     logits: &mut Tensor,
     target: &Tensor,
@@ -43,7 +45,7 @@ pub fn cross_entropy_in_place(
 
 // ---- the operators ----
 
-/// n, c: rows, classes.
+/// Declares the logits; n and c are the numbers of rows and classes.
 fn logits() -> Argument {
     leader("logits", "nc")
 }
@@ -56,12 +58,13 @@ fn mask() -> Argument {
     tensor("mask", "c", DtypeRule::Bool).optional()
 }
 
-/// One number per row.
+/// Declares one number per row.
 fn per_row(name: &'static str) -> Argument {
     tensor(name, "n", DtypeRule::Computed)
 }
 
-/// The log of the sum of exponentials, in two numbers that are never added: the maximum, and the sum relative to it.
+/// Declares the log of the sum of exponentials as two numbers that are never added: the maximum, and the sum relative
+/// to it.
 fn lse() -> Argument {
     tensor("lse", "n2", DtypeRule::Computed)
 }
@@ -118,8 +121,8 @@ pub(super) fn operator() -> Operator {
     .counted(&HANDLE)
 }
 
-/// The loss, with the logits turned into scale·∂(Σ loss)/∂logits. The scale is a tensor so that a CUDA graph can be
-/// replayed with another.
+/// Declares the loss that replaces the logits by scale·∂(Σ loss)/∂logits. The scale is a tensor so that a CUDA graph
+/// can be replayed with another value.
 pub(super) fn in_place_operator() -> Operator {
     Operator::new(
         "label_smoothed_cross_entropy_(Tensor(a!) logits, Tensor target, Tensor? mask, float nll_weight, \

@@ -1,4 +1,4 @@
-//! How an operator is declared, once: schema, what its tensors must be, outputs, kernels, formula and derivative.
+//! The declaration of an operator: schema, requirements on its tensors, outputs, kernels, formula and derivative.
 //! `register` passes these declarations to C++.
 
 pub use super::argument::{
@@ -13,10 +13,10 @@ use std::sync::OnceLock;
 use tch::Tensor;
 
 type Run = Box<dyn Fn(&Call) -> Result<()> + Send + Sync>;
-/// Outputs, or gradients; None: zeros, or no gradient.
+/// Computes outputs or gradients; `None` stands for zeros, or for no gradient.
 type Make = Box<dyn Fn(&Call) -> Result<Vec<Option<Tensor>>> + Send + Sync>;
 
-/// An operator.
+/// The declaration of an operator.
 pub struct Operator {
     pub(super) schema: String,
     pub(super) arguments: Vec<Argument>,
@@ -26,7 +26,7 @@ pub struct Operator {
     kernel: Option<Run>,
     pub(super) formula: Option<Make>,
     pub(super) backward: Option<Box<Operator>>,
-    /// Of a backward operator: whose it is, once it is registered.
+    /// For a backward operator: its forward operator, once that is registered.
     pub(super) forward: OnceLock<&'static Operator>,
     pub(super) double_backward: Option<Make>,
     pub(super) has_own_gradient: bool,
@@ -42,12 +42,12 @@ pub enum Kernels {
     Cpu,
     Gpu,
     Nowhere,
-    /// It is a composition: PyTorch differentiates and traces what its formula calls.
+    /// No kernels: PyTorch differentiates and traces the operators that the formula calls.
     Composition,
 }
 
 impl Operator {
-    /// `schema` as torch reads it; what each of its tensors must be, in the schema's order; and its outputs.
+    /// Takes the schema in torch's syntax, the requirements on its tensors in the schema's order, and the outputs.
     pub fn new(
         schema: impl Into<String>,
         arguments: impl Into<Vec<Argument>>,
@@ -71,43 +71,43 @@ impl Operator {
         }
     }
 
-    /// What no table says: refuses numbers, and says which outputs are not made ([`Call::leave_out`]).
+    /// Adds checks that no table expresses, and the choice of outputs that are not computed ([`Call::leave_out`]).
     pub fn plan(self, plan: impl Fn(&Call) -> Result<()> + Send + Sync + 'static) -> Self {
         Operator { plan: Some(Box::new(plan)), ..self }
     }
 
-    /// Writes the outputs, on the CPU or a GPU.
+    /// Sets the kernel that writes the outputs, on the CPU or a GPU.
     pub fn kernel(self, kernel: impl Fn(&Call) -> Result<()> + Send + Sync + 'static) -> Self {
         self.kernel_on(Kernels::Everywhere, kernel)
     }
 
-    /// As [`kernel`](Self::kernel), on one of them alone.
+    /// Sets a kernel like [`kernel`](Self::kernel), for only one kind of device.
     pub fn kernel_on(self, kernels: Kernels, kernel: impl Fn(&Call) -> Result<()> + Send + Sync + 'static) -> Self {
         Operator { kernels, kernel: Some(Box::new(kernel)), ..self }
     }
 
-    /// Its outputs in tch: where no kernel is, under torch.func, and for the gradient that is differentiated again.
+    /// Sets the formula in tch, which runs where there is no kernel, under torch.func, and for second derivatives.
     pub fn formula(self, formula: impl Fn(&Call) -> Result<Vec<Option<Tensor>>> + Send + Sync + 'static) -> Self {
         Operator { formula: Some(Box::new(formula)), ..self }
     }
 
-    /// Its formula computes it on every device.
+    /// Lets the formula compute it on every device.
     pub fn formula_alone(self) -> Self {
         Operator { kernels: Kernels::Nowhere, ..self }
     }
 
-    /// It is its formula alone, and PyTorch differentiates and traces what that calls.
+    /// Makes it a composition: only a formula, whose operations PyTorch differentiates and traces.
     pub fn composition(self) -> Self {
         Operator { kernels: Kernels::Composition, ..self }
     }
 
-    /// How it is differentiated. The backward operator's arguments say what a node keeps: `dNAME` is the gradient of
-    /// output NAME, any other is the output or argument of that name. Its output `dNAME` is argument NAME's gradient.
+    /// Sets the backward operator. Its arguments determine what an autograd node keeps: `dNAME` is the gradient of
+    /// output NAME, and any other name is that output or argument. Its output `dNAME` is argument NAME's gradient.
     pub fn backward(self, backward: Operator) -> Self {
         Operator { backward: Some(Box::new(backward)), ..self }
     }
 
-    /// Gradients of its arguments, by their places, that can be differentiated again; without it the formula is run
+    /// Sets gradients of its arguments, by index, that can be differentiated again; without this the formula runs
     /// again.
     pub fn double_backward(
         self,
@@ -116,22 +116,22 @@ impl Operator {
         Operator { double_backward: Some(Box::new(double_backward)), ..self }
     }
 
-    /// Outside a torch.func transform the derivative is the backward operator's, where no kernel is, too.
+    /// Uses the backward operator's derivative outside torch.func transforms, even where there is no kernel.
     pub fn with_own_gradient(self) -> Self {
         Operator { has_own_gradient: true, ..self }
     }
 
-    /// vmap calls it for one example after the other.
+    /// Makes vmap call it for one example after the other.
     pub fn looped(self) -> Self {
         Operator { is_looped: true, ..self }
     }
 
-    /// Its kernels for GPUs, where no other operator says them.
+    /// Sets its CUDA program, unless another operator has the same one.
     pub fn program(self, program: &'static Program) -> Self {
         Operator { program: Some(program), ..self }
     }
 
-    /// The handle counts its calls.
+    /// Lets the handle count its calls.
     pub fn counted(self, handle: &'static Handle) -> Self {
         Operator { handle: Some(handle), ..self }
     }
@@ -153,7 +153,7 @@ impl Operator {
         self.formula_of(call)
     }
 
-    /// As a formula runs that nobody counts.
+    /// Runs the formula without counting the call.
     pub(super) fn formula_of(&self, call: &Call) -> Result<Vec<Option<Tensor>>> {
         self.formula.as_ref().ok_or_else(|| self.missing())?(call)
     }

@@ -1,4 +1,4 @@
-//! Dropout among an operator's arguments: its rate `p`, a seed, and the site that draws.
+//! Dropout among an operator's arguments: its rate `p`, a seed, and the dropout site.
 
 use super::call::{values, Call, Value};
 use super::declare::{number, tensor, DtypeRule, Operator};
@@ -27,7 +27,7 @@ pub fn check_dropout(operator: &str, p: &Value, seed: &Value) -> Result<()> {
     }
 }
 
-/// What a kernel draws.
+/// Returns the dropout settings for a kernel.
 pub fn draw(call: &Call, [p, seed, site]: [&Value; 3]) -> Draw {
     let draw = Draw { p: p.float(), site: site.int(), ..Draw::NONE };
     if draw.p == 0.0 {
@@ -35,12 +35,12 @@ pub fn draw(call: &Call, [p, seed, site]: [&Value; 3]) -> Draw {
     }
     match call.device() {
         Some(_) => Draw { device_seed: seed.view.data.cast(), ..draw },
-        // SAFETY: the operators' tables say that a seed is three int64; C++ keeps it, contiguous, for the call.
+        // SAFETY: the operators' tables guarantee three int64; C++ keeps them, contiguous, for the call.
         None => draw.seeded(unsafe { seed.view.slice() }),
     }
 }
 
-/// What a formula draws for t: factors of t's shape, 0 or 1/(1 − p). None without dropout.
+/// Returns a formula's dropout factors for t, 0 or 1/(1 − p), in t's shape; `None` without dropout.
 pub fn drawn_for(t: &Tensor, draw: [&Value; 3]) -> Result<Option<Tensor>> {
     let size = t.size();
     let cols = size.last().copied().unwrap_or(1);
@@ -49,10 +49,10 @@ pub fn drawn_for(t: &Tensor, draw: [&Value; 3]) -> Result<Option<Tensor>> {
     Ok(mask.map(|mask| mask.f_to_device(t.device())?.f_to_kind(t.kind())?.f_reshape(size.as_slice())).transpose()?)
 }
 
-/// The same for so many rows and columns, float64 beside the seed.
+/// Returns dropout factors for `rows` × `cols`, float64 on the seed's device.
 ///
-/// Through the dispatcher, which knows how to read a seed that torch.func wraps, and calls once for each example where
-/// vmap's examples have seeds of their own.
+/// It goes through the dispatcher, which can read a seed that torch.func wraps, and which calls once per example if
+/// vmap's examples have separate seeds.
 pub fn drawn([p, seed, site]: [&Value; 3], rows: i64, cols: i64) -> Result<Option<Tensor>> {
     match seed.tensor() {
         Some(seed) if p.float() > 0.0 => dropout_mask(&seed, rows, cols, p.float(), site.int()).map(Some),
@@ -60,13 +60,13 @@ pub fn drawn([p, seed, site]: [&Value; 3], rows: i64, cols: i64) -> Result<Optio
     }
 }
 
-/// Factors for so many rows and columns, float64 beside the seed.
+/// Returns dropout factors for `rows` × `cols`, float64 on the seed's device.
 pub fn dropout_mask(seed: &Tensor, rows: i64, cols: i64, p: f64, site: i64) -> Result<Tensor> {
     let [mask] = MASK.call(&values![seed, rows, cols, p, site])?;
     Ok(mask)
 }
 
-/// What dropout multiplies a matrix by, as kernels draw it.
+/// Declares the operator that returns dropout's factors as kernels draw them.
 pub(super) fn operator() -> Operator {
     Operator::new(
         "dropout_mask(Tensor seed, int rows, int cols, float p, int site) -> Tensor",

@@ -1,4 +1,4 @@
-//! Calls through the dispatcher, and what tch does not bind: registration, and calls of the autograd engine.
+//! Calls through the dispatcher, and functions that tch does not bind: registration and the autograd engine.
 
 use super::call::Value;
 use super::ffi::{shim_error, Span};
@@ -25,11 +25,11 @@ extern "C" {
     fn nfrs_has_columns(x: *const CTensor, multiple_of: i64) -> bool;
     fn nfrs_width(x: *const CTensor, width: *mut i64) -> bool;
     fn nfrs_set_grad(leaf: *const CTensor, gradient: *const CTensor) -> bool;
-    /// torch-sys's.
+    /// A function of torch-sys.
     fn at_grad_set_enabled(on: c_int) -> c_int;
 }
 
-/// An operator as the dispatcher knows it, looked up at the first call, and how often it has run.
+/// An operator of the dispatcher, looked up at the first call, with counts of its calls.
 pub struct Handle {
     library: &'static str,
     pub name: &'static str,
@@ -39,13 +39,13 @@ pub struct Handle {
 }
 
 impl Handle {
-    /// One of ours.
+    /// Names one of our operators.
     pub const fn new(name: &'static str) -> Self {
         let (found, kernel, composed) = (AtomicUsize::new(0), AtomicU64::new(0), AtomicU64::new(0));
         Handle { library: "normformer_rs::", name, found, kernel, composed }
     }
 
-    /// One of torch's, by its whole name.
+    /// Names one of torch's operators by its full name.
     pub const fn of_torch(name: &'static str) -> Self {
         Handle { library: "", ..Handle::new(name) }
     }
@@ -58,14 +58,15 @@ impl Handle {
         self.count(&self.composed);
     }
 
-    /// A proof's calls are nobody's.
+    /// Counts a call, unless a proof makes it.
     fn count(&self, calls: &AtomicU64) {
         if !verdict::is_proof() {
             calls.fetch_add(1, Ordering::Relaxed);
         }
     }
 
-    /// Calls of its kernel and of its formula since the process started, so that tests can assert which ran.
+    /// Returns the calls of its kernel and of its formula since the process started, so that tests can assert which
+    /// ran.
     pub fn counts(&self) -> (u64, u64) {
         (self.kernel.load(Ordering::Relaxed), self.composed.load(Ordering::Relaxed))
     }
@@ -89,25 +90,25 @@ impl Handle {
         }
     }
 
-    /// It is registered.
+    /// True if it is registered.
     pub fn exists(&self) -> bool {
         self.find().is_ok()
     }
 
-    /// Calls it with the schema's arguments, all of them.
+    /// Calls it with all of the schema's arguments.
     pub fn call<const N: usize>(&self, arguments: &[Value]) -> Result<[Tensor; N]> {
         let operator = self.find()?;
         let mut made = [std::ptr::null_mut(); N];
         // SAFETY: the operator is never freed, the arguments outlive the call, and there is room for N tensors.
         match unsafe { nfrs_call(operator, Span::of(arguments), made.as_mut_ptr(), N) } {
-            // SAFETY: C++ made N tensors, each of which is ours.
+            // SAFETY: C++ created N tensors, and passes their ownership to us.
             true => Ok(made.map(|t| unsafe { Tensor::from_ptr(t.cast()) })),
             false => Err(shim_error()),
         }
     }
 }
 
-/// Calls one of ours by its name, with all of the schema's arguments.
+/// Calls one of our operators by name, with all of the schema's arguments.
 pub fn call_by_name(name: &str, arguments: &[Value], n_outputs: usize) -> Result<Vec<Tensor>> {
     let whole = format!("normformer_rs::{name}");
     // SAFETY: the name outlives the call.
@@ -118,13 +119,13 @@ pub fn call_by_name(name: &str, arguments: &[Value], n_outputs: usize) -> Result
     let mut made = vec![std::ptr::null_mut(); n_outputs];
     // SAFETY: the operator is never freed, the arguments outlive the call, and there is room for the tensors.
     match unsafe { nfrs_call(operator, Span::of(arguments), made.as_mut_ptr(), n_outputs) } {
-        // SAFETY: C++ made as many tensors, each of which is ours.
+        // SAFETY: C++ created as many tensors, and passes their ownership to us.
         true => Ok(made.into_iter().map(|t| unsafe { Tensor::from_ptr(t.cast()) }).collect()),
         false => Err(shim_error()),
     }
 }
 
-/// Gradients of `f(inputs)`, from `gradient`, inside an operator, where autograd has been left behind.
+/// Returns the gradients of `f(inputs)`, given `gradient`, inside an operator, where autograd is off.
 pub fn gradients(
     inputs: &[&Tensor],
     gradient: &Tensor,
@@ -133,19 +134,19 @@ pub fn gradients(
     struct Above(*mut c_void);
     impl Drop for Above {
         fn drop(&mut self) {
-            // SAFETY: made by nfrs_above_autograd in this thread, and nobody else's.
+            // SAFETY: nfrs_above_autograd created it in this thread, and nobody else uses it.
             unsafe { nfrs_leave_autograd(self.0) }
         }
     }
-    // SAFETY: no arguments.
+    // SAFETY: it takes no arguments.
     let _above = Above(unsafe { nfrs_above_autograd() });
     let leaves: Vec<Tensor> = inputs.iter().map(|t| t.detach().set_requires_grad(true)).collect();
     let _recorded = Recording::set(true);
     run(&[&f(&leaves)?], &[gradient], &leaves.iter().collect::<Vec<_>>(), false)
 }
 
-/// Gradients of `f(inputs)` that can be differentiated again, of the inputs that require one. They are partial
-/// gradients, of aliases: nothing flows on from one input to another that it was made of.
+/// Returns gradients of `f(inputs)` that can be differentiated again, for the inputs that require one. They are partial
+/// gradients of aliases: nothing flows from one input to another from which it was computed.
 pub fn gradients_again(
     inputs: &[Option<Tensor>],
     gradients: &[Option<Tensor>],
@@ -166,7 +167,7 @@ pub fn gradients_again(
     Ok(aliases.iter().map(|t| if wanted(t) { found.next().flatten() } else { None }).collect())
 }
 
-/// A gradient for each leaf; without leaves they are added to those that the roots depend on.
+/// Returns a gradient for each leaf; without leaves, adds gradients to the leaves on which the roots depend.
 fn run(
     roots: &[&Tensor],
     gradients: &[&Tensor],
@@ -179,19 +180,19 @@ fn run(
     let [from, given, to] = [&from, &given, &to].map(|all| Span::of(all));
     // SAFETY: all tensors outlive the call, and there is room for a gradient of each leaf.
     match unsafe { nfrs_gradients(from, given, to, create_graph, made.as_mut_ptr()) } {
-        // SAFETY: null where no root depends on a leaf; else a new tensor of ours.
+        // SAFETY: it is null if no root depends on the leaf, otherwise a new tensor that we own.
         true => Ok(made.into_iter().map(|t| (!t.is_null()).then(|| unsafe { Tensor::from_ptr(t.cast()) })).collect()),
         false => Err(shim_error()),
     }
 }
 
-/// Whether x's last dimension is a multiple of `n`, also where it is symbolic.
+/// True if x's last dimension is a multiple of `multiple_of`, even if it is symbolic.
 pub fn has_columns(x: &Tensor, multiple_of: i64) -> bool {
-    // SAFETY: the tensor outlives the call; an exception counts as no.
+    // SAFETY: the tensor outlives the call; an exception counts as false.
     unsafe { nfrs_has_columns(x.as_ptr().cast(), multiple_of) }
 }
 
-/// Numbers in a row of x, whose other sizes may be symbolic.
+/// Returns the width of x's rows; its other sizes may be symbolic.
 pub fn width(x: &Tensor) -> Result<i64> {
     let mut width = 0;
     // SAFETY: both outlive the call.
@@ -201,12 +202,12 @@ pub fn width(x: &Tensor) -> Result<i64> {
     }
 }
 
-/// While it lives, autograd records what this thread calls, or does not; then as before, which it holds.
+/// A guard that turns autograd's recording on or off for this thread, and restores the setting that it holds.
 pub struct Recording(c_int);
 
 impl Recording {
     pub fn set(on: bool) -> Self {
-        // SAFETY: it sets this thread's switch, and says how it was.
+        // SAFETY: it sets this thread's switch, and returns the old setting.
         Recording(unsafe { at_grad_set_enabled(on.into()) })
     }
 
@@ -217,7 +218,7 @@ impl Recording {
 
 impl Drop for Recording {
     fn drop(&mut self) {
-        // SAFETY: as above.
+        // SAFETY: see above.
         unsafe { at_grad_set_enabled(self.0) };
     }
 }
@@ -227,12 +228,12 @@ pub fn backward(roots: &[&Tensor], gradients: &[&Tensor]) -> Result<()> {
     run(roots, gradients, &[], false).map(drop)
 }
 
-/// The same from one root.
+/// Back-propagates from one root.
 pub fn backward_from(root: &Tensor, gradient: &Tensor) -> Result<()> {
     backward(&[root], &[gradient])
 }
 
-/// Makes `gradient` the tensor that backward passes add into: leaf.grad.
+/// Sets the tensor into which backward passes accumulate: leaf.grad.
 pub fn set_grad(leaf: &Tensor, gradient: &Tensor) -> Result<()> {
     // SAFETY: both tensors outlive the call; the leaf keeps its own reference to the gradient.
     match unsafe { nfrs_set_grad(leaf.as_ptr().cast(), gradient.as_ptr().cast()) } {

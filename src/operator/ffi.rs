@@ -1,4 +1,4 @@
-//! The border with the C++ shim: how tensors, errors and panics cross it.
+//! The boundary with the C++ shim: how it passes tensors, errors and panics.
 
 use crate::cuda::{self, Device, Readiness};
 use crate::error::{Error, Result};
@@ -19,7 +19,7 @@ pub fn keep(e: Error) {
     LAST.with(|last| *last.borrow_mut() = CString::new(text).expect("no NUL is left"));
 }
 
-/// A panic as an error, so that it unwinds neither into C++ nor into Python.
+/// Turns a panic into an error, so that it unwinds neither into C++ nor into Python.
 pub fn caught<T>(work: impl FnOnce() -> Result<T>) -> Result<T> {
     std::panic::catch_unwind(AssertUnwindSafe(work)).unwrap_or_else(|panic| match panic.downcast::<Error>() {
         Ok(e) => Err(*e),
@@ -27,7 +27,7 @@ pub fn caught<T>(work: impl FnOnce() -> Result<T>) -> Result<T> {
     })
 }
 
-/// Runs a kernel for C++: 0, or 1 with the message kept; 3 for what torch calls a NotImplementedError.
+/// Runs a kernel for C++. Returns 0, or 1 after storing the message, or 3 for torch's NotImplementedError.
 pub fn status(work: impl FnOnce() -> Result<()>) -> c_int {
     match caught(work) {
         Ok(()) => 0,
@@ -39,7 +39,7 @@ pub fn status(work: impl FnOnce() -> Result<()>) -> c_int {
     }
 }
 
-/// The same before a call: invalid arguments are 2, a ValueError.
+/// Returns the same before a call, or 2 for invalid arguments (a ValueError).
 pub fn status_of_plan(plan: impl FnOnce() -> Result<()>) -> c_int {
     let mut is_invalid = false;
     let status = status(|| plan().inspect_err(|e| is_invalid = matches!(e, Error::Invalid(_))));
@@ -50,7 +50,7 @@ pub fn status_of_plan(plan: impl FnOnce() -> Result<()>) -> c_int {
     }
 }
 
-/// declared.h's `Span`: an array of the other side's.
+/// The struct `Span` of declared.h: an array that the other side owns.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub struct Span<T> {
@@ -63,7 +63,7 @@ impl<T> Span<T> {
         Span { data: all.as_ptr(), length: all.len() }
     }
 
-    /// For good.
+    /// Leaks an array, so that C++ may keep it for ever.
     pub fn kept(all: Vec<T>) -> Self {
         Span::of(all.leak())
     }
@@ -78,20 +78,20 @@ impl<T> Span<T> {
     }
 }
 
-/// The C++ tensor behind a tch tensor, owned by whoever takes it.
+/// Converts a tch tensor into a C++ tensor that the caller owns.
 pub fn into_raw(t: tch::Tensor) -> *mut CTensor {
     let mut t = std::mem::ManuallyDrop::new(t);
     t.as_mut_ptr().cast()
 }
 
-/// What it said, without a stack of C++'s in the middle of it.
+/// Returns a panic's message without the C++ stack inside it.
 fn panic_text(panic: &(dyn std::any::Any + Send)) -> &str {
     let text = panic.downcast_ref::<String>().map(String::as_str).or(panic.downcast_ref::<&str>().copied());
     let text = text.unwrap_or("unknown");
     text.split("\\nException raised from").next().unwrap_or(text)
 }
 
-/// Whether kernels run on a CUDA device: 1, or 0 and -1 (they must, and cannot) with the reason kept.
+/// Returns 1 if kernels run on a CUDA device; otherwise, after storing the reason, 0 or, if they are required, -1.
 #[no_mangle]
 extern "C" fn nfrs_cuda_ready(device: Device) -> c_int {
     let mut ready = 1;
@@ -109,13 +109,13 @@ extern "C" fn nfrs_cuda_ready(device: Device) -> c_int {
     }
 }
 
-/// Whether tensors of the CPU take the CUDA kernels' way.
+/// True if CPU tensors are sent through the CUDA kernels.
 #[no_mangle]
 extern "C" fn nfrs_cuda_stand_in() -> bool {
     cuda::stand_in()
 }
 
-/// This thread's last message, for C++.
+/// Returns this thread's last message, for C++.
 #[no_mangle]
 extern "C" fn nfrs_rust_error() -> *const c_char {
     LAST.with(|last| last.borrow().as_ptr())
@@ -125,7 +125,7 @@ extern "C" {
     fn nfrs_last_error() -> *const c_char;
 }
 
-/// This thread's last message of the C++ side, without the C++ stack.
+/// Returns this thread's last error of the C++ side, without the C++ stack.
 pub fn shim_error() -> Error {
     // SAFETY: the shim returns a NUL-terminated thread-local string that lives until its next failing call.
     let text = unsafe { CStr::from_ptr(nfrs_last_error()) }.to_string_lossy().into_owned();
@@ -140,7 +140,7 @@ mod tests {
     fn what_a_panic_said_arrives() {
         let said = |work: fn() -> Result<()>| {
             assert_eq!(status(work), 1);
-            // SAFETY: a NUL-terminated string of this thread, which lives until its next failing call.
+            // SAFETY: it is a NUL-terminated string of this thread, which lives until the thread's next failing call.
             unsafe { CStr::from_ptr(nfrs_rust_error()) }.to_string_lossy().into_owned()
         };
         assert_eq!(said(|| panic!("plain")), "normformer_rs panicked: plain");
@@ -159,7 +159,7 @@ mod tests {
             crate::cpu::parallel::for_each(64, 1, |r| assert!(!r.contains(&63), "the last row"));
             Ok(())
         });
-        // SAFETY: as above.
+        // SAFETY: see above.
         let text = unsafe { CStr::from_ptr(nfrs_rust_error()) }.to_string_lossy().into_owned();
         assert_eq!((failed, text.as_str()), (1, "normformer_rs panicked: the last row"));
     }

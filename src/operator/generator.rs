@@ -1,4 +1,4 @@
-//! A generator of random numbers that nobody else draws from.
+//! A private random number generator.
 
 use super::ffi::shim_error;
 use crate::error::Result;
@@ -14,13 +14,13 @@ extern "C" {
     fn nfrs_draw(generator: *mut c_void, t: *const CTensor, is_normal: bool, from: f64, to: f64) -> bool;
 }
 
-/// A generator of the CPU's kind. Its numbers are those of torch's own after `torch.manual_seed` with the same seed, but
-/// no other thread of the process moves it.
+/// A CPU generator. Its numbers are those of torch's default generator after `torch.manual_seed` with the same seed,
+/// but no other thread of the process advances it.
 pub struct Generator(NonNull<c_void>);
 
 impl Generator {
     pub fn new(seed: u64) -> Result<Self> {
-        // SAFETY: no pointer goes in; the one that comes out is owned here.
+        // SAFETY: it takes no pointer; the returned one is owned here.
         NonNull::new(unsafe { nfrs_generator(seed) }).map(Generator).ok_or_else(shim_error)
     }
 
@@ -35,7 +35,7 @@ impl Generator {
 
 impl Drop for Generator {
     fn drop(&mut self) {
-        // SAFETY: made by nfrs_generator, and freed once.
+        // SAFETY: nfrs_generator created it, and it is freed once.
         unsafe { nfrs_free_generator(self.0.as_ptr()) }
     }
 }

@@ -1,8 +1,8 @@
-//! The operators: each declared in one file, registered with PyTorch's dispatcher by the C++ side, which knows none of
-//! them. This crate's kernels compute them on the CPU and GPUs, formulas elsewhere; Rust calls them through the
-//! dispatcher, differentiable, with no Python.
+//! The operators. Each is declared in one file and registered with PyTorch's dispatcher by the C++ side, which knows
+//! none of them. This crate's kernels compute them on the CPU and GPUs, and formulas elsewhere. Rust calls them through
+//! the dispatcher, with gradients and without Python.
 //!
-//! Nobody outside this module knows autograd's mechanics.
+//! No code outside this module deals with autograd's mechanics.
 
 mod adam;
 mod allocations;
@@ -51,7 +51,7 @@ use crate::cuda::{self, Program};
 use declare::Operator;
 use std::sync::{LazyLock, Once};
 
-/// Every operator, but for the backward ones.
+/// Every operator except the backward operators.
 static OPERATORS: LazyLock<Vec<Operator>> = LazyLock::new(|| {
     let norms = RowNormOp::all().iter().map(row_norm::operator);
     let steps = RowNormOp::all().iter().map(Some).chain([None]).map(residual::operator);
@@ -72,8 +72,8 @@ static OPERATORS: LazyLock<Vec<Operator>> = LazyLock::new(|| {
     norms.chain(steps).chain(columns).chain(others).collect()
 });
 
-/// Registers the operators with PyTorch; later calls do nothing. It must come before any call of an operator: the Python
-/// module does it as it is imported, and tests of Rust at their first call.
+/// Registers the operators with PyTorch; later calls do nothing. It must run before any operator is called: the Python
+/// module does so at import, and Rust tests at their first call.
 pub fn register() {
     static ONCE: Once = Once::new();
     ONCE.call_once(|| {
@@ -85,8 +85,8 @@ pub fn register() {
     });
 }
 
-/// (operator, kernel calls, composed calls) of every operator since the process started. One that has several forms is
-/// there as often.
+/// Returns (operator, kernel calls, composed calls) of every operator since the process started. An operator with
+/// several forms has several entries.
 pub fn counts() -> Vec<(&'static str, u64, u64)> {
     let counted = OPERATORS.iter().filter_map(|o| o.handle);
     counted
@@ -95,7 +95,7 @@ pub fn counts() -> Vec<(&'static str, u64, u64)> {
         .collect()
 }
 
-/// Every program of CUDA kernels.
+/// Returns every CUDA program.
 pub fn programs() -> Vec<&'static Program> {
     OPERATORS.iter().filter_map(|o| o.program).chain([&cuda::SUMS]).collect()
 }

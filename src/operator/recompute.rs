@@ -8,10 +8,10 @@ use tch::Tensor;
 
 struct CheckpointFn<F>(F);
 
-/// Runs `function` without recording its operations; its backward pass runs it again and differentiates that. The flag
-/// says that it has been run before, so that what happens once per training forward (statistics) does not happen twice.
+/// Runs `function` without recording its operations; the backward pass runs it again and differentiates that run. The
+/// flag tells the second run, so that updates that happen once per training forward (statistics) are not repeated.
 ///
-/// Parameters inside get their gradients added to `.grad`, as ever. One of the inputs must require a gradient.
+/// Gradients of parameters inside are added to `.grad`, as usual. At least one of the inputs must require a gradient.
 pub fn recomputed(
     inputs: &[&Tensor],
     function: impl Fn(Vec<Tensor>, bool) -> Result<Vec<Tensor>> + 'static,
@@ -37,7 +37,7 @@ impl<F: Fn(Vec<Tensor>, bool) -> Result<Vec<Tensor>>> Differentiable for Checkpo
         let outputs = (self.0)(inputs.iter().map(Tensor::shallow_clone).collect(), true)?;
         let both = outputs.iter().zip(&gradients).filter_map(|(t, g)| Some(t).zip(g.as_ref()));
         let (roots, given): (Vec<_>, Vec<_>) = both.unzip();
-        backward(&roots, &given)?; // adds to the parameters' gradients
+        backward(&roots, &given)?; // accumulates the parameters' gradients
         Ok(inputs.iter().map(|t| Some(t.grad()).filter(Tensor::defined)).collect())
     }
 }

@@ -1,4 +1,4 @@
-//! An operator's declaration as C++ gets it, with names resolved to indices. declared.h has the same structs.
+//! An operator's declaration in the form for C++, with names resolved to indices; declared.h has the same structs.
 
 use super::argument::{Argument, DtypeRule, FIXED, KEPT, LEADER, PLAIN};
 use super::declare::{Kernels, Operator};
@@ -23,7 +23,7 @@ impl ArgumentRow {
     }
 }
 
-/// Where an argument of a backward operator comes from.
+/// The source of a backward operator's argument.
 #[repr(C)]
 #[derive(Clone, Copy)]
 struct Origin {
@@ -32,10 +32,10 @@ struct Origin {
     only_for: i64,
 }
 
-/// arguments.h has room for as many.
+/// The number of entries for which arguments.h has room.
 const MOST_TOLD: usize = 2;
 
-// Its kinds.
+// The kinds of [`Origin`].
 const NOTHING: i32 = 0;
 const GRADIENT: i32 = 1;
 const ARGUMENT: i32 = 2;
@@ -71,7 +71,7 @@ struct Op {
     handle: *const c_void,
 }
 
-// declared.h's flags of an operator.
+// The flags of an operator in declared.h.
 const ON_CPU: u32 = 1;
 const ON_GPU: u32 = 2;
 const COMPOSED: u32 = 4;
@@ -84,26 +84,26 @@ extern "C" {
     fn nfrs_define(op: *mut Op) -> bool;
 }
 
-/// Text for C++, for good.
+/// Leaks a text, so that C++ may keep it for ever.
 fn kept(text: &str) -> *const c_char {
     CString::new(text).expect("declarations have no NUL").into_raw()
 }
 
-/// An argument, as a schema has it.
+/// An argument in a schema.
 pub(super) struct Formal<'a> {
     pub name: &'a str,
-    /// A float's default. None: it has none, or is no float.
+    /// The default of a float argument; `None` if it has none or is no float.
     pub default: Option<f64>,
     is_tensor: bool,
     is_list: bool,
     is_written: bool,
 }
 
-/// A declaration beside its schema.
+/// A declaration with its parsed schema.
 pub(super) struct Declared<'a> {
     operator: &'a Operator,
     pub formals: Vec<Formal<'a>>,
-    /// Tensor arguments, and their places in the schema; and those that are lists of tensors.
+    /// The tensor arguments with their indices in the schema, and the arguments that are lists of tensors.
     pub table: Vec<(&'a Argument, usize)>,
     lists: Vec<(&'a Argument, usize)>,
 }
@@ -144,7 +144,7 @@ impl<'a> Declared<'a> {
         }
     }
 
-    /// What types and devices are compared with, and its place in the schema.
+    /// Returns the tensor with which types and devices are compared, and its index in the schema.
     pub fn leader(&self) -> Result<(&'a Argument, usize)> {
         let found = self.table.iter().find(|(argument, _)| argument.is & LEADER != 0);
         found.map_or_else(|| self.wrong("has no leader"), |(argument, place)| Ok((*argument, *place)))
@@ -154,7 +154,7 @@ impl<'a> Declared<'a> {
         Err(Error::Torch(format!("{} {what}", self.operator.name())))
     }
 
-    /// The place of an argument in the schema, if it has one.
+    /// Returns the index of an argument in the schema, if it has one.
     pub fn place(&self, name: &str) -> Option<usize> {
         self.formals.iter().position(|a| a.name == name)
     }
@@ -164,23 +164,23 @@ impl<'a> Declared<'a> {
         found.map_or_else(|| self.wrong(format!("has no argument {name}")), Ok)
     }
 
-    /// The place of a tensor argument in the table.
+    /// Returns the index of a tensor argument in the table.
     fn row(&self, name: &str) -> Option<usize> {
         self.table.iter().position(|(a, _)| a.name == name)
     }
 
-    /// The place of an output.
+    /// Returns the index of an output.
     pub fn output(&self, name: &str) -> Option<usize> {
         self.operator.outputs.iter().position(|a| a.name == name)
     }
 
-    /// The place of the argument of a kind, or -1.
+    /// Returns the index of the argument of a kind, or -1.
     fn only(&self, kind: DtypeRule) -> Result<i64> {
         let found = self.operator.arguments.iter().find(|a| a.dtype == kind);
         found.map_or(Ok(-1), |a| Ok(self.argument(a.name)? as i64))
     }
 
-    /// What C++ reads, but for the derivative.
+    /// Returns the declaration for C++, without the derivative.
     fn op(&self) -> Result<Op> {
         let o = self.operator;
         let leader = self.table.iter().position(|(a, _)| a.is & LEADER != 0);
@@ -222,13 +222,13 @@ impl<'a> Declared<'a> {
         })
     }
 
-    /// Where the arguments of the backward operator `b` come from, by their names, and where its outputs go.
+    /// Adds the sources of the backward operator's arguments, by name, and the destinations of its outputs.
     fn connected(&self, b: &Declared) -> Result<Op> {
         let (mut op, mut back) = (self.op()?, b.op()?);
         let (mut sources, mut saved) = (vec![], vec![]);
         let mut has_gradient = vec![0; self.operator.outputs.len()];
         let mut plain: Vec<u8> = self.formals.iter().map(|a| u8::from(!a.is_tensor)).collect();
-        // The formula needs everything.
+        // The formula needs all arguments.
         let mut is_kept = vec![self.operator.double_backward.is_none(); plain.len()];
         for a in &b.formals {
             let gradient = a.name.strip_prefix('d').and_then(|name| self.output(name));
@@ -309,7 +309,7 @@ pub fn register(operator: &'static Operator) -> Result<()> {
         }
         None => declared.op()?,
     };
-    // SAFETY: the row stays for good, and so do the operator and all that the row points to.
+    // SAFETY: the row is leaked, and so are the operator and everything to which the row points.
     match unsafe { nfrs_define(Box::into_raw(Box::new(op))) } {
         true => Ok(()),
         false => Err(shim_error()),
@@ -342,9 +342,9 @@ mod tests {
         let (f, b) = (forward(vec![leader("x", "*d"), parameter("w")], ""), backward("p", "dw"));
         let op = Declared::new(&f).unwrap().connected(&Declared::new(&b).unwrap()).unwrap();
         assert_eq!((op.n_args, op.p, op.dtype), (3, 2, -1));
-        // SAFETY: they were made for good.
+        // SAFETY: they were leaked.
         let (back, saved) = unsafe { (&*op.backward, op.saved.get()) };
-        // SAFETY: as above.
+        // SAFETY: see above.
         let (sources, results) = unsafe { (back.sources.get(), back.results.get()) };
         let places = |all: &[Origin]| all.iter().map(|s| (s.kind, s.index)).collect::<Vec<_>>();
         assert_eq!(places(sources), [(GRADIENT, 0), (ARGUMENT, 0), (OUTPUT, 1), (ARGUMENT, 2)]);

@@ -12,7 +12,7 @@ use tch::Tensor;
 static FORWARD: Handle = Handle::new("relu_dropout");
 static BACKWARD: Handle = Handle::new("relu_dropout_backward");
 
-/// drop(max(x, 0)) through the dispatcher. `seed` is int64 (seed, update, micro-batch), needed where p > 0.
+/// Computes drop(max(x, 0)) through the dispatcher. `seed` is int64 (seed, update, micro-batch), required if p > 0.
 pub fn relu_dropout(x: &Tensor, p: f64, seed: Option<&Tensor>, site: i64) -> Result<Tensor> {
     let p = if seed.is_some() { p } else { 0.0 };
     let [y] = FORWARD.call(&values![x, p, seed, site])?;
@@ -56,11 +56,11 @@ pub(super) fn operator() -> Operator {
             let [dy, y, p] = call.arguments();
             let (dy, y) = (dy.required(), y.required());
             let kept = dy.f_mul_scalar(1.0 / (1.0 - p.float()))?;
-            // Elsewhere y is 0, or a NaN, which is one of the gradient.
+            // Elsewhere y is 0, or NaN, which the gradient then is too.
             Ok(vec![Some(kept.f_where_self(&y.f_gt(0.0)?, &y)?)])
         }),
     )
-    // Piecewise constant in x: where y is not zero it is the kept scale, which the kernel reads off.
+    // The function is piecewise linear in x: where y is not zero its slope is the kept scale, which the kernel returns.
     .double_backward(|call| {
         let ([_, p, ..], [y]) = (call.arguments::<4>(), call.outputs());
         let y = y.required();

@@ -13,7 +13,7 @@ use crate::kernel::view::View;
 use crate::norm::operators::RowNormOpSpec;
 use tch::{Kind, Tensor};
 
-/// The step without a norm.
+/// The handle of the step without a norm.
 static HANDLE: Handle = Handle::new("residual");
 
 /// The arguments of a residual step, x⁺ = α⊙x + β⊙drop(f). A gain is a scalar or one number per column; `None` is 1.
@@ -22,20 +22,20 @@ pub struct Step<'a> {
     pub f: &'a Tensor,
     pub alpha: Option<&'a Tensor>,
     pub beta: Option<&'a Tensor>,
-    /// Dropout on f; without a seed nothing is dropped.
+    /// The dropout rate of f; without a seed nothing is dropped.
     pub p: f64,
     pub seed: Option<&'a Tensor>,
     pub site: i64,
 }
 
 impl Step<'_> {
-    /// x⁺ in x's dtype.
+    /// Returns x⁺ in x's dtype.
     pub fn add(&self) -> Result<Tensor> {
         let [x_plus, ..] = self.call(&HANDLE, [None, None], [Some(0.0.into()), None], None)?;
         Ok(x_plus)
     }
 
-    /// (x⁺ in x's dtype, N(x⁺) in `kind`).
+    /// Returns (x⁺ in x's dtype, N(x⁺) in `kind`).
     pub fn then_norm(&self, norm: &BoundRowNorm, kind: Kind) -> Result<(Tensor, Tensor)> {
         let parameters = [norm.weight.as_ref(), norm.bias.as_ref()];
         let [x_plus, y, _] = self.call(&norm.operator.residual, parameters, norm.extra(), Some(scalar_type(kind)))?;
@@ -64,7 +64,7 @@ fn kind_of(scalar_type: i64) -> Kind {
         .expect("the operator's table lets floating types through alone")
 }
 
-/// drop(x): the step with α = 0.
+/// Computes drop(x), as the step with α = 0.
 pub fn dropout(x: Tensor, p: f64, seed: Option<&Tensor>, site: i64) -> Result<Tensor> {
     if p == 0.0 || seed.is_none() {
         return Ok(x);
@@ -75,7 +75,7 @@ pub fn dropout(x: Tensor, p: f64, seed: Option<&Tensor>, site: i64) -> Result<Te
 
 // ---- the operators ----
 
-/// The step with a norm after it, or without.
+/// Declares the step with a norm after it, or without.
 pub(super) fn operator(norm: Option<&'static RowNormOp>) -> Operator {
     let kernels = norm.map(|o| o.kernels);
     let row_kernel = kernels.map_or(&NO_NORM, |k| &k.kernel);
@@ -121,7 +121,7 @@ pub(super) fn operator(norm: Option<&'static RowNormOp>) -> Operator {
         };
         let [x, f, alpha, beta, weight, bias] = [x, f, alpha, beta, weight, bias].map(|v| v.view);
         let ((eps, numbers), draw) = (extra(given), draw(call, [p, seed, site]));
-        // None without a norm.
+        // y is absent without a norm.
         let y = if norm.is_some() { y.view } else { View::ABSENT };
         let (x_plus, stats) = (x_plus.view, stats.view);
         let views = RowViews { x, f, alpha, beta, weight, bias, numbers, x_plus, y, stats, eps, order: None, draw };
@@ -172,7 +172,7 @@ pub(super) fn operator(norm: Option<&'static RowNormOp>) -> Operator {
                 return Err(Error::invalid("residual_backward: without a norm there is no y, and dy must be absent"));
             }
             check_dropout(&backward, p, seed)?;
-            // Where dx and df are the same numbers autograd hands dx to both: a pass over memory less.
+            // If dx and df are equal, autograd passes dx to both, which saves a pass over memory.
             if p.float() == 0.0 && alpha.is_none() && beta.is_none() && x_plus.dtype == f.dtype {
                 call.leave_out(1);
             }
@@ -204,7 +204,7 @@ pub(super) fn operator(norm: Option<&'static RowNormOp>) -> Operator {
     .counted(norm.map_or(&HANDLE, |o| &o.residual))
 }
 
-/// With g = dx⁺ + the norm's gradient at x⁺: dx = α⊙g, df = β⊙mask⊙g, and the sums of what α and β have multiplied.
+/// Computes, with g = dx⁺ + the norm's gradient at x⁺, dx = α⊙g, df = β⊙mask⊙g, and the sums for α's and β's gradients.
 fn gradients(norm: Option<&RowNormOpSpec>, call: &Call) -> Result<Vec<Option<Tensor>>> {
     let [dx_plus, dy, x_plus, x, f, alpha, beta, weight, bias, _, extra @ .., p, seed, site] = call.all() else {
         unreachable!("the schema has these")

@@ -13,7 +13,7 @@ use crate::norm::ROW_NORMS;
 use std::sync::LazyLock;
 use tch::Tensor;
 
-/// A row norm as an operator, and with a residual step before it as another.
+/// The operators of a row norm: alone, and with a residual step before it.
 pub struct RowNormOp {
     pub kernels: &'static RowNormOpSpec,
     handle: Handle,
@@ -21,7 +21,7 @@ pub struct RowNormOp {
 }
 
 impl RowNormOp {
-    /// Those of [`ROW_NORMS`], at the same places.
+    /// Returns the operators of [`ROW_NORMS`], at the same indices.
     pub(super) fn all() -> &'static [RowNormOp] {
         static ALL: LazyLock<Vec<RowNormOp>> = LazyLock::new(|| {
             let operator = |kernels: &&'static RowNormOpSpec| RowNormOp {
@@ -34,13 +34,13 @@ impl RowNormOp {
         &ALL
     }
 
-    /// The operator of these kernels, for who will call it often.
+    /// Returns the operator of these kernels; callers keep it for many calls.
     pub fn of(kernels: &'static RowNormOpSpec) -> &'static Self {
         let found = Self::all().iter().find(|o| std::ptr::eq(o.kernels, kernels));
         found.expect("every norm with row kernels is in ROW_NORMS")
     }
 
-    /// N(x) through the dispatcher: differentiable, on any device. Of a norm without a curve.
+    /// Computes N(x) through the dispatcher, differentiable, on any device. The norm must not be a curve.
     pub fn call(&self, x: &Tensor, weight: Option<&Tensor>, bias: Option<&Tensor>, eps: f64) -> Result<Tensor> {
         let [y, _stats] = self.handle.call(&values![x, weight, bias, eps])?;
         Ok(y)
@@ -52,20 +52,20 @@ pub struct BoundRowNorm {
     pub operator: &'static RowNormOp,
     pub weight: Option<Tensor>,
     pub bias: Option<Tensor>,
-    /// A curve's.
+    /// The learned numbers of a curve.
     pub numbers: Vec<Tensor>,
     pub eps: f64,
 }
 
 impl BoundRowNorm {
-    /// N(x), as [`RowNormOp::call`].
+    /// Computes N(x), like [`RowNormOp::call`].
     pub fn call(&self, x: &Tensor) -> Result<Tensor> {
         let affine = values![x, self.weight.as_ref(), self.bias.as_ref()];
         let [y, _stats] = with_extra(&affine, self.extra(), &[], |all| self.operator.handle.call(all))?;
         Ok(y)
     }
 
-    /// The norm's own arguments: a curve's numbers, or ε.
+    /// Returns the norm's own arguments: a curve's numbers, or ε.
     pub(super) fn extra(&self) -> [Option<Value>; NUMBERS] {
         match self.numbers.first() {
             None => [Some(self.eps.into()), None],
@@ -74,7 +74,7 @@ impl BoundRowNorm {
     }
 }
 
-/// Calls `f` with `before`, a norm's own arguments, and `after`, in a row.
+/// Calls `f` with `before`, a norm's own arguments, and `after`, in one list.
 pub(super) fn with_extra<T>(
     before: &[Value],
     extra: [Option<Value>; NUMBERS],
@@ -90,16 +90,16 @@ pub(super) fn with_extra<T>(
     f(&all[..count])
 }
 
-/// How an operator declares a norm's own arguments: ε, or a curve's numbers. Row norms' schemas differ in nothing else.
+/// The declaration of a norm's own arguments: ε, or a curve's numbers. Row norms' schemas differ only in these.
 pub(super) struct ExtraArgs {
-    /// As in the schema, "float eps".
+    /// Their text in the schema, such as "float eps".
     pub schema: String,
     pub arguments: Vec<Argument>,
     pub gradients: Vec<Argument>,
 }
 
 impl ExtraArgs {
-    /// `prefix` keeps the names of numbers apart from those of the operator's other arguments.
+    /// `prefix` distinguishes the names of the numbers from those of the operator's other arguments.
     pub fn of(k: Option<&RowNormOpSpec>, prefix: &str) -> Self {
         let names = k.map_or(&[][..], |k| k.numbers);
         if names.is_empty() {
@@ -114,13 +114,13 @@ impl ExtraArgs {
         }
     }
 
-    /// The results' types in the schema: `before` tensors and the gradients.
+    /// Returns the result types in the schema: `before` tensors and the gradients.
     pub fn results(&self, before: usize) -> String {
         format!("({})", vec!["Tensor"; before + self.gradients.len()].join(", "))
     }
 }
 
-/// What a call has of them: ε, and the numbers.
+/// Reads a norm's own arguments in a call: ε, and the numbers.
 pub(super) fn extra(given: &[Value]) -> (f64, [View; NUMBERS]) {
     match given {
         [only] if only.view.is_absent() => (only.float(), [View::ABSENT; NUMBERS]),
@@ -128,12 +128,12 @@ pub(super) fn extra(given: &[Value]) -> (f64, [View; NUMBERS]) {
     }
 }
 
-/// The views of at most two values.
+/// Returns the views of at most two values.
 pub(super) fn views(given: &[Value]) -> [View; NUMBERS] {
     std::array::from_fn(|i| given.get(i).map_or(View::ABSENT, |v| v.view))
 }
 
-/// y by the composed form, from x, weight, bias and a norm's own arguments.
+/// Computes y in the composed form, from x, weight, bias and a norm's own arguments.
 pub(super) fn composed(k: &RowNormOpSpec, x: &Tensor, [weight, bias]: [&Value; 2], extra: &[Value]) -> Result<Tensor> {
     let numbers: Vec<Tensor> = extra.iter().filter_map(Value::tensor).collect();
     let eps = if numbers.is_empty() { extra[0].float() } else { 0.0 };
@@ -144,7 +144,7 @@ pub(super) fn composed(k: &RowNormOpSpec, x: &Tensor, [weight, bias]: [&Value; 2
     k.composed(x, (weight.as_ref(), bias.as_ref()), eps, &numbers)
 }
 
-/// Gradients of [`composed`]: of x, weight and bias, where they are there, and of the norm's own numbers.
+/// Returns the gradients of [`composed`] for x, for weight and bias if given, and for the norm's own numbers.
 pub(super) fn composed_gradients(
     k: &RowNormOpSpec,
     dy: &Tensor,
@@ -168,7 +168,7 @@ pub(super) fn composed_gradients(
     Ok(all.iter().map(|t| t.as_ref().and_then(|_| found.next().flatten())).collect())
 }
 
-/// Without ε, which has no gradient.
+/// Drops the gradient of ε, which has none.
 pub(super) fn gradients_of_outputs(k: &RowNormOpSpec, all: Vec<Option<Tensor>>) -> Result<Vec<Option<Tensor>>> {
     Ok(all.into_iter().take(3 + k.numbers.len()).collect())
 }
@@ -223,7 +223,7 @@ pub(super) fn operator(o: &'static RowNormOp) -> Operator {
             };
             let ((eps, numbers), dnumbers) = (extra(given), views(dnumbers));
             let (dweight, dbias) = (dweight.view, dbias.view);
-            // On a GPU a variant of the kernels is for norms with this bias, or without.
+            // A GPU's kernels have one variant for norms with this bias, and one without.
             let alone = RowViews::alone(x.view, weight.view, stats.view, eps);
             let views = RowViews { bias: dbias, numbers, ..alone };
             let gradients = RowGradients { dweight, dbias, dnumbers, ..RowGradients::alone(dy.view, dx.view) };

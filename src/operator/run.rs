@@ -1,4 +1,4 @@
-//! A stage of a call, as C++ asks for it: plan, kernel, formula, gradients. Kernels of a GPU run where they are proven.
+//! The stages of a call that C++ asks for: plan, kernel, formula, gradients. A GPU's kernels run only once proven.
 
 use super::call::Call;
 use super::declare::Operator;
@@ -11,26 +11,26 @@ use crate::error::{Error, Result};
 use crate::host::CTensor;
 use std::ffi::{c_int, c_void};
 
-/// What ran, of the kernels.
+/// The outcome of a kernel stage.
 enum Ran {
     Kernel,
-    /// They are wrong on this device: the formula must run. What users are to be told, the first time.
+    /// The kernels are wrong on this device, so the formula must run. The first time, this holds a warning for users.
     Refused(Option<String>),
 }
 
-// What `nfrs_run` answers of kernels that are wrong: silently, and with a warning that is kept.
+// Results of `nfrs_run` for wrong kernels: without a warning, and with one that is stored.
 const REFUSED: c_int = 4;
 const REFUSED_NOW: c_int = 5;
 
-// declared.h's `Stage`; the fourth is gradients.
+// The enum `Stage` of declared.h; its fourth value is gradients.
 const PLAN: c_int = 0;
 const KERNEL: c_int = 1;
 const FORMULA: c_int = 2;
 
-/// Runs a stage of a call for C++; `made` has room for what the stage makes.
+/// Runs a stage of a call for C++; `made` has room for the stage's results.
 #[no_mangle]
 unsafe extern "C" fn nfrs_run(operator: *const c_void, stage: c_int, call: &Call, made: *mut *mut CTensor) -> c_int {
-    // SAFETY: C++ hands back what it was given when the operator was registered.
+    // SAFETY: C++ passes back the pointer that it got when the operator was registered.
     let operator = unsafe { &*operator.cast::<Operator>() };
     match stage {
         PLAN => operator.plan.as_ref().map_or(0, |plan| status_of_plan(|| plan(call))),
@@ -55,7 +55,7 @@ unsafe extern "C" fn nfrs_run(operator: *const c_void, stage: c_int, call: &Call
         _ => status(|| {
             let all = if stage == FORMULA { operator.run_formula(call)? } else { operator.gradients_again(call)? };
             for (i, t) in all.into_iter().enumerate() {
-                // SAFETY: as said above.
+                // SAFETY: see above.
                 unsafe { *made.add(i) = t.map_or(std::ptr::null_mut(), into_raw) };
             }
             Ok(())
@@ -63,7 +63,7 @@ unsafe extern "C" fn nfrs_run(operator: *const c_void, stage: c_int, call: &Call
     }
 }
 
-/// Runs kernels that are known to be right on this device. What is not known is proven first.
+/// Runs kernels that are proven on this device, after proving those that are unknown.
 fn run_proven(operator: &Operator, call: &Call, device: Device) -> Result<Ran> {
     match verdict::admitted(|| operator.run_kernel(call)) {
         Ok(done) => return done.map(|()| Ran::Kernel),
@@ -71,7 +71,7 @@ fn run_proven(operator: &Operator, call: &Call, device: Device) -> Result<Ran> {
         Err(Refusal::Unknown) => (),
     }
     if !proof::is_possible(operator, call)? || cuda::is_capturing(device)? {
-        // There is nothing to compare with, or nothing may be compared now.
+        // There is nothing to compare with, or comparing is impossible now.
         return verdict::launched(|| operator.run_kernel(call)).0.map(|()| Ran::Kernel);
     }
     if let Some(wrong) = proof::prove(operator, call, device) {

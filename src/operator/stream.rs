@@ -1,4 +1,4 @@
-//! Streams of a device.
+//! CUDA streams.
 
 use super::ffi::shim_error;
 use crate::error::Result;
@@ -6,7 +6,7 @@ use std::ffi::{c_int, c_void};
 use std::marker::PhantomData;
 use std::ptr::NonNull;
 
-/// A stream of a CUDA device beside its current one, out of torch's.
+/// A stream of a CUDA device other than its current one, from torch's pool.
 pub struct SideStream {
     device: c_int,
     number: i64,
@@ -15,22 +15,22 @@ pub struct SideStream {
 impl SideStream {
     pub fn of(device: usize) -> Result<Self> {
         let device = device as c_int;
-        // SAFETY: plain numbers.
+        // SAFETY: it takes plain numbers.
         match unsafe { nfrs_side_stream(device) } {
             0 => Err(shim_error()),
             number => Ok(SideStream { device, number }),
         }
     }
 
-    /// Makes it this thread's current stream, and its device the current one, for as long as the result lives.
+    /// Makes it this thread's current stream, and its device the current one, as long as the returned guard lives.
     pub fn enter(&self) -> Result<StreamGuard<'_>> {
-        // SAFETY: torch's streams stay; what comes back is this guard's own.
+        // SAFETY: torch's streams are never freed; the returned pointer belongs to this guard.
         let guard = NonNull::new(unsafe { nfrs_stream_enter(self.device, self.number) }).ok_or_else(shim_error)?;
         Ok(StreamGuard { guard, stream: PhantomData })
     }
 }
 
-/// While it lives a stream is the thread's current one; then stream and device are what they were.
+/// A guard during which a stream is the thread's current one; its drop restores the old stream and device.
 pub struct StreamGuard<'a> {
     guard: NonNull<c_void>,
     stream: PhantomData<&'a SideStream>,
@@ -38,7 +38,7 @@ pub struct StreamGuard<'a> {
 
 impl Drop for StreamGuard<'_> {
     fn drop(&mut self) {
-        // SAFETY: made by nfrs_stream_enter in this thread (a pointer keeps it from leaving), and nobody else's.
+        // SAFETY: nfrs_stream_enter created it in this thread (a pointer keeps it there), and nobody else uses it.
         unsafe { nfrs_stream_leave(self.guard.as_ptr()) }
     }
 }

@@ -1,4 +1,4 @@
-//! Numbers that travel between host and device without anybody waiting.
+//! Asynchronous transfers between host and device.
 
 use super::call::values;
 use super::engine::Handle;
@@ -9,8 +9,8 @@ use std::ffi::{c_int, c_void};
 use std::ptr::NonNull;
 use tch::{Device, Tensor};
 
-/// Numbers of the host on a device, copied when its stream comes to it: from pinned memory, which torch's allocator keeps
-/// until the copy is done.
+/// Copies numbers of the host to a device, in stream order, from pinned memory that torch's allocator keeps until the
+/// copy is done.
 pub fn upload(numbers: &[u8], device: Device) -> Result<Tensor> {
     static PIN: Handle = Handle::of_torch("aten::pin_memory");
     let host = Tensor::f_from_slice(numbers)?;
@@ -23,23 +23,23 @@ pub fn upload(numbers: &[u8], device: Device) -> Result<Tensor> {
     }
 }
 
-/// Numbers copied from a device to the host, not yet there. Reading waits until the stream has come so far, and no
-/// farther: what was put on it since goes on.
+/// Numbers on their way from a device to the host. Reading waits until the stream has reached the copy, but not for
+/// work that was put on the stream later.
 pub struct Pending {
     host: Tensor,
-    /// None where they were there.
+    /// The event after the copy; `None` if the numbers were on the host already.
     arrived: Option<Event>,
 }
 
-/// What is on a CUDA device's current stream up to now.
+/// An event on a CUDA device's current stream.
 struct Event(NonNull<c_void>);
 
 impl Pending {
-    /// Sets the numbers on their way.
+    /// Starts the copy.
     pub fn of(t: &Tensor) -> Result<Self> {
         let host = t.f_to_device_(Device::Cpu, t.kind(), true, false)?;
         let arrived = match t.device() {
-            // SAFETY: the event that comes back is this one's own.
+            // SAFETY: the returned event belongs to this value.
             Device::Cuda(device) => {
                 Some(Event(NonNull::new(unsafe { nfrs_event(device as c_int) }).ok_or_else(shim_error)?))
             }
@@ -48,7 +48,7 @@ impl Pending {
         Ok(Pending { host, arrived })
     }
 
-    /// The numbers, once they have arrived.
+    /// Returns the numbers once they have arrived.
     pub fn read(&self) -> Result<Vec<f64>> {
         // SAFETY: the event is alive.
         if self.arrived.as_ref().is_some_and(|event| !unsafe { nfrs_event_wait(event.0.as_ptr()) }) {
@@ -60,7 +60,7 @@ impl Pending {
 
 impl Drop for Event {
     fn drop(&mut self) {
-        // SAFETY: made by nfrs_event, and nobody else's.
+        // SAFETY: nfrs_event created it, and nobody else uses it.
         unsafe { nfrs_event_free(self.0.as_ptr()) }
     }
 }

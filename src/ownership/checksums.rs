@@ -1,17 +1,17 @@
-//! Length and CRC-32 of the files that decide a run's weights, in `checksums.txt` beside them.
+//! The length and CRC-32 of the files that determine a run's weights, in `checksums.txt` beside them.
 //!
-//! It is written before them: a folder with it and without a config holds a run that was stopped while it began.
+//! It is written before them: a folder that has it but no config holds a run that was stopped while it began.
 
 use super::{CHECKSUMS, LISTED};
 use crate::atomic::{self, Digest};
 use crate::error::{Error, Result};
 use std::path::Path;
 
-/// Lines of four names take some hundred bytes.
+/// The largest size of the file in bytes; four lines take some hundred.
 const MOST: u64 = 64 << 10;
 const OF_ITSELF: &str = "of the lines above";
 
-/// The text of [`CHECKSUMS`]: a line `CRC-32 bytes name` for each file, and the CRC-32 of these lines.
+/// Returns the text of [`CHECKSUMS`]: a line `CRC-32 bytes name` for each file, then the CRC-32 of these lines.
 pub fn text(files: &[(&str, String)]) -> String {
     let line = |(name, text): &(&str, String)| {
         let Digest { bytes, crc32 } = Digest::of(text.as_bytes());
@@ -21,14 +21,14 @@ pub fn text(files: &[(&str, String)]) -> String {
     format!("{lines}{:08x} {OF_ITSELF}\n", Digest::of(lines.as_bytes()).crc32)
 }
 
-/// Compares the files of a run with its checksums; runs of earlier versions have none.
+/// Compares a run's files with its checksums; runs of earlier versions have no checksums and pass.
 ///
 /// # Errors
 /// A file is missing or damaged: the message names it and says what to do.
 pub fn check(folder: &Path) -> Result<()> {
     for (name, expected) in read(folder)?.unwrap_or_default() {
         let path = folder.join(&name);
-        // A file that is longer than listed is damaged whatever its bytes; it is read no further.
+        // A file longer than listed is damaged, so no more than the listed length is read.
         let found = match atomic::read(&path, expected.bytes) {
             Ok(Some(bytes)) => Digest::of(&bytes),
             Ok(None) => return Err(damaged(&path, "it is missing".into())),
@@ -43,7 +43,7 @@ pub fn check(folder: &Path) -> Result<()> {
     Ok(())
 }
 
-/// The files that a run lists, [`CHECKSUMS`] too; none without a whole [`CHECKSUMS`].
+/// Returns the files that a run lists, and [`CHECKSUMS`] itself; empty without a complete [`CHECKSUMS`].
 pub fn listed(folder: &Path) -> Vec<String> {
     match read(folder) {
         Ok(Some(files)) => files.into_iter().map(|(name, _)| name).chain([CHECKSUMS.to_string()]).collect(),

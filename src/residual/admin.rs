@@ -1,8 +1,8 @@
-//! Admin: `x⁺ = N(ω⊙x + F(x))`, ω set so that early branches do not drown (Liu et al. 2020; admin-torch).
+//! Admin: `x⁺ = N(ω⊙x + F(x))`, with ω set so that early branches keep their share (Liu et al. 2020; admin-torch).
 
 use super::{Gain, LayerContext, Learned, ResidualSpec, Scheme, StackSpec};
 
-/// Name, equation and source of what gives ω its first values.
+/// The name, equation and source of the profiling that initialises ω.
 pub const PROFILING: [&str; 3] = [
     "admin's profiling",
     "one training batch with dropout; down each stack, with r = 1 at first: ω ← r, r ← √(Var(ω⊙x) + Var(F(x)))",

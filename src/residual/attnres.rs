@@ -10,16 +10,18 @@ use crate::options::{at_least_one, option_spec, AnyOption, Options};
 use crate::parametrisation::SumsOver;
 
 choice! {
-    /// What attnres sums up: outputs, or outputs over their root mean squares.
+    /// The form of the sum in attnres: plain outputs, or outputs divided by their root mean squares.
     pub enum AttnResForm ("attnres_form") { Plain = "plain", Normed = "normed" }
 }
 
 option_spec! {
-    /// Sublayers whose outputs attnres adds up to one that later ones attend to; 1: all are attended to one by one.
+    /// Number of sublayers whose outputs attnres adds up to one that later ones attend to; with 1 they attend to each
+    /// output.
     BLOCK ("attnres_block"): i64 = 1, at_least_one;
-    /// Whether attnres sums up outputs (plain), or outputs over their root mean squares by scores over √d (normed).
+    /// Form of attnres: sum outputs (plain), or outputs over their root mean squares by scores over √d (normed).
     FORM ("attnres_form"): AttnResForm = AttnResForm::Plain;
-    /// Queries by which attnres' normed form reads what self-attention gets: 1, or 3, for q, k and v each its own.
+    /// Number of queries with which attnres' normed form reads the input of self-attention: 1, or 3 for separate ones
+    /// for q, k and v.
     QUERIES ("attnres_queries"): i64 = 1, one_or_three;
 }
 

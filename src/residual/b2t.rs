@@ -1,8 +1,8 @@
-//! Bottom-to-top: PostNorm whose last sublayer of a layer adds the layer's input, too (Takase et al. 2023).
+//! Bottom-to-top: PostNorm in which a layer's last sublayer also adds the layer's input (Takase et al. 2023).
 
 use super::{postnorm::POSTNORM, Change, Gain, LayerContext, ResidualSpec, Scheme, StackSpec};
 
-/// What the layer's input is kept under.
+/// The name under which the layer's input is kept.
 const INPUT: &str = "layer_input";
 
 pub static B2T: Scheme = Scheme {

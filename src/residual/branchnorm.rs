@@ -4,9 +4,9 @@ use super::{Gain, Growth, GrowthCurve, LayerContext, ResidualSpec, Scheme, Stack
 use crate::options::{not_negative, option_spec, AnyOption};
 
 option_spec! {
-    /// T of branchnorm: α_t = min(1, t/T) reaches 1 at this update.
+    /// Update T at which branchnorm's α_t = min(1, t/T) reaches 1.
     STEPS ("branchnorm_steps"): i64 = 4000, not_negative;
-    /// How branchnorm's α grows.
+    /// Curve by which branchnorm's α grows.
     GROWTH ("branchnorm_growth"): GrowthCurve = GrowthCurve::Linear;
 }
 

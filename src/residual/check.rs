@@ -1,4 +1,4 @@
-//! What a declaration must be, before anything is built of it: names, widths, shapes, and what is read of what was left.
+//! Checks of a declaration before it is built: names, widths, shapes, and reads of kept tensors.
 
 use super::{Change, ExtraStream, Gain, LayerContext, LayerSpec, Learned, Mixing, NormAt, Point, StackSpec, Sublayer};
 use super::{DepthWeights, Dynamic, FirstValue, Gates, ResidualSpec};
@@ -11,7 +11,7 @@ type CheckResult = std::result::Result<(), String>;
 const TAKEN: [&str; 9] =
     ["linear1", "linear2", "linear3", "self_attn", "multihead_attn", "activation", "dropout", "layers", "t"];
 
-/// Refuses, by what is wrong with it, what cannot be built in the place's stack.
+/// Returns an error that describes what cannot be built in the place's stack.
 pub fn check(layers: &[LayerSpec], stack: &StackSpec, first: &LayerContext) -> CheckResult {
     let wanted = first.layers() as usize;
     let name = first.stack.name();
@@ -34,15 +34,15 @@ pub fn check(layers: &[LayerSpec], stack: &StackSpec, first: &LayerContext) -> C
     walk.changes("the stack's end", &stack.end, d, None)
 }
 
-/// What has been declared up to a place.
+/// The declarations seen up to a place.
 struct Walk<'a> {
     first: &'a LayerContext<'a>,
     stack: &'a StackSpec,
-    /// Widths of what was left, by name.
+    /// The widths of kept tensors, by name.
     kept: BTreeMap<String, i64>,
-    /// Of one owner's norms.
+    /// The names of one owner's norms.
     names: BTreeSet<String>,
-    /// Of one owner.
+    /// The parameters of one owner.
     parameters: BTreeMap<String, Learned>,
 }
 
@@ -150,7 +150,7 @@ impl Walk<'_> {
         mixing.as_ref().map_or(Ok(()), |mixing| self.mixing(mixing, None))
     }
 
-    /// Around a sublayer, or at the stack's end.
+    /// Checks a mixing around a sublayer or, with `at` = `None`, at the stack's end.
     fn mixing(&mut self, mixing: &Mixing, at: Option<Sublayer>) -> CheckResult {
         match (mixing, &self.stack.mixing) {
             (Mixing::Hyper(hyper), Some(Mixing::Hyper(end))) => {
@@ -223,7 +223,8 @@ impl Walk<'_> {
         changes.iter().try_for_each(|change| self.change(at, change, &[width], path))
     }
 
-    /// `widths`: those that a norm may have; the last is that of the rows, the first of what a change acts on.
+    /// Checks a change. `widths` are those that a norm may have; the last is the rows' width, the first the width of
+    /// the part on which a change acts.
     fn change(&mut self, at: &str, change: &Change, widths: &[i64], path: Option<&str>) -> CheckResult {
         let width = *widths.last().expect("rows have a width");
         match change {
@@ -317,7 +318,7 @@ impl Walk<'_> {
         }
     }
 
-    /// One name may stand for one parameter at several places, declared alike.
+    /// Checks a parameter. One name may denote one parameter at several places, with the same declaration.
     fn parameter(&mut self, at: &str, parameter: &Learned, shapes: &[&[i64]]) -> CheckResult {
         let Learned { name, shape, value, .. } = parameter;
         self.name(name)?;
@@ -359,7 +360,7 @@ impl Walk<'_> {
         }
     }
 
-    /// A part of an attention is called by its path.
+    /// Checks that the name of a part of an attention begins with the attention's path.
     fn owned(&self, name: &str, path: Option<&str>) -> CheckResult {
         match path {
             Some(path) if !name.starts_with(path) => {
@@ -371,8 +372,8 @@ impl Walk<'_> {
 }
 
 impl LayerContext<'_> {
-    /// The widths that a norm may have at a point: a head's, if it is cut into heads, and the row's, last; none: the
-    /// sublayer has no such point.
+    /// Returns the widths that a norm may have at a point: a head's, if it is split into heads, and the row's, last.
+    /// `None` if the sublayer has no such point.
     fn widths(&self, point: Point) -> Option<Vec<i64>> {
         let (d, is_attention) = (self.model.d_model, self.sublayer != Sublayer::FeedForward);
         match point {
@@ -381,7 +382,7 @@ impl LayerContext<'_> {
                 let has = self.sublayer == Sublayer::SelfAttention && self.model.tensorized.is_none();
                 has.then(|| vec![d])
             }
-            // In cross-attention nothing is rotated.
+            // Cross-attention has no rotation.
             Point::RotatedQuery | Point::RotatedKey if self.sublayer == Sublayer::CrossAttention => None,
             Point::Query | Point::RotatedQuery if is_attention => Some(vec![self.d_head(), d]),
             Point::Key | Point::Value | Point::RotatedKey if is_attention => Some(vec![self.d_head(), self.kv_width()]),

@@ -1,4 +1,4 @@
-//! What a scheme declares, in plain data.
+//! The declarations of residual schemes, as plain data.
 
 use super::growth::Growth;
 use super::mixing::Mixing;
@@ -12,16 +12,16 @@ use std::collections::BTreeSet;
 pub struct NormAt {
     pub name: String,
     pub width: i64,
-    /// No norm of the stack follows it.
+    /// True if no norm of the stack follows it.
     #[serde(default)]
     pub last: bool,
-    /// It stands after the last layer.
+    /// True if it comes after the last layer.
     #[serde(default)]
     pub ends_stack: bool,
-    /// Its weight starts at this times its own first value.
+    /// The factor of its weight's initial value.
     #[serde(default = "one")]
     pub start: f64,
-    /// False: an rmsnorm without a weight.
+    /// False for an rmsnorm without a weight.
     #[serde(default = "yes")]
     pub is_weighted: bool,
 }
@@ -41,7 +41,7 @@ pub struct Learned {
     pub name: String,
     pub shape: Vec<i64>,
     pub value: FirstValue,
-    /// What its products are summed over, so that parametrisations scale its rate.
+    /// The dimension over which its products are summed, by which parametrisations scale its learning rate.
     #[serde(default, skip_serializing_if = "SumsOver::is_nothing")]
     pub sums_over: SumsOver,
 }
@@ -51,9 +51,9 @@ pub struct Learned {
 #[serde(untagged)]
 pub enum FirstValue {
     All(f64),
-    /// Number by number, row after row.
+    /// One value per element, in row-major order.
     Each(Vec<f64>),
-    /// Drawn from N(0, std²).
+    /// Random values from N(0, std²).
     Normal {
         normal: f64,
     },
@@ -64,27 +64,27 @@ impl Learned {
         Learned { name: name.into(), shape: shape.to_vec(), value, sums_over: SumsOver::Nothing }
     }
 
-    /// Its products are summed over this.
+    /// Sets the dimension over which its products are summed.
     pub fn summed_over(self, sums_over: SumsOver) -> Self {
         Learned { sums_over, ..self }
     }
 
-    /// Every number is `value`.
+    /// Declares a parameter filled with `value`.
     pub fn new(name: impl Into<String>, shape: &[i64], value: f64) -> Self {
         Learned::of(name, shape, FirstValue::All(value))
     }
 
-    /// Drawn from N(0, std²).
+    /// Declares a parameter with random values from N(0, std²).
     pub fn normal(name: impl Into<String>, shape: &[i64], std: f64) -> Self {
         Learned::of(name, shape, FirstValue::Normal { normal: std })
     }
 
-    /// Number by number, row after row.
+    /// Declares a parameter with one value per element, in row-major order.
     pub fn each(name: impl Into<String>, shape: &[i64], values: Vec<f64>) -> Self {
         Learned::of(name, shape, FirstValue::Each(values))
     }
 
-    /// A matrix whose entries are given by row and column.
+    /// Declares a matrix whose entries are given by row and column.
     pub fn matrix(name: impl Into<String>, [rows, columns]: [i64; 2], entry: impl Fn(i64, i64) -> f64) -> Self {
         let entries = (0..rows).flat_map(|row| (0..columns).map(move |column| (row, column)));
         Learned::each(name, &[rows, columns], entries.map(|(row, column)| entry(row, column)).collect())
@@ -98,24 +98,24 @@ pub enum Gain {
     #[default]
     One,
     Constant(f64),
-    /// A scalar or one number per column. Gains of a layer that have one name share one parameter.
+    /// A scalar, or one number per column. Gains of a layer with the same name share one parameter.
     Learned(Learned),
-    /// σ(w/τ) of a parameter w.
+    /// σ(w/τ) with a parameter w and the temperature τ.
     Sigmoid {
         of: Learned,
         temperature: f64,
     },
-    /// √max(1 − σ(w/τ)², 10⁻³), beside [`Gain::Sigmoid`] of the same w.
+    /// √max(1 − σ(w/τ)², 10⁻³), beside [`Gain::Sigmoid`] with the same w.
     CoSigmoid {
         of: Learned,
         temperature: f64,
     },
-    /// α_t, which the stack's [`Growth`] moves.
+    /// α_t, which the stack's [`Growth`] changes.
     Growing,
 }
 
 impl Gain {
-    /// Its parameter.
+    /// Returns its parameter.
     pub fn learned(&self) -> Option<&Learned> {
         match self {
             Gain::Learned(of) | Gain::Sigmoid { of, .. } | Gain::CoSigmoid { of, .. } => Some(of),
@@ -124,36 +124,36 @@ impl Gain {
     }
 }
 
-/// The residual around one sublayer: x⁺ = after(α⊙skip(x) + β⊙drop(branch(F(before(x))))).
+/// The residual connection of one sublayer: x⁺ = after(α⊙skip(x) + β⊙drop(branch(F(before(x))))).
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct ResidualSpec {
-    /// On F's input.
+    /// Changes of F's input.
     pub before: Vec<Change>,
-    /// On x in the sum.
+    /// Changes of x in the sum.
     pub skip: Vec<Change>,
-    /// On F's output.
+    /// Changes of F's output.
     pub branch: Vec<Change>,
-    /// On the sum.
+    /// Changes of the sum.
     pub after: Vec<Change>,
     /// α, the residual gain.
     pub alpha: Gain,
     /// β, the branch gain.
     pub beta: Gain,
-    /// What the sublayer does to each stream beside x, in the order of [`StackSpec::streams`].
+    /// The sublayer's step on each stream beside x, in the order of [`StackSpec::streams`].
     pub streams: Vec<StreamStep>,
-    /// How x is read and F(x) written, in place of α, β, `skip`, `after` and `streams`; none: by those.
+    /// The mixing that reads x and writes F(x), instead of α, β, `skip`, `after` and `streams`; `None` to use those.
     pub mixing: Option<Mixing>,
 }
 
 impl ResidualSpec {
-    /// Everything that changes something.
+    /// Iterates over all changes.
     pub fn changes(&self) -> impl Iterator<Item = &Change> {
         [&self.before, &self.skip, &self.branch, &self.after].into_iter().flatten()
     }
 
-    /// The declaration with F(x) times m: folded into β where every β is a constant; else the factor that is left for
-    /// F(x).
+    /// Multiplies F(x) by m: folds it into β if every β is a constant; otherwise returns m as the factor that remains
+    /// for F(x).
     pub fn times(mut self, m: f64) -> (Self, f64) {
         let mut gains: Vec<&mut Gain> = self.streams.iter_mut().map(|step| &mut step.beta).collect();
         gains.push(&mut self.beta);
@@ -171,7 +171,7 @@ impl ResidualSpec {
     }
 }
 
-/// s⁺ = α⊙s + β⊙drop(f) of a stream s beside x; f and the dropout's mask are those of x⁺.
+/// The step s⁺ = α⊙s + β⊙drop(f) of a stream s beside x; f and the dropout's mask are those of x⁺.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct StreamStep {
@@ -181,39 +181,39 @@ pub struct StreamStep {
     pub beta: Gain,
 }
 
-/// A sublayer: what stands around it and, point by point, inside.
+/// A sublayer's declaration: around it, and at points inside it.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct SublayerSpec {
     #[serde(default)]
     pub around: ResidualSpec,
-    /// In the order of the points.
+    /// The changes inside, in the order of the points.
     #[serde(default, deserialize_with = "in_order")]
     pub inside: Vec<(Point, Change)>,
-    /// Of F(x): the parametrisation's factor, where β has not taken it.
+    /// Factor on F(x) set by the parametrisation; 1 if it was folded into β.
     #[serde(default = "one")]
     pub scale: f64,
 }
 
-/// A dictionary may name a later point before an earlier one.
+/// Reads changes and sorts them by point, because a dictionary may name a later point before an earlier one.
 fn in_order<'de, D: Deserializer<'de>>(from: D) -> std::result::Result<Vec<(Point, Change)>, D::Error> {
     let mut inside = Vec::<(Point, Change)>::deserialize(from)?;
     inside.sort_by_key(|(point, _)| *point);
     Ok(inside)
 }
 
-/// A layer.
+/// A layer's declaration.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct LayerSpec {
-    /// On x as the layer begins.
+    /// Changes of x when the layer begins.
     #[serde(default)]
     pub begin: Vec<Change>,
     pub sublayers: Vec<SublayerSpec>,
 }
 
 impl SublayerSpec {
-    /// In the order in which they act.
+    /// Iterates over the changes in the order in which they act.
     pub fn changes(&self) -> impl Iterator<Item = &Change> {
         let ResidualSpec { before, skip, branch, after, .. } = &self.around;
         before
@@ -224,12 +224,12 @@ impl SublayerSpec {
 }
 
 impl LayerSpec {
-    /// In the order in which they act.
+    /// Iterates over the changes in the order in which they act.
     pub fn changes(&self) -> impl Iterator<Item = &Change> {
         self.begin.iter().chain(self.sublayers.iter().flat_map(SublayerSpec::changes))
     }
 
-    /// The names that it reads and has not left itself before.
+    /// Returns the names of tensors that it reads and has not kept itself before.
     pub fn takes(&self) -> BTreeSet<&str> {
         let (mut kept, mut takes) = (BTreeSet::new(), BTreeSet::new());
         for change in self.changes() {
@@ -242,13 +242,13 @@ impl LayerSpec {
         takes
     }
 
-    /// The names that it leaves tensors under.
+    /// Returns the names under which it keeps tensors.
     pub fn leaves(&self) -> BTreeSet<&str> {
         self.changes().filter_map(Change::keeps).collect()
     }
 }
 
-/// What layer `index` leaves for those above it and for the stack's end, by name.
+/// Returns the names of tensors that layer `index` keeps for the layers above it and for the stack's end.
 pub fn leaves<'a>(layers: &'a [LayerSpec], index: usize, flow: &'a StackSpec) -> BTreeSet<&'a str> {
     let above: BTreeSet<&str> = layers[index + 1..].iter().flat_map(LayerSpec::takes).collect();
     let at_end: BTreeSet<&str> = flow.end.iter().filter_map(Change::mixes).collect();
@@ -259,34 +259,35 @@ pub fn leaves<'a>(layers: &'a [LayerSpec], index: usize, flow: &'a StackSpec) ->
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Point {
-    /// Before q, k and v (self-attention), before q (cross-attention), or before the first linear (feed-forward).
+    /// The input of q, k and v (self-attention), of q (cross-attention), or of the first linear layer (feed-forward).
     Input,
-    /// Before q alone, k alone, or v alone, of self-attention; after [`Point::Input`].
+    /// The input of q alone, k alone, or v alone, in self-attention; after [`Point::Input`].
     QueryInput,
     KeyInput,
     ValueInput,
-    /// The queries. A norm of d_head works on each head's, one of d_model on all heads' joined; so at keys and values.
+    /// The queries. A norm of width d_head acts on each head's, one of d_model on all heads' joined; the same holds for
+    /// keys and values.
     Query,
     Key,
     Value,
     /// Queries and keys of self-attention after their rotation by positions, if there is one.
     RotatedQuery,
     RotatedKey,
-    /// The heads' outputs, joined, before the output projection.
+    /// The joined outputs of the heads, before the output projection.
     AfterHeads,
-    /// After the attention's output projection.
+    /// The output of the attention's output projection.
     AfterOutput,
-    /// After the first linear, before the activation.
+    /// The output of the first linear layer, before the activation.
     BeforeActivation,
-    /// After the activation and its dropout, before the second linear.
+    /// The output of the activation and its dropout, before the second linear layer.
     AfterActivation,
 }
 
 impl Point {
-    /// Before q, k and v, one by one.
+    /// The points before q, k and v individually.
     pub const INPUTS: [Point; 3] = [Point::QueryInput, Point::KeyInput, Point::ValueInput];
 
-    /// Between the projections and the products of attention.
+    /// The points between attention's projections and its products.
     pub const BEFORE_PRODUCTS: [Point; 5] =
         [Point::Query, Point::Key, Point::Value, Point::RotatedQuery, Point::RotatedKey];
 
@@ -295,26 +296,27 @@ impl Point {
     }
 }
 
-/// What happens at a point.
+/// A change at a point.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Change {
     Norm(NormAt),
-    /// x − b
+    /// x − b.
     Shift(Learned),
-    /// x ⊙ s
+    /// x ⊙ s.
     Scale(Learned),
-    /// c·x
+    /// c·x.
     Times(f64),
-    /// x/max(‖x‖₂, ε)
+    /// x/max(‖x‖₂, ε).
     Unit(f64),
-    /// Each head's columns times its own scalar.
+    /// Each head's columns times a scalar of that head.
     HeadScale(Learned),
-    /// x − silu(a)·sg(x), sg(x) being x without its gradient: x is scaled, its gradient is not (Chen et al. 2025, GPAS).
+    /// x − silu(a)·sg(x), where sg(x) is x without its gradient: x is scaled, its gradient is not (Chen et al. 2025,
+    /// GPAS).
     DampForward(Learned),
-    /// Leaves x under a name, for [`Change::Mix`] later in this stack.
+    /// Keeps x under a name, for a later [`Change::Mix`] in this stack.
     Keep(String),
-    /// own⊙x + kept⊙(what was left under the name).
+    /// own⊙x + kept⊙(the tensor kept under the name).
     Mix {
         name: String,
         own: Gain,
@@ -323,7 +325,7 @@ pub enum Change {
 }
 
 impl Change {
-    /// Norm alone.
+    /// Returns the norm, if the change is one.
     pub fn norm(&self) -> Option<&NormAt> {
         match self {
             Change::Norm(at) => Some(at),
@@ -331,7 +333,7 @@ impl Change {
         }
     }
 
-    /// The name that it reads.
+    /// Returns the name of the tensor that it reads.
     pub fn mixes(&self) -> Option<&str> {
         match self {
             Change::Mix { name, .. } => Some(name),
@@ -339,7 +341,7 @@ impl Change {
         }
     }
 
-    /// The name that it leaves x under.
+    /// Returns the name under which it keeps x.
     pub fn keeps(&self) -> Option<&str> {
         match self {
             Change::Keep(name) => Some(name),
@@ -348,47 +350,48 @@ impl Change {
     }
 }
 
-/// A list of one norm, the form that most places have.
+/// Builds a list of one norm, the form that most places have.
 impl From<NormAt> for Vec<Change> {
     fn from(at: NormAt) -> Self {
         vec![Change::Norm(at)]
     }
 }
 
-/// How the layers of a stack follow each other.
+/// The connections between a stack's layers.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct StackSpec {
-    /// Before the first layer, and before the streams beside x begin.
+    /// Changes before the first layer, and before the streams beside x begin.
     pub begin: Vec<Change>,
-    /// A layer's input from all outputs so far; none: the last one.
+    /// The combination of all outputs so far into a layer's input; `None` means the last output.
     pub combine: Option<Combine>,
-    /// What travels beside x from sublayer to sublayer.
+    /// The streams that run beside x from sublayer to sublayer.
     pub streams: Vec<ExtraStream>,
-    /// How the stack's output is read of what the sublayers have written; none: it is x.
+    /// The mixing that reads the stack's output from what the sublayers have written; `None` if the output is x.
     pub mixing: Option<Mixing>,
-    /// α_t of [`Gain::Growing`].
+    /// The α_t of [`Gain::Growing`].
     pub growth: Option<Growth>,
-    /// After the last layer.
+    /// Changes after the last layer.
     pub end: Vec<Change>,
 }
 
-/// A residual stream beside x. It begins as x does; each sublayer's [`ResidualSpec::streams`] move it; after the last layer
-/// x ← x + N(s).
+/// A residual stream beside x. It begins as x; each sublayer's [`ResidualSpec::streams`] updates it; after the last
+/// layer x ← x + N(s).
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ExtraStream {
     pub norm: Option<NormAt>,
 }
 
-/// Row l of `weight`, lower-triangular, weighs y_0 (the embedding) to y_l, the layers' outputs, into the input of layer
-/// l + 1; the last row makes the stack's output. `norms[l − 1]`, where there are norms, stands on y_l, or on row l's sum.
+/// Weighted sums of outputs. Row l of the lower-triangular `weight` combines y_0 (the embedding) to y_l, the layers'
+/// outputs, into the input of layer l + 1; the last row gives the stack's output. `norms[l − 1]`, if there are norms,
+/// applies to y_l or, with `on_sums`, to row l's sum.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Combine {
     pub weight: Learned,
     pub norms: Vec<NormAt>,
     pub on_sums: bool,
-    /// The first layer reads y_0 itself, and row 0 does nothing.
+    /// True if the first layer reads y_0 itself, so that row 0 does nothing.
     pub skips_first: bool,
 }

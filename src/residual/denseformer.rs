@@ -1,4 +1,4 @@
-//! DenseFormer: a layer's input is a learned sum of all earlier outputs, the last one at the start (Pagliardini et al.
+//! DenseFormer: a layer's input is a learned sum of all earlier outputs, initially the last one (Pagliardini et al.
 //! 2024).
 
 use super::{prenorm::PRENORM, Combine, LayerContext, Learned, ResidualSpec, Scheme, StackSpec};

@@ -1,4 +1,4 @@
-//! Depth-scaled residuals: the stream's variance does not grow with depth (Beam; `depth_scaled_residual_add`).
+//! Depth-scaled residuals: the residual stream's variance does not grow with depth (Beam; `depth_scaled_residual_add`).
 
 use super::{sandwich::SANDWICH, Gain, LayerContext, ResidualSpec, Scheme, StackSpec};
 

@@ -6,12 +6,12 @@ use crate::options::{option_spec, AnyOption};
 use crate::parametrisation::SumsOver;
 
 choice! {
-    /// Whether the layers are PreNorm's or PostNorm's.
+    /// The scheme of dlcl's layers: PreNorm or PostNorm.
     pub enum DlclNorm ("dlcl_norm") { Pre = "pre", Post = "post" }
 }
 
 option_spec! {
-    /// Whether dlcl's layers are prenorm's or postnorm's.
+    /// Scheme of dlcl's layers: prenorm (pre) or postnorm (post).
     NORM ("dlcl_norm"): DlclNorm = DlclNorm::Pre;
 }
 
@@ -28,7 +28,7 @@ pub static DLCL: Scheme = Scheme {
 
 fn around(place: &LayerContext) -> ResidualSpec {
     let mut around = (layers(place).around)(place);
-    // The norm of the last sum follows.
+    // Another norm follows, the one of the last sum.
     for change in &mut around.after {
         if let Change::Norm(norm) = change {
             norm.last = false;

@@ -1,17 +1,18 @@
-//! The Fixups, which train without norms: R-Fixup by scalar shifts and scales (Zhang et al. 2019), T-Fixup by its
-//! initialisation alone (Huang et al. 2020).
+//! The Fixups, which train without norms: R-Fixup with scalar shifts and scales (Zhang et al. 2019), T-Fixup only by
+//! its initialisation (Huang et al. 2020).
 
 use super::{Change, Gain, LayerContext, Learned, Point, ResidualSpec, Scheme, StackName, StackSpec, Sublayer};
 use crate::choice;
 use crate::options::{option_spec, AnyOption};
 
 choice! {
-    /// `paper` adds a scalar before the attention's output projection.
+    /// The version of r-fixup; `paper` adds a scalar before the attention's output projection.
     pub enum RFixupMode ("r_fixup_mode") { Release = "release", Paper = "paper" }
 }
 
 option_spec! {
-    /// r-fixup as its authors released it, or with the paper's scalar before the attention's output projection.
+    /// Version of r-fixup: as its authors released it, or with the paper's scalar before the attention's output
+    /// projection.
     MODE ("r_fixup_mode"): RFixupMode = RFixupMode::Release;
 }
 

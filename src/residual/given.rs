@@ -1,7 +1,7 @@
-//! A scheme that its user declares: plain data, as the table's schemes declare themselves.
+//! A residual scheme that a user declares, as plain data like the declarations of the table's schemes.
 //!
-//! Python's `Scheme` classes make it (python/normformer_rs/schemes.py), and a run's config.json holds it, so that the run
-//! loads without the class.
+//! Python's `Scheme` classes create it (python/normformer_rs/schemes.py), and a run's config.json stores it, so that
+//! the run loads without the class.
 
 use super::check::check;
 #[cfg(test)]
@@ -12,7 +12,7 @@ use crate::residual::SCHEMES;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
-/// What a scheme declares in a model of one size.
+/// A scheme's declaration in a model of one size.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct GivenScheme {
@@ -27,11 +27,11 @@ pub struct GivenScheme {
     pub has_biases: bool,
     #[serde(default)]
     pub is_profiled: bool,
-    /// By "encoder" and "decoder".
+    /// The stacks' declarations, by "encoder" and "decoder".
     pub stacks: BTreeMap<StackName, GivenStack>,
 }
 
-/// One stack.
+/// A stack's declaration.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct GivenStack {
@@ -49,7 +49,7 @@ fn yes() -> bool {
 }
 
 impl GivenScheme {
-    /// A scheme as it is in a model: what the table's entries would be, said as data.
+    /// Returns a table's scheme in a model as such data.
     #[cfg(test)]
     pub fn of(scheme: &Scheme, name: &str, first: &LayerContext) -> Self {
         let layer = |layer| {
@@ -73,7 +73,7 @@ impl GivenScheme {
         }
     }
 
-    /// Checks what does not depend on the model.
+    /// Checks the name, which does not depend on the model.
     pub fn check_name(&self) -> Result<()> {
         let is_word = |c: char| c.is_ascii_alphanumeric() || c == '-' || c == '_' || c == '.';
         let wrong = |why: &str| {
@@ -88,7 +88,7 @@ impl GivenScheme {
         Ok(())
     }
 
-    /// Refuses what cannot be built in this model's stack.
+    /// Errors about declarations that cannot be built in this model's stack.
     pub fn check(&self, first: &LayerContext) -> Result<()> {
         let named = |why: String| Error::invalid(format!("residual {:?}: {why}", self.name));
         let stack = self.stacks.get(&first.stack).ok_or_else(|| {
@@ -100,7 +100,7 @@ impl GivenScheme {
         check(&stack.layers, &stack.stack, first).map_err(named)
     }
 
-    /// What it declares for the place's layer, sublayer and stack; none where the model is another.
+    /// Returns the declaration of the place's layer; `None` if the model has other layers.
     pub fn layer_at(&self, place: &LayerContext) -> Option<&LayerSpec> {
         self.stacks.get(&place.stack)?.layers.get(place.layer as usize)
     }

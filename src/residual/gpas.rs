@@ -8,7 +8,7 @@ use crate::choice;
 use crate::options::{option_spec, AnyOption};
 
 choice! {
-    /// The scheme under gpas.
+    /// The scheme to which gpas adds its gates.
     pub enum GpasScheme ("gpas_scheme") {
         PreNorm = "prenorm",
         PostNorm = "postnorm",
@@ -20,7 +20,7 @@ choice! {
 }
 
 option_spec! {
-    /// The scheme that gpas adds its gates to.
+    /// Scheme to which gpas adds its gates.
     SCHEME ("gpas_scheme"): GpasScheme = GpasScheme::PreNorm;
 }
 
@@ -49,7 +49,7 @@ pub static GPAS: Scheme = Scheme {
     ..Scheme::PLAIN
 };
 
-/// Where a norm follows the sum, the gate stands on x in the sum.
+/// Adds the gate after the sum or, if a norm follows the sum, to x in the sum.
 fn around(place: &LayerContext) -> ResidualSpec {
     let gate = vec![Change::DampForward(Learned::new("forward_gate", &[1], 0.0))];
     let around = (GpasScheme::of(place).around)(place);

@@ -1,12 +1,12 @@
-//! How α_t of [`Gain::Growing`](super::Gain::Growing) grows (Liu et al. 2023, eq 8).
+//! The growth of α_t in [`Gain::Growing`](super::Gain::Growing) (Liu et al. 2023, eq 8).
 
 use crate::choice;
 use crate::error::Result;
 use serde::{Deserialize, Serialize};
 use tch::{Kind, Tensor};
 
-/// α_t = min(1, curve(t/T)), t a buffer named `t`; in layer l, counted from 1, T·l in place of T where layers grow one
-/// after the other.
+/// The schedule α_t = min(1, curve(t/T)), where t is a buffer named `t`. If layers grow one after the other, layer l,
+/// counted from 1, has T·l instead of T.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Growth {
     pub steps: i64,
@@ -15,12 +15,13 @@ pub struct Growth {
 }
 
 choice! {
-    /// How α grows with x = t/T: x; (e^5x − 1)/(e⁵ − 1); the logistic of 10(x − ½), rescaled to run from 0 to 1.
+    /// The growth of α with x = t/T: x; (e^5x − 1)/(e⁵ − 1); the logistic of 10(x − ½), rescaled to run from 0 to 1.
     pub enum GrowthCurve ("branchnorm_growth") { Linear = "linear", Exp = "exp", Sigmoid = "sigmoid" }
 }
 
 impl Growth {
-    /// α_t of t, int64 (1,), in a layer counted from 0, as (1,) of that kind on the same device: the host never reads it.
+    /// Returns α_t for t, int64 (1,), in a layer counted from 0, as (1,) of that kind on the same device; the host
+    /// never reads it.
     pub fn alpha(&self, t: &Tensor, layer: i64, kind: Kind) -> Result<Tensor> {
         let steps = if self.by_layer { self.steps * (layer + 1) } else { self.steps };
         if steps == 0 {

@@ -1,6 +1,8 @@
-//! HybridNorm: norms on queries, keys and values, and a feed-forward that adds to its own normed input (Zhuo et al. 2025).
+//! HybridNorm: norms on queries, keys and values, and a feed-forward that adds to its own normed input (Zhuo et al.
+//! 2025).
 //!
-//! The paper writes the feed-forward as N(y) + F(N(y)). Nothing else reads y, so N stands after the attention before it.
+//! The paper writes the feed-forward as N(y) + F(N(y)). Nothing else reads y, so here N follows the attention before
+//! it.
 
 use super::{prenorm::PRENORM, Change, LayerContext, Point, ResidualSpec, Scheme, StackSpec, Sublayer};
 

@@ -1,4 +1,5 @@
-//! Hyper-connections: n streams, mixed by free numbers and by functions of each stream (Zhu et al. 2024, Algorithm 2).
+//! Hyper-connections: n streams, mixed by learned numbers and by functions of each stream (Zhu et al. 2024, Algorithm
+//! 2).
 
 use super::mixing::check_streams;
 use super::{
@@ -8,13 +9,13 @@ use crate::options::{option_spec, AnyOption};
 use crate::parametrisation::SumsOver;
 
 option_spec! {
-    /// Streams n of hyper-connections.
+    /// Number of streams n of hyper-connections.
     STREAMS ("hyper_connections_streams"): i64 = 4, check_streams;
-    /// Whether hyper-connections depend on the streams; else they are learned numbers alone.
+    /// Let hyper-connections depend on the streams; otherwise they are learned numbers alone.
     DYNAMIC ("hyper_connections_dynamic"): bool = true;
 }
 
-/// s, so that the streams move their weights little at first.
+/// The initial value of s, so that the streams change their weights little at first.
 const SCALE: f64 = 0.01;
 
 pub static HYPER_CONNECTIONS: Scheme = Scheme {
@@ -31,7 +32,7 @@ pub static HYPER_CONNECTIONS: Scheme = Scheme {
 fn around(place: &LayerContext) -> ResidualSpec {
     let (n, d) = (place.options.get(&STREAMS), place.model.d_model);
     let own = place.number() % n;
-    // Row i: p_i, R_i1 to R_in, g_i.
+    // Row i holds p_i, R_i1 to R_in, g_i.
     let first = |i: i64| {
         let unit = |at: i64| f64::from(u8::from(i == at));
         [unit(own)].into_iter().chain((0..n).map(unit)).chain([1.0]).collect::<Vec<f64>>()

@@ -1,10 +1,10 @@
-//! LayerScale: `x⁺ = x + λ⊙F(N(x))`, λ small at the start (Touvron et al. 2021).
+//! LayerScale: `x⁺ = x + λ⊙F(N(x))`, where λ starts small (Touvron et al. 2021).
 
 use super::{prenorm::PRENORM, Gain, LayerContext, Learned, ResidualSpec, Scheme, StackSpec};
 use crate::options::{option_spec, AnyOption};
 
 option_spec! {
-    /// λ of layerscale at the start.
+    /// Initial value of layerscale's λ.
     START ("layerscale_init"): f64 = 1e-4;
 }
 

@@ -5,12 +5,13 @@ use crate::choice;
 use crate::options::{option_spec, AnyOption};
 
 choice! {
-    /// 1/√l as a constant on the norm's output, or as the first value of its weight.
+    /// The form of 1/√l: a constant on the norm's output, or the initial value of its weight.
     pub enum LnScalingMode ("ln_scaling_mode") { Constant = "constant", Weight = "weight" }
 }
 
 option_spec! {
-    /// ln-scaling's 1/√l, alone or under prores, as a constant on the norm's output (OLMo-core), or as the first value of its weight (GPAS, ProRes's release).
+    /// Form of ln-scaling's 1/√l, alone or under prores: a constant on the norm's output (OLMo-core), or the initial
+    /// value of its weight (GPAS, ProRes's release).
     pub MODE ("ln_scaling_mode"): LnScalingMode = LnScalingMode::Constant;
 }
 

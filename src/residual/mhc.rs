@@ -1,7 +1,7 @@
-//! mHC, manifold-constrained hyper-connections: n streams, which doubly stochastic matrices mix (Xie et al. 2025).
+//! mHC, manifold-constrained hyper-connections: n streams, mixed by doubly stochastic matrices (Xie et al. 2025).
 //!
-//! The arithmetic is that of DeepSeek's reference (deepseek-ai/TileKernels). Its first values are ours, put together from
-//! published ones; the other forms, of Hunyuan V4, Qwen4-exp and GLM-5, are those of Hugging Face's classes (docs/spec.md
+//! The arithmetic is that of DeepSeek's reference (deepseek-ai/TileKernels). Its initial values are ours, combined from
+//! published ones; the other forms, of Hunyuan V4, Qwen4-exp and GLM-5, follow Hugging Face's classes (docs/spec.md
 //! §2.23).
 
 use super::{
@@ -14,33 +14,34 @@ use crate::options::{at_least_one, option_spec, AnyOption, Options};
 use crate::parametrisation::SumsOver;
 
 choice! {
-    /// How mhc's streams are mixed and read.
+    /// The mixing and the reading of mhc's streams.
     pub enum MhcMixing ("mhc_mixing") {
-        /// By doubly stochastic matrices.
+        /// Streams are mixed by doubly stochastic matrices.
         Sinkhorn = "sinkhorn",
-        /// Not at all.
+        /// Streams are not mixed.
         None = "none",
-        /// Not at all; each channel of each stream is read by a gate of its own.
+        /// Streams are not mixed; each channel of each stream is read with its own gate.
         Channel = "channel",
     }
 }
 choice! {
-    /// How mhc reads its streams at the end.
+    /// The reading of mhc's streams at the end.
     pub enum MhcEnd ("mhc_end") { Gates = "gates", Mean = "mean" }
 }
 
 option_spec! {
-    /// Streams n of mhc.
+    /// Number of streams n of mhc.
     STREAMS ("mhc_streams"): i64 = 4, check_streams;
-    /// How often mhc's Sinkhorn iteration normalises columns.
+    /// Number of times that mhc's Sinkhorn iteration normalises columns.
     ITERATIONS ("mhc_iterations"): i64 = 20, at_least_one;
-    /// How mhc mixes its streams: by doubly stochastic matrices, or not (none), or not and with gates by channel.
+    /// Mixing of mhc's streams: by doubly stochastic matrices (sinkhorn), none, or none with gates by channel
+    /// (channel).
     MIXING ("mhc_mixing"): MhcMixing = MhcMixing::Sinkhorn;
-    /// c of mhc: what a sublayer gives to a stream is multiplied by a gate between 0 and c.
+    /// Upper bound c of mhc's gates, between 0 and c, on what a sublayer adds to a stream.
     MAGNITUDE ("mhc_magnitude"): f64 = 2.0, positive;
     /// Rank of mhc's gates by channel.
     RANK ("mhc_rank"): i64 = 320, at_least_one;
-    /// Whether mhc reads its streams at the end by gates or as their mean.
+    /// Reading of mhc's streams at the end: with gates, or as their mean.
     END ("mhc_end"): MhcEnd = MhcEnd::Gates;
 }
 
@@ -51,13 +52,14 @@ fn positive(name: &str, value: f64) -> Result<()> {
     }
 }
 
-/// s, so that the streams move their weights little at first (Xie et al. 2025; Hunyuan V4).
+/// The initial value of s, so that the streams change their weights little at first (Xie et al. 2025; Hunyuan V4).
 const SCALE: f64 = 0.01;
-/// b of streams that are hardly read or written; of the sublayer's own it is 1 (mHC-lite's code).
+/// The initial b of streams that are hardly read or written; the sublayer's own has 1 (mHC-lite's code).
 const ASIDE: f64 = -1.0;
-/// b of R beside the diagonal, where it is 0: R begins close to the identity (mHC-lite's code).
+/// The initial b of R off the diagonal, where the diagonal has 0: R begins close to the identity (mHC-lite's code).
 const APART: f64 = -8.0;
-/// Standard deviation of the matrices where nothing else tells streams apart (`initializer_range` of both classes).
+/// The standard deviation of the matrices, if nothing else distinguishes the streams (`initializer_range` of both
+/// classes).
 const STD: f64 = 0.02;
 
 pub static MHC: Scheme = Scheme {
@@ -107,7 +109,7 @@ fn stack(place: &LayerContext) -> StackSpec {
     }
 }
 
-/// The connection of a sublayer, or the reading at the end. `name` makes a parameter's name.
+/// Returns the connection of a sublayer, or the reading at the end. `name` builds a parameter's name.
 fn connection(place: &LayerContext, is_end: bool, name: impl Fn(&str) -> String) -> Mixing {
     let options = place.options;
     let (n, d, magnitude) = (options.get(&STREAMS), place.model.d_model, options.get(&MAGNITUDE));

@@ -4,7 +4,7 @@ use super::{postnorm::POSTNORM, prenorm::PRENORM, LayerContext, ResidualSpec, Sc
 use crate::options::{below_one, option_spec, AnyOption};
 
 option_spec! {
-    /// The part of mix-ln's layers that are postnorm's, rounded down.
+    /// Share of mix-ln's layers that are postnorm's; their number is rounded down.
     pub PART ("mix_ln_part"): f64 = 0.25, below_one;
 }
 
@@ -20,7 +20,7 @@ pub static MIX_LN: Scheme = Scheme {
 };
 
 fn around(place: &LayerContext) -> ResidualSpec {
-    // 0.29·100 is a little less than 29 in f64.
+    // 0.29·100 is a little less than 29 in f64, so a small number is added.
     let first = (place.options.get(&PART) * place.layers() as f64 + 1e-9).floor() as i64;
     match place.layer < first {
         true => (POSTNORM.around)(place),

@@ -1,21 +1,21 @@
 //! Residual schemes: one table, one file per scheme.
 //!
-//! A scheme answers at four places; the layer and the inside are empty unless it says otherwise:
+//! A scheme declares changes at four places; the layer and the inside are empty by default:
 //!
-//! * the **stack**: what stands before the first layer, what a layer's input is, given all earlier outputs, which streams
-//!   travel beside x, and what follows the last layer;
-//! * the **layer**: what changes x as a layer begins;
+//! * the **stack**: the changes before the first layer, a layer's input given all earlier outputs, the streams beside
+//!   x, and the changes after the last layer;
+//! * the **layer**: the changes of x when a layer begins;
 //! * **around** a sublayer: x⁺ = after(α⊙skip(x) + β⊙drop(f)), f = branch(F(before(x))), and s⁺ = α⊙s + β⊙drop(f) of
 //!   every stream s beside x; or x read from several tensors and F written to several ([`Mixing`]);
 //! * **inside** a sublayer, at named points.
 //!
-//! Each of these is a list of [`Change`]s. A change may leave a tensor under a name ([`Change::Keep`]), for others later
-//! in the stack ([`Change::Mix`]).
+//! The changes at each place are a list of [`Change`]s. A change may keep a tensor under a name ([`Change::Keep`]), for
+//! others later in the stack ([`Change::Mix`]).
 //!
 //! A stack's layers may have different schemes ([`Schemes`]).
 //!
-//! A scheme only declares, in plain data: [`crate::model`] builds and runs what was declared (and fuses x⁺ with the next norm
-//! where both have row kernels), and Python's modules are built from the same declarations.
+//! A scheme only declares, in plain data: [`crate::model`] builds and runs the declarations (and fuses x⁺ with the next
+//! norm if both have row kernels), and Python's modules are built from the same declarations.
 
 mod admin;
 mod attnres;
@@ -107,7 +107,7 @@ pub static SCHEMES: &[&Scheme] = &[
     &variance_gate::VARIANCE_GATE,
 ];
 
-/// The options of all schemes.
+/// Returns the options of all schemes.
 pub fn option_specs() -> Vec<&'static dyn AnyOption> {
     distinct(SCHEMES.iter().flat_map(|scheme| scheme.options).copied())
 }
@@ -145,13 +145,13 @@ pub(crate) mod tests {
         assert_eq!(around(Gain::One, Gain::One).times(1.0), (around(Gain::One, Gain::One), 1.0));
     }
 
-    /// A constant of a stack in a model of as many layers on either side.
+    /// Returns a constant of a stack in a model with `layers` layers on either side.
     pub fn place_of(layers: i64, stack: StackName, constant: fn(&LayerContext) -> f64) -> f64 {
         let model = ModelShape { encoder_layers: layers, decoder_layers: layers, ..ModelShape::SMALL };
         constant(&LayerContext::new(model, &Options::default(), stack, 0))
     }
 
-    /// To the digits that are printed.
+    /// Asserts equality in the digits that are printed.
     pub fn near(value: f64, printed: &str) {
         let decimals = printed.split_once('.').map_or(0, |(_, digits)| digits.len());
         assert_eq!(format!("{value:.decimals$}"), printed);

@@ -1,4 +1,5 @@
-//! NormFormer: PreNorm with scaled heads and norms after the attention and inside the feed-forward (Shleifer et al. 2021).
+//! NormFormer: PreNorm with scaled heads and norms after the attention and inside the feed-forward (Shleifer et al.
+//! 2021).
 
 use super::{
     prenorm::PRENORM, Change, Gain, LayerContext, Learned, NormAt, Point, ResidualSpec, Scheme, StackSpec, Sublayer,
@@ -7,20 +8,20 @@ use crate::choice;
 use crate::options::{option_spec, AnyOption};
 
 choice! {
-    /// Head scales before the output projection (`paper`) or, as in fairseq, after it.
+    /// The place of the head scales: before the output projection (`paper`) or, as in fairseq, after it.
     pub enum NormFormerMode ("normformer_mode") { Paper = "paper", Fairseq = "fairseq" }
 }
 
 option_spec! {
-    /// normformer (1): each head times its own scalar.
+    /// Scale each head in normformer by a learned scalar (1).
     HEAD_SCALE ("normformer_head_scale"): bool = true;
-    /// normformer (2): a norm on the self-attention's output.
+    /// Add a norm on the self-attention's output in normformer (2).
     ATTENTION_NORM ("normformer_attention_norm"): bool = true;
-    /// normformer (3): a norm inside the feed-forward.
+    /// Add a norm inside the feed-forward in normformer (3).
     FFN_NORM ("normformer_ffn_norm"): bool = true;
-    /// normformer (4): a learned scale on the feed-forward's residual.
+    /// Add a learned scale on the feed-forward's residual in normformer (4).
     RESIDUAL_SCALE ("normformer_residual_scale"): bool = false;
-    /// normformer's head scales before the output projection (paper) or after it (fairseq).
+    /// Place of normformer's head scales: before the output projection (paper) or after it (fairseq).
     MODE ("normformer_mode"): NormFormerMode = NormFormerMode::Paper;
 }
 

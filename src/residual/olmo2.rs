@@ -1,4 +1,4 @@
-//! OLMo 2's order: a norm on the branch's output alone, and norms on whole queries and keys (Team OLMo 2025).
+//! OLMo 2's order: a norm only on the branch's output, and norms on whole queries and keys (Team OLMo 2025).
 
 use super::{prenorm::PRENORM, Change, LayerContext, Point, ResidualSpec, Scheme, StackSpec, Sublayer};
 

@@ -4,7 +4,7 @@ use super::{sandwich::SANDWICH, Change, LayerContext, NormAt, ResidualSpec, Sche
 use crate::options::{option_spec, AnyOption};
 
 option_spec! {
-    /// peri-ln's norm on the embedding, which its paper calls optional.
+    /// Add peri-ln's norm on the embedding, which its paper calls optional.
     EMBEDDING_NORM ("peri_ln_embedding_norm"): bool = true;
 }
 

@@ -1,4 +1,4 @@
-//! Where in a model something is declared.
+//! The place of a declaration in a model.
 
 use super::declared::NormAt;
 use crate::choice;
@@ -6,13 +6,13 @@ use crate::options::Options;
 use crate::parametrisation::Scaled;
 
 choice! {
-    /// Which stack a layer belongs to.
+    /// The stack to which a layer belongs.
     #[derive(Hash, PartialOrd, Ord)]
     pub enum StackName ("stack") { Encoder = "encoder", Decoder = "decoder" }
 }
 
 impl StackName {
-    /// The stacks of a model.
+    /// Returns the stacks of a model.
     pub fn of(model: &ModelShape) -> &'static [StackName] {
         match model.has_encoder {
             true => &[StackName::Encoder, StackName::Decoder],
@@ -20,7 +20,7 @@ impl StackName {
         }
     }
 
-    /// The sublayers of its layers.
+    /// Returns the sublayers of its layers.
     pub fn sublayers(self, model: &ModelShape) -> &'static [Sublayer] {
         use Sublayer::{CrossAttention, FeedForward, SelfAttention};
         match self {
@@ -39,7 +39,7 @@ choice! {
 }
 
 impl Sublayer {
-    /// torch.nn's name of an attention; a feed-forward's linears stand in the layer itself.
+    /// Returns torch.nn's name of an attention module; a feed-forward's linear layers belong to the layer itself.
     pub fn path(self) -> &'static str {
         match self {
             Sublayer::SelfAttention => "self_attn.",
@@ -50,7 +50,7 @@ impl Sublayer {
 }
 
 choice! {
-    /// What a feed-forward has between its matrices (docs/spec.md §4.3).
+    /// The activation between a feed-forward's matrices (docs/spec.md §4.3).
     pub enum Activation ("activation") {
         Relu = "relu",
         Gelu = "gelu",
@@ -63,80 +63,80 @@ choice! {
 }
 
 impl Activation {
-    /// There is a third matrix.
+    /// True if there is a third matrix.
     pub fn is_gated(self) -> bool {
         matches!(self, Activation::SwiGlu | Activation::GeGlu)
     }
 }
 
 choice! {
-    /// What the heads' outputs are multiplied by (docs/spec.md §4.3).
+    /// The gate of the heads' outputs (docs/spec.md §4.3).
     pub enum OutputGate ("output_gate") {
-        /// One number a head.
+        /// One number per head.
         Head = "head",
-        /// One for each of a head's numbers.
+        /// One number per element of a head's output.
         Element = "element",
     }
 }
 
 choice! {
-    /// Rows of a norm on queries or keys.
+    /// The rows of a norm on queries or keys.
     pub enum NormOver ("qk_norm_over") { Head = "head", AllHeads = "all-heads" }
 }
 choice! {
-    /// A norm on each head's values.
+    /// The norm on each head's values.
     pub enum ValueNorm ("v_norm") { Weighted = "weighted", Unweighted = "unweighted" }
 }
 
-/// Norms on queries and keys (docs/spec.md §2.1).
+/// The norms on queries and keys (docs/spec.md §2.1).
 #[derive(Clone, Copy, Debug)]
 pub struct QkNorm {
     pub over: NormOver,
-    /// They stand after the rotation of self-attention's queries and keys.
+    /// True if they follow the rotation of self-attention's queries and keys.
     pub after_rotation: bool,
     pub is_weighted: bool,
-    /// Of what is normed.
+    /// The factor of normed queries and keys.
     pub scale: f64,
 }
 
-/// A model's form, as far as tables ask for it.
+/// A model's shape, as far as the tables of norms, schemes and initialisations need it.
 #[derive(Clone, Copy, Debug)]
 pub struct ModelShape<'a> {
     pub d_model: i64,
     pub d_ff: i64,
     pub heads: i64,
-    /// Heads of keys and values; several heads of queries share one.
+    /// The number of heads of keys and values; several heads of queries share one.
     pub kv_heads: i64,
     pub activation: Activation,
-    /// Linear layers have biases, if the scheme wants them too.
+    /// True if linear layers have biases, unless the scheme has none.
     pub has_biases: bool,
-    /// Embeddings are multiplied by √d.
+    /// True if embeddings are multiplied by √d.
     pub scales_embeddings: bool,
-    /// A model without one has a decoder alone.
+    /// True if there is an encoder; otherwise the model is only a decoder.
     pub has_encoder: bool,
     pub encoder_layers: i64,
     pub decoder_layers: i64,
     pub encoder_norm: &'a str,
     pub decoder_norm: &'a str,
-    /// Norms on queries and keys beside the scheme's.
+    /// Norms on queries and keys in addition to the scheme's.
     pub qk_norm: Option<QkNorm>,
     pub v_norm: Option<ValueNorm>,
     /// L of queries and keys of length 1, with a learned factor for their products.
     pub qk_l2norm: Option<i64>,
-    /// None: attention has heads.
+    /// The sizes of tensorized attention; `None` for multi-head attention.
     pub tensorized: Option<TensorizedSizes>,
-    /// None: heads' outputs go to the output projection as they are.
+    /// The gate of the heads' outputs; `None` for no gate.
     pub output_gate: Option<OutputGate>,
-    /// Each head has a logit in its softmax beside those of the keys.
+    /// True if each head's softmax has a sink logit beside those of the keys.
     pub sinks: bool,
-    /// c of scores s that become c·tanh(s/c).
+    /// The softcap c: scores s become c·tanh(s/c).
     pub score_softcap: Option<f64>,
-    /// What the parametrisation multiplies.
+    /// The model's parametrisation.
     pub scaled: Scaled,
 }
 
 impl ModelShape<'_> {
-    /// A small model, for what does not depend on it.
+    /// A small model, for purposes that do not depend on its sizes.
     pub const SMALL: ModelShape<'static> = ModelShape {
         d_model: 2,
         d_ff: 2,
@@ -161,34 +161,34 @@ impl ModelShape<'_> {
     };
 }
 
-/// Of tensorized attention.
+/// The sizes of tensorized attention.
 #[derive(Clone, Copy, Debug)]
 pub struct TensorizedSizes {
     pub rank: i64,
-    /// The most tokens that it reads at a time.
+    /// The maximum number of tokens that it reads at a time.
     pub segment: i64,
 }
 
-/// Where in the model something is declared.
+/// The place of a declaration in the model.
 #[derive(Clone, Copy, Debug)]
 pub struct LayerContext<'a> {
     pub model: ModelShape<'a>,
-    /// What the model's configuration says of the tables' options.
+    /// The option values in the model's configuration.
     pub options: &'a Options,
     pub stack: StackName,
-    /// 0-based.
+    /// The layer's index in its stack, from 0.
     pub layer: i64,
     pub sublayer: Sublayer,
-    /// The sublayer's 0-based number within its layer.
+    /// The sublayer's index in its layer, from 0.
     pub index: i64,
-    /// Sublayers in a layer of this stack.
+    /// The number of sublayers in a layer of this stack.
     pub sublayers: i64,
-    /// They.
+    /// The kinds of this layer's sublayers, in order.
     pub kinds: &'a [Sublayer],
 }
 
 impl<'a> LayerContext<'a> {
-    /// The first sublayer of a layer.
+    /// Returns the place of the first sublayer in a layer.
     pub fn new(model: ModelShape<'a>, options: &'a Options, stack: StackName, layer: i64) -> Self {
         let kinds = stack.sublayers(&model);
         LayerContext {
@@ -203,19 +203,19 @@ impl<'a> LayerContext<'a> {
         }
     }
 
-    /// The first sublayer of a layer that holds others: a block of another library's model. None: no such block is
-    /// empty.
+    /// Returns the place of the first sublayer in a layer with other sublayers, such as a block of another library's
+    /// model; `None` if `kinds` is empty.
     pub fn of_block(self, kinds: &'a [Sublayer]) -> Option<Self> {
         Some(LayerContext { sublayer: *kinds.first()?, index: 0, sublayers: kinds.len() as i64, kinds, ..self })
     }
 
-    /// Every sublayer of this layer.
+    /// Iterates over all sublayers of this layer.
     pub fn each(self) -> impl Iterator<Item = LayerContext<'a>> {
         let numbered = self.kinds.iter().enumerate();
         numbered.map(move |(index, &sublayer)| LayerContext { index: index as i64, sublayer, ..self })
     }
 
-    /// Layers of the encoder, N; 0 in a decoder-only model.
+    /// Returns the encoder's number of layers, N; 0 in a decoder-only model.
     pub fn encoder_layers(&self) -> i64 {
         if self.model.has_encoder {
             self.model.encoder_layers
@@ -224,12 +224,12 @@ impl<'a> LayerContext<'a> {
         }
     }
 
-    /// Layers of the decoder, M.
+    /// Returns the decoder's number of layers, M.
     pub fn decoder_layers(&self) -> i64 {
         self.model.decoder_layers
     }
 
-    /// Layers of this stack, L.
+    /// Returns this stack's number of layers, L.
     pub fn layers(&self) -> i64 {
         match self.stack {
             StackName::Encoder => self.encoder_layers(),
@@ -237,13 +237,13 @@ impl<'a> LayerContext<'a> {
         }
     }
 
-    /// Additions to the residual stream of this stack.
+    /// Returns the number of additions to this stack's residual stream.
     pub fn additions(&self) -> i64 {
         self.layers() * self.sublayers
     }
 
-    /// What a constant of this stack is made of: a scheme's three formulas, one for each kind of stack. The depth of a
-    /// single stack counts its additions by two.
+    /// Computes a constant of this stack from a scheme's three formulas, one for each kind of stack. The depth of a
+    /// single stack is half its number of additions.
     pub fn constant(
         &self,
         encoder: impl Fn(f64, f64) -> f64,
@@ -258,17 +258,17 @@ impl<'a> LayerContext<'a> {
         }
     }
 
-    /// The sublayer's 0-based number within its stack.
+    /// Returns the sublayer's index in its stack, from 0.
     pub fn number(&self) -> i64 {
         self.layer * self.sublayers + self.index
     }
 
-    /// The stack's last sublayer.
+    /// True for the stack's last sublayer.
     pub fn is_last(&self) -> bool {
         self.layer + 1 == self.layers() && self.index + 1 == self.sublayers
     }
 
-    /// The stack's norm.
+    /// Returns the name of the stack's norm.
     pub fn norm_name(&self) -> &'a str {
         match self.stack {
             StackName::Encoder => self.model.encoder_norm,
@@ -276,43 +276,43 @@ impl<'a> LayerContext<'a> {
         }
     }
 
-    /// `stem` with the sublayer's number: torch.nn's norm1, norm2, …
+    /// Returns `stem` with the sublayer's number, as in torch.nn's norm1, norm2, …
     pub fn numbered(&self, stem: &str) -> String {
         format!("{stem}{}", self.index + 1)
     }
 
-    /// The sublayer's own norm in a scheme that ends with another.
+    /// Returns the sublayer's own norm in a scheme with another norm at its end.
     pub fn norm(&self) -> NormAt {
         let (name, width) = (self.numbered("norm"), self.model.d_model);
         NormAt { name, width, last: false, ends_stack: false, start: 1.0, is_weighted: true }
     }
 
-    /// The sublayer's own norm in a scheme whose last norm is the last sublayer's.
+    /// Returns the sublayer's own norm in a scheme whose last norm is the last sublayer's.
     pub fn closing_norm(&self) -> NormAt {
         NormAt { last: self.is_last(), ..self.norm() }
     }
 
-    /// The norm after the last layer.
+    /// Returns the norm after the last layer.
     pub fn end_norm(&self) -> NormAt {
         NormAt { name: "norm".into(), last: true, ends_stack: true, ..self.norm() }
     }
 
-    /// The name of a part of the sublayer.
+    /// Returns the name of a part of the sublayer.
     pub fn path_of(&self, name: &str) -> String {
         format!("{}{name}", self.sublayer.path())
     }
 
-    /// A norm of an attention's queries, keys or values: `name` over rows of that width.
+    /// Returns a norm on an attention's queries, keys or values: `name` over rows of that width.
     pub fn projected_norm(&self, name: &str, width: i64) -> NormAt {
         NormAt { name: self.path_of(name), width, ..self.norm() }
     }
 
-    /// Numbers in a head.
+    /// Returns the width of a head.
     pub fn d_head(&self) -> i64 {
         self.model.d_model / self.model.heads.max(1)
     }
 
-    /// Numbers in a row of keys, or of values.
+    /// Returns the width of a row of keys, or of values.
     pub fn kv_width(&self) -> i64 {
         match self.model.kv_heads == self.model.heads {
             true => self.model.d_model,

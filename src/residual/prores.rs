@@ -7,7 +7,7 @@ use crate::choice;
 use crate::options::{not_negative, option_spec, AnyOption};
 
 choice! {
-    /// The scheme under prores.
+    /// The scheme whose branches prores scales.
     pub enum ProResScheme ("prores_scheme") {
         PreNorm = "prenorm",
         PostNorm = "postnorm",
@@ -30,9 +30,9 @@ impl ProResScheme {
 }
 
 option_spec! {
-    /// T of prores: branches of layer l, counted from 1, are in full strength from update T·l on.
+    /// Number of updates T of prores: branches of layer l, counted from 1, have full strength from update T·l on.
     STEPS ("prores_steps"): i64 = 1000, not_negative;
-    /// The scheme that prores multiplies the branches of.
+    /// Scheme whose branches prores multiplies.
     SCHEME ("prores_scheme"): ProResScheme = ProResScheme::PreNorm;
 }
 

@@ -1,4 +1,4 @@
-//! ResiDual: PostNorm's stream, and beside it PreNorm's, which no norm touches before the end (Xie et al. 2023).
+//! ResiDual: PostNorm's residual stream, and beside it PreNorm's, which has no norm before the end (Xie et al. 2023).
 //!
 //! The authors' code gives the norm after the stack ε = 1e-7 and, for f16, can scale the second stream down. Here that
 //! norm has the ε of the others, and the training loop keeps streams in f32 or f64.

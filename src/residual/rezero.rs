@@ -11,6 +11,6 @@ pub static REZERO: Scheme = Scheme {
 };
 
 fn around(_: &LayerContext) -> ResidualSpec {
-    // One name, so one parameter for all sublayers of a layer.
+    // One name means one parameter for all sublayers of a layer.
     ResidualSpec { beta: Gain::Learned(Learned::new("branch_scale", &[1], 0.0)), ..ResidualSpec::default() }
 }

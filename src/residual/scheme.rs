@@ -1,39 +1,40 @@
-//! What a scheme says.
+//! The interface of a residual scheme.
 
 use super::declared::{Change, Point, ResidualSpec, StackSpec};
 use super::place::LayerContext;
 use crate::error::Result;
 use crate::options::{AnyOption, Options};
 
-/// A residual scheme of the table. Its functions declare, for a place in a model, what stands there.
+/// A residual scheme of the table. Its functions return the declarations for a place in a model.
 pub struct Scheme {
-    /// The name users give.
+    /// The name that users give.
     pub name: &'static str,
     pub equation: &'static str,
     pub source: &'static str,
     pub options: &'static [&'static dyn AnyOption],
-    /// Refuses options that others of its own make useless.
+    /// Errors about options that others of the scheme make useless.
     pub check: fn(&Options) -> Result<()>,
-    /// The initialisation that goes with it.
+    /// The name of the initialisation that goes with it.
     pub init: &'static str,
-    /// Around a sublayer.
+    /// Returns the residual connection around a sublayer.
     pub around: fn(&LayerContext) -> ResidualSpec,
-    /// Inside a sublayer.
+    /// Returns the changes inside a sublayer.
     pub inside: fn(&LayerContext) -> Vec<(Point, Change)>,
-    /// On x as a layer begins.
+    /// Returns the changes of x when a layer begins.
     pub layer: fn(&LayerContext) -> Vec<Change>,
-    /// How layers follow each other, and what follows the last.
+    /// Returns the connections between layers, and the changes after the last one.
     pub stack: fn(&LayerContext) -> StackSpec,
-    /// Linear layers have biases.
+    /// True if linear layers have biases.
     pub has_biases: bool,
-    /// Why the outputs of branches do not simply add up, so that no factor of theirs can follow the depth; none: they do.
+    /// The reason why branches' outputs do not simply add up, so that no factor of theirs can follow the depth; `None`
+    /// if they do.
     pub own_depth: Option<&'static str>,
-    /// The gains on x are set by profiling the first batch (docs/spec.md §3.4).
+    /// True if profiling on the first batch sets the gains on x (docs/spec.md §3.4).
     pub is_profiled: bool,
 }
 
 impl Scheme {
-    /// x⁺ = x + F(x). Every entry of the table names what differs.
+    /// The scheme x⁺ = x + F(x), whose fields every entry of the table overrides.
     pub const PLAIN: Scheme = Scheme {
         name: "",
         equation: "",

@@ -1,4 +1,4 @@
-//! A scheme for every layer: one name, or several, each for some layers from the bottom up.
+//! The schemes of a stack's layers: one name, or several, each for some layers from the bottom up.
 //!
 //! `postnorm*3,prenorm` has PostNorm in the first three layers of a stack and PreNorm in the others;
 //! `postnorm*1/4,prenorm` has PostNorm in the first quarter, rounded down (Mix-LN, Li et al. 2024).
@@ -13,17 +13,17 @@ use crate::options::Options;
 use std::fmt;
 use std::sync::Arc;
 
-/// ε of queries and keys of length 1, as torch's `normalize` has it.
+/// The ε of queries and keys of length 1, as in torch's `normalize`.
 const UNIT_EPS: f64 = 1e-12;
 
-/// Schemes in the order of the layers that they have; the last one has what the others leave.
+/// Schemes in the order of their layers; the last one has the layers that the others leave.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Schemes {
     first: Vec<(SchemeRef, Share)>,
     last: SchemeRef,
 }
 
-/// A scheme of the table, or one that its user declares.
+/// A scheme of the table, or one that a user declares.
 #[derive(Clone)]
 pub enum SchemeRef {
     Table(&'static Scheme),
@@ -38,7 +38,7 @@ impl SchemeRef {
         }
     }
 
-    /// Refuses options that others of its own make useless.
+    /// Errors about options that others of the scheme make useless.
     pub fn check_options(&self, options: &Options) -> Result<()> {
         match self {
             SchemeRef::Table(scheme) => (scheme.check)(options),
@@ -119,11 +119,11 @@ impl fmt::Debug for SchemeRef {
     }
 }
 
-/// How many of a stack's layers.
+/// The share of a stack's layers.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Share {
     Layers(i64),
-    /// Rounded down.
+    /// A fraction, rounded down.
     Fraction(i64, i64),
 }
 
@@ -135,7 +135,7 @@ impl Share {
         }
     }
 
-    /// `3` or `1/4`.
+    /// Parses `3` or `1/4`.
     fn parse(text: &str) -> Option<Self> {
         let share = match text.split_once('/') {
             Some((part, whole)) => Share::Fraction(part.parse().ok()?, whole.parse().ok()?),
@@ -150,18 +150,18 @@ impl Share {
 }
 
 impl Schemes {
-    /// `last` in every layer.
+    /// Uses `last` in every layer.
     pub fn of(last: SchemeRef) -> Self {
         Schemes { first: Vec::new(), last }
     }
 
-    /// The scheme that a user declares, in every layer.
+    /// Uses a user's scheme in every layer.
     pub fn given(scheme: GivenScheme) -> Result<Self> {
         scheme.check_name()?;
         Ok(Schemes::of(SchemeRef::Given(Arc::new(scheme))))
     }
 
-    /// What the user declared, if it is none of the table's.
+    /// Returns the user's declaration; `None` for schemes of the table.
     pub fn as_given(&self) -> Option<&GivenScheme> {
         match &self.last {
             SchemeRef::Table(_) => None,
@@ -169,7 +169,7 @@ impl Schemes {
         }
     }
 
-    /// Reads `name` or `name*layers,…,name`.
+    /// Parses `name` or `name*layers,…,name`.
     pub fn parse(text: &str) -> Result<Self> {
         let wrong = |why: String| Error::invalid(format!("residual {text:?}: {why}, as in postnorm*3,prenorm"));
         let (first, last) = text.rsplit_once(',').unwrap_or(("", text));
@@ -200,12 +200,12 @@ impl Schemes {
         }
     }
 
-    /// Every scheme, from the bottom up.
+    /// Iterates over the schemes, from the bottom up.
     pub fn all(&self) -> impl Iterator<Item = &SchemeRef> {
         self.first.iter().map(|(scheme, _)| scheme).chain([&self.last])
     }
 
-    /// The scheme of the place's layer.
+    /// Returns the scheme of the place's layer.
     pub fn at(&self, place: &LayerContext) -> &SchemeRef {
         let mut below = 0;
         for (scheme, share) in &self.first {
@@ -217,12 +217,12 @@ impl Schemes {
         &self.last
     }
 
-    /// The layers of the place's stack, from the bottom up.
+    /// Returns the layers of the place's stack, from the bottom up.
     pub fn layers(&self, place: &LayerContext) -> Vec<LayerSpec> {
         (0..place.layers()).map(|layer| self.layer(&LayerContext { layer, ..*place })).collect()
     }
 
-    /// The place's layer.
+    /// Returns the place's layer.
     pub fn layer(&self, place: &LayerContext) -> LayerSpec {
         let scheme = self.at(place);
         let sublayers = place.each().map(|place| {
@@ -232,8 +232,8 @@ impl Schemes {
         LayerSpec { begin: scheme.layer(place), sublayers: sublayers.collect() }
     }
 
-    /// What stands inside the place's sublayer: its layer's scheme, and norms on queries, keys and values where the model
-    /// has them, or queries' and keys' lengths' inverses and a learned factor (Henry et al. 2020).
+    /// Returns the changes inside the place's sublayer: those of its layer's scheme, and the model's norms on queries,
+    /// keys and values, or its scaling of queries and keys to length 1 with a learned factor (Henry et al. 2020).
     fn inside(&self, place: &LayerContext) -> Vec<(Point, Change)> {
         let mut inside = self.at(place).inside(place);
         if place.sublayer == Sublayer::FeedForward {
@@ -248,7 +248,7 @@ impl Schemes {
         if let Some(length) = place.model.qk_l2norm {
             let (unit, length) = (Change::Unit(UNIT_EPS), length as f64);
             let factor = Learned::new(place.path_of("qk_scale"), &[1], (length * length - length).log2());
-            // The factor stands in place of attention's own.
+            // The learned factor replaces attention's own.
             let own = Change::Times(place.model.scaled.scores(place.d_head()).recip());
             inside.extend([(Point::Query, unit.clone()), (Point::Query, Change::Scale(factor))]);
             inside.extend([(Point::Query, own), (Point::Key, unit)]);
@@ -256,8 +256,8 @@ impl Schemes {
         inside
     }
 
-    /// How the layers of the place's stack follow each other. The first layer's scheme says what begins the stack, the
-    /// last's what ends it.
+    /// Returns the connections between the layers of the place's stack. The first layer's scheme begins the stack, the
+    /// last layer's ends it.
     pub fn flow(&self, place: &LayerContext) -> StackSpec {
         let [bottom, top] =
             [0, place.layers() - 1].map(|layer| self.at(&LayerContext { layer, ..*place }).stack(place));
@@ -265,7 +265,7 @@ impl Schemes {
         StackSpec { growth, begin: bottom.begin, ..top }
     }
 
-    /// The initialisation that goes with all of them, or xavier.
+    /// Returns the initialisation that goes with all of them, or xavier.
     pub fn init(&self) -> &str {
         let init = self.last.init();
         if self.all().all(|scheme| scheme.init() == init) {
@@ -275,29 +275,29 @@ impl Schemes {
         }
     }
 
-    /// Linear layers have biases.
+    /// True if linear layers have biases.
     pub fn has_biases(&self) -> bool {
         self.last.has_biases()
     }
 
-    /// A scheme whose branches' outputs do not simply add up, and why.
+    /// Returns a scheme whose branches' outputs do not simply add up, and why.
     pub fn own_depth(&self) -> Option<(&str, &'static str)> {
         self.all().find_map(|scheme| Some((scheme.name(), scheme.own_depth()?)))
     }
 
-    /// The gains on x are set by profiling the first batch.
+    /// True if profiling on the first batch sets the gains on x.
     pub fn is_profiled(&self) -> bool {
         self.last.is_profiled()
     }
 
-    /// Whether any of them puts a norm anywhere in such a model.
+    /// True if any of them has a norm anywhere in such a model.
     pub fn have_norms(&self, model: ModelShape, options: &Options) -> bool {
         let place = LayerContext::new(model, options, StackName::Decoder, 0);
         self.all().any(|scheme| puts_norms(scheme, &place))
     }
 
-    /// Refuses what a user's scheme declares, where it does not fit the model. `kinds`: its layers' sublayers, where they
-    /// are not their stack's.
+    /// Errors if a user's declarations do not fit the model. `kinds` are its layers' sublayers, if they differ from the
+    /// stack's.
     pub fn check_given(&self, model: ModelShape, options: &Options, kinds: &[Sublayer]) -> Result<()> {
         let Some(given) = self.as_given() else { return Ok(()) };
         StackName::of(&model).iter().try_for_each(|stack| {
@@ -306,7 +306,7 @@ impl Schemes {
         })
     }
 
-    /// Refuses more layers than the model's stacks have; `residual` is what the schemes were read of.
+    /// Errors if the schemes have more layers than the model's stacks; `residual` is the text they were parsed from.
     pub fn check(&self, residual: &str, model: &ModelShape) -> Result<()> {
         let stacks = [("encoder_layers", model.encoder_layers), ("decoder_layers", model.decoder_layers)];
         for (name, layers) in stacks.into_iter().skip(usize::from(!model.has_encoder)) {
@@ -322,7 +322,7 @@ impl Schemes {
     }
 }
 
-/// Norms on an attention's queries and keys, and the factor of what is normed.
+/// Returns the norms on an attention's queries and keys, and the factor of the result.
 fn qk_norm(place: &LayerContext) -> Vec<(Point, Change)> {
     let Some(how) = place.model.qk_norm else { return Vec::new() };
     let points = match how.after_rotation && place.sublayer == Sublayer::SelfAttention {
@@ -341,7 +341,7 @@ fn qk_norm(place: &LayerContext) -> Vec<(Point, Change)> {
         .collect()
 }
 
-/// The scheme of that name.
+/// Returns the scheme of that name.
 fn find(name: &str) -> Result<&'static Scheme> {
     SCHEMES
         .iter()
@@ -362,14 +362,14 @@ fn puts_norms(scheme: &SchemeRef, place: &LayerContext) -> bool {
     place.each().any(has) || has_own_norm || flow.begin.iter().chain(&layer).chain(&flow.end).any(is_norm)
 }
 
-/// Whether α_t is each layer's own; none: nothing grows.
+/// Returns true if each layer has its own α_t; `None` if nothing grows.
 fn grows_by_layer(scheme: &SchemeRef) -> Option<bool> {
     let options = Options::default();
     let flow = scheme.stack(&LayerContext::new(ModelShape::SMALL, &options, StackName::Encoder, 0));
     flow.growth.map(|growth| growth.by_layer)
 }
 
-/// Its layers can stand among others': nothing travels beside x or is shared by the whole model.
+/// True if its layers can be combined with others': it has no streams beside x, and nothing shared by the whole model.
 fn can_be_mixed(scheme: &SchemeRef) -> bool {
     let options = Options::default();
     let flow = scheme.stack(&LayerContext::new(ModelShape::SMALL, &options, StackName::Encoder, 0));

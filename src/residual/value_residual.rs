@@ -1,16 +1,16 @@
-//! Value residuals: each layer's values with those of the first mixed in (Zhou et al. 2024, ResFormer).
+//! Value residuals: each layer's values are mixed with those of the first layer (Zhou et al. 2024, ResFormer).
 
 use super::{prenorm::PRENORM, Change, Gain, LayerContext, Learned, Point, ResidualSpec, Scheme, StackSpec, Sublayer};
 use crate::options::{option_spec, AnyOption};
 
 option_spec! {
-    /// What value-residual's two factors are, or start at.
+    /// Value, or initial value, of value-residual's two factors.
     START ("value_residual_start"): f64 = 0.5;
-    /// value-residual's factors are learned, two a layer; else constants.
+    /// Learn value-residual's factors, two per layer; otherwise they are constants.
     LEARNED ("value_residual_learned"): bool = true;
 }
 
-/// What the first layer's values are kept under.
+/// The name under which the first layer's values are kept.
 const VALUES: &str = "first_values";
 
 pub static VALUE_RESIDUAL: Scheme = Scheme {

@@ -1,14 +1,15 @@
-//! Variance-preserving gates: a learned share β of the branch, and what keeps the variance of x (Muse Spark).
+//! Variance-preserving gates: a learned share β of the branch, and the share α of x that keeps the variance (Muse
+//! Spark).
 
 use super::{sandwich::SANDWICH, Gain, LayerContext, Learned, ResidualSpec, Scheme, StackSpec};
 use crate::options::{option_spec, positive, AnyOption};
 
 option_spec! {
-    /// variance-gate's temperature τ: β = σ(w/τ).
+    /// Temperature τ of variance-gate: β = σ(w/τ).
     TEMPERATURE ("variance_gate_temperature"): f64 = 0.3, positive;
 }
 
-/// The deviation of w at the start, transformers' `initializer_range`.
+/// The standard deviation of w at initialisation, transformers' `initializer_range`.
 const START: f64 = 0.02;
 
 pub static VARIANCE_GATE: Scheme = Scheme {

@@ -1,8 +1,8 @@
-//! x₀-lambdas: before each layer the stream is scaled, and the embedding added again (nanochat).
+//! x₀-lambdas: before each layer the residual stream is scaled, and the embedding is added again (nanochat).
 
 use super::{prenorm::PRENORM, Change, Gain, LayerContext, Learned, NormAt, ResidualSpec, Scheme, StackSpec};
 
-/// What the embedding is kept under.
+/// The name under which the embedding is kept.
 const EMBEDDING: &str = "embedding";
 
 pub static X0_LAMBDAS: Scheme = Scheme {

@@ -1,4 +1,4 @@
-//! The mean of a run's checkpoints.
+//! Checkpoint averaging of a run.
 
 use super::folder::read_configs;
 use super::lock::Lock;
@@ -10,8 +10,8 @@ use crate::train::checkpoint::{self, CheckpointStore};
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// The checkpoints of the last evaluations, newest first: neither what an interruption left, nor an old best one, between
-/// which and the others an evaluation's is gone.
+/// Returns the checkpoints of the last evaluations, newest first. It skips those of interruptions, and stops at an old
+/// best one that is separated from the others by a removed checkpoint.
 fn evaluated(store: &CheckpointStore) -> Result<Vec<PathBuf>> {
     let (mut found, mut newer) = (Vec::new(), None::<Option<u64>>);
     for path in store.recent(usize::MAX)? {
@@ -30,8 +30,8 @@ fn evaluated(store: &CheckpointStore) -> Result<Vec<PathBuf>> {
     Ok(found)
 }
 
-/// Averages checkpoints of a run (parameters and running statistics; counters of the newest), stored as `average`: those
-/// of the given updates, or the last `count`. `check_interrupt` runs before each whether to go on.
+/// Averages a run's checkpoints (parameters and running statistics; counters are the newest's) and stores the result as
+/// `average`: the checkpoints of the given updates, or the last `count`. `check_interrupt` runs before each.
 pub fn average(
     folder: &Path,
     count: Option<usize>,
@@ -67,7 +67,7 @@ pub fn average(
         _ => return Err(Error::invalid("give either how many of the last checkpoints to average, or their updates")),
     };
     let averaged = checkpoint::average(&paths, &mut data::throttled(check_interrupt))?;
-    // An earlier average goes when the new one is whole.
+    // The earlier average is removed once the new one is complete.
     remove(&new)?;
     checkpoint::save(&new, averaged.state["update"].as_u64().unwrap_or(0), &averaged)?;
     remove(&path)?;
@@ -75,7 +75,7 @@ pub fn average(
     Ok(path)
 }
 
-/// Whole, or not at all: half of one would no longer prove whose it is.
+/// Removes a directory whole, because half of one would no longer prove that a run wrote it.
 fn remove(path: &Path) -> Result<()> {
     match path.symlink_metadata().is_ok() {
         true => atomic::remove_directory(path),

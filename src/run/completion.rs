@@ -12,23 +12,23 @@ use crate::search::{generate, GenerationConfig, Prompt};
 use std::path::Path;
 use tch::Kind;
 
-/// The text generated after a prompt.
+/// The text generated for a prompt.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Completion {
-    /// Prompt and text, one after the other, are the whole.
+    /// The new text; the prompt followed by it is the whole text.
     pub text: String,
-    /// Σ log p of the new tokens.
+    /// The sum of log p of the new tokens.
     pub log_probability: f64,
-    /// New tokens, ends of sentence included.
+    /// The number of new tokens, ends of sentence included.
     pub tokens: usize,
-    /// It has as many ends of sentence as were asked for.
+    /// True if it has the requested number of ends of sentence.
     pub finished: bool,
 }
 
-/// Called for each new token: the prompt's number, the sample's, and the new text; none: the text is over.
+/// A callback for each new token with the indices of prompt and sample and the new text, or `None` at the text's end.
 pub type OnToken<'a> = &'a mut dyn FnMut(usize, usize, Option<&str>) -> Result<()>;
 
-/// One text of a batch while it is generated.
+/// One text of a batch during its generation.
 struct TextStream {
     prompt: usize,
     sample: usize,
@@ -37,7 +37,7 @@ struct TextStream {
 }
 
 impl Translator {
-    /// The ids of a text of lines: EOS ends each but the last.
+    /// Returns the ids of a text with several lines; EOS ends each line but the last.
     fn read_text(&self, text: &str, check_interrupt: Interrupt) -> Result<Vec<i64>> {
         let lines: Vec<String> = text.split('\n').map(str::to_owned).collect();
         let ids = within(self.encode(&lines, check_interrupt)?, self.seen.as_deref());
@@ -45,9 +45,10 @@ impl Translator {
         Ok(ids.join(&EOS))
     }
 
-    /// For each prompt `samples` texts that follow it. `batch_tokens`: most tokens of all windows of a batch.
+    /// Returns `samples` continuations of each prompt. `batch_tokens` is the maximum number of tokens in a batch's
+    /// windows.
     ///
-    /// Errors: options that cannot be meant, a model with an encoder, what `on_token` and `check_interrupt` return.
+    /// Errors: options that make no sense, a model with an encoder, and errors of `on_token` and `check_interrupt`.
     pub fn complete(
         &self,
         prompts: &[String],
@@ -104,7 +105,7 @@ impl Translator {
         Ok(found)
     }
 
-    /// The text that a token adds; the last end of sentence adds none.
+    /// Returns the text that a token adds; the last end of sentence adds none.
     fn text_of(&self, token: i64, is_over: bool, joiner: &mut Joiner) -> String {
         match (token == EOS, is_over) {
             (true, true) => String::new(),
@@ -117,7 +118,7 @@ impl Translator {
     }
 }
 
-/// The ids of lines as the run in a folder reads them, without EOS.
+/// Returns the ids of lines as the run in a folder reads them, without EOS.
 pub fn encode(folder: &Path, lines: &[String], check_interrupt: Interrupt) -> Result<Vec<Vec<u32>>> {
     let segmenter = read_segmenter(folder, &read_configs(folder)?.data)?;
     let vocabulary = read_vocabulary(folder)?;

@@ -1,4 +1,4 @@
-//! The folder of a run: what it holds, how it begins, how it is read again, and its log.
+//! The folder of a run: its files, its creation, its reading, and its log.
 
 use super::lock::Lock;
 use super::PreparedData;
@@ -22,17 +22,18 @@ use std::io::{Read, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
 use tch::Tensor;
 
-/// Most bytes of the configuration, for writers and readers, as Python's `text.SMALL`.
+/// The maximum size of the configuration in bytes, for writers and readers; Python's `text.SMALL`.
 pub(super) const CONFIG_BYTES: u64 = 4 << 20;
-/// Most bytes of a run's other files of text; a longer one is damage or a trap.
+/// The maximum size in bytes of a run's other text files; a longer one is damaged or malicious.
 const TEXT_BYTES: u64 = 4 << 30;
 
-/// What to do with an output folder that holds a run.
+/// The treatment of an output folder that holds a run.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Mode {
     New,
     Resume {
-        /// The checkpoint to go on from: best, last, its name, or its update's number; none: the newest whole one.
+        /// The checkpoint from which to continue: best, last, its name, or its update's number; `None` for the newest
+        /// complete one.
         from: Option<String>,
     },
     Overwrite,
@@ -60,7 +61,7 @@ pub(super) struct Configs {
 }
 
 impl Configs {
-    /// The options of a checkpoint: a resume may have changed some since the run began.
+    /// Returns the options of a checkpoint, because a resume may have changed some since the run began.
     pub(super) fn of_checkpoint(&self, path: &Path, config: &Value) -> Result<Self> {
         fn read<T: DeserializeOwned>(path: &Path, options: &Value) -> Result<T> {
             crate::config::from_json(&path.display().to_string(), &options.to_string())
@@ -68,7 +69,7 @@ impl Configs {
         Ok(Configs {
             model: read(path, &config["model"])?,
             training: read(path, &config["training"])?,
-            // Absent in checkpoints of earlier versions.
+            // Checkpoints of earlier versions lack the data options.
             data: config.get("data").map_or(Ok(self.data.clone()), |data| read(path, data))?,
         })
     }
@@ -77,10 +78,10 @@ impl Configs {
         (&self.model, &self.training, &self.data)
     }
 
-    /// As config.json holds them.
+    /// Returns the text of config.json.
     ///
     /// # Errors
-    /// Invalid where readers would refuse the length.
+    /// `Invalid` if the text is longer than readers accept.
     pub(super) fn to_text(&self) -> Result<String> {
         let text = serde_json::to_string_pretty(self).map_err(|e| Error::invalid(e.to_string()))? + "\n";
         match text.len() as u64 <= CONFIG_BYTES {
@@ -94,7 +95,7 @@ impl Configs {
     }
 }
 
-/// What a run's folder begins with.
+/// The contents with which a run's folder begins.
 pub(super) struct Beginning {
     configs: Configs,
     segmenter: Segmenter,
@@ -103,7 +104,7 @@ pub(super) struct Beginning {
 }
 
 impl Beginning {
-    /// Takes the segmenter, which training has no more use for.
+    /// Takes the segmenter, which training no longer needs.
     pub(super) fn of(prepared: &mut PreparedData, training: &TrainingConfig, config: &DataConfig) -> Self {
         Beginning {
             configs: Configs { model: prepared.model.clone(), training: training.clone(), data: config.clone() },
@@ -113,18 +114,19 @@ impl Beginning {
         }
     }
 
-    /// Refuses options that no reader would take, before the work.
+    /// Errors about options that no reader would accept, before any work.
     pub(super) fn check(model: &TransformerConfig, training: &TrainingConfig, data: &DataConfig) -> Result<()> {
         Configs { model: model.clone(), training: training.clone(), data: data.clone() }.to_text().map(drop)
     }
 
-    /// Fills the folder, in place of an earlier run if that is wanted; all that could refuse to run has been asked before.
+    /// Fills the folder, in place of an earlier run if `mode` says so; all checks that could refuse the run came
+    /// before.
     pub(super) fn write(&self, output: &Path, mode: &Mode) -> Result<()> {
         fault::begin();
         // The user may have put something there while the data were prepared.
         check_beginning(output, mode)?;
         if *mode == Mode::Overwrite {
-            // The config first: without it, a folder that was left half removed is no run that could be resumed.
+            // The config goes first: without it, a half-removed folder is no run that could be resumed.
             atomic::remove_file(&output.join(CONFIG))?;
             CheckpointStore::at(output).clear()?;
         }
@@ -134,14 +136,15 @@ impl Beginning {
             atomic::remove_file(&path)?;
         }
         write(output, &self.configs, &self.segmenter, &self.vocabulary, self.mask.as_deref())?;
-        // What a run left that was killed before its checksums stood: now they prove whose it is.
+        // A run that was killed before its checksums existed may have left files; now the checksums prove whose they
+        // are.
         atomic::clean(output, is_a_runs_name)?;
         CheckpointStore::open(output).map(drop)
     }
 }
 
-/// Refuses a folder in which a new run would write over something that no run wrote, or, unless it is to begin in an
-/// earlier run's place, over a run. A run that was stopped while it began is no obstacle: it has nothing to lose.
+/// Errors if a new run would overwrite something that no run wrote or, unless it replaces an earlier run, a run. A run
+/// that was stopped while it began is no obstacle: it has nothing to lose.
 pub(super) fn check_beginning(output: &Path, mode: &Mode) -> Result<()> {
     let shown = output.display();
     check_checkpoints(output)?;
@@ -176,7 +179,7 @@ pub(super) fn check_beginning(output: &Path, mode: &Mode) -> Result<()> {
     }
 }
 
-/// Refuses checkpoints that are no folder, and strangers in the places of a run's links.
+/// Errors if the checkpoints are no folder, or if foreign files have the names of a run's links.
 pub(super) fn check_checkpoints(output: &Path) -> Result<()> {
     let path = output.join(CHECKPOINTS);
     if path.symlink_metadata().is_ok() && std::fs::read_dir(&path).is_err() {
@@ -211,14 +214,14 @@ fn write(
         let ids: Vec<u32> = (0..mask.len() as u32).filter(|id| mask[*id as usize] && *id > UNK as u32).collect();
         texts.push((TARGET_TYPES, vocabulary.decode(&ids).iter().map(|piece| format!("{piece}\n")).collect()));
     }
-    // Last: a folder with a config holds a run.
+    // The config comes last: a folder with a config holds a run.
     texts.push((CONFIG, configs.to_text()?));
     atomic::write_file(&output.join(CHECKSUMS), checksums::text(&texts).as_bytes())?;
     texts.iter().try_for_each(|(name, text)| atomic::write_file(&output.join(name), text.as_bytes()))
 }
 
-/// Writes a model that was trained elsewhere as a run with one checkpoint. Its text is split already, into the pieces of
-/// the file `dictionary`, which says how many types there are; `mask` is its target vocabulary.
+/// Writes a model that was trained elsewhere as a run with one checkpoint. Its text is split already, into the pieces
+/// of the file `dictionary`, which determines the size of the vocabulary; `mask` is its target vocabulary.
 pub fn save_model(
     output: &Path,
     model: &TransformerConfig,
@@ -252,18 +255,18 @@ pub fn save_model(
     CheckpointStore::open(output)?.save(0, &checkpoint, Best::This).map(drop)
 }
 
-/// The state that a run goes on with.
+/// The state from which a run continues.
 pub(super) struct ResumeState {
     pub segmenter: Segmenter,
     pub vocabulary: Vocabulary,
-    /// None where the run was stopped before it had saved one.
+    /// The checkpoint; `None` if the run was stopped before it had saved one.
     pub found: Option<ResumePoint>,
-    /// Options that are not those of the checkpoint.
+    /// The options that differ from the checkpoint's.
     pub changes: Vec<OptionChange>,
 }
 
-/// Reads a run's folder. The options must be those of its model, cut text as the run does, and have a target vocabulary
-/// if it has one. `from`: the checkpoint, where not the newest whole one.
+/// Reads a run's folder. The options must fit its model, segment text as the run does, and have a target vocabulary if
+/// it has one. `from` is the checkpoint, by default the newest complete one.
 pub(super) fn resume(
     model: &TransformerConfig,
     training: &TrainingConfig,
@@ -297,7 +300,7 @@ pub(super) fn resume(
     Ok(ResumeState { segmenter, vocabulary, found, changes })
 }
 
-/// Refuses merges that are not the run's. It keeps its own copy: their file may be gone.
+/// Errors about merges that are not the run's. The run keeps its own copy, because their file may be gone.
 fn check_codes(output: &Path, data: &DataConfig, own: &Segmenter) -> Result<()> {
     let other = |what: &str| {
         Err(Error::invalid(format!(
@@ -317,13 +320,13 @@ fn check_codes(output: &Path, data: &DataConfig, own: &Segmenter) -> Result<()> 
     }
 }
 
-/// The options of a run's checkpoint, `from` or the newest one, as its file has them; null where none can be read.
+/// Returns the options in a run's checkpoint (`from`, or the newest one); null if none can be read.
 pub fn options(output: &Path, from: Option<&str>) -> Result<Value> {
     Ok(CheckpointStore::at(output).options(from)?.map_or(Value::Null, |(_, options)| options))
 }
 
-/// Whether the log tells of a checkpoint. Earlier versions do not log that, but save after an evaluation before they log
-/// another update or the end. A warning after it may come from a run that found no checkpoint.
+/// True if the log mentions a checkpoint. Earlier versions do not log that, but save after an evaluation before they
+/// log another update or the end. A warning after it may come from a run that found no checkpoint.
 fn has_saved(output: &Path) -> Result<bool> {
     let path = output.join(LOG);
     let Some(text) = atomic::read(&path, TEXT_BYTES)? else { return Ok(false) };
@@ -335,7 +338,7 @@ fn has_saved(output: &Path) -> Result<bool> {
     }))
 }
 
-/// The run's options, once its files are known to be whole.
+/// Returns the run's options, after a check that its files are undamaged.
 pub(super) fn read_configs(output: &Path) -> Result<Configs> {
     let path = output.join(CONFIG);
     let Some(text) = atomic::read(&path, CONFIG_BYTES)? else {
@@ -349,7 +352,7 @@ pub(super) fn read_configs(output: &Path) -> Result<Configs> {
     crate::config::from_json(&path.display().to_string(), &text)
 }
 
-/// The bytes of one of the run's files of text. No link is followed: the folder may be somebody else's.
+/// Reads one of the run's text files. No link is followed, because the folder may belong to somebody else.
 fn read_own(output: &Path, name: &str) -> Result<(PathBuf, Vec<u8>)> {
     let path = output.join(name);
     let missing = || Error::io("read", &path, std::io::ErrorKind::NotFound.into());
@@ -368,7 +371,7 @@ pub(super) fn read_vocabulary(output: &Path) -> Result<Vocabulary> {
     Vocabulary::from_lines(&path, &lines)
 }
 
-/// Refuses a run's folder whose files are damaged; a folder without a run is left to others.
+/// Errors if a run's folder has damaged files; a folder without a run passes.
 pub fn check(output: &Path) -> Result<()> {
     match output.join(CONFIG).exists() {
         true => checksums::check(output),
@@ -376,7 +379,7 @@ pub fn check(output: &Path) -> Result<()> {
     }
 }
 
-/// How the run cuts text: by the merges that it keeps, if its options say so.
+/// Returns the run's segmenter: with the merges that it keeps, if its options say so.
 pub(super) fn read_segmenter(output: &Path, data: &DataConfig) -> Result<Segmenter> {
     match data.bpe_operations.is_some() || data.bpe_codes.is_some() {
         true => {
@@ -387,7 +390,7 @@ pub(super) fn read_segmenter(output: &Path, data: &DataConfig) -> Result<Segment
     }
 }
 
-/// The target vocabulary of a run, a flag for each type; none where it is the vocabulary.
+/// Returns a run's target vocabulary as a flag for each vocabulary entry; `None` if every entry is in it.
 pub fn target_vocabulary(output: &Path) -> Result<Option<Vec<bool>>> {
     match read_configs(output)?.training.vocab_mask {
         true => read_mask(output, &read_vocabulary(output)?).map(Some),
@@ -395,11 +398,11 @@ pub fn target_vocabulary(output: &Path) -> Result<Option<Vec<bool>>> {
     }
 }
 
-/// Its types, EOS and UNK.
+/// Returns the run's target pieces, EOS and UNK as a mask.
 pub(super) fn read_mask(output: &Path, vocabulary: &Vocabulary) -> Result<Vec<bool>> {
     let (path, bytes) = read_own(output, TARGET_TYPES)?;
     let text = String::from_utf8(bytes).map_err(|e| Error::invalid(format!("{}: {e}", path.display())))?;
-    // Not as lines of text: a piece may end in a carriage return, and there may be none.
+    // The text is not split like other lines, because a piece may end in a carriage return, and there may be no piece.
     let types: Vec<&str> = text.split_terminator('\n').collect();
     Ok(data::seen_mask(vocabulary.len(), [vocabulary.encode(&types).as_slice()]))
 }
@@ -418,15 +421,15 @@ fn last_byte(path: &Path) -> Result<Option<u8>> {
     read().map_err(|e| Error::io("read the log", path, e))
 }
 
-/// Appends every event to the run's log, then passes it on.
+/// An observer that appends every event to the run's log, then passes it on.
 pub(super) struct Log<'a> {
-    /// None: another rank writes it.
+    /// The log file; `None` if another rank writes it.
     file: Option<PathBuf>,
     observer: &'a mut dyn Observer,
 }
 
 impl<'a> Log<'a> {
-    /// To the end of the file. A line that a full disk or a crash cut short stays a line of its own.
+    /// Appends to the end of the file. A line that a full disk or a crash cut short stays a separate line.
     pub(super) fn append(file: Option<PathBuf>, observer: &'a mut dyn Observer) -> Result<Self> {
         let log = Log { file, observer };
         if let Some(path) = log.file.as_ref().filter(|path| path.symlink_metadata().is_ok()) {

@@ -1,4 +1,4 @@
-//! One writer at a time in a run's folder.
+//! A lock that allows one writer at a time in a run's folder.
 
 use crate::atomic::{self, act};
 use crate::error::{Error, Result};
@@ -10,18 +10,19 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 
-/// How often a folder may go while it is locked: the working directory may be one that was removed.
+/// The maximum number of retries if the folder vanishes while it is locked: the working directory may have been
+/// removed.
 const TRIES: u32 = 1000;
 
-/// A folder that only this process writes into, until this is dropped. The system unlocks the file at any death, so a dead
-/// owner is no obstacle.
+/// A folder into which only this process writes, until this value is dropped. The system unlocks the file when a
+/// process dies, so a dead owner is no obstacle.
 pub(super) struct Lock {
-    /// Open as long as the lock is held.
+    /// The lock file, which stays open as long as the lock is held.
     file: File,
     path: PathBuf,
-    /// Folders made for the lock, outermost first. Those that stay empty are removed again.
+    /// The folders created for the lock, outermost first. Those that stay empty are removed again.
     made: Vec<PathBuf>,
-    /// False on file systems that have no locks.
+    /// False on file systems without locks.
     pub is_exclusive: bool,
 }
 
@@ -29,15 +30,16 @@ pub(super) struct Lock {
 struct Owner {
     pid: u32,
     host: String,
-    /// Date and time, UTC.
+    /// The date and time, UTC.
     since: String,
 }
 
 impl Lock {
-    /// Locks the folder, makes it where there is none, and removes what killed processes left unfinished in it.
+    /// Locks the folder, creates it if missing, and removes what killed processes left unfinished in it.
     ///
     /// # Errors
-    /// Another process has locked it: the message names its number, host and start. Something else bears the lock's name.
+    /// Another process has locked it (the message names its number, host and start), or the lock's name is something
+    /// else.
     pub(super) fn take(folder: &Path) -> Result<Self> {
         let path = folder.join(LOCK);
         let mut tries = 0;
@@ -46,7 +48,7 @@ impl Lock {
             atomic::make_directory(folder)?;
             act("open", &path, || Ok(()))?;
             let file = match atomic::open(&path, File::options().read(true).write(true).create(true).truncate(false)) {
-                // Its owner has just removed the folder, which had been made for the lock.
+                // Its owner has just removed the folder, which it had created for the lock.
                 Err(Error::Io { source, .. }) if source.kind() == io::ErrorKind::NotFound && tries < TRIES => {
                     tries += 1;
                     continue;
@@ -59,7 +61,8 @@ impl Lock {
                 Err(TryLockError::Error(e)) if has_no_locks(&e) => false,
                 Err(TryLockError::Error(e)) => return Err(Error::io("lock", &path, e)),
             };
-            // The owner before may have removed the file between opening and locking: then its name is another file's.
+            // The previous owner may have removed the file between our open and our lock; then its name is another
+            // file's.
             if !is_named(&file, &path) {
                 continue;
             }
@@ -89,7 +92,7 @@ impl Lock {
 
 impl Drop for Lock {
     fn drop(&mut self) {
-        // Best effort: a file or an empty folder that stays is no obstacle to the next run.
+        // The removal is best effort: a file or an empty folder that stays is no obstacle to the next run.
         let _ = fs::remove_file(&self.path);
         self.made.iter().rev().for_each(|folder| drop(fs::remove_dir(folder)));
     }
@@ -109,7 +112,7 @@ fn in_use(folder: &Path, mut file: File) -> Error {
         Some(Owner { pid, host, since }) => {
             (format!("process {pid} on {host} since {since}"), format!("stop it there (`kill -INT {pid}`)"))
         }
-        // It has not written yet, or its disk is full.
+        // The owner has not written yet, or its disk is full.
         None => ("another process".into(), "stop it".into()),
     };
     Error::invalid(format!(
@@ -118,7 +121,7 @@ fn in_use(folder: &Path, mut file: File) -> Error {
     ))
 }
 
-/// The folders on the way to `folder` that are not there, outermost first.
+/// Returns the missing folders on the way to `folder`, outermost first.
 fn missing(folder: &Path) -> Vec<PathBuf> {
     let mut missing: Vec<PathBuf> = folder
         .ancestors()
@@ -136,7 +139,7 @@ fn is_named(file: &File, path: &Path) -> bool {
     }
 }
 
-/// Some network file systems are mounted without locks.
+/// True for the errors of file systems mounted without locks, such as some network file systems.
 fn has_no_locks(error: &io::Error) -> bool {
     error.kind() == io::ErrorKind::Unsupported || error.raw_os_error() == Some(libc::ENOLCK)
 }
@@ -152,11 +155,11 @@ fn host() -> String {
     }
 }
 
-/// `2026-11-23 12:55:01 UTC`, from seconds since 1970.
+/// Formats seconds since 1970 as `2026-11-23 12:55:01 UTC`.
 fn utc(seconds: i64) -> String {
     // SAFETY: a `tm` holds integers and a pointer that nobody reads; zeros are valid for all of them.
     let mut date: libc::tm = unsafe { std::mem::zeroed() };
-    // SAFETY: both pointers are to live locals. The call fails for years past 2³¹ alone, and then leaves zeros.
+    // SAFETY: both pointers are to live locals. The call fails only for years past 2³¹, and then leaves zeros.
     unsafe { libc::gmtime_r(&seconds, &mut date) };
     let (year, month) = (1900 + date.tm_year, 1 + date.tm_mon);
     let (day, hour, minute, second) = (date.tm_mday, date.tm_hour, date.tm_min, date.tm_sec);

@@ -1,10 +1,10 @@
-//! A run: from text files and three configurations to a folder with everything that translating needs.
+//! A run: from text files and three configurations to a folder with everything that translation needs.
 //!
 //! ```text
-//! DIR/config.json   the configurations        DIR/log.jsonl      what happened, one JSON object a line
+//! DIR/config.json   the configurations        DIR/log.jsonl      the events, one JSON object per line
 //! DIR/vocabulary.txt  (fairseq's dict.txt)    DIR/checkpoints/   best, last and the last k
-//! DIR/bpe.codes       (subword-nmt's)         DIR/target_types.txt  the types of the target vocabulary
-//! DIR/checksums.txt   of all that stands still
+//! DIR/bpe.codes       (subword-nmt's)         DIR/target_types.txt  the entries of the target vocabulary
+//! DIR/checksums.txt   of the files that do not change
 //! ```
 
 mod average;
@@ -30,8 +30,8 @@ pub use translator::{load_model, Translation, Translator};
 use crate::error::{Error, Result};
 use tch::Device;
 
-/// The device of that name: cpu, cuda:N, cuda (this process's, as torchrun counts them, or the first), or auto: cuda where
-/// there is one.
+/// Returns the device of that name: cpu, cuda:N, cuda (this process's under torchrun, or the first), or auto (cuda if
+/// available).
 pub fn device(name: &str) -> Result<Device> {
     let found = tch::Cuda::device_count().max(0) as usize;
     let own = || std::env::var("LOCAL_RANK").ok().and_then(|rank| rank.parse().ok()).unwrap_or(0);

@@ -1,8 +1,8 @@
-//! The dry run: how many parameters a run has, and how much memory it needs.
+//! The dry run: a run's number of parameters and its memory.
 //!
-//! Memory is measured, as no formula knows what each norm, scheme and activation keeps for its backward pass. Models
-//! with a few of the layers make one forward and backward pass over a few sentences of the run's largest batch. The
-//! count is linear in rows, and quadratic in layers, since a layer may keep something of all layers before it.
+//! Memory is measured, because no formula knows what each norm, scheme and activation keeps for its backward pass.
+//! Models with a few of the layers make one forward and backward pass over a few sentences of the run's largest batch.
+//! Memory is linear in rows, and quadratic in layers, because a layer may keep something of all layers before it.
 
 use super::start::objective;
 use super::{device, prepare, PreparedData};
@@ -14,14 +14,14 @@ use crate::model::Transformer;
 use crate::train::peak_of_update;
 use tch::{Device, Kind};
 
-/// Bytes of a parameter and its gradient, in f32.
+/// The size in bytes of a parameter and its gradient, in f32.
 const TRAINED: usize = 8;
-/// Layers of a stack that are measured in place of more.
+/// The numbers of layers in a stack that are measured instead of more.
 const LAYERS: [i64; 3] = [2, 4, 6];
-/// Rows of the two batches that are measured in place of a larger one.
+/// The numbers of rows of the two batches that are measured instead of a larger one.
 const ROWS: [usize; 2] = [2048, 4096];
 
-/// Number of parameters and bytes of a run.
+/// Returns a run's number of parameters and its memory in bytes.
 pub fn dry_run(
     model: &TransformerConfig,
     training: &TrainingConfig,
@@ -29,7 +29,7 @@ pub fn dry_run(
     check_interrupt: Interrupt,
 ) -> Result<serde_json::Value> {
     let prepared = prepare(model, training, data, check_interrupt)?;
-    // No device of that name here: the run is planned for another machine.
+    // A device that does not exist here means that the run is planned for another machine.
     let on_cpu = device(&training.device).is_ok_and(|device| device == Device::Cpu);
     let resident = if on_cpu { resident_bytes() } else { 0 };
     let parameters = Transformer::new(&prepared.model, 0, Device::Cpu, Kind::Float)?.parameters.numel();
@@ -50,14 +50,14 @@ pub fn dry_run(
     }))
 }
 
-/// A run whose memory is measured piece by piece.
+/// A run whose memory is measured in parts.
 struct Trial<'a> {
     prepared: &'a PreparedData,
     training: &'a TrainingConfig,
 }
 
 impl Trial<'_> {
-    /// Bytes of the pass over the largest batch.
+    /// Returns the bytes of the pass over the largest batch.
     fn activations(&self, check_interrupt: Interrupt) -> Result<usize> {
         let (model, batch) = (&self.prepared.model, self.largest_batch());
         let encoders =
@@ -85,7 +85,7 @@ impl Trial<'_> {
         Ok((by_encoder + by_decoder - first).max(0.0) as usize)
     }
 
-    /// Bytes of a model's pass over a batch. Of a large batch: along the line through those of two parts of it.
+    /// Returns the bytes of a model's pass over a batch, extrapolated linearly from two parts of it if it is large.
     fn of_batch(&self, model: &TransformerConfig, batch: &[usize]) -> Result<f64> {
         let lengths = self.prepared.train.lengths();
         let rows = |sentences: &[usize]| sentences.iter().map(|&s| lengths[s].0 + lengths[s].1).sum::<usize>();
@@ -104,7 +104,7 @@ impl Trial<'_> {
         }
     }
 
-    /// The sentences of the batch with most rows.
+    /// Returns the sentences of the batch with the most rows.
     fn largest_batch(&self) -> Vec<usize> {
         let lengths = self.prepared.train.lengths();
         let batches = plan(&lengths, self.training.max_tokens as usize, self.training.seed, 0);
@@ -113,7 +113,7 @@ impl Trial<'_> {
     }
 }
 
-/// The numbers of layers that are measured for a stack of `layers`.
+/// Returns the numbers of layers that are measured for a stack of `layers`.
 fn measured_layers(layers: i64) -> Vec<i64> {
     if layers <= LAYERS[2] {
         vec![layers]
@@ -122,7 +122,7 @@ fn measured_layers(layers: i64) -> Vec<i64> {
     }
 }
 
-/// The polynomial through the points, at `x` (Lagrange).
+/// Evaluates the polynomial through the points at `x` (Lagrange).
 fn through(points: &[(f64, f64)], x: f64) -> f64 {
     let term = |&(at, y): &(f64, f64)| {
         let others = points.iter().filter(|other| other.0 != at);
@@ -131,11 +131,11 @@ fn through(points: &[(f64, f64)], x: f64) -> f64 {
     points.iter().map(term).sum()
 }
 
-/// The process's resident memory: libraries and data.
+/// Returns the process's resident memory in bytes: libraries and data.
 fn resident_bytes() -> usize {
     let pages = std::fs::read_to_string("/proc/self/statm").ok();
     let pages = pages.and_then(|text| text.split(' ').nth(1)?.parse::<usize>().ok()).unwrap_or(0);
-    // SAFETY: asks for a constant of the system.
+    // SAFETY: it reads a constant of the system.
     pages * unsafe { libc::sysconf(libc::_SC_PAGESIZE) }.max(0) as usize
 }
 

@@ -1,4 +1,4 @@
-//! Perplexity of long text by a sliding window (docs/spec.md §4.13).
+//! Perplexity of long text with a sliding window (docs/spec.md §4.13).
 
 use super::prepare::{valid_batches, within};
 use super::translator::Translator;
@@ -11,25 +11,25 @@ use crate::train::{self, Score};
 use std::borrow::Cow;
 use tch::Kind;
 
-/// How well a language model predicts a text.
+/// The scores of a language model on a text.
 #[derive(Clone, Copy, Debug)]
 pub struct WindowScore {
-    /// Per token: a piece, or the end of a line.
+    /// The score per token: a piece, or the end of a line.
     pub score: Score,
-    /// Words between white space, and an end for each line.
+    /// The number of words between white space, plus one end per line.
     pub words: usize,
-    /// Characters, and an end for each line.
+    /// The number of characters, plus one end per line.
     pub characters: usize,
     pub lines: usize,
 }
 
 impl WindowScore {
-    /// exp of the text's NLL per word.
+    /// Returns exp of the text's NLL per word.
     pub fn word_perplexity(&self) -> f64 {
         (self.nats() / self.words.max(1) as f64).exp()
     }
 
-    /// The text's NLL per character, to base 2.
+    /// Returns the text's NLL per character, to base 2.
     pub fn bits_per_character(&self) -> f64 {
         self.nats() / self.characters.max(1) as f64 / std::f64::consts::LN_2
     }
@@ -40,10 +40,10 @@ impl WindowScore {
 }
 
 impl Translator {
-    /// The loss of a file's text in windows of `window` predicted tokens (none: segment_length), `stride` further on each
-    /// time (none: half the window).
+    /// Computes the loss of a text in windows of `window` predicted tokens (default: segment_length), each `stride`
+    /// further than the one before (default: half the window).
     ///
-    /// Errors: a model with an encoder, a stride outside 1 ..= window, a window longer than the model reads.
+    /// Errors on a model with an encoder, a stride outside 1 ..= window, or a window longer than the model reads.
     pub fn evaluate_windows(
         &self,
         text: &str,
@@ -85,7 +85,7 @@ impl Translator {
         Ok(WindowScore { score, words: counted, characters, lines: lines.len() })
     }
 
-    /// A line with its words put together again where the text is split.
+    /// Returns a line with its words joined again, if the text is split.
     fn joined<'a>(&self, line: &'a str) -> Cow<'a, str> {
         match self.segmenter {
             Segmenter::Split => data::join_line(line).into(),
@@ -94,7 +94,7 @@ impl Translator {
     }
 }
 
-/// The windows in batches; PAD is the target at places that are not scored.
+/// Returns the windows in batches; PAD is the target at positions that are not scored.
 fn batches(cut: Vec<Window>, plan: impl Fn(&Corpus) -> Vec<data::Batch>) -> Vec<data::Batch> {
     let (rows, scored): (Vec<Vec<u32>>, Vec<usize>) = cut.into_iter().map(|window| (window.row, window.scored)).unzip();
     let mut batches = plan(&Corpus { source: None, target: rows, start: BOS });
@@ -116,7 +116,7 @@ mod tests {
     use crate::train::Objective;
     use tch::Device;
 
-    /// Against a pass over each token's own window, cut off behind it.
+    /// The losses are compared with a pass over each token's own window, which ends at the token.
     #[test]
     fn losses_are_those_of_each_tokens_window() {
         let architecture = crate::config::Architecture::DecoderOnly;

@@ -1,4 +1,4 @@
-//! From text files, or fairseq's binarised folder, to numbered sentences.
+//! Preparation of a run's text: from text files, or fairseq's binarised folder, to sentences of ids.
 
 use crate::config::{Criterion, DataConfig, Longest, Positions, ScheduleName, TrainingConfig, TransformerConfig};
 use crate::data::text::words;
@@ -11,7 +11,7 @@ use crate::metrics::{lacks_spaces, Tokenize};
 use crate::model::UNK;
 use crate::train::UNKNOWN_MEANT;
 
-/// The text of a run, read, cut and numbered.
+/// The text of a run, read, segmented and encoded.
 pub struct PreparedData {
     pub model: TransformerConfig,
     pub(super) segmenter: Segmenter,
@@ -20,15 +20,15 @@ pub struct PreparedData {
     pub(super) valid: Corpus,
     pub(super) references: Vec<String>,
     pub(super) mask: Option<Vec<bool>>,
-    /// The most tokens of a sentence, for translation models.
+    /// The maximum number of tokens in a sentence, for translation models.
     pub(super) limit: Limit,
-    /// Sentence pairs left out as longer.
+    /// The number of longer sentence pairs that were left out.
     pub skipped: usize,
     pub(super) digests: Digests,
     pub(super) warnings: Vec<String>,
 }
 
-/// Reads everything a run needs; touches no output. `check_interrupt` runs throughout.
+/// Reads everything that a run needs, and writes nothing. `check_interrupt` runs throughout.
 pub fn prepare(
     model: &TransformerConfig,
     training: &TrainingConfig,
@@ -38,7 +38,7 @@ pub fn prepare(
     prepare_with(model, training, config, None, check_interrupt)
 }
 
-/// `known`: the segmentation and vocabulary of the run that is resumed.
+/// Prepares the text; `known` is the segmentation and vocabulary of the run that is resumed.
 pub(super) fn prepare_with(
     model: &TransformerConfig,
     training: &TrainingConfig,
@@ -65,7 +65,7 @@ pub(super) fn prepare_with(
         )));
     }
     let mask = training.vocab_mask.then(|| data::seen_mask(vocabulary.len(), train.1.iter().map(Vec::as_slice)));
-    // Before long sentences are left out: another max_tokens is no other training text.
+    // The digest is taken before long sentences are left out: another max_tokens does not change the training text.
     let mut digest = |sides: &Sides<Vec<u32>>| data::digest(sides.0.iter().chain(&sides.1), check_interrupt);
     let mut digests = Digests { train: digest(&train)?, valid: digest(&valid)? };
     let valid_target = within(valid.1, mask.as_deref());
@@ -116,9 +116,9 @@ pub(super) fn prepare_with(
     Ok(PreparedData { model, segmenter, vocabulary, train, valid, references, mask, limit, skipped, digests, warnings })
 }
 
-/// A warning where BLEU of these references says nothing: it counts up to four words in a row.
+/// Returns a warning if BLEU with these references is meaningless, because it counts up to four words in a row.
 ///
-/// Errors: there, a run that goes by BLEU.
+/// Errors instead if the run's criterion is BLEU.
 fn unmeasured(references: &[String], training: &TrainingConfig) -> Result<Option<String>> {
     let tokenize = training.evaluation_tokenize;
     let lines: Vec<_> = references.iter().map(|line| tokenize.apply(line)).collect();
@@ -144,7 +144,7 @@ fn unmeasured(references: &[String], training: &TrainingConfig) -> Result<Option
     Err(Error::invalid(format!("{said}; {follows} by it")))
 }
 
-/// A sentence must fit into a batch, and be no longer than the model reads.
+/// Returns the limit of a sentence: it must fit into a batch and the model.
 pub(super) fn limit(max_tokens: usize, model: &TransformerConfig) -> Limit {
     let flag = if model.positions == Positions::Learned { "--max-positions" } else { "--tensorized-segment" };
     let of_model =
@@ -152,16 +152,16 @@ pub(super) fn limit(max_tokens: usize, model: &TransformerConfig) -> Limit {
     Limit::batch(max_tokens).and(model.longest().map(of_model))
 }
 
-/// Source and target sentences; no source for language modelling.
+/// Source and target sentences; the source is empty for language modelling.
 type Sides<T> = (Vec<T>, Vec<T>);
 
-/// Text as ids.
+/// The text as ids.
 struct TextAsIds {
     segmenter: Segmenter,
     vocabulary: Vocabulary,
     train: Sides<Vec<u32>>,
     valid: Sides<Vec<u32>>,
-    /// Held-out targets as words; none for language modelling.
+    /// The validation targets as words; empty for language modelling.
     references: Vec<String>,
 }
 
@@ -229,7 +229,7 @@ fn binarised(
     Ok(TextAsIds { segmenter: Segmenter::Split, vocabulary, train, valid, references })
 }
 
-/// Held-out targets as the model can say them: types that training's targets never show are UNK.
+/// Returns validation targets as the model can predict them: entries that training targets never contain become UNK.
 pub(super) fn within(mut targets: Vec<Vec<u32>>, mask: Option<&[bool]>) -> Vec<Vec<u32>> {
     if let Some(mask) = mask {
         for id in targets.iter_mut().flatten().filter(|id| !mask[**id as usize]) {
@@ -239,7 +239,7 @@ pub(super) fn within(mut targets: Vec<Vec<u32>>, mask: Option<&[bool]>) -> Vec<V
     targets
 }
 
-/// (source lines, target lines); no source lines for language modelling.
+/// Reads (source lines, target lines); there are no source lines for language modelling.
 pub(super) fn read(
     sided: bool,
     what: &str,

@@ -1,4 +1,4 @@
-//! Training from text files to a folder.
+//! Training, from text files to a run's folder.
 
 use super::folder::{check_beginning, check_checkpoints, read_mask, resume, Beginning, Log, ResumeState};
 use super::lock::Lock;
@@ -23,17 +23,18 @@ use std::path::Path;
 use std::sync::Arc;
 use tch::{Device, Kind, Tensor};
 
-/// What a training finds where it runs.
+/// The surroundings of a training run.
 pub struct Surroundings<'a> {
     /// The processes that train together.
     pub group: ProcessGroup,
-    /// Who records CUDA graphs on a device.
+    /// Creates the CUDA graph recorder of a device.
     pub recorder: Option<fn(Device) -> Box<dyn Recorder>>,
     pub observer: &'a mut dyn Observer,
 }
 
-/// Trains; `output` then holds all that [`Translator`](super::Translator) needs. Every process of the group calls this
-/// alike; its first one writes, and its observer gets every event, the others' only the interrupt checks.
+/// Trains; afterwards `output` holds all that [`Translator`](super::Translator) needs. Every process of the group calls
+/// this with the same arguments. The first one writes, and its observer gets every event; the others' observers get
+/// only the interrupt checks.
 pub fn train(
     model: &TransformerConfig,
     training: &TrainingConfig,
@@ -46,7 +47,7 @@ pub fn train(
     pages::keep_memory();
     let _watch = contention::watch();
     let device = device(&training.device)?;
-    // Before anything is read, so that a second run is refused at once.
+    // The lock comes before any reading, so that a second run is refused at once.
     let lock = match group.is_first() {
         true => Lock::take(output).map(Some),
         false => Ok(None),
@@ -95,7 +96,7 @@ pub fn train(
     trainer.fit(&mut log)
 }
 
-/// Whether CUDA kernels run there. Without them composed formulas do, which may wait for the device.
+/// True if CUDA kernels run on the device. Without them composed formulas run, which may wait for the device.
 fn has_kernels(device: Device) -> bool {
     match device {
         Device::Cuda(index) => matches!(cuda::readiness(index as cuda::Device), Ok(cuda::Readiness::Ready)),
@@ -103,7 +104,7 @@ fn has_kernels(device: Device) -> bool {
     }
 }
 
-/// The data, and the checkpoint to go on from; writes nothing.
+/// Returns the data and the checkpoint from which to continue; writes nothing.
 fn open(
     model: &TransformerConfig,
     training: &TrainingConfig,
@@ -213,7 +214,7 @@ fn trainer(
     Trainer::new(parts, Prefetch::new(stream)?, from.as_ref().map(|(p, found)| (p.clone(), found)))
 }
 
-/// The loss over the data's target types.
+/// Returns the loss over the data's target vocabulary.
 pub(super) fn objective(prepared: &PreparedData, training: &TrainingConfig, device: Device) -> Result<Objective> {
     let mask = prepared.mask.as_ref();
     let types = mask.map_or(prepared.vocabulary.len(), |mask| mask.iter().filter(|seen| **seen).count());
@@ -241,11 +242,11 @@ fn read_progress(found: &ResumePoint) -> Result<Progress> {
     }
 }
 
-/// More updates or epochs than any run has: a state that says more is forged.
+/// A bound above the updates or epochs of any run: a state beyond it is forged.
 const MOST: u64 = 1 << 48;
 
-/// The batches from where the run stood. With other batches than before, its place in the epoch is the one that has as
-/// large a share of the sentences behind it.
+/// Returns the batches from the run's place on. If the batches have changed, its place in the epoch is the one with the
+/// same share of the sentences behind it.
 fn resumed_stream(
     train: &Arc<Corpus>,
     config: StreamConfig,

@@ -24,7 +24,7 @@ pub struct Translator {
     pub model: Transformer,
     pub(super) segmenter: Segmenter,
     pub(super) vocabulary: Vocabulary,
-    /// The target vocabulary.
+    /// The target vocabulary, as a flag for each entry.
     pub(super) seen: Option<Vec<bool>>,
     mask: Option<Tensor>,
     smoothing: crate::kernel::cross_entropy::Smoothing,
@@ -38,12 +38,12 @@ pub struct Translator {
 pub struct Translation {
     pub text: String,
     pub score: f64,
-    /// The model ended it; otherwise the greatest length did.
+    /// True if the model ended it, false if it reached the maximum length.
     pub finished: bool,
 }
 
-/// The options and tensors of a run's checkpoint. Names and shapes are compared with the options before anything is
-/// built, so that options of thousands of layers cost nothing.
+/// Returns the options and tensors of a run's checkpoint. Names and shapes are compared with the options before
+/// anything is built, so that options with thousands of layers cost nothing.
 pub fn load_model(folder: &Path, checkpoint: &str) -> Result<(TransformerConfig, HashMap<String, Tensor>)> {
     let (path, (arrays, config)) =
         CheckpointStore::at(folder).read(checkpoint, |path| train::checkpoint::load_model(path))?;
@@ -57,7 +57,7 @@ pub fn load_model(folder: &Path, checkpoint: &str) -> Result<(TransformerConfig,
 }
 
 impl Translator {
-    /// Of a run's folder; `checkpoint` is best, last, average, an update's number, or a path.
+    /// Loads a run's folder; `checkpoint` is best, last, average, an update's number, or a path.
     pub fn load(folder: &Path, checkpoint: &str, device: Device) -> Result<Self> {
         pages::keep_memory();
         let configs = read_configs(folder)?;
@@ -110,21 +110,21 @@ impl Translator {
         })
     }
 
-    /// The ids of a text's lines. `check_interrupt` runs before each.
+    /// Returns the ids of a text's lines. `check_interrupt` runs before each.
     pub fn encode(&self, lines: &[String], check_interrupt: Interrupt) -> Result<Vec<Vec<u32>>> {
         let encode = |line: &String| self.vocabulary.encode(&self.segmenter.segment(line));
         interruptible(check_interrupt, lines, |lines| lines.map(encode).collect())
     }
 
-    /// The ids of the source side of a split; its folder may number the pieces in another way than this model.
+    /// Returns the ids of the source side of a split, whose folder may number the pieces differently from this model.
     pub fn read(&self, data: &Binarised, split: &str, check_interrupt: Interrupt) -> Result<Vec<Vec<u32>>> {
         let dictionary = data.dictionary(Side::Source)?;
         let sentences = data.sentences(split, Side::Source, dictionary.len(), check_interrupt)?;
         Ok(sentences.iter().map(|ids| self.vocabulary.encode(&dictionary.decode(ids))).collect())
     }
 
-    /// The best translations of each source sentence. A batch has at most `batch_tokens` padded tokens,
-    /// or one sentence; on the CPU each thread has one of its own.
+    /// Returns the best translations of each source sentence. A batch has at most `batch_tokens` padded tokens, or one
+    /// sentence; on the CPU each thread runs its own batch.
     pub fn translate(
         &self,
         source: Vec<Vec<u32>>,
@@ -176,7 +176,7 @@ impl Translator {
         Ok(found)
     }
 
-    /// Loss per token of other text.
+    /// Returns the loss per token of other text.
     pub fn evaluate(
         &self,
         source: Option<&str>,
@@ -193,7 +193,7 @@ impl Translator {
         let (source, target) = read(sided, "evaluation", source, target, &mut check_interrupt)?;
         let target = within(self.encode(&target, &mut check_interrupt)?, self.seen.as_deref());
         let corpus = match sided {
-            // However long for a batch, which has at least one sentence.
+            // Any length fits a batch here, because a batch has at least one sentence.
             true => Corpus::parallel(
                 self.encode(&source, &mut check_interrupt)?,
                 target,
@@ -208,7 +208,7 @@ impl Translator {
         no_grad(|| train::evaluate_loss(&self.model, &batches, &self.objective()?, kind, check_interrupt))
     }
 
-    /// Refuses lines that are longer than the model reads, by the number of the first.
+    /// Errors if a line is too long; names the first such line.
     fn check_lines(&self, source: &[Vec<u32>]) -> Result<()> {
         let Some(Longest { tokens: most, why }) = self.model.config.longest() else { return Ok(()) };
         let is_long = |ids: &&Vec<u32>| ids.len() as i64 + 1 > most;
@@ -223,7 +223,7 @@ impl Translator {
         )))
     }
 
-    /// What losses are taken against.
+    /// Returns the loss function of the run.
     pub(super) fn objective(&self) -> Result<Objective> {
         Objective::new(self.mask.as_ref().map(Tensor::shallow_clone), self.smoothing)
     }

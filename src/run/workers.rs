@@ -1,7 +1,7 @@
-//! Batches translated by several threads: each takes one after the other, with one thread of libtorch's.
+//! Translation of batches by several threads: each takes one batch after the other, with one libtorch thread.
 //!
-//! A step of decoding is many short operations. Threads that share each of them wait for each other after each; threads
-//! with batches of their own do not.
+//! A decoding step consists of many short operations. Threads that share each of them wait for each other after each;
+//! threads with their own batches do not.
 
 use crate::cpu::parallel;
 use crate::error::{Error, Result};
@@ -14,12 +14,13 @@ use std::thread;
 use std::time::Duration;
 use tch::Tensor;
 
-/// How often the caller is asked whether to go on.
+/// The interval at which the caller is asked whether to continue.
 const PATIENCE: Duration = Duration::from_millis(50);
 
-/// Sentences by batches of at most `batch_tokens` padded tokens (with EOS) or one sentence, of like lengths, the longest
-/// first. Several threads begin with large batches and end with small ones, so that the first to end waits for a small one:
-/// each has at most two thirds of a thread's share of what is left, or [`LEAST`] tokens.
+/// Returns batches of at most `batch_tokens` padded tokens (with EOS), or of one sentence; sentences have similar
+/// lengths, the longest come first. Several threads begin with large batches and end with small ones, so that the first
+/// to end waits for a small one: each batch has at most two thirds of a thread's share of the rest, or [`LEAST`]
+/// tokens.
 pub fn source_batches(source: &[Vec<u32>], batch_tokens: usize, threads: usize) -> Vec<Vec<usize>> {
     let tokens = |&sentence: &usize| source[sentence].len() + 1;
     let mut sentences: Vec<usize> = (0..source.len()).collect();
@@ -37,15 +38,16 @@ pub fn source_batches(source: &[Vec<u32>], batch_tokens: usize, threads: usize) 
     batches
 }
 
-/// Tokens below which a batch is not made smaller: a step of few rows costs what its operations cost.
+/// The number of tokens below which batches are not reduced: a step of few rows costs as much as its operations'
+/// overhead.
 const LEAST: usize = 384;
 
-/// What a thread does with a batch; it asks the last argument at each step whether to go on.
+/// The function that a thread runs on a batch; it calls the last argument at each step to check for interrupts.
 type TranslateBatch<'a> =
     dyn Fn(&Transformer, &Search, usize, &mut dyn FnMut() -> Result<()>) -> Result<Vec<Vec<Hypothesis>>> + Sync + 'a;
 
-/// Runs batches 0 to `batches` − 1 on `threads` threads and gives each result to `take`, in any order. An `Err` from
-/// `check_interrupt`, which is called often, ends it, as does one of a batch.
+/// Runs batches 0 to `batches` − 1 on `threads` threads and passes each result to `take`, in any order. An error of
+/// `check_interrupt`, which is called often, ends it, as does an error of a batch.
 pub fn in_parallel(
     model: &Transformer,
     search: &Search,
@@ -79,7 +81,7 @@ pub fn in_parallel(
                         if batch >= batches {
                             break;
                         }
-                        // The receiver is there until all senders are gone.
+                        // The receiver exists until all senders are gone.
                         let _ = results.send(Ok((batch, run(&model, &search, batch, &mut goes_on)?)));
                     }
                     Ok(())
@@ -114,7 +116,7 @@ pub fn in_parallel(
     })
 }
 
-/// New threads get as many threads of libtorch's as any asked for last. When this is dropped, that is as many as before.
+/// A guard that restores libtorch's number of threads, because new threads inherit the last setting.
 struct ThreadsAsBefore(usize);
 
 impl Drop for ThreadsAsBefore {
@@ -172,7 +174,7 @@ mod tests {
         model
     }
 
-    /// Three sentences of four tokens.
+    /// Builds a batch of three sentences with four tokens each.
     fn batch(number: usize) -> Packed {
         let sentence = |i: usize| [4, 5 + (number % 20) as i64, 6 + i as i64, EOS];
         Packed::of(&[&sentence(0), &sentence(1), &sentence(2)]).unwrap()
@@ -221,7 +223,7 @@ mod tests {
         let mut stop = || Err(Error::Interrupted("enough".to_string()));
         let e = in_parallel(&model, &search, 2, 1000, &slow, &mut take, &mut stop).unwrap_err();
         assert_eq!((e.to_string().as_str(), made.load(Ordering::Relaxed) < 100), ("enough", true));
-        // A search that would never end by itself ends at its next step.
+        // A search that would never end by itself must end at its next step.
         let endless = |_: &Transformer, _: &Search, _: usize, check_interrupt: Interrupt| loop {
             check_interrupt()?;
             thread::sleep(Duration::from_millis(1));

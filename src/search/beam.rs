@@ -1,4 +1,4 @@
-//! One sentence's hypotheses: which continuations live on, and when the search for this sentence is over.
+//! Beam search of one sentence: the choice of continuations, and the end of its search.
 
 use super::{Continuation, Hypothesis, SearchConfig};
 use crate::config::SearchRule;
@@ -6,32 +6,32 @@ use crate::error::{Error, Result};
 use crate::model::EOS;
 use std::ops::Range;
 
-/// A hypothesis on its way.
+/// A hypothesis that may still grow.
 pub(super) struct Partial {
     pub hypothesis: Hypothesis,
-    /// Where the cache has what it was made from.
+    /// The cache slot of the hypothesis that it continues.
     pub slot: usize,
-    /// Where its continuations are; none: they are not known, and cannot matter.
+    /// The index of its continuations; `None` if they are unknown and cannot matter.
     pub next: Option<usize>,
 }
 
 pub(super) struct Beam<'a> {
     config: &'a SearchConfig,
-    /// Most tokens, EOS included.
+    /// The maximum number of tokens, EOS included.
     limit: usize,
     length: usize,
-    /// Best first, at most `beam`; under google's rule with the finished ones among them.
+    /// The hypotheses, best first, at most `beam`; under google's rule they include the finished ones.
     hypotheses: Vec<Partial>,
-    /// fairseq's finished ones, in the order in which they ended.
+    /// fairseq's finished hypotheses, in the order in which they ended.
     finals: Vec<Hypothesis>,
     done: bool,
 }
 
-/// A hypothesis that may come next.
+/// A candidate for the next step's hypotheses.
 struct Candidate {
-    /// Which of the hypotheses it continues,
+    /// The index of the hypothesis that it continues.
     parent: usize,
-    /// by which token; none: that one is finished and stays as it is.
+    /// The token that it adds; `None` if the hypothesis is finished and stays as it is.
     token: Option<i64>,
     log_probability: f64,
     score: f64,
@@ -44,7 +44,7 @@ impl Candidate {
 }
 
 impl<'a> Beam<'a> {
-    /// The empty hypothesis, in `slot`; the final one where the source is its end alone.
+    /// Starts with the empty hypothesis in `slot`; it is final if the source is only its end.
     pub fn new(config: &'a SearchConfig, source_length: usize, slot: usize) -> Self {
         let is_blank = source_length <= 1;
         let hypothesis = Hypothesis { finished: is_blank, ..Default::default() };
@@ -58,8 +58,8 @@ impl<'a> Beam<'a> {
         }
     }
 
-    /// The hypotheses that need a next token, those of these ranks among them, unless none of their continuations can
-    /// come next any more: `next` has those of the better ones.
+    /// Iterates over the hypotheses with these ranks that need a next token, skipping those whose continuations can no
+    /// longer be chosen; `next` holds the continuations of the better hypotheses.
     pub fn growing(&mut self, ranks: Range<usize>, next: &[Vec<Continuation>]) -> impl Iterator<Item = &mut Partial> {
         let bar = if ranks.start == 0 || self.done { f64::NEG_INFINITY } else { self.bar(next) };
         let (done, rule, penalty) = (self.done, self.config.rule, self.penalty());
@@ -71,8 +71,8 @@ impl<'a> Beam<'a> {
         })
     }
 
-    /// What a hypothesis must reach to come next, by the candidates that are known: `beam` of them are as good, under
-    /// fairseq's rule `beam` that do not end.
+    /// Returns the score that a hypothesis must reach to be chosen, given the known candidates: `beam` of them have
+    /// that score, under fairseq's rule `beam` that do not end.
     fn bar(&self, next: &[Vec<Continuation>]) -> f64 {
         let beam = self.config.beam;
         let mut known: Vec<f64> = match self.config.rule {
@@ -85,12 +85,12 @@ impl<'a> Beam<'a> {
         *known.select_nth_unstable_by(beam - 1, |a, b| b.total_cmp(a)).1
     }
 
-    /// lp of what comes next.
+    /// Returns the length penalty of the next step.
     fn penalty(&self) -> f64 {
         self.config.rule.penalty(self.length + 1, self.config.alpha)
     }
 
-    /// Goes on by one token; `next` has the most probable ones of each hypothesis that can matter, best first.
+    /// Advances by one token; `next` has the most probable tokens of each hypothesis that can matter, best first.
     pub fn advance(&mut self, next: &[Vec<Continuation>]) {
         if self.done {
             return;
@@ -103,7 +103,7 @@ impl<'a> Beam<'a> {
         }
     }
 
-    /// The `n_best` best, best first.
+    /// Returns the `n_best` best hypotheses, best first.
     pub fn finish(mut self) -> Result<Vec<Hypothesis>> {
         let mut found: Vec<Hypothesis> = match self.config.rule {
             SearchRule::Google => self.hypotheses.into_iter().map(|partial| partial.hypothesis).collect(),
@@ -123,7 +123,7 @@ impl<'a> Beam<'a> {
         Ok(found)
     }
 
-    /// Every hypothesis's continuations, hypothesis after hypothesis: the order in which equals are preferred.
+    /// Returns the continuations of all hypotheses, hypothesis by hypothesis, which is the order of preference on ties.
     fn pool(&self, next: &[Vec<Continuation>]) -> Vec<Candidate> {
         let penalty = self.penalty();
         let known = |partial: &Partial| partial.next.map_or(1, |row| next[row].len());
@@ -144,7 +144,7 @@ impl<'a> Beam<'a> {
         pool
     }
 
-    /// The `beam` best by score, finished or not.
+    /// Keeps the `beam` best candidates by score, finished or not.
     fn advance_google(&mut self, mut pool: Vec<Candidate>) {
         pool.sort_by(|a, b| b.score.total_cmp(&a.score));
         pool.truncate(self.config.beam);
@@ -152,8 +152,8 @@ impl<'a> Beam<'a> {
         self.done = self.length >= self.limit || self.hypotheses.iter().all(|partial| partial.hypothesis.finished);
     }
 
-    /// Of the 2·beam most probable those that end within the first `beam` are final; `beam` of the others go on. At the
-    /// limit only EOS is offered, so none does.
+    /// Takes the 2·beam most probable candidates: those that end within the first `beam` are final, and `beam` of the
+    /// others go on. At the limit only EOS is offered, so none goes on.
     fn advance_fairseq(&mut self, mut pool: Vec<Candidate>) {
         let beam = self.config.beam;
         pool.sort_by(|a, b| b.log_probability.total_cmp(&a.log_probability));

@@ -1,4 +1,4 @@
-//! From logits to each slot's most probable next tokens: the work on the model's device.
+//! The choice of each slot's most probable next tokens from logits, on the model's device.
 
 use super::SearchConfig;
 use crate::config::SearchRule;
@@ -8,24 +8,25 @@ use crate::model::{BOS, EOS, PAD};
 use std::sync::Arc;
 use tch::{Kind, Tensor};
 
-/// A next token and its log p.
+/// A next token and its log-probability.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct Continuation {
     pub token: i64,
     pub log_probability: f64,
 }
 
-/// What a rule says of EOS as the next token.
+/// The rule's constraint on EOS as the next token.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Eos {
     Forbidden,
     Allowed,
-    /// Nothing else may come.
+    /// Only EOS may come.
     Forced,
 }
 
 impl Eos {
-    /// After `length` tokens. Only fairseq's rule forces EOS, at a limit that all sentences share.
+    /// Returns the constraint after `length` tokens. Only fairseq's rule forces EOS, at a limit that all sentences
+    /// share.
     pub fn at(length: usize, config: &SearchConfig) -> Self {
         match config.rule {
             _ if length == 0 => Eos::Forbidden,
@@ -35,11 +36,12 @@ impl Eos {
     }
 }
 
-/// V_t, what the model may say.
+/// V_t, the tokens that the model may predict.
 pub(super) struct TargetVocabulary {
-    /// 0 in V_t, −∞ outside; (V). Added to logits: libtorch does that six times faster than masked_fill_.
+    /// 0 in V_t, −∞ outside; (V). It is added to logits, because in libtorch that is six times faster than
+    /// masked_fill_.
     bias: Option<Tensor>,
-    /// The ids of V_t, rising.
+    /// The ids of V_t, ascending.
     ids: Option<Arc<[i64]>>,
 }
 
@@ -68,17 +70,17 @@ impl TargetVocabulary {
         })
     }
 
-    /// The ids of V_t, rising; none: V_t = V.
+    /// Returns the ids of V_t, ascending; `None` if V_t = V.
     pub fn ids(&self) -> Option<&[i64]> {
         self.ids.as_deref()
     }
 
-    /// The same vocabulary, for another thread.
+    /// Returns the same vocabulary, for another thread.
     pub fn share(&self) -> Self {
         TargetVocabulary { bias: self.bias.as_ref().map(Tensor::shallow_clone), ids: self.ids.clone() }
     }
 
-    /// log softmax over V_t; after that −∞ for what may not come here. (slots, V)
+    /// Returns log softmax over V_t, then −∞ for tokens that are forbidden here; (slots, V).
     pub fn log_probabilities(&self, mut logits: Tensor, eos: Eos) -> Result<Tensor> {
         if let Some(bias) = &self.bias {
             logits = logits.f_add_(&bias.f_to_device(logits.device())?)?;
@@ -103,11 +105,11 @@ impl TargetVocabulary {
     }
 }
 
-/// Of each row of log p (slots, V) the `count` largest, best first, of equals the lower id.
+/// Returns the `count` largest entries of each row of log p (slots, V), best first, the lower id first on ties.
 pub(super) fn best(log_p: &Tensor, count: usize) -> Result<Vec<Vec<Continuation>>> {
     let v = log_p.size()[1];
     let count = count.min(v as usize);
-    // One more than asked for: if it equals the last, topk has chosen among equals as it liked.
+    // One more than requested is fetched: if it equals the last, topk has chosen arbitrarily among equals.
     let fetched = v.min(count as i64 + 1);
     let (values, tokens) = log_p.f_topk(fetched, 1, true, true)?;
     let (values, tokens) = (host::<f64>("log p", &values)?, host::<i64>("tokens", &tokens)?);
@@ -135,7 +137,7 @@ pub(super) fn best(log_p: &Tensor, count: usize) -> Result<Vec<Vec<Continuation>
     Ok(rows)
 }
 
-/// All entries of the given rows that are at least `least` there, with their rows.
+/// Returns all entries of the given rows that are at least `least` there, with their rows.
 fn at_least(log_p: &Tensor, rows: &[usize], least: &[f64]) -> Result<Vec<(usize, Continuation)>> {
     let device = log_p.device();
     let index: Vec<i64> = rows.iter().map(|&row| row as i64).collect();
@@ -143,7 +145,7 @@ fn at_least(log_p: &Tensor, rows: &[usize], least: &[f64]) -> Result<Vec<(usize,
     let least = Tensor::f_from_slice(least)?.f_to_kind(log_p.kind())?.f_to_device(device)?.f_unsqueeze(1)?;
     let chosen = log_p.f_ge_tensor(&least)?;
     let values = host::<f64>("log p", &log_p.f_masked_select(&chosen)?)?;
-    // (found, 2): row and token, in the order in which masked_select takes them
+    // The shape is (found, 2): row and token, in the order of masked_select.
     let places = host::<i64>("places", &chosen.f_nonzero()?)?;
     let found = places.chunks_exact(2).zip(values);
     Ok(found
@@ -156,7 +158,7 @@ mod tests {
     use super::*;
     use tch::Device;
 
-    /// Equal values: the lower id first, also where they straddle the last place.
+    /// On ties the lower id comes first, also if the tie includes the last place.
     #[test]
     fn of_equals_the_lower_id_comes_first() {
         let rows: [f32; 12] = [-1.0, -3.0, -1.0, -3.0, -3.0, -0.5, -2.0, -2.0, -2.0, -2.0, -2.0, -2.0];

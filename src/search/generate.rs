@@ -1,8 +1,8 @@
-//! Texts that a language model continues (docs/spec.md §4.17).
+//! Text generation with a language model (docs/spec.md §4.17).
 //!
-//! The model reads a text through a window: from EOS, which stands before the text, until the window is full; then from
-//! half a window further on. A window that begins is read in one pass, by prompts of any length together, and once for
-//! all samples of a prompt; from then on every text moves on by one token a step.
+//! The model reads a text through a window: from the EOS before the text until the window is full, then from half a
+//! window further on. A new window is read in one pass, together with those of other prompts of any length, and once
+//! for all samples of a prompt. After that, every text advances by one token per step.
 
 use super::sampling::Sampling;
 use crate::config::{AttentionName, GenerationOptions};
@@ -13,21 +13,21 @@ use crate::model::{Context, HostBatch, Packed, Sentences, StackCache, Transforme
 use std::collections::HashMap;
 use tch::{Kind, Tensor};
 
-/// How to continue texts.
+/// The settings of text generation.
 #[derive(Clone, Debug, PartialEq)]
 pub struct GenerationConfig {
     pub sampling: Sampling,
-    /// Most tokens generated, EOS included.
+    /// The maximum number of generated tokens, EOS included.
     pub max_length: usize,
-    /// Ends of sentence after which a text is over; 0: none.
+    /// The number of ends of sentence after which a text is over; 0 means no such limit.
     pub sentences: usize,
-    /// Most tokens that the model reads at a time.
+    /// The maximum number of tokens that the model reads at a time.
     pub context: usize,
     pub seed: u64,
 }
 
 impl GenerationConfig {
-    /// What the options ask for; `context` is theirs, or else this.
+    /// Builds the settings from options; `context` is the default of the option.
     pub fn of(options: &GenerationOptions, context: i64) -> Result<Self> {
         Ok(GenerationConfig {
             sampling: Sampling::of(options)?,
@@ -38,46 +38,46 @@ impl GenerationConfig {
         })
     }
 
-    /// By how many tokens a full window moves on.
+    /// Returns the number of tokens by which a full window advances.
     fn stride(&self) -> usize {
         (self.context / 2).max(1)
     }
 
-    /// Where the window begins of a text of so many tokens, the EOS before it included.
+    /// Returns the start of the window for a text of `length` tokens, the EOS before it included.
     fn window(&self, length: usize) -> usize {
         length.saturating_sub(self.context).div_ceil(self.stride()) * self.stride()
     }
 }
 
-/// A text to be continued: which of its prompt's samples it is, and the prompt's tokens.
+/// A prompt to be continued: its tokens, and the index of the sample.
 #[derive(Clone, Debug)]
 pub struct Prompt<'a> {
     pub tokens: &'a [i64],
     pub sample: u64,
 }
 
-/// What a model made of a prompt.
+/// The text generated for a prompt.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Generation {
     /// The new tokens, EOS included.
     pub tokens: Vec<i64>,
-    /// Σ log p of the new tokens, at temperature 1 and from all tokens.
+    /// The sum of log p of the new tokens, at temperature 1 and over all tokens.
     pub log_probability: f64,
-    /// It has as many ends of sentence as were asked for.
+    /// True if it has the requested number of ends of sentence.
     pub finished: bool,
 }
 
-/// A text on its way.
+/// A text during its generation.
 struct PartialText {
-    /// EOS, the prompt, and what came.
+    /// EOS, the prompt, and the new tokens.
     tokens: Vec<i64>,
-    /// Where its window begins.
+    /// The start of its window.
     window: usize,
-    /// Tokens of the window that the cache holds.
+    /// The number of the window's tokens in the cache.
     position: usize,
     random: Random,
     made: Generation,
-    /// Ends of sentence among the new tokens.
+    /// The number of ends of sentence among the new tokens.
     ends: usize,
     is_over: bool,
 }
@@ -112,7 +112,7 @@ impl PartialText {
     }
 }
 
-/// FNV-1a of the ids: prompts that differ draw other numbers.
+/// Returns FNV-1a of the ids, so that different prompts get different random numbers.
 fn digest(tokens: &[i64]) -> u64 {
     let bytes = tokens.iter().flat_map(|token| token.to_le_bytes());
     bytes.fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3))
@@ -120,13 +120,12 @@ fn digest(tokens: &[i64]) -> u64 {
 
 /// Continues texts with a decoder-only model.
 ///
-/// `allowed` has the types that may come; none: all; never PAD and BOS. `kind` is the type of matrix products.
-/// `on_token` is
-/// called with each new token: the text's number, the token, and whether the text is over.
-/// `check_interrupt` runs at every step.
+/// `allowed` flags the tokens that may be generated; `None` means all except PAD and BOS, which never are. `kind` is
+/// the type of matrix products. `on_token` is called with each new token: the text's index, the token, and true if the
+/// text is over. `check_interrupt` runs at every step.
 ///
-/// Errors: a model with an encoder, a context longer than tensorized attention reads, logits that are not numbers, what
-/// `on_token` and `check_interrupt` return.
+/// Errors on a model with an encoder, a context longer than tensorized attention reads, logits that are NaN, or an
+/// error of `on_token` or `check_interrupt`.
 pub fn generate(
     model: &Transformer,
     prompts: &[Prompt],
@@ -143,12 +142,12 @@ pub fn generate(
         ));
     }
     model.config.check_lengths(&[config.context as i64])?;
-    // Tensorized attention does not decode token by token.
+    // Tensorized attention cannot decode token by token.
     let is_cached = model.config.attention != AttentionName::Tensorized;
     continued(&mut Reader::new(model, kind, is_cached), prompts, allowed, config, on_token, check_interrupt)
 }
 
-/// [`generate`] with that reader.
+/// Runs [`generate`] with that reader.
 fn continued(
     reader: &mut Reader,
     prompts: &[Prompt],
@@ -187,18 +186,18 @@ fn refuse_nan(logits: &[f64], number: usize, generated: usize) -> Result<()> {
     }
 }
 
-/// How the model reads the texts' windows.
+/// Reads the texts' windows with the model.
 struct Reader<'a> {
     model: &'a Transformer,
     ctx: Context,
-    /// With keys and values kept; otherwise each window whole at every step.
+    /// True if keys and values are cached; otherwise each window is read whole at every step.
     is_cached: bool,
     cache: StackCache,
-    /// The texts in the cache's slots.
+    /// The indices of the texts in the cache's slots.
     slots: Vec<usize>,
 }
 
-/// Texts' numbers and the logits of what follows them.
+/// Texts' indices, and the logits of their next tokens.
 type Next = Vec<(usize, Vec<f64>)>;
 
 impl<'a> Reader<'a> {
@@ -207,7 +206,7 @@ impl<'a> Reader<'a> {
         Reader { model, ctx: Context::evaluation(kind), is_cached, cache, slots }
     }
 
-    /// One step: logits of every text that is not over; none: all are.
+    /// Runs one step: returns logits for every unfinished text, or `None` if all are finished.
     fn next(&mut self, texts: &mut [PartialText], config: &GenerationConfig) -> Result<Option<Next>> {
         let live: Vec<usize> = (0..texts.len()).filter(|&number| !texts[number].is_over).collect();
         if live.is_empty() {
@@ -219,7 +218,7 @@ impl<'a> Reader<'a> {
         }
     }
 
-    /// The last token of windows that the cache knows, and all of those that begin.
+    /// Reads the last token of windows in the cache, and all tokens of new windows.
     fn step(&mut self, live: &[usize], texts: &mut [PartialText], config: &GenerationConfig) -> Result<Next> {
         for &number in live {
             let text = &mut texts[number];
@@ -235,7 +234,7 @@ impl<'a> Reader<'a> {
         Ok(next)
     }
 
-    /// Drops the slots of other texts.
+    /// Drops the slots of texts for which `stays` is false.
     fn keep_slots(&mut self, stays: impl Fn(usize) -> bool) -> Result<()> {
         let kept: Vec<i64> = (0..self.slots.len()).filter(|&slot| stays(self.slots[slot])).map(|i| i as i64).collect();
         if kept.is_empty() {
@@ -247,7 +246,7 @@ impl<'a> Reader<'a> {
         Ok(())
     }
 
-    /// One token more of every slot.
+    /// Reads one more token in every slot.
     fn go_on(&mut self, texts: &mut [PartialText]) -> Result<Next> {
         if self.slots.is_empty() {
             return Ok(Vec::new());
@@ -260,7 +259,7 @@ impl<'a> Reader<'a> {
         rows(&logits, &(0..tokens.len() as i64).collect::<Vec<_>>(), &self.slots)
     }
 
-    /// Windows that begin: equal ones are read once.
+    /// Reads new windows; equal ones are read once.
     fn begin(&mut self, begin: &[usize], texts: &mut [PartialText]) -> Result<Next> {
         if begin.is_empty() {
             return Ok(Vec::new());
@@ -287,7 +286,7 @@ impl<'a> Reader<'a> {
         rows(&logits, &of_texts, begin)
     }
 
-    /// Each window whole, without a cache.
+    /// Reads each window whole, without a cache.
     fn whole(&self, live: &[usize], texts: &mut [PartialText], config: &GenerationConfig) -> Result<Next> {
         live.iter().for_each(|&number| texts[number].window = config.window(texts[number].tokens.len()));
         let windows: Vec<&[i64]> = live.iter().map(|&number| &texts[number].tokens[texts[number].window..]).collect();
@@ -302,7 +301,7 @@ impl<'a> Reader<'a> {
     }
 }
 
-/// Chosen rows of logits (slots, V) on the host, each with its text's number.
+/// Returns chosen rows of logits (slots, V) on the host, each with its text's index.
 fn rows(logits: &Tensor, chosen: &[i64], numbers: &[usize]) -> Result<Next> {
     if chosen.is_empty() {
         return Ok(Vec::new());

@@ -1,9 +1,9 @@
-//! What the two rules make of length.
+//! The length penalties and limits of the two search rules.
 
 use crate::config::SearchRule;
 
 impl SearchRule {
-    /// The usual exponent of the length penalty.
+    /// Returns the rule's usual exponent of the length penalty.
     pub fn alpha(self) -> f64 {
         match self {
             SearchRule::Google => 0.6,
@@ -11,7 +11,7 @@ impl SearchRule {
         }
     }
 
-    /// lp(len), `length` with EOS: ((5 + len)/6)^α (Wu et al. 2016, eq 14), or len^α.
+    /// Returns lp(len), with EOS in `length`: ((5 + len)/6)^α (Wu et al. 2016, eq 14), or len^α.
     pub fn penalty(self, length: usize, alpha: f64) -> f64 {
         match self {
             SearchRule::Google => ((5 + length) as f64 / 6.0).powf(alpha),
@@ -19,7 +19,8 @@ impl SearchRule {
         }
     }
 
-    /// The most tokens generated, EOS included. Google's `max_length` counts EOS, fairseq's does not.
+    /// Returns the maximum number of generated tokens, EOS included. Google's `max_length` counts EOS, fairseq's does
+    /// not.
     pub fn limit(self, source_length: usize, max_length: Option<usize>) -> usize {
         match self {
             SearchRule::Google => max_length.unwrap_or(source_length + 50),

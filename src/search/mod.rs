@@ -6,16 +6,17 @@
 //! score(y) = Σ log p(y_t | y_<t, x) / lp(len),   len = generated tokens, EOS included
 //! ```
 //!
-//! in one of two ways. `google` (Wu et al. 2016, eq 14; Nguyen and Salazar 2019): lp = ((5 + len)/6)^α; finished
-//! hypotheses stay in the beam, and compete, with their score frozen; the search ends when all are finished or
-//! len = source tokens + 50. `fairseq`: lp = len^α; of the 2·beam most probable continuations those that end within the
-//! first `beam` are final, the others go on; the search ends at `beam` final ones, and the last token is EOS. Under both
-//! the first token is not EOS, PAD and BOS are never generated, and of equals the one of the better hypothesis, then of
-//! the lower id, comes first.
+//! by one of two rules. `google` (Wu et al. 2016, eq 14; Nguyen and Salazar 2019): lp = ((5 + len)/6)^α; finished
+//! hypotheses stay in the beam, and compete with their final score; the search ends when all are finished or len =
+//! source tokens + 50. `fairseq`: lp = len^α; among the 2·beam most probable continuations, those that end within the
+//! first `beam` are final, and the others go on; the search ends at `beam` final ones, and the last token is EOS. Under
+//! both rules the first token is not EOS, and PAD and BOS are never generated. On ties, the continuation of the better
+//! hypothesis comes first, then the lower id.
 //!
-//! A live hypothesis holds one slot of the key/value cache. All sentences move on together, one token a step; what is
-//! finished gives its slot up, so a step costs what is still alive. A hypothesis is not continued at all where `beam`
-//! continuations of better ones are more probable than itself: no token makes it more probable.
+//! A live hypothesis occupies one slot of the key/value cache. All sentences advance together, one token per step; a
+//! finished one frees its slots, so a step's cost depends on what is still alive. A hypothesis is not continued if
+//! `beam` continuations of better ones are more probable than the hypothesis itself, because no token makes it more
+//! probable.
 
 mod beam;
 mod continuation;
@@ -38,24 +39,27 @@ use std::ops::Range;
 use std::sync::Arc;
 use tch::{Kind, Tensor};
 
-/// How to search. [`SearchConfig::new`] has each rule's usual settings.
+/// The settings of a search. [`SearchConfig::new`] returns each rule's usual settings.
 #[derive(Clone, Debug, PartialEq)]
 pub struct SearchConfig {
-    /// Hypotheses alive at a time; 1: greedy.
+    /// The number of live hypotheses; 1 is greedy search.
     pub beam: usize,
     pub rule: SearchRule,
-    /// Exponent of the length penalty: the larger, the longer the translations.
+    /// The exponent of the length penalty; a larger one gives longer translations.
     pub alpha: f64,
-    /// Hypotheses returned per sentence, at most `beam`.
+    /// The number of hypotheses returned per sentence, at most `beam`.
     pub n_best: usize,
-    /// Most tokens generated; none: the source's + 50 (google, which counts EOS) or 200 (fairseq, which does not).
+    /// The maximum number of generated tokens; `None` for the source's + 50 (google, which counts EOS) or 200 (fairseq,
+    /// which does not).
     pub max_length: Option<usize>,
-    /// Most tokens that the model can say, EOS included, whatever the rule allows; [`Search::new`] asks the model.
+    /// The maximum number of tokens that the model can produce, EOS included, whatever the rule allows; [`Search::new`]
+    /// sets it.
     pub longest: Option<usize>,
 }
 
 impl SearchConfig {
-    /// google: beam 4, α 0.6 (Nguyen and Salazar 2019); fairseq: beam 5, α 1 (its `--lenpen`).
+    /// Returns the usual settings: google has beam 4 and α 0.6 (Nguyen and Salazar 2019), fairseq beam 5 and α 1 (its
+    /// `--lenpen`).
     pub fn new(rule: SearchRule) -> Self {
         let beam = match rule {
             SearchRule::Google => 4,
@@ -64,7 +68,7 @@ impl SearchConfig {
         SearchConfig { beam, rule, alpha: rule.alpha(), n_best: 1, max_length: None, longest: None }
     }
 
-    /// The search that the options ask for.
+    /// Builds the settings from options.
     pub fn of(options: &SearchOptions) -> Result<Self> {
         let size = |name: &str, n: i64| {
             usize::try_from(n).map_err(|_| Error::invalid(format!("{name} must be at least 1, got {n}")))
@@ -89,7 +93,7 @@ impl SearchConfig {
         if !(1..=self.beam).contains(&self.n_best) {
             return wrong(format!("n_best must lie between 1 and the beam, {}; got {}", self.beam, self.n_best));
         }
-        // Beyond it len^α leaves the numbers there are, and every score is 0.
+        // Beyond this, len^α leaves the range of numbers, and every score is 0.
         if !(-ALPHA..=ALPHA).contains(&self.alpha) {
             return wrong(format!("alpha must lie in [-{ALPHA}, {ALPHA}], got {}", self.alpha));
         }
@@ -99,7 +103,7 @@ impl SearchConfig {
         Ok(())
     }
 
-    /// Continuations of a hypothesis that can matter: under fairseq's rule half of them may end.
+    /// Returns the number of a hypothesis's continuations that can matter: under fairseq's rule half of them may end.
     fn candidates(&self) -> usize {
         match self.rule {
             SearchRule::Google => self.beam,
@@ -107,13 +111,13 @@ impl SearchConfig {
         }
     }
 
-    /// The most tokens generated from a source, EOS included.
+    /// Returns the maximum number of tokens generated from a source, EOS included.
     fn limit(&self, source_length: usize) -> usize {
         self.rule.limit(source_length, self.max_length).min(self.longest.unwrap_or(usize::MAX))
     }
 }
 
-/// The largest exponent of the length penalty, either way; papers take 0 to 2.
+/// The largest exponent of the length penalty, positive or negative; papers use 0 to 2.
 const ALPHA: f64 = 10.0;
 
 impl Default for SearchConfig {
@@ -125,26 +129,26 @@ impl Default for SearchConfig {
 /// A translation.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Hypothesis {
-    /// Without BOS and EOS.
+    /// The tokens, without BOS and EOS.
     pub tokens: Vec<i64>,
-    /// What the rule ranks by: log p(y|x) over the length penalty.
+    /// The score by which the rule ranks: log p(y|x) over the length penalty.
     pub score: f64,
-    /// log p(y|x), EOS's included where there is one.
+    /// log p(y|x), with EOS's if there is one.
     pub log_probability: f64,
-    /// Ends with EOS; google's rule cuts the others off at its limit.
+    /// True if it ends with EOS; google's rule cuts the others off at its limit.
     pub finished: bool,
 }
 
-/// The `n_best` best translations of each sentence, best first, sentences in the order of `source`.
+/// Returns the `n_best` best translations of each sentence, best first, with sentences in the order of `source`.
 ///
-/// `source`: what the encoder reads, EOS included; one of EOS alone is a blank line, and its translation is, too. `mask`: bool (V), true in the target vocabulary V_t, outside of which
-/// p = 0; none: V_t = V. `kind`: the type of matrix products; log-probabilities are float32, or float64 if `kind` is.
+/// `source` is the encoder's input, EOS included; a source of only EOS is a blank line, and so is its translation.
+/// `mask` is bool (V), true in the target vocabulary V_t, outside of which p = 0; `None` means V_t = V. `kind` is the
+/// type of matrix products; log-probabilities are float32, or float64 if `kind` is.
 ///
 /// # Errors
 ///
 /// Settings out of range; a decoder-only model; a mask that allows no sentence; a source longer than the model reads;
-/// logits that are not numbers (NaN); more hypotheses than memory; an error of `check_interrupt`, which runs at each
-/// step.
+/// logits that are NaN; more hypotheses than fit into memory; an error of `check_interrupt`, which runs at each step.
 pub fn search(
     model: &Transformer,
     source: &Packed,
@@ -156,7 +160,7 @@ pub fn search(
     Search::new(model, mask, config, kind)?.run(model, source, check_interrupt)
 }
 
-/// What searches with one model share: its weights as products take them. The model must not change meanwhile.
+/// The state that searches with one model share: its prepared weights. The model must not change meanwhile.
 pub struct Search {
     config: SearchConfig,
     kind: Kind,
@@ -165,7 +169,7 @@ pub struct Search {
 }
 
 impl Search {
-    /// See [`search`].
+    /// Prepares a search; see [`search`].
     pub fn new(model: &Transformer, mask: Option<&Tensor>, config: &SearchConfig, kind: Kind) -> Result<Self> {
         config.validate()?;
         let longest = model.config.longest().map(|longest| longest.tokens as usize);
@@ -175,20 +179,20 @@ impl Search {
         Ok(Search { config, kind, output, weights: Arc::default() })
     }
 
-    /// The greatest length ended the hypothesis, not the model.
+    /// True if the length limit ended the hypothesis, not the model.
     pub fn is_cut(&self, hypothesis: &Hypothesis) -> bool {
         // fairseq's rule puts EOS at the limit.
         let is_forced = self.config.rule == SearchRule::Fairseq && hypothesis.tokens.len() + 1 >= self.config.limit(0);
         !hypothesis.finished || is_forced
     }
 
-    /// The same search for another thread, which has a model of the same tensors.
+    /// Returns the same search for another thread, which has a model with the same tensors.
     pub fn share(&self) -> Self {
         let (output, weights) = (self.output.share(), self.weights.clone());
         Search { config: self.config.clone(), kind: self.kind, output, weights }
     }
 
-    /// The `n_best` best translations of each sentence. `check_interrupt` runs at each step.
+    /// Returns the `n_best` best translations of each sentence. `check_interrupt` runs at each step.
     pub fn run(
         &self,
         model: &Transformer,
@@ -213,7 +217,7 @@ impl Search {
             for length in 0.. {
                 check_interrupt()?;
                 let start = model.config.decoder_start.id();
-                // A better hypothesis's continuations may leave no place for those of a worse one.
+                // The continuations of better hypotheses may leave no room for those of worse ones.
                 let (before, mut after) = (cache.reads().clone(), Reads::default());
                 let mut next = Vec::new();
                 for ranks in waves(config.beam, before.queries()) {
@@ -249,28 +253,29 @@ impl Search {
     }
 }
 
-/// The ranks of hypotheses that are continued together. A batch of many is continued in parts: the first one often
-/// spares some of the others.
+/// Returns the ranks of hypotheses that are continued together. A large batch is continued in two parts, because the
+/// first part often makes some of the others unnecessary.
 fn waves(beam: usize, slots: usize) -> impl Iterator<Item = Range<usize>> {
     let first = if slots < MANY { beam } else { beam.div_ceil(2) };
     [0..first, first..beam].into_iter().filter(|ranks| !ranks.is_empty())
 }
 
-/// Slots from which a part of them is enough for a product at full speed.
+/// The number of slots from which a part of them suffices for a product at full speed.
 const MANY: usize = 256;
 
-/// Live hypotheses, sentence after sentence: slot i holds
+/// The live hypotheses, sentence after sentence, one per slot.
 struct Live {
-    /// the last token,
+    /// The last token of each slot.
     tokens: Vec<i64>,
-    /// the sentence it translates,
+    /// The sentence that each slot translates.
     sentences: Vec<usize>,
-    /// and the slot in which the hypothesis that it continues was.
+    /// The slot of the hypothesis that each slot continues.
     origins: Vec<i64>,
 }
 
 impl Live {
-    /// Those of these ranks in their beams. `next`: the continuations that are known, to which theirs will be added.
+    /// Takes the hypotheses with these ranks in their beams. `next` holds the known continuations, to which theirs will
+    /// be added.
     fn take_slots(beams: &mut [Beam], ranks: Range<usize>, next: &[Vec<Continuation>], start: i64) -> Self {
         let mut live = Live { tokens: Vec::new(), sentences: Vec::new(), origins: Vec::new() };
         for (sentence, beam) in beams.iter_mut().enumerate() {
@@ -284,7 +289,7 @@ impl Live {
         live
     }
 
-    /// Asks for the memory of so many continuations of each, as numbers, as tokens and as candidates.
+    /// Errors if memory does not suffice for this many continuations of each, as numbers, as tokens and as candidates.
     fn room(&self, candidates: usize, beam: usize) -> Result<()> {
         let each = 4 * size_of::<Continuation>() as u128;
         memory::room(each * (self.tokens.len() * candidates) as u128, || {

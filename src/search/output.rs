@@ -1,8 +1,8 @@
-//! From what the decoder says to each slot's most probable next tokens.
+//! The output layer: from the decoder's features to each slot's most probable next tokens.
 //!
-//! On the CPU the output matrix is packed once, without what lies outside V_t, and some rows at a time go through the
-//! product and on to the choice while their logits are in the cache. Elsewhere, and for 16-bit products, logits,
-//! log-softmax and top-k are libtorch's.
+//! On the CPU the output matrix is packed once, without the rows outside V_t, and a few rows of features at a time go
+//! through the product to the choice while their logits are in the cache. Elsewhere, and for 16-bit products, libtorch
+//! computes logits, log-softmax and top-k.
 
 use super::continuation::{best, Continuation, Eos, TargetVocabulary};
 use crate::error::Result;
@@ -32,13 +32,14 @@ impl OutputLayer {
         Ok(OutputLayer { projection, softcap: model.softcap(), vocabulary })
     }
 
-    /// The same output, for another thread.
+    /// Returns the same output layer, for another thread.
     pub fn share(&self) -> Self {
         let (projection, vocabulary) = (self.projection.shallow_clone(), self.vocabulary.share());
         OutputLayer { projection, softcap: self.softcap, vocabulary }
     }
 
-    /// Of each row of features (slots, d) the `count` most probable tokens, best first, of equals the lower id.
+    /// Returns the `count` most probable tokens for each row of features (slots, d), best first, the lower id first on
+    /// ties.
     pub fn best(&self, features: &Tensor, count: usize, eos: Eos, kind: Kind) -> Result<Vec<Vec<Continuation>>> {
         let ids = self.vocabulary.ids();
         let column = |id: i64| match ids {
@@ -72,10 +73,10 @@ mod tests {
     use crate::config::TransformerConfig;
     use tch::Device;
 
-    /// What the packed product finds, against libtorch's log-softmax and top-k of the model's logits.
+    /// Compares the packed product's choice with libtorch's log-softmax and top-k of the model's logits.
     #[test]
     fn the_packed_output_chooses_as_the_composed_one() {
-        // Several blocks of columns and of rows.
+        // The sizes give several blocks of columns and of rows.
         const V: i64 = 1100;
         const ROWS: i64 = 300;
         for (fixnorm, output_bias, logit_softcap) in
@@ -113,7 +114,7 @@ mod tests {
                 let found = OutputLayer::new(&model, vocabulary, Kind::Double).unwrap();
                 let found = found.best(&h, 10, eos, Kind::Double).unwrap();
                 for (found, wanted) in found.iter().zip(&wanted) {
-                    // Where only EOS may come libtorch fills up with others of probability 0.
+                    // If only EOS may come, libtorch fills up with tokens of probability 0.
                     let wanted: Vec<_> = wanted.iter().filter(|c| c.log_probability > f64::NEG_INFINITY).collect();
                     assert_eq!(found.len(), wanted.len());
                     for (found, wanted) in found.iter().zip(wanted) {

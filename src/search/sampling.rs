@@ -4,18 +4,18 @@ use crate::config::GenerationOptions;
 use crate::error::Result;
 use std::cmp::Ordering;
 
-/// Which tokens may come, and how probable they are made.
+/// The tokens that may come, and the change of their probabilities.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Sampling {
-    /// Divides logits; 0: the most probable token.
+    /// The divisor of logits; 0 always takes the most probable token.
     temperature: f64,
-    /// So many tokens may come; none: all.
+    /// The number of tokens that may come; `None` means all.
     top_k: Option<usize>,
-    /// The fewest tokens with this probability may come; 1: all.
+    /// The probability that the fewest allowed tokens have together; 1 allows all.
     top_p: f64,
 }
 
-/// A token that may come; `weight` is its probability but for a factor that all share.
+/// A token that may come; `weight` is its probability up to a factor that all share.
 #[derive(Clone, Copy, Debug, PartialEq)]
 struct Chance {
     token: usize,
@@ -24,14 +24,14 @@ struct Chance {
 }
 
 impl Sampling {
-    /// The choice that the options ask for.
+    /// Builds the sampling from options.
     pub fn of(options: &GenerationOptions) -> Result<Self> {
         options.validate()?;
         let GenerationOptions { temperature, top_k, top_p, .. } = *options;
         Ok(Sampling { temperature, top_k: top_k.map(|k| k as usize), top_p })
     }
 
-    /// The token that a number of [0, 1) draws. Logits may be −∞, where a token may not come, but not all of them.
+    /// Returns the token drawn by a number in [0, 1). Logits may be −∞ for forbidden tokens, but not all of them.
     pub fn choose(&self, logits: &[f64], uniform: f64) -> usize {
         if self.temperature == 0.0 {
             return most_probable(logits);
@@ -49,7 +49,8 @@ impl Sampling {
         chances.iter().rev().find(|chance| chance.weight > 0.0).map_or(most_probable(logits), |chance| chance.token)
     }
 
-    /// What may come after temperature, top-k and top-p; sorted where one of the two chose.
+    /// Returns the allowed tokens after temperature, top-k and top-p; they are sorted if one of the two has been
+    /// applied.
     fn chances(&self, logits: &[f64]) -> Vec<Chance> {
         let best = logits[most_probable(logits)];
         let chance =
@@ -65,10 +66,10 @@ impl Sampling {
         chances
     }
 
-    /// The fewest most probable ones with at least p of the weight.
+    /// Keeps the fewest most probable tokens with at least p of the weight.
     fn keep_nucleus(&self, chances: &mut Vec<Chance>) {
         let wanted = self.top_p * chances.iter().map(|chance| chance.weight).sum::<f64>();
-        // A nucleus is most often small: no more is sorted than was needed, but for a factor.
+        // A nucleus is usually small, so only a few more tokens are sorted than are needed.
         let (mut sum, mut kept, mut sorted) = (0.0, 0, 0);
         while kept < chances.len() && sum < wanted {
             if kept == sorted {
@@ -83,7 +84,7 @@ impl Sampling {
     }
 }
 
-/// Puts the `count` most probable first, in order.
+/// Puts the `count` most probable tokens first, in order.
 fn sort_first(chances: &mut [Chance], count: usize) {
     if count < chances.len() {
         chances.select_nth_unstable_by(count, before);
@@ -91,12 +92,12 @@ fn sort_first(chances: &mut [Chance], count: usize) {
     chances[..count].sort_unstable_by(before);
 }
 
-/// The more probable first, of equals the lower id.
+/// Orders the more probable token first, the lower id first on ties.
 fn before(a: &Chance, b: &Chance) -> Ordering {
     b.logit.partial_cmp(&a.logit).unwrap_or(Ordering::Equal).then(a.token.cmp(&b.token))
 }
 
-/// The largest logit's token, of equals the lowest.
+/// Returns the token with the largest logit, the lowest id on ties.
 fn most_probable(logits: &[f64]) -> usize {
     (1..logits.len()).fold(0, |best, token| if logits[token] > logits[best] { token } else { best })
 }
@@ -112,7 +113,7 @@ mod tests {
         Sampling { temperature, top_k, top_p }
     }
 
-    /// The distribution by its definition: everything is sorted, nothing is saved.
+    /// Returns the distribution by its definition, with everything sorted.
     fn plain(logits: &[f64], Sampling { temperature, top_k, top_p }: &Sampling) -> Vec<f64> {
         let mut order: Vec<usize> = (0..logits.len()).collect();
         order.sort_by(|&a, &b| logits[b].partial_cmp(&logits[a]).unwrap().then(a.cmp(&b)));
@@ -134,7 +135,7 @@ mod tests {
         found
     }
 
-    /// What `choose` gives to uniform numbers, as probabilities.
+    /// Returns the probabilities with which `choose` selects tokens.
     fn drawn(logits: &[f64], sampling: &Sampling) -> Vec<f64> {
         let chances = sampling.chances(logits);
         let total: f64 = chances.iter().map(|chance| chance.weight).sum();
@@ -168,7 +169,7 @@ mod tests {
         }
     }
 
-    /// Pearson's statistic of draws against another choice's exact probabilities, and its degrees of freedom.
+    /// Returns Pearson's statistic of draws against another sampling's exact probabilities, and its degrees of freedom.
     fn statistic(sampling: &Sampling, wanted: &Sampling, logits: &[f64], draws: usize) -> (f64, usize) {
         let mut random = Random::new(20, 0, 0, Purpose::NextToken);
         let mut counts = vec![0usize; logits.len()];
@@ -179,7 +180,7 @@ mod tests {
             let expected = p * draws as f64;
             sum += match expected > 0.0 {
                 true => (*count as f64 - expected).powi(2) / expected,
-                false => *count as f64 * 1e9, // a token that may not come
+                false => *count as f64 * 1e9, // a forbidden token
             };
         }
         (sum, probabilities.iter().filter(|p| **p > 0.0).count() - 1)
@@ -196,10 +197,11 @@ mod tests {
             sampling(1.5, Some(20), 0.9),
         ] {
             let (sum, freedom) = statistic(&sampling, &sampling, &logits, 200_000);
-            // A chi-square has mean k and variance 2k; four deviations are exceeded once in more than 10,000 times.
+            // A chi-square variable has mean k and variance 2k; four deviations are exceeded less than once in 10,000
+            // times.
             let limit = freedom as f64 + 4.0 * (2.0 * freedom as f64).sqrt() + 4.0;
             assert!(freedom >= 5 && sum < limit, "{sampling:?}: {sum} of {freedom}");
-            // A temperature that is a tenth off is seen.
+            // A temperature that is off by a tenth is detected.
             let off = Sampling { temperature: sampling.temperature * 1.1, ..sampling.clone() };
             let sum = statistic(&off, &sampling, &logits, 200_000).0;
             assert!(sum > limit, "{sampling:?}: {sum}");

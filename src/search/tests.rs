@@ -1,4 +1,4 @@
-//! Search on a tiny model in float64, against decoding that recomputes every prefix without a cache.
+//! Tests of search on a tiny model in float64, against decoding that recomputes every prefix without a cache.
 
 use super::*;
 use crate::config::{Positions, TransformerConfig};
@@ -9,8 +9,7 @@ use tch::Device;
 const V: i64 = 12;
 const SENTENCES: [&[i64]; 4] = [&[4, 7, 9, EOS], &[5, EOS], &[11, 4, 4, 8, 6, 10, EOS], &[UNK, 6, EOS]];
 
-/// Weights are a fixed sequence, so that a test finds the same model whatever else draws random numbers. `bend` makes
-/// another model.
+/// Builds a model whose weights are a fixed sequence, independent of other random numbers. `bend` gives another model.
 fn model(bend: f64) -> Transformer {
     let config = TransformerConfig {
         vocab_size: V,
@@ -43,7 +42,7 @@ fn packed(sentences: &[&[i64]]) -> Packed {
     Packed::of(sentences).unwrap()
 }
 
-/// All but PAD, BOS and types 9 to 11.
+/// Allows all but PAD, BOS and entries 9 to 11.
 fn mask() -> Tensor {
     Tensor::from_slice(&(0..V).map(|id| (EOS..9).contains(&id)).collect::<Vec<bool>>())
 }
@@ -57,7 +56,7 @@ fn run(
     search(model, &packed(sentences), mask, config, Kind::Double, &mut || Ok(())).unwrap()
 }
 
-/// log p of the token after a prefix, from the whole prefix; nothing is forbidden but what the mask forbids.
+/// Returns log p of the token after a prefix, computed from the whole prefix; only the mask forbids tokens.
 fn uncached(model: &Transformer, source: &[i64], prefix: &[i64], mask: Option<&Tensor>) -> Vec<f64> {
     let ctx = Context::evaluation(Kind::Double);
     let target = packed(&[&[&[BOS], prefix].concat()]);
@@ -70,15 +69,15 @@ fn uncached(model: &Transformer, source: &[i64], prefix: &[i64], mask: Option<&T
     Vec::try_from(logits.log_softmax(-1, Kind::Double)).unwrap()
 }
 
-/// What the rules let follow a prefix.
+/// Returns the tokens that the rules allow after a prefix.
 fn allowed(rule: SearchRule, prefix: &[i64], limit: usize) -> impl Iterator<Item = i64> {
     let (first, last) = (prefix.is_empty(), rule == SearchRule::Fairseq && prefix.len() + 1 == limit);
     (EOS..V).filter(move |&id| if id == EOS { !first } else { !last })
 }
 
-/// The most probable next token each time, under the rule's limits on length: one translation of each sentence.
+/// Takes the most probable next token each time, under the rule's limits on length: one translation of each sentence.
 ///
-/// This is a beam of 1: finding the two largest of a row costs what its argmax does.
+/// This is a beam of 1, because finding the two largest entries of a row costs as much as its argmax.
 fn greedy(
     model: &Transformer,
     source: &Packed,
@@ -110,7 +109,7 @@ fn naive_greedy(
     (tokens, total)
 }
 
-/// Hypotheses with EOS where they have one.
+/// Returns the hypothesis's tokens, with EOS if it has one.
 fn with_eos(hypothesis: &Hypothesis) -> Vec<i64> {
     let mut tokens = hypothesis.tokens.clone();
     tokens.extend(hypothesis.finished.then_some(EOS));
@@ -119,7 +118,7 @@ fn with_eos(hypothesis: &Hypothesis) -> Vec<i64> {
 
 #[test]
 fn a_beam_of_one_is_greedy() {
-    // google's own limit is the source's length + 50; fairseq's 200 takes the uncached decoding too long
+    // Google's own limit is the source's length + 50; fairseq's 200 takes too long in uncached decoding.
     let settings = [
         (SearchRule::Google, None),
         (SearchRule::Google, Some(1)),
@@ -189,7 +188,7 @@ fn n_best_is_the_beginning_of_all() {
     }
 }
 
-/// Every sequence the rules allow with its log p, by recursion.
+/// Returns every sequence that the rules allow with its log p, by recursion.
 fn exhaust(
     model: &Transformer,
     mask: &Tensor,
@@ -219,7 +218,7 @@ fn a_beam_as_wide_as_all_there_is_finds_the_best() {
             let config = SearchConfig { max_length: Some(max_length), ..config };
             let score = |(tokens, total): &(Vec<i64>, f64)| total / rule.penalty(tokens.len(), config.alpha);
             all.sort_by(|a, b| score(b).total_cmp(&score(a)));
-            // 6 words: a word and EOS, two and EOS, and, under google's rule, three cut off
+            // There are 6 words: sequences are one word and EOS, two and EOS or, under google's rule, three cut off.
             assert_eq!(all.len(), if rule == SearchRule::Google { 6 + 36 + 216 } else { 6 + 36 });
             let found = &run(&model, &SENTENCES[..1], Some(&mask()), &config)[0];
             assert_eq!(
@@ -230,7 +229,7 @@ fn a_beam_as_wide_as_all_there_is_finds_the_best() {
     }
 }
 
-/// All logits are equal: every choice is a tie.
+/// All logits are equal, so every choice is a tie.
 #[test]
 fn of_equals_the_better_hypothesis_and_the_lower_id_come_first() {
     let model = model(0.0);
@@ -238,7 +237,7 @@ fn of_equals_the_better_hypothesis_and_the_lower_id_come_first() {
     let config =
         |rule, max_length| SearchConfig { beam: 3, n_best: 3, max_length: Some(max_length), ..SearchConfig::new(rule) };
     let found = |config| run(&model, &SENTENCES[..2], None, &config)[1].iter().map(with_eos).collect::<Vec<_>>();
-    // Longer is less probable, but α = 1 divides that away.
+    // Longer sequences are less probable, but α = 1 divides that away.
     assert_eq!(found(config(SearchRule::Fairseq, 2)), [vec![3, EOS], vec![3, 3, EOS], vec![3, 4, EOS]]);
     assert_eq!(found(config(SearchRule::Google, 2)), [vec![3, EOS], vec![3, 3], vec![3, 4]]);
 }

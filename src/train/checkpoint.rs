@@ -1,14 +1,15 @@
-//! Checkpoints: one folder each, complete or absent, read without executing anything.
+//! Checkpoints: one folder each, complete or absent, whose reading executes no code.
 //!
 //! | file | holds |
 //! |---|---|
 //! | `model.safetensors` | parameters and running statistics, by canonical name |
-//! | `optimizer.safetensors` | moments and whatever else the optimizer carries |
-//! | `config.json` | how the model is built |
+//! | `optimizer.safetensors` | moments and other state of the optimizer |
+//! | `config.json` | the options of the model and its training |
 //! | `state.json` | format version, update, length and CRC-32 of the files above, the training state, its own CRC-32 |
 //!
-//! [`CheckpointStore`] keeps a run's checkpoints: their folders never change once they have their name, and each records
-//! in its `state.json` which was the best when it was saved, so a reader finds a whole checkpoint at every instant.
+//! [`CheckpointStore`] manages a run's checkpoints. Their folders never change once they have their name, and each
+//! records in its `state.json` which checkpoint was the best when it was saved, so a reader always finds a complete
+//! checkpoint.
 
 mod arrays;
 mod average;
@@ -34,7 +35,7 @@ use crate::atomic::{self, Digest};
 use crate::error::{Error, Result};
 use crate::ownership::{KIND, NAMES, STATE, STATE_BYTES};
 
-/// The format written here; a checkpoint of a later format is refused.
+/// The format that this version writes; a checkpoint of a later format is refused.
 pub const FORMAT_VERSION: u32 = 1;
 
 const WRITER: &str = concat!("normformer_rs ", env!("CARGO_PKG_VERSION"));
@@ -42,47 +43,47 @@ const MODEL: &str = "model.safetensors";
 const OPTIMIZER: &str = "optimizer.safetensors";
 const CONFIG: &str = "config.json";
 
-/// All that a run needs to go on, or a model to be used.
+/// The state from which a run continues, or a model is loaded.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Checkpoint {
     /// Parameters and running statistics, by canonical name.
     pub model: Arrays,
-    /// Moments and the like; empty in an averaged checkpoint.
+    /// The optimizer's moments; empty in an averaged checkpoint.
     pub optimizer: Arrays,
-    /// Counters, position in the data, seed, early stopping, averaging. JSON has no infinities and no NaN.
+    /// Counters, position in the data, seed, early stopping, averaging. JSON has no infinity and no NaN.
     pub state: Value,
-    /// How the model is built (`model`), and how it is trained.
+    /// The options of the model (`model`) and of its training.
     pub config: Value,
 }
 
-/// `state.json` without its last line, the CRC-32 of all that comes before that line.
+/// `state.json` without its last line, which is the CRC-32 of everything before it.
 #[derive(Serialize, Deserialize)]
 struct Manifest {
     kind: String,
     format_version: u32,
     written_by: String,
     update: u64,
-    /// Which of a run's savings it is; none outside a run's folder, and in files of earlier versions.
+    /// The place among the run's savings; `None` outside a run's folder, and in files of earlier versions.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     saving: Option<Saving>,
     files: BTreeMap<String, Digest>,
     state: Value,
 }
 
-/// One of a run's savings; `best` and `last` follow from all of them.
+/// One of a run's savings; together they determine `best` and `last`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 struct Saving {
-    /// From 1.
+    /// The number of the saving, from 1.
     number: u64,
-    /// The name of the best checkpoint at that time; none before the first evaluation.
+    /// The name of the best checkpoint at that time; `None` before the first evaluation.
     best: Option<String>,
 }
 
-/// Writes the checkpoint of update `update` as the folder `path`, which must not exist.
+/// Writes the checkpoint of update `update` to the folder `path`, which must not exist.
 ///
 /// # Errors
-/// An array whose data do not fill its shape; `path` exists; the system refuses (then nothing stays at `path`, unless
-/// only the final flush of its name failed).
+/// An array's data do not fill its shape; `path` exists; the system refuses (then nothing stays at `path`, unless only
+/// the final flush of its name failed).
 pub fn save(path: &Path, update: u64, checkpoint: &Checkpoint) -> Result<()> {
     save_at(path, update, checkpoint, None)
 }
@@ -113,7 +114,7 @@ fn save_at(path: &Path, update: u64, checkpoint: &Checkpoint, saving: Option<Sav
     })
 }
 
-/// Makes the folder `path`, which must not exist, of arrays and files of text for other programs: no checkpoint.
+/// Writes arrays and text files to the folder `path`, which must not exist, for other programs: it is no checkpoint.
 pub fn write_arrays(path: &Path, arrays: &Arrays, texts: &BTreeMap<String, String>) -> Result<()> {
     arrays::check(arrays)?;
     atomic::write_directory(path, |folder| {
@@ -122,11 +123,11 @@ pub fn write_arrays(path: &Path, arrays: &Arrays, texts: &BTreeMap<String, Strin
     })
 }
 
-/// Reads a checkpoint: its folder, a link to it, or a run's folder (then its best, or else its last).
+/// Reads a checkpoint from its folder, a link to it, or a run's folder (its best one, or else its last).
 ///
 /// # Errors
-/// Missing (the message says what is there), not a checkpoint, truncated or damaged (the message names the file, and the
-/// lengths), or of a later format. Lengths are checked before memory is taken.
+/// The checkpoint is missing (the message lists what exists), no checkpoint, truncated or damaged (the message names
+/// the file and the lengths), or of a later format. Lengths are checked before memory is allocated.
 pub fn load(path: impl AsRef<Path>) -> Result<Checkpoint> {
     whole(path.as_ref(), |folder| {
         let manifest = Manifest::read(folder)?;
@@ -139,7 +140,7 @@ pub fn load(path: impl AsRef<Path>) -> Result<Checkpoint> {
     })
 }
 
-/// The state and the config of a checkpoint, as [`load`] reads them.
+/// Reads the state and the config of a checkpoint, like [`load`].
 pub fn load_state(path: impl AsRef<Path>) -> Result<(Value, Value)> {
     whole(path.as_ref(), |folder| {
         let manifest = Manifest::read(folder)?;
@@ -148,7 +149,7 @@ pub fn load_state(path: impl AsRef<Path>) -> Result<(Value, Value)> {
     })
 }
 
-/// The arrays and the config of a model, as [`load`] reads them; the optimizer's file may be gone.
+/// Reads the arrays and the config of a model, like [`load`]; the optimizer's file may be missing.
 pub fn load_model(path: impl AsRef<Path>) -> Result<(Arrays, Value)> {
     whole(path.as_ref(), |folder| {
         let manifest = Manifest::read(folder)?;
@@ -156,7 +157,7 @@ pub fn load_model(path: impl AsRef<Path>) -> Result<(Arrays, Value)> {
     })
 }
 
-/// Whether a later version wrote it: then it is not damaged, but cannot be read.
+/// True if a later version wrote it: then it is not damaged, but cannot be read.
 fn is_of_later_format(folder: &Path) -> bool {
     let text = atomic::read(&folder.join(STATE), STATE_BYTES).ok().flatten();
     let value: Option<Value> = text.and_then(|text| serde_json::from_slice(&text).ok());
@@ -164,7 +165,7 @@ fn is_of_later_format(folder: &Path) -> bool {
     version.is_some_and(|version| version > FORMAT_VERSION.into())
 }
 
-/// Reads the folder that `path` leads to; once more when `path` is a link that moved on while it was read.
+/// Reads the folder to which `path` leads, and repeats if `path` is a link that changed meanwhile.
 fn whole<T>(path: &Path, read: impl Fn(&Path) -> Result<T>) -> Result<T> {
     loop {
         let folder = directory(path)?;
@@ -175,7 +176,7 @@ fn whole<T>(path: &Path, read: impl Fn(&Path) -> Result<T>) -> Result<T> {
     }
 }
 
-/// The checkpoint's own folder behind a path to it, to `best` or `last` of a run, or to a run.
+/// Returns the checkpoint's own folder for a path to it, to `best` or `last` of a run, or to a run.
 fn directory(path: &Path) -> Result<PathBuf> {
     let real = real_folder(path).or_else(|| {
         let name = path.file_name()?.to_str()?;
@@ -198,8 +199,8 @@ fn directory(path: &Path) -> Result<PathBuf> {
     })
 }
 
-/// Where a checkpoint at `place` really lies. Resolving a link takes several system calls, and between them the link may
-/// move on and its old target be pruned: then again.
+/// Returns the real folder of a checkpoint at `place`. Resolving a link takes several system calls; if the link changes
+/// between them and its old target is pruned, it tries again.
 fn real_folder(place: &Path) -> Option<PathBuf> {
     loop {
         let link = fs::read_link(place).ok();
@@ -211,7 +212,7 @@ fn real_folder(place: &Path) -> Option<PathBuf> {
     }
 }
 
-/// The names in a folder, for a message.
+/// Lists the names in a folder, for a message.
 fn holds(folder: &Path) -> String {
     let Ok(entries) = fs::read_dir(folder) else { return "nothing: there is no such folder".into() };
     let names = entries.flatten().map(|e| e.file_name().to_string_lossy().into_owned());
@@ -238,7 +239,7 @@ impl Manifest {
             let found = &value["kind"];
             return Err(Error::invalid(format!("{} is no {KIND}: its kind is {found}", folder.display())));
         }
-        // Before anything else is looked at: a later format may differ in all the rest.
+        // The version is checked before anything else, because a later format may differ in all the rest.
         if let Some(version) = value["format_version"].as_u64().filter(|&v| v > FORMAT_VERSION.into()) {
             let writer = value["written_by"].as_str().unwrap_or("a later normformer_rs");
             return Err(Error::invalid(format!(
@@ -258,7 +259,7 @@ impl Manifest {
         serde_json::from_value(value).map_err(|e| damaged(&path, e.to_string()))
     }
 
-    /// Whether the weights have the length that is listed; their bytes are not read.
+    /// True if the weights' file has the listed length; its bytes are not read.
     fn has_weights(&self, folder: &Path) -> bool {
         let found = folder.join(MODEL).symlink_metadata().ok().map(|found| found.len());
         found.is_some() && found == self.files.get(MODEL).map(|digest| digest.bytes)
@@ -278,7 +279,7 @@ impl Manifest {
     }
 }
 
-/// A file whose length is the expected one, its CRC-32 taken while it is read.
+/// A file of the expected length whose CRC-32 is computed while it is read.
 struct CheckedFile<'a> {
     path: &'a Path,
     file: File,
@@ -302,7 +303,7 @@ impl<'a> CheckedFile<'a> {
         Ok(CheckedFile { path, file, expected, crc: Crc::new() })
     }
 
-    /// The next `bytes` bytes, of which the caller knows that the file has them.
+    /// Reads the next `bytes` bytes; the caller knows that the file has them.
     fn take(&mut self, bytes: u64) -> Result<Vec<u8>> {
         let mut data = vec![0; usize::try_from(bytes).map_err(|e| damaged(self.path, e.to_string()))?];
         self.file.read_exact(&mut data).map_err(|e| Error::io("read", self.path, e))?;

@@ -1,8 +1,8 @@
-//! CUDA graphs of passes: a step of thousands of kernels, given to the device at once.
+//! CUDA graphs of passes, which launch a step of thousands of kernels at once.
 //!
-//! A graph has fixed shapes and fixed addresses. So batches are filled up to one of few shapes ([`shape`]), and all that
-//! a pass reads of them lies where the graph of that shape looks for it. Filling up changes no number but by rounding: no
-//! real token sees the spare rows, losses and statistics leave them out, and a dropout mask goes by rows.
+//! A graph has fixed shapes and fixed addresses. So batches are padded to one of few shapes ([`shape`]), and their
+//! tensors are copied to where the graph of that shape reads them. Padding changes results only by rounding: no real
+//! token sees the padding rows, losses and statistics leave them out, and a dropout mask depends on the row.
 
 use super::forward_backward::TrainStep;
 use super::loss::LossSums;
@@ -15,26 +15,26 @@ use std::collections::{HashMap, HashSet};
 use std::rc::Rc;
 use tch::Device;
 
-/// What is recorded.
+/// The work to be recorded.
 pub type Work = Rc<dyn Fn() -> Result<()>>;
 
-/// Who records what a piece of work gives to the device, without its being done.
+/// Records the kernels that a piece of work launches, without running them.
 pub trait Recorder: Send {
     fn record(&mut self, work: Work) -> Result<Box<dyn Replay>>;
 }
 
-/// What has been recorded.
+/// A recorded graph.
 pub trait Replay {
-    /// Gives all of it to the device's current stream.
+    /// Launches the graph on the device's current stream.
     fn replay(&self) -> Result<()>;
 }
 
-/// Graphs that are kept at most; batches of further shapes are not recorded.
+/// The maximum number of graphs; batches of further shapes are not recorded.
 const GRAPHS: usize = 128;
-/// Steps in which the rows of a side grow to `max_tokens`, and what a step is a multiple of.
+/// The number of steps in which the rows of a side grow to `max_tokens`; each step is a multiple of ROW_MULTIPLE.
 const ROW_STEPS: usize = 16;
 const ROW_MULTIPLE: usize = 64;
-/// Distinct lengths of the longest sentence: multiples of 4, and from 32 on four a doubling.
+/// The distinct lengths of the longest sentence: multiples of 4, and from 32 on four per doubling.
 const LENGTH_MULTIPLE: usize = 4;
 const LENGTHS_PER_DOUBLING: usize = 4;
 
@@ -43,12 +43,12 @@ pub struct Graphs {
     recorder: Box<dyn Recorder>,
     max_tokens: usize,
     device: Device,
-    /// Shapes that have come. The second batch of a shape is recorded: the first has loaded and chosen whatever kernels
-    /// and libraries load and choose once.
+    /// The shapes seen so far. The second batch of a shape is recorded, because the first one loads kernels and
+    /// libraries and makes their one-time choices.
     seen: HashSet<(Shape, bool)>,
-    /// By shape, and by whether a micro-batch is an update's last.
+    /// The graphs, by shape and by `is_partial`.
     graphs: HashMap<(Shape, bool), Graph>,
-    /// Recording has failed: nothing more is recorded, or filled up.
+    /// True once recording has failed: no further pass is recorded or padded.
     is_broken: bool,
     complaint: Option<String>,
 }
@@ -61,13 +61,13 @@ struct Graph {
 }
 
 impl Graphs {
-    /// For batches of at most `max_tokens` padded tokens.
+    /// Creates the graphs for batches of at most `max_tokens` padded tokens.
     pub fn new(recorder: Box<dyn Recorder>, max_tokens: usize, device: Device) -> Self {
         let (seen, graphs) = Default::default();
         Graphs { recorder, max_tokens, device, seen, graphs, is_broken: false, complaint: None }
     }
 
-    /// [`TrainStep::run`] of a batch, by the graph of its shape where there is one.
+    /// Runs [`TrainStep::run`] on a batch, with the graph of its shape if there is one.
     pub fn run(&mut self, step: &Rc<TrainStep>, batch: &Batch, turn: Turn) -> Result<LossSums> {
         let shape = shape(batch, self.max_tokens);
         let filling = |shape| MicroBatch::on_host(batch, shape, turn, self.device);
@@ -82,7 +82,7 @@ impl Graphs {
                 Err(error) => {
                     self.complaint = Some(format!("no CUDA graphs, and so a slower training: {error}"));
                     self.is_broken = true;
-                    // What failed may have been memory, and theirs is not needed any more.
+                    // The failure may be out-of-memory, so the recorded graphs are dropped.
                     self.graphs.clear();
                 }
             }
@@ -91,7 +91,7 @@ impl Graphs {
         step.run(&filling(shape)?.to(self.device)?)
     }
 
-    /// Why recording failed, once.
+    /// Returns why recording failed, once.
     pub fn complaint(&mut self) -> Option<String> {
         self.complaint.take()
     }
@@ -120,21 +120,21 @@ impl Graph {
         self.replay()
     }
 
-    /// With the batch that is in its place.
+    /// Replays the graph on the batch in its buffer.
     fn replay(&mut self) -> Result<LossSums> {
         self.recorded.replay()?;
-        // The next replay writes over them.
+        // The next replay overwrites the sums.
         self.sums.borrow().as_ref().expect("recording makes them").copy()
     }
 }
 
-/// The shape of a batch of at most `max_tokens` padded tokens: one of few.
+/// Returns the padded shape, one of few, of a batch with at most `max_tokens` padded tokens.
 fn shape(batch: &Batch, max_tokens: usize) -> Shape {
     let (target, source) = (&batch.target_input, batch.source.as_ref());
     let longest = source.map_or(0, |source| source.longest).max(target.longest).max(1);
     let between = (longest.next_power_of_two() / (2 * LENGTHS_PER_DOUBLING)).max(LENGTH_MULTIPLE);
     let longest = longest.next_multiple_of(between);
-    // As many as there can be of sentences that are longer than the length before.
+    // There can be at most this many sentences longer than the previous length.
     let sentences = max_tokens / (longest - between + 1);
     let step = (max_tokens / ROW_STEPS).max(1).next_multiple_of(ROW_MULTIPLE);
     let rows = |tokens: &[i64]| tokens.len().next_multiple_of(step) as i64;
@@ -158,7 +158,7 @@ mod tests {
     use std::sync::Arc;
     use tch::{Kind, Tensor};
 
-    /// A device without a stream: what was recorded is done again.
+    /// A recorder for a device without a stream, which replays by running the work again.
     struct ReplayRecorder;
 
     impl Recorder for ReplayRecorder {
@@ -173,7 +173,7 @@ mod tests {
         }
     }
 
-    /// A device on which nothing can be recorded.
+    /// A recorder that always fails.
     struct FailingRecorder;
 
     impl Recorder for FailingRecorder {
@@ -182,7 +182,7 @@ mod tests {
         }
     }
 
-    /// A device with room for one graph.
+    /// A recorder with room for one graph.
     struct SingleRecorder(Arc<()>);
 
     impl Recorder for SingleRecorder {
@@ -194,7 +194,7 @@ mod tests {
                 }
             }
             match Arc::strong_count(&self.0) {
-                // The test's and this one's.
+                // One reference is the test's, the other this recorder's.
                 2 => Ok(Box::new(ReplayedWork(work, Arc::clone(&self.0)))),
                 _ => Err(crate::error::Error::invalid("full")),
             }
@@ -233,7 +233,7 @@ mod tests {
         })
     }
 
-    /// Two of one model.
+    /// Returns two steps of one model.
     fn passes(options: &str) -> [Rc<TrainStep>; 2] {
         let passes = [step(options), step(options)];
         let [first, second] = passes.each_ref().map(|step| step.model.parameters.tensors());
@@ -243,7 +243,7 @@ mod tests {
         passes
     }
 
-    /// Losses, and all gradients and buffers in the end.
+    /// Returns the losses, and all gradients and buffers at the end.
     fn results(
         step: &Rc<TrainStep>,
         batches: &[Batch],
@@ -261,7 +261,7 @@ mod tests {
         results
     }
 
-    /// Every other one is not its update's last.
+    /// Makes every other micro-batch one that is not the last of its update.
     fn turn(seed: [i64; 3]) -> Turn {
         Turn { seed, scale: 0.01, is_partial: seed[1] % 2 == 0 }
     }

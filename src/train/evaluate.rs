@@ -1,4 +1,4 @@
-//! Validation: the loss per token over held-out batches, and BLEU of their translations.
+//! Validation: the loss per token on the validation set, and BLEU of its translations.
 
 use super::loss::{Objective, Workspace};
 use super::micro_batch::Input;
@@ -10,39 +10,39 @@ use crate::model::{Context, Transformer, PAD, UNK};
 use crate::search::{search, SearchConfig};
 use tch::{no_grad, Kind, Tensor};
 
-/// Held-out data.
+/// The validation set.
 pub struct Validation {
     pub batches: Vec<Batch>,
-    /// Target text by sentence number, pieces joined; empty: no BLEU.
+    /// The target text by sentence number, with pieces joined; empty if BLEU is not computed.
     pub references: Vec<String>,
-    /// The words that BLEU counts.
+    /// The tokeniser for BLEU.
     pub tokenize: Tokenize,
 }
 
-/// An unknown piece of a reference that is read as ids. It matches nothing, as in fairseq: neither [`UNKNOWN_SAID`] nor
-/// any text, which holds no such characters.
+/// The spelling of an unknown piece in a reference that is read as ids. As in fairseq it matches nothing: neither
+/// [`UNKNOWN_SAID`] nor any text, which contains no such character.
 pub const UNKNOWN_MEANT: &str = "\u{fffe}";
-/// An unknown piece that the model says. No word of a reference matches it, `<unk>` included.
+/// The spelling of an unknown piece in the model's output. No word of a reference matches it, not even `<unk>`.
 const UNKNOWN_SAID: &str = "\u{ffff}";
 
-/// Losses per target token, in nats.
+/// The losses per target token, in nats.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Score {
-    /// With label smoothing.
+    /// The loss with label smoothing.
     pub loss: f64,
-    /// Without.
+    /// The loss without label smoothing.
     pub nll: f64,
     pub tokens: usize,
 }
 
 impl Score {
-    /// exp(nll)
+    /// Returns exp(nll).
     pub fn perplexity(&self) -> f64 {
         self.nll.exp()
     }
 }
 
-/// The model's loss over batches, PAD among their targets left out; `check_interrupt` runs between two of them.
+/// Returns the model's loss over batches, ignoring PAD targets; `check_interrupt` runs between two batches.
 pub fn evaluate_loss(
     model: &Transformer,
     batches: &[Batch],
@@ -67,8 +67,8 @@ pub fn evaluate_loss(
     })
 }
 
-/// BLEU of the model's translations of the batches' sources, pieces joined to words; `check_interrupt` runs at each step
-/// of a search.
+/// Returns BLEU of the model's translations of the batches' sources, with pieces joined to words; `check_interrupt`
+/// runs at each step of a search.
 pub fn evaluate_bleu(
     model: &Transformer,
     Validation { batches, references, tokenize }: &Validation,
@@ -91,7 +91,7 @@ pub fn evaluate_bleu(
     Ok(metrics::bleu(&hypotheses, references, *tokenize)?.bleu)
 }
 
-/// The text of token ids, pieces joined to words.
+/// Returns the text of token ids, with pieces joined to words.
 pub fn to_text(tokens: &[i64], vocabulary: &Vocabulary) -> String {
     joined(tokens, vocabulary, SPECIALS[UNK as usize])
 }

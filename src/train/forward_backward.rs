@@ -1,4 +1,4 @@
-//! Forward and backward through the model: from a micro-batch to its losses and the gradients that it adds.
+//! The forward and backward pass of a micro-batch: its losses, and the gradients that it adds.
 
 use super::loss::{LossSums, Objective, Workspace};
 use super::micro_batch::MicroBatch;
@@ -16,15 +16,15 @@ pub struct TrainStep {
     /// The type of matrix products.
     pub kind: Kind,
     pub recompute: bool,
-    /// Ranks whose rows are one batch for norms with statistics.
+    /// The ranks whose rows form one batch for norms with statistics.
     pub group: ProcessGroup,
-    /// On a CPU: the flat buffers, in which linear layers add to gradients.
+    /// The flat buffers on a CPU, in which linear layers accumulate gradients.
     pub flat: Option<Rc<FlatBuffers>>,
     pub workspace: RefCell<Workspace>,
 }
 
 impl TrainStep {
-    /// Sums of the losses; the gradients of `scale`·Σ loss are added to the parameters' own.
+    /// Returns the sums of the losses; adds the gradients of `scale`·Σ loss to the parameters' own.
     pub fn run(&self, batch: &MicroBatch) -> Result<LossSums> {
         let ctx = self.context(&batch.seed).recomputing(self.recompute).across(self.group).adding_to(self.flat.clone());
         let ctx = ctx.partial(batch.is_partial);
@@ -34,7 +34,7 @@ impl TrainStep {
         self.objective.backward(&self.model, &features, output, &batch.scale, self.kind, flat, workspace)
     }
 
-    /// Sets the gains that the residual scheme takes from one batch.
+    /// Sets the gains that the residual scheme measures on one batch.
     pub fn profile(&self, batch: &MicroBatch) -> Result<()> {
         self.model.profile(&batch.input.read, self.context(&batch.seed))
     }

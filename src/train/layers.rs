@@ -1,4 +1,4 @@
-//! The norm of each layer's gradient, and gains, for the log.
+//! Gradient norms by layer, and gains, for the log.
 
 use crate::error::Result;
 use crate::model::Parameters;
@@ -7,16 +7,16 @@ use serde::Serialize;
 use std::collections::BTreeMap;
 use tch::{no_grad, Kind, Tensor};
 
-/// An update's numbers by layer, on request (`log_layers`).
+/// An update's numbers by layer (`log_layers`).
 #[derive(Clone, Debug, Serialize)]
 pub struct Layers {
-    /// Euclidean norm of each layer's gradient before clipping; their squares sum up to the whole gradient's.
+    /// The Euclidean norm of each layer's gradient before clipping; their squares sum up to the whole gradient's.
     pub gradients: BTreeMap<String, f64>,
-    /// Each gain of a norm or scheme before the update; the mean of a vector.
+    /// Each gain of a norm or scheme before the update; the mean if it is a vector.
     pub gains: BTreeMap<String, f64>,
 }
 
-/// The same while the numbers are on their way from the device.
+/// The numbers of [`Layers`] on their way from the device.
 pub struct PendingLayers {
     groups: Vec<String>,
     gains: Vec<String>,
@@ -24,7 +24,7 @@ pub struct PendingLayers {
 }
 
 impl PendingLayers {
-    /// Of gradients that have been summed over ranks and not been used yet.
+    /// Starts from gradients that have been summed over ranks and not been used yet.
     pub fn of(parameters: &Parameters) -> Result<Self> {
         no_grad(|| {
             let (mut norms, mut gains) = (BTreeMap::<&str, Vec<Tensor>>::new(), Vec::new());
@@ -53,7 +53,8 @@ impl PendingLayers {
     }
 }
 
-/// A parameter's layer: its name up to the first number; outside layers, as dlcl's sums are, its first part.
+/// Returns a parameter's layer: its name up to the first number or, outside layers (as for dlcl's sums), the first
+/// part.
 fn layer_of(name: &str) -> &str {
     let mut end = 0;
     let is_between = name.split('.').any(|part| part == "combine");
@@ -67,7 +68,7 @@ fn layer_of(name: &str) -> &str {
     name.split('.').next().unwrap_or(name)
 }
 
-/// A parameter of a norm or scheme, as `nn.learned_gains` has it, but no bias.
+/// True for a norm's or scheme's parameter, as in `nn.learned_gains`, that is no bias.
 fn is_gain(name: &str, dimensions: usize) -> bool {
     let mut parts = name.rsplit('.');
     let (leaf, module) = (parts.next().unwrap_or(name), parts.next());

@@ -1,8 +1,8 @@
 //! The output projection and the loss, in blocks of rows: logits exist for one block at a time, and the cross-entropy
-//! leaves their gradient where they were, so that 10,000 logits a token never travel to memory and back.
+//! replaces them by their gradient, so that 10,000 logits per token never travel to memory and back.
 //!
-//! A softmax over a target vocabulary V_t needs no other logits. The output matrix's rows of V_t are gathered once a
-//! pass, and their gradients added to the matrix's.
+//! A softmax over a target vocabulary V_t needs no other logits, so the output matrix's rows in V_t are gathered once
+//! per pass, and their gradients are added to the matrix's.
 
 use crate::config::{SmoothingName, TrainingConfig};
 use crate::error::Result;
@@ -13,10 +13,11 @@ use crate::model::{FlatBuffers, FlatParameter, Transformer, PAD};
 use crate::operator;
 use tch::{no_grad, Kind, Tensor};
 
-/// Rows of a block: 20 MB of bf16 logits at |V| = 10,000, and matrix products still large enough to run at full speed.
+/// The number of rows in a block: 20 MB of bf16 logits at |V| = 10,000, with products still large enough for full
+/// speed.
 const BLOCK: i64 = 1024;
 
-/// Label smoothing's two weights, for a target vocabulary of `valid` types.
+/// Returns label smoothing's two weights for a target vocabulary of `valid` entries.
 pub fn smoothing(config: &TrainingConfig, valid: usize) -> kernel::Smoothing {
     match config.smoothing {
         SmoothingName::Fairseq => kernel::Smoothing::fairseq(config.label_smoothing, valid),
@@ -30,19 +31,19 @@ pub struct LossSums {
     pub nll: Tensor,
 }
 
-/// What the loss is taken against.
+/// The loss function.
 pub struct Objective {
-    /// bool (V), true in the target vocabulary; none: all types.
+    /// bool (V), true in the target vocabulary; `None` if it contains all entries.
     pub mask: Option<Tensor>,
     smoothing: kernel::Smoothing,
     types: Option<Types>,
 }
 
-/// The target vocabulary's types, each a column of logits.
+/// The entries of the target vocabulary, each with its column of logits.
 struct Types {
-    /// int64 (|V_t|), rising.
+    /// The ids of V_t, int64 (|V_t|), ascending.
     ids: Tensor,
-    /// int64 (V), each type's column: PAD's is `IGNORED`, and that of a type outside V_t is no column.
+    /// The column of each vocabulary entry, int64 (V): `IGNORED` for PAD, and no valid column for entries outside V_t.
     columns: Tensor,
 }
 
@@ -58,7 +59,7 @@ impl Types {
     }
 }
 
-/// Memory for one block of logits, kept between steps.
+/// A buffer for one block of logits, kept between steps.
 #[derive(Default)]
 pub struct Workspace {
     logits: Option<Tensor>,
@@ -81,7 +82,7 @@ impl Objective {
         Ok(Objective { mask, smoothing, types })
     }
 
-    /// Targets as columns of logits, and the column that is ignored.
+    /// Returns targets as columns of logits, and the column to ignore.
     fn columns(&self, targets: &Tensor) -> Result<(Tensor, i64)> {
         Ok(match &self.types {
             Some(types) => (types.columns.f_index_select(0, targets)?, Types::IGNORED),
@@ -89,8 +90,8 @@ impl Objective {
         })
     }
 
-    /// Sums of the loss over `features` (rows, d), with the gradient of `scale`·Σ loss (0-dim f64, beside them)
-    /// back-propagated into the model.
+    /// Returns sums of the loss over `features` (rows, d), and back-propagates the gradient of `scale`·Σ loss (0-dim
+    /// f64, on the same device) into the model.
     pub fn backward(
         &self,
         model: &Transformer,
@@ -119,7 +120,7 @@ impl Objective {
                 let (loss, nll) =
                     operator::cross_entropy_in_place(&mut logits, &targets, None, self.smoothing, ignored, scale)?;
                 sums.add(&loss, &nll)?;
-                // logits now holds their gradient
+                // From here on, logits holds their gradient.
                 if let Some(slope) = slope {
                     let _ = logits.f_mul_(&slope)?;
                 }
@@ -138,7 +139,7 @@ impl Objective {
         Ok(sums)
     }
 
-    /// Sums of the loss, without gradients.
+    /// Returns sums of the loss, without gradients.
     pub fn forward(
         &self,
         model: &Transformer,
@@ -165,13 +166,13 @@ impl Objective {
     }
 }
 
-/// A parameter of the output projection, or a function of one, and its gradient of all blocks.
+/// A parameter of the output projection, or a function of one, and its gradient summed over all blocks.
 struct Adding {
-    /// Its rows of V_t.
+    /// The rows in V_t of the parameter and of its gradient.
     place: FlatParameter,
-    /// Of all rows, where `place` does not have them.
+    /// The gradient of all rows, if `place` does not hold it.
     gradient: Option<Tensor>,
-    /// It is not in the flat buffers: autograd takes its gradient on, when all blocks are in it.
+    /// The tensor to which autograd passes the complete gradient, if it is not in the flat buffers.
     elsewhere: Option<Tensor>,
 }
 
@@ -192,7 +193,7 @@ impl Adding {
     fn hand_on(self, types: Option<&Types>) -> Result<()> {
         let mut gradient = self.place.gradient;
         if let (Some(mut whole), Some(types)) = (self.gradient, types) {
-            // On a CPU index_add_ takes three times as long.
+            // index_add_ takes three times as long on a CPU.
             let sum = rows_of(&whole, Some(types))?.f_add_(&gradient)?;
             let _ = whole.f_index_copy_(0, &types.ids, &sum)?;
             gradient = whole;
@@ -201,7 +202,7 @@ impl Adding {
     }
 }
 
-/// The rows of V_t; all where there is none.
+/// Returns the rows in V_t, or all rows without a target vocabulary.
 fn rows_of(t: &Tensor, types: Option<&Types>) -> Result<Tensor> {
     Ok(match types {
         Some(types) => t.f_index_select(0, &types.ids)?,
@@ -222,7 +223,7 @@ impl LossSums {
         Ok(())
     }
 
-    /// The same numbers in memory of their own.
+    /// Returns a copy in separate memory.
     pub fn copy(&self) -> Result<Self> {
         Ok(LossSums { loss: self.loss.f_detach_copy()?, nll: self.nll.f_detach_copy()? })
     }
@@ -264,7 +265,7 @@ mod tests {
         Transformer::new(&config, 4, Device::Cpu, Kind::Double).unwrap()
     }
 
-    /// Losses over V_t's logits alone, against a softmax over all logits that leaves out the others.
+    /// Losses over V_t's logits alone are compared with a softmax over all logits that leaves out the others.
     #[test]
     fn the_projection_on_the_target_vocabulary_is_the_masked_one() {
         let ids = Tensor::arange(V, (Kind::Int64, Device::Cpu));

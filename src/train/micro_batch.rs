@@ -1,25 +1,25 @@
-//! A batch as tensors.
+//! Batches as tensors.
 
 use crate::data::{self, Batch};
 use crate::error::Result;
 use crate::model::{HostBatch, Packed, PaddedShape, Sentences, PAD};
 use tch::{Device, Tensor};
 
-/// What the model reads of a batch, and what it is to say.
+/// The model's input from a batch, and its targets.
 #[derive(Debug)]
 pub struct Input {
     pub read: Sentences,
-    /// int64 (target rows)
+    /// The targets, int64 (target rows).
     pub output: Tensor,
 }
 
-/// What a batch is filled up to.
+/// The shape to which a batch is padded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Shape {
     pub source_rows: i64,
     pub target_rows: i64,
     pub sentences: i64,
-    /// Tokens of the longest sentence of either side.
+    /// The length of the longest sentence on either side, in tokens.
     pub longest: i64,
 }
 
@@ -30,12 +30,12 @@ impl Shape {
 }
 
 impl Input {
-    /// On a device.
+    /// Builds the input on a device.
     pub fn new(batch: &Batch, device: Device) -> Result<Self> {
         Input::on_host(batch, None, device)?.to(device)
     }
 
-    /// On the host, for a device.
+    /// Builds the input on the host, for a device.
     fn on_host(batch: &Batch, shape: Option<Shape>, device: Device) -> Result<Self> {
         let packed = |p: &data::PackedIds, padded_shape: Option<PaddedShape>| {
             let packed = Packed::new(&p.tokens, &p.positions, p.offsets.clone())?;
@@ -62,19 +62,19 @@ impl HostBatch for Input {
     }
 }
 
-/// An input of a training step, with what its gradients depend on beside parameters.
+/// The input of a training step, with all that its gradients depend on besides parameters.
 #[derive(Debug)]
 pub struct MicroBatch {
     pub input: Input,
-    /// int64 (seed, update, micro-batch)
+    /// int64 (seed, update, micro-batch).
     pub seed: Tensor,
-    /// What the sum of its losses is multiplied by; 0-dim f64.
+    /// The factor of the sum of its losses; 0-dim f64.
     pub scale: Tensor,
-    /// It is not the last of its update.
+    /// True if it is not the last of its update.
     pub is_partial: bool,
 }
 
-/// A micro-batch's place among others; fields as [`MicroBatch`] has them.
+/// The place of a micro-batch in its update, with fields like [`MicroBatch`]'s.
 #[derive(Clone, Copy, Debug)]
 pub struct Turn {
     pub seed: [i64; 3],
@@ -83,7 +83,7 @@ pub struct Turn {
 }
 
 impl MicroBatch {
-    /// On the host, for a device.
+    /// Builds the micro-batch on the host, for a device.
     pub fn on_host(batch: &Batch, shape: Option<Shape>, turn: Turn, device: Device) -> Result<Self> {
         let (input, Turn { seed, scale, is_partial }) = (Input::on_host(batch, shape, device)?, turn);
         Ok(MicroBatch { input, seed: Tensor::f_from_slice(&seed)?, scale: Tensor::from(scale), is_partial })

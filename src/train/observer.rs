@@ -21,7 +21,7 @@ pub trait Observer {
     fn saved(&mut self, _: &Saved) -> Result<()> {
         Ok(())
     }
-    /// The interrupt check of long work without events: preparing data, evaluating.
+    /// Checks for an interrupt during long work without events: preparing data, evaluating.
     fn check_interrupt(&mut self) -> Result<()> {
         Ok(())
     }
@@ -30,27 +30,28 @@ pub trait Observer {
     }
 }
 
-/// What is about to be trained.
+/// The event before the first update.
 #[derive(Clone, Debug, Serialize)]
 pub struct Started {
     pub parameters: usize,
     pub updates_per_epoch: f64,
-    /// Updates done already.
+    /// The number of updates already done.
     pub update: u64,
     pub updates: i64,
     pub vocabulary: usize,
-    /// Types in the target vocabulary.
+    /// The number of entries in the target vocabulary.
     pub target_vocabulary: usize,
     pub device: String,
-    /// Processes that train together.
+    /// The number of processes that train together.
     pub ranks: usize,
     pub precision: Precision,
     pub threads: usize,
-    /// Entropy of the target's unigram distribution, in nats per token: what an untrained model should soon beat.
+    /// The entropy of the target's unigram distribution, in nats per token; an untrained model should soon fall below
+    /// it.
     pub unigram_entropy: f64,
 }
 
-/// One update. Losses in nats per target token.
+/// The event of one update. Losses are in nats per target token.
 #[derive(Clone, Debug, Serialize)]
 pub struct Update {
     pub update: u64,
@@ -58,20 +59,20 @@ pub struct Update {
     pub loss: f64,
     pub nll: f64,
     pub lr: f64,
-    /// Global gradient norm before clipping.
+    /// The global gradient norm before clipping.
     pub grad_norm: f64,
-    /// Real target tokens of this update.
+    /// The number of real target tokens in this update.
     pub tokens: usize,
-    /// Real target tokens per second, over the last updates.
+    /// The number of real target tokens per second, over the last updates.
     pub tokens_per_second: f64,
-    /// Training time so far, evaluations left out.
+    /// The training time so far in seconds, without evaluations.
     pub seconds: f64,
-    /// Until the last update at this rate; none where nothing but patience ends the run.
+    /// The seconds until the last update at this rate; `None` if only patience ends the run.
     pub time_left: Option<f64>,
-    /// Where `log_layers` asks for them.
+    /// The numbers that `log_layers` requests.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub layers: Option<Layers>,
-    /// Where `log_statistics` asks for them.
+    /// The numbers that `log_statistics` requests.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub statistics: Option<Watched>,
 }
@@ -88,7 +89,7 @@ pub struct Evaluation {
     pub seconds: f64,
 }
 
-/// A checkpoint that stands.
+/// The event of a complete checkpoint.
 #[derive(Clone, Debug, Serialize)]
 pub struct Saved {
     pub update: u64,

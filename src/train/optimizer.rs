@@ -1,5 +1,5 @@
-//! Adam over flat buffers: all parameters are views of one tensor, their gradients of another, so an update is one pass
-//! and clipping one norm (docs/spec.md §4.9).
+//! Adam over flat buffers: all parameters are views of one tensor, and their gradients of another, so an update is one
+//! pass and clipping takes one norm (docs/spec.md §4.9).
 
 use super::checkpoint::{to_array, to_tensor, Array};
 use super::trainer::kind_of;
@@ -17,14 +17,14 @@ use std::ops::Range;
 use std::sync::Mutex;
 use tch::{no_grad, Device, Kind, Tensor};
 
-/// Views start at multiples of this many numbers: a cache line of f32.
+/// The alignment of the views in numbers: a cache line of f32.
 const ALIGN: usize = 16;
-/// Numbers of a thread's piece.
+/// The number of elements in a thread's piece.
 const GRAIN: usize = 1 << 16;
-/// A checkpoint's names of Adam's moments.
+/// The names of Adam's moments in a checkpoint.
 const FIRST: &str = "exp_avg";
 const SECOND: &str = "exp_avg_sq";
-/// Added to the norm that clips, as torch.nn.utils.clip_grad_norm_ does.
+/// The ε that is added to the norm for clipping, as in torch.nn.utils.clip_grad_norm_.
 const CLIP_EPS: f64 = 1e-6;
 
 pub struct Optimizer {
@@ -32,11 +32,12 @@ pub struct Optimizer {
     gradients: Tensor,
     first: Tensor,
     second: Tensor,
-    /// Where each parameter lies in the buffers, and its shape.
+    /// Each parameter's range in the buffers, and its shape.
     places: BTreeMap<String, (Range<usize>, Vec<i64>)>,
-    /// Numbers that are updated alike, from the buffers' first to their last.
+    /// The segments with equal multipliers, in the order of the buffers.
     segments: Vec<Segment>,
-    /// On a GPU: 0, or NaN since an update that was not finite. The host learns of that late, and until then nothing moves.
+    /// On a GPU, 0, or NaN since an update that was not finite. The host learns of it late, and until then nothing
+    /// changes.
     health: Tensor,
     beta1: f64,
     beta2: f64,
@@ -47,7 +48,7 @@ pub struct Optimizer {
     seed: u64,
 }
 
-/// The numbers of neighbouring parameters that have the same multipliers.
+/// The elements of neighbouring parameters that have the same multipliers.
 #[derive(Debug, PartialEq)]
 struct Segment {
     numbers: Range<usize>,
@@ -55,15 +56,15 @@ struct Segment {
 }
 
 impl Segment {
-    /// Its part of a buffer.
+    /// Returns its part of a buffer.
     fn of(&self, flat: &Tensor) -> Result<Tensor> {
         Ok(flat.f_narrow(0, self.numbers.start as i64, self.numbers.len() as i64)?)
     }
 }
 
 impl Optimizer {
-    /// Moves the model's parameters into one buffer and hangs their gradients on another. They lie there as the model
-    /// declares them, or, where its parametrisation tells roles apart, role by role.
+    /// Moves the model's parameters into one buffer and their gradients into another. They lie in the order of the
+    /// model's declarations or, if the parametrisation distinguishes roles, role by role.
     pub fn new(parameters: &Parameters, config: &TrainingConfig, model: &TransformerConfig) -> Result<Self> {
         let aligned = |t: &Tensor| t.numel().div_ceil(ALIGN) * ALIGN;
         let total: usize = parameters.tensors().iter().map(aligned).sum();
@@ -120,26 +121,26 @@ impl Optimizer {
         })
     }
 
-    /// The buffers for linear layers, with products in `kind`; none on a GPU, where passes are recorded in graphs.
+    /// Returns the buffers for linear layers, with products in `kind`; `None` on a GPU, where graphs record the passes.
     pub fn flat(&self, kind: Kind) -> Result<Option<FlatBuffers>> {
         let on_cpu = self.parameters.device() == Device::Cpu;
         on_cpu.then(|| FlatBuffers::new(&self.parameters, &self.gradients, kind)).transpose()
     }
 
-    /// Every rank's gradients become the sum of all.
+    /// Replaces every rank's gradients by the sum over ranks.
     pub fn sum_gradients(&mut self, group: ProcessGroup) -> Result<()> {
         group.sum_in_place(&mut self.gradients)
     }
 
-    /// Every rank's parameters become rank 0's.
+    /// Replaces every rank's parameters by rank 0's.
     pub fn share_parameters(&mut self, group: ProcessGroup) -> Result<()> {
         let first = group.first(&self.parameters)?;
         no_grad(|| Ok(self.parameters.f_copy_(&first)?))
     }
 
-    /// Update `step` (from 1) with the accumulated gradients, which are zero afterwards. Returns their global norm
-    /// before clipping, a 0-dim float64 tensor beside them, so that the host does not wait for the device. Where that
-    /// or `loss` (0-dim) is not finite nothing moves, on a GPU at later updates neither.
+    /// Makes update `step` (from 1) with the accumulated gradients, and zeroes them. Returns their global norm before
+    /// clipping, a 0-dim float64 tensor on the same device, so that the host does not wait for the device. A norm or
+    /// `loss` (0-dim) that is not finite skips the update; on a GPU, all later ones too.
     pub fn step(&mut self, step: u64, lr: f64, loss: &Tensor) -> Result<Tensor> {
         match self.parameters.device() {
             Device::Cpu => self.step_on_cpu(step, lr, loss),
@@ -149,7 +150,7 @@ impl Optimizer {
 
     fn adam(&self, step: u64, lr: f64, multipliers: &Multipliers) -> adam::Adam {
         let Optimizer { beta1, beta2, weight_decay, .. } = *self;
-        // m̂/(√v̂ + ε) is √(1−β₂ᵗ)/(1−β₁ᵗ)·m/(√v + ε√(1−β₂ᵗ)).
+        // In these terms, m̂/(√v̂ + ε) is √(1−β₂ᵗ)/(1−β₁ᵗ)·m/(√v + ε√(1−β₂ᵗ)).
         let eps = match self.form {
             AdamForm::Fairseq => self.eps,
             AdamForm::Torch => self.eps * (1.0 - beta2.powf(step as f64)).sqrt(),
@@ -178,10 +179,10 @@ impl Optimizer {
         Ok(Tensor::f_from_slice(&[norm])?.f_squeeze()?)
     }
 
-    /// The same through the operator, which reads what clipping found where it is.
+    /// Makes the update through the operator, which reads clipping's result on the device.
     fn step_on_device(&mut self, step: u64, lr: f64, loss: &Tensor) -> Result<Tensor> {
         let norm = self.gradients.f_norm()?.f_to_kind(Kind::Double)?;
-        // 0·v is 0, or NaN where v is not finite.
+        // 0·v is 0, or NaN if v is not finite.
         self.health = self.health.f_add(&norm.f_mul_scalar(0.0)?)?.f_add(&loss.f_mul_scalar(0.0)?)?;
         let scale = self.health.f_add_scalar(1.0)?;
         let scale = match self.clip_norm > 0.0 {
@@ -211,7 +212,7 @@ impl Optimizer {
 
     fn norm_on_cpu(&self) -> f64 {
         let gradients = host::<f32>(&self.gradients);
-        // One partial sum per piece, added in order: the same bits whatever the number of threads.
+        // There is one partial sum per piece, added in order: the bits do not depend on the number of threads.
         let pieces = gradients.len().div_ceil(GRAIN);
         let sums = Mutex::new(vec![0f64; pieces]);
         parallel::for_each(pieces, 1, |range| {
@@ -225,7 +226,7 @@ impl Optimizer {
         sums.iter().sum::<f64>().sqrt()
     }
 
-    /// Called by `step_on_cpu` alone, which holds the optimizer mutably.
+    /// Updates one segment. Only `step_on_cpu` calls this, which holds the optimizer mutably.
     fn update_on_cpu<M: Moment<f32>>(&self, segment: &Segment, adam: &adam::Adam, rounding: &Rounding, scale: f64) {
         let Range { start, end } = segment.numbers;
         let [p, g] = [&self.parameters, &self.gradients].map(|t| Shared::new(&mut host_mut::<f32>(t)[start..end]));
@@ -239,13 +240,14 @@ impl Optimizer {
         });
     }
 
-    /// A parameter's part of a buffer of moments.
+    /// Returns a parameter's part of a buffer of moments.
     fn moment(&self, moment: &Tensor, name: &str) -> Result<Tensor> {
         let (numbers, shape) = &self.places[name];
         Ok(moment.f_narrow(0, numbers.start as i64, numbers.len() as i64)?.f_view(shape.as_slice())?)
     }
 
-    /// Adam's moments by parameter, for a checkpoint: `exp_avg.NAME` and `exp_avg_sq.NAME`, as torch's Adam calls them.
+    /// Returns Adam's moments by parameter, for a checkpoint, under the names of torch's Adam: `exp_avg.NAME` and
+    /// `exp_avg_sq.NAME`.
     pub fn to_arrays(&self) -> Result<BTreeMap<String, Array>> {
         let mut arrays = BTreeMap::new();
         for (kind, moment) in [(FIRST, &self.first), (SECOND, &self.second)] {
@@ -256,7 +258,7 @@ impl Optimizer {
         Ok(arrays)
     }
 
-    /// Reads the moments of a checkpoint of the same model. Moments of another type are converted.
+    /// Reads the moments from a checkpoint of the same model. Moments of another type are converted.
     pub fn load(&mut self, arrays: &BTreeMap<String, Array>) -> Result<()> {
         for (kind, moment) in [(FIRST, &self.first), (SECOND, &self.second)] {
             for name in self.places.keys() {
@@ -282,7 +284,7 @@ impl Optimizer {
     }
 }
 
-/// `E`: the buffer's type, f32 but for moments.
+/// Returns a buffer's elements; `E` is its type, f32 except for moments.
 fn host<E: Element>(t: &Tensor) -> &[E] {
     // SAFETY: `t` is one of the flat buffers: contiguous on the CPU, of type `E`, alive as long as the reference.
     unsafe { std::slice::from_raw_parts(t.data_ptr().cast(), t.numel()) }
@@ -290,7 +292,7 @@ fn host<E: Element>(t: &Tensor) -> &[E] {
 
 #[allow(clippy::mut_from_ref)]
 fn host_mut<E: Element>(t: &Tensor) -> &mut [E] {
-    // SAFETY: as `host`; `update_on_cpu` is the only caller, uses each buffer once at a time, and stands below
+    // SAFETY: see `host`; `update_on_cpu` is the only caller, uses each buffer once at a time, and stands below
     // `step_on_cpu`, which holds the optimizer mutably.
     unsafe { std::slice::from_raw_parts_mut(t.data_ptr().cast(), t.numel()) }
 }
@@ -306,7 +308,7 @@ mod tests {
         optimizer_of("{}", clip_norm)
     }
 
-    /// Of a model's options as JSON.
+    /// Builds an optimizer for a model with these options (JSON).
     fn optimizer_of(model: &str, clip_norm: f64) -> Optimizer {
         decaying(model, clip_norm, DecayOf::All)
     }
@@ -345,7 +347,8 @@ mod tests {
         );
         let segments = optimizer_of(COMPLETEP, 1.0).segments;
         let lengths: Vec<usize> = segments.iter().map(|segment| segment.numbers.len()).collect();
-        // The table; matrices and vectors of the encoder's two layers and of the decoder's one; the norm at the end.
+        // The segments are the table, matrices and vectors of the encoder's two layers and the decoder's one, and the
+        // last norm.
         assert_eq!(lengths, [48, 2 * 48, 48, 2 * 304, 304, 32]);
         assert!(segments.windows(2).all(|pair| pair[0].numbers.end == pair[1].numbers.start));
     }
@@ -363,7 +366,7 @@ mod tests {
             let [mut cpu, mut device] = [(); 2].map(|()| configured(model, &config));
             let start = cpu.parameters.copy();
             let finite = Tensor::from(2.5);
-            // Below the limit and above it.
+            // The norms lie below the limit and above it.
             for (step, size) in [(1, 1e-3), (2, 10.0), (3, 0.1)] {
                 let gradient = gradient(&cpu, step) * size;
                 cpu.gradients.copy_(&gradient);
@@ -375,7 +378,7 @@ mod tests {
                 assert!((ours / theirs - 1.0).abs() < 1e-6, "{ours} {theirs}");
                 for (ours, theirs) in [(&cpu.parameters, &device.parameters), (&cpu.second, &device.second)] {
                     if ours.kind() == Kind::BFloat16 {
-                        // A last bit of f32 decides one rounding in 65,536.
+                        // The last bit of an f32 decides one rounding in 65,536.
                         let others = ours.ne_tensor(theirs).to_kind(Kind::Float).mean(Kind::Float);
                         assert!(others.double_value(&[]) < 2e-3, "step {step}");
                         continue;
@@ -407,7 +410,7 @@ mod tests {
                 let (norm, after) = step(&mut optimizer, 2, size, loss);
                 assert_eq!(norm.is_finite(), size.is_finite());
                 assert_eq!(before, after, "{size} {loss} {on_device}");
-                // Given to a device before the host has read the loss.
+                // This step is given to a device before the host has read the loss.
                 let (_, later) = step(&mut optimizer, 3, 1.0, 2.5);
                 assert_eq!(before == later, on_device, "{size} {loss}");
             }

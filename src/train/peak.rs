@@ -1,4 +1,4 @@
-//! The memory of an update, measured.
+//! Measurement of an update's memory.
 
 use super::forward_backward::TrainStep;
 use super::micro_batch::{MicroBatch, Turn};
@@ -13,8 +13,8 @@ use crate::operator::{peak_of, ProcessGroup};
 use std::rc::Rc;
 use tch::{Device, Kind};
 
-/// The most bytes that tensors hold within a batch's forward and backward pass on the CPU, beside parameters, gradients
-/// and moments: activations, and the workspace of the loss.
+/// Returns the peak bytes that tensors hold during a batch's forward and backward pass on the CPU, besides parameters,
+/// gradients and moments: activations, and the workspace of the loss.
 pub fn peak_of_update(
     model: &TransformerConfig,
     training: &TrainingConfig,

@@ -1,27 +1,27 @@
-//! Learning-rate schedules (docs/spec.md §4.10), all of update n; the first is 1, or 0 as fairseq counts.
+//! Learning-rate schedules (docs/spec.md §4.10) as functions of the update n; the first is 1, or 0 as fairseq counts.
 
 use crate::config::{DecayRule, ScheduleName, TrainingConfig};
 use crate::error::{Error, Result};
 use serde::{Deserialize, Serialize};
 
-/// A schedule with what it remembers.
+/// A schedule with its state.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Schedule {
     name: ScheduleName,
-    /// The peak, or none for λ/√d·n_w^-½ (TwT eq 7; TwT is Nguyen & Salazar 2019).
+    /// The peak; `None` for λ/√d·n_w^-½ (TwT eq 7; TwT is Nguyen & Salazar 2019).
     peak: Option<f64>,
     scale: f64,
     multiplier: f64,
     warmup: f64,
     warmup_init: f64,
-    /// Of the first update.
+    /// The number of the first update.
     first: f64,
     d_model: f64,
     decay: Decay,
     pub memory: ScheduleMemory,
 }
 
-/// When `val-decay` and `no-warmup` multiply the rate, and by what.
+/// The settings by which `val-decay` and `no-warmup` lower the rate.
 #[derive(Clone, Debug, PartialEq)]
 struct Decay {
     rule: DecayRule,
@@ -29,12 +29,12 @@ struct Decay {
     patience: usize,
 }
 
-/// What validation has taught `val-decay` and `no-warmup`.
+/// The state that `val-decay` and `no-warmup` keep from evaluations.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct ScheduleMemory {
     factor: f64,
     scores: Vec<f64>,
-    /// Evaluations since the best one, or since the rate fell.
+    /// The number of evaluations since the best one, or since the rate was lowered.
     #[serde(default)]
     worse: usize,
 }
@@ -46,13 +46,13 @@ impl Default for ScheduleMemory {
 }
 
 impl ScheduleMemory {
-    /// Forgets the scores, and keeps the rate that they have led to.
+    /// Forgets the scores, but keeps the rate to which they have led.
     pub fn forget_scores(&mut self) {
         (self.scores, self.worse) = (Vec::new(), 0);
     }
 }
 
-/// P of the `t-fixup` schedule.
+/// The period P of the `t-fixup` schedule.
 const T_FIXUP_PERIOD: f64 = 4000.0;
 const NO_WARMUP_LR: f64 = 3e-4;
 
@@ -76,7 +76,7 @@ impl Schedule {
         }
     }
 
-    /// Refuses a run that would end before its first update.
+    /// Errors if a run would end before its first update.
     pub fn check_beginning(&self, config: &TrainingConfig) -> Result<()> {
         let lr = self.learning_rate(1);
         match lr >= config.min_lr || self.is_warming(1) {
@@ -89,7 +89,7 @@ impl Schedule {
         }
     }
 
-    /// The learning rate of the `update`-th update.
+    /// Returns the learning rate of the `update`-th update.
     pub fn learning_rate(&self, update: u64) -> f64 {
         let n = self.number(update);
         self.multiplier
@@ -106,18 +106,19 @@ impl Schedule {
         update as f64 - 1.0 + self.first
     }
 
-    /// Still warming up at the `update`-th update: no decay and no stop for a small rate.
+    /// True during warm-up at the `update`-th update: there is no decay and no stop for a small rate.
     pub fn is_warming(&self, update: u64) -> bool {
         let warms = matches!(self.name, ScheduleName::InverseSqrt | ScheduleName::ValDecay | ScheduleName::Constant);
         warms && self.number(update) < self.warmup
     }
 
-    /// An evaluation after the `update`-th update scored `score`, more being better; what is not finite is worse than everything.
+    /// Records that an evaluation after the `update`-th update scored `score`, higher being better; a score that is not
+    /// finite is the worst.
     pub fn evaluated(&mut self, update: u64, score: f64) {
         if !matches!(self.name, ScheduleName::ValDecay | ScheduleName::NoWarmup) {
             return;
         }
-        // A number that JSON has.
+        // JSON cannot represent infinities.
         let score = if score.is_finite() { score } else { f64::MIN };
         let is_warming = self.is_warming(update);
         let (Decay { rule, factor, patience }, memory) = (&self.decay, &mut self.memory);
@@ -139,12 +140,13 @@ impl Schedule {
         memory.scores.push(score);
     }
 
-    /// The rate after warm-up: as given, or what TwT eq 7 reaches at n_w.
+    /// Returns the rate after warm-up: the given one, or the one that TwT eq 7 reaches at n_w.
     fn peak(&self) -> f64 {
         self.peak.unwrap_or_else(|| self.scale / (self.d_model * self.warmup.max(1.0)).sqrt())
     }
 
-    /// λ/√d·min(1/√n, n/n_w^1.5), or linear from `warmup_init` to the peak and then peak·√(n_w/n). n_w = 0: constant.
+    /// Returns λ/√d·min(1/√n, n/n_w^1.5), or a linear warm-up from `warmup_init` to the peak and then peak·√(n_w/n). It
+    /// is constant if n_w = 0.
     fn inverse_sqrt(&self, n: f64) -> f64 {
         match self.peak {
             _ if self.warmup == 0.0 => self.peak(),
@@ -171,7 +173,7 @@ mod tests {
 
     #[test]
     fn inverse_sqrt_peaks_at_the_end_of_warmup() {
-        // TwT eq 7 at n = n_w: 1/√(512·4000)
+        // The expected value is TwT eq 7 at n = n_w: 1/√(512·4000).
         let s = schedule(ScheduleName::InverseSqrt, None, 4000);
         assert!((s.learning_rate(4000) - 1.0 / (512f64 * 4000.0).sqrt()).abs() < 1e-15);
         assert!((s.learning_rate(2000) * 2.0 - s.learning_rate(4000)).abs() < 1e-15);

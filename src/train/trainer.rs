@@ -1,4 +1,4 @@
-//! The trainer: one update, one evaluation, and when to stop.
+//! The trainer: updates, evaluations, and the end of training.
 
 use super::checkpoint::to_arrays;
 use super::checkpoint::{Best, Checkpoint, CheckpointStore, ResumePoint};
@@ -28,30 +28,30 @@ use std::rc::Rc;
 use std::time::Instant;
 use tch::{Device, Kind, Tensor};
 
-/// Everything beside parameters and moments that a resumed run needs.
+/// The state that a resumed run needs besides parameters and moments.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub struct Progress {
     pub update: u64,
     pub cursor: Cursor,
     pub seconds: f64,
     pub best: Option<f64>,
-    /// Evaluations since the best.
+    /// The number of evaluations since the best one.
     pub since_best: u64,
     pub evaluations: u64,
-    /// An evaluation is due that has not been made.
+    /// True if an evaluation is due that has not been made.
     #[serde(default)]
     pub is_due: bool,
     /// The update of the latest evaluation.
     #[serde(default)]
     pub evaluated: u64,
-    /// The checkpoint was made because the user wanted to stop; it goes when the next one stands.
+    /// True if the checkpoint was made because the user wanted to stop; it is removed when the next one is complete.
     #[serde(default)]
     pub is_pause: bool,
     pub schedule: Option<ScheduleMemory>,
-    /// Sentences of the epoch behind the cursor, of all; 0 of 0 where an earlier version has not counted.
+    /// The sentences of the epoch before the cursor, out of all; 0 of 0 if an earlier version has not counted.
     #[serde(default)]
     pub seen: (u64, u64),
-    /// The text that the place and the best score belong to.
+    /// The digests of the text to which the place and the best score belong.
     #[serde(default)]
     pub text: Option<Digests>,
     /// The seed of the initial values.
@@ -60,10 +60,11 @@ pub struct Progress {
 }
 
 impl Progress {
-    /// Forgets the scores that changed options measure otherwise, and says so. `has_bleu`: evaluations measure BLEU.
+    /// Forgets the scores that changed options would measure differently, and returns messages. `has_bleu`: evaluations
+    /// measure BLEU.
     pub fn forget(&mut self, changes: &[OptionChange], criterion: Criterion, has_bleu: bool) -> Vec<String> {
         let mut said = Vec::new();
-        // Without BLEU the loss stands in for it.
+        // Without BLEU, the loss decides.
         let criterion = if has_bleu { criterion } else { Criterion::Loss };
         for change in changes {
             let mut forgotten = Vec::new();
@@ -93,9 +94,9 @@ pub struct Trainer {
     data: DataConfig,
     pub progress: Progress,
     train_step: Rc<TrainStep>,
-    /// Where passes are recorded.
+    /// The CUDA graphs; `None` if passes run eagerly.
     graphs: Option<Graphs>,
-    /// The model as the run began, for `log_statistics`.
+    /// The model as it was when the run began, for `log_statistics`.
     first: Option<Transformer>,
     pub vocabulary: Vocabulary,
     pub validation: Validation,
@@ -106,57 +107,57 @@ pub struct Trainer {
     schedule: Schedule,
     batches: Prefetch,
     device: Device,
-    /// The processes that train together; rank 0 evaluates, writes and speaks.
+    /// The processes that train together; rank 0 evaluates and writes files and messages.
     group: ProcessGroup,
-    /// The latest update, while its numbers are on their way.
+    /// The latest update, while its numbers are on their way from the device.
     running: Option<Running>,
     /// This rank's stop request, not yet shared.
     unheard: Option<Error>,
-    /// The checkpoint of an interruption that this run goes on from.
+    /// The checkpoint of an interruption from which this run continues.
     pause: Option<PathBuf>,
     /// The name of the best checkpoint, to which the best score belongs.
     best: Option<String>,
-    /// When the last update's numbers came.
+    /// The time when the last update's numbers arrived.
     last: Instant,
     /// (seconds, target tokens) of the latest updates.
     pace: std::collections::VecDeque<(f64, usize)>,
 }
 
-/// An update whose work has been given to the device.
+/// An update whose work has been queued on the device.
 struct Running {
     number: u64,
     epoch: u64,
     lr: f64,
     tokens: usize,
     start: Instant,
-    /// Sum of losses, sum of NLL, how many ranks ask to stop, gradient norm.
+    /// The sum of losses, the sum of NLL, the number of ranks that ask to stop, and the gradient norm.
     numbers: Pending,
     layers: Option<PendingLayers>,
     statistics: Option<Watched>,
 }
 
-/// What a trainer is made of.
+/// The parts from which a trainer is built.
 pub struct Parts {
     pub model: Transformer,
     pub config: TrainingConfig,
-    /// For checkpoints, from which a resume reads its options.
+    /// The data options, stored in checkpoints, from which a resume reads them.
     pub data: DataConfig,
     pub objective: Objective,
     pub vocabulary: Vocabulary,
     pub validation: Validation,
     pub store: CheckpointStore,
     pub unigram_entropy: f64,
-    /// Sentences, and batches, of an epoch.
+    /// The numbers of sentences and of batches in an epoch.
     pub sentences: usize,
     pub batches_per_epoch: usize,
     pub text: Digests,
     pub device: Device,
     pub group: ProcessGroup,
-    /// Who records CUDA graphs, where passes are to be replayed from them.
+    /// The CUDA graph recorder; `None` runs eagerly.
     pub recorder: Option<Box<dyn Recorder>>,
 }
 
-/// The type of matrix products.
+/// Returns the type of matrix products.
 pub(super) fn kind_of(precision: Precision) -> Kind {
     match precision {
         Precision::F32 => Kind::Float,
@@ -164,17 +165,18 @@ pub(super) fn kind_of(precision: Precision) -> Kind {
     }
 }
 
-/// Updates whose pace is shown.
+/// The number of updates whose pace is shown.
 const PACE: usize = 50;
 
 impl Trainer {
-    /// A trainer at the start, or, with `from`, where a checkpoint's run stood. `batches` begins at the progress's cursor.
+    /// Builds a trainer at the start of a run or, with `from`, at a checkpoint. `batches` begins at the progress's
+    /// cursor.
     pub fn new(parts: Parts, batches: Prefetch, from: Option<(Progress, &ResumePoint)>) -> Result<Self> {
         let Parts {
             model, config, data, objective, vocabulary, validation, store, unigram_entropy, device, group, ..
         } = parts;
-        // With statistics of several ranks' batches a pass is no piece of one device's work; PowerNorm as it was released
-        // takes rows that fill a batch up for real.
+        // With statistics over several ranks' batches, a pass involves more than one device; PowerNorm's release mode
+        // would count padding rows as real. Neither can be recorded.
         let is_piece = !model.parameters.have_statistics()
             || group.is_alone() && model.config.options.get(&power_norm::MODE) == PowerNormMode::Paper;
         let recorder = parts.recorder.filter(|_| is_piece);
@@ -199,7 +201,7 @@ impl Trainer {
         let updates_per_epoch = parts.batches_per_epoch as f64 / (config.accumulate * group.size() as i64) as f64;
         let recompute = config.activation_checkpointing;
         let flat = optimizer.flat(kind)?.map(Rc::new);
-        // Made again, as a resumed run has no other way to its initial values; a resume may have changed the seed.
+        // A resumed run can only rebuild its initial values, and a resume may have changed the seed.
         let is_watched = config.log_statistics > 0 && group.is_first();
         let first_seed = *progress.first_seed.get_or_insert(config.seed);
         let of_start = || Transformer::new(&model.config, first_seed, device, Kind::Float);
@@ -253,7 +255,7 @@ impl Trainer {
             match self.whole_step() {
                 Ok(running) => self.running = Some(running),
                 Err(error @ Error::Raised(_)) if self.group.is_first() => {
-                    // The other ranks wait for this one in the middle of an update.
+                    // The other ranks are waiting for this one in the middle of an update.
                     self.group = ProcessGroup::ALONE;
                     let told = before.map_or(Ok(()), |update| self.tell(update, observer));
                     return self.interruptible(observer, |_, _| told.and(Err(error)));
@@ -261,7 +263,7 @@ impl Trainer {
                 Err(error) => return Err(error),
             }
             self.progress.is_due = self.is_evaluation_due(epoch);
-            // A GPU's numbers are read when the next update has been given to it, so that it never stands idle.
+            // A GPU's numbers are read after the next update has been queued, so that the GPU never idles.
             let mut told = before.map_or(Ok(()), |update| self.tell(update, observer));
             if self.device == Device::Cpu || told.is_err() {
                 let settled = self.settle(observer);
@@ -276,7 +278,7 @@ impl Trainer {
         self.running.take().map_or(Ok(()), |update| self.tell(update, observer))
     }
 
-    /// Stop requests travel with the next update's numbers, so they cost no wait of their own.
+    /// Reports an update. Stop requests travel with its numbers, so they cost no extra wait.
     fn tell(&mut self, update: Running, observer: &mut dyn Observer) -> Result<()> {
         let (update, someone_asks) = self.finish(update)?;
         let mut told = observer.updated(&update);
@@ -295,12 +297,12 @@ impl Trainer {
         }
     }
 
-    /// Every rank learns whether one asks to stop.
+    /// Lets every rank learn whether one asks to stop.
     fn hear(&mut self) -> Result<()> {
         self.group.agree(self.unheard.take().map_or(Ok(()), Err), self.device)
     }
 
-    /// Saves before passing on that the user wants to stop, or that code of the user's has raised.
+    /// Runs `work`; if the user wants to stop, or the user's code has raised, saves before it returns the error.
     fn interruptible(
         &mut self,
         observer: &mut dyn Observer,
@@ -325,7 +327,8 @@ impl Trainer {
         }
     }
 
-    /// [`step`](Self::step), or nothing of it: where a norm of the user's raises, statistics and counters are as before.
+    /// Runs [`step`](Self::step) completely or not at all: if a user's norm raises, statistics and counters are
+    /// restored.
     fn whole_step(&mut self) -> Result<Running> {
         let model = &self.train_step.model;
         let norms = [model.config.encoder_norm(), model.config.decoder_norm()];
@@ -336,14 +339,14 @@ impl Trainer {
         let before = buffers.collect::<Result<Vec<_>>>()?;
         self.step().inspect_err(|_| {
             for (mut buffer, old) in before {
-                // Where even this fails, the error that is on its way says more.
+                // If even this fails, the error that is being returned says more.
                 let _ = buffer.f_copy_(&old);
             }
         })
     }
 
-    /// One update: batches → model → loss → gradients → optimizer. Rank r of K takes every K-th of the micro-batches that
-    /// one process alone would take, with the same random numbers. Waits for nothing that a GPU does.
+    /// Makes one update: batches → model → loss → gradients → optimizer. Rank r of K takes every K-th of the
+    /// micro-batches that a single process would take, with the same random numbers. It waits for no work on a GPU.
     fn step(&mut self) -> Result<Running> {
         let start = Instant::now();
         let number = self.progress.update + 1;
@@ -393,13 +396,13 @@ impl Trainer {
         let grad_norm = self.optimizer.step(number, lr, &sums.f_select(0, 0)?)?;
         let numbers = Pending::of(&Tensor::f_cat(&[sums, grad_norm.f_reshape([1i64].as_slice())?], 0)?)?;
         self.progress.update = number;
-        // A cursor at index 0 says that an epoch has just ended.
+        // A cursor at index 0 means that an epoch has just ended.
         let epoch = if cursor.index == 0 { cursor.epoch } else { cursor.epoch + 1 };
         (self.progress.cursor, self.progress.seen.0) = (cursor, seen);
         Ok(Running { number, epoch, lr, tokens, start, numbers, layers, statistics })
     }
 
-    /// What `log_statistics` asks for, of the update's first batch.
+    /// Returns the numbers that `log_statistics` requests, for the update's first batch.
     fn watched(&self, number: u64, batch: &Batch, scale: f64) -> Result<Option<Watched>> {
         let Some(first) = &self.first else { return Ok(None) };
         if !number.is_multiple_of(self.config.log_statistics as u64) {
@@ -417,7 +420,7 @@ impl Trainer {
         }
     }
 
-    /// What an update came to, once the device has made it, and whether a rank asks to stop.
+    /// Returns the results of an update once the device has computed them, and true if a rank asks to stop.
     fn finish(&mut self, update: Running) -> Result<(Update, bool)> {
         let Running { number, epoch, lr, tokens, start, numbers, layers, statistics } = update;
         let numbers = numbers.read()?;
@@ -470,11 +473,12 @@ impl Trainer {
         }
     }
 
-    /// Validation loss and BLEU, then a checkpoint. What rank 0 measured holds for all: running statistics may differ.
+    /// Computes validation loss and BLEU, then saves a checkpoint. Rank 0's measurements hold for all, because running
+    /// statistics may differ.
     pub fn evaluate(&mut self, observer: &mut dyn Observer) -> Result<()> {
         let start = Instant::now();
         let measured = if self.group.is_first() { self.measure(observer) } else { Ok((Score::default(), None)) };
-        // Ctrl-C reaches every rank: those that waited take it here, so that it does not come a second time.
+        // Ctrl-C reaches every rank. Those that waited take it here, so that it does not arrive a second time.
         let agreed = self.group.agree(measured, self.device).inspect_err(|_| drop(observer.check_interrupt()));
         let (score, bleu) = agreed?;
         let numbers = [score.loss, score.nll, score.tokens as f64, bleu.unwrap_or(f64::NAN)];
@@ -487,7 +491,7 @@ impl Trainer {
             (Criterion::Bleu, Some(bleu)) => bleu,
             _ => -score.loss,
         };
-        // docs/spec.md §4.10: val-decay and no-warmup go by BLEU.
+        // docs/spec.md §4.10: val-decay and no-warmup use BLEU.
         self.schedule.evaluated(self.progress.update, bleu.unwrap_or(-score.loss));
         let best = self.progress.best.is_none_or(|b| criterion > b);
         self.progress.evaluations += 1;
@@ -496,10 +500,10 @@ impl Trainer {
             self.progress.best = Some(criterion);
         }
         (self.progress.is_due, self.progress.evaluated) = (false, self.progress.update);
-        // Log before saving: a crash may repeat a log line, never lose one.
+        // The log comes before saving: a crash may repeat a log line, never lose one.
         let told = observer.evaluated(&self.evaluation(score, bleu, best, start));
         if let Err(error @ Error::Io { .. }) = told {
-            // The log lacks the line: nothing is saved, so that the run makes the evaluation again, and logs it.
+            // The log lacks the line, so nothing is saved: the run makes the evaluation again, and logs it.
             return Err(error);
         }
         self.save(best, false, observer)?;
@@ -546,8 +550,8 @@ impl Trainer {
         evaluate_bleu(model, &self.validation, &self.vocabulary, mask, &search, kind, check_interrupt).map(Some)
     }
 
-    /// Writes a checkpoint of this very moment, the last from now on, and the best if it is that. `is_pause`: only to go
-    /// on from, because the user wants to stop.
+    /// Writes a checkpoint of the current state, which becomes the last, and the best if `best`. `is_pause` marks one
+    /// that is only for continuing, because the user wants to stop.
     fn save(&mut self, best: bool, is_pause: bool, observer: &mut dyn Observer) -> Result<()> {
         self.progress.is_pause = is_pause;
         self.progress.schedule = Some(self.schedule.memory.clone());
@@ -576,7 +580,7 @@ impl Trainer {
         self.pause.as_deref().map_or(Ok(()), |pause| self.store.discard(pause))
     }
 
-    /// Why the run is over, if it is.
+    /// Returns why the run is over, if it is.
     fn finished(&self) -> Option<String> {
         let (config, progress) = (&self.config, &self.progress);
         if config.updates > 0 && progress.update >= config.updates as u64 {

@@ -1,5 +1,6 @@
-//! What `log_statistics` logs of an update's first batch: the stream by layer, how far the model's output has moved from
-//! the start's, and batches' statistics in norms that keep running ones. Nothing of it touches the run.
+//! The numbers that `log_statistics` logs for an update's first batch: the residual stream by layer, the distance of
+//! the model's output from the start's, and batch statistics in norms that keep running ones. They do not affect the
+//! run.
 
 use super::forward_backward::TrainStep;
 use super::micro_batch::MicroBatch;
@@ -10,10 +11,10 @@ use std::collections::BTreeMap;
 use std::rc::Rc;
 use tch::{no_grad, with_grad, Kind, Reduction, Tensor};
 
-/// Numbers by name; those that a model has not are left out.
+/// Numbers by name; those that do not apply to the model are left out.
 pub type Watched = BTreeMap<String, f64>;
 
-/// Of the model before the update; `first`: the model as the run began.
+/// Returns the numbers of the model before the update; `first` is the model as it was when the run began.
 pub fn watch(step: &TrainStep, first: &Transformer, batch: &MicroBatch) -> Result<Watched> {
     let mut found = Watched::new();
     let names: &[&str] = if step.model.config.has_encoder() { &["encoder", "decoder"] } else { &["decoder"] };
@@ -35,10 +36,10 @@ pub fn watch(step: &TrainStep, first: &Transformer, batch: &MicroBatch) -> Resul
     Ok(found)
 }
 
-/// In training mode; with gradients of the mean NLL where norms keep statistics.
+/// Observes a pass in training mode, with gradients of the mean NLL if norms keep statistics.
 fn stacks(step: &TrainStep, batch: &MicroBatch) -> Result<Vec<StackObservation>> {
     let watch = Rc::new(Watch::default());
-    let ctx = step.context(&batch.seed).fork(true).watched(watch.clone()); // again: no statistics move
+    let ctx = step.context(&batch.seed).fork(true).watched(watch.clone()); // repeated: no statistics move
     let pass = |ctx: &Context| step.model.features(&batch.input.read, ctx);
     let loss = match step.model.parameters.have_statistics() {
         true => Some(with_grad(|| -> Result<Tensor> {
@@ -54,7 +55,8 @@ fn stacks(step: &TrainStep, batch: &MicroBatch) -> Result<Vec<StackObservation>>
     Rc::into_inner(watch).expect("the pass is over").finish(loss.as_ref())
 }
 
-/// ‖F(x; θ) − F(x; θ₀)‖₂ of the decoder's output F, without dropout, the mean over target tokens (Wang et al. 2022a).
+/// Returns ‖F(x; θ) − F(x; θ₀)‖₂ of the decoder's output F, without dropout, averaged over target tokens (Wang et al.
+/// 2022a).
 fn change(step: &TrainStep, first: &Transformer, batch: &MicroBatch) -> Result<f64> {
     no_grad(|| {
         let [now, then] = [&step.model, first].map(|model| {

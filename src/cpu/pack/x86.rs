@@ -1,7 +1,7 @@
 //! Packs in AVX2 and AVX-512 registers.
 //!
-//! SAFETY, for every intrinsic below: the processor has it, because `multiversion!` names [`Avx2`] and [`Avx512`] only
-//! after asking for their features, and nothing else names them. Loads and stores stay inside the array they are given.
+//! SAFETY, for every intrinsic below: the processor has it, because only `multiversion!` names [`Avx2`] and [`Avx512`],
+//! after checking for their features. Loads and stores stay inside the array they are given.
 
 use super::{Isa, Pack, Store, PAIR_LANES, WIDTH};
 use crate::cpu::Element;
@@ -137,7 +137,7 @@ impl Pack<f32> for F32x16 {
     }
 }
 
-/// Thirty-two numbers rounded to bf16, as [`Element`] does it.
+/// Rounds thirty-two numbers to bf16, as [`Element`] does.
 ///
 /// # Safety
 /// The processor has AVX-512 F, BW, DQ and VL; and BF16, if `native`.
@@ -146,12 +146,13 @@ impl Pack<f32> for F32x16 {
 unsafe fn narrow_bf16(low: __m512, high: __m512, native: bool) -> __m512i {
     const SUBNORMAL: i32 = 0x20;
     if native {
-        // The instruction would flush subnormal numbers to zero.
+        // The instruction would flush subnormal numbers to zero, so they take the other path.
         let subnormal = _mm512_fpclass_ps_mask::<SUBNORMAL>(low) | _mm512_fpclass_ps_mask::<SUBNORMAL>(high);
         if subnormal == 0 {
             let both: __m512i;
-            // By name: a function compiled for AVX512_BF16, as the intrinsic is, is not inlined into one that is not.
-            // SAFETY: the processor has the instruction, by the caller; it touches registers only.
+            // The instruction is written in assembly because a function compiled for AVX512_BF16, as the intrinsic is,
+            // is not inlined into one that is not.
+            // SAFETY: the caller guarantees the instruction, and it touches registers only.
             unsafe {
                 asm!("vcvtne2ps2bf16 {}, {}, {}", out(zmm_reg) both, in(zmm_reg) high, in(zmm_reg) low,
                      options(pure, nomem, nostack, preserves_flags));
@@ -162,7 +163,7 @@ unsafe fn narrow_bf16(low: __m512, high: __m512, native: bool) -> __m512i {
     _mm512_inserti64x4::<1>(_mm512_castsi256_si512(round_bf16(low)), round_bf16(high))
 }
 
-/// [`Element::store`] of bf16, sixteen times.
+/// Applies [`Element::store`] of bf16 to sixteen numbers.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
 fn round_bf16(v: __m512) -> __m256i {
@@ -292,19 +293,19 @@ impl Pack<f32> for F32x8x2 {
 #[inline]
 #[target_feature(enable = "avx2")]
 unsafe fn widen_bf16(from: *const __m128i) -> __m256 {
-    // Each number becomes the upper half of its lane: the same eight in both halves of the register, so that one shuffle
-    // does it. An index of −1 gives a zero.
+    // Each number becomes the upper half of its lane. Both halves of the register hold the same eight numbers, so one
+    // shuffle suffices. An index of −1 gives a zero.
     #[rustfmt::skip]
     let places = _mm256_setr_epi8(
         -1, -1, 0, 1, -1, -1, 2, 3, -1, -1, 4, 5, -1, -1, 6, 7,
         -1, -1, 8, 9, -1, -1, 10, 11, -1, -1, 12, 13, -1, -1, 14, 15,
     );
-    // SAFETY: by the caller.
+    // SAFETY: guaranteed by the caller.
     let twice = unsafe { _mm256_broadcastsi128_si256(_mm_loadu_si128(from)) };
     _mm256_castsi256_ps(_mm256_shuffle_epi8(twice, places))
 }
 
-/// [`Element::store`] of bf16, thirty-two times.
+/// Applies [`Element::store`] of bf16 to thirty-two numbers.
 #[inline]
 #[target_feature(enable = "avx2")]
 fn narrow_bf16x32(a: __m256, b: __m256, c: __m256, d: __m256) -> [__m256i; 2] {
@@ -316,16 +317,16 @@ fn narrow_bf16x32(a: __m256, b: __m256, c: __m256, d: __m256) -> [__m256i; 2] {
     [upper_halves(a, b), upper_halves(c, d)]
 }
 
-/// The upper half of each lane: eight of `low`, then eight of `high`.
+/// Returns the upper half of each lane: eight of `low`, then eight of `high`.
 #[inline]
 #[target_feature(enable = "avx2")]
 fn upper_halves(low: __m256i, high: __m256i) -> __m256i {
     let both = _mm256_packus_epi32(_mm256_srli_epi32::<16>(low), _mm256_srli_epi32::<16>(high));
-    // Packing works within halves of a register; the permutation puts its quarters in order.
+    // Packing works within halves of a register, so the permutation restores the order of the quarters.
     _mm256_permute4x64_epi64::<0b11_01_10_00>(both)
 }
 
-/// Rounds to the upper half of each lane. The lower half is of no use; a NaN may become an infinity.
+/// Rounds to the upper half of each lane. The lower half is garbage, and a NaN may become an infinity.
 #[inline]
 #[target_feature(enable = "avx2")]
 fn round8_bf16(v: __m256) -> __m256i {
@@ -342,7 +343,7 @@ fn round8_bf16_or_nan(v: __m256) -> __m256i {
     _mm256_blendv_epi8(round8_bf16(v), quiet, nan)
 }
 
-/// Sixteen numbers rounded to f16.
+/// Rounds sixteen numbers to f16.
 #[inline]
 #[target_feature(enable = "avx2,f16c")]
 fn narrow8x2_f16(low: __m256, high: __m256) -> __m256i {
@@ -350,14 +351,14 @@ fn narrow8x2_f16(low: __m256, high: __m256) -> __m256i {
     _mm256_setr_m128i(_mm256_cvtps_ph::<NEAREST>(low), _mm256_cvtps_ph::<NEAREST>(high))
 }
 
-/// `v` where its random bits are at least the threshold, else zero.
+/// Keeps the lanes of `v` whose random bits are at least the threshold, and zeroes the others.
 ///
 /// # Safety
 /// The processor has AVX2, and eight numbers lie at `bits`.
 #[inline]
 #[target_feature(enable = "avx2")]
 unsafe fn keep8(v: __m256, bits: *const u16, threshold: u16) -> __m256 {
-    // SAFETY: by the caller.
+    // SAFETY: guaranteed by the caller.
     let bits = unsafe { _mm256_cvtepu16_epi32(_mm_loadu_si128(bits.cast())) };
     let dropped = _mm256_cmpgt_epi32(_mm256_set1_epi32(threshold as i32), bits);
     _mm256_andnot_ps(_mm256_castsi256_ps(dropped), v)

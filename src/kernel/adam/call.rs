@@ -1,4 +1,4 @@
-//! An update of tensors: a launch on a GPU, or the formula in tch.
+//! Adam's update of tensors: a launch on a GPU, or the formula in tch.
 
 use super::{Rounding, PROGRAM, ROW, SITE};
 use crate::cpu::philox;
@@ -9,23 +9,23 @@ use crate::kernel::launch::{aligned, grid_of_chunks, type_name};
 use crate::kernel::view::View;
 use tch::{Kind, Tensor};
 
-/// The tensors of an update. The first four are flat and of one length, the last three hold a number each. The moments are
-/// f32 or bf16, all others f32.
+/// The tensors of an update. The first four are flat and have one length; the last three hold one number each. The
+/// moments are f32 or bf16, all others f32.
 pub struct Buffers<T> {
     pub parameters: T,
     pub first: T,
     pub second: T,
-    /// Zeroed on the way.
+    /// The gradients, which the update zeroes.
     pub gradients: T,
-    /// What gradients are multiplied by: clipping and the loss's normaliser. Where it is not finite nothing moves.
+    /// The factor of the gradients, for clipping and the loss's normaliser. If it is not finite, nothing changes.
     pub grad_scale: T,
-    /// lr·√(1−β₂ᵗ)/(1−β₁ᵗ).
+    /// The step size lr·√(1−β₂ᵗ)/(1−β₁ᵗ).
     pub step_size: T,
-    /// 1 − lr·weight_decay.
+    /// The factor 1 − lr·weight_decay of the parameters.
     pub keep: T,
 }
 
-/// The numbers of an update.
+/// The scalar settings of an update.
 #[derive(Clone, Copy, Debug)]
 pub struct Coefficients {
     pub beta1: f64,
@@ -37,7 +37,7 @@ pub struct Coefficients {
 pub const STRUCTS: &[&StructLayout] = &[&AdamArguments::LAYOUT];
 
 device_struct! {
-    /// adam.cu's `Adam`.
+    /// The struct `Adam` of adam.cu.
     struct AdamArguments = "Adam" {
         parameters: *mut u8,
         first: *mut u8,
@@ -90,12 +90,12 @@ pub fn launch(device: Device, buffers: &Buffers<View>, settings: &Coefficients) 
     let grid = grid_of_chunks(count);
     let options =
         format!("-DK_VEC={vec} -DK_FIRST={} -DK_SECOND={}", type_name(first.dtype)?, type_name(second.dtype)?);
-    // SAFETY: by the operator's table the buffers are contiguous and of one length, parameters and gradients f32, the
-    // moments of these types, the numbers f32 on their device.
+    // SAFETY: the operator's table guarantees that the buffers are contiguous and of one length, parameters and
+    // gradients f32, the moments of these types, and the numbers f32 on their device.
     unsafe { cuda::launch(device, &PROGRAM, &options, "adam", grid, &arguments) }
 }
 
-/// The formula in tch.
+/// Computes the update with tch operations.
 pub fn composed(buffers: &Buffers<Tensor>, settings: &Coefficients) -> Result<()> {
     let Buffers { parameters, first, second, gradients, grad_scale, step_size, keep } = buffers;
     let Coefficients { beta1, beta2, eps, rounding } = settings;
@@ -120,7 +120,7 @@ pub fn composed(buffers: &Buffers<Tensor>, settings: &Coefficients) -> Result<()
     Ok(())
 }
 
-/// The first or second moment in bf16, rounded as the kernels do it.
+/// Returns the first or second moment in bf16, rounded as the kernels do.
 fn rounded(exact: &Tensor, rounding: &Rounding, moment: usize) -> Result<Tensor> {
     let (count, start) = (exact.numel(), rounding.first % ROW);
     let rows = (start + count).div_ceil(ROW);

@@ -1,4 +1,4 @@
-//! A call's tensors: sequences over threads on the CPU. GPUs have no kernel of it.
+//! Attention on an operator's tensors: sequences are spread over threads on the CPU. GPUs have no such kernel.
 
 use super::{backward as backward_sequences, forward as forward_sequences};
 use super::{Matrix, MatrixMut, ScaledDotProduct, Sequence};
@@ -7,19 +7,19 @@ use crate::error::{Error, Result};
 use crate::kernel::dropout::Draw;
 use crate::kernel::view::{by_dtype, View};
 
-/// What is computed, as kernels and the formula take it.
+/// The settings, as kernels and the formula take them.
 #[derive(Clone, Copy)]
 pub struct Settings {
     pub heads: i64,
     pub causal: bool,
-    /// On the scores.
+    /// The factor of the scores.
     pub scale: f64,
-    /// On the weights.
+    /// Dropout on the weights.
     pub draw: Draw,
 }
 
-/// What either pass reads. n query rows and m key rows are packed sentences; ranges, int64 (sentences, 4), says which:
-/// (q_start, q_len, k_start, k_len).
+/// The inputs of either pass. n query rows and m key rows are packed sentences; `ranges`, int64 (sentences, 4), holds
+/// (q_start, q_len, k_start, k_len) of each.
 pub struct AttentionViews {
     pub q: View,
     pub k: View,
@@ -28,13 +28,13 @@ pub struct AttentionViews {
     pub settings: Settings,
 }
 
-/// out and the log sums.
+/// Computes out and the log sums.
 pub fn forward(a: &AttentionViews, out: &View, lse: &View) -> Result<()> {
     by_dtype!(a.q, E => forward_typed::<E>(a, out, lse))
 }
 
-/// dq, dk and dv, from the forward's log sums. Where these have counted more than the keys, `shares` has what each query's
-/// weights sum to, a number for each of theirs.
+/// Computes dq, dk and dv from the forward's log sums. If these have counted more than the keys, `shares` holds the sum
+/// of each query's weights, in the shape of the log sums.
 pub fn backward(
     a: &AttentionViews,
     dout: &View,
@@ -46,7 +46,7 @@ pub fn backward(
 }
 
 impl AttentionViews {
-    /// `keys_too` where gradients of keys are written as well.
+    /// Returns the checked sequences. `keys_too` is true if gradients of keys are written as well.
     fn sequences(&self, keys_too: bool) -> Result<Vec<Sequence>> {
         // SAFETY: the operator's table says that ranges is an int64 matrix with four columns, contiguous.
         sequences(unsafe { self.ranges.slice::<i64>() }, [self.q.rows, self.k.rows], keys_too)
@@ -59,8 +59,8 @@ impl AttentionViews {
     }
 }
 
-/// Ranges, checked: inside the rows of queries and keys, queries in order and disjoint (threads write them), and keys
-/// where `keys_too`.
+/// Checks ranges and returns their sequences: they lie inside the rows of queries and keys, and queries are in order
+/// and disjoint, because threads write them; so are keys if `keys_too`.
 pub(super) fn sequences(ranges: &[i64], [q_rows, k_rows]: [i64; 2], keys_too: bool) -> Result<Vec<Sequence>> {
     let (mut q_end, mut k_end) = (0, 0);
     let beyond = |start: i64, len: i64, rows: i64| len > rows || start > rows - len;
@@ -88,13 +88,13 @@ unsafe fn matrix<'a, E>(v: &View) -> Matrix<'a, E> {
 }
 
 /// # Safety
-/// As [`matrix`]; the tensor is fresh, and each thread keeps to the rows of its own sequences.
+/// Same as [`matrix`]; the tensor is fresh, and each thread keeps to the rows of its own sequences.
 unsafe fn matrix_mut<E>(v: &View) -> MatrixMut<E> {
     let all = v.slice_mut::<E>();
     MatrixMut::new(all.as_mut_ptr(), all.len(), v.stride as usize)
 }
 
-/// Sequences that are worth a thread of their own.
+/// Returns the number of sequences that are worth a thread of their own.
 fn grain(sequences: &[Sequence]) -> usize {
     let rows: usize = sequences.iter().map(|s| s.q_len).sum();
     (128 * sequences.len() / rows.max(1)).max(1)
@@ -102,7 +102,8 @@ fn grain(sequences: &[Sequence]) -> usize {
 
 fn forward_typed<E: Element>(a: &AttentionViews, out: &View, lse: &View) -> Result<()> {
     let (attention, sequences) = (a.attention(), a.sequences(false)?);
-    // SAFETY: the operator's table has dtypes and widths; out and lse are fresh, and sequences have disjoint query rows.
+    // SAFETY: the operator's table has dtypes and widths; out and lse are fresh, and sequences have disjoint query
+    // rows.
     unsafe {
         if sequences.iter().map(|s| s.q_len).sum::<usize>() < a.q.rows() {
             out.slice_mut::<E>().fill(E::default()); // rows in no sequence
@@ -125,7 +126,7 @@ fn backward_typed<E: Element>(
     [dq, dk, dv]: &[View; 3],
 ) -> Result<()> {
     let (attention, sequences) = (a.attention(), a.sequences(true)?);
-    // SAFETY: as in `forward_typed`; dq, dk and dv are fresh, and sequences have disjoint key rows too.
+    // SAFETY: see `forward_typed`; dq, dk and dv are fresh, and sequences have disjoint key rows too.
     unsafe {
         let queries: usize = sequences.iter().map(|s| s.q_len).sum();
         let keys: usize = sequences.iter().map(|s| s.k_len).sum();

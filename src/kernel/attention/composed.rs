@@ -1,4 +1,4 @@
-//! Attention in tch, for devices without a kernel, for higher derivatives, and for a softmax that kernels do not have.
+//! Attention in tch, for devices without a kernel, for higher derivatives, and for softmax variants without a kernel.
 
 use super::call::{sequences, Settings};
 use super::Sequence;
@@ -7,25 +7,25 @@ use crate::error::Result;
 use crate::host::host;
 use tch::{Kind, Tensor};
 
-/// What a softmax has that kernels do not.
+/// The options of a softmax that kernels do not support.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Extras<'a> {
-    /// c of scores s that become c·tanh(s/c).
+    /// The softcap c: scores s become c·tanh(s/c).
     pub softcap: Option<f64>,
-    /// A logit for each head, (heads), which Σ exp of each of its rows has beside those of the keys.
+    /// Sink logits, one for each head (heads), that are added to the sum of each softmax row.
     pub sinks: Option<&'a Tensor>,
 }
 
 impl Extras<'_> {
-    /// Nothing.
+    /// A plain softmax.
     pub const NONE: Extras<'static> = Extras { softcap: None, sinks: None };
 
     pub fn are_none(&self) -> bool {
         self.softcap.is_none() && self.sinks.is_none()
     }
 
-    /// Weights of scores (n, heads, queries, keys), NaN where a query sees neither key nor sink; `hidden` is true where it
-    /// does not see the key.
+    /// Returns the weights of scores (n, heads, queries, keys); NaN if a query sees neither key nor sink. `hidden` is
+    /// true where a query does not see a key.
     pub fn softmax(&self, scores: &Tensor, hidden: &Tensor) -> Result<Tensor> {
         let capped = self.softcap.map(|c| scores.f_div_scalar(c)?.f_tanh()?.f_mul_scalar(c)).transpose()?;
         let scores = capped.as_ref().unwrap_or(scores).f_masked_fill(hidden, f64::NEG_INFINITY)?;
@@ -38,8 +38,8 @@ impl Extras<'_> {
     }
 }
 
-/// out, of sentences padded to the longest. `draw` gives what dropout multiplies so many rows and columns by; the
-/// settings' own is the kernels'.
+/// Computes `out` for sentences padded to the longest. `draw` returns dropout's factors for a number of rows and
+/// columns; the dropout in `a` is used by kernels only.
 pub fn composed(
     q: &Tensor,
     k: &Tensor,
@@ -51,7 +51,8 @@ pub fn composed(
 ) -> Result<Tensor> {
     let kind = if q.kind() == Kind::Double { Kind::Double } else { Kind::Float };
     let device = q.device();
-    // Before anything is indexed by them: a GPU would not say what was wrong, and do nothing more.
+    // Ranges are checked before anything is indexed with them: a GPU would fail without a clear message, and then stay
+    // unusable.
     let sequences = sequences(&host("attention: ranges", ranges)?, [q.size()[0], k.size()[0]], false)?;
     let longest = |len: fn(&Sequence) -> usize| sequences.iter().map(len).max().unwrap_or(0);
     let (q_len, k_len) = (longest(|s| s.q_len), longest(|s| s.k_len));
@@ -59,8 +60,8 @@ pub fn composed(
     if [n, q_len, k_len].contains(&0) {
         return Ok(q.f_mul_scalar(0.0)?);
     }
-    // Row numbers by (sequence, place); a place past the end takes the sequence's first row, or where it has none the
-    // first of all, and is masked.
+    // Row numbers by (sequence, place). A place past the end takes the sequence's first row, or row 0 if the sequence
+    // is empty, and is masked.
     let rows = |range: fn(&Sequence) -> (usize, usize), longest: usize| -> Result<Tensor> {
         let mut rows = memory::reserved::<i64>(n.saturating_mul(longest));
         rows.extend(sequences.iter().map(range).flat_map(|(start, len)| {
@@ -87,7 +88,7 @@ pub fn composed(
     let scores = qh.f_matmul(&kh.f_transpose(-2, -1)?)?.f_mul_scalar(a.scale)?;
     let hidden = visible.f_logical_not()?;
     let mut weights = extras.softmax(&scores, &hidden)?.f_masked_fill(&hidden, 0.0)?;
-    // Element (query row·heads + head, key), as the kernel draws it.
+    // Dropout's element is (query row·heads + head, key), as in the kernel.
     if let Some(all) = draw(q.size()[0] * a.heads, k_len)? {
         let all = all.f_to_kind(kind)?.f_to_device(device)?.f_reshape([q.size()[0], a.heads, k_len].as_slice())?;
         let mask =

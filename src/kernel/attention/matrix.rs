@@ -1,10 +1,10 @@
-//! Views of the operands, and the way from their rows into the work space and back.
+//! Views of the operands, and copies between their rows and the work space.
 
 use crate::cpu::{Accumulator, Element};
 use crate::kernel::math::LANES;
 use std::any::TypeId;
 
-/// Rows of a tensor, `stride` elements apart: a slice of a fused projection, say.
+/// A matrix whose rows are `stride` elements apart, such as a slice of a fused projection.
 #[derive(Clone, Copy, Debug)]
 pub struct Matrix<'a, E> {
     pub data: &'a [E],
@@ -18,7 +18,8 @@ impl<'a, E> Matrix<'a, E> {
     }
 }
 
-/// [`Matrix`] to write to. A pointer, because dQ, dK and dV interleave in one tensor and threads share it by rows.
+/// A writable [`Matrix`]. It holds a pointer, because dQ, dK and dV interleave in one tensor that threads share by
+/// rows.
 #[derive(Clone, Copy, Debug)]
 pub struct MatrixMut<E> {
     data: *mut E,
@@ -26,16 +27,16 @@ pub struct MatrixMut<E> {
     stride: usize,
 }
 
-// SAFETY: `new` has its caller keep threads to different rows.
+// SAFETY: `new` requires its caller to keep threads on different rows.
 unsafe impl<E: Send> Send for MatrixMut<E> {}
 unsafe impl<E: Send> Sync for MatrixMut<E> {}
 
 impl<E> MatrixMut<E> {
-    /// `len` elements from `data` on, `stride` to a row.
+    /// Wraps `len` elements from `data` on, with rows `stride` apart.
     ///
     /// # Safety
-    /// While the matrix or a copy of it is used, the elements are allocated, and those in the used columns (heads·d_head
-    /// of them, or heads for log sums) of the rows of the sequences it is used with are accessed through nothing else.
+    /// While the matrix or a copy of it is used, the elements stay allocated, and nothing else accesses the used
+    /// columns (heads·d_head, or heads for log sums) in the rows of the sequences that it is used with.
     pub unsafe fn new(data: *mut E, len: usize, stride: usize) -> Self {
         MatrixMut { data, len, stride }
     }
@@ -44,12 +45,12 @@ impl<E> MatrixMut<E> {
     pub(super) fn row(&mut self, row: usize, from: usize, cols: usize) -> &mut [E] {
         let start = row * self.stride + from;
         assert!(start.checked_add(cols).is_some_and(|end| end <= self.len), "row {row} of the output");
-        // SAFETY: within `len` by the assertion, and this call's alone by `new`'s contract.
+        // SAFETY: the range is within `len` by the assertion, and only this call uses it by `new`'s contract.
         unsafe { std::slice::from_raw_parts_mut(self.data.add(start), cols) }
     }
 }
 
-/// `f` of sixteen values. All are read before any is written, which spares the compiler the question of overlap.
+/// Applies `f` to sixteen values. All are read before any is written, so the compiler need not consider overlap.
 #[inline(always)]
 fn each<T: Copy, A: Accumulator>(x: [T; LANES], f: impl Fn(T) -> A) -> [A; LANES] {
     let mut y = [A::ZERO; LANES];
@@ -59,7 +60,7 @@ fn each<T: Copy, A: Accumulator>(x: [T; LANES], f: impl Fn(T) -> A) -> [A; LANES
     y
 }
 
-/// Rows of one head, widened and scaled, `width` apart; what pads them stays as it was.
+/// Loads the rows of one head, widened and scaled, `width` apart; the padding columns keep their values.
 #[inline(always)]
 pub(super) fn load<E: Element>(
     from: &Matrix<E>,
@@ -83,8 +84,8 @@ pub(super) fn load<E: Element>(
     }
 }
 
-/// A column of `from` to a row of `to`, rows `width` and `lanes` apart. Goes by blocks of four: up to three rows and
-/// columns more are read and written.
+/// Copies the columns of `from` to the rows of `to`, with rows `width` and `lanes` apart. It works in blocks of four,
+/// so up to three more rows and columns are read and written.
 #[inline(always)]
 pub(super) fn transpose<A: Accumulator>(
     from: &[A],
@@ -104,7 +105,7 @@ pub(super) fn transpose<A: Accumulator>(
         use std::arch::x86_64::*;
         for i in (0..rows).step_by(4) {
             for c in (0..columns).step_by(4) {
-                // SAFETY: A is f32; the 4×4 elements read and written lie inside by the assertion.
+                // SAFETY: A is f32, and the assertion keeps the 4×4 elements that are read and written inside.
                 unsafe {
                     let from = from.as_ptr().cast::<f32>().add(i * width + c);
                     let to = to.as_mut_ptr().cast::<f32>().add(c * lanes + i);

@@ -1,4 +1,4 @@
-//! The one matrix product of the attention kernel, for operands that lie in the first cache.
+//! The matrix product of the attention kernel, for operands in the first-level cache.
 
 use crate::cpu::pack::Isa;
 use crate::cpu::simd::{level, Level};
@@ -7,12 +7,12 @@ use crate::kernel::math::{mul_add, LANES};
 use crate::multiversion;
 use std::any::TypeId;
 
-/// Rows computed together, and what row counts are padded to.
+/// The number of rows computed together; row counts are padded to a multiple of it.
 pub(super) const TILE: usize = 8;
 
 multiversion! {
-    /// C = A·B (or += where `add`) for shape [m, n, k]: m a multiple of [`TILE`], n of [`LANES`]. A's element (i, p) lies
-    /// at i·strides[0] + p·strides[1]; the rows of B and C are `ldb` and `ldc` apart.
+    /// Computes C = A·B (or C += A·B if `add`) for shape [m, n, k], with m a multiple of [`TILE`] and n of [`LANES`].
+    /// A's element (i, p) lies at i·strides[0] + p·strides[1]; the rows of B and C are `ldb` and `ldc` apart.
     pub(super) fn product[isa S][A: Accumulator](
         shape: [usize; 3],
         a: &[A],
@@ -33,7 +33,7 @@ multiversion! {
         #[cfg(target_arch = "x86_64")]
         if TypeId::of::<A>() == TypeId::of::<f32>() && level() == Level::Avx512 {
             let (a, b, c) = (a.as_ptr().cast(), b.as_ptr().cast(), c.as_mut_ptr().cast());
-            // SAFETY: A is f32, the processor has AVX-512, and all that is touched lies inside by the assertions.
+            // SAFETY: A is f32, the processor has AVX-512, and the assertions keep all accesses inside.
             return unsafe { avx512_f32([m, n, k], a, strides, b, ldb, c, ldc, add) };
         }
         tiles::<A, S>(shape, a, strides, b, ldb, c, ldc, add);
@@ -73,11 +73,11 @@ fn tiles<A: Accumulator, S: Isa>(
     }
 }
 
-/// [`product()`] in f32. The compiler's own loop pays for the bounds checks and makes the forward pass a quarter slower;
-/// without them it vectorises along the wrong index, five times slower.
+/// Computes [`product()`] in f32. The compiler's own loop has bounds checks, which make the forward pass a quarter
+/// slower; without them it vectorises along the wrong index and is five times slower.
 ///
 /// # Safety
-/// The arguments are as `product` has asserted.
+/// The arguments satisfy the assertions of `product`.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f")]
 unsafe fn avx512_f32(

@@ -1,12 +1,12 @@
-//! Attention of single queries, as decoding has them: each to keys and values that lie anywhere.
+//! Attention of single queries during decoding, with keys and values at arbitrary rows.
 //!
 //! > o_i = Σ_j softmax_j(scale·q_i·k_j) v_j over the rows j that query i reads, per head
 //!
-//! Scores may be capped, and a head may have a logit beside its keys'.
+//! Scores may be capped, and a head may have a sink logit beside its keys' scores.
 //!
-//! A head's keys are read once for its scores and its values once for the sum; nothing is copied or transposed. Where
-//! the keys have fewer heads than the queries, as many neighbouring heads of these share one. A query that reads no key
-//! gets 0.
+//! A head's keys are read once for its scores, and its values once for the sum; nothing is copied or transposed. If the
+//! keys have fewer heads than the queries, groups of neighbouring query heads share one. A query that reads no key gets
+//! 0.
 
 use super::matrix::{Matrix, MatrixMut};
 use super::Extras;
@@ -21,18 +21,18 @@ use crate::multiversion;
 use std::ops::Range;
 use tch::Tensor;
 
-/// Which rows of keys and values each query reads: query i those of `rows[offsets[i]..offsets[i + 1]]`.
+/// The rows of keys and values that each query reads: query i reads `rows[offsets[i]..offsets[i + 1]]`.
 #[derive(Clone, Copy, Debug)]
 pub struct ReadRows<'a> {
     pub offsets: &'a [usize],
     pub rows: &'a [u32],
 }
 
-/// Sizes of heads, and what scores are multiplied by.
+/// The sizes of the heads, and the options of the scores.
 #[derive(Clone, Copy, Debug)]
 struct Heads {
     count: usize,
-    /// Query heads that share a head of keys.
+    /// The number of query heads that share a head of keys.
     shared: usize,
     d: usize,
     scale: f64,
@@ -80,7 +80,7 @@ multiversion! {
     }
 }
 
-/// q·k.
+/// Returns q·k.
 #[inline(always)]
 fn dot<E: Element, S: Isa>(q: &[E], k: &[E]) -> E::Acc {
     let (qs, q) = q.as_chunks::<WIDTH>();
@@ -96,7 +96,7 @@ fn dot<E: Element, S: Isa>(q: &[E], k: &[E]) -> E::Acc {
     total
 }
 
-/// Scores become exp(s − max); returns their sum.
+/// Replaces scores by exp(s − max) and returns their sum.
 #[inline(always)]
 fn softmax<A: Accumulator, S: Isa>(scores: &mut [A]) -> A {
     let lowest = A::from_f64(f64::NEG_INFINITY);
@@ -119,7 +119,7 @@ fn softmax<A: Accumulator, S: Isa>(scores: &mut [A]) -> A {
     sum(totals)
 }
 
-/// out ← factor·Σ_j w_j v_j, over one head's columns.
+/// Computes out ← factor·Σ_j w_j v_j over one head's columns.
 #[inline(always)]
 fn weighted<E: Element, S: Isa>(
     weights: &[E::Acc],
@@ -151,11 +151,11 @@ fn weighted<E: Element, S: Isa>(
     }
 }
 
-/// Queries that are worth a thread of their own.
+/// The number of queries that are worth a thread of their own.
 const GRAIN: usize = 16;
 
-/// The attention of q (n, heads·d) to the rows of k and v (m, kv_heads·d) that `reads` names, on the CPU; (n, heads·d).
-/// No gradient is recorded.
+/// Computes, on the CPU, the attention of q (n, heads·d) to the rows of k and v (m, kv_heads·d) in `reads`; returns (n,
+/// heads·d). No gradient is recorded.
 pub fn attention([q, k, v]: [&Tensor; 3], reads: ReadRows, heads: i64, scale: f64, extras: &Extras) -> Result<Tensor> {
     let sinks = extras.sinks.map(|sinks| host::<f64>("sinks", &sinks.detach())).transpose()?;
     let sinks = sinks.as_deref();
@@ -210,7 +210,7 @@ mod tests {
         (0..OFFSETS[5]).map(|i| (i * 7 % KEYS as usize) as u32).collect()
     }
 
-    /// The composed form on keys and values that are gathered, and repeated where heads share them.
+    /// Computes the composed form on keys and values that are gathered, and repeated if heads share them.
     fn gathered([q, k, v]: [&Tensor; 3], heads: i64, scale: f64, extras: &Extras) -> Tensor {
         let index = Tensor::from_slice(&rows().iter().map(|row| i64::from(*row)).collect::<Vec<_>>());
         let d = q.size()[1] / heads;
@@ -242,7 +242,7 @@ mod tests {
                 tch::manual_seed(heads + d);
                 let random =
                     |rows: i64, cols: i64| Tensor::randn([rows, cols], (Kind::Double, Device::Cpu)).to_kind(kind);
-                // Columns of a wider matrix, as q, k and v are.
+                // The tensors are columns of a wider matrix, as q, k and v are.
                 let q = random(5, heads * d + 3).narrow(1, 2, heads * d);
                 let (k, v) = (random(KEYS, kv_heads * d), random(KEYS, kv_heads * d + 1).narrow(1, 0, kv_heads * d));
                 let wide = |t: &Tensor| t.to_kind(Kind::Double);

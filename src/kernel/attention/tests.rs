@@ -1,4 +1,4 @@
-//! The kernel against the definition, weight by weight in f64.
+//! Tests of the kernel against the definition, weight by weight in f64.
 
 use super::*;
 use crate::cpu::philox::Stream;
@@ -9,7 +9,7 @@ fn noise(i: usize) -> f64 {
     ((i as u64 + 1).wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 40) as f64 / (1 << 23) as f64 - 1.0
 }
 
-/// Queries, keys and values as slices of one projection of `stride` columns, as a trainer has them.
+/// A case whose queries, keys and values are slices of one projection of `stride` columns, as in training.
 struct Case<E: Element> {
     attention: ScaledDotProduct,
     sequences: Vec<Sequence>,
@@ -27,7 +27,7 @@ struct Outputs<E: Element> {
 const UNTOUCHED: f64 = 42.0;
 
 impl<E: Element> Case<E> {
-    /// Sequences of (q_len, k_len), with an unused row between them.
+    /// Builds a case with sequences of (q_len, k_len) and an unused row between them.
     fn new(heads: usize, d_head: usize, lengths: &[(usize, usize)], causal: bool, p: f64, size: f64) -> Self {
         let mut rows = 1;
         let mut sequences = vec![];
@@ -55,7 +55,7 @@ impl<E: Element> Case<E> {
         let mut lse = vec![mark; self.rows * a.heads];
         let mut dqkv = vec![E::store(mark); self.rows * 3 * width];
         let lengths = (out.len(), lse.len(), dqkv.len());
-        // SAFETY: the three vectors live to the end of this function and nothing else uses them meanwhile.
+        // SAFETY: the three vectors live to the end of this function, and nothing else uses them meanwhile.
         unsafe {
             let o = MatrixMut::new(out.as_mut_ptr(), lengths.0, width);
             forward(a, s, q, k, v, o, MatrixMut::new(lse.as_mut_ptr(), lengths.1, a.heads));
@@ -67,7 +67,7 @@ impl<E: Element> Case<E> {
         Outputs { out, lse, dqkv }
     }
 
-    /// All of it from the definition, in f64, one weight at a time.
+    /// Computes all outputs from the definition, in f64, one weight at a time.
     fn naive(&self) -> Outputs<f64> {
         let a = &self.attention;
         let (d, width) = (a.d_head, self.width());
@@ -123,13 +123,13 @@ impl<E: Element> Case<E> {
         Outputs { out, lse, dqkv }
     }
 
-    /// Kernel against definition; `unit` is the storage type's rounding.
+    /// Compares the kernel with the definition; `unit` is the storage type's rounding.
     fn compare(&self, unit: f64, what: &str) {
         let acc = if size_of::<E::Acc>() == 8 { f64::EPSILON } else { f32::EPSILON as f64 };
         let (got, want) = (self.run(), self.naive());
         let largest = |x: &[f64]| x.iter().fold(1.0f64, |m, x| if *x == UNTOUCHED { m } else { m.max(x.abs()) });
-        // Scores carry √d_head roundings of their size, which the exponential hands on; sums over keys and queries add
-        // the root of their number. Everything is relative to the largest value of its kind.
+        // Scores have √d_head rounding errors of their size, which the exponential passes on; sums over keys and
+        // queries add the root of their number. All errors are relative to the largest value of their kind.
         let longest = self.sequences.iter().map(|s| s.q_len.max(s.k_len)).max().unwrap_or(0);
         let score = self.qkv.iter().map(|x| x.load().to_f64().abs()).fold(0.0, f64::max).powi(2)
             * (self.attention.d_head as f64).sqrt();
@@ -201,7 +201,7 @@ fn scores_of_any_size() {
 
 #[test]
 fn gradients_are_those_of_the_forward() {
-    // Central difference along the gradient itself, error h²: f(x ± h·g) gives |g|².
+    // The central difference along the gradient itself has error h²: f(x ± h·g) gives |g|².
     let mut c = Case::<f64>::new(2, 5, &[(6, 6), (4, 11), (8, 5)], true, 0.25, 1.0);
     let loss = |c: &Case<f64>| -> f64 {
         let rows = c.sequences.iter().flat_map(|s| s.q_start..s.q_start + s.q_len);
@@ -241,7 +241,7 @@ fn rows_beyond_the_output_are_refused() {
     let (mut out, mut lse) = ([0.0f32; 3], [0.0f32; 4]);
     let m = Matrix { data: &x, stride: 2 };
     let a = ScaledDotProduct { heads: 1, d_head: 2, scale: 1.0, causal: false, dropout: None };
-    // SAFETY: as long as said, and used by nothing else.
+    // SAFETY: the vectors have these lengths, and nothing else uses them.
     let (o, l) = unsafe { (MatrixMut::new(out.as_mut_ptr(), 3, 2), MatrixMut::new(lse.as_mut_ptr(), 4, 1)) };
     forward(&a, &[Sequence { q_start: 0, q_len: 2, k_start: 0, k_len: 2 }], m, m, m, o, l);
 }

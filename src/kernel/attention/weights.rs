@@ -1,4 +1,4 @@
-//! From scores to weights and back, a key to a row: visibility, softmax, dropout.
+//! Conversion of scores to weights and back, with a key per row: visibility, softmax, dropout.
 
 use super::matrix::transpose;
 use super::{Block, ScaledDotProduct, Sequence, Sizes, QUERIES};
@@ -9,7 +9,7 @@ use crate::cpu::Accumulator;
 use crate::kernel::math::{exp, LANES};
 use crate::multiversion;
 
-/// −∞ where a key lies after its query.
+/// Sets the scores of keys after their query to −∞.
 #[inline(always)]
 pub(super) fn hide<A: Accumulator>(a: &ScaledDotProduct, s: &Sequence, block: Block, scores: &mut [A], lanes: usize) {
     if a.causal {
@@ -21,14 +21,15 @@ pub(super) fn hide<A: Accumulator>(a: &ScaledDotProduct, s: &Sequence, block: Bl
 }
 
 multiversion! {
-    /// Scores (a key to a row) become exp(s − max); the maxima (0 for a query without keys) and the sums go beside them.
+    /// Replaces scores (a key per row) by exp(s − max), and writes the maxima (0 for a query without keys) and the
+    /// sums.
     pub(super) fn softmax[isa S][A: Accumulator](scores: &mut [A], maxima: &mut [A], sums: &mut [A]) {
         softmax_lanes::<A, S>(scores, maxima, sums);
     }
 }
 
 multiversion! {
-    /// Scores become exp(s − lse).
+    /// Replaces scores by exp(s − lse).
     pub(super) fn weights[isa S][A: Accumulator](scores: &mut [A], lse: &[A]) {
         weights_lanes::<A, S>(scores, lse);
     }
@@ -72,10 +73,11 @@ fn weights_lanes<A: Accumulator, S: Isa>(scores: &mut [A], lse: &[A]) {
     }
 }
 
-/// |lse| from which on a weight's digits are restored: f32 has lost four bits of e^(s − lse) there.
+/// The |lse| from which a weight's digits are restored: f32 has lost four bits of e^(s − lse) there.
 const LARGE: f64 = 16.0;
 
-/// dP becomes dS = P∘(dP − D), D = Σ P∘dP; with a large lse P sums to `shares` before, to 1 where there are none.
+/// Replaces dP by dS = P∘(dP − D), D = Σ P∘dP. If lse is large, P is first normalised to sum to `shares`, or to 1
+/// without them.
 #[inline(always)]
 pub(super) fn score_gradients<A: Accumulator>(
     p: &mut [A],
@@ -100,17 +102,17 @@ pub(super) fn score_gradients<A: Accumulator>(
     }
 }
 
-/// Divides each query's weights by their sum, and multiplies them by its share.
+/// Divides each query's weights by their sum and multiplies them by the query's share.
 ///
-/// A large lse has lost digits: P = exp(s − lse) is off by one factor all over a query, 1e-4 at 1,600 in f32. D would be
-/// off by it and dP not, and their difference by as much of D.
+/// A large lse has lost digits, so P = exp(s − lse) is off by one factor for all keys of a query: 1e-4 at 1,600 in f32.
+/// D would have that error and dP would not, so their difference would be off by as much of D.
 #[inline(never)]
 fn normalise<A: Accumulator>(p: &mut [A], lanes: usize, shares: Option<&[A; QUERIES]>) {
     let mut sums = [A::ZERO; QUERIES];
     for p in p.chunks_exact(lanes) {
         sums.iter_mut().zip(p).for_each(|(sum, p)| *sum += *p);
     }
-    // A query without keys has no weights.
+    // A query without keys has no weights, so its factor stays 0.
     sums.iter_mut().for_each(|sum| *sum = if *sum == A::ZERO { A::ZERO } else { A::ONE / *sum });
     if let Some(shares) = shares {
         sums.iter_mut().zip(shares).for_each(|(sum, share)| *sum = *sum * *share);
@@ -121,7 +123,7 @@ fn normalise<A: Accumulator>(p: &mut [A], lanes: usize, shares: Option<&[A; QUER
 }
 
 /// Dropout's factors. The random half words are drawn for a block and all heads at once: rows (query, head) are
-/// consecutive in the stream, and a register of it serves several.
+/// consecutive in the stream, and one register of it serves several rows.
 pub(super) struct DropoutFactors<A> {
     random: Vec<u16>,
     rows: Aligned<A>,
@@ -146,7 +148,7 @@ impl<A: Accumulator> DropoutFactors<A> {
         }
     }
 
-    /// Prepares one head's factors, a key to a row; without dropout nothing.
+    /// Prepares one head's factors, with a key per row; does nothing without dropout.
     #[inline(always)]
     pub(super) fn prepare(&mut self, a: &ScaledDotProduct, head: usize, keys: usize, queries: usize, lanes: usize) {
         let Some(dropout) = a.dropout.as_ref().filter(|_| keys > 0) else { return };
@@ -163,7 +165,7 @@ impl<A: Accumulator> DropoutFactors<A> {
         transpose(&self.rows, queries, keys, width, &mut self.factors, lanes);
     }
 
-    /// x ← M∘x.
+    /// Computes x ← M∘x.
     #[inline(always)]
     pub(super) fn apply(&self, a: &ScaledDotProduct, x: &mut [A]) {
         if a.dropout.is_some() {

@@ -1,5 +1,5 @@
-//! The most probable columns of a projection. Logits of some rows and columns at a time go from the product to the choice,
-//! while they and their columns' weights are in the cache.
+//! The most probable columns of a projection. Blocks of logits go from the product to the choice while they and their
+//! columns' weights are in the cache.
 
 use super::{rank, Choice, Likely, Standing};
 use crate::cpu::memory::Aligned;
@@ -13,15 +13,15 @@ use crate::kernel::view::View;
 use crate::multiversion;
 use tch::Tensor;
 
-/// Logits that are made and read together, by rows and columns: 256 KiB of f32, beside as much of W where k is 128.
+/// The rows and columns of logits that are computed and read together: 256 KiB of f32, beside as much of W if k is 128.
 const ROWS: usize = 128;
 const COLUMNS: usize = 512;
 
-/// Rows that are worth a thread of their own.
+/// The number of rows that are worth a thread of their own.
 const GRAIN: usize = 24;
 
 multiversion! {
-    /// z ← c·tanh(z/c).
+    /// Computes z ← c·tanh(z/c).
     fn cap[isa S][A: Accumulator](logits: &mut [A], c: A) {
         for z in logits {
             *z = tanh::<A, S>(*z / c).0 * c;
@@ -29,8 +29,8 @@ multiversion! {
     }
 }
 
-/// Of each row of z = hWᵀ + b the `count` most probable columns, as [`Standing::finish`] has them; h (rows, k) on the CPU.
-/// With a `softcap` c, of c·tanh(z/c).
+/// Returns the `count` most probable columns of each row of z = hWᵀ + b, as [`Standing::finish`] does; h is (rows, k)
+/// on the CPU. With a `softcap` c, the logits are c·tanh(z/c).
 pub fn best_of_product<A: Accumulator>(
     h: &Tensor,
     w: &PackedMatrix<A>,
@@ -63,7 +63,7 @@ pub fn best_of_product<A: Accumulator>(
                 }
                 rank(&logits, start, columns.len(), COLUMNS, count, choice, &mut standings);
             }
-            // SAFETY: these rows lie in this thread's range, and nobody else has them.
+            // SAFETY: these rows lie in this thread's range, and nobody else accesses them.
             let found = unsafe { to.slice(some) };
             for (found, standing) in found.iter_mut().zip(standings) {
                 *found = standing.finish();

@@ -1,4 +1,5 @@
-//! A call's tensors: over threads on the CPU ([`cpu`](super::cpu)), or launches on a GPU ([`gpu`](super::gpu)).
+//! Norms with column statistics on an operator's tensors: over threads on the CPU ([`cpu`](super::cpu)), or launches on
+//! a GPU ([`gpu`](super::gpu)).
 
 use super::{cpu, gpu, ColumnNormKernel, ColumnOptions};
 use crate::cuda::Device;
@@ -11,14 +12,15 @@ pub struct ColumnViews {
     pub weight: View,
     pub bias: View,
     pub pad: View,
-    /// On the CPU float64 copies of the buffers; on a GPU the buffers.
+    /// The first buffer: on the CPU a working copy (float64, counters int64), on a GPU the buffer itself. The same
+    /// holds for `second`, `iters` and `refused`.
     pub first: View,
     pub second: View,
     pub iters: View,
     pub refused: View,
-    /// Whether the buffers themselves are float64.
+    /// True if the buffers themselves are float64.
     pub wide_state: bool,
-    /// `stats` holds the statistics of an earlier run.
+    /// True if `stats` holds the statistics of an earlier run.
     pub given: bool,
     pub options: ColumnOptions,
     pub y: View,
@@ -26,7 +28,7 @@ pub struct ColumnViews {
 }
 
 impl ColumnViews {
-    /// The largest number that the buffers can hold.
+    /// Returns the largest number that the buffers can hold.
     pub(super) fn largest(&self) -> f64 {
         if self.wide_state {
             f64::MAX
@@ -36,7 +38,7 @@ impl ColumnViews {
     }
 }
 
-/// What a backward pass reads beside that, and writes.
+/// The further inputs and the outputs of a backward pass.
 pub struct ColumnGradients {
     pub dy: View,
     pub dx: View,
@@ -44,7 +46,7 @@ pub struct ColumnGradients {
     pub dbias: View,
 }
 
-/// y and the statistics that made it, settled from the batch and the buffers, which then move, or given.
+/// Computes y and its statistics. These come from the batch and the buffers, which are then updated, or are given.
 pub fn forward(device: Option<Device>, norm: &'static ColumnNormKernel, v: &ColumnViews) -> Result<()> {
     match device {
         None => by_dtype!(v.x, E => cpu::forward::<E>(norm, v)),
@@ -52,7 +54,7 @@ pub fn forward(device: Option<Device>, norm: &'static ColumnNormKernel, v: &Colu
     }
 }
 
-/// dx and the parameters' gradients; moves PowerNorm's ν.
+/// Computes dx and the parameters' gradients, and updates PowerNorm's ν.
 pub fn backward(
     device: Option<Device>,
     norm: &'static ColumnNormKernel,

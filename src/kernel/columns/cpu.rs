@@ -1,4 +1,5 @@
-//! The CPU's side of a call: measure the batch, settle what x̂ is made with, write it; and back.
+//! Norms with column statistics on the CPU: measure the batch, settle the statistics of x̂, normalise; and the
+//! gradient.
 
 use super::call::{ColumnGradients, ColumnViews};
 use super::passes::{self, GradientCoefficients};
@@ -12,7 +13,7 @@ use tch::Tensor;
 
 impl ColumnViews {
     /// # Safety
-    /// As [`View::slice_mut`]: the copies of the buffers are the call's own.
+    /// The conditions of [`View::slice_mut`] hold: the copies of the buffers belong to the call.
     unsafe fn state<'a>(&self) -> State<'a> {
         State {
             first: self.first.slice_mut(),
@@ -28,7 +29,7 @@ fn as_acc<A: Accumulator>(v: &[f64]) -> Vec<A> {
     memory::collected(v.iter().map(|v| A::from_f64(*v)))
 }
 
-/// The weight, or ones.
+/// Returns the weight, or ones.
 fn or_ones<A: Accumulator>(weight: &[A], cols: usize) -> Vec<A> {
     if weight.is_empty() {
         memory::filled(A::ONE, cols)
@@ -37,7 +38,7 @@ fn or_ones<A: Accumulator>(weight: &[A], cols: usize) -> Vec<A> {
     }
 }
 
-/// Σd and Σd² with d = x − guess over the rows of all threads.
+/// Returns Σd and Σd² with d = x − guess, over the rows of all threads.
 fn sums<E: Element>(cols: usize, x: &[E], pad: &[u8], guess: &[E::Acc]) -> (Vec<f64>, Vec<f64>) {
     let (mut sum, mut squares) = (memory::filled(0.0, guess.len()), memory::filled(0.0, cols));
     parallel::sum_over_rows(x.len() / cols.max(1), cols, [&mut sum, &mut squares], |r, all, [sum, squares]| {
@@ -46,7 +47,7 @@ fn sums<E: Element>(cols: usize, x: &[E], pad: &[u8], guess: &[E::Acc]) -> (Vec<
     (sum, squares)
 }
 
-/// The mask's part for these rows.
+/// Returns the mask's part for these rows.
 fn part<'a>(pad: &'a [u8], rows: &Range<usize>) -> &'a [u8] {
     if pad.is_empty() {
         pad
@@ -68,8 +69,8 @@ fn measure<E: Element>(norm: &ColumnNormKernel, cols: usize, x: &[E], pad: &[u8]
         let square_of_all = all_too.then(|| mean_of(sums(cols, x, &[], &[]).1, rows as f64));
         return BatchStatistics { count, mean: memory::filled(0.0, cols), square, square_of_all, rows: rows as f64 };
     }
-    // Moments about a guess, the mean of the first real rows: (guess − μ)² is at most rows/64·σ² and typically σ²/64,
-    // so that mean d² − (mean d)² loses at most log₂(1 + rows/64) bits, and typically none.
+    // Take moments about a guess, the mean of the first real rows: (guess − μ)² is at most rows/64·σ² and typically
+    // σ²/64, so mean d² − (mean d)² loses at most log₂(1 + rows/64) bits, and typically none.
     let first = pad.iter().position(|v| *v == 0).unwrap_or(0);
     let few = first..(first + passes::BLOCK_ROWS).min(rows);
     let zero = memory::filled(E::Acc::ZERO, cols);
@@ -82,7 +83,7 @@ fn measure<E: Element>(norm: &ColumnNormKernel, cols: usize, x: &[E], pad: &[u8]
     let (offset, square) = (mean_of(sum, count), mean_of(squares, count));
     let variance = square.iter().zip(&offset).map(|(s, m)| {
         let variance = s - m * m;
-        // Not `max`: a NaN has to stay one.
+        // `max` would turn a NaN into 0.
         if variance < 0.0 {
             0.0
         } else {
@@ -94,8 +95,8 @@ fn measure<E: Element>(norm: &ColumnNormKernel, cols: usize, x: &[E], pad: &[u8]
     BatchStatistics { count, mean, square, square_of_all: None, rows: rows as f64 }
 }
 
-/// The batches of all ranks as one (Chan, Golub and LeVeque 1979): from counts, means and mean squares about those
-/// means, never as mean x² − mean², which cancels.
+/// Merges the batches of all ranks (Chan, Golub and LeVeque 1979) from counts, means and mean squares about those
+/// means; mean x² − mean² would cancel.
 fn over_ranks(batch: BatchStatistics, o: &ColumnOptions) -> Result<BatchStatistics> {
     let Some(ranks) = o.ranks else { return Ok(batch) };
     let cols = batch.square.len();
@@ -133,7 +134,7 @@ pub fn forward<E: Element>(norm: &ColumnNormKernel, v: &ColumnViews) -> Result<(
     // bytes; y, stats and the copies of the buffers are its own.
     let (x, weight, bias, pad) =
         unsafe { (v.x.slice::<E>(), v.weight.slice::<E::Acc>(), v.bias.slice(), v.pad.slice::<u8>()) };
-    // SAFETY: as above.
+    // SAFETY: see above.
     let (y, out, mut state) = unsafe { (v.y.slice_mut::<E>(), v.stats.slice_mut::<E::Acc>(), v.state()) };
     if !v.given {
         let o = &v.options;
@@ -158,7 +159,7 @@ pub fn forward<E: Element>(norm: &ColumnNormKernel, v: &ColumnViews) -> Result<(
 
 pub fn backward<E: Element>(norm: &ColumnNormKernel, v: &ColumnViews, d: &ColumnGradients) -> Result<()> {
     let cols = v.stats.cols();
-    // SAFETY: as in `forward`.
+    // SAFETY: see `forward`.
     let (dy, x, weight, pad, rows) = unsafe {
         (d.dy.slice::<E>(), v.x.slice::<E>(), v.weight.slice::<E::Acc>(), v.pad.slice::<u8>(), v.stats.slice())
     };
@@ -194,7 +195,7 @@ pub fn backward<E: Element>(norm: &ColumnNormKernel, v: &ColumnViews, d: &Column
     Ok(())
 }
 
-/// p, q and r of dx = p⊙dy − q⊙x̂ − r; moves ν.
+/// Returns p, q and r of dx = p⊙dy − q⊙x̂ − r, and updates ν.
 fn slopes<A: Accumulator>(
     norm: &ColumnNormKernel,
     stats: &Stats,

@@ -1,5 +1,5 @@
-//! Norms with statistics of columns on a GPU: what `cuda/device/columns.cuh` and `settle.cuh` take, made from
-//! views, and the order of their passes. No number is read back: what decides is decided on the device.
+//! Norms with column statistics on a GPU: the arguments of `cuda/device/columns.cuh` and `settle.cuh`, built from
+//! views, and the order of the passes. No number is read back to the host; the device decides everything.
 
 use super::call::{ColumnGradients, ColumnViews};
 use super::ColumnNormKernel;
@@ -11,28 +11,28 @@ use crate::kernel::view::View;
 use std::ptr::null_mut;
 use tch::{Kind, Tensor};
 
-/// Threads of a block: eight warps.
+/// The threads of a block: eight warps.
 const THREADS: u32 = 256;
-/// A slab's least rows: eight for a warp.
+/// The minimum number of rows in a slab: eight per warp.
 const SLAB: i64 = 64;
-/// Beyond that many slabs they grow: what they leave is soon merged.
+/// The number of slabs from which slabs grow instead, so that their partial results are merged quickly.
 const MOST_SLABS: i64 = 512;
-/// What slabs leave of a column at most: columns.cuh's PARTS, and the two sums of a gradient.
+/// The maximum number of partial results of a slab per column: PARTS in columns.cuh, and a gradient's two sums.
 const MOST_PARTS: i64 = 3;
 
-/// Rows of a slab, and how many slabs there are.
+/// Returns the rows of a slab, and the number of slabs.
 pub fn slabs(rows: i64) -> (i64, i64) {
     let slab = SLAB.max((rows + MOST_SLABS - 1) / MOST_SLABS);
     (slab, (rows + slab - 1) / slab)
 }
 
-/// The numbers that slabs leave together.
+/// Returns the number of partial results of all slabs.
 fn partial_length(rows: i64, cols: i64) -> i64 {
     slabs(rows).1 * (MOST_PARTS * cols + 1) + 1
 }
 
 device_struct! {
-    /// columns.cuh's `Rows`.
+    /// The struct `Rows` of columns.cuh.
     #[derive(Clone, Copy)]
     struct Rows = "Rows" {
         pad: *const u8,
@@ -43,7 +43,7 @@ device_struct! {
 }
 
 device_struct! {
-    /// columns.cuh's `Ahead`.
+    /// The struct `Ahead` of columns.cuh.
     struct Ahead = "Ahead" {
         first: *const u8,
         iters: *const u8,
@@ -56,7 +56,7 @@ device_struct! {
 }
 
 device_struct! {
-    /// columns.cuh's `Measure`.
+    /// The struct `Measure` of columns.cuh.
     struct Measure = "Measure" {
         x: *const u8,
         rows: Rows,
@@ -67,7 +67,7 @@ device_struct! {
 }
 
 device_struct! {
-    /// columns.cuh's `Normalise`.
+    /// The struct `Normalise` of columns.cuh.
     struct Normalise = "Normalise" {
         x: *const u8,
         rows: Rows,
@@ -80,7 +80,7 @@ device_struct! {
 }
 
 device_struct! {
-    /// columns.cuh's `GradientSums`.
+    /// The struct `GradientSums` of columns.cuh.
     struct GradientSums = "GradientSums" {
         dy: *const u8,
         x: *const u8,
@@ -95,7 +95,7 @@ device_struct! {
 }
 
 device_struct! {
-    /// columns.cuh's `Gradient`.
+    /// The struct `Gradient` of columns.cuh.
     struct Gradient = "Gradient" {
         dy: *const u8,
         x: *const u8,
@@ -107,7 +107,7 @@ device_struct! {
 }
 
 device_struct! {
-    /// settle.cuh's `Merge`.
+    /// The struct `Merge` of settle.cuh.
     struct Merge = "Merge" {
         partial: *const f32,
         counts: *const f32,
@@ -120,7 +120,7 @@ device_struct! {
 }
 
 device_struct! {
-    /// column_norm.cuh's `Options`.
+    /// The struct `Options` of column_norm.cuh.
     struct DeviceOptions = "Options" {
         alpha: f64,
         eps: f64,
@@ -132,7 +132,7 @@ device_struct! {
 }
 
 device_struct! {
-    /// settle.cuh's `Settle`.
+    /// The struct `Settle` of settle.cuh.
     struct Settle = "Settle" {
         mean: *const f64,
         square: *const f64,
@@ -151,7 +151,7 @@ device_struct! {
 }
 
 device_struct! {
-    /// settle.cuh's `Slopes`.
+    /// The struct `Slopes` of settle.cuh.
     struct Slopes = "Slopes" {
         sum: *const u8,
         sum_x: *const u8,
@@ -180,7 +180,7 @@ pub const STRUCTS: &[&StructLayout] = &[
     &Slopes::LAYOUT,
 ];
 
-/// The kernels of the norm with statistics of columns in a `.cu` beside the caller.
+/// Builds the program of a norm with column statistics from a `.cu` file beside the caller.
 #[macro_export]
 macro_rules! column_program {
     ($file:literal) => {{
@@ -193,7 +193,7 @@ macro_rules! column_program {
     }};
 }
 
-/// A norm's kernels for one matrix.
+/// The launches of a norm's kernels for one matrix.
 struct Launcher {
     device: Device,
     norm: &'static ColumnNormKernel,
@@ -201,14 +201,15 @@ struct Launcher {
     rows: Rows,
     cols: u32,
     slabs: i64,
-    /// What slabs leave.
+    /// The workspace for the slabs' partial results.
     partial: Tensor,
-    /// Blocks that take a slab and a tile each.
+    /// The grid in which each block takes a slab and a tile of columns.
     tiled: Grid,
 }
 
 impl Launcher {
-    /// `views`: what is read and written some columns at a time; `measures`: slabs leave something.
+    /// Prepares the launches. `views` are read and written some columns at a time; `measures` is true if slabs need a
+    /// workspace.
     fn of(
         device: Device,
         norm: &'static ColumnNormKernel,
@@ -237,12 +238,12 @@ impl Launcher {
         })
     }
 
-    /// All rows, padding too.
+    /// Returns all rows, padding included.
     fn all_rows(&self) -> Rows {
         Rows { pad: null_mut(), ..self.rows }
     }
 
-    /// The rows that y and dx are computed of.
+    /// Returns the rows for which y and dx are computed.
     fn written(&self, release: bool) -> Rows {
         if release {
             self.all_rows()
@@ -251,34 +252,35 @@ impl Launcher {
         }
     }
 
-    /// Blocks that take 32 columns each.
+    /// Returns the grid in which each block takes 32 columns.
     fn by_columns(&self) -> Grid {
         Grid { blocks: self.cols.div_ceil(32), threads: THREADS }
     }
 
     /// # Safety
-    /// As [`cuda::launch`].
+    /// The same conditions hold as for [`cuda::launch`].
     unsafe fn launch<A>(&self, kernel: &'static str, grid: Grid, arguments: &A) -> Result<()> {
-        // SAFETY: as the caller promises.
+        // SAFETY: guaranteed by the caller.
         unsafe { cuda::launch(self.device, &self.norm.program, &self.options, kernel, grid, arguments) }
     }
 
-    /// The slabs' counts of real rows, behind what else they leave, and behind those whether y has been written.
+    /// Returns the address of the slabs' counts of real rows, which follow the other partial results; after them comes
+    /// the flag that y has been written.
     fn counts(&self) -> *mut f32 {
         // SAFETY: the workspace is `partial_length` long.
         unsafe { self.partial.data_ptr().cast::<f32>().add((self.slabs * MOST_PARTS) as usize * self.cols as usize) }
     }
 
     fn wrote(&self) -> *mut f32 {
-        // SAFETY: as above.
+        // SAFETY: see above.
         unsafe { self.counts().add(self.slabs as usize) }
     }
 
-    /// Mean and mean square of `rows`, and how many are real; mean and count may be unwanted. With `write` y too, where
-    /// it needs nothing of the batch.
+    /// Computes the mean and the mean square of `rows`, and the count of real ones; mean and count may be null. With
+    /// `write` it also writes y, if that needs no statistics of the batch.
     ///
     /// # Safety
-    /// The views are of a forward call; the places have room for every column.
+    /// The views belong to a forward call, and the outputs have room for every column.
     unsafe fn measure(
         &self,
         v: &ColumnViews,
@@ -317,7 +319,7 @@ impl DeviceOptions {
 
 const ONE_BLOCK: Grid = Grid { blocks: 1, threads: THREADS };
 
-/// y and the statistics that made it, settled from the batch and the buffers, which then move, or given.
+/// Computes y and its statistics. These come from the batch and the buffers, which are then updated, or are given.
 pub fn forward(device: Device, norm: &'static ColumnNormKernel, v: &ColumnViews) -> Result<()> {
     if v.stats.cols == 0 {
         return Ok(());
@@ -339,21 +341,21 @@ pub fn forward(device: Device, norm: &'static ColumnNormKernel, v: &ColumnViews)
     unsafe { kernels.launch("columns_normalise", kernels.tiled, &normalise) }
 }
 
-/// The statistics of y, from the batch and the buffers; whether y may have been written on the way.
+/// Settles the statistics of y from the batch and the buffers; returns true if y may have been written on the way.
 fn settle(kernels: &Launcher, v: &ColumnViews) -> Result<bool> {
     let options = DeviceOptions::of(v);
     let writes = options.train && !v.first.is_absent();
     let [mut mean, mut square, mut square_of_all, mut count] = [null_mut::<f64>(); 4];
     let batch = room(kernels.device, &[4, v.stats.cols], Kind::Double)?;
     if !options.running {
-        // SAFETY: four rows, and of the last the first number is used.
+        // SAFETY: there are four rows, and only the first number of the last one is used.
         let row = |i: usize| unsafe { batch.data_ptr().cast::<f64>().add(i * v.stats.cols()) };
         (mean, square, square_of_all, count) = (row(0), row(1), row(1), row(3));
-        // SAFETY: as in `forward`; the rows of the batch have room for every column.
+        // SAFETY: see `forward`; the rows of the batch have room for every column.
         unsafe { kernels.measure(v, kernels.rows, [mean, square, count], writes)? };
         if options.release && !v.pad.is_absent() {
             square_of_all = row(2);
-            // SAFETY: as above.
+            // SAFETY: see above.
             unsafe { kernels.measure(v, kernels.all_rows(), [null_mut(), square_of_all, null_mut()], false)? };
         }
     }
@@ -372,12 +374,12 @@ fn settle(kernels: &Launcher, v: &ColumnViews) -> Result<bool> {
         options,
         largest: v.largest(),
     };
-    // SAFETY: as above; the buffers, of one type, and the statistics have a number for every column.
+    // SAFETY: see above; the buffers, of one type, and the statistics have a number for every column.
     unsafe { kernels.launch("columns_settle", ONE_BLOCK, &settle)? };
     Ok(writes)
 }
 
-/// dx and the parameters' gradients; moves PowerNorm's ν.
+/// Computes dx and the parameters' gradients, and updates PowerNorm's ν.
 pub fn backward(device: Device, norm: &'static ColumnNormKernel, v: &ColumnViews, d: &ColumnGradients) -> Result<()> {
     if v.stats.cols == 0 {
         return Ok(());
@@ -406,7 +408,7 @@ pub fn backward(device: Device, norm: &'static ColumnNormKernel, v: &ColumnViews
         alpha_bwd,
         largest: v.largest(),
     };
-    // SAFETY: as in `forward`; the gradients are fresh, a slab has its place in the workspace, and slopes has three rows.
+    // SAFETY: see `forward`; the gradients are fresh, a slab has its place in the workspace, and slopes has three rows.
     unsafe {
         kernels.launch("columns_gradient_sums", kernels.tiled, &sums_of)?;
         sum_partials(device, partial, kernels.slabs as i32, [2 * i64::from(cols); 2], &sums)?;

@@ -1,4 +1,4 @@
-//! The passes over memory of all norms with statistics of columns.
+//! The passes over memory that all norms with column statistics share.
 
 use crate::cpu::convert::{narrow, scratch, target, wide, widen};
 use crate::cpu::memory::Aligned;
@@ -6,18 +6,18 @@ use crate::cpu::{Accumulator, Element};
 use crate::multiversion;
 use std::array::from_fn;
 
-/// Rows summed in the computing type before their sum is added in f64.
+/// The number of rows summed in the computing type before their sum is added in f64.
 pub const BLOCK_ROWS: usize = 64;
-/// Rows added at a time: a partial sum in memory is then touched once for four rows.
+/// The number of rows added at a time, so that a partial sum in memory is touched once for four rows.
 const GROUP: usize = 4;
 
-/// Whether a row is padding; an empty mask marks none.
+/// True if a row is padding; an empty mask marks none.
 #[inline(always)]
 fn is_pad(pad: &[u8], r: usize) -> bool {
     pad.get(r).is_some_and(|v| *v != 0)
 }
 
-/// Calls `step` with up to four real rows, how many of them count, and whether a block ends with them.
+/// Calls `step` with up to four real rows, their number, and true if a block ends with them.
 #[inline(always)]
 fn in_blocks(rows: usize, pad: &[u8], mut step: impl FnMut([usize; GROUP], usize, bool)) {
     let (mut group, mut n, mut groups) = ([0; GROUP], 0, 0);
@@ -49,7 +49,8 @@ fn flush<A: Accumulator>(part: &mut [A], total: &mut [f64]) {
 }
 
 multiversion! {
-    /// sum += Σd and squares += Σd² over real rows, d = x − guess. Without a guess (empty) d = x, and `sum` stays as it is.
+    /// Adds Σd to `sum` and Σd² to `squares` over real rows, with d = x − guess. If `guess` is empty, d = x and `sum`
+    /// stays as it is.
     pub fn sums[E: Element](
         cols: usize, x: &[E], pad: &[u8], guess: &[E::Acc], sum: &mut [f64], squares: &mut [f64],
     ) {
@@ -58,7 +59,7 @@ multiversion! {
         }
         let centred = !guess.is_empty();
         let zero = Aligned::new(cols);
-        // A row that adds nothing, for groups that are not full.
+        // The row adds nothing, and fills up groups that are not full.
         let absent: &[E::Acc] = if centred { guess } else { &zero };
         let mut held = [(); GROUP].map(|()| scratch::<E>(cols));
         let (mut part, mut part_squares) = (Aligned::new(if centred { cols } else { 0 }), Aligned::new(cols));
@@ -104,7 +105,7 @@ fn add_squares<A: Accumulator>(rows: [&[A]; GROUP], squares: &mut [A]) {
 }
 
 multiversion! {
-    /// y = γ⊙x̂ + β, and 0 at padding.
+    /// Computes y = γ⊙x̂ + β, and 0 at padding.
     pub fn normalise[E: Element](
         cols: usize, x: &[E], pad: &[u8], shift: &[E::Acc], scale: &[E::Acc], weight: &[E::Acc], bias: &[E::Acc],
         y: &mut [E],
@@ -136,7 +137,7 @@ fn write<A: Accumulator>(x: &[A], shift: &[A], scale: &[A], weight: &[A], bias: 
 }
 
 multiversion! {
-    /// sum += Σdy and sum_x += Σdy⊙x̂ over real rows.
+    /// Adds Σdy to `sum` and Σdy⊙x̂ to `sum_x` over real rows.
     pub fn gradient_sums[E: Element](
         cols: usize, dy: &[E], x: &[E], pad: &[u8], shift: &[E::Acc], scale: &[E::Acc], sum: &mut [f64],
         sum_x: &mut [f64],
@@ -155,7 +156,7 @@ multiversion! {
                 }
                 let dys: [&[E::Acc]; GROUP] =
                     from_fn(|i| if i < n { wide(&dy[group[i] * cols..][..cols], &held[i].0) } else { &*zero });
-                // Any row will do where dy is zero, if it is finite: the shift, whose x̂ is zero.
+                // If dy is zero, any finite row will do: this takes the shift, whose x̂ is zero.
                 let xs: [&[E::Acc]; GROUP] =
                     from_fn(|i| if i < n { wide(&x[group[i] * cols..][..cols], &held[i].1) } else { shift });
                 add_gradients(dys, xs, shift, scale, &mut part, &mut part_x);
@@ -188,7 +189,7 @@ fn add_gradients<A: Accumulator>(
     }
 }
 
-/// dx = p⊙dy − q⊙x̂ − r.
+/// The coefficients of dx = p⊙dy − q⊙x̂ − r.
 #[derive(Clone, Copy)]
 pub struct GradientCoefficients<'a, A> {
     pub p: &'a [A],
@@ -197,7 +198,7 @@ pub struct GradientCoefficients<'a, A> {
 }
 
 multiversion! {
-    /// dx, 0 at padding.
+    /// Computes dx, and 0 at padding.
     pub fn gradient[E: Element](
         cols: usize, dy: &[E], x: &[E], pad: &[u8], shift: &[E::Acc], scale: &[E::Acc],
         slopes: GradientCoefficients<E::Acc>, dx: &mut [E],
@@ -235,7 +236,7 @@ mod tests {
     use super::*;
     use crate::cpu::simd::{force, Level};
 
-    /// Numbers in [−1, 1), some of them exactly representable in bf16.
+    /// Returns numbers in [−1, 1), some of them exactly representable in bf16.
     fn numbers(n: usize, step: usize) -> Vec<f32> {
         (0..n).map(|i| ((i * step + i * i * 7) % 509) as f32 / 254.5 - 1.0).collect()
     }

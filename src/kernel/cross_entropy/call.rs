@@ -1,4 +1,4 @@
-//! A call's tensors: rows over threads on the CPU, a launch on a GPU.
+//! Cross-entropy on an operator's tensors: rows over threads on the CPU, a launch on a GPU.
 
 use super::{backward as backward_rows, forward as forward_rows, in_place as in_place_rows};
 use super::{Smoothing, Targets, PROGRAM};
@@ -12,7 +12,7 @@ use crate::kernel::view::{by_dtype, View};
 use std::ops::Range;
 use std::sync::Mutex;
 
-/// What every pass reads: logits (rows, classes), a target per row, and classes that count, which may be absent.
+/// The inputs of every pass: logits (rows, classes), a target per row, and an optional mask of classes.
 pub struct LossViews {
     pub logits: View,
     pub target: View,
@@ -21,14 +21,14 @@ pub struct LossViews {
     pub ignore_index: i64,
 }
 
-/// Losses of rows; lse (two numbers each) is absent where no backward pass follows.
+/// The losses of the rows; lse (two numbers each) is absent if no backward pass follows.
 pub struct Losses {
     pub loss: View,
     pub nll: View,
     pub lse: View,
 }
 
-/// The losses, and the log sums that the backward pass needs.
+/// Computes the losses, and the log sums that the backward pass needs.
 pub fn forward(device: Option<Device>, c: &LossViews, losses: &Losses) -> Result<()> {
     match device {
         None => by_dtype!(c.logits, E => forward_typed::<E>(c, losses)),
@@ -36,7 +36,7 @@ pub fn forward(device: Option<Device>, c: &LossViews, losses: &Losses) -> Result
     }
 }
 
-/// dlogits, from the forward's log sums.
+/// Computes dlogits from the forward's log sums.
 pub fn backward(device: Option<Device>, c: &LossViews, lse: View, dloss: &View, dlogits: &View) -> Result<()> {
     match device {
         None => by_dtype!(c.logits, E => backward_typed::<E>(c, &lse, dloss, dlogits)),
@@ -47,7 +47,7 @@ pub fn backward(device: Option<Device>, c: &LossViews, lse: View, dloss: &View, 
     }
 }
 
-/// The losses, and `scale`·∂(Σ loss)/∂logits where the logits were.
+/// Computes the losses, and overwrites the logits by `scale`·∂(Σ loss)/∂logits.
 pub fn in_place(device: Option<Device>, c: &LossViews, losses: &Losses, scale: &View) -> Result<()> {
     match device {
         None => by_dtype!(c.logits, E => in_place_typed::<E>(c, losses, scale)),
@@ -56,13 +56,14 @@ pub fn in_place(device: Option<Device>, c: &LossViews, losses: &Losses, scale: &
 }
 
 impl LossViews {
-    /// Runs `rows` on ranges of rows over threads; an Err is the first bad row within its range.
+    /// Runs `rows` on ranges of rows over threads; its `Err` is the first bad row within its range.
     fn each(
         &self,
         rows: impl Fn(Range<usize>, Range<usize>, Targets, &[u8]) -> std::result::Result<(), usize> + Sync,
     ) -> Result<()> {
         let (n, cols) = (self.logits.rows(), self.logits.cols());
-        // SAFETY: by the operator's table targets are int64, one per row, and mask bool, one per column; both contiguous.
+        // SAFETY: the operator's table guarantees int64 targets, one per row, and a bool mask, one per column; both are
+        // contiguous.
         let (ids, mask) = unsafe { (self.target.slice::<i64>(), self.mask.slice::<u8>()) };
         let bad = Mutex::new(None::<usize>);
         let ignore = self.ignore_index;
@@ -86,14 +87,15 @@ impl LossViews {
     }
 }
 
-/// The numbers of `lse` of these rows.
+/// Returns the range of these rows' numbers in `lse`.
 fn pairs(rows: &Range<usize>) -> Range<usize> {
     2 * rows.start..2 * rows.end
 }
 
 fn forward_typed<E: Element>(c: &LossViews, to: &Losses) -> Result<()> {
     let (cols, smoothing) = (c.logits.cols(), c.smoothing);
-    // SAFETY: contiguous logits of E; loss, nll and lse are fresh, of the accumulation type: one number per row, and two of lse.
+    // SAFETY: contiguous logits of E; loss, nll and lse are fresh, of the accumulation type: one number per row, and
+    // two of lse.
     let (logits, loss, nll, lse) = unsafe {
         let row = |v: &View| Shared::new(v.slice_mut::<E::Acc>());
         (c.logits.slice::<E>(), row(&to.loss), row(&to.nll), row(&to.lse))
@@ -107,7 +109,7 @@ fn forward_typed<E: Element>(c: &LossViews, to: &Losses) -> Result<()> {
 
 fn backward_typed<E: Element>(c: &LossViews, lse: &View, dloss: &View, dlogits: &View) -> Result<()> {
     let (cols, smoothing) = (c.logits.cols(), c.smoothing);
-    // SAFETY: as in `forward_typed`; dlogits is fresh.
+    // SAFETY: see `forward_typed`; dlogits is fresh.
     let (logits, lse, dloss, dlogits) = unsafe {
         let dlogits = Shared::new(dlogits.slice_mut::<E>());
         (c.logits.slice::<E>(), lse.slice::<E::Acc>(), dloss.slice::<E::Acc>(), dlogits)
@@ -122,7 +124,7 @@ fn backward_typed<E: Element>(c: &LossViews, lse: &View, dloss: &View, dlogits: 
 
 fn in_place_typed<E: Element>(c: &LossViews, to: &Losses, scale: &View) -> Result<()> {
     let (cols, smoothing) = (c.logits.cols(), c.smoothing);
-    // SAFETY: the operator's table says that it is one f64.
+    // SAFETY: the operator's table guarantees that it is one f64.
     let scale = E::Acc::from_f64(unsafe { scale.slice::<f64>() }[0]);
     // SAFETY: contiguous logits of E that the caller lent for writing; loss and nll are fresh.
     let (logits, loss, nll) = unsafe {
@@ -136,19 +138,19 @@ fn in_place_typed<E: Element>(c: &LossViews, to: &Losses, scale: &View) -> Resul
     })
 }
 
-/// What a GPU's kernel makes besides losses (cross_entropy.cu, K_GRADIENT).
+/// The gradient that a GPU's kernel computes besides losses (cross_entropy.cu, K_GRADIENT).
 enum LogitGradient<'a> {
     No,
-    /// (dloss, dlogits)
+    /// From the log sums: (dloss, dlogits).
     FromLse(&'a View, &'a View),
-    /// The scale.
+    /// In place of the logits, with this scale.
     InPlace(&'a View),
 }
 
 pub const STRUCTS: &[&StructLayout] = &[&Arguments::LAYOUT];
 
 device_struct! {
-    /// cross_entropy.cu's `CrossEntropy`.
+    /// The struct `CrossEntropy` of cross_entropy.cu.
     struct Arguments = "CrossEntropy" {
         logits: *const u8,
         target: *const u8,

@@ -4,7 +4,7 @@ use super::Smoothing;
 use crate::error::Result;
 use tch::{Device, Kind, Tensor};
 
-/// The type that logits are computed in.
+/// Returns the type in which the loss of logits is computed.
 pub fn computed(t: &Tensor) -> Kind {
     if t.kind() == Kind::Double {
         Kind::Double
@@ -13,7 +13,7 @@ pub fn computed(t: &Tensor) -> Kind {
     }
 }
 
-/// (loss, nll).
+/// Returns (loss, nll).
 pub fn composed(
     logits: &Tensor,
     target: &Tensor,
@@ -32,7 +32,7 @@ pub fn composed(
     let mut target = target.f_masked_fill(&ignored, 0)?;
     let mut unknown = None;
     if target.device() != Device::Cpu {
-        // A GPU that gathers out of bounds does nothing more: there a target that is no class gives NaN.
+        // A GPU that gathers out of bounds becomes unusable, so there a target that is no class gives NaN.
         let outside = target.f_lt(0)?.f_logical_or(&target.f_ge(*z.size().last().unwrap_or(&0))?)?;
         target = target.f_masked_fill(&outside, 0)?;
         unknown = Some(outside);
@@ -46,7 +46,7 @@ pub fn composed(
         None => log_p,
     };
     let mut loss = nll.f_mul_scalar(smoothing.nll)?;
-    // Not 0·∞ where nothing is smoothed and a logit is −∞.
+    // Without smoothing, a logit of −∞ would give 0·∞.
     if smoothing.uniform != 0.0 {
         let sum = log_p.f_sum_dim_intlist([-1i64].as_slice(), false, kind)?;
         loss = loss.f_sub(&sum.f_mul_scalar(smoothing.uniform)?)?;

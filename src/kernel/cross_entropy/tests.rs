@@ -1,4 +1,4 @@
-//! The three functions against the definition, word by word in f64.
+//! Tests of the three functions against the definition, word by word in f64.
 
 use super::*;
 use crate::cpu::simd::{force, Level};
@@ -14,7 +14,7 @@ struct Case<E: Element> {
     smoothing: Smoothing,
 }
 
-/// Five rows, the second ignored; every third word outside V_t, one of them with a NaN in each row.
+/// Builds five rows, the second ignored; every third word is outside V_t, and one of those has a NaN in each row.
 fn case<E: Element>(cols: usize, magnitude: f64, masked: bool) -> Case<E> {
     let noise = |i: usize| ((i as u64 + 1).wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 40) as f64 / (1 << 23) as f64 - 1.0;
     let mut logits: Vec<E> = (0..5 * cols).map(|i| E::store(E::Acc::from_f64(magnitude * noise(i)))).collect();
@@ -28,7 +28,7 @@ fn case<E: Element>(cols: usize, magnitude: f64, masked: bool) -> Case<E> {
     Case { cols, logits, ids, mask, smoothing }
 }
 
-/// Loss, nll, lse and gradient of row r from the definition.
+/// Returns loss, nll, lse and gradient of row r from the definition.
 fn naive<E: Element>(c: &Case<E>, r: usize) -> (f64, f64, f64, Vec<f64>) {
     let z: Vec<f64> = c.logits[r * c.cols..][..c.cols].iter().map(|z| z.load().to_f64()).collect();
     let inside = |v: &usize| c.mask.is_empty() || c.mask[*v] != 0;
@@ -43,14 +43,14 @@ fn naive<E: Element>(c: &Case<E>, r: usize) -> (f64, f64, f64, Vec<f64>) {
     let Smoothing { nll: a, uniform: b } = c.smoothing;
     let loss = a * (lse - z[t]) + b * words.iter().map(|v| lse - z[*v]).sum::<f64>();
     for v in &words {
-        // Word by word from −log p: d(−log p_w)/dz_v = p_v − 1[v = w].
+        // The gradient is summed word by word from −log p: d(−log p_w)/dz_v = p_v − 1[v = w].
         let p = (z[*v] - lse).exp();
         gradient[*v] = a * (p - (*v == t) as u8 as f64) + b * (p * words.len() as f64 - 1.0);
     }
     (loss, lse - z[t], lse, gradient)
 }
 
-/// All three functions against the definition. `unit` is the storage type's rounding, `acc` the accumulator's.
+/// Compares all three functions with the definition. `unit` is the storage type's rounding, `acc` the accumulator's.
 fn compare<E: Element>(unit: f64, tiny: f64, magnitudes: &[f64]) {
     let acc = if size_of::<E::Acc>() == 8 { f64::EPSILON } else { f32::EPSILON as f64 };
     for level in Level::ALL {
@@ -71,7 +71,8 @@ fn compare<E: Element>(unit: f64, tiny: f64, magnitudes: &[f64]) {
                 in_place(cols, &mut inside, targets, &c.mask, c.smoothing, s, &mut loss2, &mut nll2).unwrap();
                 for r in 0..5 {
                     let (want_loss, want_nll, want_lse, want) = naive(&c, r);
-                    // Rounding of z − m and of the sums, relative to the largest term: √cols additions of rounding acc.
+                    // The tolerance covers the rounding of z − m and of the sums, relative to the largest term: √cols
+                    // additions of rounding acc.
                     let tolerance = 2.0 * acc * (magnitude + 8.0) * (cols as f64).sqrt().max(2.0);
                     let at = format!("{level:?} cols {cols} magnitude {magnitude} masked {masked} row {r}");
                     let sum = match lse[2 * r + 1] {
@@ -86,7 +87,7 @@ fn compare<E: Element>(unit: f64, tiny: f64, magnitudes: &[f64]) {
                     }
                     for v in 0..cols {
                         let want = scale * want[v];
-                        // exp carries the rounding of its argument, at most magnitude·acc, over to p ≤ 1.
+                        // exp passes the rounding of its argument, at most magnitude·acc, on to p ≤ 1.
                         let tolerance = unit * want.abs() + 4.0 * acc * (magnitude + 8.0) + tiny;
                         for got in [dlogits[r * cols + v], inside[r * cols + v]] {
                             let got = got.load().to_f64();
@@ -122,7 +123,8 @@ fn agrees_with_the_definition_in_f16() {
 
 #[test]
 fn smoothing_weights_sum_to_one_over_the_vocabulary() {
-    // fairseq's: the target has 1 − ε, the others ε/(n−1) each. Nguyen & Salazar's: 1 − ε + ε/n, the others ε/n.
+    // In fairseq, the target has 1 − ε and the others ε/(n−1) each. In Nguyen & Salazar's release, it has 1 − ε + ε/n,
+    // the others ε/n.
     let Smoothing { nll, uniform } = Smoothing::fairseq(0.1, 11);
     assert!((nll + uniform - 0.9).abs() < 1e-15 && (nll + 11.0 * uniform - 1.0).abs() < 1e-15);
     let Smoothing { nll, uniform } = Smoothing::twt(0.1, 10);
@@ -142,7 +144,7 @@ fn an_underflowing_probability_still_gets_the_uniform_gradient() {
 
 #[test]
 fn an_offset_changes_nothing() {
-    // Exact in f32: sixteenths, and offsets that leave them.
+    // The logits are sixteenths, and the offsets keep them exact in f32.
     let z: Vec<f32> = (0..300).map(|i| (i * 37 % 101) as f32 / 16.0 - 3.0).collect();
     let targets = Targets { ids: &[7], ignore: -1 };
     let run = |offset: f32| {
@@ -168,7 +170,7 @@ fn logits_at_the_end_of_the_range() {
         let (mut z, mut loss, mut nll) = ([3e38f32; 4], [0.0], [0.0]);
         in_place(4, &mut z, targets, &[], smoothing, 1.0, &mut loss, &mut nll).unwrap();
         assert!((loss[0] - 4f32.ln()).abs() < 1e-6 && nll == [4f32.ln()], "{loss:?} {nll:?}");
-        // A target that nobody expects, 6e38 below the rest.
+        // The target is 6e38 below the other logits.
         let (mut z, mut loss, mut nll) = ([-3e38f32, 3e38, 3e38, 3e38], [0.0], [0.0]);
         in_place(4, &mut z, targets, &[], smoothing, 1.0, &mut loss, &mut nll).unwrap();
         assert_eq!((loss, nll), ([f32::INFINITY], [f32::INFINITY]));

@@ -1,4 +1,4 @@
-//! Tensors on the CPU: a matrix packed, and its product with rows, which threads share.
+//! Packing of a matrix on the CPU, and its product with rows that are spread over threads.
 
 use super::{product, PackedMatrix};
 use crate::cpu::parallel::{self, Shared};
@@ -8,10 +8,10 @@ use crate::host::has_memory;
 use crate::kernel::view::View;
 use tch::{Device, Kind, Tensor};
 
-/// Rows that are worth a thread of their own.
+/// The number of rows that are worth a thread of their own.
 const GRAIN: usize = 96;
 
-/// W (n, k) and b (n), contiguous and of type A, packed.
+/// Packs W (n, k) and b (n), which must be contiguous and of type A.
 pub fn pack<A: Accumulator>(weight: &Tensor, bias: Option<&Tensor>) -> Result<PackedMatrix<A>> {
     let (n, k) = weight.size2()?;
     let of_type =
@@ -27,7 +27,7 @@ pub fn pack<A: Accumulator>(weight: &Tensor, bias: Option<&Tensor>) -> Result<Pa
     Ok(PackedMatrix::new(numbers(weight), bias.map(numbers), n as usize, k as usize))
 }
 
-/// y (…, n) = xWᵀ + b of x (…, k) of type A. No gradient is recorded.
+/// Computes y (…, n) = xWᵀ + b for x (…, k) of type A. No gradient is recorded.
 pub fn linear<A: Accumulator>(x: &Tensor, w: &PackedMatrix<A>) -> Result<Tensor> {
     let mut size = x.size();
     let k = size.pop().unwrap_or(0);
@@ -53,7 +53,7 @@ pub fn linear<A: Accumulator>(x: &Tensor, w: &PackedMatrix<A>) -> Result<Tensor>
     Ok(y.f_reshape(size.as_slice())?)
 }
 
-/// A's type as tensors have it.
+/// Returns A's type as a tensor's `Kind`.
 pub fn kind<A: Accumulator>() -> Kind {
     match size_of::<A>() {
         4 => Kind::Float,

@@ -1,4 +1,4 @@
-//! A call's tensors: rows over threads on the CPU, a launch on a GPU, the formula in tch.
+//! ReLU with dropout on an operator's tensors: rows over threads on the CPU, a launch on a GPU, the formula in tch.
 
 use super::{backward as backward_rows, forward as forward_rows, PROGRAM};
 use crate::cpu::parallel::{self, Shared};
@@ -11,7 +11,7 @@ use crate::kernel::launch::{columns, columns_at_a_time, grid_of_chunks, type_nam
 use crate::kernel::view::{by_dtype, View};
 use tch::Tensor;
 
-/// y of x, on the CPU or a GPU.
+/// Computes y from x, on the CPU or a GPU.
 pub fn forward(device: Option<Device>, x: &View, draw: &Draw, y: &View) -> Result<()> {
     match device {
         None => by_dtype!(x, E => forward_typed::<E>(x, draw, y)),
@@ -19,7 +19,7 @@ pub fn forward(device: Option<Device>, x: &View, draw: &Draw, y: &View) -> Resul
     }
 }
 
-/// dx of dy and y; of the draw p alone matters.
+/// Computes dx from dy and y; only p of `draw` matters.
 pub fn backward(device: Option<Device>, dy: &View, y: &View, draw: &Draw, dx: &View) -> Result<()> {
     match device {
         None => by_dtype!(y, E => backward_typed::<E>(dy, y, draw, dx)),
@@ -27,7 +27,7 @@ pub fn backward(device: Option<Device>, dy: &View, y: &View, draw: &Draw, dx: &V
     }
 }
 
-/// y in tch; `mask` is what dropout multiplies it by.
+/// Computes y with tch operations; `mask` holds dropout's factors.
 pub fn composed(x: &Tensor, mask: Option<&Tensor>) -> Result<Tensor> {
     let y = x.f_relu()?;
     match mask {
@@ -51,7 +51,7 @@ fn forward_typed<E: Element>(x: &View, draw: &Draw, y: &View) -> Result<()> {
 
 fn backward_typed<E: Element>(dy: &View, y: &View, draw: &Draw, dx: &View) -> Result<()> {
     let (rows, cols) = (y.rows(), y.cols());
-    // SAFETY: as in `forward_typed`.
+    // SAFETY: see `forward_typed`.
     let (dy, y, dx) = unsafe { (dy.slice::<E>(), y.slice::<E>(), Shared::new(dx.slice_mut::<E>())) };
     let dropout = draw.dropout();
     parallel::over_rows(rows, cols, |_, all| {
@@ -65,7 +65,7 @@ fn backward_typed<E: Element>(dy: &View, y: &View, draw: &Draw, dx: &View) -> Re
 pub const STRUCTS: &[&StructLayout] = &[&dropout::OnDevice::LAYOUT, &Relu::LAYOUT];
 
 device_struct! {
-    /// relu_dropout.cu's `Relu`.
+    /// The struct `Relu` of relu_dropout.cu.
     struct Relu = "Relu" {
         x: *const u8,
         dy: *const u8,
@@ -76,7 +76,7 @@ device_struct! {
     }
 }
 
-/// With `dy`, x is the forward's y and `to` is dx.
+/// Launches the forward kernel or, with `dy`, the backward kernel: x is then the forward's y, and `to` is dx.
 fn launch(device: Device, x: &View, dy: Option<&View>, draw: &Draw, to: &View) -> Result<()> {
     let vec = columns_at_a_time(x, &[x, dy.unwrap_or(x), to]);
     let chunks = columns(x)? / vec;

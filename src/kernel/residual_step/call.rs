@@ -1,4 +1,4 @@
-//! A call's tensors: the step's rows over threads on the CPU; on a GPU the launch is the norm's
+//! The residual step on an operator's tensors: rows over threads on the CPU, and the norm's launch on a GPU
 //! ([`rows::gpu`](crate::kernel::rows::gpu)).
 
 use super::{Gradients, StepParameters};
@@ -10,12 +10,12 @@ use crate::kernel::rows::call::{RowGradients, RowViews};
 use crate::kernel::rows::curve::NUMBERS;
 use crate::kernel::rows::{gpu, RowNormKernel};
 
-/// Calls `$work::<X, F, Y>($($arg),*)` for the dtypes that may meet: all alike, or an f32 stream with a 16-bit branch
-/// whose norm is of the branch's type or the stream's.
+/// Calls `$work::<X, F, Y>($($arg),*)` for the supported dtypes: all the same, or an f32 stream with a 16-bit branch
+/// whose norm has the branch's type or the stream's.
 macro_rules! by_types {
     ($x:expr, $f:expr, $y:expr, $work:ident($($arg:expr),*)) => {{
         use half::{bf16, f16};
-        // A step without a norm has no y, or an empty one: any type will do.
+        // A step without a norm has no y, or an empty one, so its type does not matter.
         match ($x.dtype, $f.dtype, if $y.is_absent() { $f.dtype } else { $y.dtype }) {
             (0, 0, 0) => $work::<f32, f32, f32>($($arg),*),
             (1, 1, 1) => $work::<f64, f64, f64>($($arg),*),
@@ -33,7 +33,7 @@ macro_rules! by_types {
     }};
 }
 
-/// x⁺, y and the statistics of every row; y and stats are absent without a norm.
+/// Computes x⁺, y and the statistics of every row; y and stats are absent without a norm.
 pub fn forward(device: Option<Device>, kernel: &'static RowNormKernel, v: &RowViews) -> Result<()> {
     match device {
         None => by_types!(v.x, v.f, v.y, forward_typed(kernel, v)),
@@ -41,7 +41,7 @@ pub fn forward(device: Option<Device>, kernel: &'static RowNormKernel, v: &RowVi
     }
 }
 
-/// Every gradient.
+/// Computes every gradient.
 pub fn backward(device: Option<Device>, kernel: &'static RowNormKernel, v: &RowViews, g: &RowGradients) -> Result<()> {
     match device {
         None => by_types!(v.x_plus, v.f, g.dy, backward_typed(kernel, v, g)),
@@ -74,7 +74,7 @@ where
     let (rows, cols) = (v.x.rows(), v.x.cols());
     // SAFETY: C++ gave contiguous tensors of these types and shapes; x_plus, y and stats are fresh.
     let (step, x, f) = unsafe { (step::<X::Acc>(v, cols), v.x.slice::<X>(), v.f.slice::<F>()) };
-    // SAFETY: as above.
+    // SAFETY: see above.
     let (x_plus, y, stats) = unsafe {
         (Shared::new(v.x_plus.slice_mut::<X>()), Shared::new(v.y.slice_mut::<Y>()), Shared::new(v.stats.slice_mut()))
     };
@@ -101,7 +101,7 @@ where
 {
     let norm = kernel.get::<X::Acc>();
     let (rows, cols) = (v.x_plus.rows(), v.x_plus.cols());
-    // SAFETY: as in `forward_typed`; the gradients are fresh, their sums of the accumulation type.
+    // SAFETY: see `forward_typed`; the gradients are fresh, their sums of the accumulation type.
     let (step, x_plus, x, f, stats, dx_plus, dy) = unsafe {
         (
             step::<X::Acc>(v, cols),
@@ -113,17 +113,17 @@ where
             g.dy.slice::<Y>(),
         )
     };
-    // SAFETY: as above.
+    // SAFETY: see above.
     let (dx, df) = unsafe { (Shared::new(g.dx.slice_mut::<X>()), Shared::new(g.df.slice_mut::<F>())) };
     let has_df = !g.df.is_absent();
-    // SAFETY: as above.
+    // SAFETY: see above.
     let [dweight, dbias, dalpha, dbeta]: [&mut [X::Acc]; 4] =
         unsafe { [g.dweight, g.dbias, g.dalpha, g.dbeta].map(|v| v.slice_mut()) };
     let mut found = [X::Acc::ZERO; NUMBERS];
     let dnumbers = if norm.curve.is_some() { &mut found[..] } else { &mut [] };
     parallel::sum_over_rows(rows, cols, [dweight, dbias, dalpha, dbeta, dnumbers], |r, all, sums| {
         let [dweight, dbias, dalpha, dbeta, dnumbers] = sums;
-        // An absent tensor is empty and stays so.
+        // An absent tensor is empty, and so is its part.
         fn part<T>(t: &[T], all: std::ops::Range<usize>) -> &[T] {
             if t.is_empty() {
                 t
@@ -133,7 +133,7 @@ where
         }
         // SAFETY: the ranges are disjoint and inside dx.
         let dx = unsafe { dx.slice(all.clone()) };
-        // SAFETY: as above; where df is dx itself, one of them is left out.
+        // SAFETY: see above; if df is dx itself, one of them is left out.
         let df = if has_df { unsafe { df.slice(all.clone()) } } else { &mut [] };
         let mut grads = Gradients { dweight, dbias, dalpha, dbeta, dnumbers };
         super::backward::<X, F, Y>(

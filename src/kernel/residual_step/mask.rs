@@ -1,19 +1,19 @@
-//! Dropout's random bits, group by group.
+//! Dropout's random bits, drawn for groups of rows.
 
 use crate::cpu::philox::{self, Dropout};
 use crate::kernel::rows::{rows, Group, GROUP};
 use crate::multiversion;
 
-/// Random bits of a group of rows, and the threshold from which an element is kept.
+/// The random bits of a group of rows, and the threshold from which an element is kept.
 pub type Bits<'a> = Option<(u16, [&'a [u16]; GROUP])>;
 
-/// The dropout mask, drawn for a few groups at a time: narrow rows share Philox's groups of sixteen blocks.
+/// The dropout mask, drawn for a few groups at a time, because narrow rows share Philox's groups of sixteen blocks.
 pub struct Mask {
     dropout: Option<Dropout>,
     first_row: usize,
     group: Group,
     cols: usize,
-    /// Groups drawn together.
+    /// The number of groups drawn together.
     batch: usize,
     bits: Vec<u16>,
 }
@@ -26,7 +26,8 @@ impl Mask {
         Mask { dropout, first_row, group, cols, batch, bits }
     }
 
-    /// Groups are asked for in order. Rows that stand in for absent ones have bits of their own, which nothing hangs on.
+    /// Returns the bits of group `g`; groups must be asked for in order. Spare rows have bits of their own, which do
+    /// not matter.
     #[inline(always)]
     pub fn group(&mut self, g: usize) -> Bits<'_> {
         let dropout = self.dropout?;

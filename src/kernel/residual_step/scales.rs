@@ -1,4 +1,4 @@
-//! The backward pass's second half: from G to dx, df and the gradients of the scales.
+//! The second half of the backward pass: from G to dx, df and the gradients of the scales.
 
 use super::mask::Bits;
 use super::{keep, StepParameters};
@@ -10,7 +10,7 @@ use crate::kernel::rows::{
     columns, each_row, fetch, rows, Blocks, BlocksMut, Lines, Measured, RowGradient, GROUP, PARTS,
 };
 
-/// What the gradient reads of a group of rows; absent rows are empty. With a curve `dx_plus` is G itself.
+/// The inputs of the gradient for a group of rows; absent rows are empty. With a curve, `dx_plus` is G itself.
 pub struct StepRows<'a, X, F, Y, D> {
     pub dx_plus: [&'a [D]; GROUP],
     pub dy: [&'a [Y]; GROUP],
@@ -19,8 +19,8 @@ pub struct StepRows<'a, X, F, Y, D> {
     pub f: [&'a [F]; GROUP],
 }
 
-/// The scales α and β per column, empty where both are one, and the sums of their gradients (but for dropout's scale);
-/// these are empty where not wanted.
+/// The scales α and β per column, empty if both are one, and the sums of their gradients (without dropout's scale),
+/// which are empty if not wanted.
 pub struct Scales<A> {
     pub alpha: Aligned<A>,
     pub beta: Aligned<A>,
@@ -29,7 +29,7 @@ pub struct Scales<A> {
 }
 
 impl<A: Accumulator> Scales<A> {
-    /// dx = α⊙G and df = β⊙drop(G) of G = dx⁺ + N′(dy), and what a group adds to dα and dβ.
+    /// Computes dx = α⊙G and df = β⊙drop(G) for G = dx⁺ + N′(dy), and adds the group's part to dα and dβ.
     #[inline(always)]
     pub fn apply<S: Isa, X: Element<Acc = A>, F: Element<Acc = A>, Y: Element<Acc = A>, D: Element<Acc = A>>(
         &mut self,
@@ -120,7 +120,7 @@ impl<A: Accumulator> Scales<A> {
                     let mut sum = Of::<A, S>::pair(&dbeta[i]);
                     each_row!(S, r => {
                         let f = Of::<A, S>::pair(&f[r][i]);
-                        // The product is dropped, not the factor: what was dropped may have been infinite.
+                        // The product is dropped, not its factor, because the dropped value may have been infinite.
                         let mut d = [f[0].mul(total[r][0]), f[1].mul(total[r][1])];
                         if dropped {
                             d = keep::<A, S>(d, &bits[r][i], threshold);
@@ -136,12 +136,12 @@ impl<A: Accumulator> Scales<A> {
     }
 }
 
-/// Columns to sum in: none where the gradient is not wanted.
+/// Allocates the column sums; empty if the gradient is not wanted.
 pub fn sum_of<A: Accumulator>(gradient: &[A], cols: usize) -> Aligned<A> {
     Aligned::new(if gradient.is_empty() { 0 } else { cols.next_multiple_of(PAIR_LANES) })
 }
 
-/// Adds the column sums, or their sum, times dropout's scale.
+/// Adds the column sums, or their total, times dropout's scale to the gradient.
 pub fn finish<A: Accumulator>(sums: &[A], dropout: Option<Dropout>, gradient: &mut [A]) {
     let scale = A::from_f64(dropout.map_or(1.0, |d| d.scale));
     for (i, sum) in sums.iter().enumerate() {
@@ -149,7 +149,7 @@ pub fn finish<A: Accumulator>(sums: &[A], dropout: Option<Dropout>, gradient: &m
     }
 }
 
-/// α, and β times what dropout multiplies the kept elements by; both empty where all of that is one.
+/// Returns α, and β times dropout's factor of kept elements; both are empty if all of them are one.
 pub fn scales<A: Accumulator>(step: &StepParameters<A>) -> (Aligned<A>, Aligned<A>) {
     if step.alpha.is_empty() && step.beta.is_empty() && step.dropout.is_none() {
         return (Aligned::new(0), Aligned::new(0));

@@ -1,4 +1,4 @@
-//! The fused step against its parts composed in f64, and what must not change its bits.
+//! Tests of the fused step against its parts composed in f64, and of the invariance of its bits.
 
 use super::*;
 use crate::cpu::philox::{self, Stream};
@@ -39,7 +39,7 @@ fn cases() -> Vec<Case> {
     cases
 }
 
-/// drop() as a matrix of factors.
+/// Returns drop() as a matrix of factors.
 fn factors(case: &Case) -> Vec<f64> {
     let Some(dropout) = case.dropout else { return vec![1.0; ROWS * case.cols] };
     let mut bits = philox::scratch(1, case.cols);
@@ -60,7 +60,7 @@ fn at(scale: &[f64], c: usize) -> f64 {
     }
 }
 
-/// One case against its parts, composed in f64.
+/// Checks one case against its parts, composed in f64.
 fn check<N: RowNorm, X: Tested, F: Tested<Acc = X::Acc> + Element, Y: Tested<Acc = X::Acc>>(case: &Case) {
     let (cols, n) = (case.cols, ROWS * case.cols);
     let normed = N::STATS > 0;
@@ -113,7 +113,7 @@ fn check<N: RowNorm, X: Tested, F: Tested<Acc = X::Acc> + Element, Y: Tested<Acc
         let want = at(&alpha, i % cols) * x[i].value() + at(&beta, i % cols) * drop[i] * f[i].value();
         near(x_plus[i], want, 64.0 * X::UNIT_ACC, format_args!("x⁺ {i} of {cols}"));
     }
-    // From x⁺ as stored.
+    // The expected values start from x⁺ as stored.
     let wide: Vec<f64> = x_plus.iter().map(|v| v.value()).collect();
     let (mut want_y, mut want_stats) = (vec![0.0; n], vec![0.0; ROWS * N::STATS]);
     rows::forward::<f64>(&RowNormFns::of::<N>(), cols, &wide, &weight, &bias, eps, &mut want_y, &mut want_stats);
@@ -289,7 +289,7 @@ fn nothing_in_nothing_out() {
     }
 }
 
-/// A step before a curve against x⁺ first and the curve then, in one type: the same numbers.
+/// Checks that a step before a curve gives the same numbers, in one type, as x⁺ followed by the curve.
 fn check_curve<X: Tested, F: Tested<Acc = X::Acc> + Element>(case: &Case) {
     let (cols, n) = (case.cols, ROWS * case.cols);
     let norm = RowNormFns::<X::Acc>::of_curve::<DyT>();
@@ -316,7 +316,7 @@ fn check_curve<X: Tested, F: Tested<Acc = X::Acc> + Element>(case: &Case) {
     curve::forward::<X>(bend, cols, &plain, learned, &weight, &bias, &mut plain_y);
     assert!(x_plus == plain && y == plain_y, "{cols}");
 
-    // Its own gradient, computed in X's accumulator and then rounded once less.
+    // The step's gradient is computed in X's accumulator, and so rounded once less.
     let run = |norm: &RowNormFns<X::Acc>, dx_plus: &[X], dy: &[X]| {
         let (mut dx, mut df) = (vec![X::default(); n], vec![F::default(); n]);
         let sums = [cols, cols, alpha.len(), beta.len(), NUMBERS].map(|len| vec![X::Acc::ZERO; len]);

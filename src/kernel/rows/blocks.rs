@@ -1,7 +1,7 @@
-//! Rows in groups of up to four, and a row in blocks of thirty-two: what the passes over memory loop over.
+//! Groups of up to four rows, and blocks of thirty-two numbers in a row, over which the passes loop.
 //!
-//! The loops know only whole groups and whole blocks. Where a group is short of rows, spare rows of zeros stand in, which
-//! add nothing to any sum; where a row ends inside a block, a copy filled up with zeros does.
+//! The loops handle only whole groups and whole blocks. If a group has too few rows, spare rows of zeros fill it up,
+//! which add nothing to any sum; if a row ends inside a block, a copy filled up with zeros takes the block's place.
 
 use super::passes::{each_row, rows};
 use super::GROUP;
@@ -12,8 +12,8 @@ use std::array::from_fn;
 use std::ops::Range;
 use std::slice::from_mut;
 
-/// Coefficients per column, filled up to whole blocks: the caller's, or one number (the given one, or a default)
-/// repeated.
+/// Returns coefficients per column, filled up to whole blocks: the given ones, or one number repeated (the given one,
+/// or `default`).
 pub fn columns<A: Accumulator>(values: &[A], cols: usize, default: A) -> Aligned<A> {
     let (len, first) = (cols.next_multiple_of(PAIR_LANES), values.first().copied().unwrap_or(default));
     match values.len() {
@@ -23,7 +23,7 @@ pub fn columns<A: Accumulator>(values: &[A], cols: usize, default: A) -> Aligned
     }
 }
 
-/// Writes sums per column, or, to one number, their sum; nothing where they are not wanted.
+/// Writes sums per column or, to a single number, their total; nothing if `to` is empty.
 pub fn write_columns<A: Accumulator>(sums: &[A], to: &mut [A]) {
     match to {
         [sum] if sums.len() > 1 => *sum = sums.iter().fold(A::ZERO, |sum, &column| sum + column),
@@ -31,18 +31,18 @@ pub fn write_columns<A: Accumulator>(sums: &[A], to: &mut [A]) {
     }
 }
 
-/// Sums per column as they are so far, filled up to whole blocks.
+/// Returns the current sums per column, filled up to whole blocks.
 pub fn start<A: Accumulator>(sums: &[A], cols: usize) -> Aligned<A> {
     Aligned::filled_up(sums, cols.next_multiple_of(PAIR_LANES), A::ZERO)
 }
 
-/// How rows fall into groups. A group has room for [`GROUP`] rows; those beyond what the instruction set takes together are
-/// empty.
+/// The division of rows into groups. A group has room for [`GROUP`] rows; those beyond what the instruction set
+/// processes together are empty.
 #[derive(Clone, Copy, Debug)]
 pub struct Group {
     rows: usize,
     cols: usize,
-    /// Rows of a group.
+    /// The number of rows in a group.
     size: usize,
 }
 
@@ -70,12 +70,12 @@ impl Group {
         g * self.size..self.rows.min((g + 1) * self.size)
     }
 
-    /// A row of zeros, to be read where the last group is short of rows.
+    /// Returns a row of zeros, to read if the last group has too few rows.
     pub fn spare<E: Element>(&self) -> Vec<E> {
         memory::filled(E::default(), self.missing().min(1) * self.cols)
     }
 
-    /// The rows that the last group is short of, to be written.
+    /// Returns the rows missing in the last group, to write to.
     pub fn spare_out<E: Element>(&self) -> Vec<E> {
         memory::filled(E::default(), self.missing() * self.cols)
     }
@@ -84,7 +84,7 @@ impl Group {
         self.rows.next_multiple_of(self.size) - self.rows
     }
 
-    /// Group `g`; `spare` is [`spare`](Self::spare)'s. Empty rows of an empty tensor.
+    /// Returns group `g`, with `spare` from [`spare`](Self::spare). An empty tensor has empty rows.
     #[inline(always)]
     pub fn rows<'a, E>(&self, g: usize, all: &'a [E], spare: &'a [E]) -> [&'a [E]; GROUP] {
         if all.is_empty() {
@@ -99,7 +99,7 @@ impl Group {
         group
     }
 
-    /// Group `g`, to be written; `spare` is [`spare_out`](Self::spare_out)'s. Empty rows of an empty tensor.
+    /// Returns group `g` for writing, with `spare` from [`spare_out`](Self::spare_out). An empty tensor has empty rows.
     #[inline(always)]
     pub fn rows_mut<'a, E>(&self, g: usize, all: &'a mut [E], spare: &'a mut [E]) -> [&'a mut [E]; GROUP] {
         if all.is_empty() {
@@ -115,7 +115,7 @@ impl Group {
     }
 }
 
-/// The four rows of a buffer.
+/// Splits a buffer into its four rows.
 #[inline(always)]
 pub fn split<E>(all: &mut [E], cols: usize) -> [&mut [E]; GROUP] {
     let (a, rest) = all.split_at_mut(cols);
@@ -124,23 +124,24 @@ pub fn split<E>(all: &mut [E], cols: usize) -> [&mut [E]; GROUP] {
     [a, b, c, d]
 }
 
-/// As [`split`], to be read.
+/// Splits a buffer like [`split`], for reading.
 #[inline(always)]
 pub fn split_ref<E>(all: &[E], cols: usize) -> [&[E]; GROUP] {
     rows!(r => &all[r * cols..(r + 1) * cols])
 }
 
-/// A group of rows to read, in two parts: the whole blocks, and the filled-up one where a row ends inside a block.
+/// A group of rows to read, in two parts: the whole blocks, and the filled-up one if a row ends inside a block.
 pub struct Blocks<'a, E> {
     rows: [&'a [E]; GROUP],
-    /// Filled up when it is asked for.
+    /// The filled-up block, built when it is first asked for.
     rest: Option<[[E; PAIR_LANES]; GROUP]>,
 }
 
-/// Parts of a row; a loop over them is one loop body where a special case after the loop would be two.
+/// The number of parts of a row. A loop over parts has one body, where a special case after the loop would be a second
+/// one.
 pub const PARTS: usize = 2;
 
-/// Blocks of a row of `cols` numbers in this part.
+/// Returns the number of blocks in `part` of a row of `cols` numbers.
 #[inline(always)]
 fn count(cols: usize, part: usize) -> usize {
     if part == 0 {
@@ -156,7 +157,7 @@ impl<'a, E: Copy + Default> Blocks<'a, E> {
         Blocks { rows, rest: None }
     }
 
-    /// The rows' blocks of this part, `n` each.
+    /// Returns the rows' blocks of this part, `n` each.
     #[inline(always)]
     pub fn part<S: Isa>(&mut self, part: usize, n: usize) -> [&[[E; PAIR_LANES]]; GROUP] {
         if part == 0 || n == 0 {
@@ -170,14 +171,14 @@ impl<'a, E: Copy + Default> Blocks<'a, E> {
         rows!(r => &std::slice::from_ref(&rest[r])[..if r < S::ROWS { n } else { 0 }])
     }
 
-    /// Blocks of each row in this part.
+    /// Returns the number of blocks of each row in this part.
     #[inline(always)]
     pub fn len(&self, part: usize) -> usize {
         count(self.rows[0].len(), part)
     }
 }
 
-/// A group of rows to write, likewise.
+/// A group of rows to write, divided like [`Blocks`].
 pub struct BlocksMut<'a, E> {
     whole: [&'a mut [[E; PAIR_LANES]]; GROUP],
     tails: [&'a mut [E]; GROUP],
@@ -193,7 +194,7 @@ impl<'a, E: Element> BlocksMut<'a, E> {
         BlocksMut { whole: [a.0, b.0, c.0, d.0], tails: [a.1, b.1, c.1, d.1], rest: None }
     }
 
-    /// The rows' blocks of this part, `n` each.
+    /// Returns the rows' blocks of this part, `n` each.
     #[inline(always)]
     pub fn part<S: Isa>(&mut self, part: usize, n: usize) -> [&mut [[E; PAIR_LANES]]; GROUP] {
         let counts = rows!(r => if r < S::ROWS { n } else { 0 });
@@ -206,7 +207,7 @@ impl<'a, E: Element> BlocksMut<'a, E> {
         [&mut a[..counts[0]], &mut b[..counts[1]], &mut c[..counts[2]], &mut d[..counts[3]]]
     }
 
-    /// Writes the rest.
+    /// Copies the filled-up blocks to the rows' ends.
     #[inline(always)]
     pub fn finish(self) {
         let Some(rest) = &self.rest else { return };

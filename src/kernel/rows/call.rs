@@ -1,4 +1,4 @@
-//! A call's tensors: a norm of rows, over threads on the CPU or as a launch on a GPU ([`gpu`](super::gpu)).
+//! Row norms on an operator's tensors: over threads on the CPU, or a launch on a GPU ([`gpu`](super::gpu)).
 
 use super::curve::{self, NUMBERS};
 use super::{gpu, RowNormFns, RowNormKernel};
@@ -24,13 +24,13 @@ pub struct RowViews {
     pub y: View,
     pub stats: View,
     pub eps: f64,
-    /// p of the length, where it is not 2.
+    /// The order p of the ℓ_p length; `None` if it is 2.
     pub order: Option<f64>,
     pub draw: Draw,
 }
 
 impl RowViews {
-    /// Of the norm of x alone.
+    /// Returns the views of a norm of x alone.
     pub const fn alone(x: View, weight: View, stats: View, eps: f64) -> Self {
         const NO: View = View::ABSENT;
         let (order, draw) = (None, Draw::NONE);
@@ -45,7 +45,7 @@ impl RowViews {
     }
 }
 
-/// What goes into a backward pass and comes out of it. Absent gradients are not wanted.
+/// The inputs and outputs of a backward pass. Absent gradients are not wanted.
 #[derive(Clone, Copy)]
 pub struct RowGradients {
     pub dx_plus: View,
@@ -60,7 +60,7 @@ pub struct RowGradients {
 }
 
 impl RowGradients {
-    /// Of a norm's x alone.
+    /// Returns the views for the gradient of a norm's x alone.
     pub const fn alone(dy: View, dx: View) -> Self {
         const NO: View = View::ABSENT;
         let dnumbers = [NO; NUMBERS];
@@ -68,7 +68,7 @@ impl RowGradients {
     }
 
     /// # Safety
-    /// The gradients of the numbers are of type A, and no one else's.
+    /// The gradients of the numbers are of type A, and nothing else accesses them.
     pub unsafe fn write_numbers<A: Accumulator>(&self, found: &[A]) {
         for (v, found) in self.dnumbers.iter().zip(found) {
             if let Some(to) = v.slice_mut::<A>().first_mut() {
@@ -78,7 +78,7 @@ impl RowGradients {
     }
 }
 
-/// y and the statistics of every row.
+/// Computes y and the statistics of every row.
 pub fn forward(device: Option<Device>, kernel: &'static RowNormKernel, v: &RowViews) -> Result<()> {
     match device {
         None => by_dtype!(v.x, E => forward_typed::<E>(kernel.get(), v)),
@@ -86,7 +86,7 @@ pub fn forward(device: Option<Device>, kernel: &'static RowNormKernel, v: &RowVi
     }
 }
 
-/// dx and the parameters' gradients.
+/// Computes dx and the parameters' gradients.
 pub fn backward(device: Option<Device>, kernel: &'static RowNormKernel, v: &RowViews, g: &RowGradients) -> Result<()> {
     match device {
         None => by_dtype!(v.x, E => backward_typed::<E>(kernel.get(), v, g)),
@@ -102,7 +102,7 @@ fn forward_typed<E: Element>(norm: &RowNormFns<E::Acc>, v: &RowViews) -> Result<
         unsafe { (v.x.slice::<E>(), v.weight.slice(), v.bias.slice(), v.y.slice_mut::<E>(), v.stats.slice_mut()) };
     let (y, stats) = (Shared::new(y), Shared::new(stats));
     if let Some(curve) = &norm.curve {
-        // SAFETY: as above.
+        // SAFETY: see above.
         let numbers = unsafe { v.numbers() };
         parallel::over_rows(rows, cols, |_, all| {
             // SAFETY: the ranges are disjoint and inside y.
@@ -122,14 +122,14 @@ fn forward_typed<E: Element>(norm: &RowNormFns<E::Acc>, v: &RowViews) -> Result<
 
 fn backward_typed<E: Element>(norm: &RowNormFns<E::Acc>, v: &RowViews, g: &RowGradients) -> Result<()> {
     let (rows, cols) = (v.x.rows(), v.x.cols());
-    // SAFETY: as in `forward_typed`; dx, dweight and dbias are fresh.
+    // SAFETY: see `forward_typed`; dx, dweight and dbias are fresh.
     let (dy, x, weight, stats, dx) =
         unsafe { (g.dy.slice::<E>(), v.x.slice::<E>(), v.weight.slice(), v.stats.slice(), g.dx.slice_mut::<E>()) };
-    // SAFETY: as above.
+    // SAFETY: see above.
     let (dweight, dbias): (&mut [E::Acc], &mut [E::Acc]) = unsafe { (g.dweight.slice_mut(), g.dbias.slice_mut()) };
     let dx = Shared::new(dx);
     if let Some(curve) = &norm.curve {
-        // SAFETY: as above.
+        // SAFETY: see above.
         let (numbers, mut dnumbers) = (unsafe { v.numbers() }, [E::Acc::ZERO; NUMBERS]);
         parallel::sum_over_rows(rows, cols, [dweight, dbias, &mut dnumbers], |_, all, [dweight, dbias, dnumbers]| {
             // SAFETY: the ranges are disjoint and inside dx.

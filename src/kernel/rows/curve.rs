@@ -1,11 +1,11 @@
-//! Norms that are curves: y = w⊙f(z) + b with z = scale·x + shift, element by element.
+//! Norms that are curves: y = w⊙f(z) + b with z = scale·x + shift, elementwise.
 //!
 //! With g = w⊙dy and u = g⊙f′(z):
 //!
 //! > dx = scale·u,  dscale = Σ u⊙x,  dshift = Σ u,  dw = Σ dy⊙f(z),  db = Σ dy   (sums over rows)
 //!
-//! scale and shift are numbers, so their sums run over all elements: over a row in lanes, then row by row. A curve is two
-//! functions on a buffer of z, called through [`Curve`]; only they are compiled per curve.
+//! scale and shift are single numbers, so their sums run over all elements: over a row in lanes, then row by row. A
+//! curve is two functions on a buffer of z, called through [`Curve`]; only these are compiled per curve.
 
 use super::blocks::{columns, split, split_ref, start, write_columns, Blocks, BlocksMut, Group, PARTS};
 use super::passes::{each_row, fetch, normalise, rows};
@@ -15,15 +15,15 @@ use crate::cpu::pack::{pack, pack_mut, Isa, Of, Pack, Store, PAIR_LANES};
 use crate::cpu::{Accumulator, Element};
 use crate::{each_pack, multiversion};
 
-/// Learned numbers of a curve: the scale and the shift.
+/// The number of a curve's learned numbers: the scale and the shift.
 pub const NUMBERS: usize = 2;
 
-/// A [`CurveNorm`] as the kernels take it.
+/// A [`CurveNorm`] in the form for kernels.
 #[derive(Clone, Copy)]
 pub struct Curve<A> {
-    /// z ← f(z).
+    /// Computes z ← f(z).
     values: fn(&mut [A]),
-    /// z ← f(z), and f′(z).
+    /// Computes z ← f(z), and f′(z) into the second slice.
     slopes: fn(&mut [A], &mut [A]),
 }
 
@@ -49,15 +49,15 @@ multiversion! {
     }
 }
 
-/// The numbers of a norm that has fewer, or none.
+/// Returns a curve's numbers, with 1 for a missing scale and −0 for a missing shift.
 pub fn numbers<A: Accumulator>(given: [Option<A>; NUMBERS]) -> [A; NUMBERS] {
-    // Adding −0 changes nothing, adding 0 would turn −0 into 0.
+    // Adding −0 changes nothing, but adding 0 would turn −0 into 0.
     [given[0].unwrap_or(A::ONE), given[1].unwrap_or(-A::ZERO)]
 }
 
 multiversion! {
-    /// y = w⊙f(scale·x + shift) + b of `numbers` (scale, shift), for rows of `cols` numbers. `weight` and `bias` as in
-    /// [`super::forward`].
+    /// Computes y = w⊙f(scale·x + shift) + b with `numbers` = (scale, shift), for rows of `cols` numbers. `weight` and
+    /// `bias` are as in [`super::forward`].
     pub fn forward[isa S][E: Element](
         curve: &Curve<E::Acc>, cols: usize, x: &[E], numbers: [E::Acc; NUMBERS], weight: &[E::Acc], bias: &[E::Acc],
         y: &mut [E],
@@ -78,8 +78,8 @@ multiversion! {
 }
 
 multiversion! {
-    /// The gradient of [`forward`]: overwrites `dx`, adds to `dweight` (empty, or as long as `weight`), `dbias` (empty, or
-    /// one per column) and `dnumbers` (empty, or two).
+    /// Computes the gradient of [`forward`]: overwrites `dx`, adds to `dweight` (empty, or as long as `weight`),
+    /// `dbias` (empty, or one per column) and `dnumbers` (empty, or two).
     pub fn backward[isa S][E: Element](
         curve: &Curve<E::Acc>, cols: usize, dy: &[E], x: &[E], numbers: [E::Acc; NUMBERS], weight: &[E::Acc],
         dx: &mut [E], dweight: &mut [E::Acc], dbias: &mut [E::Acc], dnumbers: &mut [E::Acc],
@@ -100,12 +100,12 @@ multiversion! {
     }
 }
 
-/// A curve with its numbers, and room for what it makes of a group of rows.
+/// A curve with its numbers, and a buffer for a group of rows.
 pub struct Bend<'a, A> {
     curve: &'a Curve<A>,
     numbers: [A; NUMBERS],
     cols: usize,
-    /// z, then f(z).
+    /// The buffer of z, which becomes f(z).
     affines: Aligned<A>,
 }
 
@@ -114,7 +114,7 @@ impl<'a, A: Accumulator> Bend<'a, A> {
         Bend { curve, numbers, cols, affines: Aligned::new(GROUP * cols) }
     }
 
-    /// y = w⊙f(z) + b; the first `count` rows are real.
+    /// Computes y = w⊙f(z) + b; only the first `count` rows are real.
     #[inline(always)]
     pub fn forward<S: Isa, X: Element<Acc = A>, Y: Element<Acc = A>>(
         &mut self,
@@ -137,7 +137,7 @@ impl<'a, A: Accumulator> Bend<'a, A> {
         );
     }
 
-    /// z of a group of rows.
+    /// Computes z for a group of rows.
     #[inline(always)]
     fn straight<S: Isa, X: Element<Acc = A>>(&mut self, x: [&[X]; GROUP]) {
         let [scale, shift] = self.numbers.map(Of::<A, S>::splat);
@@ -171,7 +171,7 @@ pub struct BendBack<'a, A> {
 }
 
 impl<'a, A: Accumulator> BendBack<'a, A> {
-    /// `dweight`, `dbias` and `dnumbers` are what is added to; [`finish`](Self::finish) writes them.
+    /// Starts from the sums in `dweight`, `dbias` and `dnumbers`; [`finish`](Self::finish) writes the new ones.
     pub fn new(
         curve: &'a Curve<A>,
         numbers: [A; NUMBERS],
@@ -191,8 +191,8 @@ impl<'a, A: Accumulator> BendBack<'a, A> {
         }
     }
 
-    /// dx = scale·u, plus `dx_plus` where that is not empty, and what the rows add to the sums; the first `count` rows are
-    /// real.
+    /// Computes dx = scale·u, plus `dx_plus` unless that is empty, and adds the rows' part to the sums; only the first
+    /// `count` rows are real.
     #[inline(always)]
     pub fn backward<S: Isa, X: Element<Acc = A>, Y: Element<Acc = A>, D: Element<Acc = A>>(
         &mut self,
@@ -259,7 +259,8 @@ impl<'a, A: Accumulator> BendBack<'a, A> {
         }
     }
 
-    /// Writes the gradients of weight, bias and the curve's numbers, summed over all rows. An empty slice is not wanted.
+    /// Writes the gradients of weight, bias and the curve's numbers, summed over all rows. An empty slice is not
+    /// wanted.
     pub fn finish(&self, dweight: &mut [A], dbias: &mut [A], dnumbers: &mut [A]) {
         write_columns(&self.dweight[..self.bend.cols], dweight);
         write_columns(&self.dbias[..self.bend.cols], dbias);
@@ -276,7 +277,7 @@ pub(crate) mod tests {
 
     type Exact = fn(f64) -> (f64, f64);
 
-    /// A curve against its formula (f, f′): every type, width, kind of weight, and level.
+    /// Checks a curve against its formula (f, f′): every type, width, kind of weight, and level.
     pub fn check<N: CurveNorm>(exact: Exact) {
         for level in Level::ALL {
             force(Some(level));
@@ -294,7 +295,7 @@ pub(crate) mod tests {
 
     fn check_type<N: CurveNorm, E: Tested>(exact: Exact, cols: usize) {
         let seed = cols as u64;
-        // Near 0, where it bends, and where it is flat; ten rows are no whole number of groups.
+        // The rows lie near 0, where the curve bends, and where it is flat; ten rows are no whole number of groups.
         let kinds = [(1.0, 0.0), (1.0, 0.5), (0.0, 0.0), (100.0, 0.0), (1e-4, 0.0), (3.0, 1.0), (E::HUGE, 0.0)];
         let x: Vec<E> = (0..).zip(kinds).flat_map(|(k, (s, m))| numbers::<E>(cols, seed + k, s, m)).collect();
         let dy = numbers::<E>(x.len(), seed + 100, 1.0, 0.1);
@@ -324,7 +325,7 @@ pub(crate) mod tests {
         let curve = Curve::of::<N>();
         let given = learned.map(E::Acc::from_f64);
         let (mut y, mut dx) = (vec![E::default(); x.len()], vec![E::default(); x.len()]);
-        // What was in the sums before is kept.
+        // The sums start at one, because their old values must be kept.
         let [mut dw, mut db, mut dn] = [w.len(), b.len(), NUMBERS].map(|len| vec![E::Acc::ONE; len]);
         forward::<E>(&curve, cols, x, given, w, b, &mut y);
         backward::<E>(&curve, cols, dy, x, given, w, &mut dx, &mut dw, &mut db, &mut dn);
@@ -335,10 +336,10 @@ pub(crate) mod tests {
         for i in 0..x.len() {
             let (x, dy, w) = (x[i].value(), dy[i].value(), at(&weight, i % cols, 1.0));
             let z = learned[0] * x + learned[1];
-            // z is rounded before it goes through the curve, whose slope is at most 1.2.
+            // z is rounded before the curve, whose slope is at most 1.2.
             let (hat, slope) = exact(z);
             let u = w * dy * slope;
-            // f′ has the rounding of z or z² in an exponent.
+            // f′ has the rounding error of z or z² in an exponent.
             let relative = unit * (1.0 + z * z);
             let error = unit + relative * slope;
             near(y[i], w * hat + at(&bias, i % cols, 0.0), 4.0 * error, format_args!("y {i} of {cols}"));
@@ -360,7 +361,7 @@ pub(crate) mod tests {
         }
     }
 
-    /// A NaN stays where it is, and makes the sums of its column.
+    /// Checks that a NaN stays in its place and reaches only its column's sums.
     fn check_nan<N: CurveNorm>() {
         let (curve, mut x) = (Curve::of::<N>(), [0.5f32; 5 * 40]);
         x[2 * 40 + 7] = f32::NAN;
@@ -374,7 +375,7 @@ pub(crate) mod tests {
         assert!((0..40).all(|i| dw[i].is_nan() == (i == 7)));
     }
 
-    /// Rows do not depend on how they are split, nor do the sums.
+    /// Checks that rows and sums do not depend on how the rows are split.
     fn check_splitting<N: CurveNorm>() {
         let curve = Curve::of::<N>();
         for cols in WIDTHS {

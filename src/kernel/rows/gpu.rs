@@ -1,4 +1,4 @@
-//! Row norms and residual steps on a GPU: what `cuda/device/rows.cuh` takes, made from views.
+//! Row norms and residual steps on a GPU: the arguments of `cuda/device/rows.cuh`, built from views.
 
 use super::call::{RowGradients, RowViews};
 use super::curve::NUMBERS;
@@ -11,7 +11,7 @@ use crate::kernel::view::View;
 use tch::Kind;
 
 device_struct! {
-    /// rows.cuh's `Forward`.
+    /// The struct `Forward` of rows.cuh.
     struct Forward = "Forward" {
         x: *const u8,
         f: *const u8,
@@ -31,7 +31,7 @@ device_struct! {
 }
 
 device_struct! {
-    /// rows.cuh's `Backward`.
+    /// The struct `Backward` of rows.cuh.
     struct Backward = "Backward" {
         dx_plus: *const u8,
         dy: *const u8,
@@ -62,7 +62,7 @@ device_struct! {
 /// The structs of rows.cuh.
 pub const STRUCTS: &[&StructLayout] = &[&OnDevice::LAYOUT, &Forward::LAYOUT, &Backward::LAYOUT];
 
-/// The row kernels of the norm in a `.cu` beside the caller.
+/// Builds the program of a row norm from a `.cu` file beside the caller.
 #[macro_export]
 macro_rules! row_program {
     ($file:literal) => {{
@@ -75,7 +75,7 @@ macro_rules! row_program {
     }};
 }
 
-/// parameter.cuh's kinds.
+/// Returns a parameter's kind in parameter.cuh: absent, one number, or one per column.
 fn kind(parameter: &View) -> i32 {
     match (parameter.is_absent(), parameter.rows * parameter.cols) {
         (true, _) => 0,
@@ -84,16 +84,16 @@ fn kind(parameter: &View) -> i32 {
     }
 }
 
-/// The layout, the options that name a variant, and chunks per row.
+/// Returns the layout, the compiler options that select a variant, and the chunks per row.
 fn variant(r: &RowViews, backward: bool, types: [i32; 3], views: &[&View]) -> Result<(Layout, String, i32)> {
     let cols = columns(&r.x_plus)?;
     let bytes = if types == [0; 3] { 4 } else { 2 };
     let parameters = [&r.alpha, &r.beta, &r.weight, &r.bias];
     let layout = Layout::of(cols, bytes, aligned(views) && aligned(&parameters));
-    // norm.cuh takes the largest for 0.
+    // norm.cuh uses 0 for p = ∞.
     let order = r.order.map_or(String::new(), |p| format!(" -DK_ORDER={:?}f", if p.is_infinite() { 0.0 } else { p }));
     let [x, f, y] = types.map(type_name);
-    // Of a norm's parameters, which C++ makes one type.
+    // This is the type of the norm's parameters, which C++ converts to one type.
     let of_norm = [&r.weight, &r.bias].into_iter().find(|v| !v.is_absent());
     let p = type_name(of_norm.map_or(0, |v| v.dtype))?;
     let [alpha, beta, weight, bias] = parameters.map(kind);
@@ -110,7 +110,7 @@ fn variant(r: &RowViews, backward: bool, types: [i32; 3], views: &[&View]) -> Re
     Ok((layout, options, (cols / layout.vec) as i32))
 }
 
-/// x⁺, y and the statistics of every row.
+/// Computes x⁺, y and the statistics of every row.
 pub fn forward(device: Device, program: &'static Program, r: &RowViews) -> Result<()> {
     if r.x.rows == 0 || r.x.cols == 0 {
         return Ok(());
@@ -140,31 +140,32 @@ pub fn forward(device: Device, program: &'static Program, r: &RowViews) -> Resul
     unsafe { cuda::launch(device, program, &options, "rows_forward", grid, &arguments) }
 }
 
-/// Blocks that may sum over this many rows.
+/// Returns the number of blocks that sum over this many rows.
 fn sum_blocks(device: Device, rows: i64) -> i64 {
     let most = Layout::most_blocks(cuda::multiprocessors(device).unwrap_or(1));
     rows.min(most.into()).max(1)
 }
 
-/// dx, df and the gradients that are sums over rows.
+/// Computes dx, df and the gradients that are sums over rows.
 pub fn backward(device: Device, program: &'static Program, r: &RowViews, g: &RowGradients) -> Result<()> {
     let x = r.x_plus.dtype;
     let types = [x, if r.f.is_absent() { x } else { r.f.dtype }, if g.dy.is_absent() { x } else { g.dy.dtype }];
     let views = [&r.x, &r.f, &r.x_plus, &g.dx_plus, &g.dy, &g.dx, &g.df];
     let (layout, options, chunks) = variant(r, true, types, &views)?;
-    // Each block leaves its sums, as many numbers as the gradients have together.
+    // Each block stores its sums, one number for each number of the gradients.
     let [dscale, dshift] = &g.dnumbers;
     let all = [&g.dalpha, &g.dbeta, &g.dweight, &g.dbias, dscale, dshift];
     let lengths = all.map(|sum| if sum.is_absent() { 0 } else { sum.rows * sum.cols });
     let columns: i64 = lengths.iter().sum();
-    // Sums with a number for each column come first, and every block's sums begin at a multiple of 16 bytes. So kernels
-    // add 16 bytes at a time.
+    // Sums with a number per column come first, and every block's sums begin at a multiple of 16 bytes, so that kernels
+    // can add 16 bytes at a time.
     let stride = (columns + 3) / 4 * 4;
     let mut order: Vec<usize> = (0..all.len()).filter(|&k| lengths[k] > 0).collect();
     order.sort_by_key(|&k| lengths[k] == 1);
     let (mut workspace, mut most) = (None, i32::MAX as u32);
     if columns > 0 {
-        // Blocks that sum run at once: one more would begin when others end. Without sums there may be any number.
+        // All summing blocks run at once, because one more would begin only when others end. Without sums any number is
+        // fine.
         let blocks = sum_blocks(device, r.x_plus.rows);
         workspace = Some(room(device, &[blocks, stride], Kind::Float)?);
         most = cuda::blocks_at_once(device, program, &options, "rows_backward", layout.threads())?.min(blocks as u32);
@@ -204,7 +205,7 @@ pub fn backward(device: Device, program: &'static Program, r: &RowViews, g: &Row
         eps: r.eps as f32,
         dropout: OnDevice::of(&r.draw),
     };
-    // SAFETY: as in `forward`; the workspace has a row for every block.
+    // SAFETY: see `forward`; the workspace has a row for every block.
     unsafe { cuda::launch(device, program, &options, "rows_backward", grid, &arguments)? };
     sum_partials(device, sums.cast(), grid.blocks as i32, [columns, stride], &outputs)
 }

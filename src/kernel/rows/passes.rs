@@ -1,4 +1,4 @@
-//! The four passes over a group of rows: measure and normalise, and the two halves of the gradient.
+//! The four passes over a group of rows: measure, normalise, and the two halves of the gradient.
 
 use super::blocks::{columns, start, write_columns, Blocks, BlocksMut, PARTS};
 use super::{Measured, RowGradient, RowNormFns, Sums, GROUP};
@@ -7,8 +7,8 @@ use crate::cpu::pack::{pack, pack_mut, Isa, Of, Pack, Store, PAIR_LANES};
 use crate::cpu::{memory, Accumulator, Element};
 use crate::each_pack;
 
-/// An array of what the expression is for each row of a group. Not `map`: a closure is a function of its own, compiled
-/// without the instruction set of its surroundings unless LLVM happens to inline it.
+/// Builds an array of the expression's values for each row of a group. `map` would not do: a closure is a separate
+/// function, compiled without the surrounding instruction set unless LLVM happens to inline it.
 macro_rules! rows {
     ($r:ident => $value:expr) => {
         [
@@ -33,7 +33,7 @@ macro_rules! rows {
 }
 pub(crate) use rows;
 
-/// Statements for each row that the instruction set takes together.
+/// Runs statements for each row that the instruction set processes together.
 macro_rules! each_row {
     ($isa:ty, $r:ident => $work:block) => {{
         let [(), (), (), ()] = rows!($r => {
@@ -44,7 +44,7 @@ macro_rules! each_row {
 pub(crate) use each_row;
 
 impl<A: Accumulator> RowNormFns<A> {
-    /// The shift and the scale of each row.
+    /// Returns the shift and the scale of each row.
     #[inline(always)]
     pub fn measure<S: Isa, E: Element<Acc = A>>(&self, x: [&[E]; GROUP], eps: A) -> [Measured<A>; GROUP] {
         let cols = A::from_f64(x[0].len() as f64);
@@ -70,7 +70,7 @@ impl<A: Accumulator> RowNormFns<A> {
     }
 }
 
-/// Σx².
+/// Returns Σx² of each row.
 #[inline(always)]
 fn squares<S: Isa, E: Element>(x: [&[E]; GROUP]) -> [E::Acc; GROUP] {
     let ahead = GROUP * x[0].len();
@@ -90,8 +90,8 @@ fn squares<S: Isa, E: Element>(x: [&[E]; GROUP]) -> [E::Acc; GROUP] {
     rows!(r => sums[r][0].add(sums[r][1]).sum())
 }
 
-/// Moments about a guess, the mean of the row's first columns: with d = x − guess, μ = guess + mean d and
-/// σ² = mean d² − (mean d)².
+/// Returns moments about a guess, the mean of the row's first columns: with d = x − guess, μ = guess + mean d and σ² =
+/// mean d² − (mean d)².
 ///
 /// E[x²] − μ² (guess = 0) would lose every digit of a row with μ = 4096·σ in f32. Here (guess − μ)² is at most
 /// cols/128·σ² for any row (Cauchy-Schwarz over the 128 columns of the guess) and typically σ²/128, so that at most
@@ -102,7 +102,7 @@ fn moments<S: Isa, E: Element>(x: [&[E]; GROUP], cols: E::Acc) -> [Sums<E::Acc>;
     let cols_usize = x[0].len();
     let mut x = Blocks::of(x);
     let mut sums = [[Of::<E::Acc, S>::zero(); 2]; GROUP];
-    // Only a row of less than one block is guessed from its rest.
+    // Only a row of less than one block is guessed from its last, partial block.
     let part = if x.len(0) > 0 { 0 } else { 1 };
     let n = x.len(part).min(FIRST / PAIR_LANES);
     let first = x.part::<S>(part, n);
@@ -117,7 +117,7 @@ fn moments<S: Isa, E: Element>(x: [&[E]; GROUP], cols: E::Acc) -> [Sums<E::Acc>;
     let shift = rows!(r => Of::<E::Acc, S>::splat(about[r]));
 
     let ahead = GROUP * cols_usize;
-    // Zeros where the rest is filled up, else ones.
+    // Zeros where the last block is filled up, ones elsewhere.
     let mut real = [E::Acc::ZERO; PAIR_LANES];
     real[..cols_usize % PAIR_LANES].fill(E::Acc::ONE);
     let real = Of::<E::Acc, S>::pair(&real);
@@ -147,7 +147,7 @@ fn moments<S: Isa, E: Element>(x: [&[E]; GROUP], cols: E::Acc) -> [Sums<E::Acc>;
     })
 }
 
-/// y = w⊙x̂ + b; the shifts are zero where not `C`.
+/// Computes y = w⊙x̂ + b; the shifts are zero unless `C`.
 #[inline(always)]
 pub fn normalise<S: Isa, E: Element, Y: Element<Acc = E::Acc>, const C: bool>(
     x: [&[E]; GROUP],
@@ -177,32 +177,33 @@ pub fn normalise<S: Isa, E: Element, Y: Element<Acc = E::Acc>, const C: bool>(
     y.finish();
 }
 
-/// The norm and its weight for the backward pass, and the sums of their gradients over rows.
+/// A norm and its weight for the backward pass, with the sums of their gradients over rows.
 ///
-/// A weight per column; or one number, kept apart, so that its gradient is the sum Σdy⊙x̂ itself and no array of columns.
+/// The weight is one number per column, or a single gain. The gain is kept separately, so that its gradient is the sum
+/// Σdy⊙x̂ itself instead of an array of columns.
 pub struct Weight<'a, A> {
     norm: &'a RowNormFns<A>,
     eps: A,
     cols: usize,
     gain: A,
     dgain: A,
-    /// Empty where all are one and nothing is summed.
+    /// The weight per column; empty if all are one and nothing is summed.
     columns: Aligned<A>,
     dcolumns: Aligned<A>,
     dbias: Aligned<A>,
-    /// Σg and dbias are wanted.
+    /// True if Σg and dbias are computed.
     biased: bool,
 }
 
 impl<'a, A: Accumulator> Weight<'a, A> {
-    /// `dweight` (empty where not wanted, or as long as `weight`) and `dbias` (empty, or one per column) are what is
-    /// added to; [`finish`](Self::finish) writes them.
+    /// Starts from the sums in `dweight` (empty if not wanted, or as long as `weight`) and `dbias` (empty, or one per
+    /// column); [`finish`](Self::finish) writes the new ones.
     pub fn new(norm: &'a RowNormFns<A>, weight: &[A], cols: usize, eps: A, dweight: &[A], dbias: &[A]) -> Self {
         let (gain, dgain, weight, dweight) = match (weight, dweight) {
             ([gain], dgain) if cols > 1 => (*gain, dgain.first().copied().unwrap_or(A::ZERO), &[][..], &[][..]),
             _ => (A::ONE, A::ZERO, weight, dweight),
         };
-        // The pass that sums over columns does so for weight and bias alike.
+        // The pass that sums over columns does so for both weight and bias.
         let biased = !dbias.is_empty() || norm.stats == 2;
         let (columns, dcolumns, dbias) = if !weight.is_empty() || biased {
             (columns(weight, cols, A::ONE), start(dweight, cols), start(dbias, cols))
@@ -212,7 +213,7 @@ impl<'a, A: Accumulator> Weight<'a, A> {
         Weight { norm, eps, cols, gain, dgain, columns, dcolumns, dbias, biased }
     }
 
-    /// First half of the rows' gradient: dweight, dbias, and the p, q and r that give dx.
+    /// Computes the first half of the rows' gradient: dweight, dbias, and the p, q and r that give dx.
     #[inline(always)]
     pub fn row_gradients<S: Isa, X: Element<Acc = A>, Y: Element<Acc = A>>(
         &mut self,
@@ -238,8 +239,8 @@ impl<'a, A: Accumulator> Weight<'a, A> {
         row_gradients
     }
 
-    /// Σg and Σg⊙x̂ of each row, g = w⊙dy; dweight += dy⊙x̂ where W, dbias += dy and Σg where B. Shifts are zero where
-    /// not B.
+    /// Returns Σg and Σg⊙x̂ of each row, with g = w⊙dy; adds dy⊙x̂ to dweight if W, and dy to dbias if B, which also
+    /// computes Σg. Shifts are zero unless B.
     #[inline(always)]
     fn sums<S: Isa, X: Element<Acc = A>, Y: Element<Acc = A>, const W: bool, const B: bool>(
         &mut self,
@@ -267,7 +268,7 @@ impl<'a, A: Accumulator> Weight<'a, A> {
                     fetch(&dy[r][b], ahead);
                     fetch(&x[r][b], ahead);
                 });
-                // Pack by pack: of a whole block fewer running sums stay in registers.
+                // A pack at a time needs fewer running sums in registers than a whole block.
                 each_pack!(p => {
                     let (mut w, mut dw, mut db) = (Of::<A, S>::zero(), Of::<A, S>::zero(), Of::<A, S>::zero());
                     if W {
@@ -304,13 +305,13 @@ impl<'a, A: Accumulator> Weight<'a, A> {
         })
     }
 
-    /// The weight per column; empty where all are one.
+    /// Returns the weight per column; empty if all are one.
     #[inline(always)]
     pub fn columns(&self) -> &[A] {
         &self.columns
     }
 
-    /// Second half: dx = p·g + q·x̂ − r.
+    /// Computes the second half of the gradient: dx = p·g + q·x̂ − r.
     #[inline(always)]
     pub fn apply<S: Isa, E: Element<Acc = A>>(
         &self,
@@ -361,7 +362,7 @@ impl<'a, A: Accumulator> Weight<'a, A> {
         dx.finish();
     }
 
-    /// Writes the sums; each is empty where not wanted.
+    /// Writes the sums; a slice is empty if its gradient is not wanted.
     pub fn finish(&self, dweight: &mut [A], dbias: &mut [A]) {
         match dweight {
             [dgain] if self.cols > 1 => *dgain = self.dgain,
@@ -371,7 +372,7 @@ impl<'a, A: Accumulator> Weight<'a, A> {
     }
 }
 
-/// x̂ of a row; the shift is zero where not `C`.
+/// The coefficients of a row's x̂; the shift is zero unless `C`.
 #[derive(Clone, Copy)]
 pub struct Affine<A: Accumulator, S: Isa, const C: bool> {
     scale: Of<A, S>,
@@ -386,8 +387,8 @@ impl<A: Accumulator, S: Isa, const C: bool> Affine<A, S, C> {
 
     #[inline(always)]
     pub fn at(&self, x: Of<A, S>) -> Of<A, S> {
-        // x·scale − shift·scale would be one instruction, but off by the rounding of a product: a row of equal numbers
-        // has to become zeros, however large they are.
+        // x·scale − shift·scale would be one instruction, but has the rounding error of a product: a row of equal
+        // numbers must become zeros, however large they are.
         if C {
             x.sub(self.shift).mul(self.scale)
         } else {
@@ -408,7 +409,7 @@ pub struct Lines<A: Accumulator, S: Isa, const C: bool> {
 impl<A: Accumulator, S: Isa, const C: bool> Lines<A, S, C> {
     #[inline(always)]
     pub fn of((row, gradient): (Measured<A>, RowGradient<A>)) -> Self {
-        // Adding −0 changes nothing, adding 0 would turn −0 into 0.
+        // Adding −0 changes nothing, but adding 0 would turn −0 into 0.
         let minus_r = Pack::splat(-gradient.r);
         Lines { hat: Affine::of(row), p: Pack::splat(gradient.p), q: Pack::splat(gradient.q), minus_r }
     }
@@ -419,8 +420,8 @@ impl<A: Accumulator, S: Isa, const C: bool> Lines<A, S, C> {
     }
 }
 
-/// Asks for the block `ahead` numbers further on, in the next group of rows: eight or more streams at once are too many
-/// for the processor to foresee. An address past the end is no harm.
+/// Prefetches the block `ahead` numbers further on, in the next group of rows: the processor cannot predict eight or
+/// more streams by itself. An address past the end is harmless.
 #[inline(always)]
 pub fn fetch<E>(block: &[E; PAIR_LANES], ahead: usize) {
     #[cfg(target_arch = "x86_64")]

@@ -8,13 +8,13 @@ use std::fmt::Debug;
 pub const WIDTHS: [usize; 10] = [1, 2, 7, 16, 31, 123, 128, 400, 512, 1000];
 
 pub trait Tested: Element + PartialEq + Debug {
-    /// Half the spacing of numbers around one, here and in the type it computes in.
+    /// Half the spacing of numbers around one, in this type and in its computing type.
     const UNIT: f64;
     const UNIT_ACC: f64;
-    /// Rows of this size have squares that overflow f32 (f16: that are near its largest number).
+    /// The size at which squares overflow f32 (for f16: a size near its largest number).
     const HUGE: f64;
     const LARGEST: f64;
-    /// Spacing of the smallest numbers.
+    /// The spacing of the smallest numbers.
     const SMALLEST: f64;
     fn of(v: f64) -> Self {
         Self::store(Self::Acc::from_f64(v))
@@ -39,7 +39,7 @@ tested!(f64, 53, 53, 1e140, f64::MAX, 1e-300);
 tested!(bf16, 8, 24, 1e35, 3.38e38, 1e-40);
 tested!(f16, 11, 24, 1e4, 65504.0, 6e-8);
 
-/// Numbers around `mean` in [−2, 2), a function of the seed.
+/// Returns numbers around `mean` in [−2, 2) times `scale`, determined by the seed.
 pub fn numbers<E: Tested>(n: usize, seed: u64, scale: f64, mean: f64) -> Vec<E> {
     let mut state = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
     let mut next = || {
@@ -55,13 +55,13 @@ pub fn acc<A: Accumulator>(values: &[f64]) -> Vec<A> {
     values.iter().map(|v| A::from_f64(*v)).collect()
 }
 
-/// A norm by its formula, in f64: (x̂, what x̂ was divided by), and dx from g = w⊙dy.
+/// A norm's formula in f64: (x̂, the divisor of x̂), and dx from g = w⊙dy.
 pub struct Formula {
     pub normalised: fn(&[f64], f64) -> (Vec<f64>, f64),
     pub dx: fn(&[f64], &[f64], f64) -> Vec<f64>,
 }
 
-/// A norm against its formula: every type, width, kind of row, kind of weight, and level.
+/// Checks a norm against its formula: every type, width, kind of row, kind of weight, and level.
 pub fn check<N: RowNorm>(formula: &Formula) {
     for level in Level::ALL {
         force(Some(level));
@@ -93,7 +93,7 @@ fn check_rows<N: RowNorm, E: Tested>(formula: &Formula, cols: usize, x: &[E], dy
     let (w, b) = (acc::<E::Acc>(weight), acc::<E::Acc>(bias));
     let (mut y, mut dx) = (vec![E::default(); x.len()], vec![E::default(); x.len()]);
     let mut stats = vec![E::Acc::ZERO; x.len() / cols * N::STATS];
-    // What was in the sums before is kept.
+    // The sums start at one, because their old values must be kept.
     let (mut dw, mut db) = (vec![E::Acc::ONE; w.len()], vec![E::Acc::ONE; b.len()]);
     forward::<E>(&RowNormFns::of::<N>(), cols, x, &w, &b, E::Acc::from_f64(eps), &mut y, &mut stats);
     backward::<E>(&RowNormFns::of::<N>(), cols, dy, x, &w, E::Acc::from_f64(eps), &stats, &mut dx, &mut dw, &mut db);
@@ -106,7 +106,8 @@ fn check_rows<N: RowNorm, E: Tested>(formula: &Formula, cols: usize, x: &[E], dy
         let (normalised, divisor) = (formula.normalised)(&x, eps);
         let g: Vec<f64> = dy.iter().enumerate().map(|(i, d)| weight_of(i) * d).collect();
         let want_dx = (formula.dx)(&x, &g, eps);
-        // Rounding of sums that grow as √cols, of x̂ on numbers as large as x was before its mean was taken off.
+        // The unit covers the rounding of sums, which grows as √cols, and of x̂ for numbers as large as x was before
+        // centring.
         let unit = 4.0 * E::UNIT_ACC * (cols as f64).sqrt();
         let spread = largest(&normalised).max(1.0);
         let error = unit * (largest(&normalised) + largest(&x) / divisor);
@@ -141,14 +142,14 @@ fn largest(v: &[f64]) -> f64 {
     v.iter().fold(0.0, |m, v| m.max(v.abs()))
 }
 
-/// `got` is `want` within `error` and twice the rounding to E, or rightly infinite.
+/// Asserts that `got` is `want` within `error` plus twice the rounding to E, or infinite as it should be.
 pub fn near<E: Tested>(got: E, want: f64, error: f64, what: std::fmt::Arguments) {
     let (got, error) = (got.value(), error + 2.0 * E::UNIT * want.abs() + E::SMALLEST);
     let overflow = got.is_infinite() && got * want > 0.0 && want.abs() + error > E::LARGEST;
     assert!(overflow || (got - want).abs() <= error, "{what}: {got:e}, not {want:e} ± {error:e}");
 }
 
-/// y(2^k·x) = y(x) at ε = 0, where the squares overflow and where they vanish.
+/// Checks y(2^k·x) = y(x) at ε = 0, where the squares overflow and where they vanish.
 pub fn check_scale_invariance<N: RowNorm>() {
     for cols in WIDTHS.into_iter().filter(|c| *c > 1) {
         for mean in [0.0, 1.0] {
@@ -182,7 +183,8 @@ pub fn check_scale_invariance<N: RowNorm>() {
     }
 }
 
-/// The same bits however the rows are split, and at every level with fused multiply-add; nothing at all for nothing.
+/// Checks that the bits do not depend on the splitting of rows or on the level with fused multiply-add, and that no
+/// rows give nothing.
 pub fn check_splitting<N: RowNorm>() {
     for cols in WIDTHS {
         let (x, dy) = (numbers::<bf16>(5 * cols, 1, 1.0, 0.3), numbers::<bf16>(5 * cols, 2, 1.0, 0.0));
@@ -214,7 +216,7 @@ pub fn check_splitting<N: RowNorm>() {
     backward::<f32>(&RowNormFns::of::<N>(), 8, &[], &[], &[2.0], 1e-5, &[], &mut [], &mut [0.0], &mut [0.0; 8]);
 }
 
-/// A NaN fills its row, forward and backward, and no other.
+/// Checks that a NaN fills its row, forward and backward, and no other.
 pub fn check_nan<N: RowNorm>() {
     let x = [1.0f32, f32::NAN, 2.0, 3.0];
     let (mut y, mut stats, mut dx) = ([0.0; 4], vec![0.0; 2 * N::STATS], [0.0; 4]);
@@ -230,14 +232,15 @@ fn no_norm_is_the_identity() {
     check_splitting::<NoNorm>();
 }
 
-/// Room for `n` numbers that starts on a cache line, as torch's tensors do.
+/// Returns `n` numbers that start on a cache line, as torch's tensors do.
 fn aligned<E: Element>(room: &mut Vec<E>, n: usize) -> &mut [E] {
     room.resize(n + 64, E::default());
     let start = room.as_ptr().align_offset(64);
     &mut room[start..start + n]
 }
 
-/// Large results are streamed: in whole groups and blocks, with rows to spare, and with rows that end inside a block.
+/// Checks that large results are streamed: in whole groups and blocks, with spare rows, and with rows that end inside a
+/// block.
 fn check_streamed<E: Tested>() {
     for level in Level::ALL {
         force(Some(level));

@@ -1,8 +1,9 @@
-//! The cases of a proof: what each asks, and what it makes of the call at hand.
+//! The cases of a proof, and how each changes the call at hand.
 //!
-//! Their rows are more than the device takes at once. What a kernel asks at run time is asked in several ways: whether
-//! there is a mask, and of norms with statistics whether it leaves any row, whether they train, by which variant, and
-//! whether what comes in is finite. Their counters stand early, late and where a warm-up ends. Late, columns have means.
+//! Cases have more rows than the device processes at once. Run-time conditions of kernels are tested both ways: with
+//! and without a mask; for norms with statistics, with and without a real row, in training and evaluation, in both
+//! variants, and with finite and other inputs. Counters are early, late, and at the end of a warm-up. In the late case,
+//! columns have means.
 
 use super::maker::{counted, few_columns, is_kept, rows, Maker, Tensors, FEW, LATE, LONG};
 use crate::cuda::Device;
@@ -19,21 +20,21 @@ pub enum Case {
     Usual,
     /// Some rows are corner cases: huge, tiny, zero, about as long as ε, with a NaN, or with one or two large numbers.
     Extreme,
-    /// Without the call's mask, or with one.
+    /// The call's mask is left out, or one is added.
     Masked,
-    /// Every row is padding, in a warm-up: there is nothing to count.
+    /// Every row is padding, in a warm-up, so there is nothing to count.
     Padding,
     /// Columns have means, and counters are high.
     Late,
-    /// Training for evaluation, and the other way round.
+    /// Training is replaced by evaluation, or evaluation by training.
     Other,
-    /// Counters are so many steps before the end of a warm-up, and rows are few.
+    /// Counters are this many steps before the end of a warm-up, and rows are few.
     Before(i64),
-    /// The other variant, the paper's or the release's; one row in so many is padding.
+    /// The other variant runs, the paper's or the release's; one row in so many is padding.
     Variant(i64),
-    /// A number in this column is NaN or infinite. In place of columns, flat buffers have a scale, which is NaN.
+    /// A number in this column is NaN or infinite. Flat buffers have a scale instead of columns, which is NaN.
     Spoilt(i64),
-    /// So many rows that slabs of them grow; of few columns.
+    /// There are so many rows that their slabs grow, and few columns.
     Long,
 }
 
@@ -55,7 +56,7 @@ impl Case {
     ];
 }
 
-/// Tensors at the places of the schema; None: the case makes no sense for this call.
+/// Returns tensors at the arguments' indices in the schema; `None` if the case makes no sense for this call.
 pub fn arguments(
     operator: &Operator,
     call: &Call,
@@ -71,7 +72,7 @@ pub fn arguments(
         return Ok(None);
     }
     change_numbers(case, &declared, &mut given);
-    // The proof's own tensors take the place of these: each of the table is made.
+    // The proof's own tensors replace these: each one of the table is created.
     let fabricated = change_tensors(case, &declared, &x, &mut given)?;
     let number = |name: &str| declared.place(name).map(|place| given[place]);
     let counter = match case {
@@ -85,7 +86,7 @@ pub fn arguments(
         Case::Before(_) => FEW,
         _ => rows(&x, device),
     };
-    // Where a mask is made the first row is padding, which the paper's rule never looks at.
+    // If a mask is created, the first row is padding, at which the paper's rule never looks.
     let has_mask = matches!(case, Case::Masked | Case::Long) && fabricated.iter().any(|t| t.kind() == Kind::Bool);
     let made = Maker {
         rows,
@@ -113,9 +114,9 @@ fn makes_sense(case: Case, declared: &Declared, given: &[Value], has_state: bool
     let mask = mask_of(declared);
     Ok(match case {
         Case::Usual => true,
-        // Flat buffers have no rows, and of one number nothing is left that could be compared.
+        // Flat buffers have no rows, and a single number leaves nothing to compare.
         Case::Extreme => leader.sizes != "=n" && given[leaders].required().size().last() != Some(&1),
-        // A mask of classes is not made: a target that it leaves out has no gradient that could be compared.
+        // A mask of classes is not created: a target outside it would have no gradient to compare.
         Case::Masked => mask.is_some_and(|(argument, place)| argument.sizes == "*" || !given[place].is_none()),
         Case::Padding => has_state && mask.is_some(),
         Case::Late | Case::Long => has_state,
@@ -126,7 +127,7 @@ fn makes_sense(case: Case, declared: &Declared, given: &[Value], has_state: bool
     })
 }
 
-/// Makes the call's numbers what the case says.
+/// Changes the call's numbers for the case.
 fn change_numbers(case: Case, declared: &Declared, given: &mut [Value]) {
     let mut change = |name: &str, to: &dyn Fn(Value) -> Value| {
         if let Some(place) = declared.place(name) {
@@ -141,7 +142,7 @@ fn change_numbers(case: Case, declared: &Declared, given: &mut [Value]) {
     }
 }
 
-/// Makes the call's tensors what the case says, and returns those that `given` then points to.
+/// Changes the call's tensors for the case, and returns the tensors to which `given` then points.
 fn change_tensors(case: Case, declared: &Declared, x: &Tensor, given: &mut [Value]) -> Result<Vec<Tensor>> {
     let mut fabricated: Vec<(usize, Tensor)> = Vec::new();
     if let Some((_, place)) = mask_of(declared) {
@@ -153,7 +154,7 @@ fn change_tensors(case: Case, declared: &Declared, x: &Tensor, given: &mut [Valu
             Case::Padding => fabricated.push((place, every(1)?)),
             Case::Variant(n) => fabricated.push((place, every(n)?)),
             Case::Long => {
-                // Of every other slab the last rows alone are real.
+                // In every other slab, only the last rows are real.
                 let (row, slab) = (counted(&[LONG], x.device())?, slabs(LONG).0);
                 let is_first = row.f_remainder(slab)?.f_lt(slab * 3 / 4)?;
                 fabricated.push((place, row.f_remainder(2 * slab)?.f_lt(slab)?.f_logical_and(&is_first)?));
@@ -169,7 +170,7 @@ fn change_tensors(case: Case, declared: &Declared, x: &Tensor, given: &mut [Valu
         }
     }
     for (place, tensor) in &fabricated {
-        let view = given[*place].view; // its address decides how the proof's own tensor lies
+        let view = given[*place].view; // its address decides the alignment of the test tensor
         given[*place] = tensor.into();
         given[*place].view = view;
     }

@@ -1,13 +1,13 @@
-//! How far a kernel's result may lie from its formula's.
+//! The tolerance between a kernel's result and its formula's.
 
 use crate::error::Result;
 use tch::{Kind, Tensor};
 
-/// How a result differs from the formula's beyond what rounding explains.
+/// Returns how a result differs from the formula's beyond rounding, if it does.
 pub fn difference(found: &Tensor, expected: &Tensor) -> Result<Option<String>> {
-    // Of a number, of the largest in its row, on average of a row, and of the smallest numbers.
+    // The tolerances are relative to a number, to the largest in its row, and to a row's average; the last is absolute.
     let (of_number, of_row, of_mean, least) = match found.kind() {
-        // On a GPU f64 parameters have been computed in f32.
+        // On a GPU, f64 parameters have been computed in f32.
         Kind::Float | Kind::Double => (1e-4, 2e-5, 1e-5, 1e-30),
         Kind::BFloat16 => (2f64.powi(-7), 2f64.powi(-8), 2f64.powi(-10), 1e-30),
         Kind::Half => (2f64.powi(-10), 2f64.powi(-11), 2f64.powi(-13), 2f64.powi(-24)),
@@ -26,7 +26,7 @@ pub fn difference(found: &Tensor, expected: &Tensor) -> Result<Option<String>> {
         return Ok(Some("has NaN in other places".into()));
     }
     let are_equal = found.f_eq_tensor(&expected)?.f_logical_or(&is_nan)?;
-    // Of results in 16 bits, few numbers may round another way than the formula's.
+    // Only a few numbers in 16 bits may be rounded differently from the formula's.
     if is_short && !is_narrow && are_equal.numel() > 1000 {
         let share = 1.0 - are_equal.f_to_kind(Kind::Double)?.f_mean(Kind::Double)?.f_double_value(&[])?;
         if share > 0.05 {
@@ -45,7 +45,7 @@ pub fn difference(found: &Tensor, expected: &Tensor) -> Result<Option<String>> {
         let (got, wanted) = (at(&found)?, at(&expected)?);
         return Ok(Some(format!("{:?} is {got:e} at {worst}, expected {wanted:e}", found.size())));
     }
-    // A mean says nothing of a few numbers in 16 bits: one that rounds another way is a large part of it.
+    // A mean over few numbers in 16 bits says nothing: one that is rounded differently is a large part of it.
     let are_enough = found.size().last().is_some_and(|columns| *columns >= if is_short { 64 } else { 16 });
     if are_enough && of_mean > 0.0 {
         let mean = |t: &Tensor| t.f_mean_dim(-1, false, Kind::Double);

@@ -1,4 +1,4 @@
-//! The tensors of a proof: random ones, with what its case wants in them.
+//! The test tensors of a proof: random numbers, changed for each case.
 
 use super::cases::Case;
 use super::is_written;
@@ -14,75 +14,76 @@ use tch::{Kind, Tensor};
 
 pub type Tensors = Vec<Option<Tensor>>;
 
-/// 0, 1, 2 …, of this shape.
+/// Returns 0, 1, 2, … in this shape.
 pub fn counted(size: &[i64], device: tch::Device) -> Result<Tensor> {
     Ok(Tensor::f_arange(size.iter().product::<i64>(), (Kind::Int64, device))?.f_view(size)?)
 }
 
-/// The first columns only, as many as leave the same remainder by [`WIDE`]: kernels choose their reads by it.
+/// Returns only the first columns, as many as leave the same remainder modulo [`WIDE`], by which kernels choose their
+/// reads.
 pub fn few_columns(argument: &Argument, real: &Tensor) -> Result<Tensor> {
     let real = if argument.sizes == "=d" { real.f_reshape([-1].as_slice())? } else { real.f_view_as(real)? };
     let columns = real.size().last().copied().unwrap_or(1);
     Ok(real.f_narrow(-1, 0, columns.min(WIDE + columns % WIDE))?.f_contiguous()?)
 }
 
-/// Whether a backward operator's argument is an output of the forward one: it must fit the input.
+/// True if a backward operator's argument is an output of the forward one, which must fit the input.
 pub fn is_kept(backward: &Operator, argument: &Argument) -> bool {
     backward.forward.get().is_some_and(|forward| forward.outputs.iter().any(|output| output.name == argument.name))
 }
 
-/// More rows than the device's blocks take at once, and so few that f64 copies stay small.
+/// Returns a number of rows that exceeds what the device's blocks process at once, but keeps f64 copies small.
 pub fn rows(leader: &Tensor, device: Device) -> i64 {
     let at_once = 4 * Layout::most_blocks(cuda::multiprocessors(device).unwrap_or(1));
     let most = (1 << 24) / leader.size().last().copied().unwrap_or(1).max(1);
     i64::from(2 * at_once + 3).min(most.max(LEAST))
 }
 
-/// More rows than one block takes, and no multiple of what is taken together.
+/// A minimum number of rows: more than one block processes, and no multiple of a group of rows.
 const LEAST: i64 = 67;
 
-/// Few rows, where one too many shows; yet more slabs than a block has warps.
+/// A small number of rows, so that one too many is noticed, with more slabs than a block has warps.
 pub const FEW: i64 = 579;
 
-/// Numbers of gradients are others than those of inputs at the same place: along x a norm has no slope.
+/// The offset that gives gradients other numbers than inputs at the same index: along x a norm has no slope.
 const GRADIENTS: usize = 64;
 
-/// So many rows that a slab has more than its least, and a warp more than one round of them.
+/// A number of rows so large that slabs exceed their minimum, and a warp has more than one round of them.
 pub const LONG: i64 = 140_000;
 
-/// Columns that a kernel reads at once, at most.
+/// The maximum number of columns that a kernel reads at once.
 const WIDE: i64 = 8;
 
 /// The number of steps that counters have in a late stage of training.
 pub const LATE: i64 = 1_000_000;
 
-/// How many numbers flat buffers have, but for what is over sixteen.
+/// The length of flat buffers, plus the remainder modulo sixteen.
 const FLAT: i64 = 1 << 14;
 
 pub struct Maker {
     pub rows: i64,
-    /// The leader's shape is its own: no other dimension follows its rows.
+    /// True if the leader's shape is independent: no other dimension follows its rows.
     pub is_whole: bool,
-    /// A NaN that is dropped may be 0 or NaN.
+    /// True with dropout: a dropped NaN may be 0 or NaN.
     pub is_dropped: bool,
-    /// It has buffers that move.
+    /// True if the operator has buffers that it updates.
     pub has_state: bool,
-    /// Its rows are those of a norm that measures each.
+    /// True if the rows are those of a norm that measures each row.
     pub has_corners: bool,
-    /// Its rows are logits: −∞ is allowed in them, as a probability of 0.
+    /// True if the rows are logits, in which −∞ is allowed as a probability of 0.
     pub is_logits: bool,
-    /// Nobody may look at the first row.
+    /// True if the first row must not be read.
     pub is_hidden: bool,
     pub is_backward: bool,
     pub case: Case,
-    /// The value of its counters. None: the call's own values.
+    /// The value of its counters; `None` for the call's own values.
     pub counter: Option<i64>,
-    /// The call's, or 1.
+    /// The call's ε, or 1.
     pub eps: f64,
 }
 
 impl Maker {
-    /// A tensor for each that is there.
+    /// Creates a tensor for each one that is given.
     pub fn all(&self, declared: &Declared, given: &[Value]) -> Result<Tensors> {
         let mut made: Tensors = given.iter().map(|_| None).collect();
         for (argument, place) in &declared.table {
@@ -93,19 +94,19 @@ impl Maker {
         Ok(made)
     }
 
-    /// For a backward operator: the forward pass runs on such tensors, so that what it keeps belongs together.
+    /// Runs the forward pass of a backward operator on such tensors, so that the kept tensors fit together.
     pub fn after(&self, forward: &Operator, backward: &Declared, all: &[Value]) -> Result<Tensors> {
         let before = Declared::new(forward)?;
         let like = all[backward.leader()?.1].required();
         let seed = Tensor::f_from_slice(&[3i64, 1, 4])?.f_to_device(like.device())?;
         let dy = backward.place("dy").map(|place| all[place]).filter(|dy| !dy.is_none());
-        // Buffers that only the forward pass takes. Their counter and a warm-up of one make it a first update.
+        // Some buffers are taken by the forward pass only. Their counter and a warm-up of one make this a first update.
         let (statistics, counter) = buffers(backward, all, &like)?;
         let absent = Value::from(None::<f64>);
         let mut given = Vec::with_capacity(before.formals.len());
         for (place, formal) in before.formals.iter().enumerate() {
             let row = before.table.iter().find(|(_, at)| *at == place).map(|(argument, _)| *argument);
-            // A norm takes statistics, too, in place of measuring its rows. Here it shall measure them.
+            // A norm also accepts given statistics instead of measuring its rows; here it must measure them.
             let is_made = forward.outputs.iter().any(|output| output.name == formal.name);
             let known =
                 backward.place(formal.name).map(|place| all[place]).filter(|value| !is_made && !value.is_none());
@@ -147,7 +148,7 @@ impl Maker {
         Ok(made)
     }
 
-    /// One in the place of `real`.
+    /// Creates one tensor in place of `real`.
     fn tensor(&self, argument: &Argument, place: usize, real: &Tensor, address: usize) -> Result<Tensor> {
         let size = self.size(&argument.sizes, real);
         if !real.is_floating_point() {
@@ -171,7 +172,7 @@ impl Maker {
         let drawn = match () {
             _ if is_leader && self.case == Case::Extreme => self.extreme(&drawn, real.kind())?,
             _ if is_leader && self.case == Case::Late => drawn.f_add_scalar(100.0)?,
-            // The last rows of a slab lie far from its first, and slabs far from each other.
+            // The last rows of a slab are far from its first, and slabs are far from each other.
             _ if is_leader && self.case == Case::Long => {
                 let row = counted(&[self.rows, 1], real.device())?;
                 let in_slab = row.f_remainder(slabs(self.rows).0)?.f_mul_scalar(0.1)?;
@@ -190,10 +191,12 @@ impl Maker {
         aligned_as(&drawn, real.kind(), address)
     }
 
-    /// With rows of corner cases. Squares leave f32's range, but for statistics of columns, which are then refused.
+    /// Makes some rows corner cases. Squares leave f32's range, except for column statistics, which would then be
+    /// refused.
     fn extreme(&self, x: &Tensor, kind: Kind) -> Result<Tensor> {
         let (huge, tiny) = match (kind, self.has_state) {
-            // If one row dominates a column's statistics, its exact gradient is nearly 0: rounding would be compared.
+            // If one row dominates a column's statistics, its exact gradient is nearly 0, and only rounding would be
+            // compared.
             (_, true) if self.is_backward => (3.0, 1e-3),
             (Kind::Half, _) => (1e3, 1e-3),
             (_, true) => (1e12, 1e-12),
@@ -213,14 +216,14 @@ impl Maker {
             let _ = put(4, -1, f64::NAN)?;
         }
         if self.has_corners {
-            // The largest twice, or once at either end.
+            // The largest number occurs twice, or once at either end.
             for (row, column, number) in [(6, 0, huge), (6, -1, -huge), (7, 0, huge), (8, -1, huge), (9, 0, 0.0)] {
                 let _ = put(row, column, number)?;
             }
             if !self.is_dropped {
                 let _ = put(3, 0, f64::NAN)?;
             }
-            // About as long as ε.
+            // These rows are about as long as ε.
             for (row, share) in [(5, 0.6), (10, 1.4)] {
                 let _ = x.f_select(0, row)?.f_mul_scalar_(share * self.eps / (x.size()[1] as f64).sqrt())?;
             }
@@ -228,7 +231,7 @@ impl Maker {
         Ok(x)
     }
 
-    /// With one number that is not finite, where the case has one.
+    /// Sets one number that is not finite, if the case has one.
     fn spoilt(&self, x: Tensor, with: f64) -> Result<Tensor> {
         if let (Case::Spoilt(column), true) = (self.case, x.dim() > 1) {
             let _ = x.f_select(0, self.rows / 2)?.f_select(-1, column)?.f_fill_(with)?;
@@ -251,7 +254,7 @@ impl Maker {
         }
     }
 
-    /// Nearly normal numbers that no generator of torch's has to give.
+    /// Returns nearly normal numbers, independent of torch's generators.
     fn random(&self, size: &[i64], salt: usize, like: &Tensor, address: usize) -> Result<Tensor> {
         let count: i64 = size.iter().product();
         let index = Tensor::f_arange(count, (Kind::Double, like.device()))?;
@@ -265,7 +268,7 @@ impl Maker {
     }
 }
 
-/// Statistics of columns like those that the backward pass has, and a counter.
+/// Returns column statistics like those of the backward pass, and a counter.
 fn buffers(backward: &Declared, all: &[Value], like: &Tensor) -> Result<(Tensor, Tensor)> {
     let states = backward.table.iter().filter(|(argument, _)| matches!(argument.reading, Reading::State));
     let kind = states.filter_map(|(_, at)| all[*at].tensor()).map(|t| t.kind()).find(|kind| *kind != Kind::Int64);
@@ -274,7 +277,7 @@ fn buffers(backward: &Declared, all: &[Value], like: &Tensor) -> Result<(Tensor,
     Ok((statistics, Tensor::f_zeros([1].as_slice(), (Kind::Int64, like.device()))?))
 }
 
-/// The rows of `real` again and again.
+/// Repeats the rows of `real`.
 fn repeated(real: &Tensor, size: &[i64]) -> Result<Tensor> {
     let row = &size[1..];
     let all = real.f_reshape([&[-1], row].concat().as_slice())?;
@@ -282,7 +285,7 @@ fn repeated(real: &Tensor, size: &[i64]) -> Result<Tensor> {
     Ok(all.f_index_select(0, &index)?)
 }
 
-/// A copy whose address leaves the same rest as `address`, divided by sixteen: kernels read by it.
+/// Returns a copy whose address has the same remainder modulo sixteen as `address`, on which kernels' reads depend.
 pub fn aligned_as(t: &Tensor, kind: Kind, address: usize) -> Result<Tensor> {
     let offset = (address % 16 / kind.elt_size_in_bytes()) as i64;
     let count = t.numel() as i64;

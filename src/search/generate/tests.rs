@@ -1,4 +1,4 @@
-//! Generation on tiny models in float64, against a loop that reads every window whole, one text at a time.
+//! Tests of generation on tiny models in float64, against a loop that reads every window whole, one text at a time.
 
 use super::*;
 use crate::config::{from_json, TransformerConfig};
@@ -6,12 +6,12 @@ use std::collections::HashMap;
 use tch::Device;
 
 const V: i64 = 23;
-/// Neither UNK, nor the last types.
+/// Allows all but UNK and the last entries.
 fn allowed() -> Vec<bool> {
     (0..V).map(|id| id == EOS || (4..20).contains(&id)).collect()
 }
 
-/// Its weights are a fixed sequence, so that no other test moves them.
+/// Builds a model whose weights are a fixed sequence, so that no other test changes them.
 fn model(options: &str) -> Transformer {
     let small = r#""vocab_size": 23, "d_model": 16, "d_ff": 24, "heads": 2, "decoder_layers": 2"#;
     let text = format!(r#"{{"architecture": "decoder-only", {small}, {options}}}"#);
@@ -38,7 +38,7 @@ fn config(options: &str, context: i64) -> GenerationConfig {
     GenerationConfig::of(&from_json("generation", options).unwrap(), context).unwrap()
 }
 
-/// 50 prompts of 0 to 19 tokens.
+/// Returns 50 prompts of 0 to 19 tokens.
 fn prompts() -> Vec<Vec<i64>> {
     let token = |i: i64| if i % 11 == 7 { EOS } else { 4 + (i * 7919) % 16 };
     (0..50).map(|n| (0..n * 13 % 20).map(|i| token(n * 31 + i)).collect()).collect()
@@ -53,7 +53,7 @@ fn run(model: &Transformer, prompts: &[Prompt], config: &GenerationConfig, is_ca
     continued(reader, prompts, Some(&allowed()), config, &mut |_, _, _| Ok(()), &mut || Ok(())).unwrap()
 }
 
-/// By the definition: one text, each step one pass over its window.
+/// Generates by the definition: one text, with one pass over its window in each step.
 fn plain(model: &Transformer, prompt: &Prompt, config: &GenerationConfig) -> Generation {
     let mut random = Random::new(config.seed, digest(prompt.tokens), prompt.sample, Purpose::NextToken);
     let (mut tokens, mut made) = ([&[EOS], prompt.tokens].concat(), Generation::default());
@@ -144,7 +144,7 @@ fn tensorized_attention_reads_windows_whole() {
     assert!(e.contains("7 tokens in a row") && e.contains("tensorized_segment = 6"), "{e}");
 }
 
-/// A text is the same beside whatever others, and in whatever order.
+/// A text is the same whatever the other texts and their order.
 #[test]
 fn a_text_does_not_depend_on_the_batch() {
     let (all, model) = (prompts(), model(r#""residual": "prenorm""#));
@@ -160,7 +160,7 @@ fn a_text_does_not_depend_on_the_batch() {
     same(&found, &together);
 }
 
-/// Three samples of each prompt, prompts of other lengths between them, in windows that move on.
+/// The batch has three samples of each prompt, prompts of other lengths between them, and windows that advance.
 #[test]
 fn samples_of_a_prompt_share_what_is_read() {
     let (all, model) = (prompts()[..9].to_vec(), model(r#""residual": "value-residual", "positions": "rotary""#));
@@ -191,7 +191,7 @@ fn seed_sample_and_prompt_make_the_draws() {
     let all = [first, of(2, 0, &[5, 6]), of(1, 1, &[5, 6]), of(1, 0, &[6, 5])];
     assert_eq!(std::collections::HashSet::from(all).len(), 4);
     assert_eq!(digest(&[5, 6]), digest(&[5, 6]));
-    // FNV-1a of eight zero bytes, computed in Python.
+    // The value is FNV-1a of eight zero bytes, computed in Python.
     assert_eq!(digest(&[0]), 0xa8c7_f832_281a_39c5);
 }
 

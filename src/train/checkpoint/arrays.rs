@@ -1,4 +1,4 @@
-//! Named arrays and their file: safetensors, read and written array by array.
+//! Named arrays and their file format: safetensors, read and written array by array.
 
 use std::collections::BTreeMap;
 use std::ops::Deref;
@@ -14,7 +14,7 @@ use crate::host::Held;
 /// Arrays by name.
 pub type Arrays = BTreeMap<String, Array>;
 
-/// safetensors' own limit.
+/// The maximum header size in bytes, safetensors' own limit.
 const HEADER_BYTES: u64 = 100_000_000;
 
 /// One array.
@@ -28,8 +28,8 @@ pub struct Array {
     pub data: Bytes,
 }
 
-/// Bytes of an array: its own, or a tensor's where they lie, since a copy of all that a run saves could be more than
-/// the machine has left.
+/// The bytes of an array: its own, or a tensor's in place, because a copy of everything that a run saves could exceed
+/// the machine's free memory.
 #[derive(Debug)]
 pub enum Bytes {
     Own(Vec<u8>),
@@ -37,7 +37,7 @@ pub enum Bytes {
 }
 
 impl Bytes {
-    /// Those of the array alone.
+    /// Returns the bytes for writing, copied first if a tensor holds them.
     pub fn to_mut(&mut self) -> &mut [u8] {
         if let Bytes::Held(held) = self {
             *self = Bytes::Own(held.to_vec());
@@ -87,7 +87,7 @@ impl FromIterator<u8> for Bytes {
 }
 
 impl Array {
-    /// The bytes that dtype and shape ask for; `None` when they are not whole or too many to count.
+    /// Returns the number of bytes of this dtype and shape; `None` if it is not whole or too large to count.
     fn bytes(&self) -> Option<usize> {
         let elements = self.shape.iter().try_fold(1usize, |n, &size| n.checked_mul(size))?;
         let bits = elements.checked_mul(self.dtype.bitsize())?;
@@ -95,7 +95,7 @@ impl Array {
     }
 }
 
-/// Refuses an array whose data do not fill its shape.
+/// Errors if an array's data do not fill its shape.
 pub(super) fn check(arrays: &Arrays) -> Result<()> {
     for (name, array) in arrays {
         if name == "__metadata__" {
@@ -110,7 +110,7 @@ pub(super) fn check(arrays: &Arrays) -> Result<()> {
     Ok(())
 }
 
-/// Writes arrays that [`check`] passed, widest elements first, so that each lies aligned in the file.
+/// Writes arrays that passed [`check`], widest elements first, so that each is aligned in the file.
 pub(super) fn write(sink: &mut Sink, arrays: &Arrays) -> Result<()> {
     let mut order: Vec<(&String, &Array)> = arrays.iter().collect();
     order.sort_by_key(|(_, array)| std::cmp::Reverse(array.dtype));
@@ -121,7 +121,7 @@ pub(super) fn write(sink: &mut Sink, arrays: &Arrays) -> Result<()> {
         let info = TensorInfo { dtype: array.dtype, shape: array.shape.clone(), data_offsets: (start, end) };
         ((*name).clone(), info)
     });
-    // Readers of Hugging Face's files ask for this entry.
+    // Readers of Hugging Face's files require this entry.
     let about = [("format".to_string(), "pt".to_string())].into();
     let mut header = Metadata::new(Some(about), infos.collect())
         .map_err(|e| e.to_string())

@@ -1,4 +1,4 @@
-//! The mean of several checkpoints (Vaswani et al. 2017, section 6.1).
+//! Checkpoint averaging (Vaswani et al. 2017, section 6.1).
 
 use std::path::{Path, PathBuf};
 
@@ -9,19 +9,19 @@ use super::{directory, load_model, Array, Arrays, Checkpoint, Dtype, Manifest};
 use crate::config::{differences, TransformerConfig};
 use crate::error::{Error, Result};
 
-/// A model's options, those that its file is too old to have at their defaults.
+/// Returns a model's options, with defaults for those that its file is too old to have.
 fn options_of(config: &Value) -> Value {
     let read = serde_json::from_value::<TransformerConfig>(config["model"].clone());
     read.map_or_else(|_| config["model"].clone(), |model| serde_json::json!(model))
 }
 
-/// The mean of checkpoints of one model: θ = 1/n Σ θ_i for every floating array, running statistics included, summed in
-/// f64 and rounded once to the array's dtype. Integer arrays and the state are those of the highest update, and there is
-/// no optimizer. The order of `paths` does not matter.
+/// Returns the mean of checkpoints of one model: θ = 1/n Σ θ_i for every floating array, running statistics included,
+/// summed in f64 and rounded once to the array's dtype. Integer arrays and the state are those of the highest update,
+/// and there is no optimizer. The order of `paths` does not matter.
 ///
 /// # Errors
-/// No path, the same checkpoint twice, models whose options, names, shapes or dtypes differ, dtypes narrower than 16 bits,
-/// whatever [`load`](super::load) refuses, and an interrupt between two of them.
+/// No path, the same checkpoint twice, models whose options, names, shapes or dtypes differ, dtypes narrower than 16
+/// bits, any error of [`load`](super::load), and an interrupt between two checkpoints.
 pub fn average(paths: &[impl AsRef<Path>], check_interrupt: &mut dyn FnMut() -> Result<()>) -> Result<Checkpoint> {
     let mut parts: Vec<(Manifest, PathBuf)> = Vec::new();
     for path in paths {
@@ -44,7 +44,7 @@ pub fn average(paths: &[impl AsRef<Path>], check_interrupt: &mut dyn FnMut() -> 
         let differ = |what: String| {
             Error::invalid(format!("{} and {} cannot be averaged: {what}", at.display(), folder.display()))
         };
-        // Training may have gone on with other options; the model is the same.
+        // Training may have continued with other options, but the model must be the same.
         let options = differences(&options_of(&other_config), &options_of(&config));
         if !options.is_empty() {
             return Err(differ(options));
@@ -67,7 +67,7 @@ pub fn average(paths: &[impl AsRef<Path>], check_interrupt: &mut dyn FnMut() -> 
     Ok(Checkpoint { model, optimizer: Arrays::new(), state: newest.state, config })
 }
 
-/// How many numbers of an array are averaged: all, or none of an integer one.
+/// Returns how many numbers of an array are averaged: all, or none in an integer array.
 fn floats(array: &Array) -> usize {
     match array.dtype {
         Dtype::F64 | Dtype::F32 | Dtype::BF16 | Dtype::F16 => array.data.len() * 8 / array.dtype.bitsize(),
@@ -97,7 +97,7 @@ fn set<const N: usize>(data: &mut [u8], sum: &[f64], n: f64, bytes: impl Fn(f64)
     data.as_chunks_mut().0.iter_mut().zip(sum).for_each(|(to, s)| *to = bytes(s / n));
 }
 
-/// The first name, dtype or shape in which two models differ.
+/// Returns the first name, dtype or shape in which two models differ.
 fn array_difference(a: &Arrays, b: &Arrays) -> Option<String> {
     let lacking = |a: &Arrays, b: &Arrays| a.keys().find(|name| !b.contains_key(*name)).cloned();
     if let Some(name) = lacking(a, b) {

@@ -1,4 +1,4 @@
-//! A run's checkpoints.
+//! The store of a run's checkpoints.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -16,41 +16,42 @@ use crate::ownership::{
 
 /// The folder `checkpoints/` of a run.
 ///
-/// A checkpoint is `update-00001234` (or `update-00001234-2`, … where that update was saved before: after a resume from
-/// an earlier one). It never changes once it has that name. Its `state.json` counts the run's savings and names the best
-/// checkpoint of that time: the one with the highest count is the last, and its word on the best holds. The links `best`
-/// and `last` are for people and other programs; where a stop, a copy or a file system has lost them nothing is lost.
+/// A checkpoint is called `update-00001234` (or `update-00001234-2`, … if that update was saved before, after a resume
+/// from an earlier one). It never changes once it has that name. Its `state.json` counts the run's savings and names
+/// the best checkpoint at that time. The checkpoint with the highest count is the last one, and its record of the best
+/// is valid. The links `best` and `last` are for people and other programs; nothing is lost if a stop, a copy or a file
+/// system has removed them.
 #[derive(Clone, Debug)]
 pub struct CheckpointStore {
     folder: PathBuf,
 }
 
-/// A checkpoint that a run goes on from.
+/// A checkpoint from which a run continues.
 pub struct ResumePoint {
     pub path: PathBuf,
     pub checkpoint: Checkpoint,
-    /// The name of the best one when this was saved; none where an earlier version saved it.
+    /// The name of the best checkpoint when this one was saved; `None` if an earlier version saved it.
     pub best: Option<String>,
-    /// Why newer ones were passed over.
+    /// The reasons why newer checkpoints were skipped.
     pub passed: Vec<String>,
 }
 
-/// Which checkpoint is the best after a saving.
+/// The best checkpoint after a saving.
 #[derive(Clone, Copy)]
 pub enum Best<'a> {
     This,
     Named(Option<&'a str>),
 }
 
-/// Update, and which saving of it, from 1.
+/// The update, and the count of its savings, from 1.
 type Key = (u64, u32);
 
-/// The checkpoints that tell which saving they were; those of earlier versions and damaged ones do not.
+/// The savings of the checkpoints that record theirs; those of earlier versions and damaged ones do not.
 type Savings = BTreeMap<Key, Saving>;
 
 impl CheckpointStore {
-    /// The checkpoints of the run in `dir`, to be written: the folder is made, what killed processes left unfinished in
-    /// it is removed, and the links are made where they are missing.
+    /// Opens the checkpoints of the run in `dir` for writing: creates the folder, removes what killed processes left
+    /// unfinished in it, and creates missing links.
     pub fn open(dir: impl AsRef<Path>) -> Result<Self> {
         let store = CheckpointStore::at(dir);
         atomic::make_directory(&store.folder)?;
@@ -59,17 +60,18 @@ impl CheckpointStore {
         Ok(store)
     }
 
-    /// The checkpoints of the run in `dir`, to be read: nothing is touched.
+    /// Opens the checkpoints of the run in `dir` for reading: nothing is changed.
     pub fn at(dir: impl AsRef<Path>) -> Self {
         CheckpointStore { folder: dir.as_ref().join(CHECKPOINTS) }
     }
 
-    /// Writes a checkpoint, the run's last from now on, and returns its name. `best`: the best checkpoint's name, or this
-    /// one itself; where it is none that is there, the store's best stays.
+    /// Writes a checkpoint, which becomes the run's last, and returns its name. `best` is the best checkpoint's name,
+    /// or this checkpoint; if no such checkpoint exists, the store's best stays.
     ///
     /// # Errors
-    /// A full disk or another refusal of the system: the message names act and file. What was saved before is as it was,
-    /// and of the new one nothing stays (or, if only the last flush or a link failed, all of it).
+    /// The disk is full, or the system refuses for another reason: the message names the operation and the file.
+    /// Earlier checkpoints are unchanged, and nothing of the new one stays (or all of it, if only the last flush or a
+    /// link failed).
     pub fn save(&self, update: u64, checkpoint: &Checkpoint, best: Best) -> Result<String> {
         fault::begin();
         let savings = self.savings()?;
@@ -88,8 +90,8 @@ impl CheckpointStore {
         Ok(name)
     }
 
-    /// The folder of a checkpoint: `best`, `last`, `average`, its name, its update's number, or a path as
-    /// [`load`](super::load) takes it.
+    /// Returns the folder of a checkpoint: `best`, `last`, `average`, its name, its update's number, or a path that
+    /// [`load`](super::load) accepts.
     pub fn resolve(&self, what: &str) -> Result<PathBuf> {
         if NAMES.contains(&what) {
             return self.named(what).ok_or_else(|| self.missing(what));
@@ -112,8 +114,8 @@ impl CheckpointStore {
         }
     }
 
-    /// What `read` makes of the checkpoint that [`resolve`](Self::resolve) finds, and its folder. Where that was pruned
-    /// meanwhile, once more of the one that took its place.
+    /// Returns the folder of the checkpoint that [`resolve`](Self::resolve) finds, and the result of `read` on it. If
+    /// it was pruned meanwhile, reads the one that took its place.
     pub fn read<T>(&self, what: &str, read: impl Fn(&Path) -> Result<T>) -> Result<(PathBuf, T)> {
         loop {
             let path = self.resolve(what)?;
@@ -124,29 +126,29 @@ impl CheckpointStore {
         }
     }
 
-    /// The folder that `best` or `last` stands for; none where no checkpoint is.
+    /// Returns the folder of `best` or `last`; `None` if there is no checkpoint.
     pub fn named(&self, name: &str) -> Option<PathBuf> {
         loop {
             let savings = self.savings().ok()?;
             let key = if name == NAMES[0] { self.best(&savings) } else { self.newest_of(&savings) };
             let copy = self.folder.join(name);
-            // Where a copy of the folder has followed links, one that is whole serves for one that is not.
+            // If a copy of the run's folder has followed links, a whole copy replaces a checkpoint that is not whole.
             let Some(key) = key.filter(|key| self.is_whole(*key) || !is_runs(&copy) || copy.is_symlink()) else {
                 return real_folder(&copy);
             };
             match real_folder(&self.folder.join(name_of(key))) {
-                // It was pruned while this looked for it: a newer one stands.
+                // The checkpoint was pruned during this search, so a newer one exists.
                 None if self.savings().ok()? != savings => continue,
                 found => return found,
             }
         }
     }
 
-    /// The checkpoint that a run goes on from: the last, and where it is missing or damaged, the newest whole one before
-    /// it; none where there is no checkpoint.
+    /// Returns the checkpoint from which a run continues: the last one or, if that is missing or damaged, the newest
+    /// complete one before it; `None` if there is no checkpoint.
     ///
     /// # Errors
-    /// None is whole, or the newest is of a later format.
+    /// No checkpoint is complete, or the newest is of a later format.
     pub fn newest(&self) -> Result<Option<ResumePoint>> {
         let mut passed = Vec::new();
         let link = self.target("last");
@@ -170,15 +172,16 @@ impl CheckpointStore {
         }
     }
 
-    /// The checkpoints that a run may go on from, newest first.
+    /// Returns the checkpoints from which a run may continue, newest first.
     fn candidates(&self) -> Result<impl Iterator<Item = PathBuf>> {
         let last = self.last();
-        // Nobody knows which saving a checkpoint with a damaged state was: it is named, whatever its update.
+        // The saving of a checkpoint with a damaged state is unknown, so it is included, whatever its update.
         let is_before = move |(key, path): &(Key, PathBuf)| *key <= last || Manifest::read(path).is_err();
         Ok(self.entries()?.into_iter().rev().filter(is_before).map(|(_, path)| path))
     }
 
-    /// The options of the checkpoint `from`, or of the newest one that can be read, and the checkpoint's folder.
+    /// Returns the options of the checkpoint `from`, or of the newest one that can be read, and the checkpoint's
+    /// folder.
     pub fn options(&self, from: Option<&str>) -> Result<Option<(PathBuf, Value)>> {
         let read = |path: PathBuf| Some((path.clone(), Manifest::read(&path).and_then(|m| m.config(&path)).ok()?));
         Ok(match from {
@@ -187,7 +190,7 @@ impl CheckpointStore {
         })
     }
 
-    /// A checkpoint of this run to go on from: `best`, `last`, its name, or its update's number.
+    /// Returns a checkpoint of this run from which to continue: `best`, `last`, its name, or its update's number.
     pub fn chosen(&self, what: &str) -> Result<ResumePoint> {
         if Path::new(what).components().count() != 1 {
             return Err(self.missing(what));
@@ -198,13 +201,13 @@ impl CheckpointStore {
         Ok(ResumePoint { checkpoint: load(&path)?, best: best_of(&path), path, passed: Vec::new() })
     }
 
-    /// The updates that are saved, ascending.
+    /// Returns the saved updates, ascending.
     pub fn list(&self) -> Result<Vec<u64>> {
         let updates: BTreeSet<u64> = self.entries()?.into_keys().map(|key| key.0).collect();
         Ok(updates.into_iter().collect())
     }
 
-    /// The `k` newest checkpoints up to the last, newest first.
+    /// Returns the `k` newest checkpoints up to the last, newest first.
     pub fn recent(&self, k: usize) -> Result<Vec<PathBuf>> {
         let last = self.last();
         let newest: BTreeMap<u64, PathBuf> =
@@ -212,8 +215,8 @@ impl CheckpointStore {
         Ok(newest.into_values().rev().take(k).collect())
     }
 
-    /// Removes all up to the last but the `keep_last` newest, the best and the last. What lies after the last, because
-    /// the run went back to an earlier checkpoint, is neither counted nor removed.
+    /// Removes all checkpoints up to the last except the `keep_last` newest, the best and the last. Checkpoints after
+    /// the last, which exist if the run went back to an earlier one, are neither counted nor removed.
     pub fn prune(&self, keep_last: usize) -> Result<()> {
         fault::begin();
         let (last, best) = (self.last(), self.best(&self.savings()?));
@@ -235,7 +238,7 @@ impl CheckpointStore {
         }
     }
 
-    /// Removes what a run has written, and the folder if it is no link and nothing else is in it.
+    /// Removes what a run has written, and the folder if it is no link and otherwise empty.
     pub fn clear(&self) -> Result<()> {
         if !self.folder.is_dir() {
             return Ok(());
@@ -257,19 +260,19 @@ impl CheckpointStore {
         }
     }
 
-    /// The last checkpoint; where none is known to be, after everything.
+    /// Returns the last checkpoint's key, or the maximum key if none is known.
     fn last(&self) -> Key {
         let newest = self.savings().ok().and_then(|savings| self.newest_of(&savings));
         newest.unwrap_or((u64::MAX, u32::MAX))
     }
 
-    /// The checkpoint that was saved last. Earlier versions have the link alone.
+    /// Returns the checkpoint that was saved last. Earlier versions only have the link.
     fn newest_of(&self, savings: &Savings) -> Option<Key> {
         let newest = savings.iter().max_by_key(|(_, saving)| saving.number);
         newest.map(|(key, _)| *key).or_else(|| self.of_earlier_version("last"))
     }
 
-    /// The best checkpoint, by the word of the newest one that names one that is there.
+    /// Returns the best checkpoint, as recorded by the newest checkpoint whose record names an existing one.
     fn best(&self, savings: &Savings) -> Option<Key> {
         let mut newest: Vec<&Saving> = savings.values().collect();
         newest.sort_by_key(|saving| std::cmp::Reverse(saving.number));
@@ -278,26 +281,27 @@ impl CheckpointStore {
         there.next().or_else(|| self.of_earlier_version("best"))
     }
 
-    /// Whether a checkpoint has its state and, by their length, its weights.
+    /// True if a checkpoint has its state and weights of the right length.
     fn is_whole(&self, key: Key) -> bool {
         let path = self.folder.join(name_of(key));
         Manifest::read(&path).is_ok_and(|manifest| manifest.has_weights(&path))
     }
 
-    /// The checkpoint that a link leads to, or of which a copy stands in the link's place.
+    /// Returns the checkpoint to which a link leads, or of which a copy has replaced the link.
     fn of_earlier_version(&self, name: &str) -> Option<Key> {
         self.target(name).or_else(|| self.twin(&self.folder.join(name)))
     }
 
-    /// The checkpoint that a folder is a copy of, by its state, which has the lengths and checksums of all other files.
+    /// Returns the checkpoint of which a folder is a copy, by its state, which has the lengths and checksums of all
+    /// other files.
     fn twin(&self, copy: &Path) -> Option<Key> {
         let state = |folder: &Path| atomic::read(&folder.join(STATE), STATE_BYTES).ok().flatten();
         let own = is_runs(copy).then(|| state(copy)).flatten()?;
         self.entries().ok()?.into_iter().find(|(_, path)| state(path).as_ref() == Some(&own)).map(|(key, _)| key)
     }
 
-    /// Puts the copy of a checkpoint in a link's place where it belongs: away where the checkpoint itself is whole, else
-    /// under the checkpoint's name, by which others call it.
+    /// Resolves a copy of a checkpoint in a link's place: removes it if the checkpoint itself is whole, otherwise moves
+    /// it to the checkpoint's name.
     fn settle(&self, copy: &Path) -> Result<()> {
         let rename = |from: &Path, to: &str| atomic::act("rename", from, || fs::rename(from, self.folder.join(to)));
         let update = Manifest::read(copy)?.update;
@@ -311,19 +315,19 @@ impl CheckpointStore {
         }
     }
 
-    /// The name of a further checkpoint of an update.
+    /// Returns the name for a further checkpoint of an update.
     fn free_name(&self, update: u64) -> Result<String> {
         let before = self.entries()?.into_keys().rfind(|key| key.0 == update);
         Ok(name_of((update, before.map_or(1, |key| key.1 + 1))))
     }
 
-    /// Where a link leads.
+    /// Returns the target of a link.
     fn target(&self, name: &str) -> Option<Key> {
         update_of(fs::read_link(self.folder.join(name)).ok()?.to_str()?)
     }
 
-    /// Makes the links say what the checkpoints say, in place of copies that a copy of the folder has made of them. A file
-    /// system without links goes without.
+    /// Updates the links from the checkpoints' records, and replaces copies that a copy of the run's folder has made of
+    /// them. File systems without links get none.
     fn link(&self) -> Result<()> {
         if self.savings()?.is_empty() {
             return Ok(());
@@ -341,7 +345,7 @@ impl CheckpointStore {
             }
         }
         let savings = self.savings()?;
-        // `last` after `best`: programs that watch it find both.
+        // `last` comes after `best`, so that programs that watch it find both.
         for (name, key) in [("best", self.best(&savings)), ("last", self.newest_of(&savings))] {
             let (Some(key), path) = (key, self.folder.join(name)) else { continue };
             if self.target(name) == Some(key) {
@@ -375,7 +379,7 @@ impl CheckpointStore {
         Ok(found)
     }
 
-    /// What a failed write means for the run.
+    /// Adds to a failed write's error what it means for the run.
     fn untouched(&self, error: Error) -> Error {
         let Error::Io { act, path, source } = error else { return error };
         let kept = match self.entries().is_ok_and(|entries| !entries.is_empty()) {
@@ -393,12 +397,12 @@ impl CheckpointStore {
     }
 }
 
-/// The best checkpoint by the word of one.
+/// Returns the best checkpoint that a checkpoint records.
 fn best_of(path: &Path) -> Option<String> {
     Manifest::read(path).ok()?.saving?.best
 }
 
-/// exFAT, some SMB, FUSE and shared file systems have no symbolic links.
+/// True for the errors of file systems without symbolic links: exFAT, some SMB, FUSE and shared ones.
 fn has_no_links(error: &io::Error) -> bool {
     let codes = [libc::EPERM, libc::EOPNOTSUPP, libc::ENOTSUP, libc::ENOSYS, libc::EROFS, libc::EPROTO];
     error.raw_os_error().is_some_and(|code| codes.contains(&code))

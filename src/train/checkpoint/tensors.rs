@@ -1,4 +1,4 @@
-//! Tensors to and from a checkpoint's arrays.
+//! Conversion between tensors and a checkpoint's arrays.
 
 use super::{Array, Bytes};
 use crate::error::{Error, Result};
@@ -16,7 +16,8 @@ const KINDS: [(Kind, Dtype); 5] = [
     (Kind::Int64, Dtype::I64),
 ];
 
-/// A tensor's numbers: where they lie, if that is the host, so that the array must go before they change.
+/// Returns a tensor's data as an array. On the host it shares the tensor's memory, so the array must be dropped before
+/// the tensor changes.
 pub fn to_array(t: &Tensor) -> Result<Array> {
     let data = Bytes::Held(Held::new("a checkpoint's tensor", t)?);
     let dtype = KINDS.iter().find(|(kind, _)| *kind == t.kind()).map(|(_, dtype)| *dtype);
@@ -24,7 +25,7 @@ pub fn to_array(t: &Tensor) -> Result<Array> {
     Ok(Array { dtype, shape: t.size().iter().map(|n| *n as usize).collect(), data })
 }
 
-/// The tensor of an array.
+/// Returns the tensor of an array.
 pub fn to_tensor(array: &Array, device: Device) -> Result<Tensor> {
     let kind = KINDS.iter().find(|(_, dtype)| *dtype == array.dtype).map(|(kind, _)| *kind);
     let kind = kind.ok_or_else(|| Error::invalid(format!("a model cannot hold {:?} numbers", array.dtype)))?;
@@ -32,12 +33,12 @@ pub fn to_tensor(array: &Array, device: Device) -> Result<Tensor> {
     Ok(Tensor::f_from_data_size(&array.data, &shape, kind)?.f_to_device(device)?)
 }
 
-/// A model's parameters and buffers by name.
+/// Returns a model's parameters and buffers by name.
 pub fn to_arrays(parameters: &Parameters) -> Result<BTreeMap<String, Array>> {
     parameters.iter().chain(parameters.buffers()).map(|(name, t)| Ok((name.to_string(), to_array(t)?))).collect()
 }
 
-/// The tensors of a checkpoint's model, ready for [`crate::model::Transformer::with_parameters`].
+/// Returns the tensors of a checkpoint's model, for [`crate::model::Transformer::with_parameters`].
 pub fn load_parameters(arrays: &BTreeMap<String, Array>, device: Device) -> Result<HashMap<String, Tensor>> {
     arrays.iter().map(|(name, array)| Ok((name.clone(), to_tensor(array, device)?))).collect()
 }

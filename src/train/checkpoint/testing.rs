@@ -1,4 +1,4 @@
-//! What the tests of this folder share.
+//! Helpers for the tests of this folder.
 
 use serde_json::json;
 
@@ -8,7 +8,7 @@ pub fn f32s(shape: &[usize], values: impl IntoIterator<Item = f32>) -> Array {
     Array { dtype: Dtype::F32, shape: shape.into(), data: values.into_iter().flat_map(f32::to_le_bytes).collect() }
 }
 
-/// A small checkpoint whose every part tells which `update` it is of.
+/// Builds a small checkpoint, every part of which shows its `update`.
 pub fn checkpoint(update: u64) -> Checkpoint {
     let x = update as f32;
     Checkpoint {

@@ -1,4 +1,4 @@
-//! The file format, damage to it, and averages.
+//! Tests of the file format, of damage to it, and of averages.
 
 use serde_json::json;
 
@@ -27,7 +27,7 @@ fn every_dtype_and_shape_comes_back() {
     save(&dir.0.join("c"), 7, &saved).unwrap();
     assert_eq!(load(dir.0.join("c")).unwrap(), saved);
     assert_eq!(load_model(dir.0.join("c")).unwrap(), (saved.model.clone(), saved.config.clone()));
-    // The safetensors crate reads the files the same way.
+    // The safetensors crate must read the files in the same way.
     let bytes = fs::read(dir.0.join("c").join(MODEL)).unwrap();
     let read = safetensors::SafeTensors::deserialize(&bytes).unwrap();
     assert_eq!(read.len(), saved.model.len());
@@ -41,7 +41,7 @@ fn every_dtype_and_shape_comes_back() {
     assert!(safetensors::SafeTensors::deserialize(&bytes).unwrap().is_empty());
 }
 
-/// serde_json reads floats inexactly unless its feature `float_roundtrip` is on; a resumed run would then differ.
+/// serde_json reads floats inexactly unless its feature `float_roundtrip` is on, and a resumed run would then differ.
 #[test]
 fn floats_of_the_state_come_back_to_the_bit() {
     let dir = Scratch::new("ckpt-floats");
@@ -126,7 +126,7 @@ fn a_flipped_bit_anywhere_is_refused() {
     assert_eq!(load(&path).unwrap(), checkpoint(1));
 }
 
-/// The CRC-32 fits, but the header asks for more than the file has: no allocation, an error.
+/// The CRC-32 fits, but the header asks for more than the file has: this must be an error without an allocation.
 #[test]
 fn a_header_that_asks_for_too_much_is_refused() {
     let dir = Scratch::new("ckpt-header");
@@ -200,7 +200,7 @@ fn the_mean_is_taken_in_f64_and_the_rest_is_the_newest() {
         save(&paths[i], i as u64, &part).unwrap();
     }
     let mean = average(&paths, &mut || Ok(())).unwrap();
-    // In f32, 1e8 + 1 - 1e8 would be 0.
+    // In f32, 1e8 + 1 − 1e8 would be 0.
     let third = |x: f64| x / 3.0;
     let middle = f64::from(0.1f32) + f64::from(0.2f32) + f64::from(0.7f32);
     let exact = [third(1.0), third(middle), third(2.5)];

@@ -1,4 +1,4 @@
-//! A run's checkpoints under failures, kills, readers and pruning.
+//! Tests of a run's checkpoints under failures, kills, readers and pruning.
 
 use std::process::Command;
 
@@ -10,7 +10,7 @@ use crate::testing::Scratch;
 
 const RUN: &str = "NORMFORMER_RS_KILL_TEST_RUN";
 
-/// A run with updates 1 and 2 saved, 1 the best, 2 the last.
+/// Creates a run with updates 1 and 2 saved, where 1 is the best and 2 the last.
 fn run(name: &str) -> (Scratch, CheckpointStore) {
     let dir = Scratch::new(name);
     let store = CheckpointStore::open(&dir.0).unwrap();
@@ -20,7 +20,7 @@ fn run(name: &str) -> (Scratch, CheckpointStore) {
     (dir, store)
 }
 
-/// The same as an earlier version left it: only the links tell which are the best and the last.
+/// Creates the same run as an earlier version left it: only the links tell which are the best and the last.
 fn earlier_run(name: &str) -> (Scratch, CheckpointStore) {
     let dir = Scratch::new(name);
     let store = CheckpointStore::open(&dir.0).unwrap();
@@ -31,7 +31,7 @@ fn earlier_run(name: &str) -> (Scratch, CheckpointStore) {
     (dir, store)
 }
 
-/// What a trainer does at an update.
+/// Does what a trainer does at an update.
 fn step(store: &CheckpointStore) -> Result<()> {
     store.save(3, &checkpoint(3), Best::This)?;
     store.prune(1)
@@ -44,14 +44,14 @@ fn places() -> usize {
     armed.passed()
 }
 
-/// Whatever happened, both links lead to a whole checkpoint, the old or the new; the next start goes on.
+/// Checks that both links lead to a whole checkpoint, old or new, and that the next start continues.
 fn check(dir: &Scratch, place: usize) {
     let [last, best] = [("last", 2), ("best", 1)].map(|(link, old)| {
         let found = load(CheckpointStore::at(&dir.0).resolve(link).unwrap()).unwrap();
         assert!(found == checkpoint(old) || found == checkpoint(3), "{link} at place {place}: {:?}", found.state);
         found
     });
-    // One was saved as both: either both are it, or none is.
+    // One checkpoint was saved as both, so either both links lead to it, or none does.
     assert_eq!(last == checkpoint(3), best == checkpoint(3), "place {place}");
     let store = CheckpointStore::open(&dir.0).unwrap();
     for (name, found) in [("last", last), ("best", best)] {
@@ -94,13 +94,13 @@ fn a_first_checkpoint_is_there_to_resume_or_is_not() {
         let armed = arm(Fault::Enospc(k));
         let done = step(&store);
         drop(armed);
-        // What the process leaves when it is killed: links are not there yet, the checkpoint may be.
+        // A killed process may leave the checkpoint without its links.
         let store = CheckpointStore::open(&dir.0).unwrap();
         let found = store.newest().unwrap();
         has_been[usize::from(found.is_some())] |= done.is_err();
         if let Some(found) = found {
             assert_eq!(found.checkpoint, checkpoint(3), "place {k}");
-            // It was the best, and stays so when later ones are not.
+            // It was the best, and stays so if later ones are not better.
             for update in 4..8 {
                 store.save(update, &checkpoint(update), Best::Named(None)).unwrap();
                 store.prune(1).unwrap();
@@ -268,7 +268,7 @@ fn an_update_saved_again_does_not_touch_the_first() {
     assert_eq!(store.list().unwrap(), [1, 2]);
 }
 
-/// Copied with links followed, as by `cp -rL`, zip or an object store.
+/// Copies the folder with links followed, like `cp -rL`, zip or an object store.
 fn follow_links(store: &CheckpointStore) {
     for name in NAMES {
         let path = store.folder.join(name);
@@ -301,7 +301,7 @@ fn a_copy_with_links_followed_or_lost_goes_on() {
                 store.save(update, &checkpoint(update), Best::Named(None)).unwrap();
                 store.prune(1).unwrap();
             }
-            // The best one is known, unless nothing but a link had told of it.
+            // The best one is known, unless only a link had recorded it.
             let best = if of == "new" || harm == "followed" { vec![1, 4] } else { vec![4] };
             assert_eq!(store.list().unwrap(), best, "{of} {harm}");
             for name in NAMES.iter().filter(|_| best.len() == 2) {
@@ -311,7 +311,7 @@ fn a_copy_with_links_followed_or_lost_goes_on() {
     }
 }
 
-/// A copy whose own folder is damaged or gone is the only whole one: it is kept under a name of its own.
+/// A copy whose own folder is damaged or missing is the only whole one, and is kept under a separate name.
 #[test]
 fn a_copy_in_a_links_place_that_stands_nowhere_else_is_kept() {
     let (dir, store) = run("store-only-copy");
@@ -327,7 +327,7 @@ fn a_copy_in_a_links_place_that_stands_nowhere_else_is_kept() {
     assert_eq!(load(store.folder.join("update-00000001")).unwrap(), checkpoint(1));
 }
 
-/// The best one is damaged: the best before it is kept, not the damaged one in its place.
+/// If the best one is damaged, the best before it is kept, not the damaged one.
 #[test]
 fn a_damaged_best_gives_way_to_the_one_before() {
     let (_dir, store) = run("store-damaged-best");
@@ -340,7 +340,7 @@ fn a_damaged_best_gives_way_to_the_one_before() {
     assert_eq!(load(store.resolve("best").unwrap()).unwrap(), checkpoint(1));
 }
 
-/// A run that went back goes by its own branch's best.
+/// A run that went back uses its own branch's best.
 #[test]
 fn the_best_is_the_one_that_the_run_names() {
     let (_dir, store) = run("store-branch");
