@@ -97,7 +97,7 @@ fn around(place: &LayerContext) -> ResidualSpec {
     match place.options.get(&MIXING) {
         // Gates by channel have norms of their own.
         MhcMixing::Channel => ResidualSpec { mixing, ..ResidualSpec::default() },
-        _ => ResidualSpec { mixing, ..PreNorm.around(place) },
+        _ => ResidualSpec { mixing, ..(PRENORM.around)(place) },
     }
 }
 
@@ -105,7 +105,7 @@ fn stack(place: &LayerContext) -> StackSpec {
     let mixing = Some(connection(place, true, |stem| format!("end_{stem}")));
     match (place.options.get(&MIXING), place.options.get(&END)) {
         (MhcMixing::Channel, MhcEnd::Gates) => StackSpec { mixing, ..StackSpec::default() },
-        _ => StackSpec { mixing, ..PreNorm.stack(place) },
+        _ => StackSpec { mixing, ..(PRENORM.stack)(place) },
     }
 }
 
