@@ -95,7 +95,8 @@ impl TransformerConfig {
     /// norm if the scheme has none.
     fn check_that_options_matter(&self) -> Result<()> {
         let (residual, schemes, init) = (self.residual.as_str(), self.schemes(), self.init());
-        let mut taken: Vec<&'static dyn AnyOption> = schemes.all().flat_map(|scheme| scheme.options).copied().collect();
+        let mut taken: Vec<&'static dyn AnyOption> =
+            schemes.all().flat_map(|scheme| scheme.options()).copied().collect();
         for norm in [self.encoder_norm(), self.decoder_norm()] {
             taken.extend(crate::norm::find(norm)?.options.iter().filter_map(|keyword| keyword.option));
         }

@@ -1,6 +1,6 @@
 //! Admin: `x⁺ = N(ω⊙x + F(x))`, with ω set so that early branches keep their share (Liu et al. 2020; admin-torch).
 
-use super::{Gain, LayerContext, Learned, ResidualSpec, Scheme, StackSpec};
+use super::{Gain, LayerContext, Learned, ResidualSpec, Scheme};
 
 /// The name, equation and source of the profiling that initialises ω.
 pub const PROFILING: [&str; 3] = [

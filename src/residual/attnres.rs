@@ -6,7 +6,7 @@ use super::{
 };
 use crate::choice;
 use crate::error::{Error, Result};
-use crate::options::{at_least_one, option_spec, AnyOption, Options};
+use crate::options::{at_least_one, option_spec, Options};
 use crate::parametrisation::SumsOver;
 
 choice! {

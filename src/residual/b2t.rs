@@ -1,6 +1,6 @@
 //! Bottom-to-top: PostNorm in which a layer's last sublayer also adds the layer's input (Takase et al. 2023).
 
-use super::{postnorm::POSTNORM, Change, Gain, LayerContext, ResidualSpec, Scheme, StackSpec};
+use super::{postnorm::POSTNORM, Change, Gain, LayerContext, ResidualSpec, Scheme};
 
 /// The name under which the layer's input is kept.
 const INPUT: &str = "layer_input";

@@ -1,7 +1,7 @@
 //! BranchNorm: `x⁺ = N(x + α_t F(x))`, α_t growing to 1 over the first T updates (Liu et al. 2023, eq 7, 8).
 
 use super::{Gain, Growth, GrowthCurve, LayerContext, ResidualSpec, Scheme, StackSpec};
-use crate::options::{not_negative, option_spec, AnyOption};
+use crate::options::{not_negative, option_spec};
 
 option_spec! {
     /// Update T at which branchnorm's α_t = min(1, t/T) reaches 1.

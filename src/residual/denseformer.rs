@@ -1,7 +1,7 @@
 //! DenseFormer: a layer's input is a learned sum of all earlier outputs, initially the last one (Pagliardini et al.
 //! 2024).
 
-use super::{prenorm::PRENORM, Combine, LayerContext, Learned, ResidualSpec, Scheme, StackSpec};
+use super::{prenorm::PRENORM, Combine, LayerContext, Learned, Scheme, StackSpec};
 use crate::parametrisation::SumsOver;
 
 pub static DENSEFORMER: Scheme = Scheme {

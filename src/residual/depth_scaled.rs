@@ -1,6 +1,6 @@
 //! Depth-scaled residuals: the residual stream's variance does not grow with depth (Beam; `depth_scaled_residual_add`).
 
-use super::{sandwich::SANDWICH, Gain, LayerContext, ResidualSpec, Scheme, StackSpec};
+use super::{sandwich::SANDWICH, Gain, LayerContext, ResidualSpec, Scheme};
 
 pub static DEPTH_SCALED: Scheme = Scheme {
     name: "depth-scaled",

@@ -2,7 +2,7 @@
 
 use super::{postnorm, prenorm, Change, Combine, LayerContext, Learned, NormAt, ResidualSpec, Scheme, StackSpec};
 use crate::choice;
-use crate::options::{option_spec, AnyOption};
+use crate::options::option_spec;
 use crate::parametrisation::SumsOver;
 
 choice! {

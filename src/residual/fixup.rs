@@ -3,7 +3,7 @@
 
 use super::{Change, Gain, LayerContext, Learned, Point, ResidualSpec, Scheme, StackName, StackSpec, Sublayer};
 use crate::choice;
-use crate::options::{option_spec, AnyOption};
+use crate::options::option_spec;
 
 choice! {
     /// The version of r-fixup; `paper` adds a scalar before the attention's output projection.

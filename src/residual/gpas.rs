@@ -5,7 +5,7 @@ use super::mix_ln::{self, MIX_LN};
 use super::{deepnorm::DEEPNORM, postnorm::POSTNORM, prenorm::PRENORM, sandwich::SANDWICH};
 use super::{Change, LayerContext, Learned, Point, ResidualSpec, Scheme, StackSpec};
 use crate::choice;
-use crate::options::{option_spec, AnyOption};
+use crate::options::option_spec;
 
 choice! {
     /// The scheme to which gpas adds its gates.

@@ -4,7 +4,7 @@
 //! The paper writes the feed-forward as N(y) + F(N(y)). Nothing else reads y, so here N follows the attention before
 //! it.
 
-use super::{prenorm::PRENORM, Change, LayerContext, Point, ResidualSpec, Scheme, StackSpec, Sublayer};
+use super::{prenorm::PRENORM, Change, LayerContext, Point, ResidualSpec, Scheme, Sublayer};
 
 pub static HYBRIDNORM: Scheme = Scheme {
     name: "hybridnorm",

@@ -5,7 +5,7 @@ use super::mixing::check_streams;
 use super::{
     prenorm::PRENORM, Dynamic, Gates, HyperConnection, LayerContext, Learned, Mixing, ResidualSpec, Scheme, StackSpec,
 };
-use crate::options::{option_spec, AnyOption};
+use crate::options::option_spec;
 use crate::parametrisation::SumsOver;
 
 option_spec! {

@@ -1,7 +1,7 @@
 //! LayerScale: `x⁺ = x + λ⊙F(N(x))`, where λ starts small (Touvron et al. 2021).
 
-use super::{prenorm::PRENORM, Gain, LayerContext, Learned, ResidualSpec, Scheme, StackSpec};
-use crate::options::{option_spec, AnyOption};
+use super::{prenorm::PRENORM, Gain, LayerContext, Learned, ResidualSpec, Scheme};
+use crate::options::option_spec;
 
 option_spec! {
     /// Initial value of layerscale's λ.

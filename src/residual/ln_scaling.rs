@@ -1,8 +1,8 @@
 //! LayerNorm scaling: `x⁺ = x + F(N(x)/√l)` in layer l, counted from 1 (Sun et al. 2025).
 
-use super::{prenorm::PRENORM, Change, LayerContext, NormAt, Point, ResidualSpec, Scheme, StackSpec};
+use super::{prenorm::PRENORM, Change, LayerContext, NormAt, Point, ResidualSpec, Scheme};
 use crate::choice;
-use crate::options::{option_spec, AnyOption};
+use crate::options::option_spec;
 
 choice! {
     /// The form of 1/√l: a constant on the norm's output, or the initial value of its weight.

@@ -1,7 +1,7 @@
 //! Mix-LN: PostNorm in a stack's first layers, PreNorm in the others (Li et al. 2024).
 
-use super::{postnorm::POSTNORM, prenorm::PRENORM, LayerContext, ResidualSpec, Scheme, StackSpec};
-use crate::options::{below_one, option_spec, AnyOption};
+use super::{postnorm::POSTNORM, prenorm::PRENORM, LayerContext, ResidualSpec, Scheme};
+use crate::options::{below_one, option_spec};
 
 option_spec! {
     /// Share of mix-ln's layers that are postnorm's; their number is rounded down.

@@ -1,11 +1,9 @@
 //! NormFormer: PreNorm with scaled heads and norms after the attention and inside the feed-forward (Shleifer et al.
 //! 2021).
 
-use super::{
-    prenorm::PRENORM, Change, Gain, LayerContext, Learned, NormAt, Point, ResidualSpec, Scheme, StackSpec, Sublayer,
-};
+use super::{prenorm::PRENORM, Change, Gain, LayerContext, Learned, NormAt, Point, ResidualSpec, Scheme, Sublayer};
 use crate::choice;
-use crate::options::{option_spec, AnyOption};
+use crate::options::option_spec;
 
 choice! {
     /// The place of the head scales: before the output projection (`paper`) or, as in fairseq, after it.

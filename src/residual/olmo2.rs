@@ -1,6 +1,6 @@
 //! OLMo 2's order: a norm only on the branch's output, and norms on whole queries and keys (Team OLMo 2025).
 
-use super::{prenorm::PRENORM, Change, LayerContext, Point, ResidualSpec, Scheme, StackSpec, Sublayer};
+use super::{prenorm::PRENORM, Change, LayerContext, Point, ResidualSpec, Scheme, Sublayer};
 
 pub static OLMO2: Scheme = Scheme {
     name: "olmo2",

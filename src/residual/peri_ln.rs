@@ -1,7 +1,7 @@
 //! Peri-LN: a norm before and one after each branch, and one on the embedding (Kim et al. 2025).
 
-use super::{sandwich::SANDWICH, Change, LayerContext, NormAt, ResidualSpec, Scheme, StackSpec};
-use crate::options::{option_spec, AnyOption};
+use super::{sandwich::SANDWICH, Change, LayerContext, NormAt, Scheme, StackSpec};
+use crate::options::option_spec;
 
 option_spec! {
     /// Add peri-ln's norm on the embedding, which its paper calls optional.

@@ -1,6 +1,6 @@
 //! PostNorm: `x⁺ = N(x + F(x))`, the original Transformer's (Nguyen & Salazar 2019, eq 2).
 
-use super::{LayerContext, ResidualSpec, Scheme, StackSpec};
+use super::{LayerContext, ResidualSpec, Scheme};
 
 pub static POSTNORM: Scheme = Scheme {
     name: "postnorm",

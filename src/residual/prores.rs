@@ -4,7 +4,7 @@ use super::ln_scaling::{self, LN_SCALING};
 use super::{deepnorm::DEEPNORM, postnorm::POSTNORM, prenorm::PRENORM, sandwich::SANDWICH};
 use super::{Change, Gain, Growth, GrowthCurve, LayerContext, Point, ResidualSpec, Scheme, StackSpec};
 use crate::choice;
-use crate::options::{not_negative, option_spec, AnyOption};
+use crate::options::{not_negative, option_spec};
 
 choice! {
     /// The scheme whose branches prores scales.

@@ -1,6 +1,6 @@
 //! ReZero: `x⁺ = x + a_l F(x)`, one scalar a_l = 0 per layer, no norm (Bachlechner et al. 2020).
 
-use super::{Gain, LayerContext, Learned, ResidualSpec, Scheme, StackSpec};
+use super::{Gain, LayerContext, Learned, ResidualSpec, Scheme};
 
 pub static REZERO: Scheme = Scheme {
     name: "rezero",

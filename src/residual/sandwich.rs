@@ -1,6 +1,6 @@
 //! Sandwich: `x⁺ = x + N(F(N(x)))` (Ding et al. 2021).
 
-use super::{prenorm::PRENORM, LayerContext, NormAt, ResidualSpec, Scheme, StackSpec};
+use super::{prenorm::PRENORM, LayerContext, NormAt, ResidualSpec, Scheme};
 
 pub static SANDWICH: Scheme = Scheme {
     name: "sandwich",

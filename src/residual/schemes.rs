@@ -9,7 +9,7 @@ use super::{
     StackSpec, Sublayer, SublayerSpec, ValueNorm, SCHEMES,
 };
 use crate::error::{unknown, Error, Result};
-use crate::options::Options;
+use crate::options::{AnyOption, Options};
 use std::fmt;
 use std::sync::Arc;
 
@@ -46,6 +46,13 @@ impl SchemeRef {
         }
     }
 
+    pub fn options(&self) -> &'static [&'static dyn AnyOption] {
+        match self {
+            SchemeRef::Table(scheme) => scheme.options,
+            SchemeRef::Given(_) => &[],
+        }
+    }
+
     fn init(&self) -> &str {
         match self {
             SchemeRef::Table(scheme) => scheme.init,
@@ -53,7 +60,7 @@ impl SchemeRef {
         }
     }
 
-    fn around(&self, place: &LayerContext) -> ResidualSpec {
+    pub fn around(&self, place: &LayerContext) -> ResidualSpec {
         match self {
             SchemeRef::Table(scheme) => (scheme.around)(place),
             SchemeRef::Given(scheme) => scheme.sublayer_at(place).map(|it| it.around.clone()).unwrap_or_default(),

@@ -1,6 +1,6 @@
 //! Sub-LN: PreNorm with a norm before each sublayer's last projection (Wang et al. 2022b).
 
-use super::{prenorm::PRENORM, Change, LayerContext, NormAt, Point, ResidualSpec, Scheme, StackSpec, Sublayer};
+use super::{prenorm::PRENORM, Change, LayerContext, NormAt, Point, Scheme, Sublayer};
 
 pub static SUBLN: Scheme = Scheme {
     name: "subln",

@@ -1,7 +1,7 @@
 //! Value residuals: each layer's values are mixed with those of the first layer (Zhou et al. 2024, ResFormer).
 
-use super::{prenorm::PRENORM, Change, Gain, LayerContext, Learned, Point, ResidualSpec, Scheme, StackSpec, Sublayer};
-use crate::options::{option_spec, AnyOption};
+use super::{prenorm::PRENORM, Change, Gain, LayerContext, Learned, Point, Scheme, Sublayer};
+use crate::options::option_spec;
 
 option_spec! {
     /// Value, or initial value, of value-residual's two factors.

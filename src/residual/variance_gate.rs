@@ -1,8 +1,8 @@
 //! Variance-preserving gates: a learned share β of the branch, and the share α of x that keeps the variance (Muse
 //! Spark).
 
-use super::{sandwich::SANDWICH, Gain, LayerContext, Learned, ResidualSpec, Scheme, StackSpec};
-use crate::options::{option_spec, positive, AnyOption};
+use super::{sandwich::SANDWICH, Gain, LayerContext, Learned, ResidualSpec, Scheme};
+use crate::options::{option_spec, positive};
 
 option_spec! {
     /// Temperature τ of variance-gate: β = σ(w/τ).

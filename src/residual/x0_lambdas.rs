@@ -1,6 +1,6 @@
 //! x₀-lambdas: before each layer the residual stream is scaled, and the embedding is added again (nanochat).
 
-use super::{prenorm::PRENORM, Change, Gain, LayerContext, Learned, NormAt, ResidualSpec, Scheme, StackSpec};
+use super::{prenorm::PRENORM, Change, Gain, LayerContext, Learned, NormAt, Scheme, StackSpec};
 
 /// The name under which the embedding is kept.
 const EMBEDDING: &str = "embedding";
