@@ -63,15 +63,15 @@ GROWING = "growing"
 
 class NormAt(NamedTuple):
     """The stack's norm under a name. `width`: of its rows, None: what stands there; `start`: multiplies the first value
-    of its weight; `is_weighted`: False leaves an rmsnorm's weight out. The package sets the others: `last`, no norm of
-    the stack follows it; `ends_stack`, it stands after the last layer."""
+    of its weight. The package sets the others: `last`, no norm of the stack follows it; `ends_stack`, it stands after
+    the last layer; `is_weighted`, False leaves an rmsnorm's weight out."""
 
     name: str
     width: int | None = None
     start: float = 1.0
-    is_weighted: bool = True
     last: bool = False
     ends_stack: bool = False
+    is_weighted: bool = True
 
 
 FirstValues = float | Sequence[float] | Normal
@@ -309,12 +309,12 @@ class StackSpec(NamedTuple):
 
 # What is asked of declarations.
 
-Part = NormAt | Learned
+_Part = NormAt | Learned
 
 
 def replaced(value: Any, change: Callable[[Any], Any]) -> Any:
     """The same with its norms and parameters exchanged for what `change` makes of each."""
-    if isinstance(value, Part):
+    if isinstance(value, _Part):
         return change(value)
     if isinstance(value, Mapping):
         return {key: replaced(inner, change) for key, inner in value.items()}
@@ -331,7 +331,7 @@ def renamed(value: Any, rename: Callable[[str], str]) -> Any:
 
 def parts_of(value: Any) -> list[Any]:
     """Its norms and parameters, in order."""
-    if isinstance(value, Part):
+    if isinstance(value, _Part):
         return [value]
     return [part for inner in value for part in parts_of(inner)] if isinstance(value, tuple) else []
 
@@ -369,7 +369,7 @@ class Owner(NamedTuple):
         name = self.path + _text(part.name, f"{what}.name")
         if isinstance(part, NormAt):
             width = self.width if part.width is None else part.width
-            return part._replace(name=name + self.number, width=width, last=False, ends_stack=False)
+            return NormAt(name + self.number, width, part.start)
         name += "" if part.shared else self.number
         shape = part.shape if isinstance(part.shape, list | tuple) else [part.shape]
         value = [*part.value] if getattr(part.value, "shape", None) else part.value
@@ -538,7 +538,7 @@ def _fields(kind: Any) -> _Codec:
     def write(value: Any, owner: Owner, what: str) -> Any:
         if not isinstance(value, kind):
             raise refusal(what, expected.get(kind, f"a {kind.__name__}"), value)
-        if isinstance(value, Part):
+        if isinstance(value, _Part):
             value = owner.own(value, what)
             what = f"{what}: {value.name}"
         given = ((name, part) for name, part in zip(codecs, value) if name not in silent or part != silent[name])
