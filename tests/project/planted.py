@@ -234,7 +234,7 @@ PLANTED = [
     Planted(
         "Meta devices, FSDP2, copies",
         "nn/build.py",
-        "            what.write(made)\n",
+        "            write(what, made)\n",
         "            pass\n",
         ("nn/test_life_cycles.py::test_every_order_ends_in_the_first_values[{'residual': 'rezero'}-whole]",),
     ),

@@ -40,6 +40,7 @@ PYTHON_FLOORS = (
         "_optional",
         "_tables",
         "_torch",
+        "declared",
         "errors",
         "fairseq_words",
         "file_class",

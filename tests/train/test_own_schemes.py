@@ -329,8 +329,11 @@ WRONG = [
     (declare(ResidualSpec(before=norm(), after=norm())), 'two norms are called "norm1"'),
     (declare(ResidualSpec(beta=Learned("gain", 1.0, 3))), "of shape [3], expected one of [[1], [8]]"),
     (declare(ResidualSpec(beta=Learned("gain", [1.0, 2.0], 8))), "of shape [8] has 2 first values"),
-    (declare(ResidualSpec(beta=Learned("gain", math.nan))), "gain1 is nan: it must be finite"),
-    (declare(ResidualSpec(alpha=math.inf)), "a gain is inf: it must be finite"),
+    (
+        declare(ResidualSpec(beta=Learned("gain", math.nan))),
+        "around().beta: gain1.value is nan: it must be finite",
+    ),
+    (declare(ResidualSpec(alpha=math.inf)), "Mine.around().alpha is inf: it must be finite"),
     (declare(ResidualSpec(beta=GROWING)), "the stack declares no growth"),
     (declare(ResidualSpec(streams=[StreamStep()])), "it moves 1 streams beside x, and the stack has 0"),
     (declare(ResidualSpec(after=mix("x0"))), 'mixes "x0", which nothing before has kept'),
@@ -376,10 +379,10 @@ def test_wrong_declarations_are_refused_by_what_is_wrong(scheme, why):
 @pytest.mark.parametrize(
     ("scheme", "why"),
     [
-        (declare(around=lambda self, place: norm()), "around() of Mine must return a ResidualSpec"),
-        (declare(layer=lambda self, place: None), "layer() of Mine must give changes"),
-        (declare(ResidualSpec(before=["norm"])), "around() of Mine must give changes"),
-        (declare(ResidualSpec(alpha=None)), "a gain must be a number"),
+        (declare(around=lambda self, place: norm()), "Mine.around() must be a ResidualSpec"),
+        (declare(layer=lambda self, place: None), 'Mine.layer() must be changes, as norm("norm")'),
+        (declare(ResidualSpec(before=["norm"])), "Mine.around().before must be changes"),
+        (declare(ResidualSpec(alpha=None)), "Mine.around().alpha must be a number, GROWING"),
         (declare(name=None), "has no name"),
     ],
 )

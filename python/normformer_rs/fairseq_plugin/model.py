@@ -24,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from normformer_rs import _core
 from normformer_rs.config import TransformerConfig
 from normformer_rs.convert import VERSION, check_version, configure, from_fairseq_names
+from normformer_rs.declared import NormAt
 from normformer_rs.errors import InputError
 from normformer_rs.nn import TransformerDecoderLayer, TransformerEncoderLayer, profile
 from normformer_rs.nn.build import make
@@ -32,7 +33,6 @@ from normformer_rs.nn.interpreter import KeptTensors, apply_norm
 from normformer_rs.nn.layers import Layer
 from normformer_rs.nn.norms import FIXNORM_EPS
 from normformer_rs.nn.place import OWN
-from normformer_rs.nn.specs import NormAt
 from normformer_rs.nn.stacks import Stack
 
 from .options import SHAPES, LanguageModelOptions, TranslationOptions, defaults, plain, shape

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from ..analysis import gradient_norms
 from ..errors import InputError
+from ..nn.growth import alpha
 from ..nn.step_hooks import Growing
 from ..nn.training import learned_gains
 
@@ -25,10 +26,10 @@ def gain_values(model: nn.Module) -> dict[str, float]:
         if isinstance(module, Growing) and module.growth is not None:
             path = f"alpha/{name}".rstrip("/")
             if not module.growth.by_layer or module.place is None:
-                found[path] = module.growth.now(module.t, 0)[0]
+                found[path] = alpha(module.growth, module.t, 0)[0]
                 continue
             for layer in range(module.place.depth):
-                found[f"{path}.layers.{layer}"] = module.growth.now(module.t, layer)[0]
+                found[f"{path}.layers.{layer}"] = alpha(module.growth, module.t, layer)[0]
     if not found:
         return {}
     device = next(iter(found.values())).device

@@ -10,10 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..config import TransformerConfig
+from ..declared import Change, is_of_joined_heads
 from ..errors import InputError
 from .dropout import Draw, is_run_again
 from .interpreter import KeptTensors, apply_changes
-from .scheme import Change, Inside
+from .scheme import Inside
 from .sharding import write_whole
 from .tracing import leaf
 
@@ -245,13 +246,6 @@ OUTPUT_GATES: dict[str, Callable[[nn.MultiheadAttention], int]] = {
     "element": lambda attention: attention.embed_dim,
 }
 """How many numbers an output gate has, by its name."""
-
-
-def is_of_joined_heads(change: Change, head_dim: int) -> bool:
-    """A change of queries, keys or values that works on all heads joined, and not on each."""
-    if change.kind == "norm":
-        return change.what.width != head_dim
-    return change.kind in ("keep", "mix", "damp_forward")
 
 
 HIDDEN = -9e3

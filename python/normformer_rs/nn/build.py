@@ -4,12 +4,13 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from ..declared import Learned, NormAt
+from ..first_values import Normal
 from .place import Place
 from .registry import norm_of_config
-from .sharding import mark_drawn, whole
-from .specs import Learned, NormAt
+from .sharding import mark_drawn, whole, write_whole
 
 LEARNED = "_learned_by_scheme"
 """The attribute of a module that has what the products with each of its scheme's parameters are summed over."""
@@ -23,9 +24,11 @@ def make(
 ) -> Any:
     """The norm, or the parameter. `factory`: device and dtype; `bias`: whether norms that have one learn it."""
     if isinstance(what, Learned):
-        made = nn.Parameter(torch.empty(what.shape, **factory))
-        what.write(made)
+        shape: Any = what.shape
+        made = nn.Parameter(torch.empty(shape, **factory))
+        write(what, made)
         return made
+    assert what.width is not None
     last = what.last and place.stack == "decoder"
     where: dict[str, Any] = {"last_of_decoder": last, "ends_stack": what.ends_stack, "is_weighted": what.is_weighted}
     norm = norm_of_config(place.norm, what.width, place.config, **where, bias=bias, **factory)
@@ -38,6 +41,20 @@ def _begin_at(norm: Any, at: NormAt) -> None:
     """Sets the norm to its first values, with the scheme's factor on γ."""
     norm.first_scale = at.start  # the norm's own reset uses it, whoever calls that
     reset_module(norm)
+
+
+@torch.no_grad()
+def write(what: Learned, p: Tensor) -> None:
+    """Sets a parameter to its first values."""
+    value: Any = what.value
+    shape: Any = what.shape
+    if isinstance(value, Normal):
+        write_whole(p, lambda whole: whole.normal_(std=value.std))
+    elif isinstance(value, tuple):
+        values = torch.tensor(value, dtype=torch.float64, device="cpu").view(shape)
+        write_whole(p, lambda whole: whole.copy_(values))
+    else:
+        p.fill_(value)
 
 
 def install(owner: nn.Module, items: Iterable[NormAt | Learned], place: Place, **making: Any) -> None:
@@ -59,7 +76,7 @@ def reset(owner: nn.Module, items: Iterable[NormAt | Learned]) -> None:
     for what in items:
         made: Any = getattr(owner, what.name)
         if isinstance(what, Learned):
-            what.write(made)
+            write(what, made)
         else:
             _begin_at(made, what)
 

@@ -12,13 +12,13 @@ from torch import nn
 
 from .. import _core
 from ..config import TransformerConfig
+from ..declared import NormAt, replaced
 from ..errors import InputError
+from .build import make
 from .init import refuse_computed
 from .place import Place
-from .registry import norm_of_config
 from .scheme import SchemeSpec, Sublayer
 from .sharding import write_whole
-from .specs import NormAt
 
 STACKS = (nn.TransformerEncoder, nn.TransformerDecoder)
 LISTS = (nn.ModuleList, nn.Sequential)
@@ -219,18 +219,14 @@ def _of_depth(config: TransformerConfig, stack: str, depth: int) -> Place:
 def _described(place: Place, only: int | None) -> list[Any]:
     if only is not None:
         return _sublayer(place.sublayers[only], place)
-    return [repr(place.spec.begin), *(_sublayer(sublayer, place) for sublayer in place.sublayers)]
+    return [place.spec.begin, *(_sublayer(sublayer, place) for sublayer in place.sublayers)]
 
 
-def _sublayer(sublayer: Sublayer, place: Place) -> list[str]:
+def _sublayer(sublayer: Sublayer, place: Place) -> list[Any]:
     """Everything in it; the last norm of a stack counts as another only if it is made otherwise."""
     norms = [what for what in (*sublayer.around(), *sublayer.within()) if isinstance(what, NormAt)]
-    plain = {repr(norm): repr(norm._replace(last=False)) for norm in norms}
-    text = repr(sublayer)
-    for written, alike in plain.items():
-        text = text.replace(written, alike)
-    made = [repr(norm_of_config(place.norm, n.width, place.config, last_of_decoder=n.last)) for n in norms]
-    return [text, *(made if place.stack == "decoder" else [])]
+    alike = replaced(sublayer, lambda part: part._replace(last=False) if isinstance(part, NormAt) else part)
+    return [alike, [repr(make(norm, place, {})) for norm in norms if place.stack == "decoder"]]
 
 
 def _first_values(place: Place) -> list[Any]:

@@ -1,32 +1,24 @@
 """α_t, the factor that branchnorm and prores grow with the number t of the update, and its operator."""
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
 from .. import _core
+from ..declared import Growth
 from . import sharding
 from .tracing import records_core
 
 OPS = torch.ops.normformer_rs
 
 
-class Growth(NamedTuple):
-    """α_t = min(1, curve(t/steps)); `by_layer`: with steps·l in layer l, counted from 1."""
-
-    steps: int
-    curve: str
-    by_layer: bool = False
-
-    def now(self, t: Tensor, layer: int) -> Tensor:
-        """α_t of t, (1,), in a layer counted from 0."""
-        steps = self.steps * (layer + 1) if self.by_layer else self.steps
-        if records_core():
-            return growth_now(t, steps, self.curve)
-        if sharding.is_sharded(t):
-            sharding.register()
-        return OPS.growth(t, steps, self.curve)
+def alpha(growth: Growth, t: Tensor, layer: int) -> Tensor:
+    """α_t of t, (1,), in a layer counted from 0."""
+    steps = growth.steps * (layer + 1) if growth.by_layer else growth.steps
+    if records_core():
+        return growth_now(t, steps, growth.curve)
+    if sharding.is_sharded(t):
+        sharding.register()
+    return OPS.growth(t, steps, growth.curve)
 
 
 def growth_now(t: Tensor, steps: int, curve: str) -> Tensor:

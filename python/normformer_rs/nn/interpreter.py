@@ -11,14 +11,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..declared import GROWING, Change, Curve, Gain, Learned, NormAt, StreamStep, only_norm
 from ..errors import InputError
-from . import formulas
+from . import formulas, mixing
 from .dropout import Draw, drop, is_plain, rate
 from .profiling import profile_step
 from .registry import FUSED
 from .row_norm import unit_rows
-from .scheme import GROWING, Change, Curve, Gain, SchemeSpec, StreamStep, Sublayer, only_norm
-from .specs import Learned, NormAt
+from .scheme import SchemeSpec, Sublayer
 
 OPS = torch.ops.normformer_rs
 
@@ -101,15 +101,14 @@ class Streams(NamedTuple):
 
 def start(declared: SchemeSpec, x: Tensor) -> Streams:
     """The streams as a stack begins."""
-    first = x if declared.mixing is None else declared.mixing.begin(x)
-    return Streams(first, (x,) * len(declared.streams))
+    return Streams(mixing.begin(declared.mixing, x), (x,) * len(declared.streams))
 
 
 def open_streams(owner: nn.Module, sublayer: Sublayer, streams: Streams) -> Streams:
     """The streams with what the sublayer reads of them, where it reads several."""
     if sublayer.mixing is None:
         return streams
-    read, unwritten = sublayer.mixing.read(owner, (streams.x, *streams.others))
+    read, unwritten = mixing.read(sublayer.mixing, owner, (streams.x, *streams.others))
     return streams._replace(normed=None, read=read, unwritten=unwritten)
 
 
@@ -147,7 +146,8 @@ def close(
         f = f.to(x.dtype)  # the residual stream keeps its type
     f, where = draw.drop(f, p)
     if sublayer.mixing is not None:
-        written = sublayer.mixing.write((x, *streams.others), streams.unwritten, drop(f, where).to(x.dtype))
+        f = drop(f, where).to(x.dtype)
+        written = mixing.write(sublayer.mixing, (x, *streams.others), streams.unwritten, f)
         return Streams(written[0], written[1:], kept=streams.kept, outputs=streams.outputs)
 
     def gains(step: Sublayer | StreamStep) -> tuple[Tensor | None, Tensor | None]:

@@ -1,5 +1,6 @@
 """The base of a Transformer's layers: construction, first values, and the run through the sublayers."""
 
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -8,7 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..config import unknown
+from ..declared import Learned, NormAt, only_norm, parts_of, passes, renamed
 from ..errors import InputError
+from . import mixing
 from .attention import MultiheadAttention, additive, is_masked
 from .build import install, reset, reset_module
 from .dropout import Draw, is_plain, is_run_again, rate
@@ -17,9 +20,8 @@ from .init import FirstValues, Role, draw_module
 from .interpreter import KeptTensors, Streams, apply_changes, begin, close, open_streams, start
 from .place import Place, configure, in_short, whole_number
 from .profiling import follow
-from .scheme import Sublayer, only_norm, parts_of, passes
+from .scheme import Sublayer
 from .sharding import mark_drawn
-from .specs import Learned, NormAt
 from .step_hooks import Growing
 
 OPS = torch.ops.normformer_rs
@@ -154,10 +156,10 @@ class Layer(Growing, Placeable):
     def _enter_attentions(self) -> None:
         """Hands the attentions the changes inside them, and what their scores are multiplied by."""
         for name, sublayer in zip(self.attentions, self.place.sublayers):
-            inside = {point: tuple(c.below(name) for c in changes) for point, changes in sublayer.inside.items()}
             attention: MultiheadAttention = getattr(self, name)
-            attention.set_inside(inside)
-            attention.reads_apart = sublayer.mixing is not None and sublayer.mixing.reads_apart
+            below = operator.methodcaller("removeprefix", f"{name}.")
+            attention.set_inside(renamed(sublayer.inside, below))
+            attention.reads_apart = mixing.reads_apart(sublayer.mixing)
             attention.scale = self.place.declared.attention
 
     def _declared(self) -> Iterator[tuple[nn.Module, list[NormAt | Learned]]]:
@@ -278,7 +280,7 @@ class Layer(Growing, Placeable):
             streams = close(self, sublayer, streams, f, getattr(self, f"dropout{i + 1}"), draw, **step)
         if others is not None:
             return streams.x, (*streams.others, *(kept[name] for name in spec.leaves))
-        return streams.x if declared.mixing is None else declared.mixing.seen((streams.x, *streams.others))
+        return mixing.seen(declared.mixing, (streams.x, *streams.others))
 
     def _feed_forward(self, x: Tensor, draw: Draw, padding_mask: Tensor | None, kept: KeptTensors) -> Tensor:
         """W₂·drop(φ(W₁x + b₁)) + b₂."""
@@ -321,7 +323,7 @@ def attended(layer: Layer, name: str, x: Tensor, memory: Tensor, kept: KeptTenso
     inside, reads_apart = getattr(attention, "inside", None), getattr(attention, "reads_apart", None)
     if inside is None or reads_apart is None:
         sublayer, wraps_ours = _refuse_another(layer, name, attention)
-        reads_apart = sublayer.mixing is not None and sublayer.mixing.reads_apart
+        reads_apart = mixing.reads_apart(sublayer.mixing)
         inside = {}
         if not wraps_ours:
             masks = _torchs_masks(layer, attention, x, memory, **masks)
@@ -342,9 +344,7 @@ def _refuse_another(layer: Layer, name: str, attention: Any) -> tuple[Sublayer, 
     needs = [f"{part}={value!r}" for part, value in parts.items() if value]
     needs += [f"changes at {point}" for point in sublayer.inside]
     needs += ["another scale"] if layer.place.declared.attention is not None else []
-    needs += (
-        ["inputs of their own for q, k and v"] if sublayer.mixing is not None and sublayer.mixing.reads_apart else []
-    )
+    needs += ["inputs of their own for q, k and v"] if mixing.reads_apart(sublayer.mixing) else []
     if wraps_ours:
         needs = [f"changes at {point}" for point, changes in sublayer.inside.items() if passes(changes)]
     if needs:

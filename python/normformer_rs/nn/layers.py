@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from ..config import ATTENTION, unknown
+from ..declared import passes
 from ..errors import InputError
 from .build import install, reset, reset_module
 from .dropout import Draw
@@ -14,7 +15,6 @@ from .interpreter import KeptTensors, Streams, begin, close
 from .layer import KINDS, Layer, attended, layer_number
 from .place import Place, configure
 from .profiling import follow
-from .scheme import passes
 from .step_hooks import Growing
 from .tracing import leaf
 

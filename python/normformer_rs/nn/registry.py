@@ -14,7 +14,7 @@ from ..config import TransformerConfig, unknown
 from ..errors import InputError
 from . import composed, norms, running
 from .norm_table import DECLARED, FAMILIES
-from .specs import drawn_over_width
+from .scheme import drawn_over_width
 
 if TYPE_CHECKING:
     from ..norms import Norm

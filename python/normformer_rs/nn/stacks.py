@@ -9,19 +9,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..config import TransformerConfig
+from ..declared import Change, Combine, Mixing, NormAt, parts_of
 from ..errors import InputError
-from .build import LEARNED, install, make, reset, reset_module
+from . import mixing
+from .build import LEARNED, install, make, reset, reset_module, write
 from .foreign import draw_xavier
 from .init import refuse_computed
 from .interpreter import KeptTensors, apply_changes, apply_norm, start
 from .layer import Activation, Layer
 from .layers import TransformerDecoderLayer, TransformerEncoderLayer
-from .mixing import Mixing, without_autocast
 from .place import Place, count_of_layers
 from .profiling import begin_stack
-from .scheme import Change, Combine, parts_of
 from .sharding import mark_drawn
-from .specs import NormAt
 from .step_hooks import Growing
 from .tracing import leaf
 
@@ -48,7 +47,7 @@ class Sums(nn.Module):
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Sets the weights and the norms to their first values."""
-        self.first.write(self.weight)
+        write(self.first, self.weight)
         mark_drawn(self)
         for norm in self.norms.values():
             reset_module(norm)
@@ -64,7 +63,7 @@ class Sums(nn.Module):
         if self.skips_first and row == 0:
             return y
         weights = self.weight[row, : row + 1].to(y.dtype)
-        with without_autocast(y.device.type):  # the residual stream keeps its type
+        with mixing.without_autocast(y.device.type):  # the residual stream keeps its type
             total = torch.stack(outputs, -1) @ weights
         return normed(total) if self.on_sums else total
 
@@ -121,10 +120,10 @@ class Stack(Growing):
             self.combine = Sums(declared.combine, place, factory, bias)
         for change in end:
             if change.kind != "norm" or self.norm is None:
-                install(self, change.parts(), place, factory=factory, bias=bias)
+                install(self, parts_of(change), place, factory=factory, bias=bias)
         streams = (at for at in declared.streams if at is not None)
         install(self, (*parts_of(declared.begin), *streams), place, factory=factory, bias=bias)
-        install(self, () if declared.mixing is None else declared.mixing.parameters(), place, factory=factory)
+        install(self, parts_of(declared.mixing), place, factory=factory)
         self.begin, self.streams, self.mixing = declared.begin, declared.streams, declared.mixing
         self.end = tuple(change for change in end if change.kind != "norm")
         self.grow(declared.growth, factory["device"])
@@ -135,7 +134,7 @@ class Stack(Growing):
             reset_module(module)
         reset(self, (at for at in self.streams if at is not None))
         reset(self, parts_of((*self.begin, *self.end)))
-        reset(self, () if self.mixing is None else self.mixing.parameters())
+        reset(self, parts_of(self.mixing))
         self.reset_growth()
 
     def _run(self, x: Tensor, call: Callable[..., Any], padding_mask: Tensor | None) -> Tensor:
@@ -167,7 +166,7 @@ class Stack(Growing):
         x = x if combine is None else combine(x, outputs, padding_mask)
         for at, s in zip(self.streams, others):
             x = x + (s if at is None else apply_norm(getattr(self, at.name), s, padding_mask))
-        x = x if self.mixing is None else self.mixing.read(self, (x, *others))[0]
+        x, _ = mixing.read(self.mixing, self, (x, *others))
         x = apply_changes(self, self.end, x, padding_mask, kept)
         return x if self.norm is None else apply_norm(self.norm, x, padding_mask)
 

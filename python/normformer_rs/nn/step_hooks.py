@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from ..declared import Growth, Learned
 from ..errors import InputError
 from .averages import Steered, Steering
-from .growth import Growth
+from .growth import alpha
 from .place import Place
-from .specs import Learned
 
 PATIENCE = 8
 """Updates without a step that moves t, before a warning: other writes to weights come in ones and twos between steps,
@@ -96,7 +96,7 @@ class Growing(Steered):
         if not torch.compiler.is_compiling():  # a graph would hold their `no_grad`
             self.take_over()
             self._watch()
-        return self.growth.now(self.t, layer)
+        return alpha(self.growth, self.t, layer)
 
     def watched(self) -> Iterator[nn.Parameter]:
         """Parameters whose updates t should follow."""

@@ -8,14 +8,14 @@ import torch
 from torch import Tensor, nn
 
 from ..config import TransformerConfig
+from ..declared import Change, Learned, NormAt, only_norm, parts_of, passes, renamed
 from ..errors import InputError
 from ..nn.build import install, reset
 from ..nn.dropout import Draw
 from ..nn.init import Role
 from ..nn.interpreter import Streams, apply_changes, begin, close, open_streams
 from ..nn.place import Place
-from ..nn.scheme import Change, Sublayer, only_norm, parts_of, passes
-from ..nn.specs import Learned, NormAt
+from ..nn.scheme import Sublayer
 from ..nn.step_hooks import Growing
 from .blocks import is_transposed, like_of, path_of, projection, width_into
 from .calls import BlockCalls, begin_call, call_of, end_call
@@ -390,7 +390,7 @@ def _local(block: nn.Module, part: Part, sublayer: Sublayer, config: Transformer
     d_model, heads = config.d_model, config.heads
 
     def flat(point: str, change: Change) -> Change:
-        change = change.renamed(lambda name: name.replace(".", "_"))
+        change = renamed(change, lambda name: name.replace(".", "_"))
         if not isinstance(change.what, NormAt):
             return change
         if point == "after_heads":

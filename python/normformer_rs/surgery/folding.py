@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..declared import Learned
 from ..errors import InputError
 from ..model import Transformer
 from ..nn.place import Place
-from ..nn.specs import Learned
 from .blocks import DECODER, ENCODER, Part, parts_of, place_of, weight_and_bias
 from .flow import Flow
 from .handover import refuse_offloaded

@@ -5,10 +5,10 @@ from typing import Any
 
 from torch import nn
 
+from ..declared import NormAt
 from ..errors import InputError
 from ..nn.attention import BEFORE_PRODUCTS
 from ..nn.place import Place
-from ..nn.specs import NormAt
 from .block_residual import POINTS, PROJECTIONS, norms_of, projected
 from .blocks import (
     TORCH_STACKS,

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from ..declared import Learned, NormAt, parts_of
 from ..errors import InputError
+from ..nn import mixing
 from ..nn.build import install, reset, reset_module
 from ..nn.interpreter import KeptTensors, Streams, apply_changes, apply_norm
 from ..nn.place import Place
 from ..nn.profiling import begin_stack
-from ..nn.scheme import parts_of
-from ..nn.specs import Learned, NormAt
 from ..nn.stacks import Sums
 from ..nn.step_hooks import Growing
 from .blocks import like_of
@@ -54,7 +54,7 @@ class StackResidual(Growing):
     def _declared(self) -> list[NormAt | Learned]:
         declared = self.place.declared
         own = [*parts_of((*declared.begin, *self.end)), *(at for at in declared.streams if at is not None)]
-        return own + ([] if declared.mixing is None else [*declared.mixing.parameters()])
+        return own + parts_of(declared.mixing)
 
     def reset_parameters(self) -> None:
         """Resets the norms, the parameters and t."""
@@ -125,8 +125,7 @@ class StackResidual(Growing):
         """The streams as the stack begins."""
         declared = self.place.declared
         x = apply_changes(self, declared.begin, x, None, kept)
-        first = x if declared.mixing is None else declared.mixing.begin(x)
-        return Streams(first, (x,) * len(declared.streams), kept=kept)
+        return Streams(mixing.begin(declared.mixing, x), (x,) * len(declared.streams), kept=kept)
 
     def close(self, streams: Streams, layer: int) -> Tensor:
         """The hidden state that the block gives: after the last one the stack's output."""
@@ -176,7 +175,7 @@ class StackResidual(Growing):
             x = combine(x, outputs, None)
         for at, s in zip(declared.streams, others):
             x = x + (s if at is None else apply_norm(getattr(self, at.name), s, None))
-        x = x if declared.mixing is None else declared.mixing.read(self, (x, *others))[0]
+        x, _ = mixing.read(declared.mixing, self, (x, *others))
         return apply_changes(self, self.end, x, None, dict(streams.kept or {}))
 
     def finish(self, y: Tensor, layer: int) -> Tensor:
@@ -191,8 +190,7 @@ class StackResidual(Growing):
         if y.shape[-1] == self.width:
             return y
         streams, _, _ = self._unpack(y, layer + 1)
-        mixing = self.place.declared.mixing
-        return streams.x if mixing is None else mixing.seen((streams.x, *streams.others))
+        return mixing.seen(self.place.declared.mixing, (streams.x, *streams.others))
 
     def extra_repr(self) -> str:
         return f"{str(self.place.config.residual)!r}, depth {self.place.depth}"
