@@ -252,7 +252,7 @@ def test_the_package_s_own_pre_norm_scheme_comes_after_an_exact_swap():
     model = build("GPT2")
     expected = run(model, "GPT2")
     done = nfrs.swap_residuals(model, "prenorm", init=None)
-    with pytest.raises(nfrs.InputError, match="must know the residual stream"):
+    with pytest.raises(nfrs.InputError, match="begins with an input of the model, or in a swapped block"):
         exact(model.eval())
     done.undo()
     exact(model.eval())
