@@ -131,16 +131,38 @@ class Towers(nn.Module):
 
 
 class Torchs(nn.Module):
-    """A language model around torch.nn's encoder."""
+    """A language model around torch.nn's encoder, or the package's with a scheme."""
 
-    def __init__(self):
+    def __init__(self, scheme=None):
         super().__init__()
-        layer = nn.TransformerEncoderLayer(D, 2, 12, 0.1, norm_first=True, batch_first=True)
         self.embedding = nn.Embedding(VOCABULARY, D)
-        self.encoder = nn.TransformerEncoder(layer, 2, nn.LayerNorm(D), enable_nested_tensor=False)
+        if scheme is None:
+            layer = nn.TransformerEncoderLayer(D, 2, 12, 0.1, norm_first=True, batch_first=True)
+            self.encoder = nn.TransformerEncoder(layer, 2, nn.LayerNorm(D), enable_nested_tensor=False)
+        else:
+            layer = nfrs.nn.TransformerEncoderLayer(D, 2, 12, 0.1, residual=scheme, batch_first=True)
+            self.encoder = nfrs.nn.TransformerEncoder(layer, 2)
 
     def forward(self, tokens):
         return self.encoder(self.embedding(tokens))
+
+
+class Normed(nfrs.Scheme):
+    """Pre-norm, with a norm inside each attention."""
+
+    name = "normed"
+
+    def __init__(self, point):
+        self.point = point
+
+    def around(self, place):
+        return nfrs.schemes.ResidualSpec(before=[nfrs.schemes.norm()])
+
+    def inside(self, place):
+        return {self.point: [nfrs.schemes.norm("inner")]} if place.sublayer == "self-attention" else {}
+
+    def stack(self, place):
+        return nfrs.schemes.StackSpec(end=nfrs.schemes.norm())
 
 
 class Lora(nn.Module):

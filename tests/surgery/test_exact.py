@@ -29,6 +29,8 @@ MODELS = {
     "own, parallel": {},
     "own, one block twice": {},
     "own, around torch.nn's encoder": {},
+    "own, around the package's encoder": {},
+    "own, around the package's sandwich": {},
     "own, two widths": {},
     "own, positions in a buffer": {},
 }
@@ -37,8 +39,11 @@ MODELS = {
 def made(case):
     """(model, the name for `run`)."""
     if case.startswith("own"):
-        if "torch" in case or "widths" in case:
-            return scattered(Torchs() if "torch" in case else Towers()), None
+        if "around" in case:
+            scheme = None if "torch" in case else "sandwich" if "sandwich" in case else "prenorm"
+            return scattered(Torchs(scheme)), None
+        if "widths" in case:
+            return scattered(Towers()), None
         if "buffer" in case:
             model = Model(Block())
             del model.position

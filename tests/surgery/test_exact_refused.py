@@ -6,7 +6,7 @@ import re
 import exact_support as own
 import pytest
 import torch
-from exact_support import Block, Lora, Model, OwnLinear, build, exact, gap, run, scattered
+from exact_support import Block, Lora, Model, Normed, OwnLinear, build, exact, gap, run, scattered
 from torch import nn
 
 import normformer_rs as nfrs
@@ -124,6 +124,10 @@ REFUSED = {
     ),
     "a plain attribute": (_attribute, r"of blocks\.0\.ln1 the residual stream begins with an input of the model"),
     "a stranger": (_stranger, "GPT2LMHeadModel's parts are found by running .* no input is known that it takes"),
+    "a norm after attention": (
+        lambda: scattered(own.Torchs(Normed("after_output"))),
+        r"of encoder\.layers\.0\.norm1 encoder.*self_attn, a MultiheadAttention, writes the residual stream",
+    ),
     "a hook of attention": (_hooked_attention, r"of encoder\.layers\.0\.norm1 encoder.* has forward hooks"),
     "RMSNorm beside LayerNorm": (_mixed, r"layers\.0\.layernorm_after, a RMSNorm, reads the residual stream"),
     "no last norm": (_no_end, r"classifier, a Linear, reads the residual stream"),

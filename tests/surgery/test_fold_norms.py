@@ -5,7 +5,7 @@ import copy
 import exact_support as own
 import pytest
 import torch
-from exact_support import TOKENS, Block, Lora, Model, Parallel, build, gap, run, scattered
+from exact_support import TOKENS, Block, Lora, Model, Normed, Parallel, build, gap, run, scattered
 from torch import nn
 
 import normformer_rs as nfrs
@@ -143,6 +143,69 @@ def test_torchs_layers_and_the_packages(cross):
         assert len(norms) == 2 + cross and all(type(m) is nfnn.LayerNorm and m.weight is None for m in norms)
         done.undo()
         assert torch.equal(model(*x), expected)
+
+
+class Attends(nn.Module):
+    """Two norms make what an attention reads, and its arguments come in another order."""
+
+    def __init__(self, attention):
+        super().__init__()
+        self.first, self.second, self.attention = nn.LayerNorm(own.D), nn.LayerNorm(own.D), attention
+
+    def forward(self, x):
+        return self.attention(key=self.second(x), value=self.second(x), query=self.first(x))[0]
+
+
+def _gated():
+    return nfnn.TransformerEncoderLayer(own.D, 2, 12, residual="prenorm", output_gate="head").self_attn
+
+
+def _hooked_attention():
+    attention = nn.MultiheadAttention(own.D, 2)
+    attention.register_forward_pre_hook(lambda *_: None)
+    return attention
+
+
+@pytest.mark.parametrize(
+    "make,notes",
+    [
+        (lambda: nn.MultiheadAttention(own.D, 2), ["weight, bias into attention"] * 2),
+        (lambda: nfnn.MultiheadAttention(own.D, 2), ["weight, bias into attention"] * 2),
+        (_gated, ["weight, bias into attention, gate_proj", "weight, bias into attention"]),
+        (lambda: nn.MultiheadAttention(own.D, 2, kdim=own.D, vdim=own.D), ["weight, bias into attention"] * 2),
+        (_hooked_attention, None),
+    ],
+)
+def test_each_third_of_an_attentions_projection_may_read_another_norm(make, notes):
+    model, x = scattered(Attends(make())), torch.randn(2, 3, own.D, dtype=torch.float64)
+    expected = model(x)
+    if notes is None:
+        with pytest.raises(nfrs.InputError, match="attention has forward hooks"):
+            fold_norms(model, example=x)
+        return
+    notes_of = {row.name: row.note for row in fold_norms(model, example=x)}
+    assert [notes_of["first"], notes_of["second"]] == notes and gap(model(x), expected) < 1e-9
+
+
+@pytest.mark.filterwarnings("ignore:enable_nested_tensor")
+@pytest.mark.parametrize("home", [nn, nfnn])
+def test_an_encoders_last_norm_is_folded_into_the_decoders_keys_and_values(home):
+    model = scattered(home.Transformer(own.D, 2, 1, 2, 12, 0.1, norm_first=True, batch_first=True))
+    x = [torch.randn(2, n, own.D, dtype=torch.float64) for n in (4, 3)]
+    expected, state = model(*x), torch.get_rng_state()
+    notes = {row.name: row.note for row in fold_norms(model)}
+    assert notes["encoder.norm"] == "weight, bias into multihead_attn"
+    assert notes["decoder.norm"] == "stays: the model returns it"
+    assert gap(model(*x), expected) < 1e-9 and torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_norm_before_what_a_scheme_changes_inside_attention_stays():
+    layer = nfnn.TransformerEncoderLayer(own.D, 2, 12, batch_first=True, residual=Normed("input"))
+    model, x = scattered(nfnn.TransformerEncoder(layer, 2)), torch.randn(2, 3, own.D, dtype=torch.float64)
+    expected = model(x)
+    notes = {row.name: row.note for row in fold_norms(model)}
+    assert notes["layers.0.norm1"] == "stays: layers.0.self_attn, a MultiheadAttention, reads it, too"
+    assert notes["layers.0.norm2"] == "weight, bias into linear1" and gap(model(x), expected) < 1e-9
 
 
 def test_a_linear_layer_without_a_bias_gets_one():

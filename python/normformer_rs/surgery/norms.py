@@ -74,7 +74,7 @@ def swap_norms(
             zero-centred, too. "default": a new norm's first values.
         optimizer: its groups then hold the new parameters in the old ones' places; state of the old ones is dropped.
             An optimizer of the old ones that is not passed warns at its next step.
-        exact: keeps the model's outputs in evaluation mode, where layernorm becomes rmsnorm in known pre-norm blocks.
+        exact: keeps the model's outputs in evaluation mode, where layernorm becomes rmsnorm in pre-norm blocks.
             All that writes the residual stream is centred: weights and biases of its writers, or the output of an
             embedding that shares its weight. β goes into the biases of the linear layers behind, or stays. Hidden
             states of the stream lose their mean, and `inputs_embeds` must have none. Training on is another matter:
