@@ -84,13 +84,14 @@ def _made(model: nn.Module) -> dict[str, Tensor] | None:
 
 
 def _of_torchs(model: nn.Module, p: Tensor) -> dict[str, Tensor] | None:
+    """Rows for a Transformer of torch.nn or of this package, or for a part of it."""
     attention = next((m for m in model.modules() if isinstance(m, nn.MultiheadAttention)), None)
     if attention is None:
         return None
     names = ("src",) if isinstance(model, _ENCODERS) else ("tgt", "memory")
     names = ("src", "tgt") if isinstance(model, _WHOLE) else names
-    shape = (*((2, 3) if attention.batch_first else (3, 2)), attention.embed_dim)
-    return {name: _numbers(p, *shape) for name in names}
+    given = {name: _numbers(p, 2, length, attention.embed_dim) for name, length in zip(names, (3, 4))}
+    return {name: x if attention.batch_first else x.transpose(0, 1) for name, x in given.items()}
 
 
 def _numbers(p: Tensor, *shape: int) -> Tensor:

@@ -19,6 +19,7 @@ from .blocks import (
     TORCHS,
     Group,
     declaration_of,
+    is_block,
     parent_of,
     parts_of,
     place_of,
@@ -168,7 +169,9 @@ def _swap(
         mark(model, "residual", str(to), edits, how)
     edits.done()
     for path, why in stacks.unknown.items() if plans else ():
-        rows.append(Row(path or "(model)", type(next(model.get_submodule(path).children())).__name__, "stays", why))
+        held = model.get_submodule(path)
+        kind = type(held if is_block(type(held)) else next(held.children()))
+        rows.append(Row(path or "(model)", kind.__name__, "stays", why))
         warnings.warn(f"{title} leaves {path or 'a list'} as it is: {why}", stacklevel=LEVEL)
     held = ((n, block) for group, _ in plans for n, block in zip(group.names, group.blocks))
     made = ((f"{n}.residual", residual_of(block)) for n, block in held if residual_of(block) is not None)
