@@ -53,22 +53,23 @@ def register_block(kind: type[nn.Module], converted: type[nn.Module]) -> None:
     >>> print(swap_residuals(model, "deepnorm", example=torch.ones(1, 2, 8)))
     swap_residuals to deepnorm: 2
     module  old    new                  note
-    0       Block  Converted, deepnorm  init deepnorm, 2 weights drawn; up (fc1); down (fc2)
+    0       Block  Converted, deepnorm  init deepnorm, 2 weights drawn; up (fc1), down (fc2)
     1       Block  Converted, deepnorm  init deepnorm, 2 weights drawn
 
-    `swap_residuals` still runs the model once, to find the norm after the blocks.
+    `swap_residuals` still runs the model once, to find the norm after the blocks. Swapped blocks become blocks of the
+    subclass, which has
+
+    * `parts(self)`: the list of its `Part`s, in order;
+    * a `forward` of kind's signature that runs `x = self.residual.step(i, x, F, dropout)` for each of them, F the
+      sublayer without norm, dropout on its output and residual (a module that returns a tuple is fine: its first item
+      is F(x));
+    * `heads(self)`: the number of attention heads;
+    * `sites(self)` (optional): {path of a child that holds one of the residuals: its converted class}. A site finds its
+      block as `self.block_of[0]`.
 
     Args:
         kind: the class of the blocks.
-        converted: a subclass of it. Swapped blocks become blocks of this class. It has
-
-            * `parts(self)`: the list of its `Part`s, in order;
-            * a `forward` of kind's signature that runs `x = self.residual.step(i, x, F, dropout)` for each of them, F
-              the sublayer without norm, dropout on its output and residual (a module that returns a tuple is fine: its
-              first item is F(x));
-            * `heads(self)`: the number of attention heads;
-            * `sites(self)` (optional): {path of a child that holds one of the residuals: its converted class}. A site
-              finds its block as `self.block_of[0]`.
+        converted: the subclass.
 
     Errors: InputError for a class that is not a subclass of kind.
     """
