@@ -273,6 +273,19 @@ def test_the_norm_after_a_registered_block_outside_a_list_is_found():
         model(ROWS).sum().backward()
 
 
+@pytest.mark.filterwarnings("ignore:.* leaves unused as it is")
+def test_a_registered_block_that_the_run_does_not_call_stays():
+    class Unused(Model):
+        def __init__(self):
+            super().__init__(PlainBlock)
+            self.unused = PlainBlock()
+
+    model = Unused()
+    rows = {row.name: row for row in swap_residuals(model, "sandwich", init=None, example=IDS)}
+    assert rows["unused"].old == "PlainBlock" and rows["unused"].new == "stays"
+    assert rows["unused"].note == "a PlainBlock: the run did not call it with a tensor"
+
+
 def test_a_registered_block_alone():
     block = PlainBlock()
     swap_residuals(block, "sandwich", init=None, example=ROWS)

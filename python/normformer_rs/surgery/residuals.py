@@ -169,8 +169,8 @@ def _swap(
         mark(model, "residual", str(to), edits, how)
     edits.done()
     for path, why in stacks.unknown.items() if plans else ():
-        held = model.get_submodule(path)
-        kind = type(held if is_block(type(held)) else next(held.children()))
+        stays = model.get_submodule(path)
+        kind = type(stays if is_block(type(stays)) else next(stays.children()))
         rows.append(Row(path or "(model)", kind.__name__, "stays", why))
         warnings.warn(f"{title} leaves {path or 'a list'} as it is: {why}", stacklevel=LEVEL)
     held = ((n, block) for group, _ in plans for n, block in zip(group.names, group.blocks))
