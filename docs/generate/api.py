@@ -133,7 +133,7 @@ _OF_MODULES = {
     "refused_batches", "reset_parameters", "reset_running_stats", "set_num_updates", "set_parts", "step",
 }  # fmt: skip
 """Methods of torch's modules that are for users; their others serve the package itself."""
-_INTERNAL = {"Trainer.warn", "BlockSpec.check", "BlockSpec.parts_of", "Part.moves", "Part.norms", "Part.paths"}
+_INTERNAL = {"Trainer.warn", "Part.moves", "Part.norms"}
 
 
 def is_for_users(kind: type, name: str) -> bool:

@@ -8,10 +8,10 @@ from block_models import build as first_values
 from torch import nn
 
 import normformer_rs as nfrs
-from normformer_rs.surgery import BlockSpec, Linear, Part, register_block, register_stack
 from normformer_rs.surgery.probe import Widened
 
 D, VOCABULARY = 8, 11
+TOKENS = torch.arange(1, 6).repeat(2, 1)
 
 
 def build(name, seed=1, **options):
@@ -32,7 +32,7 @@ def run(model, name=None, **given):
     """Logits, or last states of a model without a head, or similarities. In f64, also where a library's norm converts
     to f32 whatever comes."""
     if name is None or name not in FAMILIES:
-        return model(torch.arange(1, 6).repeat(2, 1))
+        return model(TOKENS)
     dtype = next(model.parameters()).dtype
     arguments = inputs(name, dtype) | given
     if name == "CLIP" and not hasattr(model, "logit_scale"):
@@ -51,7 +51,12 @@ def run(model, name=None, **given):
 
 def exact(model, **options):
     """The swap under test."""
-    return nfrs.swap_norms(model, "rmsnorm", exact=True, **options)
+    return nfrs.swap_norms(model, "rmsnorm", exact=True, example=example_of(model), **options)
+
+
+def example_of(model):
+    """None for models that have a configuration."""
+    return TOKENS if isinstance(model, Model | Towers | Torchs) else None
 
 
 def gap(found, expected):
@@ -98,10 +103,6 @@ class Parallel(Block):
         return x + self.scale(self.mixer(y)) + self.fc2(self.act(self.fc1(y)))
 
 
-class Undeclared(Block):
-    """Registered without `norm_first`."""
-
-
 class Model(nn.Module):
     """A language model around blocks, its head untied."""
 
@@ -130,31 +131,38 @@ class Towers(nn.Module):
 
 
 class Torchs(nn.Module):
-    """A language model around torch.nn's encoder."""
+    """A language model around torch.nn's encoder, or the package's with a scheme."""
 
-    def __init__(self):
+    def __init__(self, scheme=None):
         super().__init__()
-        layer = nn.TransformerEncoderLayer(D, 2, 12, 0.1, norm_first=True, batch_first=True)
         self.embedding = nn.Embedding(VOCABULARY, D)
-        self.encoder = nn.TransformerEncoder(layer, 2, nn.LayerNorm(D), enable_nested_tensor=False)
+        if scheme is None:
+            layer = nn.TransformerEncoderLayer(D, 2, 12, 0.1, norm_first=True, batch_first=True)
+            self.encoder = nn.TransformerEncoder(layer, 2, nn.LayerNorm(D), enable_nested_tensor=False)
+        else:
+            layer = nfrs.nn.TransformerEncoderLayer(D, 2, 12, 0.1, residual=scheme, batch_first=True)
+            self.encoder = nfrs.nn.TransformerEncoder(layer, 2)
 
     def forward(self, tokens):
         return self.encoder(self.embedding(tokens))
 
 
-_MIXER = Part(
-    "self-attention",
-    "ln1",
-    (Linear("mixer.value", ("value",)), Linear("mixer.out", ("output",))),
-    run=("mixer", "scale"),
-)
-_MLP = Part("feed-forward", "ln2", (Linear("fc1", ("fc1",)), Linear("fc2", ("fc2",))), run=("fc1", "act", "fc2"))
-_SPEC = BlockSpec((_MIXER, _MLP), heads="heads", norm_first=True)
-register_block(Block, _SPEC)
-register_block(Parallel, _SPEC)
-register_block(Undeclared, _SPEC._replace(norm_first=None))
-register_stack(Torchs, "encoder.norm", writers=("embedding",))
-register_stack(Model, "norm", writers=("embedding", "position"), after=("head",))
+class Normed(nfrs.Scheme):
+    """Pre-norm, with a norm inside each attention."""
+
+    name = "normed"
+
+    def __init__(self, point):
+        self.point = point
+
+    def around(self, place):
+        return nfrs.schemes.ResidualSpec(before=[nfrs.schemes.norm()])
+
+    def inside(self, place):
+        return {self.point: [nfrs.schemes.norm("inner")]} if place.sublayer == "self-attention" else {}
+
+    def stack(self, place):
+        return nfrs.schemes.StackSpec(end=nfrs.schemes.norm())
 
 
 class Lora(nn.Module):

@@ -13,8 +13,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from normformer_rs import InputError
-from normformer_rs.surgery import Linear, Part, converted, fold_norms, register_block, swap_norms, swap_residuals
-from normformer_rs.surgery.spec import BlockSpec
+from normformer_rs.surgery import converted, fold_norms, swap_norms, swap_residuals
 
 SECOND = {name: ("subln", "sandwich", "normformer", "rezero")[i % 4] for i, name in enumerate(FAMILIES)}
 """A scheme beside deepnorm that each family is trained with."""
@@ -261,13 +260,10 @@ class Block(nn.Module):
         return x + self.mlp(self.ln2(x))
 
 
-def test_a_declaration_of_the_users_own():
-    mix = Part("self-attention", "ln1", (Linear("mix", ("output",)),), "drop", run=("mix",))
-    linears = (Linear("mlp.0", ("fc1",)), Linear("mlp.2", ("fc2",)))
-    register_block(Block, BlockSpec((mix, Part("feed-forward", "ln2", linears, "mlp.3", run=("mlp",))), heads="heads"))
+def test_a_block_of_the_users_own():
     model, x = nn.Sequential(Block(), Block(), nn.Identity()).eval(), torch.randn(2, 3, D)
     expected = model[0](x, 2.0)
-    done = swap_residuals(model, "prenorm", init=None)
+    done = swap_residuals(model, "prenorm", init=None, example=x)
     assert type(model[0].mlp[3]) is nn.Identity and model[0].residual.dropout2.p == 0.2
     torch.testing.assert_close(model[0](x, 2.0), expected)
     torch.testing.assert_close(model[0](x, gain=2.0), model[0](x, 2.0))
@@ -277,7 +273,7 @@ def test_a_declaration_of_the_users_own():
     assert type(model[0].mlp[3]) is nn.Dropout
 
 
-# Models that are refused, and blocks that are not as declared.
+# Models that are refused.
 
 
 def test_a_block_that_its_library_has_changed_is_refused():

@@ -9,7 +9,7 @@ from surgery_support import HUGGING_FACE, build, hugging_face, run
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from normformer_rs.surgery import BlockSpec, Linear, Part, register_block, swap_residuals
+from normformer_rs.surgery import swap_residuals
 
 pytestmark = pytest.mark.filterwarnings("ignore:enable_nested_tensor")
 
@@ -89,24 +89,12 @@ class MLP(nn.Module):
         return y
 
 
-register_block(
-    Inner,
-    BlockSpec(
-        (
-            Part("self-attention", "ln1", (Linear("attn", ("output",)),), run=("attn",)),
-            Part("feed-forward", "ln2", (Linear("mlp.fc1", ("fc1",)), Linear("mlp.fc2", ("fc2",))), run=("mlp",)),
-        ),
-        heads="heads",
-    ),
-)
-
-
 def test_a_block_inside_itself_adds_its_own_input():
     """The block calls itself in its last sublayer: N(x₀ + x + F(x)) with the outer x₀."""
     torch.manual_seed(0)
-    model = nn.ModuleDict({"blocks": nn.ModuleList([Inner(), Inner()])}).double()
-    swap_residuals(model, "b2t")
-    block, plain = model["blocks"]
+    model = nn.Sequential(Inner(), Inner()).double()
+    swap_residuals(model, "b2t", example=torch.randn(2, 3, 8, dtype=torch.float64))
+    block, plain = model
     plain.load_state_dict(block.state_dict())
     block.mlp.within = (block,)
 
@@ -148,16 +136,16 @@ def by_hand_without(block, x):
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_recomputation_adds_the_same_input(use_reentrant):
     torch.manual_seed(0)
-    model = nn.ModuleDict({"blocks": nn.ModuleList([Inner(), Inner()])}).double()
-    swap_residuals(model, "b2t")
+    model = nn.Sequential(Inner(), Inner()).double()
     x = torch.randn(2, 3, 8, dtype=torch.float64, requires_grad=True)
+    swap_residuals(model, "b2t", example=x)
     grads = []
     for run_block in (
         lambda b, y: b(y),
         lambda b, y: checkpoint(b, y, use_reentrant=use_reentrant),
     ):
         y = x
-        for block in model["blocks"]:
+        for block in model:
             y = run_block(block, y)
         grads.append(torch.autograd.grad(y.square().sum(), [x, *model.parameters()]) if not use_reentrant else None)
         if use_reentrant:  # its backward pass takes no inputs

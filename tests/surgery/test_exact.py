@@ -29,6 +29,8 @@ MODELS = {
     "own, parallel": {},
     "own, one block twice": {},
     "own, around torch.nn's encoder": {},
+    "own, around the package's encoder": {},
+    "own, around the package's sandwich": {},
     "own, two widths": {},
     "own, positions in a buffer": {},
 }
@@ -37,8 +39,11 @@ MODELS = {
 def made(case):
     """(model, the name for `run`)."""
     if case.startswith("own"):
-        if "torch" in case or "widths" in case:
-            return scattered(Torchs() if "torch" in case else Towers()), None
+        if "around" in case:
+            scheme = None if "torch" in case else "sandwich" if "sandwich" in case else "prenorm"
+            return scattered(Torchs(scheme)), None
+        if "widths" in case:
+            return scattered(Towers()), None
         if "buffer" in case:
             model = Model(Block())
             del model.position
@@ -254,7 +259,7 @@ def test_the_package_s_own_pre_norm_scheme_comes_after_an_exact_swap():
     model = build("GPT2")
     expected = run(model, "GPT2")
     done = nfrs.swap_residuals(model, "prenorm", init=None)
-    with pytest.raises(nfrs.InputError, match="must know the residual stream"):
+    with pytest.raises(nfrs.InputError, match="begins with an input of the model, or in a swapped block"):
         exact(model.eval())
     done.undo()
     exact(model.eval())

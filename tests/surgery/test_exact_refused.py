@@ -6,12 +6,11 @@ import re
 import exact_support as own
 import pytest
 import torch
-from exact_support import Block, Lora, Model, OwnLinear, build, exact, gap, run, scattered
+from exact_support import Block, Lora, Model, Normed, OwnLinear, build, exact, gap, run, scattered
 from torch import nn
 
 import normformer_rs as nfrs
 from normformer_rs import nn as nfnn
-from normformer_rs.surgery import register_stack
 
 
 def _clip():
@@ -36,6 +35,12 @@ def _hooked():
     return model
 
 
+def _hooked_attention():
+    model = scattered(own.Torchs())
+    model.encoder.layers[0].self_attn.register_forward_hook(lambda _, args, out: (out[0] + 1, out[1]))
+    return model
+
+
 def _patched():
     model = build("GPT2")
     model.transformer.wte.forward = functools.partial(model.transformer.wte.forward)
@@ -46,7 +51,6 @@ def _tied_writer():
     model = scattered(Model(Block()))
     model.probe = nn.Linear(12, own.D, dtype=torch.float64).eval()
     model.probe.weight = model.blocks[0].fc2.weight
-    register_stack(Model, "norm", writers=("embedding", "position"), after=("head", "probe"))
     return model
 
 
@@ -71,11 +75,6 @@ def _quantized():
     weight = model.blocks[0].fc2.weight.detach().as_subclass(Packed)
     model.blocks[0].fc2._parameters["weight"] = weight
     return model
-
-
-def _no_writers():
-    register_stack(Model, "norm", writers=())
-    return scattered(Model(Block()))
 
 
 def _attribute():
@@ -114,39 +113,22 @@ def _meta():
         return own.first_values("GPT2").eval()
 
 
-def _undeclared_writers():
-    model = scattered(Model(Block()))
-    register_stack(Model, "norm")
-    return model
-
-
-def _wrong_writers():
-    register_stack(Model, "norm", writers=("embedding", "position", "type.weight"), after=("head",))
-    return scattered(Model(Block()))
-
-
-def _wide_writer():
-    register_stack(Model, "norm", writers=("embedding", "position", "head"))
-    return scattered(Model(Block()))
-
-
 REFUSED = {
     "a linear of its own": (_own_linear, r"blocks\.0\.fc2 is a OwnLinear, and no plain"),
     "a hook": (_hooked, r"vit\.layers\.0\.mlp\.fc2 has forward hooks, .* leave exact=True out"),
     "a forward": (_patched, r"transformer\.wte has a forward of its own, .* cannot be centred"),
     "a tied writer": (_tied_writer, r"blocks\.0\.fc2 shares a parameter with probe\.weight"),
-    "LayerScale": (_layer_scale, r"blocks\.0\.scale, a Linear, changes what blocks\.0\.mixer\.out writes"),
     "a weight of another class": (
         _quantized,
         r"blocks\.0\.fc2 has a Packed of torch\.float64, .* leave exact=True out",
     ),
-    "an empty list of writers": (_no_writers, "nothing is declared to write it"),
-    "a plain attribute": (_attribute, "position is a Tensor, and neither a module, a parameter nor a buffer"),
-    "a parameter": (_parameter, r"prompt, a Parameter of Model, may write"),
-    "a stranger": (
-        _stranger,
-        r"GPT2LMHeadModel holds no block that .* knows by its class, and no input|GPT2LMHeadModel holds no block",
+    "a plain attribute": (_attribute, r"of blocks\.0\.ln1 the residual stream begins with an input of the model"),
+    "a stranger": (_stranger, "GPT2LMHeadModel's parts are found by running .* no input is known that it takes"),
+    "a norm after attention": (
+        lambda: scattered(own.Torchs(Normed("after_output"))),
+        r"of encoder\.layers\.0\.norm1 encoder.*self_attn, a MultiheadAttention, writes the residual stream",
     ),
+    "a hook of attention": (_hooked_attention, r"of encoder\.layers\.0\.norm1 encoder.* has forward hooks"),
     "RMSNorm beside LayerNorm": (_mixed, r"layers\.0\.layernorm_after, a RMSNorm, reads the residual stream"),
     "no last norm": (_no_end, r"classifier, a Linear, reads the residual stream"),
     "training": (lambda: build("GPT2").train(), r"the model|it is in training mode: .* Call model\.eval\(\)"),
@@ -157,15 +139,8 @@ REFUSED = {
         lambda: build("OPT, post-norm"),
         r"finds no LayerNorm .*q_proj, a Linear, reads the residual stream",
     ),
-    "not said": (lambda: scattered(Model(own.Undeclared())), r"blocks\.0, a Undeclared, .*norm_first=True"),
-    "writers not declared": (_undeclared_writers, r"nothing is declared to write it.*register_stack\("),
-    "no such writer": (_wrong_writers, r"Model has no type.weight, which its declaration says"),
-    "another width": (_wide_writer, r"head has 11 outputs, .* has 8: correct the declaration"),
-    "no blocks": (
-        lambda: scattered(nn.Sequential(nn.LayerNorm(4))),
-        r"holds no block .*register_block",
-    ),
-    "another scheme": (lambda: _with_scheme(), r"GPT2Block, is not declared to be pre-norm"),
+    "no input": (lambda: scattered(nn.Sequential(nn.LayerNorm(4))), "Sequential's parts are found by .* pass example="),
+    "another scheme": (lambda: _with_scheme(), "finds no LayerNorm .* or in a swapped block"),
 }
 
 
@@ -181,11 +156,12 @@ def _with_scheme():
     return model.eval()
 
 
-@pytest.mark.parametrize("make", [_clip, _lora_writer, _adapter])
+@pytest.mark.parametrize("make", [_clip, _lora_writer, _adapter, _layer_scale, _parameter])
 def test_what_a_run_finds(make):
-    """Blocks or writers that no declaration names: their norms are swapped as far as outputs stay."""
+    """Norms are swapped as far as outputs stay, whatever writes the stream."""
     model = make()
-    given = {"CLIPModel": "CLIP", "ViTForImageClassification": "ViT", "GPT2LMHeadModel": "GPT2"}[type(model).__name__]
+    names = {"CLIPModel": "CLIP", "ViTForImageClassification": "ViT", "GPT2LMHeadModel": "GPT2"}
+    given = names.get(type(model).__name__)
     expected = run(model, given)
     done = exact(model)
     assert len(done) > 4 and gap(run(model, given), expected) < 1e-9
@@ -196,13 +172,10 @@ def test_what_a_run_finds(make):
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_cannot_be_kept_is_refused_and_nothing_changes(case):
     make, message = REFUSED[case]
-    try:
-        model = make()
-        before = {key: (id(value), value.clone()) for key, value in model.state_dict(keep_vars=True).items()}
-        with pytest.raises(nfrs.InputError) as caught:
-            exact(model)
-    finally:
-        register_stack(Model, "norm", writers=("embedding", "position"), after=("head",))
+    model = make()
+    before = {key: (id(value), value.clone()) for key, value in model.state_dict(keep_vars=True).items()}
+    with pytest.raises(nfrs.InputError) as caught:
+        exact(model)
     assert re.search(message, str(caught.value)), caught.value
     after = model.state_dict(keep_vars=True)
     assert [*after] == [*before] and all(id(after[key]) == there for key, (there, _) in before.items())

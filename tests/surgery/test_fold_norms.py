@@ -5,7 +5,7 @@ import copy
 import exact_support as own
 import pytest
 import torch
-from exact_support import Block, Lora, Model, Parallel, build, gap, run, scattered
+from exact_support import TOKENS, Block, Lora, Model, Normed, Parallel, build, gap, run, scattered
 from torch import nn
 
 import normformer_rs as nfrs
@@ -148,6 +148,69 @@ def test_torchs_layers_and_the_packages(cross):
         assert torch.equal(model(*x), expected)
 
 
+class Attends(nn.Module):
+    """Two norms make what an attention reads, and its arguments come in another order."""
+
+    def __init__(self, attention):
+        super().__init__()
+        self.first, self.second, self.attention = nn.LayerNorm(own.D), nn.LayerNorm(own.D), attention
+
+    def forward(self, x):
+        return self.attention(key=self.second(x), value=self.second(x), query=self.first(x))[0]
+
+
+def _gated():
+    return nfnn.TransformerEncoderLayer(own.D, 2, 12, residual="prenorm", output_gate="head").self_attn
+
+
+def _hooked_attention():
+    attention = nn.MultiheadAttention(own.D, 2)
+    attention.register_forward_pre_hook(lambda *_: None)
+    return attention
+
+
+@pytest.mark.parametrize(
+    "make,notes",
+    [
+        (lambda: nn.MultiheadAttention(own.D, 2), ["weight, bias into attention"] * 2),
+        (lambda: nfnn.MultiheadAttention(own.D, 2), ["weight, bias into attention"] * 2),
+        (_gated, ["weight, bias into attention, gate_proj", "weight, bias into attention"]),
+        (lambda: nn.MultiheadAttention(own.D, 2, kdim=own.D, vdim=own.D), ["weight, bias into attention"] * 2),
+        (_hooked_attention, None),
+    ],
+)
+def test_each_third_of_an_attentions_projection_may_read_another_norm(make, notes):
+    model, x = scattered(Attends(make())), torch.randn(2, 3, own.D, dtype=torch.float64)
+    expected = model(x)
+    if notes is None:
+        with pytest.raises(nfrs.InputError, match="attention has forward hooks"):
+            fold_norms(model, example=x)
+        return
+    notes_of = {row.name: row.note for row in fold_norms(model, example=x)}
+    assert [notes_of["first"], notes_of["second"]] == notes and gap(model(x), expected) < 1e-9
+
+
+@pytest.mark.filterwarnings("ignore:enable_nested_tensor")
+@pytest.mark.parametrize("home", [nn, nfnn])
+def test_an_encoders_last_norm_is_folded_into_the_decoders_keys_and_values(home):
+    model = scattered(home.Transformer(own.D, 2, 1, 2, 12, 0.1, norm_first=True, batch_first=True))
+    x = [torch.randn(2, n, own.D, dtype=torch.float64) for n in (4, 3)]
+    expected, state = model(*x), torch.get_rng_state()
+    notes = {row.name: row.note for row in fold_norms(model)}
+    assert notes["encoder.norm"] == "weight, bias into multihead_attn"
+    assert notes["decoder.norm"] == "stays: the model returns it"
+    assert gap(model(*x), expected) < 1e-9 and torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_norm_before_what_a_scheme_changes_inside_attention_stays():
+    layer = nfnn.TransformerEncoderLayer(own.D, 2, 12, batch_first=True, residual=Normed("input"))
+    model, x = scattered(nfnn.TransformerEncoder(layer, 2)), torch.randn(2, 3, own.D, dtype=torch.float64)
+    expected = model(x)
+    notes = {row.name: row.note for row in fold_norms(model)}
+    assert notes["layers.0.norm1"] == "stays: layers.0.self_attn, a MultiheadAttention, reads it, too"
+    assert notes["layers.0.norm2"] == "weight, bias into linear1" and gap(model(x), expected) < 1e-9
+
+
 def test_a_linear_layer_without_a_bias_gets_one():
     model = build("ViT", qkv_bias=False)
     expected = run(model, "ViT")
@@ -168,7 +231,7 @@ def test_norms_without_weights_and_second_calls():
 def test_a_norm_that_two_sublayers_read():
     model = scattered(Model(Parallel(), Parallel()))
     expected = run(model)
-    assert [row.note for row in fold_norms(model)][:2] == ["weight, bias into value, fc1"] * 2
+    assert [row.note for row in fold_norms(model, example=TOKENS)][:2] == ["weight, bias into value, fc1"] * 2
     assert gap(run(model), expected) < 1e-9
     assert model.blocks[0].ln1 is model.blocks[0].ln2 and model.blocks[0].ln1.weight is None
 
@@ -177,7 +240,7 @@ def test_one_block_in_two_places_is_folded_once():
     block = Block()
     model = scattered(Model(block, block))
     expected = run(model)
-    fold_norms(model)
+    fold_norms(model, example=TOKENS)
     assert block.ln1.weight is None and gap(run(model), expected) < 1e-9
 
 
@@ -216,23 +279,34 @@ def _reader_elsewhere(model):
 @pytest.mark.parametrize(
     "change,reason",
     [
-        (_shared_layer, "stays: blocks.1.fc1 shares a parameter with blocks.0.fc1.bias"),
+        (_shared_layer, "stays: blocks.0.fc1 reads something else, too"),
         (_shared_weight, "stays: blocks.1.fc1 shares a parameter with blocks.0.fc1.weight"),
         (_same_storage, "stays: blocks.1.fc1 shares a parameter with blocks.0.fc1.weight"),
-        (_wrapped, "stays: blocks.1.fc1 is a Lora, and no plain linear layer"),
         (_parametrized, "stays: blocks.1.fc1 is a ParametrizedLinear, and no plain linear layer"),
-        (_hooked, "stays: blocks.1.fc1 has forward hooks, which may change its inputs or outputs"),
-        (_norm_elsewhere, "stays: it is other, too"),
-        (_reader_elsewhere, "stays: blocks.1.fc1 shares a parameter with other.bias"),
+        (_hooked, "stays: the operation add reads it, too"),
     ],
 )
 def test_what_cannot_be_folded_stays(change, reason):
     model = scattered(Model(Block(), Block()))
     change(model)
     expected, kept = run(model), model.blocks[1].ln2
-    table = {row.name: row.note for row in fold_norms(model)}
+    table = {row.name: row.note for row in fold_norms(model, example=TOKENS)}
     assert table["blocks.1.ln2"] == reason and table["blocks.1.ln1"] == "weight, bias into value"
     assert model.blocks[1].ln2 is kept and gap(run(model), expected) < 1e-9
+
+
+@pytest.mark.parametrize(
+    "change,name", [(_wrapped, "blocks.1.ln2"), (_norm_elsewhere, "other"), (_reader_elsewhere, "blocks.1.ln2")]
+)
+def test_what_a_run_shows_to_be_folded(change, name):
+    """All layers of a wrapper around the linear layer take part, and a norm's names are folded together."""
+    model = scattered(Model(Block(), Block()))
+    change(model)
+    model.blocks[1].ln2.bias = None
+    expected = run(model)
+    table = {row.name: row.note for row in fold_norms(model, example=TOKENS)}
+    assert table[name] == ("weight into base_layer, down" if change is _wrapped else "weight into fc1")
+    assert model.blocks[1].ln2.weight is None and gap(run(model), expected) < 1e-9
 
 
 def _pooler(model):
@@ -257,7 +331,7 @@ def test_norm_and_reader_shared_together_are_folded_once():
     first, second = model.blocks
     second.ln2, second.fc1 = first.ln2, first.fc1
     expected = run(model)
-    fold_norms(model)
+    fold_norms(model, example=TOKENS)
     assert second.ln2 is first.ln2 and first.ln2.weight is None and gap(run(model), expected) < 1e-9
 
 
@@ -266,7 +340,8 @@ def test_a_norm_of_readers_that_share_a_weight_stays():
     first, second = model.blocks
     second.ln2, second.fc1.weight = first.ln2, first.fc1.weight
     expected = run(model)
-    assert "shares a parameter with another layer" in {row.name: row.note for row in fold_norms(model)}["blocks.0.ln2"]
+    table = {row.name: row.note for row in fold_norms(model, example=TOKENS)}
+    assert "shares a parameter with another layer" in table["blocks.0.ln2"]
     assert gap(run(model), expected) < 1e-9
 
 
@@ -274,34 +349,23 @@ def test_two_norms_of_one_linear_layer():
     """x + A(N(x)) and x + F(M(x)) with A = F."""
 
     class Twice(Block):
-        pass
+        def forward(self, x):
+            x = x + self.fc2(self.act(self.fc1(self.ln1(x))))
+            return x + self.fc2(self.act(self.fc1(self.ln2(x))))
 
-    part = own._MLP
-    nfrs.surgery.register_block(Twice, own._SPEC._replace(parts=(part._replace(norm="ln1"), part)))
     model = scattered(Model(Twice()))
-    model.blocks[0].forward = lambda x: (lambda b, y: y + b.fc2(b.act(b.fc1(b.ln2(y)))))(
-        model.blocks[0], x + model.blocks[0].fc2(model.blocks[0].act(model.blocks[0].fc1(model.blocks[0].ln1(x))))
-    )
-    del model.blocks[0].mixer
-    nfrs.surgery.register_block(
-        Twice, own._SPEC._replace(parts=(part._replace(norm="ln1", run=("fc1", "act", "fc2", "scale")), part))
-    )
     expected = run(model)
-    notes = [row.note for row in fold_norms(model)]
-    assert notes[:2] == ["stays: blocks.0.fc1 reads another norm, too"] * 2 and gap(run(model), expected) < 1e-9
+    notes = [row.note for row in fold_norms(model, example=TOKENS)]
+    assert notes[:2] == ["stays: blocks.0.fc1 reads something else, too"] * 2 and gap(run(model), expected) < 1e-9
 
 
 @pytest.mark.parametrize(
     "make,message",
     [
-        (lambda: scattered(Model(own.Undeclared())), r"a Undeclared, .*BlockSpec\(\.\.\., norm_first=True\)"),
-        (
-            lambda: scattered(nn.Sequential(nn.LayerNorm(4))),
-            r"holds no block that fold_norms knows by its class .*register_block",
-        ),
+        (lambda: scattered(nn.Sequential(nn.LayerNorm(4))), "Sequential's parts are found by .*: pass example=, the"),
         (lambda: _meta(), r"fold_norms changes weights' values, and .* is on the meta device.*load the weights first"),
         (lambda: nn.DataParallel(Model(Block())), "swap first, then wrap"),
-        (lambda: nn.TransformerEncoderLayer(8, 2, 12), "is not declared to be pre-norm"),
+        (lambda: nn.TransformerEncoderLayer(8, 2, 12), "of norm1, the operation __?add__? reads it, too|of norm1, "),
     ],
 )
 def test_what_is_refused(make, message):
@@ -505,19 +569,6 @@ def test_sandwichs_branch_norms_stay_before_their_gains_are_trained():
     notes = {row.name: row.note for row in fold_norms(model)}
     assert notes["model.layers.0.input_layernorm"] == "weight into q_proj, k_proj, v_proj"
     assert notes["model.layers.0.residual.post_norm1"].startswith("stays")
-
-
-def test_a_declaration_that_is_wrong_is_refused_where_an_example_shows_it():
-    class Wrong(Block):
-        def forward(self, x):
-            return super().forward(x) + self.ln2(x)
-
-    nfrs.surgery.register_block(Wrong, own._SPEC)
-    model = Model(Wrong()).eval()
-    state = kept(model)
-    with pytest.raises(nfrs.InputError, match="fold_norms would change what Model computes"):
-        fold_norms(model, example=torch.arange(5)[None])
-    same(model, *state)
 
 
 @pytest.mark.parametrize("has_bias", [True, False])

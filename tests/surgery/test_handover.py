@@ -186,6 +186,7 @@ def test_hooks_and_attributes_of_modules_go_over():
     norm.register_state_dict_post_hook(lambda *_: calls.append(1))
     norm._fsdp_wrap, norm.layer_id, norm.owner = False, 3, model.layers[0].linear1
     done = swap_norms(model, "rmsnorm")
+    calls.clear()  # the swap's runs
     new = model.layers[0].norm1
     assert (new._fsdp_wrap, new.layer_id) == (False, 3) and not hasattr(new, "owner") and new.eps == norm.eps
     model(torch.randn(2, 3, D, requires_grad=True)).sum().backward()

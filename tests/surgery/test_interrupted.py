@@ -15,7 +15,7 @@ from whole_state import LOST, Interrupted, differences, keyboard, memory, sigint
 import normformer_rs as nfrs
 from normformer_rs import nn as nfnn
 from normformer_rs import surgery
-from normformer_rs.surgery import BlockSpec, Linear, Part, fold_admin, fold_norms, swap_norms, swap_residuals, whole
+from normformer_rs.surgery import Linear, Part, fold_admin, fold_norms, swap_norms, swap_residuals, whole
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:enable_nested_tensor", "ignore:.* look trained", "ignore:.*no optimizer"
@@ -33,10 +33,6 @@ class Block(nn.Module):
     def forward(self, x):
         x = x + self.attn(self.ln1(x))
         return x + self.mlp(self.ln2(x))
-
-
-class Declared(Block):
-    """Known by its declaration."""
 
 
 class Stepping(Block):
@@ -82,9 +78,7 @@ TOKENS = torch.arange(8).view(2, 4)
 
 
 def stacked(kind):
-    surgery.register_block(Declared, BlockSpec(PARTS, heads="n", norm_first=True))
     surgery.register_block(Stepping, ConvertedStepping)
-    surgery.register_stack(Stacked, "norm")
     return Stacked(kind).eval()
 
 
@@ -121,8 +115,8 @@ CASES = {
     "residuals without norms": (torchs_encoder, residuals("t-fixup")),
     "residuals by a run": (lambda: stacked(Block), residuals("deepnorm", **EXAMPLE)),
     "streams by a run": (lambda: stacked(Block), residuals("hyper-connections", **EXAMPLE)),
-    "declared": (lambda: stacked(Declared), residuals("rezero", init=None, **EXAMPLE)),
-    "own forward": (lambda: stacked(Stepping), residuals("sandwich")),
+    "no norms by a run": (lambda: stacked(Block), residuals("rezero", init=None, **EXAMPLE)),
+    "own forward": (lambda: stacked(Stepping), residuals("sandwich", **EXAMPLE)),
     "folded": (lambda: encoder(norm_first=True), folded),
     "folded by a run": (lambda: stacked(Block), folded),
     "exact": (lambda: stacked(Block), norms("rmsnorm", exact=True, **EXAMPLE)),

@@ -11,12 +11,10 @@ from torch.nn.utils import parametrize
 import normformer_rs as nfrs
 from normformer_rs import nn as nfnn
 from normformer_rs.surgery import (
-    BlockSpec,
     Linear,
     Part,
     fold_norms,
     register_block,
-    register_stack,
     swap_norms,
     swap_residuals,
 )
@@ -174,12 +172,33 @@ class PlainBlock(Block):
         super().__init__(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)))
 
 
-ATTENTION = Part("self-attention", "ln1", (Linear("attn", ("output",)),), run=("attn",))
-register_block(
-    ExpertBlock, BlockSpec((ATTENTION, Part("feed-forward", "ln2", (), run=("mlp",))), "heads", norm_first=True)
-)
-MLP = Part("feed-forward", "ln2", (Linear("mlp.0", ("fc1",)), Linear("mlp.2", ("fc2",))), run=("mlp",))
-register_block(PlainBlock, BlockSpec((ATTENTION, MLP), "heads", norm_first=True))
+class Steps:
+    """What a registered subclass has."""
+
+    def parts(self):
+        return [ATTENTION, MLP]
+
+    def heads(self):
+        return 1
+
+    def forward(self, x):
+        return self.residual.step(1, self.residual.step(0, x, self.attn), self.mlp)
+
+
+class ConvertedExperts(Steps, ExpertBlock):
+    def parts(self):
+        return [ATTENTION, MLP._replace(linears=())]
+
+
+class ConvertedPlain(Steps, PlainBlock):
+    pass
+
+
+ATTENTION = Part("self-attention", "ln1", (Linear("attn", ("output",)),))
+MLP = Part("feed-forward", "ln2", (Linear("mlp.0", ("fc1",)), Linear("mlp.2", ("fc2",))))
+register_block(ExpertBlock, ConvertedExperts)
+register_block(PlainBlock, ConvertedPlain)
+IDS, ROWS = torch.arange(6).view(2, 3), torch.randn(2, 3, 8)
 
 
 class Model(nn.Module):
@@ -202,19 +221,16 @@ def test_a_declaration_without_a_second_layer_is_refused(scheme):
     with pytest.raises(
         ValueError, match="declaration of ExpertBlock names no linear layer with the role 'fc2' in its feed"
     ):
-        swap_residuals(model, scheme, init=None)
+        swap_residuals(model, scheme, init=None, example=IDS)
     assert_same(state_of(model), state)
 
 
-# The norm after blocks that nobody registered
+# The norm after registered blocks
 
 
 @pytest.mark.parametrize("scheme", ["sandwich", "postnorm"])
-def test_a_norm_beside_registered_blocks_is_asked_for(scheme):
-    """Without a stack a pre-norm scheme would make a second norm at the end, and postnorm keep one too many."""
-
-    class Known(Model):
-        pass
+def test_the_norm_after_registered_blocks_is_found(scheme):
+    """Else a pre-norm scheme would make a second norm at the end, and postnorm keep one too many."""
 
     class Without(Model):
         def forward(self, ids):
@@ -223,34 +239,59 @@ def test_a_norm_beside_registered_blocks_is_asked_for(scheme):
                 x = block(x)
             return self.head(x)
 
+    ends = []
+    for kind in (Model, Without):
+        model = kind(PlainBlock)
+        swap_residuals(model, scheme, init=None, example=IDS)
+        ends.append((type(model.norm).__name__, len(model.stack_residual.end)))
+    wanted = {"sandwich": [("LayerNorm", 0), ("LayerNorm", 1)], "postnorm": [("Identity", 0), ("LayerNorm", 0)]}
+    assert ends == wanted[scheme]
+
+
+def test_registered_blocks_need_an_example():
     model = Model(PlainBlock)
     state = state_of(model)
-    with pytest.raises(ValueError, match=r'Model has a norm, norm, beside its blocks.*register_stack\(Model, "norm"\)'):
-        swap_residuals(model, scheme, init=None)
+    with pytest.raises(ValueError, match=r"Model's parts are found by running the model once, .* pass example="):
+        swap_residuals(model, "sandwich", init=None)
     assert_same(state_of(model), state)
 
-    register_stack(Known, "norm")
-    register_stack(Without, None)
-    ends = {}
-    for kind in (Known, Without):
-        model = kind(PlainBlock)
-        swap_residuals(model, scheme, init=None)
-        ends[kind] = (type(model.norm).__name__, len(model.stack_residual.end))
-    wanted = {"sandwich": [("LayerNorm", 0), ("LayerNorm", 1)], "postnorm": [("Identity", 0), ("LayerNorm", 0)]}
-    assert [*ends.values()] == wanted[scheme]
+
+class Unlisted(nn.Module):
+    """A block outside a list, and the norm after it."""
+
+    def __init__(self, make):
+        super().__init__()
+        self.block, self.norm = make(), nn.LayerNorm(8)
+
+    def forward(self, x):
+        return self.norm(self.block(x))
 
 
-def test_a_norm_among_registered_blocks_is_refused():
-    model = nn.Sequential(PlainBlock(), PlainBlock(), nn.LayerNorm(8))
-    for whole, named in ((model, "Sequential"), (nn.ModuleDict({"stack": model}), "stack")):
-        with pytest.raises(ValueError, match=f"^{named} lists a norm, 2, with its blocks"):
-            swap_residuals(whole, "sandwich", init=None)
+def test_the_norm_after_a_registered_block_outside_a_list_is_found():
+    listed, alone = nn.Sequential(PlainBlock(), nn.LayerNorm(8)), Unlisted(PlainBlock)
+    for model in (listed, alone):
+        swap_residuals(model, "postnorm", init=None, example=ROWS)
+        assert isinstance([*model.children()][1], nn.Identity)
+        model(ROWS).sum().backward()
 
 
-def test_a_block_alone_needs_no_stack():
+@pytest.mark.filterwarnings("ignore:.* leaves unused as it is")
+def test_a_registered_block_that_the_run_does_not_call_stays():
+    class Unused(Model):
+        def __init__(self):
+            super().__init__(PlainBlock)
+            self.unused = PlainBlock()
+
+    model = Unused()
+    rows = {row.name: row for row in swap_residuals(model, "sandwich", init=None, example=IDS)}
+    assert rows["unused"].old == "PlainBlock" and rows["unused"].new == "stays"
+    assert rows["unused"].note == "a PlainBlock: the run did not call it with a tensor"
+
+
+def test_a_registered_block_alone():
     block = PlainBlock()
-    swap_residuals(block, "sandwich", init=None)
-    block(torch.randn(1, 2, 8)).sum().backward()
+    swap_residuals(block, "sandwich", init=None, example=ROWS)
+    block(ROWS).sum().backward()
 
 
 def test_librarys_own_models_need_no_stack():

@@ -1,4 +1,4 @@
-"""What a user registers: `register_norm`, and `register_block` with `register_stack`, ask for all that a swap needs."""
+"""What a user registers: `register_norm` and `register_block` ask for all that a swap needs."""
 
 import pytest
 import torch
@@ -14,7 +14,6 @@ from normformer_rs.surgery import (
     recognise,
     register_block,
     register_norm,
-    register_stack,
     swap_norms,
     swap_residuals,
 )
@@ -72,14 +71,13 @@ class Stack(nn.Module):
 @pytest.fixture(scope="module", autouse=True)
 def registered():
     register_block(Block, Converted)
-    register_stack(Stack, "final")
 
 
 @pytest.mark.one_in(test=4, all=3)
 def test_its_own_scheme_changes_nothing():
     model, x = Stack().double(), torch.randn(2, 5, D, dtype=torch.float64)
     before = model(x)
-    swaps = swap_residuals(model, "prenorm", init=None)
+    swaps = swap_residuals(model, "prenorm", init=None, example=x)
     torch.testing.assert_close(model(x), before, rtol=0, atol=1e-12)
     assert isinstance(swaps, Swaps) and "blocks.2" in str(swaps)
     swaps.undo()
@@ -88,7 +86,7 @@ def test_its_own_scheme_changes_nothing():
 
 def test_another_scheme_takes_its_norms_and_the_last_one():
     model, x = Stack(), torch.randn(2, 5, D)
-    swap_residuals(model, "postnorm", init=None)
+    swap_residuals(model, "postnorm", init=None, example=x)
     assert isinstance(model.blocks[0].residual, BlockResidual)
     assert isinstance(model.final, nn.Identity)  # post-norm ends in a norm already
     y = x

@@ -47,17 +47,17 @@ class ConvertedBlock(Block):
 
 def test_a_registered_block():
     model = nn.Sequential(Block(), Block()).eval()
-    with pytest.raises(ValueError, match="register_block"):
+    with pytest.raises(ValueError, match="pass example="):
         swap_residuals(model, "deepnorm")
     surgery.register_block(Block, ConvertedBlock)
     x = torch.randn(2, 3, D)
     before = model(x)
-    kept = swap_residuals(model, "prenorm", init=None)
+    kept = swap_residuals(model, "prenorm", init=None, example=x)
     final = copy.deepcopy(model[0].residual.stack.norm)
     torch.testing.assert_close(model(x), final(before))
     kept.undo()
     assert torch.equal(model(x), before)
-    swap_residuals(model, "sandwich")
+    swap_residuals(model, "sandwich", example=x)
     assert type(model[0].residual.post_norm1) is nfnn.LayerNorm and model(x).shape == x.shape
     with pytest.raises(ValueError, match="has another residual scheme"):
         swap_residuals(model, "deepnorm")

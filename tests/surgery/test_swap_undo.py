@@ -25,6 +25,7 @@ def test_undo_leaves_what_others_have_changed():
     early = model.layers[0].register_forward_hook(lambda *_: calls.append("early"))
     done = swap_residuals(model, "deepnorm")
     norms = swap_norms(model, "scalenorm")
+    calls.clear()  # the swap's runs
     late = model.layers[0].register_forward_hook(lambda *_: calls.append("late"))
     model.layers[0].add_module("extra", nn.Linear(2, 2))
     with pytest.raises(ValueError, match=r"swap_norms to scalenorm came after swap_residuals to deepnorm .* undo"):

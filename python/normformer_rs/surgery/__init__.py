@@ -1,18 +1,16 @@
 """Surgery on other libraries' models: other norms and residual schemes, in place, with undo."""
 
 from .block_residual import BlockResidual
-from .blocks import Linear, Part, register_block, register_stack
+from .blocks import Linear, Part, register_block
 from .folding import fold_admin, fold_norms
 from .loading import load_swapped
 from .norms import swap_norms
 from .recognise import register_norm
 from .residuals import swap_residuals
-from .spec import BlockSpec
 from .undo import Row, Swaps
 
 __all__ = [
     "BlockResidual",
-    "BlockSpec",
     "Linear",
     "Part",
     "Row",
@@ -22,7 +20,6 @@ __all__ = [
     "load_swapped",
     "register_block",
     "register_norm",
-    "register_stack",
     "swap_norms",
     "swap_residuals",
 ]

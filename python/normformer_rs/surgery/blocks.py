@@ -16,34 +16,48 @@ from ..nn.place import Place
 from .converted import original, residual_of
 from .probe import RecognisedNorm, probe
 from .recognise import read_norm
-from .spec import BlockSpec, Linear, Part, Stack, at, has
+from .spec import Linear, Part, at
 from .structure import Structure
 
-_BLOCKS: dict[type[nn.Module], Any] = {}
-"""The declaration of each registered class of blocks."""
-_STACKS: dict[type[nn.Module], Stack] = {}
+_BLOCKS: dict[type[nn.Module], type[nn.Module]] = {}
+"""The subclass of each registered class of blocks."""
 
 
-def register_block(kind: type[nn.Module], converted: type[nn.Module] | BlockSpec) -> None:
-    """Declares a class of blocks, which `swap_residuals` else recognises by a run of the model.
+def register_block(kind: type[nn.Module], converted: type[nn.Module]) -> None:
+    """Declares the sublayers of a class of blocks whose additions no run of the model can show, as in a fused kernel.
 
-    Where the block's own forward shall go on, `converted` is a `BlockSpec`: its sublayers in the order of additions.
-
+    >>> import torch
     >>> from torch import nn
+    >>> from normformer_rs import swap_residuals
     >>> class Block(nn.Module):
     ...     def __init__(self):
     ...         super().__init__()
-    ...         self.heads, self.ln1, self.ln2 = 1, nn.LayerNorm(8), nn.LayerNorm(8)
-    ...         self.attn, self.mlp = nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
+    ...         self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8)
+    ...
+    ...     def feed(self, x):
+    ...         return self.down(self.up(x).relu())
     ...
     ...     def forward(self, x):
-    ...         x = x + self.attn(self.ln1(x))
-    ...         return x + self.mlp(self.ln2(x))
-    >>> attention = Part("self-attention", "ln1", (Linear("attn", ("output",)),))
-    >>> mlp = Part("feed-forward", "ln2", (Linear("mlp.0", ("fc1",)), Linear("mlp.2", ("fc2",))))
-    >>> register_block(Block, BlockSpec((attention, mlp), heads="heads"))
+    ...         return torch.stack((x, self.feed(self.norm(x)))).sum(0)
+    >>> class Converted(Block):
+    ...     def parts(self):
+    ...         return [Part("feed-forward", "norm", (Linear("up", ("fc1",)), Linear("down", ("fc2",))))]
+    ...
+    ...     def heads(self):
+    ...         return 1
+    ...
+    ...     def forward(self, x):
+    ...         return self.residual.step(0, x, self.feed)
+    >>> register_block(Block, Converted)
+    >>> model = nn.Sequential(Block(), Block())
+    >>> print(swap_residuals(model, "deepnorm", example=torch.ones(1, 2, 8)))
+    swap_residuals to deepnorm: 2
+    module  old    new                  note
+    0       Block  Converted, deepnorm  init deepnorm, 2 weights drawn; up (fc1), down (fc2)
+    1       Block  Converted, deepnorm  init deepnorm, 2 weights drawn
 
-    Where another forward shall stand in its place, it is a subclass with
+    `swap_residuals` still runs the model once, to find the norm after the blocks. Swapped blocks become blocks of the
+    subclass, which has
 
     * `parts(self)`: the list of its `Part`s, in order;
     * a `forward` of kind's signature that runs `x = self.residual.step(i, x, F, dropout)` for each of them, F the
@@ -53,65 +67,26 @@ def register_block(kind: type[nn.Module], converted: type[nn.Module] | BlockSpec
     * `sites(self)` (optional): {path of a child that holds one of the residuals: its converted class}. A site finds its
       block as `self.block_of[0]`.
 
+    Args:
+        kind: the class of the blocks.
+        converted: the subclass.
+
     Errors: InputError for a class that is not a subclass of kind.
     """
-    if not isinstance(converted, BlockSpec) and not issubclass(converted, kind):
+    if not issubclass(converted, kind):
         raise InputError(f"{converted.__name__} must be a subclass of {kind.__name__}: its blocks become blocks of it")
     _BLOCKS[kind] = converted
 
 
-def register_stack(
-    kind: type[nn.Module], end_norm: str | None, writers: Sequence[str] | None = None, after: Sequence[str] = ()
-) -> None:
-    """Registers a class of stacks: the norm after its last block, and the beginning of its residual stream.
-
-    >>> import torch
-    >>> from torch import nn
-    >>> class Model(nn.Module):
-    ...     def __init__(self):
-    ...         super().__init__()
-    ...         self.embedding, self.position = nn.Embedding(9, 8), nn.Parameter(torch.zeros(5, 8))
-    ...         self.blocks, self.norm, self.head = nn.ModuleList(), nn.LayerNorm(8), nn.Linear(8, 9)
-    >>> register_stack(Model, "norm", writers=("embedding", "position"), after=("head",))
-
-    Args:
-        kind: the class itself, around a list of blocks.
-        end_norm: the path of the norm after the last block; None: there is none.
-        writers: for exact swaps: the paths of the modules and parameters that add up to the first block's input; each
-            module writes its output. `a|b` stands for b where a is None; a path whose value is None writes nothing.
-        after: the names of children that read the norm or come later. Another child with parameters is an error at an
-            exact swap, since it might write the stream.
-    """
-    _STACKS[kind] = Stack(end_norm or "", None if writers is None else tuple(writers), tuple(after))
-
-
 def declaration_of(kind: type) -> Any:
-    """The declaration of a class of blocks: a `BlockSpec`, or a class with its own forward. None: there is none."""
+    """The subclass that a class of blocks is registered with, before or after a conversion. None: it is not."""
     kind = original(kind)
     return _BLOCKS.get(kind, kind if kind in _BLOCKS.values() else None)
 
 
 def is_block(kind: type[nn.Module]) -> bool:
-    """A class of blocks that is declared, before or after its conversion."""
+    """A class of blocks that is known, before or after its conversion."""
     return kind in TORCHS or declaration_of(kind) is not None
-
-
-def has_own_forward(kind: type) -> bool:
-    """Its declaration is a class that calls the residual's steps itself."""
-    return isinstance(declaration_of(kind), type)
-
-
-def known_names() -> str:
-    """The names of all declared classes of blocks, for messages."""
-    kinds: tuple[type, ...] = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer, *_BLOCKS)
-    return ", ".join(kind.__name__ for kind in kinds)
-
-
-def check_block(block: Any) -> None:
-    """InputError for a block that differs from its declaration."""
-    declared = declaration_of(type(block))
-    if hasattr(declared, "check") and place_of(block) is None:
-        declared.check(block)
 
 
 STRUCTURES: "weakref.WeakKeyDictionary[nn.Module, Structure]" = weakref.WeakKeyDictionary()
@@ -122,9 +97,7 @@ def structure_of(block: Any) -> Structure:
     """A block's structure, found or declared."""
     if is_converted(block):
         return residual_of(block).structure
-    if block in STRUCTURES:
-        return STRUCTURES[block]
-    return declared_structure(block)
+    return STRUCTURES[block] if declaration_of(type(block)) is None else declared_structure(block)
 
 
 def is_converted(block: Any) -> bool:
@@ -133,9 +106,8 @@ def is_converted(block: Any) -> bool:
 
 
 def declared_structure(block: Any) -> Structure:
-    """A block's structure as it is declared."""
-    declared: Any = declaration_of(type(block))
-    own: list[Part] = declared.parts(block) if has_own_forward(type(block)) else declared.parts_of(block)
+    """The structure of a block of a registered class."""
+    own: list[Part] = declaration_of(type(block)).parts(block)
     memory = "encoder_hidden_states"
     parts = tuple(part._replace(memory=memory) if part.kind == "cross-attention" else part for part in own)
     return Structure(parts, tuple(range(len(parts))), frozenset(), is_found=False)
@@ -197,40 +169,10 @@ class End(NamedTuple):
     owner: nn.Module
     path: str
     name: str
-    stack: Stack
 
     @property
     def norm(self) -> nn.Module:
         return self.owner.get_submodule(self.name)
-
-
-def end_of(model: nn.Module, path: str) -> End | None:
-    """The norm after the blocks of the list at `path`, in the nearest module around them of a registered class."""
-    while path:
-        path = parent_of(path)
-        owner = model.get_submodule(path)
-        stack = _STACKS.get(type(owner))
-        if stack is not None:
-            there = stack.norm and has(owner, stack.norm) and isinstance(at(owner, stack.norm), nn.Module)
-            return End(owner, path, stack.norm, stack) if there else None
-    return None
-
-
-def is_known_stack(kind: type[nn.Module]) -> bool:
-    """A class of modules around blocks that is registered."""
-    return kind in _STACKS
-
-
-def is_prenorm(block: Any) -> bool:
-    """The block is known to compute x + F(N(x)), and nothing else."""
-    place = place_of(block)
-    if place is not None:
-        return place.config.residual == "prenorm"
-    if isinstance(block, nn.TransformerEncoderLayer | nn.TransformerDecoderLayer):
-        return block.norm_first
-    declared = declaration_of(type(block))
-    is_norm_first = declared.norm_first if isinstance(declared, BlockSpec) else None
-    return bool(at(block, is_norm_first) if isinstance(is_norm_first, str) else is_norm_first)
 
 
 def place_of(block: Any) -> Place | None:
@@ -283,10 +225,8 @@ def _heads_of(block: Any) -> int:
     """The number of attention heads; 1 where none is recognised."""
     if type(block) in TORCHS:
         return block.self_attn.num_heads
-    if (found := structure_of(block)).is_found:
-        return found.heads or 1
-    declared: Any = declaration_of(type(block))
-    return declared.heads(block) if has_own_forward(type(block)) else declared.heads_of(block)
+    declared = declaration_of(type(block))
+    return structure_of(block).heads or 1 if declared is None else declared.heads(block)
 
 
 def _width_into(block: nn.Module, part: Part, role: Role) -> int | None:

@@ -14,9 +14,7 @@ from .blocks import (
     TORCHS,
     End,
     Group,
-    check_block,
-    end_of,
-    has_own_forward,
+    declaration_of,
     is_block,
     is_converted,
     parent_of,
@@ -26,8 +24,7 @@ from .converted import original
 from .examples import caller, failed_on, quietly, refuse_without
 from .record import Record, record
 from .roles import Roles, find_roles
-from .spec import Stack
-from .structure import NotResidual, Unaccounted, named, norm_after, structure, writers
+from .structure import NotResidual, Unaccounted, calls_of, named, norm_after, structure, writers
 
 LISTS = (nn.ModuleList, nn.Sequential)
 
@@ -47,22 +44,21 @@ class Stacks(NamedTuple):
 
 
 def find_stacks(model: nn.Module, example: Any = None) -> Stacks:
-    """The model's stacks of blocks, and the lists that are none. Blocks of torch.nn, registered and declared ones are
-    known by their class; all others by one run of the model.
+    """The model's stacks of blocks, and the lists that are none. torch.nn's blocks are known by their class, all others
+    by one run of the model, which finds the norm after registered blocks, too.
 
     Errors: InputError where there are none.
     """
     unknown: Unknown = {}
     others: Unknown = {}
-    candidates = [*_candidates(model)]
-    if not candidates:
-        if alone := [*_alone(model)]:
-            return Stacks(alone, unknown, None)
+    candidates, alone = [*_candidates(model)], [*_alone(model)]
+    if not candidates and not alone:
         raise InputError(
             f"{type(model).__name__} holds no list of modules (ModuleList, Sequential) with blocks: pass the part of "
             "the model that has one, or register the class of your block with normformer_rs.surgery.register_block"
         )
-    found, why = _run(model, candidates, example)
+    blocks = [entry for _, entries in candidates for _, entry in entries] + [group.blocks[0] for group in alone]
+    found, why = _run(model, blocks, example)
     groups: list[Group] = []
     taken: list[str] = []
     for path, entries in candidates:
@@ -80,7 +76,15 @@ def find_stacks(model: nn.Module, example: Any = None) -> Stacks:
             unknown[path] = reason[0]
     unknown = {path: why for path, why in unknown.items() if not any(_is_below(one, path) for one in taken)}
     groups = groups if found is None else _joined(model, groups, found)
-    groups += [group for group in _alone(model) if not any(b in g.blocks for g in groups for b in group.blocks)]
+    for group in alone:
+        (path,), (block,) = group.names, group.blocks
+        if any(block in other.blocks for other in groups):
+            continue
+        try:
+            _know(block, found, why)
+            groups.append(group._replace(end=_end(model, group.path, block, found)))
+        except Unaccounted as reason:
+            unknown[path] = f"{named(block)}: {reason}"
     if not groups:
         if found is None and why:
             raise refuse_without(model, why)
@@ -175,10 +179,9 @@ def _is_below(path: str, other: str) -> bool:
     return path == other or path.startswith(f"{other}.") or other == ""
 
 
-def _run(model: nn.Module, candidates: Any, example: Any) -> tuple[Record | None, str]:
-    """What a run of the model records, where a candidate needs one; None, and the reason why there is none."""
-    blocks = [entry for _, entries in candidates for _, entry in entries]
-    if all(isinstance(b, tuple(TORCHS)) or has_own_forward(type(b)) or is_converted(b) for b in blocks):
+def _run(model: nn.Module, blocks: list[nn.Module], example: Any) -> tuple[Record | None, str]:
+    """What a run of the model records, where a block needs one; None, and the reason why there is none."""
+    if all(isinstance(block, tuple(TORCHS)) or is_converted(block) for block in blocks):
         return None, ""
     if any(p.is_meta for p in model.parameters()):
         return _run_of_twin(model, blocks, example)
@@ -218,7 +221,7 @@ def _run_of_twin(model: nn.Module, blocks: list[nn.Module], example: Any) -> tup
             module._buffers[name] = None if buffer is None else torch.zeros_like(buffer, device="cpu")
     inside = {block: twin.get_submodule(names[block]) for block in blocks}
     with _OneRow():
-        found, why = _run(twin, [("", [("", block) for block in inside.values()])], example)
+        found, why = _run(twin, [*inside.values()], example)
     if found is not None:
         own = {twin.get_submodule(name): module for module, name in names.items()}
         found.stand_for(own)
@@ -264,20 +267,15 @@ def _know(block: Any, found: Record | None, why: str) -> None:
     if isinstance(block, tuple(TORCHS)) and original(type(block)) not in TORCHS:
         base = next(kind for kind in TORCHS if isinstance(block, kind))
         raise Unaccounted(f"it is a subclass of {base.__name__}, and its forward may be another: use {base.__name__}")
-    if isinstance(block, tuple(TORCHS)) or has_own_forward(type(block)) or is_converted(block):
+    if isinstance(block, tuple(TORCHS)) or is_converted(block):
         return
-    if found is not None:
-        try:
-            made = structure(block, found, found.roles)
-            STRUCTURES[block] = made
-            return
-        except Unaccounted:
-            if not is_block(type(block)) or block in found.calls:
-                raise
-    if not is_block(type(block)):
+    if found is None:
         raise Unaccounted(why)
-    check_block(block)
-    STRUCTURES.pop(block, None)
+    calls_of(block, found)
+    if declaration_of(type(block)) is None:
+        STRUCTURES[block] = structure(block, found, found.roles)
+    else:
+        STRUCTURES.pop(block, None)
 
 
 def _alone(model: nn.Module) -> Iterator[Group]:
@@ -285,7 +283,6 @@ def _alone(model: nn.Module) -> Iterator[Group]:
     for path, module in model.named_modules():
         parent = model.get_submodule(parent_of(path))
         if is_block(type(module)) and (path == "" or not isinstance(parent, LISTS)):
-            check_block(module)
             yield Group(parent_of(path), [path], [module], model.get_submodule(parent_of(parent_of(path))), 1)
 
 
@@ -313,9 +310,7 @@ def _layers(block: nn.Module) -> int:
 
 def _end(model: nn.Module, path: str, last: nn.Module, found: Record | None) -> End | None:
     """The norm after the last block."""
-    if found is None or last not in found.calls:
-        return end_of(model, path)
-    norm = norm_after(found, last)
+    norm = None if found is None or last not in found.calls else norm_after(found, last)
     if norm is None:
         return None
     name = next(name for name, module in model.named_modules() if module is norm)
@@ -324,4 +319,4 @@ def _end(model: nn.Module, path: str, last: nn.Module, found: Record | None) -> 
     if not is_prenorm and not _is_below(name, holder):
         return None  # a post-norm stack ends with its last sublayer's
     owner = parent_of(name)
-    return End(model.get_submodule(owner), owner, name.rpartition(".")[2], Stack(name.rpartition(".")[2]))
+    return End(model.get_submodule(owner), owner, name.rpartition(".")[2])

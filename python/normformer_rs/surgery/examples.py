@@ -1,5 +1,5 @@
-"""An input for one run of a model: what the caller gives, or small ones made of a Hugging Face or timm model's
-configuration."""
+"""An input for one run of a model: what the caller gives, or a small one for torch.nn's models, this package's, and
+those whose configuration Hugging Face or timm has written."""
 
 import contextlib
 import random
@@ -11,9 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from .. import nn as nfnn
 from ..errors import InputError
 
 TOKENS = 6
+_ENCODERS = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nfnn.TransformerEncoder, nfnn.TransformerEncoderLayer)
+_DECODERS = (nn.TransformerDecoder, nn.TransformerDecoderLayer, nfnn.TransformerDecoder, nfnn.TransformerDecoderLayer)
+_WHOLE = (nn.Transformer, nfnn.Transformer)
 
 
 def caller(model: nn.Module, example: Any) -> Callable[[], Any] | None:
@@ -39,20 +43,23 @@ def quietly(model: nn.Module) -> Iterator[None]:
     devices = [p.device for p in model.parameters() if p.device.type == "cuda"][:1]
     numpy: Any = sys.modules.get("numpy.random")
     states = random.getstate(), numpy and numpy.get_state()
+    is_fused = torch.backends.mha.get_fastpath_enabled()  # torch.nn's fused evaluation fails without biases
     with torch.random.fork_rng(devices=devices), torch.compiler.set_stance("force_eager"):
         torch.manual_seed(0)
         random.seed(0)
         if numpy:
             numpy.seed(0)
         try:
+            torch.backends.mha.set_fastpath_enabled(False)
             yield
         finally:
+            torch.backends.mha.set_fastpath_enabled(is_fused)
             random.setstate(states[0])
             if numpy:
                 numpy.set_state(states[1])
             for module, mode in modes.items():
                 module.training = mode
-            with torch.no_grad():
+            with torch.no_grad(), torch._C.DisableTorchFunction():  # no part of a run that is recorded
                 for owner, name, buffer, value in held:
                     owner._buffers[name] = buffer
                     buffer.copy_(value)
@@ -68,10 +75,28 @@ def _made(model: nn.Module) -> dict[str, Tensor] | None:
         size = settings.get("input_size", (3, 224, 224))
         embed: Any = getattr(model, "patch_embed", None)
         size = (size[0], *(getattr(embed, "img_size", None) or size[1:]))
-        return {"x": torch.rand(2, *size, dtype=p.dtype, device=p.device)}
+        return {"x": _numbers(p, 2, *size)}
+    if isinstance(model, _ENCODERS + _DECODERS + _WHOLE):
+        return _of_torchs(model, p)
     if not hasattr(config, "model_type"):
         return None
     return _of_transformers(model, config, p)
+
+
+def _of_torchs(model: nn.Module, p: Tensor) -> dict[str, Tensor] | None:
+    """Rows for a Transformer of torch.nn or of this package, or for a part of it."""
+    attention = next((m for m in model.modules() if isinstance(m, nn.MultiheadAttention)), None)
+    if attention is None:
+        return None
+    names = ("src",) if isinstance(model, _ENCODERS) else ("tgt", "memory")
+    names = ("src", "tgt") if isinstance(model, _WHOLE) else names
+    given = {name: _numbers(p, 2, length, attention.embed_dim) for name, length in zip(names, (3, 4))}
+    return {name: x if attention.batch_first else x.transpose(0, 1) for name, x in given.items()}
+
+
+def _numbers(p: Tensor, *shape: int) -> Tensor:
+    """Random numbers of a parameter's type, on its device. torch's random state stays as it is."""
+    return torch.rand(shape, generator=torch.Generator().manual_seed(0), device="cpu").to(p.device, p.dtype)
 
 
 def _of_transformers(model: Any, config: Any, p: Tensor) -> dict[str, Tensor] | None:
@@ -84,9 +109,6 @@ def _of_transformers(model: Any, config: Any, p: Tensor) -> dict[str, Tensor] | 
         first = min(4, size - 1)
         return torch.arange(2 * TOKENS, device=p.device).view(2, TOKENS) % (size - first) + first
 
-    def numbers(*shape: int) -> Tensor:
-        return torch.rand(*shape, dtype=p.dtype, device=p.device)
-
     if name == "input_ids" or model.__class__.__name__.startswith(("CLIPModel", "SiglipModel")):
         given["input_ids"] = tokens(text)
     if name == "pixel_values" or (vision is not config and "input_ids" in given and _takes(model, "pixel_values")):
@@ -94,21 +116,21 @@ def _of_transformers(model: Any, config: Any, p: Tensor) -> dict[str, Tensor] | 
         height, width = size if isinstance(size, list | tuple) else (size, size)
         channels = getattr(vision, "num_channels", 3)
         frames = getattr(config, "num_frames", None)
-        given["pixel_values"] = numbers(1, *([frames] if frames else []), channels, height, width)
+        given["pixel_values"] = _numbers(p, 1, *([frames] if frames else []), channels, height, width)
         if "input_ids" in given:
             given["pixel_values"] = given["pixel_values"].expand(2, *given["pixel_values"].shape[1:])
     if name in ("input_features", "input_values"):
         bins = getattr(config, "num_mel_bins", None)
         length = 2 * getattr(config, "max_source_positions", 200)
         if name == "input_values" and bins:
-            given[name] = numbers(1, getattr(config, "max_length", 64), bins)
+            given[name] = _numbers(p, 1, getattr(config, "max_length", 64), bins)
         else:
-            given[name] = numbers(1, bins, length) if bins else numbers(1, 4000)
+            given[name] = _numbers(p, 1, bins, length) if bins else _numbers(p, 1, 4000)
     if not given:
         return None
     if getattr(config, "add_cross_attention", False) and _takes(model, "encoder_hidden_states"):
         columns: int = getattr(config, "hidden_size", 0) or getattr(config, "n_embd", 1)
-        given["encoder_hidden_states"] = numbers(next(iter(given.values())).shape[0], 3, columns)
+        given["encoder_hidden_states"] = _numbers(p, next(iter(given.values())).shape[0], 3, columns)
     if getattr(config, "is_encoder_decoder", False) and _takes(model, "decoder_input_ids"):
         rows = next(iter(given.values())).shape[0]
         given["decoder_input_ids"] = tokens(text)[:rows]
@@ -128,9 +150,8 @@ def _takes(model: nn.Module, name: str) -> bool:
 def refuse_without(model: nn.Module, why: str) -> InputError:
     """What to do where no input is known, or the model does not take it."""
     return InputError(
-        f"{type(model).__name__}'s blocks are found by running the model once, and {why}: pass example=, the keyword "
-        "arguments of a call as a dictionary (or a function of the model); or register the blocks' class with "
-        "normformer_rs.surgery.register_block"
+        f"{type(model).__name__}'s parts are found by running the model once, and {why}: pass example=, the keyword "
+        "arguments of a call as a dictionary (or a function of the model)"
     )
 
 

@@ -1,6 +1,6 @@
 """What reads a norm, and what writes the stream that norms read, found by one run of a model.
 
-For `fold_norms` and exact swaps where blocks are not declared: a norm whose outputs only linear layers read can be
+For `fold_norms` and exact swaps: a norm whose outputs only linear layers read can be
 folded into them; LayerNorms that read sums of what linear layers and embeddings write can be RMSNorms once these are
 centred.
 """
@@ -13,15 +13,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from .. import nn as nfnn
 from ..errors import InputError
-from .examples import caller, failed_on, quietly
+from ..nn.attention import INPUTS
+from .examples import caller, failed_on, quietly, refuse_without
 from .probe import RecognisedNorm
 from .proof import difference
-from .record import ADDITIONS, TIMES, UNCHANGED, Key, Node, Record, each_once, key, record, tensors_in
-from .stream import Matrix, Places, Site, find_faults, join
+from .record import ADDITIONS, RESIDUAL, TIMES, UNCHANGED, Key, Node, Record, each_once, key, record, tensors_in
+from .stream import Matrix, Places, Site, disturbed, join
 
 _PASSES = UNCHANGED | {"dropout", "drop_path", "expand", "repeat", "cat", "roll", "clamp"}
 """Operations after which a vector of mean 0 has mean 0, if they keep the last dimension."""
+_ATTENTIONS = (nn.MultiheadAttention.forward, nfnn.MultiheadAttention.forward)
 _MOVES = frozenset(
     {"flatten", "transpose", "transpose_last", "permute", "view", "reshape", "contiguous", "unflatten", "__getitem__"}
 )
@@ -44,10 +47,13 @@ class Writer(NamedTuple):
 class Flow:
     """A model's run, read from its norms outwards."""
 
-    def __init__(self, model: nn.Module, run: Callable[[], Any], places: Places, modes: tuple[bool, ...]) -> None:
+    def __init__(
+        self, model: nn.Module, run: Callable[[], Any], places: Places, modes: tuple[bool, ...], whole: bool
+    ) -> None:
         self.places, self.model, self.run, self.modes = places, model, run, modes
-        wholes = [module for module in model.modules() if not isinstance(module, torch.jit.ScriptModule)]
-        self.found: Record = record(model, wholes, self._runs)
+        modules = [module for module in model.modules() if not isinstance(module, torch.jit.ScriptModule)]
+        attentions = [module for module in modules if whole and type(module).forward in _ATTENTIONS]
+        self.found: Record = record(model, modules, self._runs, attentions)
         self.readers: dict[Key, list[Node]] = {}
         for node in self.found.nodes:
             for at in dict.fromkeys(node.inputs):
@@ -62,20 +68,30 @@ class Flow:
         """The last operation outside norms and linear layers that read a tensor, by the tensor's identity."""
 
     @classmethod
-    def of(cls, model: nn.Module, example: Any, places: Places, modes: tuple[bool, ...] = (False,)) -> "Flow | None":
+    def of(
+        cls, model: nn.Module, example: Any, places: Places, modes: tuple[bool, ...] = (False,), whole: bool = False
+    ) -> "Flow | None":
         """None: no input is known, or the model does not take it. InputError: it does not take `example`. `modes`:
-        whether it trains, for each run."""
+        whether it trains, for each run. `whole`: the attention of torch.nn, and of this package, is one operation."""
         run = caller(model, example)
         if run is None:
             return None
         try:
-            return cls(model, run, places, modes)
+            return cls(model, run, places, modes, whole)
         except (MemoryError, InputError):
             raise
         except Exception as reason:  # a model may raise anything
             if example is not None:
                 raise failed_on(model, reason) from reason
             return None
+
+    @classmethod
+    def needed(cls, model: nn.Module, example: Any, places: Places, modes: tuple[bool, ...] = (False,)) -> "Flow":
+        """A flow with whole attentions. InputError where the model has no run."""
+        flow = cls.of(model, example, places, modes, whole=True)
+        if flow is None:
+            raise refuse_without(model, "no input is known that it takes")
+        return flow
 
     def _runs(self) -> list[Any]:
         """The outputs of one run in each mode."""
@@ -176,36 +192,43 @@ class Flow:
     def sites(self, known: Mapping[nn.Module, RecognisedNorm]) -> dict[nn.Module, Site]:
         """Each norm with the linear layers that read it, or why nothing can be folded."""
         made: dict[nn.Module, Site] = {}
-        sources: dict[nn.Module, dict[int, nn.Module]] = {}
+        sources: dict[Matrix, dict[int, nn.Module]] = {}
         """For each linear layer the norm that each of its calls reads."""
         for norm in self.norms(known):
-            site = made[norm] = Site(names={*self.places.modules[norm]}, fault=self._read_raw(norm))
+            site = made[norm] = Site({*self.places.modules[norm]}, self._read_raw(norm))
             try:
-                calls = [(reader.module, id(reader)) for node in self.calls(norm) for reader in self._linears(node)]
+                read = [found for node in self.calls(norm) for found in self._linears(node)]
             except Stranger as reason:
                 site.fault = str(reason)
                 continue
-            for linear, call in calls:
-                assert linear is not None
-                sources.setdefault(linear, {})[call] = norm
-                site.layers |= {*self.places.modules[linear]}
-                axis = 1 if type(linear).__name__ == "Conv1D" else 0
-                site.add([Matrix(self.name(linear), linear, "weight", "bias", axis)])
-            if not calls:
-                site.fault = "no linear layer reads it"
+            for matrix, call in read:
+                sources.setdefault(matrix, {})[call] = norm
+            site.readers = [*dict.fromkeys(matrix for matrix, _ in read)]
+            site.fault = site.fault if read else "no linear layer reads it"
         for norm, site in made.items():
-            for name, linear, *_ in site.readers:
-                read = sources[linear]
-                others = len(self.calls(linear)) > len(read) or len({*read.values()}) > 1
-                raw = f"{name} is called, and {self._read_raw(linear)}" if self._read_raw(linear) else ""
-                needs_bias = known[norm].bias is not None and getattr(linear, "bias", None) is None
-                site.fault = site.fault or (f"{name} reads something else, too" if others else raw)
-                site.fault = site.fault or (self._merged(name, linear) if needs_bias else "")
-        find_faults(made, self.places)
+            faults = self._faults(site, sources, known[norm].bias is not None)
+            site.fault = site.fault or next(filter(None, faults), "")
         return made
 
-    def _linears(self, node: Node) -> Iterator[Node]:
-        """The calls of linear layers that read what a norm has made. Errors: Stranger."""
+    def _faults(self, site: Site, sources: Mapping[Matrix, Mapping[int, nn.Module]], has_bias: bool) -> Iterator[str]:
+        """The reasons why nothing can be folded into the linear layers that read a norm; some are empty."""
+        layers = {name for matrix in site.readers for name in self.places.modules[matrix.owner]}
+        for matrix in site.readers:
+            name, owner, read = matrix.name, matrix.owner, sources[matrix]
+            others = len(self.calls(owner)) > len(read) or len({*read.values()}) > 1
+            yield f"{name} reads something else, too" if others else ""
+            raw = self._read_raw(owner)
+            yield f"{name} is called, and {raw}" if raw else ""
+            yield self._merged(name, owner) if has_bias and matrix.offsets() is None else ""
+        tied = self.places.tied(site.readers)
+        yield f"{tied} shares a parameter with another layer" if tied else ""
+        for matrix in site.readers:
+            yield matrix.fault()
+            other = self.places.beyond(matrix, layers)
+            yield f"{matrix.name} shares a parameter with {other}" if other else ""
+
+    def _linears(self, node: Node) -> Iterator[tuple[Matrix, int]]:
+        """The linear layers that read what a norm has made, with the identity of the call. Errors: Stranger."""
         todo, width = [*node.outputs], node.made[0][-1:]
         for at in each_once(todo):
             if at in self.found.returned:
@@ -213,11 +236,25 @@ class Flow:
             for reader in self.readers.get(at, ()):
                 is_off = reader.what == "dropout" and getattr(reader.module, "p", None) == 0
                 if reader.what == "linear" and reader.module is not None:
-                    yield reader
+                    axis = 1 if type(reader.module).__name__ == "Conv1D" else 0
+                    yield Matrix(self.name(reader.module), reader.module, "weight", "bias", axis), id(reader)
+                elif projections := self._projections(reader, at):
+                    yield from ((matrix, id(reader)) for matrix in projections)
                 elif (is_off or reader.what in UNCHANGED) and all(size[-1:] == width for size in reader.made):
                     todo += reader.outputs
                 elif reader.outputs[0] != at:
                     raise Stranger(f"{self._said(reader)} reads it, too")
+
+    def _projections(self, reader: Node, at: Key) -> list[Matrix]:
+        """The matrices of an attention that read a tensor: of queries, keys and values, and of an output gate. Empty
+        where another operation does, or the attention changes its inputs first."""
+        owner: Any = reader.module
+        if reader.what != "attention" or owner.in_proj_weight is None or _changes(owner, "input", *INPUTS):
+            return []
+        stacked = Matrix(self.name(owner), owner, "in_proj_weight", "in_proj_bias", 0)
+        found = [stacked._replace(share=(i, 3)) for i in range(3) if reader.inputs[i] == at]
+        gate = getattr(owner, "gate", None) if reader.inputs[0] == at else None
+        return found if gate is None else [*found, Matrix(self.name(gate), gate, "weight", "bias", 0)]
 
     def _merged(self, name: str, linear: nn.Module) -> str:
         """The reason why a linear layer gets no bias, or nothing: a module around it, such as an adapter, only adds up
@@ -268,7 +305,7 @@ class Flow:
                 norm = known.get(reader.module) if reader.what == "norm" and reader.module is not None else None
                 if norm is not None and norm.computes == "layernorm":
                     continue
-                keeps = reader.what in ADDITIONS | _PASSES or reader.factor is not None
+                keeps = reader.what in ADDITIONS | _PASSES | {str(RESIDUAL)} or reader.factor is not None
                 if not keeps or any(size[-1:] != (width,) for size in reader.made):
                     raise Stranger(f"{self._said(reader)} reads the residual stream")
                 todo += [out for out in reader.outputs if out != at]
@@ -286,13 +323,20 @@ class Flow:
             return []
         number = self.found.made.get(at)
         if number is None:
-            raise Stranger("the residual stream begins with an input of the model")
+            raise Stranger("the residual stream begins with an input of the model, or in a swapped block")
         node = self.found.nodes[number]
         if node.what in ("linear", "embedding", "scale", "norm") and node.module is not None:
             writers[Writer(self.name(node.module), node.module, None)] = None
             return []
+        if node.what == "attention" and node.outputs[0] == at and not _changes(node.module, "after_output"):
+            attention: Any = node.module
+            if said := disturbed(self.name(attention), attention):
+                raise Stranger(said)
+            writers[Writer(self.name(attention.out_proj), attention.out_proj, None)] = None
+            return []
         size = node.made[node.outputs.index(at)]
-        if node.what in ADDITIONS | _PASSES or node.factor is not None:
+        is_sum = node.what in ADDITIONS or (node.what == str(RESIDUAL) and len(node.inputs) == 2)
+        if is_sum or node.what in _PASSES or node.factor is not None:
             rows = [k for k, shape in zip(node.inputs, node.shapes) if shape[-1:] == (width,)]
             if size[-1:] == (width,) and len(rows) == len(node.inputs):
                 return rows
@@ -308,6 +352,11 @@ class Flow:
             node = self.found.nodes[number]
         is_ours = node.what == "conv" and node.made[0][1] == width
         return node.module if is_ours else None
+
+
+def _changes(attention: Any, *points: str) -> bool:
+    """A residual scheme of the package acts at one of these points of an attention."""
+    return any(point in getattr(attention, "inside", ()) for point in points)
 
 
 def _norms_rows(node: Node, values: Mapping[Key, Tensor]) -> bool:

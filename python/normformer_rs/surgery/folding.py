@@ -11,8 +11,10 @@ from torch import Tensor, nn
 from ..declared import Learned
 from ..errors import InputError
 from ..model import Transformer
+from ..nn.layers import Layer
 from ..nn.place import Place
-from .blocks import DECODER, ENCODER, Part, parts_of, place_of, weight_and_bias
+from .blocks import DECODER, ENCODER, Part, parent_of, parts_of, place_of, weight_and_bias
+from .converted import residual_of
 from .flow import Flow
 from .handover import refuse_offloaded
 from .marker import mark
@@ -20,8 +22,7 @@ from .norms import replace, unweighted
 from .optimizers import Exchange, watch
 from .probe import RecognisedNorm
 from .recognise import read_norm
-from .residuals import find_groups
-from .stream import Places, Site, join, prenorm_groups, readers, refuse_meta, sites, widened
+from .stream import Places, Site, join, readers, refuse_meta, widened
 from .undo import Edits, Row, Swaps, refuse_wrapped
 from .whole import State
 
@@ -35,8 +36,7 @@ def fold_norms(model: nn.Module, *, example: Any = None) -> Swaps:
     layer without a bias gets one where there is a β. The model's outputs change by rounding only, in training mode,
     too; gradients are those of another parametrisation, so make an optimizer afterwards.
 
-    What reads a norm is declared of torch.nn's layers and those of `register_block`. In other models runs in both modes
-    tell it. Where an input is known, a trial fold with random gains first proves that outputs stay in both modes.
+    Runs in both modes tell what reads a norm. A trial fold with random gains then proves that outputs stay in both.
 
     >>> from torch import nn
     >>> model = nn.TransformerEncoderLayer(8, 2, 16, norm_first=True, batch_first=True)
@@ -49,12 +49,12 @@ def fold_norms(model: nn.Module, *, example: Any = None) -> Swaps:
 
     Args:
         model: any tree of modules.
-        example: an input for the runs, as in `swap_residuals`.
+        example: an input for the runs, as in `swap_residuals`. None: one is made for torch.nn's models, too.
 
     Returns: the table of the changes; norms that stay have a row with the reason. Its `undo()` brings weights and norms
     back bit for bit.
 
-    Errors: InputError for a model without a norm that can be folded, or whose outputs would change; for
+    Errors: InputError for a model without a run, without a norm that can be folded, or whose outputs would change; for
     DistributedDataParallel and FSDP models, and for weights on the meta device. Nothing has been changed then.
     Source: Graef et al. 2024 (FlashNorm); docs/spec.md §4.16.
     """
@@ -71,12 +71,11 @@ def fold_named(model: nn.Module, names: Collection[str] | None, example: Any) ->
 def _fold_norms(model: nn.Module, names: Collection[str] | None, example: Any, edits: Edits) -> Swaps:
     by = edits.title
     refuse_meta(model, by)
-    found, flow = _found(model, by, Places(model), example)
+    found, flow = _found(model, by, example)
     wanted = {*(names or ())}
     for site in found.values() if names is not None else ():
         site.fault = site.fault or ("" if site.names & wanted else "it was not folded before it was saved")
-    if flow is not None:
-        _prove(model, found, flow, edits)
+    _prove(model, found, flow, edits)
     rows = _fold_all(model, found, edits)
     edits.done()
     return Swaps(by, rows, edits)
@@ -130,15 +129,10 @@ def _fold_all(model: nn.Module, found: dict[nn.Module, Site], edits: Edits) -> l
     return rows
 
 
-def _found(model: nn.Module, by: str, places: Places, example: Any) -> tuple[dict[nn.Module, Site], Flow | None]:
-    """Each norm that may be folded, by what is declared of its block, or else by a run."""
-    flow = Flow.of(model, example, places, modes=(False, True))
-    try:
-        return sites(prenorm_groups(model, by), places), flow
-    except InputError:
-        if flow is None:
-            raise
-        found = flow.sites({module: known for module in model.modules() if (known := read_norm(module)) is not None})
+def _found(model: nn.Module, by: str, example: Any) -> tuple[dict[nn.Module, Site], Flow]:
+    """Each norm of a run in both modes, with the linear layers that read it."""
+    flow = Flow.needed(model, example, Places(model), modes=(False, True))
+    found = flow.sites({module: known for module in model.modules() if (known := read_norm(module)) is not None})
     if found and all(site.fault for site in found.values()):
         name, why = next((min(site.names), site.fault) for site in found.values())
         title = type(model).__name__
@@ -236,9 +230,15 @@ def _stacks(model: nn.Module) -> Iterator[Iterator[_Site]]:
                 layers = [*model.get_submodule(f"{stack}.layers").named_children()]
                 yield (site for i, layer in layers for site in _sites(layer, layer, Place(model.config, stack, int(i))))
         return
-    for group in find_groups(model):
-        placed = [(block, getattr(block, "residual", block), place_of(block)) for block in group.blocks]
-        yield (site for block, owner, place in placed if place is not None for site in _sites(block, owner, place))
+    stacks: dict[Any, list[tuple[nn.Module, nn.Module, Place]]] = {}
+    for name, block in model.named_modules():
+        owner, place = residual_of(block) or block, place_of(block)
+        if place is not None and (owner is not block or isinstance(block, Layer)):
+            listed = parent_of(name.replace("._orig_mod", "").replace("._checkpoint_wrapped_module", ""))
+            alike = type(block), len(place.sublayers), place.config.d_model
+            stacks.setdefault((listed, *alike), []).append((block, owner, place))
+    for blocks in stacks.values():
+        yield (site for block, owner, place in blocks for site in _sites(block, owner, place))
 
 
 def _sites(block: nn.Module, owner: nn.Module, place: Place) -> Iterator[_Site]:

@@ -74,13 +74,13 @@ def swap_norms(
             zero-centred, too. "default": a new norm's first values.
         optimizer: its groups then hold the new parameters in the old ones' places; state of the old ones is dropped.
             An optimizer of the old ones that is not passed warns at its next step.
-        exact: keeps the model's outputs in evaluation mode, where layernorm becomes rmsnorm in known pre-norm blocks.
+        exact: keeps the model's outputs in evaluation mode, where layernorm becomes rmsnorm in pre-norm blocks.
             All that writes the residual stream is centred: weights and biases of its writers, or the output of an
             embedding that shares its weight. β goes into the biases of the linear layers behind, or stays. Hidden
             states of the stream lose their mean, and `inputs_embeds` must have none. Training on is another matter:
             updates and dropout give the stream a mean again. Source: Jiang et al. 2023; docs/spec.md §4.16.
-        example: an input for runs of the model, as in `swap_residuals`: exact=True asks for it where blocks are not
-            declared, and looks whether outputs stay.
+        example: an input for runs of the model, as in `swap_residuals`: exact=True needs runs, and looks whether
+            outputs stay.
         options: the new norm's own (`eps`, …). ε is copied between norms that use it alike.
 
     Returns: the table of the changes; its `undo()` brings the old norms back.
@@ -88,8 +88,8 @@ def swap_norms(
     Errors: InputError for an unknown name; a model without known norms, or that is itself a norm; models whose
     parameters others keep (DistributedDataParallel, FSDP, DTensors, DeepSpeed, accelerate's offloading); hooks and
     attributes of parameters that new ones cannot have; an optimizer that does not own the parameters; with exact=True
-    another target, blocks or writers that are not declared or cannot be centred, a norm that writes the stream,
-    training mode, the meta device. Nothing has been changed then.
+    another target, a model without a run, or in which no LayerNorm reads nothing but what can be centred; training
+    mode and the meta device. Nothing has been changed then.
     """
     target = _target(to)
     if exact and (target.computes != "rmsnorm" or init != "match" or options):
@@ -141,7 +141,7 @@ def _swap(
         )
 
     plan = ExactSwap(model, {module: known for _, module, known in norms}, example) if exact else None
-    before = None if plan is None or plan.flow is None else plan.flow.outputs()
+    before = None if plan is None else plan.flow.outputs()
     made: dict[nn.Module, _NewNorm] = {}
     shared: dict[tuple[nn.Parameter, str, torch.Size], nn.Parameter] = {}
     places: list[tuple[str, nn.Module]] = []
@@ -192,7 +192,7 @@ def _swap(
         mark_norms(model, target.title, edits)
     if flow is not None:
         flow.check_calls({old: new.norm for old, new in made.items()}, target.title)
-    if before is not None and plan is not None and plan.flow is not None:
+    if before is not None and plan is not None:
         plan.flow.check(before, "swap_norms(..., exact=True)")
     edits.done()
     warn_of_adapters(model, title, ((name, made[old].norm) for name, old in places))

@@ -14,6 +14,8 @@ from torch.overrides import TorchFunctionMode
 
 from .recognise import alike, looks_like_a_norm, read_norm
 
+RESIDUAL: Any = torch.ops.normformer_rs.residual
+"""The package's operator, an addition where it has two arguments; its other outputs serve its backward pass."""
 ADDITIONS = frozenset({"add", "__add__", "__iadd__", "__radd__", "add_"})
 UNCHANGED = frozenset(
     (
@@ -148,7 +150,8 @@ class Record(TorchFunctionMode):
         given = [*tensors_in(args), *tensors_in(kwargs or {})]
         before = [key(t) for t in given]
         out = func(*args, **(kwargs or {}))
-        name = getattr(func, "__name__", "")
+        is_ours = func is RESIDUAL
+        name = str(func) if is_ours else getattr(func, "__name__", "")
         numbers = [a for a in args if isinstance(a, int | float) and not isinstance(a, bool)]
         if name == "transpose" and len(args) > 2 and any(d % args[0].dim() == args[0].dim() - 1 for d in args[1:3]):
             name = "transpose_last"
@@ -157,7 +160,7 @@ class Record(TorchFunctionMode):
         factor = numbers[0] if name in TIMES and len(given) == 1 and len(numbers) == 1 else None
         if factor is not None and "div" in name:
             factor = 1 / factor if factor else None
-        self.add(name, None, given, before, out, factor)
+        self.add(name, None, given, before, out[0] if is_ours else out, factor)
         if name == "multi_head_attention_forward":
             bound = inspect.signature(func).bind(*args, **(kwargs or {})).arguments
             self.outputs_of_attention[key(out[0])] = bound["out_proj_weight"]
@@ -200,6 +203,9 @@ class Record(TorchFunctionMode):
     def leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         if module in self.kinds:
             self.within -= 1
+            if self.kinds[module] == "attention":  # in the order of queries, keys and values
+                kwargs = inspect.signature(type(module).forward).bind(module, *args, **kwargs).arguments
+                args = ()
             given = [*tensors_in((args, kwargs))]
             if not self.within:
                 self.add(self.kinds[module], module, given, [key(t) for t in given], out)
@@ -270,9 +276,12 @@ def is_norm(module: nn.Module) -> bool:
     return _RECOGNISED[like]
 
 
-def record(model: nn.Module, blocks: Iterable[nn.Module], run: Callable[[], Any]) -> Record:
-    """A run of the blocks' model."""
+def record(
+    model: nn.Module, blocks: Iterable[nn.Module], run: Callable[[], Any], whole: Iterable[nn.Module] = ()
+) -> Record:
+    """A run of the blocks' model. The attentions in `whole` count as one operation each."""
     found = Record(model, blocks)
+    found.kinds |= dict.fromkeys(whole, "attention")
     with contextlib.ExitStack() as hooks:
         for module in {*found.kinds, *found.blocks}:
             hooks.callback(module.register_forward_pre_hook(found.enter, with_kwargs=True).remove)

@@ -15,8 +15,6 @@ from .blocks import (
     TORCHS,
     Group,
     declaration_of,
-    has_own_forward,
-    is_known_stack,
     parent_of,
     parts_of,
     path_of,
@@ -24,7 +22,6 @@ from .blocks import (
     structure_of,
 )
 from .handover import refuse_own_forward, refuse_passed_over
-from .recognise import read_norm
 from .spec import has
 
 
@@ -45,7 +42,7 @@ def refuse(group: Group, place: Place, to: Any) -> None:
     joins_layers = place.declared.combine or place.declared.streams or place.declared.mixing or takes
     is_torchs = isinstance(group.blocks[0], tuple(TORCHS))
     if joins_layers and (
-        has_own_forward(type(group.blocks[0])) or (is_torchs and type(group.holder) not in TORCH_STACKS)
+        declaration_of(type(group.blocks[0])) or (is_torchs and type(group.holder) not in TORCH_STACKS)
     ):
         raise InputError(
             f"{to} connects layers with each other, and the loop of {type(group.holder).__name__} does not: use "
@@ -146,36 +143,8 @@ def _reclassed(group: Group) -> Iterator[tuple[str, nn.Module]]:
         if isinstance(block, tuple(TORCHS)):
             yield from ((f"{name}.{n}", m) for n, m in block.named_children() if isinstance(m, nn.MultiheadAttention))
             continue
-        declared: Any = declaration_of(type(block)) if has_own_forward(type(block)) else None
+        declared = declaration_of(type(block))
         sites = declared.sites(block) if hasattr(declared, "sites") else {}
         yield from ((f"{name}.{path}", block.get_submodule(path)) for path in sites)
     if type(group.holder) in TORCH_STACKS:
         yield parent_of(group.path), group.holder
-
-
-def refuse_unknown_end(model: nn.Module, group: Group, to: Any) -> None:
-    """InputError for a norm around the blocks that may be their last: the scheme's own would come on top."""
-    is_alone = group.blocks[0] is model
-    if group.end is not None or is_alone or isinstance(group.blocks[0], tuple(TORCHS)):
-        return
-    if structure_of(group.blocks[0]).is_found:
-        return
-    path: str | None = group.path
-    while path is not None:
-        around = model.get_submodule(path)
-        kind = type(around).__name__
-        if is_known_stack(type(around)):
-            return
-        norm = next((name for name, child in around.named_children() if read_norm(child) is not None), None)
-        if norm is not None and path == group.path:
-            raise InputError(
-                f"{path or kind} lists a norm, {norm}, with its blocks, and {to} must know whether it follows them: "
-                "put it beside their list, and register the module around both with "
-                "normformer_rs.surgery.register_stack"
-            )
-        if norm is not None:
-            raise InputError(
-                f"{kind} has a norm, {norm}, beside its blocks, and {to} must know whether it follows them: call "
-                f'normformer_rs.surgery.register_stack({kind}, "{norm}"), or register_stack({kind}, None) if none does'
-            )
-        path = parent_of(path) if path else None

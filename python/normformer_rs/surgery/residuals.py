@@ -18,13 +18,8 @@ from .blocks import (
     TORCH_STACKS,
     TORCHS,
     Group,
-    check_block,
     declaration_of,
-    end_of,
-    has_own_forward,
     is_block,
-    is_converted,
-    known_names,
     parent_of,
     parts_of,
     place_of,
@@ -38,7 +33,7 @@ from .init import count_weights, initialise, sign_of_training, silence_biases, u
 from .marker import mark, warn_of_adapters
 from .optimizers import Exchange, Repoint
 from .proof import Look, Observed, OwnForm, in_words, observe, prove
-from .refusals import refuse, refuse_roles, refuse_unknown_end
+from .refusals import refuse, refuse_roles
 from .residual_stream import Identity, StreamNorm
 from .spec import at, has
 from .stack_residual import StackCalls, StackResidual, show
@@ -62,7 +57,7 @@ def swap_residuals(
     they are called. The model runs on `example`: once to find which additions carry its residual stream, which
     norms stand there, and which linear layers make a branch; then with the scheme that the blocks have, which must
     change neither outputs nor gradients in evaluation and training mode; then with the new one. torch.nn's layers
-    and blocks of `register_block` need no run. A block keeps its identity, its own forward, linear layers,
+    need no run. A block keeps its identity, its own forward, linear layers,
     dropouts, hooks and norms (identities stand in for norms that the scheme has not); new norms are of the kind
     that the block has. Sums of attention and feed-forward, as in GPT-J, are one branch. Factors of a branch, as
     Granite's number and LayerScale's vectors, are the blocks' own scheme, and go; `layerscale` with init=None takes
@@ -105,10 +100,10 @@ def swap_residuals(
     Errors: InputError for unknown names and options; a model none of whose lists holds residual blocks, with the
     addition or the module that could not be accounted for; a model that does not run on the example; models whose
     parameters others keep (DistributedDataParallel, FSDP, DTensors, DeepSpeed, accelerate's offloading); hooks on norms
-    that the scheme does not call, and a forward in a block's instance; a norm around registered blocks that
-    `register_stack` does not know; an optimizer that does not own the parameters; schemes that act inside attention or
-    feed-forward where the block does not show that point; schemes between layers in a model that reads its hidden
-    states between blocks. UserWarning where weights that look trained are drawn anew, and for blocks that stay.
+    that the scheme does not call, and a forward in a block's instance; an optimizer that does not own the parameters;
+    schemes that act inside attention or feed-forward where the block does not show that point; schemes between layers
+    in a model that reads its hidden states between blocks. UserWarning where weights that look trained are drawn anew,
+    and for blocks that stay.
     """
     to = next(field for field in TransformerConfig.FIELDS if field.name == "residual").check(to)
     model = unwrapped(model)
@@ -137,7 +132,6 @@ def _swap(
     for group, place in plans:
         refuse(group, place, to)
         refuse_roles(group, init)
-        refuse_unknown_end(model, group, to)
     learned = next((sign for group, _ in plans if (sign := sign_of_training(group, optimizer))), None)
     title, before = edits.title, dict(model.named_parameters())
     rows, there = [], {*model.modules(), *before.values()}
@@ -175,7 +169,9 @@ def _swap(
         mark(model, "residual", str(to), edits, how)
     edits.done()
     for path, why in stacks.unknown.items() if plans else ():
-        rows.append(Row(path or "(model)", type(next(model.get_submodule(path).children())).__name__, "stays", why))
+        stays = model.get_submodule(path)
+        kind = type(stays if is_block(type(stays)) else next(stays.children()))
+        rows.append(Row(path or "(model)", kind.__name__, "stays", why))
         warnings.warn(f"{title} leaves {path or 'a list'} as it is: {why}", stacklevel=LEVEL)
     held = ((n, block) for group, _ in plans for n, block in zip(group.names, group.blocks))
     made = ((f"{n}.residual", residual_of(block)) for n, block in held if residual_of(block) is not None)
@@ -189,41 +185,7 @@ def _swap(
     return Swaps(title, rows, edits)
 
 
-# Finding the blocks.
-
-
-def find_groups(model: nn.Module, by: str = "swap_residuals") -> list[Group]:
-    """All known blocks, grouped by list, class and width; InputError, in the name of `by`, if there are none."""
-    found: dict[Any, dict[str, nn.Module]] = {}
-    for name, module in model.named_modules():
-        if is_block(type(module)) or is_converted(module):
-            check_block(module)
-            # Blocks that follow each other have one width; heads and d_ff may differ within a stack.
-            kind = type(module), len(parts_of(module)), shape_of(module)["d_model"]
-            found.setdefault((parent_of(_without_wrappers(name)), *kind), {})[name] = module
-    if not found:
-        raise InputError(
-            f"{type(model).__name__} holds no block that {by} knows by its class ({known_names()}), and no input is "
-            "known to run it on: pass example=, or register the class with normformer_rs.surgery.register_block"
-        )
-    return [_group(model, path, blocks) for (path, *_), blocks in found.items()]
-
-
-def _group(model: nn.Module, path: str, blocks: Mapping[str, nn.Module]) -> Group:
-    own = [*blocks.values()]
-    # A block counts once for each of its entries; subclasses, which are not converted, count too, and heads do not.
-    wrapped = (
-        getattr(entry, "_checkpoint_wrapped_module", entry) for entry in model.get_submodule(path)._modules.values()
-    )
-    entries = [getattr(entry, "_orig_mod", entry) for entry in wrapped]
-    kind = type(own[0])
-    depth = sum(entry in own or (isinstance(entry, kind) and type(entry) is not kind) for entry in entries)
-    return Group(path, [*blocks], own, model.get_submodule(parent_of(path)), max(depth, len(own)), end_of(model, path))
-
-
-def _without_wrappers(path: str) -> str:
-    """The path without the wrappers of torch.compile and activation checkpointing."""
-    return path.replace("._orig_mod", "").replace("._checkpoint_wrapped_module", "")
+# The plans.
 
 
 def _plans(
@@ -351,7 +313,7 @@ def _try(model: nn.Module, look: Look, seen: Mapping[bool, Observed], to: Any) -
 
 
 def _is_foreign(group: Group) -> bool:
-    return not isinstance(group.blocks[0], tuple(TORCHS)) and not has_own_forward(type(group.blocks[0]))
+    return not isinstance(group.blocks[0], tuple(TORCHS)) and declaration_of(type(group.blocks[0])) is None
 
 
 # Converting.
@@ -403,7 +365,7 @@ def _convert_foreign(group: Group, place: Place, edits: Edits, keeps: bool) -> l
         structure = structure_of(block)
         residual = BlockResidual(block, place.at(i), structure, stack)
         stack.keeps(residual.kept_widths())
-        own = declaration_of(type(block)) if has_own_forward(type(block)) else None
+        own = declaration_of(type(block))
         if keeps:
             residual.take_scales()
         _convert_block(block, residual, own, edits)
@@ -421,7 +383,7 @@ def _convert_foreign(group: Group, place: Place, edits: Edits, keeps: bool) -> l
     else:
         residual_of(group.blocks[0]).add_module("stack", stack)
     if group.end is not None and not has_end:
-        edits.remember(group.end.owner.get_submodule(parent_of(group.end.name)))
+        edits.remember(group.end.owner)
         path = f"{group.end.path}.{group.end.name}".lstrip(".")
         notes.append(Row(path, type(group.end.norm).__name__, "Identity", "after the stack"))
         identity = nn.Identity()

@@ -1,12 +1,8 @@
 """A class of Transformer blocks as data: its sublayers, their norms, linear layers and dropouts."""
 
 import operator
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from torch import nn
-
-from ..errors import InputError
 from ..nn.init import Role
 
 
@@ -76,7 +72,6 @@ class Part(NamedTuple):
         dropout: the dropout on its output: an attribute of the block (a module or a rate), or a path with a dot: a
             module inside the sublayer, which moves out to the residual.
         drop_path: the path of stochastic depth on its output, which moves out to the residual.
-        run: ignored: the block's own forward runs it.
         before, after, branch: its norms by their place: N(x) that F reads, N(x + F), N(F).
         twins: norms that stand beside `before`, where parallel branches have their own.
         reads_past: F reads x beside its norm, too.
@@ -92,7 +87,6 @@ class Part(NamedTuple):
     norm: str | None
     linears: tuple[Linear, ...]
     dropout: str | None = None
-    run: tuple[str, ...] = ()
     before: str | None = None
     after: str | None = None
     branch: str | None = None
@@ -121,86 +115,10 @@ class Part(NamedTuple):
         places = (self.norm, self.before, self.after, self.branch, *self.twins)
         return [*dict.fromkeys(path for path in places if path is not None)]
 
-    def paths(self) -> Iterator[str]:
-        """The paths that the block must have for it."""
-        yield from () if self.norm is None else (self.norm,)
-        yield from (linear.path.removesuffix(".in_proj_weight") for linear in self.linears)
-        yield from (path for path in (self.dropout, *self.run) if path is not None)
-
-
-class Stack(NamedTuple):
-    """The residual stream around a stack's blocks; paths are those of the module that holds them.
-
-    Attributes:
-        norm: the norm after the last block.
-        writers: the modules and parameters that add up to the first block's input; `a|b`: b where a is None. None: not
-            declared.
-        after: children that read the norm, or come later.
-    """
-
-    norm: str
-    writers: tuple[str, ...] | None = None
-    after: tuple[str, ...] = ()
-
-
-class BlockSpec(NamedTuple):
-    """A class of blocks as data, for `register_block`: its sublayers in the order in which its forward adds them.
-
-    Attributes:
-        parts: the sublayers in order; cross-attention is left out of blocks that have none.
-        heads: the path of the number of attention heads.
-        clamps: ignored: the block's own forward does it.
-        norm_first: its norms stand before its sublayers, x + F(N(x)); or the path of the attribute that says so.
-            Needed by `fold_norms` and exact swaps, which take no other blocks.
-    """
-
-    parts: tuple[Part, ...]
-    heads: str
-    clamps: bool = False
-    norm_first: bool | str | None = None
-
-    def parts_of(self, block: Any) -> list[Part]:
-        """The sublayers that this block has."""
-        return [part for part in self.parts if part.kind != "cross-attention" or has(block, part.norm or "")]
-
-    def heads_of(self, block: Any) -> int:
-        return at(block, self.heads)
-
-    def check(self, block: nn.Module) -> None:
-        """InputError where the block is not as declared: another version of its library may have changed it."""
-        name, parts = type(block).__name__, self.parts_of(block)
-        paths = [*(path for part in parts for path in part.paths()), self.heads]
-        missing = [path for path in paths if not has(block, path)]
-        if missing:
-            raise InputError(
-                f"{name} has no {missing[0]}, which its declaration names: another version of its library may have "
-                "changed it; declare it with normformer_rs.surgery.register_block"
-            )
-        known = {path.partition(".")[0] for path in paths}
-        unknown = [child for child, module in block.named_children() if child not in known and _learns(module)]
-        if unknown:
-            raise InputError(
-                f"{name} holds {unknown[0]}, which its declaration does not name: declare it with "
-                "normformer_rs.surgery.register_block"
-            )
-
-
-def _learns(module: nn.Module) -> bool:
-    return next(module.parameters(), None) is not None
-
 
 def at(block: Any, path: str) -> Any:
     """The value at a path of attributes."""
     return operator.attrgetter(path)(block)
-
-
-def chosen(module: Any, paths: str) -> str | None:
-    """The first of the paths `a|b` that is there and not None; None: all of them are None. AttributeError where none is
-    there."""
-    there = [path for path in paths.split("|") if has(module, path)]
-    if not there:
-        at(module, paths.split("|")[0])
-    return next((path for path in there if at(module, path) is not None), None)
 
 
 def has(block: Any, path: str) -> bool:

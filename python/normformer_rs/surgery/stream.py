@@ -1,7 +1,7 @@
 """The residual stream of pre-norm models: the norms that read it, and the linear layers before and behind them."""
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -10,9 +10,8 @@ from torch import Tensor, nn
 from .. import nn as nfnn
 from ..errors import InputError
 from ..nn.init import Role
-from .blocks import Group, full_name, is_block, is_converted, is_prenorm, is_transposed, parent_of, parts_of, projection
+from .blocks import full_name, is_transposed, parent_of, projection
 from .handover import has_accelerates_hook, own_forward
-from .residuals import find_groups
 from .spec import Part
 
 _AFFINE = (
@@ -184,42 +183,17 @@ def join(*paths: str) -> str:
 
 @dataclasses.dataclass
 class Site:
-    """A norm that reads the stream: its declared names, those of the linear layers that read it, these layers, and why
-    nothing can be folded into them, if so."""
+    """A norm that the run calls: its names, the linear layers that read it, and why nothing can be folded into them, if
+    so."""
 
-    names: set[str] = dataclasses.field(default_factory=set)
-    layers: set[str] = dataclasses.field(default_factory=set)
+    names: set[str]
+    fault: str
     readers: list[Matrix] = dataclasses.field(default_factory=list)
-    fault: str = ""
-
-    def add(self, found: Iterable[Matrix]) -> None:
-        """Adds readers, each layer's share once."""
-        known = {(matrix.owner, matrix.share) for matrix in self.readers}
-        self.readers += [matrix for matrix in found if (matrix.owner, matrix.share) not in known]
 
     @property
     def said(self) -> str:
         """The last parts of the layers' names."""
         return ", ".join(dict.fromkeys(m.name.rpartition(".")[2] for m in self.readers))
-
-
-def prenorm_groups(model: nn.Module, by: str) -> list[Group]:
-    """All known blocks; InputError, in the name of `by`, where one is not known to be x + F(N(x))."""
-    groups = find_groups(model, by)
-    for group in groups:
-        for name, block in zip(group.names, group.blocks):
-            if not is_prenorm(block):
-                raise InputError(
-                    f"{name or 'the model'}, a {type(block).__name__}, is not declared to be pre-norm, x + F(N(x)), "
-                    f"and {by} takes no others: in post-norm blocks norms write the stream. Where yours is pre-norm, "
-                    "register it with normformer_rs.surgery.register_block(kind, BlockSpec(..., norm_first=True))"
-                )
-    return groups
-
-
-def is_declared(model: nn.Module) -> bool:
-    """It has blocks that are known by their class, or that a swap has made."""
-    return any(is_block(type(module)) or is_converted(module) for module in model.modules())
 
 
 def refuse_meta(model: nn.Module, by: str) -> None:
@@ -229,49 +203,3 @@ def refuse_meta(model: nn.Module, by: str) -> None:
         raise InputError(
             f"{by} changes weights' values, and {name} is on the meta device, where it has none: load the weights first"
         )
-
-
-def sites(groups: Sequence[Group], places: Places) -> dict[nn.Module, Site]:
-    """Each norm that reads the stream, with its readers."""
-    found: dict[nn.Module, Site] = {}
-    for group in groups:
-        for block in group.blocks:
-            for part in parts_of(block):
-                if part.norm is None:
-                    continue
-                site = found.setdefault(block.get_submodule(part.norm), Site())
-                for name in places.modules[block]:
-                    own = readers(block, name, part)
-                    site.names.add(join(name, part.norm))
-                    site.layers |= {matrix.name for matrix in own}
-                site.add(own)
-                if not own:
-                    site.fault = f"the declaration of {type(block).__name__} names no linear layer that reads it"
-    for group in groups:
-        if group.end is not None:
-            site = found.setdefault(group.end.norm, Site())
-            site.names |= {join(name, group.end.name) for name in places.modules[group.end.owner]}
-            site.fault = "no linear layer is known to be its only reader"
-    find_faults(found, places)
-    return found
-
-
-def find_faults(found: dict[nn.Module, Site], places: Places) -> None:
-    """Faults of norms and readers that are used elsewhere, too."""
-    read_by: dict[tuple[nn.Module, tuple[int, int]], set[nn.Module]] = {}
-    for norm, site in found.items():
-        for matrix in site.readers:
-            read_by.setdefault((matrix.owner, matrix.share), set()).add(norm)
-    for norm, site in found.items():
-        elsewhere = min({*places.modules[norm]} - site.names, default="")
-        faults = [site.fault, f"it is {elsewhere}, too" if elsewhere else ""]
-        tied = places.tied(site.readers)
-        faults += [f"{tied} shares a parameter with another layer"] if tied else []
-        for matrix in site.readers:
-            other = places.beyond(matrix, site.layers)
-            faults += [
-                matrix.fault(),
-                f"{matrix.name} shares a parameter with {other}" if other else "",
-                f"{matrix.name} reads another norm, too" if len(read_by[matrix.owner, matrix.share]) > 1 else "",
-            ]
-        site.fault = next(filter(None, faults), "")

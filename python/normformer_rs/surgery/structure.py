@@ -91,11 +91,16 @@ def norm_after(found: Record, block: nn.Module) -> nn.Module | None:
     return None
 
 
+def calls_of(block: nn.Module, found: Record) -> list[Call]:
+    """The calls of a block that has run. Errors: Unaccounted."""
+    if block not in found.calls:
+        raise NotResidual("the run did not call it with a tensor")
+    return found.calls[block]
+
+
 def structure(block: nn.Module, found: Record, roles: Roles) -> Structure:
     """The structure of a block that has run. Errors: Unaccounted."""
-    calls = found.calls.get(block, [])
-    if not calls:
-        raise NotResidual("the run did not call it with a tensor")
+    calls = calls_of(block, found)
     made = [_Reader(block, found, call, roles).structure() for call in calls]
     if any(one.parts != made[0].parts for one in made):
         raise Unaccounted(f"its {len(calls)} calls in one pass compute different things")
