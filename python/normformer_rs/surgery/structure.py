@@ -218,6 +218,8 @@ class _Reader:
         readers = [n for n in inside if any(k in self.level for k in n.inputs) and n.outputs[0] not in self.level]
         if len(self.call.shape) < 3 or all(node.what != "conv" for node in inside):
             return False
+        if any(node.what == "linear" for node in readers):
+            return False  # a linear layer reads the last dimension
         odd = next((node.what for node in readers if node.what not in _READS_ROWS and node.what != "conv"), None)
         if odd is not None:
             raise Unaccounted(
