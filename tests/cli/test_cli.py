@@ -88,6 +88,7 @@ def test_a_notebook_without_widgets_gets_lines(monkeypatch, widgets):
     assert type(progress.choose(True)) is (progress.Bar if widgets else progress.Lines)
 
 
+@pytest.mark.full
 def test_defaults_are_the_core_s(run):
     options = run()
     for which in ("model", "training", "data"):
@@ -193,7 +194,7 @@ def test_presets_are_the_papers():
 
 
 @pytest.mark.parametrize("name", PRESETS)
-@pytest.mark.one_in(test=4, all=3)
+@pytest.mark.one_in(test=11, all=4)
 def test_every_preset_takes_every_scheme(name, tmp_path, capsys):
     text = tmp_path / "text"
     text.write_text("a b c d e f g h\n" * 3)
@@ -217,6 +218,7 @@ def test_resuming_takes_the_run_s_own_options(run, tmp_path):
     assert (options["d_model"], options["updates"], options["mode"]) == (64, 200, "resume")
 
 
+@pytest.mark.full
 def test_the_checkpoint_to_go_on_from_is_chosen(run, capsys, tmp_path):
     (tmp_path / "config.json").write_text("{}")
     assert run("--resume", "--from-checkpoint", "20")["from_checkpoint"] == "20"
@@ -273,6 +275,7 @@ def test_what_train_writes_is_said_once(capsys, tmp_path):
     fails_with(capsys, ["train", "--output", str(tmp_path), "--resume", "--overwrite"], "exclude")
 
 
+@pytest.mark.full
 def test_a_run_reports_its_best_evaluation_and_draws(run, tmp_path, capsys):
     run()
     error = capsys.readouterr().err

@@ -82,7 +82,7 @@ def release(name: str, raw: Path) -> None:
 
 
 @pytest.mark.parametrize("name", RELEASES)
-@pytest.mark.one_in(test=2)
+@pytest.mark.one_in(test=7, all=3)
 def test_makes_what_entries_read(name, tmp_path):
     release(name, tmp_path / "raw")
     assert releases.missing(name, Raw(tmp_path / "raw")) == []
@@ -161,6 +161,7 @@ def test_many_languages_name_their_target(tmp_path):
     assert [line.split()[0] for line in source] == ["<2ar>"] * 3 + ["<2fr>"] * 3
 
 
+@pytest.mark.full
 def test_processes_keep_the_order():
     lines = [sentence("en", i) for i in range(4500)]
     assert list(moses.tokenized(lines, "en", 2)) == list(moses.tokenized(lines, "en", 1))

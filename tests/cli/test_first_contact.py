@@ -46,7 +46,7 @@ def python(code: str) -> str:
 
 
 @pytest.mark.parametrize("words", AT_ONCE)
-@pytest.mark.one_in(test=3, all=2)
+@pytest.mark.one_in(test=13, all=3)
 def test_help_and_mistakes_need_no_torch(words):
     code = (
         "import sys\nfrom normformer_rs.cli import main\ntry:\n    code = main(sys.argv[1:])\n"
@@ -58,7 +58,7 @@ def test_help_and_mistakes_need_no_torch(words):
 
 
 @pytest.mark.parametrize("words", ["--help", "train --help", "reproduce --help", "train --nrom rmsnorm"])
-@pytest.mark.one_in(test=2)
+@pytest.mark.one_in(test=4, all=3)
 def test_the_answer_takes_half_a_second_at_most(words):
     seconds = []
     for _ in range(3):
@@ -244,7 +244,7 @@ NAMES = list(mistakes(Path(tempfile.mkdtemp())))
 
 
 @pytest.mark.parametrize("what", NAMES)
-@pytest.mark.one_in(test=4, all=3)
+@pytest.mark.one_in(test=7, all=3)
 def test_a_mistake_is_answered_at_once(tmp_path, what):
     words, said = mistakes(tmp_path)[what]
     (tmp_path / "main.py").write_text(
@@ -357,7 +357,7 @@ assert "import" in inspect.getsource(torch)
     ],
     ids=["torch later", "looked for", "an attribute", "modules", "torch first", "from", "a module", "star"],
 )
-@pytest.mark.one_in(test=8, all=7)
+@pytest.mark.one_in(all=8)
 def test_the_core_comes_with_torch(code):
     python(code)
 
@@ -469,6 +469,7 @@ def test_tab_completes(words, tmp_path):
     assert set(done.stdout.split()) == PROPOSED[words]
 
 
+@pytest.mark.full
 def test_version_all_says_what_a_report_needs():
     done = subprocess.run([*COMMAND, "--version", "--all"], capture_output=True, text=True, check=True)
     lines = dict(line.split(": ", 1) for line in done.stdout.splitlines())
@@ -478,6 +479,7 @@ def test_version_all_says_what_a_report_needs():
     assert set(lines) >= {"processor", "devices", "system", "packages", "variables"}
 
 
+@pytest.mark.full
 def test_doctor_says_what_is_here_and_what_to_do(tmp_path):
     (tmp_path / "a.verdicts").write_text("H100, driver 13.0\tdyt.cu\t-DK_VEC=4\trows_forward\tright\n"
                                          "H100, driver 13.0\tdyt.cu\t-DK_VEC=4\trows_backward\twrong\n")  # fmt: skip

@@ -144,6 +144,7 @@ def random_line(draw):
 
 
 @pytest.mark.parametrize("tokenize", ["none", "13a", "zh", "char"])
+@pytest.mark.one_in(test=2)
 def test_words_of_evaluations_are_sacrebleus(tokenize):
     """On random lines in many scripts, and on single characters: the same counts, so the same words."""
     draw = random.Random(tokenize)

@@ -177,7 +177,7 @@ def test_corners_of_columns(on_device, norm):
 
 
 @pytest.mark.parametrize("case", [column_cases.late_rows, column_cases.tiny_spread], ids=lambda c: c.__name__)
-@pytest.mark.one_in(test=2)
+@pytest.mark.one_in(all=2)
 def test_odd_rows_of_columns(on_device, case):
     on_device(case)
 
@@ -187,7 +187,7 @@ def test_a_gradient_of_columns_is_refused(on_device):
 
 
 @pytest.mark.parametrize("norm", checks.COLUMN_NORMS)
-@pytest.mark.one_in(test=3, all=2)
+@pytest.mark.one_in(all=3)
 def test_columns_are_repeatable(on_device, norm):
     on_device(column_cases.columns_are_repeatable, norm, 40)
 
@@ -343,6 +343,7 @@ def test_a_first_call_without_rows_proves_nothing(tmp_path):
     assert verdicts and {line.split("\t")[4] for line in verdicts} == {"right"} and not warned
 
 
+@pytest.mark.full
 def test_a_kernel_that_was_wrong_stays_off(tmp_path):
     env = device.environment(tmp_path, NORMFORMER_RS_CUDA="auto", MOCK_LOG=str(tmp_path / "log"))
     device.run(launcher_cases.proven_launches, env=env)
@@ -356,7 +357,7 @@ def test_a_kernel_that_was_wrong_stays_off(tmp_path):
 
 
 @pytest.mark.parametrize("distrusted", ["file for all", "linked file", "folder for all", "linked folder"])
-@pytest.mark.one_in(test=4, all=3)
+@pytest.mark.one_in(all=4)
 def test_what_others_may_have_written_is_not_trusted(tmp_path, distrusted):
     folder = tmp_path / "kernels"
     env = device.environment(folder, NORMFORMER_RS_CUDA="auto", MOCK_LOG=str(tmp_path / "log"))
@@ -406,7 +407,7 @@ BEGIN = ("capture_begin", ("pool", (0, 1)), ("capture_error_mode", "thread_local
 
 
 @pytest.mark.parametrize("fails", ["_cuda_emptyCache", "capture_begin", "capture_end"])
-@pytest.mark.one_in(test=3, all=3)
+@pytest.mark.one_in(all=3)
 def test_a_step_that_cannot_be_recorded_is_done(emulated, tmp_path, fails):
     """And the memory of its graph is free by then."""
     asked, warnings, freed = emulated(launcher_cases.training_by_graphs, tmp_path, fails=fails)
@@ -437,6 +438,7 @@ def test_kernels_are_compiled_once(tmp_path):
     assert compilations(cache, counter) == 0
 
 
+@pytest.mark.full
 def test_a_broken_cache_costs_time_only(tmp_path):
     cache, counter = tmp_path / "cache", tmp_path / "count"
     compilations(cache, counter)

@@ -79,11 +79,12 @@ PROVEN = [
 
 
 @pytest.mark.parametrize("case", PROVEN)
-@pytest.mark.one_in(test=3, all=2)
+@pytest.mark.one_in(all=5)
 def test_right_kernels_pass_their_proofs(hunt, case):
     assert hunt.is_proven(next(i for i, detector in enumerate(DETECTORS) if str(detector) == case))
 
 
+@pytest.mark.full
 def test_proofs_refuse_wrong_kernels(hunt):
     """Of mutants by a fixed seed that a detector finds: with proofs the formula runs in their place."""
     draw = random.Random(SEED)
@@ -96,6 +97,7 @@ def test_proofs_refuse_wrong_kernels(hunt):
     assert len(caught) > 5 and sum(caught) > 0.7 * len(caught)
 
 
+@pytest.mark.full
 def test_proofs_make_statistics_of_their_own_rows(hunt):
     """Those of a call whose columns lie around 1000 would hide what is wrong with the slopes of other rows."""
     index = next(i for i, detector in enumerate(DETECTORS) if detector.arguments[-1:] == (1000.0,))
@@ -118,7 +120,7 @@ def test_proofs_make_statistics_of_their_own_rows(hunt):
         ("adams_formula('bf16', 1020)", "philox.cuh", "const u32 word = half < 4", "never"),
     ],
 )
-@pytest.mark.one_in(test=5, all=4)
+@pytest.mark.one_in(all=5)
 def test_proofs_meet_corner_cases(hunt, finder, file, code, rule):
     index = next(i for i, detector in enumerate(DETECTORS) if str(detector) == finder)
     mutant = next(m for m in SOUGHT if m.file == file and code in m.code and m.rule == rule)

@@ -37,6 +37,7 @@ def lines_of(letters: list[str], longest: int) -> list[str]:
 
 
 @pytest.mark.parametrize("operations", [1, 7, 60])
+@pytest.mark.one_in(test=2)
 def test_merges_are_those_of_tokenizers(operations):
     """Few letters and long words: overlapping pairs, ties, and symbols that several merges spell."""
     random.seed(11)

@@ -76,7 +76,7 @@ def test_norms_decompose(strict):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("name", NORMS)
-@pytest.mark.one_in(test=5, all=3)
+@pytest.mark.one_in(test=10, all=4)
 def test_an_exported_norm_keeps_the_dtype(name, dtype):
     x = (1e3 * torch.randn(3, 5, D)).to(dtype)
     norm = stirred(NORMS[name](), x)
@@ -86,6 +86,7 @@ def test_an_exported_norm_keeps_the_dtype(name, dtype):
 
 
 @pytest.mark.parametrize("name", RUNNING)
+@pytest.mark.one_in(test=4, all=2)
 def test_statistics_move_in_an_exported_training_step(name):
     x = torch.randn(3, 5, D)
     norm = NORMS[name]().train()
@@ -96,6 +97,7 @@ def test_statistics_move_in_an_exported_training_step(name):
         torch.testing.assert_close(dict(program.named_buffers())[key], buffer)
 
 
+@pytest.mark.full
 def test_lengths_of_one_decompose():
     x = torch.randn(2, 5, D, dtype=torch.float64)
     layer = nfnn.TransformerEncoderLayer(D, 2, 16, 0.0, batch_first=True, qk_l2norm=72).double()
@@ -135,7 +137,7 @@ def own_layer(scheme, norm="powernorm"):
     ],
     ids=["norms", "every norm in a layer", "layers", "more layers", "growing layers"],
 )
-@pytest.mark.one_in(test=5, all=4)
+@pytest.mark.one_in(all=5)
 def test_onnx(make):
     pytest.importorskip("onnxscript")
     runtime = pytest.importorskip("onnxruntime")

@@ -61,6 +61,7 @@ def loaded(folder, **options):
 
 
 @pytest.mark.parametrize("name,options", MODELS, ids=str)
+@pytest.mark.one_in(test=3)
 def test_the_class_there_computes_the_same(name, options, tmp_path):
     model, tokens = built(**options), torch.randint(4, 37, (3, 20))
     assert nfrs.to_huggingface(model, tmp_path / "model") == name
@@ -94,7 +95,7 @@ def greedy(logits_of, start, length, forbidden):
 
 
 @pytest.mark.parametrize("name,options", MODELS, ids=str)
-@pytest.mark.one_in(test=4, all=3)
+@pytest.mark.one_in(test=5, all=3)
 def test_greedy_tokens_are_the_same(name, options, tmp_path):
     model = built(**options).double()
     nfrs.to_huggingface(model, tmp_path / "model")
@@ -144,6 +145,7 @@ def test_an_option_of_tomorrow_is_refused(monkeypatch, tmp_path):
         nfrs.to_huggingface(model, tmp_path / "model")
 
 
+@pytest.mark.full
 def test_a_run_is_exported(tmp_path, capsys):
     text = "\n".join(["the cat sat on the mat", "a dog ran"] * 30) + "\n"
     (tmp_path / "train.txt").write_text(text)

@@ -94,6 +94,7 @@ def exported(request, tmp_path_factory):
     return folder / "run", folder / "out"
 
 
+@pytest.mark.one_in(test=2)
 def test_texts_have_the_ids_of_the_package(exported):
     run, out = exported
     tokenizer = transformers.AutoTokenizer.from_pretrained(out)

@@ -133,7 +133,7 @@ def test_statistics_come_from_real_tokens_and_stay(norm, data, tmp_path):
 
 
 @pytest.mark.parametrize("norm", STATISTICS)
-@pytest.mark.one_in(test=2)
+@pytest.mark.one_in(test=4, all=2)
 def test_steps_of_decoding_use_running_statistics(norm, data):
     _, model = built(data, f"--norm {norm.partition(',')[0]} --residual prenorm {STATISTICS[norm]} --dropout 0")
     source, target = batch()
@@ -281,6 +281,7 @@ def test_a_languages_tag_stays_where_bos_begins(data):
     assert model(source, None, target)[0].isfinite().all()
 
 
+@pytest.mark.full
 def test_words_outside_the_target_vocabulary_may_be_forced(data, tmp_path):
     flags = f"--arch nfrs_transformer {SIZES} --criterion {SMOOTHED} --vocab-mask"
     train(data, tmp_path, 2, flags)
@@ -292,7 +293,7 @@ def test_words_outside_the_target_vocabulary_may_be_forced(data, tmp_path):
 
 
 @pytest.mark.parametrize("flags", ["--norm layernorm", "--residual branchnorm", "--norm powernorm --vocab-mask"])
-@pytest.mark.one_in(test=3, all=2)
+@pytest.mark.one_in(all=3)
 def test_averages_over_time(flags, data, tmp_path):
     given = f"--arch nfrs_transformer {SIZES} --criterion {SMOOTHED} {flags} --store-ema --ema-decay 0.5"
     for updates in (2, 3):

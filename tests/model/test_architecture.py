@@ -42,7 +42,7 @@ def check(masks=None, **options):
 
 @pytest.mark.parametrize("residual", RESIDUALS)
 @pytest.mark.parametrize("options", [LLAMA, GPT2], ids=["llama", "gpt2"])
-@pytest.mark.one_in(test=2)
+@pytest.mark.one_in(test=3)
 def test_every_scheme(options, residual):
     check(residual=residual, **options)
 

@@ -323,7 +323,7 @@ OVER_WIDTH = {
 
 @pytest.mark.parametrize("name", ["standard", "mup", "completep"])
 @pytest.mark.parametrize("case", OVER_WIDTH)
-@pytest.mark.one_in(test=3, all=2)
+@pytest.mark.one_in(test=4, all=2)
 def test_what_reads_the_width_starts_as_hidden_matrices_do(case, name):
     """In the loop, in `nn`, and after a reset; a matrix that does not read the width keeps its std."""
     options, names, std = OVER_WIDTH[case]

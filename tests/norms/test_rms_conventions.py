@@ -172,6 +172,7 @@ def test_kernels_where_there_are_some():
         assert calls(norm, narrow) == [int(has_kernel and name != "rmsnorm:deepseek-v4"), 0], name
 
 
+@pytest.mark.full
 def test_several_dimensions_copies_and_compilation():
     x = torch.randn(3, 4, 5, dtype=torch.float64)
     for options in (*OPTIONS, *FAMILIES):

@@ -29,7 +29,7 @@ def test_schemas_are_a_contract():
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-@pytest.mark.one_in(test=2)
+@pytest.mark.one_in(all=2)
 def test_no_shape_of_rows_compiles_anew(backend):
     torch._dynamo.reset()
     weight, counts = leaf(16), torch._dynamo.utils.counters
@@ -51,6 +51,7 @@ def test_no_shape_of_rows_compiles_anew(backend):
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # compiled autograd reads it
+@pytest.mark.full
 def test_compiled_autograd():
     x, weight = leaf(4, 6), leaf(6)
 
@@ -76,6 +77,7 @@ def test_compiled_autograd():
     ],
     ids=[*OF_X, "step", "batch_norm", "cross_entropy"],
 )
+@pytest.mark.one_in(test=2)
 def test_forward_mode(f):
     x, tangent = (torch.randn(3, 8, dtype=torch.float64) for _ in range(2))
     with forward_ad.dual_level():
@@ -85,6 +87,7 @@ def test_forward_mode(f):
 
 
 @pytest.mark.parametrize("op", OF_X)
+@pytest.mark.one_in(test=3)
 def test_gradients_of_either_order(op):
     x = leaf(2, 8, dtype=torch.float64)
     assert torch.autograd.gradcheck(OF_X[op], x) and torch.autograd.gradgradcheck(OF_X[op], x)

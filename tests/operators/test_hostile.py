@@ -283,6 +283,7 @@ void operator delete(void* p, std::size_t) noexcept { std::free(p); }
 """
 
 
+@pytest.mark.full
 def test_whatever_cpp_throws_is_an_error(tmp_path):
     """An int, where Rust calls attention through the dispatcher with ten arguments of 16 bytes."""
     library = tmp_path / "throws.so"

@@ -35,7 +35,7 @@ pytestmark = pytest.mark.device
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("norm", NORMS)
-@pytest.mark.one_in(test=4, all=3)
+@pytest.mark.one_in(test=7, all=3)
 def test_error_is_at_most_twice_pytorchs(norm, dtype, width, layout):
     x = LAYOUTS[layout](torch.randn(3, 5, width, dtype=torch.float64).to(dtype))
     weight, bias, *learned = given = parameters(norm, width, dtype)
@@ -79,6 +79,7 @@ def test_error_is_at_most_twice_pytorchs(norm, dtype, width, layout):
 
 
 @pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.one_in(test=2)
 def test_gradients_of_both_orders(norm):
     x = torch.randn(3, 6, dtype=torch.float64)
     x[1] = 1e-7 * x[1]  # inside scale_norm's clamp
@@ -166,6 +167,7 @@ def test_the_residual_step(norm, p, gains):
 
 
 @pytest.mark.parametrize("norm", [None, *NORMS])
+@pytest.mark.one_in(test=3)
 def test_the_residual_steps_second_derivative(norm):
     tensors, seed = residual_arguments(norm, 5, 0.3, True)
 

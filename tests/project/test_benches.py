@@ -22,6 +22,7 @@ THP = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
 @pytest.mark.data
+@pytest.mark.full
 def test_a_window_of_the_training_benchmark(corpora):
     """Our side of benches/training.py, by its protocol."""
     command = [sys.executable, BENCHES / "our_worker.py", corpora / "multi30k-bpe-en-de", "--max-tokens", "512"]
@@ -105,6 +106,7 @@ def test_every_benchmark_imports_what_there_is():
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.full
 def test_kept_memory_costs_no_fresh_pages():
     """Pages that five tensors of 64 MiB take, one after another: as the allocator comes, and told to keep them. The
     least of three times: the system may take a tensor's pages back meanwhile."""

@@ -52,7 +52,7 @@ def of_pages(*kinds: str) -> list:
 
 @pytest.mark.filterwarnings("ignore:The given buffer is not writable:UserWarning")  # of torch.export.load
 @pytest.mark.parametrize("page, code, output", of_pages("python"))
-@pytest.mark.one_in(test=41)
+@pytest.mark.full
 def test_python_of_the_pages(page, code, output, monkeypatch):
     """It runs, and prints what stands below it."""
     if "import wandb" in code:  # which no test installs
@@ -125,7 +125,7 @@ def test_every_entry_of_the_tables_is_documented():
 
 
 @pytest.mark.parametrize("name", ["", *MODULES])
-@pytest.mark.one_in(test=4)
+@pytest.mark.one_in(test=5)
 def test_docstrings(name):
     module = importlib.import_module(f"normformer_rs.{name}".rstrip("."))
     assert doctest.testmod(module).failed == 0
@@ -174,6 +174,7 @@ PUBLIC = ("normformer_rs", "normformer_rs.nn", "normformer_rs.surgery", "normfor
 
 
 @pytest.mark.parametrize("module", PUBLIC)
+@pytest.mark.one_in(test=2)
 def test_every_public_name_is_explained_and_exercised(module):
     """It has a docstring, and a test names it, or its docstring has an example, or it is the type of a result."""
     home = importlib.import_module(module)

@@ -369,6 +369,7 @@ def test_files_do_not_import_each_other_in_large_circles(crate):
     assert [circle for circle in circles(crate.imports) if len(circle) > LONGEST] == []
 
 
+@pytest.mark.full
 def test_modules_do_not_import_each_other_in_circles(package):
     assert circles(package.imports) == []
 

@@ -31,6 +31,8 @@ from docs.generate import (  # noqa: E402
 )
 from docs.generate.tables import results  # noqa: E402
 
+pytestmark = pytest.mark.full  # to write all pages takes half a minute
+
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
@@ -39,7 +41,6 @@ def made(tmp_path_factory):
 
 
 @pytest.mark.parametrize("kind", ["norms", "residuals"])
-@pytest.mark.full
 def test_every_name_has_its_page(made, kind):
     for entry in nfrs.tables()[kind]:
         page = made[f"{kind}/{entry['name']}.md"]

@@ -32,7 +32,7 @@ Saved.__module__ = "peft.utils.other"
 
 
 @pytest.mark.parametrize("scheme", ["branchnorm", "prores", "subln", "normformer", "rezero", "b2t"])
-@pytest.mark.one_in(test=2)
+@pytest.mark.one_in(test=3)
 def test_a_copy_of_a_blocks_residual_takes_its_place(scheme):
     """Its parameters are trained and used, its t grows, and no block is copied with it."""
     torch.manual_seed(0)

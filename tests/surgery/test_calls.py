@@ -19,7 +19,7 @@ def blocks_of(model):
 
 
 @pytest.mark.parametrize("name", HUGGING_FACE)
-@pytest.mark.one_in(test=2)
+@pytest.mark.one_in(test=5, all=2)
 def test_threads_do_not_mix(name):
     """Two threads whose calls of the same block alternate: one is halted inside, until the other is through."""
     model = build(name).eval()
@@ -159,7 +159,7 @@ def test_recomputation_adds_the_same_input(use_reentrant):
 
 @pytest.mark.parametrize("scheme", ["b2t", "dlcl", "denseformer"])
 @pytest.mark.parametrize("name", ["bert", "gpt2"])
-@pytest.mark.one_in(test=6, all=5)
+@pytest.mark.one_in(all=6)
 def test_compiled_blocks_add_their_input(name, scheme):
     model = build(name).eval()
     swap_residuals(model, scheme)

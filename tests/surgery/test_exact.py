@@ -62,7 +62,7 @@ def blocks_of(model):
 
 
 @pytest.mark.parametrize("case", MODELS)
-@pytest.mark.one_in(test=2)
+@pytest.mark.one_in(test=5, all=2)
 def test_outputs_are_equal_and_undo_is_bit_for_bit(case):
     model, name = made(case)
     expected = run(model, name)
@@ -88,7 +88,7 @@ def test_outputs_are_equal_and_undo_is_bit_for_bit(case):
 
 
 @pytest.mark.parametrize("name", ["GPT2", "RobertaPreLayerNorm", "ViT"])
-@pytest.mark.one_in(test=3)
+@pytest.mark.one_in(all=3)
 def test_the_error_in_bf16_is_at_most_twice_the_originals(name):
     """Root mean squares over models, against the same weights in f64."""
     errors = torch.zeros(2, dtype=torch.float64)
@@ -152,6 +152,7 @@ def test_copies_pickles_and_generation():
 
 
 @pytest.mark.parametrize("name", ["GPT2", "RobertaPreLayerNorm", "ViT"])
+@pytest.mark.one_in(test=2)
 def test_the_file_loads_into_the_stock_class_and_into_a_swapped_one(name, tmp_path):
     model = build(name)
     expected = run(model, name)

@@ -44,7 +44,7 @@ def test_swapped_models_come_back(name, tmp_path):
 
 
 @pytest.mark.parametrize("change", ["options", "depth", "own", "fold", "exact", "filter"])
-@pytest.mark.one_in(test=2)
+@pytest.mark.one_in(test=3)
 def test_how_it_was_swapped(change, tmp_path):
     model = build("GPT2")
     if change == "options":

@@ -43,7 +43,7 @@ def test_undo_leaves_what_others_have_changed():
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.one_in(test=2)
+@pytest.mark.one_in(test=3)
 def test_what_comes_back_follows_the_model(name):
     model = build(name)
     plain = copy.deepcopy(model).double().eval()

@@ -72,7 +72,7 @@ def turn(name):
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.one_in(test=98, all=20)
+@pytest.mark.one_in(test=98, all=145)
 def test_a_few_schemes(name):
     """Two of either sort, in turn."""
     check(name, [some[(turn(name) + i) % len(some)] for some in (SCHEMES, WIDE) for i in range(2)])
@@ -111,7 +111,7 @@ TAKEN = [name for name in MODELS if name not in REFUSED]
 
 
 @pytest.mark.parametrize("name", TAKEN)
-@pytest.mark.one_in(test=135, all=30)
+@pytest.mark.one_in(test=135, all=134)
 def test_swapped_models_train_copy_and_load(name):
     """One scheme for each model, in turn: the loss falls; a deep copy, and a model that loads its state, are equal."""
     schemes = SCHEMES if name in REFUSED_WIDE else (*SCHEMES, *WIDE)

@@ -131,6 +131,7 @@ def test_the_ranks_batches_are_one_batch(found, name, masked, way):
             torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance, check_dtype=False)
 
 
+@pytest.mark.full
 def test_without_sync_each_rank_has_its_own(found):
     for rank, each in enumerate(found):
         for got, want in zip(each["alone"], steps(made("batchnorm"), False, lambda t, rank=rank: t[rank])):
