@@ -128,7 +128,7 @@ def test_proofs_meet_corner_cases(hunt, finder, file, code, rule):
 
 
 @pytest.mark.parametrize("mutant", SOUGHT, ids=str)
-@pytest.mark.one_in(all=100)
+@pytest.mark.long
 def test_a_mutant_is_found(hunt, mutant):
     if mutant.rule in mutants.TYPED and not hunt.detectors(mutant):
         return  # the types do not fit, so there is no mutant
@@ -137,6 +137,6 @@ def test_a_mutant_is_found(hunt, mutant):
 
 
 @pytest.mark.parametrize("index", range(0, len(DETECTORS), 3), ids=lambda index: str(DETECTORS[index]))
-@pytest.mark.one_in(all=5)
+@pytest.mark.long
 def test_the_address_sanitizer_finds_nothing(hunt, index):
     assert not hunt.is_unsafe(index, None)

@@ -159,7 +159,7 @@ def test_the_notebook_is_its_script_with_outputs(path):
 
 
 @pytest.mark.parametrize("path", SCRIPTS)
-@pytest.mark.one_in(all=3)
+@pytest.mark.long
 def test_the_notebook(path):
     """Executed anew it gives what is kept, but for what floats decide."""
     nbformat, _ = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
