@@ -1,4 +1,4 @@
-"""Tables as notebooks show them."""
+"""HTML tables for notebooks."""
 
 import html
 from collections.abc import Iterable, Sequence
@@ -20,7 +20,8 @@ def _row(cells: Sequence[object], tag: str) -> str:
 
 
 class Table(list[dict[str, Any]]):
-    """A list of objects with the same keys, which a notebook shows as a table of those that are text."""
+    """A list of dicts with the same keys. A notebook shows its text columns (only name, equation and source, if it
+    has any)."""
 
     def _repr_html_(self) -> str:
         shown = [key for key in self[0] if isinstance(self[0][key], str)] if self else []
