@@ -132,8 +132,8 @@ def _layer(path: str) -> re.Match[str] | None:
 
 class Statistics(NamedTuple):
     """A batch's statistics over its real positions, in a norm with running statistics (batchnorm, powernorm-v,
-    powernorm); NaN for those that the norm does not have. x̂ is normalised by the batch's own statistics, σ_B =
-    √(σ²_B + ε)."""
+    powernorm); NaN for those that the norm does not have. x̂ is normalised by the batch's own statistics,
+    σ_B = √(σ²_B + ε)."""
 
     mean: float
     """‖μ_B − μ‖₂/d, where μ is the running mean before the batch (Shen et al. 2020, Fig 2)."""

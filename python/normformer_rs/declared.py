@@ -221,8 +221,8 @@ class Dynamic(NamedTuple):
 
 
 class Each(NamedTuple):
-    """Gates of n streams: learned numbers, plus functions of each stream alone (docs/spec.md §2.31). bias (n·(n +
-    2),) holds, row after row, p_i, R_i1 to R_in, g_i."""
+    """Gates of n streams: learned numbers, plus functions of each stream alone (docs/spec.md §2.31). bias
+    (n·(n + 2),) holds, row after row, p_i, R_i1 to R_in, g_i."""
 
     bias: Learned
     dynamic: Dynamic | None = None
@@ -243,8 +243,8 @@ Gates = Joint | Each | Channel | float
 
 
 class HyperConnection(NamedTuple):
-    """A hyper-connection: x is read from n streams, and F(x) is written to them: H⁺_j = g_j drop(F(Σ_i p_i⊙H_i)) +
-    Σ_i R_ij H_i. `gates` is a number at a stack's end, which is every p_i."""
+    """Reads x from n streams and writes F(x) to them: H⁺_j = g_j drop(F(Σ_i p_i⊙H_i)) + Σ_i R_ij H_i. At a stack's
+    end `gates` may be a number, which is every p_i."""
 
     streams: int
     gates: Gates

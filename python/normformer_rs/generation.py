@@ -71,7 +71,7 @@ def generate(
         on_text: called with new text while it comes, as (prompt, sample, text); text is None when that text is over. A
             word may come in several parts.
         checkpoint: best, last, average, or an update's number.
-    max_tokens: the size of the windows in a batch: more memory gives more speed.
+        max_tokens: the size of the windows in a batch: more memory gives more speed.
         precision: f32 or bf16.
         device: cpu, cuda, cuda:N, or auto, which is cuda if there is one.
 

@@ -67,8 +67,8 @@ class History:
     layers: dict[str, NDArray[np.float64]] = dataclasses.field(default_factory=dict)
     """The values of `log_layers`: gradient/LAYER, the norm of each layer's gradient before clipping, and gain/NAME,
     the mean of each gain before the update. Those of `log_statistics`, for the update's first batch before the
-    update: size/STACK.LAYER, the mean |x| of the residual stream (0: the stack's input); change/decoder, ‖F(x; θ) −
-    F(x; θ₀)‖₂ of the decoder's output, the mean over tokens; batch_distance/STACK.NORM.PART and
+    update: size/STACK.LAYER, the mean |x| of the residual stream (0: the stack's input); change/decoder, the mean
+    over tokens of ‖F(x; θ) − F(x; θ₀)‖₂ for the decoder's output; batch_distance/STACK.NORM.PART and
     batch_gradient/STACK.NORM.PART, as in `analysis.Statistics`, PART being mean, variance or power. NaN marks an
     update without them."""
     parameters: int = 0
