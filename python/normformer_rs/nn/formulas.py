@@ -140,9 +140,9 @@ def free_hyper_connection(
     weight: Tensor | None = None,
     scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns (x, M, g) for n streams H (…, n, d): x = Σ_i p_i H_i, M_j = Σ_i R_ij H_i and g (…, n, 1). Row i of (p, R,
-    g) is that of `bias` (n·(n + 2),), plus (s₀, …, s₀, s₁)⊙tanh(W·LayerNorm(H_i)) if there are γ and β (d,), W (n + 2,
-    d) and s (2,).
+    """Returns (x, M, g) for n streams H (…, n, d): x = Σ_i p_i H_i, M_j = Σ_i R_ij H_i and g (…, n, 1). Row i of
+    (p, R, g) is that of `bias` (n·(n + 2),), plus (s₀, …, s₀, s₁)⊙tanh(W·LayerNorm(H_i)) if there are γ and β (d,), W
+    (n + 2, d) and s (2,).
 
     Source: Zhu et al. 2024, Algorithm 2.
     """
@@ -161,8 +161,8 @@ def free_hyper_connection(
 def channel_connection(
     streams: Tensor, gain: Tensor, down: Tensor, up: Tensor, write: Tensor, magnitude: float = 2.0
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns (x, H, g) for n streams H (…, n, d): x is `channel_read`'s, and g (…, n, 1) = c·σ(W vec(Ĥ)/n), W (n,
-    n·d).
+    """Returns (x, H, g) for n streams H (…, n, d): x is `channel_read`'s, and g (…, n, 1) = c·σ(W vec(Ĥ)/n), W
+    (n, n·d).
 
     Source: transformers, `Qwen4ExpTextGatedResidual`.
     """
