@@ -8,7 +8,7 @@ _CELL = 'style="text-align: left; vertical-align: top"'
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[object]], caption: str = "") -> str:
-    """An HTML table; every cell is text."""
+    """Returns an HTML table; every cell is text."""
     lines = [f"<caption style='text-align: left'><b>{html.escape(caption)}</b></caption>" if caption else ""]
     lines.append(_row(head, "th"))
     lines += [_row(row, "td") for row in rows]

@@ -32,7 +32,7 @@ def require(name: str, purpose: str, hint: str = "") -> ModuleType:
 
 
 def command(package: str) -> str:
-    """The command that installs the package; it works from any folder."""
+    """Returns the command that installs the package; it works from any folder."""
     return f'pip install "{REQUIREMENTS[package]}"'
 
 

@@ -80,7 +80,7 @@ def tables() -> dict[str, list[dict[str, Any]]]: ...
 
 
 def tables() -> str:
-    """The text of _tables.json, an option or a name on each line."""
+    """Returns the text of _tables.json, with one line per option or name."""
     # The package's own loader is not used, because it refuses an extension module that differs from _tables.json.
     importlib.import_module("torch")
     core: Any = importlib.import_module(_loading.CORE)
@@ -100,7 +100,7 @@ def _json(value: Any, indent: str = "") -> str:
 
 
 def stub() -> str:
-    """The text of config.pyi."""
+    """Returns the text of config.pyi."""
     kinds = _configs()
     return _HEAD + "".join(_choices(kinds)) + "\n" + "".join(_class(kind, kinds) for kind in kinds) + _TAIL
 
@@ -134,7 +134,7 @@ def doc(entry: collections.abc.Mapping[str, Any]) -> str: ...
 
 
 def norms() -> str:
-    """The text of nn/composed.pyi."""
+    """Returns the text of nn/composed.pyi."""
     from .nn import composed
 
     entries = composed.ENTRIES
@@ -158,7 +158,7 @@ def norms() -> str:
 
 
 def names() -> str:
-    """The text of docs/names.md."""
+    """Returns the text of docs/names.md."""
     from . import _tables, config, presets
 
     tables = config.tables()
@@ -268,7 +268,7 @@ def _annotation(field: "Field", kinds: "list[type[Config]]") -> str:
 
 
 def json_string(text: str) -> str:
-    """The text in double quotes."""
+    """Returns the text in double quotes."""
     return '"' + text + '"'
 
 

@@ -226,7 +226,7 @@ class Config:
         return {field.name: getattr(self, field.name) for field in self.FIELDS}
 
     def replace(self: _C, **options: Any) -> _C:
-        """A copy with some options changed."""
+        """Returns a copy with some options changed."""
         return type(self)(**{**self.asdict(), **options})
 
     def to_json(self, kinds: tuple[str, ...] | None = None) -> str:
@@ -328,7 +328,7 @@ def tables() -> dict[str, list[dict[str, Any]]]:
     source}.
 
     A norm's entry also has everything that its module is made of: its class in `normformer_rs.nn`, parameters, options
-    and operator. `others` are further parts of models. operator. `others` are further parts of models.
+    and operator. `others` are further parts of models.
     """
     from . import _html  # its imports take 2 ms
 

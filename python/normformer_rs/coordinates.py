@@ -65,7 +65,7 @@ class CoordinateCheck:
             axis.set_xscale("log", base=2)
             axis.set_yscale("log", base=10)
             low, high = self.sizes[:, shown, i].min(), self.sizes[:, shown, i].max()
-            middle = (low * high) ** 0.5  # at least a decade, so that flat lines look flat
+            middle = (low * high) ** 0.5  # the axis spans at least a decade, so that flat lines look flat
             axis.set_ylim(min(low / 1.2, middle / 3.2), max(high * 1.2, middle * 3.2))
             axis.set_xticks(self.values, [str(value) for value in self.values])
             axis.set_title(f"{place}   slope {slopes[place]:+.2f}", loc="left", fontsize=9)

@@ -82,7 +82,7 @@ def told_apart(folders: Sequence[Path]) -> list[str]:
 
 
 def png(history: "History") -> bytes:
-    """The picture of one run, for notebooks. Errors: ImportError without matplotlib."""
+    """Returns the picture of one run as PNG, for notebooks. Errors: ImportError without matplotlib."""
     picture = io.BytesIO()
     _figure([history], told_apart([history.output])).savefig(picture, format="png", dpi=90)
     return picture.getvalue()

@@ -391,7 +391,7 @@ def from_json(kind: Any, found: Any) -> Any:
 
 
 def refusal(what: str, expected: str, value: Any) -> InputError:
-    """The error for a value that is not what it must be."""
+    """Makes the error for a value that is not what it must be."""
     return InputError(f"{what} must be {expected}; got {value!r}")
 
 

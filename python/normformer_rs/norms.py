@@ -216,8 +216,8 @@ def options_here(config: Any) -> str:
 
 @contextlib.contextmanager
 def using(*norms: Norm | type[Norm]) -> Iterator[None]:
-    """Inside the block a declaration in config.json means one of these classes, if several classes of its name declare
-    it.
+    """Makes a declaration in config.json mean one of these classes inside the block, if several classes of its name
+    declare it.
 
     >>> class Halved(Norm):
     ...     name, parameters = "halved", {"weight": Parameter()}

@@ -43,7 +43,7 @@ class Silent:
 
 
 class Bar:
-    """tqdm's bar."""
+    """Shows tqdm's bar."""
 
     def __init__(self) -> None:
         from tqdm.auto import tqdm

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal
 from . import declared
 from .declared import *  # noqa: F403
 from .declared import Changes, Owner, Point, ResidualSpec, StackSpec, refusal, to_json
-from .declared import Gain as Gain  # for annotations, as Mixing
+from .declared import Gain as Gain  # re-exported for annotations, like Mixing
 from .declared import Mixing as Mixing
 from .declared import NormAt as Norm
 from .errors import InputError

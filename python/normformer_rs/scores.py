@@ -105,7 +105,7 @@ def score(
             )
         hypotheses, references = _split_compounds(hypotheses), _split_compounds(references)
         baseline = None if baseline is None else _split_compounds(baseline)
-    # force: no warning that the text looks tokenised, since `tokenize` says what it is.
+    # `force` prevents the warning that the text looks tokenised, because `tokenize` says what it is.
     metric = metrics.BLEU(tokenize=tokenize, lowercase=lowercase, force=True, references=[list(references)])
     found = metric.corpus_score(list(hypotheses), None)
     signature = metric.get_signature().format() + "|compounds:split" * split_compounds

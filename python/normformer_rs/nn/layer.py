@@ -74,7 +74,7 @@ class Layer(Growing, Placeable):
         given = {"norm": norm, "residual": scheme, "norm_eps": own_eps(layer_norm_eps), "dropout": dropout, **depths}
         if init not in (None, "torch"):
             given["init"] = init
-        if len(self.kinds) == 2 and "encoder_layers" not in depths:  # alone, the encoder has one norm
+        if len(self.kinds) == 2 and "encoder_layers" not in depths:  # an encoder that stands alone has one norm
             given["norm"] = options.pop("encoder_norm", None) or norm
             if options.pop("decoder_norm", None) is not None:
                 raise InputError(

@@ -139,7 +139,7 @@ class TransformerEncoderLayer(Layer):
     torch.Size([2, 5, 16])
 
     Args: torch.nn's. `layer_norm_eps` is any norm's ε; a norm without one accepts only 1e-5. `dropout` lies in [0, 1),
-    although torch.nn also accepts 1. All rates but attention's are rounded to multiples of 1/65,536. By keyword
+        although torch.nn also accepts 1. All rates but attention's are rounded to multiples of 1/65,536. By keyword
         norm, residual, init: names from `normformer_rs.tables()`; `residual` may be a mixture by layers
             (`postnorm*1/4,prenorm`). residual=None: postnorm, or prenorm if `norm_first`, with torch.nn's initial
             values unless `init` is named; init=None: the one that goes with the scheme; init="torch": torch.nn's.

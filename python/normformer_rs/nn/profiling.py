@@ -1,7 +1,7 @@
 """The profiling pass that sets Admin's initial gains (Liu et al. 2020; docs/spec.md §3.4).
 
 Down each stack with r = 1 at its start: ω ← r, then r ← √(Var(ω⊙x) + Var(drop f)), with the biased variance over all
-elements. elements.
+elements.
 """
 
 import contextlib

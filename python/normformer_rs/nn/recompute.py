@@ -46,7 +46,7 @@ class RecomputedStatistics:
     def __init__(self) -> None:
         self._runs: dict[torch.Size, list[_Run]] = {}
         self._found: dict[torch.Size, Tensor] = {}  # the number of look-ups of each
-        self._shapes: list[torch.Size] = []  # in the order of the forwards
+        self._shapes: list[torch.Size] = []  # the shapes in the order of the forwards
         self._backward, self._finds = -1, 0
 
     def add(self, x: Tensor, mask: Tensor | None, stats: Tensor) -> None:

@@ -300,8 +300,8 @@ class Transformer(nn.Module):
     torch.Size([2, 3, 16])
 
     Args: torch.nn's, and by keyword those of `TransformerEncoderLayer`, and encoder_norm, decoder_norm (None: `norm`).
-    residual=None is torch.nn's arrangement: `norm_first` chooses between prenorm and postnorm, and both stacks end with
-    a norm; a named scheme ends its stacks as its equation says.
+        residual=None is torch.nn's arrangement: `norm_first` chooses between prenorm and postnorm, and both stacks end
+        with a norm; a named scheme ends its stacks as its equation says.
 
     With layernorm and residual=None, keys, initial values and outputs are torch.nn's. Names under `encoder.` and
     `decoder.` are those of `normformer_rs.Transformer`, which computes the same stacks from the same weights. Errors:

@@ -86,7 +86,7 @@ class Growing(Steered):
                     f"{prefix}t must be the number of an update, a whole number; got {t.tolist()}, an average of "
                     f"several: average the weights alone, and set {prefix}t to the t of the model that goes on"
                 )
-            state_dict[prefix + "t"] = whole.to(torch.int64)  # int() alone would make 200 of 200.9999
+            state_dict[prefix + "t"] = whole.to(torch.int64)  # rounded first: 200.9999 would become 200
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def alpha(self, layer: int = 0) -> Tensor | None:
