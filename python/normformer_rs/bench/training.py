@@ -92,7 +92,8 @@ def history(
     with corpus(count) as data, tempfile.TemporaryDirectory() as output:
         made = Trainer(model, training, data).fit(output, progress=False, tensorboard=False, curves=False)
         for event in map(json.loads, (Path(output) / LOG).read_text().splitlines()):
-            # No CUDA graphs, say. Slow products of bf16 matter only on a GPU: of the CPU's run the losses are compared.
+            # A warning may be that there are no CUDA graphs. Only slow products of bf16 are allowed: they matter on a
+            # GPU alone, and of the CPU's run only the losses are compared.
             if event.get("level") == "warning" and SLOW_BF16 not in event["text"]:
                 raise RuntimeError(event["text"])
             if event.get("vocabulary", types(count)) != types(count):
