@@ -110,7 +110,8 @@ else:
         "translation": ("Binarised", "Perplexity", "Translation", "average", "evaluate_loss", "translate"),
         **dict.fromkeys(("analysis", "figures", "nn"), ()),
     }
-    """The modules, each imported when it or one of its names is first asked for: most of them import torch."""
+    """The modules, and the public names of each. A module is imported on first use, because most of them import
+    torch."""
 
     def __getattr__(name):
         if name == "_core":

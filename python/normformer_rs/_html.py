@@ -1,4 +1,4 @@
-"""Tables as notebooks show them."""
+"""HTML tables for notebooks."""
 
 import html
 from collections.abc import Iterable, Sequence
@@ -8,7 +8,7 @@ _CELL = 'style="text-align: left; vertical-align: top"'
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[object]], caption: str = "") -> str:
-    """An HTML table; every cell is text."""
+    """Returns an HTML table; every cell is text."""
     lines = [f"<caption style='text-align: left'><b>{html.escape(caption)}</b></caption>" if caption else ""]
     lines.append(_row(head, "th"))
     lines += [_row(row, "td") for row in rows]
@@ -20,7 +20,8 @@ def _row(cells: Sequence[object], tag: str) -> str:
 
 
 class Table(list[dict[str, Any]]):
-    """A list of objects with the same keys, which a notebook shows as a table of those that are text."""
+    """A list of dicts with the same keys. A notebook shows its text columns (only name, equation and source, if it
+    has any)."""
 
     def _repr_html_(self) -> str:
         shown = [key for key in self[0] if isinstance(self[0][key], str)] if self else []

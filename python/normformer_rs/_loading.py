@@ -1,9 +1,9 @@
-"""Loads torch and the core, in this order.
+"""Loads torch and the extension module, in this order.
 
-The core is linked against libtorch, which torch's import maps, so torch comes first. The core registers the operators
-`torch.ops.normformer_rs` and keeps oneDNN from broken AMX (src/cpu/amx.rs), so it comes with `import normformer_rs`
-where torch is there already. Else both come with the first part of the package that needs them: the command line
-answers before. Nothing here changes how Python imports other modules.
+The extension module is linked against libtorch, which importing torch maps into memory, so torch comes first. It
+registers the operators `torch.ops.normformer_rs` and keeps oneDNN from using broken AMX (src/cpu/amx.rs), so `import
+normformer_rs` loads it at once if torch is imported already. Otherwise the first part of the package that needs them
+loads both, and the command line can answer before that. Nothing here changes how Python imports other modules.
 """
 
 import importlib
@@ -16,14 +16,14 @@ from . import _tables
 
 CORE = "normformer_rs._core"
 _chosen: Path | None = None
-"""The core's file, where it has another name than Python looks for."""
+"""The extension module's file, if its name is not the one that Python looks for."""
 
 
 def begin(core: Path | None) -> None:
-    """Loads the core now if torch is loaded; otherwise `load` will.
+    """Loads the extension module now if torch is loaded; otherwise `load` will.
 
     Args:
-        core: its file; None: the one that Python finds by the module's name.
+        core: the extension module's file; None for the one that Python finds by the module's name.
     """
     global _chosen
     _chosen = core
@@ -32,7 +32,8 @@ def begin(core: Path | None) -> None:
 
 
 def load() -> Any:
-    """The core, after torch. Errors: ImportError where _tables.json is not the core's."""
+    """Returns the extension module; torch is loaded first. Errors: ImportError if _tables.json differs from its
+    tables."""
     importlib.import_module("torch")
     if _chosen is not None and CORE not in sys.modules:
         _load_file(_chosen)
@@ -42,7 +43,7 @@ def load() -> Any:
 
 
 def _load_file(path: Path) -> None:
-    """Imports the core from a file of another name, as Python's import does."""
+    """Imports the extension module from a file of another name, the way Python's import does."""
     spec: Any = importlib.util.spec_from_file_location(CORE, path)
     core = sys.modules[CORE] = importlib.util.module_from_spec(spec)
     try:

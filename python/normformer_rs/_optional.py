@@ -1,4 +1,4 @@
-"""Packages that the wheel does not require: imported when they are used."""
+"""Optional packages, which are imported when they are used."""
 
 import importlib
 import importlib.util
@@ -16,12 +16,12 @@ REQUIREMENTS = {
     "subword_nmt": "subword-nmt>=0.3.8",
     "transformers": "transformers[torch]>=5.20",
 }
-"""The requirement that installs each package, as pyproject.toml's extras have it."""
+"""The requirement that installs each package, as in the extras of pyproject.toml."""
 
 
 def require(name: str, purpose: str, hint: str = "") -> ModuleType:
-    """The module of that name. Errors: ImportError, with its purpose and the command that installs it, where it is
-    missing."""
+    """Returns the module of that name. Errors: ImportError, with its purpose and the command that installs it, if it
+    is missing."""
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
@@ -32,10 +32,10 @@ def require(name: str, purpose: str, hint: str = "") -> ModuleType:
 
 
 def command(package: str) -> str:
-    """The command that installs the package; it works from any folder."""
+    """Returns the command that installs the package; it works from any folder."""
     return f'pip install "{REQUIREMENTS[package]}"'
 
 
 def available(name: str) -> bool:
-    """Whether the package is installed; it is not imported."""
+    """True if the package is installed; it is not imported."""
     return importlib.util.find_spec(name) is not None

@@ -1,8 +1,8 @@
-"""Writes the files that follow from Rust's tables: `python -m normformer_rs._stubs --check | --write`.
+"""Writes the files that are generated from Rust's tables: `python -m normformer_rs._stubs --check | --write`.
 
-- _tables.json: the tables themselves, which the package reads without loading the core.
+- _tables.json: the tables themselves, which the package reads without loading the extension module.
 - config.pyi: the types of the configuration classes, which the package builds when it is imported.
-- nn/composed.pyi: the same for the modules that are made of their entry in Rust's table.
+- nn/composed.pyi: the types of the modules that are built from their entries in Rust's table of norms.
 - docs/names.md: every norm, residual scheme, initialisation, preset, and block that `swap_residuals` knows.
 """
 
@@ -80,15 +80,15 @@ def tables() -> dict[str, list[dict[str, Any]]]: ...
 
 
 def tables() -> str:
-    """The text of _tables.json, an option or a name on each line."""
-    # Not by the package, which refuses a core that differs from _tables.json.
+    """Returns the text of _tables.json, with one line per option or name."""
+    # The package's own loader is not used, because it refuses an extension module that differs from _tables.json.
     importlib.import_module("torch")
     core: Any = importlib.import_module(_loading.CORE)
     return _json(json.loads(core.tables())) + "\n"
 
 
 def _json(value: Any, indent: str = "") -> str:
-    """JSON with a line for each object of a list, its name first."""
+    """Returns JSON with one line for each object of a list, its name first."""
     if isinstance(value, dict):
         lines = [f"{json.dumps(key)}: {_json(item, indent + '  ')}" for key, item in value.items()]
     elif isinstance(value, list):
@@ -100,7 +100,7 @@ def _json(value: Any, indent: str = "") -> str:
 
 
 def stub() -> str:
-    """The text of config.pyi."""
+    """Returns the text of config.pyi."""
     kinds = _configs()
     return _HEAD + "".join(_choices(kinds)) + "\n" + "".join(_class(kind, kinds) for kind in kinds) + _TAIL
 
@@ -134,7 +134,7 @@ def doc(entry: collections.abc.Mapping[str, Any]) -> str: ...
 
 
 def norms() -> str:
-    """The text of nn/composed.pyi."""
+    """Returns the text of nn/composed.pyi."""
     from .nn import composed
 
     entries = composed.ENTRIES
@@ -158,7 +158,7 @@ def norms() -> str:
 
 
 def names() -> str:
-    """The text of docs/names.md."""
+    """Returns the text of docs/names.md."""
     from . import _tables, config, presets
 
     tables = config.tables()
@@ -245,7 +245,7 @@ def _class(kind: "type[Config]", kinds: "list[type[Config]]") -> str:
 
 
 def _aliases(kinds: "list[type[Config]]") -> dict[tuple[str, ...], str]:
-    """A type for every set of choices, named after the first option that has it."""
+    """Returns the name of a type for every set of choices: that of the first option with the set."""
     aliases: dict[tuple[str, ...], str] = {}
     for field in (field for kind in kinds for field in kind.FIELDS if field.choices):
         aliases.setdefault(field.choices, "_" + field.name.title().replace("_", ""))
@@ -268,19 +268,19 @@ def _annotation(field: "Field", kinds: "list[type[Config]]") -> str:
 
 
 def json_string(text: str) -> str:
-    """The text in double quotes."""
+    """Returns the text in double quotes."""
     return '"' + text + '"'
 
 
 def main() -> int:
-    """0 if the files are up to date, or have been written."""
+    """Returns 0 if the files are up to date or have been written, otherwise 1."""
     parser = argparse.ArgumentParser(prog="python -m normformer_rs._stubs", description=__doc__)
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--check", action="store_true", help="fail if a file is out of date")
     what.add_argument("--write", action="store_true", help="write the files")
     is_writing = parser.parse_args().write
     stale = []
-    # in this order: the others are made from the first
+    # The order matters: the other files are made from the first.
     files = {_tables.PATH: tables, STUB: stub, NORMS: norms, NAMES: names}
     for path, made in files.items():
         text = made()

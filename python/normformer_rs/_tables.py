@@ -1,6 +1,6 @@
-"""Rust's lists of options and names, from _tables.json: read in a millisecond, without torch and the core.
+"""Reads Rust's lists of options and names from _tables.json, in a millisecond, without torch and the extension module.
 
-`python -m normformer_rs._stubs --write` writes the file. Loading the core compares both.
+`python -m normformer_rs._stubs --write` writes the file. Loading the extension module checks that both agree.
 """
 
 import functools
@@ -13,9 +13,9 @@ PATH = Path(__file__).with_name("_tables.json")
 
 @functools.cache
 def read() -> dict[str, Any]:
-    """{version, options: {model, training, data, search, generation}, resume: {option: effect of a change}, tables:
-    {norms, families, residuals, inits, parametrisations, others}}. Raises ImportError where the file is missing or
-    damaged."""
+    """Returns {version, options: {model, training, data, search, generation}, resume: {option: effect of a change},
+    tables: {norms, families, residuals, inits, parametrisations, others}}. Raises ImportError if the file is missing
+    or damaged."""
     try:
         return json.loads(PATH.read_text(encoding="utf-8"))
     except (OSError, ValueError) as reason:
@@ -23,7 +23,7 @@ def read() -> dict[str, Any]:
 
 
 def check(core: str) -> None:
-    """Raises ImportError where the file differs from `core`, the text of `_core.tables()`."""
+    """Raises ImportError if the file differs from `core`, the text of `_core.tables()`."""
     if read() != json.loads(core):
         raise _disagreement()
 

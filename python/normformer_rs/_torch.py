@@ -1,7 +1,7 @@
-"""Finds the core that fits the installed torch. It reads files only, because importing torch takes seconds.
+"""Finds the extension module that fits the installed torch. It only reads files, because importing torch takes seconds.
 
-A build from source has one core, `_core.SUFFIX`, which says in its file which torch it is linked against. A wheel of an
-index has one for each minor version of torch, `_core-torch2.13.SUFFIX`.
+A build from source has one extension module, `_core.SUFFIX`, whose file says which torch it is linked against. A wheel
+from a package index has one for each minor version of torch, `_core-torch2.13.SUFFIX`.
 """
 
 import importlib.machinery
@@ -17,16 +17,17 @@ from pathlib import Path
 ANY_TORCH = "NORMFORMER_RS_ANY_TORCH"
 """The environment variable that, set to 1, turns a wrong version into a warning."""
 _BUILT_AGAINST = re.compile(rb"normformer_rs is built against torch (\d[\w.]*);")
-"""Finds the version in the sentence `_core.BUILT_AGAINST`."""
+"""Matches the version in the sentence `_core.BUILT_AGAINST`."""
 _OF_A_TORCH = re.compile(r"_core-torch(\d+)\.(\d+)\.")
-"""Begins the file name of a core that has others beside it."""
+"""Matches the start of the file name of an extension module that is one of several."""
 
 
 def core() -> Path | None:
-    """The core for the installed torch, out of several; None where there is one alone, which Python finds itself.
+    """Returns the extension module for the installed torch, out of several; None if there is only one, which Python
+    finds.
 
-    Raises ImportError, with the command that mends it, where no core fits. The C++ interface of libtorch changes with
-    every minor version, so a core works with only one.
+    Raises ImportError, with the command that fixes it, if none fits. The C++ interface of libtorch changes with every
+    minor version, so an extension module works with only one.
     """
     cores = _cores()
     if not cores:
@@ -49,7 +50,7 @@ def core() -> Path | None:
 
 
 def _cores() -> dict[str, Path]:
-    """By minor version of torch, the oldest first."""
+    """Returns the extension modules by minor version of torch, the oldest first."""
     folder = Path(__file__).parent
     found = {}
     for name in os.listdir(folder):
@@ -81,19 +82,19 @@ def _check_alone() -> None:
 
 
 def _built() -> str:
-    """The version of the torch that the extension is linked against, out of the extension's file."""
+    """Returns the version of the torch that the extension module is linked against, as its file says."""
     core = importlib.util.find_spec(f"{__package__}._core")
     if core is None or core.origin is None or not os.path.getsize(core.origin):
         raise ImportError(f"normformer_rs is not built for this Python: {_install()}")
     with open(core.origin, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-        said = _BUILT_AGAINST.search(content)  # 0.3 ms; 7 ms if the file, 11 MB, were read
+        said = _BUILT_AGAINST.search(content)  # takes 0.3 ms; reading the file, 11 MB, would take 7 ms
         if said is None:
             raise ImportError(f"{core.origin} does not say which torch it was built against: {_install()}")
         return said[1].decode()
 
 
 def _found() -> str | None:
-    """The version of the torch that an import would find; None without one."""
+    """Returns the version of the torch that an import would find; None if there is none."""
     if "torch" in sys.modules:
         return str(sys.modules["torch"].__version__)
     spec = importlib.util.find_spec("torch")
@@ -108,13 +109,14 @@ def _found() -> str | None:
 
 
 def _minor(version: str) -> str:
-    """2.11.0+cu130 → 2.11"""
+    """Returns the minor version: 2.11 for 2.11.0+cu130."""
     return ".".join(re.split(r"[.+]", version)[:2])
 
 
 def _install() -> str:
-    """The command that builds the package anew for the installed torch, from the folder that it was installed from."""
-    import importlib.metadata  # 18 ms, for this message alone
+    """Returns the command that rebuilds the package for the installed torch, from the folder that it was installed
+    from."""
+    import importlib.metadata  # takes 18 ms, and only this message needs it
     import shlex
     from urllib.parse import unquote, urlparse
 

@@ -46,25 +46,26 @@ __all__ = [
 
 
 class Gain(NamedTuple):
-    """The learned g of a norm that has one."""
+    """A norm's learned gain g."""
 
     name: str
     """The norm's name."""
     layer: int | None
-    """The first number in the name: its layer, from 0. None outside layers, such as dlcl's sums."""
+    """The layer, from 0: the first number in the name. None outside layers, for example in dlcl's sums."""
     kind: str
-    """The name without that number, which the points of one curve over depth share."""
+    """The name with `*` for that number. Norms of the same kind are the points of one curve over depth."""
     g: float
 
 
 def gains(model: nn.Module) -> list[Gain]:
-    """The learned g of every scalenorm and lpnorm, in the order of the modules (Nguyen & Salazar 2019, Fig 3, 4).
+    """Returns the learned g of every scalenorm and lpnorm, in the order of the modules (Nguyen & Salazar 2019, Fig 3,
+    4).
 
     Args:
-        model: a `Transformer`, or any module with such norms of `normformer_rs.nn`, a swapped model too.
+        model: a `Transformer`, or any module with such norms of `normformer_rs.nn`, for example a swapped model.
     """
     modules = dict(model.named_modules())
-    # Transformers' modules are plain containers; of their weights only those of norms are one number.
+    # A Transformer's modules are plain containers; its only weights of a single number are those of norms.
     ours = {inner for module in modules.values() if isinstance(module, Transformer) for inner in module.modules()}
     found = []
     for name, parameter in model.named_parameters():
@@ -79,14 +80,14 @@ def gains(model: nn.Module) -> list[Gain]:
 
 
 def gradient_norms(model: nn.Module) -> dict[str, float]:
-    """The Euclidean norm of each layer's gradient (Nguyen & Salazar 2019, Fig 2; Liu et al. 2023, Fig 3). Call it after
-    `backward`, before clipping.
+    """Returns the Euclidean norm of each layer's gradient (Nguyen & Salazar 2019, Fig 2; Liu et al. 2023, Fig 3). Call
+    it after `backward`, before clipping.
 
     A parameter's layer is its name up to the first number; outside layers it is the outermost module. Entries follow
-    the order of the modules. The squares of all norms sum up to the whole gradient's. With a gradient scaler, unscale
-    first.
+    the order of the modules. The squares of the norms sum up to the square of the whole gradient's norm. With a
+    gradient scaler, unscale first.
 
-    Errors: InputError where there are no gradients.
+    Errors: InputError if there are no gradients.
     """
     norms: dict[str, list[Tensor]] = {}
     for name, parameter in model.named_parameters():
@@ -101,7 +102,8 @@ def gradient_norms(model: nn.Module) -> dict[str, float]:
 
 
 def spectrum(weight: Tensor | ArrayLike) -> NDArray[np.float64]:
-    """Singular values σ_i/σ_1 of a matrix, falling, such as the word embedding's (Shen et al. 2020, Fig 6).
+    """Returns the singular values σ_i/σ_1 of a matrix, in descending order. For the word embedding: Shen et al. 2020,
+    Fig 6.
 
     >>> spectrum([[0.0, 2.0], [1.0, 0.0], [0.0, 0.0]])
     array([1. , 0.5])
@@ -124,34 +126,36 @@ def spectrum(weight: Tensor | ArrayLike) -> NDArray[np.float64]:
 
 
 def _layer(path: str) -> re.Match[str] | None:
-    """The layer in a module's name: the first number. None for dlcl's sums, which stand between layers."""
+    """Finds the layer in a module's name: the first number. Returns None for dlcl's sums, which are between layers."""
     return None if "combine" in path.split(".") else re.search(r"\b\d+\b", path)
 
 
 class Statistics(NamedTuple):
-    """A batch's statistics over its real positions, in a norm that keeps running ones (batchnorm, powernorm-v,
-    powernorm); NaN for those that a norm does not have. The batch's own centre and scale x̂, σ_B = √(σ²_B + ε)."""
+    """A batch's statistics over its real positions, in a norm with running statistics (batchnorm, powernorm-v,
+    powernorm); NaN for those that the norm does not have. x̂ is normalised by the batch's own statistics,
+    σ_B = √(σ²_B + ε)."""
 
     mean: float
-    """‖μ_B − μ‖₂/d, the running μ as the batch found it (Shen et al. 2020, Fig 2)."""
+    """‖μ_B − μ‖₂/d, where μ is the running mean before the batch (Shen et al. 2020, Fig 2)."""
     variance: float
     """‖σ²_B − σ²‖₂/d (Fig 2, 4)."""
     power: float
     """‖ψ²_B − ψ²‖₂/d (Fig 4)."""
     mean_gradient: float
-    """‖g_μ‖₂/d, g_μ = (γ/σ_B)⊙mean dy (eq 3, Fig 3); gradients are NaN where none was taken."""
+    """‖g_μ‖₂/d, g_μ = (γ/σ_B)⊙mean dy (eq 3, Fig 3); gradients are NaN if none were computed."""
     variance_gradient: float
     """‖g_σ²‖₂/d, g_σ² = (γ/σ_B)⊙mean(dy⊙x̂) (eq 3, Fig 3, 4)."""
     power_gradient: float
     """‖g_ψ²‖₂/d, g_ψ² = (γ/ψ_B)⊙mean(dy⊙x̂) (eq 6, Fig 4)."""
     bounded: float
-    """The share of features with |γ_i| ≤ (ψ_B)_i, or (σ_B)_i, where the norm lowers the loss's Lipschitz constant
-    (Lemma 2)."""
+    """The share of features with |γ_i| ≤ (ψ_B)_i, or (σ_B)_i, for which the norm lowers the loss's Lipschitz
+    constant (Lemma 2)."""
 
 
 @contextmanager
 def statistics(model: nn.Module) -> Iterator[dict[str, Statistics]]:
-    """The statistics of batches in `normformer_rs.nn`'s norms with running ones, inside the block, in any model.
+    """Collects, inside the block, the batches' statistics in all norms of `normformer_rs.nn` with running statistics,
+    in any model.
 
     >>> from normformer_rs.nn import PowerNormV
     >>> model = nn.Sequential(nn.Linear(4, 4), PowerNormV(4))
@@ -190,7 +194,7 @@ class _Forward:
     dy: Tensor | None = None
 
     def differentiated(self, dy: Tensor) -> None:
-        """Keeps the first gradient: backward runs in reverse, so this one is the last forward's."""
+        """Keeps the first gradient, which is the last forward's, because backward runs in reverse."""
         self.dy = dy if self.dy is None else self.dy
 
     def statistics(self) -> Statistics:
@@ -199,11 +203,11 @@ class _Forward:
 
 
 def _hooks(name: str, seen: dict[str, _Forward]) -> tuple[Callable[..., None], Callable[..., None]]:
-    """Before and after a norm's forward."""
+    """Returns the hooks that run before and after a norm's forward."""
 
     @torch.no_grad()
     def before(norm: RunningNorm, args: tuple[Any, ...], given: dict[str, Any]) -> None:
-        if is_second_run():  # for activation checkpointing
+        if is_second_run():  # a second run, for activation checkpointing
             return
         given = given | dict(zip(("x", "padding_mask"), args))
         x, mask = given["x"].detach(), given.get("padding_mask")
@@ -224,24 +228,24 @@ def _hooks(name: str, seen: dict[str, _Forward]) -> tuple[Callable[..., None], C
 
 
 class Observed(NamedTuple):
-    """One stack's pass over the real tokens of a batch."""
+    """Measurements of one stack in a pass over the real tokens of a batch."""
 
     cosines: NDArray[np.float64]
-    """(layers,): the mean cosine similarity of each layer's output and the previous layer's (Liu et al. 2023, Fig 8).
-    The first layer is compared with the stack's input."""
+    """(layers,): the mean cosine similarity between each layer's output and the previous layer's (Liu et al. 2023,
+    Fig 8). The first layer is compared with the stack's input."""
     active: NDArray[np.float64]
     """(layers,): the share of feed-forward activations that are not 0 after ReLU and its dropout (Liu et al. 2023, Fig
     9)."""
     statistics: list[Statistics]
-    """Of the norms that keep statistics, in the order of the pass."""
+    """The statistics of the norms that keep running ones, in the order of the pass."""
     sizes: NDArray[np.float64]
-    """(layers + 1,): the mean |x| of what the stack reads, and of each layer's output (Yang et al. 2022, App D.1)."""
+    """(layers + 1,): the mean |x| of the stack's input and of each layer's output (Yang et al. 2022, App D.1)."""
     scores: NDArray[np.float64]
-    """(attentions,): the mean |score| that attention's softmax gets, over all pairs of the batch's rows, in the order
+    """(attentions,): the mean |score| before attention's softmax, over all pairs of the batch's rows, in the order
     of the pass."""
     mixing: NDArray[np.float64]
-    """(connections,): the mean |score| that makes a connection's weights (attnres, mhc, hyper-connections); empty under
-    other schemes."""
+    """(connections,): the mean |score| from which a connection's weights are computed (attnres, mhc,
+    hyper-connections); empty under other schemes."""
 
 
 def observe(
@@ -250,17 +254,17 @@ def observe(
     target_input: Tensor,
     loss: Callable[[Tensor], Tensor] | None = None,
 ) -> dict[str, Observed]:
-    """Observes "encoder" and "decoder" in one pass over a batch, in the model's present mode. No state changes.
+    """Observes "encoder" and "decoder" in one pass over a batch, in the model's current mode. No state changes.
 
     In evaluation there is no dropout, and norms use their running statistics. In training, dropout masks follow one
-    draw from torch's generator, and norms use their training statistics. Compare running statistics with those, because
-    dropout widens a batch's.
+    draw from torch's generator, and norms use their training statistics. Compare running statistics with a batch in
+    training mode, because dropout widens a batch's statistics.
 
     Args:
         source, target_input: token ids, as for the model's call.
-        loss: makes a number of the logits (B, T, V), for the gradients in `statistics`; no parameter's `grad` changes.
+        loss: maps the logits (B, T, V) to one number, for the gradients in `statistics`; no parameter's `grad` changes.
 
-    Errors: InputError for other modules, and for a loss that is not one number that depends on the logits.
+    Errors: InputError for a model of another class, and for a loss that is not one number that depends on the logits.
     """
     if not isinstance(model, Transformer):
         raise InputError(f"model must be a normformer_rs.Transformer; got a {type(model).__name__}")
@@ -276,7 +280,7 @@ def observe(
 
 
 def _number(loss: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """`loss` with gradients on, and its result checked."""
+    """Returns `loss` with gradients enabled and its result checked."""
 
     def checked(logits: Tensor) -> Tensor:
         with torch.enable_grad():

@@ -1,6 +1,6 @@
 """Checks of folders and files before torch is imported, which takes seconds; and a run's warnings.
 
-The core repeats these checks where it reads.
+The extension module repeats these checks when it reads.
 """
 
 import os
@@ -18,14 +18,14 @@ CHECKPOINTS, CHECKSUMS = "checkpoints", "checksums.txt"
 _LINKS = ("best", "last")
 _SIZES = {"d_model", "d_ff", "heads", "encoder_layers", "decoder_layers"}
 _LARGE = 20_000_000
-"""Parameters from which on an update takes seconds on a CPU."""
+"""The number of parameters above which an update takes seconds on a CPU."""
 _PRESET = {"encoder-decoder": "transformer-tiny", "decoder-only": "llama-tiny"}
 _WARMING = ("inverse-sqrt", "val-decay", "constant")
-"""Schedules that warm up."""
+"""The schedules with a warm-up."""
 
 
 def check_run(folder: str | PathLike[str]) -> None:
-    """InputError where the folder holds no run."""
+    """Raises InputError if the folder holds no run."""
     if not Path(folder, RUN_CONFIG).exists():
         raise InputError(
             f"{folder} holds no model: expected the output folder of a training run, with its {RUN_CONFIG}"
@@ -33,10 +33,10 @@ def check_run(folder: str | PathLike[str]) -> None:
 
 
 def check_model(folder: str | PathLike[str], checkpoint: str = "best") -> None:
-    """InputError where the folder holds no run, or not that checkpoint."""
+    """Raises InputError if the folder holds no run, or not that checkpoint."""
     check_run(folder)
     if len(Path(checkpoint).parts) > 1 or os.path.exists(checkpoint):
-        return  # a path of its own: the core looks
+        return  # a path to a checkpoint, which the extension module checks
     checkpoints = Path(folder, CHECKPOINTS)
     there = sorted(path.name for path in checkpoints.iterdir()) if checkpoints.is_dir() else []
     if checkpoint in there or (checkpoint in _LINKS and there):
@@ -48,7 +48,7 @@ def check_model(folder: str | PathLike[str], checkpoint: str = "best") -> None:
 
 
 def check_average(folder: str | PathLike[str], last: int | None, updates: Sequence[int] | None) -> None:
-    """InputError for numbers that no checkpoint has, and where the folder holds no run."""
+    """Raises InputError for numbers that no checkpoint has, and if the folder holds no run."""
     for name, number, least in (("last", last, 1), *(("updates", update, 0) for update in updates or ())):
         if number is not None and not least <= number < 2**63:
             raise InputError(f"{name} must be at least {least}, and below 2⁶³; got {number}")
@@ -56,7 +56,7 @@ def check_average(folder: str | PathLike[str], last: int | None, updates: Sequen
 
 
 def check_output(output: str, resume: bool, from_checkpoint: str | None, overwrite: bool) -> None:
-    """InputError where the folder of a run cannot be its `output`: nothing to resume, or a run that would be lost."""
+    """Raises InputError if a run cannot write to `output`: there is nothing to resume, or a run would be lost."""
     if resume and overwrite:
         raise InputError("resume and overwrite exclude each other: go on with the run, or start again?")
     if from_checkpoint is not None and not resume:
@@ -64,7 +64,7 @@ def check_output(output: str, resume: bool, from_checkpoint: str | None, overwri
     holds_run = Path(output, RUN_CONFIG).exists()
     if resume and not holds_run:
         raise InputError(f"{output} holds no run to resume: leave out --resume to start one")
-    # Without checksums it may be another program's folder: the core decides whose it is.
+    # Without checksums it may be another program's folder; the extension module decides whose it is.
     if holds_run and Path(output, CHECKSUMS).exists() and not (resume or overwrite):
         raise InputError(
             f"{output} already holds a run: --resume continues it, --overwrite starts anew, or choose another output"
@@ -72,7 +72,7 @@ def check_output(output: str, resume: bool, from_checkpoint: str | None, overwri
 
 
 def check_data(model: TransformerConfig, data: DataConfig) -> None:
-    """InputError for files that are missing, by name or on the disk, and where no way of cutting words is named."""
+    """Raises InputError if files are not named or do not exist, and if no tokenisation is chosen."""
     given: dict[str, Any] = data.asdict()
     if given["data_bin"] is not None:
         return
@@ -98,16 +98,16 @@ def check_data(model: TransformerConfig, data: DataConfig) -> None:
 def warnings_of(
     model: TransformerConfig, training: TrainingConfig, parameters: int, chosen: set[str] | None = None
 ) -> list[str]:
-    """Sentences about options that are valid, and that few runs want.
+    """Returns warnings about options that are valid but rarely wanted.
 
     Args:
-        parameters: the model's number of them.
-        chosen: the names of the options that a user has given, "preset" among them; None: not known, and nothing is
-            said of a default size.
+        parameters: the number of the model's parameters.
+        chosen: the names of the options that a user has given, including "preset"; None if they are not known: then
+            there is no warning about a default size.
     """
     how, what = training.asdict(), model.asdict()
     found = []
-    last = how["updates"] - how["count_from_zero"]  # as the schedule numbers it
+    last = how["updates"] - how["count_from_zero"]  # the last update's number in the schedule
     if how["updates"] and how["schedule"] in _WARMING and last < how["warmup"]:
         found.append(
             f"the warm-up of {how['warmup']:,} updates is longer than the run of {how['updates']:,}: the learning rate "

@@ -1,4 +1,4 @@
-"""The command `normformer-rs`: the table of its commands, and what it does about their errors."""
+"""The command `normformer-rs`: the table of its commands, and the handling of their errors."""
 
 import contextlib
 import os
@@ -44,10 +44,10 @@ COMMANDS: dict[str, Callable[[], Command]] = {
     "fairseq-user-dir": fairseq.user_dir_parser,
     "doctor": doctor.parser,
 }
-"""In the order of `--help`."""
+"""The commands, in the order of `--help`."""
 EXIT_FAILURE = 2
 _LONGEST = 3000
-"""Letters of an error's line."""
+"""The maximum length of an error's line, in characters."""
 _FAILURES = (
     InputError,
     ImportError,
@@ -65,7 +65,7 @@ _FAILURES = (
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit code: 0, or 2 with a line on stderr that says what is wrong.
 
-    A command line that cannot be read has a second line: how it is written, or where to look.
+    For a command line that cannot be read, a second line shows its usage or where to find it.
     """
     if argv is None:
         _start_in_utf8()
@@ -85,12 +85,12 @@ def _run(argv: Sequence[str] | None) -> int:
             args = _parser().parse_args(words)
             args.run(args)
             ask()
-        finally:  # after help, too, which raises SystemExit
+        finally:  # also after help, which raises SystemExit
             if sys.stdout is not None and not sys.stdout.closed:
                 write_out()
         return 0
     except BrokenPipeError:
-        # The output's reader has gone, as in `… | head`.
+        # The reader of the output has closed it, for example in `… | head`.
         _drop_output()
         return EXIT_FAILURE
     except (Exception, KeyboardInterrupt) as error:
@@ -103,21 +103,21 @@ def _run(argv: Sequence[str] | None) -> int:
 
 
 def report(error: BaseException) -> None:
-    """Prints an error in one line on standard error; a command line that cannot be read has a second one."""
+    """Prints an error as one line on standard error, and a second line if the command line cannot be read."""
     what = "interrupted" if isinstance(error, (Interrupted, KeyboardInterrupt)) else "error"
     message = escaped(" ".join(str(error).split()))
-    if len(message) > _LONGEST:  # it quotes a forged file
+    if len(message) > _LONGEST:  # it may quote a forged file
         message = f"{message[: _LONGEST - 1000]} … {message[-997:]}"
     lines = [f"{PROG}: {what}" + (f": {message}" if message else "")]
     if isinstance(error, UsageError):
         lines.append(error.where)
-    with contextlib.suppress(OSError):  # a terminal that has gone
+    with contextlib.suppress(OSError):  # the terminal may be gone
         for line in lines:
             print(escaped(line), file=sys.stderr)
 
 
 def _drop_output() -> None:
-    """Drops the text that standard output could not take, so that the flush at exit does not fail again."""
+    """Drops the text that could not be written to standard output, so that the flush at exit does not fail again."""
     try:
         sys.stdout.flush()
     except (AttributeError, OSError):
@@ -126,9 +126,9 @@ def _drop_output() -> None:
 
 
 def _start_in_utf8() -> None:
-    """Starts the process anew in Python's UTF-8 mode where its locale has another encoding, as LC_ALL=C may have.
+    """Restarts the process in Python's UTF-8 mode if its locale has another encoding, for example with LC_ALL=C.
 
-    Arguments, names of files and texts are UTF-8 everywhere; Python fixes the encoding of names when it starts.
+    Arguments, file names and texts are UTF-8 everywhere; Python fixes the encoding of file names when it starts.
     """
     if sys.getfilesystemencoding() != "utf-8" and os.environ.get("PYTHONUTF8") != "1" and sys.executable:
         os.environ["PYTHONUTF8"] = "1"

@@ -1,7 +1,7 @@
 """The options of a model, a training run, its data and a search, as frozen dataclasses.
 
-The lists come from Rust, by way of _tables.json: a name, a default, a choice or a help text exists once. Rust checks
-options against each other (`heads` divides `d_model`) where it uses them. Nothing here imports torch, so that the
+The lists come from Rust through _tables.json, so each name, default, choice and help text is defined once. Rust checks
+options against each other (`heads` divides `d_model`) when it uses them. Nothing here imports torch, so that the
 command line answers at once.
 """
 
@@ -27,10 +27,10 @@ _RANGES: dict[str, tuple[float, float | None, str]] = {
     "beam": (1, None, ""),
     "n_best": (1, None, ""),
     "max_length": (1, None, ""),
-    # a length of 2 to the power of a thousand is infinite, and every score 0 or infinite
+    # With a large exponent the length's power is infinite, and every score is 0 or infinite.
     "alpha": (-10, 10, ": all scores would be 0 or infinite"),
 }
-"""Least and most values that are known before the core is loaded; it checks all others."""
+"""The least and largest values that are checked before the extension module is loaded; it checks all other options."""
 _C = TypeVar("_C", bound="Config")
 
 
@@ -39,25 +39,26 @@ class Field(NamedTuple):
 
     name: str
     kind: str
-    """int, float, bool or str."""
+    """The option's type: int, float, bool or str."""
     optional: bool
-    """None is allowed."""
+    """True if None is allowed."""
     default: Any
     choices: tuple[str, ...]
-    """The words allowed; empty: any."""
+    """The allowed words; empty if any value is allowed."""
     help: str
     group: str
     """The heading of `--help` that lists it."""
     per_layer: bool = False
-    """Layers may have different choices: `choice*layers,…,choice`, from the bottom up."""
+    """True if layers may have different choices: `choice*layers,…,choice`, from the bottom up."""
 
     @property
     def annotation(self) -> Any:
-        """Its type, for signatures."""
+        """The option's Python type, for signatures."""
         return _TYPES[self.kind] | None if self.optional else _TYPES[self.kind]
 
     def check(self, value: Any) -> Any:
-        """The value as this option's type (an int where a float is meant becomes one); InputError if it is another."""
+        """Returns the value as this option's type (an int becomes a float if needed); InputError if it has another
+        type."""
         if value is None and self.optional:
             return None
         if self.name in OWN and (own := _declared(self.name, value)) is not None:
@@ -65,7 +66,7 @@ class Field(NamedTuple):
         if self.kind == "float" and isinstance(value, int) and not isinstance(value, bool):
             value = float(value)
         if self.kind == "int" and not isinstance(value, (int, str)) and hasattr(value, "__index__"):
-            value = operator.index(value)  # numpy's
+            value = operator.index(value)  # an integer of numpy
         if self.kind == "float" and isinstance(value, numbers.Real) and not isinstance(value, (int, float)):
             value = float(value)
         if self.kind == "str" and isinstance(value, os.PathLike):
@@ -94,14 +95,15 @@ class Field(NamedTuple):
 
 
 OWN = {"residual": "schemes", "norm": "norms", "encoder_norm": "norms", "decoder_norm": "norms"}
-"""Options that take an object of one's own, and the module that declares such."""
+"""Options that accept an object of the user's own, and the module in which such objects are declared."""
 
 
 def _declared(option: str, value: Any) -> Any:
-    """A scheme or a norm beside the table's: an object or a class, what a config.json has of one, or file.py:Class."""
+    """Returns a user's own scheme or norm, given as an object, a class, its entry in a config.json, or
+    file.py:Class; None if the value is none of these."""
     if isinstance(value, str) and not names_code(value):
         return None
-    from . import norms, schemes  # most models name the table's
+    from . import norms, schemes  # imported here, because most models use a name of the table
 
     kind: Any = schemes.Scheme if option == "residual" else norms.Norm
     if isinstance(value, str):
@@ -114,9 +116,9 @@ def _declared(option: str, value: Any) -> Any:
 
 
 def readable(name: str, text: str) -> str:
-    """The text, decoded from UTF-8 where the locale's encoding has not done so.
+    """Returns the text, decoded from UTF-8 if the locale's encoding has not done so.
 
-    Errors: InputError where UTF-8 cannot hold it: bytes of another encoding, as a file's name may have, and lone
+    Errors: InputError if UTF-8 cannot represent it: bytes of another encoding, as in a file's name, and lone
     surrogates.
     """
     try:
@@ -140,18 +142,18 @@ def readable(name: str, text: str) -> str:
 
 
 def closest(got: str, choices: Iterable[str]) -> str:
-    """` (did you mean "scalenorm"?)`; nothing where no choice is close. Case counts for nothing, nor does - or _."""
+    """Returns ` (did you mean "scalenorm"?)`, or nothing if no choice is close. Case is ignored, and - equals _."""
 
     def plain(word: str) -> str:
         return word.lower().replace("_", "-")
 
     found = min(choices, key=lambda choice: _distance(plain(choice), plain(got)), default="")
-    is_close = _distance(plain(found), plain(got)) <= 1 + len(got) // 4  # as in Rust
+    is_close = _distance(plain(found), plain(got)) <= 1 + len(got) // 4  # the same limit as in Rust
     return f' (did you mean "{found}"?)' if found and is_close else ""
 
 
 def _distance(a: str, b: str) -> int:
-    """Levenshtein's: letters to insert, remove or replace."""
+    """Returns the Levenshtein distance: the number of letters to insert, remove or replace."""
     row = list(range(len(b) + 1))
     for i, letter in enumerate(a, 1):
         diagonal, row[0] = row[0], i
@@ -161,8 +163,8 @@ def _distance(a: str, b: str) -> int:
 
 
 def unknown(what: str, got: Any, choices: Iterable[str]) -> str:
-    """`unknown norm "scalnorm" (did you mean "scalenorm"?); expected one of layernorm, …`. A name of another table is
-    said with its option: `("mix-ln" is a residual scheme: --residual mix-ln)`."""
+    """Returns `unknown norm "scalnorm" (did you mean "scalenorm"?); expected one of layernorm, …`. A name of another
+    table is shown with its option: `("mix-ln" is a residual scheme: --residual mix-ln)`."""
     got, choices = str(got), list(choices)
     near = _of_another_table(got) or closest(got, choices)
     return f'unknown {what} "{got}"{near}; expected one of {", ".join(choices)}'
@@ -184,7 +186,7 @@ def _of_another_table(got: str) -> str:
 
 
 class _Signature:
-    """The constructor's, for notebooks and help(), made when it is asked for."""
+    """The constructor's signature, for notebooks and help(), computed on access."""
 
     def __get__(self, instance: Any, owner: Any) -> inspect.Signature:
         kind = inspect.Parameter.KEYWORD_ONLY
@@ -194,7 +196,7 @@ class _Signature:
 
 
 class Config:
-    """Options, given by keyword. Unknown names and wrong values are an InputError that lists the valid ones."""
+    """Options, given by keyword. Unknown names and wrong values raise InputError, which lists the valid ones."""
 
     FIELDS: ClassVar[tuple[Field, ...]] = ()
     __signature__: ClassVar[Any] = _Signature()
@@ -205,10 +207,10 @@ class Config:
             if name not in names:
                 raise InputError(unknown(f"option of {type(self).__name__}", name, names))
         for field in self.FIELDS:
-            # The dataclass is frozen; this is its constructor.
+            # The dataclass is frozen, and this is its constructor.
             object.__setattr__(self, field.name, field.check(options.get(field.name, field.default)))
 
-    # Written here once: the dataclass decorator would compile them for each class, 3 ms of every import.
+    # These are written once, because the dataclass decorator would compile them for each class, 3 ms of every import.
 
     def __repr__(self) -> str:
         return f"{type(self).__qualname__}({', '.join(f'{name}={value!r}' for name, value in self.asdict().items())})"
@@ -220,27 +222,28 @@ class Config:
         return hash(tuple(self.asdict().values()))
 
     def asdict(self) -> dict[str, Any]:
-        """The options by name, in order."""
+        """Returns the options by name, in order."""
         return {field.name: getattr(self, field.name) for field in self.FIELDS}
 
     def replace(self: _C, **options: Any) -> _C:
-        """A copy with some options changed."""
+        """Returns a copy with some options changed."""
         return type(self)(**{**self.asdict(), **options})
 
     def to_json(self, kinds: tuple[str, ...] | None = None) -> str:
-        """The options as a JSON object. `kinds`: the sublayers of a layer, where they are not its stack's."""
+        """Returns the options as a JSON object. `kinds`: the kinds of a layer's sublayers, if they differ from its
+        stack's."""
         return json.dumps({name: self._plain(name, value, kinds) for name, value in self.asdict().items()})
 
     def _plain(self, name: str, value: Any, kinds: tuple[str, ...] | None) -> Any:
-        """As JSON has it."""
-        if hasattr(value, "declare"):  # one's own
+        """Returns the value as it is written in JSON."""
+        if hasattr(value, "declare"):  # a user's own object
             return value.declare(self, kinds) if name == "residual" else value.declare(self)
         return "inf" if value == math.inf else value
 
     @classmethod
     def from_dict(cls: type[_C], options: Mapping[str, Any], *, trust: bool = False) -> _C:
-        """The inverse of `asdict`; names left out take their defaults. `trust`: texts file.py:Class run that file's
-        code, which is an InputError otherwise."""
+        """Builds a configuration from a dictionary, the inverse of `asdict`; names left out get their defaults.
+        `trust`: texts file.py:Class run that file's code, which is an InputError otherwise."""
         if not isinstance(options, Mapping):
             raise InputError(f"{cls.__name__} takes options by name; got {options!r}")
         refuse_code({name: value for name, value in options.items() if name in OWN}, cls.__name__, trust)
@@ -248,7 +251,7 @@ class Config:
 
     @classmethod
     def from_json(cls: type[_C], text: str, *, trust: bool = False) -> _C:
-        """The inverse of `to_json`. `trust`: as in `from_dict`."""
+        """Builds a configuration from JSON, the inverse of `to_json`. `trust`: as in `from_dict`."""
         try:
             options = json.loads(text)
         except (ValueError, RecursionError) as error:
@@ -289,7 +292,7 @@ _LATER = {
     "SearchConfig": ("search", "How translations are searched."),
     "GenerationConfig": ("generation", "How a language model continues a text."),
 }
-"""Classes that are made when they are first asked for: modules need none of them."""
+"""Classes that are made on first access, because modules need none of them."""
 
 
 def __getattr__(name: str) -> Any:
@@ -302,15 +305,16 @@ def __getattr__(name: str) -> Any:
 LANGUAGE_MODELS = ("attention", "tensorized_rank", "tensorized_segment")
 LANGUAGE_MODELS += ("kv_heads", "activation", "linear_biases", "max_positions", "rope_theta", "scale_embeddings")
 LANGUAGE_MODELS += ("logit_softcap", "qk_norm_after_rotation")
-"""Options of a model that only the training loop's models have: neither layers of `nn` nor fairseq's take them."""
+"""Options of a model that only the training loop's models have: neither layers of `nn` nor fairseq's models have
+them."""
 ATTENTION = ("output_gate", "sinks", "score_softcap")
-"""Options of attention that layers of `nn` have, too, and fairseq's models and swapped blocks do not."""
+"""Options of attention that layers of `nn` have, too, but fairseq's models and swapped blocks do not."""
 PARAMETRISATION = tuple(field.name for field in TransformerConfig.FIELDS if field.group == "parametrisation")
-"""Options that say how multipliers follow width and depth."""
+"""Options that set how multipliers follow width and depth."""
 
 
 def split(options: Mapping[str, Any], *kinds: type[Config]) -> list[dict[str, Any]]:
-    """The options of each class out of flat ones; InputError for a name that none of them has."""
+    """Splits flat options into those of each class; InputError for a name that no class has."""
     parts = [{k: v for k, v in options.items() if k in {f.name for f in kind.FIELDS}} for kind in kinds]
     known = [field.name for kind in kinds for field in kind.FIELDS]
     for name in options:
@@ -320,10 +324,11 @@ def split(options: Mapping[str, Any], *kinds: type[Config]) -> list[dict[str, An
 
 
 def tables() -> dict[str, list[dict[str, Any]]]:
-    """The norms, residuals and inits that a model may name: each a list of {name, equation, source}.
+    """Returns the norms, residual schemes and initialisations that a model may name: each a list of {name, equation,
+    source}.
 
-    A norm's entry has all that its module is made of, too: its class in `normformer_rs.nn`, parameters, options and
-    operator. `others` are further parts of models.
+    A norm's entry also has everything that its module is made of: its class in `normformer_rs.nn`, parameters, options
+    and operator. `others` are further parts of models.
     """
     from . import _html  # its imports take 2 ms
 

@@ -1,7 +1,7 @@
 """Conversion between fairseq's checkpoints and this package's, both ways: flags, parameters' names, and files.
 
-Both ways use torch.nn's names: the plug-in's architectures have them already, and fairseq's own `transformer` archs are
-renamed.
+Both directions use torch.nn's names: the plug-in's architectures have them already, and fairseq's own `transformer`
+archs are renamed.
 """
 
 import argparse
@@ -38,7 +38,7 @@ FAIRSEQS: tuple[str, ...] = (
 )
 FAIRSEQS += ("tie_embeddings", "dropout", "attention_dropout", "activation_dropout", *LANGUAGE_MODELS)
 FAIRSEQS += (*ATTENTION, *PARAMETRISATION)
-"""Options of a model for which fairseq has its own flags, that its data decide, or that its models cannot have."""
+"""Options of a model that fairseq sets by its own flags or by its data, or that its models cannot have."""
 REFUSED: tuple[str, ...] = (
     "adaptive_input",
     "adaptive_softmax_cutoff",
@@ -53,12 +53,12 @@ REFUSED += ("decoder_xformers_att_config", "scale_fc", "scale_attn", "scale_head
 """fairseq's flags that models of this package do not support."""
 FIXED: dict[str, Any] = {"activation_fn": "relu", "no_scale_embedding": False, "layernorm_embedding": False}
 FIXED |= {"no_token_positional_embeddings": False}
-"""Flags that the plug-in's architectures obey; the training loop has these values only."""
+"""Flags that the plug-in's architectures obey; the training loop supports only these values."""
 SIZES = ("embed_dim", "ffn_embed_dim", "layers", "attention_heads")
 
 
 def complete(flags: Mapping[str, Any]) -> argparse.Namespace:
-    """A model's flags; sizes that the decoder lacks are the encoder's.
+    """Returns a model's flags; sizes that the decoder lacks are copied from the encoder.
 
     Errors: InputError for flags that models of this package do not support.
     """
@@ -78,7 +78,7 @@ def complete(flags: Mapping[str, Any]) -> argparse.Namespace:
 
 
 def _fix_g(flags: dict[str, Any]) -> None:
-    """--scalenorm-fixed-g: every ScaleNorm is a scalenorm-fixed."""
+    """Applies --scalenorm-fixed-g: every ScaleNorm becomes a scalenorm-fixed."""
     norms = [flags.get(f"{side}_norm") or flags["norm"] for side in ("encoder", "decoder")]
     if not {"scalenorm", "scalenorm-fixed"}.intersection(norms):
         raise InputError(
@@ -90,12 +90,12 @@ def _fix_g(flags: dict[str, Any]) -> None:
 
 
 def own_flags(flags: Mapping[str, Any]) -> dict[str, Any]:
-    """The flags that may name a class of one's own."""
+    """Returns the flags that may name a user's own class."""
     return {name: flags[name] for name in OWN if name in flags}
 
 
 def configure(flags: argparse.Namespace, stack: str, vocab_size: int) -> TransformerConfig:
-    """This package's options for one stack of the model that the flags describe. Errors: InputError."""
+    """Returns this package's options for one stack of the model that the flags describe. Errors: InputError."""
     named = vars(flags)
     is_alone = "encoder_layers" not in named
     widths = {named[name] for name in named if name in ("encoder_embed_dim", "decoder_input_dim", "decoder_output_dim")}
@@ -130,7 +130,7 @@ def configure(flags: argparse.Namespace, stack: str, vocab_size: int) -> Transfo
 
 
 def _residual(flags: argparse.Namespace, is_alone: bool) -> str:
-    """The residual scheme; fairseq's older flags count where they agree with --residual."""
+    """Returns the residual scheme; fairseq's older flags are accepted if they agree with --residual."""
     named = getattr(flags, "residual", None)
     older = ["decoder_normalize_before"] if is_alone else ["encoder_normalize_before", "decoder_normalize_before"]
     before = [getattr(flags, name, False) for name in older]
@@ -176,7 +176,7 @@ def from_fairseq_names(state: dict[str, Tensor]) -> None:
             if not _NEVER_TRAINED.match(rest):
                 norms = _NORMS["encoder" if is_alone else stack]
                 state[f"{stack}.layers.{number}.{_rename(rest, norms)}"] = value
-        elif name == "decoder.embed_out":  # until fairseq 0.9
+        elif name == "decoder.embed_out":  # its name until fairseq 0.9
             state["decoder.output_projection.weight"] = state.pop(name)
         elif re.match(r"^(encoder|decoder)\.layer_norm\.", name):
             state[name.replace(".layer_norm.", ".norm.")] = state.pop(name)
@@ -189,7 +189,7 @@ def _rename(rest: str, norms: dict[str, str]) -> str:
 
 
 def _join(state: dict[str, Tensor]) -> None:
-    """q_proj, k_proj and v_proj become in_proj."""
+    """Joins q_proj, k_proj and v_proj into in_proj."""
     for name in [name for name in state if ".q_proj." in name]:
         parts = [state.pop(name.replace(".q_proj.", f".{which}_proj.")) for which in "qkv"]
         state[name.replace(".q_proj.", ".in_proj_")] = torch.cat(parts)
@@ -207,16 +207,16 @@ _TABLES: dict[str, dict[str, tuple[str, ...]]] = {
         "output_projection": ("decoder.output_projection",),
     },
 }
-"""By `tie_embeddings`: this package's tables of word vectors, and where fairseq's modules hold them."""
+"""For each value of `tie_embeddings`, this package's tables of word vectors and the fairseq modules that hold them."""
 _POSITIONS = {"encoder": "source_position_embedding", "decoder": "target_position_embedding"}
-"""Learned tables of positions: this package's, by fairseq's stack."""
+"""This package's learned table of positions for each of fairseq's stacks."""
 _FIRST_POSITION = 2
-"""fairseq's row of the first token, after padding's (1)."""
+"""The row of the first token in fairseq's table, after padding's (1)."""
 _FAIRSEQ_ONLY = re.compile(r"(^|\.)(version|_float_tensor|weights|is_profiled|vocab_mask)$")
 
 
 def to_canonical(state: Mapping[str, Tensor], ties: str) -> dict[str, Tensor]:
-    """The parameters and buffers of a fairseq model by this package's names."""
+    """Returns the parameters and buffers of a fairseq model under this package's names."""
     renamed = dict(state)
     from_fairseq_names(renamed)
     canonical = {}
@@ -232,12 +232,12 @@ def to_canonical(state: Mapping[str, Tensor], ties: str) -> dict[str, Tensor]:
     for name, value in renamed.items():
         if ".layers." in name or not (_FAIRSEQ_ONLY.search(name) or ".embed_" in name or "output_projection" in name):
             canonical[name] = value
-    halves = (torch.float16, torch.bfloat16)  # what --fp16 and --bf16 save
+    halves = (torch.float16, torch.bfloat16)  # the types that --fp16 and --bf16 save
     return {name: value.float() if value.dtype in halves else value for name, value in canonical.items()}
 
 
 def from_canonical(state: Mapping[str, Tensor], ties: str) -> dict[str, Tensor]:
-    """The inverse: the state dict of a model of the plug-in."""
+    """Returns the state dict of a model of the plug-in, the inverse of `to_canonical`."""
     found = {name: value for name, value in state.items() if name.split(".")[0] in ("encoder", "decoder")}
     sides = {name.split(".")[0] for name in found}
     for table, holders in _TABLES[ties].items():
@@ -263,7 +263,7 @@ VERSION = 1
 
 
 def check_version(state: Mapping[str, Tensor]) -> None:
-    """InputError for a checkpoint of a later version."""
+    """Raises InputError for a checkpoint of a later version."""
     version = int(state.get("version", VERSION))
     if version > VERSION:
         raise InputError(
@@ -277,19 +277,19 @@ def check_version(state: Mapping[str, Tensor]) -> None:
 SAFE: list[Any] = [argparse.Namespace, np.ndarray, np.dtype, *(type(np.dtype(name)) for name in ("int64", "float64"))]
 for _name, _made in (("_reconstruct", np.zeros(1).__reduce__()[0]), ("scalar", np.float64(0).__reduce__()[0])):
     SAFE += [(_made, f"numpy.{core}.multiarray.{_name}") for core in ("core", "_core")]
-"""Types in fairseq's checkpoints beside tensors and plain data: flags, and numpy's numbers in the metrics of
+"""Types in fairseq's checkpoints besides tensors and plain data: flags, and numpy's numbers in the metrics of
 --eval-bleu (numpy 2 has renamed its core)."""
 
 
 def read_checkpoint(path: Path_, trust: bool = False) -> dict[str, Any]:
-    """A fairseq checkpoint: tensors, plain data and the types in `SAFE`.
+    """Reads a fairseq checkpoint: tensors, plain data and the types in `SAFE`.
 
     Errors: InputError for other files, and, without `trust`, for other types, because loading them could run code.
     """
     if not Path(path).is_file():
         raise InputError(f"{path}: no such file; expected a checkpoint of fairseq")
     try:
-        # At its end the context removes its types, and another part of the program may have allowed some of them.
+        # On exit the context removes its types, so it gets only those that the program has not allowed itself.
         allowed = torch.serialization.get_safe_globals()
         with torch.serialization.safe_globals([kind for kind in SAFE if kind not in allowed]):
             found = torch.load(path, map_location="cpu", weights_only=not trust)
@@ -311,7 +311,7 @@ def read_checkpoint(path: Path_, trust: bool = False) -> dict[str, Any]:
 
 
 def flags_of(saved: Mapping[str, Any], path: Path_) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The model's flags and the task's. Errors: InputError where they are not there, or another architecture's."""
+    """Returns the model's flags and the task's. Errors: InputError if they are missing, or another architecture's."""
     cfg, args = saved.get("cfg"), saved.get("args")
     found = [cfg.get("model"), cfg.get("task")] if isinstance(cfg, Mapping) else [args, args]
     model, task = (vars(part) if isinstance(part, argparse.Namespace) else part for part in found)
@@ -329,8 +329,8 @@ def from_fairseq(path: Path_, output: Path_, *, data: Path_ | None = None, trust
     Args:
         path: a .pt of `nfrs_transformer…` or `transformer…`, with one dictionary for both languages.
         output: a folder that does not exist yet.
-        data: fairseq's binarised folder, for its dictionary; None: the one it was trained on.
-        trust: load a .pt that could run code, or that names some: a norm or scheme file.py:Class.
+        data: fairseq's binarised folder, for its dictionary; None for the folder it was trained on.
+        trust: load a .pt that could run code, or that names code to run: a norm or scheme file.py:Class.
 
     Errors: InputError for other architectures, dictionaries that differ, and existing folders.
     """
@@ -378,7 +378,7 @@ def from_fairseq(path: Path_, output: Path_, *, data: Path_ | None = None, trust
 def _learned_positions(
     flags: Mapping[str, Any], state: Mapping[str, Tensor], config: TransformerConfig, path: Path_
 ) -> dict[str, Any]:
-    """The options of learned positions; none where they are sinusoids. Errors: InputError where the sides differ."""
+    """Returns the options of learned positions; empty for sinusoids. Errors: InputError if the sides differ."""
     sides = ["decoder"] if config.architecture == "decoder-only" else ["encoder", "decoder"]  # type: ignore[attr-defined]
     learned = [side for side in sides if flags.get(f"{side}_learned_pos")]
     if not learned:
@@ -399,9 +399,9 @@ def _learned_positions(
 
 
 def _dictionary(folder: Path, task: Mapping[str, Any]) -> Path:
-    """The one dictionary of both languages, or of the only one."""
+    """Finds the dictionary, which must be the same for both languages."""
     names = [f"dict.{task[side]}.txt" for side in ("source_lang", "target_lang") if task.get(side)]
-    # Languages that fairseq has found out by itself are not in the checkpoint.
+    # Languages that fairseq has detected by itself are not in the checkpoint.
     paths = [folder / name for name in names] or sorted(folder.glob("dict.*txt"))
     if not paths or not all(path.is_file() for path in paths):
         raise InputError(f"{folder}: no {' or '.join(names) or 'dict.LANG.txt'}: give --data DIR")
@@ -444,8 +444,8 @@ def to_fairseq(directory: Path_, output: Path_, *, checkpoint: str = "best") -> 
 
 
 def flags_from(config: TransformerConfig) -> dict[str, Any]:
-    """The plug-in's flags of a configuration: the inverse of `configure`. Errors: InputError for a parametrisation and
-    for parts of attention that the plug-in does not have."""
+    """Returns the plug-in's flags for a configuration, the inverse of `configure`. Errors: InputError for a
+    parametrisation and for parts of attention that the plug-in does not have."""
     for field in TransformerConfig.FIELDS:
         named = (*ATTENTION, *PARAMETRISATION)
         if field.name in named and (value := getattr(config, field.name)) != field.default:

@@ -1,4 +1,4 @@
-"""Coordinate checks: how large activations are after a few updates, at several widths or depths."""
+"""Coordinate checks, which measure the size of activations after a few updates, at several widths or depths."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,24 +26,24 @@ class CoordinateCheck:
     """The mean |x| at seven places of models that differ in one size."""
 
     over: str
-    """"width" or "depth"."""
+    """The size that differs, "width" or "depth"."""
     values: tuple[int, ...]
     """The widths, or the layers of each stack."""
     sizes: NDArray[np.float64]
-    """(values, updates + 1, 7): before training and after each update, the geometric mean over seeds of the mean |x| of
-    what the decoder reads, of its first, middle and last layer's output, of the logits, and of the scores that
-    attention's softmax gets and that a connection's weights are made of; 0 where a model has none."""
+    """(values, updates + 1, 7): before training and after each update, the geometric mean over seeds of the mean |x|
+    of the decoder's input, of its first, middle and last layer's output, of the logits, of the scores before
+    attention's softmax, and of the scores from which a connection's weights are computed; 0 if a model has none."""
     parametrisation: str
 
     def slopes(self, update: int = -1) -> dict[str, float]:
-        """By place, the slope of log size against log width or depth after that update (0: before the first); 0 where
-        sizes do not depend on it. Places that the models lack, or where something is 0, are left out."""
+        """Returns, for each place, the slope of log size against log width or depth after that update (0: before the
+        first); it is 0 if sizes do not depend on it. Places that the models lack, or with a size of 0, are left out."""
         x = np.log(self.values)
         found = {place: self.sizes[:, update, i] for i, place in enumerate(PLACES)}
         return {place: float(np.polyfit(x, np.log(sizes), 1)[0]) for place, sizes in found.items() if sizes.all()}
 
     def save(self, path: str | PathLike[str]) -> None:
-        """A picture: a panel for each place, a line for each update, both axes logarithmic.
+        """Saves a picture: a panel for each place, a line for each update, both axes logarithmic.
 
         Errors: ImportError without matplotlib.
         """
@@ -65,7 +65,7 @@ class CoordinateCheck:
             axis.set_xscale("log", base=2)
             axis.set_yscale("log", base=10)
             low, high = self.sizes[:, shown, i].min(), self.sizes[:, shown, i].max()
-            middle = (low * high) ** 0.5  # at least a decade, so that flat lines look flat
+            middle = (low * high) ** 0.5  # the axis spans at least a decade, so that flat lines look flat
             axis.set_ylim(min(low / 1.2, middle / 3.2), max(high * 1.2, middle * 3.2))
             axis.set_xticks(self.values, [str(value) for value in self.values])
             axis.set_title(f"{place}   slope {slopes[place]:+.2f}", loc="left", fontsize=9)
@@ -94,8 +94,8 @@ def coordinate_check(
 ) -> CoordinateCheck:
     """Trains models of several widths, or depths, for a few updates on one batch of random tokens, and measures sizes.
 
-    Under a parametrisation that holds, activations stay as large whatever the width (Yang et al. 2022, App D.1) and
-    depth (Dey et al. 2025, Fig 7): `slopes` are near 0. Logits may shrink with width at first, and their slope then
+    Under a correct parametrisation, activations keep their size at every width (Yang et al. 2022, App D.1) and depth
+    (Dey et al. 2025, Fig 7): `slopes` are near 0. Logits may shrink with width at first, and their slope then
     approaches 0 from below.
 
     >>> import normformer_rs as nf
@@ -107,12 +107,12 @@ def coordinate_check(
     ('width', (8, 16), (2, 2, 7))
 
     Args:
-        config: a model; dropout is left out. With a width go d_ff in proportion and as many heads as keep d_head; with
-            a depth, the layers of both stacks.
-        widths, depths: one of them, at least two sizes.
-        updates: AdamW's, β = (0.9, 0.98), with `param_groups(model, lr, weight_decay=…, eps=…)`.
-        seeds: of models and batches.
-        sentences, length: of the batch.
+        config: a model; its dropout is turned off. A width changes d_ff in proportion and the number of heads so that
+            d_head stays; a depth changes the layers of both stacks.
+        widths, depths: at least two sizes, for one of the two.
+        updates: the number of AdamW's updates, β = (0.9, 0.98), with `param_groups(model, lr, weight_decay=…, eps=…)`.
+        seeds: the seeds of models and batches.
+        sentences, length: the size of the batch.
 
     Returns sizes, slopes and a picture (`save`). Errors: InputError for sizes that do not fit.
     """
@@ -148,7 +148,7 @@ def _sized(config: TransformerConfig, over: str, value: int) -> TransformerConfi
 def _trained(
     config: TransformerConfig, updates: int, seed: int, shape: tuple[int, int], given: dict[str, Any]
 ) -> NDArray[np.float64]:
-    """(updates + 1, 7): logarithms of sizes."""
+    """Returns the logarithms of sizes, (updates + 1, 7)."""
     model = Transformer(config, seed=seed, device="cpu").train()
     generator = torch.Generator().manual_seed(seed)
     source, target_input, target = (torch.randint(4, config.vocab_size, shape, generator=generator) for _ in range(3))
@@ -161,13 +161,13 @@ def _trained(
         torch.nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten()).backward()
         optimizer.step()
         found.append(_sizes(model, reads, target_input))
-    with np.errstate(divide="ignore"):  # of what is 0 or not there
+    with np.errstate(divide="ignore"):  # some sizes are 0
         return np.log(found)
 
 
 @torch.no_grad()
 def _sizes(model: Transformer, source: Tensor | None, target_input: Tensor) -> NDArray[np.float64]:
-    from .analysis import observe  # which has this module's names
+    from .analysis import observe  # imported here, because analysis imports this module
 
     seen = observe(model, source, target_input)["decoder"]
     layers, last = seen.sizes, len(seen.sizes) - 1

@@ -1,4 +1,4 @@
-"""Pictures of training runs: one run, or several laid over each other."""
+"""Pictures of training runs: one run, or several in one picture."""
 
 import io
 from collections.abc import Callable, Sequence
@@ -17,15 +17,15 @@ if TYPE_CHECKING:
 
 _TRAIN, _VALID, _BEST, _LINE = "#8fb3d9", "#c8442f", "#1f6f4a", "#46688c"
 SOFTWARE = "normformer_rs"
-"""The name that a PNG's text bears; the core's ownership.rs knows a run's picture by it."""
+"""The name in a PNG's metadata; the extension module (ownership.rs) recognises a run's picture by it."""
 _MANY = 8
-"""Runs from which on panels are taller and lines smoother."""
+"""The number of runs above which panels are taller and lines smoother."""
 _GRID = {"color": "#e4e4e4", "linewidth": 0.8}
 COLOURS = (
     *("#3b6fb5", "#d1495b", "#2e8b57", "#e08e1b", "#7a4fb3", "#17a2b8", "#9a5b3c", "#d64fa3", "#6b7a1f", "#444444"),
     *("#86b6ee", "#f2939e", "#7fcfa0", "#f6c46a", "#b99ae6", "#7fd6e3", "#c99a80", "#f0a3d3", "#b5c25c", "#9a9a9a"),
 )
-"""Of runs, in order; told apart by names at the lines' ends, too."""
+"""The colours of runs, in order; the names at the lines' ends tell them apart, too."""
 _Panel = Callable[[Any, "Sequence[History]", "Sequence[str]"], None]
 
 
@@ -34,19 +34,19 @@ def plot(
     path: str | PathLike[str] = "curves.png",
     names: Sequence[str] | None = None,
 ) -> Path:
-    """Draws runs over each other into one picture: loss, BLEU or perplexity, gradient norm, learning rate.
+    """Draws runs into one picture: loss, BLEU or perplexity, gradient norm, learning rate.
 
     Args:
-        runs: what `Trainer.fit` returned, or the folders of runs; at most 20.
-        path: of the picture; its ending says which kind: png, svg, pdf.
-        names: of the runs, at the ends of their lines; None: their folders' names, with as much of the path as tells
-            them apart.
+        runs: results of `Trainer.fit`, or the folders of runs; at most 20.
+        path: the picture's path; its ending sets the format: png, svg, pdf.
+        names: the runs' names, at the ends of their lines; None for their folders' names, with as much of the path as
+            tells them apart.
 
-    BLEU stands where a run has measured it, else perplexity; a panel that no run has numbers for is left out. pyplot is
-    not touched.
+    BLEU is shown if a run has measured it, otherwise perplexity; a panel for which no run has numbers is left out.
+    pyplot is not used.
 
-    Returns: the path. Errors: InputError for no run, for more than 20, for a folder without log.jsonl, for another
-    number of names than of runs; ImportError without matplotlib.
+    Returns: the path. Errors: InputError for no run, for more than 20, for a folder without log.jsonl, if there are not
+    as many names as runs; ImportError without matplotlib.
     """
     from .history import LOG, History
 
@@ -68,7 +68,7 @@ def plot(
 
 
 def told_apart(folders: Sequence[Path]) -> list[str]:
-    """The end of each path that no other has.
+    """Returns the ends of the paths, just long enough to tell them apart.
 
     >>> told_apart([Path("a/run"), Path("b/run")])
     ['a/run', 'b/run']
@@ -82,7 +82,7 @@ def told_apart(folders: Sequence[Path]) -> list[str]:
 
 
 def png(history: "History") -> bytes:
-    """The picture of one run, for notebooks. Errors: ImportError without matplotlib."""
+    """Returns the picture of one run as PNG, for notebooks. Errors: ImportError without matplotlib."""
     picture = io.BytesIO()
     _figure([history], told_apart([history.output])).savefig(picture, format="png", dpi=90)
     return picture.getvalue()
@@ -115,16 +115,17 @@ def _figure(runs: "Sequence[History]", names: Sequence[str]) -> Any:
 
 
 def literal(figure: Any) -> Any:
-    """The figure, all of it drawn, with every text shown as it is: a name with dollars is no formula.
+    """Makes all text of a finished figure literal, so that a name with dollars is no formula; returns the figure.
 
-    Marks that an axis makes of its numbers stay formulas (10²). Bytes of a name that are no UTF-8 become \\udc80.
+    Tick labels that an axis makes from its numbers stay formulas (10²). Bytes of a name that are not UTF-8 become
+    \\udc80.
     """
     from matplotlib.text import Text
     from matplotlib.ticker import FixedFormatter, FuncFormatter
 
     marks: set[Any] = set()
     for axis in (axis for axes in figure.axes for axis in (axes.xaxis, axes.yaxis)):
-        if not isinstance(axis.get_major_formatter(), FixedFormatter | FuncFormatter):  # whose marks may be names
+        if not isinstance(axis.get_major_formatter(), FixedFormatter | FuncFormatter):  # whose labels may be names
             marks.update(axis.get_ticklabels(which="both"))
     for text in figure.findobj(Text):
         if text not in marks:
@@ -136,7 +137,7 @@ def literal(figure: Any) -> Any:
 def _save(figure: Any, path: Path) -> Path:
     picture = io.BytesIO()
     kind = path.suffix.removeprefix(".").lower() or "png"
-    # By these words a run knows its own picture, which `--overwrite` may remove.
+    # A run recognises its own picture by this metadata; `--overwrite` may remove it.
     figure.savefig(picture, format=kind, metadata={"Software": SOFTWARE} if kind == "png" else None)
     write_whole(path, picture.getvalue())
     return path
@@ -186,7 +187,7 @@ def _perplexity(axis: Any, runs: "Sequence[History]", names: Sequence[str]) -> N
 
 
 def _evaluated(axis: Any, runs: "Sequence[History]", names: Sequence[str], field: str, best: Any, form: str) -> None:
-    """A number of each evaluation; the best one is marked."""
+    """Draws a number of each evaluation; if there is one run, the best is marked."""
     for run, colour in zip(runs, COLOURS):
         values = getattr(run.evaluations, field)
         measured = np.isfinite(values)
@@ -217,19 +218,19 @@ def _rate(axis: Any, runs: "Sequence[History]", names: Sequence[str]) -> None:
 
 
 def _from_zero(axis: Any, values: Sequence[Any]) -> None:
-    """From 0 to a little above the largest number that is one."""
+    """Scales the axis from 0 to a little above the largest number that is not NaN."""
     axis.set_ylim(0, 1.08 * max(float(np.nanmax(numbers, initial=0.0)) for numbers in values) or 1)
 
 
 def _logarithmic(axis: Any, values: Sequence[Any]) -> None:
-    """A logarithmic axis, where there is a number that it can show."""
+    """Makes the axis logarithmic if there is a number that it can show."""
     if any((numbers > 0).any() for numbers in values):
         logarithmic(axis)
 
 
 def logarithmic(axis: Any, along: str = "y") -> None:
-    """With marks at 1, 2 and 5, so that a panel of less than a decade has some; over three decades with fewer. Call it
-    when all is drawn."""
+    """Makes the axis logarithmic, with ticks at 1, 2 and 5, so that a panel of less than a decade has some; over
+    three decades there are fewer. Call it when everything is drawn."""
     from matplotlib.ticker import LogLocator, NullFormatter
 
     axis.set(**{f"{along}scale": "log"})
@@ -258,7 +259,7 @@ def _lines(axis: Any, runs: "Sequence[History]", names: Sequence[str], values: S
 
 
 def _smooth(values: Any, parts: int = 100) -> Any:
-    """The mean over a part of the run, so that lines that lie together can be followed."""
+    """Returns the running mean over a part of the run, so that lines close to each other can be followed."""
     width = min(max(1, len(values) // parts), len(values))
     if width <= 1:
         return values
@@ -267,19 +268,19 @@ def _smooth(values: Any, parts: int = 100) -> Any:
 
 
 def _last(values: Any) -> float:
-    """The last number that is one; NaN: none is."""
+    """Returns the last finite number; NaN if there is none."""
     finite = values[np.isfinite(values)]
     return float(finite[-1]) if len(finite) else float("nan")
 
 
 def name_ends(axis: Any, ends: Sequence[tuple[float, str, str]]) -> None:
-    """Each line's name beside its end, in its colour, moved apart where they would lie on each other."""
+    """Writes each line's name beside its end, in its colour; names are moved apart if they would overlap."""
     low, high = axis.get_ylim()
     axis.set_ylim(low, high)
     is_log = axis.get_yscale() == "log"
 
     def height(value: float) -> float:
-        """From 0, the lower edge of the panel, to 1."""
+        """Returns the height in the panel, from 0 at its lower edge to 1."""
         value, lower, upper = np.log(np.array([value, low, high])) if is_log else (value, low, high)
         return float((value - lower) / (upper - lower))
 
@@ -293,12 +294,12 @@ def name_ends(axis: Any, ends: Sequence[tuple[float, str, str]]) -> None:
 
 
 def spread(heights: Sequence[float], gap: float = 0.062) -> list[float]:
-    """Rising heights, moved as little as needed so that neighbours are `gap` apart.
+    """Returns the rising heights, moved as little as needed so that neighbours are `gap` apart.
 
     >>> spread([0.5, 0.5], gap=0.1)
     [0.45, 0.55]
     """
-    groups: list[list[float]] = []  # of heights that touch; a group is centred on their mean
+    groups: list[list[float]] = []  # heights that touch; a group is centred on their mean
     for height in heights:
         groups.append([height])
         while len(groups) > 1 and _bottom(groups[-1], gap) - _top(groups[-2], gap) < gap:

@@ -1,7 +1,7 @@
-"""What a residual scheme is made of: the words that users write, modules run and JSON holds, as Rust declares them
-(`residual/declared.rs`, `residual/mixing.rs`). Imports no torch.
+"""The parts of a residual scheme: the types that users write, modules run and JSON holds, as Rust declares them
+(`residual/declared.rs`, `residual/mixing.rs`). It imports no torch.
 
-`to_json` writes each word and `from_json` reads it, both by `_codec`, which goes by the types of its fields.
+`to_json` writes each type and `from_json` reads it, both through `_codec`, which follows the types of its fields.
 """
 
 import functools
@@ -58,13 +58,13 @@ Point = Literal[
     "after_activation",
 ]
 GROWING = "growing"
-"""A gain that is the stack's α_t (`Growth`)."""
+"""The gain that is the stack's α_t (`Growth`)."""
 
 
 class NormAt(NamedTuple):
-    """The stack's norm under a name. `width`: of its rows, None: what stands there; `start`: multiplies the first value
-    of its weight. The package sets the others: `last`, no norm of the stack follows it; `ends_stack`, it stands after
-    the last layer; `is_weighted`, False leaves an rmsnorm's weight out."""
+    """The stack's norm under a name. `width` is the width of its rows, None for the usual one at its place; `start`
+    multiplies the initial value of its weight. The package sets the others: `last` if no norm of the stack follows
+    it; `ends_stack` if it comes after the last layer; `is_weighted` is False for an rmsnorm without a weight."""
 
     name: str
     width: int | None = None
@@ -78,10 +78,11 @@ FirstValues = float | Sequence[float] | Normal
 
 
 class Learned(NamedTuple):
-    """A parameter: its first values, one for all numbers, a list of each, or `Normal`; (1,) is a scalar. `shared`:
-    around the sublayers of a layer one parameter, where each has its own otherwise. `sums_over`: what its products are
-    summed over, so that parametrisations scale its rate: "nothing", "width" (a `Normal` has a smaller std in wider
-    models, too), "root-width" (over the width, and divided by its root) or "depth"."""
+    """A parameter. `value` holds its initial values: one for all numbers, a list of each, or `Normal`; the shape
+    (1,) is a scalar. `shared`: around the sublayers of a layer there is one parameter instead of one for each.
+    `sums_over`: the dimension over which its products are summed, by which parametrisations scale its rate:
+    "nothing", "width" (a `Normal` has a smaller std in wider models, too), "root-width" (over the width, and divided
+    by its root) or "depth"."""
 
     name: str
     value: FirstValues
@@ -91,7 +92,7 @@ class Learned(NamedTuple):
 
 
 class Curve(NamedTuple):
-    """A gain made of a parameter w: `sigmoid` or `co_sigmoid`."""
+    """A gain computed from a parameter w: `sigmoid` or `co_sigmoid`."""
 
     kind: str
     of: Learned
@@ -99,22 +100,22 @@ class Curve(NamedTuple):
 
 
 def sigmoid(of: Learned, temperature: float = 1.0) -> Curve:
-    """σ(w/τ)"""
+    """Returns the gain σ(w/τ)."""
     return Curve("sigmoid", of, temperature)
 
 
 def co_sigmoid(of: Learned, temperature: float = 1.0) -> Curve:
-    """√max(1 − σ(w/τ)², 10⁻³)"""
+    """Returns the gain √max(1 − σ(w/τ)², 10⁻³)."""
     return Curve("co_sigmoid", of, temperature)
 
 
 Gain = float | str | Learned | Curve
-"""What x or F(x) is multiplied by: a number, GROWING, a parameter (a scalar or one number per column), or a curve of
-one."""
+"""The factor of x or F(x): a number, GROWING, a parameter (a scalar or one number per column), or a curve of a
+parameter."""
 
 
 class Mix(NamedTuple):
-    """own⊙x + kept⊙(what was left under the name)"""
+    """own⊙x + kept⊙(the tensor kept under the name)"""
 
     name: str
     own: Gain = 1.0
@@ -132,58 +133,58 @@ _KINDS: dict[str, Any] = {
     "keep": str,
     "mix": Mix,
 }
-"""Changes by name, and what each is made of. The functions of these names say what they do."""
+"""The kinds of changes, and the type of each one's content. The functions of these names say what they do."""
 
 
 class Change(NamedTuple):
-    """What happens to x at a place."""
+    """A change of x at its place: its kind and the kind's content."""
 
     kind: str
     what: Any
 
 
 def norm(name: str = "norm", width: int | None = None, start: float = 1.0) -> Change:
-    """N(x), the stack's norm."""
+    """Normalises x with the stack's norm: N(x)."""
     return Change("norm", NormAt(name, width, start))
 
 
 def shift(parameter: Learned) -> Change:
-    """x − b"""
+    """Subtracts a parameter: x − b."""
     return Change("shift", parameter)
 
 
 def scale(parameter: Learned) -> Change:
-    """x⊙s"""
+    """Multiplies by a parameter: x⊙s."""
     return Change("scale", parameter)
 
 
 def head_scale(parameter: Learned) -> Change:
-    """Each head's columns times its own number; the parameter has one a head."""
+    """Multiplies each head's columns by its own number; the parameter has one number per head."""
     return Change("head_scale", parameter)
 
 
 def damp_forward(parameter: Learned) -> Change:
-    """x − silu(a)·sg(x), sg(x) being x without its gradient: x is scaled, its gradient is not (Chen et al. 2025)."""
+    """Scales x but not its gradient: x − silu(a)·sg(x), where sg(x) is x without its gradient (Chen et al. 2025)."""
     return Change("damp_forward", parameter)
 
 
 def times(c: float) -> Change:
-    """c·x"""
+    """Multiplies by a constant: c·x."""
     return Change("times", c)
 
 
 def unit(eps: float = 1e-12) -> Change:
-    """x/max(‖x‖₂, ε)"""
+    """Scales x to unit length: x/max(‖x‖₂, ε)."""
     return Change("unit", eps)
 
 
 def keep(name: str) -> Change:
-    """Leaves x under a name, for `mix` later in the stack."""
+    """Keeps x under a name, for a later `mix` in the stack."""
     return Change("keep", name)
 
 
 def mix(name: str, own: Gain = 1.0, kept: Gain = 1.0) -> Change:
-    """own⊙x + kept⊙(what was left under the name)"""
+    """Mixes x with a kept tensor: own⊙x + kept⊙(the tensor kept under the name)."""
     return Change("mix", Mix(name, own, kept))
 
 
@@ -191,16 +192,16 @@ Changes = Change | Iterable[Change]
 
 
 class StreamStep(NamedTuple):
-    """s⁺ = α⊙s + β⊙drop(f) of a stream s beside x."""
+    """The step s⁺ = α⊙s + β⊙drop(f) of a stream s beside x; f is the sublayer's output, as for x."""
 
     alpha: Gain = 1.0
     beta: Gain = 1.0
 
 
 class Joint(NamedTuple):
-    """Gates of n streams, functions of all at once (docs/spec.md §2.23): around a sublayer weight (2n + n², n·d), scale
-    (3,), bias (2n + n²,); without iterations, which means R = I, (2n, n·d), (2,), (2n,); at a stack's end (n, n·d),
-    (1,), (n,)."""
+    """Gates of n streams that are functions of all streams together (docs/spec.md §2.23). Shapes: around a sublayer
+    weight (2n + n², n·d), scale (3,), bias (2n + n²,); without iterations, which means R = I, (2n, n·d), (2,),
+    (2n,); at a stack's end (n, n·d), (1,), (n,)."""
 
     weight: Learned
     scale: Learned
@@ -210,8 +211,8 @@ class Joint(NamedTuple):
 
 
 class Dynamic(NamedTuple):
-    """What moves `Each`: s⊙tanh(W·LayerNorm(H_i)). gain and shift are LayerNorm's, (d,); weight (n + 2, d); scale
-    (2,)."""
+    """The input-dependent part of `Each`: s⊙tanh(W·LayerNorm(H_i)). gain and shift are LayerNorm's, (d,); weight is
+    W, (n + 2, d); scale is s, (2,)."""
 
     gain: Learned
     shift: Learned
@@ -220,16 +221,16 @@ class Dynamic(NamedTuple):
 
 
 class Each(NamedTuple):
-    """Gates of n streams, numbers and functions of each stream by itself (docs/spec.md §2.31): bias (n·(n + 2),), row
-    after row p_i, R_i1 to R_in, g_i."""
+    """Gates of n streams: learned numbers, plus functions of each stream alone (docs/spec.md §2.31). bias
+    (n·(n + 2),) holds, row after row, p_i, R_i1 to R_in, g_i."""
 
     bias: Learned
     dynamic: Dynamic | None = None
 
 
 class Channel(NamedTuple):
-    """Gates of n streams by channel (docs/spec.md §2.23): gain (n·d,), down (r, n·d), up (n·d, r), write (n, n·d); at a
-    stack's end no write."""
+    """Gates of n streams by channel (docs/spec.md §2.23): gain (n·d,), down (r, n·d), up (n·d, r), write (n, n·d);
+    at a stack's end there is no write."""
 
     gain: Learned
     down: Learned
@@ -242,17 +243,18 @@ Gates = Joint | Each | Channel | float
 
 
 class HyperConnection(NamedTuple):
-    """x is read of n streams, and F(x) written to them: H⁺_j = g_j drop(F(Σ_i p_i⊙H_i)) + Σ_i R_ij H_i. A number for
-    `gates`, at a stack's end: p_i."""
+    """Reads x from n streams and writes F(x) to them: H⁺_j = g_j drop(F(Σ_i p_i⊙H_i)) + Σ_i R_ij H_i. At a stack's
+    end `gates` may be a number, which is every p_i."""
 
     streams: int
     gates: Gates
 
 
 class DepthAttention(NamedTuple):
-    """x attends over the outputs of earlier sublayers (docs/spec.md §2.22). `weights`: (query, gain), each (d,); a
-    query alone: normed outputs are summed up, and of three queries (3, d) q, k and v have an input each; None: nothing
-    but the embedding is there. `begins_block`: F(x) begins a new output, else it is added to the last."""
+    """x attends over the outputs of earlier sublayers (docs/spec.md §2.22). `weights` is (query, gain), each (d,);
+    with a query alone normed outputs are summed up, and with three queries (3, d) q, k and v have an input each; it
+    is None if the embedding is the only output. `begins_block`: F(x) begins a new output; otherwise it is added to
+    the last one."""
 
     weights: Learned | tuple[Learned, Learned] | None
     begins_block: bool = True
@@ -260,12 +262,12 @@ class DepthAttention(NamedTuple):
 
 Mixing = HyperConnection | DepthAttention
 Stream = NormAt | None
-"""The norm that a stream beside x ends with."""
+"""The norm at the end of a stream beside x; None for no norm."""
 
 
 class ResidualSpec(NamedTuple):
-    """Around a sublayer: x⁺ = after(α⊙skip(x) + β⊙drop(branch(F(before(x))))). A `mixing` stands in place of skip,
-    after, α, β and streams."""
+    """The connection around a sublayer: x⁺ = after(α⊙skip(x) + β⊙drop(branch(F(before(x))))). A `mixing` replaces
+    skip, after, α, β and streams."""
 
     before: Changes = ()
     skip: Changes = ()
@@ -278,8 +280,8 @@ class ResidualSpec(NamedTuple):
 
 
 class Combine(NamedTuple):
-    """A layer's input as a learned sum of all outputs so far: `weight` (L + 1, L + 1), lower-triangular; norms on the
-    outputs, or on the sums. `skips_first`: the first layer reads the embedding itself."""
+    """A layer's input as a learned sum of all outputs so far: `weight` is (L + 1, L + 1), lower-triangular; `norms`
+    apply to the outputs or, with `on_sums`, to the sums. `skips_first`: the first layer reads the embedding itself."""
 
     weight: Learned
     norms: Sequence[NormAt] = ()
@@ -288,7 +290,8 @@ class Combine(NamedTuple):
 
 
 class Growth(NamedTuple):
-    """α_t = min(1, curve(t/T)), T = `steps` updates; `by_layer`: T·l in layer l, counted from 1."""
+    """The growing gain α_t = min(1, curve(t/T)), where T is `steps` updates or, with `by_layer`, T·l in layer l,
+    counted from 1."""
 
     steps: int
     curve: Literal["linear", "exp", "sigmoid"] = "linear"
@@ -296,8 +299,8 @@ class Growth(NamedTuple):
 
 
 class StackSpec(NamedTuple):
-    """A stack: changes before its first layer and after its last, and how layers follow each other. `streams`: for each
-    stream beside x the norm that it ends with, or None."""
+    """A stack: changes before its first layer and after its last, and the connections between layers. `streams` has,
+    for each stream beside x, the norm at its end, or None."""
 
     begin: Changes = ()
     combine: Combine | None = None
@@ -307,13 +310,13 @@ class StackSpec(NamedTuple):
     end: Changes = ()
 
 
-# What is asked of declarations.
+# Functions of declarations.
 
 _Part = NormAt | Learned
 
 
 def replaced(value: Any, change: Callable[[Any], Any]) -> Any:
-    """The same with its norms and parameters exchanged for what `change` makes of each."""
+    """Returns the value with each of its norms and parameters replaced by `change` of it."""
     if isinstance(value, _Part):
         return change(value)
     if isinstance(value, Mapping):
@@ -325,47 +328,47 @@ def replaced(value: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def renamed(value: Any, rename: Callable[[str], str]) -> Any:
-    """The same with its norms and parameters under other names."""
+    """Returns the value with its norms and parameters renamed."""
     return replaced(value, lambda part: part._replace(name=rename(part.name)))
 
 
 def parts_of(value: Any) -> list[Any]:
-    """Its norms and parameters, in order."""
+    """Returns the norms and parameters of a declaration, in order."""
     if isinstance(value, _Part):
         return [value]
     return [part for inner in value for part in parts_of(inner)] if isinstance(value, tuple) else []
 
 
 def passes(changes: Iterable[Change]) -> bool:
-    """One of them keeps a tensor for others, or reads what was kept."""
+    """True if one of the changes keeps a tensor for others, or reads a kept one."""
     return any(change.kind in ("keep", "mix") for change in changes)
 
 
 def only_norm(changes: Sequence[Change]) -> NormAt | None:
-    """The norm that is all that stands there."""
+    """Returns the norm if it is the only change, otherwise None."""
     return changes[0].what if len(changes) == 1 and changes[0].kind == "norm" else None
 
 
 def is_of_joined_heads(change: Change, head_dim: int) -> bool:
-    """A change of queries, keys or values that works on all heads joined, and not on each."""
+    """True if a change of queries, keys or values works on all heads joined, and not on each."""
     if change.kind == "norm":
         return change.what.width != head_dim
     return change.kind in ("keep", "mix", "damp_forward")
 
 
-# JSON. A variant of an enum of Rust's is {its name: its content}.
+# JSON: a variant of a Rust enum is {its name: its content}.
 
 
 class Owner(NamedTuple):
-    """The module that has the norms and parameters of a place: the width of its rows, and what stands before and after
-    their names in it."""
+    """The module that owns the norms and parameters of a place: the width of its rows, and the texts before (`path`)
+    and after (`number`) their names in it."""
 
     width: int
     path: str = ""
     number: str = ""
 
     def own(self, part: Any, what: str) -> Any:
-        """A norm or a parameter as the module has it."""
+        """Returns a norm or a parameter under the name that it has in the module, with its width or shape filled in."""
         name = self.path + _text(part.name, f"{what}.name")
         if isinstance(part, NormAt):
             width = self.width if part.width is None else part.width
@@ -377,22 +380,23 @@ class Owner(NamedTuple):
 
 
 def to_json(kind: Any, value: Any, owner: Owner, what: str) -> Any:
-    """A value of this type as Rust reads it. `what` names it in messages. Errors: InputError for another type's."""
+    """Returns a value of this type as Rust reads it. `what` names it in messages. Errors: InputError for a value of
+    another type."""
     return _codec(kind).write(value, owner, what)
 
 
 def from_json(kind: Any, found: Any) -> Any:
-    """A value of this type of what Rust wrote."""
+    """Returns a value of this type, read from what Rust wrote."""
     return _codec(kind).read(found)
 
 
 def refusal(what: str, expected: str, value: Any) -> InputError:
-    """The error for a value that is not what it must be."""
+    """Makes the error for a value that is not what it must be."""
     return InputError(f"{what} must be {expected}; got {value!r}")
 
 
 class _Codec(NamedTuple):
-    """How a type's values are written as JSON, and read."""
+    """The functions that write a type's values as JSON, and read them."""
 
     write: Callable[[Any, Owner, str], Any]
     read: Callable[[Any], Any]
@@ -433,7 +437,7 @@ def _list(codec: _Codec) -> _Codec:
 
 
 def _one_or_list(codec: _Codec) -> _Codec:
-    """Of `X | Sequence[X]`."""
+    """Returns the codec of `X | Sequence[X]`."""
     many = _list(codec)
 
     def write(value: Any, owner: Owner, what: str) -> Any:
@@ -527,7 +531,7 @@ def _first_values() -> _Codec:
 
 
 _LEFT_OUT = ("is_weighted", "shared", "sums_over")
-"""Fields that are written only where they are not at their default."""
+"""Fields that are written only if they differ from their default."""
 
 
 def _fields(kind: Any) -> _Codec:
@@ -554,7 +558,7 @@ def _text(value: Any, what: str) -> str:
 
 
 def _whole(value: Any, what: str) -> int:
-    """A whole number, which a size or a count must be."""
+    """Checks that a value is a whole number, as sizes and counts must be, and returns it."""
     if isinstance(value, bool) or not hasattr(value, "__index__") or abs(int(value)) >= 2**63:
         raise InputError(f"{what} must be a whole number of 64 bits; got {str(value)[:60]!r}")
     return int(value)
@@ -575,4 +579,4 @@ _CODECS: dict[Any, Callable[[], _Codec]] = {
     Gates: lambda: _enum(_GATES, "a Joint, an Each, a Channel or a number"),
     Mixing: lambda: _enum(_MIXING, "a HyperConnection or a DepthAttention"),
 }
-"""How the types are written and read whose fields alone do not say it."""
+"""Makers of the codecs of types whose fields alone do not determine it."""

@@ -42,7 +42,7 @@ TRAINING: dict[str, Any] = {
     "keep": 2,
 }
 DATA: dict[str, Any] = {"bpe_operations": 200}
-"""The demo's set-up: at most 3 minutes of training on 2 cores, BLEU at least 80."""
+"""The demo's settings: at most 3 minutes of training on 2 cores, BLEU at least 80."""
 
 SIZES = {"train": 6000, "valid": 200, "test": 400}
 SEED = 1
@@ -62,7 +62,7 @@ _DAYS = {
     "december": 31,
 }
 _APRIL = 4
-# Ordinals that are not "thứ" and the number.
+# Ordinals whose word after "thứ" is not the number's.
 _THU = {1: "nhất", 4: "tư"}
 
 
@@ -85,16 +85,16 @@ class Outcome(NamedTuple):
     """The result of a demo run."""
 
     bleu: float
-    """Of the test set, 0 to 100, multi-bleu.perl's formula."""
+    """The BLEU of the test set, 0 to 100, by multi-bleu.perl's formula."""
     seconds: float
-    """Training and translation."""
+    """The time of training and translation."""
     history: "History"
     translations: list[tuple[str, str, str]]
-    """(English, the model's Vietnamese, the right Vietnamese)."""
+    """Triples of the English, the model's Vietnamese and the right Vietnamese."""
 
 
 def corpus(seed: int = SEED) -> Corpus:
-    """The demo's pairs, the same for the same seed. Every number below 100 is in the training set.
+    """Returns the demo's pairs, the same for the same seed. Every number below 100 is in the training set.
 
     Errors: ImportError without num2words.
     """
@@ -104,7 +104,7 @@ def corpus(seed: int = SEED) -> Corpus:
     pairs: list[Pair] = []
     seen: set[str] = set()
     for pair in _items(draw, words):
-        # A sentence that occurred on either side is left out, so that no part of the split holds another's.
+        # A sentence that has occurred on either side is left out, so that the parts of the split share none.
         if pair.english not in seen and pair.vietnamese not in seen:
             seen.update(pair)
             pairs.append(pair)
@@ -120,7 +120,7 @@ _BASICS = 200  # the numbers and the ordinals below 100, where every word occurs
 
 
 def _items(draw: random.Random, words: Callable[..., str]) -> Iterator[Pair]:
-    """The basics, then random items for ever."""
+    """Yields the basics, then random items without end."""
     for n in range(100):
         yield _cardinal(n, words)
         yield _ordinal(n + 1, words)
@@ -154,7 +154,7 @@ def _date(day: int, month: str, year: int, words: Callable[..., str]) -> Pair:
 def _words() -> Callable[..., str]:
     num2words = require("num2words", "the demo's text").num2words
 
-    @functools.cache  # a corpus says most numbers many times
+    @functools.cache  # because most numbers occur many times
     def words(n: int, lang: str, to: str = "cardinal") -> str:
         return num2words(n, lang=lang, to=to).replace(",", "").replace("-", " ")
 
@@ -162,7 +162,7 @@ def _words() -> Callable[..., str]:
 
 
 def write_corpus(folder: str | Path, made: Corpus | None = None) -> DataConfig:
-    """Writes train, valid and test as .en and .vi files into the folder; the options that name them."""
+    """Writes train, valid and test as .en and .vi files into the folder; returns the options that name them."""
     made, folder = made or corpus(), Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     for name, pairs in made._asdict().items():
@@ -177,7 +177,7 @@ def write_corpus(folder: str | Path, made: Corpus | None = None) -> DataConfig:
 
 
 def configs(updates: int | None = None) -> tuple[TransformerConfig, TrainingConfig]:
-    """The demo's model and training, with another number of updates if wanted."""
+    """Returns the demo's options of model and training, with another number of updates if it is given."""
     training = TrainingConfig(**TRAINING)
     if updates is not None:
         if updates < 1:
@@ -188,14 +188,14 @@ def configs(updates: int | None = None) -> tuple[TransformerConfig, TrainingConf
 
 
 def is_demo(output: Path, texts: Path) -> bool:
-    """`output` holds a run on the demo's text."""
+    """True if `output` holds a run on the demo's text."""
     config = output / "config.json"
     if not config.exists():
         return False
     try:
         source = read_json(config, "it is no demo's")["data"]["train_source"]
         return Path(source).resolve() == (texts / "train.en").resolve()
-    except (ValueError, KeyError, TypeError):  # not a run's, or a language model's
+    except (ValueError, KeyError, TypeError):  # another file, or a language model's run
         return False
 
 
@@ -203,7 +203,7 @@ def run(output: str | Path, *, updates: int | None = None, progress: bool = True
     """Trains on the corpus, translates the test set, and prints translations, BLEU, the time and the curves' path.
 
     The run goes to `output`, where it replaces only an earlier demo's, and the text to `output`-text.
-    Errors: InputError where `output` holds another run.
+    Errors: InputError if `output` holds another run.
     """
     from . import _core  # here, so that `demo --help` does not import torch
     from .training import Trainer

@@ -1,4 +1,4 @@
-"""The processes that train one model together, as torchrun starts them."""
+"""The processes that train one model together; torchrun starts them."""
 
 import atexit
 import os
@@ -15,13 +15,13 @@ class Rank(NamedTuple):
     """A process's place in a group of torch.distributed."""
 
     group: str
-    """The group's name, by which torch's collectives find it."""
+    """The group's name, under which torch's collectives find it."""
     rank: int
     size: int
 
 
 def rank_in(group: "dist.ProcessGroup | None" = None) -> Rank | None:
-    """This process's place in `group` (default: all processes); None for a process alone."""
+    """Returns this process's place in `group` (default: all processes); None if the process is alone."""
     if not (dist.is_available() and dist.is_initialized()):
         return None
     group = dist.group.WORLD if group is None else group
@@ -31,7 +31,7 @@ def rank_in(group: "dist.ProcessGroup | None" = None) -> Rank | None:
 
 
 def group_name(group: "dist.ProcessGroup | None" = None) -> str:
-    """The name of a group, which it registers with the operators; "" for a process alone."""
+    """Registers a group with the operators and returns its name; "" if the process is alone."""
     place = rank_in(group)
     if place is None:
         return ""
@@ -40,11 +40,11 @@ def group_name(group: "dist.ProcessGroup | None" = None) -> str:
 
 
 def world(device: str) -> Rank | None:
-    """This process's place in the existing group, or in a new one if torchrun started the process.
+    """Returns this process's place in the existing group, or in a new one if torchrun started the process.
 
-    A new one stays until the process ends: whoever trains twice would else look for the second group where a slower
-    process still holds the first. Gloo on the CPU, NCCL on CUDA (each process on the device of its LOCAL_RANK).
-    Errors: InputError where torchrun's variables are incomplete.
+    A new group stays until the process ends. Otherwise, in a second training, a process would look for the second group
+    while a slower one still holds the first. The backend is Gloo on the CPU and NCCL on CUDA (each process uses the
+    device of its LOCAL_RANK). Errors: InputError if torchrun's variables are incomplete.
     """
     size = os.environ.get("WORLD_SIZE", "1")
     if not size.isdecimal():

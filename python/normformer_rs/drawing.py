@@ -1,4 +1,4 @@
-"""Drawing: series of numbers, by name and by run, as the papers' pictures have them. pyplot is not touched."""
+"""Draws series of numbers, by name and by run, in the manner of the papers' figures. pyplot is not used."""
 
 import itertools
 from collections.abc import Mapping, Sequence
@@ -10,18 +10,18 @@ from .curves import COLOURS, literal, name_ends
 INK, OTHERS, PALE = "#333333", "#cfcfcf", "#ececec"
 
 Series = dict[tuple[str, ...], list[float]]
-"""Numbers by run, which has one name or several."""
+"""Numbers by run; a run has one name or several."""
 
 
 def bleu(series: Mapping[str, Series], title: str) -> Any:
-    """BLEU of held-out text over training, a line for each run."""
+    """Draws BLEU of the validation set over training, a line for each run."""
     updates, scores = (series.get(name, {}) for name in ("evaluated", "bleu"))
     drawn = {key: (updates[key], scores[key]) for key in scores if scores[key] and key in updates}
     return lines(drawn, title, "update", "BLEU of held-out text", markers=True)
 
 
 def gradient_norms(series: Mapping[str, Series], title: str) -> Any:
-    """Gradient norms, update by update: a panel for each run, so that no spike hides another run's."""
+    """Draws gradient norms, update by update: a panel for each run, so that no spike hides another run's."""
     found = series.get("raw", {})
     figure = new_figure(7.2, 1.3 * len(found) + 0.9)
     axes = figure.subplots(len(found), 1, sharex=True, sharey=True, squeeze=False)
@@ -40,7 +40,8 @@ def gradient_norms(series: Mapping[str, Series], title: str) -> Any:
 
 
 def gains(series: Mapping[str, Series], title: str) -> Any:
-    """g by depth: attention on the left, feed-forwards and the last norm on the right; a line style for each run."""
+    """Draws g by depth: attention on the left, feed-forwards and the last norm on the right; a line style for each
+    run."""
     places = {name.removeprefix("gain-"): found for name, found in series.items() if name.startswith("gain-")}
     shades = dict(zip(("encoder-attention", "decoder-attention", "decoder-encoder"), COLOURS))
     shades |= dict(zip(("encoder-feed-forward", "decoder-feed-forward"), COLOURS))
@@ -75,7 +76,7 @@ def singular_values(series: Mapping[str, Series], title: str) -> Any:
 
 
 def statistics(series: Mapping[str, Series], title: str) -> Any:
-    """Distances from running statistics above, parts of the gradient below; a line for each run and statistic."""
+    """Draws distances from running statistics above, parts of the gradient below; a line for each run and statistic."""
     updates = series.get("logged", {})
     figure = new_figure(7.2, 4.6)
     axes = figure.subplots(2, 1, sharex=True)
@@ -97,7 +98,7 @@ def statistics(series: Mapping[str, Series], title: str) -> Any:
 
 
 def layers(series: Mapping[str, Series], title: str) -> Any:
-    """By layer, the stacks beside each other: cosines above, active units below."""
+    """Draws cosines (above) and active units (below) by layer, the stacks beside each other."""
     stacks = [stack for stack in ("encoder", "decoder") if f"cosine-{stack}" in series]
     figure = new_figure(4.3 * len(stacks), 4.6)
     axes = figure.subplots(2, len(stacks), sharey="row", squeeze=False)
@@ -125,13 +126,13 @@ def growth(series: Mapping[str, Series], title: str) -> Any:
 
 
 def changes(series: Mapping[str, Series], title: str) -> Any:
-    """Over training; a line for each run."""
+    """Draws the change of the model's output over training; a line for each run."""
     drawn = {key: (series["logged"][key], values) for key, values in series["change"].items()}
     return lines(drawn, title, "update", "‖F(x; θ) − F(x; θ₀)‖₂")
 
 
 def stream(series: Mapping[str, Series], title: str) -> Any:
-    """The decoder's sizes by layer, on a logarithmic axis; a line for each run."""
+    """Draws the decoder's sizes by layer, on a logarithmic axis; a line for each run."""
     drawn = {key: (range(len(found)), found) for key, found in series["size-decoder"].items()}
     figure = lines(drawn, title, "layer", "mean |x|", markers=True)
     figure.axes[0].set_yscale("log")
@@ -139,7 +140,7 @@ def stream(series: Mapping[str, Series], title: str) -> Any:
 
 
 def lines(found: Mapping[tuple[str, ...], Any], title: str, x: str, y: str, *, markers: bool = False) -> Any:
-    """A line for each run, its name at its end."""
+    """Draws a line for each run, with its name at its end."""
     figure = new_figure(7.2, 3.6)
     axis = figure.subplots()
     shades = dict(zip(found, itertools.cycle(COLOURS)))
@@ -172,7 +173,7 @@ def new_figure(width: float, height: float) -> Any:
 
 
 def highlight(axis: Any, found: Series, chosen: Sequence[tuple[str, str, str]]) -> None:
-    """All runs in grey, the chosen (scheme, rate, colour) on them."""
+    """Draws all runs in grey, and the chosen ones (scheme, rate, colour) over them."""
     for norms in found.values():
         axis.plot(range(1, len(norms) + 1), norms, color=OTHERS, linewidth=0.4, alpha=0.6, zorder=1)
     for name, rate, shade in chosen:
@@ -188,7 +189,7 @@ def highlight(axis: Any, found: Series, chosen: Sequence[tuple[str, str, str]]) 
 
 
 def heading(figure: Any, title: str, names: Sequence[tuple[str, str]]) -> None:
-    """The title; at the right, or below it where both do not fit, the names of the colours, drawn in them."""
+    """Writes the title and the names of the colours, drawn in them, at its right, or below it if both do not fit."""
     widths = [0.105 * len(name) + 0.35 for name, _ in names]  # inches
     fits = 0.0925 * len(title) + sum(widths) - 0.35 < figure.get_figwidth()
     figure.suptitle(title if fits else f"{title}\n", fontsize=11, x=0.01, ha="left", weight="bold", color=INK)
@@ -200,6 +201,6 @@ def heading(figure: Any, title: str, names: Sequence[tuple[str, str]]) -> None:
 
 def save(figure: Any, path: Path) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Only a PNG names the software, its version too.
+    # Only a PNG has metadata that names the software and its version; they are left out.
     literal(figure).savefig(path, metadata={"Software": None} if path.suffix.lower() in ("", ".png") else None)
     return path

@@ -10,4 +10,4 @@ class DivergedError(RuntimeError):
 
 
 class Interrupted(Exception):
-    """Stopped by Ctrl-C; everything is saved and the message says how to resume."""
+    """Training was stopped by Ctrl-C; everything is saved and the message says how to resume."""

@@ -1,4 +1,4 @@
-"""fairseq's words on this package's command line: the same option under another name, or the answer that names ours."""
+"""fairseq's words on this package's command line: aliases of our options, and answers that name ours."""
 
 import re
 from collections.abc import Container
@@ -12,7 +12,7 @@ SAME = {
     },
     "translate": {"--nbest": "--n-best"},
 }
-"""By command, fairseq's options that have an equal here: same meaning, same values."""
+"""For each command, fairseq's options that have an equal here: same meaning, same values."""
 OTHERS = {
     "--arch": "--preset NAME (transformer is transformer-base, transformer_iwslt_de_en is transformer-small)",
     "--max-epoch": "--epochs N --updates 0",
@@ -67,14 +67,15 @@ OTHERS = {
     "--ddp-backend": "leave it out; torchrun starts several processes",
     "--distributed-world-size": "leave it out; torchrun starts several processes",
 }
-"""Answered by these words."""
+"""The answers for fairseq's options that have another form here."""
 _CRITERION = "--criterion decides which checkpoint is best: bleu or loss; fairseq's is --label-smoothing X here"
 VALUES = {("criterion", "label_smoothed_cross_entropy"): _CRITERION, ("criterion", "cross_entropy"): _CRITERION}
-"""Answers to fairseq's values of options that both have."""
+"""The answers for fairseq's values of options that both packages have."""
 
 
 def answer(flag: str, flags: Container[str]) -> str | None:
-    """`--arch is fairseq's; here: --preset NAME`; None for another word, and where a named option is not in `flags`."""
+    """Returns `--arch is fairseq's; here: --preset NAME`; None for another word, or if the answer names an option
+    that is not in `flags`."""
     ours = OTHERS.get(flag)
     if ours is None or not all(named in flags for named in re.findall(r"--[\w-]+", ours)):
         return None

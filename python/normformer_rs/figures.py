@@ -1,12 +1,12 @@
-"""The papers' pictures of runs that are over: each function takes folders of runs, or what `Trainer.fit` returned.
+"""The papers' pictures of finished runs: each function takes folders of runs, or results of `Trainer.fit`.
 
 >>> from normformer_rs import figures
 >>> figures.gains("runs/scalenorm", path="gains.png")  # doctest: +SKIP
 PosixPath('gains.png')
 
-Every function has `path`, the picture's, whose ending says which kind (png, svg, pdf), and `names` of the runs; None:
-their folders' names. Each returns the path. Errors of all: InputError for no run, a folder that holds none, another
-number of names than of runs, and where the runs lack what is drawn; ImportError without matplotlib.
+Every function has `path`, the path of the picture, whose ending sets the format (png, svg, pdf), and `names` of the
+runs; None for their folders' names. Each returns the path. Errors of all: InputError for no run, for a folder that
+holds none, if there are not as many names as runs, and if the runs lack what is drawn; ImportError without matplotlib.
 """
 
 import json
@@ -32,14 +32,14 @@ Run = History | str | PathLike[str]
 def gradient_norms(
     *runs: Run, path: str | PathLike[str] = "gradient-norms.png", names: Sequence[str] | None = None
 ) -> Path:
-    """‖g‖ before clipping, update by update, a panel for each run (Nguyen & Salazar 2019, Fig 2; Liu et al. 2023, Fig
-    3)."""
+    """Draws ‖g‖ before clipping, update by update, a panel for each run (Nguyen & Salazar 2019, Fig 2; Liu et al.
+    2023, Fig 3)."""
     return _draw(runs, names, path, "Gradient norms", drawing.gradient_norms, observations.gradient_norms)
 
 
 def bleu(*runs: Run, path: str | PathLike[str] = "bleu.png", names: Sequence[str] | None = None) -> Path:
-    """BLEU of held-out text over training, a line for each run (Nguyen & Salazar 2019, Fig 1; Liu et al. 2023, Fig 5).
-    InputError where a run measured none (criterion "bleu" does)."""
+    """Draws BLEU of the validation set over training, a line for each run (Nguyen & Salazar 2019, Fig 1; Liu et al.
+    2023, Fig 5). InputError if a run measured none (criterion "bleu" does)."""
 
     def measured(history: History) -> Found:
         if not np.isfinite(history.evaluations.bleu).any():
@@ -52,8 +52,8 @@ def bleu(*runs: Run, path: str | PathLike[str] = "bleu.png", names: Sequence[str
 def bleu_by_depth(
     *runs: Run, path: str | PathLike[str] = "bleu-by-depth.png", names: Sequence[str] | None = None
 ) -> Path:
-    """The best BLEU of held-out text over the number of layers of both stacks (Liu et al. 2023, Fig 1), a line for each
-    name; without names a line for each residual scheme and norm."""
+    """Draws the best BLEU of the validation set over the number of layers of both stacks (Liu et al. 2023, Fig 1), a
+    line for each name; without names a line for each residual scheme and norm."""
     histories = _histories(runs, names)
     found: dict[str, list[tuple[int, float]]] = {}
     for number, history in enumerate(histories):
@@ -78,8 +78,9 @@ def gains(
     names: Sequence[str] | None = None,
     checkpoint: str = "last",
 ) -> Path:
-    """The learned g of each ScaleNorm by layer, of attention on the left, of feed-forwards on the right, with the last
-    norm's as a square (Nguyen & Salazar 2019, Fig 3, 4). `checkpoint`: last, best, average or a number of updates."""
+    """Draws the learned g of each ScaleNorm by layer: attention on the left, feed-forwards on the right, with the
+    last norm's as a square (Nguyen & Salazar 2019, Fig 3, 4). `checkpoint`: last, best, average or a number of
+    updates."""
     return _draw(runs, names, path, "Learned g", drawing.gains, lambda run: observations.gains(run.output, checkpoint))
 
 
@@ -89,7 +90,7 @@ def singular_values(
     names: Sequence[str] | None = None,
     checkpoint: str = "last",
 ) -> Path:
-    """σ_i/σ_1 of the embedding of target words, falling (Shen et al. 2020, Fig 6)."""
+    """Draws σ_i/σ_1 of the embedding of target words, in descending order (Shen et al. 2020, Fig 6)."""
 
     def measured(run: History) -> Found:
         return observations.singular_values(run.output, checkpoint)
@@ -98,17 +99,17 @@ def singular_values(
 
 
 def statistics(*runs: Run, path: str | PathLike[str] = "statistics.png", names: Sequence[str] | None = None) -> Path:
-    """How far batches' statistics are from the running ones, and what they add to the gradient, in the first norm over
-    training (Shen et al. 2020, Fig 2 to 4). InputError where a run logged none: `log_statistics`, and batchnorm,
-    powernorm-v or powernorm."""
+    """Draws the distances of batches' statistics from the running ones, and their part in the gradient, in the first
+    norm over training (Shen et al. 2020, Fig 2 to 4). InputError if a run logged none: it needs `log_statistics`,
+    and batchnorm, powernorm-v or powernorm."""
     lacking = "batch statistics were logged; train batchnorm, powernorm-v or powernorm with"
     measure = _logged(observations.statistics, lacking)
     return _draw(runs, names, path, "Batch statistics of the first norm", drawing.statistics, measure)
 
 
 def changes(*runs: Run, path: str | PathLike[str] = "changes.png", names: Sequence[str] | None = None) -> Path:
-    """‖F(x; θ) − F(x; θ₀)‖₂ of the decoder's output over training: how far a model has moved (Wang et al. 2022, Fig 3).
-    InputError where a run was trained without `log_statistics`."""
+    """Draws ‖F(x; θ) − F(x; θ₀)‖₂ of the decoder's output over training, the distance that a model has moved (Wang
+    et al. 2022, Fig 3). InputError if a run was trained without `log_statistics`."""
     measure = _logged(observations.changes, "changes were logged; train with")
     return _draw(runs, names, path, "Change of the model's output", drawing.changes, measure)
 
@@ -121,8 +122,9 @@ def layers(
     source: str | PathLike[str] | None = None,
     target: str | PathLike[str] | None = None,
 ) -> Path:
-    """By layer, encoder and decoder beside each other: the cosine of each layer's output with the one before, and the
-    share of active units (Liu et al. 2023, Fig 8, 9). `source`, `target`: a text; None: the run's held-out one."""
+    """Draws, by layer, the cosine of each layer's output with the one before, and the share of active units, encoder
+    and decoder beside each other (Liu et al. 2023, Fig 8, 9). `source`, `target`: the files of a text; None for the
+    run's validation set."""
     return _draw(runs, names, path, "Layers", drawing.layers, _reading(checkpoint, source, target))
 
 
@@ -134,8 +136,8 @@ def stream(
     source: str | PathLike[str] | None = None,
     target: str | PathLike[str] | None = None,
 ) -> Path:
-    """The mean |x| of the decoder's residual stream by layer, 0 being what the stack reads. `source`, `target` as for
-    `layers`."""
+    """Draws the mean |x| of the decoder's residual stream by layer; 0 is the stack's input. `source` and `target`
+    are as for `layers`."""
     return _draw(runs, names, path, "Size of the residual stream", drawing.stream, _reading(checkpoint, source, target))
 
 
@@ -155,7 +157,7 @@ def _reading(
 
 
 def _options(run: History) -> dict[str, Any]:
-    """The options of a run, as its config.json has them. Errors: InputError where that is missing or damaged."""
+    """Returns the options of a run from its config.json. Errors: InputError if that is missing or damaged."""
     fields = [field for kind in (TransformerConfig, TrainingConfig, DataConfig) for field in kind.FIELDS]
     found = read_run(run.output, [field.name for field in fields])
     if not found:

@@ -1,6 +1,6 @@
-"""`file.py:Class`, a text that names code: its one parser, its loader, and the door for texts that files hold.
+"""`file.py:Class`, a text that names code: its one parser, its loader, and the check of such texts in files.
 
-Such a text may run code only where a user wrote it, on a command line or in a call. Every reader of a file asks
+Such a text may run code only if a user wrote it, on a command line or in a call. Every reader of a file calls
 `refuse_code` first.
 """
 
@@ -19,16 +19,17 @@ from typing import Any, SupportsIndex
 from .errors import InputError
 
 _PREFIX = "normformer_rs_file_"
-"""How the names of modules begin that are made of such files."""
+"""The prefix of the names of modules that are made from such files."""
 
 
 def names_code(value: Any) -> bool:
-    """The value is a text of the form file.py:Class."""
+    """True if the value is a text of the form file.py:Class."""
     return isinstance(value, str) and ".py:" in value
 
 
 def refuse_code(options: Mapping[str, Any], origin: Any, trust: bool = False) -> None:
-    """InputError for an option of a file whose text names code. `origin`: the file; `trust`: its user allows code."""
+    """Raises InputError for an option of a file whose text names code. `origin`: the file; `trust`: its user allows
+    code."""
     for name, value in options.items():
         if names_code(value) and not trust:
             raise InputError(
@@ -38,7 +39,7 @@ def refuse_code(options: Mapping[str, Any], origin: Any, trust: bool = False) ->
 
 
 def load_class(option: str, text: str, kind: type) -> type:
-    """The class of `file.py:Class`, a subclass of `kind`. Errors: InputError where there is none."""
+    """Loads the class of `file.py:Class`, a subclass of `kind`. Errors: InputError if there is none."""
     file, _, name = text.rpartition(":")
     if not os.path.isfile(file):
         raise InputError(f"{option} {text!r}: there is no file {file!r}; expected file.py:Class")
@@ -54,8 +55,8 @@ def load_class(option: str, text: str, kind: type) -> type:
 
 
 def _module(file: str) -> ModuleType:
-    """The file as a module. Its name follows from the file's name and content: an edited file is another module, and
-    another process that loads the same file can read pickles of its classes."""
+    """Loads the file as a module. Its name follows from the file's name and content: an edited file is another
+    module, and another process that loads the same file can read pickles of its classes."""
     path = os.path.realpath(file)
     with open(path, "rb") as opened:
         source = opened.read()
@@ -69,7 +70,7 @@ def _module(file: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, path, loader=loader)
     assert spec is not None
     module = importlib.util.module_from_spec(spec)
-    code = loader.source_to_code(source, path)  # of the bytes that the name stands for, and never of a stale cache
+    code = loader.source_to_code(source, path)  # compiles the bytes that the name stands for, never a stale cache
     sys.modules[name] = module  # before the code runs: dataclasses look their module up
     try:
         exec(code, vars(module))
@@ -80,7 +81,7 @@ def _module(file: str) -> ModuleType:
 
 
 class FromFile:
-    """A base of classes that may come out of such a file: a pickle of an object names the file's module."""
+    """A base of classes that such a file may define: a pickle of an object names the file's module."""
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
         made = super().__reduce_ex__(protocol)
@@ -91,10 +92,10 @@ class FromFile:
 
 
 def _new(module: str, name: str) -> Any:
-    """An empty object of a file's class, as unpickling needs it. Errors: InputError where the file is not loaded."""
+    """Returns an empty object of a file's class, for unpickling. Errors: InputError if the file is not loaded."""
     content = re.match(rf"{_PREFIX}(\w+)_[0-9a-f]{{16}}", module)
     loaded = sys.modules.get(module)
-    if loaded is None and content is not None:  # a file of this content that lies elsewhere
+    if loaded is None and content is not None:  # a file of this content in another place
         loaded = next((found for key, found in [*sys.modules.items()] if key.startswith(content[0])), None)
     if loaded is None:
         stem = content[1] if content else module

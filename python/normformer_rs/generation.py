@@ -1,4 +1,4 @@
-"""Language models at work: they continue texts, and are judged by the perplexity of long ones."""
+"""Text generation with language models, and their perplexity on long texts."""
 
 from collections.abc import Callable, Iterable
 from os import PathLike, fspath
@@ -10,38 +10,38 @@ from .errors import InputError
 from .text import check_lines
 
 Listener = Callable[[int, int, str | None], None]
-"""Called with the number of the prompt, the number of the sample, and new text; None when that text is over."""
+"""A function of the prompt's index, the sample's index, and new text, which is None when that text is over."""
 
 
 class Generation(NamedTuple):
     """A continuation of a prompt by a language model."""
 
     text: str
-    """Prompt and text, one after the other, are the whole: the text begins with a space where a word begins."""
+    """The generated text. Appended to the prompt it gives the whole: it begins with a space if a new word begins."""
     log_probability: float
-    """Σ log p of the new tokens, at temperature 1 and from all tokens."""
+    """The sum of log p of the new tokens, at temperature 1 and over all tokens."""
     tokens: int
-    """How many are new: pieces, and ends of sentence."""
+    """The number of new tokens: pieces, and ends of sentence."""
     finished: bool
-    """It has as many ends of sentence as were asked for; otherwise max_length ended it."""
+    """True if it has the requested number of ends of sentence; otherwise max_length ended it."""
 
 
 class WindowPerplexity(NamedTuple):
-    """How well a language model predicts a text that a window slides over."""
+    """The perplexity of a language model on a text, read through a sliding window."""
 
     nll: float
     """Cross-entropy in nats per token."""
     perplexity: float
     """e^nll."""
     tokens: int
-    """Pieces, and an end for each line."""
+    """The number of pieces, plus an end for each line."""
     words: int
-    """Words between white space, and an end for each line."""
+    """The number of words between white space, plus an end for each line."""
     word_perplexity: float
-    """e^(nll·tokens/words); inf where that is beyond all numbers, as in a language without spaces."""
+    """e^(nll·tokens/words); inf if that exceeds the largest number, as in a language without spaces."""
     lines: int
     characters: int
-    """Characters, and an end for each line."""
+    """The number of characters, plus an end for each line."""
     bits_per_character: float
     """nll·tokens/(characters·ln 2)."""
 
@@ -57,26 +57,26 @@ def generate(
     precision: str = "f32",
     device: str = "cpu",
 ) -> list[list[Generation]]:
-    """For each prompt the `generation.samples` texts with which a language model continues it.
+    """Returns, for each prompt, the `generation.samples` texts with which a language model continues it.
 
     A next token is drawn from softmax(logits/temperature), cut to the `top_k` most probable tokens and then to the
     fewest of them with the probability `top_p` (Holtzman et al. 2020, eq 2 and 3). Temperature 0 takes the most
-    probable token. The draws of a text depend on seed, prompt and the sample's number alone: on no other prompt, nor on
-    how prompts share batches.
+    probable token. A text's random draws depend only on the seed, the prompt and the sample's index, and not on other
+    prompts or on how prompts share batches.
 
     Args:
         model: the `output` of training.
-        prompts: beginnings; a newline in one is an end of sentence, and "" is the beginning of a text.
-        generation: default: `GenerationConfig()`.
-        on_text: called with new text while it comes, as (prompt, sample, text); text is None when that one is over. A
+        prompts: beginnings of texts; a newline is an end of sentence, and "" is the beginning of a text.
+        generation: the options; default `GenerationConfig()`.
+        on_text: called with new text while it comes, as (prompt, sample, text); text is None when that text is over. A
             word may come in several parts.
         checkpoint: best, last, average, or an update's number.
-        max_tokens: of the windows in a batch: memory for speed.
+        max_tokens: the size of the windows in a batch: more memory gives more speed.
         precision: f32 or bf16.
-        device: cpu, cuda, cuda:N, or auto: cuda where there is one.
+        device: cpu, cuda, cuda:N, or auto, which is cuda if there is one.
 
     Errors: InputError for a model with an encoder, a missing or damaged checkpoint, and numbers out of range;
-    Interrupted after Ctrl-C, between two tokens; what `on_text` raises.
+    Interrupted after Ctrl-C, between two tokens; any error that `on_text` raises.
     """
     options = (generation or GenerationConfig()).to_json()
     given = prompts if isinstance(prompts, str | bytes) else list(prompts)
@@ -97,20 +97,20 @@ def evaluate_windows(
     precision: str = "f32",
     device: str = "cpu",
 ) -> WindowPerplexity:
-    """The perplexity of the file `text` under a language model that reads it through a sliding window.
+    """Returns the perplexity of the file `text` under a language model that reads it through a sliding window.
 
     Windows of `window` predicted tokens begin every `stride` tokens. Each token is scored once, in the first window
-    that has it: after at least `window` − `stride` tokens of context, or all of the text before it. A smaller stride
-    gives each token more context and takes more time.
+    that contains it: after at least `window` − `stride` tokens of context, or all of the text before it. A smaller
+    stride gives each token more context and takes more time.
 
     Args:
         model: the `output` of training.
         text: a file in UTF-8, plain or gzip.
-        window: None: the run's segment_length.
-        stride: from 1 to `window`; None: half of the window.
+        window: the number of predicted tokens; None for the run's segment_length.
+        stride: from 1 to `window`; None for half of the window.
         checkpoint: best, last, average, or an update's number.
         precision: f32 or bf16.
-        device: cpu, cuda, cuda:N, or auto: cuda where there is one.
+        device: cpu, cuda, cuda:N, or auto, which is cuda if there is one.
 
     Errors: InputError for a model with an encoder, a missing checkpoint or file, and numbers out of range; Interrupted
     after Ctrl-C, between batches.

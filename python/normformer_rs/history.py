@@ -28,7 +28,7 @@ _logger = logging.getLogger("normformer_rs")
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Evaluations:
-    """The validations of a run, one entry each. NaN: not measured."""
+    """The validations of a run, one entry each. NaN marks values that were not measured."""
 
     update: NDArray[np.int64]
     epoch: NDArray[np.int64]
@@ -39,11 +39,11 @@ class Evaluations:
     perplexity: NDArray[np.float64]
     """e^nll."""
     bleu: NDArray[np.float64]
-    """0 to 100."""
+    """The BLEU score, 0 to 100."""
     best: NDArray[np.bool_]
-    """Better than all before it."""
+    """True if it is better than all before it."""
     seconds: NDArray[np.float64]
-    """Time the evaluation took."""
+    """The time that the evaluation took."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -58,39 +58,39 @@ class History:
     """Cross-entropy, nats per token."""
     lr: NDArray[np.float64]
     grad_norm: NDArray[np.float64]
-    """Global, before clipping."""
+    """The global norm, before clipping."""
     tokens_per_second: NDArray[np.float64]
-    """Real target tokens."""
+    """The number of real target tokens per second."""
     seconds: NDArray[np.float64]
-    """Training time so far."""
+    """The training time so far."""
     evaluations: Evaluations
     layers: dict[str, NDArray[np.float64]] = dataclasses.field(default_factory=dict)
-    """What `log_layers` asked for: gradient/LAYER, the norm of each layer's gradient before clipping, and gain/NAME,
-    the mean of each gain before the update. What `log_statistics` asked for, of the update's first batch before the
-    update: size/STACK.LAYER, the mean |x| of the stream (0: what the stack reads); change/decoder, ‖F(x; θ) −
-    F(x; θ₀)‖₂ of the decoder's output, the mean over tokens; batch_distance/STACK.NORM.PART and
-    batch_gradient/STACK.NORM.PART, as `analysis.Statistics` has them, PART being mean, variance or power. NaN: an
+    """The values of `log_layers`: gradient/LAYER, the norm of each layer's gradient before clipping, and gain/NAME,
+    the mean of each gain before the update. Those of `log_statistics`, for the update's first batch before the
+    update: size/STACK.LAYER, the mean |x| of the residual stream (0: the stack's input); change/decoder, the mean
+    over tokens of ‖F(x; θ) − F(x; θ₀)‖₂ for the decoder's output; batch_distance/STACK.NORM.PART and
+    batch_gradient/STACK.NORM.PART, as in `analysis.Statistics`, PART being mean, variance or power. NaN marks an
     update without them."""
     parameters: int = 0
     output: Path = Path()
 
     @property
     def best(self) -> int | None:
-        """Index into `evaluations` of the best one; None before the first."""
+        """The index of the best evaluation in `evaluations`; None before the first one."""
         (best,) = np.nonzero(self.evaluations.best)
         return int(best[-1]) if len(best) else None
 
     @classmethod
     def read(cls, output: str | PathLike[str]) -> "History":
-        """The history in `output`/log.jsonl. Damaged lines are left out, with one warning.
+        """Reads the history in `output`/log.jsonl. Damaged lines are left out, with one warning.
 
-        Errors: FileNotFoundError; InputError where the log is no regular file.
+        Errors: FileNotFoundError; InputError if the log is no regular file.
         """
         return cls.of(read_events(Path(output) / LOG), output)
 
     @classmethod
     def of(cls, events: Iterable[dict[str, Any]], output: str | PathLike[str]) -> "History":
-        """The history of a log's events."""
+        """Builds the history from a log's events."""
         started, updates, evaluations = _replay(events)
         return cls(
             **_columns(cls, updates),
@@ -102,7 +102,7 @@ class History:
 
     def plot(self, path: str | PathLike[str] | None = None) -> Path:
         """Draws loss, BLEU or perplexity, gradient norm and learning rate to `path`, by default `output`/curves.png.
-        `normformer_rs.plot` lays several runs over each other.
+        `normformer_rs.plot` draws several runs into one picture.
 
         Errors: InputError before the first update; ImportError without matplotlib.
         """
@@ -111,8 +111,8 @@ class History:
         return plot(self, path=path if path is not None else self.output / "curves.png")
 
     def to_pandas(self) -> Any:
-        """A pandas.DataFrame with a row for each update, its `layers` as further columns, and what `evaluations` has as
-        columns `valid_loss`, …: NaN where an update was not evaluated.
+        """Returns a pandas.DataFrame with a row for each update, its `layers` as further columns, and the values of
+        `evaluations` as columns `valid_loss`, …: NaN if an update was not evaluated.
 
         Errors: ImportError without pandas.
         """
@@ -122,7 +122,7 @@ class History:
         return updates.join(evaluated.drop(columns="epoch").add_prefix("valid_"))
 
     def _repr_html_(self) -> str:
-        """The picture, where matplotlib is installed, and the evaluations."""
+        """Returns the evaluations as an HTML table, with the picture if matplotlib is installed."""
         picture = ""
         if len(self.update) and available("matplotlib"):
             from .curves import png
@@ -143,7 +143,7 @@ def _arrays(part: "History | Evaluations") -> dict[str, NDArray[Any]]:
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:
-    """The events of a log, in order. Lines that a crash or a full disk has damaged, and lines that the loop never
+    """Reads the events of a log, in order. Lines that a crash or a full disk has damaged, and lines that the loop never
     writes, are left out with one warning.
 
     Errors: FileNotFoundError; InputError for a folder, a device or a pipe.
@@ -165,7 +165,7 @@ def read_events(path: Path) -> list[dict[str, Any]]:
 
 
 def _lines(log: BinaryIO) -> Iterator[bytes]:
-    """The lines of a log without their ends; of one that is too long for an event the beginning."""
+    """Yields the lines of a log without their ends; of a line that is too long for an event only the beginning."""
     while line := log.readline(_LONGEST + 1):
         rest = line
         while len(rest) > _LONGEST and not rest.endswith(b"\n"):
@@ -174,13 +174,13 @@ def _lines(log: BinaryIO) -> Iterator[bytes]:
 
 
 def _event(line: bytes) -> dict[str, Any] | None:
-    """An event as the loop writes it; None for a damaged line."""
+    """Returns an event as the loop writes it; None for a damaged line."""
     if len(line) > _LONGEST:
         return None
     try:
         event = _DECODER.decode(line.decode("utf-8"))
         if b"\\u" in line:
-            json.dumps(event, ensure_ascii=False).encode("utf-8")  # a lone surrogate is no text
+            json.dumps(event, ensure_ascii=False).encode("utf-8")  # fails on a lone surrogate, which is no text
         return event if _is_event(event) else None
     except (ValueError, RecursionError):
         return None
@@ -193,9 +193,9 @@ def _refuse(constant: str) -> None:
 _DECODER = json.JSONDecoder(parse_constant=_refuse)
 _MOST = sys.float_info.max
 _LONGEST = 4 << 20
-"""Bytes of a line; the numbers of 1,000 layers are 100 kB."""
+"""The maximum length of a line in bytes; the numbers of 1,000 layers are 100 kB."""
 _CELLS = 1 << 27
-"""Numbers by update and layer, 1 GiB."""
+"""The maximum number of values by update and layer, 1 GiB."""
 _COUNTS = ("update", "epoch", "parameters")
 _NO_COLUMNS = ("evaluations", "layers", "output")
 
@@ -210,7 +210,7 @@ _NUMBERS: dict[str, list[str]] = {
     "updated": _numbers(History),
     "evaluated": _numbers(Evaluations),
 }
-"""The floating-point numbers of each event that are read."""
+"""The floating-point numbers that are read from each event."""
 
 
 def _is_event(event: Any) -> bool:
@@ -229,7 +229,8 @@ def _is_event(event: Any) -> bool:
 
 
 def _are_numbers(values: Iterable[Any]) -> bool:
-    """None stands for a number that JSON cannot hold. bool is a class of int's, and no number."""
+    """True if the values are numbers, or None, for a number that JSON cannot hold. A bool, though an int, is no
+    number."""
     numbers = [value for value in values if value is not None]
     return (
         set(map(type, numbers)) <= {int, float}
@@ -238,7 +239,7 @@ def _are_numbers(values: Iterable[Any]) -> bool:
 
 
 def _are_layers(layers: Any, statistics: Any) -> bool:
-    """Tables of numbers by name, as `layer_values` reads them; None stands for an event without them."""
+    """True for tables of numbers by name, as `layer_values` reads them; None stands for an event without them."""
     if not isinstance(layers, dict | None):
         return False
     parts = [part for part in (statistics,) if part is not None] + list((layers or {}).values())
@@ -246,7 +247,8 @@ def _are_layers(layers: Any, statistics: Any) -> bool:
 
 
 def _replay(events: Iterable[dict[str, Any]]) -> tuple[dict[str, Any], list[dict[str, Any]], list[dict[str, Any]]]:
-    """The last start, the updates and the evaluations that count: resuming goes back to a checkpoint."""
+    """Returns the last start, and the valid updates and evaluations: resuming returns to a checkpoint and drops
+    later ones."""
     started: dict[str, Any] = {}
     updates: dict[int, dict[str, Any]] = {}
     evaluations: dict[int, dict[str, Any]] = {}
@@ -265,8 +267,8 @@ def _replay(events: Iterable[dict[str, Any]]) -> tuple[dict[str, Any], list[dict
 
 
 def layer_values(event: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers by layer of an "updated" event: gradient/LAYER and gain/NAME, and its statistics; none where it has
-    none."""
+    """Returns the values by layer of an "updated" event: gradient/LAYER and gain/NAME, and its statistics; empty if
+    it has none."""
     layers = event.get("layers") or {}
     values = {f"{kind}/{name}": value for kind, key in (("gradient", "gradients"), ("gain", "gains"))
               for name, value in layers.get(key, {}).items()}  # fmt: skip
@@ -278,20 +280,21 @@ def _layers(events: list[dict[str, Any]]) -> dict[str, NDArray[np.float64]]:
     logged = [layer_values(event) for event in events]
     names = {name for values in logged for name in values}
     cells, values_logged = len(names) * len(logged), sum(map(len, logged))
-    if cells > max(_CELLS, 64 * values_logged):  # a forged log names another layer in each line
+    if cells > max(_CELLS, 64 * values_logged):  # a forged log may name another layer in each line
         _logger.warning("%d names of layers are too many for %d updates: no layers are read", len(names), len(logged))
         return {}
     return {name: np.array([values.get(name, math.nan) for values in logged]) for name in sorted(names, key=_natural)}
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
-    """Sorts layer 2 before layer 10: a longer number is larger. A forged name may have more digits than int() takes."""
-    parts = re.split(r"0*([0-9]+)", name)  # texts and numbers in turn
+    """Returns a key that sorts layer 2 before layer 10: a longer number is larger. Forged names may have more digits
+    than int() takes."""
+    parts = re.split(r"0*([0-9]+)", name)  # alternating texts and numbers
     return [(len(part), part) if place % 2 else (-1, part) for place, part in enumerate(parts)]
 
 
 def _columns(cls: type, events: list[dict[str, Any]]) -> dict[str, NDArray[Any]]:
-    """The events' values by name, for the array fields of a class."""
+    """Returns the events' values by name, for the array fields of a class."""
     kinds: Mapping[str, tuple[Any, Any]] = {
         "update": (np.int64, 0),
         "epoch": (np.int64, 0),

@@ -1,4 +1,4 @@
-"""Language models as folders that Hugging Face's `transformers` reads: config.json, model.safetensors, a tokenizer."""
+"""Writes language models as folders for Hugging Face's `transformers`: config.json, model.safetensors, a tokenizer."""
 
 import dataclasses
 import json
@@ -20,9 +20,9 @@ from .tokenizer import tokenizer_files
 
 _BOS, _PAD, _EOS = 0, 1, 2
 _EPS = {"layernorm": 1e-5, "rmsnorm": 1e-5, **dict.fromkeys(("rmsnorm:gemma", "rmsnorm:llama", "rmsnorm:olmo"), 1e-6)}
-"""Where norm_eps says no other."""
+"""The norms' ε if norm_eps is None."""
 _VOCABULARY, _CODES = "vocabulary.txt", "bpe.codes"
-"""Files of a run that say how its text becomes token ids; without the second it is cut already."""
+"""Files of a run that define how its text becomes token ids; without the second, its text is tokenised already."""
 _FREE = {"vocab_size", "d_model", "d_ff", "heads", "encoder_layers", "decoder_layers", "decoder_norm", "norm_eps"}
 _FREE |= {
     "init",
@@ -35,33 +35,33 @@ _FREE |= {
     "decoder_start",
 }
 _FREE |= {"tie_embeddings", "dropout", "embedding_dropout", "attention_dropout", "activation_dropout"}
-"""Options that every architecture has, or that matter in training alone; all others must be at their defaults, or be
+"""Options that every architecture has, or that matter in training only; all others must be at their defaults, or be
 among an architecture's own."""
 
 
 @dataclasses.dataclass(frozen=True)
 class _Family:
-    """An architecture of Hugging Face, and how this package's parameters lie in it."""
+    """An architecture of Hugging Face, and the mapping of this package's parameters to it."""
 
     name: str
     options: Mapping[str, tuple[Any, ...]]
-    """Options beside `_FREE`, and the values that it computes; (): any."""
+    """Options besides `_FREE`, and the values that the architecture supports; () means any value."""
     config: Callable[[TransformerConfig], dict[str, Any]]
     layers: str
-    """The list of its layers."""
+    """The name of its list of layers."""
     names: Mapping[str, str]
-    """Its modules by this package's, within a layer and outside."""
+    """Its modules' names by this package's, within a layer and outside."""
     parts: Callable[[TransformerConfig, str, Tensor], Iterable[tuple[str, Tensor]]]
-    """A module's weight or bias as it is there: (module, tensor), several of a stacked one."""
+    """Returns a module's weight or bias in the architecture's form: (module, tensor), several if it is stacked here."""
     always_biased: tuple[str, ...] = ()
-    """Modules that have a bias whatever the options."""
+    """Modules that always have a bias there."""
     scales_embeddings: bool = False
-    """It multiplies the rows that it reads by √d, as this package does with `scale_embeddings`."""
+    """True if it multiplies the rows that it reads by √d, as this package does with `scale_embeddings`."""
     changes: tuple[Callable[[TransformerConfig, dict[str, Tensor]], dict[str, Tensor]], ...] = ()
-    """The parameters, changed where transformers' classes define one differently from this package."""
+    """Functions that change the parameters where transformers' classes define one differently from this package."""
 
     def misfits(self, config: TransformerConfig) -> list[str]:
-        """The options that it has no counterpart of."""
+        """Returns the options that it has no counterpart for."""
         found = []
         for field in TransformerConfig.FIELDS:
             if field.name in _FREE:
@@ -71,17 +71,17 @@ class _Family:
                 value = config.decoder_norm or config.norm
             if field.name == "kv_heads":
                 value = None if value == config.heads else value
-            # an empty tuple: any value
+            # An empty tuple means any value.
             if value not in allowed and self.options.get(field.name) != ():
                 found.append(f"{field.name} = {json.dumps(value)} (there {' or '.join(map(json.dumps, allowed))})")
         return found
 
     def state(self, config: TransformerConfig, state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Its parameters, of this package's."""
+        """Yields its parameters, computed from this package's."""
         for change in self.changes:
             state = change(config, {**state})
         words = state["embedding.weight" if config.tie_embeddings == "all" else "target_embedding.weight"]
-        # This package multiplies the rows that it reads, so that the output matrix, tied, is not multiplied.
+        # This package multiplies the rows that it reads, so the output matrix, if tied, is not multiplied.
         scale = config.d_model ** (0.5 * (config.scale_embeddings - self.scales_embeddings))
         yield self.names["embedding"] + ".weight", words * scale
         if not self.is_tied(config):
@@ -93,13 +93,13 @@ class _Family:
             if inner is not None:
                 index, module, kind = inner.groups()
                 for part, values in self.parts(config, module, tensor):
-                    end = "" if kind is None else f".{kind}"  # sinks are no module's
+                    end = "" if kind is None else f".{kind}"  # sinks belong to no module
                     yield f"{self.layers}.{index}.{self.names.get(part, part)}{end}", values
             elif name.startswith("decoder.norm."):
                 yield f"{self.names['decoder.norm']}.{name.rpartition('.')[2]}", tensor
 
     def is_tied(self, config: TransformerConfig) -> bool:
-        """Whether one matrix can be the word embedding and the output projection there."""
+        """True if one matrix can be both the word embedding and the output projection there."""
         return config.tie_embeddings != "none" and config.scale_embeddings == self.scales_embeddings
 
     def _with_biases(self, config: TransformerConfig, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -113,7 +113,7 @@ class _Family:
         return full
 
 
-# Shared by the architectures.
+# Functions that the architectures share.
 
 
 def _rate(config: TransformerConfig, name: str) -> float:
@@ -141,11 +141,11 @@ def _key_width(config: TransformerConfig) -> int:
 
 
 def _separate(config: TransformerConfig, module: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
-    """q, k and v as three modules."""
+    """Splits a stacked matrix into the modules of q, k and v."""
     if module != "self_attn.in_proj":
         return [(module, tensor)]
     keys = _key_width(config)
-    widths = [len(tensor) - 2 * keys, keys, keys]  # queries may have their gates among them
+    widths = [len(tensor) - 2 * keys, keys, keys]  # queries may include their gates
     return zip((f"self_attn.{letter}_proj" for letter in "qkv"), tensor.split(widths))
 
 
@@ -153,14 +153,14 @@ _NORM = re.compile(r"norm\d?\.weight$")
 
 
 def _zero_centred(config: TransformerConfig, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Weights of norms less 1, where they are not so already."""
+    """Subtracts 1 from the weights of norms, unless they have that form already."""
     if (config.decoder_norm or config.norm) != "rmsnorm":
         return state
     return {name: tensor - 1 if _NORM.search(name) else tensor for name, tensor in state.items()}
 
 
 def _gates_among_queries(config: TransformerConfig, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """After the rows of a head's queries those of its gate."""
+    """Puts the rows of each head's gate after those of the head's queries."""
     for name in [name for name in state if name.endswith("gate_proj.weight")]:
         stacked = name.replace("gate_proj.", "in_proj_")
         queries, rest = state[stacked].split([config.d_model, 2 * _key_width(config)])
@@ -170,12 +170,12 @@ def _gates_among_queries(config: TransformerConfig, state: dict[str, Tensor]) ->
 
 
 def _transposed(config: TransformerConfig, module: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
-    """GPT-2's linear layers have (in, out)."""
+    """Transposes matrices, because GPT-2's linear layers have (in, out)."""
     return [(module, tensor.T if tensor.dim() == 2 else tensor)]
 
 
 def _by_head(config: TransformerConfig, module: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
-    """q, k and v of a head, then those of the next."""
+    """Orders the rows by head: q, k and v of a head, then those of the next."""
     if module == "self_attn.in_proj":
         tensor = tensor.unflatten(0, (3, config.heads, -1)).transpose(0, 1).flatten(0, 2)
     return [(module, tensor)]
@@ -215,7 +215,7 @@ def _llama_like(model_type: str) -> Callable[[TransformerConfig], dict[str, Any]
             "rms_norm_eps": _eps(config),
             "attention_bias": config.linear_biases,
             "mlp_bias": config.linear_biases,
-            # as transformers 5 has it, and as earlier versions do
+            # transformers 5 reads the first, earlier versions the second
             "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
             "rope_theta": config.rope_theta,
         }
@@ -416,7 +416,7 @@ _FAMILIES = (
 
 
 def _family(config: TransformerConfig, origin: str) -> _Family:
-    """The architecture that computes the model. Errors: InputError that names what the nearest one lacks."""
+    """Returns the architecture that computes the model. Errors: InputError that names what the nearest one lacks."""
     misfits = [(family.misfits(config), family) for family in _FAMILIES]
     found, nearest = min(misfits, key=lambda entry: len(entry[0]))
     if found:
@@ -431,28 +431,27 @@ def _family(config: TransformerConfig, origin: str) -> _Family:
 def to_huggingface(
     model: str | PathLike[str] | Transformer, output: str | PathLike[str], *, checkpoint: str | int = "best"
 ) -> str:
-    """Writes a language model as a new folder for `AutoModelForCausalLM` and `AutoTokenizer`; returns the class there.
+    """Writes a language model as a new folder for `AutoModelForCausalLM` and `AutoTokenizer`; returns its class there.
 
     Args:
         model: the `output` of training, or a Transformer.
-        output: a new folder: config.json, generation_config.json, model.safetensors; of a run also its vocabulary and
-            merges, tokenizer.json and tokenizer_config.json.
-        checkpoint: of a run, as in `Transformer.from_checkpoint`.
+        output: a new folder for config.json, generation_config.json and model.safetensors; for a run also its
+            vocabulary and merges, tokenizer.json and tokenizer_config.json.
+        checkpoint: a run's checkpoint, as in `Transformer.from_checkpoint`.
 
     LlamaForCausalLM computes prenorm with rmsnorm, rotary positions and swiglu or geglu. Qwen3ForCausalLM computes the
     same with norms on each head's queries and keys, HunYuanDenseV1ForCausalLM with these after the rotation,
     Qwen3NextForCausalLM with these and an output gate for each element, GraniteSWAForCausalLM with sinks,
-    Olmo2ForCausalLM under olmo2, and Gemma2ForCausalLM under sandwich, softcaps of scores and logits being its options.
+    Olmo2ForCausalLM under olmo2, and Gemma2ForCausalLM under sandwich, with softcaps of scores and logits as options.
     GPT2LMHeadModel computes prenorm with layernorm, learned positions and relu, gelu or silu; GPTNeoXForCausalLM the
-    same with rotary positions. Where embeddings are scaled by √d_model and the class does not scale them, the embedding
-    there is the product, and the output projection another matrix.
-    max_position_embeddings is the length of a run's rows, `segment_length`; of a Transformer, and with learned
-    positions, `max_positions`.
-    generation_config.json suppresses the tokens that the target vocabulary leaves out. Logits are equal to rounding:
-    transformers keeps rotary angles and RMS norms in float32, whatever the type of the model.
+    same with rotary positions. If embeddings are scaled by √d_model and the class does not scale them, the embedding
+    there is the product, and the output projection is another matrix. max_position_embeddings is the length of a run's
+    rows, `segment_length`; for a Transformer, and with learned positions, it is `max_positions`. generation_config.json
+    suppresses the tokens that the target vocabulary leaves out. Logits are equal to rounding: transformers keeps rotary
+    angles and RMS norms in float32, whatever the type of the model.
 
-    The tokenizer gives the ids that `generate` reads: an end of sentence begins a text, and stands for each newline. It
-    applies merges one by one: with 4000 of them a line takes milliseconds.
+    The tokenizer returns the ids that `generate` reads: an end of sentence begins a text, and stands for each newline.
+    It applies merges one by one: with 4000 of them a line takes milliseconds.
 
     Errors: InputError for options that have no counterpart there, naming them, and for an existing `output`.
     """
@@ -467,8 +466,9 @@ def to_huggingface(
         context = json.loads(_core.run_options(origin, str(checkpoint)))["data"]["segment_length"]
         found = [path for path in (Path(model) / name for name in (_VOCABULARY, _CODES)) if path.exists()]
         if found:
-            _core.encode(origin, [])  # refuses damaged files
-        # As bytes: a carriage return in a piece stays one. U+FEFF is a piece: the run's own files have no mark.
+            _core.encode(origin, [])  # raises for damaged files
+        # Files are read as bytes, because a carriage return in a piece must stay one. U+FEFF is a piece: these files
+        # have no byte order mark.
         texts = {path.name: read_regular(path).decode("utf-8") for path in found}
     family = _family(config, origin)
     unseen = [i for i, known in enumerate(types or ()) if not known and i not in (_BOS, _PAD)]

@@ -4,18 +4,18 @@ from . import _loading
 
 
 def keep_memory() -> None:
-    """Makes freed memory stay with the process, for the next tensors of the same sizes.
+    """Keeps freed memory in the process, for the next tensors of the same sizes.
 
-    glibc maps every block above 32 MB on its own and returns it when it is freed. PyTorch on a CPU then pays for fresh
-    pages, each cleared by the kernel, with every large tensor. Training and translating in this package keep memory
+    glibc maps every block above 32 MB separately and returns it when it is freed. PyTorch on a CPU then pays for fresh
+    pages, each cleared by the kernel, with every large tensor. Training and translation in this package keep memory
     anyway; call this once, early, for models that run in PyTorch itself. `benches/kernels.py` prints the effect.
 
-    Large results of this package's operators lie on large pages while they are fresh, where the system has them
-    (/sys/kernel/mm/transparent_hugepage/enabled). NORMFORMER_RS_ALLOCATOR=system asks for none.
+    Large results of this package's operators are on large pages while they are fresh, if the system has them
+    (/sys/kernel/mm/transparent_hugepage/enabled). NORMFORMER_RS_ALLOCATOR=system turns that off.
 
     The process keeps its peak size, and fragmentation can make it larger. The call cannot be undone. It has no effect
-    where NORMFORMER_RS_ALLOCATOR=system is set, and with another allocator than glibc's. Where it is `return`, the call
-    does the opposite: every freed block of 128 KiB or more goes back to the system at once.
+    if NORMFORMER_RS_ALLOCATOR=system is set, or with another allocator than glibc's. If the variable is `return`, the
+    call does the opposite: every freed block of 128 KiB or more goes back to the system at once.
 
     >>> import normformer_rs as nf
     >>> nf.keep_memory()

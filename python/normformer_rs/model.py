@@ -1,4 +1,4 @@
-"""The Transformer as a `torch.nn.Module`; its arithmetic is Rust's."""
+"""The Transformer as a `torch.nn.Module`; Rust computes it."""
 
 import textwrap
 from collections.abc import Iterator
@@ -27,17 +27,18 @@ _SHOWN = ("vocab_size", "d_model", "d_ff", "heads", "encoder_layers", "decoder_l
 class Transformer(Steered):
     """An encoder-decoder or decoder-only Transformer.
 
-    Parameters bear torch.nn.Transformer's names (`encoder.layers.0.self_attn.in_proj_weight`, …) and begin at
-    `config.init`'s values. They are ordinary parameters: `state_dict`, `.to()`, `deepcopy`, pickle and optimizers work
-    as for any module.
+    Parameters have torch.nn.Transformer's names (`encoder.layers.0.self_attn.in_proj_weight`, …) and are initialised as
+    `config.init` says. They are ordinary parameters: `state_dict`, `.to()`, `deepcopy`, pickle and optimizers work as
+    for any module.
 
     Args:
         config: the model; `config.vocab_size` must be given.
-        seed: of the first values; None: drawn from torch's generator, so that `torch.manual_seed` fixes them.
+        seed: the seed of the initial values; None to draw one from torch's generator, so that `torch.manual_seed` fixes
+            them.
         precision: "bf16" for bf16 products whatever the parameters are; "f32" for products in the parameters' type.
-        device: None: torch's default device.
+        device: the parameters' device; None for torch's default device.
 
-    Errors: InputError where options contradict each other.
+    Errors: InputError if options contradict each other.
     """
 
     config: TransformerConfig
@@ -53,7 +54,7 @@ class Transformer(Steered):
     ) -> None:
         super().__init__()
         self.config, self.precision = config, precision
-        self._options = options_here(config)  # once: a scheme of one's own is asked for each layer
+        self._options = options_here(config)  # computed once, because a user's own scheme is asked for each layer
         if seed is None:
             seed = int(torch.randint(2**63 - 1, (), device="cpu"))
         if not 0 <= seed < 2**64:
@@ -64,7 +65,7 @@ class Transformer(Steered):
         self._follow()
 
     def _place(self, name: str, tensor: Tensor) -> None:
-        """Registers a tensor under its dotted name, in plain containers made on the way."""
+        """Registers a tensor under its dotted name; containers on the way are created."""
         *path, leaf = name.split(".")
         module: nn.Module = self
         for part in path:
@@ -77,14 +78,14 @@ class Transformer(Steered):
             module.register_buffer(leaf, tensor)
 
     def forward(self, source: Tensor | None, target_input: Tensor) -> Tensor:
-        """Logits (B, T, V) of the next target token.
+        """Returns the logits (B, T, V) of the next target token.
 
         Args:
             source: (B, S) token ids, padded with 1 on either side; None for a decoder-only model.
             target_input: (B, T) token ids, padded with 1: the target shifted right.
 
-        Logits at padding mean nothing. In training mode dropout masks follow one draw from torch's generator. Errors:
-        InputError under torch.export.
+        Logits at padding have no meaning. In training mode dropout masks follow one draw from torch's generator.
+        Errors: InputError under torch.export.
         """
         if torch.compiler.is_exporting():
             raise InputError(EXPORT)
@@ -94,24 +95,25 @@ class Transformer(Steered):
         return _core.forward(self._options, names, tensors, source, target_input, seed, precision)
 
     def profile(self, source: Tensor | None, target_input: Tensor) -> None:
-        """Sets the gains that the residual scheme takes from one training batch, with dropout, before training begins.
+        """Sets the gains that the residual scheme computes from one training batch, with dropout, before training
+        begins.
 
-        ω_i = r, r ← √(Var(ω_i x_i) + Var f_i) down each stack from r = 1 (Liu et al. 2020). The Rust loop does it by
-        itself before its first update. Errors: InputError where the scheme has no such gains.
+        ω_i = r, r ← √(Var(ω_i x_i) + Var f_i) down each stack from r = 1 (Liu et al. 2020). The Rust loop does this
+        itself before its first update. Errors: InputError if the scheme has no such gains.
         """
         names, tensors, precision = self._tensors()
         seed = self._draw(tensors[0].device)
         _core.profile(self._options, names, tensors, source, target_input, seed, precision)
 
     def set_num_updates(self, update: int) -> None:
-        """Sets branchnorm's t to the number of the update about to be made, 1 for the first. Other schemes ignore it.
-        Steps of torch's optimizers advance t by themselves."""
+        """Sets branchnorm's t to the number of the update that comes next, 1 for the first. Other schemes ignore it.
+        Steps of torch's optimizers advance t automatically."""
         for stack in self._growing():
             stack.t.fill_(update)
         self.told()
 
     def followed(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """A parameter and the step counter t of each stack: an update of the parameter adds one to t."""
+        """Yields, for each stack, a parameter and the step counter t: an update of the parameter adds one to t."""
         for stack in self._growing():
             owner = first_trained(stack.parameters())
             if owner is not None:
@@ -136,7 +138,8 @@ class Transformer(Steered):
         self._follow()
 
     def _parts(self) -> dict[str, tuple[str, str]]:
-        """Of each parameter its role in a parametrisation, and what its products are summed over."""
+        """Returns, for each parameter, its role in a parametrisation, and the dimension over which its products are
+        summed."""
         names, tensors, _ = self._tensors()
         return _core.parameter_parts(self._options, names, tensors)
 
@@ -147,13 +150,14 @@ class Transformer(Steered):
 
     @staticmethod
     def _draw(device: torch.device) -> Tensor:
-        """(seed, update, micro-batch), int64: the address of dropout masks; a module has only the first."""
+        """Returns (seed, update, micro-batch), int64, the address of dropout masks; a module sets only the seed."""
         seed = torch.zeros(3, dtype=torch.int64, device=device)
         seed[0].random_(0, 2**63 - 1)
         return seed
 
     def extra_repr(self) -> str:
-        """The model's shape, norm and residual scheme, and the options that are not at their defaults, one a line."""
+        """Lists the model's shape, norm and residual scheme, and the options that are not at their defaults, one per
+        line."""
         lines = []
         for field in self.config.FIELDS:
             value = getattr(self.config, field.name)
@@ -162,7 +166,7 @@ class Transformer(Steered):
         return "\n".join([*lines, f"precision={self.precision!r}"])
 
     def __repr__(self) -> str:
-        # The containers hold names only; the options say what the model is.
+        # The containers only hold names; the options describe the model.
         return f"{type(self).__name__}(\n" + textwrap.indent(self.extra_repr(), "  ") + "\n)"
 
     @classmethod
@@ -174,13 +178,13 @@ class Transformer(Steered):
         precision: str = "f32",
         device: torch.device | str | None = None,
     ) -> "Transformer":
-        """The model that a run left in `directory`, in evaluation mode.
+        """Loads the model that a run has saved in `directory`, in evaluation mode.
 
         Args:
             directory: the `output` of training.
             checkpoint: best, last, average, an update's number, or a name in `directory`/checkpoints.
 
-        Errors: InputError where there is none, where it is damaged, or where its weights are another model's.
+        Errors: InputError if there is none, if it is damaged, or if its weights are another model's.
         """
         config, state = load_run(directory, checkpoint)
         model = cls(config, seed=0, precision=precision, device=device)
@@ -189,7 +193,7 @@ class Transformer(Steered):
 
 
 def _precision(dtype: torch.dtype) -> str:
-    """The core's name for a type of number."""
+    """Returns the extension module's name of a floating-point type."""
     names = {torch.float32: "f32", torch.float64: "f64", torch.bfloat16: "bf16"}
     if dtype not in names:
         raise InputError(f"parameters must be float32, float64 or bfloat16; got {dtype}: use .to(torch.float32)")
@@ -197,10 +201,10 @@ def _precision(dtype: torch.dtype) -> str:
 
 
 def load_run(directory: str | PathLike[str], checkpoint: str | int) -> tuple[TransformerConfig, dict[str, Tensor]]:
-    """The options and tensors of a run's checkpoint, by its name or its update's number.
+    """Loads the options and tensors of a run's checkpoint, by its name or its update's number.
 
-    Errors: InputError that lists the existing ones, or says what is damaged. A text that names code is damage: no run
-    writes one.
+    Errors: InputError that lists the existing ones, or says what is damaged. A text that names code counts as damage,
+    because no run writes one.
     """
     options, named = _core.load_model(fspath(directory), str(checkpoint))
     return TransformerConfig.from_json(options), dict(named)

@@ -1,7 +1,7 @@
-"""A norm of one's own, declared in Python: a function of torch, and what it learns.
+"""A norm of your own, declared in Python: a function of torch, and its parameters.
 
-`nn`'s modules, `swap_norms`, the training loop and fairseq's models take it where they take a name. It needs no kernel;
-the loop calls it through PyTorch's dispatcher, so it is slower than the table's.
+`nn`'s modules, `swap_norms`, the training loop and fairseq's models accept it in place of a name. It needs no kernel;
+the loop calls it through PyTorch's dispatcher, so it is slower than the table's norms.
 """
 
 import contextlib
@@ -22,9 +22,9 @@ __all__ = ["Norm", "Parameter", "using"]
 
 
 class Parameter(NamedTuple):
-    """What a norm learns, p. The function gets factor·(offset + p). `start`: every element of p at the start, a number,
-    a function of the norm's width, or `schemes.Normal`; `shape`: "one" number, one per column ("width"), or the two
-    sides of a matrix, each a number, "width" or the name of an option."""
+    """A parameter p of a norm. The function gets factor·(offset + p). `start`: the initial value of every element of
+    p, a number, a function of the norm's width, or `schemes.Normal`; `shape`: "one" number, one per column
+    ("width"), or the two sides of a matrix, each a number, "width" or the name of an option."""
 
     start: float | Callable[[int], float] | Normal = 1.0
     shape: str | Sequence[int | str] = "width"
@@ -33,7 +33,7 @@ class Parameter(NamedTuple):
 
 
 class Norm(FromFile):
-    """The base of norms: override `normalize`, and name what it learns and its options.
+    """The base class of norms: override `normalize`, and declare the parameters and options.
 
     >>> import torch
     >>> class MaxNorm(Norm):
@@ -44,18 +44,18 @@ class Norm(FromFile):
     >>> MaxNorm()(4)(torch.tensor([1.0, -2.0, 4.0, 0.0]))
     tensor([ 0.2500, -0.5000,  1.0000,  0.0000], grad_fn=<DivBackward0>)
 
-    An object with other options is made by keyword: MaxNorm(eps=1e-3). Called with a width it makes a module. Call a
-    parameter that stands outside `weight`: schemes that set how norms start ask for it.
+    Pass other options by keyword: MaxNorm(eps=1e-3). Called with a width, the object makes a module. Give the outermost
+    factor, such as γ, the name `weight`: schemes that set the initial values of norms look for it.
     """
 
     name: ClassVar[str]
-    """Letters, digits, - and _; none of the package's."""
+    """The norm's name: letters, digits, - and _; none of the package's."""
     equation: ClassVar[str] = ""
     source: ClassVar[str] = ""
     parameters: ClassVar[Mapping[str, Parameter]] = {}
-    """By name, in the order in which `normalize` takes them: at most eight."""
+    """The parameters by name, in the order in which `normalize` takes them: at most eight."""
     options: ClassVar[Mapping[str, float]] = {}
-    """Numbers by name, with their defaults."""
+    """Numbers by name, with their default values."""
 
     def __init_subclass__(cls, **rest: Any) -> None:
         super().__init_subclass__(**rest)
@@ -73,7 +73,7 @@ class Norm(FromFile):
         self.given = {name: number(options.get(name, value), name) for name, value in self.options.items()}
 
     def _check(self) -> None:
-        """InputError where the class declares something else than it should."""
+        """Raises InputError if the class declares something of a wrong type."""
         kind = type(self).__name__
         for key in ("equation", "source"):
             if not isinstance(getattr(self, key), str):
@@ -89,30 +89,31 @@ class Norm(FromFile):
                 number(getattr(p, key), f"{kind}: the {key} of {name}")
 
     def normalize(self, x: Any, *parameters: Any, **options: float) -> Any:
-        """y of x (…, width), f32 or f64, row by row, by torch's operations, which autograd follows. Parameters have
-        their shapes."""
+        """Returns y for x (…, width), f32 or f64, computed row by row with torch's operations, which autograd
+        follows. Parameters have their declared shapes."""
         raise NotImplementedError(f"{type(self).__name__} must say what it computes: def normalize(self, x, …)")
 
     def __call__(self, width: int, device: Any = None, dtype: Any = None) -> Any:
-        """A module over rows of this width."""
+        """Makes a module over rows of this width."""
         from .nn.own import OwnNorm
 
         return OwnNorm(self, width, device=device, dtype=dtype)
 
     def start(self, name: str, width: int) -> float:
-        """A parameter at the start."""
+        """Returns a parameter's initial value; 0 if it is random."""
         value = self.parameters[name].start
         if isinstance(value, Normal):
             return 0.0
         return number(value(width) if callable(value) else value, f"{self!r}: the start of {name}")
 
     def std(self, name: str) -> float:
-        """Of the normal distribution that a parameter is drawn from; 0: none."""
+        """Returns the std of the normal distribution of a parameter's initial values; 0 if they are not random."""
         value = self.parameters[name].start
         return number(value.std, f"{self!r}: the std of {name}") if isinstance(value, Normal) else 0.0
 
     def shape(self, name: str) -> str | list[int | str]:
-        """A parameter's: a name, or the sides of a matrix, numbers and "width". Errors: InputError for other words."""
+        """Returns a parameter's shape: a name, or the sides of a matrix, numbers and "width". Errors: InputError for
+        other words."""
         shape: Any = self.parameters[name].shape
         if isinstance(shape, str) and shape in ("one", "width"):
             return shape
@@ -130,9 +131,10 @@ class Norm(FromFile):
         return [side if side == "width" else int(side) for side in sides]
 
     def declare(self, config: Any) -> dict[str, Any]:
-        """Everything that the norm declares in a model of this configuration, as config.json holds it.
+        """Returns everything that the norm declares in a model of this configuration, as config.json holds it.
 
-        Errors: InputError where the model has another class of this name, too: parameters and files know names alone.
+        Errors: InputError if the model also has another class of this name, because parameters and files only know
+        names.
         """
         for other in own_norms({key: getattr(config, key, None) for key in _OPTIONS}):
             if other.name == self.name and type(other) is not type(self):
@@ -170,19 +172,19 @@ class Norm(FromFile):
 
 
 _OPTIONS = ("norm", "encoder_norm", "decoder_norm")
-"""A model's options that take a norm."""
+"""A model's options that accept a norm."""
 _CLASSES: dict[str, list[weakref.ref[type[Norm]]]] = {}
-"""The classes by name, the newest first: a notebook's cell runs again, and two projects may choose one name. A class
-that nothing else holds any more is gone."""
+"""The classes by name, the newest first: a notebook's cell may run again, and two projects may choose the same name.
+A class that nothing else holds is dropped."""
 _SERIALS: weakref.WeakValueDictionary[int, type[Norm]] = weakref.WeakValueDictionary()
-"""The classes by their number in this process."""
+"""The classes by their serial number in this process."""
 _NEXT = itertools.count(1)
 _SERIAL = "\x1f"
-"""Stands between a declaration's source and its class's number, in a process and never in a file."""
+"""The separator of a declaration's source and its class's number, used in a process and never in a file."""
 _USED: list[tuple[int, tuple[type[Norm], ...]]] = []
-"""Classes given to `using`, the latest last, each with its thread."""
+"""The classes given to `using`, the latest last, each with its thread."""
 _FOUND: weakref.WeakValueDictionary[str, Norm] = weakref.WeakValueDictionary()
-"""Norms by declaration, as found last; their classes hold them."""
+"""The norms by declaration, as found last; their classes keep them alive."""
 
 
 def _register(cls: type[Norm]) -> None:
@@ -195,13 +197,13 @@ def _register(cls: type[Norm]) -> None:
 
 
 def own_norms(options: Mapping[str, Any]) -> list[Norm]:
-    """The norms of one's own among a model's options."""
+    """Returns the user's own norms among a model's options."""
     return [norm for key in _OPTIONS if isinstance(norm := options.get(key), Norm)]
 
 
 def options_here(config: Any) -> str:
-    """`config.to_json()` for a model of this process: each norm of one's own is its class, whatever is declared later.
-    No file gets this text."""
+    """Returns `config.to_json()` for a model of this process: each of the user's own norms refers to its class,
+    whatever is declared later. This text is written to no file."""
     text = config.to_json()
     found = {key: norm for key in _OPTIONS if isinstance(norm := getattr(config, key), Norm)}
     if not found:
@@ -214,7 +216,8 @@ def options_here(config: Any) -> str:
 
 @contextlib.contextmanager
 def using(*norms: Norm | type[Norm]) -> Iterator[None]:
-    """Within it a declaration of config.json means one of these classes, where several of its name declare it.
+    """Makes a declaration in config.json mean one of these classes inside the block, if several classes of its name
+    declare it.
 
     >>> class Halved(Norm):
     ...     name, parameters = "halved", {"weight": Parameter()}
@@ -224,7 +227,7 @@ def using(*norms: Norm | type[Norm]) -> Iterator[None]:
     ...     print(declared({"name": "halved", "parameters": [{"name": "weight", "shape": "width"}]}))
     halved
 
-    Errors: InputError where another thread uses another class of such a name.
+    Errors: InputError if another thread uses another class of the same name.
     """
     classes = tuple(norm if isinstance(norm, type) else type(norm) for norm in norms)
     here = threading.get_ident()
@@ -243,10 +246,10 @@ def using(*norms: Norm | type[Norm]) -> Iterator[None]:
 
 
 def declared(data: Mapping[str, Any]) -> Norm:
-    """The norm of a config.json: of the class of its name that declares the same parameters and options.
+    """Returns the norm of a config.json, from the class of its name that declares the same parameters and options.
 
-    Errors: InputError where no such class has been imported, or several that may compute different things, and for
-    data that are no declaration.
+    Errors: InputError if no such class has been imported, or several that may compute different things, and for data
+    that are no declaration.
     """
     _check_data(data)
     name, options = data["name"], data.get("options", {})
@@ -262,7 +265,7 @@ def declared(data: Mapping[str, Any]) -> Norm:
     fitting = _fitting_of(name, data)
     if len(fitting) > 1:
         fitting.clear()
-        gc.collect()  # classes that nothing holds
+        gc.collect()  # drops classes that nothing holds
         fitting = _fitting_of(name, data)
     if len(fitting) > 1:
         raise InputError(
@@ -281,7 +284,7 @@ def declared(data: Mapping[str, Any]) -> Norm:
 
 
 def _check_data(data: Any) -> None:
-    """InputError for what is no norm's declaration."""
+    """Raises InputError for data that are no norm's declaration."""
 
     def is_parameter(p: Any) -> bool:
         return (
@@ -306,12 +309,12 @@ def _is_number(value: Any) -> bool:
 
 
 def _known(name: str) -> list[type[Norm]]:
-    """The classes of a name, the newest first."""
+    """Returns the classes of a name, the newest first."""
     return [cls for ref in _CLASSES.get(name, ()) if (cls := ref()) is not None]
 
 
 def _fitting_of(name: str, data: Mapping[str, Any]) -> list[Norm]:
-    """Norms of the classes that declare these data; of classes that are alike the newest's."""
+    """Returns norms of the classes that declare these data; of equal classes only the newest's."""
     found: list[Norm] = []
     for cls in _known(name):
         norm = _fitting(cls, data)
@@ -321,20 +324,21 @@ def _fitting_of(name: str, data: Mapping[str, Any]) -> list[Norm]:
 
 
 def _fitting(cls: type[Norm], data: Mapping[str, Any]) -> Norm | None:
-    """The norm of this class that declares these data; None: it declares others."""
+    """Returns the norm of this class that declares these data; None if the class declares others."""
     if cls.name != data["name"] or cls.options.keys() != data.get("options", {}).keys():
         return None
     try:
         norm = cls(**data.get("options", {}))
         own = [(key, norm.shape(key), p.offset, p.factor) for key, p in cls.parameters.items()]
-    except InputError:  # options that it refuses
+    except InputError:  # the class refuses the options
         return None
     given = data.get("parameters", ())
     return norm if own == [(p["name"], p["shape"], p.get("offset", 0.0), p.get("factor", 1.0)) for p in given] else None
 
 
 def _alike(one: type[Norm], other: type[Norm]) -> bool:
-    """Two classes compute the same: one inherits all from the other, or a notebook's cell ran again unchanged."""
+    """True if two classes compute the same: one inherits all from the other, or a notebook's cell ran again
+    unchanged."""
 
     def own(cls: type[Norm]) -> dict[str, Any]:
         declared = {"name", "equation", "source", "parameters", "options", "_serial", "_found"}
@@ -361,7 +365,7 @@ def _listed(names: Iterable[str]) -> str:
 
 
 def _of(declaration: str) -> Norm:
-    """The norm that a model's declaration means: of the class that the model was made with, or as a file's."""
+    """Returns the norm of a model's declaration: from the class that the model was made with, or as for a file."""
     norm = _FOUND.get(declaration)
     if norm is None:
         data = json.loads(declaration)
@@ -381,13 +385,13 @@ def _define() -> None:
         return
     import torch
 
-    from . import nn  # noqa: F401  the core comes before its namespace is extended
+    from . import nn  # noqa: F401  the extension module must be loaded before its namespace is extended
 
     library = torch.library.Library("normformer_rs", "FRAGMENT")
     parameters = ", ".join(f"Tensor? p{i}" for i in range(8))
     library.define(f"own_norm(Tensor x, {parameters}, str declaration) -> Tensor")
     library.impl("own_norm", _run, "CompositeImplicitAutograd")
-    _defined.append(library)  # it lives as long as the process
+    _defined.append(library)  # keeps it for the life of the process
 
 
 def _run(x: Any, *given: Any) -> Any:
@@ -396,7 +400,7 @@ def _run(x: Any, *given: Any) -> Any:
 
 
 def in_wide(norm: Norm, x: Any, parameters: Any) -> Any:
-    """y in x's type, computed in f32 at least."""
+    """Returns y in x's type, computed in f32 at least."""
     import torch
 
     wide = torch.promote_types(x.dtype, torch.float32)

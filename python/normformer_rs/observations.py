@@ -1,4 +1,4 @@
-"""What a finished run shows beside its losses: series of numbers by name, from its folder."""
+"""Measurements of a finished run besides its losses: series of numbers by name, from its folder."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -15,36 +15,37 @@ from .history import History
 from .model import Transformer
 
 Found = dict[str, list[float]]
-"""Numbers by the series' name."""
+"""Numbers by the name of the series."""
 
 _ROWS, _LENGTH, _BOS, _PAD, _EOS = 32, 64, 0, 1, 2
-"""Of the held-out text that a model reads: rows, tokens of each row of a language model; ids that are no words."""
+"""The part of a validation set that a model reads: rows, tokens in each row of a language model; and the special
+ids."""
 _PLACES = {
     "encoder": ("encoder-attention", "encoder-feed-forward"),
     "decoder": ("decoder-attention", "decoder-encoder", "decoder-feed-forward"),
 }
-"""Of a stack's norms, in the order of the layer's sublayers."""
+"""The places of a stack's norms, in the order of the layer's sublayers."""
 
 
 def brief(values: Iterable[float]) -> list[float]:
-    """Five digits of each."""
+    """Rounds each number to five digits."""
     return [float(f"{value:.5g}") for value in values]
 
 
 def gradient_norms(history: History) -> Found:
-    """raw: every gradient norm, before clipping."""
+    """Returns raw: every gradient norm, before clipping."""
     return {"raw": brief(history.grad_norm)}
 
 
 def bleu(history: History) -> Found:
-    """bleu: of held-out text at each evaluation; evaluated: the updates."""
+    """Returns bleu: that of the validation set at each evaluation; evaluated: the updates."""
     evaluations = history.evaluations
     return {"evaluated": brief(evaluations.update), "bleu": brief(evaluations.bleu)}
 
 
 def gains(output: str | PathLike[str], checkpoint: str) -> Found:
-    """gain-PLACE: the learned g of each ScaleNorm of a pre-norm model, from the first layer to the last; gain-final:
-    the decoder's last.
+    """Returns gain-PLACE: the learned g of each ScaleNorm of a pre-norm model, from the first layer to the last;
+    gain-final: that of the decoder's last norm.
 
     Errors: InputError for a model whose norms learn no g.
     """
@@ -55,8 +56,8 @@ def gains(output: str | PathLike[str], checkpoint: str) -> Found:
 
 
 def gains_by_place(state: Mapping[str, torch.Tensor]) -> Found:
-    """encoder-attention, decoder-attention, decoder-encoder, encoder-feed-forward and decoder-feed-forward, each from
-    the first layer to the last, and final; those that the model has."""
+    """Returns encoder-attention, decoder-attention, decoder-encoder, encoder-feed-forward and decoder-feed-forward,
+    each from the first layer to the last, and final; only those that the model has."""
     is_alone = not any(name.startswith("encoder.layers.") for name in state)
     found: Found = {}
     for stack, places in _PLACES.items():
@@ -71,17 +72,18 @@ def gains_by_place(state: Mapping[str, torch.Tensor]) -> Found:
 
 
 def singular_values(output: str | PathLike[str], checkpoint: str) -> Found:
-    """singular: of the embedding of target words, over the largest."""
+    """Returns singular: the singular values of the embedding of target words, divided by the largest."""
     state = Transformer.from_checkpoint(output, checkpoint).state_dict()
     table = state["embedding.weight" if "embedding.weight" in state else "target_embedding.weight"]
     return {"singular": brief(analysis.spectrum(table))}
 
 
 def statistics(history: History) -> Found:
-    """Of the encoder's first norm over training (of a language model: the decoder's), as `log_statistics` logs them.
+    """Returns statistics of the encoder's first norm (a language model's: the decoder's) over training, from
+    `log_statistics`.
 
-    distance-STATISTIC: of batches' statistics from the running ones; gradient-STATISTIC: what they add to the gradient
-    of its input; logged: the updates. Empty where nothing was logged.
+    distance-STATISTIC: the distances of batches' statistics from the running ones; gradient-STATISTIC: their part in
+    the gradient of the norm's input; logged: the updates. Empty if nothing was logged.
     """
     first = re.compile(r"batch_(distance|gradient)/(encoder|decoder)\.0\.\w+")
     logged = {name: values for name, values in history.layers.items() if first.fullmatch(name)}
@@ -97,8 +99,8 @@ def statistics(history: History) -> Found:
 
 
 def changes(history: History) -> Found:
-    """change: ‖F(x; θ) − F(x; θ₀)‖₂ of the decoder's output over training, as `log_statistics` logs it; logged: the
-    updates. Empty where nothing was logged."""
+    """Returns change: ‖F(x; θ) − F(x; θ₀)‖₂ of the decoder's output over training, as `log_statistics` logs it;
+    logged: the updates. Empty if nothing was logged."""
     values = history.layers.get("change/decoder")
     if values is None:
         return {}
@@ -107,12 +109,12 @@ def changes(history: History) -> Found:
 
 
 def layers(output: str | PathLike[str], checkpoint: str, source: str | None, target: str) -> Found:
-    """Of the first lines of a text, by stack: cosine-STACK of each layer's output and the one before, active-STACK, the
-    share of active units of each feed-forward, and size-STACK, the mean |x| of what the stack reads and of each layer's
-    output.
+    """Returns, for the first lines of a text, by stack: cosine-STACK of each layer's output and the one before,
+    active-STACK, the share of active units of each feed-forward, and size-STACK, the mean |x| of the stack's input and
+    of each layer's output.
 
     Args:
-        source, target: files of text as the run reads it; no source for a language model.
+        source, target: files of text in the form that the run reads; no source for a language model.
     """
     model = Transformer.from_checkpoint(output, checkpoint)
     seen = analysis.observe(model, *_read(model, Path(output), source, target))
@@ -136,6 +138,6 @@ def _read(model: Transformer, output: Path, source: str | None, target: str) -> 
 
 
 def _padded(rows: list[list[int]]) -> torch.Tensor:
-    """Token ids and an end, padded on the right."""
+    """Returns token ids followed by an end, padded on the right."""
     width = max(map(len, rows)) + 1
     return torch.tensor([[*row, _EOS, *[_PAD] * (width - len(row) - 1)] for row in rows])

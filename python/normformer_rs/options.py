@@ -1,4 +1,4 @@
-"""Options from the command line and from TOML files: both use the configs' names, and any other name is an error."""
+"""Options from the command line and from TOML files; both use the configs' names, and any other name is an error."""
 
 import argparse
 import contextlib
@@ -23,18 +23,19 @@ else:
     import tomli as tomllib
 
 RUN_CONFIG = "config.json"
-"""Where a run's folder keeps its options."""
+"""The file in a run's folder that holds its options."""
 SECTIONS = ("model", "training", "data")
-"""Tables in which a file may group its options."""
+"""The tables in which a file may group its options."""
 EXCLUSIVE = {"bpe_operations", "bpe_codes", "no_bpe", "data_bin"}
-"""Ways to cut words (data_bin's are cut already); naming one replaces another that a file or an earlier run named."""
+"""Exclusive ways of tokenisation (data_bin's text is tokenised already); naming one replaces one from a file or an
+earlier run."""
 HELP = {"-h", "--help"}
 _FIELDS = {field.name: field for kind in (TransformerConfig, TrainingConfig, DataConfig) for field in kind.FIELDS}
 LISTED = "`normformer-rs train --help` lists the options"
 
 
 class UsageError(InputError):
-    """A command line that cannot be read. `where` is the line that says how it is written, or where to look."""
+    """A command line that cannot be read. `where` is the line that shows its usage, or where to find it."""
 
     def __init__(self, message: str, where: str) -> None:
         super().__init__(message)
@@ -42,7 +43,7 @@ class UsageError(InputError):
 
 
 class _Formatter(argparse.HelpFormatter):
-    """Leaves words such as val-decay whole, and shows a switch and its opposite as --[no-]fixnorm."""
+    """Keeps words such as val-decay whole, and shows a switch and its opposite as --[no-]fixnorm."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=28)
@@ -53,7 +54,7 @@ class _Formatter(argparse.HelpFormatter):
         return super()._format_action_invocation(action)
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
-        """Each line is a paragraph; the lines of a list hang below their first word."""
+        """Wraps each line as a paragraph; the lines of a list are indented after their first line."""
         made = []
         for line in text.splitlines():
             first, others = ("  ", "      ") if re.match(r"[\w-]+: ", line) else ("", "")
@@ -66,14 +67,14 @@ class _Formatter(argparse.HelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """A wrong command line is a UsageError; an unknown option is named with the closest one, before anything else."""
+    """A parser that raises UsageError, and reports an unknown option, with the closest one, before anything else."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(formatter_class=_Formatter, allow_abbrev=False, **settings)
 
     @property
     def _takes_command(self) -> bool:
-        """A command and its own options follow the parser's."""
+        """True if a command and its own options follow the parser's."""
         return any(action.nargs in (argparse.PARSER, argparse.REMAINDER) for action in self._actions)
 
     def error(self, message: str) -> Any:
@@ -106,7 +107,7 @@ class Parser(argparse.ArgumentParser):
             self.error(fairseq_words.answer(name, long) or f'unknown option "{name}"{closest(name, long)}')
 
     def _print_message(self, message: str, file: Any = None) -> None:
-        # argparse would print help to standard error where the output is closed, and hide that it is full
+        # argparse would print help to standard error if the output is closed, and would hide that it is full
         check_writable(STANDARD)
         (file or sys.stderr).write(message)
 
@@ -116,16 +117,17 @@ class Parser(argparse.ArgumentParser):
 
 
 _FLAG = re.compile(r"-[^\s\d.]\S*")
-"""A word that is meant as an option: not -, not a negative number, not text with spaces."""
+"""Matches a word that is meant as an option: not -, not a negative number, not text with spaces."""
 
 
 def flag(name: str) -> str:
-    """d_model → --d-model"""
+    """Returns the flag of an option: --d-model for d_model."""
     return "--" + name.replace("_", "-")
 
 
 def add_flags(group: Any, fields: Iterable[Field]) -> None:
-    """A flag for each option of a config. A flag that is not given sets nothing, so that files and presets apply."""
+    """Adds a flag for each option of a config. A flag that is not given sets nothing, so that files and presets
+    apply."""
     for field in fields:
         _add_flag(group, field)
 
@@ -142,7 +144,7 @@ def _add_flag(group: Any, field: Field) -> None:
 
 
 def _help(field: Field) -> str:
-    """The help text, with the choices that it does not name itself and the default."""
+    """Returns the help text, with the choices that it does not name itself and the default."""
     are_named = all(re.search(rf"(?<![\w-]){choice}(?![\w-])", field.help) for choice in field.choices)
     choices = "" if are_named else f" One of {', '.join(field.choices)}."
     default = ("yes" if field.default else "no") if field.kind == "bool" else field.default
@@ -158,7 +160,7 @@ def _metavar(field: Field) -> str:
 
 
 def add_model(parser: Any, required: bool) -> None:
-    """The flags of a trained model: its folder and checkpoint, precision and device."""
+    """Adds the flags of a trained model: its folder and checkpoint, precision and device."""
     parser.add_argument("--model", metavar="DIR", required=required, help="The --output of training.")
     parser.add_argument(
         "--checkpoint", metavar="NAME", default="best", help="best, last, average or an update's number."
@@ -171,7 +173,7 @@ def add_model(parser: Any, required: bool) -> None:
 
 
 def given(args: argparse.Namespace, *kinds: type[Config]) -> dict[str, Any]:
-    """The options of the configs that the command line names, as values."""
+    """Returns the values of the configs' options that are given on the command line."""
     options = {}
     for field in (field for kind in kinds for field in kind.FIELDS):
         if hasattr(args, field.name):
@@ -184,19 +186,19 @@ def given(args: argparse.Namespace, *kinds: type[Config]) -> dict[str, Any]:
 
 
 def parse(field: Field, text: str) -> Any:
-    """A value out of a command line's text; "none" stands for None where that is a value."""
+    """Parses a value from a command line's text; "none" means None if the option allows it."""
     if field.optional and text.lower() == "none":
         return None
     if (field.name, text) in fairseq_words.VALUES:
         raise InputError(fairseq_words.VALUES[field.name, text])
     value: Any = text
-    with contextlib.suppress(ValueError):  # `check` refuses a remaining string by name
+    with contextlib.suppress(ValueError):  # `check` reports a remaining string by name
         value = {"int": int, "float": float}.get(field.kind, str)(text)
     return field.check(value)
 
 
 def read_toml(path: str | Path, known: Iterable[str], trust: bool = False) -> dict[str, Any]:
-    """The options of a file, flat or in the tables [model], [training] and [data], with - or _ in their names.
+    """Reads the options of a file, flat or in the tables [model], [training] and [data], with - or _ in their names.
 
     Errors: InputError for a missing file, wrong syntax, an unknown name, one given twice, a wrong value, and, without
     `trust`, a text that names code.
@@ -207,7 +209,7 @@ def read_toml(path: str | Path, known: Iterable[str], trust: bool = False) -> di
         raise InputError(f"{path}: no such file; expected a TOML file of options") from error
     except InputError:
         raise
-    except (ValueError, RecursionError) as error:  # TOML's errors, numbers that are too long, tables in tables
+    except (ValueError, RecursionError) as error:  # errors of TOML, too long numbers, too deeply nested tables
         raise InputError(f"{path}: not valid TOML: {error}") from error
     return _flat(content, path, list(known), trust)
 
@@ -215,8 +217,8 @@ def read_toml(path: str | Path, known: Iterable[str], trust: bool = False) -> di
 def read_run(
     output: str | Path, known: Iterable[str], from_checkpoint: str | None = None, trust: bool = False
 ) -> dict[str, Any]:
-    """The options of a run's checkpoint, the newest one by default: a resume may have changed some since the run began.
-    None where `output` holds no run.
+    """Returns the options of a run's checkpoint, by default of the newest: a resume may have changed some since the run
+    began. Returns {} if `output` holds no run.
 
     Errors: InputError if damaged; without `trust` also for a text that names code.
     """
@@ -233,7 +235,7 @@ def read_run(
 
 
 def _flat(content: dict[str, Any], path: str | Path, known: list[str], trust: bool) -> dict[str, Any]:
-    """The options by name, those in tables too."""
+    """Returns the options by name, including those in tables."""
     options: dict[str, Any] = {}
     for section, table in [("", content), *((name, content[name]) for name in SECTIONS if name in content)]:
         if not isinstance(table, dict):
@@ -253,7 +255,7 @@ def _flat(content: dict[str, Any], path: str | Path, known: list[str], trust: bo
 
 
 def _checked(name: str, value: Any, path: str | Path) -> Any:
-    """The value; InputError that names the file for a wrong one."""
+    """Returns the checked value; for a wrong one the InputError names the file."""
     try:
         if name == "preset":
             find_preset(value)
@@ -263,7 +265,7 @@ def _checked(name: str, value: Any, path: str | Path) -> Any:
 
 
 def layered(preset: str | None, *layers: Mapping[str, Any]) -> dict[str, Any]:
-    """The preset's options under the layers', each over those before it."""
+    """Merges the options of a preset and of layers, each overriding those before it."""
     merged: dict[str, Any] = find_preset(preset) if preset is not None else {}
     for layer in layers:
         if any(layer.get(name) for name in EXCLUSIVE):

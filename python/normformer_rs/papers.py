@@ -1,4 +1,4 @@
-"""The papers that names come from, as BibTeX.
+"""The papers that define names, as BibTeX.
 
 >>> import normformer_rs as nf
 >>> nf.cite("scalenorm")
@@ -24,7 +24,7 @@ _KINDS = ("norms", "residuals", "inits", "parametrisations", "others", "families
 
 
 class Citation(str):
-    """BibTeX entries; a notebook and a prompt show them as they are."""
+    """BibTeX entries; notebooks and prompts print them as they are."""
 
     __slots__ = ()
 
@@ -33,10 +33,10 @@ class Citation(str):
 
 
 def cite(*names: str) -> Citation:
-    """BibTeX of the papers that define these norms, residual schemes, initialisations or parametrisations, each paper
-    once; without names this package's own entry.
+    """Returns BibTeX of the papers that define these norms, residual schemes, initialisations or parametrisations, each
+    paper once; without names, the entry of this package.
 
-    A name that no paper defines is a comment that says which code does. Errors: InputError for an unknown name.
+    For a name that no paper defines it is a comment that says which code does. Errors: InputError for an unknown name.
     """
     if not names:
         return Citation(_own())
@@ -52,13 +52,13 @@ def cite(*names: str) -> Citation:
 
 @cache
 def papers() -> list[dict[str, Any]]:
-    """names (as sources call the paper), authors, title, year, and arxiv where it is there."""
+    """Returns the papers' names (as sources call the paper), authors, title, year, and arxiv if there is one."""
     found: list[dict[str, Any]] = json.loads(Path(__file__).with_name("papers.json").read_text("utf-8"))
     return found
 
 
 def _sources() -> dict[str, str]:
-    """By name, every source that a table has for it."""
+    """Returns, for each name, every source that a table has for it."""
     found: dict[str, list[str]] = {}
     for kind in _KINDS:
         for entry in tables()[kind]:
@@ -67,7 +67,7 @@ def _sources() -> dict[str, str]:
 
 
 def _is_named(name: str, source: str) -> bool:
-    """`Chen et al. 2025` is not the paper of `Chen et al. 2025 (GPAS)`."""
+    """True if the source names the paper: `Chen et al. 2025` is not the paper of `Chen et al. 2025 (GPAS)`."""
     return re.search(rf"(?<!\w){re.escape(name)}(?!\w| \()", source) is not None
 
 

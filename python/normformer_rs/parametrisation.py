@@ -1,4 +1,4 @@
-"""Groups of parameters for an optimizer: weight decay, and the multipliers of a parametrisation.
+"""Parameter groups for an optimizer, with weight decay and the multipliers of a parametrisation.
 
 >>> import normformer_rs as nf
 >>> shape = {"d_model": 64, "d_ff": 128, "heads": 4, "encoder_layers": 4, "decoder_layers": 4}
@@ -27,7 +27,7 @@ from .nn.training import MATRICES, learned_gains, summed_over, vector_ids
 
 ROLES = ("embedding", "hidden-matrix", "hidden-vector", "end")
 _WIDTHS = ("d_model", "hidden_size", "n_embd", "embed_dim", "dim")
-"""Names that configurations of other libraries have for the width of the residual stream."""
+"""The names of the residual stream's width in configurations of other libraries."""
 
 
 def param_groups(
@@ -43,8 +43,8 @@ def param_groups(
     width: int | None = None,
     depth: int | None = None,
 ) -> list[dict[str, Any]]:
-    """Groups for Adam or AdamW, each with its lr, weight_decay and eps: what the base model was tuned to, times the
-    parametrisation's multipliers for the role of the group's parameters.
+    """Returns groups for Adam or AdamW, each with its lr, weight_decay and eps: the values tuned on the base model,
+    times the parametrisation's multipliers for the role of the group's parameters.
 
     With m_d = width/base_width, m_L = depth/base_depth and the exponent α (completep 1, depth-mup 1/2):
 
@@ -55,36 +55,35 @@ def param_groups(
         end            lr                       0                          ε/m_d
 
     A norm's or a scheme's parameter whose products are summed over the width (attnres' queries, mhc's matrices) has
-    lr/m_d, and where the sum is divided by the width's root lr/√m_d; one whose products are summed over the layers
-    (dlcl, denseformer) lr/m_L. None of them decays.
+    lr/m_d, or lr/√m_d if the sum is divided by the width's root; one whose products are summed over the layers (dlcl,
+    denseformer) has lr/m_L. None of them decays.
 
-    mup has these without m_L, and leaves weight_decay as it is; standard multiplies nothing, and decays no vectors.
+    mup has these without m_L, and leaves weight_decay unchanged; standard has no multipliers, and vectors do not decay.
 
-    A normformer_rs.Transformer gives parametrisation and sizes itself, and so do the layers of `normformer_rs.nn`. In
-    any other model a block is a module of a ModuleList or Sequential all of whose modules are of one class and hold
+    A normformer_rs.Transformer has its own parametrisation and sizes, and so do the layers of `normformer_rs.nn`. In
+    any other model a block is a module in a ModuleList or Sequential whose modules are all of one class and hold
     matrices. Its matrices are hidden-matrix, its vectors, norms and gains hidden-vector; a parameter of a single row is
-    a vector, unless a linear layer's or a table's. Tables (nn.Embedding) are
-    embedding, and so are matrices outside blocks that lead into or out of the width (an output head, tied or not,
-    position tables, a patch projection); one of width × width there is a hidden-matrix with m_L = 1. Everything else
-    is end.
+    a vector, unless a linear layer or a table holds it. Tables (nn.Embedding) are embedding, and so are matrices
+    outside blocks that lead into or out of the width (an output head, tied or not, position tables, a patch
+    projection); one of width × width there is a hidden-matrix with m_L = 1. Everything else is end.
 
-    **Only half of a parametrisation.** Of a model that is not this package's, its author multiplies init and forward
-    pass: std of hidden matrices × 1/√m_d, branches × m_L^(−α), logits × 1/m_d, attention scores 1/d_head. Without these
-    the optimal rate does not carry over to other sizes.
+    **Only half of a parametrisation.** If the model is not this package's, its author must also multiply initialisation
+    and forward pass: std of hidden matrices × 1/√m_d, branches × m_L^(−α), logits × 1/m_d, attention scores 1/d_head.
+    Without these the optimal rate does not carry over to other sizes.
 
     Args:
-        lr, weight_decay, eps: as tuned on the base model.
-        parametrisation: a name out of `normformer_rs.tables()["parametrisations"]`; None: the model's own, else
+        lr, weight_decay, eps: the values tuned on the base model.
+        parametrisation: a name from `normformer_rs.tables()["parametrisations"]`; None for the model's own, or else
             standard.
-        base_width, base_depth: of the base model; None: the model's own.
-        depth_alpha: α, from 0.5 to 1; None: the model's own, or the parametrisation's.
-        width: of the residual stream; None: found in the model's config or embeddings.
-        depth: layers of every stack; None: each stack's own.
+        base_width, base_depth: the base model's sizes; None for the model's own.
+        depth_alpha: α, from 0.5 to 1; None for the model's own, or the parametrisation's.
+        width: the residual stream's width; None to find it in the model's config or embeddings.
+        depth: the layers of every stack; None for each stack's own number.
 
     Returns dictionaries of params, role, lr, weight_decay and eps, one for each role and depth that occurs; parameters
     that need no gradient are left out. Schedulers multiply each group's lr.
 
-    Errors: InputError where a size is missing or blocks cannot be told, for options that would do nothing, and for
+    Errors: InputError if a size is missing or blocks cannot be found, for options that would do nothing, and for
     numbers out of range. Sources: Yang et al. 2022; Dey et al. 2025, Table 1, eq 40 (docs/spec.md §3.7).
     """
     own = _own_options(model)
@@ -117,7 +116,8 @@ def param_groups(
 
 
 class _Placed(NamedTuple):
-    """A parameter, its role, its stack's number of layers (0 outside stacks), and what its products are summed over."""
+    """A parameter, its role, its stack's number of layers (0 outside stacks), and the dimension over which its
+    products are summed."""
 
     parameter: nn.Parameter
     role: str
@@ -126,7 +126,7 @@ class _Placed(NamedTuple):
 
 
 def _own_options(model: nn.Module) -> dict[str, Any]:
-    """Of a model, or of layers, that this package built."""
+    """Returns the parametrisation's options of a model, or of layers, that this package built."""
     config = model.config if isinstance(model, Transformer) else None
     if config is None:
         layers = [module for module in model.modules() if isinstance(module, Layer)]
@@ -136,7 +136,7 @@ def _own_options(model: nn.Module) -> dict[str, Any]:
 
 
 def _agreed(name: str, given: Any, own: Any, otherwise: Any = None) -> Any:
-    """The value given, else the model's own, else `otherwise`; InputError where given and own differ."""
+    """Returns the given value, or the model's own, or `otherwise`; InputError if given and own differ."""
     if given is not None and own is not None and given != own:
         raise InputError(
             f"{name} = {given} was given, and the model was built with {own}: leave it out, or build another"
@@ -167,7 +167,7 @@ def _check(name: str, base_width: int | None, base_depth: int | None, alpha: flo
 
 
 def _places(model: nn.Module, needs_blocks: bool, width: int | None) -> Iterator[_Placed]:
-    """Every parameter that is trained, once."""
+    """Yields every trained parameter once."""
     if isinstance(model, Transformer):
         depths = {"encoder": model.config.encoder_layers, "decoder": model.config.decoder_layers}
         parts = model._parts()
@@ -196,8 +196,8 @@ def _places(model: nn.Module, needs_blocks: bool, width: int | None) -> Iterator
 
 
 def _layers_of(blocks: dict[str, int], path: str) -> int:
-    """Of the stack that a module is in, or of the nearest one that it stands beside: a module of ours may lie deeper,
-    as in swapped models."""
+    """Returns the layers of the stack that a module is in, or of the nearest stack beside it: a module of this
+    package may be nested deeper, as in swapped models."""
     inside = next((layers for block, layers in blocks.items() if f"{path}.".startswith(f"{block}.")), 0)
     while not inside and path:
         path = path.rpartition(".")[0]
@@ -220,7 +220,8 @@ def _role(
 
 
 def _blocks(model: nn.Module) -> Iterator[tuple[str, int]]:
-    """The path of every block, and how many its stack has. Of lists inside blocks, as experts are, none counts."""
+    """Yields the path of every block, and its stack's number of blocks. Lists inside blocks, such as experts, do not
+    count."""
     outer: list[str] = []
     for path, module in model.named_modules():
         children = [*module.named_children()]
@@ -234,7 +235,7 @@ def _blocks(model: nn.Module) -> Iterator[tuple[str, int]]:
 
 
 def _has_matrices(module: nn.Module) -> bool:
-    """Modules in it, not the module itself, have them: a list of linear layers is no stack."""
+    """True if modules in it, not the module itself, have matrices: a list of linear layers is no stack."""
     return sum(p.dim() > 1 and "." in name for name, p in module.named_parameters()) > 1
 
 
@@ -249,7 +250,8 @@ def _width(model: nn.Module, given: int | None) -> int:
 
 
 def _find_width(model: nn.Module, given: int | None) -> int | None:
-    """Of the residual stream: as given, as a configuration says, or as wide as all embeddings are."""
+    """Returns the residual stream's width: the given one, a configuration's, or that of all embeddings if they
+    agree."""
     if given is not None:
         return given
     own = [module.place.config.d_model for module in model.modules() if isinstance(module, Layer)]

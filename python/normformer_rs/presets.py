@@ -1,6 +1,7 @@
-"""Named sizes and training settings: common shapes, and the set-ups of the papers.
+"""Named sizes and training settings: common shapes, and the settings of the papers.
 
-A preset sets no residual scheme or initialisation, and no norm but Llama's: these are compared, each by its own option.
+A preset sets no residual scheme or initialisation, and no norm but Llama's, because these are compared, each by its own
+option.
 """
 
 from typing import Any, NamedTuple
@@ -203,7 +204,7 @@ PRESETS: dict[str, Preset] = {
 
 
 def find_preset(name: str) -> dict[str, Any]:
-    """The options of a preset; InputError with the valid names if there is none."""
+    """Returns the options of a preset; InputError with the valid names if there is none."""
     if not isinstance(name, str):
         raise InputError(f"preset must be a name, one of {', '.join(PRESETS)}; got {name!r}")
     if name not in PRESETS:
@@ -212,9 +213,9 @@ def find_preset(name: str) -> dict[str, Any]:
 
 
 def preset(name: str) -> tuple[TransformerConfig, TrainingConfig]:
-    """The model and training options of a preset; `PRESETS` has the names and their sources.
+    """Returns the model and training options of a preset; `PRESETS` has the names and their sources.
 
-    The model's `vocab_size` is 0, to be filled in from the data by a Trainer.
+    The model's `vocab_size` is 0; a Trainer takes it from the data.
     """
     model, training = split(find_preset(name), TransformerConfig, TrainingConfig)
     return TransformerConfig(**model), TrainingConfig(**training)

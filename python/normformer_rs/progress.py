@@ -1,4 +1,4 @@
-"""The progress of training for a person: a bar in a terminal or a notebook, lines of text elsewhere."""
+"""Progress of training on standard error: a bar in a terminal or a notebook, lines of text elsewhere."""
 
 import contextlib
 import logging
@@ -15,7 +15,7 @@ SECONDS_BETWEEN_LINES = 10.0
 
 
 class Progress(Protocol):
-    """Told of a run's events, as `_core.train` reports them."""
+    """An observer of a run's events, as `_core.train` reports them."""
 
     def started(self, event: Mapping[str, Any]) -> None: ...
     def updated(self, event: Mapping[str, Any]) -> None: ...
@@ -24,10 +24,10 @@ class Progress(Protocol):
 
 
 def choose(wanted: bool) -> Progress:
-    """The form of progress that suits standard error."""
+    """Returns the form of progress that suits standard error."""
     if not wanted:
         return Silent()
-    # Without widgets every step of a bar in a notebook is an output of its own.
+    # Without widgets, a notebook prints every step of a bar as a new output.
     if available("tqdm") and (available("ipywidgets") if _in_notebook() else sys.stderr.isatty()):
         return Bar()
     return Lines()
@@ -43,7 +43,7 @@ class Silent:
 
 
 class Bar:
-    """tqdm's bar."""
+    """Shows tqdm's bar."""
 
     def __init__(self) -> None:
         from tqdm.auto import tqdm
@@ -80,7 +80,7 @@ class Bar:
 
 
 class Lines:
-    """A line on standard error every ten seconds."""
+    """Prints a line on standard error every ten seconds."""
 
     def __init__(self) -> None:
         self._last = time.monotonic()
@@ -98,7 +98,7 @@ class Lines:
 
 
 def write(text: str) -> None:
-    """A line on standard error, above the bar where there is one."""
+    """Prints a line on standard error, above the bar if there is one."""
     tqdm = sys.modules.get("tqdm")
     if tqdm is None:
         print(text, file=sys.stderr, flush=True)
@@ -107,16 +107,16 @@ def write(text: str) -> None:
 
 
 class Handler(logging.Handler):
-    """The package's log on standard error, above the progress bar."""
+    """Writes the package's log to standard error, above the progress bar."""
 
     def emit(self, record: logging.LogRecord) -> None:
         prefix = f"{record.levelname.lower()}: " if record.levelno >= logging.WARNING else ""
-        with contextlib.suppress(OSError):  # a terminal that has gone
+        with contextlib.suppress(OSError):  # the terminal may be gone
             write(prefix + escaped(record.getMessage()))
 
 
 def log_to_stderr() -> None:
-    """The package's log goes to standard error from now on."""
+    """Sends the package's log to standard error from now on."""
     logger = logging.getLogger("normformer_rs")
     if not any(isinstance(handler, Handler) for handler in logger.handlers):
         logger.addHandler(Handler())
@@ -124,13 +124,13 @@ def log_to_stderr() -> None:
 
 
 def number(event: Mapping[str, Any], name: str) -> float:
-    """A value of an event. None becomes NaN: JSON cannot hold NaN and infinities."""
+    """Returns a value of an event. None becomes NaN, because JSON cannot hold NaN and infinities."""
     value = event.get(name)
     return math.nan if value is None else float(value)
 
 
 def duration(seconds: float) -> str:
-    """4:05, or 1:02:03."""
+    """Formats a time as 4:05 or 1:02:03."""
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"

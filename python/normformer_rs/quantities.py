@@ -1,4 +1,4 @@
-"""Amounts of memory as people write them."""
+"""Sizes of memory in the units that people write."""
 
 import re
 
@@ -8,7 +8,7 @@ _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 def size(count: float) -> str:
-    """4.5 GiB for 4.5·2³⁰ bytes."""
+    """Formats a size: 4.5 GiB for 4.5·2³⁰ bytes."""
     for unit in ("B", "KiB", "MiB"):
         if count < 1024:
             return f"{count:.4g} {unit}"
@@ -17,7 +17,8 @@ def size(count: float) -> str:
 
 
 def in_bytes(text: str) -> int:
-    """Bytes of a size such as 20GB, 1.5G, 800 MiB or 4000000. Units are powers of 1,024, with and without the i."""
+    """Returns the bytes of a size such as 20GB, 1.5G, 800 MiB or 4000000. Units are powers of 1,024, with and
+    without the i."""
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?\s*", text, re.IGNORECASE)
     if not found or float(found[1]) == 0:
         raise InputError(f"expected a size of memory, such as 20GB or 800MiB; got {text!r}")

@@ -1,9 +1,9 @@
-"""A residual scheme of one's own, declared in Python.
+"""A residual scheme of your own, declared in Python.
 
-A scheme answers for every place of a model, in plain data: numbers, norms, parameters and changes by name. The training
+A scheme declares plain data for every place of a model: numbers, norms, parameters and changes by name. The training
 loop, the modules of `normformer_rs.nn`, `swap_residuals` and fairseq's models build what it declares. A run's
-config.json holds the data, so that a run loads where the class is not to be had. What cannot be built is refused before
-anything is.
+config.json holds the data, so that a run loads without the class. A declaration that cannot be built is refused before
+anything is built.
 """
 
 import json
@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal
 from . import declared
 from .declared import *  # noqa: F403
 from .declared import Changes, Owner, Point, ResidualSpec, StackSpec, refusal, to_json
-from .declared import Gain as Gain  # for annotations, as Mixing
+from .declared import Gain as Gain  # re-exported for annotations, like Mixing
 from .declared import Mixing as Mixing
 from .declared import NormAt as Norm
 from .errors import InputError
@@ -30,17 +30,17 @@ _PATHS = {SELF_ATTENTION: "self_attn.", CROSS_ATTENTION: "multihead_attn.", FEED
 
 @dataclass(frozen=True)
 class Place:
-    """Where in a model a scheme is asked."""
+    """The place in a model for which a scheme is asked."""
 
     config: Any = field(repr=False)
     """The model's TransformerConfig."""
     stack: Literal["encoder", "decoder"]
     layer: int = 0
-    """Of the stack, from 0."""
+    """The layer's number in the stack, from 0."""
     index: int = 0
     """The sublayer's number in its layer, from 0."""
     block: tuple[str, ...] | None = None
-    """A layer's sublayers, where they are not its stack's, as in blocks of other libraries."""
+    """The kinds of a layer's sublayers, if they differ from its stack's, as in blocks of other libraries."""
 
     @property
     def has_encoder(self) -> bool:
@@ -48,7 +48,7 @@ class Place:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """The sublayers of a layer here."""
+        """The kinds of a layer's sublayers."""
         if self.block is not None:
             return self.block
         has_three = self.stack == "decoder" and self.has_encoder
@@ -56,22 +56,22 @@ class Place:
 
     @property
     def sublayer(self) -> str:
-        """self-attention, cross-attention or feed-forward."""
+        """The sublayer's kind: self-attention, cross-attention or feed-forward."""
         return self.kinds[self.index]
 
     @property
     def sublayers(self) -> int:
-        """In a layer."""
+        """The number of sublayers in a layer."""
         return len(self.kinds)
 
     @property
     def number(self) -> int:
-        """Of the sublayer in its stack, from 0."""
+        """The number of the sublayer in its stack, from 0."""
         return self.layer * self.sublayers + self.index
 
     @property
     def encoder_layers(self) -> int:
-        """0 without an encoder."""
+        """The encoder's number of layers; 0 without an encoder."""
         return self.config.encoder_layers if self.has_encoder else 0
 
     @property
@@ -80,12 +80,12 @@ class Place:
 
     @property
     def layers(self) -> int:
-        """Of this stack."""
+        """The number of layers of this stack."""
         return self.encoder_layers if self.stack == "encoder" else self.decoder_layers
 
     @property
     def is_last(self) -> bool:
-        """The stack's last sublayer."""
+        """True for the stack's last sublayer."""
         return self.number + 1 == self.layers * self.sublayers
 
     @property
@@ -110,15 +110,15 @@ class Place:
         decoder: Callable[[int, int], float],
         alone: Callable[[float], float],
     ) -> float:
-        """A number by the kind of stack: of an encoder or a decoder by their depths N and M, of one stack by its L,
-        half the number of its additions."""
+        """Returns a number by the kind of stack: for an encoder or a decoder from their depths N and M, for a single
+        stack from its L, half the number of its additions."""
         if not self.has_encoder:
             return alone(self.decoder_layers if self.block is None else self.layers * self.sublayers / 2)
         return (encoder if self.stack == "encoder" else decoder)(self.encoder_layers, self.decoder_layers)
 
 
 class Scheme(FromFile):
-    """The base of residual schemes: override `around`, and whatever else the scheme needs.
+    """The base class of residual schemes: override `around`, and any other method that the scheme needs.
 
     >>> from normformer_rs.schemes import ResidualSpec, norm
     >>> class Keel(Scheme):
@@ -130,43 +130,44 @@ class Scheme(FromFile):
     (8,)
 
     Names around a sublayer get its number in the layer (norm1, norm2, …), and inside an attention its path; parameters
-    and modules bear them in state dicts and checkpoints. A norm named `norm` takes over a block's own in a swap.
+    and modules have these names in state dicts and checkpoints. In a swap, a norm named `norm` is a block's own.
     """
 
     name: ClassVar[str]
-    """Letters, digits, - and _; none of the package's."""
+    """The scheme's name: letters, digits, - and _; none of the package's."""
     equation: ClassVar[str] = ""
     source: ClassVar[str] = ""
     init: ClassVar[str] = "xavier"
-    """The initialisation that goes with it."""
+    """The initialisation that goes with the scheme."""
     has_biases: ClassVar[bool] = True
-    """Linear layers have biases."""
+    """True if linear layers have biases."""
     is_profiled: ClassVar[bool] = False
-    """Learned α are set by profiling the first batch (docs/spec.md §3.4)."""
+    """True if learned α are set by profiling the first batch (docs/spec.md §3.4)."""
 
     def around(self, place: Place) -> ResidualSpec:
-        """Around a sublayer."""
+        """Returns the connection around a sublayer."""
         return ResidualSpec()
 
     def inside(self, place: Place) -> Mapping[Point, Changes]:
-        """Inside a sublayer, by point: input; of a self-attention query_input, key_input, value_input; of an attention
-        query, key, value, after_heads, after_output; of a feed-forward before_activation, after_activation."""
+        """Returns the changes inside a sublayer, by point: input; in a self-attention query_input, key_input,
+        value_input; in an attention query, key, value, after_heads, after_output; in a feed-forward
+        before_activation, after_activation."""
         return {}
 
     def layer(self, place: Place) -> Changes:
-        """On x as a layer begins."""
+        """Returns the changes of x at the beginning of a layer."""
         return ()
 
     def stack(self, place: Place) -> StackSpec:
-        """Before, between and after the layers."""
+        """Returns what is before, between and after the layers."""
         return StackSpec()
 
     def declare(self, config: Any, kinds: tuple[str, ...] | None = None) -> dict[str, Any]:
-        """Everything that the scheme declares in a model of this configuration, as config.json holds it. `kinds`: the
-        sublayers of a layer, where they are not its stack's.
+        """Returns everything that the scheme declares in a model of this configuration, as config.json holds it.
+        `kinds`: the kinds of a layer's sublayers, if they differ from its stack's.
 
-        Errors: InputError where a method returns something else than it should. Whether the declaration can be built is
-        checked where it is.
+        Errors: InputError if a method returns something of another type. The code that builds the declaration checks
+        whether it can be built.
         """
         if not isinstance(getattr(self, "name", None), str):
             raise InputError(f'{type(self).__name__} has no name: write name = "…" in the class')
@@ -197,11 +198,12 @@ class Scheme(FromFile):
 
 _ABOUT: dict[str, type] = {"name": str, "equation": str, "source": str, "init": str}
 _ABOUT |= {"has_biases": bool, "is_profiled": bool}
-"""What a scheme says of itself, and the types."""
+"""The attributes that describe a scheme, and their types."""
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Arrays and tensors are equal where all their numbers are, also within lists and dictionaries."""
+    """True if two values are equal; arrays and tensors are if all their numbers are, also within lists and
+    dictionaries."""
     if hasattr(one, "shape") or hasattr(other, "shape"):
         return getattr(one, "shape", None) == getattr(other, "shape", None) and bool((one == other).all())
     if type(one) is type(other) and isinstance(one, (list, tuple)):
@@ -212,7 +214,7 @@ def _same(one: Any, other: Any) -> bool:
 
 
 class DeclaredScheme(Scheme):
-    """A scheme read from a config.json, without its class: what it declared in a model of one size."""
+    """A scheme read from a config.json, without its class: its declaration for a model of one size."""
 
     def __init__(self, data: Mapping[str, Any]) -> None:
         try:
@@ -231,7 +233,7 @@ class DeclaredScheme(Scheme):
         return hash(json.dumps(self.data, sort_keys=True))
 
 
-# Declarations as data.
+# Declarations as plain data.
 
 
 def _stack(scheme: Scheme, first: Place) -> dict[str, Any]:
@@ -249,7 +251,7 @@ def _stack(scheme: Scheme, first: Place) -> dict[str, Any]:
 
 
 _LISTS = ("before", "branch", "skip", "after")
-"""In the order in which they act."""
+"""The lists of changes, in the order in which they act."""
 
 
 def _layer(scheme: Scheme, place: Place) -> dict[str, Any]:

@@ -18,20 +18,21 @@ from .text import check_lines
 
 RESAMPLES = 1000
 SEED = "SACREBLEU_SEED"
-"""The environment variable with the seed of the resamples, as sacreBLEU has it: 12345 by default; none: another each
-time."""
+"""The environment variable with the seed of the resamples, as in sacreBLEU: 12345 by default; "none" for another
+seed each time."""
 _ROUNDING = 1e-9
-"""Differences that differ by less, relative to BLEU's 100, are equal. One match more is at least 1e-7 of it."""
+"""Differences that are closer than this, relative to BLEU's 100, count as equal. One match more is at least 1e-7 of
+it."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """Two systems on the same references, by a paired bootstrap (Koehn 2004)."""
+    """The comparison of two systems on the same references, by a paired bootstrap (Koehn 2004)."""
 
     bleu: float
     baseline: float
     p_value: float
-    """Probability of a difference at least this large under resampling, were there none; 1 for equal systems."""
+    """The probability of a difference at least this large under resampling if there were none; 1 for equal systems."""
     resamples: int
 
     def __str__(self) -> str:
@@ -46,11 +47,11 @@ class Scores:
     """BLEU, 0 to 100, and the lines to quote."""
 
     bleu: float
-    """sacreBLEU's."""
+    """sacreBLEU's score."""
     sacrebleu: str
-    """Its line, signature first."""
+    """sacreBLEU's line, signature first."""
     multi_bleu: str
-    """multi-bleu.perl's line, to the byte: its words stand between ASCII's white space, and `lowercase` is its -lc."""
+    """multi-bleu.perl's line, to the byte: words are separated by ASCII white space, and `lowercase` is its -lc."""
     comparison: Comparison | None = None
 
 
@@ -64,12 +65,13 @@ def score(
     split_compounds: bool = False,
     resamples: int = RESAMPLES,
 ) -> Scores:
-    """BLEU of hypotheses against one reference each, and against a baseline's translations where they are given.
+    """Computes BLEU of hypotheses against one reference each, and compares them with a baseline's translations if
+    given.
 
     Args:
         tokenize: sacreBLEU's tokeniser: 13a for plain text, none for text that is tokenised already.
         lowercase: ignore case.
-        resamples: how often the paired bootstrap draws the lines anew.
+        resamples: the number of resamples of the paired bootstrap.
         split_compounds: a-b becomes a ##AT##-##AT## b in tokenised text, for comparisons on WMT14 En-De
             (Vaswani et al. 2017; Nguyen & Salazar 2019, App A).
 
@@ -103,7 +105,7 @@ def score(
             )
         hypotheses, references = _split_compounds(hypotheses), _split_compounds(references)
         baseline = None if baseline is None else _split_compounds(baseline)
-    # force: no warning that the text looks tokenised, since `tokenize` says what it is.
+    # `force` prevents the warning that the text looks tokenised, because `tokenize` says what it is.
     metric = metrics.BLEU(tokenize=tokenize, lowercase=lowercase, force=True, references=[list(references)])
     found = metric.corpus_score(list(hypotheses), None)
     signature = metric.get_signature().format() + "|compounds:split" * split_compounds
@@ -120,7 +122,8 @@ def _split_compounds(lines: Sequence[str]) -> list[str]:
 
 
 def _compare(metric: Any, hypotheses: Sequence[str], baseline: Sequence[str], resamples: int) -> Comparison:
-    """By the statistics of lines that sacreBLEU's own test resamples, and its draws of lines."""
+    """Compares two systems with the statistics of lines that sacreBLEU's own test resamples, and with its draws of
+    lines."""
     systems = [np.array(metric._extract_corpus_statistics(lines, None)) for lines in (hypotheses, baseline)]
     rows = _draws(len(baseline), resamples)
     ours, theirs = (_resampled(metric, statistics, rows) for statistics in systems)
@@ -131,7 +134,7 @@ def _compare(metric: Any, hypotheses: Sequence[str], baseline: Sequence[str], re
 
 
 def _draws(lines: int, resamples: int) -> NDArray[np.int64]:
-    """The lines of each resample, sacreBLEU's."""
+    """Returns the lines of each resample, as sacreBLEU draws them."""
     seed = os.environ.get(SEED, "12345")
     try:
         generator = np.random.default_rng(None if seed.lower() == "none" else int(seed))
@@ -141,6 +144,6 @@ def _draws(lines: int, resamples: int) -> NDArray[np.int64]:
 
 
 def _resampled(metric: Any, statistics: NDArray[np.int64], rows: NDArray[np.int64]) -> NDArray[np.float64]:
-    """BLEU of each resample. Its counts are whole numbers, so equal ones give equal scores, bit for bit."""
+    """Returns the BLEU of each resample. Its counts are whole numbers, so equal ones give equal scores, bit for bit."""
     counts = (statistics[chosen].sum(0).tolist() for chosen in rows)
     return np.array([metric._compute_score_from_stats(count).score for count in counts])

@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and SIGHUP end work alike: Slurm, Kubernetes and a closing terminal send the last two."""
+"""Makes SIGTERM and SIGHUP act like Ctrl-C: Slurm, Kubernetes and a closing terminal send these two."""
 
 import contextlib
 import signal
@@ -12,15 +12,15 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class _Stops:
-    """The handler within `as_ctrl_c`: counts the signals, and keeps the wish to stop, for which `ask` asks."""
+    """The signal handler within `as_ctrl_c`: counts the signals, and keeps the wish to stop until `ask` raises it."""
 
     def __init__(self, outside: int) -> None:
         self.heard = 0
         self.held = 0
         self.wish: str | None = None
-        """The first signal's name. It stays, since somebody may swallow the exception that it raises."""
+        """The first signal's name. It stays, because some code may swallow the exception that the signal raises."""
         self.outside = outside
-        """How many frames lie around the work."""
+        """The number of stack frames around the work."""
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         self.heard += 1
@@ -42,23 +42,25 @@ _stops: _Stops | None = None
 
 @contextlib.contextmanager
 def as_ctrl_c(ends_process: bool = False) -> Iterator[None]:
-    """Within, each of the signals raises KeyboardInterrupt, so that a run saves before it ends.
+    """Makes each of the signals raise KeyboardInterrupt inside the block, so that a run saves before it ends.
 
-    A launcher repeats the signal that the terminal has sent to its processes, too. So the second one is ignored: it
-    would raise within the work that saves and says so. The third raises again, for somebody who does not want to wait.
-    Within an import the first one raises at its end: torch's import, and others, swallow the exception.
+    A launcher repeats the signal that the terminal has already sent to its processes. So the second one is ignored: it
+    would raise inside the work that saves and reports. The third raises again, for a user who does not want to wait.
+    Inside an import the first one raises at the import's end, because torch's import, and others, swallow the
+    exception.
 
-    A handler that somebody has set stays, and so does nohup's choice to ignore SIGHUP. Python delivers signals to the
-    main thread alone: in another one nothing changes.
+    A handler that the program has set itself stays, and so does nohup's choice to ignore SIGHUP. Python delivers
+    signals only to the main thread: in another one nothing changes.
 
     Args:
-        ends_process: the process ends with the block, so the handlers stay: a second signal may come until then.
+        ends_process: the process ends with the block, so the handlers stay, because a second signal may come until
+            then.
     """
     global _stops
     if not _is_main() or _stops is not None:
         yield
         return
-    stops = _stops = _Stops(len(_frames(sys._getframe())) - 3)  # this one, contextlib's, and the work's own
+    stops = _stops = _Stops(len(_frames(sys._getframe())) - 3)  # minus this frame, contextlib's, and the work's own
     before = {number: signal.getsignal(number) for number in _SIGNALS}
     before = {number: b for number, b in before.items() if b in (signal.SIG_DFL, signal.default_int_handler)}
     for number in before:
@@ -68,20 +70,21 @@ def as_ctrl_c(ends_process: bool = False) -> Iterator[None]:
     finally:
         if not ends_process:
             for number, handler in before.items():
-                if signal.getsignal(number) is stops:  # or somebody has set another meanwhile
+                if signal.getsignal(number) is stops:  # unless another handler has been set meanwhile
                     signal.signal(number, handler)
             _stops = None
 
 
 def ask() -> None:
-    """Raises KeyboardInterrupt where a signal has come: before now, wherever its own exception has gone."""
+    """Raises KeyboardInterrupt if a signal has come before, even if its own exception was swallowed."""
     if _stops is not None and _stops.wish is not None and _is_main():
         raise KeyboardInterrupt(_stops.wish)
 
 
 @contextlib.contextmanager
 def held() -> Iterator[None]:
-    """Within, the first signal waits for an `ask`, or the end: for work that an exception would leave half done."""
+    """Delays the first signal inside the block until an `ask` or the block's end, for work that an exception would
+    leave half done."""
     stops = _stops
     if stops is None or not _is_main():
         yield
@@ -97,7 +100,7 @@ def held() -> Iterator[None]:
 
 @contextlib.contextmanager
 def listening() -> Iterator[None]:
-    """A part of `held` work that a signal may break off, one that waits at once: functions of the user's."""
+    """Marks a part of `held` work that a signal may interrupt, also one that is waiting: functions of the user's."""
     stops = _stops
     if stops is None or not _is_main():
         yield
@@ -115,7 +118,7 @@ def _is_main() -> bool:
 
 
 def _frames(frame: FrameType | None) -> list[FrameType]:
-    """The frame and those that called it."""
+    """Returns the frame and its callers."""
     found = []
     while frame is not None:
         found.append(frame)
@@ -124,7 +127,7 @@ def _frames(frame: FrameType | None) -> list[FrameType]:
 
 
 def _importer(frame: FrameType | None, outside: int) -> FrameType | None:
-    """The frame of the outermost import that the frame is part of, but for those `outside`."""
+    """Returns the frame of the outermost import that the frame is part of, without the `outside` outermost frames."""
     frames = _frames(frame)
     inside = frames[: len(frames) - outside]
     imports = [i for i, f in enumerate(inside) if f.f_code.co_filename.startswith("<frozen importlib._bootstrap")]
@@ -132,7 +135,8 @@ def _importer(frame: FrameType | None, outside: int) -> FrameType | None:
 
 
 def _ask_after(frame: FrameType) -> None:
-    """Asks as soon as the frame goes on itself. Python calls a frame's trace function where some trace is set."""
+    """Calls `ask` as soon as the frame itself continues. Python calls a frame's trace function only if some trace is
+    set."""
     before = sys.gettrace()
 
     def asks(*_: Any) -> None:

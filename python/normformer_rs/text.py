@@ -1,6 +1,6 @@
-"""Text from files and standard input, and back: the one reader of Python's side, with Rust's rules.
+"""Reads text from files and standard input, and writes it; the only reader on Python's side, with Rust's rules.
 
-A line ends at \\n alone; gzip is recognised; a byte order mark at the start is no part of the text.
+A line ends at \\n only; gzip is recognised; a byte order mark at the start is not part of the text.
 """
 
 import codecs
@@ -22,14 +22,14 @@ from typing import Any, BinaryIO
 from .errors import InputError
 
 STANDARD = "-"
-"""Standard input or output."""
+"""The name of standard input or output."""
 SMALL = 4 << 20
-"""Most bytes of a file of options, 4 MiB: a run's config.json has less than 10 kB."""
+"""The maximum size of a file of options, 4 MiB; a run's config.json has less than 10 kB."""
 _OTHERS = (
     *((codecs.BOM_UTF32_LE, "utf-32"), (codecs.BOM_UTF32_BE, "utf-32")),
     *((codecs.BOM_UTF16_LE, "utf-16"), (codecs.BOM_UTF16_BE, "utf-16")),
 )
-"""Byte order marks of other encodings; UTF-32's first, because it begins with UTF-16's."""
+"""The byte order marks of other encodings; UTF-32's come first, because they begin with UTF-16's."""
 _PACKED = (
     *(("an xz", 0, b"\xfd7zXZ\0", "xz -dc"), ("an lzma", 0, b"]\0\0", "xz -dc")),
     *(("a bzip2", 4, b"1AY&SY", "bzip2 -dc"), ("a bzip2", 4, b"\x17rE8P\x90", "bzip2 -dc")),
@@ -40,16 +40,17 @@ _PACKED = (
     *(("a tar", 257, b"ustar\0", "tar -xOf"), ("a tar", 257, b"ustar  \0", "tar -xOf")),
     ("a gzip", 0, b"\x1f\x8b", "gzip -dc"),
 )
-"""Packed files, as src/data/text.rs has them: the bytes that prove it, their place, and a command that unpacks one. The
-last is seen where gzip was packed twice."""
+"""Packed files, as in src/data/text.rs: the bytes that identify them, their place, and a command that unpacks one.
+The last one is found if gzip was applied twice."""
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _UNSHOWN = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def escaped(text: str) -> str:
-    r"""The text on one line, for a terminal: characters that would move or recolour its words become \x1b or \u202e.
+    r"""Returns the text on one line, for a terminal: characters that would move or recolour its words become \x1b or
+    \u202e.
 
-    Such characters are the controls, U+2028 and U+2029, the marks that turn the direction of writing, and surrogates.
+    Such characters are the controls, U+2028 and U+2029, the marks that change the writing direction, and surrogates.
 
     >>> escaped("a\x1b[2J\n")
     'a\\x1b[2J\\n'
@@ -58,10 +59,10 @@ def escaped(text: str) -> str:
 
 
 def read_lines(path: str, *, empty: bool = False) -> list[str]:
-    """The lines of a UTF-8 file, plain or gzip, or of standard input for "-", without their ends.
+    """Returns the lines of a UTF-8 file, plain or gzip, or of standard input for "-", without their ends.
 
     Args:
-        empty: an empty file has no lines, and is not refused.
+        empty: allow an empty file, which has no lines.
 
     Errors: InputError for a missing or empty file, a closed standard input, a damaged gzip file, another packed format,
     too little memory, UTF-16, and invalid UTF-8 (with line number).
@@ -104,7 +105,7 @@ def _decode(line: bytes, place: str, advice: str) -> str:
 
 
 def _without_mark(data: bytes, name: str) -> bytes:
-    """Errors: InputError for text that begins with the mark of UTF-16 or UTF-32."""
+    """Removes the byte order mark. Errors: InputError for text that begins with the mark of UTF-16 or UTF-32."""
     for mark, encoding in _OTHERS:
         if data.startswith(mark):
             raise InputError(
@@ -115,11 +116,11 @@ def _without_mark(data: bytes, name: str) -> bytes:
 
 
 def open_regular(path: str | PathLike[str]) -> BinaryIO:
-    """Opens a regular file for reading. A FIFO or a device is refused, and not waited for.
+    """Opens a regular file for reading. A FIFO or a device is refused at once, without waiting for it.
 
     Errors: InputError for a folder, a device or a pipe; FileNotFoundError.
     """
-    # O_NONBLOCK: a FIFO without a writer opens at once, and is refused below.
+    # With O_NONBLOCK a FIFO without a writer opens at once, and is refused below.
     number = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     if stat.S_ISREG(os.fstat(number).st_mode):
         return open(number, "rb")
@@ -128,16 +129,16 @@ def open_regular(path: str | PathLike[str]) -> BinaryIO:
 
 
 def read_regular(path: str | PathLike[str], most: int = -1) -> bytes:
-    """The first `most` bytes of a regular file, or all. Errors: as for `open_regular`."""
+    """Returns the first `most` bytes of a regular file, or all. Errors: as for `open_regular`."""
     with open_regular(path) as file:
         return file.read(most)
 
 
 def read_small(path: str | PathLike[str], *, pipe: bool = False) -> str:
-    """The text of a file of options.
+    """Returns the text of a file of options.
 
     Args:
-        pipe: the path may be a pipe or a device, which the user has named; a file that lies in a folder may not.
+        pipe: allow a pipe or a device, for a path that the user has given, but not for a file in a run's folder.
 
     Errors: FileNotFoundError; InputError for another kind of file, more than 4 MiB, and invalid UTF-8.
     """
@@ -157,7 +158,7 @@ def read_small(path: str | PathLike[str], *, pipe: bool = False) -> str:
 
 
 def read_json(path: str | PathLike[str], consequence: str) -> dict[str, Any]:
-    """The JSON object of a file in a folder. `consequence` ends the message where it is none.
+    """Reads the JSON object of a file in a folder. `consequence` ends the error's message.
 
     Errors: as for `read_small`; InputError for another value and for wrong syntax.
     """
@@ -173,7 +174,8 @@ def read_json(path: str | PathLike[str], consequence: str) -> dict[str, Any]:
 
 
 def check_lines(name: str, lines: Iterable[str]) -> None:
-    """InputError for one text in place of a list of lines, and for a line that is no text or that UTF-8 cannot hold."""
+    """Raises InputError for one text instead of a list of lines, and for a line that is no text or not valid in
+    UTF-8."""
     if isinstance(lines, str | bytes):
         raise InputError(f"{name} must be a list of lines; got one text: split it into lines first")
     for number, line in enumerate(lines, 1):
@@ -184,7 +186,7 @@ def check_lines(name: str, lines: Iterable[str]) -> None:
 
 
 def check_readable(path: str) -> None:
-    """InputError where `read_lines` could not read; called before the work. The file is not opened."""
+    """Raises InputError if `read_lines` could not read; call it before the work. The file is not opened."""
     if path == STANDARD:
         if not _is_open(sys.stdin, os.O_WRONLY):
             raise InputError("standard input is closed; give the text there, or name a file")
@@ -200,7 +202,7 @@ def check_readable(path: str) -> None:
 
 
 def check_writable(path: str) -> None:
-    """InputError where `write_lines` could not write; called before the work."""
+    """Raises InputError if `write_lines` could not write; call it before the work."""
     target = Path(path)
     if path == STANDARD:
         if not _is_open(sys.stdout, os.O_RDONLY):
@@ -215,35 +217,35 @@ def check_writable(path: str) -> None:
 
 
 def _is_open(stream: Any, refused: int) -> bool:
-    """The stream has a file that is open, and not in the mode `refused` alone. Python makes a stream of a file that was
-    closed at its start None."""
+    """True if the stream has an open file whose mode is not `refused`. If a file was closed when Python started, its
+    stream is None."""
     if stream is None or stream.closed:
         return False
     try:
         return fcntl.fcntl(stream.fileno(), fcntl.F_GETFL) & os.O_ACCMODE != refused
-    except (AttributeError, io.UnsupportedOperation):  # a notebook's or a test's, which has no file
+    except (AttributeError, io.UnsupportedOperation):  # a notebook's or a test's stream, which has no file
         return True
     except OSError:
         return False
 
 
 def hold_standard_files() -> None:
-    """Puts /dev/null where standard input, output or error is closed, so that no file of a run takes its number.
+    """Opens /dev/null as standard input, output or error if that is closed, so that no file of a run gets its number.
 
-    libtorch's messages would go into that file. `sys.stdin` and `sys.stdout` stay None, by which the checks know.
+    Otherwise libtorch's messages would go into that file. `sys.stdin` and `sys.stdout` stay None, which the checks use.
     """
     held = os.open(os.devnull, os.O_RDWR)
     while held <= 2:
         held = os.open(os.devnull, os.O_RDWR)
     os.close(held)
     if sys.stderr is None:
-        sys.stderr = os.fdopen(2, "w", closefd=False)  # without one print() would write to standard output
+        sys.stderr = os.fdopen(2, "w", closefd=False)  # otherwise print() would write to standard output
 
 
 def write_out(data: bytes = b"") -> None:
     """Writes to standard output, after what has been printed, and empties its buffers.
 
-    Errors: OSError that names standard output; BrokenPipeError where its reader has gone.
+    Errors: OSError that names standard output; BrokenPipeError if its reader has closed it.
     """
     try:
         sys.stdout.flush()
@@ -255,21 +257,22 @@ def write_out(data: bytes = b"") -> None:
 
 
 def write_lines(path: str, lines: Iterable[str]) -> None:
-    """Writes the lines so that `path` holds either its old content or all of the new; "-" is standard output."""
+    """Writes the lines so that `path` holds either its old content or all of the new one; "-" is standard output."""
     text = "".join(f"{line}\n" for line in lines).encode("utf-8")
     if path == STANDARD:
         write_out(text)
         return
     target = Path(path)
-    if target.exists() and not target.is_file():  # /dev/stdout and its kind cannot be renamed over
+    if target.exists() and not target.is_file():  # /dev/stdout and the like cannot be replaced
         target.write_bytes(text)
         return
     write_whole(target, text)
 
 
 def write_whole(target: Path, data: bytes) -> None:
-    """Makes `target` a file of these bytes: whole, or as it was. A link there is replaced, and not followed."""
-    # The core's name for an unfinished file, by thread: a run removes what a dead one left of it in its folder.
+    """Writes a file of these bytes to `target`: on failure its old content stays. A link there is replaced, not
+    followed."""
+    # The extension module names unfinished files like this, by thread: a run removes those of a dead one in its folder.
     beside = target.with_name(f".{target.name}.tmp-{threading.get_native_id()}")
     beside.unlink(missing_ok=True)
     try:

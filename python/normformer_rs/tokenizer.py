@@ -1,7 +1,7 @@
-"""How a run cuts text, as the files that Hugging Face's `AutoTokenizer` reads.
+"""Exports a run's tokenisation as the files that Hugging Face's `AutoTokenizer` reads.
 
-A normalizer cuts the text into pieces, and the model looks them up. The BPE model of `tokenizers` cannot do it: it has
-an id for every piece that a merge makes, and pieces outside of the vocabulary must become unknown.
+A normalizer cuts the text into pieces, and the model looks them up. The BPE model of `tokenizers` is not suitable: it
+has an id for every piece that a merge makes, and pieces outside of the vocabulary must become unknown.
 """
 
 import json
@@ -13,27 +13,27 @@ from typing import Any
 from .errors import InputError
 
 _SPECIALS = ("<s>", "<pad>", "</s>", "<unk>")
-"""By id."""
+"""The special pieces, by id."""
 _BOS, _PAD, _EOS, _UNK = _SPECIALS
 _WORD_END = "</w>"
 _SPACES = "".join(c for c in map(chr, range(0x3001)) if c.isspace() and c != "\n")
-"""White space between the pieces of a text that was cut before training."""
+"""White space between the pieces of a text that was tokenised before training."""
 _AT_START, _AT_END = r"(?<![^ \n])", r"(?![^ \n])"
-"""Of a piece."""
+"""Patterns at the start and at the end of a piece."""
 _MOST = 200_000
-"""Merges of a tokenizer."""
+"""The maximum number of a tokenizer's merges."""
 _AFTER_WORD = r"(?=  |\n|\z)"
-"""While merges are applied one space separates pieces of a word, and two separate words."""
+"""While merges are applied, one space separates pieces of a word, and two separate words."""
 
 
 def tokenizer_files(vocabulary: str, codes: str | None, unseen: Sequence[int], size: int) -> dict[str, str]:
-    """tokenizer.json and tokenizer_config.json, by name.
+    """Returns tokenizer.json and tokenizer_config.json, by name.
 
     Args:
         vocabulary: the run's vocabulary.txt.
-        codes: its bpe.codes; None where text is cut already.
+        codes: its bpe.codes; None if its text is tokenised already.
         unseen: ids that text never yields, because the target vocabulary leaves them out.
-        size: the model's vocabulary.
+        size: the size of the model's vocabulary.
 
     Errors: InputError for files of other sizes or forms.
     """
@@ -77,16 +77,16 @@ def _sequence(parts: str, steps: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _split() -> list[dict[str, Any]]:
-    """Pieces are what white space separates."""
+    """Splits text into pieces at white space."""
     return [_replace(f"[{_SPACES}]", " ")]
 
 
 def _merged(codes: str) -> Iterator[dict[str, Any]]:
-    """Words become pieces as `src/data/bpe.rs` has it, one replacement for each merge."""
+    """Yields the steps that split words into pieces as `src/data/bpe.rs` does, one replacement for each merge."""
     version, *lines = codes.removesuffix("\n").split("\n")
     if not version.startswith("#version:"):
         raise InputError(f"bpe.codes is damaged: expected #version: 0.2, or 0.1, first; got {version[:80]!r}")
-    # The first of equal pairs counts.
+    # Only the first of equal pairs counts.
     merges = [*dict.fromkeys((left, right) for left, _, right in (line.partition(" ") for line in lines))]
     if len(merges) > _MOST:
         raise InputError(
@@ -103,9 +103,9 @@ def _merged(codes: str) -> Iterator[dict[str, Any]]:
 
 
 def _passes(merges: list[tuple[str, str]]) -> Iterator[tuple[str, str]]:
-    """The merges in an order in which each is applied once to the whole text.
+    """Yields the merges in an order in which each is applied once to the whole text.
 
-    It is their own order, but for a merge that makes a part of an earlier one: the earlier one follows again.
+    It is their own order, except that after a merge that makes a part of an earlier one the earlier one follows again.
     """
     users = defaultdict(set)
     for rank, pair in enumerate(merges):
@@ -121,7 +121,7 @@ def _passes(merges: list[tuple[str, str]]) -> Iterator[tuple[str, str]]:
 
 
 def _after_end_of_sentence() -> dict[str, Any]:
-    """A text begins after an end of sentence, as in training."""
+    """Begins a text with an end of sentence, as in training."""
     end = {"SpecialToken": {"id": _EOS, "type_id": 0}}
     first, second = ({"Sequence": {"id": name, "type_id": 0}} for name in "AB")
     return {
@@ -133,7 +133,7 @@ def _after_end_of_sentence() -> dict[str, Any]:
 
 
 def _joined() -> list[dict[str, Any]]:
-    """Pieces become text as `src/data/joiner.rs` has it; an end of sentence is a newline."""
+    """Joins pieces into text as `src/data/joiner.rs` does; an end of sentence is a newline."""
     return [
         _replace(rf"\A(?:{_BOS}|{_PAD})\z", ""),
         _replace(rf"\A{_EOS}\z", "\n"),

@@ -1,4 +1,4 @@
-"""Training: the loop runs in Rust and reports here between updates."""
+"""Training: the loop runs in Rust and calls this module between updates."""
 
 import contextlib
 import dataclasses
@@ -40,24 +40,24 @@ class DryRun:
     parameters: int
     parameter_bytes: int
     activation_bytes: int
-    """The peak of what tensors hold in the forward and backward pass over the largest batch. Parameters, gradients and
-    moments are not in it. Measured on the CPU, on a few of many layers and a part of a large batch."""
+    """The peak of the tensors' memory in the forward and backward pass over the largest batch, without parameters,
+    gradients and moments. It is measured on the CPU, on a few of many layers and a part of a large batch."""
     training_bytes: int
-    """`activation_bytes`, parameters, gradients and moments; on the CPU also what the process holds by now: libraries
-    and text. The allocator's gaps come on top: see `NORMFORMER_RS_ALLOCATOR` in docs/train.md."""
+    """The sum of `activation_bytes`, parameters, gradients and moments; on the CPU also the memory that the process
+    has now: libraries and text. The allocator's gaps come on top: see `NORMFORMER_RS_ALLOCATOR` in docs/train.md."""
     vocabulary: int
     sentences: int
-    """Sentence pairs, or segments of a language model's text."""
+    """The number of sentence pairs, or of segments of a language model's text."""
     skipped: int
-    """Pairs left out as too long."""
+    """The number of pairs left out because they are too long."""
 
 
 class Trainer:
     """Trains a model on text files.
 
     Args:
-        model: its `vocab_size` may stay 0: the data's is taken.
-        training: how; `TrainingConfig()` has defaults for everything.
+        model: its `vocab_size` may stay 0: then the data's is used.
+        training: the options of training; `TrainingConfig()` has defaults for everything.
         data: the files.
 
     >>> import normformer_rs as nf
@@ -65,13 +65,14 @@ class Trainer:
     """
 
     chosen: set[str] | None = None
-    """The options that a command line names; None: not known."""
+    """The options that are given on a command line; None if they are not known."""
 
     def __init__(self, model: TransformerConfig, training: TrainingConfig, data: DataConfig) -> None:
         self.model, self.training, self.data = model, training, data
 
     def warn(self, parameters: int) -> None:
-        """Warns of options that are valid, and that few runs want; `parameters`: how many the model has."""
+        """Logs warnings about options that are valid but rarely wanted; `parameters` is the model's number of
+        parameters."""
         for sentence in warnings_of(self.model, self.training, parameters, self.chosen):
             logger.warning(sentence)
 
@@ -82,14 +83,14 @@ class Trainer:
         return DryRun(**{field.name: needs[field.name] for field in dataclasses.fields(DryRun)})
 
     def within(self, memory: int) -> "Trainer":
-        """A trainer of the same run that needs at most so many bytes, as `dry_run` counts them.
+        """Returns a trainer of the same run that needs at most `memory` bytes, as `dry_run` counts them.
 
-        Where the run needs more it recomputes activations (`activation_checkpointing`), which changes no result.
+        If the run needs more, it recomputes activations (`activation_checkpointing`), which changes no result.
 
         Args:
-            memory: bytes.
+            memory: the limit in bytes.
 
-        Errors: InputError where it needs more even so; the message says which `max_tokens` would fit.
+        Errors: InputError if it needs more even so; the message says which `max_tokens` would fit.
         """
         fixed = saved = 0
         for checkpointing in sorted({self.training.activation_checkpointing, True}):
@@ -126,20 +127,20 @@ class Trainer:
 
         Args:
             output: the folder of checkpoints, vocabulary, log.jsonl and curves.png.
-            resume: go on from the last checkpoint in `output`. If that is missing or damaged, go on from the newest
-                whole one before it, with a warning.
-            from_checkpoint: with `resume`, the checkpoint to go on from: "best", "last", its name, or its update.
-            overwrite: start again where `output` holds a run.
-            progress: a bar in a terminal or, where ipywidgets is installed, in a notebook; elsewhere a line every ten
+            resume: continue from the last checkpoint in `output`. If that is missing or damaged, continue from the
+                newest whole one before it, with a warning.
+            from_checkpoint: with `resume`, the checkpoint to continue from: "best", "last", its name, or its update.
+            overwrite: start again if `output` holds a run.
+            progress: a bar in a terminal or, if ipywidgets is installed, in a notebook; elsewhere a line every ten
                 seconds; both on standard error.
-            tensorboard: write `output`/tensorboard where tensorboard is installed.
-            curves: draw `output`/curves.png at the end where matplotlib is installed.
+            tensorboard: write `output`/tensorboard if tensorboard is installed.
+            curves: draw `output`/curves.png at the end if matplotlib is installed.
             callbacks: functions of (event, values), called on the first process after the run's own log has the event:
                 "started" (values update, updates, parameters, vocabulary, device, …), "updated" (update, epoch, loss,
                 nll, lr, grad_norm, tokens_per_second, seconds, …; with `log_layers` layers: {gradients, gains}),
                 "evaluated" (update, epoch, loss, nll, perplexity, bleu, best, seconds). A number that JSON cannot hold,
-                and BLEU that was not measured, is None. What one raises ends the run, which saves, and is
-                raised here.
+                and BLEU that was not measured, is None. If one raises, the run saves and ends, and the error is raised
+                here.
 
         Under `torchrun --nproc-per-node K`, or in a process group of torch.distributed that exists already, K processes
         train one model: each takes its share of the `accumulate`·K batches of an update, and the first one evaluates,
@@ -154,7 +155,7 @@ class Trainer:
 
         Errors: InputError for wrong options or data, a folder in use, damaged files; DivergedError when the loss stops
         being finite; Interrupted after Ctrl-C, SIGTERM or SIGHUP, when everything is saved; OSError from the file
-        system. What a signal's handler raises is raised here, too, after saving.
+        system. An error in a signal's handler is raised here, too, after saving.
         """
         if resume and overwrite:
             raise InputError("resume and overwrite exclude each other: go on with the run, or start again?")
@@ -201,14 +202,14 @@ class Trainer:
 
 @contextlib.contextmanager
 def _own_modes() -> Iterator[None]:
-    """Gradients are on and autocast is off, whatever the caller has set: a run has its own precision."""
+    """Turns gradients on and autocast off inside the block, because a run has its own precision."""
     cpu, cuda = torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False)
     with torch.inference_mode(False), torch.enable_grad(), cpu, cuda:
         yield
 
 
 class _Silent:
-    """Reports nothing: for every process but the first."""
+    """Reports nothing, for every process but the first."""
 
     def started(self, event: Mapping[str, Any]) -> None: ...
     def updated(self, event: Mapping[str, Any]) -> None: ...
@@ -218,8 +219,8 @@ class _Silent:
 
 
 class _Observer(_Silent):
-    """Hands what the loop reports to the progress bar, the logger and TensorBoard, which no signal may break off: the
-    lock of a queue would stay taken. Then to callbacks."""
+    """Passes the loop's reports to the progress bar, the logger and TensorBoard, which no signal may interrupt,
+    because a queue's lock would stay taken; then to callbacks."""
 
     def __init__(self, output: Path, progress: Progress, tensorboard: bool, callbacks: Sequence[Callback]) -> None:
         self._output, self._progress, self._tensorboard, self._callbacks = output, progress, tensorboard, callbacks

@@ -1,4 +1,4 @@
-"""Uses of a trained model: translation, averages over checkpoints, perplexity."""
+"""Uses of a trained model: translation, checkpoint averaging, perplexity."""
 
 from collections.abc import Iterable, Sequence
 from os import PathLike, fspath
@@ -11,25 +11,25 @@ from .text import check_lines
 
 
 class Translation(NamedTuple):
-    """A hypothesis."""
+    """A hypothesis of the search."""
 
     text: str
-    """Words, subword pieces joined."""
+    """The words, with subword pieces joined."""
     score: float
-    """By the search's rule; higher is better."""
+    """The score by the search's rule; higher is better."""
     finished: bool = True
-    """The model ended it; otherwise `max_length`, the rule's or the model's greatest length did."""
+    """True if the model ended it; otherwise `max_length`, the rule's limit or the model's maximum length did."""
 
 
 class Perplexity(NamedTuple):
-    """How well a model predicts a text, per target token."""
+    """The perplexity of a model on a text, per target token."""
 
     loss: float
-    """Label-smoothed cross-entropy, nats."""
+    """The label-smoothed cross-entropy in nats."""
     nll: float
-    """Cross-entropy, nats."""
+    """The cross-entropy in nats."""
     perplexity: float
-    """e^nll; inf where that is beyond all numbers."""
+    """e^nll; inf if that exceeds the largest number."""
     tokens: int
 
 
@@ -40,7 +40,7 @@ class Binarised(NamedTuple):
     """The --destdir of fairseq-preprocess."""
     split: str = "test"
     source_lang: str | None = None
-    """None: as the files' names have it."""
+    """The source language; None for the one in the files' names."""
     target_lang: str | None = None
 
 
@@ -54,16 +54,16 @@ def translate(
     precision: str = "f32",
     device: str = "cpu",
 ) -> list[list[Translation]]:
-    """For each line the `search.n_best` best translations, best first.
+    """Returns, for each line, the `search.n_best` best translations, best first.
 
     Args:
         model: the `output` of training.
         lines: source text, cut into subwords as in training, or fairseq's binarised folder.
-        search: default: `SearchConfig()`.
+        search: the options; default `SearchConfig()`.
         checkpoint: best, last, average, or an update's number.
-        max_tokens: padded source tokens in a batch: memory for speed, the translations do not depend on it.
+        max_tokens: the number of padded source tokens in a batch, which changes memory and speed, but no translation.
         precision: f32 or bf16.
-        device: cpu, cuda, cuda:N, or auto: cuda where there is one.
+        device: cpu, cuda, cuda:N, or auto, which is cuda if there is one.
 
     Errors: InputError for a missing or damaged checkpoint or folder; Interrupted after Ctrl-C, between batches.
     """
@@ -82,9 +82,9 @@ def _sentences(lines: Iterable[str]) -> list[str]:
 
 
 def average(model: str | PathLike[str], *, last: int | None = None, updates: Sequence[int] | None = None) -> str:
-    """Averages the parameters of the `last` checkpoints, or of those of the named updates, as checkpoint "average".
+    """Averages the parameters of the `last` checkpoints, or of those of the given updates, into checkpoint "average".
 
-    Returns its path. Errors: InputError where there are fewer checkpoints, and for numbers out of range.
+    Returns its path. Errors: InputError if there are fewer checkpoints, and for numbers out of range.
     """
     for name, number, least in (("last", last, 1), *(("updates", update, 0) for update in updates or ())):
         if number is not None and not least <= number < 2**63:
@@ -101,7 +101,7 @@ def evaluate_loss(
     precision: str = "f32",
     device: str = "cpu",
 ) -> Perplexity:
-    """The perplexity of the file `target`, given the file `source` (None for a language model).
+    """Returns the perplexity of the file `target`, given the file `source` (None for a language model).
 
     Errors: InputError for a missing checkpoint or files of different length; Interrupted after Ctrl-C, between batches.
     """

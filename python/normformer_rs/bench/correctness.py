@@ -21,12 +21,12 @@ SUITES = (
     "norms/test_norm_modules.py",
 )
 FEW = 280
-"""Sentences: an epoch has so few batches that most of ten updates are replayed from CUDA graphs."""
+"""The number of sentences: an epoch has so few batches that most of ten updates are replayed from CUDA graphs."""
 ALLOWED: dict[Precision, float] = {"f32": 1e-4, "bf16": 3e-2}
 
 
 def losses(figures: Figures, device: str) -> None:
-    """The largest difference of ten losses to the CPU's."""
+    """Measures the largest difference of ten losses to the CPU's."""
     for precision, allowed in ALLOWED.items():
         what = f"ten losses as on the CPU, {precision}"
         with figures.attempt("losses", what):
@@ -35,7 +35,7 @@ def losses(figures: Figures, device: str) -> None:
 
 
 def tests(figures: Figures, folder: Path, device: str) -> None:
-    """The operators' suites on the device, side by side: they spend their time compiling kernels on the CPU."""
+    """Runs the operators' suites on the device, in parallel: they spend their time compiling kernels on the CPU."""
     threads = str(max(1, (os.cpu_count() or 1) // len(SUITES)))
 
     def run(suite: str) -> tuple[int, Path]:
@@ -48,7 +48,7 @@ def tests(figures: Figures, folder: Path, device: str) -> None:
             what = f"tests/{runs[running]} on the device"
             with figures.attempt("tests", what):
                 status, log = running.result()
-                # 1: some failed, which the last line counts.
+                # Status 1: some tests failed, which the last line counts.
                 crashed = f"exit {status}: " if status not in (0, 1) else ""
                 figures.add(
                     "tests", what, crashed + (log.read_text().splitlines() or ["no output"])[-1].strip("= "), ""
@@ -56,13 +56,13 @@ def tests(figures: Figures, folder: Path, device: str) -> None:
 
 
 def sanitized(figures: Figures, folder: Path, device: str, tool: str) -> None:
-    """Some of the tests, of each kernel, under a tool of compute-sanitizer. torch allocates each tensor by itself here,
-    because its allocator would hide writes beside a tensor."""
+    """Runs some of the tests, of each kernel, under a tool of compute-sanitizer. torch allocates each tensor
+    separately here, because its allocator would hide writes beside a tensor."""
     with figures.attempt(tool, "compute-sanitizer"):
         sanitizer = shutil.which("compute-sanitizer")
         if sanitizer is None:
             raise FileNotFoundError("compute-sanitizer is not on PATH")
-        # torch makes some calls to the driver that it expects to fail.
+        # torch makes some calls to the driver whose failure it expects.
         before = [sanitizer, "--tool", tool, "--report-api-errors", "no", "--error-exitcode", "9"]
         chosen = ["-k", "either_kind or from_one_side or late_rows or relu or cross_entropy or test_adam"]
         log = figures.folder / f"{tool}.log"
@@ -76,7 +76,7 @@ def sanitized(figures: Figures, folder: Path, device: str, tool: str) -> None:
 def pytest(
     tests: Path, device: str, log: Path, before: Sequence[str] = (), chosen: Sequence[str] = (), **environment: str
 ) -> int:
-    """The exit status of tests that run on a device; their output goes to the log as it comes."""
+    """Runs tests on a device and returns their exit status; their output goes to the log as it comes."""
     if not tests.exists():
         raise FileNotFoundError(f"{tests} is not there: it is among the project's tests")
     environment = {"NORMFORMER_RS_TEST_DEVICE": device, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", **environment}

@@ -1,4 +1,4 @@
-"""The figures of all calls into one folder: gpu.csv, and gpu.png drawn from it."""
+"""The figures of all calls with one folder: gpu.csv, and gpu.png drawn from it."""
 
 import csv
 import datetime
@@ -16,8 +16,8 @@ Row = dict[str, str]
 
 
 class Figures:
-    """The rows of gpu.csv, written as they come. A figure that comes again, in this call or a later one, takes the
-    place of the earlier."""
+    """The rows of gpu.csv, written as they come. A figure that comes again, in this call or a later one, replaces
+    the earlier one."""
 
     def __init__(self, folder: Path, device: str) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -30,7 +30,7 @@ class Figures:
             raise SystemExit(f"{self.path} holds figures of {', '.join(others)}, this is {name}: name another --output")
 
     def rows(self, section: str | None = None) -> list[Row]:
-        """All rows, or a section's."""
+        """Returns all rows, or a section's."""
         if not self.path.exists():
             return []
         with self.path.open(newline="") as file:
@@ -55,7 +55,7 @@ class Figures:
         """Reports a failure inside as unmeasured, and goes on."""
         try:
             yield
-        except Exception as error:  # whatever a machine may lack
+        except Exception as error:  # because a machine may lack anything
             traceback.print_exc()
             reason = " ".join(str(error).split())[:200]
             self.add(section, what, f"unmeasured: {type(error).__name__}: {reason}", "")
@@ -67,7 +67,7 @@ class Figures:
 
     def _write(self, rows: dict[tuple[str, str], Row]) -> None:
         names = ["section", "what", "value", "unit", "bar", "met", *self.common]
-        aside = self.path.with_suffix(".part")  # A kill here leaves the file as it was.
+        aside = self.path.with_suffix(".part")  # A kill here leaves the file unchanged.
         with aside.open("w", newline="") as file:
             writer = csv.DictWriter(file, names, lineterminator="\n")
             writer.writeheader()
@@ -75,7 +75,7 @@ class Figures:
         aside.replace(self.path)
 
     def draw(self) -> None:
-        """The shares of the copy rate as bars. Errors: ImportError without matplotlib."""
+        """Draws the shares of the copy rate as bars. Errors: ImportError without matplotlib."""
         from matplotlib.figure import Figure
 
         shares = [row for row in reversed(self.rows()) if row["unit"] == "of the copy"]
@@ -91,6 +91,6 @@ class Figures:
 
 
 def line(row: Row) -> str:
-    """A row for a terminal."""
+    """Formats a row for a terminal."""
     held = f"  (bar {row['bar']}: {row['met']})" if row["met"] else ""
     return f"{row['section']:10} {row['what']:48} {row['value']:>10} {row['unit']}{held}"

@@ -1,11 +1,11 @@
 """Correctness, bandwidth and training speed on one CUDA device, with no Rust, no compiler and no network needed there.
 
-Each section runs in a process of its own with a time limit. Its figures go to gpu.csv as they come (one row a figure,
-with the bar it is held to), what it says to gpu.log. Several calls into one folder add up: a figure that comes again
-takes the place of the earlier one. What a machine lacks is a row that reads "unmeasured", with the reason.
+Each section runs in its own process with a time limit. Its figures go to gpu.csv as they come (one row per figure, with
+its bound), and its output to gpu.log. Several calls with one folder add up: a figure that comes again replaces the
+earlier one. If a machine lacks something, the row reads "unmeasured", with the reason.
 
-Bandwidths count what must move (forward: read x, write y; backward: read dy and x, write dx) and are shares of the best
-rate of device-to-device copies of the same buffers, which are larger than any cache. Times are medians.
+Bandwidths count the data that must move (forward: read x, write y; backward: read dy and x, write dx) and are shares of
+the best rate of device-to-device copies of the same buffers, which are larger than any cache. Times are medians.
 
 Compiled kernels are kept in the folder that NORMFORMER_RS_CACHE names, or ~/.cache: a later call that finds it compiles
 none.
@@ -42,7 +42,7 @@ class Options:
 class Section(NamedTuple):
     what: str
     limit: float
-    """Seconds."""
+    """The time limit in seconds."""
     run: Callable[[Figures, Options], None]
 
 
@@ -55,7 +55,7 @@ def sanitized(tool: str) -> Callable[[Figures, Options], None]:
     return lambda f, o: correctness.sanitized(f, o.tests, o.device, tool)
 
 
-# The quick and certain first.
+# The quick and certain sections come first.
 SECTIONS = {
     "losses": Section("ten training losses against the CPU's", 120, lambda f, o: correctness.losses(f, o.device)),
     "graph": Section("a small norm in a CUDA graph", 60, lambda f, o: kernels.small(f, o.device)),
@@ -72,7 +72,7 @@ SECTIONS = {
 
 
 def measure(options: Options, sections: Sequence[str], limit: float | None = None) -> None:
-    """Measures each section in a process of its own, for `limit` seconds at most or its own limit."""
+    """Measures each section in its own process, for `limit` seconds at most or its own limit."""
     if options.device.startswith("cuda") and not torch.cuda.is_available():
         raise SystemExit(
             "no CUDA device is there, or torch was built without CUDA: --device cpu shows the program at work"
@@ -116,7 +116,7 @@ def apart(section: str, options: Options, limit: float) -> str:
             return f"stopped after {limit:g} s"
         finally:
             with suppress(ProcessLookupError):
-                os.killpg(child.pid, signal.SIGKILL)  # and all that it has started
+                os.killpg(child.pid, signal.SIGKILL)  # and all processes that it has started
             child.wait()
     if status < 0:
         return signal.Signals(-status).name

@@ -18,15 +18,15 @@ WIDTH = 1024
 EPS = 1e-5
 REPEATS = 20
 CALLS = 10
-"""In a CUDA graph."""
+"""The number of calls in a CUDA graph."""
 BARS = {"layer_norm": (0.9, 0.85), "rms_norm": (0.9, 0.85), "scale_norm": (0.9, 0.85), "power_norm": (0.8, 0.8)}
-"""In bf16: forward, backward."""
+"""The bounds in bf16: forward, backward."""
 Norm = tuple[str, Callable[[], Tensor], list[Tensor]]
-"""Name, forward pass, tensors that get a gradient."""
+"""The name, the forward pass, and the tensors that get a gradient."""
 
 
 def seconds(run: Callable[[], object], device: str, repeats: int = REPEATS) -> float:
-    """The median time of a call, by the device's own clock."""
+    """Returns the median time of a call, by the device's own clock."""
     for _ in range(3):  # Warm up: a CPU's heap settles, a GPU's kernels are compiled.
         run()
     if not device.startswith("cuda"):
@@ -57,7 +57,7 @@ def awaken(device: str, duration: float = 0.5) -> None:
 
 
 def buffers(device: str, megabytes: int) -> Iterator[tuple[str, Tensor]]:
-    """Tensors that are larger than any cache."""
+    """Yields tensors that are larger than any cache."""
     awaken(device)
     for name, dtype in DTYPES.items():
         yield name, torch.randn(megabytes * 2**20 // (WIDTH * dtype.itemsize), WIDTH, device=device, dtype=dtype)
@@ -75,10 +75,10 @@ def bandwidth(figures: Figures, device: str, megabytes: int) -> None:
 
 
 def compiled(figures: Figures, device: str, megabytes: int) -> None:
-    """Layer norm under torch.compile."""
+    """Measures layer norm under torch.compile."""
     import torch._functorch.config as config
 
-    with config.patch(donated_buffer=False):  # Its backward pass is to be run many times.
+    with config.patch(donated_buffer=False):  # Its backward pass runs many times.
         for name, x in buffers(device, megabytes):
             shares(figures, "compiled", name, x, [compiled_layer_norm(x)])
 
@@ -91,8 +91,8 @@ def compiled_layer_norm(x: Tensor) -> Norm:
 
 
 def shares(figures: Figures, section: str, name: str, x: Tensor, norms: Iterable[Norm]) -> None:
-    """What the norms move, as shares of the best rate of copies that are made between them: a share of what the device
-    can do."""
+    """Measures the bandwidth of the norms as shares of the best rate of copies that are made between them, so that
+    they are shares of what the device can do."""
     device, target, copies = str(x.device), torch.empty_like(x), list[float]()
     rates = dict[str, tuple[float, float]]()
     for norm, call, inputs in norms:
@@ -109,14 +109,14 @@ def shares(figures: Figures, section: str, name: str, x: Tensor, norms: Iterable
 
 
 def norm_seconds(call: Callable[[], Tensor], inputs: list[Tensor], device: str) -> tuple[float, float]:
-    """Seconds of the forward and of the backward pass."""
+    """Returns the seconds of the forward and of the backward pass."""
     forward, y = seconds(lambda: call().detach(), device), call()
     dy = torch.randn_like(y)
     return forward, seconds(lambda: torch.autograd.grad(y, inputs, dy, retain_graph=True), device)
 
 
 def norms(x: Tensor) -> Iterator[Norm]:
-    """Our norms and others'."""
+    """Yields this package's norms and others'."""
     x = x.detach().requires_grad_()
     width, device = x.shape[-1], x.device
     weight, bias = (torch.ones(width, device=device).requires_grad_() for _ in range(2))
@@ -139,7 +139,8 @@ def norms(x: Tensor) -> Iterator[Norm]:
 
 
 def residual(x: Tensor, p: float, device: str) -> float:
-    """Time of dropout, addition and layer norm in PyTorch calls over the fused step's, forward and backward."""
+    """Returns the time of dropout, addition and layer norm in PyTorch calls over the fused step's, forward and
+    backward."""
     x, f = (t.detach().requires_grad_() for t in (x, torch.randn_like(x)))
     weight, bias = (torch.ones(x.shape[-1], device=x.device, dtype=x.dtype).requires_grad_() for _ in range(2))
     seed, inputs = torch.tensor([1, 2, 3], device=x.device), (x, f, weight, bias)
@@ -157,7 +158,7 @@ def residual(x: Tensor, p: float, device: str) -> float:
 
 
 def small(figures: Figures, device: str) -> None:
-    """4096×512 in a CUDA graph, against torch's own layer norm: without the cost of launches."""
+    """Measures 4096×512 in a CUDA graph, against torch's own layer norm: without the cost of launches."""
     awaken(device)
     x = torch.randn(4096, 512, device=device, dtype=torch.bfloat16, requires_grad=True)
     weight, bias = (torch.ones(512, device=device, dtype=x.dtype).requires_grad_() for _ in range(2))
@@ -179,7 +180,7 @@ def small(figures: Figures, device: str) -> None:
 
 
 def captured(run: Callable[[], None], calls: int) -> Any:
-    """A CUDA graph of that number of calls."""
+    """Captures that number of calls in a CUDA graph."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

@@ -22,10 +22,11 @@ from .figures import Figures
 MAX_TOKENS = 4096
 BASE = {"d_model": 512, "d_ff": 2048, "heads": 8, "encoder_layers": 6, "decoder_layers": 6, "dropout": 0.1}
 TINY = {"d_model": 64, "d_ff": 128, "heads": 4, "encoder_layers": 2, "decoder_layers": 2, "dropout": 0.1}
-# Dropout of embeddings and sublayers only, in either model: SDPA's on attention weights is another than the CPU's.
+# There is only dropout of embeddings and sublayers, in both models, because SDPA's on attention weights differs from
+# the CPU's.
 PLAIN: dict[str, Any] = {"attention_dropout": 0.0, "activation_dropout": 0.0, "tie_embeddings": "all"}
 SPECIAL = 4
-"""Types before the words: beginning, padding, end, unknown."""
+"""The vocabulary entries before the words: beginning, padding, end, unknown."""
 PAD = 1
 WINDOW = 50
 """The number of latest updates in History's rate."""
@@ -37,21 +38,22 @@ COMPILED = {
 }
 Precision = Literal["f32", "bf16"]
 SLOW_BF16 = "no instructions for products of bf16"
-"""Part of the loop's warning, which it gives on a CPU alone."""
+"""A part of the loop's warning, which it gives on a CPU only."""
 
 
 def size(device: str) -> tuple[dict[str, Any], int]:
-    """The model's shape, and the number of sentences: small on a CPU, for a trial."""
+    """Returns the model's shape, and the number of sentences: small on a CPU, for a trial."""
     return (BASE, 4000) if device.startswith("cuda") else (TINY, 100)
 
 
 def types(count: int) -> int:
-    """The size of the vocabulary for an even number of sentences: a multiple of 8."""
+    """Returns the size of the vocabulary for an even number of sentences: a multiple of 8."""
     return min(8192, 4 * count)
 
 
 def sentences(count: int) -> list[list[int]]:
-    """5 to 47 words, each word once and then by Zipf's law: a vocabulary that is read from the text has them all."""
+    """Makes sentences of 5 to 47 words, each word once and then by Zipf's law, so that a vocabulary read from the
+    text has all words."""
     draw, words = random.Random(1), range(types(count) - SPECIAL)
     lengths = [draw.randint(5, 47) for _ in range(count)]
     weights = [1 / (rank + 10) for rank in words]
@@ -62,8 +64,8 @@ def sentences(count: int) -> list[list[int]]:
 
 @contextmanager
 def corpus(count: int) -> Iterator[DataConfig]:
-    """`count` sentences as files; the target is the source, reversed. The validation set is small and short, because a
-    run ends by translating it."""
+    """Yields options for `count` sentences as files; the target is the reversed source. The validation set is small
+    and short, because a run ends by translating it."""
     held_out = [words[:5] for words in sentences(4)]
     with tempfile.TemporaryDirectory() as folder:
         files: dict[str, Any] = {}
@@ -78,7 +80,7 @@ def corpus(count: int) -> Iterator[DataConfig]:
 def history(
     shape: dict[str, Any], device: str, updates: int, precision: Precision, count: int, cuda_graphs: bool = True
 ) -> History:
-    """A run of the training loop.
+    """Returns the history of a run of the training loop.
 
     Errors: RuntimeError after a warning, except of slow products of bf16, or with a vocabulary of another size.
     """
@@ -90,7 +92,8 @@ def history(
     with corpus(count) as data, tempfile.TemporaryDirectory() as output:
         made = Trainer(model, training, data).fit(output, progress=False, tensorboard=False, curves=False)
         for event in map(json.loads, (Path(output) / LOG).read_text().splitlines()):
-            # No CUDA graphs, say. Slow products of bf16 matter only on a GPU: of the CPU's run the losses are compared.
+            # A warning may be that there are no CUDA graphs. Only slow products of bf16 are allowed: they matter on a
+            # GPU alone, and of the CPU's run only the losses are compared.
             if event.get("level") == "warning" and SLOW_BF16 not in event["text"]:
                 raise RuntimeError(event["text"])
             if event.get("vocabulary", types(count)) != types(count):
@@ -99,7 +102,7 @@ def history(
 
 
 def ours(figures: Figures, device: str, updates: int) -> None:
-    """Real target tokens a second on transformer-base, with CUDA graphs and without."""
+    """Measures real target tokens a second on transformer-base, with CUDA graphs and without."""
     shape, count = size(device)
     for name, cuda_graphs in ((OURS, True), (UNRECORDED, False)):
         with figures.attempt("training", name):
@@ -123,7 +126,7 @@ def compiled(figures: Figures, device: str, updates: int) -> None:
 
 
 def compare(figures: Figures) -> None:
-    """Our rate against the best of others, as far as they are measured."""
+    """Compares our rate with the best of others, as far as they are measured."""
     rates = {row["what"]: float(row["value"]) for row in figures.rows() if row["unit"] == RATE}
 
     def ratio(what: str, others: Iterable[str], bar: float | None = None) -> None:
@@ -146,7 +149,7 @@ class Reference(nn.Module):
         d = shape["d_model"]
         self.embedding, self.positions = nn.Embedding(types, d, PAD), nn.Embedding(64, d)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about a fast path for evaluation, which is not measured
+            warnings.simplefilter("ignore")  # the warning is about a fast path for evaluation, which is not measured
             self.transformer = nn.Transformer(
                 d, shape["heads"], shape["encoder_layers"], shape["decoder_layers"], shape["d_ff"], shape["dropout"],
                 batch_first=True, norm_first=norm_first,
@@ -170,8 +173,8 @@ class Reference(nn.Module):
 
 
 def batches(device: str, count: int) -> list[tuple[Tensor, Tensor, Tensor, int]]:
-    """(source, decoder input, decoder output, real target tokens): full batches of a width that is a multiple of 8, so
-    that there are six shapes."""
+    """Returns (source, decoder input, decoder output, real target tokens): full batches of a width that is a
+    multiple of 8, so that there are six shapes."""
     chosen = sorted(sentences(count), key=len)
     found, start = list[tuple[Tensor, Tensor, Tensor, int]](), 0
     while start < len(chosen):
@@ -192,14 +195,14 @@ def batches(device: str, count: int) -> list[tuple[Tensor, Tensor, Tensor, int]]
 
 
 def torch_rate(device: str, updates: int, mode: str | None) -> float:
-    """Real target tokens a second, bf16 autocast and fused AdamW, compiling left out."""
+    """Returns real target tokens a second, with bf16 autocast and fused AdamW, without compilation."""
     (shape, count), on_cuda = size(device), device.startswith("cuda")
     model = Reference(shape, types(count)).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=on_cuda)
-    # One compilation for all shapes: one for each would take longer than all other measurements together.
+    # There is one compilation for all shapes: one for each would take longer than all other measurements together.
     step = torch.compile(model, mode=mode, dynamic=True) if mode else model
     data = batches(device, count)
-    # A shape's first call compiles, its second is recorded as a graph: the clock runs after the third.
+    # A shape's first call compiles, its second is recorded as a graph, so the clock starts after the third.
     warm_up = 3 * list({tuple(batch[0].shape): batch for batch in data}.values())
     tokens, start = 0, 0.0
     for number, (source, target, output, real) in enumerate(warm_up + [data[i % len(data)] for i in range(updates)]):

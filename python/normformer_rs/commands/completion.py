@@ -1,4 +1,4 @@
-"""`normformer-rs --print-completion`: what Tab proposes in a shell."""
+"""`normformer-rs --print-completion`: the completions that Tab proposes in a shell."""
 
 import argparse
 from typing import Any
@@ -19,7 +19,7 @@ _CHOICES = {
 
 
 class PrintCompletion(argparse.Action):
-    """Prints the script of a shell for the parser that it belongs to, and ends the command."""
+    """Prints a shell's completion script for the parser that it belongs to, and ends the command."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
         text.check_writable(text.STANDARD)
@@ -44,7 +44,7 @@ def add_to(parser: argparse.ArgumentParser) -> None:
 
 
 def _of(root: argparse.ArgumentParser) -> list[argparse.ArgumentParser]:
-    """The parsers of the commands."""
+    """Returns the parsers of the commands."""
     return [
         parser
         for action in root._actions

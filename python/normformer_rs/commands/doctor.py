@@ -1,4 +1,4 @@
-"""`normformer-rs doctor`: what the package finds on this machine, and what to do about it."""
+"""`normformer-rs doctor`: checks the installation on this machine and suggests fixes."""
 
 import argparse
 import os
@@ -31,7 +31,7 @@ def _doctor(args: argparse.Namespace) -> None:
 
 
 def _cores() -> list[str]:
-    """The files of the compiled part, one for each torch, the one in use marked."""
+    """Lists the files of the compiled part, one for each torch; the one in use is marked."""
     from .. import _core
 
     used = Path(_core.__file__)
@@ -63,7 +63,7 @@ def _devices() -> Iterator[tuple[str, list[str]]]:
         name = f"cuda:{device}, {torch.cuda.get_device_name(device)}, compute capability {capability}"
         try:
             missing = _core.cuda_missing(device)
-        except RuntimeError as error:  # kernels are required
+        except RuntimeError as error:  # kernels are set to be required
             missing = str(error)
         if missing is None:
             yield f"{name}: kernels run", []
@@ -72,7 +72,7 @@ def _devices() -> Iterator[tuple[str, list[str]]]:
 
 
 def _kernels() -> Iterator[tuple[str, list[str]]]:
-    """Verdicts by device and driver."""
+    """Yields verdicts by device and driver."""
     from .. import _core
 
     found: dict[str, dict[str, list[str]]] = {}

@@ -1,4 +1,4 @@
-"""`normformer-rs export`: a language model as a folder of Hugging Face."""
+"""`normformer-rs export`: writes a language model as a folder for Hugging Face."""
 
 import argparse
 

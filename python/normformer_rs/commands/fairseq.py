@@ -29,15 +29,15 @@ def parser() -> Command:
 
 def _run(args: argparse.Namespace) -> None:
     check(args.command, args.arguments)
-    text.check_writable(text.STANDARD)  # fairseq prints there, and logs there while it trains
+    text.check_writable(text.STANDARD)  # because fairseq prints there, and logs there while it trains
     sys.argv = [f"{PROG} fairseq", args.command, *args.arguments]
-    # Like `python -m`, so that workers that fairseq spawns find the same main module and its patches.
+    # It runs like `python -m`, so that workers that fairseq spawns find the same main module and its patches.
     try:
         runpy.run_module("normformer_rs.fairseq_plugin.command", run_name="__main__", alter_sys=True)
     except (ImportError, KeyboardInterrupt):
         raise
     except Exception:
-        traceback.print_exc()  # fairseq's own error
+        traceback.print_exc()  # an error of fairseq's own
         raise SystemExit(1) from None
 
 
@@ -46,7 +46,7 @@ class FairseqCommand(NamedTuple):
 
     usage: str
     needs: tuple[tuple[str, ...], ...] = ()
-    """One option of each group must be given."""
+    """Groups of options; one of each group must be given."""
 
 
 COMMANDS = {
@@ -72,7 +72,8 @@ COMMANDS = {
 
 
 def check(command: str, arguments: Sequence[str]) -> None:
-    """Raises InputError for a command that fairseq does not have, UsageError where one lacks what it needs."""
+    """Raises InputError for a command that fairseq does not have, UsageError if an option is missing that the
+    command needs."""
     if command not in COMMANDS:
         raise InputError(unknown("command", command, COMMANDS))
     known = COMMANDS[command]

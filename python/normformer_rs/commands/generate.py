@@ -1,4 +1,4 @@
-"""`normformer-rs generate`: a language model continues prompts, and its text is shown as it comes."""
+"""`normformer-rs generate`: continues prompts with a language model, and shows the text as it comes."""
 
 import argparse
 import time
@@ -58,19 +58,19 @@ def _run(args: argparse.Namespace) -> None:
 
 
 class Live:
-    """Shows texts in order on standard output, the first that is not over as it grows; later ones wait for their turn.
+    """Shows texts in order on standard output: the first unfinished one as it grows, while later ones wait.
 
     `between` follows each text's last line.
     """
 
     def __init__(self, prompts: Sequence[str], samples: int, between: str) -> None:
         self._waiting = [prompt for prompt in prompts for _ in range(samples)]
-        """The part of each text that is still to be shown, its prompt first."""
+        """The part of each text that is not shown yet, its prompt first."""
         self._is_over = [False] * len(self._waiting)
         self._samples, self._between = samples, between
         self._turn = 0
         self._is_open = False
-        """A line is begun."""
+        """True if a line has begun."""
 
     def __call__(self, prompt: int, sample: int, new: str | None) -> None:
         place = prompt * self._samples + sample

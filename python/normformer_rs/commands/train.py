@@ -21,9 +21,9 @@ _COMMON = (
     *("train_source", "train_target", "valid_source", "valid_target", "bpe_operations"),
     *("norm", "residual", "init", "updates", "max_tokens", "lr", "precision", "device", "seed"),
 )
-"""Options that help lists first, whatever their group."""
+"""Options that help lists first, independent of their group."""
 _COMMAND = {"preset", "output"}
-"""Options that a file may have besides the configs'."""
+"""Options that a file may have besides the configs' options."""
 
 
 def parser() -> Command:
@@ -35,7 +35,7 @@ def parser() -> Command:
         names = ["common", *dict.fromkeys(field.group for field in fields.values())]
         groups = {name: parser.add_argument_group(name) for name in names}
         common, run = groups["common"], groups["run"]
-        said: dict[str, Any] = {"default": argparse.SUPPRESS}  # like the configs' flags: absent unless given
+        said: dict[str, Any] = {"default": argparse.SUPPRESS}  # like the configs' flags, these are absent unless given
         folder = "Folder of the run: checkpoints, vocabulary, log, curves."
         common.add_argument("--output", metavar="DIR", help=folder, **said)
         common.add_argument("--preset", metavar="NAME", help=f"Options to start from: {', '.join(PRESETS)}.", **said)
@@ -69,7 +69,7 @@ class Plan(NamedTuple):
     data: DataConfig
     output: str | None
     chosen: set[str]
-    """The options that command line, file and preset name."""
+    """The options that command line, file and preset set."""
 
 
 def _run(args: argparse.Namespace) -> None:
@@ -85,7 +85,7 @@ def _run(args: argparse.Namespace) -> None:
     trainer.chosen = plan.chosen
     if args.memory is not None:
         os.environ.setdefault("NORMFORMER_RS_ALLOCATOR", "return")
-        keep_memory()  # before the dry run, so that its own blocks go back, too
+        keep_memory()  # before the dry run, so that the memory of its blocks is returned, too
         trainer = trainer.within(in_bytes(args.memory))
     if args.dry_run or plan.output is None:
         needs = trainer.dry_run()
@@ -113,12 +113,12 @@ def _run(args: argparse.Namespace) -> None:
 
 
 def _is_first() -> bool:
-    """Under torchrun, only the first process checks the folder and reports."""
+    """True for the process that checks the folder and reports; under torchrun it is the first."""
     return os.environ.get("RANK", "0") == "0"
 
 
 def plan_of(args: argparse.Namespace) -> Plan:
-    """The options of a command line: flags override --config's file, which overrides the preset.
+    """Returns the options of a command line: flags override --config's file, which overrides the preset.
 
     With --resume the options of the run itself come between preset and file.
     Errors: InputError for wrong options, and for a folder that cannot be the output.
@@ -130,14 +130,14 @@ def plan_of(args: argparse.Namespace) -> Plan:
     output = flags.get("output", file.get("output"))
     if not isinstance(output, str | None) or output == "":
         raise InputError(f"output must be a folder's path; got {output!r}")
-    if output and not args.dry_run and _is_first():  # another process may come here when the first has begun the run
+    if output and not args.dry_run and _is_first():  # another process may get here when the first has begun the run
         check_output(output, args.resume, args.from_checkpoint, args.overwrite)
     run: dict[str, Any] = {}
     if output and args.resume:
         from .. import _core
 
         _core.check_run(output)
-        with using(*own_norms(flags | file)):  # config.json has no classes: it means those that were named here
+        with using(*own_norms(flags | file)):  # config.json has no classes, so it means those that were named here
             run = read_run(output, sorted(known), args.from_checkpoint, args.trust)
     options = layered(flags.get("preset", file.get("preset")), run, file, flags)
     chosen = {*options, *flags, *file}

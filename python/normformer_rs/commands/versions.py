@@ -1,4 +1,4 @@
-"""`normformer-rs --version --all`: what a report of a fault needs to say about the machine."""
+"""`normformer-rs --version --all`: the facts about the machine that a fault report needs."""
 
 import os
 import platform
@@ -13,7 +13,8 @@ FLAGS = ["--version", "--all"]
 
 
 def report() -> str:
-    """One line each: the package and its core, Python, torch, the processor, devices, packages, variables."""
+    """Returns one line each: the package and its extension module, Python, torch, the processor, devices, packages,
+    variables."""
     import torch
 
     from .. import _core

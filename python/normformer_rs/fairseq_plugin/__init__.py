@@ -2,11 +2,12 @@
 
     normformer-rs fairseq train DATA --arch nfrs_transformer --norm scalenorm --residual prenorm …
 
-is fairseq-train with the architectures, schedules and the criterion below, on Pythons that fairseq alone does not run
-on. On Python 3.10 fairseq's own commands will do, with `--user-dir $(normformer-rs fairseq-user-dir)`.
+is fairseq-train with the architectures, schedules and the criterion below, also on Python versions on which fairseq
+alone does not run. On Python 3.10 fairseq's own commands work, too, with `--user-dir $(normformer-rs
+fairseq-user-dir)`.
 """
 
-# fairseq imports this folder by itself, as `fairseq_plugin`; by absolute imports both names lead to one set of modules.
+# fairseq imports this folder by itself, as `fairseq_plugin`; with absolute imports both names lead to the same modules.
 import contextlib
 import sys
 from pathlib import Path
@@ -18,7 +19,7 @@ compat.apply()
 from normformer_rs.fairseq_plugin import criterion, hooks, model, schedules  # noqa: E402, F401
 
 if __name__ == "fairseq_plugin":
-    # fairseq has put the package's own folder in front of sys.path, where its modules would hide others' names.
+    # fairseq has put the package's own folder at the front of sys.path, where its modules would hide others' names.
     with contextlib.suppress(ValueError):
         sys.path.remove(str(Path(__file__).parent.parent))
 else:

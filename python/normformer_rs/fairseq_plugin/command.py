@@ -1,4 +1,4 @@
-"""fairseq-COMMAND with the plug-in.
+"""Runs fairseq-COMMAND with the plug-in.
 
 A spawned worker imports this module, and with it the package, before fairseq. The package patches Python at its import,
 so no patch may move into `main`.
@@ -16,8 +16,8 @@ from normformer_rs.text import escaped
 
 
 class _PrintLater:
-    """Prints a parser's help at the second call: fairseq's own --help ends before the architecture's flags are
-    added."""
+    """Prints a parser's help at the second call, because fairseq's own --help ends before the architecture's flags
+    are added."""
 
     is_complete = False
 
@@ -29,12 +29,12 @@ class _PrintLater:
 
 
 def main() -> int:
-    """Runs fairseq's command; its exit code, or 2 with one line where the plug-in refuses something. --trust, the
-    plug-in's own, lets a checkpoint's options name code."""
+    """Runs fairseq's command; returns its exit code, or 2 after one line if the plug-in refuses something. The
+    plug-in's own --trust lets a checkpoint's options name code."""
     _, *arguments = sys.argv
     if "--trust" in arguments:
         arguments.remove("--trust")
-        os.environ["NORMFORMER_RS_TRUST"] = "1"  # processes that fairseq starts have it, too
+        os.environ["NORMFORMER_RS_TRUST"] = "1"  # also for processes that fairseq starts
     try:
         check(arguments[0] if arguments else "", arguments[1:])
         sys.argv = [f"fairseq-{arguments[0]}", *arguments[1:]]
@@ -57,7 +57,7 @@ def main() -> int:
 
 
 def _refusal(error: BaseException | None) -> InputError | None:
-    """The plug-in's InputError, also where fairseq has raised an exception of its own over it."""
+    """Returns the plug-in's InputError, even if fairseq has raised an exception of its own over it."""
     while error is not None and not isinstance(error, InputError):
         error = error.__cause__ or error.__context__
     return error

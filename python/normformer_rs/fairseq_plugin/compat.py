@@ -1,7 +1,7 @@
 """Patches with which fairseq 0.12.2 runs on today's Python and torch. fairseq's files do not change.
 
-Each patch names its reason and may be applied twice. Python's come before fairseq's import; they and numpy's do nothing
-on a version that needs none. The others always apply, because this package runs with one torch.
+Each patch names its reason and may be applied twice. Python's patches come before fairseq's import; they and numpy's do
+nothing on a version that needs none. The others always apply, because this package runs with one torch.
 """
 
 import contextlib
@@ -41,10 +41,11 @@ def apply() -> None:
 
 
 def allow_dataclass_defaults() -> None:
-    """Python 3.11 refuses an unhashable field default; fairseq's and hydra 1.0's configs have dataclasses there.
+    """Allows dataclasses as field defaults. Python 3.11 refuses an unhashable default; fairseq's and hydra 1.0's
+    configs have dataclasses there.
 
-    `dataclasses` asks whether the default's type has a hash, so the type gets one while the field is made.
-    A default_factory would not do: fairseq reads `Field.default`.
+    `dataclasses` asks whether the default's type has a hash, so the type gets one while the field is made. A
+    default_factory would not work, because fairseq reads `Field.default`.
     """
     made: Any = dataclasses._get_field  # type: ignore[attr-defined]
     if sys.version_info < (3, 11) or hasattr(made, "__wrapped__"):
@@ -73,7 +74,7 @@ def _hashable(kind: Any) -> Iterator[None]:
 
 
 def give_finders_find_module() -> None:
-    """Python 3.12 dropped `find_module`, by which hydra 1.0 looks for its plug-ins."""
+    """Restores `find_module`, which Python 3.12 dropped, and with which hydra 1.0 looks for its plug-ins."""
     if sys.version_info < (3, 12) or hasattr(FileFinder, "find_module"):
         return
 
@@ -85,8 +86,8 @@ def give_finders_find_module() -> None:
 
 
 def lend_names_of_numpy_1() -> None:
-    """numpy 1.24 dropped `int` and `float`, and 2.0 `compat`. The modules of fairseq that use them get a numpy that
-    still has them."""
+    """Restores names of numpy 1: numpy 1.24 dropped `int` and `float`, and 2.0 `compat`. The modules of fairseq that
+    use them get a numpy that still has them."""
     if hasattr(np, "int") and hasattr(np, "compat"):
         return
     lent: Any = types.ModuleType("numpy")
@@ -102,7 +103,7 @@ def lend_names_of_numpy_1() -> None:
 
 
 def allow_checkpoints() -> None:
-    """torch 2.6 and later load tensors and plain data only; a fairseq checkpoint also holds the types in `SAFE`.
+    """Allows the types in `SAFE` in fairseq checkpoints: torch 2.6 and later load tensors and plain data only.
 
     They are added before each load: torch's context manager `safe_globals`, which other libraries' trainers use,
     removes them when it ends.
@@ -121,8 +122,8 @@ def allow_checkpoints() -> None:
 
 
 def broadcast_objects() -> None:
-    """When several processes resume, rank 0 sends the others its configuration too. torch.load refuses it since torch
-    2.6; pickle takes it."""
+    """Sends objects with pickle: when several processes resume, rank 0 sends the others its configuration, too,
+    which torch.load refuses since torch 2.6."""
     from fairseq.distributed import utils
 
     def broadcast_object_slow(obj: Any, src_rank: int, group: Any, dist_device: torch.device) -> Any:
@@ -134,8 +135,8 @@ def broadcast_objects() -> None:
 
 
 def keep_half_precision_on_cpus() -> None:
-    """fairseq 0.12.2's command line reads --bf16 as a request for TPUs, and fails without torch_xla. Its flat gradients
-    of --fp16 ask for the current GPU, and fail without one."""
+    """Keeps half precision on CPUs: fairseq 0.12.2's command line reads --bf16 as a request for TPUs, and fails
+    without torch_xla. Its flat gradients of --fp16 need the current GPU, and fail without one."""
     from fairseq import options
 
     parse = options.parse_args_and_arch
@@ -156,7 +157,8 @@ def keep_half_precision_on_cpus() -> None:
 
 
 def switch_fast_path_off() -> None:
-    """torch 2's encoder fast path wants an argument that fairseq's own encoder layer does not pass in evaluation."""
+    """Switches torch 2's encoder fast path off: it needs an argument that fairseq's own encoder layer does not pass
+    in evaluation."""
     from fairseq.modules.transformer_layer import TransformerEncoderLayerBase
 
     never = property(lambda self: False, lambda self, value: None)

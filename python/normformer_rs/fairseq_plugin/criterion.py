@@ -29,13 +29,14 @@ class FusedConfig(LabelSmoothedCrossEntropyCriterionConfig):
 
 @register_criterion("nfrs_label_smoothed_cross_entropy", dataclass=FusedConfig)
 class FusedLabelSmoothedCrossEntropy(LabelSmoothedCrossEntropyCriterion):
-    """A·(−log p_t) + B·Σ_{v∈V_t} −log p_v, summed over the real targets; V_t the model's vocabulary mask, or all types.
+    """Computes A·(−log p_t) + B·Σ_{v∈V_t} −log p_v, summed over the real targets; V_t is the model's vocabulary mask,
+    or the whole vocabulary.
 
     `fairseq`: A = 1 − ε − ε_i, B = ε_i = ε/(|V_t| − 1). `twt`: A = 1 − ε, B = ε/|V_t|. Targets outside V_t, which only
     validation data may have, count as UNK.
     """
 
-    # fairseq fills the parameters in by their names.
+    # fairseq passes these arguments by their names.
     def __init__(
         self,
         task: Any,
@@ -59,7 +60,7 @@ class FusedLabelSmoothedCrossEntropy(LabelSmoothedCrossEntropyCriterion):
 
     @classmethod
     def reduce_metrics(cls, logging_outputs: Any) -> None:
-        """Errors: InputError for training targets outside V_t. fairseq waits for a GPU here anyway."""
+        """Raises InputError for training targets outside V_t. fairseq waits for a GPU here anyway."""
         if sum(log.get("outside", 0) for log in logging_outputs) > 0:
             raise InputError(
                 "--vocab-mask: the training data hold targets that were not there when the training began: start "
@@ -82,7 +83,7 @@ class FusedLabelSmoothedCrossEntropy(LabelSmoothedCrossEntropyCriterion):
         return (guessed.eq(target) & is_real).sum(), is_real.sum()
 
     def _prepare(self, model: Any, net_output: Any, sample: Any) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Logits and targets, flat and without the ignored prefix, and V_t."""
+        """Returns logits and targets, flat and without the ignored prefix, and V_t."""
         if getattr(_decoder(model), "adaptive_softmax", None) is not None:
             raise InputError(
                 "--criterion nfrs_label_smoothed_cross_entropy takes logits of the whole vocabulary, and a model with "
@@ -99,8 +100,8 @@ class FusedLabelSmoothedCrossEntropy(LabelSmoothedCrossEntropyCriterion):
         return logits, torch.where(is_known, target, self.unknown), mask
 
     def _vocabulary(self, model: Any) -> tuple[Tensor | None, int]:
-        """V_t, a flag for each type, and |V_t|; counted anew only after a write to the mask, because counting waits for
-        a GPU."""
+        """Returns V_t, a flag for each vocabulary entry, and |V_t|; it counts again only after a write to the mask,
+        because counting waits for a GPU."""
         held = getattr(_decoder(model), "vocab_mask", None)
         if held is None:
             return None, 0
@@ -110,7 +111,7 @@ class FusedLabelSmoothedCrossEntropy(LabelSmoothedCrossEntropyCriterion):
 
 
 def _decoder(model: Any) -> Any:
-    """The model's decoder, also where a distributed wrapper holds the model."""
+    """Returns the model's decoder, also if a distributed wrapper holds the model."""
     while hasattr(model, "module"):
         model = model.module
     return getattr(model, "decoder", None)

@@ -23,7 +23,7 @@ _load, _average = checkpoint_utils.load_checkpoint, trainer_module.build_ema
 
 @functools.wraps(_load)
 def load_checkpoint(cfg: Any, trainer: Any, **options: Any) -> Any:
-    """fairseq's own, then this package's checks. Only fairseq-train calls it."""
+    """Runs fairseq's own function, then this package's checks. Only fairseq-train calls it."""
     extra, epochs = _load(cfg, trainer, **options)
     if extra is not None and isinstance(trainer.lr_scheduler, ValDecay):
         trainer.lr_scheduler.resume(extra)
@@ -47,7 +47,7 @@ checkpoint_utils.load_checkpoint = load_checkpoint
 
 @functools.wraps(_average)
 def build_ema(model: Any, config: Any, device: Any) -> Any:
-    """fairseq's average over time; counters, switches and masks are copied, because they have no mean."""
+    """Makes fairseq's average over time; counters, switches and masks are copied, because they have no mean."""
     ema = _average(model, config, device)
     if ema is not None:
         named = ((name, t) for name, t in model.state_dict().items() if isinstance(t, torch.Tensor))
@@ -59,7 +59,7 @@ trainer_module.build_ema = build_ema
 
 
 def _settle_vocabulary(mask: torch.Tensor, trainer: Any) -> None:
-    """Sets V_t from the training data, in a resumed training as in a new one."""
+    """Sets V_t from the training data, both in a resumed training and in a new one."""
     if not isinstance(trainer.get_criterion(), FusedLabelSmoothedCrossEntropy):
         raise InputError("--vocab-mask needs --criterion nfrs_label_smoothed_cross_entropy")
     if getattr(trainer.cfg.task, "add_bos_token", False):
@@ -70,5 +70,5 @@ def _settle_vocabulary(mask: torch.Tensor, trainer: Any) -> None:
 def _check_profiling(model: Any) -> None:
     dtype = next(model.parameters()).dtype
     if dtype != torch.float32:
-        # fairseq has made its f32 copies of the parameters already; they would overwrite the gains
+        # fairseq has made its f32 copies of the parameters already; they would overwrite the gains.
         raise InputError(f"admin sets its gains from the first batch, in f32; got {dtype}: use --amp")

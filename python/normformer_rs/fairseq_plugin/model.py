@@ -1,4 +1,4 @@
-"""The architectures: fairseq's Transformer around this package's layers, on packed rows."""
+"""The architectures: fairseq's Transformer with this package's layers, on packed rows."""
 
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -40,7 +40,7 @@ from .packed import Packed, RowAttention, Rows, Sight, Step, Watched
 
 
 class SelfLayer(TransformerEncoderLayer):
-    """A layer of an encoder, or of a decoder alone."""
+    """A layer of an encoder, or of a decoder without encoder."""
 
     attention_class = RowAttention
     self_attn: Any
@@ -83,7 +83,7 @@ class _Side(Stack):
     """
 
     name: str
-    # fairseq's
+    # Attributes of fairseq's classes.
     cfg: Any
     layers: Any
     dictionary: Any
@@ -96,12 +96,12 @@ class _Side(Stack):
     output_projection: Any
 
     def build_layer(self, kind: type[Layer], cfg: Any) -> Layer:
-        """One layer; `settle` tells each its place."""
+        """Builds one layer; `settle` gives each its place."""
         config = cfg.stacks[self.name]
         taken = (*OWN, "encoder_layers", "decoder_layers")
         options = {key: value for key, value in config.asdict().items() if key not in taken}
         depths = {"decoder_layers": config.decoder_layers}
-        if config.architecture == "decoder-only":  # a layer takes a single stack for an encoder alone
+        if config.architecture == "decoder-only":  # a layer treats a single stack as an encoder that stands alone
             depths = {"encoder_layers": config.decoder_layers}
         elif self.name == "encoder" or kind is CrossLayer:
             depths["encoder_layers"] = config.encoder_layers
@@ -112,7 +112,7 @@ class _Side(Stack):
         return kind(**named, **depths, **options)
 
     def finish(self, cfg: Any) -> None:
-        """Adds the residual scheme's parts of the stack; called after fairseq's constructor."""
+        """Adds the residual scheme's parts of the stack; it is called after fairseq's constructor."""
         config: TransformerConfig = cfg.stacks[self.name]
         self.norm, self.place, self.end = None, None, ()
         self.settle(config, self.name)
@@ -128,7 +128,7 @@ class _Side(Stack):
             self.dropout_module = FairseqDropout(config.embedding_dropout, module_name=type(self).__name__)
 
     def draw(self) -> None:
-        """The first values of layers and embeddings, as `init` says."""
+        """Initialises layers and embeddings, as `init` says."""
         assert self.place is not None
         config = self.place.config
         for layer in self.layers.children():
@@ -141,7 +141,7 @@ class _Side(Stack):
             draw_table(self.output_projection.weight, "output_projection", config)
 
     def embed(self, tokens: Tensor, positions: Tensor | None, pad_mask: Tensor | None) -> Tensor:
-        """drop(N(√d·W[token] + position)): rows of tokens (N,), positions (N, d)."""
+        """Returns drop(N(√d·W[token] + position)), one row per token, for tokens (N,) and positions (N, d)."""
         if self.training and self.cfg.word_dropout > 0:
             lost = torch.rand(tokens.shape, device=tokens.device) < self.cfg.word_dropout
             tokens = tokens.masked_fill(lost & tokens.ne(self.padding_idx), self.dictionary.unk())
@@ -151,7 +151,7 @@ class _Side(Stack):
         return self.dropout_module(x)
 
     def run(self, x: Tensor, sights: Callable[[int], tuple[Sight, ...]]) -> Tensor:
-        """x through the layers; `sights(layer)` gives the keys and values of its attentions."""
+        """Runs x through the layers; `sights(layer)` returns the keys and values of its attentions."""
         numbers = {layer: i for i, layer in enumerate(self._modules["layers"].children())}  # type: ignore[union-attr]
 
         def call(layer: Any, x: Tensor, **travelling: Any) -> Any:
@@ -162,8 +162,8 @@ class _Side(Stack):
         return self._run(x, call, sights(0)[0].pad_mask)
 
     def upgrade_state_dict_named(self, state_dict: dict[str, Tensor], name: str) -> dict[str, Tensor]:
-        """Replaces fairseq's, which looks for its own layers' names; the model renames these. Old files have shared
-        tables once."""
+        """Replaces fairseq's method, which looks for its own layers' names; the model renames these. Old files have
+        shared tables only once."""
         assert self.place is not None
         projection, table = f"{name}.output_projection.weight", f"{name}.embed_tokens.weight"
         if self.name == "decoder" and self.place.config.tie_embeddings != "none" and table in state_dict:
@@ -171,12 +171,12 @@ class _Side(Stack):
         return state_dict
 
     def make_generation_fast_(self, name: str, retain_dropout: bool = False, **options: Any) -> None:
-        """Errors: InputError for --retain-dropout."""
+        """Does nothing. Errors: InputError for --retain-dropout."""
         if retain_dropout:
             raise InputError("--retain-dropout: dropout is part of these layers' operators, and evaluation has none")
 
     def set_num_updates(self, num_updates: int) -> None:
-        """fairseq passes the number of updates made; t is the number of the next one."""
+        """Sets t to the number of the next update; fairseq passes the number of updates made."""
         self.set_t(num_updates + 1)
 
 
@@ -199,7 +199,7 @@ class Encoder(_Side, TransformerEncoderBase):
         return_all_hiddens: bool = False,
         token_embeddings: Tensor | None = None,
     ) -> dict[str, list[Tensor]]:
-        """The outputs of fairseq's encoder, without the hidden states of each layer."""
+        """Returns the outputs of fairseq's encoder, without the hidden states of each layer."""
         padding = src_tokens.eq(self.padding_idx)
         rows = Rows.of(padding)
         positions = None if self.embed_positions is None else rows.pack(self.embed_positions(src_tokens))
@@ -246,7 +246,7 @@ class Decoder(_Side, TransformerDecoderBase):
         alignment_layer: int | None = None,
         alignment_heads: int | None = None,
     ) -> tuple[Tensor, dict[str, Any]]:
-        """Features (B, T, d), and as `attn`, in evaluation, one layer's attention to the source, (B, T, S)."""
+        """Returns features (B, T, d), and as `attn`, in evaluation, one layer's attention to the source, (B, T, S)."""
         memory = encoder_out["encoder_out"][0].transpose(0, 1) if encoder_out is not None else None  # (B, S, d)
         hidden = encoder_out["encoder_padding_mask"][0] if encoder_out is not None else None
         watched = len(self.layers) - 1 if alignment_layer is None else alignment_layer
@@ -309,15 +309,15 @@ class Decoder(_Side, TransformerDecoderBase):
         return x.unsqueeze(1), _seen(weights[-1].weights if weights else None, alignment_heads)
 
     def reorder_incremental_state(self, incremental_state: dict[str, Any], new_order: Tensor) -> None:
-        """Reorders the cache by `new_order`. All beams of a sentence share its source's keys and values, so these move
-        only where their number changes."""
+        """Reorders the cache by `new_order`. All beams of a sentence share its source's keys and values, so these
+        are reordered only if their number changes."""
         kept = self.get_incremental_state(incremental_state, "kept") or {}
         for name, tensor in kept.items():
             if ".own." in name or len(tensor) != len(new_order):
                 kept[name] = tensor.index_select(0, new_order)
 
     def output_layer(self, features: Tensor) -> Tensor:
-        """Logits (B, T, V)."""
+        """Returns logits (B, T, V)."""
         assert self.place is not None
         config, projection = self.place.config, self.output_projection
         if config.fixnorm and config.tie_embeddings != "none":
@@ -329,7 +329,8 @@ _NEVER = -1e4
 
 
 def _seen(weights: Tensor | None, heads: int | None) -> dict[str, Any]:
-    """The outputs of fairseq's decoder beside its features: the attention, averaged over the first `heads` heads."""
+    """Returns the outputs of fairseq's decoder besides its features: the attention, averaged over the first `heads`
+    heads."""
     return {"attn": [None if weights is None else weights[:, :heads].mean(1)], "inner_states": []}
 
 
@@ -343,7 +344,7 @@ class _Model:
 
     @classmethod
     def add_args(cls, parser: Any) -> None:
-        # Without defaults, so that the architecture's shape knows what was given.
+        # The flags have no defaults, so that the architecture's shape knows which were given.
         gen_parser_from_dataclass(parser, cls.options(), delete_default=True)
 
     @classmethod
@@ -354,7 +355,7 @@ class _Model:
         return embedding
 
     def begin(self) -> None:
-        """Draws first values. On the CPU it keeps freed memory, because every update allocates the same sizes."""
+        """Initialises the weights. On the CPU it keeps freed memory, because every update allocates the same sizes."""
         if not torch.cuda.is_available():
             _core.keep_memory()
         for side in self.children():  # type: ignore[attr-defined]
@@ -373,12 +374,12 @@ class _Model:
     def get_normalized_probs(self, net_output: Any, log_probs: bool, sample: Any = None) -> Tensor:
         mask, (logits, *_) = self.decoder.vocab_mask, net_output
         if mask is not None:
-            # Probability 0 in every dtype, but a finite score: a prefix or a constraint may force such a word.
+            # The probability is 0 in every dtype, but the score finite: a prefix or a constraint may force such a word.
             logits = logits.masked_fill(~mask.bool(), _NEVER)
         return (F.log_softmax if log_probs else F.softmax)(logits, dim=-1, dtype=torch.float32)
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, model_cfg: Any = None, args: Any = None) -> Any:
-        """fairseq's own. Where it is not strict, as for averages over time, a part of the state is enough."""
+        """Runs fairseq's own method. If it is not strict, as for averages over time, a part of the state is enough."""
         self._takes_parts = not strict
         try:
             return super().load_state_dict(state_dict, strict, model_cfg, args)  # type: ignore[misc]
@@ -386,7 +387,8 @@ class _Model:
             self._takes_parts = False
 
     def upgrade_state_dict_named(self, state_dict: dict[str, Tensor], name: str) -> None:
-        """Takes checkpoints of fairseq's own `transformer` archs, too. Errors: InputError for any other's."""
+        """Accepts checkpoints of fairseq's own `transformer` archs, too. Errors: InputError for any other
+        architecture's."""
         from_fairseq_names(state_dict)
         check_version(state_dict)
         state_dict["version"] = torch.tensor(VERSION)
@@ -436,7 +438,7 @@ class TranslationModel(_Model, TransformerModelBase):
 
 @register_model("nfrs_transformer_lm", dataclass=LanguageModelOptions)
 class LanguageModel(_Model, FairseqLanguageModel):
-    """A decoder alone."""
+    """A decoder without encoder."""
 
     options = LanguageModelOptions
 
@@ -465,14 +467,14 @@ class LanguageModel(_Model, FairseqLanguageModel):
 
 
 def _nested(flags: Any) -> FairseqConfig:
-    """The flags as fairseq's stacks take them; norms after the stack are the residual scheme's."""
+    """Returns the flags in the form of fairseq's stacks; norms after the stack are the residual scheme's."""
     nested = FairseqConfig.from_namespace(flags)
     nested.encoder.normalize_before = nested.decoder.normalize_before = False
     return nested
 
 
 def _stack(flags: Any, name: str, dictionary: Any) -> TransformerConfig:
-    """One stack's options. Errors: InputError."""
+    """Returns one stack's options. Errors: InputError."""
     config = configure(flags, name, len(dictionary))
     if config.d_model % config.heads:
         raise InputError(f"--{name}-attention-heads must divide the width {config.d_model}; got {config.heads}")

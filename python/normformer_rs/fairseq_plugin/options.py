@@ -21,23 +21,23 @@ from normformer_rs.errors import InputError
 from normformer_rs.file_class import refuse_code
 
 TRAINING = {"word_dropout": 0.0, "vocab_mask": False}
-"""Options of training that belong to the model in fairseq; off by default."""
+"""Options of training that belong to the model in fairseq; they are off by default."""
 SHAPES: dict[str, dict[str, Any]] = {
     "nfrs_transformer_tiny": {"embed_dim": 128, "ffn_embed_dim": 256, "layers": 4, "attention_heads": 4},
     "nfrs_transformer_iwslt_de_en": {"ffn_embed_dim": 1024, "attention_heads": 4},
     "nfrs_transformer_wmt_en_de": {},
     "nfrs_transformer_wmt_en_de_big": {"embed_dim": 1024, "ffn_embed_dim": 4096, "attention_heads": 16},
 }
-"""The defaults of --encoder-… and --decoder-… flags."""
+"""The default values of --encoder-… and --decoder-… flags."""
 FOLLOWING: dict[str, tuple[str, ...]] = dict.fromkeys(SHAPES, ("embed_dim",))
 FOLLOWING["nfrs_transformer_tiny"] += ("ffn_embed_dim",)
-"""Sizes of the decoder that are the encoder's where they are not given. Both have one width. The feed-forward's follows
-in tiny, as in fairseq's; in the others fairseq gives the decoder its own, or it has no value here."""
+"""Sizes of the decoder that are the encoder's if they are not given. Both have one width. The feed-forward width
+follows in tiny, as in fairseq's; in the others fairseq gives the decoder its own, or it has no value here."""
 DROPOUTS: dict[str, dict[str, float]] = {"nfrs_transformer_wmt_en_de_big": {"dropout": 0.3, "attention_dropout": 0.1}}
 
 
 def _own_fields(is_alone: bool) -> Iterator[tuple[str, Any, Any]]:
-    defaults = TRAINING | {"decoder_start": "eos"}  # fairseq's
+    defaults = TRAINING | {"decoder_start": "eos"}  # fairseq's default
     taken = (*FAIRSEQS, "decoder_start") if is_alone else FAIRSEQS
     fields = [field for field in TransformerConfig.FIELDS if field.name not in taken]
     fields += [field for field in TrainingConfig.FIELDS if field.name in TRAINING]
@@ -50,7 +50,8 @@ _FIXED_G = "ScaleNorm's g stays at its first value, √d: --norm scalenorm --sca
 
 
 def _own_field(field: Field) -> tuple[str, Any, Any]:
-    """A field of this package in fairseq's form; a switch that is on by default becomes one that turns it off."""
+    """Returns a field of this package in fairseq's form; a switch that is on by default becomes one that turns it
+    off."""
     name, default, help_ = field.name, field.default, field.help.replace("%", "%%")
     kind: Any = {"int": int, "float": float, "bool": bool, "str": str}[field.kind]
     if field.per_layer:
@@ -66,12 +67,13 @@ def _own_field(field: Field) -> tuple[str, Any, Any]:
     elif not isinstance(default, bool) and name != "residual":
         help_ += f" Default: {'none' if default is None else default}."
     if default is None:
-        kind = Optional[kind]  # noqa: UP045  omegaconf 2.0 does not know `kind | None`
+        kind = Optional[kind]  # noqa: UP045  omegaconf 2.0 does not support `kind | None`
     return name, kind, dataclasses.field(default=default, metadata={"help": help_})
 
 
 def _fairseq_fields(config: type, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """fairseq's fields by their flags' names, nested ones flat; a default that points at another field becomes None."""
+    """Yields fairseq's fields under their flags' names, nested ones flat; a default that refers to another field
+    becomes None."""
     for field in dataclasses.fields(config):
         if field.name.startswith("_"):
             continue
@@ -87,7 +89,7 @@ def _fairseq_fields(config: type, prefix: str = "") -> Iterator[tuple[str, Any, 
 
 
 _FROM_DECODER = ("decoder_input_dim", "decoder_output_dim")
-"""Widths that default to the decoder's."""
+"""Widths whose default is the decoder's."""
 
 
 def _dataclass(name: str, summary: str, fairseqs: type) -> Any:
@@ -103,24 +105,25 @@ LanguageModelOptions = _dataclass("LanguageModelOptions", "Flags of nfrs_transfo
 
 
 def defaults(name: str) -> dict[str, Any]:
-    """The values of the named architecture's flags, but for sizes of the decoder that are the encoder's."""
+    """Returns the values of the named architecture's flags, without sizes of the decoder that are the encoder's."""
     sizes = {f"{stack}_{key}": value for stack in ("encoder", "decoder") for key, value in SHAPES[name].items()
              if stack == "encoder" or key not in FOLLOWING[name]}  # fmt: skip
     return sizes | DROPOUTS.get(name, {})
 
 
 def shape(name: str, given: Any) -> None:
-    """Gives missing flags the values of the named architecture; `plain` gives the decoder the sizes that it lacks."""
+    """Sets missing flags to the values of the named architecture; `plain` adds the sizes that the decoder lacks."""
     for flag, value in defaults(name).items():
         if getattr(given, flag, None) is None:
             setattr(given, flag, value)
 
 
 def plain(options: Any) -> argparse.Namespace:
-    """The flags as plain values, from a command line, a hydra config or a checkpoint; missing sizes are the encoder's.
+    """Returns the flags as plain values, from a command line, a hydra config or a checkpoint; missing sizes are the
+    encoder's.
 
     Errors: InputError for flags that these architectures do not support, for invalid values, and for a text that names
-    code where the command line does not have it: a checkpoint's.
+    code and is not on the command line, but in a checkpoint.
     """
     if isinstance(options, DictConfig):
         values: Any = OmegaConf.to_container(options, resolve=True, enum_to_str=True)
@@ -142,11 +145,12 @@ def plain(options: Any) -> argparse.Namespace:
 
 
 TRUST = "NORMFORMER_RS_TRUST"
-"""The environment's variable that lets a checkpoint's options name code."""
+"""The environment variable that lets a checkpoint's options name code."""
 
 
 def _typed() -> set[Any]:
-    """The values on the command line: words, those behind an equals sign, and those of --model-overrides."""
+    """Returns the values on the command line: words, parts after an equals sign, and the values of
+    --model-overrides."""
     words = {part for word in sys.argv[1:] for part in (word, word.partition("=")[2])}
     overrides: list[Any] = []
     for word in words:

@@ -1,7 +1,7 @@
 """Packed batches: one row for each real token, sentence after sentence; and attention between such rows.
 
 fairseq pads its batches, on either side. Packing keeps padding out of norms, products and statistics. While admin is
-profiled padding has rows too, because its gains come from the whole batch (docs/spec.md §3.4). Step-by-step decoding
+profiled, padding has rows, too, because its gains come from the whole batch (docs/spec.md §3.4). Step-by-step decoding
 has one row for each sentence, and keeps the keys and values of earlier steps.
 """
 
@@ -24,7 +24,7 @@ OPS = torch.ops.normformer_rs
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """The positions of a (B, T) batch's real tokens; while gains are profiled, of its padding too."""
+    """The positions of a (B, T) batch's real tokens; while gains are profiled, also of its padding."""
 
     shape: torch.Size
     index: Tensor
@@ -32,11 +32,11 @@ class Rows:
     lengths: Tensor
     """(B,): the number of each sentence's real tokens."""
     pad_mask: Tensor | None = None
-    """(N,): True at padding, whose rows come after all others; None: there are no such rows."""
+    """(N,): True at padding, whose rows come after all others; None if there are no such rows."""
 
     @classmethod
     def of(cls, padding: Tensor) -> "Rows":
-        """From a mask (B, T), True at padding."""
+        """Builds the rows from a mask (B, T), True at padding."""
         flat, lengths = padding.flatten(), (~padding).sum(1)
         if not is_profiling():
             return cls(padding.shape, (~flat).nonzero().squeeze(1), lengths)
@@ -44,27 +44,27 @@ class Rows:
         return cls(padding.shape, index, lengths, flat[index])
 
     def pack(self, x: Tensor) -> Tensor:
-        """(B, T, …) → (N, …)."""
+        """Packs (B, T, …) into (N, …)."""
         return x.flatten(0, 1).index_select(0, self.index)
 
     def unpack(self, rows: Tensor) -> Tensor:
-        """(N, d) → (B, T, d), zero at padding that has no row."""
+        """Unpacks (N, d) into (B, T, d), zero at padding that has no row."""
         padded = rows.new_zeros(self.shape.numel(), rows.shape[-1])
         return padded.index_copy(0, self.index, rows).unflatten(0, self.shape)
 
     def padding(self) -> Tensor:
-        """(B, T), True at padding."""
+        """Returns a mask (B, T), True at padding."""
         index = self.index if self.pad_mask is None else self.index[~self.pad_mask]
         real = torch.zeros(self.shape.numel(), dtype=torch.bool, device=index.device)
         return ~real.index_fill(0, index, True).unflatten(0, self.shape)
 
     def spans(self) -> Tensor:
-        """(B, 2): where each sentence's rows start, and how many there are."""
+        """Returns (B, 2): the start of each sentence's rows, and their number."""
         return torch.stack((self.lengths.cumsum(0) - self.lengths, self.lengths), 1)
 
     def ranges(self, keys: "Rows") -> Tensor:
-        """The operator's ranges of attention: each sentence attends to that of `keys`, each row of padding to all rows
-        of its sentence's."""
+        """Returns the operator's ranges of attention: each sentence attends to that of `keys`, each row of padding
+        to all rows of its sentence there."""
         spans = torch.cat((self.spans(), keys.spans()), 1)
         if self.pad_mask is None:
             return spans
@@ -80,12 +80,12 @@ class Sight(Protocol):
     def pad_mask(self) -> Tensor | None: ...
 
     def attend(self, attention: "RowAttention", query: Tensor, kept: KeptTensors) -> Tensor:
-        """The heads' outputs, joined: (N, d) of queries (N, d)."""
+        """Returns the heads' outputs, joined, (N, d), for queries (N, d)."""
 
 
 class RowAttention(MultiheadAttention):
-    """Attention between rows; parameters and a residual scheme's changes, which may add to `kept`, are
-    MultiheadAttention's."""
+    """Attention between rows; parameters and a residual scheme's changes, which may add to `kept`, are those of
+    MultiheadAttention."""
 
     def forward(self, query: Tensor, sight: Sight, kept: KeptTensors) -> Tensor:  # type: ignore[override]
         query = self._change("input", query, sight.pad_mask, kept)
@@ -97,12 +97,12 @@ class RowAttention(MultiheadAttention):
 
     @property
     def is_apart(self) -> bool:
-        """Its q, k and v have an input each: three queries, stacked."""
+        """True if q, k and v have separate inputs: three queries, stacked."""
         return self.reads_apart or any(point in self.inside for point in INPUTS)
 
     def project(self, x: Tensor, which: str, kept: KeptTensors) -> tuple[Tensor, ...]:
-        """x through the projections of `which`, neighbouring letters of "qkv", in one product, with the scheme's
-        changes on queries, keys and values. Where these read apart, x is their inputs, stacked."""
+        """Projects x with the projections of `which`, neighbouring letters of "qkv", in one product, with the
+        scheme's changes of queries, keys and values. If q, k and v have separate inputs, x is these, stacked."""
         if self.is_apart and len(which) == 3:
             return tuple(part for name, own in zip(which, x) for part in self.project(own, name, kept))
         d, start = self.embed_dim, "qkv".index(which)
@@ -154,7 +154,7 @@ class Watched:
     at: Packed
     pad_mask: None = None
     weights: Tensor | None = None
-    """(B, heads, T, S), set by `attend`."""
+    """The weights, (B, heads, T, S), set by `attend`."""
 
     def attend(self, attention: RowAttention, query: Tensor, kept: KeptTensors) -> Tensor:
         rows, memory, keys = self.at.rows, self.at.memory, self.at.memory_rows
@@ -165,7 +165,7 @@ class Watched:
 
 
 def weigh(attention: RowAttention, q: Tensor, k: Tensor, padding: Tensor) -> Tensor:
-    """The attention weights (B, heads, T, S) of q (B, T, d), k (B, S, d) and k's padding (B, S)."""
+    """Returns the attention weights (B, heads, T, S) for q (B, T, d), k (B, S, d) and k's padding (B, S)."""
     q, k = (t.unflatten(-1, (attention.num_heads, -1)).transpose(1, 2) for t in (q, k))
     scores = (q / math.sqrt(attention.head_dim)) @ k.transpose(-1, -2)
     return scores.masked_fill(padding[:, None, None, :], -math.inf).softmax(-1)
@@ -177,14 +177,14 @@ class Step:
     `memory`."""
 
     cache: dict[str, Tensor]
-    """By name, batch first: reordering the beams selects from each of its tensors."""
+    """Tensors by name, batch first: reordering the beams selects from each of them."""
     name: str
     padding: Tensor
     """The padding of the newest tokens, (B, 1), or of memory, (B, S)."""
     memory: Tensor | None = None
     pad_mask: Tensor | None = None
     weights: Tensor | None = None
-    """(B, heads, 1, S), set by `attend`."""
+    """The weights, (B, heads, 1, S), set by `attend`."""
 
     def attend(self, attention: RowAttention, query: Tensor, kept: KeptTensors) -> Tensor:
         if self.memory is None:

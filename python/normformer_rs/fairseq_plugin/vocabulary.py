@@ -1,4 +1,4 @@
-"""The target vocabulary V_t: types on the target side of the training data, EOS and UNK; never PAD or BOS."""
+"""The target vocabulary V_t: entries on the target side of the training data, EOS and UNK; never PAD or BOS."""
 
 import itertools
 from collections.abc import Iterator
@@ -15,11 +15,12 @@ from normformer_rs.errors import InputError
 
 
 def target_types(task: Any, subset: str) -> Tensor:
-    """True in V_t, a flag for each type. `subset` is read as fairseq trains on it: every shard, in every folder.
+    """Returns a flag for each vocabulary entry, True in V_t. `subset` is read as fairseq trains on it: every shard, in
+    every folder.
 
-    Errors: InputError where there are no such data, or ids that are not the dictionary's.
+    Errors: InputError if there are no such data, or ids that are not the dictionary's.
     """
-    cfg = task.cfg or task.args  # fairseq's language modelling has args
+    cfg = task.cfg or task.args  # fairseq's language modelling only has args
     dictionary = task.target_dictionary
     seen = torch.zeros(len(dictionary), dtype=torch.bool)
     source, target = getattr(cfg, "source_lang", None), getattr(cfg, "target_lang", None)
@@ -39,7 +40,7 @@ def target_types(task: Any, subset: str) -> Tensor:
 
 
 def _shards(folder: Path, subset: str, endings: list[str]) -> Iterator[str]:
-    """The target sides of `subset`, `subset`1, …, which fairseq joins."""
+    """Yields the target sides of `subset`, `subset`1, …, which fairseq joins."""
     for number in itertools.count():
         paths = [str(folder / f"{subset}{number or ''}{ending}") for ending in endings]
         found = next(filter(infer_dataset_impl, paths), None)
@@ -53,7 +54,7 @@ def _shards(folder: Path, subset: str, endings: list[str]) -> Iterator[str]:
 
 
 def _ids(path: str, dictionary: Any) -> Iterator[Tensor]:
-    """The token ids of 4,096 sentences at a time."""
+    """Yields the token ids of 4,096 sentences at a time."""
     kind = infer_dataset_impl(path)
     data = data_utils.load_indexed_dataset(path, dictionary, "lazy" if kind == "cached" else kind)
     for start in range(0, len(data), 4096):

@@ -1,4 +1,4 @@
-"""Gains in other libraries' trainers: their values for the log, and optimizer steps that do not decay them."""
+"""Gains in other libraries' trainers: their values for the log, and optimizer steps without weight decay on them."""
 
 from typing import Any
 
@@ -14,8 +14,8 @@ from ..nn.training import learned_gains
 
 @torch.no_grad()
 def gain_values(model: nn.Module) -> dict[str, float]:
-    """gain/NAME of each norm's gain and each residual scheme's parameter, the mean of those that are vectors, and
-    alpha/NAME of each stack whose α_t grows, or alpha/NAME.layers.L where each layer has its own. The host waits for
+    """Returns gain/NAME of each norm's gain and each residual scheme's parameter, as the mean if it is a vector, and
+    alpha/NAME of each stack whose α_t grows, or alpha/NAME.layers.L if each layer has its own. The host waits for
     the device once."""
     found: dict[str, Tensor] = {}
     for name, p in learned_gains(model).items():
@@ -37,18 +37,18 @@ def gain_values(model: nn.Module) -> dict[str, float]:
 
 
 def gradient_values(model: nn.Module) -> dict[str, float]:
-    """gradient/NAME of each layer: `analysis.gradient_norms`; nothing where no parameter has a gradient."""
+    """Returns gradient/NAME of each layer from `analysis.gradient_norms`; empty if no parameter has a gradient."""
     if all(p.grad is None for p in model.parameters()):
         return {}
     return {f"gradient/{name}": norm for name, norm in gradient_norms(model).items()}
 
 
 class Undecayed:
-    """While an optimizer steps, keeps gains and schemes' parameters in a group without weight decay.
+    """Keeps gains and schemes' parameters in a group without weight decay while an optimizer steps.
 
-    That group has the other options of their own group; where there is none, it exists during the step only. Between
-    steps the groups are the trainer's own. So its checkpoints have the order that it expects, and a run resumes to the
-    same bits, with this or without. Errors: InputError for anything but a torch.optim.Optimizer.
+    That group has the other options of their own group; if there is no such group, it exists during the step only.
+    Between steps the groups are the trainer's own. So its checkpoints have the order that it expects, and a run resumes
+    to the same bits, with or without this. Errors: InputError for anything but a torch.optim.Optimizer.
     """
 
     def __init__(self, optimizer: Any, model: nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer: admin profiled, gains undecayed and logged."""
+"""A callback for Hugging Face's Trainer, which profiles admin, exempts gains from weight decay, and logs them."""
 
 import warnings
 from collections.abc import Callable
@@ -17,20 +17,20 @@ class NormCallback(transformers.TrainerCallback):
     """Adds to Hugging Face's Trainer the steps that this package's norms and schemes need.
 
     * The first training batch profiles admin's gains, unless they have moved from 1 already (a resumed run).
-    * Gains and schemes' parameters are not decayed: within each step they stand in the group without weight decay. The
+    * Gains and schemes' parameters are not decayed: within each step they are in the group without weight decay. The
       Trainer itself sorts parameters by the names and classes of their modules.
     * Each log of a training loss gets `gain/NAME` of every norm's gain and scheme's parameter (a vector's mean), and
       `alpha/NAME` of branchnorm's α_t.
     * With `gradients=True` it gets `gradient/NAME`, too: the Euclidean norm of each layer's gradient at the last step,
-      as the Trainer has clipped it; its own `grad_norm` is from before.
+      after the Trainer's clipping; its own `grad_norm` is from before.
 
     `NormCallback.add_to(trainer)` puts one in front of the callbacks that report to TensorBoard, W&B and others.
-    `Trainer(callbacks=[NormCallback()])` puts it behind them: the gains then come to the screen and
-    `trainer.state.log_history` alone.
+    `Trainer(callbacks=[NormCallback()])` puts it behind them: then the gains are only shown on the screen and in
+    `trainer.state.log_history`.
 
     Args:
-        profile, undecayed, log: whether to do each of the first three.
-        gradients: whether to log the norms of gradients; the host then waits for the device at each step.
+        profile, undecayed, log: True to do the first, second and third of these.
+        gradients: True to log the norms of gradients; the host then waits for the device at each step.
 
     Errors: ImportError without transformers; InputError for an optimizer that is not torch's, such as DeepSpeed's.
     """
@@ -45,7 +45,7 @@ class NormCallback(transformers.TrainerCallback):
 
     @classmethod
     def add_to(cls, trainer: Any, **options: Any) -> "NormCallback":
-        """The trainer's first callback."""
+        """Adds a new callback to the trainer as its first one, and returns it."""
         callback = cls(**options)
         callback._is_first = True
         trainer.callback_handler.callbacks.insert(0, callback)

@@ -1,4 +1,4 @@
-"""Lightning's Trainer: admin profiled, gains undecayed and logged."""
+"""A callback for Lightning's Trainer, which profiles admin, exempts gains from weight decay, and logs them."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +14,7 @@ class NormCallback(pytorch.Callback):
     """Adds to Lightning's Trainer the steps that this package's norms and schemes need.
 
     * The first training batch profiles admin's gains, unless they have moved from 1 already (a resumed run).
-    * Gains and schemes' parameters are not decayed: within each step they stand in a group without weight decay.
+    * Gains and schemes' parameters are not decayed: within each step they are in a group without weight decay.
     * Every `trainer.log_every_n_steps` steps the trainer's loggers get `gain/NAME` of every norm's gain and scheme's
       parameter (a vector's mean), and `alpha/NAME` of branchnorm's α_t.
     * With `gradients=True` they get `gradient/NAME`, too: the Euclidean norm of each layer's gradient before clipping.
@@ -22,8 +22,8 @@ class NormCallback(pytorch.Callback):
     >>> callback = NormCallback()  # lightning.pytorch.Trainer(callbacks=[callback])
 
     Args:
-        profile, undecayed, log: whether to do each of the first three.
-        gradients: whether to log the norms of gradients; the host then waits for the device at each step.
+        profile, undecayed, log: True to do the first, second and third of these.
+        gradients: True to log the norms of gradients; the host then waits for the device at each step.
 
     Errors: ImportError without lightning; InputError for an optimizer that is not torch's, such as DeepSpeed's.
     """

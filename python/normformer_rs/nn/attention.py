@@ -19,30 +19,30 @@ from .sharding import write_whole
 from .tracing import leaf
 
 INPUTS = ("query_input", "key_input", "value_input")
-"""The points before the projections of self-attention's q, k and v, one by one."""
+"""The points before the projections of self-attention's q, k and v individually."""
 BEFORE_PRODUCTS = frozenset(("query", "key", "value", *INPUTS))
-"""The points at q, k or v alone, up to the products of attention."""
+"""The points at q, k or v alone, before the products of attention."""
 
 
 class MultiheadAttention(nn.MultiheadAttention):
     """softmax(s·QKᵀ + mask)V per head, heads joined, output projection: torch.nn.MultiheadAttention with changes
-    at points inside it, as a residual scheme declares them. s is `scale`, or 1/√d_head where that is None.
+    at points inside it, as a residual scheme declares them. s is `scale`, or 1/√d_head if that is None.
 
-    `inside` names changes at `input` (before the projection of queries, and of keys and values too in self-attention),
-    `query_input`, `key_input` and `value_input` (in self-attention, before each projection alone),
-    `query`, `key` and `value` (a norm of d_head on each head's, one of d_model on all heads' joined), `after_heads`
-    (the heads' outputs, joined) and `after_output` (after `out_proj`). `set_parts` makes a gate: the heads' outputs are
-    multiplied by σ(W_g·query + b_g), one number a head or one for each of its numbers, before `after_heads`, W_g in
-    `gate_proj`; sinks: one more logit a head, `sinks`, in the sum of its softmax; and a softcap c: scores s become
-    c·tanh(s/c). With sinks or a softcap scores are in memory, torch's fused attention has neither.
+    `inside` names changes at `input` (before the projection of queries, and also of keys and values in self-attention),
+    `query_input`, `key_input` and `value_input` (in self-attention, before each projection alone), `query`, `key` and
+    `value` (a norm of width d_head acts on each head's, one of d_model on all heads' joined), `after_heads` (the heads'
+    outputs, joined) and `after_output` (after `out_proj`). `set_parts` adds an output gate, which multiplies the heads'
+    outputs by σ(W_g·query + b_g), one number per head or one per element, before `after_heads`, with W_g in
+    `gate_proj`; sinks, one more logit per head, `sinks`, in the sum of its softmax; and a softcap c, by which scores s
+    become c·tanh(s/c). With sinks or a softcap, scores are held in memory, because torch's fused attention has neither.
 
     Parameters, masks, layouts and results are torch.nn's; `out_proj` is called as a module, so its hooks and
     replacements take effect.
 
     Shapes: query (B, T, d), key and value (B, S, d) with `batch_first`, else (T, B, d) and (S, B, d), or without B;
-    `attn_mask` (T, S) or (B·heads, T, S) and `key_padding_mask` (B, S), True or −∞ where not to look; norms with
-    statistics leave out the keys at which it is True, or −9,000 and less. `is_causal`
-    without `attn_mask` is a causal mask (torch.nn wants both).
+    `attn_mask` (T, S) or (B·heads, T, S) and `key_padding_mask` (B, S), True or −∞ at hidden positions; norms with
+    statistics leave out the keys at which it is True, or −9,000 and less. `is_causal` without `attn_mask` is a causal
+    mask (torch.nn requires both).
 
     Errors: InputError for masks of another shape. Source: Vaswani et al. 2017, §3.2.
     """
@@ -50,7 +50,7 @@ class MultiheadAttention(nn.MultiheadAttention):
     inside: Inside = types.MappingProxyType({})
     scale: float | None = None
     reads_apart: bool = False
-    """Self-attention with an input of their own for q, k and v."""
+    """True for self-attention whose q, k and v have separate inputs."""
     score_softcap: float | None = None
     sinks: nn.Parameter
 
@@ -59,7 +59,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         self.inside = dict(inside)
 
     def set_parts(self, config: TransformerConfig, bias: bool, **factory: Any) -> None:
-        """Makes the parts that the configuration asks for: `output_gate`, `sinks`, `score_softcap`."""
+        """Makes the parts that the configuration sets: `output_gate`, `sinks`, `score_softcap`."""
         if config.output_gate is not None:
             self.gate_proj = nn.Linear(self.embed_dim, OUTPUT_GATES[config.output_gate](self), bias=bias, **factory)
         if config.sinks:
@@ -68,7 +68,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         self.score_softcap = config.score_softcap
 
     def reset_sinks(self) -> None:
-        """Draws the sinks, if there are some, as gpt-oss does: N(0, 0.02²)."""
+        """Initialises the sinks, if there are any, as in gpt-oss: N(0, 0.02²)."""
         if self._parameters.get("sinks") is not None:
             write_whole(self.sinks, lambda whole: nn.init.normal_(whole, std=0.02))
 
@@ -98,9 +98,9 @@ class MultiheadAttention(nn.MultiheadAttention):
         *,
         kept: KeptTensors | None = None,
     ) -> Any:
-        """(output, weights or None). Weights are (B, T, S), or (B, heads, T, S) with average_attn_weights=False. With
-        `kept`, what earlier places of a stack have left under names, the result has a third item: the same, with what
-        the changes here have left."""
+        """Returns (output, weights or None). Weights are (B, T, S), or (B, heads, T, S) with
+        average_attn_weights=False. With `kept`, the tensors that earlier places of a stack have kept under names,
+        the result has a third item: these, and the tensors that the changes here keep."""
         kept = None if kept is None else dict(kept)
         if not self._qkv_same_embed_dim or self.bias_k is not None or self.add_zero_attn:
             if self.inside or self.scale is not None or self.gate is not None or self._is_capped():
@@ -127,7 +127,7 @@ class MultiheadAttention(nn.MultiheadAttention):
             query, key, value = (self._change(point, x, padding, kept) for point, x in given)
         q, k, v = self._project(query, key, value)
         q, k, v = (self._change_heads(point, x, kept) for point, x in (("query", q), ("key", k), ("value", v)))
-        # Modules rotate nothing in between.
+        # nn has no rotary positions, so the changes after the rotation follow at once.
         q, k = (self._change_heads(point, x, kept) for point, x in (("rotated_query", q), ("rotated_key", k)))
         p, weights = self.dropout if self.training else 0.0, None
         is_own = p > 0 and is_run_again()
@@ -159,11 +159,11 @@ class MultiheadAttention(nn.MultiheadAttention):
         return apply_changes(self, changes, x, padding, kept)
 
     def _is_capped(self) -> bool:
-        """Its softmax is not torch's."""
+        """True if its softmax differs from torch's."""
         return self.score_softcap is not None or self._parameters.get("sinks") is not None
 
     def _softmax(self, scores: Tensor, mask: Tensor | None) -> Tensor:
-        """The keys' shares, (B, heads, T, S)."""
+        """Returns the attention weights, (B, heads, T, S)."""
         if self.score_softcap is not None:
             scores = torch.tanh(scores / self.score_softcap) * self.score_softcap
         scores = scores if mask is None else scores + mask
@@ -173,7 +173,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         return F.softmax(torch.cat([scores, sinks], -1), dim=-1)[..., :-1]
 
     def _gated(self, joined: Tensor, x: Tensor) -> Tensor:
-        """The heads' outputs (…, d) times σ(W_g x)."""
+        """Returns the heads' outputs (…, d) times σ(W_g x)."""
         if self.gate is None:
             return joined
         gate = torch.sigmoid(self.gate(x))
@@ -182,7 +182,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         return (joined.unflatten(-1, (self.num_heads, -1)) * gate.unsqueeze(-1)).flatten(-2)
 
     def _change_heads(self, point: str, x: Tensor, kept: KeptTensors | None) -> Tensor:
-        """The changes of queries, keys or values, (B, heads, T, d_head)."""
+        """Applies the changes of queries, keys or values, (B, heads, T, d_head)."""
         for change in self.inside.get(point, ()):
             if is_of_joined_heads(change, self.head_dim):
                 joined = apply_changes(self, (change,), x.transpose(1, 2).flatten(-2), None, kept)
@@ -192,7 +192,8 @@ class MultiheadAttention(nn.MultiheadAttention):
         return x
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(B, heads, T or S, d_head) each: one product where all three read one tensor, two where only k and v do."""
+        """Returns q, k and v, (B, heads, T or S, d_head) each: one product if all three read one tensor, two if only
+        k and v do."""
         d, weight, bias = self.embed_dim, self.in_proj_weight, self.in_proj_bias
 
         def rows(x: Tensor, start: int, blocks: int) -> tuple[Tensor, ...]:
@@ -215,7 +216,8 @@ class MultiheadAttention(nn.MultiheadAttention):
         is_causal: bool,
         need_weights: bool,
     ) -> tuple[Tensor | None, bool]:
-        """The mask that is added to the scores, (·, ·, T, S), and whether SDPA applies its own causal mask instead."""
+        """Returns the mask that is added to the scores, (·, ·, T, S), and True if SDPA applies its own causal mask
+        instead."""
         queries, keys = q.shape[-2], k.shape[-2]
         if is_causal and key_padding_mask is None and not need_weights:
             return None, True
@@ -230,7 +232,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         return mask, False
 
     def _check(self, query: Tensor, key: Tensor, attn_mask: Tensor | None, key_padding_mask: Tensor | None) -> None:
-        """InputError for shapes that do not fit each other. All are batch first."""
+        """Raises InputError for shapes that do not fit each other. All are batch first."""
         (batch, queries, width), keys = query.shape, key.shape[1]
         if width != self.embed_dim:
             raise InputError(f"query must be (…, {self.embed_dim}) wide as d_model says; got {width}")
@@ -245,16 +247,16 @@ OUTPUT_GATES: dict[str, Callable[[nn.MultiheadAttention], int]] = {
     "head": lambda attention: attention.num_heads,
     "element": lambda attention: attention.embed_dim,
 }
-"""How many numbers an output gate has, by its name."""
+"""Functions that return the size of an output gate, by the gate's name."""
 
 
 HIDDEN = -9e3
-"""A float mask hides what it adds this much or less to: e⁻⁹⁰⁰⁰ is 0 in every dtype. Masks of −10,000 are common, and
-bfloat16 rounds them to −9,984."""
+"""The value of a float mask at or below which a position is hidden: e⁻⁹⁰⁰⁰ is 0 in every dtype. Masks of −10,000 are
+common, and bfloat16 rounds them to −9,984."""
 
 
 def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """A boolean mask (True: not to be seen) as 0 and −∞; a float mask as it is."""
+    """Returns a boolean mask (True: hidden) as 0 and −∞; a float mask unchanged."""
     if mask.dtype == torch.bool:
         return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, -math.inf)
     _check_kind(mask)
@@ -262,7 +264,7 @@ def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def is_masked(mask: Tensor) -> Tensor:
-    """True at padding: of a float mask, at −9,000 and less, −∞ included."""
+    """Returns a mask that is True at padding: for a float mask, at −9,000 and less, −∞ included."""
     if isinstance(mask, Tensor) and mask.dtype == torch.bool:
         return mask
     _check_kind(mask)

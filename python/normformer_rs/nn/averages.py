@@ -1,9 +1,10 @@
-"""Buffers that steer a forward pass, in copies of a model whose weights are averages.
+"""Updates buffers that steer a forward pass in copies of a model whose weights are averages.
 
-EMA, SWA and their kin copy a model and average its parameters, with or without its buffers. t of growing schemes and
-the statistics of norms must then be the model's own: an average cuts whole numbers, and one of parameters leaves
-buffers where they were. So a copy remembers the module that it was made of. Once that module has trained on and the
-copy's weights were written without a step of the copy's own, the copy takes over these buffers.
+EMA, SWA and similar methods copy a model and average its parameters, with or without its buffers. The t of growing
+schemes and the statistics of norms must then be the model's own: an average truncates whole numbers, and an average of
+parameters alone leaves the buffers unchanged. So a copy remembers the module that it was made from. If that module has
+trained on, and the copy's weights were written without an optimizer step of the copy's own, the copy takes over these
+buffers.
 """
 
 import weakref
@@ -14,23 +15,23 @@ import torch
 from torch import Tensor, nn
 
 Steering = Sequence[tuple[Tensor, Tensor]]
-"""(weight, buffer): the buffer belongs to these values of the weight."""
+"""Pairs (weight, buffer): the buffer belongs to these values of the weight."""
 
 
 class Origin:
-    """A module's tie to the module that it was copied from. A pickle has none."""
+    """The link of a module to the module that it was copied from. It is not pickled."""
 
     def __init__(self) -> None:
         self.holder: Any = _nobody
         self.source: Any = _nobody
-        """Weak reference to the module that a copy was made of, until the copy trains by itself."""
+        """A weak reference to the module that a copy was made from, until the copy trains by itself."""
         self.has_trained = False
-        """A step of an optimizer, or a forward pass in training, has moved the buffers."""
+        """True once a step of an optimizer, or a forward pass in training, has moved the buffers."""
         self.seen: list[Tensor] = []
-        """Marks of the weights and buffers as they were last found to belong together."""
+        """The sums of the weights and buffers at the last time that they were known to belong together."""
         self.copies: weakref.WeakSet[Origin] = weakref.WeakSet()
         self.last: dict[int, Tensor] = {}
-        """The buffers as the last step left them, by their places in `steering()`."""
+        """The buffers after the last step, by their places in `steering()`."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Origin":
         new, module = Origin(), self.holder()
@@ -46,22 +47,22 @@ class Origin:
         return Origin, ()
 
     def trains(self) -> None:
-        """The module moves its buffers by itself from now on."""
+        """Records that the module moves its buffers by itself from now on."""
         if not self.has_trained:
             self.has_trained, self.source = True, _nobody
 
 
 class Steered(nn.Module):
-    """A module with buffers that steer its forward pass."""
+    """The base of modules with buffers that steer their forward pass."""
 
     _origin: Origin | None = None
 
     def steering(self) -> Steering:
-        """The buffers, each with a weight that training moves together with it."""
+        """Returns the buffers, each with a weight that training moves together with it."""
         raise NotImplementedError
 
     def remember_copies(self) -> None:
-        """Ties later copies to this module. Call it in the constructor and in `__setstate__`."""
+        """Links later copies to this module. Call it in the constructor and in `__setstate__`."""
         origin = vars(self).get("_origin") or Origin()
         origin.holder = weakref.ref(self)
         vars(self)["_origin"] = origin
@@ -70,7 +71,7 @@ class Steered(nn.Module):
 
     @torch.no_grad()
     def told(self) -> None:
-        """Takes the buffers as they are for those of the weights as they are."""
+        """Records that the current buffers belong to the current weights."""
         if self._origin is not None:
             self._origin.last.clear()
             if self._origin.source() is not None:
@@ -78,13 +79,13 @@ class Steered(nn.Module):
 
     @torch.no_grad()
     def take_over(self) -> None:
-        """Sets the buffers to those of the module that this one was copied from, if its weights were averaged since.
-        The host does not wait for the device."""
+        """Sets the buffers to those of the module that this one was copied from, if its weights were averaged since
+        then. The host does not wait for the device."""
         origin = self._origin
         if origin is None or torch.compiler.is_compiling():
             return
         if origin.last and not self.training and len(origin.copies):
-            # An average of buffers was put into the model that trains, for an evaluation.
+            # An average of buffers was put into the model that trains, for an evaluation: the model's own are restored.
             for i, (_, buffer) in enumerate(self.steering()):
                 if i in origin.last:
                     buffer.copy_(origin.last[i])
@@ -93,12 +94,12 @@ class Steered(nn.Module):
             return
         mine = self.steering()
         if len(mine) != len(origin.seen) or not all(isinstance(weight, nn.Parameter) for weight, _ in mine):
-            return  # torch.func calls it with other tensors
+            return  # torch.func calls the module with other tensors
         if any(hasattr(buffer, "device_mesh") for _, buffer in (*mine, *source.steering())):
-            return  # one of the two was shared out over processes
+            return  # one of the two is sharded over processes
         for (_, buffer), its, now, seen in zip(mine, source.steering(), _marks(mine), origin.seen, strict=True):
             is_averaged = now[0] != seen[0].to(now.device)
-            if buffer.is_floating_point():  # an average of it stays
+            if buffer.is_floating_point():  # an average of such a buffer stays
                 is_averaged &= now[1] == seen[1].to(now.device)
             elif not source._origin.has_trained:
                 continue
@@ -106,7 +107,7 @@ class Steered(nn.Module):
         origin.seen = _marks(mine)
 
     def keep_step(self, buffer: Tensor) -> None:
-        """The module's own step has moved this buffer."""
+        """Records that the module's own step has moved this buffer."""
         if (origin := self._origin) is None:
             return
         origin.trains()
@@ -141,7 +142,7 @@ def _nobody() -> None:
 
 
 def _marks(steering: Steering) -> list[Tensor]:
-    """Two sums of each pair, (2,): they differ where a value does."""
+    """Returns two sums of each pair, (2,), which change when a value does."""
     found = []
     for weight, buffer in steering:
         kind = torch.float64 if weight.device.type != "mps" else torch.float32

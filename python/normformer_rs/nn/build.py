@@ -1,4 +1,4 @@
-"""Modules and parameters made of a residual scheme's declaration, in the module that owns them."""
+"""Builds modules and parameters from a residual scheme's declaration, in the module that owns them."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -13,7 +13,8 @@ from .registry import norm_of_config
 from .sharding import mark_drawn, whole, write_whole
 
 LEARNED = "_learned_by_scheme"
-"""The attribute of a module that has what the products with each of its scheme's parameters are summed over."""
+"""The attribute of a module with the dimension over which the products with each of its scheme's parameters are
+summed."""
 
 
 def make(
@@ -22,7 +23,7 @@ def make(
     factory: Mapping[str, Any],
     bias: bool = True,
 ) -> Any:
-    """The norm, or the parameter. `factory`: device and dtype; `bias`: whether norms that have one learn it."""
+    """Makes the norm or the parameter. `factory`: device and dtype; `bias`: True if norms that have one learn it."""
     if isinstance(what, Learned):
         shape: Any = what.shape
         made = nn.Parameter(torch.empty(shape, **factory))
@@ -38,14 +39,14 @@ def make(
 
 
 def _begin_at(norm: Any, at: NormAt) -> None:
-    """Sets the norm to its first values, with the scheme's factor on γ."""
-    norm.first_scale = at.start  # the norm's own reset uses it, whoever calls that
+    """Sets the norm to its initial values, with the scheme's factor on γ."""
+    norm.first_scale = at.start  # the norm's own reset uses it, whatever calls that
     reset_module(norm)
 
 
 @torch.no_grad()
 def write(what: Learned, p: Tensor) -> None:
-    """Sets a parameter to its first values."""
+    """Sets a parameter to its initial values."""
     value: Any = what.value
     shape: Any = what.shape
     if isinstance(value, Normal):
@@ -72,7 +73,7 @@ def install(owner: nn.Module, items: Iterable[NormAt | Learned], place: Place, *
 
 @torch.no_grad()
 def reset(owner: nn.Module, items: Iterable[NormAt | Learned]) -> None:
-    """Sets the declared norms and parameters to their first values."""
+    """Sets the declared norms and parameters to their initial values."""
     for what in items:
         made: Any = getattr(owner, what.name)
         if isinstance(what, Learned):
@@ -82,7 +83,7 @@ def reset(owner: nn.Module, items: Iterable[NormAt | Learned]) -> None:
 
 
 def reset_module(module: nn.Module | None) -> None:
-    """Sets a module to its first values, by its own `reset_parameters` or else by its children's."""
+    """Sets a module to its initial values, by its own `reset_parameters` or otherwise by its children's."""
     if module is None:
         return
     if isinstance(module, nn.MultiheadAttention):

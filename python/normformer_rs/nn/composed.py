@@ -1,4 +1,4 @@
-"""Norms whose class is made of their entry in Rust's table: those of rows that norms.py does not write out.
+"""Norm classes that are built from their entries in Rust's table: row norms that norms.py does not define itself.
 
 composed.pyi declares them for type checkers; `python -m normformer_rs._stubs --write` writes it.
 """
@@ -17,8 +17,8 @@ _KINDS: dict[str, Any] = {"float": float, "int": int, "bool": bool}
 
 
 def signature(entry: Mapping[str, Any]) -> inspect.Signature:
-    """The constructor: LayerNorm's, without ε, parameters and bias where the norm has none, and with its own options
-    after ε."""
+    """Returns the constructor's signature: LayerNorm's, without ε, parameters and bias if the norm has none, and
+    with its own options after ε."""
     has_bias = any(parameter["name"] == "bias" for parameter in entry["parameters"])
     kinds: dict[str, tuple[Any, Any]] = {"normalized_shape": (int | Sequence[int], inspect.Parameter.empty)}
     kinds |= {option["name"]: _option(option) for option in entry["options"]}
@@ -31,7 +31,7 @@ def signature(entry: Mapping[str, Any]) -> inspect.Signature:
 
 
 def _option(option: Mapping[str, Any]) -> tuple[Any, Any]:
-    """(type, default)."""
+    """Returns (type, default)."""
     if "choices" in option:
         return Literal[tuple(option["choices"])], option["default"]
     kind = _KINDS[option["kind"]]
@@ -39,7 +39,7 @@ def _option(option: Mapping[str, Any]) -> tuple[Any, Any]:
 
 
 def doc(entry: Mapping[str, Any]) -> str:
-    """The class's documentation."""
+    """Returns the class's docstring."""
     return f"{entry['equation']}; source: {entry['source']}. Arguments, shapes, dtypes and errors are LayerNorm's."
 
 

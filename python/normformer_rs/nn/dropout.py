@@ -1,4 +1,4 @@
-"""Dropout inside operators: the masks' seeds, and modules that an operator may stand in for."""
+"""Dropout inside operators: the masks' seeds, and the check whether an operator may replace a module."""
 
 import functools
 from typing import Any
@@ -11,29 +11,30 @@ from .formulas import wide
 
 OPS = torch.ops.normformer_rs
 Where = tuple[float, Tensor | None, int]
-"""(p, seed, site) as operators take them."""
+"""(p, seed, site) in the form that operators get."""
 
 
 class Draw:
-    """Dropout masks of one forward: a seed from torch's generator, drawn when first needed, and a site for each
-    mask."""
+    """The dropout masks of one forward: a seed from torch's generator, drawn when it is first needed, and a site for
+    each mask."""
 
     is_kept = False
-    """The seed is one that a graph saves."""
+    """True if the seed is one that a graph saves."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.seed, self.sites = device, None, 0  # type: tuple[torch.device, Tensor | None, int]
 
     def __call__(self, p: float) -> Where:
-        """The next mask as an operator takes it: rate, seed and site."""
+        """Returns the next mask in the form that operators get: rate, seed and site."""
         if p > 0 and self.seed is None:
             self.seed = torch.randint(2**63 - 1, (3,), device=self.device)
         self.sites += 1
         return p, self.seed if p > 0 else None, self.sites
 
     def drop(self, x: Tensor, p: float) -> tuple[Tensor, Where]:
-        """x and what an operator draws for it. Under torch.func and in compiled graphs x comes back dropped, by the
-        same mask, and nothing is left to be drawn: operators' formulas read no seed there."""
+        """Returns x and the mask that an operator applies to it. Under torch.func and in compiled graphs x is
+        returned dropped, with the same mask, and the operator's rate is 0, because operators' formulas read no seed
+        there."""
         where = self(p)
         if where[1] is None or not (torch.compiler.is_compiling() or is_transformed()):
             return x, where
@@ -45,17 +46,17 @@ class Draw:
 
 
 def drop(x: Tensor, where: Where) -> Tensor:
-    """x, dropped."""
+    """Returns x after dropout."""
     return x if where[1] is None else OPS.residual(torch.zeros_like(x), x, None, None, None, None, 0.0, *where)[0]
 
 
 def is_transformed() -> bool:
-    """Inside torch.func's grad, vmap or jvp, or what is made of them."""
+    """True inside torch.func's grad, vmap or jvp, or transforms made from them."""
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def is_plain(module: nn.Module, kind: type) -> bool:
-    """The module is exactly of that class and has no hooks, so a fused operator may replace its call."""
+    """True if the module is exactly of that class and has no hooks, so that a fused operator may replace its call."""
     own = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
     own_kind = getattr(type(module), "computes_as", type(module))
     is_own = own_kind is kind and "forward" not in module.__dict__
@@ -63,21 +64,23 @@ def is_plain(module: nn.Module, kind: type) -> bool:
 
 
 def rate(dropout: Any) -> float | None:
-    """p of a plain dropout, 0 in evaluation; None: the module itself must be called."""
+    """Returns p of a plain dropout, 0 in evaluation; None if the module itself must be called."""
     if not is_plain(dropout, nn.Dropout) or dropout.p >= 1:
         return None
-    # Dynamo takes is_exporting() for true in torch.compile, too: graphs have torch's dropout, where that is safe.
+    # Dynamo treats is_exporting() as true in torch.compile, too: graphs have torch's dropout where that is safe.
     if torch.compiler.is_exporting() and not (dropout.training and dropout.p > 0 and is_run_again()):
         return None
     return dropout.p if dropout.training else 0.0
 
 
 # torch.compile's partitioner may run forward operations again in the backward graph, to save memory. It does so with
-# random ones as well, torch's dropout included, and other numbers come out. It obeys a mark on a node of the graph.
+# random ones as well, including torch's dropout, and then other numbers result. It respects a mark on a node of the
+# graph.
 
 
 def is_run_again() -> bool:
-    """Compiled with an activation memory budget, so that the backward graph may run what the forward graph ran."""
+    """True if compiled with an activation memory budget, so that the backward graph may run forward operations
+    again."""
     return torch.compiler.is_compiling() and _has_budget()
 
 
@@ -97,12 +100,12 @@ def _has_budget() -> bool:
     return found
 
 
-# As torch.compiler.assume_constant_result does, which would import the compiler: 1.5 s.
+# This does the same as torch.compiler.assume_constant_result, which would import the compiler: 1.5 s.
 _has_budget._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _kept_seed_in_graph(mode: Any, seed: Tensor) -> Any:
-    """`kept_seed` as a node that the partitioner must save."""
+    """Makes `kept_seed` a node that the partitioner must save."""
     from torch.fx.experimental.proxy_tensor import get_proxy_slot, track_tensor_tree
     from torch.utils.checkpoint import CheckpointPolicy
 
@@ -114,7 +117,7 @@ def _kept_seed_in_graph(mode: Any, seed: Tensor) -> Any:
 
 @functools.cache
 def _define() -> torch.library.Library:
-    """Defines `kept_seed` when it is first needed: each import would wait a millisecond."""
+    """Defines `kept_seed` when it is first needed, because every import would otherwise take a millisecond longer."""
     from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 
     library = torch.library.Library("normformer_rs", "FRAGMENT")

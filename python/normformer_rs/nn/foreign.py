@@ -1,6 +1,6 @@
 """Layers outside the package's stacks: in torch.nn's, in lists of other modules, and alone.
 
-`place_layers` tells them their places. A layer that nobody told refuses to run where its scheme asks for a place.
+`place_layers` sets their places. A layer without a place refuses to run if its scheme needs one.
 """
 
 import functools
@@ -25,19 +25,19 @@ LISTS = (nn.ModuleList, nn.Sequential)
 
 
 class Placeable(nn.Module):
-    """A layer that takes a place in a stack."""
+    """A layer that can be given a place in a stack."""
 
     placed: Literal["stack", "call", "arguments", "depth"] | None = None
-    """The source of its place: a stack of this package, `place_layers`, its own arguments. "depth": the arguments gave
-    the depth, but no number. None: nobody told the layer, which counts as layer 0 of 1."""
+    """The source of its place: a stack of this package, `place_layers`, or its own arguments. "depth": the arguments
+    gave the depth, but no number. None: the layer got no place, and counts as layer 0 of 1."""
     has_own_values = True
     keeps_torchs_values: Any
     knows_encoder = False
-    """A decoder layer was told the depth of the encoder."""
+    """True if a decoder layer knows the depth of the encoder."""
 
 
 def place_layers(layers: nn.Module | Iterable[nn.Module], *, init: bool) -> None:
-    """Tells the layers of a stack that is not this package's their numbers and the depth.
+    """Gives the layers of a stack that is not this package's their numbers and the depth.
 
     >>> import torch
     >>> from normformer_rs import nn as nfnn
@@ -51,15 +51,15 @@ def place_layers(layers: nn.Module | Iterable[nn.Module], *, init: bool) -> None
         layers: all layers of one stack, in the order in which they run: torch.nn's TransformerEncoder or
             TransformerDecoder, a ModuleList, a Sequential, or any iterable. Lists within it are stages of the stack.
         init: True re-initialises the linear layers for their places, as a TransformerEncoder of this package does,
-            whatever their weights were. False keeps all weights and t, as trained or loaded layers need.
+            whatever their weights were. False keeps all weights and t, for trained or loaded layers.
 
-    Layers may be placed again. One that stands there several times, with shared weights, counts each time. The other
-    stack's depth is the one that the layers' arguments gave (`decoder_layers` of an encoder's). torch.nn.Transformer
-    draws all matrices of the stacks that it is given, so place their layers afterwards.
+    Layers may be placed again. A layer that occurs several times, with shared weights, counts each time. The other
+    stack's depth comes from the layers' arguments (`decoder_layers` for an encoder's). torch.nn.Transformer
+    re-initialises all matrices of the stacks that it is given, so place their layers afterwards.
 
-    Errors: InputError, before anything changes, for modules that are no layers of this package, layers of several
-    kinds or schemes, another depth than the layers' arguments gave, a shared layer whose scheme asks for the number,
-    schemes that work between layers, and a stack of torch.nn without the norm that the scheme ends with.
+    Errors: InputError, before anything changes, for modules that are no layers of this package, layers of several kinds
+    or schemes, another depth than in the layers' arguments, a shared layer whose scheme needs the number, schemes that
+    work between layers, and a stack of torch.nn without the norm with which the scheme ends.
     """
     made = _checked([*_entries(layers)], init)
     first, n = made[0], len(made)
@@ -88,7 +88,7 @@ def place_layers(layers: nn.Module | Iterable[nn.Module], *, init: bool) -> None
 
 
 def _checked(entries: list[Any], init: bool) -> list[Any]:
-    """The entries. Errors: InputError where they are not the layers of one stack."""
+    """Checks the entries and returns them. Errors: InputError if they are not the layers of one stack."""
     if not entries:
         raise InputError("place_layers needs the layers of a stack; got none")
     first, n = entries[0], len(entries)
@@ -115,7 +115,7 @@ def _checked(entries: list[Any], init: bool) -> list[Any]:
 
 
 def _entries(layers: Any) -> Iterator[Any]:
-    """The layers, those of lists within included; a shared one each time."""
+    """Yields the layers, including those of lists within; a shared one each time."""
     if isinstance(layers, nn.Module) and not isinstance(layers, (*STACKS, *LISTS)):
         raise InputError(
             "place_layers takes torch.nn's TransformerEncoder or TransformerDecoder, or a list of layers; got a "
@@ -129,7 +129,7 @@ def _entries(layers: Any) -> Iterator[Any]:
 
 
 def _depths(layer: Any, n: int) -> dict[str, Any]:
-    """The options of depth of a layer in a stack of n."""
+    """Returns the options of depth of a layer in a stack of n."""
     config = layer.place.config
     if len(layer.kinds) == 2:
         return layer._depths(n, config.decoder_layers if config.architecture == "encoder-decoder" else None)
@@ -137,13 +137,13 @@ def _depths(layer: Any, n: int) -> dict[str, Any]:
 
 
 def _template(layer: Any) -> TransformerConfig:
-    """A layer's configuration, without the depth of its own stack."""
+    """Returns a layer's configuration, without the depth of its own stack."""
     return layer.place.config.replace(**_depths(layer, 1))
 
 
 def draw_xavier(model: nn.Module) -> None:
-    """Draws a model's matrices as torch.nn.Transformer does, Xavier uniform, but for a scheme's own parameters and the
-    layers that have a scheme's values."""
+    """Initialises a model's matrices as in torch.nn.Transformer, Xavier uniform, except for a scheme's own
+    parameters and the layers that have a scheme's values."""
     kept = {part for layer in model.modules() if _has_schemes_values(layer) for part in layer.modules()}
     drawn = (m for m in model.modules() if m not in kept and not getattr(m, "has_own_values", False))
     for p in dict.fromkeys(p for module in drawn for p in module.parameters(recurse=False)):
@@ -156,10 +156,11 @@ def _has_schemes_values(module: nn.Module) -> bool:
 
 
 def refusal(place: Place, placed: str | None, draws: bool) -> str | None:
-    """Why a layer may not run outside a stack of ours; None: it may. `draws`: its initial values are the scheme's."""
+    """Returns the reason why a layer may not run outside a stack of this package; None if it may. `draws`: True if
+    its initial values are the scheme's."""
     if not (placed == "arguments" and place.depth == 1):
         declared = place.declared if placed is not None else _of_depth(place.config, place.stack, _DEPTH).declared
-        if needs_stack(declared):  # of several layers one may read what another leaves
+        if needs_stack(declared):  # one of several layers may read what another keeps
             return _between_layers(place)
     what = asks(place.config, place.stack, draws) if placed in (None, "depth") else None
     if what is None or (placed == "depth" and "number" not in what):
@@ -182,20 +183,20 @@ def _between_layers(place: Place) -> str:
 
 
 def needs_stack(declared: SchemeSpec) -> bool:
-    """The scheme has parts outside its layers, other than a norm at the end."""
+    """True if the scheme has parts outside its layers, other than a norm at the end."""
     others = declared.begin or declared.combine or declared.streams or declared.mixing
     takes = any(layer.takes for layer in declared.layers)
     return bool(others) or takes or any(change.kind != "norm" for change in declared.end)
 
 
 _DEPTH = 8
-"""Deep enough to show what numbers and depth change."""
+"""A depth at which the effects of number and depth are visible."""
 
 
 @functools.lru_cache(maxsize=256)
 def asks(config: TransformerConfig, stack: str, draws: bool, only: int | None = None) -> str | None:
-    """The depth, or depth and number, if the layer's computation depends on it; with `draws`, its initial values, too.
-    `only`: the number of the one sublayer that is asked about."""
+    """Returns "the depth", or "the layer's number and the depth", if the layer's computation depends on it; with
+    `draws`, also if its initial values do. `only`: the number of the one sublayer to be checked."""
     alone, first = _of_depth(config, stack, 1), _of_depth(config, stack, _DEPTH)
     is_mixture = "," in str(config.residual) or config.residual == "mix-ln"  # a share may only show at greater depth
     by_layer = first.declared.growth is not None and first.declared.growth.by_layer
@@ -211,7 +212,7 @@ def asks(config: TransformerConfig, stack: str, draws: bool, only: int | None = 
 
 @functools.lru_cache(maxsize=256)
 def _of_depth(config: TransformerConfig, stack: str, depth: int) -> Place:
-    """The first layer of such a stack in a model of that depth."""
+    """Returns the first layer's place in such a stack of a model of that depth."""
     names = ("encoder_layers", "decoder_layers") if config.architecture == "encoder-decoder" else ("decoder_layers",)
     return Place(config.replace(**dict.fromkeys(names, depth)), stack)
 
@@ -223,14 +224,15 @@ def _described(place: Place, only: int | None) -> list[Any]:
 
 
 def _sublayer(sublayer: Sublayer, place: Place) -> list[Any]:
-    """Everything in it; the last norm of a stack counts as another only if it is made otherwise."""
+    """Returns everything in the sublayer; the last norm of a stack counts as different only if it is built
+    differently."""
     norms = [what for what in (*sublayer.around(), *sublayer.within()) if isinstance(what, NormAt)]
     alike = replaced(sublayer, lambda part: part._replace(last=False) if isinstance(part, NormAt) else part)
     return [alike, [repr(make(norm, place, {})) for norm in norms if place.stack == "decoder"]]
 
 
 def _first_values(place: Place) -> list[Any]:
-    """Small matrices drawn as the place's are, each from one seed."""
+    """Returns small matrices initialised like the place's, each from the same seed."""
     attentions = len(place.sublayers) - 1
     drawn: Iterator[tuple[int, list[str]]] = (
         (i, roles)

@@ -1,8 +1,8 @@
 """Equations in PyTorch's own operations: norms with running statistics and the residual step, for exported programs,
 and sublayers that read and write several tensors.
 
-All compute in f32 (f64 for f64 inputs) and return x's dtype. Those that stand for an operator return a contiguous
-tensor, as its kernels do.
+All compute in f32 (f64 for f64 inputs) and return x's dtype. Those that replace an operator return a contiguous tensor,
+like its kernels.
 """
 
 from collections.abc import Sequence
@@ -13,12 +13,12 @@ from torch import Tensor
 
 
 def wide(x: Tensor) -> Tensor:
-    """x in the type that norms compute in."""
+    """Returns x in the type in which norms compute."""
     return x if x.dtype == torch.float64 else x.to(torch.float32)
 
 
 def affine(hat: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    """weight⊙x̂ + bias in x̂'s type."""
+    """Returns weight⊙x̂ + bias in x̂'s type."""
     if weight is not None:
         hat = hat * weight.to(hat.dtype)
     if bias is not None:
@@ -35,7 +35,8 @@ def running_norm(
     eps: float,
     padding_mask: Tensor | None,
 ) -> Tensor:
-    """y = γ⊙(x − μ)/√(s + ε) + β with the given statistics: μ = `shift` (None: 0), s = `square`; 0 at padding."""
+    """Returns y = γ⊙(x − μ)/√(s + ε) + β for the given statistics: μ = `shift` (None: 0), s = `square`; y is 0 at
+    padding."""
     a = wide(x)
     if padding_mask is not None:
         a = a.masked_fill(padding_mask.unsqueeze(-1), 0.0)
@@ -48,7 +49,7 @@ def running_norm(
 
 
 def residual(x: Tensor, f: Tensor, alpha: Tensor | None, beta: Tensor | None) -> Tensor:
-    """x⁺ = α⊙x + β⊙f in x's dtype; None: one."""
+    """Returns x⁺ = α⊙x + β⊙f in x's dtype; None means one."""
     a, b = wide(x), wide(f)
     if alpha is not None:
         a = a * alpha.to(a.dtype)
@@ -58,8 +59,8 @@ def residual(x: Tensor, f: Tensor, alpha: Tensor | None, beta: Tensor | None) ->
 
 
 def sinkhorn(logits: Tensor, iterations: int, eps: float = 1e-6) -> Tensor:
-    """Matrices (…, n, n) whose rows and columns sum to nearly 1: softmax(logits) + ε over rows, each column divided by
-    its sum + ε, then rows and columns so, `iterations` − 1 times.
+    """Returns matrices (…, n, n) whose rows and columns sum to nearly 1: softmax(logits) + ε over rows, each column
+    divided by its sum + ε, then rows and columns in the same way, `iterations` − 1 times.
 
     >>> sinkhorn(torch.tensor([[1.0, 0.2], [-0.3, 0.5]]), 10)
     tensor([[0.6900, 0.3100],
@@ -76,7 +77,7 @@ def sinkhorn(logits: Tensor, iterations: int, eps: float = 1e-6) -> Tensor:
 
 
 def spread(x: Tensor, streams: int) -> Tensor:
-    """x (…, d) as each of n streams, (…, n, d)."""
+    """Returns n copies of x (…, d) as streams, (…, n, d)."""
     return torch.stack([x] * streams, -2)
 
 
@@ -85,13 +86,14 @@ def _inverse_rms(x: Tensor, eps: float = 1e-6) -> Tensor:
 
 
 def _mixes(streams: Tensor, weight: Tensor) -> Tensor:
-    """φ vec(H)/√(mean H² + ε)."""
+    """Returns φ vec(H)/√(mean H² + ε)."""
     flat = wide(streams.flatten(-2))
     return F.linear(flat, weight.to(flat.dtype)) * _inverse_rms(flat)
 
 
 def hyper_read(streams: Tensor, weight: Tensor, scale: Tensor, bias: Tensor, eps: float = 1e-6) -> Tensor:
-    """x = Σ_i (σ(s·φ vec(H)/√(mean H² + ε) + b) + ε)_i H_i of n streams H (…, n, d); φ is (n, n·d), s (1,), b (n,).
+    """Returns x = Σ_i (σ(s·φ vec(H)/√(mean H² + ε) + b) + ε)_i H_i for n streams H (…, n, d); φ is (n, n·d), s (1,), b
+    (n,).
 
     Source: deepseek-ai/TileKernels, `mhc_head`.
     """
@@ -109,12 +111,13 @@ def hyper_connection(
     magnitude: float = 2.0,
     eps: float = 1e-6,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(x, M, g) of n streams H (…, n, d): x (…, d) = Σ_i (σ(s₀m₀ + b₀) + ε)_i H_i is what F reads, and
+    """Returns (x, M, g) for n streams H (…, n, d): x (…, d) = Σ_i (σ(s₀m₀ + b₀) + ε)_i H_i is F's input, and
     H⁺ = M + g⊙F(x) with M_j = Σ_i R_ij H_i, R = sinkhorn(s₂m₂ + b₂), and g (…, n, 1) = c·σ(s₁m₁ + b₁).
 
-    m = φ vec(H)/√(mean H² + ε); m₀, m₁ and m₂ are its first n numbers, the next n, and the last n², as b's are. φ is
-    (n² + 2n, n·d), s (3,). Without iterations M = H, g = c·σ(s₁m₁ + b₁) + ε, φ (2n, n·d) and s (2,). Source: Xie et al.
-    2025; deepseek-ai/TileKernels, `mhc_pre` and `mhc_post_ref`; transformers, `HYV4HyperConnection`.
+    m = φ vec(H)/√(mean H² + ε); m₀, m₁ and m₂ are its first n numbers, the next n, and the last n², and b is split in
+    the same way. φ is (n² + 2n, n·d), s (3,). Without iterations M = H, g = c·σ(s₁m₁ + b₁) + ε, φ is (2n, n·d) and s
+    (2,). Source: Xie et al. 2025; deepseek-ai/TileKernels, `mhc_pre` and `mhc_post_ref`; transformers,
+    `HYV4HyperConnection`.
     """
     n, mixes = streams.shape[-2], _mixes(streams, weight)
     s, b = scale.to(mixes.dtype), bias.to(mixes.dtype)
@@ -137,9 +140,9 @@ def free_hyper_connection(
     weight: Tensor | None = None,
     scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(x, M, g) of n streams H (…, n, d): x = Σ_i p_i H_i, M_j = Σ_i R_ij H_i and g (…, n, 1), row i of (p, R, g) that
-    of `bias` (n·(n + 2),), plus (s₀, …, s₀, s₁)⊙tanh(W·LayerNorm(H_i)) where there are γ and β (d,), W (n + 2, d) and s
-    (2,).
+    """Returns (x, M, g) for n streams H (…, n, d): x = Σ_i p_i H_i, M_j = Σ_i R_ij H_i and g (…, n, 1). Row i of
+    (p, R, g) is that of `bias` (n·(n + 2),), plus (s₀, …, s₀, s₁)⊙tanh(W·LayerNorm(H_i)) if there are γ and β (d,), W
+    (n + 2, d) and s (2,).
 
     Source: Zhu et al. 2024, Algorithm 2.
     """
@@ -158,7 +161,8 @@ def free_hyper_connection(
 def channel_connection(
     streams: Tensor, gain: Tensor, down: Tensor, up: Tensor, write: Tensor, magnitude: float = 2.0
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(x, H, g) of n streams H (…, n, d): x as `channel_read` has it, and g (…, n, 1) = c·σ(W vec(Ĥ)/n), W (n, n·d).
+    """Returns (x, H, g) for n streams H (…, n, d): x is `channel_read`'s, and g (…, n, 1) = c·σ(W vec(Ĥ)/n), W
+    (n, n·d).
 
     Source: transformers, `Qwen4ExpTextGatedResidual`.
     """
@@ -168,8 +172,8 @@ def channel_connection(
 
 
 def channel_read(streams: Tensor, gain: Tensor, down: Tensor, up: Tensor) -> Tensor:
-    """x = 1/n·Σ_i σ(U silu(V vec(Ĥ)/n))_i⊙Ĥ_i of n streams H (…, n, d), Ĥ_i = γ_i⊙H_i/√(mean H_i² + ε), ε = 1e-6; γ is
-    (n·d,), V (r, n·d), U (n·d, r).
+    """Returns x = 1/n·Σ_i σ(U silu(V vec(Ĥ)/n))_i⊙Ĥ_i for n streams H (…, n, d), Ĥ_i = γ_i⊙H_i/√(mean H_i² + ε),
+    ε = 1e-6; γ is (n·d,), V (r, n·d), U (n·d, r).
 
     Source: transformers, `Qwen4ExpTextGatedResidual`.
     """
@@ -189,12 +193,12 @@ def _read_by_channel(streams: Tensor, normed: Tensor, down: Tensor, up: Tensor) 
 
 
 def sum_of_streams(streams: Tensor, c: float) -> Tensor:
-    """c·Σ_i H_i of streams H (…, n, d)."""
+    """Returns c·Σ_i H_i for streams H (…, n, d)."""
     return (wide(streams).sum(-2) * c).to(streams.dtype)
 
 
 def depth_attention(outputs: Sequence[Tensor], query: Tensor, gain: Tensor) -> Tensor:
-    """Σ_i a_i v_i of outputs v_i (…, d), a = softmax_i⟨query, gain⊙v_i/√(mean v_i² + ε)⟩, ε = 1e-6.
+    """Returns Σ_i a_i v_i for outputs v_i (…, d), a = softmax_i⟨query, gain⊙v_i/√(mean v_i² + ε)⟩, ε = 1e-6.
 
     Source: Kimi Team 2026 (Attention Residuals).
     """
@@ -207,8 +211,8 @@ def depth_attention(outputs: Sequence[Tensor], query: Tensor, gain: Tensor) -> T
 
 
 def normed_depth_attention(outputs: Sequence[Tensor], query: Tensor) -> Tensor:
-    """Σ_i a_i v̂_i of outputs v_i (…, d), v̂_i = v_i/√(mean v_i² + ε), a = softmax_i(⟨query, v̂_i⟩/√d), ε = 1e-6; of
-    several queries (m, d) as many such sums, (m, …, d).
+    """Returns Σ_i a_i v̂_i for outputs v_i (…, d), v̂_i = v_i/√(mean v_i² + ε), a = softmax_i(⟨query, v̂_i⟩/√d),
+    ε = 1e-6; for several queries (m, d) it returns as many such sums, (m, …, d).
 
     Source: transformers, `Inkling2BlockAttentionResidual`.
     """
@@ -224,7 +228,7 @@ def normed_depth_attention(outputs: Sequence[Tensor], query: Tensor) -> Tensor:
 
 
 def _weighted(outputs: Sequence[Tensor], shares: Tensor) -> Tensor:
-    """Σ_i shares_i v_i"""
+    """Returns Σ_i shares_i v_i."""
     shares = shares.to(outputs[0].dtype)
     total = outputs[0] * shares[..., :1]
     for i, v in enumerate(outputs[1:], 1):

@@ -1,4 +1,4 @@
-"""α_t, the factor that branchnorm and prores grow with the number t of the update, and its operator."""
+"""α_t, the factor of branchnorm and prores that grows with the number t of the update, and its operator."""
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ OPS = torch.ops.normformer_rs
 
 
 def alpha(growth: Growth, t: Tensor, layer: int) -> Tensor:
-    """α_t of t, (1,), in a layer counted from 0."""
+    """Returns α_t, (1,), in a layer counted from 0."""
     steps = growth.steps * (layer + 1) if growth.by_layer else growth.steps
     if records_core():
         return growth_now(t, steps, growth.curve)
@@ -22,11 +22,12 @@ def alpha(growth: Growth, t: Tensor, layer: int) -> Tensor:
 
 
 def growth_now(t: Tensor, steps: int, curve: str) -> Tensor:
-    """α_t of t, (1,) int64, on t's device: the host never reads it."""
+    """Returns α_t for t, (1,) int64, on t's device: the host never reads it."""
     return _core.growth(steps, curve, t)  # type: ignore[arg-type]
 
 
-# An operator, so that compiled graphs contain it. `torch.library.custom_op` would read this file to make it: 13 ms.
+# It is an operator, so that compiled graphs contain it. `torch.library.custom_op` would read this file to make it: 13
+# ms.
 _LIBRARY = torch.library.Library("normformer_rs", "FRAGMENT")
 _LIBRARY.define("growth(Tensor t, SymInt steps, str curve) -> Tensor")
 _LIBRARY.impl("growth", growth_now, "CompositeExplicitAutograd")

@@ -1,4 +1,4 @@
-"""First values of linear layers and embeddings, from Rust's table of initialisations."""
+"""Initial values of linear layers and embeddings, from Rust's table of initialisations."""
 
 import functools
 import weakref
@@ -21,10 +21,10 @@ Role = Literal["query", "key", "value", "output", "fc1", "fc2", "gate", "output_
 
 @torch.no_grad()
 def draw_linear(weight: Tensor, bias: Tensor | None, roles: Sequence[Role], place: Place, sublayer: int) -> None:
-    """Draws a linear layer's (fan_out, fan_in) matrix in place, from torch's generator, and its bias.
+    """Initialises a linear layer's (fan_out, fan_in) matrix in place, from torch's generator, and its bias.
 
-    The configuration's init decides, for these roles in that sublayer of the place. Stacked roles are drawn one by one,
-    each with its block of rows.
+    The configuration's init sets the values for these roles in that sublayer of the place. Stacked roles are drawn one
+    by one, each with its block of rows.
     """
     told: list[str] = [*roles]
     where = (place.config.to_json(place.kinds), place.stack, place.layer, sublayer, place.kinds)
@@ -34,10 +34,10 @@ def draw_linear(weight: Tensor, bias: Tensor | None, roles: Sequence[Role], plac
 
 
 def draw_module(module: nn.Module, roles: Sequence[Role], place: Place, sublayer: int, prefix: str = "") -> None:
-    """Draws a module's own `weight` and `bias`. One that a parametrisation computes is drawn as a plain tensor and then
-    assigned, so that torch inverts the parametrisation.
+    """Initialises a module's own `weight` and `bias`. One that a torch parametrisation computes is drawn as a plain
+    tensor and then assigned, so that torch inverts the parametrisation.
 
-    Errors: InputError where it has no inverse.
+    Errors: InputError if it has no inverse.
     """
     weight, bias = (getattr(module, prefix + name) for name in ("weight", "bias"))
     computed = {
@@ -56,8 +56,8 @@ def draw_module(module: nn.Module, roles: Sequence[Role], place: Place, sublayer
 
 
 def refuse_computed(layer: nn.Module) -> None:
-    """InputError for weights that initial values cannot reach: those of torch's older weight_norm, spectral_norm and
-    pruning, which compute them before each forward, and of parametrisations without an inverse."""
+    """Raises InputError for weights that initial values cannot reach: those of torch's older weight_norm,
+    spectral_norm and pruning, which compute them before each forward, and of parametrisations without an inverse."""
     for module in layer.modules():
         for name in module._parameters:
             weight = name.removesuffix("_g").removesuffix("_orig")
@@ -77,23 +77,25 @@ def _computed(module: nn.Module, name: str) -> str:
 
 @torch.no_grad()
 def draw_table(weight: Tensor, name: str, config: TransformerConfig) -> None:
-    """Draws the parameter `name` in place: "embedding", "source_embedding", "target_embedding" (a row a type), or an
-    untied "output_projection"."""
+    """Initialises the parameter `name` in place: "embedding", "source_embedding", "target_embedding" (one row per
+    vocabulary entry), or an untied "output_projection"."""
     write_whole(weight, lambda t: _core.draw_table(t, name, config.to_json()))
 
 
 class FirstValues:
-    """The `reset_parameters` of one linear layer in a Transformer's layer, in place of torch.nn.Linear's.
+    """The `reset_parameters` of one linear layer in a Transformer's layer, instead of torch.nn.Linear's.
 
-    Loops that reset every module by itself, parents first or children first, so end in the values of the layer's
-    initialisation. `drawn`: the matrix's roles; or "torch" or "xavier", as the layers of torch.nn or torch.nn's whole
-    Transformer start, attention's output with bias 0. Once `layer` is gone, or torch.nn's again, so is this.
+    Loops that reset every module separately, parents first or children first, thus end with the values of the layer's
+    initialisation. `drawn`: the matrix's roles; or "torch" or "xavier", for the values of torch.nn's layers or of
+    torch.nn's whole Transformer, with attention's output bias 0. Once `layer` is gone, or is torch.nn's again, it does
+    what torch.nn's does.
     """
 
     def __init__(
         self, linear: nn.Module, layer: nn.Module, drawn: tuple[Role, ...] | str, place: Place, sublayer: int
     ) -> None:
-        # Weak, as the linear layer holds this: a cycle would keep the weights of a dropped model for a while.
+        # The references are weak, because the linear layer holds this object: a cycle would delay the release of a
+        # dropped model's weights.
         self.linear, self.layer = weakref.ref(linear), weakref.ref(layer)
         self.told = drawn, place, sublayer
 
@@ -114,7 +116,7 @@ class FirstValues:
             nn.init.zeros_(linear.bias)
 
     def __reduce__(self) -> Any:
-        """As a copy, torch.nn's own: the layer tells its copies' linear layers anew, and models that were made plain
-        hold nothing of this package."""
+        """Pickles as torch.nn's own method: the layer sets it again in its copies' linear layers, and models that
+        were made plain hold nothing of this package."""
         linear: Any = self.linear()
         return functools.partial, (type(linear).reset_parameters, linear)

@@ -1,7 +1,7 @@
 """Runs a residual scheme's declaration in a module that has its norms and parameters; it names no scheme.
 
-The step around a sublayer, scheme.py's x⁺, is one operator. It is fused with the norm that is all of `after`, or
-of the next sublayer's `before`, where that norm works row by row.
+The step around a sublayer, scheme.py's x⁺, is one operator. It is fused with the only norm of `after`, or of the next
+sublayer's `before`, if that norm works row by row.
 """
 
 from collections.abc import Iterable
@@ -24,18 +24,18 @@ OPS = torch.ops.normformer_rs
 
 
 def apply_norm(norm: nn.Module, x: Tensor, padding_mask: Tensor | None) -> Tensor:
-    """N(x); a norm with statistics gets the padding mask too."""
+    """Returns N(x); a norm with statistics gets the padding mask too."""
     return norm(x, padding_mask) if getattr(norm, "takes_pad_mask", False) else norm(x)
 
 
 KeptTensors = dict[str, Tensor]
-"""What earlier places of a stack have left under names."""
+"""The tensors that earlier places of a stack have kept under names."""
 
 
 def apply_changes(
     owner: nn.Module, changes: Iterable[Change], x: Tensor, padding_mask: Tensor | None, kept: KeptTensors | None = None
 ) -> Tensor:
-    """x after the changes at one place, which may add to `kept`."""
+    """Returns x after the changes at one place, which may add to `kept`."""
     for change in changes:
         made = getattr(owner, change.what.name) if isinstance(change.what, NormAt | Learned) else change.what
         if change.kind == "norm":
@@ -84,9 +84,9 @@ def _times(owner: nn.Module, factor: Gain, x: Tensor) -> Tensor:
 
 
 class Streams(NamedTuple):
-    """The tensors that one sublayer hands to the next: x and the streams beside it. `normed` is the next sublayer's
-    N(x), where one fused step made both. Where x is read from several tensors, these are `x` and `others`, and from
-    reading to writing `read` is what was read, `unwritten` what the writing needs."""
+    """The tensors that one sublayer passes to the next: x and the streams beside it. `normed` is the next sublayer's
+    N(x), if one fused step computed both. If x is read from several tensors, these are `x` and `others`; from
+    reading to writing, `read` is the tensor that was read, and `unwritten` has the tensors that the writing needs."""
 
     x: Tensor
     others: tuple[Tensor, ...] = ()
@@ -94,18 +94,18 @@ class Streams(NamedTuple):
     read: Tensor | None = None
     unwritten: tuple[Tensor, ...] = ()
     kept: KeptTensors | None = None
-    """What changes have left for others; sublayers add to it."""
+    """The tensors that changes have kept for others; sublayers add to it."""
     outputs: tuple[Tensor, ...] = ()
-    """The outputs of earlier layers, where a later one reads them and no stack of ours keeps them."""
+    """The outputs of earlier layers, if a later one reads them and no stack of this package keeps them."""
 
 
 def start(declared: SchemeSpec, x: Tensor) -> Streams:
-    """The streams as a stack begins."""
+    """Returns the streams at the beginning of a stack."""
     return Streams(mixing.begin(declared.mixing, x), (x,) * len(declared.streams))
 
 
 def open_streams(owner: nn.Module, sublayer: Sublayer, streams: Streams) -> Streams:
-    """The streams with what the sublayer reads of them, where it reads several."""
+    """Returns the streams, with the tensor that the sublayer reads from them if it reads several."""
     if sublayer.mixing is None:
         return streams
     read, unwritten = mixing.read(sublayer.mixing, owner, (streams.x, *streams.others))
@@ -113,7 +113,7 @@ def open_streams(owner: nn.Module, sublayer: Sublayer, streams: Streams) -> Stre
 
 
 def begin(owner: nn.Module, sublayer: Sublayer, streams: Streams, padding_mask: Tensor | None) -> Tensor:
-    """F's input, before(x)."""
+    """Returns F's input, before(x)."""
     if streams.normed is not None:
         return streams.normed
     x = streams.x if streams.read is None else streams.read
@@ -132,8 +132,8 @@ def close(
     alpha_t: Tensor | None = None,
     padding_mask: Tensor | None = None,
 ) -> Streams:
-    """The streams after F(…) = f. `following`: the norm that is all of the next sublayer's `before`; where the step
-    fuses it, the result holds N(x⁺) too."""
+    """Returns the streams after F(…) = f. `following`: the norm that is the only change of the next sublayer's
+    `before`; if the step fuses it, the result also holds N(x⁺)."""
     f = apply_changes(owner, sublayer.branch, f, padding_mask, streams.kept)
     x = apply_changes(owner, sublayer.skip, streams.x, padding_mask, streams.kept)
     if sublayer.scale != 1.0:
@@ -175,7 +175,7 @@ def close(
 
 
 def gain(owner: nn.Module, declared: Gain, x: Tensor, alpha_t: Tensor | None) -> Tensor | None:
-    """The factor as a tensor; None: one."""
+    """Returns the factor as a tensor; None means one."""
     if isinstance(declared, Learned):
         return getattr(owner, declared.name)
     if isinstance(declared, Curve):
@@ -189,10 +189,10 @@ def gain(owner: nn.Module, declared: Gain, x: Tensor, alpha_t: Tensor | None) ->
 
 
 def is_distributed(x: Tensor) -> bool:
-    """A DTensor: torch's own operations know how to shard theirs, and the fused step has no rules."""
+    """True for a DTensor: torch's own operations can shard theirs, and the fused step has no sharding rules."""
     return type(x) is not Tensor and hasattr(x, "device_mesh")
 
 
 def is_row_norm(norm: Any) -> bool:
-    """The fused step can compute this norm."""
+    """True if the fused step can compute this norm."""
     return any(is_plain(norm, kind) for kind in FUSED)

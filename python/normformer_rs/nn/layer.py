@@ -1,4 +1,4 @@
-"""The base of a Transformer's layers: construction, first values, and the run through the sublayers."""
+"""The base class of a Transformer's layers: construction, initial values, and the run through the sublayers."""
 
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,7 +31,7 @@ KINDS = ("self-attention", "cross-attention", "feed-forward")
 
 
 class Layer(Growing, Placeable):
-    """The base of encoder and decoder layers: construction, and a residual scheme's run through the sublayers."""
+    """The base class of encoder and decoder layers: construction, and a residual scheme's run through the sublayers."""
 
     kinds: tuple[str, ...]
     attentions: tuple[str, ...]
@@ -41,9 +41,9 @@ class Layer(Growing, Placeable):
     multihead_attn: Any
     activation: Any
     is_torchs: bool
-    """Neither a scheme nor an initialisation was named: torch.nn's arrangement and first values."""
+    """True if neither a scheme nor an initialisation was named: then arrangement and initial values are torch.nn's."""
     is_xavier = False
-    """Of torch.nn's first values, those of torch.nn.Transformer."""
+    """True if the initial values are those of torch.nn.Transformer, not of torch.nn's single layers."""
     _refusal: str | None = None
 
     def __init__(
@@ -74,7 +74,7 @@ class Layer(Growing, Placeable):
         given = {"norm": norm, "residual": scheme, "norm_eps": own_eps(layer_norm_eps), "dropout": dropout, **depths}
         if init not in (None, "torch"):
             given["init"] = init
-        if len(self.kinds) == 2 and "encoder_layers" not in depths:  # alone, the encoder has one norm
+        if len(self.kinds) == 2 and "encoder_layers" not in depths:  # an encoder that stands alone has one norm
             given["norm"] = options.pop("encoder_norm", None) or norm
             if options.pop("decoder_norm", None) is not None:
                 raise InputError(
@@ -115,7 +115,7 @@ class Layer(Growing, Placeable):
 
     @property
     def keeps_torchs_values(self) -> bool:
-        """Linear layers start as torch.nn's do; else as `init` says."""
+        """True if linear layers are initialised as in torch.nn; otherwise as `init` says."""
         return self._keeps_torchs_values
 
     @keeps_torchs_values.setter
@@ -124,7 +124,7 @@ class Layer(Growing, Placeable):
         self._tell_linears()
 
     def _tell_linears(self) -> None:
-        """Tells the linear layers their first values, for those who reset them one by one."""
+        """Sets the linear layers' `reset_parameters`, for code that resets them one by one."""
         for linear, roles, sublayer in self._linears():
             drawn = ("xavier" if self.is_xavier else "torch") if self.keeps_torchs_values else roles
             vars(linear)["reset_parameters"] = FirstValues(linear, self, drawn, self.place, sublayer)
@@ -135,7 +135,8 @@ class Layer(Growing, Placeable):
                 mark_drawn(getattr(self, name))
 
     def _linears(self) -> Iterator[tuple[Any, tuple[Role, ...], int]]:
-        """The linear layers with their roles and the numbers of their sublayers; attention's stacked one is none."""
+        """Yields the linear layers with their roles and the numbers of their sublayers, without attention's stacked
+        matrix."""
         for i, name in enumerate(self.attentions):
             yield getattr(self, name).out_proj, ("output",), i
             if (gate := getattr(getattr(self, name), "gate", None)) is not None:
@@ -154,7 +155,7 @@ class Layer(Growing, Placeable):
             install(owner, items, self.place, factory=factory, bias=bias)
 
     def _enter_attentions(self) -> None:
-        """Hands the attentions the changes inside them, and what their scores are multiplied by."""
+        """Sets the changes inside the attentions, and the factor of their scores."""
         for name, sublayer in zip(self.attentions, self.place.sublayers):
             attention: MultiheadAttention = getattr(self, name)
             below = operator.methodcaller("removeprefix", f"{name}.")
@@ -163,7 +164,7 @@ class Layer(Growing, Placeable):
             attention.scale = self.place.declared.attention
 
     def _declared(self) -> Iterator[tuple[nn.Module, list[NormAt | Learned]]]:
-        """The scheme's norms and parameters in the layer, with the module that holds them."""
+        """Yields the scheme's norms and parameters in the layer, with the module that holds them."""
         begin = parts_of(self.place.spec.begin)
         yield self, [*begin, *(what for sublayer in self.place.sublayers for what in sublayer.around())]
         for name in self.attentions:
@@ -172,8 +173,8 @@ class Layer(Growing, Placeable):
         yield self, [*self.place.sublayers[-1].within()]
 
     def move(self, place: Place) -> None:
-        """Moves the layer to a place of the same kind in a stack of ours, with that place's scheme, constants and
-        norms. Parts that both places share stay."""
+        """Moves the layer to a place of the same kind in a stack of this package, with that place's scheme,
+        constants and norms. Parts that both places share stay."""
         device = self.linear1.weight.device
         factory = {"device": device, "dtype": self.linear1.weight.dtype}
         old = [{*items} for _, items in self._declared()]
@@ -189,7 +190,7 @@ class Layer(Growing, Placeable):
         self.placed, self.knows_encoder, self._refusal = "stack", True, None
 
     def take_place(self, place: Place) -> None:
-        """Moves the layer to a place outside our stacks, with its weights and a t of its own."""
+        """Moves the layer to a place outside this package's stacks, with its weights and its own t."""
         t, knows_encoder = self._buffers.get("t"), self.knows_encoder
         self.move(place)
         self.grow(place.declared.growth, self.linear1.weight.device)
@@ -199,7 +200,7 @@ class Layer(Growing, Placeable):
         self._review()
 
     def _review(self) -> None:
-        """Decides whether the layer may run outside a stack of ours."""
+        """Decides whether the layer may run outside a stack of this package."""
         self._refusal = refusal(self.place, self.placed, not self.keeps_torchs_values)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -207,7 +208,7 @@ class Layer(Growing, Placeable):
         self._tell_linears()
 
     def adopt(self, place: Place, in_stack: bool) -> None:
-        """Completes a converted torch.nn layer: its children stay, with the norms that the scheme keeps."""
+        """Completes a converted torch.nn layer: its children stay, including the norms that the scheme keeps."""
         self.place, self.is_torchs, self.keeps_torchs_values = place, False, True
         self.placed, self.knows_encoder, self._refusal = "stack", True, None
         norms = {name: self._modules.pop(name) for name in [*self._modules] if name.startswith("norm")}
@@ -234,7 +235,7 @@ class Layer(Growing, Placeable):
         self.reset_growth()
 
     def draw(self) -> None:
-        """Draws the linear layers as `init` says, whatever their values were."""
+        """Initialises the linear layers as `init` says, whatever their values were."""
         for linear, roles, i in self._linears():
             if roles == ("output",):
                 attention: MultiheadAttention = getattr(self, self.attentions[i])
@@ -250,9 +251,9 @@ class Layer(Growing, Placeable):
         alpha_t: Tensor | None = None,
         others: tuple[Tensor, ...] | None = None,
     ) -> Any:
-        """x through the sublayers: the attentions, given as functions, and the feed-forward. With `others`, the streams
-        beside x and what other layers have left for this one, returns (x, others), what it leaves among them; without,
-        the streams begin and end here, those that are mixed as their mean."""
+        """Runs x through the sublayers: the attentions, given as functions, and the feed-forward. With `others`, the
+        streams beside x and the tensors that other layers have kept for this one, it returns (x, others), with the
+        tensors that it keeps; without, the streams begin and end here, and mixed streams end as their mean."""
         if self._refusal is not None and others is None:
             raise InputError(self._refusal)
         alpha_t = self.alpha(self.place.layer) if alpha_t is None else alpha_t
@@ -283,7 +284,7 @@ class Layer(Growing, Placeable):
         return mixing.seen(declared.mixing, (streams.x, *streams.others))
 
     def _feed_forward(self, x: Tensor, draw: Draw, padding_mask: Tensor | None, kept: KeptTensors) -> Tensor:
-        """W₂·drop(φ(W₁x + b₁)) + b₂."""
+        """Returns W₂·drop(φ(W₁x + b₁)) + b₂."""
         inside = self.place.sublayers[-1].inside
 
         def change(point: str, x: Tensor) -> Tensor:
@@ -295,7 +296,7 @@ class Layer(Growing, Placeable):
             isinstance(self.activation, nn.Module) and is_plain(self.activation, nn.ReLU)
         )
         if is_relu and p is not None:
-            h, where = draw.drop(h, p)  # a mask is not negative: it may come before the ReLU
+            h, where = draw.drop(h, p)  # a mask is not negative, so it may come before the ReLU
             h = OPS.relu_dropout(h, *where)
         else:
             h = self.activation(h)
@@ -303,7 +304,7 @@ class Layer(Growing, Placeable):
         return self.linear2(change("after_activation", h))
 
     def _padding(self, x: Tensor, mask: Tensor | None) -> Tensor | None:
-        """A key padding mask, (B, T) or (T), in x's leading shape, True at padding."""
+        """Returns a key padding mask, (B, T) or (T), in x's leading shape, True at padding."""
         if mask is None:
             return None
         mask = is_masked(mask)
@@ -314,10 +315,10 @@ class Layer(Growing, Placeable):
 
 
 def attended(layer: Layer, name: str, x: Tensor, memory: Tensor, kept: KeptTensors, **masks: Any) -> Tensor:
-    """The output of an attention of the layer; it may add to `kept`. `x`: where q, k and v read apart, three inputs,
-    stacked. An attention of another class is called as torch.nn's layers call theirs.
+    """Returns the output of an attention of the layer; it may add to `kept`. If q, k and v have separate inputs, `x` is
+    the three, stacked. An attention of another class is called in the way of torch.nn's layers.
 
-    Errors: InputError where the scheme needs changes inside attention, and a module that makes none stands there.
+    Errors: InputError if the scheme needs changes inside attention, and the module there makes none.
     """
     attention = getattr(layer, name)
     inside, reads_apart = getattr(attention, "inside", None), getattr(attention, "reads_apart", None)
@@ -336,8 +337,8 @@ def attended(layer: Layer, name: str, x: Tensor, memory: Tensor, kept: KeptTenso
 
 
 def _refuse_another(layer: Layer, name: str, attention: Any) -> tuple[Sublayer, bool]:
-    """The sublayer, and whether the attention wraps one of ours, which makes the changes inside. InputError where
-    nobody makes those that the scheme needs."""
+    """Returns the sublayer, and True if the attention wraps one of this package, which makes the changes inside.
+    InputError if no module makes those that the scheme needs."""
     config, sublayer = layer.place.config, layer.place.sublayers[layer.attentions.index(name)]
     wraps_ours = any(isinstance(module, MultiheadAttention) for module in attention.modules())
     parts = {part: getattr(config, part) for part in ("output_gate", "sinks", "score_softcap")}
@@ -365,7 +366,8 @@ def _torchs_masks(
     key_padding_mask: Tensor | None,
     is_causal: bool,
 ) -> dict[str, Any]:
-    """Masks as torch.nn's layers hand them on, an encoder's as floats; a causal one is written out."""
+    """Returns masks in the form in which torch.nn's layers pass them on, an encoder's as floats; a causal one is
+    written out."""
     if is_causal and attn_mask is None:
         time = 1 if x.dim() == 3 and getattr(attention, "batch_first", False) else 0
         attn_mask = torch.ones(x.shape[time], memory.shape[time], dtype=torch.bool, device=x.device).triu(1)
@@ -376,8 +378,8 @@ def _torchs_masks(
 
 
 def own_eps(layer_norm_eps: float | None) -> float | None:
-    """torch.nn's argument as `norm_eps`. 1e-5 becomes None: it is every norm's default, and norms without an ε refuse
-    others."""
+    """Returns torch.nn's argument as `norm_eps`. 1e-5 becomes None: it is every norm's default, and norms without an
+    ε accept no other."""
     return None if layer_norm_eps == 1e-5 else layer_norm_eps
 
 
@@ -390,7 +392,7 @@ def _activation(activation: Activation) -> Callable[[Tensor], Tensor]:
 
 
 def layer_number(layer: int, layers: int) -> int:
-    """The layer's number; InputError where there is none such."""
+    """Returns the layer's number; InputError if there is no such layer."""
     number = whole_number("layer", layer)
     if not 0 <= number < layers:
         raise InputError(f"layer must lie in 0 … {layers - 1} (there are {layers} layers); got {in_short(layer)}")

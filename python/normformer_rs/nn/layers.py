@@ -1,4 +1,4 @@
-"""Layers of a Transformer as torch.nn has them, with any norm, residual scheme and initialisation."""
+"""Transformer layers with torch.nn's interface, and with any norm, residual scheme and initialisation."""
 
 from typing import Any, Literal
 
@@ -20,7 +20,7 @@ from .tracing import leaf
 
 
 class Residual(Growing):
-    """A residual connection around any module: x⁺ = after(α⊙skip(x) + β⊙drop(branch(F(before(x))))), by a scheme.
+    """Wraps any module in a residual connection by a scheme: x⁺ = after(α⊙skip(x) + β⊙drop(branch(F(before(x))))).
 
     >>> import torch
     >>> block = Residual(torch.nn.Linear(8, 8), 8, scheme="deepnorm", norm="scalenorm", layers=6)
@@ -28,31 +28,32 @@ class Residual(Growing):
     torch.Size([2, 8])
 
     Args:
-        sublayer: F. The Residual passes on further arguments. Of a tuple that F returns, the first item is F(x); the
+        sublayer: F. The Residual passes on further arguments. If F returns a tuple, its first item is F(x), and the
             Residual returns the others after x⁺.
         d_model: the width of x.
         scheme, norm: names from `normformer_rs.tables()`.
-        kind: which sublayer of a layer F is, for schemes that treat them differently: self-attention, cross-attention,
+        kind: the kind of sublayer that F is, for schemes that treat them differently: self-attention, cross-attention,
             feed-forward.
         dropout: the rate p on F's output, from 0 to 1. Below 1 it is rounded to a multiple of 1/65,536.
-        layer, layers: this layer's number from 0, and how many there are. Schemes whose constants depend on them need
+        layer, layers: this layer's number from 0, and the number of layers. Schemes whose constants depend on them need
             them.
-        norm_eps: the norm's ε; None: its own default.
-        options: those of `TransformerConfig` that the scheme or norm has (`branchnorm_steps`, `layerscale_init`, …).
+        norm_eps: the norm's ε; None for its own default.
+        options: the options of `TransformerConfig` that the scheme or norm has (`branchnorm_steps`, `layerscale_init`,
+            …).
 
-    Modules and parameters: `norm1`, `post_norm1`, `residual_scale1`, `branch_scale`, … (the number is the sublayer's in
-    its layer). A norm that the scheme declares before the first layer or after the last (prenorm's N) is the caller's
-    to add.
+    Modules and parameters are `norm1`, `post_norm1`, `residual_scale1`, `branch_scale`, … (the number is the sublayer's
+    in its layer). The caller adds a norm that the scheme declares before the first layer or after the last (prenorm's
+    N).
 
-    Shapes: x (…, d_model) → the same. Errors: InputError for unknown names, and for schemes that also reach inside the
-    sublayer or between layers (subln, normformer, r-fixup, ln-scaling, an attention of hybridnorm or olmo2, dlcl,
-    denseformer, resi-dual, attnres, mhc, hyper-connections, b2t's feed-forward): those need a TransformerEncoderLayer
-    or a stack.
+    Shapes: x (…, d_model) → the same. Errors: InputError for unknown names, and for schemes that also change things
+    inside the sublayer or between layers (subln, normformer, r-fixup, ln-scaling, an attention of hybridnorm or olmo2,
+    dlcl, denseformer, resi-dual, attnres, mhc, hyper-connections, b2t's feed-forward): those need a
+    TransformerEncoderLayer or a stack.
     """
 
     place: Place
     is_told = True
-    """The number of its layer was given."""
+    """True if the number of its layer was given."""
 
     def __init__(
         self,
@@ -102,14 +103,14 @@ class Residual(Growing):
         self.grow(self.place.declared.growth, device)
 
     def reset_parameters(self) -> None:
-        """Resets the scheme's norms, gains and t, and F by its own `reset_parameters`."""
+        """Resets the scheme's norms, gains and t, and F with its own `reset_parameters`."""
         reset(self, self.declared.around())
         reset_module(self.sublayer)
         self.reset_growth()
 
     @leaf
     def forward(self, x: Tensor, *args: Any, padding_mask: Tensor | None = None, **kwargs: Any) -> Any:
-        """x⁺. `padding_mask`, x's leading shape, True at padding, is for norms with statistics."""
+        """Returns x⁺. `padding_mask`, in x's leading shape, True at padding, is for norms with statistics."""
         follow(self.place.layer, self.number, self.is_told or not self.place.declared.is_profiled)
         streams = Streams(x)
         f, *rest = _tuple(self.sublayer(begin(self, self.declared, streams, padding_mask), *args, **kwargs))
@@ -137,31 +138,32 @@ class TransformerEncoderLayer(Layer):
     >>> layer(torch.zeros(2, 5, 16)).shape
     torch.Size([2, 5, 16])
 
-    Args: torch.nn's. `layer_norm_eps` is any norm's ε; a norm without one takes 1e-5 alone. `dropout` lies in [0, 1),
-        though torch.nn takes 1 too. All rates but attention's are rounded to multiples of 1/65,536. By keyword
-        norm, residual, init: names out of `normformer_rs.tables()`; `residual` may be a mixture by layers
-            (`postnorm*1/4,prenorm`). residual=None: postnorm, or prenorm if `norm_first`, with torch.nn's first values
-            unless `init` is named; init=None: the one that goes with the scheme; init="torch": torch.nn's.
+    Args: torch.nn's. `layer_norm_eps` is any norm's ε; a norm without one accepts only 1e-5. `dropout` lies in [0, 1),
+        although torch.nn also accepts 1. All rates but attention's are rounded to multiples of 1/65,536. By keyword
+        norm, residual, init: names from `normformer_rs.tables()`; `residual` may be a mixture by layers
+            (`postnorm*1/4,prenorm`). residual=None: postnorm, or prenorm if `norm_first`, with torch.nn's initial
+            values unless `init` is named; init=None: the one that goes with the scheme; init="torch": torch.nn's.
         layer: this layer's number in its stack, from 0. A TransformerEncoder of this package sets it.
-        encoder_layers, decoder_layers: how deep the model is, for schemes whose constants depend on it. Without
-            decoder_layers the encoder stands alone, as BERT's does. A TransformerEncoder of this package sets them.
-        options: those of `TransformerConfig` that the scheme or norm has (`branchnorm_steps`, `normformer_mode`, …),
-            and `attention_dropout`, `activation_dropout` (None: `dropout`); `qk_norm` and how it norms, `qk_l2norm`,
+        encoder_layers, decoder_layers: the depths of the model, for schemes whose constants depend on them. Without
+            decoder_layers the encoder stands alone, as in BERT. A TransformerEncoder of this package sets them.
+        options: the options of `TransformerConfig` that the scheme or norm has (`branchnorm_steps`, `normformer_mode`,
+            …), and `attention_dropout`, `activation_dropout` (None: `dropout`); `qk_norm` and its options, `qk_l2norm`,
             `v_norm`; `output_gate`, `sinks`, `score_softcap`; `parametrisation`, `base_width`, `base_depth`,
-            `depth_alpha` and `attention_scale`. Factors of embeddings and logits are the caller's, and rates
-            `normformer_rs.param_groups`'.
+            `depth_alpha` and `attention_scale`. The caller applies the factors of embeddings and logits, and
+            `normformer_rs.param_groups` those of rates.
 
-    Parameters and buffers bear torch.nn's names; a scheme's own those of `normformer_rs.Transformer`. With layernorm,
-    state dicts are torch.nn's both ways. Dropout masks follow torch's generator, but are not torch.nn's.
+    Parameters and buffers have torch.nn's names; a scheme's own have those of `normformer_rs.Transformer`. With
+    layernorm, state dicts are torch.nn's in both directions. Dropout masks follow torch's generator, but are not
+    torch.nn's.
 
     Outside a TransformerEncoder of this package, in torch.nn.TransformerEncoder or in a list of another module, a layer
-    whose scheme depends on its number or the depth must be told: by `place_layers`, or by `layer` and `encoder_layers`.
-    Schemes that work between layers, too (dlcl, resi-dual, mhc, …) need this package's stack. A scheme's last norm is
-    the caller's to add there, in torch.nn's stacks as `norm`.
+    whose scheme depends on its number or the depth needs them: from `place_layers`, or from `layer` and
+    `encoder_layers`. Schemes that also work between layers (dlcl, resi-dual, mhc, …) need this package's stack. There
+    the caller adds a scheme's last norm, in torch.nn's stacks as `norm`.
 
     Shapes: src (B, T, d_model) with `batch_first`, (T, B, d_model) without, or (T, d_model); the same out.
-    Errors: InputError for unknown names and options, for masks of another shape, and in `forward` where the scheme asks
-    for a depth or a number that nobody gave, for parts of a stack, or for a norm after it.
+    Errors: InputError for unknown names and options, for masks of another shape, and in `forward` if the scheme needs a
+    depth or a number that was not given, parts of a stack, or a norm after it.
     Source: Vaswani et al. 2017; each scheme's in `normformer_rs.tables()`.
     """
 
@@ -170,7 +172,7 @@ class TransformerEncoderLayer(Layer):
 
     def _depths(self, encoder_layers: int | None, decoder_layers: int | None) -> dict[str, Any]:
         layers = 1 if encoder_layers is None else encoder_layers
-        if decoder_layers is None:  # one stack, which Rust calls a decoder alone
+        if decoder_layers is None:  # one stack, which Rust calls decoder-only
             return {"architecture": "decoder-only", "decoder_layers": layers}
         return {"architecture": "encoder-decoder", "encoder_layers": layers, "decoder_layers": decoder_layers}
 
@@ -185,9 +187,9 @@ class TransformerEncoderLayer(Layer):
         alpha_t: Tensor | None = None,
         others: tuple[Tensor, ...] | None = None,
     ) -> Any:
-        """The layer's output. Masks as in torch.nn. A stack passes `alpha_t` if the scheme grows, and `others`, the
-        streams beside x and what other layers have left for it, if its scheme has such: the result is then
-        (output, others), what it leaves among them."""
+        """Returns the layer's output. Masks are as in torch.nn. A stack passes `alpha_t` if the scheme grows, and
+        `others`, the streams beside x and the tensors that other layers have kept for it, if its scheme has such:
+        then the result is (output, others), with the tensors that it keeps."""
 
         def attend(x: Tensor, kept: KeptTensors) -> Tensor:
             masks = {"attn_mask": src_mask, "key_padding_mask": src_key_padding_mask, "is_causal": is_causal}
@@ -200,9 +202,9 @@ class TransformerDecoderLayer(Layer):
     """Self-attention, attention to the encoder's output, and feed-forward, each in a residual connection:
     torch.nn.TransformerDecoderLayer with any norm, scheme and initialisation.
 
-    Keys and values of the attention to the encoder read its output as it is: only the query stream is normed.
+    Keys and values of the attention to the encoder are its output without a norm: only the query stream is normed.
 
-    Args, parameters, errors: as `TransformerEncoderLayer`; encoder_layers=None: as many as the decoder has.
+    Args, parameters, errors: as in `TransformerEncoderLayer`; encoder_layers=None: the decoder's number.
     Shapes: tgt (B, T, d_model) and memory (B, S, d_model) with `batch_first`; (B, T, d_model) out.
     """
 
@@ -229,9 +231,9 @@ class TransformerDecoderLayer(Layer):
         alpha_t: Tensor | None = None,
         others: tuple[Tensor, ...] | None = None,
     ) -> Any:
-        """The layer's output. Masks as in torch.nn. A stack passes `alpha_t` if the scheme grows, and `others`, the
-        streams beside x and what other layers have left for it, if its scheme has such: the result is then
-        (output, others), what it leaves among them."""
+        """Returns the layer's output. Masks are as in torch.nn. A stack passes `alpha_t` if the scheme grows, and
+        `others`, the streams beside x and the tensors that other layers have kept for it, if its scheme has such:
+        then the result is (output, others), with the tensors that it keeps."""
 
         def attend(x: Tensor, kept: KeptTensors) -> Tensor:
             masks = {"attn_mask": tgt_mask, "key_padding_mask": tgt_key_padding_mask, "is_causal": tgt_is_causal}

@@ -1,4 +1,4 @@
-"""Padding masks for norms deep inside models that know nothing of them."""
+"""Padding masks for norms deep inside models that do not pass masks on."""
 
 import contextvars
 from collections.abc import Iterator
@@ -11,23 +11,23 @@ from torch import Tensor
 from ..errors import InputError
 
 _masks: contextvars.ContextVar[tuple[Tensor, ...]] = contextvars.ContextVar("normformer_rs_padding_masks", default=())
-# torch.compile supports no context variables and takes thread-locals for constants, but it guards globals.
+# torch.compile supports no context variables and treats thread-locals as constants, but it guards globals.
 _masks_compiled: tuple[Tensor, ...] = ()
 
 
 class GivenMasks(NamedTuple):
-    """Masks that a model was called with, in force while the module that got them runs."""
+    """The masks with which a model was called, in force while the module that got them runs."""
 
     masks: tuple[Tensor, ...]
     """bool, (B, T) or (T, B), True at padding."""
     takes_both: bool
-    """The module takes masks for two stacks, and each stack is called with its own."""
+    """True if the module takes masks for two stacks, and each stack is called with its own."""
     reader: Any
     outer: "GivenMasks | None"
     tally: list[int]
-    """Since the outermost call, the numbers of norm inputs that one mask fitted, none fitted, and several fitted."""
+    """The numbers of norm inputs, since the outermost call, that one mask fitted, none fitted, and several fitted."""
     decoders: tuple[Tensor, ...] = ()
-    """Where it takes both and got none for its decoder: the decoder's mask, read from labels or tokens."""
+    """The decoder's mask, read from labels or tokens, if the module takes both and got none for its decoder."""
 
 
 _given: contextvars.ContextVar[GivenMasks | None] = contextvars.ContextVar("normformer_rs_given_masks", default=None)
@@ -36,7 +36,7 @@ _given_compiled: GivenMasks | None = None
 
 @contextmanager
 def padding_mask(*masks: Tensor, batch_first: bool = True) -> Iterator[None]:
-    """Inside, norms with statistics leave out what these masks mark, wherever in a model they stand.
+    """Makes norms with statistics leave out the positions that these masks mark, anywhere in a model, inside the block.
 
     >>> import torch
     >>> from normformer_rs import nn
@@ -47,12 +47,12 @@ def padding_mask(*masks: Tensor, batch_first: bool = True) -> Iterator[None]:
     0.0
 
     Args:
-        masks: bool, (B, T), True at padding. Of several (source and target) a norm takes the one of its input's shape.
-        batch_first: whether the model's tensors are (B, T, d); else (T, B, d). Rows in one dimension, (B·T, d) or
+        masks: bool, (B, T), True at padding. Of several (source and target) a norm uses the one of its input's shape.
+        batch_first: True if the model's tensors are (B, T, d), False for (T, B, d). Rows in one dimension, (B·T, d) or
             (T·B, d), are recognised too.
 
-    The innermost `with` of a thread counts (compiled models: of the process). Errors: InputError in a norm whose input
-    has the shape of none of the masks, or of two that differ.
+    The innermost `with` of a thread counts (in compiled models: that of the process). Errors: InputError in a norm
+    whose input has the shape of none of the masks, or of two that differ.
     """
     for mask in masks:
         if mask.dtype != torch.bool or mask.dim() != 2:
@@ -69,7 +69,7 @@ def padding_mask(*masks: Tensor, batch_first: bool = True) -> Iterator[None]:
 
 
 def check_mask(mask: Any) -> None:
-    """TypeError unless the padding mask is a bool tensor."""
+    """Raises TypeError unless the padding mask is a bool tensor."""
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
         got = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
         raise TypeError(
@@ -79,7 +79,7 @@ def check_mask(mask: Any) -> None:
 
 
 def mask_for(x: Tensor) -> Tensor | None:
-    """The mask in force for x (…, d): `padding_mask`'s, else one that the model was called with, else None."""
+    """Returns the mask in force for x (…, d): `padding_mask`'s, else one that the model was called with, else None."""
     masks = _masks_compiled if torch.compiler.is_compiling() else _masks.get()
     rows = x.shape[:-1]
     if not masks:
@@ -101,11 +101,11 @@ def _is_one(fitting: list[Tensor]) -> bool:
     return len(fitting) > 0 and all(mask is fitting[0] for mask in fitting)
 
 
-# Masks from a model's own arguments, read by `surgery.padding`. A norm's input that none fits gets no mask.
+# Masks from a model's own arguments, which `surgery.padding` reads. A norm's input that none fits gets no mask.
 
 
 def given() -> GivenMasks | None:
-    """The masks of the innermost running module that takes masks."""
+    """Returns the masks of the innermost running module that takes masks."""
     return _given_compiled if torch.compiler.is_compiling() else _given.get()
 
 

@@ -1,6 +1,6 @@
-"""Sublayers that read x from several tensors and write F(x) to several (`declared.Mixing`), as they run.
+"""Runs sublayers that read x from several tensors and write F(x) to several (`declared.Mixing`).
 
-The tensors travel as a tuple from sublayer to sublayer. A hyper-connection has one, (…, n, d), with all streams in it;
+The tensors are passed as a tuple from sublayer to sublayer. A hyper-connection has one, (…, n, d), with all streams;
 attention over depth has one (…, d) for each output that it may attend to.
 """
 
@@ -17,7 +17,7 @@ Tensors = tuple[Tensor, ...]
 
 
 def without_autocast(device: str) -> Any:
-    """A context without autocast, which some devices, such as meta, do not have."""
+    """Returns a context without autocast; some devices, such as meta, do not have autocast."""
     if not _has_autocast(device):
         return contextlib.nullcontext()
     return torch.autocast(device, enabled=False)
@@ -27,22 +27,22 @@ def _has_autocast(device: str) -> bool:
     return torch.amp.is_autocast_available(device)
 
 
-# As torch.compiler.assume_constant_result does, which would import the compiler: 1.5 s.
+# This does the same as torch.compiler.assume_constant_result, which would import the compiler: 1.5 s.
 _has_autocast._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def begin(mixing: Mixing | None, x: Tensor) -> Tensor:
-    """The first tensor, of what the stack reads. A hyper-connection's n streams all are x at the start."""
+    """Returns the first tensor, from the stack's input. A hyper-connection's n streams all are x initially."""
     return formulas.spread(x, mixing.streams) if isinstance(mixing, HyperConnection) else x
 
 
 def reads_apart(mixing: Mixing | None) -> bool:
-    """q, k and v each have an input of their own: what is read is three tensors, stacked."""
+    """True if q, k and v each have their own input: then three tensors are read, stacked."""
     return not isinstance(mixing, HyperConnection) and any(len(what.shape) == 2 for what in parts_of(mixing))
 
 
 def read(mixing: Mixing | None, owner: nn.Module, tensors: Tensors) -> tuple[Tensor, Tensors]:
-    """x, and what is left for `write`: of a hyper-connection the mixed streams and the gates of F(x)."""
+    """Returns x, and the tensors that `write` needs: for a hyper-connection the mixed streams and the gates of F(x)."""
     made: Any = [getattr(owner, what.name) for what in parts_of(mixing)]
     if not isinstance(mixing, HyperConnection) and not made:
         return tensors[0], ()
@@ -55,7 +55,7 @@ def read(mixing: Mixing | None, owner: nn.Module, tensors: Tensors) -> tuple[Ten
 
 
 def _gated(gates: Any, streams: Tensor, *made: Tensor) -> tuple[Tensor, ...]:
-    """x; then, around a sublayer, the mixed streams and the gates of F(x)."""
+    """Returns x and, around a sublayer, the mixed streams and the gates of F(x)."""
     if isinstance(gates, Joint):
         weight, scale, bias = made
         if gates.scale.shape == (1,):
@@ -72,7 +72,8 @@ def _gated(gates: Any, streams: Tensor, *made: Tensor) -> tuple[Tensor, ...]:
 
 
 def write(mixing: Mixing, tensors: Tensors, unwritten: Tensors, f: Tensor) -> Tensors:
-    """The tensors after F(x) = f, dropped. Attention over depth has one more, or adds f to the last."""
+    """Returns the tensors after F(x) = f, to which dropout is applied already. Attention over depth appends f, or
+    adds it to the last tensor."""
     if isinstance(mixing, HyperConnection):
         mixed, gates = unwritten
         return (mixed + gates * f.unsqueeze(-2),)
@@ -80,7 +81,7 @@ def write(mixing: Mixing, tensors: Tensors, unwritten: Tensors, f: Tensor) -> Te
 
 
 def seen(mixing: Mixing | None, tensors: Tensors) -> Tensor:
-    """One tensor like x: the mean of the streams, or of the outputs."""
+    """Returns one tensor like x: the mean of the streams, or of the outputs."""
     if mixing is None:
         return tensors[0]
     return tensors[0].mean(-2) if isinstance(mixing, HyperConnection) else torch.stack(tensors).mean(0)

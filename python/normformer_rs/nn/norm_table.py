@@ -1,4 +1,4 @@
-"""Rust's table of norms, as tuples."""
+"""Rust's table of norms, as named tuples."""
 
 import functools
 import json
@@ -20,21 +20,21 @@ class TensorSpec(NamedTuple):
 
     name: str
     shape: str | Sequence[int | str]
-    """"one", "width", "column", or a matrix's sides: numbers, "width" and names of options."""
+    """The shape: "one", "width", "column", or a matrix's sides: numbers, "width" and names of options."""
     start: Any
-    """The first value of every element; of a parameter it may be a formula in words (`NormSpec.numbers`)."""
+    """The initial value of every element; for a parameter it may be a formula in words (`NormSpec.numbers`)."""
     is_counter: bool = False
     std: Any = 0.0
     offset: Any = 0.0
     factor: Any = 1.0
 
     def size(self, width: int, options: Mapping[str, Any] = MappingProxyType({})) -> tuple[int, ...]:
-        """In a norm of this width with these options."""
+        """Returns the tensor's size in a norm of this width with these options."""
         return size_of(self.shape, width, options)
 
 
 def size_of(shape: str | Sequence[int | str], width: int, options: Mapping[str, Any]) -> tuple[int, ...]:
-    """The shape of a parameter that declares this."""
+    """Returns the size of a parameter with this declared shape."""
     if isinstance(shape, str):
         return {"one": (1,), "width": (width,), "column": (1, width, 1, 1)}[shape]
     known = {**options, "width": width}
@@ -45,27 +45,27 @@ class Numbers(NamedTuple):
     """The numbers of a parameter p in one norm, whose operator gets factor·(offset + p)."""
 
     start: float
-    """p at the start."""
+    """The initial value of p."""
     std: float = 0.0
-    """Where it is not 0, p starts as N(0, std²)."""
+    """If it is not 0, the initial values of p are N(0, std²)."""
     offset: float = 0.0
     factor: float = 1.0
 
     def first(self, scale: float) -> float:
-        """p at the start, such that what the operator gets is multiplied by `scale`."""
+        """Returns the initial value of p for which the operator's value is multiplied by `scale`."""
         return self.start if scale == 1.0 else (self.offset + self.start) * scale - self.offset
 
     def at_start(self) -> float:
-        """What the operator gets at the start."""
+        """Returns the operator's initial value."""
         return self.factor * (self.offset + self.start)
 
     def inverse(self, value: Tensor) -> Tensor:
-        """The p of which the operator gets this value."""
+        """Returns the p for which the operator gets this value."""
         return value / self.factor - self.offset
 
 
 def used(p: Tensor | None, numbers: Numbers) -> Tensor | None:
-    """factor·(offset + p), in f32 at least: a sum in 16 bits would lose small p."""
+    """Returns factor·(offset + p), in f32 at least, because a sum in 16 bits would lose small p."""
     if p is None or (numbers.offset == 0.0 and numbers.factor == 1.0):
         return p
     wide = p.to(torch.promote_types(p.dtype, torch.float32))
@@ -74,8 +74,8 @@ def used(p: Tensor | None, numbers: Numbers) -> Tensor | None:
 
 
 def composed_norm(x: Tensor, parameters: list[Tensor | None], options: list[float], name: str) -> Tensor:
-    """A norm of rows by its composed form, an operator that torch decomposes; `parameters` as kernels get them. The
-    result is contiguous, as a kernel's is."""
+    """Computes a norm of rows by its composed form, an operator that torch decomposes; `parameters` are in the form
+    that kernels get. The result is contiguous, like a kernel's."""
     run: Any = _core.composed_norm if records_core() else torch.ops.normformer_rs.composed_norm
     found: Tensor = run(x, parameters, options, name)
     return found.contiguous()
@@ -88,17 +88,17 @@ class NormSpec(NamedTuple):
     module: str
     form: Literal["composed", "rows", "columns", "chosen"]
     operator: str | None
-    """None: it has none of its own, or its options choose one."""
+    """None if the norm has no operator of its own, or its options choose one."""
     parameters: tuple[TensorSpec, ...]
     buffers: tuple[TensorSpec, ...]
     options: Mapping[str, Any]
-    """Their defaults, in order."""
+    """The options' defaults, in order."""
     choices: Mapping[str, list[str]]
-    """Of the options that are words."""
+    """The choices of the options that are words."""
 
     @classmethod
     def of(cls, entry: Mapping[str, Any]) -> "NormSpec":
-        """From an entry of `normformer_rs.tables()`."""
+        """Reads an entry of `normformer_rs.tables()`."""
         parameters, buffers = (tuple(TensorSpec(**kept) for kept in entry[key]) for key in ("parameters", "buffers"))
         options = {option["name"]: option["default"] for option in entry["options"]}
         plain = {key: entry[key] for key in ("name", "module", "form", "operator")}
@@ -106,12 +106,14 @@ class NormSpec(NamedTuple):
         return cls(**plain, parameters=parameters, buffers=buffers, options=options, choices=choices)
 
     def numbers(self, width: int, given: Mapping[str, Any]) -> dict[str, Numbers]:
-        """Of each parameter, in a norm with these options. Errors: InputError for an option that cannot be meant."""
+        """Returns the numbers of each parameter, in a norm with these options. Errors: InputError for an invalid
+        option."""
         plain = {name: str(o) if isinstance(o, float) and not math.isfinite(o) else o for name, o in given.items()}
         return dict(_numbers(self.name, width, json.dumps(plain, default=float)))
 
     def as_floats(self, **given: Any) -> list[float]:
-        """All options as operators take them, in order: a flag is 0 or 1, a word its place among its choices."""
+        """Returns all options as operators take them, in order: a flag is 0 or 1, a word its index among its
+        choices."""
         options = {**self.options, **given}
         return [float(self.choices[name].index(o) if name in self.choices else o) for name, o in options.items()]
 
@@ -123,7 +125,7 @@ def _numbers(name: str, width: int, given: str) -> list[tuple[str, Numbers]]:
 
 
 class Family(NamedTuple):
-    """A norm of the table with the options that a family of models has."""
+    """A norm of the table with the options of a family of models."""
 
     name: str
     norm: str
@@ -134,7 +136,7 @@ class Family(NamedTuple):
 FAMILIES: dict[str, Family] = {
     entry["name"]: Family(entry["name"], entry["norm"], entry["settings"]) for entry in ENTRIES["families"]
 }
-"""Every family, by its name: rmsnorm:llama, …"""
+"""Every family by its name: rmsnorm:llama, …"""
 CONSTANTS: dict[str, float] = {entry["name"]: entry["value"] for entry in ENTRIES["constants"]}
 DECLARED: dict[str, NormSpec] = {entry["name"]: NormSpec.of(entry) for entry in ENTRIES["norms"]}
-"""Every norm of the table."""
+"""Every norm of the table by its name."""

@@ -26,8 +26,8 @@ class LayerNorm(RowNorm, norm="layernorm"):
     torch.Size([2, 4])
 
     Args:
-        normalized_shape: the last dimensions' sizes, or the last one's. eps: ε. elementwise_affine, bias: whether there
-            are γ and β.
+        normalized_shape: the last dimensions' sizes, or the last one's. eps: ε. elementwise_affine, bias: True for
+            learned γ and β.
 
     Shapes: x (…, *normalized_shape) → the same; `weight`, `bias` normalized_shape. dtypes: x and parameters f32, f64,
     bf16, f16, each its own; y has x's, also under autocast. Errors: InputError (a ValueError) for another shape,
@@ -35,17 +35,17 @@ class LayerNorm(RowNorm, norm="layernorm"):
     """
 
     def formula(self, x: Tensor) -> Tensor:
-        # torch's own operator, for which runtimes have kernels
+        # This is torch's own operator, for which runtimes have kernels.
         a = wide(x)
         weight, bias = (None if p is None else p.to(a.dtype) for p in self.parameters_in_use(x))
         return F.layer_norm(a, self.normalized_shape, weight, bias, self.eps_for(x)).to(x.dtype)
 
     def extra_repr(self) -> str:
-        return nn.LayerNorm.extra_repr(self)  # type: ignore[arg-type]  # as this torch writes it
+        return nn.LayerNorm.extra_repr(self)  # type: ignore[arg-type]  # the form of this torch version
 
 
 class RMSNorm(OffsetNorm, norm="rmsnorm"):
-    """y = γ⊙x/√(mean x² + ε) over the last dimensions: torch.nn.RMSNorm, but for its default ε (None there).
+    """y = γ⊙x/√(mean x² + ε) over the last dimensions: torch.nn.RMSNorm, except for its default ε (None there).
 
     >>> RMSNorm(4, eps=None)
     RMSNorm((4,), eps=None, elementwise_affine=True)
@@ -55,17 +55,17 @@ class RMSNorm(OffsetNorm, norm="rmsnorm"):
     Args:
         normalized_shape, elementwise_affine: as in LayerNorm. eps: ε; None: the machine epsilon of the computing type.
         unit_offset: a `g` of x-transformers that is loaded is γ − 1.
-        zero_centred: the weight is γ − 1, 0 at the start; the sum is in f32 (f64 for f64).
-        cast: rows of 16 bits are rounded to their type "after" the product with γ, "before" it as well (x̂, as Llama has
-            it), or their "scale" 1/√(mean x² + ε) is, before its product with x (DeepSeek-V4's queries).
+        zero_centred: the weight is γ − 1, 0 initially; the sum is in f32 (f64 for f64).
+        cast: when rows of 16 bits are rounded to their type: "after" the product with γ; "before" it as well (x̂, as in
+            Llama); or their "scale" 1/√(mean x² + ε) is, before its product with x (DeepSeek-V4's queries).
         eps_place: "inside" the root, or "outside", √(mean x²) + ε, as in the original release.
-        part: p; the mean is that of the first ⌊p·d⌋ numbers of a row (pRMSNorm).
+        part: p; the mean is over the first ⌊p·d⌋ numbers of a row (pRMSNorm).
 
-    ε outside and p < 1 are composed of torch's operations, and so is cast="scale" in 16 bits; all else runs on the
-    kernels of RMSNorm, cast="before" in 16 bits with the product after them.
+    ε outside and p < 1 are composed of torch's operations, and so is cast="scale" in 16 bits; everything else runs on
+    the kernels of RMSNorm, cast="before" in 16 bits with the product after them.
 
-    Shapes, dtypes, errors: LayerNorm's; InputError for a word that is none of these, and where ⌊p·d⌋ is 0. Source:
-    Zhang & Sennrich 2019; Nguyen & Salazar 2019, §4.2; the families' code (docs/spec.md §1.16).
+    Shapes, dtypes, errors: LayerNorm's; InputError for any other word, and if ⌊p·d⌋ is 0. Source: Zhang & Sennrich
+    2019; Nguyen & Salazar 2019, §4.2; the families' code (docs/spec.md §1.16).
     """
 
     def __init__(
@@ -86,11 +86,11 @@ class RMSNorm(OffsetNorm, norm="rmsnorm"):
         super().__init__(normalized_shape, eps, elementwise_affine, device, dtype, unit_offset=unit_offset)
 
     def measured(self) -> int:
-        """The numbers of a row that the mean is taken of: its first ⌊p·d⌋."""
+        """Returns how many numbers of a row the mean is over: its first ⌊p·d⌋."""
         return math.floor(self.part * self.width)
 
     def rounds_once(self, x: Tensor) -> bool:
-        """The kernels compute all of this norm of rows of x's dtype."""
+        """True if the kernels compute all of this norm for rows of x's dtype."""
         is_near = self.eps_place == "inside" and self.part == 1
         return is_near and (self.cast == "after" or x.dtype in (torch.float32, torch.float64))
 
@@ -101,7 +101,7 @@ class RMSNorm(OffsetNorm, norm="rmsnorm"):
         if self.rounds_once(x):
             return super().call(x, weight, bias)
         y = OPS.conventional_rms_norm(x, weight, self.eps_for(x), self.cast, self.eps_place, self.part)
-        return y.contiguous()  # a kernel's is
+        return y.contiguous()  # contiguous like a kernel's
 
     def extra_repr(self) -> str:
         plain = {"zero_centred": False, "cast": "after", "eps_place": "inside", "part": 1.0}
@@ -111,8 +111,8 @@ class RMSNorm(OffsetNorm, norm="rmsnorm"):
 
 
 class BiasedRMSNorm(RMSNorm):
-    """y = γ⊙x/√(mean x² + ε) + β: the RMSNorm of exact swaps, where no linear layer can take β. 16-bit rows are
-    computed in f32 and rounded once.
+    """y = γ⊙x/√(mean x² + ε) + β: the RMSNorm of exact swaps, for places where no linear layer can include β. 16-bit
+    rows are computed in f32 and rounded once.
 
     >>> BiasedRMSNorm(4).bias
     Parameter containing:
@@ -157,10 +157,11 @@ class ScaleNorm(OffsetNorm, norm="scalenorm"):
     tensor([2.], requires_grad=True)
 
     Args:
-        normalized_shape: as in LayerNorm; d is their product. eps: ε, a clamp. elementwise_affine: is g learned.
+        normalized_shape: as in LayerNorm; d is their product. eps: ε, a clamp. elementwise_affine: True for a learned
+            g.
         unit_offset: a `g` of x-transformers that is loaded is g/√d − 1.
 
-    Loads the `scale` of Nguyen and Salazar's code (a number) and the `g` of x-transformers (g/√d) as `weight` (1,).
+    It loads the `scale` of Nguyen and Salazar's code (a number) and the `g` of x-transformers (g/√d) as `weight` (1,).
     Shapes, dtypes, errors: LayerNorm's. Source: Nguyen & Salazar 2019, eq 5.
     """
 
@@ -179,7 +180,7 @@ class FixedScaleNorm(ScaleNorm, norm="scalenorm-fixed"):
         normalized_shape: int | Sequence[int],
         eps: float = 1e-5,
         *,
-        device: Any = None,  # named for torch.nn.utils.skip_init, which looks for it
+        device: Any = None,  # a named argument for torch.nn.utils.skip_init, which looks for it
         dtype: torch.dtype | None = None,
         **settings: Any,
     ) -> None:
@@ -197,7 +198,7 @@ class LpNorm(RowNorm, norm="lpnorm"):
     tensor([2.], requires_grad=True)
 
     Args:
-        normalized_shape, eps: as in ScaleNorm. p: from 1 to inf. elementwise_affine: whether g is learned.
+        normalized_shape, eps: as in ScaleNorm. p: from 1 to inf. elementwise_affine: True for a learned g.
 
     Shapes, dtypes, errors: LayerNorm's; InputError for p < 1. Source: Nguyen & Salazar 2019, §5 (future work).
     """
@@ -222,7 +223,8 @@ class LpNorm(RowNorm, norm="lpnorm"):
 
 
 class FixNormEmbedding(nn.Embedding):
-    """Word embeddings of unit length, w/max(‖w‖₂, 1e-12), times `scale`; the table starts uniform in ±0.01 (FixNorm).
+    """Word embeddings of unit length, w/max(‖w‖₂, 1e-12), times `scale`; initially the table is uniform in ±0.01
+    (FixNorm).
 
     >>> import torch
     >>> table = FixNormEmbedding(10, 4)
@@ -230,10 +232,10 @@ class FixNormEmbedding(nn.Embedding):
     tensor([[1., 1.]], grad_fn=<RoundBackward1>)
 
     Args:
-        num_embeddings, embedding_dim, padding_idx: torch.nn.Embedding's; the padding row starts like any other, for
-            zeros have no direction, and gets no gradient. scale: √d at a Transformer's input.
+        num_embeddings, embedding_dim, padding_idx: torch.nn.Embedding's; the padding row is initialised like any other,
+            because zeros have no direction, and gets no gradient. scale: √d at a Transformer's input.
 
-    Shapes: ids (…) → (…, d). `normalised_weight()` is the table (V, d) that a tied output projection takes.
+    Shapes: ids (…) → (…, d). `normalised_weight()` is the table (V, d) for a tied output projection.
     Source: Nguyen & Chiang 2018; Nguyen & Salazar 2019, §2.3, eq 6.
     """
 
@@ -253,13 +255,15 @@ class FixNormEmbedding(nn.Embedding):
     def from_pretrained(  # type: ignore[override]  # fewer options
         cls, embeddings: Tensor, freeze: bool = True, padding_idx: int | None = None, scale: float = 1.0
     ) -> "FixNormEmbedding":
-        """A table with these rows (V, d), which it divides by their lengths; `freeze`: they are not trained.
+        """Returns a table with these rows (V, d), which it divides by their lengths; with `freeze` they are not
+        trained.
 
         >>> import torch
         >>> FixNormEmbedding.from_pretrained(torch.tensor([[3.0, 4.0]]))(torch.tensor([0]))
         tensor([[0.6000, 0.8000]])
 
-        torch.nn.Embedding's, but for `max_norm`, `scale_grad_by_freq` and `sparse`, which this table has not.
+        The arguments are torch.nn.Embedding's, except for `max_norm`, `scale_grad_by_freq` and `sparse`, which this
+        table does not have.
         """
         if embeddings.dim() != 2:
             raise InputError(f"embeddings must be a table (V, d); got shape {tuple(embeddings.shape)}")
@@ -270,20 +274,20 @@ class FixNormEmbedding(nn.Embedding):
         return table
 
     def reset_parameters(self) -> None:
-        """Draws the table anew, uniform in ±0.01."""
+        """Re-initialises the table, uniform in ±0.01."""
         bound = CONSTANTS["fixnorm_bound"]
         write_whole(self.weight, lambda whole: nn.init.uniform_(whole, -bound, bound))
         mark_drawn(self)
 
     @leaf
     def forward(self, input: Tensor) -> Tensor:
-        """Rows of the normalised table, times `scale`."""
+        """Returns rows of the normalised table, times `scale`."""
         rows = F.embedding(input, self.weight, self.padding_idx)
         gain = rows.new_full((1,), self.scale, dtype=torch.promote_types(rows.dtype, torch.float32))
         return unit_rows(rows, gain, FIXNORM_EPS)
 
     def normalised_weight(self) -> Tensor:
-        """The table (V, d), its rows of unit length."""
+        """Returns the table (V, d), its rows of unit length."""
         return unit_rows(self.weight, None, FIXNORM_EPS)
 
     def extra_repr(self) -> str:

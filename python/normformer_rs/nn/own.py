@@ -1,4 +1,4 @@
-"""The module of a norm that its user declares (normformer_rs.norms)."""
+"""The module of a norm that the user has declared (normformer_rs.norms)."""
 
 import math
 from typing import Any
@@ -16,10 +16,10 @@ from .tracing import leaf
 
 
 class OwnNorm(Typed):
-    """A declared norm over the last dimension, `width` numbers, each row for itself."""
+    """A declared norm over the last dimension, which has size `width`; each row is normed separately."""
 
     first_scale = 1.0
-    """Multiplies the first value of `weight`, as a residual scheme declares it."""
+    """The factor of `weight`'s initial value, as a residual scheme declares it."""
 
     def __init__(self, norm: Norm, width: Any, *, device: Any = None, dtype: torch.dtype | None = None) -> None:
         super().__init__()
@@ -36,14 +36,14 @@ class OwnNorm(Typed):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Sets the parameters to their first values."""
+        """Sets the parameters to their initial values."""
         for name, numbers in self.numbers_of.items():
             write_first(getattr(self, name), numbers, self.first_scale if name == "weight" else 1.0)
         mark_drawn(self)
 
     @leaf
     def forward(self, x: Tensor) -> Tensor:
-        """N(x) in x's dtype, or in the one that `returns` says."""
+        """Returns N(x) in x's dtype, or in the one that `returns` sets."""
         if x.shape[-1:] != (self.width,):
             raise InputError(f"x must end in ({self.width},), got shape {tuple(x.shape)}")
         x, dtype = self.widened(x)

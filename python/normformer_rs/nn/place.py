@@ -1,4 +1,4 @@
-"""A layer's place in a model: the configuration that its arguments make, and what the scheme declares there."""
+"""A layer's place in a model: the configuration from its arguments, and the scheme's declaration there."""
 
 import operator
 import reprlib
@@ -24,11 +24,11 @@ OWN: tuple[str, ...] = (
     "output_alpha",
 )
 OWN += ("positions", "tie_embeddings", "output_bias", "dropout", "embedding_dropout", *LANGUAGE_MODELS)
-"""Options of a whole model that layers take under torch.nn's names, or not at all."""
+"""Options of a whole model that layers take under torch.nn's names, or do not have."""
 
 
 def configure(options: Mapping[str, Any], **given: Any) -> TransformerConfig:
-    """A TransformerConfig of a module's arguments and its free options; InputError for an unknown option."""
+    """Builds a TransformerConfig from a module's arguments and its free options; InputError for an unknown option."""
     known = [field.name for field in TransformerConfig.FIELDS if field.name not in OWN]
     for name in options:
         if name not in known:
@@ -37,7 +37,7 @@ def configure(options: Mapping[str, Any], **given: Any) -> TransformerConfig:
 
 
 def count_of_layers(name: str, value: Any) -> int:
-    """A number of layers that a stack may have. Errors: InputError."""
+    """Checks a stack's number of layers and returns it. Errors: InputError."""
     number = whole_number(name, value)
     if not 1 <= number <= MOST_LAYERS:
         raise InputError(f"{name} must lie between 1 and {MOST_LAYERS}; got {in_short(value)}")
@@ -45,21 +45,21 @@ def count_of_layers(name: str, value: Any) -> int:
 
 
 def whole_number(name: str, value: Any) -> int:
-    """An integer, numpy's too. Errors: InputError."""
+    """Returns an integer, which may be numpy's. Errors: InputError."""
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise InputError(f"{name} must be a whole number; got {in_short(value)}")
     return operator.index(value)
 
 
 def in_short(value: Any) -> str:
-    """A value of any size, in few words."""
+    """Describes a value of any size in few words."""
     is_huge = isinstance(value, int) and value.bit_length() > 64
     return f"one of {value.bit_length()} bits" if is_huge else reprlib.repr(value)
 
 
 class Place:
-    """A layer's position: the model's configuration, the stack, and the layer's number from 0. `kinds`: its sublayers,
-    where they are not the stack's, as in blocks of other libraries."""
+    """A layer's position: the model's configuration, the stack, and the layer's number from 0. `kinds`: the kinds of
+    its sublayers, if they differ from the stack's, as in blocks of other libraries."""
 
     def __init__(
         self, config: TransformerConfig, stack: str, layer: int = 0, kinds: tuple[str, ...] | None = None
@@ -68,7 +68,7 @@ class Place:
         self.declared = declare(config, stack, kinds)
 
     def at(self, layer: int) -> "Place":
-        """Of another layer of the stack."""
+        """Returns the place of another layer of the stack."""
         return Place(self.config, self.stack, layer, self.kinds)
 
     @property
@@ -85,11 +85,11 @@ class Place:
 
     @property
     def norm(self) -> Any:
-        """The stack's norm: a name, or one of the user's own, whose namesakes are others' norms."""
+        """The stack's norm: a name, or the user's own norm."""
         given = getattr(self.config, f"{self.stack}_norm") or self.config.norm  # type: ignore[attr-defined]
         return self.declared.norm if isinstance(given, str) else given
 
-    # `declared` is the whole stack's: copies of a layer share it, and pickles read it again.
+    # `declared` is the whole stack's: copies of a layer share it, and unpickling reads it again.
     def __deepcopy__(self, _: Any) -> "Place":
         return self
 

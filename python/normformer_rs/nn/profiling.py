@@ -1,6 +1,6 @@
-"""The profiling pass that gives Admin its first gains (Liu et al. 2020; docs/spec.md §3.4).
+"""The profiling pass that sets Admin's initial gains (Liu et al. 2020; docs/spec.md §3.4).
 
-Down each stack with r = 1 at its start: ω ← r, then r ← √(Var(ω⊙x) + Var(drop f)), the biased variance over all
+Down each stack with r = 1 at its start: ω ← r, then r ← √(Var(ω⊙x) + Var(drop f)), with the biased variance over all
 elements.
 """
 
@@ -16,7 +16,7 @@ from .dropout import Where, drop
 
 
 class ProfilingPass:
-    """A profiling pass under way: the deviation of everything added so far in the present stack."""
+    """A profiling pass in progress: the deviation of everything added so far in the current stack."""
 
     def __init__(self) -> None:
         self.deviation: Tensor | None = None
@@ -29,7 +29,7 @@ _pass: ProfilingPass | None = None
 
 @contextlib.contextmanager
 def profiling() -> Iterator[ProfilingPass]:
-    """Forwards inside this context set the gains on x."""
+    """Makes forwards inside the block set the gains on x."""
     global _pass
     _pass = ProfilingPass()
     try:
@@ -44,7 +44,7 @@ def is_profiling() -> bool:
 
 
 def begin_stack() -> None:
-    """r restarts with every stack."""
+    """Restarts r for a new stack."""
     if _pass is not None:
         _pass.deviation = None
 
@@ -53,7 +53,7 @@ def follow(layer: int, sublayer: int, is_told: bool) -> None:
     """Announces the next sublayer outside a stack; r restarts unless it comes after the last one in (layer, sublayer)
     order.
 
-    Errors: InputError while profiling, where nobody told the layer its number and it has gains.
+    Errors: InputError while profiling, if the layer does not know its number and has gains.
     """
     if _pass is not None:
         if not is_told:
@@ -68,7 +68,7 @@ def follow(layer: int, sublayer: int, is_told: bool) -> None:
 
 
 def profile_step(omega: Tensor, x: Tensor, f: Tensor, where: Where) -> None:
-    """ω ← r and the next r, while profiling. `where`: (p, seed, site) of the dropout on f."""
+    """Sets ω ← r and computes the next r, while profiling. `where`: (p, seed, site) of the dropout on f."""
     if _pass is None:
         return
     r = omega.new_ones(1) if _pass.deviation is None else _pass.deviation

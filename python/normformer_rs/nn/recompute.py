@@ -1,4 +1,4 @@
-"""Statistics of training forwards that activation checkpointing recomputes in the backward pass."""
+"""Keeps the statistics of training forwards that activation checkpointing recomputes in the backward pass."""
 
 from typing import NamedTuple
 
@@ -6,25 +6,26 @@ import torch
 from torch import Tensor
 
 LIMIT = 32
-"""The most such forwards of one norm that may wait for their backward pass."""
+"""The maximum number of such forwards of one norm that may wait for their backward pass."""
 
 
 def will_recompute() -> bool:
-    """The current forward will be recomputed: it builds no graph, or hooks take the tensors that it saves."""
+    """True if the current forward will be recomputed: it builds no graph, or hooks take the tensors that it saves."""
     return not torch.is_grad_enabled() or saves_by_hooks()
 
 
 def saves_by_hooks() -> bool:
-    """Hooks take the tensors that the current forward saves, as activation checkpointing's do.
+    """True if hooks take the tensors that the current forward saves, like those of activation checkpointing.
 
-    They may raise: checkpointing ends a forward's second run so. An operator that is a composition calls torch's
-    operators from Rust, where what a hook raises is lost, so that modules compose it in Python then.
+    The hooks may raise, because checkpointing ends a forward's second run in this way. An operator that is a
+    composition calls torch's operators from Rust, where an exception of a hook is lost, so modules then compose it in
+    Python.
     """
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 def is_second_run() -> bool:
-    """Inside a backward pass."""
+    """True inside a backward pass."""
     return torch._C._current_graph_task_id() != -1
 
 
@@ -38,14 +39,14 @@ class RecomputedStatistics:
     """The statistics of a norm's last such forwards, looked up by their inputs: the explicit mask, and sums of x's
     columns.
 
-    Ties: least used, then latest, as backward runs in reverse. The host waits for the device only where some forwards
-    had a mask and some had none.
+    On ties the least used comes first, then the latest, because backward runs in reverse. The host waits for the device
+    only if some forwards had a mask and some had none.
     """
 
     def __init__(self) -> None:
         self._runs: dict[torch.Size, list[_Run]] = {}
-        self._found: dict[torch.Size, Tensor] = {}  # how often each was looked up
-        self._shapes: list[torch.Size] = []  # in the order in which they came
+        self._found: dict[torch.Size, Tensor] = {}  # the number of look-ups of each
+        self._shapes: list[torch.Size] = []  # the shapes in the order of the forwards
         self._backward, self._finds = -1, 0
 
     def add(self, x: Tensor, mask: Tensor | None, stats: Tensor) -> None:
@@ -66,8 +67,8 @@ class RecomputedStatistics:
 
     @torch.no_grad()
     def find(self, x: Tensor, mask: Tensor | None) -> tuple[Tensor | None, Tensor] | None:
-        """The mask and the statistics of this forward's first run; None: no forward of that shape is known. `mask`: the
-        explicit one. Errors: RuntimeError if a backward pass repeats more forwards than are kept."""
+        """Returns the mask and the statistics of this forward's first run; None if no forward of that shape is
+        known. `mask`: the explicit one. Errors: RuntimeError if a backward pass repeats more forwards than are kept."""
         runs = self._runs.get(x.shape, [])
         if not runs or self._found[x.shape].device != x.device:
             return None
@@ -91,18 +92,18 @@ class RecomputedStatistics:
         one = order.argmin(0, keepdim=True)
         self._found[x.shape] = found + (latest_first == len(runs) - one)
         masks = [run.mask for run in runs if run.mask is not None]
-        if masks and len(masks) < len(runs):  # a mask makes another graph, so the host must know
+        if masks and len(masks) < len(runs):  # a mask makes another graph, so the host must know which
             return runs[int(one)].mask, runs[int(one)].stats
         return torch.stack(masks)[one][0] if masks else None, torch.stack([run.stats for run in runs])[one][0]
 
 
 def _is_same(one: Tensor | None, other: Tensor | None) -> bool:
-    """The same tensor, or another of the same memory, as checkpointing hands it on."""
+    """True for the same tensor, or another of the same memory, as checkpointing passes it on."""
     return one is not None and other is not None and one.data_ptr() == other.data_ptr() and one.shape == other.shape
 
 
 def _sums(x: Tensor) -> Tensor:
-    """(d,): the sums of x's columns, with another weight for each row."""
+    """Returns the sums of x's columns, (d,), with another weight for each row."""
     rows = x.detach().reshape(-1, x.shape[-1])
     weights = torch.linspace(0.5, 1.5, len(rows), dtype=x.dtype, device=x.device) / max(len(rows), 1)
     return (weights @ rows).nan_to_num()

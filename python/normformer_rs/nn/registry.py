@@ -1,4 +1,4 @@
-"""Norms by the names of Rust's table."""
+"""Norm classes by the names of Rust's table."""
 
 import functools
 import json
@@ -31,19 +31,19 @@ _CLASSES: dict[str, Any] = {name: _class_of(name, entry.module) for name, entry 
 FUSED: tuple[type[norms.RowNorm], ...] = tuple(
     _CLASSES[name] for name, entry in DECLARED.items() if entry.form == "rows"
 )
-"""Norms that the fused residual step knows."""
+"""The norms that the fused residual step supports."""
 
 
 def norm_class(name: "str | Norm") -> Any:
-    """The class of a norm's name, one of `normformer_rs.tables()`; InputError with the names if there is none. Of a
-    family's name, the class with the family's keyword arguments.
+    """Returns the class for a norm's name, one of `normformer_rs.tables()`; InputError with the names if there is none.
+    For a family's name, returns the class with the family's keyword arguments.
 
     >>> norm_class("scalenorm").__name__
     'ScaleNorm'
     >>> norm_class("rmsnorm:gemma")(4)
     RMSNorm((4,), eps=1e-06, zero_centred=True, elementwise_affine=True)
     """
-    if not isinstance(name, str):  # one of its user's
+    if not isinstance(name, str):  # a norm of the user's own
         return name
     if name in FAMILIES:
         family = FAMILIES[name]
@@ -54,7 +54,7 @@ def norm_class(name: "str | Norm") -> Any:
 
 
 def family_norm(name: str) -> str:
-    """The table's name of a norm that may be a family's."""
+    """Returns the table's name for a norm's or a family's name."""
     return FAMILIES[name].norm if name in FAMILIES else name
 
 
@@ -70,11 +70,11 @@ def norm_of_config(
     device: Any = None,
     dtype: torch.dtype | None = None,
 ) -> nn.Module:
-    """The norm that a model of this configuration has, with its options: lpnorm_p, powernorm_mode, groupscaling, …
+    """Builds the norm of a model with this configuration, with its options: lpnorm_p, powernorm_mode, groupscaling, …
 
-    `last_of_decoder`: the one that keeps its gain under scalenorm-fixed. `ends_stack`: it stands after a stack, where
-    powernorm's release mode warms up for 1000 forwards. `is_weighted`: False leaves out the weight of an rmsnorm.
-    `bias`: whether norms that have one learn it.
+    `last_of_decoder`: True for the norm that keeps its gain under scalenorm-fixed. `ends_stack`: True for a norm after
+    a stack, where powernorm's release mode warms up for 1000 forwards. `is_weighted`: False leaves out the weight of an
+    rmsnorm. `bias`: True if norms that have one learn it.
     """
     own = _own(name, config) if isinstance(name, str) else name
     if own is not None:
@@ -91,7 +91,7 @@ def norm_of_config(
 
 
 def _drawn(norm: Any, shapes: Mapping[str, Any], config: TransformerConfig) -> Any:
-    """The norm; its matrices over the width start as the model's parametrisation says."""
+    """Returns the norm, after initialising its matrices over the width as the model's parametrisation says."""
     factor = drawn_over_width(config)
     over_width = [name for name, shape in shapes.items() if not isinstance(shape, str) and shape[-1] == "width"]
     if over_width and factor != 1.0:
@@ -103,7 +103,8 @@ def _drawn(norm: Any, shapes: Mapping[str, Any], config: TransformerConfig) -> A
 
 
 def _own(name: str, config: TransformerConfig) -> "Norm | None":
-    """The norm that the configuration's user declares under the name. Rust tells declarations of one name apart."""
+    """Returns the user's own norm with this name in the configuration. Rust marks different declarations of one
+    name."""
     if name in DECLARED or name in FAMILIES:
         return None
     given = (config.norm, config.encoder_norm, config.decoder_norm)
@@ -113,6 +114,6 @@ def _own(name: str, config: TransformerConfig) -> "Norm | None":
 
 @functools.lru_cache(maxsize=256)
 def _settings(name: str, config: TransformerConfig, last_of_decoder: bool, ends_stack: bool) -> Mapping[str, Any]:
-    """The norm's keyword arguments, which Rust derives from the configuration."""
+    """Returns the norm's keyword arguments, which Rust derives from the configuration."""
     found = json.loads(_core.norm_settings(config.to_json(), name, last_of_decoder, ends_stack))
     return {keyword: math.inf if value == "inf" else value for keyword, value in found.items()}

@@ -1,4 +1,4 @@
-"""The dtype of a norm's result: x's, or that of the norm that it replaced in another library's model."""
+"""The dtype of a norm's result: x's, or that of the norm that it replaces in another library's model."""
 
 from typing import Any, Literal
 
@@ -10,16 +10,17 @@ class Typed(nn.Module):
     """A norm whose result may have another dtype than x."""
 
     returns: Literal["x", "weight", "promoted"] = "x"
-    """The dtype's source: x, the norm's weight, as in T5, or both, as in Llama."""
+    """The source of the dtype: x, the norm's weight, as in T5, or both, as in Llama."""
 
     def return_like(self, returns: Literal["x", "weight", "promoted"], like: Tensor) -> None:
-        """Sets the source. A norm without parameters takes the dtype of `like` for its weight's, until it is cast."""
+        """Sets the source. For a norm without parameters the dtype of `like` counts as its weight's, until it is
+        cast."""
         self.returns = returns
         if returns != "x" and next(self.parameters(recurse=False), None) is None:
             self.register_buffer("like", torch.empty(0, dtype=like.dtype, device=like.device), persistent=False)
 
     def result_dtype(self, x: Tensor) -> torch.dtype:
-        """The result's dtype for this x."""
+        """Returns the result's dtype for this x."""
         if self.returns == "x":
             return x.dtype
         own: Any = self._buffers.get("like")
@@ -27,6 +28,6 @@ class Typed(nn.Module):
         return weight.dtype if self.returns == "weight" else torch.promote_types(x.dtype, weight.dtype)
 
     def widened(self, x: Tensor) -> tuple[Tensor, torch.dtype]:
-        """x in a dtype from which the result is rounded once, and the result's."""
+        """Returns x in a dtype from which the result is rounded only once, and the result's dtype."""
         dtype = self.result_dtype(x)
         return x.to(torch.promote_types(x.dtype, dtype)), dtype

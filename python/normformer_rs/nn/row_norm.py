@@ -1,4 +1,4 @@
-"""The base of norms that work row by row."""
+"""The base class of norms that work row by row."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -19,21 +19,21 @@ sharding.register()
 
 
 def unit_rows(x: Tensor, gain: Tensor | None, eps: float) -> Tensor:
-    """gain·x/max(‖x‖₂, ε), ScaleNorm as a function; an exported program gets it in torch's own operations."""
+    """Returns gain·x/max(‖x‖₂, ε), ScaleNorm as a function; an exported program gets it in torch's own operations."""
     if torch.compiler.is_exporting():
         return composed_norm(x, [gain], DECLARED["scalenorm"].as_floats(eps=eps), "scalenorm")
     return OPS.scale_norm(x, gain, None, eps)[0]
 
 
 class RowNorm(Typed):
-    """A norm over the last dimensions, each row for itself: y = weight⊙x̂ + bias."""
+    """A norm over the last dimensions, each row separately: y = weight⊙x̂ + bias."""
 
     declared: NormSpec
     operator: str
     names: tuple[str, ...]
     """The parameters' names."""
     numbers: tuple[str, ...]
-    """Those that enter x̂: all but weight and bias."""
+    """The names of the parameters of x̂: all but weight and bias."""
     has_eps: bool
     has_bias: bool
     has_one_gain: bool
@@ -42,10 +42,10 @@ class RowNorm(Typed):
     bias: Any
     """A parameter, or None."""
     first_scale: float = 1.0
-    """Multiplies the first value of γ, as a residual scheme declares it."""
+    """The factor of γ's initial value, as a residual scheme declares it."""
 
     def __init_subclass__(cls, norm: str | None = None, **rest: Any) -> None:
-        """`norm`: the name in the table."""
+        """Sets the class's attributes from the table. `norm`: the name in the table."""
         super().__init_subclass__(**rest)
         if norm is None:
             return
@@ -84,7 +84,7 @@ class RowNorm(Typed):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Sets the parameters to their first values."""
+        """Sets the parameters to their initial values."""
         for name, parameter in self._parameters.items():
             if parameter is not None:
                 numbers = self.numbers_of.get(name, Numbers(0.0))
@@ -92,21 +92,21 @@ class RowNorm(Typed):
         sharding.mark_drawn(self)
 
     def gain(self) -> float:
-        """What the operator gets for the weight at the start."""
+        """Returns the value that the operator gets for the weight initially."""
         return self.numbers_of["weight"].at_start() if "weight" in self.numbers_of else 1.0
 
     def in_use(self, name: str) -> Tensor | None:
-        """A parameter as the operator takes it."""
+        """Returns a parameter in the form that the operator gets."""
         p = getattr(self, name)
         return used(p, self.numbers_of[name]) if name in self.numbers_of else p
 
     @property
     def width(self) -> int:
-        """Numbers per row."""
+        """The number of elements per row."""
         return math.prod(self.normalized_shape)
 
     def parameters_in_use(self, x: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """Weight and bias as the operator takes them; a gain that is not learned is a constant."""
+        """Returns weight and bias in the form that the operator gets; a gain that is not learned is a constant."""
         weight, bias = self.weight, self.bias
         if weight is None and (self.has_one_gain or self.gain() != 1.0):
             return x.new_full((1,), self.gain(), dtype=torch.promote_types(x.dtype, torch.float32)), bias
@@ -115,21 +115,21 @@ class RowNorm(Typed):
         return weight, bias if bias_numbers is None else used(bias, bias_numbers)
 
     def eps_for(self, x: Tensor) -> float:
-        """ε; None stands for the machine epsilon of the type that x is computed in, as in torch."""
+        """Returns ε; None stands for the machine epsilon of the type in which x is computed, as in torch."""
         return torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps if self.eps is None else self.eps
 
     def own(self, x: Tensor) -> Sequence[Any]:
-        """The operator's arguments beside weight and bias: ε, or the learned numbers of x̂."""
+        """Returns the operator's arguments besides weight and bias: ε, or the parameters of x̂."""
         return [self.in_use(name) for name in self.numbers] if self.numbers else (self.eps_for(x),)
 
     def call(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        """The operator on rows."""
+        """Runs the operator on rows."""
         if not self.operator:
             return self.composed(x, weight, bias)
         return getattr(OPS, self.operator)(x, weight, bias, *self.own(x))[0]
 
     def composed(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        """The same by the composed form, an operator that torch decomposes."""
+        """Returns the same as `call`, computed by the composed form, an operator that torch decomposes."""
         one = {p.name for p in self.declared.parameters if p.shape == "one"}
         found = {name: self.in_use(name) for name in self.numbers}
         inside = {name: p.flatten() if name in one and p is not None else p for name, p in found.items()}
@@ -137,16 +137,17 @@ class RowNorm(Typed):
         return composed_norm(x, parameters, self.options(x), self.declared.name)
 
     def options(self, x: Tensor) -> list[float]:
-        """All options as numbers, in the table's order: a word is its place among its choices."""
+        """Returns all options as numbers, in the table's order: a word becomes its index among its choices."""
         given = {name: self.eps_for(x) if name == "eps" else getattr(self, name) for name in self.declared.options}
         return self.declared.as_floats(**given)
 
     def fuses(self, x: Tensor) -> bool:
-        """The fused residual step computes this norm of a stream of x's dtype, from `parameters_in_use` and `own`."""
+        """True if the fused residual step can compute this norm of a stream of x's dtype, from `parameters_in_use`
+        and `own`."""
         return len(self.normalized_shape) == 1 and (self.returns == "x" or self.result_dtype(x) == x.dtype)
 
     def formula(self, x: Tensor) -> Tensor:
-        """The same in torch's own operations, for exported programs."""
+        """Returns N(x), computed in torch's own operations, for exported programs."""
         return self._on_rows(self.composed, x)
 
     def _on_rows(self, run: Callable[..., Tensor], x: Tensor) -> Tensor:
@@ -159,7 +160,7 @@ class RowNorm(Typed):
 
     @leaf
     def forward(self, x: Tensor) -> Tensor:
-        """N(x) in x's dtype, or in the one that `returns` says."""
+        """Returns N(x) in x's dtype, or in the one that `returns` sets."""
         if x.is_nested:
             return over_rows(self, x)
         if x.shape[-len(self.normalized_shape) :] != self.normalized_shape:
@@ -185,7 +186,7 @@ class RowNorm(Typed):
 
 
 class OffsetNorm(RowNorm):
-    """Reads the `g` of x-transformers, where a norm ends in ·√d·(g + offset)."""
+    """A norm that also loads the `g` of x-transformers, whose norms end in ·√d·(g + offset)."""
 
     def __init__(
         self,
@@ -203,7 +204,7 @@ class OffsetNorm(RowNorm):
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
         g, weight = prefix + "g", prefix + "weight"
         if self.weight is not None and g in state_dict and weight not in state_dict:
-            # Their factor √d belongs to x̂ where there is a weight per feature, and to the weight where it is one gain.
+            # Their factor √d belongs to x̂ if there is a weight per feature, and to the weight if it is one gain.
             gain = (state_dict.pop(g) + float(self.unit_offset)) * self.gain()
             state_dict[weight] = self.numbers_of["weight"].inverse(gain)
         super()._load_from_state_dict(state_dict, prefix, *rest)

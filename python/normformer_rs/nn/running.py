@@ -27,8 +27,8 @@ MODES = ("paper", "release")
 class GroupScaling(nn.Module):
     """y = x/√(mean over each group of x² + 1e-5) over the last dimension, cut into `groups` equal parts; no parameters.
 
-    Shapes: x (…, d) → the same, d a multiple of `groups`. dtypes: f32, f64, bf16, f16; y has x's. Errors: ValueError
-    where `groups` does not divide d. Source: Shen et al. 2020, Appendix A ("layer-scale"), and its code.
+    Shapes: x (…, d) → the same, d a multiple of `groups`. dtypes: f32, f64, bf16, f16; y has x's. Errors: ValueError if
+    `groups` does not divide d. Source: Shen et al. 2020, Appendix A ("layer-scale"), and its code.
 
     >>> GroupScaling(2)
     GroupScaling(groups=2)
@@ -49,7 +49,7 @@ class GroupScaling(nn.Module):
 
 
 def scale_groups(x: Tensor, groups: int) -> Tensor:
-    """GroupScaling as a function; an exported program gets it in torch's own operations."""
+    """Applies GroupScaling as a function; an exported program gets it in torch's own operations."""
     if torch.compiler.is_exporting():
         parts = x.unflatten(-1, (groups, x.shape[-1] // groups))
         options = DECLARED["rmsnorm"].as_floats(eps=CONSTANTS["groupscaling_eps"])
@@ -58,26 +58,26 @@ def scale_groups(x: Tensor, groups: int) -> Tensor:
 
 
 class RunningNorm(Steered, Typed):
-    """The base of the three: parameters, buffers, masks, and one update of the statistics per training forward.
+    """The base class of the three: parameters, buffers, masks, and one update of the statistics per training forward.
 
-    Activation checkpointing: compile the checkpointed function. A function compiled inside a checkpoint cannot tell its
-    second run from its first.
+    With activation checkpointing, compile the checkpointed function. A function compiled inside a checkpoint cannot
+    tell its second run from its first.
     """
 
     declared: NormSpec
     operator_name: str
     _state: tuple[str | None, str | None, str | None]
-    """Its buffers in the operator's order."""
+    """The names of its buffers in the operator's order."""
     shown: tuple[str, ...] = ("alpha",)
     takes_pad_mask = True
     first_scale: float = 1.0
-    """Multiplies the first value of γ, as a residual scheme declares it."""
+    """The factor of γ's initial value, as a residual scheme declares it."""
     refused: Tensor
-    """(1,) int64. Not a buffer, so checkpoints ignore it. An exported program may write to buffers only, so it does not
-    count."""
+    """The number of refused batches, (1,) int64. It is no buffer, so checkpoints ignore it. An exported program may
+    only write to buffers, so it does not count them."""
 
     def __init_subclass__(cls, norm: str | None = None, **rest: Any) -> None:
-        """`norm`: the name in the table."""
+        """Sets the class's attributes from the table. `norm`: the name in the table."""
         super().__init_subclass__(**rest)
         if norm is not None:
             cls.declared = DECLARED[norm]
@@ -129,27 +129,27 @@ class RunningNorm(Steered, Typed):
         return [(self.weight, buffer) for buffer in buffers if self.weight is not None]
 
     def settings(self) -> dict[str, Any]:
-        """The operator's options beside `train` and `eps`."""
+        """Returns the operator's options besides `train` and `eps`."""
         raise NotImplementedError
 
     def in_use(self) -> tuple[Tensor | None, Tensor | None]:
-        """Weight and bias as the operator takes them."""
+        """Returns weight and bias in the form that the operator gets."""
         return used(self.weight, self.numbers_of["weight"]), used(self.bias, self.numbers_of["bias"])
 
     def state(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """The operator's buffers: two statistics and a counter."""
+        """Returns the operator's buffers: two statistics and a counter."""
         first, second, iters = (None if name is None else getattr(self, name) for name in self._state)
         return first, second, iters
 
     def reset_running_stats(self) -> None:
-        """Statistics as at the start."""
+        """Resets the statistics to their initial values."""
         for buffer in self.declared.buffers:
             getattr(self, buffer.name).fill_(buffer.start)
         self.refused.zero_()
         self.told()
 
     def reset_parameters(self) -> None:
-        """Parameters and statistics as at the start."""
+        """Resets parameters and statistics to their initial values."""
         self.reset_running_stats()
         for name, numbers in self.numbers_of.items():
             if (parameter := getattr(self, name)) is not None:
@@ -157,12 +157,14 @@ class RunningNorm(Steered, Typed):
         mark_drawn(self)
 
     def frozen(self) -> tuple[Tensor | None, Tensor]:
-        """Evaluation's statistics: the mean that is subtracted (None: none), and the mean square of the divisor."""
+        """Returns evaluation's statistics: the mean that is subtracted (None: none), and the mean square of the
+        divisor."""
         raise NotImplementedError
 
     @leaf
     def forward(self, x: Tensor, padding_mask: Tensor | None = None) -> Tensor:
-        """N(x). `padding_mask`: bool in x's leading shape, True at padding; None: that of `with padding_mask(…)`."""
+        """Returns N(x). `padding_mask`: bool in x's leading shape, True at padding; None for that of `with
+        padding_mask(…)`."""
         if x.is_nested:
             return over_rows(self, x, padding_mask)
         if x.dim() and x.shape[-1] != self.num_features:
@@ -209,11 +211,12 @@ class RunningNorm(Steered, Typed):
         return y
 
     def hidden(self, mask: Tensor | None) -> Tensor | None:
-        """The mask of the positions where y is 0; None: nowhere."""
+        """Returns the mask of the positions where y is 0; None if there are none."""
         return mask
 
     def refused_batches(self) -> int:
-        """The number of batches that moved no statistics because theirs were not finite. Waits for the device."""
+        """Returns the number of batches that moved no statistics because theirs were not finite. Waits for the
+        device."""
         return int(self.refused)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
@@ -221,7 +224,7 @@ class RunningNorm(Steered, Typed):
         super()._apply(fn, recurse)
         for name, old in before.items():
             new = self._buffers[name]
-            # .half() and .bfloat16() convert parameters only: running averages need their digits.
+            # .half() and .bfloat16() convert parameters only, because running averages need their digits.
             if old is not None and new is not None and new.dtype in (torch.float16, torch.bfloat16):
                 self._buffers[name] = old.to(new.device)
         self._recomputed = RecomputedStatistics()
@@ -241,13 +244,13 @@ class RunningNorm(Steered, Typed):
     def __deepcopy__(self, memo: dict[int, Any]) -> "RunningNorm":
         new = type(self).__new__(type(self))
         memo[id(self)] = new
-        # By class: parametrize gives an instance's class a __getstate__ that refuses.
+        # The class's own method is called, because parametrize gives an instance's class a __getstate__ that raises.
         new.__setstate__(copy.deepcopy(RunningNorm.__getstate__(self), memo))
         new.process_group = self.process_group
         return new
 
     def __getstate__(self) -> dict[str, Any]:
-        # A process group exists in this process only; a pickle means the default group.
+        # A process group exists in this process only; a pickle stands for the default group.
         return super().__getstate__() | {"_recomputed": RecomputedStatistics(), "process_group": None}
 
     def extra_repr(self) -> str:
@@ -258,7 +261,7 @@ class RunningNorm(Steered, Typed):
 
 
 class _OneAlpha(RunningNorm):
-    """A norm whose running statistics all move by one α."""
+    """A norm whose running statistics all move with one α."""
 
     def __init__(
         self,
@@ -266,7 +269,7 @@ class _OneAlpha(RunningNorm):
         eps: float = 1e-5,
         alpha: float = 0.9,
         *,
-        device: Any = None,  # named for torch.nn.utils.skip_init, which looks for it
+        device: Any = None,  # a named argument for torch.nn.utils.skip_init, which looks for it
         dtype: torch.dtype | None = None,
         **settings: Any,
     ) -> None:
@@ -288,14 +291,16 @@ class BatchNorm(_OneAlpha, norm="batchnorm"):
     torch.Size([2, 3, 4])
 
     Args:
-        num_features: d. eps: ε. alpha: α, which is 1 − momentum in torch. elementwise_affine, bias: whether there are γ
-            and β. groups: of the GroupScaling that comes first; 0: none. sync: in training, the ranks of
-            `process_group` (default: all) take their batches for one, merging counts, means and squares about them;
-            every rank must call forward and backward alike. γ and β get this rank's gradients, which DDP averages.
+        num_features: d. eps: ε. alpha: α, which is 1 − momentum in torch. elementwise_affine, bias: True for learned γ
+            and β. groups: the groups of the GroupScaling that comes first; 0 for none. sync: in training, the ranks of
+            `process_group` (default: all) treat their batches as one, merging counts, means and squares about them;
+            every rank must call forward and backward equally often. γ and β get this rank's gradients, which DDP
+            averages.
 
     Shapes: x (…, d), `padding_mask` (…), `weight`, `bias`, `running_mean`, `running_var` (d,). y, dx are 0 at padding;
-    a batch with no real position moves nothing, nor does one whose statistics are not finite (`refused_batches()`).
-    dtypes: x and parameters f32, f64, bf16, f16, each its own; y has x's; statistics f32, or f64 for an f64 module.
+    a batch with no real position moves no statistics, nor does one whose statistics are not finite
+    (`refused_batches()`). dtypes: x and parameters f32, f64, bf16, f16, each its own; y has x's; statistics f32, or f64
+    for an f64 module.
     Errors: InputError (a ValueError) for another width, ValueError for a mask of another shape, TypeError for integers.
     Source: Ioffe & Szegedy 2015; Shen et al. 2020, Algorithm 1, eq 1–3.
     """
@@ -307,7 +312,7 @@ class BatchNorm(_OneAlpha, norm="batchnorm"):
         return self.running_mean, self.running_var
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
-        state_dict.pop(prefix + "num_batches_tracked", None)  # torch.nn's, which only its momentum=None reads
+        state_dict.pop(prefix + "num_batches_tracked", None)  # torch.nn's buffer, which only its momentum=None reads
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
 
@@ -338,8 +343,8 @@ class PowerNorm(RunningNorm, norm="powernorm"):
     design: the gradient is no derivative of the formula, and has no second one. For the first `warmup_iters` training
     forwards ψ_B takes ψ's place, with PN-V's exact gradient, and ψ² is the mean so far.
 
-    `mode="release"` computes step for step what the authors' mask_powernorm.py does: group scaling first, the running
-    ψ² moved twice during warm-up, ψ_B in dx, means over padding too. Its state dicts load as they are.
+    `mode="release"` computes in every step exactly what the authors' mask_powernorm.py does: group scaling first, the
+    running ψ² moved twice during warm-up, ψ_B in dx, means over padding too. Its state dicts load unchanged.
 
     >>> import torch
     >>> norm = PowerNorm(4, warmup_iters=100)
@@ -348,9 +353,10 @@ class PowerNorm(RunningNorm, norm="powernorm"):
     1
 
     Args:
-        num_features: d. eps: ε. alpha_fwd, alpha_bwd: α_f and α_b. warmup_iters: best the learning rate's warm-up.
-        mode: paper or release. groups: of the GroupScaling that comes first, 0 for none (release: at least 1, and the
-            number of heads in the authors' models). elementwise_affine, bias: whether there are γ and β.
+        num_features: d. eps: ε. alpha_fwd, alpha_bwd: α_f and α_b. warmup_iters: the warm-up, best equal to the
+            learning rate's. mode: paper or release. groups: the groups of the GroupScaling that comes first, 0 for none
+            (release: at least 1, and the number of heads in the authors' models). elementwise_affine, bias: True for
+            learned γ and β.
 
     Shapes: x (…, d), `padding_mask` (…), `weight`, `bias` (d,); buffers `running_phi` (1, d, 1, 1) = ψ², first 1,
     `ema_gz` (1, d, 1, 1) = ν/(1−α_b), `iters` (1,). Masks, dtypes and errors are BatchNorm's. A second derivative in
@@ -399,14 +405,14 @@ class PowerNorm(RunningNorm, norm="powernorm"):
 
 
 def check_alpha(name: str, alpha: float) -> float:
-    """α; InputError outside [0, 1)."""
+    """Checks α and returns it; InputError outside [0, 1)."""
     if not 0 <= alpha < 1:
         raise InputError(f"{name} must lie in [0, 1), got {alpha}")
     return alpha
 
 
 def check_sizes(name: str, sizes: Any) -> tuple[int, ...]:
-    """One width, or several, as numbers; TypeError unless all are whole, InputError below 0, and for none."""
+    """Returns one width, or several, as numbers; TypeError unless all are whole, InputError below 0, and for none."""
     is_several = isinstance(sizes, Iterable) and not isinstance(sizes, str) and not hasattr(sizes, "__index__")
     found = []
     for size in sizes if is_several else [sizes]:
@@ -422,7 +428,7 @@ def check_sizes(name: str, sizes: Any) -> tuple[int, ...]:
 
 
 def check_width(name: str, width: Any) -> int:
-    """The width of a norm over the last dimension alone: a number, or a sequence of one."""
+    """Returns the width of a norm over the last dimension alone, given as a number or as a sequence of one."""
     found = check_sizes(name, width)
     if len(found) > 1:
         raise InputError(f"{name} must be one width, as this norm is over the last dimension alone; got {found}")
@@ -430,13 +436,13 @@ def check_width(name: str, width: Any) -> int:
 
 
 def check_eps(eps: float | None, is_positive: bool = False) -> None:
-    """InputError for an ε that makes ordinary rows NaN; None passes, and the caller replaces it."""
+    """Raises InputError for an ε that makes ordinary rows NaN; None passes, and the caller replaces it."""
     if eps is not None and not (eps > 0 if is_positive else eps >= 0):
         raise InputError(f"eps must be {'greater than 0' if is_positive else 'at least 0'}, got {eps}")
 
 
 def over_rows(norm: nn.Module, x: Any, padding_mask: Tensor | None = None) -> Tensor:
-    """The norm of a nested tensor (jagged layout), whose rows hold no padding."""
+    """Applies the norm to a nested tensor (jagged layout), whose rows hold no padding."""
     if x.layout != torch.jagged:
         raise InputError(
             "nested tensors must have torch.jagged layout, got torch.strided: make x with layout=torch.jagged"

@@ -5,9 +5,9 @@ Transformer. Around a sublayer F, with drop the dropout on its output,
 
     x⁺ = after(α⊙skip(x) + β⊙drop(branch(F(before(x)))))
 
-with before, skip, branch and after lists of changes. A change may leave x under a name, for others later in the stack.
-A scheme may have further streams beside x; every sublayer updates them. Or x is read from several tensors (mixing.py).
-`build.py` makes modules and parameters of a declaration, `interpreter.py` runs it.
+with before, skip, branch and after lists of changes. A change may keep x under a name, for others later in the stack. A
+scheme may have further streams beside x, which every sublayer updates; or x is read from several tensors (mixing.py).
+`build.py` makes modules and parameters from a declaration, `interpreter.py` runs it.
 """
 
 import functools
@@ -35,14 +35,13 @@ from ..declared import (
 from ..errors import InputError
 
 MOST_LAYERS = 10_000
-"""Layers of a stack, at most. Rust has the same bound for whole models."""
+"""The maximum number of a stack's layers. Rust has the same limit for whole models."""
 Inside = Mapping[str, tuple[Change, ...]]
-"""Changes by the point they stand at: input, query, key, value, after_heads, after_output, before_activation,
-after_activation."""
+"""Changes by their point: input, query, key, value, after_heads, after_output, before_activation, after_activation."""
 
 
 class Sublayer(NamedTuple):
-    """Around (`ResidualSpec`) and inside one sublayer."""
+    """The declaration around (`ResidualSpec`) and inside one sublayer."""
 
     before: tuple[Change, ...]
     skip: tuple[Change, ...]
@@ -52,27 +51,28 @@ class Sublayer(NamedTuple):
     beta: Gain
     streams: tuple[StreamStep, ...]
     mixing: Mixing | None
-    """How x is read and F(x) written; None: as above."""
+    """The way in which x is read and F(x) written; None for the equation above."""
     inside: Inside
     scale: float
-    """Of F(x): the parametrisation's factor, where β has not taken it."""
+    """The parametrisation's factor on F(x); 1 if it was folded into β."""
 
     @property
     def outside(self) -> tuple[Change, ...]:
-        """The changes around it."""
+        """The changes around the sublayer."""
         return (*self.before, *self.skip, *self.branch, *self.after)
 
     def around(self) -> list[NormAt | Learned]:
-        """Everything declared around it."""
+        """Returns everything declared around the sublayer."""
         return parts_of((self.outside, self.alpha, self.beta, self.streams, self.mixing))
 
     def within(self) -> list[NormAt | Learned]:
-        """Everything declared inside it."""
+        """Returns everything declared inside the sublayer."""
         return parts_of((*self.inside.values(),))
 
 
 class LayerSpec(NamedTuple):
-    """A layer: what changes x as it begins, its sublayers, and the names of what it takes of others and leaves."""
+    """A layer: the changes of x at its beginning, its sublayers, the names of tensors that it reads from earlier
+    layers, and of those that it keeps for later ones."""
 
     begin: tuple[Change, ...]
     sublayers: tuple[Sublayer, ...]
@@ -81,15 +81,16 @@ class LayerSpec(NamedTuple):
 
 
 class SchemeSpec(NamedTuple):
-    """A scheme's declaration for one stack: its layers, its `StackSpec`, and what it says of the whole."""
+    """A scheme's declaration for one stack: its layers, the fields of its `StackSpec`, and those of the whole
+    scheme."""
 
     layers: tuple[LayerSpec, ...]
     begin: tuple[Change, ...]
     combine: Combine | None
     streams: tuple[NormAt | None, ...]
-    """The norm that each stream beside x ends with."""
+    """The norm at the end of each stream beside x."""
     mixing: Mixing | None
-    """How the stack's output is read; None: it is x."""
+    """The way in which the stack's output is read; None if the output is x."""
     growth: Growth | None
     end: tuple[Change, ...]
     has_biases: bool
@@ -97,13 +98,13 @@ class SchemeSpec(NamedTuple):
     norm: str
     init: str
     attention: float | None
-    """What scores are multiplied by; None: 1/√d_head."""
+    """The factor of scores; None for 1/√d_head."""
 
 
 @functools.lru_cache(maxsize=64)
 def declare(config: TransformerConfig, stack: Any, kinds: tuple[str, ...] | None = None) -> SchemeSpec:
-    """The declaration of the configuration's scheme for its "encoder" or "decoder". `kinds`: a layer's sublayers, where
-    they are not the stack's. Errors: InputError."""
+    """Returns the declaration of the configuration's scheme for its "encoder" or "decoder". `kinds`: the kinds of a
+    layer's sublayers, if they differ from the stack's. Errors: InputError."""
     stacks = ("decoder_layers",) if config.architecture == "decoder-only" else ("encoder_layers", "decoder_layers")
     for name in stacks:
         if not 1 <= getattr(config, name) <= MOST_LAYERS:
@@ -122,8 +123,8 @@ def declare(config: TransformerConfig, stack: Any, kinds: tuple[str, ...] | None
 
 
 def drawn_over_width(config: TransformerConfig) -> float:
-    """The factor of a parametrisation on the std of drawn matrices of norms and schemes. Their products are sums over
-    the width."""
+    """Returns a parametrisation's factor on the std of random matrices of norms and schemes. Their products are sums
+    over the width."""
     m_d = config.d_model / (config.base_width or config.d_model)
     return _core.multipliers(config.parametrisation, "hidden-vector", m_d, 1.0, None, "width")["init"]
 

@@ -1,6 +1,6 @@
-"""How DTensor shards the package's operators, and how initial values get into parameters, sharded ones too.
+"""DTensor's sharding rules of the package's operators, and the initialisation of parameters, also of sharded ones.
 
-Rows may be sharded; each rank's gradient of a parameter is then a part of the sum. The width may not.
+Rows may be sharded; each rank's gradient of a parameter is then a part of the sum. The width may not be sharded.
 """
 
 import functools
@@ -28,7 +28,7 @@ def register() -> None:
     _is_registered = True
     from torch.distributed.tensor.experimental import register_sharding
 
-    from . import growth  # noqa: F401  its operator, which a model may define later than it needs these rules
+    from . import growth  # noqa: F401  defines its operator, which a model may need only later than these rules
 
     register_sharding(torch.ops.normformer_rs.growth.default)(_growth)
     for name in map(str, OPERATORS):
@@ -37,17 +37,17 @@ def register() -> None:
 
 
 def is_sharded(x: Tensor) -> bool:
-    """A DTensor."""
+    """True for a DTensor."""
     return _TENSORS in sys.modules and hasattr(x, "device_mesh")
 
 
 @torch.no_grad()
 def write_whole(p: Tensor, write: Callable[[Tensor], object]) -> None:
-    """Sets a parameter in place by `write`, which fills a plain tensor of its whole shape, f32 in place of 16 bits: one
-    seed draws the same model in every type.
+    """Sets a parameter in place by `write`, which fills a plain tensor of its whole shape, in f32 instead of 16 bits,
+    so that one seed gives the same model in every type.
 
-    Of a DTensor every rank makes the whole tensor and keeps its own part of the first rank's. A slice of a DTensor is a
-    copy, so that writes into rows would be lost; and ranks of one seed would draw the same numbers for every shard.
+    For a DTensor every rank makes the whole tensor and keeps its own part of the first rank's. A slice of a DTensor is
+    a copy, so writes into rows would be lost; and ranks with the same seed would draw the same numbers for every shard.
     """
     dtype = torch.promote_types(p.dtype, torch.float32)
     if not is_sharded(p) and dtype == p.dtype:
@@ -64,7 +64,7 @@ def write_whole(p: Tensor, write: Callable[[Tensor], object]) -> None:
 
 
 def write_first(p: Tensor, numbers: Numbers, scale: float = 1.0) -> None:
-    """Sets a norm's parameter to its first values; constants are `numbers.first(scale)`."""
+    """Sets a norm's parameter to its initial values; constants are `numbers.first(scale)`."""
     if numbers.std:
         write_whole(p, lambda whole: nn.init.normal_(whole, std=numbers.std))
     else:
@@ -73,7 +73,7 @@ def write_first(p: Tensor, numbers: Numbers, scale: float = 1.0) -> None:
 
 def mark_drawn(module: nn.Module) -> None:
     """Sets transformers' mark of modules that its `init_weights()` and `post_init()` leave alone. Parameters on the
-    meta device have no values yet, and so no mark."""
+    meta device have no values yet, and so the module gets no mark."""
     if any(p is not None and p.is_meta for p in module._parameters.values()):
         vars(module).pop("_is_hf_initialized", None)
     else:
@@ -82,8 +82,8 @@ def mark_drawn(module: nn.Module) -> None:
 
 @contextmanager
 def whole(module: nn.Module) -> Iterator[None]:
-    """Inside, the module's own sharded parameters are plain tensors, for a `reset_parameters` of torch.nn. After it
-    they have its values, as `write_whole` gives them."""
+    """Makes the module's own sharded parameters plain tensors inside the block, for a `reset_parameters` of
+    torch.nn. Afterwards the parameters have its values, set by `write_whole`."""
     has_any = _TENSORS in sys.modules
     sharded: dict[str, Any] = {n: p for n, p in module._parameters.items() if has_any and hasattr(p, "device_mesh")}
     plain = {n: nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device=p.device)) for n, p in sharded.items()}
@@ -101,7 +101,8 @@ def _copy(values: Tensor, target: Tensor) -> None:
 
 
 def _forward(x: Any, weight: Any, bias: Any, *own: Any) -> list[tuple[list[Any], list[Any]]]:
-    """(placements of y and stats, placements of the inputs), one pair per way to shard. `own`: ε, or x̂'s numbers."""
+    """Returns (placements of y and stats, placements of the inputs), one pair per way to shard. `own`: ε, or x̂'s
+    parameters."""
     whole = [_whole(p) for p in (weight, bias, *own)]
     return [([at, at], [at, *whole]) for at in _places(x)]
 
@@ -125,14 +126,14 @@ def _growth(t: Any, *_: Any) -> list[tuple[list[Any], list[Any]]]:
 
 
 def _whole(argument: Any) -> Any:
-    """The placement of a parameter; None where there is none, and for a number."""
+    """Returns the placement of a parameter; None if there is none, and for a number."""
     from torch.distributed.tensor import Replicate
 
     return None if argument is None or isinstance(argument, float) else Replicate()
 
 
 def _places(x: Any) -> list[Any]:
-    """The placements that x may have: replicated, or sharded along a dimension other than the width."""
+    """Returns the placements that x may have: replicated, or sharded along a dimension other than the width."""
     from torch.distributed.tensor import Replicate, Shard
 
     width = len(x.shape) - 1

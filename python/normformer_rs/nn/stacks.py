@@ -1,4 +1,4 @@
-"""Stacks of layers, and the whole Transformer, as torch.nn has them."""
+"""Stacks of layers, and the whole Transformer, with torch.nn's interface."""
 
 import copy
 from collections.abc import Callable, Mapping
@@ -28,10 +28,10 @@ from .tracing import leaf
 class Sums(nn.Module):
     """Learned sums of all outputs so far (Wang et al. 2019; Pagliardini et al. 2024).
 
-    Row l of `weight` weighs y_0 (the embedding) to y_l, the layers' outputs. Its sum is the input of layer l + 1; the
-    last row's sum is the stack's output. `skips_first`: the first layer reads y_0 itself.
+    Row l of `weight` weights y_0 (the embedding) to y_l, the layers' outputs. Its sum is the input of layer l + 1; the
+    last row's sum is the stack's output. With `skips_first` the first layer reads y_0 itself.
 
-    `norms["l"]`, where there are norms, stands on y_l, or on row l's sum.
+    `norms["l"]`, if there are norms, applies to y_l, or to row l's sum.
     """
 
     has_own_values = True
@@ -46,14 +46,14 @@ class Sums(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Sets the weights and the norms to their first values."""
+        """Sets the weights and the norms to their initial values."""
         write(self.first, self.weight)
         mark_drawn(self)
         for norm in self.norms.values():
             reset_module(norm)
 
     def forward(self, y: Tensor, outputs: list[Tensor], padding_mask: Tensor | None) -> Tensor:
-        """The next input after output y, whose predecessors are `outputs`; y joins them."""
+        """Returns the next input after output y, whose predecessors are `outputs`; y joins them."""
         row = len(outputs)
 
         def normed(x: Tensor) -> Tensor:
@@ -69,16 +69,17 @@ class Sums(nn.Module):
 
 
 class Stack(Growing):
-    """The base of encoder and decoder: layers, connected as the residual scheme declares, and the scheme's end."""
+    """The base class of encoder and decoder: layers, connected as the residual scheme declares, and the scheme's
+    end."""
 
     place: Place | None
     norm: nn.Module | None
     combine: Sums | None
     streams: tuple[NormAt | None, ...] = ()
-    """The norm that each stream beside x ends with."""
+    """The norm at the end of each stream beside x."""
     begin: tuple[Change, ...] = ()
     mixing: Mixing | None = None
-    """How the output is read of what the layers have written; None: it is x."""
+    """The way in which the output is read from the layers' tensors; None if it is x."""
     layers: Any
     end: tuple[Change, ...]
     has_own_values = True
@@ -90,13 +91,13 @@ class Stack(Growing):
         self.num_layers, self.norm, self.place, self.end = num_layers, norm, None, ()
 
     def settle(self, config: TransformerConfig, stack: str) -> None:
-        """Gives each layer its place in one stack of the configuration, and adds the scheme's own parts of the
+        """Moves each layer to its place in one stack of the configuration, and adds the scheme's own parts of the
         stack."""
         first: Any = self.layers[0]
         declared = (place := Place(config, stack)).declared
         weight = first.linear1.weight
         factory = {"device": weight.device, "dtype": weight.dtype}
-        for i, layer in enumerate(self.layers.children()):  # fairseq's list skips layers in iteration
+        for i, layer in enumerate(self.layers.children()):  # fairseq's list skips layers when it is iterated
             layer.move(Place(config, stack, i))
         self._extend(place, declared.end if not first.is_torchs else (), factory, first.has_norm_biases)
         for layer in self.layers.children():
@@ -138,8 +139,8 @@ class Stack(Growing):
         self.reset_growth()
 
     def _run(self, x: Tensor, call: Callable[..., Any], padding_mask: Tensor | None) -> Tensor:
-        """x through the layers; each gets α_t if the scheme grows, the streams beside x if layers have several, and
-        what others have left for it."""
+        """Runs x through the layers; each gets α_t if the scheme grows, the streams beside x if there are several,
+        and the tensors that other layers have kept for it."""
         begin_stack()
         kept: KeptTensors = {}
         x = apply_changes(self, self.begin, x, padding_mask, kept)
@@ -171,7 +172,7 @@ class Stack(Growing):
         return x if self.norm is None else apply_norm(self.norm, x, padding_mask)
 
     def _refuse_changed(self) -> None:
-        """InputError where the layers are not those that the scheme's parts between layers were made for."""
+        """Raises InputError if the layers are not those for which the scheme's parts between layers were made."""
         assert self.place is not None
         numbers = [getattr(getattr(layer, "place", None), "layer", i) for i, layer in enumerate(self.layers)]
         if numbers != [*range(self.place.depth)]:
@@ -198,15 +199,15 @@ class TransformerEncoder(Stack):
     torch.Size([2, 5, 16])
 
     Args:
-        encoder_layer: one layer; if its `residual` or `init` was named, every copy is drawn anew for its depth.
-        num_layers: how many.
-        norm: a module after the last layer. None: none, as in torch.nn; if the layer's `residual` was named, the
-            scheme's own (prenorm's N, …).
-        enable_nested_tensor, mask_check: accepted and ignored: there is no nested path that could bypass norms.
-        decoder_layers: how deep the decoder is, for schemes whose constants depend on it; None: the encoder stands
+        encoder_layer: one layer; if its `residual` or `init` was named, every copy is re-initialised for its depth.
+        num_layers: the number of copies.
+        norm: a module after the last layer. None for no norm, as in torch.nn, or for the scheme's own (prenorm's N, …)
+            if the layer's `residual` was named.
+        enable_nested_tensor, mask_check: accepted and ignored, because no nested path here could bypass norms.
+        decoder_layers: the depth of the decoder, for schemes whose constants depend on it; None if the encoder stands
             alone.
 
-    A scheme's own parameters and buffers (`t`, `combine.weight`, `end_shift`, …) bear the names of
+    A scheme's own parameters and buffers (`t`, `combine.weight`, `end_shift`, …) have the names of
     `normformer_rs.Transformer`. Errors: InputError.
     """
 
@@ -234,7 +235,7 @@ class TransformerEncoder(Stack):
         src_key_padding_mask: Tensor | None = None,
         is_causal: bool | None = None,
     ) -> Tensor:
-        """The encoded sequence. Shapes and masks as in torch.nn."""
+        """Returns the encoded sequence. Shapes and masks are as in torch.nn."""
         masks = {"src_mask": mask, "src_key_padding_mask": src_key_padding_mask, "is_causal": bool(is_causal)}
 
         def call(layer: nn.Module, x: Tensor, **grown: Any) -> Any:
@@ -246,7 +247,7 @@ class TransformerEncoder(Stack):
 class TransformerDecoder(Stack):
     """num_layers copies of a layer: torch.nn.TransformerDecoder with any residual scheme.
 
-    Args: as `TransformerEncoder`; encoder_layers=None: as many as here.
+    Args: as in `TransformerEncoder`; encoder_layers=None: as many as the decoder has.
     """
 
     def __init__(
@@ -274,7 +275,7 @@ class TransformerDecoder(Stack):
         tgt_is_causal: bool | None = None,
         memory_is_causal: bool = False,
     ) -> Tensor:
-        """The decoded sequence. Shapes and masks as in torch.nn."""
+        """Returns the decoded sequence. Shapes and masks are as in torch.nn."""
         masks = {
             "tgt_mask": tgt_mask,
             "memory_mask": memory_mask,
@@ -302,9 +303,9 @@ class Transformer(nn.Module):
         residual=None is torch.nn's arrangement: `norm_first` chooses between prenorm and postnorm, and both stacks end
         with a norm; a named scheme ends its stacks as its equation says.
 
-    With layernorm and residual=None, keys, first values and outputs are torch.nn's. Names under `encoder.` and
+    With layernorm and residual=None, keys, initial values and outputs are torch.nn's. Names under `encoder.` and
     `decoder.` are those of `normformer_rs.Transformer`, which computes the same stacks from the same weights. Errors:
-    InputError; RuntimeError as in torch.nn where widths or batches of src and tgt differ.
+    InputError; RuntimeError as in torch.nn if widths or batches of src and tgt differ.
     """
 
     def __init__(
@@ -369,7 +370,7 @@ class Transformer(nn.Module):
             self._reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Resets everything: as `init` says, or as torch.nn.Transformer does, all matrices Xavier uniform."""
+        """Resets everything: as `init` says, or as in torch.nn.Transformer, with all matrices Xavier uniform."""
         for stack in (self.encoder, self.decoder):
             reset_module(stack)
         if self.keeps_torchs_values:
@@ -393,7 +394,7 @@ class Transformer(nn.Module):
         tgt_is_causal: bool | None = None,
         memory_is_causal: bool = False,
     ) -> Tensor:
-        """The decoded sequence, in tgt's shape. Shapes and masks as in torch.nn."""
+        """Returns the decoded sequence, in tgt's shape. Shapes and masks are as in torch.nn."""
         batch = 0 if self.batch_first else 1
         if src.dim() == 3 and src.shape[batch] != tgt.shape[batch]:
             raise RuntimeError(
@@ -411,5 +412,5 @@ class Transformer(nn.Module):
     def generate_square_subsequent_mask(
         sz: int, device: torch.device | None = None, dtype: torch.dtype | None = None
     ) -> Tensor:
-        """(sz, sz): −∞ above the diagonal, 0 elsewhere."""
+        """Returns a mask (sz, sz): −∞ above the diagonal, 0 elsewhere."""
         return nn.Transformer.generate_square_subsequent_mask(sz, device, dtype)

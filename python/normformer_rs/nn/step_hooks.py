@@ -1,5 +1,5 @@
-"""Hooks on optimizers' steps. They advance t, the number of the update that α_t of branchnorm and prores depends on,
-and warn where admin's gains were never profiled."""
+"""Hooks on optimizers' steps. They advance t, the number of the update on which α_t of branchnorm and prores
+depends, and warn if admin's gains were never profiled."""
 
 import warnings
 import weakref
@@ -17,20 +17,20 @@ from .growth import alpha
 from .place import Place
 
 PATIENCE = 8
-"""Updates without a step that moves t, before a warning: other writes to weights come in ones and twos between steps,
-as those of sharpness-aware and adversarial training do."""
+"""The number of updates without a step that moves t, before a warning. Other writes to weights come in ones and twos
+between steps, for example in sharpness-aware and adversarial training."""
 
 
 class Growing(Steered):
-    """A module that may hold a `t`: int64 (1,), the number of the update to come, 1 at the start, saved with the
-    model. It grows by one with each step of the optimizer that has the first trainable matrix of `watched()`."""
+    """A module that may hold a `t`: int64 (1,), the number of the next update, 1 initially, saved with the model. It
+    grows by one with each step of the optimizer that has the first trainable matrix of `watched()`."""
 
     growth: Growth | None = None
     place: Place | None = None
     t: Tensor
 
     def grow(self, growth: Growth | None, device: Any) -> None:
-        """Makes this module hold t for the growth. None: another module holds it, or nothing grows."""
+        """Makes this module hold t for the growth. With None another module holds it, or nothing grows."""
         self.growth = growth
         self._buffers.pop("t", None)
         if growth is not None:
@@ -52,14 +52,14 @@ class Growing(Steered):
             _listen()
 
     def reset_growth(self) -> None:
-        """t = 1, and gains count as not profiled."""
+        """Sets t = 1, and marks gains as not profiled."""
         if self.growth is not None:
             self.t.fill_(1)
             self.told()
         self._follow()
 
     def set_t(self, n: int) -> None:
-        """t ← n, the number of the update to come."""
+        """Sets t to n, the number of the next update."""
         if self.growth is not None:
             self.t.fill_(n)
             self.told()
@@ -86,11 +86,11 @@ class Growing(Steered):
                     f"{prefix}t must be the number of an update, a whole number; got {t.tolist()}, an average of "
                     f"several: average the weights alone, and set {prefix}t to the t of the model that goes on"
                 )
-            state_dict[prefix + "t"] = whole.to(torch.int64)  # not 200 for 200.9999
+            state_dict[prefix + "t"] = whole.to(torch.int64)  # rounded first: 200.9999 would become 200
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def alpha(self, layer: int = 0) -> Tensor | None:
-        """α_t in a layer counted from 0; None where nothing grows."""
+        """Returns α_t in a layer counted from 0; None if nothing grows."""
         if self.growth is None:
             return None
         if not torch.compiler.is_compiling():  # a graph would hold their `no_grad`
@@ -99,17 +99,17 @@ class Growing(Steered):
         return alpha(self.growth, self.t, layer)
 
     def watched(self) -> Iterator[nn.Parameter]:
-        """Parameters whose updates t should follow."""
+        """Returns the parameters whose updates t should follow."""
         return self.parameters()
 
     def followed(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """(parameter, t): the optimizer of that parameter advances t."""
+        """Yields (parameter, t): the optimizer of that parameter advances t."""
         owner = first_trained(self.watched()) if self.growth is not None else None
         if owner is not None:
             yield owner, self.t
 
     def profiled_gains(self) -> list[nn.Parameter]:
-        """This module's gains that profiling sets from a training batch (admin's ω)."""
+        """Returns this module's gains that profiling sets from a training batch (admin's ω)."""
         if self.place is None or not self.place.declared.is_profiled:
             return []
         names = [sublayer.alpha.name for sublayer in self.place.sublayers if isinstance(sublayer.alpha, Learned)]
@@ -117,7 +117,7 @@ class Growing(Steered):
 
     @torch.no_grad()
     def _watch(self) -> None:
-        """Warns once if parameters go on changing and t has not moved, until a step has moved t."""
+        """Warns once if parameters keep changing and t has not moved, until a step has moved t."""
         if not self.training or self._unmoved >= PATIENCE or torch.compiler.is_compiling() or is_captured():
             return
         parameter = first_trained(self.watched())
@@ -140,29 +140,30 @@ class Growing(Steered):
 
 
 def is_captured() -> bool:
-    """Kernels are being recorded in a CUDA graph, where the host must not wait."""
+    """True if kernels are being recorded in a CUDA graph, where the host must not wait."""
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def first_trained(parameters: Iterable[nn.Parameter]) -> nn.Parameter | None:
-    """The first matrix that needs a gradient, a branch's weight; where there is none, the first parameter that does."""
+    """Returns the first matrix that needs a gradient, a branch's weight; if there is none, the first parameter that
+    does."""
     trained = [p for p in parameters if p.requires_grad]
     return next((p for p in trained if p.dim() > 1), trained[0] if trained else None)
 
 
-# Hooks on every optimizer of the process, registered when the first module needs them.
+# Hooks on every optimizer of the process; they are registered when the first module needs them.
 
 _FOLLOWING: "weakref.WeakSet[Any]" = weakref.WeakSet()
 """Modules with a t that steps advance."""
 _UNPROFILED: "weakref.WeakSet[Growing]" = weakref.WeakSet()
-"""Modules with gains that neither a profiling nor a step has met."""
+"""Modules with gains that have neither been profiled nor been in a step."""
 
 
 class _Step(NamedTuple):
     """A step that has begun and not ended."""
 
     moved: set[int]
-    """Ids of the t advanced in it: where one step calls another's, or its parent class's, t advances once."""
+    """Ids of the t advanced in it: if one step calls another's, or its parent class's, t advances once."""
     at_start: list[Growing]
     """Modules whose gains all were 1 when the step began; its closure may still profile them."""
 
@@ -172,13 +173,13 @@ _LISTENING: list[Any] = []
 
 
 def follow_steps(module: Any) -> None:
-    """Advances each t of `module.followed()`, pairs (owner, t), with the steps of owner's optimizer.
+    """Makes the steps of owner's optimizer advance each t of `module.followed()`, which are pairs (owner, t).
 
     After k steps from t = 1, t is k + 1; steps that a gradient scaler skips do not count. Copies of a module must call
     this too.
 
-    Works for every torch.optim.Optimizer: eager, compiled, or recorded in a CUDA graph, where replays advance t with
-    the parameters. An optimizer of other tensors, such as float32 copies, does not advance it.
+    This works for every torch.optim.Optimizer: eager, compiled, or recorded in a CUDA graph, whose replays advance t
+    with the parameters. An optimizer of other tensors, such as float32 copies, does not advance it.
     """
     _FOLLOWING.add(module)
     _listen()
@@ -224,7 +225,7 @@ def _end(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 def _move(optimizer: torch.optim.Optimizer, moved: set[int]) -> None:
     owned, skipped = _owned(optimizer), getattr(optimizer, "found_inf", None)
     for module in [*_FOLLOWING]:
-        for owner, t in module.followed() if hasattr(module, "followed") else ():  # after undo() another class
+        for owner, t in module.followed() if hasattr(module, "followed") else ():  # undo() changes the class
             if id(owner) in owned and id(t) not in moved:
                 # A fused optimizer decides on the device whether to skip; the host does not read it.
                 t.add_(1 if skipped is None else (skipped == 0).to(t.device))
@@ -235,8 +236,8 @@ def _move(optimizer: torch.optim.Optimizer, moved: set[int]) -> None:
 
 
 def _at_start(optimizer: torch.optim.Optimizer) -> list[Growing]:
-    """The unprofiled modules that this optimizer owns, if all their gains are 1: profiling leaves only a stack's first
-    gain at 1. The host reads each gain once."""
+    """Returns the unprofiled modules that this optimizer owns, if all their gains are 1: after profiling only a
+    stack's first gain is 1. The host reads each gain once."""
     if is_captured():
         return []
     owned = _owned(optimizer)

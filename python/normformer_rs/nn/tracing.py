@@ -1,4 +1,4 @@
-"""The package's modules under torch.fx, which records each as one call like torch.nn's."""
+"""Tracing of the package's modules: torch.fx records each as one call, like torch.nn's."""
 
 import functools
 from collections.abc import Callable
@@ -10,13 +10,13 @@ from torch.fx import Proxy
 
 
 def records_core() -> bool:
-    """torch.export is recording torch's operations, those that the core calls among them: a saved program needs no
-    operator of this package. Dynamo cannot trace into the core."""
+    """True if torch.export is recording torch's operations, including those that the extension module calls: a saved
+    program then needs no operator of this package. Dynamo cannot trace into the extension module."""
     return torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
 
 
 def functionalizes() -> bool:
-    """Inside torch.func.functionalize, which takes no operators of others that may write to an argument."""
+    """True inside torch.func.functionalize, which rejects other libraries' operators that may write to an argument."""
     top = torch._C._functorch.peek_interpreter_stack()
     return top is not None and top.key() == torch._C._functorch.TransformType.Functionalize
 
@@ -25,10 +25,10 @@ Forward = TypeVar("Forward", bound=Callable[..., Any])
 
 
 def leaf(forward: Forward) -> Forward:
-    """A module's forward that `torch.fx.symbolic_trace` records as one call instead of tracing through it, and that
-    refuses arrays by name.
+    """Makes `torch.fx.symbolic_trace` record a module's forward as one call instead of tracing through it, and makes
+    the forward reject arrays with a clear message.
 
-    Tracers look for leaves in torch.nn alone, so the module itself answers when it is given a Proxy.
+    Tracers only look for leaves in torch.nn, so the module itself records the call when it is given a Proxy.
     """
 
     @functools.wraps(forward)

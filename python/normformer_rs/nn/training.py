@@ -19,16 +19,17 @@ from .step_hooks import Growing, were_profiled
 _NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase, RowNorm, RunningNorm, Sums)
 
 MATRICES = ("embedding", "hidden-matrix")
-"""The roles of what decays."""
+"""The roles of parameters with weight decay."""
 _RECURRENT = (nn.RNNBase, nn.RNNCellBase)
 _MATRICES = (nn.Linear, nn.Bilinear, nn.modules.conv._ConvNd, nn.Embedding, nn.EmbeddingBag, nn.MultiheadAttention)
 
 
 def set_num_updates(model: nn.Module, n: int) -> int:
-    """t ← n in every stack of `model` whose scheme grows (branchnorm): n is the number of the update to come, from 1.
+    """Sets t to n in every stack of `model` whose scheme grows (branchnorm): n is the number of the next update, from
+    1.
 
-    Steps of torch's optimizers advance t by themselves. Call this where the loop counts otherwise (a run that resumes
-    without its saved t), or where no torch optimizer owns the parameters.
+    Steps of torch's optimizers advance t automatically. Call this if the loop counts differently (a run that resumes
+    without its saved t), or if no torch optimizer owns the parameters.
 
     Returns the number of such stacks. Errors: InputError for n < 1.
     """
@@ -41,11 +42,11 @@ def set_num_updates(model: nn.Module, n: int) -> int:
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Two groups for an optimizer: matrices, with `weight_decay`, and norms, gains and biases, without.
+    """Returns two groups for an optimizer: matrices, with `weight_decay`, and norms, gains and biases, without.
 
-    A parameter of at most one dimension, of a norm or of a residual scheme counts as the latter, and so does one of a
-    single row or column, unless a linear layer's or a table's. Those that need no gradient are left out.
-    `normformer_rs.param_groups` does this too, and scales rates by a parametrisation.
+    A parameter counts as the latter if it has at most one dimension, or belongs to a norm or a residual scheme, and so
+    does one of a single row or column, unless it is a linear layer's or a table's. Those that need no gradient are left
+    out. `normformer_rs.param_groups` does this too, and scales rates by a parametrisation.
 
     >>> from torch import nn
     >>> groups = parameter_groups(nn.Linear(2, 3), 0.1)
@@ -54,7 +55,7 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
     """
     vectors = {id(p) for p in learned_gains(model).values()} | vector_ids(model) | set(summed_over(model))
     for module in model.modules():
-        parts_of: Any = getattr(module, "_parts", None)  # a Transformer of this package, whose core knows
+        parts_of: Any = getattr(module, "_parts", None)  # a Transformer of this package gets the roles from Rust
         if parts_of is not None:
             parts = parts_of()
             vectors |= {id(p) for name, p in module.named_parameters() if parts[name][0] not in MATRICES}
@@ -64,7 +65,8 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
 
 
 def vector_ids(model: nn.Module) -> set[int]:
-    """The ids of parameters that are vectors: of at most one dimension above 1, as gains and class tokens are.
+    """Returns the ids of parameters that are vectors: at most one of their dimensions is above 1, as in gains and class
+    tokens.
 
     The matrix of a layer of torch.nn stays one if it has a single output, (1, d).
     """
@@ -78,8 +80,8 @@ def vector_ids(model: nn.Module) -> set[int]:
 
 
 def summed_over(model: nn.Module) -> dict[int, str]:
-    """What the products with each parameter of a norm or a residual scheme are summed over, by the parameter's id:
-    "nothing", "width", "root-width" or "depth"."""
+    """Returns, by each parameter's id, the dimension over which products with a norm's or residual scheme's
+    parameter are summed: "nothing", "width", "root-width" or "depth"."""
     found: dict[int, str] = {}
     for module in model.modules():
         declared: dict[str, str] = {**vars(module).get(LEARNED, {})}
@@ -98,7 +100,7 @@ def _matrix_over(shape: Any) -> str:
 
 
 def learned_gains(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Parameters of norms, and of residual schemes, by their names."""
+    """Returns the parameters of norms and of residual schemes, by their names."""
     found = {}
     for name, module in model.named_modules():
         # normformer_rs.Transformer consists of plain nn.Module containers.
@@ -112,13 +114,13 @@ def learned_gains(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def profile(model: nn.Module, *batch: Any, **keywords: Any) -> int:
-    """Sets admin's gains ω by one forward of `model` on a training batch: model(*batch, **keywords), dropout on.
+    """Sets admin's gains ω by one forward of `model` on a training batch: model(*batch, **keywords), with dropout on.
 
-    Down each stack, with r = 1 at first: ω_i ← r, r ← √(Var(ω_i x_i) + Var f_i), the biased variance over all elements,
-    padding included, f after its dropout (Liu et al. 2020; docs/spec.md §3.4). Under torch.distributed rank 0's values
-    count. Running statistics stay as they are.
+    Down each stack, with r = 1 at first: ω_i ← r, r ← √(Var(ω_i x_i) + Var f_i), with the biased variance over all
+    elements, padding included, and f after its dropout (Liu et al. 2020; docs/spec.md §3.4). Under torch.distributed
+    rank 0's values are used. Running statistics do not change.
 
-    Returns the number of gains that were set. Errors: InputError where there are none.
+    Returns the number of gains that were set. Errors: InputError if there are none.
     """
     was_training = {module: module.training for module in model.modules()}
     statistics = [module for module in model.modules() if isinstance(module, RunningNorm)]
@@ -140,8 +142,8 @@ def profile(model: nn.Module, *batch: Any, **keywords: Any) -> int:
 
 
 def profile_at_first_forward(model: nn.Module) -> Callable[[], None]:
-    """Calls `profile` at the first training forward, on its batch: for the outermost called module with gains at 1.
-    Returns a function that removes the hooks."""
+    """Calls `profile` at the first training forward, on its batch, for the outermost called module whose gains are
+    1. Returns a function that removes the hooks."""
     gains = {m: m.profiled_gains() for m in model.modules() if isinstance(m, Growing)}
     waiting = {m for m, own in gains.items() if own}
     if any(bool((p.detach() != 1).any()) for m in waiting for p in gains[m]):

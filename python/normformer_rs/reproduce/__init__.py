@@ -1,7 +1,8 @@
-"""The papers' comparisons, each by one command: `normformer-rs reproduce NAME --scale check|here|paper`.
+"""The papers' comparisons, each with one command: `normformer-rs reproduce NAME --scale check|here|paper`.
 
-A reproduction is an entry of `ENTRIES` of one of the modules below, made of `declared.py`'s parts. The command, its
-help, the site's page, tables and pictures are made of the entries. Nothing here imports torch until a run begins.
+A reproduction is an entry in `ENTRIES` of one of the modules below, made of `declared.py`'s parts. The command, its
+help, the site's page, tables and pictures are generated from the entries. Nothing here imports torch until a run
+begins.
 """
 
 from . import branch_norm, comparison, power_norm, real_text, without_tears

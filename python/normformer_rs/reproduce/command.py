@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
 
 def chosen(names: Sequence[str], scale: str) -> list[Reproduction]:
-    """The entries of the names, or, for `all`, those that have the scale.
+    """Returns the entries with these names, or, for `all`, those that have the scale.
 
-    Errors: UsageError for an unknown name, InputError for a scale that one lacks.
+    Errors: UsageError for an unknown name, InputError for a scale that an entry lacks.
     """
     for name in names:
         if name not in (*REPRODUCTIONS, "all"):
@@ -41,7 +41,7 @@ def chosen(names: Sequence[str], scale: str) -> list[Reproduction]:
 
 
 def plan(entry: Reproduction, scale: str, data: Path, seeds: int | None = None) -> str:
-    """The recipe, the runs and the files that they need."""
+    """Describes the recipe, the runs and the files that they need."""
     found = entry.scales[scale]
     seeds = found.seeds if seeds is None else seeds
     corpora = list(dict.fromkeys(row.corpus for row in found.rows))
@@ -86,8 +86,8 @@ def run(
 ) -> None:
     """Makes the reproductions, one after another; `flags.py` says what each argument does.
 
-    Errors: InputError for a scale that an entry lacks, missing data, damaged runs; Interrupted after Ctrl-C: the same
-    call goes on; ImportError without sacrebleu or, at scale check, num2words.
+    Errors: InputError for a scale that an entry lacks, missing data, damaged runs; Interrupted after Ctrl-C, and the
+    same call continues; ImportError without sacrebleu or, at scale check, num2words.
     """
     entries = chosen(names, scale)
     if write_to is not None and not write_to.is_file():
@@ -109,7 +109,7 @@ def run(
 
 
 def _check_data(entries: Sequence[Reproduction], scale: str, data: Path, kept: Sequence[Results]) -> None:
-    """Errors: UsageError where rows are to be measured and their text is not there."""
+    """Checks that texts exist for the rows to be measured. Errors: UsageError."""
     wanted = {row.corpus: entry.name for entry, found in zip(entries, kept)
               for row in found.wanted if found.find(row) is None}  # fmt: skip
     for name, files in missing(wanted, data).items():
@@ -122,7 +122,7 @@ def _check_data(entries: Sequence[Reproduction], scale: str, data: Path, kept: S
 
 @contextlib.contextmanager
 def _quiet(wanted: bool) -> Iterator[None]:
-    """Warnings alone, where the runs take a second each."""
+    """Logs only warnings inside the block, because these runs take a second each."""
     logger = logging.getLogger("normformer_rs")
     level = logger.level
     if wanted:
@@ -134,7 +134,7 @@ def _quiet(wanted: bool) -> Iterator[None]:
 
 
 def _measure(scale: Scale, results: Results, folder: Path, data: Path, device: str, progress: bool) -> None:
-    """Runs and measures the rows that the table lacks, but those that another process is making."""
+    """Runs and measures the rows that the table lacks, except those that another process is making."""
     from .runs import Runs
 
     runs = Runs(folder, data, device=device, progress=progress and logging.getLogger("normformer_rs").level < 30)
@@ -166,7 +166,7 @@ def _measure_row(scale: Scale, results: Results, row: Row, runs: "Runs") -> None
 
 
 def _p_value(scale: Scale, row: Row, done: "Run", runs: "Runs") -> float | str:
-    """Empty where there is nothing to compare with, or its run is elsewhere."""
+    """Returns the p-value; "" if there is no baseline, or its run is elsewhere."""
     from .measures import p_value
 
     baseline = baseline_of(scale, row)

@@ -13,7 +13,7 @@ _NAMES = [(scheme, "layernorm") for scheme in _SCHEMES]
 _NAMES += [("prenorm", norm) for norm in _NORMS if norm != "layernorm"]
 _RATES = (1e-3, 3e-3)
 _EQUAL = "xavier"
-"""The initialisation that all have; beside it stands each scheme's own, where that is another."""
+"""The common initialisation; each scheme's own is used as well, if it is another one."""
 _OWN = {entry["name"]: entry["init"] for entry in _TABLES["residuals"]}
 _SHOWN = Shown(
     measures=("growth",),
@@ -46,7 +46,7 @@ _CELLS = (
 
 
 def _row(residual: str, norm: str, init: str, lr: float, options: Options, corpus: str) -> Row:
-    """A scheme with LayerNorm, or prenorm with another norm."""
+    """Returns the row of a scheme with LayerNorm, or of prenorm with another norm."""
     own: Options = {"residual": residual, "norm": norm, "init": init, "lr": lr}
     if residual == "branchnorm":
         own["branchnorm_steps"] = options["updates"] // 5

@@ -1,4 +1,4 @@
-"""The texts of the reproductions: the files that each needs, where they come from, and what is made of them."""
+"""The texts of the reproductions: the files that each needs, their origin, and their preparation."""
 
 import os
 from collections.abc import Callable, Iterable
@@ -9,30 +9,31 @@ from .. import demo, text
 from .declared import Options
 
 Files = dict[str, Path]
-"""By role: train_source, train_target, valid_source, …, test_target. A language model has no sources."""
+"""Files by role: train_source, train_target, valid_source, …, test_target. A language model has no sources."""
 _DEMO = {"train": 300, "valid": 20, "test": 30}
 
 
 class Corpus(NamedTuple):
-    """A text and its held-out parts."""
+    """A text with its validation and test sets."""
 
     title: str
     origin: str
-    """Where the files come from."""
+    """The origin of the files."""
     files: dict[str, str]
     """Paths below the folder of data, by role; each may end in .gz, too."""
     options: Options
-    """Of `DataConfig`: how words are cut."""
+    """The options of `DataConfig` for its tokenisation."""
     tokenize: str = "none"
-    """sacreBLEU's tokeniser; none for text that is tokenised."""
+    """sacreBLEU's tokeniser; "none" for text that is tokenised."""
     make: Callable[[Files, Path], Files] | None = None
-    """Writes the files that training reads into a folder, out of those above."""
+    """Writes the files that training reads into a folder, from those above."""
     lines: dict[str, str] = {}  # noqa: RUF012 (never written to)
-    """Of the parts, as the paper or the publisher prints them: "10k" are all numbers that round to it."""
+    """The number of lines of the parts, as the paper or the publisher prints them: "10k" stands for any number that
+    rounds to it."""
 
     @property
     def is_split(self) -> bool:
-        """The lines are pieces that end in `@@`, to be joined before they are scored."""
+        """True if the lines are pieces that end in `@@`, which must be joined before they are scored."""
         return bool(self.options.get("no_bpe"))
 
 
@@ -65,7 +66,7 @@ def _pair(folder: str, source: str, target: str, valid: str = "valid", test: str
 
 
 def _alone(folder: str, form: str) -> dict[str, str]:
-    """Of a language model."""
+    """Returns the files of a language model."""
     return {f"{part}_target": f"{folder}/{form.format(part)}" for part in ("train", "valid", "test")}
 
 
@@ -126,18 +127,18 @@ CORPORA: dict[str, Corpus] = {
 
 
 def found(path: Path) -> Path | None:
-    """The file, plain or gzip; None where neither is there."""
+    """Finds the file, plain or gzip; None if neither exists."""
     return next((p for p in (path, path.with_name(path.name + ".gz")) if p.is_file()), None)
 
 
 def missing(names: Iterable[str], data: Path) -> dict[str, list[str]]:
-    """The files that the folder lacks, by corpus."""
+    """Returns the files that the folder lacks, by corpus."""
     lacking = {name: [path for path in CORPORA[name].files.values() if found(data / path) is None] for name in names}
     return {name: paths for name, paths in lacking.items() if paths}
 
 
 def prepare(name: str, data: Path, folder: Path) -> Files:
-    """The corpus' files by role; those that are made go into `folder`/`name`.
+    """Returns the corpus' files by role; those that are made are written to `folder`/`name`.
 
     Errors: ImportError without num2words, for the demo's text; OSError from the file system.
     """

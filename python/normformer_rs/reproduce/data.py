@@ -1,4 +1,4 @@
-"""`normformer-rs data`: corpora as reproductions read them, made of what their publishers release."""
+"""`normformer-rs data`: makes corpora in the form that reproductions read from their publishers' releases."""
 
 import argparse
 import os

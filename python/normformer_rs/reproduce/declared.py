@@ -1,4 +1,4 @@
-"""The parts of a reproduction. An entry is made of these, and holds nothing that runs."""
+"""The parts of a reproduction. An entry consists of these, and holds no code that runs."""
 
 from typing import Any, NamedTuple
 
@@ -14,45 +14,45 @@ class Row(NamedTuple):
     """One training run, and its line in the table."""
 
     key: dict[str, str]
-    """The columns that name it."""
+    """The columns that name the row."""
     options: Options
-    """Of model and training, and of the data beside what the corpus says."""
+    """The options of model and training, and of the data if they differ from the corpus'."""
     corpus: str
     """A name of `corpora.CORPORA`."""
     paper: dict[str, str] = {}  # noqa: RUF012
-    """What the paper has in this line, by column."""
+    """The paper's figures for this row, by column."""
     search: Options = {"beam": 5, "rule": "fairseq"}  # noqa: RUF012
-    """Of `SearchConfig`."""
+    """The options of `SearchConfig`."""
 
     @property
     def seed(self) -> int:
         return int(self.options.get("seed", 1))
 
     def seeded(self, number: int) -> "Row":
-        """The row with its `number`-th seed, from 0."""
+        """Returns the row with its `number`-th seed, from 0."""
         return self if number == 0 else self._replace(options={**self.options, "seed": self.seed + number})
 
 
 class Shown(NamedTuple):
-    """What is measured, and how table and picture show it."""
+    """The measurements of an entry, and the way in which table and picture show them."""
 
     measures: tuple[str, ...] = ()
-    """Names of `measures.MEASURES`; each run's losses and verdict are measured anyway."""
+    """Names of `measures.MEASURES`; each run's losses and verdict are always measured."""
     columns: tuple[str, ...] = ()
-    """The measured columns of the table, names of `tables.COLUMNS`."""
+    """The measured columns of the table, which are names of `tables.COLUMNS`."""
     compared: str = ""
     """The baseline of each row's paired bootstrap: "before", the row before it, "first", the first row, or the row with
     this value of the first key and the same ones of all others."""
     across: str = ""
-    """A key whose values become columns, each filled with `cell`."""
+    """A key whose values become columns; each cell is formatted by `cell`."""
     cell: str = ""
-    """A format of measured columns."""
+    """A format string with the names of measured columns."""
     mean: bool = False
-    """Beside the values that run across stand the mean of `value` over them, and its distance from the first line's."""
+    """True to add the mean of `value` over the values that run across, and its distance from the first line's mean."""
     significance: float = 0.0
-    """Cells whose p is below it have a star, as the papers mark them."""
+    """The p below which cells have a star, as the papers mark them."""
     picture: str = ""
-    """A name of `pictures.PICTURES`."""
+    """The name of a picture in `pictures.PICTURES`."""
     value: str = ""
     """The column that a picture of dots shows."""
 
@@ -65,26 +65,26 @@ class Scale(NamedTuple):
     rows: tuple[Row, ...]
     shown: Shown
     checkpoint: str = "average"
-    """The one that translates: average (of the evaluations kept) or best."""
+    """The checkpoint that translates: average (of the evaluations kept) or best."""
     scored: str = "test"
     """The part of the corpus that is translated: test or valid."""
     seeds: int = 1
-    """How many each row is trained with, where nothing else is asked for."""
+    """The number of seeds with which each row is trained by default."""
 
 
 class Reproduction(NamedTuple):
-    """A comparison of a paper, or of the project, that one command makes."""
+    """A comparison from a paper, or of the project, that one command makes."""
 
     name: str
     title: str
     source: str
-    """Paper and table; "ours" where there is none."""
+    """The paper and its table; "ours" if there is none."""
     claim: str
-    """What the paper says, or the question."""
+    """The paper's statement, or the question."""
     scales: dict[str, Scale]
-    """By names of `SCALES`."""
+    """The scales by names of `SCALES`."""
 
     @property
     def stance(self) -> str:
-        """The claim, or question, and a word that says which."""
+        """The claim or question, after the word that says which it is."""
         return f"{'question' if self.source.startswith('ours') else 'claim'}: {self.claim}"

@@ -1,4 +1,4 @@
-"""The flags of `normformer-rs reproduce`. Help is made of the entries."""
+"""The flags of `normformer-rs reproduce`. Its help is generated from the entries."""
 
 import argparse
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What is measured of a run that is over, beside its verdict: columns of the table, and series for the picture."""
+"""Measurements of a finished run besides its verdict: columns of the table, and series for the picture."""
 
 import math
 from collections.abc import Callable
@@ -16,20 +16,20 @@ from .declared import Options, Scale
 from .runs import Run, Runs
 
 START = 100
-"""The updates of the pictures of a run's start."""
+"""The number of updates in the pictures of a run's start."""
 _SCORED = 1000
-"""Sentences whose perplexity is measured."""
+"""The number of sentences whose perplexity is measured."""
 
 
 class Measured(NamedTuple):
-    """Columns, and series by name."""
+    """Columns of the table, and series by name."""
 
     columns: Options = {}  # noqa: RUF012
     series: dict[str, list[float]] = {}  # noqa: RUF012
 
 
 def bleu(runs: Runs, run: Run, scale: Scale) -> Measured:
-    """BLEU of the scored part; empty where the run did not reach its end."""
+    """Measures BLEU of the scored part; empty if the run did not reach its end."""
     if not run.has_ended:
         return Measured({"bleu": "", "sacrebleu": ""})
     found = score(*runs.translations(run, scale), tokenize=CORPORA[run.row.corpus].tokenize)
@@ -37,7 +37,7 @@ def bleu(runs: Runs, run: Run, scale: Scale) -> Measured:
 
 
 def p_value(runs: Runs, run: Run, baseline: Run, scale: Scale) -> float | str:
-    """By paired bootstrap; empty where one of the two runs did not reach its end."""
+    """Returns p by the paired bootstrap; empty if one of the two runs did not reach its end."""
     if not run.has_ended or not baseline.has_ended:
         return ""
     hypotheses, references = runs.translations(run, scale)
@@ -47,23 +47,23 @@ def p_value(runs: Runs, run: Run, baseline: Run, scale: Scale) -> float | str:
 
 
 def gradients(runs: Runs, run: Run, scale: Scale) -> Measured:
-    """The gradient norms at the start."""
+    """Returns the gradient norms at the start."""
     return Measured(series={"gradients": brief(run.history.grad_norm[:START])})
 
 
 def losses(runs: Runs, run: Run, scale: Scale) -> Measured:
-    """The training NLL at the start."""
+    """Returns the training NLL at the start."""
     return Measured(series={"losses": brief(run.history.nll[:START])})
 
 
 def validation(runs: Runs, run: Run, scale: Scale) -> Measured:
-    """The validation NLL, and the updates after which it was measured."""
+    """Returns the validation NLL, and the updates after which it was measured."""
     evaluations = run.history.evaluations
     return Measured(series={"evaluated": brief(evaluations.update), "validation": brief(evaluations.nll)})
 
 
 def start(runs: Runs, run: Run, scale: Scale) -> Measured:
-    """The gradient norms at the start in three numbers, and the last training NLL of it."""
+    """Returns the gradient norms at the start in three numbers, and the last training NLL of the start."""
     norms, nll = run.history.grad_norm[:START], run.history.nll[:START]
     if not len(norms):
         return Measured()
@@ -73,7 +73,7 @@ def start(runs: Runs, run: Run, scale: Scale) -> Measured:
 
 
 def perplexity(runs: Runs, run: Run, scale: Scale) -> Measured:
-    """The best validation perplexity, and the unigram model's."""
+    """Returns the best validation perplexity, and the unigram model's."""
     best = float(np.min(run.history.evaluations.perplexity)) if len(run.history.evaluations.update) else math.nan
     unigram = math.exp(run.verdict["unigram_entropy"])
     numbers = {"perplexity": round(best, 2), "unigram": round(unigram, 2), "ratio": round(best / unigram, 4)}
@@ -81,14 +81,14 @@ def perplexity(runs: Runs, run: Run, scale: Scale) -> Measured:
 
 
 def loss(runs: Runs, run: Run, scale: Scale) -> Measured:
-    """The last validation loss, smoothed."""
+    """Returns the last validation loss, smoothed."""
     losses = run.history.evaluations.loss
     return Measured({"valid_loss": round(float(losses[-1]), 4) if len(losses) else math.nan})
 
 
 def growth(runs: Runs, run: Run, scale: Scale) -> Measured:
-    """Of a language model at its run's end, on held-out text: the mean |x| of the stream before the first layer and
-    after each, and the last over the first; empty where the run did not reach its end."""
+    """Measures a language model at its run's end, on the validation set: the mean |x| of the residual stream before
+    the first layer and after each, and the last over the first; empty if the run did not reach its end."""
     if not run.has_ended:
         return Measured({"growth": ""})
     sizes = observations.layers(run.output, "last", None, str(run.files["valid_target"]))["size-decoder"]
@@ -96,14 +96,14 @@ def growth(runs: Runs, run: Run, scale: Scale) -> Measured:
 
 
 def bleu_curve(runs: Runs, run: Run, scale: Scale) -> Measured:
-    """BLEU of held-out text at each evaluation, by greedy search, and the best."""
+    """Returns BLEU of the validation set at each evaluation, by greedy search, and the best."""
     scores = run.history.evaluations.bleu
     found = scores[np.isfinite(scores)]
     return Measured({"best_bleu": round(float(found.max()), 2) if len(found) else ""}, observations.bleu(run.history))
 
 
 def raw_gradients(runs: Runs, run: Run, scale: Scale) -> Measured:
-    """Every gradient norm of the run, before clipping."""
+    """Returns every gradient norm of the run, before clipping."""
     norms = run.history.grad_norm
     if not len(norms):
         return Measured()
@@ -112,15 +112,15 @@ def raw_gradients(runs: Runs, run: Run, scale: Scale) -> Measured:
 
 
 def gains(runs: Runs, run: Run, scale: Scale) -> Measured:
-    """The learned g of each ScaleNorm, by place and depth; the last is the decoder's final norm's."""
+    """Returns the learned g of each ScaleNorm, by place and depth; the last is the decoder's final norm's."""
     series = observations.gains(run.output, _checkpoint(run, scale))
     largest = max(g for found in series.values() for g in found)
     return Measured({"largest_gain": round(largest, 3), "final_gain": round(series["gain-final"][0], 3)}, series)
 
 
 def singular(runs: Runs, run: Run, scale: Scale) -> Measured:
-    """The singular values of the embedding of target words, over the largest; how many of them are above a half and a
-    tenth, as a share."""
+    """Returns the singular values of the embedding of target words, over the largest, and the shares of them above a
+    half and a tenth."""
     series = observations.singular_values(run.output, _checkpoint(run, scale))
     values = np.array(series["singular"])
     shares = {name: round(float((values > bound).mean()), 4) for name, bound in (("half", 0.5), ("tenth", 0.1))}
@@ -128,8 +128,9 @@ def singular(runs: Runs, run: Run, scale: Scale) -> Measured:
 
 
 def statistics(runs: Runs, run: Run, scale: Scale) -> Measured:
-    """Of the encoder's first norm over training, as `log_statistics` logs them: how far a batch's statistics are from
-    the running ones, and what they add to the gradient of its input; the mean over the second half of the run."""
+    """Returns statistics of the encoder's first norm over training, as `log_statistics` logs them: the distance of a
+    batch's statistics from the running ones, and their part in the gradient of the norm's input; the columns are
+    means over the second half of the run."""
     series = observations.statistics(run.history)
     if not series:
         return Measured({"distance": "", "gradient": "", "bleu_valid": ""})
@@ -144,8 +145,8 @@ def statistics(runs: Runs, run: Run, scale: Scale) -> Measured:
 
 
 def layers(runs: Runs, run: Run, scale: Scale) -> Measured:
-    """Of held-out text at the run's end: cosines of each layer's output and the one before, and the share of active
-    units of each feed-forward; the means."""
+    """Measures the validation set at the run's end: cosines of each layer's output and the one before, the share of
+    active units of each feed-forward, and their means."""
     if not run.has_ended:
         return Measured({"cosine": "", "active": ""})
     source, target = (str(run.files[f"valid_{side}"]) for side in ("source", "target"))
@@ -157,7 +158,7 @@ def layers(runs: Runs, run: Run, scale: Scale) -> Measured:
 
 
 def growth_curve(runs: Runs, run: Run, scale: Scale) -> Measured:
-    """α_t of BranchNorm over the run's updates."""
+    """Returns α_t of BranchNorm over the run's updates."""
     steps, curve = run.row.options["branchnorm_steps"], run.row.options["branchnorm_growth"]
     updates = range(1, len(run.history.update) + 1)
     alphas = [float(_core.growth(steps, curve, torch.tensor([t]))) for t in updates]
@@ -165,7 +166,7 @@ def growth_curve(runs: Runs, run: Run, scale: Scale) -> Measured:
 
 
 def smoothed(runs: Runs, run: Run, scale: Scale) -> Measured:
-    """Exponentials of the label-smoothed loss of training and test text, without dropout, and their ratio."""
+    """Returns exponentials of the label-smoothed loss on training and test text, without dropout, and their ratio."""
     if not run.has_ended:
         return Measured({"train_perplexity": "", "test_perplexity": "", "gap": ""})
     found = {}
@@ -183,7 +184,8 @@ def smoothed(runs: Runs, run: Run, scale: Scale) -> Measured:
 
 
 def test_perplexity(runs: Runs, run: Run, scale: Scale) -> Measured:
-    """Of a language model's test text, by the best checkpoint, and the best of validation text."""
+    """Returns a language model's perplexity on test text, with the best checkpoint, and its best on the validation
+    set."""
     perplexities = run.history.evaluations.perplexity
     best = round(float(np.min(perplexities)), 2) if len(perplexities) else ""
     if not run.has_ended:
@@ -193,7 +195,7 @@ def test_perplexity(runs: Runs, run: Run, scale: Scale) -> Measured:
 
 
 def _checkpoint(run: Run, scale: Scale) -> str:
-    """The run's own best, or its last: means of checkpoints are for translating."""
+    """Returns "best" if the scale uses it, otherwise "last": averaged checkpoints are for translation only."""
     return "best" if scale.checkpoint == "best" else "last"
 
 

@@ -1,4 +1,4 @@
-"""Moses' preprocessing of text, by sacremoses and subword-nmt, in several processes."""
+"""Moses' preprocessing of text, with sacremoses and subword-nmt, in several processes."""
 
 import multiprocessing
 import re
@@ -20,14 +20,15 @@ Work = Callable[[list[str]], list[str]]
 
 
 def segments(lines: Iterable[str]) -> Iterator[str]:
-    """The sentences of a test set in SGML."""
+    """Yields the sentences of a test set in SGML."""
     for line in lines:
         if "<seg id" in line:
             yield _END.sub("", _SEGMENT.sub("", line)).replace("’", "'")
 
 
 def cleaned(pairs: Iterable[tuple[str, str]], most: int, ratio: float) -> Iterator[tuple[str, str]]:
-    """As clean-corpus-n.perl: pairs whose sides have 1 to `most` words, neither more than `ratio` times the other's."""
+    """Filters like clean-corpus-n.perl: yields pairs whose sides have 1 to `most` words, neither more than `ratio`
+    times the other's."""
     for pair in pairs:
         source, target = (_SPACES.sub(" ", side).strip() for side in pair)
         sizes = [len(side.split(" ")) if side else 0 for side in (source, target)]
@@ -38,7 +39,7 @@ def cleaned(pairs: Iterable[tuple[str, str]], most: int, ratio: float) -> Iterat
 def tokenized(
     lines: Iterable[str], language: str, workers: int, *, dashes: bool = False, normalised: bool = False
 ) -> Iterator[str]:
-    """As tokenizer.perl -l `language`; dashes: with -a; normalised: after normalize-punctuation.perl and
+    """Tokenises like tokenizer.perl -l `language`; dashes: with -a; normalised: after normalize-punctuation.perl and
     remove-non-printing-char.perl.
 
     Errors: ImportError without sacremoses.
@@ -61,13 +62,13 @@ def learn_bpe(paths: Iterable[Path], codes: Path, operations: int) -> None:
 
 
 def split(lines: Iterable[str], codes: Path, workers: int) -> Iterator[str]:
-    """As subword-nmt apply-bpe. Errors: ImportError without subword-nmt."""
+    """Splits words like subword-nmt apply-bpe. Errors: ImportError without subword-nmt."""
     require("subword_nmt.apply_bpe", "splitting words by BPE")
     return _mapped(_split, (codes,), lines, workers)
 
 
 def _mapped(work: Callable, options: tuple, lines: Iterable[str], workers: int) -> Iterator[str]:
-    """What `work(lines, *options)` makes of chunks of the lines, in their order."""
+    """Yields the results of `work(lines, *options)` on chunks of the lines, in their order."""
     iterator = iter(lines)
     chunks = iter(lambda: list(islice(iterator, _CHUNK)), [])
     if workers < 2:
@@ -100,7 +101,7 @@ def _tools(language: str):  # type: ignore[no-untyped-def]
 
 @cache
 def _unprinted() -> re.Pattern[str]:
-    """Code points of Unicode's category "other", as Perl's \\p{C}."""
+    """Matches code points of Unicode's category "other", like Perl's \\p{C}."""
     ranges: list[list[int]] = []
     for code in range(sys.maxunicode + 1):
         if unicodedata.category(chr(code)).startswith("C"):

@@ -16,7 +16,7 @@ from .tables import COLUMNS, number
 
 
 def draw(entry: Reproduction, scale: str, results: Results) -> Path:
-    """Draws the picture of what was measured; its path. Errors: ImportError without matplotlib."""
+    """Draws the picture of the measurements; returns its path. Errors: ImportError without matplotlib."""
     require("matplotlib", "the picture of a reproduction")
     shown = entry.scales[scale].shown
     figure = PICTURES[shown.picture](
@@ -26,7 +26,7 @@ def draw(entry: Reproduction, scale: str, results: Results) -> Path:
 
 
 def _dots(results: Results, title: str, value: str) -> Any:
-    """A line for each row, in the table's order; a colour for each value of the key that runs across."""
+    """Draws a line for each row, in the table's order, with a colour for each value of the key that runs across."""
     shown = results.scale.shown
     points: dict[str, list[tuple[str, float, float]]] = {}
     for row, found in results.measured:
@@ -44,7 +44,7 @@ def _dots(results: Results, title: str, value: str) -> Any:
         for group, measured, sd in found_here:
             colour = COLOURS[groups.index(group) % len(COLOURS)]
             axis.errorbar(measured, height, xerr=sd, fmt="o", color=colour, markersize=6, zorder=2)
-            if len(groups) == 1:  # numbers of several would lie on each other
+            if len(groups) == 1:  # several numbers would overlap
                 text = f"{measured:{COLUMNS[value].form}}"
                 where = {"xytext": (0, 6), "textcoords": "offset points", "ha": "center"}
                 axis.annotate(text, (measured, height), **where, fontsize=7.5, color=colour)
@@ -64,7 +64,7 @@ def _sd(value: str | Spread) -> float:
 
 
 def _validation(results: Results, title: str, value: str) -> Any:
-    """A line for each run, its name at its end; dots where only the table is there."""
+    """Draws a line for each run, with its name at its end; dots if only the table exists."""
     updates, losses = (results.series.get(name, {}) for name in ("evaluated", "validation"))
     runs = [key for key in losses if losses[key] and key in updates]
     if not runs:
@@ -89,7 +89,7 @@ def _gradients(results: Results, title: str, value: str) -> Any:
 
 
 def gradients(found: Series, title: str) -> Any:
-    """A panel for each scheme, a line for each rate; behind them, in grey, those of all schemes."""
+    """Draws a panel for each scheme, a line for each rate; behind them, in grey, those of all schemes."""
     schemes, rates = list(dict.fromkeys(scheme for scheme, _ in found)), rates_of(found)
     columns = min(5, len(schemes)) if len(schemes) > 6 else 3
     rows = math.ceil(len(schemes) / columns)
@@ -108,7 +108,7 @@ def gradients(found: Series, title: str) -> Any:
 
 
 def _start(results: Results, title: str, value: str) -> Any:
-    """BrN Fig 3: a panel for each rate, a colour for each scheme; gradient norms above, training NLL below."""
+    """Draws BrN Fig 3: a panel for each rate, a colour for each scheme; gradient norms above, training NLL below."""
     norms, losses = results.series.get("gradients", {}), results.series.get("losses", {})
     schemes, rates = list(dict.fromkeys(scheme for scheme, _ in norms)), rates_of(norms)
     parts = [("‖g‖ before clipping", norms), *([("training NLL, nats", losses)] if losses else [])]
@@ -133,9 +133,9 @@ def _start(results: Results, title: str, value: str) -> Any:
 
 
 def _comparison(results: Results, title: str, value: str) -> Any:
-    """A line for each name, the best from the common initialisation first; a panel for each number; a dot and its
-    standard deviation for each rate, filled from the common initialisation, hollow from the scheme's own. Values far
-    beyond the others are arrows with their numbers at the edge."""
+    """Draws a line for each name, the best from the common initialisation first; a panel for each number; a dot and
+    its standard deviation for each rate, filled from the common initialisation, hollow from the scheme's own. Values
+    far beyond the others are arrows with their numbers at the edge."""
     rates = list(dict.fromkeys(row.key["lr"] for row, _ in results.measured))
     common = results.scale.rows[0].key["init"]
     best: dict[str, float] = {}
@@ -177,7 +177,7 @@ def _comparison(results: Results, title: str, value: str) -> Any:
 
 
 def _edge(values: Sequence[float | None]) -> float:
-    """Where an axis ends that shows most values well: infinity where none lies far beyond the others."""
+    """Returns the end of an axis that shows most values well: infinity if none is far beyond the others."""
     finite = sorted(v for v in values if v is not None and math.isfinite(v))
     if not finite:
         return math.inf
@@ -187,7 +187,7 @@ def _edge(values: Sequence[float | None]) -> float:
 
 
 def _by_key(results: Results, title: str, value: str) -> Any:
-    """The value over the key that runs across, a number on a logarithmic axis; a line for each of the other keys."""
+    """Draws the value over the key that runs across, on a logarithmic axis, with a line for each of the other keys."""
     shown = results.scale.shown
     drawn: dict[tuple[str, ...], tuple[list[float], list[float]]] = {}
     for row, found in results.measured:
@@ -225,7 +225,7 @@ PICTURES: dict[str, Callable[[Results, str, str], Any]] = {
     "growth": _of_series(drawing.growth),
     "by_key": _by_key,
 }
-"""By the name that `Shown.picture` has; each takes the results, the title and the column of `Shown.value`."""
+"""The functions by the name in `Shown.picture`; each gets the results, the title and the column in `Shown.value`."""
 
 
 def rates_of(found: Series) -> list[str]:

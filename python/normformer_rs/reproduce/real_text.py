@@ -44,7 +44,7 @@ MULTI30K = Reproduction(
     "Multi30k, the recipe of the number to beat",
     "transformer_tiny of Wu et al. 2021 (github LividWo/Revisit-MMT)",
     "fairseq's transformer_tiny (postnorm, LayerNorm) reaches 41.02 BLEU by this recipe.",
-    {**_ALONE, "paper": _ALONE["here"]},  # its budget fits two cores
+    {**_ALONE, "paper": _ALONE["here"]},  # its budget suits two cores
 )
 LAYERNORM = Reproduction(
     "multi30k-layernorm",

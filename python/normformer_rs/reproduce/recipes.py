@@ -20,7 +20,7 @@ RECIPE: Options = {
     "updates": 2500,
     "evaluate_every": 250,
     "keep": 5,
-    "precision": "bf16",  # products; parameters, moments, statistics and the residual stream are f32
+    "precision": "bf16",  # the type of products; parameters, moments, statistics and the residual stream are f32
 }
 SMALL: Options = {
     **TINY,
@@ -36,7 +36,7 @@ SMALL: Options = {
     "evaluate_every": 3,
     "keep": 2,
 }
-"""Both at `--scale check`."""
+"""The model and the recipe of `--scale check`."""
 SMALL_ABOUT = "d 16, 6 updates of 1,000 padded tokens of number words"
 TWO_CORES = "transformer-tiny (d 128, 4+4 layers), bf16, seed 1"
 DECODED = "mean of the kept checkpoints, beam 5"
@@ -44,5 +44,5 @@ CONSTANT: Options = {"schedule": "constant", "warmup": 0}
 
 
 def layers(number: int) -> Options:
-    """As many in the encoder as in the decoder."""
+    """Returns the options of as many layers in the encoder as in the decoder."""
     return {"encoder_layers": number, "decoder_layers": number}

@@ -1,7 +1,7 @@
-"""Corpora as their publishers release them, and how each becomes the files that reproductions read.
+"""Corpora in the form in which their publishers release them, and their conversion to the files of reproductions.
 
-A release lies unpacked below one folder, in whatever sub-folders its archives have. `prepare` looks its files up by
-name, makes the corpora in a folder beside their place, and moves them there when they are complete.
+A release is unpacked in one folder, in any sub-folders that its archives have. `prepare` finds its files by name, makes
+the corpora in a folder beside their place, and moves them there when they are complete.
 """
 
 import gzip
@@ -20,7 +20,7 @@ from .corpora import CORPORA, Corpus, found
 
 
 class Raw:
-    """The files below a folder, by name; those below `but` are left out."""
+    """The files in a folder, by name, without those in the folder `but`."""
 
     def __init__(self, folder: Path, but: Path | None = None):
         self.folder = folder
@@ -30,7 +30,8 @@ class Raw:
         self._paths = paths
 
     def find(self, pattern: str) -> list[Path]:
-        """Those whose name fits the pattern of `fnmatch`, plain or with .gz; of copies of one name the first."""
+        """Finds files whose name matches the pattern of `fnmatch`, plain or with .gz; the first one of copies with
+        the same name."""
         by_name: dict[str, Path] = {}
         for path in self._paths:
             if fnmatch(name := path.name.removesuffix(".gz"), pattern):
@@ -38,28 +39,28 @@ class Raw:
         return list(by_name.values())
 
     def lines(self, name: str) -> Iterator[str]:
-        """Those of the one file of that name, without their ends."""
+        """Yields the lines of the one file of that name, without their ends."""
         return lines_of(self.find(name)[0])
 
 
 Make = Callable[[Raw, Path, int], None]
-"""Writes corpora's files below a folder, with so many processes."""
+"""A function that writes corpora's files into a folder, with so many processes."""
 
 
 class Release(NamedTuple):
-    """What a publisher has, and the corpora that are made of it."""
+    """A publisher's files, and the corpora that are made from them."""
 
     about: str
     fetch: tuple[str, ...]
-    """What to download: name, size, page."""
+    """The downloads: name, size, page."""
     files: tuple[str, ...]
-    """Names or patterns, each of at least one file that is needed."""
+    """Names or patterns; at least one file must match each."""
     corpora: tuple[str, ...]
     make: Make
 
 
 def lines_of(path: Path) -> Iterator[str]:
-    """The lines of a UTF-8 file, plain or gzip; a line ends at a newline alone."""
+    """Yields the lines of a UTF-8 file, plain or gzip; a line ends at a newline only."""
     with _opened(path) as file:
         for number, line in enumerate(file, 1):
             try:
@@ -103,11 +104,11 @@ def _pairs(first: Iterable[str], second: Iterable[str], what: str) -> Iterator[t
 
 _TED_PAIRS = {"gl→en": ("gl", "en"), "sk→en": ("sk", "en"), "en→he": ("en", "he"), "ar→en": ("ar", "en")}
 _ABSENT = {"", "__NULL__", "_ _ NULL _ _"}
-"""What stands in the table where a talk has no translation."""
+"""The table's entries for a talk without translation."""
 
 
 def _make_ted(raw: Raw, folder: Path, _: int) -> None:
-    """Qi et al.'s table has a column for each language; a pair has the rows that have both."""
+    """Makes the TED corpora. Qi et al.'s table has a column for each language; a pair has the rows that have both."""
     for part in ("train", "dev", "test"):
         rows = raw.lines(f"all_talks_{part}.tsv")
         columns = next(rows).split("\t")
@@ -139,8 +140,8 @@ def _make_iwslt15(raw: Raw, folder: Path, _: int) -> None:
 
 
 def _make_iwslt14(raw: Raw, folder: Path, workers: int) -> None:
-    """As fairseq's prepare-iwslt14.sh: Moses' tokeniser, 1 to 175 words and ratio 1.5, lower case, every 23rd pair held
-    out, 10,000 joint merges."""
+    """Follows fairseq's prepare-iwslt14.sh: Moses' tokeniser, 1 to 175 words and ratio 1.5, lower case, every 23rd
+    pair held out, 10,000 joint merges."""
     languages = ("de", "en")
 
     def talks(language: str) -> Iterator[str]:
@@ -165,7 +166,7 @@ def _make_iwslt14(raw: Raw, folder: Path, workers: int) -> None:
 
 
 class _Parts:
-    """A corpus on its way: parts of whole words, then of pieces."""
+    """A corpus in preparation: parts of whole words, then of pieces."""
 
     def __init__(self, folder: Path, languages: tuple[str, str]):
         self.folder, self.languages = folder, languages
@@ -177,7 +178,7 @@ class _Parts:
         return self.whole(part, self.languages[0]), self.whole(part, self.languages[1])
 
     def split(self, pairs: Iterable[tuple[str, str]], every: int) -> None:
-        """Every so-manieth pair is held out."""
+        """Writes the training part, and holds every `every`-th pair out for validation."""
         held = self._both("valid")
         held[0].parent.mkdir(parents=True, exist_ok=True)
         with (
@@ -196,7 +197,8 @@ class _Parts:
             _write_pairs(self._both("train"), trained())
 
     def cut(self, operations: int, workers: int, most: int | None) -> None:
-        """Joint BPE learned from the training part; `most`: pieces, 1 at least, at a ratio of at most 1.5."""
+        """Applies joint BPE learned from the training part; `most`: the maximum number of pieces, with at least 1
+        and a ratio of at most 1.5."""
         codes = self.folder / "code"
         moses.learn_bpe([*self._both("train")], codes, operations)
         for part in ("train", "valid", "test"):
@@ -222,8 +224,8 @@ def _make_wmt14(raw: Raw, folder: Path, _: int) -> None:
 
 
 def _statmt(folder: str, target: str, parts: tuple[str, ...], test: str, every: int) -> Make:
-    """As fairseq's prepare-wmt14en2de.sh and -en2fr.sh: punctuation, non-printing characters, Moses' tokeniser with
-    dashes, every so-manieth pair held out, 40,000 joint merges, 1 to 250 pieces and ratio 1.5."""
+    """Follows fairseq's prepare-wmt14en2de.sh and -en2fr.sh: punctuation, non-printing characters, Moses' tokeniser
+    with dashes, every `every`-th pair held out, 40,000 joint merges, 1 to 250 pieces and ratio 1.5."""
 
     def make(raw: Raw, into: Path, workers: int) -> None:
         def text(language: str) -> Iterator[str]:
@@ -269,7 +271,7 @@ def _make_opus100(raw: Raw, folder: Path, _: int) -> None:
 
 
 def _with_english(raw: Raw, pattern: str, form: re.Pattern[str]) -> Iterator[tuple[str, Iterator[tuple[str, str]]]]:
-    """Per language, by name: its pairs with English."""
+    """Yields each language's name, in alphabetical order of the pairs, with its pairs with English."""
     sides: dict[str, dict[str, Path]] = {}
     for path in raw.find(pattern):
         if (told := form.fullmatch(path.name.removesuffix(".gz"))) and "en" in told["pair"].split("-"):
@@ -282,7 +284,8 @@ def _with_english(raw: Raw, pattern: str, form: re.Pattern[str]) -> Iterator[tup
 
 
 def _many(folder: Path, name: str, part: str, languages: Iterable[tuple[str, Iterable[tuple[str, str]]]]) -> None:
-    """All pairs of a part in both directions, the target's language before each source (Johnson et al. 2017)."""
+    """Writes all pairs of a part in both directions, with the target language's tag before each source
+    (Johnson et al. 2017)."""
     paths = [
         folder / f"{name}-{way}" / f"{part}.{side}" for way in ("to-en", "from-en") for side in ("source", "target")
     ]
@@ -301,7 +304,7 @@ def _many(folder: Path, name: str, part: str, languages: Iterable[tuple[str, Ite
 
 
 def _make_multiun(raw: Raw, folder: Path, _: int) -> None:
-    """The last 8,000 pairs of each language are held out, half of them for the test."""
+    """Makes the MultiUN corpora. The last 8,000 pairs of each language are held out, half of them for the test."""
     for language, pairs in _with_english(raw, "MultiUN.*", _UN_NAME):
         held: list[tuple[str, str]] = []
 
@@ -413,13 +416,13 @@ RELEASES: dict[str, Release] = {
 
 
 class Counted(NamedTuple):
-    """The lines of a part, beside what the paper says."""
+    """The number of lines of a part, and the paper's number."""
 
     corpus: str
     part: str
     lines: int
     paper: str
-    """As it is printed: "10k" stands for all numbers that round to it; empty where it says nothing."""
+    """The number as it is printed: "10k" stands for any number that rounds to it; empty if the paper gives none."""
 
     @property
     def agrees(self) -> bool:
@@ -433,15 +436,15 @@ class Counted(NamedTuple):
 
 
 def missing(name: str, raw: Raw) -> list[str]:
-    """The release's files that the folder lacks."""
+    """Returns the release's files that the folder lacks."""
     return [pattern for pattern in RELEASES[name].files if not raw.find(pattern)]
 
 
 def prepare(name: str, raw: Path, data: Path, workers: int) -> list[Counted]:
-    """Makes the release's corpora below `data`; they are there complete, or not at all.
+    """Makes the release's corpora in `data`; they are written completely or not at all.
 
-    Errors: InputError for files that are missing or not what they should be, and for corpora that are there already;
-    ImportError without sacremoses and subword-nmt, where text is tokenised.
+    Errors: InputError for missing or wrong files, and for corpora that exist already; ImportError without sacremoses
+    and subword-nmt, if text is tokenised.
     """
     release = RELEASES[name]
     there = [folder for folder in _folders(release) if (data / folder).exists()]
@@ -473,7 +476,7 @@ def _folders(release: Release) -> list[str]:
 
 
 def counted(name: str, data: Path) -> list[Counted]:
-    """The lines of each part of the release's corpora below `data`; those that are not there are left out."""
+    """Counts the lines of each part of the release's corpora in `data`; those that do not exist are left out."""
     return [count for corpus in RELEASES[name].corpora for count in _counted(corpus, CORPORA[corpus], data)]
 
 

@@ -1,4 +1,4 @@
-"""The measured rows of a reproduction, kept in a CSV file as they come, and the series of its picture beside it."""
+"""The measured rows of a reproduction, kept in a CSV file as they come, and its picture's series in files beside it."""
 
 import contextlib
 import csv
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from ..drawing import Series
 
 Found = dict[str, str | Spread]
-"""What was measured of a row: columns by name, of several seeds their spread."""
+"""The measurements of a row: columns by name, with the spread of several seeds."""
 
 
 class Results:
-    """`FOLDER/NAME-SCALE.csv`, its series and its picture. A row that is there is not measured again. Several processes
-    may add rows."""
+    """`FOLDER/NAME-SCALE.csv`, its series and its picture. A row that exists is not measured again. Several
+    processes may add rows."""
 
     def __init__(self, entry: Reproduction, scale: str, folder: Path, seeds: int | None = None) -> None:
         self.stem, self.folder = f"{entry.name}-{scale}", folder
@@ -32,7 +32,7 @@ class Results:
         self.read()
 
     def read(self) -> None:
-        """Takes in what other processes have added."""
+        """Reads the rows that other processes have added, too."""
         table = self.path(".csv")
         self.rows: list[dict[str, str]] = []
         if table.exists():
@@ -46,23 +46,23 @@ class Results:
 
     @property
     def wanted(self) -> list[Row]:
-        """All rows, with each of their seeds: first all rows with their first."""
+        """All rows, with each of their seeds: first all rows with their first seed."""
         return [row.seeded(number) for number in range(self.seeds) for row in self.scale.rows]
 
     def find(self, row: Row) -> dict[str, str] | None:
-        """What was measured of the row, with its seed; None: nothing yet."""
+        """Returns the measurements of the row with its seed; None if there are none yet."""
         key = {**row.key, "seed": str(row.seed)}
         return next((f for f in self.rows if all((f.get(k) or ("1" if k == "seed" else None)) == v
                                                  for k, v in key.items())), None)  # fmt: skip
 
     def each_seed(self, row: Row) -> dict[int, dict[str, str]]:
-        """What was measured of the row, by seed."""
+        """Returns the measurements of the row, by seed."""
         found = {row.seeded(number).seed: self.find(row.seeded(number)) for number in range(self.seeds)}
         return {seed: columns for seed, columns in found.items() if columns is not None}
 
     @property
     def measured(self) -> list[tuple[Row, Found]]:
-        """The rows that were measured, in the entry's order."""
+        """The rows that have been measured, in the entry's order."""
         made: list[tuple[Row, Found]] = []
         for row in self.scale.rows:
             if seeds := [*self.each_seed(row).values()]:
@@ -71,13 +71,13 @@ class Results:
         return made
 
     def add(self, row: Row, columns: Options, series: dict[str, list[float]]) -> None:
-        """Keeps a row, in files that are whole after a crash. Series are those of a row's first seed."""
+        """Keeps a row, in files that are whole after a crash. Series are kept for a row's first seed only."""
         self.folder.mkdir(parents=True, exist_ok=True)
         with alone(self.folder):
             self.read()
             made = {**row.key, "seed": str(row.seed), **columns}
             self.rows.append({name: str(value) for name, value in made.items()})
-            # the series first: a row that is there is whole
+            # The series are written first, so that a row in the table is complete.
             is_first = any((one.key, one.seed) == (row.key, row.seed) for one in self.scale.rows)
             for name, numbers in series.items() if is_first else ():
                 self.series.setdefault(name, {})[tuple(row.key.values())] = numbers
@@ -88,7 +88,7 @@ class Results:
 
 @contextlib.contextmanager
 def alone(folder: Path) -> Iterator[None]:
-    """While no other process is in here."""
+    """Waits until no other process is inside this block for the same folder."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX)
@@ -98,7 +98,7 @@ def alone(folder: Path) -> Iterator[None]:
 
 
 def read_series(path: Path, width: int = 2) -> "Series":
-    """The numbers of each line by the `width` columns before them."""
+    """Reads the numbers of each line by the `width` columns before them."""
     lines = csv.reader(text.read_lines(str(path)))
     return {tuple(line[:width]): [float(number) for number in line[width:]] for line in lines}
 

@@ -25,16 +25,17 @@ from .corpora import CORPORA, Files, prepare
 from .declared import Options, Row, Scale
 
 VERDICT = "verdict.json"
-"""Stands in a run's folder when the run is over."""
+"""The file in a run's folder that exists when the run is over."""
 _LAST = 50
-"""Updates over which the training NLL is a mean."""
+"""The number of last updates over which the training NLL is averaged."""
 _NUMBERS = ("updates", "train_nll", "valid_nll", "unigram_entropy", "largest_grad_norm", "seconds")
 _MOST_NATS = 100
-"""An entropy of 2⁶⁴ types is 44."""
+"""A limit above any entropy: that of 2⁶⁴ vocabulary entries is 44."""
 
 
 def folder_of(row: Row) -> str:
-    """The run's name. Rows with the same options and corpus are one run, whichever reproduction they belong to."""
+    """Returns the run's name. Rows with the same options and corpus share one run, whichever reproduction they
+    belong to."""
     options = json.dumps([row.corpus, row.options], sort_keys=True, ensure_ascii=False)
     names = [row.options.get(name) for name in ("residual", "encoder_norm", "norm")]
     words = [str(name) for name in names if name] or [row.corpus]
@@ -43,15 +44,15 @@ def folder_of(row: Row) -> str:
 
 @dataclass(frozen=True)
 class Run:
-    """A run that is over."""
+    """A finished run."""
 
     output: Path
     row: Row
     files: Files
     verdict: Options
-    """Losses in nats per token, and whether it diverged or trains (docs/spec.md, Verdicts)."""
+    """The losses in nats per token, and the verdict whether it diverged or trains (docs/spec.md, Verdicts)."""
     has_ended: bool
-    """It reached its end; otherwise its loss stopped being finite."""
+    """True if it reached its end; otherwise its loss stopped being finite."""
 
     @cached_property
     def history(self) -> History:
@@ -73,7 +74,7 @@ class Runs:
 
     @contextlib.contextmanager
     def claim(self, row: Row) -> Iterator[bool]:
-        """Whether no other process makes this run; while the block lasts none can begin to."""
+        """Yields True if no other process makes this run; none can begin to while the block lasts."""
         self.folder.mkdir(parents=True, exist_ok=True)
         handle = os.open(self.folder / f".{folder_of(row)}.lock", os.O_RDWR | os.O_CREAT, 0o644)
         try:
@@ -87,13 +88,13 @@ class Runs:
             os.close(handle)
 
     def files(self, corpus: str) -> Files:
-        """The corpus' files, prepared once."""
+        """Returns the corpus' files, prepared once."""
         if corpus not in self._files:
             self._files[corpus] = prepare(corpus, self.data, self.folder / "text")
         return self._files[corpus]
 
     def run(self, row: Row) -> Run:
-        """The run of a row; one that is over is not made again, one that was stopped goes on.
+        """Makes the run of a row; a finished one is not repeated, and a stopped one continues.
 
         Errors: InputError for options that do not fit and damaged files; Interrupted after Ctrl-C; OSError.
         """
@@ -123,7 +124,8 @@ class Runs:
         return True
 
     def translations(self, run: Run, scale: Scale) -> tuple[list[str], list[str]]:
-        """Translations of the scored part and their references, by the scale's checkpoint and the row's search."""
+        """Returns translations of the scored part and their references, with the scale's checkpoint and the row's
+        search."""
         how = [scale.checkpoint, scale.scored, run.row.search]
         saved = run.output / f"{scale.scored}-{hashlib.sha256(json.dumps(how).encode()).hexdigest()[:8]}.txt"
         corpus = CORPORA[run.row.corpus]
@@ -138,12 +140,12 @@ class Runs:
             text.write_lines(str(saved), (hypotheses[0].text for hypotheses in found))
         if corpus.is_split:
             references = [_core.join_line(line) for line in references]
-        # the file's own lines: a translation may be empty, and then so is its line
+        # These are the file's own lines: a translation may be empty, and then its line is, too.
         return saved.read_text(encoding="utf-8").split("\n")[:-1], references
 
 
 def read_verdict(path: Path) -> dict[str, Any]:
-    """What `judge` has found, and `has_ended`. Errors: InputError for a damaged file; FileNotFoundError."""
+    """Reads the result of `judge`, and `has_ended`. Errors: InputError for a damaged file; FileNotFoundError."""
     again = "remove it to judge the run again"
     found = text.read_json(path, again)
     is_whole = (
@@ -159,7 +161,7 @@ def read_verdict(path: Path) -> dict[str, Any]:
 
 
 def judge(output: Path, has_ended: bool) -> dict[str, Any]:
-    """A run's losses in nats per token and its verdict, docs/spec.md's: diverged, trains or neither."""
+    """Returns a run's losses in nats per token and its verdict by docs/spec.md: diverged, trains or neither."""
     events = read_events(output / LOG)
     started = [event for event in events if event["event"] == "started"]
     entropy = next((event["unigram_entropy"] for event in started if event.get("unigram_entropy")), None)

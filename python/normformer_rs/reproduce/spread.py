@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class Spread(NamedTuple):
-    """Numbers of at least two seeds. Formatted it is mean ± standard deviation (of a sample)."""
+    """Numbers of at least two seeds. Formatted, they are mean ± standard deviation (of a sample)."""
 
     numbers: tuple[float, ...]
 
@@ -27,27 +27,28 @@ class Spread(NamedTuple):
 
 
 class Difference(NamedTuple):
-    """Of two rows that have the same seeds."""
+    """The difference of two rows that have the same seeds."""
 
     spread: Spread
     p: float
-    """Of the paired t test, two-sided: that the mean difference is 0."""
+    """The p of the two-sided paired t test, whose hypothesis is that the mean difference is 0."""
 
     @property
     def is_within(self) -> bool:
-        """The difference is within the spread: 0 lies in its 95 % interval."""
+        """True if the difference is within the spread: 0 is in its 95 % interval."""
         return not self.p < 0.05
 
 
 def merged(values: Sequence[str]) -> "str | Spread":
-    """What several seeds have in one column: their spread; of words the one, or how often each occurs."""
+    """Merges several seeds' values of one column: numbers to their spread; words to the common one, or to their
+    counts."""
     numbers = [_number(value) for value in values]
     found = [number for number in numbers if number is not None and math.isfinite(number)]
     if len(values) == 1 or not any(values):
         return values[0] if values else ""
     if len(found) == len(values):
         return Spread(tuple(found))
-    if found:  # some runs have none
+    if found:  # some runs have no number
         some = f"{Spread(tuple(found)):.4g}" if len(found) > 1 else f"{found[0]:.4g}"
         return f"{some} ({len(found)} of {len(values)})"
     counts = {word: values.count(word) for word in dict.fromkeys(values)}
@@ -55,7 +56,7 @@ def merged(values: Sequence[str]) -> "str | Spread":
 
 
 def difference(ones: Sequence[float], others: Sequence[float]) -> Difference | None:
-    """ones − others, seed by seed; None for fewer than two pairs."""
+    """Returns ones − others, seed by seed; None for fewer than two pairs."""
     pairs = [one - other for one, other in zip(ones, others, strict=True)]
     if len(pairs) < 2:
         return None
@@ -67,7 +68,7 @@ def difference(ones: Sequence[float], others: Sequence[float]) -> Difference | N
 
 
 def within(t: float, freedom: int) -> float:
-    """Student's P(|T| ≤ |t|), by its finite series (Abramowitz & Stegun 26.7.3, 26.7.4)."""
+    """Returns Student's P(|T| ≤ |t|), by its finite series (Abramowitz & Stegun 26.7.3, 26.7.4)."""
     angle = math.atan(abs(t) / math.sqrt(freedom))
     sine, cosine = math.sin(angle), math.cos(angle)
     if freedom % 2:

@@ -20,7 +20,7 @@ class Column(NamedTuple):
 
     heading: str
     form: str
-    """Of `format`."""
+    """The format of the column's numbers, for `format`."""
 
 
 COLUMNS = {
@@ -54,14 +54,14 @@ COLUMNS = {
     "gap": Column("test over training", ".3f"),
 }
 COMPARED = {"before": "p against the row before", "first": "p against the first row"}
-"""The heading of `p`, by paired bootstrap."""
+"""The heading of `p`, for the paired bootstrap."""
 DIFFERENCES = {"before": "difference from the row before", "first": "difference from the first row"}
-"""The same over several seeds, by the paired t test."""
+"""The heading of `p` over several seeds, for the paired t test."""
 WIDTH = 120
 
 
 def number(value: str | Spread) -> float | None:
-    """The number, or the mean of several; None where there is none."""
+    """Returns the number, or the mean of several; None if there is none."""
     if isinstance(value, Spread):
         return value.mean
     try:
@@ -71,7 +71,7 @@ def number(value: str | Spread) -> float | None:
 
 
 def table(results: Results, shown: Shown) -> tuple[list[str], list[list[str]]]:
-    """The heading and the lines: the row's key, what was measured, the paper's figures."""
+    """Returns the heading and the lines: the row's key, the measurements, the paper's figures."""
     measured = results.measured
     papers = list(dict.fromkeys(name for row, _ in measured for name in row.paper))
     if not shown.across:
@@ -117,7 +117,7 @@ def _heading(results: Results, shown: Shown, name: str) -> str:
 
 
 def _compared(results: Results, shown: Shown, row: Row) -> str:
-    """The difference from the baseline over the seeds that both have, with the paired t test's p."""
+    """Returns the difference from the baseline over the seeds that both have, with the paired t test's p."""
     baseline = baseline_of(results.scale, row)
     if baseline is None:
         return ""
@@ -132,7 +132,8 @@ def _compared(results: Results, shown: Shown, row: Row) -> str:
 
 
 def baseline_of(scale: Scale, row: Row) -> Row | None:
-    """The row that this one is compared with: of the same text, the one before it, or the first."""
+    """Returns the row with which this one is compared: of the same text, the one before it, the first, or the named
+    one."""
     same = [other for other in scale.rows if other.corpus == row.corpus]
     at = [other.key for other in same].index(row.key)
     if at == 0 and scale.shown.compared in COMPARED:
@@ -145,7 +146,7 @@ def baseline_of(scale: Scale, row: Row) -> Row | None:
 
 
 def _named(row: Row, name: str) -> tuple[str, ...]:
-    """The row's keys but for the first, and whether that has this name; "": any."""
+    """Returns the row's keys after the first, marked if the first is not this name; "" stands for any name."""
     first, *rest = row.key.values()
     return tuple(rest) if first == name or not name else ("", *rest)
 
@@ -155,7 +156,7 @@ def _words(key: str) -> str:
 
 
 def _measured(found: Found, name: str) -> str:
-    """A measured cell; the verdict where a run that diverged has no BLEU."""
+    """Returns a measured cell; the verdict if a run diverged and has no BLEU."""
     value = found.get(name, "")
     if name == "bleu" and not value:
         return "diverged" if found.get("verdict") == "diverged" else ""
@@ -168,7 +169,7 @@ def _measured(found: Found, name: str) -> str:
 
 
 def _cell(found: Found, form: str, shown: Shown) -> str:
-    """The form, filled; empty where a number that it wants was not measured. A star after it: significant."""
+    """Returns the filled form, with a star if p is significant; the verdict if one of its numbers was not measured."""
     values = {name: value if isinstance(value, Spread) or (read := number(value)) is None else read
               for name, value in found.items()}  # fmt: skip
     p = number(found.get("p", ""))
@@ -180,7 +181,7 @@ def _cell(found: Found, form: str, shown: Shown) -> str:
 
 
 def markdown(head: Sequence[str], lines: Iterable[Sequence[object]], *, aligned: bool = False) -> str:
-    """A table of Markdown; nothing where it has no lines. Bars within cells are escaped, but for those in code."""
+    """Returns a table in Markdown; "" if it has no lines. Bars within cells are escaped, except in code."""
     cells = [[_escaped(str(cell)) for cell in line] for line in (head, *lines)]
     if len(cells) == 1:
         return ""
@@ -196,12 +197,12 @@ def _escaped(cell: str) -> str:
 
 
 def marks(entry: Reproduction, scale: str) -> tuple[str, str]:
-    """The lines of a Markdown file between which the command writes."""
+    """Returns the lines of a Markdown file between which the command writes."""
     return f"<!-- reproduce {entry.name} --scale {scale} -->", f"<!-- end of {entry.name} --scale {scale} -->"
 
 
 def section(entry: Reproduction, scale: str, results: Results, file: Path) -> str:
-    """The part of a Markdown file, marks and all: the recipe, the table, the picture."""
+    """Returns the part of a Markdown file, including its marks: the recipe, the table, the picture."""
     begin, end = marks(entry, scale)
     chosen = entry.scales[scale]
     dates = sorted({found["date"] for found in results.rows if found.get("date")})
@@ -223,9 +224,9 @@ def _seeds(results: Results) -> str:
 
 
 def write_section(file: Path, entry: Reproduction, scale: str, results: Results) -> None:
-    """Puts the section between its marks; at the file's end, under a heading, where they are not there yet.
+    """Puts the section between its marks, or at the file's end, under a heading, if there are no marks yet.
 
-    Errors: InputError for a file that is not there, and for one of the marks without the other.
+    Errors: InputError for a file that does not exist, and for one of the marks without the other.
     """
     whole = "\n".join(text.read_lines(str(file))) + "\n"
     begin, end = marks(entry, scale)
