@@ -24,6 +24,7 @@ from normformer_rs.reproduce import (
     Shown,
     command,
     corpora,
+    entries,
     spread,
     tables,
 )
@@ -329,6 +330,28 @@ def test_a_new_entry_is_everywhere(reproduce, monkeypatch, tmp_path, capsys):
     assert f"added: {title}; ours." in " ".join(capsys.readouterr().out.split())
     assert reproduce("added --scale check --dry-run")[1].startswith(f"added, scale check: {title}\n")
     assert "added" in [entry.name for entry in command.chosen(["all"], "check")]
+
+
+def test_an_entry_is_data():
+    table = {
+        "title": "Norms",
+        "source": "a paper",
+        "claim": "Both train.",
+        "rows": {"norm": "figures", "layers": {"few": 1, "many": {"layers": 3, "dropout": ""}}},
+        "where": {"rmsnorm": {"lr": 0.25}},
+        "shown": {"base": "bleu", "picture": "curves"},
+        "figures": {"columns": ["few", "many"], "only": "{layers}", "heading": "theirs, {}", "layernorm": ["1", "2"]},
+        "check": {"rows": {"norm": ["layernorm", "rmsnorm"]}, "seeds": 2},
+    }
+    scale = entries.made("norms", table).scales["check"]
+    few, many, other, last = scale.rows
+    assert (few.key, few.paper) == ({"norm": "layernorm", "layers": "few"}, {"theirs, few": "1"})
+    assert (last.key, last.paper) == ({"norm": "rmsnorm", "layers": "many"}, {"theirs, many": ""})
+    assert [row.options["decoder_layers"] for row in scale.rows] == [1, 3, 1, 3]
+    assert (few.options["dropout"], "dropout" in many.options, other.options["lr"]) == (0.3, False, 0.25)
+    assert (scale.seeds, scale.shown.value, scale.shown.picture, few.corpus) == (2, "bleu", "curves", "demo")
+    with pytest.raises(nfrs.InputError, match=r'entries\.toml, Norms: unknown field "seed" \(did you mean "seeds"\?\)'):
+        entries.made("norms", {**table, "seed": 3})
 
 
 @pytest.mark.parametrize("name", REPRODUCTIONS)

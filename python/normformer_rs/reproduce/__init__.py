@@ -1,16 +1,26 @@
-"""The papers' comparisons, each with one command: `normformer-rs reproduce NAME --scale check|here|paper`.
+"""The papers' comparisons, each by one command: `normformer-rs reproduce NAME --scale check|here|paper`.
 
-A reproduction is an entry in `ENTRIES` of one of the modules below, made of `declared.py`'s parts. The command, its
-help, the site's page, tables and pictures are generated from the entries. Nothing here imports torch until a run
+A reproduction is a table of `entries.toml`, or an entry of `comparison.ENTRIES`, made of `declared.py`'s parts. The
+command, its help, the site's page, tables and pictures are made of the entries. Nothing here imports torch until a run
 begins.
 """
 
-from . import branch_norm, comparison, power_norm, real_text, without_tears
+from typing import TYPE_CHECKING, Any
+
 from .declared import SCALES, Reproduction, Row, Scale, Shown
 
-REPRODUCTIONS: dict[str, Reproduction] = {
-    entry.name: entry
-    for module in (without_tears, power_norm, branch_norm, real_text, comparison)
-    for entry in module.ENTRIES
-}
+if TYPE_CHECKING:
+    REPRODUCTIONS: dict[str, Reproduction]
+
 __all__ = ["REPRODUCTIONS", "SCALES", "Reproduction", "Row", "Scale", "Shown"]
+
+
+def __getattr__(name: str) -> Any:
+    """REPRODUCTIONS, when they are first asked for: other commands need not wait for the file."""
+    if name != "REPRODUCTIONS":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from . import comparison, entries
+
+    found = {entry.name: entry for module in (entries, comparison) for entry in module.ENTRIES}
+    globals()[name] = found
+    return found

@@ -4,7 +4,7 @@ import itertools
 
 from ..config import tables
 from .declared import Options, Reproduction, Row, Scale, Shown
-from .recipes import SMALL, SMALL_ABOUT
+from .entries import WORDS, base
 
 _TABLES = tables()
 _SCHEMES = tuple(entry["name"] for entry in _TABLES["residuals"])
@@ -38,7 +38,7 @@ _NARROW: Options = {
     "evaluate_every": 200,
     "keep": 1,
 }
-_SMALLER: Options = {**SMALL, **_LANGUAGE_MODEL, "warmup": 2, "evaluate_every": 6, "keep": 1}
+_SMALLER: Options = {**base("small"), **_LANGUAGE_MODEL, "warmup": 2, "evaluate_every": 6, "keep": 1}
 _CELLS = (
     "validation NLL in nats; the largest gradient norm; mean |x| after the last layer over that before the first, of "
     "held-out text at the end"
@@ -73,7 +73,7 @@ MODERN = Reproduction(
     "the difference is that of their own initialisations?",
     {
         "check": Scale(
-            f"decoder-only, {SMALL_ABOUT}, 2 layers; {_CELLS}", _rows(_RATES[1:], _SMALLER, "demo-words"), _SHOWN
+            f"decoder-only, {WORDS['small']}, 2 layers; {_CELLS}", _rows(_RATES[1:], _SMALLER, "demo-words"), _SHOWN
         ),
         "here": Scale(
             "decoder-only, d 64, 4 heads, 6 layers; each scheme with LayerNorm, each other norm with prenorm; "

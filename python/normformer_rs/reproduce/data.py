@@ -10,7 +10,7 @@ from ..commands import Command
 from ..config import closest
 from ..errors import InputError
 from ..options import UsageError
-from . import REPRODUCTIONS, releases
+from . import releases
 
 
 def parser() -> Command:
@@ -30,6 +30,8 @@ def parser() -> Command:
 
 
 def _run(args: argparse.Namespace) -> None:
+    from . import REPRODUCTIONS
+
     text.check_writable(text.STANDARD)
     data = Path(args.data)
     if args.name is None:

@@ -5,11 +5,13 @@ from pathlib import Path
 
 from .. import text
 from ..commands import Command
-from . import REPRODUCTIONS, SCALES
+from . import SCALES
 
 
 def parser() -> Command:
     def add(parser: argparse.ArgumentParser) -> None:
+        from . import REPRODUCTIONS
+
         parser.usage = "%(prog)s NAME… --scale check|here|paper [OPTION …]"
         entries = [f"{entry.name}: {entry.title}; {entry.source}." for entry in REPRODUCTIONS.values()]
         sizes = [f"{scale}: {about}." for scale, about in SCALES.items()]

@@ -1,0 +1,122 @@
+"""Makes reproductions of entries.toml, whose first lines say how it is written."""
+
+import itertools
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ..config import unknown
+from ..errors import InputError
+from ..presets import PRESETS
+from .declared import SCALES, Options, Reproduction, Row, Scale, Shown
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+Table = Mapping[str, Any]
+_FILE: dict[str, Any] = tomllib.loads(Path(__file__).with_name("entries.toml").read_text(encoding="utf-8"))
+WORDS, _BASES, _VALUES, _SHOWN, _SCALES = (_FILE.pop(name) for name in ("words", "bases", "values", "shown", "scales"))
+_OF_FIGURES = ("heading", "columns", "only")
+_OF_ENTRIES = ("title", "source", "claim", "like")
+_OF_SCALES = (*Scale._fields, "outer", "options", "where", "corpus", "search", "figures")
+
+
+def _merged(first: Table, *others: Table) -> dict[str, Any]:
+    """The last table that has a name says what it is; tables within them are merged, too."""
+    found = dict(first)
+    for name, value in itertools.chain.from_iterable(table.items() for table in others):
+        is_added = isinstance(value, dict) and isinstance(found.get(name), dict)
+        is_new = name == "shown" and "base" in value
+        found[name] = _merged(found[name], value) if is_added and not is_new else value
+    return found
+
+
+def _like(table: Table, tables: Table) -> dict[str, Any]:
+    """The table on top of the one that it is like."""
+    return _merged(_like(tables[table["like"]], tables), table) if "like" in table else dict(table)
+
+
+def _added(before: Options, *tables: Table) -> Options:
+    """The options of tables, each after those of its bases, on top of the ones before; "" takes one away."""
+    found = dict(before)
+    for table in tables:
+        for name in table.get("base", ()):
+            found = _added(found, _BASES[name] if name in _BASES else PRESETS[name].options)
+        found |= {name: value for name, value in table.items() if name not in ("base", "layers")}
+        if "layers" in table:
+            found |= {"encoder_layers": table["layers"], "decoder_layers": table["layers"]}
+    return {name: value for name, value in found.items() if value != ""}
+
+
+def base(name: str) -> Options:
+    """The options of one of [bases]."""
+    return _added({}, _BASES[name])
+
+
+def _values(column: str, values: Any, figures: Table) -> list[tuple[str, Table]]:
+    """A column's values as the table has them, and their options."""
+    known = _VALUES.get(column, {})
+    if isinstance(values, dict):
+        return [(name, own if isinstance(own, dict) else {column: own}) for name, own in values.items()]
+    if values == "figures":
+        values = [name for name in figures if name not in _OF_FIGURES]
+    return [(str(value), known.get(str(value), {column: value})) for value in (known if values == "all" else values)]
+
+
+def _published(figures: Table, key: dict[str, str]) -> dict[str, str]:
+    """The paper's figures of a run."""
+    if not figures:
+        return {}
+    found: Any = figures
+    for name in key.values():
+        found = found.get(name, [""] * len(figures["columns"])) if isinstance(found, dict) else found
+    only = figures.get("only", "").format_map(key)
+    return {figures.get("heading", "{}").format(column): figure
+            for column, figure in zip(figures["columns"], found) if only in ("", column)}  # fmt: skip
+
+
+def _rows(scale: Table) -> tuple[Row, ...]:
+    figures, where = scale.get("figures") or {}, scale.get("where", {})
+    columns = {name: _values(name, values, figures) for name, values in scale["rows"].items() if values != ""}
+    outer_first = sorted(columns, key=lambda column: column != scale.get("outer"))
+    of_text = {name: scale[name] for name in ("corpus", "search") if name in scale}
+    shared = _added(of_text, scale.get("options", {}))
+    rows = []
+    for chosen in itertools.product(*(columns[column] for column in outer_first)):
+        names = {column: name for column, (name, _) in zip(outer_first, chosen)}
+        key = {column: names[column] for column in columns}
+        beside = (where[name] for name in key.values() if name in where)
+        options = _added(shared, *(own for _, own in chosen), *beside)
+        own = {"search": options.pop("search")} if "search" in options else {}
+        rows.append(Row(key, options, options.pop("corpus"), _published(figures, key), **own))
+    return tuple(rows)
+
+
+def _scale(table: Table) -> Scale:
+    for name in table:
+        if name not in (*_OF_ENTRIES, *_OF_SCALES):
+            raise InputError(f"entries.toml, {table['title']}: {unknown('field', name, (*SCALES, *_OF_SCALES))}")
+    shown = table["shown"]
+    while "base" in shown:
+        shown = _merged(_SHOWN[shown["base"]], {name: value for name, value in shown.items() if name != "base"})
+    shown = {name: tuple(value) if name in ("measures", "columns") else value for name, value in shown.items()}
+    more = {name: table[name] for name in ("checkpoint", "scored", "seeds") if name in table}
+    return Scale(table["about"].format_map(WORDS), _rows(table), Shown(**shown), **more)
+
+
+def made(name: str, entry: Table) -> Reproduction:
+    """The reproduction of a table of the file. Errors: InputError for a field that no scale has."""
+    entry = _like(entry, _FILE)
+    shared = {field: value for field, value in entry.items() if field not in SCALES}
+    scales = {
+        scale: _scale(_merged(shared, _SCALES.get(scale, {}), _like(entry.get(scale, {}), _SCALES)))
+        for scale in SCALES
+        if scale == "check" or entry.get(scale)
+    }
+    return Reproduction(name, entry["title"], entry["source"], entry["claim"], scales)
+
+
+ENTRIES = tuple(made(name, entry) for name, entry in _FILE.items())
