@@ -271,7 +271,7 @@ def test_spawned_workers_are_patched(tmp_path):
     assert "worker 0" in done.stdout, done.stderr[-3000:]
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_hydra(data, tmp_path):
     given = f"task=translation task.data={data} model=nfrs_transformer_tiny model.norm=scalenorm model.residual=subln "
     given += "model.decoder_norm=layernorm model.scalenorm_fixed_g=true common.bf16=true "

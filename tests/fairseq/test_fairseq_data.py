@@ -185,7 +185,7 @@ def assert_same_but_for_ties(found: list, expected: list[tuple[str, float]]) -> 
 
 @pytest.mark.data
 @pytest.mark.parametrize("which", ["stock", "nfrs"])
-@pytest.mark.one_in(all=2)
+@pytest.mark.long
 def test_translates_multi30k_as_fairseq_does(which, corpora, fairseq, tmp_path):
     """A small model, trained for a minute, on the thousand lines of test.2016."""
     folder = tmp_path / "text"

@@ -202,6 +202,6 @@ ALL = pytest.param([*SCHEMES, *TORCHS], marks=pytest.mark.full)
 
 
 @pytest.mark.parametrize("schemes", [OF_EACH_KIND, ALL], ids=["some", "all"])
-@pytest.mark.full
+@pytest.mark.long
 def test_fsdp2_from_the_meta_device(tmp_path, schemes):
     mp.spawn(on_ranks, (2, str(tmp_path / "meet"), schemes), nprocs=2)
