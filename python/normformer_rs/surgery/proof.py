@@ -215,7 +215,7 @@ def in_words(reason: Exception | None) -> str:
 
 
 def _largest(t: Tensor) -> float:
-    return t.abs().max().item()
+    return t.abs().max().item() if t.numel() else 0.0
 
 
 def _root_of_mean(t: Tensor) -> float:
