@@ -46,7 +46,7 @@ pub(super) fn check_sizes(config: &TransformerConfig) -> Result<()> {
 fn check_norms_before_products(config: &TransformerConfig) -> Result<()> {
     let schemes = config.schemes();
     let is_norm = |point: Point, change: &Change| point.is_before_products() && change.norm().is_some();
-    let own = schemes.all().find(|scheme| is_inside(config, *scheme, is_norm));
+    let own = schemes.all().find(|scheme| is_inside(config, scheme, is_norm));
     let asked = [("qk_norm", config.qk_norm), ("qk_l2norm", config.qk_l2norm.is_some())];
     if let (Some(scheme), Some((option, _))) = (own, asked.iter().find(|(_, is_on)| *is_on)) {
         return Err(Error::invalid(format!(
@@ -56,7 +56,7 @@ fn check_norms_before_products(config: &TransformerConfig) -> Result<()> {
     }
     let of_values = schemes
         .all()
-        .find(|scheme| is_inside(config, *scheme, |point, change| point == Point::Value && change.norm().is_some()));
+        .find(|scheme| is_inside(config, scheme, |point, change| point == Point::Value && change.norm().is_some()));
     if let (Some(scheme), Some(norm)) = (of_values, config.v_norm) {
         return Err(Error::invalid(format!(
             "residual {:?} has norms on values of its own, so v_norm = {:?} would be a second one: leave it out",

@@ -9,7 +9,7 @@ use crate::config::TransformerConfig;
 use crate::error::Result;
 use crate::init;
 use crate::residual::{
-    self, ExtraStream, Gain, LayerContext, Learned, ResidualSpec, Scheme, SchemeRef, Schemes, StackSpec, StreamStep,
+    self, ExtraStream, Gain, Learned, ResidualSpec, Scheme, SchemeRef, Schemes, StackSpec, StreamStep,
 };
 use std::collections::HashMap;
 use tch::{no_grad, Device, Kind, Tensor};
