@@ -231,6 +231,11 @@ pub fn positive(name: &str, value: f64) -> Result<()> {
     }
 }
 
+/// Returns whether a declared number is finite in float32, in which most models have their parameters.
+pub fn is_finite_in_f32(value: f64) -> bool {
+    value.abs() <= f64::from(f32::MAX)
+}
+
 /// Accepts numbers in [0, 1), such as probabilities.
 pub fn below_one(name: &str, value: f64) -> Result<()> {
     match (0.0..1.0).contains(&value) {

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 PATH = Path(__file__).with_name("_tables.json")
+_FIELDS = {"version", "options", "resume", "tables"}
 
 
 @functools.cache
@@ -17,9 +18,12 @@ def read() -> dict[str, Any]:
     tables: {norms, families, residuals, inits, parametrisations, others}}. Raises ImportError if the file is missing
     or damaged."""
     try:
-        return json.loads(PATH.read_text(encoding="utf-8"))
+        found = json.loads(PATH.read_text(encoding="utf-8"))
     except (OSError, ValueError) as reason:
         raise _disagreement() from reason
+    if found.keys() != _FIELDS:
+        raise _disagreement()
+    return found
 
 
 def check(core: str) -> None:

@@ -1,6 +1,6 @@
 """Finds the extension module that fits the installed torch. It only reads files, because importing torch takes seconds.
 
-A build from source has one extension module, `_core.SUFFIX`, whose file says which torch it is linked against. A wheel
+A build from source has one extension module, `_core.SUFFIX`. Its file tells which torch it is linked against. A wheel
 from a package index has one for each minor version of torch, `_core-torch2.13.SUFFIX`.
 """
 

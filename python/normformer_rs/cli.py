@@ -143,7 +143,6 @@ def _parser() -> Parser:
     commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=Parser)
     for name, build in COMMANDS.items():
         summary, run, add = build()
-        command = commands.add_parser(name, help=summary, description=summary)
+        command = commands.add_parser(name, help=summary, description=summary, add=add)
         command.set_defaults(run=run, parser=command)
-        add(command)
     return parser

@@ -4,9 +4,10 @@
 >>> figures.gains("runs/scalenorm", path="gains.png")  # doctest: +SKIP
 PosixPath('gains.png')
 
-Every function has `path`, the path of the picture, whose ending sets the format (png, svg, pdf), and `names` of the
-runs; None for their folders' names. Each returns the path. Errors of all: InputError for no run, for a folder that
-holds none, if there are not as many names as runs, and if the runs lack what is drawn; ImportError without matplotlib.
+Every function takes the picture's `path`, and `names` of the runs; None uses their folders' names. The path's ending
+sets the format: png, svg or pdf. Each function returns the path. All raise InputError for no run, for a folder that
+holds none, if there are not as many names as runs, and if the runs lack what is drawn; and ImportError without
+matplotlib.
 """
 
 import json

@@ -1,6 +1,5 @@
 """Random initial values of parameters, and the numbers in declarations of norms and schemes."""
 
-import math
 from typing import Any, NamedTuple
 
 from .errors import InputError
@@ -12,8 +11,13 @@ class Normal(NamedTuple):
     std: float
 
 
+_LARGEST = 3.4028234663852886e38
+"""The largest number of float32, in which most models have their parameters."""
+
+
 def number(value: Any, what: str) -> float:
-    """Returns a declared number, which must be finite. Errors: InputError that says `what` for anything else."""
+    """Returns a declared number, which must be finite in float32. Errors: InputError that says `what` for anything
+    else."""
     try:
         found = None if isinstance(value, (str, bytes)) else float(value)
     except (TypeError, ValueError, OverflowError, RuntimeError):  # RuntimeError: a tensor with several numbers
@@ -21,6 +25,6 @@ def number(value: Any, what: str) -> float:
     if found is None:
         shown = repr(value) if len(repr(value)) <= 60 else f"{repr(value)[:60]}…"
         raise InputError(f"{what} must be a finite number; got {shown}")
-    if not math.isfinite(found):
-        raise InputError(f"{what} is {found}: it must be finite")
+    if not abs(found) <= _LARGEST:
+        raise InputError(f"{what} is {found}: it must be finite in float32")
     return found

@@ -6,7 +6,7 @@ import json
 import re
 import sys
 import textwrap
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -67,10 +67,20 @@ class _Formatter(argparse.HelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that raises UsageError, and reports an unknown option, with the closest one, before anything else."""
+    """A parser that raises UsageError, and reports an unknown option, with the closest one, before anything else.
 
-    def __init__(self, **settings: Any) -> None:
+    `add`: adds the parser's options when they are first needed, so that a command does not wait for another's.
+    """
+
+    def __init__(self, add: Callable[[argparse.ArgumentParser], None] | None = None, **settings: Any) -> None:
         super().__init__(formatter_class=_Formatter, allow_abbrev=False, **settings)
+        self._add = add
+
+    def complete(self) -> None:
+        """Adds the options that are still missing."""
+        if (add := self._add) is not None:
+            self._add = None
+            add(self)
 
     @property
     def _takes_command(self) -> bool:
@@ -89,6 +99,7 @@ class Parser(argparse.ArgumentParser):
         return parsed
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        self.complete()
         args = sys.argv[1:] if args is None else list(args)
         rest = next((i for i, word in enumerate(args) if word == "--"), len(args))
         if self._takes_command:

@@ -6,6 +6,7 @@
 use super::operators::{OwnNorm, MOST};
 use super::spec::{DeclaredShape, Form, Numbers, Parameter, Quantity, Size, Spec};
 use crate::error::{Error, Result};
+use crate::options::is_finite_in_f32;
 use crate::parametrisation::SumsOver;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -183,11 +184,16 @@ fn check(given: &GivenNorm) -> Result<()> {
             return wrong(format!("{name:?} is a matrix with a side below 1"));
         }
         let numbers = Numbers { start: 0.0, std: 0.0, offset: *offset, factor: *factor };
-        if !(*std >= 0.0 && std.is_finite()) {
-            return wrong(format!("{name:?} has a std of {std}: it must be finite and at least 0"));
+        if !(*std >= 0.0 && is_finite_in_f32(*std)) {
+            return wrong(format!("{name:?} has a std of {std:e}: it must be finite in float32 and at least 0"));
         }
-        if !start.values().all(|value| value.is_finite()) || !numbers.at_start().is_finite() || *factor == 0.0 {
-            return wrong(format!("{name:?} has a start, an offset or a factor that is not finite, or a factor of 0"));
+        if !start.values().all(|value| is_finite_in_f32(*value))
+            || !is_finite_in_f32(numbers.at_start())
+            || *factor == 0.0
+        {
+            return wrong(format!(
+                "{name:?} has a start, an offset or a factor that is not finite in float32, or a factor of 0"
+            ));
         }
     }
     Ok(())

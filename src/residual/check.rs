@@ -2,10 +2,16 @@
 
 use super::{Change, ExtraStream, Gain, LayerContext, LayerSpec, Learned, Mixing, NormAt, Point, StackSpec, Sublayer};
 use super::{DepthWeights, Dynamic, FirstValue, Gates, ResidualSpec};
+use crate::options::is_finite_in_f32;
 use std::collections::{BTreeMap, BTreeSet};
 use std::mem::take;
 
 type CheckResult = std::result::Result<(), String>;
+
+/// Returns the error about a name of both a norm and a parameter.
+fn two_kinds(name: &str) -> String {
+    format!("{name:?} is a norm and a parameter: give each its own name")
+}
 
 /// Names that a layer's own modules have.
 const TAKEN: [&str; 9] =
@@ -178,8 +184,8 @@ impl Walk<'_> {
         let d = self.first.model.d_model;
         let mut wanted = |parameter: &Learned, shape: &[i64]| self.parameter("mixing", parameter, &[shape]);
         match gates {
-            Gates::Joint { magnitude, .. } | Gates::Channel { magnitude, .. } if !magnitude.is_finite() => {
-                Err(format!("a gate has the magnitude {magnitude}: it must be finite"))
+            Gates::Joint { magnitude, .. } | Gates::Channel { magnitude, .. } if !is_finite_in_f32(*magnitude) => {
+                Err(format!("a gate has the magnitude {magnitude:e}: it must be finite in float32"))
             }
             Gates::Joint { iterations, .. } if *iterations < 0 => {
                 Err(format!("hyper-connections take at least 0 iterations, got {iterations}"))
@@ -214,7 +220,9 @@ impl Walk<'_> {
                 }
             }
             Gates::Sum(_) if !at_end => Err("a sum of streams writes nothing, so only a stack can end with it".into()),
-            Gates::Sum(c) if !c.is_finite() => Err(format!("a sum of streams has the number {c}: it must be finite")),
+            Gates::Sum(c) if !is_finite_in_f32(*c) => {
+                Err(format!("a sum of streams has the number {c:e}: it must be finite in float32"))
+            }
             Gates::Sum(_) => Ok(()),
         }
     }
@@ -245,9 +253,9 @@ impl Walk<'_> {
                 self.owned(&parameter.name, path)?;
                 self.parameter(at, parameter, &[&[self.first.model.heads]])
             }
-            Change::Times(c) | Change::Unit(c) => match c.is_finite() {
+            Change::Times(c) | Change::Unit(c) => match is_finite_in_f32(*c) {
                 true => Ok(()),
-                false => Err(format!("{at} has the number {c}: it must be finite")),
+                false => Err(format!("{at} has the number {c:e}: it must be finite in float32")),
             },
             Change::Keep(name) => {
                 self.kept.insert(name.clone(), width);
@@ -280,9 +288,9 @@ impl Walk<'_> {
 
     fn gain(&mut self, gain: &Gain, widths: &[i64]) -> CheckResult {
         match gain {
-            Gain::Constant(c) if !c.is_finite() => Err(format!("a gain is {c}: it must be finite")),
+            Gain::Constant(c) if !is_finite_in_f32(*c) => Err(format!("a gain is {c:e}: it must be finite in float32")),
             Gain::Sigmoid { temperature, .. } | Gain::CoSigmoid { temperature, .. }
-                if !(*temperature > 0.0 && temperature.is_finite()) =>
+                if !(*temperature > 0.0 && is_finite_in_f32(*temperature)) =>
             {
                 Err(format!("a gain's temperature must be above 0, got {temperature}"))
             }
@@ -306,8 +314,11 @@ impl Walk<'_> {
         if !self.names.insert(norm.name.clone()) {
             return Err(format!("two norms are called {:?}: give each its own name", norm.name));
         }
-        if !norm.start.is_finite() {
-            return Err(format!("the norm {:?} starts at {}: it must be finite", norm.name, norm.start));
+        if self.parameters.contains_key(&norm.name) {
+            return Err(two_kinds(&norm.name));
+        }
+        if !is_finite_in_f32(norm.start) {
+            return Err(format!("the norm {:?} starts at {:e}: it must be finite in float32", norm.name, norm.start));
         }
         match widths.contains(&norm.width) {
             true => Ok(()),
@@ -323,7 +334,7 @@ impl Walk<'_> {
         let Learned { name, shape, value, .. } = parameter;
         self.name(name)?;
         if self.names.contains(name) {
-            return Err(format!("{name:?} is a norm and a parameter: give each its own name"));
+            return Err(two_kinds(name));
         }
         if !shapes.contains(&shape.as_slice()) {
             return Err(format!("{at} has {name:?} of shape {shape:?}, expected one of {shapes:?}"));
@@ -343,7 +354,7 @@ impl Walk<'_> {
         if count != shape.iter().product::<i64>() {
             return Err(format!("{name:?} of shape {shape:?} has {count} first values"));
         }
-        match values.iter().all(|value| value.abs() <= f64::from(f32::MAX)) {
+        match values.iter().all(|value| is_finite_in_f32(*value)) {
             true => Ok(()),
             false => Err(format!("{name:?} starts at numbers that are not finite in float32")),
         }

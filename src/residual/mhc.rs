@@ -10,7 +10,7 @@ use super::{
 };
 use crate::choice;
 use crate::error::{Error, Result};
-use crate::options::{at_least_one, option_spec, AnyOption, Options};
+use crate::options::{at_least_one, option_spec, positive, AnyOption, Options};
 use crate::parametrisation::SumsOver;
 
 choice! {
@@ -43,13 +43,6 @@ option_spec! {
     RANK ("mhc_rank"): i64 = 320, at_least_one;
     /// Reading of mhc's streams at the end: with gates, or as their mean.
     END ("mhc_end"): MhcEnd = MhcEnd::Gates;
-}
-
-fn positive(name: &str, value: f64) -> Result<()> {
-    match value > 0.0 && value.is_finite() {
-        true => Ok(()),
-        false => Err(Error::invalid(format!("{name} must be above 0, got {value}"))),
-    }
 }
 
 /// The initial value of s, so that the streams change their weights little at first (Xie et al. 2025; Hunyuan V4).

@@ -193,6 +193,55 @@ class Unknown(Known):
 
 
 @pytest.mark.filterwarnings("default")
+def test_blocks_of_a_list_that_stay_are_named():
+    """They add something to the stream, which cannot be followed; modules that add nothing need no word."""
+    model, x = nn.Sequential(nn.Sequential(nn.Linear(8, 8)), Known(), Unknown(), Known()), torch.randn(2, 3, 8)
+    with pytest.warns(UserWarning, match=r"leaves 2 as it is: 2, an Unknown: the operation add") as told:
+        done = swap_residuals(model, "postnorm", example=x)
+    assert len(told) == 1
+    assert [(row.name, row.old, row.new) for row in done] == [
+        ("1", "Known", "Known, postnorm"), ("3", "Known", "Known, postnorm"), ("2", "Unknown", "stays"),
+    ]  # fmt: skip
+
+
+class Convolved(nn.Module):
+    """Convolutions along the tokens, as ConvBERT has them, or along the columns."""
+
+    def __init__(self, reads_columns):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 8), nn.Linear(8, 8)
+        self.conv, self.reads_columns = nn.Conv1d(8, 8, 3, padding=1), reads_columns
+
+    def forward(self, x):
+        seen = self.conv(x) if self.reads_columns else self.conv(x.mT).mT
+        return self.norm(x + self.down(self.up(x).relu() * seen))
+
+
+def test_a_linear_layer_tells_the_width_unless_a_convolution_contradicts():
+    x = torch.randn(2, 8, 8)
+    swapped = swap_residuals(nn.Sequential(Convolved(False), Convolved(False)), "prenorm", init=None, example=x)
+    assert len(swapped) == 2
+    with pytest.raises(InputError, match="a convolution and a linear layer read the stream, which take different dim"):
+        swap_residuals(nn.Sequential(Convolved(True), Convolved(True)), "prenorm", init=None, example=x)
+
+
+class WithNothing(Known):
+    """A layer has a parameter without a number."""
+
+    def __init__(self):
+        super().__init__()
+        self.empty = nn.Parameter(torch.empty(0))
+
+    def forward(self, x):
+        return x + (self.mlp(self.norm(x)) + self.empty.sum())
+
+
+def test_a_gradient_without_numbers_is_equal_to_itself():
+    model, x = nn.Sequential(WithNothing(), WithNothing()), torch.randn(2, 3, 8)
+    assert len(swap_residuals(model, "postnorm", init=None, example=x)) == 2
+
+
+@pytest.mark.filterwarnings("default")
 def test_a_stack_that_stays_is_named():
     model, x = TwoTowers(), torch.randn(2, 3, 8)
     with pytest.warns(UserWarning, match=r"leaves unknown as it is: 0, an Unknown: the operation add"):

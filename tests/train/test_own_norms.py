@@ -337,6 +337,8 @@ WRONG = {
     "start": {"parameters": {"p": Parameter(start="1.0")}},
     "start of a function": {"parameters": {"p": Parameter(start=lambda width: None)}},
     "huge": {"parameters": {"p": Parameter(start=10**400)}},
+    "beyond float32": {"parameters": {"p": Parameter(start=1e300)}},
+    "a std beyond float32": {"parameters": {"p": Parameter(Normal(1e300))}},
     "shape": {"parameters": {"p": Parameter(shape=None)}},
     "sides": {"parameters": {"p": Parameter(shape=(2, "x"))}},
     "a huge side": {"parameters": {"p": Parameter(shape=(10**12, "width"))}},

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import math
+import re
 import subprocess
 import sys
 
@@ -23,6 +24,7 @@ from normformer_rs.schemes import (
     Joint,
     Learned,
     Norm,
+    Normal,
     ResidualSpec,
     Scheme,
     StackSpec,
@@ -418,6 +420,11 @@ NONSENSE = {
     "a text": ResidualSpec(alpha=Learned("g", "1")),
     "a list": ResidualSpec(alpha=Learned("g", [1.0, None], 2)),
     "huge": ResidualSpec(alpha=10**400),
+    "beyond float32": ResidualSpec(alpha=1e300),
+    "a value beyond float32": ResidualSpec(alpha=Learned("g", 1e300)),
+    "a std beyond float32": ResidualSpec(alpha=Learned("g", Normal(1e300))),
+    "a start beyond float32": ResidualSpec(after=norm("n", start=1e300)),
+    "one name for a parameter and a norm": ResidualSpec(before=scale(Learned("n", 1.0)), after=norm("n")),
     "a huge side": ResidualSpec(alpha=Learned("g", 1.0, 10**400)),
     "a huge value": ResidualSpec(alpha=Learned("g", 10**400)),
     "a name": ResidualSpec(alpha=Learned(5, 1.0)),
@@ -466,6 +473,24 @@ def test_nonsense_is_refused_in_modules_loop_and_swaps(what):
     with pytest.raises(InputError):
         model = torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(**layer), 2)
         nfrs.swap_residuals(model, scheme, init=None)
+
+
+@pytest.mark.parametrize(
+    ("told", "said"),
+    [
+        ({"alpha": {"constant": 1e300}}, "a gain is 1e300: it must be finite in float32"),
+        ({"alpha": {"learned": {"name": "g1", "shape": [1], "value": -1e39}}}, '"g1" starts at numbers'),
+        ({"after": [{"times": 1e39}]}, "has the number 1e39: it must be finite in float32"),
+        ({"after": [{"norm": {"name": "n1", "width": 8, "start": 1e39}}]}, 'the norm "n1" starts at 1e39'),
+    ],
+    ids=str,
+)
+def test_data_beyond_float32_is_refused(told, said):
+    plain = declare(ResidualSpec(alpha=2.0))
+    whole = json.loads(nfrs.TransformerConfig(residual=plain, vocab_size=11, d_model=8, d_ff=12, heads=2).to_json())
+    whole["residual"]["stacks"]["decoder"]["layers"][0]["sublayers"][0]["around"] |= told
+    with pytest.raises(InputError, match=re.escape(said)):
+        nfrs.Transformer(nfrs.TransformerConfig.from_json(json.dumps(whole)))
 
 
 @pytest.mark.parametrize(("seed", "count"), [(1, 100), pytest.param(2, 300, marks=pytest.mark.long)])

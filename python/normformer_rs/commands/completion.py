@@ -6,6 +6,7 @@ from typing import Any
 from .. import text
 from .._optional import require
 from ..config import DataConfig, TrainingConfig, TransformerConfig
+from ..options import Parser
 
 SHELLS = ("bash", "zsh", "tcsh")
 _FILES = {"FILE", "FILE.toml", "PATH", "RUN"}
@@ -25,6 +26,7 @@ class PrintCompletion(argparse.Action):
         text.check_writable(text.STANDARD)
         shtab = require("shtab", "completion")
         for command in _of(parser):
+            command.complete()
             for action in command._actions:
                 if action.metavar in _FILES:
                     action.complete = shtab.FILE  # type: ignore[attr-defined]  # the attribute that shtab reads
@@ -43,7 +45,7 @@ def add_to(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--print-completion", metavar="SHELL", choices=SHELLS, action=PrintCompletion, help=help_)
 
 
-def _of(root: argparse.ArgumentParser) -> list[argparse.ArgumentParser]:
+def _of(root: argparse.ArgumentParser) -> list[Parser]:
     """Returns the parsers of the commands."""
     return [
         parser

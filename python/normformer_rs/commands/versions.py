@@ -3,7 +3,6 @@
 import os
 import platform
 import sys
-from importlib import metadata
 
 from ..config import __version__
 from . import PROG
@@ -44,6 +43,8 @@ def _processor() -> str:
 
 
 def _version(package: str) -> str | None:
+    from importlib import metadata  # takes longer than all else that --help needs
+
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

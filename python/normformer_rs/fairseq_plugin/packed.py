@@ -32,7 +32,7 @@ class Rows:
     lengths: Tensor
     """(B,): the number of each sentence's real tokens."""
     pad_mask: Tensor | None = None
-    """(N,): True at padding, whose rows come after all others; None if there are no such rows."""
+    """(N,), True at padding rows, which come last; None if there is no padding."""
 
     @classmethod
     def of(cls, padding: Tensor) -> "Rows":

@@ -186,7 +186,7 @@ class RowNorm(Typed):
 
 
 class OffsetNorm(RowNorm):
-    """A norm that also loads the `g` of x-transformers, whose norms end in ·√d·(g + offset)."""
+    """A norm that also loads the `g` of x-transformers. Norms there compute x/‖x‖·√d·(g + offset)."""
 
     def __init__(
         self,

@@ -442,7 +442,7 @@ def check_eps(eps: float | None, is_positive: bool = False) -> None:
 
 
 def over_rows(norm: nn.Module, x: Any, padding_mask: Tensor | None = None) -> Tensor:
-    """Applies the norm to a nested tensor (jagged layout), whose rows hold no padding."""
+    """Applies the norm to a nested tensor (jagged layout). Such a tensor holds no padding."""
     if x.layout != torch.jagged:
         raise InputError(
             "nested tensors must have torch.jagged layout, got torch.strided: make x with layout=torch.jagged"

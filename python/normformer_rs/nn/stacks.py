@@ -53,7 +53,7 @@ class Sums(nn.Module):
             reset_module(norm)
 
     def forward(self, y: Tensor, outputs: list[Tensor], padding_mask: Tensor | None) -> Tensor:
-        """Returns the next input after output y, whose predecessors are `outputs`; y joins them."""
+        """Appends output y to the earlier `outputs`, and returns the next layer's input."""
         row = len(outputs)
 
         def normed(x: Tensor) -> Tensor:

@@ -178,8 +178,8 @@ def follow_steps(module: Any) -> None:
     After k steps from t = 1, t is k + 1; steps that a gradient scaler skips do not count. Copies of a module must call
     this too.
 
-    This works for every torch.optim.Optimizer: eager, compiled, or recorded in a CUDA graph, whose replays advance t
-    with the parameters. An optimizer of other tensors, such as float32 copies, does not advance it.
+    This works for every torch.optim.Optimizer: eager, compiled, or recorded in a CUDA graph. Each replay of the graph
+    advances t with the parameters. An optimizer of other tensors, such as float32 copies, does not advance it.
     """
     _FOLLOWING.add(module)
     _listen()

@@ -1,6 +1,5 @@
 """Moses' preprocessing of text, with sacremoses and subword-nmt, in several processes."""
 
-import multiprocessing
 import re
 import sys
 import unicodedata
@@ -75,6 +74,8 @@ def _mapped(work: Callable, options: tuple, lines: Iterable[str], workers: int) 
         for chunk in chunks:
             yield from work(chunk, *options)
         return
+    import multiprocessing  # 12 ms, which --help would wait for
+
     with multiprocessing.get_context("spawn").Pool(workers) as pool:
         waiting: list = []
         for chunk in chunks:

@@ -61,20 +61,25 @@ def find_stacks(model: nn.Module, example: Any = None) -> Stacks:
     found, why = _run(model, blocks, example)
     groups: list[Group] = []
     taken: list[str] = []
+    stays: Unknown = {}
     for path, entries in candidates:
         if any(_is_below(path, one) for one in taken):
             continue
-        reason, kinds = _examine(entries, found, why)
+        kinds, reasons = _examine(entries, found, why)
+        reason = None if kinds else next(iter(reasons.values()))
         if reason is None and found is not None and (stage := _stage(path, kinds, candidates, found)):
             others[path] = stage
         elif reason is None:
             taken.append(path)
             groups += _groups(model, path, kinds, found)
-        elif reason is not None and isinstance(reason[1], NotResidual):
-            others[path] = reason[0]
-        elif reason is not None and not any(_is_below(path, one) for one in unknown):
-            unknown[path] = reason[0]
+            told = {name: one for name, one in reasons.items() if not isinstance(one, NotResidual)}
+            stays |= {f"{path}.{name}".lstrip("."): _in_words(name, entries, one) for name, one in told.items()}
+        elif isinstance(reason, NotResidual):
+            others[path] = _in_words(next(iter(reasons)), entries, reason)
+        elif not any(_is_below(path, one) for one in unknown):
+            unknown[path] = _in_words(next(iter(reasons)), entries, reason)
     unknown = {path: why for path, why in unknown.items() if not any(_is_below(one, path) for one in taken)}
+    unknown |= stays
     groups = groups if found is None else _joined(model, groups, found)
     for group in alone:
         (path,), (block,) = group.names, group.blocks
@@ -247,19 +252,23 @@ class _OneRow(TorchFunctionMode):
 
 def _examine(
     entries: list[tuple[str, nn.Module]], found: Record | None, why: str
-) -> tuple[tuple[str, Unaccounted] | None, dict[str, nn.Module]]:
-    """The blocks of a list by their names; or the first reason why it holds none, in words."""
-    blocks, reasons, refused = {}, [], set()
+) -> tuple[dict[str, nn.Module], dict[str, Unaccounted]]:
+    """Returns the blocks of a list by their names, and for its other entries the reasons why they are none. A list has
+    no blocks if two of one class differ in this."""
+    blocks: dict[str, nn.Module] = {}
+    reasons: dict[str, Unaccounted] = {}
     for name, entry in entries:
         try:
             _know(entry, found, why)
             blocks[name] = entry
         except Unaccounted as reason:
-            reasons.append((f"{name}, {named(entry)}: {reason}", reason))
-            refused.add(type(entry))
-    if not blocks or any(type(block) in refused for block in blocks.values()):
-        return reasons[0], {}
-    return None, blocks
+            reasons[name] = reason
+    refused = {type(entry) for name, entry in entries if name in reasons}
+    return ({} if any(type(block) in refused for block in blocks.values()) else blocks), reasons
+
+
+def _in_words(name: str, entries: list[tuple[str, nn.Module]], reason: Unaccounted | None) -> str:
+    return f"{name}, {named(dict(entries)[name])}: {reason}"
 
 
 def _know(block: Any, found: Record | None, why: str) -> None:

@@ -19,7 +19,6 @@ from .blocks import (
     TORCHS,
     Group,
     declaration_of,
-    is_block,
     parent_of,
     parts_of,
     place_of,
@@ -170,7 +169,7 @@ def _swap(
     edits.done()
     for path, why in stacks.unknown.items() if plans else ():
         stays = model.get_submodule(path)
-        kind = type(stays if is_block(type(stays)) else next(stays.children()))
+        kind = type(next(stays.children()) if isinstance(stays, LISTS) else stays)
         rows.append(Row(path or "(model)", kind.__name__, "stays", why))
         warnings.warn(f"{title} leaves {path or 'a list'} as it is: {why}", stacklevel=LEVEL)
     held = ((n, block) for group, _ in plans for n, block in zip(group.names, group.blocks))

@@ -213,13 +213,19 @@ class _Reader:
         return any(out not in n.inputs and out[0] in {k[0] for k in n.inputs} for n in inside for out in n.outputs)
 
     def _has_channels_first(self) -> bool:
-        """Convolutions read the stream, and nothing else does. Errors: Unaccounted where they may read a part of it."""
+        """Returns whether convolutions read the stream, and nothing else does. Errors: Unaccounted if which of its
+        dimensions is the width is not known."""
         inside = self.nodes[self.call.first : self.call.last]
         readers = [n for n in inside if any(k in self.level for k in n.inputs) and n.outputs[0] not in self.level]
         if len(self.call.shape) < 3 or all(node.what != "conv" for node in inside):
             return False
-        if any(node.what == "linear" for node in readers):
-            return False  # a linear layer reads the last dimension
+        kinds = {node.what for node in readers}
+        if {"conv", "linear"} <= kinds:
+            raise Unaccounted(
+                "a convolution and a linear layer read the stream, which take different dimensions for its width"
+            )
+        if "linear" in kinds:
+            return False  # it reads the last dimension
         odd = next((node.what for node in readers if node.what not in _READS_ROWS and node.what != "conv"), None)
         if odd is not None:
             raise Unaccounted(
