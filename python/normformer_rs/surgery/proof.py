@@ -76,7 +76,7 @@ def prove(
         try:
             swap(some, lambda group: OwnForm(group, is_wide), edits)
             for mode, old in before.items():
-                said = differ(old, look(mode))
+                said = differ(old, look(mode, old.has_backward))
                 if said is not None:
                     return said + " in training mode" * mode
             return None
@@ -101,15 +101,25 @@ class Observed(NamedTuple):
     gradients: "Gradients"
     error: Exception | None = None
     """The exception that ended the run or its backward pass; None: it ran."""
+    has_backward: bool = True
 
 
-Look = Callable[[bool], Observed]
-"""Runs a model in evaluation or training mode."""
+Look = Callable[[bool, bool], Observed]
+"""Runs a model in evaluation or training mode, with or without a backward pass."""
 
 
-def observe(model: nn.Module, run: Any, groups: list[Group], training: bool) -> Observed:
-    """One run in evaluation or training mode, and its backward pass. The random state is always the same, and layers
-    of dropout are off: the fused step draws other masks than torch."""
+def in_both_modes(look: Look) -> dict[bool, Observed]:
+    """Runs of a model in evaluation and training mode. Where both give the same numbers, they compute the same, and
+    evaluation has no backward pass of its own."""
+    trained, evaluated = look(True, True), look(False, False)
+    pairs = zip(trained.outputs, evaluated.outputs)
+    is_same = len(trained.outputs) == len(evaluated.outputs) and all(torch.equal(a, b) for a, b in pairs)
+    return {False: evaluated if is_same and trained.error is None else look(False, True), True: trained}
+
+
+def observe(model: nn.Module, run: Any, groups: list[Group], training: bool, has_backward: bool) -> Observed:
+    """One run in evaluation or training mode. The random state is always the same, and layers of dropout are off: the
+    fused step draws other masks than torch."""
     outputs: list[Tensor] = []
     gradients: Gradients = {}
     with quietly(model), _undropped(model), torch.enable_grad(), _tapped(model, groups, gradients):
@@ -117,13 +127,13 @@ def observe(model: nn.Module, run: Any, groups: list[Group], training: bool) -> 
         try:
             outputs = [t for t in tensors_in(run()) if t.is_floating_point()]
             followed = [t for t in outputs if t.requires_grad]
-            if followed:
+            if followed and has_backward:
                 torch.stack([(t.double().flatten() * _weights(t)).sum() for t in followed]).sum().backward()
         except MemoryError:
             raise
         except Exception as reason:  # a model may raise anything
-            return Observed([t.detach() for t in outputs], {}, reason)
-    return Observed([t.detach() for t in outputs], gradients)
+            return Observed([t.detach() for t in outputs], {}, reason, has_backward)
+    return Observed([t.detach() for t in outputs], gradients, None, has_backward)
 
 
 @contextlib.contextmanager

@@ -31,7 +31,7 @@ from .handover import mark_new, reclass
 from .init import count_weights, initialise, sign_of_training, silence_biases, unreached
 from .marker import mark, warn_of_adapters
 from .optimizers import Exchange, Repoint
-from .proof import Look, Observed, OwnForm, in_words, observe, prove
+from .proof import Look, Observed, OwnForm, in_both_modes, in_words, observe, prove
 from .refusals import refuse, refuse_roles
 from .residual_stream import Identity, StreamNorm
 from .spec import at, has
@@ -126,7 +126,7 @@ def _swap(
     plans = [(g, place) for g, place in _plans(stacks.groups, to, depth, init, options) if not _has(g, place)]
     runs = stacks.run is not None and plans and not any(p.is_meta for p in model.parameters())
     look = functools.partial(observe, model, stacks.run, [group for group, _ in plans])
-    seen = {training: look(training) for training in (False, True)} if runs else {}
+    seen = in_both_modes(look) if runs else {}
     plans = _proven(model, stacks, plans, look, seen)
     for group, place in plans:
         refuse(group, place, to)
@@ -300,10 +300,10 @@ def _proven(
 
 
 def _try(model: nn.Module, look: Look, seen: Mapping[bool, Observed], to: Any) -> None:
-    """Runs the swapped model and its backward pass, in both modes. Errors: InputError where it does not run, as the
+    """Runs the swapped model in both modes. Errors: InputError where it does not run, as the
     model did before: a sublayer's layers are not what their roles say, for schemes that act between them."""
     for training, old in seen.items():
-        new = look(training)
+        new = look(training, old.has_backward)
         if new.error is not None and old.error is None:
             raise InputError(
                 f"{type(model).__name__} does not run with {to}{' in training mode' * training} "

@@ -9,6 +9,7 @@ A gated feed-forward multiplies a ⊙ φ(b). The run is repeated with a share of
 were. The derivative by a row of a does not move unless the row of b beside it was scaled; the one by a row of b does.
 """
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from typing import Any, NamedTuple
 
@@ -136,9 +137,10 @@ class _Reader:
         return {i: g for i, g in zip(numbers, given) if g is not None}
 
     def _own(self, i: int, rows: Iterable[int], role: str, head: int | None = None) -> None:
-        owned = self.owned.setdefault(i, [set() for _ in range(self.run.products[i].leaf.shape[-1])])
+        if i not in self.owned:
+            self.owned[i] = [set() for _ in range(self.run.products[i].leaf.shape[-1])]
         for row in rows:
-            owned[row].add((role, head))
+            self.owned[i][row].add((role, head))
 
     # Queries, keys and values.
 
@@ -280,14 +282,15 @@ def _patterns(leaf: Tensor, random: torch.Generator) -> list[Tensor]:
 
 def _runs(owned: Iterable[set[tuple[Any, int | None]]]) -> tuple[Rows, ...]:
     found: list[Rows] = []
-    for one in owned:
+    for one, alike in itertools.groupby(owned):
         roles, heads = {role for role, _ in one}, {head for _, head in one}
         role = roles.pop() if len(roles) == 1 else None
         head = heads.pop() if len(heads) == 1 and role is not None else None
+        size = sum(1 for _ in alike)
         if found and found[-1][:2] == (role, head):
-            found[-1] = found[-1]._replace(size=found[-1].size + 1)
+            found[-1] = found[-1]._replace(size=found[-1].size + size)
         else:
-            found.append(Rows(role, head, 1))
+            found.append(Rows(role, head, size))
     return tuple(found)
 
 

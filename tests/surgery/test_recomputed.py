@@ -1,0 +1,135 @@
+"""Swapped models of the zoo against a second route, in f64: outputs, and the gradients of all parameters."""
+
+import copy
+import logging
+
+import pytest
+import torch
+from recomputed import Recomputed
+from test_zoo import build, swap
+from torch.utils._python_dispatch import TorchDispatchMode
+from zoo import MODELS, UNSEEN
+
+import normformer_rs as nfrs
+from normformer_rs import InputError
+from normformer_rs.surgery.block_residual import BlockResidual
+from normformer_rs.surgery.record import tensors_in
+from normformer_rs.surgery.stack_residual import StackResidual
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+SCHEMES = [entry["name"] for entry in nfrs.tables()["residuals"]]
+NAMES = [*MODELS, *UNSEEN]
+ERROR = 1e-9
+FAR = 1e4
+"""Numbers from here on are masks."""
+
+
+@pytest.fixture(autouse=True)
+def quiet():
+    logging.disable(logging.WARNING)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+class InDouble(TorchDispatchMode):
+    """Conversions to shorter types give f64: many models norm in f32."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        if kwargs.get("dtype") in (torch.float32, torch.float16, torch.bfloat16):
+            kwargs["dtype"] = torch.float64
+        return func(*args, **kwargs)
+
+
+def drawn(parameters, size):
+    """Adds random numbers, so that no gain is 1 and no two are alike."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for p in parameters:
+            p.add_(size * torch.randn(p.shape, generator=generator, dtype=p.dtype))
+
+
+def run(call):
+    """The outputs, with gradients of one weighted sum of them."""
+    torch.manual_seed(3)
+    generator = torch.Generator().manual_seed(1)
+    with InDouble():
+        found = [t for t in tensors_in(call()) if t.is_floating_point()]
+    weighted = [t * torch.randn(t.shape, generator=generator, dtype=t.dtype) for t in found if t.requires_grad]
+    sum(t.where(t.abs() < FAR, 0).sum() for t in weighted).backward()
+    return found
+
+
+def gap(x, y, least):
+    """The largest difference, relative to the largest number, or to `least`."""
+    there = torch.isfinite(y) & (y.abs() < FAR)
+    return ((x - y)[there].abs().max() / y[there].abs().max().clamp_min(least)).item() if there.any() else 0.0
+
+
+def compare(name, scheme, spoil=None):
+    """The largest differences of outputs and gradients; None: the swap is refused, or the blocks are torch.nn's, which
+    become layers of `normformer_rs.nn`."""
+    model, inputs = build(name)
+    drawn([p for p in model.parameters() if p.dim() == 1], 0.1)
+    base = copy.deepcopy(model)
+    try:
+        swap(model, scheme, inputs)
+    except InputError:
+        return None
+    made = [m for m in model.modules() if isinstance(m, BlockResidual | StackResidual)]
+    if not made:
+        return None
+    drawn([p for m in made for p in m.parameters()], 0.3)
+    for m in made:
+        if m.growth is not None:
+            m.t.fill_(7)
+    now = dict(model.named_parameters())
+    with torch.no_grad():
+        for path, p in base.named_parameters():
+            p.copy_(now.get(path, p))  # r-fixup holds biases at zero
+    expected = run(lambda: Recomputed(base, model).run(lambda one: one(**inputs)))
+    ours = {path: p.grad for path, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    for path, p in base.named_parameters():
+        if p.grad is not None and (path not in now or now[path].requires_grad):
+            ours[path] = ours.get(path, 0) + p.grad
+    if spoil is not None:
+        spoil(made)
+    outputs = run(lambda: model(**inputs))
+    assert [t.shape for t in outputs] == [t.shape for t in expected]
+    gradients = {path: p.grad for path, p in model.named_parameters() if p.grad is not None}
+    top = max((g.abs().max().item() for g in ours.values() if g.numel()), default=0.0)
+    gaps = [0.0]
+    for path in ours.keys() | gradients.keys():
+        some = [torch.zeros_like(now.get(path, p)) for p in (ours.get(path), gradients.get(path)) if p is None]
+        g, e = gradients.get(path, *some), ours.get(path, *some)
+        gaps.append(gap(g, e, top * 1e-2) if g.numel() else 0.0)
+    return max(gap(x, y, 1e-3) for x, y in zip(outputs, expected)), max(gaps)
+
+
+def check(name, schemes):
+    for scheme in schemes:
+        found = compare(name, scheme)
+        assert found is None or max(found) < ERROR, (scheme, found)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.one_in(test=60, all=3)
+def test_a_swap_is_what_a_second_route_computes(name):
+    """Two schemes for each model, in turn."""
+    turn = NAMES.index(name)
+    check(name, [SCHEMES[(turn + i * 13) % len(SCHEMES)] for i in range(2)])
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.long
+def test_every_scheme_is_what_a_second_route_computes(name):
+    check(name, SCHEMES)
+
+
+def test_a_wrong_factor_is_seen():
+    def spoil(made):
+        made[0].sublayers = tuple(s._replace(alpha=s.alpha * 1.0001) for s in made[0].sublayers)
+
+    assert max(compare("GPT2", "deepnorm")) < ERROR
+    assert max(compare("GPT2", "deepnorm", spoil)) > 1e-6
