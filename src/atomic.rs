@@ -287,11 +287,9 @@ pub fn clean(folder: &Path, is_ours: impl Fn(&str) -> bool) -> Result<()> {
     Ok(())
 }
 
-/// Parses the name of an unfinished file, `.NAME.tmp-PID` (or `.NAME.PID.part` of earlier versions), into NAME and PID.
+/// Parses the name of an unfinished file, `.NAME.tmp-PID`, into NAME and PID.
 fn unfinished(name: &str) -> Option<(&str, u32)> {
-    let name = name.strip_prefix('.')?;
-    let earlier = || name.strip_suffix(".part")?.rsplit_once('.');
-    let (of, pid) = name.rsplit_once(".tmp-").or_else(earlier)?;
+    let (of, pid) = name.strip_prefix('.')?.rsplit_once(".tmp-")?;
     Some((of, pid.parse().ok()?))
 }
 

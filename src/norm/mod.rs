@@ -48,6 +48,17 @@ pub static NORMS: &[&Spec] = &[
     &gated_rms_norm::SPEC,
 ];
 
+const _: () = {
+    let mut i = 0;
+    while i < NORMS.len() {
+        assert!(
+            NORMS[i].keeps_its_buffers(),
+            "a norm that declares buffers needs Form::Columns: no other form keeps them"
+        );
+        i += 1;
+    }
+};
+
 /// Every norm with row kernels; each has an operator, registered at its index in this list.
 pub static ROW_NORMS: &[&RowNormOpSpec] =
     &[&layer_norm::OPERATOR, &rms_norm::OPERATOR, &scale_norm::OPERATOR, &dyt::OPERATOR, &derf::OPERATOR];

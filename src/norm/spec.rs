@@ -26,6 +26,13 @@ pub struct Spec {
     pub form: Form,
 }
 
+impl Spec {
+    /// Whether the norm's form keeps the running statistics that it declares.
+    pub const fn keeps_its_buffers(&self) -> bool {
+        self.buffers.is_empty() || matches!(self.form, Form::Columns(_))
+    }
+}
+
 /// The way in which x̂ is computed.
 #[derive(Clone, Copy)]
 pub enum Form {

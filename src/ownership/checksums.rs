@@ -21,7 +21,7 @@ pub fn text(files: &[(&str, String)]) -> String {
     format!("{lines}{:08x} {OF_ITSELF}\n", Digest::of(lines.as_bytes()).crc32)
 }
 
-/// Compares a run's files with its checksums; runs of earlier versions have no checksums and pass.
+/// Compares a run's files with its checksums; without checksums nothing is compared.
 ///
 /// # Errors
 /// A file is missing or damaged: the message names it and says what to do.

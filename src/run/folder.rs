@@ -325,17 +325,12 @@ pub fn options(output: &Path, from: Option<&str>) -> Result<Value> {
     Ok(CheckpointStore::at(output).options(from)?.map_or(Value::Null, |(_, options)| options))
 }
 
-/// True if the log mentions a checkpoint. Earlier versions do not log that, but save after an evaluation before they
-/// log another update or the end. A warning after it may come from a run that found no checkpoint.
+/// True if the log mentions a checkpoint.
 fn has_saved(output: &Path) -> Result<bool> {
     let path = output.join(LOG);
     let Some(text) = atomic::read(&path, TEXT_BYTES)? else { return Ok(false) };
-    let lines = text.split(|byte| *byte == b'\n').filter_map(|line| serde_json::from_slice(line).ok());
-    let mut is_evaluated = false;
-    Ok(lines.into_iter().any(|line: Value| {
-        let before = std::mem::replace(&mut is_evaluated, line["event"] == "evaluated");
-        line["event"] == "saved" || before && (line["event"] == "updated" || line["level"] == "info")
-    }))
+    let mut lines = text.split(|byte| *byte == b'\n').filter_map(|line| serde_json::from_slice(line).ok());
+    Ok(lines.any(|line: Value| line["event"] == "saved"))
 }
 
 /// Returns the run's options, after a check that its files are undamaged.

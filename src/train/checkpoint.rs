@@ -63,7 +63,7 @@ struct Manifest {
     format_version: u32,
     written_by: String,
     update: u64,
-    /// The place among the run's savings; `None` outside a run's folder, and in files of earlier versions.
+    /// The place among the run's savings; `None` outside a run's folder.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     saving: Option<Saving>,
     files: BTreeMap<String, Digest>,

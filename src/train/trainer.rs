@@ -48,7 +48,7 @@ pub struct Progress {
     #[serde(default)]
     pub is_pause: bool,
     pub schedule: Option<ScheduleMemory>,
-    /// The sentences of the epoch before the cursor, out of all; 0 of 0 if an earlier version has not counted.
+    /// The sentences of the epoch before the cursor, out of all.
     #[serde(default)]
     pub seen: (u64, u64),
     /// The digests of the text to which the place and the best score belong.

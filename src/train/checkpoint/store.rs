@@ -30,7 +30,7 @@ pub struct CheckpointStore {
 pub struct ResumePoint {
     pub path: PathBuf,
     pub checkpoint: Checkpoint,
-    /// The name of the best checkpoint when this one was saved; `None` if an earlier version saved it.
+    /// The name of the best checkpoint when this one was saved; `None` if there was none.
     pub best: Option<String>,
     /// The reasons why newer checkpoints were skipped.
     pub passed: Vec<String>,
@@ -46,7 +46,7 @@ pub enum Best<'a> {
 /// The update, and the count of its savings, from 1.
 type Key = (u64, u32);
 
-/// The savings of the checkpoints that record theirs; those of earlier versions and damaged ones do not.
+/// The savings that the checkpoints record; damaged ones do not.
 type Savings = BTreeMap<Key, Saving>;
 
 impl CheckpointStore {
@@ -266,30 +266,24 @@ impl CheckpointStore {
         newest.unwrap_or((u64::MAX, u32::MAX))
     }
 
-    /// Returns the checkpoint that was saved last. Earlier versions only have the link.
+    /// Returns the checkpoint that was saved last.
     fn newest_of(&self, savings: &Savings) -> Option<Key> {
         let newest = savings.iter().max_by_key(|(_, saving)| saving.number);
-        newest.map(|(key, _)| *key).or_else(|| self.of_earlier_version("last"))
+        newest.map(|(key, _)| *key)
     }
 
     /// Returns the best checkpoint, as recorded by the newest checkpoint whose record names an existing one.
     fn best(&self, savings: &Savings) -> Option<Key> {
         let mut newest: Vec<&Saving> = savings.values().collect();
         newest.sort_by_key(|saving| std::cmp::Reverse(saving.number));
-        let names = newest.into_iter().filter_map(|saving| update_of(saving.best.as_deref()?));
-        let mut there = names.filter(|key| self.is_whole(*key));
-        there.next().or_else(|| self.of_earlier_version("best"))
+        let mut names = newest.into_iter().filter_map(|saving| update_of(saving.best.as_deref()?));
+        names.find(|key| self.is_whole(*key))
     }
 
     /// True if a checkpoint has its state and weights of the right length.
     fn is_whole(&self, key: Key) -> bool {
         let path = self.folder.join(name_of(key));
         Manifest::read(&path).is_ok_and(|manifest| manifest.has_weights(&path))
-    }
-
-    /// Returns the checkpoint to which a link leads, or of which a copy has replaced the link.
-    fn of_earlier_version(&self, name: &str) -> Option<Key> {
-        self.target(name).or_else(|| self.twin(&self.folder.join(name)))
     }
 
     /// Returns the checkpoint of which a folder is a copy, by its state, which has the lengths and checksums of all

@@ -20,17 +20,6 @@ fn run(name: &str) -> (Scratch, CheckpointStore) {
     (dir, store)
 }
 
-/// Creates the same run as an earlier version left it: only the links tell which are the best and the last.
-fn earlier_run(name: &str) -> (Scratch, CheckpointStore) {
-    let dir = Scratch::new(name);
-    let store = CheckpointStore::open(&dir.0).unwrap();
-    for (update, link) in [(1, "best"), (2, "last")] {
-        super::super::save(&store.folder.join(name_of((update, 1))), update, &checkpoint(update)).unwrap();
-        atomic::write_link(&store.folder.join(link), &name_of((update, 1))).unwrap();
-    }
-    (dir, store)
-}
-
 /// Does what a trainer does at an update.
 fn step(store: &CheckpointStore) -> Result<()> {
     store.save(3, &checkpoint(3), Best::This)?;
@@ -283,30 +272,24 @@ fn follow_links(store: &CheckpointStore) {
 
 #[test]
 fn a_copy_with_links_followed_or_lost_goes_on() {
-    for (of, make) in [("new", run as fn(&str) -> _), ("earlier", earlier_run)] {
-        for harm in ["followed", "lost"] {
-            let (dir, store) = make(&format!("store-copy-{of}-{harm}"));
-            match harm {
-                "followed" => follow_links(&store),
-                _ => NAMES.iter().for_each(|name| fs::remove_file(store.folder.join(name)).unwrap()),
-            }
-            let named = |name| CheckpointStore::at(&dir.0).resolve(name).map(|path| load(path).unwrap());
-            if of == "new" || harm == "followed" {
-                assert_eq!([named("best").unwrap(), named("last").unwrap()], [checkpoint(1), checkpoint(2)]);
-                assert_eq!(CheckpointStore::at(&dir.0).chosen("best").unwrap().checkpoint, checkpoint(1));
-            }
-            let store = CheckpointStore::open(&dir.0).unwrap();
-            assert_eq!(store.newest().unwrap().unwrap().checkpoint, checkpoint(2), "{of} {harm}");
-            for update in [3, 4] {
-                store.save(update, &checkpoint(update), Best::Named(None)).unwrap();
-                store.prune(1).unwrap();
-            }
-            // The best one is known, unless only a link had recorded it.
-            let best = if of == "new" || harm == "followed" { vec![1, 4] } else { vec![4] };
-            assert_eq!(store.list().unwrap(), best, "{of} {harm}");
-            for name in NAMES.iter().filter(|_| best.len() == 2) {
-                assert!(store.folder.join(name).is_symlink(), "{of} {harm}: {name} is a link again");
-            }
+    for harm in ["followed", "lost"] {
+        let (dir, store) = run(&format!("store-copy-{harm}"));
+        match harm {
+            "followed" => follow_links(&store),
+            _ => NAMES.iter().for_each(|name| fs::remove_file(store.folder.join(name)).unwrap()),
+        }
+        let named = |name| CheckpointStore::at(&dir.0).resolve(name).map(|path| load(path).unwrap()).unwrap();
+        assert_eq!([named("best"), named("last")], [checkpoint(1), checkpoint(2)]);
+        assert_eq!(CheckpointStore::at(&dir.0).chosen("best").unwrap().checkpoint, checkpoint(1));
+        let store = CheckpointStore::open(&dir.0).unwrap();
+        assert_eq!(store.newest().unwrap().unwrap().checkpoint, checkpoint(2), "{harm}");
+        for update in [3, 4] {
+            store.save(update, &checkpoint(update), Best::Named(None)).unwrap();
+            store.prune(1).unwrap();
+        }
+        assert_eq!(store.list().unwrap(), [1, 4], "{harm}");
+        for name in NAMES {
+            assert!(store.folder.join(name).is_symlink(), "{harm}: {name} is a link again");
         }
     }
 }
