@@ -4,7 +4,7 @@ environments, one for each torch.
     python3 .ci/wheels.py python3.11 python3.12 --torch 2.11 2.13 --output dist
 
 A core works with one minor version of torch, so the wheel has one for each, and the package loads the one that fits
-(python/normformer_rs/_torch.py). The wheel requires the torches that it has cores for. Its platform tag is the newest
+(python/normformer_rs/_loading.py). The wheel requires the torches that it has cores for. Its platform tag is the newest
 of those that auditwheel reads from the cores' symbols.
 """
 

@@ -15,7 +15,7 @@ import torch
 
 import normformer_rs as nfrs
 from normformer_rs import analysis
-from normformer_rs.coordinates import PLACES
+from normformer_rs.analysis.coordinates import PLACES
 
 SHAPE = {"architecture": "decoder-only", "vocab_size": 40, "d_model": 64, "d_ff": 128, "heads": 2, "decoder_layers": 4}
 WIDTHS, DEPTHS = (64, 128, 256, 512), (2, 4, 8, 16, 32)

@@ -33,7 +33,7 @@ from fairseq_data import FAIRSEQ, prepare
 from torch import Tensor
 
 import normformer_rs as nfrs
-from normformer_rs.model import load_run
+from normformer_rs.loop.model import load_run
 from normformer_rs.scores import score
 
 HERE = Path(__file__).resolve().parent

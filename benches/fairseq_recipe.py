@@ -28,7 +28,7 @@ import torch
 from fairseq_data import FAIRSEQ, prepare
 from fairseq_worker import RECIPE
 
-from normformer_rs.convert import SAFE
+from normformer_rs.formats.convert import SAFE
 from normformer_rs.scores import score
 
 LAST = 10

@@ -8,7 +8,7 @@ import csv
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from normformer_rs.drawing import INK, OTHERS, heading, highlight, new_figure, save
+from normformer_rs.pictures.drawing import INK, OTHERS, heading, highlight, new_figure, save
 from normformer_rs.reproduce.pictures import rates_of
 from normformer_rs.reproduce.results import read_series
 

@@ -18,7 +18,7 @@ import torch
 from windows import Quit, Windows
 
 import normformer_rs as nfrs
-from normformer_rs.distributed import world
+from normformer_rs.nn.distributed import world
 
 # transformer_tiny as in fairseq_worker.RECIPE: the same shape, dropout, optimizer and schedule.
 MODEL = {

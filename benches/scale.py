@@ -30,7 +30,7 @@ import torch_worker
 from threads import product_rate
 from windows import Quit
 
-from normformer_rs.drawing import INK, heading, new_figure, save
+from normformer_rs.pictures.drawing import INK, heading, new_figure, save
 
 SHARES = {"products": "#3b6fb5", "traffic": "#e0a458", "calls": "#d1495b"}
 

@@ -12,6 +12,8 @@ def page() -> str:
     with mock.patch.dict(os.environ, {"COLUMNS": "96"}):
         parser = cli._parser()
         (commands,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+        for command in commands.choices.values():
+            command.complete()
         parts = [
             "# Command line",
             "`normformer-rs COMMAND --help` prints the same.",

@@ -9,9 +9,9 @@
 import importlib
 from typing import TYPE_CHECKING
 
-from . import _loading, _torch
+from . import _loading
 
-_loading.begin(_torch.core())
+_loading.begin(_loading.core())
 
 __all__ = [
     "PRESETS",
@@ -72,42 +72,42 @@ if TYPE_CHECKING:
         __version__,
         tables,
     )
-    from .curves import plot
     from .errors import DivergedError, InputError, Interrupted
-    from .generation import Generation, WindowPerplexity, evaluate_windows, generate
-    from .history import Evaluations, History
-    from .huggingface import to_huggingface
-    from .memory import keep_memory
-    from .model import Transformer
+    from .formats.huggingface import to_huggingface
+    from .loop.generation import Generation, WindowPerplexity, evaluate_windows, generate
+    from .loop.history import Evaluations, History
+    from .loop.memory import keep_memory
+    from .loop.model import Transformer
+    from .loop.parametrisation import param_groups
+    from .loop.presets import PRESETS, preset
+    from .loop.training import DryRun, Trainer
+    from .loop.translation import Binarised, Perplexity, Translation, average, evaluate_loss, translate
     from .norms import Norm
-    from .papers import cite
-    from .parametrisation import param_groups
-    from .presets import PRESETS, preset
+    from .pictures.curves import plot
+    from .reproduce.papers import cite
     from .schemes import Scheme
     from .surgery import Swaps, fold_norms, load_swapped, swap_norms, swap_residuals
-    from .training import DryRun, Trainer
-    from .translation import Binarised, Perplexity, Translation, average, evaluate_loss, translate
 else:
     _HOMES = {
         "config": (
             *("DataConfig", "GenerationConfig", "SearchConfig", "TrainingConfig", "TransformerConfig"),
             *("__version__", "tables"),
         ),
-        "curves": ("plot",),
+        "pictures.curves": ("plot",),
         "errors": ("DivergedError", "InputError", "Interrupted"),
-        "generation": ("Generation", "WindowPerplexity", "evaluate_windows", "generate"),
-        "history": ("Evaluations", "History"),
-        "huggingface": ("to_huggingface",),
-        "memory": ("keep_memory",),
-        "model": ("Transformer",),
-        "parametrisation": ("param_groups",),
-        "presets": ("PRESETS", "preset"),
+        "loop.generation": ("Generation", "WindowPerplexity", "evaluate_windows", "generate"),
+        "loop.history": ("Evaluations", "History"),
+        "formats.huggingface": ("to_huggingface",),
+        "loop.memory": ("keep_memory",),
+        "loop.model": ("Transformer",),
+        "loop.parametrisation": ("param_groups",),
+        "loop.presets": ("PRESETS", "preset"),
         "norms": ("Norm",),
-        "papers": ("cite",),
+        "reproduce.papers": ("cite",),
         "schemes": ("Scheme",),
         "surgery": ("Swaps", "fold_norms", "load_swapped", "swap_norms", "swap_residuals"),
-        "training": ("DryRun", "Trainer"),
-        "translation": ("Binarised", "Perplexity", "Translation", "average", "evaluate_loss", "translate"),
+        "loop.training": ("DryRun", "Trainer"),
+        "loop.translation": ("Binarised", "Perplexity", "Translation", "average", "evaluate_loss", "translate"),
         **dict.fromkeys(("analysis", "figures", "nn"), ()),
     }
     """The modules, and the public names of each. A module is imported on first use, because most of them import

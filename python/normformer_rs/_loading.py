@@ -1,4 +1,8 @@
-"""Loads torch and the extension module, in this order.
+"""Finds the extension module that fits the installed torch, and loads torch and the module, in this order.
+
+A build from source has one extension module, `_core.SUFFIX`. Its file tells which torch it is linked against. A wheel
+from a package index has one for each minor version of torch, `_core-torch2.13.SUFFIX`. To find the right one, files
+are read, because importing torch takes seconds.
 
 The extension module is linked against libtorch, which importing torch maps into memory, so torch comes first. It
 registers the operators `torch.ops.normformer_rs` and keeps oneDNN from using broken AMX (src/cpu/amx.rs), so `import
@@ -7,8 +11,14 @@ loads both, and the command line can answer before that. Nothing here changes ho
 """
 
 import importlib
+import importlib.machinery
 import importlib.util
+import json
+import mmap
+import os
+import re
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +27,12 @@ from . import _tables
 CORE = "normformer_rs._core"
 _chosen: Path | None = None
 """The extension module's file, if its name is not the one that Python looks for."""
+ANY_TORCH = "NORMFORMER_RS_ANY_TORCH"
+"""The environment variable that, set to 1, turns a wrong version into a warning."""
+_BUILT_AGAINST = re.compile(rb"normformer_rs is built against torch (\d[\w.]*);")
+"""Matches the version in the sentence `_core.BUILT_AGAINST`."""
+_OF_A_TORCH = re.compile(r"_core-torch(\d+)\.(\d+)\.")
+"""Matches the start of the file name of an extension module that is one of several."""
 
 
 def begin(core: Path | None) -> None:
@@ -53,3 +69,113 @@ def _load_file(path: Path) -> None:
         raise
     package, _, name = CORE.rpartition(".")
     setattr(sys.modules[package], name, core)
+
+
+def core() -> Path | None:
+    """Returns the extension module for the installed torch, out of several; None if there is only one, which Python
+    finds.
+
+    Raises ImportError, with the command that fixes it, if none fits. The C++ interface of libtorch changes with every
+    minor version, so an extension module works with only one.
+    """
+    cores = _cores()
+    if not cores:
+        _check_alone()
+        return None
+    found, minors = _found(), list(cores)
+    fitting = f'`pip install "torch>={minors[0]},<{_next(minors[-1])}"`'
+    if found is None:
+        raise ImportError(f"normformer_rs needs torch {minors[0]} to {minors[-1]}, which is not installed: {fitting}")
+    if (chosen := cores.get(_minor(found))) is not None:
+        return chosen
+    message = (
+        f"this wheel of normformer_rs works with torch {', '.join(minors)}; found torch {found}: {fitting}, or look "
+        "for a newer normformer_rs"
+    )
+    if os.environ.get(ANY_TORCH) != "1":
+        raise ImportError(message)
+    warnings.warn(f"{message} (going on with the core for {minors[-1]}, because {ANY_TORCH} is 1)", stacklevel=3)
+    return cores[minors[-1]]
+
+
+def _cores() -> dict[str, Path]:
+    """Returns the extension modules by minor version of torch, the oldest first."""
+    folder = Path(__file__).parent
+    found = {}
+    for name in os.listdir(folder):
+        told = _OF_A_TORCH.match(name)
+        if told and name.endswith(tuple(importlib.machinery.EXTENSION_SUFFIXES)):
+            found[int(told[1]), int(told[2])] = folder / name
+    return {f"{major}.{minor}": found[major, minor] for major, minor in sorted(found)}
+
+
+def _next(minor: str) -> str:
+    major, number = minor.split(".")
+    return f"{major}.{int(number) + 1}"
+
+
+def _check_alone() -> None:
+    built, found = _minor(_built()), _found()
+    pin = f'`pip install "torch=={built}.*"`'
+    if found is None:
+        raise ImportError(f"normformer_rs needs torch {built}, which is not installed: {pin}")
+    if _minor(found) == built:
+        return
+    message = (
+        f"normformer_rs was built against torch {built}, found torch {found}. Build it for this torch: {_install()}; "
+        f"or go back: {pin}"
+    )
+    if os.environ.get(ANY_TORCH) != "1":
+        raise ImportError(message)
+    warnings.warn(f"{message} (going on, because {ANY_TORCH} is 1)", stacklevel=4)
+
+
+def _built() -> str:
+    """Returns the version of the torch that the extension module is linked against, as its file says."""
+    core = importlib.util.find_spec(f"{__package__}._core")
+    if core is None or core.origin is None or not os.path.getsize(core.origin):
+        raise ImportError(f"normformer_rs is not built for this Python: {_install()}")
+    with open(core.origin, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        said = _BUILT_AGAINST.search(content)  # takes 0.3 ms; reading the file, 11 MB, would take 7 ms
+        if said is None:
+            raise ImportError(f"{core.origin} does not say which torch it was built against: {_install()}")
+        return said[1].decode()
+
+
+def _found() -> str | None:
+    """Returns the version of the torch that an import would find; None if there is none."""
+    if "torch" in sys.modules:
+        return str(sys.modules["torch"].__version__)
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return None
+    try:
+        text = (Path(spec.origin).parent / "version.py").read_text(encoding="utf-8")
+    except OSError:
+        return None
+    version = re.search(r"^__version__ = ['\"]([^'\"]+)", text, re.M)
+    return version[1] if version else None
+
+
+def _minor(version: str) -> str:
+    """Returns the minor version: 2.11 for 2.11.0+cu130."""
+    return ".".join(re.split(r"[.+]", version)[:2])
+
+
+def _install() -> str:
+    """Returns the command that rebuilds the package for the installed torch, from the folder that it was installed
+    from."""
+    import importlib.metadata  # takes 18 ms, and only this message needs it
+    import shlex
+    from urllib.parse import unquote, urlparse
+
+    command = "pip install --force-reinstall --no-deps --no-cache-dir"
+    try:
+        record = importlib.metadata.distribution("normformer_rs").read_text("direct_url.json")
+        origin = json.loads(record) if record else {}
+    except (importlib.metadata.PackageNotFoundError, ValueError):
+        origin = {}
+    if "dir_info" not in origin:
+        return f"in a checkout `{command} .`"
+    folder = unquote(urlparse(origin["url"]).path)
+    return f"`{command} {'--editable ' if origin['dir_info'].get('editable') else ''}{shlex.quote(folder)}`"

@@ -159,7 +159,8 @@ def norms() -> str:
 
 def names() -> str:
     """Returns the text of docs/names.md."""
-    from . import _tables, config, presets
+    from . import _tables, config
+    from .loop import presets
 
     tables = config.tables()
     lines = [

@@ -19,13 +19,13 @@ from .commands import (
     translate,
     versions,
 )
+from .commands.options import Parser, UsageError
 from .config import __version__, readable
 from .errors import DivergedError, InputError, Interrupted
-from .options import Parser, UsageError
-from .progress import log_to_stderr
+from .loop.progress import log_to_stderr
+from .loop.signals import as_ctrl_c, ask
 from .reproduce import data
 from .reproduce import flags as reproduce
-from .signals import as_ctrl_c, ask
 from .text import escaped, hold_standard_files, write_out
 
 COMMANDS: dict[str, Callable[[], Command]] = {

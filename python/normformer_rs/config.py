@@ -17,8 +17,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from . import _tables
+from .declarations.file_class import load_class, names_code, refuse_code
 from .errors import InputError
-from .file_class import load_class, names_code, refuse_code
 
 _TYPES: dict[str, type] = {"int": int, "float": float, "bool": bool, "str": str}
 _NOUNS = {"int": "an integer", "float": "a number", "bool": "true or false", "str": "a string"}

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ._optional import command, require
 from .config import DataConfig, SearchConfig, TrainingConfig, TransformerConfig
 from .errors import InputError
-from .progress import duration
+from .loop.progress import duration
 from .text import read_json, write_lines
 
 if TYPE_CHECKING:
-    from .history import History
+    from .loop.history import History
 
 MODEL: dict[str, Any] = {
     "d_model": 128,
@@ -206,8 +206,8 @@ def run(output: str | Path, *, updates: int | None = None, progress: bool = True
     Errors: InputError if `output` holds another run.
     """
     from . import _core  # here, so that `demo --help` does not import torch
-    from .training import Trainer
-    from .translation import translate
+    from .loop.training import Trainer
+    from .loop.translation import translate
 
     output = Path(output)
     made, texts = corpus(), output.with_name(output.name + "-text")

@@ -18,14 +18,16 @@ from typing import Any
 
 import numpy as np
 
-from . import _core, drawing, observations
+from . import _core
 from ._optional import require
+from .analysis import observations
+from .analysis.observations import Found
+from .commands.options import RUN_CONFIG, read_run
 from .config import DataConfig, TrainingConfig, TransformerConfig
-from .curves import told_apart
 from .errors import InputError
-from .history import LOG, History
-from .observations import Found
-from .options import RUN_CONFIG, read_run
+from .loop.history import LOG, History
+from .pictures import drawing
+from .pictures.curves import told_apart
 
 Run = History | str | PathLike[str]
 

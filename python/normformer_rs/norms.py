@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import FunctionType
 from typing import Any, ClassVar, NamedTuple
 
+from .declarations.file_class import FromFile
+from .declarations.first_values import Normal, number
 from .errors import InputError
-from .file_class import FromFile
-from .first_values import Normal, number
 
 __all__ = ["Norm", "Parameter", "using"]
 

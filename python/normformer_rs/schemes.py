@@ -11,15 +11,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
-from . import declared
-from .declared import *  # noqa: F403
-from .declared import Changes, Owner, Point, ResidualSpec, StackSpec, refusal, to_json
-from .declared import Gain as Gain  # re-exported for annotations, like Mixing
-from .declared import Mixing as Mixing
-from .declared import NormAt as Norm
+from .declarations import declared
+from .declarations.declared import *  # noqa: F403
+from .declarations.declared import Changes, Owner, Point, ResidualSpec, StackSpec, refusal, to_json
+from .declarations.declared import Gain as Gain  # re-exported for annotations, like Mixing
+from .declarations.declared import Mixing as Mixing
+from .declarations.declared import NormAt as Norm
+from .declarations.file_class import FromFile
+from .declarations.first_values import Normal
 from .errors import InputError
-from .file_class import FromFile
-from .first_values import Normal
 
 __all__ = ["DeclaredScheme", "Norm", "Normal", "Place", "Scheme"]
 __all__ += declared.__all__

@@ -75,9 +75,10 @@ def score(
         split_compounds: a-b becomes a ##AT##-##AT## b in tokenised text, for comparisons on WMT14 En-De
             (Vaswani et al. 2017; Nguyen & Salazar 2019, App A).
 
-    With d the difference in BLEU, dᵢ that of n resamples of the lines, and m the mean of all |dᵢ|,
-    p = (1 + #{i: |dᵢ| − m ≥ |d|})/(1 + n). Resamples and seed are sacreBLEU's. Its own p counts only
-    larger differences, and so calls equal systems different.
+    With d the difference in BLEU, dᵢ that of n resamples of the lines, and m the mean of all dᵢ,
+    p = (1 + #{i: |dᵢ − m| ≥ |d|})/(1 + n): two-sided, the distribution of the resamples shifted to a difference of 0
+    (Efron & Tibshirani 1993, §16.4). Resamples and seed are sacreBLEU's. Its own p subtracts the mean of |dᵢ| from
+    |dᵢ|, and finds a difference between equal systems in one of ten cases at 0.05.
 
     Errors: InputError for no lines, for sequences of different length, for `resamples` below 1, and for compounds to
     split in text that is not tokenised; ImportError without sacrebleu.
@@ -128,8 +129,8 @@ def _compare(metric: Any, hypotheses: Sequence[str], baseline: Sequence[str], re
     rows = _draws(len(baseline), resamples)
     ours, theirs = (_resampled(metric, statistics, rows) for statistics in systems)
     bleu, other = (_resampled(metric, statistics, np.arange(len(statistics))[None])[0] for statistics in systems)
-    differences = np.abs(ours - theirs)
-    is_as_large = differences - differences.mean() >= abs(bleu - other) - 100 * _ROUNDING
+    differences = ours - theirs
+    is_as_large = np.abs(differences - differences.mean()) >= abs(bleu - other) - 100 * _ROUNDING
     return Comparison(float(bleu), float(other), (1 + int(is_as_large.sum())) / (1 + resamples), resamples)
 
 

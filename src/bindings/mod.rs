@@ -62,7 +62,7 @@ fn check_signals(py: Python<'_>) -> PyResult<()> {
 /// Raises if Python has recorded a request to stop.
 fn ask(py: Python<'_>) -> PyResult<()> {
     static ASK: GILOnceCell<Py<PyAny>> = GILOnceCell::new();
-    ASK.import(py, "normformer_rs.signals", "ask")?.call0().map(drop)
+    ASK.import(py, "normformer_rs.loop.signals", "ask")?.call0().map(drop)
 }
 
 fn json_text(value: &impl serde::Serialize) -> PyResult<String> {

@@ -3,14 +3,16 @@
 import pytest
 
 import normformer_rs as nfrs
-from normformer_rs import InputError, TrainingConfig, TransformerConfig, _core, beforehand, cli, commands
+from normformer_rs import InputError, TrainingConfig, TransformerConfig, _core, cli, commands
+from normformer_rs.commands import beforehand
+from normformer_rs.loop.advice import warnings_of
 
 LARGE = 46_000_000
 DEFAULT = TransformerConfig()
 
 
 def warnings(training=(), parameters=10, chosen=None, **model):
-    return beforehand.warnings_of(TransformerConfig(**model), TrainingConfig(**dict(training)), parameters, chosen)
+    return warnings_of(TransformerConfig(**model), TrainingConfig(**dict(training)), parameters, chosen)
 
 
 @pytest.mark.parametrize(
@@ -71,7 +73,7 @@ def test_a_large_default_on_a_cpu_is_said(given, is_said):
     assert len(found) == is_said
     for line in found:
         assert "46,000,000 parameters" in line and "--preset transformer-tiny" in line
-    assert "transformer-tiny" in nfrs.presets.PRESETS and "llama-tiny" in nfrs.presets.PRESETS
+    assert "transformer-tiny" in nfrs.PRESETS and "llama-tiny" in nfrs.PRESETS
     for line in warnings(architecture="decoder-only", **{"parameters": LARGE, **given}):
         assert "--preset llama-tiny" in line
 

@@ -11,9 +11,10 @@ import pytest
 import torch
 
 import normformer_rs as nfrs
-from normformer_rs import DataConfig, InputError, TrainingConfig, TransformerConfig, _core, cli, commands, progress
-from normformer_rs.options import layered, read_toml
-from normformer_rs.presets import PRESETS
+from normformer_rs import DataConfig, InputError, TrainingConfig, TransformerConfig, _core, cli, commands
+from normformer_rs.commands.options import layered, read_toml
+from normformer_rs.loop import progress
+from normformer_rs.loop.presets import PRESETS
 
 STARTED = {"parameters": 10, "vocabulary": 7, "device": "cpu", "update": 0, "updates": 2, "updates_per_epoch": 2.0}
 UPDATED = {"epoch": 1, "lr": 1e-3, "grad_norm": 0.5, "tokens_per_second": 100.0, "time_left": None}

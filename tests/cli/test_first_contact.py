@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 import normformer_rs as nfrs
-from normformer_rs import DataConfig, TrainingConfig, TransformerConfig, _core, _stubs, _tables, cli, fairseq_words
-from normformer_rs.commands import fairseq
+from normformer_rs import DataConfig, TrainingConfig, TransformerConfig, _core, _stubs, _tables, cli
+from normformer_rs.commands import fairseq, fairseq_words
 from normformer_rs.commands.train import plan_of
 
 SCRIPT = Path(sys.executable).with_name("normformer-rs")
@@ -354,7 +354,7 @@ assert "import" in inspect.getsource(torch)
         LAZY + "from normformer_rs import surgery, analysis, nn\nimport torch\n" + OPERATOR,
         "import sys, torch, normformer_rs\n" + OPERATOR,
         "import sys\nfrom normformer_rs import _core\nimport torch\n" + OPERATOR,
-        "import sys\nimport normformer_rs.translation\nimport torch\n" + OPERATOR,
+        "import sys\nimport normformer_rs.loop.translation\nimport torch\n" + OPERATOR,
         "import sys\nfrom normformer_rs import *\nimport torch\nTransformer, nn.ScaleNorm\n" + OPERATOR,
     ],
     ids=["torch later", "looked for", "an attribute", "modules", "torch first", "from", "a module", "star"],
@@ -404,7 +404,7 @@ def test_tables_of_another_core_are_refused(tmp_path, content):
         path.write_text(content)
     begin = f"from pathlib import Path\nfrom normformer_rs import _tables\n_tables.PATH = Path({str(path)!r})\n"
     caught = "try:\n    import {}\nexcept ImportError as error:\n    print(error)"
-    for name in ("torch, normformer_rs.nn", "normformer_rs.translation") if content else ("normformer_rs.nn",):
+    for name in ("torch, normformer_rs.nn", "normformer_rs.loop.translation") if content else ("normformer_rs.nn",):
         assert "python -m normformer_rs._stubs --write" in python(begin + caught.format(name))
     # what writes the file anew does without it
     code = "from normformer_rs import _stubs\n_tables.PATH.write_text(_stubs.tables())\nimport normformer_rs.nn"

@@ -22,15 +22,18 @@ def corpus(lines=60, wrong=0.3, seed=1):
     return [" ".join(line) for line in made], [" ".join(line) for line in references]
 
 
-def theirs(hypotheses, references, baseline, resamples=1000, **options):
-    """sacreBLEU's own p-value."""
-    from sacrebleu.metrics import BLEU
-    from sacrebleu.significance import PairedTest
+def expected(hypotheses, references, baseline, resamples=200, seed=12345, **options):
+    """p of differences d: how often a resample's is as far from their mean as the whole text's is from 0."""
+    metric = sacrebleu.metrics.BLEU(force=True, **options)
 
-    metric = BLEU(force=True, references=[references], **options)
-    systems = [("baseline", baseline), ("system", hypotheses)]
-    _, found = PairedTest(systems, {"BLEU": metric}, None, test_type="bs", n_samples=resamples)()
-    return found["BLEU"][1].p_value
+    def difference(rows):
+        ours, theirs, right = ([lines[i] for i in rows] for lines in (hypotheses, baseline, references))
+        return metric.corpus_score(ours, [right]).score - metric.corpus_score(theirs, [right]).score
+
+    draws = np.random.default_rng(seed).choice(len(references), size=(resamples, len(references)))
+    found = np.array([difference(rows) for rows in draws])
+    d = difference(range(len(references)))
+    return (1 + (np.abs(found - found.mean()) >= abs(d) - 1e-7).sum()) / (1 + resamples)
 
 
 def p_value(*systems, **options):
@@ -38,24 +41,38 @@ def p_value(*systems, **options):
 
 
 @pytest.mark.parametrize("wrong", [0.28, 0.31, 0.35, 0.5])
-def test_p_is_sacrebleus_where_no_resample_ties(wrong):
+def test_p_is_of_the_shifted_resamples(wrong):
     hypotheses, references = corpus()
     baseline, _ = corpus(wrong=wrong, seed=1)
-    found = scores.score(hypotheses, references, baseline, tokenize="none").comparison
-    assert found.p_value == theirs(hypotheses, references, baseline, tokenize="none")
-    assert found.resamples == 1000 and 0 < found.p_value < 1
+    found = scores.score(hypotheses, references, baseline, tokenize="none", resamples=200).comparison
+    assert found.p_value == pytest.approx(expected(hypotheses, references, baseline, tokenize="none"), abs=1e-12)
+    assert found.resamples == 200 and 0 < found.p_value < 1
 
 
 def test_the_seed_is_sacrebleus(monkeypatch):
     systems = (*corpus(), corpus(wrong=0.31)[0])
     default = p_value(*systems, resamples=200)
     monkeypatch.setenv("SACREBLEU_SEED", "8")
-    assert p_value(*systems, resamples=200) == theirs(*systems, resamples=200) != default
+    assert p_value(*systems, resamples=200) == pytest.approx(expected(*systems, seed=8), abs=1e-12) != default
     monkeypatch.setenv("SACREBLEU_SEED", "none")
     assert 0 < p_value(*systems, resamples=200) <= 1
     monkeypatch.setenv("SACREBLEU_SEED", "seven")
     with pytest.raises(InputError, match='SACREBLEU_SEED must be a whole number or "none"; got "seven"'):
         p_value(*systems)
+
+
+@pytest.mark.full
+def test_equal_systems_are_called_different_in_one_of_twenty_cases():
+    """1,000 pairs of systems that are as good as each other."""
+    found = []
+    for seed in range(1000):
+        ours, references = corpus(lines=80, wrong=0.25, seed=2 * seed)
+        draw, words = random.Random(2 * seed + 1), [f"w{i}" for i in range(40)]
+        theirs = [" ".join(draw.choice(words) if draw.random() < 0.25 else word for word in line.split())
+                  for line in references]  # fmt: skip
+        found.append(p_value(ours, references, theirs, tokenize="none", resamples=200))
+    assert 0.04 <= np.mean(np.array(found) < 0.05) <= 0.06
+    assert 0.45 <= np.mean(np.array(found) > 0.5) <= 0.55
 
 
 HYPOTHESES, REFERENCES = corpus()

@@ -17,7 +17,7 @@ import pytest
 
 import normformer_rs as nfrs
 from normformer_rs import InputError, cli, text
-from normformer_rs.options import read_run, read_toml
+from normformer_rs.commands.options import read_run, read_toml
 
 BOM = codecs.BOM_UTF8
 

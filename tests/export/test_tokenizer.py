@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 import normformer_rs as nfrs
-from normformer_rs import _core, tokenizer
-from normformer_rs.tokenizer import _passes, tokenizer_files
+from normformer_rs import _core
+from normformer_rs.formats import tokenizer
+from normformer_rs.formats.tokenizer import _passes, tokenizer_files
 
 tokenizers = pytest.importorskip("tokenizers")
 transformers = pytest.importorskip("transformers")

@@ -13,7 +13,7 @@ from fairseq_support import MARKS, RECIPE, SIZES, SMOOTHED, batch, configured, g
 import normformer_rs as nf
 import reference as ref
 from normformer_rs.config import tables
-from normformer_rs.convert import to_canonical
+from normformer_rs.formats.convert import to_canonical
 
 pytestmark = MARKS
 

@@ -12,7 +12,8 @@ import torch
 from fairseq_support import MARKS, RECIPE, SIZES, SMOOTHED, batch, command, generate, parameters, preprocess, train
 
 import normformer_rs as nf
-from normformer_rs import cli, convert
+from normformer_rs import cli
+from normformer_rs.formats import convert
 
 pytestmark = MARKS
 

@@ -7,7 +7,7 @@ import torch
 from fairseq_support import MARKS
 
 import normformer_rs as nf
-from normformer_rs.convert import to_canonical
+from normformer_rs.formats.convert import to_canonical
 
 pytestmark = MARKS
 

@@ -13,7 +13,7 @@ import normformer_rs as nfrs
 import reference as ref
 from normformer_rs import _core, analysis, schemes
 from normformer_rs import nn as nfnn
-from normformer_rs.convert import flags_from
+from normformer_rs.formats.convert import flags_from
 
 NAMES = [entry["name"] for entry in nfrs.tables()["parametrisations"]]
 BASE = {"base_width": 4, "base_depth": 2}

@@ -45,21 +45,21 @@ PLANTED = [
     # A run's folder
     Planted(
         "Only what a run has provably written",
-        "training.py",
+        "loop/training.py",
         "if os.path.lexists(picture) and not ",
         "if False and not ",
         ("train/test_ownership.py::test_a_picture_that_no_run_has_drawn_stays",),
     ),
     Planted(
         "Nothing is opened through a link",
-        "training.py",
+        "loop/training.py",
         "(events.is_symlink() or not events.is_dir())",
         "not events.is_dir()",
         ("train/test_ownership.py::test_nothing_is_opened_through_a_link",),
     ),
     Planted(
         "A hostile folder or pickle",
-        "convert.py",
+        "formats/convert.py",
         "weights_only=not trust",
         "weights_only=False",
         ("cli/test_cli.py::test_a_file_that_would_execute_something_is_refused",),
@@ -74,14 +74,14 @@ PLANTED = [
     # Processes and signals
     Planted(
         "Ctrl-C, SIGTERM and SIGHUP save first",
-        "signals.py",
+        "loop/signals.py",
         ", signal.SIGHUP)",
         ")",
         ("train/test_signals.py::test_slurm_kubernetes_and_a_closed_terminal_are_ctrl_c[1]",),
     ),
     Planted(
         "What a callback raises leaves",
-        "training.py",
+        "loop/training.py",
         "            callback(name, event)\n",
         "            try:\n                callback(name, event)\n            except ValueError as error:\n"
         "                raise ValueError(*error.args) from error\n",
@@ -92,7 +92,7 @@ PLANTED = [
     # The command line
     Planted(
         "A mistake is one or two lines",
-        "options.py",
+        "commands/options.py",
         "f'unknown option \"{name}\"{closest(name, long)}'",
         "f'unknown option \"{name}\"'",
         ("cli/test_first_contact.py::test_a_wrong_command_line_is_two_lines",),
@@ -106,7 +106,7 @@ PLANTED = [
     ),
     Planted(
         "What cannot end well is said",
-        "beforehand.py",
+        "loop/advice.py",
         'last < how["warmup"]',
         'last < how["warmup"] // 2',
         ("cli/test_beforehand.py::test_a_warm_up_that_never_ends_is_said",),
@@ -146,6 +146,13 @@ PLANTED = [
         "if not distance <= error * max(scale, least):",
         "if False:",
         ("surgery/test_stream_hazards.py::test_a_model_that_reads_between_its_blocks_is_refused",),
+    ),
+    Planted(
+        "A swapped model computes the scheme",
+        "surgery/block_residual.py",
+        "f = f / self.parts[i].beta",
+        "f = f * 1.0",
+        ("surgery/test_recomputed.py::test_a_number_on_the_branch_goes_before_the_scheme_norms_it",),
     ),
     Planted(
         "What stays is a row",
@@ -268,21 +275,21 @@ PLANTED = [
     ),
     Planted(
         "A damaged or forged file",
-        "history.py",
+        "loop/history.py",
         'if not isinstance(event, dict) or not isinstance(event.get("event"), str):',
         "if not isinstance(event, dict):",
         ("train/test_looking.py::test_a_damaged_line_is_left_out",),
     ),
     Planted(
         "No file runs code without consent",
-        "file_class.py",
+        "declarations/file_class.py",
         "if names_code(value) and not trust:",
         "if False:",
         ("train/test_code_in_files.py::test_configurations_as_data_run_no_code",),
     ),
     Planted(
         "A signal waits for Python code within an update",
-        "signals.py",
+        "loop/signals.py",
         "if importer is not None:",
         "if False:",
         ("train/test_python_inside.py::test_a_signal_within_an_import_arrives_at_its_end",),

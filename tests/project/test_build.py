@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from normformer_rs import _core, _torch
+from normformer_rs import _core, _loading
 
 ROOT = Path(__file__).parents[2]
 spec = importlib.util.spec_from_file_location("_build", ROOT / "_build.py")
@@ -114,8 +114,8 @@ def test_missing_tools_are_named(installed, monkeypatch, tmp_path, present, mess
 def test_the_extension_remembers_its_torch():
     import torch
 
-    assert _torch._built() == torch.__version__.partition("+")[0]
-    assert _torch._built() in _core.BUILT_AGAINST
+    assert _loading._built() == torch.__version__.partition("+")[0]
+    assert _loading._built() in _core.BUILT_AGAINST
 
 
 def beside(version, tmp_path, **environment):
@@ -135,7 +135,7 @@ def beside(version, tmp_path, **environment):
 @pytest.mark.parametrize("version", ["2.10.0", "2.99.0+cu130"])
 def test_another_torch_at_import_is_one_line_with_the_command(tmp_path, version):
     code, line = beside(version, tmp_path)
-    built = _torch._minor(_torch._built())
+    built = _loading._minor(_loading._built())
     assert code == 1 and line.startswith(
         f"ImportError: normformer_rs was built against torch {built}, found torch {version}"
     )

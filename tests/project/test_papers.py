@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import normformer_rs as nfrs
-from normformer_rs import papers
+from normformer_rs.reproduce import papers
 
 ROOT = Path(__file__).parents[2]
 WITHOUT_A_PAPER = {

@@ -12,7 +12,8 @@ import torch
 
 import normformer_rs as nfrs
 import reference as ref
-from normformer_rs import _core, cli, generation
+from normformer_rs import _core, cli
+from normformer_rs.loop import generation
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 WORDS = ["viele", "vier", "viereck", "hund", "hunde", "hundert", "haus", "hausboot", "boot", "bote", "zwei", "zweig"]

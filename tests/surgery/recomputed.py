@@ -13,14 +13,13 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from normformer_rs.declared import only_norm
+from normformer_rs.declarations.declared import only_norm
 from normformer_rs.nn import mixing
 from normformer_rs.nn.interpreter import apply_changes, apply_norm, gain
 from normformer_rs.surgery.blocks import width_into
 from normformer_rs.surgery.converted import residual_of
 from normformer_rs.surgery.record import ADDITIONS, FOLLOWED, TIMES, exchanged, stream_in, takes_all, tensors_in
 from normformer_rs.surgery.residual_stream import Identity
-
 
 POINTS = {"after_heads": ("output", True), "after_output": ("output", False)}
 POINTS |= {"before_activation": ("fc1", False), "after_activation": ("fc2", True)}
@@ -176,7 +175,11 @@ class Recomputed(TorchFunctionMode):
                     continue
                 role, is_before = POINTS.get(point, (point, False))
                 (linear,) = [one for one in part.linears if role in one.roles]
-                size = width_into(self.blocks[block][1], part, "output") // residual.place.config.heads if point == role else 0
+                size = (
+                    width_into(self.blocks[block][1], part, "output") // residual.place.config.heads
+                    if point == role
+                    else 0
+                )
                 change = functools.partial(self._changed, residual, changes, linear, role, size)
                 module = block.get_submodule(linear.path)
                 if is_before:

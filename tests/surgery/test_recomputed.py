@@ -127,6 +127,16 @@ def test_every_scheme_is_what_a_second_route_computes(name):
     check(name, SCHEMES)
 
 
+def test_a_number_on_the_branch_goes_before_the_scheme_norms_it():
+    """Granite multiplies its branches by a number."""
+    check("Granite", ["sandwich"])
+
+
+def test_a_sublayer_that_reads_past_its_norm_gets_the_schemes_input_through_it():
+    """The last layer's bias takes the shape of the stream."""
+    check("GPTNeoX, Japanese", ["r-fixup"])
+
+
 def test_a_wrong_factor_is_seen():
     def spoil(made):
         made[0].sublayers = tuple(s._replace(alpha=s.alpha * 1.0001) for s in made[0].sublayers)

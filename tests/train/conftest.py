@@ -23,7 +23,7 @@ def corpus(tmp_path):
 @pytest.fixture
 def ctrl_c(monkeypatch):
     """Makes the next run be interrupted after an update."""
-    from normformer_rs import training as module
+    from normformer_rs.loop import training as module
 
     original = module._core.train
 

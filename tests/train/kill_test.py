@@ -29,7 +29,8 @@ from typing import Any
 
 import torch
 
-from normformer_rs import cli, training  # noqa: F401  (a run imports training)
+from normformer_rs import cli
+from normformer_rs.loop import training  # noqa: F401  (a run imports training)
 
 OPTIONS = {
     "bpe-operations": 12,

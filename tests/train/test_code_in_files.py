@@ -16,9 +16,10 @@ from torch import nn
 from train_support import TINY, fit, losses
 
 import normformer_rs as nfrs
-from normformer_rs import DataConfig, InputError, TrainingConfig, TransformerConfig, cli, convert
+from normformer_rs import DataConfig, InputError, TrainingConfig, TransformerConfig, cli
+from normformer_rs.commands.options import read_run, read_toml
 from normformer_rs.config import OWN
-from normformer_rs.options import read_run, read_toml
+from normformer_rs.formats import convert
 
 NORM = """
 import pathlib

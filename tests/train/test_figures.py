@@ -7,7 +7,8 @@ import pytest
 import torch
 
 import normformer_rs as nfrs
-from normformer_rs import analysis, figures, observations
+from normformer_rs import analysis, figures
+from normformer_rs.analysis import observations
 
 SMALL = {"d_model": 16, "d_ff": 32, "heads": 2, "encoder_layers": 2, "decoder_layers": 3}
 STEPS = {"warmup": 2, "max_tokens": 300, "updates": 6, "evaluate_every": 3, "keep": 2, "log_statistics": 2}

@@ -19,6 +19,7 @@ from train_support import events, fit, losses, weights
 
 import normformer_rs as nfrs
 from normformer_rs import cli
+from normformer_rs.loop import training as loop
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SAVING = {"updates": 8, "evaluate_every": 2, "keep": 3, "max_tokens": 100}
@@ -57,14 +58,14 @@ def test_a_second_writer_is_refused_by_name(tmp_path, corpus, monkeypatch):
     """New, --overwrite, --resume and average, while readers read; the first run is not disturbed."""
     run, refused, read = tmp_path / "run", [], []
 
-    class Busy(nfrs.training._Observer):
+    class Busy(loop._Observer):
         def updated(self, event):
             super().updated(event)
             if event["update"] != 3:
                 return
             before = files(run)
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(nfrs.training, "_Observer", Busy.__base__)
+                patch.setattr(loop, "_Observer", Busy.__base__)
                 for start in ({}, {"resume": True}, {"overwrite": True}):
                     with pytest.raises(nfrs.InputError) as error:
                         fit(run, corpus, training=SAVING, **start)
@@ -75,7 +76,7 @@ def test_a_second_writer_is_refused_by_name(tmp_path, corpus, monkeypatch):
             read.extend(nfrs.translate(run, ["1 2"], checkpoint="last"))
             assert files(run) == before
 
-    monkeypatch.setattr(nfrs.training, "_Observer", Busy)
+    monkeypatch.setattr(loop, "_Observer", Busy)
     fit(run, corpus, training=SAVING)
     assert len(refused) == 4 and len(read) == 1
     owner = f"{run} is in use by process {os.getpid()} on {socket.gethostname()} since 2"

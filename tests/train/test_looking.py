@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 
 import normformer_rs as nfrs
-from normformer_rs import _html, cli, curves, demo, drawing, history
+from normformer_rs import _html, cli, demo
+from normformer_rs.loop import history
+from normformer_rs.pictures import curves, drawing
 
 
 def written(folder: Path, updates=40, bleu=True, evaluations=True, scale=1.0) -> Path:
@@ -301,7 +303,7 @@ def test_a_history_in_a_notebook(tmp_path, monkeypatch):
     shown = history._repr_html_()
     assert "<th" in shown and "perplexity" in shown and "data:image/png;base64," in shown
     assert shown.count("<tr>") == 1 + len(history.evaluations.update)
-    monkeypatch.setattr("normformer_rs.history.available", lambda name: False)
+    monkeypatch.setattr("normformer_rs.loop.history.available", lambda name: False)
     assert "<img" not in history._repr_html_()
 
 

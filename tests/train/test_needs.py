@@ -11,7 +11,7 @@ from torch.autograd import profiler
 from train_support import weights
 
 import normformer_rs as nfrs
-from normformer_rs.quantities import in_bytes, size
+from normformer_rs.loop.quantities import in_bytes, size
 
 WIDE = {"d_model": 128, "d_ff": 512, "heads": 4}
 TRAINING = {"updates": 2, "max_tokens": 2000, "criterion": "loss", "device": "cpu"}

@@ -18,9 +18,9 @@ from train_support import events, fit, losses, weights
 
 import normformer_rs as nfrs
 from normformer_rs import cli
+from normformer_rs.loop.signals import as_ctrl_c, ask, held, listening
 from normformer_rs.norms import Norm, Parameter
 from normformer_rs.schemes import ResidualSpec, Scheme, norm
-from normformer_rs.signals import as_ctrl_c, ask, held, listening
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SAVING = {"updates": 12, "evaluate_every": 5, "keep": 2, "max_tokens": 100}

@@ -4,6 +4,7 @@ import csv
 import json
 import math
 import os
+import random
 import re
 import statistics
 import time
@@ -89,7 +90,7 @@ def test_every_reproduction(reproduce):
     for name, entry in REPRODUCTIONS.items():
         wanted, measured = entry.scales["check"].rows, rows_of(name)
         assert [{key: found[key] for key in wanted[0].key} for found in measured] == [row.key for row in wanted]
-        assert all(found["verdict"] in ("trains", "neither", "diverged") for found in measured)
+        assert all(found["verdict"] in ("trains", "slow", "stuck", "diverged") for found in measured)
         assert all(math.isfinite(float(found["valid_nll"])) for found in measured)
         assert f"source: {entry.source}" in said
         assert is_drawn(f"runs/reproduce/check/{name}-check.png"), name
@@ -171,6 +172,7 @@ def test_a_run_that_diverges_is_a_row(reproduce, monkeypatch):
     monkeypatch.setitem(REPRODUCTIONS, entry.name, entry._replace(scales={"check": short}))
     code, said, _ = reproduce("multi30k-layernorm --scale check")
     assert code == 0 and re.search(r"\| layernorm \| diverged \| +\| +[\d.]+ +\| +\| +\|\n", said)
+    assert "| not compared: 1 of 1 pairs failed |" in said
     assert is_drawn("runs/reproduce/check/multi30k-layernorm-check.png")
     diverged, other = rows_of("multi30k-layernorm")
     assert (diverged["verdict"], diverged["bleu"]) == ("diverged", "")
@@ -193,6 +195,9 @@ def test_runs_with_the_same_options_are_one(reproduce):
             assert len({folder_of(row) for row in scale.rows}) == len(scale.rows)
 
 
+COMPARED = r"\| [+-]\d+\.\d\d \[[+-]\d+\.\d\d, [+-]\d+\.\d\d\], p = \d\.\d{3}; least \d+\.\d\d"
+
+
 @pytest.mark.full
 def test_several_seeds(reproduce, monkeypatch):
     """Each row with each seed, the first seed's run being the one without the flag; mean ± standard deviation."""
@@ -209,7 +214,7 @@ def test_several_seeds(reproduce, monkeypatch):
     )
     assert len({*ours, *theirs}) == 6
     assert f" {statistics.fmean(ours):.3f} ± {statistics.stdev(ours):.3f} " in said
-    assert "difference from the row before" in said and re.search(r"\| [+-]\d+\.\d\d ± \d+\.\d\d, p = \d\.\d{3}", said)
+    assert "difference from the row before" in said and re.search(COMPARED, said)
     assert reproduce(f"{entry.name} --scale check --seeds 0")[2][-1].endswith("--seeds must be at least 1; got 0")
     assert "each of the 2 runs with 3 seeds" in reproduce(f"{entry.name} --scale check --seeds 3 --dry-run")[1]
 
@@ -219,11 +224,15 @@ def test_differences_are_paired_by_seed():
     for freedom, t in ((1, 12.706205), (2, 4.302653), (3, 3.182446), (4, 2.776445), (10, 2.228139), (15, 2.131450)):
         assert spread.within(t, freedom) == pytest.approx(0.95, abs=1e-6)
         assert spread.within(-t, freedom) == spread.within(t, freedom)
-    shared = spread.difference([1.0, 2.0, 4.0], [0.5, 1.4, 3.5])
-    assert shared.spread.mean == pytest.approx(0.5333333) and not shared.is_within
-    assert spread.difference([1.0, 2.0, 4.0], [2.0, 1.0, 4.1]).is_within
+        assert spread.quantile(0.95, freedom) == pytest.approx(t, abs=1e-5)
+    found = spread.difference([0.5, 0.6, 0.5])
+    assert found.spread.mean == pytest.approx(0.5333333) and found.p == pytest.approx(0.00389, abs=1e-5)
+    assert found.interval == pytest.approx((0.5333333 - 0.1434218, 0.5333333 + 0.1434218), abs=1e-6)
+    assert found.least == pytest.approx(0.0333333 * (4.302653 + 1.060660), abs=1e-6)
+    assert spread.difference([-1.0, 1.0, -0.1]).p > 0.9 and spread.difference([1.0]) is None
+    assert spread.corrected([0.01, 0.04, 0.03, 0.5]) == pytest.approx([0.04, 0.09, 0.09, 0.5])
     assert f"{spread.Spread((1.0, 2.0, 4.5)):+.2f}" == "+2.50 ± 1.80"
-    assert spread.merged(["trains", "trains", "neither"]) == "trains 2, neither 1"
+    assert spread.merged(["trains", "trains", "slow"]) == "trains 2, slow 1"
     assert spread.merged(["1.5", "", "2.5"]) == "2 ± 0.7071 (2 of 3)"
 
 
@@ -301,6 +310,8 @@ def test_a_page_is_written_between_its_marks(reproduce):
     _kept(
         Path("kept"), "precision,valid_loss,train_nll,valid_nll,date\nbf16,1.5,1,2,2026-01-02\nf32,2.5,1,2,2026-01-01\n"
     )
+    for name, values in (("evaluated", "1,2"), ("validation", "3,2.5")):
+        Path(f"kept/bf16-here-{name}.csv").write_text(f"f32,{values}\nbf16,{values}\n")
     page = Path("docs/page.md")
     page.parent.mkdir()
     begin, end = "<!-- reproduce bf16 --scale here -->", "<!-- end of bf16 --scale here -->"
@@ -380,14 +391,19 @@ def test_every_rows_options_are_taken(name, tmp_path):
     "train, valid, has_ended, verdict",
     [
         ([9.0] * 60 + [1.0] * 50, 0.75 * 2, True, "trains"),
-        ([1.0] * 50, 0.76 * 2, True, "neither"),
+        ([1.9] * 150, 0.76 * 2, True, "stuck"),
+        ([1.9 + 0.1 * (-1) ** i for i in range(150)], 0.76 * 2, True, "stuck"),
+        ([9.0 - 0.01 * i for i in range(150)], 0.76 * 2, True, "slow"),
+        ([1.9, 1.8], 0.76 * 2, True, "stuck"),
         ([1.0] * 60 + [0.95 * 2] * 50, 1.0, True, "diverged"),
+        ([5.0 + 0.01 * i for i in range(150)], 1.0, True, "diverged"),
+        ([4.09, 4.14, 3.62, 4.08, 4.08, 4.13], 4.09, True, "stuck"),  # the third batch is an easy one
         ([1.0] * 50, 1.0, False, "diverged"),
         ([], None, False, "diverged"),
     ],
 )
 def test_verdicts_are_the_specifications(tmp_path, train, valid, has_ended, verdict):
-    """E = 2 nats: diverged from 0.95 E of the last 50 updates on, trains up to 0.75 E of validation."""
+    """E = 2 nats."""
     events = [{"event": "started", "update": 0, "unigram_entropy": 2.0}]
     events += [
         {"event": "updated", "update": i, "nll": nll, "grad_norm": 1.0, "seconds": 1.0 * i}
@@ -413,6 +429,82 @@ def test_cells_of_a_table(tmp_path):
         assert lines == [["a|b", "trains; 1.2", "", "A|B"], ["c", "", "diverged", "C"]]
         assert read.series == {"gradients": {("a|b", "0.1"): [1.0, 2.5], ("c", "0.2"): [1.0, 2.5]}}
     assert tables.markdown(head, lines).splitlines()[2] == "| a\\|b | trains; 1.2 |  | A\\|B |"
+
+
+def study(tmp_path, values, shown=None, **options):
+    """Two rows, a baseline and another, each with a list of columns for every seed."""
+    shown = shown or Shown(("bleu",), ("bleu", "p", "verdict"), "first", value="bleu")
+    rows = tuple(Row({"arm": arm}, {"residual": arm, **options}, "demo") for arm in ("base", "other"))
+    entry = Reproduction("x", "X", "ours", "?", {"here": Scale("about", rows, shown)})
+    results = Results(entry, "here", tmp_path, len(values[0]))
+    for row, seeds in zip(rows, values):
+        for number, columns in enumerate(seeds):
+            results.add(row.seeded(number), {"verdict": "trains", **columns}, {})
+    return results
+
+
+def test_a_failed_seed_is_named_and_not_left_out(tmp_path):
+    base = [{"bleu": 41.1}, {"bleu": 41.2}, {"bleu": 41.3}]
+    lost = [{"bleu": 41.6}, {"bleu": 41.7}, {"bleu": "", "verdict": "diverged"}]
+    for i, columns in enumerate(([base, lost], [lost, base])):
+        results = study(tmp_path / str(i), columns)
+        line = tables.table(results, results.scale.shown)[1][1]
+        assert line[2] == "not compared: 1 of 3 pairs failed"
+    for value in ("nan", "inf"):
+        results = study(tmp_path / value, [base, [*base[:2], {"bleu": value}]])
+        assert tables.table(results, results.scale.shown)[1][1][2] == "not compared: 1 of 3 pairs failed"
+
+
+@pytest.mark.parametrize(
+    "others, star",
+    [
+        ([{"bleu": 20.0, "p": 0.001}], ""),
+        ([{"bleu": 31.0, "p": 0.001}], "*"),
+        ([{"bleu": 31.0, "p": 0.2}], ""),
+        ([{"bleu": 30.0, "p": 0.001}, {"bleu": 30.0, "p": 0.001}, {"bleu": 20.0, "p": 0.001}], ""),
+        ([{"bleu": 30.0, "p": 0.9}, {"bleu": 30.1, "p": 0.9}, {"bleu": 30.0, "p": 0.9}], "*"),
+        ([{"bleu": 27.0}, {"bleu": 27.1}, {"bleu": 27.0}], ""),
+    ],
+)
+def test_a_star_is_for_what_is_better(tmp_path, others, star):
+    """By the t test over seeds, or by the bootstrap of the one seed."""
+    shown = Shown(("bleu",), (), "first", "text", "{bleu:.1f}", significance=0.05, value="bleu")
+    results = study(tmp_path, [[{"bleu": 29.0, "p": ""}] * len(others), others], shown)
+    results.scale = results.scale._replace(
+        rows=tuple(r._replace(key={**r.key, "text": "a"}) for r in results.scale.rows)
+    )
+    for row in results.rows:
+        row["text"] = "a"
+    cell = tables.table(results, shown)[1][1][1]
+    assert cell.endswith("*") == bool(star), cell
+
+
+def test_equal_arms_are_called_different_in_one_of_twenty_studies():
+    draw = random.Random(0)
+    found = [spread.difference([draw.gauss(0, 1) - draw.gauss(0, 1) for _ in range(5)]).p for _ in range(5000)]
+    assert 0.04 <= sum(p < 0.05 for p in found) / 5000 <= 0.06
+
+
+def test_rows_of_other_options_are_measured_again(tmp_path):
+    results = study(tmp_path, [[{"bleu": 1.0}], [{"bleu": 2.0}]], updates=20)
+    assert results.stale == 0 and len(results.measured) == 2
+    changed = study(tmp_path, [[], []], updates=400)
+    changed.seeds = 1
+    assert changed.stale == 2 and changed.measured == []
+    changed.add(changed.scale.rows[0], {"bleu": 3.0}, {})
+    assert changed.stale == 1 and [found["bleu"] for _, found in changed.measured] == ["3.0"]
+    entry = Reproduction("x", "X", "ours", "?", {"here": changed.scale})
+    said = " ".join(tables.section(entry, "here", changed, tmp_path / "page.md").split())
+    assert "1 of 2 runs have not been made, 1 of them only with other options" in said
+
+
+@pytest.mark.full
+def test_a_table_without_its_series_has_no_picture(reproduce):
+    assert reproduce("brn-fig3 --scale check")[0] == 0
+    for path in Path().rglob("*-gradients.csv"):
+        path.unlink()
+    code, said, _ = reproduce("brn-fig3 --scale check --no-train")
+    assert code == 0 and "picture: not drawn, its series are not in" in said
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import torch
 from train_support import fit, losses, weights
 
 import normformer_rs as nfrs
-from normformer_rs.signals import as_ctrl_c, held
+from normformer_rs.loop.signals import as_ctrl_c, held
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SAVING = {"updates": 12, "evaluate_every": 5, "keep": 2, "max_tokens": 100}

@@ -13,6 +13,7 @@ from train_support import TINY, events, fit, losses, weights
 
 import normformer_rs as nfrs
 from normformer_rs import _core
+from normformer_rs.loop import training as loop
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -96,7 +97,7 @@ def test_ctrl_c_within_an_evaluation(tmp_path, corpus, architecture):
     def stop(*_):
         raise KeyboardInterrupt
 
-    class Stopping(nfrs.training._Observer):
+    class Stopping(loop._Observer):
         def updated(self, event):
             super().updated(event)
             if event["update"] == 2:
@@ -105,7 +106,7 @@ def test_ctrl_c_within_an_evaluation(tmp_path, corpus, architecture):
     before = signal.signal(signal.SIGALRM, stop)
     try:
         with pytest.MonkeyPatch.context() as patch, pytest.raises(nfrs.Interrupted, match=r"after update 2.*--resume"):
-            patch.setattr(nfrs.training, "_Observer", Stopping)
+            patch.setattr(loop, "_Observer", Stopping)
             fit(tmp_path / "parts", data, model, training)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
@@ -217,11 +218,11 @@ def test_a_terminal_that_goes_ends_no_run(tmp_path, corpus, monkeypatch):
         def flush(self):
             raise OSError(5, "Input/output error")
 
-    from normformer_rs import progress
+    from normformer_rs.loop import progress
 
     progress.log_to_stderr()
     monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", 0.0)
-    monkeypatch.setattr("normformer_rs.training.choose", lambda wanted: progress.Lines())
+    monkeypatch.setattr("normformer_rs.loop.training.choose", lambda wanted: progress.Lines())
     monkeypatch.setattr(sys, "stderr", Gone())
     model, training = nfrs.TransformerConfig(**TINY), nfrs.TrainingConfig(updates=2, max_tokens=10000)
     trainer = nfrs.Trainer(model, training, nfrs.DataConfig(**corpus, no_bpe=True))

@@ -10,7 +10,7 @@ from train_support import RESIDUALS, TINY, TorchAdam, events, fit, losses, weigh
 
 import normformer_rs as nfrs
 import reference as ref
-from normformer_rs.convert import to_fairseq
+from normformer_rs.formats.convert import to_fairseq
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

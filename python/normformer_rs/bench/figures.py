@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from .. import _core
-from ..curves import literal
+from ..pictures.curves import literal
 
 Row = dict[str, str]
 

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..config import DataConfig, TrainingConfig, TransformerConfig
-from ..history import LOG, History
-from ..training import Trainer
+from ..loop.history import LOG, History
+from ..loop.training import Trainer
 from .figures import Figures
 
 MAX_TOKENS = 4096

@@ -6,7 +6,7 @@ from typing import Any
 from .. import text
 from .._optional import require
 from ..config import DataConfig, TrainingConfig, TransformerConfig
-from ..options import Parser
+from .options import Parser
 
 SHELLS = ("bash", "zsh", "tcsh")
 _FILES = {"FILE", "FILE.toml", "PATH", "RUN"}

@@ -4,10 +4,10 @@ import argparse
 from typing import Any
 
 from .. import text
-from ..beforehand import check_model
 from ..errors import InputError
-from ..options import add_model
 from . import Command
+from .beforehand import check_model
+from .options import add_model
 
 
 def parser() -> Command:
@@ -55,7 +55,7 @@ def _run(args: argparse.Namespace) -> None:
         if is_windowed:
             _run_windows(args, options)
             return
-        from ..translation import evaluate_loss
+        from ..loop.translation import evaluate_loss
 
         measured = evaluate_loss(args.model, args.source, args.reference, **options)
         print(
@@ -82,7 +82,7 @@ def _score(args: argparse.Namespace) -> None:
 
 
 def _run_windows(args: argparse.Namespace, options: dict[str, Any]) -> None:
-    from ..generation import evaluate_windows
+    from ..loop.generation import evaluate_windows
 
     found = evaluate_windows(args.model, args.reference, window=args.window, stride=args.stride, **options)
     print(f"perplexity: {found.perplexity:.3f} (nll {found.nll:.4f} nats per token, {found.tokens:,} tokens)")

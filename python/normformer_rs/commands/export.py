@@ -2,9 +2,9 @@
 
 import argparse
 
-from ..beforehand import check_model
-from ..progress import write
+from ..loop.progress import write
 from . import Command
+from .beforehand import check_model
 
 
 def parser() -> Command:
@@ -19,7 +19,7 @@ def parser() -> Command:
 
 def _run(args: argparse.Namespace) -> None:
     check_model(args.model, args.checkpoint)
-    from ..huggingface import to_huggingface
+    from ..formats.huggingface import to_huggingface
 
     name = to_huggingface(args.model, args.output, checkpoint=args.checkpoint)
     write(f"wrote {args.output}: {name}")

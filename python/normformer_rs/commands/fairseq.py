@@ -14,8 +14,8 @@ from typing import NamedTuple
 from .. import text
 from ..config import unknown
 from ..errors import InputError
-from ..options import HELP, UsageError
 from . import PROG, Command
+from .options import HELP, UsageError
 
 
 def parser() -> Command:

@@ -5,12 +5,12 @@ import time
 from collections.abc import Sequence
 
 from .. import text
-from ..beforehand import check_model
 from ..config import GenerationConfig
 from ..errors import InputError
-from ..options import add_flags, add_model, given
-from ..progress import duration, write
+from ..loop.progress import duration, write
 from . import Command
+from .beforehand import check_model
+from .options import add_flags, add_model, given
 
 
 def parser() -> Command:
@@ -40,7 +40,7 @@ def _run(args: argparse.Namespace) -> None:
     generation = GenerationConfig(**given(args, GenerationConfig))
     check_model(args.model, args.checkpoint)
     prompts = args.prompt or text.read_lines(args.input, empty=True)
-    from ..generation import generate
+    from ..loop.generation import generate
 
     live = Live(prompts, generation.samples, "" if generation.sentences == 1 else "\n")
     options = {"checkpoint": args.checkpoint, "precision": args.precision, "device": args.device}

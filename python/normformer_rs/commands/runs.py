@@ -4,10 +4,10 @@ import argparse
 from pathlib import Path
 
 from .. import text
-from ..beforehand import check_average, check_model
 from ..errors import InputError
-from ..progress import write
+from ..loop.progress import write
 from . import Command
+from .beforehand import check_average, check_model
 
 
 def average_parser() -> Command:
@@ -23,7 +23,7 @@ def average_parser() -> Command:
 def _average(args: argparse.Namespace) -> None:
     text.check_writable(text.STANDARD)
     check_average(args.model, args.last, args.updates)
-    from ..translation import average
+    from ..loop.translation import average
 
     print(average(args.model, last=args.last, updates=args.updates))
 
@@ -40,7 +40,7 @@ def plot_parser() -> Command:
 
 def _plot(args: argparse.Namespace) -> None:
     text.check_writable(text.STANDARD)
-    from ..curves import plot
+    from ..pictures.curves import plot
 
     alone = Path(args.runs[0]) / "curves.png" if len(args.runs) == 1 else "curves.png"
     print(plot(*args.runs, path=args.output or alone, names=args.names))
@@ -70,7 +70,7 @@ def _convert(args: argparse.Namespace) -> None:
         check_model(args.origin, args.checkpoint)
     elif not Path(args.origin).is_file():
         raise InputError(f"{args.origin}: no such file; expected a checkpoint of fairseq")
-    from .. import convert
+    from ..formats import convert
 
     if args.origin.endswith(".pt"):
         convert.from_fairseq(args.origin, args.to, data=args.data, trust=args.trust)

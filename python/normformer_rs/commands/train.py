@@ -6,16 +6,16 @@ import shlex
 from typing import Any, NamedTuple
 
 from .. import demo, text
-from ..beforehand import check_data, check_output
 from ..config import DataConfig, TrainingConfig, TransformerConfig, split
 from ..errors import InputError
-from ..memory import keep_memory
+from ..loop.memory import keep_memory
+from ..loop.presets import PRESETS
+from ..loop.progress import duration, write
+from ..loop.quantities import in_bytes, size
 from ..norms import own_norms, using
-from ..options import add_flags, given, layered, read_run, read_toml
-from ..presets import PRESETS
-from ..progress import duration, write
-from ..quantities import in_bytes, size
 from . import PROG, Command
+from .beforehand import check_data, check_output
+from .options import add_flags, given, layered, read_run, read_toml
 
 _COMMON = (
     *("train_source", "train_target", "valid_source", "valid_target", "bpe_operations"),
@@ -79,7 +79,7 @@ def _run(args: argparse.Namespace) -> None:
     elif plan.output is None:
         raise InputError("train needs --output DIR, the folder that the run is written to")
     check_data(plan.model, plan.data)
-    from ..training import Trainer
+    from ..loop.training import Trainer
 
     trainer = Trainer(plan.model, plan.training, plan.data)
     trainer.chosen = plan.chosen

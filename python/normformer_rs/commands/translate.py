@@ -4,12 +4,12 @@ import argparse
 import time
 
 from .. import text
-from ..beforehand import check_model
 from ..config import SearchConfig
 from ..errors import InputError
-from ..options import add_flags, add_model, given
-from ..progress import duration, write
+from ..loop.progress import duration, write
 from . import Command
+from .beforehand import check_model
+from .options import add_flags, add_model, given
 
 
 def parser() -> Command:
@@ -38,7 +38,7 @@ def _run(args: argparse.Namespace) -> None:
     search = SearchConfig(**given(args, SearchConfig))
     check_model(args.model, args.checkpoint)
     sentences = text.read_lines(args.input, empty=True) if args.data_bin is None else []
-    from ..translation import Binarised, translate
+    from ..loop.translation import Binarised, translate
 
     lines: list[str] | Binarised = sentences
     if args.data_bin is not None:

@@ -10,8 +10,8 @@ import os
 import sys
 
 from normformer_rs.commands.fairseq import check
+from normformer_rs.commands.options import HELP, UsageError
 from normformer_rs.errors import InputError
-from normformer_rs.options import HELP, UsageError
 from normformer_rs.text import escaped
 
 

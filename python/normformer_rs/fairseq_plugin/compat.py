@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from normformer_rs._optional import available, require
-from normformer_rs.convert import SAFE
+from normformer_rs.formats.convert import SAFE
 
 _FOREIGN = ("fairseq", "fairseq_cli", "hydra")
 

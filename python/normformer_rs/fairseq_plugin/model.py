@@ -23,9 +23,9 @@ from torch.utils.checkpoint import checkpoint
 
 from normformer_rs import _core
 from normformer_rs.config import TransformerConfig
-from normformer_rs.convert import VERSION, check_version, configure, from_fairseq_names
-from normformer_rs.declared import NormAt
+from normformer_rs.declarations.declared import NormAt
 from normformer_rs.errors import InputError
+from normformer_rs.formats.convert import VERSION, check_version, configure, from_fairseq_names
 from normformer_rs.nn import TransformerDecoderLayer, TransformerEncoderLayer, profile
 from normformer_rs.nn.build import make
 from normformer_rs.nn.init import draw_table

@@ -16,9 +16,9 @@ from fairseq.models.transformer_lm import TransformerLanguageModelConfig as Fair
 from omegaconf import DictConfig, OmegaConf
 
 from normformer_rs.config import OWN, Field, TrainingConfig, TransformerConfig
-from normformer_rs.convert import FAIRSEQS, SIZES, complete, own_flags
+from normformer_rs.declarations.file_class import refuse_code
 from normformer_rs.errors import InputError
-from normformer_rs.file_class import refuse_code
+from normformer_rs.formats.convert import FAIRSEQS, SIZES, complete, own_flags
 
 TRAINING = {"word_dropout": 0.0, "vocab_mask": False}
 """Options of training that belong to the model in fairseq; they are off by default."""

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..config import TransformerConfig
-from ..declared import Change, is_of_joined_heads
+from ..declarations.declared import Change, is_of_joined_heads
 from ..errors import InputError
 from .dropout import Draw, is_run_again
 from .interpreter import KeptTensors, apply_changes

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..declared import Learned, NormAt
-from ..first_values import Normal
+from ..declarations.declared import Learned, NormAt
+from ..declarations.first_values import Normal
 from .place import Place
 from .registry import norm_of_config
 from .sharding import mark_drawn, whole, write_whole

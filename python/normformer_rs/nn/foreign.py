@@ -12,7 +12,7 @@ from torch import nn
 
 from .. import _core
 from ..config import TransformerConfig
-from ..declared import NormAt, replaced
+from ..declarations.declared import NormAt, replaced
 from ..errors import InputError
 from .build import make
 from .init import refuse_computed

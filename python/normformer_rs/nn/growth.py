@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from .. import _core
-from ..declared import Growth
+from ..declarations.declared import Growth
 from . import sharding
 from .tracing import records_core
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..declared import GROWING, Change, Curve, Gain, Learned, NormAt, StreamStep, only_norm
+from ..declarations.declared import GROWING, Change, Curve, Gain, Learned, NormAt, StreamStep, only_norm
 from ..errors import InputError
 from . import formulas, mixing
 from .dropout import Draw, drop, is_plain, rate

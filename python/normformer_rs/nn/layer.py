@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..config import unknown
-from ..declared import Learned, NormAt, only_norm, parts_of, passes, renamed
+from ..declarations.declared import Learned, NormAt, only_norm, parts_of, passes, renamed
 from ..errors import InputError
 from . import mixing
 from .attention import MultiheadAttention, additive, is_masked

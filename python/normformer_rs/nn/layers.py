@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from ..config import ATTENTION, unknown
-from ..declared import passes
+from ..declarations.declared import passes
 from ..errors import InputError
 from .build import install, reset, reset_module
 from .dropout import Draw

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..declared import Channel, Each, HyperConnection, Joint, Mixing, parts_of
+from ..declarations.declared import Channel, Each, HyperConnection, Joint, Mixing, parts_of
 from . import formulas
 
 Tensors = tuple[Tensor, ...]

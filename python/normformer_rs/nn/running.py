@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from ..config import unknown
-from ..distributed import group_name
 from ..errors import InputError
 from . import formulas
 from .averages import Steered, Steering
+from .distributed import group_name
 from .masks import check_mask, mask_for
 from .norm_table import CONSTANTS, DECLARED, NormSpec, composed_norm, used
 from .recompute import RecomputedStatistics, is_second_run, will_recompute

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from .. import _core
 from ..config import TransformerConfig
-from ..declared import (
+from ..declarations.declared import (
     Change,
     Changes,
     Combine,

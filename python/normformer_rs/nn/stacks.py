@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..config import TransformerConfig
-from ..declared import Change, Combine, Mixing, NormAt, parts_of
+from ..declarations.declared import Change, Combine, Mixing, NormAt, parts_of
 from ..errors import InputError
 from . import mixing
 from .build import LEARNED, install, make, reset, reset_module, write

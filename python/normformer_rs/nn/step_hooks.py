@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from ..declared import Growth, Learned
+from ..declarations.declared import Growth, Learned
 from ..errors import InputError
 from .averages import Steered, Steering
 from .growth import alpha

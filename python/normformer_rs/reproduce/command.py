@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .._optional import available, command
+from ..commands.options import UsageError
 from ..config import closest, unknown
 from ..errors import InputError
-from ..options import UsageError
-from ..progress import write
+from ..loop.progress import write
 from . import REPRODUCTIONS
 from .corpora import CORPORA, missing
 from .declared import Reproduction, Row, Scale
@@ -187,13 +187,15 @@ def _show(entry: Reproduction, scale: str, results: Results, write_to: Path | No
     print(f"{entry.title}\nsource: {entry.source}\n{entry.stance}\n")
     print(markdown(*table(results, shown), aligned=True))
     print(f"{entry.scales[scale].about}." + (f" Rows that are still to be measured: {lacking}." if lacking else ""))
+    if results.stale:
+        print(f"Rows that were measured with other options, and are not shown: {results.stale}.")
     if scale == "check":
         print("A check shows that the command works; its figures say nothing about the paper.")
     print(f"table: {results.path('.csv')}")
     if available("matplotlib"):
         from .pictures import draw
 
-        print(f"picture: {draw(entry, scale, results)}")
+        print(f"picture: {draw(entry, scale, results) or f'not drawn, its series are not in {results.folder}'}")
     else:
         print(f"picture: not drawn, {command('matplotlib')}")
     if write_to is not None:

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from .. import text
 from ..commands import Command
+from ..commands.options import UsageError
 from ..config import closest
 from ..errors import InputError
-from ..options import UsageError
 from . import releases
 
 

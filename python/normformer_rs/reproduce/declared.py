@@ -1,5 +1,7 @@
 """The parts of a reproduction. An entry consists of these, and holds no code that runs."""
 
+import hashlib
+import json
 from typing import Any, NamedTuple
 
 Options = dict[str, Any]
@@ -27,6 +29,12 @@ class Row(NamedTuple):
     @property
     def seed(self) -> int:
         return int(self.options.get("seed", 1))
+
+    @property
+    def recipe(self) -> str:
+        """A digest of the options, the corpus and the search."""
+        told = json.dumps([self.corpus, self.options, self.search], sort_keys=True, ensure_ascii=False)
+        return hashlib.sha256(told.encode()).hexdigest()[:8]
 
     def seeded(self, number: int) -> "Row":
         """Returns the row with its `number`-th seed, from 0."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..config import unknown
 from ..errors import InputError
-from ..presets import PRESETS
+from ..loop.presets import PRESETS
 from .declared import SCALES, Options, Reproduction, Row, Scale, Shown
 
 if sys.version_info >= (3, 11):

@@ -7,10 +7,11 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from .. import _core, observations, text
-from ..observations import brief
+from .. import _core, text
+from ..analysis import observations
+from ..analysis.observations import brief
+from ..loop.translation import evaluate_loss
 from ..scores import score
-from ..translation import evaluate_loss
 from .corpora import CORPORA
 from .declared import Options, Scale
 from .runs import Run, Runs

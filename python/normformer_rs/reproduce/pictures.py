@@ -5,20 +5,24 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .. import drawing
 from .._optional import require
-from ..curves import COLOURS, logarithmic, name_ends
-from ..drawing import INK, PALE, Series, heading, highlight, lines, new_figure, of_updates, save
+from ..pictures import drawing
+from ..pictures.curves import COLOURS, logarithmic, name_ends
+from ..pictures.drawing import INK, PALE, Series, heading, highlight, lines, new_figure, of_updates, save
 from .declared import Reproduction
 from .results import Results
 from .spread import Spread
 from .tables import COLUMNS, number
 
 
-def draw(entry: Reproduction, scale: str, results: Results) -> Path:
-    """Draws the picture of the measurements; returns its path. Errors: ImportError without matplotlib."""
+def draw(entry: Reproduction, scale: str, results: Results) -> Path | None:
+    """Draws the picture of the measurements; returns its path, or None if the files of its series are not there.
+    Errors: ImportError without matplotlib."""
     require("matplotlib", "the picture of a reproduction")
     shown = entry.scales[scale].shown
+    wanted = _SERIES.get(shown.picture, [*results.series] or [""])
+    if shown.picture not in _OF_TABLES and not {*wanted} <= results.series.keys():
+        return None
     figure = PICTURES[shown.picture](
         results, entry.title if scale != "check" else f"{entry.title} (check)", shown.value
     )
@@ -226,6 +230,10 @@ PICTURES: dict[str, Callable[[Results, str, str], Any]] = {
     "by_key": _by_key,
 }
 """The functions by the name in `Shown.picture`; each gets the results, the title and the column in `Shown.value`."""
+_OF_TABLES = ("dots", "comparison", "by_key")
+"""The pictures that need no series."""
+_SERIES = {"validation": ["evaluated", "validation"], "gradients": ["gradients"], "start": ["gradients"]}
+"""The series of some pictures; the others draw those that are there."""
 
 
 def rates_of(found: Series) -> list[str]:

@@ -15,8 +15,10 @@ from .declared import Options, Reproduction, Row
 from .spread import Spread, merged
 
 if TYPE_CHECKING:
-    from ..drawing import Series
+    from ..pictures.drawing import Series
 
+RECIPE = "recipe"
+"""The column of `Row.recipe`; rows of before 2026-11-28 have none, and are taken to be of the entry's options."""
 Found = dict[str, str | Spread]
 """The measurements of a row: columns by name, with the spread of several seeds."""
 
@@ -50,10 +52,14 @@ class Results:
         return [row.seeded(number) for number in range(self.seeds) for row in self.scale.rows]
 
     def find(self, row: Row) -> dict[str, str] | None:
-        """Returns the measurements of the row with its seed; None if there are none yet."""
-        key = {**row.key, "seed": str(row.seed)}
-        return next((f for f in self.rows if all((f.get(k) or ("1" if k == "seed" else None)) == v
-                                                 for k, v in key.items())), None)  # fmt: skip
+        """Returns the measurements of the row with its seed; None if there are none yet, or only of other options."""
+        found = (one for one in self.rows if _is_of(one, row))
+        return next((one for one in found if one.get(RECIPE, "") in ("", row.recipe)), None)
+
+    @property
+    def stale(self) -> int:
+        """How many rows were measured with other options, text or search than the entry's now."""
+        return sum(self.find(row) is None and any(_is_of(one, row) for one in self.rows) for row in self.wanted)
 
     def each_seed(self, row: Row) -> dict[int, dict[str, str]]:
         """Returns the measurements of the row, by seed."""
@@ -75,7 +81,8 @@ class Results:
         self.folder.mkdir(parents=True, exist_ok=True)
         with alone(self.folder):
             self.read()
-            made = {**row.key, "seed": str(row.seed), **columns}
+            made = {**row.key, "seed": str(row.seed), RECIPE: row.recipe, **columns}
+            self.rows = [one for one in self.rows if not _is_of(one, row)]
             self.rows.append({name: str(value) for name, value in made.items()})
             # The series are written first, so that a row in the table is complete.
             is_first = any((one.key, one.seed) == (row.key, row.seed) for one in self.scale.rows)
@@ -84,6 +91,12 @@ class Results:
                 _write(self.path(f"-{name}.csv"), ([*key, *values] for key, values in self.series[name].items()))
             names = list(dict.fromkeys(itertools.chain.from_iterable(self.rows)))
             _write(self.path(".csv"), [names, *([r.get(name, "") for name in names] for r in self.rows)])
+
+
+def _is_of(found: dict[str, str], row: Row) -> bool:
+    """True if the measurements have the row's key and seed."""
+    key = {**row.key, "seed": str(row.seed)}
+    return all((found.get(name) or ("1" if name == "seed" else None)) == value for name, value in key.items())
 
 
 @contextlib.contextmanager

@@ -10,17 +10,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from .. import _core, text
 from ..config import DataConfig, SearchConfig, TrainingConfig, TransformerConfig, split
 from ..errors import DivergedError, InputError, Interrupted
-from ..history import LOG, History, read_events
-from ..progress import write
-from ..training import Trainer
-from ..translation import average, translate
+from ..loop.history import LOG, History, read_events
+from ..loop.progress import write
+from ..loop.training import Trainer
+from ..loop.translation import average, translate
 from .corpora import CORPORA, Files, prepare
 from .declared import Options, Row, Scale
 
@@ -28,7 +28,7 @@ VERDICT = "verdict.json"
 """The file in a run's folder that exists when the run is over."""
 _LAST = 50
 """The number of last updates over which the training NLL is averaged."""
-_NUMBERS = ("updates", "train_nll", "valid_nll", "unigram_entropy", "largest_grad_norm", "seconds")
+_NUMBERS = ("updates", "train_nll", "slope", "valid_nll", "unigram_entropy", "largest_grad_norm", "seconds")
 _MOST_NATS = 100
 """A limit above any entropy: that of 2⁶⁴ vocabulary entries is 44."""
 
@@ -50,7 +50,7 @@ class Run:
     row: Row
     files: Files
     verdict: Options
-    """The losses in nats per token, and the verdict whether it diverged or trains (docs/spec.md, Verdicts)."""
+    """The losses in nats per token, and the verdict: diverged, trains, slow or stuck (docs/spec.md §4.14)."""
     has_ended: bool
     """True if it reached its end; otherwise its loss stopped being finite."""
 
@@ -161,25 +161,59 @@ def read_verdict(path: Path) -> dict[str, Any]:
 
 
 def judge(output: Path, has_ended: bool) -> dict[str, Any]:
-    """Returns a run's losses in nats per token and its verdict by docs/spec.md: diverged, trains or neither."""
+    """Returns a run's losses in nats per token, and its verdict by docs/spec.md §4.14."""
     events = read_events(output / LOG)
     started = [event for event in events if event["event"] == "started"]
     entropy = next((event["unigram_entropy"] for event in started if event.get("unigram_entropy")), None)
     if entropy is None:
         raise InputError(f"{output / LOG}: the line of the run's start is damaged: remove {output} to run again")
     history = History.of(events, output)
-    train = float(np.mean(history.nll[-_LAST:])) if len(history.nll) else math.nan
+    course = Course.of(history.nll)
     valid = float(history.evaluations.nll[-1]) if len(history.evaluations.nll) else math.nan
-    if not has_ended or not train < 0.95 * entropy:
+    if not has_ended or not course.rise < max(0.05 * entropy, 2 * course.error):
         verdict = "diverged"
+    elif valid <= 0.75 * entropy:
+        verdict = "trains"
     else:
-        verdict = "trains" if valid <= 0.75 * entropy else "neither"
+        verdict = "slow" if course.fall > 2 * course.error else "stuck"
     return {
         "verdict": verdict,
         "updates": len(history.update),
-        "train_nll": round(train, 4),
+        "train_nll": round(course.last, 4),
+        "slope": round(course.slope, 4),
         "valid_nll": round(valid, 4),
         "unigram_entropy": round(entropy, 4),
         "largest_grad_norm": round(float(np.max(history.grad_norm)), 2) if len(history.grad_norm) else math.nan,
         "seconds": round(float(np.nanmax(history.seconds, initial=0.0))),
     }
+
+
+class Course(NamedTuple):
+    """How a training NLL ran. Windows have 50 updates, or a third of a shorter run."""
+
+    last: float
+    """The mean of the last window."""
+    fall: float
+    """How far the last window is below the one before."""
+    window: int
+    """The updates of a window."""
+    rise: float
+    """How far the last window is above the lowest."""
+    error: float
+    """The standard error of the difference of two windows, from the changes between neighbouring updates (von Neumann
+    1941)."""
+
+    @staticmethod
+    def of(nll: Any) -> "Course":
+        window = min(_LAST, len(nll) // 3)
+        if window < 1:
+            return Course(float(nll[-1]) if len(nll) else math.nan, math.nan, 1, 0.0 if len(nll) else math.nan, 0.0)
+        means = np.convolve(nll, np.full(window, 1 / window), "valid")
+        last, before = float(means[-1]), float(means[-1 - window])
+        error = math.sqrt(float(np.mean(np.diff(nll) ** 2)) / window)
+        return Course(last, before - last, window, last - float(means.min()), error)
+
+    @property
+    def slope(self) -> float:
+        """The change per 1,000 updates."""
+        return -1000 * self.fall / self.window

@@ -12,7 +12,7 @@ from .. import text
 from ..errors import InputError
 from .declared import Reproduction, Row, Scale, Shown
 from .results import Found, Results
-from .spread import Spread, difference
+from .spread import Spread, corrected, difference
 
 
 class Column(NamedTuple):
@@ -57,29 +57,70 @@ COMPARED = {"before": "p against the row before", "first": "p against the first 
 """The heading of `p`, for the paired bootstrap."""
 DIFFERENCES = {"before": "difference from the row before", "first": "difference from the first row"}
 """The heading of `p` over several seeds, for the paired t test."""
+LOWER = {"train_nll", "valid_nll", "valid_loss", "perplexity", "ratio", "test_perplexity", "train_perplexity", "gap"}
+"""The columns of which a lower value is better."""
 WIDTH = 120
 
 
+class Compared(NamedTuple):
+    """A row beside its baseline."""
+
+    mean: float
+    """The mean difference."""
+    p: float
+    """By the paired t test over seeds, or for one seed by the paired bootstrap over lines; corrected for the number of
+    rows."""
+    words: str
+
+
 def number(value: str | Spread) -> float | None:
-    """Returns the number, or the mean of several; None if there is none."""
+    """Returns the number, or the mean of several; None if there is none, or it is not finite."""
     if isinstance(value, Spread):
         return value.mean
     try:
-        return float(value)
+        return found if math.isfinite(found := float(value)) else None
     except ValueError:
         return None
 
 
+def comparisons(results: Results, shown: Shown) -> dict[tuple[str, ...], Compared]:
+    """Returns each measured row beside its baseline, by its key. A row of which a run has failed is not tested: its p
+    is 1."""
+    column = shown.value if results.seeds > 1 and shown.value else "bleu"
+    form, found = COLUMNS[column].form, {}
+    pairs = [(row, base) for row in results.scale.rows if (base := baseline_of(results.scale, row)) is not None]
+    for row, base in pairs:
+        both = [results.each_seed(row), results.each_seed(base)]
+        seeds = [seed for seed in both[0] if seed in both[1]]
+        own, theirs = ([number(of[seed].get(column) or "") for seed in seeds] for of in both)
+        differences = [one - other for one, other in zip(own, theirs) if one is not None and other is not None]
+        if failed := len(seeds) - len(differences):
+            found[(*row.key.values(),)] = Compared(
+                math.nan, 1.0, f"not compared: {failed} of {len(seeds)} pairs failed"
+            )
+        elif results.seeds > 1 and (told := difference(differences)) is not None:
+            low, high = told.interval
+            words = f"{told.spread.mean:+{form}} [{low:+{form}}, {high:+{form}}], p = {{:.3f}}"
+            words += f"; least {told.least:{form}}"
+            found[(*row.key.values(),)] = Compared(told.spread.mean, told.p, words)
+        elif results.seeds == 1 and differences and (p := number(both[0][seeds[0]].get("p") or "")) is not None:
+            found[(*row.key.values(),)] = Compared(differences[0], p, "{:.3f}")
+    tested = {key: one for key, one in found.items() if "{" in one.words}
+    for (key, one), p in zip(tested.items(), corrected([one.p for one in tested.values()])):
+        found[key] = one._replace(p=p, words=one.words.format(p))
+    return found
+
+
 def table(results: Results, shown: Shown) -> tuple[list[str], list[list[str]]]:
     """Returns the heading and the lines: the row's key, the measurements, the paper's figures."""
-    measured = results.measured
+    measured, compared = results.measured, comparisons(results, shown)
     papers = list(dict.fromkeys(name for row, _ in measured for name in row.paper))
     if not shown.across:
         keys = list(measured[0][0].key) if measured else []
         headings = [_heading(results, shown, name) for name in shown.columns]
         lines = [
-            [*row.key.values(), *(_compared(results, shown, row) if name == "p" and results.seeds > 1
-                                  else _measured(found, name) for name in shown.columns),
+            [*row.key.values(), *(compared[key].words if name == "p" and (key := (*row.key.values(),)) in compared
+                                  else "" if name == "p" else _measured(found, name) for name in shown.columns),
              *(row.paper.get(name, "") for name in papers)]
             for row, found in measured
         ]  # fmt: skip
@@ -92,7 +133,7 @@ def table(results: Results, shown: Shown) -> tuple[list[str], list[list[str]]]:
     keys = [key for key in measured[0][0].key if key != shown.across] if measured else []
     lines, first = [], None
     for rest, found_by in grouped.items():
-        cells = [_cell(found_by[value][1], shown.cell, shown) if value in found_by else "" for value in values]
+        cells = [_cell(*found_by[value], shown, compared) if value in found_by else "" for value in values]
         paper: dict[str, str] = {}
         for row, _ in found_by.values():
             paper |= row.paper
@@ -113,22 +154,9 @@ def _heading(results: Results, shown: Shown, name: str) -> str:
         return COLUMNS[name].heading
     of = DIFFERENCES if results.seeds > 1 else COMPARED
     other = "difference from" if results.seeds > 1 else "p against"
-    return of.get(shown.compared, f"{other} {shown.compared}")
-
-
-def _compared(results: Results, shown: Shown, row: Row) -> str:
-    """Returns the difference from the baseline over the seeds that both have, with the paired t test's p."""
-    baseline = baseline_of(results.scale, row)
-    if baseline is None:
-        return ""
-    own, theirs = ({seed: number(found.get(shown.value) or "") for seed, found in results.each_seed(one).items()}
-                   for one in (row, baseline))  # fmt: skip
-    pairs = [(one, other) for seed, one in own.items() if one is not None and (other := theirs.get(seed)) is not None]
-    found = difference(*zip(*pairs)) if pairs else None
-    if found is None:
-        return ""
-    form = COLUMNS[shown.value].form
-    return f"{found.spread:+{form}}, p = {found.p:.3f}" + (", within the spread" if found.is_within else "")
+    more = " [95 % interval], p by Holm; least difference found in four of five studies"
+    more = more if results.seeds > 1 else ", by Holm"
+    return of.get(shown.compared, f"{other} {shown.compared}") + more
 
 
 def baseline_of(scale: Scale, row: Row) -> Row | None:
@@ -163,19 +191,19 @@ def _measured(found: Found, name: str) -> str:
     if isinstance(value, Spread):
         return f"{value:{COLUMNS[name].form}}"
     read = number(value)
-    if read is None:
-        return value
-    return "" if math.isnan(read) else f"{read:{COLUMNS[name].form}}"
+    return f"{read:{COLUMNS[name].form}}" if read is not None else "" if value in ("nan", "inf", "-inf") else value
 
 
-def _cell(found: Found, form: str, shown: Shown) -> str:
-    """Returns the filled form, with a star if p is significant; the verdict if one of its numbers was not measured."""
+def _cell(row: Row, found: Found, shown: Shown, compared: dict[tuple[str, ...], Compared]) -> str:
+    """Returns the filled form, with a star if the row is better than its baseline at the scale's significance; the
+    verdict if one of its numbers was not measured."""
     values = {name: value if isinstance(value, Spread) or (read := number(value)) is None else read
               for name, value in found.items()}  # fmt: skip
-    p = number(found.get("p", ""))
-    star = "*" if p is not None and p < shown.significance else ""
+    one = compared.get((*row.key.values(),))
+    is_better = one is not None and (one.mean < 0 if shown.value in LOWER else one.mean > 0)
+    star = "*" if is_better and one is not None and one.p < shown.significance else ""
     try:
-        return form.format_map(values) + star
+        return shown.cell.format_map(values) + star
     except (KeyError, ValueError):
         return str(found.get("verdict", ""))
 
@@ -206,8 +234,11 @@ def section(entry: Reproduction, scale: str, results: Results, file: Path) -> st
     begin, end = marks(entry, scale)
     chosen = entry.scales[scale]
     dates = sorted({found["date"] for found in results.rows if found.get("date")})
+    lacking = sum(results.find(row) is None for row in results.wanted)
+    told = f"; {lacking} of {len(results.wanted)} runs have not been made" if lacking else ""
+    told += f", {results.stale} of them only with other options" if results.stale else ""
     when = f"; {' to '.join(dict.fromkeys((dates[0], dates[-1])))}" if dates else ""
-    made = f"{chosen.about}{_seeds(results)}{when} (`{results.path('.csv').name}`)."
+    made = f"{chosen.about}{_seeds(results)}{when}{told} (`{results.path('.csv').name}`)."
     about = f"`normformer-rs reproduce {entry.name} --scale {scale}`: {made}"
     parts = [begin, "", *textwrap.wrap(about, WIDTH, break_long_words=False, break_on_hyphens=False), ""]
     parts.append(markdown(*table(results, chosen.shown)))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..config import TransformerConfig
-from ..declared import Change, Learned, NormAt, only_norm, parts_of, passes, renamed
+from ..declarations.declared import Change, Learned, NormAt, only_norm, parts_of, passes, renamed
 from ..errors import InputError
 from ..nn.build import install, reset
 from ..nn.dropout import Draw
@@ -286,6 +286,8 @@ class BlockResidual(Growing):
 
     def _closed(self, i: int, streams: Streams, f: Tensor, dropout: nn.Module, following: NormAt | None) -> Streams:
         alpha_t = self._stack[0].alpha(self.place.layer)
+        if self.parts[i].beta != 1.0:  # the block has multiplied its branch by a number, and the scheme's stands for it
+            f = f / self.parts[i].beta
         draw = Draw(f.device)
         return close(self, self.sublayers[i], streams, f, dropout, draw, following=following, alpha_t=alpha_t)
 
@@ -403,5 +405,4 @@ def _local(block: nn.Module, part: Part, sublayer: Sublayer, config: Transformer
         return change._replace(what=change.what._replace(width=d_head if by_head else len(columns)))
 
     inside = {point: tuple(flat(point, change) for change in changes) for point, changes in sublayer.inside.items()}
-    # the block multiplies its branch by a number of its own, and the scheme's stands in its place
-    return sublayer._replace(inside=inside, scale=sublayer.scale / part.beta)
+    return sublayer._replace(inside=inside)

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..declared import Learned
+from ..declarations.declared import Learned
 from ..errors import InputError
-from ..model import Transformer
+from ..loop.model import Transformer
 from ..nn.layers import Layer
 from ..nn.place import Place
 from .blocks import DECODER, ENCODER, Part, parent_of, parts_of, place_of, weight_and_bias

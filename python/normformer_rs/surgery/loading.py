@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from ..config import TransformerConfig
+from ..declarations.file_class import names_code, refuse_code
 from ..errors import InputError
-from ..file_class import names_code, refuse_code
 from ..nn.norm_table import FAMILIES
 from ..nn.registry import norm_class
 from .folding import fold_named

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from ..config import TransformerConfig, unknown
+from ..declarations.file_class import names_code
 from ..errors import InputError
-from ..file_class import names_code
 from ..nn.norm_table import FAMILIES
 from ..nn.norms import BiasedRMSNorm
 from ..nn.registry import norm_class

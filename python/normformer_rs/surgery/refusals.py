@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import nn
 
-from ..declared import NormAt
+from ..declarations.declared import NormAt
 from ..errors import InputError
 from ..nn.attention import BEFORE_PRODUCTS
 from ..nn.place import Place

@@ -278,7 +278,7 @@ class Identity(nn.Identity):
     """In the place of a norm that a sublayer read through, and that the scheme has not."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return read(x) if isinstance(x, Stream) else x
+        return read(x, self) if isinstance(x, Stream) else x
 
 
 class StreamNorm(Converted):

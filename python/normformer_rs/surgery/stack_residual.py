@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ..declared import Learned, NormAt, parts_of
+from ..declarations.declared import Learned, NormAt, parts_of
 from ..errors import InputError
 from ..nn import mixing
 from ..nn.build import install, reset, reset_module

@@ -15,12 +15,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from . import _core
-from .config import ATTENTION, LANGUAGE_MODELS, OWN, PARAMETRISATION, TrainingConfig, TransformerConfig
-from .errors import InputError
-from .file_class import refuse_code
-from .model import load_run
-from .nn.scheme import declare
+from .. import _core
+from ..config import ATTENTION, LANGUAGE_MODELS, OWN, PARAMETRISATION, TrainingConfig, TransformerConfig
+from ..declarations.file_class import refuse_code
+from ..errors import InputError
+from ..loop.model import load_run
+from ..nn.scheme import declare
 
 Path_ = str | PathLike[str]
 

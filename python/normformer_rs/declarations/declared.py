@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import NoneType, UnionType
 from typing import Any, Literal, NamedTuple, get_args, get_origin
 
-from .errors import InputError
+from ..errors import InputError
 from .first_values import Normal, number
 
 __all__ = [

@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from . import _core
-from .errors import InputError
+from .. import _core
+from ..errors import InputError
 
 
 class Rank(NamedTuple):

@@ -4,10 +4,10 @@ from collections.abc import Callable, Iterable
 from os import PathLike, fspath
 from typing import NamedTuple
 
-from . import _core
-from .config import GenerationConfig
-from .errors import InputError
-from .text import check_lines
+from .. import _core
+from ..config import GenerationConfig
+from ..errors import InputError
+from ..text import check_lines
 
 Listener = Callable[[int, int, str | None], None]
 """A function of the prompt's index, the sample's index, and new text, which is None when that text is over."""

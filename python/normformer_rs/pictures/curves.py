@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ._optional import require
-from .errors import InputError
-from .text import write_whole
+from .._optional import require
+from ..errors import InputError
+from ..text import write_whole
 
 if TYPE_CHECKING:
-    from .history import History
+    from ..loop.history import History
 
 _TRAIN, _VALID, _BEST, _LINE = "#8fb3d9", "#c8442f", "#1f6f4a", "#46688c"
 SOFTWARE = "normformer_rs"
@@ -48,7 +48,7 @@ def plot(
     Returns: the path. Errors: InputError for no run, for more than 20, for a folder without log.jsonl, if there are not
     as many names as runs; ImportError without matplotlib.
     """
-    from .history import LOG, History
+    from ..loop.history import LOG, History
 
     if not 1 <= len(runs) <= len(COLOURS):
         raise InputError(f"plot takes 1 to {len(COLOURS)} runs; got {len(runs)}")

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from types import ModuleType
 from typing import Any, SupportsIndex
 
-from .errors import InputError
+from ..errors import InputError
 
 _PREFIX = "normformer_rs_file_"
 """The prefix of the names of modules that are made from such files."""

@@ -8,8 +8,8 @@ import time
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from ._optional import available
-from .text import escaped
+from .._optional import available
+from ..text import escaped
 
 SECONDS_BETWEEN_LINES = 10.0
 

@@ -18,12 +18,12 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from . import _core
-from .config import tables, unknown
-from .errors import InputError
+from .. import _core
+from ..config import tables, unknown
+from ..errors import InputError
+from ..nn.layer import Layer
+from ..nn.training import MATRICES, learned_gains, summed_over, vector_ids
 from .model import Transformer
-from .nn.layer import Layer
-from .nn.training import MATRICES, learned_gains, summed_over, vector_ids
 
 ROLES = ("embedding", "hidden-matrix", "hidden-vector", "end")
 _WIDTHS = ("d_model", "hidden_size", "n_embd", "embed_dim", "dim")

@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from .errors import InputError
+from ..errors import InputError
 
 _SPECIALS = ("<s>", "<pad>", "</s>", "<unk>")
 """The special pieces, by id."""

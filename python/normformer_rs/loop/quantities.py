@@ -2,7 +2,7 @@
 
 import re
 
-from .errors import InputError
+from ..errors import InputError
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from . import _core, analysis, text
-from .errors import InputError
-from .history import History
-from .model import Transformer
+from .. import _core, analysis, text
+from ..errors import InputError
+from ..loop.history import History
+from ..loop.model import Transformer
 
 Found = dict[str, list[float]]
 """Numbers by the name of the series."""

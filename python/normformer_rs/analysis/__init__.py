@@ -22,14 +22,14 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor, nn
 
-from . import _core
+from .. import _core
+from ..errors import InputError
+from ..loop.model import Transformer
+from ..nn.masks import mask_for
+from ..nn.norms import RowNorm
+from ..nn.recompute import is_second_run
+from ..nn.running import OPS, BatchNorm, RunningNorm
 from .coordinates import CoordinateCheck, coordinate_check
-from .errors import InputError
-from .model import Transformer
-from .nn.masks import mask_for
-from .nn.norms import RowNorm
-from .nn.recompute import is_second_run
-from .nn.running import OPS, BatchNorm, RunningNorm
 
 __all__ = [
     "CoordinateCheck",

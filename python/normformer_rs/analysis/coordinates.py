@@ -10,12 +10,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ._optional import require
-from .config import TransformerConfig
-from .curves import literal
-from .errors import InputError
-from .model import Transformer
-from .parametrisation import param_groups
+from .._optional import require
+from ..config import TransformerConfig
+from ..errors import InputError
+from ..loop.model import Transformer
+from ..loop.parametrisation import param_groups
+from ..pictures.curves import literal
 
 PLACES = ("embedding", "first layer", "middle layer", "last layer", "logits", "scores", "mixing scores")
 _GRID = {"color": "#e4e4e4", "linewidth": 0.8}
@@ -167,7 +167,7 @@ def _trained(
 
 @torch.no_grad()
 def _sizes(model: Transformer, source: Tensor | None, target_input: Tensor) -> NDArray[np.float64]:
-    from .analysis import observe  # imported here, because analysis imports this module
+    from . import observe  # imported here, because analysis imports this module
 
     seen = observe(model, source, target_input)["decoder"]
     layers, last = seen.sizes, len(seen.sizes) - 1

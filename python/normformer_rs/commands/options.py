@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from ..config import OWN, Config, DataConfig, Field, TrainingConfig, TransformerConfig, closest, unknown
+from ..declarations.file_class import refuse_code
+from ..errors import InputError
+from ..loop.presets import find_preset
+from ..text import STANDARD, check_writable, read_json, read_small
 from . import fairseq_words
-from .config import OWN, Config, DataConfig, Field, TrainingConfig, TransformerConfig, closest, unknown
-from .errors import InputError
-from .file_class import refuse_code
-from .presets import find_preset
-from .text import STANDARD, check_writable, read_json, read_small
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -238,7 +238,7 @@ def read_run(
         content = read_json(path, "the run cannot be resumed")
     except FileNotFoundError:
         return {}
-    from . import _core
+    from .. import _core
 
     saved = json.loads(_core.run_options(str(output), from_checkpoint)) or {}
     content |= {section: saved[section] for section in SECTIONS if section in saved}

@@ -12,14 +12,14 @@ from typing import Any, Literal
 
 import torch
 
-from . import _core
-from ._optional import available
-from .beforehand import warnings_of
-from .config import DataConfig, TrainingConfig, TransformerConfig, readable
-from .distributed import world
-from .errors import InputError
+from .. import _core
+from .._optional import available
+from ..config import DataConfig, TrainingConfig, TransformerConfig, readable
+from ..errors import InputError
+from ..nn.distributed import world
+from ..norms import own_norms, using
+from .advice import warnings_of
 from .history import History, layer_values
-from .norms import own_norms, using
 from .progress import Progress, Silent, choose, number
 from .quantities import size
 from .signals import as_ctrl_c, held, listening

@@ -1,6 +1,6 @@
 """Makes glibc's allocator keep the memory that PyTorch frees."""
 
-from . import _loading
+from .. import _loading
 
 
 def keep_memory() -> None:

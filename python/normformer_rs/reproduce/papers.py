@@ -17,8 +17,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from .config import __version__, tables, unknown
-from .errors import InputError
+from ..config import __version__, tables, unknown
+from ..errors import InputError
 
 _KINDS = ("norms", "residuals", "inits", "parametrisations", "others", "families")
 

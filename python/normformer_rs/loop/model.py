@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import _core
-from .config import TransformerConfig
-from .errors import InputError
-from .nn.averages import Steered, Steering
-from .nn.step_hooks import first_trained, follow_steps
-from .norms import options_here
+from .. import _core
+from ..config import TransformerConfig
+from ..errors import InputError
+from ..nn.averages import Steered, Steering
+from ..nn.step_hooks import first_trained, follow_steps
+from ..norms import options_here
 
 PAD = 1
 """The id of padding."""

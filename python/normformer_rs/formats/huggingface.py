@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _core
-from .config import TransformerConfig
-from .errors import InputError
-from .model import Transformer, load_run
-from .text import read_regular
+from .. import _core
+from ..config import TransformerConfig
+from ..errors import InputError
+from ..loop.model import Transformer, load_run
+from ..text import read_regular
 from .tokenizer import tokenizer_files
 
 _BOS, _PAD, _EOS = 0, 1, 2

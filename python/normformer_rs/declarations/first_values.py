@@ -2,7 +2,7 @@
 
 from typing import Any, NamedTuple
 
-from .errors import InputError
+from ..errors import InputError
 
 
 class Normal(NamedTuple):

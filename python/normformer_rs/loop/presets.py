@@ -6,8 +6,8 @@ option.
 
 from typing import Any, NamedTuple
 
-from .config import TrainingConfig, TransformerConfig, split, unknown
-from .errors import InputError
+from ..config import TrainingConfig, TransformerConfig, split, unknown
+from ..errors import InputError
 
 
 class Preset(NamedTuple):

@@ -16,9 +16,9 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from ._html import table
-from ._optional import available, require
-from .text import open_regular
+from .._html import table
+from .._optional import available, require
+from ..text import open_regular
 
 LOG = "log.jsonl"
 _SHOWN = ("update", "epoch", "loss", "nll", "perplexity", "bleu", "best", "seconds")
@@ -106,7 +106,7 @@ class History:
 
         Errors: InputError before the first update; ImportError without matplotlib.
         """
-        from .curves import plot
+        from ..pictures.curves import plot
 
         return plot(self, path=path if path is not None else self.output / "curves.png")
 
@@ -125,7 +125,7 @@ class History:
         """Returns the evaluations as an HTML table, with the picture if matplotlib is installed."""
         picture = ""
         if len(self.update) and available("matplotlib"):
-            from .curves import png
+            from ..pictures.curves import png
 
             data = base64.b64encode(png(self)).decode()
             picture = f'<img src="data:image/png;base64,{data}" alt="{html.escape(repr(self))}">'

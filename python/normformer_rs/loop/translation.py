@@ -4,10 +4,10 @@ from collections.abc import Iterable, Sequence
 from os import PathLike, fspath
 from typing import Any, NamedTuple
 
-from . import _core
-from .config import SearchConfig
-from .errors import InputError
-from .text import check_lines
+from .. import _core
+from ..config import SearchConfig
+from ..errors import InputError
+from ..text import check_lines
 
 
 class Translation(NamedTuple):

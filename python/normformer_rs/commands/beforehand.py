@@ -1,4 +1,4 @@
-"""Checks of folders and files before torch is imported, which takes seconds; and a run's warnings.
+"""Checks of folders and files before torch is imported, which takes seconds.
 
 The extension module repeats these checks when it reads.
 """
@@ -9,19 +9,13 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from .config import DataConfig, TrainingConfig, TransformerConfig
-from .errors import InputError
+from ..config import DataConfig, TransformerConfig
+from ..errors import InputError
+from ..text import check_readable
 from .options import RUN_CONFIG
-from .text import check_readable
 
 CHECKPOINTS, CHECKSUMS = "checkpoints", "checksums.txt"
 _LINKS = ("best", "last")
-_SIZES = {"d_model", "d_ff", "heads", "encoder_layers", "decoder_layers"}
-_LARGE = 20_000_000
-"""The number of parameters above which an update takes seconds on a CPU."""
-_PRESET = {"encoder-decoder": "transformer-tiny", "decoder-only": "llama-tiny"}
-_WARMING = ("inverse-sqrt", "val-decay", "constant")
-"""The schedules with a warm-up."""
 
 
 def check_run(folder: str | PathLike[str]) -> None:
@@ -93,30 +87,3 @@ def check_data(model: TransformerConfig, data: DataConfig) -> None:
     for name in ("train_source", "train_target", "valid_source", "valid_target", "bpe_codes"):
         if given[name] is not None:
             check_readable(given[name])
-
-
-def warnings_of(
-    model: TransformerConfig, training: TrainingConfig, parameters: int, chosen: set[str] | None = None
-) -> list[str]:
-    """Returns warnings about options that are valid but rarely wanted.
-
-    Args:
-        parameters: the number of the model's parameters.
-        chosen: the names of the options that a user has given, including "preset"; None if they are not known: then
-            there is no warning about a default size.
-    """
-    how, what = training.asdict(), model.asdict()
-    found = []
-    last = how["updates"] - how["count_from_zero"]  # the last update's number in the schedule
-    if how["updates"] and how["schedule"] in _WARMING and last < how["warmup"]:
-        found.append(
-            f"the warm-up of {how['warmup']:,} updates is longer than the run of {how['updates']:,}: the learning rate "
-            "never reaches its peak; choose a smaller warmup, or more updates"
-        )
-    is_default = chosen is not None and not chosen & {"preset", *_SIZES}
-    if is_default and how["device"] == "cpu" and parameters > _LARGE:
-        found.append(
-            f"the default size has {parameters:,} parameters, which is slow on a CPU; a smaller one is "
-            f"--preset {_PRESET[what['architecture']]}"
-        )
-    return found

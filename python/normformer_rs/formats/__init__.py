@@ -1,0 +1,1 @@
+"""Models and tokenisations in the formats of fairseq and Hugging Face."""
