@@ -92,6 +92,7 @@ def check(name, schemes):
     for scheme in schemes:
         reason = REFUSED.get(name, REFUSED_WIDE.get(name) if scheme in WIDE else None)
         reason = SHARED if name == "ALBERT" and scheme in UNLIKE else reason
+        reason = "also norms a tensor that is not on" if (name, scheme) == ("PegasusX", "rezero") else reason
         if reason is not None:
             with pytest.raises(InputError, match=reason):
                 swap(model, scheme, inputs)
@@ -116,7 +117,7 @@ def test_swapped_models_train_copy_and_load(name):
     """One scheme for each model, in turn: the loss falls; a deep copy, and a model that loads its state, are equal."""
     schemes = SCHEMES if name in REFUSED_WIDE else (*SCHEMES, *WIDE)
     scheme = schemes[turn(name) % len(schemes)]
-    scheme = "dlcl" if name == "ALBERT" else scheme
+    scheme = "dlcl" if name in ("ALBERT", "PegasusX") else scheme
     model, inputs = build(name)
     swap(model, scheme, inputs)
     loss_before = loss(model, inputs).item()

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import nn
 
-from ..declarations.declared import NormAt
+from ..declarations.declared import NormAt, only_norm
 from ..errors import InputError
 from ..nn.attention import BEFORE_PRODUCTS
 from ..nn.place import Place
@@ -33,6 +33,12 @@ def refuse(group: Group, place: Place, to: Any) -> None:
         for path in _removed(block, place.at(i)):
             if has(block, path):
                 refuse_passed_over(f"{name}.{path}".lstrip("."), block.get_submodule(path), to)
+        lost = [] if isinstance(block, tuple(TORCHS)) else _replaced(block, place.at(i))
+        if other := next((path for path in lost if path in structure_of(block).elsewhere), None):
+            raise InputError(
+                f"{name}.{other} also norms a tensor that is not on the residual stream, and {to} has no norm there: "
+                "choose a scheme that keeps the norm in its place"
+            )
     if place_of(group.blocks[0]) is not None:
         raise InputError(
             f"{group.path} has another residual scheme of normformer_rs already: take that swap back with its undo(), "
@@ -134,6 +140,14 @@ def _removed(block: nn.Module, place: Place) -> list[str]:
     stay, move = norms_of(parts, sublayers)
     called = {*stay.values(), *move.values(), *(path for part in parts for path in part.twins)}
     return [path for part in parts for path in part.norms() if path not in called]
+
+
+def _replaced(block: nn.Module, place: Place) -> list[str]:
+    """The block's norms that do not stay in their places."""
+    parts, sublayers = parts_of(block), place.sublayers
+    stay, _ = norms_of(parts, sublayers)
+    twins = {path for part, own in zip(parts, sublayers) if only_norm(own.before) is not None for path in part.twins}
+    return [path for part in parts for path in part.norms() if path not in {*stay.values(), *twins}]
 
 
 def _reclassed(group: Group) -> Iterator[tuple[str, nn.Module]]:

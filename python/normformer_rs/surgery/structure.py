@@ -74,6 +74,8 @@ class Structure(NamedTuple):
     """Of attention; None: none was recognised."""
     no_roles: str = ""
     """The reason why the roles of its matrices could not be told."""
+    elsewhere: frozenset[str] = frozenset()
+    """Its norms that are also called on a tensor that is neither its stream nor a branch: Pegasus-X's global tokens."""
 
 
 def norm_after(found: Record, block: nn.Module) -> nn.Module | None:
@@ -186,7 +188,7 @@ class _Reader:
         images = self._has_channels_first()
         width = self.call.shape[1 if images else -1]
         made = Structure(parts, writes, reads, scales, images, is_in_place=self._is_in_place(), width=width)
-        return made._replace(heads=self.heads, no_roles=self.roles.why)
+        return made._replace(heads=self.heads, no_roles=self.roles.why, elsewhere=self._elsewhere(steps, parts))
 
     def _refuse_functions(self) -> None:
         """Unaccounted for a norm of the stream that no module computes: torch's function, or a formula. The stream
@@ -207,6 +209,23 @@ class _Reader:
                 roots.update(node.outputs)
             elif node.what in _BY_NUMBER and (some or root or statistic):
                 (numbers if some else roots if root else statistics).update(node.outputs)
+
+    def _elsewhere(self, steps: list[Step], parts: tuple[Part, ...]) -> frozenset[str]:
+        own = {path for part in parts for path in part.norms()}
+        branches = {out for step in steps if step.branch is not None for out in self._tail_of(step.branch)}
+        norms = (n for n in self.nodes[self.call.first : self.call.last] if n.what == "norm")
+        others = (n for n in norms if n.inputs[0] not in self.level and n.outputs[0] not in branches)
+        return frozenset(path for n in others if (path := self.paths.get(n.module, "")) in own)
+
+    def _tail_of(self, branch: Key) -> Iterator[Key]:
+        """The tensors from the last norm of a branch on."""
+        at: Key | None = branch
+        while at is not None:
+            yield at
+            node = self.node(at)
+            passes = UNCHANGED | {"dropout", "drop_path", "scale"}
+            goes_on = node is not None and node.inputs and (node.what in passes or node.factor is not None)
+            at = node.inputs[0] if node is not None and goes_on else None
 
     def _is_in_place(self) -> bool:
         inside = self.nodes[self.call.first : self.call.last]
