@@ -120,7 +120,7 @@ def test_proofs_make_statistics_of_their_own_rows(hunt):
         ("adams_formula('bf16', 1020)", "philox.cuh", "const u32 word = half < 4", "never"),
     ],
 )
-@pytest.mark.one_in(all=5)
+@pytest.mark.long
 def test_proofs_meet_corner_cases(hunt, finder, file, code, rule):
     index = next(i for i, detector in enumerate(DETECTORS) if str(detector) == finder)
     mutant = next(m for m in SOUGHT if m.file == file and code in m.code and m.rule == rule)

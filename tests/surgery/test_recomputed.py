@@ -115,7 +115,7 @@ def check(name, schemes):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.one_in(test=60, all=3)
+@pytest.mark.one_in(test=60, all=6)
 def test_a_swap_is_what_a_second_route_computes(name):
     """Two schemes for each model, in turn."""
     turn = NAMES.index(name)

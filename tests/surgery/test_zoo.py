@@ -79,7 +79,7 @@ def test_a_few_schemes(name):
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.one_in(all=80)
+@pytest.mark.long
 def test_every_scheme_is_taken(name):
     check(name, (*SCHEMES, *WIDE))
 
