@@ -18,7 +18,7 @@ pub struct StackObservation {
     pub statistics: Vec<Statistics>,
     /// The mean |x| of the stack's input and of every layer's output (coordinate checks, Yang et al. 2022, App D.1).
     pub sizes: Vec<f64>,
-    /// Per attention: the mean |score| before the softmax, over all pairs of a query row and a key row that attend.
+    /// Per attention: the mean |score| that the softmax gets.
     pub scores: Vec<f64>,
     /// Per residual connection with input-dependent weights: the mean |score| from which the weights are computed.
     pub mixing: Vec<f64>,
@@ -178,17 +178,9 @@ impl Watch {
         Ok(())
     }
 
-    /// Records attention scores: queries (rows, d) with `heads` heads, and keys (rows, kv_heads·d_head).
-    pub fn scores(&self, [q, k]: [&Tensor; 2], heads: i64, scale: f64) -> Result<()> {
-        let (q, k) = (q.f_unflatten(-1, [heads, -1].as_slice())?, k);
-        let d_head = q.size()[2];
-        let k = k.f_unflatten(-1, [-1, d_head].as_slice())?;
-        let shared = heads / k.size()[1];
-        let k = k.f_repeat_interleave_self_int(shared, 1, None)?;
-        let scores = q.f_transpose(0, 1)?.f_matmul(&k.f_permute([1, 2, 0].as_slice())?)?.f_mul_scalar(scale)?;
-        let size = mean_size(&scores)?;
+    /// Records the mean |score| of an attention.
+    pub fn scores(&self, size: f64) {
         self.add(|seen| seen.scores.push(size));
-        Ok(())
     }
 
     /// Records the scores from which a connection's weights are computed.

@@ -249,7 +249,11 @@ impl Attention {
 
     /// Returns the heads' outputs, joined.
     fn heads(&self, [q, k, v]: [&Tensor; 3], ranges: &Ranges, causal: bool, ctx: &Context) -> Result<Tensor> {
-        ctx.show(|watch| watch.scores([q, k], self.heads, self.scale))?;
+        ctx.show(|watch| {
+            let size = self.scale * ranges.mean_product([q, &self.for_each_query(k)?], self.heads, causal)?;
+            watch.scores(size);
+            Ok(())
+        })?;
         let (dropout, extras) = (self.dropout(ctx), self.extras());
         match ranges {
             Ranges::Packed(table) if !extras.are_none() => {

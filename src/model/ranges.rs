@@ -58,6 +58,26 @@ impl Ranges {
         Ranges::fitting(rows, [end(0), end(2)], None, false, device)?.to(device)
     }
 
+    /// Returns the mean |q·k| of all heads over the queries and keys that attend to each other: q and k are (rows, d).
+    pub fn mean_product(&self, [q, k]: [&Tensor; 2], heads: i64, causal: bool) -> Result<f64> {
+        let split = |t: &Tensor| t.f_detach()?.f_unflatten(-1, [heads, -1].as_slice())?.f_transpose(-3, -2);
+        let table = match self {
+            Ranges::Packed(table) => table,
+            Ranges::Padded(padded) => return padded.mean_product([q, k], split, causal),
+        };
+        let (q, k, mut total, mut pairs) = (split(q)?, split(k)?, 0.0, 0);
+        for row in host("attention: ranges", table)?.chunks_exact(4) {
+            let [q_start, q_len, k_start, k_len] = [row[0], row[1], row[2], row[3]];
+            let keys = k.f_narrow(1, k_start, k_len)?.f_transpose(1, 2)?;
+            let products = q.f_narrow(1, q_start, q_len)?.f_matmul(&keys)?.f_abs()?;
+            let seen = if causal { products.f_tril(k_len - q_len)? } else { products };
+            total += f64::try_from(seen.f_sum(Kind::Double)?)?;
+            let of_query = |i: i64| if causal { (i + 1 + k_len - q_len).clamp(0, k_len) } else { k_len };
+            pairs += heads * (0..q_len).map(of_query).sum::<i64>();
+        }
+        Ok(total / pairs as f64)
+    }
+
     /// Builds ranges on the host; `all` holds the numbers of query and key rows without padding rows.
     fn fitting(
         rows: &[i64],
@@ -271,6 +291,25 @@ impl Padded {
             _ => self.weights(&q.f_matmul(&k.f_transpose(2, 3)?)?, causal, scale, extras, dropout)?.f_matmul(&v)?,
         };
         self.pack(&out.f_transpose(1, 2)?.f_reshape([self.sentences * self.q_len, -1].as_slice())?)
+    }
+
+    /// [`Ranges::mean_product`]. `split` returns (…, heads, rows, d_head).
+    fn mean_product(
+        &self,
+        [q, k]: [&Tensor; 2],
+        split: impl Fn(&Tensor) -> std::result::Result<Tensor, tch::TchError>,
+        causal: bool,
+    ) -> Result<f64> {
+        let [q, k, _] = self.side_by_side([q, k, k])?;
+        let products = split(&q)?.f_matmul(&split(&k)?.f_transpose(-2, -1)?)?.f_abs()?;
+        let queries = self.gaps.f_logical_not()?.f_reshape([self.sentences, 1, self.q_len, 1].as_slice())?;
+        let mut seen = self.real.f_logical_and(&queries)?;
+        if causal {
+            let past = Tensor::f_ones([self.q_len, self.k_len], (Kind::Bool, q.device()))?.f_tril(0)?;
+            seen = seen.f_logical_and(&past)?;
+        }
+        let seen = seen.f_expand_as(&products)?.f_to_kind(products.kind())?;
+        Ok(f64::try_from(products.f_mul(&seen)?.f_sum(Kind::Double)?.f_div(&seen.f_sum(Kind::Double)?)?)?)
     }
 
     /// Returns drop(softmax(scale·scores)), (n, heads, q_len, k_len); dropout is applied to packed rows, so its mask is

@@ -1,6 +1,7 @@
 """What is seen in the Rust model, against hooks on its skeleton in normformer_rs.nn."""
 
 import contextlib
+import functools
 import itertools
 import math
 
@@ -56,6 +57,34 @@ def run(model, skeleton):
 def loss(logits):
     """Uneven over positions and words, and padding without part in it."""
     return (logits.logsumexp(-1) * torch.linspace(0.5, 2, 12).view(3, 4))[TARGET != ref.PAD].sum() - logits[0, 0, 5]
+
+
+def test_scores_are_of_the_pairs_that_the_softmax_gets():
+    """No pairs of two sentences, of the future, or of padding: in self-attention and cross-attention."""
+    model, skeleton = built()
+    expected = {"encoder": [], "decoder": []}
+
+    def seen(attention, args, kwargs, name, is_cross):
+        query, key = args[:2]
+        real = TARGET if name == "decoder" else SOURCE, SOURCE if is_cross or name == "encoder" else TARGET
+        pairs = (real[0] != ref.PAD)[:, :, None] & (real[1] != ref.PAD)[:, None]
+        if name == "decoder" and not is_cross:
+            pairs = pairs.tril()
+        w, b = attention.in_proj_weight.chunk(3), attention.in_proj_bias.chunk(3)
+        q, k = (nn.functional.linear(x, w[i], b[i]).unflatten(-1, (4, -1)) for i, x in enumerate((query, key)))
+        scores = torch.einsum("bqhd,bkhd->bhqk", q, k) / math.sqrt(D // 4)
+        expected[name].append(scores.abs().movedim(1, -1)[pairs].mean().item())
+
+    for name in expected:
+        for layer in getattr(skeleton, name).layers:
+            for part in ("self_attn", "multihead_attn"):
+                if (attention := getattr(layer, part, None)) is not None:
+                    hook = functools.partial(seen, name=name, is_cross=part == "multihead_attn")
+                    attention.register_forward_pre_hook(hook, with_kwargs=True)
+    run(model, skeleton)
+    found = analysis.observe(model.eval(), SOURCE, TARGET)
+    for name, scores in expected.items():
+        np.testing.assert_allclose(found[name].scores, scores, rtol=1e-9)
 
 
 @pytest.mark.parametrize("residual", SCHEMES)

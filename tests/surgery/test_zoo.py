@@ -242,6 +242,30 @@ def test_a_gradient_without_numbers_is_equal_to_itself():
     assert len(swap_residuals(model, "postnorm", init=None, example=x)) == 2
 
 
+def test_stages_are_not_taken_for_blocks():
+    """Swin V2's norms stand on branches alone, so none follows the blocks of a stage."""
+    model, inputs = build("Swinv2")
+    swapped = swap(model, "mhc", inputs)
+    assert [row.name for row in swapped][:2] == ["encoder.layers.0.blocks.0", "encoder.layers.0.blocks.1"]
+
+
+class Reading(Known):
+    """Its output is read once more within it."""
+
+    def forward(self, x):
+        x = x + self.mlp(self.norm(x))
+        self.size = x.square().mean()
+        return x
+
+
+def test_a_block_that_reads_its_output_takes_no_scheme_with_an_end():
+    x = torch.randn(2, 3, 8)
+    for scheme in ("prenorm", "dlcl", "mhc"):
+        with pytest.raises(InputError, match=r"a Reading of .* reads its residual stream after the last addition"):
+            swap_residuals(nn.Sequential(Reading(), Reading()), scheme, init=None, example=x)
+    assert len(swap_residuals(nn.Sequential(Reading(), Reading()), "rezero", init=None, example=x)) == 2
+
+
 @pytest.mark.filterwarnings("default")
 def test_a_stack_that_stays_is_named():
     model, x = TwoTowers(), torch.randn(2, 3, 8)

@@ -241,8 +241,8 @@ class Observed(NamedTuple):
     sizes: NDArray[np.float64]
     """(layers + 1,): the mean |x| of the stack's input and of each layer's output (Yang et al. 2022, App D.1)."""
     scores: NDArray[np.float64]
-    """(attentions,): the mean |score| before attention's softmax, over all pairs of the batch's rows, in the order
-    of the pass."""
+    """(attentions,): the mean |score| that attention's softmax gets, over the queries and keys of one sentence, and the
+    past alone where attention is causal; in the order of the pass."""
     mixing: NDArray[np.float64]
     """(connections,): the mean |score| from which a connection's weights are computed (attnres, mhc,
     hyper-connections); empty under other schemes."""

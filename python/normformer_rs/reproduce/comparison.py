@@ -50,6 +50,8 @@ def _row(residual: str, norm: str, init: str, lr: float, options: Options, corpu
     own: Options = {"residual": residual, "norm": norm, "init": init, "lr": lr}
     if residual == "branchnorm":
         own["branchnorm_steps"] = options["updates"] // 5
+    if residual == "prores":  # each layer in turn, the last one after half of the run
+        own["prores_steps"] = max(1, options["updates"] // (2 * options["decoder_layers"]))
     if norm == "powernorm":
         own["powernorm_warmup"] = options["warmup"]
     name = residual if norm == "layernorm" else f"{residual}, {norm}"

@@ -134,6 +134,9 @@ def table(results: Results, shown: Shown) -> tuple[list[str], list[list[str]]]:
     lines, first = [], None
     for rest, found_by in grouped.items():
         cells = [_cell(*found_by[value], shown, compared) if value in found_by else "" for value in values]
+        if shown.across == "lr" and (best := _best(found_by, shown)) is not None and len(found_by) > 1:
+            is_edge = float(best) in (max(map(float, found_by)), min(map(float, found_by)))
+            cells[values.index(best)] += " (edge)" if is_edge else ""
         paper: dict[str, str] = {}
         for row, _ in found_by.values():
             paper |= row.paper
@@ -147,6 +150,15 @@ def table(results: Results, shown: Shown) -> tuple[list[str], list[list[str]]]:
         lines.append([*rest, *cells, *(paper.get(name, "") for name in papers)])
     of_means = ["mean", "Δ from the first row"] if shown.mean else []
     return [*map(_words, keys), *(f"{_words(shown.across)} {value}" for value in values), *of_means, *papers], lines
+
+
+def _best(found_by: dict[str, tuple[Row, Found]], shown: Shown) -> str | None:
+    """Returns the rate with the best value; None if none was measured."""
+    values = {rate: one for rate, (_, found) in found_by.items()
+              if (one := number(found.get(shown.value, ""))) is not None}  # fmt: skip
+    if not values:
+        return None
+    return (min if shown.value in LOWER else max)(values, key=values.__getitem__)
 
 
 def _heading(results: Results, shown: Shown, name: str) -> str:

@@ -98,11 +98,15 @@ def find_stacks(model: nn.Module, example: Any = None) -> Stacks:
 
 
 def _stage(path: str, blocks: dict[str, nn.Module], candidates: Any, found: Record) -> str:
-    """The reason why the entries of a list are stages of blocks, if a norm on their stream follows blocks inside."""
+    """The reason why the entries of a list are stages of blocks: a norm on their stream follows blocks inside, or blocks
+    with several sublayers each make up all of theirs."""
     for name, block in blocks.items():
         made, parts = STRUCTURES.get(block), {*block.modules()}
         lists = [entries for one, entries in candidates if one != path and _is_below(one, path)]
         inside = [entry for entries in lists for _, entry in entries if entry in parts and _is_known(entry, found)]
+        counts = [len(structure(entry, found, found.roles).parts) for entry in inside]
+        if made is not None and counts and min(counts) > 1 and sum(counts) == len(made.parts):
+            return f"{name} is a stage: its sublayers are those of a list of blocks"
         covered = {part for entry in inside for part in entry.modules()}
         after = [part.after for part in (() if made is None else made.parts) if part.after is not None]
         if inside and (odd := next((one for one in after if block.get_submodule(one) not in covered), None)):

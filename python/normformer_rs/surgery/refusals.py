@@ -54,6 +54,12 @@ def refuse(group: Group, place: Place, to: Any) -> None:
             f"{to} connects layers with each other, and the loop of {type(group.holder).__name__} does not: use "
             "normformer_rs.nn's TransformerEncoder and TransformerDecoder"
         )
+    odd = next((b for b in group.blocks if not is_torchs and structure_of(b).reads_output), None)
+    if odd is not None and (joins_layers or place.declared.end):
+        raise InputError(
+            f"a {type(odd).__name__} of {group.path} reads its residual stream after the last addition, and {to} ends a "
+            "stack in its own way: choose a scheme that has only x, and no norm after the last layer"
+        )
     sublayers = [sublayer for layer in place.declared.layers for sublayer in layer.sublayers]
     if not is_torchs:
         _refuse_inside(group, place, to)

@@ -74,6 +74,8 @@ class Structure(NamedTuple):
     """Of attention; None: none was recognised."""
     no_roles: str = ""
     """The reason why the roles of its matrices could not be told."""
+    reads_output: bool = False
+    """It reads its stream after the last addition."""
     elsewhere: frozenset[str] = frozenset()
     """Its norms that are also called on a tensor that is neither its stream nor a branch: Pegasus-X's global tokens."""
 
@@ -188,7 +190,8 @@ class _Reader:
         images = self._has_channels_first()
         width = self.call.shape[1 if images else -1]
         made = Structure(parts, writes, reads, scales, images, is_in_place=self._is_in_place(), width=width)
-        return made._replace(heads=self.heads, no_roles=self.roles.why, elsewhere=self._elsewhere(steps, parts))
+        made = made._replace(heads=self.heads, no_roles=self.roles.why, elsewhere=self._elsewhere(steps, parts))
+        return made._replace(reads_output=self._reads_output())
 
     def _refuse_functions(self) -> None:
         """Unaccounted for a norm of the stream that no module computes: torch's function, or a formula. The stream
@@ -209,6 +212,11 @@ class _Reader:
                 roots.update(node.outputs)
             elif node.what in _BY_NUMBER and (some or root or statistic):
                 (numbers if some else roots if root else statistics).update(node.outputs)
+
+    def _reads_output(self) -> bool:
+        last = {at for at, level in self.level.items() if level == max(self.level.values())}
+        inside = self.nodes[self.call.first : self.call.last]
+        return any(n.outputs[0] not in self.level and any(k in last for k in n.inputs) for n in inside)
 
     def _elsewhere(self, steps: list[Step], parts: tuple[Part, ...]) -> frozenset[str]:
         own = {path for part in parts for path in part.norms()}
