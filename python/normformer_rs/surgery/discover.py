@@ -98,8 +98,8 @@ def find_stacks(model: nn.Module, example: Any = None) -> Stacks:
 
 
 def _stage(path: str, blocks: dict[str, nn.Module], candidates: Any, found: Record) -> str:
-    """The reason why the entries of a list are stages of blocks: a norm on their stream follows blocks inside, or blocks
-    with several sublayers each make up all of theirs."""
+    """The reason why the entries of a list are stages of blocks: a norm on their stream follows blocks inside, or their
+    sublayers are those of blocks with several each."""
     for name, block in blocks.items():
         made, parts = STRUCTURES.get(block), {*block.modules()}
         lists = [entries for one, entries in candidates if one != path and _is_below(one, path)]

@@ -57,8 +57,8 @@ def refuse(group: Group, place: Place, to: Any) -> None:
     odd = next((b for b in group.blocks if not is_torchs and structure_of(b).reads_output), None)
     if odd is not None and (joins_layers or place.declared.end):
         raise InputError(
-            f"a {type(odd).__name__} of {group.path} reads its residual stream after the last addition, and {to} ends a "
-            "stack in its own way: choose a scheme that has only x, and no norm after the last layer"
+            f"a {type(odd).__name__} of {group.path} reads its residual stream after the last addition, and {to} ends "
+            "a stack in its own way: choose a scheme that has only x, and no norm after the last layer"
         )
     sublayers = [sublayer for layer in place.declared.layers for sublayer in layer.sublayers]
     if not is_torchs:
