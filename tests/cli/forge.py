@@ -203,7 +203,7 @@ def damage_log(data: bytes, draw: random.Random) -> bytes:
     lines = data.removesuffix(b"\n").split(b"\n")
     for _ in range(draw.choice((1, 1, 3))):
         place = draw.randrange(len(lines))
-        with contextlib.suppress(ValueError):  # damaged already
+        with contextlib.suppress(ValueError, RecursionError):  # damaged already
             lines[place] = damage_json(lines[place], draw).removesuffix(b"\n")
     return b"\n".join(lines) + b"\n"
 

@@ -240,7 +240,13 @@ def read_run(
         return {}
     from .. import _core
 
-    saved = json.loads(_core.run_options(str(output), from_checkpoint)) or {}
+    saved = json.loads(_core.run_options(str(output), from_checkpoint))
+    saved = {} if saved is None else saved
+    if not isinstance(saved, dict):
+        raise InputError(
+            f"{output}: the {RUN_CONFIG} of its checkpoint must be a table of options; got {type(saved).__name__}: "
+            "choose another checkpoint with --from-checkpoint"
+        )
     content |= {section: saved[section] for section in SECTIONS if section in saved}
     return _flat(content, path, list(known), trust)
 
