@@ -194,7 +194,7 @@ mod tests {
         let mut child = std::process::Command::new("true").spawn().unwrap();
         child.wait().unwrap();
         fs::write(folder.path().join(LOCK), "{\"pid\": 1, \"host\": \"elsewhere\"").unwrap();
-        fs::write(folder.path().join(format!(".vocabulary.txt.{}.part", child.id())), "half").unwrap();
+        fs::write(folder.path().join(format!(".vocabulary.txt.tmp-{}", child.id())), "half").unwrap();
         drop(Lock::take(folder.path()).unwrap());
         assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 1, "nothing says yet that it is a run's");
         let files = [("vocabulary.txt", String::new())];
