@@ -4,6 +4,7 @@ code, planted into a copy of the package, makes one of them fail."""
 import functools
 import os
 import re
+import resource
 import shutil
 import subprocess
 import sys
@@ -73,10 +74,19 @@ def asked(folder: Path, tests: set[str]) -> tuple[int, str]:
         "-x",
         "-p",
         "no:cacheprovider",
+        "--timeout-method=thread",
+        "--timeout=120",
         *sorted(f"tests/{t}" for t in tests),
     ]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, preexec_fn=_limit_memory
+    )
     return done.returncode, done.stdout + done.stderr
+
+
+def _limit_memory() -> None:
+    """Without a bound that a fault takes away, a test may want any memory; or any time, which --timeout limits."""
+    resource.setrlimit(resource.RLIMIT_DATA, (8 << 30, resource.RLIM_INFINITY))
 
 
 @pytest.mark.long
