@@ -229,7 +229,7 @@ def _largest(t: Tensor) -> float:
 
 
 def _root_of_mean(t: Tensor) -> float:
-    return t.square().mean().sqrt().item()
+    return t.double().square().mean().sqrt().item()
 
 
 def _weights(t: Tensor) -> Tensor:
@@ -244,10 +244,12 @@ def difference(
     if [t.shape for t in before] != [t.shape for t in now]:
         return "its outputs have other shapes"
     for a, b in zip(before, now):
-        same = torch.isfinite(a)
         error = _ERRORS.get(a.dtype, in_16_bits)
         size: Any = _largest if a.dtype in _ERRORS else _root_of_mean
-        scale, distance = (size(t[same].double()) if same.any() else 0.0 for t in (a, a - b))
+        apart, there = a - b, torch.isfinite(a)
+        if not there.all():
+            a, apart = a[there], apart[there]
+        scale, distance = (size(t) if t.numel() else 0.0 for t in (a, apart))
         if not distance <= error * max(scale, least):
             return f"its outputs differ by {distance:.3g} of {scale:.3g}"
     return None
