@@ -95,8 +95,8 @@ def follow(guide: str, tree: Path) -> int:
     return len(steps)
 
 
-@pytest.mark.timeout(600)  # it builds the package
-@pytest.mark.full
+@pytest.mark.timeout(1800)  # it builds the package
+@pytest.mark.long
 def test_what_the_guide_makes(tmp_path):
     if shutil.which("cargo") is None or not (ROOT / "Cargo.toml").exists():
         pytest.skip("needs a checkout and cargo, to compile the guide's norm")
