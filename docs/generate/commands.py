@@ -13,7 +13,7 @@ def page() -> str:
         parser = cli._parser()
         (commands,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
         for command in commands.choices.values():
-            command.complete()
+            command.add_options()
         parts = [
             "# Command line",
             "`normformer-rs COMMAND --help` prints the same.",

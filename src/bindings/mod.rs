@@ -83,7 +83,7 @@ fn named(names: Vec<String>, tensors: Vec<PyTensor>) -> HashMap<String, Tensor> 
     names.into_iter().zip(tensors.into_iter().map(|t| t.0)).collect()
 }
 
-/// The libtorch that the extension is linked against. `_torch.py` reads these words from the file before it loads it:
+/// The libtorch that the extension is linked against. `_loading.py` reads these words from the file before it loads it:
 /// the extension cannot be loaded with another libtorch, and the linker's message would not say why.
 static BUILT_AGAINST: &str = concat!("normformer_rs is built against torch ", env!("NORMFORMER_RS_TORCH"), ";");
 

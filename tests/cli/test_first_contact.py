@@ -159,7 +159,7 @@ def test_fairseq_s_words_name_options_that_exist():
     for flag in fairseq_words.OTHERS:
         subcommands = cli._parser()._subparsers._group_actions[0].choices
         for parser in subcommands.values():
-            parser.complete()
+            parser.add_options()
         flags = {name: parser._option_string_actions for name, parser in subcommands.items()}
         assert any(fairseq_words.answer(flag, known) for known in flags.values()), flag
         assert not any(flag in known for known in flags.values()), flag

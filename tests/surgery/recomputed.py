@@ -1,9 +1,10 @@
 """A second route to what a swapped model computes: the model as it was runs once more, and where its additions and
 norms stand on the residual stream, the scheme's equations are computed in their place.
 
-This has nothing of the code that runs swapped blocks: no tensor class, no subclass of a block, no packed hidden state.
-It follows the stream by the identity of tensors. It takes from the swap where the additions and norms of a block stand
-(`Structure`), and the new parameters.
+This uses no code that runs swapped blocks: no tensor class, no subclass of a block, no packed hidden state. It follows
+the stream by the identity of tensors. It takes from the swap where the additions and norms of a block stand
+(`Structure`), and the new parameters. What one change or one gain computes is `normformer_rs.nn`'s, which
+`tests/reference` checks.
 """
 
 import contextlib
@@ -36,8 +37,8 @@ class State:
 class Block:
     """One call of a block: the sublayers that its additions close, and the one that is under way."""
 
-    def __init__(self, residual, state, layer, given, x):
-        self.residual, self.state, self.layer, self.given = residual, state, layer, x
+    def __init__(self, residual, state, layer, given):
+        self.residual, self.state, self.layer = residual, state, layer
         every = residual.structure.writes
         out = {i for i, part in enumerate(residual.parts) if part.memory and given.get(part.memory) is None}
         self.writes = [i for i in every if i not in out]
@@ -227,7 +228,7 @@ class Recomputed(TorchFunctionMode):
         if declared.combine is not None:
             state.x = self._combined(stack.combine, state)
         state.x = apply_changes(residual, residual.opening, state.x, None, state.kept)
-        self.open.append(Block(residual, state, layer, given, x))
+        self.open.append(Block(residual, state, layer, given))
         block = self.open[-1]
         block.open()
         ways = [(lambda t: t.movedim(-1, 1), lambda t: t.movedim(1, -1))] if images else []

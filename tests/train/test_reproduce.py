@@ -479,6 +479,19 @@ def test_a_star_is_for_what_is_better(tmp_path, others, star):
     assert cell.endswith("*") == bool(star), cell
 
 
+@pytest.mark.parametrize("value, others, star", [
+    ("valid_nll", [{"bleu": 31.0, "p": 0.001, "valid_nll": 2.5}], True),
+    ("valid_nll", [{"bleu": 27.0, "p": 0.001, "valid_nll": 1.5}], False),
+    ("valid_nll", [{"valid_nll": 1.5}, {"valid_nll": 1.6}, {"valid_nll": 1.5}], True),
+    ("valid_nll", [{"valid_nll": 2.5}, {"valid_nll": 2.6}, {"valid_nll": 2.5}], False),
+])  # fmt: skip
+def test_a_lower_loss_is_better_and_p_of_one_seed_is_of_bleu(tmp_path, value, others, star):
+    shown = Shown(("bleu",), ("p",), "first", value=value, significance=0.05)
+    results = study(tmp_path, [[{"bleu": 29.0, "p": "", "valid_nll": 2.0}] * len(others), others], shown)
+    (one,) = tables.comparisons(results, shown).values()
+    assert one.is_better == star and one.p < 0.05
+
+
 def test_equal_arms_are_called_different_in_one_of_twenty_studies():
     draw = random.Random(0)
     found = [spread.difference([draw.gauss(0, 1) - draw.gauss(0, 1) for _ in range(5)]).p for _ in range(5000)]

@@ -26,7 +26,7 @@ class PrintCompletion(argparse.Action):
         text.check_writable(text.STANDARD)
         shtab = require("shtab", "completion")
         for command in _of(parser):
-            command.complete()
+            command.add_options()
             for action in command._actions:
                 if action.metavar in _FILES:
                     action.complete = shtab.FILE  # type: ignore[attr-defined]  # the attribute that shtab reads

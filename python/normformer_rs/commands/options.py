@@ -76,7 +76,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(formatter_class=_Formatter, allow_abbrev=False, **settings)
         self._add = add
 
-    def complete(self) -> None:
+    def add_options(self) -> None:
         """Adds the options that are still missing."""
         if (add := self._add) is not None:
             self._add = None
@@ -99,7 +99,7 @@ class Parser(argparse.ArgumentParser):
         return parsed
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        self.complete()
+        self.add_options()
         args = sys.argv[1:] if args is None else list(args)
         rest = next((i for i, word in enumerate(args) if word == "--"), len(args))
         if self._takes_command:

@@ -1,1 +1,1 @@
-"""What users declare: the parts of norms and schemes, their initial values, and classes in files."""
+"""The declarations that users write: parts of norms and schemes, their initial values, and classes in files."""

@@ -12,6 +12,11 @@ SCALES = {
 }
 
 
+def digest(value: Any) -> str:
+    """Returns eight letters that tell a value of JSON from others."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True, ensure_ascii=False).encode()).hexdigest()[:8]
+
+
 class Row(NamedTuple):
     """One training run, and its line in the table."""
 
@@ -33,8 +38,7 @@ class Row(NamedTuple):
     @property
     def recipe(self) -> str:
         """A digest of the options, the corpus and the search."""
-        told = json.dumps([self.corpus, self.options, self.search], sort_keys=True, ensure_ascii=False)
-        return hashlib.sha256(told.encode()).hexdigest()[:8]
+        return digest([self.corpus, self.options, self.search])
 
     def seeded(self, number: int) -> "Row":
         """Returns the row with its `number`-th seed, from 0."""

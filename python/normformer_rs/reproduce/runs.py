@@ -22,7 +22,7 @@ from ..loop.progress import write
 from ..loop.training import Trainer
 from ..loop.translation import average, translate
 from .corpora import CORPORA, Files, prepare
-from .declared import Options, Row, Scale
+from .declared import Options, Row, Scale, digest
 
 VERDICT = "verdict.json"
 """The file in a run's folder that exists when the run is over."""
@@ -36,10 +36,9 @@ _MOST_NATS = 100
 def folder_of(row: Row) -> str:
     """Returns the run's name. Rows with the same options and corpus share one run, whichever reproduction they
     belong to."""
-    options = json.dumps([row.corpus, row.options], sort_keys=True, ensure_ascii=False)
     names = [row.options.get(name) for name in ("residual", "encoder_norm", "norm")]
     words = [str(name) for name in names if name] or [row.corpus]
-    return "-".join([*words, hashlib.sha256(options.encode()).hexdigest()[:8]])
+    return "-".join([*words, digest([row.corpus, row.options])])
 
 
 @dataclass(frozen=True)

@@ -21,19 +21,21 @@ class Column(NamedTuple):
     heading: str
     form: str
     """The format of the column's numbers, for `format`."""
+    falls: bool = False
+    """True if a lower value is better."""
 
 
 COLUMNS = {
     "bleu": Column("BLEU", ".2f"),
     "p": Column("p", ".3f"),
     "verdict": Column("verdict", ""),
-    "train_nll": Column("training NLL", ".3f"),
-    "valid_nll": Column("validation NLL", ".3f"),
-    "valid_loss": Column("validation loss", ".4f"),
+    "train_nll": Column("training NLL", ".3f", True),
+    "valid_nll": Column("validation NLL", ".3f", True),
+    "valid_loss": Column("validation loss", ".4f", True),
     "largest_grad_norm": Column("largest gradient norm", ".2f"),
-    "perplexity": Column("validation perplexity", ".2f"),
+    "perplexity": Column("validation perplexity", ".2f", True),
     "unigram": Column("the unigram model's", ".2f"),
-    "ratio": Column("ratio", ".3f"),
+    "ratio": Column("ratio", ".3f", True),
     "first_norm": Column("first gradient norm", ".2f"),
     "median_norm": Column("median", ".2f"),
     "largest_norm": Column("largest", ".2f"),
@@ -49,28 +51,27 @@ COLUMNS = {
     "bleu_valid": Column("BLEU of held-out text", ".2f"),
     "cosine": Column("mean cosine", ".3f"),
     "active": Column("mean share of active units", ".3f"),
-    "train_perplexity": Column("perplexity of training text", ".3f"),
-    "test_perplexity": Column("perplexity of test text", ".3f"),
-    "gap": Column("test over training", ".3f"),
+    "train_perplexity": Column("perplexity of training text", ".3f", True),
+    "test_perplexity": Column("perplexity of test text", ".3f", True),
+    "gap": Column("test over training", ".3f", True),
 }
 COMPARED = {"before": "p against the row before", "first": "p against the first row"}
 """The heading of `p`, for the paired bootstrap."""
 DIFFERENCES = {"before": "difference from the row before", "first": "difference from the first row"}
 """The heading of `p` over several seeds, for the paired t test."""
-LOWER = {"train_nll", "valid_nll", "valid_loss", "perplexity", "ratio", "test_perplexity", "train_perplexity", "gap"}
-"""The columns of which a lower value is better."""
 WIDTH = 120
 
 
 class Compared(NamedTuple):
-    """A row beside its baseline."""
+    """The comparison of a row with its baseline."""
 
-    mean: float
-    """The mean difference."""
+    is_better: bool
+    """True if the mean difference is in the row's favour."""
     p: float
     """By the paired t test over seeds, or for one seed by the paired bootstrap over lines; corrected for the number of
     rows."""
     words: str
+    """The table's cell; `{:.3f}` stands for p until it is corrected."""
 
 
 def number(value: str | Spread) -> float | None:
@@ -84,27 +85,27 @@ def number(value: str | Spread) -> float | None:
 
 
 def comparisons(results: Results, shown: Shown) -> dict[tuple[str, ...], Compared]:
-    """Returns each measured row beside its baseline, by its key. A row of which a run has failed is not tested: its p
-    is 1."""
-    column = shown.value if results.seeds > 1 and shown.value else "bleu"
-    form, found = COLUMNS[column].form, {}
-    pairs = [(row, base) for row in results.scale.rows if (base := baseline_of(results.scale, row)) is not None]
-    for row, base in pairs:
-        both = [results.each_seed(row), results.each_seed(base)]
-        seeds = [seed for seed in both[0] if seed in both[1]]
-        own, theirs = ([number(of[seed].get(column) or "") for seed in seeds] for of in both)
-        differences = [one - other for one, other in zip(own, theirs) if one is not None and other is not None]
+    """Compares each measured row with its baseline; returns the comparisons by the rows' keys. If a run of either
+    failed, the row is not tested, and its p is 1."""
+    name = shown.value if results.seeds > 1 and shown.value else "bleu"  # the bootstrap is of BLEU
+    column, found = COLUMNS[name], {}
+    for row in results.scale.rows:
+        if (base := baseline_of(results.scale, row)) is None:
+            continue
+        own, theirs = results.each_seed(row), results.each_seed(base)
+        seeds = [seed for seed in own if seed in theirs]
+        values = [(number(own[seed].get(name) or ""), number(theirs[seed].get(name) or "")) for seed in seeds]
+        differences = [one - other for one, other in values if one is not None and other is not None]
+        key = (*row.key.values(),)
         if failed := len(seeds) - len(differences):
-            found[(*row.key.values(),)] = Compared(
-                math.nan, 1.0, f"not compared: {failed} of {len(seeds)} pairs failed"
-            )
+            found[key] = Compared(False, 1.0, f"not compared: {failed} of {len(seeds)} pairs failed")
         elif results.seeds > 1 and (told := difference(differences)) is not None:
-            low, high = told.interval
-            words = f"{told.spread.mean:+{form}} [{low:+{form}}, {high:+{form}}], p = {{:.3f}}"
-            words += f"; least {told.least:{form}}"
-            found[(*row.key.values(),)] = Compared(told.spread.mean, told.p, words)
-        elif results.seeds == 1 and differences and (p := number(both[0][seeds[0]].get("p") or "")) is not None:
-            found[(*row.key.values(),)] = Compared(differences[0], p, "{:.3f}")
+            low, high = (f"{end:+{column.form}}" for end in told.interval)
+            mean, least = f"{told.spread.mean:+{column.form}}", f"{told.least:{column.form}}"
+            words = f"{mean} [{low}, {high}], p = {{:.3f}}; least {least}"
+            found[key] = Compared((told.spread.mean < 0) == column.falls, told.p, words)
+        elif results.seeds == 1 and differences and (p := number(own[seeds[0]].get("p") or "")) is not None:
+            found[key] = Compared(differences[0] > 0, p, "{:.3f}")
     tested = {key: one for key, one in found.items() if "{" in one.words}
     for (key, one), p in zip(tested.items(), corrected([one.p for one in tested.values()])):
         found[key] = one._replace(p=p, words=one.words.format(p))
@@ -119,8 +120,8 @@ def table(results: Results, shown: Shown) -> tuple[list[str], list[list[str]]]:
         keys = list(measured[0][0].key) if measured else []
         headings = [_heading(results, shown, name) for name in shown.columns]
         lines = [
-            [*row.key.values(), *(compared[key].words if name == "p" and (key := (*row.key.values(),)) in compared
-                                  else "" if name == "p" else _measured(found, name) for name in shown.columns),
+            [*row.key.values(), *(_words_of(compared, row) if name == "p" else _measured(found, name)
+                                  for name in shown.columns),
              *(row.paper.get(name, "") for name in papers)]
             for row, found in measured
         ]  # fmt: skip
@@ -152,13 +153,18 @@ def table(results: Results, shown: Shown) -> tuple[list[str], list[list[str]]]:
     return [*map(_words, keys), *(f"{_words(shown.across)} {value}" for value in values), *of_means, *papers], lines
 
 
+def _words_of(compared: dict[tuple[str, ...], Compared], row: Row) -> str:
+    one = compared.get((*row.key.values(),))
+    return "" if one is None else one.words
+
+
 def _best(found_by: dict[str, tuple[Row, Found]], shown: Shown) -> str | None:
     """Returns the rate with the best value; None if none was measured."""
     values = {rate: one for rate, (_, found) in found_by.items()
               if (one := number(found.get(shown.value, ""))) is not None}  # fmt: skip
     if not values:
         return None
-    return (min if shown.value in LOWER else max)(values, key=values.__getitem__)
+    return (min if COLUMNS[shown.value].falls else max)(values, key=values.__getitem__)
 
 
 def _heading(results: Results, shown: Shown, name: str) -> str:
@@ -212,8 +218,7 @@ def _cell(row: Row, found: Found, shown: Shown, compared: dict[tuple[str, ...], 
     values = {name: value if isinstance(value, Spread) or (read := number(value)) is None else read
               for name, value in found.items()}  # fmt: skip
     one = compared.get((*row.key.values(),))
-    is_better = one is not None and (one.mean < 0 if shown.value in LOWER else one.mean > 0)
-    star = "*" if is_better and one is not None and one.p < shown.significance else ""
+    star = "*" if one is not None and one.is_better and one.p < shown.significance else ""
     try:
         return shown.cell.format_map(values) + star
     except (KeyError, ValueError):
