@@ -97,7 +97,7 @@ def test_a_run_that_was_stopped_while_it_began_begins_again(tmp_path, letters):
         for name in names[:number]:
             shutil.copy(tmp_path / "whole" / name, run / name)
         (run / ".lock").write_text("{")
-        (run / f".vocabulary.txt.{dead_process()}.part").write_text("half")
+        (run / f".vocabulary.txt.tmp-{dead_process()}").write_text("half")
         (run / f".config.json.tmp-{dead_process()}").write_text("half")
         (run / "notes").write_text("mine")
         with pytest.raises(nfrs.InputError, match="no run to resume: leave out --resume"):
@@ -139,7 +139,7 @@ def test_a_flipped_bit_is_named_and_nothing_goes_on(tmp_path, letters, capsys):
     with pytest.raises(nfrs.InputError, match=r"bpe\.codes is damaged: it is missing"):
         fit_bpe(run, letters, {**SAVING, "updates": 10}, resume=True)
     (tmp_path / "codes").rename(run / "bpe.codes")
-    (run / "checksums.txt").unlink()  # as earlier versions left it
+    (run / "checksums.txt").unlink()  # then nothing is compared
     fit_bpe(run, letters, {**SAVING, "updates": 10}, resume=True)
     assert max(losses(run)) == 10
 
