@@ -1,6 +1,7 @@
 """Where the corpora are, and what a missing one means."""
 
 import os
+import signal
 from collections import Counter
 from pathlib import Path
 
@@ -14,6 +15,8 @@ from normformer_rs import _core
 if "PYTEST_XDIST_WORKER" in os.environ:  # one thread for each of the processes, theirs included
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell starts commands in the background like this
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

@@ -29,6 +29,7 @@ __all__ = [
     "Perplexity",
     "Scheme",
     "SearchConfig",
+    "Study",
     "Swaps",
     "Trainer",
     "TrainingConfig",
@@ -86,6 +87,7 @@ if TYPE_CHECKING:
     from .pictures.curves import plot
     from .reproduce.papers import cite
     from .schemes import Scheme
+    from .study import Study
     from .surgery import Swaps, fold_norms, load_swapped, swap_norms, swap_residuals
 else:
     _HOMES = {
@@ -105,6 +107,7 @@ else:
         "norms": ("Norm",),
         "reproduce.papers": ("cite",),
         "schemes": ("Scheme",),
+        "study": ("Study",),
         "surgery": ("Swaps", "fold_norms", "load_swapped", "swap_norms", "swap_residuals"),
         "loop.training": ("DryRun", "Trainer"),
         "loop.translation": ("Binarised", "Perplexity", "Translation", "average", "evaluate_loss", "translate"),

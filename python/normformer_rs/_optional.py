@@ -13,8 +13,12 @@ REQUIREMENTS = {
     "sacrebleu": "sacrebleu>=2.4",
     "sacremoses": "sacremoses>=0.1.1",
     "shtab": "shtab>=1.7",
+    "submitit": "submitit>=1.5.4",
     "subword_nmt": "subword-nmt>=0.3.8",
+    "tensorboard": "tensorboard>=2.20",
+    "trackio": "trackio>=0.43",
     "transformers": "transformers[torch]>=5.20",
+    "wandb": "wandb>=0.31",
 }
 """The requirement that installs each package, as in the extras of pyproject.toml."""
 

@@ -26,6 +26,7 @@ from .loop.progress import log_to_stderr
 from .loop.signals import as_ctrl_c, ask
 from .reproduce import data
 from .reproduce import flags as reproduce
+from .study import flags as compare
 from .text import escaped, hold_standard_files, write_out
 
 COMMANDS: dict[str, Callable[[], Command]] = {
@@ -36,6 +37,7 @@ COMMANDS: dict[str, Callable[[], Command]] = {
     "average": runs.average_parser,
     "plot": runs.plot_parser,
     "demo": train.demo_parser,
+    "compare": compare.parser,
     "reproduce": reproduce.parser,
     "data": data.parser,
     "convert": runs.convert_parser,

@@ -294,7 +294,7 @@ mod tests {
 
     #[test]
     fn kernels_and_steps_get_transformed_weights() {
-        let mut b = Builder::fresh(1, Device::Cpu, Kind::Float).unwrap();
+        let mut b = Builder::fresh(1, Device::Cpu, Kind::Float);
         let context = NormContext { width: 4, start: 3.0, ..NormContext::ANY };
         let norm = b.within("norm", |b| build(&SCALED, b, &context)).unwrap();
         let made = b.finish().unwrap();

@@ -69,8 +69,9 @@ impl Parameters {
 }
 
 enum Source<'a> {
-    /// New parameters on this device, in this type, drawn from this generator; torch's own generator is not used.
-    Fresh(Device, Kind, Generator),
+    /// New parameters on this device, in this type, drawn from generators with this seed; torch's own generator is not
+    /// used.
+    Fresh(Device, Kind, u64),
     /// Existing tensors.
     Given { tensors: &'a HashMap<String, Tensor>, train: bool },
 }
@@ -85,10 +86,11 @@ pub struct Builder<'a> {
 }
 
 impl<'a> Builder<'a> {
-    /// Builds new parameters from a generator with that seed, independently of all other random numbers.
-    pub fn fresh(seed: u64, device: Device, kind: Kind) -> Result<Self> {
-        let source = Source::Fresh(device, kind, Generator::new(seed)?);
-        Ok(Builder { source, path: Vec::new(), made: Parameters::default(), scaled: None })
+    /// Builds new parameters with that seed. Each draws from a generator of its own, seeded by the parameter's name, so
+    /// that models which differ in some parameters start alike in all others.
+    pub fn fresh(seed: u64, device: Device, kind: Kind) -> Self {
+        let source = Source::Fresh(device, kind, seed);
+        Builder { source, path: Vec::new(), made: Parameters::default(), scaled: None }
     }
 
     /// Uses existing parameters as they are. [`finish`](Self::finish) refuses names that nothing declared.
@@ -140,7 +142,10 @@ impl<'a> Builder<'a> {
     fn declare(&mut self, name: &str, shape: &[i64], fill: &Fill, declared: DeclaredAs) -> Result<Tensor> {
         let name = self.full(name);
         let tensor = match &self.source {
-            Source::Fresh(device, kind, draw) => made(shape, fill, *kind, *device, draw)?.set_requires_grad(true),
+            Source::Fresh(device, kind, seed) => {
+                let draw = Generator::new(named_seed(*seed, &name))?;
+                made(shape, fill, *kind, *device, &draw)?.set_requires_grad(true)
+            }
             Source::Given { tensors, train: false } => given(tensors, &name, shape)?,
             Source::Given { tensors, train: true } => given(tensors, &name, shape)?.detach().set_requires_grad(true),
         };
@@ -164,7 +169,9 @@ impl<'a> Builder<'a> {
     pub fn buffer(&mut self, name: &str, shape: &[i64], value: f64, kind: Kind) -> Result<Tensor> {
         let name = self.full(name);
         let tensor = match &self.source {
-            Source::Fresh(device, _, draw) => made(shape, &Fill::Constant(value), kind, *device, draw)?,
+            Source::Fresh(device, _, seed) => {
+                made(shape, &Fill::Constant(value), kind, *device, &Generator::new(*seed)?)?
+            }
             Source::Given { tensors, .. } => given(tensors, &name, shape)?,
         };
         self.made.buffers.push((name, tensor.shallow_clone()));
@@ -222,6 +229,16 @@ impl<'a> Builder<'a> {
         }
         Ok(self.made)
     }
+}
+
+/// Returns the seed of a parameter's generator: FNV-1a of its name from the model's seed, mixed by SplitMix64, since the
+/// generator uses the lower 32 bits alone.
+fn named_seed(seed: u64, name: &str) -> u64 {
+    let start = 0xcbf2_9ce4_8422_2325 ^ seed.wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    let hash = name.bytes().fold(start, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3));
+    let mixed = (hash ^ (hash >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    let mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    mixed ^ (mixed >> 31)
 }
 
 fn made(shape: &[i64], fill: &Fill, kind: Kind, device: Device, draw: &Generator) -> Result<Tensor> {

@@ -30,7 +30,7 @@ fn build(config: &TransformerConfig) -> (Stack, HashMap<String, Tensor>) {
 
 fn build_of(config: &TransformerConfig, schemes: &Schemes) -> (Stack, HashMap<String, Tensor>) {
     tch::manual_seed(1);
-    let mut b = Builder::fresh(4, Device::Cpu, Kind::Double).unwrap();
+    let mut b = Builder::fresh(4, Device::Cpu, Kind::Double);
     let init = init::find("xavier").unwrap();
     let place = config.place(residual::StackName::Decoder, 0);
     let stack = Stack::build(&mut b, &place, init, schemes).unwrap();

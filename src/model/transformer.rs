@@ -31,7 +31,7 @@ pub struct Memory {
 impl Transformer {
     /// Builds a new model whose parameters are initialised with that seed.
     pub fn new(config: &TransformerConfig, seed: u64, device: Device, kind: Kind) -> Result<Self> {
-        Transformer::build(config, Builder::fresh(seed, device, kind)?)
+        Transformer::build(config, Builder::fresh(seed, device, kind))
     }
 
     /// Builds a model from existing parameters, under their canonical names.

@@ -319,7 +319,7 @@ mod tests {
     }
 
     fn configured(model: &str, config: &TrainingConfig) -> Optimizer {
-        let mut b = Builder::fresh(4, Device::Cpu, Kind::Float).unwrap();
+        let mut b = Builder::fresh(4, Device::Cpu, Kind::Float);
         let _ = b.parameter("embedding.weight", &[7, 5], &Fill::Constant(0.3)).unwrap();
         for (stack, layer) in [("encoder", 0), ("encoder", 1), ("decoder", 0)] {
             let name = |leaf: &str| format!("{stack}.layers.{layer}.{leaf}");

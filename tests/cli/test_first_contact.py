@@ -108,7 +108,7 @@ def test_a_wrong_command_line_is_two_lines(capsys, words, message, where):
     assert cli.main(words.split()) == 2
     captured = capsys.readouterr()
     first, second = captured.err.splitlines()
-    assert first.startswith(f"normformer-rs: error: {message}") and len(first) < 220, first
+    assert first.startswith(f"normformer-rs: error: {message}") and len(first) < 240, first
     assert second.startswith(f"normformer-rs {where}"), second
     assert captured.out == ""
 

@@ -1,12 +1,14 @@
 """Hugging Face's Trainer, with its defaults, on models with this package's norms and schemes."""
 
 import importlib
+import json
 import sys
 
 import pytest
 import torch
 from torch import nn
 
+import normformer_rs as nfrs
 from normformer_rs import nn as nfnn
 from normformer_rs.errors import InputError
 from normformer_rs.integrations.gains import Undecayed, gain_values
@@ -15,7 +17,7 @@ from normformer_rs.surgery import swap_norms, swap_residuals
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
-from normformer_rs.integrations.huggingface import NormCallback  # noqa: E402
+from normformer_rs.integrations.huggingface import NormCallback, TrialCallback  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:.pin_memory.", "ignore::FutureWarning")
 SHAPE = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 32}
@@ -229,3 +231,24 @@ def test_gradients_are_logged_on_request(tmp_path):
     assert "gradient/bert.encoder.layer.1" in norms[-1] and not any(name.startswith("gain/") for name in logs[-1])
     assert sum(norm**2 for norm in norms[-1].values()) ** 0.5 == pytest.approx(0.01, rel=1e-3)
     assert logs[-1]["grad_norm"] > 0.1
+
+
+def test_a_study_of_trainers(tmp_path):
+    """Four lines beside the Trainer: the trial's losses are those that the Trainer logs."""
+    arms, seen = {"bert": lambda model: model, "deep": {"residual": "deepnorm"}}, {}
+    study = nfrs.Study(arms=arms, lr=[1e-2], seeds=1, updates=4)
+    for trial in study.trials(tmp_path / "study"):
+        options = {"max_steps": 9, "logging_steps": 1, "seed": trial.seed, "learning_rate": trial.lr}
+        task = trainer(trial.apply(bert()), tmp_path, [TrialCallback(trial)], **options)
+        task.train()
+        task.evaluate(sentences())
+        logged = [entry["loss"] for entry in task.state.log_history if "loss" in entry]
+        assert trial.is_over and trial.losses == logged and len(logged) == 4, "it ends with the budget"
+        evaluated = [entry["eval_loss"] for entry in task.state.log_history if "eval_loss" in entry]
+        assert trial.valid == evaluated[-1]
+        seen[repr(trial)] = trial.valid
+    assert len(seen) == 4
+    found = json.loads((tmp_path / "study" / "study.json").read_text())
+    assert [round(seen[f"Trial({arm['arm']}, 0.01, seed 1)"], 4) for arm in found["arms"]] == [
+        arm["values"]["1"] for arm in found["arms"]
+    ]

@@ -7,13 +7,14 @@ import pytest
 import torch
 from torch import nn
 
+import normformer_rs as nfrs
 from normformer_rs import nn as nfnn
 
 pytest.importorskip("lightning")
 import lightning.pytorch as pl
 from lightning.pytorch.loggers import CSVLogger
 
-from normformer_rs.integrations.lightning import NormCallback
+from normformer_rs.integrations.lightning import NormCallback, TrialCallback
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*does not have many workers",
@@ -109,3 +110,25 @@ def test_one_group_with_decay_does_not_reach_gains(tmp_path):
         is_gain = "norm" in name or "branch_scale" in name
         assert torch.equal(p, before[name]) == (is_gain or not before[name].any()), name
     assert len(trainer.optimizers[0].param_groups) == 1
+
+
+def test_a_study_of_trainers(tmp_path):
+    """The trial has each step's loss, the metric that was named, and ends the training with its budget."""
+
+    class Validated(Task):
+        def validation_step(self, batch, _):
+            self.log("val_loss", self.head(self.encoder(batch)).square().mean())
+
+    study = nfrs.Study(arms={"pre": {"norm": "rmsnorm"}}, lr=[1e-2], seeds=1, updates=3)
+    for trial in study.trials(tmp_path / "study"):
+        task = trial.apply(Validated("prenorm"))
+        rows = torch.randn(8, 3, 8, generator=trial.generator)
+        data = torch.utils.data.DataLoader(rows, batch_size=4)
+        ended = pl.Trainer(
+            max_steps=9, accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
+            enable_checkpointing=False, callbacks=[TrialCallback(trial)], val_check_interval=1,
+        )  # fmt: skip
+        ended.fit(task, data, data)
+        assert ended.global_step == 3 == len(trial.losses) and trial.is_over
+        assert trial.valid == float(ended.callback_metrics["val_loss"])
+    assert (tmp_path / "study" / "study.html").exists()

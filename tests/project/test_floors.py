@@ -49,6 +49,7 @@ PYTHON_FLOORS = (
     ("analysis", "bench", "demo", "formats", "surgery"),
     ("commands", "integrations"),
     ("fairseq_plugin", "figures", "reproduce"),
+    ("study",),
     ("cli",),
     ("__main__",),
 )

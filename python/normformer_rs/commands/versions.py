@@ -25,7 +25,7 @@ def report() -> str:
         PROG: f"{__version__}, {_core.BUILT_AGAINST.removesuffix(';').partition(' is ')[2]}",
         "Python": f"{platform.python_version()}, {sys.executable}",
         "torch": f"{torch.__version__}, {torch.get_num_threads()} threads",
-        "processor": f"{_processor()}, {os.cpu_count()} cores, instructions {_core.cpu_level(None)}",
+        "processor": f"{processor()}, {os.cpu_count()} cores, instructions {_core.cpu_level(None)}",
         "devices": ", ".join(devices) or "none",
         "system": platform.platform(),
         "packages": ", ".join(f"{name} {version}" for name in _PACKAGES if (version := _version(name))) or "none",
@@ -34,7 +34,8 @@ def report() -> str:
     return "\n".join(f"{name}: {what}" for name, what in lines.items())
 
 
-def _processor() -> str:
+def processor() -> str:
+    """Returns the processor's name."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as file:
             return next(line.partition(":")[2].strip() for line in file if line.startswith("model name"))

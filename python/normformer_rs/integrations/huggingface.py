@@ -81,3 +81,26 @@ class NormCallback(transformers.TrainerCallback):
     def _end(self) -> None:
         while self._ends:
             self._ends.pop()()
+
+
+class TrialCallback(transformers.TrainerCallback):
+    """Reports a Trainer's losses to a trial of a `Study`, and ends the training with it.
+
+    `Trainer(model=trial.apply(model), callbacks=[TrialCallback(trial)], …)`. Each log of a training loss is reported
+    with the number of its step, so that `logging_steps` is how finely the trial is seen; `eval_loss` is the trial's
+    validation loss.
+
+    Errors: ImportError without transformers.
+    """
+
+    def __init__(self, trial: Any) -> None:
+        self.trial = trial
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+        is_new = logs and "loss" in logs and not self.trial.is_over
+        if is_new and not self.trial.report(state.global_step, logs["loss"]):
+            control.should_training_stop = True
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **_: Any) -> None:
+        if metrics and "eval_loss" in metrics:
+            self.trial.valid = float(metrics["eval_loss"])

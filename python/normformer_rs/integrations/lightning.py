@@ -66,3 +66,26 @@ class NormCallback(pytorch.Callback):
     def _end(self) -> None:
         while self._ends:
             self._ends.pop()()
+
+
+class TrialCallback(pytorch.Callback):
+    """Reports a Trainer's losses to a trial of a `Study`, and ends the training with it.
+
+    `Trainer(callbacks=[TrialCallback(trial)], …)`. Every step's loss is reported; the metric called `monitor` is the
+    trial's validation loss.
+
+    Errors: ImportError without lightning.
+    """
+
+    def __init__(self, trial: Any, monitor: str = "val_loss") -> None:
+        self.trial, self.monitor = trial, monitor
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, *_: Any) -> None:
+        loss = outputs["loss"] if isinstance(outputs, dict) else outputs
+        is_new = trainer.global_step > len(self.trial.losses)  # several batches may make one step
+        if is_new and not self.trial.is_over and not self.trial.report(trainer.global_step, loss):
+            trainer.should_stop = True
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        if not trainer.sanity_checking and self.monitor in trainer.callback_metrics:
+            self.trial.valid = float(trainer.callback_metrics[self.monitor])

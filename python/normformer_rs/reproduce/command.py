@@ -2,10 +2,11 @@
 
 import contextlib
 import logging
+import math
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .._optional import available, command
 from ..commands.options import UsageError
@@ -15,7 +16,7 @@ from ..loop.progress import write
 from . import REPRODUCTIONS
 from .corpora import CORPORA, missing
 from .declared import Reproduction, Row, Scale
-from .results import Results
+from .results import Results, made_by
 from .tables import baseline_of, markdown, table, write_section
 
 if TYPE_CHECKING:
@@ -98,13 +99,15 @@ def run(
         print("\n".join(plan(entry, scale, data, seeds) for entry in entries))
     if dry_run:
         return
+    how: dict[str, Any] = {"data": data, "device": device, "progress": progress}
     kept = [Results(entry, scale, results or output / scale, seeds) for entry in entries]
     if train:
         _check_data(entries, scale, data, kept)
     for entry, found in zip(entries, kept):
         if train:
-            with _quiet(scale == "check"):
-                _measure(entry.scales[scale], found, output / scale / "runs", data, device, progress)
+            with quiet(scale == "check"):
+                if elsewhere := measure(found.wanted, entry.scales[scale], found, _runs(output / scale / "runs", how)):
+                    write(f"{found.stem}: {len(elsewhere)} rows are another process's")
         _show(entry, scale, found, write_to)
 
 
@@ -121,7 +124,7 @@ def _check_data(entries: Sequence[Reproduction], scale: str, data: Path, kept: S
 
 
 @contextlib.contextmanager
-def _quiet(wanted: bool) -> Iterator[None]:
+def quiet(wanted: bool) -> Iterator[None]:
     """Logs only warnings inside the block, because these runs take a second each."""
     logger = logging.getLogger("normformer_rs")
     level = logger.level
@@ -133,24 +136,35 @@ def _quiet(wanted: bool) -> Iterator[None]:
         logger.setLevel(level)
 
 
-def _measure(scale: Scale, results: Results, folder: Path, data: Path, device: str, progress: bool) -> None:
-    """Runs and measures the rows that the table lacks, except those that another process is making."""
+def _runs(folder: Path, how: dict[str, Any]) -> "Runs":
     from .runs import Runs
 
-    runs = Runs(folder, data, device=device, progress=progress and logging.getLogger("normformer_rs").level < 30)
-    elsewhere = 0
-    for number, row in enumerate(results.wanted, 1):
+    progress = how["progress"] and logging.getLogger("normformer_rs").level < logging.WARNING
+    return Runs(folder, **{**how, "progress": progress})
+
+
+def measure(rows: Sequence[Row], scale: Scale, results: Results, runs: "Runs", ends: float = math.inf) -> list[Row]:
+    """Runs and measures the rows that the table lacks; returns those that are left: another process makes them, or
+    they would begin after `ends`, a time of `time.monotonic`."""
+    elsewhere = []
+    for number, row in enumerate(rows, 1):
         results.read()
         if results.find(row) is not None:
             continue
+        if time.monotonic() >= ends:
+            elsewhere.append(row)
+            continue
         with runs.claim(row) as is_ours:
             if is_ours:
-                words = [*row.key.values(), *([f"seed {row.seed}"] if results.seeds > 1 else [])]
-                write(f"{results.stem}: {', '.join(words)} ({number} of {len(results.wanted)})")
+                write(f"{results.stem}: {_named(row)} ({number} of {len(rows)})")
                 _measure_row(scale, results, row, runs)
-            elsewhere += not is_ours
-    if elsewhere:
-        write(f"{results.stem}: {elsewhere} rows are another process's")
+            else:
+                elsewhere.append(row)
+    return elsewhere
+
+
+def _named(row: Row) -> str:
+    return ", ".join([*row.key.values(), f"seed {row.seed}"])
 
 
 def _measure_row(scale: Scale, results: Results, row: Row, runs: "Runs") -> None:
@@ -162,7 +176,7 @@ def _measure_row(scale: Scale, results: Results, row: Row, runs: "Runs") -> None
     if scale.shown.compared:
         columns["p"] = _p_value(scale, row, done, runs)
     series = {name: numbers for measured in found for name, numbers in measured.series.items()}
-    results.add(row, {**columns, **done.verdict, "date": time.strftime("%Y-%m-%d")}, series)
+    results.add(row, {**columns, **done.verdict, **made_by()}, series)
 
 
 def _p_value(scale: Scale, row: Row, done: "Run", runs: "Runs") -> float | str:

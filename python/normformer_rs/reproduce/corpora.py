@@ -1,7 +1,7 @@
 """The texts of the reproductions: the files that each needs, their origin, and their preparation."""
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -45,6 +45,12 @@ def _demo(_: Files, folder: Path) -> Files:
             for side, language in (("source", "en"), ("target", "vi"))}  # fmt: skip
 
 
+def _numbers(_: Files, folder: Path) -> Files:
+    demo.write_corpus(folder)
+    return {f"{part}_{side}": folder / f"{part}.{language}" for part in _DEMO
+            for side, language in (("source", "en"), ("target", "vi"))}  # fmt: skip
+
+
 def _demo_words(files: Files, folder: Path) -> Files:
     return {role: path for role, path in _demo(files, folder).items() if role.endswith("target")}
 
@@ -84,12 +90,17 @@ _MULTI30K = {"train": "29,000", "valid": "1,014", "test": "1,000"}
 CORPORA: dict[str, Corpus] = {
     "demo": Corpus("the demo's number words, English to Vietnamese", "made on the spot", {},
                    {"bpe_operations": 100}, "13a", _demo),
+    "numbers": Corpus("the demo's number words, all of them", "made on the spot", {}, {"bpe_operations": 200}, "13a",
+                      _numbers),
     "demo-words": Corpus("the demo's Vietnamese", "made on the spot", {}, {"bpe_operations": 100}, "13a", _demo_words),
     "multi30k-bpe": Corpus("Multi30k en→de, lower-cased, tokenised, split by BPE", "github LividWo/Revisit-MMT",
                            _pair("multi30k-bpe-en-de", "en", "de", test="test.2016"), _BPE, lines=_MULTI30K),
     "multi30k-french": Corpus("Multi30k en→fr, raw text", "github multi30k/dataset, task 1",
                               _pair("multi30k", "en", "fr", "val", "test_2016_flickr"),
                               {"bpe_operations": 6000}, "13a", lines=_MULTI30K),
+    "verses": Corpus("verses en→es", "the World English Bible 426.0 and the Sagradas Escrituras 2.60, both public "
+                     "domain: Debian's sword-text-web and sword-text-sparv", _pair("verses-en-es", "en", "es"),
+                     {"bpe_operations": 4000}, "13a", lines={"train": "28,979", "valid": "1,010", "test": "1,007"}),
     "shakespeare": Corpus("tinyshakespeare", "github karpathy/char-rnn", {"text": "tinyshakespeare/input.txt"},
                           {"bpe_operations": 4000}, make=_last_tenth_held_out),
     "gl→en": Corpus("TED gl→en", _TED, _pair("gl-en", "gl", "en", "dev"), {"bpe_operations": 3000},
@@ -137,12 +148,12 @@ def missing(names: Iterable[str], data: Path) -> dict[str, list[str]]:
     return {name: paths for name, paths in lacking.items() if paths}
 
 
-def prepare(name: str, data: Path, folder: Path) -> Files:
+def prepare(name: str, data: Path, folder: Path, corpora: Mapping[str, Corpus] = CORPORA) -> Files:
     """Returns the corpus' files by role; those that are made are written to `folder`/`name`.
 
     Errors: ImportError without num2words, for the demo's text; OSError from the file system.
     """
-    corpus = CORPORA[name]
+    corpus = corpora[name]
     files = {role: path for role, part in corpus.files.items() if (path := found(data / part)) is not None}
     if corpus.make is None:
         return files

@@ -13,8 +13,15 @@ SCALES = {
 
 
 def digest(value: Any) -> str:
-    """Returns eight letters that tell a value of JSON from others."""
-    return hashlib.sha256(json.dumps(value, sort_keys=True, ensure_ascii=False).encode()).hexdigest()[:8]
+    """Returns eight letters that tell a value of JSON from others; a user's own norm or scheme counts by its class and
+    its fields."""
+    written = json.dumps(value, sort_keys=True, ensure_ascii=False, default=_object)
+    return hashlib.sha256(written.encode()).hexdigest()[:8]
+
+
+def _object(value: Any) -> Any:
+    kind = value if isinstance(value, type) else type(value)
+    return [kind.__module__, kind.__qualname__, {} if isinstance(value, type) else getattr(value, "__dict__", {})]
 
 
 class Row(NamedTuple):
@@ -30,6 +37,8 @@ class Row(NamedTuple):
     """The paper's figures for this row, by column."""
     search: Options = {"beam": 5, "rule": "fairseq"}  # noqa: RUF012
     """The options of `SearchConfig`."""
+    version: str = ""
+    """The package's version, for a row that must be measured anew with another; "" if it need not."""
 
     @property
     def seed(self) -> int:
@@ -37,8 +46,8 @@ class Row(NamedTuple):
 
     @property
     def recipe(self) -> str:
-        """A digest of the options, the corpus and the search."""
-        return digest([self.corpus, self.options, self.search])
+        """A digest of the options, the corpus, the search and, if it counts, the version."""
+        return digest([self.corpus, self.options, self.search, *([self.version] if self.version else [])])
 
     def seeded(self, number: int) -> "Row":
         """Returns the row with its `number`-th seed, from 0."""

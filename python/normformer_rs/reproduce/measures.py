@@ -12,7 +12,6 @@ from ..analysis import observations
 from ..analysis.observations import brief
 from ..loop.translation import evaluate_loss
 from ..scores import score
-from .corpora import CORPORA
 from .declared import Options, Scale
 from .runs import Run, Runs
 
@@ -33,7 +32,7 @@ def bleu(runs: Runs, run: Run, scale: Scale) -> Measured:
     """Measures BLEU of the scored part; empty if the run did not reach its end."""
     if not run.has_ended:
         return Measured({"bleu": "", "sacrebleu": ""})
-    found = score(*runs.translations(run, scale), tokenize=CORPORA[run.row.corpus].tokenize)
+    found = score(*runs.translations(run, scale), tokenize=runs.corpora[run.row.corpus].tokenize)
     return Measured({"bleu": round(found.bleu, 2), "sacrebleu": found.sacrebleu})
 
 
@@ -43,7 +42,7 @@ def p_value(runs: Runs, run: Run, baseline: Run, scale: Scale) -> float | str:
         return ""
     hypotheses, references = runs.translations(run, scale)
     theirs, _ = runs.translations(baseline, scale)
-    found = score(hypotheses, references, theirs, tokenize=CORPORA[run.row.corpus].tokenize)
+    found = score(hypotheses, references, theirs, tokenize=runs.corpora[run.row.corpus].tokenize)
     return round(found.comparison.p_value, 4) if found.comparison else ""
 
 
@@ -55,6 +54,12 @@ def gradients(runs: Runs, run: Run, scale: Scale) -> Measured:
 def losses(runs: Runs, run: Run, scale: Scale) -> Measured:
     """Returns the training NLL at the start."""
     return Measured(series={"losses": brief(run.history.nll[:START])})
+
+
+def first(runs: Runs, run: Run, scale: Scale) -> Measured:
+    """Returns the training NLL of the first batch, before any update."""
+    nll = run.history.nll
+    return Measured({"first_nll": round(float(nll[0]), 4) if len(nll) else math.nan})
 
 
 def validation(runs: Runs, run: Run, scale: Scale) -> Measured:
@@ -201,7 +206,7 @@ def _checkpoint(run: Run, scale: Scale) -> str:
 
 
 _MEASURES = (
-    *(bleu, gradients, losses, validation, start, perplexity, loss, growth, bleu_curve, raw_gradients, gains, singular),
-    *(statistics, layers, growth_curve, smoothed, test_perplexity),
+    *(bleu, gradients, losses, first, validation, start, perplexity, loss, growth, bleu_curve, raw_gradients, gains),
+    *(singular, statistics, layers, growth_curve, smoothed, test_perplexity),
 )
 MEASURES: dict[str, Callable[[Runs, Run, Scale], Measured]] = {measure.__name__: measure for measure in _MEASURES}

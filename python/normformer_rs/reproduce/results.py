@@ -3,14 +3,19 @@
 import contextlib
 import csv
 import fcntl
+import functools
 import io
 import itertools
 import os
+import subprocess
+import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .. import text
+from ..commands.versions import processor
+from ..config import __version__
 from .declared import Options, Reproduction, Row
 from .spread import Spread, merged
 
@@ -97,6 +102,29 @@ def _is_of(found: dict[str, str], row: Row) -> bool:
     """True if the measurements have the row's key and seed."""
     key = {**row.key, "seed": str(row.seed)}
     return all((found.get(name) or ("1" if name == "seed" else None)) == value for name, value in key.items())
+
+
+def made_by() -> dict[str, str]:
+    """Returns the columns that say when and by what a row is measured: date, package, commit, torch, processor."""
+    return {"date": time.strftime("%Y-%m-%d"), **_installed()}
+
+
+@functools.cache
+def _installed() -> dict[str, str]:
+    import torch
+
+    folder = Path(__file__).parent
+    asked = ["git", "-C", str(folder), "log", "-1", "--format=%h", "--", str(folder)]
+    try:
+        commit = subprocess.run(asked, capture_output=True, text=True, timeout=10, check=False).stdout.strip()
+    except (OSError, subprocess.SubprocessError):  # not installed
+        commit = ""
+    return {
+        "version": __version__,
+        "commit": commit,
+        "torch": torch.__version__,
+        "processor": f"{processor()}, {torch.get_num_threads()} threads",
+    }
 
 
 @contextlib.contextmanager

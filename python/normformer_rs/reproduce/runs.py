@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -21,7 +21,7 @@ from ..loop.history import LOG, History, read_events
 from ..loop.progress import write
 from ..loop.training import Trainer
 from ..loop.translation import average, translate
-from .corpora import CORPORA, Files, prepare
+from .corpora import CORPORA, Corpus, Files, prepare
 from .declared import Options, Row, Scale, digest
 
 VERDICT = "verdict.json"
@@ -37,7 +37,7 @@ def folder_of(row: Row) -> str:
     """Returns the run's name. Rows with the same options and corpus share one run, whichever reproduction they
     belong to."""
     names = [row.options.get(name) for name in ("residual", "encoder_norm", "norm")]
-    words = [str(name) for name in names if name] or [row.corpus]
+    words = [name if isinstance(name, str) else type(name).__name__ for name in names if name] or [row.corpus]
     return "-".join([*words, digest([row.corpus, row.options])])
 
 
@@ -61,8 +61,11 @@ class Run:
 class Runs:
     """The runs below one folder."""
 
-    def __init__(self, folder: Path, data: Path, *, device: str, progress: bool) -> None:
+    def __init__(
+        self, folder: Path, data: Path, *, device: str, progress: bool, corpora: Mapping[str, Corpus] = CORPORA
+    ) -> None:
         self.folder, self.data, self.device, self.progress = folder, data, device, progress
+        self.corpora = corpora
         self._files: dict[str, Files] = {}
 
     def output(self, row: Row) -> Path:
@@ -89,7 +92,7 @@ class Runs:
     def files(self, corpus: str) -> Files:
         """Returns the corpus' files, prepared once."""
         if corpus not in self._files:
-            self._files[corpus] = prepare(corpus, self.data, self.folder / "text")
+            self._files[corpus] = prepare(corpus, self.data, self.folder / "text", self.corpora)
         return self._files[corpus]
 
     def run(self, row: Row) -> Run:
@@ -108,7 +111,7 @@ class Runs:
 
     def _train(self, row: Row, output: Path) -> bool:
         files = {role: str(path) for role, path in self.files(row.corpus).items() if not role.startswith("test")}
-        options = {**CORPORA[row.corpus].options, **files, **row.options, "device": self.device}
+        options = {**self.corpora[row.corpus].options, **files, **row.options, "device": self.device}
         model, training, data = split(options, TransformerConfig, TrainingConfig, DataConfig)
         trainer = Trainer(TransformerConfig(**model), TrainingConfig(**training), DataConfig(**data))
         is_begun = (output / "config.json").exists()
@@ -127,7 +130,7 @@ class Runs:
         search."""
         how = [scale.checkpoint, scale.scored, run.row.search]
         saved = run.output / f"{scale.scored}-{hashlib.sha256(json.dumps(how).encode()).hexdigest()[:8]}.txt"
-        corpus = CORPORA[run.row.corpus]
+        corpus = self.corpora[run.row.corpus]
         references = text.read_lines(str(run.files[f"{scale.scored}_target"]))
         if not saved.exists():
             if scale.checkpoint == "average":
@@ -169,14 +172,8 @@ def judge(output: Path, has_ended: bool) -> dict[str, Any]:
     history = History.of(events, output)
     course = Course.of(history.nll)
     valid = float(history.evaluations.nll[-1]) if len(history.evaluations.nll) else math.nan
-    if not has_ended or not course.rise < max(0.05 * entropy, 2 * course.error):
-        verdict = "diverged"
-    elif valid <= 0.75 * entropy:
-        verdict = "trains"
-    else:
-        verdict = "slow" if course.fall > 2 * course.error else "stuck"
     return {
-        "verdict": verdict,
+        "verdict": course.verdict(has_ended, entropy, valid),
         "updates": len(history.update),
         "train_nll": round(course.last, 4),
         "slope": round(course.slope, 4),
@@ -211,6 +208,14 @@ class Course(NamedTuple):
         last, before = float(means[-1]), float(means[-1 - window])
         error = math.sqrt(float(np.mean(np.diff(nll) ** 2)) / window)
         return Course(last, before - last, window, last - float(means.min()), error)
+
+    def verdict(self, has_ended: bool, entropy: float, valid: float) -> str:
+        """Returns the verdict by docs/spec.md §4.14. `has_ended`: False if the loss stopped being finite."""
+        if not has_ended or not self.rise < max(0.05 * entropy, 2 * self.error):
+            return "diverged"
+        if valid <= 0.75 * entropy:
+            return "trains"
+        return "slow" if self.fall > 2 * self.error else "stuck"
 
     @property
     def slope(self) -> float:

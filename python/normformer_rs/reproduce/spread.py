@@ -36,8 +36,7 @@ class Difference(NamedTuple):
     @property
     def interval(self) -> tuple[float, float]:
         """The 95 % interval of the mean difference."""
-        half = self._error * quantile(0.95, self._freedom)
-        return self.spread.mean - half, self.spread.mean + half
+        return interval(self.spread.numbers)
 
     @property
     def least(self) -> float:
@@ -67,6 +66,13 @@ def merged(values: Sequence[str]) -> "str | Spread":
         return f"{some} ({len(found)} of {len(values)})"
     counts = {word: values.count(word) for word in dict.fromkeys(values)}
     return next(iter(counts)) if len(counts) == 1 else ", ".join(f"{word} {n}" for word, n in counts.items())
+
+
+def interval(numbers: Sequence[float], share: float = 0.95) -> tuple[float, float]:
+    """Returns the interval of the mean of at least two numbers, by Student's t."""
+    spread, freedom = Spread(tuple(numbers)), len(numbers) - 1
+    half = spread.sd / math.sqrt(len(numbers)) * quantile(share, freedom)
+    return spread.mean - half, spread.mean + half
 
 
 def difference(pairs: Sequence[float]) -> Difference | None:

@@ -6,13 +6,13 @@ import re
 import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from .. import text
 from ..errors import InputError
 from .declared import Reproduction, Row, Scale, Shown
 from .results import Found, Results
-from .spread import Spread, corrected, difference
+from .spread import Difference, Spread, corrected, difference
 
 
 class Column(NamedTuple):
@@ -60,6 +60,7 @@ COMPARED = {"before": "p against the row before", "first": "p against the first 
 DIFFERENCES = {"before": "difference from the row before", "first": "difference from the first row"}
 """The heading of `p` over several seeds, for the paired t test."""
 WIDTH = 120
+Key = TypeVar("Key")
 
 
 class Compared(NamedTuple):
@@ -72,6 +73,8 @@ class Compared(NamedTuple):
     rows."""
     words: str
     """The table's cell; `{:.3f}` stands for p until it is corrected."""
+    difference: Difference | None = None
+    """The difference of several seeds."""
 
 
 def number(value: str | Spread) -> float | None:
@@ -88,24 +91,39 @@ def comparisons(results: Results, shown: Shown) -> dict[tuple[str, ...], Compare
     """Compares each measured row with its baseline; returns the comparisons by the rows' keys. If a run of either
     failed, the row is not tested, and its p is 1."""
     name = shown.value if results.seeds > 1 and shown.value else "bleu"  # the bootstrap is of BLEU
-    column, found = COLUMNS[name], {}
+    found = {}
     for row in results.scale.rows:
         if (base := baseline_of(results.scale, row)) is None:
             continue
         own, theirs = results.each_seed(row), results.each_seed(base)
         seeds = [seed for seed in own if seed in theirs]
         values = [(number(own[seed].get(name) or ""), number(theirs[seed].get(name) or "")) for seed in seeds]
-        differences = [one - other for one, other in values if one is not None and other is not None]
-        key = (*row.key.values(),)
-        if failed := len(seeds) - len(differences):
-            found[key] = Compared(False, 1.0, f"not compared: {failed} of {len(seeds)} pairs failed")
-        elif results.seeds > 1 and (told := difference(differences)) is not None:
-            low, high = (f"{end:+{column.form}}" for end in told.interval)
-            mean, least = f"{told.spread.mean:+{column.form}}", f"{told.least:{column.form}}"
-            words = f"{mean} [{low}, {high}], p = {{:.3f}}; least {least}"
-            found[key] = Compared((told.spread.mean < 0) == column.falls, told.p, words)
-        elif results.seeds == 1 and differences and (p := number(own[seeds[0]].get("p") or "")) is not None:
-            found[key] = Compared(differences[0] > 0, p, "{:.3f}")
+        p = number(own[seeds[0]].get("p") or "") if results.seeds == 1 and seeds else None
+        if (one := paired(values, COLUMNS[name], p)) is not None:
+            found[(*row.key.values(),)] = one
+    return holm(found)
+
+
+def paired(
+    values: Sequence[tuple[float | None, float | None]], column: Column, p: float | None = None
+) -> Compared | None:
+    """Compares a row with its baseline by the values of each seed, None for a failed run; `p`: that of a single seed.
+    Returns None if there is nothing to compare."""
+    differences = [one - other for one, other in values if one is not None and other is not None]
+    if failed := len(values) - len(differences):
+        return Compared(False, 1.0, f"not compared: {failed} of {len(values)} pairs failed")
+    if (told := difference(differences)) is not None:
+        low, high = (f"{end:+{column.form}}" for end in told.interval)
+        mean, least = f"{told.spread.mean:+{column.form}}", f"{told.least:{column.form}}"
+        words = f"{mean} [{low}, {high}], p = {{:.3f}}; least {least}"
+        return Compared((told.spread.mean < 0) == column.falls, told.p, words, told)
+    if differences and p is not None:
+        return Compared((differences[0] < 0) == column.falls, p, "{:.3f}")
+    return None
+
+
+def holm(found: dict[Key, Compared]) -> dict[Key, Compared]:
+    """Returns the comparisons with their p corrected for their number; failed ones are not counted."""
     tested = {key: one for key, one in found.items() if "{" in one.words}
     for (key, one), p in zip(tested.items(), corrected([one.p for one in tested.values()])):
         found[key] = one._replace(p=p, words=one.words.format(p))

@@ -1,0 +1,81 @@
+"""Makes a study: checks the text, runs what is missing, writes the page."""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+from ..errors import InputError
+from ..loop.progress import duration
+from ..loop.quantities import size
+from ..reproduce.command import quiet
+from ..reproduce.corpora import CORPORA, missing
+from .declared import Study
+from .measured import make, results_of, runs_of
+from .outcome import Outcome, outcome
+from .page import rules, write
+
+
+def run(
+    study: Study,
+    output: Path,
+    *,
+    data: str | Path = "data",
+    device: str = "cpu",
+    only: Sequence[str] = (),
+    max_hours: float = math.inf,
+    train: bool = True,
+    progress: bool = True,
+    words: str = "",
+) -> Outcome:
+    """Makes the runs that are missing and writes the page; returns what was found.
+
+    Errors: InputError for a text that is missing, arms that the loop cannot train, and a folder without rows if `train`
+    is False; Interrupted after Ctrl-C, and the same call continues.
+    """
+    if not study.is_of_the_loop:
+        raise InputError("arms that are functions change models of your own: use `for trial in study`")
+    results = results_of(study, output)
+    if train:
+        _check_text(study, Path(data))
+        with quiet(True):
+            make(study, results, runs_of(study, output, Path(data), device, progress), only, max_hours)
+        results.read()
+    return finish(study, output, words)
+
+
+def finish(study: Study, output: Path, words: str = "") -> Outcome:
+    """Writes the page of the rows that have been measured. Errors: InputError if there are none."""
+    results = results_of(study, output)
+    if not results.rows:
+        raise InputError(f"{results.path('.csv')}: nothing of this study has been measured yet")
+    found = outcome(study, results)
+    write(found, output, words or repr(study))
+    return found
+
+
+def print_plan(study: Study, *, data: str | Path, device: str) -> None:
+    """Prints the study's rules, runs and cost."""
+    from .cost import costs
+
+    _check_text(study, Path(data))
+    print(f"{study.title}: {study.question}\n")
+    print("\n".join(f"- {rule}" for rule in rules(study)))
+    total = 0.0
+    print(f"\n{study.runs} runs; each arm, by a few measured updates:\n")
+    for cost in costs(study, Path(data), device):
+        total += cost.seconds
+        print(
+            f"  {cost.cell.name}: {cost.runs} runs, {cost.parameters:,} parameters, {cost.flop:.2g} FLOP, "
+            f"{duration(cost.seconds)}, {size(cost.memory)} of memory, {size(cost.disk)} on the disk"
+        )
+    print(f"\nall, in one process: about {duration(total)}, without evaluations")
+
+
+def _check_text(study: Study, data: Path) -> None:
+    if not isinstance(study.text, str):
+        return
+    for name, files in missing([study.text], data).items():
+        raise InputError(
+            f"text {name} needs {len(files)} files that {data} lacks (plain or .gz): {', '.join(files)}. "
+            f"{CORPORA[name].title}: {CORPORA[name].origin}"
+        )

@@ -1,0 +1,407 @@
+"""A study's arms, rates, seeds and budget, from Python or from a TOML file."""
+
+import dataclasses
+import functools
+import hashlib
+import inspect
+import itertools
+import math
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ..commands.options import layered
+from ..config import (
+    ENTRIES,
+    OWN,
+    DataConfig,
+    Field,
+    TrainingConfig,
+    TransformerConfig,
+    __version__,
+    closest,
+    split,
+    unknown,
+)
+from ..declarations.file_class import refuse_code
+from ..errors import InputError
+from ..reproduce.corpora import CORPORA, Corpus, found
+from ..reproduce.declared import Options, Reproduction, Row, Scale, Shown
+from ..text import read_small
+
+if TYPE_CHECKING:
+    from .outcome import Outcome
+    from .trials import Trial
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+OWN_LOOP = "own loop"
+"""The `text` of a study in a loop of the user's own."""
+OWN_START = "own"
+"""The entry of `init` that stands for each scheme's own initialisation."""
+TUNING = 1000
+"""Reported seed s has its rate chosen on seed s + 1000."""
+METRICS = {"valid_nll": "validation NLL, in nats per token", "bleu": "BLEU"}
+_CLOCKS = {"warmup": 0.1, "branchnorm_steps": 0.2, "prores_steps": 0.5, "powernorm_warmup": 0.1}
+"""Durations as shares of the run, for a study that does not set them; prores_steps is that of all layers together."""
+_PARTS = [f"{part}_{side}" for part in ("train", "valid", "test") for side in ("source", "target")]
+_FIELDS: dict[str, Field] = {
+    field.name: field for kind in (TransformerConfig, TrainingConfig, DataConfig) for field in kind.FIELDS
+}
+_RESERVED = {
+    "lr": "the study's lr, a list of rates for all arms",
+    "seed": "the study's seeds",
+    "updates": "the study's updates, tokens or flop",
+    "layers": "the study's layers",
+}
+"""Options that an arm may not have, because they would make the arms unlike."""
+
+
+class Cell(NamedTuple):
+    """An arm at one depth with one initialisation."""
+
+    key: dict[str, str]
+    """The columns that name it: arm, and layers and init where the study varies them."""
+    options: Options
+
+    @property
+    def name(self) -> str:
+        return ", ".join(value if column == "arm" else f"{column} {value}" for column, value in self.key.items())
+
+
+@dataclasses.dataclass(frozen=True)
+class Study:
+    """A comparison of norms, residual schemes or any other options.
+
+    Every arm is trained with every rate of `lr`. For each reported seed s, the rate of an arm is the one with the best
+    metric on seed s + 1000; then the arm is trained with this rate and seed s, and only these runs are compared. So
+    no reported run has chosen its own rate, and the seeds are independent of each other.
+
+    >>> import normformer_rs as nfrs
+    >>> study = nfrs.Study(
+    ...     arms={"pre": {"residual": "prenorm"}, "post": {"residual": "postnorm"}},
+    ...     options={"preset": "transformer-tiny"}, layers=[12], updates=200,
+    ... )
+    >>> len(study.cells), study.runs
+    (2, 24)
+
+    Args:
+        arms: options of model, training and data by the arm's name. In a loop of your own (`for trial in study`) also a
+            function that changes a model.
+        options: the options that all arms share; `preset` is a name of `PRESETS`.
+        lr: the learning rates, the same for all arms.
+        seeds: the number of reported seeds; 3 or more give intervals.
+        layers: depths, each of encoder and decoder; empty for that of the options.
+        init: initialisations, "own" for each scheme's own; several to compare with each.
+        updates, tokens, flop: the budget of a run: its updates, its padded tokens, or its operations by
+            6 · parameters · tokens (Kaplan et al. 2020). Give one.
+        metric: "valid_nll" or "bleu".
+        baseline: the arm with which the others are compared; "" for the first.
+        text: a corpus of `reproduce` ("numbers" is made on the spot), or the files train_target, valid_target, … and
+            the options of the text, such as bpe_operations. "own loop": arms are only for `for trial in study`.
+        margin: the difference, in the metric's unit, below which arms count as equal. None: nothing is called equal.
+        title, question: the page's.
+
+    An integer option may be a share of the run: `warmup = 0.1` is a tenth of the updates. Where a study sets none,
+    warmup and powernorm_warmup are a tenth, branchnorm_steps a fifth, and prores ends after half of the run.
+
+    Errors: InputError for unknown names, wrong values, and options that do not fit together.
+    """
+
+    arms: Mapping[str, Any]
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    lr: Sequence[float] = (1e-3, 3e-3, 1e-2)
+    seeds: int = 3
+    layers: Sequence[int] = ()
+    init: Sequence[str] = (OWN_START,)
+    updates: int | None = None
+    tokens: int | None = None
+    flop: float | None = None
+    metric: str = "valid_nll"
+    baseline: str = ""
+    text: str | Mapping[str, Any] = "numbers"
+    margin: float | None = None
+    title: str = ""
+    question: str = "Which arm trains best?"
+
+    def __post_init__(self) -> None:
+        def put(name: str, value: Any) -> None:
+            object.__setattr__(self, name, value)
+
+        _check_kinds(self)
+        for name in ("lr", "layers", "init"):
+            value = getattr(self, name)
+            put(name, tuple(value) if isinstance(value, (list, tuple)) else (value,))
+        put("baseline", self.baseline or next(iter(self.arms)))
+        put("title", self.title or ", ".join(self.arms))
+        _check(self)
+        for cell in self.cells if self.is_of_the_loop else ():
+            self._resolved(cell, self.lr[0])
+
+    @classmethod
+    def read(cls, path: str | PathLike[str], *, trust: bool = False) -> "Study":
+        """Reads a study from a TOML file whose names are this class' arguments; arms are tables [arms.NAME].
+
+        Errors: InputError for a missing file, wrong syntax, unknown names and, without `trust`, a text that names code.
+        """
+        try:
+            content = tomllib.loads(read_small(path))
+        except FileNotFoundError as error:
+            raise InputError(f"{path}: no such file; expected a study in TOML") from error
+        except InputError:
+            raise
+        except (ValueError, RecursionError) as error:
+            raise InputError(f"{path}: not valid TOML: {error}") from error
+        names = [field.name for field in dataclasses.fields(cls)]
+        for name in content:
+            if name not in names:
+                raise InputError(f'{path}: unknown name "{name}"{closest(name, names)}; expected {", ".join(names)}')
+        if "arms" not in content:
+            raise InputError(f"{path}: a study needs arms: tables [arms.NAME] of options")
+        arms = content["arms"]
+        tables = [content.get("options"), *(arms.values() if isinstance(arms, dict) else ())]
+        for table in tables:
+            if isinstance(table, dict):
+                refuse_code({name: value for name, value in table.items() if name in OWN}, path, trust)
+        try:
+            return cls(**content)
+        except InputError as error:
+            raise InputError(f"{path}: {error}") from error
+
+    def run(self, output: str | PathLike[str] = "study", **how: Any) -> "Outcome":
+        """Makes the runs that are missing and writes the page; the command `compare` does the same.
+
+        `how`: data (folder of corpora), device, only (names of arms), max_hours, progress.
+        """
+        from .command import run
+
+        return run(self, Path(output), **how)
+
+    def trials(self, output: str | PathLike[str] = "study") -> Iterator["Trial"]:
+        """Yields the trials that are missing, for a training loop of your own; the last one ends with the page."""
+        from .trials import trials
+
+        return trials(self, Path(output))
+
+    def __iter__(self) -> Iterator["Trial"]:
+        return self.trials()
+
+    @property
+    def is_of_the_loop(self) -> bool:
+        """True if this package's loop can train all arms."""
+        return self.text != OWN_LOOP and all(isinstance(arm, Mapping) for arm in self.arms.values())
+
+    @functools.cached_property
+    def cells(self) -> list[Cell]:
+        """The arms with each depth and initialisation, in the order of the page."""
+        made = []
+        for layers, init, (name, arm) in itertools.product(self.layers or (None,), self.init, self.arms.items()):
+            key = {"arm": name}
+            own: Options = dict(arm) if isinstance(arm, Mapping) else {}
+            if layers is not None:
+                own |= {"encoder_layers": layers, "decoder_layers": layers}
+                key |= {"layers": str(layers)} if len(self.layers) > 1 else {}
+            if init != OWN_START:
+                own["init"] = init
+            key |= {"init": init} if len(self.init) > 1 else {}
+            made.append(Cell(key, own))
+        return made
+
+    @property
+    def runs(self) -> int:
+        """The number of runs: each cell has one for each rate and seed, and one more for each seed."""
+        return len(self.cells) * self.seeds * (len(self.lr) + 1)
+
+    def baseline_of(self, cell: Cell) -> Cell | None:
+        """Returns the cell with which this one is compared; None for the baseline itself."""
+        wanted = {**cell.key, "arm": self.baseline}
+        return None if wanted == cell.key else next(other for other in self.cells if other.key == wanted)
+
+    def row(self, cell: Cell, lr: float, seed: int) -> Row:
+        """Returns the run of a cell with this rate and seed."""
+        arm = self.arms[cell.key["arm"]]
+        if self.is_of_the_loop:
+            known = (*cell.key.values(), lr)
+            if known not in self._options:
+                self._options[known] = self._resolved(cell, lr)
+            options = {**self._options[known], "seed": seed}
+        else:
+            options = {**self.options, **cell.options, "lr": lr, "seed": seed, "updates": self.updates}
+            options |= {"function": _source(arm)} if callable(arm) else {}
+        return Row({**cell.key, "lr": f"{lr:g}"}, options, self.corpus[0], version=__version__)
+
+    def tuning(self, cell: Cell, number: int) -> list[Row]:
+        """Returns the runs on which the rate of the `number`-th seed is chosen, from 1."""
+        return [self.row(cell, lr, TUNING + number) for lr in self.lr]
+
+    @functools.cached_property
+    def corpus(self) -> tuple[str, Corpus]:
+        """The text and its name; files of the study's own are named by what they hold when they are first read."""
+        if self.text == OWN_LOOP:
+            return OWN_LOOP, Corpus("a text of the user's own", "", {}, {})
+        if isinstance(self.text, str):
+            return self.text, CORPORA[self.text]
+        files = {role: str(Path(path).absolute()) for role, path in self.text.items() if role in _PARTS}
+        options = {name: value for name, value in self.text.items() if name not in _PARTS}
+        holds = hashlib.sha256()
+        for role, path in files.items():
+            if (whole := found(Path(path))) is None:
+                raise InputError(f"text: {role}: no such file: {path}")
+            holds.update(role.encode() + hashlib.sha256(whole.read_bytes()).digest())
+        title = Path(files["train_target"]).name
+        return f"text-{holds.hexdigest()[:8]}", Corpus(title, "the study's own", files, options, "13a")
+
+    @property
+    def reproduction(self) -> Reproduction:
+        """The study as an entry of `reproduce`, whose tables and files it shares."""
+        measures = ("first", "validation", *(["bleu"] if self.metric == "bleu" else []))
+        rows = tuple(self.row(cell, lr, 1) for cell in self.cells for lr in self.lr)
+        scored = "test" if "test_target" in self.corpus[1].files or isinstance(self.text, str) else "valid"
+        scale = Scale(self.question, rows, Shown(measures=measures), checkpoint="last", scored=scored, seeds=self.seeds)
+        return Reproduction("study", self.title, "ours", self.question, {"rows": scale})
+
+    @functools.cached_property
+    def _options(self) -> dict[tuple[Any, ...], Options]:
+        """The options of cells by their names and a rate."""
+        return {}
+
+    def _resolved(self, cell: Cell, lr: float) -> Options:
+        """Returns all options of a cell's runs but the seed. Errors: InputError that names the arm."""
+        shared = dict(self.options)
+        preset = shared.pop("preset", None)
+        try:
+            options = layered(preset, _CLOCKS, shared, cell.options, {"lr": lr})
+            options.pop("layers", None)
+            updates = self._updates(options)
+            options |= {"updates": updates, "epochs": 0, "patience": 0, "keep": options.get("keep", 1)}
+            if "evaluate_every" not in shared:
+                options["evaluate_every"] = max(1, updates // 4)
+            depth = options.get("decoder_layers", TransformerConfig().decoder_layers)  # type: ignore[attr-defined]
+            if "prores_steps" not in {**shared, **cell.options}:
+                options["prores_steps"] /= depth
+            options = {name: _duration(name, value, updates) for name, value in options.items()}
+            options = _needed(options)
+            options["init"] = options.get("init") or _own_start(options.get("residual"))
+            model, training, data = split(options, TransformerConfig, TrainingConfig, DataConfig)
+            checked = TransformerConfig(**model), TrainingConfig(**training), DataConfig(**data)
+        except InputError as error:
+            raise InputError(f"arm {cell.name}: {error}") from error
+        given = {name: value for one in checked for name, value in one.asdict().items() if name in options}
+        return dict(given)
+
+    def _updates(self, options: Options) -> int:
+        if self.updates is not None:
+            return self.updates
+        batch = options.get("max_tokens", TrainingConfig().max_tokens)  # type: ignore[attr-defined]
+        batch *= options.get("accumulate", TrainingConfig().accumulate)  # type: ignore[attr-defined]
+        if self.tokens is not None:
+            return max(1, math.ceil(self.tokens / batch))
+        if self.flop is not None:
+            from .cost import parameters
+
+            sizes = {name: value for name, value in options.items() if name not in _CLOCKS}
+            return max(1, math.ceil(self.flop / (6 * parameters(sizes, self.corpus[1]) * batch)))
+        return int(options.get("updates", TrainingConfig().updates))  # type: ignore[attr-defined]
+
+
+def _check_kinds(study: Study) -> None:
+    """Checks of what kind the study's arguments are. Errors: InputError."""
+    if not isinstance(study.arms, Mapping) or not study.arms:
+        raise InputError(f"arms must be a table of options by name, at least one; got {study.arms!r}")
+    for name, arm in study.arms.items():
+        if not isinstance(name, str) or not name or not (isinstance(arm, Mapping) or callable(arm)):
+            raise InputError(f"arms must be tables of options by name; got {name!r}: {arm!r}")
+    if not isinstance(study.options, Mapping):
+        raise InputError(f"options must be a table; got {study.options!r}")
+    for name in ("metric", "baseline", "title", "question"):
+        if not isinstance(getattr(study, name), str):
+            raise InputError(f"{name} must be a string; got {getattr(study, name)!r}")
+    if not isinstance(study.text, (str, Mapping)):
+        raise InputError(f"text must be a name or a table of files; got {study.text!r}")
+    if isinstance(study.text, Mapping):
+        for role in _PARTS:
+            if not isinstance(study.text.get(role, ""), (str, PathLike)):
+                raise InputError(f"text: {role} must be a path; got {study.text[role]!r}")
+
+
+def _check(study: Study) -> None:
+    """Checks the study's own arguments. Errors: InputError."""
+    if not study.lr or not all(_is_number(rate) and 0 < rate < math.inf for rate in study.lr):
+        raise InputError(f"lr must be one or several positive rates; got {[*study.lr]}")
+    if len({f"{rate:g}" for rate in study.lr}) < len(study.lr):
+        raise InputError(f"lr must be different rates; got {[*study.lr]}")
+    if not _is_whole(study.seeds) or not 1 <= study.seeds < TUNING:
+        raise InputError(f"seeds must be a number from 1 to {TUNING - 1}; got {study.seeds!r}")
+    is_right = all(_is_whole(depth) and 1 <= depth <= 10_000 for depth in study.layers)
+    if not is_right or len({*study.layers}) < len(study.layers):
+        raise InputError(f"layers must be different numbers from 1 to 10000; got {[*study.layers]}")
+    if not study.init or len({*map(str, study.init)}) < len(study.init):
+        raise InputError(f"init must be one or several different initialisations; got {[*study.init]}")
+    for name in study.init:
+        if name not in (known := [OWN_START, *(entry["name"] for entry in ENTRIES["inits"])]):
+            raise InputError(unknown("init", name, known))
+    budgets = {name: getattr(study, name) for name in ("updates", "tokens", "flop")}
+    given = [name for name, value in budgets.items() if value is not None]
+    if len(given) > 1:
+        raise InputError(f"{' and '.join(given)} exclude each other; give one budget")
+    for name in given:
+        is_right = _is_number if name == "flop" else _is_whole
+        if not is_right(budgets[name]) or not 1 <= budgets[name] < (math.inf if name == "flop" else 2**63):
+            raise InputError(f"{name} must be a positive number; got {budgets[name]!r}")
+    if study.metric not in METRICS:
+        raise InputError(unknown("metric", study.metric, METRICS))
+    if study.baseline not in study.arms:
+        raise InputError(unknown("baseline", study.baseline, study.arms))
+    if study.margin is not None and not (_is_number(study.margin) and 0 < study.margin < math.inf):
+        raise InputError(f"margin must be a positive number, in the metric's unit; got {study.margin!r}")
+    if isinstance(study.text, str) and study.text not in (*CORPORA, OWN_LOOP):
+        raise InputError(unknown("text", study.text, [*CORPORA, OWN_LOOP]))
+    if not isinstance(study.text, str) and not {"train_target", "valid_target"} <= {*study.text}:
+        raise InputError(f"text must name the files train_target and valid_target; got {', '.join(study.text)}")
+    for name, arm in [("options", study.options), *study.arms.items()]:
+        for option, instead in _RESERVED.items():
+            if isinstance(arm, Mapping) and option in arm:
+                raise InputError(f"{name}: {option} is {instead}: give it to the study, beside arms")
+        if isinstance(arm, Mapping) and name != "options" and "preset" in arm:
+            raise InputError(f"arm {name}: a preset belongs to the options that all arms share")
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _source(arm: Any) -> str:
+    """Returns a digest of a function's source, by which its rows are told from those of an earlier version."""
+    try:
+        return hashlib.sha256(inspect.getsource(arm).encode()).hexdigest()[:8]
+    except (OSError, TypeError):  # it was typed at a prompt, or is no plain function
+        return f"{getattr(arm, '__module__', '')}.{getattr(arm, '__qualname__', type(arm).__qualname__)}"
+
+
+def _duration(name: str, value: Any, updates: int) -> Any:
+    """Returns an integer option that is given as a share of the run in updates."""
+    is_share = name in _FIELDS and _FIELDS[name].kind == "int" and isinstance(value, float) and 0 < value < 1
+    return max(1, round(value * updates)) if is_share else value
+
+
+def _needed(options: Options) -> Options:
+    """Returns the options without durations of norms and schemes that the model has not."""
+    model = {str(options.get(name)) for name in OWN}
+    kept = {"branchnorm_steps": "branchnorm", "prores_steps": "prores", "powernorm_warmup": "powernorm"}
+    return {name: value for name, value in options.items()
+            if name not in kept or any(kept[name] in part for part in model)}  # fmt: skip
+
+
+def _own_start(residual: Any) -> str:
+    """Returns the initialisation of a scheme's own; xavier's for one that is not in the table."""
+    default = TransformerConfig().residual if residual is None else residual  # type: ignore[attr-defined]
+    return next((entry["init"] for entry in ENTRIES["residuals"] if entry["name"] == default), "xavier")

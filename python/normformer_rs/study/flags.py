@@ -1,0 +1,93 @@
+"""The flags of `normformer-rs compare`."""
+
+import argparse
+from pathlib import Path
+
+from .. import text
+from ..commands import Command
+from ..commands.options import UsageError
+from ..config import unknown
+from ..errors import InputError
+
+REPORTS = ("tensorboard", "wandb", "trackio")
+DEFAULT = Path(__file__).with_name("default.toml")
+"""The study that is made if none is named."""
+
+
+def parser() -> Command:
+    def add(parser: argparse.ArgumentParser) -> None:
+        parser.usage = "%(prog)s [STUDY.toml] [OPTION …]"
+        lines = DEFAULT.read_text(encoding="utf-8").splitlines()
+        parser.epilog = "\n".join(["STUDY.toml, in the default study:", "", *lines])
+        parser.add_argument("study", metavar="STUDY.toml", nargs="?", help="The study. Default: the one below.")
+        folder = "Folder of runs, rows and page. A stopped study goes on when the command is given again, and several "
+        folder += "processes share one. Default: study."
+        parser.add_argument("--output", metavar="DIR", default="study", help=folder)
+        parser.add_argument("--data", metavar="DIR", default="data", help="Folder of the corpora. Default: data.")
+        parser.add_argument("--only", metavar="ARM", nargs="+", default=[], help="Make the runs of these arms alone.")
+        hours = "Begin no run after so many hours. Default: no limit."
+        parser.add_argument("--max-hours", metavar="X", type=float, default=float("inf"), help=hours)
+        parser.add_argument("--device", metavar="NAME", default="cpu", help="cpu, cuda, cuda:N or auto. Default: cpu.")
+        clients = "Then log curves and rows, by the client of that name: tensorboard, wandb or trackio."
+        parser.add_argument("--report", metavar="CLIENT", choices=REPORTS, help=clients)
+        jobs = "Make the runs in N jobs of submitit: Slurm's where it is installed, else processes of this machine."
+        parser.add_argument("--jobs", metavar="N", type=int, default=0, help=jobs)
+        setting = "A setting of the jobs, such as slurm_partition=gpu or timeout_min=600; may be repeated."
+        parser.add_argument("--job-setting", metavar="NAME=VALUE", action="append", default=[], help=setting)
+        plan = "Print the runs, and what they will cost by a few measured updates, then stop."
+        parser.add_argument("--dry-run", action="store_true", help=plan)
+        parser.add_argument("--no-train", action="store_true", help="The page of what has been measured.")
+        parser.add_argument("--trust", action="store_true", help="Run code that the file names as file.py:Class.")
+        parser.add_argument("--no-progress", action="store_true", help="No progress bar.")
+
+    return "Compare norms, schemes or any options: rates, seeds, intervals, a page.", _run, add
+
+
+def _run(args: argparse.Namespace) -> None:
+    text.check_writable(text.STANDARD)
+    from . import Study, command
+
+    if not args.max_hours > 0:
+        raise InputError(f"--max-hours must be positive; got {args.max_hours}")
+    study = Study.read(args.study or DEFAULT, trust=args.trust)
+    for name in args.only:
+        if name not in study.arms:
+            raise UsageError(unknown("arm", name, study.arms), "--only takes names of the study's arms")
+    how = {"data": args.data, "device": args.device}
+    if args.dry_run:
+        command.print_plan(study, **how)
+        return
+    settings = _settings(args.job_setting)
+    if args.jobs < 0:
+        raise InputError(f"--jobs must not be negative; got {args.jobs}")
+    if args.jobs and not args.no_train:
+        from .jobs import work
+
+        work(study, Path(args.output), args.jobs, settings, only=args.only, max_hours=args.max_hours, **how)
+    words = " ".join(["normformer-rs compare", *([args.study] if args.study else [])])
+    found = command.run(
+        study,
+        Path(args.output),
+        only=args.only,
+        max_hours=args.max_hours,
+        train=not (args.no_train or args.jobs),
+        progress=not args.no_progress,
+        words=f"{words}\n\n{Path(args.study or DEFAULT).read_text(encoding='utf-8')}",
+        **how,
+    )
+    if args.report is not None:
+        from .reports import REPORTS as clients
+
+        clients[args.report](found, Path(args.output))
+    print(found)
+    print(f"page: {Path(args.output) / 'study.html'}")
+
+
+def _settings(words: list[str]) -> dict[str, int | str]:
+    found: dict[str, int | str] = {}
+    for word in words:
+        name, equals, value = word.partition("=")
+        if not name or not equals:
+            raise InputError(f"--job-setting: expected NAME=VALUE, such as timeout_min=600; got {word}")
+        found[name] = int(value) if value.isdigit() else value
+    return found

@@ -1,0 +1,36 @@
+"""A study's runs as jobs of submitit: Slurm's, or processes of this machine."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from .._optional import require
+from ..loop.progress import write
+from .declared import Study
+
+
+def work(study: Study, output: Path, jobs: int, settings: Mapping[str, Any], **how: Any) -> None:
+    """Makes the study's runs in so many jobs that share its folder, and waits until all have ended.
+
+    Args:
+        settings: of submitit's executor: `slurm_partition`, `timeout_min` and so on; `cluster` is "slurm" or "local",
+            by default Slurm where it is installed.
+        how: as for `Study.run`.
+
+    Errors: the first error of a job; ImportError without submitit.
+    """
+    submitit: Any = require("submitit", "--jobs")
+    own = dict(settings)
+    executor = submitit.AutoExecutor(folder=str(output / "jobs"), cluster=own.pop("cluster", None))
+    executor.update_parameters(name="normformer_rs", **own)
+    begun = [executor.submit(_make, study, output, how) for _ in range(jobs)]
+    write(f"jobs: {', '.join(job.job_id for job in begun)}; their logs are in {output / 'jobs'}")
+    for job in begun:
+        job.result()
+
+
+def _make(study: Study, output: Path, how: Mapping[str, Any]) -> None:
+    """Runs in a job."""
+    from .command import run
+
+    run(study, output, **{**how, "progress": False})

@@ -1,0 +1,100 @@
+"""Makes the runs of a study: first those on which rates are chosen, then those that are reported, seed by seed."""
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from ..loop.progress import write
+from ..reproduce.command import measure
+from ..reproduce.corpora import CORPORA
+from ..reproduce.declared import Row
+from ..reproduce.results import Results
+from ..reproduce.tables import number
+from .declared import Cell, Study
+
+if TYPE_CHECKING:
+    from ..reproduce.runs import Runs
+
+_WAIT = 1.0
+"""Seconds between two looks for rows that other processes make."""
+FALLS = {"valid_nll": True, "bleu": False}
+"""True for metrics of which a lower value is better."""
+
+
+class Chosen(NamedTuple):
+    """The rate of an arm for one seed."""
+
+    rate: float | None
+    """None if the runs with all rates failed."""
+    is_edge: bool
+    """True if it is the lowest or highest rate of several, so that the best one may lie beyond."""
+
+
+def choose(values: Mapping[float, float | None], falls: bool) -> Chosen:
+    """Returns the rate with the best value, the lowest of equal ones; None stands for a failed run."""
+    found = {rate: value for rate, value in sorted(values.items()) if value is not None}
+    if not found:
+        return Chosen(None, False)
+    best = (min if falls else max)(found, key=found.__getitem__)
+    return Chosen(best, len(values) > 1 and best in (min(values), max(values)))
+
+
+def value_of(found: Mapping[str, str] | None, metric: str) -> float | None:
+    """Returns a row's metric; None if the run failed: it diverged, or has no finite number."""
+    if found is None or found.get("verdict") == "diverged":
+        return None
+    value = number(found.get(metric) or "")
+    return value if value is not None and math.isfinite(value) else None
+
+
+def chosen_of(study: Study, results: Results, cell: Cell, seed: int) -> Chosen | None:
+    """Returns the rate of a cell for a reported seed; None while runs with some rates are missing."""
+    found = {rate: results.find(row) for rate, row in zip(study.lr, study.tuning(cell, seed))}
+    if None in found.values():
+        return None
+    return choose({rate: value_of(one, study.metric) for rate, one in found.items()}, FALLS[study.metric])
+
+
+def results_of(study: Study, output: Path) -> Results:
+    return Results(study.reproduction, "rows", output, study.seeds)
+
+
+def runs_of(study: Study, output: Path, data: Path, device: str, progress: bool) -> "Runs":
+    from ..reproduce.runs import Runs
+
+    corpora = {**CORPORA, study.corpus[0]: study.corpus[1]}
+    return Runs(output / "runs", data, device=device, progress=progress, corpora=corpora)
+
+
+def make(study: Study, results: Results, runs: "Runs", only: Sequence[str], max_hours: float) -> bool:
+    """Makes the rows that are missing, together with other processes; returns False if `max_hours` ended it before.
+
+    Errors: as `Runs.run`.
+    """
+    cells = [cell for cell in study.cells if cell.key["arm"] in only or not only]
+    ends = time.monotonic() + 3600 * max_hours
+    for seed in range(1, study.seeds + 1):
+        tuning = [row for cell in cells for row in study.tuning(cell, seed)]
+        if not _made(tuning, results, runs, ends):
+            return False
+        results.read()
+        rates = [(cell, chosen_of(study, results, cell, seed)) for cell in cells]
+        reported = [study.row(cell, one.rate, seed) for cell, one in rates if one is not None and one.rate is not None]
+        if not _made(reported, results, runs, ends):
+            return False
+    return True
+
+
+def _made(rows: Sequence[Row], results: Results, runs: "Runs", ends: float) -> bool:
+    """Makes rows one by one, and waits for those of other processes. Returns False once the time is over."""
+    pending, is_told = list(rows), False
+    while pending := measure(pending, results.scale, results, runs, ends):
+        if time.monotonic() >= ends:
+            return False
+        if not is_told:
+            write(f"another process makes {len(pending)} of these runs: waiting for it")
+            is_told = True
+        time.sleep(_WAIT)
+    return True

@@ -1,0 +1,178 @@
+"""What a study found: the rate, the value and the comparison of each arm."""
+
+import math
+import statistics
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from ..reproduce.results import Results
+from ..reproduce.spread import interval, merged
+from ..reproduce.tables import COLUMNS, Compared, holm, number, paired
+from .declared import Cell, Study
+from .measured import FALLS, choose, value_of
+
+
+class Arm(NamedTuple):
+    """One arm at one depth with one initialisation."""
+
+    cell: Cell
+    values: dict[int, float | None]
+    """The metric of the reported runs by seed; None if the run, or the choice of its rate, failed."""
+    rates: dict[int, float | None]
+    """The rate chosen for each seed."""
+    edges: int
+    """The number of seeds whose rate is the lowest or highest of the grid."""
+    verdicts: str
+    curve: dict[float, list[float | None]]
+    """The metric of the runs on which the rate was chosen, by rate; None for a failed one."""
+    sensitivity: float
+    """E_η[min(ℓ(η), ℓ₀) − min_η ℓ(η)] over the rates of the grid, in nats: ℓ the validation NLL, ℓ₀ the loss before the
+    first update, also in place of a failed run's (Wortsman et al. 2023, §2.2); the mean over seeds."""
+    seconds: float
+    """The time of all its runs."""
+    compared: Compared | None = None
+    """The comparison with the baseline; None for the baseline itself, and for fewer than two seeds."""
+    is_equal: bool | None = None
+    """True if the 90 % interval of the difference lies within the margin (two one-sided tests at 0.05); None without a
+    margin."""
+
+    @property
+    def failed(self) -> int:
+        return sum(value is None for value in self.values.values())
+
+    @property
+    def found(self) -> list[float]:
+        """The values of the runs that did not fail."""
+        return [value for value in self.values.values() if value is not None]
+
+
+class Outcome(NamedTuple):
+    """The outcome of a study. Printed, it is the table of its page."""
+
+    study: Study
+    arms: list[Arm]
+    results: Results
+    missing: int
+    """The number of runs that are still to be made."""
+
+    def __str__(self) -> str:
+        from ..reproduce.tables import markdown
+        from .page import main_table
+
+        return markdown(*main_table(self), aligned=True)
+
+    def _repr_html_(self) -> str:
+        from .._html import table
+        from .page import main_table
+
+        return table(*main_table(self), caption=self.study.title)
+
+
+def outcome(study: Study, results: Results) -> Outcome:
+    """Returns what the rows that have been measured say."""
+    arms = [_arm(study, results, cell) for cell in study.cells]
+    by_key = {tuple(arm.cell.key.items()): arm for arm in arms}
+    compared: dict[tuple[str, ...], Compared] = {}
+    for arm in arms:
+        base = study.baseline_of(arm.cell)
+        theirs = by_key[tuple(base.key.items())].values if base is not None else {}
+        pairs = [(value, theirs[seed]) for seed, value in arm.values.items() if seed in theirs]
+        if len(pairs) > 1 and (one := paired(pairs, COLUMNS[study.metric])) is not None:
+            compared[tuple(arm.cell.key.values())] = one
+    compared = holm(compared)
+    arms = [_with(study, arm, compared.get(tuple(arm.cell.key.values()))) for arm in arms]
+    return Outcome(study, arms, results, study.runs - sum(_made(study, results, arm) for arm in arms))
+
+
+def _with(study: Study, arm: Arm, one: Compared | None) -> Arm:
+    if one is None or one.difference is None or study.margin is None:
+        return arm._replace(compared=one)
+    low, high = interval(one.difference.spread.numbers, 0.9)
+    return arm._replace(compared=one, is_equal=-study.margin < low and high < study.margin)
+
+
+def _arm(study: Study, results: Results, cell: Cell) -> Arm:
+    values: dict[int, float | None] = {}
+    rates: dict[int, float | None] = {}
+    curve: dict[float, list[float | None]] = {rate: [] for rate in study.lr}
+    verdicts, losses, edges, seconds = [], [], 0, 0.0
+    for seed in range(1, study.seeds + 1):
+        tuned = {rate: results.find(row) for rate, row in zip(study.lr, study.tuning(cell, seed))}
+        made = {rate: found for rate, found in tuned.items() if found is not None}
+        for rate, found in made.items():
+            curve[rate].append(value_of(found, study.metric))
+            seconds += number(found.get("seconds") or "") or 0.0
+        if len(made) < len(tuned):
+            continue
+        losses.append(_sensitivity(made))
+        chosen = choose({rate: value_of(one, study.metric) for rate, one in made.items()}, FALLS[study.metric])
+        reported = results.find(study.row(cell, chosen.rate, seed)) if chosen.rate is not None else None
+        if chosen.rate is not None and reported is None:
+            continue
+        rates[seed], values[seed] = chosen.rate, value_of(reported, study.metric)
+        edges += chosen.is_edge
+        verdicts.append("failed with every rate" if reported is None else reported["verdict"])
+        seconds += number((reported or {}).get("seconds") or "") or 0.0
+    words = str(merged(verdicts)) if verdicts else ""
+    sensitivity = statistics.fmean(losses) if losses else math.nan
+    return Arm(cell, values, rates, edges, words, curve, sensitivity, seconds)
+
+
+def _sensitivity(made: Mapping[float, Mapping[str, str]]) -> float:
+    """Returns the sensitivity of one seed to the rate; nan if the loss before the first update is not known."""
+    first = [number(found.get("first_nll") or "") for found in made.values()]
+    known = [loss for loss in first if loss is not None]
+    if not known:
+        return math.nan
+    losses = []
+    for found in made.values():
+        value, start = value_of(found, "valid_nll"), number(found.get("first_nll") or "")
+        start = start if start is not None else max(known)
+        losses.append(start if value is None else min(value, start))
+    return statistics.fmean(losses) - min(losses)
+
+
+def _made(study: Study, results: Results, arm: Arm) -> int:
+    tuned = sum(len(values) for values in arm.curve.values())
+    return tuned + len(arm.values)
+
+
+def as_json(found: Outcome) -> dict[str, Any]:
+    """Returns the numbers of the page as plain data."""
+    study = found.study
+    return {
+        "title": study.title,
+        "question": study.question,
+        "metric": study.metric,
+        "baseline": study.baseline,
+        "rates": [*study.lr],
+        "seeds": study.seeds,
+        "missing_runs": found.missing,
+        "arms": [_plain(study, arm) for arm in found.arms],
+    }
+
+
+def _plain(study: Study, arm: Arm) -> dict[str, Any]:
+    values = arm.found
+    made: dict[str, Any] = {
+        **arm.cell.key,
+        "values": arm.values,
+        "rates": arm.rates,
+        "failed": arm.failed,
+        "verdicts": arm.verdicts,
+        "mean": statistics.fmean(values) if values else None,
+        "interval": [*interval(values)] if len(values) > 1 and not arm.failed else None,
+        "rate_is_at_the_edge": arm.edges,
+        "sensitivity": None if math.isnan(arm.sensitivity) else arm.sensitivity,
+        "by_rate": {f"{rate:g}": values for rate, values in arm.curve.items()},
+        "seconds": arm.seconds,
+    }
+    if arm.compared is not None and (told := arm.compared.difference) is not None:
+        made |= {
+            "difference": told.spread.mean,
+            "difference_interval": [*told.interval],
+            "p_holm": arm.compared.p,
+            "least_difference": told.least,
+        }
+        made |= {} if arm.is_equal is None else {"is_equal_within_margin": arm.is_equal}
+    return made

@@ -1,0 +1,275 @@
+"""The page of a study: a self-contained HTML file, Markdown, LaTeX and JSON."""
+
+import base64
+import html
+import json
+import math
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from .. import _html, text
+from .._optional import available, command
+from ..loop.progress import duration
+from ..reproduce.results import made_by
+from ..reproduce.spread import interval
+from ..reproduce.tables import COLUMNS, markdown
+from .declared import METRICS, TUNING, Study
+from .outcome import Arm, Outcome, as_json
+
+PAGE = "study"
+"""The page's files without their endings."""
+_STYLE = (
+    "body{font:16px/1.5 system-ui,sans-serif;max-width:60em;margin:2em auto;padding:0 1em;color:#222}"
+    "table{border-collapse:collapse;font-size:14px}td,th{padding:.25em .8em;border-bottom:1px solid #ddd}"
+    "img{max-width:100%}pre{background:#f4f4f4;padding:.8em;overflow:auto;font-size:13px}h2{margin-top:2em}"
+)
+
+
+class Heading(NamedTuple):
+    text: str
+
+
+class Paragraph(NamedTuple):
+    text: str
+
+
+class Listing(NamedTuple):
+    lines: list[str]
+
+
+class Code(NamedTuple):
+    text: str
+
+
+class Table(NamedTuple):
+    head: list[str]
+    lines: list[list[str]]
+
+
+class Picture(NamedTuple):
+    path: Path
+    text: str
+
+
+Block = Heading | Paragraph | Listing | Code | Table | Picture
+
+
+def write(found: Outcome, output: Path, words: str) -> Path:
+    """Writes study.html, study.md, study.tex and study.json into the folder, and the pictures; returns the first.
+
+    `words`: the command or the call that makes the study.
+    """
+    blocks = _blocks(found, output, words)
+    text.write_lines(str(output / f"{PAGE}.md"), _markdown(found.study.title, blocks, output).split("\n"))
+    text.write_lines(str(output / f"{PAGE}.tex"), latex(found).split("\n"))
+    text.write_lines(str(output / f"{PAGE}.json"), [json.dumps(as_json(found), indent=1, ensure_ascii=False)])
+    text.write_lines(str(output / f"{PAGE}.html"), _page(found.study.title, blocks).split("\n"))
+    return output / f"{PAGE}.html"
+
+
+# ---- what the page says ----
+
+
+def main_table(found: Outcome) -> tuple[list[str], list[list[str]]]:
+    """Returns the heading and the lines of the table of arms."""
+    study, column = found.study, COLUMNS[found.study.metric]
+    keys = [*found.arms[0].cell.key]
+    others = [f"difference from {study.baseline} [95 % interval], p by Holm; least difference found in four of five"]
+    others = others if study.seeds > 1 and len(study.arms) > 1 else []
+    head = [*keys, f"{column.heading} [95 % interval]", "failed", "rate", "verdict", *others, "sensitivity to the rate"]
+    lines = []
+    for arm in found.arms:
+        compared = "baseline" if study.baseline_of(arm.cell) is None else arm.compared.words if arm.compared else ""
+        sensitivity = "" if math.isnan(arm.sensitivity) else f"{arm.sensitivity:.3f}"
+        mark = _mark(arm)
+        cells = [_mean(arm, column.form), f"{arm.failed} of {len(arm.values)}", _rates(arm), arm.verdicts]
+        lines.append([*arm.cell.key.values(), *cells, *([compared + mark] if others else []), sensitivity])
+    return head, lines
+
+
+def _mark(arm: Arm) -> str:
+    return " *" if arm.compared is not None and arm.compared.is_better and arm.compared.p < 0.05 else ""
+
+
+def _mean(arm: Arm, form: str) -> str:
+    values = arm.found
+    if not values:
+        return "failed" if arm.values else "not measured"
+    mean = f"{statistics.fmean(values):{form}}"
+    if arm.failed:
+        return f"{mean} ({len(values)} of {len(arm.values)} seeds)"
+    if len(values) < 2:
+        return mean
+    low, high = interval(values)
+    return f"{mean} [{low:{form}}, {high:{form}}]"
+
+
+def _rates(arm: Arm) -> str:
+    rates = [f"{rate:g}" if rate is not None else "none" for rate in arm.rates.values()]
+    counts = {rate: rates.count(rate) for rate in dict.fromkeys(rates)}
+    words = ", ".join(f"{rate} ({n})" if len(counts) > 1 else rate for rate, n in counts.items())
+    return f"{words}, edge in {arm.edges}" if arm.edges else words
+
+
+def sentence(found: Outcome, arm: Arm) -> str:
+    """Returns what the study says about an arm, in words."""
+    study, column = found.study, COLUMNS[found.study.metric]
+    name, base = arm.cell.name, study.baseline
+    if not arm.values:
+        return f"{name} has not been measured yet."
+    edge = ""
+    if arm.edges:
+        edge = f" {name} had a rate at the edge of the grid with {arm.edges} of {len(arm.values)} seeds: "
+        edge += "a better one may lie beyond."
+    if arm.failed:
+        return f"{name} failed with {arm.failed} of {len(arm.values)} seeds, so it is not compared.{edge}"
+    if study.baseline_of(arm.cell) is None:
+        return f"{name} is the baseline: {column.heading} {_mean(arm, column.form)}.{edge}"
+    if arm.compared is None or (told := arm.compared.difference) is None:
+        why = arm.compared.words if arm.compared is not None else "too few seeds"
+        return f"{name} is not compared with {base}: {why}.{edge}"
+    size = f"{abs(told.spread.mean):{column.form}}"
+    if arm.compared.p < 0.05:
+        word = ("lower" if told.spread.mean < 0 else "higher") + (", better" if arm.compared.is_better else ", worse")
+        said = f"{name} is {size} {word} than {base} (p = {arm.compared.p:.3f} after Holm's correction)."
+    else:
+        said = (
+            f"No difference between {name} and {base} was found (p = {arm.compared.p:.3f}); {len(arm.values)} seeds "
+            f"find one of {told.least:{column.form}} in four of five studies."
+        )
+    if arm.is_equal is not None:
+        margin = f"the margin of {study.margin:g}"
+        said += f" It is equal within {margin}." if arm.is_equal else f" It is not shown to be equal within {margin}."
+    return said + edge
+
+
+def rules(study: Study) -> list[str]:
+    """Returns the study's rules, which are fixed before the first run."""
+    seeds, rates = study.seeds, len(study.lr)
+    margin = "No margin is named, so no arms are called equal." if study.margin is None else (
+        f"Arms count as equal if the 90 % interval of their difference lies within ±{study.margin:g}."
+    )  # fmt: skip
+    return [
+        f"The metric is {METRICS[study.metric]}, at the end of the run."
+        + (
+            ""
+            if study.is_of_the_loop
+            else " It is the last validation loss that the loop reported, or without one the "
+            "mean training loss of the last 50 updates."
+        ),
+        f"Each arm is trained with the same {rates} rates: {', '.join(f'{rate:g}' for rate in study.lr)}.",
+        f"Reported seeds are 1 to {seeds}. For seed s each arm has the rate that is best on seed s + {TUNING}; ties go "
+        "to the lower rate. No reported run takes part in a choice.",
+        "Equal seeds have equal batches, and parameters of equal name, shape and distribution start bit-equal."
+        if study.is_of_the_loop
+        else "torch, numpy, random and the trial's generator have its seed at its begin, and again after its swap.",
+        "A run that diverges counts as failed; an arm with a failed seed is named and not tested.",
+        f"Each arm is compared with {study.baseline} by the two-sided t test on differences of equal seeds, corrected "
+        "for the number of arms (Holm 1979). A star marks an arm that is better at p < 0.05.",
+        margin,
+        "Verdicts (diverged, trains, slow, stuck) follow docs/spec.md §4.14.",
+    ]
+
+
+def _limits(found: Outcome) -> list[str]:
+    study = found.study
+    row = found.results.scale.rows[0].options
+    depth = ", ".join(map(str, study.layers)) or str(row.get("decoder_layers", "the model's"))
+    length = f"{row['updates']:,} updates" if row["updates"] else "runs of this length"
+    said = [
+        f"It speaks of this text, {length} and {depth} layers. Longer runs and other sizes may rank the arms "
+        "otherwise.",
+        f"An interval over {study.seeds} seeds covers initialisation and order of batches, not other texts.",
+    ]
+    if any(arm.edges for arm in found.arms):
+        said.append("Where a rate is at the edge of the grid, the arm's best value was perhaps not reached.")
+    if found.missing:
+        said.append(f"{found.missing} of {study.runs} runs have not been made.")
+    if found.results.stale:
+        said.append(f"{found.results.stale} rows were measured with other options, and are not shown.")
+    return said
+
+
+def _blocks(found: Outcome, output: Path, words: str) -> list[Block]:
+    study = found.study
+    blocks: list[Block] = [Paragraph(study.question), Heading("Result"), Table(*main_table(found))]
+    blocks.append(Listing([sentence(found, arm) for arm in found.arms]))
+    blocks += _pictures(found, output)
+    blocks += [Heading("Rules"), Listing(rules(study)), Heading("What it does not say"), Listing(_limits(found))]
+    if study.is_of_the_loop:
+        from .starts import unequal
+
+        head, lines = ["arm", "parameters", "start bit-equal", "start unlike, or have no counterpart"], unequal(study)
+        blocks += [Heading(f"Starts, against {study.baseline}"), Table(head, lines)]
+    spent = [[arm.cell.name, str(len(arm.values) + sum(map(len, arm.curve.values()))), duration(arm.seconds)]
+             for arm in found.arms]  # fmt: skip
+    blocks += [Heading("Cost"), Table(["arm", "runs", "time of training"], spent)]
+    facts = "; ".join(f"{name} {value}" for name, value in made_by().items() if value)
+    blocks += [Heading("How it was made"), Paragraph(facts), Code(words)]
+    return blocks
+
+
+def _pictures(found: Outcome, output: Path) -> list[Block]:
+    if not available("matplotlib"):
+        return [Paragraph(f"No pictures: {command('matplotlib')}")]
+    from .pictures import drawn
+
+    return [Picture(path, about) for path, about in drawn(found, output)]
+
+
+# ---- its forms ----
+
+
+def _markdown(title: str, blocks: Sequence[Block], output: Path) -> str:
+    made = [f"# {title}"]
+    for block in blocks:
+        if isinstance(block, Heading):
+            made.append(f"## {block.text}")
+        elif isinstance(block, Listing):
+            made.append("\n".join(f"- {line}" for line in block.lines))
+        elif isinstance(block, Code):
+            made.append(f"```\n{block.text}\n```")
+        elif isinstance(block, Table):
+            made.append(markdown(block.head, block.lines).rstrip())
+        elif isinstance(block, Picture):
+            made.append(f"![{block.text}]({block.path.relative_to(output).as_posix()})")
+        else:
+            made.append(block.text)
+    return "\n\n".join(made)
+
+
+def _page(title: str, blocks: Sequence[Block]) -> str:
+    made = []
+    for block in blocks:
+        if isinstance(block, Heading):
+            made.append(f"<h2>{html.escape(block.text)}</h2>")
+        elif isinstance(block, Listing):
+            made.append("<ul>" + "".join(f"<li>{html.escape(line)}</li>" for line in block.lines) + "</ul>")
+        elif isinstance(block, Code):
+            made.append(f"<pre>{html.escape(block.text)}</pre>")
+        elif isinstance(block, Table):
+            made.append(_html.table(block.head, block.lines))
+        elif isinstance(block, Picture):
+            data = base64.b64encode(block.path.read_bytes()).decode()
+            made.append(f'<img alt="{html.escape(block.text)}" src="data:image/png;base64,{data}">')
+        else:
+            made.append(f"<p>{html.escape(block.text)}</p>")
+    head = f'<meta charset="utf-8"><title>{html.escape(title)}</title><style>{_STYLE}</style>'
+    body = "\n".join([f"<h1>{html.escape(title)}</h1>", *made])
+    return f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body>{body}\n</body></html>'
+
+
+def latex(found: Outcome) -> str:
+    """Returns the table of arms in LaTeX, with the rules of the package booktabs."""
+    head, lines = main_table(found)
+    rows = [" & ".join(map(_tex, line)) + r" \\" for line in lines]
+    begin = [rf"\begin{{tabular}}{{{'l' * len(head)}}}", r"\toprule", " & ".join(map(_tex, head)) + r" \\", r"\midrule"]
+    return "\n".join([*begin, *rows, r"\bottomrule", r"\end{tabular}"])
+
+
+def _tex(cell: str) -> str:
+    special = {**{letter: f"\\{letter}" for letter in "&%$#_{}"}, "\\": r"\textbackslash{}", "~": r"\textasciitilde{}"}
+    special |= {"^": r"\textasciicircum{}", "±": r"$\pm$"}
+    return "".join(special.get(letter, letter) for letter in cell)

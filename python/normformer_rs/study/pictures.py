@@ -1,0 +1,116 @@
+"""The pictures of a study. pyplot is not touched."""
+
+import itertools
+import statistics
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ..pictures.curves import COLOURS, name_ends
+from ..pictures.drawing import PALE, heading, new_figure, save
+from ..reproduce.tables import COLUMNS
+from .outcome import Arm, Outcome
+
+
+def drawn(found: Outcome, output: Path) -> Iterator[tuple[Path, str]]:
+    """Draws the pictures that the study has numbers for; yields each path with what it shows."""
+    heading_of_metric = COLUMNS[found.study.metric].heading
+    if any(values for arm in found.arms for values in arm.curve.values()):
+        about = f"{heading_of_metric} against the learning rate: mean over seeds, band from the lowest to the highest"
+        yield save(_by_rate(found), output / "by-rate.png"), about
+        about = f"sensitivity to the rate against the best {heading_of_metric} of the grid"
+        yield save(_sensitivity(found), output / "sensitivity.png"), about
+    if len(found.study.layers) > 1 and any(arm.found for arm in found.arms):
+        yield save(_by_depth(found), output / "by-depth.png"), f"{heading_of_metric} against the number of layers"
+
+
+def _by_rate(found: Outcome) -> Any:
+    """Draws the metric against the rate, a panel for each depth; a cross at the top stands for failed runs."""
+    panels = _panels(found)
+    figure = new_figure(6.4 * len(panels), 3.8)
+    axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
+    for axis, (title, arms) in zip(axes, panels.items()):
+        ends, crosses = [], []
+        for arm, shade in zip(arms, itertools.cycle(COLOURS)):
+            points = {rate: [value for value in values if value is not None] for rate, values in arm.curve.items()}
+            points = {rate: values for rate, values in sorted(points.items()) if values}
+            if points:
+                means = [statistics.fmean(values) for values in points.values()]
+                axis.plot([*points], means, "o-", color=shade, markersize=4, linewidth=1.4)
+                low, high = [min(values) for values in points.values()], [max(values) for values in points.values()]
+                axis.fill_between([*points], low, high, color=shade, alpha=0.15, linewidth=0)
+                ends.append((means[-1], _name(arm), shade))
+            crosses += [(rate, shade) for rate, values in arm.curve.items() if None in values]
+        top = axis.get_ylim()[1]
+        for rate, shade in crosses:
+            axis.plot(rate, top, "x", color=shade, markersize=7, clip_on=False)
+        axis.set_xscale("log")
+        axis.set_xticks([*found.study.lr], [f"{rate:g}" for rate in found.study.lr])
+        axis.minorticks_off()
+        axis.set_xlabel("learning rate", fontsize=9)
+        axis.set_title(title, loc="left", fontsize=9)
+        _plain(axis)
+        name_ends(axis, ends)
+    axes[0].set_ylabel(COLUMNS[found.study.metric].heading, fontsize=9)
+    heading(figure, "By learning rate", [])
+    return figure
+
+
+def _sensitivity(found: Outcome) -> Any:
+    figure = new_figure(6.4, 3.6)
+    axis = figure.subplots()
+    for arm, shade in zip(found.arms, itertools.cycle(COLOURS)):
+        means = [statistics.fmean(whole) for values in arm.curve.values()
+                 if (whole := [value for value in values if value is not None])]  # fmt: skip
+        if means:
+            best = min(means) if COLUMNS[found.study.metric].falls else max(means)
+            axis.plot(best, arm.sensitivity, "o", color=shade, markersize=7)
+            where = {"xytext": (7, -3), "textcoords": "offset points"}
+            axis.annotate(arm.cell.name, (best, arm.sensitivity), **where, fontsize=8.5, color=shade)
+    axis.set_xlabel(f"best {COLUMNS[found.study.metric].heading} of the grid", fontsize=9)
+    axis.set_ylabel("sensitivity to the rate, nats", fontsize=9)
+    axis.margins(x=0.25, y=0.15)
+    _plain(axis)
+    heading(figure, "Sensitivity to the rate", [])
+    return figure
+
+
+def _by_depth(found: Outcome) -> Any:
+    lines: dict[str, list[tuple[int, float, float, float]]] = {}
+    for arm in found.arms:
+        if arm.found:
+            line = lines.setdefault(_name(arm), [])
+            line.append((int(arm.cell.key["layers"]), statistics.fmean(arm.found), min(arm.found), max(arm.found)))
+    figure = new_figure(6.4, 3.8)
+    axis, ends = figure.subplots(), []
+    for (name, points), shade in zip(lines.items(), itertools.cycle(COLOURS)):
+        depths, means, low, high = zip(*sorted(points))
+        axis.plot(depths, means, "o-", color=shade, markersize=4, linewidth=1.4)
+        axis.fill_between(depths, low, high, color=shade, alpha=0.15, linewidth=0)
+        ends.append((means[-1], name, shade))
+    axis.set_xticks(sorted(found.study.layers))
+    axis.set_xlabel("layers", fontsize=9)
+    axis.set_ylabel(COLUMNS[found.study.metric].heading, fontsize=9)
+    _plain(axis)
+    name_ends(axis, ends)
+    heading(figure, "By depth", [])
+    return figure
+
+
+def _panels(found: Outcome) -> dict[str, list[Arm]]:
+    panels: dict[str, list[Arm]] = {}
+    for arm in found.arms:
+        layers = arm.cell.key.get("layers")
+        panels.setdefault(f"{layers} layers" if layers else "", []).append(arm)
+    return panels
+
+
+def _name(arm: Arm) -> str:
+    return ", ".join(value for column, value in arm.cell.key.items() if column != "layers")
+
+
+def _plain(axis: Any) -> None:
+    axis.grid(True, color=PALE, linewidth=0.6)
+    axis.set_axisbelow(True)
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.tick_params(labelsize=8.5)

@@ -1,0 +1,100 @@
+"""Curves and rows of a study in TensorBoard, W&B and trackio, by their own clients."""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from .._optional import require
+from ..loop.history import LOG, History
+from ..reproduce.declared import Row
+from ..reproduce.runs import folder_of
+from .declared import Study
+from .outcome import Outcome
+
+TENSORBOARD = "tensorboard"
+_Curve = tuple[str, int, float]
+"""A name, an update, a value."""
+
+
+def to_tensorboard(found: Outcome, output: Path) -> None:
+    """Writes a folder of events for each run, below `output`/tensorboard."""
+    require("tensorboard", "--report tensorboard")
+    from torch.utils.tensorboard import SummaryWriter as writer
+
+    for row, numbers, curves in _runs(found, output):
+        with writer(str(output / TENSORBOARD / folder_of(row))) as run:
+            for name, update, value in curves:
+                run.add_scalar(name, value, update)
+            run.add_hparams({**row.key, "seed": row.seed}, numbers, run_name=".")
+
+
+def to_wandb(found: Outcome, output: Path) -> None:
+    """Logs each run to Weights & Biases, in the project of the study's title; the environment says where."""
+    _log(require("wandb", "--report wandb"), found, output)
+
+
+def to_trackio(found: Outcome, output: Path) -> None:
+    """Logs each run to trackio, in the project of the study's title."""
+    _log(require("trackio", "--report trackio"), found, output)
+
+
+def _log(client: Any, found: Outcome, output: Path) -> None:
+    for row, numbers, curves in _runs(found, output):
+        name = ", ".join([*row.key.values(), f"seed {row.seed}"])
+        client.init(project=found.study.title, name=name, config={**row.key, "seed": row.seed})
+        at: dict[int, dict[str, float]] = {}
+        for what, update, value in curves:
+            at.setdefault(update, {})[what] = value
+        last = max(at, default=0)
+        at.setdefault(last, {}).update({f"row/{column}": value for column, value in numbers.items()})
+        for update, values in sorted(at.items()):
+            client.log(values, step=update)
+        client.finish()
+
+
+REPORTS: dict[str, Callable[[Outcome, Path], None]] = {
+    TENSORBOARD: to_tensorboard,
+    "wandb": to_wandb,
+    "trackio": to_trackio,
+}
+
+
+def _runs(found: Outcome, output: Path) -> Iterator[tuple[Row, dict[str, float], list[_Curve]]]:
+    """Yields each measured run: its row, the numbers of its row, and its curves."""
+    for row in _rows(found.study):
+        columns = found.results.find(row)
+        if columns is not None:
+            yield row, _numbers(columns), list(_curves(output / "runs" / folder_of(row)))
+
+
+def _rows(study: Study) -> Iterator[Row]:
+    for seed in range(1, study.seeds + 1):
+        for cell in study.cells:
+            yield from study.tuning(cell, seed)
+            yield from (study.row(cell, rate, seed) for rate in study.lr)
+
+
+def _numbers(columns: dict[str, str]) -> dict[str, float]:
+    found = {}
+    for name in ("valid_nll", "train_nll", "first_nll", "bleu", "largest_grad_norm", "seconds"):
+        try:
+            found[name] = float(columns.get(name) or "")
+        except ValueError:  # it was not measured
+            continue
+    return found
+
+
+def _curves(folder: Path) -> Iterator[_Curve]:
+    """Yields the curves of a run of the loop, or of a trial."""
+    trial = folder.with_suffix(".json")
+    if (folder / LOG).exists():
+        history = History.read(folder)
+        for update, nll, norm in zip(history.update, history.nll, history.grad_norm):
+            yield "train/nll", int(update), float(nll)
+            yield "train/grad_norm", int(update), float(norm)
+        for update, nll in zip(history.evaluations.update, history.evaluations.nll):
+            yield "valid/nll", int(update), float(nll)
+    elif trial.exists():
+        for update, loss in enumerate(json.loads(trial.read_text(encoding="utf-8"))["losses"], 1):
+            yield "train/nll", update, loss

@@ -1,0 +1,182 @@
+"""Trials: a study's runs in a training loop of the user's own."""
+
+import dataclasses
+import json
+import math
+import os
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import nn
+
+from ..errors import InputError
+from ..loop.progress import write
+from ..reproduce.declared import Options, Row
+from ..reproduce.results import Results, made_by
+from ..reproduce.runs import Course, Runs, folder_of
+from ..surgery import swap_norms, swap_residuals
+from .command import finish
+from .declared import OWN_LOOP, OWN_START, Cell, Study
+from .measured import chosen_of, results_of
+
+_Model = TypeVar("_Model", bound=nn.Module)
+
+
+class Trial:
+    """One run of a study in a loop of your own: an arm, a rate and a seed.
+
+    torch, numpy and random are seeded before each trial, and again by `apply`. Models may draw different numbers of
+    masks, so draw batches from `generator`, which has the same seed, or shuffle before the first update: a DataLoader
+    does so if it gets `generator=trial.generator`.
+
+    Attributes: arm, layers (None unless the study has depths), lr, seed, updates (the budget), generator.
+    """
+
+    def __init__(self, study: Study, cell: Cell, row: Row, lr: float, log: Path) -> None:
+        self._study, self._row, self._log = study, row, log
+        self.arm, self.lr, self.seed = cell.key["arm"], lr, row.seed
+        self.layers = int(cell.key["layers"]) if "layers" in cell.key else next(iter(study.layers), None)
+        self.init = cell.key.get("init", next(iter(study.init)))
+        self.updates = study.updates
+        self.generator = torch.Generator().manual_seed(self.seed)
+        self.losses: list[float] = []
+        self.valid = math.nan
+        """The last validation loss that was reported."""
+        self.is_over = False
+        self._began = time.monotonic()
+        _seed(self.seed)
+
+    def __repr__(self) -> str:
+        return f"Trial({', '.join(self._row.key.values())}, seed {self.seed})"
+
+    def apply(self, model: _Model, *, example: Any = None) -> _Model:
+        """Applies the arm to a new model, in place, and returns it.
+
+        An arm of options is swapped in: `residual` by `swap_residuals`, with the study's initialisation, then `norm` by
+        `swap_norms`, with first values of its own; other options are those of the first of the two that the arm has. An
+        arm that is a function gets the model.
+
+        Args:
+            example: an input for the swap, where a run of the model cannot be made from its configuration.
+
+        Errors: as those of the swaps; InputError for options of an arm that no swap takes.
+        """
+        arm = self._study.arms[self.arm]
+        if callable(arm):
+            changed = arm(model)
+            model = model if changed is None else changed
+        else:
+            _swap(model, dict(arm), self.init, example)
+        _seed(self.seed)
+        return model
+
+    def report(self, step: int, loss: Any, valid: Any = None) -> bool:
+        """Records an update; returns False if the trial is over: the budget is used, or the loss is not finite.
+
+        Args:
+            step: the number of the update, from 1.
+            loss: the training loss, in nats per token, a number or a tensor of one.
+            valid: the validation loss, where one was measured. Without any, the study compares the mean training loss
+                of the last 50 updates.
+
+        Errors: InputError for a step that does not follow the one before.
+        """
+        if self.is_over:
+            raise InputError(f"{self!r} is over: leave its loop when report returns False")
+        if step <= len(self.losses):
+            raise InputError(f"report: expected an update after {len(self.losses)}; got step {step}")
+        # Updates between two reports have the later one's loss.
+        self.losses += [_number(loss)] * (step - len(self.losses))
+        if valid is not None:
+            self.valid = _number(valid)
+        is_finite = math.isfinite(self.losses[-1])
+        self.is_over = not is_finite or (self.updates is not None and step >= self.updates)
+        return not self.is_over
+
+    def columns(self) -> Options:
+        """Returns the trial's row: losses and verdict by docs/spec.md §4.14, with the first loss in the place of the
+        unigrams' entropy."""
+        course = Course.of(np.array(self.losses))
+        first = self.losses[0] if self.losses else math.nan
+        value = self.valid if math.isfinite(self.valid) else course.last
+        is_finite = bool(self.losses) and math.isfinite(self.losses[-1])
+        return {
+            "verdict": course.verdict(is_finite, first, value),
+            "updates": len(self.losses),
+            "first_nll": round(first, 4),
+            "train_nll": round(course.last, 4),
+            "slope": round(course.slope, 4),
+            "valid_nll": round(value, 4),
+            "seconds": round(time.monotonic() - self._began, 1),
+        }
+
+
+def trials(study: Study, output: Path) -> Iterator[Trial]:
+    """Yields the trials that are missing; those that another process makes are left to it. A trial whose loop raises an
+    error, or is left before the first report, is not recorded, and is made again by the next call.
+
+    Errors: InputError for a study that measures BLEU.
+    """
+    if study.metric != "valid_nll":
+        raise InputError(f'a loop of your own reports losses: metric must be "valid_nll"; got "{study.metric}"')
+    study = dataclasses.replace(study, text=OWN_LOOP)
+    results = results_of(study, output)
+    runs = Runs(output / "runs", Path("data"), device="cpu", progress=False)
+    for cell, seed, lr in _wanted(study, results):
+        row = study.row(cell, lr, seed)
+        with runs.claim(row) as is_ours:
+            results.read()
+            if not is_ours or results.find(row) is not None:
+                continue
+            write(f"{output}: {', '.join(row.key.values())}, seed {row.seed}")
+            trial = Trial(study, cell, row, lr, runs.folder / f"{folder_of(row)}.json")
+            yield trial
+            if trial.losses:
+                _keep(trial, row, results)
+    if results.rows:
+        write(f"page: {output / 'study.html'}")
+        finish(study, output)
+
+
+def _wanted(study: Study, results: Results) -> Iterator[tuple[Cell, int, float]]:
+    """Yields cell, seed and rate of all trials: for each reported seed first those on which the rates are chosen."""
+    for seed in range(1, study.seeds + 1):
+        for cell in study.cells:
+            yield from ((cell, row.seed, lr) for row, lr in zip(study.tuning(cell, seed), study.lr))
+        for cell in study.cells:
+            results.read()
+            chosen = chosen_of(study, results, cell, seed)
+            if chosen is not None and chosen.rate is not None:
+                yield cell, seed, chosen.rate
+
+
+def _keep(trial: Trial, row: Row, results: Results) -> None:
+    trial._log.parent.mkdir(parents=True, exist_ok=True)
+    results.add(row, {**trial.columns(), **made_by()}, {})
+    temporary = trial._log.with_suffix(f".tmp-{os.getpid()}")
+    temporary.write_text(json.dumps({"key": row.key, "seed": row.seed, "losses": trial.losses}), encoding="utf-8")
+    temporary.replace(trial._log)
+
+
+def _swap(model: nn.Module, arm: Options, init: str, example: Any) -> None:
+    residual, norm = arm.pop("residual", None), arm.pop("norm", None)
+    start = arm.pop("init", "scheme" if init == OWN_START else init)
+    if residual is not None:
+        swap_residuals(model, residual, init=start, example=example, **arm)
+    if norm is not None:
+        swap_norms(model, norm, init="default", example=example, **({} if residual is not None else arm))
+
+
+def _number(value: Any) -> float:
+    return float(value.detach() if isinstance(value, torch.Tensor) else value)
+
+
+def _seed(seed: int) -> None:
+    torch.manual_seed(seed)
+    np.random.seed(seed)
+    random.seed(seed)

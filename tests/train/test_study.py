@@ -1,0 +1,575 @@
+"""Studies: what a file says, how rates are chosen, what the comparison reports, runs and pages, loops of one's own."""
+
+import csv
+import dataclasses
+import html
+import itertools
+import json
+import math
+import os
+import random
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import matplotlib.image
+import pytest
+import torch
+from torch import nn
+
+import normformer_rs as nfrs
+from normformer_rs import cli
+from normformer_rs.reproduce.results import RECIPE
+from normformer_rs.study import Study, flags, page
+from normformer_rs.study.measured import Chosen, choose, results_of
+from normformer_rs.study.outcome import as_json, outcome
+from normformer_rs.study.starts import unequal
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+SMALL = {"d_model": 16, "d_ff": 32, "heads": 2, "encoder_layers": 1, "decoder_layers": 1, "max_tokens": 500}
+ARMS = {"pre": {"residual": "prenorm"}, "post": {"residual": "postnorm"}}
+FILE = """
+text = "demo"
+updates = 6
+lr = [1e-3, 3e-3]
+seeds = 2
+baseline = "post"
+options = { d_model = 16, d_ff = 32, heads = 2, encoder_layers = 1, decoder_layers = 1, max_tokens = 500 }
+arms.pre = { residual = "prenorm" }
+arms.post = { residual = "postnorm" }
+"""
+
+
+@pytest.fixture
+def compare(tmp_path, capsys):
+    """Runs the command in an empty folder; its exit code, output and error lines."""
+    before = Path.cwd()
+    os.chdir(tmp_path)
+    Path("study.toml").write_text(FILE)
+
+    def run(words: str):
+        code = cli.main(["compare", *words.split(), "--no-progress"])
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err.splitlines()
+
+    yield run
+    os.chdir(before)
+
+
+def rows(folder: str = "study") -> list[dict[str, str]]:
+    with open(f"{folder}/study-rows.csv", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def measured(study: Study, value, *, failed=()) -> object:
+    """The results of a study whose values `value(arm, rate, seed)` gives."""
+    results = results_of(study, Path("nowhere"))
+    for cell, seed in itertools.product(study.cells, range(1, study.seeds + 1)):
+        for row in [*study.tuning(cell, seed), *(study.row(cell, rate, seed) for rate in study.lr)]:
+            number = value(cell.key["arm"], float(row.key["lr"]), row.seed)
+            verdict = "diverged" if (cell.key["arm"], row.seed) in failed else "trains"
+            columns = {"valid_nll": str(number), "first_nll": "5.0", "verdict": verdict, "seconds": "1"}
+            results.rows.append({**row.key, "seed": str(row.seed), RECIPE: row.recipe, **columns})
+    return results
+
+
+# ---- what a study says ----
+
+
+def test_a_file_says_what_the_class_takes(compare):
+    read = Study.read("study.toml")
+    same = Study(arms=ARMS, options=SMALL, lr=[1e-3, 3e-3], seeds=2, updates=6, text="demo", baseline="post")
+    assert read == same and read.runs == 2 * 2 * 3
+    assert len(flags.DEFAULT.read_text().splitlines()) <= 15 and len(Study.read(flags.DEFAULT).cells) == 4
+
+
+def test_depths_and_initialisations_make_cells():
+    study = Study(arms=ARMS, options=SMALL, layers=[1, 2], init=["own", "xavier"], updates=10)
+    assert [(*cell.key.values(),) for cell in study.cells[:4]] == [
+        ("pre", "1", "own"), ("post", "1", "own"), ("pre", "1", "xavier"), ("post", "1", "xavier"),
+    ]  # fmt: skip
+    options = study.row(study.cells[-1], 1e-3, 2).options
+    assert (options["encoder_layers"], options["init"], options["lr"], options["seed"]) == (2, "xavier", 1e-3, 2)
+    assert study.row(study.cells[0], 1e-3, 1).options["init"] == "smallinit", "prenorm's own"
+    assert study.baseline_of(study.cells[-1]).key == {"arm": "pre", "layers": "2", "init": "xavier"}
+
+
+def test_durations_are_shares_of_the_run():
+    """A clock that is longer than the run would compare schemes before they are what they are called."""
+    arms = {"branchnorm": {"residual": "branchnorm"}, "slow": {"residual": "branchnorm", "branchnorm_steps": 0.5},
+            "prores": {"residual": "prores"}}  # fmt: skip
+    study = Study(arms=arms, options={"preset": "transformer-tiny"}, updates=200)
+    branch, slow, prores = (study.row(cell, 1e-3, 1).options for cell in study.cells)
+    assert (branch["branchnorm_steps"], slow["branchnorm_steps"], branch["warmup"]) == (40, 100, 20)
+    assert prores["prores_steps"] * prores["decoder_layers"] == 100 and "prores_steps" not in branch
+    fixed = Study(arms={"branchnorm": {"residual": "branchnorm"}}, options={"warmup": 7}, updates=200)
+    assert fixed.row(fixed.cells[0], 1e-3, 1).options["warmup"] == 7
+
+
+def test_budgets_of_tokens_and_operations():
+    def updates(**budget):
+        study = Study(arms={"pre": ARMS["pre"]}, options=SMALL, text="demo", **budget)
+        return study.row(study.cells[0], 1e-3, 1).options["updates"]
+
+    assert updates(tokens=5_000) == 10 and updates(tokens=5_001) == 11
+    parameters = 7_248  # with the 101 types of the demo's text
+    assert updates(flop=6 * parameters * 500 * 12) == 12
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"arms": {}}, "arms must be a table"),
+        ({"lr": []}, "lr must be one or several positive rates"),
+        ({"lr": [1e-3, 0.001]}, "lr must be different rates"),
+        ({"seeds": 0}, "seeds must be a number from 1 to 999"),
+        ({"layers": [0]}, "layers must be different numbers from 1"),
+        ({"layers": [2, 2]}, "layers must be different numbers from 1"),
+        ({"init": []}, "init must be one or several different initialisations"),
+        ({"init": ["xaver"]}, 'unknown init "xaver" (did you mean "xavier"?)'),
+        ({"tokens": 5, "updates": 5}, "updates and tokens exclude each other"),
+        ({"metric": "loss"}, 'unknown metric "loss"'),
+        ({"baseline": "pst"}, 'unknown baseline "pst" (did you mean "post"?)'),
+        ({"margin": 0}, "margin must be a positive number"),
+        ({"text": "dem"}, 'unknown text "dem" (did you mean "demo"?)'),
+        ({"text": {"train_target": "a"}}, "text must name the files train_target and valid_target"),
+        ({"arms": {"a": {"lr": 1}}}, "a: lr is the study's lr, a list of rates for all arms"),
+        ({"arms": {"a": {"norm": "layernrm"}}}, 'arm a: unknown norm "layernrm"'),
+        ({"arms": {"a": {"nrm": "layernorm"}}}, 'arm a: unknown option "nrm"'),
+        ({"options": {"preset": "tiny"}}, 'unknown preset "tiny"'),
+    ],
+)
+def test_wrong_studies_are_named(change, said):
+    with pytest.raises(nfrs.InputError, match=re.escape(said)):
+        Study(**{"arms": ARMS, "options": SMALL, "updates": 5, **change})
+
+
+FIELDS = [field.name for field in dataclasses.fields(Study)]
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_no_kind_of_value_ends_in_a_traceback(name):
+    """A TOML file may have any of these in any place."""
+    for value in (3, -1, 0, 2.5, math.nan, math.inf, True, "", "x", [], [3], ["x"], [{}], {}, {"x": 1}, {"x": {}}):
+        given = {
+            "arms": ARMS,
+            "options": SMALL,
+            "updates": 5,
+            **({"updates": None} if name in ("tokens", "flop") else {}),
+        }
+        try:
+            study = Study(**{**given, name: value})
+            study.row(study.cells[0], study.lr[0], 1)
+        except nfrs.InputError as error:
+            assert "\n" not in str(error)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("arms", "not valid TOML"),
+        ("lr = [1e-3]", "a study needs arms"),
+        ("arm.a = {}", 'unknown name "arm" (did you mean "arms"?)'),
+        ("seed = 3\narms.a = {}", 'unknown name "seed" (did you mean "seeds"?)'),
+        ('arms.a = { norm = "own.py:Mine" }', "--trust"),
+        ("arms = 3", "arms must be a table"),
+        ('arms.a = { residual = "prenrm" }', "did you mean"),
+    ],
+)
+def test_wrong_files_are_one_line(compare, text, said):
+    Path("study.toml").write_text(text)
+    code, out, lines = compare("study.toml")
+    assert (code, out, len(lines)) == (2, "", 1) and "study.toml" in lines[0] and said in lines[0]
+    assert not Path("study").exists()
+
+
+# ---- choice and comparison ----
+
+
+def test_the_best_rate_is_chosen_and_edges_are_told():
+    assert choose({1e-3: 3.0, 2e-3: 2.0, 3e-3: 2.5}, True) == Chosen(2e-3, False)
+    assert choose({1e-3: 3.0, 2e-3: 2.0, 3e-3: 2.5}, False) == Chosen(1e-3, True)
+    assert choose({2e-3: 2.0, 1e-3: 2.0}, True) == Chosen(1e-3, True), "the lowest of equal ones"
+    assert choose({1e-3: None, 2e-3: 2.0, 3e-3: None}, True) == Chosen(2e-3, False)
+    assert choose({1e-3: 2.0}, True) == Chosen(1e-3, False), "one rate has no edge"
+    assert choose({1e-3: None}, True) == Chosen(None, False)
+
+
+def test_a_rate_is_chosen_on_a_seed_that_is_not_reported():
+    study = Study(arms=ARMS, options=SMALL, seeds=3, updates=5)
+    # The lowest rate is the best of the tuning seeds, the highest of the reported ones.
+    found = outcome(study, measured(study, lambda arm, rate, seed: rate if seed > 1000 else -rate))
+    assert all(arm.rates == {1: 1e-3, 2: 1e-3, 3: 1e-3} and arm.values[1] == -1e-3 for arm in found.arms)
+    assert [arm.edges for arm in found.arms] == [3, 3] and "edge in 3" in str(found)
+
+
+@pytest.mark.full
+def test_equal_arms_differ_in_one_of_twenty_studies():
+    """One arm under two names; the rates' means lie so that noise decides between two of them."""
+    draw, alarms = random.Random(5), 0
+    study = Study(arms={"a": ARMS["pre"], "b": ARMS["pre"]}, options=SMALL, seeds=3, updates=5)
+    template = measured(study, lambda *_: 0.0)
+    means = {1e-3: 3.02, 3e-3: 3.0, 1e-2: 3.01}
+    keys = [(float(row["lr"]), int(row["seed"])) for row in template.rows]
+    for _ in range(1000):
+        shared = {seed: draw.gauss(0, 0.02) for _, seed in keys}
+        for row, (rate, seed) in zip(template.rows, keys):
+            row["valid_nll"] = repr(means[rate] + shared[seed] + draw.gauss(0, 0.03))
+        compared = outcome(study, template).arms[1].compared
+        alarms += compared is not None and compared.p < 0.05
+    assert 40 <= alarms <= 60
+
+
+@pytest.mark.full
+def test_several_equal_arms_differ_as_rarely_as_one():
+    draw, alarms = random.Random(2), 0
+    study = Study(arms=dict.fromkeys("abcd", ARMS["pre"]), options=SMALL, lr=[1e-3], seeds=4, updates=5)
+    template = measured(study, lambda *_: 0.0)
+    for _ in range(1000):
+        for row in template.rows:
+            row["valid_nll"] = repr(draw.gauss(3, 0.03))
+        compared = [arm.compared for arm in outcome(study, template).arms[1:]]
+        alarms += any(one is not None and one.p < 0.05 for one in compared)
+    assert alarms <= 60
+
+
+def test_a_better_arm_is_starred_and_a_worse_one_is_not():
+    draw = random.Random(1)
+    study = Study(arms={**ARMS, "deep": {"residual": "deepnorm"}}, options=SMALL, seeds=5, updates=5, baseline="pre")
+    means = {"pre": 3.0, "post": 3.09, "deep": 2.91}  # three standard deviations
+    found = outcome(study, measured(study, lambda arm, rate, seed: means[arm] + draw.gauss(0, 0.03)))
+    _, post, deep = found.arms
+    assert deep.compared.is_better and deep.compared.p < 0.05 and not post.compared.is_better
+    lines = {line[0]: line for line in page.main_table(found)[1]}
+    assert lines["deep"][-2].endswith(" *") and "*" not in lines["post"][-2] and lines["pre"][-2] == "baseline"
+    assert re.search(r"deep is 0\.\d+ lower, better than pre", page.sentence(found, deep))
+    assert re.search(r"post is 0\.\d+ higher, worse than pre", page.sentence(found, post))
+
+
+def test_a_diverging_arm_is_named_and_not_tested():
+    study = Study(arms=ARMS, options=SMALL, seeds=3, updates=5, baseline="pre")
+    found = outcome(study, measured(study, lambda arm, rate, seed: 2.0 + 0.01 * seed, failed={("post", 2)}))
+    post = found.arms[1]
+    assert post.failed == 1 and post.values[2] is None and post.verdicts == "trains 2, diverged 1"
+    assert "1 of 3 pairs failed" in str(found) and "p =" not in str(found)
+    assert page.sentence(found, post).startswith("post failed with 1 of 3 seeds")
+    none = outcome(study, measured(study, lambda arm, *_: 2.0, failed={("post", s) for s in (1001, 1002, 1003)}))
+    assert none.arms[1].rates == {1: None, 2: None, 3: None} and "failed with every rate" in str(none)
+
+
+def test_only_a_named_margin_makes_arms_equal():
+    draw = random.Random(1)
+    for margin, is_equal in ((None, None), (0.1, True), (0.001, False)):
+        study = Study(arms=ARMS, options=SMALL, seeds=4, updates=5, margin=margin)
+        found = outcome(study, measured(study, lambda *_: 3 + draw.gauss(0, 0.01)))
+        assert found.arms[1].is_equal is is_equal
+        assert ("equal within" in page.sentence(found, found.arms[1])) == (margin is not None)
+
+
+def test_sensitivity_is_wortsmans():
+    """The mean over rates of min(loss, loss at the start) over the best one; a failed run has the start's loss."""
+    study = Study(arms={"pre": ARMS["pre"]}, options=SMALL, lr=[1, 2, 3], seeds=1, updates=5)
+    values = {1.0: 3.0, 2.0: 2.0, 3.0: 9.0}  # 5 before the first update
+    found = outcome(study, measured(study, lambda arm, rate, seed: values[rate]))
+    assert math.isclose(found.arms[0].sensitivity, (3 + 2 + 5) / 3 - 2)
+
+
+def test_rows_of_other_options_are_stale():
+    study = Study(arms=ARMS, options=SMALL, seeds=2, updates=5)
+    results = measured(study, lambda *_: 2.0)
+    for row in results.rows[:6]:
+        row[RECIPE] = "other"
+    found = outcome(study, results)
+    assert found.missing > 0 and "not been made" in "".join(page._limits(found))
+    assert "rows were measured with other options" in "".join(page._limits(found))
+
+
+# ---- runs and page ----
+
+
+def test_a_study_by_one_command(compare):
+    code, said, lines = compare("study.toml")
+    assert code == 0 and len(rows()) == 12 and "page: study/study.html" in said
+    assert lines[0] == "study-rows: pre, 0.001, seed 1001 (1 of 4)" and len(lines) == 12
+    found = {(row["arm"], row["lr"], row["seed"]): row for row in rows()}
+    for arm, seed in itertools.product(ARMS, ("1", "2")):
+        tuned = {rate: float(found[arm, rate, f"100{seed}"]["valid_nll"]) for rate in ("0.001", "0.003")}
+        assert (arm, min(tuned, key=tuned.get), seed) in found
+    assert all(row["torch"] == torch.__version__ and row["version"] == nfrs.__version__ for row in rows())
+    whole = Path("study/study.html").read_text()
+    assert whole.count('src="data:image/png;base64,') == 2 and "http" not in whole
+    assert 'arms.pre = { residual = "prenorm" }' in html.unescape(whole)
+    made = json.loads(Path("study/study.json").read_text())
+    assert [arm["arm"] for arm in made["arms"]] == ["pre", "post"] and made["missing_runs"] == 0
+    mean = statistics.fmean(made["arms"][0]["values"].values())
+    assert f"{mean:.3f} [" in said and r"\toprule" in Path("study/study.tex").read_text()
+    for name in ("by-rate", "sensitivity"):
+        pixels = matplotlib.image.imread(f"study/{name}.png")[..., :3]
+        assert ((pixels.max(-1) - pixels.min(-1)) > 0.2).mean() > 0.0005
+    logs = {path: path.stat().st_mtime_ns for path in Path().glob("study/runs/*/log.jsonl")}
+    assert compare("study.toml")[:2] == (0, said), "a second call says the same"
+    assert {path: path.stat().st_mtime_ns for path in logs} == logs, "and trains nothing"
+
+
+def test_a_part_of_a_study_says_what_is_missing(compare):
+    code, said, _ = compare("study.toml --only pre")
+    assert code == 0 and len(rows()) == 6 and "not measured" in said
+    assert "6 of 12 runs have not been made" in Path("study/study.md").read_text()
+    code, _, lines = compare("study.toml --only nobody")
+    assert code == 2 and 'unknown arm "nobody"' in lines[0]
+    code, _, lines = compare("study.toml --output elsewhere --no-train")
+    assert code == 2 and "nothing of this study has been measured yet" in lines[0]
+
+
+def test_no_run_begins_after_the_hours_that_are_given(compare):
+    assert compare("study.toml --max-hours 1e-9")[0] == 2 and not Path("study/runs").exists()
+    assert compare("study.toml --max-hours -1")[0] == 2
+
+
+def test_a_plan_costs_the_study_before_it_runs(compare):
+    code, said, _ = compare("study.toml --dry-run")
+    assert code == 0 and not Path("study").exists()
+    assert re.search(r"pre: 6 runs, 7,248 parameters, \S+ FLOP, .* of memory, .* on the disk", said)
+    assert "Reported seeds are 1 to 2" in said and "12 runs" in said
+
+
+def test_a_text_of_ones_own_is_known_by_what_it_holds(compare):
+    for part in ("train", "valid"):
+        Path(f"{part}.txt").write_text("".join(f"one two {n} three\n" for n in range(60)))
+    text = {"train_target": "train.txt", "valid_target": "valid.txt", "no_bpe": True}
+    options = {"architecture": "decoder-only", "d_model": 16, "d_ff": 32, "heads": 2, "decoder_layers": 1}
+    study = Study(arms=ARMS, options=options, lr=[1e-3], seeds=1, updates=3, text=text)
+    found = study.run("own", progress=False)
+    assert [len(arm.values) for arm in found.arms] == [1, 1] and found.missing == 0
+    before = study.row(study.cells[0], 1e-3, 1).recipe
+    Path("train.txt").write_text("another text\n" * 60)
+    study = Study(arms=ARMS, options=options, lr=[1e-3], seeds=1, updates=3, text=text)
+    assert study.row(study.cells[0], 1e-3, 1).recipe != before
+    with pytest.raises(nfrs.InputError, match=r"train_target: no such file: .*nowhere\.txt"):
+        Study(arms=ARMS, options=options, updates=3, text={**text, "train_target": "nowhere.txt"}).run("own")
+
+
+class Mine(nfrs.Norm):
+    """x over its root mean square."""
+
+    name = "mine"
+    equation = "x/√mean(x²)"
+
+    def normalize(self, x):
+        return x * x.square().mean(-1, keepdim=True).rsqrt()
+
+
+def test_norms_of_ones_own_are_arms(tmp_path):
+    arms = {"layernorm": {"norm": "layernorm"}, "mine": {"norm": Mine}}
+    found = Study(arms=arms, options=SMALL, lr=[1e-3], seeds=1, updates=3, text="demo").run(tmp_path, progress=False)
+    assert [arm.verdicts for arm in found.arms] and all(arm.found for arm in found.arms)
+
+
+SCHEMES = [entry["name"] for entry in nfrs.tables()["residuals"]]
+
+
+def first_values(**options) -> dict[str, torch.Tensor]:
+    shape = {"vocab_size": 50, "d_model": 32, "d_ff": 64, "heads": 4, "decoder_layers": 4, "init": "xavier"}
+    return nfrs.Transformer(nfrs.TransformerConfig(**shape, encoder_layers=2, **options), seed=1).state_dict()
+
+
+def test_arms_start_alike():
+    """Gates and norms of a scheme do not shift the first values of other parameters."""
+    base, own = first_values(), set()
+    for scheme in SCHEMES:
+        other = first_values(residual=scheme)
+        both = [name for name, t in base.items() if t.dim() > 1 and name in other and t.shape == other[name].shape]
+        unlike = [name for name in both if not base[name].equal(other[name])]
+        own |= {scheme} if unlike else set()
+        # A scheme may have a start of its own; then the same numbers are scaled.
+        for name in unlike:
+            ratio = other[name] / base[name]
+            assert ratio.std() < 1e-5 * ratio.abs().mean(), (scheme, name)
+        assert both
+    assert len(own) <= 3, own
+    gated, name = first_values(activation="swiglu"), "encoder.layers.0.self_attn.out_proj.weight"
+    assert gated[name].equal(base[name])
+    matrices = [t for t in base.values() if t.dim() > 1]
+    alike = [(a.shape, b.shape) for a, b in itertools.combinations(matrices, 2) if a.shape == b.shape and a.equal(b)]
+    assert alike == [], "each parameter has numbers of its own"
+
+
+def test_the_page_tells_which_parameters_start_unlike():
+    arms = {"pre": {"residual": "prenorm"}, "rms": {"norm": "rmsnorm"}, "deep": {"residual": "deepnorm"}}
+    lines = unequal(Study(arms=arms, options=SMALL, updates=5))
+    assert [line[0] for line in lines] == ["rms", "deep"] and lines[0][3] == "none"
+    assert int(lines[1][2]) < int(lines[1][1]) and "encoder.layers.*.self_attn.in_proj_weight" in lines[1][3]
+
+
+def start(toml: str, folder: Path) -> subprocess.Popen:
+    (folder / "study.toml").write_text(toml)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    words = [sys.executable, "-m", "normformer_rs", "compare", "study.toml", "--no-progress"]
+    return subprocess.Popen(words, cwd=folder, env=environment, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+
+
+@pytest.mark.parametrize("kills", [pytest.param(3, marks=pytest.mark.full), pytest.param(20, marks=pytest.mark.long)])
+def test_a_study_that_is_killed_goes_on_to_the_same_rows(tmp_path, kills):
+    """kill −9 at random places, then two processes together."""
+    folders = whole, killed = tmp_path / "whole", tmp_path / "killed"
+    for folder in folders:
+        folder.mkdir()
+    begun = time.monotonic()
+    assert start(FILE, whole).wait() == 0
+    lasts, draw = time.monotonic() - begun, random.Random(3)
+    for _ in range(kills):
+        process = start(FILE, killed)
+        time.sleep(draw.uniform(0.2, 1) * lasts)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    assert [one.wait() for one in [start(FILE, killed), start(FILE, killed)]] == [0, 0]
+    own = ("seconds", "date")
+
+    def made(folder: Path) -> list:
+        found = [{name: value for name, value in row.items() if name not in own} for row in rows(folder / "study")]
+        return sorted(found, key=lambda row: (row["arm"], row["lr"], row["seed"]))
+
+    assert made(whole) == made(killed) and len(made(whole)) == 12
+
+
+class Client:
+    """Stands in for wandb and trackio, whose calls are alike."""
+
+    def __init__(self):
+        self.runs, self.open = {}, None
+
+    def init(self, project, name, config):
+        assert self.open is None
+        self.open = self.runs[project, name] = (config, {})
+
+    def log(self, values, step):
+        assert step not in self.open[1], "once for each step, in order"
+        self.open[1][step] = values
+
+    def finish(self):
+        self.open = None
+
+
+@pytest.mark.parametrize("name", ["wandb", pytest.param("trackio", marks=pytest.mark.full)])
+def test_curves_and_rows_are_reported(compare, monkeypatch, name):
+    client = Client()
+    monkeypatch.setitem(sys.modules, name, client)
+    assert compare(f"study.toml --only pre --report {name}")[0] == 0
+    assert len(client.runs) == 6 and client.open is None
+    config, logged = client.runs["pre, post", "pre, 0.001, seed 1001"]
+    row = next(row for row in rows() if (row["lr"], row["seed"]) == ("0.001", "1001"))
+    assert config == {"arm": "pre", "lr": "0.001", "seed": 1001} and [*logged] == [1, 2, 3, 4, 5, 6]
+    assert logged[1]["train/nll"] == pytest.approx(float(row["first_nll"]), abs=1e-4)
+    assert logged[6]["row/valid_nll"] == float(row["valid_nll"]) == pytest.approx(logged[6]["valid/nll"], abs=1e-4)
+
+
+def test_curves_and_rows_are_written_for_tensorboard(compare):
+    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    assert compare("study.toml --only pre --report tensorboard")[0] == 0
+    folders = [*Path("study/tensorboard").iterdir()]
+    assert len(folders) == 6
+    events = reader.EventAccumulator(str(folders[0])).Reload()
+    assert [event.step for event in events.Scalars("train/nll")] == [1, 2, 3, 4, 5, 6]
+    assert math.isfinite(events.Scalars("valid_nll")[0].value)
+
+
+@pytest.mark.full
+def test_jobs_make_the_same_rows(compare):
+    """submitit's local executor: two jobs, then the page."""
+    pytest.importorskip("submitit")
+    setting = "--job-setting cluster=local --job-setting timeout_min=10"
+    code, said, lines = compare(f"study.toml --jobs 2 {setting} --output jobs")
+    assert code == 0 and lines[0].startswith("jobs: ") and len(rows("jobs")) == 12 and "page: jobs/study.html" in said
+    assert compare("study.toml")[0] == 0
+    own = ("seconds", "date")
+    made = [sorted(str({name: value for name, value in row.items() if name not in own}) for row in rows(folder))
+            for folder in ("jobs", "study")]  # fmt: skip
+    assert made[0] == made[1]
+
+
+def test_wrong_jobs_are_named(compare):
+    assert "expected NAME=VALUE" in compare("study.toml --jobs 1 --job-setting gpu")[2][0]
+    assert "--jobs must not be negative" in compare("study.toml --jobs -1")[2][0]
+
+
+# ---- loops of one's own ----
+
+
+def build() -> nn.Module:
+    return nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, dropout=0.1), 2)
+
+
+def loop(trial, model: nn.Module, seen: dict) -> None:
+    """A training loop that knows nothing of studies but the two lines of a trial."""
+    seen[trial.arm, trial.lr, trial.seed] = {name: p.detach().clone() for name, p in model.named_parameters()}
+    optimizer = torch.optim.SGD(model.parameters(), lr=trial.lr)
+    for step in itertools.count(1):
+        x = torch.randn(2, 3, 8, generator=trial.generator)
+        loss = (model(x) - 1).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        seen.setdefault((trial.arm, "batches"), []).append(float(x.sum()))
+        if not trial.report(step, loss):
+            break
+
+
+def test_a_loop_of_ones_own(tmp_path):
+    seen: dict = {}
+    arms = {"stock": lambda model: None, "deepnorm": {"residual": "deepnorm"}, "rms": {"norm": "rmsnorm"}}
+    study = Study(arms=arms, lr=[1e-3, 1e-2], seeds=2, updates=4)
+    for trial in study.trials(tmp_path):
+        loop(trial, trial.apply(build()), seen)
+    results = results_of(dataclasses.replace(study, text="own loop"), tmp_path)
+    assert len(results.rows) == study.runs == 18 and (tmp_path / "study.html").exists()
+    found = json.loads((tmp_path / "study.json").read_text())
+    assert found["missing_runs"] == 0 and [arm["arm"] for arm in found["arms"]] == [*arms]
+    assert seen["stock", "batches"] == seen["rms", "batches"] == seen["deepnorm", "batches"], "equal batches by seed"
+    stock, rms = seen["stock", 1e-3, 1001], seen["rms", 1e-3, 1001]
+    assert all(torch.equal(stock[name], rms[name]) for name in stock if name in rms)
+    assert not [*study.trials(tmp_path)], "a second call has nothing to do"
+
+
+def test_a_trial_that_ends_early_is_made_again(tmp_path):
+    study = Study(arms={"stock": lambda model: None}, lr=[1e-2], seeds=1, updates=4)
+    with pytest.raises(ZeroDivisionError):
+        for trial in study.trials(tmp_path):
+            trial.report(1, 2.0)
+            1 / 0  # noqa: B018
+    made = [repr(trial) for trial in study.trials(tmp_path) if trial.report(1, 2.0)]
+    assert made == ["Trial(stock, 0.01, seed 1001)", "Trial(stock, 0.01, seed 1)"]
+
+
+def test_a_loss_that_is_not_finite_ends_a_trial_as_diverged(tmp_path):
+    study = Study(arms={"stock": lambda model: None}, lr=[1e-2], seeds=1, updates=9)
+    for trial in study.trials(tmp_path):
+        assert trial.report(1, 2.0)
+        assert not trial.report(2, math.nan) and trial.is_over
+        with pytest.raises(nfrs.InputError, match="is over"):
+            trial.report(3, 1.0)
+    found = json.loads((tmp_path / "study.json").read_text())
+    assert found["arms"][0]["failed"] == 1 and found["arms"][0]["verdicts"] == "failed with every rate"
+
+
+def test_wrong_trials_are_named(tmp_path):
+    study = Study(arms={"stock": lambda model: None}, lr=[1e-2], seeds=1, updates=9)
+    with pytest.raises(nfrs.InputError, match="use `for trial in study`"):
+        study.run(tmp_path)
+    for trial in study.trials(tmp_path):
+        trial.report(3, 1.0)
+        with pytest.raises(nfrs.InputError, match="expected an update after 3; got step 2"):
+            trial.report(2, 1.0)
+        break
+    with pytest.raises(nfrs.InputError, match='metric must be "valid_nll"'):
+        next(Study(arms=ARMS, metric="bleu", updates=3).trials(tmp_path))
+
+
+def test_the_page_of_numbers_is_json(tmp_path):
+    study = Study(arms=ARMS, options=SMALL, seeds=2, updates=5)
+    found = as_json(outcome(study, measured(study, lambda arm, rate, seed: rate + seed)))
+    assert json.loads(json.dumps(found, allow_nan=False))["arms"][1]["least_difference"] == 0.0
