@@ -20,7 +20,7 @@ import numpy as np
 
 from . import _core
 from ._optional import require
-from .analysis import observations
+from .analysis import Readings, observations
 from .analysis.observations import Found
 from .commands.options import RUN_CONFIG, read_run
 from .config import DataConfig, TrainingConfig, TransformerConfig
@@ -142,6 +142,36 @@ def stream(
     """Draws the mean |x| of the decoder's residual stream by layer; 0 is the stack's input. `source` and `target`
     are as for `layers`."""
     return _draw(runs, names, path, "Size of the residual stream", drawing.stream, _reading(checkpoint, source, target))
+
+
+def readings(
+    found: Sequence[Readings],
+    measure: str,
+    role: str,
+    *,
+    steps: Sequence[int] | None = None,
+    path: str | PathLike[str] = "readings.png",
+) -> Path:
+    """Draws a measure of `analysis.probe` as a heat map, layer by time: one column for each of `found`, in order.
+
+    Args:
+        measure: a name of `analysis.MEASURES`.
+        role: q, k, v, out, fc1, gate, fc2, norm, attention or layer.
+        steps: the updates at which they were read; None for 1, 2, …
+
+    Returns: the path. Errors: InputError if nothing was read under these names, or if there are not as many steps.
+    """
+    steps = [*range(1, len(found) + 1)] if steps is None else [*steps]
+    if len(steps) != len(found):
+        raise InputError(f"readings needs a step for each of the {len(found)} readings; got {len(steps)}")
+    columns = [one.layers(measure, role) for one in found]
+    depth = 1 + max((layer for column in columns for layer in column), default=-1)
+    if not depth:
+        known = sorted({f"{one.measure} of {one.role}" for each in found for one in each if one.layer is not None})
+        raise InputError(f"no {measure} of {role} was read; there are {', '.join(known) or 'none'}")
+    require("matplotlib", "the picture")
+    values = [[column.get(layer, np.nan) for column in columns] for layer in range(depth)]
+    return drawing.save(drawing.heat(values, steps, f"{measure} of {role}"), Path(path))
 
 
 def _reading(

@@ -19,7 +19,6 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 SCHEMES = [entry["name"] for entry in nfrs.tables()["residuals"]]
 NAMES = [*MODELS, *UNSEEN]
 ERROR = 1e-9
-OPEN = {"BridgeTower": "its last norm also reads an output between the blocks (docs/roadmap.md)"}
 FAR = 1e4
 """Numbers from here on are masks."""
 
@@ -102,8 +101,6 @@ def compare(name, scheme, spoil=None):
 
 
 def check(name, schemes):
-    if name in OPEN:
-        pytest.xfail(OPEN[name])
     for scheme in schemes:
         found = compare(name, scheme)
         assert found is None or max(found) < ERROR, (scheme, found)

@@ -30,16 +30,22 @@ from ..nn.norms import RowNorm
 from ..nn.recompute import is_second_run
 from ..nn.running import OPS, BatchNorm, RunningNorm
 from .coordinates import CoordinateCheck, coordinate_check
+from .probing import MEASURES, Probe, Reading, Readings, probe
 
 __all__ = [
+    "MEASURES",
     "CoordinateCheck",
     "Gain",
     "Observed",
+    "Probe",
+    "Reading",
+    "Readings",
     "Statistics",
     "coordinate_check",
     "gains",
     "gradient_norms",
     "observe",
+    "probe",
     "spectrum",
     "statistics",
 ]

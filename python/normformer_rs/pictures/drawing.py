@@ -157,6 +157,21 @@ def lines(found: Mapping[tuple[str, ...], Any], title: str, x: str, y: str, *, m
     return figure
 
 
+def heat(values: Sequence[Sequence[float]], steps: Sequence[int], title: str) -> Any:
+    """Draws numbers by layer (lines, the first one lowest) and update (columns) in colours."""
+    figure = new_figure(7.2, 0.28 * len(values) + 1.5)
+    axis = figure.subplots()
+    image = axis.imshow(values, aspect="auto", origin="lower", cmap="viridis", interpolation="nearest")
+    figure.colorbar(image, ax=axis, pad=0.02).ax.tick_params(labelsize=7.5)
+    shown = range(0, len(steps), max(1, len(steps) // 8))
+    axis.set_xticks([*shown], [f"{steps[i]:,}" for i in shown], fontsize=8)
+    axis.set_xlabel("update", fontsize=8.5)
+    axis.set_ylabel("layer", fontsize=9)
+    axis.yaxis.get_major_locator().set_params(integer=True)
+    heading(figure, title, [])
+    return figure
+
+
 def of_updates(axis: Any) -> None:
     axis.set_xlabel("update", fontsize=8.5)
     axis.xaxis.get_major_locator().set_params(integer=True)

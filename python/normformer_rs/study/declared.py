@@ -350,8 +350,8 @@ def _check(study: Study) -> None:
     if len(given) > 1:
         raise InputError(f"{' and '.join(given)} exclude each other; give one budget")
     for name in given:
-        is_right = _is_number if name == "flop" else _is_whole
-        if not is_right(budgets[name]) or not 1 <= budgets[name] < (math.inf if name == "flop" else 2**63):
+        of_kind = _is_number if name == "flop" else _is_whole
+        if not of_kind(budgets[name]) or not 1 <= budgets[name] < (math.inf if name == "flop" else 2**63):
             raise InputError(f"{name} must be a positive number; got {budgets[name]!r}")
     if study.metric not in METRICS:
         raise InputError(unknown("metric", study.metric, METRICS))

@@ -164,11 +164,16 @@ class Group(NamedTuple):
 
 
 class End(NamedTuple):
-    """The norm after a stack: its owner, the owner's path, and the norm's name there."""
+    """The norm after a stack: its owner, the owner's path, and the norm's name there.
+
+    Attributes:
+        reads_elsewhere: it also norms what another block than the last one gives.
+    """
 
     owner: nn.Module
     path: str
     name: str
+    reads_elsewhere: bool = False
 
     @property
     def norm(self) -> nn.Module:

@@ -24,7 +24,7 @@ from .converted import original
 from .examples import caller, failed_on, quietly, refuse_without
 from .record import Record, record
 from .roles import Roles, find_roles
-from .structure import NotResidual, Unaccounted, calls_of, named, norm_after, structure, writers
+from .structure import NotResidual, Unaccounted, calls_of, named, norm_after, reads, structure, writers
 
 LISTS = (nn.ModuleList, nn.Sequential)
 
@@ -324,7 +324,7 @@ def _layers(block: nn.Module) -> int:
 def _end(model: nn.Module, path: str, last: nn.Module, found: Record | None) -> End | None:
     """The norm after the last block."""
     norm = None if found is None or last not in found.calls else norm_after(found, last)
-    if norm is None:
+    if found is None or norm is None:
         return None
     name = next(name for name, module in model.named_modules() if module is norm)
     is_prenorm = STRUCTURES[last].parts[-1].after is None if last in STRUCTURES else True
@@ -332,4 +332,7 @@ def _end(model: nn.Module, path: str, last: nn.Module, found: Record | None) -> 
     if not is_prenorm and not _is_below(name, holder):
         return None  # a post-norm stack ends with its last sublayer's
     owner = parent_of(name)
-    return End(model.get_submodule(owner), owner, name.rpartition(".")[2])
+    reads_elsewhere = any(
+        reads(norm, found, block) for block in model.get_submodule(path).children() if block is not last
+    )
+    return End(model.get_submodule(owner), owner, name.rpartition(".")[2], reads_elsewhere)

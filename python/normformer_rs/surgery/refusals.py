@@ -60,6 +60,11 @@ def refuse(group: Group, place: Place, to: Any) -> None:
             f"a {type(odd).__name__} of {group.path} reads its residual stream after the last addition, and {to} ends "
             "a stack in its own way: choose a scheme that has only x, and no norm after the last layer"
         )
+    if group.end is not None and group.end.reads_elsewhere and joins_layers:
+        raise InputError(
+            f"{group.end.path}.{group.end.name}, the norm after {group.path}, also norms the output of a block before "
+            f"the last, which has several tensors under {to}: choose a scheme that has only x"
+        )
     sublayers = [sublayer for layer in place.declared.layers for sublayer in layer.sublayers]
     if not is_torchs:
         _refuse_inside(group, place, to)

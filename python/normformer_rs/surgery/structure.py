@@ -82,17 +82,25 @@ class Structure(NamedTuple):
 
 def norm_after(found: Record, block: nn.Module) -> nn.Module | None:
     """The norm that reads a block's last output, and stands in no block beside it."""
-    call = found.calls[block][-1]
     around = {one for one in found.blocks if one is not block and any(part is block for part in one.modules())}
     inside = {part for one in found.blocks - around for part in one.modules()}
+    return next((norm for norm in _norms_that_read(found, found.calls[block][-1]) if norm not in inside), None)
+
+
+def reads(norm: nn.Module, found: Record, block: nn.Module) -> bool:
+    """The norm reads an output of the block."""
+    return any(norm is one for call in found.calls.get(block, ()) for one in _norms_that_read(found, call))
+
+
+def _norms_that_read(found: Record, call: Call) -> Iterator[nn.Module]:
+    """The norms that read what a call gives, as it is or moved."""
     seen = {call.y}
     for node in found.nodes[call.last :]:
         if node.inputs and node.inputs[0] in seen:
-            if node.what == "norm" and node.module not in inside:
-                return node.module
-            if node.what in UNCHANGED | {"dropout"}:
+            if node.what == "norm" and node.module is not None:
+                yield node.module
+            elif node.what in UNCHANGED | {"dropout"}:
                 seen |= {*node.outputs}
-    return None
 
 
 def calls_of(block: nn.Module, found: Record) -> list[Call]:

@@ -1,0 +1,399 @@
+"""What flows through a model: gradients, weights, activations, attention and layers, by layer and role."""
+
+import contextlib
+import inspect
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
+
+from .._html import table
+from ..errors import InputError
+from ..surgery.blocks import is_transposed, parts_of
+from ..surgery.discover import find_stacks
+from ..surgery.examples import quietly
+from ..surgery.record import is_norm
+
+MEASURES = {
+    "gradient": "‖∂loss/∂W‖₂ of the rows, before clipping",
+    "weight": "‖W‖₂ of the rows",
+    "update": "‖ΔW‖₂/‖W‖₂ of the rows over one step of the optimizer",
+    "rms": "√(mean x²) of the output",
+    "largest": "max |x| of the output",
+    "kurtosis": "mean (x − m)⁴ / (mean (x − m)²)² of the output, m its mean: 3 for normal numbers",
+    "entropy": "−Σ p ln p of attention's weights, in nats: the mean over queries",
+    "logit": "the largest logit among the pairs that softmax sees",
+    "cosine": "the cosine of the layer's output and its input: the mean over tokens",
+    "rank": "e to the entropy of the singular values over their sum, of the layer's output (Roy & Vetterli 2007)",
+    "active": "the share of positive numbers among those that the feed-forward's last matrix reads",
+    "gain": "the mean of a norm's gain",
+}
+"""The measures and their formulas."""
+_ROLES = {"query": "q", "key": "k", "value": "v", "output": "out"}
+
+
+class Reading(NamedTuple):
+    """One number."""
+
+    name: str
+    """The module or the parameter."""
+    layer: int | None
+    """The layer within its stack, from 0; None outside the stacks."""
+    role: str
+    """q, k, v, out, fc1, gate, fc2, norm, attention, layer or other."""
+    measure: str
+    """A name of `MEASURES`."""
+    value: float
+
+
+class _Share(NamedTuple):
+    """The rows of a matrix that have one role."""
+
+    role: str
+    axis: int
+    """The dimension of the rows: −2 for (fan_out, fan_in), −1 for (fan_in, fan_out)."""
+    rows: Tensor
+
+    def of(self, t: Tensor, axis: int | None = None) -> Tensor:
+        return t.index_select(self.axis if axis is None else axis, self.rows.to(t.device))
+
+
+class Readings(list[Reading]):
+    """What one pass showed. A notebook shows a table with a line for each role and measure."""
+
+    def of(self, measure: str, role: str | None = None) -> dict[str, float]:
+        """Returns the values of a measure by name; with a role, only those of that role."""
+        return {one.name: one.value for one in self if one.measure == measure and role in (None, one.role)}
+
+    def layers(self, measure: str, role: str) -> dict[int, float]:
+        """Returns the largest value of a measure and role in each layer."""
+        found: dict[int, float] = {}
+        for one in self:
+            if one.layer is not None and (one.measure, one.role) == (measure, role):
+                found[one.layer] = max(one.value, found.get(one.layer, -math.inf))
+        return found
+
+    def _repr_html_(self) -> str:
+        rows = sorted({(one.role, one.measure) for one in self if one.layer is not None})
+        depth = 1 + max((one.layer for one in self if one.layer is not None), default=-1)
+        lines = []
+        for role, measure in rows:
+            values = self.layers(measure, role)
+            lines.append([role, measure, *(f"{values[n]:.3g}" if n in values else "" for n in range(depth))])
+        return table(["role", "measure", *map(str, range(depth))], lines)
+
+
+class Probe:
+    """Reads a model while your own code runs it.
+
+    The roles of the matrices' rows are read from one run of the model on `example`, as `swap_residuals` reads them.
+    Inside a `with` block, hooks measure each forward pass; at its end, gradients and weights are read, so clip
+    gradients after it. The latest pass counts. Outside, nothing is hooked.
+
+    >>> from torch import nn
+    >>> layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    >>> model, x = nn.TransformerEncoder(layer, 2), torch.ones(1, 3, 8)
+    >>> watch = Probe(model, x)
+    >>> with watch:
+    ...     model(x).square().mean().backward()
+    >>> sorted({one.role for one in watch.readings})
+    ['attention', 'fc1', 'fc2', 'k', 'layer', 'norm', 'out', 'q', 'v']
+
+    Args:
+        model: any model of torch whose blocks `swap_residuals` would find.
+        example: an input as for `swap_residuals`; None for one that the model's configuration tells.
+
+    Measures are those of `MEASURES`, computed in f64. Attention is measured in torch's operator, torch.nn's modules,
+    and products around a softmax within the blocks.
+
+    Errors: InputError for a model whose blocks are not found.
+    """
+
+    def __init__(self, model: nn.Module, example: Any = None) -> None:
+        self.model = model
+        self.readings = Readings()
+        with quietly(model):
+            groups = find_stacks(model, example).groups
+        self._layers: dict[nn.Module, tuple[str, int]] = {}
+        for group in groups:
+            for number, (name, block) in enumerate(zip(group.names, group.blocks)):
+                self._layers[block] = (name, number)
+        self._names = {module: name for name, module in model.named_modules()}
+        self._norms = {module for module in self._names if is_norm(module)}
+        self._shares = self._find_shares()
+        """The roles of each matrix by the parameter's name."""
+        self._hooks: list[RemovableHandle] = []
+        self._stack = contextlib.ExitStack()
+        self._passes: dict[tuple[str, str, str], tuple[int | None, float]] = {}
+        self._within: list[nn.Module] = []
+
+    def _find_shares(self) -> dict[str, list[_Share]]:
+        found: dict[str, list[_Share]] = {}
+        parameters = dict(self.model.named_parameters())
+        for block, (name, _) in self._layers.items():
+            for part in parts_of(block):
+                for linear in (*part.linears, *part.experts):
+                    path = f"{name}.{linear.path}".lstrip(".")
+                    known = path if path in parameters else f"{path}.weight"
+                    if known in parameters and known not in found:
+                        is_along = linear.is_transposed or (known != path and is_transposed(block, linear.path))
+                        axis = -1 if is_along else -2
+                        size = parameters[known].shape[axis]
+                        found[known] = [_Share(_ROLES.get(role, role), axis, torch.tensor(linear.rows_of(role, size)))
+                                        for role in linear.roles]  # fmt: skip
+        return found
+
+    def __enter__(self) -> "Probe":
+        self._passes = {}
+        for module, name in self._names.items():
+            if module in self._layers:
+                self._hooks.append(module.register_forward_pre_hook(self._enter_block, with_kwargs=True))
+                self._hooks.append(module.register_forward_hook(self._leave_block, with_kwargs=True, always_call=True))
+            elif f"{name}.weight" in self._shares or module in self._norms:
+                self._hooks.append(module.register_forward_hook(self._leave))
+        self._stack.enter_context(_Attentions(self._attended))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks, self._within = [], []
+        for name, parameter in self.model.named_parameters():
+            self._parameter(name, parameter.grad, "gradient")
+            self._parameter(name, parameter, "weight")
+        found = [Reading(name, layer, role, measure, value)
+                 for (name, role, measure), (layer, value) in self._passes.items()]  # fmt: skip
+        self.readings = Readings(sorted(found, key=lambda one: (one.layer is None, one.layer or 0)))
+
+    @contextlib.contextmanager
+    def step(self) -> Iterator[None]:
+        """Measures `update` of the optimizer's step inside the block, and adds it to `readings`."""
+        before = {name: p.detach().clone() for name, p in self.model.named_parameters()}
+        yield
+        self._passes = {}
+        for name, p in self.model.named_parameters():
+            if name in before and before[name].shape == p.shape:
+                self._updated(name, before[name], p)
+        self.readings = Readings([one for one in self.readings if one.measure != "update"])
+        self.readings += [Reading(name, layer, role, measure, value)
+                          for (name, role, measure), (layer, value) in self._passes.items()]  # fmt: skip
+
+    # ---- where a number belongs ----
+
+    def _layer_of(self, name: str) -> int | None:
+        """Returns the layer that has the module or parameter of this name."""
+        inside = [(block, number) for block, number in self._layers.values() if f"{name}.".startswith(f"{block}.")]
+        return max(inside, default=("", None))[1] if self._layers else None
+
+    def _put(self, name: str, role: str, measure: str, value: float) -> None:
+        self._passes[name, role, measure] = (self._layer_of(name), value)
+
+    def _parts(self, name: str, t: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """Yields the roles of a parameter, each with its part of a tensor of the parameter's shape. Biases of matrices
+        have none."""
+        owner = name.rpartition(".")[0]
+        if name in self._shares:
+            yield from ((share.role, share.of(t)) for share in self._shares[name])
+        elif f"{owner}.weight" not in self._shares:
+            yield ("norm" if self.model.get_submodule(owner) in self._norms else "other"), t
+
+    # ---- parameters ----
+
+    def _parameter(self, name: str, t: Tensor | None, measure: str) -> None:
+        for role, part in self._parts(name, t.detach()) if t is not None else ():
+            self._put(name, role, measure, _norm(part))
+            if measure == "weight" and role == "norm" and name.endswith("weight"):
+                self._put(name, role, "gain", float(part.double().mean()))
+
+    def _updated(self, name: str, before: Tensor, after: Tensor) -> None:
+        changes = self._parts(name, after.detach().double() - before.double())
+        for (role, part), (_, change) in zip(self._parts(name, before), changes):
+            size, moved = _norm(part), _norm(change)
+            self._put(name, role, "update", moved / size if size else math.inf if moved else 0.0)
+
+    # ---- passes ----
+
+    def _leave(self, module: nn.Module, given: Any, out: Any) -> None:
+        name = self._names[module]
+        if not isinstance(out, Tensor) or not out.is_floating_point():
+            return
+        shares, x = self._shares.get(f"{name}.weight"), out.detach()
+        if shares is None:
+            self._activations(name, "norm", x)
+        for share in shares or ():
+            self._activations(name, share.role, share.of(x, -1))
+            if share.role == "fc2" and given:
+                self._put(name, "fc2", "active", float((given[0].detach() > 0).double().mean()))
+
+    def _activations(self, name: str, role: str, x: Tensor) -> None:
+        x = x.double()
+        mean, squares = x.mean(), x.square().mean()
+        centred = (x - mean).square()
+        variance = centred.mean()
+        self._put(name, role, "rms", float(squares.sqrt()))
+        self._put(name, role, "largest", float(x.abs().max()) if x.numel() else 0.0)
+        self._put(name, role, "kurtosis", float(centred.square().mean() / variance.square()) if variance > 0 else 0.0)
+
+    def _enter_block(self, block: nn.Module, args: Any, kwargs: Any) -> None:
+        self._within.append(block)
+
+    def _leave_block(self, block: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
+        self._within.pop()
+        name, _ = self._layers[block]
+        x, y = (next((t for t in _tensors(value) if t.is_floating_point() and t.dim() > 1), None)
+                for value in ((args, kwargs), out))  # fmt: skip
+        if y is None:
+            return
+        self._activations(name, "layer", y.detach())
+        if x is not None and x.shape == y.shape:
+            cosines = F.cosine_similarity(x.detach().double(), y.detach().double(), -1)
+            self._put(name, "layer", "cosine", float(cosines.mean()))
+        values = torch.linalg.svdvals(y.detach().double().reshape(-1, y.shape[-1]))
+        shares = values / values.sum()
+        self._put(name, "layer", "rank", float(torch.special.entr(shares).sum().exp()))
+
+    def _attended(self, scores: Tensor) -> None:
+        if not self._within:
+            return
+        name, _ = self._layers[self._within[-1]]
+        scores = scores.detach().double()
+        sees = scores > torch.finfo(torch.float32).min / 2
+        number = sum(key[0] == name or key[0].startswith(f"{name} (") for key in self._passes if key[2] == "logit")
+        name = f"{name} ({number + 1})" if number else name
+        seen = scores.masked_fill(~sees, -math.inf)
+        entropies = torch.special.entr(seen.softmax(-1)).sum(-1)[sees.any(-1)]
+        self._passes[name, "attention", "logit"] = (self._layers[self._within[-1]][1], float(seen.max()))
+        self._passes[name, "attention", "entropy"] = (self._layers[self._within[-1]][1], float(entropies.mean()))
+
+
+def probe(model: nn.Module, batch: Any, loss: Callable[[Any], Tensor] | None = None) -> Readings:
+    """Measures a model in one pass over a batch, in its current mode; the state of the model does not change.
+
+    Args:
+        model: as for `Probe`.
+        batch: keyword arguments in a dictionary, a tuple of arguments, or one tensor.
+        loss: a function of the model's output; None for its attribute `loss`. Without either there are no gradients.
+
+    Returns: the numbers by layer, role and measure. Errors: as those of `Probe`; InputError for a loss that is not one
+    number that depends on the parameters.
+    """
+    watch = Probe(model, batch)
+    kept = {name: p.grad for name, p in model.named_parameters()}
+    try:
+        for p in model.parameters():
+            p.grad = None
+        with quietly(model), torch.enable_grad(), watch:
+            arguments = batch if isinstance(batch, tuple) else (batch,)
+            out = model(**batch) if isinstance(batch, Mapping) else model(*arguments)
+            value = getattr(out, "loss", None) if loss is None else loss(out)
+            if value is not None and not (isinstance(value, Tensor) and value.numel() == 1 and value.requires_grad):
+                raise InputError("loss must be one number that depends on the parameters")
+            if value is not None:
+                value.backward()
+    finally:
+        for name, p in model.named_parameters():
+            p.grad = kept[name]
+    return watch.readings
+
+
+class _Attentions(TorchFunctionMode):
+    """Calls a function with the logits of each attention, after masks."""
+
+    def __init__(self, heard: Callable[[Tensor], None]) -> None:
+        super().__init__()
+        self._heard = heard
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        with torch.no_grad():
+            if name == "scaled_dot_product_attention":
+                self._heard(_scores(*args, **kwargs))
+            elif name == "softmax" and args[0].dim() >= 3 and _is_last(args, kwargs):
+                self._heard(args[0])
+            elif name == "multi_head_attention_forward":
+                bound = inspect.signature(F.multi_head_attention_forward).bind(*args, **kwargs)
+                bound.apply_defaults()
+                self._heard(_torchs_scores(bound.arguments))
+        return func(*args, **kwargs)
+
+
+def _scores(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Returns the logits of torch's operator, after its mask."""
+    if key.dim() > 3 and key.shape[-3] != query.shape[-3]:
+        key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
+    scores = query.double() @ key.double().mT * (query.shape[-1] ** -0.5 if scale is None else scale)
+    if is_causal:
+        seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+        scores = scores.masked_fill(~seen, -math.inf)
+    return _masked(scores, attn_mask)
+
+
+def _masked(scores: Tensor, mask: Tensor | None) -> Tensor:
+    if mask is None:
+        return scores
+    return scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
+
+
+def _torchs_scores(given: Mapping[str, Any]) -> Tensor:
+    """Returns the logits of torch.nn's attention, (B, heads, L, S), after its masks."""
+    query, key, heads = given["query"], given["key"], given["num_heads"]
+    if given["use_separate_proj_weight"]:
+        weights = [given["q_proj_weight"], given["k_proj_weight"]]
+    else:
+        weights = list(given["in_proj_weight"].chunk(3)[:2])
+    bias = given["in_proj_bias"]
+    biases = bias.chunk(3)[:2] if bias is not None else (None, None)
+    q, k = (F.linear(x, w, b) for x, w, b in zip((query, key), weights, biases))
+    if q.dim() == 2:  # without a batch
+        q, k = q[:, None], k[:, None]
+    q, k = (t.reshape(len(t), t.shape[1], heads, -1).permute(1, 2, 0, 3) for t in (q, k))
+    mask, padding = given["attn_mask"], given["key_padding_mask"]
+    if mask is not None and mask.dim() == 3:
+        mask = mask.view(-1, heads, *mask.shape[-2:])
+    is_causal = given["is_causal"] and mask is None
+    scores = _masked(_scores(q, k, k, None, is_causal=is_causal), _negated(mask))
+    hidden = _negated(padding)
+    return _masked(scores, None if hidden is None else hidden[..., None, None, :])
+
+
+def _negated(mask: Tensor | None) -> Tensor | None:
+    """Returns a mask of torch.nn's modules, whose True hides a pair, as one of the operator's."""
+    return ~mask if mask is not None and mask.dtype == torch.bool else mask
+
+
+def _is_last(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    dimension = args[1] if len(args) > 1 else kwargs.get("dim")
+    return dimension in (-1, args[0].dim() - 1)
+
+
+def _norm(t: Tensor) -> float:
+    return float(torch.linalg.vector_norm(t.detach(), dtype=torch.float64))
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from itertools.chain.from_iterable(map(_tensors, value.values()))
+    elif isinstance(value, (list, tuple)):
+        yield from itertools.chain.from_iterable(map(_tensors, value))
+    elif hasattr(value, "to_tuple"):
+        yield from _tensors(value.to_tuple())
