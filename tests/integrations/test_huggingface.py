@@ -252,3 +252,16 @@ def test_a_study_of_trainers(tmp_path):
     assert [round(seen[f"Trial({arm['arm']}, 0.01, seed 1)"], 4) for arm in found["arms"]] == [
         arm["values"]["1"] for arm in found["arms"]
     ]
+
+
+def test_a_loss_that_is_not_finite_reaches_the_trial(tmp_path):
+    """The Trainer's own filter would log 0 in its place."""
+    study = nfrs.Study(arms={"bert": lambda model: model}, lr=[1e-2], seeds=1, updates=4)
+    for trial in study.trials(tmp_path / "study"):
+        model = trial.apply(bert())
+        with torch.no_grad():
+            model.bert.embeddings.word_embeddings.weight.fill_(torch.nan)
+        task = trainer(model, tmp_path, [TrialCallback(trial)], max_steps=9, logging_steps=1)
+        task.train()
+        assert trial.is_over and len(trial.losses) == 1 and not torch.tensor(trial.losses).isfinite().any()
+    assert json.loads((tmp_path / "study" / "study.json").read_text())["arms"][0]["failed"] == 1

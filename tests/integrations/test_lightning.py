@@ -132,3 +132,22 @@ def test_a_study_of_trainers(tmp_path):
         assert ended.global_step == 3 == len(trial.losses) and trial.is_over
         assert trial.valid == float(ended.callback_metrics["val_loss"])
     assert (tmp_path / "study" / "study.html").exists()
+
+
+def test_losses_of_accumulated_batches_are_whole(tmp_path):
+    study, seen = nfrs.Study(arms={"pre": {"norm": "rmsnorm"}}, lr=[1e-2], seeds=1, updates=2), []
+
+    class Heard(Task):
+        def training_step(self, batch, number):
+            loss = super().training_step(batch, number)
+            seen.append(float(loss.detach()))
+            return loss
+
+    trial = next(study.trials(tmp_path / "study"))
+    rows = torch.randn(32, 3, 8, generator=trial.generator)
+    ended = pl.Trainer(
+        max_steps=9, accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
+        enable_checkpointing=False, callbacks=[TrialCallback(trial)], accumulate_grad_batches=4,
+    )  # fmt: skip
+    ended.fit(trial.apply(Heard("prenorm")), torch.utils.data.DataLoader(rows, batch_size=4))
+    assert trial.losses == pytest.approx([seen[3], seen[7]])

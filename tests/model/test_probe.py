@@ -210,6 +210,27 @@ def test_heat_maps_by_layer_and_time(tmp_path):
         nfrs.figures.readings(found, "gradient", "q", steps=[1])
 
 
+def test_the_latest_pass_counts():
+    model, batch = made("bert")
+    other = {**batch, "input_ids": batch["input_ids"].flip(0)}
+    watch = Probe(model, batch)
+    with watch, torch.no_grad():
+        model(**batch)
+        model(**other)
+    alone = Probe(model, other)
+    with alone, torch.no_grad():
+        model(**other)
+    assert watch.readings == alone.readings and len(watch.readings.of("logit")) == 2
+
+
+def test_numbers_that_are_not_finite_do_not_end_the_run():
+    model, batch = made("gpt2")
+    with torch.no_grad():
+        model.transformer.h[0].mlp.c_proj.bias[0] = math.inf
+    found = probe(model, batch)
+    assert math.isnan(found.of("rank")["transformer.h.0"]) and found.of("largest")["transformer.h.0"] == math.inf
+
+
 def test_a_probe_changes_nothing():
     torch.manual_seed(0)
     model, batch = made("bert")

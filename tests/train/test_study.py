@@ -1,8 +1,11 @@
 """Studies: what a file says, how rates are chosen, what the comparison reports, runs and pages, loops of one's own."""
 
+import contextlib
 import csv
 import dataclasses
+import functools
 import html
+import importlib.util
 import itertools
 import json
 import math
@@ -24,6 +27,7 @@ from torch import nn
 import normformer_rs as nfrs
 from normformer_rs import cli
 from normformer_rs.reproduce.results import RECIPE
+from normformer_rs.reproduce.runs import folder_of
 from normformer_rs.study import Study, flags, page
 from normformer_rs.study.measured import Chosen, choose, results_of
 from normformer_rs.study.outcome import as_json, outcome
@@ -119,6 +123,9 @@ def test_budgets_of_tokens_and_operations():
     assert updates(tokens=5_000) == 10 and updates(tokens=5_001) == 11
     parameters = 7_248  # with the 101 types of the demo's text
     assert updates(flop=6 * parameters * 500 * 12) == 12
+    with pytest.raises(nfrs.InputError, match="text verses needs 6 files that nowhere lacks"):
+        study = Study(arms=ARMS, flop=1e9, text="verses", data="nowhere")
+        study.row(study.cells[0], 1e-3, 1)
 
 
 @pytest.mark.parametrize(
@@ -167,6 +174,14 @@ def test_no_kind_of_value_ends_in_a_traceback(name):
             study.row(study.cells[0], study.lr[0], 1)
         except nfrs.InputError as error:
             assert "\n" not in str(error)
+
+
+@pytest.mark.parametrize("option", ["decoder_layers", "encoder_layers", "max_tokens", "accumulate", "warmup", "norm"])
+def test_no_value_of_an_option_ends_in_a_traceback(option):
+    for value in (0, -1, 2.5, 0.3, math.nan, True, "6", "", None, [], {}):
+        for budget in ({"updates": 5}, {"tokens": 5000}, {}):
+            with contextlib.suppress(nfrs.InputError):
+                Study(arms={"a": {option: value}}, options=SMALL, **budget)
 
 
 @pytest.mark.parametrize(
@@ -282,11 +297,54 @@ def test_sensitivity_is_wortsmans():
 def test_rows_of_other_options_are_stale():
     study = Study(arms=ARMS, options=SMALL, seeds=2, updates=5)
     results = measured(study, lambda *_: 2.0)
-    for row in results.rows[:6]:
-        row[RECIPE] = "other"
+    for row in results.rows:
+        if row["seed"] in ("1001", "1002") and row["lr"] == "0.001":  # of both arms
+            row[RECIPE] = "other"
     found = outcome(study, results)
-    assert found.missing > 0 and "not been made" in "".join(page._limits(found))
-    assert "rows were measured with other options" in "".join(page._limits(found))
+    assert found.stale == 4 and found.missing == 4 + 4, "nor can the reported runs be chosen"
+    assert "4 runs were measured only with other options or versions" in "".join(page._limits(found))
+
+
+def test_another_version_trains_anew(monkeypatch):
+    study = Study(arms=ARMS, options=SMALL, updates=5)
+    before = study.row(study.cells[0], 1e-3, 1)
+    monkeypatch.setattr("normformer_rs.study.declared.__version__", "9.9")
+    after = study.row(study.cells[0], 1e-3, 1)
+    assert before.recipe != after.recipe and folder_of(before) != folder_of(after)
+
+
+def test_rows_of_an_edited_study_stay(tmp_path):
+    arms = {"pre": ARMS["pre"]}
+    wide = Study(arms=arms, options=SMALL, lr=[1e-3], seeds=1, updates=2, layers=[1, 2], text="demo")
+    narrow = Study(arms=arms, options=SMALL, lr=[1e-3], seeds=1, updates=2, layers=[3], text="demo")
+    for study in (wide, narrow):
+        results = results_of(study, tmp_path)
+        for cell in study.cells:
+            results.add(study.row(cell, 1e-3, 1), {"valid_nll": 2.0}, {})
+    assert [results_of(study, tmp_path).find(study.row(cell, 1e-3, 1)) is not None
+            for study in (wide, narrow) for cell in study.cells] == [True] * 3  # fmt: skip
+
+
+def test_bleu_needs_translations():
+    options = {"train_target": "a", "valid_target": "b", "no_bpe": True}
+    for text in ("shakespeare", "demo-words", options, {**options, "test_target": "c", "valid_source": "d"}):
+        with pytest.raises(nfrs.InputError, match="metric bleu needs sources and targets"):
+            Study(arms=ARMS, metric="bleu", updates=5, text=text)
+    for text in ("demo", "verses", {**options, "train_source": "c", "valid_source": "d"}):
+        Study(arms=ARMS, metric="bleu", updates=5, text=text)
+
+
+def test_functions_are_known_by_what_they_hold():
+    def by(eps):
+        return lambda model: eps
+
+    def recipe(arm):
+        study = Study(arms={"a": arm}, updates=5)
+        return study.row(study.cells[0], 1e-3, 1).recipe
+
+    assert recipe(by(1)) == recipe(by(1)) != recipe(by(2))
+    partial = functools.partial
+    assert recipe(partial(build, eps=1)) == recipe(partial(build, eps=1)) != recipe(partial(build, eps=2))
 
 
 # ---- runs and page ----
@@ -334,7 +392,12 @@ def test_no_run_begins_after_the_hours_that_are_given(compare):
 def test_a_plan_costs_the_study_before_it_runs(compare):
     code, said, _ = compare("study.toml --dry-run")
     assert code == 0 and not Path("study").exists()
-    assert re.search(r"pre: 6 runs, 7,248 parameters, \S+ FLOP, .* of memory, .* on the disk", said)
+    flop = 6 * 7248 * 6 * 500 * 6
+    assert re.search(
+        rf"pre: 6 runs, 7,248 parameters, {re.escape(f'{flop:.2g}')} FLOP, .* of memory, .* on the disk", said
+    )
+    Path("study.toml").write_text(FILE.replace("max_tokens = 500", "max_tokens = 500, accumulate = 4"))
+    assert f"{4 * flop:.2g} FLOP" in compare("study.toml --dry-run")[1]
     assert "Reported seeds are 1 to 2" in said and "12 runs" in said
 
 
@@ -350,6 +413,9 @@ def test_a_text_of_ones_own_is_known_by_what_it_holds(compare):
     Path("train.txt").write_text("another text\n" * 60)
     study = Study(arms=ARMS, options=options, lr=[1e-3], seeds=1, updates=3, text=text)
     assert study.row(study.cells[0], 1e-3, 1).recipe != before
+    study = Study(arms=ARMS, options=options, updates=3, text={**text, "word_dropout": 0.1} | {"bpe_operations": 9})
+    other = Study(arms=ARMS, options=options, updates=3, text={**text} | {"bpe_operations": 8})
+    assert study.corpus[0] != other.corpus[0]
     with pytest.raises(nfrs.InputError, match=r"train_target: no such file: .*nowhere\.txt"):
         Study(arms=ARMS, options=options, updates=3, text={**text, "train_target": "nowhere.txt"}).run("own")
 
@@ -413,7 +479,7 @@ def start(toml: str, folder: Path) -> subprocess.Popen:
     return subprocess.Popen(words, cwd=folder, env=environment, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
 
 
-@pytest.mark.parametrize("kills", [pytest.param(3, marks=pytest.mark.full), pytest.param(20, marks=pytest.mark.long)])
+@pytest.mark.parametrize("kills", [pytest.param(1, marks=pytest.mark.full), pytest.param(20, marks=pytest.mark.long)])
 def test_a_study_that_is_killed_goes_on_to_the_same_rows(tmp_path, kills):
     """kill −9 at random places, then two processes together."""
     folders = whole, killed = tmp_path / "whole", tmp_path / "killed"
@@ -480,19 +546,21 @@ def test_curves_and_rows_are_written_for_tensorboard(compare):
 
 @pytest.mark.full
 def test_jobs_make_the_same_rows(compare):
-    """submitit's local executor: two jobs, then the page."""
+    """submitit's local executor: two jobs, then the page; one that has nothing to do says the same."""
     pytest.importorskip("submitit")
     setting = "--job-setting cluster=local --job-setting timeout_min=10"
     code, said, lines = compare(f"study.toml --jobs 2 {setting} --output jobs")
     assert code == 0 and lines[0].startswith("jobs: ") and len(rows("jobs")) == 12 and "page: jobs/study.html" in said
-    assert compare("study.toml")[0] == 0
-    own = ("seconds", "date")
-    made = [sorted(str({name: value for name, value in row.items() if name not in own}) for row in rows(folder))
-            for folder in ("jobs", "study")]  # fmt: skip
-    assert made[0] == made[1]
+    assert {(row["arm"], row["seed"]) for row in rows("jobs")} == {
+        (arm, seed) for arm in ARMS for seed in ("1", "2", "1001", "1002")
+    }
+    assert compare("study.toml --output jobs")[1] == said
 
 
 def test_wrong_jobs_are_named(compare):
+    if importlib.util.find_spec("submitit"):
+        said = compare("study.toml --jobs 1 --job-setting cluster=local --job-setting unheard_of=1")[2][0]
+        assert "submitit does not take these settings" in said and "unheard_of" in said
     assert "expected NAME=VALUE" in compare("study.toml --jobs 1 --job-setting gpu")[2][0]
     assert "--jobs must not be negative" in compare("study.toml --jobs -1")[2][0]
 
@@ -545,6 +613,23 @@ def test_a_trial_that_ends_early_is_made_again(tmp_path):
     assert made == ["Trial(stock, 0.01, seed 1001)", "Trial(stock, 0.01, seed 1)"]
 
 
+def test_a_validation_loss_that_is_not_finite_is_no_value(tmp_path):
+    """The training loss does not stand in for it."""
+    study = Study(arms={"stock": lambda model: None}, lr=[1e-2], seeds=1, updates=2)
+    for trial in study.trials(tmp_path):
+        trial.report(1, 2.0)
+        trial.report(2, 1.0, valid=math.inf)
+    assert json.loads((tmp_path / "study.json").read_text())["arms"][0]["failed"] == 1
+
+
+def test_the_studys_options_hold_for_arms_of_a_loop(tmp_path):
+    study = Study(arms={"pre": {"residual": "prenorm"}}, options={"norm": "rmsnorm"}, lr=[1e-2], seeds=1, updates=2)
+    for trial in study.trials(tmp_path):
+        model = trial.apply(build())
+        assert any("RMSNorm" in type(module).__name__ for module in model.modules())
+        break
+
+
 def test_a_loss_that_is_not_finite_ends_a_trial_as_diverged(tmp_path):
     study = Study(arms={"stock": lambda model: None}, lr=[1e-2], seeds=1, updates=9)
     for trial in study.trials(tmp_path):
@@ -565,6 +650,8 @@ def test_wrong_trials_are_named(tmp_path):
         with pytest.raises(nfrs.InputError, match="expected an update after 3; got step 2"):
             trial.report(2, 1.0)
         break
+    with pytest.raises(nfrs.InputError, match="is counted in updates: give updates in place of tokens or flop"):
+        next(Study(arms=ARMS, tokens=300).trials(tmp_path))
     with pytest.raises(nfrs.InputError, match='metric must be "valid_nll"'):
         next(Study(arms=ARMS, metric="bleu", updates=3).trials(tmp_path))
 

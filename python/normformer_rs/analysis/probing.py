@@ -170,7 +170,9 @@ class Probe:
             self._parameter(name, parameter, "weight")
         found = [Reading(name, layer, role, measure, value)
                  for (name, role, measure), (layer, value) in self._passes.items()]  # fmt: skip
-        self.readings = Readings(sorted(found, key=lambda one: (one.layer is None, one.layer or 0)))
+        self.readings = Readings(
+            sorted(found, key=lambda one: (one.layer is None, one.layer or 0, one.name, one.role, one.measure))
+        )
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
@@ -243,6 +245,10 @@ class Probe:
 
     def _enter_block(self, block: nn.Module, args: Any, kwargs: Any) -> None:
         self._within.append(block)
+        name = self._layers[block][0]
+        before = [key for key in self._passes if key[1] == "attention" and key[0].partition(" (")[0] == name]
+        for key in before:  # of an earlier pass
+            del self._passes[key]
 
     def _leave_block(self, block: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
         self._within.pop()
@@ -255,9 +261,7 @@ class Probe:
         if x is not None and x.shape == y.shape:
             cosines = F.cosine_similarity(x.detach().double(), y.detach().double(), -1)
             self._put(name, "layer", "cosine", float(cosines.mean()))
-        values = torch.linalg.svdvals(y.detach().double().reshape(-1, y.shape[-1]))
-        shares = values / values.sum()
-        self._put(name, "layer", "rank", float(torch.special.entr(shares).sum().exp()))
+        self._put(name, "layer", "rank", _effective_rank(y.detach().double()))
 
     def _attended(self, scores: Tensor) -> None:
         if not self._within:
@@ -316,8 +320,9 @@ class _Attentions(TorchFunctionMode):
         with torch.no_grad():
             if name == "scaled_dot_product_attention":
                 self._heard(_scores(*args, **kwargs))
-            elif name == "softmax" and args[0].dim() >= 3 and _is_last(args, kwargs):
-                self._heard(args[0])
+            elif name == "softmax" and (x := args[0] if args else kwargs["input"]).dim() >= 3:
+                if (args[1] if len(args) > 1 else kwargs.get("dim")) in (-1, x.dim() - 1):
+                    self._heard(x)
             elif name == "multi_head_attention_forward":
                 bound = inspect.signature(F.multi_head_attention_forward).bind(*args, **kwargs)
                 bound.apply_defaults()
@@ -379,9 +384,12 @@ def _negated(mask: Tensor | None) -> Tensor | None:
     return ~mask if mask is not None and mask.dtype == torch.bool else mask
 
 
-def _is_last(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    dimension = args[1] if len(args) > 1 else kwargs.get("dim")
-    return dimension in (-1, args[0].dim() - 1)
+def _effective_rank(y: Tensor) -> float:
+    """Returns e to the entropy of the singular values over their sum; nan if a number is not finite."""
+    if not y.numel() or not y.isfinite().all():
+        return math.nan
+    values = torch.linalg.svdvals(y.reshape(-1, y.shape[-1]))
+    return float(torch.special.entr(values / values.sum()).sum().exp())
 
 
 def _norm(t: Tensor) -> float:

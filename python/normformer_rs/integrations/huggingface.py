@@ -88,13 +88,16 @@ class TrialCallback(transformers.TrainerCallback):
 
     `Trainer(model=trial.apply(model), callbacks=[TrialCallback(trial)], …)`. Each log of a training loss is reported
     with the number of its step, so that `logging_steps` is how finely the trial is seen; `eval_loss` is the trial's
-    validation loss.
+    validation loss. The Trainer's `logging_nan_inf_filter`, which would hide a loss that is not finite, is turned off.
 
     Errors: ImportError without transformers.
     """
 
     def __init__(self, trial: Any) -> None:
         self.trial = trial
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        args.logging_nan_inf_filter = False
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         is_new = logs and "loss" in logs and not self.trial.is_over

@@ -71,7 +71,8 @@ class NormCallback(pytorch.Callback):
 class TrialCallback(pytorch.Callback):
     """Reports a Trainer's losses to a trial of a `Study`, and ends the training with it.
 
-    `Trainer(callbacks=[TrialCallback(trial)], …)`. Every step's loss is reported; the metric called `monitor` is the
+    `Trainer(callbacks=[TrialCallback(trial)], …)`. Every step's loss is reported, that of its last
+    batch; the metric called `monitor` is the
     trial's validation loss.
 
     Errors: ImportError without lightning.
@@ -81,7 +82,10 @@ class TrialCallback(pytorch.Callback):
         self.trial, self.monitor = trial, monitor
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, *_: Any) -> None:
-        loss = outputs["loss"] if isinstance(outputs, dict) else outputs
+        loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
+        if loss is None:  # the step was skipped
+            return
+        loss = loss * trainer.accumulate_grad_batches  # Lightning has divided it
         is_new = trainer.global_step > len(self.trial.losses)  # several batches may make one step
         if is_new and not self.trial.is_over and not self.trial.report(trainer.global_step, loss):
             trainer.should_stop = True

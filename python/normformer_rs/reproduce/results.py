@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from .. import text
 from ..commands.versions import processor
 from ..config import __version__
+from ..errors import InputError
 from .declared import Options, Reproduction, Row
 from .spread import Spread, merged
 
@@ -64,7 +65,11 @@ class Results:
     @property
     def stale(self) -> int:
         """How many rows were measured with other options, text or search than the entry's now."""
-        return sum(self.find(row) is None and any(_is_of(one, row) for one in self.rows) for row in self.wanted)
+        return sum(map(self.is_stale, self.wanted))
+
+    def is_stale(self, row: Row) -> bool:
+        """True if the row was measured only with other options, another text, search or version."""
+        return self.find(row) is None and any(_is_of(one, row) for one in self.rows)
 
     def each_seed(self, row: Row) -> dict[int, dict[str, str]]:
         """Returns the measurements of the row, by seed."""
@@ -87,7 +92,9 @@ class Results:
         with alone(self.folder):
             self.read()
             made = {**row.key, "seed": str(row.seed), RECIPE: row.recipe, **columns}
-            self.rows = [one for one in self.rows if not _is_of(one, row)]
+            # A study may have fewer columns in its key than an earlier one in this folder, whose rows stay.
+            self.rows = [one for one in self.rows
+                         if not _is_of(one, row) or (row.version and one.get(RECIPE) != row.recipe)]  # fmt: skip
             self.rows.append({name: str(value) for name, value in made.items()})
             # The series are written first, so that a row in the table is complete.
             is_first = any((one.key, one.seed) == (row.key, row.seed) for one in self.scale.rows)
@@ -132,7 +139,12 @@ def alone(folder: Path) -> Iterator[None]:
     """Waits until no other process is inside this block for the same folder."""
     handle = os.open(folder, os.O_RDONLY)
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        except OSError:  # NFS locks only files that are open for writing
+            os.close(handle)
+            handle = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+            fcntl.flock(handle, fcntl.LOCK_EX)
         yield
     finally:
         os.close(handle)
@@ -141,7 +153,10 @@ def alone(folder: Path) -> Iterator[None]:
 def read_series(path: Path, width: int = 2) -> "Series":
     """Reads the numbers of each line by the `width` columns before them."""
     lines = csv.reader(text.read_lines(str(path)))
-    return {tuple(line[:width]): [float(number) for number in line[width:]] for line in lines}
+    try:
+        return {tuple(line[:width]): [float(number) for number in line[width:]] for line in lines}
+    except ValueError as error:
+        raise InputError(f"{path}: expected numbers after {width} names in each line; {error}: move it away") from error
 
 
 def _write(path: Path, lines: Iterable[Iterable[object]]) -> None:

@@ -38,7 +38,7 @@ def folder_of(row: Row) -> str:
     belong to."""
     names = [row.options.get(name) for name in ("residual", "encoder_norm", "norm")]
     words = [name if isinstance(name, str) else type(name).__name__ for name in names if name] or [row.corpus]
-    return "-".join([*words, digest([row.corpus, row.options])])
+    return "-".join([*words, digest([row.corpus, row.options, *([row.version] if row.version else [])])])
 
 
 @dataclass(frozen=True)

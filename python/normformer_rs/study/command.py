@@ -8,7 +8,7 @@ from ..errors import InputError
 from ..loop.progress import duration
 from ..loop.quantities import size
 from ..reproduce.command import quiet
-from ..reproduce.corpora import CORPORA, missing
+from .cost import check_text, costs
 from .declared import Study
 from .measured import make, results_of, runs_of
 from .outcome import Outcome, outcome
@@ -19,7 +19,6 @@ def run(
     study: Study,
     output: Path,
     *,
-    data: str | Path = "data",
     device: str = "cpu",
     only: Sequence[str] = (),
     max_hours: float = math.inf,
@@ -32,13 +31,12 @@ def run(
     Errors: InputError for a text that is missing, arms that the loop cannot train, and a folder without rows if `train`
     is False; Interrupted after Ctrl-C, and the same call continues.
     """
-    if not study.is_of_the_loop:
-        raise InputError("arms that are functions change models of your own: use `for trial in study`")
+    _refuse_own_loop(study)
     results = results_of(study, output)
     if train:
-        _check_text(study, Path(data))
+        check_text(study.corpus[0], Path(study.data))
         with quiet(True):
-            make(study, results, runs_of(study, output, Path(data), device, progress), only, max_hours)
+            make(study, results, runs_of(study, output, device, progress), only, max_hours)
         results.read()
     return finish(study, output, words)
 
@@ -53,16 +51,15 @@ def finish(study: Study, output: Path, words: str = "") -> Outcome:
     return found
 
 
-def print_plan(study: Study, *, data: str | Path, device: str) -> None:
-    """Prints the study's rules, runs and cost."""
-    from .cost import costs
-
-    _check_text(study, Path(data))
+def print_plan(study: Study, device: str) -> None:
+    """Prints the study's rules, runs and cost. Errors: as those of `run`."""
+    _refuse_own_loop(study)
+    check_text(study.corpus[0], Path(study.data))
     print(f"{study.title}: {study.question}\n")
     print("\n".join(f"- {rule}" for rule in rules(study)))
     total = 0.0
     print(f"\n{study.runs} runs; each arm, by a few measured updates:\n")
-    for cost in costs(study, Path(data), device):
+    for cost in costs(study, device):
         total += cost.seconds
         print(
             f"  {cost.cell.name}: {cost.runs} runs, {cost.parameters:,} parameters, {cost.flop:.2g} FLOP, "
@@ -71,11 +68,6 @@ def print_plan(study: Study, *, data: str | Path, device: str) -> None:
     print(f"\nall, in one process: about {duration(total)}, without evaluations")
 
 
-def _check_text(study: Study, data: Path) -> None:
-    if not isinstance(study.text, str):
-        return
-    for name, files in missing([study.text], data).items():
-        raise InputError(
-            f"text {name} needs {len(files)} files that {data} lacks (plain or .gz): {', '.join(files)}. "
-            f"{CORPORA[name].title}: {CORPORA[name].origin}"
-        )
+def _refuse_own_loop(study: Study) -> None:
+    if not study.is_of_the_loop:
+        raise InputError("the arms of this study change models of your own: use `for trial in study`")

@@ -1,15 +1,17 @@
 """What a study will cost: parameters, operations, time, memory and disk, by measured updates."""
 
 import tempfile
+from os import PathLike
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..config import DataConfig, TrainingConfig, TransformerConfig, split
+from ..errors import InputError
 from ..loop.history import History
 from ..loop.training import DryRun, Trainer
-from ..reproduce.corpora import CORPORA, Corpus, prepare
+from ..reproduce.corpora import CORPORA, Corpus, missing, prepare
 from ..reproduce.declared import Options
 from .declared import Cell, Study
 
@@ -33,18 +35,30 @@ class Cost(NamedTuple):
     """Bytes of all checkpoints that stay."""
 
 
-def parameters(options: Options, corpus: Corpus) -> int:
-    """Returns the number of a model's parameters, with the text's vocabulary."""
+def parameters(options: Options, text: tuple[str, Corpus], data: str | PathLike[str]) -> int:
+    """Returns the number of a model's parameters, with the text's vocabulary. Errors: InputError for missing files."""
+    name, corpus = text
+    check_text(name, Path(data))
     with tempfile.TemporaryDirectory() as folder:
-        files = _files(corpus, Path("data"), Path(folder))
+        made = prepare(name, Path(data), Path(folder), {**CORPORA, name: corpus})
+        files = {role: str(path) for role, path in made.items()}
         return _trainer({**corpus.options, **options}, files, "cpu").dry_run().parameters
 
 
-def costs(study: Study, data: Path, device: str) -> list[Cost]:
+def check_text(name: str, data: Path) -> None:
+    """Checks that a corpus is there. Errors: InputError with the files that are missing."""
+    for lacking, files in missing([name] if name in CORPORA else [], data).items():
+        raise InputError(
+            f"text {lacking} needs {len(files)} files that {data} lacks (plain or .gz): {', '.join(files)}. "
+            f"{CORPORA[lacking].title}: {CORPORA[lacking].origin}"
+        )
+
+
+def costs(study: Study, device: str) -> list[Cost]:
     """Returns what each arm costs, by a few updates of each. Errors: as those of a run."""
     name, corpus = study.corpus
     with tempfile.TemporaryDirectory() as folder:
-        files = prepare(name, data, Path(folder), {**CORPORA, name: corpus})
+        files = prepare(name, Path(study.data), Path(folder), {**CORPORA, name: corpus})
         return [_cost(study, cell, corpus, {role: str(path) for role, path in files.items()}, device)
                 for cell in study.cells]  # fmt: skip
 
@@ -60,13 +74,10 @@ def _cost(study: Study, cell: Cell, corpus: Corpus, files: Options, device: str)
         # The last update's time holds the evaluation.
         seconds = float(np.median(np.diff(made.seconds)[_WARM - 1 : -1]))
         disk = sum(path.stat().st_size for path in Path(output).rglob("*") if path.is_file())
-    tokens = updates * TrainingConfig(**split(options, TransformerConfig, TrainingConfig, DataConfig)[1]).max_tokens  # type: ignore[attr-defined]
+    training: Any = TrainingConfig(**split(options, TransformerConfig, TrainingConfig, DataConfig)[1])
+    tokens = updates * training.max_tokens * training.accumulate
     flop = 6.0 * needs.parameters * tokens * runs
     return Cost(cell, runs, needs.parameters, flop, seconds * updates * runs, needs.training_bytes, disk * runs)
-
-
-def _files(corpus: Corpus, data: Path, folder: Path) -> Options:
-    return {role: str(path) for role, path in prepare("text", data, folder, {"text": corpus}).items()}
 
 
 def _trainer(options: Options, files: Options, device: str) -> Trainer:

@@ -28,7 +28,7 @@ from ..config import (
 from ..declarations.file_class import refuse_code
 from ..errors import InputError
 from ..reproduce.corpora import CORPORA, Corpus, found
-from ..reproduce.declared import Options, Reproduction, Row, Scale, Shown
+from ..reproduce.declared import Options, Reproduction, Row, Scale, Shown, digest
 from ..text import read_small
 
 if TYPE_CHECKING:
@@ -49,6 +49,8 @@ TUNING = 1000
 METRICS = {"valid_nll": "validation NLL, in nats per token", "bleu": "BLEU"}
 _CLOCKS = {"warmup": 0.1, "branchnorm_steps": 0.2, "prores_steps": 0.5, "powernorm_warmup": 0.1}
 """Durations as shares of the run, for a study that does not set them; prores_steps is that of all layers together."""
+_MADE_PAIRS = ("demo", "numbers")
+"""Texts that are made on the spot, with sources."""
 _PARTS = [f"{part}_{side}" for part in ("train", "valid", "test") for side in ("source", "target")]
 _FIELDS: dict[str, Field] = {
     field.name: field for kind in (TransformerConfig, TrainingConfig, DataConfig) for field in kind.FIELDS
@@ -106,6 +108,7 @@ class Study:
             the options of the text, such as bpe_operations. "own loop": arms are only for `for trial in study`.
         margin: the difference, in the metric's unit, below which arms count as equal. None: nothing is called equal.
         title, question: the page's.
+        data: the folder of `reproduce`'s corpora.
 
     An integer option may be a share of the run: `warmup = 0.1` is a tenth of the updates. Where a study sets none,
     warmup and powernorm_warmup are a tenth, branchnorm_steps a fifth, and prores ends after half of the run.
@@ -128,6 +131,7 @@ class Study:
     margin: float | None = None
     title: str = ""
     question: str = "Which arm trains best?"
+    data: str | PathLike[str] = "data"
 
     def __post_init__(self) -> None:
         def put(name: str, value: Any) -> None:
@@ -140,7 +144,8 @@ class Study:
         put("baseline", self.baseline or next(iter(self.arms)))
         put("title", self.title or ", ".join(self.arms))
         _check(self)
-        for cell in self.cells if self.is_of_the_loop else ():
+        # The updates of a budget in operations depend on the text, which need not be here yet.
+        for cell in self.cells if self.is_of_the_loop and self.flop is None else ():
             self._resolved(cell, self.lr[0])
 
     @classmethod
@@ -176,7 +181,7 @@ class Study:
     def run(self, output: str | PathLike[str] = "study", **how: Any) -> "Outcome":
         """Makes the runs that are missing and writes the page; the command `compare` does the same.
 
-        `how`: data (folder of corpora), device, only (names of arms), max_hours, progress.
+        `how`: device, only (names of arms), max_hours, progress.
         """
         from .command import run
 
@@ -253,15 +258,16 @@ class Study:
             if (whole := found(Path(path))) is None:
                 raise InputError(f"text: {role}: no such file: {path}")
             holds.update(role.encode() + hashlib.sha256(whole.read_bytes()).digest())
+        holds.update(digest(options).encode())
         title = Path(files["train_target"]).name
         return f"text-{holds.hexdigest()[:8]}", Corpus(title, "the study's own", files, options, "13a")
 
     @property
     def reproduction(self) -> Reproduction:
         """The study as an entry of `reproduce`, whose tables and files it shares."""
-        measures = ("first", "validation", *(["bleu"] if self.metric == "bleu" else []))
+        measures = ("first", *(["bleu"] if self.metric == "bleu" else []))
         rows = tuple(self.row(cell, lr, 1) for cell in self.cells for lr in self.lr)
-        scored = "test" if "test_target" in self.corpus[1].files or isinstance(self.text, str) else "valid"
+        scored = "test" if isinstance(self.text, str) or "test_target" in self.text else "valid"
         scale = Scale(self.question, rows, Shown(measures=measures), checkpoint="last", scored=scored, seeds=self.seeds)
         return Reproduction("study", self.title, "ours", self.question, {"rows": scale})
 
@@ -276,14 +282,12 @@ class Study:
         preset = shared.pop("preset", None)
         try:
             options = layered(preset, _CLOCKS, shared, cell.options, {"lr": lr})
-            options.pop("layers", None)
             updates = self._updates(options)
             options |= {"updates": updates, "epochs": 0, "patience": 0, "keep": options.get("keep", 1)}
             if "evaluate_every" not in shared:
                 options["evaluate_every"] = max(1, updates // 4)
-            depth = options.get("decoder_layers", TransformerConfig().decoder_layers)  # type: ignore[attr-defined]
             if "prores_steps" not in {**shared, **cell.options}:
-                options["prores_steps"] /= depth
+                options["prores_steps"] /= _count(options, "decoder_layers")
             options = {name: _duration(name, value, updates) for name, value in options.items()}
             options = _needed(options)
             options["init"] = options.get("init") or _own_start(options.get("residual"))
@@ -297,16 +301,16 @@ class Study:
     def _updates(self, options: Options) -> int:
         if self.updates is not None:
             return self.updates
-        batch = options.get("max_tokens", TrainingConfig().max_tokens)  # type: ignore[attr-defined]
-        batch *= options.get("accumulate", TrainingConfig().accumulate)  # type: ignore[attr-defined]
+        batch = _count(options, "max_tokens") * _count(options, "accumulate")
         if self.tokens is not None:
             return max(1, math.ceil(self.tokens / batch))
         if self.flop is not None:
             from .cost import parameters
 
-            sizes = {name: value for name, value in options.items() if name not in _CLOCKS}
-            return max(1, math.ceil(self.flop / (6 * parameters(sizes, self.corpus[1]) * batch)))
-        return int(options.get("updates", TrainingConfig().updates))  # type: ignore[attr-defined]
+            names = {field.name for kind in (TransformerConfig, DataConfig) for field in kind.FIELDS} - {*_CLOCKS}
+            sizes = {name: value for name, value in options.items() if name in names}
+            return max(1, math.ceil(self.flop / (6 * parameters(sizes, self.corpus, self.data) * batch)))
+        return _count(options, "updates")
 
 
 def _check_kinds(study: Study) -> None:
@@ -318,6 +322,8 @@ def _check_kinds(study: Study) -> None:
             raise InputError(f"arms must be tables of options by name; got {name!r}: {arm!r}")
     if not isinstance(study.options, Mapping):
         raise InputError(f"options must be a table; got {study.options!r}")
+    if not isinstance(study.data, (str, PathLike)):
+        raise InputError(f"data must be the path of a folder; got {study.data!r}")
     for name in ("metric", "baseline", "title", "question"):
         if not isinstance(getattr(study, name), str):
             raise InputError(f"{name} must be a string; got {getattr(study, name)!r}")
@@ -363,12 +369,22 @@ def _check(study: Study) -> None:
         raise InputError(unknown("text", study.text, [*CORPORA, OWN_LOOP]))
     if not isinstance(study.text, str) and not {"train_target", "valid_target"} <= {*study.text}:
         raise InputError(f"text must name the files train_target and valid_target; got {', '.join(study.text)}")
+    if study.metric == "bleu" and not _is_scored(study.text):
+        raise InputError("metric bleu needs sources and targets of a test set, or of the validation set, in the text")
     for name, arm in [("options", study.options), *study.arms.items()]:
         for option, instead in _RESERVED.items():
             if isinstance(arm, Mapping) and option in arm:
                 raise InputError(f"{name}: {option} is {instead}: give it to the study, beside arms")
         if isinstance(arm, Mapping) and name != "options" and "preset" in arm:
             raise InputError(f"arm {name}: a preset belongs to the options that all arms share")
+
+
+def _is_scored(text: str | Mapping[str, Any]) -> bool:
+    """True if the text has translations that can be scored."""
+    if isinstance(text, str):
+        return text in _MADE_PAIRS or text == OWN_LOOP or {"test_source", "test_target"} <= CORPORA[text].files.keys()
+    part = "test" if "test_target" in text else "valid"
+    return {f"{part}_source", f"{part}_target"} <= {*text}
 
 
 def _is_whole(value: Any) -> bool:
@@ -380,11 +396,25 @@ def _is_number(value: Any) -> bool:
 
 
 def _source(arm: Any) -> str:
-    """Returns a digest of a function's source, by which its rows are told from those of an earlier version."""
+    """Returns a digest of a function's source, defaults and captured values, by which its rows are told from those of
+    an earlier version."""
+    if isinstance(arm, functools.partial):
+        return digest([_source(arm.func), repr(arm.args), repr(sorted(arm.keywords.items()))])
     try:
-        return hashlib.sha256(inspect.getsource(arm).encode()).hexdigest()[:8]
+        source = inspect.getsource(arm)
     except (OSError, TypeError):  # it was typed at a prompt, or is no plain function
-        return f"{getattr(arm, '__module__', '')}.{getattr(arm, '__qualname__', type(arm).__qualname__)}"
+        source = f"{getattr(arm, '__module__', '')}.{getattr(arm, '__qualname__', type(arm).__qualname__)}"
+    held = [repr(cell.cell_contents) for cell in getattr(arm, "__closure__", None) or ()]
+    return digest([source, repr(getattr(arm, "__defaults__", None)), repr(getattr(arm, "__kwdefaults__", None)), held])
+
+
+def _count(options: Options, name: str) -> int:
+    """Returns an option that counts something. Errors: InputError if it is not at least 1."""
+    field = _FIELDS[name]
+    value = field.check(options.get(name, field.default))
+    if value < 1:
+        raise InputError(f"{name} must be at least 1; got {value}")
+    return int(value)
 
 
 def _duration(name: str, value: Any, updates: int) -> Any:

@@ -1,6 +1,7 @@
 """The flags of `normformer-rs compare`."""
 
 import argparse
+import dataclasses
 from pathlib import Path
 
 from .. import text
@@ -23,7 +24,7 @@ def parser() -> Command:
         folder = "Folder of runs, rows and page. A stopped study goes on when the command is given again, and several "
         folder += "processes share one. Default: study."
         parser.add_argument("--output", metavar="DIR", default="study", help=folder)
-        parser.add_argument("--data", metavar="DIR", default="data", help="Folder of the corpora. Default: data.")
+        parser.add_argument("--data", metavar="DIR", help="Folder of the corpora. Default: the study's, data.")
         parser.add_argument("--only", metavar="ARM", nargs="+", default=[], help="Make the runs of these arms alone.")
         hours = "Begin no run after so many hours. Default: no limit."
         parser.add_argument("--max-hours", metavar="X", type=float, default=float("inf"), help=hours)
@@ -50,12 +51,12 @@ def _run(args: argparse.Namespace) -> None:
     if not args.max_hours > 0:
         raise InputError(f"--max-hours must be positive; got {args.max_hours}")
     study = Study.read(args.study or DEFAULT, trust=args.trust)
+    study = study if args.data is None else dataclasses.replace(study, data=args.data)
     for name in args.only:
         if name not in study.arms:
             raise UsageError(unknown("arm", name, study.arms), "--only takes names of the study's arms")
-    how = {"data": args.data, "device": args.device}
     if args.dry_run:
-        command.print_plan(study, **how)
+        command.print_plan(study, args.device)
         return
     settings = _settings(args.job_setting)
     if args.jobs < 0:
@@ -63,7 +64,8 @@ def _run(args: argparse.Namespace) -> None:
     if args.jobs and not args.no_train:
         from .jobs import work
 
-        work(study, Path(args.output), args.jobs, settings, only=args.only, max_hours=args.max_hours, **how)
+        how = {"only": args.only, "max_hours": args.max_hours, "device": args.device}
+        work(study, Path(args.output), args.jobs, settings, **how)
     words = " ".join(["normformer-rs compare", *([args.study] if args.study else [])])
     found = command.run(
         study,
@@ -73,7 +75,7 @@ def _run(args: argparse.Namespace) -> None:
         train=not (args.no_train or args.jobs),
         progress=not args.no_progress,
         words=f"{words}\n\n{Path(args.study or DEFAULT).read_text(encoding='utf-8')}",
-        **how,
+        device=args.device,
     )
     if args.report is not None:
         from .reports import REPORTS as clients

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from .._optional import require
+from ..errors import InputError
 from ..loop.progress import write
 from .declared import Study
 
@@ -17,12 +18,16 @@ def work(study: Study, output: Path, jobs: int, settings: Mapping[str, Any], **h
             by default Slurm where it is installed.
         how: as for `Study.run`.
 
-    Errors: the first error of a job; ImportError without submitit.
+    Errors: InputError for a setting that submitit does not know; the first error of a job; ImportError without
+    submitit.
     """
     submitit: Any = require("submitit", "--jobs")
     own = dict(settings)
     executor = submitit.AutoExecutor(folder=str(output / "jobs"), cluster=own.pop("cluster", None))
-    executor.update_parameters(name="normformer_rs", **own)
+    try:
+        executor.update_parameters(**{"name": "normformer_rs", **own})
+    except (NameError, TypeError, ValueError, AssertionError) as error:
+        raise InputError(f"--job-setting: submitit does not take these settings: {error}") from error
     begun = [executor.submit(_make, study, output, how) for _ in range(jobs)]
     write(f"jobs: {', '.join(job.job_id for job in begun)}; their logs are in {output / 'jobs'}")
     for job in begun:

@@ -61,11 +61,11 @@ def results_of(study: Study, output: Path) -> Results:
     return Results(study.reproduction, "rows", output, study.seeds)
 
 
-def runs_of(study: Study, output: Path, data: Path, device: str, progress: bool) -> "Runs":
+def runs_of(study: Study, output: Path, device: str, progress: bool) -> "Runs":
     from ..reproduce.runs import Runs
 
     corpora = {**CORPORA, study.corpus[0]: study.corpus[1]}
-    return Runs(output / "runs", data, device=device, progress=progress, corpora=corpora)
+    return Runs(output / "runs", Path(study.data), device=device, progress=progress, corpora=corpora)
 
 
 def make(study: Study, results: Results, runs: "Runs", only: Sequence[str], max_hours: float) -> bool:

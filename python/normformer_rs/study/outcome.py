@@ -54,6 +54,8 @@ class Outcome(NamedTuple):
     results: Results
     missing: int
     """The number of runs that are still to be made."""
+    stale: int = 0
+    """The number of them that were made with other options, another text or another version."""
 
     def __str__(self) -> str:
         from ..reproduce.tables import markdown
@@ -81,7 +83,9 @@ def outcome(study: Study, results: Results) -> Outcome:
             compared[tuple(arm.cell.key.values())] = one
     compared = holm(compared)
     arms = [_with(study, arm, compared.get(tuple(arm.cell.key.values()))) for arm in arms]
-    return Outcome(study, arms, results, study.runs - sum(_made(study, results, arm) for arm in arms))
+    missing = study.runs - sum(map(_made, arms))
+    tuning = [row for cell in study.cells for seed in range(1, study.seeds + 1) for row in study.tuning(cell, seed)]
+    return Outcome(study, arms, results, missing, sum(map(results.is_stale, tuning)) + results.stale)
 
 
 def _with(study: Study, arm: Arm, one: Compared | None) -> Arm:
@@ -132,7 +136,7 @@ def _sensitivity(made: Mapping[float, Mapping[str, str]]) -> float:
     return statistics.fmean(losses) - min(losses)
 
 
-def _made(study: Study, results: Results, arm: Arm) -> int:
+def _made(arm: Arm) -> int:
     tuned = sum(len(values) for values in arm.curve.values())
     return tuned + len(arm.values)
 

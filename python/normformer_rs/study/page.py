@@ -187,8 +187,8 @@ def _limits(found: Outcome) -> list[str]:
         said.append("Where a rate is at the edge of the grid, the arm's best value was perhaps not reached.")
     if found.missing:
         said.append(f"{found.missing} of {study.runs} runs have not been made.")
-    if found.results.stale:
-        said.append(f"{found.results.stale} rows were measured with other options, and are not shown.")
+    if found.stale:
+        said.append(f"{found.stale} runs were measured only with other options or versions, and are not shown.")
     return said
 
 
@@ -206,9 +206,15 @@ def _blocks(found: Outcome, output: Path, words: str) -> list[Block]:
     spent = [[arm.cell.name, str(len(arm.values) + sum(map(len, arm.curve.values()))), duration(arm.seconds)]
              for arm in found.arms]  # fmt: skip
     blocks += [Heading("Cost"), Table(["arm", "runs", "time of training"], spent)]
-    facts = "; ".join(f"{name} {value}" for name, value in made_by().items() if value)
-    blocks += [Heading("How it was made"), Paragraph(facts), Code(words)]
+    blocks += [Heading("How it was made"), Paragraph(_made(found)), Code(words)]
     return blocks
+
+
+def _made(found: Outcome) -> str:
+    """Returns when and by what the rows were measured."""
+    facts = {name: sorted({row[name] for row in found.results.rows if row.get(name)}) for name in made_by()}
+    facts["date"] = [*dict.fromkeys((facts["date"][0], facts["date"][-1]))] if facts["date"] else []
+    return "; ".join(f"{name} {', '.join(values)}" for name, values in facts.items() if values)
 
 
 def _pictures(found: Outcome, output: Path) -> list[Block]:

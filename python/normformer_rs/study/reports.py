@@ -11,6 +11,7 @@ from ..reproduce.declared import Row
 from ..reproduce.runs import folder_of
 from .declared import Study
 from .outcome import Outcome
+from .trials import log_of
 
 TENSORBOARD = "tensorboard"
 _Curve = tuple[str, int, float]
@@ -65,7 +66,7 @@ def _runs(found: Outcome, output: Path) -> Iterator[tuple[Row, dict[str, float],
     for row in _rows(found.study):
         columns = found.results.find(row)
         if columns is not None:
-            yield row, _numbers(columns), list(_curves(output / "runs" / folder_of(row)))
+            yield row, _numbers(columns), list(_curves(output / "runs", row))
 
 
 def _rows(study: Study) -> Iterator[Row]:
@@ -85,9 +86,9 @@ def _numbers(columns: dict[str, str]) -> dict[str, float]:
     return found
 
 
-def _curves(folder: Path) -> Iterator[_Curve]:
+def _curves(runs: Path, row: Row) -> Iterator[_Curve]:
     """Yields the curves of a run of the loop, or of a trial."""
-    trial = folder.with_suffix(".json")
+    folder, trial = runs / folder_of(row), log_of(row, runs)
     if (folder / LOG).exists():
         history = History.read(folder)
         for update, nll, norm in zip(history.update, history.nll, history.grad_norm):

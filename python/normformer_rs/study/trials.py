@@ -16,7 +16,7 @@ from torch import nn
 
 from ..errors import InputError
 from ..loop.progress import write
-from ..reproduce.declared import Options, Row
+from ..reproduce.declared import Options, Row, digest
 from ..reproduce.results import Results, made_by
 from ..reproduce.runs import Course, Runs, folder_of
 from ..surgery import swap_norms, swap_residuals
@@ -45,7 +45,7 @@ class Trial:
         self.updates = study.updates
         self.generator = torch.Generator().manual_seed(self.seed)
         self.losses: list[float] = []
-        self.valid = math.nan
+        self.valid: float | None = None
         """The last validation loss that was reported."""
         self.is_over = False
         self._began = time.monotonic()
@@ -57,9 +57,9 @@ class Trial:
     def apply(self, model: _Model, *, example: Any = None) -> _Model:
         """Applies the arm to a new model, in place, and returns it.
 
-        An arm of options is swapped in: `residual` by `swap_residuals`, with the study's initialisation, then `norm` by
-        `swap_norms`, with first values of its own; other options are those of the first of the two that the arm has. An
-        arm that is a function gets the model.
+        An arm of options, added to the study's, is swapped in: `residual` by `swap_residuals`, with the study's
+        initialisation, then `norm` by `swap_norms`, with first values of its own; other options are those of the first
+        of the two that the arm has. An arm that is a function gets the model.
 
         Args:
             example: an input for the swap, where a run of the model cannot be made from its configuration.
@@ -71,7 +71,7 @@ class Trial:
             changed = arm(model)
             model = model if changed is None else changed
         else:
-            _swap(model, dict(arm), self.init, example)
+            _swap(model, {**self._study.options, **arm}, self.init, example)
         _seed(self.seed)
         return model
 
@@ -103,8 +103,8 @@ class Trial:
         unigrams' entropy."""
         course = Course.of(np.array(self.losses))
         first = self.losses[0] if self.losses else math.nan
-        value = self.valid if math.isfinite(self.valid) else course.last
-        is_finite = bool(self.losses) and math.isfinite(self.losses[-1])
+        value = course.last if self.valid is None else self.valid
+        is_finite = bool(self.losses) and math.isfinite(self.losses[-1]) and math.isfinite(value)
         return {
             "verdict": course.verdict(is_finite, first, value),
             "updates": len(self.losses),
@@ -124,6 +124,8 @@ def trials(study: Study, output: Path) -> Iterator[Trial]:
     """
     if study.metric != "valid_nll":
         raise InputError(f'a loop of your own reports losses: metric must be "valid_nll"; got "{study.metric}"')
+    if study.tokens is not None or study.flop is not None:
+        raise InputError("a loop of your own is counted in updates: give updates in place of tokens or flop")
     study = dataclasses.replace(study, text=OWN_LOOP)
     results = results_of(study, output)
     runs = Runs(output / "runs", Path("data"), device="cpu", progress=False)
@@ -134,7 +136,7 @@ def trials(study: Study, output: Path) -> Iterator[Trial]:
             if not is_ours or results.find(row) is not None:
                 continue
             write(f"{output}: {', '.join(row.key.values())}, seed {row.seed}")
-            trial = Trial(study, cell, row, lr, runs.folder / f"{folder_of(row)}.json")
+            trial = Trial(study, cell, row, lr, log_of(row, runs.folder))
             yield trial
             if trial.losses:
                 _keep(trial, row, results)
@@ -153,6 +155,11 @@ def _wanted(study: Study, results: Results) -> Iterator[tuple[Cell, int, float]]
             chosen = chosen_of(study, results, cell, seed)
             if chosen is not None and chosen.rate is not None:
                 yield cell, seed, chosen.rate
+
+
+def log_of(row: Row, folder: Path) -> Path:
+    """Returns the file of a trial's losses."""
+    return folder / f"{folder_of(row)}-{digest(row.key)}.json"
 
 
 def _keep(trial: Trial, row: Row, results: Results) -> None:
