@@ -74,6 +74,7 @@ def moments(x: torch.Tensor) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.one_in(test=2)
 def test_matrices_and_layers(name):
     model, batch = made(name, attn_implementation="eager")
     found = probe(model, batch)
@@ -114,6 +115,7 @@ def test_matrices_and_layers(name):
 
 
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.one_in(test=2)
 def test_attention_sees_the_pairs_of_softmax(name):
     """Entropies from the weights that the model returns; equal through torch's operator and products with a softmax."""
     eager, batch = made(name, attn_implementation="eager")
@@ -192,6 +194,7 @@ def test_in_a_loop_of_ones_own():
     assert len(watch.readings) == before and "<table>" in watch.readings._repr_html_()
 
 
+@pytest.mark.full
 def test_heat_maps_by_layer_and_time(tmp_path):
     import matplotlib.image
 

@@ -160,6 +160,7 @@ FIELDS = [field.name for field in dataclasses.fields(Study)]
 
 
 @pytest.mark.parametrize("name", FIELDS)
+@pytest.mark.one_in(test=3)
 def test_no_kind_of_value_ends_in_a_traceback(name):
     """A TOML file may have any of these in any place."""
     for value in (3, -1, 0, 2.5, math.nan, math.inf, True, "", "x", [], [3], ["x"], [{}], {}, {"x": 1}, {"x": {}}):
@@ -430,6 +431,7 @@ class Mine(nfrs.Norm):
         return x * x.square().mean(-1, keepdim=True).rsqrt()
 
 
+@pytest.mark.full
 def test_norms_of_ones_own_are_arms(tmp_path):
     arms = {"layernorm": {"norm": "layernorm"}, "mine": {"norm": Mine}}
     found = Study(arms=arms, options=SMALL, lr=[1e-3], seeds=1, updates=3, text="demo").run(tmp_path, progress=False)
@@ -521,7 +523,8 @@ class Client:
         self.open = None
 
 
-@pytest.mark.parametrize("name", ["wandb", pytest.param("trackio", marks=pytest.mark.full)])
+@pytest.mark.parametrize("name", ["wandb", "trackio"])
+@pytest.mark.full
 def test_curves_and_rows_are_reported(compare, monkeypatch, name):
     client = Client()
     monkeypatch.setitem(sys.modules, name, client)
@@ -534,6 +537,7 @@ def test_curves_and_rows_are_reported(compare, monkeypatch, name):
     assert logged[6]["row/valid_nll"] == float(row["valid_nll"]) == pytest.approx(logged[6]["valid/nll"], abs=1e-4)
 
 
+@pytest.mark.full
 def test_curves_and_rows_are_written_for_tensorboard(compare):
     reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     assert compare("study.toml --only pre --report tensorboard")[0] == 0
