@@ -203,7 +203,7 @@ class Probe:
         owner = name.rpartition(".")[0]
         if name in self._shares:
             yield from ((share.role, share.of(t)) for share in self._shares[name])
-        elif f"{owner}.weight" not in self._shares:
+        elif not any(key.rpartition(".")[0] == owner for key in self._shares):
             yield ("norm" if self.model.get_submodule(owner) in self._norms else "other"), t
 
     # ---- parameters ----
