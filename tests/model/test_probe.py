@@ -133,6 +133,25 @@ def test_attention_sees_the_pairs_of_softmax(name):
             assert other.of(measure) == pytest.approx(probe(eager, batch).of(measure), **NEAR)
 
 
+@pytest.mark.parametrize("name", ["llama", "bert"])
+def test_long_attentions_are_measured_in_parts(name, monkeypatch):
+    """A query at a time, with masks and with the operator's own causal one: the same numbers."""
+    for form, is_masked in (("sdpa", True), ("sdpa", False), ("eager", True)):
+        model, batch = made(name, attn_implementation=form)
+        batch = batch if is_masked else {"input_ids": batch["input_ids"]}
+        whole = probe(model, batch)
+        monkeypatch.setattr("normformer_rs.analysis.logits._ELEMENTS", 1)
+        parts = probe(model, batch)
+        monkeypatch.undo()
+        for measure in ("entropy", "logit"):
+            assert parts.of(measure) == pytest.approx(whole.of(measure), rel=1e-12)
+
+
+def test_a_block_alone():
+    found = probe(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), torch.randn(1, 3, 8), lambda out: out.sum())
+    assert found.layers("gradient", "q").keys() == {0} and found.layers("logit", "attention").keys() == {0}
+
+
 def test_logits_are_those_of_queries_and_keys():
     model, batch = made("bert")
     found, seen = probe(model, batch), {}

@@ -54,8 +54,9 @@ def of_pages(*kinds: str) -> list:
 @pytest.mark.filterwarnings("ignore:The given buffer is not writable:UserWarning")  # of torch.export.load
 @pytest.mark.parametrize("page, code, output", of_pages("python"))
 @pytest.mark.full
-def test_python_of_the_pages(page, code, output, monkeypatch):
+def test_python_of_the_pages(page, code, output, monkeypatch, tmp_path):
     """It runs, and prints what stands below it."""
+    monkeypatch.chdir(tmp_path)  # a page may write into the folder where it runs
     if "import wandb" in code:  # which no test installs
         monkeypatch.setitem(sys.modules, "wandb", ModuleType("wandb"))
     printed = io.StringIO()

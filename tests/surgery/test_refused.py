@@ -357,3 +357,53 @@ def test_a_wrong_filter_is_an_input_error(filter):
     with pytest.raises(nfrs.InputError, match=r"is not possible, and nothing was changed: (Type|Key)Error"):
         swap_norms(model, "dyt", filter=filter)
     assert_same(state_of(model), state)
+
+
+class Stages(nn.Module):
+    """A list of lists, whose last norm reads the output of each stage."""
+
+    def __init__(self):
+        super().__init__()
+        self.stages = nn.ModuleList([nn.ModuleList([PreNorm(), PreNorm()]) for _ in range(2)])
+        self.norm = nn.LayerNorm(8)
+
+    def forward(self, x):
+        found = 0
+        for stage in self.stages:
+            for block in stage:
+                x = block(x)
+            found = found + self.norm(x)
+        return found
+
+
+class PreNorm(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.fc1, self.fc2 = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x):
+        return x + self.fc2(torch.relu(self.fc1(self.norm(x))))
+
+
+def backbone(*stages):
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "image_size": 28, "patch_size": 14}
+    return transformers.Dinov2Backbone(transformers.Dinov2Config(**sizes, out_features=[*stages])).eval()
+
+
+@pytest.mark.parametrize(
+    ("build", "x"),
+    [
+        (Stages, torch.linspace(-1, 1, 48).view(2, 3, 8)),
+        (lambda: backbone("stage1", "stage3"), {"pixel_values": torch.linspace(-1, 1, 2352).view(1, 3, 28, 28)}),
+    ],
+)
+def test_a_norm_that_reads_between_the_blocks_takes_no_scheme_with_several_tensors(build, x):
+    """BridgeTower's kind; a scheme that has only x is taken."""
+    model = build()
+    for scheme in ("dlcl", "resi-dual", "mhc"):
+        with pytest.raises(
+            nfrs.InputError, match=r"^(norm|layernorm), the norm after .* also norms the output of a block"
+        ):
+            swap_residuals(model, scheme, init=None, example=x)
+    swap_residuals(model, "deepnorm", init=None, example=x)

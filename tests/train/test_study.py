@@ -3,7 +3,6 @@
 import contextlib
 import csv
 import dataclasses
-import functools
 import html
 import importlib.util
 import itertools
@@ -22,12 +21,12 @@ from pathlib import Path
 import matplotlib.image
 import pytest
 import torch
-from torch import nn
 
 import normformer_rs as nfrs
 from normformer_rs import cli
 from normformer_rs.reproduce.results import RECIPE
 from normformer_rs.reproduce.runs import folder_of
+from normformer_rs.reproduce.spread import difference
 from normformer_rs.study import Study, flags, page
 from normformer_rs.study.measured import Chosen, choose, results_of
 from normformer_rs.study.outcome import as_json, outcome
@@ -111,6 +110,8 @@ def test_durations_are_shares_of_the_run():
     branch, slow, prores = (study.row(cell, 1e-3, 1).options for cell in study.cells)
     assert (branch["branchnorm_steps"], slow["branchnorm_steps"], branch["warmup"]) == (40, 100, 20)
     assert prores["prores_steps"] * prores["decoder_layers"] == 100 and "prores_steps" not in branch
+    own = Study(arms={"often": {"evaluate_every": 20}, "seldom": {}}, updates=200)
+    assert [own.row(cell, 1e-3, 1).options["evaluate_every"] for cell in own.cells] == [20, 50]
     fixed = Study(arms={"branchnorm": {"residual": "branchnorm"}}, options={"warmup": 7}, updates=200)
     assert fixed.row(fixed.cells[0], 1e-3, 1).options["warmup"] == 7
 
@@ -146,6 +147,7 @@ def test_budgets_of_tokens_and_operations():
         ({"text": "dem"}, 'unknown text "dem" (did you mean "demo"?)'),
         ({"text": {"train_target": "a"}}, "text must name the files train_target and valid_target"),
         ({"arms": {"a": {"lr": 1}}}, "a: lr is the study's lr, a list of rates for all arms"),
+        ({"options": {"patience": 3}}, "options: patience is the study's updates, tokens or flop"),
         ({"arms": {"a": {"norm": "layernrm"}}}, 'arm a: unknown norm "layernrm"'),
         ({"arms": {"a": {"nrm": "layernorm"}}}, 'arm a: unknown option "nrm"'),
         ({"options": {"preset": "tiny"}}, 'unknown preset "tiny"'),
@@ -242,6 +244,22 @@ def test_equal_arms_differ_in_one_of_twenty_studies():
 
 
 @pytest.mark.full
+def test_rates_chosen_on_the_other_reported_seeds_would_find_too_much():
+    """Why each reported seed has a tuning seed of its own: with equal arms, and eight seeds of which each has the rate
+    that is best on the other seven, far more than 5 % of studies find a difference."""
+    draw, alarms, seeds = random.Random(1), 0, range(8)
+    for _ in range(1000):
+        arms = [[[draw.gauss(3, 0.03) for _ in range(3)] for _ in seeds] for _ in range(2)]
+        values = []
+        for losses in arms:
+            best = [min(range(3), key=lambda r: sum(losses[o][r] for o in seeds if o != s)) for s in seeds]
+            values.append([losses[s][best[s]] for s in seeds])
+        found = difference([a - b for a, b in zip(*values)])
+        alarms += found is not None and found.p < 0.05
+    assert alarms > 100
+
+
+@pytest.mark.full
 def test_several_equal_arms_differ_as_rarely_as_one():
     draw, alarms = random.Random(2), 0
     study = Study(arms=dict.fromkeys("abcd", ARMS["pre"]), options=SMALL, lr=[1e-3], seeds=4, updates=5)
@@ -335,19 +353,6 @@ def test_bleu_needs_translations():
         Study(arms=ARMS, metric="bleu", updates=5, text=text)
 
 
-def test_functions_are_known_by_what_they_hold():
-    def by(eps):
-        return lambda model: eps
-
-    def recipe(arm):
-        study = Study(arms={"a": arm}, updates=5)
-        return study.row(study.cells[0], 1e-3, 1).recipe
-
-    assert recipe(by(1)) == recipe(by(1)) != recipe(by(2))
-    partial = functools.partial
-    assert recipe(partial(build, eps=1)) == recipe(partial(build, eps=1)) != recipe(partial(build, eps=2))
-
-
 # ---- runs and page ----
 
 
@@ -438,30 +443,20 @@ def test_norms_of_ones_own_are_arms(tmp_path):
     assert [arm.verdicts for arm in found.arms] and all(arm.found for arm in found.arms)
 
 
-SCHEMES = [entry["name"] for entry in nfrs.tables()["residuals"]]
-
-
 def first_values(**options) -> dict[str, torch.Tensor]:
     shape = {"vocab_size": 50, "d_model": 32, "d_ff": 64, "heads": 4, "decoder_layers": 4, "init": "xavier"}
     return nfrs.Transformer(nfrs.TransformerConfig(**shape, encoder_layers=2, **options), seed=1).state_dict()
 
 
 def test_arms_start_alike():
-    """Gates and norms of a scheme do not shift the first values of other parameters."""
-    base, own = first_values(), set()
-    for scheme in SCHEMES:
-        other = first_values(residual=scheme)
+    """Norms and gates of a scheme do not shift the first values of other parameters; nor does a third matrix."""
+    base = first_values()
+    others = [{"residual": entry["name"]} for entry in nfrs.tables()["residuals"]]
+    others += [{"norm": entry["name"]} for entry in nfrs.tables()["norms"]] + [{"activation": "swiglu"}]
+    for options in others:
+        other = first_values(**options)
         both = [name for name, t in base.items() if t.dim() > 1 and name in other and t.shape == other[name].shape]
-        unlike = [name for name in both if not base[name].equal(other[name])]
-        own |= {scheme} if unlike else set()
-        # A scheme may have a start of its own; then the same numbers are scaled.
-        for name in unlike:
-            ratio = other[name] / base[name]
-            assert ratio.std() < 1e-5 * ratio.abs().mean(), (scheme, name)
-        assert both
-    assert len(own) <= 3, own
-    gated, name = first_values(activation="swiglu"), "encoder.layers.0.self_attn.out_proj.weight"
-    assert gated[name].equal(base[name])
+        assert both and all(base[name].equal(other[name]) for name in both), options
     matrices = [t for t in base.values() if t.dim() > 1]
     alike = [(a.shape, b.shape) for a, b in itertools.combinations(matrices, 2) if a.shape == b.shape and a.equal(b)]
     assert alike == [], "each parameter has numbers of its own"
@@ -548,6 +543,12 @@ def test_curves_and_rows_are_written_for_tensorboard(compare):
     assert math.isfinite(events.Scalars("valid_nll")[0].value)
 
 
+def test_every_client_has_a_flag():
+    from normformer_rs.study import reports
+
+    assert {*flags.REPORTS} == {*reports.REPORTS}
+
+
 @pytest.mark.full
 def test_jobs_make_the_same_rows(compare):
     """submitit's local executor: two jobs, then the page; one that has nothing to do says the same."""
@@ -567,97 +568,6 @@ def test_wrong_jobs_are_named(compare):
         assert "submitit does not take these settings" in said and "unheard_of" in said
     assert "expected NAME=VALUE" in compare("study.toml --jobs 1 --job-setting gpu")[2][0]
     assert "--jobs must not be negative" in compare("study.toml --jobs -1")[2][0]
-
-
-# ---- loops of one's own ----
-
-
-def build() -> nn.Module:
-    return nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, dropout=0.1), 2)
-
-
-def loop(trial, model: nn.Module, seen: dict) -> None:
-    """A training loop that knows nothing of studies but the two lines of a trial."""
-    seen[trial.arm, trial.lr, trial.seed] = {name: p.detach().clone() for name, p in model.named_parameters()}
-    optimizer = torch.optim.SGD(model.parameters(), lr=trial.lr)
-    for step in itertools.count(1):
-        x = torch.randn(2, 3, 8, generator=trial.generator)
-        loss = (model(x) - 1).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        seen.setdefault((trial.arm, "batches"), []).append(float(x.sum()))
-        if not trial.report(step, loss):
-            break
-
-
-def test_a_loop_of_ones_own(tmp_path):
-    seen: dict = {}
-    arms = {"stock": lambda model: None, "deepnorm": {"residual": "deepnorm"}, "rms": {"norm": "rmsnorm"}}
-    study = Study(arms=arms, lr=[1e-3, 1e-2], seeds=2, updates=4)
-    for trial in study.trials(tmp_path):
-        loop(trial, trial.apply(build()), seen)
-    results = results_of(dataclasses.replace(study, text="own loop"), tmp_path)
-    assert len(results.rows) == study.runs == 18 and (tmp_path / "study.html").exists()
-    found = json.loads((tmp_path / "study.json").read_text())
-    assert found["missing_runs"] == 0 and [arm["arm"] for arm in found["arms"]] == [*arms]
-    assert seen["stock", "batches"] == seen["rms", "batches"] == seen["deepnorm", "batches"], "equal batches by seed"
-    stock, rms = seen["stock", 1e-3, 1001], seen["rms", 1e-3, 1001]
-    assert all(torch.equal(stock[name], rms[name]) for name in stock if name in rms)
-    assert not [*study.trials(tmp_path)], "a second call has nothing to do"
-
-
-def test_a_trial_that_ends_early_is_made_again(tmp_path):
-    study = Study(arms={"stock": lambda model: None}, lr=[1e-2], seeds=1, updates=4)
-    with pytest.raises(ZeroDivisionError):
-        for trial in study.trials(tmp_path):
-            trial.report(1, 2.0)
-            1 / 0  # noqa: B018
-    made = [repr(trial) for trial in study.trials(tmp_path) if trial.report(1, 2.0)]
-    assert made == ["Trial(stock, 0.01, seed 1001)", "Trial(stock, 0.01, seed 1)"]
-
-
-def test_a_validation_loss_that_is_not_finite_is_no_value(tmp_path):
-    """The training loss does not stand in for it."""
-    study = Study(arms={"stock": lambda model: None}, lr=[1e-2], seeds=1, updates=2)
-    for trial in study.trials(tmp_path):
-        trial.report(1, 2.0)
-        trial.report(2, 1.0, valid=math.inf)
-    assert json.loads((tmp_path / "study.json").read_text())["arms"][0]["failed"] == 1
-
-
-def test_the_studys_options_hold_for_arms_of_a_loop(tmp_path):
-    study = Study(arms={"pre": {"residual": "prenorm"}}, options={"norm": "rmsnorm"}, lr=[1e-2], seeds=1, updates=2)
-    for trial in study.trials(tmp_path):
-        model = trial.apply(build())
-        assert any("RMSNorm" in type(module).__name__ for module in model.modules())
-        break
-
-
-def test_a_loss_that_is_not_finite_ends_a_trial_as_diverged(tmp_path):
-    study = Study(arms={"stock": lambda model: None}, lr=[1e-2], seeds=1, updates=9)
-    for trial in study.trials(tmp_path):
-        assert trial.report(1, 2.0)
-        assert not trial.report(2, math.nan) and trial.is_over
-        with pytest.raises(nfrs.InputError, match="is over"):
-            trial.report(3, 1.0)
-    found = json.loads((tmp_path / "study.json").read_text())
-    assert found["arms"][0]["failed"] == 1 and found["arms"][0]["verdicts"] == "failed with every rate"
-
-
-def test_wrong_trials_are_named(tmp_path):
-    study = Study(arms={"stock": lambda model: None}, lr=[1e-2], seeds=1, updates=9)
-    with pytest.raises(nfrs.InputError, match="use `for trial in study`"):
-        study.run(tmp_path)
-    for trial in study.trials(tmp_path):
-        trial.report(3, 1.0)
-        with pytest.raises(nfrs.InputError, match="expected an update after 3; got step 2"):
-            trial.report(2, 1.0)
-        break
-    with pytest.raises(nfrs.InputError, match="is counted in updates: give updates in place of tokens or flop"):
-        next(Study(arms=ARMS, tokens=300).trials(tmp_path))
-    with pytest.raises(nfrs.InputError, match='metric must be "valid_nll"'):
-        next(Study(arms=ARMS, metric="bleu", updates=3).trials(tmp_path))
 
 
 def test_the_page_of_numbers_is_json(tmp_path):

@@ -1,7 +1,6 @@
-"""What flows through a model: gradients, weights, activations, attention and layers, by layer and role."""
+"""Measurements of a model by layer and role: gradients, weights, updates, activations, attention."""
 
 import contextlib
-import inspect
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -10,15 +9,15 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from .._html import table
 from ..errors import InputError
 from ..surgery.blocks import is_transposed, parts_of
 from ..surgery.discover import find_stacks
-from ..surgery.examples import quietly
+from ..surgery.examples import caller, quietly
 from ..surgery.record import is_norm
+from .logits import MASKED, Attentions
 
 MEASURES = {
     "gradient": "‖∂loss/∂W‖₂ of the rows, before clipping",
@@ -65,7 +64,7 @@ class _Share(NamedTuple):
 
 
 class Readings(list[Reading]):
-    """What one pass showed. A notebook shows a table with a line for each role and measure."""
+    """The measurements of one pass. A notebook shows a table with a line for each role and measure."""
 
     def of(self, measure: str, role: str | None = None) -> dict[str, float]:
         """Returns the values of a measure by name; with a role, only those of that role."""
@@ -157,7 +156,7 @@ class Probe:
                 self._hooks.append(module.register_forward_hook(self._leave_block, with_kwargs=True, always_call=True))
             elif f"{name}.weight" in self._shares or module in self._norms:
                 self._hooks.append(module.register_forward_hook(self._leave))
-        self._stack.enter_context(_Attentions(self._attended))
+        self._stack.enter_context(Attentions(self._attended))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -191,8 +190,9 @@ class Probe:
 
     def _layer_of(self, name: str) -> int | None:
         """Returns the layer that has the module or parameter of this name."""
-        inside = [(block, number) for block, number in self._layers.values() if f"{name}.".startswith(f"{block}.")]
-        return max(inside, default=("", None))[1] if self._layers else None
+        path = f"{name}."
+        inside = [one for one in self._layers.values() if not one[0] or path.startswith(f"{one[0]}.")]
+        return max(inside, default=("", None))[1]  # the longest name: the innermost block
 
     def _put(self, name: str, role: str, measure: str, value: float) -> None:
         self._passes[name, role, measure] = (self._layer_of(name), value)
@@ -263,18 +263,22 @@ class Probe:
             self._put(name, "layer", "cosine", float(cosines.mean()))
         self._put(name, "layer", "rank", _effective_rank(y.detach().double()))
 
-    def _attended(self, scores: Tensor) -> None:
+    def _attended(self, logits: Iterator[Tensor]) -> None:
+        """Measures an attention from its logits, which come in parts by queries."""
         if not self._within:
             return
-        name, _ = self._layers[self._within[-1]]
-        scores = scores.detach().double()
-        sees = scores > torch.finfo(torch.float32).min / 2
-        number = sum(key[0] == name or key[0].startswith(f"{name} (") for key in self._passes if key[2] == "logit")
+        name, layer = self._layers[self._within[-1]]
+        number = sum(key[0].partition(" (")[0] == name for key in self._passes if key[2] == "logit")
         name = f"{name} ({number + 1})" if number else name
-        seen = scores.masked_fill(~sees, -math.inf)
-        entropies = torch.special.entr(seen.softmax(-1)).sum(-1)[sees.any(-1)]
-        self._passes[name, "attention", "logit"] = (self._layers[self._within[-1]][1], float(seen.max()))
-        self._passes[name, "attention", "entropy"] = (self._layers[self._within[-1]][1], float(entropies.mean()))
+        largest, entropy, queries = -math.inf, 0.0, 0
+        for part in logits:
+            sees = part > MASKED
+            seen = part.masked_fill(~sees, -math.inf)
+            of_queries = torch.special.entr(seen.softmax(-1)).sum(-1)[sees.any(-1)]
+            largest = max(largest, float(seen.max()))
+            entropy, queries = entropy + float(of_queries.sum()), queries + of_queries.numel()
+        self._passes[name, "attention", "logit"] = (layer, largest)
+        self._passes[name, "attention", "entropy"] = (layer, entropy / queries if queries else math.nan)
 
 
 def probe(model: nn.Module, batch: Any, loss: Callable[[Any], Tensor] | None = None) -> Readings:
@@ -282,20 +286,21 @@ def probe(model: nn.Module, batch: Any, loss: Callable[[Any], Tensor] | None = N
 
     Args:
         model: as for `Probe`.
-        batch: keyword arguments in a dictionary, a tuple of arguments, or one tensor.
+        batch: an input as for `swap_residuals`; keyword arguments may have labels.
         loss: a function of the model's output; None for its attribute `loss`. Without either there are no gradients.
 
     Returns: the numbers by layer, role and measure. Errors: as those of `Probe`; InputError for a loss that is not one
     number that depends on the parameters.
     """
-    watch = Probe(model, batch)
+    watch, run = Probe(model, batch), caller(model, batch)
+    if run is None:
+        raise InputError(f"probe needs a batch for a {type(model).__name__}, whose configuration tells none")
     kept = {name: p.grad for name, p in model.named_parameters()}
     try:
         for p in model.parameters():
             p.grad = None
         with quietly(model), torch.enable_grad(), watch:
-            arguments = batch if isinstance(batch, tuple) else (batch,)
-            out = model(**batch) if isinstance(batch, Mapping) else model(*arguments)
+            out = run()
             value = getattr(out, "loss", None) if loss is None else loss(out)
             if value is not None and not (isinstance(value, Tensor) and value.numel() == 1 and value.requires_grad):
                 raise InputError("loss must be one number that depends on the parameters")
@@ -305,83 +310,6 @@ def probe(model: nn.Module, batch: Any, loss: Callable[[Any], Tensor] | None = N
         for name, p in model.named_parameters():
             p.grad = kept[name]
     return watch.readings
-
-
-class _Attentions(TorchFunctionMode):
-    """Calls a function with the logits of each attention, after masks."""
-
-    def __init__(self, heard: Callable[[Tensor], None]) -> None:
-        super().__init__()
-        self._heard = heard
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        name = getattr(func, "__name__", "")
-        with torch.no_grad():
-            if name == "scaled_dot_product_attention":
-                self._heard(_scores(*args, **kwargs))
-            elif name == "softmax" and (x := args[0] if args else kwargs["input"]).dim() >= 3:
-                if (args[1] if len(args) > 1 else kwargs.get("dim")) in (-1, x.dim() - 1):
-                    self._heard(x)
-            elif name == "multi_head_attention_forward":
-                bound = inspect.signature(F.multi_head_attention_forward).bind(*args, **kwargs)
-                bound.apply_defaults()
-                self._heard(_torchs_scores(bound.arguments))
-        return func(*args, **kwargs)
-
-
-def _scores(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
-    """Returns the logits of torch's operator, after its mask."""
-    if key.dim() > 3 and key.shape[-3] != query.shape[-3]:
-        key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
-    scores = query.double() @ key.double().mT * (query.shape[-1] ** -0.5 if scale is None else scale)
-    if is_causal:
-        seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
-        scores = scores.masked_fill(~seen, -math.inf)
-    return _masked(scores, attn_mask)
-
-
-def _masked(scores: Tensor, mask: Tensor | None) -> Tensor:
-    if mask is None:
-        return scores
-    return scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
-
-
-def _torchs_scores(given: Mapping[str, Any]) -> Tensor:
-    """Returns the logits of torch.nn's attention, (B, heads, L, S), after its masks."""
-    query, key, heads = given["query"], given["key"], given["num_heads"]
-    if given["use_separate_proj_weight"]:
-        weights = [given["q_proj_weight"], given["k_proj_weight"]]
-    else:
-        weights = list(given["in_proj_weight"].chunk(3)[:2])
-    bias = given["in_proj_bias"]
-    biases = bias.chunk(3)[:2] if bias is not None else (None, None)
-    q, k = (F.linear(x, w, b) for x, w, b in zip((query, key), weights, biases))
-    if q.dim() == 2:  # without a batch
-        q, k = q[:, None], k[:, None]
-    q, k = (t.reshape(len(t), t.shape[1], heads, -1).permute(1, 2, 0, 3) for t in (q, k))
-    mask, padding = given["attn_mask"], given["key_padding_mask"]
-    if mask is not None and mask.dim() == 3:
-        mask = mask.view(-1, heads, *mask.shape[-2:])
-    is_causal = given["is_causal"] and mask is None
-    scores = _masked(_scores(q, k, k, None, is_causal=is_causal), _negated(mask))
-    hidden = _negated(padding)
-    return _masked(scores, None if hidden is None else hidden[..., None, None, :])
-
-
-def _negated(mask: Tensor | None) -> Tensor | None:
-    """Returns a mask of torch.nn's modules, whose True hides a pair, as one of the operator's."""
-    return ~mask if mask is not None and mask.dtype == torch.bool else mask
 
 
 def _effective_rank(y: Tensor) -> float:

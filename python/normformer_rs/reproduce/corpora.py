@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from .. import demo, text
+from ..errors import InputError
 from .declared import Options
 
 Files = dict[str, Path]
@@ -146,6 +147,16 @@ def missing(names: Iterable[str], data: Path) -> dict[str, list[str]]:
     """Returns the files that the folder lacks, by corpus."""
     lacking = {name: [path for path in CORPORA[name].files.values() if found(data / path) is None] for name in names}
     return {name: paths for name, paths in lacking.items() if paths}
+
+
+def check_text(name: str, data: Path) -> None:
+    """Checks that a corpus is there; texts of a user's own are not looked at. Errors: InputError with the files that
+    are missing."""
+    for _, files in missing([name] if name in CORPORA else [], data).items():
+        raise InputError(
+            f"text {name} needs {len(files)} files that {data} lacks (plain or .gz): {', '.join(files)}. "
+            f"{CORPORA[name].title}: {CORPORA[name].origin}"
+        )
 
 
 def prepare(name: str, data: Path, folder: Path, corpora: Mapping[str, Corpus] = CORPORA) -> Files:

@@ -92,7 +92,7 @@ class Results:
         with alone(self.folder):
             self.read()
             made = {**row.key, "seed": str(row.seed), RECIPE: row.recipe, **columns}
-            # A study may have fewer columns in its key than an earlier one in this folder, whose rows stay.
+            # A row of a study replaces only itself: another study in this folder may name its rows by more columns.
             self.rows = [one for one in self.rows
                          if not _is_of(one, row) or (row.version and one.get(RECIPE) != row.recipe)]  # fmt: skip
             self.rows.append({name: str(value) for name, value in made.items()})

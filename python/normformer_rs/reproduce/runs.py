@@ -110,10 +110,7 @@ class Runs:
         return Run(output, row, self.files(row.corpus), verdict, has_ended)
 
     def _train(self, row: Row, output: Path) -> bool:
-        files = {role: str(path) for role, path in self.files(row.corpus).items() if not role.startswith("test")}
-        options = {**self.corpora[row.corpus].options, **files, **row.options, "device": self.device}
-        model, training, data = split(options, TransformerConfig, TrainingConfig, DataConfig)
-        trainer = Trainer(TransformerConfig(**model), TrainingConfig(**training), DataConfig(**data))
+        trainer = trainer_of({**self.corpora[row.corpus].options, **row.options}, self.files(row.corpus), self.device)
         is_begun = (output / "config.json").exists()
         output.parent.mkdir(parents=True, exist_ok=True)
         try:
@@ -144,6 +141,14 @@ class Runs:
             references = [_core.join_line(line) for line in references]
         # These are the file's own lines: a translation may be empty, and then its line is, too.
         return saved.read_text(encoding="utf-8").split("\n")[:-1], references
+
+
+def trainer_of(options: Options, files: Files, device: str) -> Trainer:
+    """Returns the trainer of a run with these options and files. Errors: InputError for options that do not fit."""
+    own = {role: str(path) for role, path in files.items() if not role.startswith("test")}
+    parts = split({**own, **options, "device": device}, TransformerConfig, TrainingConfig, DataConfig)
+    model, training, data = parts
+    return Trainer(TransformerConfig(**model), TrainingConfig(**training), DataConfig(**data))
 
 
 def read_verdict(path: Path) -> dict[str, Any]:

@@ -8,7 +8,8 @@ from ..errors import InputError
 from ..loop.progress import duration
 from ..loop.quantities import size
 from ..reproduce.command import quiet
-from .cost import check_text, costs
+from ..reproduce.corpora import check_text
+from .cost import costs
 from .declared import Study
 from .measured import make, results_of, runs_of
 from .outcome import Outcome, outcome

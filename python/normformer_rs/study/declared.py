@@ -23,13 +23,13 @@ from ..config import (
     __version__,
     closest,
     split,
-    unknown,
 )
 from ..declarations.file_class import refuse_code
 from ..errors import InputError
 from ..reproduce.corpora import CORPORA, Corpus, found
 from ..reproduce.declared import Options, Reproduction, Row, Scale, Shown, digest
 from ..text import read_small
+from .checks import OWN_LOOP, OWN_START, PARTS, TUNING, check_kinds, check_values
 
 if TYPE_CHECKING:
     from .outcome import Outcome
@@ -40,28 +40,11 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-OWN_LOOP = "own loop"
-"""The `text` of a study in a loop of the user's own."""
-OWN_START = "own"
-"""The entry of `init` that stands for each scheme's own initialisation."""
-TUNING = 1000
-"""Reported seed s has its rate chosen on seed s + 1000."""
-METRICS = {"valid_nll": "validation NLL, in nats per token", "bleu": "BLEU"}
 _CLOCKS = {"warmup": 0.1, "branchnorm_steps": 0.2, "prores_steps": 0.5, "powernorm_warmup": 0.1}
 """Durations as shares of the run, for a study that does not set them; prores_steps is that of all layers together."""
-_MADE_PAIRS = ("demo", "numbers")
-"""Texts that are made on the spot, with sources."""
-_PARTS = [f"{part}_{side}" for part in ("train", "valid", "test") for side in ("source", "target")]
 _FIELDS: dict[str, Field] = {
     field.name: field for kind in (TransformerConfig, TrainingConfig, DataConfig) for field in kind.FIELDS
 }
-_RESERVED = {
-    "lr": "the study's lr, a list of rates for all arms",
-    "seed": "the study's seeds",
-    "updates": "the study's updates, tokens or flop",
-    "layers": "the study's layers",
-}
-"""Options that an arm may not have, because they would make the arms unlike."""
 
 
 class Cell(NamedTuple):
@@ -137,13 +120,13 @@ class Study:
         def put(name: str, value: Any) -> None:
             object.__setattr__(self, name, value)
 
-        _check_kinds(self)
+        check_kinds(self)
         for name in ("lr", "layers", "init"):
             value = getattr(self, name)
             put(name, tuple(value) if isinstance(value, (list, tuple)) else (value,))
         put("baseline", self.baseline or next(iter(self.arms)))
         put("title", self.title or ", ".join(self.arms))
-        _check(self)
+        check_values(self)
         # The updates of a budget in operations depend on the text, which need not be here yet.
         for cell in self.cells if self.is_of_the_loop and self.flop is None else ():
             self._resolved(cell, self.lr[0])
@@ -251,8 +234,8 @@ class Study:
             return OWN_LOOP, Corpus("a text of the user's own", "", {}, {})
         if isinstance(self.text, str):
             return self.text, CORPORA[self.text]
-        files = {role: str(Path(path).absolute()) for role, path in self.text.items() if role in _PARTS}
-        options = {name: value for name, value in self.text.items() if name not in _PARTS}
+        files = {role: str(Path(path).absolute()) for role, path in self.text.items() if role in PARTS}
+        options = {name: value for name, value in self.text.items() if name not in PARTS}
         holds = hashlib.sha256()
         for role, path in files.items():
             if (whole := found(Path(path))) is None:
@@ -284,7 +267,7 @@ class Study:
             options = layered(preset, _CLOCKS, shared, cell.options, {"lr": lr})
             updates = self._updates(options)
             options |= {"updates": updates, "epochs": 0, "patience": 0, "keep": options.get("keep", 1)}
-            if "evaluate_every" not in shared:
+            if "evaluate_every" not in {**shared, **cell.options}:
                 options["evaluate_every"] = max(1, updates // 4)
             if "prores_steps" not in {**shared, **cell.options}:
                 options["prores_steps"] /= _count(options, "decoder_layers")
@@ -295,8 +278,7 @@ class Study:
             checked = TransformerConfig(**model), TrainingConfig(**training), DataConfig(**data)
         except InputError as error:
             raise InputError(f"arm {cell.name}: {error}") from error
-        given = {name: value for one in checked for name, value in one.asdict().items() if name in options}
-        return dict(given)
+        return {name: value for one in checked for name, value in one.asdict().items() if name in options}
 
     def _updates(self, options: Options) -> int:
         if self.updates is not None:
@@ -311,88 +293,6 @@ class Study:
             sizes = {name: value for name, value in options.items() if name in names}
             return max(1, math.ceil(self.flop / (6 * parameters(sizes, self.corpus, self.data) * batch)))
         return _count(options, "updates")
-
-
-def _check_kinds(study: Study) -> None:
-    """Checks of what kind the study's arguments are. Errors: InputError."""
-    if not isinstance(study.arms, Mapping) or not study.arms:
-        raise InputError(f"arms must be a table of options by name, at least one; got {study.arms!r}")
-    for name, arm in study.arms.items():
-        if not isinstance(name, str) or not name or not (isinstance(arm, Mapping) or callable(arm)):
-            raise InputError(f"arms must be tables of options by name; got {name!r}: {arm!r}")
-    if not isinstance(study.options, Mapping):
-        raise InputError(f"options must be a table; got {study.options!r}")
-    if not isinstance(study.data, (str, PathLike)):
-        raise InputError(f"data must be the path of a folder; got {study.data!r}")
-    for name in ("metric", "baseline", "title", "question"):
-        if not isinstance(getattr(study, name), str):
-            raise InputError(f"{name} must be a string; got {getattr(study, name)!r}")
-    if not isinstance(study.text, (str, Mapping)):
-        raise InputError(f"text must be a name or a table of files; got {study.text!r}")
-    if isinstance(study.text, Mapping):
-        for role in _PARTS:
-            if not isinstance(study.text.get(role, ""), (str, PathLike)):
-                raise InputError(f"text: {role} must be a path; got {study.text[role]!r}")
-
-
-def _check(study: Study) -> None:
-    """Checks the study's own arguments. Errors: InputError."""
-    if not study.lr or not all(_is_number(rate) and 0 < rate < math.inf for rate in study.lr):
-        raise InputError(f"lr must be one or several positive rates; got {[*study.lr]}")
-    if len({f"{rate:g}" for rate in study.lr}) < len(study.lr):
-        raise InputError(f"lr must be different rates; got {[*study.lr]}")
-    if not _is_whole(study.seeds) or not 1 <= study.seeds < TUNING:
-        raise InputError(f"seeds must be a number from 1 to {TUNING - 1}; got {study.seeds!r}")
-    is_right = all(_is_whole(depth) and 1 <= depth <= 10_000 for depth in study.layers)
-    if not is_right or len({*study.layers}) < len(study.layers):
-        raise InputError(f"layers must be different numbers from 1 to 10000; got {[*study.layers]}")
-    if not study.init or len({*map(str, study.init)}) < len(study.init):
-        raise InputError(f"init must be one or several different initialisations; got {[*study.init]}")
-    for name in study.init:
-        if name not in (known := [OWN_START, *(entry["name"] for entry in ENTRIES["inits"])]):
-            raise InputError(unknown("init", name, known))
-    budgets = {name: getattr(study, name) for name in ("updates", "tokens", "flop")}
-    given = [name for name, value in budgets.items() if value is not None]
-    if len(given) > 1:
-        raise InputError(f"{' and '.join(given)} exclude each other; give one budget")
-    for name in given:
-        of_kind = _is_number if name == "flop" else _is_whole
-        if not of_kind(budgets[name]) or not 1 <= budgets[name] < (math.inf if name == "flop" else 2**63):
-            raise InputError(f"{name} must be a positive number; got {budgets[name]!r}")
-    if study.metric not in METRICS:
-        raise InputError(unknown("metric", study.metric, METRICS))
-    if study.baseline not in study.arms:
-        raise InputError(unknown("baseline", study.baseline, study.arms))
-    if study.margin is not None and not (_is_number(study.margin) and 0 < study.margin < math.inf):
-        raise InputError(f"margin must be a positive number, in the metric's unit; got {study.margin!r}")
-    if isinstance(study.text, str) and study.text not in (*CORPORA, OWN_LOOP):
-        raise InputError(unknown("text", study.text, [*CORPORA, OWN_LOOP]))
-    if not isinstance(study.text, str) and not {"train_target", "valid_target"} <= {*study.text}:
-        raise InputError(f"text must name the files train_target and valid_target; got {', '.join(study.text)}")
-    if study.metric == "bleu" and not _is_scored(study.text):
-        raise InputError("metric bleu needs sources and targets of a test set, or of the validation set, in the text")
-    for name, arm in [("options", study.options), *study.arms.items()]:
-        for option, instead in _RESERVED.items():
-            if isinstance(arm, Mapping) and option in arm:
-                raise InputError(f"{name}: {option} is {instead}: give it to the study, beside arms")
-        if isinstance(arm, Mapping) and name != "options" and "preset" in arm:
-            raise InputError(f"arm {name}: a preset belongs to the options that all arms share")
-
-
-def _is_scored(text: str | Mapping[str, Any]) -> bool:
-    """True if the text has translations that can be scored."""
-    if isinstance(text, str):
-        return text in _MADE_PAIRS or text == OWN_LOOP or {"test_source", "test_target"} <= CORPORA[text].files.keys()
-    part = "test" if "test_target" in text else "valid"
-    return {f"{part}_source", f"{part}_target"} <= {*text}
-
-
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _source(arm: Any) -> str:

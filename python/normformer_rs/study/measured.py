@@ -11,7 +11,7 @@ from ..reproduce.command import measure
 from ..reproduce.corpora import CORPORA
 from ..reproduce.declared import Row
 from ..reproduce.results import Results
-from ..reproduce.tables import number
+from ..reproduce.tables import COLUMNS, number
 from .declared import Cell, Study
 
 if TYPE_CHECKING:
@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
 _WAIT = 1.0
 """Seconds between two looks for rows that other processes make."""
-FALLS = {"valid_nll": True, "bleu": False}
-"""True for metrics of which a lower value is better."""
 
 
 class Chosen(NamedTuple):
@@ -54,7 +52,7 @@ def chosen_of(study: Study, results: Results, cell: Cell, seed: int) -> Chosen |
     found = {rate: results.find(row) for rate, row in zip(study.lr, study.tuning(cell, seed))}
     if None in found.values():
         return None
-    return choose({rate: value_of(one, study.metric) for rate, one in found.items()}, FALLS[study.metric])
+    return choose({rate: value_of(one, study.metric) for rate, one in found.items()}, COLUMNS[study.metric].falls)
 
 
 def results_of(study: Study, output: Path) -> Results:

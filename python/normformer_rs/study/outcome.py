@@ -9,7 +9,7 @@ from ..reproduce.results import Results
 from ..reproduce.spread import interval, merged
 from ..reproduce.tables import COLUMNS, Compared, holm, number, paired
 from .declared import Cell, Study
-from .measured import FALLS, choose, value_of
+from .measured import chosen_of, value_of
 
 
 class Arm(NamedTuple):
@@ -73,11 +73,11 @@ class Outcome(NamedTuple):
 def outcome(study: Study, results: Results) -> Outcome:
     """Returns what the rows that have been measured say."""
     arms = [_arm(study, results, cell) for cell in study.cells]
-    by_key = {tuple(arm.cell.key.items()): arm for arm in arms}
+    by_key = {tuple(arm.cell.key.values()): arm for arm in arms}
     compared: dict[tuple[str, ...], Compared] = {}
     for arm in arms:
         base = study.baseline_of(arm.cell)
-        theirs = by_key[tuple(base.key.items())].values if base is not None else {}
+        theirs = by_key[tuple(base.key.values())].values if base is not None else {}
         pairs = [(value, theirs[seed]) for seed, value in arm.values.items() if seed in theirs]
         if len(pairs) > 1 and (one := paired(pairs, COLUMNS[study.metric])) is not None:
             compared[tuple(arm.cell.key.values())] = one
@@ -106,10 +106,10 @@ def _arm(study: Study, results: Results, cell: Cell) -> Arm:
         for rate, found in made.items():
             curve[rate].append(value_of(found, study.metric))
             seconds += number(found.get("seconds") or "") or 0.0
-        if len(made) < len(tuned):
+        chosen = chosen_of(study, results, cell, seed)
+        if chosen is None:
             continue
         losses.append(_sensitivity(made))
-        chosen = choose({rate: value_of(one, study.metric) for rate, one in made.items()}, FALLS[study.metric])
         reported = results.find(study.row(cell, chosen.rate, seed)) if chosen.rate is not None else None
         if chosen.rate is not None and reported is None:
             continue

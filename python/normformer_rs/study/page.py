@@ -15,7 +15,8 @@ from ..loop.progress import duration
 from ..reproduce.results import made_by
 from ..reproduce.spread import interval
 from ..reproduce.tables import COLUMNS, markdown
-from .declared import METRICS, TUNING, Study
+from .checks import METRICS, TUNING
+from .declared import Study
 from .outcome import Arm, Outcome, as_json
 
 PAGE = "study"
@@ -164,7 +165,7 @@ def rules(study: Study) -> list[str]:
         "to the lower rate. No reported run takes part in a choice.",
         "Equal seeds have equal batches, and parameters of equal name, shape and distribution start bit-equal."
         if study.is_of_the_loop
-        else "torch, numpy, random and the trial's generator have its seed at its begin, and again after its swap.",
+        else "torch, numpy and random are seeded before each trial and after its swap, its generator once.",
         "A run that diverges counts as failed; an arm with a failed seed is named and not tested.",
         f"Each arm is compared with {study.baseline} by the two-sided t test on differences of equal seeds, corrected "
         "for the number of arms (Holm 1979). A star marks an arm that is better at p < 0.05.",

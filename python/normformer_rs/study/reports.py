@@ -1,19 +1,20 @@
 """Curves and rows of a study in TensorBoard, W&B and trackio, by their own clients."""
 
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from .._optional import require
 from ..loop.history import LOG, History
+from ..loop.training import TENSORBOARD
 from ..reproduce.declared import Row
 from ..reproduce.runs import folder_of
+from ..reproduce.tables import number
+from ..text import read_json
 from .declared import Study
 from .outcome import Outcome
 from .trials import log_of
 
-TENSORBOARD = "tensorboard"
 _Curve = tuple[str, int, float]
 """A name, an update, a value."""
 
@@ -77,13 +78,8 @@ def _rows(study: Study) -> Iterator[Row]:
 
 
 def _numbers(columns: dict[str, str]) -> dict[str, float]:
-    found = {}
-    for name in ("valid_nll", "train_nll", "first_nll", "bleu", "largest_grad_norm", "seconds"):
-        try:
-            found[name] = float(columns.get(name) or "")
-        except ValueError:  # it was not measured
-            continue
-    return found
+    names = ("valid_nll", "train_nll", "first_nll", "bleu", "largest_grad_norm", "seconds")
+    return {name: value for name in names if (value := number(columns.get(name) or "")) is not None}
 
 
 def _curves(runs: Path, row: Row) -> Iterator[_Curve]:
@@ -97,5 +93,5 @@ def _curves(runs: Path, row: Row) -> Iterator[_Curve]:
         for update, nll in zip(history.evaluations.update, history.evaluations.nll):
             yield "valid/nll", int(update), float(nll)
     elif trial.exists():
-        for update, loss in enumerate(json.loads(trial.read_text(encoding="utf-8"))["losses"], 1):
+        for update, loss in enumerate(read_json(trial, "its curve cannot be reported: move it away")["losses"], 1):
             yield "train/nll", update, loss

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import math
-import os
 import random
 import time
 from collections.abc import Iterator
@@ -20,8 +19,10 @@ from ..reproduce.declared import Options, Row, digest
 from ..reproduce.results import Results, made_by
 from ..reproduce.runs import Course, Runs, folder_of
 from ..surgery import swap_norms, swap_residuals
+from ..text import write_whole
+from .checks import OWN_LOOP, OWN_START
 from .command import finish
-from .declared import OWN_LOOP, OWN_START, Cell, Study
+from .declared import Cell, Study
 from .measured import chosen_of, results_of
 
 _Model = TypeVar("_Model", bound=nn.Module)
@@ -163,11 +164,9 @@ def log_of(row: Row, folder: Path) -> Path:
 
 
 def _keep(trial: Trial, row: Row, results: Results) -> None:
-    trial._log.parent.mkdir(parents=True, exist_ok=True)
+    # The losses are written first, so that a row in the table is complete.
+    write_whole(trial._log, json.dumps({"key": row.key, "seed": row.seed, "losses": trial.losses}).encode())
     results.add(row, {**trial.columns(), **made_by()}, {})
-    temporary = trial._log.with_suffix(f".tmp-{os.getpid()}")
-    temporary.write_text(json.dumps({"key": row.key, "seed": row.seed, "losses": trial.losses}), encoding="utf-8")
-    temporary.replace(trial._log)
 
 
 def _swap(model: nn.Module, arm: Options, init: str, example: Any) -> None:

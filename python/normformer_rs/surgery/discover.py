@@ -80,7 +80,7 @@ def find_stacks(model: nn.Module, example: Any = None) -> Stacks:
             unknown[path] = _in_words(next(iter(reasons)), entries, reason)
     unknown = {path: why for path, why in unknown.items() if not any(_is_below(one, path) for one in taken)}
     unknown |= stays
-    groups = groups if found is None else _joined(model, groups, found)
+    groups = groups if found is None else [_with_end(group, found) for group in _joined(model, groups, found)]
     for group in alone:
         (path,), (block,) = group.names, group.blocks
         if any(block in other.blocks for other in groups):
@@ -324,7 +324,7 @@ def _layers(block: nn.Module) -> int:
 def _end(model: nn.Module, path: str, last: nn.Module, found: Record | None) -> End | None:
     """The norm after the last block."""
     norm = None if found is None or last not in found.calls else norm_after(found, last)
-    if found is None or norm is None:
+    if norm is None:
         return None
     name = next(name for name, module in model.named_modules() if module is norm)
     is_prenorm = STRUCTURES[last].parts[-1].after is None if last in STRUCTURES else True
@@ -332,7 +332,13 @@ def _end(model: nn.Module, path: str, last: nn.Module, found: Record | None) -> 
     if not is_prenorm and not _is_below(name, holder):
         return None  # a post-norm stack ends with its last sublayer's
     owner = parent_of(name)
-    reads_elsewhere = any(
-        reads(norm, found, block) for block in model.get_submodule(path).children() if block is not last
-    )
-    return End(model.get_submodule(owner), owner, name.rpartition(".")[2], reads_elsewhere)
+    return End(model.get_submodule(owner), owner, name.rpartition(".")[2])
+
+
+def _with_end(group: Group, found: Record) -> Group:
+    """The group, whose last norm says whether it reads other blocks' outputs, too."""
+    end, last = group.end, group.blocks[-1]
+    if end is None:
+        return group
+    elsewhere = any(reads(end.norm, found, block) for block in group.blocks if block is not last)
+    return group._replace(end=end._replace(reads_elsewhere=elsewhere))

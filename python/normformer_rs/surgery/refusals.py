@@ -61,8 +61,9 @@ def refuse(group: Group, place: Place, to: Any) -> None:
             "a stack in its own way: choose a scheme that has only x, and no norm after the last layer"
         )
     if group.end is not None and group.end.reads_elsewhere and joins_layers:
+        name = f"{group.end.path}.{group.end.name}".lstrip(".")
         raise InputError(
-            f"{group.end.path}.{group.end.name}, the norm after {group.path}, also norms the output of a block before "
+            f"{name}, the norm after {group.path}, also norms the output of a block before "
             f"the last, which has several tensors under {to}: choose a scheme that has only x"
         )
     sublayers = [sublayer for layer in place.declared.layers for sublayer in layer.sublayers]

@@ -1,0 +1,107 @@
+"""The logits of attention while a model runs: those that softmax receives, after masks."""
+
+import inspect
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+MASKED = torch.finfo(torch.float32).min / 2
+"""Logits up to here belong to pairs that softmax does not see: masks add −∞ or the least number of a type."""
+_ELEMENTS = 2**22
+"""Logits are computed for so many pairs at a time, because a whole attention of them in f64 may not fit."""
+
+
+class Attentions(TorchFunctionMode):
+    """Calls a function with the logits of each attention, in f64, in parts by queries.
+
+    Attention is torch's operator, torch.nn's modules, and a softmax over the last of three dimensions or more.
+    """
+
+    def __init__(self, heard: Callable[[Iterator[Tensor]], None]) -> None:
+        super().__init__()
+        self._heard = heard
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        with torch.no_grad():
+            if name == "scaled_dot_product_attention":
+                self._heard(_of_operator(*args, **kwargs))
+            elif name == "softmax" and (x := args[0] if args else kwargs["input"]).dim() >= 3:
+                if (args[1] if len(args) > 1 else kwargs.get("dim")) in (-1, x.dim() - 1):
+                    self._heard(part.double() for part in x.detach().split(_rows(x.shape), -2))
+            elif name == "multi_head_attention_forward":
+                bound = inspect.signature(F.multi_head_attention_forward).bind(*args, **kwargs)
+                bound.apply_defaults()
+                self._heard(_of_module(bound.arguments))
+        return func(*args, **kwargs)
+
+
+def _rows(shape: torch.Size) -> int:
+    """Returns how many queries of an attention of this shape are taken at a time."""
+    return max(1, _ELEMENTS * shape[-2] // max(1, shape.numel()))
+
+
+def _of_operator(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Iterator[Tensor]:
+    """Yields the logits of torch's operator."""
+    keys = key.detach().double()
+    if key.dim() > 3 and key.shape[-3] != query.shape[-3]:
+        keys = keys.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
+    size = _rows(torch.Size([*query.shape[:-1], keys.shape[-2]]))
+    for first in range(0, query.shape[-2], size):
+        rows = query.detach()[..., first : first + size, :].double()
+        logits = rows @ keys.mT * (query.shape[-1] ** -0.5 if scale is None else scale)
+        if is_causal:
+            seen = torch.ones(logits.shape[-2:], dtype=torch.bool, device=logits.device).tril(first)
+            logits = logits.masked_fill(~seen, -math.inf)
+        if attn_mask is not None:
+            whole = attn_mask.dim() < 2 or attn_mask.shape[-2] == 1  # one row for all queries
+            mask = attn_mask if whole else attn_mask[..., first : first + size, :]
+            logits = logits.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else logits + mask
+        yield logits
+
+
+def _of_module(given: Mapping[str, Any]) -> Iterator[Tensor]:
+    """Yields the logits of torch.nn's attention, (B, heads, queries, keys), from the arguments of its function."""
+    query, key, heads = given["query"], given["key"], given["num_heads"]
+    if given["use_separate_proj_weight"]:
+        weights = [given["q_proj_weight"], given["k_proj_weight"]]
+    else:
+        weights = list(given["in_proj_weight"].chunk(3)[:2])
+    bias = given["in_proj_bias"]
+    biases = bias.chunk(3)[:2] if bias is not None else (None, None)
+    q, k = (F.linear(x, w, b) for x, w, b in zip((query, key), weights, biases))
+    if q.dim() == 2:  # without a batch
+        q, k = q[:, None], k[:, None]
+    q, k = (t.reshape(len(t), t.shape[1], heads, -1).permute(1, 2, 0, 3) for t in (q, k))
+    mask = _added(given["attn_mask"], q.dtype)
+    if mask is not None and mask.dim() == 3:
+        mask = mask.view(-1, heads, *mask.shape[-2:])
+    padding = _added(given["key_padding_mask"], q.dtype)
+    is_causal = given["is_causal"] and mask is None
+    if padding is not None:
+        padding = padding.view(-1, 1, 1, padding.shape[-1])
+        mask = padding if mask is None else mask + padding
+    return _of_operator(q, k, k, mask, is_causal=is_causal)
+
+
+def _added(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """Returns a mask of torch.nn's modules as numbers that are added to logits; True becomes −∞ there."""
+    if mask is None or mask.dtype != torch.bool:
+        return mask
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(mask, -math.inf)
