@@ -6,18 +6,18 @@ from pathlib import Path
 
 import torch
 
-import normformer_rs as nf
+import normformer_rs as nfrs
 from normformer_rs.nn import ScaleNorm
 from normformer_rs.surgery import swap_norms
 
 
 def main() -> None:
     expected, torch_version = sys.argv[1:]
-    assert version("normformer_rs") == expected == nf.__version__, (version("normformer_rs"), nf.__version__)
-    assert Path(nf.__file__).is_relative_to(sys.prefix), f"{nf.__file__} is not the installed package"
+    assert version("normformer_rs") == expected == nfrs.__version__, (version("normformer_rs"), nfrs.__version__)
+    assert Path(nfrs.__file__).is_relative_to(sys.prefix), f"{nfrs.__file__} is not the installed package"
     assert torch.__version__.startswith(torch_version), torch.__version__
     minor = ".".join(torch.__version__.split(".")[:2])
-    assert f"torch {minor}." in nf._core.BUILT_AGAINST, nf._core.BUILT_AGAINST
+    assert f"torch {minor}." in nfrs._core.BUILT_AGAINST, nfrs._core.BUILT_AGAINST
 
     torch.manual_seed(0)
     model = torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(64, 4, 128, batch_first=True), 2)

@@ -14,7 +14,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-import normformer_rs as nf
+import normformer_rs as nfrs
 
 
 def measure(layers: int, updates: int) -> dict:
@@ -27,14 +27,14 @@ def measure(layers: int, updates: int) -> dict:
                 path = Path(folder) / f"{part}.{side}"
                 path.write_text("".join(lines))
                 paths[f"{part}_{side}"] = str(path)
-        model = nf.TransformerConfig(
+        model = nfrs.TransformerConfig(
             d_model=64, d_ff=128, heads=4, encoder_layers=layers, decoder_layers=layers, residual="deepnorm"
         )
-        training = nf.TrainingConfig(updates=updates, max_tokens=1024, lr=1e-3, warmup=0, schedule="constant", keep=1,
+        training = nfrs.TrainingConfig(updates=updates, max_tokens=1024, lr=1e-3, warmup=0, schedule="constant", keep=1,
                                      activation_checkpointing=True)  # fmt: skip
         output = Path(folder) / "run"
-        history = nf.Trainer(model, training, nf.DataConfig(**paths, no_bpe=True)).fit(output, progress=False)
-        loaded = nf.Transformer.from_checkpoint(output, "last")
+        history = nfrs.Trainer(model, training, nfrs.DataConfig(**paths, no_bpe=True)).fit(output, progress=False)
+        loaded = nfrs.Transformer.from_checkpoint(output, "last")
         return {
             "layers": f"{layers}+{layers}",
             "parameters": sum(p.numel() for p in loaded.parameters()),

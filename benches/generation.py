@@ -22,21 +22,21 @@ SIZES = {
 REPEATS = 5
 TRAIN = """
 import json, sys
-import normformer_rs as nf
+import normformer_rs as nfrs
 run, text, options = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
-model, training = nf.preset(options.pop("preset"))
-data = nf.DataConfig(train_target=text, valid_target=text, no_bpe=True, segment_length=1100)
+model, training = nfrs.preset(options.pop("preset"))
+data = nfrs.DataConfig(train_target=text, valid_target=text, no_bpe=True, segment_length=1100)
 short = training.replace(updates=1, max_tokens=1100, evaluate_every=1, keep=1)
-nf.Trainer(model.replace(**options), short, data).fit(run, progress=False, curves=False, tensorboard=False)
+nfrs.Trainer(model.replace(**options), short, data).fit(run, progress=False, curves=False, tensorboard=False)
 """
 PROGRAM = """
 import json, sys, time
-import normformer_rs as nf
+import normformer_rs as nfrs
 run, prompt, continuations = sys.argv[1], open(sys.argv[2]).read(), int(sys.argv[3])
 drawn = {"temperature": 1.0, "max_length": 1, "context": 1100, "samples": continuations, "sentences": 0}
-nf.generate(run, [prompt[:200]], nf.GenerationConfig(**drawn))
+nfrs.generate(run, [prompt[:200]], nfrs.GenerationConfig(**drawn))
 start = time.perf_counter()
-found = nf.generate(run, [prompt], nf.GenerationConfig(**drawn))
+found = nfrs.generate(run, [prompt], nfrs.GenerationConfig(**drawn))
 print(json.dumps([time.perf_counter() - start, found[0][0].text, found[0][0].log_probability]))
 """
 

@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 from IPython.display import Image, display
 
-import normformer_rs as nf
+import normformer_rs as nfrs
 from normformer_rs import analysis, demo
 
 folder = Path(tempfile.mkdtemp())
@@ -38,14 +38,14 @@ data = demo.write_corpus(folder / "text")
 
 # %%
 shape = {"d_model": 32, "d_ff": 64, "heads": 4, "encoder_layers": 12, "decoder_layers": 12, "norm": "scalenorm"}
-training = nf.TrainingConfig(
+training = nfrs.TrainingConfig(
     updates=100, max_tokens=1000, schedule="constant", lr=2e-3, warmup=0, evaluate_every=50, keep=1
 )
 schemes = ("prenorm", "postnorm", "deepnorm", "rezero")
 runs = {}
 for scheme in schemes:
-    model = nf.TransformerConfig(**shape, dropout=0.1, residual=scheme)
-    runs[scheme] = nf.Trainer(model, training, data).fit(folder / scheme, progress=False, curves=False)
+    model = nfrs.TransformerConfig(**shape, dropout=0.1, residual=scheme)
+    runs[scheme] = nfrs.Trainer(model, training, data).fit(folder / scheme, progress=False, curves=False)
     last = runs[scheme].evaluations
     print(f"{scheme:10} validation loss {last.loss[-1]:.3f}, BLEU {last.bleu[-1]:.1f}")
 
@@ -56,7 +56,7 @@ for scheme in schemes:
 # `normformer-rs plot RUN …` draws the same from a terminal.
 
 # %%
-display(Image(filename=str(nf.plot(*runs.values(), path=folder / "runs.png"))))
+display(Image(filename=str(nfrs.plot(*runs.values(), path=folder / "runs.png"))))
 
 # %% [markdown]
 # Without warm-up postnorm's loss stays at 3, and its gradient norms do not tell: prenorm's are as large. The other
@@ -84,7 +84,7 @@ source, target_input = torch.tensor([[5, 6, 7, 8, 2]]), torch.tensor([[0, 8, 9, 
 labels = torch.tensor([8, 9, 10, 2])
 figure, axis = pyplot.subplots(figsize=(7, 3.4), layout="constrained")
 for scheme in schemes:
-    model = nf.Transformer.from_checkpoint(folder / scheme, "last").eval()
+    model = nfrs.Transformer.from_checkpoint(folder / scheme, "last").eval()
     torch.nn.functional.cross_entropy(model(source, target_input)[0], labels).backward()
     norms = analysis.gradient_norms(model)
     layers = [value for name, value in norms.items() if name.startswith("encoder.layers.")]
@@ -103,6 +103,6 @@ pyplot.show()
 
 # %%
 for scheme in schemes[:3]:
-    model = nf.Transformer.from_checkpoint(folder / scheme, "last")
+    model = nfrs.Transformer.from_checkpoint(folder / scheme, "last")
     found = [gain for gain in analysis.gains(model) if gain.kind == "encoder.layers.*.norm1"]
     print(f"{scheme:10}", *(f"{gain.g:5.2f}" for gain in found))

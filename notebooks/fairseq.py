@@ -25,7 +25,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-import normformer_rs as nf
+import normformer_rs as nfrs
 from normformer_rs import demo
 
 folder = Path(tempfile.mkdtemp())
@@ -82,7 +82,7 @@ run(
 # %% tags=["nbval-ignore-output"]
 run("normformer_rs convert --from {folder}/checkpoints/checkpoint_best.pt --to {folder}/run --data {folder}/data")
 lines = [pair.english for pair in corpus.test[:3]]
-for line, found in zip(lines, nf.translate(folder / "run", lines, nf.SearchConfig(beam=4))):
+for line, found in zip(lines, nfrs.translate(folder / "run", lines, nfrs.SearchConfig(beam=4))):
     print(f"{line}\n  → {found[0].text}")
 
 # %% [markdown]
@@ -101,9 +101,13 @@ run("normformer_rs fairseq generate {folder}/data --path {folder}/back.pt --beam
 # under fairseq.
 
 # %%
-model = nf.TransformerConfig(**demo.MODEL, positions="fairseq", decoder_start="eos")
-training = nf.TrainingConfig(updates=150, max_tokens=2000, lr=3e-3, warmup=50, clip_norm=1.0, evaluate_every=50, keep=1)
-history = nf.Trainer(model, training, nf.DataConfig(data_bin=str(folder / "data"))).fit(folder / "rust", progress=False)
+model = nfrs.TransformerConfig(**demo.MODEL, positions="fairseq", decoder_start="eos")
+training = nfrs.TrainingConfig(
+    updates=150, max_tokens=2000, lr=3e-3, warmup=50, clip_norm=1.0, evaluate_every=50, keep=1
+)
+history = nfrs.Trainer(model, training, nfrs.DataConfig(data_bin=str(folder / "data"))).fit(
+    folder / "rust", progress=False
+)
 history
 
 # %% [markdown]

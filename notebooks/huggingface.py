@@ -23,7 +23,7 @@ import copy
 import torch
 import transformers
 
-import normformer_rs as nf
+import normformer_rs as nfrs
 from normformer_rs import analysis, demo
 from normformer_rs import nn as nfnn
 
@@ -51,7 +51,7 @@ print(f"{sum(p.numel() for p in stock.parameters()):,} parameters")
 
 # %%
 model = copy.deepcopy(stock)
-swaps = nf.swap_norms(model, "rmsnorm", filter=lambda name, norm: ".h.0." in name)
+swaps = nfrs.swap_norms(model, "rmsnorm", filter=lambda name, norm: ".h.0." in name)
 swaps
 
 # %% [markdown]
@@ -71,9 +71,9 @@ with torch.no_grad():
 # %%
 schemes = {"stock": lambda model: None}
 for scheme in ("postnorm", "deepnorm", "rezero"):
-    schemes[scheme] = lambda model, scheme=scheme: nf.swap_residuals(model, scheme)
-schemes["prenorm, scalenorm"] = lambda model: nf.swap_norms(model, "scalenorm")
-nf.swap_residuals(copy.deepcopy(stock), "deepnorm")
+    schemes[scheme] = lambda model, scheme=scheme: nfrs.swap_residuals(model, scheme)
+schemes["prenorm, scalenorm"] = lambda model: nfrs.swap_norms(model, "scalenorm")
+nfrs.swap_residuals(copy.deepcopy(stock), "deepnorm")
 
 
 # %% [markdown]

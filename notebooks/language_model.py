@@ -25,7 +25,7 @@ from pathlib import Path
 
 from IPython.display import Image, display
 
-import normformer_rs as nf
+import normformer_rs as nfrs
 
 folder = Path(tempfile.mkdtemp())
 
@@ -75,17 +75,19 @@ print(*texts["valid"][:3], sep="\n")
 
 # %%
 shape = {"architecture": "decoder-only", "d_model": 64, "d_ff": 128, "heads": 4, "decoder_layers": 6, "dropout": 0.1}
-training = nf.TrainingConfig(
+training = nfrs.TrainingConfig(
     updates=250, max_tokens=2000, schedule="constant", lr=2e-3, warmup=0, evaluate_every=50, keep=1, label_smoothing=0.0
 )
-data = nf.DataConfig(train_target=folder / "train", valid_target=folder / "valid", bpe_operations=60, segment_length=64)
+data = nfrs.DataConfig(
+    train_target=folder / "train", valid_target=folder / "valid", bpe_operations=60, segment_length=64
+)
 runs = {}
 for scheme in ("prenorm", "postnorm"):
-    model = nf.TransformerConfig(**shape, norm="rmsnorm", residual=scheme)
-    runs[scheme] = nf.Trainer(model, training, data).fit(folder / scheme, curves=False)
+    model = nfrs.TransformerConfig(**shape, norm="rmsnorm", residual=scheme)
+    runs[scheme] = nfrs.Trainer(model, training, data).fit(folder / scheme, curves=False)
 
 # %%
-display(Image(filename=str(nf.plot(*runs.values(), path=folder / "runs.png"))))
+display(Image(filename=str(nfrs.plot(*runs.values(), path=folder / "runs.png"))))
 
 # %% [markdown]
 # prenorm is ahead at every evaluation. At six layers postnorm learns without warm-up, too, behind it.
@@ -99,7 +101,7 @@ display(Image(filename=str(nf.plot(*runs.values(), path=folder / "runs.png"))))
 prompt = "the old painters near the river"
 print(prompt, end="")
 parts = []
-nf.generate(folder / "prenorm", [prompt], on_text=lambda prompt, sample, text: parts.append(text or ""))
+nfrs.generate(folder / "prenorm", [prompt], on_text=lambda prompt, sample, text: parts.append(text or ""))
 print("".join(parts))
 print("it came as", [part for part in parts if part])
 
@@ -108,7 +110,9 @@ print("it came as", [part for part in parts if part])
 
 # %% tags=["nbval-ignore-output"]
 for options in ({"temperature": 0.3}, {"temperature": 1.0}, {"temperature": 1.5}, {"temperature": 1.5, "top_p": 0.9}):
-    (found,) = nf.generate(folder / "prenorm", ["the dog"], nf.GenerationConfig(samples=3, max_length=60, **options))
+    (found,) = nfrs.generate(
+        folder / "prenorm", ["the dog"], nfrs.GenerationConfig(samples=3, max_length=60, **options)
+    )
     print(options)
     for made in found:
         print(f"   the dog{made.text}   (log p {made.log_probability:.1f})")
@@ -121,7 +125,7 @@ for options in ({"temperature": 0.3}, {"temperature": 1.0}, {"temperature": 1.5}
 
 # %%
 for scheme in runs:
-    measured = nf.evaluate_windows(folder / scheme, folder / "valid", stride=16)
-    (made,) = nf.generate(folder / scheme, [""], nf.GenerationConfig(samples=300, max_length=80))
+    measured = nfrs.evaluate_windows(folder / scheme, folder / "valid", stride=16)
+    (made,) = nfrs.generate(folder / scheme, [""], nfrs.GenerationConfig(samples=300, max_length=80))
     right = sum(is_grammatical(text.text) for text in made)
     print(f"{scheme:9} perplexity per word {measured.word_perplexity:.2f}, grammatical {right / 3:.0f}%")

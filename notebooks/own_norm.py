@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 import transformers
 
-import normformer_rs as nf
+import normformer_rs as nfrs
 from normformer_rs import nn as nfnn
 from normformer_rs.norms import Parameter
 from normformer_rs.schemes import Learned, ResidualSpec, StackSpec, keep, mix, norm
@@ -35,7 +35,7 @@ from normformer_rs.schemes import Learned, ResidualSpec, StackSpec, keep, mix, n
 
 
 # %%
-class MaxNorm(nf.Norm):
+class MaxNorm(nfrs.Norm):
     name, equation = "maxnorm", "y = γ⊙x/max(s·max|x|, ε)"
     parameters = {"weight": Parameter(), "scale": Parameter(shape="one")}
     options = {"eps": 1e-5}
@@ -53,7 +53,7 @@ print("gradient right:", torch.autograd.gradcheck(MaxNorm()(8, dtype=torch.float
 # %%
 shape = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
 model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=100, **shape))
-swaps = nf.swap_norms(model, MaxNorm)
+swaps = nfrs.swap_norms(model, MaxNorm)
 swaps
 
 # %%
@@ -75,7 +75,7 @@ for update in range(20):
 
 
 # %%
-class FirstValues(nf.Scheme):
+class FirstValues(nfrs.Scheme):
     name, init = "first-values", "smallinit"
 
     def around(self, place):
@@ -109,19 +109,19 @@ for part, count in (("train", 60), ("valid", 10)):
     (folder / f"{part}.source").write_text("".join(" ".join(line) + "\n" for line in lines))
     (folder / f"{part}.target").write_text("".join(" ".join(reversed(line)) + "\n" for line in lines))
 sizes = {"d_model": 32, "d_ff": 64, "heads": 4, "encoder_layers": 2, "decoder_layers": 2, "dropout": 0.0}
-config = nf.TransformerConfig(norm=MaxNorm(), residual=FirstValues(), **sizes)
-training = nf.TrainingConfig(updates=60, max_tokens=400, lr=3e-3, warmup=10, evaluate_every=30)
+config = nfrs.TransformerConfig(norm=MaxNorm(), residual=FirstValues(), **sizes)
+training = nfrs.TrainingConfig(updates=60, max_tokens=400, lr=3e-3, warmup=10, evaluate_every=30)
 names = {
     f"{part}_{side}": str(folder / f"{part}.{side}") for part in ("train", "valid") for side in ("source", "target")
 }
-history = nf.Trainer(config, training, nf.DataConfig(**names, no_bpe=True)).fit(folder / "run", progress=False)
-print(nf.translate(folder / "run", ["one two three"]))
+history = nfrs.Trainer(config, training, nfrs.DataConfig(**names, no_bpe=True)).fit(folder / "run", progress=False)
+print(nfrs.translate(folder / "run", ["one two three"]))
 
 # %% [markdown]
 # The run keeps what the scheme declares, and the norm's numbers and name: a norm's function is yours to import.
 
 # %%
-read = nf.Transformer.from_checkpoint(folder / "run", "best").config
+read = nfrs.Transformer.from_checkpoint(folder / "run", "best").config
 print(read.residual, read.norm)
 
 # %% [markdown]

@@ -21,12 +21,12 @@ import torch
 import transformers
 from matplotlib import pyplot
 
-import normformer_rs as nf
+import normformer_rs as nfrs
 from normformer_rs import analysis
 from normformer_rs import nn as nfnn
 
 torch.manual_seed(0)
-for entry in nf.tables()["norms"]:
+for entry in nfrs.tables()["norms"]:
     if entry["form"] == "columns":
         print(f"{entry['name']:12} {entry['equation']}")
 
@@ -56,7 +56,7 @@ print("running ψ² without the mask", norm.running_phi)
 shape = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
 still = {"hidden_dropout_prob": 0, "attention_probs_dropout_prob": 0}
 model = transformers.BertForMaskedLM(transformers.BertConfig(vocab_size=100, **shape, **still))
-print(nf.swap_norms(model, "powernorm-v"))
+print(nfrs.swap_norms(model, "powernorm-v"))
 tokens = torch.randint(5, 100, (3, 8))
 seen = torch.ones_like(tokens)
 first = model.train()(input_ids=tokens, attention_mask=seen).logits

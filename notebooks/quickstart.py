@@ -23,7 +23,7 @@ from pathlib import Path
 
 import torch
 
-import normformer_rs as nf
+import normformer_rs as nfrs
 from normformer_rs import demo
 
 folder = Path(tempfile.mkdtemp())
@@ -34,15 +34,15 @@ print(len(corpus.train), "pairs to train on, for example", corpus.train[-1])
 # %% [markdown]
 # ## A model
 #
-# Every option has a default; `help(nf.TransformerConfig)` lists them, `nf.tables()` the norms, residual schemes and
+# Every option has a default; `help(nfrs.TransformerConfig)` lists them, `nfrs.tables()` the norms, residual schemes and
 # initialisations.
 
 # %%
-for entry in nf.tables()["norms"]:
+for entry in nfrs.tables()["norms"]:
     print(f"{entry['name']:16} {entry['equation']}")
 
-model = nf.TransformerConfig(**{**demo.MODEL, "norm": "scalenorm", "residual": "prenorm"})
-training = nf.TrainingConfig(**{**demo.TRAINING, "updates": 300, "warmup": 100, "evaluate_every": 100})
+model = nfrs.TransformerConfig(**{**demo.MODEL, "norm": "scalenorm", "residual": "prenorm"})
+training = nfrs.TrainingConfig(**{**demo.TRAINING, "updates": 300, "warmup": 100, "evaluate_every": 100})
 
 # %% [markdown]
 # ## Training
@@ -50,7 +50,7 @@ training = nf.TrainingConfig(**{**demo.TRAINING, "updates": 300, "warmup": 100, 
 # The loop runs in Rust; the history comes back as numpy arrays.
 
 # %%
-history = nf.Trainer(model, training, data).fit(folder / "run")
+history = nfrs.Trainer(model, training, data).fit(folder / "run")
 print(history)
 print("validation BLEU", history.evaluations.bleu.round(1))
 
@@ -75,16 +75,16 @@ except ImportError:
 
 # %% tags=["nbval-ignore-output"]
 lines = [pair.english for pair in corpus.test[:5]]
-for line, translations in zip(lines, nf.translate(folder / "run", lines, nf.SearchConfig(beam=4))):
+for line, translations in zip(lines, nfrs.translate(folder / "run", lines, nfrs.SearchConfig(beam=4))):
     print(f"{line}\n  → {translations[0].text}   ({translations[0].score:.2f})")
 
 # %% [markdown]
 # ## The model as a module
 #
-# `nf.Transformer` is an `nn.Module` like any other: parameters, gradients, `state_dict`, optimizers.
+# `nfrs.Transformer` is an `nn.Module` like any other: parameters, gradients, `state_dict`, optimizers.
 
 # %%
-transformer = nf.Transformer.from_checkpoint(folder / "run")
+transformer = nfrs.Transformer.from_checkpoint(folder / "run")
 print(transformer)
 source, target_input = torch.tensor([[5, 6, 7, 2]]), torch.tensor([[0, 8, 9]])
 logits = transformer(source, target_input)

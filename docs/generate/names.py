@@ -68,8 +68,25 @@ def overview(page: str) -> str:
 def _head(entry: dict[str, Any]) -> list[str]:
     parts = [f"# `{entry['name']}`", f'<div class="equation">{equations.render(entry["equation"])}</div>']
     found = spec.papers(entry["source"], entry["name"])
-    parts.append(f"Source: {entry['source']}." + "".join(f"\n\n- {paper}" for paper in found))
+    parts.append(f"Source: {_with_code(entry['source'])}." + "".join(f"\n\n- {_linked(paper)}" for paper in found))
     return parts
+
+
+_CODE = {"nanochat": "karpathy/nanochat", "transformers": "huggingface/transformers"}
+"""Repositories that define a name where no paper does."""
+
+
+def _with_code(source: str) -> str:
+    """A source with links to the repositories that it names."""
+    for name, repository in _CODE.items():
+        source = re.sub(rf"\b{name}\b(?!-)", f"[{name}](https://github.com/{repository})", source, count=1)
+    return source
+
+
+def _linked(paper: str) -> str:
+    """A paper's line with its address as a link."""
+    paper = re.sub(r"arXiv (\d{4}\.\d{4,5})", r"[arXiv \1](https://arxiv.org/abs/\1)", paper)
+    return re.sub(r"(?<!\()(https://\S+)", r"<\1>", paper)
 
 
 def _specification(name: str) -> list[str]:

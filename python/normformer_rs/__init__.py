@@ -1,17 +1,20 @@
 """Transformers with every norm, residual scheme and initialisation, trained in Rust.
 
->>> import normformer_rs as nf
->>> model, training = nf.preset("transformer-tiny")
+>>> import normformer_rs as nfrs
+>>> model, training = nfrs.preset("transformer-tiny")
 >>> model.d_model, training.lr
 (128, 0.005)
 """
 
 import importlib
+import sys
 from typing import TYPE_CHECKING
 
 from . import _loading
 
 _loading.begin(_loading.core())
+if "transformers" in sys.modules:  # its Auto classes learn of swapped models
+    importlib.import_module(".surgery", __name__)
 
 __all__ = [
     "PRESETS",

@@ -29,6 +29,7 @@ _HEAD = '''\
 """Made by `python -m normformer_rs._stubs --write` out of the lists of options in Rust; do not edit."""
 
 from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 
@@ -69,6 +70,7 @@ PARAMETRISATION: tuple[str, ...]
 __version__: str
 
 def readable(name: str, text: str) -> str: ...
+def speaking_flags() -> AbstractContextManager[None]: ...
 
 OWN: dict[str, str]
 
@@ -176,31 +178,30 @@ def names() -> str:
         (
             "Norms",
             "norms",
-            "`--norm NAME`; shown by `pytest tests/model tests/norms -k NAME`.",
+            "`--norm NAME`.",
         ),
         (
             "Families of norms",
             "families",
-            "`--norm NAME`: a norm with its conventions said; shown by `pytest tests/model tests/norms -k NAME`.",
+            "`--norm NAME`: a norm with its conventions said.",
         ),
         (
             "Residual schemes",
             "residuals",
-            "`--residual NAME`; shown by `pytest tests/model tests/train -k NAME`.",
+            "`--residual NAME`.",
         ),
-        ("Initialisations", "inits", "`--init NAME`; shown by `pytest tests/model -k NAME`."),
+        ("Initialisations", "inits", "`--init NAME`."),
         (
             "Parametrisations",
             "parametrisations",
             "`--parametrisation NAME` with `--base-width` and `--base-depth`; in plain PyTorch\n"
-            "`normformer_rs.param_groups`; shown by `pytest tests/model/test_parametrisation.py -k NAME`.",
+            "`normformer_rs.param_groups`.",
         ),
         (
             "Beside them",
             "others",
             "`--groupscaling N`, `--fixnorm`, `--attention tensorized`, and with `--residual admin` by itself (in\n"
-            "plain PyTorch `normformer_rs.nn.profile`); shown by\n"
-            "`pytest tests/model tests/norms -k 'group_scaling or fixnorm or tensorized or profil'`.",
+            "plain PyTorch `normformer_rs.nn.profile`).",
         ),
     ):
         lines += ["", f"## {title}", "", how, ""]
@@ -212,7 +213,7 @@ def names() -> str:
         "",
         "## Presets",
         "",
-        "`--preset NAME`; each option beside it counts more. Shown by `pytest -k preset`.",
+        "`--preset NAME`; each option beside it counts more.",
         "",
     ]
     lines += ["| name | options | source |", "|---|---|---|"]
@@ -220,8 +221,7 @@ def names() -> str:
         lines.append(f"| `{name}` | {', '.join(f'{key} {value}' for key, value in options.items())} | {source} |")
     lines += ["", "## Options of a resume", ""]
     lines += ["`train --resume` and `Trainer.fit(resume=True)` compare each option with the checkpoint's. The model's"]
-    lines += ["options may not change. On the command line an option that is not given is the checkpoint's. Shown by"]
-    lines += ["`pytest tests/train/test_resume.py`.", ""]
+    lines += ["options may not change. On the command line an option that is not given is the checkpoint's.", ""]
     lines += ["| a change of | is |", "|---|---|"]
     effects: dict[str, list[str]] = {}
     for option, effect in _tables.read()["resume"].items():

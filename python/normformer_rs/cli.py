@@ -1,7 +1,20 @@
-"""The command `normformer-rs`: the table of its commands, and the handling of their errors."""
+"""The command `normformer-rs`: the table of its commands, and the handling of their errors.
 
+| exit code | what happened |
+|---|---|
+| 0 | success |
+| 1 | a bug: Python's traceback is shown |
+| 2 | bad input: options, files, a library that is not installed |
+| 3 | training diverged |
+| 4 | the machine failed: a full disk, too little memory, an error of libtorch, a lost rank |
+| death by a signal | SIGINT, SIGTERM or SIGHUP, after the run is saved; SIGPIPE if the output's reader is gone |
+"""
+
+import atexit
 import contextlib
+import errno
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 
@@ -20,10 +33,10 @@ from .commands import (
     versions,
 )
 from .commands.options import Parser, UsageError
-from .config import __version__, readable
+from .config import __version__, readable, speaking_flags
 from .errors import DivergedError, InputError, Interrupted
 from .loop.progress import log_to_stderr
-from .loop.signals import as_ctrl_c, ask
+from .loop.signals import as_ctrl_c, ask, stopped_by
 from .reproduce import data
 from .reproduce import flags as reproduce
 from .study import flags as compare
@@ -47,7 +60,8 @@ COMMANDS: dict[str, Callable[[], Command]] = {
     "doctor": doctor.parser,
 }
 """The commands, in the order of `--help`."""
-EXIT_FAILURE = 2
+BAD_INPUT, DIVERGED, FAILED, BY_SIGNAL = 2, 3, 4, 128
+"""Exit codes; a signal's number is added to the last one."""
 _LONGEST = 3000
 """The maximum length of an error's line, in characters."""
 _FAILURES = (
@@ -62,19 +76,34 @@ _FAILURES = (
     UnicodeError,
 )
 """Errors reported in one line, without a traceback; any other is a bug."""
+_FAULTS_OF_THE_MACHINE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ENOMEM, errno.EMFILE, errno.ENFILE}
+"""`errno` of errors that no other input would avoid."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command; returns its exit code: 0, or 2 with a line on stderr that says what is wrong.
+    """Runs the command; returns its exit code. Unless that is 0, a line on stderr says what is wrong.
 
-    For a command line that cannot be read, a second line shows its usage or where to find it.
+    For a command line that cannot be read, a second line shows its usage or where to find it. Without `argv` it is the
+    process's command: stopped by a signal, the process ends by that signal, so that shells and schedulers see it.
     """
     if argv is None:
         _start_in_utf8()
     hold_standard_files()
     log_to_stderr()
-    with as_ctrl_c(ends_process=argv is None):
-        return _run(argv)
+    with as_ctrl_c(ends_process=argv is None), speaking_flags():
+        code = _run(argv)
+        if argv is None and code > BY_SIGNAL:
+            atexit.register(_die, code - BY_SIGNAL)
+        return code
+
+
+def _die(number: int) -> None:
+    """Ends the process by the signal."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(AttributeError, OSError, ValueError):
+            stream.flush()
+    signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
 
 
 def _run(argv: Sequence[str] | None) -> int:
@@ -94,14 +123,24 @@ def _run(argv: Sequence[str] | None) -> int:
     except BrokenPipeError:
         # The reader of the output has closed it, for example in `… | head`.
         _drop_output()
-        return EXIT_FAILURE
+        return BY_SIGNAL + signal.SIGPIPE
     except (Exception, KeyboardInterrupt) as error:
         if os.environ.get("NORMFORMER_RS_TRACEBACK") == "1" or not isinstance(error, _FAILURES):
             raise
         if isinstance(error, OSError):
             _drop_output()
         report(error)
-        return EXIT_FAILURE
+        return _exit_code(error)
+
+
+def _exit_code(error: BaseException) -> int:
+    if isinstance(error, (Interrupted, KeyboardInterrupt)):
+        return BY_SIGNAL + stopped_by()
+    if isinstance(error, DivergedError):
+        return DIVERGED
+    if isinstance(error, OSError):
+        return FAILED if error.errno in _FAULTS_OF_THE_MACHINE else BAD_INPUT
+    return FAILED if isinstance(error, (RuntimeError, MemoryError)) else BAD_INPUT
 
 
 def report(error: BaseException) -> None:

@@ -5,6 +5,7 @@ options against each other (`heads` divides `d_model`) when it uses them. Nothin
 command line answers at once.
 """
 
+import contextlib
 import copy
 import dataclasses
 import inspect
@@ -13,11 +14,13 @@ import math
 import numbers
 import operator
 import os
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from . import _tables
 from .declarations.file_class import load_class, names_code, refuse_code
+from .declarations.synonyms import meant, plain
 from .errors import InputError
 
 _TYPES: dict[str, type] = {"int": int, "float": float, "bool": bool, "str": str}
@@ -75,7 +78,8 @@ class Field(NamedTuple):
             value = math.inf  # JSON cannot write infinity
         kind = _TYPES[self.kind]
         if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-            raise InputError(f"{self.name} must be {_NOUNS[self.kind]}{' or none' * self.optional}; got {value!r}")
+            none = (" or none" if _speaks_flags else " or None") * self.optional
+            raise InputError(f"{self.name} must be {_NOUNS[self.kind]}{none}; got {value!r}")
         if self.kind == "float" and not math.isfinite(value) and self.name != "lpnorm_p":
             raise InputError(f"{self.name} must be a finite number; got {value}")
         if self.kind == "int" and not -(2**63) <= value < 2**63:
@@ -87,10 +91,13 @@ class Field(NamedTuple):
             raise InputError(f"{self.name} must lie between {least} and {most}; got {value}{otherwise}")
         if self.kind == "str":
             value = readable(self.name, value)
+        if self.name == "device" and not re.fullmatch(r"cpu|auto|cuda(:\d+)?", value):
+            raise InputError(unknown("device", value, ("cpu", "cuda", "cuda:0", "auto")))
         words = [part.partition("*")[0] for part in value.split(",")] if self.per_layer else [value]
         for word in words if self.choices else ():
             if word not in self.choices:
-                raise InputError(unknown(self.name, word, self.choices))
+                none = "; leave it out, or give None, for none" if self.optional and word.lower() == "none" else ""
+                raise InputError(unknown(self.name, word, self.choices) + none)
         return value
 
 
@@ -142,11 +149,13 @@ def readable(name: str, text: str) -> str:
 
 
 def closest(got: str, choices: Iterable[str]) -> str:
-    """Returns ` (did you mean "scalenorm"?)`, or nothing if no choice is close. Case is ignored, and - equals _."""
-
-    def plain(word: str) -> str:
-        return word.lower().replace("_", "-")
-
+    """Returns ` (did you mean "scalenorm"?)`: the names that the field also calls by this word, or else the closest
+    spelling; nothing if no choice is close. Case is ignored, and - equals _."""
+    choices = list(choices)
+    same = [choice for choice in choices if plain(choice) == plain(got)]
+    if names := same or meant(got, choices):
+        quoted = " or ".join(f'"{name}"' for name in names)
+        return f" (did you mean {quoted}?)"
     found = min(choices, key=lambda choice: _distance(plain(choice), plain(got)), default="")
     is_close = _distance(plain(found), plain(got)) <= 1 + len(got) // 4  # the same limit as in Rust
     return f' (did you mean "{found}"?)' if found and is_close else ""
@@ -164,10 +173,26 @@ def _distance(a: str, b: str) -> int:
 
 def unknown(what: str, got: Any, choices: Iterable[str]) -> str:
     """Returns `unknown norm "scalnorm" (did you mean "scalenorm"?); expected one of layernorm, …`. A name of another
-    table is shown with its option: `("mix-ln" is a residual scheme: --residual mix-ln)`."""
+    table is shown with its option: `("mix-ln" is a residual scheme: residual="mix-ln")`, or as a flag of the command
+    line."""
     got, choices = str(got), list(choices)
     near = _of_another_table(got) or closest(got, choices)
     return f'unknown {what} "{got}"{near}; expected one of {", ".join(choices)}'
+
+
+_speaks_flags = False
+"""True while the command line runs: messages then name flags, otherwise keywords of Python."""
+
+
+@contextlib.contextmanager
+def speaking_flags() -> Iterator[None]:
+    """Makes messages inside the block name options as flags."""
+    global _speaks_flags
+    before, _speaks_flags = _speaks_flags, True
+    try:
+        yield
+    finally:
+        _speaks_flags = before
 
 
 _OPTIONS_OF_TABLES = {
@@ -181,7 +206,7 @@ _OPTIONS_OF_TABLES = {
 def _of_another_table(got: str) -> str:
     for table, (option, kind) in _OPTIONS_OF_TABLES.items():
         if any(entry["name"] == got for entry in ENTRIES[table]):
-            return f' ("{got}" is {kind}: --{option} {got})'
+            return f' ("{got}" is {kind}: ' + (f"--{option} {got})" if _speaks_flags else f'{option}="{got}")')
     return ""
 
 

@@ -1,6 +1,7 @@
 """Made by `python -m normformer_rs._stubs --write` out of the lists of options in Rust; do not edit."""
 
 from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 
@@ -510,6 +511,7 @@ PARAMETRISATION: tuple[str, ...]
 __version__: str
 
 def readable(name: str, text: str) -> str: ...
+def speaking_flags() -> AbstractContextManager[None]: ...
 
 OWN: dict[str, str]
 

@@ -15,6 +15,7 @@ use pyo3::prelude::*;
 use pyo3::sync::GILOnceCell;
 use pyo3_tch::PyTensor;
 use std::collections::HashMap;
+use std::io;
 use tch::{Kind, Tensor};
 
 import_exception!(normformer_rs.errors, InputError);
@@ -38,12 +39,30 @@ impl From<Error> for PyErr {
         let text = crate::error::printable(&e.to_string());
         match e {
             Error::Invalid(_) => InputError::new_err(text),
-            Error::Io { .. } => PyOSError::new_err(text),
+            Error::Io { source, .. } => os_error(text, &source),
             Error::Torch(_) | Error::Raised(_) => PyRuntimeError::new_err(text),
             Error::NotImplemented(_) => PyNotImplementedError::new_err(text),
             Error::Diverged(_) => DivergedError::new_err(text),
             Error::Interrupted(_) => Interrupted::new_err(text),
         }
+    }
+}
+
+/// Returns an OSError with this text. Its `errno` tells a full disk from a missing file.
+fn os_error(text: String, source: &io::Error) -> PyErr {
+    let number = source.raw_os_error().or(match source.kind() {
+        io::ErrorKind::StorageFull => Some(libc::ENOSPC),
+        io::ErrorKind::QuotaExceeded => Some(libc::EDQUOT),
+        io::ErrorKind::FileTooLarge => Some(libc::EFBIG),
+        io::ErrorKind::NotFound => Some(libc::ENOENT),
+        io::ErrorKind::PermissionDenied => Some(libc::EACCES),
+        _ => None,
+    });
+    let error = PyOSError::new_err(text);
+    // Without `strerror` Python prints the text alone.
+    match Python::with_gil(|py| error.value(py).setattr("errno", number)) {
+        Ok(()) => error,
+        Err(failed) => failed,
     }
 }
 

@@ -352,7 +352,8 @@ def test_what_fails_is_one_line(monkeypatch, capsys, tmp_path, error):
 
     monkeypatch.setattr(_core, "train", train)
     monkeypatch.setattr(commands.train, "check_data", lambda model, data: None)
-    line = fails_with(capsys, ["train", "--output", str(tmp_path)], str(error))
+    codes = {_core.InputError: 2, _core.DivergedError: 3, OSError: 4, _core.Interrupted: 130}
+    line = fails_with(capsys, ["train", "--output", str(tmp_path)], str(error), code=codes[type(error)])
     assert ("interrupted" in line.split()[1]) == isinstance(error, _core.Interrupted)
 
 

@@ -172,18 +172,85 @@ def test_fairseq_s_words_name_options_that_exist():
     [
         ("norm", "mixnorm", 'unknown norm "mixnorm"; expected one of layernorm'),
         ("residual", "mixnorm", 'unknown residual "mixnorm"; expected one of'),
-        ("norm", "mix-ln", 'unknown norm "mix-ln" ("mix-ln" is a residual scheme: --residual mix-ln); expected'),
-        ("residual", "rmsnorm", 'unknown residual "rmsnorm" ("rmsnorm" is a norm: --norm rmsnorm); expected'),
-        ("init", "mup", 'unknown init "mup" ("mup" is a parametrisation: --parametrisation mup); expected'),
+        ("norm", "mix-ln", 'unknown norm "mix-ln" ("mix-ln" is a residual scheme: residual="mix-ln"); expected'),
+        ("residual", "rmsnorm", 'unknown residual "rmsnorm" ("rmsnorm" is a norm: norm="rmsnorm"); expected'),
+        ("init", "mup", 'unknown init "mup" ("mup" is a parametrisation: parametrisation="mup"); expected'),
         ("norm", "RMSNorm", 'unknown norm "RMSNorm" (did you mean "rmsnorm"?)'),
         ("norm", "batch_norm", 'unknown norm "batch_norm" (did you mean "batchnorm"?)'),
         ("norm", "group", 'unknown norm "group"; expected'),
     ],
 )
-def test_suggestions_are_near_or_name_the_right_option(option, value, said):
+def test_suggestions_are_near_or_name_the_right_option(option, value, said, capsys):
+    """In the language of the call: keywords in Python, flags on the command line."""
     with pytest.raises(nfrs.InputError) as raised:
         TransformerConfig(**{option: value})
     assert str(raised.value).startswith(said)
+    assert cli.main(["train", "--output", "x", f"--{option}", value]) == 2
+    as_flag = re.sub(r'(\w+)="(\S+)"\)', r"--\1 \2)", said)
+    assert as_flag in capsys.readouterr().err
+
+
+WORDS = {
+    "residual": {
+        **dict.fromkeys(("pre_ln", "preln", "Pre-LN", "pre-norm", "norm_first"), "prenorm"),
+        **dict.fromkeys(("post-ln", "postln", "vanilla", "post_layer_norm"), "postnorm"),
+        "deepnet": "deepnorm",
+        "sub-ln": "subln",
+        "hc": "hyper-connections",
+        "magneto": "subln",
+    },
+    "norm": {"ln": "layernorm", "layer-norm": "layernorm", "rms": "rmsnorm", "bn": "batchnorm", "dynamic-tanh": "dyt"},
+    "init": {"glorot": "xavier", "small-init": "smallinit"},
+    "positions": {"rope": "rotary", "sinusoidal": "twt"},
+    "activation": {"swish": "silu"},
+    "device": {"gpu": "cuda", "GPU": "cuda"},
+    "precision": {"bfloat16": "bf16", "fp32": "f32", "float32": "f32", "bf-16": "bf16"},
+    "schedule": {"noam": "inverse-sqrt", "inverse_sqrt": "inverse-sqrt"},
+}
+FLAGS = {
+    "--learning-rate": ["--lr"],
+    "--learning_rate": ["--lr"],
+    "--num-layers": ["--encoder-layers", "--decoder-layers"],
+    "--hidden-size": ["--d-model"],
+    "--n-embd": ["--d-model"],
+    "--intermediate-size": ["--d-ff"],
+    "--num-heads": ["--heads"],
+    "--batch_size": ["--max-tokens"],
+    "--max-steps": ["--updates"],
+    "--num-train-epochs": ["--epochs"],
+    "--warmup-steps": ["--warmup"],
+    "--max-grad-norm": ["--clip-norm"],
+    "--gradient-accumulation-steps": ["--accumulate"],
+    "--eval-steps": ["--evaluate-every"],
+    "--gradient-checkpointing": ["--activation-checkpointing"],
+    "--output-dir": ["--output"],
+    "--src": ["--train-source"],
+    "--tgt": ["--train-target"],
+    "--vocab-size": ["--bpe-operations"],
+    "--scheduler": ["--schedule"],
+}
+
+
+@pytest.mark.parametrize(("option", "word"), [(option, word) for option in WORDS for word in WORDS[option]])
+def test_other_words_of_the_field_name_ours(option, word):
+    config = TransformerConfig if option in (f.name for f in TransformerConfig.FIELDS) else nfrs.TrainingConfig
+    with pytest.raises(nfrs.InputError) as raised:
+        config(**{option: word})
+    assert f'unknown {option} "{word}" (did you mean "{WORDS[option][word]}"?)' in str(raised.value)
+
+
+@pytest.mark.parametrize("flag", FLAGS)
+def test_other_trainers_flags_name_ours(flag, capsys):
+    assert cli.main(["train", "--output", "x", flag, "2"]) == 2
+    said = capsys.readouterr().err.split("--help lists")[0].replace(f'"{flag}"', "")
+    named = re.findall(r"--[a-z][\w-]*", said)
+    assert set(FLAGS[flag]) <= set(named) <= {*FLAGS[flag], "--updates", "--save-dir", flag.replace("_", "-")}, said
+
+
+def test_flags_take_underscores():
+    words = ["train", "--output", "x", "--d_model", "16", "--encoder_layers=2", "--no_bpe"]
+    found = cli._parser().parse_args(words)
+    assert (found.d_model, found.encoder_layers, found.no_bpe) == ("16", "2", True)
 
 
 def mistakes(folder: Path) -> dict[str, tuple[str, str]]:

@@ -65,7 +65,7 @@ def test_a_run_needs_no_output(folder):
 def test_a_full_output_is_one_line(folder, words, buffered):
     pytest.importorskip("sacrebleu")
     code, _, (line,) = shell(folder, f"PYTHONUNBUFFERED={buffered} {COMMAND} {words} > /dev/full")
-    assert code == 2 and line.startswith("normformer-rs: error: [Errno 28] No space left on device")
+    assert code == 4 and line.startswith("normformer-rs: error: [Errno 28] No space left on device")
     assert buffered or line.endswith("'standard output'")
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-import normformer_rs as nf
+import normformer_rs as nfrs
 from environment import REQUIRED
 from normformer_rs._optional import available
 
@@ -159,7 +159,10 @@ def stock(which: str, *arguments: str, **environment: str) -> subprocess.Complet
     """fairseq-WHICH as users have it: its own with --user-dir on Python 3.10, on later ones the wrapper's."""
     if sys.version_info >= (3, 11):
         return command("normformer_rs", "fairseq", which, *arguments, **environment)
-    program, plugin = Path(sys.executable).with_name(f"fairseq-{which}"), Path(nf.__file__).with_name("fairseq_plugin")
+    program, plugin = (
+        Path(sys.executable).with_name(f"fairseq-{which}"),
+        Path(nfrs.__file__).with_name("fairseq_plugin"),
+    )
     given = [] if which == "score" else ["--user-dir", str(plugin)]
     return execute(str(program), *arguments, *given, **environment)
 

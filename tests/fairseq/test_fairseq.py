@@ -10,7 +10,7 @@ import pytest
 import torch
 from fairseq_support import MARKS, RECIPE, SIZES, SMOOTHED, batch, configured, generate, parameters, train
 
-import normformer_rs as nf
+import normformer_rs as nfrs
 import reference as ref
 from normformer_rs.config import tables
 from normformer_rs.formats.convert import to_canonical
@@ -316,7 +316,7 @@ REFUSED_AT_THE_START = {
 @pytest.mark.parametrize("arguments", REFUSED_AT_THE_START)
 @pytest.mark.one_in(all=3)
 def test_what_only_training_knows_is_refused_before_the_first_update(arguments, data, tmp_path):
-    with pytest.raises(nf.InputError, match=REFUSED_AT_THE_START[arguments]):
+    with pytest.raises(nfrs.InputError, match=REFUSED_AT_THE_START[arguments]):
         train(data, tmp_path, 1, f"--arch nfrs_transformer {SIZES} --disable-validation {arguments}")
     assert not list(tmp_path.iterdir())
 
@@ -407,7 +407,7 @@ def test_vocabulary_mask_and_its_loss(data):
     sample = {"net_input": inputs, "target": wanted, "ntokens": int(target.ne(1).sum())}
     logs = [loss(model.train(), sample | {"target": found})[2] for found in (wanted, other)]
     assert [int(log["outside"]) for log in logs] == [0, int(target.ne(1).sum())]
-    with pytest.raises(nf.InputError, match="targets that were not there"):
+    with pytest.raises(nfrs.InputError, match="targets that were not there"):
         loss.reduce_metrics(logs)
     model.decoder.vocab_mask.fill_(1)  # counted again
     found = loss.compute_loss(model, output, {"target": wanted})[0]
@@ -437,10 +437,10 @@ def test_target_types_are_those_of_every_shard(data, tmp_path):
     write("two", "train.de-en.en", [8])
     task.cfg.data = f"{tmp_path}/one:{tmp_path}/two"
     assert target_types(task, "train").nonzero().flatten().tolist() == [2, 3, 5, 6, 8]
-    with pytest.raises(nf.InputError, match=r"one/train2\.de-en\.en or .*: not there; --vocab-mask"):
+    with pytest.raises(nfrs.InputError, match=r"one/train2\.de-en\.en or .*: not there; --vocab-mask"):
         target_types(task, "train2")
     write("two", "train1.de-en.en", [types])
-    with pytest.raises(nf.InputError, match=r"two/train1\.de-en\.en: holds ids"):
+    with pytest.raises(nfrs.InputError, match=r"two/train1\.de-en\.en: holds ids"):
         target_types(task, "train")
 
 
@@ -529,7 +529,7 @@ BAD_SCHEDULES = [
 
 @pytest.mark.parametrize(("name", "options", "message"), BAD_SCHEDULES)
 def test_bad_schedules_are_one_line(name, options, message, fairseq):
-    with pytest.raises(nf.InputError, match=message):
+    with pytest.raises(nfrs.InputError, match=message):
         schedule(f"nfrs_{name}", **options)
 
 
@@ -554,7 +554,7 @@ def test_schedules(fairseq):
     again = schedule("nfrs_val_decay", lr=[1.0], warmup_updates=10, maximize_best_checkpoint_metric=True)
     again.load_state_dict(decay.state_dict())
     assert again.step_update(20) == pytest.approx(0.8)
-    with pytest.raises(nf.InputError, match="--reset-lr-scheduler"):
+    with pytest.raises(nfrs.InputError, match="--reset-lr-scheduler"):
         again.load_state_dict({"best": 1.0})
     losses = schedule("nfrs_val_decay", lr=[1.0], warmup_updates=0)
     for loss in (3.0, 3.0, 3.0, 4.0):

@@ -16,7 +16,7 @@ import pytest
 import torch
 from fairseq_support import MARKS, RECIPE, SIZES, SMOOTHED, command, execute, losses_of, parameters, stock, train
 
-import normformer_rs as nf
+import normformer_rs as nfrs
 from normformer_rs import cli
 from normformer_rs.config import ATTENTION, LANGUAGE_MODELS, tables
 
@@ -40,7 +40,7 @@ def test_flags_name_everything(fairseq):
     residuals = f"One of {', '.join(entry['name'] for entry in tables()['residuals'])}. Default: postnorm"
     assert residuals.replace(" ", "") in text.replace(" ", "")  # argparse breaks lines at hyphens, too
     # A parametrisation changes the optimizer's groups, which are fairseq's own.
-    for field in (field for field in nf.TransformerConfig.FIELDS if field.group != "parametrisation"):
+    for field in (field for field in nfrs.TransformerConfig.FIELDS if field.group != "parametrisation"):
         name = field.name.replace("_", "-")
         known = {"architecture", "vocab-size", "d-model", "d-ff", "heads", "positions", "tie-embeddings"}
         known |= {option.replace("_", "-") for option in (*LANGUAGE_MODELS, *ATTENTION)}
@@ -173,6 +173,7 @@ APPENDIX_C = r"""
 @pytest.mark.parametrize(
     "flags", ["", "--encoder-normalize-before --decoder-normalize-before --norm scalenorm --fixnorm"]
 )
+@pytest.mark.one_in(all=2)
 @pytest.mark.full
 def test_the_command_of_transformers_without_tears(flags, data, tmp_path):
     theirs = shlex.split(APPENDIX_C.replace("\\\n", " "))
@@ -364,7 +365,7 @@ def test_language_model(fairseq, tmp_path):
     assert {name.split(".")[0] for name in parameters(Path(last))} == {"decoder"}
     assert cli.main(["convert", "--from", last, "--to", f"{tmp_path}/run"]) == 0
     assert cli.main(["convert", "--from", f"{tmp_path}/run", "--to", f"{tmp_path}/back.pt"]) == 0
-    measured = nf.evaluate_loss(tmp_path / "run", None, tmp_path / "valid")
+    measured = nfrs.evaluate_loss(tmp_path / "run", None, tmp_path / "valid")
     assert 1 < measured.perplexity < 8
     for path in (last, tmp_path / "back.pt"):
         given = f"{tmp_path}/bin --path {path} --cpu --gen-subset valid --tokens-per-sample 64 --num-workers 0"

@@ -11,7 +11,7 @@ import pytest
 import torch
 from fairseq_support import MARKS, RECIPE, SIZES, SMOOTHED, batch, command, generate, parameters, preprocess, train
 
-import normformer_rs as nf
+import normformer_rs as nfrs
 from normformer_rs import cli
 from normformer_rs.formats import convert
 
@@ -33,24 +33,26 @@ def files_of(folder: Path) -> dict[str, str]:
     }
 
 
-def fit(output: Path, data: nf.DataConfig) -> list[float]:
+def fit(output: Path, data: nfrs.DataConfig) -> list[float]:
     """The losses of a short run of the Rust loop."""
-    model = nf.TransformerConfig(d_model=32, d_ff=48, heads=4, encoder_layers=1, decoder_layers=1)
-    training = nf.TrainingConfig(updates=12, max_tokens=300, lr=1e-2, warmup=5, evaluate_every=12, vocab_mask=True)
-    history = nf.Trainer(model, training, data).fit(output, progress=False, curves=False, tensorboard=False)
+    model = nfrs.TransformerConfig(d_model=32, d_ff=48, heads=4, encoder_layers=1, decoder_layers=1)
+    training = nfrs.TrainingConfig(updates=12, max_tokens=300, lr=1e-2, warmup=5, evaluate_every=12, vocab_mask=True)
+    history = nfrs.Trainer(model, training, data).fit(output, progress=False, curves=False, tensorboard=False)
     return [*history.loss, *history.evaluations.loss, *history.evaluations.bleu]
 
 
 @pytest.mark.one_in(test=2)
 def test_the_loop_reads_binarised_folders(data, twin, tmp_path, capfd):
-    text = fit(tmp_path / "text", nf.DataConfig(**files_of(data.parent), no_bpe=True))
-    assert fit(tmp_path / "bin", nf.DataConfig(data_bin=str(twin))) == text
+    text = fit(tmp_path / "text", nfrs.DataConfig(**files_of(data.parent), no_bpe=True))
+    assert fit(tmp_path / "bin", nfrs.DataConfig(data_bin=str(twin))) == text
     files = [tmp_path / run / name for name in ("vocabulary.txt", "target_types.txt") for run in ("text", "bin")]
     assert files[0].read_text() == files[1].read_text() and files[2].read_text() == files[3].read_text()
     lines = (data.parent / "test.de").read_text().splitlines()
-    expected = nf.translate(tmp_path / "text", lines)
-    assert nf.translate(tmp_path / "bin", nf.Binarised(twin)) == expected
-    assert nf.translate(tmp_path / "bin", nf.Binarised(data)) == expected  # numbered otherwise: known by their pieces
+    expected = nfrs.translate(tmp_path / "text", lines)
+    assert nfrs.translate(tmp_path / "bin", nfrs.Binarised(twin)) == expected
+    assert (
+        nfrs.translate(tmp_path / "bin", nfrs.Binarised(data)) == expected
+    )  # numbered otherwise: known by their pieces
     assert cli.main(["translate", "--model", str(tmp_path / "bin"), "--data-bin", str(twin), "--split", "test"]) == 0
     assert capfd.readouterr().out.splitlines() == [found[0].text for found in expected]
     given = ["train", "--data-bin", str(twin), "--source-lang", "en", "--output", str(tmp_path / "back"), "--dry-run"]
@@ -100,7 +102,7 @@ def test_converts_both_ways(which, data, tmp_path):
     train(data, tmp_path / "out", 60, f"{CONVERTED[which]} {SIZES} --criterion {loss} --disable-validation")
     last, run, back = tmp_path / "out" / "checkpoint_last.pt", tmp_path / "run", tmp_path / "back.pt"
     assert cli.main(["convert", "--from", str(last), "--to", str(run)]) == 0
-    ours = nf.Transformer.from_checkpoint(run)
+    ours = nfrs.Transformer.from_checkpoint(run)
     from fairseq import checkpoint_utils
 
     (theirs,), _ = checkpoint_utils.load_model_ensemble([str(last)], arg_overrides={"decoder_start": "eos"})
@@ -115,14 +117,14 @@ def test_converts_both_ways(which, data, tmp_path):
             state[name] = state[name][2:]  # fairseq draws the row 0, which nothing reads; 1 is padding's
     assert which in STOCK or {n: v.tolist() for n, v in second.items()} == {n: v.tolist() for n, v in first.items()}
     convert.from_fairseq(back, tmp_path / "again", data=data)
-    again = nf.Transformer.from_checkpoint(tmp_path / "again").state_dict()
+    again = nfrs.Transformer.from_checkpoint(tmp_path / "again").state_dict()
     assert all(torch.equal(again[name], value) for name, value in ours.state_dict().items())
     if which == "stock":
         torch.save(before_0_9(torch.load(last, weights_only=True)), tmp_path / "old.pt")
         convert.from_fairseq(tmp_path / "old.pt", tmp_path / "old")
-        old = nf.Transformer.from_checkpoint(tmp_path / "old").state_dict()
+        old = nfrs.Transformer.from_checkpoint(tmp_path / "old").state_dict()
         assert all(torch.equal(old[name], value) for name, value in ours.state_dict().items())
-    found = nf.translate(run, nf.Binarised(data), nf.SearchConfig(beam=5, rule="fairseq", max_length=12))
+    found = nfrs.translate(run, nfrs.Binarised(data), nfrs.SearchConfig(beam=5, rule="fairseq", max_length=12))
     for path in (last, back):
         assert_same_but_for_ties(found, generate(data, path))
 
@@ -137,7 +139,7 @@ def test_what_learned_positions_cannot_be_is_said(data, tmp_path):
         (LEARNED.replace("24", "16", 1), "tables of positions have 16 and 24 rows"),
     ):
         train(data, tmp_path / "out", 1, f"{given} {flags} --reset-optimizer --restore-file none.pt")
-        with pytest.raises(nf.InputError, match=message):
+        with pytest.raises(nfrs.InputError, match=message):
             convert.from_fairseq(last, run)
         assert not run.exists()
 
@@ -168,11 +170,11 @@ def test_stock_language_models_convert(before, data, tmp_path):
     torch.save({"model": model.state_dict(), "cfg": {"model": flags, "task": task}}, tmp_path / "lm.pt")
     convert.from_fairseq(tmp_path / "lm.pt", tmp_path / "run")
     tokens = torch.tensor([[2, 5, 6, 7]])
-    ours = nf.Transformer.from_checkpoint(tmp_path / "run")(None, tokens)
+    ours = nfrs.Transformer.from_checkpoint(tmp_path / "run")(None, tokens)
     torch.testing.assert_close(ours, model(tokens)[0], atol=1e-5, rtol=1e-4)
     flags.decoder_normalize_before, flags.residual = True, "postnorm"
     torch.save({"model": model.state_dict(), "cfg": {"model": flags, "task": task}}, tmp_path / "lm.pt")
-    with pytest.raises(nf.InputError, match="means --residual prenorm; got --residual postnorm: leave it out"):
+    with pytest.raises(nfrs.InputError, match="means --residual prenorm; got --residual postnorm: leave it out"):
         convert.from_fairseq(tmp_path / "lm.pt", tmp_path / "other")
 
 
@@ -207,8 +209,8 @@ def test_translates_multi30k_as_fairseq_does(which, corpora, fairseq, tmp_path):
     assert losses[-1] < 0.8 * losses[0]
     last = tmp_path / "out" / "checkpoint_last.pt"
     convert.from_fairseq(last, tmp_path / "run")
-    search = nf.SearchConfig(beam=5, rule="fairseq", max_length=40)  # what was hardly trained hardly ends
-    found = nf.translate(tmp_path / "run", nf.Binarised(binarised), search)
+    search = nfrs.SearchConfig(beam=5, rule="fairseq", max_length=40)  # what was hardly trained hardly ends
+    found = nfrs.translate(tmp_path / "run", nfrs.Binarised(binarised), search)
     assert len({best.text for best, *_ in found}) > 500
     arguments = "--max-tokens 4000 --max-len-b 40 --post-process subword_nmt"
     assert_same_but_for_ties(found, generate(binarised, last, arguments, lines=1000))
@@ -234,7 +236,7 @@ def test_checkpoints_of_other_models_are_one_line(data, tmp_path):
     saved["model"]["version"] += 1
     torch.save(saved, last)
     assert "version 2 of the nfrs architectures" in error("--norm layernorm")
-    with pytest.raises(nf.InputError, match="version 2 of the nfrs architectures"):
+    with pytest.raises(nfrs.InputError, match="version 2 of the nfrs architectures"):
         convert.from_fairseq(last, tmp_path / "run")
 
 
@@ -256,12 +258,12 @@ def test_checkpoints_with_bleu(data, tmp_path):
         assert {name.split(".")[-1] for name in names} >= {"_reconstruct", "ndarray", "dtype"}
         convert.from_fairseq(last, tmp_path / "run")
         torch.save(torch.load(last, weights_only=False) | {"more": Path("x")}, last)
-        with pytest.raises(nf.InputError, match="holds pathlib"):
+        with pytest.raises(nfrs.InputError, match="holds pathlib"):
             convert.from_fairseq(last, tmp_path / "trusted")
         convert.from_fairseq(last, tmp_path / "trusted", trust=True)
     finally:
         torch.serialization.add_safe_globals(allowed)
-    trusted, first = (nf.Transformer.from_checkpoint(tmp_path / name).state_dict() for name in ("trusted", "run"))
+    trusted, first = (nfrs.Transformer.from_checkpoint(tmp_path / name).state_dict() for name in ("trusted", "run"))
     assert all(torch.equal(trusted[name], value) for name, value in first.items())
 
 
@@ -283,7 +285,9 @@ def test_averages_of_checkpoints(flags, data, tmp_path):
         assert name not in averaged or torch.equal(averaged[name], states[-1]["model"][name])
     found = generate(data, last)
     convert.from_fairseq(last, tmp_path / "run")
-    ours = nf.translate(tmp_path / "run", nf.Binarised(data), nf.SearchConfig(beam=5, rule="fairseq", max_length=12))
+    ours = nfrs.translate(
+        tmp_path / "run", nfrs.Binarised(data), nfrs.SearchConfig(beam=5, rule="fairseq", max_length=12)
+    )
     assert_same_but_for_ties(ours, found)
 
 
@@ -298,7 +302,7 @@ def test_old_files_with_an_output_matrix_of_their_own_convert(data, tmp_path):
     saved["model"]["decoder.embed_out"] = saved["model"].pop("decoder.output_projection.weight")
     torch.save(saved, last)
     convert.from_fairseq(last, tmp_path / "old")
-    new, old = (nf.Transformer.from_checkpoint(tmp_path / name).state_dict() for name in ("new", "old"))
+    new, old = (nfrs.Transformer.from_checkpoint(tmp_path / name).state_dict() for name in ("new", "old"))
     assert "output_projection.weight" in new and all(torch.equal(old[name], value) for name, value in new.items())
     for change, message in (
         (
@@ -315,13 +319,13 @@ def test_old_files_with_an_output_matrix_of_their_own_convert(data, tmp_path):
         options = saved["cfg"]["model"]
         change(saved["model"], options)
         torch.save(saved, tmp_path / "changed.pt")
-        with pytest.raises(nf.InputError, match=message):
+        with pytest.raises(nfrs.InputError, match=message):
             convert.from_fairseq(tmp_path / "changed.pt", tmp_path / "run")
 
 
 def test_conversion_refuses(data, tmp_path):
     def error(*arguments: Path, **options: bool) -> str:
-        with pytest.raises(nf.InputError) as raised:
+        with pytest.raises(nfrs.InputError) as raised:
             convert.from_fairseq(*arguments, **options)
         assert "\n" not in str(raised.value)
         return str(raised.value)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from fairseq_support import MARKS
 
-import normformer_rs as nf
+import normformer_rs as nfrs
 from normformer_rs.formats.convert import to_canonical
 
 pytestmark = MARKS
@@ -28,10 +28,10 @@ def test_the_start_is_fairseqs(fairseq):
     torch.manual_seed(1)
     theirs = to_canonical(TransformerModel.build_model(flags, task).state_dict(), "none")
     shape = {"d_model": 512, "d_ff": 2048, "heads": 8, "encoder_layers": 1, "decoder_layers": 1}
-    config = nf.TransformerConfig(
+    config = nfrs.TransformerConfig(
         vocab_size=len(dictionary), **shape, residual="postnorm", init="fairseq-0.12.2", tie_embeddings="none"
     )
-    ours = nf.Transformer(config, seed=1).state_dict()
+    ours = nfrs.Transformer(config, seed=1).state_dict()
     drawn = {name for name, value in theirs.items() if value.is_floating_point() and value.std() > 0}
     assert drawn == {name for name, value in ours.items() if value.is_floating_point() and value.std() > 0}
     for name in drawn:

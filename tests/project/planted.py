@@ -176,11 +176,11 @@ PLANTED = [
         ("surgery/test_blocks.py::test_every_family_trains_and_returns[Bert]",),
     ),
     Planted(
-        "Trained weights are not drawn anew",
+        "Trained weights are drawn anew only",
         "surgery/residuals.py",
-        "if learned is not None and drawn:",
+        "if learned is not None and is_drawn:",
         "if False:",
-        ("surgery/test_blocks.py::test_trained_weights_are_not_redrawn_without_a_word",),
+        ("surgery/test_blocks.py::test_trained_weights_are_drawn_only_if_init_says_so",),
     ),
     Planted(
         "What other libraries keep on a model",
@@ -198,10 +198,10 @@ PLANTED = [
     ),
     Planted(
         "A saved swapped model loads",
-        "surgery/marker.py",
-        "torch.ones(1, dtype=torch.uint8, device=device))",
-        "torch.ones(1, dtype=torch.uint8, device=device), persistent=False)",
-        ("surgery/test_blocks.py::test_the_stock_class_does_not_load_a_swapped_model_silently[Bert]",),
+        "surgery/configuration.py",
+        "if keeps_function(swaps):",
+        "if True:",
+        ("surgery/test_blocks.py::test_the_stock_class_does_not_load_a_swapped_model[Bert]",),
     ),
     Planted(
         "A saved swapped model loads",

@@ -68,8 +68,19 @@ def test_python_of_the_pages(page, code, output, monkeypatch, tmp_path):
 
 def test_readme_begins_with_a_swap_and_what_it_prints():
     begin = (ROOT / "README.md").read_text().partition("## ")[0]
-    assert re.search(r"```python\n.*swap_norms.*```\n\n```text\nswap_norms to", begin, re.S)
+    assert re.search(r"```python\n.*swap_norms.*```\n\n```text\nswap_residuals to", begin, re.S)
     assert re.search(r"!\[[^\]]*\]\(https://raw", begin)
+
+
+def test_the_first_sentence_counts_the_names():
+    tables = normformer_rs.tables()
+    counts = {word: len(tables[table]) for word, table in FIRST.items()}
+    for page in ("README.md", "docs/index.md"):
+        said = re.search(r"^(\d+) (\w+), (\d+) residual (\w+) and (\d+) (\w+)", (ROOT / page).read_text(), re.M)
+        assert {said[2 * i]: int(said[2 * i - 1]) for i in (1, 2, 3)} == counts, page
+
+
+FIRST = {"normalisations": "norms", "schemes": "residuals", "initialisations": "inits"}
 
 
 def test_readmes_links_are_absolute_and_lead_to_files():

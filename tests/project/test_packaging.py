@@ -176,18 +176,18 @@ def imported(fat: Path, program: str, **environment: str) -> subprocess.Complete
                           env={**os.environ, **environment})  # fmt: skip
 
 
-@pytest.mark.parametrize("first", ["import normformer_rs as nf", "import torch, normformer_rs as nf",
-                                   "from normformer_rs import _core; import normformer_rs as nf"])  # fmt: skip
+@pytest.mark.parametrize("first", ["import normformer_rs as nfrs", "import torch, normformer_rs as nfrs",
+                                   "from normformer_rs import _core; import normformer_rs as nfrs"])  # fmt: skip
 @pytest.mark.full
 def test_import_chooses_the_core_of_the_torch_that_is_there(fat, first):
     done = imported(
         fat,
         f"""{first}
-assert nf.__file__.startswith({str(fat)!r}), nf.__file__
+assert nfrs.__file__.startswith({str(fat)!r}), nfrs.__file__
 import torch
-assert "_core-torch" + ".".join(torch.__version__.split(".")[:2]) in nf._core.__file__
+assert "_core-torch" + ".".join(torch.__version__.split(".")[:2]) in nfrs._core.__file__
 model = torch.nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
-nf.swap_norms(model, "scalenorm")
+nfrs.swap_norms(model, "scalenorm")
 model(torch.randn(2, 3, 16)).sum().backward()
 print(model.norm1)""",
     )

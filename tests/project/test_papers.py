@@ -58,7 +58,8 @@ def test_the_specifications_list_is_the_datas():
     rows = []
     for paper in papers.papers():
         names = re.sub(r"^(TwT|PN|BrN)\b", r"**\1**", "; ".join(paper["names"]))
-        end = f". arXiv {paper.get('arxiv')}" * ("arxiv" in paper) + f"; {paper.get('more')}" * ("more" in paper)
+        end = f". arXiv {paper.get('arxiv')}" * ("arxiv" in paper) + f". {paper.get('url')}" * ("url" in paper)
+        end += f"; {paper.get('more')}" * ("more" in paper)
         rows.append(f"| {names} | {paper['authors']}: {paper['title']}. {paper['year']}{end} |")
     assert table.strip().splitlines()[2:] == rows
 

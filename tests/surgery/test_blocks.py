@@ -297,7 +297,7 @@ def test_no_library_is_imported():
 # What a swap takes away, and what a file says of it.
 
 
-def test_trained_weights_are_not_redrawn_without_a_word():
+def test_trained_weights_are_drawn_only_if_init_says_so():
     fresh = build("Bert")
     done = swap_residuals(fresh, "deepnorm")  # no warning
     assert done[0].note.startswith("init deepnorm, 6 weights drawn; query, 4 heads, key, 4 heads")
@@ -305,8 +305,12 @@ def test_trained_weights_are_not_redrawn_without_a_word():
     model = build("Bert")
     with torch.no_grad():
         model.bert.encoder.layer[1].output.LayerNorm.weight[3] += 1e-3
-    with pytest.warns(UserWarning, match=r"drew 12 weights of BertForMaskedLM anew.*layer\.1\.output.*init=None keeps"):
-        done = swap_residuals(model, "deepnorm")
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(InputError, match=r"look trained .*layer\.1\.output.*give init=None"):
+        swap_residuals(model, "deepnorm")
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    done = swap_residuals(model, "deepnorm", init="scheme")
+    assert "6 weights drawn" in done[1].note
     done.undo()
     swap_residuals(model, "deepnorm", init=None).undo()
     with pytest.warns(UserWarning, match="set 12 biases of BertForMaskedLM to zero"):
@@ -321,8 +325,8 @@ def test_exchanged_norms_remember_that_weights_are_trained(between):
         model.transformer.h[1].ln_1.weight[3] += 1e-3
     for norm in between:
         swap_norms(model, norm)
-    with pytest.warns(
-        UserWarning, match=r"look trained \(transformer\.h\.1\.ln_1\.weight (is|was) not at its first value"
+    with pytest.raises(
+        InputError, match=r"look trained \(transformer\.h\.1\.ln_1\.weight (is|was) not at its first value"
     ):
         swap_residuals(copy.deepcopy(model), "deepnorm")
 
@@ -332,23 +336,18 @@ def test_an_optimizer_with_state_tells_of_training():
     optimizer = torch.optim.SGD(model.parameters(), 1e-9, momentum=0.9)  # moves no bit of a norm's gain
     loss(model, given).backward()
     optimizer.step()
-    with pytest.warns(UserWarning, match="look trained .the optimizer has state"):
+    with pytest.raises(InputError, match=r"look trained .the optimizer has state"):
         swap_residuals(model, "deepnorm", optimizer=optimizer)
 
 
 @pytest.mark.parametrize("name", ["Bert", "Llama", "CLIP"])
-def test_the_stock_class_does_not_load_a_swapped_model_silently(name, tmp_path, caplog):
+def test_the_stock_class_does_not_load_a_swapped_model(name, tmp_path):
     model = build(name)
     kind = type(model)
     done = swap_residuals(model, "deepnorm")
     model.save_pretrained(tmp_path)
-    with caplog.at_level("WARNING", "transformers"):
-        sys.modules["transformers"].logging.enable_propagation()
-        stock, report = kind.from_pretrained(tmp_path, output_loading_info=True)
-        sys.modules["transformers"].logging.disable_propagation()
-    assert report["unexpected_keys"] and all("residual.scheme_deepnorm" in key for key in report["unexpected_keys"])
-    assert "UNEXPECTED" in caplog.text and "scheme_deepnorm" in caplog.text
-    assert stock.config.normformer_rs["residual"] == "deepnorm"
+    with pytest.raises(OSError, match=r"load-with-normformer_rs\.load_swapped"):
+        kind.from_pretrained(tmp_path)
     with pytest.raises(RuntimeError, match="scheme_deepnorm"):
         build(name).load_state_dict(model.state_dict())
     norms = swap_norms(model, "scalenorm")

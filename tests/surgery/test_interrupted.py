@@ -96,7 +96,7 @@ def hooked():
 
 
 def residuals(to, **options):
-    return lambda model, optimizer: swap_residuals(model, to, optimizer=optimizer, **options)
+    return lambda model, optimizer: swap_residuals(model, to, optimizer=optimizer, **{"init": "scheme", **options})
 
 
 def norms(to, **options):
@@ -280,18 +280,24 @@ def test_admins_gains_fold_wholly_or_not_at_all():
     assert differences(before, whole_state(model))
 
 
+def trained():
+    """A model whose biases look trained."""
+    model = torchs_encoder()
+    torch.nn.init.normal_(model.layers[0].norm1.weight)
+    return model
+
+
 def test_a_warning_that_is_an_error_leaves_the_model():
-    model, optimizer, _ = prepared("residuals of torch.nn")
-    before = whole_state(model, optimizer)
+    model = trained()
+    before = whole_state(model)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        with pytest.raises(UserWarning, match="look trained"):
-            swap_residuals(model, "deepnorm", optimizer=optimizer)
-    assert differences(before, whole_state(model, optimizer)) == []
+        with pytest.raises(UserWarning, match=r"biases of .* to zero"):
+            swap_residuals(model, "r-fixup", init=None)
+    assert differences(before, whole_state(model)) == []
 
 
 def test_a_warning_names_the_callers_line():
-    model, optimizer, _ = prepared("residuals of torch.nn")
-    with pytest.warns(UserWarning, match="look trained") as said:
-        swap_residuals(model, "deepnorm", optimizer=optimizer)
+    with pytest.warns(UserWarning, match=r"biases of .* to zero") as said:
+        swap_residuals(trained(), "r-fixup", init=None)
     assert {one.filename for one in said} == {__file__}

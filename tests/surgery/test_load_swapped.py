@@ -3,7 +3,10 @@
 import contextlib
 import copy
 import json
+import pickle
 import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -39,8 +42,8 @@ def test_swapped_models_come_back(name, tmp_path):
     same(name, model, loaded)
     again = load_swapped(tmp_path, type(model), dtype=torch.float64)
     assert next(again.parameters()).dtype == torch.float64
-    _, report = type(model).from_pretrained(tmp_path, output_loading_info=True, ignore_mismatched_sizes=True)
-    assert any("norm_is_scalenorm" in key for key in report["unexpected_keys"])
+    with pytest.raises(OSError, match=r"load-with-normformer_rs\.load_swapped"):
+        type(model).from_pretrained(tmp_path)
 
 
 @pytest.mark.parametrize("change", ["options", "depth", "own", "fold", "exact", "filter"])
@@ -83,8 +86,7 @@ def test_norms_without_biases_are_told_apart(tmp_path):
     )  # fmt: skip
     swap_norms(model, "rmsnorm")
     model.save_pretrained(tmp_path)
-    _, report = type(model).from_pretrained(tmp_path, output_loading_info=True)
-    assert [*report["unexpected_keys"]] == ["swapped_norms.norm_is_rmsnorm"]
+    assert "swapped_norms.norm_is_rmsnorm" in model.state_dict()
     tokens = torch.arange(3, 12)[None]
     assert torch.equal(load_swapped(tmp_path)(tokens).logits, model.eval()(tokens).logits)
 
@@ -158,6 +160,95 @@ def test_auto_classes_choose_the_class(tmp_path):
         load_swapped(tmp_path, transformers.AutoModelForSpeechSeq2Seq)
     with pytest.raises(InputError, match="kind must be a class of transformers' models"):
         load_swapped(tmp_path, nn.Linear)
+
+
+# transformers' own Auto classes.
+
+SWAPS = {
+    "deepnorm": lambda model: swap_residuals(model, "deepnorm"),
+    "own scheme": lambda model: swap_residuals(model, OwnScheme(0.5)),
+    "mhc": lambda model: swap_residuals(model, "mhc"),
+    "options": lambda model: swap_residuals(model, "layerscale", layerscale_init=0.3),
+    "depth": lambda model: swap_residuals(model, "deepnorm", depth=50),
+    "dyt": lambda model: swap_norms(model, "dyt"),
+    "some norms": lambda model: swap_norms(model, "scalenorm", filter=lambda name, _: "ln_1" in name),
+    "both": lambda model: (swap_norms(model, "rmsnorm"), swap_residuals(model, "sandwich")),
+    "folded and swapped": lambda model: (nfrs.fold_norms(model.eval()), swap_norms(model, "rmsnorm")),
+}
+ALONE = """
+import sys, transformers
+for folder in sys.argv[1:]:
+    try:
+        transformers.AutoModelForCausalLM.from_pretrained(folder)
+    except ValueError as error:
+        assert "normformer_rs" in str(error), error
+    else:
+        sys.exit(f"{folder} was loaded")
+"""
+
+
+@pytest.mark.full
+def test_auto_classes_load_a_swapped_model_or_refuse_it(tmp_path):
+    """With the package to the bit; without it they name the package."""
+    for name, swap in SWAPS.items():
+        model = build("GPT2")
+        swap(model)
+        move(model).save_pretrained(tmp_path / name)
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name)
+        assert type(loaded) is transformers.GPT2LMHeadModel
+        same("GPT2", model, loaded)
+        states = transformers.AutoModel.from_pretrained(tmp_path / name, dtype=torch.float64)
+        assert type(states) is transformers.GPT2Model and states.dtype == torch.float64
+        loaded.save_pretrained(tmp_path / "again")
+        assert json.loads((tmp_path / "again" / "config.json").read_text())["model_type"] == "normformer_rs"
+        with pytest.raises(OSError, match=r"load-with-normformer_rs\.load_swapped"):
+            transformers.GPT2LMHeadModel.from_pretrained(tmp_path / name)
+    folders = [str(tmp_path / name) for name in SWAPS]
+    ran = subprocess.run([sys.executable, "-c", ALONE, *folders], capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+
+
+def test_a_saved_swapped_model_says_what_it_is(tmp_path):
+    model = build("GPT2", n_layer=1)
+    swap_residuals(model, "layerscale", layerscale_init=0.3)
+    swap_norms(model, "scalenorm")
+    assert model.config.model_type == "gpt2" and model.config.to_dict()["model_type"] == "gpt2"
+    model.save_pretrained(tmp_path)
+    file = json.loads((tmp_path / "config.json").read_text())
+    assert file["model_type"] == "normformer_rs" and file["architectures"] == ["normformer_rs.GPT2LMHeadModel"]
+    card = (tmp_path / "README.md").read_text()
+    assert "`swap_residuals`: layerscale (layerscale_init=0.3)" in card and "cite('layerscale', 'scalenorm')" in card
+    (tmp_path / "README.md").write_text("my own")
+    model.save_pretrained(tmp_path)
+    assert (tmp_path / "README.md").read_text() == "my own"
+    for copied in (copy.deepcopy(model.config), pickle.loads(pickle.dumps(model.config))):
+        assert type(copied) is type(model.config) and copied.to_dict() == model.config.to_dict()
+    auto = transformers.AutoConfig.from_pretrained(tmp_path)
+    assert auto.to_dict()["normformer_rs"] == model.config.normformer_rs and auto.architectures == ["GPT2LMHeadModel"]
+    with pytest.raises(InputError, match="makes no model without its weights"):
+        transformers.AutoModelForCausalLM.from_config(auto)
+
+
+@pytest.mark.parametrize("change", ["exact", "fold"])
+def test_a_swap_that_keeps_the_function_stays_a_stock_model(change, tmp_path):
+    model = build("GPT2", n_layer=1)
+    swap_norms(model.eval(), "rmsnorm", exact=True) if change == "exact" else nfrs.fold_norms(model)
+    model.save_pretrained(tmp_path)
+    stock = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    for a, b in zip(outputs(model.eval(), inputs("GPT2")), outputs(stock.eval(), inputs("GPT2")), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_a_fold_that_adds_biases_is_no_stock_model(tmp_path):
+    """GPT-2's layers have biases, GPT-J's attention has none."""
+    shape = {"vocab_size": 40, "n_positions": 16, "n_embd": 16, "n_layer": 1, "n_head": 2, "rotary_dim": 4}
+    model = transformers.GPTJForCausalLM(transformers.GPTJConfig(**shape)).eval()
+    torch.nn.init.normal_(model.transformer.h[0].ln_1.bias)
+    nfrs.fold_norms(model)
+    model.save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["model_type"] == "normformer_rs"
+    tokens = torch.arange(8)[None]
+    assert torch.equal(transformers.AutoModelForCausalLM.from_pretrained(tmp_path)(tokens).logits, model(tokens).logits)
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from surgery_support import (
 )
 
 from normformer_rs import nn as nfnn
-from normformer_rs.surgery import swap_norms, swap_residuals
+from normformer_rs.surgery import load_swapped, swap_norms, swap_residuals
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:enable_nested_tensor", "ignore:The PyTorch API of nested tensors", "ignore:admin.s gains"
@@ -102,29 +102,22 @@ def test_the_schemes_first_values(name):
 @pytest.mark.parametrize("name", HUGGING_FACE)
 @pytest.mark.one_in(test=20, all=19)
 def test_saved_and_loaded_by_hugging_face(name, residual, norm, tmp_path):
-    """The recipe: a subclass that swaps as it is built; from_pretrained then finds every name."""
+    """A function that swaps as the saved model was: every name is found, also beside a name of the table."""
 
-    def swap(model):
-        swap_residuals(model, residual)
+    def swap(model, init="scheme"):
+        swap_residuals(model, residual, init=init)
         if norm is not None:
             swap_norms(model, norm)
         return model
 
     model = swap(build(name)).eval()
-    kind = type(model)
-
-    class Swapped(kind):
-        def __init__(self, config):
-            super().__init__(config)
-            swap(self)
-
     with torch.no_grad():
         for p in model.parameters():
             if p.requires_grad:  # Marian's positions are constants, not saved
                 p.add_(0.1 * torch.randn_like(p))
     nfnn.set_num_updates(model, 7)
     model.save_pretrained(tmp_path)
-    loaded, report = Swapped.from_pretrained(tmp_path, output_loading_info=True)
+    loaded, report = load_swapped(tmp_path, swap=lambda model: swap(model, None), output_loading_info=True)
     assert not report["missing_keys"] and not report["unexpected_keys"] and not report["mismatched_keys"]
     assert torch.equal(run(loaded.eval())[0], run(model)[0])
 

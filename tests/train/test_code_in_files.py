@@ -118,7 +118,7 @@ def test_no_reader_of_a_run_runs_code(run, code, tmp_path, name):
 
 
 @pytest.mark.parametrize(("section", "name"), PLACES)
-@pytest.mark.one_in(all=20)
+@pytest.mark.one_in(all=40)
 def test_no_reader_of_a_run_runs_code_of_any_field(run, code, tmp_path, section, name):
     try_all(run, tmp_path, section, name)
 

@@ -331,7 +331,7 @@ def test_a_rank_that_loses_its_partner_says_so_in_one_line(tmp_path, corpus, die
     ranks[dies].kill()
     said = ranks[1 - dies].communicate(timeout=150)[1]
     ranks[dies].communicate(timeout=150)
-    assert ranks[1 - dies].returncode == 2 and "Traceback" not in said
+    assert ranks[1 - dies].returncode == 4 and "Traceback" not in said
     (line,) = [line for line in said.splitlines() if "error:" in line]
     assert f"rank {1 - dies} of 2 lost a partner" in line and "--resume" in line
     assert run(tmp_path / "run", corpus, 2, updates=max(losses(tmp_path / "run")) + 2, resume=True).returncode == 0

@@ -1,9 +1,9 @@
 """The papers' analyses of a trained model: gains, gradients, spectra, statistics, cosines.
 
->>> import normformer_rs as nf
+>>> import normformer_rs as nfrs
 >>> from normformer_rs import analysis
 >>> shape = {"d_model": 16, "d_ff": 32, "heads": 2, "encoder_layers": 1, "decoder_layers": 1}
->>> model = nf.Transformer(nf.TransformerConfig(vocab_size=20, norm="scalenorm", **shape), seed=1)
+>>> model = nfrs.Transformer(nfrs.TransformerConfig(vocab_size=20, norm="scalenorm", **shape), seed=1)
 >>> analysis.gains(model)[0]
 Gain(name='encoder.layers.0.norm1', layer=0, kind='encoder.layers.*.norm1', g=4.0)
 >>> seen = analysis.observe(model, torch.tensor([[5, 6, 7, 2]]), torch.tensor([[0, 8, 9]]))

@@ -98,10 +98,10 @@ def coordinate_check(
     (Dey et al. 2025, Fig 7): `slopes` are near 0. Logits may shrink with width at first, and their slope then
     approaches 0 from below.
 
-    >>> import normformer_rs as nf
+    >>> import normformer_rs as nfrs
     >>> from normformer_rs import analysis
     >>> shape = {"d_model": 8, "d_ff": 16, "heads": 2, "decoder_layers": 1, "architecture": "decoder-only"}
-    >>> config = nf.TransformerConfig(vocab_size=20, **shape, parametrisation="mup", base_width=8)
+    >>> config = nfrs.TransformerConfig(vocab_size=20, **shape, parametrisation="mup", base_width=8)
     >>> check = analysis.coordinate_check(config, widths=(8, 16), updates=1, seeds=(1,))
     >>> check.over, check.values, check.sizes.shape
     ('width', (8, 16), (2, 2, 7))

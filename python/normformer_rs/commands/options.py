@@ -107,6 +107,8 @@ class Parser(argparse.ArgumentParser):
         same = fairseq_words.SAME.get(self.prog.rpartition(" ")[2], {})
         for i, word in enumerate(args[:rest]):
             name, equals, value = word.partition("=")
+            if name.startswith("--"):
+                name = name.replace("_", "-")
             args[i] = same.get(name, name) + equals + value
             if not HELP.intersection(args):
                 self._check_flag(args[i].partition("=")[0])

@@ -17,7 +17,7 @@ def keep_memory() -> None:
     if NORMFORMER_RS_ALLOCATOR=system is set, or with another allocator than glibc's. If the variable is `return`, the
     call does the opposite: every freed block of 128 KiB or more goes back to the system at once.
 
-    >>> import normformer_rs as nf
-    >>> nf.keep_memory()
+    >>> import normformer_rs as nfrs
+    >>> nfrs.keep_memory()
     """
     _loading.load().keep_memory()

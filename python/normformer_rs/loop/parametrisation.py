@@ -1,10 +1,10 @@
 """Parameter groups for an optimizer, with weight decay and the multipliers of a parametrisation.
 
->>> import normformer_rs as nf
+>>> import normformer_rs as nfrs
 >>> shape = {"d_model": 64, "d_ff": 128, "heads": 4, "encoder_layers": 4, "decoder_layers": 4}
 >>> scaled = {"parametrisation": "completep", "base_width": 32, "base_depth": 2}
->>> model = nf.Transformer(nf.TransformerConfig(vocab_size=20, **shape, **scaled), seed=1)
->>> for group in nf.param_groups(model, 1e-2, weight_decay=0.1):
+>>> model = nfrs.Transformer(nfrs.TransformerConfig(vocab_size=20, **shape, **scaled), seed=1)
+>>> for group in nfrs.param_groups(model, 1e-2, weight_decay=0.1):
 ...     print(group["role"], len(group["params"]), group["lr"], group["weight_decay"], group["eps"])
 embedding 1 0.01 0.1 5e-09
 hidden-matrix 40 0.005 0.2 2.5e-09

@@ -60,8 +60,8 @@ class Trainer:
         training: the options of training; `TrainingConfig()` has defaults for everything.
         data: the files.
 
-    >>> import normformer_rs as nf
-    >>> trainer = nf.Trainer(*nf.preset("transformer-tiny"), nf.DataConfig(train_target="train.en"))
+    >>> import normformer_rs as nfrs
+    >>> trainer = nfrs.Trainer(*nfrs.preset("transformer-tiny"), nfrs.DataConfig(train_target="train.en"))
     """
 
     chosen: set[str] | None = None

@@ -1,7 +1,7 @@
 """The papers that define names, as BibTeX.
 
->>> import normformer_rs as nf
->>> nf.cite("scalenorm")
+>>> import normformer_rs as nfrs
+>>> nfrs.cite("scalenorm")
 @misc{nguyen2019transformers,
   title = {{Transformers without Tears: Improving the Normalization of Self-Attention}},
   author = {Toan Q. Nguyen and Julian Salazar},
@@ -52,7 +52,7 @@ def cite(*names: str) -> Citation:
 
 @cache
 def papers() -> list[dict[str, Any]]:
-    """Returns the papers' names (as sources call the paper), authors, title, year, and arxiv if there is one."""
+    """Returns the papers' names (as sources call the paper), authors, title, year, and arxiv or url if there is one."""
     found: list[dict[str, Any]] = json.loads(Path(__file__).with_name("papers.json").read_text("utf-8"))
     return found
 
@@ -77,6 +77,7 @@ def _bibtex(paper: dict[str, Any]) -> str:
     first = paper["authors"].split(",")[0].removesuffix(" et al.").split(" ")[-1]
     key = f"{first}{paper['year']}{word}".lower()
     where = [f"  eprint = {{{paper['arxiv']}}}", "  archivePrefix = {arXiv}"] if "arxiv" in paper else []
+    where += [f"  url = {{{paper['url']}}}"] if "url" in paper else []
     lines = [
         f"  title = {{{{{paper['title']}}}}}",
         f"  author = {{{authors}}}",

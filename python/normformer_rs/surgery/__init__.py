@@ -1,7 +1,10 @@
 """Surgery on other libraries' models: other norms and residual schemes, in place, with undo."""
 
+import sys
+
 from .block_residual import BlockResidual
 from .blocks import Linear, Part, register_block
+from .configuration import register as _register
 from .folding import fold_admin, fold_norms
 from .loading import load_swapped
 from .norms import swap_norms
@@ -23,3 +26,6 @@ __all__ = [
     "swap_norms",
     "swap_residuals",
 ]
+
+if "transformers" in sys.modules:
+    _register()

@@ -111,6 +111,7 @@ def _fold_all(model: nn.Module, found: dict[nn.Module, Site], edits: Edits) -> l
     """Every norm that may be folded; a row for each."""
     rows: list[Row] = []
     folded: dict[nn.Module, nn.Module] = {}
+    adds_biases = False
     for norm, site in found.items():
         known, kind, name = read_norm(norm), type(norm).__name__, min(site.names)
         own = [] if known is None else [leaf for leaf in (known.gain, known.bias) if leaf is not None]
@@ -121,11 +122,12 @@ def _fold_all(model: nn.Module, found: dict[nn.Module, Site], edits: Edits) -> l
             folded[norm] = unweighted(model, name, norm, known)
             note = f"{', '.join(own)} into {site.said}"
             rows += [Row(name, kind, f"{type(folded[norm]).__name__}, unweighted", note) for name in sorted(site.names)]
-            _fold(norm, known, site, edits)
+            adds_biases |= _fold(norm, known, site, edits)
     rows += replace(model, [(name, norm) for norm in folded for name in sorted(found[norm].names)], folded, edits)
     if folded:
         names = sorted(name for norm in folded for name in found[norm].names)
-        mark(model, "folded", "norms", edits, {"fold_norms": True, "names": names})
+        how = {"fold_norms": True, "names": names, **({"biases": True} if adds_biases else {})}
+        mark(model, "folded", "norms", edits, how)
     return rows
 
 
@@ -142,8 +144,8 @@ def _found(model: nn.Module, by: str, example: Any) -> tuple[dict[nn.Module, Sit
     return found, flow
 
 
-def _fold(norm: nn.Module, known: RecognisedNorm, site: Site, edits: Edits) -> None:
-    """γ and β into the layers that read the norm."""
+def _fold(norm: nn.Module, known: RecognisedNorm, site: Site, edits: Edits) -> bool:
+    """Folds γ and β into the layers that read the norm. Returns True if a layer got a bias."""
     gain = None if known.gain is None else known.factor * (known.offset + widened(getattr(norm, known.gain)))
     bias = None if known.bias is None else getattr(norm, known.bias)
     made: Exchange = {}
@@ -157,6 +159,7 @@ def _fold(norm: nn.Module, known: RecognisedNorm, site: Site, edits: Edits) -> N
     edits.remember_values([*dict.fromkeys(p for matrix in site.readers for p in matrix.parameters.values())])
     for matrix in site.readers:
         matrix.take_in(gain, bias)
+    return bool(made)
 
 
 class _Site(NamedTuple):

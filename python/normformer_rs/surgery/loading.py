@@ -14,8 +14,9 @@ from ..declarations.file_class import names_code, refuse_code
 from ..errors import InputError
 from ..nn.norm_table import FAMILIES
 from ..nn.registry import norm_class
+from .configuration import KEY, model_class, read_config, register
 from .folding import fold_named
-from .marker import KEY, MARKS
+from .marker import MARKS
 from .norms import swap_norms
 from .probe import KINDS
 from .residuals import swap_residuals
@@ -62,9 +63,9 @@ def load_swapped(
         import transformers
     except ImportError as reason:
         raise InputError("load_swapped loads models of Hugging Face: install transformers") from reason
+    register()
     hub = {name: options[name] for name in ("revision", "token", "cache_dir", "subfolder") if name in options}
-    read: Any = getattr(kind, "config_class", None) or transformers.AutoConfig
-    config = copy.copy(options.pop("config", None)) or read.from_pretrained(folder, **hub)
+    config = copy.copy(options.pop("config", None)) or read_config(folder, kind, **hub)
     swaps = [] if swap is not None else _swaps(config, folder, trust)
     if swap is None and not swaps:
         raise InputError(
@@ -109,15 +110,13 @@ def _model_class(kind: Any, config: Any, folder: Any, transformers: Any) -> Any:
         kind = next((found for name in names if (found := getattr(transformers, name, None)) is not None), None)
     if kind is None:
         raise InputError(f"{folder}'s config.json names no class of transformers as its architecture: pass kind=")
-    if (mapping := getattr(kind, "_model_mapping", None)) is not None:  # AutoModel and its like
+    if getattr(kind, "_model_mapping", None) is not None:  # AutoModel and its like
         try:
-            found = mapping[type(config)]
+            kind = model_class(kind, config)
         except KeyError:
             raise InputError(
                 f"{kind.__name__} has no class for a {type(config).__name__}: pass a class of models as kind="
             ) from None
-        several = [*found] if isinstance(found, (list, tuple)) else [found]
-        kind = next((one for one in several if one.__name__ in names), several[0])
     if not isinstance(kind, type) or not issubclass(kind, transformers.PreTrainedModel):
         raise InputError(f"kind must be a class of transformers' models; got {kind!r}")
     return kind
@@ -230,7 +229,7 @@ def _check_residuals(one: Mapping[str, Any], where: str) -> None:
 
 
 def _check_fold(one: Mapping[str, Any], where: str) -> None:
-    if {**one, "names": None} != {"fold_norms": True, "names": None}:
+    if one["fold_norms"] is not True or one.keys() - {"fold_norms", "names", "biases"}:
         raise InputError(f"{where}: fold_norms must be true, and has no options but names; got {_shown(one)}")
     names = one.get("names", [])
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):

@@ -1,8 +1,7 @@
-"""A swapped model's files: marks in them, so that a stock class warns when it loads them, and what adapters leave out.
+"""A swapped model's marks, and what adapters leave out.
 
-A Hugging Face configuration names the swap, and `save_pretrained` writes it into config.json. The stock class keeps
-such a key unread. So each swapped block also has a buffer named after its scheme, which the stock class reports as
-unexpected.
+A Hugging Face configuration names the swap, and `save_pretrained` writes it into config.json (see configuration.py).
+Each swapped block also has a buffer named after its scheme: state dicts of different swaps differ in their keys.
 """
 
 import copy
@@ -16,11 +15,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from .configuration import KEY, register, swapped_class
 from .undo import Edits
 from .whole import LEVEL, configs_of
 
-KEY = "normformer_rs"
-"""The configuration's attribute."""
 MARKS = ("scheme_", "norm_is_")
 """How the names of marking buffers begin."""
 
@@ -62,6 +60,10 @@ def _give_its_own(model: nn.Module, edits: Edits) -> None:
         return
     assert edits.state is not None
     copies = {id(config): copy.copy(config) for config in configs}
+    for copied in copies.values():
+        if hasattr(copied, "to_json_file"):
+            register()
+            copied.__class__ = swapped_class(type(copied))
     for number in copies.keys() & theirs:
         vars(copies[number]).pop(KEY, None)  # another model's marks
     own = {id(vars(module)) for module in modules}

@@ -12,6 +12,7 @@ from .. import nn as nfnn
 from ..config import ATTENTION, PARAMETRISATION, TransformerConfig
 from ..errors import InputError
 from ..nn.layers import Layer
+from ..nn.norm_table import NormSpec
 from ..nn.place import Place, configure, count_of_layers, in_short
 from .block_residual import BlockResidual
 from .blocks import (
@@ -39,13 +40,16 @@ from .stack_residual import StackCalls, StackResidual, show
 from .undo import Edits, Row, Swaps, refuse_wrapped
 from .whole import LEVEL
 
+UNSAID = "(scheme, unless the model looks trained)"
+"""The default of `init`."""
+
 
 def swap_residuals(
     model: nn.Module,
     to: Any,
     *,
     depth: int | tuple[int, int] | None = None,
-    init: str | None = "scheme",
+    init: str | None = UNSAID,
     optimizer: torch.optim.Optimizer | None = None,
     example: Any = None,
     **options: Any,
@@ -71,8 +75,8 @@ def swap_residuals(
     layers.0  TransformerEncoderLayer  TransformerEncoderLayer, deepnorm  init deepnorm, 4 weights drawn
     layers.1  TransformerEncoderLayer  TransformerEncoderLayer, deepnorm  init deepnorm, 4 weights drawn
 
-    Where the scheme draws its own first values, a pretrained model's weights are lost. A warning says so if they look
-    trained; `init=None` keeps them.
+    The scheme draws first values for the blocks' linear layers. A model that looks trained is refused unless `init` is
+    given: `init=None` keeps its weights.
 
     A Hugging Face model's `config.normformer_rs` then names the scheme, and each swapped block's state has a key of the
     scheme's name, which the stock class reports as unexpected. Load such a file into a model that was swapped alike:
@@ -86,8 +90,9 @@ def swap_residuals(
         to: a name from `normformer_rs.tables()["residuals"]`; `postnorm*3,prenorm`, a name for each layer; or a
             `Scheme` of one's own.
         depth: layers for the scheme's constants: one number, or (encoder, decoder). None: as many as there are.
-        init: of the blocks' linear layers: "scheme": the scheme's own; another name out of `tables()["inits"]`; None:
-            their values stay. Embeddings and all else outside the blocks keep their values.
+        init: first values of the blocks' linear layers. "scheme": the scheme's own; another name out of
+            `tables()["inits"]`; None: their values stay. Left out: "scheme", and an error if the model looks trained.
+            Embeddings and all else outside the blocks keep their values.
         optimizer: gets the scheme's parameters, in the group of the block's first parameter, and loses the removed
             ones; the state of parameters drawn anew is dropped. One that is not passed warns at its next step.
         example: an input for the runs: keyword arguments in a dictionary, a tuple of arguments, one tensor, or a
@@ -101,8 +106,8 @@ def swap_residuals(
     parameters others keep (DistributedDataParallel, FSDP, DTensors, DeepSpeed, accelerate's offloading); hooks on norms
     that the scheme does not call, and a forward in a block's instance; an optimizer that does not own the parameters;
     schemes that act inside attention or feed-forward where the block does not show that point; schemes between layers
-    in a model that reads its hidden states between blocks. UserWarning where weights that look trained are drawn anew,
-    and for blocks that stay.
+    in a model that reads its hidden states between blocks; without `init`, a model that looks trained. UserWarning
+    where biases that look trained are set to zero, and for blocks that stay.
     """
     to = next(field for field in TransformerConfig.FIELDS if field.name == "residual").check(to)
     model = unwrapped(model)
@@ -122,6 +127,7 @@ def _swap(
     options: Mapping[str, Any],
     edits: Edits,
 ) -> Swaps:
+    is_said, init = init != UNSAID, "scheme" if init == UNSAID else init
     stacks = find_stacks(model, example)
     plans = [(g, place) for g, place in _plans(stacks.groups, to, depth, init, options) if not _has(g, place)]
     runs = stacks.run is not None and plans and not any(p.is_meta for p in model.parameters())
@@ -132,14 +138,22 @@ def _swap(
         refuse(group, place, to)
         refuse_roles(group, init)
     learned = next((sign for group, _ in plans if (sign := sign_of_training(group, optimizer))), None)
+    is_drawn = not is_said and any(count_weights(block) for group, _ in plans for block in group.blocks)
+    if learned is not None and is_drawn:
+        raise InputError(
+            f"{edits.title} would draw first values for linear layers of {type(model).__name__} that look trained "
+            f'({learned}): give init=None to keep their weights, or init="scheme" to draw them'
+        )
     title, before = edits.title, dict(model.named_parameters())
     rows, there = [], {*model.modules(), *before.values()}
-    likes = [_like_norm(group) for group, _ in plans]
+    likes = [_first_norm(group) for group, _ in plans]
     for (group, place), like in zip(plans, likes):
         old = [type(block).__name__ for block in group.blocks]
         convert = _convert_torchs if isinstance(group.blocks[0], tuple(TORCHS)) else _convert_foreign
         notes = convert(group, place, edits, init is None)
-        mark_new(group.holder, there, group.blocks[0], like)
+        if like is not None:
+            _take_over_options(group.holder, there, like)
+        mark_new(group.holder, there, group.blocks[0], None if like is None else next(like.parameters(), None))
         for i, block in enumerate(group.blocks):
             drawn_here = f"init {place.declared.init}, {count_weights(block)} weights drawn"
             note = "weights kept" if init is None else drawn_here
@@ -175,12 +189,12 @@ def _swap(
     held = ((n, block) for group, _ in plans for n, block in zip(group.names, group.blocks))
     made = ((f"{n}.residual", residual_of(block)) for n, block in held if residual_of(block) is not None)
     warn_of_adapters(model, title, made)  # type: ignore[arg-type]
-    if learned is not None and drawn:
-        what = f"drew {sum(p.dim() > 1 for p in drawn)} weights of {type(model).__name__} anew"
-        way = "init=None keeps them, undo() brings them back"
-        if init is None:
-            what, way = f"set {len(drawn)} biases of {type(model).__name__} to zero", "undo() brings them back"
-        warnings.warn(f"{title} {what}, and they look trained ({learned}): {way}", stacklevel=LEVEL)
+    if learned is not None and drawn and init is None:
+        warnings.warn(
+            f"{title} set {len(drawn)} biases of {type(model).__name__} to zero, and they look trained ({learned}): "
+            "undo() brings them back",
+            stacklevel=LEVEL,
+        )
     return Swaps(title, rows, edits)
 
 
@@ -264,10 +278,32 @@ def _has(group: Group, place: Place) -> bool:
     return now is not None and now.config == place.config
 
 
-def _like_norm(group: Group) -> nn.Parameter | None:
-    """A parameter of the first norm."""
+def _first_norm(group: Group) -> nn.Module | None:
+    """Returns the first norm of the first block."""
     paths = [part.norm for part in parts_of(group.blocks[0]) if part.norm is not None]
-    return next(group.blocks[0].get_submodule(paths[0]).parameters(), None) if paths else None
+    return group.blocks[0].get_submodule(paths[0]) if paths else None
+
+
+def _take_over_options(stack: nn.Module, there: set[Any], like: nn.Module) -> None:
+    """Gives the norms that a scheme has added the options of a norm of the same class that was `there`."""
+
+    def options_of(norm: Any) -> dict[str, Any]:
+        return {name: getattr(norm, name) for name in norm.declared.options}
+
+    made = [(p, n, m) for p in stack.modules() for n, m in p._modules.items() if type(m) is type(like)]
+    for parent, name, norm in made if isinstance(getattr(like, "declared", None), NormSpec) else ():
+        if norm in there or norm is None or (options := options_of(like)) == options_of(norm):
+            continue
+        p = next(norm.parameters())
+        size = getattr(norm, "normalized_shape", None) or norm.num_features
+        new: Any = type(norm)(size, **options, device=p.device, dtype=p.dtype)
+        for leaf, there_is in norm._parameters.items():
+            if there_is is None:
+                new.register_parameter(leaf, None)
+        if hasattr(norm, "first_scale"):
+            new.first_scale = norm.first_scale
+            new.reset_parameters()
+        setattr(parent, name, new.train(norm.training))
 
 
 def _plain(to: Any, place: Place) -> Any:
@@ -343,7 +379,7 @@ def _convert_torchs(group: Group, place: Place, edits: Edits, _: bool) -> list[R
         path = f"{group.path.removesuffix('layers')}norm"
         if (norm is None) != (holder.norm is None):
             names = ["none" if n is None else type(n).__name__ for n in (norm, holder.norm)]
-            notes.append(Row(path, names[0], names[1], "after the stack"))
+            notes.append(Row(path, names[0], names[1], f"last norm {'added' if norm is None else 'removed'}"))
     for where, changes in (("before the first", place.declared.begin), ("after the last", place.declared.end)):
         if changes and not in_stack:
             note = f"{place.config.residual} needs a norm {where} layer: add it yourself"
@@ -384,7 +420,7 @@ def _convert_foreign(group: Group, place: Place, edits: Edits, keeps: bool) -> l
     if group.end is not None and not has_end:
         edits.remember(group.end.owner)
         path = f"{group.end.path}.{group.end.name}".lstrip(".")
-        notes.append(Row(path, type(group.end.norm).__name__, "Identity", "after the stack"))
+        notes.append(Row(path, type(group.end.norm).__name__, "Identity", "last norm removed"))
         identity = nn.Identity()
         edits.succeed(group.end.norm, identity)
         _put(group.end.owner, group.end.name, identity)

@@ -1,0 +1,221 @@
+"""The configuration of a swapped Hugging Face model. Its config.json says that no stock class can load the folder.
+
+In the file `model_type` and `architectures` name this package, and `transformers_weights` names a file that does not
+exist. So transformers' Auto classes, its stock classes and programs that serve models refuse the folder. Where this
+package has registered its configuration (`register`), the Auto classes load the swapped model.
+
+A swap that leaves the model's function as it was writes the stock configuration: the stock class computes the same.
+"""
+
+import json
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from ..errors import InputError
+
+KEY = "normformer_rs"
+"""The configuration's attribute, and the `model_type` in the file."""
+_NO_WEIGHTS = "load-with-normformer_rs.load_swapped.safetensors"
+_STOCK = ("model_type", "architectures")
+"""Fields whose stock values the file has in KEY's object, under "stock"."""
+
+
+class Swapped:
+    """Comes before a stock configuration class: all but the file stays as that class has it."""
+
+    def to_json_file(self, json_file_path: Any, use_diff: bool = True) -> None:
+        """Writes config.json, and beside it README.md, the model's card, if there is none."""
+        stock: dict[str, Any] = json.loads(self.to_json_string(use_diff))  # type: ignore[attr-defined]
+        swaps = _swaps(stock.get(KEY))
+        if keeps_function(swaps):
+            super().to_json_file(json_file_path, use_diff)  # type: ignore[misc]
+            return
+        kept = {name: stock[name] for name in _STOCK if stock.get(name) is not None}
+        kinds = [f"{KEY}.{kind}" for kind in stock.get("architectures") or ()]
+        said = {"model_type": KEY, "architectures": kinds, "transformers_weights": _NO_WEIGHTS}
+        file = {**stock, **said, KEY: {**stock[KEY], "stock": kept}}
+        Path(json_file_path).write_text(json.dumps(file, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        card = Path(json_file_path).with_name("README.md")
+        if not card.exists():
+            card.write_text(model_card(stock, swaps), encoding="utf-8")
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _restored, (stock_class(self),), vars(self)
+
+
+def stock_class(config: Any) -> Any:
+    """Returns the stock class of a configuration."""
+    return next(kind for kind in type(config).__mro__ if not issubclass(kind, Swapped))
+
+
+def _restored(stock: Any) -> Any:
+    kind = swapped_class(stock)
+    return kind.__new__(kind)
+
+
+def keeps_function(swaps: list[Any]) -> bool:
+    """True if the stock class computes the same from the file as the swapped model."""
+    return all(one.get("exact") is True or (one.get("fold_norms") and not one.get("biases")) for one in swaps)
+
+
+def _swaps(marks: Any) -> list[Any]:
+    swaps = marks.get("swaps") if isinstance(marks, Mapping) else None
+    return [one for one in swaps if isinstance(one, Mapping)] if isinstance(swaps, list) else []
+
+
+_CLASSES: dict[Any, Any] = {}
+
+
+def swapped_class(kind: Any) -> Any:
+    """Returns the class of swapped models' configurations for a stock class, under the same name."""
+    if issubclass(kind, Swapped):
+        return kind
+    if kind in _CLASSES:
+        return _CLASSES[kind]
+    body = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
+    # transformers would make an __init__ of the fields
+    made = type(kind.__name__, (Swapped, kind), {**body, "__init__": kind.__init__})
+    _register_models(made, kind)
+    _CLASSES[kind] = made
+    return made
+
+
+def stock_config(file: Mapping[str, Any], folder: Any) -> dict[str, Any]:
+    """Returns config.json as the stock class would have written it. Errors: InputError for a damaged file."""
+    if file.get("model_type") != KEY:
+        return dict(file)
+    marks = file.get(KEY)
+    kept = marks.get("stock") if isinstance(marks, Mapping) else None
+    if not isinstance(kept, Mapping) or not isinstance(kept.get("model_type"), str):
+        raise InputError(f"{folder}'s config.json: {KEY}.stock must name the type of the swapped model; got {kept!r}")
+    stock = {name: value for name, value in file.items() if name not in (*_STOCK, "transformers_weights")}
+    marks = {name: value for name, value in file[KEY].items() if name != "stock"}
+    return {**stock, **{name: kept[name] for name in _STOCK if name in kept}, KEY: marks}
+
+
+def read_config(folder: Any, kind: Any, **hub: Any) -> Any:
+    """Returns the configuration in a folder or repository, for a class of models; None: the one that the file names."""
+    from transformers import CONFIG_MAPPING, PreTrainedConfig
+
+    file, _ = PreTrainedConfig.get_config_dict(folder, **hub)
+    stock = stock_config(file, folder)
+    made = getattr(kind, "config_class", None)
+    if made is None:
+        if stock.get("model_type") not in CONFIG_MAPPING:
+            raise InputError(
+                f"{folder}'s config.json: transformers has no model of type {stock.get('model_type')!r}; import the "
+                "module that registers it, or pass the class of models as kind="
+            )
+        made = CONFIG_MAPPING[stock["model_type"]]
+    part = getattr(made, "base_config_key", "")
+    if part and isinstance(stock.get(part), Mapping):
+        stock = dict(stock[part])
+    return swapped_class(made).from_dict(stock)
+
+
+@cache
+def register() -> None:
+    """Makes transformers' Auto classes load swapped models. Touches nothing but their registers."""
+    from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
+
+    class SwappedConfig(PreTrainedConfig):  # type: ignore[misc]
+        """What AutoConfig reads: it becomes the configuration of the model that was swapped."""
+
+        model_type = KEY
+
+        @classmethod
+        def from_dict(cls, config_dict: Any, **options: Any) -> Any:
+            folder = options.get("name_or_path", "the model")
+            stock = stock_config(config_dict, folder)
+            if stock["model_type"] not in CONFIG_MAPPING:
+                raise InputError(f"{folder}'s config.json: transformers has no model of type {stock['model_type']!r}")
+            return swapped_class(CONFIG_MAPPING[stock["model_type"]]).from_dict(stock, **options)
+
+    AutoConfig.register(KEY, SwappedConfig, exist_ok=True)
+
+
+def model_class(auto: Any, config: Any) -> Any:
+    """Returns the stock class that an Auto class chooses. Errors: KeyError if it has none."""
+    found = auto._model_mapping[stock_class(config)]
+    several = [*found] if isinstance(found, list | tuple) else [found]
+    names = getattr(config, "architectures", None) or ()
+    return next((one for one in several if one.__name__ in names), several[0])
+
+
+def _register_models(made: Any, stock: Any) -> None:
+    """Registers a swapped configuration's class with each Auto class that has a model for the stock one."""
+    from transformers.models.auto import modeling_auto
+
+    for auto in vars(modeling_auto).values():
+        mapping = getattr(auto, "_model_mapping", None)
+        if isinstance(auto, type) and mapping is not None and stock in mapping:
+            mapping.register(made, _loader(auto, stock), exist_ok=True)
+
+
+def _loader(auto: Any, stock: Any) -> Any:
+    """Returns what stands for a class of models in an Auto class's register."""
+
+    class Loader:
+        @classmethod
+        def from_pretrained(cls, folder: Any, *_: Any, trust_remote_code: Any = None, **options: Any) -> Any:
+            from .loading import load_swapped
+
+            for name in ("_from_auto", "adapter_kwargs"):
+                options.pop(name, None)
+            return load_swapped(folder, auto, trust=bool(trust_remote_code), **options)
+
+        @classmethod
+        def _from_config(cls, config: Any, **options: Any) -> Any:
+            if _swaps(getattr(config, KEY, None)):
+                raise InputError(
+                    f"a {stock.__name__} of a swapped model makes no model without its weights: make the stock model "
+                    "and swap it, or load the folder with from_pretrained"
+                )
+            return model_class(auto, config)._from_config(config, **options)
+
+    return Loader
+
+
+def model_card(stock: Mapping[str, Any], swaps: list[Any]) -> str:
+    """Returns the text of README.md: what was swapped, how to load the model, and how to find the papers."""
+    kind = (stock.get("architectures") or [stock.get("model_type")])[0]
+    rows = []
+    names: list[str] = []
+    for one in swaps:
+        what = next(kind for kind in ("swap_residuals", "swap_norms", "fold_norms") if kind in one)
+        to = one[what]
+        to = to.get("name") if isinstance(to, Mapping) else to
+        options = ", ".join(f"{k}={v!r}" for k, v in one.items() if k not in (what, "names") and v not in (None, False))
+        rows.append(f"- `{what}`: {'a class of its own' if to is None else to}{f' ({options})' if options else ''}")
+        names += [to] if isinstance(to, str) else []
+    swapped = "\n".join(rows)
+    cited = ", ".join(map(repr, dict.fromkeys(names)))
+    return f"""---
+library_name: normformer_rs
+tags:
+- normformer_rs
+---
+
+# A {kind} with other norms or residual connections
+
+This model is not the stock {kind}: it computes another function of the same inputs. It was changed by
+the Python package normformer_rs:
+
+{swapped}
+
+## Load it
+
+```python
+import normformer_rs
+
+model = normformer_rs.load_swapped(FOLDER)
+```
+
+After `import transformers, normformer_rs` transformers' own Auto classes load it, too. Stock classes refuse it.
+
+## Papers
+
+`normformer_rs.cite({cited})` prints the papers that define these names, as BibTeX.
+"""
