@@ -56,6 +56,9 @@ def norm_numbers(name: str, width: int, given: str) -> list[list[float]]:
     """[start, offset, factor] of each parameter of a norm's module, of its keyword arguments as JSON; refuses options
     that cannot be meant."""
 
+def step_by_rule(training: str, parameter: Tensor, gradient: Tensor, state: Sequence[Tensor], lr: float) -> None:
+    """Makes one step of an optimizer's rule (muon, normuon or lion) with one matrix or vector, in place."""
+
 def profile(
     model: str,
     names: Sequence[str],

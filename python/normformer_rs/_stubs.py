@@ -172,7 +172,9 @@ def names() -> str:
         "# Names",
         "",
         "What each name computes and where it comes from. d is the width, F a sublayer with dropout on its output, N a",
-        "norm; as depths, N and M are the layers of encoder and decoder, L those of a single stack.",
+        "norm; as depths, N and M are the layers of encoder and decoder, L those of a single stack. A norm is also",
+        "called a normalization layer, a residual scheme a residual or skip connection, and an initialisation an",
+        "initialization.",
     ]
     for title, table, how in (
         (

@@ -110,6 +110,7 @@ def _run(argv: Sequence[str] | None) -> int:
     try:
         try:
             words = [readable("argument", word) for word in (sys.argv[1:] if argv is None else argv)]
+            words = _asking_for_help(words)
             if sorted(words) == sorted(versions.FLAGS):
                 print(versions.report())
                 return 0
@@ -131,6 +132,13 @@ def _run(argv: Sequence[str] | None) -> int:
             _drop_output()
         report(error)
         return _exit_code(error)
+
+
+def _asking_for_help(words: list[str]) -> list[str]:
+    """Returns `COMMAND --help` for `help COMMAND` and `--help COMMAND`, and `--help` for no words."""
+    if words and words[0] not in ("help", "-h", "--help"):
+        return words
+    return [*(word for word in words[1:2] if word in COMMANDS), "--help"]
 
 
 def _exit_code(error: BaseException) -> int:
@@ -187,3 +195,7 @@ def _parser() -> Parser:
         command = commands.add_parser(name, help=summary, description=summary, add=add)
         command.set_defaults(run=run, parser=command)
     return parser
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -128,7 +128,9 @@ _AttentionScale = Literal["inverse-sqrt", "inverse"]
 _Positions = Literal["twt", "fairseq", "learned", "rotary", "none"]
 _DecoderStart = Literal["bos", "eos"]
 _TieEmbeddings = Literal["all", "decoder", "none"]
-_Schedule = Literal["inverse-sqrt", "val-decay", "no-warmup", "t-fixup", "constant"]
+_Schedule = Literal["inverse-sqrt", "val-decay", "no-warmup", "t-fixup", "constant", "cosine", "linear", "wsd"]
+_Optimizer = Literal["adam", "muon", "normuon", "lion"]
+_MuonScale = Literal["rms", "spectral"]
 _AdamForm = Literal["fairseq", "torch"]
 _WeightDecayOf = Literal["matrices", "all"]
 _Smoothing = Literal["fairseq", "twt"]
@@ -351,12 +353,22 @@ class TrainingConfig(Config):
     lr_scale: float
     lr_multiplier: float
     warmup: int
+    warmup_share: float | None
+    lr_end: float
+    decay_share: float
     warmup_init_lr: float
     lr_decay_rule: _RFixupMode
     lr_decay_factor: float
     lr_decay_patience: int
     count_from_zero: bool
     min_lr: float
+    optimizer: _Optimizer
+    muon_momentum: float
+    muon_nesterov: bool
+    muon_scale: _MuonScale
+    muon_lr_multiplier: float
+    muon_on_sphere: bool
+    normuon_beta2: float
     beta1: float
     beta2: float
     adam_eps: float
@@ -394,12 +406,22 @@ class TrainingConfig(Config):
         lr_scale: float = ...,
         lr_multiplier: float = ...,
         warmup: int = ...,
+        warmup_share: float | None = ...,
+        lr_end: float = ...,
+        decay_share: float = ...,
         warmup_init_lr: float = ...,
         lr_decay_rule: _RFixupMode = ...,
         lr_decay_factor: float = ...,
         lr_decay_patience: int = ...,
         count_from_zero: bool = ...,
         min_lr: float = ...,
+        optimizer: _Optimizer = ...,
+        muon_momentum: float = ...,
+        muon_nesterov: bool = ...,
+        muon_scale: _MuonScale = ...,
+        muon_lr_multiplier: float = ...,
+        muon_on_sphere: bool = ...,
+        normuon_beta2: float = ...,
         beta1: float = ...,
         beta2: float = ...,
         adam_eps: float = ...,

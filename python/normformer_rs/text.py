@@ -42,6 +42,13 @@ _PACKED = (
 )
 """Packed files, as in src/data/text.rs: the bytes that identify them, their place, and a command that unpacks one.
 The last one is found if gzip was applied twice."""
+_RECORDS = {
+    **dict.fromkeys((".jsonl", ".ndjson", ".json"), "jq -r .FIELD"),
+    ".csv": "python -c 'import csv, sys; [print(row[0]) for row in csv.reader(sys.stdin)]'",
+    ".tsv": "cut -f 1",
+    **dict.fromkeys((".parquet", ".arrow"), "datasets.Dataset.from_parquet(FILE)[FIELD]"),
+}
+"""Ends of names of files that hold records, and a command that makes lines of one field."""
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _UNSHOWN = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
@@ -58,16 +65,17 @@ def escaped(text: str) -> str:
     return _UNSHOWN.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
-def read_lines(path: str, *, empty: bool = False) -> list[str]:
+def read_lines(path: str, *, empty: bool = False, records: bool = False) -> list[str]:
     """Returns the lines of a UTF-8 file, plain or gzip, or of standard input for "-", without their ends.
 
     Args:
         empty: allow an empty file, which has no lines.
+        records: allow a file whose name ends as that of records, such as .csv.
 
     Errors: InputError for a missing or empty file, a closed standard input, a damaged gzip file, another packed format,
     too little memory, UTF-16, and invalid UTF-8 (with line number).
     """
-    check_readable(path)
+    check_readable(path, records=records)
     name = "standard input" if path == STANDARD else path
     try:
         data = sys.stdin.buffer.read() if path == STANDARD else Path(path).read_bytes()
@@ -185,7 +193,7 @@ def check_lines(name: str, lines: Iterable[str]) -> None:
             raise InputError(f"{name}: line {number} holds a lone surrogate, which no text in UTF-8 has: {line[:80]!r}")
 
 
-def check_readable(path: str) -> None:
+def check_readable(path: str, *, records: bool = False) -> None:
     """Raises InputError if `read_lines` could not read; call it before the work. The file is not opened."""
     if path == STANDARD:
         if not _is_open(sys.stdin, os.O_WRONLY):
@@ -199,6 +207,12 @@ def check_readable(path: str) -> None:
         ) from error
     if stat.S_ISDIR(kind):
         raise InputError(f"{path}: a folder; expected a text file in UTF-8, plain or gzip")
+    end = Path(path.removesuffix(".gz")).suffix.lower()
+    if end in _RECORDS and not records:
+        raise InputError(
+            f"{path}: {end} files hold records; expected text with one sentence a line: make one of a field first "
+            f"(`{_RECORDS[end]}`), or rename the file if it is plain text"
+        )
 
 
 def check_writable(path: str) -> None:

@@ -3,8 +3,9 @@
 use super::{json_text, released};
 use crate::config::{resume, DataConfig, GenerationOptions, SearchOptions, TrainingConfig, TransformerConfig};
 use crate::error::unknown;
-use crate::{init, model, norm, operator, parametrisation, residual};
+use crate::{init, model, norm, operator, parametrisation, residual, train};
 use pyo3::prelude::*;
+use pyo3_tch::PyTensor;
 use serde_json::json;
 use std::collections::{BTreeMap, HashMap};
 
@@ -121,6 +122,25 @@ fn cuda_compile(py: Python<'_>, program: &str, options: &str, architecture: i32)
     Ok(released(py, || crate::cuda::compile_verbosely(found, options, architecture))?)
 }
 
+/// Makes one step of an optimizer's rule with one matrix or vector, in place and in any floating type. `state`: its
+/// tensors, in order.
+#[pyfunction]
+fn step_by_rule(
+    py: Python<'_>,
+    training: &str,
+    parameter: PyTensor,
+    gradient: PyTensor,
+    state: Vec<PyTensor>,
+    lr: f64,
+) -> PyResult<()> {
+    let config: TrainingConfig = crate::config::from_json("training", training)?;
+    config.validate()?;
+    let mut state: Vec<tch::Tensor> = state.into_iter().map(|t| t.0).collect();
+    let (mut parameter, gradient) = (parameter.0, gradient.0);
+    released(py, move || tch::no_grad(|| train::step_by_rule(&config, &mut parameter, &gradient, &mut state, lr)))?;
+    Ok(())
+}
+
 pub(super) fn add(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_function(wrap_pyfunction!(tables, m)?)?;
     m.add_function(wrap_pyfunction!(operator_counts, m)?)?;
@@ -130,5 +150,6 @@ pub(super) fn add(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_function(wrap_pyfunction!(cuda_missing, m)?)?;
     m.add_function(wrap_pyfunction!(cuda_verdicts, m)?)?;
     m.add_function(wrap_pyfunction!(cuda_programs, m)?)?;
-    m.add_function(wrap_pyfunction!(cuda_compile, m)?)
+    m.add_function(wrap_pyfunction!(cuda_compile, m)?)?;
+    m.add_function(wrap_pyfunction!(step_by_rule, m)?)
 }

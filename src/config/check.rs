@@ -1,7 +1,7 @@
 //! Checks of options, alone and together.
 
 use super::{attention, parametrisation, positions};
-use super::{Architecture, AttentionName, DataConfig, ScheduleName, TrainingConfig, TransformerConfig};
+use super::{Architecture, AttentionName, DataConfig, OptimizerName, ScheduleName, TrainingConfig, TransformerConfig};
 use crate::error::{Error, Result};
 use crate::norm::conventions::KEYWORDS;
 use crate::norm::spec::NORM_EPS;
@@ -281,7 +281,7 @@ impl TrainingConfig {
         }
         // Other schedules fall for ever, or depend on evaluations.
         let is_constant = match self.schedule {
-            ScheduleName::Constant => true,
+            ScheduleName::Constant | ScheduleName::Cosine | ScheduleName::Linear | ScheduleName::Wsd => true,
             ScheduleName::InverseSqrt => self.warmup == 0,
             ScheduleName::TFixup | ScheduleName::ValDecay | ScheduleName::NoWarmup => false,
         };
@@ -316,6 +316,10 @@ impl TrainingConfig {
                 return Err(Error::invalid(format!("{name} must be at least 0, got {value}")));
             }
         }
+        below_one("muon_momentum", self.muon_momentum)?;
+        below_one("normuon_beta2", self.normuon_beta2)?;
+        self.check_optimizer()?;
+        self.check_schedule()?;
         below_one("beta1", self.beta1)?;
         below_one("beta2", self.beta2)?;
         below_one("label_smoothing", self.label_smoothing)?;
@@ -330,6 +334,66 @@ impl TrainingConfig {
                 "lr_scale = {0} scales the rate that the width gives (TwT eq 7), and here {decides} says it: leave one out, or give lr_multiplier = {0}",
                 self.lr_scale
             )));
+        }
+        Ok(())
+    }
+}
+
+impl TrainingConfig {
+    /// Errors about the schedules that fall to the end of the run, and about shares of it.
+    fn check_schedule(&self) -> Result<()> {
+        let (default, name) = (TrainingConfig::default(), self.schedule.name());
+        let falls = self.schedule.falls_to_the_end();
+        below_one("lr_end", self.lr_end)?;
+        for (option, share) in [("decay_share", Some(self.decay_share)), ("warmup_share", self.warmup_share)] {
+            if share.is_some_and(|share| !(share > 0.0 && share <= 1.0)) {
+                return Err(Error::invalid(format!("{option} must lie in (0, 1], got {}", share.unwrap_or_default())));
+            }
+        }
+        if self.updates == 0 && (falls || self.warmup_share.is_some()) {
+            let what = if falls { format!("schedule = {name:?}") } else { "warmup_share".into() };
+            return Err(Error::invalid(format!("{what} needs the length of the run: give updates")));
+        }
+        let of_wsd = self.schedule == ScheduleName::Wsd;
+        for (option, is_given, matters) in [
+            ("lr_end", self.lr_end != default.lr_end, falls),
+            ("decay_share", self.decay_share != default.decay_share, of_wsd),
+        ] {
+            if is_given && !matters {
+                return Err(Error::invalid(format!(
+                    "{option} would do nothing with schedule = {name:?}: leave it out"
+                )));
+            }
+        }
+        Ok(())
+    }
+
+    /// Errors about options of an optimizer that the run does not have.
+    fn check_optimizer(&self) -> Result<()> {
+        let (default, name) = (TrainingConfig::default(), self.optimizer.name());
+        if !(self.muon_lr_multiplier > 0.0 && self.muon_lr_multiplier.is_finite()) {
+            return Err(Error::invalid(format!(
+                "muon_lr_multiplier must be greater than 0, got {}",
+                self.muon_lr_multiplier
+            )));
+        }
+        let is_muon = matches!(self.optimizer, OptimizerName::Muon | OptimizerName::Normuon);
+        let of_muon = [
+            ("muon_momentum", self.muon_momentum != default.muon_momentum),
+            ("muon_nesterov", self.muon_nesterov != default.muon_nesterov),
+            ("muon_scale", self.muon_scale != default.muon_scale),
+            ("muon_lr_multiplier", self.muon_lr_multiplier != default.muon_lr_multiplier),
+            ("muon_on_sphere", self.muon_on_sphere != default.muon_on_sphere),
+        ];
+        let of_normuon = [("normuon_beta2", self.normuon_beta2 != default.normuon_beta2)];
+        let is_normuon = self.optimizer == OptimizerName::Normuon;
+        let given = of_muon.into_iter().map(|one| (one, is_muon)).chain(of_normuon.map(|one| (one, is_normuon)));
+        for ((option, is_given), matters) in given {
+            if is_given && !matters {
+                return Err(Error::invalid(format!(
+                    "{option} would do nothing with optimizer = {name:?}: leave it out"
+                )));
+            }
         }
         Ok(())
     }

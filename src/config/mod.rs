@@ -80,6 +80,14 @@ choice! {
     pub enum AdamForm ("adam_form") { Fairseq = "fairseq", Torch = "torch" }
 }
 choice! {
+    /// Adam for all parameters, or a rule beside it (docs/spec.md §4.9).
+    pub enum OptimizerName ("optimizer") { Adam = "adam", Muon = "muon", Normuon = "normuon", Lion = "lion" }
+}
+choice! {
+    /// The factor of an orthogonal matrix of r rows and c columns: √max(1, r/c), or 0.2·√max(r, c).
+    pub enum MuonScale ("muon_scale") { Rms = "rms", Spectral = "spectral" }
+}
+choice! {
     pub enum DecayRule ("lr_decay_rule") { Release = "release", Paper = "paper" }
 }
 choice! {
@@ -92,6 +100,18 @@ choice! {
         NoWarmup = "no-warmup",
         TFixup = "t-fixup",
         Constant = "constant",
+        /// Falls to the end of the run as half a cosine.
+        Cosine = "cosine",
+        /// Falls to the end of the run in a line.
+        Linear = "linear",
+        /// Warm-up, stable, decay: constant, and a line over the last part of the run.
+        Wsd = "wsd",
+    }
+}
+impl ScheduleName {
+    /// True if the rate falls until the run's last update.
+    pub fn falls_to_the_end(self) -> bool {
+        matches!(self, ScheduleName::Cosine | ScheduleName::Linear | ScheduleName::Wsd)
     }
 }
 choice! {
@@ -248,6 +268,12 @@ config! {
             lr_multiplier: f64 = 1.0,
             /// Number of warm-up updates n_w.
             warmup: i64 = 4000,
+            /// Warm-up as a share of `updates`, in place of `warmup`.
+            warmup_share: Option<f64> = None,
+            /// Share of the peak that cosine, linear and wsd reach at the last update.
+            lr_end: f64 = 0.0,
+            /// Share of the run, at its end, over which wsd lowers the rate.
+            decay_share: f64 = 0.2,
             /// Learning rate at the start of warm-up; needs a peak learning rate.
             warmup_init_lr: f64 = 0.0,
             /// Condition for val-decay and no-warmup to lower the rate: an evaluation is worse than each of the
@@ -262,9 +288,25 @@ config! {
             count_from_zero: bool = false,
             /// Stop when the learning rate falls below this after warm-up.
             min_lr: f64 = 1e-6,
-            /// Adam's β₁.
+            /// Optimizer: adam; muon or normuon, which orthogonalise the momentum of the layers' matrices, beside Adam
+            /// for all else; or lion.
+            optimizer: OptimizerName = OptimizerName::Adam,
+            /// Muon's μ.
+            muon_momentum: f64 = 0.95,
+            /// Muon's Nesterov form.
+            muon_nesterov: bool = true,
+            /// Factor of an orthogonalised r×c matrix: 0.2·√max(r, c), an update as large as Adam's, so that one learning
+            /// rate serves both (rms), or √max(1, r/c) (spectral).
+            muon_scale: MuonScale = MuonScale::Rms,
+            /// Multiply the learning rate of the matrices by this; Adam keeps its own.
+            muon_lr_multiplier: f64 = 1.0,
+            /// Rescale each matrix after its update to the Frobenius norm that it had.
+            muon_on_sphere: bool = false,
+            /// NorMuon's β₂, of the rows' mean squares.
+            normuon_beta2: f64 = 0.95,
+            /// Adam's β₁, and Lion's.
             beta1: f64 = 0.9,
-            /// Adam's β₂.
+            /// Adam's β₂, and Lion's.
             beta2: f64 = 0.98,
             /// Adam's ε.
             adam_eps: f64 = 1e-8,

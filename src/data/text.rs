@@ -35,6 +35,17 @@ const PACKED: [(&str, usize, &[u8], &str); 15] = [
     // One level of gzip is unpacked, so these bytes mean that the file was packed twice.
     ("a gzip", 0, &GZIP_MAGIC, "gzip -dc"),
 ];
+/// Ends of names of files that hold records, as in python/normformer_rs/text.py, and a command that makes lines of one
+/// field.
+const RECORDS: [(&str, &str); 7] = [
+    ("jsonl", "jq -r .FIELD"),
+    ("ndjson", "jq -r .FIELD"),
+    ("json", "jq -r .FIELD"),
+    ("csv", "python -c 'import csv, sys; [print(row[0]) for row in csv.reader(sys.stdin)]'"),
+    ("tsv", "cut -f 1"),
+    ("parquet", "datasets.Dataset.from_parquet(FILE)[FIELD]"),
+    ("arrow", "datasets.Dataset.from_parquet(FILE)[FIELD]"),
+];
 /// The byte order mark U+FEFF in UTF-8, which some editors write first.
 const MARK: &[u8] = b"\xef\xbb\xbf";
 const UTF_16_MARKS: [&[u8]; 2] = [b"\xff\xfe", b"\xfe\xff"];
@@ -42,10 +53,19 @@ const UTF_16_MARKS: [&[u8]; 2] = [b"\xff\xfe", b"\xfe\xff"];
 /// Reads the lines of a UTF-8 text file without their ends (`\n` or `\r\n`). Gzip is recognised by its first two bytes,
 /// whatever the name. A byte order mark at the beginning is skipped.
 ///
-/// Errors: a missing or empty file, a damaged gzip file, another compressed format, UTF-16, too little memory, invalid
-/// UTF-8 (with its line number, from 1), and the errors of `check_interrupt`.
+/// Errors: a missing or empty file, a file of records, a damaged gzip file, another compressed format, UTF-16, too
+/// little memory, invalid UTF-8 (with its line number, from 1), and the errors of `check_interrupt`.
 pub fn read_lines(path: impl AsRef<Path>, check_interrupt: Interrupt) -> Result<Vec<String>> {
     let path = path.as_ref();
+    let name = if path.extension().is_some_and(|end| end == "gz") { path.with_extension("") } else { path.into() };
+    let end = name.extension().and_then(|end| end.to_str()).unwrap_or_default().to_lowercase();
+    if let Some((_, command)) = RECORDS.iter().find(|(known, _)| *known == end) {
+        return Err(Error::invalid(format!(
+            "{}: .{end} files hold records; expected text with one sentence a line: make one of a field first \
+             (`{command}`), or rename the file if it is plain text",
+            path.display()
+        )));
+    }
     let bytes = read_bytes(path, check_interrupt)?;
     if let Some((name, _, _, unpack)) =
         PACKED.iter().find(|(_, at, magic, _)| bytes[bytes.len().min(*at)..].starts_with(magic))

@@ -1,5 +1,10 @@
-//! Adam over flat buffers: all parameters are views of one tensor, and their gradients of another, so an update is one
-//! pass and clipping takes one norm (docs/spec.md §4.9).
+//! The optimizer over flat buffers: all parameters are views of one tensor, and their gradients of another, so Adam's
+//! update is one pass and clipping takes one norm (docs/spec.md §4.9). Rules beside Adam update one parameter at a time.
+
+mod lion;
+mod muon;
+mod normuon;
+pub mod rule;
 
 use super::checkpoint::{to_array, to_tensor, Array};
 use super::trainer::kind_of;
@@ -10,8 +15,9 @@ use crate::error::{Error, Result};
 use crate::kernel::adam::{self, call::Coefficients, Moment, Rounding};
 use crate::model::{FlatBuffers, Parameters};
 use crate::operator::{self, AdamBuffers, ProcessGroup};
-use crate::parametrisation::Multipliers;
+use crate::parametrisation::{Multipliers, Part};
 use half::bf16;
+use rule::{rule_of, Rule};
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Mutex;
@@ -32,10 +38,14 @@ pub struct Optimizer {
     gradients: Tensor,
     first: Tensor,
     second: Tensor,
-    /// Each parameter's range in the buffers, and its shape.
+    /// For each parameter that Adam updates, its range in the buffers, and its shape.
     places: BTreeMap<String, (Range<usize>, Vec<i64>)>,
-    /// The segments with equal multipliers, in the order of the buffers.
+    /// The segments with equal multipliers that Adam updates, in the order of the buffers.
     segments: Vec<Segment>,
+    rule: Option<Box<dyn Rule>>,
+    /// The parameters that the rule updates. They come last in the buffers.
+    ruled: Vec<Ruled>,
+    rule_lr: f64,
     /// On a GPU, 0, or NaN since an update that was not finite. The host learns of it late, and until then nothing
     /// changes.
     health: Tensor,
@@ -62,6 +72,39 @@ impl Segment {
     }
 }
 
+/// A parameter that a rule updates.
+struct Ruled {
+    name: String,
+    parameter: Tensor,
+    gradient: Tensor,
+    state: Vec<Tensor>,
+    /// The rows of the matrices that it holds: queries, keys and values are three.
+    blocks: Vec<Range<i64>>,
+    multipliers: Multipliers,
+}
+
+impl Ruled {
+    /// Returns rows of a tensor with the parameter's first dimension.
+    fn rows(t: &Tensor, block: &Range<i64>) -> Result<Tensor> {
+        Ok(t.f_narrow(0, block.start, block.end - block.start)?)
+    }
+
+    fn states(&self, block: &Range<i64>) -> Result<Vec<Tensor>> {
+        self.state.iter().map(|t| Ruled::rows(t, block)).collect()
+    }
+}
+
+/// Returns the rows of the matrices in a parameter of this name and size: `in_proj_weight` has queries first, then
+/// equally many rows of keys and of values.
+fn blocks(name: &str, size: &[i64], d_model: i64) -> Vec<Range<i64>> {
+    let rows = size.first().copied().unwrap_or(1);
+    if !name.ends_with("in_proj_weight") || rows <= d_model {
+        return std::iter::once(0..rows).collect();
+    }
+    let half = d_model + (rows - d_model) / 2;
+    vec![0..d_model, d_model..half, half..rows]
+}
+
 impl Optimizer {
     /// Moves the model's parameters into one buffer and their gradients into another. They lie in the order of the
     /// model's declarations or, if the parametrisation distinguishes roles, role by role.
@@ -72,6 +115,14 @@ impl Optimizer {
         let zeros = |kind| Tensor::f_zeros([total as i64].as_slice(), (kind, device));
         let (flat, gradients) = (zeros(Kind::Float)?, zeros(Kind::Float)?);
         let moments = kind_of(config.moments);
+        let rule = rule_of(config);
+        let is_ruled = |part: Part, t: &Tensor| rule.as_ref().is_some_and(|rule| rule.takes(part, &t.size()));
+        if rule.is_some() && !model.scaled().parametrisation.is_standard() {
+            return Err(Error::invalid(format!(
+                "optimizer = {:?} has no multipliers of a parametrisation yet: leave parametrisation out, or choose adam",
+                config.optimizer.name()
+            )));
+        }
         let mut sorted: Vec<_> = parameters
             .parts()
             .map(|(name, t, part)| {
@@ -79,30 +130,38 @@ impl Optimizer {
                 let is_left_out =
                     config.weight_decay != 0.0 && config.weight_decay_of == DecayOf::Matrices && !part.is_matrix();
                 let weight_decay = if is_left_out { 0.0 } else { multipliers.weight_decay };
-                ((is_left_out, order), Multipliers { weight_decay, ..multipliers }, name, t)
+                let is_ruled = is_ruled(part, t);
+                ((is_ruled, is_left_out, order), Multipliers { weight_decay, ..multipliers }, name, t)
             })
             .collect();
         sorted.sort_by_key(|(order, ..)| *order);
         let (mut start, mut segments, mut places) = (0, Vec::<Segment>::new(), BTreeMap::new());
-        for (_, multipliers, name, t) in sorted {
+        let (mut ruled, mut of_adam) = (Vec::new(), 0);
+        for ((is_ruled, ..), multipliers, name, t) in sorted {
             if t.kind() != Kind::Float {
                 return Err(Error::invalid(format!("training keeps its parameters in float32, got {:?}", t.kind())));
             }
-            let view = |flat: &Tensor| -> Result<Tensor> {
-                Ok(flat.f_narrow(0, start as i64, t.numel() as i64)?.f_view(t.size().as_slice())?)
-            };
+            let view = |flat: &Tensor| view_at(flat, &(start..start + t.numel()), t);
             let own = view(&flat)?;
             no_grad(|| own.shallow_clone().f_copy_(t))?;
             t.shallow_clone().f_set_data(&own)?;
             operator::set_grad(t, &view(&gradients)?)?;
-            places.insert(name.to_string(), (start..start + t.numel(), t.size()));
-            let numbers = start..start + aligned(t);
+            let (place, numbers) = (start..start + t.numel(), start..start + aligned(t));
             start = numbers.end;
+            if let (true, Some(rule)) = (is_ruled, &rule) {
+                let (gradient, size) = (view_at(&gradients, &place, t)?, t.size());
+                let (state, blocks) = (rule::zeros(rule.as_ref(), &own, moments)?, blocks(name, &size, model.d_model));
+                ruled.push(Ruled { name: name.to_string(), parameter: own, gradient, state, blocks, multipliers });
+                continue;
+            }
+            of_adam = start;
+            places.insert(name.to_string(), (place, t.size()));
             match segments.last_mut().filter(|last| last.multipliers == multipliers) {
                 Some(last) => last.numbers.end = start,
                 None => segments.push(Segment { numbers, multipliers }),
             }
         }
+        let zeros = |kind| Tensor::f_zeros([of_adam as i64].as_slice(), (kind, device));
         Ok(Optimizer {
             parameters: flat,
             gradients,
@@ -110,6 +169,9 @@ impl Optimizer {
             second: zeros(moments)?,
             places,
             segments,
+            rule,
+            ruled,
+            rule_lr: config.muon_lr_multiplier,
             health: Tensor::f_zeros([0i64; 0].as_slice(), (Kind::Double, device))?,
             beta1: config.beta1,
             beta2: config.beta2,
@@ -140,12 +202,59 @@ impl Optimizer {
 
     /// Makes update `step` (from 1) with the accumulated gradients, and zeroes them. Returns their global norm before
     /// clipping, a 0-dim float64 tensor on the same device, so that the host does not wait for the device. A norm or
-    /// `loss` (0-dim) that is not finite skips the update; on a GPU, all later ones too.
-    pub fn step(&mut self, step: u64, lr: f64, loss: &Tensor) -> Result<Tensor> {
-        match self.parameters.device() {
-            Device::Cpu => self.step_on_cpu(step, lr, loss),
-            _ => no_grad(|| self.step_on_device(step, lr, loss)),
+    /// `loss` (0-dim) that is not finite skips the update; on a GPU, all later ones too. `group`: the ranks, which have
+    /// equal gradients.
+    pub fn step(&mut self, step: u64, lr: f64, loss: &Tensor, group: ProcessGroup) -> Result<Tensor> {
+        no_grad(|| match self.parameters.device() {
+            Device::Cpu => self.step_on_cpu(step, lr, loss, group),
+            _ => self.step_on_device(step, lr, loss, group),
+        })
+    }
+
+    /// Updates the parameters of the rule. `scale`: the gradients' factor, by clipping; `is_healthy`: on a GPU, false
+    /// if nothing may change.
+    fn step_by_rule(
+        &mut self,
+        lr: f64,
+        scale: &Tensor,
+        is_healthy: Option<&Tensor>,
+        group: ProcessGroup,
+    ) -> Result<()> {
+        let Some(rule) = self.rule.as_deref() else { return Ok(()) };
+        let before = |t: &Tensor| is_healthy.map(|_| t.f_detach_copy()).transpose();
+        let mut kept = Vec::new();
+        for one in &self.ruled {
+            for t in [&one.parameter].into_iter().chain(&one.state) {
+                kept.push((t.shallow_clone(), before(t)?));
+            }
         }
+        let mut directions = Vec::new();
+        for one in &self.ruled {
+            for block in &one.blocks {
+                let gradient = Ruled::rows(&one.gradient, block)?.f_mul(scale)?;
+                directions.push(rule.direction(&gradient, &mut one.states(block)?)?);
+            }
+        }
+        if rule.is_orthogonal() {
+            directions = orthogonalised(rule, &directions, group)?;
+        }
+        let mut directions = directions.into_iter();
+        for one in &mut self.ruled {
+            let rate = lr * self.rule_lr * one.multipliers.lr;
+            let keep = 1.0 - rate * self.weight_decay * one.multipliers.weight_decay;
+            for (block, direction) in one.blocks.iter().zip(&mut directions) {
+                let mut p = Ruled::rows(&one.parameter, block)?;
+                rule::apply(rule, &mut p, direction, &mut one.states(block)?, rate, keep)?;
+            }
+            let _ = one.gradient.f_zero_()?;
+        }
+        for (mut t, old) in kept {
+            if let (Some(old), Some(is_healthy)) = (old, is_healthy) {
+                let new = t.f_where_self(is_healthy, &old)?;
+                t.f_copy_(&new)?;
+            }
+        }
+        Ok(())
     }
 
     fn adam(&self, step: u64, lr: f64, multipliers: &Multipliers) -> adam::Adam {
@@ -163,7 +272,7 @@ impl Optimizer {
         Rounding { seed: self.seed, update: step as u32, first: segment.numbers.start }
     }
 
-    fn step_on_cpu(&mut self, step: u64, lr: f64, loss: &Tensor) -> Result<Tensor> {
+    fn step_on_cpu(&mut self, step: u64, lr: f64, loss: &Tensor, group: ProcessGroup) -> Result<Tensor> {
         let norm = self.norm_on_cpu();
         if norm.is_finite() && loss.f_double_value(&[])?.is_finite() {
             let limit = self.clip_norm / (norm + CLIP_EPS);
@@ -175,12 +284,13 @@ impl Optimizer {
                     _ => self.update_on_cpu::<f32>(segment, &adam, &rounding, scale),
                 }
             }
+            self.step_by_rule(lr, &Tensor::f_from_slice(&[scale as f32])?, None, group)?;
         }
         Ok(Tensor::f_from_slice(&[norm])?.f_squeeze()?)
     }
 
     /// Makes the update through the operator, which reads clipping's result on the device.
-    fn step_on_device(&mut self, step: u64, lr: f64, loss: &Tensor) -> Result<Tensor> {
+    fn step_on_device(&mut self, step: u64, lr: f64, loss: &Tensor, group: ProcessGroup) -> Result<Tensor> {
         let norm = self.gradients.f_norm()?.f_to_kind(Kind::Double)?;
         // 0·v is 0, or NaN if v is not finite.
         self.health = self.health.f_add(&norm.f_mul_scalar(0.0)?)?.f_add(&loss.f_mul_scalar(0.0)?)?;
@@ -207,6 +317,8 @@ impl Optimizer {
             let rounding = self.rounding(step, segment);
             operator::adam_in_place(&buffers, &Coefficients { beta1, beta2, eps, rounding })?;
         }
+        let is_healthy = scale.f_isfinite()?;
+        self.step_by_rule(lr, &scale, Some(&is_healthy), group)?;
         Ok(norm)
     }
 
@@ -246,42 +358,70 @@ impl Optimizer {
         Ok(moment.f_narrow(0, numbers.start as i64, numbers.len() as i64)?.f_view(shape.as_slice())?)
     }
 
-    /// Returns Adam's moments by parameter, for a checkpoint, under the names of torch's Adam: `exp_avg.NAME` and
-    /// `exp_avg_sq.NAME`.
-    pub fn to_arrays(&self) -> Result<BTreeMap<String, Array>> {
-        let mut arrays = BTreeMap::new();
+    /// Returns the state by its names in a checkpoint, those of torch's optimizers: `exp_avg.NAME` and
+    /// `exp_avg_sq.NAME` of parameters that Adam updates, `momentum_buffer.NAME` of Muon's.
+    fn state(&self) -> Result<BTreeMap<String, Tensor>> {
+        let mut found = BTreeMap::new();
         for (kind, moment) in [(FIRST, &self.first), (SECOND, &self.second)] {
             for name in self.places.keys() {
-                arrays.insert(format!("{kind}.{name}"), to_array(&self.moment(moment, name)?)?);
+                found.insert(format!("{kind}.{name}"), self.moment(moment, name)?);
             }
         }
-        Ok(arrays)
+        for (rule, one) in self.rule.iter().flat_map(|rule| self.ruled.iter().map(move |one| (rule, one))) {
+            for ((kind, _), t) in rule.state(&one.parameter.size()).iter().zip(&one.state) {
+                found.insert(format!("{kind}.{}", one.name), t.shallow_clone());
+            }
+        }
+        Ok(found)
     }
 
-    /// Reads the moments from a checkpoint of the same model. Moments of another type are converted.
+    /// Returns the state by parameter, for a checkpoint.
+    pub fn to_arrays(&self) -> Result<BTreeMap<String, Array>> {
+        self.state()?.into_iter().map(|(name, t)| Ok((name, to_array(&t)?))).collect()
+    }
+
+    /// Reads the state from a checkpoint of the same model and optimizer. Tensors of another type are converted.
     pub fn load(&mut self, arrays: &BTreeMap<String, Array>) -> Result<()> {
-        for (kind, moment) in [(FIRST, &self.first), (SECOND, &self.second)] {
-            for name in self.places.keys() {
-                let key = format!("{kind}.{name}");
-                let array = arrays.get(&key).ok_or_else(|| {
-                    Error::invalid(format!(
-                        "the checkpoint has no {key} among Adam's moments: another model's checkpoint?"
-                    ))
-                })?;
-                let mut own = self.moment(moment, name)?;
-                let loaded = to_tensor(array, own.device())?;
-                if loaded.size() != own.size() {
-                    return Err(Error::invalid(format!(
-                        "the checkpoint's {key} has the shape {:?}, this model's {:?}: another model's checkpoint?",
-                        loaded.size(),
-                        own.size()
-                    )));
-                }
-                own.f_copy_(&loaded)?;
+        for (key, mut own) in self.state()? {
+            let array = arrays.get(&key).ok_or_else(|| {
+                Error::invalid(format!(
+                    "the checkpoint has no {key} among the optimizer's tensors: another model's checkpoint?"
+                ))
+            })?;
+            let loaded = to_tensor(array, own.device())?;
+            if loaded.size() != own.size() {
+                return Err(Error::invalid(format!(
+                    "the checkpoint's {key} has the shape {:?}, this model's {:?}: another model's checkpoint?",
+                    loaded.size(),
+                    own.size()
+                )));
             }
+            own.f_copy_(&loaded)?;
         }
         Ok(())
     }
+}
+
+/// Returns the elements of a flat buffer as a tensor of the parameter's size.
+fn view_at(flat: &Tensor, place: &Range<usize>, parameter: &Tensor) -> Result<Tensor> {
+    Ok(flat.f_narrow(0, place.start as i64, place.len() as i64)?.f_view(parameter.size().as_slice())?)
+}
+
+/// Orthogonalises the directions. Each rank takes every K-th of them, and the sum over ranks gathers them.
+fn orthogonalised(rule: &dyn Rule, directions: &[Tensor], group: ProcessGroup) -> Result<Vec<Tensor>> {
+    if group.size() == 1 {
+        return directions.iter().map(|one| rule.orthogonalised(one)).collect();
+    }
+    let own = |(i, one): (usize, &Tensor)| match i % group.size() == group.rank() {
+        true => Ok(rule.orthogonalised(one)?.f_reshape([-1i64].as_slice())?),
+        false => Ok(one.f_zeros_like()?.f_reshape([-1i64].as_slice())?),
+    };
+    let own = directions.iter().enumerate().map(own).collect::<Result<Vec<Tensor>>>()?;
+    let mut all = Tensor::f_cat(&own, 0)?;
+    group.sum_in_place(&mut all)?;
+    let sizes: Vec<i64> = directions.iter().map(|one| one.numel() as i64).collect();
+    let parts = all.f_split_with_sizes(sizes.as_slice(), 0)?;
+    parts.iter().zip(directions).map(|(part, one)| Ok(part.f_view(one.size().as_slice())?)).collect()
 }
 
 /// Returns a buffer's elements; `E` is its type, f32 except for moments.
@@ -303,6 +443,8 @@ mod tests {
     use crate::config::Precision;
     use crate::init::Fill;
     use crate::model::Builder;
+
+    const ALONE: ProcessGroup = ProcessGroup::ALONE;
 
     fn optimizer(clip_norm: f64) -> Optimizer {
         optimizer_of("{}", clip_norm)
@@ -372,8 +514,10 @@ mod tests {
                 cpu.gradients.copy_(&gradient);
                 device.gradients.copy_(&gradient);
                 let (number, lr) = (step as u64, 1e-2);
-                let norms =
-                    [cpu.step_on_cpu(number, lr, &finite), no_grad(|| device.step_on_device(number, lr, &finite))];
+                let norms = [
+                    cpu.step_on_cpu(number, lr, &finite, ALONE),
+                    no_grad(|| device.step_on_device(number, lr, &finite, ALONE)),
+                ];
                 let [ours, theirs] = norms.map(|norm| norm.unwrap().double_value(&[]));
                 assert!((ours / theirs - 1.0).abs() < 1e-6, "{ours} {theirs}");
                 for (ours, theirs) in [(&cpu.parameters, &device.parameters), (&cpu.second, &device.second)] {
@@ -391,6 +535,46 @@ mod tests {
         }
     }
 
+    /// A rule's update on a device is the one on the CPU, in three matrices of `in_proj_weight`; the state's names are
+    /// those of torch's optimizers.
+    #[test]
+    fn a_rule_updates_matrices_and_adam_the_rest() {
+        use crate::config::OptimizerName::{Lion, Muon, Normuon};
+        for (name, count) in [(Muon, 1), (Normuon, 2), (Lion, 1)] {
+            let config = TrainingConfig { optimizer: name, clip_norm: 1.0, weight_decay: 0.1, ..Default::default() };
+            let [mut cpu, mut device] = [(); 2].map(|()| configured("{}", &config));
+            let names: Vec<_> = cpu.to_arrays().unwrap().into_keys().collect();
+            let of = |leaf: &str| names.iter().filter(|name| name.ends_with(leaf)).count();
+            assert_eq!(of("encoder.layers.0.linear1.weight"), count, "{names:?}");
+            assert_eq!(of("embedding.weight"), if name == Lion { 1 } else { 2 }, "{names:?}");
+            let (start, finite) = (cpu.parameters.copy(), Tensor::from(2.5));
+            for step in 1..4 {
+                let gradient = gradient(&cpu, step);
+                cpu.gradients.copy_(&gradient);
+                device.gradients.copy_(&gradient);
+                let _ = cpu.step(step as u64, 1e-2, &finite, ALONE).unwrap();
+                let _ = no_grad(|| device.step_on_device(step as u64, 1e-2, &finite, ALONE)).unwrap();
+                let off = (&cpu.parameters - &device.parameters).abs().max().double_value(&[]);
+                assert!(off < 1e-6, "{name:?} {off}");
+            }
+            assert!((&start - &cpu.parameters).abs().max().double_value(&[]) > 1e-3);
+            let arrays = cpu.to_arrays().unwrap();
+            device.load(&arrays).unwrap();
+            assert_eq!(device.state().unwrap(), cpu.state().unwrap());
+            let before = device.state().unwrap().into_iter().map(|(name, t)| (name, t.copy())).collect();
+            device.gradients.copy_(&(gradient(&device, 9) * f64::INFINITY));
+            let _ = no_grad(|| device.step_on_device(4, 1e-2, &finite, ALONE)).unwrap();
+            assert_eq!(device.state().unwrap(), before, "{name:?}");
+        }
+    }
+
+    #[test]
+    fn projections_of_attention_are_three_matrices() {
+        assert_eq!(blocks("a.in_proj_weight", &[24, 8], 8), [0..8, 8..16, 16..24]);
+        assert_eq!(blocks("a.in_proj_weight", &[12, 8], 8), [0..8, 8..10, 10..12]);
+        assert_eq!(blocks("a.linear1.weight", &[24, 8], 8).first(), Some(&(0..24)));
+    }
+
     #[test]
     fn what_is_not_finite_moves_nothing() {
         for (size, loss) in [(f64::INFINITY, 2.5), (1.0, f64::NAN), (1.0, f64::INFINITY)] {
@@ -400,8 +584,8 @@ mod tests {
                     optimizer.gradients.copy_(&(gradient(optimizer, number) * size));
                     let (number, lr, loss) = (number as u64, 1e-2, Tensor::from(loss));
                     let norm = match on_device {
-                        true => no_grad(|| optimizer.step_on_device(number, lr, &loss)),
-                        false => optimizer.step_on_cpu(number, lr, &loss),
+                        true => no_grad(|| optimizer.step_on_device(number, lr, &loss, ALONE)),
+                        false => optimizer.step_on_cpu(number, lr, &loss, ALONE),
                     };
                     let state = [&optimizer.parameters, &optimizer.first, &optimizer.second].map(Tensor::copy);
                     (norm.unwrap().double_value(&[]), state)

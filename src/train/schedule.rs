@@ -17,6 +17,12 @@ pub struct Schedule {
     /// The number of the first update.
     first: f64,
     d_model: f64,
+    /// The number of updates, for the schedules that fall until the last one.
+    updates: f64,
+    /// The share of the peak that these reach.
+    end: f64,
+    /// The share of the run over which `wsd` falls.
+    decay_share: f64,
     decay: Decay,
     pub memory: ScheduleMemory,
 }
@@ -63,10 +69,16 @@ impl Schedule {
             peak: config.lr,
             scale: config.lr_scale,
             multiplier: config.lr_multiplier,
-            warmup: config.warmup as f64,
+            warmup: match config.warmup_share {
+                Some(share) => (share * config.updates as f64).round(),
+                None => config.warmup as f64,
+            },
             warmup_init: config.warmup_init_lr,
             first: if config.count_from_zero { 0.0 } else { 1.0 },
             d_model: d_model as f64,
+            updates: config.updates as f64,
+            end: config.lr_end,
+            decay_share: config.decay_share,
             decay: Decay {
                 rule: config.lr_decay_rule,
                 factor: config.lr_decay_factor,
@@ -79,7 +91,7 @@ impl Schedule {
     /// Errors if a run would end before its first update.
     pub fn check_beginning(&self, config: &TrainingConfig) -> Result<()> {
         let lr = self.learning_rate(1);
-        match lr >= config.min_lr || self.is_warming(1) {
+        match lr >= config.min_lr || !self.may_stop(1) {
             true => Ok(()),
             false => Err(Error::invalid(format!(
                 "the first update's learning rate {lr:.2e} is below min_lr {:.2e}, which would end the run before it: raise \
@@ -99,7 +111,32 @@ impl Schedule {
                 ScheduleName::NoWarmup => self.peak.unwrap_or(NO_WARMUP_LR) * self.memory.factor,
                 ScheduleName::TFixup => self.peak() * (T_FIXUP_PERIOD / (T_FIXUP_PERIOD + n)).sqrt(),
                 ScheduleName::Constant => self.warm(n, self.peak()),
+                _ if n < self.warmup => self.warm(n, self.peak()),
+                ScheduleName::Cosine => {
+                    let wave = 0.5 * (1.0 + (std::f64::consts::PI * self.part(n, self.warmup)).cos());
+                    self.peak() * (self.end + (1.0 - self.end) * wave)
+                }
+                ScheduleName::Linear => self.peak() * self.line(n, self.warmup),
+                ScheduleName::Wsd => {
+                    let falls_from = (self.updates * (1.0 - self.decay_share)).max(self.warmup);
+                    self.peak() * self.line(n, falls_from)
+                }
             }
+    }
+
+    /// Returns how much of the way from update `from` to the last one is done at n, in [0, 1].
+    fn part(&self, n: f64, from: f64) -> f64 {
+        ((n - from) / (self.updates - from).max(1.0)).clamp(0.0, 1.0)
+    }
+
+    /// Returns the factor that falls from 1 at update `from` to `end` at the last one.
+    fn line(&self, n: f64, from: f64) -> f64 {
+        1.0 - (1.0 - self.end) * self.part(n, from)
+    }
+
+    /// True if a small rate may stop the run at the `update`-th update.
+    pub fn may_stop(&self, update: u64) -> bool {
+        !self.is_warming(update) && !self.name.falls_to_the_end()
     }
 
     fn number(&self, update: u64) -> f64 {
@@ -108,7 +145,7 @@ impl Schedule {
 
     /// True during warm-up at the `update`-th update: there is no decay and no stop for a small rate.
     pub fn is_warming(&self, update: u64) -> bool {
-        let warms = matches!(self.name, ScheduleName::InverseSqrt | ScheduleName::ValDecay | ScheduleName::Constant);
+        let warms = !matches!(self.name, ScheduleName::NoWarmup | ScheduleName::TFixup);
         warms && self.number(update) < self.warmup
     }
 
@@ -181,6 +218,24 @@ mod tests {
         let s = schedule(ScheduleName::InverseSqrt, Some(5e-3), 2000);
         assert_eq!((s.learning_rate(1000), s.learning_rate(2000), s.learning_rate(8000)), (2.5e-3, 5e-3, 2.5e-3));
         assert_eq!(schedule(ScheduleName::InverseSqrt, Some(1e-3), 0).learning_rate(9), 1e-3);
+    }
+
+    #[test]
+    fn some_fall_until_the_last_update() {
+        let of = |name, end| {
+            let config =
+                TrainingConfig { schedule: name, lr: Some(1.0), warmup: 10, updates: 110, ..Default::default() };
+            Schedule::new(&TrainingConfig { lr_end: end, decay_share: 0.5, ..config }, 512)
+        };
+        let at = |s: &Schedule, updates: [u64; 5]| updates.map(|n| (s.learning_rate(n) * 1e9).round() / 1e9);
+        let quarter = 0.5 + 0.5 * (std::f64::consts::PI / 4.0).cos();
+        let quarter = (quarter * 1e9).round() / 1e9;
+        assert_eq!(at(&of(ScheduleName::Cosine, 0.0), [5, 10, 35, 60, 110]), [0.5, 1.0, quarter, 0.5, 0.0]);
+        assert_eq!(at(&of(ScheduleName::Linear, 0.1), [5, 10, 60, 110, 200]), [0.5, 1.0, 0.55, 0.1, 0.1]);
+        assert_eq!(at(&of(ScheduleName::Wsd, 0.0), [5, 10, 55, 88, 110]), [0.5, 1.0, 1.0, 0.4, 0.0]);
+        assert!(!of(ScheduleName::Cosine, 0.0).may_stop(110));
+        let config = TrainingConfig { warmup_share: Some(0.1), updates: 50, lr: Some(1.0), ..Default::default() };
+        assert_eq!(Schedule::new(&config, 512).learning_rate(1), 0.2);
     }
 
     #[test]

@@ -393,7 +393,7 @@ impl Trainer {
         let layers = is_logged.then(|| PendingLayers::of(&self.train_step.model.parameters)).transpose()?;
         let asks = sums.loss.f_full_like(f64::from(u8::from(self.unheard.is_some())))?;
         let sums = self.group.sum(&Tensor::f_stack(&[&sums.loss, &sums.nll, &asks], 0)?)?;
-        let grad_norm = self.optimizer.step(number, lr, &sums.f_select(0, 0)?)?;
+        let grad_norm = self.optimizer.step(number, lr, &sums.f_select(0, 0)?, self.group)?;
         let numbers = Pending::of(&Tensor::f_cat(&[sums, grad_norm.f_reshape([1i64].as_slice())?], 0)?)?;
         self.progress.update = number;
         // A cursor at index 0 means that an epoch has just ended.
@@ -594,7 +594,7 @@ impl Trainer {
         }
         let next = progress.update + 1;
         let lr = self.schedule.learning_rate(next);
-        if lr < config.min_lr && !self.schedule.is_warming(next) {
+        if lr < config.min_lr && self.schedule.may_stop(next) {
             return Some(format!("the learning rate {lr:.2e} is below min_lr {:.2e}", config.min_lr));
         }
         None

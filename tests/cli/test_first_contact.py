@@ -101,7 +101,6 @@ def test_the_answer_takes_half_a_second_at_most(words):
         ),
         ("--norm rmsnorm train", 'unknown option "--norm"', "--help lists the commands"),
         ("fairseq", "the following arguments are required: COMMAND", "fairseq --help lists the commands"),
-        ("", "the following arguments are required: COMMAND", "--help lists the commands"),
     ],
 )
 def test_a_wrong_command_line_is_two_lines(capsys, words, message, where):
@@ -245,6 +244,14 @@ def test_other_trainers_flags_name_ours(flag, capsys):
     said = capsys.readouterr().err.split("--help lists")[0].replace(f'"{flag}"', "")
     named = re.findall(r"--[a-z][\w-]*", said)
     assert set(FLAGS[flag]) <= set(named) <= {*FLAGS[flag], "--updates", "--save-dir", flag.replace("_", "-")}, said
+
+
+@pytest.mark.parametrize("words", ["", "help", "-h", "help train", "-h train", "--help train", "train --help"])
+def test_help_is_shown_however_it_is_asked_for(words, capsys):
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(words.split())
+    shown = capsys.readouterr().out
+    assert ("--residual" in shown) if "train" in words else ("translate" in shown and "reproduce" in shown)
 
 
 def test_flags_take_underscores():

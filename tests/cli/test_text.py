@@ -89,6 +89,18 @@ def test_packed_files_are_refused_by_name(tmp_path, name, pack):
         assert "iconv" not in str(raised.value)
 
 
+@pytest.mark.parametrize("end", [".jsonl", ".json", ".csv", ".TSV", ".parquet", ".jsonl.gz"])
+def test_records_are_refused_by_both_readers(tmp_path, end):
+    """Their brackets and commas would be trained on."""
+    path = tmp_path / f"text{end}"
+    path.write_text('{"text": "the old tree"}\n' * 40)
+    run = nfrs.DataConfig(train_target=str(path), valid_target=str(path), no_bpe=True)
+    model = nfrs.TransformerConfig(architecture="decoder-only", d_model=16, d_ff=24, heads=2, decoder_layers=1)
+    for read in (lambda: text.read_lines(str(path)), nfrs.Trainer(model, nfrs.TrainingConfig(updates=1), run).dry_run):
+        with pytest.raises(InputError, match=r"files hold records; .*make one of a field first \(`.+`\), or rename"):
+            read()
+
+
 @pytest.mark.parametrize("start", ["PK", "BZh91AY", "LZIP", "7z", "x" * 257 + "ustar"])
 def test_text_that_begins_like_a_packed_file_is_text(tmp_path, start):
     (tmp_path / "text").write_text(start)

@@ -26,6 +26,26 @@ def added(model):
     return [module for name, module in model.named_modules() if "post_norm" in name]
 
 
+@pytest.mark.parametrize("order", ["norms first", "residuals first"])
+def test_they_have_the_options_of_the_blocks_norms(order):
+    model = torchs_encoder()
+    steps = [lambda: swap_norms(model, "lpnorm", p=3.0), lambda: swap_residuals(model, "sandwich")]
+    for step in steps if order == "norms first" else steps[::-1]:
+        step()
+    assert {m.p for m in model.modules() if isinstance(m, nfrs.nn.LpNorm)} == {3.0} and len(added(model)) == 4
+    model = torchs_encoder()
+    swap_norms(model, "rmsnorm", zero_centred=True, cast="before")
+    swap_residuals(model, "sandwich")
+    assert {(norm.zero_centred, norm.cast, norm.weight[0].item()) for norm in added(model)} == {(True, "before", 0.0)}
+
+
+def test_the_table_tells_a_last_norm_that_was_added_from_one_that_was_removed():
+    model = torchs_encoder()
+    assert swap_residuals(model, "sandwich")[-1].note == "last norm added"
+    model = nn.TransformerEncoder(torchs_encoder().layers[0], 2, nn.LayerNorm(model.layers[0].norm1.weight.numel()))
+    assert swap_residuals(model, "deepnorm")[-1].note == "last norm removed"
+
+
 def test_they_have_the_blocks_epsilon():
     model = torchs_encoder()
     for module in model.modules():

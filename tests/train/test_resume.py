@@ -29,11 +29,21 @@ CHANGED = {
     "lr_multiplier": 2.0,
     "warmup": 20,
     "warmup_init_lr": 1e-6,
+    "warmup_share": 0.5,
+    "lr_end": 0.5,
+    "decay_share": 0.5,
     "lr_decay_rule": "paper",
     "lr_decay_factor": 0.5,
     "lr_decay_patience": 1,
     "count_from_zero": True,
     "min_lr": 1e-9,
+    "optimizer": "lion",
+    "muon_momentum": 0.9,
+    "muon_nesterov": False,
+    "muon_scale": "spectral",
+    "muon_lr_multiplier": 2.0,
+    "muon_on_sphere": True,
+    "normuon_beta2": 0.9,
     "beta1": 0.8,
     "beta2": 0.9,
     "adam_eps": 1e-6,
@@ -69,6 +79,13 @@ BEFORE = {
     "evaluation_beam": {"criterion": "bleu"},
     "evaluation_tokenize": {"criterion": "bleu"},
     "weight_decay_of": {"weight_decay": 0.1},
+    "lr_end": {"schedule": "cosine"},
+    "decay_share": {"schedule": "wsd"},
+    "normuon_beta2": {"optimizer": "normuon"},
+    **{
+        f"muon_{name}": {"optimizer": "muon"}
+        for name in ("momentum", "nesterov", "scale", "lr_multiplier", "on_sphere")
+    },
 }
 """Options of the first run, where the change needs others than BASE."""
 
@@ -94,7 +111,7 @@ def test_the_table_names_each_option_of_a_run():
 
 
 @pytest.mark.parametrize("option", CHANGED)
-@pytest.mark.one_in(all=41)
+@pytest.mark.one_in(all=50)
 def test_a_changed_option_has_its_effect(tmp_path, corpus, option):
     run, effect = tmp_path / "run", EFFECTS[option]
     before = BASE | BEFORE.get(option, {})

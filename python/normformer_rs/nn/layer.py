@@ -81,6 +81,8 @@ class Layer(Growing, Placeable):
                     "decoder_norm is given, but the encoder stands alone: leave it out, or say decoder_layers"
                 )
         config = configure(options, d_model=d_model, d_ff=dim_feedforward, heads=nhead, **given)
+        if nhead < 1 or d_model % nhead:
+            raise InputError(f"nhead must divide d_model, {d_model}; got {nhead}")
         self.place = Place(
             config, "encoder" if "encoder_layers" in depths and len(self.kinds) == 2 else "decoder", layer or 0
         )

@@ -44,7 +44,7 @@ class Results:
         table = self.path(".csv")
         self.rows: list[dict[str, str]] = []
         if table.exists():
-            self.rows = list(csv.DictReader(text.read_lines(str(table))))
+            self.rows = list(csv.DictReader(text.read_lines(str(table), records=True)))
         width = len(self.scale.rows[0].key)
         self.series = {path.stem.removeprefix(f"{self.stem}-"): read_series(path, width)
                        for path in sorted(self.folder.glob(f"{self.stem}-*.csv"))}  # fmt: skip
@@ -152,7 +152,7 @@ def alone(folder: Path) -> Iterator[None]:
 
 def read_series(path: Path, width: int = 2) -> "Series":
     """Reads the numbers of each line by the `width` columns before them."""
-    lines = csv.reader(text.read_lines(str(path)))
+    lines = csv.reader(text.read_lines(str(path), records=True))
     try:
         return {tuple(line[:width]): [float(number) for number in line[width:]] for line in lines}
     except ValueError as error:

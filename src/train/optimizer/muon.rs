@@ -1,0 +1,117 @@
+//! Muon: momentum, orthogonalised (Jordan et al. 2024; Liu et al. 2025).
+
+use super::rule::{mix, Rule};
+use crate::config::{MuonScale, TrainingConfig};
+use crate::error::Result;
+use crate::parametrisation::{ParameterRole, Part};
+use tch::Tensor;
+
+/// The coefficients of the quintic a·s + b·s³ + c·s⁵, which draws all singular values to about 1.
+const QUINTIC: [f64; 3] = [3.4445, -4.7750, 2.0315];
+const STEPS: usize = 5;
+/// The least norm by which a matrix is divided.
+const EPS: f64 = 1e-7;
+
+/// With m ← m + (1 − μ)(g − m), and g + μ(m − g) where `nesterov`, else m, as the direction d:
+/// step = scale·NS(d), NS the Newton–Schulz steps.
+pub struct Muon {
+    pub momentum: f64,
+    pub nesterov: bool,
+    pub scale: MuonScale,
+    pub on_sphere: bool,
+}
+
+impl Muon {
+    pub fn of(config: &TrainingConfig) -> Self {
+        Muon {
+            momentum: config.muon_momentum,
+            nesterov: config.muon_nesterov,
+            scale: config.muon_scale,
+            on_sphere: config.muon_on_sphere,
+        }
+    }
+
+    /// Returns the factor of an orthogonal matrix of this size.
+    pub fn scale_of(&self, size: &[i64]) -> f64 {
+        let (rows, columns) = (size[0] as f64, size[1] as f64);
+        match self.scale {
+            MuonScale::Spectral => (rows / columns).max(1.0).sqrt(),
+            MuonScale::Rms => 0.2 * rows.max(columns).sqrt(),
+        }
+    }
+}
+
+impl Rule for Muon {
+    fn state(&self, size: &[i64]) -> Vec<(&'static str, Vec<i64>)> {
+        vec![("momentum_buffer", size.to_vec())]
+    }
+
+    fn takes(&self, part: Part, size: &[i64]) -> bool {
+        part.role == ParameterRole::HiddenMatrix && size.len() == 2
+    }
+
+    fn direction(&self, gradient: &Tensor, state: &mut [Tensor]) -> Result<Tensor> {
+        mix(&mut state[0], gradient, 1.0 - self.momentum)?;
+        let momentum = state[0].f_to_kind(gradient.kind())?;
+        match self.nesterov {
+            true => Ok(gradient.f_lerp(&momentum, self.momentum)?),
+            false => Ok(momentum),
+        }
+    }
+
+    fn is_orthogonal(&self) -> bool {
+        true
+    }
+
+    fn orthogonalised(&self, direction: &Tensor) -> Result<Tensor> {
+        newton_schulz(direction, &direction.f_norm()?.f_clamp_min(EPS)?)
+    }
+
+    fn finished(&self, direction: Tensor, _: &mut [Tensor]) -> Result<Tensor> {
+        Ok(direction.f_mul_scalar(self.scale_of(&direction.size()))?)
+    }
+
+    fn keeps_norm(&self) -> bool {
+        self.on_sphere
+    }
+}
+
+/// Returns a matrix with the singular vectors of `matrix`, whose singular values lie near 1: five steps
+/// X ← aX + (bA + cA²)X, A = XXᵀ, from matrix/norm. The type is the matrix's; the releases use bf16.
+pub fn newton_schulz(matrix: &Tensor, norm: &Tensor) -> Result<Tensor> {
+    let is_tall = matrix.size()[0] > matrix.size()[1];
+    let wide = if is_tall { matrix.f_tr()? } else { matrix.shallow_clone() };
+    let mut x = wide.f_div(norm)?;
+    let [a, b, c] = QUINTIC;
+    for _ in 0..STEPS {
+        let gram = x.f_matmul(&x.f_tr()?)?;
+        let polynomial = gram.f_mul_scalar(b)?.f_add(&gram.f_matmul(&gram)?.f_mul_scalar(c)?)?;
+        x = x.f_mul_scalar(a)?.f_add(&polynomial.f_matmul(&x)?)?;
+    }
+    Ok(if is_tall { x.f_tr()? } else { x })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use tch::{Device, Kind};
+
+    /// The quintic acts on the singular values alone.
+    #[test]
+    fn newton_schulz_maps_the_singular_values() {
+        for size in [[5i64, 9], [9, 5], [6, 6], [1, 4]] {
+            tch::manual_seed(3);
+            let matrix = Tensor::randn(size, (Kind::Double, Device::Cpu));
+            let norm = matrix.norm();
+            let found = newton_schulz(&matrix, &norm).unwrap();
+            let (u, s, v) = matrix.svd(true, true);
+            let mut s = s / &norm;
+            for _ in 0..STEPS {
+                let [a, b, c] = QUINTIC;
+                s = &s * a + s.pow_tensor_scalar(3) * b + s.pow_tensor_scalar(5) * c;
+            }
+            let expected = u.matmul(&s.diag(0)).matmul(&v.tr());
+            assert!((found - expected).abs().max().double_value(&[]) < 1e-12, "{size:?}");
+        }
+    }
+}

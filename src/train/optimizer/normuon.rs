@@ -1,0 +1,61 @@
+//! NorMuon: Muon, with each row divided by the root of its mean square's running mean (Li et al. 2025).
+
+use super::muon::{newton_schulz, Muon};
+use super::rule::{mix, Rule};
+use crate::config::TrainingConfig;
+use crate::error::Result;
+use crate::parametrisation::Part;
+use tch::{Kind, Tensor};
+
+/// The term that the release adds to norms.
+const EPS: f64 = 1e-10;
+/// The term that the release adds to a matrix's norm before the Newton–Schulz steps.
+const MATRIX_EPS: f64 = 1e-7;
+
+/// With O = NS(d) as Muon's: v ← v + (1 − β₂)(mean of O² over each row − v), U = O/(√v + ε),
+/// step = scale·U·‖O‖/(‖U‖ + ε).
+pub struct NorMuon {
+    muon: Muon,
+    beta2: f64,
+}
+
+impl NorMuon {
+    pub fn of(config: &TrainingConfig) -> Self {
+        NorMuon { muon: Muon::of(config), beta2: config.normuon_beta2 }
+    }
+}
+
+impl Rule for NorMuon {
+    fn state(&self, size: &[i64]) -> Vec<(&'static str, Vec<i64>)> {
+        let rows = ("second_momentum_buffer", vec![size[0], 1]);
+        self.muon.state(size).into_iter().chain([rows]).collect()
+    }
+
+    fn takes(&self, part: Part, size: &[i64]) -> bool {
+        self.muon.takes(part, size)
+    }
+
+    fn direction(&self, gradient: &Tensor, state: &mut [Tensor]) -> Result<Tensor> {
+        self.muon.direction(gradient, state)
+    }
+
+    fn is_orthogonal(&self) -> bool {
+        true
+    }
+
+    fn orthogonalised(&self, direction: &Tensor) -> Result<Tensor> {
+        newton_schulz(direction, &direction.f_norm()?.f_add_scalar(MATRIX_EPS)?)
+    }
+
+    fn finished(&self, direction: Tensor, state: &mut [Tensor]) -> Result<Tensor> {
+        let squares = direction.f_square()?.f_mean_dim([-1i64].as_slice(), true, None::<Kind>)?;
+        mix(&mut state[1], &squares, 1.0 - self.beta2)?;
+        let rows = direction.f_div(&state[1].f_sqrt()?.f_add_scalar(EPS)?)?;
+        let ratio = direction.f_norm()?.f_div(&rows.f_norm()?.f_add_scalar(EPS)?)?;
+        self.muon.finished(rows.f_mul(&ratio)?, state)
+    }
+
+    fn keeps_norm(&self) -> bool {
+        self.muon.keeps_norm()
+    }
+}

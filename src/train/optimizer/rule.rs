@@ -1,0 +1,105 @@
+//! An optimizer other than Adam, as one rule for each parameter that it takes (docs/spec.md §4.9).
+
+use super::lion::Lion;
+use super::muon::Muon;
+use super::normuon::NorMuon;
+use crate::config::{OptimizerName, TrainingConfig};
+use crate::error::{Error, Result};
+use crate::parametrisation::Part;
+use tch::{Kind, Tensor};
+
+/// A step is p ← (1 − ηλ)p − η·`finished`(`orthogonalised`(`direction`)).
+pub trait Rule {
+    /// Returns the names of the state's tensors in a checkpoint, and their sizes for a parameter of this size. The
+    /// first dimension is the parameter's.
+    fn state(&self, size: &[i64]) -> Vec<(&'static str, Vec<i64>)>;
+
+    /// True if the rule updates such a parameter; Adam updates the others.
+    fn takes(&self, part: Part, size: &[i64]) -> bool;
+
+    /// Updates the state with a gradient, and returns the direction of the step.
+    fn direction(&self, gradient: &Tensor, state: &mut [Tensor]) -> Result<Tensor>;
+
+    /// True if directions are orthogonalised, matrix by matrix: ranks share this work.
+    fn is_orthogonal(&self) -> bool {
+        false
+    }
+
+    fn orthogonalised(&self, direction: &Tensor) -> Result<Tensor> {
+        Ok(direction.shallow_clone())
+    }
+
+    /// Returns the step for a learning rate of 1, without decay.
+    fn finished(&self, direction: Tensor, _state: &mut [Tensor]) -> Result<Tensor> {
+        Ok(direction)
+    }
+
+    /// True if a parameter keeps its Frobenius norm.
+    fn keeps_norm(&self) -> bool {
+        false
+    }
+}
+
+/// Returns the rule beside Adam; `None` for Adam alone.
+pub fn rule_of(config: &TrainingConfig) -> Option<Box<dyn Rule>> {
+    match config.optimizer {
+        OptimizerName::Adam => None,
+        OptimizerName::Muon => Some(Box::new(Muon::of(config))),
+        OptimizerName::Normuon => Some(Box::new(NorMuon::of(config))),
+        OptimizerName::Lion => Some(Box::new(Lion { beta1: config.beta1, beta2: config.beta2 })),
+    }
+}
+
+/// Mixes a new value into an average: average ← average + weight·(value − average). An average in 16 bits is rounded
+/// once.
+pub fn mix(average: &mut Tensor, value: &Tensor, weight: f64) -> Result<()> {
+    if average.kind() == value.kind() {
+        let _ = average.f_lerp_(value, weight)?;
+        return Ok(());
+    }
+    let mixed = average.f_to_kind(value.kind())?.f_lerp(value, weight)?;
+    average.f_copy_(&mixed)?;
+    Ok(())
+}
+
+/// Makes one step of a parameter, or of rows of it, whose direction is orthogonalised already.
+pub fn apply(
+    rule: &dyn Rule,
+    p: &mut Tensor,
+    direction: Tensor,
+    state: &mut [Tensor],
+    lr: f64,
+    keep: f64,
+) -> Result<()> {
+    let norm = rule.keeps_norm().then(|| p.f_norm()).transpose()?;
+    let step = rule.finished(direction, state)?;
+    let _ = p.f_mul_scalar_(keep)?.f_sub_(&step.f_mul_scalar(lr)?)?;
+    if let Some(norm) = norm {
+        // A matrix of zeros has no direction to keep its length in.
+        let ratio = norm.f_div(&p.f_norm()?)?.f_nan_to_num(1.0, 1.0, 1.0)?;
+        let ratio = ratio.f_where_self(&norm.f_gt(0.0)?, &norm.f_ones_like()?)?;
+        let _ = p.f_mul_(&ratio)?;
+    }
+    Ok(())
+}
+
+/// Returns zeros for the state of a parameter. `kind`: of averages of gradients; other tensors have the parameter's.
+pub fn zeros(rule: &dyn Rule, p: &Tensor, kind: Kind) -> Result<Vec<Tensor>> {
+    let size = p.size();
+    let zeros = |(i, (_, own)): (usize, (_, Vec<i64>))| {
+        Ok(Tensor::f_zeros(own.as_slice(), (if i == 0 { kind } else { p.kind() }, p.device()))?)
+    };
+    rule.state(&size).into_iter().enumerate().map(zeros).collect()
+}
+
+/// Makes one step of the rule that the options name, with one matrix or vector.
+pub fn step(config: &TrainingConfig, p: &mut Tensor, gradient: &Tensor, state: &mut [Tensor], lr: f64) -> Result<()> {
+    let rule = rule_of(config).ok_or_else(|| Error::invalid("optimizer = \"adam\" is no rule for one parameter"))?;
+    let expected = rule.state(&p.size());
+    if state.len() != expected.len() || state.iter().zip(&expected).any(|(t, (_, size))| t.size() != *size) {
+        return Err(Error::invalid(format!("the state must be {expected:?}")));
+    }
+    let direction = rule.direction(gradient, state)?;
+    let direction = if rule.is_orthogonal() { rule.orthogonalised(&direction)? } else { direction };
+    apply(rule.as_ref(), p, direction, state, lr, 1.0 - lr * config.weight_decay)
+}

@@ -1,0 +1,149 @@
+"""Optimizers beside Adam: their steps against torch.optim.Muon and formulas in f64, and in the training loop."""
+
+import json
+
+import pytest
+import torch
+from torch.optim import _muon
+from train_support import fit, losses
+
+import normformer_rs as nfrs
+from normformer_rs import _core
+
+QUIET = {"curves": False, "tensorboard": False}
+SIZES = [(6, 10), (10, 6), (7, 7)]
+
+
+def orthogonalised(matrix, norm):
+    """The singular vectors with the quintic's values: no Newton-Schulz step."""
+    u, s, v = torch.linalg.svd(matrix, full_matrices=False)
+    s = s / norm
+    for _ in range(5):
+        s = 3.4445 * s - 4.7750 * s**3 + 2.0315 * s**5
+    return u @ torch.diag(s) @ v
+
+
+def in_f64(gradient, ns_coefficients, ns_steps, eps):
+    """What torch.optim.Muon does in bf16, in the matrix's own type."""
+    assert ns_steps == 5 and ns_coefficients == (3.4445, -4.7750, 2.0315)
+    return orthogonalised(gradient, gradient.norm().clamp(min=eps))
+
+
+def twenty_steps(options, size, state, step):
+    """A matrix after 20 of our steps, and after 20 of `step`'s."""
+    torch.manual_seed(1)
+    ours = torch.randn(size, dtype=torch.float64)
+    theirs = torch.nn.Parameter(ours.clone())
+    training = json.dumps({"weight_decay": 0.1, **options})
+    for t in range(20):
+        gradient = torch.randn(size, dtype=torch.float64) * 10 ** (t % 5 - 2)
+        theirs.grad = gradient.clone()
+        step(theirs)
+        _core.step_by_rule(training, ours, gradient, state, 0.02)
+    return ours, theirs.detach()
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("scale", ["rms", "spectral"])
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_muon_is_torchs(size, scale, nesterov, monkeypatch):
+    monkeypatch.setattr(_muon, "_zeropower_via_newtonschulz", in_f64)
+    made = {}
+
+    def step(p):
+        adjust = {"rms": "match_rms_adamw", "spectral": "original"}[scale]
+        given = {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.9, "nesterov": nesterov, "adjust_lr_fn": adjust}
+        made.setdefault("optimizer", torch.optim.Muon([p], **given)).step()
+
+    options = {"optimizer": "muon", "muon_scale": scale, "muon_nesterov": nesterov, "muon_momentum": 0.9}
+    ours, theirs = twenty_steps(options, size, [torch.zeros(size, dtype=torch.float64)], step)
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_normuon_is_its_equations(size):
+    m, v = torch.zeros(size, dtype=torch.float64), torch.zeros(size[0], 1, dtype=torch.float64)
+
+    def step(p):
+        m.mul_(0.95).add_(0.05 * p.grad)
+        d = 0.05 * p.grad + 0.95 * m
+        found = orthogonalised(d, d.norm() + 1e-7)
+        v.mul_(0.9).add_(0.1 * (found**2).mean(1, keepdim=True))
+        rows = found / (v.sqrt() + 1e-10)
+        rows *= found.norm() / (rows.norm() + 1e-10) * max(1, size[0] / size[1]) ** 0.5
+        p.data = p.data * (1 - 0.02 * 0.1) - 0.02 * rows
+
+    state = [torch.zeros_like(m), torch.zeros_like(v)]
+    options = {"optimizer": "normuon", "normuon_beta2": 0.9, "muon_scale": "spectral"}
+    ours, theirs = twenty_steps(options, size, state, step)
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
+
+
+def test_lion_is_its_algorithm():
+    m = torch.zeros(5, dtype=torch.float64)
+
+    def step(p):
+        c = 0.9 * m + 0.1 * p.grad
+        p.data = p.data - 0.02 * (torch.sign(c) + 0.1 * p.data)
+        m.copy_(0.98 * m + 0.02 * p.grad)
+
+    ours, theirs = twenty_steps({"optimizer": "lion"}, (5,), [torch.zeros_like(m)], step)
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
+
+
+def test_on_the_sphere_a_matrix_keeps_its_norm():
+    torch.manual_seed(0)
+    p, state = torch.randn(6, 4, dtype=torch.float64), [torch.zeros(6, 4, dtype=torch.float64)]
+    before, plain = p.clone(), p.clone()
+    gradient = torch.randn(6, 4, dtype=torch.float64)
+    _core.step_by_rule('{"optimizer": "muon", "muon_on_sphere": true}', p, gradient, state, 0.1)
+    _core.step_by_rule('{"optimizer": "muon"}', plain, gradient, [torch.zeros_like(p)], 0.1)
+    torch.testing.assert_close(p, plain * before.norm() / plain.norm(), rtol=0, atol=1e-12)
+
+
+# In the training loop.
+
+LOOP = {"updates": 6, "evaluate_every": 3, "weight_decay": 0.1, "clip_norm": 1.0}
+
+
+@pytest.mark.parametrize("name", ["muon", "normuon", "lion"])
+def test_a_run_with_another_optimizer_goes_on_to_the_same_bits(name, tmp_path, corpus):
+    fit(tmp_path / "whole", corpus, training={**LOOP, "optimizer": name}, **QUIET)
+    fit(tmp_path / "run", corpus, training={**LOOP, "optimizer": name, "updates": 3}, **QUIET)
+    fit(tmp_path / "run", corpus, training={**LOOP, "optimizer": name}, resume=True, **QUIET)
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole") and len(losses(tmp_path / "run")) == 6
+    fit(tmp_path / "adam", corpus, training=LOOP, **QUIET)
+    adam, other = losses(tmp_path / "adam"), losses(tmp_path / "run")
+    assert adam[1] == other[1] and adam[3] != other[3]
+    with pytest.raises(nfrs.InputError, match="optimizer"):
+        fit(tmp_path / "run", corpus, training={**LOOP, "optimizer": "adam", "updates": 8}, resume=True, **QUIET)
+
+
+def test_muon_learns(tmp_path, corpus):
+    training = {"updates": 60, "evaluate_every": 60, "lr": 1e-2, "optimizer": "muon", "schedule": "cosine", "warmup": 6}
+    fit(tmp_path / "run", corpus, training=training, **QUIET)
+    found = [*losses(tmp_path / "run").values()]
+    assert sum(found[-5:]) < 0.8 * sum(found[:5])
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"muon_momentum": 0.9}, 'muon_momentum would do nothing with optimizer = "adam"'),
+        ({"optimizer": "muon", "normuon_beta2": 0.9}, 'normuon_beta2 would do nothing with optimizer = "muon"'),
+        ({"optimizer": "muon", "muon_lr_multiplier": 0.0}, "muon_lr_multiplier must be greater than 0"),
+        ({"schedule": "wsd", "updates": 0, "epochs": 1}, 'schedule = "wsd" needs the length of the run: give updates'),
+        ({"lr_end": 0.1}, 'lr_end would do nothing with schedule = "constant"'),
+        ({"schedule": "cosine", "decay_share": 0.5}, 'decay_share would do nothing with schedule = "cosine"'),
+        ({"warmup_share": 2.0}, r"warmup_share must lie in \(0, 1\], got 2"),
+    ],
+)
+def test_options_that_do_nothing_are_refused(options, said, tmp_path, corpus):
+    with pytest.raises(nfrs.InputError, match=said):
+        fit(tmp_path / "run", corpus, training=options, **QUIET)
+
+
+def test_a_parametrisation_is_refused(tmp_path, corpus):
+    model = {"parametrisation": "mup", "base_width": 8}
+    with pytest.raises(nfrs.InputError, match='optimizer = "muon" has no multipliers of a parametrisation yet'):
+        fit(tmp_path / "run", corpus, model=model, training={"optimizer": "muon"}, **QUIET)
