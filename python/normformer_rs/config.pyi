@@ -35,7 +35,7 @@ class Config:
 _Architecture = Literal["encoder-decoder", "decoder-only"]
 _Attention = Literal["multi-head", "tensorized"]
 _OutputGate = Literal["head", "element"]
-_Activation = Literal["relu", "gelu", "silu", "swiglu", "geglu"]
+_Activation = Literal["relu", "gelu", "silu", "relu2", "swiglu", "geglu"]
 _Norm = Literal[
     "layernorm",
     "rmsnorm",
@@ -378,6 +378,7 @@ class TrainingConfig(Config):
     clip_norm: float
     label_smoothing: float
     smoothing: _Smoothing
+    z_loss: float
     vocab_mask: bool
     word_dropout: float
     evaluate_every: int
@@ -431,6 +432,7 @@ class TrainingConfig(Config):
         clip_norm: float = ...,
         label_smoothing: float = ...,
         smoothing: _Smoothing = ...,
+        z_loss: float = ...,
         vocab_mask: bool = ...,
         word_dropout: float = ...,
         evaluate_every: int = ...,

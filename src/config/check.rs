@@ -311,6 +311,7 @@ impl TrainingConfig {
             ("warmup_init_lr", self.warmup_init_lr),
             ("weight_decay", self.weight_decay),
             ("clip_norm", self.clip_norm),
+            ("z_loss", self.z_loss),
         ] {
             if !(value >= 0.0 && value.is_finite()) {
                 return Err(Error::invalid(format!("{name} must be at least 0, got {value}")));

@@ -81,7 +81,12 @@ choice! {
 }
 choice! {
     /// Adam for all parameters, or a rule beside it (docs/spec.md §4.9).
-    pub enum OptimizerName ("optimizer") { Adam = "adam", Muon = "muon", Normuon = "normuon", Lion = "lion" }
+    pub enum OptimizerName ("optimizer") {
+        Adam = "adam",
+        Muon = "muon",
+        Normuon = "normuon",
+        Lion = "lion",
+    }
 }
 choice! {
     /// The factor of an orthogonal matrix of r rows and c columns: √max(1, r/c), or 0.2·√max(r, c).
@@ -322,6 +327,9 @@ config! {
             label_smoothing: f64 = 0.1,
             /// Formula of label smoothing.
             smoothing: SmoothingName = SmoothingName::Fairseq,
+            /// Factor ζ of the z-loss: training adds ζ·log²Z to each token's loss, Z the sum over the vocabulary of exp
+            /// of the logits.
+            z_loss: f64 = 0.0,
             /// Never predict target vocabulary entries that do not occur in the training data.
             vocab_mask: bool = true,
             /// Replace source and decoder-input tokens by UNK with this probability.

@@ -68,6 +68,7 @@ const EFFECTS: &[(&[&str], Compared, &[Effect])] = &[
     (&["beta1", "beta2", "adam_eps", "adam_form"], Compared::ByValue, &[]),
     (&["weight_decay", "weight_decay_of", "clip_norm"], Compared::ByValue, &[]),
     (&["label_smoothing", "smoothing"], Compared::ByValue, &[Loss]),
+    (&["z_loss"], Compared::ByValue, &[]),
     (&["vocab_mask"], Compared::ByValue, &[Refused]),
     (&["word_dropout"], Compared::ByValue, &[]),
     (&["evaluate_every", "keep"], Compared::ByValue, &[]),

@@ -46,6 +46,7 @@ impl FeedForward {
                 operator::relu_dropout(&h, ctx.rates.activation, ctx.seed.as_ref(), ctx.dropout_site())?
             }
             Activation::Gelu | Activation::GeGlu => self.dropped(h.f_gelu("none")?, &x, ctx)?,
+            Activation::Relu2 => self.dropped(h.f_relu()?.f_square()?, &x, ctx)?,
             Activation::Silu | Activation::SwiGlu => self.dropped(h.f_silu()?, &x, ctx)?,
         };
         ctx.show(|watch| watch.activations(&h))?;

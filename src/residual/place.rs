@@ -55,6 +55,8 @@ choice! {
         Relu = "relu",
         Gelu = "gelu",
         Silu = "silu",
+        /// relu, squared.
+        Relu2 = "relu2",
         /// silu, times a third matrix's product.
         SwiGlu = "swiglu",
         /// gelu, times a third matrix's product.

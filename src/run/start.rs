@@ -219,7 +219,9 @@ pub(super) fn objective(prepared: &PreparedData, training: &TrainingConfig, devi
     let mask = prepared.mask.as_ref();
     let types = mask.map_or(prepared.vocabulary.len(), |mask| mask.iter().filter(|seen| **seen).count());
     let mask = mask.map(|mask| Tensor::f_from_slice(mask)?.f_to_device(device)).transpose()?;
-    Objective::new(mask, smoothing(training, types))
+    let mut objective = Objective::new(mask, smoothing(training, types))?;
+    objective.z_loss = training.z_loss;
+    Ok(objective)
 }
 
 fn read_progress(found: &ResumePoint) -> Result<Progress> {

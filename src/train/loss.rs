@@ -37,6 +37,8 @@ pub struct Objective {
     pub mask: Option<Tensor>,
     smoothing: kernel::Smoothing,
     types: Option<Types>,
+    /// The factor of the squares of log Σ exp(logits) that training adds.
+    pub z_loss: f64,
 }
 
 /// The entries of the target vocabulary, each with its column of logits.
@@ -79,7 +81,22 @@ impl Workspace {
 impl Objective {
     pub fn new(mask: Option<Tensor>, smoothing: kernel::Smoothing) -> Result<Self> {
         let types = mask.as_ref().map(Types::of).transpose()?;
-        Ok(Objective { mask, smoothing, types })
+        Ok(Objective { mask, smoothing, types, z_loss: 0.0 })
+    }
+
+    /// Returns the z-loss ζ·log²Z of each row, f64, 0 for rows that do not count, and the gradient of `scale` times it
+    /// by the logits; `None` without a z-loss.
+    fn z_loss(&self, logits: &Tensor, counts: &Tensor, scale: &Tensor) -> Result<Option<(Tensor, Tensor)>> {
+        if self.z_loss == 0.0 {
+            return Ok(None);
+        }
+        let kind = if logits.kind() == Kind::Double { Kind::Double } else { Kind::Float };
+        let logits = logits.f_to_kind(kind)?;
+        let z = logits.f_logsumexp([-1i64].as_slice(), true)?;
+        let counted = z.f_mul(&counts.f_unsqueeze(-1)?.f_to_kind(kind)?)?;
+        let loss = counted.f_square()?.f_mul_scalar(self.z_loss)?.f_squeeze_dim(-1)?;
+        let slope = counted.f_mul_scalar(2.0 * self.z_loss)?.f_mul(&scale.f_to_kind(kind)?)?;
+        Ok(Some((loss, logits.f_sub(&z)?.f_exp()?.f_mul(&slope)?)))
     }
 
     /// Returns targets as columns of logits, and the column to ignore.
@@ -117,9 +134,15 @@ impl Objective {
                 product(&logits, &h, &w.f_transpose(0, 1)?, b)?;
                 let slope = softcap.map(|cap| cap.write(&mut logits).and_then(|()| cap.slope(&logits))).transpose()?;
                 let targets = targets.f_narrow(0, start, rows)?;
+                let z_loss = self.z_loss(&logits, &targets.f_ne(ignored)?, scale)?;
                 let (loss, nll) =
                     operator::cross_entropy_in_place(&mut logits, &targets, None, self.smoothing, ignored, scale)?;
                 sums.add(&loss, &nll)?;
+                if let Some((loss, gradient)) = z_loss {
+                    let _ = sums.loss.f_add_(&loss.f_sum(Kind::Double)?)?;
+                    let sum = logits.f_add(&gradient)?;
+                    logits.f_copy_(&sum)?;
+                }
                 // From here on, logits holds their gradient.
                 if let Some(slope) = slope {
                     let _ = logits.f_mul_(&slope)?;
@@ -307,6 +330,35 @@ mod tests {
             for (place, (ours, composed)) in found[0].iter().zip(&found[1]).enumerate() {
                 assert!(ours.allclose(composed, 1e-9, 1e-12, false), "fixnorm {fixnorm} {softcap:?}: {place}");
             }
+        }
+    }
+
+    /// Compared with autograd of ζ·logsumexp² over the rows that count.
+    #[test]
+    fn the_z_loss_adds_its_gradient() {
+        let mask = Tensor::arange(V, (Kind::Int64, Device::Cpu)).remainder(3).not_equal(1);
+        let targets = mask.nonzero().view(-1i64);
+        for softcap in [None, Some(0.7)] {
+            let h = Tensor::randn([targets.numel() as i64, 16], (Kind::Double, Device::Cpu));
+            let scale = Tensor::from(0.25);
+            let run = |z_loss: f64| {
+                let (model, h) = (model(false, softcap), h.copy().set_requires_grad(true));
+                let mut objective = Objective::new(Some(mask.copy()), kernel::Smoothing::fairseq(0.1, 29)).unwrap();
+                objective.z_loss = z_loss;
+                let workspace = &mut Workspace::default();
+                let sums = objective.backward(&model, &h, &targets, &scale, Kind::Double, None, workspace).unwrap();
+                (sums.loss.double_value(&[]), h.grad())
+            };
+            let ((plain, without), (loss, with)) = (run(0.0), run(0.3));
+            let (model, x) = (model(false, softcap), h.copy().set_requires_grad(true));
+            let (w, b) = model.output().unwrap();
+            let logits = x.linear(&w, b).index_select(1, &mask.nonzero().view(-1i64));
+            let logits = softcap.map_or(logits.shallow_clone(), |c| (&logits / c).tanh() * c);
+            let counts = targets.not_equal(PAD).to_kind(Kind::Double);
+            let z = (logits.logsumexp([-1i64].as_slice(), false).square() * counts).sum(Kind::Double) * 0.3;
+            (&z * &scale).backward();
+            assert!((loss - plain - z.double_value(&[])).abs() < 1e-9);
+            assert!((with - without).allclose(&x.grad(), 1e-9, 1e-12, false), "{softcap:?}");
         }
     }
 

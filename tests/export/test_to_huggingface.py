@@ -42,6 +42,7 @@ MODELS = [
     ("GPT2LMHeadModel", {**GPT2, "activation": "relu", "tie_embeddings": "none", "norm_eps": 1e-3, "kv_heads": 4}),
     ("GPTNeoXForCausalLM", {"positions": "rotary", "activation": "gelu"}),
     ("GPTNeoXForCausalLM", {"positions": "rotary", "activation": "silu", "linear_biases": False, "rope_theta": 50.0}),
+    ("GPTNeoXForCausalLM", {"positions": "rotary", "activation": "relu2"}),
 ]
 
 

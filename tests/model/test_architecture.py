@@ -70,6 +70,7 @@ def test_every_norm(options, norm):
         {"positions": "fairseq", "scale_embeddings": False, "kv_heads": 1},
         {"activation": "gelu", "residual": "postnorm"},
         {"activation": "silu", "residual": "normformer"},
+        {"activation": "relu2", "residual": "r-fixup"},
         {"activation": "swiglu", "residual": "normformer", "kv_heads": 2},
         {"activation": "geglu", "residual": "subln"},
         {"activation": "geglu", "residual": "r-fixup", "r_fixup_mode": "paper"},
@@ -88,7 +89,7 @@ def test_options(options, architecture):
 
 
 @pytest.mark.parametrize("architecture", ["decoder-only", "encoder-decoder"])
-@pytest.mark.parametrize("activation", ["gelu", "silu", "swiglu", "geglu"])
+@pytest.mark.parametrize("activation", ["gelu", "silu", "relu2", "swiglu", "geglu"])
 def test_dropout_masks_are_the_oracles(activation, architecture, monkeypatch):
     rates = {"dropout": 0.3, "attention_dropout": 0.2, "activation_dropout": 0.1, "embedding_dropout": 0.25}
     seed = torch.tensor([1234567890123, 7, 2])
@@ -177,7 +178,7 @@ def test_first_values(init, architecture):
     [
         ({"positions": "learned", "max_positions": 4}, "5 tokens in a row, .* positions are max_positions = 4"),
         ({"kv_heads": 3}, "kv_heads must divide heads = 4, got 3; it may be 1, 2, 4"),
-        ({"activation": "swish"}, "relu, gelu, silu, swiglu, geglu"),
+        ({"activation": "swish"}, "relu, gelu, silu, relu2, swiglu, geglu"),
         ({"positions": "alibi"}, "twt, fairseq, learned, rotary, none"),
         ({"positions": "rotary", "heads": 16}, "= 1 is odd"),
     ],

@@ -45,6 +45,9 @@ with pytest.raises(ValueError, match="damped_start must lie in"):
     TransformerEncoderLayer(8, 2, 16, residual="damped", damped_start=1.0)
 with pytest.raises(ValueError, match="damped_start = 0.25 is an option of damped, and this model has"):
     nfrs.Transformer(nfrs.TransformerConfig(vocab_size=9, damped_start=0.25))
+p, g, m = torch.ones(3), torch.tensor([1.0, -2.0, 0.0]), torch.zeros(3)
+nfrs._core.step_by_rule('{"optimizer": "signum"}', p, g, [m], 0.1)
+torch.testing.assert_close((p, m), (torch.tensor([0.9, 1.1, 1.0]), 0.1 * g))
 swap_residuals(torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(8, 2, 16), 2), "damped")
 sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", *sys.argv[1:]]))
 """

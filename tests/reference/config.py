@@ -18,7 +18,7 @@ DEFAULTS: dict[str, Any] = {
     "output_gate": None,  # or "head", "element"
     "sinks": False,
     "score_softcap": None,
-    "activation": "relu",  # or "gelu", "silu", "swiglu", "geglu"
+    "activation": "relu",  # or "gelu", "silu", "relu2", "swiglu", "geglu"
     "linear_biases": True,
     "encoder_layers": 2,
     "decoder_layers": 2,

@@ -20,6 +20,7 @@ def relu_dropout(x: Tensor, mask: Tensor | None = None, scale: float = 1.0) -> T
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": lambda x: x * (1 + torch.erf(x / math.sqrt(2))) / 2,
     "silu": lambda x: x / (1 + torch.exp(-x)),
+    "relu2": lambda x: torch.where(x > 0, x * x, 0 * x),
 }
 ACTIVATIONS |= {"geglu": ACTIVATIONS["gelu"], "swiglu": ACTIVATIONS["silu"]}
 

@@ -212,10 +212,10 @@ def same_weights(a, b, tolerance):
 
 @pytest.mark.parametrize(
     "options",
-    [{"norm": "scalenorm"}, {"residual": "admin", "activation-checkpointing": "true"}],
-    ids=["scalenorm", "admin"],
+    [{"norm": "scalenorm"}, {"residual": "admin", "activation-checkpointing": "true"}, {"optimizer": "normuon"}],
+    ids=["scalenorm", "admin", "normuon"],
 )
-@pytest.mark.one_in(all=2)
+@pytest.mark.one_in(all=3)
 def test_ranks_are_accumulation(tmp_path, corpus, options):
     """Two ranks take turns with the micro-batches, and the random numbers, that one rank accumulates."""
     flags = {k: v for k, v in options.items() if v != "true"}

@@ -147,3 +147,46 @@ def test_a_parametrisation_is_refused(tmp_path, corpus):
     model = {"parametrisation": "mup", "base_width": 8}
     with pytest.raises(nfrs.InputError, match='optimizer = "muon" has no multipliers of a parametrisation yet'):
         fit(tmp_path / "run", corpus, model=model, training={"optimizer": "muon"}, **QUIET)
+
+
+# Groups for torch.optim.Muon.
+
+
+def layers():
+    torch.manual_seed(0)
+    return torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 2)
+
+
+def test_groups_for_muon_name_every_parameter_once():
+    transformers = pytest.importorskip("transformers")
+    shape = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 48}
+    shape |= {"num_attention_heads": 4, "num_key_value_heads": 4}
+    model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**shape))
+    nfrs.swap_residuals(model, "hyper-connections")
+    groups = nfrs.param_groups(model, 1e-3, weight_decay=0.1, optimizer="muon")
+    muon, adam = ([n for g in groups if g["optimizer"] == kind for n in g["names"]] for kind in ("muon", "adam"))
+    parameters = dict(model.named_parameters())
+    assert sorted(muon + adam) == sorted(parameters)
+    ends = {name.partition("layers.")[2].partition(".")[2] for name in muon}
+    assert {f"self_attn.{x}_proj.weight" for x in "qkvo"} <= ends and not any("hyper" in end for end in ends), ends
+    assert {"lm_head.weight", "model.embed_tokens.weight"} <= {*adam}
+    assert all(parameters[name].dim() == 2 for name in muon)
+
+
+def test_groups_for_muon_train_with_torchs():
+    model = layers()
+    groups = nfrs.param_groups(model, 1e-2, weight_decay=0.1, optimizer="muon")
+    muon = torch.optim.Muon([g for g in groups if g["optimizer"] == "muon"], adjust_lr_fn="match_rms_adamw")
+    adam = torch.optim.AdamW([g for g in groups if g["optimizer"] == "adam"])
+    assert [g["eps"] for g in muon.param_groups] == [1e-7] and {g["lr"] for g in muon.param_groups} == {1e-2}
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    (model(torch.randn(2, 5, 16)) ** 3).mean().backward()
+    muon.step(), adam.step()
+    assert all(not torch.equal(p, before[name]) for name, p in model.named_parameters())
+
+
+def test_groups_for_another_optimizer_are_refused():
+    with pytest.raises(nfrs.InputError, match=r'unknown optimizer "moun" \(did you mean "muon"\?\)'):
+        nfrs.param_groups(layers(), 1e-3, optimizer="moun")
+    with pytest.raises(nfrs.InputError, match="leave one of them out"):
+        nfrs.param_groups(layers(), 1e-3, optimizer="muon", parametrisation="mup", base_width=8)

@@ -53,6 +53,7 @@ CHANGED = {
     "clip_norm": 0.5,
     "label_smoothing": 0.2,
     "smoothing": "twt",
+    "z_loss": 1e-3,
     "vocab_mask": False,
     "word_dropout": 0.1,
     "evaluate_every": 2,

@@ -184,7 +184,7 @@ def _by_head(config: TransformerConfig, module: str, tensor: Tensor) -> Iterable
 # The architectures.
 
 _DECODER = {"architecture": ("decoder-only",), "residual": ("prenorm",)}
-_PLAIN = {"relu": "relu", "gelu": "gelu", "silu": "silu"}
+_PLAIN = {"relu": "relu", "gelu": "gelu", "silu": "silu", "relu2": "relu2"}
 _GATED = {"swiglu": "silu", "geglu": "gelu"}
 _ROTARY_RMS = {
     "norm": ("rmsnorm", "rmsnorm:llama"),

@@ -42,9 +42,10 @@ def param_groups(
     eps: float = 1e-8,
     width: int | None = None,
     depth: int | None = None,
+    optimizer: str = "adam",
 ) -> list[dict[str, Any]]:
-    """Returns groups for Adam or AdamW, each with its lr, weight_decay and eps: the values tuned on the base model,
-    times the parametrisation's multipliers for the role of the group's parameters.
+    """Returns groups for Adam or AdamW, or for these and Muon, each with its lr, weight_decay and eps: the values tuned
+    on the base model, times the parametrisation's multipliers for the role of the group's parameters.
 
     With m_d = width/base_width, m_L = depth/base_depth and the exponent α (completep 1, depth-mup 1/2):
 
@@ -71,6 +72,18 @@ def param_groups(
     and forward pass: std of hidden matrices × 1/√m_d, branches × m_L^(−α), logits × 1/m_d, attention scores 1/d_head.
     Without these the optimal rate does not carry over to other sizes.
 
+    **Muon.** With `optimizer="muon"` each group also says its `optimizer` and the `names` of its parameters: Muon takes
+    the matrices of blocks, Adam takes tables, the output, vectors and stacked experts. Muon's groups have no ε, because
+    `torch.optim.Muon` uses that name for another number:
+
+    >>> from torch import nn, optim
+    >>> encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 2)
+    >>> groups = param_groups(encoder, 1e-3, weight_decay=0.1, optimizer="muon")
+    >>> [(group["optimizer"], len(group["params"])) for group in groups]
+    [('muon', 8), ('adam', 16)]
+    >>> muon = optim.Muon([g for g in groups if g["optimizer"] == "muon"], adjust_lr_fn="match_rms_adamw")
+    >>> adam = optim.AdamW([g for g in groups if g["optimizer"] == "adam"])
+
     Args:
         lr, weight_decay, eps: the values tuned on the base model.
         parametrisation: a name from `normformer_rs.tables()["parametrisations"]`; None for the model's own, or else
@@ -79,6 +92,7 @@ def param_groups(
         depth_alpha: α, from 0.5 to 1; None for the model's own, or the parametrisation's.
         width: the residual stream's width; None to find it in the model's config or embeddings.
         depth: the layers of every stack; None for each stack's own number.
+        optimizer: "adam", or "muon"; the latter needs parametrisation standard.
 
     Returns dictionaries of params, role, lr, weight_decay and eps, one for each role and depth that occurs; parameters
     that need no gradient are left out. Schedulers multiply each group's lr.
@@ -86,21 +100,30 @@ def param_groups(
     Errors: InputError if a size is missing or blocks cannot be found, for options that would do nothing, and for
     numbers out of range. Sources: Yang et al. 2022; Dey et al. 2025, Table 1, eq 40 (docs/spec.md §3.7).
     """
+    if optimizer not in ("adam", "muon"):
+        raise InputError(unknown("optimizer", optimizer, ("adam", "muon")))
     own = _own_options(model)
     name = _agreed("parametrisation", parametrisation, own.get("parametrisation"), "standard")
+    if optimizer == "muon" and name != "standard":
+        raise InputError(
+            f'optimizer = "muon" has no multipliers of parametrisation "{name}" yet: leave one of them out'
+        )
     base_width = _agreed("base_width", base_width, own.get("base_width"))
     base_depth = _agreed("base_depth", base_depth, own.get("base_depth"))
     alpha = _agreed("depth_alpha", depth_alpha, own.get("depth_alpha"))
     _check(name, base_width, base_depth, alpha, lr=lr, weight_decay=weight_decay, eps=eps)
-    places = [*_places(model, name != "standard", width)]
+    places = [*_places(model, name != "standard" or optimizer == "muon", width)]
     m_d = 1.0 if base_width is None else _width(model, width) / base_width
-    groups: dict[tuple[int, str, float], dict[str, Any]] = {}
+    names = {id(p): path for path, p in model.named_parameters()}
+    groups: dict[tuple[int, str, float, bool], dict[str, Any]] = {}
     for place in places:
         layers = place.layers if depth is None else depth
         sums_over = place.sums_over if name != "standard" else "nothing"
         depends = place.role.startswith("hidden") or sums_over == "depth"
         m_L = layers / base_depth if base_depth is not None and place.layers > 0 and depends else 1.0
-        key = ROLES.index(place.role), sums_over, m_L
+        is_matrix = place.role == "hidden-matrix" and place.layers > 0 and place.parameter.dim() == 2
+        is_adams = optimizer == "adam" or not is_matrix
+        key = ROLES.index(place.role), sums_over, m_L, is_adams
         if key not in groups:
             times = _core.multipliers(name, place.role, m_d, m_L, alpha, sums_over)
             decay = weight_decay if place.role in MATRICES else 0.0
@@ -111,7 +134,13 @@ def param_groups(
                 "weight_decay": decay * times["weight_decay"],
                 "eps": eps * times["eps"],
             }
+            if optimizer == "muon":
+                groups[key] |= {"optimizer": "adam" if is_adams else "muon", "names": []}
+            if not is_adams:
+                del groups[key]["eps"]
         groups[key]["params"].append(place.parameter)
+        if optimizer == "muon":
+            groups[key]["names"].append(names[id(place.parameter)])
     return [groups[key] for key in sorted(groups)]
 
 
