@@ -175,11 +175,13 @@ def train(
     group: tuple[str, int, int] | None,
     observer: Observer,
     from_checkpoint: str | None = None,
+    init_from: str | None = None,
 ) -> None:
     """Trains; writes log.jsonl, config.json, vocabulary.txt and checkpoints/ into `output`.
 
     `group`: the name of a process group of torch.distributed, this process's rank in it, and its size.
     `from_checkpoint`: the checkpoint that mode "resume" goes on from, if not the newest.
+    `init_from`: a run, or RUN:CHECKPOINT, with whose weights a new one begins.
     """
 
 def join_group(name: str, rank: int, size: int) -> None:

@@ -12,9 +12,10 @@ use std::path::Path;
 
 /// Trains with the GIL released; the observer is called between updates. `group` is (name of a torch.distributed
 /// process group, this process's rank, its size), or None for a single process. `from_checkpoint` is the checkpoint
-/// from which "resume" continues (default: the newest).
+/// from which "resume" continues (default: the newest); `init_from` the run, or RUN:CHECKPOINT, with whose weights a new
+/// one begins.
 #[pyfunction]
-#[pyo3(name = "train", signature = (model, training, data, output, mode, group, observer, from_checkpoint=None))]
+#[pyo3(name = "train", signature = (model, training, data, output, mode, group, observer, from_checkpoint=None, init_from=None))]
 #[allow(clippy::too_many_arguments)]
 fn train_py(
     py: Python<'_>,
@@ -26,6 +27,7 @@ fn train_py(
     group: Option<(String, usize, usize)>,
     observer: PyObject,
     from_checkpoint: Option<String>,
+    init_from: Option<String>,
 ) -> PyResult<()> {
     let model: TransformerConfig = config::from_json("model", model)?;
     let training: TrainingConfig = config::from_json("training", training)?;
@@ -34,7 +36,8 @@ fn train_py(
     let group = group.map_or(Ok(ProcessGroup::ALONE), |(name, rank, size)| ProcessGroup::new(&name, rank, size))?;
     let mut observer = PyObserver { observer, raised: None };
     let done = released(py, || {
-        let surroundings = Surroundings { group, recorder: Some(graphs::recorder), observer: &mut observer };
+        let recorder = Some(graphs::recorder as fn(_) -> _);
+        let surroundings = Surroundings { group, recorder, init_from: init_from.as_deref(), observer: &mut observer };
         run::train(&model, &training, &data, Path::new(output), mode, surroundings)
     });
     as_raised(py, done, observer.raised)

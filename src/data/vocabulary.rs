@@ -101,6 +101,14 @@ impl Vocabulary {
         pieces.iter().map(|piece| self.ids.get(piece.as_ref()).copied().unwrap_or(UNK)).collect()
     }
 
+    /// Returns the ids here and there of the entries that another vocabulary has, too, special symbols first.
+    pub fn shared_with(&self, other: &Vocabulary) -> Vec<(i64, i64)> {
+        let specials = (0..SPECIALS.len() as i64).map(|id| (id, id));
+        let pieces = self.pieces.iter().enumerate().skip(SPECIALS.len());
+        let shared = pieces.filter_map(|(id, piece)| Some((id as i64, i64::from(*other.ids.get(piece)?))));
+        specials.chain(shared).collect()
+    }
+
     /// Returns the pieces of the ids, without BOS, PAD and EOS; `<unk>` for UNK and for ids beyond the vocabulary.
     pub fn decode(&self, ids: &[u32]) -> Vec<&str> {
         self.decode_as(ids, SPECIALS[UNK as usize])

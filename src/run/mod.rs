@@ -10,6 +10,7 @@
 mod average;
 mod completion;
 mod folder;
+mod init_from;
 mod lock;
 mod needs;
 mod perplexity;

@@ -1,6 +1,7 @@
 //! Training, from text files to a run's folder.
 
 use super::folder::{check_beginning, check_checkpoints, read_mask, resume, Beginning, Log, ResumeState};
+use super::init_from;
 use super::lock::Lock;
 use super::prepare::{prepare_with, valid_batches};
 use super::{device, Mode, PreparedData};
@@ -10,7 +11,7 @@ use crate::cpu::simd::has_bf16_products;
 use crate::cpu::{contention, pages};
 use crate::cuda;
 use crate::data::{BatchStream, Corpus, Cursor, Digests, Interrupt, Limit, Prefetch, StreamConfig};
-use crate::error::{Error, Result};
+use crate::error::{quoted, Error, Result};
 use crate::metrics::unigram_entropy;
 use crate::model::Transformer;
 use crate::operator::ProcessGroup;
@@ -29,6 +30,8 @@ pub struct Surroundings<'a> {
     pub group: ProcessGroup,
     /// Creates the CUDA graph recorder of a device.
     pub recorder: Option<fn(Device) -> Box<dyn Recorder>>,
+    /// The run, RUN or RUN:CHECKPOINT, whose weights a new run begins with; `None` to draw them.
+    pub init_from: Option<&'a str>,
     pub observer: &'a mut dyn Observer,
 }
 
@@ -43,7 +46,7 @@ pub fn train(
     mode: Mode,
     surroundings: Surroundings,
 ) -> Result<()> {
-    let Surroundings { group, recorder, observer } = surroundings;
+    let Surroundings { group, recorder, init_from, observer } = surroundings;
     pages::keep_memory();
     let _watch = contention::watch();
     let device = device(&training.device)?;
@@ -53,6 +56,11 @@ pub fn train(
         false => Ok(None),
     };
     let lock = group.agree(lock, device)?;
+    if init_from.is_some() && matches!(mode, Mode::Resume { .. }) {
+        return Err(Error::invalid(
+            "init_from begins a new run, and resume goes on with one that has its weights: leave one of them out",
+        ));
+    }
     let opened = open(model, training, config, output, &mode, &mut || observer.check_interrupt());
     let (mut prepared, from, changes) = group.agree(opened, device)?;
     let (skipped, all) = (prepared.skipped, prepared.skipped + prepared.train.len());
@@ -68,7 +76,8 @@ pub fn train(
     }
     let recorder = recorder.filter(|_| training.cuda_graphs && has_kernels(device)).map(|recorder| recorder(device));
     let limit = prepared.limit;
-    let made = trainer(prepared, training, config, output, device, (group, recorder), from, changes, &mut warnings);
+    let origin = Origin { from, changes, init_from };
+    let made = trainer(prepared, training, config, output, device, (group, recorder), origin, &mut warnings);
     let mut trainer = group.agree(made, device)?;
     let begun = match beginning {
         Some(beginning) => beginning.write(output, &mode),
@@ -158,6 +167,13 @@ fn open(
     Ok((prepared, found, changes))
 }
 
+/// Where a run's state comes from.
+struct Origin<'a> {
+    from: Option<ResumePoint>,
+    changes: Vec<OptionChange>,
+    init_from: Option<&'a str>,
+}
+
 fn trainer(
     prepared: PreparedData,
     training: &TrainingConfig,
@@ -165,8 +181,7 @@ fn trainer(
     output: &Path,
     device: Device,
     (group, recorder): (ProcessGroup, Option<Box<dyn Recorder>>),
-    from: Option<ResumePoint>,
-    changes: Vec<OptionChange>,
+    Origin { from, changes, init_from }: Origin,
     warnings: &mut Vec<String>,
 ) -> Result<Trainer> {
     let objective = objective(&prepared, training, device)?;
@@ -179,6 +194,14 @@ fn trainer(
     let model = match &from {
         Some((_, found)) => Transformer::to_train(&model, &load_parameters(&found.checkpoint.model, device)?)?,
         None => Transformer::new(&model, training.seed, device, Kind::Float)?,
+    };
+    let model = match init_from.map(init_from::parse) {
+        Some(named) => {
+            let (model, mut said) = init_from::with_weights_of(model, &vocabulary, named, device)?;
+            warnings.append(&mut said);
+            model
+        }
+        None => model,
     };
     let entropy = unigram_entropy(train.predicted());
     let batches = valid_batches(&valid, training);
@@ -227,9 +250,10 @@ pub(super) fn objective(prepared: &PreparedData, training: &TrainingConfig, devi
 fn read_progress(found: &ResumePoint) -> Result<Progress> {
     if found.checkpoint.optimizer.is_empty() {
         return Err(Error::invalid(format!(
-            "{} is a model without a training's state (averaged or converted): translate or generate with it; a run cannot \
-             begin from another model's weights yet (--init-from is planned)",
-            found.path.display()
+            "{} is a model without a training's state (averaged or converted): translate or generate with it, or begin a \
+             new run with its weights (--init-from {})",
+            found.path.display(),
+            quoted(&found.path.display().to_string())
         )));
     }
     let wrong = |why: String| {

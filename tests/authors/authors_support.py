@@ -1,7 +1,7 @@
 """The authors' own code, from a checkout that stands outside this repository. None of it is kept here.
 
-NORMFORMER_RS_AUTHORS names a folder of checkouts, each called OWNER+NAME: a git repository, with or without a work tree.
-Without it the tests skip.
+NORMFORMER_RS_AUTHORS names a folder of checkouts, each called OWNER+NAME: a git repository, with or without a work
+tree. Without it the tests skip.
 """
 
 import os

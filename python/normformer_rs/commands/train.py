@@ -46,6 +46,8 @@ def parser() -> Command:
         common.add_argument("--resume", action="store_true", help="Go on from the last checkpoint in --output.")
         which = "With --resume: go on from this checkpoint: best, last, its name or an update's number."
         run.add_argument("--from-checkpoint", metavar="NAME", help=which)
+        begins = "Begin a new run with the weights of this run's best checkpoint, or of RUN:CHECKPOINT."
+        run.add_argument("--init-from", metavar="RUN", help=begins)
         run.add_argument("--overwrite", action="store_true", help="Start again where --output holds a run.")
         run.add_argument("--dry-run", action="store_true", help="Print parameter count and memory, then stop.")
         budget = (
@@ -97,6 +99,7 @@ def _run(args: argparse.Namespace) -> None:
         print(f"memory to train: about {size(needs.training_bytes)}")
         return
     how = {"resume": args.resume, "from_checkpoint": args.from_checkpoint, "overwrite": args.overwrite}
+    how["init_from"] = args.init_from
     history = trainer.fit(plan.output, **how, progress=not args.no_progress)
     if not _is_first():
         return

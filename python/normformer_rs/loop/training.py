@@ -117,6 +117,7 @@ class Trainer:
         *,
         resume: bool = False,
         from_checkpoint: str | int | None = None,
+        init_from: str | PathLike[str] | None = None,
         overwrite: bool = False,
         progress: bool = True,
         tensorboard: bool = True,
@@ -130,6 +131,10 @@ class Trainer:
             resume: continue from the last checkpoint in `output`. If that is missing or damaged, continue from the
                 newest whole one before it, with a warning.
             from_checkpoint: with `resume`, the checkpoint to continue from: "best", "last", its name, or its update.
+            init_from: begin a new run with the weights of another run's best checkpoint, or of another one,
+                "RUN:CHECKPOINT" ("average", "last", an update): trained, averaged or converted. Rows of tables go over
+                by their types, and types that the other run does not have keep their drawn rows, with a warning. The
+                model must have the same parameters; options that differ otherwise are named in a warning.
             overwrite: start again if `output` holds a run.
             progress: a bar in a terminal or, if ipywidgets is installed, in a notebook; elsewhere a line every ten
                 seconds; both on standard error.
@@ -176,7 +181,8 @@ class Trainer:
             observer = _Observer(Path(output), choose(progress), writes, [self._started, *callbacks])
         own = using(*own_norms(self.model.asdict()))
         with as_ctrl_c(), held(), contextlib.closing(observer), _own_modes(), own:
-            _core.train(*self._json(), folder, mode, place, observer, from_checkpoint=chosen)
+            begins = None if init_from is None else readable("init_from", str(init_from))
+            _core.train(*self._json(), folder, mode, place, observer, from_checkpoint=chosen, init_from=begins)
         history = History.read(output)
         if is_first and curves and len(history.update) and available("matplotlib"):
             picture = Path(output) / CURVES

@@ -1,0 +1,95 @@
+//! The first values of a new run's model from another run's checkpoint.
+
+use super::folder::{read_configs, read_vocabulary};
+use crate::config::{differences, TransformerConfig};
+use crate::data::Vocabulary;
+use crate::error::{Error, Result};
+use crate::model::Transformer;
+use crate::train::checkpoint::CheckpointStore;
+use crate::train::{self, load_parameters, to_arrays};
+use std::path::Path;
+use tch::{Device, Tensor};
+
+/// Options that may differ without a warning: they change nothing of what the weights compute.
+const OTHER_RUNS: [&str; 5] = ["vocab_size", "dropout", "embedding_dropout", "attention_dropout", "activation_dropout"];
+
+/// Returns the model with the weights of a run's checkpoint, and warnings. `model`: drawn, with this vocabulary.
+///
+/// Rows of tables go over by their types: a type that the other run does not have keeps its drawn row.
+///
+/// Errors: a folder that holds no run, and a model whose parameters have other names or sizes.
+pub fn with_weights_of(
+    model: Transformer,
+    vocabulary: &Vocabulary,
+    (folder, checkpoint): (&Path, &str),
+    device: Device,
+) -> Result<(Transformer, Vec<String>)> {
+    let configs = read_configs(folder)?;
+    let (path, (arrays, config)) =
+        CheckpointStore::at(folder).read(checkpoint, |path| train::checkpoint::load_model(path))?;
+    let found = configs.of_checkpoint(&path, &config)?.model;
+    let others = read_vocabulary(folder)?;
+    let theirs = load_parameters(&arrays, device)?;
+    let mut ours = load_parameters(&to_arrays(&model.parameters)?, device)?;
+    let refuse = |why: String| {
+        Error::invalid(format!(
+            "init_from: {} is of another model: {why}; {}",
+            path.display(),
+            differing(&found, &model.config).unwrap_or("give the options of its model".into())
+        ))
+    };
+    let rows = vocabulary.shared_with(&others);
+    if let Some(name) = theirs.keys().find(|name| !ours.contains_key(*name)) {
+        return Err(refuse(format!("this run's has no {name}")));
+    }
+    for (name, own) in &mut ours {
+        let other = theirs.get(name).ok_or_else(|| refuse(format!("it has no {name}")))?;
+        let is_table = name.ends_with("embedding.weight") || name.starts_with("output_projection.");
+        let sizes = [(&*own, vocabulary.len()), (other, others.len())]
+            .map(|(t, types)| (is_table && t.size().first() == Some(&(types as i64))).then(|| t.size()[1..].to_vec()));
+        match sizes {
+            [Some(a), Some(b)] if a == b => *own = with_rows(own, other, &rows)?,
+            _ if own.size() == other.size() => *own = other.shallow_clone(),
+            _ => return Err(refuse(format!("its {name} is {:?}, this run's {:?}", other.size(), own.size()))),
+        }
+    }
+    let mut warnings = Vec::new();
+    if rows.len() < vocabulary.len() {
+        warnings.push(format!(
+            "{} of the vocabulary's {} types are not in {}: their rows keep the drawn values",
+            vocabulary.len() - rows.len(),
+            vocabulary.len(),
+            folder.display()
+        ));
+    }
+    if let Some(differs) = differing(&found, &model.config) {
+        warnings.push(format!("the weights of {} were trained in another model: {differs}", path.display()));
+    }
+    Ok((Transformer::to_train(&model.config, &ours)?, warnings))
+}
+
+/// Returns the table with rows of another one; `rows`: pairs of their numbers here and there.
+fn with_rows(own: &Tensor, other: &Tensor, rows: &[(i64, i64)]) -> Result<Tensor> {
+    let (here, there): (Vec<i64>, Vec<i64>) = rows.iter().copied().unzip();
+    let numbers = |ids: &[i64]| Ok::<_, Error>(Tensor::f_from_slice(ids)?.f_to_device(own.device())?);
+    Ok(own.f_index_copy(0, &numbers(&here)?, &other.f_index_select(0, &numbers(&there)?)?)?)
+}
+
+fn differing(theirs: &TransformerConfig, ours: &TransformerConfig) -> Option<String> {
+    let [theirs, ours] = [theirs, ours].map(|config| {
+        let mut options = serde_json::json!(config);
+        if let Some(options) = options.as_object_mut() {
+            OTHER_RUNS.iter().for_each(|name| drop(options.remove(*name)));
+        }
+        options
+    });
+    (theirs != ours).then(|| differences(&theirs, &ours))
+}
+
+/// The run and the checkpoint that a text names: RUN, or RUN:CHECKPOINT.
+pub fn parse(text: &str) -> (&Path, &str) {
+    match text.rsplit_once(':') {
+        Some((folder, checkpoint)) if !Path::new(text).is_dir() => (Path::new(folder), checkpoint),
+        _ => (Path::new(text), "best"),
+    }
+}
