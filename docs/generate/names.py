@@ -69,7 +69,21 @@ def _head(entry: dict[str, Any]) -> list[str]:
     parts = [f"# `{entry['name']}`", f'<div class="equation">{equations.render(entry["equation"])}</div>']
     found = spec.papers(entry["source"], entry["name"])
     parts.append(f"Source: {_with_code(entry['source'])}." + "".join(f"\n\n- {_linked(paper)}" for paper in found))
+    parts.append(held(entry["name"]))
     return parts
+
+
+def held(name: str) -> str:
+    """What the name's implementation was compared with."""
+    rows = [row for row in results("authors") if row["name"] == name]
+    if not rows:
+        return "Held against this project's second implementation in plain PyTorch (`tests/reference`) alone."
+    found = [
+        f"[{row['repository']}](https://github.com/{row['repository']}) at commit {row['commit'][:7]}, in f64: "
+        f"{row['what']}. Largest differences: outputs {row['outputs']}, gradients {row['gradients']}"
+        for row in rows
+    ]
+    return "Held against the authors' code (`tests/authors`): " + "; ".join(found) + "."
 
 
 _CODE = {"nanochat": "karpathy/nanochat", "transformers": "huggingface/transformers"}

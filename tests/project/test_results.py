@@ -49,3 +49,11 @@ def test_every_table_of_the_ledger_is_on_a_page():
 def test_a_table_without_rows_is_refused():
     with pytest.raises(ValueError, match="nowhere"):
         measured.filled("<!-- ledger nowhere -->\n<!-- end of nowhere -->\n")
+
+
+def test_authors_code_is_listed_with_the_commits_of_its_tests():
+    rows = list(csv.DictReader((TABLES / "authors.csv").read_text().splitlines()))
+    texts = {path: path.read_text() for path in (ROOT / "tests" / "authors").glob("test_*.py")}
+    for row in rows:
+        assert any(row["repository"] in text and row["commit"] in text for text in texts.values()), row
+    assert len({row["name"] for row in rows}) == len(rows)

@@ -1,0 +1,58 @@
+"""GPAS against its authors' Llama: first gates and norms, then logits and all gradients with random weights, in f64."""
+
+import pytest
+import torch
+from authors_support import module
+from torch.testing import assert_close
+
+from normformer_rs import Transformer, TransformerConfig
+
+AUTHORS = "dandingsky/GPAS", "31980688f4cbb1b0cff59bca9077e6fc52dab3f0"
+CHANGES = {"torch.float32": "torch.float64", ".float()": ".double()", "from peft_pretraining import": "import"}
+KINDS = {"prenorm": "pre", "ln-scaling": "lns", "sandwich": "sandwich", "deepnorm": "deeppost"}
+KINDS |= {"postnorm": "post_pre", "mix-ln": "post_pre"}
+OUTER = {"target_embedding": "model.embed_tokens", "output_projection": "lm_head", "decoder.norm": "model.norm"}
+INNER = {"self_attn.out_proj": "self_attn.o", "linear1": "mlp.gate", "linear2": "mlp.down", "linear3": "mlp.up"}
+SHAPE = {"d_model": 8, "d_ff": 12, "heads": 2, "vocab_size": 11, "norm": "rmsnorm:llama", "dropout": 0.0}
+SHAPE |= {"activation": "swiglu", "positions": "rotary", "linear_biases": False, "tie_embeddings": "none"}
+SHAPE |= {"architecture": "decoder-only", "encoder_layers": 0, "decoder_layers": 4, "scale_embeddings": False}
+
+
+def as_ours(weights):
+    """Names the authors' weights, or their gradients, as this package does."""
+    ours = {f"{a}.weight": weights[f"{b}.weight"] for a, b in OUTER.items() if f"{b}.weight" in weights}
+    for a, b in ((f"decoder.layers.{i}.", f"model.layers.{i}.") for i in range(4)):
+        norms = sorted(name for name in weights if name.startswith(b) and "norm" in name)  # input, post_…, pre_…
+        names = ("norm1", "norm2") if len(norms) == 2 else ("norm1", "post_norm1", "post_norm2", "norm2")
+        ours |= {f"{a}{name}.weight": weights[theirs] for name, theirs in zip(names, norms, strict=True)}
+        ours |= {f"{a}{name}.weight": weights[f"{b}{theirs}_proj.weight"] for name, theirs in INNER.items()}
+        ours[a + "self_attn.in_proj_weight"] = torch.cat([weights[f"{b}self_attn.{x}_proj.weight"] for x in "qkv"])
+        ours[a + "forward_gate"] = weights[b + "gpas_block.gate"].reshape(1)
+    return ours
+
+
+@pytest.mark.parametrize("scheme", KINDS)
+def test_gpas(scheme, monkeypatch):
+    """The authors' model has a norm after any stack; ours has none after postnorm's and deepnorm's, and theirs goes."""
+    monkeypatch.setenv("NORM_TYPE", KINDS[scheme] + "_gpas")
+    monkeypatch.setenv("POST_NUM", "4" if scheme == "postnorm" else "1")
+    monkeypatch.setattr("transformers.utils.doc.get_docstring_indentation_level", lambda _: 4)  # else reads a file
+    activations = module(*AUTHORS, "peft_pretraining/custom_activations.py")
+    llama = module(*AUTHORS, "peft_pretraining/modeling_llama.py", CHANGES, custom_activations=activations)
+    size = {"hidden_size": 8, "intermediate_size": 12, "num_attention_heads": 2, "num_hidden_layers": 4}
+    theirs = llama.LlamaForCausalLM(llama.LlamaConfig(vocab_size=11, **size)).double()
+    theirs.model.norm = torch.nn.Identity() if scheme in ("postnorm", "deepnorm") else theirs.model.norm
+    options = SHAPE | {"gpas_scheme": scheme, "ln_scaling_mode": "weight"}
+    ours = Transformer(TransformerConfig(residual="gpas", **options)).double()
+    first, weights = ours.state_dict(), dict(theirs.named_parameters())
+    assert all(torch.equal(first[name], w) for name, w in as_ours(weights).items() if "norm" in name or "gate" in name)
+    torch.manual_seed(0)
+    for weight in weights.values():
+        torch.nn.init.normal_(weight, std=0.5)
+    ours.load_state_dict(as_ours(weights))
+    ids, factors = torch.randint(2, 11, (3, 7)), torch.randn(3, 7, 11, dtype=torch.float64)
+    logits = ours(None, ids), theirs(ids, use_cache=False, return_dict=False)[0]
+    assert_close(*logits, rtol=0, atol=1e-12)
+    (sum(logits) * factors).sum().backward()
+    gradients = as_ours({name: weight.grad for name, weight in weights.items()})
+    assert_close({name: weight.grad for name, weight in ours.named_parameters()}, gradients, rtol=0, atol=1e-10)
