@@ -76,7 +76,7 @@ pub fn train(
     }
     let recorder = recorder.filter(|_| training.cuda_graphs && has_kernels(device)).map(|recorder| recorder(device));
     let limit = prepared.limit;
-    let origin = Origin { from, changes, init_from };
+    let origin = InitialState { from, changes, init_from };
     let made = trainer(prepared, training, config, output, device, (group, recorder), origin, &mut warnings);
     let mut trainer = group.agree(made, device)?;
     let begun = match beginning {
@@ -168,7 +168,7 @@ fn open(
 }
 
 /// Where a run's state comes from.
-struct Origin<'a> {
+struct InitialState<'a> {
     from: Option<ResumePoint>,
     changes: Vec<OptionChange>,
     init_from: Option<&'a str>,
@@ -181,7 +181,7 @@ fn trainer(
     output: &Path,
     device: Device,
     (group, recorder): (ProcessGroup, Option<Box<dyn Recorder>>),
-    Origin { from, changes, init_from }: Origin,
+    InitialState { from, changes, init_from }: InitialState,
     warnings: &mut Vec<String>,
 ) -> Result<Trainer> {
     let objective = objective(&prepared, training, device)?;

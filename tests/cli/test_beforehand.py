@@ -82,7 +82,7 @@ def test_train_warns_once_before_the_first_update(monkeypatch, capsys, tmp_path)
     """After the text has been read, when the size is known, and as the loop reports its start."""
     seen = []
 
-    def train(model, training, data, output, mode, group, observer, from_checkpoint):
+    def train(model, training, data, output, mode, group, observer, from_checkpoint, init_from):
         observer.started({"parameters": LARGE, "vocabulary": 7, "device": "cpu", "update": 0, "updates": 2})
         seen.append(capsys.readouterr().err)
         (tmp_path / "run").mkdir()

@@ -26,7 +26,7 @@ def trained(monkeypatch):
     """`_core.train` stood in for: the list of calls, each the options by name, output and mode."""
     calls = []
 
-    def train(model, training, data, output, mode, group, observer, from_checkpoint):
+    def train(model, training, data, output, mode, group, observer, from_checkpoint, init_from):
         assert group is None
         options = {**json.loads(model), **json.loads(training), **json.loads(data)}
         calls.append({**options, "output": output, "mode": mode, "from_checkpoint": from_checkpoint})

@@ -118,7 +118,6 @@ FAIRSEQ = {
     "train --max-epoch 3": "--max-epoch is fairseq's; here: --epochs N --updates 0",
     "train --batch-size 32": "--batch-size is fairseq's; here: --max-tokens N",
     "train --lr-scheduler inverse_sqrt": "--lr-scheduler is fairseq's; here: --schedule NAME",
-    "train --optimizer adam": "--optimizer is fairseq's; here: leave it out",
     "train --adam-betas (0.9,0.98)": "--adam-betas is fairseq's; here: --beta1 X --beta2 X",
     "train --fp16": "--fp16 is fairseq's; here: --precision bf16",
     "train --bf16": "--bf16 is fairseq's; here: --precision bf16",
@@ -204,6 +203,7 @@ WORDS = {
     "activation": {"swish": "silu"},
     "device": {"gpu": "cuda", "GPU": "cuda"},
     "precision": {"bfloat16": "bf16", "fp32": "f32", "float32": "f32", "bf-16": "bf16"},
+    "optimizer": {"adamw": "adam"},
     "schedule": {"noam": "inverse-sqrt", "inverse_sqrt": "inverse-sqrt"},
 }
 FLAGS = {

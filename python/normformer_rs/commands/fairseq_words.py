@@ -19,7 +19,6 @@ OTHERS = {
     "--batch-size": "--max-tokens N, which counts padded tokens",
     "--max-sentences": "--max-tokens N, which counts padded tokens",
     "--lr-scheduler": "--schedule NAME (inverse_sqrt is inverse-sqrt)",
-    "--optimizer": "leave it out, Adam is the only one",
     "--adam-betas": "--beta1 X --beta2 X",
     "--fp16": "--precision bf16",
     "--bf16": "--precision bf16",

@@ -43,10 +43,13 @@ _WORDS = {
     "encoder-decoder": "seq2seq encdec translation",
     "decoder-only": "lm causal-lm language-model gpt decoder causal",
     "inverse-sqrt": "noam isqrt inverse-square-root rsqrt",
+    "adam": "adamw",
     "mup": "mu-p μp maximal-update",
     "completep": "complete-p",
     # options
     "lr": "learning-rate",
+    "optimizer": "optim",
+    "init-from": "from-pretrained finetune-from-model pretrained load-model",
     "updates": "steps max-steps num-steps iterations max-iters train-steps max-updates",
     "epochs": "num-epochs max-epochs num-train-epochs",
     "max-tokens": "batch-size batch tokens-per-batch per-device-train-batch-size",
