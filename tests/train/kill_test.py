@@ -47,7 +47,7 @@ OPTIONS = {
     "keep": 1,
     "seed": 3,
 }
-FAULTS = {"kill": -signal.SIGKILL, "enospc": 2, "eio": 2, "short": 2}
+FAULTS = {"kill": -signal.SIGKILL, "enospc": 4, "eio": 4, "short": 4}
 """How a run ends after each."""
 STARTED = "checkpoints/last"
 """There as soon as a checkpoint stands."""
@@ -101,7 +101,7 @@ class Run:
         code = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
         said = self.said.read_text() if self.said.exists() else ""
         expected = ("No space left", "Input/output error", "in use by", "already holds a run")
-        if code not in (0, 2, -signal.SIGKILL) or (code == 2 and not any(text in said for text in expected)):
+        if code not in (0, 2, 4, -signal.SIGKILL) or (code in (2, 4) and not any(text in said for text in expected)):
             raise SystemExit(f"training in {self.folder} ended with {code}:\n{said}")
         return code
 

@@ -349,7 +349,7 @@ def test_a_signal_amid_a_commands_imports_ends_it(tmp_path, corpus, command, num
         check=False,
     )
     name = signal.Signals(number).name
-    assert (done.returncode, done.stderr) == (2, f"normformer-rs: interrupted: {name}\n"), done
+    assert (done.returncode, done.stderr) == (-number, f"normformer-rs: interrupted: {name}\n"), done
 
 
 def interrupt_and_resume(tmp_path, corpus, signals):
