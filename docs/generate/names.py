@@ -74,7 +74,7 @@ def _head(entry: dict[str, Any]) -> list[str]:
 
 
 def held(name: str) -> str:
-    """What the name's implementation was compared with."""
+    """Returns a sentence that says with what the name's implementation was compared."""
     rows = [row for row in results("authors") if row["name"] == name]
     if not rows:
         return "Held against this project's second implementation in plain PyTorch (`tests/reference`) alone."

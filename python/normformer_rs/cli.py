@@ -36,7 +36,7 @@ from .commands.options import Parser, UsageError
 from .config import __version__, readable, speaking_flags
 from .errors import DivergedError, InputError, Interrupted
 from .loop.progress import log_to_stderr
-from .loop.signals import as_ctrl_c, ask, stopped_by
+from .loop.signals import as_ctrl_c, ask, first_signal
 from .reproduce import data
 from .reproduce import flags as reproduce
 from .study import flags as compare
@@ -90,20 +90,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         _start_in_utf8()
     hold_standard_files()
     log_to_stderr()
+    stopped_by: list[int] = []
+    if argv is None:
+        atexit.register(_die, stopped_by)  # first, so that it runs after what libraries register later
     with as_ctrl_c(ends_process=argv is None), speaking_flags():
         code = _run(argv)
-        if argv is None and code > BY_SIGNAL:
-            atexit.register(_die, code - BY_SIGNAL)
-        return code
+    if code > BY_SIGNAL:
+        stopped_by.append(code - BY_SIGNAL)
+    return code
 
 
-def _die(number: int) -> None:
-    """Ends the process by the signal."""
+def _die(stopped_by: list[int]) -> None:
+    """Ends the process by the signal that stopped the command, if one did."""
+    if not stopped_by:
+        return
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError, OSError, ValueError):
             stream.flush()
-    signal.signal(number, signal.SIG_DFL)
-    os.kill(os.getpid(), number)
+    signal.signal(stopped_by[0], signal.SIG_DFL)
+    os.kill(os.getpid(), stopped_by[0])
 
 
 def _run(argv: Sequence[str] | None) -> int:
@@ -143,7 +148,7 @@ def _asking_for_help(words: list[str]) -> list[str]:
 
 def _exit_code(error: BaseException) -> int:
     if isinstance(error, (Interrupted, KeyboardInterrupt)):
-        return BY_SIGNAL + stopped_by()
+        return BY_SIGNAL + first_signal()
     if isinstance(error, DivergedError):
         return DIVERGED
     if isinstance(error, OSError):

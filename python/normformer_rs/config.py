@@ -14,7 +14,6 @@ import math
 import numbers
 import operator
 import os
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
@@ -91,8 +90,6 @@ class Field(NamedTuple):
             raise InputError(f"{self.name} must lie between {least} and {most}; got {value}{otherwise}")
         if self.kind == "str":
             value = readable(self.name, value)
-        if self.name == "device" and not re.fullmatch(r"cpu|auto|cuda(:\d+)?", value):
-            raise InputError(unknown("device", value, ("cpu", "cuda", "cuda:0", "auto")))
         words = [part.partition("*")[0] for part in value.split(",")] if self.per_layer else [value]
         for word in words if self.choices else ():
             if word not in self.choices:

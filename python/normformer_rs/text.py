@@ -46,7 +46,8 @@ _RECORDS = {
     **dict.fromkeys((".jsonl", ".ndjson", ".json"), "jq -r .FIELD"),
     ".csv": "python -c 'import csv, sys; [print(row[0]) for row in csv.reader(sys.stdin)]'",
     ".tsv": "cut -f 1",
-    **dict.fromkeys((".parquet", ".arrow"), "datasets.Dataset.from_parquet(FILE)[FIELD]"),
+    ".parquet": "datasets.Dataset.from_parquet(FILE)[FIELD]",
+    ".arrow": "datasets.Dataset.from_file(FILE)[FIELD]",
 }
 """Ends of names of files that hold records, and a command that makes lines of one field."""
 _SURROGATE = re.compile("[\ud800-\udfff]")

@@ -44,7 +44,7 @@ const RECORDS: [(&str, &str); 7] = [
     ("csv", "python -c 'import csv, sys; [print(row[0]) for row in csv.reader(sys.stdin)]'"),
     ("tsv", "cut -f 1"),
     ("parquet", "datasets.Dataset.from_parquet(FILE)[FIELD]"),
-    ("arrow", "datasets.Dataset.from_parquet(FILE)[FIELD]"),
+    ("arrow", "datasets.Dataset.from_file(FILE)[FIELD]"),
 ];
 /// The byte order mark U+FEFF in UTF-8, which some editors write first.
 const MARK: &[u8] = b"\xef\xbb\xbf";

@@ -39,7 +39,7 @@ pub fn with_weights_of(
         ))
     };
     let rows = vocabulary.shared_with(&others);
-    if let Some(name) = theirs.keys().find(|name| !ours.contains_key(*name)) {
+    if let Some(name) = theirs.keys().filter(|name| !ours.contains_key(*name)).min() {
         return Err(refuse(format!("this run's has no {name}")));
     }
     for (name, own) in &mut ours {

@@ -42,6 +42,12 @@ pub fn device(name: &str) -> Result<Device> {
         "auto" | "cuda" => own(),
         other => match other.strip_prefix("cuda:").and_then(|n| n.parse().ok()) {
             Some(n) => n,
+            // By spelling "gpu" is close to "cpu".
+            None if other.to_lowercase().starts_with("gpu") => {
+                return Err(Error::invalid(format!(
+                    "unknown device {other:?} (did you mean \"cuda\"?); expected one of cpu, cuda, cuda:0, auto"
+                )))
+            }
             None => return Err(crate::error::unknown("device", other, ["cpu", "cuda", "cuda:0", "auto"])),
         },
     };

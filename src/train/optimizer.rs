@@ -5,6 +5,7 @@ mod lion;
 mod muon;
 mod normuon;
 pub mod rule;
+mod ruled;
 
 use super::checkpoint::{to_array, to_tensor, Array};
 use super::trainer::kind_of;
@@ -17,7 +18,7 @@ use crate::model::{FlatBuffers, Parameters};
 use crate::operator::{self, AdamBuffers, ProcessGroup};
 use crate::parametrisation::{Multipliers, Part};
 use half::bf16;
-use rule::{rule_of, Rule};
+use ruled::Ruled;
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Mutex;
@@ -42,10 +43,8 @@ pub struct Optimizer {
     places: BTreeMap<String, (Range<usize>, Vec<i64>)>,
     /// The segments with equal multipliers that Adam updates, in the order of the buffers.
     segments: Vec<Segment>,
-    rule: Option<Box<dyn Rule>>,
-    /// The parameters that the rule updates. They come last in the buffers.
-    ruled: Vec<Ruled>,
-    rule_lr: f64,
+    /// The rule beside Adam, with its parameters, which come last in the buffers.
+    ruled: Option<Ruled>,
     /// On a GPU, 0, or NaN since an update that was not finite. The host learns of it late, and until then nothing
     /// changes.
     health: Tensor,
@@ -72,39 +71,6 @@ impl Segment {
     }
 }
 
-/// A parameter that a rule updates.
-struct Ruled {
-    name: String,
-    parameter: Tensor,
-    gradient: Tensor,
-    state: Vec<Tensor>,
-    /// The rows of the matrices that it holds: queries, keys and values are three.
-    blocks: Vec<Range<i64>>,
-    multipliers: Multipliers,
-}
-
-impl Ruled {
-    /// Returns rows of a tensor with the parameter's first dimension.
-    fn rows(t: &Tensor, block: &Range<i64>) -> Result<Tensor> {
-        Ok(t.f_narrow(0, block.start, block.end - block.start)?)
-    }
-
-    fn states(&self, block: &Range<i64>) -> Result<Vec<Tensor>> {
-        self.state.iter().map(|t| Ruled::rows(t, block)).collect()
-    }
-}
-
-/// Returns the rows of the matrices in a parameter of this name and size: `in_proj_weight` has queries first, then
-/// equally many rows of keys and of values.
-fn blocks(name: &str, size: &[i64], d_model: i64) -> Vec<Range<i64>> {
-    let rows = size.first().copied().unwrap_or(1);
-    if !name.ends_with("in_proj_weight") || rows <= d_model {
-        return std::iter::once(0..rows).collect();
-    }
-    let half = d_model + (rows - d_model) / 2;
-    vec![0..d_model, d_model..half, half..rows]
-}
-
 impl Optimizer {
     /// Moves the model's parameters into one buffer and their gradients into another. They lie in the order of the
     /// model's declarations or, if the parametrisation distinguishes roles, role by role.
@@ -115,9 +81,9 @@ impl Optimizer {
         let zeros = |kind| Tensor::f_zeros([total as i64].as_slice(), (kind, device));
         let (flat, gradients) = (zeros(Kind::Float)?, zeros(Kind::Float)?);
         let moments = kind_of(config.moments);
-        let rule = rule_of(config);
-        let is_ruled = |part: Part, t: &Tensor| rule.as_ref().is_some_and(|rule| rule.takes(part, &t.size()));
-        if rule.is_some() && !model.scaled().parametrisation.is_standard() {
+        let mut ruled = Ruled::of(config);
+        let is_ruled = |part: Part, t: &Tensor| ruled.as_ref().is_some_and(|ruled| ruled.rule.takes(part, &t.size()));
+        if ruled.is_some() && !model.scaled().parametrisation.is_standard() {
             return Err(Error::invalid(format!(
                 "optimizer = {:?} has no multipliers of a parametrisation yet: leave parametrisation out, or choose adam",
                 config.optimizer.name()
@@ -136,7 +102,7 @@ impl Optimizer {
             .collect();
         sorted.sort_by_key(|(order, ..)| *order);
         let (mut start, mut segments, mut places) = (0, Vec::<Segment>::new(), BTreeMap::new());
-        let (mut ruled, mut of_adam) = (Vec::new(), 0);
+        let mut of_adam = 0;
         for ((is_ruled, ..), multipliers, name, t) in sorted {
             if t.kind() != Kind::Float {
                 return Err(Error::invalid(format!("training keeps its parameters in float32, got {:?}", t.kind())));
@@ -148,10 +114,8 @@ impl Optimizer {
             operator::set_grad(t, &view(&gradients)?)?;
             let (place, numbers) = (start..start + t.numel(), start..start + aligned(t));
             start = numbers.end;
-            if let (true, Some(rule)) = (is_ruled, &rule) {
-                let (gradient, size) = (view_at(&gradients, &place, t)?, t.size());
-                let (state, blocks) = (rule::zeros(rule.as_ref(), &own, moments)?, blocks(name, &size, model.d_model));
-                ruled.push(Ruled { name: name.to_string(), parameter: own, gradient, state, blocks, multipliers });
+            if let (true, Some(ruled)) = (is_ruled, &mut ruled) {
+                ruled.add(name, own, view_at(&gradients, &place, t)?, moments, model.d_model, multipliers)?;
                 continue;
             }
             of_adam = start;
@@ -169,9 +133,7 @@ impl Optimizer {
             second: zeros(moments)?,
             places,
             segments,
-            rule,
             ruled,
-            rule_lr: config.muon_lr_multiplier,
             health: Tensor::f_zeros([0i64; 0].as_slice(), (Kind::Double, device))?,
             beta1: config.beta1,
             beta2: config.beta2,
@@ -211,52 +173,6 @@ impl Optimizer {
         })
     }
 
-    /// Updates the parameters of the rule. `scale`: the gradients' factor, by clipping; `is_healthy`: on a GPU, false
-    /// if nothing may change.
-    fn step_by_rule(
-        &mut self,
-        lr: f64,
-        scale: &Tensor,
-        is_healthy: Option<&Tensor>,
-        group: ProcessGroup,
-    ) -> Result<()> {
-        let Some(rule) = self.rule.as_deref() else { return Ok(()) };
-        let before = |t: &Tensor| is_healthy.map(|_| t.f_detach_copy()).transpose();
-        let mut kept = Vec::new();
-        for one in &self.ruled {
-            for t in [&one.parameter].into_iter().chain(&one.state) {
-                kept.push((t.shallow_clone(), before(t)?));
-            }
-        }
-        let mut directions = Vec::new();
-        for one in &self.ruled {
-            for block in &one.blocks {
-                let gradient = Ruled::rows(&one.gradient, block)?.f_mul(scale)?;
-                directions.push(rule.direction(&gradient, &mut one.states(block)?)?);
-            }
-        }
-        if rule.is_orthogonal() {
-            directions = orthogonalised(rule, &directions, group)?;
-        }
-        let mut directions = directions.into_iter();
-        for one in &mut self.ruled {
-            let rate = lr * self.rule_lr * one.multipliers.lr;
-            let keep = 1.0 - rate * self.weight_decay * one.multipliers.weight_decay;
-            for (block, direction) in one.blocks.iter().zip(&mut directions) {
-                let mut p = Ruled::rows(&one.parameter, block)?;
-                rule::apply(rule, &mut p, direction, &mut one.states(block)?, rate, keep)?;
-            }
-            let _ = one.gradient.f_zero_()?;
-        }
-        for (mut t, old) in kept {
-            if let (Some(old), Some(is_healthy)) = (old, is_healthy) {
-                let new = t.f_where_self(is_healthy, &old)?;
-                t.f_copy_(&new)?;
-            }
-        }
-        Ok(())
-    }
-
     fn adam(&self, step: u64, lr: f64, multipliers: &Multipliers) -> adam::Adam {
         let Optimizer { beta1, beta2, weight_decay, .. } = *self;
         // In these terms, m̂/(√v̂ + ε) is √(1−β₂ᵗ)/(1−β₁ᵗ)·m/(√v + ε√(1−β₂ᵗ)).
@@ -284,7 +200,9 @@ impl Optimizer {
                     _ => self.update_on_cpu::<f32>(segment, &adam, &rounding, scale),
                 }
             }
-            self.step_by_rule(lr, &Tensor::f_from_slice(&[scale as f32])?, None, group)?;
+            if let Some(ruled) = &mut self.ruled {
+                ruled.step(lr, self.weight_decay, &Tensor::f_from_slice(&[scale as f32])?, None, group)?;
+            }
         }
         Ok(Tensor::f_from_slice(&[norm])?.f_squeeze()?)
     }
@@ -317,8 +235,9 @@ impl Optimizer {
             let rounding = self.rounding(step, segment);
             operator::adam_in_place(&buffers, &Coefficients { beta1, beta2, eps, rounding })?;
         }
-        let is_healthy = scale.f_isfinite()?;
-        self.step_by_rule(lr, &scale, Some(&is_healthy), group)?;
+        if let Some(ruled) = &mut self.ruled {
+            ruled.step(lr, self.weight_decay, &scale, Some(&scale.f_isfinite()?), group)?;
+        }
         Ok(norm)
     }
 
@@ -367,11 +286,7 @@ impl Optimizer {
                 found.insert(format!("{kind}.{name}"), self.moment(moment, name)?);
             }
         }
-        for (rule, one) in self.rule.iter().flat_map(|rule| self.ruled.iter().map(move |one| (rule, one))) {
-            for ((kind, _), t) in rule.state(&one.parameter.size()).iter().zip(&one.state) {
-                found.insert(format!("{kind}.{}", one.name), t.shallow_clone());
-            }
-        }
+        found.extend(self.ruled.iter().flat_map(Ruled::state));
         Ok(found)
     }
 
@@ -405,23 +320,6 @@ impl Optimizer {
 /// Returns the elements of a flat buffer as a tensor of the parameter's size.
 fn view_at(flat: &Tensor, place: &Range<usize>, parameter: &Tensor) -> Result<Tensor> {
     Ok(flat.f_narrow(0, place.start as i64, place.len() as i64)?.f_view(parameter.size().as_slice())?)
-}
-
-/// Orthogonalises the directions. Each rank takes every K-th of them, and the sum over ranks gathers them.
-fn orthogonalised(rule: &dyn Rule, directions: &[Tensor], group: ProcessGroup) -> Result<Vec<Tensor>> {
-    if group.size() == 1 {
-        return directions.iter().map(|one| rule.orthogonalised(one)).collect();
-    }
-    let own = |(i, one): (usize, &Tensor)| match i % group.size() == group.rank() {
-        true => Ok(rule.orthogonalised(one)?.f_reshape([-1i64].as_slice())?),
-        false => Ok(one.f_zeros_like()?.f_reshape([-1i64].as_slice())?),
-    };
-    let own = directions.iter().enumerate().map(own).collect::<Result<Vec<Tensor>>>()?;
-    let mut all = Tensor::f_cat(&own, 0)?;
-    group.sum_in_place(&mut all)?;
-    let sizes: Vec<i64> = directions.iter().map(|one| one.numel() as i64).collect();
-    let parts = all.f_split_with_sizes(sizes.as_slice(), 0)?;
-    parts.iter().zip(directions).map(|(part, one)| Ok(part.f_view(one.size().as_slice())?)).collect()
 }
 
 /// Returns a buffer's elements; `E` is its type, f32 except for moments.
@@ -566,13 +464,6 @@ mod tests {
             let _ = no_grad(|| device.step_on_device(4, 1e-2, &finite, ALONE)).unwrap();
             assert_eq!(device.state().unwrap(), before, "{name:?}");
         }
-    }
-
-    #[test]
-    fn projections_of_attention_are_three_matrices() {
-        assert_eq!(blocks("a.in_proj_weight", &[24, 8], 8), [0..8, 8..16, 16..24]);
-        assert_eq!(blocks("a.in_proj_weight", &[12, 8], 8), [0..8, 8..10, 10..12]);
-        assert_eq!(blocks("a.linear1.weight", &[24, 8], 8).first(), Some(&(0..24)));
     }
 
     #[test]

@@ -11,6 +11,8 @@ import types
 from pathlib import Path
 
 import pytest
+import torch
+from torch.testing import assert_close
 
 FOLDER = os.environ.get("NORMFORMER_RS_AUTHORS")
 
@@ -49,3 +51,23 @@ def module(
         for name, value in before.items():
             sys.modules.pop(name) if value is None else sys.modules.update({name: value})
     return made
+
+
+def assert_same_language_models(ours, theirs, in_our_names, run_ours, tolerances=(1e-12, 1e-10)) -> None:
+    """Gives both models the same random weights and tokens: logits and the gradients of all parameters must be equal.
+
+    `in_our_names`: changes a dictionary of the authors' tensors to our names and layouts; `run_ours`: a function of the
+    tokens that returns our logits.
+    """
+    torch.manual_seed(0)
+    weights = dict(theirs.named_parameters())
+    for weight in weights.values():
+        torch.nn.init.normal_(weight, std=0.5)
+    for name, weight in in_our_names(weights).items():
+        ours.get_parameter(name).data.copy_(weight)
+    ids, factors = torch.randint(2, 11, (3, 7)), torch.randn(3, 7, 11, dtype=torch.float64)
+    logits = run_ours(ids), theirs(ids, use_cache=False, return_dict=False)[0]
+    assert_close(*logits, rtol=0, atol=tolerances[0])
+    torch.autograd.backward(logits, [factors, factors])
+    gradients = in_our_names({name: weight.grad for name, weight in weights.items()})
+    assert_close({name: w.grad for name, w in ours.named_parameters()}, gradients, rtol=0, atol=tolerances[1])

@@ -201,7 +201,6 @@ WORDS = {
     "init": {"glorot": "xavier", "small-init": "smallinit"},
     "positions": {"rope": "rotary", "sinusoidal": "twt"},
     "activation": {"swish": "silu"},
-    "device": {"gpu": "cuda", "GPU": "cuda"},
     "precision": {"bfloat16": "bf16", "fp32": "f32", "float32": "f32", "bf-16": "bf16"},
     "optimizer": {"adamw": "adam"},
     "schedule": {"noam": "inverse-sqrt", "inverse_sqrt": "inverse-sqrt"},

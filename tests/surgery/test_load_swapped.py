@@ -218,6 +218,9 @@ def test_a_saved_swapped_model_says_what_it_is(tmp_path):
     assert file["model_type"] == "normformer_rs" and file["architectures"] == ["normformer_rs.GPT2LMHeadModel"]
     card = (tmp_path / "README.md").read_text()
     assert "`swap_residuals`: layerscale (layerscale_init=0.3)" in card and "cite('layerscale', 'scalenorm')" in card
+    (tmp_path / "alone").mkdir()
+    model.config.to_json_file(tmp_path / "alone" / "mine.json")
+    assert [path.name for path in (tmp_path / "alone").iterdir()] == ["mine.json"]
     (tmp_path / "README.md").write_text("my own")
     model.save_pretrained(tmp_path)
     assert (tmp_path / "README.md").read_text() == "my own"

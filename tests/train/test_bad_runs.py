@@ -160,3 +160,16 @@ def test_damaged_checkpoints_are_said(tmp_path, corpus):
         weights_file.write_bytes(damaged)
         with pytest.raises(ValueError, match=r"model\.safetensors"):
             nfrs.translate(tmp_path / "run", ["1 2"], checkpoint="last")
+
+
+@pytest.mark.parametrize("word", ["gpu", "GPU", "gpu:0"])
+def test_a_gpu_is_called_cuda(word, tmp_path, corpus):
+    """By spelling it is close to cpu. Training and what reads a run say the same."""
+    said = rf'unknown device "{word}" \(did you mean "cuda"\?\)'
+    fit(tmp_path / "run", corpus, training={"updates": 1})
+    with pytest.raises(nfrs.InputError, match=said):
+        fit(tmp_path / "other", corpus, training={"updates": 1, "device": word})
+    with pytest.raises(nfrs.InputError, match=said):
+        nfrs.translate(tmp_path / "run", ["1 2"], device=word)
+    with pytest.raises(nfrs.InputError, match=said):
+        nfrs.Transformer.from_checkpoint(tmp_path / "run", device=word)

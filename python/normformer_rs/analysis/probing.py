@@ -294,7 +294,7 @@ def probe(model: nn.Module, batch: Any, loss: Callable[[Any], Tensor] | None = N
     """
     watch, run = Probe(model, batch), caller(model, batch)
     if run is None:
-        raise InputError(f"probe needs a batch for a {type(model).__name__}, whose configuration tells none")
+        raise InputError(f"probe needs a batch for a {type(model).__name__}, whose configuration names no input")
     kept = {name: p.grad for name, p in model.named_parameters()}
     try:
         for p in model.parameters():

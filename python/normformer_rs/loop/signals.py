@@ -81,7 +81,7 @@ def ask() -> None:
         raise KeyboardInterrupt(_stops.wish)
 
 
-def stopped_by() -> signal.Signals:
+def first_signal() -> signal.Signals:
     """Returns the first signal that came inside `as_ctrl_c`; SIGINT if none did, as after another rank's stop."""
     wish = _stops.wish if _stops is not None else None
     return signal.SIGINT if wish is None else signal.Signals[wish]

@@ -23,10 +23,18 @@ _STOCK = ("model_type", "architectures")
 
 
 class Swapped:
-    """Comes before a stock configuration class: all but the file stays as that class has it."""
+    """A base of swapped models' configurations, before the stock class. Only what it writes differs."""
+
+    def save_pretrained(self, save_directory: Any, *args: Any, **options: Any) -> None:
+        """Writes config.json and, if the folder has none, the model's card README.md."""
+        super().save_pretrained(save_directory, *args, **options)  # type: ignore[misc]
+        stock: dict[str, Any] = json.loads(self.to_json_string())  # type: ignore[attr-defined]
+        card, swaps = Path(save_directory, "README.md"), _swaps(stock.get(KEY))
+        if not keeps_function(swaps) and not card.exists():
+            card.write_text(model_card(stock, swaps), encoding="utf-8")
 
     def to_json_file(self, json_file_path: Any, use_diff: bool = True) -> None:
-        """Writes config.json, and beside it README.md, the model's card, if there is none."""
+        """Writes the file of the configuration."""
         stock: dict[str, Any] = json.loads(self.to_json_string(use_diff))  # type: ignore[attr-defined]
         swaps = _swaps(stock.get(KEY))
         if keeps_function(swaps):
@@ -37,9 +45,6 @@ class Swapped:
         said = {"model_type": KEY, "architectures": kinds, "transformers_weights": _NO_WEIGHTS}
         file = {**stock, **said, KEY: {**stock[KEY], "stock": kept}}
         Path(json_file_path).write_text(json.dumps(file, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-        card = Path(json_file_path).with_name("README.md")
-        if not card.exists():
-            card.write_text(model_card(stock, swaps), encoding="utf-8")
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _restored, (stock_class(self),), vars(self)
@@ -75,7 +80,7 @@ def swapped_class(kind: Any) -> Any:
     if kind in _CLASSES:
         return _CLASSES[kind]
     body = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
-    # transformers would make an __init__ of the fields
+    # Without an __init__ in the class itself, transformers would replace it by one that it makes of the fields.
     made = type(kind.__name__, (Swapped, kind), {**body, "__init__": kind.__init__})
     _register_models(made, kind)
     _CLASSES[kind] = made
@@ -121,7 +126,7 @@ def register() -> None:
     from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 
     class SwappedConfig(PreTrainedConfig):  # type: ignore[misc]
-        """What AutoConfig reads: it becomes the configuration of the model that was swapped."""
+        """AutoConfig reads the file with this class, which returns the configuration of the swapped model."""
 
         model_type = KEY
 

@@ -1,0 +1,157 @@
+//! The parameters that a rule beside Adam updates, one at a time.
+
+use super::rule::{self, rule_of, Rule};
+use crate::config::TrainingConfig;
+use crate::error::Result;
+use crate::operator::ProcessGroup;
+use crate::parametrisation::Multipliers;
+use std::ops::Range;
+use tch::{Kind, Tensor};
+
+pub struct Ruled {
+    pub rule: Box<dyn Rule>,
+    parameters: Vec<RuledParameter>,
+    lr_multiplier: f64,
+}
+
+/// A parameter, its gradient and the rule's state of it.
+struct RuledParameter {
+    name: String,
+    value: Tensor,
+    gradient: Tensor,
+    state: Vec<Tensor>,
+    /// The rows of the matrices that it holds: queries, keys and values are three.
+    blocks: Vec<Range<i64>>,
+    multipliers: Multipliers,
+}
+
+impl RuledParameter {
+    /// Returns rows of the state.
+    fn state_of(&self, block: &Range<i64>) -> Result<Vec<Tensor>> {
+        self.state.iter().map(|t| rows(t, block)).collect()
+    }
+}
+
+impl Ruled {
+    /// Returns the rule that the options name, without parameters; `None` for Adam alone.
+    pub fn of(config: &TrainingConfig) -> Option<Self> {
+        let rule = rule_of(config)?;
+        Some(Ruled { rule, parameters: Vec::new(), lr_multiplier: config.muon_lr_multiplier })
+    }
+
+    /// Adds a parameter, given as a view of the flat buffers; `moments` is the type of its average.
+    pub fn add(
+        &mut self,
+        name: &str,
+        value: Tensor,
+        gradient: Tensor,
+        moments: Kind,
+        d_model: i64,
+        multipliers: Multipliers,
+    ) -> Result<()> {
+        let state = rule::zeros(self.rule.as_ref(), &value, moments)?;
+        let (name, blocks) = (name.to_string(), blocks(name, &value.size(), d_model));
+        self.parameters.push(RuledParameter { name, value, gradient, state, blocks, multipliers });
+        Ok(())
+    }
+
+    /// Updates the parameters and zeroes their gradients. `scale`: the gradients' factor, by clipping; `is_healthy`: on
+    /// a GPU, false if nothing may change.
+    pub fn step(
+        &mut self,
+        lr: f64,
+        weight_decay: f64,
+        scale: &Tensor,
+        is_healthy: Option<&Tensor>,
+        group: ProcessGroup,
+    ) -> Result<()> {
+        let rule = self.rule.as_ref();
+        let mut before = Vec::new();
+        if is_healthy.is_some() {
+            for t in self.parameters.iter().flat_map(|one| [&one.value].into_iter().chain(&one.state)) {
+                before.push((t.shallow_clone(), t.f_detach_copy()?));
+            }
+        }
+        let mut directions = Vec::new();
+        for one in &self.parameters {
+            for block in &one.blocks {
+                let gradient = rows(&one.gradient, block)?.f_mul(scale)?;
+                directions.push(rule.direction(&gradient, &mut one.state_of(block)?)?);
+            }
+        }
+        if rule.is_orthogonal() {
+            directions = orthogonalised(rule, &directions, group)?;
+        }
+        let mut directions = directions.into_iter();
+        for one in &mut self.parameters {
+            let rate = lr * self.lr_multiplier * one.multipliers.lr;
+            let keep = 1.0 - rate * weight_decay * one.multipliers.weight_decay;
+            for (block, direction) in one.blocks.iter().zip(&mut directions) {
+                rule::apply(rule, &mut rows(&one.value, block)?, direction, &mut one.state_of(block)?, rate, keep)?;
+            }
+            let _ = one.gradient.f_zero_()?;
+        }
+        if let Some(is_healthy) = is_healthy {
+            for (mut t, old) in before {
+                let new = t.f_where_self(is_healthy, &old)?;
+                t.f_copy_(&new)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Returns the state's tensors by their names in a checkpoint.
+    pub fn state(&self) -> Vec<(String, Tensor)> {
+        let of = |one: &RuledParameter| {
+            let kinds = self.rule.state(&one.value.size());
+            let named = kinds.iter().zip(&one.state).map(|((kind, _), t)| (format!("{kind}.{}", one.name), t));
+            named.map(|(name, t)| (name, t.shallow_clone())).collect::<Vec<_>>()
+        };
+        self.parameters.iter().flat_map(of).collect()
+    }
+}
+
+/// Returns rows of a tensor that has the parameter's first dimension.
+fn rows(t: &Tensor, block: &Range<i64>) -> Result<Tensor> {
+    Ok(t.f_narrow(0, block.start, block.end - block.start)?)
+}
+
+/// Returns the rows of the matrices in a parameter of this name and size: `in_proj_weight` has queries first, then
+/// equally many rows of keys and of values.
+fn blocks(name: &str, size: &[i64], d_model: i64) -> Vec<Range<i64>> {
+    let rows = size.first().copied().unwrap_or(1);
+    if !name.ends_with("in_proj_weight") || rows <= d_model {
+        return std::iter::once(0..rows).collect();
+    }
+    let half = d_model + (rows - d_model) / 2;
+    vec![0..d_model, d_model..half, half..rows]
+}
+
+/// Orthogonalises the directions. Each rank takes every K-th of them, and the sum over ranks gathers them.
+fn orthogonalised(rule: &dyn Rule, directions: &[Tensor], group: ProcessGroup) -> Result<Vec<Tensor>> {
+    if group.size() == 1 {
+        return directions.iter().map(|one| rule.orthogonalised(one)).collect();
+    }
+    let own = |(i, one): (usize, &Tensor)| match i % group.size() == group.rank() {
+        true => Ok(rule.orthogonalised(one)?.f_reshape([-1i64].as_slice())?),
+        false => Ok(one.f_zeros_like()?.f_reshape([-1i64].as_slice())?),
+    };
+    let own = directions.iter().enumerate().map(own).collect::<Result<Vec<Tensor>>>()?;
+    let mut all = Tensor::f_cat(&own, 0)?;
+    group.sum_in_place(&mut all)?;
+    let sizes: Vec<i64> = directions.iter().map(|one| one.numel() as i64).collect();
+    let parts = all.f_split_with_sizes(sizes.as_slice(), 0)?;
+    parts.iter().zip(directions).map(|(part, one)| Ok(part.f_view(one.size().as_slice())?)).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn projections_of_attention_are_three_matrices() {
+        assert_eq!(blocks("a.in_proj_weight", &[24, 8], 8), [0..8, 8..16, 16..24]);
+        assert_eq!(blocks("a.in_proj_weight", &[12, 8], 8), [0..8, 8..10, 10..12]);
+        assert_eq!(blocks("a.linear1.weight", &[24, 8], 8).first(), Some(&(0..24)));
+    }
+}
