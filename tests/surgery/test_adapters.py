@@ -73,3 +73,52 @@ def test_a_swap_in_a_model_with_adapters_says_what_their_files_leave_out():
     swap_norms(adapted(), "rmsnorm")  # frozen gains: the same swap makes them again
     swap_residuals(adapted(), "prenorm", init=None)
     swap_norms(hugging_face("gpt2"), "rmsnorm")
+
+
+class Adapter(nn.Module):
+    """As PEFT wraps a linear layer: LoRA's product is added to the layer's."""
+
+    def __init__(self, base, rank=2):
+        super().__init__()
+        self.base_layer = base
+        self.down = nn.Linear(base.in_features, rank, bias=False)
+        self.up = nn.Linear(rank, base.out_features, bias=False)
+
+    def forward(self, x):
+        return self.base_layer(x) + self.up(self.down(x))
+
+    @torch.no_grad()
+    def merged(self):
+        self.base_layer.weight += self.up.weight @ self.down.weight
+        return self.base_layer
+
+
+LINEAR = ("attention.self.query", "attention.self.key", "attention.self.value", "attention.output.dense")
+LINEAR += ("intermediate.dense", "output.dense")
+
+
+@pytest.mark.parametrize("scheme", ["value-residual", "hybridnorm", "olmo2", "subln", "normformer"])
+def test_what_a_scheme_does_inside_a_sublayer_is_done_to_the_adapted_layer(scheme):
+    torch.manual_seed(0)
+    model = hugging_face("bert").eval()
+    plain = run(model)[0]
+    swap = swap_residuals(model, scheme, init=None)
+    swapped = run(model)[0]
+    for block in model.bert.encoder.layer:
+        for path in LINEAR:
+            block.set_submodule(path, Adapter(block.get_submodule(path)))
+    adapted = run(model)[0]
+    alone = copy.deepcopy(model)
+    assert (adapted - swapped).abs().max() > 1e-3
+    assert torch.equal(run(alone)[0], adapted)
+    for some in (model, alone):
+        for block in some.bert.encoder.layer:
+            for path in LINEAR:
+                block.set_submodule(path, block.get_submodule(path).merged())
+        torch.testing.assert_close(run(some)[0], adapted, rtol=1e-4, atol=1e-5)
+    for block in model.bert.encoder.layer:
+        hooks = [h for m in block.modules() for h in (*m._forward_hooks.values(), *m._forward_pre_hooks.values())]
+        assert len(hooks) >= len(block.residual.points) > 0
+    swap.undo()
+    assert all(not module._forward_hooks and not module._forward_pre_hooks for module in model.modules())
+    assert run(model)[0].shape == plain.shape

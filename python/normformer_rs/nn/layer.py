@@ -17,7 +17,7 @@ from .build import install, reset, reset_module
 from .dropout import Draw, is_plain, is_run_again, rate
 from .foreign import Placeable, refusal
 from .init import FirstValues, Role, draw_module
-from .interpreter import KeptTensors, Streams, apply_changes, begin, close, open_streams, start
+from .interpreter import KeptTensors, Streams, apply_changes, begin, close, is_distributed, open_streams, start
 from .place import Place, configure, in_short, whole_number
 from .profiling import follow
 from .scheme import Sublayer
@@ -297,7 +297,7 @@ class Layer(Growing, Placeable):
         is_relu = self.activation is F.relu or (
             isinstance(self.activation, nn.Module) and is_plain(self.activation, nn.ReLU)
         )
-        if is_relu and p is not None:
+        if is_relu and p is not None and not is_distributed(h):
             h, where = draw.drop(h, p)  # a mask is not negative, so it may come before the ReLU
             h = OPS.relu_dropout(h, *where)
         else:

@@ -29,17 +29,52 @@ from .structure import Structure
 
 
 class Point:
-    """A hook that applies a scheme's changes at one point inside a block: to some columns, of heads of `d_head` numbers
-    where heads are told apart; None: to all."""
+    """Applies a scheme's changes at one point inside a block, by a hook: before or after the linear layer at `path`, to
+    some columns, of heads of `d_head` numbers where heads are told apart. Columns None: to all.
+
+    The hook is on the module that stands at `path`: after PEFT has put an adapter around the linear layer, on the
+    adapter, since the changes apply to the adapted layer's input or output.
+    """
 
     def __init__(
-        self, block: Any, changes: Sequence[Change], columns: Sequence[int] | None = None, d_head: int = 0
+        self,
+        block: Any,
+        path: str,
+        is_before: bool,
+        changes: Sequence[Change],
+        columns: Sequence[int] | None = None,
+        d_head: int = 0,
     ) -> None:
-        self.block, self.changes, self.d_head = block, tuple(changes), d_head
+        self.block, self.path, self.changes, self.d_head = block, path, tuple(changes), d_head
+        self.hook, self.is_before = (self.before if is_before else self.after), is_before
+        self.hooked: nn.Module | None = None
         self.columns = None if columns is None else [*columns]
         is_range = columns is not None and [*columns] == [*range(columns[0], columns[-1] + 1)]
         self.range = (columns[0], columns[-1] + 1) if is_range and columns is not None else None
         self.indices: dict[torch.device, Tensor] = {}
+        self.put(block.get_submodule(path))
+
+    def follow(self) -> None:
+        """Moves the hook if another module has taken the linear layer's place."""
+        module = self.block.get_submodule(self.path)
+        if module is not self.hooked:
+            self.remove()
+            self.put(module)
+
+    def put(self, module: nn.Module) -> None:
+        """Registers the hook."""
+        self.hooked = module
+        register = module.register_forward_pre_hook if self.is_before else module.register_forward_hook
+        register(self.hook)
+
+    def remove(self) -> None:
+        """Removes the hook."""
+        module = self.hooked
+        assert module is not None
+        hooks: dict[int, Any] = module._forward_pre_hooks if self.is_before else module._forward_hooks
+        for key in [key for key, hook in hooks.items() if getattr(hook, "__self__", None) is self]:
+            del hooks[key]
+        self.hooked = None
 
     def before(self, _: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         return self._change(args[0]), *args[1:]
@@ -123,6 +158,7 @@ class BlockResidual(Growing):
         self.opening = place.spec.begin
         self.passes = passes((*self.opening, *(change for s in self.sublayers for change in s.outside)))
         self.passes_inside = any(passes(changes) for s in self.sublayers for changes in s.inside.values())
+        self.points: tuple[Point, ...] = ()
         install(self, self._declared(), place, factory=factory)
         mark_module(self, f"scheme_{place.config.residual}", like.device)
         self.train(block.training)
@@ -144,7 +180,7 @@ class BlockResidual(Growing):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "BlockResidual":
         if not memo:  # the copy of a residual, not of a model
-            memo |= {id(one): one for one in (*self._block, *self._stack)}
+            memo |= {id(one): one for one in (*self._block, *self._stack, *self.points)}
         new = type(self).__new__(type(self))
         memo[id(self)] = new
         new.__setstate__(copy.deepcopy(self.__dict__, memo))
@@ -186,29 +222,24 @@ class BlockResidual(Growing):
                 found |= dict.fromkeys(names, len(where[1])) if where and names else {}
         return found
 
-    def reach_inside(self, part: Part, i: int) -> list[Any]:
-        """Registers hooks on the block's linear layers for the changes inside sublayer i; returns their handles."""
-        handles = []
-        for point, changes in self.sublayers[i].inside.items():
-            if point == "input":  # applied where the sublayer reads
-                continue
-            if point in PROJECTIONS:
-                found = projected(self._block[0], part, point, self.place.config.heads)
-                assert found is not None  # refusals.py
-                path, columns, d_head = found
-                linear = self._block[0].get_submodule(path)
-                at = Point(self._block[0], changes, columns, d_head)
-                handles.append(linear.register_forward_hook(at.after))
-                continue
-            role, when = POINTS[point]
-            path = path_of(self._block[0], part, role)
-            linear = self._block[0].get_submodule(path)
-            hook = Point(self._block[0], changes, _columns(part, path, role))
-            before = when == "before"
-            handles.append(
-                linear.register_forward_pre_hook(hook.before) if before else linear.register_forward_hook(hook.after)
-            )
-        return handles
+    def reach_inside(self) -> Iterator[Point]:
+        """Puts hooks on the block's linear layers for the changes inside sublayers; returns their points."""
+        block = self._block[0]
+        for part, sublayer in zip(self.parts, self.sublayers):
+            for where, changes in sublayer.inside.items():
+                if where == "input":  # applied where the sublayer reads
+                    continue
+                if where in PROJECTIONS:
+                    found = projected(block, part, where, self.place.config.heads)
+                    assert found is not None  # refusals.py
+                    path, columns, d_head = found
+                    point = Point(block, path, False, changes, columns, d_head)
+                else:
+                    role, when = POINTS[where]
+                    path = path_of(block, part, role)
+                    point = Point(block, path, when == "before", changes, _columns(part, path, role))
+                self.points += (point,)
+                yield point
 
     def follow_calls(self) -> list[Any]:
         """Registers hooks around the block's calls, where the scheme keeps something during one; returns their
@@ -237,6 +268,8 @@ class BlockResidual(Growing):
         writes = tuple(i for i in structure.writes if i not in left_out)
         layer, begins = self._stack[0].number(x, self.place.layer, structure.calls > 1)
         streams = self._stack[0].open(rows, layer, begins)
+        for point in self.points:
+            point.follow()
         if self.passes_inside:
             begin_call(self._block[0]).update(streams.kept or {})
             streams = streams._replace(kept=call_of(self._block[0]))
@@ -311,6 +344,8 @@ class BlockResidual(Growing):
         x⁺. `dropout`: a module or a rate; None: the one that the sublayer's `Part` names."""
         stack = self._stack[0]
         if i == 0:
+            for point in self.points:
+                point.follow()
             kept = begin_call(self._block[0]) if self.passes else {}
             begins = stack.number(x, self.place.layer, False)[1]
             x = apply_changes(self, self.opening, stack.open(x, self.place.layer, begins).x, None, kept)

@@ -487,9 +487,8 @@ def _convert_block(block: Any, residual: BlockResidual, own: Any, edits: Edits) 
     for path in [*dropouts, *paths] if own is None else [path for part in parts if (path := part.moves) is not None]:
         if not isinstance(dropout := block.get_submodule(path), nn.Identity):
             _put_everywhere(block, dropout, nn.Identity())
-    for i, part in enumerate(parts):
-        for handle in residual.reach_inside(part, i):
-            edits.afterwards(handle.remove)
+    for point in residual.reach_inside():
+        edits.afterwards(point.remove)
     setattr(block, NAMES[hasattr(block, NAMES[0])], residual)
     for handle in residual.follow_calls():
         edits.afterwards(handle.remove)
