@@ -46,7 +46,7 @@ class Point:
         d_head: int = 0,
     ) -> None:
         self.block, self.path, self.changes, self.d_head = block, path, tuple(changes), d_head
-        self.hook, self.is_before = (self.before if is_before else self.after), is_before
+        self.is_before = is_before
         self.hooked: nn.Module | None = None
         self.columns = None if columns is None else [*columns]
         is_range = columns is not None and [*columns] == [*range(columns[0], columns[-1] + 1)]
@@ -64,8 +64,10 @@ class Point:
     def put(self, module: nn.Module) -> None:
         """Registers the hook."""
         self.hooked = module
-        register = module.register_forward_pre_hook if self.is_before else module.register_forward_hook
-        register(self.hook)
+        if self.is_before:
+            module.register_forward_pre_hook(self.before)
+        else:
+            module.register_forward_hook(self.after)
 
     def remove(self) -> None:
         """Removes the hook."""
