@@ -74,16 +74,21 @@ def _head(entry: dict[str, Any]) -> list[str]:
 
 
 def held(name: str) -> str:
-    """Returns a sentence that says with what the name's implementation was compared."""
+    """Returns sentences that say with what the name's implementation was compared."""
     rows = [row for row in results("authors") if row["name"] == name]
     if not rows:
         return "Held against this project's second implementation in plain PyTorch (`tests/reference`) alone."
-    found = [
-        f"[{row['repository']}](https://github.com/{row['repository']}) at commit {row['commit'][:7]}, in f64: "
-        f"{row['what']}. Largest differences: outputs {row['outputs']}, gradients {row['gradients']}"
-        for row in rows
-    ]
-    return "Held against the authors' code (`tests/authors`): " + "; ".join(found) + "."
+    ways = {"authors": "the authors' code (`tests/authors`)", "library": "another implementation"}
+    found = {whose: [_compared(row) for row in rows if row["whose"] == whose] for whose in ways}
+    return " ".join(f"Held against {ways[whose]}: {'; '.join(some)}." for whose, some in found.items() if some)
+
+
+def _compared(row: dict[str, Any]) -> str:
+    is_version = "." in row["commit"]
+    where = f"version {row['commit']}" if is_version else f"commit {row['commit'][:7]}"
+    sizes = ", ".join(f"{what} {row[what]}" for what in ("outputs", "gradients") if row[what])
+    largest = f". Largest differences: {sizes}" if sizes else ""
+    return f"[{row['repository']}](https://github.com/{row['repository']}) at {where}, in f64: {row['what']}{largest}"
 
 
 _CODE = {"nanochat": "karpathy/nanochat", "transformers": "huggingface/transformers"}

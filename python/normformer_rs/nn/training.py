@@ -136,7 +136,10 @@ def profile(model: nn.Module, *batch: Any, **keywords: Any) -> int:
             for buffer, before in kept:
                 buffer.copy_(before)
     if done.gains == 0:
-        raise InputError('no gain was profiled: the forward met no layer with residual="admin"')
+        raise InputError(
+            'no gain was profiled: the forward met no layer with residual="admin"; normformer_rs.Transformer has a '
+            "method profile() of its own"
+        )
     were_profiled(model.modules())
     return done.gains
 
