@@ -14,7 +14,7 @@ use pyo3::import_exception;
 use pyo3::prelude::*;
 use pyo3::sync::GILOnceCell;
 use pyo3_tch::PyTensor;
-use std::collections::HashMap;
+use std::collections::BTreeMap;
 use std::io;
 use tch::{Kind, Tensor};
 
@@ -98,7 +98,7 @@ fn kind(precision: &str) -> PyResult<Kind> {
 }
 
 /// Returns the tensors by name.
-fn named(names: Vec<String>, tensors: Vec<PyTensor>) -> HashMap<String, Tensor> {
+fn named(names: Vec<String>, tensors: Vec<PyTensor>) -> BTreeMap<String, Tensor> {
     names.into_iter().zip(tensors.into_iter().map(|t| t.0)).collect()
 }
 

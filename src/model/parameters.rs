@@ -4,7 +4,7 @@ use crate::error::{Error, Result};
 use crate::init::Fill;
 use crate::operator::Generator;
 use crate::parametrisation::{self, DeclaredAs, Part, Scaled, SumsOver};
-use std::collections::{HashMap, HashSet};
+use std::collections::{BTreeMap, HashSet};
 use tch::{Device, Kind, Tensor};
 
 /// Parameters in the order in which the model declares them, and buffers: the state that is not trained.
@@ -73,7 +73,7 @@ enum Source<'a> {
     /// used.
     Fresh(Device, Kind, u64),
     /// Existing tensors.
-    Given { tensors: &'a HashMap<String, Tensor>, train: bool },
+    Given { tensors: &'a BTreeMap<String, Tensor>, train: bool },
 }
 
 /// Declares parameters while a model is built.
@@ -94,7 +94,7 @@ impl<'a> Builder<'a> {
     }
 
     /// Uses existing parameters as they are. [`finish`](Self::finish) refuses names that nothing declared.
-    pub fn given(tensors: &'a HashMap<String, Tensor>) -> Self {
+    pub fn given(tensors: &'a BTreeMap<String, Tensor>) -> Self {
         Builder {
             source: Source::Given { tensors, train: false },
             path: Vec::new(),
@@ -104,7 +104,7 @@ impl<'a> Builder<'a> {
     }
 
     /// Uses existing parameters, which become leaves that require gradients.
-    pub fn given_to_train(tensors: &'a HashMap<String, Tensor>) -> Self {
+    pub fn given_to_train(tensors: &'a BTreeMap<String, Tensor>) -> Self {
         Builder {
             source: Source::Given { tensors, train: true },
             path: Vec::new(),
@@ -249,7 +249,7 @@ fn made(shape: &[i64], fill: &Fill, kind: Kind, device: Device, draw: &Generator
     Ok(t.f_to_kind(kind)?.f_to_device(device)?)
 }
 
-fn given(tensors: &HashMap<String, Tensor>, name: &str, shape: &[i64]) -> Result<Tensor> {
+fn given(tensors: &BTreeMap<String, Tensor>, name: &str, shape: &[i64]) -> Result<Tensor> {
     let t = tensors.get(name).ok_or_else(|| {
         Error::invalid(format!("the model has {name} of shape {shape:?}, and the given weights have none of that name"))
     })?;

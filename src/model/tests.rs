@@ -11,7 +11,7 @@ use crate::init;
 use crate::residual::{
     self, ExtraStream, Gain, Learned, ResidualSpec, Scheme, SchemeRef, Schemes, StackSpec, StreamStep,
 };
-use std::collections::HashMap;
+use std::collections::BTreeMap;
 use tch::{no_grad, Device, Kind, Tensor};
 
 const D: i64 = 8;
@@ -24,11 +24,11 @@ fn config(residual: &str, layers: i64) -> TransformerConfig {
     crate::config::from_json("model", &text).unwrap()
 }
 
-fn build(config: &TransformerConfig) -> (Stack, HashMap<String, Tensor>) {
+fn build(config: &TransformerConfig) -> (Stack, BTreeMap<String, Tensor>) {
     build_of(config, config.schemes())
 }
 
-fn build_of(config: &TransformerConfig, schemes: &Schemes) -> (Stack, HashMap<String, Tensor>) {
+fn build_of(config: &TransformerConfig, schemes: &Schemes) -> (Stack, BTreeMap<String, Tensor>) {
     tch::manual_seed(1);
     let mut b = Builder::fresh(4, Device::Cpu, Kind::Double);
     let init = init::find("xavier").unwrap();

@@ -37,13 +37,13 @@ impl Transformer {
     /// Builds a model from existing parameters, under their canonical names.
     pub fn with_parameters(
         config: &TransformerConfig,
-        tensors: &std::collections::HashMap<String, Tensor>,
+        tensors: &std::collections::BTreeMap<String, Tensor>,
     ) -> Result<Self> {
         Transformer::build(config, Builder::given(tensors))
     }
 
     /// Builds a model to be trained from existing parameters, which become leaves that require gradients.
-    pub fn to_train(config: &TransformerConfig, tensors: &std::collections::HashMap<String, Tensor>) -> Result<Self> {
+    pub fn to_train(config: &TransformerConfig, tensors: &std::collections::BTreeMap<String, Tensor>) -> Result<Self> {
         Transformer::build(config, Builder::given_to_train(tensors))
     }
 

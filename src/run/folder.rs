@@ -16,7 +16,7 @@ use crate::train::{self, Observer};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
-use std::collections::HashMap;
+use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::{Read, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
@@ -228,7 +228,7 @@ pub fn save_model(
     training: &TrainingConfig,
     dictionary: &Path,
     mask: Option<&[bool]>,
-    parameters: &HashMap<String, Tensor>,
+    parameters: &BTreeMap<String, Tensor>,
 ) -> Result<()> {
     let is_begun = !checksums::listed(output).is_empty() && !output.join(CONFIG).exists();
     if output.exists() && !is_begun {

@@ -15,7 +15,7 @@ use crate::ownership::AVERAGE;
 use crate::search::{Hypothesis, Search, SearchConfig};
 use crate::train::checkpoint::CheckpointStore;
 use crate::train::{self, load_parameters, smoothing, Objective};
-use std::collections::HashMap;
+use std::collections::BTreeMap;
 use std::path::Path;
 use tch::{no_grad, Device, Kind, Tensor};
 
@@ -44,7 +44,7 @@ pub struct Translation {
 
 /// Returns the options and tensors of a run's checkpoint. Names and shapes are compared with the options before
 /// anything is built, so that options with thousands of layers cost nothing.
-pub fn load_model(folder: &Path, checkpoint: &str) -> Result<(TransformerConfig, HashMap<String, Tensor>)> {
+pub fn load_model(folder: &Path, checkpoint: &str) -> Result<(TransformerConfig, BTreeMap<String, Tensor>)> {
     let (path, (arrays, config)) =
         CheckpointStore::at(folder).read(checkpoint, |path| train::checkpoint::load_model(path))?;
     let options = config.get("model").unwrap_or(&config);

@@ -7,7 +7,7 @@ use crate::cpu::parallel;
 use crate::error::{Error, Result};
 use crate::model::Transformer;
 use crate::search::{Hypothesis, Search};
-use std::collections::HashMap;
+use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::mpsc::{channel, RecvTimeoutError};
 use std::thread;
@@ -57,7 +57,7 @@ pub fn in_parallel(
     take: &mut dyn FnMut(usize, Vec<Vec<Hypothesis>>),
     check_interrupt: &mut dyn FnMut() -> Result<()>,
 ) -> Result<()> {
-    let tensors = || -> HashMap<String, Tensor> {
+    let tensors = || -> BTreeMap<String, Tensor> {
         let named = model.parameters.iter().chain(model.parameters.buffers());
         named.map(|(name, t)| (name.to_string(), t.shallow_clone())).collect()
     };

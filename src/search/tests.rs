@@ -3,7 +3,7 @@
 use super::*;
 use crate::config::{Positions, TransformerConfig};
 use crate::model::{Sentences, BOS, EOS, UNK};
-use std::collections::HashMap;
+use std::collections::BTreeMap;
 use tch::Device;
 
 const V: i64 = 12;
@@ -23,7 +23,7 @@ fn model(bend: f64) -> Transformer {
     };
     let drawn = Transformer::new(&config, 4, Device::Cpu, Kind::Double).unwrap();
     let mut start = bend;
-    let weights: HashMap<String, Tensor> = drawn
+    let weights: BTreeMap<String, Tensor> = drawn
         .parameters
         .iter()
         .map(|(name, tensor)| {

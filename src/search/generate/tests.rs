@@ -2,7 +2,7 @@
 
 use super::*;
 use crate::config::{from_json, TransformerConfig};
-use std::collections::HashMap;
+use std::collections::BTreeMap;
 use tch::Device;
 
 const V: i64 = 23;
@@ -18,7 +18,7 @@ fn model(options: &str) -> Transformer {
     let config: TransformerConfig = from_json("model", &text).unwrap();
     let drawn = Transformer::new(&config, 4, Device::Cpu, Kind::Double).unwrap();
     let mut start = 0.5;
-    let mut weights: HashMap<String, Tensor> = drawn
+    let mut weights: BTreeMap<String, Tensor> = drawn
         .parameters
         .iter()
         .map(|(name, tensor)| {

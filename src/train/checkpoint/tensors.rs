@@ -5,7 +5,7 @@ use crate::error::{Error, Result};
 use crate::host::Held;
 use crate::model::Parameters;
 use safetensors::Dtype;
-use std::collections::{BTreeMap, HashMap};
+use std::collections::BTreeMap;
 use tch::{Device, Kind, Tensor};
 
 const KINDS: [(Kind, Dtype); 5] = [
@@ -39,6 +39,6 @@ pub fn to_arrays(parameters: &Parameters) -> Result<BTreeMap<String, Array>> {
 }
 
 /// Returns the tensors of a checkpoint's model, for [`crate::model::Transformer::with_parameters`].
-pub fn load_parameters(arrays: &BTreeMap<String, Array>, device: Device) -> Result<HashMap<String, Tensor>> {
+pub fn load_parameters(arrays: &BTreeMap<String, Array>, device: Device) -> Result<BTreeMap<String, Tensor>> {
     arrays.iter().map(|(name, array)| Ok((name.clone(), to_tensor(array, device)?))).collect()
 }
