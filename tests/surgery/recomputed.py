@@ -9,6 +9,7 @@ the stream by the identity of tensors. It takes from the swap where the addition
 
 import contextlib
 import functools
+from unittest import mock
 
 import torch
 from torch import nn
@@ -35,23 +36,27 @@ class State:
 
 
 class Block:
-    """One call of a block: the sublayers that its additions close, and the one that is under way."""
+    """One call of a block, or of a loop over layers: the sublayers that its additions close, and the one under way.
+    `whole`: its residual, or the loop's, which has one for each layer."""
 
-    def __init__(self, residual, state, layer, given):
-        self.residual, self.state, self.layer = residual, state, layer
-        every = residual.structure.writes
-        out = {i for i, part in enumerate(residual.parts) if part.memory and given.get(part.memory) is None}
+    def __init__(self, whole, state, layer, given):
+        self.whole, self.state, self.layer = whole, state, layer
+        self.layers = getattr(whole, "layers", [whole])
+        self.size = len(whole.parts) // len(self.layers)
+        every = whole.structure.writes
+        out = {i for i, part in enumerate(whole.parts) if part.memory and given.get(part.memory) is None}
         self.writes = [i for i in every if i not in out]
         self.numbers = [n for n, i in enumerate(every) if i not in out] + [len(every)]
         self.written, self.since, self.times, self.sum, self.read, self.rest = 0, 0, 0, None, None, ()
+        self.residual = self.layers[0]
 
     @property
     def part(self):
-        return None if self.written == len(self.writes) else self.residual.parts[self.writes[self.written]]
+        return None if self.written == len(self.writes) else self.whole.parts[self.writes[self.written]]
 
     @property
     def sublayer(self):
-        return self.residual.sublayers[self.writes[self.written]]
+        return self.residual.sublayers[self.writes[self.written] % self.size]
 
     def open(self):
         """The tensor that the sublayer under way is before."""
@@ -81,7 +86,7 @@ class Block:
         i, self.written, self.since, self.times = self.writes[self.written], self.written + 1, 0, 0
         if self.part is not None and self.writes[self.written] == i:
             return
-        owner, s, f, self.sum = self.residual, self.state, self.sum, None
+        owner, s, f, self.sum, i = self.residual, self.state, self.sum, None, i % self.size
         sublayer, declared = owner.sublayers[i], owner.place.sublayers[i]
         f = apply_changes(owner, sublayer.branch, f / owner.parts[i].beta, None, s.kept) * declared.scale
         x = apply_changes(owner, sublayer.skip, s.x, None, s.kept)
@@ -95,11 +100,34 @@ class Block:
             s.x, s.others = apply_changes(owner, sublayer.after, x, None, s.kept), tuple(others)
         self.read = None
         if self.part is not None:
+            if self.writes[self.written] // self.size > self.writes[self.written - 1] // self.size:
+                self.residual, self.layer = self.layers[self.writes[self.written] // self.size], self.layer + 1
+                enter_layer(s, self.residual, self.layer)
             self.open()
 
     def _step(self, step, x, f, alpha_t):
         alpha, beta = gain(self.residual, step.alpha, x, alpha_t), gain(self.residual, step.beta, x, alpha_t)
         return (x if alpha is None else alpha * x) + (f if beta is None else beta * f)
+
+
+def enter_layer(state, residual, layer):
+    """What a layer does to the stream as it begins."""
+    stack = residual._stack[0]
+    state.layer = layer
+    if stack.place.declared.combine is not None:
+        state.x = combined(stack.combine, state)
+    state.x = apply_changes(residual, residual.opening, state.x, None, state.kept)
+
+
+def combined(sums, state):
+    """The sum of all outputs, with this row's weights."""
+    row = len(state.outputs)
+    norm = sums.norms[str(row)] if str(row) in sums.norms else nn.Identity()
+    state.outputs.append(state.x if sums.on_sums else norm(state.x))
+    if sums.skips_first and row == 0:
+        return state.x
+    total = sum(w * y for w, y in zip(sums.weight[row], state.outputs))
+    return norm(total) if sums.on_sums else total
 
 
 class Recomputed(TorchFunctionMode):
@@ -126,7 +154,7 @@ class Recomputed(TorchFunctionMode):
                 at = block.numbers[block.written], block.since
                 block.since += 1
                 f = kwargs.get("alpha", 1) * (args[1] if args[0] is on[0] else args[0])
-                if at not in block.residual.structure.reads and f.shape == on[0].shape:
+                if at not in block.whole.structure.reads and f.shape == on[0].shape:
                     ways = self.streams[id(on[0])]
                     for _, back in reversed(ways):
                         f = back(f)
@@ -135,7 +163,7 @@ class Recomputed(TorchFunctionMode):
         elif name in TIMES and id(stream) in self.streams and all(isinstance(a, int | float) for a in args[1:]):
             at = block.numbers[block.written], block.times
             block.times += 1
-            if at in block.residual.structure.scales:
+            if at in block.whole.structure.scales:
                 return stream
         elif name in FOLLOWED | {"__getitem__"} and id(stream) in self.streams:
             made = func(*args, **kwargs)
@@ -168,9 +196,10 @@ class Recomputed(TorchFunctionMode):
 
     # Inside the sublayers.
 
-    def _inside(self, block, residual):
+    def _inside(self, block, whole):
         """Hooks on a block's linear layers for the changes at its points; returns their handles."""
-        for part, sublayer in zip(residual.parts, residual.sublayers):
+        layers = getattr(whole, "layers", [whole])
+        for residual, part, sublayer in ((one, *of) for one in layers for of in zip(one.parts, one.sublayers)):
             for point, changes in sublayer.inside.items():
                 if point == "input":
                     continue
@@ -210,7 +239,8 @@ class Recomputed(TorchFunctionMode):
         if module not in self.blocks:
             self.within += 1
             return None
-        residual = self.blocks[module][0]
+        whole = self.blocks[module][0]
+        residual = getattr(whole, "layers", [whole])[0]
         x, stack = stream_in((args, kwargs)), residual._stack[0]
         given = dict(zip(self.blocks[module][1].names, args)) | kwargs
         state = self.states.setdefault(stack, State())
@@ -224,26 +254,13 @@ class Recomputed(TorchFunctionMode):
         if state.layer < 0:
             state.others = (state.x,) * len(declared.streams)
             state.x = mixing.begin(declared.mixing, state.x)
-        state.layer = layer
-        if declared.combine is not None:
-            state.x = self._combined(stack.combine, state)
-        state.x = apply_changes(residual, residual.opening, state.x, None, state.kept)
-        self.open.append(Block(residual, state, layer, given))
+        enter_layer(state, residual, layer)
+        self.open.append(Block(whole, state, layer, given))
         block = self.open[-1]
         block.open()
         ways = [(lambda t: t.movedim(-1, 1), lambda t: t.movedim(1, -1))] if images else []
         seen = self._stream(block.shown(), ways)
         return exchanged(args, x, seen), exchanged(kwargs, x, seen)
-
-    def _combined(self, sums, state):
-        """The sum of all outputs, with this row's weights."""
-        row = len(state.outputs)
-        norm = sums.norms[str(row)] if str(row) in sums.norms else nn.Identity()
-        state.outputs.append(state.x if sums.on_sums else norm(state.x))
-        if sums.skips_first and row == 0:
-            return state.x
-        total = sum(w * y for w, y in zip(sums.weight[row], state.outputs))
-        return norm(total) if sums.on_sums else total
 
     def leave(self, module, args, kwargs, out):
         if module not in self.blocks:
@@ -259,6 +276,8 @@ class Recomputed(TorchFunctionMode):
         elif stack.place.declared.mixing is not None:
             y = mixing.seen(stack.place.declared.mixing, (state.x, *state.others))
         y = y.movedim(-1, 1) if block.residual.structure.has_channels_first else y
+        if end := getattr(block.whole, "end", ""):
+            y = module.get_submodule(end).forward(y)
         last = next(t for t in tensors_in(out) if id(t) in self.streams)
         return exchanged(out, last, y)
 
@@ -266,7 +285,7 @@ class Recomputed(TorchFunctionMode):
         declared = stack.place.declared
         x = state.x
         if declared.combine is not None:
-            x = self._combined(stack.combine, state)
+            x = combined(stack.combine, state)
         for at, s in zip(declared.streams, state.others):
             x = x + (s if at is None else apply_norm(getattr(stack, at.name), s, None))
         x, _ = mixing.read(declared.mixing, stack, (x, *state.others))
@@ -279,7 +298,7 @@ class Recomputed(TorchFunctionMode):
             return args[0] if gone else out
         block = self.open[-1]
         path = self.inside[module]
-        parts = block.residual.parts
+        parts = block.whole.parts
         if any(path in part.scales or path == part.branch for part in parts):
             return args[0]
         if id(args[0]) not in self.streams:
@@ -303,6 +322,14 @@ class Recomputed(TorchFunctionMode):
                     module = block.get_submodule(path)
                     self.inside[module], self.blocks_of[module] = path, swapped
                     watched.add(module)
+            if hasattr(residual, "layers"):  # the norm after the last layer stands in the loop
+                there = dict(swapped.named_modules())
+                for path, module in block.named_modules():
+                    now = there.get(path)
+                    gone = type(now) is nn.Identity and not isinstance(module, nn.Identity | nn.Dropout)
+                    if path and module not in watched and (gone or path == residual.end):
+                        self.inside[module], self.blocks_of[module] = path, swapped
+                        watched.add(module)
         for path, module in self.base.named_modules():
             try:
                 now = self.swapped.get_submodule(path)
@@ -320,5 +347,7 @@ class Recomputed(TorchFunctionMode):
             for block, (residual, _) in self.blocks.items():
                 for handle in self._inside(block, residual):
                     hooks.callback(handle.remove)
-            with self:
+            # recomputation in the backward pass would miss the schemes
+            direct = mock.patch("torch.utils.checkpoint.checkpoint", lambda run, *args, **_: run(*args))
+            with self, direct:
                 return call(self.base)

@@ -770,19 +770,33 @@ class Residual(nn.Module):
         return x + residual
 
 
-class XTransformers(nn.Module):
-    """All blocks in one list."""
+class GainedNorm(nn.Module):
+    """A norm with its gain around torch's."""
 
-    def __init__(self, post=False):
+    def __init__(self):
         super().__init__()
-        self.embed, self.final_norm, self.head = nn.Embedding(40, D), nn.LayerNorm(D), nn.Linear(D, 40)
+        self.ln, self.gamma = nn.LayerNorm(D, elementwise_affine=False), nn.Parameter(torch.ones(D))
+
+    def forward(self, x):
+        return self.ln(x) * self.gamma
+
+
+class XTransformers(nn.Module):
+    """All blocks in one list. `norm`: of a decoder that gets the embeddings."""
+
+    def __init__(self, post=False, norm=None):
+        super().__init__()
+        self.embed = nn.Embedding(40, D) if norm is None else None
+        self.head = nn.Linear(D, 40) if norm is None else nn.Identity()
+        self.final_norm = nn.Identity() if post and norm else nn.LayerNorm(D)
+        norm = norm or partial(nn.LayerNorm, D)
         self.post, self.layers = post, nn.ModuleList()
         for kind in "af" * LAYERS:
             block = Attention(True) if kind == "a" else mlp()
-            self.layers.append(nn.ModuleList([nn.LayerNorm(D), block, Residual()]))
+            self.layers.append(nn.ModuleList([norm(), block, Residual()]))
 
-    def forward(self, tokens):
-        x = self.embed(tokens)
+    def forward(self, x):
+        x = x if self.embed is None else self.embed(x)
         for norm, block, residual_fn in self.layers:
             residual = x
             if not self.post:
@@ -938,17 +952,29 @@ class Within(nn.Module):
 class Lucidrains(nn.Module):
     """All blocks in one list of pairs, each branch with its norm."""
 
-    def __init__(self):
+    def __init__(self, embeds=True):
         super().__init__()
-        self.embed, self.norm, self.head = nn.Embedding(40, D), nn.LayerNorm(D), nn.Linear(D, 40)
+        self.norm, self.embed = nn.LayerNorm(D), nn.Embedding(40, D) if embeds else nn.Identity()
         self.layers = nn.ModuleList(nn.ModuleList([Within(Attention()), Within(mlp())]) for _ in range(LAYERS))
+        self.head = nn.Linear(D, 40) if embeds else nn.Identity()
 
-    def forward(self, tokens):
-        x = self.embed(tokens)
+    def forward(self, x):
+        x = self.embed(x)
         for attn, ff in self.layers:
             x = attn(x) + x
             x = ff(x) + x
         return self.head(self.norm(x))
+
+
+class Around(nn.Module):
+    """An embedding, a module whose forward runs through all layers, and a head."""
+
+    def __init__(self, loop, **options):
+        super().__init__()
+        self.embed, self.loop, self.head = nn.Embedding(40, D), loop(**options), nn.Linear(D, 40)
+
+    def forward(self, tokens):
+        return self.head(self.loop(self.embed(tokens)))
 
 
 class Add(nn.Module):
@@ -1177,6 +1203,11 @@ OWN = {
     "nn.TransformerDecoder": own(partial(Torch, False, True), "postnorm"),
     "nn.TransformerDecoder, pre-norm": own(partial(Torch, True, True), "prenorm"),
     "lucidrains-like": own(Lucidrains, "prenorm, all blocks in the model"),
+    "lucidrains-like, in a part": own(partial(Around, Lucidrains, embeds=False), "prenorm, one forward"),
+    "x-transformers-like, in a part": own(partial(Around, XTransformers, norm=GainedNorm), "prenorm, one forward"),
+    "x-transformers-like, post-norm, in a part": own(
+        partial(Around, XTransformers, post=True, norm=GainedNorm), "postnorm, one forward"
+    ),
     "lucidrains-like, wrapped": own(stack(Wrapped), "prenorm"),
     "with dropout": own(stack(Dropping), "prenorm"),
     "in place": own(stack(InPlace), "prenorm"),

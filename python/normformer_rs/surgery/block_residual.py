@@ -255,48 +255,34 @@ class BlockResidual(Growing):
             block.register_forward_hook(calls.end, always_call=True),
         ]
 
-    # The block's own forward, on a stream.
-
-    def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The block's output by its own forward."""
-        x = stream_in((args, kwargs))
-        if x is None:
-            raise InputError(f"{self.described()} got no tensor with rows to be its residual stream")
-        structure = self.structure
-        rows = x.movedim(1, -1) if structure.has_channels_first else x
-        names: Any = self._block[0].names
-        given = dict(zip(names, args, strict=False)) | kwargs
-        left_out = {i for i, part in enumerate(self.parts) if part.memory and given.get(part.memory) is None}
-        writes = tuple(i for i in structure.writes if i not in left_out)
-        layer, begins = self._stack[0].number(x, self.place.layer, structure.calls > 1)
-        streams = self._stack[0].open(rows, layer, begins)
+    def enter(self, x: Tensor, layer: int, begins: bool) -> Streams:
+        """The streams as the layer begins, for the hidden state x."""
+        streams = self._stack[0].open(x, layer, begins)
         for point in self.points:
             point.follow()
         if self.passes_inside:
             begin_call(self._block[0]).update(streams.kept or {})
             streams = streams._replace(kept=call_of(self._block[0]))
-        streams = streams._replace(x=apply_changes(self, self.opening, streams.x, None, streams.kept))
-        streams = open_streams(self, self.sublayers[writes[0]], streams)
-        seen = streams.x if streams.read is None else streams.read
-        run = Pass(self, writes, structure)
-        stream = Stream.of(run.shown(seen), run, streams, 0, None, seen.shape)
-        args, kwargs = exchanged(args, x, stream), exchanged(kwargs, x, stream)
-        out = forward(*args, **kwargs)
-        run.is_over = True
-        if run.became is not None:
-            out = exchanged(out, *run.became)
-        last = next((t for t in tensors_in(out) if isinstance(t, Stream)), None)
-        if last is None or last.written != len(writes):
-            done = 0 if last is None else last.written
-            raise InputError(
-                f"{self.described()} went another way than in the run that it was swapped by: {done} of its "
-                f"{len(writes)} additions closed a sublayer (chunked feed-forwards and fused paths do that): switch "
-                "that off, or undo() the swap"
-            )
-        y = run.shown(self._stack[0].close(last.streams, layer))
+        return streams._replace(x=apply_changes(self, self.opening, streams.x, None, streams.kept))
+
+    def leave(self, streams: Streams, layer: int) -> Tensor:
+        """The hidden state that the layer gives."""
+        y = self._stack[0].close(streams, layer)
         if self.passes_inside:
             end_call(self._block[0])
-        return _without_streams(out, last, y)
+        return y
+
+    # One layer, for a forward that runs through one or several.
+
+    def layer_of(self, i: int) -> tuple["BlockResidual", int]:
+        return self, i
+
+    def place_in(self, x: Tensor) -> tuple[int, bool]:
+        return self._stack[0].number(x, self.place.layer, self.structure.calls > 1)
+
+    def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The block's output by its own forward."""
+        return run_on_stream(self, self._block[0].names, forward, args, kwargs)
 
     def read(self, i: int, streams: Streams, norm: nn.Module | None) -> Tensor:
         """What sublayer i reads. `norm`: the block's own norm, if it reads through one."""
@@ -375,6 +361,41 @@ class BlockResidual(Growing):
 
     def extra_repr(self) -> str:
         return f"{self.place.config.residual!r}, layer {self.place.layer} of {self.place.depth}"
+
+
+def run_on_stream(
+    owner: Any, names: Any, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """The output of a forward that runs through the layers of a `BlockResidual` or a `LoopResidual`. `names`: the
+    forward's arguments."""
+    x = stream_in((args, kwargs))
+    if x is None:
+        raise InputError(f"{owner.described()} got no tensor with rows to be its residual stream")
+    structure = owner.structure
+    rows = x.movedim(1, -1) if structure.has_channels_first else x
+    given = dict(zip(names, args, strict=False)) | kwargs
+    left_out = {i for i, part in enumerate(owner.parts) if part.memory and given.get(part.memory) is None}
+    writes = tuple(i for i in structure.writes if i not in left_out)
+    layer, begins = owner.place_in(x)
+    first, i = owner.layer_of(writes[0])
+    streams = open_streams(first, first.sublayers[i], first.enter(rows, layer, begins))
+    seen = streams.x if streams.read is None else streams.read
+    run = Pass(owner, writes, structure)
+    stream = Stream.of(run.shown(seen), run, streams, 0, None, seen.shape)
+    args, kwargs = exchanged(args, x, stream), exchanged(kwargs, x, stream)
+    out = forward(*args, **kwargs)
+    run.is_over = True
+    if run.became is not None:
+        out = exchanged(out, *run.became)
+    last = next((t for t in tensors_in(out) if isinstance(t, Stream)), None)
+    if last is None or last.written != len(writes):
+        done = 0 if last is None else last.written
+        raise InputError(
+            f"{owner.described()} went another way than in the run that it was swapped by: {done} of its "
+            f"{len(writes)} additions closed a sublayer (chunked feed-forwards and fused paths do that): switch "
+            "that off, or undo() the swap"
+        )
+    return _without_streams(out, last, run.shown(owner.leave(last.streams, layer)))
 
 
 class _Through:

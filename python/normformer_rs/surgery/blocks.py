@@ -156,6 +156,8 @@ class Group(NamedTuple):
     """The list's number of layers: more than blocks where entries share one, or are of a subclass."""
     end: "End | None" = None
     """The norm after the last of them."""
+    loop: nn.Module | None = None
+    """The module whose forward runs through all of them, where the blocks are views of it (`loops.py`)."""
 
     @property
     def has_memory(self) -> bool:
@@ -215,15 +217,15 @@ def shape_of(block: Any) -> dict[str, Any]:
 
 
 def _by_width(norm: nn.Module, width: int | None) -> RecognisedNorm | None:
-    """A norm that no trial call could recognise by itself: one without weights, recognised at the stream's width; or
-    something else with a weight for each column, to which layernorm stands nearest."""
+    """A norm that no trial call could recognise by itself: one whose parameters do not tell its width, recognised at
+    the stream's; or something else with a weight for each column, to which layernorm stands nearest."""
     if width is None:
         return None
-    own = [*norm.parameters(recurse=False)]
-    if not own:
-        found = probe(norm, width)
-        return found if isinstance(found, RecognisedNorm) else None
-    return RecognisedNorm(width, "layernorm") if own[0].numel() == width else None
+    found = probe(norm, width)
+    if isinstance(found, RecognisedNorm):
+        return found
+    own = next(norm.parameters(recurse=False), None)
+    return RecognisedNorm(width, "layernorm") if own is not None and own.numel() == width else None
 
 
 def _heads_of(block: Any) -> int:

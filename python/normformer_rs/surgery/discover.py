@@ -22,6 +22,7 @@ from .blocks import (
 )
 from .converted import original
 from .examples import caller, failed_on, quietly, refuse_without
+from .loops import layers_of, refuse_again, views
 from .record import Record, record
 from .roles import Roles, find_roles
 from .structure import NotResidual, Unaccounted, calls_of, named, norm_after, reads, structure, writers
@@ -90,11 +91,41 @@ def find_stacks(model: nn.Module, example: Any = None) -> Stacks:
             groups.append(group._replace(end=_end(model, group.path, block, found)))
         except Unaccounted as reason:
             unknown[path] = f"{named(block)}: {reason}"
+    if not groups and found is not None:
+        groups = _loops(model, candidates, example)
     if not groups:
         if found is None and why:
             raise refuse_without(model, why)
         raise none_found(model, unknown or others)
     return Stacks(groups, unknown, None if found is None else caller(model, example))
+
+
+def _loops(model: nn.Module, candidates: Any, example: Any) -> list[Group]:
+    """The loops around lists whose entries are no blocks."""
+    owners: dict[str, nn.Module] = {}
+    for path, _ in candidates:
+        while path:
+            path = parent_of(path)
+            if not isinstance(owner := model.get_submodule(path), LISTS):
+                refuse_again(owner)
+                owners.setdefault(path, owner)
+    found, _ = _run(model, [*owners.values()], example)
+    groups: list[Group] = []
+    for path, owner in owners.items():
+        if found is None or any(_is_below(group.path, path) for group in groups):
+            continue
+        try:
+            calls_of(owner, found)
+            layers, end = layers_of(structure(owner, found, found.roles))
+        except Unaccounted:
+            continue
+        names = [f"{path or type(owner).__name__}[{i}]" for i in range(len(layers))]
+        group = Group(path, names, views(owner, layers), owner, len(layers), loop=owner)
+        if end is not None:
+            at = f"{path}.{parent_of(end)}".strip(".")
+            group = group._replace(end=End(model.get_submodule(at), at, end.rpartition(".")[2]))
+        groups.append(group)
+    return groups
 
 
 def _stage(path: str, blocks: dict[str, nn.Module], candidates: Any, found: Record) -> str:

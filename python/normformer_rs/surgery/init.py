@@ -1,5 +1,7 @@
 """First values for blocks whose residual scheme was exchanged."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
@@ -62,16 +64,17 @@ def _draw(linear: Linear, weight: Tensor, bias: Tensor | None, place: Place, sub
             bias[at] = ends
 
 
-def unreached(block: nn.Module) -> list[str]:
-    """Matrices of a block that are no queries, keys, values, feed-forwards or gates, and stay as they are: routers,
-    convolutions, embeddings, latent projections."""
-    linears = [linear for part in parts_of(block) for linear in part.linears if linear.roles]
-    experts = [linear for part in parts_of(block) for linear in part.experts if linear.roles]
+def unreached(block: nn.Module, beside: Sequence[nn.Module] = ()) -> list[str]:
+    """Matrices of a block, and of no block beside it, that are no queries, keys, values, feed-forwards or gates, and
+    stay as they are: routers, convolutions, embeddings, latent projections."""
+    parts = [part for one in (block, *beside) for part in parts_of(one)]
+    linears = [linear for part in parts for linear in part.linears if linear.roles]
+    experts = [linear for part in parts for linear in part.experts if linear.roles]
     known = {weight_and_bias(block, linear.path)[0] for linear in linears}
     known |= {block.get_parameter(linear.path) for linear in experts}
     own = residual_of(block)
-    beside = set() if own is None else {*own.parameters()}
-    return [name for name, p in block.named_parameters() if p.dim() > 1 and p not in known and p not in beside]
+    schemes = set() if own is None else {*own.parameters()}
+    return [name for name, p in block.named_parameters() if p.dim() > 1 and p not in known and p not in schemes]
 
 
 @torch.no_grad()

@@ -129,7 +129,7 @@ def _refused(module: nn.Module) -> str | None:
         return "parametrized: remove its parametrizations first, and parametrize the new norm"
     if type(module).__module__.startswith("torch.nn.") and type(module) not in (nn.LayerNorm, nn.RMSNorm):
         return "torch.nn's own, and it normalises over other dimensions"
-    if next(module.children(), None) is not None:
+    if has_stateful_parts(module):
         return "made of other modules"
     forward = own_forward(module)
     if forward is not None and getattr(forward, "__self__", None) is not module:
@@ -147,6 +147,13 @@ def _refused(module: nn.Module) -> str | None:
     if len(more) != 1:
         return f"its forward takes {', '.join(str(p) for p in more[1:]) or 'nothing'} beside x"
     return None
+
+
+def has_stateful_parts(module: nn.Module) -> bool:
+    """It holds modules with parameters or buffers, or nothing but modules. A norm may call one without numbers of its
+    own, such as x-transformers' LayerNorm, and multiply by a gain."""
+    inner = [*module.children()]
+    return any([*one.parameters()] or [*one.buffers()] for one in inner) or (bool(inner) and not module._parameters)
 
 
 def _forward(module: nn.Module) -> Callable[..., Any]:
@@ -293,6 +300,8 @@ def _stand_in(module: nn.Module, parameters: Mapping[str, Tensor]) -> nn.Module:
             vars(twin)[name] = copy.copy(value) if isinstance(value, (list, dict, set)) else value
     for name in module._parameters:
         twin._parameters[name] = nn.Parameter(parameters[name], False) if name in parameters else None
+    for name, part in module._modules.items():
+        twin._modules[name] = None if part is None else _stand_in(part, {})
     return twin
 
 

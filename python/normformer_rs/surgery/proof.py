@@ -84,6 +84,9 @@ def prove(
             return in_words(reason)
         finally:
             edits.take_back()
+            for group in some:
+                for view in () if group.loop is None else group.blocks:
+                    vars(view).pop("residual", None)
 
     if fault(groups) is None:
         return {}

@@ -16,7 +16,7 @@ from ..nn.norm_table import Numbers
 from ..nn.norms import FixedScaleNorm, RowNorm
 from .converted import original
 from .handover import own_forward
-from .probe import KINDS, RecognisedNorm, probe
+from .probe import KINDS, RecognisedNorm, has_stateful_parts, probe
 
 Reader = Callable[[Any], "tuple[int, str] | None"]
 _READERS: dict[type[nn.Module], Reader] = {}
@@ -84,10 +84,13 @@ def alike(module: nn.Module) -> Hashable:
     with other attributes is its own key."""
     own = {name: value for name, value in vars(module).items() if name not in vars(_EMPTY)}
     is_plain = all(value is None or isinstance(value, int | float | str | torch.Size) for value in own.values())
-    if original(type(module)) in _READERS or module._modules or module._buffers or not is_plain:
+    if original(type(module)) in _READERS or has_stateful_parts(module) or module._buffers or not is_plain:
+        return module
+    parts = {name: alike(part) for name, part in module.named_children()}
+    if any(part in parts.values() for part in module.children()):
         return module
     shapes = ((name, None if p is None else p.shape) for name, p in module._parameters.items())
-    return type(module), (*own.items(),), (*shapes,)
+    return type(module), (*own.items(),), (*shapes,), (*parts.items(),)
 
 
 _EMPTY = nn.Module()

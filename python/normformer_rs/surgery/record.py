@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from .probe import has_stateful_parts
 from .recognise import alike, looks_like_a_norm, read_norm
 
 RESIDUAL: Any = torch.ops.normformer_rs.residual
@@ -255,7 +256,7 @@ def _counts_as(module: nn.Module) -> str | None:
     if isinstance(module, nn.modules.conv._ConvNd):
         return "conv"
     if next(module.children(), None) is not None:
-        return None
+        return "norm" if not has_stateful_parts(module) and is_norm(module) else None
     if re.search("drop_?path|stochastic_?depth", kind, re.IGNORECASE):
         return "drop_path"
     if is_norm(module):

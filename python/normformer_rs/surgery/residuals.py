@@ -30,6 +30,7 @@ from .converted import NAMES, StreamBlock, converted_class, original, residual_o
 from .discover import LISTS, Stacks, find_stacks, none_found, unwrapped
 from .handover import mark_new, reclass
 from .init import count_weights, initialise, sign_of_training, silence_biases, unreached
+from .loops import LoopResidual
 from .marker import mark, warn_of_adapters
 from .optimizers import Exchange, Repoint
 from .proof import Look, Observed, OwnForm, in_both_modes, in_words, observe, prove
@@ -157,7 +158,7 @@ def _swap(
         for i, block in enumerate(group.blocks):
             drawn_here = f"init {place.declared.init}, {count_weights(block)} weights drawn"
             note = "weights kept" if init is None else drawn_here
-            if init is not None and (left := unreached(block)):
+            if init is not None and (left := _unreached(group, i)):
                 note += f", not {', '.join(left[:3])}{', …' * (len(left) > 3)}"
             note += "" if place.declared.has_biases else ", biases held at zero"
             parts = [] if type(block) in TORCHS else parts_of(block)
@@ -278,6 +279,13 @@ def _has(group: Group, place: Place) -> bool:
     return now is not None and now.config == place.config
 
 
+def _unreached(group: Group, i: int) -> list[str]:
+    """Matrices of a block that stay as they are; of a loop, with its first layer."""
+    if group.loop is None:
+        return unreached(group.blocks[i])
+    return [] if i else unreached(group.loop, group.blocks)
+
+
 def _first_norm(group: Group) -> nn.Module | None:
     """Returns the first norm of the first block."""
     paths = [part.norm for part in parts_of(group.blocks[0]) if part.norm is not None]
@@ -396,15 +404,19 @@ def _convert_foreign(group: Group, place: Place, edits: Edits, keeps: bool) -> l
     has_end = any(change.kind == "norm" for change in place.declared.end)
     stays = place.config.residual == "prenorm" and group.end is None and _is_prenorm(group)
     stack = StackResidual(place, group.blocks, has_end and (group.end is not None or stays))
-    for i, block in enumerate(group.blocks):
-        structure = structure_of(block)
-        residual = BlockResidual(block, place.at(i), structure, stack)
+    structures = [structure_of(block) for block in group.blocks]
+    residuals = [
+        BlockResidual(*some, stack) for some in zip(group.blocks, map(place.at, range(place.depth)), structures)
+    ]
+    for block, residual in zip(group.blocks, residuals):
         stack.keeps(residual.kept_widths())
-        own = declaration_of(type(block))
         if keeps:
             residual.take_scales()
-        _convert_block(block, residual, own, edits)
-    if holder is not None:
+        if group.loop is None:
+            _convert_block(block, residual, declaration_of(type(block)), edits)
+    if group.loop is not None:
+        _convert_loop(group, residuals, stack, has_end, edits)
+    elif holder is not None:
         edits.remember(holder)
         setattr(holder, _name(holder, group), stack)
         calls = StackCalls(stack)
@@ -424,7 +436,7 @@ def _convert_foreign(group: Group, place: Place, edits: Edits, keeps: bool) -> l
         identity = nn.Identity()
         edits.succeed(group.end.norm, identity)
         _put(group.end.owner, group.end.name, identity)
-    if group.end is not None and holder is not None:
+    if group.end is not None and holder is not None and group.loop is None:
         edits.afterwards(group.end.norm.register_forward_pre_hook(calls.before_norm).remove)
     return notes
 
@@ -450,6 +462,41 @@ def _name(holder: nn.Module, group: Group) -> str:
 
 def _convert_block(block: Any, residual: BlockResidual, own: Any, edits: Edits) -> None:
     sites = own.sites(block) if hasattr(own, "sites") else {}
+    for path in {"", *sites}:
+        edits.remember(block.get_submodule(path))
+    reclass(block, own or converted_class(original(type(block)), StreamBlock))
+    for path, kind in sites.items():
+        site = block.get_submodule(path)
+        reclass(site, kind)
+        site.__dict__["block_of"] = (block,)
+    _exchange_parts(block, residual, own, edits)
+    setattr(block, NAMES[hasattr(block, NAMES[0])], residual)
+    for handle in residual.follow_calls():
+        edits.afterwards(handle.remove)
+
+
+def _convert_loop(
+    group: Group, residuals: Sequence[BlockResidual], stack: StackResidual, has_end: bool, edits: Edits
+) -> None:
+    """Turns a module with a loop into a subclass whose forward runs on a residual stream."""
+    loop: Any = group.loop
+    edits.remember(loop)
+    for view, residual in zip(group.blocks, residuals):
+        view.__dict__["residual"] = residual
+        _exchange_parts(loop, residual, None, edits)
+    end = ""
+    if has_end and group.end is not None:
+        norm = group.end.norm
+        edits.remember(norm)
+        reclass(norm, converted_class(original(type(norm)), StreamNorm))
+        end = next(path for path, module in loop.named_modules() if module is norm)
+    reclass(loop, converted_class(original(type(loop)), StreamBlock))
+    setattr(loop, NAMES[hasattr(loop, NAMES[0])], LoopResidual(loop, residuals, stack, end))
+
+
+def _exchange_parts(block: nn.Module, residual: BlockResidual, own: Any, edits: Edits) -> None:
+    """Puts what a scheme has in the place of a block's norms, dropouts and factors. `own`: the subclass that the block
+    is registered with."""
     parts = residual.parts
     norms = [path for part in parts for path in part.norms()]
     dropouts = [part.dropout for part in parts if part.dropout is not None and _is_module(block, part.dropout)]
@@ -457,14 +504,8 @@ def _convert_block(block: Any, residual: BlockResidual, own: Any, edits: Edits) 
     scales = [path for part in parts for path in part.scales if not isinstance(residual.place.config.residual, OwnForm)]
     moved = {block.get_submodule(path) for path in (*norms, *dropouts, *paths)}
     names = [name for name, module in block.named_modules(remove_duplicate=False) if module in moved]
-    for path in {"", *sites, *(parent_of(path) for path in (*names, *scales))}:
-        edits.remember(block.get_submodule(path))
-    edits.remember(block)
-    reclass(block, own or converted_class(original(type(block)), StreamBlock))
-    for path, kind in sites.items():
-        site = block.get_submodule(path)
-        reclass(site, kind)
-        site.__dict__["block_of"] = (block,)
+    for parent in {parent_of(path) for path in (*names, *scales)}:
+        edits.remember(block.get_submodule(parent))
     for name, path in residual.moved.items():
         residual.add_module(name, block.get_submodule(path))
     for path in dict.fromkeys(norms):
@@ -478,20 +519,18 @@ def _convert_block(block: Any, residual: BlockResidual, own: Any, edits: Edits) 
     for path in scales:
         _put(block, path, nn.Identity())
     for i, part in enumerate(parts):
-        path = part.dropout
-        if path is not None and _is_module(block, path) and (own is None or part.moves is not None):
-            residual.add_module(f"dropout{i + 1}", block.get_submodule(path))
+        drop = part.dropout
+        if drop is not None and _is_module(block, drop) and (own is None or part.moves is not None):
+            residual.add_module(f"dropout{i + 1}", block.get_submodule(drop))
         if part.drop_path is not None:
             drops = [residual._modules.get(f"dropout{i + 1}"), block.get_submodule(part.drop_path)]
-            residual.add_module(f"dropout{i + 1}", nn.Sequential(*(drop for drop in drops if drop is not None)))
-    for path in [*dropouts, *paths] if own is None else [path for part in parts if (path := part.moves) is not None]:
+            residual.add_module(f"dropout{i + 1}", nn.Sequential(*(one for one in drops if one is not None)))
+    moves = [part.moves for part in parts if part.moves is not None]
+    for path in [*dropouts, *paths] if own is None else moves:
         if not isinstance(dropout := block.get_submodule(path), nn.Identity):
             _put_everywhere(block, dropout, nn.Identity())
     for point in residual.reach_inside():
         edits.afterwards(point.remove)
-    setattr(block, NAMES[hasattr(block, NAMES[0])], residual)
-    for handle in residual.follow_calls():
-        edits.afterwards(handle.remove)
 
 
 def _put_everywhere(block: nn.Module, old: nn.Module, new: nn.Module) -> None:

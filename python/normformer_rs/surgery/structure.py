@@ -76,6 +76,8 @@ class Structure(NamedTuple):
     """The reason why the roles of its matrices could not be told."""
     reads_output: bool = False
     """It reads its stream after the last addition."""
+    loop: tuple[int, ...] = ()
+    """The sublayers that the additions of the whole loop close, where the block is one layer of it."""
     elsewhere: frozenset[str] = frozenset()
     """Its norms that are also called on a tensor that is neither its stream nor a branch: Pegasus-X's global tokens."""
 

@@ -1,0 +1,128 @@
+"""Loops that add the branches themselves, as x-transformers and vit-pytorch have them: the list holds attentions and
+feed-forwards, and one forward runs through all layers.
+
+The forward runs on a residual stream like that of a block, and each of its layers has a residual of its own. A layer is
+a view of the module with the loop: it shares the parts, and knows which sublayers are its own.
+"""
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..errors import InputError
+from ..nn.interpreter import Streams, open_streams
+from .block_residual import BlockResidual, run_on_stream
+from .blocks import STRUCTURES
+from .converted import residual_of
+from .residual_stream import Stream
+from .stack_residual import StackResidual
+from .structure import Structure, Unaccounted
+
+
+def layers_of(structure: Structure) -> tuple[list[Structure], str | None]:
+    """The structures of a loop's layers, and the path of the norm after the last one, if the loop has one. A layer is
+    the shortest sequence of kinds of sublayers that repeats. Errors: Unaccounted."""
+    parts, end = structure.parts, None
+    if parts[-1].after is not None and all(part.after is None for part in parts[:-1]):
+        end = parts[-1].after
+        norm = parts[-1].before or parts[-1].branch
+        parts = (*parts[:-1], parts[-1]._replace(after=None, norm=norm))
+    kinds = [part.kind for part in parts]
+    size = next(n for n in range(1, len(kinds) + 1) if kinds == (kinds[:n] * len(kinds))[: len(kinds)])
+    if len(kinds) % size or size > 3:
+        raise Unaccounted(f"its sublayers do not repeat, so that its layers are not known: {', '.join(kinds)}")
+    if structure.has_channels_first or structure.calls > 1:
+        raise Unaccounted("a loop over images, or one that a model runs several times, is not known")
+    own = [parts[i : i + size] for i in range(0, len(parts), size)]
+    return [structure._replace(parts=some, writes=tuple(range(size)), loop=structure.writes) for some in own], end
+
+
+def views(owner: nn.Module, structures: Sequence[Structure]) -> list[nn.Module]:
+    """The module with a loop, once for each layer."""
+    made = []
+    for structure in structures:
+        view = copy.copy(owner)
+        STRUCTURES[view] = structure
+        made.append(view)
+    return made
+
+
+class LoopResidual(nn.Module):
+    """A residual scheme in a module whose forward runs through the layers of a stack."""
+
+    def __init__(self, owner: nn.Module, layers: Sequence[BlockResidual], stack: StackResidual, end: str = "") -> None:
+        super().__init__()
+        self._owner, self.end = (owner,), end
+        self.layers, self.stack = nn.ModuleList(layers), stack
+        self.parts = tuple(part for layer in layers for part in layer.parts)
+        self.size = len(layers[0].parts)
+        """Sublayers of a layer."""
+        self.structure = layers[0].structure._replace(parts=self.parts, writes=layers[0].structure.loop)
+
+    def described(self) -> str:
+        """The module, for messages."""
+        return f"a {type(self._owner[0]).__name__}"
+
+    def layer_of(self, i: int) -> tuple[BlockResidual, int]:
+        """The layer that the sublayer belongs to, and its number there."""
+        layer: Any = self.layers[i // self.size]
+        return layer, i % self.size
+
+    def place_in(self, _: Tensor) -> tuple[int, bool]:
+        """The first layer's number, and whether the stack begins with it."""
+        return 0, True
+
+    def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The output of the module's own forward."""
+        names: Any = self._owner[0].names
+        return run_on_stream(self, names, forward, args, kwargs)
+
+    def read(self, i: int, streams: Streams, norm: nn.Module | None) -> Tensor:
+        """What sublayer i reads."""
+        layer, own = self.layer_of(i)
+        return layer.read(own, streams, norm)
+
+    def write(self, i: int, streams: Streams, f: Tensor, following: int | None) -> Streams:
+        """The streams after a sublayer's branch; `following`: the number of the next sublayer."""
+        layer, own = self.layer_of(i)
+        if following is not None and following // self.size == i // self.size:
+            return layer.write(own, streams, f, following % self.size)
+        streams = layer.write(own, streams, f, None)
+        if following is None:
+            return streams
+        after, own = self.layer_of(following)
+        streams = after.enter(layer.leave(streams, i // self.size), following // self.size, False)
+        return open_streams(after, after.sublayers[own], streams)
+
+    def leave(self, streams: Streams, _: int) -> Tensor:
+        """The loop's output."""
+        layer: Any = self.layers[-1]
+        y = layer.leave(streams, len(self.layers) - 1)
+        return self._owner[0].get_submodule(self.end)(y) if self.end else y
+
+    def stands_before(self, norm: nn.Module, stream: Stream) -> bool:
+        """The module's norm is read by the sublayer under way; else it stands after one."""
+        run = stream.under_way
+        if stream.written >= len(run.writes):
+            return False
+        layer, i = self.layer_of(run.writes[stream.written])
+        part = layer.parts[i]
+        own = (path for path in (part.before, *part.twins) if path is not None)
+        return any(self._owner[0].get_submodule(path) is norm for path in own)
+
+
+def loop_of(module: nn.Module) -> "LoopResidual | None":
+    """The scheme of a module with a loop; None: it has none."""
+    own = residual_of(module)
+    return own if isinstance(own, LoopResidual) else None
+
+
+def refuse_again(owner: nn.Module) -> None:
+    """InputError for a loop that has a scheme already."""
+    if loop_of(owner) is not None:
+        raise InputError(
+            f"{type(owner).__name__} has another residual scheme of normformer_rs already: take that swap back with "
+            "its undo()"
+        )
