@@ -48,7 +48,7 @@ class Block:
         self.writes = [i for i in every if i not in out]
         self.numbers = [n for n, i in enumerate(every) if i not in out] + [len(every)]
         self.written, self.since, self.times, self.sum, self.read, self.rest = 0, 0, 0, None, None, ()
-        self.residual = self.layers[0]
+        self.residual, self.became = self.layers[0], None
 
     @property
     def part(self):
@@ -159,7 +159,10 @@ class Recomputed(TorchFunctionMode):
                     for _, back in reversed(ways):
                         f = back(f)
                     block.write(f)
-                    return self._stream(block.shown(), ways)
+                    made = self._stream(block.shown(), ways)
+                    if name == "add_" and args[0] is not on[0]:
+                        block.became = (args[0], made)
+                    return made
         elif name in TIMES and id(stream) in self.streams and all(isinstance(a, int | float) for a in args[1:]):
             at = block.numbers[block.written], block.times
             block.times += 1
@@ -205,11 +208,9 @@ class Recomputed(TorchFunctionMode):
                     continue
                 role, is_before = POINTS.get(point, (point, False))
                 (linear,) = [one for one in part.linears if role in one.roles]
-                size = (
-                    width_into(self.blocks[block][1], part, "output") // residual.place.config.heads
-                    if point == role
-                    else 0
-                )
+                size = 0
+                if point == role and not linear.rows:
+                    size = width_into(self.blocks[block][1], part, "output") // residual.place.config.heads
                 change = functools.partial(self._changed, residual, changes, linear, role, size)
                 module = block.get_submodule(linear.path)
                 if is_before:
@@ -278,6 +279,7 @@ class Recomputed(TorchFunctionMode):
         y = y.movedim(-1, 1) if block.residual.structure.has_channels_first else y
         if end := getattr(block.whole, "end", ""):
             y = module.get_submodule(end).forward(y)
+        out = out if block.became is None else exchanged(out, *block.became)
         last = next(t for t in tensors_in(out) if id(t) in self.streams)
         return exchanged(out, last, y)
 

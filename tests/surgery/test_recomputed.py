@@ -130,6 +130,16 @@ def test_a_sublayer_that_reads_past_its_norm_gets_the_schemes_input_through_it()
     assert max(compare("GPTNeoX, Japanese", "r-fixup")) < ERROR
 
 
+@pytest.mark.parametrize("scheme", ["peri-ln", "r-fixup"])
+def test_a_norm_that_runs_before_the_blocks_and_after_them(scheme):
+    """NanoChat norms its embeddings with its last norm: no early end of the stack."""
+    assert max(compare("NanoChat", scheme)) < ERROR
+
+
+def test_a_stream_added_to_its_branch_in_place():
+    assert max(compare("in place, onto the branch", "deepnorm")) < ERROR
+
+
 def test_a_wrong_factor_is_seen():
     def spoil(made):
         made[0].sublayers = tuple(s._replace(alpha=s.alpha * 1.0001) for s in made[0].sublayers)

@@ -795,8 +795,8 @@ class XTransformers(nn.Module):
             block = Attention(True) if kind == "a" else mlp()
             self.layers.append(nn.ModuleList([norm(), block, Residual()]))
 
-    def forward(self, x):
-        x = x if self.embed is None else self.embed(x)
+    def forward(self, tokens):
+        x = tokens if self.embed is None else self.embed(tokens)
         for norm, block, residual_fn in self.layers:
             residual = x
             if not self.post:
@@ -958,8 +958,8 @@ class Lucidrains(nn.Module):
         self.layers = nn.ModuleList(nn.ModuleList([Within(Attention()), Within(mlp())]) for _ in range(LAYERS))
         self.head = nn.Linear(D, 40) if embeds else nn.Identity()
 
-    def forward(self, x):
-        x = self.embed(x)
+    def forward(self, tokens):
+        x = self.embed(tokens)
         for attn, ff in self.layers:
             x = attn(x) + x
             x = ff(x) + x

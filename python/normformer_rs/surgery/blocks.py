@@ -170,12 +170,14 @@ class End(NamedTuple):
 
     Attributes:
         reads_elsewhere: it also norms what another block than the last one gives.
+        early: its calls before the first block, as of nanochat's embeddings.
     """
 
     owner: nn.Module
     path: str
     name: str
     reads_elsewhere: bool = False
+    early: int = 0
 
     @property
     def norm(self) -> nn.Module:

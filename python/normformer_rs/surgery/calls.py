@@ -93,6 +93,8 @@ class StackCall:
     def __init__(self, stack: Any, outer: "StackCall | None") -> None:
         self.stack, self.outer = stack, outer
         self.has_begun = self.is_finished = False
+        self.norms = 0
+        """Calls of the norm after the stack so far."""
         self.last: tuple[Any, int] | None = None
         """The hidden state that the last block so far gave, and the block's number."""
 

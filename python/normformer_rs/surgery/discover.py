@@ -372,4 +372,6 @@ def _with_end(group: Group, found: Record) -> Group:
     if end is None:
         return group
     elsewhere = any(reads(end.norm, found, block) for block in group.blocks if block is not last)
-    return group._replace(end=end._replace(reads_elsewhere=elsewhere))
+    calls = found.calls.get(group.blocks[0])
+    early = sum(node.module is end.norm for node in found.nodes[: calls[0].first if calls else 0])
+    return group._replace(end=end._replace(reads_elsewhere=elsewhere, early=early))

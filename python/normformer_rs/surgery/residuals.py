@@ -419,7 +419,7 @@ def _convert_foreign(group: Group, place: Place, edits: Edits, keeps: bool) -> l
     elif holder is not None:
         edits.remember(holder)
         setattr(holder, _name(holder, group), stack)
-        calls = StackCalls(stack)
+        calls = StackCalls(stack, 0 if group.end is None else group.end.early)
         edits.afterwards(holder.register_forward_pre_hook(calls.begin, prepend=True).remove)
         edits.afterwards(holder.register_forward_hook(calls.end, always_call=True).remove)
         if stack.is_wide:

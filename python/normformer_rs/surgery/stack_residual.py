@@ -200,8 +200,8 @@ class StackCalls:
     """Hooks around a stack's calls: the stack ends as the scheme says, whichever block was the last to run, and hidden
     states that it returns are x."""
 
-    def __init__(self, stack: StackResidual) -> None:
-        self.stack = stack
+    def __init__(self, stack: StackResidual, early: int = 0) -> None:
+        self.stack, self.early = stack, early
 
     def begin(self, *_: Any) -> None:
         begin_stack_call(self.stack)
@@ -215,8 +215,12 @@ class StackCalls:
         return _replaced(output, lambda t: t if t is not given[0] else self.stack.finish(t, given[1]))
 
     def before_norm(self, _: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        """On the norm after the stack: its input is the stack's output."""
+        """On the norm after the stack: its input is the stack's output, but for its `early` calls before the stack."""
         call = stack_call(self.stack)
+        if call is not None:
+            call.norms += 1
+            if call.norms <= self.early:
+                return None
         is_early = call is not None and not call.is_finished
         y = args[0] if args else None
         if not isinstance(y, Tensor) or not (is_early or (call is None and y.shape[-1] != self.stack.width)):
