@@ -16,6 +16,13 @@ from torch.testing import assert_close
 
 FOLDER = os.environ.get("NORMFORMER_RS_AUTHORS")
 
+# A Llama of four layers in peft_pretraining, as the releases of GPAS and ProRes have it: its names, and our options.
+OUTER = {"target_embedding": "model.embed_tokens", "output_projection": "lm_head", "decoder.norm": "model.norm"}
+INNER = {"self_attn.out_proj": "self_attn.o", "linear1": "mlp.gate", "linear2": "mlp.down", "linear3": "mlp.up"}
+SHAPE = {"d_model": 8, "d_ff": 12, "heads": 2, "vocab_size": 11, "norm": "rmsnorm:llama", "dropout": 0.0}
+SHAPE |= {"activation": "swiglu", "positions": "rotary", "linear_biases": False, "tie_embeddings": "none"}
+SHAPE |= {"architecture": "decoder-only", "encoder_layers": 0, "decoder_layers": 4, "scale_embeddings": False}
+
 
 def source(repository: str, commit: str, path: str) -> str:
     """Returns the text of a file at a commit; skips the test without a checkout."""

@@ -1,4 +1,5 @@
-"""What fairseq and fairseq-0.12.2 draw against fairseq 0.7.2, as old as TwT, and 0.12.2; and xavier against torch."""
+"""First values: fairseq against fairseq 0.7.2, which is as old as TwT, fairseq-0.12.2 against 0.12.2, xavier against
+torch."""
 
 import argparse
 import dataclasses

@@ -5,7 +5,7 @@ import types
 import pytest
 import torch
 from authors_support import module
-from test_transformers_without_tears import OURS, THEIRS, WHERE, in_our_order
+from test_transformers_without_tears import OURS, THEIRS, WHERE, in_our_order, logits_of
 
 import normformer_rs as nfrs
 
@@ -49,15 +49,7 @@ def test_model(residual, norm, fixnorm):
     torch.testing.assert_close([*ours.parameters()][-1].detach(), first[-1], rtol=1e-7, atol=0)
     found, expected = (words.detach().quantile(deciles) for words in (next(ours.parameters()), first[0]))
     torch.testing.assert_close(found, expected, rtol=0, atol=0.1 * expected[-1].item())
-    theirs.lang_embedding.data.zero_()
-    for p, view in zip(ours.parameters(), first, strict=True):
-        p.data.copy_(view.add_(torch.randn_like(view), alpha=0.05))
-    source, target = torch.randint(2, 500, (2, 3, 6))
-    source[1, 4:] = target[2, 3:] = 1
-    real, logits, logit_fn = target != 1, [], theirs.logit_fn
-    theirs.logit_fn = lambda *given: logits.append(logit_fn(*given)) or logits[0]
-    theirs(source, target, target, 0, 1, torch.ones(500))
-    y, expected = ours(source, target)[real], logits[0].reshape(3, 6, 500)[real]
+    y, expected = logits_of(ours, theirs, first)
     torch.testing.assert_close(y, expected, rtol=0, atol=1e-12)
     slope = torch.randn_like(y)
     y.backward(slope), expected.backward(slope)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from authors_support import assert_same_language_models, module
+from authors_support import INNER, OUTER, SHAPE, assert_same_language_models, module
 
 from normformer_rs import Transformer, TransformerConfig
 
@@ -10,11 +10,6 @@ AUTHORS = "dandingsky/GPAS", "31980688f4cbb1b0cff59bca9077e6fc52dab3f0"
 CHANGES = {"torch.float32": "torch.float64", ".float()": ".double()", "from peft_pretraining import": "import"}
 KINDS = {"prenorm": "pre", "ln-scaling": "lns", "sandwich": "sandwich", "deepnorm": "deeppost"}
 KINDS |= {"postnorm": "post_pre", "mix-ln": "post_pre"}
-OUTER = {"target_embedding": "model.embed_tokens", "output_projection": "lm_head", "decoder.norm": "model.norm"}
-INNER = {"self_attn.out_proj": "self_attn.o", "linear1": "mlp.gate", "linear2": "mlp.down", "linear3": "mlp.up"}
-SHAPE = {"d_model": 8, "d_ff": 12, "heads": 2, "vocab_size": 11, "norm": "rmsnorm:llama", "dropout": 0.0}
-SHAPE |= {"activation": "swiglu", "positions": "rotary", "linear_biases": False, "tie_embeddings": "none"}
-SHAPE |= {"architecture": "decoder-only", "encoder_layers": 0, "decoder_layers": 4, "scale_embeddings": False}
 
 
 def as_ours(weights):

@@ -6,18 +6,13 @@ import types
 import numpy
 import pytest
 import torch
-from authors_support import assert_same_language_models, module, source
+from authors_support import INNER, OUTER, SHAPE, assert_same_language_models, module, source
 
 from normformer_rs import Transformer, TransformerConfig
 
 AUTHORS = "dandingsky/ProRes", "5253e0dea6cff62f69c8f7fe1cc3151ec572fab6"
 CHANGES = {"torch.float32": "torch.float64", ".float()": ".double()"}
 KINDS = {"prenorm": "pre", "ln-scaling": "lns", "sandwich": "sandwich", "deepnorm": "deeppost", "postnorm": "post"}
-OUTER = {"target_embedding": "model.embed_tokens", "output_projection": "lm_head", "decoder.norm": "model.norm"}
-INNER = {"self_attn.out_proj": "self_attn.o", "linear1": "mlp.gate", "linear2": "mlp.down", "linear3": "mlp.up"}
-SHAPE = {"d_model": 8, "d_ff": 12, "heads": 2, "vocab_size": 11, "norm": "rmsnorm:llama", "dropout": 0.0}
-SHAPE |= {"activation": "swiglu", "positions": "rotary", "linear_biases": False, "tie_embeddings": "none"}
-SHAPE |= {"architecture": "decoder-only", "encoder_layers": 0, "decoder_layers": 4, "scale_embeddings": False}
 
 
 def as_ours(weights):

@@ -27,6 +27,20 @@ def in_our_order(theirs, of):
     return [torch.atleast_1d(value) for value in found]
 
 
+def logits_of(ours, theirs, views):
+    """Moves both models' parameters by the same random numbers, and returns the logits of both on padded sentences.
+    `views`: the authors' parameters in our order."""
+    theirs.lang_embedding.data.zero_()
+    for p, view in zip(ours.parameters(), views, strict=True):
+        p.data.copy_(view.add_(torch.randn_like(view), alpha=0.05))
+    source, target = torch.randint(2, 500, (2, 3, 6))
+    source[1, 4:] = target[2, 3:] = 1
+    real, logits, logit_fn = target != 1, [], theirs.logit_fn
+    theirs.logit_fn = lambda *given: logits.append(logit_fn(*given)) or logits[0]
+    theirs(source, target, target, 0, 1, torch.ones(500))
+    return ours(source, target)[real], logits[0].reshape(3, 6, 500)[real]
+
+
 @pytest.mark.parametrize(("norm", "fixnorm"), [("scalenorm", True), ("layernorm", False)])
 @pytest.mark.parametrize("residual", ["prenorm", "postnorm"])
 def test_model(residual, norm, fixnorm):
@@ -43,15 +57,7 @@ def test_model(residual, norm, fixnorm):
     for p, first in zip(ours.parameters(), in_our_order(theirs, torch.Tensor.detach), strict=True):
         spread = first.std(correction=0).item()
         torch.testing.assert_close(p.data.quantile(deciles), first.quantile(deciles), rtol=1e-7, atol=spread / 12)
-    theirs.lang_embedding.data.zero_()
-    for p, view in zip(ours.parameters(), in_our_order(theirs, torch.Tensor.detach)):
-        p.data.copy_(view.add_(torch.randn_like(view), alpha=0.05))
-    source, target = torch.randint(2, 500, (2, 3, 6))
-    source[1, 4:] = target[2, 3:] = 1
-    real, logits, logit_fn = target != 1, [], theirs.logit_fn
-    theirs.logit_fn = lambda *given: logits.append(logit_fn(*given)) or logits[0]
-    theirs(source, target, target, 0, 1, torch.ones(500))
-    y, expected = ours(source, target)[real], logits[0].reshape(3, 6, 500)[real]
+    y, expected = logits_of(ours, theirs, in_our_order(theirs, torch.Tensor.detach))
     torch.testing.assert_close(y, expected, rtol=0, atol=1e-12)
     slope = torch.randn_like(y)
     y.backward(slope), expected.backward(slope)

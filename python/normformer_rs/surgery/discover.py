@@ -88,7 +88,8 @@ def find_stacks(model: nn.Module, example: Any = None) -> Stacks:
             continue
         try:
             _know(block, found, why)
-            groups.append(group._replace(end=_end(model, group.path, block, found)))
+            group = group._replace(end=_end(model, group.path, block, found))
+            groups.append(group if found is None else _with_end(group, found))
         except Unaccounted as reason:
             unknown[path] = f"{named(block)}: {reason}"
     if not groups and found is not None:

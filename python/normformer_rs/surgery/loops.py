@@ -62,30 +62,30 @@ class LoopResidual(nn.Module):
         self.structure = layers[0].structure._replace(parts=self.parts, writes=layers[0].structure.loop)
 
     def described(self) -> str:
-        """The module, for messages."""
+        """Returns the module's name for messages."""
         return f"a {type(self._owner[0]).__name__}"
 
     def layer_of(self, i: int) -> tuple[BlockResidual, int]:
-        """The layer that the sublayer belongs to, and its number there."""
+        """Returns the layer that the sublayer belongs to, and the sublayer's number there."""
         layer: Any = self.layers[i // self.size]
         return layer, i % self.size
 
     def place_in(self, _: Tensor) -> tuple[int, bool]:
-        """The first layer's number, and whether the stack begins with it."""
+        """Returns the first layer's number, and whether the stack begins with it."""
         return 0, True
 
     def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The output of the module's own forward."""
+        """Returns the output of the module's own forward."""
         names: Any = self._owner[0].names
         return run_on_stream(self, names, forward, args, kwargs)
 
     def read(self, i: int, streams: Streams, norm: nn.Module | None) -> Tensor:
-        """What sublayer i reads."""
+        """Returns the tensor that sublayer i reads."""
         layer, own = self.layer_of(i)
         return layer.read(own, streams, norm)
 
     def write(self, i: int, streams: Streams, f: Tensor, following: int | None) -> Streams:
-        """The streams after a sublayer's branch; `following`: the number of the next sublayer."""
+        """Returns the streams after a sublayer's branch; `following`: the number of the next sublayer."""
         layer, own = self.layer_of(i)
         if following is not None and following // self.size == i // self.size:
             return layer.write(own, streams, f, following % self.size)
@@ -97,7 +97,7 @@ class LoopResidual(nn.Module):
         return open_streams(after, after.sublayers[own], streams)
 
     def leave(self, streams: Streams, _: int) -> Tensor:
-        """The loop's output."""
+        """Returns the loop's output."""
         layer: Any = self.layers[-1]
         y = layer.leave(streams, len(self.layers) - 1)
         return self._owner[0].get_submodule(self.end)(y) if self.end else y
@@ -113,15 +113,9 @@ class LoopResidual(nn.Module):
         return any(self._owner[0].get_submodule(path) is norm for path in own)
 
 
-def loop_of(module: nn.Module) -> "LoopResidual | None":
-    """The scheme of a module with a loop; None: it has none."""
-    own = residual_of(module)
-    return own if isinstance(own, LoopResidual) else None
-
-
 def refuse_again(owner: nn.Module) -> None:
     """InputError for a loop that has a scheme already."""
-    if loop_of(owner) is not None:
+    if isinstance(residual_of(owner), LoopResidual):
         raise InputError(
             f"{type(owner).__name__} has another residual scheme of normformer_rs already: take that swap back with "
             "its undo()"

@@ -84,7 +84,7 @@ def prove(
             return in_words(reason)
         finally:
             edits.take_back()
-            for group in some:
+            for group in some:  # views are no parts of the model, so that nothing else puts them back
                 for view in () if group.loop is None else group.blocks:
                     vars(view).pop("residual", None)
 
