@@ -231,6 +231,14 @@ pub fn positive(name: &str, value: f64) -> Result<()> {
     }
 }
 
+/// Accepts 0 and finite numbers above it.
+pub fn zero_or_more(name: &str, value: f64) -> Result<()> {
+    match value >= 0.0 && value.is_finite() {
+        true => Ok(()),
+        false => Err(Error::invalid(format!("{name} must be at least 0, got {value}"))),
+    }
+}
+
 /// Returns whether a declared number is finite in float32, in which most models have their parameters.
 pub fn is_finite_in_f32(value: f64) -> bool {
     value.abs() <= f64::from(f32::MAX)

@@ -94,6 +94,8 @@ _Residual = Literal[
     "x0-lambdas",
     "depth-scaled",
     "variance-gate",
+    "keel",
+    "mhc-lite",
 ]
 _QkNormOver = Literal["head", "all-heads"]
 _VNorm = Literal["weighted", "unweighted"]
@@ -216,6 +218,8 @@ class TransformerConfig(Config):
     value_residual_start: float
     value_residual_learned: bool
     variance_gate_temperature: float
+    keel_alpha: float
+    mhc_lite_streams: int
     ds_init_alpha: float
     ds_init_mode: _PowernormMode
     init_std: float
@@ -315,6 +319,8 @@ class TransformerConfig(Config):
         value_residual_start: float = ...,
         value_residual_learned: bool = ...,
         variance_gate_temperature: float = ...,
+        keel_alpha: float = ...,
+        mhc_lite_streams: int = ...,
         ds_init_alpha: float = ...,
         ds_init_mode: _PowernormMode = ...,
         init_std: float = ...,

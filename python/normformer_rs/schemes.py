@@ -121,12 +121,12 @@ class Scheme(FromFile):
     """The base class of residual schemes: override `around`, and any other method that the scheme needs.
 
     >>> from normformer_rs.schemes import ResidualSpec, norm
-    >>> class Keel(Scheme):
-    ...     name, source, init = "keel", "arXiv 2601.19895", "smallinit"
+    >>> class TwoNorms(Scheme):
+    ...     name, init = "two-norms", "smallinit"
     ...     def around(self, place):
     ...         return ResidualSpec(before=norm("inner_norm"), alpha=2.0 * place.layers, after=norm())
     >>> import normformer_rs as nfrs
-    >>> nfrs.nn.TransformerEncoderLayer(8, 2, 16, residual=Keel()).inner_norm1.normalized_shape
+    >>> nfrs.nn.TransformerEncoderLayer(8, 2, 16, residual=TwoNorms()).inner_norm1.normalized_shape
     (8,)
 
     Names around a sublayer get its number in the layer (norm1, norm2, …), and inside an attention its path; parameters

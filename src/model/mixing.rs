@@ -54,6 +54,9 @@ impl BuiltMixing {
                 (Gates::Joint { magnitude, iterations, .. }, [weight, scale, bias]) => {
                     joint(tensors[0], [weight, scale, bias], *magnitude, *iterations, note)
                 }
+                (Gates::Permuted { .. }, [gain, weight, scale, bias]) => {
+                    permuted(tensors[0], [gain, weight, scale, bias], note)
+                }
                 (Gates::Each { .. }, [bias, dynamic @ ..]) => each(tensors[0], bias, dynamic, note),
                 (Gates::Channel { magnitude, .. }, [gain, down, up, write @ ..]) => {
                     by_channel(tensors[0], [gain, down, up], write.first().copied(), *magnitude, note)
@@ -151,6 +154,51 @@ fn joint(
     let mixed = both.f_narrow(-2, 1, n)?;
     let gates = gates.f_to_kind(streams.kind())?;
     Ok((both.f_select(-2, 0)?, Some(PendingWrite { mixed, gates })))
+}
+
+/// Reads with the gates of [`Gates::Permuted`].
+fn permuted(
+    streams: &Tensor,
+    [gain, weight, scale, bias]: [&Tensor; 4],
+    note: impl Fn(&Tensor) -> Result<()>,
+) -> Result<Read> {
+    let n = streams.size()[streams.dim() - 2];
+    let flat = wide(&streams.f_flatten(-2, -1)?)?; // (…, n·d)
+    let of = |t: &Tensor| t.f_to_kind(flat.kind());
+    let mixes = unit_rms(&flat)?.f_mul(&of(gain)?)?.f_linear::<&Tensor>(&of(weight)?, None)?;
+    note(&mixes)?;
+    let part = |index: i64, from: i64, count: i64| -> Result<Tensor> {
+        let scaled = mixes.f_narrow(-1, from, count)?.f_mul(&of(&scale.f_narrow(0, index, 1)?)?)?;
+        Ok(scaled.f_add(&of(&bias.f_narrow(0, from, count)?)?)?)
+    };
+    let reading = part(0, 0, n)?.f_sigmoid()?.f_unsqueeze(-2)?; // (…, 1, n)
+    let gates = part(1, n, n)?.f_sigmoid()?.f_mul_scalar(2.0)?.f_unsqueeze(-1)?;
+    let shares = part(2, 2 * n, Gates::permutations(n))?.f_softmax(-1, None::<Kind>)?;
+    let residual = mean_permutation(&shares, n)?.f_transpose(-2, -1)?;
+    let both = Tensor::f_cat(&[reading, residual], -2)?.f_to_kind(streams.kind())?.f_matmul(streams)?; // (…, 1 + n, d)
+    let mixed = both.f_narrow(-2, 1, n)?;
+    Ok((both.f_select(-2, 0)?, Some(PendingWrite { mixed, gates: gates.f_to_kind(streams.kind())? })))
+}
+
+/// Returns Σ_r shares_r P_r, (…, n, n), of the permutations of n in lexicographic order; row i of P_r has its 1 where
+/// the permutation sends i.
+fn mean_permutation(shares: &Tensor, n: i64) -> Result<Tensor> {
+    if n == 1 {
+        return Ok(shares.f_unsqueeze(-1)?);
+    }
+    // The permutations that send 0 to j follow one another, and each such chunk permutes the other n − 1.
+    let chunks = shares.f_unflatten(-1, [n, -1].as_slice())?;
+    let first = chunks.f_sum_dim_intlist([-1i64].as_slice(), false, None::<Kind>)?.f_unsqueeze(-2)?; // (…, 1, n)
+    let others = mean_permutation(&chunks, n - 1)?; // (…, n, n − 1, n − 1)
+    let none = others.f_select(-3, 0)?.f_narrow(-1, 0, 1)?.f_zeros_like()?;
+    let rest = (0..n).map(|j| {
+        let chunk = others.f_select(-3, j)?;
+        Ok(Tensor::f_cat(&[&chunk.f_narrow(-1, 0, j)?, &none, &chunk.f_narrow(-1, j, n - 1 - j)?], -1)?)
+    });
+    let rest = rest.collect::<Result<Vec<Tensor>>>()?;
+    let (start, more) = rest.split_first().expect("n is at least 2");
+    let sum = more.iter().try_fold(start.shallow_clone(), |sum, one| sum.f_add(one))?;
+    Ok(Tensor::f_cat(&[first, sum], -2)?)
 }
 
 /// Reads with the gates of [`Gates::Each`]; `dynamic` is empty, or γ, β, W and s.
@@ -254,6 +302,13 @@ fn sinkhorn(logits: &Tensor, iterations: i64) -> Result<Tensor> {
 /// Returns 1/√(mean x² + ε) over the last dimension, which stays with width 1.
 fn inverse_rms(x: &Tensor) -> Result<Tensor> {
     Ok(x.f_square()?.f_mean_dim([-1i64].as_slice(), true, None::<Kind>)?.f_add_scalar(EPS)?.f_rsqrt()?)
+}
+
+/// Returns x·√d/max(‖x‖, 1e-12) over the last dimension, of width d.
+fn unit_rms(x: &Tensor) -> Result<Tensor> {
+    let d = x.size()[x.dim() - 1];
+    let length = x.f_norm_scalaropt_dim(2.0, [-1i64].as_slice(), true)?.f_clamp_min(1e-12)?;
+    Ok(x.f_mul_scalar((d as f64).sqrt())?.f_div(&length)?)
 }
 
 /// Casts x to f32, unless it is f64.

@@ -200,6 +200,19 @@ impl Walk<'_> {
                 wanted(scale, &[scales])?;
                 wanted(bias, &[rows])
             }
+            Gates::Permuted { .. } if at_end => {
+                Err("gates of permuted streams write too, so no stack can end with them".into())
+            }
+            Gates::Permuted { .. } if n > 6 => {
+                Err(format!("all permutations of {n} streams are too many: at most 6 streams can be permuted"))
+            }
+            Gates::Permuted { gain, weight, scale, bias } => {
+                let rows = 2 * n + Gates::permutations(n);
+                wanted(gain, &[n * d])?;
+                wanted(weight, &[rows, n * d])?;
+                wanted(scale, &[3])?;
+                wanted(bias, &[rows])
+            }
             Gates::Each { .. } if at_end => Err("gates of each stream write too, so no stack can end with them".into()),
             Gates::Each { bias, dynamic } => {
                 wanted(bias, &[n * (n + 2)])?;

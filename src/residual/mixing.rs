@@ -28,6 +28,7 @@ impl Mixing {
                 Gates::Each { bias, dynamic: Some(Dynamic { gain, shift, weight, scale }) } => {
                     vec![bias, gain, shift, weight, scale]
                 }
+                Gates::Permuted { gain, weight, scale, bias } => vec![gain, weight, scale, bias],
                 Gates::Channel { gain, down, up, write, .. } => [gain, down, up].into_iter().chain(write).collect(),
                 Gates::Sum(_) => vec![],
             },
@@ -84,6 +85,19 @@ pub enum Gates {
         bias: Learned,
         dynamic: Option<Dynamic>,
     },
+    /// Functions of all streams together, with exact arithmetic means of permutations for R (docs/spec.md §2.33): with
+    /// m = φ(γ⊙vec(H)/√(mean H²)), p = σ(s₀m₀ + b₀), g = 2σ(s₁m₁ + b₁), R = Σ_r softmax(s₂m₂ + b₂)_r P_r over all
+    /// permutations P_r of n streams, in lexicographic order.
+    Permuted {
+        /// γ: (n·d,).
+        gain: Learned,
+        /// φ: (2n + n!, n·d).
+        weight: Learned,
+        /// s: (3,).
+        scale: Learned,
+        /// b: (2n + n!,).
+        bias: Learned,
+    },
     /// Gates by channel (docs/spec.md §2.23): with Ĥ_i = γ_i⊙H_i/√(mean H_i² + ε), x = 1/n·Σ_i σ(U silu(V
     /// vec(Ĥ)/n))_i⊙Ĥ_i, g = c·σ(W vec(Ĥ)/n), R = I.
     Channel {
@@ -100,6 +114,13 @@ pub enum Gates {
     },
     /// p_i = c, at a stack's end.
     Sum(f64),
+}
+
+impl Gates {
+    /// Returns n!, the number of permutations of n streams.
+    pub fn permutations(streams: i64) -> i64 {
+        (1..=streams).product()
+    }
 }
 
 /// The input-dependent part of [`Gates::Each`]: s⊙tanh(W·LayerNorm(H_i)), where s has one number for p and R and one

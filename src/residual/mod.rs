@@ -33,9 +33,11 @@ mod gpas;
 mod growth;
 mod hybridnorm;
 mod hyper_connections;
+mod keel;
 mod layerscale;
 mod ln_scaling;
 mod mhc;
+mod mhc_lite;
 mod mix_ln;
 mod mixing;
 mod normformer;
@@ -105,6 +107,8 @@ pub static SCHEMES: &[&Scheme] = &[
     &x0_lambdas::X0_LAMBDAS,
     &depth_scaled::DEPTH_SCALED,
     &variance_gate::VARIANCE_GATE,
+    &keel::KEEL,
+    &mhc_lite::MHC_LITE,
 ];
 
 /// Returns the options of all schemes.

@@ -49,7 +49,7 @@ def module(
         assert old in text, f"{repository}'s {path} has no {old!r}"
         text = text.replace(old, new)
     made = types.ModuleType(Path(path).stem)
-    names = {name.replace("__", "."): value for name, value in beside.items()}
+    names = {made.__name__: made, **{name.replace("__", "."): value for name, value in beside.items()}}
     before = {name: sys.modules.get(name) for name in names}
     sys.modules.update(names)
     try:

@@ -1,6 +1,7 @@
 """Our stacks with several streams, their sublayers, and their comparison with the authors' streams around these."""
 
 import copy
+import types
 
 import torch
 from torch.testing import assert_close
@@ -8,7 +9,7 @@ from torch.testing import assert_close
 from normformer_rs import nn
 
 N, WIDTH = 3, 12
-PARTS = ["weight", "scale", "bias", "norm_weight", "norm_bias"]
+PARTS = ["weight", "scale", "bias", "norm_weight", "norm_bias", "gain"]
 
 
 def stack_of(kind, residual, **options):
@@ -48,3 +49,40 @@ def compare(stack, run):
     found, expected = ({name: p.grad for name, p in each.named_parameters()} for each in (stack, theirs))
     assert all(gradient.abs().max() > 0 for gradient in found.values())
     assert_close(found, expected, rtol=0, atol=1e-10)
+
+
+def rearrange(x, pattern, s=1, **_):  # what the modules use of einops
+    split = {"(b s) ... d -> b ... s d": lambda: x.unflatten(0, (-1, s)).movedim(1, -2)}
+    split |= {"b ... f s d -> (b s) ... (f d)": lambda: x.squeeze(-3).movedim(-2, 1).flatten(0, 1)}
+    split |= {"b ... s d -> (b s) ... d": lambda: x.movedim(-2, 1).flatten(0, 1)}
+    split |= {"(f s) d -> f s d": lambda: x.unflatten(0, (-1, s)), "... -> ... 1": lambda: x.unsqueeze(-1)}
+    split |= {"b ... (f d) -> b ... f d": lambda: x.unsqueeze(-2), "b ... f d -> b ... (f d)": lambda: x.flatten(-2)}
+    split |= {
+        "... (s f) -> ... s f": lambda: x.unflatten(-1, (s, -1)),
+        "b ... s d -> b ... (s d)": lambda: x.flatten(-2),
+    }
+    split |= {"... (f s v) -> ... s f v": lambda: x.unsqueeze(-1).unsqueeze(-1)}
+    split |= {"b ... -> (b s) ...": lambda: x.repeat_interleave(s, 0)}
+    split |= {"(b s) ... -> b ...": lambda: x.unflatten(0, (-1, s)).sum(1)}
+    return split[pattern]()
+
+
+def einsum(x, y, pattern):
+    for name, letter in {"f1": "f", "f2": "g", " ": ""}.items():
+        pattern = pattern.replace(name, letter)
+    return torch.einsum(pattern, x, y.to(x.dtype))
+
+
+def layer(pattern, **options):
+    return lambda x: rearrange(x, pattern, **options)
+
+
+def put(owner, **tensors):
+    """Puts our tensors in the place of parameters, so that gradients reach them."""
+    for name, tensor in tensors.items():
+        assert owner._parameters.pop(name).shape == tensor.shape
+        setattr(owner, name, tensor)
+
+
+EINOPS = types.SimpleNamespace(rearrange=rearrange, einsum=einsum, repeat=None, reduce=None)
+LAYERS = types.SimpleNamespace(Rearrange=layer, Reduce=layer)

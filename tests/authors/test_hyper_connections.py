@@ -1,11 +1,9 @@
 """hyper-connections against lucidrains' module: first values, outputs and all gradients, in f64."""
 
-import types
-
 import pytest
 import torch
 from authors_support import module
-from streams_support import PARTS, WIDTH, N, compare, stack_of, sublayers
+from streams_support import EINOPS, LAYERS, PARTS, WIDTH, N, compare, put, stack_of, sublayers
 from torch.testing import assert_close
 
 COMMIT = "47751035f6e92f73121f1da56603f0d410115799"
@@ -13,39 +11,10 @@ AUTHORS = "lucidrains/hyper-connections", COMMIT, "hyper_connections/hyper_conne
 LAYER_NORM = {"self.norm = RMSNorm(dim)": "self.norm = nn.LayerNorm(dim)"}
 
 
-def rearrange(x, pattern, s=1, **_):  # what the module uses of einops
-    split = {"(b s) ... d -> b ... s d": lambda: x.unflatten(0, (-1, s)).movedim(1, -2)}
-    split |= {"b ... f s d -> (b s) ... (f d)": lambda: x.squeeze(-3).movedim(-2, 1).flatten(0, 1)}
-    split |= {"b ... s d -> (b s) ... d": lambda: x.movedim(-2, 1).flatten(0, 1)}
-    split |= {"(f s) d -> f s d": lambda: x.unflatten(0, (-1, s)), "... -> ... 1": lambda: x.unsqueeze(-1)}
-    split |= {"b ... (f d) -> b ... f d": lambda: x.unsqueeze(-2), "b ... f d -> b ... (f d)": lambda: x.flatten(-2)}
-    split |= {"... (s f) -> ... s f": lambda: x.unflatten(-1, (s, -1))}
-    split |= {"b ... -> (b s) ...": lambda: x.repeat_interleave(s, 0)}
-    split |= {"(b s) ... -> b ...": lambda: x.unflatten(0, (-1, s)).sum(1)}
-    return split[pattern]()
-
-
-def einsum(x, y, pattern):
-    return torch.einsum(pattern.replace("f1", "f").replace("f2", "g").replace(" ", ""), x, y)
-
-
-def layer(pattern, **options):
-    return lambda x: rearrange(x, pattern, **options)
-
-
-def put(owner, **tensors):
-    """Puts our tensors in the place of parameters, so that gradients reach them."""
-    for name, tensor in tensors.items():
-        assert owner._parameters.pop(name).shape == tensor.shape
-        setattr(owner, name, tensor)
-
-
 @pytest.mark.parametrize("kind", ["Encoder", "Decoder"])
 def test_hyper_connections(kind):
     """Their norm is an RMSNorm; the paper's and ours is LayerNorm (spec.md, 2.31). Their layers are our sublayers."""
-    names = types.SimpleNamespace(rearrange=rearrange, einsum=einsum, repeat=None, reduce=None)
-    layers = types.SimpleNamespace(Rearrange=layer, Reduce=layer)
-    authors = module(*AUTHORS, LAYER_NORM, einops=names, einops__layers__torch=layers)
+    authors = module(*AUTHORS, LAYER_NORM, einops=EINOPS, einops__layers__torch=LAYERS)
     expand, reduce = authors.get_expand_reduce_stream_functions(N)
     stack = stack_of(kind, "hyper-connections", hyper_connections_streams=N)
     for number, (ours, _) in enumerate(sublayers(stack)):
@@ -53,7 +22,7 @@ def test_hyper_connections(kind):
         static = torch.cat([theirs.static_alpha, theirs.static_beta[:, None]], 1).flatten()
         weights = torch.cat([theirs.dynamic_alpha_fn, theirs.dynamic_beta_fn[:, None]], 1).T
         scale = torch.stack([theirs.dynamic_alpha_scale, theirs.dynamic_beta_scale])
-        for part, value in zip(PARTS, [weights, scale, static, *theirs.norm.parameters()], strict=True):
+        for part, value in zip(PARTS, [weights, scale, static, *theirs.norm.parameters()]):
             assert_close(ours[part].float(), value, rtol=0, atol=0)
 
     def run(stack, x, parts_and_functions):

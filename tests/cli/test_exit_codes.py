@@ -61,11 +61,15 @@ def test_a_diverged_run_and_a_mistyped_option_differ(train, capsys):
 @pytest.mark.one_in(test=3)
 def test_a_stopped_command_dies_by_the_signal(train, tmp_path, number):
     log = tmp_path / "run" / "log.jsonl"
-    process = subprocess.Popen([*COMMAND, *train], stderr=subprocess.PIPE, text=True)
+    heard = lambda: signal.signal(number, signal.SIG_DFL)  # noqa: E731 (nohup, under which tests may run, ignores SIGHUP)
+    process = subprocess.Popen([*COMMAND, *train], stderr=subprocess.PIPE, text=True, preexec_fn=heard)
     while process.poll() is None and not (log.exists() and log.read_text().count("\n") > 3):
         time.sleep(0.01)
     process.send_signal(number)
-    assert "everything is saved" in process.communicate(timeout=120)[1]
+    try:
+        assert "everything is saved" in process.communicate(timeout=120)[1]
+    finally:
+        process.kill()  # one that has not heard would train on
     assert process.returncode == -number
 
 

@@ -9,7 +9,7 @@ from normformer_rs import nn as nfnn
 NORMS = [entry["name"] for entry in nfrs.tables()["norms"]]
 RESIDUALS = [entry["name"] for entry in nfrs.tables()["residuals"]]
 PAIRS = [(norm, residual) for norm in NORMS for residual in RESIDUALS if ref.is_defined(norm, residual)]
-MIXED = ("attnres", "mhc", "hyper-connections")
+MIXED = ("attnres", "mhc", "hyper-connections", "mhc-lite")
 """Schemes that read x from several tensors."""
 BETWEEN_LAYERS = ("dlcl", "denseformer", "resi-dual", "value-residual", "x0-lambdas", *MIXED)
 D, HEADS, FF = 16, 4, 24

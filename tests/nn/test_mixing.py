@@ -19,6 +19,7 @@ from normformer_rs.schemes import (
     Joint,
     Learned,
     Normal,
+    Permuted,
     ResidualSpec,
     StackSpec,
     norm,
@@ -129,13 +130,13 @@ def test_a_layer_alone_begins_and_ends_its_streams(residual):
 
 
 COUNTS = [{"mhc_streams": 0}, {"mhc_iterations": 0}, {"mhc_rank": 0}, {"attnres_block": 0}]
-COUNTS += [{"hyper_connections_streams": 0}]
+COUNTS += [{"hyper_connections_streams": 0}, {"mhc_lite_streams": 0}]
 
 
 @pytest.mark.parametrize("options", COUNTS, ids=str)
 def test_counts_begin_at_one(options):
     name = next(iter(options))
-    residual = next(scheme for scheme in MIXED if name.startswith(scheme.replace("-", "_")))
+    residual = max((scheme for scheme in MIXED if name.startswith(scheme.replace("-", "_"))), key=len)
     with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):
         nfnn.TransformerEncoderLayer(D, HEADS, FF, residual=residual, **options)
 
@@ -152,6 +153,8 @@ def test_counts_begin_at_one(options):
         ("mhc", {"mhc_mixing": "chanel"}, "channel"),
         ("mhc", {"mhc_end": "sum"}, "gates"),
         ("mhc", {"mhc_magnitude": 0.0}, "mhc_magnitude must be above 0, got 0"),
+        ("mhc-lite", {"mhc_lite_streams": 7}, "mhc_lite_streams must be at most 6, got 7"),
+        ("keel", {"keel_alpha": -1.0}, "keel_alpha must be at least 0, got -1"),
         ("attnres", {"attnres_queries": 3}, 'attnres_queries = 3 is an option of attnres_form = "normed"'),
         ("attnres", {"attnres_queries": 2}, "attnres_queries must be 1 or 3, got 2"),
         (
@@ -212,6 +215,13 @@ class Streams(nfrs.Scheme):
             return Joint(drawn("weight", rows, width), Learned(f"{stem}_scale", 0.01, scales), bias, 2.0, 0)
         if at_end:
             return 1.0
+        if self.form == "permuted":
+            rows = 2 * n + 2  # two streams have two permutations
+            gate = [1.0 if i == place.number % n else -1.0 for i in range(n)]
+            return Permuted(
+                Learned("hyper_gain", 1.0, width), Learned("hyper_weight", 0.0, (rows, width)),
+                Learned("hyper_scale", 0.01, 3), Learned("hyper_bias", [*gate, *gate, 0.0, -8.0], rows),
+            )  # fmt: skip
         p = [float(i == place.number % n) for i in range(n)]
         rows = [number for i in range(n) for number in (p[i], *(float(i == j) for j in range(n)), 1.0)]
         dynamic = Dynamic(
@@ -224,6 +234,7 @@ class Streams(nfrs.Scheme):
 SAID = {
     "each": {"residual": "hyper-connections", "hyper_connections_streams": 2},
     "none": {"residual": "mhc", "mhc_mixing": "none", "mhc_streams": 2},
+    "permuted": {"residual": "mhc-lite", "mhc_lite_streams": 2},
     "channel": {"residual": "mhc", "mhc_mixing": "channel", "mhc_rank": 3, "mhc_streams": 2},
 }
 
@@ -268,6 +279,8 @@ def a(*shape):
         ("around", Joint(a(8, 2 * D), a(3), a(8), 2.0, -1), "at least 0 iterations, got -1"),
         ("around", Channel(a(2 * D), a(3, 2 * D), a(2 * D, 3)), "need `write` around a sublayer"),
         ("around", Each(a(3)), "expected one of [[8]]"),
+        ("around", Permuted(a(2 * D), a(5, 2 * D), a(3), a(6)), "expected one of [[6, 32]]"),
+        ("end", Permuted(a(2 * D), a(6, 2 * D), a(3), a(6)), "no stack can end with them"),
     ],
 )
 def test_wrong_gates_are_refused(at, gates, message):

@@ -16,7 +16,7 @@ from torch import nn
 from normformer_rs import nn as nfnn
 
 D, HEADS, FF, DEPTH = 8, 2, 12, 3
-BETWEEN = {"dlcl", "denseformer", "resi-dual", "attnres", "mhc", "hyper-connections", "peri-ln", "r-fixup"}
+BETWEEN = {"dlcl", "denseformer", "resi-dual", "attnres", "mhc", "hyper-connections", "mhc-lite", "peri-ln", "r-fixup"}
 BETWEEN |= {"value-residual", "x0-lambdas"}
 MORE = [("postnorm*1/4,prenorm", {}), ("prenorm", {"init": "ds-init"}), ("deepnorm", {"init": "torch"})]
 CASES = [*((name, OPTIONS.get(name, {})) for name in RESIDUALS), *MORE]

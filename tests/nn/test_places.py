@@ -11,7 +11,7 @@ from torch import nn
 import normformer_rs as nfrs
 from normformer_rs import nn as nfnn
 
-BETWEEN = {"dlcl", "denseformer", "resi-dual", "attnres", "mhc", "hyper-connections", "peri-ln", "r-fixup"}
+BETWEEN = {"dlcl", "denseformer", "resi-dual", "attnres", "mhc", "hyper-connections", "mhc-lite", "peri-ln", "r-fixup"}
 BETWEEN |= {"value-residual", "x0-lambdas"}
 """Schemes with parts outside layers, other than a norm at the end."""
 MORE = [("postnorm*1/4,prenorm", {}), ("prenorm", {"init": "ds-init"}), ("prores", {"prores_scheme": "deepnorm"})]
@@ -355,7 +355,7 @@ def test_a_stack_whose_layers_were_changed(residual, options, kind):
     for way in WAYS.values():
         stack = ours(kind, residual, options)
         stack.layers = nn.ModuleList(way([*stack.layers]))
-        is_wired = residual in ("dlcl", "denseformer", "resi-dual", "attnres", "mhc", "hyper-connections")
+        is_wired = residual in ("dlcl", "denseformer", "resi-dual", "attnres", "mhc", "hyper-connections", "mhc-lite")
         if is_wired or residual in ("value-residual", "x0-lambdas"):
             with pytest.raises(
                 nfrs.InputError, match=f'residual "{residual}" connects layers 0 … 2, one after the other'

@@ -74,6 +74,8 @@ DEFAULTS: dict[str, Any] = {
     "mhc_magnitude": 2.0,
     "mhc_rank": 320,
     "mhc_end": "gates",  # or "mean"
+    "mhc_lite_streams": 4,
+    "keel_alpha": 0.0,  # 0: the number of sublayers
     "hyper_connections_streams": 4,
     "hyper_connections_dynamic": True,
     "prores_steps": 1000,

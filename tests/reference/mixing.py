@@ -4,6 +4,7 @@ Hyper-connections' are the n streams, attention residuals' the embedding and the
 """
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -32,6 +33,18 @@ class Hyper:
     scale: Parameter
     bias: Parameter
     magnitude: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Permuted:
+    """mHC-lite: as `Hyper`, but R is a mean of all permutations, weighted by a softmax; γ (`gain`) follows the root
+    mean square, ε is nowhere, and g is at most 2."""
+
+    n: int
+    gain: Parameter
+    weight: Parameter
+    scale: Parameter
+    bias: Parameter
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +88,7 @@ class Depth:
     begins: bool = False
 
 
-Streams = Hyper | Free | Channels | Total
+Streams = Hyper | Permuted | Free | Channels | Total
 Mixing = Streams | Depth | None
 """None: x is read as it is."""
 
@@ -175,6 +188,28 @@ def _channels(config: Config, name: Callable[[str], str], writes: bool) -> Chann
     )
 
 
+def mhc_lite(place: Any) -> Permuted:
+    """n streams and all n! permutations (Yang & Gao 2026). γ = 1, φ = 0, scales 0.01; biases of p and g −1, but 1 of
+    stream l mod n in sublayer l, from 0; of the permutations −8, but 0 of the identity."""
+    n = place.config["mhc_lite_streams"]
+    count, width = math.factorial(n), n * place.config["d_model"]
+    gates = -torch.ones(n)
+    gates[_number(place) % n] = 1.0
+    bias = torch.cat([gates, gates, torch.zeros(1), -8 * torch.ones(count - 1)])
+    return Permuted(
+        n,
+        place.parameter(f"hyper_gain{place.index}", (width,), 1.0),
+        place.parameter(f"hyper_weight{place.index}", (2 * n + count, width), 0.0),
+        place.parameter(f"hyper_scale{place.index}", (3,), 0.01),
+        place.parameter(f"hyper_bias{place.index}", (2 * n + count,), bias),
+    )
+
+
+def end_mhc_lite(config: Config, stack: str) -> Total:
+    """The sum."""
+    return Total(config["mhc_lite_streams"], 1.0)
+
+
 def hyper_connections(place: Any) -> Free:
     """Sublayer l reads stream l mod n and writes to all; streams stay as they are; γ = 1, β = 0, W = 0, scales 0.01
     (Zhu et al. 2024)."""
@@ -232,6 +267,8 @@ def read(mixing: Mixing, state: Mapping[str, Tensor], tensors: Sequence[Tensor])
         return mixing.factor * sum(tensors), None
     if isinstance(mixing, Free):
         return _free(mixing, state, tensors)
+    if isinstance(mixing, Permuted):
+        return _permuted(mixing, state, tensors)
     if isinstance(mixing, Channels):
         return _by_channel(mixing, state, tensors)
     n = mixing.n
@@ -251,6 +288,22 @@ def read(mixing: Mixing, state: Mapping[str, Tensor], tensors: Sequence[Tensor])
     logits = torch.cat([part(2, 2 * n + k) for k in range(n * n)], -1).unflatten(-1, (n, n))
     matrix = sinkhorn(logits, mixing.iterations)
     return x, (gates, [[matrix[..., i, j].unsqueeze(-1) for j in range(n)] for i in range(n)])
+
+
+def _permuted(mixing: Permuted, state: Mapping[str, Tensor], tensors: Sequence[Tensor]) -> tuple[Tensor, Gates]:
+    n, beside = mixing.n, torch.cat(list(tensors), -1)
+    normed = beside / beside.pow(2).mean(-1, keepdim=True).sqrt() * state[mixing.gain.name]
+    mixes = normed @ state[mixing.weight.name].T
+    p, g, r = mixes.split([n, n, mixes.shape[-1] - 2 * n], -1)
+    scales, biases = state[mixing.scale.name], state[mixing.bias.name].split([n, n, r.shape[-1]])
+    p, g, r = (scale * part + bias for scale, part, bias in zip(scales, (p, g, r), biases, strict=True))
+    weights = r.exp() / r.exp().sum(-1, keepdim=True)
+    matrix = [[torch.zeros_like(weights[..., :1]) for _ in range(n)] for _ in range(n)]
+    for number, permutation in enumerate(itertools.permutations(range(n))):
+        for i, j in enumerate(permutation):
+            matrix[i][j] = matrix[i][j] + weights[..., number : number + 1]
+    x = sum(p[..., i : i + 1].sigmoid() * tensors[i] for i in range(n))
+    return x, ([2 * g[..., j : j + 1].sigmoid() for j in range(n)], matrix)
 
 
 def _free(mixing: Free, state: Mapping[str, Tensor], tensors: Sequence[Tensor]) -> tuple[Tensor, Gates]:

@@ -389,6 +389,13 @@ def sandwich(place: Place) -> Sublayer:
     return dataclasses.replace(prenorm(place), output=place.norm(f"post_norm{place.index}"))
 
 
+def keel(place: Place) -> Sublayer:
+    """x⁺ = N(αx+F(N(x))), α the stack's number of sublayers (Chen & Wei 2026)."""
+    kinds = 2 if place.stack == "encoder" or is_one_stack(place.config) else 3
+    alpha = place.config["keel_alpha"] or float(kinds * place.config[f"{place.stack}_layers"])
+    return dataclasses.replace(prenorm(place), alpha=alpha, after=place.norm(f"post_norm{place.index}"))
+
+
 def layerscale(place: Place) -> Sublayer:
     """x⁺ = x+λ⊙F(N(x)) (Touvron et al. 2021)."""
     return dataclasses.replace(prenorm(place), beta=place.vector("branch_scale", place.config["layerscale_init"]))
@@ -572,6 +579,8 @@ SCHEMES: dict[str, tuple[Callable[[Place], Sublayer], Callable[[Config, str], St
     "x0-lambdas": (x0_lambdas, remembered_embedding),
     "depth-scaled": (depth_scaled, end_norm),
     "variance-gate": (variance_gate, end_norm),
+    "keel": (keel, nothing),
+    "mhc-lite": (mixed(mixes.mhc_lite), end_mixed(mixes.end_mhc_lite)),
 }
 RESIDUAL_NAMES = tuple(SCHEMES)
 

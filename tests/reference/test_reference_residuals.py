@@ -1,5 +1,6 @@
 """The oracle's residual schemes and inits against hand-written equations, identities and published numbers."""
 
+import itertools
 import math
 
 import pytest
@@ -36,6 +37,9 @@ VARIANTS = [
     {"residual": "gpas", "gpas_scheme": "mix-ln", "mix_ln_part": 0.5},
     {"residual": "value-residual", "value_residual_learned": False, "value_residual_start": 0.25},
     {"residual": "variance-gate", "variance_gate_temperature": 1.5},
+    {"residual": "keel", "keel_alpha": 2.5},
+    {"residual": "mhc-lite", "mhc_lite_streams": 3},
+    {"residual": "mhc-lite", "mhc_lite_streams": 1},
 ]
 per_variant = pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: "-".join(map(str, variant.values())))
 
@@ -165,6 +169,11 @@ def variance_gate(h, i, kind, x, memory):
     return torch.sqrt(torch.clamp(1 - beta**2, min=1e-3)) * x + beta * branch
 
 
+def keel(h, i, kind, x, memory):
+    alpha = h.config["keel_alpha"] or {"encoder": 2 * 2, "decoder": 3 * 3}[h.stack]
+    return h.norm(f"post_norm{i}", alpha * x + h.f(kind, h.norm(f"norm{i}", x), memory))
+
+
 ALPHA = {"encoder": 0.81 * (2**4 * 3) ** (1 / 16), "decoder": 9**0.25}  # of 2 and 3 layers
 OMEGA = {"encoder": math.sqrt(5 / math.log(5) - 1), "decoder": math.sqrt(10 / math.log(10) - 1)}
 SIGMOID = (1 / (1 + math.exp(2.5)) - 1 / (1 + math.exp(5))) / math.tanh(2.5)  # logistic(5) − logistic(−5) = tanh(2.5)
@@ -191,6 +200,7 @@ BY_HAND = {
     "ln-scaling": ln_scaling,
     "mix-ln": mix_ln,
     "denseformer": prenorm,
+    "keel": keel,
     "b2t": lambda h, i, k, x, m: h.norm(f"norm{i}", h.f(k, x, m) + (x + h.bottom if k == "feed_forward" else x)),
 }
 BY_HAND |= {"gpas": gpas, "value-residual": value_residual, "x0-lambdas": x0_lambdas}
@@ -270,6 +280,22 @@ def mhc_by_hand(config, sublayers, whole, x, memory):
     return channels(whole, "end_hyper")[0] if how == "channel" else read(mixes(whole, "end_hyper")[0])
 
 
+def mhc_lite_by_hand(config, sublayers, whole, x, memory):
+    n = config["mhc_lite_streams"]
+    streams = x.unsqueeze(-2).repeat(1, 1, n, 1)
+    permutations = torch.eye(n, dtype=torch.float64)[torch.tensor(list(itertools.permutations(range(n))))]  # (n!, n, n)
+    for h, i, kind in sublayers:
+        flat = functional.normalize(streams.flatten(-2), dim=-1) * (n * x.shape[-1]) ** 0.5 * h.p(f"hyper_gain{i}")
+        scale = h.p(f"hyper_scale{i}").repeat_interleave(torch.tensor([n, n, len(permutations)]))
+        mixes = flat @ h.p(f"hyper_weight{i}").T * scale + h.p(f"hyper_bias{i}")
+        r = torch.einsum("btr,rij->btij", mixes[..., 2 * n :].softmax(-1), permutations)
+        y = torch.einsum("btn,btnd->btd", mixes[..., :n].sigmoid(), streams)
+        f = h.f(kind, h.norm(f"norm{i}", y), memory)
+        mixed = torch.einsum("btij,btid->btjd", r, streams)
+        streams = mixed + 2 * mixes[..., n : 2 * n].sigmoid().unsqueeze(-1) * f.unsqueeze(-2)
+    return streams.sum(-2)
+
+
 def hyper_connections_by_hand(config, sublayers, whole, x, memory):
     n = config["hyper_connections_streams"]
     streams = x.unsqueeze(-2).repeat(1, 1, n, 1)
@@ -286,6 +312,7 @@ def hyper_connections_by_hand(config, sublayers, whole, x, memory):
 
 
 SEVERAL = {"attnres": attnres_by_hand, "mhc": mhc_by_hand, "hyper-connections": hyper_connections_by_hand}
+SEVERAL["mhc-lite"] = mhc_lite_by_hand
 
 
 def stack_by_hand(state, config, stack, x, memory):

@@ -10,7 +10,7 @@ NORMS = [entry["name"] for entry in nfrs.tables()["norms"]]
 
 
 RESIDUALS = [entry["name"] for entry in nfrs.tables()["residuals"]]
-BETWEEN_LAYERS = ("dlcl", "denseformer", "resi-dual", "attnres", "mhc", "hyper-connections")
+BETWEEN_LAYERS = ("dlcl", "denseformer", "resi-dual", "attnres", "mhc", "hyper-connections", "mhc-lite")
 BETWEEN_LAYERS += ("value-residual", "x0-lambdas")
 
 

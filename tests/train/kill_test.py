@@ -230,13 +230,14 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=20, help="kills at random moments")
     parser.add_argument("--updates", type=int, default=16)
     parser.add_argument("--stride", type=int, default=1, help="take every so many-th act of writing")
+    parser.add_argument("--best", choices=("last", "first"), action="append", help="take one of the corpora")
     arguments = parser.parse_args()
     for name in ("matplotlib.pyplot", "torch.utils.tensorboard"):  # a run would import them each time
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
     # Threads would not live through a fork.
     torch.set_num_threads(1)
-    for best in ("last", "first"):
+    for best in arguments.best or ("last", "first"):
         print(f"the {best} evaluation is the best", flush=True)
         harm(best, arguments)
 

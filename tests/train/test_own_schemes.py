@@ -201,8 +201,8 @@ FILE = """
 import normformer_rs as nfrs
 from normformer_rs.schemes import ResidualSpec, norm
 
-class Keel(nfrs.Scheme):
-    name, source, init = "keel", "arXiv 2601.19895", "smallinit"
+class TwoNorms(nfrs.Scheme):
+    name, source, init = "two-norms", "an example", "smallinit"
     def around(self, place):
         return ResidualSpec(before=norm("inner_norm"), alpha=2.0 * place.layers, after=norm())
 """
@@ -212,7 +212,7 @@ class Keel(nfrs.Scheme):
 def test_the_command_line_takes_a_file_and_a_class(tmp_path, corpus):
     (tmp_path / "mine.py").write_text(FILE)
     command = [sys.executable, "-m", "normformer_rs", "train", "--output", str(tmp_path / "run"), "--no-progress"]
-    for name, value in {**corpus, **TINY, "updates": 2, "residual": f"{tmp_path / 'mine.py'}:Keel"}.items():
+    for name, value in {**corpus, **TINY, "updates": 2, "residual": f"{tmp_path / 'mine.py'}:TwoNorms"}.items():
         command += [f"--{name.replace('_', '-')}", str(value)]
     done = subprocess.run([*command, "--no-bpe"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -405,7 +405,10 @@ def test_data_of_another_size_is_refused(tmp_path):
 
 @pytest.mark.parametrize(
     ("text", "why"),
-    [("none.py:A", "there is no file"), ("FILE:Nope", "has no class Nope of normformer_rs.Scheme; it has ['Keel']")],
+    [
+        ("none.py:A", "there is no file"),
+        ("FILE:Nope", "has no class Nope of normformer_rs.Scheme; it has ['TwoNorms']"),
+    ],
 )
 def test_files_without_the_class_are_refused(tmp_path, text, why):
     (tmp_path / "mine.py").write_text(FILE)

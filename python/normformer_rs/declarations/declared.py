@@ -26,6 +26,7 @@ __all__ = [
     "HyperConnection",
     "Joint",
     "Learned",
+    "Permuted",
     "ResidualSpec",
     "StackSpec",
     "StreamStep",
@@ -210,6 +211,16 @@ class Joint(NamedTuple):
     iterations: int = 20
 
 
+class Permuted(NamedTuple):
+    """Gates of n streams that are functions of all streams together, with weighted means of all permutations
+    (docs/spec.md §2.33): gain (n·d,), weight (2n + n!, n·d), scale (3,), bias (2n + n!,)."""
+
+    gain: Learned
+    weight: Learned
+    scale: Learned
+    bias: Learned
+
+
 class Dynamic(NamedTuple):
     """The input-dependent part of `Each`: s⊙tanh(W·LayerNorm(H_i)). gain and shift are LayerNorm's, (d,); weight is
     W, (n + 2, d); scale is s, (2,)."""
@@ -239,7 +250,7 @@ class Channel(NamedTuple):
     magnitude: float = 2.0
 
 
-Gates = Joint | Each | Channel | float
+Gates = Joint | Permuted | Each | Channel | float
 
 
 class HyperConnection(NamedTuple):
@@ -564,7 +575,7 @@ def _whole(value: Any, what: str) -> int:
     return int(value)
 
 
-_GATES = {"joint": Joint, "each": Each, "channel": Channel, "sum": float}
+_GATES = {"joint": Joint, "permuted": Permuted, "each": Each, "channel": Channel, "sum": float}
 _MIXING = {"hyper": HyperConnection, "depth": DepthAttention}
 _CODECS: dict[Any, Callable[[], _Codec]] = {
     bool: lambda: _leaf(lambda value, _: bool(value)),
@@ -576,7 +587,7 @@ _CODECS: dict[Any, Callable[[], _Codec]] = {
     Change: _change,
     Changes: _changes,
     Stream: _stream,
-    Gates: lambda: _enum(_GATES, "a Joint, an Each, a Channel or a number"),
+    Gates: lambda: _enum(_GATES, "a Joint, a Permuted, an Each, a Channel or a number"),
     Mixing: lambda: _enum(_MIXING, "a HyperConnection or a DepthAttention"),
 }
 """Makers of the codecs of types whose fields alone do not determine it."""

@@ -132,6 +132,44 @@ def hyper_connection(
     return both[..., 0, :], both[..., 1:, :], gates.unsqueeze(-1).to(streams.dtype)
 
 
+def permuted_connection(
+    streams: Tensor, gain: Tensor, weight: Tensor, scale: Tensor, bias: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns (x, M, g) for n streams H (…, n, d): x (…, d) = Σ_i σ(s₀m₀ + b₀)_i H_i is F's input, and H⁺ = M + g⊙F(x)
+    with M_j = Σ_i R_ij H_i, R = Σ_r softmax(s₂m₂ + b₂)_r P_r over all permutations, and g (…, n, 1) = 2σ(s₁m₁ + b₁).
+
+    m = φ(γ⊙vec(H)·√(nd)/max(‖vec(H)‖, 1e-12)); m₀, m₁ and m₂ are its first n numbers, the next n, and the last n!, and
+    b is split in the same way. γ is (n·d,), φ (2n + n!, n·d), s (3,). Source: Yang & Gao 2026, release (`MHCLite`).
+    """
+    n, flat = streams.shape[-2], wide(streams.flatten(-2))
+    normed = F.normalize(flat, dim=-1) * flat.shape[-1] ** 0.5 * gain.to(flat.dtype)
+    mixes = F.linear(normed, weight.to(flat.dtype))
+    s, b = scale.to(mixes.dtype), bias.to(mixes.dtype)
+    shares = torch.sigmoid(mixes[..., :n] * s[0] + b[:n])
+    gates = 2 * torch.sigmoid(mixes[..., n : 2 * n] * s[1] + b[n : 2 * n])
+    into = mean_permutation(torch.softmax(mixes[..., 2 * n :] * s[2] + b[2 * n :], -1), n).transpose(-2, -1)
+    both = torch.cat([shares.unsqueeze(-2), into], -2).to(streams.dtype) @ streams  # (…, 1 + n, d)
+    return both[..., 0, :], both[..., 1:, :], gates.unsqueeze(-1).to(streams.dtype)
+
+
+def mean_permutation(shares: Tensor, n: int) -> Tensor:
+    """Returns Σ_r shares_r P_r, (…, n, n), of the n! permutations of n in lexicographic order; row i of P_r has its 1
+    where the permutation sends i.
+
+    >>> mean_permutation(torch.tensor([0.25, 0.75]), 2)
+    tensor([[0.2500, 0.7500],
+            [0.7500, 0.2500]])
+    """
+    if n == 1:
+        return shares.unsqueeze(-1)
+    # The permutations that send 0 to j follow one another, and each such chunk permutes the other n − 1.
+    chunks = shares.unflatten(-1, (n, -1))
+    others = mean_permutation(chunks, n - 1).unbind(-3)
+    none = torch.zeros_like(others[0][..., :1])
+    rest = sum(torch.cat([chunk[..., :j], none, chunk[..., j:]], -1) for j, chunk in enumerate(others))
+    return torch.cat([chunks.sum(-1).unsqueeze(-2), rest], -2)  # type: ignore[list-item]
+
+
 def free_hyper_connection(
     streams: Tensor,
     bias: Tensor,

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..declarations.declared import Channel, Each, HyperConnection, Joint, Mixing, parts_of
+from ..declarations.declared import Channel, Each, HyperConnection, Joint, Mixing, Permuted, parts_of
 from . import formulas
 
 Tensors = tuple[Tensor, ...]
@@ -61,6 +61,8 @@ def _gated(gates: Any, streams: Tensor, *made: Tensor) -> tuple[Tensor, ...]:
         if gates.scale.shape == (1,):
             return (formulas.hyper_read(streams, weight, scale, bias),)
         return formulas.hyper_connection(streams, weight, scale, bias, gates.iterations, gates.magnitude)
+    if isinstance(gates, Permuted):
+        return formulas.permuted_connection(streams, *made)
     if isinstance(gates, Each):
         return formulas.free_hyper_connection(streams, *made)
     if isinstance(gates, Channel):

@@ -1,0 +1,59 @@
+//! mHC-lite: n streams, mixed by weighted sums of all permutations, which are exactly doubly stochastic (Yang & Gao
+//! 2026).
+
+use super::{
+    prenorm::PRENORM, Gates, HyperConnection, LayerContext, Learned, Mixing, ResidualSpec, Scheme, StackSpec,
+};
+use crate::error::Result;
+use crate::options::{at_least_one, at_most, option_spec};
+use crate::parametrisation::SumsOver;
+
+option_spec! {
+    /// Number of streams n of mhc-lite, at most 6: n! permutations are weighed.
+    STREAMS ("mhc_lite_streams"): i64 = 4, check_streams;
+}
+
+/// The first value of s.
+const SCALE: f64 = 0.01;
+/// The first b of streams that are hardly read or written; the sublayer's own has 1.
+const ASIDE: f64 = -1.0;
+/// The first b of every permutation but the identity, which has 0.
+const APART: f64 = -8.0;
+
+pub static MHC_LITE: Scheme = Scheme {
+    name: "mhc-lite",
+    equation: "H⁺_j = g_j F(N(Σ_i p_i H_i)) + Σ_i R_ij H_i of n streams H, all x at the start; p, g, R functions of H, R a weighted \
+     mean of all permutations; N(Σ_i H_i) after the stack",
+    source: "Yang & Gao 2026 (mHC-lite)",
+    options: &[&STREAMS],
+    around,
+    stack,
+    ..Scheme::PLAIN
+};
+
+fn check_streams(name: &str, value: i64) -> Result<()> {
+    at_least_one(name, value)?;
+    at_most(name, value, 6)
+}
+
+fn around(place: &LayerContext) -> ResidualSpec {
+    let (n, d) = (place.options.get(&STREAMS), place.model.d_model);
+    let own = place.number() % n;
+    let gates = (0..n).chain(0..n).map(|i| if i == own { 1.0 } else { ASIDE });
+    let permutations = (0..Gates::permutations(n)).map(|i| if i == 0 { 0.0 } else { APART });
+    let bias: Vec<f64> = gates.chain(permutations).collect();
+    let rows = bias.len() as i64;
+    let gates = Gates::Permuted {
+        gain: Learned::new(place.numbered("hyper_gain"), &[n * d], 1.0),
+        weight: Learned::new(place.numbered("hyper_weight"), &[rows, n * d], 0.0).summed_over(SumsOver::Width),
+        scale: Learned::new(place.numbered("hyper_scale"), &[3], SCALE),
+        bias: Learned::each(place.numbered("hyper_bias"), &[rows], bias),
+    };
+    let mixing = Mixing::Hyper(HyperConnection { streams: n, gates: Box::new(gates) });
+    ResidualSpec { mixing: Some(mixing), ..(PRENORM.around)(place) }
+}
+
+fn stack(place: &LayerContext) -> StackSpec {
+    let end = HyperConnection { streams: place.options.get(&STREAMS), gates: Box::new(Gates::Sum(1.0)) };
+    StackSpec { mixing: Some(Mixing::Hyper(end)), ..(PRENORM.stack)(place) }
+}
