@@ -53,10 +53,14 @@ format: $(VENV)/installed ## format Rust and Python
 # cargo as pip's build calls it: what either has compiled serves the other.
 CARGO := $(BIN)/python3 _build.py
 
-.PHONY: lint
-lint: build ## formatting, clippy, ruff, stubs, types
+.PHONY: lint lint-rust lint-python
+lint: lint-rust lint-python ## formatting, clippy, ruff, stubs, types
+
+lint-rust: build
 	cargo fmt --check
 	$(TIMED) clippy $(CARGO) clippy --quiet --release --features python --all-targets -- --deny warnings
+
+lint-python: build
 	$(BIN)/ruff check --quiet .
 	$(BIN)/ruff format --quiet --check .
 	$(BIN)/python -m normformer_rs._stubs --check
@@ -85,7 +89,7 @@ test: test-rust test-python ## Rust tests, and Python tests of every area
 test-all: LIMIT := 900
 test-all: build $(VENV)/fairseq ## the longer Python tests, and the operators' on the emulated GPU
 	$(TIMED) "longer Python tests" $(BIN)/python $(PYTEST) -m "full and not long"
-	NORMFORMER_RS_TEST_DEVICE=emulated $(TIMED) "operators on the emulated GPU" $(BIN)/python $(PYTEST) -m "device and not cpu" tests/operators tests/norms
+	NORMFORMER_RS_TEST_DEVICE=emulated $(TIMED) "operators on the emulated GPU" $(BIN)/python $(PYTEST) -m "device and not cpu and not long" tests/operators tests/norms
 
 # zensical has an environment of its own: it makes HTML of pages that the package's environment has written.
 $(VENV)-docs/installed: requirements-docs.txt
@@ -113,6 +117,7 @@ fuzz: build ## N random calls of all operators, valid and not, beside guard page
 test-long: LIMIT := 7200
 test-long: kill-test $(VENV)/fairseq ## what runs once per change of its subject: kill-test, planted faults, every CUDA variant for every architecture, all cases
 	$(BIN)/python $(PYTEST) -m long
+	NORMFORMER_RS_TEST_DEVICE=emulated $(BIN)/python $(PYTEST) -m "device and not cpu and long" tests/operators tests/norms
 	cd tests && ../$(BIN)/python cuda/binaries.py --output ../benches/results/cuda-binaries.csv
 
 # An environment of its own for each TORCH, deleted by `make clean`.

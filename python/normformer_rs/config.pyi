@@ -217,6 +217,7 @@ class TransformerConfig(Config):
     gpas_scheme: _GpasScheme
     value_residual_start: float
     value_residual_learned: bool
+    x0_lambdas_backout: bool
     variance_gate_temperature: float
     keel_alpha: float
     mhc_lite_streams: int
@@ -318,6 +319,7 @@ class TransformerConfig(Config):
         gpas_scheme: _GpasScheme = ...,
         value_residual_start: float = ...,
         value_residual_learned: bool = ...,
+        x0_lambdas_backout: bool = ...,
         variance_gate_temperature: float = ...,
         keel_alpha: float = ...,
         mhc_lite_streams: int = ...,

@@ -1,9 +1,7 @@
 //! mHC-lite: n streams, mixed by weighted sums of all permutations, which are exactly doubly stochastic (Yang & Gao
 //! 2026).
 
-use super::{
-    prenorm::PRENORM, Gates, HyperConnection, LayerContext, Learned, Mixing, ResidualSpec, Scheme, StackSpec,
-};
+use super::{prenorm::PRENORM, Gates, HyperConnection, LayerContext, Learned, Mixing, ResidualSpec, Scheme, StackSpec};
 use crate::error::Result;
 use crate::options::{at_least_one, at_most, option_spec};
 use crate::parametrisation::SumsOver;

@@ -11,12 +11,19 @@ from torch.testing import assert_close
 from normformer_rs import Transformer, TransformerConfig, nn
 
 AUTHORS = "karpathy/nanochat", "92d63d4e8bb4df75c3b71618f31ddde2378b2bcd"
-LAYERS, HEADS, WORDS = 3, 4, 64
+HEADS, WORDS = 4, 64
 IN_F64 = {"logits.float()": "logits", "dtype=torch.float32": "dtype=torch.float64"}
 NAMES = {"self_attn.out_proj": "attn.c_proj", "linear1": "mlp.c_fc", "linear2": "mlp.c_proj"}
-LEFT_OUT = "smear_lambda", "backout_lambda", "value_embeds"
-OPTIONS = {"architecture": "decoder-only", "encoder_layers": 0, "decoder_layers": LAYERS, "vocab_size": WORDS}
-OPTIONS |= {"d_model": 32, "d_ff": 128, "heads": HEADS, "dropout": 0.0, "residual": "x0-lambdas"}
+LEFT_OUT = "smear_lambda", "value_embeds"
+OPTIONS = {"architecture": "decoder-only", "encoder_layers": 0, "vocab_size": WORDS}
+OPTIONS |= {
+    "x0_lambdas_backout": True,
+    "d_model": 32,
+    "d_ff": 128,
+    "heads": HEADS,
+    "dropout": 0.0,
+    "residual": "x0-lambdas",
+}
 OPTIONS |= {"positions": "rotary", "rope_theta": 100000.0, "activation": "relu2", "logit_softcap": 15.0}
 OPTIONS |= {"linear_biases": False, "scale_embeddings": False, "tie_embeddings": "none", "norm": "rmsnorm:nanochat"}
 OPTIONS |= {"qk_norm": True, "qk_norm_after_rotation": True, "qk_norm_weight": False, "qk_norm_scale": 1.2}
@@ -32,12 +39,12 @@ def nanochat():
     return module(*AUTHORS, "nanochat/gpt.py", IN_F64, **beside)
 
 
-def as_ours(weights):
+def as_ours(weights, layers):
     """Names the authors' weights, or their gradients, as this package does. They rotate queries and keys by minus the
     angle, which is the rotation here with the two halves of a head swapped."""
     named = {"target_embedding.weight": "transformer.wte.weight", "output_projection.weight": "lm_head.weight"}
     ours = {name: weights[theirs] for name, theirs in named.items()}
-    for i in range(LAYERS):
+    for i in range(layers):
         a, b = f"decoder.layers.{i}.", f"transformer.h.{i}."
         ours |= {f"{a}{name}.weight": weights[f"{b}{theirs}.weight"] for name, theirs in NAMES.items()}
         q, k, v = (weights[f"{b}attn.c_{x}.weight"] for x in "qkv")
@@ -45,31 +52,32 @@ def as_ours(weights):
         ours[a + "self_attn.in_proj_weight"] = torch.cat([q, k, v])
         ours[a + "stream_scale"] = weights["resid_lambdas"][i : i + 1]
         ours[a + "embedding_scale"] = weights["x0_lambdas"][i : i + 1]
-    return ours
+    return {**ours, "decoder.backout_scale": -weights["backout_lambda"]}
 
 
-@pytest.mark.parametrize("kv_heads", [4, 2])
-def test_model(kv_heads):
-    """First lambdas; then logits and all gradients with random weights. Smear, backout and value embeddings, which this
-    package leaves out, do nothing, because smear_lambda, backout_lambda and the embeddings are zero."""
+@pytest.mark.parametrize(("kv_heads", "layers"), [(4, 3), (2, 3), (4, 2), (4, 1), (4, 4)])
+def test_model(kv_heads, layers):
+    """First lambdas; then logits and all gradients with random weights. Smear and value embeddings, which this package
+    leaves out, do nothing, because smear_lambda and the embeddings are zero."""
     authors = nanochat()
-    sizes = {"n_layer": LAYERS, "n_head": HEADS, "n_kv_head": kv_heads, "n_embd": 32}
+    sizes = {"n_layer": layers, "n_head": HEADS, "n_kv_head": kv_heads, "n_embd": 32}
     theirs = authors.GPT(authors.GPTConfig(sequence_len=16, vocab_size=WORDS, **sizes))
     theirs.init_weights()
-    ours, weights = Transformer(TransformerConfig(**OPTIONS, kv_heads=kv_heads)), dict(theirs.named_parameters())
-    first = as_ours(weights)
+    weights = dict(theirs.named_parameters())
+    ours = Transformer(TransformerConfig(**OPTIONS, kv_heads=kv_heads, decoder_layers=layers))
+    first = as_ours(weights, layers)
     assert all(torch.equal(w, first[name]) for name, w in ours.named_parameters() if name.endswith("_scale"))
     ours, theirs = ours.double(), theirs.double()
     torch.manual_seed(0)
     for name, weight in weights.items():
         torch.nn.init.normal_(weight, std=0.0 if name.startswith(LEFT_OUT) else 0.5)
-    ours.load_state_dict(as_ours(weights))
+    ours.load_state_dict(as_ours(weights, layers))
     ids, targets = torch.randint(2, WORDS, (2, 3, 7))
     logits = ours(None, ids)
     assert_close(logits, theirs(ids), rtol=0, atol=1e-12)
     cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum").backward()
     theirs(ids, targets, loss_reduction="sum").backward()
-    gradients = as_ours({name: weight.grad for name, weight in weights.items()})
+    gradients = as_ours({name: weight.grad for name, weight in weights.items()}, layers)
     assert_close({name: weight.grad for name, weight in ours.named_parameters()}, gradients, rtol=0, atol=1e-11)
 
 

@@ -96,6 +96,8 @@ def test_logits_and_every_gradient_equal_the_oracles(norm, residual):
         {"residual": "mhc", "mhc_mixing": "channel", "mhc_rank": 3, "mhc_end": "mean", "norm": "scalenorm-fixed"},
         {"residual": "hyper-connections", "hyper_connections_streams": 3},
         {"residual": "hyper-connections", "hyper_connections_dynamic": False},
+        {"residual": "mhc-lite", "mhc_lite_streams": 3},
+        {"residual": "x0-lambdas", "x0_lambdas_backout": True},
         *({"residual": "prores", "prores_steps": 2, "prores_scheme": name} for name in PRORES),
         {"residual": "prores", "prores_steps": 2, "prores_scheme": "ln-scaling", "ln_scaling_mode": "weight"},
         {"residual": "postnorm*1,prores", "prores_steps": 2, "prores_scheme": "deepnorm", "norm": "scalenorm-fixed"},

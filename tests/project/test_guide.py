@@ -18,21 +18,22 @@ import pytest
 import torch
 import normformer_rs as nfrs
 from normformer_rs.nn import MaxNorm, TransformerEncoderLayer, norm_class
+from normformer_rs.schemes import Learned, ResidualSpec, gate, norm, times
 from normformer_rs.surgery import swap_norms, swap_residuals
 import reference as ref
 
 assert norm_class("maxnorm") is MaxNorm
 assert repr(MaxNorm(8)) == "MaxNorm((8,), eps=1e-05, elementwise_affine=True)"
 x = torch.randn(3, 8, dtype=torch.float64, requires_grad=True)
-norm = MaxNorm(8, dtype=torch.float64)
-torch.nn.init.constant_(norm.scale, 0.5)
-expected = ref.apply_norm("maxnorm", x, norm.weight, inside={"scale": norm.scale})
-torch.testing.assert_close(norm(x), expected)
-torch.testing.assert_close(norm(x), MaxNorm(8, eps=0.0, elementwise_affine=False, dtype=torch.float64)(x) / 0.5)
-assert torch.autograd.gradcheck(norm, (x,)) and torch.compile(norm, fullgraph=True, backend="eager")(x).shape == x.shape
-assert norm(x.bfloat16()).dtype == torch.bfloat16
+own = MaxNorm(8, dtype=torch.float64)
+torch.nn.init.constant_(own.scale, 0.5)
+expected = ref.apply_norm("maxnorm", x, own.weight, inside={"scale": own.scale})
+torch.testing.assert_close(own(x), expected)
+torch.testing.assert_close(own(x), MaxNorm(8, eps=0.0, elementwise_affine=False, dtype=torch.float64)(x) / 0.5)
+assert torch.autograd.gradcheck(own, (x,)) and torch.compile(own, fullgraph=True, backend="eager")(x).shape == x.shape
+assert own(x.bfloat16()).dtype == torch.bfloat16
 with pytest.raises(ValueError, match="MaxNorm|8"):
-    norm(x[:, :7])
+    own(x[:, :7])
 with pytest.raises(ValueError, match="did you mean .*maxnorm"):
     nfrs.TransformerConfig(norm="maxnrom")
 layer = torch.nn.TransformerEncoderLayer(8, 2, 16)
@@ -45,6 +46,31 @@ with pytest.raises(ValueError, match="damped_start must lie in"):
     TransformerEncoderLayer(8, 2, 16, residual="damped", damped_start=1.0)
 with pytest.raises(ValueError, match="damped_start = 0.25 is an option of damped, and this model has"):
     nfrs.Transformer(nfrs.TransformerConfig(vocab_size=9, damped_start=0.25))
+
+
+class Gated(nfrs.Scheme):
+    name = "gated"
+
+    def __init__(self, change):
+        self.change = change
+
+    def around(self, place):
+        return ResidualSpec(before=norm(), skip=self.change)
+
+
+gates, halves = Gated(gate(Learned("stream_gate", 0.0))), Gated(times(0.5))  # σ(0) = ½
+shape = {"vocab_size": 9, "d_model": 8, "d_ff": 16, "heads": 2, "dropout": 0.0}
+models = [nfrs.Transformer(nfrs.TransformerConfig(residual=each, **shape), seed=1).double() for each in (gates, halves)]
+ids = torch.randint(4, 9, (2, 5))
+torch.testing.assert_close(models[0](ids, ids), models[1](ids, ids), rtol=0, atol=0)
+models[0](ids, ids).square().sum().backward()
+assert dict(models[0].named_parameters())["encoder.layers.0.stream_gate"].grad.abs() > 0
+layers = [TransformerEncoderLayer(8, 2, 16, 0.0, residual=each, encoder_layers=1) for each in (gates, halves)]
+layers[1].load_state_dict(layers[0].state_dict(), strict=False)
+x = torch.randn(4, 2, 8)
+torch.testing.assert_close(layers[0](x), layers[1](x), rtol=0, atol=0)
+with pytest.raises(ValueError, match="of shape .3., expected one of"):
+    TransformerEncoderLayer(8, 2, 16, residual=Gated(gate(Learned("stream_gate", 0.0, 3))))
 p, g, m = torch.ones(3), torch.tensor([1.0, -2.0, 0.0]), torch.zeros(3)
 nfrs._core.step_by_rule('{"optimizer": "signum"}', p, g, [m], 0.1)
 torch.testing.assert_close((p, m), (torch.tensor([0.9, 1.1, 1.0]), 0.1 * g))

@@ -75,6 +75,7 @@ DEFAULTS: dict[str, Any] = {
     "mhc_rank": 320,
     "mhc_end": "gates",  # or "mean"
     "mhc_lite_streams": 4,
+    "x0_lambdas_backout": False,
     "keel_alpha": 0.0,  # 0: the number of sublayers
     "hyper_connections_streams": 4,
     "hyper_connections_dynamic": True,

@@ -82,6 +82,7 @@ class Run:
         self.state, self.config, self.dropout = state, complete(config), dropout or Dropout()
         self.is_training = dropout is not None
         self.site = 0
+        self.memory: dict[str, Tensor] = {}
         odd = set(state) ^ {*parameter_shapes(config), *buffer_shapes(config)}
         if odd:
             raise KeyError(f"names missing from the state or unexpected in it: {sorted(odd)}")
@@ -177,7 +178,8 @@ class Run:
         """x⁺ = N_after(α⊙x + β⊙dropout(f)), f = N_output(F(N_before(x))), and each stream's α⊙s + β⊙dropout(f). The
         layer's input, `bottom`, is added before N_after where the scheme says so."""
         about = describe_sublayer(place)
-        x = self.changed(about.first, place.stack, x, real)
+        for change in about.first:
+            x = self.changed(change, place.stack, x, real)
         x = self.changed(about.skip, place.stack, x, real)
         y, weights = read(about.mixing, self.state, [x, *streams])
         y = self.changed(about.before, place.stack, y, real)
@@ -321,10 +323,10 @@ class Run:
             case Damp(by):
                 return x - torch.nn.functional.silu(self.state[by.name]) * x.detach()
             case Remember():
-                self.memory = x
+                self.memory[change.name] = x
                 return x
             case Blend(own, first):
-                return self.gain(own) * x + self.gain(first) * self.memory
+                return self.gain(own) * x + self.gain(first) * self.memory[change.name]
             case HeadScale(by):
                 scale = self.state[by.name]
                 return (x.unflatten(-1, (len(scale), -1)) * scale.unsqueeze(-1)).flatten(-2)

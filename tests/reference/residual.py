@@ -89,6 +89,8 @@ class Damp:
 class Remember:
     """x stays as it is, and is remembered for `Blend`."""
 
+    name: str = "first"
+
 
 @dataclasses.dataclass(frozen=True)
 class Blend:
@@ -96,6 +98,7 @@ class Blend:
 
     own: Parameter | float
     first: Parameter | float
+    name: str = "first"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,7 +150,7 @@ class Sublayer:
     mixing: mixes.Mixing = None
     adds_bottom: bool = False
     """x⁺ = N_after(x₀ + α⊙x + …), x₀ the layer's input."""
-    first: Change | None = None
+    first: tuple[Change, ...] = ()
     """On x as the layer begins."""
     on_x: Change | None = None
     """On x in the sum alone."""
@@ -156,7 +159,7 @@ class Sublayer:
     def parts(self) -> Iterator[Change | Gain | None]:
         """Everything that may have parameters."""
         yield from (self.skip, self.before, self.after, self.output, self.alpha, self.beta, *self.inside.values())
-        yield from (self.first, self.on_x, self.on_sum)
+        yield from (*self.first, self.on_x, self.on_sum)
         yield from (gain for gains in self.streams for gain in gains)
         yield from mixes.parts(self.mixing)
 
@@ -297,7 +300,9 @@ def x0_lambdas(place: Place) -> Sublayer:
     part = place.layer / max(place.config[f"{place.stack}_layers"] - 1, 1)
     own = place.scalar("stream_scale", 1.15 - 0.1 * part)
     blend = Blend(own, place.scalar("embedding_scale", 0.2 - 0.15 * part))
-    return dataclasses.replace(prenorm(place), first=blend if place.index == 1 else None)
+    middle = place.config["x0_lambdas_backout"] and place.layer == place.config[f"{place.stack}_layers"] // 2 + 1
+    first = (Remember("middle"), blend) if middle else (blend,)
+    return dataclasses.replace(prenorm(place), first=first if place.index == 1 else ())
 
 
 def depth_scaled(place: Place) -> Sublayer:
@@ -482,7 +487,12 @@ def as_gpas_scheme(config: Config, stack: str) -> Stack:
 def remembered_embedding(config: Config, stack: str) -> Stack:
     """x₀ = N(embedding), remembered; N after the last layer."""
     begin = (Norm(f"{stack}.embedding_norm", config["d_model"]), Remember())
-    return dataclasses.replace(end_norm(config, stack), begin=begin)
+    end = end_norm(config, stack).end
+    if config["x0_lambdas_backout"]:
+        end = (Blend(1.0, Parameter(f"{stack}.backout_scale", (1,), -0.2), "middle"), *end)
+        is_last = config[f"{stack}_layers"] // 2 + 1 == config[f"{stack}_layers"]
+        end = (Remember("middle"), *end) if is_last else end
+    return Stack(begin=begin, end=end)
 
 
 def nothing(config: Config, stack: str) -> Stack:

@@ -38,6 +38,7 @@ VARIANTS = [
     {"residual": "value-residual", "value_residual_learned": False, "value_residual_start": 0.25},
     {"residual": "variance-gate", "variance_gate_temperature": 1.5},
     {"residual": "keel", "keel_alpha": 2.5},
+    {"residual": "x0-lambdas", "x0_lambdas_backout": True},
     {"residual": "mhc-lite", "mhc_lite_streams": 3},
     {"residual": "mhc-lite", "mhc_lite_streams": 1},
 ]
@@ -153,6 +154,8 @@ def x0_lambdas(h, i, kind, x, memory):
     if i == 1:
         x0 = x if is_first(h) else h.shared[h.stack]
         h.shared[h.stack] = x0
+        if h.config["x0_lambdas_backout"] and h.prefix.endswith("layers.2"):  # of 2 and 3 layers
+            h.shared[f"{h.stack} middle"] = x
         x = h.p("stream_scale") * x + h.p("embedding_scale") * x0
     return prenorm(h, i, kind, x, memory)
 
@@ -358,6 +361,8 @@ def stack_by_hand(state, config, stack, x, memory):
         return state["encoder.end_scale"] * x if stack == "encoder" else x
     under = {"prores": c["prores_scheme"], "gpas": c["gpas_scheme"]}
     scheme = under.get(c["residual"], c["residual"])
+    if scheme == "x0-lambdas" and c["x0_lambdas_backout"]:
+        x = x + whole.p("backout_scale") * shared.get(f"{stack} middle", x)
     has_norm = scheme in END_NORM or (is_dlcl and is_pre)
     return whole.norm("norm", x) if has_norm else x
 

@@ -259,7 +259,7 @@ def test_rates_chosen_on_the_other_reported_seeds_would_find_too_much():
     assert alarms > 100
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_several_equal_arms_differ_as_rarely_as_one():
     draw, alarms = random.Random(2), 0
     study = Study(arms=dict.fromkeys("abcd", ARMS["pre"]), options=SMALL, lr=[1e-3], seeds=4, updates=5)
