@@ -64,7 +64,7 @@ models = [nfrs.Transformer(nfrs.TransformerConfig(residual=each, **shape), seed=
 ids = torch.randint(4, 9, (2, 5))
 torch.testing.assert_close(models[0](ids, ids), models[1](ids, ids), rtol=0, atol=0)
 models[0](ids, ids).square().sum().backward()
-assert dict(models[0].named_parameters())["encoder.layers.0.stream_gate"].grad.abs() > 0
+assert dict(models[0].named_parameters())["encoder.layers.0.stream_gate1"].grad.abs() > 0
 layers = [TransformerEncoderLayer(8, 2, 16, 0.0, residual=each, encoder_layers=1) for each in (gates, halves)]
 layers[1].load_state_dict(layers[0].state_dict(), strict=False)
 x = torch.randn(4, 2, 8)
