@@ -148,12 +148,14 @@ fn joint(
     }
     let gates = part(1, n, n)?.f_sigmoid()?.f_mul_scalar(magnitude)?.f_unsqueeze(-1)?;
     let logits = part(2, 2 * n, n * n)?.f_unflatten(-1, [n, n].as_slice())?;
-    let residual = sinkhorn(&logits, iterations)?.f_transpose(-2, -1)?;
-    // One product computes x and the mixed streams.
-    let both = Tensor::f_cat(&[reading, residual], -2)?.f_to_kind(streams.kind())?.f_matmul(streams)?; // (…, 1 + n, d)
-    let mixed = both.f_narrow(-2, 1, n)?;
-    let gates = gates.f_to_kind(streams.kind())?;
-    Ok((both.f_select(-2, 0)?, Some(PendingWrite { mixed, gates })))
+    read_and_mix(streams, reading, &sinkhorn(&logits, iterations)?, &gates)
+}
+
+/// Returns x = Σ_i p_i H_i, and the streams Σ_i R_ij H_i with their write gates; one product computes both.
+fn read_and_mix(streams: &Tensor, reading: Tensor, r: &Tensor, gates: &Tensor) -> Result<Read> {
+    let both = Tensor::f_cat(&[reading, r.f_transpose(-2, -1)?], -2)?.f_to_kind(streams.kind())?.f_matmul(streams)?;
+    let mixed = both.f_narrow(-2, 1, streams.size()[streams.dim() - 2])?; // of (…, 1 + n, d)
+    Ok((both.f_select(-2, 0)?, Some(PendingWrite { mixed, gates: gates.f_to_kind(streams.kind())? })))
 }
 
 /// Reads with the gates of [`Gates::Permuted`].
@@ -174,10 +176,7 @@ fn permuted(
     let reading = part(0, 0, n)?.f_sigmoid()?.f_unsqueeze(-2)?; // (…, 1, n)
     let gates = part(1, n, n)?.f_sigmoid()?.f_mul_scalar(2.0)?.f_unsqueeze(-1)?;
     let shares = part(2, 2 * n, Gates::permutations(n))?.f_softmax(-1, None::<Kind>)?;
-    let residual = mean_permutation(&shares, n)?.f_transpose(-2, -1)?;
-    let both = Tensor::f_cat(&[reading, residual], -2)?.f_to_kind(streams.kind())?.f_matmul(streams)?; // (…, 1 + n, d)
-    let mixed = both.f_narrow(-2, 1, n)?;
-    Ok((both.f_select(-2, 0)?, Some(PendingWrite { mixed, gates: gates.f_to_kind(streams.kind())? })))
+    read_and_mix(streams, reading, &mean_permutation(&shares, n)?, &gates)
 }
 
 /// Returns Σ_r shares_r P_r, (…, n, n), of the permutations of n in lexicographic order; row i of P_r has its 1 where

@@ -203,9 +203,10 @@ impl Walk<'_> {
             Gates::Permuted { .. } if at_end => {
                 Err("gates of permuted streams write too, so no stack can end with them".into())
             }
-            Gates::Permuted { .. } if n > 6 => {
-                Err(format!("all permutations of {n} streams are too many: at most 6 streams can be permuted"))
-            }
+            Gates::Permuted { .. } if n > Gates::MOST_PERMUTED => Err(format!(
+                "all permutations of {n} streams are too many: at most {} streams can be permuted",
+                Gates::MOST_PERMUTED
+            )),
             Gates::Permuted { gain, weight, scale, bias } => {
                 let rows = 2 * n + Gates::permutations(n);
                 wanted(gain, &[n * d])?;

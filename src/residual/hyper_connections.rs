@@ -1,7 +1,7 @@
 //! Hyper-connections: n streams, mixed by learned numbers and by functions of each stream (Zhu et al. 2024, Algorithm
 //! 2).
 
-use super::mixing::check_streams;
+use super::mixing::{check_streams, sum_at_end};
 use super::{
     prenorm::PRENORM, Dynamic, Gates, HyperConnection, LayerContext, Learned, Mixing, ResidualSpec, Scheme, StackSpec,
 };
@@ -52,6 +52,5 @@ fn around(place: &LayerContext) -> ResidualSpec {
 }
 
 fn stack(place: &LayerContext) -> StackSpec {
-    let end = HyperConnection { streams: place.options.get(&STREAMS), gates: Box::new(Gates::Sum(1.0)) };
-    StackSpec { mixing: Some(Mixing::Hyper(end)), ..(PRENORM.stack)(place) }
+    sum_at_end(place, place.options.get(&STREAMS))
 }

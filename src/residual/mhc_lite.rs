@@ -1,6 +1,7 @@
 //! mHC-lite: n streams, mixed by weighted sums of all permutations, which are exactly doubly stochastic (Yang & Gao
 //! 2026).
 
+use super::mixing::sum_at_end;
 use super::{prenorm::PRENORM, Gates, HyperConnection, LayerContext, Learned, Mixing, ResidualSpec, Scheme, StackSpec};
 use crate::error::Result;
 use crate::options::{at_least_one, at_most, option_spec};
@@ -31,7 +32,7 @@ pub static MHC_LITE: Scheme = Scheme {
 
 fn check_streams(name: &str, value: i64) -> Result<()> {
     at_least_one(name, value)?;
-    at_most(name, value, 6)
+    at_most(name, value, Gates::MOST_PERMUTED)
 }
 
 fn around(place: &LayerContext) -> ResidualSpec {
@@ -52,6 +53,5 @@ fn around(place: &LayerContext) -> ResidualSpec {
 }
 
 fn stack(place: &LayerContext) -> StackSpec {
-    let end = HyperConnection { streams: place.options.get(&STREAMS), gates: Box::new(Gates::Sum(1.0)) };
-    StackSpec { mixing: Some(Mixing::Hyper(end)), ..(PRENORM.stack)(place) }
+    sum_at_end(place, place.options.get(&STREAMS))
 }

@@ -1,6 +1,8 @@
 //! Sublayers that read x from several tensors and write F(x) to several, with weights that may depend on these tensors.
 
-use super::declared::Learned;
+use super::declared::{Learned, StackSpec};
+use super::place::LayerContext;
+use super::prenorm::PRENORM;
 use crate::error::Result;
 use crate::options::{at_least_one, at_most};
 use serde::{Deserialize, Serialize};
@@ -44,6 +46,12 @@ impl Mixing {
 /// The maximum number of streams: mHC's φ has n³·d numbers.
 const MOST_STREAMS: i64 = 100;
 
+/// Returns the end of a stack whose output is the norm of the sum of n streams.
+pub(super) fn sum_at_end(place: &LayerContext, streams: i64) -> StackSpec {
+    let end = HyperConnection { streams, gates: Box::new(Gates::Sum(1.0)) };
+    StackSpec { mixing: Some(Mixing::Hyper(end)), ..(PRENORM.stack)(place) }
+}
+
 /// Checks the number of a hyper-connection's streams.
 pub(super) fn check_streams(name: &str, value: i64) -> Result<()> {
     at_least_one(name, value)?;
@@ -85,8 +93,7 @@ pub enum Gates {
         bias: Learned,
         dynamic: Option<Dynamic>,
     },
-    /// Functions of all streams together, with exact arithmetic means of permutations for R (docs/spec.md §2.33): with
-    /// m = φ(γ⊙vec(H)/√(mean H²)), p = σ(s₀m₀ + b₀), g = 2σ(s₁m₁ + b₁), R = Σ_r softmax(s₂m₂ + b₂)_r P_r over all
+    /// Functions of all streams together, with a weighted mean of permutations for R (docs/spec.md §2.33): with m = φ(γ⊙vec(H)/√(mean H²)), p = σ(s₀m₀ + b₀), g = 2σ(s₁m₁ + b₁), R = Σ_r softmax(s₂m₂ + b₂)_r P_r over all
     /// permutations P_r of n streams, in lexicographic order.
     Permuted {
         /// γ: (n·d,).
@@ -117,6 +124,9 @@ pub enum Gates {
 }
 
 impl Gates {
+    /// The maximum number of streams whose permutations are weighed: 720 of them.
+    pub const MOST_PERMUTED: i64 = 6;
+
     /// Returns n!, the number of permutations of n streams.
     pub fn permutations(streams: i64) -> i64 {
         (1..=streams).product()

@@ -20,6 +20,7 @@ from train_support import events, losses, weights
 
 import normformer_rs as nfrs
 from normformer_rs import nn as nfnn
+from processes import errors_of
 
 D, RANKS, STEPS = 6, 3, 4
 NORMS = {
@@ -268,7 +269,7 @@ def test_ctrl_c_saves_once_for_all(tmp_path, corpus, place):
     process = subprocess.Popen(words, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True)
     wait_for(tmp_path / "run", wanted, process)
     os.killpg(process.pid, signal.SIGINT)
-    errors = process.communicate(timeout=150)[1]
+    errors = errors_of(process)
     assert errors.count("--resume goes on") == 2, errors
     last = max(losses(tmp_path / "run"))
     if place == "within an evaluation":
@@ -308,7 +309,7 @@ def test_ranks_train_one_model_after_another(tmp_path, corpus, launcher):
         subprocess.Popen([sys.executable, *more, *words], env={**os.environ, **own}, stderr=subprocess.PIPE, text=True)
         for more, own in starts
     ]
-    said = [rank.communicate(timeout=150)[1] for rank in ranks]
+    said = [errors_of(rank) for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0] * len(ranks), said
     for number in range(3):
         assert list(losses(tmp_path / str(number))) == [1, 2]
@@ -329,8 +330,8 @@ def test_a_rank_that_loses_its_partner_says_so_in_one_line(tmp_path, corpus, die
     ]
     wait_for(tmp_path / "run", 4, *ranks)
     ranks[dies].kill()
-    said = ranks[1 - dies].communicate(timeout=150)[1]
-    ranks[dies].communicate(timeout=150)
+    said = errors_of(ranks[1 - dies])
+    errors_of(ranks[dies])
     assert ranks[1 - dies].returncode == 4 and "Traceback" not in said
     (line,) = [line for line in said.splitlines() if "error:" in line]
     assert f"rank {1 - dies} of 2 lost a partner" in line and "--resume" in line

@@ -15,6 +15,7 @@ from train_support import fit, losses, weights
 
 import normformer_rs as nfrs
 from normformer_rs.loop.signals import as_ctrl_c, held
+from processes import errors_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SAVING = {"updates": 12, "evaluate_every": 5, "keep": 2, "max_tokens": 100}
@@ -126,7 +127,7 @@ def test_a_launcher_repeats_the_terminals_signal(tmp_path, corpus, first, later)
     process.send_signal(first)
     time.sleep(later)
     process.send_signal(signal.SIGINT)
-    said = process.communicate(timeout=150)[1]
+    said = errors_of(process)
     assert "everything is saved: the same command with --resume goes on" in said and "Traceback" not in said, said
     assert process.returncode in (-first, -signal.SIGINT)  # the latter where it comes after the last word
 
