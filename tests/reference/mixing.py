@@ -37,8 +37,8 @@ class Hyper:
 
 @dataclasses.dataclass(frozen=True)
 class Permuted:
-    """mHC-lite: as `Hyper`, but R is a mean of all permutations, weighted by a softmax; γ (`gain`) follows the root
-    mean square, ε is nowhere, and g is at most 2."""
+    """mHC-lite: as `Hyper`, but R is a mean of all permutations, weighted by a softmax; γ (`gain`) follows the
+    division by the length, which is at least 1e-12, and g is at most 2."""
 
     n: int
     gain: Parameter
@@ -292,7 +292,8 @@ def read(mixing: Mixing, state: Mapping[str, Tensor], tensors: Sequence[Tensor])
 
 def _permuted(mixing: Permuted, state: Mapping[str, Tensor], tensors: Sequence[Tensor]) -> tuple[Tensor, Gates]:
     n, beside = mixing.n, torch.cat(list(tensors), -1)
-    normed = beside / beside.pow(2).mean(-1, keepdim=True).sqrt() * state[mixing.gain.name]
+    length = torch.linalg.vector_norm(beside, dim=-1, keepdim=True).clamp_min(1e-12)
+    normed = beside / length * beside.shape[-1] ** 0.5 * state[mixing.gain.name]
     mixes = normed @ state[mixing.weight.name].T
     p, g, r = mixes.split([n, n, mixes.shape[-1] - 2 * n], -1)
     scales, biases = state[mixing.scale.name], state[mixing.bias.name].split([n, n, r.shape[-1]])

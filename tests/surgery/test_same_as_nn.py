@@ -122,8 +122,8 @@ def copy_weights(model, stack, block):
             if parameter in copied:
                 continue
             path, _, leaf = name.rpartition(".")
-            own = getattr(one.residual, norms.get(path, path).replace(".", "_"), None) if path else one.residual
-            own = getattr(one, norms[path]) if path in norms and hasattr(getattr(one, norms[path]), leaf) else own
+            own = getattr(one.residual, path.replace(".", "_"), None) if path else one.residual
+            own = getattr(one, norms[path]) if own is None and path in norms else own
             own = one.residual if own is None else own
             held = own.get_parameter(leaf) if hasattr(own, leaf) else one.residual.get_parameter(name.replace(".", "_"))
             put(parameter, held)
