@@ -19,26 +19,32 @@ help: ## what there is to make
 # Prints what a command took, and keeps it for `.ci/run`.
 TIMED := .ci/timed
 
-$(VENV)/installed: requirements-dev.txt
+# What the extension is compiled with. The rest is installed while it compiles.
+$(VENV)/torch: requirements-dev.txt
 	$(PYTHON) _build.py check
 	$(PYTHON) -m venv $(VENV)
-	$(TIMED) "install" $(BIN)/pip install --quiet --requirement requirements-dev.txt
+	$(TIMED) "install torch" $(BIN)/pip install --quiet --constraint requirements-dev.txt torch maturin numpy
 	touch $@
 
-$(VENV)/built: $(VENV)/installed Cargo.toml Cargo.lock pyproject.toml build.rs _build.py .cargo/config.toml $(shell find src -type f)
+$(VENV)/installed: $(VENV)/torch requirements-dev.txt
+	$(TIMED) "install the rest" $(BIN)/pip install --quiet --requirement requirements-dev.txt
+	touch $@
+
+$(VENV)/built: $(VENV)/torch Cargo.toml Cargo.lock pyproject.toml build.rs _build.py .cargo/config.toml $(shell find src -type f)
 	$(TIMED) "compile the extension" $(BIN)/python3 -m pip install --quiet --no-build-isolation --no-deps --editable .
 	touch $@
 
-$(VENV)/fairseq: $(VENV)/installed requirements-fairseq.txt
+.PHONY: build
+build: ## the virtual environment with the package in it
+	@$(MAKE) --silent --jobs 2 $(VENV)/built $(VENV)/installed
+
+$(VENV)/fairseq: requirements-fairseq.txt | build
 	$(BIN)/pip install --quiet "pip<24.1"
 	$(BIN)/pip install --quiet --no-deps --requirement requirements-fairseq.txt
 	touch $@
 
 .PHONY: fairseq
 fairseq: $(VENV)/fairseq ## fairseq 0.12.2, for the plug-in and its tests
-
-.PHONY: build
-build: $(VENV)/built ## the virtual environment with the package in it
 
 .PHONY: demo
 demo: build ## train a Transformer to translate number words, and show what it learned

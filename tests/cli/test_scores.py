@@ -61,7 +61,7 @@ def test_the_seed_is_sacrebleus(monkeypatch):
         p_value(*systems)
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_equal_systems_are_called_different_in_one_of_twenty_cases():
     """1,000 pairs of systems that are as good as each other."""
     found = []

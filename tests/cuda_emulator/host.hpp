@@ -1,6 +1,8 @@
 // What CUDA's built-ins mean when a kernel's source is compiled for the host: included before it. A kernel becomes an
 // ordinary function that the emulator (driver.cpp) calls once per thread, each on a stack of its own.
 #pragma once
+#include <bits/c++config.h>
+#undef _GLIBCXX_USE_STD_SPEC_FUNCS  // what <cmath> would read Bessel functions for takes half of a kernel's compilation
 #include <cmath>
 #include <cstdint>
 #include <cstring>

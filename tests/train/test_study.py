@@ -226,7 +226,7 @@ def test_a_rate_is_chosen_on_a_seed_that_is_not_reported():
     assert [arm.edges for arm in found.arms] == [3, 3] and "edge in 3" in str(found)
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_equal_arms_differ_in_one_of_twenty_studies():
     """One arm under two names; the rates' means lie so that noise decides between two of them."""
     draw, alarms = random.Random(5), 0
@@ -243,7 +243,7 @@ def test_equal_arms_differ_in_one_of_twenty_studies():
     assert 40 <= alarms <= 60
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_rates_chosen_on_the_other_reported_seeds_would_find_too_much():
     """Why each reported seed has a tuning seed of its own: with equal arms, and eight seeds of which each has the rate
     that is best on the other seven, far more than 5 % of studies find a difference."""
