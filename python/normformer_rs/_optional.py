@@ -5,6 +5,7 @@ import importlib.util
 from types import ModuleType
 
 REQUIREMENTS = {
+    "datasets": "datasets>=4",
     "fairseq": "fairseq==0.12.2",
     "lightning": "lightning>=2.6.6",
     "matplotlib": "matplotlib>=3.8",

@@ -10,6 +10,7 @@ import io
 import json
 import os
 import re
+import shlex
 import stat
 import sys
 import threading
@@ -42,14 +43,13 @@ _PACKED = (
 )
 """Packed files, as in src/data/text.rs: the bytes that identify them, their place, and a command that unpacks one.
 The last one is found if gzip was applied twice."""
-_RECORDS = {
-    **dict.fromkeys((".jsonl", ".ndjson", ".json"), "jq -r .FIELD"),
-    ".csv": "python -c 'import csv, sys; [print(row[0]) for row in csv.reader(sys.stdin)]'",
-    ".tsv": "cut -f 1",
-    ".parquet": "datasets.Dataset.from_parquet(FILE)[FIELD]",
-    ".arrow": "datasets.Dataset.from_file(FILE)[FIELD]",
+RECORDS = {
+    **dict.fromkeys((".jsonl", ".ndjson", ".json"), "json"),
+    **dict.fromkeys((".csv", ".tsv"), "csv"),
+    ".parquet": "parquet",
+    ".arrow": "arrow",
 }
-"""Ends of names of files that hold records, and a command that makes lines of one field."""
+"""Ends of names of files that hold records, and what the library `datasets` calls their form."""
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _UNSHOWN = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
@@ -209,10 +209,11 @@ def check_readable(path: str, *, records: bool = False) -> None:
     if stat.S_ISDIR(kind):
         raise InputError(f"{path}: a folder; expected a text file in UTF-8, plain or gzip")
     end = Path(path.removesuffix(".gz")).suffix.lower()
-    if end in _RECORDS and not records:
+    if end in RECORDS and not records:
         raise InputError(
             f"{path}: {end} files hold records; expected text with one sentence a line: make one of a field first "
-            f"(`{_RECORDS[end]}`), or rename the file if it is plain text"
+            f"(`normformer-rs text {shlex.quote(path)} --field NAME --output FILE`), or rename the file if it is plain "
+            "text"
         )
 
 

@@ -11,7 +11,7 @@ use std::path::Path;
 use flate2::read::MultiGzDecoder;
 
 use super::interrupt::{interruptible, Interrupt};
-use crate::error::{Error, Result};
+use crate::error::{quoted, Error, Result};
 
 /// The number of bytes between two interrupt checks.
 const CHUNK: usize = 1 << 20;
@@ -35,17 +35,8 @@ const PACKED: [(&str, usize, &[u8], &str); 15] = [
     // One level of gzip is unpacked, so these bytes mean that the file was packed twice.
     ("a gzip", 0, &GZIP_MAGIC, "gzip -dc"),
 ];
-/// Ends of names of files that hold records, as in python/normformer_rs/text.py, and a command that makes lines of one
-/// field.
-const RECORDS: [(&str, &str); 7] = [
-    ("jsonl", "jq -r .FIELD"),
-    ("ndjson", "jq -r .FIELD"),
-    ("json", "jq -r .FIELD"),
-    ("csv", "python -c 'import csv, sys; [print(row[0]) for row in csv.reader(sys.stdin)]'"),
-    ("tsv", "cut -f 1"),
-    ("parquet", "datasets.Dataset.from_parquet(FILE)[FIELD]"),
-    ("arrow", "datasets.Dataset.from_file(FILE)[FIELD]"),
-];
+/// Ends of names of files that hold records, as in python/normformer_rs/text.py.
+const RECORDS: [&str; 7] = ["jsonl", "ndjson", "json", "csv", "tsv", "parquet", "arrow"];
 /// The byte order mark U+FEFF in UTF-8, which some editors write first.
 const MARK: &[u8] = b"\xef\xbb\xbf";
 const UTF_16_MARKS: [&[u8]; 2] = [b"\xff\xfe", b"\xfe\xff"];
@@ -59,11 +50,12 @@ pub fn read_lines(path: impl AsRef<Path>, check_interrupt: Interrupt) -> Result<
     let path = path.as_ref();
     let name = if path.extension().is_some_and(|end| end == "gz") { path.with_extension("") } else { path.into() };
     let end = name.extension().and_then(|end| end.to_str()).unwrap_or_default().to_lowercase();
-    if let Some((_, command)) = RECORDS.iter().find(|(known, _)| *known == end) {
+    if RECORDS.contains(&end.as_str()) {
         return Err(Error::invalid(format!(
             "{}: .{end} files hold records; expected text with one sentence a line: make one of a field first \
-             (`{command}`), or rename the file if it is plain text",
-            path.display()
+             (`normformer-rs text {} --field NAME --output FILE`), or rename the file if it is plain text",
+            path.display(),
+            quoted(&path.to_string_lossy())
         )));
     }
     let bytes = read_bytes(path, check_interrupt)?;

@@ -1,0 +1,112 @@
+"""Makes text of records: of JSON, CSV, Parquet and Arrow files and of data sets of the Hugging Face hub."""
+
+import contextlib
+import csv
+import gzip
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from .. import _optional
+from ..config import closest
+from ..errors import InputError
+from ..text import RECORDS
+
+_BREAKS = re.compile(r"[\r\n]+")
+_TABLES: dict[str, dict[str, Any]] = {".csv": {}, ".tsv": {"delimiter": "\t", "quoting": csv.QUOTE_NONE}}
+"""Tables, and how their cells stand apart. The csv module reads them: `datasets` would take NA for nothing and 007 for
+a number."""
+
+
+def read(
+    source: str,
+    fields: Sequence[str],
+    *,
+    split: str = "train",
+    config: str | None = None,
+    streaming: bool = False,
+    limit: int | None = None,
+) -> Iterator[tuple[str, ...]]:
+    """Yields the named fields of each record, in the records' order.
+
+    Line breaks within a field become spaces. A dot leads into a nested record: `translation.de`.
+
+    Args:
+        source: a file (.jsonl, .ndjson, .json, .csv, .tsv, .parquet, .arrow, plain or gzip), or the name of a data set
+            of the Hugging Face hub, such as `wmt/wmt14`.
+        split: the part of a hub's data set.
+        config: the configuration of a hub's data set, where it has several, such as `de-en`.
+        streaming: read a hub's data set while it is downloaded, instead of into the cache of `datasets` first.
+        limit: the maximum number of records.
+
+    Errors: ImportError without `datasets`; InputError for a file or data set that is not there or cannot be read, for a
+    field that a record lacks, and for one that is no text.
+    """
+    end = Path(source.removesuffix(".gz")).suffix.lower()
+    with contextlib.ExitStack() as held:
+        with _as_input_errors(source):
+            if end in RECORDS and not Path(source).is_file():
+                raise InputError(f"{source}: no such file; expected a file of records: check the path")
+            rows: Iterator[dict[str, Any]]
+            if end in _TABLES:
+                opened = gzip.open if source.endswith(".gz") else open
+                file = held.enter_context(opened(source, "rt", encoding="utf-8-sig", newline=""))
+                rows = csv.DictReader(file, strict=True, **_TABLES[end])
+            elif end in RECORDS:
+                load = _optional.require("datasets", f"reading {end} files").load_dataset
+                rows = iter(load(RECORDS[end], data_files=source, split="train", streaming=True))
+            elif Path(source).exists():
+                raise InputError(f"{source}: expected a file that ends in {', '.join(RECORDS)}, or a data set's name")
+            else:
+                load = _optional.require("datasets", "reading a data set of the hub").load_dataset
+                rows = iter(load(source, config, split=split, streaming=streaming))
+        yield from _fields(rows, fields, source, limit)
+
+
+def _fields(
+    rows: Iterator[dict[str, Any]], fields: Sequence[str], source: str, limit: int | None
+) -> Iterator[tuple[str, ...]]:
+    number = 0
+    while limit is None or number < limit:
+        with _as_input_errors(source):
+            record = next(rows, None)
+        if record is None:
+            break
+        number += 1
+        yield tuple(_BREAKS.sub(" ", _field(record, name, f"{source}: record {number}")) for name in fields)
+    if number == 0:
+        raise InputError(f"{source}: no records")
+
+
+def _field(record: dict[str, Any], name: str, place: str) -> str:
+    found: Any = record
+    for part in [name] if name in record else name.split("."):
+        if not isinstance(found, dict) or part not in found:
+            known = _names(record)
+            raise InputError(f'{place}: no field "{name}"{closest(name, known)}; expected one of {", ".join(known)}')
+        found = found[part]
+    if not isinstance(found, str):
+        raise InputError(f'{place}: field "{name}" is {found!r:.80}; expected text')
+    return found
+
+
+def _names(record: dict[str, Any], before: str = "") -> list[str]:
+    return [
+        name
+        for key, value in record.items()
+        for name in (_names(value, f"{before}{key}.") if isinstance(value, dict) else [f"{before}{key}"])
+    ]
+
+
+@contextlib.contextmanager
+def _as_input_errors(source: str) -> Iterator[None]:
+    """Raises what `datasets` raises, of many classes, as an InputError of one line; its cause says more."""
+    try:
+        yield
+    except (InputError, ImportError, MemoryError):
+        raise
+    except Exception as error:
+        cause = error.__cause__ or error
+        line = next(iter(str(cause).strip().splitlines()), "")
+        raise InputError(f"{source}: {type(cause).__name__}: {line}") from error
