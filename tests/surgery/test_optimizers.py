@@ -4,7 +4,7 @@ import warnings
 
 import pytest
 import torch
-from surgery_support import build, hugging_face, run
+from surgery_support import RESIDUALS, build, hugging_face, run
 from torch import nn
 
 from normformer_rs.surgery import fold_norms, swap_norms, swap_residuals
@@ -114,3 +114,34 @@ def test_a_compiled_step_warns_too():
         warnings.simplefilter("always")
         compiled()
     assert [w for w in caught if FORGOTTEN in str(w.message)]
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+@pytest.mark.parametrize("residual", RESIDUALS)
+@pytest.mark.one_in(test=11, all=3)
+def test_new_parameters_join_the_groups_of_vectors_or_matrices_of_their_layer(residual, kind):
+    """Groups as recipes make them: by layer, and with decay for matrices alone."""
+    model = hugging_face(kind)
+
+    def group_of(name, p):
+        parts = [] if "stack_residual" in name else name.split(".")
+        return next((part for part in parts if part.isdigit()), "none"), p.dim() > 1
+
+    before = dict(model.named_parameters())
+    groups = {}
+    for name, p in before.items():
+        groups.setdefault(group_of(name, p), []).append(p)
+    optimizer = torch.optim.AdamW(
+        [{"params": ps, "weight_decay": 0.1 * key[1], "of": key} for key, ps in groups.items()]
+    )
+    swaps = swap_residuals(model, residual, init=None, optimizer=optimizer)
+    found = {p: group["of"] for group in optimizer.param_groups for p in group["params"]}
+    assert {*found} == {*model.parameters()}
+    for name, p in model.named_parameters():
+        if name not in before or before[name] is not p:
+            layer, is_matrix = group_of(name, p)
+            assert found[p][1] == is_matrix and (layer == "none" or found[p][0] == layer), (name, found[p])
+    swaps.undo()
+    assert [[*map(id, group["params"])] for group in optimizer.param_groups] == [
+        [*map(id, ps)] for ps in groups.values()
+    ]

@@ -90,14 +90,16 @@ class Residual(Growing):
         if self.declared.inside or joins:
             where = "inside the sublayer" if self.declared.inside else "between sublayers"
             raise InputError(
-                f"{scheme} also works {where}, out of a Residual's reach: use TransformerEncoderLayer in a "
+                f"{config.residual} also works {where}, out of a Residual's reach: use TransformerEncoderLayer in a "
                 "TransformerEncoder, or a scheme that stays around the sublayer (prenorm, deepnorm, sandwich, …)"
             )
         self.is_told = layers is not None and (layer is not None or layers == 1)
         if not self.is_told:
             what = asks(config, "decoder", draws=False, only=self.number) or ""
             if what if layers is None else "number" in what:
-                raise InputError(f'scheme "{scheme}" asks for {what}: give layers=, the depth, and layer=, from 0')
+                raise InputError(
+                    f'residual "{config.residual}" asks for {what}: give layers=, the depth, and layer=, from 0'
+                )
         self.sublayer, self.dropout = sublayer, nn.Dropout(dropout)
         install(self, self.declared.around(), self.place, factory={"device": device, "dtype": dtype})
         self.grow(self.place.declared.growth, device)

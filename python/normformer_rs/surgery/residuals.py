@@ -564,19 +564,18 @@ def _repoint(
     after: Mapping[str, nn.Parameter],
     drawn: Sequence[nn.Parameter],
 ) -> Repoint:
-    """Takes the removed parameters out of the optimizer, and puts each new one after the nearest old one by path."""
+    """Takes the removed parameters out of the optimizer, and puts each new one into the group of an old one: a vector
+    into that of a vector, since groups of norms, gains and biases have no decay, and of those the nearest by path."""
     known, kept = {*before.values()}, {*after.values()}
     exchange: Exchange = {p: [] for p in known - kept}
     names = {p: name for name, p in before.items()}
     for name, p in after.items():
         if p in known:
             continue
+        there = [q for q in known if q.requires_grad] or [*known]
         # the nearest old parameter shares the longest beginning of the path
-        there = [q for q in kept & known if q.requires_grad] or [*(kept & known)]
-        if not there:
-            continue
-        anchor = max(there, key=lambda q: (_common(names[q], name), names[q]))
-        exchange.setdefault(anchor, [(names[anchor], anchor)]).append((name, p))
+        anchor = max(there, key=lambda q: ((q.dim() > 1) == (p.dim() > 1), _common(names[q], name), names[q]))
+        exchange.setdefault(anchor, [(names[anchor], anchor)] if anchor in kept else []).append((name, p))
     return Repoint(optimizer, exchange, names, drawn)
 
 
