@@ -404,6 +404,85 @@ def test_a_part_marks_the_model_around_it_and_undo_takes_it_back(tmp_path):
     is_unmarked(other, tmp_path / "other")
 
 
+class Around(nn.Module):
+    """What PEFT's and trainers' models are: no model of transformers, with one inside."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, **given):
+        return self.inner(**given)
+
+
+def clip():
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+    text = {"vocab_size": 50, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2, "max_position_embeddings": 16}
+    vision = {"image_size": 16, "patch_size": 8}
+    torch.manual_seed(0)
+    model = transformers.CLIPModel(
+        transformers.CLIPConfig(text_config=sizes | text, vision_config=sizes | vision)
+    ).eval()
+    return model, {"input_ids": torch.tensor([[0, 4, 5, 1]]), "pixel_values": torch.randn(1, 3, 16, 16)}
+
+
+def equal(model, other, given):
+    """But for rounding: convolutions and products depend on where their weights lie in memory."""
+    for a, b in zip(outputs(model, given), outputs(other, given), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
+
+
+def swapped_in_part(swap):
+    """A model of which a part is swapped, its inputs, and the same swap of a stock model."""
+    model, given = clip()
+    table = swap(model.text_model, None)
+    return model, given, table, lambda stock: swap(stock.text_model, None)
+
+
+def swapped_within(swap):
+    """The same for a model that is swapped within another module."""
+    model, given = build("GPT2"), inputs("GPT2")
+    table = swap(Around(model), given)
+    return model, given, table, lambda stock: swap(stock, given)
+
+
+@pytest.mark.parametrize("where", [swapped_in_part, swapped_within])
+@pytest.mark.parametrize("what", ["scheme", "norms"])
+@pytest.mark.one_in(test=4, all=3)
+def test_a_swap_of_a_part_or_within_a_module_is_no_stock_model(where, what, tmp_path):
+    def swap(model, example):
+        if what == "norms":
+            return swap_norms(model, "scalenorm", example=example)
+        return swap_residuals(model, "layerscale", layerscale_init=0.3, init=None, example=example)
+
+    model, given, table, again = where(swap)
+    model.save_pretrained(tmp_path / "swapped")
+    with pytest.raises(OSError, match=r"load-with-normformer_rs\.load_swapped"):
+        type(model).from_pretrained(tmp_path / "swapped")
+    with pytest.raises(InputError, match="a part of the model was swapped, or the model with modules around it"):
+        load_swapped(tmp_path / "swapped")
+    name = "scalenorm" if what == "norms" else "layerscale"
+    assert f"in a part of the model: {name}\n" in (tmp_path / "swapped" / "README.md").read_text()
+    loaded = load_swapped(tmp_path / "swapped", swap=again)
+    equal(model.eval(), loaded, given)
+    table.undo()
+    model.save_pretrained(tmp_path / "stock")
+    assert "normformer_rs" not in (tmp_path / "stock" / "config.json").read_text()
+    stock = type(model).from_pretrained(tmp_path / "stock").eval()
+    equal(model, stock, given)
+
+
+@pytest.mark.full
+def test_an_exact_swap_of_a_part_leaves_a_stock_model(tmp_path):
+    model, given = clip()
+    before = outputs(model, given)
+    swap_norms(model.text_model, "rmsnorm", exact=True)
+    model.save_pretrained(tmp_path)
+    stock = transformers.CLIPModel.from_pretrained(tmp_path).eval()
+    for a, b in zip(before, outputs(stock, given), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
 def test_undo_brings_the_shared_configuration_back_unless_something_was_written():
     model = transformers.LlamaForCausalLM(config())
     shared, swapped = model.config, swap_norms(model.model, "scalenorm")

@@ -29,15 +29,14 @@ class Swapped:
         """Writes config.json and, if the folder has none, the model's card README.md."""
         super().save_pretrained(save_directory, *args, **options)  # type: ignore[misc]
         stock: dict[str, Any] = json.loads(self.to_json_string())  # type: ignore[attr-defined]
-        card, swaps = Path(save_directory, "README.md"), _swaps(stock.get(KEY))
-        if not keeps_function(swaps) and not card.exists():
-            card.write_text(model_card(stock, swaps), encoding="utf-8")
+        card = Path(save_directory, "README.md")
+        if not keeps_function(stock.get(KEY)) and not card.exists():
+            card.write_text(model_card(stock), encoding="utf-8")
 
     def to_json_file(self, json_file_path: Any, use_diff: bool = True) -> None:
         """Writes the file of the configuration."""
         stock: dict[str, Any] = json.loads(self.to_json_string(use_diff))  # type: ignore[attr-defined]
-        swaps = _swaps(stock.get(KEY))
-        if keeps_function(swaps):
+        if keeps_function(stock.get(KEY)):
             super().to_json_file(json_file_path, use_diff)  # type: ignore[misc]
             return
         kept = {name: stock[name] for name in _STOCK if stock.get(name) is not None}
@@ -60,8 +59,12 @@ def _restored(stock: Any) -> Any:
     return kind.__new__(kind)
 
 
-def keeps_function(swaps: list[Any]) -> bool:
-    """True if the stock class computes the same from the file as the swapped model."""
+def keeps_function(marks: Any) -> bool:
+    """True if the stock class computes the same from the file as the swapped model. Marks without swaps are those of a
+    model of which a part was swapped, or which was swapped with modules around it."""
+    swaps = _swaps(marks)
+    if not swaps or marks.get("part"):
+        return not (isinstance(marks, Mapping) and {"residual", "norm", "folded"} & marks.keys())
     return all(one.get("exact") is True or (one.get("fold_norms") and not one.get("biases")) for one in swaps)
 
 
@@ -183,11 +186,13 @@ def _loader(auto: Any, stock: Any) -> Any:
     return Loader
 
 
-def model_card(stock: Mapping[str, Any], swaps: list[Any]) -> str:
+def model_card(stock: Mapping[str, Any]) -> str:
     """Returns the text of README.md: what was swapped, how to load the model, and how to find the papers."""
     kind = (stock.get("architectures") or [stock.get("model_type")])[0]
-    rows = []
-    names: list[str] = []
+    marks, swaps = stock[KEY], _swaps(stock[KEY])
+    is_whole = swaps and not marks.get("part")
+    names: list[str] = [] if is_whole else [marks[what] for what in ("residual", "norm") if what in marks]
+    rows = [f"- in a part of the model: {name}" for name in names]
     for one in swaps:
         what = next(kind for kind in ("swap_residuals", "swap_norms", "fold_norms") if kind in one)
         to = one[what]
@@ -197,6 +202,12 @@ def model_card(stock: Mapping[str, Any], swaps: list[Any]) -> str:
         names += [to] if isinstance(to, str) else []
     swapped = "\n".join(rows)
     cited = ", ".join(map(repr, dict.fromkeys(names)))
+    again = "FOLDER" if is_whole else "FOLDER, swap=FUNCTION"
+    others = (
+        "After `import transformers, normformer_rs` transformers' own Auto classes load it, too."
+        if is_whole
+        else "FUNCTION gets the stock model and makes the same swaps in it."
+    )
     return f"""---
 library_name: normformer_rs
 tags:
@@ -215,10 +226,10 @@ the Python package normformer_rs:
 ```python
 import normformer_rs
 
-model = normformer_rs.load_swapped(FOLDER)
+model = normformer_rs.load_swapped({again})
 ```
 
-After `import transformers, normformer_rs` transformers' own Auto classes load it, too. Stock classes refuse it.
+{others} Stock classes refuse it.
 
 ## Papers
 

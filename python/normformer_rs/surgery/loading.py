@@ -67,6 +67,12 @@ def load_swapped(
     hub = {name: options[name] for name in ("revision", "token", "cache_dir", "subfolder") if name in options}
     config = copy.copy(options.pop("config", None)) or read_config(folder, kind, **hub)
     swaps = [] if swap is not None else _swaps(config, folder, trust)
+    marks = getattr(config, KEY, {})
+    if swap is None and isinstance(marks, Mapping) and ("part" in marks or (marks and not swaps)):
+        raise InputError(
+            f"{folder}: a part of the model was swapped, or the model with modules around it, and config.json does not "
+            "say how: pass swap=, a function that swaps the stock model as the saved one was"
+        )
     if swap is None and not swaps:
         raise InputError(
             f"{folder}'s config.json names no swaps: load it with from_pretrained; or pass swap=, a function that "

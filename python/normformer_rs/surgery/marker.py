@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .configuration import KEY, register, swapped_class
+from .configuration import KEY, keeps_function, register, swapped_class
 from .undo import Edits
 from .whole import LEVEL, configs_of
 
@@ -25,8 +25,8 @@ MARKS = ("scheme_", "norm_is_")
 
 def mark(model: nn.Module, what: str, name: str, edits: Edits, how: Mapping[str, Any] | None = None) -> None:
     """Writes {what: name} ("residual" or "norm") into the configurations of a Hugging Face model, and into the model's
-    own, under "swaps", how the swap was called, for `load_swapped`; undo takes it back. Other models of the same
-    configuration object keep it without marks.
+    own, under "swaps", how the swap was called, for `load_swapped`; undo takes it back. Models of which this one is a
+    part get {what: name} and "part". Other models of the same configuration object keep it without marks.
 
     >>> import types
     >>> from normformer_rs.surgery.undo import Edits
@@ -37,13 +37,38 @@ def mark(model: nn.Module, what: str, name: str, edits: Edits, how: Mapping[str,
     {'norm': 'scalenorm', 'swaps': [{'swap_norms': 'scalenorm'}]}
     """
     _give_its_own(model, edits)
+    keeps = how is not None and keeps_function({"swaps": [how]})
+    for whole in () if keeps else _wholes(model):
+        assert edits.state is not None
+        edits.state.keep_dicts(map(vars, whole.modules()))
+        _give_its_own(whole, edits)
+        config = vars(whole)["config"]
+        for key, value in ((what, name), ("part", True)):
+            edits.afterwards(functools.partial(_write, config, key, getattr(config, KEY, {}).get(key)))
+            _write(config, key, value)
     for config in configs_of(model):
+        if keeps and config is not model.__dict__.get("config"):
+            continue
         edits.afterwards(functools.partial(_write, config, what, getattr(config, KEY, {}).get(what)))
         _write(config, what, name)
         if how is not None and config is model.__dict__.get("config"):
             before = getattr(config, KEY, {}).get("swaps")
             edits.afterwards(functools.partial(_write, config, "swaps", before))
             _write(config, "swaps", [*(before or []), dict(how)])
+
+
+def _wholes(model: nn.Module) -> list[nn.Module]:
+    """Returns the Hugging Face models of which this one is a part that has another configuration."""
+    ours = {id(config) for config in configs_of(model)}
+    found = []
+    for one in gc.get_objects():
+        if not issubclass(type(one), nn.Module) or one is model:
+            continue
+        config = vars(one).get("config")
+        is_saved = hasattr(config, "to_json_file") and id(config) not in ours
+        if is_saved and any(part is model for part in one.modules()):
+            found.append(one)
+    return found
 
 
 _OWN: "weakref.WeakKeyDictionary[nn.Module, dict[int, Any]]" = weakref.WeakKeyDictionary()
