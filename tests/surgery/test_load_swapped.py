@@ -148,6 +148,22 @@ def test_another_class_folds_the_norms_that_were_folded(saved, kind, tmp_path):
     torch.testing.assert_close(*states, rtol=0, atol=1e-6)
 
 
+def test_a_classifier_without_a_padding_token_is_swapped_and_loaded(tmp_path):
+    """It takes a single row."""
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=40, **sizes))
+    swap_residuals(model, "layerscale", layerscale_init=0.3, init=None)
+    model.save_pretrained(tmp_path)
+    loaded = load_swapped(tmp_path, transformers.LlamaForSequenceClassification)
+    assert loaded.config.pad_token_id is None
+    fresh = transformers.LlamaForSequenceClassification(transformers.LlamaConfig(vocab_size=40, **sizes)).eval()
+    fresh.load_state_dict({**model.state_dict(), "score.weight": loaded.score.weight}, strict=False)
+    tokens = torch.tensor([[5, 6, 7]])
+    assert not torch.equal(fresh(tokens).logits, loaded(tokens).logits)  # the stock blocks have no factors
+    swap_residuals(fresh, "layerscale", layerscale_init=0.3, init=None)
+    assert torch.equal(fresh(tokens).logits, loaded(tokens).logits)
+
+
 def test_auto_classes_choose_the_class(tmp_path):
     model = bert()
     swap_norms(model, "rmsnorm")

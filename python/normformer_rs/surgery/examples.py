@@ -103,11 +103,14 @@ def _of_transformers(model: Any, config: Any, p: Tensor) -> dict[str, Tensor] | 
     name = getattr(model, "main_input_name", "input_ids")
     text, vision = (_sub(config, *names) for names in (("text_config", "decoder"), ("vision_config",)))
     given: dict[str, Tensor] = {}
+    # which token of a row is its last, a classifier of texts finds by the padding; without one it takes a single row
+    is_classifier = type(model).__name__.endswith("ForSequenceClassification")
+    rows = 1 if is_classifier and getattr(config, "pad_token_id", None) is None else 2
 
     def tokens(of: Any) -> Tensor:
         size: int = getattr(of, "vocab_size", 0) or getattr(config, "vocab_size", 100)
         first = min(4, size - 1)
-        return torch.arange(2 * TOKENS, device=p.device).view(2, TOKENS) % (size - first) + first
+        return torch.arange(rows * TOKENS, device=p.device).view(rows, TOKENS) % (size - first) + first
 
     if name == "input_ids" or model.__class__.__name__.startswith(("CLIPModel", "SiglipModel")):
         given["input_ids"] = tokens(text)
@@ -132,8 +135,7 @@ def _of_transformers(model: Any, config: Any, p: Tensor) -> dict[str, Tensor] | 
         columns: int = getattr(config, "hidden_size", 0) or getattr(config, "n_embd", 1)
         given["encoder_hidden_states"] = _numbers(p, next(iter(given.values())).shape[0], 3, columns)
     if getattr(config, "is_encoder_decoder", False) and _takes(model, "decoder_input_ids"):
-        rows = next(iter(given.values())).shape[0]
-        given["decoder_input_ids"] = tokens(text)[:rows]
+        given["decoder_input_ids"] = tokens(text)[: next(iter(given.values())).shape[0]]
     return given
 
 
