@@ -199,9 +199,19 @@ PLANTED = [
     Planted(
         "A saved swapped model loads",
         "surgery/configuration.py",
-        "if keeps_function(swaps):",
+        "if keeps_function(stock.get(KEY)):",
         "if True:",
         ("surgery/test_blocks.py::test_the_stock_class_does_not_load_a_swapped_model[Bert]",),
+    ),
+    Planted(
+        "A saved swapped model loads",
+        "surgery/marker.py",
+        "for whole in () if keeps else _wholes(model):",
+        "for whole in ():",
+        (
+            "surgery/test_load_swapped.py::test_a_swap_of_a_part_or_within_a_module_is_no_stock_model"
+            "[scheme-swapped_in_part]",
+        ),
     ),
     Planted(
         "A saved swapped model loads",
