@@ -36,7 +36,7 @@ $(VENV)/built: $(VENV)/torch Cargo.toml Cargo.lock pyproject.toml build.rs _buil
 
 .PHONY: build
 build: ## the virtual environment with the package in it
-	@$(MAKE) --silent --jobs 2 $(VENV)/built $(VENV)/installed
+	@$(MAKE) --silent $(if $(findstring jobserver,$(MAKEFLAGS)),,--jobs 2) $(VENV)/built $(VENV)/installed
 
 $(VENV)/fairseq: requirements-fairseq.txt | build
 	$(BIN)/pip install --quiet "pip<24.1"

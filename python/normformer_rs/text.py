@@ -43,13 +43,8 @@ _PACKED = (
 )
 """Packed files, as in src/data/text.rs: the bytes that identify them, their place, and a command that unpacks one.
 The last one is found if gzip was applied twice."""
-RECORDS = {
-    **dict.fromkeys((".jsonl", ".ndjson", ".json"), "json"),
-    **dict.fromkeys((".csv", ".tsv"), "csv"),
-    ".parquet": "parquet",
-    ".arrow": "arrow",
-}
-"""Ends of names of files that hold records, and what the library `datasets` calls their form."""
+RECORDS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".arrow")
+"""Ends of names of files that hold records."""
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _UNSHOWN = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 

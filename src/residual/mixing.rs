@@ -93,8 +93,9 @@ pub enum Gates {
         bias: Learned,
         dynamic: Option<Dynamic>,
     },
-    /// Functions of all streams together, with a weighted mean of permutations for R (docs/spec.md §2.33): with m = φ(γ⊙vec(H)/√(mean H²)), p = σ(s₀m₀ + b₀), g = 2σ(s₁m₁ + b₁), R = Σ_r softmax(s₂m₂ + b₂)_r P_r over all
-    /// permutations P_r of n streams, in lexicographic order.
+    /// Functions of all streams together, with a weighted mean of permutations for R (docs/spec.md §2.33): with
+    /// m = φ(γ⊙vec(H)·√(nd)/max(‖vec(H)‖, 1e-12)), p = σ(s₀m₀ + b₀), g = 2σ(s₁m₁ + b₁), R = Σ_r softmax(s₂m₂ + b₂)_r P_r
+    /// over all permutations P_r of n streams, in lexicographic order.
     Permuted {
         /// γ: (n·d,).
         gain: Learned,

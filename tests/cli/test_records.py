@@ -18,6 +18,7 @@ PAIRS = [
     ('"no", he said', "„nein“, sagte er"),
     ("NA", "k. A."),
     ("007", "null\nnull"),
+    ("2019-01-01", "true"),
     ("", "leer"),
     ("a\ttab", "ein\r\nTab"),
 ] * 20
@@ -29,6 +30,11 @@ JOINED = [tuple(" ".join(side.replace("\r", "\n").split("\n")).replace("  ", " "
 def json_lines(path):
     path.write_text("".join(json.dumps({"id": i, "translation": {"en": en, "de": de}}) + "\n"
                             for i, (en, de) in enumerate(PAIRS)))  # fmt: skip
+    return path, FIELDS
+
+
+def json_list(path):
+    path.write_text(json.dumps([{"translation": {"en": en, "de": de}} for en, de in PAIRS], indent=1))
     return path, FIELDS
 
 
@@ -55,7 +61,14 @@ def arrow(path):
     return next((path.parent / "saved").glob("*.arrow")).rename(path), ["en", "de"]
 
 
-FILES = {"r.jsonl": json_lines, "r.jsonl.gz": packed, "r.csv": table, "r.parquet": parquet, "r.arrow": arrow}
+FILES = {
+    "r.jsonl": json_lines,
+    "r.json": json_list,
+    "r.jsonl.gz": packed,
+    "r.csv": table,
+    "r.parquet": parquet,
+    "r.arrow": arrow,
+}
 
 
 @pytest.fixture(autouse=True)
@@ -127,6 +140,7 @@ WRONG = {
     "--field enn --output out": 'record 1: no field "enn" (did you mean "en"?); expected one of en, more.de, n, none',
     "--field more --output out": "record 1: field \"more\" is {'de': 'b'}; expected text",
     "--field n --output out": 'record 1: field "n" is 1; expected text',
+    "--field en.x --output out": 'record 1: no field "en.x"',
     "--field none --output out": 'record 1: field "none" is None; expected text',
     "--field en --field n --output out": "2 times --field and 1 times --output; expected one --output for each --field",
     "--field en --field n --output out --output out": "two fields would be written to one file",
@@ -151,6 +165,7 @@ NO_RECORDS = {
     "r.parquet": "PAR2",
     "r.txt": "a\n",
     "no/set": None,
+    "r.ndjson": "[1]\n[2]",
 }
 
 

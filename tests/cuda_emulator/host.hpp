@@ -2,7 +2,8 @@
 // ordinary function that the emulator (driver.cpp) calls once per thread, each on a stack of its own.
 #pragma once
 #include <bits/c++config.h>
-#undef _GLIBCXX_USE_STD_SPEC_FUNCS  // what <cmath> would read Bessel functions for takes half of a kernel's compilation
+// Bessel functions and their like in <cmath>, which no kernel uses, take nearly half of a kernel's compilation.
+#undef _GLIBCXX_USE_STD_SPEC_FUNCS
 #include <cmath>
 #include <cstdint>
 #include <cstring>

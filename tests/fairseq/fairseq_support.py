@@ -134,9 +134,14 @@ def generate(data: Path, checkpoint: Path, arguments: str = "", lines: int = 24)
 
 
 def parameters(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """The parameters and buffers of a checkpoint, but for fairseq's own constants (some of them uninitialised)."""
-    saved = torch.load(checkpoint, weights_only=True)["model"]
-    return {name: value for name, value in saved.items() if not name.endswith(("version", "_float_tensor"))}
+    """The parameters and buffers of a checkpoint, but for fairseq's own constants."""
+    return own_values(torch.load(checkpoint, weights_only=True)["model"])
+
+
+def own_values(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A model's state without fairseq's own constants, some of which are never set: they may be NaN, unequal to
+    themselves."""
+    return {name: value for name, value in state.items() if not name.endswith(("version", "_float_tensor"))}
 
 
 def batch(pad_left: bool = True):

@@ -13,7 +13,7 @@ from normformer_rs import nn as nfnn
 from normformer_rs.errors import InputError
 from normformer_rs.integrations.gains import Undecayed, gain_values
 from normformer_rs.nn.running import RunningNorm
-from normformer_rs.surgery import swap_norms, swap_residuals
+from normformer_rs.surgery import load_swapped, swap_norms, swap_residuals
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -136,6 +136,11 @@ def test_a_resumed_run_has_the_same_bits(tmp_path):
     assert adam["state"].keys() == again["state"].keys()
     for i, state in adam["state"].items():
         assert all(torch.equal(value, again["state"][i][key]) for key, value in state.items())
+    last = max((tmp_path / "a").glob("checkpoint-*"), key=lambda path: int(path.name.rpartition("-")[2]))
+    step = json.loads((last / "trainer_state.json").read_text())
+    assert step["global_step"] == step["max_steps"]
+    saved = load_swapped(last).state_dict()
+    assert saved.keys() == whole.keys() and all(torch.equal(value, whole[name]) for name, value in saved.items())
     gains = [value for name, value in whole.items() if "residual_scale" in name]
     assert len(gains) == 4 and not any((gain == 1).all() for gain in gains)
 

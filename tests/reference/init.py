@@ -53,22 +53,32 @@ def expected_std(config: Config, name: str, part: int = 0) -> float:
         return 0.02
     if _is_fixed(c, name):
         return 0.01 / math.sqrt(3)
+    if ".layers." in name:
+        d = c["d_model"]
+        fan_out, fan_in = ((d, *[kv_width(c)] * 2)[part], d) if name.endswith("in_proj_weight") else parameter.shape
+        return matrix_std(c, _linear(name, part), fan_out, fan_in)
     if init == "gpt2":
-        return _gpt2_std(c, name)
+        return 0.02
     if init in CUT:
-        return _cut_std(c, name, parameter.shape[-1])
+        return _cut_std_of_table(c, name)
     if name.endswith("embedding.weight"):
         return d**-0.5 * (t_fixup_embedding_gain(c, name) if init == "t-fixup" else 1.0)
-    if name == "output_projection.weight":
-        fairseqs = dict.fromkeys(("fairseq", *BY_TORCH), d**-0.5)
-        return {**fairseqs, "r-fixup": 0.0}.get(init, _xavier(d, c["vocab_size"]))
-    d = c["d_model"]
-    fan_out, fan_in = ((d, *[kv_width(c)] * 2)[part], d) if name.endswith("in_proj_weight") else parameter.shape
-    linear = _linear(name, part)
+    fairseqs = dict.fromkeys(("fairseq", *BY_TORCH), d**-0.5)
+    return {**fairseqs, "r-fixup": 0.0}.get(init, _xavier(d, c["vocab_size"]))
+
+
+def matrix_std(config: Config, linear: Linear, fan_out: int, fan_in: int) -> float:
+    """The standard deviation of a layer's matrix, or of the rows of one that have one role."""
+    c = complete(config)
+    init = c["init"]
+    if init == "gpt2":
+        return _gpt2_std(c, linear)
+    if init in CUT:
+        return _cut_std(c, linear, fan_in)
     if init in BY_TORCH and linear.role in ("fc1", "fc2", *GATES):
         return GAINS[init](c, linear) * fan_in**-0.5 / math.sqrt(3)
-    if init == "smallinit" and linear.role in ("k", "v"):
-        fan_out = d  # std √(2/(5d)) however many rows there are
+    if init == "smallinit" and linear.role not in ("fc1", "fc2", *GATES):
+        return math.sqrt(2 / (5 * c["d_model"]))  # however many rows and columns there are (TwT §2.2)
     return GAINS[init](c, linear) * _xavier(fan_in, fan_out)
 
 
@@ -96,11 +106,6 @@ def _is_fixed(config: Config, name: str) -> bool:
 
 def xavier_gain(config: Config, linear: Linear) -> float:
     return 1.0
-
-
-def smallinit_gain(config: Config, linear: Linear) -> float:
-    """Attention: std √(2/(5d)) = √(2/(d+4d)), against Xavier's √(2/(2d)) (TwT §2.2)."""
-    return 1.0 if linear.role in ("fc1", "fc2", *GATES) else math.sqrt(2 / 5)
 
 
 def fairseq_gain(config: Config, linear: Linear) -> float:
@@ -147,7 +152,7 @@ def b2t_gain(config: Config, linear: Linear) -> float:
 
 GAINS: dict[str, Callable[[Config, Linear], float]] = {
     "xavier": xavier_gain,
-    "smallinit": smallinit_gain,
+    "smallinit": xavier_gain,
     "fairseq": fairseq_gain,
     "fairseq-0.12.2": fairseq_gain,
     "deepnorm": deepnorm_gain,
@@ -168,29 +173,28 @@ OF_CUT = math.sqrt(1 - 6 * math.exp(-4.5) / math.sqrt(2 * math.pi) / math.erf(3 
 """The standard deviation of N(0, 1) cut at 3, 0.98658."""
 
 
-def _cut_std(config: Config, name: str, fan_in: int) -> float:
-    """OLMo-core's normal, llama_depth and fan_in; a parametrisation divides those with one std by √m_d in layers."""
+def _cut_std_of_table(config: Config, name: str) -> float:
+    """OLMo-core's normal, llama_depth and fan_in outside layers."""
     init, d = config["init"], base_width(config)
     if name.endswith("embedding.weight"):
         of_fan_in = d**-0.5 if config["scale_embeddings"] else 1.0
         return {"normal": OF_CUT * config["init_std"], "llama-depth": 1.0, "fan-in": of_fan_in}[init]
-    if name == "output_projection.weight":
-        return OF_CUT * (config["init_std"] if init == "normal" else d**-0.5)
-    if init == "fan-in":
+    return OF_CUT * (config["init_std"] if init == "normal" else d**-0.5)
+
+
+def _cut_std(config: Config, linear: Linear, fan_in: int) -> float:
+    """The same in layers; a parametrisation divides those with one std by √m_d."""
+    if config["init"] == "fan-in":
         return OF_CUT * fan_in**-0.5
-    linear = _linear(name, 0)
-    is_late = init == "llama-depth" and linear.role in ("out", "fc2", "gate")
+    is_late = config["init"] == "llama-depth" and linear.role in ("out", "fc2", "gate")
     depth = math.sqrt(2 * linear.layer) if is_late else 1.0
-    return OF_CUT * config["init_std"] / depth / math.sqrt(config["d_model"] / d)
+    return OF_CUT * config["init_std"] / depth / math.sqrt(config["d_model"] / base_width(config))
 
 
-def _gpt2_std(config: Config, name: str) -> float:
-    """0.02, and /√(2L) in out and fc2 of a stack of L layers. Parametrisations have 0.02/√m_d in layers instead."""
-    if ".layers." not in name:
-        return 0.02
+def _gpt2_std(config: Config, linear: Linear) -> float:
+    """0.02, and /√(2L) in out and fc2 of a stack of L layers. Parametrisations have 0.02/√m_d instead."""
     if config["parametrisation"] != "standard":
         return 0.02 / math.sqrt(config["d_model"] / config["base_width"])
-    linear = _linear(name, 0)
     layers = config["decoder_layers"] if is_one_stack(config) else config[f"{linear.stack}_layers"]
     return 0.02 / math.sqrt(2 * layers) if linear.role in ("out", "fc2") else 0.02
 

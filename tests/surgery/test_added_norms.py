@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from surgery_support import torchs_encoder
 from torch import nn
 
@@ -96,3 +97,42 @@ def test_a_table_after_training_says_what_came_back():
         next(model.parameters()).add_(1)
     assert {row.note for row in swaps.undo()} == {"trained since: what the swap replaced or drew is as before it, "
                                                   "the rest as learned"}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["swapped", "module"])
+@pytest.mark.parametrize("way", ["compile", "autocast", "ddp"])
+@pytest.mark.one_in(test=3)
+def test_a_norm_of_ones_own_under_torchs_tools(kind, way, tmp_path):
+    """Outputs and all gradients in training are those of the plain model; in bf16 within its rounding."""
+    torch.manual_seed(0)
+    if kind == "swapped":
+        model = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 4, 32, 0.0, batch_first=True), 2)
+        swap_norms(model, OwnNormOfNumbers)
+        swap_residuals(model, "sandwich", init=None)
+    else:
+        options = {"norm": OwnNormOfNumbers, "residual": "sandwich", "batch_first": True}
+        layer = nfrs.nn.TransformerEncoderLayer(16, 4, 32, 0.0, **options)
+        model = nfrs.nn.TransformerEncoder(layer, 2)
+    x = torch.randn(2, 5, 16)
+
+    def found(run):
+        model.zero_grad()
+        y = run(x)
+        y.float().square().sum().backward()
+        return [y.detach().float(), *(p.grad.clone() for p in model.parameters())]
+
+    plain, tolerance = found(model), 1e-5
+    if way == "compile":
+        got = found(torch.compile(model))
+    elif way == "autocast":
+        tolerance = 3e-2
+        with torch.autocast("cpu", torch.bfloat16):
+            got = found(model)
+    else:
+        dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
+        try:
+            got = found(nn.parallel.DistributedDataParallel(model))
+        finally:
+            dist.destroy_process_group()
+    for a, b in zip(got, plain, strict=True):
+        assert (a - b).norm() <= tolerance * b.norm() + 1e-6

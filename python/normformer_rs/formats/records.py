@@ -3,10 +3,11 @@
 import contextlib
 import csv
 import gzip
+import json
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from .. import _optional
 from ..config import closest
@@ -15,8 +16,8 @@ from ..text import RECORDS
 
 _BREAKS = re.compile(r"[\r\n]+")
 _TABLES: dict[str, dict[str, Any]] = {".csv": {}, ".tsv": {"delimiter": "\t", "quoting": csv.QUOTE_NONE}}
-"""Tables, and how their cells stand apart. The csv module reads them: `datasets` would take NA for nothing and 007 for
-a number."""
+"""The options of the csv module for each kind of table."""
+_JSON = (".jsonl", ".ndjson", ".json")
 
 
 def read(
@@ -40,22 +41,23 @@ def read(
         streaming: read a hub's data set while it is downloaded, instead of into the cache of `datasets` first.
         limit: the maximum number of records.
 
-    Errors: ImportError without `datasets`; InputError for a file or data set that is not there or cannot be read, for a
-    field that a record lacks, and for one that is no text.
+    Errors: ImportError if `datasets` is missing, which .parquet, .arrow and the hub need; InputError for a file or data
+    set that is not there or cannot be read, for a field that a record lacks, and for one that is no text.
     """
     end = Path(source.removesuffix(".gz")).suffix.lower()
     with contextlib.ExitStack() as held:
         with _as_input_errors(source):
             if end in RECORDS and not Path(source).is_file():
                 raise InputError(f"{source}: no such file; expected a file of records: check the path")
-            rows: Iterator[dict[str, Any]]
-            if end in _TABLES:
+            rows: Iterator[Any]
+            if end in _TABLES or end in _JSON:
+                # not by `datasets`, which would take 2019-01-01 for a date, NA for nothing and 007 for a number
                 opened = gzip.open if source.endswith(".gz") else open
                 file = held.enter_context(opened(source, "rt", encoding="utf-8-sig", newline=""))
-                rows = csv.DictReader(file, strict=True, **_TABLES[end])
+                rows = _objects(file) if end in _JSON else csv.DictReader(file, strict=True, **_TABLES[end])
             elif end in RECORDS:
                 load = _optional.require("datasets", f"reading {end} files").load_dataset
-                rows = iter(load(RECORDS[end], data_files=source, split="train", streaming=True))
+                rows = iter(load(end[1:], data_files=source, split="train", streaming=True))
             elif Path(source).exists():
                 raise InputError(f"{source}: expected a file that ends in {', '.join(RECORDS)}, or a data set's name")
             else:
@@ -64,9 +66,24 @@ def read(
         yield from _fields(rows, fields, source, limit)
 
 
-def _fields(
-    rows: Iterator[dict[str, Any]], fields: Sequence[str], source: str, limit: int | None
-) -> Iterator[tuple[str, ...]]:
+def _objects(file: TextIO) -> Iterator[Any]:
+    """Yields the values of one JSON list, or of JSON lines."""
+    first = file.read(1)
+    while first.isspace():
+        first = file.read(1)
+    file.seek(0)
+    if first == "[":
+        yield from json.load(file)
+        return
+    for number, line in enumerate(file, 1):
+        if line.strip():
+            try:
+                yield json.loads(line)
+            except ValueError as error:
+                raise InputError(f"{file.name}: line {number} is not valid JSON ({error})") from error
+
+
+def _fields(rows: Iterator[Any], fields: Sequence[str], source: str, limit: int | None) -> Iterator[tuple[str, ...]]:
     number = 0
     while limit is None or number < limit:
         with _as_input_errors(source):
@@ -74,6 +91,8 @@ def _fields(
         if record is None:
             break
         number += 1
+        if not isinstance(record, dict):
+            raise InputError(f"{source}: record {number} is {record!r:.80}; expected an object with fields")
         yield tuple(_BREAKS.sub(" ", _field(record, name, f"{source}: record {number}")) for name in fields)
     if number == 0:
         raise InputError(f"{source}: no records")
@@ -101,7 +120,7 @@ def _names(record: dict[str, Any], before: str = "") -> list[str]:
 
 @contextlib.contextmanager
 def _as_input_errors(source: str) -> Iterator[None]:
-    """Raises what `datasets` raises, of many classes, as an InputError of one line; its cause says more."""
+    """Raises the errors of readers, which have many classes, as an InputError of one line; its cause says more."""
     try:
         yield
     except (InputError, ImportError, MemoryError):

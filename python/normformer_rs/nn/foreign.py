@@ -228,7 +228,8 @@ def _sublayer(sublayer: Sublayer, place: Place) -> list[Any]:
     differently."""
     norms = [what for what in (*sublayer.around(), *sublayer.within()) if isinstance(what, NormAt)]
     alike = replaced(sublayer, lambda part: part._replace(last=False) if isinstance(part, NormAt) else part)
-    return [alike, [repr(make(norm, place, {})) for norm in norms if place.stack == "decoder"]]
+    with torch.random.fork_rng(devices=[]):  # the user's next draws must not depend on whether this ran before
+        return [alike, [repr(make(norm, place, {"device": "meta"})) for norm in norms if place.stack == "decoder"]]
 
 
 def _first_values(place: Place) -> list[Any]:

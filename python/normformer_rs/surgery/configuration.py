@@ -60,8 +60,10 @@ def _restored(stock: Any) -> Any:
 
 
 def keeps_function(marks: Any) -> bool:
-    """True if the stock class computes the same from the file as the swapped model. Marks without swaps are those of a
-    model of which a part was swapped, or which was swapped with modules around it."""
+    """True if the stock class computes the same from the file as the swapped model.
+
+    Where a part of the model was swapped, or a module around it, the marks have no swaps.
+    """
     swaps = _swaps(marks)
     if not swaps or marks.get("part"):
         return not (isinstance(marks, Mapping) and {"residual", "norm", "folded"} & marks.keys())
@@ -176,7 +178,7 @@ def _loader(auto: Any, stock: Any) -> Any:
 
         @classmethod
         def _from_config(cls, config: Any, **options: Any) -> Any:
-            if _swaps(getattr(config, KEY, None)):
+            if getattr(config, KEY, None):
                 raise InputError(
                     f"a {stock.__name__} of a swapped model makes no model without its weights: make the stock model "
                     "and swap it, or load the folder with from_pretrained"

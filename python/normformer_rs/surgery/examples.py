@@ -103,7 +103,7 @@ def _of_transformers(model: Any, config: Any, p: Tensor) -> dict[str, Tensor] | 
     name = getattr(model, "main_input_name", "input_ids")
     text, vision = (_sub(config, *names) for names in (("text_config", "decoder"), ("vision_config",)))
     given: dict[str, Tensor] = {}
-    # which token of a row is its last, a classifier of texts finds by the padding; without one it takes a single row
+    # a classifier of texts finds each row's last token by its padding; without a padding token it takes one row only
     is_classifier = type(model).__name__.endswith("ForSequenceClassification")
     rows = 1 if is_classifier and getattr(config, "pad_token_id", None) is None else 2
 

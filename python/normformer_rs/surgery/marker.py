@@ -25,8 +25,9 @@ MARKS = ("scheme_", "norm_is_")
 
 def mark(model: nn.Module, what: str, name: str, edits: Edits, how: Mapping[str, Any] | None = None) -> None:
     """Writes {what: name} ("residual" or "norm") into the configurations of a Hugging Face model, and into the model's
-    own, under "swaps", how the swap was called, for `load_swapped`; undo takes it back. Models of which this one is a
-    part get {what: name} and "part". Other models of the same configuration object keep it without marks.
+    own, under "swaps", how the swap was called, for `load_swapped`; undo takes it back. If the model is a part of
+    others, their configurations get {what: name} and "part". Other models of the same configuration object keep it
+    without marks.
 
     >>> import types
     >>> from normformer_rs.surgery.undo import Edits
@@ -58,11 +59,11 @@ def mark(model: nn.Module, what: str, name: str, edits: Edits, how: Mapping[str,
 
 
 def _wholes(model: nn.Module) -> list[nn.Module]:
-    """Returns the Hugging Face models of which this one is a part that has another configuration."""
+    """Returns the Hugging Face models that contain this one and have a configuration of their own."""
     ours = {id(config) for config in configs_of(model)}
     found = []
     for one in gc.get_objects():
-        if not issubclass(type(one), nn.Module) or one is model:
+        if not issubclass(type(one), nn.Module) or one is model or "_modules" not in vars(one):
             continue
         config = vars(one).get("config")
         is_saved = hasattr(config, "to_json_file") and id(config) not in ours
