@@ -23,28 +23,31 @@ TIMED := .ci/timed
 $(VENV)/torch: requirements-dev.txt
 	$(PYTHON) _build.py check
 	$(PYTHON) -m venv $(VENV)
-	$(TIMED) "install torch" $(BIN)/pip install --quiet --constraint requirements-dev.txt torch maturin numpy
+	$(BIN)/pip install --quiet --constraint requirements-dev.txt uv
+	$(TIMED) "install torch" .ci/install --constraint requirements-dev.txt torch maturin numpy
 	touch $@
 
 $(VENV)/installed: $(VENV)/torch requirements-dev.txt
-	$(TIMED) "install the rest" $(BIN)/pip install --quiet --requirement requirements-dev.txt
+	$(TIMED) "install the rest" .ci/install --requirement requirements-dev.txt
 	touch $@
 
 $(VENV)/built: $(VENV)/torch Cargo.toml Cargo.lock pyproject.toml build.rs _build.py .cargo/config.toml $(shell find src -type f)
 	$(TIMED) "compile the extension" $(BIN)/python3 -m pip install --quiet --no-build-isolation --no-deps --editable .
 	touch $@
 
-.PHONY: build
-build: ## the virtual environment with the package in it
-	@$(MAKE) --silent $(if $(findstring jobserver,$(MAKEFLAGS)),,--jobs 2) $(VENV)/built $(VENV)/installed
-
-$(VENV)/fairseq: requirements-fairseq.txt | build
-	$(BIN)/pip install --quiet "pip<24.1"
-	$(BIN)/pip install --quiet --no-deps --requirement requirements-fairseq.txt
+$(VENV)/fairseq: requirements-fairseq.txt | $(VENV)/installed
+	$(TIMED) "install fairseq" .ci/install --no-deps --requirement requirements-fairseq.txt
 	touch $@
 
+# The tests need fairseq too, which is installed while the extension compiles.
+test test-python test-all: BESIDE := $(VENV)/fairseq
+
+.PHONY: build
+build: ## the virtual environment with the package in it
+	@$(MAKE) --silent $(if $(findstring jobserver,$(MAKEFLAGS)),,--jobs 2) $(VENV)/built $(VENV)/installed $(BESIDE)
+
 .PHONY: fairseq
-fairseq: $(VENV)/fairseq ## fairseq 0.12.2, for the plug-in and its tests
+fairseq: build $(VENV)/fairseq ## fairseq 0.12.2, for the plug-in and its tests
 
 .PHONY: demo
 demo: build ## train a Transformer to translate number words, and show what it learned

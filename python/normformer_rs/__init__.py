@@ -63,6 +63,7 @@ __all__ = [
     "tables",
     "to_huggingface",
     "translate",
+    "unit_matrices_",
 ]
 
 if TYPE_CHECKING:
@@ -91,7 +92,7 @@ if TYPE_CHECKING:
     from .reproduce.papers import cite
     from .schemes import Scheme
     from .study import Study
-    from .surgery import Swaps, fold_norms, load_swapped, swap_norms, swap_residuals
+    from .surgery import Swaps, fold_norms, load_swapped, swap_norms, swap_residuals, unit_matrices_
 else:
     _HOMES = {
         "config": (
@@ -111,7 +112,7 @@ else:
         "reproduce.papers": ("cite",),
         "schemes": ("Scheme",),
         "study": ("Study",),
-        "surgery": ("Swaps", "fold_norms", "load_swapped", "swap_norms", "swap_residuals"),
+        "surgery": ("Swaps", "fold_norms", "load_swapped", "swap_norms", "swap_residuals", "unit_matrices_"),
         "loop.training": ("DryRun", "Trainer"),
         "loop.translation": ("Binarised", "Perplexity", "Translation", "average", "evaluate_loss", "translate"),
         **dict.fromkeys(("analysis", "figures", "nn"), ()),

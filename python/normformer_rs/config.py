@@ -326,7 +326,7 @@ def __getattr__(name: str) -> Any:
 
 LANGUAGE_MODELS = ("attention", "tensorized_rank", "tensorized_segment")
 LANGUAGE_MODELS += ("kv_heads", "activation", "linear_biases", "max_positions", "rope_theta", "scale_embeddings")
-LANGUAGE_MODELS += ("logit_softcap", "qk_norm_after_rotation")
+LANGUAGE_MODELS += ("logit_scale", "logit_softcap", "qk_norm_after_rotation")
 """Options of a model that only the training loop's models have: neither layers of `nn` nor fairseq's models have
 them."""
 ATTENTION = ("output_gate", "sinks", "score_softcap")

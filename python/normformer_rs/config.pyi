@@ -96,6 +96,7 @@ _Residual = Literal[
     "variance-gate",
     "keel",
     "mhc-lite",
+    "ngpt",
 ]
 _QkNormOver = Literal["head", "all-heads"]
 _VNorm = Literal["weighted", "unweighted"]
@@ -239,6 +240,7 @@ class TransformerConfig(Config):
     decoder_start: _DecoderStart
     tie_embeddings: _TieEmbeddings
     output_bias: bool
+    logit_scale: bool
     logit_softcap: float | None
     dropout: float
     embedding_dropout: float | None
@@ -341,6 +343,7 @@ class TransformerConfig(Config):
         decoder_start: _DecoderStart = ...,
         tie_embeddings: _TieEmbeddings = ...,
         output_bias: bool = ...,
+        logit_scale: bool = ...,
         logit_softcap: float | None = ...,
         dropout: float = ...,
         embedding_dropout: float | None = ...,
@@ -383,6 +386,7 @@ class TrainingConfig(Config):
     adam_form: _AdamForm
     weight_decay: float
     weight_decay_of: _WeightDecayOf
+    unit_matrices: bool
     clip_norm: float
     label_smoothing: float
     smoothing: _Smoothing
@@ -437,6 +441,7 @@ class TrainingConfig(Config):
         adam_form: _AdamForm = ...,
         weight_decay: float = ...,
         weight_decay_of: _WeightDecayOf = ...,
+        unit_matrices: bool = ...,
         clip_norm: float = ...,
         label_smoothing: float = ...,
         smoothing: _Smoothing = ...,

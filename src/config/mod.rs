@@ -237,6 +237,8 @@ config! {
             tie_embeddings: Ties = Ties::All,
             /// Add a bias to the logits.
             output_bias: bool = false,
+            /// Multiply each word's logit by a learned factor √d·s, s = 1/√d at the start (nGPT's s_z).
+            logit_scale: bool = false,
             /// Replace logits z by c·tanh(z/c), in training, evaluation and decoding (Gemma 2); default: no cap.
             logit_softcap: Option<f64> = None,
             /// Dropout on sublayer outputs, and the default of the other dropout options.
@@ -321,6 +323,9 @@ config! {
             weight_decay: f64 = 0.0,
             /// Parameters that decay: the matrices of linear layers and the tables (matrices), or all, as in fairseq.
             weight_decay_of: DecayOf = DecayOf::Matrices,
+            /// After each update, and before the first, scale the matrices to unit vectors along the width: rows of tables
+            /// and of matrices that read the residual stream, columns of those that write to it (nGPT).
+            unit_matrices: bool = false,
             /// Clip the global gradient norm to this; 0 means never.
             clip_norm: f64 = 0.0,
             /// Label smoothing ε.

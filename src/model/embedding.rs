@@ -9,6 +9,7 @@ use crate::error::Result;
 use crate::init::{self, Fill, Table};
 use crate::norm::fix_norm;
 use crate::operator;
+use crate::parametrisation::SumsOver;
 use tch::{Kind, Tensor};
 
 /// The tables of word embeddings: one, two or three, depending on `tie_embeddings`.
@@ -17,6 +18,8 @@ pub struct Embeddings {
     target: Tensor,
     output: Tensor,
     output_bias: Option<Tensor>,
+    /// s of the factors √d·s of logits, (V), and √d.
+    logit_scale: Option<(Tensor, f64)>,
     /// True if the output projection is an embedding table, to which FixNorm then applies too.
     tied: bool,
     fixnorm: bool,
@@ -61,11 +64,18 @@ impl Embeddings {
             true => Some(b.within("output_projection", |b| b.parameter("bias", &[v], &Fill::Constant(0.0)))?),
             false => None,
         };
+        let scaled_logits = |b: &mut Builder| -> Result<(Tensor, f64)> {
+            let root = (d as f64).sqrt();
+            let first = Fill::Constant(root.recip());
+            Ok((b.within("output_projection", |b| b.own("scale", &[v], &first, SumsOver::Nothing))?, root))
+        };
+        let logit_scale = if config.logit_scale { Some(scaled_logits(b)?) } else { None };
         Ok(Embeddings {
             source: source.filter(|_| has_source),
             target,
             output,
             output_bias,
+            logit_scale,
             tied: config.tie_embeddings != Ties::None,
             fixnorm: config.fixnorm,
             softcap: config.logit_softcap.map(Softcap),
@@ -99,11 +109,16 @@ impl Embeddings {
         operator::dropout(x, ctx.rates.embedding, ctx.seed.as_ref(), ctx.dropout_site())
     }
 
-    /// Returns the matrix of the output projection, (V, d), with FixNorm applied if it is tied.
+    /// Returns the matrix of the output projection, (V, d), with FixNorm applied if it is tied, and each row times the
+    /// factor of its word's logit.
     pub fn output_weight(&self) -> Result<Tensor> {
-        match self.fixnorm && self.tied {
-            true => fix_norm::fix_norm(&self.output),
-            false => Ok(self.output.shallow_clone()),
+        let weight = match self.fixnorm && self.tied {
+            true => fix_norm::fix_norm(&self.output)?,
+            false => self.output.shallow_clone(),
+        };
+        match &self.logit_scale {
+            Some((s, root)) => Ok(weight.f_mul(&s.f_mul_scalar(*root)?.f_unsqueeze(-1)?)?),
+            None => Ok(weight),
         }
     }
 

@@ -62,6 +62,10 @@ pub enum BuiltGain {
     Sigmoid(Tensor, f64),
     /// √max(1 − σ(w/τ)², 10⁻³), with the same w and τ.
     CoSigmoid(Tensor, f64),
+    /// |w/τ|.
+    Magnitude(Tensor, f64),
+    /// 1 − |w/τ|, with the same w and τ.
+    CoMagnitude(Tensor, f64),
     /// The stack's α_t.
     Growing,
 }
@@ -74,6 +78,8 @@ impl BuiltGain {
             declared::Gain::Learned(parameter) => BuiltGain::Is(learned(b, parameter)?),
             declared::Gain::Sigmoid { of, temperature } => BuiltGain::Sigmoid(learned(b, of)?, *temperature),
             declared::Gain::CoSigmoid { of, temperature } => BuiltGain::CoSigmoid(learned(b, of)?, *temperature),
+            declared::Gain::Magnitude { of, temperature } => BuiltGain::Magnitude(learned(b, of)?, *temperature),
+            declared::Gain::CoMagnitude { of, temperature } => BuiltGain::CoMagnitude(learned(b, of)?, *temperature),
             declared::Gain::Growing => BuiltGain::Growing,
         })
     }
@@ -88,6 +94,10 @@ impl BuiltGain {
                 let w = w.f_div_scalar(*temperature)?;
                 let rest = w.f_neg()?.f_sigmoid()?.f_mul(&w.f_sigmoid()?.f_add_scalar(1.0)?)?;
                 Some(rest.f_clamp_min(LEAST_VARIANCE)?.f_sqrt()?)
+            }
+            BuiltGain::Magnitude(w, temperature) => Some(w.f_div_scalar(*temperature)?.f_abs()?),
+            BuiltGain::CoMagnitude(w, temperature) => {
+                Some(w.f_div_scalar(*temperature)?.f_abs()?.f_neg()?.f_add_scalar(1.0)?)
             }
             BuiltGain::Growing => alpha_t.map(Tensor::shallow_clone),
         })
@@ -201,6 +211,7 @@ impl BuiltChange {
     fn is_by_head(&self, width: i64) -> bool {
         match self {
             BuiltChange::Norm { width: own, .. } => *own != width,
+            BuiltChange::Shift(p) | BuiltChange::Scale(p) => p.numel() as i64 != width,
             BuiltChange::Keep(_) | BuiltChange::Mix { .. } | BuiltChange::DampForward(_) => false,
             _ => true,
         }

@@ -253,7 +253,7 @@ impl Walk<'_> {
             Change::Norm(norm) => self.norm(at, norm, widths, path),
             Change::Shift(parameter) | Change::Scale(parameter) => {
                 self.owned(&parameter.name, path)?;
-                self.parameter(at, parameter, &[&[1], &widths[..1]])
+                self.parameter(at, parameter, &[&[1], &widths[..1], &[width]])
             }
             // It acts on whole rows.
             Change::DampForward(parameter) => {
@@ -303,7 +303,10 @@ impl Walk<'_> {
     fn gain(&mut self, gain: &Gain, widths: &[i64]) -> CheckResult {
         match gain {
             Gain::Constant(c) if !is_finite_in_f32(*c) => Err(format!("a gain is {c:e}: it must be finite in float32")),
-            Gain::Sigmoid { temperature, .. } | Gain::CoSigmoid { temperature, .. }
+            Gain::Sigmoid { temperature, .. }
+            | Gain::CoSigmoid { temperature, .. }
+            | Gain::Magnitude { temperature, .. }
+            | Gain::CoMagnitude { temperature, .. }
                 if !(*temperature > 0.0 && is_finite_in_f32(*temperature)) =>
             {
                 Err(format!("a gain's temperature must be above 0, got {temperature}"))

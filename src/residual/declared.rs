@@ -110,6 +110,16 @@ pub enum Gain {
         of: Learned,
         temperature: f64,
     },
+    /// |w/τ|.
+    Magnitude {
+        of: Learned,
+        temperature: f64,
+    },
+    /// 1 − |w/τ|, beside [`Gain::Magnitude`] with the same w.
+    CoMagnitude {
+        of: Learned,
+        temperature: f64,
+    },
     /// α_t, which the stack's [`Growth`] changes.
     Growing,
 }
@@ -118,7 +128,11 @@ impl Gain {
     /// Returns its parameter.
     pub fn learned(&self) -> Option<&Learned> {
         match self {
-            Gain::Learned(of) | Gain::Sigmoid { of, .. } | Gain::CoSigmoid { of, .. } => Some(of),
+            Gain::Learned(of)
+            | Gain::Sigmoid { of, .. }
+            | Gain::CoSigmoid { of, .. }
+            | Gain::Magnitude { of, .. }
+            | Gain::CoMagnitude { of, .. } => Some(of),
             Gain::One | Gain::Constant(_) | Gain::Growing => None,
         }
     }

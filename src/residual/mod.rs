@@ -40,6 +40,7 @@ mod mhc;
 mod mhc_lite;
 mod mix_ln;
 mod mixing;
+mod ngpt;
 mod normformer;
 mod olmo2;
 mod peri_ln;
@@ -109,6 +110,7 @@ pub static SCHEMES: &[&Scheme] = &[
     &variance_gate::VARIANCE_GATE,
     &keel::KEEL,
     &mhc_lite::MHC_LITE,
+    &ngpt::NGPT,
 ];
 
 /// Returns the options of all schemes.

@@ -6,6 +6,7 @@ mod muon;
 mod normuon;
 pub mod rule;
 mod ruled;
+mod unit;
 
 use super::checkpoint::{to_array, to_tensor, Array};
 use super::trainer::kind_of;
@@ -23,6 +24,7 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Mutex;
 use tch::{no_grad, Device, Kind, Tensor};
+use unit::UnitMatrices;
 
 /// The alignment of the views in numbers: a cache line of f32.
 const ALIGN: usize = 16;
@@ -45,6 +47,8 @@ pub struct Optimizer {
     segments: Vec<Segment>,
     /// The rule beside Adam, with its parameters, which come last in the buffers.
     ruled: Option<Ruled>,
+    /// The matrices that stay on the sphere; none without `unit_matrices`.
+    unit: UnitMatrices,
     /// On a GPU, 0, or NaN since an update that was not finite. The host learns of it late, and until then nothing
     /// changes.
     health: Tensor,
@@ -83,6 +87,11 @@ impl Optimizer {
         let moments = kind_of(config.moments);
         let mut ruled = Ruled::of(config);
         let is_ruled = |part: Part, t: &Tensor| ruled.as_ref().is_some_and(|ruled| ruled.rule.takes(part, &t.size()));
+        if config.unit_matrices && !model.scaled().parametrisation.is_standard() {
+            return Err(Error::invalid(
+                "unit_matrices sets the lengths of matrices, which the parametrisation would scale: leave one of them out",
+            ));
+        }
         if ruled.is_some() && !model.scaled().parametrisation.is_standard() {
             return Err(Error::invalid(format!(
                 "optimizer = {:?} has no multipliers of a parametrisation yet: leave parametrisation out, or choose adam",
@@ -97,13 +106,14 @@ impl Optimizer {
                     config.weight_decay != 0.0 && config.weight_decay_of == DecayOf::Matrices && !part.is_matrix();
                 let weight_decay = if is_left_out { 0.0 } else { multipliers.weight_decay };
                 let is_ruled = is_ruled(part, t);
-                ((is_ruled, is_left_out, order), Multipliers { weight_decay, ..multipliers }, name, t)
+                ((is_ruled, is_left_out, order), Multipliers { weight_decay, ..multipliers }, name, t, part)
             })
             .collect();
         sorted.sort_by_key(|(order, ..)| *order);
         let (mut start, mut segments, mut places) = (0, Vec::<Segment>::new(), BTreeMap::new());
         let mut of_adam = 0;
-        for ((is_ruled, ..), multipliers, name, t) in sorted {
+        let mut unit = UnitMatrices::default();
+        for ((is_ruled, ..), multipliers, name, t, part) in sorted {
             if t.kind() != Kind::Float {
                 return Err(Error::invalid(format!("training keeps its parameters in float32, got {:?}", t.kind())));
             }
@@ -112,6 +122,9 @@ impl Optimizer {
             no_grad(|| own.shallow_clone().f_copy_(t))?;
             t.shallow_clone().f_set_data(&own)?;
             operator::set_grad(t, &view(&gradients)?)?;
+            if config.unit_matrices {
+                unit.add(name, part, &own);
+            }
             let (place, numbers) = (start..start + t.numel(), start..start + aligned(t));
             start = numbers.end;
             if let (true, Some(ruled)) = (is_ruled, &mut ruled) {
@@ -134,6 +147,7 @@ impl Optimizer {
             places,
             segments,
             ruled,
+            unit,
             health: Tensor::f_zeros([0i64; 0].as_slice(), (Kind::Double, device))?,
             beta1: config.beta1,
             beta2: config.beta2,
@@ -154,6 +168,11 @@ impl Optimizer {
     /// Replaces every rank's gradients by the sum over ranks.
     pub fn sum_gradients(&mut self, group: ProcessGroup) -> Result<()> {
         group.sum_in_place(&mut self.gradients)
+    }
+
+    /// Puts the matrices that stay on the sphere there, before the first update.
+    pub fn begin(&self) -> Result<()> {
+        self.unit.begin()
     }
 
     /// Replaces every rank's parameters by rank 0's.
@@ -203,6 +222,7 @@ impl Optimizer {
             if let Some(ruled) = &mut self.ruled {
                 ruled.step(lr, self.weight_decay, &Tensor::f_from_slice(&[scale as f32])?, None, group)?;
             }
+            self.unit.normalise(None)?;
         }
         Ok(Tensor::f_from_slice(&[norm])?.f_squeeze()?)
     }
@@ -235,9 +255,11 @@ impl Optimizer {
             let rounding = self.rounding(step, segment);
             operator::adam_in_place(&buffers, &Coefficients { beta1, beta2, eps, rounding })?;
         }
+        let is_alive = scale.f_isfinite()?;
         if let Some(ruled) = &mut self.ruled {
-            ruled.step(lr, self.weight_decay, &scale, Some(&scale.f_isfinite()?), group)?;
+            ruled.step(lr, self.weight_decay, &scale, Some(&is_alive), group)?;
         }
+        self.unit.normalise(Some(&is_alive))?;
         Ok(norm)
     }
 

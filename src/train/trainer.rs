@@ -198,6 +198,7 @@ impl Trainer {
         progress.seen.1 = parts.sentences as u64;
         let kind = kind_of(config.precision);
         optimizer.share_parameters(group)?;
+        optimizer.begin()?;
         let updates_per_epoch = parts.batches_per_epoch as f64 / (config.accumulate * group.size() as i64) as f64;
         let recompute = config.activation_checkpointing;
         let flat = optimizer.flat(kind)?.map(Rc::new);

@@ -98,6 +98,9 @@ def test_logits_and_every_gradient_equal_the_oracles(norm, residual):
         {"residual": "hyper-connections", "hyper_connections_dynamic": False},
         {"residual": "mhc-lite", "mhc_lite_streams": 3},
         {"residual": "x0-lambdas", "x0_lambdas_backout": True},
+        {"residual": "ngpt", "activation": "swiglu", "positions": "rotary", "kv_heads": 2},
+        {"residual": "ngpt", "activation": "geglu", "logit_scale": True, "output_bias": True, "tie_embeddings": "none"},
+        {"logit_scale": True, "fixnorm": True, "tie_embeddings": "decoder"},
         *({"residual": "prores", "prores_steps": 2, "prores_scheme": name} for name in PRORES),
         {"residual": "prores", "prores_steps": 2, "prores_scheme": "ln-scaling", "ln_scaling_mode": "weight"},
         {"residual": "postnorm*1,prores", "prores_steps": 2, "prores_scheme": "deepnorm", "norm": "scalenorm-fixed"},
@@ -182,7 +185,7 @@ TENSORIZED = {"architecture": "decoder-only", "attention": "tensorized", "tensor
 )
 @pytest.mark.one_in(test=4, all=3)
 def test_tensorized_attention(norm, residual):
-    if residual in ("normformer", "subln", "hybridnorm", "hybridnorm-star", "olmo2", "value-residual"):
+    if residual in ("normformer", "subln", "hybridnorm", "hybridnorm-star", "olmo2", "value-residual", "ngpt"):
         with pytest.raises(nfrs.InputError, match=f'residual "{residual}" has a part between attention.*dlcl'):
             build(**TENSORIZED, norm=norm, residual=residual)
         return

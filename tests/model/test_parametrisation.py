@@ -22,7 +22,7 @@ SCALED = {
     "depth-mup": {"parametrisation": "depth-mup", **BASE},
     "completep": {"parametrisation": "completep", **BASE},
 }
-OWN_DEPTH = ("attnres", "dlcl", "depth-scaled", "variance-gate", "x0-lambdas")
+OWN_DEPTH = ("attnres", "dlcl", "depth-scaled", "variance-gate", "x0-lambdas", "ngpt")
 """Their branches do not simply add up, so that depth-mup and completep refuse them."""
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -42,7 +42,9 @@ def test_the_fused_steps_run_and_equal_the_modules_one_by_one(residual):
     fused = model(x)
     after = _core.operator_counts()
     kernel = (
-        "residual" if residual in ("rezero", "r-fixup", "t-fixup", "olmo2", "gpas", *MIXED) else "scale_norm_residual"
+        "residual"
+        if residual in ("rezero", "r-fixup", "t-fixup", "olmo2", "gpas", "ngpt", *MIXED)
+        else "scale_norm_residual"
     )
     assert after[kernel][0] > before[kernel][0] and after[kernel][1] == before[kernel][1]
     heard = []
@@ -223,7 +225,7 @@ def test_reset_parameters_gives_first_values_back(residual, kind):
             return nfnn.Transformer(D, HEADS, 2, 2, FF, residual=residual)
         return nfnn.TransformerEncoder(nfnn.TransformerEncoderLayer(D, HEADS, FF, residual=residual), 2)
 
-    if kind == "residual" and residual in (*OUT_OF_REACH, "hybridnorm", "hybridnorm-star", "olmo2"):
+    if kind == "residual" and residual in (*OUT_OF_REACH, "hybridnorm", "hybridnorm-star", "olmo2", "ngpt"):
         return
     one, other = build(0).state_dict(), build(1).state_dict()
     constant = [name for name in one if torch.equal(one[name], other[name])]

@@ -97,6 +97,7 @@ DEFAULTS: dict[str, Any] = {
     "scale_embeddings": True,
     "tie_embeddings": "all",  # or "decoder", "none"
     "output_bias": False,
+    "logit_scale": False,
     "logit_softcap": None,
 }
 DEFAULT_INITS = {

@@ -40,9 +40,11 @@ from .residual import (
     Place,
     Remember,
     Scale,
+    Share,
     Shift,
     Times,
     Unit,
+    UnitHeads,
     describe_stack,
     describe_sublayer,
     places,
@@ -228,7 +230,7 @@ class Run:
 
         def projected(point: str, x: Tensor, real: Tensor) -> Tensor:
             change = inside.get(point)
-            is_whole = isinstance(change, Norm) and change.width == x.shape[-1]
+            is_whole = isinstance(change, UnitHeads) or (isinstance(change, Norm) and change.width == x.shape[-1])
             x = self.changed(change, place.stack, x if is_whole else split(x), real)
             return x if is_whole else join(x)
 
@@ -293,6 +295,8 @@ class Run:
         a softcap c·tanh(z/c)."""
         tied = self.config["tie_embeddings"] != "none"
         weight = self.table("target") if tied else self.state["output_projection.weight"]
+        if self.config["logit_scale"]:
+            weight = weight * (self.state["output_projection.scale"] * self.config["d_model"] ** 0.5).unsqueeze(-1)
         logits = (x * forward_factors(self.config, "decoder").logits) @ weight.T
         logits = logits + self.state["output_projection.bias"] if self.config["output_bias"] else logits
         c = self.config["logit_softcap"]
@@ -313,13 +317,17 @@ class Run:
                 return self.norm(stack, change, x, real) * change.times
             case Shift(by):
                 return x - self.state[by.name]
-            case Scale(by):
-                return x * self.state[by.name]
+            case Scale(by, times):
+                return x * self.state[by.name] * times
             case Times(factor):
                 return x * factor
             case Unit(by):
                 unit = x / x.norm(dim=-1, keepdim=True).clamp(min=1e-12)
                 return unit if by is None else unit * self.state[by.name]
+            case UnitHeads(by, times):
+                heads = x.unflatten(-1, (-1, self.config["d_model"] // self.config["heads"]))
+                unit = heads / heads.norm(dim=-1, keepdim=True).clamp(min=1e-12)
+                return unit.flatten(-2) * self.state[by.name] * times
             case Damp(by):
                 return x - torch.nn.functional.silu(self.state[by.name]) * x.detach()
             case Remember():
@@ -340,6 +348,9 @@ class Run:
             case Gate(w, temperature, rest):
                 share = torch.sigmoid(self.state[w.name] / temperature)
                 return (1 - share * share).clamp(min=1e-3).sqrt() if rest else share
+            case Share(w, temperature, rest):
+                share = (self.state[w.name] / temperature).abs()
+                return 1 - share if rest else share
         return gain
 
     def norm(self, stack: str, norm: Norm, x: Tensor, real: Tensor) -> Tensor:

@@ -138,6 +138,8 @@ def _parameters(c: Config) -> Iterator[Parameter]:
         yield Parameter("output_projection.weight", (vocab, d))
     if c["output_bias"]:
         yield Parameter("output_projection.bias", (vocab,), 0.0)
+    if c["logit_scale"]:
+        yield Parameter("output_projection.scale", (vocab,), d**-0.5)
 
 
 def _buffers(c: Config) -> Iterator[Parameter]:

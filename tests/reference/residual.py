@@ -14,9 +14,10 @@ from torch import Tensor
 
 from . import mixing as mixes
 from .batch_norms import BATCH_NORMS
-from .config import Config, complete, is_one_stack, kv_width
+from .config import Config, complete, is_gated, is_one_stack, kv_width
 from .constants import admin_omega, deepnorm_alpha
 from .declared import Parameter
+from .parametrisation import forward_factors
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,9 +44,10 @@ class Shift:
 
 @dataclasses.dataclass(frozen=True)
 class Scale:
-    """x⊙s"""
+    """x⊙s, times a constant."""
 
     by: Parameter
+    times: float = 1.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,6 +78,14 @@ class Unit:
     """x/max(‖x‖₂, 1e-12), times g where there is one."""
 
     by: Parameter | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class UnitHeads:
+    """x_h/max(‖x_h‖₂, 1e-12) of each head h, ⊙s over all heads' columns, times a constant."""
+
+    by: Parameter
+    times: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,8 +120,17 @@ class Gate:
     rest: bool = False
 
 
-Change = Norm | Shift | Scale | Times | HeadScale | Unit | Damp | Remember | Blend
-Gain = float | Parameter | Growth | Gate
+@dataclasses.dataclass(frozen=True)
+class Share:
+    """|w/τ|; `rest`: 1 − |w/τ|."""
+
+    w: Parameter
+    temperature: float
+    rest: bool = False
+
+
+Change = Norm | Shift | Scale | Times | HeadScale | Unit | UnitHeads | Damp | Remember | Blend
+Gain = float | Parameter | Growth | Gate | Share
 
 
 def own_parts(part: Any) -> Iterator[Any]:
@@ -119,7 +138,7 @@ def own_parts(part: Any) -> Iterator[Any]:
     match part:
         case Blend(own, first):
             yield from (own, first)
-        case Gate(w):
+        case Gate(w) | Share(w):
             yield w
         case _:
             yield getattr(part, "by", part)
@@ -401,6 +420,29 @@ def keel(place: Place) -> Sublayer:
     return dataclasses.replace(prenorm(place), alpha=alpha, after=place.norm(f"post_norm{place.index}"))
 
 
+def ngpt(place: Place) -> Sublayer:
+    """x⁺ = u((1 − |a|)⊙u(x) + |a|⊙u(F(x))); inside, what scales queries, keys and the hidden layer (Loshchilov et al.
+    2024)."""
+    c = place.config
+    d, f, root = c["d_model"], c["d_ff"], math.sqrt(c["d_model"])
+    share = place.vector("share", 1 / root), 1 / root / 0.05
+    around = Sublayer(on_x=Unit(), output=Unit(), after=Unit(), alpha=Share(*share, rest=True), beta=Share(*share))
+    if place.kind == "feed_forward":
+        gate = {"activated": Scale(place.parameter("linear3_scale", (f,), 1.0), root)} if is_gated(c) else {}
+        inside = {"hidden": Scale(place.parameter("linear1_scale", (f,), 1.0), root), **gate}
+        return dataclasses.replace(around, inside=inside)
+    grouped = c["kv_heads"] not in (None, c["heads"])
+    names = ("query_scale", "key_scale") if grouped else ("qk_scale", "qk_scale")
+    d_head = d // c["heads"]
+    times = math.sqrt(d_head) / forward_factors(c, place.stack).scores
+    points = ("rotated_query", "rotated_key") if place.kind == "self_attn" else ("query", "key")
+    q, k = (
+        UnitHeads(place.parameter(f"{place.kind}.{name}", (width,), 1 / root), root * factor)
+        for name, width, factor in zip(names, (d, kv_width(c)), (times, 1.0), strict=True)
+    )
+    return dataclasses.replace(around, inside=dict(zip(points, (q, k), strict=True)))
+
+
 def layerscale(place: Place) -> Sublayer:
     """x⁺ = x+λ⊙F(N(x)) (Touvron et al. 2021)."""
     return dataclasses.replace(prenorm(place), beta=place.vector("branch_scale", place.config["layerscale_init"]))
@@ -590,6 +632,7 @@ SCHEMES: dict[str, tuple[Callable[[Place], Sublayer], Callable[[Config, str], St
     "depth-scaled": (depth_scaled, end_norm),
     "variance-gate": (variance_gate, end_norm),
     "keel": (keel, nothing),
+    "ngpt": (ngpt, nothing),
     "mhc-lite": (mixed(mixes.mhc_lite), end_mixed(mixes.end_mhc_lite)),
 }
 RESIDUAL_NAMES = tuple(SCHEMES)

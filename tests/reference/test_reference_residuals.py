@@ -177,6 +177,26 @@ def keel(h, i, kind, x, memory):
     return h.norm(f"post_norm{i}", alpha * x + h.f(kind, h.norm(f"norm{i}", x), memory))
 
 
+def ngpt(h, i, kind, x, memory):
+    d, share = x.shape[-1], (h.p(f"share{i}") * 0.05 * x.shape[-1] ** 0.5).abs()
+    if kind == "feed_forward":
+        f = h.linear("linear2", (d**0.5 * h.p("linear1_scale") * h.linear("linear1", x)).relu())
+    else:
+        read = x if kind == "self_attn" else memory
+        weights, biases = (h.p(f"{kind}.in_proj_{part}").chunk(3) for part in ("weight", "bias"))
+        q, k, v = (
+            functional.linear(y, w, b).unflatten(-1, (h.config["heads"], -1)).transpose(1, 2)
+            for y, w, b in zip((x, read, read), weights, biases, strict=True)
+        )
+        s = (d**0.5 * h.p(f"{kind}.qk_scale")).unflatten(-1, (h.config["heads"], 1, -1))
+        q, k = s * functional.normalize(q, dim=-1), s * functional.normalize(k, dim=-1)
+        is_causal, scale = kind == "self_attn" and h.stack == "decoder", q.shape[-1] ** 0.5
+        joined = functional.scaled_dot_product_attention(q, k, v, is_causal=is_causal, scale=scale)
+        f = h.linear(f"{kind}.out_proj", joined.transpose(1, 2).flatten(-2))
+    x, f = functional.normalize(x, dim=-1), functional.normalize(f, dim=-1)
+    return functional.normalize(x + share * (f - x), dim=-1)
+
+
 ALPHA = {"encoder": 0.81 * (2**4 * 3) ** (1 / 16), "decoder": 9**0.25}  # of 2 and 3 layers
 OMEGA = {"encoder": math.sqrt(5 / math.log(5) - 1), "decoder": math.sqrt(10 / math.log(10) - 1)}
 SIGMOID = (1 / (1 + math.exp(2.5)) - 1 / (1 + math.exp(5))) / math.tanh(2.5)  # logistic(5) − logistic(−5) = tanh(2.5)
@@ -204,6 +224,7 @@ BY_HAND = {
     "mix-ln": mix_ln,
     "denseformer": prenorm,
     "keel": keel,
+    "ngpt": ngpt,
     "b2t": lambda h, i, k, x, m: h.norm(f"norm{i}", h.f(k, x, m) + (x + h.bottom if k == "feed_forward" else x)),
 }
 BY_HAND |= {"gpas": gpas, "value-residual": value_residual, "x0-lambdas": x0_lambdas}

@@ -1,18 +1,21 @@
 """Writes docs/models.md: what `swap_residuals`, `fold_norms` and exact swaps make of each model of the zoo.
 
-    PYTHONPATH=… python tests/surgery/models_page.py
+    PYTHONPATH=… python tests/surgery/models_page.py ROWS.jsonl [--every 0/2]
 
 Each model is built small, with random weights, and every residual scheme is swapped in and taken back. Models of
-libraries that are not installed are left out.
+libraries that are not installed are left out. ROWS.jsonl keeps what is done: a second call goes on after it. With
+`--every 0/2` and `--every 1/2`, two processes share the models. The page is written when no model is left.
 """
 
+import argparse
+import json
 import logging
 import re
 import warnings
 from pathlib import Path
 
 import torch
-from surgery_support import RESIDUALS
+from surgery_support import FOREIGN
 from test_zoo import outputs
 from zoo import LIBRARY, MODELS, UNSEEN
 
@@ -26,12 +29,13 @@ HEAD = f"""<!-- Made by `python tests/surgery/models_page.py`; do not edit. -->
 
 # Models that were tried
 
-What surgery makes of small models of random weights, each by all {len(RESIDUALS)} residual schemes. A model that is not
-here may work as well: blocks are recognised by what they compute ([how](swap.md#how-blocks-are-found)).
+What surgery makes of small models of random weights, each by {len(FOREIGN)} residual schemes; ngpt works in torch.nn's
+layers alone. A model that is not here may work as well: blocks are recognised by what they compute
+([how](swap.md#how-blocks-are-found)).
 
 The block: `a` attention, `c` attention to an encoder, `f` anything else, each followed by its norms: before it, x +
 F(N(x)); after the addition, N(x + F(x)); on the branch, x + N(F(x)); `×`: a factor of the branch. `+`: parallel
-branches, one addition. Schemes: how many of the {len(RESIDUALS)} are taken. Fold, exact: how many norms `fold_norms`
+branches, one addition. Schemes: how many of the {len(FOREIGN)} are taken. Fold, exact: how many norms `fold_norms`
 and `swap_norms(…, "rmsnorm", exact=True)` change, of all that they look at.
 
 | model | library | block | schemes | fold | exact | what is refused, and why |
@@ -72,7 +76,7 @@ def row(name: str) -> str | None:
         return None
     model.eval()
     shape, taken, reasons = blocks(model, inputs), 0, {}
-    for scheme in RESIDUALS:
+    for scheme in FOREIGN:
         try:
             done = nfrs.swap_residuals(model, scheme, init=None, example=inputs)
         except nfrs.InputError as reason:
@@ -103,11 +107,30 @@ def row(name: str) -> str | None:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("rows", type=Path, metavar="ROWS.jsonl")
+    parser.add_argument("--every", default="0/1", metavar="I/N", help="only every N-th model, from number I")
+    arguments = parser.parse_args()
+    first, step = map(int, arguments.every.split("/"))
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
-    rows = [line for name in (*MODELS, *UNSEEN) if (line := row(name)) is not None]
-    PAGE.write_text(HEAD + "\n".join(rows) + "\n", encoding="utf-8")
+    names = [*MODELS, *UNSEEN]
+    arguments.rows.touch()
+    for name in names[first::step]:
+        if name not in kept(arguments.rows):
+            line = json.dumps({"name": name, "row": row(name)}, ensure_ascii=False)
+            with arguments.rows.open("a", encoding="utf-8") as file:
+                file.write(line + "\n")
+    done = kept(arguments.rows)
+    if done.keys() >= {*names}:
+        rows = [done[name] for name in names if done[name] is not None]
+        PAGE.write_text(HEAD + "\n".join(rows) + "\n", encoding="utf-8")
+
+
+def kept(rows: Path) -> dict[str, str | None]:
+    """The rows that are done, by the model's name; None for a model whose library is not there."""
+    return {one["name"]: one["row"] for one in map(json.loads, rows.read_text(encoding="utf-8").splitlines())}
 
 
 if __name__ == "__main__":

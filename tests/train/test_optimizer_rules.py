@@ -5,9 +5,10 @@ import json
 import pytest
 import torch
 from torch.optim import _muon
-from train_support import fit, losses
+from train_support import fit, losses, weights, whole_batch
 
 import normformer_rs as nfrs
+import reference as ref
 from normformer_rs import _core
 
 QUIET = {"curves": False, "tensorboard": False}
@@ -126,6 +127,54 @@ def test_muon_learns(tmp_path, corpus):
     assert sum(found[-5:]) < 0.8 * sum(found[:5])
 
 
+NGPT = {"residual": "ngpt", "logit_scale": True, "tie_embeddings": "none", "scale_embeddings": False}
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "muon"])
+def test_unit_matrices_stay_on_the_sphere(optimizer, tmp_path, corpus):
+    """After every update each vector along the width has length 1; a run that stopped has the same bits. A fixed vector
+    of a resumed run is not divided again."""
+    training = {**LOOP, "optimizer": optimizer, "weight_decay": 0.0, "unit_matrices": True, "keep": 9}
+    fit(tmp_path / "whole", corpus, model=NGPT, training=training, **QUIET)
+    fit(tmp_path / "run", corpus, model=NGPT, training={**training, "updates": 3}, **QUIET)
+    fit(tmp_path / "run", corpus, model=NGPT, training=training, resume=True, **QUIET)
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole") and len(losses(tmp_path / "run")) == 6
+    state = weights(tmp_path / "whole")
+    again = weights(tmp_path / "run")
+    assert all(torch.equal(value, again[name]) for name, value in state.items())
+    model = nfrs.Transformer.from_checkpoint(tmp_path / "whole", "last")
+    matrices = [name for name, p in model.named_parameters() if p.dim() == 2]
+    assert sorted(matrices) == sorted(nfrs.unit_matrices_(model))
+    for name in matrices:
+        lengths = state[name].norm(dim=0 if name.endswith(("out_proj.weight", "linear2.weight")) else 1)
+        is_near = (lengths - 1).abs() < 1e-6
+        assert is_near.all() or (name.endswith("embedding.weight") and (is_near | (lengths == 0)).all()), name
+
+
+def test_unit_matrices_are_those_of_torchs_adam(tmp_path, corpus):
+    """One update of the loop, from the gradients of the same model in PyTorch."""
+    plain = {"updates": 1, "evaluate_every": 1, "adam_form": "torch", "label_smoothing": 0.0}
+    fit(
+        tmp_path / "start",
+        corpus,
+        model=NGPT,
+        training={**plain, "lr": 1e-30, "min_lr": 0.0, "unit_matrices": True},
+        **QUIET,
+    )
+    fit(tmp_path / "run", corpus, model=NGPT, training={**plain, "unit_matrices": True}, **QUIET)
+    model = nfrs.Transformer.from_checkpoint(tmp_path / "start", "last").double()
+    batch, mask = whole_batch(tmp_path / "start", corpus)
+    logits = model(batch.source, batch.target_input).masked_fill(~mask, -torch.inf)
+    real = batch.target != ref.PAD
+    torch.nn.functional.cross_entropy(logits[real], batch.target[real]).backward()
+    optimizer = torch.optim.Adam(model.parameters(), 1e-2, betas=(0.9, 0.98))
+    optimizer.step()
+    nfrs.unit_matrices_(model)
+    found = weights(tmp_path / "run")
+    for name, expected in model.state_dict().items():
+        torch.testing.assert_close(found[name].double(), expected, rtol=0, atol=2e-5, msg=name)
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -147,6 +196,8 @@ def test_a_parametrisation_is_refused(tmp_path, corpus):
     model = {"parametrisation": "mup", "base_width": 8}
     with pytest.raises(nfrs.InputError, match='optimizer = "muon" has no multipliers of a parametrisation yet'):
         fit(tmp_path / "run", corpus, model=model, training={"optimizer": "muon"}, **QUIET)
+    with pytest.raises(nfrs.InputError, match="unit_matrices sets the lengths of matrices, which the parametrisation"):
+        fit(tmp_path / "run", corpus, model=model, training={"unit_matrices": True}, **QUIET)
 
 
 # Groups for torch.optim.Muon.

@@ -43,6 +43,7 @@ CHANGED = {
     "muon_scale": "spectral",
     "muon_lr_multiplier": 2.0,
     "muon_on_sphere": True,
+    "unit_matrices": True,
     "normuon_beta2": 0.9,
     "beta1": 0.8,
     "beta2": 0.9,

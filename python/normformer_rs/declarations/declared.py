@@ -30,10 +30,12 @@ __all__ = [
     "ResidualSpec",
     "StackSpec",
     "StreamStep",
+    "co_magnitude",
     "co_sigmoid",
     "damp_forward",
     "head_scale",
     "keep",
+    "magnitude",
     "mix",
     "norm",
     "scale",
@@ -93,7 +95,7 @@ class Learned(NamedTuple):
 
 
 class Curve(NamedTuple):
-    """A gain computed from a parameter w: `sigmoid` or `co_sigmoid`."""
+    """A gain computed from a parameter w: `sigmoid`, `co_sigmoid`, `magnitude` or `co_magnitude`."""
 
     kind: str
     of: Learned
@@ -108,6 +110,16 @@ def sigmoid(of: Learned, temperature: float = 1.0) -> Curve:
 def co_sigmoid(of: Learned, temperature: float = 1.0) -> Curve:
     """Returns the gain √max(1 − σ(w/τ)², 10⁻³)."""
     return Curve("co_sigmoid", of, temperature)
+
+
+def magnitude(of: Learned, temperature: float = 1.0) -> Curve:
+    """Returns the gain |w/τ|."""
+    return Curve("magnitude", of, temperature)
+
+
+def co_magnitude(of: Learned, temperature: float = 1.0) -> Curve:
+    """Returns the gain 1 − |w/τ|."""
+    return Curve("co_magnitude", of, temperature)
 
 
 Gain = float | str | Learned | Curve
@@ -364,6 +376,8 @@ def is_of_joined_heads(change: Change, head_dim: int) -> bool:
     """True if a change of queries, keys or values works on all heads joined, and not on each."""
     if change.kind == "norm":
         return change.what.width != head_dim
+    if change.kind in ("shift", "scale"):
+        return tuple(change.what.shape) not in ((1,), (head_dim,))
     return change.kind in ("keep", "mix", "damp_forward")
 
 
@@ -475,7 +489,9 @@ def _enum(variants: Mapping[str, Any], expected: str) -> _Codec:
 
 
 def _gain() -> _Codec:
-    plain = _enum({"constant": float, "learned": Learned}, "a number, GROWING, a Learned, sigmoid(…) or co_sigmoid(…)")
+    plain = _enum(
+        {"constant": float, "learned": Learned}, "a number, GROWING, a Learned, or a curve of one, as sigmoid(…)"
+    )
     curve, units = _codec(Curve), {1.0: "one", GROWING: "growing"}
 
     def write(value: Any, owner: Owner, what: str) -> Any:

@@ -4,7 +4,7 @@ The step around a sublayer, scheme.py's x⁺, is one operator. It is fused with 
 sublayer's `before`, if that norm works row by row.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -179,13 +179,20 @@ def gain(owner: nn.Module, declared: Gain, x: Tensor, alpha_t: Tensor | None) ->
     if isinstance(declared, Learned):
         return getattr(owner, declared.name)
     if isinstance(declared, Curve):
-        w = getattr(owner, declared.of.name) / declared.temperature
-        beta = torch.sigmoid(w)
-        return beta if declared.kind == "sigmoid" else (torch.sigmoid(-w) * (1 + beta)).clamp_min(1e-3).sqrt()
+        return _CURVES[declared.kind](getattr(owner, declared.of.name) / declared.temperature)
     if declared == GROWING:
         return alpha_t
     assert isinstance(declared, float)
     return None if declared == 1.0 else x.new_full((1,), declared, dtype=torch.promote_types(x.dtype, torch.float32))
+
+
+_CURVES: dict[str, Callable[[Tensor], Tensor]] = {
+    "sigmoid": torch.sigmoid,
+    "co_sigmoid": lambda w: (torch.sigmoid(-w) * (1 + torch.sigmoid(w))).clamp_min(1e-3).sqrt(),
+    "magnitude": torch.abs,
+    "co_magnitude": lambda w: 1 - w.abs(),
+}
+"""The curves of w/τ."""
 
 
 def is_distributed(x: Tensor) -> bool:

@@ -11,6 +11,7 @@ from .norms import swap_norms
 from .recognise import register_norm
 from .residuals import swap_residuals
 from .undo import Row, Swaps
+from .unit import unit_matrices_
 
 __all__ = [
     "BlockResidual",
@@ -25,6 +26,7 @@ __all__ = [
     "register_norm",
     "swap_norms",
     "swap_residuals",
+    "unit_matrices_",
 ]
 
 if "transformers" in sys.modules:

@@ -1,0 +1,94 @@
+"""Matrices on the sphere, for training in PyTorch (nGPT)."""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import InputError
+from ..nn.training import MATRICES
+from .blocks import TORCHS, is_transposed, weight_and_bias
+from .converted import residual_of
+from .init import unreached
+
+_WRITERS = ("out_proj.weight", "linear2.weight")
+"""The ends of the names of matrices of `normformer_rs.Transformer` that write to the residual stream."""
+_LEAST = 1e-12
+
+
+@torch.no_grad()
+def unit_matrices_(model: nn.Module, tables: Iterable[nn.Module] | None = None) -> list[str]:
+    """Divides the vectors of a model's matrices along the width by their lengths, in place: W ← W/‖W‖₂.
+
+    The vectors are the rows of word tables and of matrices that read the residual stream, and the columns of those that
+    write to it: attention's output projection and the last matrix of a feed-forward. In nGPT this follows each step of
+    the optimizer, and comes once before the first. The training loop's option is `unit_matrices`.
+
+    >>> import torch, normformer_rs as nfrs
+    >>> layer = nfrs.nn.TransformerEncoderLayer(8, 2, 16, residual="ngpt")
+    >>> model = nfrs.nn.TransformerEncoder(layer, 2)
+    >>> optimizer = torch.optim.Adam(model.parameters())
+    >>> len(nfrs.unit_matrices_(model))
+    8
+    >>> model(torch.randn(3, 1, 8)).sum().backward()
+    >>> optimizer.step()
+    >>> names = nfrs.unit_matrices_(model)
+    >>> torch.testing.assert_close(model.layers[0].linear2.weight.norm(dim=0), torch.ones(16))
+
+    Args:
+        model: a `normformer_rs.Transformer`, a model of `normformer_rs.nn`'s or torch.nn's layers, or one whose blocks
+            `swap_residuals` has swapped.
+        tables: the modules with word tables, (V, d) each. None: those of a `normformer_rs.Transformer`, or the input
+            and output embeddings of a Hugging Face model.
+
+    Returns the names of the matrices. Vectors shorter than 1e-12 are divided by that.
+
+    Errors: InputError for a model without such layers, and for a matrix of a block whose use is not known.
+    Source: Loshchilov et al. 2024; docs/spec.md §4.9.
+    """
+    names = {id(p): name for name, p in model.named_parameters()}
+    found = {id(p): (p, dimension) for p, dimension in _matrices(model, tables)}
+    if not found:
+        raise InputError(
+            f"found no matrices in {type(model).__name__}: expected a normformer_rs.Transformer, layers of "
+            "normformer_rs.nn or torch.nn, or blocks that swap_residuals has swapped"
+        )
+    for p, dimension in found.values():
+        p.div_(p.norm(dim=dimension, keepdim=True).clamp_min(_LEAST))
+    return [names[one] for one in found]
+
+
+def _matrices(model: nn.Module, tables: Iterable[nn.Module] | None) -> Iterator[tuple[nn.Parameter, int]]:
+    """Yields each matrix, and the dimension along which its vectors lie."""
+    parts: Any = getattr(model, "_parts", None)
+    if parts is not None:
+        roles = parts()
+        for name, p in model.named_parameters():
+            is_of_positions = roles[name][0] == "embedding" and "position" in name
+            if roles[name][0] in MATRICES and p.dim() == 2 and not is_of_positions:
+                yield p, 0 if name.endswith(_WRITERS) else 1
+        return
+    for path, block in model.named_modules():
+        yield from _of_block(path, block)
+    if tables is None:
+        found = (getattr(model, f"get_{side}_embeddings", lambda: None)() for side in ("input", "output"))
+        tables = [table for table in found if table is not None]
+    for table in tables:
+        weight: Any = table.weight
+        yield weight, 1
+
+
+def _of_block(path: str, block: nn.Module) -> Iterator[tuple[nn.Parameter, int]]:
+    own = residual_of(block)
+    torchs = next((parts for kind, parts in TORCHS.items() if isinstance(block, kind)), ())
+    parts = torchs if own is None else own.structure.parts
+    if own is not None and (unknown := unreached(block)):
+        raise InputError(f"{path}.{unknown[0]} is neither of attention nor of a feed-forward: its unit is not known")
+    for part in parts:
+        for linear in part.linears:
+            writes = {*linear.roles} <= {"output", "fc2"}
+            yield weight_and_bias(block, linear.path)[0], int(writes == is_transposed(block, linear.path))
+        for linear in part.experts:
+            writes = {*linear.roles} <= {"output", "fc2"}
+            yield block.get_parameter(linear.path), 1 + int(writes == linear.is_transposed)

@@ -1,0 +1,95 @@
+//! Matrices on the sphere: after each update, every vector along the width has length 1 (Loshchilov et al. 2024).
+
+use crate::error::Result;
+use crate::parametrisation::{ParameterRole, Part};
+use tch::{no_grad, Tensor};
+
+/// The least length by which a vector is divided; a vector of zeros, as padding's embedding, stays.
+const EPS: f64 = 1e-12;
+/// Vectors whose length is this near to 1 stay as they are when training begins, so that a resumed run has the bits of
+/// an uninterrupted one.
+const NEAR: f64 = 1e-4;
+
+/// The matrices, each with the dimension along which its vectors lie.
+#[derive(Default)]
+pub struct UnitMatrices(Vec<(Tensor, i64)>);
+
+impl UnitMatrices {
+    /// Adds a parameter if it is a matrix that reads the residual stream (its rows are the vectors) or writes to it
+    /// (its columns are), or a table of words. `t` shares its memory with the model's.
+    pub fn add(&mut self, name: &str, part: Part, t: &Tensor) {
+        if t.dim() == 2 && part.is_matrix() && !is_of_positions(name, part) {
+            self.0.push((t.shallow_clone(), i64::from(!writes_to_stream(name))));
+        }
+    }
+
+    /// Divides each vector by its length, unless its length is 1 already. Training begins with this.
+    pub fn begin(&self) -> Result<()> {
+        self.each(|m, lengths| {
+            let is_unit = lengths.f_sub_scalar(1.0)?.f_abs()?.f_lt(NEAR)?;
+            Ok(m.f_where_self(&is_unit, &m.f_div(&lengths.f_clamp_min(EPS)?)?)?)
+        })
+    }
+
+    /// Divides each vector by its length. `is_alive`: on a GPU, false since an update that was not finite, after which
+    /// nothing changes.
+    pub fn normalise(&self, is_alive: Option<&Tensor>) -> Result<()> {
+        self.each(|m, lengths| {
+            let unit = m.f_div(&lengths.f_clamp_min(EPS)?)?;
+            is_alive.map_or(Ok(unit.shallow_clone()), |alive| Ok(unit.f_where_self(alive, m)?))
+        })
+    }
+
+    fn each(&self, changed: impl Fn(&Tensor, &Tensor) -> Result<Tensor>) -> Result<()> {
+        no_grad(|| {
+            self.0.iter().try_for_each(|(m, dimension)| {
+                let lengths = m.f_norm_scalaropt_dim(2.0, [*dimension].as_slice(), true)?;
+                m.shallow_clone().f_copy_(&changed(m, &lengths)?)?;
+                Ok(())
+            })
+        })
+    }
+}
+
+/// True for the output projection of attention and the last matrix of a feed-forward.
+fn writes_to_stream(name: &str) -> bool {
+    name.ends_with("out_proj.weight") || name.ends_with("linear2.weight")
+}
+
+fn is_of_positions(name: &str, part: Part) -> bool {
+    part.role == ParameterRole::Embedding && name.contains("position")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::parametrisation::{part, DeclaredAs};
+    use tch::{Device, Kind};
+
+    #[test]
+    fn vectors_along_the_width_get_length_one() {
+        tch::manual_seed(0);
+        let random = |rows, columns| Tensor::randn([rows, columns], (Kind::Double, Device::Cpu));
+        let names = ["embedding.weight", "decoder.layers.0.linear1.weight", "decoder.layers.0.linear2.weight"];
+        let matrices = [random(5, 4), random(6, 4), random(4, 6)];
+        let _ = matrices[0].get(1).fill_(0.0);
+        let before = matrices.each_ref().map(|m| m.copy());
+        let (mut unit, position) = (UnitMatrices::default(), random(3, 4));
+        let kept = position.copy();
+        for (name, m) in names.iter().zip(&matrices).chain([(&"position_embedding.weight", &position)]) {
+            unit.add(name, part(name, 2, DeclaredAs::Weights), m);
+        }
+        unit.begin().unwrap();
+        assert_eq!(position, kept);
+        for (i, (m, before)) in matrices.iter().zip(&before).enumerate() {
+            let dimension = [if i == 2 { 0i64 } else { 1 }];
+            let lengths = before.norm_scalaropt_dim(2.0, dimension.as_slice(), true).clamp_min(1e-12);
+            assert!((m - before / lengths).abs().max().double_value(&[]) < 1e-15);
+        }
+        let bits = matrices.each_ref().map(|m| m.copy());
+        unit.begin().unwrap();
+        assert!(matrices.iter().zip(&bits).all(|(m, bits)| m == bits));
+        unit.normalise(Some(&Tensor::from(false))).unwrap();
+        assert!(matrices.iter().zip(&bits).all(|(m, bits)| m == bits));
+    }
+}
