@@ -16,6 +16,7 @@ from ..loop.progress import write
 from . import REPRODUCTIONS
 from .corpora import CORPORA, missing
 from .declared import Reproduction, Row, Scale
+from .facts import deviations
 from .results import Results, made_by
 from .tables import baseline_of, markdown, table, write_section
 
@@ -42,7 +43,7 @@ def chosen(names: Sequence[str], scale: str) -> list[Reproduction]:
 
 
 def plan(entry: Reproduction, scale: str, data: Path, seeds: int | None = None) -> str:
-    """Describes the recipe, the runs and the files that they need."""
+    """Describes the recipe, the runs, the files that they need and, at scale `paper`, the deviations from the paper."""
     found = entry.scales[scale]
     seeds = found.seeds if seeds is None else seeds
     corpora = list(dict.fromkeys(row.corpus for row in found.rows))
@@ -60,6 +61,8 @@ def plan(entry: Reproduction, scale: str, data: Path, seeds: int | None = None) 
         lines += [f"    {data / path}{' (missing)' if path in lacking else ''}" for path in corpus.files.values()]
     if seeds > 1:
         lines.append(f"  each of the {len(found.rows)} runs with {seeds} seeds")
+    if scale == "paper" and (told := deviations(entry)):
+        lines += ["  deviations from the paper:", *(f"    {line}" for line in told)]
     lines.append(f"  options of all {len(found.rows)} runs: {_listed(shared)}")
     for row in found.rows:
         own = {name: value for name, value in row.options.items() if name not in shared}
