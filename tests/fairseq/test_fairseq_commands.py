@@ -173,8 +173,7 @@ APPENDIX_C = r"""
 @pytest.mark.parametrize(
     "flags", ["", "--encoder-normalize-before --decoder-normalize-before --norm scalenorm --fixnorm"]
 )
-@pytest.mark.one_in(all=2)
-@pytest.mark.full
+@pytest.mark.long
 def test_the_command_of_transformers_without_tears(flags, data, tmp_path):
     theirs = shlex.split(APPENDIX_C.replace("\\\n", " "))
     given = f"--arch nfrs_transformer_wmt_en_de {flags} --cpu --max-update 1 --no-save --num-workers 0 --log-interval 1"

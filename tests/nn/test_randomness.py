@@ -81,7 +81,7 @@ def test_a_compiled_residual_has_one_mask(budget, residual, share):
     ],
     ids=str,
 )
-@pytest.mark.one_in(all=8)
+@pytest.mark.one_in(all=16)
 def test_a_compiled_layer_has_one_mask(budget, share, options):
     layer, x = layer_of(**options), torch.randn(2, 5, D, dtype=torch.float64)
     weight = torch.randn_like(x)

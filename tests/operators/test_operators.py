@@ -83,7 +83,7 @@ def test_compile_fullgraph(op):
     torch.testing.assert_close(made(torch.compile(f, fullgraph=True, backend="aot_eager")), made(f))
 
 
-@pytest.mark.full
+@pytest.mark.long  # half a minute of the C++ compiler
 def test_compile_with_inductor_and_dynamic_shapes():
     weight = torch.tensor([4.0], requires_grad=True)
     f = lambda x: OPS.scale_norm(torch.relu(x), weight, None, EPS)[0].tanh().sum()  # noqa: E731

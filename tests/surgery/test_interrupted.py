@@ -228,7 +228,7 @@ def test_an_interrupt_at_a_line(name):
 
 
 @pytest.mark.parametrize("seed", range(300))
-@pytest.mark.one_in(all=75)
+@pytest.mark.one_in(all=150)
 def test_interrupts_at_many_lines(seed):
     draw = random.Random(seed)
     name, how = draw.choice([*CASES]), draw.choice(HOW)

@@ -118,7 +118,7 @@ def test_a_compiled_step_warns_too():
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
 @pytest.mark.parametrize("residual", FOREIGN)
-@pytest.mark.one_in(test=11, all=3)
+@pytest.mark.one_in(test=11, all=6)
 def test_new_parameters_join_the_groups_of_vectors_or_matrices_of_their_layer(residual, kind):
     """Groups as recipes make them: by layer, and with decay for matrices alone."""
     model = hugging_face(kind)

@@ -107,7 +107,7 @@ def check(name, schemes):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.one_in(test=60, all=6)
+@pytest.mark.one_in(test=60, all=12)
 def test_a_swap_is_what_a_second_route_computes(name):
     """Two schemes for each model, in turn."""
     turn = NAMES.index(name)
