@@ -274,6 +274,10 @@ pub struct Scaled {
     /// α_out, the factor of the logits.
     pub output: f64,
     pub attention: AttentionScale,
+    /// A factor of every F(x) beside the parametrisation's.
+    pub residual: f64,
+    /// The factor of the scores qᵀk, instead of `attention`'s.
+    pub scores: Option<f64>,
 }
 
 impl Scaled {
@@ -288,6 +292,8 @@ impl Scaled {
             input: 1.0,
             output: 1.0,
             attention: AttentionScale::InverseSqrt,
+            residual: 1.0,
+            scores: None,
         }
     }
 
@@ -300,7 +306,7 @@ impl Scaled {
 
     /// Returns the factor of every F(x) in a stack with `layers` layers.
     pub fn branch(&self, layers: i64) -> f64 {
-        (self.parametrisation.branch)(&self.ratios(Some(layers)))
+        self.residual * (self.parametrisation.branch)(&self.ratios(Some(layers)))
     }
 
     /// Returns the factor of the decoder's output before the output projection.
@@ -310,10 +316,10 @@ impl Scaled {
 
     /// Returns the factor of the scores qᵀk.
     pub fn scores(&self, d_head: i64) -> f64 {
-        match self.attention {
+        self.scores.unwrap_or(match self.attention {
             AttentionScale::InverseSqrt => (d_head as f64).powf(-0.5),
             AttentionScale::Inverse => 1.0 / d_head as f64,
-        }
+        })
     }
 
     /// Returns the factor of the initial values that the initialisation draws for a layer's matrix at the model's own

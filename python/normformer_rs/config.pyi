@@ -232,6 +232,8 @@ class TransformerConfig(Config):
     depth_alpha: float | None
     input_alpha: float
     output_alpha: float
+    residual_multiplier: float
+    attention_multiplier: float | None
     attention_scale: _AttentionScale | None
     positions: _Positions
     max_positions: int
@@ -335,6 +337,8 @@ class TransformerConfig(Config):
         depth_alpha: float | None = ...,
         input_alpha: float = ...,
         output_alpha: float = ...,
+        residual_multiplier: float = ...,
+        attention_multiplier: float | None = ...,
         attention_scale: _AttentionScale | None = ...,
         positions: _Positions = ...,
         max_positions: int = ...,

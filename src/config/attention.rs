@@ -1,5 +1,6 @@
 //! Checks of the attention options.
 
+use super::parametrisation::scores_options;
 use super::{AttentionName, Positions, TransformerConfig};
 use crate::error::{Error, Result};
 use crate::norm::{rms_norm, Spec};
@@ -131,10 +132,10 @@ fn check_lengths_of_one(config: &TransformerConfig) -> Result<()> {
     if config.qk_norm {
         return Err(Error::invalid("qk_norm and qk_l2norm both norm queries and keys: leave one of them out"));
     }
-    if config.attention_scale.is_some() {
-        return Err(Error::invalid(
-            "qk_l2norm learns the factor of scores, so attention_scale would do nothing: leave it out",
-        ));
+    if let Some((option, _)) = scores_options(config).into_iter().find(|(_, is_given)| *is_given) {
+        return Err(Error::invalid(format!(
+            "qk_l2norm learns the factor of scores, so {option} would do nothing: leave it out"
+        )));
     }
     Ok(())
 }

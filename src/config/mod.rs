@@ -213,10 +213,14 @@ config! {
             /// α of depth-mup and completep, from 0.5 to 1: branches are multiplied by m_L^(−α); default: the
             /// parametrisation's own.
             depth_alpha: Option<f64> = None,
-            /// α_in, the factor of embeddings with their positions; needs a parametrisation other than standard.
+            /// α_in, the factor of embeddings with their positions (Granite's embedding_multiplier).
             input_alpha: f64 = 1.0,
-            /// α_out, the factor of logits; needs a parametrisation other than standard.
+            /// α_out, the factor of logits, before their bias (1/logits_scaling of Granite).
             output_alpha: f64 = 1.0,
+            /// Factor of every F(x) (Granite's residual_multiplier).
+            residual_multiplier: f64 = 1.0,
+            /// Factor of attention's scores as a number, instead of attention_scale (Granite).
+            attention_multiplier: Option<f64> = None,
             /// Factor of attention's scores: 1/d_head (inverse) or 1/√d_head (inverse-sqrt); default: the
             /// parametrisation's own.
             attention_scale: Option<AttentionScale> = None,

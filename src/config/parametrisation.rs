@@ -20,6 +20,8 @@ impl TransformerConfig {
             input: self.input_alpha,
             output: self.output_alpha,
             attention: self.attention_scale.unwrap_or(parametrisation.attention),
+            residual: self.residual_multiplier,
+            scores: self.attention_multiplier,
         }
     }
 
@@ -40,7 +42,8 @@ impl TransformerConfig {
     /// Returns the factor of attention's scores if it is not 1/√d_head.
     pub fn unusual_scores(&self) -> Option<f64> {
         let scaled = self.scaled();
-        (scaled.attention != AttentionScale::InverseSqrt).then(|| scaled.scores(self.d_model / self.heads.max(1)))
+        let is_usual = scaled.scores.is_none() && scaled.attention == AttentionScale::InverseSqrt;
+        (!is_usual).then(|| scaled.scores(self.d_model / self.heads.max(1)))
     }
 }
 
@@ -65,16 +68,20 @@ pub(super) fn check(config: &TransformerConfig) -> Result<()> {
             _ => {}
         }
     }
-    for (option, value) in [("input_alpha", config.input_alpha), ("output_alpha", config.output_alpha)] {
+    for (option, value) in [
+        ("input_alpha", config.input_alpha),
+        ("output_alpha", config.output_alpha),
+        ("residual_multiplier", config.residual_multiplier),
+        ("attention_multiplier", config.attention_multiplier.unwrap_or(1.0)),
+    ] {
         if !(value > 0.0 && value.is_finite()) {
             return Err(Error::invalid(format!("{option} must be greater than 0, got {value}")));
         }
-        if value != 1.0 && found.is_standard() {
-            return Err(Error::invalid(format!(
-                "{option} = {value} would do nothing, as parametrisation is \"standard\": leave it out, or choose one of {}",
-                names_where(|p| !p.is_standard())
-            )));
-        }
+    }
+    if config.attention_multiplier.is_some() && config.attention_scale.is_some() {
+        return Err(Error::invalid(
+            "attention_scale and attention_multiplier both say the factor of attention's scores: leave one of them out",
+        ));
     }
     match config.depth_alpha {
         Some(alpha) if found.alpha.is_none() => {
@@ -89,10 +96,12 @@ pub(super) fn check(config: &TransformerConfig) -> Result<()> {
         _ => {}
     }
     let is_tensorized = config.attention == AttentionName::Tensorized;
-    if is_tensorized && config.attention_scale.is_some() {
-        return Err(Error::invalid(
-            "tensorized attention has no heads, so attention_scale would do nothing: leave it out",
-        ));
+    for (option, is_given) in scores_options(config) {
+        if is_tensorized && is_given {
+            return Err(Error::invalid(format!(
+                "tensorized attention has no heads, so {option} would do nothing: leave it out"
+            )));
+        }
     }
     let unsettled = [(is_tensorized, "attention = \"tensorized\""), (config.fixnorm, "fixnorm = true")];
     let l2norm = l2_norm::SPEC.name;
@@ -115,6 +124,14 @@ pub(super) fn check(config: &TransformerConfig) -> Result<()> {
         ))),
         None => Ok(()),
     }
+}
+
+/// Returns the options that set the factor of attention's scores, and whether they are given.
+pub(super) fn scores_options(config: &TransformerConfig) -> [(&'static str, bool); 2] {
+    [
+        ("attention_scale", config.attention_scale.is_some()),
+        ("attention_multiplier", config.attention_multiplier.is_some()),
+    ]
 }
 
 fn names_where(is_so: impl Fn(&Parametrisation) -> bool) -> String {

@@ -17,6 +17,7 @@ LLAMA = {"norm": "rmsnorm", "positions": "rotary", "activation": "swiglu"}
 GATED = {**LLAMA, "qk_norm": True, "output_gate": "element", "linear_biases": False}
 GEMMA2 = {**LLAMA, "residual": "sandwich", "activation": "geglu", "linear_biases": False}
 GPT2 = {"positions": "learned", "max_positions": 20, "activation": "gelu"}
+GRANITE = {"input_alpha": 3.0, "output_alpha": 0.25, "residual_multiplier": 0.4, "attention_multiplier": 0.1}
 MODELS = [
     ("LlamaForCausalLM", LLAMA),
     ("LlamaForCausalLM", {**LLAMA, "linear_biases": False, "kv_heads": 2, "scale_embeddings": False}),
@@ -37,6 +38,10 @@ MODELS = [
     ("Gemma2ForCausalLM", {**GEMMA2, "tie_embeddings": "none", "score_softcap": 0.3}),
     ("GraniteSWAForCausalLM", {**LLAMA, "sinks": True, "kv_heads": 2}),
     ("GraniteSWAForCausalLM", {**LLAMA, "sinks": True, "linear_biases": False, "scale_embeddings": False}),
+    ("GraniteSWAForCausalLM", {**LLAMA, "sinks": True, "residual_multiplier": 0.4, "input_alpha": 3.0}),
+    ("GraniteForCausalLM", {**LLAMA, **GRANITE, "kv_heads": 2}),
+    ("GraniteForCausalLM", {**LLAMA, **GRANITE, "linear_biases": False, "tie_embeddings": "none"}),
+    ("GraniteForCausalLM", {**LLAMA, "output_alpha": 0.5, "scale_embeddings": False}),
     ("GPT2LMHeadModel", GPT2),
     ("GPT2LMHeadModel", {**GPT2, "scale_embeddings": False, "linear_biases": False}),
     ("GPT2LMHeadModel", {**GPT2, "activation": "relu", "tie_embeddings": "none", "norm_eps": 1e-3, "kv_heads": 4}),

@@ -126,6 +126,9 @@ OPTIONS = [
     {**SCALED["completep"], "residual": "postnorm*1,layerscale", "layerscale_init": 0.5},
     {**SCALED["completep"], "residual": "normformer", "normformer_residual_scale": True},
     {"attention_scale": "inverse"},
+    {"attention_multiplier": 0.3, "input_alpha": 3.0, "output_alpha": 0.5, "residual_multiplier": 0.4},
+    {"residual_multiplier": 0.4, "residual": "mhc"},
+    {**SCALED["completep"], "residual_multiplier": 0.4, "residual": "postnorm", "attention_multiplier": 0.3},
 ]
 
 
@@ -213,7 +216,10 @@ def test_first_values_are_the_base_models(init, ties):
         ({"parametrisation": "completep", "base_width": 4}, "needs base_depth"),
         ({"parametrisation": "mup", **BASE}, r"base_depth = 2 would do nothing.*depth-mup, completep"),
         ({"base_width": 4}, r'base_width = 4 would do nothing, as parametrisation is "standard".*mup'),
-        ({"input_alpha": 2.0}, "input_alpha = 2 would do nothing"),
+        ({"residual_multiplier": 0.0}, "residual_multiplier must be greater than 0, got 0"),
+        ({"attention_multiplier": -1.0}, "attention_multiplier must be greater than 0, got -1"),
+        ({"attention_multiplier": 0.1, "attention_scale": "inverse"}, "both say the factor of attention's scores"),
+        ({"attention_multiplier": 0.1, "qk_l2norm": 72}, "attention_multiplier would do nothing"),
         ({**SCALED["mup"], "output_alpha": 0.0}, "output_alpha must be greater than 0, got 0"),
         ({**SCALED["mup"], "depth_alpha": 0.7}, "depth_alpha = 0.7 would do nothing"),
         ({**SCALED["completep"], "depth_alpha": 0.4}, r"depth_alpha must lie in \[0.5, 1\], got 0.4"),

@@ -70,6 +70,8 @@ def test_the_skeleton_is_the_rust_model(norm, residual):
         {"residual": "hyper-connections", "hyper_connections_streams": 3},
         {"residual": "mhc-lite", "mhc_lite_streams": 3},
         {"residual": "keel", "keel_alpha": 1.5},
+        {"residual": "ngpt"},
+        {"residual_multiplier": 0.4, "attention_multiplier": 0.3, "residual": "deepnorm"},
         {"residual": "x0-lambdas", "x0_lambdas_backout": True},
         {"residual": "hyper-connections", "hyper_connections_dynamic": False},
         {"residual": "prores", "prores_scheme": "deepnorm"},

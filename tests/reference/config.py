@@ -90,6 +90,8 @@ DEFAULTS: dict[str, Any] = {
     "depth_alpha": None,  # None: the parametrisation's own
     "input_alpha": 1.0,
     "output_alpha": 1.0,
+    "residual_multiplier": 1.0,
+    "attention_multiplier": None,
     "attention_scale": None,  # or "inverse", "inverse-sqrt"
     "positions": "twt",  # or "fairseq", "learned", "rotary", "none"
     "max_positions": 1024,

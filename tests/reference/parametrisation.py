@@ -28,15 +28,17 @@ def forward_factors(config: Config, stack: str) -> Forward:
     c = complete(config)
     name, d_head = c["parametrisation"], c["d_model"] // c["heads"]
     scores = {None: None, "inverse": 1 / d_head, "inverse-sqrt": 1 / math.sqrt(d_head)}[c["attention_scale"]]
+    scores = c["attention_multiplier"] or scores
     words = math.sqrt(base_width(c)) if c["scale_embeddings"] else 1.0
     if name == "standard":
-        return Forward(words, 1.0, 1.0, 1.0, scores or 1 / math.sqrt(d_head))
+        factors = c["input_alpha"], c["residual_multiplier"], c["output_alpha"]
+        return Forward(words, *factors, scores or 1 / math.sqrt(d_head))
     layers = c["decoder_layers"] if is_one_stack(c) else c[f"{stack}_layers"]
     alpha = c["depth_alpha"] or ALPHAS.get(name)
     return Forward(
         embedding=words,
         input=c["input_alpha"],
-        branch=1.0 if alpha is None else (layers / c["base_depth"]) ** -alpha,
+        branch=c["residual_multiplier"] * (1.0 if alpha is None else (layers / c["base_depth"]) ** -alpha),
         logits=c["output_alpha"] * c["base_width"] / c["d_model"],
         scores=scores or 1 / d_head,
     )

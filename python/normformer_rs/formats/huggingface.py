@@ -245,12 +245,20 @@ def _gemma2(config: TransformerConfig) -> dict[str, Any]:
     }
 
 
-def _granite_swa(config: TransformerConfig) -> dict[str, Any]:
-    return _llama_like("granite_swa")(config) | {
-        "layer_types": ["full_attention"] * config.decoder_layers,
-        "attention_multiplier": (config.d_model // config.heads) ** -0.5,
-        **dict.fromkeys(("embedding_multiplier", "logits_scaling", "residual_multiplier"), 1.0),
-    }
+_MULTIPLIERS = dict.fromkeys(("input_alpha", "output_alpha", "residual_multiplier", "attention_multiplier"), ())
+
+
+def _granite(model_type: str) -> Callable[[TransformerConfig], dict[str, Any]]:
+    def config_of(config: TransformerConfig) -> dict[str, Any]:
+        return _llama_like(model_type)(config) | {
+            "layer_types": ["full_attention"] * config.decoder_layers,
+            "embedding_multiplier": config.input_alpha,
+            "residual_multiplier": config.residual_multiplier,
+            "logits_scaling": 1 / config.output_alpha,
+            "attention_multiplier": config.attention_multiplier or (config.d_model // config.heads) ** -0.5,
+        }
+
+    return config_of
 
 
 def _gpt2(config: TransformerConfig) -> dict[str, Any]:
@@ -367,8 +375,22 @@ _FAMILIES = (
     ),
     _Family(
         "GraniteSWAForCausalLM",
-        {**_DECODER, **_ROTARY_RMS, "sinks": (True,), "linear_biases": (True, False)},
-        _granite_swa,
+        {
+            **_DECODER,
+            **_ROTARY_RMS,
+            "sinks": (True,),
+            "linear_biases": (True, False),
+            **_MULTIPLIERS,
+        },
+        _granite("granite_swa"),
+        "model.layers",
+        _LLAMA_NAMES,
+        _separate,
+    ),
+    _Family(
+        "GraniteForCausalLM",
+        {**_DECODER, **_ROTARY_RMS, "linear_biases": (True, False), **_MULTIPLIERS},
+        _granite("granite"),
         "model.layers",
         _LLAMA_NAMES,
         _separate,
