@@ -23,7 +23,7 @@ TIMED := .ci/timed
 $(VENV)/torch: requirements-dev.txt
 	$(PYTHON) _build.py check
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --constraint requirements-dev.txt uv
+	$(BIN)/pip install --quiet --constraint requirements-dev.txt uv || true # .ci/install does without
 	$(TIMED) "install torch" .ci/install --constraint requirements-dev.txt torch maturin numpy
 	touch $@
 
@@ -35,19 +35,21 @@ $(VENV)/built: $(VENV)/torch Cargo.toml Cargo.lock pyproject.toml build.rs _buil
 	$(TIMED) "compile the extension" $(BIN)/python3 -m pip install --quiet --no-build-isolation --no-deps --editable .
 	touch $@
 
+# Compiled at installation: Python warns of fairseq's escape sequences when it compiles them, and tests take that for an
+# error.
 $(VENV)/fairseq: requirements-fairseq.txt | $(VENV)/installed
-	$(TIMED) "install fairseq" .ci/install --no-deps --requirement requirements-fairseq.txt
+	UV_COMPILE_BYTECODE=1 $(TIMED) "install fairseq" .ci/install --no-deps --requirement requirements-fairseq.txt
 	touch $@
 
-# The tests need fairseq too, which is installed while the extension compiles.
-test test-python test-all: BESIDE := $(VENV)/fairseq
+# What needs fairseq, too, gets it from `build`, which installs it while the extension compiles.
+fairseq test test-python test-all test-long docs: BESIDE := $(VENV)/fairseq
 
 .PHONY: build
 build: ## the virtual environment with the package in it
 	@$(MAKE) --silent $(if $(findstring jobserver,$(MAKEFLAGS)),,--jobs 2) $(VENV)/built $(VENV)/installed $(BESIDE)
 
 .PHONY: fairseq
-fairseq: build $(VENV)/fairseq ## fairseq 0.12.2, for the plug-in and its tests
+fairseq: build ## fairseq 0.12.2, for the plug-in and its tests
 
 .PHONY: demo
 demo: build ## train a Transformer to translate number words, and show what it learned
@@ -88,7 +90,7 @@ LIMIT := 180
 PYTEST = -m pytest --quiet --numprocesses auto --dist worksteal --timeout-method thread --timeout $(LIMIT)
 
 .PHONY: test-python
-test-python: build $(VENV)/fairseq ## the sharp Python tests
+test-python: build ## the sharp Python tests
 	$(TIMED) "Python tests" $(BIN)/python $(PYTEST) -m "not full"
 
 .PHONY: test
@@ -96,7 +98,7 @@ test: test-rust test-python ## Rust tests, and Python tests of every area
 
 .PHONY: test-all
 test-all: LIMIT := 900
-test-all: build $(VENV)/fairseq ## the longer Python tests, and the operators' on the emulated GPU
+test-all: build ## the longer Python tests, and the operators' on the emulated GPU
 	$(TIMED) "longer Python tests" $(BIN)/python $(PYTEST) -m "full and not long"
 	NORMFORMER_RS_TEST_DEVICE=emulated $(TIMED) "operators on the emulated GPU" $(BIN)/python $(PYTEST) -m "device and not cpu and not long" tests/operators tests/norms
 
@@ -107,7 +109,7 @@ $(VENV)-docs/installed: requirements-docs.txt
 	touch $@
 
 .PHONY: docs
-docs: build $(VENV)/fairseq $(VENV)-docs/installed ## the documentation as a site, in site/html; notebooks run when they have changed
+docs: build $(VENV)-docs/installed ## the documentation as a site, in site/html; notebooks run when they have changed
 	$(TIMED) "pages and notebooks" $(BIN)/python -m docs.generate write
 	$(TIMED) "site" $(VENV)-docs/bin/zensical build --clean --strict --config-file site/mkdocs.yml
 	$(BIN)/python -m docs.generate check site/html
@@ -124,7 +126,7 @@ fuzz: build ## N random calls of all operators, valid and not, beside guard page
 
 .PHONY: test-long
 test-long: LIMIT := 7200
-test-long: kill-test $(VENV)/fairseq ## what runs once per change of its subject: kill-test, planted faults, every CUDA variant for every architecture, all cases
+test-long: kill-test ## what runs once per change of its subject: kill-test, planted faults, every CUDA variant for every architecture, all cases
 	$(BIN)/python $(PYTEST) -m long
 	NORMFORMER_RS_TEST_DEVICE=emulated $(BIN)/python $(PYTEST) -m "device and not cpu and long" tests/operators tests/norms
 	cd tests && ../$(BIN)/python cuda/binaries.py --output ../benches/results/cuda-binaries.csv

@@ -277,7 +277,7 @@ pub struct Scaled {
     /// A factor of every F(x) beside the parametrisation's.
     pub residual: f64,
     /// The factor of the scores qᵀk, instead of `attention`'s.
-    pub scores: Option<f64>,
+    pub given_scores: Option<f64>,
 }
 
 impl Scaled {
@@ -293,7 +293,7 @@ impl Scaled {
             output: 1.0,
             attention: AttentionScale::InverseSqrt,
             residual: 1.0,
-            scores: None,
+            given_scores: None,
         }
     }
 
@@ -316,7 +316,7 @@ impl Scaled {
 
     /// Returns the factor of the scores qᵀk.
     pub fn scores(&self, d_head: i64) -> f64 {
-        self.scores.unwrap_or(match self.attention {
+        self.given_scores.unwrap_or(match self.attention {
             AttentionScale::InverseSqrt => (d_head as f64).powf(-0.5),
             AttentionScale::Inverse => 1.0 / d_head as f64,
         })

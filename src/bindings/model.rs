@@ -10,6 +10,7 @@ use crate::norm;
 use crate::operator::{self, caught};
 use crate::residual;
 use crate::run;
+use crate::train;
 use numpy::{IntoPyArray, PyArray1};
 use pyo3::prelude::*;
 use pyo3_tch::PyTensor;
@@ -183,6 +184,17 @@ fn parameter_parts(
     Ok(parts.map(|(name, _, part)| (name.to_string(), (part.role.name(), part.sums_over.name()))).collect())
 }
 
+/// Returns, for each matrix that `unit_matrices` keeps on the sphere, the dimension along which its vectors lie.
+#[pyfunction]
+fn unit_dimensions(model: &str, names: Vec<String>, tensors: Vec<PyTensor>) -> PyResult<HashMap<String, i64>> {
+    let model: TransformerConfig = config::from_json("model", model)?;
+    let built = Transformer::with_parameters(&model, &named(names, tensors))?;
+    let parts = built.parameters.parts();
+    Ok(parts
+        .filter_map(|(name, t, part)| Some((name.to_string(), train::unit_dimension(name, part, t.dim())?)))
+        .collect())
+}
+
 /// Returns logits (B, T, V) for padded token ids (padding is 1), with zero rows at padding. `seed` is int64 (seed,
 /// update, micro-batch); None means evaluation.
 #[pyfunction]
@@ -343,6 +355,7 @@ pub(super) fn add(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_function(wrap_pyfunction!(composed_norm, m)?)?;
     m.add_function(wrap_pyfunction!(norm_settings, m)?)?;
     m.add_function(wrap_pyfunction!(parameter_parts, m)?)?;
+    m.add_function(wrap_pyfunction!(unit_dimensions, m)?)?;
     m.add_function(wrap_pyfunction!(norm_numbers, m)?)?;
     m.add_function(wrap_pyfunction!(forward, m)?)?;
     m.add_function(wrap_pyfunction!(observe, m)?)?;

@@ -48,8 +48,12 @@ fn check_norms_before_products(config: &TransformerConfig) -> Result<()> {
     let schemes = config.schemes();
     let is_norm = |point: Point, change: &Change| point.is_before_products() && change.norm().is_some();
     let own = schemes.all().find(|scheme| is_inside(config, scheme, is_norm));
+    let is_unit = |point: Point, change: &Change| point.is_before_products() && matches!(change, Change::Unit(_));
+    let of_length_one = schemes.all().find(|scheme| is_inside(config, scheme, is_unit));
     let asked = [("qk_norm", config.qk_norm), ("qk_l2norm", config.qk_l2norm.is_some())];
-    if let (Some(scheme), Some((option, _))) = (own, asked.iter().find(|(_, is_on)| *is_on)) {
+    if let (Some(scheme), Some((option, _))) =
+        (own.as_ref().or(of_length_one.as_ref()), asked.iter().find(|(_, is_on)| *is_on))
+    {
         return Err(Error::invalid(format!(
             "residual {:?} has norms on queries and keys of its own: leave {option} out",
             scheme.name()
@@ -212,6 +216,10 @@ mod tests {
         check(r#""norm": "powernorm", "residual": "prenorm*1,hybridnorm""#, r#"residual "hybridnorm" has norms"#);
         check(r#""residual": "hybridnorm", "qk_norm": true"#, "leave qk_norm out");
         check(r#""residual": "hybridnorm", "qk_l2norm": 72"#, "leave qk_l2norm out");
+        check(r#""residual": "ngpt", "qk_l2norm": 72"#, "leave qk_l2norm out");
+        check(r#""residual": "prenorm*1,ngpt", "qk_norm": true"#, "leave qk_norm out");
+        check(r#""residual": "ngpt", "attention_scale": "inverse""#, "attention_scale would do nothing");
+        check(r#""residual": "ngpt", "attention_multiplier": 0.3"#, "attention_multiplier would do nothing");
         check(r#""qk_norm": true, "qk_l2norm": 72"#, "leave one of them out");
         check(r#""qk_l2norm": 72, "attention_scale": "inverse""#, "attention_scale would do nothing");
         check(r#""qk_l2norm": 1"#, "at least 2, got 1");

@@ -386,6 +386,12 @@ impl TrainingConfig {
             ("muon_lr_multiplier", self.muon_lr_multiplier != default.muon_lr_multiplier),
             ("muon_on_sphere", self.muon_on_sphere != default.muon_on_sphere),
         ];
+        if self.muon_on_sphere && self.unit_matrices {
+            return Err(Error::invalid(
+                "muon_on_sphere keeps each matrix's norm, and unit_matrices then sets the length of each of its vectors: \
+                 leave one of them out",
+            ));
+        }
         let of_normuon = [("normuon_beta2", self.normuon_beta2 != default.normuon_beta2)];
         let is_normuon = self.optimizer == OptimizerName::Normuon;
         let given = of_muon.into_iter().map(|one| (one, is_muon)).chain(of_normuon.map(|one| (one, is_normuon)));

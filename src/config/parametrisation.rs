@@ -21,7 +21,7 @@ impl TransformerConfig {
             output: self.output_alpha,
             attention: self.attention_scale.unwrap_or(parametrisation.attention),
             residual: self.residual_multiplier,
-            scores: self.attention_multiplier,
+            given_scores: self.attention_multiplier,
         }
     }
 
@@ -42,8 +42,8 @@ impl TransformerConfig {
     /// Returns the factor of attention's scores if it is not 1/√d_head.
     pub fn unusual_scores(&self) -> Option<f64> {
         let scaled = self.scaled();
-        let is_usual = scaled.scores.is_none() && scaled.attention == AttentionScale::InverseSqrt;
-        (!is_usual).then(|| scaled.scores(self.d_model / self.heads.max(1)))
+        let is_unusual = scaled.given_scores.is_some() || scaled.attention != AttentionScale::InverseSqrt;
+        is_unusual.then(|| scaled.scores(self.d_model / self.heads.max(1)))
     }
 }
 
@@ -103,7 +103,22 @@ pub(super) fn check(config: &TransformerConfig) -> Result<()> {
             )));
         }
     }
-    let unsettled = [(is_tensorized, "attention = \"tensorized\""), (config.fixnorm, "fixnorm = true")];
+    let schemes = config.schemes();
+    if let (true, Some((option, _))) =
+        (schemes.all().all(|one| one.sets_scores()), scores_options(config).into_iter().find(|(_, is_given)| *is_given))
+    {
+        return Err(Error::invalid(format!(
+            "residual = {:?} sets the factor of attention's scores itself, so {option} would do nothing: leave it out",
+            config.residual
+        )));
+    }
+    let on_sphere = schemes.all().find(|one| one.sets_scores()).map(|one| format!("residual = {:?}", one.name()));
+    let unsettled = [
+        (is_tensorized, "attention = \"tensorized\""),
+        (config.fixnorm, "fixnorm = true"),
+        (config.logit_scale, "logit_scale = true"),
+        (on_sphere.is_some(), on_sphere.as_deref().unwrap_or_default()),
+    ];
     let l2norm = l2_norm::SPEC.name;
     if !found.is_standard() && [config.encoder_norm(), config.decoder_norm()].contains(&l2norm) {
         return Err(Error::invalid(format!(
@@ -117,7 +132,8 @@ pub(super) fn check(config: &TransformerConfig) -> Result<()> {
              {scheme:?} {why}: choose another scheme, or parametrisation \"mup\""
         )));
     }
-    match unsettled.into_iter().find(|(is_on, _)| *is_on && !found.is_standard()) {
+    let unsettled = unsettled.into_iter().find(|(is_on, _)| *is_on && !found.is_standard());
+    match unsettled {
         Some((_, what)) => Err(Error::invalid(format!(
             "parametrisation {name:?} does not say what becomes of {what}: leave that out, or take parametrisation \
              \"standard\""

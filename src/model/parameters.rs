@@ -159,7 +159,11 @@ impl<'a> Builder<'a> {
     pub fn shared(&mut self, name: &str, shape: &[i64], fill: &Fill, sums_over: SumsOver) -> Result<Tensor> {
         let full = self.full(name);
         match self.made.names.iter().position(|made| *made == full) {
-            Some(at) => Ok(self.made.tensors[at].shallow_clone()),
+            Some(at) if self.made.tensors[at].size() == shape => Ok(self.made.tensors[at].shallow_clone()),
+            Some(at) => Err(Error::invalid(format!(
+                "{full} is declared twice, of shape {:?} and {shape:?}: one name is one parameter",
+                self.made.tensors[at].size()
+            ))),
             None => self.own(name, shape, fill, sums_over),
         }
     }

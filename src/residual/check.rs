@@ -253,7 +253,9 @@ impl Walk<'_> {
             Change::Norm(norm) => self.norm(at, norm, widths, path),
             Change::Shift(parameter) | Change::Scale(parameter) => {
                 self.owned(&parameter.name, path)?;
-                self.parameter(at, parameter, &[&[1], &widths[..1], &[width]])
+                let of_part: &[&[i64]] =
+                    if widths.len() > 1 { &[&[1], &widths[..1], &[width]] } else { &[&[1], &[width]] };
+                self.parameter(at, parameter, of_part)
             }
             // It acts on whole rows.
             Change::DampForward(parameter) => {

@@ -17,6 +17,7 @@ pub static NGPT: Scheme = Scheme {
     around,
     inside,
     own_depth: Some("every addition goes back to the sphere"),
+    sets_scores: true,
     ..Scheme::PLAIN
 };
 
@@ -42,7 +43,7 @@ fn inside(place: &LayerContext) -> Vec<(Point, Change)> {
                 [(point, Change::Scale(s)), (point, Change::Times((model.d_model as f64).sqrt()))]
             };
             let first = scaled(Point::BeforeActivation, "linear1_scale", model.d_ff);
-            // A factor of the gate is one of the product with it.
+            // s_u scales W₃x; after the activation it scales the product with that, which is the same.
             let gate = model.activation.is_gated().then(|| scaled(Point::AfterActivation, "linear3_scale", model.d_ff));
             first.into_iter().chain(gate.into_iter().flatten()).collect()
         }

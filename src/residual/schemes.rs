@@ -102,6 +102,14 @@ impl SchemeRef {
         }
     }
 
+    /// True if it sets the factor of attention's scores itself.
+    pub fn sets_scores(&self) -> bool {
+        match self {
+            SchemeRef::Table(scheme) => scheme.sets_scores,
+            SchemeRef::Given(_) => false,
+        }
+    }
+
     fn own_depth(&self) -> Option<&'static str> {
         match self {
             SchemeRef::Table(scheme) => scheme.own_depth,

@@ -79,9 +79,12 @@ mod tests {
         // The sizes give several blocks of columns and of rows.
         const V: i64 = 1100;
         const ROWS: i64 = 300;
-        for (fixnorm, output_bias, logit_softcap) in
-            [(false, false, None), (true, true, None), (false, true, Some(2.0))]
-        {
+        for (fixnorm, output_bias, logit_softcap, logit_scale) in [
+            (false, false, None, false),
+            (true, true, None, false),
+            (false, true, Some(2.0), false),
+            (false, true, None, true),
+        ] {
             let config = TransformerConfig {
                 vocab_size: V,
                 d_model: 40,
@@ -92,6 +95,7 @@ mod tests {
                 fixnorm,
                 output_bias,
                 logit_softcap,
+                logit_scale,
                 ..Default::default()
             };
             tch::manual_seed(11);

@@ -282,6 +282,7 @@ mod tests {
             fixnorm,
             output_bias: true,
             logit_softcap,
+            logit_scale: logit_softcap.is_some(),
             ..Default::default()
         };
         tch::manual_seed(8);

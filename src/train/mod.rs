@@ -22,6 +22,7 @@ pub use evaluate::{evaluate_loss, to_text, Score, Validation, UNKNOWN_MEANT};
 pub use loss::{smoothing, Objective};
 pub use observer::{Evaluation, Observer, Saved, Started, Update};
 pub use optimizer::rule::step as step_by_rule;
+pub use optimizer::unit::dimension as unit_dimension;
 pub use peak::peak_of_update;
 pub use schedule::Schedule;
 pub use trainer::{Parts, Progress, Trainer};

@@ -6,7 +6,7 @@ mod muon;
 mod normuon;
 pub mod rule;
 mod ruled;
-mod unit;
+pub mod unit;
 
 use super::checkpoint::{to_array, to_tensor, Array};
 use super::trainer::kind_of;
@@ -106,14 +106,13 @@ impl Optimizer {
                     config.weight_decay != 0.0 && config.weight_decay_of == DecayOf::Matrices && !part.is_matrix();
                 let weight_decay = if is_left_out { 0.0 } else { multipliers.weight_decay };
                 let is_ruled = is_ruled(part, t);
-                ((is_ruled, is_left_out, order), Multipliers { weight_decay, ..multipliers }, name, t, part)
+                ((is_ruled, is_left_out, order), Multipliers { weight_decay, ..multipliers }, name, t)
             })
             .collect();
         sorted.sort_by_key(|(order, ..)| *order);
         let (mut start, mut segments, mut places) = (0, Vec::<Segment>::new(), BTreeMap::new());
         let mut of_adam = 0;
-        let mut unit = UnitMatrices::default();
-        for ((is_ruled, ..), multipliers, name, t, part) in sorted {
+        for ((is_ruled, ..), multipliers, name, t) in sorted {
             if t.kind() != Kind::Float {
                 return Err(Error::invalid(format!("training keeps its parameters in float32, got {:?}", t.kind())));
             }
@@ -122,9 +121,6 @@ impl Optimizer {
             no_grad(|| own.shallow_clone().f_copy_(t))?;
             t.shallow_clone().f_set_data(&own)?;
             operator::set_grad(t, &view(&gradients)?)?;
-            if config.unit_matrices {
-                unit.add(name, part, &own);
-            }
             let (place, numbers) = (start..start + t.numel(), start..start + aligned(t));
             start = numbers.end;
             if let (true, Some(ruled)) = (is_ruled, &mut ruled) {
@@ -147,7 +143,7 @@ impl Optimizer {
             places,
             segments,
             ruled,
-            unit,
+            unit: unit_matrices(parameters, config),
             health: Tensor::f_zeros([0i64; 0].as_slice(), (Kind::Double, device))?,
             beta1: config.beta1,
             beta2: config.beta2,
@@ -168,11 +164,6 @@ impl Optimizer {
     /// Replaces every rank's gradients by the sum over ranks.
     pub fn sum_gradients(&mut self, group: ProcessGroup) -> Result<()> {
         group.sum_in_place(&mut self.gradients)
-    }
-
-    /// Puts the matrices that stay on the sphere there, before the first update.
-    pub fn begin(&self) -> Result<()> {
-        self.unit.begin()
     }
 
     /// Replaces every rank's parameters by rank 0's.
@@ -337,6 +328,20 @@ impl Optimizer {
         }
         Ok(())
     }
+}
+
+/// Puts the matrices that stay on the sphere there, before the first update.
+pub fn begin(parameters: &Parameters, config: &TrainingConfig) -> Result<()> {
+    unit_matrices(parameters, config).begin()
+}
+
+/// Returns the matrices that stay on the sphere; none without `unit_matrices`.
+fn unit_matrices(parameters: &Parameters, config: &TrainingConfig) -> UnitMatrices {
+    let mut unit = UnitMatrices::default();
+    for (name, t, part) in parameters.parts().filter(|_| config.unit_matrices) {
+        unit.add(name, part, t);
+    }
+    unit
 }
 
 /// Returns the elements of a flat buffer as a tensor of the parameter's size.

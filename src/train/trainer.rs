@@ -9,7 +9,7 @@ use super::layers::PendingLayers;
 use super::loss::{LossSums, Objective};
 use super::micro_batch::{MicroBatch, Turn};
 use super::observer::{Evaluation, Observer, Saved, Started, Update};
-use super::optimizer::Optimizer;
+use super::optimizer::{self, Optimizer};
 use super::schedule::{Schedule, ScheduleMemory};
 use super::watched::{watch, Watched};
 use crate::config::resume::{self, Effect, OptionChange};
@@ -198,14 +198,18 @@ impl Trainer {
         progress.seen.1 = parts.sentences as u64;
         let kind = kind_of(config.precision);
         optimizer.share_parameters(group)?;
-        optimizer.begin()?;
+        optimizer::begin(&model.parameters, &config)?;
         let updates_per_epoch = parts.batches_per_epoch as f64 / (config.accumulate * group.size() as i64) as f64;
         let recompute = config.activation_checkpointing;
         let flat = optimizer.flat(kind)?.map(Rc::new);
         // A resumed run can only rebuild its initial values, and a resume may have changed the seed.
         let is_watched = config.log_statistics > 0 && group.is_first();
         let first_seed = *progress.first_seed.get_or_insert(config.seed);
-        let of_start = || Transformer::new(&model.config, first_seed, device, Kind::Float);
+        let of_start = || {
+            let start = Transformer::new(&model.config, first_seed, device, Kind::Float)?;
+            optimizer::begin(&start.parameters, &config)?;
+            Ok::<_, Error>(start)
+        };
         let first = is_watched.then(of_start).transpose()?;
         let train_step = TrainStep { model, objective, kind, recompute, group, flat, workspace: RefCell::default() };
         Ok(Trainer {

@@ -62,7 +62,7 @@ def test_model_and_five_steps(models):
     for parameter in theirs.parameters():
         torch.nn.init.normal_(parameter, std=0.5)
     ours.load_state_dict(as_ours(theirs.state_dict()))
-    batches = torch.randint(2, WORDS, (5, 2, 3, 7))  # below are padding and its kin
+    batches = torch.randint(2, WORDS, (5, 2, 3, 7))  # 0 and 1 are BOS and padding
     optimizers = [torch.optim.AdamW(model.parameters(), 0.01, weight_decay=0.0) for model in models]
     for step, (ids, targets) in enumerate(batches):
         for optimizer in optimizers:

@@ -166,6 +166,7 @@ NO_RECORDS = {
     "r.txt": "a\n",
     "no/set": None,
     "r.ndjson": "[1]\n[2]",
+    "null.jsonl": '{"en": "a"}\nnull\n{"en": "b"}\n',
 }
 
 

@@ -91,6 +91,7 @@ CONVERTED = {
     "stock": "--arch transformer",
     "learned": f"--arch transformer {LEARNED}",
     "learned positions": f"--arch nfrs_transformer --norm rmsnorm {LEARNED}",
+    "ngpt": "--arch nfrs_transformer --residual ngpt",
 }
 STOCK = ("stock", "learned")
 

@@ -15,13 +15,14 @@ import torch
 from normformer_rs import nn
 
 def values(**names):
-    torch.manual_seed(1)
+    torch.default_generator.manual_seed(1)
     built = [
         nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, **names), 2),
         nn.TransformerDecoder(nn.TransformerDecoderLayer(8, 2, 16, **names), 2),
     ]
     return [value for stack in built for value in stack.state_dict().values()] + [torch.get_rng_state()]
 
+torch.manual_seed = lambda seed: print("seeded every device:", seed)
 norms, schemes = (names.split(",") for names in sys.argv[1:])
 for names in [{"norm": norm, "residual": "prenorm"} for norm in norms] + [{"residual": scheme} for scheme in schemes]:
     first, second = values(**names), values(**names)

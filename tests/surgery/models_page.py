@@ -15,7 +15,7 @@ import warnings
 from pathlib import Path
 
 import torch
-from surgery_support import FOREIGN
+from surgery_support import SWAPPABLE
 from test_zoo import outputs
 from zoo import LIBRARY, MODELS, UNSEEN
 
@@ -29,13 +29,13 @@ HEAD = f"""<!-- Made by `python tests/surgery/models_page.py`; do not edit. -->
 
 # Models that were tried
 
-What surgery makes of small models of random weights, each by {len(FOREIGN)} residual schemes; ngpt works in torch.nn's
-layers alone. A model that is not here may work as well: blocks are recognised by what they compute
+What surgery makes of small models of random weights, each by {len(SWAPPABLE)} residual schemes; ngpt works in
+torch.nn's layers alone. A model that is not here may work as well: blocks are recognised by what they compute
 ([how](swap.md#how-blocks-are-found)).
 
 The block: `a` attention, `c` attention to an encoder, `f` anything else, each followed by its norms: before it, x +
 F(N(x)); after the addition, N(x + F(x)); on the branch, x + N(F(x)); `×`: a factor of the branch. `+`: parallel
-branches, one addition. Schemes: how many of the {len(FOREIGN)} are taken. Fold, exact: how many norms `fold_norms`
+branches, one addition. Schemes: how many of the {len(SWAPPABLE)} are taken. Fold, exact: how many norms `fold_norms`
 and `swap_norms(…, "rmsnorm", exact=True)` change, of all that they look at.
 
 | model | library | block | schemes | fold | exact | what is refused, and why |
@@ -76,7 +76,7 @@ def row(name: str) -> str | None:
         return None
     model.eval()
     shape, taken, reasons = blocks(model, inputs), 0, {}
-    for scheme in FOREIGN:
+    for scheme in SWAPPABLE:
         try:
             done = nfrs.swap_residuals(model, scheme, init=None, example=inputs)
         except nfrs.InputError as reason:
@@ -130,7 +130,8 @@ def main() -> None:
 
 def kept(rows: Path) -> dict[str, str | None]:
     """The rows that are done, by the model's name; None for a model whose library is not there."""
-    return {one["name"]: one["row"] for one in map(json.loads, rows.read_text(encoding="utf-8").splitlines())}
+    lines = [line for line in rows.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("\n")]
+    return {one["name"]: one["row"] for one in map(json.loads, lines)}  # a killed process may leave half a line
 
 
 if __name__ == "__main__":

@@ -10,9 +10,9 @@ NORMS = [entry["name"] for entry in nfrs.tables()["norms"]]
 
 
 RESIDUALS = [entry["name"] for entry in nfrs.tables()["residuals"]]
-OURS = ("ngpt",)
+ROTATED = ("ngpt",)
 """Schemes that act on queries and keys after their rotation, which other libraries' blocks do not show."""
-FOREIGN = [name for name in RESIDUALS if name not in OURS]
+SWAPPABLE = [name for name in RESIDUALS if name not in ROTATED]
 BETWEEN_LAYERS = ("dlcl", "denseformer", "resi-dual", "attnres", "mhc", "hyper-connections", "mhc-lite")
 BETWEEN_LAYERS += ("value-residual", "x0-lambdas")
 

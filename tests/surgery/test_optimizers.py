@@ -4,7 +4,7 @@ import warnings
 
 import pytest
 import torch
-from surgery_support import FOREIGN, build, hugging_face, run
+from surgery_support import SWAPPABLE, build, hugging_face, run
 from torch import nn
 
 from normformer_rs.surgery import fold_norms, swap_norms, swap_residuals
@@ -117,7 +117,7 @@ def test_a_compiled_step_warns_too():
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
-@pytest.mark.parametrize("residual", FOREIGN)
+@pytest.mark.parametrize("residual", SWAPPABLE)
 @pytest.mark.one_in(test=11, all=6)
 def test_new_parameters_join_the_groups_of_vectors_or_matrices_of_their_layer(residual, kind):
     """Groups as recipes make them: by layer, and with decay for matrices alone."""

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from surgery_support import FOREIGN
+from surgery_support import SWAPPABLE
 from torch import nn
 
 from normformer_rs import nn as nfnn
@@ -137,7 +137,7 @@ def copy_weights(model, stack, block):
 
 
 @pytest.mark.parametrize("block", [Llama, Bert, T5])
-@pytest.mark.parametrize("residual", FOREIGN)
+@pytest.mark.parametrize("residual", SWAPPABLE)
 @pytest.mark.one_in(test=48, all=47)
 def test_the_same_stack(block, residual):
     torch.manual_seed(1)

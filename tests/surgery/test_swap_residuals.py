@@ -12,8 +12,8 @@ from surgery_support import (
     HEADS,
     HUGGING_FACE,
     MODELS,
-    OURS,
     RESIDUALS,
+    ROTATED,
     D,
     assert_same,
     build,
@@ -56,7 +56,7 @@ def test_reset_parameters_after_a_swap_draws_the_schemes_values():
 def test_schemes_on_rotated_queries_are_refused(name):
     model = build(name)
     state = state_of(model)
-    for residual in OURS:
+    for residual in ROTATED:
         with pytest.raises(
             nfrs.InputError, match=f"{residual} acts at rotated_query of attention, which .* does not expose"
         ):
@@ -68,7 +68,7 @@ def test_schemes_on_rotated_queries_are_refused(name):
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.one_in(test=224, all=223)
 def test_residuals_swap_train_and_return(name, residual):
-    if residual in OURS and name in HUGGING_FACE:
+    if residual in ROTATED and name in HUGGING_FACE:
         return
     model = build(name).eval()
     before, state, kinds = run(model)[0], state_of(model), [type(m) for m in model.modules()]

@@ -132,8 +132,8 @@ NGPT = {"residual": "ngpt", "logit_scale": True, "tie_embeddings": "none", "scal
 
 @pytest.mark.parametrize("optimizer", ["adam", "muon"])
 def test_unit_matrices_stay_on_the_sphere(optimizer, tmp_path, corpus):
-    """After every update each vector along the width has length 1; a run that stopped has the same bits. A fixed vector
-    of a resumed run is not divided again."""
+    """After every update each vector along the width has length 1. A run that stopped and went on has the same bits:
+    vectors of length 1 stay as they are when it begins."""
     training = {**LOOP, "optimizer": optimizer, "weight_decay": 0.0, "unit_matrices": True, "keep": 9}
     fit(tmp_path / "whole", corpus, model=NGPT, training=training, **QUIET)
     fit(tmp_path / "run", corpus, model=NGPT, training={**training, "updates": 3}, **QUIET)
@@ -181,6 +181,10 @@ def test_unit_matrices_are_those_of_torchs_adam(tmp_path, corpus):
         ({"muon_momentum": 0.9}, 'muon_momentum would do nothing with optimizer = "adam"'),
         ({"optimizer": "muon", "normuon_beta2": 0.9}, 'normuon_beta2 would do nothing with optimizer = "muon"'),
         ({"optimizer": "muon", "muon_lr_multiplier": 0.0}, "muon_lr_multiplier must be greater than 0"),
+        (
+            {"optimizer": "muon", "muon_on_sphere": True, "unit_matrices": True},
+            "muon_on_sphere keeps each matrix's norm",
+        ),
         ({"schedule": "wsd", "updates": 0, "epochs": 1}, 'schedule = "wsd" needs the length of the run: give updates'),
         ({"lr_end": 0.1}, 'lr_end would do nothing with schedule = "constant"'),
         ({"schedule": "cosine", "decay_share": 0.5}, 'decay_share would do nothing with schedule = "cosine"'),

@@ -352,7 +352,7 @@ WRONG = [
         declare(inside={"query": head_scale(Learned("g", 1.0, 2))}),
         "cut into heads, and head_scale acts where they are joined",
     ),
-    (declare(inside={"key": scale(Learned("g", 1.0, 8))}), "of shape [8], expected one of [[1], [4]]"),
+    (declare(inside={"key": scale(Learned("g", 1.0, 3))}), "of shape [3], expected one of [[1], [4], [8]]"),
     (declare(inside={"value": damp_forward(Learned("g", 1.0, 4))}), "of shape [4], expected one of [[1], [8]]"),
     (declare(inside={"hidden": norm()}), "unknown variant `hidden`"),
     (declare(inside={"before_activation": damp_forward(Learned("a", 0.0))}), "it has no point BeforeActivation"),

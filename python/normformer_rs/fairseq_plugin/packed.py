@@ -109,7 +109,9 @@ class RowAttention(MultiheadAttention):
         chosen = slice(start * d, (start + len(which)) * d)
         bias = None if self.in_proj_bias is None else self.in_proj_bias[chosen]
         parts = F.linear(x, self.in_proj_weight[chosen], bias).split(d, -1)
-        return tuple(self._change_heads(_POINTS[name], part, kept) for name, part in zip(which, parts))
+        changed = (self._change_heads(_POINTS[name], part, kept) for name, part in zip(which, parts))
+        # There are no rotary positions here, so the changes after the rotation follow at once.
+        return tuple(self._change_heads(f"rotated_{_POINTS[name]}", part, kept) for name, part in zip(which, changed))
 
     def _change_heads(self, point: str, x: Tensor, kept: KeptTensors | None) -> Tensor:
         for change in self.inside.get(point, ()):

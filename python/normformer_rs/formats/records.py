@@ -83,12 +83,16 @@ def _objects(file: TextIO) -> Iterator[Any]:
                 raise InputError(f"{file.name}: line {number} is not valid JSON ({error})") from error
 
 
+_END = object()
+"""Stands for the record after the last one; a JSON null is a record, and refused."""
+
+
 def _fields(rows: Iterator[Any], fields: Sequence[str], source: str, limit: int | None) -> Iterator[tuple[str, ...]]:
     number = 0
     while limit is None or number < limit:
         with _as_input_errors(source):
-            record = next(rows, None)
-        if record is None:
+            record = next(rows, _END)
+        if record is _END:
             break
         number += 1
         if not isinstance(record, dict):

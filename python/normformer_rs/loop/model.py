@@ -143,6 +143,11 @@ class Transformer(Steered):
         names, tensors, _ = self._tensors()
         return _core.parameter_parts(self._options, names, tensors)
 
+    def _unit_dimensions(self) -> dict[str, int]:
+        """Returns the dimension along which the vectors of each matrix lie that `unit_matrices` keeps on the sphere."""
+        names, tensors, _ = self._tensors()
+        return _core.unit_dimensions(self._options, names, tensors)
+
     def _tensors(self) -> tuple[list[str], list[Tensor], str]:
         named = dict(self.named_parameters(remove_duplicate=False)) | dict(self.named_buffers(remove_duplicate=False))
         names, tensors = list(named), list(named.values())

@@ -243,7 +243,7 @@ def _first_values(place: Place) -> list[Any]:
     found, where = [], (place.config.to_json(), place.stack, place.layer)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         for sublayer, roles in drawn:
-            torch.manual_seed(0)
+            torch.default_generator.manual_seed(0)  # torch.manual_seed would seed every GPU, too
             weight = torch.empty(3 * len(roles), 3, dtype=torch.float64, device="cpu")
             _core.draw_linear(weight, roles, *where, sublayer)
             found.append(weight.tolist())

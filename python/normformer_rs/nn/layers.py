@@ -74,7 +74,7 @@ class Residual(Growing):
         super().__init__()
         if kind not in KINDS:
             raise InputError(unknown("kind", kind, KINDS))
-        if asked := [name for name in ATTENTION if options.get(name)]:
+        if asked := [name for name in (*ATTENTION, "attention_scale", "attention_multiplier") if options.get(name)]:
             raise InputError(f"{asked[0]} is a part of attention, and a Residual leaves F as it is: leave it out")
         depth = 1 if layers is None else layers
         depths = {"decoder_layers": depth} if kind != "cross-attention" else dict.fromkeys(_DEPTHS, depth)
@@ -151,8 +151,8 @@ class TransformerEncoderLayer(Layer):
         options: the options of `TransformerConfig` that the scheme or norm has (`branchnorm_steps`, `normformer_mode`,
             …), and `attention_dropout`, `activation_dropout` (None: `dropout`); `qk_norm` and its options, `qk_l2norm`,
             `v_norm`; `output_gate`, `sinks`, `score_softcap`; `parametrisation`, `base_width`, `base_depth`,
-            `depth_alpha` and `attention_scale`. The caller applies the factors of embeddings and logits, and
-            `normformer_rs.param_groups` those of rates.
+            `depth_alpha`, `attention_scale` or `attention_multiplier`, and `residual_multiplier`. The caller applies the
+            factors of embeddings and logits, and `normformer_rs.param_groups` those of rates.
 
     Parameters and buffers have torch.nn's names; a scheme's own have those of `normformer_rs.Transformer`. With
     layernorm, state dicts are torch.nn's in both directions. Dropout masks follow torch's generator, but are not

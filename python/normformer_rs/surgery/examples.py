@@ -45,7 +45,9 @@ def quietly(model: nn.Module) -> Iterator[None]:
     states = random.getstate(), numpy and numpy.get_state()
     is_fused = torch.backends.mha.get_fastpath_enabled()  # torch.nn's fused evaluation fails without biases
     with torch.random.fork_rng(devices=devices), torch.compiler.set_stance("force_eager"):
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)  # torch.manual_seed would seed every GPU, too
+        for device in devices:
+            torch.cuda.default_generators[device.index or 0].manual_seed(0)
         random.seed(0)
         if numpy:
             numpy.seed(0)

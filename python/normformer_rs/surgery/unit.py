@@ -7,14 +7,12 @@ import torch
 from torch import nn
 
 from ..errors import InputError
-from ..nn.training import MATRICES
 from .blocks import TORCHS, is_transposed, weight_and_bias
 from .converted import residual_of
 from .init import unreached
 
-_WRITERS = ("out_proj.weight", "linear2.weight")
-"""The ends of the names of matrices of `normformer_rs.Transformer` that write to the residual stream."""
 _LEAST = 1e-12
+"""The least length by which a vector is divided."""
 
 
 @torch.no_grad()
@@ -48,35 +46,37 @@ def unit_matrices_(model: nn.Module, tables: Iterable[nn.Module] | None = None) 
     Source: Loshchilov et al. 2024; docs/spec.md §4.9.
     """
     names = {id(p): name for name, p in model.named_parameters()}
-    found = {id(p): (p, dimension) for p, dimension in _matrices(model, tables)}
+    found = {id(p): (p, dimension) for p, dimension in _of_blocks(model)}
     if not found:
         raise InputError(
             f"found no matrices in {type(model).__name__}: expected a normformer_rs.Transformer, layers of "
             "normformer_rs.nn or torch.nn, or blocks that swap_residuals has swapped"
         )
+    for table in _tables(model) if tables is None else tables:
+        weight = getattr(table, "weight", None)
+        if not isinstance(weight, nn.Parameter) or id(weight) not in names:
+            raise InputError(f"tables: a {type(table).__name__} has no weight among the model's parameters")
+        found[id(weight)] = weight, 1
     for p, dimension in found.values():
         p.div_(p.norm(dim=dimension, keepdim=True).clamp_min(_LEAST))
     return [names[one] for one in found]
 
 
-def _matrices(model: nn.Module, tables: Iterable[nn.Module] | None) -> Iterator[tuple[nn.Parameter, int]]:
+def _tables(model: nn.Module) -> list[nn.Module]:
+    """Returns the input and output embeddings of a Hugging Face model of text."""
+    found = (getattr(model, f"get_{side}_embeddings", lambda: None)() for side in ("input", "output"))
+    return [table for table in found if isinstance(getattr(table, "weight", None), nn.Parameter)]
+
+
+def _of_blocks(model: nn.Module) -> Iterator[tuple[nn.Parameter, int]]:
     """Yields each matrix, and the dimension along which its vectors lie."""
-    parts: Any = getattr(model, "_parts", None)
-    if parts is not None:
-        roles = parts()
-        for name, p in model.named_parameters():
-            is_of_positions = roles[name][0] == "embedding" and "position" in name
-            if roles[name][0] in MATRICES and p.dim() == 2 and not is_of_positions:
-                yield p, 0 if name.endswith(_WRITERS) else 1
-        return
-    for path, block in model.named_modules():
-        yield from _of_block(path, block)
-    if tables is None:
-        found = (getattr(model, f"get_{side}_embeddings", lambda: None)() for side in ("input", "output"))
-        tables = [table for table in found if table is not None]
-    for table in tables:
-        weight: Any = table.weight
-        yield weight, 1
+    for path, module in model.named_modules():
+        dimensions: Any = getattr(module, "_unit_dimensions", None)
+        if dimensions is None:
+            yield from _of_block(path, module)
+            continue
+        own = dict(module.named_parameters(remove_duplicate=False))
+        yield from ((own[name], dimension) for name, dimension in dimensions().items())
 
 
 def _of_block(path: str, block: nn.Module) -> Iterator[tuple[nn.Parameter, int]]:
@@ -92,3 +92,5 @@ def _of_block(path: str, block: nn.Module) -> Iterator[tuple[nn.Parameter, int]]
         for linear in part.experts:
             writes = {*linear.roles} <= {"output", "fc2"}
             yield block.get_parameter(linear.path), 1 + int(writes == linear.is_transposed)
+    if torchs:  # a layer of this package may have output gates
+        yield from ((p, 1) for name, p in block.named_parameters() if name.endswith("gate_proj.weight"))

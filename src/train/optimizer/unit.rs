@@ -18,9 +18,7 @@ impl UnitMatrices {
     /// Adds a parameter if it is a matrix that reads the residual stream (its rows are the vectors) or writes to it
     /// (its columns are), or a table of words. `t` shares its memory with the model's.
     pub fn add(&mut self, name: &str, part: Part, t: &Tensor) {
-        if t.dim() == 2 && part.is_matrix() && !is_of_positions(name, part) {
-            self.0.push((t.shallow_clone(), i64::from(!writes_to_stream(name))));
-        }
+        self.0.extend(dimension(name, part, t.dim()).map(|dimension| (t.shallow_clone(), dimension)));
     }
 
     /// Divides each vector by its length, unless its length is 1 already. Training begins with this.
@@ -51,13 +49,12 @@ impl UnitMatrices {
     }
 }
 
-/// True for the output projection of attention and the last matrix of a feed-forward.
-fn writes_to_stream(name: &str) -> bool {
-    name.ends_with("out_proj.weight") || name.ends_with("linear2.weight")
-}
-
-fn is_of_positions(name: &str, part: Part) -> bool {
-    part.role == ParameterRole::Embedding && name.contains("position")
+/// Returns the dimension along which a parameter's vectors of the width lie; `None` for what is no such matrix, and
+/// for tables of positions.
+pub fn dimension(name: &str, part: Part, dimensions: usize) -> Option<i64> {
+    let is_of_positions = part.role == ParameterRole::Embedding && name.contains("position");
+    let writes_to_stream = name.ends_with("out_proj.weight") || name.ends_with("linear2.weight");
+    (dimensions == 2 && part.is_matrix() && !is_of_positions).then_some(i64::from(!writes_to_stream))
 }
 
 #[cfg(test)]
