@@ -31,6 +31,9 @@ def parameter_parts(model: str, names: list[str], tensors: list[Tensor]) -> dict
     """By the name of each parameter of a model its role (embedding, hidden-matrix, hidden-vector or end) and what its
     products are summed over (nothing, width, root-width or depth)."""
 
+def unit_dimensions(model: str, names: list[str], tensors: list[Tensor]) -> dict[str, int]:
+    """By the name of each matrix that `unit_matrices` keeps on the sphere, the dimension along which its vectors lie."""
+
 def multipliers(
     parametrisation: str,
     role: str,

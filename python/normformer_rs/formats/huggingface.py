@@ -464,7 +464,8 @@ def to_huggingface(
     LlamaForCausalLM computes prenorm with rmsnorm, rotary positions and swiglu or geglu. Qwen3ForCausalLM computes the
     same with norms on each head's queries and keys, HunYuanDenseV1ForCausalLM with these after the rotation,
     Qwen3NextForCausalLM with these and an output gate for each element, GraniteForCausalLM with multipliers of
-    embeddings, branches, scores and logits, GraniteSWAForCausalLM with sinks and such, Olmo2ForCausalLM under olmo2, and Gemma2ForCausalLM under sandwich, with softcaps of scores and logits as options.
+    embeddings, branches, scores and logits, GraniteSWAForCausalLM with sinks and such multipliers, Olmo2ForCausalLM
+    under olmo2, and Gemma2ForCausalLM under sandwich, with softcaps of scores and logits as options.
     GPT2LMHeadModel computes prenorm with layernorm, learned positions and relu, gelu or silu; GPTNeoXForCausalLM the
     same with rotary positions. If embeddings are scaled by √d_model and the class does not scale them, the embedding
     there is the product, and the output projection is another matrix. max_position_embeddings is the length of a run's

@@ -151,8 +151,8 @@ class TransformerEncoderLayer(Layer):
         options: the options of `TransformerConfig` that the scheme or norm has (`branchnorm_steps`, `normformer_mode`,
             …), and `attention_dropout`, `activation_dropout` (None: `dropout`); `qk_norm` and its options, `qk_l2norm`,
             `v_norm`; `output_gate`, `sinks`, `score_softcap`; `parametrisation`, `base_width`, `base_depth`,
-            `depth_alpha`, `attention_scale` or `attention_multiplier`, and `residual_multiplier`. The caller applies the
-            factors of embeddings and logits, and `normformer_rs.param_groups` those of rates.
+            `depth_alpha`, `attention_scale` or `attention_multiplier`, and `residual_multiplier`. The caller applies
+            the factors of embeddings and logits, and `normformer_rs.param_groups` those of rates.
 
     Parameters and buffers have torch.nn's names; a scheme's own have those of `normformer_rs.Transformer`. With
     layernorm, state dicts are torch.nn's in both directions. Dropout masks follow torch's generator, but are not

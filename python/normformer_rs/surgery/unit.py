@@ -64,7 +64,7 @@ def unit_matrices_(model: nn.Module, tables: Iterable[nn.Module] | None = None) 
 
 def _tables(model: nn.Module) -> list[nn.Module]:
     """Returns the input and output embeddings of a Hugging Face model of text."""
-    found = (getattr(model, f"get_{side}_embeddings", lambda: None)() for side in ("input", "output"))
+    found: list[Any] = [getattr(model, f"get_{side}_embeddings", lambda: None)() for side in ("input", "output")]
     return [table for table in found if isinstance(getattr(table, "weight", None), nn.Parameter)]
 
 
