@@ -32,7 +32,7 @@ def parameter_parts(model: str, names: list[str], tensors: list[Tensor]) -> dict
     products are summed over (nothing, width, root-width or depth)."""
 
 def unit_dimensions(model: str, names: list[str], tensors: list[Tensor]) -> dict[str, int]:
-    """By the name of each matrix that `unit_matrices` keeps on the sphere, the dimension along which its vectors lie."""
+    """By the name of each matrix that `unit_matrices` keeps on the sphere, the dimension of its vectors."""
 
 def multipliers(
     parametrisation: str,
