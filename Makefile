@@ -100,7 +100,7 @@ test: test-rust test-python ## Rust tests, and Python tests of every area
 test-all: LIMIT := 900
 test-all: build ## the longer Python tests, and the operators' on the emulated GPU
 	$(TIMED) "longer Python tests" $(BIN)/python $(PYTEST) -m "full and not long"
-	NORMFORMER_RS_TEST_DEVICE=emulated $(TIMED) "operators on the emulated GPU" $(BIN)/python $(PYTEST) -m "device and not cpu and not long" tests/operators tests/norms
+	NORMFORMER_RS_TEST_DEVICE=emulated $(TIMED) "operators on the emulated GPU" $(BIN)/python $(PYTEST) -m "device and not cpu and not full" tests/operators tests/norms
 
 # zensical has an environment of its own: it makes HTML of pages that the package's environment has written.
 $(VENV)-docs/installed: requirements-docs.txt
@@ -128,7 +128,7 @@ fuzz: build ## N random calls of all operators, valid and not, beside guard page
 test-long: LIMIT := 7200
 test-long: kill-test ## what runs once per change of its subject: kill-test, planted faults, every CUDA variant for every architecture, all cases
 	$(BIN)/python $(PYTEST) -m long
-	NORMFORMER_RS_TEST_DEVICE=emulated $(BIN)/python $(PYTEST) -m "device and not cpu and long" tests/operators tests/norms
+	NORMFORMER_RS_TEST_DEVICE=emulated $(BIN)/python $(PYTEST) -m "device and not cpu and full" tests/operators tests/norms
 	cd tests && ../$(BIN)/python cuda/binaries.py --output ../benches/results/cuda-binaries.csv
 
 # An environment of its own for each TORCH, deleted by `make clean`.

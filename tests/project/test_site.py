@@ -16,6 +16,7 @@ from normformer_rs.reproduce import REPRODUCTIONS
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
+from benches import figures  # noqa: E402
 from docs.generate import (  # noqa: E402
     api,
     arguments,
@@ -31,13 +32,28 @@ from docs.generate import (  # noqa: E402
 )
 from docs.generate.tables import results  # noqa: E402
 
-pytestmark = pytest.mark.full  # to write all pages takes half a minute
+pytestmark = pytest.mark.full
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """The pages; making them runs the examples of the names' pages."""
-    return pages.write(tmp_path_factory.mktemp("site"))
+    """The pages, with empty pictures and without what their examples print, which take a minute."""
+
+    def save(figure, path):
+        Path(path).touch()
+        return path
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(figures, "save", save)
+        patch.setattr(examples, "run", lambda code, name="example": "printed")
+        return pages.write(tmp_path_factory.mktemp("site"))
+
+
+@pytest.mark.long
+def test_examples_run_and_pictures_are_drawn(tmp_path):
+    found = pages.write(tmp_path)
+    assert len([page for page in found.values() if "```text\n" in page]) > 40
+    assert len([path for path in tmp_path.rglob("*.png") if path.stat().st_size > 10_000]) > 10
 
 
 @pytest.mark.parametrize("kind", ["norms", "residuals"])

@@ -62,8 +62,12 @@ def _wholes(model: nn.Module) -> list[nn.Module]:
     """Returns the Hugging Face models that contain this one and have a configuration of their own."""
     ours = {id(config) for config in configs_of(model)}
     found = []
+    are_modules: dict[type, bool] = {}  # a process has millions of objects, of some thousands of types
     for one in gc.get_objects():
-        if not issubclass(type(one), nn.Module) or one is model or "_modules" not in vars(one):
+        kind = type(one)
+        if kind not in are_modules:
+            are_modules[kind] = issubclass(kind, nn.Module)
+        if not are_modules[kind] or one is model or "_modules" not in vars(one):
             continue
         config = vars(one).get("config")
         is_saved = hasattr(config, "to_json_file") and id(config) not in ours
