@@ -41,7 +41,7 @@ $(VENV)/fairseq: requirements-fairseq.txt | $(VENV)/installed
 	UV_COMPILE_BYTECODE=1 $(TIMED) "install fairseq" .ci/install --no-deps --requirement requirements-fairseq.txt
 	touch $@
 
-# What needs fairseq, too, gets it from `build`, which installs it while the extension compiles.
+# For these targets `build` also installs fairseq, while the extension compiles.
 fairseq test test-python test-all test-long docs: BESIDE := $(VENV)/fairseq
 
 .PHONY: build

@@ -104,15 +104,16 @@ pub(super) fn check(config: &TransformerConfig) -> Result<()> {
         }
     }
     let schemes = config.schemes();
-    if let (true, Some((option, _))) =
-        (schemes.all().all(|one| one.sets_scores()), scores_options(config).into_iter().find(|(_, is_given)| *is_given))
-    {
+    if let (true, Some((option, _))) = (
+        schemes.all().all(|one| one.is_on_sphere()),
+        scores_options(config).into_iter().find(|(_, is_given)| *is_given),
+    ) {
         return Err(Error::invalid(format!(
             "residual = {:?} sets the factor of attention's scores itself, so {option} would do nothing: leave it out",
             config.residual
         )));
     }
-    let on_sphere = schemes.all().find(|one| one.sets_scores()).map(|one| format!("residual = {:?}", one.name()));
+    let on_sphere = schemes.all().find(|one| one.is_on_sphere()).map(|one| format!("residual = {:?}", one.name()));
     let unsettled = [
         (is_tensorized, "attention = \"tensorized\""),
         (config.fixnorm, "fixnorm = true"),

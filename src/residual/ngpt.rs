@@ -17,7 +17,7 @@ pub static NGPT: Scheme = Scheme {
     around,
     inside,
     own_depth: Some("every addition goes back to the sphere"),
-    sets_scores: true,
+    on_sphere: true,
     ..Scheme::PLAIN
 };
 

@@ -29,8 +29,8 @@ pub struct Scheme {
     /// The reason why branches' outputs do not simply add up, so that no factor of theirs can follow the depth; `None`
     /// if they do.
     pub own_depth: Option<&'static str>,
-    /// True if it sets the factor of attention's scores itself.
-    pub sets_scores: bool,
+    /// True if its vectors have length 1: it sets the factor of attention's scores itself, and its numbers fall as 1/√d.
+    pub on_sphere: bool,
     /// True if profiling on the first batch sets the gains on x (docs/spec.md §3.4).
     pub is_profiled: bool,
 }
@@ -50,7 +50,7 @@ impl Scheme {
         stack: |_| StackSpec::default(),
         has_biases: true,
         own_depth: None,
-        sets_scores: false,
+        on_sphere: false,
         is_profiled: false,
     };
 }

@@ -102,10 +102,10 @@ impl SchemeRef {
         }
     }
 
-    /// True if it sets the factor of attention's scores itself.
-    pub fn sets_scores(&self) -> bool {
+    /// True if its vectors have length 1.
+    pub fn is_on_sphere(&self) -> bool {
         match self {
-            SchemeRef::Table(scheme) => scheme.sets_scores,
+            SchemeRef::Table(scheme) => scheme.on_sphere,
             SchemeRef::Given(_) => false,
         }
     }

@@ -68,5 +68,6 @@ def test_what_is_not_known_is_refused_and_unchanged():
     with pytest.raises(nfrs.InputError, match=r"mlp.gate.weight is neither of attention nor of a feed-forward"):
         nfrs.unit_matrices_(mixture)
     assert all(map(torch.equal, before, mixture.parameters()))
-    with pytest.raises(nfrs.InputError, match="tables: a Embedding has no weight among the model's parameters"):
-        nfrs.unit_matrices_(of_layers(), [nn.Embedding(3, 16)])
+    for table in (nn.Embedding(3, 16), nn.Conv2d(3, 16, 2), nn.ReLU()):
+        with pytest.raises(nfrs.InputError, match=r"tables: a \w+ has no table \(V, d\) among the model's parameters"):
+            nfrs.unit_matrices_(of_layers(), [table])

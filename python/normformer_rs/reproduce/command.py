@@ -61,8 +61,8 @@ def plan(entry: Reproduction, scale: str, data: Path, seeds: int | None = None) 
         lines += [f"    {data / path}{' (missing)' if path in lacking else ''}" for path in corpus.files.values()]
     if seeds > 1:
         lines.append(f"  each of the {len(found.rows)} runs with {seeds} seeds")
-    if scale == "paper" and (told := deviations(entry)):
-        lines += ["  deviations from the paper:", *(f"    {line}" for line in told)]
+    if scale == "paper" and (differing := deviations(entry)):
+        lines += ["  deviations from the paper:", *(f"    {line}" for line in differing)]
     lines.append(f"  options of all {len(found.rows)} runs: {_listed(shared)}")
     for row in found.rows:
         own = {name: value for name, value in row.options.items() if name not in shared}

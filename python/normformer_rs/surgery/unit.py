@@ -54,8 +54,8 @@ def unit_matrices_(model: nn.Module, tables: Iterable[nn.Module] | None = None) 
         )
     for table in _tables(model) if tables is None else tables:
         weight = getattr(table, "weight", None)
-        if not isinstance(weight, nn.Parameter) or id(weight) not in names:
-            raise InputError(f"tables: a {type(table).__name__} has no weight among the model's parameters")
+        if not _is_table(table) or id(weight) not in names:
+            raise InputError(f"tables: a {type(table).__name__} has no table (V, d) among the model's parameters")
         found[id(weight)] = weight, 1
     for p, dimension in found.values():
         p.div_(p.norm(dim=dimension, keepdim=True).clamp_min(_LEAST))
@@ -65,7 +65,13 @@ def unit_matrices_(model: nn.Module, tables: Iterable[nn.Module] | None = None) 
 def _tables(model: nn.Module) -> list[nn.Module]:
     """Returns the input and output embeddings of a Hugging Face model of text."""
     found: list[Any] = [getattr(model, f"get_{side}_embeddings", lambda: None)() for side in ("input", "output")]
-    return [table for table in found if isinstance(getattr(table, "weight", None), nn.Parameter)]
+    return [table for table in found if _is_table(table)]
+
+
+def _is_table(module: Any) -> bool:
+    """True for a module with a matrix of words; images have convolutions in its place."""
+    weight = getattr(module, "weight", None)
+    return isinstance(weight, nn.Parameter) and weight.dim() == 2
 
 
 def _of_blocks(model: nn.Module) -> Iterator[tuple[nn.Parameter, int]]:
