@@ -53,8 +53,8 @@ def unit_matrices_(model: nn.Module, tables: Iterable[nn.Module] | None = None) 
             "normformer_rs.nn or torch.nn, or blocks that swap_residuals has swapped"
         )
     for table in _tables(model) if tables is None else tables:
-        weight = getattr(table, "weight", None)
-        if not _is_table(table) or id(weight) not in names:
+        weight = _weight_of(table)
+        if weight is None or id(weight) not in names:
             raise InputError(f"tables: a {type(table).__name__} has no table (V, d) among the model's parameters")
         found[id(weight)] = weight, 1
     for p, dimension in found.values():
@@ -65,13 +65,13 @@ def unit_matrices_(model: nn.Module, tables: Iterable[nn.Module] | None = None) 
 def _tables(model: nn.Module) -> list[nn.Module]:
     """Returns the input and output embeddings of a Hugging Face model of text."""
     found: list[Any] = [getattr(model, f"get_{side}_embeddings", lambda: None)() for side in ("input", "output")]
-    return [table for table in found if _is_table(table)]
+    return [table for table in found if _weight_of(table) is not None]
 
 
-def _is_table(module: Any) -> bool:
-    """True for a module with a matrix of words; images have convolutions in its place."""
+def _weight_of(module: Any) -> nn.Parameter | None:
+    """Returns a module's matrix of words; None if it has no matrix, as the convolutions of image models."""
     weight = getattr(module, "weight", None)
-    return isinstance(weight, nn.Parameter) and weight.dim() == 2
+    return weight if isinstance(weight, nn.Parameter) and weight.dim() == 2 else None
 
 
 def _of_blocks(model: nn.Module) -> Iterator[tuple[nn.Parameter, int]]:
