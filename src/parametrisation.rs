@@ -79,9 +79,9 @@ pub fn part(name: &str, dimensions: usize, declared: DeclaredAs) -> Part {
         DeclaredAs::Own(sums_over) => (false, sums_over),
     };
     let role = match (is_in_layer, is_matrix) {
+        (_, true) if is_table => ParameterRole::Embedding,
         (true, true) => ParameterRole::HiddenMatrix,
         (true, false) => ParameterRole::HiddenVector,
-        (false, true) if is_table => ParameterRole::Embedding,
         (false, _) => ParameterRole::End,
     };
     Part { role, sums_over }

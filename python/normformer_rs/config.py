@@ -325,12 +325,13 @@ def __getattr__(name: str) -> Any:
 
 
 LANGUAGE_MODELS = ("attention", "tensorized_rank", "tensorized_segment")
-LANGUAGE_MODELS += ("kv_heads", "activation", "linear_biases", "max_positions", "rope_theta", "scale_embeddings")
-LANGUAGE_MODELS += ("logit_scale", "logit_softcap", "qk_norm_after_rotation")
+LANGUAGE_MODELS += ("activation", "max_positions", "scale_embeddings")
+LANGUAGE_MODELS += ("value_embeddings", "smear", "logit_scale", "logit_softcap")
 """Options of a model that only the training loop's models have: neither layers of `nn` nor fairseq's models have
 them."""
-ATTENTION = ("output_gate", "sinks", "score_softcap")
-"""Options of attention that layers of `nn` have, too, but fairseq's models and swapped blocks do not."""
+ATTENTION = ("output_gate", "sinks", "score_softcap", "kv_heads", "rope_theta", "qk_norm_after_rotation")
+ATTENTION += ("linear_biases",)
+"""Options within a layer that layers of `nn` have, too, but fairseq's models and swapped blocks do not."""
 PARAMETRISATION = tuple(field.name for field in TransformerConfig.FIELDS if field.group == "parametrisation")
 """Options that set how multipliers follow width and depth."""
 

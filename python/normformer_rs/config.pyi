@@ -158,6 +158,8 @@ class TransformerConfig(Config):
     output_gate: _OutputGate | None
     sinks: bool
     score_softcap: float | None
+    value_embeddings: bool
+    smear: bool
     activation: _Activation
     linear_biases: bool
     encoder_layers: int
@@ -263,6 +265,8 @@ class TransformerConfig(Config):
         output_gate: _OutputGate | None = ...,
         sinks: bool = ...,
         score_softcap: float | None = ...,
+        value_embeddings: bool = ...,
+        smear: bool = ...,
         activation: _Activation = ...,
         linear_biases: bool = ...,
         encoder_layers: int = ...,

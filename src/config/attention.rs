@@ -10,6 +10,7 @@ pub(super) fn check(config: &TransformerConfig) -> Result<()> {
     check_norms_before_products(config)?;
     check_qk_norm(config)?;
     check_unweighted(config)?;
+    check_tokens(config)?;
     match config.attention {
         AttentionName::Tensorized => check_tensorized(config),
         _ => Ok(()),
@@ -144,6 +145,17 @@ fn check_lengths_of_one(config: &TransformerConfig) -> Result<()> {
     Ok(())
 }
 
+/// Errors about `value_embeddings` and `smear` in a model with an encoder.
+fn check_tokens(config: &TransformerConfig) -> Result<()> {
+    let options = [("value_embeddings", config.value_embeddings), ("smear", config.smear)];
+    match options.into_iter().find(|(_, is_on)| *is_on && config.has_encoder()) {
+        Some((option, _)) => Err(Error::invalid(format!(
+            "{option} is a language model's: give architecture = \"decoder-only\", or leave it out"
+        ))),
+        None => Ok(()),
+    }
+}
+
 /// Errors about options that do not go with tensorized attention.
 fn check_tensorized(config: &TransformerConfig) -> Result<()> {
     if config.has_encoder() {
@@ -158,6 +170,7 @@ fn check_tensorized(config: &TransformerConfig) -> Result<()> {
         ("output_gate", config.output_gate.is_some()),
         ("sinks", config.sinks),
         ("score_softcap", config.score_softcap.is_some()),
+        ("value_embeddings", config.value_embeddings),
     ];
     if let Some((option, _)) = asked.iter().find(|(_, is_on)| *is_on) {
         return Err(Error::invalid(format!(
@@ -238,6 +251,8 @@ mod tests {
         check(&format!(r#"{tensorized}, "output_gate": "head""#), "no heads, so output_gate would do nothing");
         check(&format!(r#"{tensorized}, "sinks": true"#), "no heads, so sinks would do nothing");
         check(&format!(r#"{tensorized}, "score_softcap": 5"#), "no heads, so score_softcap would do nothing");
+        check(r#""smear": true"#, "smear is a language model's");
+        check(&format!(r#"{tensorized}, "value_embeddings": true"#), "no heads, so value_embeddings would do nothing");
         check(&format!(r#"{tensorized}, "v_norm": "weighted""#), "no heads, so v_norm would do nothing");
     }
 }

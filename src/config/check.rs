@@ -221,6 +221,8 @@ impl TransformerConfig {
             output_gate: self.output_gate,
             sinks: self.sinks,
             score_softcap: self.score_softcap,
+            value_embeddings: self.value_embeddings.then_some(self.vocab_size),
+            smear: self.smear,
             scaled: self.scaled(),
         }
     }

@@ -156,6 +156,12 @@ config! {
             sinks: bool = false,
             /// Replace attention's scores s by c·tanh(s/c) before the softmax (Gemma 2); default: no cap.
             score_softcap: Option<f64> = None,
+            /// Add to the values of every second layer, the last among them, rows of a table of their own by token,
+            /// times a gate for each head of values, 3σ of a linear layer of 12 columns of attention's input (nanochat).
+            value_embeddings: bool = false,
+            /// Add to each embedding the one before it in its text, times λσ of a linear layer of 24 of its columns, λ =
+            /// 0 at the start (nanochat).
+            smear: bool = false,
             /// Activation between a feed-forward's matrices; swiglu and geglu have a third matrix (Shazeer 2020).
             activation: Activation = Activation::Relu,
             /// Give linear layers biases.

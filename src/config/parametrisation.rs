@@ -118,6 +118,8 @@ pub(super) fn check(config: &TransformerConfig) -> Result<()> {
         (is_tensorized, "attention = \"tensorized\""),
         (config.fixnorm, "fixnorm = true"),
         (config.logit_scale, "logit_scale = true"),
+        (config.value_embeddings, "value_embeddings = true"),
+        (config.smear, "smear = true"),
         (on_sphere.is_some(), on_sphere.as_deref().unwrap_or_default()),
     ];
     let l2norm = l2_norm::SPEC.name;

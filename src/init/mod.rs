@@ -66,6 +66,10 @@ pub enum Fill {
     Uniform {
         bound: f64,
     },
+    /// A uniform distribution from 0 to a bound.
+    UpTo {
+        bound: f64,
+    },
     /// Consecutive blocks of so many rows, each with its own fill, such as q, k and v in one matrix.
     Rows(Vec<(i64, Fill)>),
     /// One given value per element, in row-major order.
@@ -83,6 +87,7 @@ impl Fill {
             Fill::Normal { std } => Fill::Normal { std: std * factor },
             Fill::CutNormal { std } => Fill::CutNormal { std: std * factor },
             Fill::Uniform { bound } => Fill::Uniform { bound: bound * factor },
+            Fill::UpTo { bound } => Fill::UpTo { bound: bound * factor },
             Fill::Rows(blocks) => {
                 Fill::Rows(blocks.into_iter().map(|(rows, fill)| (rows, fill.times(factor))).collect())
             }
@@ -103,6 +108,10 @@ impl Fill {
                     drop(t.f_erfinv_()?.f_mul_scalar_(std * 2f64.sqrt())?);
                 }
                 Fill::Uniform { bound } => draw.uniform(&t, *bound)?,
+                Fill::UpTo { bound } => {
+                    draw.uniform(&t, bound / 2.0)?;
+                    drop(t.f_add_scalar_(bound / 2.0)?);
+                }
                 Fill::Rows(blocks) => {
                     let mut start = 0;
                     for (rows, fill) in blocks {

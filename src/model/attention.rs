@@ -4,6 +4,8 @@ use super::norm::RowContext;
 use super::residual::Inside;
 use super::sink_attention::sink_attention;
 use super::stacked_attention::stacked_attention;
+use super::value_embedding::ValueEmbedding;
+use super::written_rows::WrittenRows;
 use super::{Builder, Context, Ranges, Reads};
 use crate::error::Result;
 use crate::init::{Fill, Init, Role};
@@ -27,6 +29,7 @@ pub struct Attention {
     out_weight: Tensor,
     out_bias: Option<Tensor>,
     gate: Option<Gate>,
+    value_embedding: Option<ValueEmbedding>,
     /// A sink logit for each head (heads).
     sinks: Option<Tensor>,
     softcap: Option<f64>,
@@ -44,10 +47,10 @@ struct Gate {
     bias: Option<Tensor>,
 }
 
-/// The keys and values of decoded tokens, one row for each token of each hypothesis: (capacity, kv_width) each.
+/// The keys and values of decoded tokens, one row for each token of each hypothesis, kv_width wide.
 pub struct Cache {
-    keys: Tensor,
-    values: Tensor,
+    keys: WrittenRows,
+    values: WrittenRows,
 }
 
 impl Attention {
@@ -77,6 +80,7 @@ impl Attention {
         let (gate, scale) = (gate.transpose()?, place.model.scaled.scores(d / heads));
         let start = Fill::Normal { std: SINKS_STD };
         let sinks = place.model.sinks.then(|| b.own("sinks", &[heads], &start, SumsOver::Nothing)).transpose()?;
+        let value_embedding = ValueEmbedding::build(b, place, init)?;
         let softcap = place.model.score_softcap;
         Ok(Attention {
             in_weight,
@@ -84,6 +88,7 @@ impl Attention {
             out_weight,
             out_bias,
             gate,
+            value_embedding,
             sinks,
             softcap,
             d,
@@ -101,7 +106,7 @@ impl Attention {
             let heads = stacked_attention(&stacked, table, self.heads, causal, self.scale, self.dropout(ctx))?;
             return self.output(heads, &x, inside, ctx);
         }
-        let qkv = self.queries_keys_values(stacked, inside, ctx)?;
+        let qkv = self.queries_keys_values(stacked, &x, inside, ctx)?;
         self.output(self.heads(qkv.each_ref(), ranges, causal, ctx)?, &x, inside, ctx)
     }
 
@@ -129,7 +134,11 @@ impl Attention {
     fn stays_stacked(&self, stacked: &Tensor, inside: &Inside, ctx: &Context) -> bool {
         let is_changed = Point::BEFORE_PRODUCTS.into_iter().any(|point| inside.changes(point));
         let in_loop = ctx.has_flat() && Recording::is_on() && stacked.requires_grad();
-        let is_plain = !is_changed && !ctx.turns() && !self.is_grouped() && self.extras().are_none();
+        let is_plain = !is_changed
+            && self.value_embedding.is_none()
+            && !ctx.turns()
+            && !self.is_grouped()
+            && self.extras().are_none();
         in_loop && stacked.device() == Device::Cpu && is_plain
     }
 
@@ -185,8 +194,13 @@ impl Attention {
         Ok((change(Point::Key, k)?, change(Point::Value, v)?))
     }
 
-    fn queries_keys_values(&self, stacked: Tensor, inside: &Inside, ctx: &Context) -> Result<[Tensor; 3]> {
+    /// Returns queries, keys and values of `[q|k|v]`, changed and rotated; x is the input of the query projection.
+    fn queries_keys_values(&self, stacked: Tensor, x: &Tensor, inside: &Inside, ctx: &Context) -> Result<[Tensor; 3]> {
         let [q, k, v] = parts(stacked, [self.d, self.kv_width, self.kv_width])?;
+        let v = match &self.value_embedding {
+            Some(embedding) => embedding.added(v, x, ctx)?,
+            None => v,
+        };
         let change = |point, x, heads| inside.at_heads(point, x, heads, &ctx.rows());
         let q = change(Point::Query, q, self.heads)?;
         let k = change(Point::Key, k, self.kv_heads)?;
@@ -214,7 +228,7 @@ impl Attention {
         ctx: &Context,
     ) -> Result<Tensor> {
         let (x, stacked) = self.stacked(x, inside, ctx)?;
-        let qkv = self.queries_keys_values(stacked, inside, ctx)?;
+        let qkv = self.queries_keys_values(stacked, &x, inside, ctx)?;
         Cache::of(cache, &qkv[1], 2)?.write(&qkv[1], &qkv[2], at as i64)?;
         self.output(self.heads(qkv.each_ref(), own, true, ctx)?, &x, inside, ctx)
     }
@@ -231,10 +245,10 @@ impl Attention {
         ctx: &Context,
     ) -> Result<Tensor> {
         let (x, stacked) = self.stacked(x, inside, ctx)?;
-        let [q, k, v] = self.queries_keys_values(stacked, inside, ctx)?;
+        let [q, k, v] = self.queries_keys_values(stacked, &x, inside, ctx)?;
         let cache = Cache::of(cache, &k, 16)?;
         cache.write(&k, &v, at as i64)?;
-        self.output(self.read([&q, &cache.keys, &cache.values], reads, ctx)?, &x, inside, ctx)
+        self.output(self.read([&q, cache.keys.all(), cache.values.all()], reads, ctx)?, &x, inside, ctx)
     }
 
     /// Computes attention of single queries to the rows that they read. On the CPU nothing is copied. If gradients are
@@ -343,42 +357,22 @@ impl Cache {
     fn of<'a>(cache: &'a mut Option<Cache>, k: &Tensor, times: i64) -> Result<&'a mut Self> {
         match cache {
             Some(cache) => Ok(cache),
-            None => Ok(cache.insert(Cache::empty(k, times * k.size()[0])?)),
+            None => {
+                let empty = || WrittenRows::empty(k, times * k.size()[0]);
+                Ok(cache.insert(Cache { keys: empty()?, values: empty()? }))
+            }
         }
     }
 
-    fn empty(like: &Tensor, room: i64) -> Result<Self> {
-        let empty = || Tensor::f_empty([room, like.size()[1]].as_slice(), (like.kind(), like.device()));
-        Ok(Cache { keys: empty()?, values: empty()? })
-    }
-
-    /// Writes rows from `at` on; the capacity doubles if they do not fit.
+    /// Writes rows from `at` on.
     fn write(&mut self, k: &Tensor, v: &Tensor, at: i64) -> Result<()> {
-        let (end, room) = (at + k.size()[0], self.keys.size()[0]);
-        if end > room {
-            let larger = Cache::empty(k, end.max(2 * room))?;
-            larger.put(&self.keys.f_narrow(0, 0, at)?, &self.values.f_narrow(0, 0, at)?, 0)?;
-            *self = larger;
-        }
-        self.put(k, v, at)
-    }
-
-    fn put(&self, k: &Tensor, v: &Tensor, at: i64) -> Result<()> {
-        for (room, new) in [(&self.keys, k), (&self.values, v)] {
-            room.f_narrow(0, at, new.size()[0])?.f_copy_(new)?;
-        }
-        Ok(())
-    }
-
-    pub fn device(&self) -> Device {
-        self.keys.device()
+        self.keys.write(k, at)?;
+        self.values.write(v, at)
     }
 
     /// Keeps only the rows kept[i], which become rows i.
     pub fn keep(&mut self, kept: &Tensor) -> Result<()> {
-        for t in [&mut self.keys, &mut self.values] {
-            *t = t.f_index_select(0, kept)?;
-        }
-        Ok(())
+        self.keys.keep(kept)?;
+        self.values.keep(kept)
     }
 }

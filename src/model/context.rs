@@ -9,7 +9,7 @@ use super::running::UsedStatistics;
 use super::Packed;
 use crate::analysis::Watch;
 use crate::config::TransformerConfig;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::operator::{ProcessGroup, Recording};
 use std::cell::Cell;
 use std::rc::Rc;
@@ -60,6 +60,8 @@ pub struct Context {
     statistics: UsedStatistics,
     /// True at rows that belong to no sentence; `None` if there are none.
     spare: Option<Tensor>,
+    /// The rows' tokens and their positions, int64 (rows) each.
+    tokens: Option<(Tensor, Tensor)>,
     /// The rotation of queries and keys, if positions are rotary.
     rotation: Option<Rc<Rotation>>,
     /// The flat buffers of parameters and gradients, if linear layers add to gradients there.
@@ -87,6 +89,7 @@ impl Context {
             group: ProcessGroup::ALONE,
             statistics: UsedStatistics::default(),
             spare: None,
+            tokens: None,
             rotation: None,
             flat: None,
             prepared: None,
@@ -109,6 +112,7 @@ impl Context {
             group: ProcessGroup::ALONE,
             statistics: UsedStatistics::default(),
             spare: None,
+            tokens: None,
             rotation: None,
             flat: None,
             prepared: None,
@@ -150,9 +154,20 @@ impl Context {
         Context { is_recompute, dropout_site, kept_tensors: Rc::default(), ..self.clone() }
     }
 
-    /// Returns the pass over one side's rows, which norms with statistics read.
+    /// Returns the pass over one side's rows, which norms with statistics and layers that read tokens need.
     pub fn over(&self, side: &Packed) -> Self {
-        Context { spare: side.spare.as_ref().map(Tensor::shallow_clone), ..self.clone() }
+        let tokens = Some((side.tokens.shallow_clone(), side.positions.shallow_clone()));
+        Context { spare: side.spare.as_ref().map(Tensor::shallow_clone), tokens, ..self.clone() }
+    }
+
+    /// Returns the rows' tokens, int64 (rows).
+    pub fn tokens(&self) -> Result<&Tensor> {
+        self.tokens.as_ref().map(|(tokens, _)| tokens).ok_or_else(no_tokens)
+    }
+
+    /// Returns the rows' positions in their sentences, int64 (rows).
+    pub fn positions(&self) -> Result<&Tensor> {
+        self.tokens.as_ref().map(|(_, positions)| positions).ok_or_else(no_tokens)
     }
 
     /// Sets the rotation of the rows' queries and keys.
@@ -183,8 +198,21 @@ impl Context {
         let (seed, spare) = (shared(&self.seed), shared(&self.spare));
         let (statistics, watch, kept_tensors, dropout_site) =
             (self.statistics.clone(), self.watch.clone(), self.kept_tensors.clone(), self.dropout_site.clone());
+        let tokens = self.tokens.as_ref().map(|(t, at)| (t.shallow_clone(), at.shallow_clone()));
         let (rotation, flat, prepared) = (self.rotation.clone(), self.flat.clone(), self.prepared.clone());
-        Context { seed, spare, rotation, statistics, watch, kept_tensors, dropout_site, flat, prepared, ..*self }
+        Context {
+            seed,
+            spare,
+            tokens,
+            rotation,
+            statistics,
+            watch,
+            kept_tensors,
+            dropout_site,
+            flat,
+            prepared,
+            ..*self
+        }
     }
 
     /// Lets profiling set the gains.
@@ -251,4 +279,8 @@ impl Context {
             kept_tensors: Some(&self.kept_tensors),
         }
     }
+}
+
+fn no_tokens() -> Error {
+    Error::invalid("this pass has no tokens, and the model reads them")
 }

@@ -22,6 +22,7 @@ mod running;
 mod sentences;
 mod sink_attention;
 mod sinusoids;
+mod smear;
 mod softcap;
 mod stack;
 mod stacked_attention;
@@ -29,6 +30,8 @@ mod tensorized;
 #[cfg(test)]
 mod tests;
 mod transformer;
+mod value_embedding;
+mod written_rows;
 
 pub use context::{Context, Rates};
 pub use embedding::first_values;

@@ -60,6 +60,11 @@ impl Reads {
         self
     }
 
+    /// Returns the last row of each query, `None` for one that reads nothing.
+    pub fn last(&self) -> Vec<Option<i64>> {
+        (0..self.queries()).map(|i| self.of(i).last().map(|&row| row.into())).collect()
+    }
+
     /// Returns the rows, out of `all`, that any query reads, in order, and the reads renumbered for these rows alone.
     pub fn compacted(&self, all: usize) -> (Vec<i64>, Self) {
         let mut is_read = vec![false; all];

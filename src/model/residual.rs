@@ -306,9 +306,13 @@ impl BuiltEnds {
         Ok(BuiltEnds { begin, combine, mixing, growth, streams, end })
     }
 
-    /// Returns the layers' input from the embedding x.
-    pub fn enter(&self, x: Tensor, ctx: &Context) -> Result<Tensor> {
-        self.begin.apply(x, ctx)
+    /// Returns the layers' input from the embedding x; `smear` changes it before the scheme keeps it.
+    pub fn enter(&self, x: Tensor, ctx: &Context, smear: impl FnOnce(Tensor) -> Result<Tensor>) -> Result<Tensor> {
+        let changes = &self.begin.0;
+        let is_kept = |change: &BuiltChange| matches!(change, BuiltChange::Keep(_));
+        let (first, kept) = changes.split_at(changes.iter().position(is_kept).unwrap_or(changes.len()));
+        let apply = |x: Tensor, change: &BuiltChange| change.apply(&x, &ctx.rows());
+        kept.iter().try_fold(smear(first.iter().try_fold(x, apply)?)?, apply)
     }
 
     /// Returns x and the streams beside it, which begin as x. They are views, so that autograd sums their gradients in

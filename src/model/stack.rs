@@ -4,7 +4,9 @@ use super::attention::{Attention, Cache};
 use super::layer::{Layer, Streams, SublayerFunction};
 use super::norm::Norm;
 use super::residual::{BuiltEnds, Inside};
+use super::smear::Smear;
 use super::tensorized::Tensorized;
+use super::written_rows::WrittenRows;
 use super::{Builder, Context, Ranges, Reads};
 use crate::error::{Error, Result};
 use crate::host::host;
@@ -23,12 +25,15 @@ pub struct Stack {
 struct Body {
     layers: Vec<Layer>,
     flow: BuiltEnds,
+    smear: Option<Smear>,
 }
 
 /// The keys and values of decoded tokens in each layer, and the rows that each hypothesis reads.
 #[derive(Default)]
 pub struct StackCache {
     layers: Vec<Option<Cache>>,
+    /// The embeddings before smear, where the stack has one.
+    embeddings: Option<WrittenRows>,
     /// The number of rows written.
     length: usize,
     /// The number of rows from which the cache looks for rows that nobody reads.
@@ -64,12 +69,31 @@ impl StackCache {
         if 2 * kept.len() <= self.length {
             (self.length, self.reads) = (kept.len(), reads);
             let kept = Tensor::f_from_slice(&kept)?;
-            for cache in self.layers.iter_mut().flatten() {
-                cache.keep(&kept.f_to_device(cache.device())?)?;
-            }
+            self.layers.iter_mut().flatten().try_for_each(|cache| cache.keep(&kept))?;
+            self.embeddings.iter_mut().try_for_each(|rows| rows.keep(&kept))?;
         }
         self.full = 2 * self.length;
         Ok(())
+    }
+
+    /// Keeps embeddings (rows, d) as the rows from `at` on.
+    fn write_embeddings(&mut self, x: &Tensor, at: usize) -> Result<()> {
+        let rows = match &mut self.embeddings {
+            Some(rows) => rows,
+            None => self.embeddings.insert(WrittenRows::empty(x, 16 * x.size()[0])?),
+        };
+        rows.write(x, at as i64)
+    }
+
+    /// Returns the embedding of each slot's last token, zeros where it has none; x is (slots, d).
+    fn last_embeddings(&self, x: &Tensor) -> Result<Tensor> {
+        let Some(rows) = &self.embeddings else { return Ok(x.f_zeros_like()?) };
+        let last = self.reads.last();
+        let index: Vec<i64> = last.iter().map(|row| row.unwrap_or(0)).collect();
+        let is_first: Vec<bool> = last.iter().map(Option::is_none).collect();
+        let index = Tensor::f_from_slice(&index)?.f_to_device(x.device())?;
+        let is_first = Tensor::f_from_slice(&is_first)?.f_to_device(x.device())?.f_unsqueeze(1)?;
+        Ok(rows.all().f_index_select(0, &index)?.f_masked_fill(&is_first, 0.0)?)
     }
 
     /// Returns the number of key and value rows in each layer.
@@ -105,7 +129,8 @@ impl Stack {
             needed.extend(layer.takes.iter().cloned());
         }
         let flow = BuiltEnds::build(b, place, &flow)?;
-        Ok(Stack { body: Rc::new(Body { layers, flow }) })
+        let smear = if place.model.smear { Some(Smear::build(b, place.model.d_model)?) } else { None };
+        Ok(Stack { body: Rc::new(Body { layers, flow, smear }) })
     }
 
     /// Runs whole sentences: x (rows, d). Each attends to itself (`causal`: to its past), and to the memory if there is
@@ -118,6 +143,7 @@ impl Stack {
         memory: Option<(&Tensor, &Ranges)>,
         ctx: &Context,
     ) -> Result<Tensor> {
+        let x = self.enter(x, ctx, |x| row_before(x, ctx))?;
         self.run(x, ctx, &mut |index, streams| match ctx.recompute {
             true => self.recomputed(index, streams, own, causal, memory, ctx),
             false => self.body.layer(index, streams, ctx, &mut whole(own, causal, memory, ctx)),
@@ -152,6 +178,10 @@ impl Stack {
         let rows = offsets.windows(2).map(|ends| at as i64 + ends[0]..at as i64 + ends[1]);
         cache.reads = std::mem::take(&mut cache.reads).joined(&Reads::ranges(rows));
         cache.length += x.size()[0] as usize;
+        let x = self.enter(x, ctx, |x| {
+            cache.write_embeddings(x, at)?;
+            row_before(x, ctx)
+        })?;
         self.run(x, ctx, &mut |index, streams| {
             let cache = &mut cache.layers[index];
             self.body.layer(index, streams, ctx, &mut |attention, inside, input| match attention {
@@ -181,6 +211,11 @@ impl Stack {
         }
         cache.layers.resize_with(self.body.layers.len(), || None);
         let at = cache.length;
+        let x = self.enter(x, ctx, |x| {
+            let before = cache.last_embeddings(x)?;
+            cache.write_embeddings(x, at)?;
+            Ok(before)
+        })?;
         (cache.reads, cache.length) = (cache.reads.followed_by(at), at + slots);
         self.run(x, ctx, &mut |index, streams| {
             let StackCache { layers, reads, .. } = &mut *cache;
@@ -202,17 +237,24 @@ impl Stack {
         &self.body.layers
     }
 
-    /// Runs all layers, one after the other.
+    /// Returns the layers' input from the embedding x. `before` returns the row before each, for smear.
+    fn enter(&self, x: Tensor, ctx: &Context, before: impl FnOnce(&Tensor) -> Result<Tensor>) -> Result<Tensor> {
+        ctx.kept_tensors().borrow_mut().clear();
+        self.body.flow.enter(x, ctx, |x| match &self.body.smear {
+            Some(smear) => smear.apply(&x, &before(&x)?, ctx),
+            None => Ok(x),
+        })
+    }
+
+    /// Runs all layers, one after the other, on what [`enter`](Self::enter) returned.
     fn run(
         &self,
         x: Tensor,
         ctx: &Context,
         layer: &mut dyn FnMut(usize, Streams) -> Result<Streams>,
     ) -> Result<Tensor> {
-        let Body { layers, flow } = &*self.body;
+        let Body { layers, flow, .. } = &*self.body;
         let kind = if x.kind() == Kind::Double { Kind::Double } else { Kind::Float };
-        ctx.kept_tensors().borrow_mut().clear();
-        let x = flow.enter(x, ctx)?;
         let deviation = ctx.profile.then(|| Tensor::f_ones([1i64].as_slice(), (kind, x.device()))).transpose()?;
         ctx.show(|watch| watch.stack(&x))?;
         let (x, others) = flow.begin(x)?;
@@ -346,6 +388,12 @@ impl Body {
             },
         }
     }
+}
+
+/// Returns the row before each row of packed sentences, zeros at a sentence's first.
+fn row_before(x: &Tensor, ctx: &Context) -> Result<Tensor> {
+    let is_first = ctx.positions()?.f_eq(0)?.f_unsqueeze(1)?;
+    Ok(x.f_roll([1].as_slice(), [0].as_slice())?.f_masked_fill(&is_first, 0.0)?)
 }
 
 fn no_steps() -> Error {

@@ -133,6 +133,10 @@ pub struct ModelShape<'a> {
     pub sinks: bool,
     /// The softcap c: scores s become c·tanh(s/c).
     pub score_softcap: Option<f64>,
+    /// The size of the vocabulary, if layers add rows of a table to their values.
+    pub value_embeddings: Option<i64>,
+    /// True if the token before is added to each embedding.
+    pub smear: bool,
     /// The model's parametrisation.
     pub scaled: Scaled,
 }
@@ -159,6 +163,8 @@ impl ModelShape<'_> {
         output_gate: None,
         sinks: false,
         score_softcap: None,
+        value_embeddings: None,
+        smear: false,
         scaled: Scaled::standard(2),
     };
 }

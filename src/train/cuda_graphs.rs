@@ -290,6 +290,7 @@ mod tests {
             r#""positions": "learned", "max_positions": 32, "activation": "gelu", "linear_biases": false"#,
             r#""output_gate": "element", "logit_softcap": 3.0, "qk_norm": true, "qk_norm_over": "all-heads""#,
             r#""output_gate": "head", "sinks": true, "score_softcap": 0.5, "attention_dropout": 0.3"#,
+            r#""architecture": "decoder-only", "value_embeddings": true, "smear": true, "residual": "x0-lambdas""#,
             r#""sinks": true, "attention_dropout": 0.0, "v_norm": "weighted""#,
         ] {
             let batches = batches(if options.contains("decoder-only") { 1 } else { 2 });

@@ -250,13 +250,29 @@ def test_first_values(init):
             assert not parameters[f"{at}.gate_proj.bias"].any()
 
 
+def test_first_values_of_tables_and_gates():
+    """A table starts as the values' matrix does, gates between 0 and 0.02, smear's scale at 0."""
+    options = {"vocab_size": 300, "d_model": 128, "d_ff": 64, "heads": 8, "kv_heads": 4, "decoder_layers": 3}
+    options |= {"architecture": "decoder-only", "value_embeddings": True, "smear": True}
+    parameters = dict(nfrs.Transformer(nfrs.TransformerConfig(**options), seed=1).named_parameters())
+    tables = [name for name in parameters if "value_embedding" in name]
+    assert tables == [f"decoder.layers.{layer}.self_attn.value_embedding.weight" for layer in (0, 2)]
+    for name in (*tables, *(name for name in parameters if name.endswith("gate.weight"))):
+        p, std = parameters[name].detach(), ref.expected_std(options, name)
+        assert abs(p.std().item() / std - 1) < 5 / (2 * p.numel()) ** 0.5, name
+        assert "gate" not in name or (p.min() >= 0 and p.max() < 0.02)
+    assert parameters["decoder.layers.0.self_attn.value_gate.weight"].shape == (4, 12)
+    assert parameters["decoder.smear_gate.weight"].shape == (1, 24)
+    assert parameters["decoder.smear_scale"].tolist() == [0.0]
+
+
 def test_without_the_options_nothing_changes():
     """The parameters' names and numbers, and a configuration from before."""
     model = nfrs.Transformer(
         nfrs.TransformerConfig(**{**LLAMA, "vocab_size": 23, "d_model": 16, "d_ff": 12, "heads": 4})
     )
     names = ("output_gate", "sinks", "score_softcap", "logit_softcap", "v_norm", "qk_norm_over", "qk_norm_weight")
-    names += ("qk_norm_after_rotation", "qk_norm_scale")
+    names += ("qk_norm_after_rotation", "qk_norm_scale", "value_embeddings", "smear")
     old = {name: value for name, value in json.loads(model.config.to_json()).items() if name not in names}
     assert nfrs.TransformerConfig.from_dict(old) == model.config
     assert not any(part in name for name in model.state_dict() for part in ("gate_proj", "sinks", "_norm."))
@@ -271,6 +287,11 @@ def test_without_the_options_nothing_changes():
         ({"qk_norm_over": "all-heads"}, "qk_norm_over is an option of qk_norm, which is off"),
         ({"v_norm": "unweighted", "norm": "layernorm"}, "leaves out the weight of rmsnorm"),
         ({"attention": "tensorized", "sinks": True}, "tensorized attention has no heads, so sinks"),
+        (
+            {"attention": "tensorized", "value_embeddings": True},
+            "tensorized attention has no heads, so value_embeddings",
+        ),
+        ({"smear": True, "parametrisation": "mup", "base_width": 8}, "does not say what becomes of smear = true"),
     ],
     ids=str,
 )

@@ -28,6 +28,7 @@ RMSNORM = (
     {"rmsnorm_eps_place": "outside", "residual": "postnorm"},
     {"rmsnorm_part": 0.5, "rmsnorm_zero_centred": True, "residual": "sandwich"},
 )
+TOKENS = {"value_embeddings": True, "smear": True, "architecture": "decoder-only", "d_model": 32}
 PRORES = ("prenorm", "postnorm", "deepnorm", "sandwich", "ln-scaling")
 
 
@@ -101,6 +102,10 @@ def test_logits_and_every_gradient_equal_the_oracles(norm, residual):
         {"residual": "ngpt", "activation": "swiglu", "positions": "rotary", "kv_heads": 2},
         {"residual": "ngpt", "activation": "geglu", "logit_scale": True, "output_bias": True, "tie_embeddings": "none"},
         {"logit_scale": True, "fixnorm": True, "tie_embeddings": "decoder"},
+        {"value_embeddings": True, "architecture": "decoder-only", "kv_heads": 2, "decoder_layers": 3},
+        {"smear": True, "architecture": "decoder-only"},
+        {**TOKENS, "residual": "x0-lambdas", "norm": "rmsnorm", "positions": "rotary"},
+        {**TOKENS, "residual": "sandwich", "v_norm": "weighted", "qk_l2norm": 30, "fixnorm": True},
         *({"residual": "prores", "prores_steps": 2, "prores_scheme": name} for name in PRORES),
         {"residual": "prores", "prores_steps": 2, "prores_scheme": "ln-scaling", "ln_scaling_mode": "weight"},
         {"residual": "postnorm*1,prores", "prores_steps": 2, "prores_scheme": "deepnorm", "norm": "scalenorm-fixed"},

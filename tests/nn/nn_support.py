@@ -58,7 +58,8 @@ def encoder(residual="prenorm", norm="scalenorm", dropout=0.0, **options):
     return shake(nfnn.TransformerEncoder(layer, 2))
 
 
-def embed(table, tokens):
+def embed(table, tokens, has_positions=True):
     real = tokens != ref.PAD
     positions = (real.cumsum(-1) - 1).clamp(min=0)
-    return (table[tokens] * D**0.5 + ref.sinusoids(positions, D, "twt").to(table.dtype)) * real.unsqueeze(-1)
+    added = ref.sinusoids(positions, D, "twt").to(table.dtype) if has_positions else 0
+    return (table[tokens] * D**0.5 + added) * real.unsqueeze(-1)

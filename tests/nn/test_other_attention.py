@@ -131,7 +131,10 @@ def test_a_wrapper_of_our_attention_computes_the_scheme_or_is_refused(scheme):
         assert scheme == "value-residual" and "self_attn is a " in str(error)
 
 
-@pytest.mark.parametrize("part", [{"output_gate": "head"}, {"sinks": True}, {"score_softcap": 10.0}, {"qk_norm": True}])
+PARTS = ({"output_gate": "head"}, {"sinks": True}, {"score_softcap": 10.0}, {"qk_norm": True}, {"kv_heads": 2})
+
+
+@pytest.mark.parametrize("part", [*PARTS, {"positions": "rotary"}], ids=str)
 def test_parts_of_attention_refuse_another_by_name(part):
     layer = nfnn.TransformerEncoderLayer(D, HEADS, FF, 0.0, batch_first=True, **part)
     layer.self_attn = nn.MultiheadAttention(D, HEADS, batch_first=True)

@@ -9,14 +9,15 @@ import normformer_rs as nfrs
 import reference as ref
 from normformer_rs import nn as nfnn
 
+LLAMA = {"norm": "rmsnorm", "positions": "rotary", "activation": "swiglu", "linear_biases": False, "kv_heads": 2}
 FAMILIES = [entry["name"] for entry in nfrs.tables()["families"]]
 
 
-def run_skeleton(skeleton, table, source, target):
+def run_skeleton(skeleton, table, source, target, has_positions=True):
     length = target.shape[1]
     out = skeleton(
-        embed(table, source),
-        embed(table, target),
+        embed(table, source, has_positions),
+        embed(table, target, has_positions),
         tgt_mask=torch.ones(length, length, dtype=torch.bool).triu(1),
         src_key_padding_mask=source == ref.PAD,
         tgt_key_padding_mask=target == ref.PAD,
@@ -31,7 +32,8 @@ def compare(rust, skeleton, left=False, rtol=1e-9):
         longest = source.shape[1]
         source = torch.tensor([[ref.PAD] * (longest - len(s)) + s for s in SOURCES])
     table = rust.state_dict()["embedding.weight"].clone().requires_grad_()
-    expected, logits = rust(source, target), run_skeleton(skeleton, table, source, target)
+    has_positions = rust.config.positions != "rotary"
+    expected, logits = rust(source, target), run_skeleton(skeleton, table, source, target, has_positions)
     real = target != ref.PAD
     torch.testing.assert_close(logits[real], expected[real], rtol=rtol, atol=rtol)
     weight = torch.randn_like(expected)[real]
@@ -89,6 +91,15 @@ def test_the_skeleton_is_the_rust_model(norm, residual):
         {"qk_norm": True, "qk_norm_weight": False, "norm": "rmsnorm:gemma", "v_norm": "unweighted"},
         {"output_gate": "head", "residual": "normformer"},
         {"output_gate": "element", "residual": "r-fixup", "qk_l2norm": 30},
+        {"kv_heads": 2},
+        {"kv_heads": 1, "residual": "value-residual", "v_norm": "weighted", "sinks": True},
+        {"positions": "rotary", "rope_theta": 100.0},
+        {"positions": "rotary", "residual": "ngpt", "activation": "swiglu", "kv_heads": 2},
+        {**LLAMA, "qk_norm": True, "qk_norm_after_rotation": True, "qk_norm_over": "all-heads"},
+        {**LLAMA, "residual": "olmo2", "output_gate": "element"},
+        {"activation": "geglu", "residual": "subln"},
+        {"activation": "relu2", "residual": "r-fixup"},
+        {"activation": "silu", "linear_biases": False},
         {"sinks": True},
         {"sinks": True, "score_softcap": 0.5, "output_gate": "head", "residual": "subln"},
         {"score_softcap": 0.5, "v_norm": "weighted", "norm": "scalenorm"},
@@ -216,17 +227,19 @@ def test_per_head_masks_of_other_shapes_and_causal_without_a_mask():
 
 @pytest.mark.parametrize("init", [entry["name"] for entry in nfrs.tables()["inits"]])
 @pytest.mark.one_in(test=5, all=3)
-def test_initial_standard_deviations(init):
-    options = {**SHAPE, "vocab_size": 5, "d_model": 128, "d_ff": 320, "init": init, "residual": "deepnorm"}
+@pytest.mark.parametrize("parts", [{}, {"kv_heads": 1, "activation": "swiglu"}], ids=["plain", "grouped and gated"])
+def test_initial_standard_deviations(init, parts):
+    options = {**SHAPE, "vocab_size": 5, "d_model": 128, "d_ff": 320, "init": init, "residual": "deepnorm", **parts}
     rust = nfrs.Transformer(nfrs.TransformerConfig(**options), seed=1).state_dict()
-    model = nfnn.Transformer(128, HEADS, 2, 3, 320, residual="deepnorm", init=init)
+    model = nfnn.Transformer(128, HEADS, 2, 3, 320, residual="deepnorm", init=init, **parts)
+    rows = [128, 32, 32] if parts else [128, 128, 128]
     alone = nfnn.TransformerDecoder(
-        nfnn.TransformerDecoderLayer(128, HEADS, 320, residual="deepnorm", init=init), 3, encoder_layers=2
+        nfnn.TransformerDecoderLayer(128, HEADS, 320, residual="deepnorm", init=init, **parts), 3, encoder_layers=2
     )
     for prefix, module in (("", model), ("decoder.", alone)):
         for name, p in module.named_parameters():
             value, made = rust[prefix + name], p.detach()
-            for a, b in zip(value.chunk(3), made.chunk(3)) if "in_proj_weight" in name else [(value, made)]:
+            for a, b in zip(value.split(rows), made.split(rows)) if "in_proj_weight" in name else [(value, made)]:
                 is_drawn = name.endswith("bias") and a.std() > 0
                 if not is_drawn and (a.std() == 0 or a.numel() < 1000):
                     assert torch.equal(a, b), name

@@ -1,11 +1,13 @@
-"""Output gates, sinks and softcaps in the life of modules; test_parity.py has their values."""
+"""Output gates, sinks, softcaps, grouped queries, rotary positions and gated feed-forwards in the life of modules;
+test_parity.py has their values."""
 
 import copy
 import pickle
 
 import pytest
 import torch
-from nn_support import FF, HEADS, D, encoder
+import torch.nn.functional as F
+from nn_support import FF, HEADS, D, encoder, shake
 from torch import nn
 
 import normformer_rs as nfrs
@@ -13,6 +15,7 @@ from normformer_rs import nn as nfnn
 from normformer_rs.surgery import swap_residuals
 
 PARTS = {"output_gate": "head", "sinks": True, "score_softcap": 2.0}
+MODERN = {"kv_heads": 2, "positions": "rotary", "activation": "swiglu", "linear_biases": False}
 
 
 def test_weights_leave_out_the_sinks():
@@ -29,8 +32,9 @@ def test_weights_leave_out_the_sinks():
 
 
 @pytest.mark.full
-def test_copies_pickles_and_exports_compute_the_same():
-    model, x = encoder(**PARTS).double().eval(), torch.randn(2, 5, D).double()
+@pytest.mark.parametrize("parts", [PARTS, MODERN], ids=["parts", "modern"])
+def test_copies_pickles_and_exports_compute_the_same(parts):
+    model, x = encoder(**parts).double().eval(), torch.randn(2, 5, D).double()
     wanted = model(x)
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), torch.compile(model, backend="eager")):
         torch.testing.assert_close(other(x), wanted, rtol=1e-12, atol=1e-12)
@@ -54,10 +58,70 @@ def test_first_values_come_back(residual):
         assert not torch.equal(before, attention.sinks)
 
 
+@pytest.mark.parametrize("residual", [None, "prenorm"])
+def test_grouped_and_gated_values_come_back(residual):
+    layer = nfnn.TransformerEncoderLayer(64, 8, 96, residual=residual, **MODERN)
+    parameters = dict(layer.named_parameters())
+    assert parameters["self_attn.in_proj_weight"].shape == (96, 64) and parameters["linear3.weight"].shape == (96, 64)
+    assert [name for name in parameters if name.endswith("bias")] == ["norm1.bias", "norm2.bias"]
+    drawn = ("self_attn.in_proj_weight", "linear1.weight", "linear3.weight")
+    before = [parameters[name].std().item() for name in drawn]
+    with torch.no_grad():
+        for name in drawn:
+            parameters[name].fill_(7)
+    layer.reset_parameters()
+    for name, std in zip(drawn, before, strict=True):
+        assert abs(parameters[name].std().item() / std - 1) < 0.1, name
+
+
+def test_a_modern_block_is_one_constructor():
+    """As torch computes it, from the layer's own weights."""
+    layer = nfnn.TransformerEncoderLayer(
+        32, 4, 48, 0.0, batch_first=True, residual="prenorm", norm="rmsnorm", dtype=torch.float64, **MODERN
+    )
+    shake(layer)
+    x = torch.randn(2, 7, 32, dtype=torch.float64, requires_grad=True)
+    q, k, v = (layer.norm1(x) @ layer.self_attn.in_proj_weight.T).split([32, 16, 16], -1)
+    q, k, v = (t.unflatten(-1, (-1, 8)).transpose(1, 2) for t in (q, k, v))
+    turn = torch.polar(torch.ones(7, 4).double(), torch.arange(7)[:, None] * 10000.0 ** (-torch.arange(4).double() / 4))
+
+    def turned(t):
+        pairs = torch.view_as_complex(t.unflatten(-1, (2, 4)).transpose(-1, -2).contiguous()) * turn
+        return torch.view_as_real(pairs).transpose(-1, -2).flatten(-2)
+
+    heads = F.scaled_dot_product_attention(turned(q), turned(k), v, is_causal=True, enable_gqa=True)
+    y = x + layer.self_attn.out_proj(heads.transpose(1, 2).flatten(-2))
+    normed = layer.norm2(y)
+    wanted = y + layer.linear2(F.silu(layer.linear1(normed)) * layer.linear3(normed))
+    found = layer(x, is_causal=True)
+    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+    factors = torch.randn_like(found)
+    parameters = [x, *layer.parameters()]
+    gradients = [torch.autograd.grad((out * factors).sum(), parameters) for out in (found, wanted)]
+    torch.testing.assert_close(*gradients, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kv_heads": 3}, "kv_heads must divide nhead, 4: it may be 1, 2, 4; got 3"),
+        ({"positions": "learned"}, "a layer adds no positions, got positions='learned'"),
+        ({"rope_theta": 100.0}, "rope_theta = 100"),
+        ({"activation": "swish"}, "swiglu"),
+        ({"positions": "rotary", "nhead": 16}, "d_model/nhead must be even; got 16/16"),
+        ({"qk_norm_after_rotation": True, "qk_norm": True}, "rotate nothing"),
+    ],
+    ids=str,
+)
+def test_refuses(options, message):
+    with pytest.raises(nfrs.InputError, match=message):
+        nfnn.TransformerEncoderLayer(**{"d_model": D, "nhead": HEADS, "residual": "prenorm", **options})
+
+
 @pytest.mark.parametrize("option", PARTS)
 def test_what_leaves_attention_as_it_is_refuses_them(option):
     stack = nn.TransformerEncoder(nn.TransformerEncoderLayer(D, HEADS, FF, batch_first=True), 2)
-    with pytest.raises(nfrs.InputError, match=f"{option} is a part of attention"):
+    with pytest.raises(nfrs.InputError, match=f"{option} is a part of models"):
         swap_residuals(stack, "postnorm", **{option: PARTS[option]})
-    with pytest.raises(nfrs.InputError, match=f"{option} is a part of attention"):
+    with pytest.raises(nfrs.InputError, match=f"{option} is a part of a layer"):
         nfnn.Residual(nn.Linear(D, D), D, kind="self-attention", **{option: PARTS[option]})

@@ -18,6 +18,8 @@ DEFAULTS: dict[str, Any] = {
     "output_gate": None,  # or "head", "element"
     "sinks": False,
     "score_softcap": None,
+    "value_embeddings": False,
+    "smear": False,
     "activation": "relu",  # or "gelu", "silu", "relu2", "swiglu", "geglu"
     "linear_biases": True,
     "encoder_layers": 2,

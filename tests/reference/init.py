@@ -51,6 +51,10 @@ def expected_std(config: Config, name: str, part: int = 0) -> float:
         return parameter.std
     if name.endswith(".sinks"):
         return 0.02
+    if name.endswith(("value_gate.weight", "smear_gate.weight")):
+        return 0.02 / math.sqrt(12)  # uniform from 0 to 0.02
+    if name.endswith("value_embedding.weight"):  # as the rows of values
+        return expected_std(c, name.replace("value_embedding.weight", "in_proj_weight"), 2)
     if _is_fixed(c, name):
         return 0.01 / math.sqrt(3)
     if ".layers." in name:

@@ -96,7 +96,7 @@ class Run:
         if self.config["architecture"] == "encoder-decoder":
             source_real = source != PAD
             memory = self.stack("encoder", self.embed("source", source), source_real)
-        target_real = target_input != PAD
+        target_real, self.tokens = target_input != PAD, target_input
         x = self.stack("decoder", self.embed("target", target_input), target_real, memory, source_real)
         return self.project(x)
 
@@ -136,8 +136,12 @@ class Run:
                 return self.multihead(place, y, y, allowed, real, real)
             return self.multihead(place, y, memory, memory_real[:, None, None, :], real, memory_real)
 
+        smears = self.config["smear"]
         for change in about.begin:
+            if smears and isinstance(change, Remember):
+                x, smears = self.smeared(x, real), False
             x = self.changed(change, name, x, real)
+        x = self.smeared(x, real) if smears else x
         outputs, streams = [x], begin(about, x)
         for place in places(self.config, name):
             if place.index == 1:
@@ -239,7 +243,7 @@ class Run:
         of_q, of_k, of_v = (self.changed(inside.get(point), place.stack, y, key_real) for point, y in points)
         q = projected("query", of_q @ w_q.T + b_q, query_real)
         k = projected("key", of_k @ w_k.T + b_k, key_real)
-        v = split(projected("value", of_v @ w_v.T + b_v, key_real))
+        v = split(projected("value", self.with_tokens(name, of_v @ w_v.T + b_v, of_q), key_real))
         if self.config["positions"] == "rotary" and place.kind == "self_attn":
             q, k = (join(rotated(split(x), positions_of(query_real), self.config["rope_theta"])) for x in (q, k))
         q, k = split(projected("rotated_query", q, query_real)), split(projected("rotated_key", k, key_real))
@@ -256,6 +260,29 @@ class Run:
         joined = self.changed(inside.get("heads"), place.stack, joined, query_real)
         projected = self.linear(f"{name}.out_proj", joined)
         return self.changed(inside.get("projected"), place.stack, projected, query_real)
+
+    def with_tokens(self, name: str, v: Tensor, x: Tensor) -> Tensor:
+        """Values (B, T, kv_width), and 3σ(W x_{:12}) of each head times the token's row if the layer has a table."""
+        table = self.state.get(f"{name}.value_embedding.weight")
+        if table is None:
+            return v
+        gate = self.state[f"{name}.value_gate.weight"]
+        factors = 3 / (1 + torch.exp(-(x[..., : gate.shape[1]] @ gate.T)))
+        return v + table[self.tokens] * factors.repeat_interleave(v.shape[-1] // len(gate), -1)
+
+    def smeared(self, x: Tensor, real: Tensor) -> Tensor:
+        """x_t + λσ(w·x_t)x_{t−1}; the first real token of a row stays."""
+        gate, scale = self.state["decoder.smear_gate.weight"][0], self.state["decoder.smear_scale"]
+        positions = positions_of(real)
+        rows = []
+        for sentence, mask, at in zip(x, real, positions, strict=True):
+            found, before = [], None
+            for row, is_real, position in zip(sentence, mask, at, strict=True):
+                share = scale / (1 + torch.exp(-(row[: len(gate)] @ gate)))
+                found.append(row + share * before if is_real and position > 0 else row)
+                before = row if is_real else before
+            rows.append(torch.stack(found))
+        return torch.stack(rows)
 
     def tensorized(self, place: Place, x: Tensor, real: Tensor) -> Tensor:
         """W_o·vec_{jk}[Σ_r c_r((q_i + u)_r k_jr + (q_i + w)_r p_jr) v_kr], 0 where j or k is future or padding."""

@@ -134,6 +134,9 @@ def _parameters(c: Config) -> Iterator[Parameter]:
                     yield dataclasses.replace(parameter, start=start)
             elif isinstance(part, Parameter):
                 yield part
+    if c["smear"]:
+        yield Parameter("decoder.smear_gate.weight", (1, min(24, d)))
+        yield Parameter("decoder.smear_scale", (1,), 0.0)
     if c["tie_embeddings"] == "none":
         yield Parameter("output_projection.weight", (vocab, d))
     if c["output_bias"]:
@@ -182,9 +185,18 @@ def _linears(place: Place) -> Iterator[Parameter]:
         yield Parameter(f"{place.prefix}.{place.kind}.sinks", (place.config["heads"],))
     for name, shape in linears.items():
         yield Parameter(f"{place.prefix}.{name}", shape)
+    if place.kind == "self_attn" and has_value_embedding(place.config, place.layer):
+        c, at = place.config, f"{place.prefix}.self_attn"
+        yield Parameter(f"{at}.value_embedding.weight", (c["vocab_size"], kv_width(c)))
+        yield Parameter(f"{at}.value_gate.weight", (c["kv_heads"], min(12, d)))
     if describe_sublayer(place).has_biases and place.config["linear_biases"]:
         for name, shape in biases.items():
             yield Parameter(f"{place.prefix}.{name}", shape, 0.0)
+
+
+def has_value_embedding(c: Config, layer: int) -> bool:
+    """Every second layer has one, the last among them; layers are counted from 0."""
+    return c["value_embeddings"] and (c["decoder_layers"] - layer) % 2 == 1
 
 
 def _tensorized(name: str, c: Config) -> Iterator[Parameter]:

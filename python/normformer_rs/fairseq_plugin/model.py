@@ -98,7 +98,7 @@ class _Side(Stack):
     def build_layer(self, kind: type[Layer], cfg: Any) -> Layer:
         """Builds one layer; `settle` gives each its place."""
         config = cfg.stacks[self.name]
-        taken = (*OWN, "encoder_layers", "decoder_layers")
+        taken = (*OWN, "positions", "encoder_layers", "decoder_layers")
         options = {key: value for key, value in config.asdict().items() if key not in taken}
         depths = {"decoder_layers": config.decoder_layers}
         if config.architecture == "decoder-only":  # a layer treats a single stack as an encoder that stands alone

@@ -14,6 +14,7 @@ from ..declarations.declared import Change, is_of_joined_heads
 from ..errors import InputError
 from .dropout import Draw, is_run_again
 from .interpreter import KeptTensors, apply_changes
+from .rotary import rotated
 from .scheme import Inside
 from .sharding import write_whole
 from .tracing import leaf
@@ -31,10 +32,14 @@ class MultiheadAttention(nn.MultiheadAttention):
     `inside` names changes at `input` (before the projection of queries, and also of keys and values in self-attention),
     `query_input`, `key_input` and `value_input` (in self-attention, before each projection alone), `query`, `key` and
     `value` (a norm of width d_head acts on each head's, one of d_model on all heads' joined), `after_heads` (the heads'
-    outputs, joined) and `after_output` (after `out_proj`). `set_parts` adds an output gate, which multiplies the heads'
-    outputs by σ(W_g·query + b_g), one number per head or one per element, before `after_heads`, with W_g in
-    `gate_proj`; sinks, one more logit per head, `sinks`, in the sum of its softmax; and a softcap c, by which scores s
-    become c·tanh(s/c). With sinks or a softcap, scores are held in memory, because torch's fused attention has neither.
+    outputs, joined) and `after_output` (after `out_proj`).
+
+    `set_parts` adds what a configuration asks for. An output gate multiplies the heads' outputs by σ(W_g·query + b_g),
+    one number per head or one per element, before `after_heads`, with W_g in `gate_proj`. Sinks are one more logit per
+    head, `sinks`, in the sum of its softmax. A softcap c turns scores s into c·tanh(s/c). With sinks or a softcap,
+    scores are held in memory, because torch's fused attention has neither. With `kv_heads` there are fewer heads of
+    keys and values, of which several heads of queries share one. Rotary positions of self-attention count from 0 over
+    the tokens that `key_padding_mask` leaves.
 
     Parameters, masks, layouts and results are torch.nn's; `out_proj` is called as a module, so its hooks and
     replacements take effect.
@@ -52,14 +57,26 @@ class MultiheadAttention(nn.MultiheadAttention):
     reads_apart: bool = False
     """True for self-attention whose q, k and v have separate inputs."""
     score_softcap: float | None = None
+    kv_heads: int | None = None
+    """The number of heads of keys and values; None for as many as there are of queries."""
+    rope_theta: float | None = None
+    """The base of rotary positions; None for no rotation."""
     sinks: nn.Parameter
 
     def set_inside(self, inside: Inside) -> None:
         """Sets the changes; their modules and parameters are attributes of this module."""
         self.inside = dict(inside)
 
-    def set_parts(self, config: TransformerConfig, bias: bool, **factory: Any) -> None:
-        """Makes the parts that the configuration sets: `output_gate`, `sinks`, `score_softcap`."""
+    def set_parts(self, config: TransformerConfig, bias: bool, *, is_self: bool, **factory: Any) -> None:
+        """Makes the parts that the configuration sets: `kv_heads`, rotary positions of self-attention, `output_gate`,
+        `sinks`, `score_softcap`."""
+        if config.kv_heads not in (None, self.num_heads):
+            self.kv_heads = config.kv_heads
+            rows = sum(self.widths)
+            self.in_proj_weight = nn.Parameter(torch.empty(rows, self.embed_dim, **factory))
+            self.in_proj_bias = nn.Parameter(torch.empty(rows, **factory)) if bias else None
+            super()._reset_parameters()
+        self.rope_theta = config.rope_theta if is_self and config.positions == "rotary" else None
         if config.output_gate is not None:
             self.gate_proj = nn.Linear(self.embed_dim, OUTPUT_GATES[config.output_gate](self), bias=bias, **factory)
         if config.sinks:
@@ -77,6 +94,12 @@ class MultiheadAttention(nn.MultiheadAttention):
         self.reset_sinks()
         if self.gate is not None:
             self.gate.reset_parameters()
+
+    @property
+    def widths(self) -> tuple[int, int, int]:
+        """The numbers of rows of queries, keys and values in the stacked matrix."""
+        shared = self.head_dim * (self.num_heads if self.kv_heads is None else self.kv_heads)
+        return self.embed_dim, shared, shared
 
     @property
     def gate(self) -> nn.Linear | None:
@@ -127,8 +150,13 @@ class MultiheadAttention(nn.MultiheadAttention):
             query, key, value = (self._change(point, x, padding, kept) for point, x in given)
         q, k, v = self._project(query, key, value)
         q, k, v = (self._change_heads(point, x, kept) for point, x in (("query", q), ("key", k), ("value", v)))
-        # nn has no rotary positions, so the changes after the rotation follow at once.
+        if self.rope_theta is not None:
+            if not is_self:
+                raise InputError("rotary positions need queries, keys and values of one sequence")
+            q, k = rotated((q, k), self.rope_theta, padding)
         q, k = (self._change_heads(point, x, kept) for point, x in (("rotated_query", q), ("rotated_key", k)))
+        if self.kv_heads is not None:
+            k, v = (x.repeat_interleave(self.num_heads // self.kv_heads, 1) for x in (k, v))
         p, weights = self.dropout if self.training else 0.0, None
         is_own = p > 0 and is_run_again()
         is_composed = need_weights or is_own or self._is_capped()
@@ -186,7 +214,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         for change in self.inside.get(point, ()):
             if is_of_joined_heads(change, self.head_dim):
                 joined = apply_changes(self, (change,), x.transpose(1, 2).flatten(-2), None, kept)
-                x = joined.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+                x = joined.unflatten(-1, (x.shape[1], -1)).transpose(1, 2)
             else:
                 x = apply_changes(self, (change,), x, None)
         return x
@@ -194,12 +222,13 @@ class MultiheadAttention(nn.MultiheadAttention):
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Returns q, k and v, (B, heads, T or S, d_head) each: one product if all three read one tensor, two if only
         k and v do."""
-        d, weight, bias = self.embed_dim, self.in_proj_weight, self.in_proj_bias
+        weight, bias, widths = self.in_proj_weight, self.in_proj_bias, self.widths
 
-        def rows(x: Tensor, start: int, blocks: int) -> tuple[Tensor, ...]:
-            chosen = slice(start * d, (start + blocks) * d)
+        def rows(x: Tensor, first: int, blocks: int) -> tuple[Tensor, ...]:
+            chosen = slice(start := sum(widths[:first]), start + sum(widths[first : first + blocks]))
             out = F.linear(x, weight[chosen], None if bias is None else bias[chosen])
-            return tuple(part.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for part in out.split(d, -1))
+            parts = out.split(widths[first : first + blocks], -1)
+            return tuple(part.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for part in parts)
 
         if key is value:
             q, k, v = rows(query, 0, 3) if key is query else (*rows(query, 0, 1), *rows(key, 1, 2))

@@ -2,7 +2,7 @@
 
 import functools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import torch
@@ -20,20 +20,47 @@ Role = Literal["query", "key", "value", "output", "fc1", "fc2", "gate", "output_
 
 
 @torch.no_grad()
-def draw_linear(weight: Tensor, bias: Tensor | None, roles: Sequence[Role], place: Place, sublayer: int) -> None:
+def draw_linear(
+    weight: Tensor,
+    bias: Tensor | None,
+    roles: Sequence[Role],
+    place: Place,
+    sublayer: int,
+    widths: Sequence[int] | None = None,
+) -> None:
     """Initialises a linear layer's (fan_out, fan_in) matrix in place, from torch's generator, and its bias.
 
     The configuration's init sets the values for these roles in that sublayer of the place. Stacked roles are drawn one
-    by one, each with its block of rows.
+    by one, each with its block of rows; `widths` are the numbers of rows, or None for equal ones.
     """
-    told: list[str] = [*roles]
     where = (place.config.to_json(place.kinds), place.stack, place.layer, sublayer, place.kinds)
-    write_whole(weight, lambda t: _core.draw_linear(t, told, *where))
+    rows = [weight.shape[0] // len(roles)] * len(roles) if widths is None else list(widths)
+
+    def blocks(t: Tensor) -> Iterator[tuple[Tensor, list[str]]]:
+        for block, role in zip(t.split(rows), roles, strict=True):
+            yield block, [role]
+
+    def draw(t: Tensor) -> None:
+        for block, role in blocks(t):
+            _core.draw_linear(block, role, *where)
+
+    def draw_bias(t: Tensor) -> None:
+        for block, role in blocks(t):
+            _core.draw_bias(block, role, weight.shape[1], where[0])
+
+    write_whole(weight, draw)
     if bias is not None:
-        write_whole(bias, lambda t: _core.draw_bias(t, told, weight.shape[1], where[0]))
+        write_whole(bias, draw_bias)
 
 
-def draw_module(module: nn.Module, roles: Sequence[Role], place: Place, sublayer: int, prefix: str = "") -> None:
+def draw_module(
+    module: nn.Module,
+    roles: Sequence[Role],
+    place: Place,
+    sublayer: int,
+    widths: Sequence[int] | None = None,
+    prefix: str = "",
+) -> None:
     """Initialises a module's own `weight` and `bias`. One that a torch parametrisation computes is drawn as a plain
     tensor and then assigned, so that torch inverts the parametrisation.
 
@@ -46,7 +73,7 @@ def draw_module(module: nn.Module, roles: Sequence[Role], place: Place, sublayer
         if is_parametrized(module, prefix + name)
     }
     drawn = computed.get(prefix + "weight", weight), computed.get(prefix + "bias", bias)
-    draw_linear(*drawn, roles, place, sublayer)
+    draw_linear(*drawn, roles, place, sublayer, widths)
     for name, value in computed.items():
         try:
             with torch.no_grad():

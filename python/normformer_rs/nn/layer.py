@@ -26,7 +26,6 @@ from .step_hooks import Growing
 
 OPS = torch.ops.normformer_rs
 Activation = str | Callable[[Tensor], Tensor]
-_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "gelu": F.gelu}
 KINDS = ("self-attention", "cross-attention", "feed-forward")
 
 
@@ -80,9 +79,12 @@ class Layer(Growing, Placeable):
                 raise InputError(
                     "decoder_norm is given, but the encoder stands alone: leave it out, or say decoder_layers"
                 )
+        if activation in _ACTIVATIONS:
+            given["activation"] = activation
         config = configure(options, d_model=d_model, d_ff=dim_feedforward, heads=nhead, **given)
         if nhead < 1 or d_model % nhead:
             raise InputError(f"nhead must divide d_model, {d_model}; got {nhead}")
+        _check_attention(config, options)
         self.place = Place(
             config, "encoder" if "encoder_layers" in depths and len(self.kinds) == 2 else "decoder", layer or 0
         )
@@ -95,13 +97,15 @@ class Layer(Growing, Placeable):
             return dropout if value is None else value
 
         attention = {"dropout": rate_of("attention_dropout"), "batch_first": batch_first, **factory}
-        has_biases = bias and declared.has_biases
+        has_biases = bias and declared.has_biases and config.linear_biases
         for name in self.attentions:
             setattr(self, name, self.attention_class(d_model, nhead, bias=has_biases, **attention))
-            getattr(self, name).set_parts(config, has_biases, **factory)
+            getattr(self, name).set_parts(config, has_biases, is_self=name == "self_attn", **factory)
         self.linear1 = nn.Linear(d_model, dim_feedforward, bias=has_biases, **factory)
         self.dropout = nn.Dropout(rate_of("activation_dropout"))
         self.linear2 = nn.Linear(dim_feedforward, d_model, bias=has_biases, **factory)
+        if activation in GATED:
+            self.linear3 = nn.Linear(d_model, dim_feedforward, bias=has_biases, **factory)
         self._install(factory, bias)
         for i in range(len(self.kinds)):
             setattr(self, f"dropout{i + 1}", nn.Dropout(dropout))
@@ -146,6 +150,8 @@ class Layer(Growing, Placeable):
         last = len(self.attentions)
         yield self.linear1, ("fc1",), last
         yield self.linear2, ("fc2",), last
+        if (gate := self._modules.get("linear3")) is not None:
+            yield gate, ("gate",), last
 
     def _depths(self, encoder_layers: int | None, decoder_layers: int | None) -> dict[str, Any]:
         raise NotImplementedError
@@ -228,7 +234,8 @@ class Layer(Growing, Placeable):
     def reset_parameters(self) -> None:
         """Resets linear layers (as `init` says, or as torch.nn does), norms, gains and t."""
         if self.keeps_torchs_values:
-            for module in (*(getattr(self, name) for name in self.attentions), self.linear1, self.linear2):
+            linears = (self.linear1, self.linear2, self._modules.get("linear3"))
+            for module in (*(getattr(self, name) for name in self.attentions), *linears):
                 reset_module(module)
         else:
             self.draw()
@@ -241,7 +248,7 @@ class Layer(Growing, Placeable):
         for linear, roles, i in self._linears():
             if roles == ("output",):
                 attention: MultiheadAttention = getattr(self, self.attentions[i])
-                draw_module(attention, ("query", "key", "value"), self.place, i, prefix="in_proj_")
+                draw_module(attention, ("query", "key", "value"), self.place, i, attention.widths, prefix="in_proj_")
                 attention.reset_sinks()
             draw_module(linear, roles, self.place, i)
 
@@ -286,13 +293,14 @@ class Layer(Growing, Placeable):
         return mixing.seen(declared.mixing, (streams.x, *streams.others))
 
     def _feed_forward(self, x: Tensor, draw: Draw, padding_mask: Tensor | None, kept: KeptTensors) -> Tensor:
-        """Returns W₂·drop(φ(W₁x + b₁)) + b₂."""
+        """Returns W₂·drop(φ(W₁x + b₁)) + b₂, or with a gate W₂·drop(φ(W₁x + b₁)⊙(W₃x + b₃)) + b₂."""
         inside = self.place.sublayers[-1].inside
 
         def change(point: str, x: Tensor) -> Tensor:
             return apply_changes(self, inside.get(point, ()), x, padding_mask, kept)
 
-        h = change("before_activation", self.linear1(change("input", x)))  # (…, d_ff)
+        x, gate = change("input", x), self._modules.get("linear3")
+        h = change("before_activation", self.linear1(x))  # (…, d_ff)
         p = rate(self.dropout)
         is_relu = self.activation is F.relu or (
             isinstance(self.activation, nn.Module) and is_plain(self.activation, nn.ReLU)
@@ -301,7 +309,7 @@ class Layer(Growing, Placeable):
             h, where = draw.drop(h, p)  # a mask is not negative, so it may come before the ReLU
             h = OPS.relu_dropout(h, *where)
         else:
-            h = self.activation(h)
+            h = self.activation(h) if gate is None else self.activation(h) * gate(x)
             h = draw.drop(h, p)[0] if p and is_run_again() else self.dropout(h)
         return self.linear2(change("after_activation", h))
 
@@ -343,7 +351,8 @@ def _refuse_another(layer: Layer, name: str, attention: Any) -> tuple[Sublayer, 
     InputError if no module makes those that the scheme needs."""
     config, sublayer = layer.place.config, layer.place.sublayers[layer.attentions.index(name)]
     wraps_ours = any(isinstance(module, MultiheadAttention) for module in attention.modules())
-    parts = {part: getattr(config, part) for part in ("output_gate", "sinks", "score_softcap")}
+    parts = {part: getattr(config, part) for part in ("output_gate", "sinks", "score_softcap", "kv_heads")}
+    parts["positions"] = "rotary" if config.positions == "rotary" and name == "self_attn" else None
     needs = [f"{part}={value!r}" for part, value in parts.items() if value]
     needs += [f"changes at {point}" for point in sublayer.inside]
     needs += ["another scale"] if layer.place.declared.attention is not None else []
@@ -383,6 +392,33 @@ def own_eps(layer_norm_eps: float | None) -> float | None:
     """Returns torch.nn's argument as `norm_eps`. 1e-5 becomes None: it is every norm's default, and norms without an
     ε accept no other."""
     return None if layer_norm_eps == 1e-5 else layer_norm_eps
+
+
+def _check_attention(config: Any, options: Mapping[str, Any]) -> None:
+    """Raises InputError for heads that cannot share keys, and positions that a layer cannot have."""
+    if options.get("positions", "rotary") != "rotary":
+        raise InputError(
+            f"a layer adds no positions, got positions={options['positions']!r}: add them to its input, or take "
+            'positions="rotary", which turns queries and keys'
+        )
+    heads, kv_heads = config.heads, config.kv_heads
+    if kv_heads is not None and (kv_heads < 1 or heads % kv_heads):
+        divisors = [str(n) for n in range(1, heads + 1) if heads % n == 0]
+        raise InputError(f"kv_heads must divide nhead, {heads}: it may be {', '.join(divisors)}; got {kv_heads}")
+    if config.positions == "rotary" and config.d_model // heads % 2:
+        raise InputError(
+            f"rotary positions turn pairs of numbers, so d_model/nhead must be even; got {config.d_model}/{heads}"
+        )
+
+
+def _relu2(x: Tensor) -> Tensor:
+    return F.relu(x).square()
+
+
+_ACTIVATIONS: dict[Any, Callable[[Tensor], Tensor]] = {"relu": F.relu, "gelu": F.gelu, "silu": F.silu, "relu2": _relu2}
+_ACTIVATIONS |= {"swiglu": F.silu, "geglu": F.gelu}
+GATED = ("swiglu", "geglu")
+"""Activations whose output is multiplied by a third matrix's product."""
 
 
 def _activation(activation: Activation) -> Callable[[Tensor], Tensor]:

@@ -74,8 +74,9 @@ class Residual(Growing):
         super().__init__()
         if kind not in KINDS:
             raise InputError(unknown("kind", kind, KINDS))
-        if asked := [name for name in (*ATTENTION, "attention_scale", "attention_multiplier") if options.get(name)]:
-            raise InputError(f"{asked[0]} is a part of attention, and a Residual leaves F as it is: leave it out")
+        parts = ("positions", *ATTENTION, "attention_scale", "attention_multiplier")
+        if asked := [name for name in parts if name in options and options[name] not in (None, False)]:
+            raise InputError(f"{asked[0]} is a part of a layer, and a Residual leaves F as it is: leave it out")
         depth = 1 if layers is None else layers
         depths = {"decoder_layers": depth} if kind != "cross-attention" else dict.fromkeys(_DEPTHS, depth)
         architecture = "decoder-only" if kind != "cross-attention" else "encoder-decoder"
@@ -148,11 +149,14 @@ class TransformerEncoderLayer(Layer):
         layer: this layer's number in its stack, from 0. A TransformerEncoder of this package sets it.
         encoder_layers, decoder_layers: the depths of the model, for schemes whose constants depend on them. Without
             decoder_layers the encoder stands alone, as in BERT. A TransformerEncoder of this package sets them.
+        activation: torch.nn's, or by name a modern one of the training loop: `silu`, `relu2`, and `swiglu` and `geglu`,
+            which have a third matrix, `linear3` (Shazeer 2020, eqs 5 and 6).
         options: the options of `TransformerConfig` that the scheme or norm has (`branchnorm_steps`, `normformer_mode`,
-            …), and `attention_dropout`, `activation_dropout` (None: `dropout`); `qk_norm` and its options, `qk_l2norm`,
-            `v_norm`; `output_gate`, `sinks`, `score_softcap`; `parametrisation`, `base_width`, `base_depth`,
-            `depth_alpha`, `attention_scale` or `attention_multiplier`, and `residual_multiplier`. The caller applies
-            the factors of embeddings and logits, and `normformer_rs.param_groups` those of rates.
+            …), and `attention_dropout`, `activation_dropout` (None: `dropout`); `kv_heads` (grouped queries),
+            `positions="rotary"` with `rope_theta` for self-attention, `linear_biases=False`; `qk_norm` and its options,
+            `qk_l2norm`, `v_norm`; `output_gate`, `sinks`, `score_softcap`; `parametrisation`, `base_width`,
+            `base_depth`, `depth_alpha`, `attention_scale` or `attention_multiplier`, and `residual_multiplier`. The
+            caller applies the factors of embeddings and logits, and `normformer_rs.param_groups` those of rates.
 
     Parameters and buffers have torch.nn's names; a scheme's own have those of `normformer_rs.Transformer`. With
     layernorm, state dicts are torch.nn's in both directions. Dropout masks follow torch's generator, but are not

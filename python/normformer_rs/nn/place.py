@@ -23,7 +23,7 @@ OWN: tuple[str, ...] = (
     "input_alpha",
     "output_alpha",
 )
-OWN += ("positions", "tie_embeddings", "output_bias", "dropout", "embedding_dropout", *LANGUAGE_MODELS)
+OWN += ("tie_embeddings", "output_bias", "dropout", "embedding_dropout", *LANGUAGE_MODELS)
 """Options of a whole model that layers take under torch.nn's names, or do not have."""
 
 

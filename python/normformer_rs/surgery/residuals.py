@@ -248,10 +248,10 @@ def _depth(given: Any) -> int | tuple[int, int] | None:
 
 def _refuse_options(options: Mapping[str, Any]) -> None:
     for name in options:
-        if name in ATTENTION:
+        if name in ("positions", *ATTENTION):
             raise InputError(
-                f"{name} is a part of attention in models that are built here, and swap_residuals leaves attention as "
-                "it is: leave it out"
+                f"{name} is a part of models that are built here, and swap_residuals leaves attention and linear "
+                "layers as they are: leave it out"
             )
         if name in PARAMETRISATION:
             raise InputError(

@@ -123,6 +123,7 @@ fn every_scheme_decodes_as_it_reads() {
         r#""residual": "hybridnorm", "positions": "fairseq", "fixnorm": true"#,
         r#""residual": "branchnorm", "norm": "batchnorm", "output_bias": true"#,
         r#""output_gate": "head", "sinks": true, "logit_softcap": 1.5"#,
+        r#""residual": "x0-lambdas", "value_embeddings": true, "smear": true, "positions": "rotary""#,
         r#""output_gate": "element", "score_softcap": 0.5, "v_norm": "weighted", "qk_norm": true, "qk_norm_scale": 2.0"#,
     ] {
         let model = model(options);

@@ -1,0 +1,40 @@
+//! Rows that decoding writes once and reads at every later token.
+
+use crate::error::Result;
+use tch::Tensor;
+
+/// A tensor (capacity, width) of rows, whose capacity doubles where rows do not fit.
+pub struct WrittenRows(Tensor);
+
+impl WrittenRows {
+    /// Returns room for rows of `like`'s width and type.
+    pub fn empty(like: &Tensor, room: i64) -> Result<Self> {
+        Ok(WrittenRows(Tensor::f_empty([room, like.size()[1]].as_slice(), (like.kind(), like.device()))?))
+    }
+
+    pub fn all(&self) -> &Tensor {
+        &self.0
+    }
+
+    /// Writes rows from `at` on.
+    pub fn write(&mut self, rows: &Tensor, at: i64) -> Result<()> {
+        let (end, room) = (at + rows.size()[0], self.0.size()[0]);
+        if end > room {
+            let larger = WrittenRows::empty(rows, end.max(2 * room))?;
+            larger.put(&self.0.f_narrow(0, 0, at)?, 0)?;
+            *self = larger;
+        }
+        self.put(rows, at)
+    }
+
+    fn put(&self, rows: &Tensor, at: i64) -> Result<()> {
+        self.0.f_narrow(0, at, rows.size()[0])?.f_copy_(rows)?;
+        Ok(())
+    }
+
+    /// Keeps only the rows kept[i], which become rows i.
+    pub fn keep(&mut self, kept: &Tensor) -> Result<()> {
+        self.0 = self.0.f_index_select(0, &kept.f_to_device(self.0.device())?)?;
+        Ok(())
+    }
+}
