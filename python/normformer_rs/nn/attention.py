@@ -74,7 +74,8 @@ class MultiheadAttention(nn.MultiheadAttention):
             self.kv_heads = config.kv_heads
             rows = sum(self.widths)
             self.in_proj_weight = nn.Parameter(torch.empty(rows, self.embed_dim, **factory))
-            self.in_proj_bias = nn.Parameter(torch.empty(rows, **factory)) if bias else None
+            if bias:
+                self.in_proj_bias = nn.Parameter(torch.empty(rows, **factory))
             super()._reset_parameters()
         self.rope_theta = config.rope_theta if is_self and config.positions == "rotary" else None
         if config.output_gate is not None:
