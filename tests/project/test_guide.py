@@ -44,9 +44,9 @@ with pytest.raises(ValueError, match="did you mean .*maxnorm"):
 peak = PeakNorm(8, alpha=0.5)
 assert norm_class("peaknorm") is PeakNorm and repr(peak) == "PeakNorm(8, eps=1e-05, alpha=0.5, elementwise_affine=True)"
 for size, largest in ((2.0, 4.0), (1.0, 2.0), (1.0, 1.0)):
-    assert torch.equal(peak(torch.full((3, 8), size)), torch.full((3, 8), size) / (size**2 + 1e-5) ** 0.5)
-    assert torch.equal(peak.running_peak, torch.full((8,), largest)) and peak.state_dict().keys() >= {"running_peak"}
-nfrs._core.cuda_programs().index("peak_norm.cu")
+    torch.testing.assert_close(peak(torch.full((3, 8), size)), torch.full((3, 8), size) / (size**2 + 1e-5) ** 0.5)
+    assert torch.equal(peak.state_dict()["running_peak"], torch.full((8,), largest))
+assert "peak_norm.cu" in nfrs._core.cuda_programs()
 with pytest.raises(ValueError, match="alpha must lie in"):
     PeakNorm(8, alpha=1.0)
 config = nfrs.TransformerConfig(vocab_size=9, d_model=8, d_ff=16, heads=2, norm="peaknorm", peaknorm_alpha=0.0)
