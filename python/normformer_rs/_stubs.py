@@ -125,12 +125,14 @@ import torch
 from torch.nn import Parameter
 
 from .norms import RowNorm
+from .running import RunningNorm
 
 ENTRIES: list[collections.abc.Mapping[str, Any]]
-CLASSES: dict[str, type[RowNorm]]
+CLASSES: dict[str, type[RowNorm | RunningNorm]]
 
 def signature(entry: collections.abc.Mapping[str, Any]) -> inspect.Signature: ...
 def doc(entry: collections.abc.Mapping[str, Any]) -> str: ...
+def build(entry: collections.abc.Mapping[str, Any]) -> type[RowNorm | RunningNorm]: ...
 
 '''
 
@@ -144,16 +146,18 @@ def norms() -> str:
     parts = [_NORMS_HEAD + f"__all__ = [{exported}]\n"]
     for entry in entries:
         about = textwrap.fill(f'"""{composed.doc(entry)}"""', 116, break_on_hyphens=False).replace("\n", "\n    ")
-        lines = [f"class {entry['module']}(RowNorm):", f"    {about}", ""]
+        base = "RunningNorm" if entry["form"] == "columns" else "RowNorm"
+        lines = [f"class {entry['module']}({base}):", f"    {about}", ""]
         for parameter in entry["parameters"]:
             optional = " | None" * (parameter["name"] in ("weight", "bias"))
             lines.append(f"    {parameter['name']}: Parameter{optional}")
         lines += [f"    {option['name']}: {option['kind']}" for option in entry["options"]]
+        lines += [f"    {buffer['name']}: torch.Tensor" for buffer in entry["buffers"]]
         lines += ["    def __init__("]
-        lines += [
-            f"        {parameter},".replace("typing.", "")
-            for parameter in composed.signature(entry).parameters.values()
-        ]
+        given = [f"        {p},".replace("typing.", "") for p in composed.signature(entry).parameters.values()]
+        if entry["form"] == "columns":
+            given.insert(next(i for i, line in enumerate(given) if "elementwise_affine" in line), "        *,")
+        lines += given
         parts.append("\n".join([*lines, "    ) -> None: ...", ""]))
     text = "\n".join(parts)
     return text.replace("import Any\n", "import Any, Literal\n", 1) if " Literal[" in text else text

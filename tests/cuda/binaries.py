@@ -26,6 +26,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from normformer_rs import _core
+from normformer_rs.nn.norm_table import DECLARED
 
 SOURCES = Path(__file__).parents[2] / "src"
 ARCHITECTURES = [80, 86, 89, 90, 100, 103, 120, 121]
@@ -235,7 +236,8 @@ def every_variant():
     for x, vec in CHUNKS:
         for mode in range(3):
             yield "cross_entropy.cu", f"-DK_LANES=256 -DK_ROWS=1 -DK_VEC={vec} -DK_X={x} -DK_GRADIENT={mode}"
-        for norm, state in [("batch_norm", "f32"), ("power_norm_v", "double"), ("power_norm", "f32")]:
+        for norm in (entry.operator for entry in DECLARED.values() if entry.form == "columns"):
+            state = "double" if norm == "power_norm_v" else "f32"
             yield f"{norm}.cu", f"-DK_LANES=256 -DK_ROWS=1 -DK_VEC={vec} -DK_X={x} -DK_STATE={state}"
     for vec, moments in itertools.product((1, 4), ("f32", "bf16")):
         yield "adam.cu", f"-DK_VEC={vec} -DK_FIRST={moments} -DK_SECOND={moments}"

@@ -10,13 +10,14 @@ import torch
 import reference as ref
 import row_norms
 from normformer_rs import _core
+from normformer_rs.nn.norm_table import DECLARED
 from row_norms import EPS, OPS, call, step
 
 __all__ = ["EPS", "OPS", "call", "step"]
 SEED = (5 << 32 | 77, 3, 1)
 SITE = 5
 NORMS = {None: None, **row_norms.NORMS}
-COLUMN_NORMS = {"batch_norm": ref.BatchNorm, "power_norm_v": ref.PowerNormV, "power_norm": ref.PowerNorm}
+COLUMN_NORMS = {DECLARED[name].operator: twin for name, twin in ref.BATCH_NORMS.items()}
 REAL = os.environ.get("NORMFORMER_RS_TEST_DEVICE", "").replace("emulated", "") or None
 """A real device to run on, where the tests were told of one."""
 

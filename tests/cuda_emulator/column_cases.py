@@ -4,17 +4,18 @@ import os
 
 import torch
 
+from normformer_rs.nn.norm_table import DECLARED
+
 from .checks import COLUMN_NORMS, OPS, REAL, TYPES, check, close, detects, leaves, on_device, randn
 
 
 def fresh_buffers(norm, width, dtype=torch.float32):
     """The buffers of a norm with statistics of columns, by the names that operator and twin give them."""
-    if norm == "batch_norm":
-        return {"running_mean": torch.zeros(width, dtype=dtype), "running_var": torch.ones(width, dtype=dtype)}
-    buffers = {"running_phi": torch.ones(1, width, 1, 1, dtype=dtype)}
-    if norm == "power_norm":
-        buffers |= {"ema_gz": torch.zeros(1, width, 1, 1, dtype=dtype), "iters": torch.zeros(1, dtype=torch.int64)}
-    return buffers
+    (entry,) = (entry for entry in DECLARED.values() if entry.operator == norm)
+    return {
+        buffer.name: torch.full(buffer.size(width), buffer.start, dtype=torch.int64 if buffer.is_counter else dtype)
+        for buffer in entry.buffers
+    }
 
 
 def padding(rows, padded):

@@ -6,7 +6,7 @@ import reference as ref
 from normformer_rs import nn
 
 EPS = 1e-5
-CLASSES = {"batchnorm": nn.BatchNorm, "powernorm-v": nn.PowerNormV, "powernorm": nn.PowerNorm}
+CLASSES = {name: nn.norm_class(name) for name in ref.BATCH_NORMS}
 OPERATORS = {name: cls.operator_name for name, cls in CLASSES.items()}
 # norm → settings of the module; each also runs with a mask
 CASES = {
@@ -21,16 +21,8 @@ CASES = {
 
 def oracle(norm, name, eps=EPS):
     """The oracle with copies of the module's parameters and buffers."""
-    settings = {
-        "batchnorm": lambda: {"alpha": norm.alpha},
-        "powernorm-v": lambda: {"alpha": norm.alpha},
-        "powernorm": lambda: {
-            "mode": norm.mode,
-            "warmup": norm.warmup_iters,
-            "alpha_fwd": norm.alpha_fwd,
-            "alpha_bwd": norm.alpha_bwd,
-        },
-    }[name]()
+    names = {"warmup_iters": "warmup"}
+    settings = {names.get(option, option): getattr(norm, option) for option in norm.shown}
     weight, bias = (p.detach().clone().requires_grad_() for p in (norm.weight, norm.bias))
     buffers = {key: b.clone() for key, b in norm.state_dict().items() if key not in ("weight", "bias")}
     return ref.BATCH_NORMS[name](weight, bias, buffers, eps=eps, **settings)
@@ -46,7 +38,7 @@ def build(case, width, dtype=torch.float64, seed=0):
         for p in norm.parameters():
             p.copy_(torch.randn(width, generator=generator))
         for key, b in norm.state_dict().items():
-            if key in ("running_mean", "running_var", "running_phi", "ema_gz"):
+            if key not in ("weight", "bias", "iters"):
                 noise = torch.randn(b.shape, generator=generator)
                 b.copy_(noise if key in ("running_mean", "ema_gz") else noise.square() + 0.1)
     return norm, name

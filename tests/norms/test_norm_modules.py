@@ -13,7 +13,7 @@ import normformer_rs as nfrs
 import reference as ref
 from normformer_rs import nn
 from normformer_rs.nn import composed
-from normformer_rs.nn.norm_table import DECLARED, Numbers
+from normformer_rs.nn.norm_table import DECLARED, Numbers, TensorSpec
 from normformer_rs.nn.row_norm import RowNorm
 
 pytestmark = pytest.mark.device
@@ -186,6 +186,64 @@ def test_a_constructor_takes_options_of_every_type():
     assert own["groups"].annotation is int and own["place"].annotation == Literal["inside", "outside"]
     declared = DECLARED["layernorm"]._replace(options=kinds, choices={"place": ["inside", "outside"]})
     assert declared.as_floats(place="outside", learned=False) == [1e-5, 0.5, 4.0, 0.0, 1.0]
+
+
+def test_a_norm_with_statistics_is_made_of_its_entry():
+    (entry,) = (entry for entry in nfrs.tables()["norms"] if entry["name"] == "powernorm-v")
+    made, written = composed.build(entry), nn.PowerNormV
+    assert made(8, 1e-3, 0.5).extra_repr() == written(8, 1e-3, 0.5).extra_repr()
+    assert made.__name__ == "PowerNormV" and "PowerNormV" not in composed.__all__
+    pair = [kind(8, alpha=0.8, groups=2, dtype=torch.float64) for kind in (made, written)]
+    x, mask = data(8, masked=True)
+    results = []
+    for norm in pair:
+        own = x.clone().requires_grad_()
+        y = norm(own, mask)
+        y.square().sum().backward()
+        results.append([y, own.grad, norm.weight.grad, *norm.state_dict().values(), norm.eval()(x)])
+    close(*results, tolerance=0)
+    pair[0].reset_running_stats()
+    assert torch.equal(pair[0].running_phi, torch.ones(8).double())
+    for wrong, why in [
+        ({"alpha": 1.0}, "alpha must lie in"),
+        ({"groups": 3}, "must divide"),
+        ({"eps": 0.0}, "eps must"),
+    ]:
+        with pytest.raises(ValueError, match=why):
+            made(8, **wrong)
+    with pytest.raises(TypeError, match="beta"):
+        made(8, beta=1.0)
+
+
+@pytest.mark.parametrize(
+    "change, why",
+    [
+        ({"buffers": ()}, "the buffers : .* one or two statistics"),
+        ({"buffers": (TensorSpec("size", "one", 1.0),)}, r"the buffers size \(one\)"),
+        ({"buffers": (TensorSpec("a", "width", 0.0),) * 3}, "one or two statistics"),
+        ({"buffers": (TensorSpec("a", "width", 0.0), *(TensorSpec("t", "one", 0, True),) * 2)}, "at most one counter"),
+        ({"parameters": DECLARED["layernorm"].parameters[:1]}, "the parameters weight: .* WEIGHT and BIAS"),
+        ({"options": {"eps": 1e-5, "beta": 0.5}}, "the option beta: .* has eps, alpha, "),
+    ],
+)
+def test_statistics_that_an_operator_would_drop_are_refused(change, why):
+    for name in ref.BATCH_NORMS:
+        assert DECLARED[name].with_columns() is DECLARED[name]
+    with pytest.raises(ImportError, match=f"^norm batchnorm declares .*{why}"):
+        DECLARED["batchnorm"]._replace(**change).with_columns()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_evaluation_divides_by_what_frozen_says(case):
+    """Exported programs compute evaluation from `frozen`; the operator says what it has used."""
+    norm, _ = build(case, 8)
+    options = {"train": False, "eps": norm.eps, **norm.settings()}
+    _, stats = getattr(OPS, norm.operator_name)(
+        torch.randn(3, 8).double(), None, None, None, *norm.state(), None, None, **options
+    )
+    mean, square = norm.frozen()
+    shift = torch.zeros(8).double() if mean is None else mean.flatten()
+    close(stats[:2], [shift, (square.flatten() + norm.eps).rsqrt()])
 
 
 def test_the_table_of_classes():

@@ -10,9 +10,9 @@ import torch
 from fuzz_tensors import FLOATS, LAYOUTS, Draw, has_overlap, laid_out
 from torch import Tensor
 
-import normformer_rs  # noqa: F401  # registers the operators
 import reference as ref
 import row_norms
+from normformer_rs.nn.norm_table import DECLARED  # registers the operators
 
 OPS = torch.ops.normformer_rs
 OPS_BY_NAME = {
@@ -165,7 +165,7 @@ def group_scaling_oracle(op: str, a: dict):
     return {0: ref.group_scaling(a["x"], a["groups"]) if a["x"].numel() else a["x"].clone()}
 
 
-COLUMN = {"batch_norm": ref.BatchNorm, "power_norm_v": ref.PowerNormV, "power_norm": ref.PowerNorm}
+COLUMN = {DECLARED[name].operator: twin for name, twin in ref.BATCH_NORMS.items()}
 
 
 def column_norm(d: Draw, op: str):
@@ -176,7 +176,7 @@ def column_norm(d: Draw, op: str):
     first, second = OPS_BY_NAME[op][4].name, OPS_BY_NAME[op][5].name
     real = lambda: laid_out(torch.randn(width, generator=d.generator), "contiguous")  # noqa: E731
     state = {first: positive() if op != "batch_norm" else real(), second: real() if op != "batch_norm" else positive()}
-    if op == "power_norm_v":
+    if second == "unused":
         state[second] = None
     return {
         "x": x,
@@ -206,8 +206,8 @@ def column_oracle(op: str, a: dict):
         return {}
     first, second = OPS_BY_NAME[op][4].name, OPS_BY_NAME[op][5].name
     has_state = a["before"][first] is not None
-    names = {"batch_norm": ("running_mean", "running_var"), "power_norm": ("running_phi", "ema_gz")}
-    buffers = dict.fromkeys(names.get(op, ("running_phi",)), torch.ones(width, dtype=torch.float64))
+    names = [name for name in (first, second) if name != "unused"]
+    buffers = dict.fromkeys(names, torch.ones(width, dtype=torch.float64))
     for name, b in ((first, a["before"][first]), (second, a["before"][second])):
         if b is not None and name in buffers:
             buffers[name] = b.double().flatten().clone()

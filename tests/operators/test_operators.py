@@ -10,6 +10,7 @@ from operators_support import EPS, NORMS, OPS, leaves, parameters, residual_argu
 from torch.library import opcheck
 
 from normformer_rs import _core
+from normformer_rs.nn.norm_table import DECLARED
 from row_norms import call, numbers
 
 pytestmark = pytest.mark.device
@@ -49,7 +50,7 @@ def sample(op):
 # Those that work in place are the trainer's, without autograd: tests/cuda has them.
 OPERATORS = sorted(op for op in {*_core.operator_counts(), *FAMILIES} if not op.endswith(("_", "_forward")))
 # Norms with statistics over rows; tests/norms has more. In warm-up every call's result is the batch's own.
-COLUMN_NORMS = ("batch_norm", "power_norm", "power_norm_v")
+COLUMN_NORMS = [entry.operator for entry in DECLARED.values() if entry.form == "columns"]
 
 
 def options(op):

@@ -9,6 +9,11 @@ import textwrap
 from pathlib import Path
 
 import pytest
+import torch
+
+from normformer_rs import nn
+from normformer_rs.nn.norm_table import COLUMN_OPTIONS
+from normformer_rs.surgery import swap_norms
 
 ROOT = Path(__file__).parents[2]
 
@@ -17,7 +22,7 @@ import sys
 import pytest
 import torch
 import normformer_rs as nfrs
-from normformer_rs.nn import MaxNorm, TransformerEncoderLayer, norm_class
+from normformer_rs.nn import MaxNorm, PeakNorm, TransformerEncoderLayer, norm_class
 from normformer_rs.schemes import Learned, ResidualSpec, gate, norm, times
 from normformer_rs.surgery import swap_norms, swap_residuals
 import reference as ref
@@ -36,6 +41,19 @@ with pytest.raises(ValueError, match="MaxNorm|8"):
     own(x[:, :7])
 with pytest.raises(ValueError, match="did you mean .*maxnorm"):
     nfrs.TransformerConfig(norm="maxnrom")
+peak = PeakNorm(8, alpha=0.5)
+assert norm_class("peaknorm") is PeakNorm and repr(peak) == "PeakNorm(8, eps=1e-05, alpha=0.5, elementwise_affine=True)"
+for size, largest in ((2.0, 4.0), (1.0, 2.0), (1.0, 1.0)):
+    torch.testing.assert_close(peak(torch.full((3, 8), size)), torch.full((3, 8), size) / (size**2 + 1e-5) ** 0.5)
+    assert torch.equal(peak.state_dict()["running_peak"], torch.full((8,), largest))
+assert "peak_norm.cu" in nfrs._core.cuda_programs()
+with pytest.raises(ValueError, match="alpha must lie in"):
+    PeakNorm(8, alpha=1.0)
+config = nfrs.TransformerConfig(vocab_size=9, d_model=8, d_ff=16, heads=2, norm="peaknorm", peaknorm_alpha=0.0)
+loop, ids = nfrs.Transformer(config, seed=1), torch.randint(4, 9, (2, 5))
+loop.train()(ids, ids).sum().backward()
+peaks = {name: value for name, value in loop.named_buffers() if name.endswith("running_peak")}
+assert len(peaks) > 4 and not any((value == 1).all() for value in peaks.values())
 layer = torch.nn.TransformerEncoderLayer(8, 2, 16)
 swap_norms(layer, "maxnorm")
 assert isinstance(layer.norm1, MaxNorm)
@@ -99,7 +117,7 @@ told = [fuzz.call(0, n) for n in range(300)]
 assert not [line for line in told if line.startswith(("wrong", "panic"))], told
 assert told.count("accepted") > 100
 """
-OPERATORS = ("relu_norm", "relu_squared")
+OPERATORS = ("relu_norm", "relu_squared", "peak_norm")
 
 
 def follow(guide: str, tree: Path) -> int:
@@ -124,18 +142,74 @@ def follow(guide: str, tree: Path) -> int:
     return len(steps)
 
 
+def copied(tree: Path, *names: str) -> str:
+    """Follows the guide in a copy of these files and folders; returns the guide."""
+    for name in names:
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+        else:
+            shutil.copy(ROOT / name, tree / name)
+    guide = (ROOT / "CONTRIBUTING.md").read_text()
+    assert follow(guide, tree) >= 40
+    return guide
+
+
+@pytest.fixture
+def checkout():
+    if not (ROOT / "Cargo.toml").exists():
+        pytest.skip("needs a checkout")
+
+
+@pytest.mark.usefixtures("checkout")
+def test_every_step_fits_the_sources(tmp_path):
+    copied(tmp_path / "tree", "src", "python", "tests", "pyproject.toml")
+    for path in (tmp_path / "tree").rglob("*.py"):
+        compile(path.read_text(), path, "exec")
+    # The twin of the norm with state, which needs no build.
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", "-k", "peaknorm"]
+    command += [str(tmp_path / "tree" / "tests/reference/test_reference_norms.py")]
+    done = subprocess.run(command, cwd=tmp_path / "tree", capture_output=True, text=True)
+    assert re.search(r"^[4-9] passed", done.stdout, re.M), done.stdout[-3000:] + done.stderr[-3000:]
+
+
+def test_a_norm_with_state_takes_three_files():
+    section = (ROOT / "CONTRIBUTING.md").read_text().partition("## A norm with state\n")[2].partition("\n## ")[0]
+    made = set(re.findall(r"^ *```(?:rust|cuda|diff) (\S+)$", section, re.M))
+    product = {name for name in made if not name.startswith("tests/")}
+    assert "takes three product\nfiles" in section
+    assert product == {"src/norm/peak_norm.rs", "src/norm/peak_norm.cu", "src/norm/mod.rs"}
+    keywords = re.findall(r"`(\w+)`", section.partition("and the keywords ")[2].partition(" with ")[0])
+    assert keywords == [*COLUMN_OPTIONS]
+
+
+@pytest.mark.parametrize("package", [torch.nn, nn])
+def test_state_in_modules_takes_none(package):
+    (block,) = re.findall(r"^```python\n(class EmaNorm.*?)^```", (ROOT / "CONTRIBUTING.md").read_text(), re.M | re.S)
+    made = {"torch": torch}
+    exec(block, made)
+    model = package.TransformerEncoder(package.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True), 2)
+    swap_norms(model, made["EmaNorm"])
+    state = {name: value.clone() for name, value in model.named_buffers() if name.endswith("square")}
+    x = 3 * torch.randn(2, 5, 8)
+    model(x).sum().backward()
+    moved = {name: value.clone() for name, value in model.named_buffers() if name.endswith("square")}
+    assert len(moved) >= 4 and all(value != state[name] for name, value in moved.items())
+    torch.testing.assert_close(model.eval()(x), model(x))
+    assert all(value == model.state_dict()[name] for name, value in moved.items())
+    norm = made["EmaNorm"](8)
+    torch.testing.assert_close(norm(x), x / (1 + 1e-5) ** 0.5)
+    torch.testing.assert_close(norm.square, 0.9 + 0.1 * x.square().mean().reshape(1))
+
+
 @pytest.mark.timeout(1800)  # it builds the package
 @pytest.mark.long
+@pytest.mark.usefixtures("checkout")
 def test_what_the_guide_makes(tmp_path):
-    if shutil.which("cargo") is None or not (ROOT / "Cargo.toml").exists():
-        pytest.skip("needs a checkout and cargo, to compile the guide's norm")
+    if shutil.which("cargo") is None:
+        pytest.skip("needs cargo, to compile the guide's norm")
     tree = tmp_path / "tree"
-    for name in ("src", "python", "tests", "docs", ".cargo"):
-        shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
-    for name in ("Cargo.toml", "Cargo.lock", "build.rs", "README.md", "pyproject.toml", "_build.py"):
-        shutil.copy(ROOT / name, tree / name)
-    guide = (ROOT / "CONTRIBUTING.md").read_text()
-    assert follow(guide, tree) >= 20
+    files = ("Cargo.toml", "Cargo.lock", "build.rs", "README.md", "pyproject.toml", "_build.py")
+    guide = copied(tree, "src", "python", "tests", "docs", ".cargo", *files)
     # The dependencies that `make build` has compiled are taken as they are; our own code is not optimised.
     built = sorted((ROOT / "target").glob("python-*"), key=lambda path: path.stat().st_mtime)
     target = built[-1] if built else tmp_path / "target"
@@ -153,15 +227,16 @@ def test_what_the_guide_makes(tmp_path):
     run = {"cwd": tree, "env": environment, "capture_output": True, "text": True}
     stale = subprocess.run([sys.executable, "-c", "import torch, normformer_rs"], **run)
     assert "python -m normformer_rs._stubs --write" in stale.stderr.splitlines()[-1]
-    write, _ = re.findall(r"`python (-m normformer_rs._stubs --write)`", guide)
+    write, *_ = re.findall(r"`python (-m normformer_rs._stubs --write)`", guide)
     subprocess.run([sys.executable, *write.split()], **run, check=True)
     assert "| `maxnorm` |" in (tree / "docs" / "names.md").read_text()
     # Model, loop and twins for the new names only.
     chosen = [
         f"{tree}/tests/model",
+        f"{tree}/tests/norms",
         f"{tree}/tests/train/test_training.py",
         "-k",
-        "every_gradient and (maxnorm or damped)",
+        "every_gradient and (maxnorm or damped) or peaknorm",
     ]
     done = subprocess.run([sys.executable, "-c", USE, *chosen], **run, timeout=1200)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
@@ -170,7 +245,11 @@ def test_what_the_guide_makes(tmp_path):
     subprocess.run([sys.executable, write], **run, check=True)
     added = {*(tree / "tests/operators/schemas.txt").read_text().splitlines()}
     added -= {*(ROOT / "tests/operators/schemas.txt").read_text().splitlines()}
-    assert {schema.split("(")[0].split("::")[1] for schema in added} == {*OPERATORS, "relu_squared_backward"}
+    assert {schema.split("(")[0].split("::")[1] for schema in added} == {
+        *OPERATORS,
+        "peak_norm_backward",
+        "relu_squared_backward",
+    }
     done = subprocess.run([sys.executable, "-c", CALL], **run, timeout=600)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     chosen = [f"{tree}/tests/operators", f"{tree}/tests/cuda/test_cuda.py", "-k", " or ".join((*OPERATORS, "contract"))]

@@ -8,6 +8,8 @@ from torch import nn
 from torch.autograd import gradcheck
 
 import reference as ref
+from reference.parameters import norm_buffers
+from reference.residual import Norm
 
 EPS, WIDTH = 1e-5, 3
 PADDED = torch.tensor([[False, False, True, True], [False, False, False, True]])
@@ -19,12 +21,12 @@ def randn(*shape, **options):
 
 def buffers(name, dtype=torch.float64):
     """Fresh ones, of width 3."""
-    column = lambda value: torch.full((1, WIDTH, 1, 1), value, dtype=dtype)  # noqa: E731
+    declared = norm_buffers(name, Norm("norm", WIDTH))
+    kinds = [torch.int64 if isinstance(buffer.start, int) else dtype for buffer in declared]
     return {
-        "batchnorm": {"running_mean": torch.zeros(WIDTH, dtype=dtype), "running_var": torch.ones(WIDTH, dtype=dtype)},
-        "powernorm-v": {"running_phi": torch.ones(WIDTH, dtype=dtype)},
-        "powernorm": {"running_phi": column(1.0), "ema_gz": column(0.0), "iters": torch.zeros(1, dtype=torch.int64)},
-    }[name]
+        buffer.name.removeprefix("norm."): torch.full(buffer.shape, buffer.start, dtype=kind)
+        for buffer, kind in zip(declared, kinds, strict=True)
+    }
 
 
 def build(name, weight=None, bias=None, dtype=torch.float64, **options):

@@ -28,7 +28,7 @@ from ..loop.model import Transformer
 from ..nn.masks import mask_for
 from ..nn.norms import RowNorm
 from ..nn.recompute import is_second_run
-from ..nn.running import OPS, BatchNorm, RunningNorm
+from ..nn.running import OPS, RunningNorm
 from .coordinates import CoordinateCheck, coordinate_check
 from .probing import MEASURES, Probe, Reading, Readings, probe
 
@@ -220,10 +220,10 @@ def _hooks(name: str, seen: dict[str, _Forward]) -> tuple[Callable[..., None], C
         x = OPS.group_scaling(x, norm.groups) if norm.groups else x.clone()
         mask = mask_for(x) if mask is None else mask
         mask = None if mask is None else mask.clone()
-        mean, square = ("running_mean", "running_var") if isinstance(norm, BatchNorm) else ("", "running_phi")
         weight = None if norm.weight is None else norm.weight.clone()
-        running = norm.get_buffer(mean).clone() if mean else None
-        seen[name] = _Forward(x, mask, weight, running, norm.get_buffer(square).clone(), norm.eps)
+        mean, square = (None if t is None else t.clone() for t in norm.frozen())
+        assert square is not None
+        seen[name] = _Forward(x, mask, weight, mean, square, norm.eps)
 
     def after(_norm: RunningNorm, _args: tuple[Any, ...], y: Tensor) -> None:
         forward = seen.get(name)

@@ -1,4 +1,4 @@
-"""Norm classes that are built from their entries in Rust's table: row norms that norms.py does not define itself.
+"""Norm classes that are built from their entries in Rust's table, where norms.py and running.py define none.
 
 composed.pyi declares them for type checkers; `python -m normformer_rs._stubs --write` writes it.
 """
@@ -10,15 +10,18 @@ from typing import Any, Literal
 import torch
 
 from .. import config
-from . import norms
+from . import norms, running
 from .row_norm import RowNorm
+from .running import RunningNorm
 
 _KINDS: dict[str, Any] = {"float": float, "int": int, "bool": bool}
 
 
 def signature(entry: Mapping[str, Any]) -> inspect.Signature:
     """Returns the constructor's signature: LayerNorm's, without ε, parameters and bias if the norm has none, and
-    with its own options after ε."""
+    with its own options after ε. Of a norm with statistics over rows: PowerNormV's, with its own options for α."""
+    if entry.get("form") == "columns":
+        return _running_signature(entry)
     has_bias = any(parameter["name"] == "bias" for parameter in entry["parameters"])
     kinds: dict[str, tuple[Any, Any]] = {"normalized_shape": (int | Sequence[int], inspect.Parameter.empty)}
     kinds |= {option["name"]: _option(option) for option in entry["options"]}
@@ -27,6 +30,23 @@ def signature(entry: Mapping[str, Any]) -> inspect.Signature:
     kinds |= {"device": (Any, None), "dtype": (torch.dtype | None, None)}
     either = inspect.Parameter.POSITIONAL_OR_KEYWORD
     own = [inspect.Parameter(name, either, default=start, annotation=kind) for name, (kind, start) in kinds.items()]
+    return inspect.Signature([inspect.Parameter("self", either), *own], return_annotation=None)
+
+
+def _running_signature(entry: Mapping[str, Any]) -> inspect.Signature:
+    options = {option["name"]: _option(option) for option in entry["options"]}
+    kinds: dict[str, tuple[Any, Any]] = {"num_features": (int | Sequence[int], inspect.Parameter.empty)}
+    kinds |= {name: option for name, option in options.items() if name not in ("groups", "sync")}
+    named = {"elementwise_affine": (bool, True), "bias": (bool, True)}
+    named |= {"groups": (int, 0)} if "groups" in options else {}
+    named |= {"sync": (bool, False), "process_group": (Any, None)} if "sync" in options else {}
+    named |= {"device": (Any, None), "dtype": (torch.dtype | None, None)}
+    either, by_name = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
+    own = [
+        inspect.Parameter(name, how, default=start, annotation=kind)
+        for how, some in ((either, kinds), (by_name, named))
+        for name, (kind, start) in some.items()
+    ]
     return inspect.Signature([inspect.Parameter("self", either), *own], return_annotation=None)
 
 
@@ -40,33 +60,36 @@ def _option(option: Mapping[str, Any]) -> tuple[Any, Any]:
 
 def doc(entry: Mapping[str, Any]) -> str:
     """Returns the class's docstring."""
-    return f"{entry['equation']}; source: {entry['source']}. Arguments, shapes, dtypes and errors are LayerNorm's."
+    like = "PowerNormV" if entry["form"] == "columns" else "LayerNorm"
+    return f"{entry['equation']}; source: {entry['source']}. Arguments, shapes, dtypes and errors are {like}'s."
 
 
-def _class(entry: Mapping[str, Any]) -> type[RowNorm]:
+def build(entry: Mapping[str, Any]) -> type[RowNorm | RunningNorm]:
+    """Returns the class of an entry of the table. Errors: ImportError if it declares what its form would drop."""
     constructor = signature(entry)
-    takes = {"eps", "elementwise_affine", "bias", "device", "dtype"}
+    base: type[RowNorm | RunningNorm] = RunningNorm if entry["form"] == "columns" else RowNorm
+    takes = inspect.signature(base).parameters
 
     def __init__(self: Any, *arguments: Any, **options: Any) -> None:
         given = constructor.bind(self, *arguments, **options)
         given.apply_defaults()
         del given.arguments["self"]
-        shape = given.arguments.pop("normalized_shape")
         for name in [name for name in given.arguments if name not in takes]:
             setattr(self, name, given.arguments.pop(name))
-        RowNorm.__init__(self, shape, **given.arguments)
+        base.__init__(self, **given.arguments)
 
     __init__.__signature__ = constructor  # type: ignore[attr-defined]
     body = {"__init__": __init__, "__doc__": doc(entry), "__module__": __name__, "__qualname__": entry["module"]}
-    return type(RowNorm)(entry["module"], (RowNorm,), body, norm=entry["name"])
+    return type(base)(entry["module"], (base,), body, norm=entry["name"])
 
 
 ENTRIES: list[Mapping[str, Any]] = [
     entry
     for entry in config.ENTRIES["norms"]
-    if entry["form"] in ("composed", "rows") and not hasattr(norms, entry["module"])
+    if entry["form"] in ("composed", "rows", "columns")
+    and not any(hasattr(home, entry["module"]) for home in (norms, running))
 ]
 """The entries of the table that become classes here."""
-CLASSES: dict[str, type[RowNorm]] = {entry["module"]: _class(entry) for entry in ENTRIES}
+CLASSES: dict[str, type[RowNorm | RunningNorm]] = {entry["module"]: build(entry) for entry in ENTRIES}
 globals().update(CLASSES)
 __all__ = [*CLASSES]

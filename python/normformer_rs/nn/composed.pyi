@@ -8,12 +8,14 @@ import torch
 from torch.nn import Parameter
 
 from .norms import RowNorm
+from .running import RunningNorm
 
 ENTRIES: list[collections.abc.Mapping[str, Any]]
-CLASSES: dict[str, type[RowNorm]]
+CLASSES: dict[str, type[RowNorm | RunningNorm]]
 
 def signature(entry: collections.abc.Mapping[str, Any]) -> inspect.Signature: ...
 def doc(entry: collections.abc.Mapping[str, Any]) -> str: ...
+def build(entry: collections.abc.Mapping[str, Any]) -> type[RowNorm | RunningNorm]: ...
 
 __all__ = ["Derf", "DyT", "GatedRMSNorm", "L2Norm"]
 

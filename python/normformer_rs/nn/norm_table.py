@@ -81,6 +81,17 @@ def composed_norm(x: Tensor, parameters: list[Tensor | None], options: list[floa
     return found.contiguous()
 
 
+COLUMN_OPTIONS = {
+    "alpha": "alpha",
+    "alpha_fwd": "alpha",
+    "alpha_bwd": "alpha_bwd",
+    "warmup_iters": "warmup",
+    "mode": "variant",
+}
+"""The options that a norm with column statistics may declare besides eps, groups and sync, and its operator's names for
+them. src/model/running.rs reads the same ones."""
+
+
 class NormSpec(NamedTuple):
     """A norm's entry: its module's class, parameters, buffers and options, and its operator."""
 
@@ -104,6 +115,26 @@ class NormSpec(NamedTuple):
         plain = {key: entry[key] for key in ("name", "module", "form", "operator")}
         choices = {option["name"]: option["choices"] for option in entry["options"] if "choices" in option}
         return cls(**plain, parameters=parameters, buffers=buffers, options=options, choices=choices)
+
+    def with_columns(self) -> "NormSpec":
+        """Returns itself. Errors: ImportError if a norm with column statistics declares something that its operator has
+        not, and would therefore drop."""
+        statistics = [buffer.shape for buffer in self.buffers if not buffer.is_counter]
+        counters = [buffer.shape for buffer in self.buffers if buffer.is_counter]
+        keeps = 1 <= len(statistics) <= 2 and {*statistics} <= {"width", "column"} and counters in ([], ["one"])
+        known = ("eps", *COLUMN_OPTIONS, "groups", "sync")
+        others = [name for name in self.options if name not in known]
+        shown = None
+        if not keeps:
+            listed = ", ".join(f"{buffer.name} ({buffer.shape})" for buffer in self.buffers)
+            shown = f"the buffers {listed}", "one or two statistics (width or column) and at most one counter (one)"
+        elif [(p.name, p.shape) for p in self.parameters] != [("weight", "width"), ("bias", "width")]:
+            shown = f"the parameters {', '.join(p.name for p in self.parameters)}", "WEIGHT and BIAS"
+        elif others:
+            shown = f"the option {others[0]}", ", ".join(known)
+        if shown is not None:
+            raise ImportError(f"norm {self.name} declares {shown[0]}: a norm with column statistics has {shown[1]}")
+        return self
 
     def numbers(self, width: int, given: Mapping[str, Any]) -> dict[str, Numbers]:
         """Returns the numbers of each parameter, in a norm with these options. Errors: InputError for an invalid

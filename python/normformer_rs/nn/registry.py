@@ -24,7 +24,7 @@ def _class_of(name: str, module: str) -> Any:
     for home in (norms, running, composed):
         if found := getattr(home, module, None):
             return found
-    raise ImportError(f"norm {name} keeps statistics of columns, so it needs a class {module} in nn/running.py")
+    raise ImportError(f"norm {name} has a form that its options choose, so it needs a class {module} in nn/norms.py")
 
 
 _CLASSES: dict[str, Any] = {name: _class_of(name, entry.module) for name, entry in DECLARED.items()}

@@ -14,7 +14,7 @@ from . import formulas
 from .averages import Steered, Steering
 from .distributed import group_name
 from .masks import check_mask, mask_for
-from .norm_table import CONSTANTS, DECLARED, NormSpec, composed_norm, used
+from .norm_table import COLUMN_OPTIONS, CONSTANTS, DECLARED, NormSpec, composed_norm, used
 from .recompute import RecomputedStatistics, is_second_run, will_recompute
 from .result import Typed
 from .sharding import is_sharded, mark_drawn, write_first
@@ -58,7 +58,8 @@ def scale_groups(x: Tensor, groups: int) -> Tensor:
 
 
 class RunningNorm(Steered, Typed):
-    """The base class of the three: parameters, buffers, masks, and one update of the statistics per training forward.
+    """The base class of norms with statistics over rows: parameters, buffers, masks, and one update of the statistics
+    per training forward.
 
     With activation checkpointing, compile the checkpointed function. A function compiled inside a checkpoint cannot
     tell its second run from its first.
@@ -68,7 +69,7 @@ class RunningNorm(Steered, Typed):
     operator_name: str
     _state: tuple[str | None, str | None, str | None]
     """The names of its buffers in the operator's order."""
-    shown: tuple[str, ...] = ("alpha",)
+    shown: tuple[str, ...]
     takes_pad_mask = True
     first_scale: float = 1.0
     """The factor of γ's initial value, as a residual scheme declares it."""
@@ -77,10 +78,12 @@ class RunningNorm(Steered, Typed):
     only write to buffers, so it does not count them."""
 
     def __init_subclass__(cls, norm: str | None = None, **rest: Any) -> None:
-        """Sets the class's attributes from the table. `norm`: the name in the table."""
+        """Sets the class's attributes from the table. `norm`: the name in the table. Errors: ImportError for an entry
+        with more than the operator keeps."""
         super().__init_subclass__(**rest)
         if norm is not None:
-            cls.declared = DECLARED[norm]
+            cls.declared = DECLARED[norm].with_columns()
+            cls.shown = tuple(name for name in cls.declared.options if name in COLUMN_OPTIONS)
             cls.operator_name = cls.declared.operator or ""
             statistics = (buffer.name for buffer in cls.declared.buffers if not buffer.is_counter)
             counter = next((buffer.name for buffer in cls.declared.buffers if buffer.is_counter), None)
@@ -130,7 +133,7 @@ class RunningNorm(Steered, Typed):
 
     def settings(self) -> dict[str, Any]:
         """Returns the operator's options besides `train` and `eps`."""
-        raise NotImplementedError
+        return {COLUMN_OPTIONS[name]: getattr(self, name) for name in self.shown}
 
     def in_use(self) -> tuple[Tensor | None, Tensor | None]:
         """Returns weight and bias in the form that the operator gets."""
@@ -158,8 +161,13 @@ class RunningNorm(Steered, Typed):
 
     def frozen(self) -> tuple[Tensor | None, Tensor]:
         """Returns evaluation's statistics: the mean that is subtracted (None: none), and the mean square of the
-        divisor."""
-        raise NotImplementedError
+        divisor. A class overrides it if these are not its buffers."""
+        first, second, _ = self.state()
+        assert first is not None
+        if self._state[0] == "running_mean":
+            assert second is not None
+            return first, second
+        return None, first
 
     @leaf
     def forward(self, x: Tensor, padding_mask: Tensor | None = None) -> Tensor:
@@ -276,9 +284,6 @@ class _OneAlpha(RunningNorm):
         self.alpha = check_alpha("alpha", alpha)
         super().__init__(num_features, eps, device=device, dtype=dtype, **settings)
 
-    def settings(self) -> dict[str, Any]:
-        return {"alpha": self.alpha}
-
 
 class BatchNorm(_OneAlpha, norm="batchnorm"):
     """y = γ⊙(x − μ_B)/√(σ²_B + ε) + β, mean and biased variance per feature over all real positions.
@@ -308,9 +313,6 @@ class BatchNorm(_OneAlpha, norm="batchnorm"):
     running_mean: Tensor
     running_var: Tensor
 
-    def frozen(self) -> tuple[Tensor | None, Tensor]:
-        return self.running_mean, self.running_var
-
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
         state_dict.pop(prefix + "num_batches_tracked", None)  # torch.nn's buffer, which only its momentum=None reads
         super()._load_from_state_dict(state_dict, prefix, *rest)
@@ -330,9 +332,6 @@ class PowerNormV(_OneAlpha, norm="powernorm-v"):
     """
 
     running_phi: Tensor
-
-    def frozen(self) -> tuple[Tensor | None, Tensor]:
-        return None, self.running_phi
 
 
 class PowerNorm(RunningNorm, norm="powernorm"):
@@ -364,7 +363,6 @@ class PowerNorm(RunningNorm, norm="powernorm"):
     Source: Shen et al. 2020, Definition 3, Algorithm 2, eq 8–13.
     """
 
-    shown = ("alpha_fwd", "alpha_bwd", "warmup_iters", "mode")
     running_phi: Tensor
     ema_gz: Tensor
     iters: Tensor
@@ -393,12 +391,6 @@ class PowerNorm(RunningNorm, norm="powernorm"):
         self.alpha_fwd, self.alpha_bwd = check_alpha("alpha_fwd", alpha_fwd), check_alpha("alpha_bwd", alpha_bwd)
         self.warmup_iters, self.mode = warmup_iters, mode
         super().__init__(num_features, eps, groups=groups, device=device, dtype=dtype, **settings)
-
-    def settings(self) -> dict[str, Any]:
-        return {"alpha": self.alpha_fwd, "alpha_bwd": self.alpha_bwd, "warmup": self.warmup_iters, "variant": self.mode}
-
-    def frozen(self) -> tuple[Tensor | None, Tensor]:
-        return None, self.running_phi
 
     def hidden(self, mask: Tensor | None) -> Tensor | None:
         return None if self.mode == "release" else mask
