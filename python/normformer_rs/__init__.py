@@ -80,7 +80,7 @@ if TYPE_CHECKING:
     from .errors import DivergedError, InputError, Interrupted
     from .formats.huggingface import to_huggingface
     from .loop.generation import Generation, WindowPerplexity, evaluate_windows, generate
-    from .loop.history import Evaluations, History
+    from .loop.history import Evaluations, History, plot
     from .loop.memory import keep_memory
     from .loop.model import Transformer
     from .loop.parametrisation import param_groups
@@ -88,7 +88,6 @@ if TYPE_CHECKING:
     from .loop.training import DryRun, Trainer
     from .loop.translation import Binarised, Perplexity, Translation, average, evaluate_loss, translate
     from .norms import Norm
-    from .pictures.curves import plot
     from .reproduce.papers import cite
     from .schemes import Scheme
     from .study import Study
@@ -99,10 +98,9 @@ else:
             *("DataConfig", "GenerationConfig", "SearchConfig", "TrainingConfig", "TransformerConfig"),
             *("__version__", "tables"),
         ),
-        "pictures.curves": ("plot",),
         "errors": ("DivergedError", "InputError", "Interrupted"),
         "loop.generation": ("Generation", "WindowPerplexity", "evaluate_windows", "generate"),
-        "loop.history": ("Evaluations", "History"),
+        "loop.history": ("Evaluations", "History", "plot"),
         "formats.huggingface": ("to_huggingface",),
         "loop.memory": ("keep_memory",),
         "loop.model": ("Transformer",),

@@ -107,13 +107,14 @@ def _declared(option: str, value: Any) -> Any:
     file.py:Class; None if the value is none of these."""
     if isinstance(value, str) and not names_code(value):
         return None
-    from . import norms, schemes  # imported here, because most models use a name of the table
+    from . import schemes  # imported here, because most models use a name of the table
+    from .declarations import norm
 
-    kind: Any = schemes.Scheme if option == "residual" else norms.Norm
+    kind: Any = schemes.Scheme if option == "residual" else norm.Norm
     if isinstance(value, str):
         value = load_class(option, value, kind)
     if isinstance(value, Mapping):
-        return schemes.DeclaredScheme(value) if option == "residual" else norms.declared(value)
+        return schemes.DeclaredScheme(value) if option == "residual" else norm.declared(value)
     if isinstance(value, type) and issubclass(value, kind):
         return value()
     return value if isinstance(value, kind) else None

@@ -12,8 +12,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
 from .declarations import declared
+from .declarations.codec import Owner, refusal, to_json
 from .declarations.declared import *  # noqa: F403
-from .declarations.declared import Changes, Owner, Point, ResidualSpec, StackSpec, refusal, to_json
+from .declarations.declared import Changes, Point, ResidualSpec, StackSpec
 from .declarations.declared import Gain as Gain  # re-exported for annotations, like Mixing
 from .declarations.declared import Mixing as Mixing
 from .declarations.declared import NormAt as Norm

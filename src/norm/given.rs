@@ -1,5 +1,5 @@
-//! A norm that a user declares in Python (python/normformer_rs/norms.py): y = f(x, its parameters; its options), where
-//! f is a function in torch that the training loop calls through PyTorch's dispatcher.
+//! A norm that a user declares in Python (python/normformer_rs/declarations/norm.py): y = f(x, its parameters; its
+//! options), where f is a function in torch that the training loop calls through PyTorch's dispatcher.
 //!
 //! Each declaration is stored once, for the life of the process, so that it is an entry like those of the table.
 

@@ -20,7 +20,7 @@ static ON_DEVICE: Handle = Handle::new("lp_norm_forward");
 static OWN: Handle = Handle::new("own_norm");
 static CONVENTIONAL: Handle = Handle::new("conventional_rms_norm");
 
-/// Computes y of a user's norm, with the operator that python/normformer_rs/norms.py defines.
+/// Computes y of a user's norm, with the operator that python/normformer_rs/declarations/norm.py defines.
 pub fn norm_of_ones_own(own: &OwnNorm, x: &Tensor, parameters: &[Tensor]) -> Result<Tensor> {
     let at = |i: usize| Value::from(parameters.get(i));
     let mut arguments = vec![Value::from(x)];

@@ -29,7 +29,7 @@ PLANTED = [
     ),
     Planted(
         "Every norm and scheme computes",
-        "norms.py",
+        "declarations/norm.py",
         "**norm.given)\n",
         "**norm.given) * 1.001\n",
         ("train/test_own_norms.py::test_logits_and_gradients_are_scalenorms[prenorm]",),
@@ -278,7 +278,7 @@ PLANTED = [
     ),
     Planted(
         "Two norms of one's own",
-        "norms.py",
+        "declarations/norm.py",
         "_CLASSES.setdefault(cls.name, []).insert(0, weakref.ref(cls))",
         "_CLASSES[cls.name] = [weakref.ref(cls)]",
         ("train/test_own_norms.py::test_another_class_of_the_name_leaves_models_as_they_are",),
@@ -306,7 +306,7 @@ PLANTED = [
     ),
     Planted(
         "A model keeps the class",
-        "norms.py",
+        "declarations/norm.py",
         "norm = (made_with and _fitting(made_with, data)) or declared(data)",
         "norm = declared(data)",
         ("train/test_own_norms.py::test_a_model_keeps_its_class_and_a_later_one_its_own",),

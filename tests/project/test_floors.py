@@ -1,15 +1,15 @@
 """The floors of src and of Python's package: a folder imports only folders below it, and files import each other in no
 large circles, in Python in none.
 
-Read from the sources without compiling: `use` declarations and paths, tests left out; of Python the imports that run as
-a module is imported, from its syntax tree. A re-export is followed to where the name is declared.
+Read from the sources without compiling: `use` declarations and paths, tests left out; of Python the imports, those
+inside functions too, from its syntax tree. A re-export is followed to where the name is declared.
 `python tests/project/test_floors.py` prints circles and what each folder imports.
 """
 
 import ast
 import collections
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -41,12 +41,13 @@ PYTHON_FLOORS = (
         "_tables",
         "declarations",
         "errors",
+        "schemes",
         "text",
     ),
-    ("_stubs", "config", "norms", "pictures", "schemes"),
+    ("config", "pictures"),
     ("nn", "scores"),
-    ("loop",),
-    ("bench", "demo", "formats", "surgery"),
+    ("loop", "norms"),
+    ("_stubs", "bench", "demo", "formats", "surgery"),
     ("analysis",),
     ("commands", "integrations"),
     ("fairseq_plugin", "figures", "reproduce"),
@@ -67,6 +68,7 @@ _USE = re.compile(r"\b(?P<shown>pub(?:\([^)]*\))?\s+)?use\s+(?P<tree>[^;]+);")
 _PATH = re.compile(r"(?<![\w:])\w+(?:\s*::\s*\w+)+")
 _TYPE = re.compile(r"^ {0,4}(?:pub(?:\([^)]*\))? +)?(?:unsafe +)?(?:struct|enum|trait|union) +(\w+)", re.M)
 _ALIAS_OR_BRACE = re.compile(r"[{};]|^\s*(?:pub(?:\([^)]*\))? +)?type +(\w+)[^;]*=", re.M)
+_FOR_TYPES = ("TYPE_CHECKING", "typing.TYPE_CHECKING")
 _IMPL = re.compile(r"(?:pub(?:\([^)]*\))? +)?(?:unsafe +)?(?:impl|trait)\b")
 
 
@@ -250,25 +252,20 @@ def folders(imports: dict[str, set[str]]) -> dict[str, dict[str, list[str]]]:
     return found
 
 
-def _run_at_import(body: list[ast.stmt]) -> Iterator[ast.Import | ast.ImportFrom]:
-    """The imports that run as a module is imported: none of a function, none for type checkers alone."""
+def _imported(body: Iterable[ast.AST]) -> Iterator[ast.Import | ast.ImportFrom]:
+    """All imports but those for type checkers alone."""
     for statement in body:
         if isinstance(statement, (ast.Import, ast.ImportFrom)):
             yield statement
-        elif isinstance(statement, ast.If):
-            if ast.unparse(statement.test) not in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
-                yield from _run_at_import(statement.body)
-            yield from _run_at_import(statement.orelse)
-        elif isinstance(statement, ast.Try):
-            for part in (statement, *statement.handlers):
-                yield from _run_at_import(part.body)
-            yield from _run_at_import(statement.orelse + statement.finalbody)
-        elif isinstance(statement, (ast.With, ast.ClassDef, ast.For, ast.While)):
-            yield from _run_at_import(statement.body)
+        elif isinstance(statement, ast.If) and ast.unparse(statement.test) in _FOR_TYPES:
+            yield from _imported(statement.orelse)
+        else:
+            for part in ("body", "handlers", "cases", "orelse", "finalbody"):
+                yield from _imported(getattr(statement, part, ()))
 
 
 class Package:
-    """The files of a package of Python's, and what each imports as it is imported."""
+    """The files of a package of Python's, and what each imports."""
 
     def __init__(self, folder: Path) -> None:
         self.name = folder.name
@@ -288,7 +285,7 @@ class Package:
         file = self.files[module]
         package = module if file.endswith("__init__.py") else module[:-1]
         found: set[Module | None] = set()
-        for statement in _run_at_import(tree.body):
+        for statement in _imported(tree.body):
             for alias in statement.names:
                 if isinstance(statement, ast.ImportFrom):
                     found.add(self._of(package, statement, alias.name))
@@ -406,8 +403,8 @@ def test_what_is_read_of_python(tmp_path):
         path.parent.mkdir(exist_ok=True, parents=True)
         path.write_text(text)
     package = Package(tmp_path / "p")
-    within = {"c/__init__.py": {"c/d.py"}, "c/d.py": {"c/__init__.py"}}
-    assert package.imports == {"__init__.py": set(), "a.py": {"b.py"}, "b.py": {"a.py", "c/d.py"}, **within}
+    within = {"__init__.py": set(), "c/__init__.py": {"c/d.py"}, "c/d.py": {"c/__init__.py"}}
+    assert package.imports == {"a.py": {"b.py", "c/__init__.py"}, "b.py": {"a.py", "c/d.py"}, **within}
     assert circles(package.imports) == [["a.py", "b.py"], ["c/__init__.py", "c/d.py"]]
     assert folders(package.imports)["b"] == {"a": ["b.py"], "c": ["b.py"]}
 

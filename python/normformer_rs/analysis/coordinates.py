@@ -16,6 +16,7 @@ from ..errors import InputError
 from ..loop.model import Transformer
 from ..loop.parametrisation import param_groups
 from ..pictures.curves import literal
+from .observed import observe
 
 PLACES = ("embedding", "first layer", "middle layer", "last layer", "logits", "scores", "mixing scores")
 _GRID = {"color": "#e4e4e4", "linewidth": 0.8}
@@ -167,8 +168,6 @@ def _trained(
 
 @torch.no_grad()
 def _sizes(model: Transformer, source: Tensor | None, target_input: Tensor) -> NDArray[np.float64]:
-    from . import observe  # imported here, because analysis imports this module
-
     seen = observe(model, source, target_input)["decoder"]
     layers, last = seen.sizes, len(seen.sizes) - 1
     logits = model(source, target_input).abs().mean().item()

@@ -40,7 +40,7 @@ def plot_parser() -> Command:
 
 def _plot(args: argparse.Namespace) -> None:
     text.check_writable(text.STANDARD)
-    from ..pictures.curves import plot
+    from ..loop.history import plot
 
     alone = Path(args.runs[0]) / "curves.png" if len(args.runs) == 1 else "curves.png"
     print(plot(*args.runs, path=args.output or alone, names=args.names))

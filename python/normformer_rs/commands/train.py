@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 
 from .. import demo, text
 from ..config import DataConfig, TrainingConfig, TransformerConfig, split
+from ..declarations.norm import own_norms, using
 from ..errors import InputError
 from ..loop.memory import keep_memory
 from ..loop.presets import PRESETS
 from ..loop.progress import duration, write
 from ..loop.quantities import in_bytes, size
-from ..norms import own_norms, using
 from . import PROG, Command
 from .beforehand import check_data, check_output
 from .options import add_flags, given, layered, read_run, read_toml

@@ -8,7 +8,7 @@ import logging
 import math
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -18,6 +18,8 @@ from numpy.typing import NDArray
 
 from .._html import table
 from .._optional import available, require
+from ..errors import InputError
+from ..pictures import curves
 from ..text import open_regular
 
 LOG = "log.jsonl"
@@ -106,8 +108,6 @@ class History:
 
         Errors: InputError before the first update; ImportError without matplotlib.
         """
-        from ..pictures.curves import plot
-
         return plot(self, path=path if path is not None else self.output / "curves.png")
 
     def to_pandas(self) -> Any:
@@ -125,9 +125,7 @@ class History:
         """Returns the evaluations as an HTML table, with the picture if matplotlib is installed."""
         picture = ""
         if len(self.update) and available("matplotlib"):
-            from ..pictures.curves import png
-
-            data = base64.b64encode(png(self)).decode()
+            data = base64.b64encode(curves.png(self)).decode()
             picture = f'<img src="data:image/png;base64,{data}" alt="{html.escape(repr(self))}">'
         rows = zip(*(getattr(self.evaluations, name) for name in _SHOWN))
         cells = [[f"{value:.4g}" if isinstance(value, float) else f"{value}" for value in row] for row in rows]
@@ -135,6 +133,42 @@ class History:
 
     def __repr__(self) -> str:
         return f"History({len(self.update)} updates, {len(self.evaluations.update)} evaluations, {str(self.output)!r})"
+
+
+def plot(
+    *runs: "History | str | PathLike[str]",
+    path: str | PathLike[str] = "curves.png",
+    names: Sequence[str] | None = None,
+) -> Path:
+    """Draws runs into one picture: loss, BLEU or perplexity, gradient norm, learning rate.
+
+    Args:
+        runs: results of `Trainer.fit`, or the folders of runs; at most 20.
+        path: the picture's path; its ending sets the format: png, svg, pdf.
+        names: the runs' names, at the ends of their lines; None for their folders' names, with as much of the path as
+            tells them apart.
+
+    BLEU is shown if a run has measured it, otherwise perplexity; a panel for which no run has numbers is left out.
+    pyplot is not used.
+
+    Returns: the path. Errors: InputError for no run, for more than 20, for a folder without log.jsonl, if there are not
+    as many names as runs; ImportError without matplotlib.
+    """
+    if not 1 <= len(runs) <= len(curves.COLOURS):
+        raise InputError(f"plot takes 1 to {len(curves.COLOURS)} runs; got {len(runs)}")
+    if names is not None and len(names) != len(runs):
+        raise InputError(f"plot needs a name for each of the {len(runs)} runs; got {len(names)} names")
+    found = []
+    for run in runs:
+        if not isinstance(run, History):
+            if not Path(run, LOG).is_file():
+                raise InputError(f"{run}: no {LOG} there; expected the --output folder of a run")
+            run = History.read(run)
+        found.append(run)
+    for run in found:
+        if not len(run.update):
+            raise InputError(f"{run.output}: this run has made no update yet, so there is nothing to draw")
+    return curves.draw(found, names, Path(path))
 
 
 def _arrays(part: "History | Evaluations") -> dict[str, NDArray[Any]]:

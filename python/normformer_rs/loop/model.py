@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from .. import _core
 from ..config import TransformerConfig
+from ..declarations.norm import options_here
 from ..errors import InputError
 from ..nn.averages import Steered, Steering
 from ..nn.step_hooks import first_trained, follow_steps
-from ..norms import options_here
 
 PAD = 1
 """The id of padding."""

@@ -15,9 +15,9 @@ import torch
 from .. import _core
 from .._optional import available
 from ..config import DataConfig, TrainingConfig, TransformerConfig, readable
+from ..declarations.norm import own_norms, using
 from ..errors import InputError
 from ..nn.distributed import world
-from ..norms import own_norms, using
 from .advice import warnings_of
 from .history import History, layer_values
 from .progress import Progress, Silent, choose, number

@@ -1,6 +1,6 @@
 """Drop-in modules: norms, residual connections, and torch.nn's Transformer with every scheme of the package."""
 
-from . import composed
+from . import composed, sharding
 from .attention import MultiheadAttention
 from .composed import *  # noqa: F403
 from .foreign import place_layers
@@ -38,3 +38,5 @@ __all__ = [
     "set_num_updates",
 ]
 __all__ += composed.__all__
+
+sharding.register()  # once all of its operators are defined

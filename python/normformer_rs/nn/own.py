@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..declarations.norm import Norm, in_wide
 from ..errors import InputError
-from ..norms import Norm, in_wide
 from .norm_table import Numbers, size_of, used
 from .result import Typed
 from .running import check_width

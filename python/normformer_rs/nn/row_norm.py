@@ -15,7 +15,6 @@ from .running import check_eps, check_sizes, over_rows
 from .tracing import leaf
 
 OPS = torch.ops.normformer_rs
-sharding.register()
 
 
 def unit_rows(x: Tensor, gain: Tensor | None, eps: float) -> Tensor:

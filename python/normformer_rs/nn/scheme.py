@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from .. import _core
 from ..config import TransformerConfig
+from ..declarations.codec import from_json
 from ..declarations.declared import (
     Change,
     Changes,
@@ -29,7 +30,6 @@ from ..declarations.declared import (
     ResidualSpec,
     StackSpec,
     StreamStep,
-    from_json,
     parts_of,
 )
 from ..errors import InputError

@@ -28,8 +28,6 @@ def register() -> None:
     _is_registered = True
     from torch.distributed.tensor.experimental import register_sharding
 
-    from . import growth  # noqa: F401  defines its operator, which a model may need only later than these rules
-
     register_sharding(torch.ops.normformer_rs.growth.default)(_growth)
     for name in map(str, OPERATORS):
         register_sharding(getattr(torch.ops.normformer_rs, name).default)(_forward)

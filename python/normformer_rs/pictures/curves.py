@@ -2,14 +2,12 @@
 
 import io
 from collections.abc import Callable, Sequence
-from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from .._optional import require
-from ..errors import InputError
 from ..text import write_whole
 
 if TYPE_CHECKING:
@@ -29,42 +27,9 @@ COLOURS = (
 _Panel = Callable[[Any, "Sequence[History]", "Sequence[str]"], None]
 
 
-def plot(
-    *runs: "History | str | PathLike[str]",
-    path: str | PathLike[str] = "curves.png",
-    names: Sequence[str] | None = None,
-) -> Path:
-    """Draws runs into one picture: loss, BLEU or perplexity, gradient norm, learning rate.
-
-    Args:
-        runs: results of `Trainer.fit`, or the folders of runs; at most 20.
-        path: the picture's path; its ending sets the format: png, svg, pdf.
-        names: the runs' names, at the ends of their lines; None for their folders' names, with as much of the path as
-            tells them apart.
-
-    BLEU is shown if a run has measured it, otherwise perplexity; a panel for which no run has numbers is left out.
-    pyplot is not used.
-
-    Returns: the path. Errors: InputError for no run, for more than 20, for a folder without log.jsonl, if there are not
-    as many names as runs; ImportError without matplotlib.
-    """
-    from ..loop.history import LOG, History
-
-    if not 1 <= len(runs) <= len(COLOURS):
-        raise InputError(f"plot takes 1 to {len(COLOURS)} runs; got {len(runs)}")
-    if names is not None and len(names) != len(runs):
-        raise InputError(f"plot needs a name for each of the {len(runs)} runs; got {len(names)} names")
-    found = []
-    for run in runs:
-        if not isinstance(run, History):
-            if not Path(run, LOG).is_file():
-                raise InputError(f"{run}: no {LOG} there; expected the --output folder of a run")
-            run = History.read(run)
-        found.append(run)
-    for run in found:
-        if not len(run.update):
-            raise InputError(f"{run.output}: this run has made no update yet, so there is nothing to draw")
-    return _save(_figure(found, names or told_apart([run.output for run in found])), Path(path))
+def draw(runs: "Sequence[History]", names: Sequence[str] | None, path: Path) -> Path:
+    """Draws runs into one picture, as `normformer_rs.plot` says; returns its path."""
+    return _save(_figure(runs, names or told_apart([run.output for run in runs])), path)
 
 
 def told_apart(folders: Sequence[Path]) -> list[str]:

@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 import os
+import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,7 +22,7 @@ from ..loop.history import LOG, History, read_events
 from ..loop.progress import write
 from ..loop.training import Trainer
 from ..loop.translation import average, translate
-from .corpora import CORPORA, Corpus, Files, prepare
+from .corpora import CORPORA, Corpus, Files, check_text, prepare
 from .declared import Options, Row, Scale, digest
 
 VERDICT = "verdict.json"
@@ -149,6 +150,14 @@ def trainer_of(options: Options, files: Files, device: str) -> Trainer:
     parts = split({**own, **options, "device": device}, TransformerConfig, TrainingConfig, DataConfig)
     model, training, data = parts
     return Trainer(TransformerConfig(**model), TrainingConfig(**training), DataConfig(**data))
+
+
+def parameters_of(options: Options, name: str, corpus: Corpus, data: Path) -> int:
+    """Returns the number of a model's parameters, with the corpus' vocabulary. Errors: InputError for missing files."""
+    check_text(name, data)
+    with tempfile.TemporaryDirectory() as folder:
+        files = prepare(name, data, Path(folder), {name: corpus})
+        return trainer_of({**corpus.options, **options}, files, "cpu").dry_run().parameters
 
 
 def read_verdict(path: Path) -> dict[str, Any]:

@@ -4,6 +4,37 @@
 `page.py` writes what was found. `trials.py` is for training loops of the user's own.
 """
 
-from .declared import Study
+from collections.abc import Iterator
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from . import declared
+
+if TYPE_CHECKING:
+    from .outcome import Outcome
+    from .trials import Trial
 
 __all__ = ["Study"]
+
+
+class Study(declared.Study):
+    __doc__ = declared.Study.__doc__
+
+    def run(self, output: str | PathLike[str] = "study", **how: Any) -> "Outcome":
+        """Makes the runs that are missing and writes the page; the command `compare` does the same.
+
+        `how`: device, only (names of arms), max_hours, progress.
+        """
+        from .command import run
+
+        return run(self, Path(output), **how)
+
+    def trials(self, output: str | PathLike[str] = "study") -> Iterator["Trial"]:
+        """Yields the trials that are missing, for a training loop of your own; the last one ends with the page."""
+        from .trials import trials
+
+        return trials(self, Path(output))
+
+    def __iter__(self) -> Iterator["Trial"]:
+        return self.trials()

@@ -1,7 +1,6 @@
 """What a study will cost: parameters, operations, time, memory and disk, by measured updates."""
 
 import tempfile
-from os import PathLike
 from pathlib import Path
 from typing import NamedTuple
 
@@ -9,8 +8,7 @@ import numpy as np
 
 from ..loop.history import History
 from ..loop.training import DryRun
-from ..reproduce.corpora import Corpus, Files, check_text, prepare
-from ..reproduce.declared import Options
+from ..reproduce.corpora import Corpus, Files, prepare
 from ..reproduce.runs import trainer_of
 from .declared import Cell, Study
 
@@ -32,15 +30,6 @@ class Cost(NamedTuple):
     """Bytes of one run."""
     disk: int
     """Bytes of all checkpoints that stay."""
-
-
-def parameters(options: Options, text: tuple[str, Corpus], data: str | PathLike[str]) -> int:
-    """Returns the number of a model's parameters, with the text's vocabulary. Errors: InputError for missing files."""
-    name, corpus = text
-    check_text(name, Path(data))
-    with tempfile.TemporaryDirectory() as folder:
-        files = prepare(name, Path(data), Path(folder), {name: corpus})
-        return trainer_of({**corpus.options, **options}, files, "cpu").dry_run().parameters
 
 
 def costs(study: Study, device: str) -> list[Cost]:

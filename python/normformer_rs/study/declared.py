@@ -7,10 +7,10 @@ import inspect
 import itertools
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from ..commands.options import layered
 from ..config import (
@@ -30,10 +30,6 @@ from ..reproduce.corpora import CORPORA, Corpus, found
 from ..reproduce.declared import Options, Reproduction, Row, Scale, Shown, digest
 from ..text import read_small
 from .checks import OWN_LOOP, OWN_START, PARTS, TUNING, check_kinds, check_values
-
-if TYPE_CHECKING:
-    from .outcome import Outcome
-    from .trials import Trial
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -161,24 +157,6 @@ class Study:
         except InputError as error:
             raise InputError(f"{path}: {error}") from error
 
-    def run(self, output: str | PathLike[str] = "study", **how: Any) -> "Outcome":
-        """Makes the runs that are missing and writes the page; the command `compare` does the same.
-
-        `how`: device, only (names of arms), max_hours, progress.
-        """
-        from .command import run
-
-        return run(self, Path(output), **how)
-
-    def trials(self, output: str | PathLike[str] = "study") -> Iterator["Trial"]:
-        """Yields the trials that are missing, for a training loop of your own; the last one ends with the page."""
-        from .trials import trials
-
-        return trials(self, Path(output))
-
-    def __iter__(self) -> Iterator["Trial"]:
-        return self.trials()
-
     @property
     def is_of_the_loop(self) -> bool:
         """True if this package's loop can train all arms."""
@@ -287,11 +265,11 @@ class Study:
         if self.tokens is not None:
             return max(1, math.ceil(self.tokens / batch))
         if self.flop is not None:
-            from .cost import parameters
+            from ..reproduce.runs import parameters_of
 
             names = {field.name for kind in (TransformerConfig, DataConfig) for field in kind.FIELDS} - {*_CLOCKS}
             sizes = {name: value for name, value in options.items() if name in names}
-            return max(1, math.ceil(self.flop / (6 * parameters(sizes, self.corpus, self.data) * batch)))
+            return max(1, math.ceil(self.flop / (6 * parameters_of(sizes, *self.corpus, Path(self.data)) * batch)))
         return _count(options, "updates")
 
 

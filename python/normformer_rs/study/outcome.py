@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from ..reproduce.results import Results
 from ..reproduce.spread import interval, merged
-from ..reproduce.tables import COLUMNS, Compared, holm, number, paired
+from ..reproduce.tables import COLUMNS, Compared, holm, markdown, number, paired
 from .declared import Cell, Study
 from .measured import chosen_of, value_of
 
@@ -58,14 +58,10 @@ class Outcome(NamedTuple):
     """The number of them that were made with other options, another text or another version."""
 
     def __str__(self) -> str:
-        from ..reproduce.tables import markdown
-        from .page import main_table
-
         return markdown(*main_table(self), aligned=True)
 
     def _repr_html_(self) -> str:
         from .._html import table
-        from .page import main_table
 
         return table(*main_table(self), caption=self.study.title)
 
@@ -139,6 +135,48 @@ def _sensitivity(made: Mapping[float, Mapping[str, str]]) -> float:
 def _made(arm: Arm) -> int:
     tuned = sum(len(values) for values in arm.curve.values())
     return tuned + len(arm.values)
+
+
+def main_table(found: Outcome) -> tuple[list[str], list[list[str]]]:
+    """Returns the heading and the lines of the table of arms."""
+    study, column = found.study, COLUMNS[found.study.metric]
+    keys = [*found.arms[0].cell.key]
+    others = [f"difference from {study.baseline} [95 % interval], p by Holm; least difference found in four of five"]
+    others = others if study.seeds > 1 and len(study.arms) > 1 else []
+    head = [*keys, f"{column.heading} [95 % interval]", "failed", "rate", "verdict", *others, "sensitivity to the rate"]
+    lines = []
+    for arm in found.arms:
+        compared = "baseline" if study.baseline_of(arm.cell) is None else arm.compared.words if arm.compared else ""
+        sensitivity = "" if math.isnan(arm.sensitivity) else f"{arm.sensitivity:.3f}"
+        mark = _mark(arm)
+        cells = [mean(arm, column.form), f"{arm.failed} of {len(arm.values)}", _rates(arm), arm.verdicts]
+        lines.append([*arm.cell.key.values(), *cells, *([compared + mark] if others else []), sensitivity])
+    return head, lines
+
+
+def _mark(arm: Arm) -> str:
+    return " *" if arm.compared is not None and arm.compared.is_better and arm.compared.p < 0.05 else ""
+
+
+def mean(arm: Arm, form: str) -> str:
+    """Returns the mean of an arm's values and its interval, in words."""
+    values = arm.found
+    if not values:
+        return "failed" if arm.values else "not measured"
+    said = f"{statistics.fmean(values):{form}}"
+    if arm.failed:
+        return f"{said} ({len(values)} of {len(arm.values)} seeds)"
+    if len(values) < 2:
+        return said
+    low, high = interval(values)
+    return f"{said} [{low:{form}}, {high:{form}}]"
+
+
+def _rates(arm: Arm) -> str:
+    rates = [f"{rate:g}" if rate is not None else "none" for rate in arm.rates.values()]
+    counts = {rate: rates.count(rate) for rate in dict.fromkeys(rates)}
+    words = ", ".join(f"{rate} ({n})" if len(counts) > 1 else rate for rate, n in counts.items())
+    return f"{words}, edge in {arm.edges}" if arm.edges else words
 
 
 def as_json(found: Outcome) -> dict[str, Any]:

@@ -3,8 +3,6 @@
 import base64
 import html
 import json
-import math
-import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -13,11 +11,10 @@ from .. import _html, text
 from .._optional import available, command
 from ..loop.progress import duration
 from ..reproduce.results import made_by
-from ..reproduce.spread import interval
 from ..reproduce.tables import COLUMNS, markdown
 from .checks import METRICS, TUNING
 from .declared import Study
-from .outcome import Arm, Outcome, as_json
+from .outcome import Arm, Outcome, as_json, main_table, mean
 
 PAGE = "study"
 """The page's files without their endings."""
@@ -73,47 +70,6 @@ def write(found: Outcome, output: Path, words: str) -> Path:
 # ---- what the page says ----
 
 
-def main_table(found: Outcome) -> tuple[list[str], list[list[str]]]:
-    """Returns the heading and the lines of the table of arms."""
-    study, column = found.study, COLUMNS[found.study.metric]
-    keys = [*found.arms[0].cell.key]
-    others = [f"difference from {study.baseline} [95 % interval], p by Holm; least difference found in four of five"]
-    others = others if study.seeds > 1 and len(study.arms) > 1 else []
-    head = [*keys, f"{column.heading} [95 % interval]", "failed", "rate", "verdict", *others, "sensitivity to the rate"]
-    lines = []
-    for arm in found.arms:
-        compared = "baseline" if study.baseline_of(arm.cell) is None else arm.compared.words if arm.compared else ""
-        sensitivity = "" if math.isnan(arm.sensitivity) else f"{arm.sensitivity:.3f}"
-        mark = _mark(arm)
-        cells = [_mean(arm, column.form), f"{arm.failed} of {len(arm.values)}", _rates(arm), arm.verdicts]
-        lines.append([*arm.cell.key.values(), *cells, *([compared + mark] if others else []), sensitivity])
-    return head, lines
-
-
-def _mark(arm: Arm) -> str:
-    return " *" if arm.compared is not None and arm.compared.is_better and arm.compared.p < 0.05 else ""
-
-
-def _mean(arm: Arm, form: str) -> str:
-    values = arm.found
-    if not values:
-        return "failed" if arm.values else "not measured"
-    mean = f"{statistics.fmean(values):{form}}"
-    if arm.failed:
-        return f"{mean} ({len(values)} of {len(arm.values)} seeds)"
-    if len(values) < 2:
-        return mean
-    low, high = interval(values)
-    return f"{mean} [{low:{form}}, {high:{form}}]"
-
-
-def _rates(arm: Arm) -> str:
-    rates = [f"{rate:g}" if rate is not None else "none" for rate in arm.rates.values()]
-    counts = {rate: rates.count(rate) for rate in dict.fromkeys(rates)}
-    words = ", ".join(f"{rate} ({n})" if len(counts) > 1 else rate for rate, n in counts.items())
-    return f"{words}, edge in {arm.edges}" if arm.edges else words
-
-
 def sentence(found: Outcome, arm: Arm) -> str:
     """Returns what the study says about an arm, in words."""
     study, column = found.study, COLUMNS[found.study.metric]
@@ -127,7 +83,7 @@ def sentence(found: Outcome, arm: Arm) -> str:
     if arm.failed:
         return f"{name} failed with {arm.failed} of {len(arm.values)} seeds, so it is not compared.{edge}"
     if study.baseline_of(arm.cell) is None:
-        return f"{name} is the baseline: {column.heading} {_mean(arm, column.form)}.{edge}"
+        return f"{name} is the baseline: {column.heading} {mean(arm, column.form)}.{edge}"
     if arm.compared is None or (told := arm.compared.difference) is None:
         why = arm.compared.words if arm.compared is not None else "too few seeds"
         return f"{name} is not compared with {base}: {why}.{edge}"

@@ -18,6 +18,8 @@ from ..errors import InputError
 KEY = "normformer_rs"
 """The configuration's attribute, and the `model_type` in the file."""
 _NO_WEIGHTS = "load-with-normformer_rs.load_swapped.safetensors"
+LOAD: list[Any] = []
+"""`load_swapped`, which Auto classes call; loading.py puts it here, because it imports this file."""
 _STOCK = ("model_type", "architectures")
 """Fields whose stock values the file has in KEY's object, under "stock"."""
 
@@ -170,11 +172,9 @@ def _loader(auto: Any, stock: Any) -> Any:
     class Loader:
         @classmethod
         def from_pretrained(cls, folder: Any, *_: Any, trust_remote_code: Any = None, **options: Any) -> Any:
-            from .loading import load_swapped
-
             for name in ("_from_auto", "adapter_kwargs"):
                 options.pop(name, None)
-            return load_swapped(folder, auto, trust=bool(trust_remote_code), **options)
+            return LOAD[0](folder, auto, trust=bool(trust_remote_code), **options)
 
         @classmethod
         def _from_config(cls, config: Any, **options: Any) -> Any:

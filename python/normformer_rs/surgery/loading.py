@@ -14,7 +14,7 @@ from ..declarations.file_class import names_code, refuse_code
 from ..errors import InputError
 from ..nn.norm_table import FAMILIES
 from ..nn.registry import norm_class
-from .configuration import KEY, model_class, read_config, register
+from .configuration import KEY, LOAD, model_class, read_config, register
 from .folding import fold_named
 from .marker import MARKS
 from .norms import swap_norms
@@ -106,6 +106,9 @@ def load_swapped(
         )
     model.__class__ = kind
     return (model, report) if wants_report else model
+
+
+LOAD.append(load_swapped)
 
 
 def _model_class(kind: Any, config: Any, folder: Any, transformers: Any) -> Any:

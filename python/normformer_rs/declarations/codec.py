@@ -1,0 +1,258 @@
+"""The parts of a residual scheme as JSON: `to_json` writes each type of declared.py and `from_json` reads it, both
+through `_codec`, which follows the types of its fields. A variant of a Rust enum is {its name: its content}.
+"""
+
+import functools
+import operator
+from collections.abc import Callable, Iterable, Mapping
+from types import NoneType, UnionType
+from typing import Any, Literal, NamedTuple, get_args, get_origin
+
+from ..errors import InputError
+from .declared import (
+    GROWING,
+    KINDS,
+    Change,
+    Changes,
+    Channel,
+    Curve,
+    DepthAttention,
+    Each,
+    FirstValues,
+    Gain,
+    Gates,
+    HyperConnection,
+    Joint,
+    Learned,
+    Mixing,
+    NormAt,
+    Part,
+    Permuted,
+    Stream,
+)
+from .first_values import Normal, number
+
+
+class Owner(NamedTuple):
+    """The module that owns the norms and parameters of a place: the width of its rows, and the texts before (`path`)
+    and after (`number`) their names in it."""
+
+    width: int
+    path: str = ""
+    number: str = ""
+
+    def own(self, part: Any, what: str) -> Any:
+        """Returns a norm or a parameter under the name that it has in the module, with its width or shape filled in."""
+        name = self.path + _text(part.name, f"{what}.name")
+        if isinstance(part, NormAt):
+            width = self.width if part.width is None else part.width
+            return NormAt(name + self.number, width, part.start)
+        name += "" if part.shared else self.number
+        shape = part.shape if isinstance(part.shape, list | tuple) else [part.shape]
+        value = [*part.value] if getattr(part.value, "shape", None) else part.value
+        return part._replace(name=name, value=value, shape=shape, shared=False)
+
+
+def to_json(kind: Any, value: Any, owner: Owner, what: str) -> Any:
+    """Returns a value of this type as Rust reads it. `what` names it in messages. Errors: InputError for a value of
+    another type."""
+    return _codec(kind).write(value, owner, what)
+
+
+def from_json(kind: Any, found: Any) -> Any:
+    """Returns a value of this type, read from what Rust wrote."""
+    return _codec(kind).read(found)
+
+
+def refusal(what: str, expected: str, value: Any) -> InputError:
+    """Makes the error for a value that is not what it must be."""
+    return InputError(f"{what} must be {expected}; got {value!r}")
+
+
+class _Codec(NamedTuple):
+    """The functions that write a type's values as JSON, and read them."""
+
+    write: Callable[[Any, Owner, str], Any]
+    read: Callable[[Any], Any]
+
+
+@functools.cache
+def _codec(kind: Any) -> _Codec:
+    if kind in _CODECS:
+        return _CODECS[kind]()
+    if get_origin(kind) is Literal:
+        return _codec(str)
+    kinds = [one for one in get_args(kind) if one is not NoneType]
+    if len(kinds) < len(get_args(kind)):
+        return _optional(_codec(functools.reduce(operator.or_, kinds)))
+    if isinstance(kind, UnionType):
+        return _one_or_list(_codec(kinds[0]))
+    return _list(_codec(kinds[0])) if kinds else _fields(kind)
+
+
+def _leaf(check: Callable[[Any, str], Any], read: Callable[[Any], Any] = lambda found: found) -> _Codec:
+    return _Codec(lambda value, _, what: check(value, what), read)
+
+
+def _optional(codec: _Codec) -> _Codec:
+    def write(value: Any, owner: Owner, what: str) -> Any:
+        return None if value is None else codec.write(value, owner, what)
+
+    return _Codec(write, lambda found: None if found is None else codec.read(found))
+
+
+def _list(codec: _Codec) -> _Codec:
+    def write(value: Any, owner: Owner, what: str) -> Any:
+        if not isinstance(value, Iterable) or isinstance(value, str):
+            raise refusal(what, "a list", value)
+        return [codec.write(one, owner, what) for one in value]
+
+    return _Codec(write, lambda found: tuple(map(codec.read, found)))
+
+
+def _one_or_list(codec: _Codec) -> _Codec:
+    """Returns the codec of `X | Sequence[X]`."""
+    many = _list(codec)
+
+    def write(value: Any, owner: Owner, what: str) -> Any:
+        is_list = isinstance(value, list | tuple) and not hasattr(value, "_fields")
+        return (many if is_list else codec).write(value, owner, what)
+
+    return _Codec(write, lambda found: (many if isinstance(found, list) else codec).read(found))
+
+
+def _enum(variants: Mapping[str, Any], expected: str) -> _Codec:
+    codecs = {tag: (int | float if kind is float else kind, _codec(kind)) for tag, kind in variants.items()}
+
+    def write(value: Any, owner: Owner, what: str) -> Any:
+        for tag, (kind, codec) in codecs.items():
+            if isinstance(value, kind):
+                return {tag: codec.write(value, owner, what)}
+        raise refusal(what, expected, value)
+
+    def read(found: Any) -> Any:
+        ((tag, what),) = found.items()
+        return codecs[tag][1].read(what)
+
+    return _Codec(write, read)
+
+
+def _gain() -> _Codec:
+    plain = _enum(
+        {"constant": float, "learned": Learned}, "a number, GROWING, a Learned, or a curve of one, as sigmoid(…)"
+    )
+    curve, units = _codec(Curve), {1.0: "one", GROWING: "growing"}
+
+    def write(value: Any, owner: Owner, what: str) -> Any:
+        if isinstance(value, str | int | float) and value in units:
+            return units[value]
+        if isinstance(value, Curve):
+            fields = curve.write(value, owner, what)
+            return {fields.pop("kind"): fields}
+        return plain.write(value, owner, what)
+
+    def read(found: Any) -> Any:
+        if isinstance(found, str):
+            return 1.0 if found == "one" else found
+        ((tag, what),) = found.items()
+        return plain.read(found) if tag in ("constant", "learned") else curve.read({"kind": tag, **what})
+
+    return _Codec(write, read)
+
+
+def _change() -> _Codec:
+    codecs = {kind: _codec(what) for kind, what in KINDS.items()}
+
+    def write(value: Any, owner: Owner, what: str) -> Any:
+        if not isinstance(value, Change):
+            raise refusal(what, 'changes, as norm("norm") or keep("x")', value)
+        if value.kind not in [*codecs]:
+            raise refusal(f"{what}: the kind of a change", f"one of {', '.join(codecs)}", value.kind)
+        return {value.kind: codecs[value.kind].write(value.what, owner, f"{what}: {value.kind}")}
+
+    def read(found: Any) -> Any:
+        ((kind, what),) = found.items()
+        return Change(kind, codecs[kind].read(what))
+
+    return _Codec(write, read)
+
+
+def _changes() -> _Codec:
+    many = _list(_codec(Change))
+
+    def write(value: Any, owner: Owner, what: str) -> Any:
+        is_list = isinstance(value, Iterable) and not isinstance(value, Change | str)
+        return many.write(value if is_list else [value], owner, what)
+
+    return _Codec(write, many.read)
+
+
+def _stream() -> _Codec:
+    norm = _optional(_codec(NormAt))
+    return _Codec(lambda *value: {"norm": norm.write(*value)}, lambda found: norm.read(found["norm"]))
+
+
+def _first_values() -> _Codec:
+    def write(value: Any, _: Owner, what: str) -> Any:
+        if isinstance(value, Normal):
+            return {"normal": number(value.std, what)}
+        return [number(one, what) for one in value] if isinstance(value, list | tuple) else number(value, what)
+
+    def read(found: Any) -> Any:
+        if isinstance(found, dict):
+            return Normal(found["normal"])
+        return tuple(found) if isinstance(found, list) else found
+
+    return _Codec(write, read)
+
+
+_LEFT_OUT = ("is_weighted", "shared", "sums_over")
+"""Fields that are written only if they differ from their default."""
+
+
+def _fields(kind: Any) -> _Codec:
+    codecs = {name: _codec(one) for name, one in kind.__annotations__.items()}
+    expected = {Learned: 'a Learned, as Learned("gain", 1.0)', NormAt: 'a Norm, as Norm("norm")'}
+    silent = {name: kind._field_defaults[name] for name in _LEFT_OUT if name in codecs}
+
+    def write(value: Any, owner: Owner, what: str) -> Any:
+        if not isinstance(value, kind):
+            raise refusal(what, expected.get(kind, f"a {kind.__name__}"), value)
+        if isinstance(value, Part):
+            value = owner.own(value, what)
+            what = f"{what}: {value.name}"
+        given = ((name, part) for name, part in zip(codecs, value) if name not in silent or part != silent[name])
+        return {name: codecs[name].write(part, owner, f"{what}.{name}") for name, part in given}
+
+    return _Codec(write, lambda found: kind(**{name: codecs[name].read(part) for name, part in found.items()}))
+
+
+def _text(value: Any, what: str) -> str:
+    if not isinstance(value, str):
+        raise refusal(what, "a text", value)
+    return value
+
+
+def _whole(value: Any, what: str) -> int:
+    """Checks that a value is a whole number, as sizes and counts must be, and returns it."""
+    if isinstance(value, bool) or not hasattr(value, "__index__") or abs(int(value)) >= 2**63:
+        raise InputError(f"{what} must be a whole number of 64 bits; got {str(value)[:60]!r}")
+    return int(value)
+
+
+_GATES = {"joint": Joint, "permuted": Permuted, "each": Each, "channel": Channel, "sum": float}
+_MIXING = {"hyper": HyperConnection, "depth": DepthAttention}
+_CODECS: dict[Any, Callable[[], _Codec]] = {
+    bool: lambda: _leaf(lambda value, _: bool(value)),
+    int: lambda: _leaf(_whole),
+    float: lambda: _leaf(number, float),
+    str: lambda: _leaf(_text),
+    FirstValues: _first_values,
+    Gain: _gain,
+    Change: _change,
+    Changes: _changes,
+    Stream: _stream,
+    Gates: lambda: _enum(_GATES, "a Joint, a Permuted, an Each, a Channel or a number"),
+    Mixing: lambda: _enum(_MIXING, "a HyperConnection or a DepthAttention"),
+}
+"""Makers of the codecs of types whose fields alone do not determine it."""
