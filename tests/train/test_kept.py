@@ -188,6 +188,9 @@ def test_it_only_compares(other, capsys):
     Path("page.md").write_text("# Page\n")
     code, said, errors = call(f"twt-table3 --recompute {other}", capsys)
     assert (code, said) == (2, []) and f"--recompute and {other.split()[0]}: expected one of them" in errors[0]
+    code, said, _ = call("twt-table3 twt-fig2 --recompute", capsys)
+    assert code == 0
+    assert "out/check/twt-fig2-check.csv: cannot be recomputed: its figures are of logs and weights alone" in said
     code, said, errors = call("bf16 --recompute", capsys)
     assert (code, said) == (2, []) and "nothing has been measured yet: leave --recompute out" in errors[0]
 

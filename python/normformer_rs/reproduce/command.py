@@ -197,10 +197,10 @@ def _measure_row(scale: Scale, results: Results, row: Row, runs: "Runs") -> None
 def _kept(scale: Scale, done: "Run", found: Sequence["Measured"], results: Results) -> "Kept | None":
     """Returns what is kept of a run; None if no figure could be made again of it."""
     from .kept import Kept, about
-    from .made import FIGURES
+    from .made import is_kept
     from .measures import told
 
-    if not results.keeps or {"bleu", *FIGURES}.isdisjoint(scale.shown.measures):
+    if not results.keeps or not is_kept(scale.shown.measures):
         return None
     kept = about(done.row, scale) | told(done)
     for measured in found:
@@ -225,6 +225,7 @@ def _p_value(scale: Scale, row: Row, done: "Run", runs: "Runs") -> float | str:
 def _recompute(tables: Sequence[Results], data: Path) -> None:
     """Prints each stored figure and whether it is made again. Errors: InputError if one is made otherwise, and if
     nothing has been measured."""
+    from .made import is_kept
     from .remade import left_out, remade
     from .runs import Runs
 
@@ -234,6 +235,9 @@ def _recompute(tables: Sequence[Results], data: Path) -> None:
     with tempfile.TemporaryDirectory() as folder:
         runs = Runs(Path(folder), data, device="cpu", progress=False)
         for results in tables:
+            if not is_kept(results.scale.shown.measures):
+                print(f"{results.path('.csv')}: cannot be recomputed: its figures are of logs and weights alone")
+                continue
             lacking = missing({row.corpus for row in results.scale.rows}, data)
 
             def references(row: Row, scale: Scale = results.scale, lacking: Container[str] = lacking) -> Any:

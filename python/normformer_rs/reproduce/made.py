@@ -1,7 +1,7 @@
 """Figures of numbers that are kept of a run: measures make them, and `reproduce NAME --recompute` makes them again."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from .declared import Options
 from .kept import Told
@@ -81,3 +81,8 @@ FIGURES: dict[str, Callable[[Told], Options]] = {
     "smoothed": smoothed,
 }
 """The figures of each measure that are made of numbers alone."""
+
+
+def is_kept(measures: Iterable[str]) -> bool:
+    """True if a figure of these measures can be made again: of translations, losses or the log's evaluations."""
+    return not {"bleu", *FIGURES}.isdisjoint(measures)
