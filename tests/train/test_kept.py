@@ -1,4 +1,4 @@
-"""`normformer-rs reproduce --recompute`: stored figures are made again of what is kept of their runs."""
+"""`normformer-rs reproduce --recompute`: stored figures are recomputed from the files beside their table."""
 
 import csv
 import gzip
@@ -72,7 +72,7 @@ def test_stored_figures_are_made_again(capsys):
     before = {path: path.read_bytes() for path in Path("out").rglob("*") if path.is_file()}
     code, said, errors = call("twt-table3 twt-table8 pn-table2 --recompute", capsys)
     assert (code, errors) == (0, [])
-    assert said[-1] == "39 stored figures are made again, 0 differ, 0 rows or figures cannot be recomputed"
+    assert said[-1] == "39 recomputed figures equal the stored ones, 0 differ, 0 rows or figures cannot be recomputed"
     first, second = rows()[:2]
     for line in (f"equal: postnorm+layernorm, seed 1, bleu {first['bleu']}",
                  f"equal: prenorm+layernorm, seed 1, p {second['p']}",
@@ -121,9 +121,9 @@ CHANGES = {
     "a file that is cut": (cut, "a damaged gzip file"),
     "no translations": (lambda row: Path(FOLDER, f"{row['kept']}.txt.gz").unlink(), "no such file"),
     "no object": (lambda row: Path(FOLDER, f"{row['kept']}.json.gz").unlink(), "no such file"),
-    "BLEU": (lambda row: row.update(bleu="41.02"), ", bleu: stored 41.02, made "),
-    "p": (lambda row: row.update(p="0.0001"), ", p: stored 0.0001, made "),
-    "a loss": (lambda row: row.update(valid_nll="1.5"), ", valid_nll: stored 1.5, made "),
+    "BLEU": (lambda row: row.update(bleu="41.02"), ", bleu: stored 41.02, recomputed "),
+    "p": (lambda row: row.update(p="0.0001"), ", p: stored 0.0001, recomputed "),
+    "a loss": (lambda row: row.update(valid_nll="1.5"), ", valid_nll: stored 1.5, recomputed "),
     "sacreBLEU's line": (lambda row: row.update(sacrebleu=f"{row['sacrebleu']}."), ", sacrebleu: stored BLEU|nrefs:1|"),
     "another row's": (lambda row: row.update(kept=rows()[0]["kept"]), "kept of another run"),
     "a path": (lambda row: row.update(kept="../../../etc/x"), "expected 16 hexadecimal digits"),
@@ -159,10 +159,10 @@ def test_rows_of_before_are_listed(capsys):
     assert "  cannot be recomputed: prenorm+layernorm, seed 1: nothing is kept of its run" in said
     p = "prenorm+fixnorm+layernorm, seed 1, p: no translations of prenorm+layernorm are kept"
     assert f"  cannot be recomputed: {p}" in said
-    assert said[-1] == "10 stored figures are made again, 0 differ, 2 rows or figures cannot be recomputed"
+    assert said[-1] == "10 recomputed figures equal the stored ones, 0 differ, 2 rows or figures cannot be recomputed"
     write_rows([{name: value for name, value in row.items() if name != "kept"} for row in found])
     code, said, _ = call("twt-table3 --recompute", capsys)
-    assert code == 0 and said[-1].startswith("0 stored figures are made again, 0 differ, 4 rows")
+    assert code == 0 and said[-1].startswith("0 recomputed figures equal the stored ones, 0 differ, 4 rows")
     assert cli.main(["reproduce", "twt-table3", "--scale", "check", "--no-train", "--output", "out"]) == 0
 
 
@@ -171,7 +171,7 @@ def test_without_the_text_counts_are_taken_as_they_are(capsys, monkeypatch):
     row = corpora.CORPORA["demo"]._replace(files={"train_source": "demo/train.en"})
     monkeypatch.setitem(corpora.CORPORA, "demo", row)
     code, said, _ = call("twt-table3 --recompute --data nowhere", capsys)
-    assert code == 0 and said[-1].startswith("15 stored figures are made again, 0 differ, 0 rows")
+    assert code == 0 and said[-1].startswith("15 recomputed figures equal the stored ones, 0 differ, 0 rows")
     wanted = (
         "  the translations were not scored again: the demo's number words, English to Vietnamese is not in nowhere"
     )

@@ -95,8 +95,8 @@ def run(
 ) -> None:
     """Makes the reproductions, one after another; `flags.py` says what each argument does.
 
-    Errors: InputError for a scale that an entry lacks, missing data, damaged runs, and a stored figure that
-    `recompute` makes otherwise; Interrupted after Ctrl-C, and the same call continues; ImportError without sacrebleu
+    Errors: InputError for a scale that an entry lacks, missing data, damaged runs, and with `recompute` a stored
+    figure that differs; Interrupted after Ctrl-C, and the same call continues; ImportError without sacrebleu
     or, at scale check, num2words.
     """
     entries = chosen(names, scale)
@@ -195,7 +195,7 @@ def _measure_row(scale: Scale, results: Results, row: Row, runs: "Runs") -> None
 
 
 def _kept(scale: Scale, done: "Run", found: Sequence["Measured"], results: Results) -> "Kept | None":
-    """Returns what is kept of a run; None if no figure could be made again of it."""
+    """Returns the data to recompute a row's figures; None if there are no such figures."""
     from .kept import Kept, about
     from .made import is_kept
     from .measures import told
@@ -223,7 +223,7 @@ def _p_value(scale: Scale, row: Row, done: "Run", runs: "Runs") -> float | str:
 
 
 def _recompute(tables: Sequence[Results], data: Path) -> None:
-    """Prints each stored figure and whether it is made again. Errors: InputError if one is made otherwise, and if
+    """Prints each stored figure and whether the recomputed one equals it. Errors: InputError if one differs, and if
     nothing has been measured."""
     from .made import is_kept
     from .remade import left_out, remade
@@ -255,8 +255,8 @@ def _recompute(tables: Sequence[Results], data: Path) -> None:
                 print(f"  rows that were measured with other options, and are not compared: {results.stale}")
             made = {figure.name for figure in found if figure.name}
             if made and (others := left_out(results, made)):
-                print(f"  not made again, since logs and weights are not kept: {', '.join(others)}")
-    said = f"{counted['equal']} stored figures are made again, {counted['different']} differ"
+                print(f"  not recomputed, since logs and weights are not kept: {', '.join(others)}")
+    said = f"{counted['equal']} recomputed figures equal the stored ones, {counted['different']} differ"
     print(f"{said}, {counted['cannot']} rows or figures cannot be recomputed", flush=True)
     if counted["different"]:
         raise InputError(f"{counted['different']} stored figures differ from what is kept of their runs: see above")
@@ -268,7 +268,9 @@ def _words(figure: "Figure") -> str:
         return f"equal: {name} {figure.stored.partition(' = ')[2] or figure.stored}"
     if figure.state == "cannot":
         return f"cannot be recomputed: {name}: {figure.made}"
-    return f"different: {name}: " + (f"stored {figure.stored}, made {figure.made}" if figure.name else figure.made)
+    return f"different: {name}: " + (
+        f"stored {figure.stored}, recomputed {figure.made}" if figure.name else figure.made
+    )
 
 
 def _show(entry: Reproduction, scale: str, results: Results, write_to: Path | None) -> None:

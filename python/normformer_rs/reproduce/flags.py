@@ -30,7 +30,7 @@ def parser() -> Command:
         parser.add_argument("--device", metavar="NAME", default="cpu", help="cpu, cuda, cuda:N or auto. Default: cpu.")
         parser.add_argument("--dry-run", action="store_true", help="Print runs, options and files, then stop.")
         parser.add_argument("--no-train", action="store_true", help="Table and picture of what has been measured.")
-        again = "Compare the stored figures with what is kept of their runs, and stop: see docs/reproduce.md."
+        again = "Recompute the stored figures from the files beside the table, compare, and stop."
         parser.add_argument("--recompute", action="store_true", help=again)
         parser.add_argument("--no-progress", action="store_true", help="No progress bar.")
 

@@ -1,4 +1,4 @@
-"""The files that are kept of a row's run, beside the table: of them its figures can be made again.
+"""Files beside a table, from which the figures of a row can be recomputed.
 
 A row has two files in `NAME-SCALE-kept`: an object of JSON, and the translations, one line each, whose digest the
 object has. The row has the object's digest, which is the name of both files, so none is ever written over.

@@ -1,4 +1,4 @@
-"""Figures of numbers that are kept of a run: measures make them, and `reproduce NAME --recompute` makes them again."""
+"""Figures computed from a run's kept numbers, both by measures.py and by `reproduce NAME --recompute`."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -84,5 +84,5 @@ FIGURES: dict[str, Callable[[Told], Options]] = {
 
 
 def is_kept(measures: Iterable[str]) -> bool:
-    """True if a figure of these measures can be made again: of translations, losses or the log's evaluations."""
+    """True if translations, losses or the log's evaluations are enough for a figure of these measures."""
     return not {"bleu", *FIGURES}.isdisjoint(measures)

@@ -26,7 +26,7 @@ _BLOCKS = 100
 
 
 class Measured(NamedTuple):
-    """Columns of the table, series by name, and what the columns can be made of again."""
+    """Columns of the table, series by name, and the data to recompute columns."""
 
     columns: Options = {}  # noqa: RUF012
     series: dict[str, list[float]] = {}  # noqa: RUF012

@@ -1,7 +1,7 @@
-"""Figures that are made again of what is kept, for `reproduce NAME --recompute`.
+"""Recomputes the stored figures of a table from the kept files, for `reproduce NAME --recompute`.
 
-BLEU, sacreBLEU's line and p are made of the counts of each line. Where the references are there, the counts are checked
-first against the translations.
+BLEU, sacreBLEU's line and p come from the counts of each line. If the references are there, the counts are first
+checked against the translations.
 """
 
 import itertools
@@ -22,16 +22,16 @@ ABOUT = ("seed", RECIPE, KEPT, "updates", "seconds", "date", "version", "commit"
 
 
 class Figure(NamedTuple):
-    """A stored figure, or what hinders that it is made again."""
+    """A stored figure, beside the recomputed one or the reason why there is none."""
 
     row: Row
     name: str
     """The column; "" for what concerns the whole row."""
     stored: str
     made: str
-    """The figure that is made again; for a row, or a figure that cannot be, the reason."""
+    """The recomputed figure, or the reason why there is none."""
     state: str
-    """equal, different, or "cannot" for what cannot be made again."""
+    """equal, different, or "cannot" if it cannot be recomputed."""
 
 
 References = Callable[[Row], "list[str] | None"]
@@ -39,9 +39,9 @@ References = Callable[[Row], "list[str] | None"]
 
 
 def remade(results: Results, references: References) -> Iterator[Figure]:
-    """Yields each stored figure of the table, beside the one that is made again of what is kept.
+    """Yields each stored figure of the table, beside the recomputed one.
 
-    Figures of the training's course and of the weights, such as `train_nll` and `growth`, are not made again.
+    Figures that need the log of all updates or the weights, such as `train_nll` and `growth`, are left out.
     """
     for row, found in stored(results):
         try:
@@ -122,7 +122,7 @@ def _wrong(kept: Kept, references: list[str] | None) -> str:
 
 
 def _p(results: Results, row: Row, kept: Kept) -> tuple[str, float]:
-    """Returns the reason why p cannot be made again, or "" and p."""
+    """Returns "" and p, or the reason why p cannot be recomputed."""
     baseline = baseline_of(results.scale, row)
     columns = results.find(baseline) if baseline is not None else None
     theirs = of_row(results, baseline, columns) if baseline is not None and columns is not None else None

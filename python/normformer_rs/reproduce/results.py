@@ -102,7 +102,7 @@ class Results:
         """Keeps a row, in files that are whole after a crash. Series are kept for a row's first seed only.
 
         Args:
-            kept: that of which the row's figures can be made again; it replaces that of the row before.
+            kept: the data to recompute the row's figures; that of a row which this one replaces is removed.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         with alone(self.folder):
