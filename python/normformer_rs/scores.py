@@ -5,7 +5,7 @@ import json
 import os
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -122,21 +122,61 @@ def _split_compounds(lines: Sequence[str]) -> list[str]:
     return [re.sub(r"(\S)-(\S)", r"\1 ##AT##-##AT## \2", line) for line in lines]
 
 
+class Counts(NamedTuple):
+    """The counts of each line that BLEU is made of, and how they were counted: enough for BLEU and p without the
+    text."""
+
+    lines: list[list[int]]
+    """Words of the hypothesis, of the reference, common n-grams of length 1 to 4, n-grams of the hypothesis."""
+    signature: str
+    """sacreBLEU's, with its version."""
+
+
+def counts(hypotheses: Sequence[str], references: Sequence[str], tokenize: str) -> Counts:
+    """Counts the lines as `score` does. Errors: ImportError without sacrebleu."""
+    metrics = require("sacrebleu.metrics", "scoring translations")
+    metric = metrics.BLEU(tokenize=tokenize, force=True, references=[list(references)])
+    lines = metric._extract_corpus_statistics(list(hypotheses), None)
+    return Counts([[int(count) for count in line] for line in lines], metric.get_signature().format())
+
+
+def score_counts(
+    ours: Counts, theirs: Counts | None = None, *, resamples: int = RESAMPLES, seed: str = "12345"
+) -> tuple[float, str, Comparison | None]:
+    """Returns BLEU, sacreBLEU's line, and the comparison with a baseline, all as `score` makes them of the text."""
+    metric = require("sacrebleu.metrics", "scoring translations").BLEU(force=True)
+    found = metric._compute_score_from_stats(np.sum(ours.lines, 0).tolist())
+    line = found.format(signature=ours.signature)
+    if theirs is None:
+        return found.score, line, None
+    rows = _draws(len(ours.lines), resamples, seed)
+    return found.score, line, _compare_counts(metric, np.array(ours.lines), np.array(theirs.lines), rows)
+
+
 def _compare(metric: Any, hypotheses: Sequence[str], baseline: Sequence[str], resamples: int) -> Comparison:
     """Compares two systems with the statistics of lines that sacreBLEU's own test resamples, and with its draws of
     lines."""
-    systems = [np.array(metric._extract_corpus_statistics(lines, None)) for lines in (hypotheses, baseline)]
-    rows = _draws(len(baseline), resamples)
-    ours, theirs = (_resampled(metric, statistics, rows) for statistics in systems)
-    bleu, other = (_resampled(metric, statistics, np.arange(len(statistics))[None])[0] for statistics in systems)
+    ours, theirs = (np.array(metric._extract_corpus_statistics(lines, None)) for lines in (hypotheses, baseline))
+    return _compare_counts(metric, ours, theirs, _draws(len(baseline), resamples, resampling_seed()))
+
+
+def _compare_counts(metric: Any, own: NDArray[Any], baseline: NDArray[Any], rows: NDArray[np.int64]) -> Comparison:
+    ours, theirs = (_resampled(metric, statistics, rows) for statistics in (own, baseline))
+    every = np.arange(len(own))[None]
+    bleu, other = (_resampled(metric, statistics, every)[0] for statistics in (own, baseline))
+    resamples = len(rows)
     differences = ours - theirs
     is_as_large = np.abs(differences - differences.mean()) >= abs(bleu - other) - 100 * _ROUNDING
     return Comparison(float(bleu), float(other), (1 + int(is_as_large.sum())) / (1 + resamples), resamples)
 
 
-def _draws(lines: int, resamples: int) -> NDArray[np.int64]:
+def resampling_seed() -> str:
+    """Returns the seed of the resamples that the environment asks for."""
+    return os.environ.get(SEED, "12345")
+
+
+def _draws(lines: int, resamples: int, seed: str) -> NDArray[np.int64]:
     """Returns the lines of each resample, as sacreBLEU draws them."""
-    seed = os.environ.get(SEED, "12345")
     try:
         generator = np.random.default_rng(None if seed.lower() == "none" else int(seed))
     except ValueError as error:

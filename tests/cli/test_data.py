@@ -2,14 +2,17 @@
 
 import gzip
 import random
+import struct
 import subprocess
 import sys
+import zlib
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from normformer_rs import InputError, cli
-from normformer_rs.reproduce import REPRODUCTIONS, moses, releases
+from normformer_rs.reproduce import REPRODUCTIONS, moses, releases, verses
 from normformer_rs.reproduce.corpora import CORPORA, missing
 from normformer_rs.reproduce.releases import RELEASES, Counted, Raw
 
@@ -36,6 +39,36 @@ def write(path: Path, lines: list[str]) -> None:
 def sgm(language: str, count: int) -> list[str]:
     inside = [f'<seg id="{i}"> {sentence(language, i)} </seg>' for i in range(1, count + 1)]
     return ['<refset setid="x">', "<doc>", *inside, "</doc>"]
+
+
+_NOTE = '<note placement="foot"><reference type="annotateRef">1:1 </reference>or else</note>'
+VERSES = {
+    "en": [f"God{_NOTE}<w lemma='x'>made</w> “<w>it</w> ”, &amp; ", "<w>He</w> <w>saw</w> <l level='1'/>it. ",
+           "<title type='psalm'>A Psalm</title>It rains today. ", "One.", "It is so."],
+    "es": ["<w>DIOS</w> lo<w>hizo</w> , <w>así</w> . ", "<w>Y</w> lo <w>vió</w>. ", "Hoy <w>llueve</w> mucho. ",
+           "Uno.", "Y fué así, como Dios lo quiso."],
+}  # fmt: skip
+
+
+def sword(raw: Path, language: str, chapters: Sequence[str]) -> None:
+    """A module of the SWORD project: two testaments, each a book with these chapters."""
+    (raw / "mods.d").mkdir(parents=True, exist_ok=True)
+    name = verses.MODULES[language]
+    (raw / "mods.d" / f"{name}.conf").write_text(f"[{name}]\n")
+    folder = raw / "modules" / "texts" / "ztext" / name
+    folder.mkdir(parents=True)
+    for testament, book in (("ot", "Gen"), ("nt", "Matt")):
+        slots = ["", '<milestone type="x-importer"/>', f'<div canonical="true" osisID="{book}" sID="g" type="book"/>']
+        for chapter in chapters:
+            slots += [f'<chapter n="{chapter}" osisID="{book}.{chapter}" sID="c"/>', *VERSES[language]]
+            slots[-1] += '<chapter eID="c"/><div canonical="true" eID="g" type="book"/>'
+        texts = [slot.encode() for slot in slots]
+        block = zlib.compress(b"".join(texts))
+        at = [sum(map(len, texts[:i])) for i in range(len(texts))]
+        (folder / f"{testament}.bzz").write_bytes(block)
+        (folder / f"{testament}.bzs").write_bytes(struct.pack("<III", 0, len(block), sum(map(len, texts))))
+        places = [struct.pack("<IIH", 0, begin, len(one)) for begin, one in zip(at, texts)]
+        (folder / f"{testament}.bzv").write_bytes(b"".join(places))
 
 
 def release(name: str, raw: Path) -> None:
@@ -75,6 +108,9 @@ def release(name: str, raw: Path) -> None:
         for pair in ("ar-en", "en-zh"):
             for language in pair.split("-"):
                 write(raw / f"MultiUN.{pair}.{language}", [f"{language} {i}" for i in range(8010)])
+    elif name == "verses":
+        for language in ("en", "es"):
+            sword(raw / "usr" / "share" / "sword", language, ["1", "4", "6", "12", "18"])
     else:
         for file in RELEASES[name].files:
             language = file.rpartition(".")[2]
@@ -109,7 +145,7 @@ def test_makes_what_entries_read(name, tmp_path):
 def test_every_corpus_of_a_paper_has_a_release():
     made = {corpus for entry in RELEASES.values() for corpus in entry.corpora}
     read = {row.corpus for entry in REPRODUCTIONS.values() for scale in entry.scales.values() for row in scale.rows}
-    assert read - {"demo", "demo-words"} == made
+    assert read - {"demo", "demo-words"} == made - {"verses"}
 
 
 def test_ted_pairs_are_rows_that_have_both(tmp_path):
@@ -119,6 +155,40 @@ def test_ted_pairs_are_rows_that_have_both(tmp_path):
     assert galician == [f"gl {i} ." for i in range(30) if i % 3]
     assert (tmp_path / "data/sk-en/dev.en").read_text("utf-8").splitlines() == [f"en {i} ." for i in range(5) if i % 5]
     assert len((tmp_path / "data/en-he/test.he").read_text("utf-8").splitlines()) == 6
+
+
+def test_verses_are_plain_text_and_chapters_are_held_out(tmp_path, capsys):
+    """Notes, titles and markup are gone; single words and a pair of unlike lengths are, too."""
+    release("verses", tmp_path)
+    assert cli.main(["data", "verses", "--raw", str(tmp_path), "--data", str(tmp_path / "data")]) == 2
+    said = capsys.readouterr()
+    assert 'read by: normformer-rs compare (text = "verses")' in said.out
+    assert "verses train has 18 lines" in said.err and "train.en has another text than results" in said.err
+    english, spanish = ((tmp_path / f"data/verses-en-es/train.{side}").read_text("utf-8").split("\n")
+                        for side in ("en", "es"))  # fmt: skip
+    assert english[:4] == ["God made “it”, &", "He saw it.", "It rains today.", "God made “it”, &"]
+    assert spanish[:3] == ["DIOS lo hizo, así.", "Y lo vió.", "Hoy llueve mucho."]
+    for part, chapters in (("valid", 2), ("test", 2)):
+        assert len((tmp_path / f"data/verses-en-es/{part}.es").read_text("utf-8").splitlines()) == 3 * chapters
+
+
+@pytest.mark.parametrize("damage", ["bzz", "bzs", "bzv", "none"])
+def test_damaged_verses_are_refused(tmp_path, damage):
+    release("verses", tmp_path)
+    for path in tmp_path.rglob(f"nt.{damage.replace('none', 'bzz')}"):
+        data = path.read_bytes()
+        if damage == "none":
+            path.unlink()
+        else:
+            path.write_bytes(data[:-5] if damage == "bzz" else data[:-1])
+    with pytest.raises(InputError, match="no such file: unpack the whole" if damage == "none" else "a damaged module"):
+        releases.prepare("verses", tmp_path, tmp_path / "data", workers=1)
+    assert not list((tmp_path / "data").glob("*"))
+
+
+@pytest.mark.data
+def test_verses_of_the_tests_are_those_that_are_made(corpora):
+    assert len(releases.counted("verses", corpora)) == 3 and releases.altered("verses", corpora) == []
 
 
 def test_iwslt14_is_tokenised_split_and_cut(tmp_path):

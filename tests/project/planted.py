@@ -71,6 +71,20 @@ PLANTED = [
         "return cls(**{field.name: options[field.name] for field in cls.FIELDS})",
         ("model/test_architecture.py::test_configurations_from_before_the_options",),
     ),
+    Planted(
+        "A stored figure of `reproduce`",
+        "reproduce/results.py",
+        "for digest in before - self._digests():",
+        "for digest in before:",
+        ("train/test_kept.py::test_a_kill_leaves_figures_with_all_that_they_were_made_of",),
+    ),
+    Planted(
+        "A stored figure of `reproduce`",
+        "reproduce/kept.py",
+        "if hashlib.sha256(written).hexdigest() != wanted:",
+        "if False:",
+        ("train/test_kept.py::test_a_change_is_noticed[a translation]",),
+    ),
     # Processes and signals
     Planted(
         "Ctrl-C, SIGTERM and SIGHUP save first",

@@ -338,6 +338,7 @@ def test_rows_of_an_edited_study_stay(tmp_path):
     narrow = Study(arms=arms, options=SMALL, lr=[1e-3], seeds=1, updates=2, layers=[3], text="demo")
     for study in (wide, narrow):
         results = results_of(study, tmp_path)
+        assert not results.keeps, "translations and losses are kept for `reproduce --recompute` alone"
         for cell in study.cells:
             results.add(study.row(cell, 1e-3, 1), {"valid_nll": 2.0}, {})
     assert [results_of(study, tmp_path).find(study.row(cell, 1e-3, 1)) is not None

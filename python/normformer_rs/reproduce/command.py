@@ -3,8 +3,9 @@
 import contextlib
 import logging
 import math
+import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,9 @@ from .results import Results, made_by
 from .tables import baseline_of, markdown, table, write_section
 
 if TYPE_CHECKING:
+    from .kept import Kept
+    from .measures import Measured
+    from .remade import Figure
     from .runs import Run, Runs
 
 
@@ -84,26 +88,34 @@ def run(
     write_to: Path | None = None,
     train: bool = True,
     dry_run: bool = False,
+    recompute: bool = False,
     seeds: int | None = None,
     device: str = "cpu",
     progress: bool = True,
 ) -> None:
     """Makes the reproductions, one after another; `flags.py` says what each argument does.
 
-    Errors: InputError for a scale that an entry lacks, missing data, damaged runs; Interrupted after Ctrl-C, and the
-    same call continues; ImportError without sacrebleu or, at scale check, num2words.
+    Errors: InputError for a scale that an entry lacks, missing data, damaged runs, and with `recompute` a stored
+    figure that differs; Interrupted after Ctrl-C, and the same call continues; ImportError without sacrebleu
+    or, at scale check, num2words.
     """
     entries = chosen(names, scale)
+    if recompute and (dry_run or write_to is not None):
+        other = "--dry-run" if dry_run else "--write"
+        raise UsageError(f"--recompute and {other}: expected one of them", "--recompute only compares stored figures")
     if write_to is not None and not write_to.is_file():
         raise InputError(f"--write {write_to}: no such file; expected a Markdown file, as docs/results-training.md")
     if seeds is not None and seeds < 1:
         raise InputError(f"--seeds must be at least 1; got {seeds}")
-    if dry_run or scale == "paper":
+    if dry_run or (scale == "paper" and not recompute):
         print("\n".join(plan(entry, scale, data, seeds) for entry in entries))
     if dry_run:
         return
     how: dict[str, Any] = {"data": data, "device": device, "progress": progress}
     kept = [Results(entry, scale, results or output / scale, seeds) for entry in entries]
+    if recompute:
+        _recompute(kept, data)
+        return
     if train:
         _check_data(entries, scale, data, kept)
     for entry, found in zip(entries, kept):
@@ -179,7 +191,21 @@ def _measure_row(scale: Scale, results: Results, row: Row, runs: "Runs") -> None
     if scale.shown.compared:
         columns["p"] = _p_value(scale, row, done, runs)
     series = {name: numbers for measured in found for name, numbers in measured.series.items()}
-    results.add(row, {**columns, **done.verdict, **made_by()}, series)
+    results.add(row, {**columns, **done.verdict, **made_by()}, series, _kept(scale, done, found, results))
+
+
+def _kept(scale: Scale, done: "Run", found: Sequence["Measured"], results: Results) -> "Kept | None":
+    """Returns the data to recompute a row's figures; None if there are no such figures."""
+    from .kept import Kept, about
+    from .made import is_kept
+    from .measures import told
+
+    if not results.keeps or not is_kept(scale.shown.measures):
+        return None
+    kept = about(done.row, scale) | told(done)
+    for measured in found:
+        kept |= measured.kept
+    return Kept(kept, [line for measured in found for line in measured.translations])
 
 
 def _p_value(scale: Scale, row: Row, done: "Run", runs: "Runs") -> float | str:
@@ -194,6 +220,57 @@ def _p_value(scale: Scale, row: Row, done: "Run", runs: "Runs") -> float | str:
         write(f"no p-value: the run of {name} is not in {runs.folder}, only its row is in the table")
         return ""
     return p_value(runs, done, runs.run(baseline), scale)
+
+
+def _recompute(tables: Sequence[Results], data: Path) -> None:
+    """Prints each stored figure and whether the recomputed one equals it. Errors: InputError if one differs, and if
+    nothing has been measured."""
+    from .made import is_kept
+    from .remade import left_out, remade
+    from .runs import Runs
+
+    if not any(results.rows for results in tables):
+        raise InputError(f"{tables[0].path('.csv')}: nothing has been measured yet: leave --recompute out")
+    counted = {"equal": 0, "different": 0, "cannot": 0}
+    with tempfile.TemporaryDirectory() as folder:
+        runs = Runs(Path(folder), data, device="cpu", progress=False)
+        for results in tables:
+            if not is_kept(results.scale.shown.measures):
+                print(f"{results.path('.csv')}: cannot be recomputed: its figures are of logs and weights alone")
+                continue
+            lacking = missing({row.corpus for row in results.scale.rows}, data)
+
+            def references(row: Row, scale: Scale = results.scale, lacking: Container[str] = lacking) -> Any:
+                return None if row.corpus in lacking else runs.references(row, scale)
+
+            print(f"{results.path('.csv')}:{'' if results.rows else ' nothing has been measured'}")
+            found = list(remade(results, references))
+            for figure in found:
+                print(f"  {_words(figure)}")
+                counted[figure.state] += 1
+            for corpus in lacking:
+                if any(figure.row.corpus == corpus and figure.name == "bleu" for figure in found):
+                    print(f"  the translations were not scored again: {CORPORA[corpus].title} is not in {data}")
+            if results.stale:
+                print(f"  rows that were measured with other options, and are not compared: {results.stale}")
+            made = {figure.name for figure in found if figure.name}
+            if made and (others := left_out(results, made)):
+                print(f"  not recomputed, since logs and weights are not kept: {', '.join(others)}")
+    said = f"{counted['equal']} recomputed figures equal the stored ones, {counted['different']} differ"
+    print(f"{said}, {counted['cannot']} rows or figures cannot be recomputed", flush=True)
+    if counted["different"]:
+        raise InputError(f"{counted['different']} stored figures differ from what is kept of their runs: see above")
+
+
+def _words(figure: "Figure") -> str:
+    name = ", ".join([_named(figure.row), *([figure.name] if figure.name else [])])
+    if figure.state == "equal":
+        return f"equal: {name} {figure.stored.partition(' = ')[2] or figure.stored}"
+    if figure.state == "cannot":
+        return f"cannot be recomputed: {name}: {figure.made}"
+    return f"different: {name}: " + (
+        f"stored {figure.stored}, recomputed {figure.made}" if figure.name else figure.made
+    )
 
 
 def _show(entry: Reproduction, scale: str, results: Results, write_to: Path | None) -> None:

@@ -38,7 +38,7 @@ def _run(args: argparse.Namespace) -> None:
         for name, release in releases.RELEASES.items():
             counts = releases.counted(name, data)
             print(f"{name}: {release.about}; {'here' if counts else f'not in {data}'}")
-            _show(counts)
+            _show(counts, releases.altered(name, data))
         return
     if args.name not in releases.RELEASES:
         near = closest(args.name, releases.RELEASES)
@@ -46,13 +46,16 @@ def _run(args: argparse.Namespace) -> None:
     if args.workers < 1:
         raise InputError(f"--workers must be at least 1; got {args.workers}")
     counts = releases.prepare(args.name, Path(args.raw), data, args.workers)
-    _show(counts)
+    altered = releases.altered(args.name, data)
+    _show(counts, altered)
     corpora = releases.RELEASES[args.name].corpora
     readers = [entry.name for entry in REPRODUCTIONS.values()
                if any(row.corpus in corpora for scale in entry.scales.values() for row in scale.rows)]  # fmt: skip
     again = f"normformer-rs reproduce NAME --scale paper --data {shlex.quote(str(data))} --dry-run"
-    print(f"read by: {', '.join(readers)} ({again})")
+    readers = [f"{', '.join(readers)} ({again})"] if readers else [f'normformer-rs compare (text = "{args.name}")']
+    print(f"read by: {readers[0]}")
     wrong = [f"{count.corpus} {count.part} has {count.lines:,} lines" for count in counts if not count.agrees]
+    wrong += [f"{path} has another text than results were measured on" for path in altered]
     if wrong:
         raise InputError(
             f"{'; '.join(wrong)}; see above what is expected. The files are kept: was the download complete, and is it "
@@ -60,7 +63,9 @@ def _run(args: argparse.Namespace) -> None:
         )
 
 
-def _show(counts: list[releases.Counted]) -> None:
+def _show(counts: list[releases.Counted], altered: list[str]) -> None:
     for count in counts:
         said = f" ({count.paper} expected)" if count.paper else ""
         print(f"  {count.corpus} {count.part}: {count.lines:,} lines{said}")
+    for path in altered:
+        print(f"  {path}: another text than results were measured on")

@@ -30,6 +30,8 @@ def parser() -> Command:
         parser.add_argument("--device", metavar="NAME", default="cpu", help="cpu, cuda, cuda:N or auto. Default: cpu.")
         parser.add_argument("--dry-run", action="store_true", help="Print runs, options and files, then stop.")
         parser.add_argument("--no-train", action="store_true", help="Table and picture of what has been measured.")
+        again = "Recompute the stored figures from the files beside the table, compare, and stop."
+        parser.add_argument("--recompute", action="store_true", help=again)
         parser.add_argument("--no-progress", action="store_true", help="No progress bar.")
 
     return "Make a paper's table again, beside the paper's figures.", _run, add
@@ -48,6 +50,7 @@ def _run(args: argparse.Namespace) -> None:
         write_to=Path(args.write) if args.write else None,
         train=not args.no_train,
         dry_run=args.dry_run,
+        recompute=args.recompute,
         seeds=args.seeds,
         device=args.device,
         progress=not args.no_progress,

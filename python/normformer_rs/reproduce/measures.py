@@ -10,30 +10,40 @@ import torch
 from .. import _core, text
 from ..analysis import observations
 from ..analysis.observations import brief
-from ..loop.translation import evaluate_loss
-from ..scores import score
+from ..loop.translation import Perplexity, evaluate_loss
+from ..scores import RESAMPLES, counts, resampling_seed, score
+from . import made
 from .declared import Options, Scale
+from .kept import Told, digest_of, of_log
 from .runs import Run, Runs
 
 START = 100
 """The number of updates in the pictures of a run's start."""
 _SCORED = 1000
 """The number of sentences whose perplexity is measured."""
+_BLOCKS = 100
+"""The most blocks of lines whose losses are kept: for each of them the model is loaded."""
 
 
 class Measured(NamedTuple):
-    """Columns of the table, and series by name."""
+    """Columns of the table, series by name, and the data to recompute columns."""
 
     columns: Options = {}  # noqa: RUF012
     series: dict[str, list[float]] = {}  # noqa: RUF012
+    kept: Told = {}  # noqa: RUF012
+    translations: list[str] = []  # noqa: RUF012
 
 
 def bleu(runs: Runs, run: Run, scale: Scale) -> Measured:
     """Measures BLEU of the scored part; empty if the run did not reach its end."""
     if not run.has_ended:
         return Measured({"bleu": "", "sacrebleu": ""})
-    found = score(*runs.translations(run, scale), tokenize=runs.corpora[run.row.corpus].tokenize)
-    return Measured({"bleu": round(found.bleu, 2), "sacrebleu": found.sacrebleu})
+    hypotheses, references = runs.translations(run, scale)
+    tokenize = runs.corpora[run.row.corpus].tokenize
+    found, counted = score(hypotheses, references, tokenize=tokenize), counts(hypotheses, references, tokenize)
+    how = {"tokenize": tokenize, "resamples": RESAMPLES, "seed": resampling_seed()}
+    kept = {"references": digest_of(references), "counts": {**how, **counted._asdict()}}
+    return Measured({"bleu": round(found.bleu, 2), "sacrebleu": found.sacrebleu}, {}, kept, hypotheses)
 
 
 def p_value(runs: Runs, run: Run, baseline: Run, scale: Scale) -> float | str:
@@ -78,18 +88,19 @@ def start(runs: Runs, run: Run, scale: Scale) -> Measured:
     return Measured({name: round(float(number), 4) for name, number in zip(names, numbers)})
 
 
+def told(run: Run) -> Told:
+    """Returns what is kept of a run's log."""
+    return of_log(run.history.evaluations, run.verdict["unigram_entropy"])
+
+
 def perplexity(runs: Runs, run: Run, scale: Scale) -> Measured:
     """Returns the best validation perplexity, and the unigram model's."""
-    best = float(np.min(run.history.evaluations.perplexity)) if len(run.history.evaluations.update) else math.nan
-    unigram = math.exp(run.verdict["unigram_entropy"])
-    numbers = {"perplexity": round(best, 2), "unigram": round(unigram, 2), "ratio": round(best / unigram, 4)}
-    return Measured(numbers)
+    return Measured(made.perplexity(told(run)))
 
 
 def loss(runs: Runs, run: Run, scale: Scale) -> Measured:
     """Returns the last validation loss, smoothed."""
-    losses = run.history.evaluations.loss
-    return Measured({"valid_loss": round(float(losses[-1]), 4) if len(losses) else math.nan})
+    return Measured(made.loss(told(run)))
 
 
 def growth(runs: Runs, run: Run, scale: Scale) -> Measured:
@@ -103,9 +114,7 @@ def growth(runs: Runs, run: Run, scale: Scale) -> Measured:
 
 def bleu_curve(runs: Runs, run: Run, scale: Scale) -> Measured:
     """Returns BLEU of the validation set at each evaluation, by greedy search, and the best."""
-    scores = run.history.evaluations.bleu
-    found = scores[np.isfinite(scores)]
-    return Measured({"best_bleu": round(float(found.max()), 2) if len(found) else ""}, observations.bleu(run.history))
+    return Measured(made.best_bleu(told(run)), observations.bleu(run.history))
 
 
 def raw_gradients(runs: Runs, run: Run, scale: Scale) -> Measured:
@@ -145,9 +154,8 @@ def statistics(runs: Runs, run: Run, scale: Scale) -> Measured:
         parts = [values[len(values) // 2 :] for name, values in series.items() if name.startswith(f"{what}-")]
         return float(f"{np.mean([np.mean(part) for part in parts]):.4g}")
 
-    bleu = run.history.evaluations.bleu
-    last = round(float(bleu[-1]), 2) if len(bleu) and np.isfinite(bleu[-1]) else ""
-    return Measured({"distance": late("distance"), "gradient": late("gradient"), "bleu_valid": last}, series)
+    means = {"distance": late("distance"), "gradient": late("gradient")}
+    return Measured({**means, **made.last_bleu(told(run))}, series)
 
 
 def layers(runs: Runs, run: Run, scale: Scale) -> Measured:
@@ -174,30 +182,38 @@ def growth_curve(runs: Runs, run: Run, scale: Scale) -> Measured:
 def smoothed(runs: Runs, run: Run, scale: Scale) -> Measured:
     """Returns exponentials of the label-smoothed loss on training and test text, without dropout, and their ratio."""
     if not run.has_ended:
-        return Measured({"train_perplexity": "", "test_perplexity": "", "gap": ""})
-    found = {}
-    for part in ("train", "test"):
-        files = []
-        for side in ("source", "target"):
-            path = run.output / f"{part}.{side}.scored.txt"
-            text.write_lines(str(path), text.read_lines(str(run.files[f"{part}_{side}"]))[:_SCORED])
-            files.append(path)
-        found[part] = math.exp(evaluate_loss(run.output, *files, checkpoint=_checkpoint(run, scale)).loss)
-        for path in files:
-            path.unlink()
-    rounded = {f"{part}_perplexity": round(value, 3) for part, value in found.items()}
-    return Measured({**rounded, "gap": round(found["test"] / found["train"], 4)})
+        return Measured(made.smoothed({}))
+    kept = {"losses": {part: _losses(run, part, _checkpoint(run, scale)) for part in ("train", "test")}}
+    return Measured(made.smoothed(kept), {}, kept)
+
+
+def _losses(run: Run, part: str, checkpoint: str) -> list[list[float]]:
+    """Returns loss, NLL and tokens of each block of lines of the first 1,000 pairs of a part."""
+    sides = [text.read_lines(str(run.files[f"{part}_{side}"]))[:_SCORED] for side in ("source", "target")]
+    files = [run.output / f"{part}.{side}.scored.txt" for side in ("source", "target")]
+    size = math.ceil(len(sides[0]) / _BLOCKS)
+    found = []
+    for begin in range(0, len(sides[0]), size):
+        for file, lines in zip(files, sides):
+            text.write_lines(str(file), lines[begin : begin + size])
+        found.append(_sums(evaluate_loss(run.output, *files, checkpoint=checkpoint)))
+    for file in files:
+        file.unlink()
+    return found
+
+
+def _sums(found: Perplexity) -> list[float]:
+    return [found.loss * found.tokens, found.nll * found.tokens, found.tokens]
 
 
 def test_perplexity(runs: Runs, run: Run, scale: Scale) -> Measured:
     """Returns a language model's perplexity on test text, with the best checkpoint, and its best on the validation
     set."""
-    perplexities = run.history.evaluations.perplexity
-    best = round(float(np.min(perplexities)), 2) if len(perplexities) else ""
     if not run.has_ended:
-        return Measured({"test_perplexity": "", "perplexity": best})
-    found = evaluate_loss(run.output, None, run.files["test_target"]).perplexity
-    return Measured({"test_perplexity": round(found, 2), "perplexity": best})
+        return Measured(made.test_perplexity(told(run)))
+    # One block: lines of a language model's text follow each other within a segment.
+    kept = {"losses": {"test": [_sums(evaluate_loss(run.output, None, run.files["test_target"]))]}}
+    return Measured(made.test_perplexity({**told(run), **kept}), {}, kept)
 
 
 def _checkpoint(run: Run, scale: Scale) -> str:

@@ -5,17 +5,18 @@ the corpora in a folder beside their place, and moves them there when they are c
 """
 
 import gzip
+import hashlib
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from fnmatch import fnmatch
 from itertools import zip_longest
 from pathlib import Path
 from typing import IO, NamedTuple
 
 from ..errors import InputError
-from . import moses
+from . import moses, verses
 from .corpora import CORPORA, Corpus, found
 
 
@@ -57,6 +58,8 @@ class Release(NamedTuple):
     """Names or patterns; at least one file must match each."""
     corpora: tuple[str, ...]
     make: Make
+    digests: Mapping[str, str] = {}
+    """The SHA-256 of corpora's files, by path; files without one are held against numbers of lines alone."""
 
 
 def lines_of(path: Path) -> Iterator[str]:
@@ -334,6 +337,16 @@ def _names(corpus: str) -> tuple[str, ...]:
     return tuple(Path(path).name for path in CORPORA[corpus].files.values())
 
 
+def _make_verses(raw: Raw, folder: Path, _: int) -> None:
+    modules = {language: raw.find(f"{name}.conf")[0] for language, name in verses.MODULES.items()}
+    kept: dict[str, list[tuple[str, str]]] = {"train": [], "valid": [], "test": []}
+    for part, source, target in verses.pairs(modules["en"], modules["es"]):
+        kept[part].append((source, target))
+    for part, pairs in kept.items():
+        prefix = folder / "verses-en-es" / part
+        _write_pairs((prefix.with_suffix(".en"), prefix.with_suffix(".es")), pairs)
+
+
 _EUROPARL = "training-parallel-europarl-v7.tgz (658 MB), https://www.statmt.org/wmt13/"
 _COMMONCRAWL = "training-parallel-commoncrawl.tgz (918 MB), https://www.statmt.org/wmt13/"
 _TESTS = "test-full.tgz (a few MB), https://www.statmt.org/wmt14/translation-task.html"
@@ -348,6 +361,13 @@ RELEASES: dict[str, Release] = {
         "Multi30k en→de in pieces",
         ("the files {train,valid,test.2016}.{en,de} of its BPE text (7 MB), https://github.com/LividWo/Revisit-MMT",),
         _names("multi30k-bpe"), ("multi30k-bpe",), _copied("multi30k-bpe"),
+    ),
+    "verses": Release(
+        "verses en→es, the World English Bible and the Reina-Valera of 1909, both in the public domain",
+        ("Debian's packages sword-text-web 426.0-1 (4 MB) and sword-text-sparv 2.60-1 (3 MB): `apt-get download NAME`, "
+         "`dpkg-deb -x FILE .`",),
+        tuple(f"{name}.conf" for name in verses.MODULES.values()), ("verses",), _make_verses,
+        {f"verses-en-es/{name}": digest for name, digest in verses.DIGESTS.items()},
     ),
     "shakespeare": Release(
         "tinyshakespeare",
@@ -478,6 +498,17 @@ def _folders(release: Release) -> list[str]:
 def counted(name: str, data: Path) -> list[Counted]:
     """Counts the lines of each part of the release's corpora in `data`; those that do not exist are left out."""
     return [count for corpus in RELEASES[name].corpora for count in _counted(corpus, CORPORA[corpus], data)]
+
+
+def altered(name: str, data: Path) -> list[str]:
+    """Returns the files of the release's corpora in `data` whose text is another one than results were measured on."""
+    files = [(path, found(data / path), digest) for path, digest in RELEASES[name].digests.items()]
+    return [path for path, file, digest in files if file is not None and _digest(file) != digest]
+
+
+def _digest(path: Path) -> str:
+    with _opened(path) as file:
+        return hashlib.sha256(file.read()).hexdigest()
 
 
 def _counted(name: str, corpus: Corpus, data: Path) -> Iterator[Counted]:

@@ -17,6 +17,7 @@ from .. import text
 from ..commands.versions import processor
 from ..config import __version__
 from ..errors import InputError
+from . import kept as keeping
 from .declared import Options, Reproduction, Row
 from .spread import Spread, merged
 
@@ -33,8 +34,12 @@ class Results:
     """`FOLDER/NAME-SCALE.csv`, its series and its picture. A row that exists is not measured again. Several
     processes may add rows."""
 
-    def __init__(self, entry: Reproduction, scale: str, folder: Path, seeds: int | None = None) -> None:
+    def __init__(
+        self, entry: Reproduction, scale: str, folder: Path, seeds: int | None = None, *, keeps: bool = True
+    ) -> None:
         self.stem, self.folder = f"{entry.name}-{scale}", folder
+        self.keeps = keeps
+        """True to keep translations and losses beside the table."""
         self.scale = entry.scales[scale]
         self.seeds = self.scale.seeds if seeds is None else seeds
         self.read()
@@ -51,6 +56,11 @@ class Results:
 
     def path(self, ending: str) -> Path:
         return self.folder / f"{self.stem}{ending}"
+
+    @property
+    def kept(self) -> Path:
+        """The folder of what is kept of the runs."""
+        return self.path("-kept")
 
     @property
     def wanted(self) -> list[Row]:
@@ -86,23 +96,37 @@ class Results:
                 made.append((row, {name: merged([found.get(name) or "" for found in seeds]) for name in names}))
         return made
 
-    def add(self, row: Row, columns: Options, series: dict[str, list[float]]) -> None:
-        """Keeps a row, in files that are whole after a crash. Series are kept for a row's first seed only."""
+    def add(
+        self, row: Row, columns: Options, series: dict[str, list[float]], kept: "keeping.Kept | None" = None
+    ) -> None:
+        """Keeps a row, in files that are whole after a crash. Series are kept for a row's first seed only.
+
+        Args:
+            kept: the data to recompute the row's figures; that of a row which this one replaces is removed.
+        """
         self.folder.mkdir(parents=True, exist_ok=True)
         with alone(self.folder):
             self.read()
+            # Everything else is written before the table, so that a row in it is complete.
+            if kept is not None:
+                columns = {**columns, keeping.KEPT: keeping.write(self.kept, kept)}
             made = {**row.key, "seed": str(row.seed), RECIPE: row.recipe, **columns}
+            before = self._digests()
             # A row of a study replaces only itself: another study in this folder may name its rows by more columns.
             self.rows = [one for one in self.rows
                          if not _is_of(one, row) or (row.version and one.get(RECIPE) != row.recipe)]  # fmt: skip
             self.rows.append({name: str(value) for name, value in made.items()})
-            # The series are written first, so that a row in the table is complete.
             is_first = any((one.key, one.seed) == (row.key, row.seed) for one in self.scale.rows)
             for name, numbers in series.items() if is_first else ():
                 self.series.setdefault(name, {})[tuple(row.key.values())] = numbers
                 _write(self.path(f"-{name}.csv"), ([*key, *values] for key, values in self.series[name].items()))
             names = list(dict.fromkeys(itertools.chain.from_iterable(self.rows)))
             _write(self.path(".csv"), [names, *([r.get(name, "") for name in names] for r in self.rows)])
+            for digest in before - self._digests():
+                keeping.remove(self.kept, digest)
+
+    def _digests(self) -> set[str]:
+        return {one[keeping.KEPT] for one in self.rows if one.get(keeping.KEPT)}
 
 
 def _is_of(found: dict[str, str], row: Row) -> bool:

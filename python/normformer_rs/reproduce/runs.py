@@ -128,8 +128,6 @@ class Runs:
         search."""
         how = [scale.checkpoint, scale.scored, run.row.search]
         saved = run.output / f"{scale.scored}-{hashlib.sha256(json.dumps(how).encode()).hexdigest()[:8]}.txt"
-        corpus = self.corpora[run.row.corpus]
-        references = text.read_lines(str(run.files[f"{scale.scored}_target"]))
         if not saved.exists():
             if scale.checkpoint == "average":
                 keep = max(1, run.row.options.get("keep", TrainingConfig().keep))  # type: ignore[attr-defined]
@@ -138,10 +136,13 @@ class Runs:
             search = SearchConfig(**run.row.search)
             found = translate(run.output, lines, search, checkpoint=scale.checkpoint, device=self.device)
             text.write_lines(str(saved), (hypotheses[0].text for hypotheses in found))
-        if corpus.is_split:
-            references = [_core.join_line(line) for line in references]
         # These are the file's own lines: a translation may be empty, and then its line is, too.
-        return saved.read_text(encoding="utf-8").split("\n")[:-1], references
+        return saved.read_text(encoding="utf-8").split("\n")[:-1], self.references(run.row, scale)
+
+    def references(self, row: Row, scale: Scale) -> list[str]:
+        """Returns the references of the scored part, with pieces joined."""
+        lines = text.read_lines(str(self.files(row.corpus)[f"{scale.scored}_target"]))
+        return [_core.join_line(line) for line in lines] if self.corpora[row.corpus].is_split else lines
 
 
 def trainer_of(options: Options, files: Files, device: str) -> Trainer:

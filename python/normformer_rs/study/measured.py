@@ -56,7 +56,7 @@ def chosen_of(study: Study, results: Results, cell: Cell, seed: int) -> Chosen |
 
 
 def results_of(study: Study, output: Path) -> Results:
-    return Results(study.reproduction, "rows", output, study.seeds)
+    return Results(study.reproduction, "rows", output, study.seeds, keeps=False)
 
 
 def runs_of(study: Study, output: Path, device: str, progress: bool) -> "Runs":

@@ -1,0 +1,118 @@
+"""Files beside a table, from which the figures of a row can be recomputed.
+
+A row has two files in `NAME-SCALE-kept`: an object of JSON, and the translations, one line each, whose digest the
+object has. The row has the object's digest, which is the name of both files, so none is ever written over.
+"""
+
+import gzip
+import hashlib
+import io
+import json
+import re
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from .. import text
+from ..errors import InputError
+from .declared import Row, Scale
+
+KEPT = "kept"
+"""The column of the object's digest; rows of before 2026-11-29, and of studies, have none."""
+Told = dict[str, Any]
+"""The object of JSON: `about`, `of_log`, and what measures give to be kept."""
+
+
+class Kept(NamedTuple):
+    """What is kept of a run."""
+
+    told: Told
+    translations: list[str] = []  # noqa: RUF012 (never written to)
+    """The scored part's, a line each; empty if nothing is translated."""
+
+
+def about(row: Row, scale: Scale) -> Told:
+    """Returns what says which run it was, and how it was scored."""
+    told = {"key": row.key, "seed": row.seed, "recipe": row.recipe, "corpus": row.corpus, "search": row.search}
+    return {**told, "checkpoint": scale.checkpoint, "scored": scale.scored}
+
+
+def of_log(evaluations: Any, entropy: float) -> Told:
+    """Returns the numbers of the log that figures are made of: its `Evaluations` and the unigram model's entropy."""
+    names = ("update", "loss", "nll", "perplexity", "bleu")
+    return {"unigram_entropy": entropy, "evaluations": {name: getattr(evaluations, name).tolist() for name in names}}
+
+
+def digest_of(lines: Sequence[str]) -> str:
+    """Returns the SHA-256 of lines, as a file of them has it."""
+    return hashlib.sha256(_joined(lines)).hexdigest()
+
+
+def write(folder: Path, kept: Kept) -> str:
+    """Writes both files, each whole or not at all; returns the object's digest."""
+    folder.mkdir(parents=True, exist_ok=True)
+    translated = {"translations": digest_of(kept.translations)} if kept.translations else {}
+    data = json.dumps({**kept.told, **translated}, ensure_ascii=False, separators=(",", ":")).encode()
+    translations, told = paths(folder, digest := _short(data))
+    if translated:
+        text.write_whole(translations, _packed(_joined(kept.translations)))
+    text.write_whole(told, _packed(data))
+    return digest
+
+
+def read(folder: Path, digest: str) -> Kept:
+    """Reads both files. Errors: InputError for one that is missing, damaged or changed."""
+    if not re.fullmatch("[0-9a-f]{16}", digest):
+        raise InputError(f"{KEPT}: expected 16 hexadecimal digits; got {digest[:80]!r}")
+    translations, told = paths(folder, digest)
+    data = _unpacked(told)
+    if _short(data) != digest:
+        raise InputError(f"{told}: changed: its digest is {_short(data)}")
+    try:
+        found = json.loads(data)
+        wanted = found.get("translations")
+    except (ValueError, AttributeError, RecursionError) as error:
+        raise InputError(f"{told}: expected an object of JSON ({error})") from error
+    if wanted is None:
+        return Kept(found)
+    written = _unpacked(translations)
+    if hashlib.sha256(written).hexdigest() != wanted:
+        raise InputError(f"{translations}: changed: these are not the translations that were scored")
+    # These are the file's own lines: a translation may be empty, and then its line is, too.
+    return Kept(found, written.decode("utf-8").split("\n")[:-1])
+
+
+def remove(folder: Path, digest: str) -> None:
+    for path in paths(folder, digest):
+        path.unlink(missing_ok=True)
+
+
+def paths(folder: Path, digest: str) -> tuple[Path, Path]:
+    """Returns the files of a row: its translations, and the object of JSON."""
+    return folder / f"{digest}.txt.gz", folder / f"{digest}.json.gz"
+
+
+def _joined(lines: Sequence[str]) -> bytes:
+    return "".join(f"{line}\n" for line in lines).encode()
+
+
+def _short(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:16]
+
+
+def _packed(data: bytes) -> bytes:
+    """Packs the data so that equal data gives equal bytes: without a name, at time 0."""
+    made = io.BytesIO()
+    with gzip.GzipFile("", "wb", fileobj=made, mtime=0) as file:
+        file.write(data)
+    return made.getvalue()
+
+
+def _unpacked(path: Path) -> bytes:
+    try:
+        return gzip.decompress(text.read_regular(path))
+    except FileNotFoundError as error:
+        raise InputError(f"{path}: no such file, and the table has a row that was made with it") from error
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise InputError(f"{path}: a damaged gzip file ({error})") from error

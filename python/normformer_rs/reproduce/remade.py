@@ -1,0 +1,136 @@
+"""Recomputes the stored figures of a table from the kept files, for `reproduce NAME --recompute`.
+
+BLEU, sacreBLEU's line and p come from the counts of each line. If the references are there, the counts are first
+checked against the translations.
+"""
+
+import itertools
+import json
+from collections.abc import Callable, Container, Iterator
+from typing import NamedTuple
+
+from ..errors import InputError
+from ..scores import Counts, counts, score_counts
+from .declared import Row
+from .kept import KEPT, Kept, about, digest_of, read
+from .made import FIGURES, valid_nll
+from .results import RECIPE, Results
+from .tables import baseline_of
+
+ABOUT = ("seed", RECIPE, KEPT, "updates", "seconds", "date", "version", "commit", "torch", "processor")
+"""Columns that are no measurements."""
+
+
+class Figure(NamedTuple):
+    """A stored figure, beside the recomputed one or the reason why there is none."""
+
+    row: Row
+    name: str
+    """The column; "" for what concerns the whole row."""
+    stored: str
+    made: str
+    """The recomputed figure, or the reason why there is none."""
+    state: str
+    """equal, different, or "cannot" if it cannot be recomputed."""
+
+
+References = Callable[[Row], "list[str] | None"]
+"""Returns the references of a row's scored part; None where the text is not there."""
+
+
+def remade(results: Results, references: References) -> Iterator[Figure]:
+    """Yields each stored figure of the table, beside the recomputed one.
+
+    Figures that need the log of all updates or the weights, such as `train_nll` and `growth`, are left out.
+    """
+    for row, found in stored(results):
+        try:
+            if (kept := of_row(results, row, found)) is None:
+                yield Figure(row, "", "", "nothing is kept of its run", "cannot")
+                continue
+            yield from _remade(results, row, found, kept, references(row))
+        except InputError as error:
+            yield Figure(row, "", "", str(error), "different")
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+            reason = f"expected what a run keeps; got others ({type(error).__name__}: {error})"
+            yield Figure(row, "", "", reason, "different")
+
+
+def stored(results: Results) -> list[tuple[Row, dict[str, str]]]:
+    """Returns the rows of the table that are of the entry's options, with every seed that is there."""
+    found = []
+    for row in results.scale.rows:
+        numbers = sorted({int(one.get("seed") or 1) - row.seed for one in results.rows})
+        seeded = [row.seeded(number) for number in numbers if number >= 0]
+        found += [(one, columns) for one in seeded if (columns := results.find(one)) is not None]
+    return found
+
+
+def of_row(results: Results, row: Row, found: dict[str, str]) -> Kept | None:
+    """Reads what is kept of a row; None if nothing is. Errors: InputError for what is missing, damaged, changed, or
+    kept of another run."""
+    if not found.get(KEPT):
+        return None
+    kept = read(results.kept, found[KEPT])
+    wanted = json.loads(json.dumps(about(row, results.scale)))
+    if wrong := [name for name, value in wanted.items() if kept.told.get(name) != value]:
+        raise InputError(f"{KEPT} {found[KEPT]} is kept of another run: its {', '.join(wrong)} differ")
+    return kept
+
+
+def left_out(results: Results, made: Container[str]) -> list[str]:
+    """Returns the measured columns of the table that are not among those."""
+    about = {*results.scale.rows[0].key, *ABOUT}
+    return [name for name in dict.fromkeys(itertools.chain.from_iterable(results.rows))
+            if name not in about and name not in made and any(one.get(name) for one in results.rows)]  # fmt: skip
+
+
+def _remade(results: Results, row: Row, found: dict[str, str], kept: Kept, texts: list[str] | None) -> Iterator[Figure]:
+    made: dict[str, object] = {**valid_nll(kept.told)}
+    for measure in results.scale.shown.measures:
+        made |= FIGURES[measure](kept.told) if measure in FIGURES else {}
+    if found.get("bleu") and "bleu" in results.scale.shown.measures:
+        if wrong := _wrong(kept, texts):
+            yield Figure(row, "", "", wrong, "different")
+        bleu, line, _ = score_counts(_counts(kept))
+        made |= {"bleu": round(bleu, 2), "sacrebleu": line}
+        if found.get("p"):
+            reason, p = _p(results, row, kept)
+            if reason:
+                yield Figure(row, "p", found["p"], reason, "cannot")
+            else:
+                made["p"] = p
+    for name, value in made.items():
+        if told := found.get(name):
+            yield Figure(row, name, told, str(value), "equal" if str(value) == told else "different")
+
+
+def _counts(kept: Kept) -> Counts:
+    return Counts(kept.told["counts"]["lines"], kept.told["counts"]["signature"])
+
+
+def _wrong(kept: Kept, references: list[str] | None) -> str:
+    """Returns what is wrong with the counts of lines; "" if they are those of the translations."""
+    if references is None:
+        return ""
+    if digest_of(references) != kept.told["references"]:
+        return "the references are not those that it was scored with: --data has another text"
+    made = counts(kept.translations, references, kept.told["counts"]["tokenize"])
+    if made.lines != kept.told["counts"]["lines"]:
+        return "the counts of lines are not those of the translations"
+    return ""
+
+
+def _p(results: Results, row: Row, kept: Kept) -> tuple[str, float]:
+    """Returns "" and p, or the reason why p cannot be recomputed."""
+    baseline = baseline_of(results.scale, row)
+    columns = results.find(baseline) if baseline is not None else None
+    theirs = of_row(results, baseline, columns) if baseline is not None and columns is not None else None
+    if baseline is None or theirs is None:
+        name = ", ".join(baseline.key.values()) if baseline is not None else "a baseline"
+        return f"no translations of {name} are kept", 0.0
+    how = kept.told["counts"]
+    if how["seed"] == "none":
+        return "its resamples were drawn with another seed each time", 0.0
+    found = score_counts(_counts(kept), _counts(theirs), resamples=how["resamples"], seed=how["seed"])[2]
+    return "", round(found.p_value, 4) if found is not None else 1.0

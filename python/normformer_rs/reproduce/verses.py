@@ -1,0 +1,100 @@
+"""The text `verses`, made of two modules of the SWORD project: a verse a line, whole chapters held out.
+
+A module has three files for each testament: compressed blocks (`.bzz`), their places (`.bzs`: offset, size, full size)
+and the slots in them (`.bzv`: block, offset, length). A slot is a heading or a verse; verses follow their chapter's.
+"""
+
+import html
+import re
+import struct
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+from ..errors import InputError
+
+Verses = dict[tuple[str, int], str]
+"""Verses by chapter, such as Gen.4, and number."""
+MODULES = {"en": "engWEB2015eb", "es": "spaRV1909eb"}
+HELD_OUT = {
+    "valid": "Gen.6 Gen.14 Gen.26 Gen.37 Exod.31 Exod.35 Josh.10 Josh.12 2Sam.4 2Chr.8 Ezra.4 Job.6 Job.40 Ps.42 Ps.53 "
+    "Ps.100 Ps.119 Ps.128 Ps.137 Prov.26 Isa.25 Isa.35 Jer.5 Jer.51 Ezek.5 Ezek.29 Hos.10 Mic.4 Mal.3 Matt.18 Matt.19 "
+    "Matt.24 Matt.25 Acts.6 1Cor.11 2Cor.12",
+    "test": "Gen.4 Exod.2 Num.2 Num.7 Deut.2 Deut.25 Judg.17 1Sam.27 2Sam.2 2Sam.12 1Chr.8 2Chr.7 Neh.9 Job.22 Job.23 "
+    "Ps.1 Ps.9 Ps.95 Ps.103 Ps.117 Ps.138 Prov.3 Prov.20 Ezek.25 Hos.6 Hab.2 Matt.12 Mark.15 Luke.7 Luke.8 Luke.17 "
+    "Luke.20 John.18 Rom.11",
+}
+"""Chapters of the validation and the test set, about 1,000 pairs each."""
+DIGESTS = {
+    "train.en": "05b12bbd7676d4e1df696a50d3b0e15a940f071c97c41b0f62bcf1f3c74f3c63",
+    "train.es": "e513107ed4c712781639bfb2d967c0cc11bb054eff861b5b2e5f2c956565aacb",
+    "valid.en": "0306418956d3bb369687a95b16b46a81662b04c01a27b2399c25ceb2ba70511c",
+    "valid.es": "25c659b6ea3a2de653a4381a71d1e76a2c814a293900d14adeed29a908bfb480",
+    "test.en": "a598a8dd45f1965ee09d3155358cddd922d15569883f3835cda01594694557ea",
+    "test.es": "0c4ec09f44b495b1c9d64c07cf5aefd7ea60680425b0b9a0b33a9e4f5a05c12c",
+}
+"""The SHA-256 of each file, as results were measured on it."""
+_WORDS, _RATIO = (2, 80), 2
+"""The least and the most words of a side; the bound of the ratio of lengths in characters."""
+_CHAPTER = re.compile(rb'<chapter[^>]*osisID="(\w+\.\d+)"[^>]*sID')
+_BOOK = re.compile(rb'<div canonical="true"[^>]*sID')
+_NO_TEXT = re.compile(r"<(note|title)\b.*?</\1>", re.S)
+_BEFORE, _AFTER = re.compile(r" ([,.;:!?’”)\]])"), re.compile(r"([“‘(\[¡¿]) ")
+
+
+def pairs(english: Path, spanish: Path) -> Iterator[tuple[str, str, str]]:
+    """Yields part, English and Spanish of each verse that both modules have, in the Bible's order.
+
+    Args:
+        english, spanish: the modules' files of `mods.d`.
+
+    Errors: InputError for damaged modules.
+    """
+    part_of = {chapter: part for part, chapters in HELD_OUT.items() for chapter in chapters.split()}
+    ours = read(english)
+    for place, target in read(spanish).items():
+        source = ours.get(place, "")
+        if _is_pair(source, target):
+            yield part_of.get(place[0], "train"), source, target
+
+
+def _is_pair(source: str, target: str) -> bool:
+    least, most = _WORDS
+    lengths = sorted((len(source), len(target)))
+    return all(least <= len(side.split()) <= most for side in (source, target)) and lengths[1] <= _RATIO * lengths[0]
+
+
+def read(module: Path) -> Verses:
+    """Reads the verses of the module with this file of `mods.d`. Errors: InputError for a damaged module."""
+    folder = module.parent.parent / "modules" / "texts" / "ztext" / module.stem
+    found: Verses = {}
+    try:
+        for testament in ("ot", "nt"):
+            chapter, number = "", 0
+            for slot in _slots(folder / testament):
+                if begun := _CHAPTER.search(slot):
+                    chapter, number = begun[1].decode(), 0
+                elif _BOOK.match(slot):
+                    chapter = ""
+                elif chapter:
+                    number += 1
+                    found[chapter, number] = cleaned(slot.decode("utf-8"))
+    except (zlib.error, struct.error, IndexError, UnicodeDecodeError) as error:
+        raise InputError(f"{folder}: a damaged module ({error}): fetch its package again") from error
+    except FileNotFoundError as error:
+        raise InputError(f"{error.filename}: no such file: unpack the whole package of {module.name}") from error
+    return found
+
+
+def _slots(path: Path) -> Iterator[bytes]:
+    places, packed, slots = (path.with_suffix(end).read_bytes() for end in (".bzs", ".bzz", ".bzv"))
+    ends = [(at, at + size) for at, size, _ in struct.iter_unpack("<III", places)]
+    blocks = [zlib.decompress(packed[begin:end]) if end > begin else b"" for begin, end in ends]
+    for block, at, size in struct.iter_unpack("<IIH", slots):
+        yield blocks[block][at : at + size] if size else b""
+
+
+def cleaned(verse: str) -> str:
+    """Returns the words of a verse of OSIS, without notes, titles and markup."""
+    words = " ".join(html.unescape(re.sub("<[^>]*>", " ", _NO_TEXT.sub(" ", verse))).split())
+    return _AFTER.sub(r"\1", _BEFORE.sub(r"\1", words))
