@@ -76,11 +76,11 @@ impl StackCache {
         Ok(())
     }
 
-    /// Keeps embeddings (rows, d) as the rows from `at` on.
-    fn write_embeddings(&mut self, x: &Tensor, at: usize) -> Result<()> {
+    /// Keeps embeddings (rows, d) as the rows from `at` on, at first with room for `times` as many.
+    fn write_embeddings(&mut self, x: &Tensor, at: usize, times: i64) -> Result<()> {
         let rows = match &mut self.embeddings {
             Some(rows) => rows,
-            None => self.embeddings.insert(WrittenRows::empty(x, 16 * x.size()[0])?),
+            None => self.embeddings.insert(WrittenRows::empty(x, times * x.size()[0])?),
         };
         rows.write(x, at as i64)
     }
@@ -179,7 +179,7 @@ impl Stack {
         cache.reads = std::mem::take(&mut cache.reads).joined(&Reads::ranges(rows));
         cache.length += x.size()[0] as usize;
         let x = self.enter(x, ctx, |x| {
-            cache.write_embeddings(x, at)?;
+            cache.write_embeddings(x, at, 2)?;
             row_before(x, ctx)
         })?;
         self.run(x, ctx, &mut |index, streams| {
@@ -213,7 +213,7 @@ impl Stack {
         let at = cache.length;
         let x = self.enter(x, ctx, |x| {
             let before = cache.last_embeddings(x)?;
-            cache.write_embeddings(x, at)?;
+            cache.write_embeddings(x, at, 16)?;
             Ok(before)
         })?;
         (cache.reads, cache.length) = (cache.reads.followed_by(at), at + slots);

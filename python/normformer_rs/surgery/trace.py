@@ -102,10 +102,12 @@ class Trace(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        out = func(*args, **kwargs)
+        name = getattr(func, "__name__", "") or str(func)
+        out = self._recorded(name, args)
+        if out is None:
+            out = func(*args, **kwargs)
         if self.within:
             return out
-        name = getattr(func, "__name__", "") or str(func)
         given = [*tensors_in(args), *tensors_in(kwargs)]
         self._follow_constants(name, given, out)
         if name == "multi_head_attention_forward":
@@ -129,6 +131,15 @@ class Trace(TorchFunctionMode):
         elif name in _PRODUCTS and (pair := self._pair(name, args, given)) is not None:
             return self._product(*pair, out)
         return out
+
+    def _recorded(self, name: str, args: Any) -> Tensor | None:
+        """The output of a linear layer that the first run has, which need not be computed again. None: compute it."""
+        number = len(self.products)
+        if self.first is None or self.within or name != "linear" or number >= len(self.first.products):
+            return None
+        before, weight = self.first.products[number], args[1] if len(args) > 1 else None
+        fits = weight is before.owner and (*args[0].shape[:-1], weight.shape[0]) == before.leaf.shape
+        return before.leaf.detach() if fits else None
 
     # Where tensors come from.
 

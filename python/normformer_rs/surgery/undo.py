@@ -59,8 +59,11 @@ def _digest(t: Tensor) -> int | None:
     if not is_plain or t.is_meta or t.numel() == 0:
         return None
     dense = torch.view_as_real(t.detach()) if t.is_complex() else t.detach()
-    bits = dense.contiguous().view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[dense.itemsize])
-    return int(bits.sum(dtype=torch.int64))
+    bits = dense.contiguous().flatten().view(torch.uint8)
+    try:
+        return int(bits.view(torch.int64).sum())  # 8 bytes at a time, where the memory begins and ends so
+    except RuntimeError:
+        return int(bits.sum(dtype=torch.int64))
 
 
 class Edits:

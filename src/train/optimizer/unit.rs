@@ -49,12 +49,13 @@ impl UnitMatrices {
     }
 }
 
-/// Returns the dimension along which a parameter's vectors of the width lie; `None` for what is no such matrix, and
-/// for tables of positions.
+/// Returns the dimension along which a parameter's vectors of the width lie; `None` for what is no such matrix, for
+/// tables of positions, and for value embeddings, whose rows are values, with their gates.
 pub fn dimension(name: &str, part: Part, dimensions: usize) -> Option<i64> {
     let is_of_positions = part.role == ParameterRole::Embedding && name.contains("position");
+    let is_of_values = name.contains(".value_embedding.") || name.contains(".value_gate.");
     let writes_to_stream = name.ends_with("out_proj.weight") || name.ends_with("linear2.weight");
-    (dimensions == 2 && part.is_matrix() && !is_of_positions).then_some(i64::from(!writes_to_stream))
+    (dimensions == 2 && part.is_matrix() && !is_of_positions && !is_of_values).then_some(i64::from(!writes_to_stream))
 }
 
 #[cfg(test)]
@@ -71,13 +72,16 @@ mod tests {
         let matrices = [random(5, 4), random(6, 4), random(4, 6)];
         let _ = matrices[0].get(1).fill_(0.0);
         let before = matrices.each_ref().map(|m| m.copy());
-        let (mut unit, position) = (UnitMatrices::default(), random(3, 4));
-        let kept = position.copy();
-        for (name, m) in names.iter().zip(&matrices).chain([(&"position_embedding.weight", &position)]) {
+        let (mut unit, others) = (UnitMatrices::default(), [random(3, 4), random(5, 2), random(1, 4)]);
+        let kept = others.each_ref().map(|m| m.copy());
+        let value = |part: &str| format!("decoder.layers.0.self_attn.value_{part}.weight");
+        let other_names = ["position_embedding.weight".into(), value("embedding"), value("gate")];
+        let other_names = other_names.each_ref().map(String::as_str);
+        for (name, m) in names.into_iter().zip(&matrices).chain(other_names.into_iter().zip(&others)) {
             unit.add(name, part(name, 2, DeclaredAs::Weights), m);
         }
         unit.begin().unwrap();
-        assert_eq!(position, kept);
+        assert_eq!(others, kept);
         for (i, (m, before)) in matrices.iter().zip(&before).enumerate() {
             let dimension = [if i == 2 { 0i64 } else { 1 }];
             let lengths = before.norm_scalaropt_dim(2.0, dimension.as_slice(), true).clamp_min(1e-12);
