@@ -282,3 +282,18 @@ def test_wrong_calls_are_named():
     with pytest.raises(nfrs.InputError, match="holds no list of modules"):
         probe(nn.Linear(2, 2), torch.ones(1, 2))
     assert all(not module._forward_hooks for module in model.modules())
+
+
+def test_parts_of_our_layers_have_their_roles():
+    """Fewer heads of keys, a gated feed-forward, a gate of attention's output."""
+    parts = {"kv_heads": 2, "activation": "swiglu", "output_gate": "head", "residual": "prenorm"}
+    model = nfrs.nn.TransformerEncoder(nfrs.nn.TransformerEncoderLayer(16, 4, 24, 0.0, batch_first=True, **parts), 2)
+    layer = model.layers[1]
+    queries, keys, values = layer.self_attn.in_proj_weight.split([16, 8, 8])
+    wanted = {"q": queries, "k": keys, "v": values, "gate": layer.linear3.weight}
+    wanted["output_gate"] = layer.self_attn.gate_proj.weight
+    with torch.no_grad():
+        queries *= 100
+    readings = [one for one in probe(model, torch.randn(2, 5, 16)) if one.layer == 1 and one.measure == "weight"]
+    found = {one.role: one.value for one in readings if one.role in wanted and not one.name.endswith("bias")}
+    assert found == pytest.approx({role: float(weight.detach().norm()) for role, weight in wanted.items()}, rel=1e-5)

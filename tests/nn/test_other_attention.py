@@ -131,7 +131,7 @@ def test_a_wrapper_of_our_attention_computes_the_scheme_or_is_refused(scheme):
         assert scheme == "value-residual" and "self_attn is a " in str(error)
 
 
-PARTS = ({"output_gate": "head"}, {"sinks": True}, {"score_softcap": 10.0}, {"qk_norm": True}, {"kv_heads": 2})
+PARTS = ({"output_gate": "head"}, {"sinks": True}, {"score_softcap": 10.0}, {"qk_norm": True}, {"kv_heads": 1})
 
 
 @pytest.mark.parametrize("part", [*PARTS, {"positions": "rotary"}], ids=str)

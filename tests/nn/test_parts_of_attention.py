@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from nn_support import FF, HEADS, D, encoder, shake
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import normformer_rs as nfrs
 from normformer_rs import nn as nfnn
@@ -101,6 +102,36 @@ def test_a_modern_block_is_one_constructor():
     torch.testing.assert_close(*gradients, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.parametrize("options", [{"positions": "rotary"}, {"residual": "ln-scaling"}], ids=str)
+def test_self_attention_is_known_where_hooks_made_three_tensors_of_one(options):
+    """Reentrant checkpoints, and wrappers that pass arguments through functions of autograd, as FSDP's."""
+    place = {"residual": "prenorm", "layer": 1, "encoder_layers": 3}
+    layer = nfnn.TransformerEncoderLayer(D, HEADS, FF, 0.0, batch_first=True, **place | options)
+    x, y = (torch.randn(2, 5, D).requires_grad_() for _ in range(2))
+    y.data.copy_(x.data)
+    attention = layer.self_attn
+    attention(x, x, x)[0].square().sum().backward()
+    checkpoint(lambda q, k, v: attention(q, k, v)[0], y, y, y, use_reentrant=True).square().sum().backward()
+    torch.testing.assert_close(y.grad, x.grad)
+    wanted = layer(x)
+    attention.register_forward_pre_hook(lambda _, args: tuple(t.clone() for t in args))
+    torch.testing.assert_close(layer(x), wanted)
+
+
+def test_grouped_queries_export_with_a_dynamic_length():
+    model = encoder(kv_heads=2, positions="rotary").eval()
+    length = torch.export.Dim("length", min=2, max=64)
+    exported = torch.export.export(model, (torch.randn(2, 5, D),), dynamic_shapes={"src": {1: length}}).module()
+    x = torch.randn(2, 9, D)
+    torch.testing.assert_close(exported(x), model(x), rtol=1e-5, atol=1e-5)
+
+
+def test_as_many_heads_of_keys_as_of_queries_are_torchs():
+    layer = nfnn.TransformerEncoderLayer(D, HEADS, FF, residual="prenorm", kv_heads=HEADS)
+    layer.self_attn = nn.MultiheadAttention(D, HEADS)
+    assert layer(torch.randn(3, 2, D)).shape == (3, 2, D)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -108,6 +139,7 @@ def test_a_modern_block_is_one_constructor():
         ({"positions": "learned"}, "a layer adds no positions, got positions='learned'"),
         ({"rope_theta": 100.0}, "rope_theta = 100"),
         ({"activation": "swish"}, "swiglu"),
+        ({"activation": [1]}, "swiglu"),
         ({"positions": "rotary", "nhead": 16}, "d_model/nhead must be even; got 16/16"),
         ({"qk_norm_after_rotation": True, "qk_norm": True}, "rotate nothing"),
     ],
@@ -123,5 +155,7 @@ def test_what_leaves_attention_as_it_is_refuses_them(option):
     stack = nn.TransformerEncoder(nn.TransformerEncoderLayer(D, HEADS, FF, batch_first=True), 2)
     with pytest.raises(nfrs.InputError, match=f"{option} is a part of models"):
         swap_residuals(stack, "postnorm", **{option: PARTS[option]})
+    with pytest.raises(nfrs.InputError, match="linear_biases is a part of a layer"):
+        nfnn.Residual(nn.Linear(D, D), D, linear_biases=False)
     with pytest.raises(nfrs.InputError, match=f"{option} is a part of a layer"):
         nfnn.Residual(nn.Linear(D, D), D, kind="self-attention", **{option: PARTS[option]})

@@ -138,7 +138,13 @@ def test_torchs_layers_and_the_packages(cross):
     torchs, ours = (getattr(home, f"Transformer{side}Layer") for home in (nn, nfnn))
     pre = {"norm_first": True, "batch_first": True}
     own_way = {"residual": "prenorm", "batch_first": True}
-    for kind, options in ((torchs, pre), (torchs, pre | {"bias": False}), (ours, own_way | {"qk_norm": True})):
+    modern = own_way | {"kv_heads": 1, "activation": "swiglu", "positions": "rotary", "output_gate": "head"}
+    for kind, options in (
+        (torchs, pre),
+        (torchs, pre | {"bias": False}),
+        (ours, own_way | {"qk_norm": True}),
+        (ours, modern),
+    ):
         model = scattered(kind(own.D, 2, 12, 0.1, **options))
         x = (torch.randn(2, 3, own.D, dtype=torch.float64), torch.randn(2, 4, own.D, dtype=torch.float64))[: 1 + cross]
         expected = model(*x)

@@ -49,7 +49,36 @@ def test_admins_gains_fold_into_the_weights(name):
     assert surgery.fold_admin(model) == len(gains) - stacks  # nothing is left to fold
 
 
+PARTS = [{"activation": "swiglu"}, {"kv_heads": 1, "activation": "geglu"}, {"output_gate": "head", "kv_heads": 2}]
+
+
+@pytest.mark.parametrize("options", PARTS, ids=str)
+@pytest.mark.parametrize("kind", ["encoder", "decoder", "loop"])
+def test_what_a_layer_has_beside_torchs_is_folded_into(kind, options):
+    options = {"residual": "admin", "kv_heads": None, **options}
+    x, tokens = torch.randn(2, 5, 16).double(), torch.arange(4, 18).reshape(2, 7)
+    if kind == "loop":
+        shape = {"d_model": 16, "heads": 4, "d_ff": 24, "encoder_layers": 2, "decoder_layers": 2, "vocab_size": 20}
+        model = nfrs.Transformer(nfrs.TransformerConfig(**shape, dropout=0.0, **options))
+    else:
+        name = kind.title()
+        layer = getattr(nfnn, f"Transformer{name}Layer")(16, 4, 24, 0.0, batch_first=True, **options)
+        model = getattr(nfnn, f"Transformer{name}")(layer, 2)
+    outputs = {"encoder": lambda: model(x), "decoder": lambda: model(x, x + 1), "loop": lambda: model(tokens, tokens)}
+    model.double().eval()
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.uniform_(0.5, 2) if "residual_scale" in name else p.add_(torch.randn_like(p) * 0.2)
+    expected = outputs[kind]()
+    surgery.fold_admin(model)
+    torch.testing.assert_close(outputs[kind](), expected, rtol=1e-10, atol=1e-10)
+
+
 def test_what_cannot_be_folded():
+    options = {"architecture": "decoder-only", "value_embeddings": True, "decoder_layers": 2, "d_model": 16, "heads": 4}
+    model = nfrs.Transformer(nfrs.TransformerConfig(vocab_size=20, residual="admin", **options))
+    with pytest.raises(ValueError, match="gates of value embeddings"):
+        surgery.fold_admin(model)
     with pytest.raises(ValueError, match='holds no layer with residual="admin"'):
         surgery.fold_admin(nfnn.Transformer(D, HEADS, 1, 1, FF, residual="deepnorm"))
     model = nfnn.Transformer(D, HEADS, 1, 1, FF, residual="admin", norm="scalenorm")

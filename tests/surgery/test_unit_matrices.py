@@ -28,8 +28,15 @@ def of_ours():
 
 
 def of_layers():
-    layer = nfrs.nn.TransformerDecoderLayer(16, 4, 24, residual="ngpt", output_gate="element")
+    parts = {"output_gate": "element", "activation": "swiglu", "kv_heads": 2}
+    layer = nfrs.nn.TransformerDecoderLayer(16, 4, 24, residual="ngpt", **parts)
     return nfrs.nn.TransformerDecoder(layer, 2)
+
+
+def of_values():
+    shape = {"d_model": 16, "d_ff": 24, "heads": 4, "architecture": "decoder-only", "decoder_layers": 2}
+    options = {"value_embeddings": True, "smear": True, "kv_heads": 2}
+    return nfrs.Transformer(nfrs.TransformerConfig(vocab_size=20, **shape, **options))
 
 
 WRITERS = {"out_proj.weight": 0, "linear2.weight": 0}
@@ -37,7 +44,8 @@ MODELS = {
     "Llama": (lambda: swapped(transformers.LlamaForCausalLM, LLAMA), COLUMNS, 16),
     "GPT-2": (lambda: swapped(transformers.GPT2LMHeadModel, GPT2), CONV1D, 9),
     "normformer_rs.Transformer": (of_ours, WRITERS, 1 + 6 + 2 * 9),
-    "normformer_rs.nn": (of_layers, WRITERS, 2 * 8),
+    "normformer_rs.nn": (of_layers, WRITERS, 2 * 9),
+    "value embeddings": (of_values, WRITERS, 1 + 2 * 4),
     "torch.nn": (lambda: nn.TransformerDecoder(nn.TransformerDecoderLayer(16, 4, 24), 2), WRITERS, 2 * 6),
 }
 

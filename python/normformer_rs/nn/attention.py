@@ -121,9 +121,11 @@ class MultiheadAttention(nn.MultiheadAttention):
         is_causal: bool = False,
         *,
         kept: KeptTensors | None = None,
+        is_self: bool = False,
     ) -> Any:
         """Returns (output, weights or None). Weights are (B, T, S), or (B, heads, T, S) with
-        average_attn_weights=False. With `kept`, the tensors that earlier places of a stack have kept under names,
+        average_attn_weights=False. `is_self` says that query, key and value are one tensor, where a wrapper's hooks may
+        have made three of it. With `kept`, the tensors that earlier places of a stack have kept under names,
         the result has a third item: these, and the tensors that the changes here keep."""
         kept = None if kept is None else dict(kept)
         if not self._qkv_same_embed_dim or self.bias_k is not None or self.add_zero_attn:
@@ -134,7 +136,8 @@ class MultiheadAttention(nn.MultiheadAttention):
                 )
             given: Any = (query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal)
             return super().forward(*given)
-        is_batched, is_self = query.dim() == 3, self.reads_apart or (key is query and value is query)
+        is_batched = query.dim() == 3
+        is_self = is_self or self.reads_apart or (_is_one(key, query) and _is_one(value, query))
         if not is_batched:
             query, key, value = (t.unsqueeze(0) for t in (query, key, value))
             key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
@@ -157,7 +160,7 @@ class MultiheadAttention(nn.MultiheadAttention):
             q, k = rotated((q, k), self.rope_theta, padding)
         q, k = (self._change_heads(point, x, kept) for point, x in (("rotated_query", q), ("rotated_key", k)))
         if self.kv_heads is not None:
-            k, v = (x.repeat_interleave(self.num_heads // self.kv_heads, 1) for x in (k, v))
+            k, v = (self._for_each_query(x) for x in (k, v))
         p, weights = self.dropout if self.training else 0.0, None
         is_own = p > 0 and is_run_again()
         is_composed = need_weights or is_own or self._is_capped()
@@ -182,6 +185,13 @@ class MultiheadAttention(nn.MultiheadAttention):
         elif not self.batch_first:
             out = out.transpose(0, 1)
         return (out, weights) if kept is None else (out, weights, kept)
+
+    def _for_each_query(self, x: Tensor) -> Tensor:
+        """Returns keys or values (B, kv_heads, S, d_head) once for each head of queries."""
+        shared = self.num_heads // x.shape[1]
+        if torch.compiler.is_exporting():  # repeat_interleave would fix a dynamic length
+            return x[:, torch.arange(self.num_heads, device=x.device) // shared]
+        return x.repeat_interleave(shared, 1)
 
     def _change(self, point: str, x: Tensor, padding: Tensor | None, kept: KeptTensors | None) -> Tensor:
         changes: tuple[Change, ...] = self.inside.get(point, ())
@@ -271,6 +281,18 @@ class MultiheadAttention(nn.MultiheadAttention):
             raise InputError(f"attention mask must be {single} or {whole}; got {tuple(attn_mask.shape)}")
         if key_padding_mask is not None and key_padding_mask.shape != (batch, keys):
             raise InputError(f"key padding mask must be {(batch, keys)}; got {tuple(key_padding_mask.shape)}")
+
+
+def _is_one(a: Tensor, b: Tensor) -> bool:
+    """True for one tensor, or two of the same memory, as reentrant checkpoints make of one."""
+    if a is b or torch.compiler.is_compiling() or type(a) is not Tensor or type(b) is not Tensor:
+        return a is b
+    if (a.shape, a.dtype, a.device, a.layout) != (b.shape, b.dtype, b.device, b.layout) or a.layout != torch.strided:
+        return False
+    try:
+        return a.stride() == b.stride() and 0 != a.data_ptr() == b.data_ptr()
+    except RuntimeError:  # tensors of torch.func's transformations have no memory
+        return False
 
 
 OUTPUT_GATES: dict[str, Callable[[nn.MultiheadAttention], int]] = {

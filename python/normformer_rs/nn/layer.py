@@ -79,7 +79,7 @@ class Layer(Growing, Placeable):
                 raise InputError(
                     "decoder_norm is given, but the encoder stands alone: leave it out, or say decoder_layers"
                 )
-        if activation in _ACTIVATIONS:
+        if isinstance(activation, str) and activation in _ACTIVATIONS:
             given["activation"] = activation
         config = configure(options, d_model=d_model, d_ff=dim_feedforward, heads=nhead, **given)
         if nhead < 1 or d_model % nhead:
@@ -104,7 +104,7 @@ class Layer(Growing, Placeable):
         self.linear1 = nn.Linear(d_model, dim_feedforward, bias=has_biases, **factory)
         self.dropout = nn.Dropout(rate_of("activation_dropout"))
         self.linear2 = nn.Linear(dim_feedforward, d_model, bias=has_biases, **factory)
-        if activation in GATED:
+        if config.activation in GATED:
             self.linear3 = nn.Linear(d_model, dim_feedforward, bias=has_biases, **factory)
         self._install(factory, bias)
         for i in range(len(self.kinds)):
@@ -248,7 +248,8 @@ class Layer(Growing, Placeable):
         for linear, roles, i in self._linears():
             if roles == ("output",):
                 attention: MultiheadAttention = getattr(self, self.attentions[i])
-                draw_module(attention, ("query", "key", "value"), self.place, i, attention.widths, prefix="in_proj_")
+                widths = getattr(attention, "widths", None)  # torch.nn's has equal ones
+                draw_module(attention, ("query", "key", "value"), self.place, i, widths, prefix="in_proj_")
                 attention.reset_sinks()
             draw_module(linear, roles, self.place, i)
 
@@ -338,6 +339,8 @@ def attended(layer: Layer, name: str, x: Tensor, memory: Tensor, kept: KeptTenso
         inside = {}
         if not wraps_ours:
             masks = _torchs_masks(layer, attention, x, memory, **masks)
+    if memory is x and isinstance(attention, MultiheadAttention):
+        masks["is_self"] = True
     given = x.unbind() if reads_apart else (x, memory, memory)
     if not any(map(passes, inside.values())):
         return attention(*given, need_weights=False, **masks)[0]
@@ -351,7 +354,8 @@ def _refuse_another(layer: Layer, name: str, attention: Any) -> tuple[Sublayer, 
     InputError if no module makes those that the scheme needs."""
     config, sublayer = layer.place.config, layer.place.sublayers[layer.attentions.index(name)]
     wraps_ours = any(isinstance(module, MultiheadAttention) for module in attention.modules())
-    parts = {part: getattr(config, part) for part in ("output_gate", "sinks", "score_softcap", "kv_heads")}
+    parts = {part: getattr(config, part) for part in ("output_gate", "sinks", "score_softcap")}
+    parts["kv_heads"] = None if config.kv_heads == config.heads else config.kv_heads
     parts["positions"] = "rotary" if config.positions == "rotary" and name == "self_attn" else None
     needs = [f"{part}={value!r}" for part, value in parts.items() if value]
     needs += [f"changes at {point}" for point in sublayer.inside]
@@ -424,7 +428,7 @@ GATED = ("swiglu", "geglu")
 def _activation(activation: Activation) -> Callable[[Tensor], Tensor]:
     if callable(activation):
         return activation
-    if activation not in _ACTIVATIONS:
+    if not isinstance(activation, str) or activation not in _ACTIVATIONS:
         raise InputError(unknown("activation", activation, _ACTIVATIONS) + "; a callable will do, too")
     return _ACTIVATIONS[activation]
 

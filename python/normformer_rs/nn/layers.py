@@ -5,7 +5,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ..config import ATTENTION, unknown
+from ..config import ATTENTION, TransformerConfig, unknown
 from ..declarations.declared import passes
 from ..errors import InputError
 from .build import install, reset, reset_module
@@ -75,7 +75,8 @@ class Residual(Growing):
         if kind not in KINDS:
             raise InputError(unknown("kind", kind, KINDS))
         parts = ("positions", *ATTENTION, "attention_scale", "attention_multiplier")
-        if asked := [name for name in parts if name in options and options[name] not in (None, False)]:
+        defaults = {field.name: field.default for field in TransformerConfig.FIELDS}
+        if asked := [name for name in parts if name in options and options[name] != defaults[name]]:
             raise InputError(f"{asked[0]} is a part of a layer, and a Residual leaves F as it is: leave it out")
         depth = 1 if layers is None else layers
         depths = {"decoder_layers": depth} if kind != "cross-attention" else dict.fromkeys(_DEPTHS, depth)

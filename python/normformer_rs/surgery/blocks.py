@@ -16,7 +16,7 @@ from ..nn.place import Place
 from .converted import original, residual_of
 from .probe import RecognisedNorm, probe
 from .recognise import read_norm
-from .spec import Linear, Part, at
+from .spec import Linear, Part, Rows, at, has
 from .structure import Structure
 
 _BLOCKS: dict[type[nn.Module], type[nn.Module]] = {}
@@ -137,10 +137,36 @@ TORCH_STACKS = {nn.TransformerEncoder: nfnn.TransformerEncoder, nn.TransformerDe
 
 def parts_of(block: Any) -> Sequence[Part]:
     """The sublayers of a known block, before or after its conversion."""
-    for kind, parts in TORCHS.items():
-        if isinstance(block, kind):
-            return parts
+    if isinstance(block, tuple(TORCHS)):
+        return torchs_parts(block)
     return structure_of(block).parts
+
+
+def stacked_rows(attention: nn.Module) -> list[tuple[int, int]]:
+    """The first row and the number of rows of queries, keys and values in torch.nn's stacked matrix."""
+    rows, d = attention.in_proj_weight.shape  # type: ignore[union-attr, misc]
+    shared = (rows - d) // 2  # heads of keys may be fewer
+    return [(0, d), (d, shared), (d + shared, shared)]
+
+
+def torchs_parts(block: Any) -> tuple[Part, ...]:
+    """The sublayers of a layer with torch.nn's names, with what this package's layers have beside them: output gates,
+    a gated feed-forward's third matrix, and fewer heads of keys."""
+    *attentions, feed_forward = DECODER if has(block, "multihead_attn") else ENCODER
+    found = []
+    for name, part in zip(("self_attn", "multihead_attn"), attentions):
+        stacked, *others = part.linears
+        weight = getattr(at(block, name), "in_proj_weight", None)
+        if weight is not None and weight.shape[0] != 3 * weight.shape[1]:
+            sizes = (size for _, size in stacked_rows(at(block, name)))
+            stacked = stacked._replace(rows=tuple(map(Rows, stacked.roles, (None,) * 3, sizes)))
+        if has(block, f"{name}.gate_proj"):
+            others.append(Linear(f"{name}.gate_proj", ("output_gate",)))
+        found.append(part._replace(linears=(stacked, *others)))
+    if has(block, "linear3"):
+        linears = (*feed_forward.linears, Linear("linear3", ("gate",)))
+        feed_forward = feed_forward._replace(linears=linears)
+    return (*found, feed_forward)
 
 
 class Group(NamedTuple):

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from .. import nn as nfnn
 from ..errors import InputError
 from ..nn.attention import INPUTS
+from .blocks import stacked_rows
 from .examples import caller, failed_on, quietly, refuse_without
 from .probe import RecognisedNorm
 from .proof import difference
@@ -252,7 +253,8 @@ class Flow:
         if reader.what != "attention" or owner.in_proj_weight is None or _changes(owner, "input", *INPUTS):
             return []
         stacked = Matrix(self.name(owner), owner, "in_proj_weight", "in_proj_bias", 0)
-        found = [stacked._replace(share=(i, 3)) for i in range(3) if reader.inputs[i] == at]
+        shares = stacked_rows(owner)
+        found = [stacked._replace(share=shares[i]) for i in range(3) if reader.inputs[i] == at]
         gate = getattr(owner, "gate", None) if reader.inputs[0] == at else None
         return found if gate is None else [*found, Matrix(self.name(gate), gate, "weight", "bias", 0)]
 

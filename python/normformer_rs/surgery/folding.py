@@ -13,7 +13,7 @@ from ..errors import InputError
 from ..loop.model import Transformer
 from ..nn.layers import Layer
 from ..nn.place import Place
-from .blocks import DECODER, ENCODER, Part, parent_of, parts_of, place_of, weight_and_bias
+from .blocks import Part, parent_of, parts_of, place_of, torchs_parts, weight_and_bias
 from .converted import residual_of
 from .flow import Flow
 from .handover import refuse_offloaded
@@ -22,6 +22,7 @@ from .norms import replace, unweighted
 from .optimizers import Exchange, watch
 from .probe import RecognisedNorm
 from .recognise import read_norm
+from .spec import has
 from .stream import Places, Site, join, readers, refuse_meta, widened
 from .undo import Edits, Row, Swaps, refuse_wrapped
 from .whole import State
@@ -247,7 +248,9 @@ def _stacks(model: nn.Module) -> Iterator[Iterator[_Site]]:
 def _sites(block: nn.Module, owner: nn.Module, place: Place) -> Iterator[_Site]:
     """`owner`: the module that has the scheme's parameters."""
     if place.config.residual == "admin":
-        parts = (ENCODER if len(place.sublayers) == 2 else DECODER) if type(block) is nn.Module else parts_of(block)
+        if has(block, "self_attn.value_gate"):
+            raise InputError("the gates of value embeddings read some columns of x, and ω has no place in them")
+        parts = torchs_parts(block) if type(block) is nn.Module else parts_of(block)
         for sublayer, part in zip(place.sublayers, parts):
             assert isinstance(sublayer.alpha, Learned)
             omega: Any = getattr(owner, sublayer.alpha.name)

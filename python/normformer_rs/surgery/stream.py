@@ -33,8 +33,8 @@ class Matrix(NamedTuple):
     bias: str
     axis: int
     """The weight's dimension of outputs."""
-    share: tuple[int, int] = (0, 1)
-    """(i, n): the i-th of n."""
+    share: tuple[int, int] | None = None
+    """The first output, and how many; None: all."""
 
     @property
     def parameters(self) -> dict[str, Any]:
@@ -52,8 +52,7 @@ class Matrix(NamedTuple):
         return None if bias is None else self._shared(bias.detach())
 
     def _shared(self, outputs: Tensor) -> Tensor:
-        i, n = self.share
-        return outputs.chunk(n)[i]
+        return outputs if self.share is None else outputs.narrow(0, *self.share)
 
     def take_in(self, gain: Tensor | None, bias: Tensor | None) -> None:
         """W ← W·diag(gain), b ← b + W·bias: the layer then reads x̂ instead of gain⊙x̂ + bias. In f64, rounded once."""
@@ -116,20 +115,21 @@ def matrices(block: nn.Module, name: str, part: Part, roles: Iterable[Role]) -> 
             )
         if wanted.issuperset(linear.roles):
             found.append(whole)
-        elif linear.rows and not wanted.isdisjoint(linear.roles):
-            raise InputError(
-                f"{path} stacks rows that read the norm and rows that do not: such blocks cannot be folded"
-            )
-        else:
-            n = len(linear.roles)
-            found += [whole._replace(share=(i, n)) for i, role in enumerate(linear.roles) if role in wanted]
+            continue
+        for role in linear.roles:
+            rows = linear.rows_of(role, whole.rows().shape[0]) if role in wanted else []
+            if rows and rows != [*range(rows[0], rows[-1] + 1)]:
+                raise InputError(
+                    f"{path} stacks rows that read the norm and rows that do not: such blocks cannot be folded"
+                )
+            found += [whole._replace(share=(rows[0], len(rows)))] if rows else []
     return found
 
 
 def readers(block: nn.Module, name: str, part: Part) -> list[Matrix]:
     """The linear layers of a sublayer that read its norm; of attention to an encoder the queries only."""
     is_cross = part.kind == "cross-attention"
-    own: tuple[Role, ...] = ("query", "fc1", "gate")
+    own: tuple[Role, ...] = ("query", "fc1", "gate", "output_gate")
     return matrices(block, name, part, own if is_cross else (*own, "key", "value"))
 
 

@@ -137,9 +137,10 @@ class Trace(TorchFunctionMode):
         number = len(self.products)
         if self.first is None or self.within or name != "linear" or number >= len(self.first.products):
             return None
-        before, weight = self.first.products[number], args[1] if len(args) > 1 else None
-        fits = weight is before.owner and (*args[0].shape[:-1], weight.shape[0]) == before.leaf.shape
-        return before.leaf.detach() if fits else None
+        before, (x, weight, *_) = self.first.products[number], (*args, None, None)
+        if weight is None or weight is not before.owner or (*x.shape[:-1], len(weight)) != before.leaf.shape:
+            return None
+        return before.leaf.detach()
 
     # Where tensors come from.
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from ..errors import InputError
-from .blocks import TORCHS, is_transposed, weight_and_bias
+from .blocks import TORCHS, is_transposed, torchs_parts, weight_and_bias
 from .converted import residual_of
 from .init import unreached
 
@@ -87,7 +87,7 @@ def _of_blocks(model: nn.Module) -> Iterator[tuple[nn.Parameter, int]]:
 
 def _of_block(path: str, block: nn.Module) -> Iterator[tuple[nn.Parameter, int]]:
     own = residual_of(block)
-    torchs = next((parts for kind, parts in TORCHS.items() if isinstance(block, kind)), ())
+    torchs = torchs_parts(block) if isinstance(block, tuple(TORCHS)) else ()
     parts = torchs if own is None else own.structure.parts
     if own is not None and (unknown := unreached(block)):
         raise InputError(f"{path}.{unknown[0]} is neither of attention nor of a feed-forward: its unit is not known")
@@ -98,5 +98,3 @@ def _of_block(path: str, block: nn.Module) -> Iterator[tuple[nn.Parameter, int]]
         for linear in part.experts:
             writes = {*linear.roles} <= {"output", "fc2"}
             yield block.get_parameter(linear.path), 1 + int(writes == linear.is_transposed)
-    if torchs:  # a layer of this package may have output gates
-        yield from ((p, 1) for name, p in block.named_parameters() if name.endswith("gate_proj.weight"))
