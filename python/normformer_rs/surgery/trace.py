@@ -137,10 +137,9 @@ class Trace(TorchFunctionMode):
         number = len(self.products)
         if self.first is None or self.within or name != "linear" or number >= len(self.first.products):
             return None
-        before, (x, weight, *_) = self.first.products[number], (*args, None, None)
-        if weight is None or weight is not before.owner or (*x.shape[:-1], len(weight)) != before.leaf.shape:
-            return None
-        return before.leaf.detach()
+        before = self.first.products[number]
+        fits = len(args) > 1 and args[1] is before.owner
+        return before.leaf.detach() if fits and args[0].shape[:-1] == before.leaf.shape[:-1] else None
 
     # Where tensors come from.
 
