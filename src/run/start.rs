@@ -220,6 +220,7 @@ fn trainer(
     };
     let parts = Parts {
         model,
+        has_given_weights: init_from.is_some(),
         config: training.clone(),
         data: config.clone(),
         objective,

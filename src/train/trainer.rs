@@ -117,6 +117,8 @@ pub struct Trainer {
     pause: Option<PathBuf>,
     /// The name of the best checkpoint, to which the best score belongs.
     best: Option<String>,
+    /// True if the first update measures the scheme's gains.
+    measures_gains: bool,
     /// The time when the last update's numbers arrived.
     last: Instant,
     /// (seconds, target tokens) of the latest updates.
@@ -139,6 +141,8 @@ struct Running {
 /// The parts from which a trainer is built.
 pub struct Parts {
     pub model: Transformer,
+    /// True if the model has another run's weights, and with them its measured gains.
+    pub has_given_weights: bool,
     pub config: TrainingConfig,
     /// The data options, stored in checkpoints, from which a resume reads them.
     pub data: DataConfig,
@@ -211,6 +215,7 @@ impl Trainer {
             Ok::<_, Error>(start)
         };
         let first = is_watched.then(of_start).transpose()?;
+        let measures_gains = model.is_profiled() && !parts.has_given_weights;
         let train_step = TrainStep { model, objective, kind, recompute, group, flat, workspace: RefCell::default() };
         Ok(Trainer {
             config,
@@ -233,6 +238,7 @@ impl Trainer {
             unheard: None,
             pause,
             best,
+            measures_gains,
             last: Instant::now(),
             pace: Default::default(),
         })
@@ -370,7 +376,7 @@ impl Trainer {
         }
         let (seed, scale) = (self.config.seed as i64, 1.0 / tokens as f64);
         self.train_step.model.set_update(number as i64)?;
-        if number == 1 && self.train_step.model.is_profiled() {
+        if number == 1 && self.measures_gains {
             if let (true, (_, batch)) = (self.group.is_first(), &batches[0]) {
                 let turn = Turn { seed: [seed, 0, 0], scale, is_partial: false };
                 let whole = MicroBatch::on_host(batch, None, turn, self.device)?;

@@ -43,6 +43,16 @@ def test_checkpoints_of_any_kind(checkpoint, trained, tmp_path, corpus):
     assert all(torch.allclose(found[name], expected[name], atol=1e-9) for name in expected)
 
 
+def test_admins_learned_gains_are_not_measured_again(tmp_path, corpus):
+    fit(tmp_path / "first", corpus, {"residual": "admin"}, {"updates": 5}, **QUIET)
+    training = {"updates": 1, "lr": 1e-12, "min_lr": 0.0}
+    fit(tmp_path / "second", corpus, {"residual": "admin"}, training, init_from=tmp_path / "first", **QUIET)
+    found, expected = weights(tmp_path / "second"), weights(tmp_path / "first")
+    gains = [name for name in expected if "residual_scale" in name]
+    assert gains and any((expected[name] != 1).any() for name in gains)
+    assert all(torch.allclose(found[name], expected[name], atol=1e-9) for name in gains)
+
+
 def test_rows_go_over_by_their_types(trained, tmp_path, corpus):
     """The second text has other types, and those of the first in another order."""
     lines = {"source": "9 9 9 9 8 x x\n1 2 3\n" * 9, "target": "j j j j i x x\nb c d\n" * 9}

@@ -130,7 +130,8 @@ CHANGES = {
     "other translations": (lambda row: forge(row, translations=["x"] * 30), "counts of lines are not those"),
     "other references": (lambda row: forge(row, references="0" * 64), "--data has another text"),
     "no counts": (lambda row: forge(row, counts=None), "expected what a run keeps"),
-    "counts that are none": (lambda row: forge(row, counts={"lines": [["a"]]}), "expected what a run keeps"),
+    "counts that are none": (lambda row: forge(row, counts={"lines": [["a"]]}), "the counts of lines are not those"),
+    "a log that is none": (lambda row: forge(row, evaluations=3), "expected what a run keeps"),
     "a list": (lambda row: forge(row, evaluations=[]), "expected what a run keeps"),
 }
 
@@ -203,7 +204,7 @@ def entry(updates: int = 1) -> Reproduction:
 REFERENCES = [f"a b c d e f g {i}" for i in range(40)]
 
 
-def add(results: Results, row: Row, every: int) -> None:
+def add(results: Results, row: Row, every: int, **columns: float) -> None:
     lines = [line if i % every else "a b c d x" for i, line in enumerate(REFERENCES)]
     counted = {
         "tokenize": "13a",
@@ -213,7 +214,8 @@ def add(results: Results, row: Row, every: int) -> None:
     }
     log = {"unigram_entropy": 2.0, "evaluations": {"nll": [1.5]}}
     told = {**kept.about(row, results.scale), **log, "references": kept.digest_of(REFERENCES), "counts": counted}
-    columns = {"bleu": round(scores.score(lines, REFERENCES).bleu, 2), "valid_nll": 1.5}
+    told["baseline"] = "0" * 64  # translations that nobody has
+    columns |= {"bleu": round(scores.score(lines, REFERENCES).bleu, 2), "valid_nll": 1.5}
     results.add(row, columns, {"gradients": [1.0]}, kept.Kept(told, lines))
 
 
@@ -252,10 +254,60 @@ def test_a_kill_leaves_figures_with_all_that_they_were_made_of(tmp_path):
         add(after, after.scale.rows[1], 4)
         figures = [*remade(Results(entry(2), "here", folder), lambda row: REFERENCES)]
         assert {figure.state for figure in figures} == {"equal"} and len(figures) == 4
+        names = {path.name for path in (folder / "x-here-kept").glob("*.gz") if not path.name.startswith(".")}
+        assert names == {f"{row['kept']}{end}" for row in after.rows for end in (".txt.gz", ".json.gz")}
         if not is_killed:
             break
-    names = {path.name for path in (folder / "x-here-kept").iterdir()}
-    assert act > 6 and names == {f"{row['kept']}{end}" for row in after.rows for end in (".txt.gz", ".json.gz")}
+    assert act > 6
+
+
+def test_files_of_other_names_and_cells_that_are_no_digests_stay(tmp_path):
+    """A table that somebody else wrote names no file to be removed."""
+    results = Results(entry(), "here", tmp_path / "results")
+    add(results, results.scale.rows[0], 2)
+    others = [tmp_path / "other.txt.gz", results.kept / "notes.txt.gz"]
+    for path in others:
+        path.write_bytes(b"mine")
+    results.rows[0]["kept"] = "../../other"
+    results.rows[0]["recipe"] = "stale"
+    with results.path(".csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(results.rows[0]))
+        writer.writeheader()
+        writer.writerows(results.rows)
+    again = Results(entry(), "here", tmp_path / "results")
+    add(again, again.scale.rows[0], 3)
+    assert all(path.read_bytes() == b"mine" for path in others)
+
+
+def test_a_language_models_rows_need_no_references(tmp_path):
+    row = Row({"arm": "base"}, {"residual": "base"}, "shakespeare")
+    scale = Scale("", (row,), Shown(("perplexity",), ("perplexity",), None))
+    results = Results(Reproduction("x", "X", "ours", "?", {"here": scale}), "here", tmp_path)
+    log = {"unigram_entropy": 2.0, "evaluations": {"nll": [1.5], "perplexity": [4.5]}}
+    results.add(row, {"valid_nll": 1.5, "perplexity": 4.5}, {}, kept.Kept({**kept.about(row, scale), **log}))
+
+    def references(row):
+        raise KeyError("test_target")
+
+    figures = [*remade(results, references)]
+    assert [(figure.name, figure.state) for figure in figures] == [("valid_nll", "equal"), ("perplexity", "equal")]
+
+
+def test_a_p_against_translations_that_are_gone_is_not_recomputed(tmp_path):
+    results = Results(entry(), "here", tmp_path)
+    for row in results.scale.rows:
+        add(results, row, 2, p=0.5)
+    figures = {
+        figure.name: figure for figure in remade(results, lambda row: REFERENCES) if figure.row.key["arm"] == "other"
+    }
+    assert figures["p"].state == "cannot" and "another run of base" in figures["p"].made
+
+
+def test_a_file_that_unpacks_to_too_much_is_refused(tmp_path, monkeypatch):
+    digest = kept.write(tmp_path, kept.Kept({"a": "x" * 1000}))
+    monkeypatch.setattr(kept, "LARGEST", 999)
+    with pytest.raises(InputError, match="unpacks to more than 999 bytes"):
+        kept.read(tmp_path, digest)
 
 
 def test_equal_runs_keep_equal_bytes(tmp_path, monkeypatch):

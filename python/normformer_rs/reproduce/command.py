@@ -14,6 +14,7 @@ from ..commands.options import UsageError
 from ..config import closest, unknown
 from ..errors import InputError
 from ..loop.progress import write
+from ..text import escaped
 from . import REPRODUCTIONS
 from .corpora import CORPORA, missing
 from .declared import Reproduction, Row, Scale
@@ -187,9 +188,9 @@ def _measure_row(scale: Scale, results: Results, row: Row, runs: "Runs") -> None
 
     done = runs.run(row)
     found = [MEASURES[name](runs, done, scale) for name in scale.shown.measures]
-    columns = {name: value for measured in found for name, value in measured.columns.items()}
     if scale.shown.compared:
-        columns["p"] = _p_value(scale, row, done, runs)
+        found.append(_p_value(scale, row, done, runs))
+    columns = {name: value for measured in found for name, value in measured.columns.items()}
     series = {name: numbers for measured in found for name, numbers in measured.series.items()}
     results.add(row, {**columns, **done.verdict, **made_by()}, series, _kept(scale, done, found, results))
 
@@ -208,17 +209,17 @@ def _kept(scale: Scale, done: "Run", found: Sequence["Measured"], results: Resul
     return Kept(kept, [line for measured in found for line in measured.translations])
 
 
-def _p_value(scale: Scale, row: Row, done: "Run", runs: "Runs") -> float | str:
-    """Returns the p-value; "" if there is no baseline, or its run is elsewhere."""
-    from .measures import p_value
+def _p_value(scale: Scale, row: Row, done: "Run", runs: "Runs") -> "Measured":
+    """Measures the p-value; "" if there is no baseline, or its run is elsewhere."""
+    from .measures import Measured, p_value
 
     baseline = baseline_of(scale, row)
     if baseline is None or "bleu" not in scale.shown.measures:
-        return ""
+        return Measured({"p": ""})
     if not runs.is_over(baseline):
         name = ", ".join(baseline.key.values())
         write(f"no p-value: the run of {name} is not in {runs.folder}, only its row is in the table")
-        return ""
+        return Measured({"p": ""})
     return p_value(runs, done, runs.run(baseline), scale)
 
 
@@ -246,7 +247,7 @@ def _recompute(tables: Sequence[Results], data: Path) -> None:
             print(f"{results.path('.csv')}:{'' if results.rows else ' nothing has been measured'}")
             found = list(remade(results, references))
             for figure in found:
-                print(f"  {_words(figure)}")
+                print(f"  {escaped(_words(figure))}")
                 counted[figure.state] += 1
             for corpus in lacking:
                 if any(figure.row.corpus == corpus and figure.name == "bleu" for figure in found):

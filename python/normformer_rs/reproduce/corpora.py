@@ -99,7 +99,7 @@ CORPORA: dict[str, Corpus] = {
     "multi30k-french": Corpus("Multi30k en→fr, raw text", "github multi30k/dataset, task 1",
                               _pair("multi30k", "en", "fr", "val", "test_2016_flickr"),
                               {"bpe_operations": 6000}, "13a", lines=_MULTI30K),
-    "verses": Corpus("verses en→es", "the World English Bible 426.0 and the Sagradas Escrituras 2.60, both public "
+    "verses": Corpus("verses en→es", "the World English Bible 426.0 and the Reina-Valera of 1909, both public "
                      "domain: Debian's sword-text-web and sword-text-sparv", _pair("verses-en-es", "en", "es"),
                      {"bpe_operations": 4000}, "13a", lines={"train": "28,979", "valid": "1,010", "test": "1,007"}),
     "shakespeare": Corpus("tinyshakespeare", "github karpathy/char-rnn", {"text": "tinyshakespeare/input.txt"},

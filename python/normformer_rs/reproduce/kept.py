@@ -10,14 +10,17 @@ import io
 import json
 import re
 import zlib
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from .. import text
 from ..errors import InputError
+from .corpora import CORPORA
 from .declared import Row, Scale
 
+LARGEST = 1 << 28
+"""The most bytes that a file is unpacked to."""
 KEPT = "kept"
 """The column of the object's digest; rows of before 2026-11-29, and of studies, have none."""
 Told = dict[str, Any]
@@ -35,7 +38,8 @@ class Kept(NamedTuple):
 def about(row: Row, scale: Scale) -> Told:
     """Returns what says which run it was, and how it was scored."""
     told = {"key": row.key, "seed": row.seed, "recipe": row.recipe, "corpus": row.corpus, "search": row.search}
-    return {**told, "checkpoint": scale.checkpoint, "scored": scale.scored}
+    how = {"checkpoint": scale.checkpoint, "scored": scale.scored}
+    return {**told, **how, "tokenize": CORPORA[row.corpus].tokenize if row.corpus in CORPORA else None}
 
 
 def of_log(evaluations: Any, entropy: float) -> Told:
@@ -63,8 +67,6 @@ def write(folder: Path, kept: Kept) -> str:
 
 def read(folder: Path, digest: str) -> Kept:
     """Reads both files. Errors: InputError for one that is missing, damaged or changed."""
-    if not re.fullmatch("[0-9a-f]{16}", digest):
-        raise InputError(f"{KEPT}: expected 16 hexadecimal digits; got {digest[:80]!r}")
     translations, told = paths(folder, digest)
     data = _unpacked(told)
     if _short(data) != digest:
@@ -83,13 +85,21 @@ def read(folder: Path, digest: str) -> Kept:
     return Kept(found, written.decode("utf-8").split("\n")[:-1])
 
 
-def remove(folder: Path, digest: str) -> None:
-    for path in paths(folder, digest):
-        path.unlink(missing_ok=True)
+def keep_only(folder: Path, digests: Container[str]) -> None:
+    """Removes the files of other rows, also those that a crash has left; files of other names stay."""
+    for path in folder.glob("*.gz"):
+        found = _FILE.fullmatch(path.name)
+        if found and found[1] not in digests:
+            path.unlink(missing_ok=True)
+
+
+_FILE = re.compile(r"([0-9a-f]{16})\.(txt|json)\.gz")
 
 
 def paths(folder: Path, digest: str) -> tuple[Path, Path]:
-    """Returns the files of a row: its translations, and the object of JSON."""
+    """Returns the files of a row: its translations, and the object of JSON. Errors: InputError for another text."""
+    if not re.fullmatch("[0-9a-f]{16}", digest):
+        raise InputError(f"{KEPT}: expected 16 hexadecimal digits; got {digest[:80]!r}")
     return folder / f"{digest}.txt.gz", folder / f"{digest}.json.gz"
 
 
@@ -111,7 +121,11 @@ def _packed(data: bytes) -> bytes:
 
 def _unpacked(path: Path) -> bytes:
     try:
-        return gzip.decompress(text.read_regular(path))
+        with gzip.GzipFile(fileobj=io.BytesIO(text.read_regular(path))) as file:
+            data = file.read(LARGEST + 1)
+        if len(data) > LARGEST:
+            raise InputError(f"{path}: unpacks to more than {LARGEST} bytes, which no run keeps")
+        return data
     except FileNotFoundError as error:
         raise InputError(f"{path}: no such file, and the table has a row that was made with it") from error
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:

@@ -66,10 +66,10 @@ def _best_perplexity(told: Told) -> float:
     return min(found) if found and not any(map(math.isnan, found)) else math.nan
 
 
-def _means(blocks: list[list[float]]) -> tuple[float, float]:
-    """Returns loss and NLL per token of blocks of lines, each with its sums of both and its tokens."""
-    losses, nlls, tokens = (sum(numbers) for numbers in zip(*blocks))
-    return losses / tokens, nlls / tokens
+def _means(sums: list[float]) -> tuple[float, float]:
+    """Returns loss and NLL per token of text, from its sums of both and its tokens."""
+    loss, nll, tokens = sums
+    return loss / tokens, nll / tokens
 
 
 FIGURES: dict[str, Callable[[Told], Options]] = {

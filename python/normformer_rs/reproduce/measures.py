@@ -21,8 +21,6 @@ START = 100
 """The number of updates in the pictures of a run's start."""
 _SCORED = 1000
 """The number of sentences whose perplexity is measured."""
-_BLOCKS = 100
-"""The most blocks of lines whose losses are kept: for each of them the model is loaded."""
 
 
 class Measured(NamedTuple):
@@ -46,14 +44,15 @@ def bleu(runs: Runs, run: Run, scale: Scale) -> Measured:
     return Measured({"bleu": round(found.bleu, 2), "sacrebleu": found.sacrebleu}, {}, kept, hypotheses)
 
 
-def p_value(runs: Runs, run: Run, baseline: Run, scale: Scale) -> float | str:
-    """Returns p by the paired bootstrap; empty if one of the two runs did not reach its end."""
+def p_value(runs: Runs, run: Run, baseline: Run, scale: Scale) -> Measured:
+    """Measures p by the paired bootstrap; empty if one of the two runs did not reach its end."""
     if not run.has_ended or not baseline.has_ended:
-        return ""
+        return Measured({"p": ""})
     hypotheses, references = runs.translations(run, scale)
     theirs, _ = runs.translations(baseline, scale)
     found = score(hypotheses, references, theirs, tokenize=runs.corpora[run.row.corpus].tokenize)
-    return round(found.comparison.p_value, 4) if found.comparison else ""
+    p = round(found.comparison.p_value, 4) if found.comparison else ""
+    return Measured({"p": p}, {}, {"baseline": digest_of(theirs)})
 
 
 def gradients(runs: Runs, run: Run, scale: Scale) -> Measured:
@@ -187,16 +186,12 @@ def smoothed(runs: Runs, run: Run, scale: Scale) -> Measured:
     return Measured(made.smoothed(kept), {}, kept)
 
 
-def _losses(run: Run, part: str, checkpoint: str) -> list[list[float]]:
-    """Returns loss, NLL and tokens of each block of lines of the first 1,000 pairs of a part."""
-    sides = [text.read_lines(str(run.files[f"{part}_{side}"]))[:_SCORED] for side in ("source", "target")]
+def _losses(run: Run, part: str, checkpoint: str) -> list[float]:
+    """Returns the sums of loss and NLL, and the tokens, of the first 1,000 pairs of a part."""
     files = [run.output / f"{part}.{side}.scored.txt" for side in ("source", "target")]
-    size = math.ceil(len(sides[0]) / _BLOCKS)
-    found = []
-    for begin in range(0, len(sides[0]), size):
-        for file, lines in zip(files, sides):
-            text.write_lines(str(file), lines[begin : begin + size])
-        found.append(_sums(evaluate_loss(run.output, *files, checkpoint=checkpoint)))
+    for file, side in zip(files, ("source", "target")):
+        text.write_lines(str(file), text.read_lines(str(run.files[f"{part}_{side}"]))[:_SCORED])
+    found = _sums(evaluate_loss(run.output, *files, checkpoint=checkpoint))
     for file in files:
         file.unlink()
     return found
@@ -211,8 +206,7 @@ def test_perplexity(runs: Runs, run: Run, scale: Scale) -> Measured:
     set."""
     if not run.has_ended:
         return Measured(made.test_perplexity(told(run)))
-    # One block: lines of a language model's text follow each other within a segment.
-    kept = {"losses": {"test": [_sums(evaluate_loss(run.output, None, run.files["test_target"]))]}}
+    kept = {"losses": {"test": _sums(evaluate_loss(run.output, None, run.files["test_target"]))}}
     return Measured(made.test_perplexity({**told(run), **kept}), {}, kept)
 
 

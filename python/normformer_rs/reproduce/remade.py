@@ -10,7 +10,7 @@ from collections.abc import Callable, Container, Iterator
 from typing import NamedTuple
 
 from ..errors import InputError
-from ..scores import Counts, counts, score_counts
+from ..scores import RESAMPLES, Counts, counts, score_counts
 from .declared import Row
 from .kept import KEPT, Kept, about, digest_of, read
 from .made import FIGURES, valid_nll
@@ -48,10 +48,10 @@ def remade(results: Results, references: References) -> Iterator[Figure]:
             if (kept := of_row(results, row, found)) is None:
                 yield Figure(row, "", "", "nothing is kept of its run", "cannot")
                 continue
-            yield from _remade(results, row, found, kept, references(row))
+            yield from _remade(results, row, found, kept, references)
         except InputError as error:
             yield Figure(row, "", "", str(error), "different")
-        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError, ArithmeticError, MemoryError) as error:
             reason = f"expected what a run keeps; got others ({type(error).__name__}: {error})"
             yield Figure(row, "", "", reason, "different")
 
@@ -60,10 +60,17 @@ def stored(results: Results) -> list[tuple[Row, dict[str, str]]]:
     """Returns the rows of the table that are of the entry's options, with every seed that is there."""
     found = []
     for row in results.scale.rows:
-        numbers = sorted({int(one.get("seed") or 1) - row.seed for one in results.rows})
+        numbers = sorted({_seed(results, one) - row.seed for one in results.rows})
         seeded = [row.seeded(number) for number in numbers if number >= 0]
         found += [(one, columns) for one in seeded if (columns := results.find(one)) is not None]
     return found
+
+
+def _seed(results: Results, columns: dict[str, str]) -> int:
+    try:
+        return int(columns.get("seed") or 1)
+    except ValueError as error:
+        raise InputError(f"{results.path('.csv')}: expected a whole number as seed; got {columns['seed']!r}") from error
 
 
 def of_row(results: Results, row: Row, found: dict[str, str]) -> Kept | None:
@@ -85,12 +92,12 @@ def left_out(results: Results, made: Container[str]) -> list[str]:
             if name not in about and name not in made and any(one.get(name) for one in results.rows)]  # fmt: skip
 
 
-def _remade(results: Results, row: Row, found: dict[str, str], kept: Kept, texts: list[str] | None) -> Iterator[Figure]:
+def _remade(results: Results, row: Row, found: dict[str, str], kept: Kept, references: References) -> Iterator[Figure]:
     made: dict[str, object] = {**valid_nll(kept.told)}
     for measure in results.scale.shown.measures:
         made |= FIGURES[measure](kept.told) if measure in FIGURES else {}
     if found.get("bleu") and "bleu" in results.scale.shown.measures:
-        if wrong := _wrong(kept, texts):
+        if wrong := _wrong(kept, references(row)):
             yield Figure(row, "", "", wrong, "different")
         bleu, line, _ = score_counts(_counts(kept))
         made |= {"bleu": round(bleu, 2), "sacrebleu": line}
@@ -115,7 +122,9 @@ def _wrong(kept: Kept, references: list[str] | None) -> str:
         return ""
     if digest_of(references) != kept.told["references"]:
         return "the references are not those that it was scored with: --data has another text"
-    made = counts(kept.translations, references, kept.told["counts"]["tokenize"])
+    # `of_row` has held the corpus' tokenizer against the kept one.
+    tokenize = kept.told["tokenize"] or kept.told["counts"]["tokenize"]
+    made = counts(kept.translations, references, tokenize)
     if made.lines != kept.told["counts"]["lines"]:
         return "the counts of lines are not those of the translations"
     return ""
@@ -130,7 +139,11 @@ def _p(results: Results, row: Row, kept: Kept) -> tuple[str, float]:
         name = ", ".join(baseline.key.values()) if baseline is not None else "a baseline"
         return f"no translations of {name} are kept", 0.0
     how = kept.told["counts"]
-    if how["seed"] == "none":
+    if kept.told["baseline"] != digest_of(theirs.translations):
+        return f"it was computed against another run of {', '.join(baseline.key.values())}", 0.0
+    if how["seed"].lower() == "none":
         return "its resamples were drawn with another seed each time", 0.0
+    if how["resamples"] != RESAMPLES:
+        raise InputError(f"expected {RESAMPLES} resamples, as every run has; got {how['resamples']!r}")
     found = score_counts(_counts(kept), _counts(theirs), resamples=how["resamples"], seed=how["seed"])[2]
     return "", round(found.p_value, 4) if found is not None else 1.0

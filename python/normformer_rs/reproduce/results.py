@@ -111,7 +111,6 @@ class Results:
             if kept is not None:
                 columns = {**columns, keeping.KEPT: keeping.write(self.kept, kept)}
             made = {**row.key, "seed": str(row.seed), RECIPE: row.recipe, **columns}
-            before = self._digests()
             # A row of a study replaces only itself: another study in this folder may name its rows by more columns.
             self.rows = [one for one in self.rows
                          if not _is_of(one, row) or (row.version and one.get(RECIPE) != row.recipe)]  # fmt: skip
@@ -122,8 +121,7 @@ class Results:
                 _write(self.path(f"-{name}.csv"), ([*key, *values] for key, values in self.series[name].items()))
             names = list(dict.fromkeys(itertools.chain.from_iterable(self.rows)))
             _write(self.path(".csv"), [names, *([r.get(name, "") for name in names] for r in self.rows)])
-            for digest in before - self._digests():
-                keeping.remove(self.kept, digest)
+            keeping.keep_only(self.kept, self._digests())
 
     def _digests(self) -> set[str]:
         return {one[keeping.KEPT] for one in self.rows if one.get(keeping.KEPT)}

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from os import PathLike
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from ..commands.options import layered
 from ..config import (
@@ -30,6 +30,8 @@ from ..reproduce.corpora import CORPORA, Corpus, found
 from ..reproduce.declared import Options, Reproduction, Row, Scale, Shown, digest
 from ..text import read_small
 from .checks import OWN_LOOP, OWN_START, PARTS, TUNING, check_kinds, check_values
+
+_Study = TypeVar("_Study", bound="Study")
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -128,7 +130,7 @@ class Study:
             self._resolved(cell, self.lr[0])
 
     @classmethod
-    def read(cls, path: str | PathLike[str], *, trust: bool = False) -> "Study":
+    def read(cls: type[_Study], path: str | PathLike[str], *, trust: bool = False) -> _Study:
         """Reads a study from a TOML file whose names are this class' arguments; arms are tables [arms.NAME].
 
         Errors: InputError for a missing file, wrong syntax, unknown names and, without `trust`, a text that names code.
