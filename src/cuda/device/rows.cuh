@@ -272,7 +272,7 @@ KERNEL(THREADS, rows_backward, Backward) {
         sums[0] = sum[0];
       }
     }
-    const f32 pull = Norm::pull(found.scale, cols, a.eps, sums[0]) / ties[0];  // numbers that tie for the largest share it
+    const f32 pull = Norm::pull(found.scale, cols, a.eps, sums[0]) / ties[0];  // shared by numbers that tie
     const f32 share = Norm::STATS == 2 ? found.scale / cols * sums[1] : 0.f;
     each_chunk(team.lane, chunks, [&](int i, int chunk) {
       const i64 at = row * a.chunks + chunk;

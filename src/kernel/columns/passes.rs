@@ -8,7 +8,7 @@ use std::array::from_fn;
 
 /// The number of rows summed in the computing type before their sum is added in f64.
 pub const BLOCK_ROWS: usize = 64;
-/// The number of rows added at a time, so that a partial sum in memory is touched once for four rows.
+/// The number of rows added in one step, so that a partial sum in memory is read and written once for four rows.
 const GROUP: usize = 4;
 
 /// True if a row is padding; an empty mask marks none.
@@ -17,7 +17,8 @@ fn is_pad(pad: &[u8], r: usize) -> bool {
     pad.get(r).is_some_and(|v| *v != 0)
 }
 
-/// Calls `step` with up to four real rows, their number, and true if a block ends with them.
+/// Calls `step` for up to four real rows at a time, with their indices, their number, and true if a block ends with
+/// them.
 #[inline(always)]
 fn in_blocks(rows: usize, pad: &[u8], mut step: impl FnMut([usize; GROUP], usize, bool)) {
     let (mut group, mut n, mut groups) = ([0; GROUP], 0, 0);
@@ -59,7 +60,7 @@ multiversion! {
         }
         let centred = !guess.is_empty();
         let zero = Aligned::new(cols);
-        // The row adds nothing, and fills up groups that are not full.
+        // This row fills up a group that has too few rows, and adds nothing to the sums.
         let absent: &[E::Acc] = if centred { guess } else { &zero };
         let mut held = [(); GROUP].map(|()| scratch::<E>(cols));
         let (mut part, mut part_squares) = (Aligned::new(if centred { cols } else { 0 }), Aligned::new(cols));
@@ -156,7 +157,7 @@ multiversion! {
                 }
                 let dys: [&[E::Acc]; GROUP] =
                     from_fn(|i| if i < n { wide(&dy[group[i] * cols..][..cols], &held[i].0) } else { &*zero });
-                // If dy is zero, any finite row will do: this takes the shift, whose x̂ is zero.
+                // If dy is zero, any finite row adds nothing. The shift is such a row, and its x̂ is zero.
                 let xs: [&[E::Acc]; GROUP] =
                     from_fn(|i| if i < n { wide(&x[group[i] * cols..][..cols], &held[i].1) } else { shift });
                 add_gradients(dys, xs, shift, scale, &mut part, &mut part_x);
