@@ -1,4 +1,5 @@
-//! Adam's update of flat buffers on a GPU; values that change from step to step are read on the device.
+//! Adam's update of flat buffers as an operator; on a GPU, values that change from step to step are read from the
+//! device.
 
 use super::call::{values, Call, Value};
 use super::declare::{tensor, DtypeRule, Kernels, Operator};
@@ -26,7 +27,7 @@ pub fn adam_in_place(buffers: &AdamBuffers, settings: &Coefficients) -> Result<(
 }
 
 pub(super) fn operator() -> Operator {
-    // n is the length of a buffer.
+    // The letter n stands for the length of a buffer.
     let buffer = |name| tensor(name, "=n", DtypeRule::Float32).written();
     let one = |name| tensor(name, "=1", DtypeRule::Float32);
     Operator::new(

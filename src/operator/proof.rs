@@ -1,7 +1,9 @@
-//! The first use of a kernel variant on a device: its results are compared with the formula's (docs/cuda.md).
+//! The proof of a kernel variant, at its first use on a device: its results are compared with the formula's
+//! (docs/cuda.md).
 //!
-//! A proof calls the operator with test tensors ([`cases`]) that have the types, widths, alignment and presence of the
-//! call at hand, so that the same variants run. The formula computes in f64 if the call is f32.
+//! A proof calls the operator with test tensors ([`cases`]). They have the types, widths and alignment of the actual
+//! call, and the same ones are absent, so that the same variants run. The formula computes in f64 if the call is in
+//! f32.
 
 mod cases;
 mod difference;
@@ -22,14 +24,14 @@ use maker::{aligned_as, Tensors};
 use std::sync::{Mutex, PoisonError};
 use tch::{Kind, Tensor};
 
-/// True if there is a formula to compare with, and at least one number to compare.
+/// True if the operator has a formula to compare with, and the call at least one number to compare.
 pub fn is_possible(operator: &Operator, call: &Call) -> Result<bool> {
     let (_, place) = Declared::new(operator)?.leader()?;
     Ok(operator.formula.is_some() && call.all()[place].required().numel() > 0)
 }
 
-/// Compares the variants that a call needs, and records the verdict. Returns `None` if they are right, otherwise what
-/// was wrong.
+/// Compares the variants that a call needs with the formula, and records the verdict. Returns `None` if they are
+/// right, otherwise a description of the error.
 pub fn prove(operator: &Operator, call: &Call, device: Device) -> Option<String> {
     static ONE: Mutex<()> = Mutex::new(());
     let _one = ONE.lock().unwrap_or_else(PoisonError::into_inner);
@@ -45,11 +47,11 @@ pub fn prove(operator: &Operator, call: &Call, device: Device) -> Option<String>
     what.map(|what| format!("{} {what}: {}", operator.name(), names.join("; ")))
 }
 
-/// Returns how the results differ, if they do; an error if they could not be compared.
+/// Returns how the results differ, or `None` if they agree; errors if they cannot be compared.
 fn compare(operator: &Operator, call: &Call, device: Device) -> Result<Option<String>> {
     for case in Case::ALL {
         let Some((given, arguments)) = arguments(operator, call, device, case)? else { continue };
-        let (kernel, formula) = (copies(&arguments)?, wide(&copies(&arguments)?)?); // each writes to its own copies
+        let (kernel, formula) = (copies(&arguments)?, wide(&copies(&arguments)?)?); // each side writes to its own copies
         let by_kernel = engine::call_by_name(operator.name(), &replaced(&given, &kernel), operator.outputs.len())?;
         let by_formula = call.with_values(&replaced(&given, &formula), |call| operator.formula_of(call))?;
         let outputs = operator.outputs.iter().zip(&by_kernel).zip(&by_formula);
@@ -74,7 +76,7 @@ fn copies(all: &[Option<Tensor>]) -> Result<Tensors> {
     all.iter().map(|t| t.as_ref().map(|t| aligned_as(t, t.kind(), t.data_ptr().addr())).transpose()).collect()
 }
 
-/// Converts f32 to f64; 16-bit types stay, because formulas round where kernels do.
+/// Converts f32 to f64, unless there are 16-bit tensors. These stay, because formulas round where kernels do.
 fn wide(all: &[Option<Tensor>]) -> Result<Tensors> {
     let is_narrow = all.iter().flatten().any(|t| matches!(t.kind(), Kind::BFloat16 | Kind::Half));
     let widened = |t: &Tensor| match t.kind() {
