@@ -51,7 +51,7 @@ pub fn prove(operator: &Operator, call: &Call, device: Device) -> Option<String>
 fn compare(operator: &Operator, call: &Call, device: Device) -> Result<Option<String>> {
     for case in Case::ALL {
         let Some((given, arguments)) = arguments(operator, call, device, case)? else { continue };
-        let (kernel, formula) = (copies(&arguments)?, wide(&copies(&arguments)?)?); // each side writes to its own copies
+        let (kernel, formula) = (copies(&arguments)?, wide(&copies(&arguments)?)?); // each writes to its own copies
         let by_kernel = engine::call_by_name(operator.name(), &replaced(&given, &kernel), operator.outputs.len())?;
         let by_formula = call.with_values(&replaced(&given, &formula), |call| operator.formula_of(call))?;
         let outputs = operator.outputs.iter().zip(&by_kernel).zip(&by_formula);
