@@ -312,6 +312,7 @@ pub fn act<T>(name: &'static str, path: &Path, run: impl FnOnce() -> io::Result<
     fault::point(name).and_then(|()| run()).map_err(|e| Error::io(name, path, e))
 }
 
+/// Returns the path of the temporary file beside `target`.
 fn aside(target: &Path) -> PathBuf {
     let name = target.file_name().unwrap_or_default().to_string_lossy();
     target.with_file_name(format!(".{name}.tmp-{}", std::process::id()))
@@ -341,6 +342,7 @@ pub fn remove_any(path: &Path) -> Result<()> {
     }
 }
 
+/// True if a process with this number exists.
 fn alive(pid: u32) -> bool {
     // For kill(2), 0 and negative numbers mean groups of processes, so they are no process here.
     let Some(pid) = i32::try_from(pid).ok().filter(|&pid| pid > 0) else { return false };

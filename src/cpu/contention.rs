@@ -37,6 +37,8 @@ pub fn watch() -> Option<ContentionWatch> {
 
 pub struct ContentionWatch(#[allow(dead_code)] Background);
 
+/// Measures the threads' waits in each window, and keeps an idle team while cores are crowded, until `ended` is
+/// closed.
 fn observe(threads: usize, ended: Receiver<()>) {
     let (mut judge, mut team, mut before) = (Judge::default(), None, waits());
     loop {

@@ -155,6 +155,7 @@ macro_rules! each_pack {
 #[derive(Clone, Copy)]
 pub struct Portable<A>([A; WIDTH]);
 
+/// The instruction set that every processor of an architecture has.
 #[derive(Clone, Copy, Debug)]
 pub struct Baseline;
 

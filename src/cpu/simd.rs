@@ -83,7 +83,7 @@ pub fn has_avx512_bf16() -> bool {
     return false;
 }
 
-/// True if the processor has the instructions for bf16 products that libtorch uses; always true except on x86.
+/// True if the processor has the bf16 instructions that libtorch's products use. Only x86 is checked; elsewhere true.
 pub fn has_bf16_products() -> bool {
     #[cfg(target_arch = "x86_64")]
     return is_x86_feature_detected!("avx512bf16");

@@ -100,9 +100,13 @@ pub struct Grid {
 /// The value of NORMFORMER_RS_CUDA.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum CudaMode {
+    /// Kernels run if they can, after their proofs.
     Auto,
+    /// Like `Auto`, but it is an error if kernels cannot run.
     Require,
+    /// Kernels run without proofs.
     Trust,
+    /// Only composed formulas run.
     Off,
 }
 

@@ -23,7 +23,7 @@ pub struct Likely {
     pub log_p: f64,
 }
 
-/// The columns that may be chosen. Columns that may not still count in the sum Σ exp z.
+/// The columns that may be chosen. The excluded columns count in the sum Σ exp z all the same.
 #[derive(Clone, Copy, Debug)]
 pub enum Choice<'a> {
     AllBut(&'a [usize]),

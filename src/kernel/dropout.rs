@@ -1,4 +1,4 @@
-//! The dropout of an operator call, which kernels draw themselves on the CPU and GPUs; for formulas, a mask in tch.
+//! Dropout of an operator call: the settings with which kernels draw it, and the mask by which formulas multiply.
 
 use crate::cpu::memory;
 use crate::cpu::philox::{self, Stream};

@@ -100,8 +100,8 @@ pub fn product_columns<A: Accumulator>(
     }
 }
 
-/// The number of rows of x that each panel multiplies before the next rows: 24 KiB of f32 if k is 128, half of a
-/// first-level cache of 48 KiB.
+/// The number of rows of x in a block. The block is read again for each panel, so it must stay in the first-level
+/// cache: with k = 128 it has 24 KiB of f32, half of a cache of 48 KiB.
 const ROWS: usize = 48;
 
 /// The operands of y = xP + b for some rows, where P is a panel. Only the first `used` columns of y are written.

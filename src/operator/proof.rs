@@ -1,7 +1,9 @@
 //! The proof of a kernel variant, at its first use on a device: its results are compared with the formula's
 //! (docs/cuda.md).
 //!
-//! A proof calls the operator with test tensors ([`cases`]). They have the types, widths and alignment of the actual
+//! A proof calls the operator with test tensors ([`cases`]). So that the same variants run, they have the types,
+//! widths and alignment of the actual call's tensors, and are absent where those are. The formula computes in f64 if
+//! the call is in f32.
 //! call, and the same ones are absent, so that the same variants run. The formula computes in f64 if the call is in
 //! f32.
 

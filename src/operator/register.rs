@@ -23,7 +23,7 @@ impl ArgumentRow {
     }
 }
 
-/// Where a backward operator's argument comes from.
+/// The source from which a backward operator gets one of its arguments.
 #[repr(C)]
 #[derive(Clone, Copy)]
 struct Origin {

@@ -101,6 +101,7 @@ pub fn composed(buffers: &Buffers<Tensor>, settings: &Coefficients) -> Result<()
     let Buffers { parameters, first, second, gradients, grad_scale, step_size, keep } = buffers;
     let Coefficients { beta1, beta2, eps, rounding } = settings;
     let finite = grad_scale.f_isfinite()?;
+    // Writes `new` to `to`, or leaves `to` as it is if the gradient scale is not finite.
     let settle = |to: &Tensor, new: &Tensor| -> Result<()> {
         to.shallow_clone().f_copy_(&new.f_where_self(&finite, to)?)?;
         Ok(())

@@ -1,5 +1,5 @@
-//! Norms with column statistics on an operator's tensors: over threads on the CPU ([`cpu`](super::cpu)), or launches on
-//! a GPU ([`gpu`](super::gpu)).
+//! Norms with column statistics on an operator's tensors: threads share the rows on the CPU ([`cpu`](super::cpu)),
+//! and a GPU runs several kernels in turn ([`gpu`](super::gpu)).
 
 use super::{cpu, gpu, ColumnNormKernel, ColumnOptions};
 use crate::cuda::Device;

@@ -41,6 +41,7 @@ fn in_blocks(rows: usize, pad: &[u8], mut step: impl FnMut([usize; GROUP], usize
     step(group, n, true);
 }
 
+/// Adds the partial sums to the totals in f64, and sets them to zero.
 #[inline(always)]
 fn flush<A: Accumulator>(part: &mut [A], total: &mut [f64]) {
     for (part, total) in part.iter_mut().zip(total) {

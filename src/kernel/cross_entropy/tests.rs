@@ -88,7 +88,7 @@ fn compare<E: Element>(unit: f64, tiny: f64, magnitudes: &[f64]) {
                     }
                     for v in 0..cols {
                         let want = scale * want[v];
-                        // exp passes the rounding of its argument on to p ≤ 1; it is at most magnitude·acc.
+                        // exp passes the rounding of its argument, at most magnitude·acc, on to p ≤ 1.
                         let tolerance = unit * want.abs() + 4.0 * acc * (magnitude + 8.0) + tiny;
                         for got in [dlogits[r * cols + v], inside[r * cols + v]] {
                             let got = got.load().to_f64();

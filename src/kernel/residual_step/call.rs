@@ -11,7 +11,7 @@ use crate::kernel::rows::curve::NUMBERS;
 use crate::kernel::rows::{gpu, RowNormKernel};
 
 /// Calls `$work::<X, F, Y>($($arg),*)` for the supported dtypes. Either x, f and y have one type, or x is f32 and f
-/// has 16 bits; then y has the type of either.
+/// has 16 bits; then y has x's type or f's.
 macro_rules! by_types {
     ($x:expr, $f:expr, $y:expr, $work:ident($($arg:expr),*)) => {{
         use half::{bf16, f16};

@@ -88,7 +88,7 @@ pub fn arguments(
         Case::Before(_) => FEW,
         _ => rows(&x, device),
     };
-    // A mask that the case adds marks the first row as padding. The paper's variant never reads it then.
+    // A mask that the case adds marks the first row as padding, which the paper's variant must not read.
     let has_mask = matches!(case, Case::Masked | Case::Long) && fabricated.iter().any(|t| t.kind() == Kind::Bool);
     let made = Maker {
         rows,

@@ -65,7 +65,7 @@ const FLAT: i64 = 1 << 14;
 /// Creates the test tensors of a case.
 pub struct Maker {
     pub rows: i64,
-    /// True if the leader's rows may have any shape, because no other dimension follows them.
+    /// True if the leader's `sizes` are "*", that is, if the operator gives no meaning to any of its dimensions.
     pub is_whole: bool,
     /// True if there is dropout: a dropped NaN may become 0 or NaN.
     pub is_dropped: bool,

@@ -68,6 +68,7 @@ inline at::ScalarType type_of(const Op& op, Args args, size_t k, bool working) {
   return like.scalar_type();
 }
 
+// Returns true if output k is not computed: the plan has left it out, or the argument that it is like is absent.
 inline bool is_absent(const Op& op, Args args, const Call& call, size_t k) {
   return (call.absent >> k & 1) || !entry(op, args, op.made[k].place).defined();
 }
@@ -145,6 +146,7 @@ struct Planned {
 
 // ---- the kernels of dispatch keys ----
 
+// Returns outputs without memory, for the Meta key.
 inline Tensors meta(const Op& op, Args args) {
   const Planned p(op, args, -1);
   Tensors made;

@@ -108,6 +108,7 @@ struct Derivative : torch::autograd::Node {
     const std::lock_guard<std::mutex> lock(mutex_);
     for (auto& s : saved) s.reset_data();
   }
+  // Returns a bit for each tensor of op.table whose gradient is needed.
   uint64_t wanted() const {
     uint64_t mask = 0;
     for (size_t i = 0; i < op.table.size(); ++i) mask |= uint64_t(task_should_compute_output(i)) << i;

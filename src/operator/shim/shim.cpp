@@ -23,6 +23,7 @@ void translate_exception_to_python(const std::exception_ptr&);  // of libtorch_p
 namespace {
 thread_local std::string last_error;
 
+// Runs `work`. If it throws, keeps the message and returns null or false.
 template <class Work>
 auto guarded(Work work) -> decltype(work()) {
   try {
@@ -35,6 +36,7 @@ auto guarded(Work work) -> decltype(work()) {
   }
   return {};
 }
+// Runs `work`; returns false if it throws.
 template <class Work>
 bool done(Work work) {
   return guarded([&] {
@@ -124,6 +126,8 @@ extern "C" {
 void torch_sys_ats_free(void* scalar);
 char* torch_sys_get_and_reset_last_err();
 
+// Keeps a failed call's error while tch frees the call's scalar. The question after that free gets no error; the next
+// one, which belongs to the call, gets it.
 void ats_free(void* scalar) {
   if (char* error = torch_sys_get_and_reset_last_err()) error_of_call = error;
   torch_sys_ats_free(scalar);
