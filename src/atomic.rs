@@ -193,6 +193,7 @@ pub fn check_own_directory(path: &Path) -> Result<()> {
     }
 }
 
+/// Errors if the file belongs to another user, or if others may write it.
 fn is_own(path: &Path, found: &fs::Metadata) -> Result<()> {
     // SAFETY: geteuid takes no arguments and cannot fail.
     let user = unsafe { libc::geteuid() };
@@ -207,6 +208,7 @@ fn is_own(path: &Path, found: &fs::Metadata) -> Result<()> {
     }
 }
 
+/// Builds the error for a path that is no regular file; it says what the path is, and what to do.
 fn not_regular(path: &Path, found: fs::FileType) -> Error {
     use std::os::unix::fs::FileTypeExt;
     let what = match found {

@@ -49,6 +49,7 @@ pub fn multi_bleu<H: AsRef<str>, R: AsRef<str>>(hypotheses: &[H], references: &[
     })
 }
 
+/// Computes BLEU of the words into which `words` splits each line.
 fn of_words<H: AsRef<str>, R: AsRef<str>>(
     hypotheses: &[H],
     references: &[R],

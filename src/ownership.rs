@@ -152,6 +152,7 @@ fn is_file(path: &Path) -> bool {
     path.symlink_metadata().is_ok_and(|found| found.is_file())
 }
 
+/// True if the file can be opened without following links, and `proves` accepts its first [`HEAD`] bytes.
 fn starts(path: &Path, proves: impl FnOnce(&[u8]) -> bool) -> bool {
     use std::io::Read;
     let Ok(file) = atomic::open(path, std::fs::File::options().read(true)) else { return false };

@@ -111,6 +111,7 @@ impl Drop for Armed {
     }
 }
 
+/// Counts a place, and causes the fault if one is planned there. The first call reads the environment variable.
 #[cold]
 fn planned(name: &str) -> io::Result<()> {
     let mut plan = lock(&PLAN);

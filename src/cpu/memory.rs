@@ -83,6 +83,7 @@ impl<A> DerefMut for Aligned<A> {
     }
 }
 
+/// Unwinds with an error that names the bytes that could not be allocated; the kernel's caller catches it.
 #[cold]
 fn refuse(bytes: u128) -> ! {
     let text =

@@ -91,11 +91,13 @@ fn fingerprint(bytes: &[u8]) -> u128 {
     })
 }
 
+/// Returns the beginning of a cache file: lengths and checksum, then the key. The binary follows.
 fn header(key: &str, binary: &[u8]) -> Vec<u8> {
     let numbers = [key.len() as u128, binary.len() as u128, fingerprint(binary)];
     numbers.into_iter().flat_map(u128::to_le_bytes).chain(key.bytes()).collect()
 }
 
+/// Returns a cached binary, or `None` if the file is not trusted or does not match its header.
 fn read(path: &Path, key: &str) -> Option<Vec<u8>> {
     let file = trusted(atomic::read_own(path, BYTES))??;
     let start = header(key, &[]).len();

@@ -200,6 +200,7 @@ pub fn is_capturing(device: Device) -> Result<bool> {
     driver()?.is_capturing(device, stream(device)?)
 }
 
+/// Returns torch's current stream, or the default stream if CPU tensors stand in for the device's.
 fn stream(device: Device) -> Result<*mut c_void> {
     if stand_in() {
         Ok(std::ptr::null_mut())

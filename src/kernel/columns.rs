@@ -147,6 +147,7 @@ impl Stats {
         Stats { exact: true, share, ..Stats::new(&batch.mean, &batch.square, eps) }
     }
 
+    /// Writes the statistics as the rows of the tensor: shift, scale, slope, gamma, exact, share.
     pub fn write<A: Accumulator>(&self, out: &mut [A]) {
         let cols = self.scale.len();
         let [exact, share] = [f64::from(self.exact), self.share].map(|v| std::iter::repeat_n(v, cols));
@@ -156,6 +157,7 @@ impl Stats {
         }
     }
 
+    /// Reads the statistics from the rows of the tensor that [`write`](Self::write) filled.
     pub fn read<A: Accumulator>(rows: &[A], cols: usize) -> Self {
         let row = |i: usize| memory::collected(rows[i * cols..][..cols].iter().map(|v| v.to_f64()));
         let first = |i: usize| rows.get(i * cols).map_or(0.0, |v| v.to_f64());

@@ -369,6 +369,7 @@ fn gradient_from_exp<E: Element>(e: &[Lanes<E::Acc>], w: Weights<E::Acc>, dz: &m
     }
 }
 
+/// Computes dz from the logits and the row's maximum, for a backward pass in which the exponentials were not kept.
 #[inline(always)]
 fn gradient_from_max<E: Element, S: Isa>(
     z: &[E],

@@ -233,6 +233,7 @@ fn keep<A: Accumulator, S: Isa>(v: [Of<A, S>; 2], bits: &[u16; PAIR_LANES], thre
     [v[0].keep(&bits[0], threshold), v[1].keep(&bits[1], threshold)]
 }
 
+/// Copies a group of rows in the way `store`, which may bypass the caches.
 #[inline(always)]
 fn copy<S: Isa, X: Element>(from: [&[X]; GROUP], to: [&mut [X]; GROUP], store: Store) {
     let mut from = Blocks::of(from);

@@ -46,6 +46,7 @@ impl View {
         self.cols as usize
     }
 
+    /// Returns the number of elements from the first to the last, gaps between rows included.
     fn len(&self) -> usize {
         match (self.rows, self.cols) {
             (0, _) | (_, 0) => 0,

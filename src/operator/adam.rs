@@ -68,6 +68,7 @@ pub(super) fn operator() -> Operator {
     .counted(&HANDLE)
 }
 
+/// Reads a call's arguments; `of` takes a tensor or a view from each of the first seven.
 fn read<T>(call: &Call, of: impl Fn(&Value) -> T) -> (Buffers<T>, Coefficients) {
     let [tensors @ .., beta1, beta2, eps, seed, update, place] = call.arguments::<13>();
     let [parameters, first, second, gradients, grad_scale, step_size, keep] = tensors.each_ref().map(of);

@@ -151,6 +151,7 @@ pub(super) fn operator(o: &'static ColumnNormOp) -> Operator {
     .counted(&o.handle)
 }
 
+/// True if the argument chooses the variant that PowerNorm's authors released.
 fn is_release(k: &ColumnNormOpSpec, variant: &Value) -> Result<bool> {
     match variant.text() {
         "paper" => Ok(false),
@@ -159,6 +160,7 @@ fn is_release(k: &ColumnNormOpSpec, variant: &Value) -> Result<bool> {
     }
 }
 
+/// Returns the process group that the argument names, or an error if it was not registered.
 fn ranks(k: &ColumnNormOpSpec, name: &Value) -> Result<Option<&'static dyn Ranks>> {
     let group = ProcessGroup::named(name.text()).ok_or_else(|| {
         Error::invalid(format!(

@@ -10,6 +10,7 @@ use tch::Tensor;
 
 static MASK: Handle = Handle::new("dropout_mask");
 
+/// Errors unless p lies in [0, 1).
 pub fn check_rate(operator: &str, p: f64) -> Result<()> {
     match (0.0..1.0).contains(&p) {
         true => Ok(()),
@@ -17,6 +18,7 @@ pub fn check_rate(operator: &str, p: f64) -> Result<()> {
     }
 }
 
+/// Errors if the rate is wrong, or if it is above 0 and there is no seed.
 pub fn check_dropout(operator: &str, p: &Value, seed: &Value) -> Result<()> {
     check_rate(operator, p.float())?;
     match p.float() == 0.0 || !seed.is_none() {

@@ -71,6 +71,7 @@ impl Handle {
         (self.kernel.load(Ordering::Relaxed), self.composed.load(Ordering::Relaxed))
     }
 
+    /// Returns the operator's address in C++, and looks it up if this is the first call.
     fn find(&self) -> Result<*const c_void> {
         let mut found = self.found.load(Ordering::Relaxed);
         if found == 0 {

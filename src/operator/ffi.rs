@@ -11,6 +11,7 @@ thread_local! {
     static LAST: RefCell<CString> = RefCell::default();
 }
 
+/// Stores an error's text for C++, which asks for it with `nfrs_rust_error`. A Python exception goes back to C++.
 pub fn keep(e: Error) {
     let text = e.to_string().replace('\0', " ");
     if let Error::Raised(raised) = e {

@@ -282,6 +282,7 @@ impl<'a> Declared<'a> {
     }
 }
 
+/// Returns the operator's flags as declared.h numbers them.
 fn flags(o: &Operator) -> u32 {
     let kernels = match o.kernels {
         Kernels::Everywhere => ON_CPU | ON_GPU,

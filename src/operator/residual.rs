@@ -57,6 +57,7 @@ impl Step<'_> {
     }
 }
 
+/// Returns the type with this number in c10::ScalarType; the inverse of [`scalar_type`].
 fn kind_of(scalar_type: i64) -> Kind {
     [Kind::Half, Kind::Float, Kind::Double, Kind::BFloat16]
         .into_iter()

@@ -40,6 +40,7 @@ multiversion! {
     }
 }
 
+/// Computes [`product()`], one tile of [`TILE`] rows and [`LANES`] columns of C at a time.
 #[inline(always)]
 fn tiles<A: Accumulator, S: Isa>(
     [m, n, k]: [usize; 3],

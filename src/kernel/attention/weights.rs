@@ -35,6 +35,7 @@ multiversion! {
     }
 }
 
+/// Computes [`softmax()`]. Each lane of a register is one query, so maxima and sums run over the rows.
 #[inline(always)]
 fn softmax_lanes<A: Accumulator, S: Isa>(scores: &mut [A], maxima: &mut [A], sums: &mut [A]) {
     let (lanes, lowest) = (maxima.len(), A::from_f64(f64::NEG_INFINITY));
@@ -62,6 +63,7 @@ fn softmax_lanes<A: Accumulator, S: Isa>(scores: &mut [A], maxima: &mut [A], sum
     }
 }
 
+/// Computes [`weights()`].
 #[inline(always)]
 fn weights_lanes<A: Accumulator, S: Isa>(scores: &mut [A], lse: &[A]) {
     for s in scores.chunks_exact_mut(lse.len()) {

@@ -56,6 +56,7 @@ fn part<'a>(pad: &'a [u8], rows: &Range<usize>) -> &'a [u8] {
     }
 }
 
+/// Measures this process's batch, without the rows that are padding.
 fn measure<E: Element>(norm: &ColumnNormKernel, cols: usize, x: &[E], pad: &[u8], release: bool) -> BatchStatistics {
     let rows = x.len() / cols.max(1);
     let count = (rows - pad.iter().filter(|v| **v != 0).count()) as f64;

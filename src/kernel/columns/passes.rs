@@ -85,6 +85,7 @@ multiversion! {
     }
 }
 
+/// Adds Σd and Σd² with d = x − guess over a group of rows.
 #[inline(always)]
 fn add_centred<A: Accumulator>(rows: [&[A]; GROUP], guess: &[A], sum: &mut [A], squares: &mut [A]) {
     let n = squares.len();
@@ -96,6 +97,7 @@ fn add_centred<A: Accumulator>(rows: [&[A]; GROUP], guess: &[A], sum: &mut [A], 
     }
 }
 
+/// Adds Σx² over a group of rows.
 #[inline(always)]
 fn add_squares<A: Accumulator>(rows: [&[A]; GROUP], squares: &mut [A]) {
     let n = squares.len();
@@ -171,6 +173,7 @@ multiversion! {
     }
 }
 
+/// Adds Σdy and Σdy⊙x̂ over a group of rows.
 #[inline(always)]
 fn add_gradients<A: Accumulator>(
     dy: [&[A]; GROUP],

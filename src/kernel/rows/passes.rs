@@ -330,6 +330,7 @@ impl<'a, A: Accumulator> Weight<'a, A> {
         }
     }
 
+    /// Computes [`apply`](Self::apply); W is true if there is a weight per column, C if the shift is not zero.
     #[inline(always)]
     fn apply_to<S: Isa, E: Element<Acc = A>, const W: bool, const C: bool>(
         &self,

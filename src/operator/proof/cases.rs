@@ -110,6 +110,7 @@ pub fn arguments(
     Ok(Some((given, tensors)))
 }
 
+/// True if the case changes anything that the operator's kernels could depend on.
 fn makes_sense(case: Case, declared: &Declared, given: &[Value], has_state: bool) -> Result<bool> {
     let (leader, leaders) = declared.leader()?;
     let has = |name: &str| declared.place(name).is_some();

@@ -244,6 +244,7 @@ impl Maker {
         Ok(x)
     }
 
+    /// Returns the size of a test tensor: the call's size, but with the proof's own number of rows.
     fn size(&self, sizes: &str, real: &Tensor) -> Vec<i64> {
         let size = real.size();
         let after = |k: usize| size[size.len().saturating_sub(k)..].iter().copied();
