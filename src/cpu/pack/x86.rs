@@ -150,8 +150,8 @@ unsafe fn narrow_bf16(low: __m512, high: __m512, native: bool) -> __m512i {
         let subnormal = _mm512_fpclass_ps_mask::<SUBNORMAL>(low) | _mm512_fpclass_ps_mask::<SUBNORMAL>(high);
         if subnormal == 0 {
             let both: __m512i;
-            // The intrinsic is a function compiled for AVX512_BF16, which cannot be inlined into one that is not. So the
-            // instruction is written in assembly.
+            // The intrinsic is a function compiled for AVX512_BF16, which cannot be inlined into one that is not. So
+            // the instruction is written in assembly.
             // SAFETY: the caller guarantees that the processor has the instruction, which changes only registers.
             unsafe {
                 asm!("vcvtne2ps2bf16 {}, {}, {}", out(zmm_reg) both, in(zmm_reg) high, in(zmm_reg) low,
