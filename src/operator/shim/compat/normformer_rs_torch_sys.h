@@ -49,7 +49,7 @@ inline void rethrow_as(const char* text) {
 
 // ---- functions of torch-sys that shim.cpp replaces ----
 
-// tch asks for an error after every call, also after it frees a failed call's scalar; there an old error makes it panic.
+// tch asks for an error after every call, also after it frees a failed call's scalar. An old error makes it panic.
 #define ats_free torch_sys_ats_free
 #define get_and_reset_last_err torch_sys_get_and_reset_last_err
 // torch-sys copies to a new tensor's address, which is invalid in FakeTensorMode and under torch.func.
