@@ -126,8 +126,8 @@ multiversion! {
 
 multiversion! {
     /// Computes `dq` in the rows of the sequences' queries, and `dk` and `dv` in the rows of their keys, overwriting
-    /// all. Sequences must not share keys. If `lse` also counts other keys or a sink, `shares` (a matrix like `lse`)
-    /// holds the sum of each query's weights over these keys; `None` means 1.
+    /// all. Sequences must not share keys. If `lse` was computed from more than these keys, `shares` (a matrix like
+    /// `lse`) holds the sum of each query's weights over these keys; `None` means 1.
     pub fn backward[E: Element](
         attention: &ScaledDotProduct,
         sequences: &[Sequence],

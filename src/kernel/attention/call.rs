@@ -33,7 +33,7 @@ pub fn forward(a: &AttentionViews, out: &View, lse: &View) -> Result<()> {
     by_dtype!(a.q, E => forward_typed::<E>(a, out, lse))
 }
 
-/// Computes dq, dk and dv from the forward pass's lse. If lse also counts other keys or a sink, `shares` holds the
+/// Computes dq, dk and dv from the forward pass's lse. If lse was computed from more than these keys, `shares` holds the
 /// sum of each query's weights over these keys, in the shape of lse.
 pub fn backward(
     a: &AttentionViews,
