@@ -6,25 +6,26 @@ use ndarray::{Array1, Array2, ArrayView1, Axis, Zip};
 use std::cell::RefCell;
 use tch::{Kind, Tensor};
 
-/// Diagnostics of one stack's pass, in order of execution.
+/// Diagnostics of one stack from one pass, in the order of execution.
 #[derive(Debug, Default)]
 pub struct StackObservation {
-    /// Per layer: the mean over rows of the cosine between its output and the previous layer's output; the first layer
-    /// is compared with the stack's input (Liu et al. 2023, Fig 8).
+    /// For each layer: the mean over rows of the cosine between its output and the previous layer's output. The first
+    /// layer is compared with the stack's input (Liu et al. 2023, Fig 8).
     pub cosines: Vec<f64>,
-    /// Per feed-forward sublayer: the share of activations that are not zero (Liu et al. 2023, Fig 9).
+    /// For each feed-forward sublayer: the share of activations that are not zero (Liu et al. 2023, Fig 9).
     pub active: Vec<f64>,
-    /// One entry per norm with running statistics.
+    /// An entry for each norm with running statistics.
     pub statistics: Vec<Statistics>,
     /// The mean |x| of the stack's input and of every layer's output (coordinate checks, Yang et al. 2022, App D.1).
     pub sizes: Vec<f64>,
-    /// Per attention: the mean |score| that the softmax gets.
+    /// For each attention: the mean |score| of the scores that enter the softmax.
     pub scores: Vec<f64>,
-    /// Per residual connection with input-dependent weights: the mean |score| from which the weights are computed.
+    /// For each residual connection whose weights depend on its input: the mean |score| from which the weights are
+    /// computed.
     pub mixing: Vec<f64>,
 }
 
-/// One value each for μ, σ² and ψ²; NaN for a statistic that the norm does not have.
+/// A value for each of the statistics μ, σ² and ψ²; NaN if the norm does not have the statistic.
 #[derive(Clone, Copy, Debug)]
 pub struct Moments {
     pub mean: f64,
@@ -33,7 +34,7 @@ pub struct Moments {
     pub power: f64,
 }
 
-/// Compares a batch's statistics s_B with the running statistics s of a norm.
+/// A comparison of a batch's statistics s_B with a norm's running statistics s.
 #[derive(Clone, Copy, Debug)]
 pub struct Statistics {
     /// ‖s_B − s‖₂/d (Shen et al. 2020, Fig 2, 4).
@@ -54,9 +55,9 @@ impl From<Statistics> for [f64; 7] {
 /// The input and the state of a norm with running statistics.
 #[derive(Debug)]
 pub struct Columns {
-    /// (…, d), after the scaling of its groups.
+    /// The norm's input (…, d), after each of its groups was scaled.
     pub x: Tensor,
-    /// True at padding; its shape is x's without the last dimension.
+    /// True at padding. The mask has x's shape without the last dimension.
     pub pad_mask: Option<Tensor>,
     pub weight: Option<Tensor>,
     /// The running mean; `None` if the norm does not centre x.
@@ -111,27 +112,27 @@ impl Columns {
     }
 }
 
-/// Records diagnostics while a model runs; without a watch none are computed.
+/// Records diagnostics while a model runs. Models run without a `Watch` compute none.
 #[derive(Debug, Default)]
 pub struct Watch {
     stacks: RefCell<Vec<StackObservation>>,
     norms: RefCell<Vec<NormObservation>>,
-    /// The output of the latest layer.
+    /// The output of the latest layer, or the stack's input before the first.
     last: RefCell<Option<Array2<f64>>>,
 }
 
-/// One norm's input and output in the pass.
+/// The input and the output of one norm during the pass.
 #[derive(Debug)]
 struct NormObservation {
-    /// The index of its stack.
+    /// The index of the stack in which the norm lies.
     stack: usize,
     given: Columns,
     y: Tensor,
 }
 
 impl Watch {
-    /// Ends the watch and returns the diagnostics of each stack. If a loss was computed from the pass, its gradients
-    /// are included.
+    /// Ends the watch and returns the diagnostics of each stack. If `loss` was computed from the pass, the
+    /// diagnostics include gradients.
     pub fn finish(self, loss: Option<&Tensor>) -> Result<Vec<StackObservation>> {
         let (mut stacks, norms) = (self.stacks.into_inner(), self.norms.into_inner());
         let outputs: Vec<&Tensor> = norms.iter().map(|norm| &norm.y).collect();
@@ -190,7 +191,8 @@ impl Watch {
         Ok(())
     }
 
-    /// Records a norm with running statistics and its output y. The pass must not update running statistics.
+    /// Records a norm with running statistics and its output y. During the pass the running statistics must not be
+    /// updated.
     pub fn norm(&self, given: Columns, y: &Tensor) {
         if let Some(stack) = self.stacks.borrow().len().checked_sub(1) {
             self.norms.borrow_mut().push(NormObservation { stack, given, y: y.shallow_clone() });

@@ -1,8 +1,8 @@
-//! Crash-safe writes: content goes to a temporary file, is flushed to the disk, and is then renamed.
+//! Crash-safe writes: content goes to a temporary file, is flushed to the disk, and then the file is renamed.
 //!
-//! Unfinished files and folders are called `.NAME.tmp-PID` beside their final place, so that [`clean`] recognises the
-//! leftovers of a killed process. Every system call that changes the disk passes [`fault::point`] first. Files are
-//! opened without following links.
+//! An unfinished file or folder is called `.NAME.tmp-PID` and lies beside its final place, so that [`clean`]
+//! recognises the leftovers of a killed process. Every system call that changes the disk first passes
+//! [`fault::point`], where tests inject failures. Files are opened without following links.
 
 pub mod fault;
 
@@ -15,7 +15,8 @@ use flate2::Crc;
 
 use crate::error::{Error, Result};
 
-/// The number of bytes per system call, and so per fault point. It is small in tests, whose files are small.
+/// The number of bytes per system call, and so per fault point; small in tests, so that their small files take
+/// several.
 const CHUNK: usize = if cfg!(test) { 256 } else { 4 << 20 };
 
 /// The length and the CRC-32 (IEEE) of a file's bytes.
@@ -35,7 +36,7 @@ impl Digest {
     }
 }
 
-/// A new file being written; errors name `shown`, the file's final place.
+/// A new file while it is written. Errors name `shown`, the file's final place.
 pub struct Sink {
     file: File,
     shown: PathBuf,
@@ -94,7 +95,8 @@ impl Directory<'_> {
     }
 }
 
-/// Makes the directory `target`, which must not exist, with the files that `fill` writes: complete, or not at all.
+/// Creates the directory `target`, which must not exist, with the files that `fill` writes. It appears complete or
+/// not at all.
 pub fn write_directory(target: &Path, fill: impl FnOnce(&Directory) -> Result<()>) -> Result<()> {
     if target.symlink_metadata().is_ok() {
         return Err(Error::invalid(format!("{} exists already; choose another name", target.display())));
@@ -110,7 +112,7 @@ pub fn write_directory(target: &Path, fill: impl FnOnce(&Directory) -> Result<()
     finish(written, &aside, target)
 }
 
-/// Writes `bytes` to `target`, which may exist: a reader finds the whole old file or the whole new one.
+/// Writes `bytes` to `target`, which may exist. A reader finds either the whole old file or the whole new one.
 pub fn write_file(target: &Path, bytes: &[u8]) -> Result<()> {
     let aside = aside(target);
     remove_any(&aside)?;
@@ -123,14 +125,14 @@ pub fn write_file(target: &Path, bytes: &[u8]) -> Result<()> {
     finish(written, &aside, target)
 }
 
-/// Appends `text` to `path`, and creates the file if it does not exist. Errors: see [`open`].
+/// Appends `text` to `path`, and creates the file if it does not exist. Errors like [`open`].
 pub fn append(path: &Path, text: &str) -> Result<()> {
     fault::point("open").map_err(|e| Error::io("open", path, e))?;
     let mut file = open(path, File::options().create(true).append(true))?;
     write(&mut file, path, text.as_bytes())
 }
 
-/// Opens a regular file without following a link, and without waiting for a pipe's other end.
+/// Opens a regular file. It follows no link, and does not wait for the other end of a pipe.
 ///
 /// # Errors
 /// `path` is a link, a device, a pipe or a folder (the message says which, and what to do), or the system refuses.
@@ -147,13 +149,13 @@ pub fn open(path: &Path, how: &mut OpenOptions) -> Result<File> {
     }
 }
 
-/// Reads a regular file of at most `most` bytes; returns `None` if there is no file. Errors: see [`open`]; a longer
-/// file.
+/// Reads a regular file; returns `None` if there is no file. Errors like [`open`], and if the file has more than
+/// `most` bytes.
 pub fn read(path: &Path, most: u64) -> Result<Option<Vec<u8>>> {
     read_all(open(path, File::options().read(true)), path, most)
 }
 
-/// Reads like [`read`], but opens the file with [`open_own`].
+/// Reads a file like [`read`], but opens it with [`open_own`].
 pub fn read_own(path: &Path, most: u64) -> Result<Option<Vec<u8>>> {
     read_all(open_own(path, File::options().read(true)), path, most)
 }
@@ -171,7 +173,8 @@ fn read_all(opened: Result<File>, path: &Path, most: u64) -> Result<Option<Vec<u
     }
 }
 
-/// Opens a regular file that belongs to this user and that nobody else may write. A file that it creates has mode 0600.
+/// Opens a regular file that belongs to this user and that nobody else may write. If it is created, it gets mode
+/// 0600.
 ///
 /// # Errors
 /// Errors like [`open`], and if the file has another owner or is writable by its group or others.
@@ -190,8 +193,9 @@ pub fn check_own_directory(path: &Path) -> Result<()> {
     }
 }
 
+/// Errors if the file belongs to another user, or if others may write it.
 fn is_own(path: &Path, found: &fs::Metadata) -> Result<()> {
-    // SAFETY: geteuid takes nothing and cannot fail.
+    // SAFETY: geteuid takes no arguments and cannot fail.
     let user = unsafe { libc::geteuid() };
     let (owner, mode) = (found.uid(), found.mode() & 0o7777);
     let path = path.display();
@@ -204,6 +208,7 @@ fn is_own(path: &Path, found: &fs::Metadata) -> Result<()> {
     }
 }
 
+/// Builds the error for a path that is no regular file; it says what the path is, and what to do.
 fn not_regular(path: &Path, found: fs::FileType) -> Error {
     use std::os::unix::fs::FileTypeExt;
     let what = match found {
@@ -218,11 +223,11 @@ fn not_regular(path: &Path, found: fs::FileType) -> Error {
     ))
 }
 
-/// Writes all bytes after passing the fault point; an injected short write leaves half of them.
+/// Passes the fault point, then writes all bytes. An injected short write writes half of them.
 fn write(file: &mut File, shown: &Path, bytes: &[u8]) -> Result<()> {
     act("write", shown, || file.write_all(bytes)).inspect_err(|_| {
         if fault::is_short() {
-            // A power cut or a full disk can leave such a half; the error itself is already being returned.
+            // A power cut or a full disk can leave half of a file, too. The error is already being returned.
             let _ = file.write_all(&bytes[..bytes.len() / 2]);
         }
     })
@@ -236,7 +241,8 @@ pub fn remove_file(path: &Path) -> Result<()> {
     }
 }
 
-/// Makes `link` a symbolic link to `to`, replacing an old link: a reader finds the old target or the new one.
+/// Makes `link` a symbolic link to `to`. If there is an old link, a reader finds either the old target or the new
+/// one.
 pub fn write_link(link: &Path, to: &str) -> Result<()> {
     if link.symlink_metadata().is_ok_and(|m| !m.is_symlink()) {
         return Err(Error::invalid(format!("{} is not a symbolic link; move it away", link.display())));
@@ -250,7 +256,7 @@ pub fn write_link(link: &Path, to: &str) -> Result<()> {
     finish(written, &aside, link)
 }
 
-/// Removes a directory. A reader finds it whole under its name, or not at all.
+/// Removes a directory. A reader finds it either whole under its name, or not at all.
 pub fn remove_directory(path: &Path) -> Result<()> {
     let aside = aside(path);
     remove_any(&aside)?;
@@ -259,7 +265,7 @@ pub fn remove_directory(path: &Path) -> Result<()> {
     act("remove", path, || fs::remove_dir_all(&aside))
 }
 
-/// Creates `path` and its missing parents, and flushes their names to the disk.
+/// Creates `path` and its missing parent folders, and flushes their names to the disk.
 pub fn make_directory(path: &Path) -> Result<()> {
     if path.is_dir() {
         return Ok(());
@@ -272,8 +278,8 @@ pub fn make_directory(path: &Path) -> Result<()> {
     act("fsync the folder of", path, || sync_directory(parent(path)))
 }
 
-/// Removes the unfinished files and folders in `folder` that killed processes left. `is_ours` decides by the final
-/// name. Leftovers of another process that is alive stay.
+/// Removes the unfinished files and folders that killed processes left in `folder`. `is_ours` gets the final name and
+/// decides whether to remove it. Leftovers of this process are removed too; those of another living process stay.
 pub fn clean(folder: &Path, is_ours: impl Fn(&str) -> bool) -> Result<()> {
     let entries = fs::read_dir(folder).map_err(|e| Error::io("read", folder, e))?;
     for entry in entries {
@@ -293,21 +299,22 @@ fn unfinished(name: &str) -> Option<(&str, u32)> {
     Some((of, pid.parse().ok()?))
 }
 
-/// Ends a write: flushes the new name to the disk, or removes the unfinished file after an error.
+/// Ends a write. After success it flushes the new name to the disk; after an error it removes the unfinished file.
 fn finish(written: Result<()>, aside: &Path, target: &Path) -> Result<()> {
     if let Err(error) = written {
-        // The first error is the one to report; `clean` removes at the next start what could not be removed now.
+        // The first error is the one to report. If the removal fails, `clean` removes the file at the next start.
         let _ = remove_any(aside);
         return Err(error);
     }
     act("fsync the folder of", target, || sync_directory(parent(target)))
 }
 
-/// Runs one system call on `path` after passing its fault point.
+/// Passes the fault point `name`, then runs one system call on `path`.
 pub fn act<T>(name: &'static str, path: &Path, run: impl FnOnce() -> io::Result<T>) -> Result<T> {
     fault::point(name).and_then(|()| run()).map_err(|e| Error::io(name, path, e))
 }
 
+/// Returns the path of the temporary file beside `target`.
 fn aside(target: &Path) -> PathBuf {
     let name = target.file_name().unwrap_or_default().to_string_lossy();
     target.with_file_name(format!(".{name}.tmp-{}", std::process::id()))
@@ -319,7 +326,7 @@ fn parent(path: &Path) -> &Path {
 
 fn sync_directory(path: &Path) -> io::Result<()> {
     match File::open(path)?.sync_all() {
-        // Some network and FUSE file systems cannot flush a directory and return EINVAL.
+        // Some network and FUSE file systems cannot flush a directory and return EINVAL, which is ignored.
         Err(e) if e.kind() == io::ErrorKind::InvalidInput => Ok(()),
         synced => synced,
     }
@@ -337,8 +344,9 @@ pub fn remove_any(path: &Path) -> Result<()> {
     }
 }
 
+/// True if a process with this number exists.
 fn alive(pid: u32) -> bool {
-    // kill(2) reads 0 and negative numbers as groups of processes.
+    // For kill(2), 0 and negative numbers mean groups of processes, so they are no process here.
     let Some(pid) = i32::try_from(pid).ok().filter(|&pid| pid > 0) else { return false };
     // SAFETY: kill takes no pointer, and signal 0 only asks whether the process exists.
     let asked = unsafe { libc::kill(pid, 0) };
@@ -425,7 +433,7 @@ mod tests {
         std::os::unix::fs::symlink("file", at("link")).unwrap();
         std::os::unix::fs::symlink("nowhere", at("broken")).unwrap();
         let pipe = std::ffi::CString::new(at("pipe").to_str().unwrap()).unwrap();
-        // SAFETY: the pointer is to a string that ends in NUL.
+        // SAFETY: the pointer is to a NUL-terminated string.
         assert_eq!(unsafe { libc::mkfifo(pipe.as_ptr(), 0o600) }, 0);
         fs::create_dir(at("folder")).unwrap();
         for (name, what) in

@@ -1,4 +1,4 @@
-//! The crate's one error type; its messages are written for users.
+//! The crate's error type. Its messages are written for users.
 
 mod raised;
 
@@ -23,7 +23,7 @@ pub enum Error {
     /// An error of libtorch.
     #[error("{0}")]
     Torch(String),
-    /// An exception of Python code that libtorch called: a user's norm, a hook, or a tensor subclass.
+    /// An exception of Python code that libtorch called, such as a user's norm, a hook, or a tensor subclass.
     #[error("{0}")]
     Raised(Raised),
     /// The request has no meaning, or is not implemented.
@@ -32,7 +32,7 @@ pub enum Error {
     /// The loss or the gradient stopped being finite; the message names the update and the last good checkpoint.
     #[error("{0}")]
     Diverged(String),
-    /// The user asked to stop (Ctrl-C); everything is saved and the message says how to resume.
+    /// The user asked to stop (Ctrl-C). Everything is saved, and the message says how to resume.
     #[error("{0}")]
     Interrupted(String),
 }
@@ -42,7 +42,7 @@ impl Error {
         Error::Invalid(message.into())
     }
 
-    /// Converts libtorch's latest error on this thread, identified by its text.
+    /// Converts libtorch's latest error on this thread, whose text is `text`. If it was a Python exception, keeps it.
     pub fn of_torch(text: &str) -> Self {
         match Raised::take(text) {
             Some(raised) => Error::Raised(raised),
@@ -63,7 +63,7 @@ pub fn printable(text: &str) -> String {
     text.chars().map(escaped).collect()
 }
 
-/// Quotes a word for a shell, for commands in messages.
+/// Quotes a word for a shell, if needed, for commands in messages.
 pub fn quoted(word: &str) -> String {
     let is_plain = |c: char| c.is_ascii_alphanumeric() || "@%_+=:,./-".contains(c);
     match !word.is_empty() && word.chars().all(is_plain) {
@@ -120,7 +120,7 @@ mod tests {
         assert_eq!(printable("a\u{1b}[31m\u{7}\u{9b}\r\n\tü€"), "a\\u{1b}[31m\\u{7}\\u{9b}\\r\n\tü€");
     }
 
-    /// The results are those of Python's shlex.quote.
+    /// The expected results are those of Python's shlex.quote.
     #[test]
     fn words_of_commands_are_quoted() {
         let quoted = ["runs/a_1", "k 2", "it's", "$HOME", "", "\u{e4}"].map(quoted);

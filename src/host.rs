@@ -1,8 +1,8 @@
 //! Checked reads of tensors' memory: [`host`] checks a tensor before it reads.
 //!
-//! Some tensors have no data at their address: FakeTensorMode's and other wrapper subclasses, meta tensors, tensors
-//! whose memory was freed, and non-strided layouts. For others the data is not the value: negated views and
-//! torch.func's wrappers. tch checks none of this, and copies from any address.
+//! Some tensors have no data at their address: FakeTensorMode's tensors and other wrapper subclasses, meta tensors,
+//! tensors whose memory was freed, and non-strided layouts. For other tensors the data is not their value: negated
+//! views and torch.func's wrappers. tch does not check any of this, and copies from any address.
 
 use crate::error::{without_stack, Error, Result};
 use std::ffi::{c_char, c_int, c_void, CStr};
@@ -10,16 +10,16 @@ use std::marker::PhantomData;
 use std::ops::Deref;
 use tch::Tensor;
 
-/// C++'s at::Tensor; tch's own name for it, `C_tensor`, is private.
+/// The type at::Tensor of C++. tch has a name for it too, `C_tensor`, which is private.
 #[derive(Debug)]
 #[repr(C)]
 pub struct CTensor {
     _opaque: [u8; 0],
 }
 
-/// An element type of tensors.
+/// An element type to which tensors are converted when read.
 pub trait Number: Copy {
-    /// The number of the type in c10::ScalarType (tch keeps its own private); −1 stands for the tensor's own type.
+    /// The type's number in c10::ScalarType, which tch does not publish; −1 stands for the tensor's own type.
     const SCALAR_TYPE: c_int;
 }
 
@@ -35,13 +35,14 @@ impl Number for bool {
     const SCALAR_TYPE: c_int = 11;
 }
 
-/// Reads the bytes of any type.
+/// The bytes of elements of any type.
 impl Number for u8 {
     const SCALAR_TYPE: c_int = -1;
 }
 
-/// Copies a tensor's elements to the host in row-major order and converts them to T; u8 gives the bytes of the tensor's
-/// own type. If the tensor has no data in memory, the error names `what` it is, its kind, and the remedy.
+/// Copies a tensor's elements to the host in row-major order, converted to T; u8 gives the bytes of the tensor's own
+/// type. If the tensor has no data in memory, the error begins with `what`, and says of what kind the tensor is and
+/// what to do.
 pub fn host<T: Number>(what: &str, t: &Tensor) -> Result<Vec<T>> {
     let held = Held::<T>::new(what, t)?;
     let mut numbers = Vec::new();
@@ -52,8 +53,8 @@ pub fn host<T: Number>(what: &str, t: &Tensor) -> Result<Vec<T>> {
     Ok(numbers)
 }
 
-/// The elements that [`host`] would copy, without the copy if possible: for a contiguous tensor on the host they are
-/// its own memory, which nobody may write while this value lives.
+/// The elements that [`host`] would copy, but without a copy if possible. For a contiguous tensor on the host they
+/// are its own memory, which nobody may write as long as this value lives.
 #[derive(Debug)]
 pub struct Held<T> {
     memory: HostMemory,
@@ -68,7 +69,8 @@ impl<T: Number> Held<T> {
         // SAFETY: the tensor outlives the call.
         let held = unsafe { nfrs_host(t.as_ptr().cast(), T::SCALAR_TYPE, &mut memory) };
         if held.is_null() {
-            // SAFETY: it is a NUL-terminated string of this thread, which lives until the thread's next failing call.
+            // SAFETY: the string is NUL-terminated and belongs to this thread, and lives until the thread's next
+            // failing call.
             let why = unsafe { CStr::from_ptr(nfrs_last_error()) }.to_string_lossy();
             return Err(Error::invalid(format!("{what} {}", without_stack(&why))));
         }
@@ -83,13 +85,13 @@ impl<T> Deref for Held<T> {
     fn deref(&self) -> &[T] {
         match self.memory.bytes / size_of::<T>() {
             0 => &[],
-            // SAFETY: the tensor holds `count` elements of type T there, as long as it is held.
+            // SAFETY: at this address the tensor, which lives as long as `self`, has `count` elements of type T.
             count => unsafe { std::slice::from_raw_parts(self.memory.data.cast(), count) },
         }
     }
 }
 
-/// True if the tensor's data lies at its address and is the tensor's value.
+/// True if the tensor's data lies at its address, and that data is the tensor's value.
 pub fn has_memory(t: &Tensor) -> bool {
     // SAFETY: the tensor outlives the call.
     unsafe { nfrs_has_memory(t.as_ptr().cast()) }

@@ -1,4 +1,4 @@
-//! Corpus metrics: BLEU, and the unigram entropy as a reference for a model's loss.
+//! Metrics of a corpus: BLEU, and the unigram entropy as a reference for a model's loss.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -9,14 +9,15 @@ use crate::error::{Error, Result};
 mod tokenize;
 pub use tokenize::{lacks_spaces, Tokenize};
 
-/// The largest n of BLEU's n-grams.
+/// The largest length n of the n-grams in BLEU.
 const ORDERS: usize = 4;
 
-/// Corpus BLEU by multi-bleu.perl's formula: 100·BP·exp(¼ Σₙ ln pₙ), p_n = clipped n-gram matches / n-grams of the
-/// hypotheses, over the whole corpus, without smoothing (0 if any p_n is); BP = 1 if the hypotheses are at least as
-/// long as the references, else e^{1 − ref_len/hyp_len}.
+/// Corpus BLEU by multi-bleu.perl's formula (Papineni et al. 2002): 100·BP·exp(¼ Σₙ ln pₙ). Over the whole corpus,
+/// p_n is the number of clipped n-gram matches divided by the number of the hypotheses' n-grams, without smoothing,
+/// so BLEU is 0 if any p_n is. BP is 1 if the hypotheses are at least as long as the references, else e^{1 −
+/// ref_len/hyp_len}.
 ///
-/// It takes one reference per hypothesis and is case-sensitive. Papineni et al. 2002.
+/// There is one reference per hypothesis, and case matters.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Bleu {
     /// The score, 0 to 100.
@@ -33,13 +34,13 @@ pub struct Bleu {
     pub ref_len: usize,
 }
 
-/// Computes BLEU with one reference per hypothesis, like `sacrebleu --smooth-method none` with that `--tokenize`.
+/// Computes BLEU with one reference per hypothesis, like `sacrebleu --smooth-method none` with the same `--tokenize`.
 pub fn bleu<H: AsRef<str>, R: AsRef<str>>(hypotheses: &[H], references: &[R], tokenize: Tokenize) -> Result<Bleu> {
     of_words(hypotheses, references, |line| words(&tokenize.apply(line)).map(str::to_owned).collect())
 }
 
-/// Computes multi-bleu.perl's BLEU. The script reads bytes: words end at ASCII white space, and `lowercase` (its -lc)
-/// lowers ASCII letters only.
+/// Computes the BLEU of multi-bleu.perl. That script works on bytes: words end only at ASCII white space, and
+/// `lowercase` (its option -lc) changes only ASCII letters.
 pub fn multi_bleu<H: AsRef<str>, R: AsRef<str>>(hypotheses: &[H], references: &[R], lowercase: bool) -> Result<Bleu> {
     let is_space = |c| matches!(c, '\t'..='\r' | ' ');
     of_words(hypotheses, references, |line| {
@@ -48,6 +49,7 @@ pub fn multi_bleu<H: AsRef<str>, R: AsRef<str>>(hypotheses: &[H], references: &[
     })
 }
 
+/// Computes BLEU of the words into which `words` splits each line.
 fn of_words<H: AsRef<str>, R: AsRef<str>>(
     hypotheses: &[H],
     references: &[R],
@@ -80,7 +82,7 @@ fn of_words<H: AsRef<str>, R: AsRef<str>>(
         long if long >= ref_len => 1.0,
         short => (1.0 - ref_len as f64 / short as f64).exp(),
     };
-    // ln 0 = −∞ and e^−∞ = 0: one precision of zero makes BLEU zero.
+    // ln 0 = −∞ and e^−∞ = 0, so BLEU is zero if one precision is zero.
     let mean_log = precisions.iter().map(|p| p.ln()).sum::<f64>() / ORDERS as f64;
     Ok(Bleu {
         bleu: 100.0 * brevity_penalty * mean_log.exp(),
@@ -116,8 +118,8 @@ impl fmt::Display for Bleu {
     }
 }
 
-/// Returns the unigram entropy −Σ_v f_v ln f_v of a list of tokens in nats, where f_v is the share of vocabulary entry
-/// v: the loss per token of a model that has learned only frequencies. 0 for an empty list.
+/// Returns the unigram entropy −Σ_v f_v ln f_v of a list of tokens in nats, where f_v is the share of vocabulary
+/// entry v. This is the loss per token of a model that has learned only the frequencies. Returns 0 for an empty list.
 pub fn unigram_entropy<T: Copy + Ord>(tokens: impl IntoIterator<Item = T>) -> f64 {
     let mut sorted: Vec<T> = tokens.into_iter().collect();
     sorted.sort_unstable();
@@ -132,8 +134,8 @@ mod tests {
 
     #[test]
     fn bleu_by_hand() {
-        // Matches are 5/5, 3/4, 1/3, 0/2 for "a b c d e" against "a b c x d e"; the second pair adds 5/5, 4/4, 3/3,
-        // 2/2.
+        // For "a b c d e" against "a b c x d e" the n-gram matches are 5/5, 3/4, 1/3, 0/2; the second pair adds 5/5,
+        // 4/4, 3/3, 2/2.
         let hypotheses = ["a b c d e", "v w x y z"];
         let score = bleu(&hypotheses, &["a b c x d e", "v w x y z"], Tokenize::None).unwrap();
         let expected = [100.0, 700.0 / 8.0, 400.0 / 6.0, 50.0];

@@ -1,7 +1,7 @@
-//! Options: type, default, choices and help text, declared once for Rust, a TOML file's keys, Python's keyword
-//! arguments and the command line's flags. `config!` declares the options that are fields of a configuration. A norm, a
-//! residual scheme or an initialisation declares its options as [`OptionSpec`]s in its own file, and a configuration
-//! holds their values in [`Options`].
+//! Options. The type, default, choices and help text of an option are declared once, for Rust, the keys of a TOML
+//! file, Python's keyword arguments and the flags of the command line. `config!` declares the options that are fields
+//! of a configuration. A norm, a residual scheme or an initialisation declares its options as [`OptionSpec`]s in its
+//! own file, and a configuration holds their values in [`Options`].
 
 use crate::error::{Error, Result};
 use serde::de::DeserializeOwned;
@@ -18,11 +18,11 @@ pub struct Field {
     pub optional: bool,
     pub default: Value,
     pub choices: Vec<&'static str>,
-    /// True if layers may have different choices: `choice*layers,…,choice`.
+    /// True if layers may have different choices, written `choice*layers,…,choice`.
     #[serde(skip_serializing_if = "std::ops::Not::not")]
     pub per_layer: bool,
     pub help: &'static str,
-    /// The heading of `--help` under which it is listed.
+    /// The heading under which `--help` lists the option.
     pub group: &'static str,
 }
 
@@ -49,7 +49,7 @@ impl<T: FieldType> FieldType for Option<T> {
     }
 }
 
-/// Declares an option type with a fixed set of words.
+/// Declares an option type whose values are a fixed set of words.
 #[macro_export]
 macro_rules! choice {
     ($(#[$meta:meta])* pub enum $name:ident ($what:literal) { $($(#[$doc:meta])* $variant:ident = $word:literal),+ $(,)? }) => {
@@ -85,13 +85,13 @@ macro_rules! choice {
     };
 }
 
-/// An option declared by a norm, a residual scheme or an initialisation. Its name begins with its owner's name, unless
-/// several entries share it.
+/// An option that a norm, a residual scheme or an initialisation declares. The option's name begins with the name of
+/// its owner, unless several owners share the option.
 #[derive(Clone, Copy)]
 pub struct OptionSpec<T> {
     pub name: &'static str,
     pub default: T,
-    /// Errors if a value has the right type but makes no sense; the arguments are (name, value).
+    /// Errors if a value has the right type but is not allowed. The arguments are the option's name and the value.
     pub check: fn(&str, T) -> Result<()>,
     pub help: &'static str,
 }
@@ -106,10 +106,10 @@ pub trait AnyOption: Sync {
     /// Converts the value to the form that [`Options`] keeps, or returns an error.
     fn read(&self, value: Value) -> serde_json::Result<Value>;
 
-    /// Errors if the option's value in `options` makes no sense.
+    /// Errors if the option's value in `options` is not allowed.
     fn check(&self, options: &Options) -> Result<()>;
 
-    /// Reads and checks a value that messages call `name`.
+    /// Reads and checks a value; messages call the option `name`.
     fn accept(&self, name: &str, value: Value) -> Result<Value>;
 }
 
@@ -152,12 +152,13 @@ pub(crate) fn plain(value: impl Serialize) -> Value {
     serde_json::to_value(value).expect("an option is plain data")
 }
 
-/// Values of the options that norms, residual schemes and initialisations declare; missing ones have their defaults.
+/// The values of options that norms, residual schemes and initialisations declare; an option without a value has its
+/// default.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Options(BTreeMap<&'static str, Value>);
 
 impl Options {
-    /// No value set: every option has its default.
+    /// Options without values, so that every option has its default.
     pub const NONE: Options = Options(BTreeMap::new());
 
     pub fn get<T: Copy + DeserializeOwned>(&self, option_spec: &OptionSpec<T>) -> T {
@@ -183,7 +184,7 @@ impl Options {
     }
 }
 
-/// Returns the options in order; an option that several entries declare appears once.
+/// Returns the options in their order; an option that several owners declare appears only once.
 pub fn distinct(declared: impl Iterator<Item = &'static dyn AnyOption>) -> Vec<&'static dyn AnyOption> {
     let mut found: Vec<&'static dyn AnyOption> = Vec::new();
     for option_spec in declared {
@@ -199,7 +200,7 @@ pub fn anything<T>(_: &str, _: T) -> Result<()> {
     Ok(())
 }
 
-/// Accepts 0, 1, 2, …
+/// Accepts the integers 0, 1, 2, …
 pub fn not_negative(name: &str, value: i64) -> Result<()> {
     match value >= 0 {
         true => Ok(()),
@@ -207,7 +208,7 @@ pub fn not_negative(name: &str, value: i64) -> Result<()> {
     }
 }
 
-/// Accepts 1, 2, 3, …
+/// Accepts the integers 1, 2, 3, …
 pub fn at_least_one(name: &str, value: i64) -> Result<()> {
     match value >= 1 {
         true => Ok(()),
@@ -231,7 +232,7 @@ pub fn positive(name: &str, value: f64) -> Result<()> {
     }
 }
 
-/// Accepts 0 and finite numbers above it.
+/// Accepts 0 and finite numbers above 0.
 pub fn zero_or_more(name: &str, value: f64) -> Result<()> {
     match value >= 0.0 && value.is_finite() {
         true => Ok(()),
@@ -239,7 +240,7 @@ pub fn zero_or_more(name: &str, value: f64) -> Result<()> {
     }
 }
 
-/// Returns whether a declared number is finite in float32, in which most models have their parameters.
+/// True if a number is finite in float32, the type in which most models have their parameters.
 pub fn is_finite_in_f32(value: f64) -> bool {
     value.abs() <= f64::from(f32::MAX)
 }
@@ -252,8 +253,8 @@ pub fn below_one(name: &str, value: f64) -> Result<()> {
     }
 }
 
-/// Declares [`OptionSpec`]s as constants: `/// help; NAME ("key"): type = default, check;`. Without a check,
-/// [`anything`] is used.
+/// Declares [`OptionSpec`]s as constants, in the form `/// help; NAME ("key"): type = default, check;`. If the check
+/// is left out, it is [`anything`].
 macro_rules! option_spec {
     ($($(#[doc = $doc:literal])+ $vis:vis $name:ident ($key:literal): $ty:ty = $default:expr $(, $check:expr)?;)+) => { $(
         $(#[doc = $doc])+
@@ -269,11 +270,12 @@ macro_rules! option_spec {
 }
 pub(crate) use option_spec;
 
-/// Declares a struct of options in groups named as in `--help`: `"group" { /// help; name: type = default, … }`.
+/// Declares a struct of options, in groups with the headings of `--help`: `"group" { /// help; name: type = default,
+/// … }`.
 ///
-/// A struct declared `with options` also holds the options of norms, schemes and initialisations, in the field of that
-/// name: `"group" { … } + option_specs` puts those that the function `option_specs` returns after the group's own. In
-/// JSON they are keys like the others.
+/// A struct declared `with options` has one more field, named `options`, for the options of norms, schemes and
+/// initialisations. `"group" { … } + option_specs` adds the options that the function `option_specs` returns to the
+/// end of the group. In JSON they are keys like the other options.
 macro_rules! config {
     ($(#[$meta:meta])* pub struct $name:ident { $($group:literal {
         $($(#[doc = $doc:literal])+ $field:ident : $ty:ty = $default:expr),+ $(,)?

@@ -1,7 +1,8 @@
-//! Ownership of the files in a run's folder. Code that removes, replaces or averages files asks [`is_runs`] first.
+//! Tells which files in a run's folder belong to the run. Code that removes, replaces or averages files asks
+//! [`is_runs`] first.
 //!
-//! A name proves nothing, because a folder may hold a user's own `vocabulary.txt` or `checkpoints/best`. So each name
-//! that a run writes has a proof of its own:
+//! A file's name proves nothing, because a folder may hold a user's own `vocabulary.txt` or `checkpoints/best`. So
+//! for each name that a run writes, there is a proof by the content:
 //!
 //! | name | proof |
 //! |---|---|
@@ -12,7 +13,7 @@
 //! | `checkpoints/update-…`, `average` | a folder with this package's `state.json`, and only a checkpoint's files |
 //! | `checkpoints/best`, `last` | a link to an `update-…`, or such a folder |
 //!
-//! A link is never followed to find a proof, except `checkpoints` itself, which may lie on another disk.
+//! Links are not followed in search of a proof, except `checkpoints` itself, which may lie on another disk.
 
 pub mod checksums;
 
@@ -27,14 +28,14 @@ pub const TARGET_TYPES: &str = "target_types.txt";
 pub const CHECKSUMS: &str = "checksums.txt";
 pub const LOG: &str = "log.jsonl";
 pub const CURVES: &str = "curves.png";
-/// The lock file of a run's writer.
+/// The lock file of the process that writes to the run.
 pub const LOCK: &str = ".lock";
 pub const CHECKPOINTS: &str = "checkpoints";
-/// The names of two checkpoints; they are links if the file system has links.
+/// The names of two special checkpoints; they are links if the file system supports links.
 pub const NAMES: [&str; 2] = ["best", "last"];
-/// The checkpoint with the mean of several checkpoints, made on request.
+/// The checkpoint with the mean of several checkpoints' weights, made on request.
 pub const AVERAGE: &str = "average";
-/// The temporary name of [`AVERAGE`] until it is complete and replaces the old one.
+/// The name of a new [`AVERAGE`] until it is complete and replaces the old one.
 pub const NEW_AVERAGE: &str = ".average";
 /// The file that proves that a folder is a checkpoint.
 pub const STATE: &str = "state.json";
@@ -45,12 +46,13 @@ pub const KIND: &str = "normformer_rs checkpoint";
 
 /// The files that [`CHECKSUMS`] may list; they determine a run's weights.
 pub const LISTED: [&str; 4] = [CONFIG, VOCABULARY, CODES, TARGET_TYPES];
-/// Counters and settings take kilobytes; a larger [`STATE`] is damaged and is not read into memory.
+/// The maximum size of [`STATE`] that is read: its counters and settings take kilobytes, so a larger file is damaged.
 pub const STATE_BYTES: u64 = 64 << 20;
-/// The number of bytes at the start of a log or a picture that are searched for the proof.
+/// The number of bytes at the start of a log or a picture in which the proof is searched.
 const HEAD: usize = 4096;
 
-/// True if a run wrote the file at `path`, a name in its folder or in its checkpoints; false if no file exists there.
+/// True if a run wrote the file at `path`, which lies in the run's folder or its checkpoints; false if no file exists
+/// there.
 pub fn is_runs(path: &Path) -> bool {
     let Some(name) = path.file_name().and_then(|name| name.to_str()) else { return false };
     let folder = path.parent().unwrap_or(Path::new(""));
@@ -59,7 +61,7 @@ pub fn is_runs(path: &Path) -> bool {
         _ if LISTED.contains(&name) => is_file(path) && checksums::listed(folder).iter().any(|listed| listed == name),
         LOG => starts(path, |head| {
             let is_event = |line: &[u8]| serde_json::from_slice::<Value>(line).is_ok_and(|line| is_event(&line));
-            // A full disk may have cut the first line, which is then the only one.
+            // If the disk was full, the first line may be cut off; it is then the only line.
             let is_cut = || !head.contains(&b'\n') && head.starts_with(b"{") && !checksums::listed(folder).is_empty();
             head.is_empty() || head.split(|byte| *byte == b'\n').any(is_event) || is_cut()
         }),
@@ -76,7 +78,8 @@ pub fn is_runs(path: &Path) -> bool {
     }
 }
 
-/// True if a line of JSON is an event of a run; other programs' logs may have lines with an "event", too.
+/// True if a line of JSON is an event of a run. An "event" alone is not enough, because other programs' logs may have
+/// one.
 fn is_event(line: &Value) -> bool {
     match line["event"].as_str() {
         Some("started" | "updated" | "evaluated" | "saved") => line["update"].is_u64(),
@@ -85,13 +88,13 @@ fn is_event(line: &Value) -> bool {
     }
 }
 
-/// True if the first bytes of [`LOCK`] are a run's: an owner, or the part of one that a crash left.
+/// True if `head`, the first bytes of [`LOCK`], are those that a run writes: an owner, or part of one after a crash.
 pub fn is_lock(head: &[u8]) -> bool {
     const OWNER: &[u8] = b"{\"pid\":";
     OWNER.starts_with(head) || head.starts_with(OWNER)
 }
 
-/// True if a run writes this name into its folder or its checkpoints.
+/// True if `name` is one that runs write into their folder or their checkpoints.
 pub fn is_a_runs_name(name: &str) -> bool {
     LISTED.contains(&name)
         || NAMES.contains(&name)
@@ -99,7 +102,7 @@ pub fn is_a_runs_name(name: &str) -> bool {
         || update_of(name).is_some()
 }
 
-/// Returns every existing path in `folder` that a new run would write, and whether a run wrote it.
+/// Returns every existing path in `folder` that a new run would write, and true if a run wrote it.
 pub fn found(folder: &Path) -> Vec<(PathBuf, bool)> {
     let own = LISTED.iter().chain(&[CHECKSUMS, LOG, CURVES]).map(|name| folder.join(name));
     let checkpoints = folder.join(CHECKPOINTS);
@@ -115,7 +118,8 @@ pub fn found(folder: &Path) -> Vec<(PathBuf, bool)> {
     there.map(|path| (path.clone(), is_runs(&path))).collect()
 }
 
-/// Parses a checkpoint's name into its update and the count of its savings, from 1; the inverse of [`name_of`].
+/// Parses a checkpoint's name into its update and how many times that update has been saved; the inverse of
+/// [`name_of`].
 pub fn update_of(name: &str) -> Option<(u64, u32)> {
     let rest = name.strip_prefix("update-")?;
     let (update, saving) = rest.split_once('-').unwrap_or((rest, "1"));
@@ -132,7 +136,7 @@ pub fn name_of((update, saving): (u64, u32)) -> String {
     }
 }
 
-/// True if the path is a folder, not a link to one, with this package's state and only files that runs write.
+/// True if the path is a folder (not a link) with this package's state, and with only the files of a checkpoint.
 fn is_checkpoint(path: &Path) -> bool {
     let is_folder = path.symlink_metadata().is_ok_and(|found| found.is_dir());
     let is_known = |entry: std::io::Result<std::fs::DirEntry>| {
@@ -148,6 +152,7 @@ fn is_file(path: &Path) -> bool {
     path.symlink_metadata().is_ok_and(|found| found.is_file())
 }
 
+/// True if the file can be opened without following links, and `proves` accepts its first [`HEAD`] bytes.
 fn starts(path: &Path, proves: impl FnOnce(&[u8]) -> bool) -> bool {
     use std::io::Read;
     let Ok(file) = atomic::open(path, std::fs::File::options().read(true)) else { return false };
@@ -162,7 +167,7 @@ mod tests {
     use std::fs;
     use std::os::unix::fs::symlink;
 
-    /// Each name is tried with a stranger's content and with a run's.
+    /// Each name is tried with somebody else's content and with a run's content.
     #[test]
     fn a_name_alone_proves_nothing() {
         let dir = Scratch::new("ownership");

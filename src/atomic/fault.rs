@@ -1,33 +1,33 @@
-//! Injected failures: every system call that writes into a run's folder first passes a named place here, so that a test
-//! can kill the process, or fill the disk, before any one of them.
+//! Injected failures, for tests. Every system call that writes into a run's folder first passes a named place in this
+//! file. There a test can kill the process, or let the disk be full, before any such call.
 //!
-//! `NORMFORMER_RS_FAULT=kill:K` sends the process SIGKILL at the K-th place that it passes (from 1), for tests that run
-//! the program from outside. `stop:K` sends SIGSTOP there, until somebody sends SIGCONT. `enospc:K` reports a full disk
-//! there and at every later place of the same operation. `eio:K` reports an input/output error there alone, and
-//! `short:K` does so after half of the bytes, if that place writes any.
+//! `NORMFORMER_RS_FAULT=kill:K` sends the process SIGKILL at the K-th place that it passes (counted from 1), for
+//! tests that run the program from outside. `stop:K` sends SIGSTOP there, so that the process waits for SIGCONT.
+//! `enospc:K` reports a full disk there and at every later place of the same operation. `eio:K` reports an
+//! input/output error only there. `short:K` reports such an error after half of the bytes, if that place writes any.
 
 use std::io;
 use std::sync::atomic::{AtomicU8, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::thread::{self, ThreadId};
 
-/// The environment variable, read when the process passes its first place.
+/// The environment variable, which is read when the process passes its first place.
 pub const VARIABLE: &str = "NORMFORMER_RS_FAULT";
 
 /// A failure and the place, counted from 1, at which it happens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fault {
-    /// SIGKILL to this process at the K-th place.
+    /// Sends SIGKILL to this process at the K-th place.
     Kill(usize),
-    /// SIGSTOP to this process at the K-th place.
+    /// Sends SIGSTOP to this process at the K-th place.
     Stop(usize),
-    /// "No space left on device" at the K-th place and at every later one until [`begin`].
+    /// Reports "No space left on device" at the K-th place, and at every later one until [`begin`].
     Enospc(usize),
-    /// "Input/output error" at the K-th place alone.
+    /// Reports "Input/output error" at the K-th place alone.
     Eio(usize),
-    /// "Input/output error" after half of the bytes that the K-th place writes.
+    /// Reports "Input/output error" after half of the bytes that the K-th place writes.
     Short(usize),
-    /// No failure: places are only counted.
+    /// Injects no failure, and only counts places.
     Count,
 }
 
@@ -47,11 +47,11 @@ static PLAN: Mutex<Option<Plan>> = Mutex::new(None);
 #[cfg(test)]
 static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
 
-/// Passes the place `name` before its system call: `Ok` unless a fault is planned here. Costs one relaxed load if none
-/// is.
+/// Passes the place `name` before its system call: returns `Ok`, unless a fault is planned here. Without a plan it
+/// costs one relaxed load.
 ///
 /// # Errors
-/// ENOSPC when planned; `InvalidInput` when the environment variable names no fault and place.
+/// Returns the planned ENOSPC or EIO, or `InvalidInput` if the environment variable cannot be parsed.
 #[inline]
 pub fn point(name: &str) -> io::Result<()> {
     match STATE.load(Ordering::Relaxed) {
@@ -60,14 +60,14 @@ pub fn point(name: &str) -> io::Result<()> {
     }
 }
 
-/// True if the place that was passed last was to write half of its bytes. Callers ask after its error.
+/// True if the fault at the place passed last is a short write. Callers ask after they got its error.
 pub fn is_short() -> bool {
     let of_this_thread = |p: &&Plan| p.thread.is_none_or(|t| t == thread::current().id());
     STATE.load(Ordering::Relaxed) == ON
         && lock(&PLAN).as_ref().filter(of_this_thread).is_some_and(|p| p.fault == Fault::Short(p.passed))
 }
 
-/// Begins a new operation: a disk that an injected fault has filled is free again.
+/// Begins a new operation: if an injected fault has filled the disk, the disk is free again.
 pub fn begin() {
     if STATE.load(Ordering::Relaxed) == ON {
         if let Some(plan) = &mut *lock(&PLAN) {
@@ -79,8 +79,8 @@ pub fn begin() {
     }
 }
 
-/// Plans `fault` for the calling thread, counting from here, until the guard is dropped. Only one plan exists at a
-/// time, so a second caller waits.
+/// Plans `fault` for the calling thread until the guard is dropped; places are counted from this call on. Only one
+/// plan exists at a time, so a second caller waits.
 #[cfg(test)]
 pub fn arm(fault: Fault) -> Armed {
     let turn = lock(&ONE_AT_A_TIME);
@@ -111,6 +111,7 @@ impl Drop for Armed {
     }
 }
 
+/// Counts a place, and causes the fault if one is planned there. The first call reads the environment variable.
 #[cold]
 fn planned(name: &str) -> io::Result<()> {
     let mut plan = lock(&PLAN);
@@ -162,7 +163,7 @@ fn parse(text: &str) -> io::Result<Fault> {
     })
 }
 
-/// Locks the mutex even if it is poisoned: a test that panicked with the lock has failed already, and the others go on.
+/// Locks the mutex even if it is poisoned: if a test panicked while it held the lock, other tests go on.
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -1,14 +1,14 @@
-//! A guard against AMX that the processor announces but that cannot be used.
+//! A guard against processors that announce AMX but cannot run it.
 
 use std::arch::x86_64::{__cpuid, __cpuid_count};
 
-/// oneDNN's environment variables for its instruction-set limit, the present name first.
+/// oneDNN's environment variables that limit its instruction set; the current name is first.
 const LIMITS: [&str; 2] = ["ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"];
 
-/// Keeps torch's bf16 products away from AMX if the processor does not report the size of its tiles. Some virtual
-/// machines show the feature and hide leaf 1Dh of CPUID; oneDNN then loads no tiles, and its first product would end
-/// the process with SIGILL. oneDNN reads its limit at its first use, so this runs at import. A limit that the user has
-/// set stays.
+/// Keeps torch's bf16 products from using AMX if the processor does not report the size of its tiles. Some virtual
+/// machines show the feature but hide leaf 1Dh of CPUID; oneDNN then loads no tiles, and its first product would end
+/// the process with SIGILL. oneDNN reads the limit at its first use, so this must run at import. A limit that the
+/// user has set stays.
 pub fn avoid_if_broken() {
     if is_broken() && LIMITS.iter().all(|name| std::env::var_os(name).is_none()) {
         std::env::set_var(LIMITS[0], "AVX512_CORE_FP16");
@@ -17,7 +17,7 @@ pub fn avoid_if_broken() {
 
 /// True if the processor announces tiles but does not report their size.
 pub fn is_broken() -> bool {
-    // SAFETY: every x86-64 processor has CPUID, and leaves beyond its last one are not read.
+    // SAFETY: every x86-64 processor has CPUID, and only leaves up to the last one are read.
     #[allow(unused_unsafe)] // safe functions in later versions of Rust
     unsafe {
         let last = __cpuid(0).eax;

@@ -1,11 +1,11 @@
 //! Shorter waits of libgomp's threads while other processes compete for the cores.
 //!
 //! At the end of a parallel region libgomp's threads spin for about 3 ms before they sleep. On quiet cores that is
-//! fast. If another process runs on one of them, the spinning threads keep the thread that still works from moving to
-//! one of their cores, and speed falls to a third. libgomp spins for only a few microseconds while it has more threads
-//! than there are cores. So [`watch`] measures how long this process's threads wait for a core, and while they wait
-//! much it keeps a team of idle threads. The number of working threads stays the same, and so do the bits of their
-//! results.
+//! fast. But if another process runs on one of the cores, the thread there is late, and the spinning threads keep it
+//! from moving to one of their cores: speed falls to a third. libgomp spins for only a few microseconds while it has
+//! more threads than there are cores. So [`watch`] measures how long this process's threads wait for a core. While
+//! they wait much, it keeps a team of idle threads. The number of working threads stays the same, and so do the bits
+//! of their results.
 
 use super::parallel;
 use std::collections::HashMap;
@@ -16,7 +16,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 const WINDOW: Duration = Duration::from_millis(250);
-/// The thread-seconds of waiting for a core, per second, above which cores are crowded.
+/// Cores are crowded if the threads together wait this many seconds per second for a core, and calm below [`CALM`].
 const CROWDED: f64 = 0.1;
 const CALM: f64 = 0.02;
 /// The number of calm windows in a row that end a crowded period.
@@ -27,8 +27,8 @@ extern "C" {
     fn GOMP_parallel(work: extern "C" fn(*mut c_void), data: *mut c_void, threads: c_uint, flags: c_uint);
 }
 
-/// Starts a thread that watches until the returned value is dropped. With one thread there is nothing to do, and
-/// NORMFORMER_RS_WAITS=libgomp turns it off.
+/// Starts a thread that watches until the returned value is dropped. Returns `None` with one thread, for which there
+/// is nothing to do, and if NORMFORMER_RS_WAITS=libgomp turns the watch off.
 pub fn watch() -> Option<ContentionWatch> {
     let threads = parallel::threads();
     let is_off = std::env::var("NORMFORMER_RS_WAITS").is_ok_and(|v| v == "libgomp");
@@ -37,6 +37,8 @@ pub fn watch() -> Option<ContentionWatch> {
 
 pub struct ContentionWatch(#[allow(dead_code)] Background);
 
+/// Measures the threads' waits in each window, and keeps an idle team while cores are crowded, until `ended` is
+/// closed.
 fn observe(threads: usize, ended: Receiver<()>) {
     let (mut judge, mut team, mut before) = (Judge::default(), None, waits());
     loop {
@@ -54,8 +56,8 @@ fn observe(threads: usize, ended: Receiver<()>) {
     }
 }
 
-/// Returns, for each thread of this process, the nanoseconds that it was ready but had no core; empty if the system
-/// does not count them.
+/// Returns for each thread of this process the nanoseconds for which it was ready but had no core. The map is empty
+/// if the system does not count them.
 fn waits() -> HashMap<String, u64> {
     let tasks = fs::read_dir("/proc/self/task").into_iter().flatten().flatten();
     let read = |task: fs::DirEntry| {
@@ -65,7 +67,7 @@ fn waits() -> HashMap<String, u64> {
     tasks.filter_map(read).collect()
 }
 
-/// The state of the cores: crowded from the first window above [`CROWDED`] until [`CALM_WINDOWS`] in a row are calm.
+/// The state of the cores: crowded from a window above [`CROWDED`] on, until [`CALM_WINDOWS`] in a row are calm.
 #[derive(Default)]
 struct Judge {
     crowded: bool,
@@ -73,6 +75,7 @@ struct Judge {
 }
 
 impl Judge {
+    /// Returns whether cores are crowded after a window in which threads waited the share `share`.
     fn is_crowded(&mut self, share: f64) -> bool {
         self.calm = if share < CALM { self.calm + 1 } else { 0 };
         self.crowded = share > CROWDED || self.crowded && self.calm < CALM_WINDOWS;
@@ -80,8 +83,8 @@ impl Judge {
     }
 }
 
-/// Starts sleeping threads that libgomp counts: together with the `threads` that work, one more than there are cores.
-/// They end when the returned value is dropped.
+/// Starts threads that only sleep, but that libgomp counts: with the `threads` that work, there are more than there
+/// are cores. They end when the returned value is dropped.
 fn idle_team(threads: usize) -> Background {
     extern "C" fn nothing(_: *mut c_void) {}
     let size = (cores() + 2).saturating_sub(threads).max(2);
@@ -142,7 +145,8 @@ mod tests {
         assert!(waits().len() > 1, "this test's thread and the main one");
     }
 
-    /// Measures the processor time of this process over short parallel regions with pauses, in which threads wait.
+    /// Measures this process's processor time over short parallel regions with pauses between them, in which threads
+    /// wait.
     fn time_spent() -> Duration {
         let now = || {
             // SAFETY: plain numbers, which the call fills.
@@ -163,7 +167,7 @@ mod tests {
     #[test]
     fn an_idle_team_shortens_waits_and_its_end_lengthens_them() {
         if parallel::threads() < 2 || std::env::var_os("OMP_WAIT_POLICY").is_some() {
-            return; // no thread waits, or the user turned it off
+            return; // no thread waits, or the user turned the watch off
         }
         let long = time_spent();
         let team = idle_team(parallel::threads());

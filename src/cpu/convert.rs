@@ -1,8 +1,8 @@
-//! Conversion of whole rows between a storage type and the type it computes in.
+//! Conversion of whole rows between a storage type and the type in which kernels compute.
 //!
-//! It serves kernels that loop over lanes of whole rows: a 16-bit row is widened once into a buffer in the first-level
-//! cache and narrowed once at the end, with packs (`cpu/pack.rs`). Conversion in every pass with [`Element`]'s integer
-//! code would take more time. Kernels on packs convert in registers instead.
+//! This is for kernels that loop over lanes of whole rows: a 16-bit row is widened once, into a buffer in the
+//! first-level cache, and narrowed once at the end, with packs (`cpu/pack.rs`). Converting in every pass with
+//! [`Element`]'s integer code would take more time. Kernels that compute on packs convert in registers instead.
 //! All paths give the same bits.
 
 use crate::cpu::memory::Aligned;
@@ -11,12 +11,12 @@ use crate::cpu::Element;
 use crate::multiversion;
 use std::any::TypeId;
 
-/// Returns a zeroed buffer to widen a row into; it is empty if E is already the type it computes in.
+/// Returns a zeroed buffer for a widened row; it is empty if E needs no widening.
 pub fn scratch<E: Element>(len: usize) -> Aligned<E::Acc> {
     Aligned::new(if same::<E, E::Acc>() { 0 } else { len })
 }
 
-/// Widens a row into `scratch`, unless E is already the type it computes in.
+/// Widens a row into `scratch`; does nothing if E needs no widening.
 #[inline(always)]
 pub fn widen<E: Element>(row: &[E], scratch: &mut [E::Acc]) {
     if same::<E, E::Acc>() {
@@ -31,7 +31,8 @@ pub fn wide<'a, E: Element>(row: &'a [E], scratch: &'a [E::Acc]) -> &'a [E::Acc]
     cast(row).unwrap_or_else(|| &scratch[..row.len()])
 }
 
-/// Returns the slice in which to compute a row stored as E: the row itself, or `scratch`. [`narrow`] must follow.
+/// Returns the slice in which to compute a row of E: the row itself, or `scratch`. The caller must then call
+/// [`narrow`].
 #[inline(always)]
 pub fn target<'a, E: Element>(row: &'a mut [E], scratch: &'a mut [E::Acc]) -> &'a mut [E::Acc] {
     let cols = row.len();
@@ -41,7 +42,7 @@ pub fn target<'a, E: Element>(row: &'a mut [E], scratch: &'a mut [E::Acc]) -> &'
     }
 }
 
-/// Rounds `scratch` to E, unless [`target`] was the row itself.
+/// Rounds `scratch` to E; does nothing if [`target`] was the row itself.
 #[inline(always)]
 pub fn narrow<E: Element>(scratch: &[E::Acc], row: &mut [E]) {
     if same::<E, E::Acc>() {
@@ -55,7 +56,7 @@ fn same<S: 'static, T: 'static>() -> bool {
     TypeId::of::<S>() == TypeId::of::<T>()
 }
 
-/// Returns the same slice if S and T are one type.
+/// Returns the slice as a slice of T, if S and T are the same type.
 #[inline(always)]
 fn cast<S: 'static, T: 'static>(slice: &[S]) -> Option<&[T]> {
     // SAFETY: S and T are one type.
@@ -102,8 +103,8 @@ mod tests {
     use half::{bf16, f16};
 
     fn check<E: Element<Acc = f32>>(bits: fn(E) -> u16, from: fn(u16) -> E) {
-        // The values have every high half word, with low half words around the ties of both formats; the row's length
-        // is odd.
+        // The values have every possible high half word, with low half words around the ties of both formats. The
+        // rows have odd lengths.
         let low = [0u32, 1, 0x0fff, 0x1000, 0x1001, 0x7fff, 0x8000, 0x8001, 0xffff];
         let wide: Vec<f32> =
             (0..=u16::MAX).flat_map(|high| low.map(|low| f32::from_bits((high as u32) << 16 | low))).collect();

@@ -1,8 +1,8 @@
-//! The four storage types that a kernel reads and writes, and the types they are computed in.
+//! The four storage types that a kernel reads and writes, and the types in which it computes.
 //!
-//! Arithmetic is never done in a 16-bit type: values widen on load and are rounded to nearest even on store.
-//! The conversions are branch-free integer code, so that a loop over them vectorises on every level of
-//! [`simd`](super::simd); the `half` crate's own test for hardware support on each call would prevent that.
+//! Arithmetic is never done in a 16-bit type: values are widened when loaded, and rounded to nearest even when
+//! stored. The conversions are branch-free integer code, so that a loop over them vectorises on every level of
+//! [`simd`](super::simd). The `half` crate would test for hardware support in each call, which prevents that.
 
 use super::pack::{Isa, Pack, Portable};
 use half::{bf16, f16};
@@ -19,7 +19,7 @@ pub trait Accumulator:
     + Neg<Output = Self>
     + AddAssign
 {
-    /// Sixteen numbers in the registers of an instruction set.
+    /// A pack of sixteen numbers in the registers of an instruction set.
     type Pack<S: Isa>: Pack<Self>;
     const ZERO: Self;
     const ONE: Self;
@@ -116,7 +116,8 @@ impl Element for bf16 {
     #[inline(always)]
     fn store(value: f32) -> Self {
         let bits = value.to_bits();
-        // Round to nearest even; a NaN keeps its sign and becomes quiet instead of rounding to infinity.
+        // Round to nearest even. A NaN keeps its sign and becomes quiet, because rounding could turn it into
+        // infinity.
         let rounded = bits.wrapping_add(0x7fff + ((bits >> 16) & 1)) >> 16;
         let nan = (bits >> 16) | 0x0040;
         let is_nan = (bits & 0x7fff_ffff) > 0x7f80_0000;
@@ -130,7 +131,7 @@ impl Element for f16 {
     fn load(self) -> f32 {
         let bits = self.to_bits() as u32;
         let magnitude = (bits & 0x7fff) << 13;
-        // Multiplying by 2^112 moves f16's exponent bias (15) to f32's (127) and makes subnormals right.
+        // Multiplying by 2^112 changes f16's exponent bias (15) to f32's (127), and is also right for subnormals.
         let finite = (f32::from_bits(magnitude) * f32::from_bits(0x7780_0000)).to_bits();
         let special = magnitude | 0x7f80_0000;
         let value = if (bits & 0x7c00) == 0x7c00 { special } else { finite };
@@ -165,7 +166,8 @@ mod tests {
 
     #[test]
     fn stores_round_as_half_says() {
-        // The values have every 16-bit high half, with low halves below, at and above the ties of both formats.
+        // The values have every possible 16-bit high half, with low halves below, at and above the ties of both
+        // formats.
         for high in 0..=u16::MAX {
             for low in [0u32, 1, 0x0fff, 0x1000, 0x1001, 0x7fff, 0x8000, 0x8001, 0xffff] {
                 let v = f32::from_bits(((high as u32) << 16) | low);

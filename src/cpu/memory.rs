@@ -1,5 +1,5 @@
-//! Allocations whose size the caller of an operator decides. If memory is short, the kernel unwinds with an [`Error`],
-//! which `operator::ffi::status` turns into an exception; `vec!` would abort the process.
+//! Allocations whose size depends on an operator's caller. If memory is short, the kernel unwinds with an [`Error`],
+//! which `operator::ffi::status` turns into an exception; `vec!` would abort the process instead.
 
 use crate::cpu::Accumulator;
 use crate::error::{Error, Result};
@@ -13,7 +13,7 @@ pub fn filled<T: Clone>(value: T, len: usize) -> Vec<T> {
     values
 }
 
-/// Collects the items of an iterator that knows their number.
+/// Collects the items of an iterator whose `size_hint` gives their number.
 pub fn collected<T>(items: impl IntoIterator<Item = T>) -> Vec<T> {
     let items = items.into_iter();
     let mut values = reserved(items.size_hint().0);
@@ -30,8 +30,8 @@ pub fn reserved<T>(len: usize) -> Vec<T> {
     values
 }
 
-/// Errors if the system cannot give so many bytes. Callers ask before work that needs them in many small pieces. `what`
-/// begins the message and tells what to make smaller.
+/// Errors if the system cannot provide this many bytes. Callers ask before work that needs them in many small pieces.
+/// `what` is the beginning of the message, which tells what to make smaller.
 pub fn room(bytes: u128, what: impl FnOnce() -> String) -> Result<()> {
     let fits = usize::try_from(bytes).is_ok_and(|bytes| Vec::<u8>::new().try_reserve_exact(bytes).is_ok());
     match fits {
@@ -43,7 +43,7 @@ pub fn room(bytes: u128, what: impl FnOnce() -> String) -> Result<()> {
 /// The size of a cache line in bytes.
 const LINE: usize = 64;
 
-/// A buffer that begins on a cache line: a 64-byte access across two lines costs two accesses.
+/// A buffer that begins on a cache line, because a 64-byte access across two lines counts as two accesses.
 pub struct Aligned<A> {
     values: Vec<A>,
     start: usize,
@@ -56,7 +56,7 @@ impl<A: Accumulator> Aligned<A> {
         Self::filled_up(&[], len, A::ZERO)
     }
 
-    /// Returns `values`, followed by copies of `value` up to `len` numbers.
+    /// Returns a buffer of `len` numbers: `values`, filled up with copies of `value`.
     pub fn filled_up(values: &[A], len: usize, value: A) -> Self {
         let most = LINE / size_of::<A>();
         let mut all: Vec<A> = reserved(len.saturating_add(most));
@@ -83,11 +83,12 @@ impl<A> DerefMut for Aligned<A> {
     }
 }
 
+/// Unwinds with an error that names the bytes that could not be allocated; the kernel's caller catches it.
 #[cold]
 fn refuse(bytes: u128) -> ! {
     let text =
         format!("not enough memory: a kernel's work space has {bytes} bytes; call it with fewer rows or columns");
-    // Not `panic!`, which would also print the message.
+    // `panic!` is not used, because it would also print the message.
     resume_unwind(Box::new(Error::Torch(text)))
 }
 

@@ -1,4 +1,4 @@
-//! The base of all CPU kernels: storage types, run-time choice of instruction set, random numbers, threads.
+//! The base of all CPU kernels: storage types, instruction sets chosen at run time, memory, random numbers, threads.
 
 pub mod amx;
 pub mod contention;

@@ -1,12 +1,13 @@
 //! Packs of sixteen numbers, on which row kernels compute, in the registers of each instruction set.
 //!
-//! LLVM compiles loops over lanes well while a value is used once. A kernel that holds running sums of several rows in
-//! registers, converts 16-bit numbers on load and store, or bypasses the caches must say so explicitly. It is written
-//! once over [`Pack`], and [`multiversion!`](crate::multiversion) passes it the instruction set as an [`Isa`].
+//! LLVM compiles loops over lanes well if each value is used once. But a kernel must say so explicitly if it holds
+//! running sums of several rows in registers, converts 16-bit numbers on load and store, or bypasses the caches. Such
+//! a kernel is written once over [`Pack`], and [`multiversion!`](crate::multiversion) passes it the instruction set
+//! as an [`Isa`].
 //!
-//! Every implementation adds lanes in the same order. AVX2 and AVX-512 give the same bits. The portable one rounds
-//! [`mul_add`](Pack::mul_add) twice, so its last bits differ: a fused one without the instruction is a call into libm,
-//! which is forty times slower.
+//! Every implementation adds lanes in the same order, so AVX2 and AVX-512 give the same bits. The portable one rounds
+//! twice in [`mul_add`](Pack::mul_add), so its last bits differ: on a processor without the fused instruction, libm's
+//! function would be forty times slower.
 
 use crate::cpu::simd::has_avx512_bf16;
 use crate::cpu::{pages, Accumulator, Element};
@@ -17,16 +18,14 @@ pub const WIDTH: usize = 16;
 /// The number of lanes in a block, the unit of stores: a cache line of 16-bit numbers.
 pub const PAIR_LANES: usize = 2 * WIDTH;
 
-/// An instruction set, as a type.
-/// Only [`multiversion!`](crate::multiversion) names one, after it has checked that the processor has it; the
-/// implementations of [`Pack`] rely on that.
-/// of [`Pack`] rely on.
+/// An instruction set, as a type. Only [`multiversion!`](crate::multiversion) names one, after it has checked that
+/// the processor has it; the implementations of [`Pack`] rely on that.
 pub trait Isa: 'static {
     /// True if a·b + c is one instruction with one rounding.
     const FUSED: bool;
-    /// The number of rows that row kernels process together: coefficients are read, and the sums of their gradients
-    /// read and written, once for all of them. Four rows need thirty registers for running sums and coefficients; with
-    /// sixteen registers it is one row.
+    /// The number of rows that row kernels process together, so that coefficients, and the sums of their gradients,
+    /// are read and written once for all these rows. Four rows need thirty registers for running sums and
+    /// coefficients; an instruction set with sixteen registers processes one row.
     const ROWS: usize;
     type F32: Pack<f32>;
 }
@@ -37,9 +36,10 @@ pub type Of<A, S> = <A as Accumulator>::Pack<S>;
 /// The way in which results are written to memory.
 #[derive(Clone, Copy, Debug)]
 pub struct Store {
-    /// True if results bypass the caches, because they are too large to be found there again: the written lines need
-    /// not be read first, and nothing else is evicted. Blocks that do not start on a cache line, such as those of spare
-    /// rows, still use the caches. So do results on fresh pages, which the system has just cleared in the caches.
+    /// True if results bypass the caches, because they are too large to be found there again. Then lines need not be
+    /// read before they are written, and nothing else is evicted. Blocks that do not start on a cache line, such as
+    /// those of spare rows, still use the caches. So do results on fresh pages, which the system has just cleared in
+    /// the caches.
     streamed: bool,
     /// True if the processor has an instruction that rounds to bf16.
     bf16: bool,
@@ -49,16 +49,16 @@ pub struct Store {
 const LINE: usize = 64;
 
 impl Store {
-    /// Stores through the caches, for numbers of the computing type.
+    /// Stores numbers of the computing type through the caches.
     pub const PLAIN: Self = Store { streamed: false, bf16: false };
 
-    /// Stores through the caches, for numbers of any type.
+    /// Stores numbers of any type through the caches.
     #[inline(always)]
     pub fn cached() -> Self {
         Store { streamed: false, bf16: has_avx512_bf16() }
     }
 
-    /// Returns the best way to store `result`, the rows of `cols` numbers that one thread writes.
+    /// Returns the best way to store `result`, which is one thread's rows of `cols` numbers.
     #[inline(always)]
     pub fn of<E>(result: &[E], cols: usize) -> Self {
         let aligned = result.as_ptr().addr().is_multiple_of(LINE) && (cols * size_of::<E>()).is_multiple_of(LINE);
@@ -88,9 +88,9 @@ impl Store {
     }
 }
 
-/// The size in bytes of a thread's share of the results from which they are streamed. A norm holds four tensors of this
-/// size between its forward and its backward pass, and a processor has two to four megabytes of last-level cache per
-/// core.
+/// A thread's part of the results bypasses the caches from this size in bytes on. Between its forward and its
+/// backward pass, a norm holds four tensors of this size, and a processor has two to four megabytes of last-level
+/// cache per core.
 const LARGE: usize = 4 << 20;
 
 /// A pack of sixteen numbers.
@@ -102,7 +102,7 @@ pub trait Pack<A: Accumulator>: Copy {
     fn mul(self, other: Self) -> Self;
     /// Returns self·a + b.
     fn mul_add(self, a: Self, b: Self) -> Self;
-    /// Returns the sum of the lanes, adding lane i and i + 8 first, then i + 4, i + 2, i + 1.
+    /// Returns the sum of the lanes: first i + (i + 8), then these sums with distance 4, 2 and 1.
     fn sum(self) -> A;
     /// Stores the pack in the computing type.
     fn put(self, to: &mut [A; WIDTH]);
@@ -114,7 +114,7 @@ pub trait Pack<A: Accumulator>: Copy {
         Self::splat(A::ZERO)
     }
 
-    /// Keeps the lanes whose `bits` are at least `threshold` and zeroes the others, for dropout.
+    /// Keeps the lanes whose random `bits` are at least `threshold` and zeroes the others, as dropout does.
     fn keep(self, bits: &[u16; WIDTH], threshold: u16) -> Self;
 
     #[inline(always)]
@@ -124,19 +124,19 @@ pub trait Pack<A: Accumulator>: Copy {
     }
 }
 
-/// Returns the numbers of pack `p` in a block.
+/// Returns the numbers of a block that belong to pack `p`, 0 or 1.
 #[inline(always)]
 pub fn pack<E>(block: &[E; PAIR_LANES], p: usize) -> &[E; WIDTH] {
     &block.as_chunks().0[p]
 }
 
-/// Returns the numbers of pack `p` in a block, for writing.
+/// Returns the numbers of a block that belong to pack `p`, 0 or 1, for writing.
 #[inline(always)]
 pub fn pack_mut<E>(block: &mut [E; PAIR_LANES], p: usize) -> &mut [E; WIDTH] {
     &mut block.as_chunks_mut().0[p]
 }
 
-/// Repeats statements for each pack of a block, because LLVM does not unroll every loop.
+/// Repeats statements for each of a block's two packs, because LLVM does not unroll every loop.
 #[macro_export]
 macro_rules! each_pack {
     ($p:ident => $work:block) => {{
@@ -151,10 +151,11 @@ macro_rules! each_pack {
     }};
 }
 
-/// The pack for any processor: an array that LLVM vectorises. f64 uses it on every processor.
+/// The pack for any processor: an array, which LLVM vectorises. For f64 it is used on every processor.
 #[derive(Clone, Copy)]
 pub struct Portable<A>([A; WIDTH]);
 
+/// The instruction set that every processor of an architecture has.
 #[derive(Clone, Copy, Debug)]
 pub struct Baseline;
 

@@ -1,18 +1,18 @@
-//! Memory pages: how the process gets them from the system, and returns them.
+//! Memory pages: how the process gets them from the system, and when it returns them.
 //!
-//! A tensor that has just been allocated may have no pages yet: the first write to each page traps into the system,
-//! which clears it. With small pages, a norm of 64 MB spends nine tenths of its time on that. Large pages cost a fourth
-//! of it, and memory that the process keeps costs nothing. NORMFORMER_RS_ALLOCATOR says which of these may be used;
-//! `system` leaves memory to the system.
+//! A tensor that has just been allocated may have no pages yet: the first write to each page interrupts the program,
+//! and the system clears the page. With small pages, a norm of 64 MB spends nine tenths of its time on that. With
+//! large pages this takes a fourth of the time; memory that the process keeps takes none. NORMFORMER_RS_ALLOCATOR
+//! chooses which of these may be used; with `system` the process uses neither.
 
 use std::sync::OnceLock;
 
 /// The size of a large page in bytes.
 const LARGE: usize = 2 << 20;
 
-/// Asks glibc to keep freed memory: activations of the same sizes are allocated in every update, and fresh pages cost
-/// more than the arithmetic on them. `return` returns every freed block at once, so that the process holds only its
-/// tensors' memory, without gaps.
+/// Asks glibc to keep freed memory: each update allocates activations of the same sizes, and fresh pages cost more
+/// time than the arithmetic on them. With NORMFORMER_RS_ALLOCATOR=return, glibc instead returns every freed block at
+/// once, so that the process holds only its tensors' memory, without gaps.
 pub fn keep_memory() {
     #[cfg(target_env = "gnu")]
     // SAFETY: mallopt takes two integers and may be called at any time.
@@ -20,7 +20,7 @@ pub fn keep_memory() {
         match wanted().as_str() {
             "system" => {}
             "return" => {
-                // Once it is set, glibc no longer raises it by itself.
+                // glibc raises this threshold by itself, unless it has been set.
                 libc::mallopt(libc::M_MMAP_THRESHOLD, 128 << 10);
             }
             _ => {
@@ -41,11 +41,12 @@ pub fn give_back_memory() {
     }
 }
 
-/// Asks the system for large pages for memory that is about to be written in full and has no pages yet: clearing a
-/// large page takes a fourth of the time of the same bytes in small ones. The system may decline.
+/// Asks the system to use large pages for `result`, if it has no pages yet and is large enough. The caller is about
+/// to write all of it: clearing a large page takes a fourth of the time of clearing as many bytes in small pages. The
+/// system may decline.
 pub fn ask_for_large(result: *const [u8]) {
     static MAY: OnceLock<bool> = OnceLock::new();
-    // In less memory, at most half would lie in whole large pages.
+    // A shorter result would have at most half of its bytes in whole large pages.
     if result.len() < 2 * LARGE || !are_fresh(result) || !*MAY.get_or_init(|| wanted() != "system") {
         return;
     }
@@ -54,12 +55,13 @@ pub fn ask_for_large(result: *const [u8]) {
         let page = small();
         let start = result.cast::<u8>().addr();
         let (from, to) = (start.next_multiple_of(page), (start + result.len()) / page * page);
-        // SAFETY: they are whole pages inside `result`; the advice changes neither their bytes nor their access rights.
+        // SAFETY: the range consists of whole pages inside `result`; the advice changes neither bytes nor access
+        // rights.
         unsafe { libc::madvise(from as *mut libc::c_void, to - from, libc::MADV_HUGEPAGE) };
     }
 }
 
-/// True if the system has not given `result` its pages yet, judged by the middle page.
+/// True if the system has not given `result` its pages yet, judging by its middle page.
 pub fn are_fresh<T>(result: *const [T]) -> bool {
     #[cfg(target_os = "linux")]
     {
@@ -74,7 +76,7 @@ pub fn are_fresh<T>(result: *const [T]) -> bool {
     false
 }
 
-/// Returns the user's choice.
+/// Returns the value of NORMFORMER_RS_ALLOCATOR.
 fn wanted() -> String {
     std::env::var("NORMFORMER_RS_ALLOCATOR").unwrap_or_default()
 }
@@ -99,7 +101,7 @@ mod tests {
         unsafe { slice::from_raw_parts_mut(libc::mmap(null_mut(), len, may, how, -1, 0).cast(), len) }
     }
 
-    /// True if the memory around `at` may be in large pages, according to /proc/self/smaps.
+    /// True if the system may use large pages for the memory around `at`, according to /proc/self/smaps.
     fn advised(at: *const u8) -> bool {
         let maps = std::fs::read_to_string("/proc/self/smaps").unwrap();
         let mut inside = false;

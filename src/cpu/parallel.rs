@@ -16,8 +16,8 @@ pub fn threads() -> usize {
     tch::get_num_threads() as usize
 }
 
-/// Calls `work` on disjoint ranges that together cover 0..n, on several threads if n exceeds `grain`. If a call panics,
-/// the panic resumes in the caller after all calls have ended.
+/// Calls `work` on disjoint ranges that together cover 0..n. Several threads do so if n exceeds `grain`. If a call
+/// panics, the panic continues in the caller after all calls have ended.
 pub fn for_each<F: Fn(Range<usize>) + Sync>(n: usize, grain: usize, work: F) {
     struct Task<F> {
         work: F,
@@ -39,7 +39,7 @@ pub fn for_each<F: Fn(Range<usize>) + Sync>(n: usize, grain: usize, work: F) {
     }
 }
 
-/// A pointer that threads may share, because each range of rows writes its own part.
+/// A pointer that threads share. It is safe because each thread writes only its own range.
 #[derive(Clone, Copy)]
 pub struct Shared<T>(*mut T);
 // SAFETY: only `slice` reads it, and its caller guarantees disjoint ranges: each T belongs to one thread at a time,
@@ -61,12 +61,12 @@ impl<T> Shared<T> {
     }
 }
 
-/// Returns the number of rows that are worth a thread of their own.
+/// Returns the least number of rows that are worth a thread of their own.
 pub fn grain(cols: usize) -> usize {
     (16 * 1024 / cols.max(1)).max(1)
 }
 
-/// Calls [`for_each`] over rows of `cols` numbers: `work` gets a range of rows, and the range of their numbers.
+/// Calls `work` like [`for_each`] with ranges of rows, and with the ranges of the numbers in them, `cols` per row.
 pub fn over_rows(rows: usize, cols: usize, work: impl Fn(Range<usize>, Range<usize>) + Sync) {
     for_each(rows, grain(cols), |r| work(r.clone(), numbers(&r, cols)));
 }
@@ -76,9 +76,9 @@ pub fn numbers(rows: &Range<usize>, cols: usize) -> Range<usize> {
     rows.start * cols..rows.end * cols
 }
 
-/// Calls `work` on ranges of rows and of their numbers, one part per thread. Every part adds into its own sums, which
-/// start at zero and have the lengths of `sums`. The parts are then added in order, so the result depends only on the
-/// number of threads.
+/// Calls `work` on ranges of rows and of their numbers, one range per thread. Each call adds to sums of its own, which
+/// start at zero and have the lengths of `sums`. Then `sums` receives their total, added in the order of the ranges, so
+/// that the result depends only on the number of threads.
 pub fn sum_over_rows<A, F, const N: usize>(rows: usize, cols: usize, sums: [&mut [A]; N], work: F)
 where
     A: Copy + Default + std::ops::AddAssign + Send + Sync,

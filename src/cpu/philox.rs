@@ -1,8 +1,9 @@
-//! Philox4x32-10 (Salmon et al. 2011): random numbers that are a function of their place of use.
+//! Philox4x32-10 (Salmon et al. 2011): random numbers that depend only on a seed and on the place where they are
+//! used.
 //!
-//! A dropout mask is Philox(seed, update, micro-batch, site, element), so recomputation, resuming and any number of
-//! ranks agree, and nothing has to be stored for the backward pass. Element (row r, column c) of a matrix takes the
-//! (c mod 8)-th 16-bit half word, low halves first, of the block with
+//! A dropout mask is Philox(seed, update, micro-batch, site, element). So recomputation, resumed runs and any number
+//! of ranks get the same mask, and the backward pass needs no stored mask. Element (row r, column c) of a matrix uses
+//! the (c mod 8)-th 16-bit half word, low halves first, of the block with
 //!
 //! > key = (seed low, seed high), counter = (⌊c/8⌋, r, site | micro-batch · 2¹⁶, update).
 
@@ -15,7 +16,7 @@ pub const BLOCK: usize = 8;
 /// The number of blocks computed side by side: one AVX-512 register of 32-bit words.
 const LANES: usize = 16;
 
-/// The seed and counters of one stream of random numbers: everything but the element.
+/// The seed and counters of one stream of random numbers; only the element's place is missing.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Stream {
     pub seed: u64,
@@ -30,20 +31,20 @@ pub struct Dropout {
     pub stream: Stream,
     /// The threshold round(p·2¹⁶); an element is kept if its 16 random bits are at least this.
     pub threshold: u16,
-    /// The factor 1/(1 − threshold/2¹⁶), so that the expectation is exact for the rounded rate.
+    /// The factor 1/(1 − threshold/2¹⁶) of kept elements. It uses the rounded rate, so that the expectation is exact.
     pub scale: f64,
 }
 
 impl Dropout {
-    /// Returns `None` if p rounds to zero, so that nothing is dropped or scaled.
+    /// Returns the form for kernels; `None` if p rounds to zero, because then nothing is dropped or scaled.
     pub fn new(p: f64, stream: Stream) -> Option<Self> {
         let threshold = (p * 65536.0 + 0.5).floor().clamp(0.0, 65535.0) as u16;
         (threshold > 0).then(|| Dropout { stream, threshold, scale: 65536.0 / (65536.0 - threshold as f64) })
     }
 }
 
-/// Sixteen 32-bit words, each the low half of 64 bits (the high half is garbage). In this shape the processor
-/// multiplies 32 by 32 bits without moving data between rounds, at twice the speed of sixteen u32.
+/// Sixteen 32-bit words, each in the low half of 64 bits (the high half is garbage). In this form the processor
+/// multiplies 32 by 32 bits without moving data between rounds, twice as fast as in the form of sixteen u32.
 type Words = [u64; LANES];
 
 #[inline(always)]
@@ -60,7 +61,7 @@ fn round(c: &mut [Words; 4], key: [u32; 2]) {
     }
 }
 
-/// Computes ten rounds over sixteen counters at once.
+/// Computes the ten rounds for sixteen counters at the same time.
 #[inline(always)]
 fn philox(mut c: [Words; 4], seed: u64) -> [Words; 4] {
     let mut key = [seed as u32, (seed >> 32) as u32];
@@ -78,8 +79,8 @@ pub fn padded(cols: usize) -> usize {
     cols.div_ceil(BLOCK) * BLOCK
 }
 
-/// Writes the random half words of `rows` rows from `first_row`, `padded(cols)` per row. `out` must hold
-/// `rows·padded(cols)` half words rounded up to 128 (one group of sixteen blocks), as [`scratch`] allocates.
+/// Writes the random half words of `rows` rows from row `first_row` on, `padded(cols)` per row. `out` must have the
+/// length of [`scratch`]'s buffers: `rows·padded(cols)`, rounded up to 128 (sixteen blocks).
 #[inline(always)]
 pub fn fill(stream: &Stream, first_row: usize, rows: usize, cols: usize, out: &mut [u16]) {
     let per_row = padded(cols) / BLOCK;
@@ -115,7 +116,7 @@ pub fn fill(stream: &Stream, first_row: usize, rows: usize, cols: usize, out: &m
             pairs[2 * l] = w[0][l] & 0xffff_ffff | w[1][l] << 32;
             pairs[2 * l + 1] = w[2][l] & 0xffff_ffff | w[3][l] << 32;
         }
-        // SAFETY: any bits are four u16. Writing them one by one would cost as much as five of the rounds.
+        // SAFETY: any 64 bits are four valid u16. Writing these one by one would cost as much as five of the rounds.
         let halves: [u16; LANES * BLOCK] = unsafe { std::mem::transmute(pairs) };
         group.copy_from_slice(&halves);
         left = left.saturating_sub(LANES);
@@ -133,7 +134,7 @@ mod tests {
 
     #[test]
     fn known_answers() {
-        // The vectors are Random123's published ones.
+        // These are Random123's published test vectors.
         for (counter, key, want) in [
             ([0u32; 4], 0u64, [0x6627e8d5u32, 0xe169c58d, 0xbc57ac4c, 0x9b00dbd8]),
             ([u32::MAX; 4], u64::MAX, [0x408f276d, 0x41c83b0e, 0xa20bc7c6, 0x6d5451fd]),

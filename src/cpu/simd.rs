@@ -1,8 +1,8 @@
-//! Run-time choice of instruction set.
+//! Instruction sets, chosen at run time.
 //!
-//! A kernel is written once as plain Rust over arrays of lanes; [`multiversion!`](crate::multiversion) compiles it for
-//! the baseline, for AVX2 + FMA + F16C and for AVX-512, and calls the best one that the processor has.
-//! `NORMFORMER_RS_CPU` (`baseline`, `avx2`, `avx512`) lowers the choice, so that tests can force each path.
+//! A kernel is written once, as plain Rust over arrays of lanes. [`multiversion!`](crate::multiversion) compiles it
+//! for the baseline, for AVX2 + FMA + F16C and for AVX-512, and calls the best version that the processor can run.
+//! `NORMFORMER_RS_CPU` (`baseline`, `avx2`, `avx512`) chooses a lower level, so that tests can run each version.
 
 use std::sync::atomic::{AtomicU8, Ordering};
 
@@ -67,14 +67,14 @@ fn choose() -> Level {
     force(wanted)
 }
 
-/// Forces a level (`None` for the best), limited to the processor's best, and returns it.
+/// Forces a level (`None` for the best), but none above the processor's best; returns the level that now holds.
 pub fn force(wanted: Option<Level>) -> Level {
     let level = wanted.map_or(supported(), |w| w.min(supported()));
     CHOSEN.store(level as u8, Ordering::Relaxed);
     level
 }
 
-/// True if the processor has an instruction that rounds to bf16, and kernels run at AVX-512.
+/// True if kernels run at AVX-512 and the processor has an instruction that rounds to bf16.
 #[inline(always)]
 pub fn has_avx512_bf16() -> bool {
     #[cfg(target_arch = "x86_64")]
@@ -83,7 +83,7 @@ pub fn has_avx512_bf16() -> bool {
     return false;
 }
 
-/// True if the processor has instructions for bf16 products, which libtorch uses. Only x86 is checked.
+/// True if the processor has the bf16 instructions that libtorch's products use. Only x86 is checked; elsewhere true.
 pub fn has_bf16_products() -> bool {
     #[cfg(target_arch = "x86_64")]
     return is_x86_feature_detected!("avx512bf16");
@@ -91,13 +91,13 @@ pub fn has_bf16_products() -> bool {
     return true;
 }
 
-/// Compiles a function once per [`Level`] and calls the one that [`level`] names.
+/// Compiles a function once per [`Level`], and calls the version for the level that [`level`] returns.
 ///
-/// The body is generic Rust; everything that it calls in hot loops must be `#[inline(always)]` to be compiled with the
-/// same instruction set. Generic parameters are written `[E: Element, F: Element]`; `[isa S]` before them passes the
-/// instruction set as a type, an [`Isa`](crate::cpu::pack::Isa).
+/// The body is generic Rust. Everything that it calls in hot loops must be `#[inline(always)]`, so that it is
+/// compiled for the same instruction set. Generic parameters are written `[E: Element, F: Element]`; `[isa S]` before
+/// them passes the instruction set as a type, an [`Isa`](crate::cpu::pack::Isa).
 ///
-/// On AVX-512, f64 uses AVX2's code, which saves compile time; the results are the same.
+/// On AVX-512, f64 runs AVX2's code, which saves compile time; the results are the same.
 #[macro_export]
 macro_rules! multiversion {
     ($(#[$doc:meta])* $vis:vis fn $name:ident [isa $isa:ident] [$($g:ident : $bound:path),+] ($($arg:ident : $ty:ty),* $(,)?) $body:block) => {
@@ -118,7 +118,7 @@ macro_rules! multiversion {
             }
             #[cfg(target_arch = "x86_64")]
             if const { $(size_of::<$g>() < 8)&&+ } && $crate::cpu::simd::level() == $crate::cpu::simd::Level::Avx512 {
-                // SAFETY: `level` never exceeds `supported`, which asked the processor for these very features.
+                // SAFETY: `level` never exceeds `supported`, which has checked that the processor has these features.
                 return unsafe { avx512::<$($g),+>($($arg),*) };
             }
             #[cfg(target_arch = "x86_64")]
@@ -149,7 +149,7 @@ macro_rules! multiversion {
             if const { true $($(&& size_of::<$g>() < 8)+)? }
                 && $crate::cpu::simd::level() == $crate::cpu::simd::Level::Avx512
             {
-                // SAFETY: `level` never exceeds `supported`, which asked the processor for these very features.
+                // SAFETY: `level` never exceeds `supported`, which has checked that the processor has these features.
                 return unsafe { avx512 $(::<$($g),+>)? ($($arg),*) };
             }
             #[cfg(target_arch = "x86_64")]

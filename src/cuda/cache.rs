@@ -1,10 +1,10 @@
-//! Compiled kernels on disk: one file per compiler, architecture, options and source.
+//! A cache of compiled kernels on disk, with one file per compiler, architecture, options and source.
 //!
-//! A file holds its key, its length and checksum, then the binary; a file that does not match is compiled again. The
-//! cache only saves time: if it cannot be read or written, nothing else is lost.
+//! A file holds its key, its length and checksum, then the binary. If these do not match, the kernel is compiled
+//! again. The cache only saves time: if it cannot be read or written, everything still works.
 //!
-//! The GPU runs these files, so a folder or file is used only if it belongs to this user, is no link, and is not
-//! writable by other users. Otherwise it is left alone, and a warning on standard error says why, once.
+//! Because the GPU runs these files, a folder or file is used only if it belongs to this user, is not a link, and is
+//! not writable by other users. Otherwise it is left alone, and a warning on standard error gives the reason, once.
 
 use super::{nvrtc, Program};
 use crate::atomic;
@@ -20,7 +20,8 @@ use std::sync::{Mutex, PoisonError};
 /// The maximum size of a file in bytes; a longer one is damaged or malicious.
 pub const BYTES: u64 = 64 << 20;
 
-/// Returns the program's binary, from the disk if it was compiled before, and its file, if there is a place for one.
+/// Returns the program's binary, read from the disk if it was compiled before, and its file if there is a cache
+/// folder.
 pub fn compiled(program: &Program, options: &str, architecture: i32) -> Result<(Vec<u8>, Option<PathBuf>)> {
     let compiler = nvrtc::compiler()?;
     let (major, minor) = compiler.version();
@@ -33,7 +34,7 @@ pub fn compiled(program: &Program, options: &str, architecture: i32) -> Result<(
     }
     let (binary, _) = compiler.compile(program.name, &source, options, architecture)?;
     if let Some(path) = &path {
-        // The write is best effort.
+        // The write is best effort: without the file, the next process compiles again.
         let _ = write(path, &key, &binary);
     }
     Ok((binary, path))
@@ -44,13 +45,13 @@ pub fn folder() -> Option<PathBuf> {
     place().filter(|folder| trusted(atomic::check_own_directory(folder)).is_some())
 }
 
-/// Returns the result if it exists and is trusted; otherwise a warning on standard error says why, once for each
-/// reason.
+/// Returns the result if it exists and is trusted. If it is not trusted, writes a warning with the reason to standard
+/// error, once for each reason.
 pub fn trusted<T>(found: Result<T>) -> Option<T> {
     static SAID: Mutex<Option<HashSet<String>>> = Mutex::new(None);
     match found {
         Ok(found) => Some(found),
-        // Nothing exists there, or it cannot be read.
+        // If nothing exists there, or it cannot be read, no warning is needed.
         Err(Error::Io { .. }) => None,
         Err(why) => {
             let why = why.to_string();
@@ -68,16 +69,17 @@ pub fn trusted<T>(found: Result<T>) -> Option<T> {
     }
 }
 
-/// Returns NORMFORMER_RS_CACHE, or normformer_rs in the user's cache folder; `None` if there is no home folder.
+/// Returns NORMFORMER_RS_CACHE or, if that is not set, normformer_rs in the user's cache folder; `None` without a
+/// home folder.
 fn place() -> Option<PathBuf> {
     let set = |name: &str| std::env::var_os(name).filter(|v| !v.is_empty()).map(PathBuf::from);
     let user = || set("XDG_CACHE_HOME").or_else(|| set("HOME").map(|home| home.join(".cache")));
     set("NORMFORMER_RS_CACHE").or_else(|| user().map(|folder| folder.join("normformer_rs")))
 }
 
-/// Creates the folder with access for its user alone. Errors like [`atomic::check_own_directory`].
+/// Creates the folder, with access only for its user. Errors like [`atomic::check_own_directory`].
 fn make(folder: &Path) -> Result<()> {
-    // If it cannot be created, the check says what is there.
+    // If the folder cannot be created, the check below says what is there.
     let _ = DirBuilder::new().recursive(true).mode(0o700).create(folder);
     atomic::check_own_directory(folder)
 }
@@ -89,11 +91,13 @@ fn fingerprint(bytes: &[u8]) -> u128 {
     })
 }
 
+/// Returns the beginning of a cache file: lengths and checksum, then the key. The binary follows.
 fn header(key: &str, binary: &[u8]) -> Vec<u8> {
     let numbers = [key.len() as u128, binary.len() as u128, fingerprint(binary)];
     numbers.into_iter().flat_map(u128::to_le_bytes).chain(key.bytes()).collect()
 }
 
+/// Returns a cached binary, or `None` if the file is not trusted or does not match its header.
 fn read(path: &Path, key: &str) -> Option<Vec<u8>> {
     let file = trusted(atomic::read_own(path, BYTES))??;
     let start = header(key, &[]).len();
@@ -101,7 +105,8 @@ fn read(path: &Path, key: &str) -> Option<Vec<u8>> {
     (file[..start] == header(key, binary)).then(|| binary.to_vec())
 }
 
-/// Writes a temporary file and renames it: readers see a whole file or none, and the last of several writers wins.
+/// Writes a temporary file and renames it, so that readers see a whole file or none. Of several writers, the last one
+/// wins.
 fn write(path: &Path, key: &str, binary: &[u8]) -> Result<()> {
     static NEXT: AtomicU64 = AtomicU64::new(0);
     let unique = format!("{}-{}.tmp", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed));
@@ -167,7 +172,7 @@ mod tests {
 
     #[test]
     fn fingerprints_are_fnvs() {
-        // The value is the published one for "a".
+        // This is the published hash of "a".
         assert_eq!(fingerprint(b"a"), 0xd228_cb69_6f1a_8caf_7891_2b70_4e4a_8964);
     }
 }

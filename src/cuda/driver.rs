@@ -11,7 +11,7 @@ use std::sync::{OnceLock, PoisonError, RwLock};
 type DriverContext = *mut c_void;
 
 api!(
-    /// The functions of libcuda that are used.
+    /// The functions of libcuda that this crate calls.
     Api {
         cuInit: fn(c_uint) -> c_int;
         cuGetErrorString: fn(c_int, *mut *const c_char) -> c_int;
@@ -34,13 +34,13 @@ api!(
     }
 );
 
-// Values of CUdevice_attribute and CUstreamCaptureMode.
+// These are values of CUdevice_attribute and CUstreamCaptureMode.
 const MULTIPROCESSOR_COUNT: c_int = 16;
 const COMPUTE_CAPABILITY_MAJOR: c_int = 75;
 const COMPUTE_CAPABILITY_MINOR: c_int = 76;
 const CAPTURE_MODE_RELAXED: c_int = 2;
 
-/// The driver, with cached properties of devices.
+/// The CUDA driver, with a cache of devices' properties.
 pub struct Driver {
     api: Api,
     devices: RwLock<HashMap<Device, Properties>>,
@@ -49,23 +49,23 @@ pub struct Driver {
 /// The properties of a device.
 #[derive(Clone, Copy)]
 pub struct Properties {
-    /// 90 for compute capability 9.0.
+    /// The compute capability as a number: 90 for 9.0.
     pub architecture: i32,
     pub multiprocessors: u32,
-    /// The primary context, which torch uses too; retained for the life of the process.
+    /// The primary context, which torch uses too. It is retained as long as the process lives.
     context: DriverContext,
 }
 
-// SAFETY: a context is a handle of the driver's, which any thread may use.
+// SAFETY: the context is the driver's handle, which any thread may use.
 unsafe impl Send for Properties {}
 // SAFETY: see above.
 unsafe impl Sync for Properties {}
 
-/// A handle of a loaded kernel.
+/// The driver's handle of a loaded kernel.
 #[derive(Clone, Copy)]
 pub struct Function(*mut c_void);
 
-// SAFETY: it is the driver's handle of a module that is never unloaded, and any thread may launch it.
+// SAFETY: the handle belongs to a module that is never unloaded, and any thread may launch it.
 unsafe impl Send for Function {}
 // SAFETY: see above.
 unsafe impl Sync for Function {}
@@ -74,10 +74,10 @@ impl Driver {
     pub fn bind() -> Result<Self> {
         let name = "libcuda.so.1";
         let file = chosen_folder().map(|f| f.join(name)).filter(|f| f.exists()).unwrap_or_else(|| name.into());
-        // SAFETY: these are the driver's functions, which have these types.
+        // SAFETY: these functions of the driver have these types.
         let api = unsafe { Api::bind(open(file)?) }?;
         let driver = Driver { api, devices: RwLock::default() };
-        // SAFETY: this is the driver's own initialisation, which may run any number of times.
+        // SAFETY: the driver's initialisation may be called any number of times.
         driver.check(unsafe { (driver.api.cuInit)(0) }, "cuInit")?;
         Ok(driver)
     }
@@ -88,7 +88,7 @@ impl Driver {
         }
         let (mut handle, mut context) = (0, std::ptr::null_mut());
         let (mut major, mut minor, mut multiprocessors) = (0, 0, 0);
-        // SAFETY: every address that is written to is ours.
+        // SAFETY: the driver writes only to variables of this function.
         unsafe {
             self.check((self.api.cuDeviceGet)(&mut handle, device), "cuDeviceGet")?;
             for (to, attribute) in [
@@ -109,7 +109,8 @@ impl Driver {
     /// Returns the device's name and the driver's version, such as "NVIDIA H100, driver 13.0".
     pub fn describe(&self, device: Device) -> Result<String> {
         let (mut name, mut handle, mut version) = ([0 as c_char; 256], 0, 0);
-        // SAFETY: every address that is written to is ours; the driver terminates the name within the given length.
+        // SAFETY: the driver writes only to variables of this function, and terminates the name within the given
+        // length.
         let name = unsafe {
             self.check((self.api.cuDeviceGet)(&mut handle, device), "cuDeviceGet")?;
             self.check((self.api.cuDeviceGetName)(name.as_mut_ptr(), 255, handle), "cuDeviceGetName")?;
@@ -119,14 +120,15 @@ impl Driver {
         Ok(format!("{name}, driver {}.{}", version / 1000, version % 1000 / 10))
     }
 
-    /// Loads a binary, never to be unloaded, and looks up its kernel.
+    /// Loads a binary, which is never unloaded, and returns its kernel `kernel`.
     pub fn load(&self, device: Device, binary: &[u8], kernel: &CStr) -> Result<Function> {
         let _current = self.enter(device)?;
         let (mut module, mut function) = (std::ptr::null_mut(), std::ptr::null_mut());
-        // A kernel's first use may fall into a capture, during which loading is allowed only in relaxed mode; a lazy
-        // driver loads when the kernel is looked up.
+        // A kernel may be used for the first time while a CUDA graph is captured. Loading is then allowed only in
+        // relaxed mode. A driver that loads lazily does so when the kernel is looked up.
         let mut mode = CAPTURE_MODE_RELAXED;
-        // SAFETY: the binary is whole and comes from the compiler; every address that is written to is ours.
+        // SAFETY: the binary is complete and comes from the compiler; the driver writes only to variables of this
+        // function.
         unsafe {
             self.check((self.api.cuThreadExchangeStreamCaptureMode)(&mut mode), "cuThreadExchangeStreamCaptureMode")?;
             let mut loaded =
@@ -146,7 +148,7 @@ impl Driver {
         let multiprocessors = self.device(device)?.multiprocessors;
         let _current = self.enter(device)?;
         let mut each = 0;
-        // SAFETY: the kernel is loaded; the address is ours.
+        // SAFETY: the kernel is loaded, and the driver writes only to a variable of this function.
         let asked = unsafe {
             (self.api.cuOccupancyMaxActiveBlocksPerMultiprocessor)(&mut each, function.0, threads as c_int, 0)
         };
@@ -154,10 +156,11 @@ impl Driver {
         Ok(each.max(1) as u32 * multiprocessors)
     }
 
-    /// True if work launched on this stream is captured instead of run.
+    /// True if a CUDA graph captures the work launched on this stream, instead of the device running it.
     pub fn is_capturing(&self, device: Device, stream: *mut c_void) -> Result<bool> {
         let (_current, mut state) = (self.enter(device)?, 0);
-        // SAFETY: the stream is torch's, or the default one; the address is ours.
+        // SAFETY: the stream is torch's or the default one, and the driver writes only to a variable of this
+        // function.
         self.check(unsafe { (self.api.cuStreamIsCapturing)(stream, &mut state) }, "cuStreamIsCapturing")?;
         Ok(state != 0)
     }
@@ -186,7 +189,7 @@ impl Driver {
 
     fn enter(&self, device: Device) -> Result<Current<'_>> {
         let context = self.device(device)?.context;
-        // SAFETY: the primary context is retained.
+        // SAFETY: the primary context is retained, so it is still alive.
         self.check(unsafe { (self.api.cuCtxPushCurrent_v2)(context) }, "cuCtxPushCurrent")?;
         Ok(Current(self))
     }
@@ -196,7 +199,7 @@ impl Driver {
             return Ok(());
         }
         let mut text = std::ptr::null();
-        // SAFETY: the driver writes a constant string there, or null.
+        // SAFETY: the driver sets the pointer to a constant string, or to null.
         let reason = unsafe {
             (self.api.cuGetErrorString)(code, &mut text);
             if text.is_null() {
@@ -209,24 +212,25 @@ impl Driver {
     }
 }
 
-/// A guard that makes a device's context this thread's current one while it lives.
+/// A guard that makes a device's context the thread's current one as long as it lives.
 struct Current<'a>(&'a Driver);
 
 impl Drop for Current<'_> {
     fn drop(&mut self) {
         let mut popped = std::ptr::null_mut();
-        // SAFETY: it pops the context that `enter` pushed.
+        // SAFETY: the call pops the context that `enter` pushed.
         unsafe { (self.0.api.cuCtxPopCurrent_v2)(&mut popped) };
     }
 }
 
-/// Returns torch's current stream of a device, from the copy of libtorch_cuda that this process has mapped.
+/// Returns torch's current stream on a device; asks the libtorch_cuda that this process has loaded.
 pub fn torch_stream(device: Device) -> Result<*mut c_void> {
     type Ask = unsafe extern "C" fn(i32, *mut *mut c_void) -> i32;
     const NAME: &str = "aoti_torch_get_current_cuda_stream";
     static ASK: OnceLock<std::result::Result<Ask, String>> = OnceLock::new();
     let ask = ASK.get_or_init(|| {
-        // SAFETY: nothing is loaded; torch's stable C interface gives the function this type.
+        // SAFETY: the library is already loaded, so opening it runs no code; the function is in torch's stable C
+        // interface and has this type.
         unsafe {
             let library = Library::open(Some("libtorch_cuda.so"), RTLD_NOW | libc::RTLD_NOLOAD)
                 .map_err(|e| format!("torch has not loaded libtorch_cuda.so: {e}"))?;
@@ -236,7 +240,7 @@ pub fn torch_stream(device: Device) -> Result<*mut c_void> {
         }
     });
     let mut stream = std::ptr::null_mut();
-    // SAFETY: the address is ours.
+    // SAFETY: torch writes only to a variable of this function.
     match unsafe { ask.as_ref().map_err(|e| Error::Torch(e.clone()))?(device, &mut stream) } {
         0 => Ok(stream),
         code => Err(Error::Torch(format!("{NAME} failed for CUDA device {device} ({code})"))),

@@ -1,9 +1,10 @@
-//! The distribution of a matrix's rows over threads.
+//! The distribution of a matrix's rows over a GPU's threads.
 
 use super::Grid;
 
-/// A block has `rows` rows of `lanes` threads. A thread takes chunks of `vec` columns and keeps `held` of them in
-/// registers; 0 means any number, none in registers. `full` is true if every thread has all the chunks it can hold.
+/// The shape of a block: `rows` rows of `lanes` threads. Each thread processes chunks of `vec` columns, and keeps up
+/// to `held` of them in registers. `held` = 0 means that there are too many chunks, so none is kept. `full` is true
+/// if every thread has exactly `held` chunks.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Layout {
     pub vec: u32,
@@ -13,13 +14,13 @@ pub struct Layout {
     pub full: bool,
 }
 
-/// The maximum number of chunks that a thread keeps in registers: 32 numbers of 16 bits, and as many sums of each
-/// gradient.
+/// The maximum number of chunks that a thread keeps in registers: 32 numbers of 16 bits. It keeps as many sums for
+/// each gradient.
 const MOST_HELD: u32 = 4;
 
 impl Layout {
-    /// Returns the layout for rows of `cols` numbers whose narrowest type has `bytes` bytes. `aligned`: every row may
-    /// be read 16 bytes at a time if the first can.
+    /// Returns the layout for rows of `cols` numbers, whose narrowest type has `bytes` bytes. `aligned` is true if
+    /// all tensors start at a multiple of 16 bytes; whole rows of 16-byte chunks then do so too.
     pub fn of(cols: u32, bytes: u32, aligned: bool) -> Self {
         let widest = 16 / bytes;
         let vec = if aligned && cols.is_multiple_of(widest) { widest } else { 1 };
@@ -43,13 +44,13 @@ impl Layout {
         self.lanes * self.rows
     }
 
-    /// Returns the maximum number of blocks that sum over rows: enough to fill every multiprocessor, and few enough
-    /// that their sums are added quickly.
+    /// Returns the maximum number of blocks in a sum over rows: enough to fill every multiprocessor, and so few that
+    /// their sums are added up quickly.
     pub fn most_blocks(multiprocessors: u32) -> u32 {
         4 * multiprocessors
     }
 
-    /// Returns the compiler options that pass the layout to the CUDA sources.
+    /// Returns the compiler options by which the CUDA sources get the layout.
     pub fn options(&self) -> String {
         let Layout { vec, lanes, rows, held, full } = self;
         let full = u32::from(*full);

@@ -1,10 +1,10 @@
-//! Shared libraries bound at run time: the search for them, and the types of their functions.
+//! Shared libraries that are bound at run time: finds them, and gives their functions types.
 
 use crate::error::{Error, Result};
 use libloading::os::unix::{Library, RTLD_GLOBAL, RTLD_NOW};
 use std::path::{Path, PathBuf};
 
-/// Declares a struct of a library's functions, and `bind`, which looks up each of them.
+/// Declares a struct of a library's functions, with a function `bind` that looks up each of them by name.
 macro_rules! api {
     ($(#[$doc:meta])* $name:ident { $($f:ident : fn($($t:ty),* $(,)?) -> $r:ty;)* }) => {
         $(#[$doc])*
@@ -13,13 +13,13 @@ macro_rules! api {
 
         impl $name {
             /// # Safety
-            /// The library's functions of these names have these types.
+            /// The library's functions of these names have the declared types.
             unsafe fn bind(library: libloading::os::unix::Library) -> $crate::error::Result<Self> {
                 let found = Self {
                     // SAFETY: guaranteed by the caller.
                     $($f: unsafe { $crate::cuda::library::symbol(&library, stringify!($f))? },)*
                 };
-                // The library is never unloaded: the functions outlive every caller.
+                // The library is never unloaded, so that the functions outlive every caller.
                 std::mem::forget(library);
                 Ok(found)
             }
@@ -36,12 +36,12 @@ pub unsafe fn symbol<T: Copy>(library: &Library, name: &str) -> Result<T> {
     found.map(|s| *s).map_err(|e| Error::Torch(format!("the library lacks {name} ({}): it is too old", reason(&e))))
 }
 
-/// Returns the folder in which libraries are searched first.
+/// Returns the folder in which libraries are searched first, NORMFORMER_RS_CUDA_LIBRARIES.
 pub fn chosen_folder() -> Option<PathBuf> {
     std::env::var_os("NORMFORMER_RS_CUDA_LIBRARIES").map(PathBuf::from)
 }
 
-/// Opens a library by its path, or by its name along the loader's search path.
+/// Opens a library by its path, or by its name in the loader's search path.
 pub fn open(file: impl AsRef<Path>) -> Result<Library> {
     let file = file.as_ref();
     // SAFETY: CUDA's libraries may be loaded at any time by any thread.
@@ -49,18 +49,18 @@ pub fn open(file: impl AsRef<Path>) -> Result<Library> {
         .map_err(|e| Error::Torch(format!("{} cannot be loaded: {}", file.display(), reason(&e))))
 }
 
-/// Returns the loader's message.
+/// Returns the loader's own message about an error.
 fn reason(e: &libloading::Error) -> String {
     std::error::Error::source(e).map_or_else(|| e.to_string(), ToString::to_string)
 }
 
-/// Returns the path of a library that this process has mapped, given the beginning of its file name.
+/// Returns the path of a library that this process has loaded and whose file name begins with `prefix`.
 pub fn mapped(prefix: &str) -> Option<PathBuf> {
     let maps = std::fs::read_to_string("/proc/self/maps").ok()?;
     maps.lines().filter_map(|line| line.find('/').map(|i| PathBuf::from(&line[i..]))).find(|p| starts(p, prefix))
 }
 
-/// Returns the files of a folder that begin with `prefix`, the newest version first.
+/// Returns the files of a folder whose names begin with `prefix`, the newest version first.
 pub fn versions(folder: &Path, prefix: &str) -> Vec<PathBuf> {
     let files = std::fs::read_dir(folder).into_iter().flatten().flatten().map(|e| e.path());
     let mut found: Vec<PathBuf> = files.filter(|p| starts(p, prefix)).collect();

@@ -1,9 +1,9 @@
 //! CUDA without a toolkit: kernels are distributed as source, compiled at run time for the device, and launched on
-//! torch's current stream. Building needs nothing of CUDA, and without CUDA the composed formulas run.
+//! torch's current stream. CUDA is not needed to build; if it is missing at run time, the composed formulas run.
 //!
-//! A launch goes through these steps: [`nvrtc`] compiles a [`Program`] (source text) with its options, once per
-//! machine, since the [`cache`] keeps the binary on disk; the [`driver`] loads it, once per process and device; the
-//! kernel is put on the stream. The launch itself neither allocates nor synchronises, so a CUDA graph can capture it.
+//! A launch has three steps. [`nvrtc`] compiles a [`Program`] (source text) with its options, only once per machine
+//! because the [`cache`] keeps the binary on disk. The [`driver`] loads it, once per process and device. Then the
+//! kernel is put on the stream. This last step neither allocates nor synchronises, so a CUDA graph can capture it.
 
 mod cache;
 mod driver;
@@ -30,24 +30,24 @@ pub type Device = i32;
 /// The source of kernels that are compiled together, as files in the order of their dependencies.
 #[derive(Debug)]
 pub struct Program {
-    /// The file name in the compiler's messages.
+    /// The file name that the compiler's messages show.
     pub name: &'static str,
     pub files: &'static [&'static str],
-    /// The structs that the kernels take, and the structs inside them.
+    /// The structs that the kernels take, and the structs inside these.
     pub structs: &'static [&'static StructLayout],
 }
 
-/// The beginning of every program.
+/// Types and conversions, with which every program begins.
 pub const PRELUDE: &str = include_str!("device/prelude.cuh");
-/// Operations on a few columns at a time.
+/// The functions that load and store a few columns at a time.
 pub const CHUNK: &str = include_str!("device/chunk.cuh");
-/// Sums over the threads of a row.
+/// Sums and maxima over the threads of a row.
 pub const REDUCE: &str = include_str!("device/reduce.cuh");
 /// The interface that a row norm implements.
 pub const NORM: &str = include_str!("device/norm.cuh");
 /// Dropout masks.
 pub const PHILOX: &str = include_str!("device/philox.cuh");
-/// Scales and shifts that are absent, one number or one per column, and the sums of their gradients.
+/// Parameters that are absent, one number, or one number per column; and the sums that are their gradients.
 pub const PARAMETER: &str = include_str!("device/parameter.cuh");
 /// The passes over rows that all row norms share.
 pub const ROWS: &str = include_str!("device/rows.cuh");
@@ -56,10 +56,10 @@ pub const ROWS: &str = include_str!("device/rows.cuh");
 pub const COLUMN_NORM: &str = include_str!("device/column_norm.cuh");
 /// The passes over rows that all norms with column statistics share.
 pub const COLUMNS: &str = include_str!("device/columns.cuh");
-/// The steps between these passes, which settle a batch's statistics.
+/// The kernels that run between the passes of [`COLUMNS`]: they merge partial sums into a batch's statistics.
 pub const SETTLE: &str = include_str!("device/settle.cuh");
 
-/// The kernel that adds up the blocks' sums: the second stage of every sum over rows.
+/// The kernel that adds up the sums of all blocks: the second stage of every sum over rows.
 pub static SUMS: Program = Program {
     name: "sums.cu",
     files: &[PRELUDE, include_str!("device/sums.cu")],
@@ -67,7 +67,7 @@ pub static SUMS: Program = Program {
 };
 
 device_struct! {
-    /// The struct `Output` of sums.cu: the destination and the dtype of the columns from `first` on.
+    /// The struct `Output` of sums.cu: where the columns from `first` on are written, and their dtype.
     #[derive(Clone, Copy)]
     pub struct Output = "Output" {
         pub to: *mut u8,
@@ -76,7 +76,7 @@ device_struct! {
     }
 }
 
-/// The maximum number of outputs of one launch.
+/// The maximum number of outputs in one launch of [`SUMS`].
 pub const OUTPUTS: usize = 6;
 
 device_struct! {
@@ -90,7 +90,7 @@ device_struct! {
     }
 }
 
-/// The number of blocks and the number of threads in each.
+/// The size of a launch: the number of blocks, and the number of threads in each.
 #[derive(Clone, Copy, Debug)]
 pub struct Grid {
     pub blocks: u32,
@@ -100,9 +100,13 @@ pub struct Grid {
 /// The value of NORMFORMER_RS_CUDA.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum CudaMode {
+    /// Kernels run if they can, after their proofs.
     Auto,
+    /// Like `Auto`, but it is an error if kernels cannot run.
     Require,
+    /// Kernels run without proofs.
     Trust,
+    /// Only composed formulas run.
     Off,
 }
 
@@ -116,17 +120,17 @@ fn cuda_mode() -> Result<CudaMode> {
     }
 }
 
-/// The state of a device.
+/// The state of a device: whether kernels run on it.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Readiness {
-    /// Kernels run on the device.
+    /// The kernels run.
     Ready,
-    /// Composed formulas run instead, for this reason.
+    /// The kernels cannot run, for this reason; composed formulas run instead.
     Missing(String),
 }
 
-/// Finds out once whether kernels run on a device: binds the libraries, then compiles and loads the smallest program.
-/// Errors if kernels are required and cannot run; the message says why.
+/// Returns whether kernels run on a device. The first call finds out: it binds the libraries, then compiles and loads
+/// the smallest program. Errors if kernels are required but cannot run; the message gives the reason.
 pub fn readiness(device: Device) -> Result<Readiness> {
     static KNOWN: Mutex<Option<HashMap<Device, Readiness>>> = Mutex::new(None);
     let mut known = KNOWN.lock().unwrap_or_else(PoisonError::into_inner);
@@ -151,12 +155,12 @@ pub fn readiness(device: Device) -> Result<Readiness> {
     Ok(found)
 }
 
-/// Returns the number of multiprocessors of a device, which determines the number of blocks of a sum.
+/// Returns a device's number of multiprocessors, which determines the number of blocks in a sum.
 pub fn multiprocessors(device: Device) -> Result<u32> {
     Ok(driver()?.device(device)?.multiprocessors)
 }
 
-/// Returns the number of a kernel's blocks that a device runs at once.
+/// Returns how many of a kernel's blocks the device runs at once.
 pub fn blocks_at_once(
     device: Device,
     program: &'static Program,
@@ -170,8 +174,8 @@ pub fn blocks_at_once(
 /// Launches a kernel on torch's current stream, if its [`verdict`] admits it.
 ///
 /// # Safety
-/// `A` is the struct that the kernel takes, field by field. Its pointers are the device's, point to as much memory as
-/// the kernel uses for `arguments`, and stay valid until the stream has passed the kernel.
+/// `A` has the same fields as the struct that the kernel takes. Its pointers belong to the device, point to as much
+/// memory as the kernel accesses for these `arguments`, and stay valid until the stream has passed the kernel.
 pub unsafe fn launch<A>(
     device: Device,
     program: &'static Program,
@@ -186,15 +190,17 @@ pub unsafe fn launch<A>(
     let kernel = self::kernel(device, program, options, kernel)?;
     kernel.variant.admit()?;
     let stream = stream(device)?;
-    // SAFETY: guaranteed by the caller; a kernel takes its one struct by value, so the driver copies it here.
+    // SAFETY: guaranteed by the caller. The kernel takes its struct by value, so the driver copies it during this
+    // call.
     unsafe { driver()?.launch(device, kernel.function, grid, stream, std::ptr::from_ref(arguments).cast::<c_void>()) }
 }
 
-/// True if torch's current stream is being captured.
+/// True if a CUDA graph captures torch's current stream.
 pub fn is_capturing(device: Device) -> Result<bool> {
     driver()?.is_capturing(device, stream(device)?)
 }
 
+/// Returns torch's current stream, or the default stream if CPU tensors stand in for the device's.
 fn stream(device: Device) -> Result<*mut c_void> {
     if stand_in() {
         Ok(std::ptr::null_mut())
@@ -208,16 +214,17 @@ fn driver() -> Result<&'static Driver> {
     DRIVER.get_or_init(|| Driver::bind().map_err(|e| e.to_string())).as_ref().map_err(|e| Error::Torch(e.clone()))
 }
 
-/// A loaded kernel, which is never unloaded, and its verdict.
+/// A loaded kernel, which is never unloaded, and the verdict on its variant.
 struct Kernel {
     function: Function,
     variant: verdict::Variant,
 }
 
-/// Returns the kernel, and compiles and loads it at its first use.
+/// Returns the kernel; compiles and loads it at its first use.
 fn kernel(device: Device, program: &'static Program, options: &str, kernel: &'static str) -> Result<&'static Kernel> {
     type ProgramKey = (Device, &'static str, &'static str);
-    // The inner map is keyed by options, so that a launch looks its kernel up without allocating a string.
+    // The inner map is keyed by the options alone, so that a launch finds its kernel without allocating a string for
+    // the key.
     static LOADED: RwLock<Option<HashMap<ProgramKey, HashMap<String, &'static Kernel>>>> = RwLock::new(None);
     let key = (device, program.name, kernel);
     let found = |all: &Option<HashMap<ProgramKey, HashMap<String, &'static Kernel>>>| {
@@ -226,7 +233,7 @@ fn kernel(device: Device, program: &'static Program, options: &str, kernel: &'st
     if let Some(kernel) = found(&LOADED.read().unwrap_or_else(PoisonError::into_inner)) {
         return Ok(kernel);
     }
-    // The lock is held during compilation: threads that want the same kernel wait for it.
+    // The lock is held during compilation, so that other threads that want the same kernel wait for it.
     let mut loaded = LOADED.write().unwrap_or_else(PoisonError::into_inner);
     if let Some(kernel) = found(&loaded) {
         return Ok(kernel);
@@ -245,19 +252,19 @@ fn kernel(device: Device, program: &'static Program, options: &str, kernel: &'st
 
 static STAND_IN: AtomicBool = AtomicBool::new(false);
 
-/// Sends CPU tensors through the CUDA kernels, for tests. The driver found through NORMFORMER_RS_CUDA_LIBRARIES must
-/// use the host's memory as device memory.
+/// Makes CUDA kernels run on CPU tensors, for tests. This needs a driver, found through NORMFORMER_RS_CUDA_LIBRARIES,
+/// that uses the host's memory as device memory.
 pub fn set_stand_in(on: bool) {
     STAND_IN.store(on, Ordering::Relaxed);
 }
 
-/// True if [`set_stand_in`] is on.
+/// True if [`set_stand_in`] has turned CUDA kernels on for CPU tensors.
 pub fn stand_in() -> bool {
     STAND_IN.load(Ordering::Relaxed)
 }
 
-/// Compiles a program for an architecture such as 90; returns the binary and the compiler's messages on registers and
-/// spills. Fails if the sources lay out a struct differently from Rust.
+/// Compiles a program for an architecture such as 90. Returns the binary, and the compiler's messages about registers
+/// and spills. Errors if a struct's layout in the sources differs from that in Rust.
 pub fn compile_verbosely(program: &Program, options: &str, architecture: i32) -> Result<(Vec<u8>, String)> {
     let assertions: String = program.structs.iter().map(|layout| layout.assertions()).collect();
     let source = program.files.concat() + &assertions;

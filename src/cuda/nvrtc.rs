@@ -1,4 +1,4 @@
-//! NVIDIA's run-time compiler, from torch's own wheels: it compiles source to a device binary.
+//! NVRTC, NVIDIA's run-time compiler, which compiles source to a device binary. It comes with torch's own wheels.
 
 use super::library::{api, chosen_folder, mapped, open, versions};
 use crate::error::{Error, Result};
@@ -9,7 +9,7 @@ use std::sync::OnceLock;
 type CompiledProgram = *mut c_void;
 
 api!(
-    /// The functions of libnvrtc that are used.
+    /// The functions of libnvrtc that this crate calls.
     Nvrtc {
         nvrtcVersion: fn(*mut c_int, *mut c_int) -> c_int;
         nvrtcGetErrorString: fn(c_int) -> *const c_char;
@@ -31,8 +31,8 @@ pub fn compiler() -> Result<&'static Nvrtc> {
     COMPILER.get_or_init(|| find().map_err(|e| e.to_string())).as_ref().map_err(|e| Error::Torch(e.clone()))
 }
 
-/// Returns the folders to search: only the chosen one if set, else those beside the copy that torch has mapped and in
-/// torch's wheels.
+/// Returns the folders to search: only the chosen one, if it is set. Otherwise these are the folders of the CUDA
+/// libraries that torch has loaded, and those of torch's wheels.
 fn folders() -> Vec<PathBuf> {
     if let Some(folder) = chosen_folder() {
         return vec![folder];
@@ -40,7 +40,7 @@ fn folders() -> Vec<PathBuf> {
     let parent = |p: PathBuf| p.parent().map(Path::to_owned);
     let mut found: Vec<PathBuf> =
         ["libnvrtc.so.", "libcudart.so."].iter().filter_map(|l| mapped(l)).filter_map(parent).collect();
-    // .../site-packages/torch/lib
+    // The path ends in site-packages/torch/lib.
     if let Some(lib) = mapped("libtorch_cpu.so").and_then(parent) {
         let site = lib.join("../..");
         found.extend(["nvidia/cu13/lib", "nvidia/cuda_nvrtc/lib"].map(|d| site.join(d)));
@@ -53,15 +53,15 @@ fn find() -> Result<Nvrtc> {
     let mut tried = Vec::new();
     for folder in folders() {
         for file in versions(&folder, "libnvrtc.so") {
-            // The compiler looks up its built-ins only by name along the loader's path, and finds them once they are
-            // mapped.
+            // The compiler looks up its built-ins only by name in the loader's search path. Loading them first lets
+            // it find them.
             for builtins in versions(&folder, "libnvrtc-builtins.so") {
                 if let Ok(library) = open(builtins) {
                     std::mem::forget(library);
                 }
             }
             match open(&file) {
-                // SAFETY: these are NVRTC's functions, which have had these types since CUDA 11.1.
+                // SAFETY: these functions of NVRTC have had these types since CUDA 11.1.
                 Ok(library) => return unsafe { Nvrtc::bind(library) },
                 Err(e) => tried.push(e.to_string()),
             }
@@ -84,16 +84,16 @@ fn find() -> Result<Nvrtc> {
 }
 
 impl Nvrtc {
-    /// Returns (major, minor).
+    /// Returns the version, (major, minor).
     pub fn version(&self) -> (i32, i32) {
         let (mut major, mut minor) = (0, 0);
-        // SAFETY: both addresses are ours.
+        // SAFETY: the compiler writes only to variables of this function.
         unsafe { (self.nvrtcVersion)(&mut major, &mut minor) };
         (major, minor)
     }
 
-    /// Compiles `source` for an architecture such as 90; returns the binary and the compiler's messages, which call it
-    /// `name`.
+    /// Compiles `source` for an architecture such as 90. Returns the binary, and the compiler's messages, in which
+    /// the source is called `name`.
     pub fn compile(&self, name: &str, source: &str, options: &str, architecture: i32) -> Result<(Vec<u8>, String)> {
         let text = |s: &str| CString::new(s).expect("sources and options hold no NUL");
         let (source, file) = (text(source), text(name));
@@ -114,7 +114,7 @@ impl Nvrtc {
             )
         };
         self.check(made, "nvrtcCreateProgram", "")?;
-        // SAFETY: the program was just made, and the strings live on.
+        // SAFETY: the program was created above, and the strings are still alive.
         let result = unsafe {
             let compiled = (self.nvrtcCompileProgram)(handle, pointers.len() as c_int, pointers.as_ptr());
             let log = self.read(handle, self.nvrtcGetProgramLogSize, self.nvrtcGetProgramLog).unwrap_or_default();
@@ -122,7 +122,7 @@ impl Nvrtc {
             self.check(compiled, &format!("compiling {name} for {}", options[1].to_string_lossy()), &log)
                 .and_then(|()| Ok((self.read(handle, self.nvrtcGetCUBINSize, self.nvrtcGetCUBIN)?, log)))
         };
-        // SAFETY: it was created above and is not used again.
+        // SAFETY: the program was created above, and is not used again.
         unsafe { (self.nvrtcDestroyProgram)(&mut handle) };
         result
     }
@@ -148,7 +148,7 @@ impl Nvrtc {
         if code == 0 {
             return Ok(());
         }
-        // SAFETY: it is a constant string of NVRTC's.
+        // SAFETY: NVRTC returns a constant string.
         let reason = unsafe { CStr::from_ptr((self.nvrtcGetErrorString)(code)) }.to_string_lossy();
         let log = if log.is_empty() { String::new() } else { format!("\n{log}") };
         Err(Error::Torch(format!("{act}: NVRTC says {reason}{log}")))

@@ -1,9 +1,9 @@
-//! The structs that kernels take. Rust and the CUDA sources both declare them, field by field; in the tests NVRTC
-//! compares the offset of each field.
+//! The structs that kernels take. Rust and the CUDA sources both declare them, field by field. In the tests NVRTC
+//! checks that the offset of each field is the same.
 
 use std::fmt::Write;
 
-/// The layout of a struct in Rust, with the names that it has in the CUDA sources.
+/// The layout of a struct in Rust, with its names in the CUDA sources.
 #[derive(Debug)]
 pub struct StructLayout {
     pub name: &'static str,
@@ -13,8 +13,8 @@ pub struct StructLayout {
 }
 
 impl StructLayout {
-    /// Returns static assertions that NVRTC rejects if it lays the struct out differently. NVRTC has no `offsetof`, so
-    /// they use its front end's `__INTADDR__`, on which only tests should rely.
+    /// Returns static assertions that fail to compile if NVRTC lays the struct out differently. NVRTC has no
+    /// `offsetof`, so they use `__INTADDR__` of its front end. This is undocumented, so only tests should rely on it.
     pub fn assertions(&self) -> String {
         let StructLayout { name, size, fields } = self;
         let mut text = format!("static_assert(sizeof({name}) == {size}, \"{name}: Rust has {size} bytes\");\n");
@@ -28,8 +28,8 @@ impl StructLayout {
     }
 }
 
-/// Declares a struct that a kernel takes, or a part of one, and its [`StructLayout`]: `device_struct! { struct Name =
-/// "Name" {…} }`, where the second name is the one in the CUDA sources.
+/// Declares a struct that a kernel takes, or that is part of one, and its [`StructLayout`]: `device_struct! { struct
+/// Name = "Name" {…} }`. The second name is the struct's name in the CUDA sources.
 #[macro_export]
 macro_rules! device_struct {
     ($(#[$meta:meta])* $vis:vis struct $name:ident = $in_cuda:literal { $($field_vis:vis $field:ident: $type:ty),+ $(,)? }) => {

@@ -1,9 +1,9 @@
-//! Verdicts on kernel variants on a device: unknown, right, or wrong.
+//! Verdicts on kernel variants on a device: a variant is unknown, right, or wrong.
 //!
 //! A variant is launched only after its results have been compared with the formula's. The first launch of an unknown
-//! variant is refused; `operator/proof.rs` then runs it on test data, reports the verdict here, and calls again.
-//! Verdicts are kept in a file beside the compiled kernel, one line each: device and driver, program, options, kernel,
-//! verdict.
+//! variant is refused. Then `operator/proof.rs` runs the variant on test data, reports the verdict here, and repeats
+//! the call. Verdicts are kept in a file beside the compiled kernel. Each line has the device and driver, program,
+//! options, kernel, and verdict.
 
 use super::cache;
 use crate::atomic;
@@ -14,32 +14,32 @@ use std::io::Write as _;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU8, Ordering};
 
-/// A variant of a kernel on a device.
+/// One variant of a kernel, on one device.
 pub struct Variant {
-    /// The device and driver, program, options and kernel: a line of the file without its verdict.
+    /// A line of the file without the verdict: device and driver, program, options, and kernel.
     line: String,
-    /// The file with the verdicts on the compiled program.
+    /// The file with the verdicts on this compiled program.
     file: Option<PathBuf>,
     verdict: AtomicU8,
 }
 
-/// The reason why a launch was refused.
+/// The reason for which a launch was refused.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Refusal {
-    /// The variant has not been compared yet.
+    /// No proof has compared the variant yet.
     Unknown,
-    /// The variant was compared, and was wrong.
+    /// A proof has found the variant wrong.
     Wrong,
 }
 
-/// The outcome of a kernel's proof.
+/// The outcome of a variant's proof.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Verdict {
     Right,
-    /// The variant stays off on this device and driver.
+    /// The results were wrong; the variant stays off on this device and driver.
     Wrong,
-    /// The variant could not be compared, for example for lack of memory: it is off in this process, and no verdict is
-    /// kept.
+    /// The results could not be compared, for example for lack of memory. The variant is off in this process, but no
+    /// verdict is kept in the file.
     Off,
 }
 
@@ -49,12 +49,12 @@ const WRONG: u8 = 2;
 
 thread_local! {
     static REFUSED: Cell<Option<Refusal>> = const { Cell::new(None) };
-    /// The variants launched by the running proof. No launch is refused while one runs.
+    /// The variants that the running proof has launched; `None` without a proof. During a proof no launch is refused.
     static LAUNCHED: RefCell<Option<Vec<&'static Variant>>> = const { RefCell::new(None) };
 }
 
 impl Variant {
-    /// `names` are program, options and kernel; `binary` is the file of the compiled program.
+    /// `names` are the program, the options and the kernel; `binary` is the file of the compiled program.
     pub fn new(device: String, names: [&str; 3], binary: Option<PathBuf>, is_trusted: bool) -> Self {
         let file = binary.map(|file| file.with_extension("verdicts"));
         let line = format!("{device}\t{}", names.join("\t"));
@@ -66,7 +66,7 @@ impl Variant {
         Variant { line, file, verdict: AtomicU8::new(verdict) }
     }
 
-    /// Admits a launch, or returns an error that [`admitted`] recognises.
+    /// Allows a launch, or returns an error by which [`admitted`] learns of the refusal.
     pub fn admit(&'static self) -> Result<()> {
         let is_proof = LAUNCHED.with_borrow_mut(|all| all.as_mut().map(|all| all.push(self)).is_some());
         let refusal = match self.verdict.load(Ordering::Acquire) {
@@ -89,12 +89,12 @@ impl Variant {
         let first = self.verdict.compare_exchange(UNKNOWN, state, Ordering::AcqRel, Ordering::Acquire);
         if let (Ok(_), Some(file), Some(word)) = (first, &self.file, word) {
             let line = format!("{}\t{word}\n", self.line);
-            // The write is best effort, and a single call, so that lines of several processes stay whole.
+            // The write is best effort. It is a single call, so that lines from several processes do not mix.
             let _ = appended(file).map(|mut f| f.write_all(line.as_bytes()));
         }
     }
 
-    /// Returns a name for messages: "rows_forward of layer_norm.cu (-DK_VEC=4 …) on …".
+    /// Returns a name of the variant for messages: "rows_forward of layer_norm.cu (-DK_VEC=4 …) on …".
     pub fn name(&self) -> String {
         match self.line.split('\t').collect::<Vec<_>>()[..] {
             [device, program, options, kernel] => format!("{kernel} of {program} ({options}) on {device}"),
@@ -103,7 +103,7 @@ impl Variant {
     }
 }
 
-/// Runs a call's kernels and returns its result, or why a launch was refused.
+/// Runs a call's kernels. Returns its result, or the reason for which a launch was refused.
 pub fn admitted(run: impl FnOnce() -> Result<()>) -> std::result::Result<Result<()>, Refusal> {
     REFUSED.set(None);
     let done = run();
@@ -113,9 +113,9 @@ pub fn admitted(run: impl FnOnce() -> Result<()>) -> std::result::Result<Result<
     }
 }
 
-/// Runs kernels that may be unknown; also returns the variants that they launched.
+/// Runs kernels, unknown variants included. Returns the result, and the variants that were launched.
 pub fn launched<T>(run: impl FnOnce() -> T) -> (T, Vec<&'static Variant>) {
-    /// Restores the outer record, even after a panic, because the thread would otherwise admit everything.
+    /// Restores the outer record when dropped, even after a panic: otherwise the thread would allow every launch.
     struct Outside(Option<Vec<&'static Variant>>);
     impl Drop for Outside {
         fn drop(&mut self) {
@@ -127,28 +127,28 @@ pub fn launched<T>(run: impl FnOnce() -> T) -> (T, Vec<&'static Variant>) {
     (done, LAUNCHED.take().unwrap_or_default())
 }
 
-/// True if this thread is running kernels that may be unknown.
+/// True if this thread runs kernels in [`launched`], where unknown variants are allowed.
 pub fn is_proof() -> bool {
     LAUNCHED.with_borrow(Option::is_some)
 }
 
-/// Records the verdict on these variants; those with a verdict keep theirs.
+/// Records the verdict on these variants; a variant that already has a verdict keeps it.
 pub fn judge(variants: &[&'static Variant], verdict: Verdict) {
     variants.iter().for_each(|variant| variant.judge(verdict));
 }
 
-/// Returns the variants without a verdict.
+/// Returns those of the variants that have no verdict.
 pub fn unknown(variants: &[&'static Variant]) -> Vec<&'static Variant> {
     variants.iter().copied().filter(|v| v.verdict.load(Ordering::Acquire) == UNKNOWN).collect()
 }
 
-/// Opens the file of verdicts for appending; replaces one that is not trusted.
+/// Opens the file of verdicts for appending. A file that is not trusted is replaced.
 fn appended(path: &Path) -> Result<File> {
     let open = || atomic::open_own(path, File::options().append(true).create(true));
     open().or_else(|_| atomic::remove_file(path).and_then(|()| open()))
 }
 
-/// Returns all verdicts that are kept on this machine, one line each, damaged lines included.
+/// Returns all verdicts that this machine keeps, one line each, including damaged lines.
 pub fn kept() -> Vec<String> {
     let files = cache::folder().and_then(|folder| std::fs::read_dir(folder).ok()).into_iter().flatten().flatten();
     let verdicts = files.map(|file| file.path()).filter(|path| path.extension().is_some_and(|e| e == "verdicts"));
@@ -161,7 +161,7 @@ pub fn kept() -> Vec<String> {
     lines
 }
 
-/// Returns a file's verdict on a variant, true for right; a wrong one outweighs.
+/// Returns a file's verdict on a variant, true for right. If the file has both, wrong counts.
 fn read(file: &Path, line: &str) -> Option<bool> {
     let text = text(file)?;
     let verdicts = text.lines().filter_map(|found| found.strip_prefix(line)?.strip_prefix('\t'));
@@ -195,7 +195,7 @@ mod tests {
         judge(&both, Verdict::Right);
         assert!(admitted(|| good.admit()).unwrap().is_ok());
         assert_eq!(admitted(|| bad.admit()).err(), Some(Refusal::Wrong));
-        // These variants stand for another process's.
+        // New `Variant`s read the file, as those of another process would.
         let (good, bad, other) =
             (variant(folder.path(), "good"), variant(folder.path(), "bad"), variant(folder.path(), "goo"));
         assert!(admitted(|| good.admit()).unwrap().is_ok());

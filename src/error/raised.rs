@@ -1,4 +1,4 @@
-//! A Python exception that passed through C++, kept as an error with its object.
+//! A Python exception that passed through C++, kept as an error together with its Python object.
 
 use super::Error;
 use std::ffi::{c_char, c_void, CString};
@@ -16,17 +16,17 @@ extern "C" {
 pub struct Raised {
     exception: *mut c_void,
     text: String,
-    /// The result of the work that the exception ended, once that has been handled.
+    /// A further error, set later: the one with which the work ended after the exception was handled.
     pub ended: Option<Box<Error>>,
 }
 
-// SAFETY: any thread may drop a `std::exception_ptr` and a text; Python's exceptions take the GIL for that.
+// SAFETY: any thread may drop a `std::exception_ptr` and a text; to drop a Python exception, C++ takes the GIL.
 unsafe impl Send for Raised {}
 // SAFETY: a shared reference only reads the text.
 unsafe impl Sync for Raised {}
 
 impl Raised {
-    /// Takes this thread's last Python exception, if it became an error with this text.
+    /// Takes this thread's last Python exception, if `text` is the error text that it became.
     pub(super) fn take(text: &str) -> Option<Self> {
         let ended_by_nul = CString::new(text).ok()?;
         // SAFETY: the text outlives the call.
@@ -34,19 +34,19 @@ impl Raised {
         (!exception.is_null()).then(|| Raised { exception, text: text.to_string(), ended: None })
     }
 
-    /// Adds the result of the work that the exception ended.
+    /// Adds the error with which the work ended after the exception was handled.
     pub fn ended(mut self, with: Error) -> Self {
         self.ended = Some(Box::new(with));
         self
     }
 
-    /// Returns the exception to C++, which throws it again when it passes on an error with this text.
+    /// Returns the exception to C++, which throws it again when C++ reports an error with this text.
     pub fn give_back(mut self) {
-        // SAFETY: C++ made it, and owns it again.
+        // SAFETY: C++ made the exception, and takes its ownership back.
         unsafe { nfrs_return_raised(std::mem::replace(&mut self.exception, std::ptr::null_mut())) }
     }
 
-    /// Sets it as Python's current error. The caller holds the GIL and calls this once.
+    /// Sets the exception as Python's current error. The caller holds the GIL and calls this once.
     #[cfg(feature = "python")]
     pub fn restore(&self) {
         // SAFETY: C++ made the exception, and it is still alive.

@@ -1,6 +1,6 @@
-// adam.rs: one update of flat buffers. What changes from step to step is read where it lies, on the device; a scale that is
-// not finite leaves everything but the gradients, which are zeroed, as it is. K_FIRST, K_SECOND: the moments' types; bf16 is
-// rounded up or down at random.
+// One update of flat buffers (adam.rs). Values that change from step to step are read from device memory. If the
+// gradient scale is not finite, the gradients are zeroed and nothing else changes. K_FIRST, K_SECOND: the storage
+// types of the moments; bf16 moments are rounded stochastically.
 struct Adam {
   f32* parameters;
   void *first, *second;  // moments
@@ -8,8 +8,8 @@ struct Adam {
   const f32 *grad_scale, *step_size, *keep;
   f32 beta1, rest1, beta2, rest2, eps;
   u32 seed_low, seed_high, site, update;
-  i64 place;  // of the first number among all of the run
-  i64 count;  // of chunks
+  i64 place;  // index of the first number among all numbers of the run
+  i64 count;  // number of chunks
 };
 
 enum { THREADS = 256, ROW = 1024 };
@@ -19,7 +19,8 @@ struct Roundings {
   DEV Roundings(const Adam&, i64) {}
   DEV void apply(Values&, int) const {}
 };
-// A number's half word, of the row that it lies in: for the second moment behind those of the first.
+// Each number is rounded with a random half word, found by its place in a row of ROW numbers. In each row the half
+// words for the first moment come first, then those for the second.
 template <>
 struct Roundings<bf16> {
   const Adam& a;

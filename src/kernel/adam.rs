@@ -52,8 +52,8 @@ impl Adam {
 pub trait Moment<A>: Element<Acc = A> {
     /// True if [`Moment::rounded`] uses its random bits.
     const IS_ROUNDED: bool;
-    /// Rounds stochastically with 16 random bits: a number between two of this type becomes the one of larger magnitude
-    /// with a probability equal to its share of the way there.
+    /// Rounds `value` stochastically with 16 random bits. A number between two neighbours of this type becomes the
+    /// larger one (in magnitude) with a probability equal to its share of the distance between them.
     fn rounded(value: A, bits: u16) -> Self;
 }
 
@@ -83,10 +83,10 @@ pub struct Rounding {
     pub first: usize,
 }
 
-/// The number of elements whose random bits form a row of [`philox`]: one half word each for m, followed by one each
-/// for v.
+/// The number of elements that take their random bits from one row of [`philox`]. A row has a half word for each of
+/// their m, then one for each of their v.
 pub const ROW: usize = 1024;
-/// The random stream's site, distinct from the model's sites, which are numbered from 0.
+/// The site of the random stream; the model's own sites are numbered from 0 and do not reach this.
 pub const SITE: u16 = u16::MAX;
 
 impl Rounding {
@@ -142,7 +142,7 @@ pub fn sum_of_squares<A: Accumulator>(x: &[A]) -> f64 {
     total
 }
 
-/// The number of partial sums, which are independent, so that no addition waits for the one before.
+/// The number of partial sums. They are independent, so that no addition has to wait for the one before.
 const LANES: usize = 32;
 
 multiversion! {
@@ -173,7 +173,8 @@ mod tests {
 
     const FIRST: Rounding = Rounding { seed: 5, update: 1, first: 0 };
 
-    /// Compares ten updates with Kingma & Ba's algorithm 1 with m̂ and v̂, whose ε is ours over √(1−β₂ᵗ).
+    /// Compares ten updates with Kingma & Ba's algorithm 1, whose formula uses m̂ and v̂; its ε is ours divided by
+    /// √(1−β₂ᵗ).
     fn agree<A: Accumulator>(unit: f64) {
         for level in Level::ALL {
             force(Some(level));
@@ -228,7 +229,8 @@ mod tests {
         }
     }
 
-    /// Returns m, v and p after an update of `n` equal numbers in bf16, at `first` in the run.
+    /// Returns m, v and p after one update of `n` elements that are all equal, with bf16 moments; `first` is as in
+    /// [`Rounding`].
     fn rounded(n: usize, first: usize, update: u32) -> (Vec<f32>, Vec<f32>, Vec<f32>) {
         let (mut m, mut v) = (vec![bf16::from_f32(0.7); n], vec![bf16::from_f32(0.3); n]);
         let (mut p, mut g) = (vec![1.0f32; n], vec![0.1f32; n]);
@@ -247,7 +249,8 @@ mod tests {
             let [old_m, old_v] = [0.7, 0.3].map(|v| f64::from(bf16::from_f32(v).to_f32()));
             for (found, exact) in [(m, 0.9 * old_m + 0.1 * 0.1), (v, 0.999 * old_v + 0.001 * 0.01)] {
                 let mean = found.iter().map(|v| f64::from(*v)).sum::<f64>() / n as f64;
-                // The two values are neighbours in bf16, each within 1/128; the bound of the mean is five deviations.
+                // Rounding gives one of two neighbours in bf16, each within 1/128; the mean's bound is five standard
+                // deviations.
                 let unit = exact / 128.0;
                 assert!(found.iter().all(|v| (f64::from(*v) - exact).abs() < unit));
                 assert!((mean - exact).abs() < 5.0 * 0.5 * unit / (n as f64).sqrt(), "{mean} for {exact}");

@@ -5,14 +5,14 @@
 //! > dV = (M∘P)ᵀ dO,  dP = M∘(dO Vᵀ),  dS = P∘(dP − D),  D_i = Σ_j P_ij dP_ij,  dQ = scale·dS K,  dK = scale·dSᵀ Q
 //!
 //! Q, K, V are the rows of one head (d_head columns). M holds dropout's factors, 0 or 1/(1 − p), from [`Dropout`]'s
-//! stream at element (query row·heads + head, key), with the key counted within its sequence. Causal: key j is visible
-//! to query i if j ≤ i + k_len − q_len. The forward pass stores log Σ_j exp S_ij, from which the backward pass
-//! recomputes P (Dao et al. 2022, FlashAttention, §3.1), up to a factor that its own sum removes. D is computed from P
-//! and dP, which are both available in a short row, so the output need not be kept.
-//! A query that sees no key gets 0, and gives no gradient.
+//! stream at element (query row·heads + head, key), with the key counted within its sequence. Causal: key j is
+//! visible to query i if j ≤ i + k_len − q_len. The forward pass stores log Σ_j exp S_ij, from which the backward
+//! pass recomputes P (Dao et al. 2022, FlashAttention, §3.1). If the rounding of that number would matter, P is
+//! normalised again. D is computed from P and dP, which are both available in a short row, so the output need not be
+//! kept. A query that sees no key gets the output 0, and passes no gradient on.
 //!
-//! Scores are stored transposed, a key per row and sixteen queries per register: maximum, exponential and sum then go
-//! down the columns without a horizontal step. Every matrix product has the same form, [`product()`].
+//! Scores are stored transposed, with a key per row and sixteen queries per register. So maximum, exponential and sum
+//! go down the columns, and no step works across a register. Every matrix product has the same form, [`product()`].
 
 pub mod call;
 mod composed;
@@ -35,9 +35,10 @@ use matrix::{load, store, transpose};
 use product::{product, TILE};
 use weights::{hide, score_gradients, softmax, weights, DropoutFactors};
 
-/// The number of queries processed together; fewer if there are many keys, so that the scores stay within [`SCORES`].
+/// The number of queries processed together. With many keys there are fewer, so that the scores stay within
+/// [`SCORES`].
 const QUERIES: usize = 64;
-/// The number of scores that fit the first-level cache beside the rest: 32 KiB of f32.
+/// The number of scores kept at a time: 32 KiB of f32, which fit the first-level cache beside the other operands.
 const SCORES: usize = 8192;
 
 /// The settings of the attention function.
@@ -124,9 +125,9 @@ multiversion! {
 }
 
 multiversion! {
-    /// Computes `dq` in the rows of the sequences' queries and `dk` and `dv` in those of their keys, overwriting all.
-    /// Sequences must not share keys. `shares` holds the sum of each query's weights over its keys (a matrix like
-    /// `lse`), if `lse` has counted more than its keys; `None` means 1.
+    /// Computes `dq` in the rows of the sequences' queries, and `dk` and `dv` in the rows of their keys, overwriting
+    /// all. Sequences must not share keys. If `lse` was computed from more than these keys, `shares` (a matrix like
+    /// `lse`) holds the sum of each query's weights over these keys; `None` means 1.
     pub fn backward[E: Element](
         attention: &ScaledDotProduct,
         sequences: &[Sequence],
@@ -171,7 +172,8 @@ multiversion! {
                     product([tiles, lanes, d], &keys, [width, 1], &q_t, lanes, &mut p, lanes, false);
                     product([tiles, lanes, d], &values, [width, 1], &dout_t, lanes, &mut ds, lanes, false);
                     hide(a, s, block, &mut p, lanes);
-                    // A query without keys has only hidden scores, so any finite sum makes its weights 0.
+                    // A query without keys has an lse of −∞. Its scores are all hidden, so any finite number makes
+                    // its weights 0.
                     let mut sums = [E::Acc::ZERO; QUERIES];
                     for (i, to) in sums[..block.count].iter_mut().enumerate() {
                         let sum = lse.row(first + i, head, 1)[0];
@@ -219,8 +221,8 @@ struct Block {
     count: usize,
 }
 
-/// Returns the number of queries per block for `k_len` keys: a multiple of a register, so that only a last block is
-/// padded.
+/// Returns the number of queries per block for `k_len` keys: a multiple of [`LANES`], so that only a sequence's last
+/// block is padded.
 #[inline(always)]
 fn block_size(k_len: usize) -> usize {
     (SCORES / k_len.max(1) / LANES * LANES).clamp(LANES, QUERIES)
@@ -232,7 +234,7 @@ fn blocks(s: &Sequence) -> impl Iterator<Item = Block> + use<> {
     (0..len).step_by(size).map(move |first| Block { first, count: size.min(len - first) })
 }
 
-/// The sizes of the work space that suffice for any of the sequences.
+/// The sizes of a workspace that suffices for any of the sequences.
 struct Sizes {
     queries: usize,
     keys: usize,

@@ -2,9 +2,9 @@
 //!
 //! > log p_i = z_i − log Σ_j exp z_j
 //!
-//! A row is read in parts that lie in the second-level cache and are not stored. Each part is read for the maxima of
-//! blocks of 64 columns, then for Σ exp(z − max). Last, only those blocks are read again that can hold a column as
-//! large as the smallest of the best so far.
+//! A row is read in parts, which are computed one after the other and lie in the second-level cache. The first
+//! reading of a part finds the maximum of each block of 64 columns, the second adds up exp(z − max). The third reads
+//! only blocks that can hold a column larger than the smallest of the best so far.
 
 pub mod call;
 
@@ -23,7 +23,7 @@ pub struct Likely {
     pub log_p: f64,
 }
 
-/// The columns that may be chosen; all columns count in Σ.
+/// The columns that may be chosen. The excluded columns count in the sum Σ exp z all the same.
 #[derive(Clone, Copy, Debug)]
 pub enum Choice<'a> {
     AllBut(&'a [usize]),
@@ -47,8 +47,9 @@ impl Standing {
         Standing { most: f64::NEG_INFINITY, sum: 0.0, found: Vec::with_capacity(count) }
     }
 
-    /// Returns the most probable columns, best first, and the lower index first on ties; there are fewer than `count`
-    /// if fewer have a probability above 0. A row with a NaN has one entry, a NaN.
+    /// Returns the most probable columns, best first; of equal columns, the lower index comes first. There are fewer
+    /// than `count` if fewer columns have a probability above 0. A row that contains a NaN returns one entry, with
+    /// log p = NaN.
     pub fn finish(mut self) -> Vec<Likely> {
         let log_sum = self.sum.ln();
         if log_sum.is_nan() || self.most == f64::NEG_INFINITY {
@@ -93,7 +94,7 @@ multiversion! {
     }
 }
 
-/// Returns the largest number of all, and writes that of each block of 64; NaN is ignored.
+/// Returns the largest number, and writes the maximum of each block of 64; NaN is ignored.
 #[inline(always)]
 fn block_maxima<E: Element>(z: &[E], maxima: &mut [E::Acc]) -> E::Acc {
     let lowest = E::Acc::from_f64(f64::NEG_INFINITY);
@@ -131,7 +132,7 @@ fn sum_of_exponentials<E: Element, S: Isa>(z: &[E], most: E::Acc) -> E::Acc {
     sum(totals)
 }
 
-/// Updates `found`, which has the `count` largest of the columns before `start`, with logits instead of log p.
+/// Updates `found`, the `count` largest columns before `start`. Its entries hold logits instead of log p.
 #[inline(always)]
 fn largest<E: Element>(
     z: &[E],
@@ -143,7 +144,7 @@ fn largest<E: Element>(
 ) {
     let mut least = E::Acc::from_f64(found.get(count - 1).map_or(f64::NEG_INFINITY, |last| last.log_p));
     for (block, (z, maximum)) in z.chunks(BLOCK).zip(maxima).enumerate() {
-        // Columns ascend, so an equal column loses to the one that is already there.
+        // Columns come in ascending order, so an equal column loses to one that is already found.
         if *maximum <= least {
             continue;
         }
@@ -169,7 +170,7 @@ mod tests {
     use crate::cpu::simd::{force, Level};
     use half::bf16;
 
-    /// Reads all columns at once and in parts, and checks that both find the same.
+    /// Reads rows whole and in parts of 64 columns, checks that both find the same, and returns it.
     fn run<E: Element>(z: &[f64], cols: usize, stride: usize, count: usize, choice: Choice) -> Vec<Vec<Likely>> {
         let logits: Vec<E> = z.iter().map(|z| E::store(E::Acc::from_f64(*z))).collect();
         let [whole, parts] = [cols, 64].map(|part| {

@@ -1,4 +1,4 @@
-//! Norms with column statistics, taken over rows and updates: the passes over memory, and the interface of such a norm.
+//! Norms with column statistics, which are taken over rows and updates: their interface, and the passes over memory.
 //!
 //! The norms of docs/spec.md §1.6 keep running statistics. With a shift and a scale for every column, they have the
 //! form
@@ -9,11 +9,11 @@
 //!
 //! > dx = p⊙dy − q⊙x̂ − r,  dγ = Σ dy⊙x̂,  dβ = Σ dy
 //!
-//! where p, q and r follow from the two sums (and, in PowerNorm, from a running ν). Rows that `pad` marks enter no sum,
-//! and y and dx are 0 there.
+//! where p, q and r follow from the two sums Σ dy and Σ dy⊙x̂ (and, in PowerNorm, from a running ν). Rows that `pad`
+//! marks enter no sum, and y and dx are 0 there.
 //!
-//! Sums over rows are taken in the computing type over [`BLOCK_ROWS`](passes::BLOCK_ROWS) rows and in f64 over blocks:
-//! plain f32 sums of some thousands of rows would lose three digits.
+//! [`BLOCK_ROWS`](passes::BLOCK_ROWS) rows are summed in the computing type, and these sums in f64: plain f32 sums of
+//! some thousands of rows would lose three digits.
 
 use crate::cpu::{memory, Accumulator};
 use crate::cuda::Program;
@@ -29,8 +29,8 @@ mod passes;
 pub struct ColumnNormKernel {
     /// True if the norm subtracts a mean.
     pub centred: bool,
-    /// True if the gradient in training is PowerNorm's approximation, which uses the second buffer, instead of the
-    /// formula's derivative.
+    /// True if the gradient in training is PowerNorm's approximation, which uses the second buffer. Otherwise it is
+    /// the formula's derivative.
     pub approximate: bool,
     /// Chooses the statistics of x̂, and then updates the state.
     pub settle: fn(&BatchStatistics, &mut State, &ColumnOptions) -> Stats,
@@ -63,7 +63,7 @@ pub struct ColumnOptions {
     /// The processes whose batches form one batch; `None` means this process alone.
     pub ranks: Option<&'static dyn Ranks>,
     pub train: bool,
-    /// True for PowerNorm as its authors released it.
+    /// True for the variant of PowerNorm that its authors released.
     pub release: bool,
 }
 
@@ -78,32 +78,32 @@ impl Default for ColumnOptions {
 pub struct BatchStatistics {
     /// The number of real rows.
     pub count: f64,
-    /// The mean of the real rows, for a centred norm; zero for others.
+    /// The mean of the real rows, for a centred norm; zero for a norm that is not centred.
     pub mean: Vec<f64>,
     /// The mean of (x − mean)² over real rows.
     pub square: Vec<f64>,
-    /// The mean of x² over all rows, if PowerNorm's release mode has padding.
+    /// The mean of x² over all rows, set if PowerNorm's release mode has padding.
     pub square_of_all: Option<Vec<f64>>,
     pub rows: f64,
 }
 
-/// The running state, in f64 whatever the buffers' type; absent parts are empty.
+/// The running state, in f64 whatever the buffers' type. Buffers that the norm lacks are empty.
 pub struct State<'a> {
     /// The running μ or ψ².
     pub first: &'a mut [f64],
     /// The running σ², or ν/(1 − α_b).
     pub second: &'a mut [f64],
-    /// The number of training passes whose statistics were accepted.
+    /// The number of training passes whose statistics entered the state.
     pub iters: &'a mut [i64],
-    /// The number of statistics that were refused because they are not finite.
+    /// The number of training passes whose statistics were refused because they were not finite.
     pub refused: &'a mut [i64],
     /// The largest number that the buffers can hold.
     pub largest: f64,
 }
 
 impl State<'_> {
-    /// True if these statistics may enter the state; counts those that are not finite. A batch without a real row never
-    /// may.
+    /// True if these statistics of `count` real rows may enter the state: there is a real row, and all are finite.
+    /// Non-finite statistics are counted as refused.
     pub fn accepts(&mut self, count: f64, values: &[&[f64]]) -> bool {
         let finite = values.iter().all(|v| v.iter().all(|v| v.abs() <= self.largest));
         if let (true, [refused]) = (count > 0.0 && !finite, &mut *self.refused) {
@@ -113,19 +113,19 @@ impl State<'_> {
     }
 }
 
-/// The statistics that a forward pass has used and keeps for its backward pass; a tensor (ROWS, columns) of the
-/// computing type.
+/// The statistics that a forward pass used and keeps for its backward pass. They are passed on as a tensor (ROWS,
+/// columns) of the computing type.
 #[derive(Clone, Debug, Default)]
 pub struct Stats {
     pub shift: Vec<f64>,
     pub scale: Vec<f64>,
-    /// The factor that replaces `scale` in dx.
+    /// The factor that dx uses in place of `scale`.
     pub slope: Vec<f64>,
     /// The mean of x̂².
     pub gamma: Vec<f64>,
     /// True if shift and scale are the batch's own, so that they have a gradient.
     pub exact: bool,
-    /// The factor 1/rows for the means in the backward pass; 0 if it takes none.
+    /// The factor 1/rows of the means in the backward pass; 0 if the pass needs no means.
     pub share: f64,
 }
 
@@ -133,7 +133,7 @@ impl Stats {
     /// The number of rows in the tensor.
     pub const ROWS: usize = 6;
 
-    /// Returns the given shift, with scale and slope 1/√(square + ε), for statistics that are not the batch's.
+    /// Returns statistics that are not the batch's own: the given shift, with scale and slope 1/√(square + ε).
     pub fn new(shift: &[f64], square: &[f64], eps: f64) -> Self {
         let scale = memory::collected(square.iter().map(|v| 1.0 / (v + eps).sqrt()));
         let [shift, slope] = [shift, &scale].map(|v| memory::collected(v.iter().copied()));
@@ -141,12 +141,13 @@ impl Stats {
         Stats { shift, slope, scale, gamma, exact: false, share: 0.0 }
     }
 
-    /// Returns the same for the batch's own statistics.
+    /// Returns statistics from the batch's own mean and square.
     pub fn of_batch(batch: &BatchStatistics, eps: f64) -> Self {
         let share = if batch.count > 0.0 { 1.0 / batch.count } else { 0.0 };
         Stats { exact: true, share, ..Stats::new(&batch.mean, &batch.square, eps) }
     }
 
+    /// Writes the statistics as the rows of the tensor: shift, scale, slope, gamma, exact, share.
     pub fn write<A: Accumulator>(&self, out: &mut [A]) {
         let cols = self.scale.len();
         let [exact, share] = [f64::from(self.exact), self.share].map(|v| std::iter::repeat_n(v, cols));
@@ -156,6 +157,7 @@ impl Stats {
         }
     }
 
+    /// Reads the statistics from the rows of the tensor that [`write`](Self::write) filled.
     pub fn read<A: Accumulator>(rows: &[A], cols: usize) -> Self {
         let row = |i: usize| memory::collected(rows[i * cols..][..cols].iter().map(|v| v.to_f64()));
         let first = |i: usize| rows.get(i * cols).map_or(0.0, |v| v.to_f64());

@@ -1,22 +1,22 @@
-// cross_entropy.rs: with p the softmax over V_t, where the mask is not 0,
-//   loss = A*nll + B*sum of -log p over V_t,  nll = -log p of the target
+// Label-smoothed cross-entropy (cross_entropy.rs), with p the softmax over V_t, the columns where the mask is not 0:
+//   loss = A*nll + B*(sum of -log p over V_t),  nll = -log p of the target
 //   dz = scale*((A + B*|V_t|)*p - A*[v is the target] - B) on V_t, 0 outside
-// A block takes a row. K_GRADIENT: NO (losses), FROM_LSE (the gradient from the forward's lse) or IN_PLACE (losses, then
-// the gradient where the logits were). A target outside V_t, which the host cannot see without waiting, makes its row's
-// loss and gradient NaN.
+// Each block computes one row. K_GRADIENT is NO (only losses), FROM_LSE (the gradient from the forward pass's lse) or
+// IN_PLACE (losses, then the gradient in the place of the logits). The host cannot check targets without waiting for
+// the device, so a target outside V_t makes its row's loss and gradient NaN.
 enum { NO = 0, FROM_LSE = 1, IN_PLACE = 2 };
 
 struct CrossEntropy {
   const void* logits;
   const i64* target;
-  const u8* mask;    // null: every column is in V_t
-  f32 *loss, *nll;   // not written from lse
-  f32* lse;          // max and sum of exp(z - max), row by row: read from lse; null in place
-  const f32* dloss;  // from lse: the scale, row by row
+  const u8* mask;    // null if every column is in V_t
+  f32 *loss, *nll;   // not written by FROM_LSE
+  f32* lse;          // per row, max z and sum of exp(z - max): read by FROM_LSE, written by NO, null for IN_PLACE
+  const f32* dloss;  // the scale of each row, for FROM_LSE
   void* dlogits;
   i64 ignore_index;
   double nll_weight, uniform_weight;
-  const double* scale;  // in place
+  const double* scale;  // for IN_PLACE
   int chunks;
 };
 
@@ -45,15 +45,15 @@ KERNEL(THREADS, cross_entropy, CrossEntropy) {
     }
     return;
   }
-  // Read before anybody writes, with the barriers of the sums between.
+  // IN_PLACE overwrites the logits, so z of the target is read first. The sums' barriers lie between read and write.
   const Values near = load<K_X>(a.logits, first + target / VEC);
   f32 at_target = near.v[0];
 #pragma unroll
   for (int j = 1; j < VEC; j++) at_target = target % VEC == j ? near.v[j] : at_target;
 
-  // Each thread keeps the largest logit it has met, and its exponentials relative to it.
+  // Each thread keeps its largest logit so far, and a sum of exponentials relative to that logit.
   f32 most[1] = {-__uint_as_float(0x7f800000u)};
-  f32 sums[2] = {0.f, 0.f};  // of exponentials, and of z - at_target
+  f32 sums[2] = {0.f, 0.f};  // of exp(z - most), and of z - at_target
   f32 size[1] = {0.f};
   for (int chunk = team.lane; chunk < a.chunks; chunk += LANES) {
     const Values z = load<K_X>(a.logits, first + chunk);
@@ -80,13 +80,13 @@ KERNEL(THREADS, cross_entropy, CrossEntropy) {
     team.combine<Add>(sums);
     shift = most[0], total = sums[0];
     if (team.lane == 0) {
-      // The maximum is not added to the log of the sum: logits may share an offset of any size.
+      // The maximum is subtracted, never added again, so logits may share an offset of any size.
       const double exact = ((double)shift - at_target) + log((double)total);
       const f32 nll = (f32)exact;
       double loss = a.nll_weight * exact;
-      // Not 0*inf where nothing is smoothed and a logit is -inf.
+      // Without smoothing, a logit of -inf would give 0*inf.
       if (a.uniform_weight != 0.0) loss += a.uniform_weight * (size[0] * exact - sums[1]);
-      // Not inf - inf: no p is above 1.
+      // If nll is infinite the loss is too: inf - inf would give NaN, but no p is above 1.
       a.loss[row] = nll == __uint_as_float(0x7f800000u) ? nll : (f32)loss;
       a.nll[row] = nll;
       if (a.lse) a.lse[2 * row] = shift, a.lse[2 * row + 1] = total;
@@ -96,7 +96,7 @@ KERNEL(THREADS, cross_entropy, CrossEntropy) {
   const f32 scale = K_GRADIENT == FROM_LSE ? a.dloss[row] : (f32)*a.scale;
   const f32 all = (f32)(a.nll_weight + a.uniform_weight * size[0]) * scale / total;
   const f32 uniform = (f32)a.uniform_weight * scale;
-  // Rounded once: the target's gradient is the row's largest, and A + B has no exact f32.
+  // The target's gradient is rounded only once, from double: it is the row's largest, and A + B has no exact f32.
   const double of_target = (a.nll_weight + a.uniform_weight) * scale;
   for (int chunk = team.lane; chunk < a.chunks; chunk += LANES) {
     Values z = load<K_X>(a.logits, first + chunk);

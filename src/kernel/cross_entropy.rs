@@ -4,7 +4,7 @@
 //! > ∂loss/∂z_v = (A + B|V_t|)·p_v − A·1[v = t] − B  on V_t,  0 outside
 //!
 //! z are the row's logits and t is its target; A and B come from the smoothing rate ε by one of two formulas
-//! ([`Smoothing`]). Outside V_t a logit counts as −∞, whatever its value. Source: docs/spec.md §4.6, §4.7 (fairseq's
+//! ([`Smoothing`]). A logit outside V_t counts as −∞, whatever its value. Source: docs/spec.md §4.6, §4.7 (fairseq's
 //! label_smoothed_cross_entropy and the release of Nguyen & Salazar 2019). A NaN inside V_t makes its row's loss NaN.
 //!
 //! The row's maximum m is subtracted before the exponential and never added again, so logits may share an offset of any
@@ -29,11 +29,11 @@ pub static PROGRAM: Program = Program {
     structs: call::STRUCTS,
 };
 
-/// The number of columns processed together: 1 KiB of f32, so that the sums find the exponentials in the first-level
-/// cache.
+/// The number of columns processed together: 1 KiB of f32, so that the exponentials are still in the first-level
+/// cache when they are added up.
 const B: usize = 256;
 
-/// Numbers aligned to a cache line, because a store of 64 bytes that crosses one costs two.
+/// Numbers aligned to a cache line: a 64-byte store across two cache lines costs twice as much.
 #[derive(Clone, Copy)]
 #[repr(align(64))]
 struct Lanes<A, const N: usize = B>([A; N]);
@@ -61,20 +61,20 @@ impl Smoothing {
     }
 }
 
-/// The targets of the rows.
+/// The targets of all rows.
 #[derive(Clone, Copy, Debug)]
 pub struct Targets<'a> {
     /// The target word of each row.
     pub ids: &'a [i64],
-    /// The target of rows that do not count: their loss and gradient are 0.
+    /// The target of ignored rows, whose loss and gradient are 0.
     pub ignore: i64,
 }
 
-/// Computes loss and −log p_t of every row, and in `lse` log Σ_{v∈V_t} exp z_v as two numbers: m = max z and Σ exp(z −
-/// m). All are 0 for ignored rows.
+/// Computes loss and −log p_t of every row. `lse` receives log Σ_{v∈V_t} exp z_v as two numbers, m = max z and Σ
+/// exp(z − m). All results are 0 for ignored rows.
 ///
-/// `mask` has a byte per column, 1 in V_t; if it is empty, V_t contains all columns. `Err` is the first row whose
-/// target is neither ignored nor in V_t; nothing is written in that case.
+/// `mask` has a byte per column, 1 in V_t; if it is empty, V_t contains all columns. If a target is neither ignored
+/// nor in V_t, nothing is written, and `Err` holds the first such row.
 pub fn forward<E: Element>(
     cols: usize,
     logits: &[E],
@@ -92,7 +92,7 @@ pub fn forward<E: Element>(
     Ok(())
 }
 
-/// Computes ∂/∂logits of Σ_r dloss_r·loss_r from [`forward`]'s `lse`. Mask and error are as in [`forward`].
+/// Computes ∂/∂logits of Σ_r dloss_r·loss_r from [`forward`]'s `lse`. The mask and the error are as in [`forward`].
 pub fn backward<E: Element>(
     cols: usize,
     logits: &[E],
@@ -112,10 +112,10 @@ pub fn backward<E: Element>(
     Ok(())
 }
 
-/// Computes loss and −log p_t of every row, and overwrites the logits by `scale`·∂loss/∂z. Mask and error are as in
-/// [`forward`].
+/// Computes loss and −log p_t of every row, and overwrites the logits with `scale`·∂loss/∂z. The mask and the error
+/// are as in [`forward`].
 ///
-/// It takes one exponential per logit and serves training: call it on blocks of rows that are still in the cache.
+/// It computes only one exponential per logit, for training: call it on blocks of rows that are still in the cache.
 pub fn in_place<E: Element>(
     cols: usize,
     logits: &mut [E],
@@ -134,15 +134,15 @@ pub fn in_place<E: Element>(
     Ok(())
 }
 
-/// The size of V_t, and a 1 for each of its columns, in the type of the logits, because AVX2's loops would not
-/// vectorise otherwise.
+/// The size of V_t, and for each column 1 inside V_t, else 0. These have the type of the logits, because AVX2's loops
+/// would not vectorise with bytes.
 struct VocabularyMask<A> {
     keep: Vec<Lanes<A>>,
     size: usize,
 }
 
-/// Returns the first row whose target is outside V_t as an error; expands an empty mask, so that the loops have one
-/// form.
+/// Returns the mask in the form for the loops, which an empty mask has too. `Err` holds the first row whose target is
+/// neither ignored nor in V_t.
 fn check<A: Accumulator>(cols: usize, targets: Targets, mask: &[u8]) -> Result<VocabularyMask<A>, usize> {
     assert!(mask.is_empty() || mask.len() == cols, "a mask of {} for {cols} columns", mask.len());
     let mut keep = memory::filled(Lanes([A::ZERO; B]), cols.div_ceil(B));
@@ -160,7 +160,7 @@ fn check<A: Accumulator>(cols: usize, targets: Targets, mask: &[u8]) -> Result<V
     }
 }
 
-/// Allocates the work space of a row.
+/// Allocates the workspace of a row.
 fn scratch<E: Element>(cols: usize) -> Vec<Lanes<E::Acc>> {
     memory::filled(Lanes([E::Acc::ZERO; B]), cols.div_ceil(B))
 }
@@ -248,7 +248,8 @@ multiversion! {
     }
 }
 
-/// The factors of the gradient: `all`·p − `uniform`, and at the target `all`·p − `target`.
+/// The coefficients of the gradient, `all`·e − `uniform`, or `all`·e − `target` at the target, where e is exp(z − max
+/// z).
 #[derive(Clone, Copy)]
 struct Weights<A> {
     all: A,
@@ -267,15 +268,15 @@ impl<A: Accumulator> Weights<A> {
         }
     }
 
-    /// Returns the target's gradient from its exponential, rounded once: it is the row's largest, and A + B is not
-    /// exact in f32.
+    /// Returns the target's gradient from its exponential. It is rounded only once, from f64, because it is the row's
+    /// largest and A + B is not exact in f32.
     #[inline(always)]
     fn of_target(&self, exp: A) -> A {
         A::from_f64(self.all.to_f64() * exp.to_f64() - self.target)
     }
 }
 
-/// The sums over a row: z_t, and over V_t m = max z, Σ exp(z − m) and Σ(z − z_t).
+/// The target's logit z_t, and over V_t the numbers m = max z, Σ exp(z − m) and Σ(z − z_t).
 struct LogitSums<A> {
     target: A,
     max: A,
@@ -290,7 +291,7 @@ impl<A: Accumulator> LogitSums<A> {
         let exact = (self.max.to_f64() - self.target.to_f64()) + self.exp.to_f64().ln();
         let nll = A::from_f64(exact);
         if nll == A::from_f64(f64::INFINITY) {
-            return (nll, nll); // not ∞ − ∞: no p_v is above 1
+            return (nll, nll); // ∞ − ∞ would give NaN, but no p_v is above 1
         }
         let mut loss = smoothing.nll * exact;
         // Without smoothing, a logit of −∞ would give 0·∞.
@@ -301,7 +302,8 @@ impl<A: Accumulator> LogitSums<A> {
     }
 }
 
-/// Copies the row to `w`, with −∞ outside V_t; returns max z (undefined with a NaN) and Σ(z − target) over V_t.
+/// Copies the row to `w`, with −∞ outside V_t. Returns max z (undefined if there is a NaN) and Σ(z − target) over
+/// V_t.
 #[inline(always)]
 fn select<E: Element>(z: &[E], target: E::Acc, keep: &[Lanes<E::Acc>], w: &mut [Lanes<E::Acc>]) -> (E::Acc, E::Acc) {
     let lowest = E::Acc::from_f64(f64::NEG_INFINITY);
@@ -327,7 +329,7 @@ fn quarters<A>(x: &[A; B]) -> &[[A; B / 4]; 4] {
     x.as_chunks().0.try_into().expect("B is four quarters")
 }
 
-/// Computes w ← exp(w − m) and returns the sum.
+/// Replaces w by exp(w − max), and returns the sum.
 #[inline(always)]
 fn exponentials<A: Accumulator, S: Isa>(max: A, w: &mut [Lanes<A>]) -> A {
     let mut total = Lanes([A::ZERO; B / 4]);
@@ -343,7 +345,7 @@ fn exponentials<A: Accumulator, S: Isa>(max: A, w: &mut [Lanes<A>]) -> A {
     sum(total.0)
 }
 
-/// Returns the sums of a row's softmax; its exponentials stay in `w`.
+/// Returns the sums of a row's softmax, and leaves its exponentials in `w`.
 #[inline(always)]
 fn softmax<S: Isa, E: Element>(
     z: &[E],
@@ -356,7 +358,7 @@ fn softmax<S: Isa, E: Element>(
     LogitSums { target, max, exp, above }
 }
 
-/// Computes dz from the exponentials; an exponential of 0 means a column outside V_t.
+/// Computes dz from the exponentials. Columns outside V_t have the exponential 0, and get the gradient 0.
 #[inline(always)]
 fn gradient_from_exp<E: Element>(e: &[Lanes<E::Acc>], w: Weights<E::Acc>, dz: &mut [E]) {
     for (dz, Lanes(e)) in dz.chunks_mut(B).zip(e) {
@@ -367,6 +369,7 @@ fn gradient_from_exp<E: Element>(e: &[Lanes<E::Acc>], w: Weights<E::Acc>, dz: &m
     }
 }
 
+/// Computes dz from the logits and the row's maximum, for a backward pass in which the exponentials were not kept.
 #[inline(always)]
 fn gradient_from_max<E: Element, S: Isa>(
     z: &[E],

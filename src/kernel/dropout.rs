@@ -1,4 +1,4 @@
-//! The dropout of an operator call: by a kernel on the CPU or a GPU, or as a mask in tch.
+//! Dropout of an operator call: the settings with which kernels draw it, and the mask by which formulas multiply.
 
 use crate::cpu::memory;
 use crate::cpu::philox::{self, Stream};
@@ -14,19 +14,19 @@ pub struct Draw {
     pub update: i64,
     pub micro_batch: i64,
     pub site: i64,
-    /// A device pointer to seed, update and micro-batch, for a GPU's kernel.
+    /// A device pointer to (seed, update, micro-batch), for a GPU's kernel.
     pub device_seed: *const i64,
 }
 
 impl Draw {
     pub const NONE: Draw = Draw { p: 0.0, seed: 0, update: 0, micro_batch: 0, site: 0, device_seed: std::ptr::null() };
 
-    /// Returns the settings with `seed` = (seed, update, micro-batch).
+    /// Returns the settings with the numbers of `seed`, which are (seed, update, micro-batch).
     pub fn seeded(self, seed: &[i64]) -> Draw {
         Draw { seed: seed[0], update: seed[1], micro_batch: seed[2], ..self }
     }
 
-    /// Converts the settings for the CPU's kernels.
+    /// Converts the settings for the CPU's kernels; returns `None` if nothing is dropped.
     pub fn dropout(&self) -> Option<philox::Dropout> {
         let stream = Stream {
             seed: self.seed as u64,

@@ -5,8 +5,8 @@ use crate::cuda::{self, Device, Grid, Output, SumPartials, OUTPUTS, SUMS};
 use crate::error::{Error, Result};
 use tch::{Kind, Tensor};
 
-/// Allocates a workspace for the kernels of one call. It may be dropped before they run: torch's allocator keeps it for
-/// their stream.
+/// Allocates a workspace for the kernels of one call. The tensor may be dropped before the kernels run, because
+/// torch's allocator does not reuse its memory until their stream has passed them.
 pub fn room(device: Device, sizes: &[i64], kind: Kind) -> Result<Tensor> {
     let place = if cuda::stand_in() { tch::Device::Cpu } else { tch::Device::Cuda(device as usize) };
     Ok(Tensor::f_empty(sizes, (kind, place))?)
@@ -27,7 +27,8 @@ pub fn aligned(views: &[&View]) -> bool {
     views.iter().all(|v| v.data.addr().is_multiple_of(16))
 }
 
-/// Returns the number of columns read at a time in a matrix, given views with its row layout.
+/// Returns the number of columns that a kernel reads at a time from `matrix`; `views` are all tensors that it reads
+/// so.
 pub fn columns_at_a_time(matrix: &View, views: &[&View]) -> u32 {
     let widest = if matrix.dtype == 0 { 4 } else { 8 };
     if aligned(views) && matrix.cols % widest == 0 {
@@ -37,20 +38,22 @@ pub fn columns_at_a_time(matrix: &View, views: &[&View]) -> u32 {
     }
 }
 
-/// Returns a matrix's width in the kernels' type.
+/// Returns a matrix's width in the type that kernels use for it.
 pub fn columns(matrix: &View) -> Result<u32> {
     let cols = i32::try_from(matrix.cols).map(|c| c as u32);
     cols.map_err(|_| Error::Torch(format!("rows of {} numbers have no CUDA kernel", matrix.cols)))
 }
 
-/// Returns a grid with a thread for each of `count` chunks; beyond the largest grid, threads take several.
+/// Returns a grid with a thread for each of `count` chunks. If that exceeds the largest grid, each thread takes
+/// several.
 pub fn grid_of_chunks(count: i64) -> Grid {
     const THREADS: u32 = 256;
     let blocks = (count as u64).div_ceil(THREADS.into()).min(i32::MAX as u64) as u32;
     Grid { blocks, threads: THREADS }
 }
 
-/// Adds up `blocks` rows of `columns` numbers; each output takes its share of the columns.
+/// Adds up `blocks` rows of `columns` numbers, which are `stride` apart; each output receives its share of the
+/// columns.
 pub fn sum_partials(
     device: Device,
     partial: *const u8,

@@ -2,12 +2,12 @@
 //!
 //! > exp x = 2ⁿ·p(r),  n = ⌊x·log₂e⌉,  r = x − n·ln 2 ∈ [−ln 2/2, ln 2/2]
 //!
-//! p = 1 + r + r²q(r), where q of degree 4 is fitted by Remez exchange to the relative error, 3.1e-9: a twentieth of
-//! f32's half ulp, so that only the rounding of the last two steps remains. Everything is branch-free. f64 uses the
-//! library functions, lane by lane.
+//! p = 1 + r + r²q(r), where q of degree 4 is fitted by Remez exchange so that p's relative error is at most 3.1e-9.
+//! That is a twentieth of f32's half ulp, so only the rounding of the last two steps remains. Everything is
+//! branch-free. f64 uses the library functions, lane by lane.
 //!
-//! A kernel that gains from fused multiply-add takes its instruction set from `multiversion!` and passes it down:
-//! without the instruction, `mul_add` is a call into libm, which is forty times slower than two roundings.
+//! A kernel that gains from fused multiply-add takes its instruction set from `multiversion!` and passes it down. On
+//! a processor without the instruction, the library's `mul_add` is forty times slower than two roundings.
 
 use crate::cpu::pack::Isa;
 use crate::cpu::Accumulator;
@@ -15,7 +15,7 @@ use crate::cpu::Accumulator;
 /// The number of lanes: one AVX-512 register of f32.
 pub const LANES: usize = 16;
 
-/// True if accumulators of this type are f32. The compiler removes the conversions through f64 below.
+/// True if the accumulator A is f32. The compiler removes the branch, and the conversions through f64 below.
 #[inline(always)]
 fn is_f32<A: Accumulator>() -> bool {
     size_of::<A>() == size_of::<f32>()
@@ -33,10 +33,12 @@ pub fn mul_add<A: Accumulator, S: Isa>(a: A, b: A, c: A) -> A {
     }
 }
 
-/// Returns (1 + r·q(r), r, 2ⁿ) for x ≥ −88, so that exp x = 2ⁿ·(1 + r·(1 + r·q(r))). 2ⁿ is 0 below −87.68.
+/// Returns (1 + r·q(r), r, 2ⁿ), from which exp x = 2ⁿ·(1 + r·(1 + r·q(r))); x must be at least −88. 2ⁿ is 0 below
+/// −87.68.
 #[inline(always)]
 fn reduced<S: Isa>(x: f32) -> (f32, f32, f32) {
-    // Adding 1.5·2²³ rounds to the nearest integer and leaves it in the low bits, here with the exponent's bias.
+    // Adding 1.5·2²³ rounds to the nearest integer and leaves it in the low bits; 127 adds the exponent's bias as
+    // well.
     const ROUND: f32 = 12_582_912.0 + 127.0;
     let shifted = mul_add::<f32, S>(x, std::f32::consts::LOG2_E, ROUND);
     let n = shifted - ROUND;
@@ -50,15 +52,15 @@ fn reduced<S: Isa>(x: f32) -> (f32, f32, f32) {
     (mul_add::<f32, S>(p, r, 1.0), r, f32::from_bits(shifted.to_bits() << 23))
 }
 
-/// Returns exp x within 2 ulp for −87.3 ≤ x ≤ 88.3, 0 for −∞ and NaN for NaN. A finite x below that range gives
-/// exp(−87.3) = 1.2e-38, which is negligible in a softmax but differs from −∞'s 0. An x above the range is not allowed.
+/// Returns exp x within 2 ulp for −87.3 ≤ x ≤ 88.3, 0 for −∞ and NaN for NaN. A finite x below −87.3 gives exp(−87.3)
+/// = 1.2e-38, which is negligible in a softmax but not 0. An x above 88.3 is not allowed.
 #[inline(always)]
 pub fn exp_f32<S: Isa>(x: f32) -> f32 {
     // The comparison is written so that a NaN fails it and stays a NaN.
     let clamped = if x < -87.3 { -87.3 } else { x };
     let (p, r, scale) = reduced::<S>(clamped);
     let p = mul_add::<f32, S>(p, r, 1.0);
-    // For a NaN the scale's bits are garbage, but p is NaN.
+    // If p is NaN the scale's bits are garbage, but the product is NaN anyway.
     let e = p * scale;
     if x == f32::NEG_INFINITY {
         0.0
@@ -67,7 +69,7 @@ pub fn exp_f32<S: Isa>(x: f32) -> f32 {
     }
 }
 
-/// Returns exp x like [`exp_f32`]; f64 saturates at exp(−708) = 3.3e-308.
+/// Returns exp x like [`exp_f32`]; for f64 the smallest value of a finite x is exp(−708) = 3.3e-308.
 #[inline(always)]
 pub fn exp<A: Accumulator, S: Isa>(x: A) -> A {
     if is_f32::<A>() {
@@ -78,8 +80,8 @@ pub fn exp<A: Accumulator, S: Isa>(x: A) -> A {
     A::from_f64(if x == f64::NEG_INFINITY { 0.0 } else { e })
 }
 
-/// Returns (tanh z, tanh′ z). In f32 tanh is within 3 ulp, and its slope within 1.5e-7 and, if it is a normal number, 6
-/// ulp.
+/// Returns (tanh z, tanh′ z). In f32 tanh is within 3 ulp, tanh′ within 1.5e-7, and within 6 ulp unless it is
+/// subnormal.
 #[inline(always)]
 pub fn tanh<A: Accumulator, S: Isa>(z: A) -> (A, A) {
     if is_f32::<A>() {
@@ -91,8 +93,8 @@ pub fn tanh<A: Accumulator, S: Isa>(z: A) -> (A, A) {
     (A::from_f64(z.tanh()), A::from_f64(4.0 * e / ((1.0 + e) * (1.0 + e))))
 }
 
-/// Computes tanh with m = exp(−2|z|) − 1: tanh|z| = −m/(2 + m) near 0. Far from 0 that would lose the distance to 1, so
-/// it is 1 − q with q = 2(1 + m)/(2 + m).
+/// Computes tanh with m = exp(−2|z|) − 1. Near 0, tanh|z| = −m/(2 + m). Far from 0 this would lose digits of the
+/// distance to 1, so there tanh|z| = 1 − q with q = 2(1 + m)/(2 + m).
 #[inline(always)]
 fn tanh_f32<S: Isa>(z: f32) -> (f32, f32) {
     let size = z.abs();
@@ -106,7 +108,7 @@ fn tanh_f32<S: Isa>(z: f32) -> (f32, f32) {
     (t.copysign(z), slope)
 }
 
-/// Returns (erf z, erf′ z). In f32 erf is within 2 ulp, and its slope within 2.5e-7.
+/// Returns (erf z, erf′ z). In f32 erf is within 2 ulp, and erf′ within 2.5e-7.
 #[inline(always)]
 pub fn erf<A: Accumulator, S: Isa>(z: A) -> (A, A) {
     if is_f32::<A>() {
@@ -118,13 +120,13 @@ pub fn erf<A: Accumulator, S: Isa>(z: A) -> (A, A) {
         fn erf_of_c(z: f64) -> f64;
     }
     let z = z.to_f64();
-    // SAFETY: it is a function of one number in the C library that the standard library is linked with.
+    // SAFETY: erf takes one number, and is in the C library with which the standard library is linked.
     let e = unsafe { erf_of_c(z) };
     (A::from_f64(e), A::from_f64(std::f64::consts::FRAC_2_SQRT_PI * (-z * z).exp()))
 }
 
-/// Computes erf as z + z·P(z²) near 0 and 1 − exp(|z|·Q(|z|)) far from it, both fitted to the relative error: 9e-9 and
-/// 3e-9.
+/// Computes erf as z + z·P(z²) near 0 and as 1 − exp(|z|·Q(|z|)) far from it. Both are fitted to the relative error,
+/// which is 9e-9 near 0 and 3e-9 far from it.
 #[inline(always)]
 fn erf_f32<S: Isa>(z: f32) -> (f32, f32) {
     let (size, square) = (z.abs(), z * z);
@@ -133,7 +135,7 @@ fn erf_f32<S: Isa>(z: f32) -> (f32, f32) {
     let p = mul_add::<f32, S>(p, square, 0.112_824_55);
     let p = mul_add::<f32, S>(p, square, -0.376_125_5);
     let p = mul_add::<f32, S>(p, square, 0.128_379_15);
-    // erf 4 rounds to 1. A NaN stays a NaN.
+    // Beyond 4 erf rounds to 1, so z may be clamped. The comparison is false for a NaN, which stays a NaN.
     let far = if size > 4.0 { 4.0 } else { size };
     let q = mul_add::<f32, S>(far, 2.152_250_7e-4, -3.225_124_4e-3);
     let q = mul_add::<f32, S>(q, far, 2.292_238_5e-2);
@@ -142,12 +144,12 @@ fn erf_f32<S: Isa>(z: f32) -> (f32, f32) {
     let q = mul_add::<f32, S>(q, far, -1.128_525_5);
     let beyond = 1.0 - exp_f32::<S>(q * far);
     let e = if size < 0.875 { mul_add::<f32, S>(p, size, size) } else { beyond };
-    // Beyond 9.3 exp would stop at 1.2e-38, and a large x would turn that into a gradient.
+    // Beyond 9.3 exp_f32 would return 1.2e-38 instead of less, and a large x would turn that into a visible gradient.
     let slope = if size > 9.3 { 0.0 } else { std::f32::consts::FRAC_2_SQRT_PI * exp_f32::<S>(-square) };
     (e.copysign(z), slope)
 }
 
-/// Returns the sum of the lanes, added in the order of a tree.
+/// Returns the sum of the lanes: pairs are added first, then pairs of sums, as in a tree.
 #[inline(always)]
 pub fn sum<A: Accumulator, const N: usize>(mut lanes: [A; N]) -> A {
     let mut width = N / 2;
@@ -160,7 +162,7 @@ pub fn sum<A: Accumulator, const N: usize>(mut lanes: [A; N]) -> A {
     lanes[0]
 }
 
-/// Returns the largest lane; with a NaN among them, any lane.
+/// Returns the largest lane. If a lane is NaN, the result may be any lane.
 #[inline(always)]
 pub fn max<A: Accumulator, const N: usize>(mut lanes: [A; N]) -> A {
     let mut width = N / 2;
@@ -247,7 +249,7 @@ mod tests {
     fn tanh_and_its_slope_are_exact_enough() {
         check_curve([tanh::<f32, Fused>, tanh::<f32, Baseline>], tanh::<f64, Fused>, 3.0, 1.5e-7);
         for i in 0..20_000 {
-            // Check tanh's slope for its own relative error, while it is a normal number in f32.
+            // Check tanh′ by its own relative error, as long as it is a normal number in f32.
             let z = i as f32 * 2e-3;
             let want = tanh::<f64, Fused>(z as f64).1;
             let got = [tanh::<f32, Fused>(z).1, tanh::<f32, Baseline>(z).1];

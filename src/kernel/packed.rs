@@ -3,9 +3,9 @@
 //! > y_ri = b_i + Σ_c x_rc W_ic
 //!
 //! W (n, k) is stored in panels of 32 of its rows, transposed: a panel's 32 numbers of one column c are consecutive,
-//! and zeros fill the last panel. A tile of y, some rows by a panel, stays in registers while c runs. So each step is
-//! one load of the panel, one broadcast per row, and the products. libtorch packs the matrix in each call, which costs
-//! as much as 80 rows of x.
+//! and zeros fill up the last panel. A tile of y, which is some rows of x times one panel, stays in registers while c
+//! runs. So each step is one load of the panel, one broadcast per row, and the products. libtorch packs the matrix in
+//! each call instead, which takes as long as the product with 80 rows of x.
 
 pub mod call;
 
@@ -16,17 +16,17 @@ use crate::multiversion;
 use std::array::from_fn;
 use std::ops::Range;
 
-/// W (n, k), packed, and b (n).
+/// A matrix W (n, k), packed, and a bias b (n).
 pub struct PackedMatrix<A> {
     panels: Aligned<A>,
-    /// The bias, filled up with zeros to whole panels.
+    /// The bias, filled up with zeros to a whole number of panels.
     bias: Aligned<A>,
     n: usize,
     k: usize,
 }
 
 impl<A: Accumulator> PackedMatrix<A> {
-    /// Packs a row-major matrix (n, k); without a bias b = 0.
+    /// Packs a row-major matrix (n, k). Without a bias, b is 0.
     pub fn new(weight: &[A], bias: Option<&[A]>, n: usize, k: usize) -> Self {
         assert!(weight.len() == n * k && bias.is_none_or(|bias| bias.len() == n), "W ({n}, {k}) and b ({n})");
         let mut panels = Aligned::new(n.next_multiple_of(PAIR_LANES) * k);
@@ -54,8 +54,8 @@ impl<A: Accumulator> PackedMatrix<A> {
     }
 }
 
-/// Computes y (rows, n) from x (rows, k), with rows `y_stride` and `x_stride` apart. Columns of y from n on are not
-/// written.
+/// Computes y (rows, n) from x (rows, k), with the rows of y `y_stride` and those of x `x_stride` apart. Columns of y
+/// after the n-th are not written.
 pub fn product<A: Accumulator>(
     x: &[A],
     x_stride: usize,
@@ -67,7 +67,8 @@ pub fn product<A: Accumulator>(
     product_columns(x, x_stride, rows, w, 0..w.n, y, y_stride);
 }
 
-/// Computes only `columns` of y, which are written to the beginning of its rows. The first one must begin a panel.
+/// Computes only the columns `columns` of y, and writes them to the beginning of its rows. The first must begin a
+/// panel.
 pub fn product_columns<A: Accumulator>(
     x: &[A],
     x_stride: usize,
@@ -99,8 +100,8 @@ pub fn product_columns<A: Accumulator>(
     }
 }
 
-/// The number of rows of x that are read again for each panel: 24 KiB of f32 if k is 128, half of a first-level cache
-/// of 48 KiB.
+/// The number of rows of x in a block. The block is read again for each panel, so it must stay in the first-level
+/// cache: with k = 128 it has 24 KiB of f32, half of a cache of 48 KiB.
 const ROWS: usize = 48;
 
 /// The operands of y = xP + b for some rows, where P is a panel. Only the first `used` columns of y are written.
@@ -116,10 +117,11 @@ struct PanelProduct<'a, A> {
 }
 
 multiversion! {
-    /// It is not inlined, because the caller's values in registers would leave too few for a tile.
+    /// Multiplies one panel. It is not inlined, because the caller's values in registers would leave too few for a
+    /// tile.
     #[inline(never)]
     fn multiply_panel[isa S][A: Accumulator](all: &mut PanelProduct<A>) {
-        // The tile has as many rows as there are registers for.
+        // A tile has as many rows as the registers allow.
         let tallest = if is_wide::<S>() { 12 } else { 6 };
         for first in (0..all.rows).step_by(tallest) {
             macro_rules! of_height {
@@ -135,7 +137,7 @@ multiversion! {
     }
 }
 
-/// True if a pack is one register, out of 32.
+/// True if a pack fits one register and there are 32 registers (AVX-512).
 #[inline(always)]
 fn is_wide<S: Isa>() -> bool {
     #[cfg(target_arch = "x86_64")]
@@ -144,8 +146,8 @@ fn is_wide<S: Isa>() -> bool {
     return false;
 }
 
-/// Multiplies HEIGHT rows from row `first` on. Their two packs of columns are computed together if registers suffice,
-/// else one after the other.
+/// Multiplies HEIGHT rows, from row `first` on. The panel's two packs of columns are computed together if there are
+/// enough registers, otherwise one after the other.
 #[inline(always)]
 fn multiply_tile<A: Accumulator, S: Isa, const HEIGHT: usize>(all: &mut PanelProduct<A>, first: usize) {
     if is_wide::<S>() {
@@ -156,7 +158,7 @@ fn multiply_tile<A: Accumulator, S: Isa, const HEIGHT: usize>(all: &mut PanelPro
     }
 }
 
-/// Multiplies PACKS packs of columns of HEIGHT rows, from pack FIRST on.
+/// Multiplies HEIGHT rows by PACKS of the panel's packs of columns, from pack FIRST on.
 #[inline(always)]
 fn multiply_columns<A: Accumulator, S: Isa, const HEIGHT: usize, const FIRST: usize, const PACKS: usize>(
     all: &mut PanelProduct<A>,

@@ -1,4 +1,5 @@
-//! Matrix products for training: y = xw + b in few shapes, and c += aᵀb in f32 for gradients of weights.
+//! Matrix products for training: y = xw + b, with few different shapes for oneDNN to compile; and c += aᵀb, with c in
+//! f32, for gradients of weights.
 
 use crate::cpu::amx;
 use crate::error::Result;
@@ -9,13 +10,13 @@ use std::ffi::c_int;
 use std::sync::LazyLock;
 use tch::{Device, Kind, Tensor};
 
-/// glibc's flag of dlopen that finds only libraries that are loaded already.
+/// A flag of glibc's dlopen: it opens only libraries that are already loaded.
 const RTLD_NOLOAD: c_int = 4;
 const ROW_MAJOR: c_int = 101;
 const PLAIN: c_int = 111;
 const TRANSPOSED: c_int = 112;
 
-/// MKL's `cblas_gemm_bf16bf16f32`: C = αAB + βC; A and B in bf16, C in f32.
+/// The type of MKL's `cblas_gemm_bf16bf16f32`: C = αAB + βC with A and B in bf16, C in f32.
 type MixedProduct = unsafe extern "C" fn(
     layout: c_int,
     transpose_a: c_int,
@@ -33,13 +34,13 @@ type MixedProduct = unsafe extern "C" fn(
     ldc: c_int,
 );
 
-/// The function in the MKL that libtorch contains, if it may be faster than oneDNN's product and an addition: on Intel
-/// processors with bf16 instructions. A build of torch without MKL has none.
+/// MKL's function inside libtorch, on processors where it may be faster than oneDNN's product and an addition:
+/// Intel's with bf16 instructions. It is `None` on others, and if torch was built without MKL.
 static MIXED: LazyLock<Option<MixedProduct>> = LazyLock::new(|| {
     if !is_x86_feature_detected!("avx512bf16") || !amx::is_intel() || amx::is_broken() {
         return None;
     }
-    // SAFETY: the library is loaded already, so nothing of it runs here; the symbol has the type that MKL documents,
+    // SAFETY: the library is already loaded, so opening it runs no code; the symbol has the type that MKL documents,
     // and libtorch is never unloaded.
     unsafe {
         let torch = Library::open(Some("libtorch_cpu.so"), RTLD_NOW | RTLD_NOLOAD).ok()?;
@@ -49,14 +50,14 @@ static MIXED: LazyLock<Option<MixedProduct>> = LazyLock::new(|| {
     }
 });
 
-/// The number of which most rows of a 16-bit [`product`] are a multiple in one call.
+/// A 16-bit [`product`] of more rows than this first multiplies a multiple of this number of rows.
 const STEP: i64 = 64;
 
 /// Computes out = xw + b: x (rows, k), w (k, n), b (n), out (rows, n), all of one type. No gradient is recorded.
 ///
-/// In 16 bits torch calls oneDNN, which compiles a product for each new shape, in half a millisecond or more, and
-/// batches hardly ever have the same number of rows. So the first call takes a multiple of 64 rows, and the second the
-/// last 64, some of which are computed twice.
+/// In 16 bits torch calls oneDNN, which compiles a product for each new shape, in half a millisecond or more; and
+/// batches hardly ever have the same number of rows. So one call multiplies a multiple of 64 rows, and a second call
+/// the last 64 rows, some of which are computed twice.
 pub fn product(out: &Tensor, x: &Tensor, w: &Tensor, bias: Option<&Tensor>) -> Result<()> {
     let rows = x.size()[0];
     let whole = rows / STEP * STEP;
@@ -89,7 +90,8 @@ pub fn add_product(c: &Tensor, a: &Tensor, b: &Tensor) -> Result<()> {
     Ok(())
 }
 
-/// Computes it with MKL, if MKL has the product and accepts the tensors; otherwise returns false and does nothing.
+/// Computes [`add_product`] with MKL and returns true, or returns false and does nothing if MKL lacks the product or
+/// the tensors do not suit it.
 fn add_mixed(c: &Tensor, a: &Tensor, b: &Tensor) -> bool {
     let Some(product) = *MIXED else { return false };
     let in_rows = |t: &Tensor| match (&t.size()[..], &t.stride()[..]) {
@@ -134,8 +136,8 @@ mod tests {
                     product(&out, &x, &w, bias).unwrap();
                     let exact = |t: &Tensor| t.to_kind(Kind::Double);
                     let sum = exact(&x).mm(&exact(&w)) + bias.map_or(Tensor::from(0.0), exact);
-                    // The bound is one unit in the last place of 16 bits, or sums of 24 terms in f32; torch may sum f16
-                    // in f16.
+                    // The bound is one unit in the last place of 16 bits, or in f32 the rounding of a sum of 24
+                    // terms; torch may add f16 numbers in f16.
                     let bound = match kind {
                         Kind::Float => 1e-5,
                         Kind::BFloat16 => 2f64.powi(-7),

@@ -1,9 +1,9 @@
-// relu_dropout.rs: y = M*max(x, 0), dx = dy*scale where y is not 0. A NaN stays one.
+// ReLU and dropout (relu_dropout.rs): y = M*max(x, 0); dx = dy*scale where y is not 0, else 0. A NaN stays NaN.
 struct Relu {
-  const void *x, *dy;  // backward: x is y
-  void* y;             // backward: dx
-  i64 count;           // of chunks, in all rows
-  int chunks;          // in a row
+  const void *x, *dy;  // in the backward pass x points to y
+  void* y;             // in the backward pass y points to dx
+  i64 count;           // number of chunks in all rows
+  int chunks;          // number of chunks in a row
   Dropout dropout;
 };
 
@@ -11,7 +11,7 @@ enum { THREADS = 256 };
 
 KERNEL(THREADS, relu_dropout, Relu) {
   Dropout dropout = a.dropout;
-  if (K_BACKWARD) dropout.threshold = 0;  // y tells what was dropped; there is no seed
+  if (K_BACKWARD) dropout.threshold = 0;  // y is 0 at dropped elements, so no seed is needed
   const Mask mask(dropout);
   for (i64 at = (i64)blockIdx.x * THREADS + threadIdx.x; at < a.count; at += (i64)gridDim.x * THREADS) {
     Values v = load<K_X>(a.x, at), factor;
@@ -24,7 +24,7 @@ KERNEL(THREADS, relu_dropout, Relu) {
     } else {
       const i64 row = at / a.chunks;
       mask.apply(row, (int)(at - row * a.chunks), factor.v);
-      // Not fmaxf, which loses a NaN.
+      // fmaxf is not used, because it would turn a NaN into 0.
 #pragma unroll
       for (int j = 0; j < VEC; j++) v.v[j] = (v.v[j] <= 0.f ? 0.f : v.v[j]) * factor.v[j];
     }

@@ -2,9 +2,9 @@
 //!
 //! > y = M∘max(x, 0),  dx = dy/(1 − p) where y ≠ 0, else 0
 //!
-//! M holds dropout's factors, 0 or 1/(1 − p), from [`Dropout`]'s stream at element (row, column). The output alone
-//! tells the backward pass which elements passed: 1/(1 − p) ≥ 1 makes no positive x zero, in any storage type. Source:
-//! docs/spec.md §4.3, §4.5. A NaN in x is a NaN in y, dropped or not, and a NaN in y is a NaN in dx.
+//! M holds dropout's factors, 0 or 1/(1 − p), from [`Dropout`]'s stream at element (row, column). The backward pass
+//! needs only y to know which elements passed: as 1/(1 − p) ≥ 1, no positive x becomes zero, in any storage type.
+//! Source: docs/spec.md §4.3, §4.5. A NaN in x is a NaN in y, dropped or not, and a NaN in y is a NaN in dx.
 
 use crate::cpu::philox::{self, Dropout};
 use crate::cpu::{Accumulator, Element};
@@ -24,7 +24,8 @@ pub static PROGRAM: Program = Program {
 const DRAWN: usize = 4096;
 
 multiversion! {
-    /// Computes y from x, both whole rows of `cols` columns; the first is row `first_row` of the stream's matrix.
+    /// Computes y from x, which both consist of whole rows of `cols` columns; in dropout's stream their first row is
+    /// `first_row`.
     pub fn forward[E: Element](cols: usize, dropout: Option<&Dropout>, first_row: usize, x: &[E], y: &mut [E]) {
         assert_eq!(x.len(), y.len());
         let Some(dropout) = dropout else {
@@ -96,7 +97,7 @@ mod tests {
         (0..n).map(|i| E::store(E::Acc::from_f64(noise(i)))).collect()
     }
 
-    /// Checks every element against its own draw of the stream; one multiplication is exact in the accumulator's type.
+    /// Checks every element, bit for bit, against its own draw from the stream; both sides do the same multiplication.
     fn agree<E: Element>() {
         for level in Level::ALL {
             force(Some(level));
@@ -142,7 +143,7 @@ mod tests {
         let (x, mut y) = (vec![1.0f32; 1 << 18], vec![0.0; 1 << 18]);
         forward(512, Some(&dropout()), 0, &x, &mut y);
         let mean = y.iter().map(|y| *y as f64).sum::<f64>() / y.len() as f64;
-        // The standard deviation is √(p/(1−p))/2⁹ = 0.0013; the bound is five of them.
+        // The mean's standard deviation is √(p/(1−p))/2⁹ = 0.0013; the bound is five of them.
         assert!((mean - 1.0).abs() < 0.0065, "{mean}");
     }
 

@@ -1,13 +1,14 @@
 //! The fused residual step: x⁺ = α⊙x + β⊙drop(f) and y = N(x⁺), in one pass over memory each way.
 //!
-//! x is the residual stream, f the sublayer's output, α and β the scheme's scales (docs/spec.md §2.2), drop the dropout
-//! on the sublayer's output, and N the next norm: the scheme's own (post-norm) or the next sublayer's (pre-norm). y is
-//! computed from x⁺ after its rounding to x's type, which the backward pass reads. With G = dx⁺ + N′(dy),
+//! x is the residual stream, f the sublayer's output, α and β the scheme's scales (docs/spec.md §2.2), drop the
+//! dropout on the sublayer's output. N is the next norm: the scheme's own (post-norm) or the next sublayer's
+//! (pre-norm). x⁺ is first rounded to x's type, and y is computed from the rounded x⁺, because the backward pass
+//! reads that. With G = dx⁺ + N′(dy),
 //!
 //! > dx = α⊙G,  df = β⊙drop(G),  dα = Σ G⊙x,  dβ = Σ G⊙drop(f)   (sums over rows)
 //!
-//! The mask is never stored: both directions draw it from Philox (`cpu/philox.rs`) at the element's place. The forward
-//! pass reads x and f and writes x⁺ and y; the backward pass reads dx⁺, dy and x⁺ and writes dx and df.
+//! The mask is never stored: both passes draw it again from Philox (`cpu/philox.rs`), by the element's place. The
+//! forward pass reads x and f and writes x⁺ and y; the backward pass reads dx⁺, dy and x⁺ and writes dx and df.
 
 use crate::cpu::pack::{Isa, Of, Pack, Store, PAIR_LANES};
 use crate::cpu::philox::Dropout;
@@ -26,11 +27,11 @@ pub mod call;
 mod mask;
 mod scales;
 
-/// The step without a norm. With a norm, the step uses the norm's rules and its CUDA program.
+/// The step without a norm. A step with a norm uses the norm's own kernels and CUDA program.
 pub static NO_NORM: RowNormKernel = RowNormKernel::of::<NoNorm>(row_program!("no_norm.cu"));
 
-/// The parameters that all rows share. A scale is empty (one), one number, or one per column; `weight`, `bias`, `eps`
-/// and, for a curve, `numbers` belong to the norm.
+/// The parameters that all rows share. Each of α and β is empty (meaning 1), one number, or one number per column.
+/// `weight`, `bias`, `eps` and, for a curve, `numbers` belong to the norm.
 #[derive(Clone, Copy, Debug)]
 pub struct StepParameters<'a, A> {
     pub cols: usize,
@@ -43,7 +44,8 @@ pub struct StepParameters<'a, A> {
     pub numbers: [A; NUMBERS],
 }
 
-/// The gradients that are sums over rows, which are added to. Each is as long as its parameter, or empty if not wanted.
+/// The gradients that are sums over rows; a pass adds to them. Each is as long as its parameter, or empty if not
+/// wanted.
 #[derive(Debug)]
 pub struct Gradients<'a, A> {
     pub dweight: &'a mut [A],
@@ -54,8 +56,8 @@ pub struct Gradients<'a, A> {
 }
 
 multiversion! {
-    /// Writes x⁺ and y of some rows. `x` begins with row `first_row` of the whole matrix, which sets dropout's place.
-    /// `y` is empty if there is no norm; `stats` receives `norm.stats` numbers per row.
+    /// Writes x⁺ and y of some rows. The first row of `x` is row `first_row` of the whole matrix, which determines
+    /// dropout's mask. `y` is empty if there is no norm; `stats` receives `norm.stats` numbers per row.
     pub fn forward[isa S][X: Element, F: Element<Acc = X::Acc>, Y: Element<Acc = X::Acc>](
         norm: &RowNormFns<X::Acc>, step: &StepParameters<X::Acc>, first_row: usize, x: &[X], f: &[F], x_plus: &mut [X],
         y: &mut [Y], stats: &mut [X::Acc],
@@ -73,7 +75,7 @@ multiversion! {
         let (spare_x, spare_f) = (group.spare::<X>(), group.spare::<F>());
         let (mut spare_x_plus, mut spare_y) = (group.spare_out::<X>(), group.spare_out::<Y>());
         let mut bend = norm.curve.as_ref().map(|curve| Bend::new(curve, step.numbers, cols));
-        // Streamed results are not in the cache, so the norm reads x⁺ from this copy.
+        // Results that bypass the cache cannot be read back from it, so the norm reads x⁺ from this copy.
         let held_apart = !y.is_empty() && store.is_streamed();
         let mut held = memory::filled(X::default(), if held_apart { GROUP * cols } else { 0 });
         for g in 0..group.count() {
@@ -108,8 +110,8 @@ multiversion! {
 multiversion! {
     /// Computes the gradient of [`forward`]: overwrites `dx` and `df` (empty if not wanted), and adds to `grads`.
     ///
-    /// `dx_plus` or `dy` is empty if no gradient came back on that side; `x_plus` and `stats` are read only with `dy`,
-    /// `x` only with `grads.dalpha`, `f` only with `grads.dbeta`.
+    /// `dx_plus` or `dy` is empty if that output got no gradient. `x_plus` and `stats` are read only if there is
+    /// `dy`, `x` only if there is `grads.dalpha`, `f` only if there is `grads.dbeta`.
     pub fn backward[isa S][X: Element, F: Element<Acc = X::Acc>, Y: Element<Acc = X::Acc>](
         norm: &RowNormFns<X::Acc>, step: &StepParameters<X::Acc>, first_row: usize, dx_plus: &[X], dy: &[Y],
         x_plus: &[X], x: &[X], f: &[F], stats: &[X::Acc], dx: &mut [X], df: &mut [F], grads: &mut Gradients<X::Acc>,
@@ -125,7 +127,7 @@ multiversion! {
             }
             _ => None,
         };
-        // The buffer holds a curve's G, in the computing type.
+        // This buffer holds G in the computing type, if the norm is a curve.
         let mut total = memory::filled(X::Acc::ZERO, if bend.is_some() { GROUP * cols } else { 0 });
         let (alpha, beta) = scales(step);
         let (dalpha, dbeta) = (sum_of(grads.dalpha, cols), sum_of(grads.dbeta, cols));
@@ -136,7 +138,7 @@ multiversion! {
         let (spare_x, spare_f, spare_y) = (group.spare::<X>(), group.spare::<F>(), group.spare::<Y>());
         let (mut spare_dx, mut spare_df) = (group.spare_out::<X>(), group.spare_out::<F>());
         for g in 0..group.count() {
-            // Absent rows are empty.
+            // An absent matrix has four empty rows.
             let dy = group.rows(g, dy, &spare_y);
             let x_plus = if dy[0].is_empty() { [&[][..]; GROUP] } else { group.rows(g, x_plus, &spare_x) };
             let mut row_gradients = [(Measured::NONE, RowGradient::NONE); GROUP];
@@ -231,6 +233,7 @@ fn keep<A: Accumulator, S: Isa>(v: [Of<A, S>; 2], bits: &[u16; PAIR_LANES], thre
     [v[0].keep(&bits[0], threshold), v[1].keep(&bits[1], threshold)]
 }
 
+/// Copies a group of rows in the way `store`, which may bypass the caches.
 #[inline(always)]
 fn copy<S: Isa, X: Element>(from: [&[X]; GROUP], to: [&mut [X]; GROUP], store: Store) {
     let mut from = Blocks::of(from);

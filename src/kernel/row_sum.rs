@@ -1,4 +1,4 @@
-//! Adds the rows of a matrix to a sum, for the gradients of biases.
+//! Adds the rows of a matrix to a sum, as the gradient of a bias needs.
 
 use crate::cpu::pack::{Of, Pack, Store, PAIR_LANES};
 use crate::cpu::{memory, parallel, Accumulator, Element};
@@ -8,12 +8,12 @@ use crate::multiversion;
 use std::ops::Range;
 use tch::{Kind, Tensor};
 
-/// The number of rows that are added up before they are added to the sum: rounding grows with the root of the number of
-/// terms.
+/// The number of rows that are added up before they are added to the sum. This keeps rounding small: it grows with
+/// the root of the number of terms.
 const TOGETHER: usize = 64;
 
-/// Computes sum += Σ rows of x, (n) and (rows, n). A CPU kernel does so if the sum has the type in which x is computed
-/// (f64 for f64, else f32), torch otherwise. No gradient is recorded.
+/// Adds the rows of x (rows, n) to sum (n). A CPU kernel does so if sum has the type in which x is computed (f64 for
+/// f64, else f32), otherwise torch. No gradient is recorded.
 pub fn add_rows(sum: &Tensor, x: &Tensor) -> Result<()> {
     let computing = if x.kind() == Kind::Double { Kind::Double } else { Kind::Float };
     match (View::of(x), View::of(&sum.f_unsqueeze(0)?)) {
@@ -29,8 +29,8 @@ pub fn add_rows(sum: &Tensor, x: &Tensor) -> Result<()> {
 
 fn add_typed<E: Element>(x: &View, to: &View) -> Result<()> {
     let (mut sums, stride) = (memory::filled(E::Acc::ZERO, x.cols()), x.stride as usize);
-    // SAFETY: the views are of tensors on the CPU that outlive this call, x of E and the sum of its computing type; the
-    // caller may write the sum's memory, which is no part of x.
+    // SAFETY: the views are of tensors on the CPU that outlive this call. x is of E, and the sum of its computing
+    // type. The caller may write the sum's memory, which x does not share.
     let (numbers, to) = unsafe { (x.slice::<E>(), to.slice_mut::<E::Acc>()) };
     parallel::sum_over_rows(x.rows(), x.cols(), [&mut sums], |rows, _, [sums]| {
         add::<E>(numbers, rows, stride, sums);
@@ -79,7 +79,8 @@ mod tests {
     #[test]
     fn a_sum_of_another_type_is_torch_s() {
         let x = Tensor::ones([3, 40], (Kind::BFloat16, Device::Cpu));
-        // The sum has half as many bytes as the kernel would write, so the second row must stay as it is.
+        // Two bytes per number are half of what the kernel would write, so the second row shows if it wrote beyond
+        // the sum.
         let sums = Tensor::zeros([2, 40], (Kind::BFloat16, Device::Cpu));
         add_rows(&sums.get(0), &x).unwrap();
         assert_eq!(Vec::<f32>::try_from(sums.to_kind(Kind::Float).view(-1)).unwrap(), [[3.0; 40], [0.0; 40]].concat());
@@ -103,8 +104,8 @@ mod tests {
                     let largest = wanted.abs().max().double_value(&[]).max(1.0);
                     let off = (exact(&sum) - wanted).abs().max().double_value(&[]);
                     let unit = if kind == Kind::Double { f64::EPSILON } else { f32::EPSILON as f64 };
-                    // Sums of 64 rows, which are then added up, are off by a few units in the last place of the
-                    // largest.
+                    // Sums of 64 rows, and the sums of these, are off by a few units in the last place of the largest
+                    // result.
                     assert!(off < 4.0 * unit * largest, "{level:?} {kind:?} {rows} {cols}: {off}");
                 }
             }

@@ -8,19 +8,19 @@
 //!
 //! > dx = p·g + q·x̂ − r,  dw += dy⊙x̂,  db += dy
 //!
-//! where p, q and r depend on the row only through Σg and Σg⊙x̂. A norm is the formula of (shift, scale) and that of
-//! (p, q, r): [`RowNorm`]. The passes over memory are written here once, and the fused residual step
-//! ([`residual_step`](super::residual_step)) runs the same ones. They are compiled per type and instruction set but not
-//! per norm, because a norm's formulas give a few numbers per row and are called through [`RowNormFns`].
+//! where p, q and r depend on the row only through Σg and Σg⊙x̂. So a norm is two formulas, one for (shift, scale)
+//! and one for (p, q, r): [`RowNorm`]. The passes over memory are written here once, and the fused residual step
+//! ([`residual_step`](super::residual_step)) uses them too. They are compiled per type and instruction set but not
+//! per norm: a norm's formulas give only a few numbers per row, so they are called through [`RowNormFns`].
 //!
-//! Norms that measure nothing are curves with learned numbers: x̂ = f(scale·x + shift), [`CurveNorm`]. Their passes are
-//! in [`curve`].
+//! Some norms measure nothing: they are curves with learned numbers, x̂ = f(scale·x + shift), [`CurveNorm`]. Their
+//! passes are in [`curve`].
 //!
-//! Rows are processed in groups, as many as an instruction set has registers for ([`Isa::ROWS`]), so that the
-//! coefficients of a column are read, and the sums of its gradients read and written, once for all rows. After its
-//! first pass a group is in the second-level cache or nearer, so only that pass waits for memory, and it prefetches
-//! later rows meanwhile. Sums run over explicit lanes in a fixed order, whatever the grouping; see
-//! [`pack`](crate::cpu::pack) for differences between instruction sets.
+//! Rows are processed in groups, of as many rows as an instruction set has registers for ([`Isa::ROWS`]). So the
+//! coefficients of a column are read, and the sums of its gradients read and written, once for all rows of a group.
+//! After its first pass a group is in the second-level cache or nearer, so only that pass waits for memory, and it
+//! prefetches later rows meanwhile. Sums run over explicit lanes in an order that does not depend on the grouping;
+//! see [`pack`](crate::cpu::pack) for differences between instruction sets.
 
 use crate::cpu::pack::{Isa, Store};
 use crate::cpu::{Accumulator, Element};
@@ -45,18 +45,18 @@ pub const GROUP: usize = 4;
 
 /// A norm over the last dimension.
 pub trait RowNorm: Copy + Send + Sync + 'static {
-    /// The numbers kept per row for the backward pass: 0, 1 (the scale) or 2 (the shift, then the scale). The same
-    /// number tells what the norm measures in a row: nothing, its squares, or its moments.
+    /// The number of values kept per row for the backward pass. It also tells what the norm measures in a row: 0
+    /// means nothing, 1 its squares (the scale is kept), 2 its moments (the shift and the scale are kept).
     const STATS: usize;
 
-    /// Returns the shift and the scale of a row; the shift is zero if STATS < 2. `None` if the sums have lost
-    /// precision.
+    /// Returns the shift and the scale of a row; the shift is zero if STATS < 2. Returns `None` if the sums have lost
+    /// precision; then [`measure_scaled`](Self::measure_scaled) is used.
     fn measure<A: Accumulator>(sums: &Sums<A>, eps: A) -> Option<Measured<A>>;
 
-    /// Returns the same for a row whose squares (or sum) leave the range of the type.
+    /// Returns the shift and the scale of a row whose squares (or sum) overflow or underflow.
     fn measure_scaled<A: Accumulator>(x: &[A], eps: A) -> Measured<A>;
 
-    /// Returns dx as a function of g and x̂, given Σg (only if STATS is 2) and Σg⊙x̂ over `cols` columns.
+    /// Returns the coefficients of dx, from the sums over the `cols` columns: Σg (only if STATS is 2) and Σg⊙x̂.
     fn gradient<A: Accumulator>(row: Measured<A>, eps: A, cols: A, sum_g: A, sum_gx: A) -> RowGradient<A>;
 }
 
@@ -70,9 +70,9 @@ pub trait CurveNorm: 'static {
 #[derive(Clone, Copy, Debug)]
 pub struct Sums<A> {
     pub cols: A,
-    /// A guess of the mean; zero if STATS < 2.
+    /// A guess of the mean, near which squares keep their digits; zero if STATS < 2.
     pub about: A,
-    /// Σd with d = x − about, if STATS is 2.
+    /// Σd with d = x − about; not computed unless STATS is 2.
     pub sum: A,
     /// Σd² with d = x − about.
     pub squares: A,
@@ -97,7 +97,7 @@ pub struct RowGradient<A> {
 #[derive(Clone, Copy)]
 pub struct RowNormFns<A> {
     pub stats: usize,
-    /// The curve of a [`CurveNorm`], which does not use the other functions.
+    /// The curve, for a [`CurveNorm`]; its other functions are not called.
     pub curve: Option<Curve<A>>,
     measure: fn(&Sums<A>, A) -> Option<Measured<A>>,
     measure_scaled: fn(&[A], A) -> Measured<A>,
@@ -136,7 +136,7 @@ impl RowNormKernel {
         RowNormKernel { single: RowNormFns::of_curve::<N>(), double: RowNormFns::of_curve::<N>(), program }
     }
 
-    /// Returns the numbers kept per row for the backward pass.
+    /// Returns the number of values kept per row for the backward pass.
     pub fn stats(&self) -> usize {
         self.single.stats
     }
@@ -147,7 +147,7 @@ impl RowNormKernel {
     }
 }
 
-/// No norm, y = x, for residual schemes that pass no norm to the fused step.
+/// The norm y = x, for steps without a norm.
 #[derive(Clone, Copy, Debug)]
 pub struct NoNorm;
 
@@ -170,7 +170,8 @@ impl RowNorm for NoNorm {
 multiversion! {
     /// Computes y = w⊙x̂ + b for every row of `cols` numbers in `x`; `stats` receives `norm.stats` numbers per row.
     ///
-    /// `weight` is empty (ones), one number (a gain) or one per column; `bias` is empty (zeros) or one per column.
+    /// `weight` is empty (meaning ones), one number (a gain) or one per column; `bias` is empty (zeros) or one per
+    /// column.
     pub fn forward[isa S][E: Element](
         norm: &RowNormFns<E::Acc>, cols: usize, x: &[E], weight: &[E::Acc], bias: &[E::Acc], eps: E::Acc, y: &mut [E],
         stats: &mut [E::Acc],
@@ -227,7 +228,7 @@ multiversion! {
 impl<A: Accumulator> Measured<A> {
     pub const NONE: Self = Measured { shift: A::ZERO, scale: A::ONE };
 
-    /// Writes the numbers to keep for row `r`.
+    /// Writes the values that row `r` keeps for the backward pass, of which there are `count`.
     #[inline(always)]
     pub fn keep(self, count: usize, r: usize, stats: &mut [A]) {
         match count {
@@ -237,7 +238,7 @@ impl<A: Accumulator> Measured<A> {
         }
     }
 
-    /// Reads what [`keep`](Self::keep) wrote for a group of rows.
+    /// Reads the values that [`keep`](Self::keep) wrote for a group of rows.
     #[inline(always)]
     pub fn restore(count: usize, rows: std::ops::Range<usize>, stats: &[A]) -> [Self; GROUP] {
         let mut group = [Self::NONE; GROUP];

@@ -1,4 +1,4 @@
-//! A tensor in the kernels' form: a matrix in memory whose type is known at run time.
+//! A tensor in the form for kernels: a matrix in memory, whose type is known at run time.
 
 use crate::host::has_memory;
 use tch::{Device, Kind, Tensor};
@@ -11,7 +11,7 @@ pub struct View {
     pub rows: i64,
     pub cols: i64,
     pub stride: i64,
-    /// The type's code in [`by_dtype!`](crate::kernel::view::by_dtype); int64 is 4, a byte 5.
+    /// The code of the type, as in [`by_dtype!`](crate::kernel::view::by_dtype); 4 is int64 and 5 a byte.
     pub dtype: i32,
 }
 
@@ -46,6 +46,7 @@ impl View {
         self.cols as usize
     }
 
+    /// Returns the number of elements from the first to the last, gaps between rows included.
     fn len(&self) -> usize {
         match (self.rows, self.cols) {
             (0, _) | (_, 0) => 0,
@@ -53,13 +54,13 @@ impl View {
         }
     }
 
-    /// Returns the bytes that it spans; an empty slice if the tensor is absent.
+    /// Returns the bytes from the matrix's first number to its last; an empty slice if the tensor is absent.
     pub fn bytes(&self) -> *const [u8] {
         let each = [4, 8, 2, 2, 8, 1].get(self.dtype as usize).copied().unwrap_or(0);
         std::ptr::slice_from_raw_parts(self.data, self.len() * each)
     }
 
-    /// Returns the numbers; empty if the tensor is absent.
+    /// Returns the numbers from the first to the last, gaps between rows included; empty if the tensor is absent.
     ///
     /// # Safety
     /// The view's dtype is T, the caller of the kernel keeps the tensor alive for `'a`, and nobody writes it meanwhile.
@@ -71,7 +72,7 @@ impl View {
     }
 
     /// # Safety
-    /// Same as [`slice`](Self::slice), and this is the tensor's only slice.
+    /// The conditions of [`slice`](Self::slice) hold, and this is the tensor's only slice.
     pub unsafe fn slice_mut<'a, T>(&self) -> &'a mut [T] {
         if self.is_absent() || self.len() == 0 {
             return &mut [];

@@ -1,4 +1,5 @@
-//! Adam's update of flat buffers on a GPU; values that change from step to step are read on the device.
+//! Adam's update of flat buffers as an operator; on a GPU, values that change from step to step are read from the
+//! device.
 
 use super::call::{values, Call, Value};
 use super::declare::{tensor, DtypeRule, Kernels, Operator};
@@ -26,7 +27,7 @@ pub fn adam_in_place(buffers: &AdamBuffers, settings: &Coefficients) -> Result<(
 }
 
 pub(super) fn operator() -> Operator {
-    // n is the length of a buffer.
+    // The letter n stands for the length of a buffer.
     let buffer = |name| tensor(name, "=n", DtypeRule::Float32).written();
     let one = |name| tensor(name, "=1", DtypeRule::Float32);
     Operator::new(
@@ -67,6 +68,7 @@ pub(super) fn operator() -> Operator {
     .counted(&HANDLE)
 }
 
+/// Reads a call's arguments; `of` takes a tensor or a view from each of the first seven.
 fn read<T>(call: &Call, of: impl Fn(&Value) -> T) -> (Buffers<T>, Coefficients) {
     let [tensors @ .., beta1, beta2, eps, seed, update, place] = call.arguments::<13>();
     let [parameters, first, second, gradients, grad_scale, step_size, keep] = tensors.each_ref().map(of);

@@ -1,12 +1,12 @@
-//! Measurement of tensors' memory, from torch's reports of each block that a thread allocates or frees.
+//! Measures the memory of tensors: torch reports every block that a thread allocates or frees.
 
 use crate::error::{Error, Result};
 use std::ffi::c_void;
 
 /// Runs `work`. Returns its result, and the peak size in bytes of the tensors that it allocated.
 ///
-/// Backward passes on the CPU are counted too, because they run on this thread. A running torch profiler gets no
-/// reports meanwhile.
+/// Backward passes on the CPU are counted too, because they run on this thread. Meanwhile a running torch profiler
+/// gets no reports of memory.
 pub fn peak_of<T>(work: impl FnOnce() -> Result<T>) -> Result<(T, usize)> {
     let counter = Counter::new()?;
     let done = work()?;
@@ -17,7 +17,7 @@ struct Counter(*mut c_void);
 
 impl Counter {
     fn new() -> Result<Self> {
-        // SAFETY: it takes nothing; the result is ours until `drop`.
+        // SAFETY: the function takes no arguments, and the counter belongs to us until `drop`.
         let made = unsafe { nfrs_count_memory() };
         if made.is_null() {
             return Err(Error::Torch("memory cannot be counted".into()));
@@ -26,14 +26,15 @@ impl Counter {
     }
 
     fn peak(&self) -> usize {
-        // SAFETY: `new` created it, and `drop` has not run.
+        // SAFETY: `new` created the counter, and `drop` has not run.
         unsafe { nfrs_counted_peak(self.0) }.max(0) as usize
     }
 }
 
 impl Drop for Counter {
     fn drop(&mut self) {
-        // SAFETY: `new` created it on this thread, and a raw pointer keeps the type on it.
+        // SAFETY: `new` created the counter on this thread; a type with a raw pointer is not Send, so it is still on
+        // this thread.
         unsafe { nfrs_count_end(self.0) }
     }
 }

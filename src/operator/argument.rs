@@ -1,6 +1,6 @@
 //! The declaration of an operator's argument or output.
 
-/// The requirements on a tensor or a number (`shim/declared.h` describes the language of `sizes`).
+/// The requirements on a tensor or a number. `shim/declared.h` describes the notation of `sizes`.
 #[derive(Clone)]
 pub struct Argument {
     pub name: &'static str,
@@ -12,15 +12,15 @@ pub struct Argument {
     pub like: &'static str,
 }
 
-/// The enum `Type` of declared.h, and two kinds of arguments that are no tensors.
+/// The required type of a tensor (`Type` in declared.h); the last two variants mark arguments that are not tensors.
 #[derive(Clone, Copy, PartialEq)]
 pub enum DtypeRule {
     Floating,
-    /// The leader's type; for an output, the type of the argument that it is like.
+    /// The leader's type. For an output: the type of the argument that it is `like`.
     Same,
-    /// A floating type, which is float64 if the leader is.
+    /// A floating type, which is float64 if and only if the leader is.
     Width,
-    /// The type in which kernels compute the operator's first tensor: f64 for f64, else f32.
+    /// The type in which kernels compute: float64 if the leader is, else float32.
     Computed,
     Float32,
     Float64,
@@ -30,13 +30,13 @@ pub enum DtypeRule {
     Dtype,
     /// float32 or bfloat16.
     Moment,
-    /// An integer for which a letter of sizes stands.
+    /// An integer argument, whose value a letter in `sizes` stands for.
     Number,
-    /// A string by which messages call the operator.
+    /// A string argument, by which messages call the operator.
     Title,
 }
 
-/// The form in which kernels get a tensor: `Reading` in declared.h.
+/// The form in which kernels read a tensor; declared.h describes the variants (`Reading`).
 #[derive(Clone, Copy)]
 pub enum Reading {
     Dense,
@@ -47,48 +47,48 @@ pub enum Reading {
     State,
 }
 
-// Flags of declared.h.
+// These are the flags of declared.h.
 pub const OPTIONAL: u8 = 1;
 const HOST: u8 = 2;
 pub const WRITTEN: u8 = 4;
 const SHARED: u8 = 8;
-// Flags that declared.h does not have: C++ learns them from indices in the declaration.
+// declared.h lacks these flags: C++ gets the indices of the arguments that have them.
 pub const LEADER: u8 = 16;
 pub const KEPT: u8 = 32;
 pub const PLAIN: u8 = 64;
 pub const FIXED: u8 = 128;
 
-/// Declares a required tensor that is read as it is.
+/// Declares a required tensor that kernels read without conversion.
 pub fn tensor(name: &'static str, sizes: impl Into<String>, dtype: DtypeRule) -> Argument {
     Argument { name, sizes: sizes.into(), dtype, is: 0, reading: Reading::Dense, like: "" }
 }
 
-/// Declares the floating tensor with which types and devices are compared.
+/// Declares the leader: the floating tensor with which the other tensors' types and devices are compared.
 pub fn leader(name: &'static str, sizes: &str) -> Argument {
     tensor(name, sizes, DtypeRule::Floating).leading()
 }
 
-/// Declares a norm's gain or bias: absent, one number, or one for each column.
+/// Declares a norm's gain or bias: absent, one number, or one number per column.
 pub fn parameter(name: &'static str) -> Argument {
     Argument { reading: Reading::Parameter, ..tensor(name, "1|d", DtypeRule::Floating).optional() }
 }
 
-/// Declares a norm's parameter: like [`parameter`], or a matrix with a side as long as the number of columns.
+/// Declares a norm's parameter: like [`parameter`], or a matrix of which one side is the number of columns.
 pub fn parameter_or_matrix(name: &'static str) -> Argument {
     Argument { sizes: "1|d#".into(), ..parameter(name) }
 }
 
-/// Declares the seed, int64 (seed, update, micro-batch), which is required if `p` > 0.
+/// Declares the seed, an int64 tensor (seed, update, micro-batch); it is required if `p` > 0.
 pub fn seed() -> Argument {
     Argument { reading: Reading::Seed, ..tensor("seed", "=3", DtypeRule::Int64).optional().flag(HOST) }
 }
 
-/// Declares an integer argument for which `letter` of sizes stands.
+/// Declares an integer argument, whose value `letter` stands for in `sizes`.
 pub fn number(name: &'static str, letter: &str) -> Argument {
     tensor(name, letter, DtypeRule::Number)
 }
 
-/// Declares a string by which messages call the operator.
+/// Declares a string argument, by which messages call the operator.
 pub fn title(name: &'static str) -> Argument {
     tensor(name, "", DtypeRule::Title)
 }
@@ -107,59 +107,59 @@ impl Argument {
         self.flag(OPTIONAL)
     }
 
-    /// Makes it the tensor with which types and devices are compared.
+    /// Makes the argument the leader, with which types and devices are compared.
     pub fn leading(self) -> Self {
         self.flag(LEADER)
     }
 
-    /// Allows it on the CPU, wherever the leader is.
+    /// Allows the tensor on the CPU, even if the leader is on a GPU.
     pub fn on_host(self) -> Self {
         self.flag(HOST)
     }
 
-    /// Marks it as written in place.
+    /// Marks the tensor as written in place.
     pub fn written(self) -> Self {
         self.flag(WRITTEN)
     }
 
-    /// Lets the autograd node keep it, even if the backward operator does not take it.
+    /// Makes the autograd node keep the tensor, even if the backward operator does not take it.
     pub fn kept(self) -> Self {
         self.flag(KEPT)
     }
 
-    /// Lets the autograd node keep it, even if it is written to meanwhile.
+    /// Makes the autograd node keep the tensor without checking whether it is written to meanwhile.
     pub fn kept_plain(self) -> Self {
         self.flag(PLAIN)
     }
 
-    /// Marks an output as having no derivative, although its gradient has a name.
+    /// Marks an output as having no derivative, although the backward operator has an argument for its gradient.
     pub fn fixed(self) -> Self {
         self.flag(FIXED)
     }
 
-    /// Lets an output be the first output if it is left out.
+    /// Makes the first output stand for this output if this one is left out.
     pub fn or_first(self) -> Self {
         self.flag(SHARED)
     }
 
-    /// For an output: gives it the shape and type of an argument. For a backward operator's argument: passes it only if
-    /// the gradient of that argument is wanted.
+    /// For an output: gives it the shape and type of the argument `like`. For a backward operator's argument: passes
+    /// it only if the gradient of the argument `like` is wanted.
     pub fn like(self, like: &'static str) -> Self {
         Argument { like, ..self }
     }
 
-    /// Converts it to the leader's computing type.
+    /// Makes kernels read the tensor in the type in which they compute.
     pub fn computed(self) -> Self {
         Argument { reading: Reading::Computed, ..self }
     }
 
-    /// Lets kernels read it as a matrix with any distance between its rows.
+    /// Lets kernels read a matrix whose rows are any distance apart.
     pub fn by_columns(self) -> Self {
         Argument { reading: Reading::Columns, ..self }
     }
 
-    /// Lets kernels read it as a working copy, in float64 on the CPU;
-    /// [`Call::write_back`](super::call::Call::write_back) marks it as changed.
+    /// Makes kernels read a working copy, in float64 on the CPU. [`Call::write_back`](super::call::Call::write_back)
+    /// copies it back.
     pub fn state(self) -> Self {
         Argument { reading: Reading::State, ..self }
     }

@@ -13,8 +13,8 @@ use tch::Tensor;
 
 static HANDLE: Handle = Handle::new("attention");
 
-/// Computes attention through the dispatcher: q (rows, d), k and v (rows, d), ranges int64 (n, 4) of (q_start, q_len,
-/// k_start, k_len).
+/// Computes attention through the dispatcher. q is (rows, d), k and v are (rows, d), and `ranges` is int64 (n, 4)
+/// with the (q_start, q_len, k_start, k_len) of each sentence.
 pub fn attention(
     q: &Tensor,
     k: &Tensor,
@@ -32,8 +32,8 @@ pub fn attention(
     Ok(out)
 }
 
-/// Computes attention with options that no kernel has, from tch operations: the scores of all sentences, padded to the
-/// longest, are in memory at once. `dropout` is (p, seed, site).
+/// Computes attention with options that no kernel has, using tch operations. The scores of all sentences, padded to
+/// the longest, are in memory at the same time. `dropout` is (p, seed, site).
 pub fn composed_attention(
     [q, k, v]: [&Tensor; 3],
     ranges: &Tensor,
@@ -48,26 +48,26 @@ pub fn composed_attention(
     composed(q, k, v, ranges, &settings, extras, draw)
 }
 
-/// Computes torch's own attention on padded sentences, (sentences, heads, length, d_head), with scale·QKᵀ plus a mask;
-/// see `scaled_dot_product_attention`. cuDNN's kernel, which torch prefers for 16 bits on recent GPUs, is turned off:
-/// it builds a plan for every new shape, and sentences have many shapes.
+/// Computes attention with torch's `scaled_dot_product_attention` on padded sentences, (sentences, heads, length,
+/// d_head); the mask is added to scale·QKᵀ. cuDNN's kernel, which torch prefers for 16 bits on recent GPUs, is turned
+/// off: it builds a plan for every new shape, and sentences have many shapes.
 pub fn padded_attention([q, k, v]: [&Tensor; 3], mask: Option<&Tensor>, causal: bool, scale: f64) -> Result<Tensor> {
     let _without = WithoutCudnn::new();
     Ok(Tensor::f_scaled_dot_product_attention(q, k, v, mask, 0.0, causal, scale, false)?)
 }
 
-/// A guard that keeps torch's attention from using cuDNN. torch has one switch per process: meanwhile another thread's
-/// attention uses another of torch's kernels, with the same result except for rounding.
+/// A guard that keeps torch's attention from using cuDNN. torch has only one switch per process. So meanwhile other
+/// threads' attention does not use cuDNN either; its results then differ by rounding.
 struct WithoutCudnn;
 
-/// The number of live guards, and the switch's setting before the first.
+/// The number of live guards, and the switch's setting before the first of them.
 static WITHOUT_CUDNN: Mutex<(usize, bool)> = Mutex::new((0, false));
 
 impl WithoutCudnn {
     fn new() -> Self {
         let mut state = WITHOUT_CUDNN.lock().unwrap_or_else(PoisonError::into_inner);
         if state.0 == 0 {
-            // SAFETY: it sets torch's switch, and returns the old setting.
+            // SAFETY: the function sets torch's switch, and returns the old setting.
             state.1 = unsafe { nfrs_set_cudnn_attention(false) };
         }
         state.0 += 1;
@@ -104,7 +104,7 @@ fn check_heads(q: &Value, heads: i64) -> Result<()> {
 }
 
 pub(super) fn operator() -> Operator {
-    // n, m, w, h are the rows of queries, the rows of keys, the width, and the number of heads.
+    // Letters: n is the number of query rows, m of key rows, w the width, h the number of heads.
     let queries = |name| tensor(name, "nw", DtypeRule::Same);
     let keys = |name| tensor(name, "mw", DtypeRule::Same);
     let q = || leader("q", "nw").by_columns();

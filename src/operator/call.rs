@@ -1,4 +1,4 @@
-//! A call of an operator as C++ passes it to Rust and back: `Call` and `Value` in declared.h.
+//! A call of an operator, as C++ passes it to Rust and back (`Call` and `Value` in declared.h).
 
 use super::ffi::Span;
 use crate::cuda::Device;
@@ -7,12 +7,12 @@ use std::cell::Cell;
 use std::ffi::c_void;
 use tch::{Kind, Tensor};
 
-/// One argument, output or gradient of a call: formulas read the tensor, kernels the view.
+/// One argument, output or gradient of a call. Formulas read its tensor, kernels its view.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub struct Value {
     tag: i32,
-    /// The tensor's own type, even if it is read in another.
+    /// The code of the tensor's own type, even if kernels read a converted copy.
     pub dtype: i32,
     bits: u64,
     length: i64,
@@ -40,7 +40,7 @@ impl Value {
     }
 
     pub fn tensor(&self) -> Option<Tensor> {
-        // SAFETY: C++ keeps the tensors of a call alive until the call is done.
+        // SAFETY: C++ keeps a call's tensors alive until the call has ended.
         (self.tag == TENSOR).then(|| unsafe { Tensor::clone_from_ptr(self.bits as *mut _) })
     }
 
@@ -63,12 +63,12 @@ impl Value {
 
     /// Returns the elements of a list.
     pub fn elements(&self) -> Vec<Value> {
-        // SAFETY: C++ passes a list of this length, and keeps it until the call is done.
+        // SAFETY: C++ passes a list of this length, and keeps it until the call has ended.
         (0..self.length).map(|i| unsafe { nfrs_element(self.bits as *const c_void, i) }).collect()
     }
 
     pub fn text(&self) -> &str {
-        // SAFETY: C++ passes a string of this length, and keeps it until the call is done.
+        // SAFETY: C++ passes a string of this length, and keeps it until the call has ended.
         let bytes = unsafe { std::slice::from_raw_parts(self.bits as *const u8, self.length as usize) };
         std::str::from_utf8(bytes).unwrap_or_default()
     }
@@ -116,7 +116,7 @@ macro_rules! values {
 }
 pub(super) use values;
 
-/// A call in one of its stages.
+/// A call in one of its stages: plan, kernel, formula or gradient.
 #[repr(C)]
 pub struct Call {
     arguments: Span<Value>,
@@ -130,7 +130,7 @@ pub struct Call {
     composed: Cell<bool>,
 }
 
-/// The reason why a formula runs.
+/// The reason why a formula runs instead of a kernel.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum Why {
     /// There is no kernel for this call.
@@ -147,53 +147,53 @@ impl Call {
         exactly(self.all())
     }
 
-    /// Returns the arguments if their number depends on the declaration.
+    /// Returns all arguments, if their number depends on the declaration.
     pub fn all(&self) -> &[Value] {
-        // SAFETY: C++ keeps them for the call.
+        // SAFETY: C++ keeps the arguments until the call has ended.
         unsafe { self.arguments.get() }
     }
 
-    /// Returns the outputs if their number depends on the declaration.
+    /// Returns all outputs, if their number depends on the declaration.
     pub fn all_outputs(&self) -> &[Value] {
         // SAFETY: see above.
         unsafe { self.outputs.get() }
     }
 
-    /// Returns the first argument, a tensor that the schema requires.
+    /// Returns the first argument, which is a required tensor.
     pub fn first(&self) -> Tensor {
         self.all()[0].required()
     }
 
-    /// Returns the outputs: those that a kernel writes or, for a gradient, those that the forward pass kept.
+    /// Returns the outputs: for a kernel, those that it must write; for a gradient, those that the forward pass kept.
     pub fn outputs<const N: usize>(&self) -> &[Value; N] {
         exactly(self.all_outputs())
     }
 
-    /// Returns the outputs' gradients.
+    /// Returns the gradients of the outputs.
     pub fn given(&self) -> Vec<Option<Tensor>> {
-        // SAFETY: see above; in this stage there is one for each output.
+        // SAFETY: see above; in the gradient stage there is a gradient for each output.
         let outputs: &[Value] = unsafe { self.outputs.get() };
         // SAFETY: see above.
         (0..outputs.len()).map(|k| unsafe { &*self.gradients.add(k) }.tensor()).collect()
     }
 
-    /// Returns the arguments whose gradients are wanted.
+    /// Returns the arguments as tensors, with `None` for those whose gradient is not wanted.
     pub fn wanted(&self) -> Vec<Option<Tensor>> {
         self.all().iter().enumerate().map(|(i, v)| v.tensor().filter(|_| self.wanted >> i & 1 == 1)).collect()
     }
 
-    /// Calls `formula` with these tensors in place of the arguments.
+    /// Calls `formula` with this call, in which the given tensors replace arguments.
     pub fn with<T>(&self, tensors: &[Option<Tensor>], formula: impl FnOnce(&Call) -> T) -> T {
         self.with_values(&replaced(self.all(), tensors), formula)
     }
 
-    /// Calls `formula` with other arguments.
+    /// Calls `formula` with this call and other arguments.
     pub fn with_values<T>(&self, arguments: &[Value], formula: impl FnOnce(&Call) -> T) -> T {
         let (none, no) = (Cell::new(0), Cell::new(false));
         formula(&Call { arguments: Span::of(arguments), absent: none.clone(), written: none, composed: no, ..*self })
     }
 
-    /// Returns the CUDA device whose kernels run the call.
+    /// Returns the CUDA device whose kernels run the call; `None` for the CPU.
     pub fn device(&self) -> Option<Device> {
         (self.device >= 0).then_some(self.device)
     }
@@ -216,18 +216,18 @@ impl Call {
         self.written.set(self.written.get() | 1 << i);
     }
 
-    /// Refuses the call for kernels, so that the formula runs.
+    /// Tells C++ that no kernel accepts this call, so that the formula runs.
     pub fn decline(&self) {
         self.composed.set(true);
     }
 }
 
-/// Replaces arguments by these tensors, where they are given.
+/// Returns `given`, in which the tensors that are `Some` replace the values at their indices.
 pub fn replaced(given: &[Value], tensors: &[Option<Tensor>]) -> Vec<Value> {
     given.iter().zip(tensors).map(|(own, t)| t.as_ref().map_or(*own, Value::from)).collect()
 }
 
-/// Returns the number of the type in c10::ScalarType (tch keeps its own private).
+/// Returns a type's number in c10::ScalarType, which tch does not publish.
 pub fn scalar_type(kind: Kind) -> i64 {
     match kind {
         Kind::Half => 5,

@@ -11,7 +11,7 @@ use tch::Tensor;
 #[derive(Clone, Copy, Debug, Default)]
 pub struct ProcessGroup(Option<&'static GroupMember>);
 
-// Operators of torch.distributed; no code of ours moves the data. Tensors are where the group's backend requires them
+// These are operators of torch.distributed, which move the data. Tensors are where the group's backend requires them
 // (gloo: CPU, NCCL: CUDA).
 static ALL_REDUCE: Handle = Handle::of_torch("_c10d_functional::all_reduce");
 static ALL_REDUCE_IN_PLACE: Handle = Handle::of_torch("_c10d_functional::all_reduce_");
@@ -19,7 +19,8 @@ static ALL_GATHER: Handle = Handle::of_torch("_c10d_functional::all_gather_into_
 static BROADCAST: Handle = Handle::of_torch("_c10d_functional::broadcast");
 static WAIT: Handle = Handle::of_torch("_c10d_functional::wait_tensor");
 
-/// Parts of gloo's and NCCL's messages about a lost process; their first letters differ in case.
+/// Parts of the messages with which gloo and NCCL report a lost process, without a first letter that may be a
+/// capital.
 const OF_A_LOST_PARTNER: [&str; 7] =
     ["onnection closed", "onnection reset", "onnection refused", "roken pipe", "imed out", "NCCL", "remote process"];
 
@@ -31,7 +32,7 @@ struct GroupMember {
 }
 
 impl GroupMember {
-    /// Calls a collective and waits for it. If a partner has died, the error says so in one line.
+    /// Calls a collective operation and waits for it. If another process has died, the error says so in one line.
     fn waited(&self, collective: &Handle, arguments: &[Value]) -> Result<Tensor> {
         let call = || {
             let [t] = collective.call(arguments)?;
@@ -77,7 +78,7 @@ impl ProcessGroup {
     /// A single process.
     pub const ALONE: ProcessGroup = ProcessGroup(None);
 
-    /// Registers the group that torch.distributed knows by this name, in which this process is `rank` of `size`.
+    /// Registers the process group `name` of torch.distributed, in which this process is `rank` of `size`.
     pub fn new(name: &str, rank: usize, size: usize) -> Result<Self> {
         if rank >= size {
             return Err(Error::invalid(format!("rank {rank} of a process group of {size}; expected one below {size}")));
@@ -94,7 +95,7 @@ impl ProcessGroup {
         }))))
     }
 
-    /// Returns the group registered under this name; "" is a single process.
+    /// Returns the group registered as `name`; "" is a single process.
     pub fn named(name: &str) -> Option<Self> {
         if name.is_empty() {
             return Some(ProcessGroup::ALONE);
@@ -102,7 +103,7 @@ impl ProcessGroup {
         known().iter().find(|k| k.name == name).map(|k| ProcessGroup(Some(*k)))
     }
 
-    /// Returns the ranks in the form for norms; `None` for a single process.
+    /// Returns the group in the form for norms; `None` for a single process.
     pub fn ranks(self) -> Option<&'static dyn Ranks> {
         self.0.map(|known| known as &dyn Ranks)
     }
@@ -124,12 +125,12 @@ impl ProcessGroup {
         self.rank() == 0
     }
 
-    /// Returns Σ t over ranks.
+    /// Returns the sum of t over all ranks.
     pub fn sum(self, t: &Tensor) -> Result<Tensor> {
         self.0.map_or_else(|| Ok(t.shallow_clone()), |k| k.sum(t))
     }
 
-    /// Sets t ← Σ t over ranks, so that a model's gradients need no copy.
+    /// Replaces t by its sum over all ranks, so that a model's gradients need no copy.
     pub fn sum_in_place(self, t: &mut Tensor) -> Result<()> {
         if let Some(k) = self.0 {
             let _ = k.waited(&ALL_REDUCE_IN_PLACE, &values![&*t, "sum", k.name()])?;

@@ -1,4 +1,4 @@
-//! Norms with column statistics: an operator for each, and the table of them.
+//! Norms with column statistics: one operator for each norm, and the table of the norms.
 
 use super::call::{values, Call, Value, Why};
 use super::declare::{leader, tensor, DtypeRule, Operator};
@@ -27,7 +27,8 @@ pub struct Column<'a> {
     pub bias: Option<&'a Tensor>,
     pub pad_mask: Option<&'a Tensor>,
     pub state: StateTensors,
-    /// The statistics of an earlier run of the same forward pass, which are used unchanged and update nothing.
+    /// The statistics that an earlier run of the same forward pass used. They are used again, and the state is not
+    /// updated.
     pub stats: Option<&'a Tensor>,
     pub options: ColumnOptions,
 }
@@ -43,13 +44,14 @@ impl ColumnNormOp {
         &ALL
     }
 
-    /// Returns the operator of these kernels; callers keep it for many calls.
+    /// Returns the operator of these kernels. The search is linear, so callers keep the result.
     pub fn of(kernels: &'static ColumnNormOpSpec) -> &'static Self {
         let found = Self::all().iter().find(|o| std::ptr::eq(o.kernels, kernels));
         found.expect("every norm with statistics of columns is in COLUMN_NORMS")
     }
 
-    /// Returns (N(x), the statistics it used) through the dispatcher: differentiable, on any device.
+    /// Returns N(x) and the statistics that it used. The call goes through the dispatcher: it is differentiable and
+    /// runs on any device.
     pub fn call(&self, call: &Column) -> Result<(Tensor, Tensor)> {
         let Column { x, weight, bias, pad_mask, stats, .. } = *call;
         let StateTensors { first, second, iters, refused } = &call.state;
@@ -149,6 +151,7 @@ pub(super) fn operator(o: &'static ColumnNormOp) -> Operator {
     .counted(&o.handle)
 }
 
+/// True if the argument chooses the variant that PowerNorm's authors released.
 fn is_release(k: &ColumnNormOpSpec, variant: &Value) -> Result<bool> {
     match variant.text() {
         "paper" => Ok(false),
@@ -157,6 +160,7 @@ fn is_release(k: &ColumnNormOpSpec, variant: &Value) -> Result<bool> {
     }
 }
 
+/// Returns the process group that the argument names, or an error if it was not registered.
 fn ranks(k: &ColumnNormOpSpec, name: &Value) -> Result<Option<&'static dyn Ranks>> {
     let group = ProcessGroup::named(name.text()).ok_or_else(|| {
         Error::invalid(format!(
@@ -211,7 +215,7 @@ fn plan(k: &ColumnNormOpSpec, call: &Call) -> Result<()> {
             "under vmap every example would move the running statistics: call eval() first, or give no buffers",
         ),
         _ => {
-            // A GPU's kernels support one process only, and buffers of one type.
+            // A GPU's kernels support only one process, and only buffers that all have one type.
             let mixed = !second.is_none() && first.dtype != second.dtype;
             if call.device().is_some() && (mixed || o.ranks.is_some()) {
                 call.decline();
@@ -221,7 +225,7 @@ fn plan(k: &ColumnNormOpSpec, call: &Call) -> Result<()> {
     }
 }
 
-/// Returns gradients from the formula, which can be differentiated again.
+/// Returns the formula's gradients, which can be differentiated again.
 fn double_backward(o: &ColumnNormOp, call: &Call) -> Result<Vec<Option<Tensor>>> {
     let (k, count) = (o.kernels, &o.handle);
     let [x, weight, bias, pad, first, ..] = call.arguments::<16>();
@@ -239,7 +243,7 @@ fn double_backward(o: &ColumnNormOp, call: &Call) -> Result<Vec<Option<Tensor>>>
         );
     }
     count.count_composed();
-    // For the batch's statistics the formula runs again; running statistics are constants.
+    // If the batch's own statistics were used, the formula measures them again; running statistics are constants.
     let from_batch = o.train || first.is_none();
     let given = if from_batch { None } else { stats.tensor() };
     let (pad, state, o) = (pad.tensor(), StateTensors::default(), ColumnOptions { train: from_batch, ..o });
@@ -276,7 +280,8 @@ fn forward(k: &'static ColumnNormOpSpec, call: &Call) -> Result<()> {
     }
     kernel::forward(call.device(), &k.kernel, &v)?;
     if v.options.train && !v.given {
-        // These are the buffers' indices among the arguments; the backward pass updates PowerNorm's second buffer.
+        // The numbers are the changed buffers' indices among the arguments. PowerNorm's second buffer (5) changes
+        // only in the backward pass.
         let moved: &[usize] = if k.kernel.approximate { &[4, 6, 7] } else { &[4, 5, 6, 7] };
         moved.iter().for_each(|i| call.write_back(*i));
     }
@@ -304,7 +309,7 @@ fn backward(k: &'static ColumnNormOpSpec, call: &Call) -> Result<()> {
     let d = ColumnGradients { dy: dy.view, dx: dx.view, dweight: dweight.view, dbias: dbias.view };
     kernel::backward(call.device(), &k.kernel, &v, &d)?;
     if v.options.train && k.kernel.approximate {
-        // These are their indices among the backward operator's arguments.
+        // These are the indices of the second buffer and of `refused` among the backward operator's arguments.
         [4, 5].into_iter().for_each(|i| call.write_back(i));
     }
     Ok(())
@@ -314,7 +319,7 @@ fn is_wide(buffer: &Value) -> bool {
     buffer.dtype == 1
 }
 
-/// Returns the mask of x's rows; absent if x has no numbers, because its view then has no rows.
+/// Returns the mask of x's rows. It is absent if x has no columns, because x's view then has no rows.
 fn of_rows(x: &View, pad: &Value) -> View {
     match x.rows() {
         0 => View::ABSENT,

@@ -1,5 +1,5 @@
-//! Operators composed of others, which PyTorch differentiates, batches and traces through. On a GPU `lp_norm` runs
-//! ScaleNorm's kernels with lengths of another order.
+//! Operators composed of other operators, through which PyTorch differentiates, batches and traces. On a GPU
+//! `lp_norm` runs ScaleNorm's kernels, with the length of another order p.
 
 use super::call::{values, Call, Value};
 use super::declare::{gradient, leader, parameter, parameter_or_matrix, tensor, title, Argument, DtypeRule, Operator};
@@ -20,7 +20,7 @@ static ON_DEVICE: Handle = Handle::new("lp_norm_forward");
 static OWN: Handle = Handle::new("own_norm");
 static CONVENTIONAL: Handle = Handle::new("conventional_rms_norm");
 
-/// Computes y of a user's norm, with the operator that python/normformer_rs/declarations/norm.py defines.
+/// Computes y of a user's norm with an operator that python/normformer_rs/declarations/norm.py defines.
 pub fn norm_of_ones_own(own: &OwnNorm, x: &Tensor, parameters: &[Tensor]) -> Result<Tensor> {
     let at = |i: usize| Value::from(parameters.get(i));
     let mut arguments = vec![Value::from(x)];
@@ -37,7 +37,7 @@ pub fn norm_of_ones_own(own: &OwnNorm, x: &Tensor, parameters: &[Tensor]) -> Res
     Ok(y)
 }
 
-/// Computes y of a norm with an operator of its own, through the dispatcher.
+/// Computes y of a norm that has its own operator, through the dispatcher.
 pub fn own_norm(own: &CompositeNormOpSpec, x: &Tensor, weight: Option<&Tensor>, given: &NormArgs) -> Result<Tensor> {
     let handle = [&HANDLE, &CONVENTIONAL].into_iter().find(|handle| handle.name == own.operator);
     let option = |keyword: &&str| match given.value(keyword) {
@@ -49,8 +49,8 @@ pub fn own_norm(own: &CompositeNormOpSpec, x: &Tensor, weight: Option<&Tensor>, 
     Ok(y)
 }
 
-/// Divides each of `groups` equal parts of x's last dimension by its root mean square, with rmsnorm's kernel; x is (…,
-/// d).
+/// Divides each of `groups` equal parts of x's last dimension by its root mean square, with rmsnorm's kernel. x has
+/// the shape (…, d).
 pub fn group_scaling(x: &Tensor, groups: i64) -> Result<Tensor> {
     static NORM: LazyLock<&RowNormOp> = LazyLock::new(|| RowNormOp::of(&rms_norm::OPERATOR));
     if groups == 1 {
@@ -62,7 +62,8 @@ pub fn group_scaling(x: &Tensor, groups: i64) -> Result<Tensor> {
 
 // ---- the operators ----
 
-/// Declares an operator composed of others. Rows without numbers are returned unchanged, because nothing divides them.
+/// Declares an operator composed of other operators. Rows without numbers are returned unchanged, without calling
+/// `y`.
 fn composition(
     schema: &str,
     arguments: impl Into<Vec<Argument>>,
@@ -95,7 +96,7 @@ pub(super) fn lp_norm_operator() -> Operator {
     .plan(|call| check_order(call.arguments::<4>()[2].float()))
 }
 
-/// Declares lp_norm for GPUs with kernels.
+/// Declares lp_norm's kernels, which exist only for GPUs.
 pub(super) fn lp_norm_on_device() -> Operator {
     let weight = || parameter("weight").computed();
     let stats = || tensor("stats", "*1", DtypeRule::Float32);
@@ -146,7 +147,8 @@ fn check_order(p: f64) -> Result<()> {
     lp::check("lp_norm: p", p)
 }
 
-/// Declares RMSNorm with its conventions: RMSNorm's kernels if they compute its x̂, otherwise composed.
+/// Declares RMSNorm with its conventions. It uses RMSNorm's kernels if they compute the same x̂, otherwise a composed
+/// form.
 pub(super) fn conventional_rms_norm() -> Operator {
     static NORM: LazyLock<&RowNormOp> = LazyLock::new(|| RowNormOp::of(&rms_norm::OPERATOR));
     fn read(call: &Call) -> Result<(Conventions, Option<Tensor>, f64)> {
@@ -170,7 +172,7 @@ pub(super) fn conventional_rms_norm() -> Operator {
     .plan(|call| read(call)?.0.measured(engine::width(&call.first())?).map(drop))
 }
 
-/// Returns the arguments of ScaleNorm's kernels on a GPU, and the GPU.
+/// Returns the GPU, and the arguments of ScaleNorm's kernels on it.
 fn on_device(call: &Call, [x, weight, stats, p, eps]: [&Value; 5]) -> Result<(Option<Device>, RowViews)> {
     let order = Some(p.float());
     let views = RowViews { order, ..RowViews::alone(x.view, weight.view, stats.view, eps.float()) };
@@ -180,7 +182,7 @@ fn on_device(call: &Call, [x, weight, stats, p, eps]: [&Value; 5]) -> Result<(Op
     }
 }
 
-/// x/√(mean over each group of x² + 1e-5).
+/// Declares x/√(m + 1e-5), where m is the mean of x² over each group.
 pub(super) fn group_scaling_operator() -> Operator {
     composition("group_scaling(Tensor x, int groups=1) -> Tensor", [leader("x", "*d")], |call, x| {
         group_scaling(x, call.arguments::<2>()[1].int())
@@ -202,8 +204,8 @@ pub(super) fn group_scaling_operator() -> Operator {
     })
 }
 
-/// Declares the composed form of the table's row norm with the name `name`; `parameters` are in the form for its
-/// kernels.
+/// Declares the composed form of all row norms in the table, of which the argument `name` chooses one. `parameters`
+/// are in the form for that norm's kernels.
 pub(super) fn composed_norm() -> Operator {
     composition(
         "composed_norm(Tensor x, Tensor?[] parameters, float[] options, str name) -> Tensor",

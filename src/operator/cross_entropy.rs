@@ -13,8 +13,8 @@ use tch::Tensor;
 static HANDLE: Handle = Handle::new("label_smoothed_cross_entropy");
 static IN_PLACE: Handle = Handle::new("label_smoothed_cross_entropy_");
 
-/// Returns (loss, nll), one number per row; the loss is differentiable. `mask` is bool (V), true in the target
-/// vocabulary.
+/// Returns (loss, nll), with one number per row; only the loss is differentiable. `mask` is bool (V), true for
+/// columns in the target vocabulary.
 pub fn cross_entropy(
     logits: &Tensor,
     target: &Tensor,
@@ -27,8 +27,8 @@ pub fn cross_entropy(
     Ok((loss, nll))
 }
 
-/// Returns the same, and overwrites the logits by `scale`·∂(Σ loss)/∂logits. `scale` is one float64 on the logits'
-/// device.
+/// Returns (loss, nll), and overwrites the logits with `scale`·∂(Σ loss)/∂logits. `scale` is one float64 number on
+/// the logits' device.
 pub fn cross_entropy_in_place(
     logits: &mut Tensor,
     target: &Tensor,
@@ -45,7 +45,7 @@ pub fn cross_entropy_in_place(
 
 // ---- the operators ----
 
-/// Declares the logits; n and c are the numbers of rows and classes.
+/// Declares the logits. The letters n and c stand for the numbers of rows and classes.
 fn logits() -> Argument {
     leader("logits", "nc")
 }
@@ -58,13 +58,13 @@ fn mask() -> Argument {
     tensor("mask", "c", DtypeRule::Bool).optional()
 }
 
-/// Declares one number per row.
+/// Declares a tensor with one number per row.
 fn per_row(name: &'static str) -> Argument {
     tensor(name, "n", DtypeRule::Computed)
 }
 
-/// Declares the log of the sum of exponentials as two numbers that are never added: the maximum, and the sum relative
-/// to it.
+/// Declares the log of a row's sum of exponentials, as two numbers that are never added: the maximum, and the sum of
+/// exponentials relative to it.
 fn lse() -> Argument {
     tensor("lse", "n2", DtypeRule::Computed)
 }
@@ -121,8 +121,8 @@ pub(super) fn operator() -> Operator {
     .counted(&HANDLE)
 }
 
-/// Declares the loss that replaces the logits by scale·∂(Σ loss)/∂logits. The scale is a tensor so that a CUDA graph
-/// can be replayed with another value.
+/// Declares the loss that overwrites the logits with scale·∂(Σ loss)/∂logits. The scale is a tensor, so that a CUDA
+/// graph can be replayed with another scale.
 pub(super) fn in_place_operator() -> Operator {
     Operator::new(
         "label_smoothed_cross_entropy_(Tensor(a!) logits, Tensor target, Tensor? mask, float nll_weight, \

@@ -13,7 +13,7 @@ use std::sync::OnceLock;
 use tch::Tensor;
 
 type Run = Box<dyn Fn(&Call) -> Result<()> + Send + Sync>;
-/// Computes outputs or gradients; `None` stands for zeros, or for no gradient.
+/// A function that computes outputs or gradients. `None` stands for an output of zeros, or for no gradient.
 type Make = Box<dyn Fn(&Call) -> Result<Vec<Option<Tensor>>> + Send + Sync>;
 
 /// The declaration of an operator.
@@ -26,7 +26,7 @@ pub struct Operator {
     kernel: Option<Run>,
     pub(super) formula: Option<Make>,
     pub(super) backward: Option<Box<Operator>>,
-    /// For a backward operator: its forward operator, once that is registered.
+    /// Set for a backward operator when its forward operator is registered.
     pub(super) forward: OnceLock<&'static Operator>,
     pub(super) double_backward: Option<Make>,
     pub(super) has_own_gradient: bool,
@@ -42,12 +42,13 @@ pub enum Kernels {
     Cpu,
     Gpu,
     Nowhere,
-    /// No kernels: PyTorch differentiates and traces the operators that the formula calls.
+    /// No kernels, only a formula, whose operators PyTorch differentiates and traces.
     Composition,
 }
 
 impl Operator {
-    /// Takes the schema in torch's syntax, the requirements on its tensors in the schema's order, and the outputs.
+    /// Declares an operator by its schema in torch's syntax, the requirements on its tensors in the schema's order,
+    /// and its outputs.
     pub fn new(
         schema: impl Into<String>,
         arguments: impl Into<Vec<Argument>>,
@@ -71,44 +72,46 @@ impl Operator {
         }
     }
 
-    /// Adds checks that no table expresses, and the choice of outputs that are not computed ([`Call::leave_out`]).
+    /// Adds checks that the table cannot express; they may also choose outputs that are not computed
+    /// ([`Call::leave_out`]).
     pub fn plan(self, plan: impl Fn(&Call) -> Result<()> + Send + Sync + 'static) -> Self {
         Operator { plan: Some(Box::new(plan)), ..self }
     }
 
-    /// Sets the kernel that writes the outputs, on the CPU or a GPU.
+    /// Sets the kernel, which writes the outputs on the CPU and on GPUs.
     pub fn kernel(self, kernel: impl Fn(&Call) -> Result<()> + Send + Sync + 'static) -> Self {
         self.kernel_on(Kernels::Everywhere, kernel)
     }
 
-    /// Sets a kernel like [`kernel`](Self::kernel), for only one kind of device.
+    /// Sets the kernel for only one kind of device.
     pub fn kernel_on(self, kernels: Kernels, kernel: impl Fn(&Call) -> Result<()> + Send + Sync + 'static) -> Self {
         Operator { kernels, kernel: Some(Box::new(kernel)), ..self }
     }
 
-    /// Sets the formula in tch, which runs where there is no kernel, under torch.func, and for second derivatives.
+    /// Sets the formula in tch. It runs if there is no kernel, under torch.func, and for second derivatives.
     pub fn formula(self, formula: impl Fn(&Call) -> Result<Vec<Option<Tensor>>> + Send + Sync + 'static) -> Self {
         Operator { formula: Some(Box::new(formula)), ..self }
     }
 
-    /// Lets the formula compute it on every device.
+    /// Makes the formula compute the operator on every device.
     pub fn formula_alone(self) -> Self {
         Operator { kernels: Kernels::Nowhere, ..self }
     }
 
-    /// Makes it a composition: only a formula, whose operations PyTorch differentiates and traces.
+    /// Makes the operator a composition: it has only a formula, whose operations PyTorch differentiates and traces.
     pub fn composition(self) -> Self {
         Operator { kernels: Kernels::Composition, ..self }
     }
 
-    /// Sets the backward operator. Its arguments determine what an autograd node keeps: `dNAME` is the gradient of
-    /// output NAME, and any other name is that output or argument. Its output `dNAME` is argument NAME's gradient.
+    /// Sets the backward operator. The names of its arguments determine what an autograd node keeps: `dNAME` is the
+    /// gradient of output NAME, and any other name is an output or argument of this operator. Its output `dNAME` is
+    /// the gradient of argument NAME.
     pub fn backward(self, backward: Operator) -> Self {
         Operator { backward: Some(Box::new(backward)), ..self }
     }
 
-    /// Sets gradients of its arguments, by index, that can be differentiated again; without this the formula runs
-    /// again.
+    /// Sets a function that returns the arguments' gradients, by index, in a form that can be differentiated again.
+    /// Without it the formula runs again and is differentiated.
     pub fn double_backward(
         self,
         double_backward: impl Fn(&Call) -> Result<Vec<Option<Tensor>>> + Send + Sync + 'static,
@@ -116,22 +119,22 @@ impl Operator {
         Operator { double_backward: Some(Box::new(double_backward)), ..self }
     }
 
-    /// Uses the backward operator's derivative outside torch.func transforms, even where there is no kernel.
+    /// Uses the backward operator for gradients even if there is no kernel, except under torch.func transforms.
     pub fn with_own_gradient(self) -> Self {
         Operator { has_own_gradient: true, ..self }
     }
 
-    /// Makes vmap call it for one example after the other.
+    /// Makes vmap call the operator once per example.
     pub fn looped(self) -> Self {
         Operator { is_looped: true, ..self }
     }
 
-    /// Sets its CUDA program, unless another operator has the same one.
+    /// Sets the operator's CUDA program, unless another operator has set the same one.
     pub fn program(self, program: &'static Program) -> Self {
         Operator { program: Some(program), ..self }
     }
 
-    /// Lets the handle count its calls.
+    /// Makes `handle` count the operator's calls.
     pub fn counted(self, handle: &'static Handle) -> Self {
         Operator { handle: Some(handle), ..self }
     }
@@ -153,11 +156,12 @@ impl Operator {
         self.formula_of(call)
     }
 
-    /// Runs the formula without counting the call.
+    /// Runs the formula, but does not count the call.
     pub(super) fn formula_of(&self, call: &Call) -> Result<Vec<Option<Tensor>>> {
         self.formula.as_ref().ok_or_else(|| self.missing())?(call)
     }
 
+    /// Returns gradients that can be differentiated again.
     pub(super) fn gradients_again(&self, call: &Call) -> Result<Vec<Option<Tensor>>> {
         match &self.double_backward {
             Some(double_backward) => double_backward(call),

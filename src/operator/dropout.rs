@@ -1,4 +1,4 @@
-//! Dropout among an operator's arguments: its rate `p`, a seed, and the dropout site.
+//! Dropout as arguments of an operator: the rate `p`, a seed, and the number of the dropout site.
 
 use super::call::{values, Call, Value};
 use super::declare::{number, tensor, DtypeRule, Operator};
@@ -10,6 +10,7 @@ use tch::Tensor;
 
 static MASK: Handle = Handle::new("dropout_mask");
 
+/// Errors unless p lies in [0, 1).
 pub fn check_rate(operator: &str, p: f64) -> Result<()> {
     match (0.0..1.0).contains(&p) {
         true => Ok(()),
@@ -17,6 +18,7 @@ pub fn check_rate(operator: &str, p: f64) -> Result<()> {
     }
 }
 
+/// Errors if the rate is wrong, or if it is above 0 and there is no seed.
 pub fn check_dropout(operator: &str, p: &Value, seed: &Value) -> Result<()> {
     check_rate(operator, p.float())?;
     match p.float() == 0.0 || !seed.is_none() {
@@ -40,7 +42,8 @@ pub fn draw(call: &Call, [p, seed, site]: [&Value; 3]) -> Draw {
     }
 }
 
-/// Returns a formula's dropout factors for t, 0 or 1/(1 − p), in t's shape; `None` without dropout.
+/// Returns the dropout factors with which a formula multiplies t, 0 or 1/(1 − p), in t's shape; `None` without
+/// dropout.
 pub fn drawn_for(t: &Tensor, draw: [&Value; 3]) -> Result<Option<Tensor>> {
     let size = t.size();
     let cols = size.last().copied().unwrap_or(1);
@@ -51,8 +54,8 @@ pub fn drawn_for(t: &Tensor, draw: [&Value; 3]) -> Result<Option<Tensor>> {
 
 /// Returns dropout factors for `rows` × `cols`, float64 on the seed's device.
 ///
-/// It goes through the dispatcher, which can read a seed that torch.func wraps, and which calls once per example if
-/// vmap's examples have separate seeds.
+/// The call goes through the dispatcher, because only it can read a seed that torch.func wraps. If vmap's examples
+/// have separate seeds, the dispatcher calls once per example.
 pub fn drawn([p, seed, site]: [&Value; 3], rows: i64, cols: i64) -> Result<Option<Tensor>> {
     match seed.tensor() {
         Some(seed) if p.float() > 0.0 => dropout_mask(&seed, rows, cols, p.float(), site.int()).map(Some),
@@ -66,7 +69,7 @@ pub fn dropout_mask(seed: &Tensor, rows: i64, cols: i64, p: f64, site: i64) -> R
     Ok(mask)
 }
 
-/// Declares the operator that returns dropout's factors as kernels draw them.
+/// Declares the operator that returns dropout's factors; kernels draw the same ones.
 pub(super) fn operator() -> Operator {
     Operator::new(
         "dropout_mask(Tensor seed, int rows, int cols, float p, int site) -> Tensor",

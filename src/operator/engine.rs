@@ -1,4 +1,4 @@
-//! Calls through the dispatcher, and functions that tch does not bind: registration and the autograd engine.
+//! Calls of operators through the dispatcher, and functions of the autograd engine that tch does not bind.
 
 use super::call::Value;
 use super::ffi::{shim_error, Span};
@@ -29,7 +29,7 @@ extern "C" {
     fn at_grad_set_enabled(on: c_int) -> c_int;
 }
 
-/// An operator of the dispatcher, looked up at the first call, with counts of its calls.
+/// An operator of the dispatcher, which is looked up at the first call; counts its calls.
 pub struct Handle {
     library: &'static str,
     pub name: &'static str,
@@ -39,13 +39,13 @@ pub struct Handle {
 }
 
 impl Handle {
-    /// Names one of our operators.
+    /// Creates the handle of one of our operators.
     pub const fn new(name: &'static str) -> Self {
         let (found, kernel, composed) = (AtomicUsize::new(0), AtomicU64::new(0), AtomicU64::new(0));
         Handle { library: "normformer_rs::", name, found, kernel, composed }
     }
 
-    /// Names one of torch's operators by its full name.
+    /// Creates the handle of one of torch's operators from its full name.
     pub const fn of_torch(name: &'static str) -> Self {
         Handle { library: "", ..Handle::new(name) }
     }
@@ -58,19 +58,20 @@ impl Handle {
         self.count(&self.composed);
     }
 
-    /// Counts a call, unless a proof makes it.
+    /// Counts a call, except during a kernel's proof.
     fn count(&self, calls: &AtomicU64) {
         if !verdict::is_proof() {
             calls.fetch_add(1, Ordering::Relaxed);
         }
     }
 
-    /// Returns the calls of its kernel and of its formula since the process started, so that tests can assert which
-    /// ran.
+    /// Returns the number of kernel calls and of formula calls since the process started, so that tests can assert
+    /// which ran.
     pub fn counts(&self) -> (u64, u64) {
         (self.kernel.load(Ordering::Relaxed), self.composed.load(Ordering::Relaxed))
     }
 
+    /// Returns the operator's address in C++, and looks it up if this is the first call.
     fn find(&self) -> Result<*const c_void> {
         let mut found = self.found.load(Ordering::Relaxed);
         if found == 0 {
@@ -90,12 +91,12 @@ impl Handle {
         }
     }
 
-    /// True if it is registered.
+    /// True if the operator is registered.
     pub fn exists(&self) -> bool {
         self.find().is_ok()
     }
 
-    /// Calls it with all of the schema's arguments.
+    /// Calls the operator; `arguments` are all of the schema's arguments.
     pub fn call<const N: usize>(&self, arguments: &[Value]) -> Result<[Tensor; N]> {
         let operator = self.find()?;
         let mut made = [std::ptr::null_mut(); N];
@@ -108,7 +109,7 @@ impl Handle {
     }
 }
 
-/// Calls one of our operators by name, with all of the schema's arguments.
+/// Calls one of our operators by its name; `arguments` are all of the schema's arguments.
 pub fn call_by_name(name: &str, arguments: &[Value], n_outputs: usize) -> Result<Vec<Tensor>> {
     let whole = format!("normformer_rs::{name}");
     // SAFETY: the name outlives the call.
@@ -119,13 +120,14 @@ pub fn call_by_name(name: &str, arguments: &[Value], n_outputs: usize) -> Result
     let mut made = vec![std::ptr::null_mut(); n_outputs];
     // SAFETY: the operator is never freed, the arguments outlive the call, and there is room for the tensors.
     match unsafe { nfrs_call(operator, Span::of(arguments), made.as_mut_ptr(), n_outputs) } {
-        // SAFETY: C++ created as many tensors, and passes their ownership to us.
+        // SAFETY: C++ created `n_outputs` tensors, and passes their ownership to us.
         true => Ok(made.into_iter().map(|t| unsafe { Tensor::from_ptr(t.cast()) }).collect()),
         false => Err(shim_error()),
     }
 }
 
-/// Returns the gradients of `f(inputs)`, given `gradient`, inside an operator, where autograd is off.
+/// Returns the inputs' gradients if `gradient` is that of `f(inputs)`. Works inside an operator, where autograd is
+/// off.
 pub fn gradients(
     inputs: &[&Tensor],
     gradient: &Tensor,
@@ -138,15 +140,16 @@ pub fn gradients(
             unsafe { nfrs_leave_autograd(self.0) }
         }
     }
-    // SAFETY: it takes no arguments.
+    // SAFETY: the function takes no arguments.
     let _above = Above(unsafe { nfrs_above_autograd() });
     let leaves: Vec<Tensor> = inputs.iter().map(|t| t.detach().set_requires_grad(true)).collect();
     let _recorded = Recording::set(true);
     run(&[&f(&leaves)?], &[gradient], &leaves.iter().collect::<Vec<_>>(), false)
 }
 
-/// Returns gradients of `f(inputs)` that can be differentiated again, for the inputs that require one. They are partial
-/// gradients of aliases: nothing flows from one input to another from which it was computed.
+/// Returns gradients of `f(inputs)` that can be differentiated again, for the inputs that require one. They are
+/// partial derivatives: if one input was computed from another, nothing flows between them, because aliases replace
+/// the inputs.
 pub fn gradients_again(
     inputs: &[Option<Tensor>],
     gradients: &[Option<Tensor>],
@@ -167,7 +170,8 @@ pub fn gradients_again(
     Ok(aliases.iter().map(|t| if wanted(t) { found.next().flatten() } else { None }).collect())
 }
 
-/// Returns a gradient for each leaf; without leaves, adds gradients to the leaves on which the roots depend.
+/// Returns a gradient for each leaf. Without leaves, adds gradients to `.grad` of the leaves on which the roots
+/// depend.
 fn run(
     roots: &[&Tensor],
     gradients: &[&Tensor],
@@ -180,19 +184,19 @@ fn run(
     let [from, given, to] = [&from, &given, &to].map(|all| Span::of(all));
     // SAFETY: all tensors outlive the call, and there is room for a gradient of each leaf.
     match unsafe { nfrs_gradients(from, given, to, create_graph, made.as_mut_ptr()) } {
-        // SAFETY: it is null if no root depends on the leaf, otherwise a new tensor that we own.
+        // SAFETY: the pointer is null if no root depends on the leaf, otherwise it is a new tensor that we own.
         true => Ok(made.into_iter().map(|t| (!t.is_null()).then(|| unsafe { Tensor::from_ptr(t.cast()) })).collect()),
         false => Err(shim_error()),
     }
 }
 
-/// True if x's last dimension is a multiple of `multiple_of`, even if it is symbolic.
+/// True if x's last dimension is a multiple of `multiple_of` (for 0: is 0), even if it is symbolic.
 pub fn has_columns(x: &Tensor, multiple_of: i64) -> bool {
     // SAFETY: the tensor outlives the call; an exception counts as false.
     unsafe { nfrs_has_columns(x.as_ptr().cast(), multiple_of) }
 }
 
-/// Returns the width of x's rows; its other sizes may be symbolic.
+/// Returns the size of x's last dimension; the other sizes may be symbolic.
 pub fn width(x: &Tensor) -> Result<i64> {
     let mut width = 0;
     // SAFETY: both outlive the call.
@@ -202,12 +206,13 @@ pub fn width(x: &Tensor) -> Result<i64> {
     }
 }
 
-/// A guard that turns autograd's recording on or off for this thread, and restores the setting that it holds.
+/// A guard that turns autograd's recording on or off for this thread. It holds the old setting, which its drop
+/// restores.
 pub struct Recording(c_int);
 
 impl Recording {
     pub fn set(on: bool) -> Self {
-        // SAFETY: it sets this thread's switch, and returns the old setting.
+        // SAFETY: the function sets this thread's switch, and returns the old setting.
         Recording(unsafe { at_grad_set_enabled(on.into()) })
     }
 
@@ -233,7 +238,7 @@ pub fn backward_from(root: &Tensor, gradient: &Tensor) -> Result<()> {
     backward(&[root], &[gradient])
 }
 
-/// Sets the tensor into which backward passes accumulate: leaf.grad.
+/// Sets `leaf.grad`, the tensor to which backward passes add the leaf's gradient.
 pub fn set_grad(leaf: &Tensor, gradient: &Tensor) -> Result<()> {
     // SAFETY: both tensors outlive the call; the leaf keeps its own reference to the gradient.
     match unsafe { nfrs_set_grad(leaf.as_ptr().cast(), gradient.as_ptr().cast()) } {

@@ -1,4 +1,4 @@
-//! The boundary with the C++ shim: how it passes tensors, errors and panics.
+//! The boundary with the C++ shim: passes tensors, errors and panics from one side to the other.
 
 use crate::cuda::{self, Device, Readiness};
 use crate::error::{Error, Result};
@@ -11,6 +11,7 @@ thread_local! {
     static LAST: RefCell<CString> = RefCell::default();
 }
 
+/// Stores an error's text for C++, which asks for it with `nfrs_rust_error`. A Python exception goes back to C++.
 pub fn keep(e: Error) {
     let text = e.to_string().replace('\0', " ");
     if let Error::Raised(raised) = e {
@@ -27,7 +28,7 @@ pub fn caught<T>(work: impl FnOnce() -> Result<T>) -> Result<T> {
     })
 }
 
-/// Runs a kernel for C++. Returns 0, or 1 after storing the message, or 3 for torch's NotImplementedError.
+/// Runs a kernel for C++. Returns 0, or 1 for an error, or 3 for torch's NotImplementedError; the message is stored.
 pub fn status(work: impl FnOnce() -> Result<()>) -> c_int {
     match caught(work) {
         Ok(()) => 0,
@@ -39,7 +40,7 @@ pub fn status(work: impl FnOnce() -> Result<()>) -> c_int {
     }
 }
 
-/// Returns the same before a call, or 2 for invalid arguments (a ValueError).
+/// Runs the checks before a call. Returns the codes of [`status`], or 2 for invalid arguments (a ValueError).
 pub fn status_of_plan(plan: impl FnOnce() -> Result<()>) -> c_int {
     let mut is_invalid = false;
     let status = status(|| plan().inspect_err(|e| is_invalid = matches!(e, Error::Invalid(_))));
@@ -63,7 +64,7 @@ impl<T> Span<T> {
         Span { data: all.as_ptr(), length: all.len() }
     }
 
-    /// Leaks an array, so that C++ may keep it for ever.
+    /// Leaks an array, because C++ may keep it for ever.
     pub fn kept(all: Vec<T>) -> Self {
         Span::of(all.leak())
     }
@@ -84,14 +85,15 @@ pub fn into_raw(t: tch::Tensor) -> *mut CTensor {
     t.as_mut_ptr().cast()
 }
 
-/// Returns a panic's message without the C++ stack inside it.
+/// Returns a panic's message without the C++ stack trace that it may contain.
 fn panic_text(panic: &(dyn std::any::Any + Send)) -> &str {
     let text = panic.downcast_ref::<String>().map(String::as_str).or(panic.downcast_ref::<&str>().copied());
     let text = text.unwrap_or("unknown");
     text.split("\\nException raised from").next().unwrap_or(text)
 }
 
-/// Returns 1 if kernels run on a CUDA device; otherwise, after storing the reason, 0 or, if they are required, -1.
+/// Returns 1 if kernels run on a CUDA device. If they cannot, stores the reason and returns 0, or -1 if they are
+/// required.
 #[no_mangle]
 extern "C" fn nfrs_cuda_ready(device: Device) -> c_int {
     let mut ready = 1;
@@ -115,7 +117,7 @@ extern "C" fn nfrs_cuda_stand_in() -> bool {
     cuda::stand_in()
 }
 
-/// Returns this thread's last message, for C++.
+/// Returns this thread's last stored message, for C++.
 #[no_mangle]
 extern "C" fn nfrs_rust_error() -> *const c_char {
     LAST.with(|last| last.borrow().as_ptr())
@@ -125,7 +127,7 @@ extern "C" {
     fn nfrs_last_error() -> *const c_char;
 }
 
-/// Returns this thread's last error of the C++ side, without the C++ stack.
+/// Returns the C++ side's last error on this thread, without its stack trace.
 pub fn shim_error() -> Error {
     // SAFETY: the shim returns a NUL-terminated thread-local string that lives until its next failing call.
     let text = unsafe { CStr::from_ptr(nfrs_last_error()) }.to_string_lossy().into_owned();

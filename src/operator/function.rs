@@ -1,4 +1,4 @@
-//! A Rust function as a node of the autograd graph.
+//! A Rust function as an autograd node.
 
 use super::call::Value;
 use super::ffi::{into_raw, shim_error, status, Span};
@@ -9,18 +9,18 @@ use tch::Tensor;
 
 /// A function of tensors, with its gradient.
 ///
-/// It may hold values that are not `Send`, such as an `Rc` of the model's layers, although autograd runs its gradient,
-/// and may drop it, on the thread of its device. SAFETY: nobody else uses the layers meanwhile. The thread that holds
-/// the model has called `backward` and waits in it until the engine has run all nodes. The engine releases a node
-/// before it counts it as done, and its queue orders either thread's accesses before the other's.
+/// It may hold values that are not `Send`, such as an `Rc` of the model's layers, although autograd runs its
+/// gradient, and may drop it, on a device's own thread. SAFETY: meanwhile nobody else uses the layers. The thread
+/// that holds the model has called `backward`, and waits until the engine has run all nodes. The engine releases a
+/// node before it counts the node as done, and its queue orders the accesses of the two threads.
 pub trait Differentiable {
-    /// True if the backward pass gets the inputs.
+    /// True if the backward pass needs the inputs.
     fn saves_inputs(&self) -> bool;
 
-    /// Computes the outputs. None of its operations are recorded.
+    /// Computes the outputs. Autograd does not record its operations.
     fn forward(&self, inputs: Vec<Tensor>) -> Result<Vec<Tensor>>;
 
-    /// Returns a gradient for each input from the outputs' gradients.
+    /// Returns a gradient for each input, given the gradients of the outputs.
     fn backward(&self, inputs: Vec<Tensor>, gradients: Vec<Option<Tensor>>) -> Result<Vec<Option<Tensor>>>;
 }
 
@@ -33,7 +33,7 @@ pub fn apply(function: impl Differentiable + 'static, inputs: &[&Tensor]) -> Res
     let inputs: Vec<Value> = inputs.iter().map(|t| (*t).into()).collect();
     let mut outputs: Vec<Tensor> = Vec::new();
     let list = std::ptr::from_mut(&mut outputs).cast();
-    // SAFETY: the tensors and the list outlive the call; from here on C++ owns the function, and drops it with
+    // SAFETY: the tensors and the list outlive the call. C++ owns the function from here on, and drops it with
     // nfrs_function_drop.
     match unsafe { nfrs_function(Box::into_raw(function).cast(), saves, Span::of(&inputs), list, push) } {
         true => Ok(outputs),
@@ -41,11 +41,11 @@ pub fn apply(function: impl Differentiable + 'static, inputs: &[&Tensor]) -> Res
     }
 }
 
-/// Appends a tensor to a list of the other side, which takes ownership.
+/// A callback that appends a tensor to a list, which takes ownership.
 type Push = unsafe extern "C" fn(list: *mut c_void, t: *mut CTensor);
 
 unsafe extern "C" fn push(list: *mut c_void, t: *mut CTensor) {
-    // SAFETY: the list belongs to `apply`, which waits for C++; the tensor is new.
+    // SAFETY: the list belongs to `apply`, which waits for C++ to return; the tensor is new.
     unsafe { (*list.cast::<Vec<Tensor>>()).push(Tensor::from_ptr(t.cast())) }
 }
 
@@ -64,7 +64,7 @@ unsafe extern "C" fn nfrs_function_run(
     push: Push,
 ) -> c_int {
     status(|| {
-        // SAFETY: C++ passes the box of `apply`, and tensors that live for the call.
+        // SAFETY: C++ passes the box that `apply` made, and tensors that live until the call has ended.
         let (function, inputs, gradients) =
             unsafe { (&*function.cast::<Box<dyn Differentiable>>(), inputs.get(), gradients.get()) };
         let inputs = inputs.iter().map(Value::required).collect();
@@ -83,7 +83,7 @@ unsafe extern "C" fn nfrs_function_run(
 #[no_mangle]
 unsafe extern "C" fn nfrs_function_drop(function: *mut c_void) {
     let drop_function = || {
-        // SAFETY: C++ returns the box of `apply`, once.
+        // SAFETY: C++ returns the box that `apply` made, and only once.
         drop(unsafe { Box::from_raw(function.cast::<Box<dyn Differentiable>>()) });
         Ok(())
     };

@@ -1,4 +1,4 @@
-//! A private random number generator.
+//! A random number generator that nobody else advances.
 
 use super::ffi::shim_error;
 use crate::error::Result;
@@ -14,13 +14,13 @@ extern "C" {
     fn nfrs_draw(generator: *mut c_void, t: *const CTensor, is_normal: bool, from: f64, to: f64) -> bool;
 }
 
-/// A CPU generator. Its numbers are those of torch's default generator after `torch.manual_seed` with the same seed,
-/// but no other thread of the process advances it.
+/// A CPU generator. It draws the same numbers as torch's default generator after `torch.manual_seed` with the same
+/// seed, but no other thread of the process can advance it.
 pub struct Generator(NonNull<c_void>);
 
 impl Generator {
     pub fn new(seed: u64) -> Result<Self> {
-        // SAFETY: it takes no pointer; the returned one is owned here.
+        // SAFETY: the function takes no pointer, and this value owns the one that is returned.
         NonNull::new(unsafe { nfrs_generator(seed) }).map(Generator).ok_or_else(shim_error)
     }
 

@@ -1,8 +1,8 @@
-//! The operators. Each is declared in one file and registered with PyTorch's dispatcher by the C++ side, which knows
-//! none of them. This crate's kernels compute them on the CPU and GPUs, and formulas elsewhere. Rust calls them through
-//! the dispatcher, with gradients and without Python.
+//! The operators. Each is declared in one file. The C++ side, which knows no operator in particular, registers them
+//! with PyTorch's dispatcher. This crate's kernels compute them on the CPU and on GPUs, formulas on other devices.
+//! Rust calls them through the dispatcher, with gradients and without Python.
 //!
-//! No code outside this module deals with autograd's mechanics.
+//! Only this module deals with autograd's mechanics.
 
 mod adam;
 mod allocations;
@@ -51,7 +51,7 @@ use crate::cuda::{self, Program};
 use declare::Operator;
 use std::sync::{LazyLock, Once};
 
-/// Every operator except the backward operators.
+/// All operators; their backward operators are inside them.
 static OPERATORS: LazyLock<Vec<Operator>> = LazyLock::new(|| {
     let norms = RowNormOp::all().iter().map(row_norm::operator);
     let steps = RowNormOp::all().iter().map(Some).chain([None]).map(residual::operator);
@@ -85,7 +85,7 @@ pub fn register() {
     });
 }
 
-/// Returns (operator, kernel calls, composed calls) of every operator since the process started. An operator with
+/// Returns (name, kernel calls, formula calls) of every operator, counted since the process started. An operator with
 /// several forms has several entries.
 pub fn counts() -> Vec<(&'static str, u64, u64)> {
     let counted = OPERATORS.iter().filter_map(|o| o.handle);

@@ -1,7 +1,11 @@
-//! The first use of a kernel variant on a device: its results are compared with the formula's (docs/cuda.md).
+//! The proof of a kernel variant, at its first use on a device: its results are compared with the formula's
+//! (docs/cuda.md).
 //!
-//! A proof calls the operator with test tensors ([`cases`]) that have the types, widths, alignment and presence of the
-//! call at hand, so that the same variants run. The formula computes in f64 if the call is f32.
+//! A proof calls the operator with test tensors ([`cases`]). So that the same variants run, they have the types,
+//! widths and alignment of the actual call's tensors, and are absent where those are. The formula computes in f64 if
+//! the call is in f32.
+//! call, and the same ones are absent, so that the same variants run. The formula computes in f64 if the call is in
+//! f32.
 
 mod cases;
 mod difference;
@@ -22,14 +26,14 @@ use maker::{aligned_as, Tensors};
 use std::sync::{Mutex, PoisonError};
 use tch::{Kind, Tensor};
 
-/// True if there is a formula to compare with, and at least one number to compare.
+/// True if the operator has a formula to compare with, and the call at least one number to compare.
 pub fn is_possible(operator: &Operator, call: &Call) -> Result<bool> {
     let (_, place) = Declared::new(operator)?.leader()?;
     Ok(operator.formula.is_some() && call.all()[place].required().numel() > 0)
 }
 
-/// Compares the variants that a call needs, and records the verdict. Returns `None` if they are right, otherwise what
-/// was wrong.
+/// Compares the variants that a call needs with the formula, and records the verdict. Returns `None` if they are
+/// right, otherwise a description of the error.
 pub fn prove(operator: &Operator, call: &Call, device: Device) -> Option<String> {
     static ONE: Mutex<()> = Mutex::new(());
     let _one = ONE.lock().unwrap_or_else(PoisonError::into_inner);
@@ -45,7 +49,7 @@ pub fn prove(operator: &Operator, call: &Call, device: Device) -> Option<String>
     what.map(|what| format!("{} {what}: {}", operator.name(), names.join("; ")))
 }
 
-/// Returns how the results differ, if they do; an error if they could not be compared.
+/// Returns how the results differ, or `None` if they agree; errors if they cannot be compared.
 fn compare(operator: &Operator, call: &Call, device: Device) -> Result<Option<String>> {
     for case in Case::ALL {
         let Some((given, arguments)) = arguments(operator, call, device, case)? else { continue };
@@ -74,7 +78,7 @@ fn copies(all: &[Option<Tensor>]) -> Result<Tensors> {
     all.iter().map(|t| t.as_ref().map(|t| aligned_as(t, t.kind(), t.data_ptr().addr())).transpose()).collect()
 }
 
-/// Converts f32 to f64; 16-bit types stay, because formulas round where kernels do.
+/// Converts f32 to f64, unless there are 16-bit tensors. These stay, because formulas round where kernels do.
 fn wide(all: &[Option<Tensor>]) -> Result<Tensors> {
     let is_narrow = all.iter().flatten().any(|t| matches!(t.kind(), Kind::BFloat16 | Kind::Half));
     let widened = |t: &Tensor| match t.kind() {

@@ -1,5 +1,5 @@
-//! Activation checkpointing (Chen et al. 2016): a checkpointed function keeps only its inputs, and runs again for its
-//! gradient.
+//! Activation checkpointing (Chen et al. 2016): a checkpointed function keeps only its inputs, and the backward pass
+//! runs it again to get its gradient.
 
 use super::engine::{backward, Recording};
 use super::function::{apply, Differentiable};
@@ -8,10 +8,12 @@ use tch::Tensor;
 
 struct CheckpointFn<F>(F);
 
-/// Runs `function` without recording its operations; the backward pass runs it again and differentiates that run. The
-/// flag tells the second run, so that updates that happen once per training forward (statistics) are not repeated.
+/// Runs `function` without recording its operations; the backward pass runs it again and differentiates that run.
+/// `function`'s second argument is true in the second run, so that it does not repeat updates that belong to one
+/// forward pass (such as running statistics).
 ///
-/// Gradients of parameters inside are added to `.grad`, as usual. At least one of the inputs must require a gradient.
+/// Gradients of parameters that `function` uses are added to their `.grad`, as usual. At least one of the inputs must
+/// require a gradient.
 pub fn recomputed(
     inputs: &[&Tensor],
     function: impl Fn(Vec<Tensor>, bool) -> Result<Vec<Tensor>> + 'static,
@@ -37,7 +39,7 @@ impl<F: Fn(Vec<Tensor>, bool) -> Result<Vec<Tensor>>> Differentiable for Checkpo
         let outputs = (self.0)(inputs.iter().map(Tensor::shallow_clone).collect(), true)?;
         let both = outputs.iter().zip(&gradients).filter_map(|(t, g)| Some(t).zip(g.as_ref()));
         let (roots, given): (Vec<_>, Vec<_>) = both.unzip();
-        backward(&roots, &given)?; // accumulates the parameters' gradients
+        backward(&roots, &given)?; // adds the parameters' gradients to their .grad
         Ok(inputs.iter().map(|t| Some(t.grad()).filter(Tensor::defined)).collect())
     }
 }

@@ -1,4 +1,4 @@
-//! An operator's declaration in the form for C++, with names resolved to indices; declared.h has the same structs.
+//! Converts an operator's declaration to the structs that C++ reads (declared.h), with indices in place of names.
 
 use super::argument::{Argument, DtypeRule, FIXED, KEPT, LEADER, PLAIN};
 use super::declare::{Kernels, Operator};
@@ -23,7 +23,7 @@ impl ArgumentRow {
     }
 }
 
-/// The source of a backward operator's argument.
+/// The source from which a backward operator gets one of its arguments.
 #[repr(C)]
 #[derive(Clone, Copy)]
 struct Origin {
@@ -32,7 +32,7 @@ struct Origin {
     only_for: i64,
 }
 
-/// The number of entries for which arguments.h has room.
+/// The maximum number of integer arguments with letters, for which arguments.h has room.
 const MOST_TOLD: usize = 2;
 
 // The kinds of [`Origin`].
@@ -84,15 +84,15 @@ extern "C" {
     fn nfrs_define(op: *mut Op) -> bool;
 }
 
-/// Leaks a text, so that C++ may keep it for ever.
+/// Leaks a text, because C++ may keep it for ever.
 fn kept(text: &str) -> *const c_char {
     CString::new(text).expect("declarations have no NUL").into_raw()
 }
 
-/// An argument in a schema.
+/// An argument of a schema.
 pub(super) struct Formal<'a> {
     pub name: &'a str,
-    /// The default of a float argument; `None` if it has none or is no float.
+    /// The default of a float argument; `None` if it has none, or if the argument is not a float.
     pub default: Option<f64>,
     is_tensor: bool,
     is_list: bool,
@@ -103,7 +103,7 @@ pub(super) struct Formal<'a> {
 pub(super) struct Declared<'a> {
     operator: &'a Operator,
     pub formals: Vec<Formal<'a>>,
-    /// The tensor arguments with their indices in the schema, and the arguments that are lists of tensors.
+    /// The tensor arguments, with their indices in the schema. `lists` has the arguments that are lists of tensors.
     pub table: Vec<(&'a Argument, usize)>,
     lists: Vec<(&'a Argument, usize)>,
 }
@@ -144,7 +144,7 @@ impl<'a> Declared<'a> {
         }
     }
 
-    /// Returns the tensor with which types and devices are compared, and its index in the schema.
+    /// Returns the leader, with which types and devices are compared, and its index in the schema.
     pub fn leader(&self) -> Result<(&'a Argument, usize)> {
         let found = self.table.iter().find(|(argument, _)| argument.is & LEADER != 0);
         found.map_or_else(|| self.wrong("has no leader"), |(argument, place)| Ok((*argument, *place)))
@@ -164,7 +164,7 @@ impl<'a> Declared<'a> {
         found.map_or_else(|| self.wrong(format!("has no argument {name}")), Ok)
     }
 
-    /// Returns the index of a tensor argument in the table.
+    /// Returns the index in `table` of a tensor argument.
     fn row(&self, name: &str) -> Option<usize> {
         self.table.iter().position(|(a, _)| a.name == name)
     }
@@ -174,13 +174,13 @@ impl<'a> Declared<'a> {
         self.operator.outputs.iter().position(|a| a.name == name)
     }
 
-    /// Returns the index of the argument of a kind, or -1.
+    /// Returns the index in the schema of the only argument of this kind, or -1 if there is none.
     fn only(&self, kind: DtypeRule) -> Result<i64> {
         let found = self.operator.arguments.iter().find(|a| a.dtype == kind);
         found.map_or(Ok(-1), |a| Ok(self.argument(a.name)? as i64))
     }
 
-    /// Returns the declaration for C++, without the derivative.
+    /// Returns the declaration in C++'s form, without the derivative.
     fn op(&self) -> Result<Op> {
         let o = self.operator;
         let leader = self.table.iter().position(|(a, _)| a.is & LEADER != 0);
@@ -222,13 +222,14 @@ impl<'a> Declared<'a> {
         })
     }
 
-    /// Adds the sources of the backward operator's arguments, by name, and the destinations of its outputs.
+    /// Returns the declaration with its derivative: finds by name where the backward operator's arguments come from,
+    /// and whose gradients its outputs are.
     fn connected(&self, b: &Declared) -> Result<Op> {
         let (mut op, mut back) = (self.op()?, b.op()?);
         let (mut sources, mut saved) = (vec![], vec![]);
         let mut has_gradient = vec![0; self.operator.outputs.len()];
         let mut plain: Vec<u8> = self.formals.iter().map(|a| u8::from(!a.is_tensor)).collect();
-        // The formula needs all arguments.
+        // If the formula is differentiated for second derivatives, the node must keep all arguments.
         let mut is_kept = vec![self.operator.double_backward.is_none(); plain.len()];
         for a in &b.formals {
             let gradient = a.name.strip_prefix('d').and_then(|name| self.output(name));
@@ -281,6 +282,7 @@ impl<'a> Declared<'a> {
     }
 }
 
+/// Returns the operator's flags as declared.h numbers them.
 fn flags(o: &Operator) -> u32 {
     let kernels = match o.kernels {
         Kernels::Everywhere => ON_CPU | ON_GPU,
@@ -309,7 +311,7 @@ pub fn register(operator: &'static Operator) -> Result<()> {
         }
         None => declared.op()?,
     };
-    // SAFETY: the row is leaked, and so are the operator and everything to which the row points.
+    // SAFETY: the struct is leaked, and so are the operator and everything to which the struct points.
     match unsafe { nfrs_define(Box::into_raw(Box::new(op))) } {
         true => Ok(()),
         false => Err(shim_error()),
@@ -342,7 +344,7 @@ mod tests {
         let (f, b) = (forward(vec![leader("x", "*d"), parameter("w")], ""), backward("p", "dw"));
         let op = Declared::new(&f).unwrap().connected(&Declared::new(&b).unwrap()).unwrap();
         assert_eq!((op.n_args, op.p, op.dtype), (3, 2, -1));
-        // SAFETY: they were leaked.
+        // SAFETY: `connected` leaked both.
         let (back, saved) = unsafe { (&*op.backward, op.saved.get()) };
         // SAFETY: see above.
         let (sources, results) = unsafe { (back.sources.get(), back.results.get()) };

@@ -56,11 +56,12 @@ pub(super) fn operator() -> Operator {
             let [dy, y, p] = call.arguments();
             let (dy, y) = (dy.required(), y.required());
             let kept = dy.f_mul_scalar(1.0 / (1.0 - p.float()))?;
-            // Elsewhere y is 0, or NaN, which the gradient then is too.
+            // If y > 0 the gradient is `kept`. Otherwise y is 0 or NaN, and so is the gradient.
             Ok(vec![Some(kept.f_where_self(&y.f_gt(0.0)?, &y)?)])
         }),
     )
-    // The function is piecewise linear in x: where y is not zero its slope is the kept scale, which the kernel returns.
+    // y is piecewise linear in x. Its slope is dropout's scale if y is not zero, else 0; the kernel returns it for dy
+    // = 1.
     .double_backward(|call| {
         let ([_, p, ..], [y]) = (call.arguments::<4>(), call.outputs());
         let y = y.required();

@@ -1,4 +1,4 @@
-//! The fused residual step: `x⁺ = α⊙x + β⊙drop(f)`, `y = N(x⁺)`, in one pass each way.
+//! The fused residual step, `x⁺ = α⊙x + β⊙drop(f)` and `y = N(x⁺)`, as operators.
 
 use super::call::{scalar_type, values, Call, Value};
 use super::declare::{gradient, leader, parameter, seed, tensor, DtypeRule, Operator};
@@ -13,10 +13,10 @@ use crate::kernel::view::View;
 use crate::norm::operators::RowNormOpSpec;
 use tch::{Kind, Tensor};
 
-/// The handle of the step without a norm.
+/// The handle of the operator for a step without a norm.
 static HANDLE: Handle = Handle::new("residual");
 
-/// The arguments of a residual step, x⁺ = α⊙x + β⊙drop(f). A gain is a scalar or one number per column; `None` is 1.
+/// The arguments of a residual step, x⁺ = α⊙x + β⊙drop(f). α and β are one number or one per column; `None` is 1.
 pub struct Step<'a> {
     pub x: &'a Tensor,
     pub f: &'a Tensor,
@@ -57,6 +57,7 @@ impl Step<'_> {
     }
 }
 
+/// Returns the type with this number in c10::ScalarType; the inverse of [`scalar_type`].
 fn kind_of(scalar_type: i64) -> Kind {
     [Kind::Half, Kind::Float, Kind::Double, Kind::BFloat16]
         .into_iter()
@@ -64,7 +65,7 @@ fn kind_of(scalar_type: i64) -> Kind {
         .expect("the operator's table lets floating types through alone")
 }
 
-/// Computes drop(x), as the step with α = 0.
+/// Computes drop(x), as a residual step with α = 0.
 pub fn dropout(x: Tensor, p: f64, seed: Option<&Tensor>, site: i64) -> Result<Tensor> {
     if p == 0.0 || seed.is_none() {
         return Ok(x);
@@ -75,7 +76,7 @@ pub fn dropout(x: Tensor, p: f64, seed: Option<&Tensor>, site: i64) -> Result<Te
 
 // ---- the operators ----
 
-/// Declares the step with a norm after it, or without.
+/// Declares the step with the norm `norm` after it, or without a norm.
 pub(super) fn operator(norm: Option<&'static RowNormOp>) -> Operator {
     let kernels = norm.map(|o| o.kernels);
     let row_kernel = kernels.map_or(&NO_NORM, |k| &k.kernel);
@@ -121,7 +122,7 @@ pub(super) fn operator(norm: Option<&'static RowNormOp>) -> Operator {
         };
         let [x, f, alpha, beta, weight, bias] = [x, f, alpha, beta, weight, bias].map(|v| v.view);
         let ((eps, numbers), draw) = (extra(given), draw(call, [p, seed, site]));
-        // y is absent without a norm.
+        // Without a norm, y is absent.
         let y = if norm.is_some() { y.view } else { View::ABSENT };
         let (x_plus, stats) = (x_plus.view, stats.view);
         let views = RowViews { x, f, alpha, beta, weight, bias, numbers, x_plus, y, stats, eps, order: None, draw };
@@ -141,7 +142,7 @@ pub(super) fn operator(norm: Option<&'static RowNormOp>) -> Operator {
                 tensor("dx_plus", "*d", DtypeRule::Same).optional(),
                 tensor("dy", "*d", DtypeRule::Width).optional(),
                 leader("x_plus", "*d"),
-                tensor("x", "*d", DtypeRule::Same).optional().like("alpha"), // only α's gradient needs it
+                tensor("x", "*d", DtypeRule::Same).optional().like("alpha"), // needed only for α's gradient
                 tensor("f", "*d", DtypeRule::Width),
                 gain("alpha"),
                 gain("beta"),
@@ -172,7 +173,8 @@ pub(super) fn operator(norm: Option<&'static RowNormOp>) -> Operator {
                 return Err(Error::invalid("residual_backward: without a norm there is no y, and dy must be absent"));
             }
             check_dropout(&backward, p, seed)?;
-            // If dx and df are equal, autograd passes dx to both, which saves a pass over memory.
+            // If dx and df are equal, only dx is computed and autograd passes it to both, which saves a pass over
+            // memory.
             if p.float() == 0.0 && alpha.is_none() && beta.is_none() && x_plus.dtype == f.dtype {
                 call.leave_out(1);
             }
@@ -204,7 +206,7 @@ pub(super) fn operator(norm: Option<&'static RowNormOp>) -> Operator {
     .counted(norm.map_or(&HANDLE, |o| &o.residual))
 }
 
-/// Computes, with g = dx⁺ + the norm's gradient at x⁺, dx = α⊙g, df = β⊙mask⊙g, and the sums for α's and β's gradients.
+/// Computes dx = α⊙g, df = β⊙mask⊙g, and the gradients of α and β, where g is dx⁺ plus the norm's gradient at x⁺.
 fn gradients(norm: Option<&RowNormOpSpec>, call: &Call) -> Result<Vec<Option<Tensor>>> {
     let [dx_plus, dy, x_plus, x, f, alpha, beta, weight, bias, _, extra @ .., p, seed, site] = call.all() else {
         unreachable!("the schema has these")

@@ -1,4 +1,4 @@
-//! Row norms: an operator for each, and the table of them.
+//! Row norms: the operators of each norm, and the table of the norms.
 
 use super::call::{values, Value};
 use super::declare::{gradient, leader, parameter, tensor, Argument, DtypeRule, Operator};
@@ -13,7 +13,7 @@ use crate::norm::ROW_NORMS;
 use std::sync::LazyLock;
 use tch::Tensor;
 
-/// The operators of a row norm: alone, and with a residual step before it.
+/// The operators of a row norm: the norm alone, and the norm after a residual step.
 pub struct RowNormOp {
     pub kernels: &'static RowNormOpSpec,
     handle: Handle,
@@ -34,13 +34,14 @@ impl RowNormOp {
         &ALL
     }
 
-    /// Returns the operator of these kernels; callers keep it for many calls.
+    /// Returns the operator of these kernels. The search is linear, so callers keep the result.
     pub fn of(kernels: &'static RowNormOpSpec) -> &'static Self {
         let found = Self::all().iter().find(|o| std::ptr::eq(o.kernels, kernels));
         found.expect("every norm with row kernels is in ROW_NORMS")
     }
 
-    /// Computes N(x) through the dispatcher, differentiable, on any device. The norm must not be a curve.
+    /// Computes N(x) through the dispatcher: it is differentiable and runs on any device. The norm must not be a
+    /// curve.
     pub fn call(&self, x: &Tensor, weight: Option<&Tensor>, bias: Option<&Tensor>, eps: f64) -> Result<Tensor> {
         let [y, _stats] = self.handle.call(&values![x, weight, bias, eps])?;
         Ok(y)
@@ -65,7 +66,7 @@ impl BoundRowNorm {
         Ok(y)
     }
 
-    /// Returns the norm's own arguments: a curve's numbers, or ε.
+    /// Returns the arguments that not every norm has: a curve's numbers, or ε.
     pub(super) fn extra(&self) -> [Option<Value>; NUMBERS] {
         match self.numbers.first() {
             None => [Some(self.eps.into()), None],
@@ -74,7 +75,7 @@ impl BoundRowNorm {
     }
 }
 
-/// Calls `f` with `before`, a norm's own arguments, and `after`, in one list.
+/// Calls `f` with one list: `before`, then the norm's own arguments `extra`, then `after`.
 pub(super) fn with_extra<T>(
     before: &[Value],
     extra: [Option<Value>; NUMBERS],
@@ -90,16 +91,16 @@ pub(super) fn with_extra<T>(
     f(&all[..count])
 }
 
-/// The declaration of a norm's own arguments: ε, or a curve's numbers. Row norms' schemas differ only in these.
+/// The declaration of a norm's own arguments: ε, or a curve's numbers. The schemas of row norms differ only in these.
 pub(super) struct ExtraArgs {
-    /// Their text in the schema, such as "float eps".
+    /// The arguments' text in the schema, such as "float eps".
     pub schema: String,
     pub arguments: Vec<Argument>,
     pub gradients: Vec<Argument>,
 }
 
 impl ExtraArgs {
-    /// `prefix` distinguishes the names of the numbers from those of the operator's other arguments.
+    /// `prefix` is put before the numbers' names, to distinguish them from other arguments of the operator.
     pub fn of(k: Option<&RowNormOpSpec>, prefix: &str) -> Self {
         let names = k.map_or(&[][..], |k| k.numbers);
         if names.is_empty() {
@@ -114,13 +115,13 @@ impl ExtraArgs {
         }
     }
 
-    /// Returns the result types in the schema: `before` tensors and the gradients.
+    /// Returns the schema's result types for `before` tensors, followed by the numbers' gradients.
     pub fn results(&self, before: usize) -> String {
         format!("({})", vec!["Tensor"; before + self.gradients.len()].join(", "))
     }
 }
 
-/// Reads a norm's own arguments in a call: ε, and the numbers.
+/// Reads a norm's own arguments from a call: ε and the views of a curve's numbers.
 pub(super) fn extra(given: &[Value]) -> (f64, [View; NUMBERS]) {
     match given {
         [only] if only.view.is_absent() => (only.float(), [View::ABSENT; NUMBERS]),
@@ -128,12 +129,12 @@ pub(super) fn extra(given: &[Value]) -> (f64, [View; NUMBERS]) {
     }
 }
 
-/// Returns the views of at most two values.
+/// Returns the views of these values, of which there may be at most two; missing ones are absent.
 pub(super) fn views(given: &[Value]) -> [View; NUMBERS] {
     std::array::from_fn(|i| given.get(i).map_or(View::ABSENT, |v| v.view))
 }
 
-/// Computes y in the composed form, from x, weight, bias and a norm's own arguments.
+/// Computes y with tch operations, from x, weight, bias and the norm's own arguments.
 pub(super) fn composed(k: &RowNormOpSpec, x: &Tensor, [weight, bias]: [&Value; 2], extra: &[Value]) -> Result<Tensor> {
     let numbers: Vec<Tensor> = extra.iter().filter_map(Value::tensor).collect();
     let eps = if numbers.is_empty() { extra[0].float() } else { 0.0 };
@@ -144,7 +145,7 @@ pub(super) fn composed(k: &RowNormOpSpec, x: &Tensor, [weight, bias]: [&Value; 2
     k.composed(x, (weight.as_ref(), bias.as_ref()), eps, &numbers)
 }
 
-/// Returns the gradients of [`composed`] for x, for weight and bias if given, and for the norm's own numbers.
+/// Returns the gradients of [`composed`]: for x, for weight and bias (if given), and for the norm's own arguments.
 pub(super) fn composed_gradients(
     k: &RowNormOpSpec,
     dy: &Tensor,
@@ -168,7 +169,7 @@ pub(super) fn composed_gradients(
     Ok(all.iter().map(|t| t.as_ref().and_then(|_| found.next().flatten())).collect())
 }
 
-/// Drops the gradient of ε, which has none.
+/// Leaves out the gradient of ε, which the backward operator has no output for.
 pub(super) fn gradients_of_outputs(k: &RowNormOpSpec, all: Vec<Option<Tensor>>) -> Result<Vec<Option<Tensor>>> {
     Ok(all.into_iter().take(3 + k.numbers.len()).collect())
 }
@@ -223,7 +224,8 @@ pub(super) fn operator(o: &'static RowNormOp) -> Operator {
             };
             let ((eps, numbers), dnumbers) = (extra(given), views(dnumbers));
             let (dweight, dbias) = (dweight.view, dbias.view);
-            // A GPU's kernels have one variant for norms with this bias, and one without.
+            // A GPU's kernels have one variant with a bias and one without, and the view of dbias chooses between
+            // them.
             let alone = RowViews::alone(x.view, weight.view, stats.view, eps);
             let views = RowViews { bias: dbias, numbers, ..alone };
             let gradients = RowGradients { dweight, dbias, dnumbers, ..RowGradients::alone(dy.view, dx.view) };

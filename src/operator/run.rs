@@ -1,4 +1,5 @@
-//! The stages of a call that C++ asks for: plan, kernel, formula, gradients. A GPU's kernels run only once proven.
+//! The stages of a call that C++ asks for: plan, kernel, formula, gradients. A GPU's kernels run only after their
+//! proof.
 
 use super::call::Call;
 use super::declare::Operator;
@@ -14,23 +15,24 @@ use std::ffi::{c_int, c_void};
 /// The outcome of a kernel stage.
 enum Ran {
     Kernel,
-    /// The kernels are wrong on this device, so the formula must run. The first time, this holds a warning for users.
+    /// The kernels are wrong on this device, so the formula must run. The text is a warning for users, given only the
+    /// first time.
     Refused(Option<String>),
 }
 
-// Results of `nfrs_run` for wrong kernels: without a warning, and with one that is stored.
+// These results of `nfrs_run` mean that kernels are wrong on this device; with the second, a warning is stored.
 const REFUSED: c_int = 4;
 const REFUSED_NOW: c_int = 5;
 
-// The enum `Stage` of declared.h; its fourth value is gradients.
+// This is the enum `Stage` of declared.h; its fourth value, gradients, is the default case below.
 const PLAN: c_int = 0;
 const KERNEL: c_int = 1;
 const FORMULA: c_int = 2;
 
-/// Runs a stage of a call for C++; `made` has room for the stage's results.
+/// Runs a stage of a call for C++. `made` has room for the stage's results.
 #[no_mangle]
 unsafe extern "C" fn nfrs_run(operator: *const c_void, stage: c_int, call: &Call, made: *mut *mut CTensor) -> c_int {
-    // SAFETY: C++ passes back the pointer that it got when the operator was registered.
+    // SAFETY: C++ passes back the pointer to the operator that `register` gave it.
     let operator = unsafe { &*operator.cast::<Operator>() };
     match stage {
         PLAN => operator.plan.as_ref().map_or(0, |plan| status_of_plan(|| plan(call))),
@@ -63,7 +65,7 @@ unsafe extern "C" fn nfrs_run(operator: *const c_void, stage: c_int, call: &Call
     }
 }
 
-/// Runs kernels that are proven on this device, after proving those that are unknown.
+/// Runs kernels that have been proven on this device; proves those that are still unknown first.
 fn run_proven(operator: &Operator, call: &Call, device: Device) -> Result<Ran> {
     match verdict::admitted(|| operator.run_kernel(call)) {
         Ok(done) => return done.map(|()| Ran::Kernel),
@@ -71,7 +73,7 @@ fn run_proven(operator: &Operator, call: &Call, device: Device) -> Result<Ran> {
         Err(Refusal::Unknown) => (),
     }
     if !proof::is_possible(operator, call)? || cuda::is_capturing(device)? {
-        // There is nothing to compare with, or comparing is impossible now.
+        // If there is nothing to compare with, or if a CUDA graph is being captured, the kernels run without a proof.
         return verdict::launched(|| operator.run_kernel(call)).0.map(|()| Ran::Kernel);
     }
     if let Some(wrong) = proof::prove(operator, call, device) {

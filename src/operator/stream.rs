@@ -6,7 +6,7 @@ use std::ffi::{c_int, c_void};
 use std::marker::PhantomData;
 use std::ptr::NonNull;
 
-/// A stream of a CUDA device other than its current one, from torch's pool.
+/// A stream from torch's pool, other than the device's current stream.
 pub struct SideStream {
     device: c_int,
     number: i64,
@@ -15,14 +15,14 @@ pub struct SideStream {
 impl SideStream {
     pub fn of(device: usize) -> Result<Self> {
         let device = device as c_int;
-        // SAFETY: it takes plain numbers.
+        // SAFETY: the function takes plain numbers.
         match unsafe { nfrs_side_stream(device) } {
             0 => Err(shim_error()),
             number => Ok(SideStream { device, number }),
         }
     }
 
-    /// Makes it this thread's current stream, and its device the current one, as long as the returned guard lives.
+    /// Makes this stream and its device the thread's current ones, as long as the returned guard lives.
     pub fn enter(&self) -> Result<StreamGuard<'_>> {
         // SAFETY: torch's streams are never freed; the returned pointer belongs to this guard.
         let guard = NonNull::new(unsafe { nfrs_stream_enter(self.device, self.number) }).ok_or_else(shim_error)?;
@@ -30,7 +30,7 @@ impl SideStream {
     }
 }
 
-/// A guard during which a stream is the thread's current one; its drop restores the old stream and device.
+/// A guard while a stream is the thread's current one. Its drop restores the old stream and device.
 pub struct StreamGuard<'a> {
     guard: NonNull<c_void>,
     stream: PhantomData<&'a SideStream>,

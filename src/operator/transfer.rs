@@ -9,8 +9,8 @@ use std::ffi::{c_int, c_void};
 use std::ptr::NonNull;
 use tch::{Device, Tensor};
 
-/// Copies numbers of the host to a device, in stream order, from pinned memory that torch's allocator keeps until the
-/// copy is done.
+/// Copies bytes of the host to a device, in stream order. They are first copied to pinned memory, which torch's
+/// allocator keeps until the transfer has ended.
 pub fn upload(numbers: &[u8], device: Device) -> Result<Tensor> {
     static PIN: Handle = Handle::of_torch("aten::pin_memory");
     let host = Tensor::f_from_slice(numbers)?;
@@ -23,11 +23,11 @@ pub fn upload(numbers: &[u8], device: Device) -> Result<Tensor> {
     }
 }
 
-/// Numbers on their way from a device to the host. Reading waits until the stream has reached the copy, but not for
-/// work that was put on the stream later.
+/// Numbers that are being copied from a device to the host. Reading waits until the stream has passed the copy, but
+/// not for work that was put on the stream later.
 pub struct Pending {
     host: Tensor,
-    /// The event after the copy; `None` if the numbers were on the host already.
+    /// An event that follows the copy; `None` if the numbers were already on the host.
     arrived: Option<Event>,
 }
 

@@ -19,7 +19,7 @@ multiversion! {
 }
 
 fn check_conversion<E: Element<Acc = f32>>(bits: fn(E) -> u16, from: fn(u16) -> E) {
-    // The values have every high half word, with low half words around the ties of both formats.
+    // The values have every possible high half word, with low half words around the ties of both formats.
     let low = [0u32, 1, 0x0fff, 0x1000, 0x1001, 0x7fff, 0x8000, 0xffff];
     let wide: Vec<f32> =
         (0..=u16::MAX).flat_map(|high| low.map(|low| f32::from_bits((high as u32) << 16 | low))).collect();
@@ -46,7 +46,7 @@ fn every_level_converts_as_element_does() {
 }
 
 multiversion! {
-    /// Computes (a + b, a − b, a·b, a·b + c, a where kept), and the sum of a.
+    /// Computes a + b, a − b, a·b, a·b + c, a with dropout, and the sum of a.
     fn arithmetic[isa S][A: Accumulator](
         a: &[A; PAIR_LANES], b: &[A; PAIR_LANES], bits: &[u16; PAIR_LANES], out: &mut [[A; PAIR_LANES]; 5], sum: &mut A,
     ) {

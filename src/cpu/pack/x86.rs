@@ -1,7 +1,7 @@
 //! Packs in AVX2 and AVX-512 registers.
 //!
-//! SAFETY, for every intrinsic below: the processor has it, because only `multiversion!` names [`Avx2`] and [`Avx512`],
-//! after checking for their features. Loads and stores stay inside the array they are given.
+//! SAFETY, for every intrinsic below: the processor has it, because only `multiversion!` names [`Avx2`] and
+//! [`Avx512`], and it first checks for their features. Loads and stores stay inside the array that is passed.
 
 use super::{Isa, Pack, Store, PAIR_LANES, WIDTH};
 use crate::cpu::Element;
@@ -137,22 +137,22 @@ impl Pack<f32> for F32x16 {
     }
 }
 
-/// Rounds thirty-two numbers to bf16, as [`Element`] does.
+/// Rounds thirty-two numbers to bf16, with the results of [`Element::store`].
 ///
 /// # Safety
-/// The processor has AVX-512 F, BW, DQ and VL; and BF16, if `native`.
+/// The processor has AVX-512 F, BW, DQ and VL; with `native`, also BF16.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
 unsafe fn narrow_bf16(low: __m512, high: __m512, native: bool) -> __m512i {
     const SUBNORMAL: i32 = 0x20;
     if native {
-        // The instruction would flush subnormal numbers to zero, so they take the other path.
+        // The instruction would flush subnormal numbers to zero, so a block with such numbers takes the other path.
         let subnormal = _mm512_fpclass_ps_mask::<SUBNORMAL>(low) | _mm512_fpclass_ps_mask::<SUBNORMAL>(high);
         if subnormal == 0 {
             let both: __m512i;
-            // The instruction is written in assembly because a function compiled for AVX512_BF16, as the intrinsic is,
-            // is not inlined into one that is not.
-            // SAFETY: the caller guarantees the instruction, and it touches registers only.
+            // The intrinsic is a function compiled for AVX512_BF16, which cannot be inlined into one that is not. So
+            // the instruction is written in assembly.
+            // SAFETY: the caller guarantees that the processor has the instruction, which changes only registers.
             unsafe {
                 asm!("vcvtne2ps2bf16 {}, {}, {}", out(zmm_reg) both, in(zmm_reg) high, in(zmm_reg) low,
                      options(pure, nomem, nostack, preserves_flags));
@@ -163,7 +163,7 @@ unsafe fn narrow_bf16(low: __m512, high: __m512, native: bool) -> __m512i {
     _mm512_inserti64x4::<1>(_mm512_castsi256_si512(round_bf16(low)), round_bf16(high))
 }
 
-/// Applies [`Element::store`] of bf16 to sixteen numbers.
+/// Rounds sixteen numbers to bf16, with the results of [`Element::store`].
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
 fn round_bf16(v: __m512) -> __m256i {
@@ -293,8 +293,8 @@ impl Pack<f32> for F32x8x2 {
 #[inline]
 #[target_feature(enable = "avx2")]
 unsafe fn widen_bf16(from: *const __m128i) -> __m256 {
-    // Each number becomes the upper half of its lane. Both halves of the register hold the same eight numbers, so one
-    // shuffle suffices. An index of −1 gives a zero.
+    // The shuffle puts each number into the upper half of its lane; an index of −1 gives a zero. It works within each
+    // half of the register, so both halves hold the same eight numbers.
     #[rustfmt::skip]
     let places = _mm256_setr_epi8(
         -1, -1, 0, 1, -1, -1, 2, 3, -1, -1, 4, 5, -1, -1, 6, 7,
@@ -305,7 +305,7 @@ unsafe fn widen_bf16(from: *const __m128i) -> __m256 {
     _mm256_castsi256_ps(_mm256_shuffle_epi8(twice, places))
 }
 
-/// Applies [`Element::store`] of bf16 to thirty-two numbers.
+/// Rounds thirty-two numbers to bf16, with the results of [`Element::store`].
 #[inline]
 #[target_feature(enable = "avx2")]
 fn narrow_bf16x32(a: __m256, b: __m256, c: __m256, d: __m256) -> [__m256i; 2] {
@@ -317,16 +317,16 @@ fn narrow_bf16x32(a: __m256, b: __m256, c: __m256, d: __m256) -> [__m256i; 2] {
     [upper_halves(a, b), upper_halves(c, d)]
 }
 
-/// Returns the upper half of each lane: eight of `low`, then eight of `high`.
+/// Returns the upper 16 bits of each lane: eight from `low`, then eight from `high`.
 #[inline]
 #[target_feature(enable = "avx2")]
 fn upper_halves(low: __m256i, high: __m256i) -> __m256i {
     let both = _mm256_packus_epi32(_mm256_srli_epi32::<16>(low), _mm256_srli_epi32::<16>(high));
-    // Packing works within halves of a register, so the permutation restores the order of the quarters.
+    // The packing instruction works within each half of a register, so the quarters must be put in order again.
     _mm256_permute4x64_epi64::<0b11_01_10_00>(both)
 }
 
-/// Rounds to the upper half of each lane. The lower half is garbage, and a NaN may become an infinity.
+/// Rounds to bf16 in the upper half of each lane. The lower half is garbage, and a NaN may become an infinity.
 #[inline]
 #[target_feature(enable = "avx2")]
 fn round8_bf16(v: __m256) -> __m256i {

@@ -1,4 +1,4 @@
-// A matrix is read and written in chunks of VEC columns; a row is a whole number of them.
+// A matrix is read and written in chunks of VEC columns; each row consists of whole chunks.
 enum { VEC = K_VEC };
 
 struct Values {

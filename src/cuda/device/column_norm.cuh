@@ -1,37 +1,37 @@
-// What a norm with statistics of columns says of itself (columns.rs), for one column. A norm is a struct Norm with
-//   CENTRED                         xhat has a mean taken away
-//   ahead(State, Options)           what xhat is made with does not depend on the batch (in training)
-//   settle(Batch, State, Options)   what xhat is made with
-//   moved(Batch, State, Options)    the state after a batch that is taken in
-// In double, like the merging of what was measured: it is done once per column.
+// The interface of a norm with column statistics (columns.rs), for one column. A norm is a struct Norm with
+//   CENTRED                         true if xhat subtracts a mean
+//   ahead(State, Options)           true if, in training, xhat does not depend on the batch
+//   settle(Batch, State, Options)   returns the statistics of xhat
+//   moved(Batch, State, Options)    returns the state after an accepted batch
+// These functions compute in double, because they run only once per column.
 
-// What was measured; nothing in evaluation.
+// The measured statistics of a batch; not set in evaluation.
 struct Batch {
-  double count, rows;    // real rows, and all
-  double mean, square;   // over real rows; the square of x - mean
-  double square_of_all;  // over all rows: release
+  double count, rows;    // the number of real rows, and of all rows
+  double mean, square;   // over real rows; square is the mean of (x - mean)^2
+  double square_of_all;  // the mean of x^2 over all rows, for PowerNorm's release mode
 };
 struct State {
   double first, second;
-  i64 iters;  // training forwards that were taken in
+  i64 iters;  // the number of accepted training passes
 };
 struct Options {
   double alpha, eps;
   i64 warmup;
   bool train, release;
-  bool running;  // evaluation by the buffers
+  bool running;  // true if evaluation uses the buffers
 };
 struct Used {
   double shift, scale, slope, gamma, share;
   bool exact;
 };
 
-// By statistics that the batch has not made.
+// Returns the statistics of xhat from values that are not the batch's own.
 static DEV Used used_of(double shift, double square, double eps) {
   const double scale = 1.0 / sqrt(square + eps);
   return Used{shift, scale, scale, 0.0, 0.0, false};
 }
-// By the batch's own.
+// Returns the statistics of xhat from the batch's own values.
 static DEV Used used_of(const Batch& b, double eps) {
   Used used = used_of(b.mean, b.square, eps);
   used.share = b.count > 0.0 ? 1.0 / b.count : 0.0;

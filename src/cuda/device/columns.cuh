@@ -1,21 +1,21 @@
-// Norms with statistics of columns (column_norm.cuh): the passes over rows.
+// Norms with column statistics (column_norm.cuh): the passes over rows.
 //   y = w*xhat + b,  xhat = (x - shift)*scale;  dx = p*dy - q*xhat - r
-// A block takes a slab of rows and a tile of 32 chunks of columns, a warp every eighth of the rows. What is added up in
-// which order follows from the number of rows alone, so neither the device nor the alignment shows in a result.
-// K_X: the storage type of x, y and their gradients.
+// A block takes a slab of rows and a tile of 32 chunks of columns; each of its eight warps takes every eighth row.
+// The order of additions depends only on the number of rows, so neither the device nor the alignment changes a
+// result. K_X: the storage type of x, y and their gradients.
 
 struct Rows {
-  const u8* pad;  // not 0 at padding; null: every row is real
-  i64 count, slab;  // all rows, and those of a slab
+  const u8* pad;  // not 0 at padding; null if every row is real
+  i64 count, slab;  // the number of rows, and of rows in a slab
   int chunks;
 
   DEV bool real(i64 row) const { return !pad || !pad[row]; }
 };
 
-// What a thread takes.
+// The part of a thread: its chunk of columns, and its slab of rows.
 struct Place {
   int lane, warp, chunk;
-  i64 slab, first, end;  // the slab's rows; none where the tile reaches past the last column
+  i64 slab, first, end;  // the slab's rows; none if the chunk lies past the last column
 
   DEV Place(const Rows& rows) : lane(threadIdx.x % 32), warp(threadIdx.x / 32) {
     const int tiles = (rows.chunks + 31) / 32;
@@ -33,14 +33,14 @@ static DEV Values all(f32 v) {
   for (int j = 0; j < VEC; j++) values.v[j] = v;
   return values;
 }
-// A number for every column, where there are any.
+// Loads a chunk of p, or returns `absent` for every column if p is null.
 static DEV Values given(const f32* p, int chunk, f32 absent) { return p ? load<f32>(p, chunk) : all(absent); }
 
-// Rows that a thread sums in f32 before their sum is added in double; and rows that it has on their way at a time.
+// ROUND rows are summed in f32 before their sum is added in double; ABREAST rows are loaded at the same time.
 enum { ROUND = 32, ABREAST = 4 };
 
-// N sums over the rows from `first` to `end`, of which all warps get those of their lanes; all threads must call.
-// work(row, load(row), sums) adds one row. `shared` holds N*THREADS numbers.
+// Computes N sums over the rows from `first` to `end` for each lane, and gives them to all warps; all threads must
+// call. work(row, load(row), sums) adds one row. `shared` holds N*THREADS numbers.
 template <int N, class Load, class Work>
 static DEV void over_rows(
     const Place& p, i64 first, i64 end, double* shared, double (&sums)[N], Load load, Work work) {
@@ -53,7 +53,7 @@ static DEV void over_rows(
 #pragma unroll
     for (f32& v : part) v = 0.f;
     for (i64 row = round; row < last; row += ABREAST * WARPS) {
-      // What work stores could be what load reads, for all that the compiler knows: so all are read first.
+      // All rows are loaded first: the compiler cannot know that `work` never writes memory that `load` reads.
       decltype(load(row)) read[ABREAST];
 #pragma unroll
       for (int i = 0; i < ABREAST; i++)
@@ -75,8 +75,8 @@ static DEV void over_rows(
   __syncthreads();
 }
 
-// A row's numbers as they are stored, and whether it is real. Padding is read and left out, so that loads need not wait
-// for the mask.
+// A row's numbers as they are stored, and true if the row is real. Padding is loaded too and left out of the sums, so
+// that loads need not wait for the mask.
 struct Read {
   Pack<K_X, VEC> x, dy;
   bool real;
@@ -87,13 +87,13 @@ static DEV Values widened(const Pack<K_X, VEC>& pack) {
   return found;
 }
 
-// y, where it needs nothing of the batch: then one pass makes it and measures x.
+// The arguments to write y in the pass that measures x, which is possible if y does not depend on the batch.
 struct Ahead {
   const K_STATE* first;  // the running statistics
   const i64* iters;
   const f32 *weight, *bias;
-  void* y;     // null: not wanted
-  f32* wrote;  // whether y was written
+  void* y;     // null if not wanted
+  f32* wrote;  // receives 1 if y was written, else 0
   Options options;
 };
 
@@ -108,14 +108,15 @@ static DEV void write(void* to, i64 at, const Values& x, const Values& shift, co
 struct Measure {
   const void* x;
   Rows rows;
-  f32* partial;  // a slab's means over its real rows: PARTS for every column
-  f32* counts;   // a slab's real rows
+  f32* partial;  // per slab, PARTS means over its real rows for each column
+  f32* counts;   // per slab, the number of its real rows
   Ahead ahead;
 };
-// Of a centred norm the guess, and the means of d = x - guess and of d*d; of others the mean of x*x.
+// For a centred norm the parts are the guess and, with d = x - guess, the means of d and of d*d; else the mean of
+// x*x.
 enum { PARTS = Norm::CENTRED ? 3 : 1 };
 enum { COUNT = 0, SQUARES = 1, SUM = 1 + VEC, SUMS = Norm::CENTRED ? 1 + 2 * VEC : 1 + VEC };
-// Rows whose mean is the guess: mean d*d - (mean d)^2 then keeps its digits.
+// The guess is the mean of the first FEW real rows; near the true mean, mean d*d - (mean d)^2 keeps its digits.
 enum { FEW = 64 };
 
 KERNEL(THREADS, columns_measure, Measure) {
@@ -186,7 +187,7 @@ struct Normalise {
   Rows rows;
   const f32 *stats, *weight, *bias;
   void* y;
-  const f32* wrote;  // columns_measure's, if it was there
+  const f32* wrote;  // the flag that columns_measure wrote; null if it did not run
 };
 
 KERNEL(THREADS, columns_normalise, Normalise) {
@@ -200,11 +201,12 @@ KERNEL(THREADS, columns_normalise, Normalise) {
   }
 }
 
-// dx = p*dy - q*xhat - r, by columns.
+// The coefficients of dx = p*dy - q*xhat - r for one column.
 struct Slope {
   double p, q, r;
 };
-// xhat by statistics that the batch has not made: q follows PowerNorm's nu, which then has not moved yet.
+// Returns the coefficients if xhat's statistics are not the batch's own: q follows from PowerNorm's nu before its
+// update.
 static DEV Slope slope_ahead(double weight, double scale, double nu) { return Slope{weight * scale, scale * nu, 0.0}; }
 static DEV void write_gradient(
     void* to, i64 at, const Values& dy, const Values& hat, const Values (&slope)[3], bool real) {
@@ -220,7 +222,7 @@ static DEV Values hat_of(const Values& x, const Values& shift, const Values& sca
   for (int j = 0; j < VEC; j++) hat.v[j] = (x.v[j] - shift.v[j]) * scale.v[j];
   return hat;
 }
-// Rows of statistics, as `Stats` (kernel/columns.rs) has them: all columns are exact or none.
+// The rows of the tensor `stats` (`Stats` in kernel/columns.rs). EXACT has the same value in all columns.
 enum { SHIFT, SCALE, SLOPE, GAMMA, EXACT, SHARE };
 static DEV bool is_exact(const f32* stats, i64 cols) { return stats[EXACT * cols] == 1.f; }
 
@@ -228,10 +230,10 @@ struct GradientSums {
   const void *dy, *x;
   Rows rows;
   const f32* stats;
-  f32* partial;  // a slab's sums over its real rows, for every column: of dy, and of dy*xhat
-  // For dx, where it needs none of these sums: then one pass makes both.
+  f32* partial;  // per slab and column, the sums over its real rows of dy and of dy*xhat
+  // The arguments to write dx in the same pass, which is possible if dx does not depend on these sums.
   const f32* weight;
-  const K_STATE* second;  // PowerNorm's nu in training, or null
+  const K_STATE* second;  // PowerNorm's nu in training; null otherwise
   double alpha_bwd;
   void* dx;
 };
@@ -281,11 +283,11 @@ KERNEL(THREADS, columns_gradient_sums, GradientSums) {
 struct Gradient {
   const void *dy, *x;
   Rows rows;
-  const f32 *stats, *slopes;  // slopes: p, q and r
+  const f32 *stats, *slopes;  // slopes has the rows p, q and r
   void* dx;
 };
 
-// dx where it was not written with the sums.
+// Writes dx, unless columns_gradient_sums has written it.
 KERNEL(THREADS, columns_gradient, Gradient) {
   const Place p(a.rows);
   const i64 chunks = a.rows.chunks;

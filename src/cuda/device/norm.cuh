@@ -1,21 +1,21 @@
-// What a norm over the last dimension says of itself. With shift and scale numbers of the row,
+// The interface of a norm over the last dimension. With a shift and a scale per row,
 //   xhat = (x - shift)*scale,  y = w*xhat + b
-// and with g = w*dy the gradient is scale*g - pull*xhat - (the mean of scale*g, where the shift is the row's mean).
-// A norm is a struct Norm with
+// and with g = w*dy the gradient is dx = scale*g - pull*xhat, minus the mean of scale*g if the shift is the row's
+// mean. A norm is a struct Norm with
 //   STATS                               numbers kept per row: 0 (no norm), 1 (scale) or 2 (shift, the mean, and scale)
-//   scale(Length, cols, eps)            from the length of x - shift
-//   pull(scale, cols, eps, sum_gx)      from the sum of g*xhat
-// Lengths are sqrt(sum x^2), and xhat is their slope; lp_norm.rs has others (K_ORDER).
-// A curve, which measures nothing, is a struct Norm of Curve with
-//   value(z), slope(z, value)           f and f' of z = scale*x + shift, two learned numbers; xhat = f(z)
-// and its gradient is scale*u, u = g*f'(z); scale's is the sum of u*x, and shift's of u.
+//   scale(Length, cols, eps)            returns the scale from the length of x - shift
+//   pull(scale, cols, eps, sum_gx)      returns pull from the sum of g*xhat
+// The length is sqrt(sum x^2), and xhat is its derivative up to a factor; lp_norm.rs has other lengths (K_ORDER). A
+// curve, which measures nothing, is a struct Norm : Curve with
+//   value(z), slope(z, value)           return f and f' of z = scale*x + shift, two learned numbers; xhat = f(z)
+// With u = g*f'(z) its gradients are dx = scale*u, the sum of u*x for scale, and the sum of u for shift.
 
-// unit*root is the length of a row, which itself, or whose square, may leave the range.
+// The length of a row as a product, unit*root, because the length or its square may leave f32's range.
 struct Length {
   f32 unit, root;
 };
 
-// A norm that measures its rows, or none.
+// The base of a norm that is no curve.
 struct Straight {
   enum { CURVED = 0 };
   static DEV f32 value(f32 z) { return z; }
@@ -27,7 +27,7 @@ struct Curve {
   static DEV f32 pull(f32, f32, f32, f32) { return 0.f; }
 };
 
-// p of the length (sum |x|^p)^(1/p); 0: the largest |x|.
+// The order p of the length (sum |x|^p)^(1/p); 0 stands for infinity, the largest |x|.
 #ifndef K_ORDER
 #define K_ORDER 2
 #endif

@@ -1,6 +1,6 @@
-// A scale or shift of columns: absent, one number, or one per column; and the sum over rows that is its gradient. A
-// thread keeps up to HELD chunks of a row in registers; HELD = 0 is for rows that do not fit, FULL says that every
-// thread has so many.
+// A scale or shift per column: absent, one number, or one number per column; and its gradient, a sum over rows. A
+// thread keeps up to HELD chunks of a row in registers; with HELD = 0, rows do not fit and are read again. FULL means
+// that every thread has exactly HELD chunks.
 enum { NONE = 0, ONE = 1, EACH = 2 };
 enum { HELD = K_HELD, FULL = K_FULL };
 
@@ -18,7 +18,7 @@ static DEV Values values(const T* p, int chunk, f32 absent) {
   return found;
 }
 
-// What a row's threads do with its chunks: (place in registers, chunk).
+// Calls work(place in registers, chunk) for each of a thread's chunks in a row.
 template <class Work>
 static DEV void each_chunk(int lane, int chunks, Work work) {
   if constexpr (HELD > 0) {
@@ -31,12 +31,13 @@ static DEV void each_chunk(int lane, int chunks, Work work) {
   }
 }
 
-// A sum over the rows of a block. Each thread keeps its own in registers. Where those are too few, the sums lie in the
-// block's row of the workspace: no two threads share a column there, and a chunk is read or written 16 bytes at a time.
+// A sum over the rows of a block. Each thread keeps its own sums in registers. If registers are too few, the sums lie
+// in the block's row of the workspace: no two threads share a column there, and chunks are read and written 16 bytes
+// at a time.
 template <int KIND>
 struct Sum {
   f32 kept[KIND == EACH && HELD > 0 ? HELD : 1][KIND == EACH && HELD > 0 ? VEC : 1];
-  f32* total;  // this block's; null where the sum is not wanted
+  f32* total;  // this block's sums; null if they are not wanted
 
   DEV Sum(f32* totals, int width, int lane, int chunks) : total(totals ? totals + (i64)blockIdx.x * width : nullptr) {
 #pragma unroll
@@ -65,7 +66,7 @@ struct Sum {
     }
   }
 
-  // Leaves the block's sums in the workspace; all threads must call. `scratch` holds ROWS·32·VEC numbers.
+  // Writes the block's sums to the workspace; all threads must call. `scratch` holds ROWS·32·VEC numbers.
   DEV void finish(Team& team, f32* scratch, int chunks) {
     if (KIND == NONE || !total) return;
     if constexpr (KIND == ONE) {

@@ -1,13 +1,13 @@
-// Philox4x32-10, drawn as src/cpu/philox.rs draws it: element (row, column) takes half word column mod 8 of the block
-// with counter (column/8, row, site | micro_batch·2^16, update), so both devices drop the same elements.
+// Philox4x32-10, with the numbers of src/cpu/philox.rs: element (row, column) takes half word column mod 8 of the
+// block with counter (column/8, row, site | micro_batch·2^16, update). So the CPU and the GPU drop the same elements.
 struct Dropout {
   const i64* seed;  // (seed, update, micro-batch), on the device
   u32 site;
-  u32 threshold;  // an element is kept where its 16 bits are at least this; 0: nothing is dropped
-  f32 scale;      // what the kept ones are multiplied by
+  u32 threshold;  // an element is kept if its 16 bits are at least this; 0 drops nothing
+  f32 scale;      // the factor of kept elements
 };
 
-// The counter c becomes its block of random words.
+// Replaces the counter c by its block of four random words.
 static DEV void philox(u32 (&c)[4], u32 k0, u32 k1) {
 #pragma unroll
   for (int round = 0; round < 10; round++) {
@@ -17,7 +17,7 @@ static DEV void philox(u32 (&c)[4], u32 k0, u32 k1) {
     k0 += 0x9E3779B9u, k1 += 0xBB67AE85u;
   }
 }
-// 16 of a block's bits. No index into registers: the word is chosen by comparisons.
+// Returns 16 bits of a block. Comparisons choose the word, because a variable index would move registers to memory.
 static DEV u32 half_word(const u32 (&c)[4], int half) {
   const u32 word = half < 4 ? (half < 2 ? c[0] : c[1]) : (half < 6 ? c[2] : c[3]);
   return word >> half % 2 * 16 & 0xffffu;
@@ -39,7 +39,7 @@ struct Mask {
     philox(c, key[0], key[1]);
   }
 
-  // Zeroes what is dropped of N columns from `chunk`·N.
+  // Zeroes the dropped ones of N columns, which begin at column chunk·N.
   template <int N>
   DEV void apply(i64 row, int chunk, f32 (&v)[N]) const {
     static_assert(N == 1 || N == 4 || N == 8, "packs lie within a block");

@@ -1,5 +1,5 @@
-// What every kernel begins with: storage types and how they widen and round. No #include anywhere: NVRTC's built-ins
-// are all there is, and a machine that runs kernels needs no CUDA headers.
+// The beginning of every program: storage types and their conversions. Nothing is included, because NVRTC has only
+// built-ins, and a machine that runs kernels need not have CUDA's headers.
 typedef unsigned char u8;
 typedef unsigned short u16;
 typedef unsigned int u32;
@@ -13,16 +13,16 @@ typedef float f32;
 #endif
 #define DEV __device__ __forceinline__
 #define SHARED(TYPE, NAME, LENGTH) __shared__ TYPE NAME[LENGTH]
-// A kernel takes one struct, which Rust declares with the same fields.
+// Declares a kernel, which takes one struct; Rust declares a struct with the same fields.
 #define KERNEL(THREADS, NAME, ARGUMENTS) extern "C" __global__ void __launch_bounds__(THREADS, 1) NAME(const ARGUMENTS a)
 #define F16X2_TO_F32(LOW, HIGH, W)                                                                      \
   asm("{ .reg .b16 l, h; mov.b32 {l, h}, %2; cvt.f32.f16 %0, l; cvt.f32.f16 %1, h; }" : "=f"(LOW), "=f"(HIGH) : "r"(W))
-// The second operand becomes the low half.
+// cvt puts its second operand into the low half.
 #define F32_TO_F16X2(W, LOW, HIGH) asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(W) : "f"(HIGH), "f"(LOW))
 #define F32_TO_BF16X2(W, LOW, HIGH) asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(W) : "f"(HIGH), "f"(LOW))
 #endif
 
-// The 16-bit types: two numbers to and from the halves of a word, the first in the low one.
+// The 16-bit types convert two numbers at a time, the halves of a word; the first number is in the low half.
 struct bf16 {
   u16 bits;
   static DEV void unpair(u32 word, f32& low, f32& high) {
@@ -45,7 +45,7 @@ struct f16 {
   }
 };
 
-// N neighbours of one row, which move together: one, or as many as make whole words; 16 bytes at a time.
+// N neighbouring numbers of a row, which move together: one, or as many as fill whole words, 16 bytes at a time.
 template <class T, int N>
 struct alignas(N * sizeof(T) < 16 ? N * sizeof(T) : 16) Pack {
   u32 words[N * sizeof(T) / 4];
@@ -89,7 +89,8 @@ static DEV void narrow(const f32 (&v)[N], Pack<T, N>& p) {
   }
 }
 
-// Packs to and from memory, 16 bytes at a time: of a struct the compiler may take its members one by one.
+// Loads and stores packs 16 bytes at a time; if a struct were copied whole, the compiler might move its members
+// singly.
 template <class P>
 static DEV P fetch(const P* from) {
   P pack;

@@ -1,5 +1,5 @@
-// A block is K_ROWS rows of K_LANES threads; K_ROWS is 1 where a row takes more than a warp. The threads of a row add
-// up, or compare, in an order that only K_LANES decides.
+// A block has K_ROWS rows of K_LANES threads; K_ROWS is 1 if a row takes more than one warp. The threads of a row add
+// or compare their values in an order that depends only on K_LANES.
 enum { LANES = K_LANES, ROWS = K_ROWS, THREADS = LANES * ROWS, WARPS = LANES / 32 };
 
 struct Add {
@@ -9,23 +9,23 @@ struct Largest {
   static DEV f32 of(f32 a, f32 b) { return fmaxf(a, b); }
 };
 
-// Where a NaN stays one.
+// Returns the larger number, or NaN if either is NaN.
 struct LargestOrNan {
   static DEV f32 of(f32 a, f32 b) { return a > b || a != a ? a : b; }
 };
 
-// Values of one kind that a row's threads may combine at a time.
+// The maximum number of values that a row's threads combine in one call.
 enum { MOST = 2 };
 
 // The threads of one row.
 struct Team {
-  f32* shared;  // [2][MOST][WARPS]: two buffers, so that one barrier a time is enough
+  f32* shared;  // [2][MOST][WARPS]: two buffers in turn, so that each call needs only one barrier
   int lane, row;
   int buffer;
 
   DEV Team(f32* shared) : shared(shared), lane(threadIdx.x % LANES), row(threadIdx.x / LANES), buffer(0) {}
 
-  // Every thread gets the result; all the row's threads must call.
+  // Combines v over the row's threads; all of them must call, and all get the result.
   template <class Operation, int N>
   DEV void combine(f32 (&v)[N]) {
     static_assert(N <= MOST, "shared has no room");

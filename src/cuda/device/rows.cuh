@@ -2,19 +2,19 @@
 //   x_plus = alpha*x + beta*drop(f),  y = N(x_plus)        with K_STEP = 1; x_plus = x with K_STEP = 0
 //   dx = alpha*G,  df = beta*drop(G),  G = dx_plus + N'(dy)
 //   dw = sum dy*xhat,  db = sum dy,  dalpha = sum G*x,  dbeta = sum G*drop(f)      over rows
-// and those of a curve's two numbers (norm.cuh).
-// K_BACKWARD: which of the two kernels is made. K_X, K_F, K_Y, K_P: storage types of the stream, the branch, y, and the
-// norm's weight and bias; other parameters are f32. K_WEIGHT, K_BIAS, K_ALPHA, K_BETA: kinds of parameters.
-// y is computed from x_plus as rounded to its type, the very numbers that the backward pass reads.
+// and the gradients of a curve's two numbers (norm.cuh). K_BACKWARD: 1 compiles the backward kernel, 0 the forward
+// kernel. K_X, K_F, K_Y, K_P: the storage types of the residual stream, the branch, y, and the norm's weight and
+// bias; other parameters are f32. K_WEIGHT, K_BIAS, K_ALPHA, K_BETA: the kinds of parameters (parameter.cuh). y is
+// computed from x_plus after its rounding to K_X, which the backward pass reads.
 
-// A thread's chunks of a row: kept, or read whenever they are used where they do not fit.
+// A thread's chunks of a row: kept in registers, or, if they do not fit, read again at each use.
 template <class T>
 struct Line {
   Pack<T, VEC> kept[HELD > 0 ? HELD : 1];
   const Pack<T, VEC>* from;
 
   DEV Line(const void* rows, i64 row, int chunks) : from((const Pack<T, VEC>*)rows + row * chunks) {}
-  // All of them are asked for before any is used: work on one would hold up the next.
+  // Requests all chunks before any is used, because work on one chunk would delay the next request.
   DEV void fetch_all(int lane, int chunks) {
     if constexpr (HELD > 0) each_chunk(lane, chunks, [&](int i, int chunk) { kept[i] = fetch(from + chunk); });
   }
@@ -30,9 +30,10 @@ struct Row {
 };
 
 constexpr bool NORMED = Norm::STATS > 0 || Norm::CURVED;
-enum { OF_CURVE = Norm::CURVED };  // the kind of a curve's numbers, ONE where there is a curve
+enum { OF_CURVE = Norm::CURVED };  // the kind of a curve's numbers: ONE for a curve, else NONE
 
-// What stands for a measured row: a curve's numbers, the scale and the shift. Adding -0 changes nothing.
+// Returns a curve's scale and shift in the place of a row's. A missing shift is -0, because adding -0 changes
+// nothing.
 static DEV Row learned(const f32* const (&numbers)[2]) {
   return Row{numbers[1] ? *numbers[1] : -0.f, *numbers[0]};
 }
@@ -58,7 +59,7 @@ struct Forward {
 };
 
 #if !K_BACKWARD
-// sum and one more power of |d|. A NaN stays one.
+// Adds |d|^p to the sum, or takes the maximum if p is infinite. A NaN stays NaN.
 static DEV f32 with_power(f32 sum, f32 d) {
   if constexpr (EUCLIDEAN)
     return fmaf(d, d, sum);
@@ -78,7 +79,8 @@ static DEV f32 root_of(f32 sum) {
     return powf(sum, 1.f / ORDER);
 }
 
-// What a row's threads sum of (x*inverse - shift)^POWER; POWER 2 is that of the length. Without UNITS the inverse is 1.
+// Returns the row's sum of x (POWER 1) or of the length's terms of x - shift (POWER 2); with UNITS, x is first
+// multiplied by `inverse`.
 template <int POWER, bool UNITS>
 static DEV f32 moment(Team& team, const Line<K_X>& line, int chunks, f32 inverse, f32 shift) {
   f32 sum[1] = {0.f};
@@ -97,8 +99,8 @@ static DEV f32 moment(Team& team, const Line<K_X>& line, int chunks, f32 inverse
   return sum[0];
 }
 
-// A power of two near max |x|, which divides without rounding; for other powers than squares, which could leave the range
-// again, max |x| itself. A NaN is passed over.
+// Returns a power of two near max |x|, so that division by it is exact. If the length is not Euclidean it returns max
+// |x| itself, because powers of a ratio above 1 could overflow again. NaN is ignored.
 static DEV f32 unit_of(Team& team, const Line<K_X>& line, int chunks) {
   f32 most[1] = {0x1p-126f};
   each_chunk(team.lane, chunks, [&](int i, int chunk) {
@@ -115,8 +117,9 @@ static DEV Row measure(Team& team, const Line<K_X>& line, int chunks, f32 eps) {
   f32 unit = 1.f;
   f32 shift = Norm::STATS == 2 ? moment<1, false>(team, line, chunks, 1.f, 0.f) / cols : 0.f;
   f32 squares = moment<2, false>(team, line, chunks, 1.f, shift);
-  // Overflowed, or so small that single squares may have lost bits to underflow: once more in units of the largest.
-  // The row's threads agree on it, and where the block has other rows there are no barriers.
+  // The sum overflowed, or is so small that single squares may have lost bits to underflow: compute it again in units
+  // of the largest number. All threads of a row take this branch together. A block with several rows has one warp per
+  // row and so no barriers.
   if (!OF_LARGEST && !(squares >= 0x1p-100f && squares < 0x1p127f)) {
     unit = unit_of(team, line, chunks);
     shift = Norm::STATS == 2 ? moment<1, true>(team, line, chunks, 1.f / unit, 0.f) / cols : 0.f;
@@ -132,7 +135,7 @@ KERNEL(THREADS, rows_forward, Forward) {
   const Mask mask(a.dropout);
   for (i64 first = (i64)blockIdx.x * ROWS; first < a.rows; first += (i64)gridDim.x * ROWS) {
     const i64 row = first + team.row;
-    // A row past the end has no chunks, and its threads go along to the barriers.
+    // A row past the end has no chunks, but its threads must reach the barriers too.
     const int chunks = row < a.rows ? a.chunks : 0;
     Line<K_X> line(K_STEP ? a.x_plus : a.x, row, a.chunks);
     if constexpr (K_STEP) {
@@ -178,23 +181,23 @@ KERNEL(THREADS, rows_forward, Forward) {
 }
 #endif
 
-// dx_plus or dy is null where nothing came back on that side; x is read only for dalpha, and df may be unwanted.
+// dx_plus or dy is null if that output got no gradient. x is read only for dalpha. df may be null.
 struct Backward {
   const void *dx_plus, *dy, *x_plus, *x, *f;
   const f32 *stats, *alpha, *beta;
   const K_P* weight;
   const f32* numbers[2];
   void *dx, *df;
-  f32 *dalpha, *dbeta, *dweight, *dbias, *dscale, *dshift;  // the first block's sums
+  f32 *dalpha, *dbeta, *dweight, *dbias, *dscale, *dshift;  // where the first block stores its sums
   i64 rows;
   int chunks;
-  int sums;  // from one block's sums to the next's
+  int sums;  // the distance between the sums of two blocks
   f32 eps;
   Dropout dropout;
 };
 
 #if K_BACKWARD
-// The length's slope at x, whose share of the length is hat; `largest` is the row's.
+// Returns the derivative of the row's length with respect to x, up to a factor; `largest` is the row's largest |x|.
 static DEV f32 slope_of(f32 x, f32 hat, f32 largest) {
   const f32 sign = x > 0.f ? 1.f : x < 0.f ? -1.f : x;
   if constexpr (EUCLIDEAN)
@@ -269,7 +272,7 @@ KERNEL(THREADS, rows_backward, Backward) {
         sums[0] = sum[0];
       }
     }
-    const f32 pull = Norm::pull(found.scale, cols, a.eps, sums[0]) / ties[0];  // which those that tie share
+    const f32 pull = Norm::pull(found.scale, cols, a.eps, sums[0]) / ties[0];  // shared by numbers that tie
     const f32 share = Norm::STATS == 2 ? found.scale / cols * sums[1] : 0.f;
     each_chunk(team.lane, chunks, [&](int i, int chunk) {
       const i64 at = row * a.chunks + chunk;
@@ -317,7 +320,7 @@ KERNEL(THREADS, rows_backward, Backward) {
         dalpha.add(i, chunk, d.v);
       }
       if (K_BETA != NONE && a.dbeta) {
-        // The product is dropped, not the factor: what was dropped may have been infinite.
+        // The product is dropped, not its factor, because the dropped value may have been infinite.
         Values d = load<K_F>(a.f, at);
 #pragma unroll
         for (int j = 0; j < VEC; j++) d.v[j] *= a.dropout.scale * total.v[j];

@@ -1,11 +1,11 @@
-// Norms with statistics of columns: what is decided between the passes of columns.cuh, and the state that moves.
-// K_STATE: the type of the buffers.
+// Norms with column statistics: the kernels that run between the passes of columns.cuh. They merge the slabs'
+// results, choose the statistics of xhat, and update the state. K_STATE: the type of the buffers.
 
-// Means over some rows, the square about the mean.
+// The number of some rows, their mean, and their mean square about that mean.
 struct Moments {
   double count, mean, square;
 
-  // Chan, Golub and LeVeque 1979.
+  // Merges the moments of more rows (Chan, Golub and LeVeque 1979).
   DEV void add(const Moments& more) {
     if (more.count == 0.0) return;
     const double share = more.count / (count + more.count), rest = 1.0 - share, gap = more.mean - mean;
@@ -16,15 +16,15 @@ struct Moments {
 };
 
 struct Merge {
-  const f32 *partial, *counts;  // columns_measure's
-  double *mean, *square, *count;  // mean and count may be unwanted
+  const f32 *partial, *counts;  // the results of columns_measure
+  double *mean, *square, *count;  // mean and count may be null
   int slabs, cols;
 };
 
-// Slabs that a warp has on their way at a time.
+// The number of slabs that a warp loads at the same time.
 enum { ON_THEIR_WAY = 8 };
 
-// A block takes 32 columns, its warps every eighth slab.
+// Merges the slabs. A block takes 32 columns, and each of its eight warps takes every eighth slab.
 KERNEL(THREADS, columns_merge, Merge) {
   SHARED(Moments, shared, THREADS);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, column = blockIdx.x * 32 + lane;
@@ -46,7 +46,7 @@ KERNEL(THREADS, columns_merge, Merge) {
         const double offset = parts[i][1];
         mean = parts[i][0] + offset;
         square -= offset * offset;
-        // Not fmax: a NaN has to stay one.
+        // fmax is not used, because it would turn a NaN into 0.
         if (square < 0.0) square = 0.0;
       }
       found.add(Moments{counts[i], mean, square});
@@ -61,7 +61,7 @@ KERNEL(THREADS, columns_merge, Merge) {
   if (a.count && column == 0) *a.count = found.count;
 }
 
-// Whether no thread refuses; all threads must call.
+// Returns true if no thread refuses; all threads must call.
 static DEV bool agreed(Team& team, bool refused) {
   f32 any[1] = {refused ? 1.f : 0.f};
   team.combine<Largest>(any);
@@ -69,17 +69,17 @@ static DEV bool agreed(Team& team, bool refused) {
 }
 
 struct Settle {
-  const double *mean, *square, *square_of_all, *count;  // null where nothing was measured
+  const double *mean, *square, *square_of_all, *count;  // null if nothing was measured
   double rows;
   K_STATE *first, *second;  // absent buffers are null
   i64 *iters, *refused;
   f32* stats;
   int cols;
   Options options;
-  double largest;  // that the buffers can hold
+  double largest;  // the largest number that the buffers can hold
 };
 
-// One block: a batch is taken in by all columns or by none.
+// It runs in one block, so that either all columns accept a batch or none does.
 KERNEL(THREADS, columns_settle, Settle) {
   SHARED(f32, shared, 2 * MOST * WARPS);
   Team team(shared);
@@ -110,8 +110,8 @@ KERNEL(THREADS, columns_settle, Settle) {
 }
 
 struct Slopes {
-  const f32 *sum, *sum_x, *stats, *weight;  // of dy and dy*xhat; the weight may be absent
-  K_STATE* second;                          // PowerNorm's nu in training, or null
+  const f32 *sum, *sum_x, *stats, *weight;  // sums of dy and dy*xhat; the weight may be null
+  K_STATE* second;                          // PowerNorm's nu in training; null otherwise
   i64* refused;
   f32* slopes;
   int cols;
@@ -135,7 +135,8 @@ static DEV Found slope(const Slopes& a, int c) {
   return Found{found, old + lambda - nu * stat(GAMMA)};
 }
 
-// One block, as above. PowerNorm's nu moves here.
+// Computes p, q and r of dx, and updates PowerNorm's nu. It runs in one block, for the reason given at
+// columns_settle.
 KERNEL(THREADS, columns_slopes, Slopes) {
   SHARED(f32, shared, 2 * MOST * WARPS);
   Team team(shared);

@@ -1,9 +1,10 @@
-// The second stage of a sum over rows: out[column] = the sum of partial[block][column] over blocks, always in one order.
-// A block takes 32 columns; its eight warps take every eighth row each. Neighbouring columns may go to several outputs.
+// The second stage of a sum over rows: adds up partial[block][column] over all blocks, always in the same order. A
+// block takes 32 columns; each of its eight warps takes every eighth row of `partial`. Neighbouring columns may
+// belong to different outputs.
 struct Output {
   void* to;
-  int first;  // of the columns that go there
-  int dtype;  // of the numbers there: 0 f32, 2 bf16, 3 f16
+  int first;  // the first of the columns that go to this output
+  int dtype;  // the type of the output: 0 f32, 2 bf16, 3 f16
 };
 template <class T>
 static DEV void set(void* to, int at, f32 v) {
@@ -14,8 +15,8 @@ enum { OUTPUTS = 6 };
 struct Sums {
   const f32* partial;
   int blocks, columns;
-  int stride;  // from a block's columns to the next block's
-  Output outputs[OUTPUTS];  // by their first columns
+  int stride;  // the distance between the columns of two blocks
+  Output outputs[OUTPUTS];  // sorted by their first columns
 };
 
 KERNEL(256, sum_partials, Sums) {
@@ -28,7 +29,7 @@ KERNEL(256, sum_partials, Sums) {
   __syncthreads();
   if (warp > 0 || column >= a.columns) return;
   for (int w = 1; w < 8; w++) sum += parts[32 * w + lane];
-  // No index that is a variable: the arguments would be copied to memory.
+  // The loop has only constant indices: with a variable index, the compiler would copy the arguments to local memory.
   Output output = a.outputs[0];
 #pragma unroll
   for (int k = 1; k < OUTPUTS; k++)

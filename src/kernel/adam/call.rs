@@ -1,4 +1,4 @@
-//! Adam's update of tensors: a launch on a GPU, or the formula in tch.
+//! Adam's update of tensors: a kernel launch on a GPU, or the formula in tch operations.
 
 use super::{Rounding, PROGRAM, ROW, SITE};
 use crate::cpu::philox;
@@ -17,11 +17,12 @@ pub struct Buffers<T> {
     pub second: T,
     /// The gradients, which the update zeroes.
     pub gradients: T,
-    /// The factor of the gradients, for clipping and the loss's normaliser. If it is not finite, nothing changes.
+    /// The factor of the gradients, for clipping and the loss's normaliser. If it is not finite, only the gradients
+    /// change.
     pub grad_scale: T,
     /// The step size lr·√(1−β₂ᵗ)/(1−β₁ᵗ).
     pub step_size: T,
-    /// The factor 1 − lr·weight_decay of the parameters.
+    /// The factor 1 − lr·weight_decay, by which the parameters are multiplied.
     pub keep: T,
 }
 
@@ -100,6 +101,7 @@ pub fn composed(buffers: &Buffers<Tensor>, settings: &Coefficients) -> Result<()
     let Buffers { parameters, first, second, gradients, grad_scale, step_size, keep } = buffers;
     let Coefficients { beta1, beta2, eps, rounding } = settings;
     let finite = grad_scale.f_isfinite()?;
+    // Writes `new` to `to`, or leaves `to` as it is if the gradient scale is not finite.
     let settle = |to: &Tensor, new: &Tensor| -> Result<()> {
         to.shallow_clone().f_copy_(&new.f_where_self(&finite, to)?)?;
         Ok(())
@@ -120,7 +122,7 @@ pub fn composed(buffers: &Buffers<Tensor>, settings: &Coefficients) -> Result<()
     Ok(())
 }
 
-/// Returns the first or second moment in bf16, rounded as the kernels do.
+/// Returns `exact` rounded to bf16 as the kernels do; `moment` is 0 for the first moment, 1 for the second.
 fn rounded(exact: &Tensor, rounding: &Rounding, moment: usize) -> Result<Tensor> {
     let (count, start) = (exact.numel(), rounding.first % ROW);
     let rows = (start + count).div_ceil(ROW);

@@ -1,4 +1,4 @@
-//! Attention on an operator's tensors: sequences are spread over threads on the CPU. GPUs have no such kernel.
+//! Attention on an operator's tensors: threads share the sequences on the CPU. There is no such kernel for GPUs.
 
 use super::{backward as backward_sequences, forward as forward_sequences};
 use super::{Matrix, MatrixMut, ScaledDotProduct, Sequence};
@@ -7,7 +7,7 @@ use crate::error::{Error, Result};
 use crate::kernel::dropout::Draw;
 use crate::kernel::view::{by_dtype, View};
 
-/// The settings, as kernels and the formula take them.
+/// The settings of a call, for kernels and for the formula.
 #[derive(Clone, Copy)]
 pub struct Settings {
     pub heads: i64,
@@ -18,8 +18,8 @@ pub struct Settings {
     pub draw: Draw,
 }
 
-/// The inputs of either pass. n query rows and m key rows are packed sentences; `ranges`, int64 (sentences, 4), holds
-/// (q_start, q_len, k_start, k_len) of each.
+/// The inputs of the forward and the backward pass. n query rows and m key rows are packed sentences; `ranges`, int64
+/// (sentences, 4), holds (q_start, q_len, k_start, k_len) of each sentence.
 pub struct AttentionViews {
     pub q: View,
     pub k: View,
@@ -28,13 +28,13 @@ pub struct AttentionViews {
     pub settings: Settings,
 }
 
-/// Computes out and the log sums.
+/// Computes out and each query's log sum of exponentials, lse.
 pub fn forward(a: &AttentionViews, out: &View, lse: &View) -> Result<()> {
     by_dtype!(a.q, E => forward_typed::<E>(a, out, lse))
 }
 
-/// Computes dq, dk and dv from the forward's log sums. If these have counted more than the keys, `shares` holds the sum
-/// of each query's weights, in the shape of the log sums.
+/// Computes dq, dk and dv from the forward pass's lse. If lse was computed from more than these keys, `shares` holds the
+/// sum of each query's weights over these keys, in the shape of lse.
 pub fn backward(
     a: &AttentionViews,
     dout: &View,
@@ -46,7 +46,8 @@ pub fn backward(
 }
 
 impl AttentionViews {
-    /// Returns the checked sequences. `keys_too` is true if gradients of keys are written as well.
+    /// Returns the sequences of `ranges` after checking them. `keys_too` is true if gradients of keys are written as
+    /// well.
     fn sequences(&self, keys_too: bool) -> Result<Vec<Sequence>> {
         // SAFETY: the operator's table says that ranges is an int64 matrix with four columns, contiguous.
         sequences(unsafe { self.ranges.slice::<i64>() }, [self.q.rows, self.k.rows], keys_too)
@@ -59,8 +60,8 @@ impl AttentionViews {
     }
 }
 
-/// Checks ranges and returns their sequences: they lie inside the rows of queries and keys, and queries are in order
-/// and disjoint, because threads write them; so are keys if `keys_too`.
+/// Checks ranges and returns their sequences. They must lie inside the rows of queries and keys. Their queries must
+/// be in order and disjoint, because several threads write them; with `keys_too`, the same holds for their keys.
 pub(super) fn sequences(ranges: &[i64], [q_rows, k_rows]: [i64; 2], keys_too: bool) -> Result<Vec<Sequence>> {
     let (mut q_end, mut k_end) = (0, 0);
     let beyond = |start: i64, len: i64, rows: i64| len > rows || start > rows - len;
@@ -88,13 +89,13 @@ unsafe fn matrix<'a, E>(v: &View) -> Matrix<'a, E> {
 }
 
 /// # Safety
-/// Same as [`matrix`]; the tensor is fresh, and each thread keeps to the rows of its own sequences.
+/// The conditions of [`matrix`] hold, the tensor is fresh, and each thread uses only the rows of its own sequences.
 unsafe fn matrix_mut<E>(v: &View) -> MatrixMut<E> {
     let all = v.slice_mut::<E>();
     MatrixMut::new(all.as_mut_ptr(), all.len(), v.stride as usize)
 }
 
-/// Returns the number of sequences that are worth a thread of their own.
+/// Returns the least number of sequences that are worth a thread of their own.
 fn grain(sequences: &[Sequence]) -> usize {
     let rows: usize = sequences.iter().map(|s| s.q_len).sum();
     (128 * sequences.len() / rows.max(1)).max(1)
@@ -102,8 +103,8 @@ fn grain(sequences: &[Sequence]) -> usize {
 
 fn forward_typed<E: Element>(a: &AttentionViews, out: &View, lse: &View) -> Result<()> {
     let (attention, sequences) = (a.attention(), a.sequences(false)?);
-    // SAFETY: the operator's table has dtypes and widths; out and lse are fresh, and sequences have disjoint query
-    // rows.
+    // SAFETY: the operator's table guarantees dtypes and widths; out and lse are fresh, and sequences have disjoint
+    // query rows.
     unsafe {
         if sequences.iter().map(|s| s.q_len).sum::<usize>() < a.q.rows() {
             out.slice_mut::<E>().fill(E::default()); // rows in no sequence

@@ -60,8 +60,8 @@ pub fn composed(
     if [n, q_len, k_len].contains(&0) {
         return Ok(q.f_mul_scalar(0.0)?);
     }
-    // Row numbers by (sequence, place). A place past the end takes the sequence's first row, or row 0 if the sequence
-    // is empty, and is masked.
+    // The rows of a tensor (sequence, position). A position past a sequence's end reads the sequence's first row (row
+    // 0 if the sequence is empty), and is masked.
     let rows = |range: fn(&Sequence) -> (usize, usize), longest: usize| -> Result<Tensor> {
         let mut rows = memory::reserved::<i64>(n.saturating_mul(longest));
         rows.extend(sequences.iter().map(range).flat_map(|(start, len)| {
@@ -88,7 +88,7 @@ pub fn composed(
     let scores = qh.f_matmul(&kh.f_transpose(-2, -1)?)?.f_mul_scalar(a.scale)?;
     let hidden = visible.f_logical_not()?;
     let mut weights = extras.softmax(&scores, &hidden)?.f_masked_fill(&hidden, 0.0)?;
-    // Dropout's element is (query row·heads + head, key), as in the kernel.
+    // Dropout's element is (query row·heads + head, key), as in the kernel, so both drop the same weights.
     if let Some(all) = draw(q.size()[0] * a.heads, k_len)? {
         let all = all.f_to_kind(kind)?.f_to_device(device)?.f_reshape([q.size()[0], a.heads, k_len].as_slice())?;
         let mask =

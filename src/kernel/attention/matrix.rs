@@ -1,4 +1,4 @@
-//! Views of the operands, and copies between their rows and the work space.
+//! Matrices in memory (the operands), and copies between their rows and the workspace.
 
 use crate::cpu::{Accumulator, Element};
 use crate::kernel::math::LANES;
@@ -18,8 +18,8 @@ impl<'a, E> Matrix<'a, E> {
     }
 }
 
-/// A writable [`Matrix`]. It holds a pointer, because dQ, dK and dV interleave in one tensor that threads share by
-/// rows.
+/// A writable [`Matrix`]. It holds a pointer instead of a slice, because dQ, dK and dV may interleave in one tensor,
+/// of whose rows each thread writes some.
 #[derive(Clone, Copy, Debug)]
 pub struct MatrixMut<E> {
     data: *mut E,
@@ -50,7 +50,7 @@ impl<E> MatrixMut<E> {
     }
 }
 
-/// Applies `f` to sixteen values. All are read before any is written, so the compiler need not consider overlap.
+/// Applies `f` to sixteen values. All values are read before any is written, so the compiler need not expect overlap.
 #[inline(always)]
 fn each<T: Copy, A: Accumulator>(x: [T; LANES], f: impl Fn(T) -> A) -> [A; LANES] {
     let mut y = [A::ZERO; LANES];
@@ -60,7 +60,8 @@ fn each<T: Copy, A: Accumulator>(x: [T; LANES], f: impl Fn(T) -> A) -> [A; LANES
     y
 }
 
-/// Loads the rows of one head, widened and scaled, `width` apart; the padding columns keep their values.
+/// Loads one head's columns of some rows into `to`: widened, multiplied by `scale`, and `width` apart. Padding is not
+/// written.
 #[inline(always)]
 pub(super) fn load<E: Element>(
     from: &Matrix<E>,
@@ -84,8 +85,8 @@ pub(super) fn load<E: Element>(
     }
 }
 
-/// Copies the columns of `from` to the rows of `to`, with rows `width` and `lanes` apart. It works in blocks of four,
-/// so up to three more rows and columns are read and written.
+/// Transposes: copies the columns of `from`, whose rows are `width` apart, to the rows of `to`, which are `lanes`
+/// apart. It works in blocks of four, so up to three more rows and columns are read and written.
 #[inline(always)]
 pub(super) fn transpose<A: Accumulator>(
     from: &[A],

@@ -40,6 +40,7 @@ multiversion! {
     }
 }
 
+/// Computes [`product()`], one tile of [`TILE`] rows and [`LANES`] columns of C at a time.
 #[inline(always)]
 fn tiles<A: Accumulator, S: Isa>(
     [m, n, k]: [usize; 3],
@@ -73,8 +74,8 @@ fn tiles<A: Accumulator, S: Isa>(
     }
 }
 
-/// Computes [`product()`] in f32. The compiler's own loop has bounds checks, which make the forward pass a quarter
-/// slower; without them it vectorises along the wrong index and is five times slower.
+/// Computes [`product()`] in f32. The loop of `tiles` has bounds checks, which make the forward pass a quarter
+/// slower. Without the checks the compiler vectorises it along the wrong index, which makes it five times slower.
 ///
 /// # Safety
 /// The arguments satisfy the assertions of `product`.

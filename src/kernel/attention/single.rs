@@ -4,9 +4,9 @@
 //!
 //! Scores may be capped, and a head may have a sink logit beside its keys' scores.
 //!
-//! A head's keys are read once for its scores, and its values once for the sum; nothing is copied or transposed. If the
-//! keys have fewer heads than the queries, groups of neighbouring query heads share one. A query that reads no key gets
-//! 0.
+//! A head's keys are read once for its scores, and its values once for the sum; nothing is copied or transposed. If
+//! there are fewer heads of keys than of queries, neighbouring query heads share one head of keys. A query that reads
+//! no key gets 0.
 
 use super::matrix::{Matrix, MatrixMut};
 use super::Extras;
@@ -151,7 +151,7 @@ fn weighted<E: Element, S: Isa>(
     }
 }
 
-/// The number of queries that are worth a thread of their own.
+/// The least number of queries that are worth a thread of their own.
 const GRAIN: usize = 16;
 
 /// Computes, on the CPU, the attention of q (n, heads·d) to the rows of k and v (m, kv_heads·d) in `reads`; returns (n,
@@ -181,8 +181,8 @@ pub fn attention([q, k, v]: [&Tensor; 3], reads: ReadRows, heads: i64, scale: f6
     }
     let heads = Heads { count, shared: count / (kv / d), d, scale, softcap: extras.softcap };
     by_dtype!(q, E => {
-        // SAFETY: the tensors outlive this call and are of type E. `out` is fresh, each range of queries writes its own
-        // rows of it, and nobody writes the others.
+        // SAFETY: the tensors outlive this call and are of type E. `out` is fresh, and each range of queries writes
+        // only its own rows of it.
         unsafe {
             let matrix = |view: &View| Matrix { data: view.slice::<E>(), stride: view.stride as usize };
             let (q, k, v, all) = (matrix(&q), matrix(&k), matrix(&v), o.slice_mut::<E>());
@@ -210,7 +210,7 @@ mod tests {
         (0..OFFSETS[5]).map(|i| (i * 7 % KEYS as usize) as u32).collect()
     }
 
-    /// Computes the composed form on keys and values that are gathered, and repeated if heads share them.
+    /// Computes the composed form on keys and values that are first gathered, and repeated if heads share them.
     fn gathered([q, k, v]: [&Tensor; 3], heads: i64, scale: f64, extras: &Extras) -> Tensor {
         let index = Tensor::from_slice(&rows().iter().map(|row| i64::from(*row)).collect::<Vec<_>>());
         let d = q.size()[1] / heads;

@@ -27,7 +27,7 @@ struct Outputs<E: Element> {
 const UNTOUCHED: f64 = 42.0;
 
 impl<E: Element> Case<E> {
-    /// Builds a case with sequences of (q_len, k_len) and an unused row between them.
+    /// Builds a case with sequences of (q_len, k_len), and a row between them that no sequence uses.
     fn new(heads: usize, d_head: usize, lengths: &[(usize, usize)], causal: bool, p: f64, size: f64) -> Self {
         let mut rows = 1;
         let mut sequences = vec![];
@@ -128,8 +128,9 @@ impl<E: Element> Case<E> {
         let acc = if size_of::<E::Acc>() == 8 { f64::EPSILON } else { f32::EPSILON as f64 };
         let (got, want) = (self.run(), self.naive());
         let largest = |x: &[f64]| x.iter().fold(1.0f64, |m, x| if *x == UNTOUCHED { m } else { m.max(x.abs()) });
-        // Scores have √d_head rounding errors of their size, which the exponential passes on; sums over keys and
-        // queries add the root of their number. All errors are relative to the largest value of their kind.
+        // A score has √d_head rounding errors of its own size, which the exponential passes on; sums over keys and
+        // queries add the root of their number. All errors are relative to the largest value among the results of the
+        // same kind.
         let longest = self.sequences.iter().map(|s| s.q_len.max(s.k_len)).max().unwrap_or(0);
         let score = self.qkv.iter().map(|x| x.load().to_f64().abs()).fold(0.0, f64::max).powi(2)
             * (self.attention.d_head as f64).sqrt();
@@ -201,7 +202,7 @@ fn scores_of_any_size() {
 
 #[test]
 fn gradients_are_those_of_the_forward() {
-    // The central difference along the gradient itself has error h²: f(x ± h·g) gives |g|².
+    // With a step along the gradient g itself, the central difference has error h²: f(x ± h·g) gives |g|².
     let mut c = Case::<f64>::new(2, 5, &[(6, 6), (4, 11), (8, 5)], true, 0.25, 1.0);
     let loss = |c: &Case<f64>| -> f64 {
         let rows = c.sequences.iter().flat_map(|s| s.q_start..s.q_start + s.q_len);

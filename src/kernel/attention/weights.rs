@@ -1,4 +1,4 @@
-//! Conversion of scores to weights and back, with a key per row: visibility, softmax, dropout.
+//! The steps from scores to weights and back, on matrices with a key per row: visibility, softmax, dropout.
 
 use super::matrix::transpose;
 use super::{Block, ScaledDotProduct, Sequence, Sizes, QUERIES};
@@ -9,7 +9,7 @@ use crate::cpu::Accumulator;
 use crate::kernel::math::{exp, LANES};
 use crate::multiversion;
 
-/// Sets the scores of keys after their query to −∞.
+/// Sets a score to −∞ if its query does not see its key.
 #[inline(always)]
 pub(super) fn hide<A: Accumulator>(a: &ScaledDotProduct, s: &Sequence, block: Block, scores: &mut [A], lanes: usize) {
     if a.causal {
@@ -21,8 +21,8 @@ pub(super) fn hide<A: Accumulator>(a: &ScaledDotProduct, s: &Sequence, block: Bl
 }
 
 multiversion! {
-    /// Replaces scores (a key per row) by exp(s − max), and writes the maxima (0 for a query without keys) and the
-    /// sums.
+    /// Replaces scores (a key per row) by exp(s − max), and writes each query's maximum (0 for a query without keys)
+    /// and sum.
     pub(super) fn softmax[isa S][A: Accumulator](scores: &mut [A], maxima: &mut [A], sums: &mut [A]) {
         softmax_lanes::<A, S>(scores, maxima, sums);
     }
@@ -35,6 +35,7 @@ multiversion! {
     }
 }
 
+/// Computes [`softmax()`]. Each lane of a register is one query, so maxima and sums run over the rows.
 #[inline(always)]
 fn softmax_lanes<A: Accumulator, S: Isa>(scores: &mut [A], maxima: &mut [A], sums: &mut [A]) {
     let (lanes, lowest) = (maxima.len(), A::from_f64(f64::NEG_INFINITY));
@@ -62,6 +63,7 @@ fn softmax_lanes<A: Accumulator, S: Isa>(scores: &mut [A], maxima: &mut [A], sum
     }
 }
 
+/// Computes [`weights()`].
 #[inline(always)]
 fn weights_lanes<A: Accumulator, S: Isa>(scores: &mut [A], lse: &[A]) {
     for s in scores.chunks_exact_mut(lse.len()) {
@@ -73,11 +75,11 @@ fn weights_lanes<A: Accumulator, S: Isa>(scores: &mut [A], lse: &[A]) {
     }
 }
 
-/// The |lse| from which a weight's digits are restored: f32 has lost four bits of e^(s − lse) there.
+/// The |lse| from which weights are normalised again: in f32, e^(s − lse) has lost four bits there.
 const LARGE: f64 = 16.0;
 
-/// Replaces dP by dS = P∘(dP − D), D = Σ P∘dP. If lse is large, P is first normalised to sum to `shares`, or to 1
-/// without them.
+/// Replaces dP by dS = P∘(dP − D), where D = Σ P∘dP. If some |lse| is large, P is first scaled to sum to `shares` (1
+/// if `None`).
 #[inline(always)]
 pub(super) fn score_gradients<A: Accumulator>(
     p: &mut [A],
@@ -104,8 +106,8 @@ pub(super) fn score_gradients<A: Accumulator>(
 
 /// Divides each query's weights by their sum and multiplies them by the query's share.
 ///
-/// A large lse has lost digits, so P = exp(s − lse) is off by one factor for all keys of a query: 1e-4 at 1,600 in f32.
-/// D would have that error and dP would not, so their difference would be off by as much of D.
+/// A large lse has lost digits, so P = exp(s − lse) is off by one factor for all keys of a query: 1e-4 at 1,600 in
+/// f32. D would contain this error but dP would not, so their difference would be wrong by 1e-4·D.
 #[inline(never)]
 fn normalise<A: Accumulator>(p: &mut [A], lanes: usize, shares: Option<&[A; QUERIES]>) {
     let mut sums = [A::ZERO; QUERIES];
@@ -122,8 +124,8 @@ fn normalise<A: Accumulator>(p: &mut [A], lanes: usize, shares: Option<&[A; QUER
     }
 }
 
-/// Dropout's factors. The random half words are drawn for a block and all heads at once: rows (query, head) are
-/// consecutive in the stream, and one register of it serves several rows.
+/// Dropout's factors. Random half words are drawn for a block and all heads at once, because the rows (query, head)
+/// are consecutive in the stream, and one register of random numbers serves several short rows.
 pub(super) struct DropoutFactors<A> {
     random: Vec<u16>,
     rows: Aligned<A>,

@@ -1,4 +1,4 @@
-//! The most probable columns of a projection. Blocks of logits go from the product to the choice while they and their
+//! The most probable columns of a matrix product. Blocks of logits are computed and read while they and their
 //! columns' weights are in the cache.
 
 use super::{rank, Choice, Likely, Standing};
@@ -13,11 +13,11 @@ use crate::kernel::view::View;
 use crate::multiversion;
 use tch::Tensor;
 
-/// The rows and columns of logits that are computed and read together: 256 KiB of f32, beside as much of W if k is 128.
+/// The rows and columns of logits in a block: 256 KiB of f32. With k = 128 their part of W takes as much again.
 const ROWS: usize = 128;
 const COLUMNS: usize = 512;
 
-/// The number of rows that are worth a thread of their own.
+/// The least number of rows that are worth a thread of their own.
 const GRAIN: usize = 24;
 
 multiversion! {

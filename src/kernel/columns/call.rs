@@ -1,26 +1,27 @@
-//! Norms with column statistics on an operator's tensors: over threads on the CPU ([`cpu`](super::cpu)), or launches on
-//! a GPU ([`gpu`](super::gpu)).
+//! Norms with column statistics on an operator's tensors: threads share the rows on the CPU ([`cpu`](super::cpu)),
+//! and a GPU runs several kernels in turn ([`gpu`](super::gpu)).
 
 use super::{cpu, gpu, ColumnNormKernel, ColumnOptions};
 use crate::cuda::Device;
 use crate::error::Result;
 use crate::kernel::view::{by_dtype, View};
 
-/// x and y (or dy and dx) with everything between them; absent views have null data.
+/// The views of a norm's call: x and y (or dy and dx), parameters, mask, buffers and statistics. Absent views have
+/// null data.
 pub struct ColumnViews {
     pub x: View,
     pub weight: View,
     pub bias: View,
     pub pad: View,
-    /// The first buffer: on the CPU a working copy (float64, counters int64), on a GPU the buffer itself. The same
-    /// holds for `second`, `iters` and `refused`.
+    /// The first buffer. On the CPU this is a working copy (float64, for counters int64), on a GPU the buffer itself.
+    /// The same holds for `second`, `iters` and `refused`.
     pub first: View,
     pub second: View,
     pub iters: View,
     pub refused: View,
     /// True if the buffers themselves are float64.
     pub wide_state: bool,
-    /// True if `stats` holds the statistics of an earlier run.
+    /// True if `stats` already holds the statistics to use, those of an earlier run.
     pub given: bool,
     pub options: ColumnOptions,
     pub y: View,
@@ -46,7 +47,8 @@ pub struct ColumnGradients {
     pub dbias: View,
 }
 
-/// Computes y and its statistics. These come from the batch and the buffers, which are then updated, or are given.
+/// Computes y and its statistics. The statistics are given, or come from the batch and the buffers, which are then
+/// updated.
 pub fn forward(device: Option<Device>, norm: &'static ColumnNormKernel, v: &ColumnViews) -> Result<()> {
     match device {
         None => by_dtype!(v.x, E => cpu::forward::<E>(norm, v)),

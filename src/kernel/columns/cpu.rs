@@ -1,5 +1,5 @@
-//! Norms with column statistics on the CPU: measure the batch, settle the statistics of x̂, normalise; and the
-//! gradient.
+//! Norms with column statistics on the CPU. Forward: measure the batch, choose the statistics of x̂ and update the
+//! state, normalise. Backward: the gradient.
 
 use super::call::{ColumnGradients, ColumnViews};
 use super::passes::{self, GradientCoefficients};
@@ -29,7 +29,7 @@ fn as_acc<A: Accumulator>(v: &[f64]) -> Vec<A> {
     memory::collected(v.iter().map(|v| A::from_f64(*v)))
 }
 
-/// Returns the weight, or ones.
+/// Returns the weight, or ones if it is empty.
 fn or_ones<A: Accumulator>(weight: &[A], cols: usize) -> Vec<A> {
     if weight.is_empty() {
         memory::filled(A::ONE, cols)
@@ -38,7 +38,7 @@ fn or_ones<A: Accumulator>(weight: &[A], cols: usize) -> Vec<A> {
     }
 }
 
-/// Returns Σd and Σd² with d = x − guess, over the rows of all threads.
+/// Returns Σd and Σd² with d = x − guess, over all rows; threads share the work.
 fn sums<E: Element>(cols: usize, x: &[E], pad: &[u8], guess: &[E::Acc]) -> (Vec<f64>, Vec<f64>) {
     let (mut sum, mut squares) = (memory::filled(0.0, guess.len()), memory::filled(0.0, cols));
     parallel::sum_over_rows(x.len() / cols.max(1), cols, [&mut sum, &mut squares], |r, all, [sum, squares]| {
@@ -56,6 +56,7 @@ fn part<'a>(pad: &'a [u8], rows: &Range<usize>) -> &'a [u8] {
     }
 }
 
+/// Measures this process's batch, without the rows that are padding.
 fn measure<E: Element>(norm: &ColumnNormKernel, cols: usize, x: &[E], pad: &[u8], release: bool) -> BatchStatistics {
     let rows = x.len() / cols.max(1);
     let count = (rows - pad.iter().filter(|v| **v != 0).count()) as f64;
@@ -70,7 +71,7 @@ fn measure<E: Element>(norm: &ColumnNormKernel, cols: usize, x: &[E], pad: &[u8]
         return BatchStatistics { count, mean: memory::filled(0.0, cols), square, square_of_all, rows: rows as f64 };
     }
     // Take moments about a guess, the mean of the first real rows: (guess − μ)² is at most rows/64·σ² and typically
-    // σ²/64, so mean d² − (mean d)² loses at most log₂(1 + rows/64) bits, and typically none.
+    // σ²/64. So mean d² − (mean d)² loses at most log₂(1 + rows/64) bits, and typically none.
     let first = pad.iter().position(|v| *v == 0).unwrap_or(0);
     let few = first..(first + passes::BLOCK_ROWS).min(rows);
     let zero = memory::filled(E::Acc::ZERO, cols);
@@ -95,8 +96,8 @@ fn measure<E: Element>(norm: &ColumnNormKernel, cols: usize, x: &[E], pad: &[u8]
     BatchStatistics { count, mean, square, square_of_all: None, rows: rows as f64 }
 }
 
-/// Merges the batches of all ranks (Chan, Golub and LeVeque 1979) from counts, means and mean squares about those
-/// means; mean x² − mean² would cancel.
+/// Merges the batches of all ranks (Chan, Golub and LeVeque 1979) from their counts, means and mean squares about the
+/// means. Computing mean x² − mean² instead would cancel digits.
 fn over_ranks(batch: BatchStatistics, o: &ColumnOptions) -> Result<BatchStatistics> {
     let Some(ranks) = o.ranks else { return Ok(batch) };
     let cols = batch.square.len();
@@ -130,8 +131,8 @@ fn over_ranks(batch: BatchStatistics, o: &ColumnOptions) -> Result<BatchStatisti
 
 pub fn forward<E: Element>(norm: &ColumnNormKernel, v: &ColumnViews) -> Result<()> {
     let cols = v.stats.cols();
-    // SAFETY: C++ gave contiguous tensors of E (parameters and statistics of its accumulation type), a mask of
-    // bytes; y, stats and the copies of the buffers are its own.
+    // SAFETY: C++ gave contiguous tensors of E (parameters and statistics in its accumulation type) and a mask of
+    // bytes; only this call uses y, stats and the copies of the buffers.
     let (x, weight, bias, pad) =
         unsafe { (v.x.slice::<E>(), v.weight.slice::<E::Acc>(), v.bias.slice(), v.pad.slice::<u8>()) };
     // SAFETY: see above.
@@ -163,7 +164,7 @@ pub fn backward<E: Element>(norm: &ColumnNormKernel, v: &ColumnViews, d: &Column
     let (dy, x, weight, pad, rows) = unsafe {
         (d.dy.slice::<E>(), v.x.slice::<E>(), v.weight.slice::<E::Acc>(), v.pad.slice::<u8>(), v.stats.slice())
     };
-    // SAFETY: the gradients are fresh, the copies of the buffers the call's own.
+    // SAFETY: the gradients are fresh, and only this call uses the copies of the buffers.
     let (dx, dweight, dbias, mut state) =
         unsafe { (d.dx.slice_mut::<E>(), d.dweight.slice_mut::<E::Acc>(), d.dbias.slice_mut::<E::Acc>(), v.state()) };
     let o = &v.options;

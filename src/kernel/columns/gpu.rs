@@ -1,5 +1,5 @@
-//! Norms with column statistics on a GPU: the arguments of `cuda/device/columns.cuh` and `settle.cuh`, built from
-//! views, and the order of the passes. No number is read back to the host; the device decides everything.
+//! Norms with column statistics on a GPU: builds the arguments of `cuda/device/columns.cuh` and `settle.cuh` from
+//! views, and launches the passes in order. The host reads no number back; the device decides everything.
 
 use super::call::{ColumnGradients, ColumnViews};
 use super::ColumnNormKernel;
@@ -11,22 +11,23 @@ use crate::kernel::view::View;
 use std::ptr::null_mut;
 use tch::{Kind, Tensor};
 
-/// The threads of a block: eight warps.
+/// The number of threads in a block: eight warps.
 const THREADS: u32 = 256;
 /// The minimum number of rows in a slab: eight per warp.
 const SLAB: i64 = 64;
-/// The number of slabs from which slabs grow instead, so that their partial results are merged quickly.
+/// The maximum number of slabs. With more rows the slabs grow instead, so that their partial results are merged
+/// quickly.
 const MOST_SLABS: i64 = 512;
-/// The maximum number of partial results of a slab per column: PARTS in columns.cuh, and a gradient's two sums.
+/// The maximum number of partial results that a slab has per column: PARTS in columns.cuh, or a gradient's two sums.
 const MOST_PARTS: i64 = 3;
 
-/// Returns the rows of a slab, and the number of slabs.
+/// Returns the number of rows per slab, and the number of slabs.
 pub fn slabs(rows: i64) -> (i64, i64) {
     let slab = SLAB.max((rows + MOST_SLABS - 1) / MOST_SLABS);
     (slab, (rows + slab - 1) / slab)
 }
 
-/// Returns the number of partial results of all slabs.
+/// Returns the length of the workspace: the slabs' partial results, their counts of real rows, and a flag.
 fn partial_length(rows: i64, cols: i64) -> i64 {
     slabs(rows).1 * (MOST_PARTS * cols + 1) + 1
 }
@@ -203,13 +204,13 @@ struct Launcher {
     slabs: i64,
     /// The workspace for the slabs' partial results.
     partial: Tensor,
-    /// The grid in which each block takes a slab and a tile of columns.
+    /// The grid in which each block takes one slab and one tile of columns.
     tiled: Grid,
 }
 
 impl Launcher {
-    /// Prepares the launches. `views` are read and written some columns at a time; `measures` is true if slabs need a
-    /// workspace.
+    /// Prepares the launches. The kernels read and write `views` several columns at a time, if alignment allows.
+    /// `measures` is true if slabs need a workspace.
     fn of(
         device: Device,
         norm: &'static ColumnNormKernel,
@@ -243,7 +244,7 @@ impl Launcher {
         Rows { pad: null_mut(), ..self.rows }
     }
 
-    /// Returns the rows for which y and dx are computed.
+    /// Returns the rows in which y and dx are computed; padding is included only in PowerNorm's release mode.
     fn written(&self, release: bool) -> Rows {
         if release {
             self.all_rows()
@@ -264,20 +265,21 @@ impl Launcher {
         unsafe { cuda::launch(self.device, &self.norm.program, &self.options, kernel, grid, arguments) }
     }
 
-    /// Returns the address of the slabs' counts of real rows, which follow the other partial results; after them comes
-    /// the flag that y has been written.
+    /// Returns the address in the workspace of the slabs' counts of real rows. They follow the partial results; the
+    /// flag [`wrote`](Self::wrote) comes after them.
     fn counts(&self) -> *mut f32 {
         // SAFETY: the workspace is `partial_length` long.
         unsafe { self.partial.data_ptr().cast::<f32>().add((self.slabs * MOST_PARTS) as usize * self.cols as usize) }
     }
 
+    /// Returns the address of the flag that y has been written.
     fn wrote(&self) -> *mut f32 {
         // SAFETY: see above.
         unsafe { self.counts().add(self.slabs as usize) }
     }
 
-    /// Computes the mean and the mean square of `rows`, and the count of real ones; mean and count may be null. With
-    /// `write` it also writes y, if that needs no statistics of the batch.
+    /// Computes the mean and the mean square of `rows`, and their count of real rows; mean and count may be null.
+    /// With `write` it also writes y, if y does not depend on the batch's statistics.
     ///
     /// # Safety
     /// The views belong to a forward call, and the outputs have room for every column.
@@ -301,7 +303,7 @@ impl Launcher {
         let measure = Measure { x: v.x.data, rows, partial, counts, ahead };
         let (slabs, cols) = (self.slabs as i32, self.cols as i32);
         let merge = Merge { partial, counts, mean, square, count, slabs, cols };
-        // SAFETY: every slab has its place in the workspace.
+        // SAFETY: the workspace has room for every slab's results.
         unsafe {
             self.launch("columns_measure", self.tiled, &measure)?;
             self.launch("columns_merge", self.by_columns(), &merge)
@@ -319,7 +321,8 @@ impl DeviceOptions {
 
 const ONE_BLOCK: Grid = Grid { blocks: 1, threads: THREADS };
 
-/// Computes y and its statistics. These come from the batch and the buffers, which are then updated, or are given.
+/// Computes y and its statistics. The statistics are given, or come from the batch and the buffers, which are then
+/// updated.
 pub fn forward(device: Device, norm: &'static ColumnNormKernel, v: &ColumnViews) -> Result<()> {
     if v.stats.cols == 0 {
         return Ok(());
@@ -336,12 +339,14 @@ pub fn forward(device: Device, norm: &'static ColumnNormKernel, v: &ColumnViews)
         y: v.y.data,
         wrote: if may_have_written { kernels.wrote() } else { null_mut() },
     };
-    // SAFETY: C++ gave contiguous tensors of these types and shapes on the device, y its own, and holds them until
-    // the call returns; torch's allocator keeps what is freed then for the stream that the kernels are on.
+    // SAFETY: C++ gave contiguous tensors of these types and shapes on the device, of which only this call uses y,
+    // and holds them until the call returns. torch's allocator does not reuse memory freed then before the stream has
+    // passed the kernels.
     unsafe { kernels.launch("columns_normalise", kernels.tiled, &normalise) }
 }
 
-/// Settles the statistics of y from the batch and the buffers; returns true if y may have been written on the way.
+/// Chooses the statistics of x̂ from the batch and the buffers, and updates the buffers. Returns true if the kernel
+/// that measures may have written y, which its flag tells.
 fn settle(kernels: &Launcher, v: &ColumnViews) -> Result<bool> {
     let options = DeviceOptions::of(v);
     let writes = options.train && !v.first.is_absent();
@@ -408,7 +413,8 @@ pub fn backward(device: Device, norm: &'static ColumnNormKernel, v: &ColumnViews
         alpha_bwd,
         largest: v.largest(),
     };
-    // SAFETY: see `forward`; the gradients are fresh, a slab has its place in the workspace, and slopes has three rows.
+    // SAFETY: see `forward`; the gradients are fresh, the workspace has room for every slab, and slopes has three
+    // rows.
     unsafe {
         kernels.launch("columns_gradient_sums", kernels.tiled, &sums_of)?;
         sum_partials(device, partial, kernels.slabs as i32, [2 * i64::from(cols); 2], &sums)?;

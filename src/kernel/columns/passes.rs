@@ -8,7 +8,7 @@ use std::array::from_fn;
 
 /// The number of rows summed in the computing type before their sum is added in f64.
 pub const BLOCK_ROWS: usize = 64;
-/// The number of rows added at a time, so that a partial sum in memory is touched once for four rows.
+/// The number of rows added in one step, so that a partial sum in memory is read and written once for four rows.
 const GROUP: usize = 4;
 
 /// True if a row is padding; an empty mask marks none.
@@ -17,7 +17,8 @@ fn is_pad(pad: &[u8], r: usize) -> bool {
     pad.get(r).is_some_and(|v| *v != 0)
 }
 
-/// Calls `step` with up to four real rows, their number, and true if a block ends with them.
+/// Calls `step` for up to four real rows at a time, with their indices, their number, and true if a block ends with
+/// them.
 #[inline(always)]
 fn in_blocks(rows: usize, pad: &[u8], mut step: impl FnMut([usize; GROUP], usize, bool)) {
     let (mut group, mut n, mut groups) = ([0; GROUP], 0, 0);
@@ -40,6 +41,7 @@ fn in_blocks(rows: usize, pad: &[u8], mut step: impl FnMut([usize; GROUP], usize
     step(group, n, true);
 }
 
+/// Adds the partial sums to the totals in f64, and sets them to zero.
 #[inline(always)]
 fn flush<A: Accumulator>(part: &mut [A], total: &mut [f64]) {
     for (part, total) in part.iter_mut().zip(total) {
@@ -59,7 +61,7 @@ multiversion! {
         }
         let centred = !guess.is_empty();
         let zero = Aligned::new(cols);
-        // The row adds nothing, and fills up groups that are not full.
+        // This row fills up a group that has too few rows, and adds nothing to the sums.
         let absent: &[E::Acc] = if centred { guess } else { &zero };
         let mut held = [(); GROUP].map(|()| scratch::<E>(cols));
         let (mut part, mut part_squares) = (Aligned::new(if centred { cols } else { 0 }), Aligned::new(cols));
@@ -83,6 +85,7 @@ multiversion! {
     }
 }
 
+/// Adds Σd and Σd² with d = x − guess over a group of rows.
 #[inline(always)]
 fn add_centred<A: Accumulator>(rows: [&[A]; GROUP], guess: &[A], sum: &mut [A], squares: &mut [A]) {
     let n = squares.len();
@@ -94,6 +97,7 @@ fn add_centred<A: Accumulator>(rows: [&[A]; GROUP], guess: &[A], sum: &mut [A], 
     }
 }
 
+/// Adds Σx² over a group of rows.
 #[inline(always)]
 fn add_squares<A: Accumulator>(rows: [&[A]; GROUP], squares: &mut [A]) {
     let n = squares.len();
@@ -156,7 +160,7 @@ multiversion! {
                 }
                 let dys: [&[E::Acc]; GROUP] =
                     from_fn(|i| if i < n { wide(&dy[group[i] * cols..][..cols], &held[i].0) } else { &*zero });
-                // If dy is zero, any finite row will do: this takes the shift, whose x̂ is zero.
+                // If dy is zero, any finite row adds nothing. The shift is such a row, and its x̂ is zero.
                 let xs: [&[E::Acc]; GROUP] =
                     from_fn(|i| if i < n { wide(&x[group[i] * cols..][..cols], &held[i].1) } else { shift });
                 add_gradients(dys, xs, shift, scale, &mut part, &mut part_x);
@@ -169,6 +173,7 @@ multiversion! {
     }
 }
 
+/// Adds Σdy and Σdy⊙x̂ over a group of rows.
 #[inline(always)]
 fn add_gradients<A: Accumulator>(
     dy: [&[A]; GROUP],

@@ -1,4 +1,4 @@
-//! Cross-entropy on an operator's tensors: rows over threads on the CPU, a launch on a GPU.
+//! Cross-entropy on an operator's tensors: threads share the rows on the CPU; a GPU runs one kernel.
 
 use super::{backward as backward_rows, forward as forward_rows, in_place as in_place_rows};
 use super::{Smoothing, Targets, PROGRAM};
@@ -21,14 +21,14 @@ pub struct LossViews {
     pub ignore_index: i64,
 }
 
-/// The losses of the rows; lse (two numbers each) is absent if no backward pass follows.
+/// The losses of the rows; `lse` (two numbers per row) is absent if no backward pass follows.
 pub struct Losses {
     pub loss: View,
     pub nll: View,
     pub lse: View,
 }
 
-/// Computes the losses, and the log sums that the backward pass needs.
+/// Computes the losses, and `lse`, which the backward pass needs.
 pub fn forward(device: Option<Device>, c: &LossViews, losses: &Losses) -> Result<()> {
     match device {
         None => by_dtype!(c.logits, E => forward_typed::<E>(c, losses)),
@@ -36,7 +36,7 @@ pub fn forward(device: Option<Device>, c: &LossViews, losses: &Losses) -> Result
     }
 }
 
-/// Computes dlogits from the forward's log sums.
+/// Computes dlogits from the forward pass's `lse`.
 pub fn backward(device: Option<Device>, c: &LossViews, lse: View, dloss: &View, dlogits: &View) -> Result<()> {
     match device {
         None => by_dtype!(c.logits, E => backward_typed::<E>(c, &lse, dloss, dlogits)),
@@ -47,7 +47,7 @@ pub fn backward(device: Option<Device>, c: &LossViews, lse: View, dloss: &View, 
     }
 }
 
-/// Computes the losses, and overwrites the logits by `scale`·∂(Σ loss)/∂logits.
+/// Computes the losses, and overwrites the logits with `scale`·∂(Σ loss)/∂logits.
 pub fn in_place(device: Option<Device>, c: &LossViews, losses: &Losses, scale: &View) -> Result<()> {
     match device {
         None => by_dtype!(c.logits, E => in_place_typed::<E>(c, losses, scale)),
@@ -56,7 +56,7 @@ pub fn in_place(device: Option<Device>, c: &LossViews, losses: &Losses, scale: &
 }
 
 impl LossViews {
-    /// Runs `rows` on ranges of rows over threads; its `Err` is the first bad row within its range.
+    /// Runs `rows` on ranges of rows, which threads share. If targets are wrong, the error names the first such row.
     fn each(
         &self,
         rows: impl Fn(Range<usize>, Range<usize>, Targets, &[u8]) -> std::result::Result<(), usize> + Sync,
@@ -87,15 +87,15 @@ impl LossViews {
     }
 }
 
-/// Returns the range of these rows' numbers in `lse`.
+/// Returns the range in `lse` of the numbers for these rows, two per row.
 fn pairs(rows: &Range<usize>) -> Range<usize> {
     2 * rows.start..2 * rows.end
 }
 
 fn forward_typed<E: Element>(c: &LossViews, to: &Losses) -> Result<()> {
     let (cols, smoothing) = (c.logits.cols(), c.smoothing);
-    // SAFETY: contiguous logits of E; loss, nll and lse are fresh, of the accumulation type: one number per row, and
-    // two of lse.
+    // SAFETY: the logits are contiguous and of E. loss, nll and lse are fresh and of the accumulation type, lse with
+    // two numbers per row, the others with one.
     let (logits, loss, nll, lse) = unsafe {
         let row = |v: &View| Shared::new(v.slice_mut::<E::Acc>());
         (c.logits.slice::<E>(), row(&to.loss), row(&to.nll), row(&to.lse))
@@ -124,9 +124,9 @@ fn backward_typed<E: Element>(c: &LossViews, lse: &View, dloss: &View, dlogits: 
 
 fn in_place_typed<E: Element>(c: &LossViews, to: &Losses, scale: &View) -> Result<()> {
     let (cols, smoothing) = (c.logits.cols(), c.smoothing);
-    // SAFETY: the operator's table guarantees that it is one f64.
+    // SAFETY: the operator's table guarantees that `scale` is one f64.
     let scale = E::Acc::from_f64(unsafe { scale.slice::<f64>() }[0]);
-    // SAFETY: contiguous logits of E that the caller lent for writing; loss and nll are fresh.
+    // SAFETY: the logits are contiguous and of E, and the caller lent them for writing; loss and nll are fresh.
     let (logits, loss, nll) = unsafe {
         let row = |v: &View| Shared::new(v.slice_mut::<E::Acc>());
         (Shared::new(c.logits.slice_mut::<E>()), row(&to.loss), row(&to.nll))
@@ -138,12 +138,12 @@ fn in_place_typed<E: Element>(c: &LossViews, to: &Losses, scale: &View) -> Resul
     })
 }
 
-/// The gradient that a GPU's kernel computes besides losses (cross_entropy.cu, K_GRADIENT).
+/// The gradient that the GPU's kernel computes besides the losses (K_GRADIENT in cross_entropy.cu).
 enum LogitGradient<'a> {
     No,
-    /// From the log sums: (dloss, dlogits).
+    /// From lse; the views are dloss and dlogits.
     FromLse(&'a View, &'a View),
-    /// In place of the logits, with this scale.
+    /// In the place of the logits; the view is the scale.
     InPlace(&'a View),
 }
 

@@ -1,10 +1,10 @@
-//! The loss in tch, for devices without a kernel and for higher derivatives.
+//! The loss in tch operations, for devices without a kernel and for higher derivatives.
 
 use super::Smoothing;
 use crate::error::Result;
 use tch::{Device, Kind, Tensor};
 
-/// Returns the type in which the loss of logits is computed.
+/// Returns the type in which the loss of these logits is computed.
 pub fn computed(t: &Tensor) -> Kind {
     if t.kind() == Kind::Double {
         Kind::Double
@@ -32,7 +32,8 @@ pub fn composed(
     let mut target = target.f_masked_fill(&ignored, 0)?;
     let mut unknown = None;
     if target.device() != Device::Cpu {
-        // A GPU that gathers out of bounds becomes unusable, so there a target that is no class gives NaN.
+        // A GPU that gathers out of bounds becomes unusable. So on a GPU a target that is no class is replaced, and
+        // gives NaN.
         let outside = target.f_lt(0)?.f_logical_or(&target.f_ge(*z.size().last().unwrap_or(&0))?)?;
         target = target.f_masked_fill(&outside, 0)?;
         unknown = Some(outside);

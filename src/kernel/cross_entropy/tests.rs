@@ -14,7 +14,8 @@ struct Case<E: Element> {
     smoothing: Smoothing,
 }
 
-/// Builds five rows, the second ignored; every third word is outside V_t, and one of those has a NaN in each row.
+/// Builds five rows, of which the second is ignored. Every third word is outside V_t, and one of these is NaN in each
+/// row.
 fn case<E: Element>(cols: usize, magnitude: f64, masked: bool) -> Case<E> {
     let noise = |i: usize| ((i as u64 + 1).wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 40) as f64 / (1 << 23) as f64 - 1.0;
     let mut logits: Vec<E> = (0..5 * cols).map(|i| E::store(E::Acc::from_f64(magnitude * noise(i)))).collect();
@@ -71,8 +72,8 @@ fn compare<E: Element>(unit: f64, tiny: f64, magnitudes: &[f64]) {
                 in_place(cols, &mut inside, targets, &c.mask, c.smoothing, s, &mut loss2, &mut nll2).unwrap();
                 for r in 0..5 {
                     let (want_loss, want_nll, want_lse, want) = naive(&c, r);
-                    // The tolerance covers the rounding of z − m and of the sums, relative to the largest term: √cols
-                    // additions of rounding acc.
+                    // The tolerance covers the rounding of z − m and of the sums, of √cols additions with rounding
+                    // `acc`, relative to the largest term.
                     let tolerance = 2.0 * acc * (magnitude + 8.0) * (cols as f64).sqrt().max(2.0);
                     let at = format!("{level:?} cols {cols} magnitude {magnitude} masked {masked} row {r}");
                     let sum = match lse[2 * r + 1] {
@@ -123,8 +124,8 @@ fn agrees_with_the_definition_in_f16() {
 
 #[test]
 fn smoothing_weights_sum_to_one_over_the_vocabulary() {
-    // In fairseq, the target has 1 − ε and the others ε/(n−1) each. In Nguyen & Salazar's release, it has 1 − ε + ε/n,
-    // the others ε/n.
+    // Fairseq gives the target 1 − ε and each other word ε/(n−1). Nguyen & Salazar's release gives the target 1 − ε +
+    // ε/n and each other word ε/n.
     let Smoothing { nll, uniform } = Smoothing::fairseq(0.1, 11);
     assert!((nll + uniform - 0.9).abs() < 1e-15 && (nll + 11.0 * uniform - 1.0).abs() < 1e-15);
     let Smoothing { nll, uniform } = Smoothing::twt(0.1, 10);

@@ -1,4 +1,4 @@
-//! Packing of a matrix on the CPU, and its product with rows that are spread over threads.
+//! Packs a matrix on the CPU, and multiplies it with rows that threads share.
 
 use super::{product, PackedMatrix};
 use crate::cpu::parallel::{self, Shared};
@@ -8,7 +8,7 @@ use crate::host::has_memory;
 use crate::kernel::view::View;
 use tch::{Device, Kind, Tensor};
 
-/// The number of rows that are worth a thread of their own.
+/// The least number of rows that are worth a thread of their own.
 const GRAIN: usize = 96;
 
 /// Packs W (n, k) and b (n), which must be contiguous and of type A.

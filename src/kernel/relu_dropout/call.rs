@@ -1,4 +1,5 @@
-//! ReLU with dropout on an operator's tensors: rows over threads on the CPU, a launch on a GPU, the formula in tch.
+//! ReLU with dropout on an operator's tensors: threads share the rows on the CPU, a GPU runs one kernel, and
+//! elsewhere the formula runs in tch.
 
 use super::{backward as backward_rows, forward as forward_rows, PROGRAM};
 use crate::cpu::parallel::{self, Shared};
@@ -19,7 +20,7 @@ pub fn forward(device: Option<Device>, x: &View, draw: &Draw, y: &View) -> Resul
     }
 }
 
-/// Computes dx from dy and y; only p of `draw` matters.
+/// Computes dx from dy and y; only the rate p of `draw` is used.
 pub fn backward(device: Option<Device>, dy: &View, y: &View, draw: &Draw, dx: &View) -> Result<()> {
     match device {
         None => by_dtype!(y, E => backward_typed::<E>(dy, y, draw, dx)),
@@ -76,7 +77,8 @@ device_struct! {
     }
 }
 
-/// Launches the forward kernel or, with `dy`, the backward kernel: x is then the forward's y, and `to` is dx.
+/// Launches the forward kernel or, if `dy` is given, the backward kernel; then x is the forward pass's y, and `to` is
+/// dx.
 fn launch(device: Device, x: &View, dy: Option<&View>, draw: &Draw, to: &View) -> Result<()> {
     let vec = columns_at_a_time(x, &[x, dy.unwrap_or(x), to]);
     let chunks = columns(x)? / vec;

@@ -1,4 +1,4 @@
-//! The residual step on an operator's tensors: rows over threads on the CPU, and the norm's launch on a GPU
+//! The residual step on an operator's tensors: threads share the rows on the CPU, and a GPU runs the norm's kernels
 //! ([`rows::gpu`](crate::kernel::rows::gpu)).
 
 use super::{Gradients, StepParameters};
@@ -10,12 +10,12 @@ use crate::kernel::rows::call::{RowGradients, RowViews};
 use crate::kernel::rows::curve::NUMBERS;
 use crate::kernel::rows::{gpu, RowNormKernel};
 
-/// Calls `$work::<X, F, Y>($($arg),*)` for the supported dtypes: all the same, or an f32 stream with a 16-bit branch
-/// whose norm has the branch's type or the stream's.
+/// Calls `$work::<X, F, Y>($($arg),*)` for the supported dtypes. Either x, f and y have one type, or x is f32 and f
+/// has 16 bits; then y has x's type or f's.
 macro_rules! by_types {
     ($x:expr, $f:expr, $y:expr, $work:ident($($arg:expr),*)) => {{
         use half::{bf16, f16};
-        // A step without a norm has no y, or an empty one, so its type does not matter.
+        // Without a norm, y is absent or empty, so its type does not matter.
         match ($x.dtype, $f.dtype, if $y.is_absent() { $f.dtype } else { $y.dtype }) {
             (0, 0, 0) => $work::<f32, f32, f32>($($arg),*),
             (1, 1, 1) => $work::<f64, f64, f64>($($arg),*),
@@ -101,7 +101,8 @@ where
 {
     let norm = kernel.get::<X::Acc>();
     let (rows, cols) = (v.x_plus.rows(), v.x_plus.cols());
-    // SAFETY: see `forward_typed`; the gradients are fresh, their sums of the accumulation type.
+    // SAFETY: see `forward_typed`; the gradients are fresh, and those that are sums over rows have the accumulation
+    // type.
     let (step, x_plus, x, f, stats, dx_plus, dy) = unsafe {
         (
             step::<X::Acc>(v, cols),
@@ -123,7 +124,7 @@ where
     let dnumbers = if norm.curve.is_some() { &mut found[..] } else { &mut [] };
     parallel::sum_over_rows(rows, cols, [dweight, dbias, dalpha, dbeta, dnumbers], |r, all, sums| {
         let [dweight, dbias, dalpha, dbeta, dnumbers] = sums;
-        // An absent tensor is empty, and so is its part.
+        // Returns the part of a tensor; an absent tensor is empty, and so is its part.
         fn part<T>(t: &[T], all: std::ops::Range<usize>) -> &[T] {
             if t.is_empty() {
                 t
@@ -133,7 +134,7 @@ where
         }
         // SAFETY: the ranges are disjoint and inside dx.
         let dx = unsafe { dx.slice(all.clone()) };
-        // SAFETY: see above; if df is dx itself, one of them is left out.
+        // SAFETY: see above; df never shares dx's memory, because df is left out if both are equal.
         let df = if has_df { unsafe { df.slice(all.clone()) } } else { &mut [] };
         let mut grads = Gradients { dweight, dbias, dalpha, dbeta, dnumbers };
         super::backward::<X, F, Y>(
@@ -151,7 +152,7 @@ where
             &mut grads,
         );
     });
-    // SAFETY: they are fresh.
+    // SAFETY: the numbers' gradients are fresh.
     unsafe { g.write_numbers(&found) };
     Ok(())
 }

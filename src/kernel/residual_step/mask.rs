@@ -4,10 +4,12 @@ use crate::cpu::philox::{self, Dropout};
 use crate::kernel::rows::{rows, Group, GROUP};
 use crate::multiversion;
 
-/// The random bits of a group of rows, and the threshold from which an element is kept.
+/// A dropout threshold and the random bits of a group of rows; an element is kept if its bits are at least the
+/// threshold.
 pub type Bits<'a> = Option<(u16, [&'a [u16]; GROUP])>;
 
-/// The dropout mask, drawn for a few groups at a time, because narrow rows share Philox's groups of sixteen blocks.
+/// The dropout mask, drawn for several groups of rows at a time: Philox computes sixteen blocks at once, which narrow
+/// rows share.
 pub struct Mask {
     dropout: Option<Dropout>,
     first_row: usize,
@@ -26,8 +28,8 @@ impl Mask {
         Mask { dropout, first_row, group, cols, batch, bits }
     }
 
-    /// Returns the bits of group `g`; groups must be asked for in order. Spare rows have bits of their own, which do
-    /// not matter.
+    /// Returns the bits of group `g`; callers ask for the groups in order. Spare rows get bits too, which have no
+    /// effect.
     #[inline(always)]
     pub fn group(&mut self, g: usize) -> Bits<'_> {
         let dropout = self.dropout?;

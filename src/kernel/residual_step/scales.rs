@@ -1,4 +1,4 @@
-//! The second half of the backward pass: from G to dx, df and the gradients of the scales.
+//! The second half of the backward pass: computes dx, df and the gradients of the scales from G.
 
 use super::mask::Bits;
 use super::{keep, StepParameters};
@@ -10,7 +10,8 @@ use crate::kernel::rows::{
     columns, each_row, fetch, rows, Blocks, BlocksMut, Lines, Measured, RowGradient, GROUP, PARTS,
 };
 
-/// The inputs of the gradient for a group of rows; absent rows are empty. With a curve, `dx_plus` is G itself.
+/// The inputs of the gradient for a group of rows; absent rows are empty. If the norm is a curve, `dx_plus` is G
+/// itself.
 pub struct StepRows<'a, X, F, Y, D> {
     pub dx_plus: [&'a [D]; GROUP],
     pub dy: [&'a [Y]; GROUP],
@@ -19,8 +20,8 @@ pub struct StepRows<'a, X, F, Y, D> {
     pub f: [&'a [F]; GROUP],
 }
 
-/// The scales α and β per column, empty if both are one, and the sums of their gradients (without dropout's scale),
-/// which are empty if not wanted.
+/// The scales α and β per column, empty if both are one; and the sums for their gradients per column, empty if not
+/// wanted. The sums do not yet contain dropout's scale.
 pub struct Scales<A> {
     pub alpha: Aligned<A>,
     pub beta: Aligned<A>,
@@ -136,12 +137,12 @@ impl<A: Accumulator> Scales<A> {
     }
 }
 
-/// Allocates the column sums; empty if the gradient is not wanted.
+/// Allocates one sum per column; it is empty if the gradient is not wanted.
 pub fn sum_of<A: Accumulator>(gradient: &[A], cols: usize) -> Aligned<A> {
     Aligned::new(if gradient.is_empty() { 0 } else { cols.next_multiple_of(PAIR_LANES) })
 }
 
-/// Adds the column sums, or their total, times dropout's scale to the gradient.
+/// Adds the column sums, times dropout's scale, to the gradient; if this is one number, it gets their total.
 pub fn finish<A: Accumulator>(sums: &[A], dropout: Option<Dropout>, gradient: &mut [A]) {
     let scale = A::from_f64(dropout.map_or(1.0, |d| d.scale));
     for (i, sum) in sums.iter().enumerate() {
@@ -149,7 +150,7 @@ pub fn finish<A: Accumulator>(sums: &[A], dropout: Option<Dropout>, gradient: &m
     }
 }
 
-/// Returns α, and β times dropout's factor of kept elements; both are empty if all of them are one.
+/// Returns α, and β times dropout's factor for kept elements. Both are empty if x⁺ is x + f.
 pub fn scales<A: Accumulator>(step: &StepParameters<A>) -> (Aligned<A>, Aligned<A>) {
     if step.alpha.is_empty() && step.beta.is_empty() && step.dropout.is_none() {
         return (Aligned::new(0), Aligned::new(0));

@@ -1,4 +1,4 @@
-//! Tests of the fused step against its parts composed in f64, and of the invariance of its bits.
+//! Tests of the fused step against its parts, which are composed in f64, and of its bits in different splittings.
 
 use super::*;
 use crate::cpu::philox::{self, Stream};
@@ -39,7 +39,7 @@ fn cases() -> Vec<Case> {
     cases
 }
 
-/// Returns drop() as a matrix of factors.
+/// Returns the factors by which drop() multiplies, as a matrix.
 fn factors(case: &Case) -> Vec<f64> {
     let Some(dropout) = case.dropout else { return vec![1.0; ROWS * case.cols] };
     let mut bits = philox::scratch(1, case.cols);
@@ -289,7 +289,8 @@ fn nothing_in_nothing_out() {
     }
 }
 
-/// Checks that a step before a curve gives the same numbers, in one type, as x⁺ followed by the curve.
+/// Checks that a step before a curve gives the same numbers as x⁺ followed by the curve, if all tensors have one
+/// type.
 fn check_curve<X: Tested, F: Tested<Acc = X::Acc> + Element>(case: &Case) {
     let (cols, n) = (case.cols, ROWS * case.cols);
     let norm = RowNormFns::<X::Acc>::of_curve::<DyT>();
@@ -316,7 +317,7 @@ fn check_curve<X: Tested, F: Tested<Acc = X::Acc> + Element>(case: &Case) {
     curve::forward::<X>(bend, cols, &plain, learned, &weight, &bias, &mut plain_y);
     assert!(x_plus == plain && y == plain_y, "{cols}");
 
-    // The step's gradient is computed in X's accumulator, and so rounded once less.
+    // The step keeps G in X's accumulator, so its gradients are rounded once less than the expected ones.
     let run = |norm: &RowNormFns<X::Acc>, dx_plus: &[X], dy: &[X]| {
         let (mut dx, mut df) = (vec![X::default(); n], vec![F::default(); n]);
         let sums = [cols, cols, alpha.len(), beta.len(), NUMBERS].map(|len| vec![X::Acc::ZERO; len]);

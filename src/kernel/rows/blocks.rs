@@ -1,7 +1,8 @@
 //! Groups of up to four rows, and blocks of thirty-two numbers in a row, over which the passes loop.
 //!
-//! The loops handle only whole groups and whole blocks. If a group has too few rows, spare rows of zeros fill it up,
-//! which add nothing to any sum; if a row ends inside a block, a copy filled up with zeros takes the block's place.
+//! The loops handle only whole groups and whole blocks. A group with too few rows is filled up with spare rows of
+//! zeros, which add nothing to any sum. If a row ends inside a block, a copy of its end, filled up with zeros, is the
+//! last block.
 
 use super::passes::{each_row, rows};
 use super::GROUP;
@@ -12,8 +13,8 @@ use std::array::from_fn;
 use std::ops::Range;
 use std::slice::from_mut;
 
-/// Returns coefficients per column, filled up to whole blocks: the given ones, or one number repeated (the given one,
-/// or `default`).
+/// Returns one coefficient per column, filled up to whole blocks: `values`, or if it is shorter, its one number or
+/// `default` repeated.
 pub fn columns<A: Accumulator>(values: &[A], cols: usize, default: A) -> Aligned<A> {
     let (len, first) = (cols.next_multiple_of(PAIR_LANES), values.first().copied().unwrap_or(default));
     match values.len() {
@@ -23,7 +24,7 @@ pub fn columns<A: Accumulator>(values: &[A], cols: usize, default: A) -> Aligned
     }
 }
 
-/// Writes sums per column or, to a single number, their total; nothing if `to` is empty.
+/// Writes the sums per column to `to` or, if `to` is one number, their total; if `to` is empty, does nothing.
 pub fn write_columns<A: Accumulator>(sums: &[A], to: &mut [A]) {
     match to {
         [sum] if sums.len() > 1 => *sum = sums.iter().fold(A::ZERO, |sum, &column| sum + column),
@@ -31,13 +32,13 @@ pub fn write_columns<A: Accumulator>(sums: &[A], to: &mut [A]) {
     }
 }
 
-/// Returns the current sums per column, filled up to whole blocks.
+/// Returns the sums per column so far, filled up to whole blocks.
 pub fn start<A: Accumulator>(sums: &[A], cols: usize) -> Aligned<A> {
     Aligned::filled_up(sums, cols.next_multiple_of(PAIR_LANES), A::ZERO)
 }
 
-/// The division of rows into groups. A group has room for [`GROUP`] rows; those beyond what the instruction set
-/// processes together are empty.
+/// The division of rows into groups. A group is an array of [`GROUP`] rows; rows beyond the number that the
+/// instruction set processes together are empty.
 #[derive(Clone, Copy, Debug)]
 pub struct Group {
     rows: usize,
@@ -70,21 +71,22 @@ impl Group {
         g * self.size..self.rows.min((g + 1) * self.size)
     }
 
-    /// Returns a row of zeros, to read if the last group has too few rows.
+    /// Returns a row of zeros, which is read in place of rows that the last group lacks; empty if it lacks none.
     pub fn spare<E: Element>(&self) -> Vec<E> {
         memory::filled(E::default(), self.missing().min(1) * self.cols)
     }
 
-    /// Returns the rows missing in the last group, to write to.
+    /// Returns memory for the rows that the last group lacks, which a pass then writes.
     pub fn spare_out<E: Element>(&self) -> Vec<E> {
         memory::filled(E::default(), self.missing() * self.cols)
     }
 
+    /// Returns the number of rows that the last group lacks.
     fn missing(&self) -> usize {
         self.rows.next_multiple_of(self.size) - self.rows
     }
 
-    /// Returns group `g`, with `spare` from [`spare`](Self::spare). An empty tensor has empty rows.
+    /// Returns the rows of group `g`; `spare` is from [`spare`](Self::spare). An empty tensor has empty rows.
     #[inline(always)]
     pub fn rows<'a, E>(&self, g: usize, all: &'a [E], spare: &'a [E]) -> [&'a [E]; GROUP] {
         if all.is_empty() {
@@ -99,7 +101,8 @@ impl Group {
         group
     }
 
-    /// Returns group `g` for writing, with `spare` from [`spare_out`](Self::spare_out). An empty tensor has empty rows.
+    /// Returns the rows of group `g` for writing; `spare` is from [`spare_out`](Self::spare_out). An empty tensor has
+    /// empty rows.
     #[inline(always)]
     pub fn rows_mut<'a, E>(&self, g: usize, all: &'a mut [E], spare: &'a mut [E]) -> [&'a mut [E]; GROUP] {
         if all.is_empty() {
@@ -115,7 +118,7 @@ impl Group {
     }
 }
 
-/// Splits a buffer into its four rows.
+/// Splits a buffer of four rows into the rows.
 #[inline(always)]
 pub fn split<E>(all: &mut [E], cols: usize) -> [&mut [E]; GROUP] {
     let (a, rest) = all.split_at_mut(cols);
@@ -124,21 +127,21 @@ pub fn split<E>(all: &mut [E], cols: usize) -> [&mut [E]; GROUP] {
     [a, b, c, d]
 }
 
-/// Splits a buffer like [`split`], for reading.
+/// Splits a buffer of four rows into the rows, for reading.
 #[inline(always)]
 pub fn split_ref<E>(all: &[E], cols: usize) -> [&[E]; GROUP] {
     rows!(r => &all[r * cols..(r + 1) * cols])
 }
 
-/// A group of rows to read, in two parts: the whole blocks, and the filled-up one if a row ends inside a block.
+/// A group of rows to read, in two parts: the whole blocks, and one filled-up block if rows end inside a block.
 pub struct Blocks<'a, E> {
     rows: [&'a [E]; GROUP],
-    /// The filled-up block, built when it is first asked for.
+    /// The filled-up block of each row, built when it is first asked for.
     rest: Option<[[E; PAIR_LANES]; GROUP]>,
 }
 
-/// The number of parts of a row. A loop over parts has one body, where a special case after the loop would be a second
-/// one.
+/// The number of parts of a row. Passes loop over the parts, so that their body is compiled once; a special case
+/// after a loop over blocks would compile it twice.
 pub const PARTS: usize = 2;
 
 /// Returns the number of blocks in `part` of a row of `cols` numbers.
@@ -157,7 +160,7 @@ impl<'a, E: Copy + Default> Blocks<'a, E> {
         Blocks { rows, rest: None }
     }
 
-    /// Returns the rows' blocks of this part, `n` each.
+    /// Returns each row's `n` blocks of this part.
     #[inline(always)]
     pub fn part<S: Isa>(&mut self, part: usize, n: usize) -> [&[[E; PAIR_LANES]]; GROUP] {
         if part == 0 || n == 0 {
@@ -171,14 +174,14 @@ impl<'a, E: Copy + Default> Blocks<'a, E> {
         rows!(r => &std::slice::from_ref(&rest[r])[..if r < S::ROWS { n } else { 0 }])
     }
 
-    /// Returns the number of blocks of each row in this part.
+    /// Returns the number of blocks that each row has in this part.
     #[inline(always)]
     pub fn len(&self, part: usize) -> usize {
         count(self.rows[0].len(), part)
     }
 }
 
-/// A group of rows to write, divided like [`Blocks`].
+/// A group of rows to write, in the parts of [`Blocks`].
 pub struct BlocksMut<'a, E> {
     whole: [&'a mut [[E; PAIR_LANES]]; GROUP],
     tails: [&'a mut [E]; GROUP],
@@ -194,7 +197,7 @@ impl<'a, E: Element> BlocksMut<'a, E> {
         BlocksMut { whole: [a.0, b.0, c.0, d.0], tails: [a.1, b.1, c.1, d.1], rest: None }
     }
 
-    /// Returns the rows' blocks of this part, `n` each.
+    /// Returns each row's `n` blocks of this part.
     #[inline(always)]
     pub fn part<S: Isa>(&mut self, part: usize, n: usize) -> [&mut [[E; PAIR_LANES]]; GROUP] {
         let counts = rows!(r => if r < S::ROWS { n } else { 0 });
@@ -207,7 +210,7 @@ impl<'a, E: Element> BlocksMut<'a, E> {
         [&mut a[..counts[0]], &mut b[..counts[1]], &mut c[..counts[2]], &mut d[..counts[3]]]
     }
 
-    /// Copies the filled-up blocks to the rows' ends.
+    /// Copies the used numbers of the filled-up blocks to the ends of the rows.
     #[inline(always)]
     pub fn finish(self) {
         let Some(rest) = &self.rest else { return };

@@ -1,4 +1,5 @@
-//! Row norms on an operator's tensors: over threads on the CPU, or a launch on a GPU ([`gpu`](super::gpu)).
+//! Row norms on an operator's tensors: threads share the rows on the CPU, and a GPU runs one kernel
+//! ([`gpu`](super::gpu)).
 
 use super::curve::{self, NUMBERS};
 use super::{gpu, RowNormFns, RowNormKernel};
@@ -9,7 +10,7 @@ use crate::error::Result;
 use crate::kernel::dropout::Draw;
 use crate::kernel::view::{by_dtype, View};
 
-/// A residual step and the norm after it; a norm alone has x⁺ = x and no f.
+/// The views of a residual step and the norm after it. For a norm alone, x⁺ is x, and f is absent.
 #[derive(Clone, Copy)]
 pub struct RowViews {
     pub x: View,
@@ -30,7 +31,7 @@ pub struct RowViews {
 }
 
 impl RowViews {
-    /// Returns the views of a norm of x alone.
+    /// Returns the views for a norm of x without a residual step.
     pub const fn alone(x: View, weight: View, stats: View, eps: f64) -> Self {
         const NO: View = View::ABSENT;
         let (order, draw) = (None, Draw::NONE);
@@ -39,7 +40,7 @@ impl RowViews {
     }
 
     /// # Safety
-    /// The numbers are of type A.
+    /// The curve's numbers are of type A.
     pub unsafe fn numbers<A: Accumulator>(&self) -> [A; NUMBERS] {
         curve::numbers(self.numbers.map(|v| v.slice::<A>().first().copied()))
     }
@@ -60,7 +61,7 @@ pub struct RowGradients {
 }
 
 impl RowGradients {
-    /// Returns the views for the gradient of a norm's x alone.
+    /// Returns the views for the gradient of a norm's x only.
     pub const fn alone(dy: View, dx: View) -> Self {
         const NO: View = View::ABSENT;
         let dnumbers = [NO; NUMBERS];
@@ -68,7 +69,7 @@ impl RowGradients {
     }
 
     /// # Safety
-    /// The gradients of the numbers are of type A, and nothing else accesses them.
+    /// The gradients of the curve's numbers are of type A, and nothing else accesses them.
     pub unsafe fn write_numbers<A: Accumulator>(&self, found: &[A]) {
         for (v, found) in self.dnumbers.iter().zip(found) {
             if let Some(to) = v.slice_mut::<A>().first_mut() {
@@ -96,7 +97,7 @@ pub fn backward(device: Option<Device>, kernel: &'static RowNormKernel, v: &RowV
 
 fn forward_typed<E: Element>(norm: &RowNormFns<E::Acc>, v: &RowViews) -> Result<()> {
     let (rows, cols) = (v.x.rows(), v.x.cols());
-    // SAFETY: C++ gave contiguous tensors of E (parameters and statistics of its accumulation type); y and stats are
+    // SAFETY: C++ gave contiguous tensors of E (parameters and statistics in its accumulation type); y and stats are
     // fresh.
     let (x, weight, bias, y, stats) =
         unsafe { (v.x.slice::<E>(), v.weight.slice(), v.bias.slice(), v.y.slice_mut::<E>(), v.stats.slice_mut()) };
@@ -137,7 +138,7 @@ fn backward_typed<E: Element>(norm: &RowNormFns<E::Acc>, v: &RowViews, g: &RowGr
             let (dy, x) = (&dy[all.clone()], &x[all]);
             curve::backward::<E>(curve, cols, dy, x, numbers, weight, dx, dweight, dbias, dnumbers);
         });
-        // SAFETY: they are fresh.
+        // SAFETY: the numbers' gradients are fresh.
         unsafe { g.write_numbers(&dnumbers) };
         return Ok(());
     }

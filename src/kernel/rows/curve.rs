@@ -4,8 +4,8 @@
 //!
 //! > dx = scale·u,  dscale = Σ u⊙x,  dshift = Σ u,  dw = Σ dy⊙f(z),  db = Σ dy   (sums over rows)
 //!
-//! scale and shift are single numbers, so their sums run over all elements: over a row in lanes, then row by row. A
-//! curve is two functions on a buffer of z, called through [`Curve`]; only these are compiled per curve.
+//! scale and shift are single numbers, so their sums run over all elements: first over each row, in lanes, then over
+//! the rows. A curve is two functions on a buffer of z, called through [`Curve`]; only these are compiled per curve.
 
 use super::blocks::{columns, split, split_ref, start, write_columns, Blocks, BlocksMut, Group, PARTS};
 use super::passes::{each_row, fetch, normalise, rows};
@@ -15,15 +15,15 @@ use crate::cpu::pack::{pack, pack_mut, Isa, Of, Pack, Store, PAIR_LANES};
 use crate::cpu::{Accumulator, Element};
 use crate::{each_pack, multiversion};
 
-/// The number of a curve's learned numbers: the scale and the shift.
+/// The number of a curve's learned numbers: a scale and a shift.
 pub const NUMBERS: usize = 2;
 
-/// A [`CurveNorm`] in the form for kernels.
+/// A [`CurveNorm`] as function pointers, for the kernels.
 #[derive(Clone, Copy)]
 pub struct Curve<A> {
-    /// Computes z ← f(z).
+    /// Replaces each z by f(z).
     values: fn(&mut [A]),
-    /// Computes z ← f(z), and f′(z) into the second slice.
+    /// Replaces each z by f(z), and writes f′(z) to the second slice.
     slopes: fn(&mut [A], &mut [A]),
 }
 
@@ -100,7 +100,7 @@ multiversion! {
     }
 }
 
-/// A curve with its numbers, and a buffer for a group of rows.
+/// A curve with its numbers, and a buffer for the z of a group of rows.
 pub struct Bend<'a, A> {
     curve: &'a Curve<A>,
     numbers: [A; NUMBERS],
@@ -114,7 +114,7 @@ impl<'a, A: Accumulator> Bend<'a, A> {
         Bend { curve, numbers, cols, affines: Aligned::new(GROUP * cols) }
     }
 
-    /// Computes y = w⊙f(z) + b; only the first `count` rows are real.
+    /// Computes y = w⊙f(z) + b for a group of rows, of which the first `count` are real.
     #[inline(always)]
     pub fn forward<S: Isa, X: Element<Acc = A>, Y: Element<Acc = A>>(
         &mut self,
@@ -171,7 +171,8 @@ pub struct BendBack<'a, A> {
 }
 
 impl<'a, A: Accumulator> BendBack<'a, A> {
-    /// Starts from the sums in `dweight`, `dbias` and `dnumbers`; [`finish`](Self::finish) writes the new ones.
+    /// Starts from the sums so far in `dweight`, `dbias` and `dnumbers`; [`finish`](Self::finish) writes the new
+    /// ones.
     pub fn new(
         curve: &'a Curve<A>,
         numbers: [A; NUMBERS],
@@ -191,8 +192,8 @@ impl<'a, A: Accumulator> BendBack<'a, A> {
         }
     }
 
-    /// Computes dx = scale·u, plus `dx_plus` unless that is empty, and adds the rows' part to the sums; only the first
-    /// `count` rows are real.
+    /// Computes dx = scale·u, plus `dx_plus` unless that is empty, and adds the rows' part to the sums. Only the
+    /// first `count` rows of the group are real.
     #[inline(always)]
     pub fn backward<S: Isa, X: Element<Acc = A>, Y: Element<Acc = A>, D: Element<Acc = A>>(
         &mut self,
@@ -259,8 +260,8 @@ impl<'a, A: Accumulator> BendBack<'a, A> {
         }
     }
 
-    /// Writes the gradients of weight, bias and the curve's numbers, summed over all rows. An empty slice is not
-    /// wanted.
+    /// Writes the sums over all rows: the gradients of weight, bias and the curve's numbers. A slice is empty if its
+    /// gradient is not wanted.
     pub fn finish(&self, dweight: &mut [A], dbias: &mut [A], dnumbers: &mut [A]) {
         write_columns(&self.dweight[..self.bend.cols], dweight);
         write_columns(&self.dbias[..self.bend.cols], dbias);
@@ -277,7 +278,7 @@ pub(crate) mod tests {
 
     type Exact = fn(f64) -> (f64, f64);
 
-    /// Checks a curve against its formula (f, f′): every type, width, kind of weight, and level.
+    /// Checks a curve against its formula (f, f′) for every type, width, kind of weight and instruction set.
     pub fn check<N: CurveNorm>(exact: Exact) {
         for level in Level::ALL {
             force(Some(level));
@@ -295,7 +296,8 @@ pub(crate) mod tests {
 
     fn check_type<N: CurveNorm, E: Tested>(exact: Exact, cols: usize) {
         let seed = cols as u64;
-        // The rows lie near 0, where the curve bends, and where it is flat; ten rows are no whole number of groups.
+        // Some rows lie near 0, where the curve bends, others where it is flat. Seven rows are no whole number of
+        // groups.
         let kinds = [(1.0, 0.0), (1.0, 0.5), (0.0, 0.0), (100.0, 0.0), (1e-4, 0.0), (3.0, 1.0), (E::HUGE, 0.0)];
         let x: Vec<E> = (0..).zip(kinds).flat_map(|(k, (s, m))| numbers::<E>(cols, seed + k, s, m)).collect();
         let dy = numbers::<E>(x.len(), seed + 100, 1.0, 0.1);
@@ -336,10 +338,10 @@ pub(crate) mod tests {
         for i in 0..x.len() {
             let (x, dy, w) = (x[i].value(), dy[i].value(), at(&weight, i % cols, 1.0));
             let z = learned[0] * x + learned[1];
-            // z is rounded before the curve, whose slope is at most 1.2.
+            // z is rounded before the curve is applied, and the curve's slope is at most 1.2.
             let (hat, slope) = exact(z);
             let u = w * dy * slope;
-            // f′ has the rounding error of z or z² in an exponent.
+            // f′ contains an exponential, which passes on the rounding error of its argument, z or z².
             let relative = unit * (1.0 + z * z);
             let error = unit + relative * slope;
             near(y[i], w * hat + at(&bias, i % cols, 0.0), 4.0 * error, format_args!("y {i} of {cols}"));
@@ -361,7 +363,7 @@ pub(crate) mod tests {
         }
     }
 
-    /// Checks that a NaN stays in its place and reaches only its column's sums.
+    /// Checks that a NaN makes only its own element of y and dx NaN, and only the sum of its column.
     fn check_nan<N: CurveNorm>() {
         let (curve, mut x) = (Curve::of::<N>(), [0.5f32; 5 * 40]);
         x[2 * 40 + 7] = f32::NAN;

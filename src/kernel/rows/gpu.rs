@@ -1,4 +1,4 @@
-//! Row norms and residual steps on a GPU: the arguments of `cuda/device/rows.cuh`, built from views.
+//! Row norms and residual steps on a GPU: builds the arguments of `cuda/device/rows.cuh` from views, and launches.
 
 use super::call::{RowGradients, RowViews};
 use super::curve::NUMBERS;
@@ -75,7 +75,7 @@ macro_rules! row_program {
     }};
 }
 
-/// Returns a parameter's kind in parameter.cuh: absent, one number, or one per column.
+/// Returns a parameter's kind as parameter.cuh numbers it: 0 for absent, 1 for one number, 2 for one per column.
 fn kind(parameter: &View) -> i32 {
     match (parameter.is_absent(), parameter.rows * parameter.cols) {
         (true, _) => 0,
@@ -84,7 +84,7 @@ fn kind(parameter: &View) -> i32 {
     }
 }
 
-/// Returns the layout, the compiler options that select a variant, and the chunks per row.
+/// Returns the layout, the compiler options that select the kernel's variant, and the number of chunks per row.
 fn variant(r: &RowViews, backward: bool, types: [i32; 3], views: &[&View]) -> Result<(Layout, String, i32)> {
     let cols = columns(&r.x_plus)?;
     let bytes = if types == [0; 3] { 4 } else { 2 };
@@ -93,7 +93,7 @@ fn variant(r: &RowViews, backward: bool, types: [i32; 3], views: &[&View]) -> Re
     // norm.cuh uses 0 for p = ∞.
     let order = r.order.map_or(String::new(), |p| format!(" -DK_ORDER={:?}f", if p.is_infinite() { 0.0 } else { p }));
     let [x, f, y] = types.map(type_name);
-    // This is the type of the norm's parameters, which C++ converts to one type.
+    // The norm's weight and bias have one type, because C++ converts them to one.
     let of_norm = [&r.weight, &r.bias].into_iter().find(|v| !v.is_absent());
     let p = type_name(of_norm.map_or(0, |v| v.dtype))?;
     let [alpha, beta, weight, bias] = parameters.map(kind);
@@ -136,7 +136,7 @@ pub fn forward(device: Device, program: &'static Program, r: &RowViews) -> Resul
     };
     let grid = layout.grid(r.x.rows as u64, i32::MAX as u32);
     // SAFETY: C++ gave contiguous tensors of these types and shapes on the device, and holds them until the call
-    // returns; torch's allocator keeps what is freed then for the stream that the kernel is on.
+    // returns. torch's allocator does not reuse memory freed then before the stream has passed the kernel.
     unsafe { cuda::launch(device, program, &options, "rows_forward", grid, &arguments) }
 }
 
@@ -152,20 +152,20 @@ pub fn backward(device: Device, program: &'static Program, r: &RowViews, g: &Row
     let types = [x, if r.f.is_absent() { x } else { r.f.dtype }, if g.dy.is_absent() { x } else { g.dy.dtype }];
     let views = [&r.x, &r.f, &r.x_plus, &g.dx_plus, &g.dy, &g.dx, &g.df];
     let (layout, options, chunks) = variant(r, true, types, &views)?;
-    // Each block stores its sums, one number for each number of the gradients.
+    // Each block stores its own sums in a row of the workspace, with a column for each number of each gradient.
     let [dscale, dshift] = &g.dnumbers;
     let all = [&g.dalpha, &g.dbeta, &g.dweight, &g.dbias, dscale, dshift];
     let lengths = all.map(|sum| if sum.is_absent() { 0 } else { sum.rows * sum.cols });
     let columns: i64 = lengths.iter().sum();
-    // Sums with a number per column come first, and every block's sums begin at a multiple of 16 bytes, so that kernels
-    // can add 16 bytes at a time.
+    // Gradients with a number per column come first, and every row of the workspace begins at a multiple of 16 bytes,
+    // so that kernels can add 16 bytes at a time.
     let stride = (columns + 3) / 4 * 4;
     let mut order: Vec<usize> = (0..all.len()).filter(|&k| lengths[k] > 0).collect();
     order.sort_by_key(|&k| lengths[k] == 1);
     let (mut workspace, mut most) = (None, i32::MAX as u32);
     if columns > 0 {
-        // All summing blocks run at once, because one more would begin only when others end. Without sums any number is
-        // fine.
+        // With sums, there are only as many blocks as can run at once, because one more would begin only when others
+        // end. Without sums any number is fine.
         let blocks = sum_blocks(device, r.x_plus.rows);
         workspace = Some(room(device, &[blocks, stride], Kind::Float)?);
         most = cuda::blocks_at_once(device, program, &options, "rows_backward", layout.threads())?.min(blocks as u32);

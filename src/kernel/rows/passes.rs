@@ -7,8 +7,8 @@ use crate::cpu::pack::{pack, pack_mut, Isa, Of, Pack, Store, PAIR_LANES};
 use crate::cpu::{memory, Accumulator, Element};
 use crate::each_pack;
 
-/// Builds an array of the expression's values for each row of a group. `map` would not do: a closure is a separate
-/// function, compiled without the surrounding instruction set unless LLVM happens to inline it.
+/// Builds an array with the value of an expression for each row `$r` of a group. `map` would not do: its closure is a
+/// separate function, which is compiled without the surrounding instruction set unless LLVM happens to inline it.
 macro_rules! rows {
     ($r:ident => $value:expr) => {
         [
@@ -90,19 +90,19 @@ fn squares<S: Isa, E: Element>(x: [&[E]; GROUP]) -> [E::Acc; GROUP] {
     rows!(r => sums[r][0].add(sums[r][1]).sum())
 }
 
-/// Returns moments about a guess, the mean of the row's first columns: with d = x − guess, μ = guess + mean d and σ² =
-/// mean d² − (mean d)².
+/// Returns moments about a guess, the mean of the row's first columns. With d = x − guess, μ = guess + mean d and σ²
+/// = mean d² − (mean d)².
 ///
-/// E[x²] − μ² (guess = 0) would lose every digit of a row with μ = 4096·σ in f32. Here (guess − μ)² is at most
-/// cols/128·σ² for any row (Cauchy-Schwarz over the 128 columns of the guess) and typically σ²/128, so that at most
-/// log₂(1 + cols/128) bits are lost.
+/// With guess = 0, E[x²] − μ² would lose every digit for a row with μ = 4096·σ in f32. Here (guess − μ)² is at most
+/// cols/128·σ² for any row (Cauchy-Schwarz over the 128 columns of the guess) and typically σ²/128, so at most log₂(1
+/// + cols/128) bits are lost.
 #[inline(always)]
 fn moments<S: Isa, E: Element>(x: [&[E]; GROUP], cols: E::Acc) -> [Sums<E::Acc>; GROUP] {
     const FIRST: usize = 128;
     let cols_usize = x[0].len();
     let mut x = Blocks::of(x);
     let mut sums = [[Of::<E::Acc, S>::zero(); 2]; GROUP];
-    // Only a row of less than one block is guessed from its last, partial block.
+    // The guess uses only whole blocks, except for a row that is shorter than one block.
     let part = if x.len(0) > 0 { 0 } else { 1 };
     let n = x.len(part).min(FIRST / PAIR_LANES);
     let first = x.part::<S>(part, n);
@@ -117,7 +117,7 @@ fn moments<S: Isa, E: Element>(x: [&[E]; GROUP], cols: E::Acc) -> [Sums<E::Acc>;
     let shift = rows!(r => Of::<E::Acc, S>::splat(about[r]));
 
     let ahead = GROUP * cols_usize;
-    // Zeros where the last block is filled up, ones elsewhere.
+    // Factors for the filled-up last block: 1 for the row's numbers, 0 for the fill.
     let mut real = [E::Acc::ZERO; PAIR_LANES];
     real[..cols_usize % PAIR_LANES].fill(E::Acc::ONE);
     let real = Of::<E::Acc, S>::pair(&real);
@@ -147,7 +147,7 @@ fn moments<S: Isa, E: Element>(x: [&[E]; GROUP], cols: E::Acc) -> [Sums<E::Acc>;
     })
 }
 
-/// Computes y = w⊙x̂ + b; the shifts are zero unless `C`.
+/// Computes y = w⊙x̂ + b. With `C` false, all shifts are zero and not subtracted.
 #[inline(always)]
 pub fn normalise<S: Isa, E: Element, Y: Element<Acc = E::Acc>, const C: bool>(
     x: [&[E]; GROUP],
@@ -177,33 +177,33 @@ pub fn normalise<S: Isa, E: Element, Y: Element<Acc = E::Acc>, const C: bool>(
     y.finish();
 }
 
-/// A norm and its weight for the backward pass, with the sums of their gradients over rows.
+/// A norm and its weight for the backward pass, with the sums over rows that are their gradients.
 ///
-/// The weight is one number per column, or a single gain. The gain is kept separately, so that its gradient is the sum
-/// Σdy⊙x̂ itself instead of an array of columns.
+/// The weight is one number per column, or a single gain. A gain is kept separately, so that its gradient is the one
+/// sum Σdy⊙x̂ instead of a sum per column.
 pub struct Weight<'a, A> {
     norm: &'a RowNormFns<A>,
     eps: A,
     cols: usize,
     gain: A,
     dgain: A,
-    /// The weight per column; empty if all are one and nothing is summed.
+    /// The weight per column; empty if all are one and no sum per column is wanted.
     columns: Aligned<A>,
     dcolumns: Aligned<A>,
     dbias: Aligned<A>,
-    /// True if Σg and dbias are computed.
+    /// True if Σg is needed or dbias is wanted; one pass computes both.
     biased: bool,
 }
 
 impl<'a, A: Accumulator> Weight<'a, A> {
-    /// Starts from the sums in `dweight` (empty if not wanted, or as long as `weight`) and `dbias` (empty, or one per
-    /// column); [`finish`](Self::finish) writes the new ones.
+    /// Starts from the sums so far in `dweight` (empty if not wanted, or as long as `weight`) and `dbias` (empty, or
+    /// one per column); [`finish`](Self::finish) writes the new ones.
     pub fn new(norm: &'a RowNormFns<A>, weight: &[A], cols: usize, eps: A, dweight: &[A], dbias: &[A]) -> Self {
         let (gain, dgain, weight, dweight) = match (weight, dweight) {
             ([gain], dgain) if cols > 1 => (*gain, dgain.first().copied().unwrap_or(A::ZERO), &[][..], &[][..]),
             _ => (A::ONE, A::ZERO, weight, dweight),
         };
-        // The pass that sums over columns does so for both weight and bias.
+        // The same pass sums over columns for the weight and for the bias, so both get buffers if either needs one.
         let biased = !dbias.is_empty() || norm.stats == 2;
         let (columns, dcolumns, dbias) = if !weight.is_empty() || biased {
             (columns(weight, cols, A::ONE), start(dweight, cols), start(dbias, cols))
@@ -213,7 +213,7 @@ impl<'a, A: Accumulator> Weight<'a, A> {
         Weight { norm, eps, cols, gain, dgain, columns, dcolumns, dbias, biased }
     }
 
-    /// Computes the first half of the rows' gradient: dweight, dbias, and the p, q and r that give dx.
+    /// Computes the first half of the rows' gradient: adds to dweight and dbias, and returns the p, q and r of dx.
     #[inline(always)]
     pub fn row_gradients<S: Isa, X: Element<Acc = A>, Y: Element<Acc = A>>(
         &mut self,
@@ -239,8 +239,8 @@ impl<'a, A: Accumulator> Weight<'a, A> {
         row_gradients
     }
 
-    /// Returns Σg and Σg⊙x̂ of each row, with g = w⊙dy; adds dy⊙x̂ to dweight if W, and dy to dbias if B, which also
-    /// computes Σg. Shifts are zero unless B.
+    /// Returns Σg and Σg⊙x̂ of each row, with g = w⊙dy. With W it adds dy⊙x̂ to dweight; with B it adds dy to dbias
+    /// and computes Σg, which is else zero. Without B all shifts are zero.
     #[inline(always)]
     fn sums<S: Isa, X: Element<Acc = A>, Y: Element<Acc = A>, const W: bool, const B: bool>(
         &mut self,
@@ -268,7 +268,7 @@ impl<'a, A: Accumulator> Weight<'a, A> {
                     fetch(&dy[r][b], ahead);
                     fetch(&x[r][b], ahead);
                 });
-                // A pack at a time needs fewer running sums in registers than a whole block.
+                // One pack at a time needs fewer registers for running sums than a whole block.
                 each_pack!(p => {
                     let (mut w, mut dw, mut db) = (Of::<A, S>::zero(), Of::<A, S>::zero(), Of::<A, S>::zero());
                     if W {
@@ -330,6 +330,7 @@ impl<'a, A: Accumulator> Weight<'a, A> {
         }
     }
 
+    /// Computes [`apply`](Self::apply); W is true if there is a weight per column, C if the shift is not zero.
     #[inline(always)]
     fn apply_to<S: Isa, E: Element<Acc = A>, const W: bool, const C: bool>(
         &self,
@@ -372,7 +373,7 @@ impl<'a, A: Accumulator> Weight<'a, A> {
     }
 }
 
-/// The coefficients of a row's x̂; the shift is zero unless `C`.
+/// The coefficients of a row's x̂. With `C` false, the shift is zero and not subtracted.
 #[derive(Clone, Copy)]
 pub struct Affine<A: Accumulator, S: Isa, const C: bool> {
     scale: Of<A, S>,
@@ -387,8 +388,8 @@ impl<A: Accumulator, S: Isa, const C: bool> Affine<A, S, C> {
 
     #[inline(always)]
     pub fn at(&self, x: Of<A, S>) -> Of<A, S> {
-        // x·scale − shift·scale would be one instruction, but has the rounding error of a product: a row of equal
-        // numbers must become zeros, however large they are.
+        // x·scale − shift·scale would be one instruction, but would leave the rounding error of a product: a row of
+        // equal numbers must become zeros, however large they are.
         if C {
             x.sub(self.shift).mul(self.scale)
         } else {
@@ -397,7 +398,7 @@ impl<A: Accumulator, S: Isa, const C: bool> Affine<A, S, C> {
     }
 }
 
-/// A row's dx as a function of g and x.
+/// A row's dx as a linear function of g and x̂, with x̂ computed from x.
 #[derive(Clone, Copy)]
 pub struct Lines<A: Accumulator, S: Isa, const C: bool> {
     hat: Affine<A, S, C>,
@@ -420,15 +421,15 @@ impl<A: Accumulator, S: Isa, const C: bool> Lines<A, S, C> {
     }
 }
 
-/// Prefetches the block `ahead` numbers further on, in the next group of rows: the processor cannot predict eight or
-/// more streams by itself. An address past the end is harmless.
+/// Prefetches the block that lies `ahead` numbers further on, in the next group of rows, because the processor cannot
+/// predict eight or more streams by itself. An address past the end is harmless.
 #[inline(always)]
 pub fn fetch<E>(block: &[E; PAIR_LANES], ahead: usize) {
     #[cfg(target_arch = "x86_64")]
     for line in 0..size_of_val(block) / 64 {
         use std::arch::x86_64::{_mm_prefetch, _MM_HINT_T1};
         let at = block.as_ptr().wrapping_add(ahead).wrapping_byte_add(64 * line);
-        // SAFETY: part of SSE, which every x86-64 processor has; it reads nothing.
+        // SAFETY: the instruction is part of SSE, which every x86-64 processor has, and a prefetch never faults.
         unsafe { _mm_prefetch::<_MM_HINT_T1>(at.cast()) };
     }
 }

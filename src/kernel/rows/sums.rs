@@ -1,8 +1,8 @@
-//! Plain sums for rows whose squares leave the range of the type, and the check that finds such rows.
+//! Sums for rows whose squares overflow or underflow, and the check that finds such rows.
 
 use crate::cpu::Accumulator;
 
-/// Returns Σ `f`(v) over a row, summed in parts, so that rounding grows with the root of its length.
+/// Returns Σ `f`(v) over a row. It is summed in parts, so that rounding grows with the root of the row's length.
 pub fn sum<A: Accumulator>(x: &[A], f: impl Fn(A) -> A) -> A {
     let mut total = A::ZERO;
     for part in x.chunks(32) {
@@ -15,13 +15,13 @@ pub fn sum<A: Accumulator>(x: &[A], f: impl Fn(A) -> A) -> A {
     total
 }
 
-/// True if a sum of squares, or their mean plus ε, kept its precision: it did not overflow, and is not so small
-/// (2^-100) that single squares may have lost bits to f32's underflow at 2^-149.
+/// True if a sum of squares, or their mean plus ε, kept its precision: it did not overflow, and is at least 2^-100.
+/// In a smaller sum, single squares may have lost bits to f32's underflow at 2^-149.
 pub fn trusted<A: Accumulator>(square: A) -> bool {
     square >= A::from_f64(7.888609052210118e-31) && square < A::from_f64(f64::INFINITY)
 }
 
-/// Returns max |x|, by which a row is scaled if its squares leave the range.
+/// Returns max |x|. A row whose squares overflow or underflow is divided by it.
 pub fn magnitude<A: Accumulator>(x: &[A]) -> A {
     x.iter().fold(A::ZERO, |m, v| m.max(v.abs()))
 }

@@ -8,7 +8,7 @@ use std::fmt::Debug;
 pub const WIDTHS: [usize; 10] = [1, 2, 7, 16, 31, 123, 128, 400, 512, 1000];
 
 pub trait Tested: Element + PartialEq + Debug {
-    /// Half the spacing of numbers around one, in this type and in its computing type.
+    /// Half the spacing of numbers around one in this type; `UNIT_ACC` is the same for its computing type.
     const UNIT: f64;
     const UNIT_ACC: f64;
     /// The size at which squares overflow f32 (for f16: a size near its largest number).
@@ -55,13 +55,13 @@ pub fn acc<A: Accumulator>(values: &[f64]) -> Vec<A> {
     values.iter().map(|v| A::from_f64(*v)).collect()
 }
 
-/// A norm's formula in f64: (x̂, the divisor of x̂), and dx from g = w⊙dy.
+/// The formula of a norm in f64: x̂ and the number by which it was divided, and dx from g = w⊙dy.
 pub struct Formula {
     pub normalised: fn(&[f64], f64) -> (Vec<f64>, f64),
     pub dx: fn(&[f64], &[f64], f64) -> Vec<f64>,
 }
 
-/// Checks a norm against its formula: every type, width, kind of row, kind of weight, and level.
+/// Checks a norm against its formula for every type, width, kind of row, kind of weight, and instruction set.
 pub fn check<N: RowNorm>(formula: &Formula) {
     for level in Level::ALL {
         force(Some(level));
@@ -142,14 +142,15 @@ fn largest(v: &[f64]) -> f64 {
     v.iter().fold(0.0, |m, v| m.max(v.abs()))
 }
 
-/// Asserts that `got` is `want` within `error` plus twice the rounding to E, or infinite as it should be.
+/// Asserts that `got` is `want` within `error` plus twice the rounding to E, or that both overflow with the same
+/// sign.
 pub fn near<E: Tested>(got: E, want: f64, error: f64, what: std::fmt::Arguments) {
     let (got, error) = (got.value(), error + 2.0 * E::UNIT * want.abs() + E::SMALLEST);
     let overflow = got.is_infinite() && got * want > 0.0 && want.abs() + error > E::LARGEST;
     assert!(overflow || (got - want).abs() <= error, "{what}: {got:e}, not {want:e} ± {error:e}");
 }
 
-/// Checks y(2^k·x) = y(x) at ε = 0, where the squares overflow and where they vanish.
+/// Checks y(2^k·x) = y(x) at ε = 0, for k at which squares overflow and k at which they underflow.
 pub fn check_scale_invariance<N: RowNorm>() {
     for cols in WIDTHS.into_iter().filter(|c| *c > 1) {
         for mean in [0.0, 1.0] {
@@ -183,8 +184,8 @@ pub fn check_scale_invariance<N: RowNorm>() {
     }
 }
 
-/// Checks that the bits do not depend on the splitting of rows or on the level with fused multiply-add, and that no
-/// rows give nothing.
+/// Checks that the bits depend neither on the splitting of rows nor on the level (among those with fused
+/// multiply-add), and that passes without rows or columns do nothing.
 pub fn check_splitting<N: RowNorm>() {
     for cols in WIDTHS {
         let (x, dy) = (numbers::<bf16>(5 * cols, 1, 1.0, 0.3), numbers::<bf16>(5 * cols, 2, 1.0, 0.0));
@@ -216,7 +217,7 @@ pub fn check_splitting<N: RowNorm>() {
     backward::<f32>(&RowNormFns::of::<N>(), 8, &[], &[], &[2.0], 1e-5, &[], &mut [], &mut [0.0], &mut [0.0; 8]);
 }
 
-/// Checks that a NaN fills its row, forward and backward, and no other.
+/// Checks that a NaN makes its whole row NaN, forward and backward, and no other row.
 pub fn check_nan<N: RowNorm>() {
     let x = [1.0f32, f32::NAN, 2.0, 3.0];
     let (mut y, mut stats, mut dx) = ([0.0; 4], vec![0.0; 2 * N::STATS], [0.0; 4]);
@@ -239,8 +240,8 @@ fn aligned<E: Element>(room: &mut Vec<E>, n: usize) -> &mut [E] {
     &mut room[start..start + n]
 }
 
-/// Checks that large results are streamed: in whole groups and blocks, with spare rows, and with rows that end inside a
-/// block.
+/// Checks results so large that they bypass the caches: with whole groups and blocks, with spare rows, and with rows
+/// that end inside a block.
 fn check_streamed<E: Tested>() {
     for level in Level::ALL {
         force(Some(level));

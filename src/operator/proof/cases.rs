@@ -1,9 +1,9 @@
 //! The cases of a proof, and how each changes the call at hand.
 //!
-//! Cases have more rows than the device processes at once. Run-time conditions of kernels are tested both ways: with
-//! and without a mask; for norms with statistics, with and without a real row, in training and evaluation, in both
-//! variants, and with finite and other inputs. Counters are early, late, and at the end of a warm-up. In the late case,
-//! columns have means.
+//! A case has more rows than the device processes at once. Together the cases test both sides of every run-time
+//! condition of the kernels: with and without a mask. For norms with statistics, also with and without a real row, in
+//! training and evaluation, in both variants, and with finite and non-finite inputs; with low counters, with high
+//! ones, and with those at the end of a warm-up. In the late case the columns' means are not 0.
 
 use super::maker::{counted, few_columns, is_kept, rows, Maker, Tensors, FEW, LATE, LONG};
 use crate::cuda::Device;
@@ -17,24 +17,25 @@ use tch::{Kind, Tensor};
 
 #[derive(Clone, Copy, PartialEq)]
 pub enum Case {
+    /// The call as it is.
     Usual,
     /// Some rows are corner cases: huge, tiny, zero, about as long as ε, with a NaN, or with one or two large numbers.
     Extreme,
-    /// The call's mask is left out, or one is added.
+    /// The call's mask is left out or, if it has none, one is added.
     Masked,
-    /// Every row is padding, in a warm-up, so there is nothing to count.
+    /// Every row is padding, during a warm-up, so there are no statistics.
     Padding,
-    /// Columns have means, and counters are high.
+    /// Columns have means that are not 0, and counters are high.
     Late,
-    /// Training is replaced by evaluation, or evaluation by training.
+    /// Training and evaluation are exchanged.
     Other,
-    /// Counters are this many steps before the end of a warm-up, and rows are few.
+    /// Counters are this many steps before the end of a warm-up, and there are few rows.
     Before(i64),
-    /// The other variant runs, the paper's or the release's; one row in so many is padding.
+    /// The variants of the paper and the release are exchanged. One row out of this many is padding.
     Variant(i64),
-    /// A number in this column is NaN or infinite. Flat buffers have a scale instead of columns, which is NaN.
+    /// A number in this column is NaN or infinite. Flat buffers have no columns; their scale is NaN.
     Spoilt(i64),
-    /// There are so many rows that their slabs grow, and few columns.
+    /// There are so many rows that slabs exceed their minimum size, and few columns.
     Long,
 }
 
@@ -56,7 +57,8 @@ impl Case {
     ];
 }
 
-/// Returns tensors at the arguments' indices in the schema; `None` if the case makes no sense for this call.
+/// Returns the call's values for the case, and the test tensors at the arguments' indices in the schema; `None` if
+/// the case makes no sense for this call.
 pub fn arguments(
     operator: &Operator,
     call: &Call,
@@ -72,7 +74,7 @@ pub fn arguments(
         return Ok(None);
     }
     change_numbers(case, &declared, &mut given);
-    // The proof's own tensors replace these: each one of the table is created.
+    // `given` points to these tensors, until test tensors replace all tensor arguments.
     let fabricated = change_tensors(case, &declared, &x, &mut given)?;
     let number = |name: &str| declared.place(name).map(|place| given[place]);
     let counter = match case {
@@ -86,7 +88,7 @@ pub fn arguments(
         Case::Before(_) => FEW,
         _ => rows(&x, device),
     };
-    // If a mask is created, the first row is padding, at which the paper's rule never looks.
+    // A mask that the case adds marks the first row as padding, which the paper's variant must not read.
     let has_mask = matches!(case, Case::Masked | Case::Long) && fabricated.iter().any(|t| t.kind() == Kind::Bool);
     let made = Maker {
         rows,
@@ -108,15 +110,16 @@ pub fn arguments(
     Ok(Some((given, tensors)))
 }
 
+/// True if the case changes anything that the operator's kernels could depend on.
 fn makes_sense(case: Case, declared: &Declared, given: &[Value], has_state: bool) -> Result<bool> {
     let (leader, leaders) = declared.leader()?;
     let has = |name: &str| declared.place(name).is_some();
     let mask = mask_of(declared);
     Ok(match case {
         Case::Usual => true,
-        // Flat buffers have no rows, and a single number leaves nothing to compare.
+        // Flat buffers have no rows. In rows of one number there is nothing to compare.
         Case::Extreme => leader.sizes != "=n" && given[leaders].required().size().last() != Some(&1),
-        // A mask of classes is not created: a target outside it would have no gradient to compare.
+        // A mask of classes is not added: if a target lay outside it, its row would have no gradient to compare.
         Case::Masked => mask.is_some_and(|(argument, place)| argument.sizes == "*" || !given[place].is_none()),
         Case::Padding => has_state && mask.is_some(),
         Case::Late | Case::Long => has_state,
@@ -127,7 +130,7 @@ fn makes_sense(case: Case, declared: &Declared, given: &[Value], has_state: bool
     })
 }
 
-/// Changes the call's numbers for the case.
+/// Changes the call's numbers as the case requires.
 fn change_numbers(case: Case, declared: &Declared, given: &mut [Value]) {
     let mut change = |name: &str, to: &dyn Fn(Value) -> Value| {
         if let Some(place) = declared.place(name) {
@@ -142,7 +145,8 @@ fn change_numbers(case: Case, declared: &Declared, given: &mut [Value]) {
     }
 }
 
-/// Changes the call's tensors for the case, and returns the tensors to which `given` then points.
+/// Changes the call's tensors as the case requires. `given` points to the returned tensors, so callers must keep
+/// them.
 fn change_tensors(case: Case, declared: &Declared, x: &Tensor, given: &mut [Value]) -> Result<Vec<Tensor>> {
     let mut fabricated: Vec<(usize, Tensor)> = Vec::new();
     if let Some((_, place)) = mask_of(declared) {
@@ -154,7 +158,7 @@ fn change_tensors(case: Case, declared: &Declared, x: &Tensor, given: &mut [Valu
             Case::Padding => fabricated.push((place, every(1)?)),
             Case::Variant(n) => fabricated.push((place, every(n)?)),
             Case::Long => {
-                // In every other slab, only the last rows are real.
+                // In every second slab, only the last quarter of the rows is real.
                 let (row, slab) = (counted(&[LONG], x.device())?, slabs(LONG).0);
                 let is_first = row.f_remainder(slab)?.f_lt(slab * 3 / 4)?;
                 fabricated.push((place, row.f_remainder(2 * slab)?.f_lt(slab)?.f_logical_and(&is_first)?));
@@ -170,7 +174,7 @@ fn change_tensors(case: Case, declared: &Declared, x: &Tensor, given: &mut [Valu
         }
     }
     for (place, tensor) in &fabricated {
-        let view = given[*place].view; // its address decides the alignment of the test tensor
+        let view = given[*place].view; // the test tensor gets the alignment of the view's address
         given[*place] = tensor.into();
         given[*place].view = view;
     }

@@ -1,20 +1,21 @@
-//! The tolerance between a kernel's result and its formula's.
+//! The comparison of a kernel's result with its formula's, and the tolerances.
 
 use crate::error::Result;
 use tch::{Kind, Tensor};
 
-/// Returns how a result differs from the formula's beyond rounding, if it does.
+/// Returns a description if the results differ by more than rounding explains, otherwise `None`.
 pub fn difference(found: &Tensor, expected: &Tensor) -> Result<Option<String>> {
-    // The tolerances are relative to a number, to the largest in its row, and to a row's average; the last is absolute.
+    // The tolerances: relative to the number itself, to the largest number in its row, and (for the row's mean error)
+    // to the row's mean size; the last is absolute.
     let (of_number, of_row, of_mean, least) = match found.kind() {
-        // On a GPU, f64 parameters have been computed in f32.
+        // On a GPU, the results for f64 parameters have been computed in f32, too.
         Kind::Float | Kind::Double => (1e-4, 2e-5, 1e-5, 1e-30),
         Kind::BFloat16 => (2f64.powi(-7), 2f64.powi(-8), 2f64.powi(-10), 1e-30),
         Kind::Half => (2f64.powi(-10), 2f64.powi(-11), 2f64.powi(-13), 2f64.powi(-24)),
         _ => (0.0, 0.0, 0.0, 0.5),
     };
     let is_short = matches!(found.kind(), Kind::BFloat16 | Kind::Half);
-    // In a few columns nearly everything may cancel.
+    // In rows of a few columns nearly everything may cancel, so the absolute tolerance is larger.
     let is_narrow = found.size().last().is_some_and(|columns| *columns < 16) && of_mean > 0.0;
     let least = if is_narrow { 4.0 * of_mean } else { least };
     let found = found.f_to_kind(Kind::Double)?;
@@ -26,7 +27,7 @@ pub fn difference(found: &Tensor, expected: &Tensor) -> Result<Option<String>> {
         return Ok(Some("has NaN in other places".into()));
     }
     let are_equal = found.f_eq_tensor(&expected)?.f_logical_or(&is_nan)?;
-    // Only a few numbers in 16 bits may be rounded differently from the formula's.
+    // In 16 bits, only a few numbers may be rounded differently from the formula's.
     if is_short && !is_narrow && are_equal.numel() > 1000 {
         let share = 1.0 - are_equal.f_to_kind(Kind::Double)?.f_mean(Kind::Double)?.f_double_value(&[])?;
         if share > 0.05 {
@@ -45,7 +46,7 @@ pub fn difference(found: &Tensor, expected: &Tensor) -> Result<Option<String>> {
         let (got, wanted) = (at(&found)?, at(&expected)?);
         return Ok(Some(format!("{:?} is {got:e} at {worst}, expected {wanted:e}", found.size())));
     }
-    // A mean over few numbers in 16 bits says nothing: one that is rounded differently is a large part of it.
+    // In 16 bits, a mean over few numbers says nothing: one number that is rounded differently changes it too much.
     let are_enough = found.size().last().is_some_and(|columns| *columns >= if is_short { 64 } else { 16 });
     if are_enough && of_mean > 0.0 {
         let mean = |t: &Tensor| t.f_mean_dim(-1, false, Kind::Double);

@@ -1,4 +1,4 @@
-//! The test tensors of a proof: random numbers, changed for each case.
+//! The test tensors of a proof: random numbers, adapted to each case.
 
 use super::cases::Case;
 use super::is_written;
@@ -14,76 +14,79 @@ use tch::{Kind, Tensor};
 
 pub type Tensors = Vec<Option<Tensor>>;
 
-/// Returns 0, 1, 2, … in this shape.
+/// Returns the numbers 0, 1, 2, … in the shape `size`.
 pub fn counted(size: &[i64], device: tch::Device) -> Result<Tensor> {
     Ok(Tensor::f_arange(size.iter().product::<i64>(), (Kind::Int64, device))?.f_view(size)?)
 }
 
-/// Returns only the first columns, as many as leave the same remainder modulo [`WIDE`], by which kernels choose their
-/// reads.
+/// Returns the first columns only. Their number has the same remainder modulo [`WIDE`] as before, because kernels
+/// choose by it how many numbers they read at once.
 pub fn few_columns(argument: &Argument, real: &Tensor) -> Result<Tensor> {
     let real = if argument.sizes == "=d" { real.f_reshape([-1].as_slice())? } else { real.f_view_as(real)? };
     let columns = real.size().last().copied().unwrap_or(1);
     Ok(real.f_narrow(-1, 0, columns.min(WIDE + columns % WIDE))?.f_contiguous()?)
 }
 
-/// True if a backward operator's argument is an output of the forward one, which must fit the input.
+/// True if a backward operator's argument is an output of the forward operator. Such a tensor must fit the input.
 pub fn is_kept(backward: &Operator, argument: &Argument) -> bool {
     backward.forward.get().is_some_and(|forward| forward.outputs.iter().any(|output| output.name == argument.name))
 }
 
-/// Returns a number of rows that exceeds what the device's blocks process at once, but keeps f64 copies small.
+/// Returns a number of rows above the number that the device's blocks process at once, but so small that f64 copies
+/// fit.
 pub fn rows(leader: &Tensor, device: Device) -> i64 {
     let at_once = 4 * Layout::most_blocks(cuda::multiprocessors(device).unwrap_or(1));
     let most = (1 << 24) / leader.size().last().copied().unwrap_or(1).max(1);
     i64::from(2 * at_once + 3).min(most.max(LEAST))
 }
 
-/// A minimum number of rows: more than one block processes, and no multiple of a group of rows.
+/// The minimum number of rows: more than one block processes, and no multiple of a group's rows.
 const LEAST: i64 = 67;
 
-/// A small number of rows, so that one too many is noticed, with more slabs than a block has warps.
+/// A small number of rows, so that one row too many changes results, but with more slabs than a block has warps.
 pub const FEW: i64 = 579;
 
-/// The offset that gives gradients other numbers than inputs at the same index: along x a norm has no slope.
+/// Added to the index of an argument that is a gradient, so that it gets other numbers than x: along x a norm has no
+/// slope.
 const GRADIENTS: usize = 64;
 
-/// A number of rows so large that slabs exceed their minimum, and a warp has more than one round of them.
+/// A number of rows so large that slabs exceed their minimum, and that a warp sums a slab in more than one round.
 pub const LONG: i64 = 140_000;
 
 /// The maximum number of columns that a kernel reads at once.
 const WIDE: i64 = 8;
 
-/// The number of steps that counters have in a late stage of training.
+/// The value of counters late in training.
 pub const LATE: i64 = 1_000_000;
 
-/// The length of flat buffers, plus the remainder modulo sixteen.
+/// The length of flat buffers; the actual length's remainder modulo sixteen is added.
 const FLAT: i64 = 1 << 14;
 
+/// Creates the test tensors of a case.
 pub struct Maker {
     pub rows: i64,
-    /// True if the leader's shape is independent: no other dimension follows its rows.
+    /// True if the leader's `sizes` are "*", that is, if the operator gives no meaning to any of its dimensions.
     pub is_whole: bool,
-    /// True with dropout: a dropped NaN may be 0 or NaN.
+    /// True if there is dropout: a dropped NaN may become 0 or NaN.
     pub is_dropped: bool,
     /// True if the operator has buffers that it updates.
     pub has_state: bool,
-    /// True if the rows are those of a norm that measures each row.
+    /// True if the leader's rows are those of a norm that measures each row.
     pub has_corners: bool,
-    /// True if the rows are logits, in which −∞ is allowed as a probability of 0.
+    /// True if the rows are logits, in which −∞ means a probability of 0.
     pub is_logits: bool,
-    /// True if the first row must not be read.
+    /// True if kernels must not read the first row.
     pub is_hidden: bool,
     pub is_backward: bool,
     pub case: Case,
-    /// The value of its counters; `None` for the call's own values.
+    /// The value for the operator's counters; `None` keeps the call's own values.
     pub counter: Option<i64>,
-    /// The call's ε, or 1.
+    /// The call's ε, or 1 if it has none.
     pub eps: f64,
 }
 
 impl Maker {
-    /// Creates a tensor for each one that is given.
+    /// Creates a test tensor for each tensor in `given`.
     pub fn all(&self, declared: &Declared, given: &[Value]) -> Result<Tensors> {
         let mut made: Tensors = given.iter().map(|_| None).collect();
         for (argument, place) in &declared.table {
@@ -94,19 +97,21 @@ impl Maker {
         Ok(made)
     }
 
-    /// Runs the forward pass of a backward operator on such tensors, so that the kept tensors fit together.
+    /// Creates the tensors of a backward operator by running its forward operator on test tensors, so that the kept
+    /// tensors fit together.
     pub fn after(&self, forward: &Operator, backward: &Declared, all: &[Value]) -> Result<Tensors> {
         let before = Declared::new(forward)?;
         let like = all[backward.leader()?.1].required();
         let seed = Tensor::f_from_slice(&[3i64, 1, 4])?.f_to_device(like.device())?;
         let dy = backward.place("dy").map(|place| all[place]).filter(|dy| !dy.is_none());
-        // Some buffers are taken by the forward pass only. Their counter and a warm-up of one make this a first update.
+        // Only the forward operator takes some of the buffers. A counter of 0 and a warm-up of 1 make this a first
+        // update.
         let (statistics, counter) = buffers(backward, all, &like)?;
         let absent = Value::from(None::<f64>);
         let mut given = Vec::with_capacity(before.formals.len());
         for (place, formal) in before.formals.iter().enumerate() {
             let row = before.table.iter().find(|(_, at)| *at == place).map(|(argument, _)| *argument);
-            // A norm also accepts given statistics instead of measuring its rows; here it must measure them.
+            // A norm can measure its rows or use given statistics; here it must measure them.
             let is_made = forward.outputs.iter().any(|output| output.name == formal.name);
             let known =
                 backward.place(formal.name).map(|place| all[place]).filter(|value| !is_made && !value.is_none());
@@ -148,7 +153,7 @@ impl Maker {
         Ok(made)
     }
 
-    /// Creates one tensor in place of `real`.
+    /// Creates one test tensor in place of `real`.
     fn tensor(&self, argument: &Argument, place: usize, real: &Tensor, address: usize) -> Result<Tensor> {
         let size = self.size(&argument.sizes, real);
         if !real.is_floating_point() {
@@ -172,7 +177,7 @@ impl Maker {
         let drawn = match () {
             _ if is_leader && self.case == Case::Extreme => self.extreme(&drawn, real.kind())?,
             _ if is_leader && self.case == Case::Late => drawn.f_add_scalar(100.0)?,
-            // The last rows of a slab are far from its first, and slabs are far from each other.
+            // The last rows of a slab lie far from its first rows, and slabs lie far from each other.
             _ if is_leader && self.case == Case::Long => {
                 let row = counted(&[self.rows, 1], real.device())?;
                 let in_slab = row.f_remainder(slabs(self.rows).0)?.f_mul_scalar(0.1)?;
@@ -191,12 +196,12 @@ impl Maker {
         aligned_as(&drawn, real.kind(), address)
     }
 
-    /// Makes some rows corner cases. Squares leave f32's range, except for column statistics, which would then be
-    /// refused.
+    /// Makes some rows corner cases. The squares of huge and tiny rows leave f32's range; but for column statistics
+    /// they do not, because such statistics would be refused.
     fn extreme(&self, x: &Tensor, kind: Kind) -> Result<Tensor> {
         let (huge, tiny) = match (kind, self.has_state) {
-            // If one row dominates a column's statistics, its exact gradient is nearly 0, and only rounding would be
-            // compared.
+            // If one row dominated a column's statistics, its exact gradient would be nearly 0, and only rounding
+            // would be compared.
             (_, true) if self.is_backward => (3.0, 1e-3),
             (Kind::Half, _) => (1e3, 1e-3),
             (_, true) => (1e12, 1e-12),
@@ -216,14 +221,14 @@ impl Maker {
             let _ = put(4, -1, f64::NAN)?;
         }
         if self.has_corners {
-            // The largest number occurs twice, or once at either end.
+            // The row's largest number occurs twice (row 6), or once at either end (rows 7 and 8).
             for (row, column, number) in [(6, 0, huge), (6, -1, -huge), (7, 0, huge), (8, -1, huge), (9, 0, 0.0)] {
                 let _ = put(row, column, number)?;
             }
             if !self.is_dropped {
                 let _ = put(3, 0, f64::NAN)?;
             }
-            // These rows are about as long as ε.
+            // The lengths of these rows lie near ε.
             for (row, share) in [(5, 0.6), (10, 1.4)] {
                 let _ = x.f_select(0, row)?.f_mul_scalar_(share * self.eps / (x.size()[1] as f64).sqrt())?;
             }
@@ -231,7 +236,7 @@ impl Maker {
         Ok(x)
     }
 
-    /// Sets one number that is not finite, if the case has one.
+    /// Writes `with` into one number, if the case is `Spoilt`.
     fn spoilt(&self, x: Tensor, with: f64) -> Result<Tensor> {
         if let (Case::Spoilt(column), true) = (self.case, x.dim() > 1) {
             let _ = x.f_select(0, self.rows / 2)?.f_select(-1, column)?.f_fill_(with)?;
@@ -239,6 +244,7 @@ impl Maker {
         Ok(x)
     }
 
+    /// Returns the size of a test tensor: the call's size, but with the proof's own number of rows.
     fn size(&self, sizes: &str, real: &Tensor) -> Vec<i64> {
         let size = real.size();
         let after = |k: usize| size[size.len().saturating_sub(k)..].iter().copied();
@@ -254,7 +260,7 @@ impl Maker {
         }
     }
 
-    /// Returns nearly normal numbers, independent of torch's generators.
+    /// Returns nearly normally distributed numbers, without using torch's generators.
     fn random(&self, size: &[i64], salt: usize, like: &Tensor, address: usize) -> Result<Tensor> {
         let count: i64 = size.iter().product();
         let index = Tensor::f_arange(count, (Kind::Double, like.device()))?;
@@ -268,7 +274,7 @@ impl Maker {
     }
 }
 
-/// Returns column statistics like those of the backward pass, and a counter.
+/// Returns column statistics in the type of the backward operator's buffers, and a counter of 0.
 fn buffers(backward: &Declared, all: &[Value], like: &Tensor) -> Result<(Tensor, Tensor)> {
     let states = backward.table.iter().filter(|(argument, _)| matches!(argument.reading, Reading::State));
     let kind = states.filter_map(|(_, at)| all[*at].tensor()).map(|t| t.kind()).find(|kind| *kind != Kind::Int64);
@@ -277,7 +283,7 @@ fn buffers(backward: &Declared, all: &[Value], like: &Tensor) -> Result<(Tensor,
     Ok((statistics, Tensor::f_zeros([1].as_slice(), (Kind::Int64, like.device()))?))
 }
 
-/// Repeats the rows of `real`.
+/// Repeats the rows of `real` up to the shape `size`.
 fn repeated(real: &Tensor, size: &[i64]) -> Result<Tensor> {
     let row = &size[1..];
     let all = real.f_reshape([&[-1], row].concat().as_slice())?;
@@ -285,7 +291,8 @@ fn repeated(real: &Tensor, size: &[i64]) -> Result<Tensor> {
     Ok(all.f_index_select(0, &index)?)
 }
 
-/// Returns a copy whose address has the same remainder modulo sixteen as `address`, on which kernels' reads depend.
+/// Returns a copy with the alignment of `address`: equal modulo sixteen, on which the width of kernels' reads
+/// depends.
 pub fn aligned_as(t: &Tensor, kind: Kind, address: usize) -> Result<Tensor> {
     let offset = (address % 16 / kind.elt_size_in_bytes()) as i64;
     let count = t.numel() as i64;

@@ -1,5 +1,5 @@
-// What an operator's tensors must be, read from its table: before any pointer is made, on every device and for tensors
-// without memory alike.
+// Checks an operator's tensors against its table. The checks run before any pointer is taken, on every device, and
+// also for tensors without memory.
 #pragma once
 #include "declared.h"
 #include "memory.h"
@@ -17,13 +17,13 @@ inline bool is_floating(at::ScalarType t) {
 
 inline bool is_digit(char c) { return c >= '0' && c <= '9'; }
 
-// What letters and "*" stand for in one call.
+// The sizes for which the letters and the "*" of `Argument::sizes` stand in one call.
 struct Sizes {
   const c10::SymInt* letters[26] = {};
   c10::SymIntArrayRef first;
   bool has_first = false;
 
-  c10::SymInt told[2], counted;  // what letters stand for that no dimension is
+  c10::SymInt told[2], counted;  // values of letters that are no dimension: integer arguments, and a count of numbers
 
   const c10::SymInt*& of(char letter) { return letters[letter - 'a']; }
   void tell(size_t i, char letter, int64_t number) {
@@ -46,7 +46,7 @@ struct Sizes {
     return numbers == *known;
   }
 
-  // What is not known yet stands for what is found.
+  // Returns true if t has the wanted sizes. A letter or "*" without a value yet takes the size that is found.
   bool match(const char* wanted, const Tensor& t) {
     if (*wanted == '=') return counts(wanted[1], t);
     if (*wanted && wanted[1] == '|') {
@@ -69,7 +69,7 @@ struct Sizes {
     return true;
   }
 
-  // A shape of what is known.
+  // Returns the shape that `wanted` describes; all its letters must have values.
   at::SmallVector<c10::SymInt, 6> build(const char* wanted) const {
     at::SmallVector<c10::SymInt, 6> shape;
     if (*wanted == '*') ++wanted, shape.append(first.begin(), first.end());
@@ -77,7 +77,7 @@ struct Sizes {
     return shape;
   }
 
-  // In words: "hold 1 or 8 numbers", "have shape [3, 8]".
+  // Returns the wanted sizes in words: "hold 1 or 8 numbers", "have shape [3, 8]".
   std::string describe(const char* wanted) {
     const auto number = [&](char c) { return is_digit(c) || !of(c) ? std::string(1, c) : c10::str(*of(c)); };
     if (*wanted == '=') return c10::str("hold ", number(wanted[1]), wanted[1] == '1' ? " number" : " numbers");
@@ -142,7 +142,7 @@ inline void check_one(const char* op, const Argument& a, const Tensor& t, const 
                     leader, " is, on ", x.device(), ", got ", t.device());
 }
 
-// What is written must be of one piece and nobody else's.
+// Errors if an argument that is written to is not contiguous or shares memory with another argument.
 inline void check_written(const char* name, const Op& op, Args args, size_t i) {
   const Tensor& t = entry(op, args, i);
   TORCH_CHECK_VALUE(t.is_contiguous(), name, ": ", op.table[i].name, " must be contiguous: it is written to");
@@ -150,7 +150,8 @@ inline void check_written(const char* name, const Op& op, Args args, size_t i) {
     if (const Tensor& other = entry(op, args, k); k != i && other.defined()) at::assert_no_overlap(t, other);
 }
 
-// Refuses arguments that are not as the operator's table says: in its order, but the leader first.
+// Errors if an argument breaks a rule of the operator's table. The leader is checked first, the rest in the table's
+// order.
 inline void check(const Op& op, Args args, Sizes& sizes) {
   const char* name = op.title >= 0 ? args[op.title].toStringRef().c_str() : op.name;
   const char* leads = op.table[op.leader].name;

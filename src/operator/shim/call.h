@@ -1,4 +1,4 @@
-// A call on its way to Rust: checked, planned, shown, and what the dispatch keys do with it.
+// A call of an operator: its checks, its arguments in the form for Rust, and the kernels for each dispatch key.
 #pragma once
 #include "arguments.h"
 
@@ -12,7 +12,7 @@ using Values = at::SmallVector<Value, 20>;
 inline bool is_transformed() {
   return c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerBackMode);
 }
-// The CUDA device whose kernels a tensor takes, or -1.
+// Returns the CUDA device whose kernels run on this tensor, or -1 for the CPU's.
 inline int32_t kernel_device(const Tensor& t) {
   if (t.is_cuda()) return t.get_device();
   return t.is_cpu() && nfrs_cuda_stand_in() && t.scalar_type() != at::kDouble ? 0 : -1;
@@ -25,7 +25,7 @@ inline bool cuda_ready(int32_t device) {
                     nfrs_rust_error());
   return ready == 1;
 }
-// Whether there is a kernel for this leader. A torch.func transform differentiates and batches formulas alone.
+// Returns true if the operator has a kernel for this leader. torch.func transforms always use formulas.
 inline bool has_kernel(const Op& op, const Tensor& x) {
   if (is_transformed()) return false;
   const auto device = kernel_device(x);
@@ -35,7 +35,7 @@ inline bool has_kernel(const Op& op, const Tensor& x) {
 
 // ---- types and shapes ----
 
-// What parameters are read in.
+// Returns the type in which kernels read the norm's parameters.
 inline at::ScalarType parameter_type(const Op& op, Args args) {
   const Tensor& x = leader(op, args);
   const auto computed = computing(x.scalar_type());
@@ -51,7 +51,7 @@ inline at::ScalarType parameter_type(const Op& op, Args args) {
   return type == at::kBFloat16 || type == at::kHalf ? type : computed;
 }
 
-// An output's type; `working`: as kernels write it.
+// Returns an output's type; with `working`, the type in which kernels write it.
 inline at::ScalarType type_of(const Op& op, Args args, size_t k, bool working) {
   const Tensor& x = leader(op, args);
   const size_t i = op.made[k].place;
@@ -68,11 +68,12 @@ inline at::ScalarType type_of(const Op& op, Args args, size_t k, bool working) {
   return like.scalar_type();
 }
 
+// Returns true if output k is not computed: the plan has left it out, or the argument that it is like is absent.
 inline bool is_absent(const Op& op, Args args, const Call& call, size_t k) {
   return (call.absent >> k & 1) || !entry(op, args, op.made[k].place).defined();
 }
 
-// Absent outputs are empty. Sizes stay symbolic.
+// Allocates output k. An output that is not computed gets no elements. Sizes may be symbolic.
 inline Tensor allocate(const Op& op, Args args, const Sizes& sizes, const Call& call, size_t k, bool working) {
   const auto options = leader(op, args).options().dtype(type_of(op, args, k, working));
   if (is_absent(op, args, call, k)) return at::empty({0}, options);
@@ -80,7 +81,7 @@ inline Tensor allocate(const Op& op, Args args, const Sizes& sizes, const Call& 
   return at::empty_symint(sizes.build(op.made[k].sizes), options);
 }
 
-// ---- a call, shown to Rust ----
+// ---- arguments in the form for Rust ----
 
 inline int32_t dtype_code(const Tensor& t) {
   switch (t.scalar_type()) {
@@ -94,7 +95,7 @@ inline int32_t dtype_code(const Tensor& t) {
     default: return -1;
   }
 }
-// Rows are all dimensions but the last.
+// Returns a tensor as a matrix, whose rows run over all dimensions except the last.
 inline View view(const Tensor& t) {
   const int64_t cols = t.dim() == 0 ? 1 : t.size(-1);
   const int64_t rows = cols == 0 ? 0 : t.numel() / cols;
@@ -128,7 +129,7 @@ Values all_shown(const All& given) {
 }
 inline Span<Value> span(const Values& values) { return {values.data(), values.size()}; }
 
-// A call that the tables allow and Rust has planned.
+// A call that has passed the table's checks and the operator's plan in Rust.
 struct Planned {
   Sizes sizes;
   Values values;
@@ -145,6 +146,7 @@ struct Planned {
 
 // ---- the kernels of dispatch keys ----
 
+// Returns outputs without memory, for the Meta key.
 inline Tensors meta(const Op& op, Args args) {
   const Planned p(op, args, -1);
   Tensors made;
@@ -152,7 +154,8 @@ inline Tensors meta(const Op& op, Args args) {
   return made;
 }
 
-// Refuses a Python tensor without memory where its Python is shut out: torch's own kernels would read what is not there.
+// Refuses a tensor subclass without memory if its Python code is excluded: torch's own kernels would read invalid
+// memory.
 inline void check_wrapped(const Op& op, Args args) {
   if (!c10::impl::tls_local_dispatch_key_set().excluded_.has(c10::DispatchKey::Python)) return;
   for (size_t i = 0; i < op.table.size(); ++i) {
@@ -162,7 +165,7 @@ inline void check_wrapped(const Op& op, Args args) {
   }
 }
 
-// By the formula; WHY it runs.
+// Runs the formula; WHY is the reason that Rust is told.
 template <Why WHY>
 Tensors by_formula(const Op& op, Args args) {
   check_wrapped(op, args);
@@ -177,7 +180,8 @@ Tensors by_formula(const Op& op, Args args) {
   return made;
 }
 
-// A tensor of a call as kernels read it, where that is not how it came; else undefined.
+// Returns argument i as kernels read it (converted, moved or made contiguous), or an undefined tensor if it fits
+// already.
 inline Tensor reading(const Op& op, Args args, size_t i, int32_t device) {
   const Tensor &t = entry(op, args, i), &x = leader(op, args);
   auto type = t.scalar_type();
@@ -196,7 +200,7 @@ inline Tensor reading(const Op& op, Args args, size_t i, int32_t device) {
   return t.scalar_type() == type && t.is_contiguous() ? Tensor() : t.to(type).contiguous();
 }
 
-// By the kernels, where there are any for this call.
+// Runs the kernel, or the formula if there is no kernel for this call.
 inline Tensors by_kernel(const Op& op, Args args) {
   const Tensor& x = leader(op, args);
   for (size_t i = 0; i < op.table.size(); ++i)
@@ -213,7 +217,7 @@ inline Tensors by_kernel(const Op& op, Args args) {
     const Tensor& t = entry(op, args, i);
     if (!t.defined() || (op.table[i].reading == Reading::SEED && !is_dropped)) continue;
     read[i] = reading(op, args, i, device);
-    if (op.table[i].is & WRITTEN) t.mutable_data_ptr();  // its own memory from now on, where it was a lazy copy
+    if (op.table[i].is & WRITTEN) t.mutable_data_ptr();  // gives a lazy copy its own memory
     p.values[op.table[i].place].view = view(read[i].defined() ? read[i] : t);
   }
   Values outputs;
@@ -241,8 +245,8 @@ inline Tensors by_kernel(const Op& op, Args args) {
   return made;
 }
 
-// The Negative and Conjugate keys of an operator that writes arguments. torch's own rule takes it that whatever is written
-// is returned, and writes to memory that is not its own where it is not.
+// The Negative and Conjugate keys of an operator that writes arguments. torch's own fallback assumes that every
+// written argument is returned; if it is not, the fallback writes to memory of another tensor.
 inline void by_plain(const Op& op, c10::DispatchKeySet keys, Stack* stack) {
   std::vector<std::pair<Tensor, Tensor>> written;
   const auto& formal = op.handle->schema().arguments();
@@ -259,7 +263,7 @@ inline void by_plain(const Op& op, c10::DispatchKeySet keys, Stack* stack) {
   for (const auto& [t, plain] : written) t.copy_(plain);
 }
 
-// The FuncTorchBatched key of an operator that vmap calls for one example after the other.
+// The FuncTorchBatched key of an operator that vmap must call once per example.
 inline void by_examples(const Op& op, c10::DispatchKeySet, Stack* stack) {
   using at::functorch::maybeGetBatchedImpl;
   const auto args = torch::jit::last(*stack, op.n_args).vec();
@@ -283,7 +287,7 @@ inline void by_examples(const Op& op, c10::DispatchKeySet, Stack* stack) {
   for (const auto& all : made) stack->emplace_back(at::functorch::makeBatched(at::stack(all), 0, level));
 }
 
-// One of the above as a boxed kernel: what it makes takes the arguments' place.
+// Makes one of the functions above a boxed kernel: its results replace the arguments on the stack.
 template <Tensors (*RUN)(const Op&, Args)>
 void boxed(const Op& op, c10::DispatchKeySet, Stack* stack) {
   Tensors made = RUN(op, torch::jit::last(*stack, op.n_args));

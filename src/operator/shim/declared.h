@@ -1,4 +1,5 @@
-// What Rust and C++ say to each other of operators: a declaration (operator/register.rs) and a call (operator/call.rs).
+// The structs that Rust and C++ share: an operator's declaration (operator/register.rs) and its call
+// (operator/call.rs).
 #pragma once
 #include <ATen/ATen.h>
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -12,7 +13,7 @@ using Args = at::ArrayRef<IValue>;
 
 // ---- a declaration ----
 
-// What Rust keeps for good.
+// An array in Rust's memory: of a declaration, which is never freed, or of a call.
 template <class T>
 struct Span {
   const T* data;
@@ -25,92 +26,92 @@ struct Span {
 
 enum class Type : uint8_t {
   FLOATING,  // float32, float64, bfloat16 or float16
-  SAME,      // the leader's; of an output: the type of what it is like
-  WIDTH,     // floating, and float64 where the leader is
-  COMPUTED,  // what the leader is computed in: float64 for float64, else float32
+  SAME,      // the leader's type; for an output, the type of the argument that it is like
+  WIDTH,     // a floating type, which is float64 if and only if the leader is
+  COMPUTED,  // the type in which the leader is computed: float64 for float64, else float32
   FLOAT32,
   FLOAT64,
   INT64,
   BOOL,
-  DTYPE,  // of an output: what the argument `dtype` says, or the type of what it is like
+  DTYPE,  // for an output: the argument `dtype`, or if that is absent, like SAME
   MOMENT,  // float32 or bfloat16
 };
 
-// Beside these an argument is required, lies on the leader's device, and is read.
+// Flags of an argument. Without a flag it is required, on the leader's device, and only read.
 enum : uint8_t {
   OPTIONAL = 1,  // may be absent
-  HOST = 2,      // may lie on the CPU, too
-  WRITTEN = 4,   // where it lies: contiguous, and no other tensor's memory
-  SHARED = 8,    // an output: where it is absent the first output is this one, too
+  HOST = 2,      // may be on the CPU even if the leader is not
+  WRITTEN = 4,   // written in place: must be contiguous and share no memory
+  SHARED = 8,    // for an output: if it is left out, the first output stands for it
 };
 
-// How kernels get an argument.
+// The form in which kernels read an argument.
 enum class Reading : uint8_t {
   DENSE,      // contiguous
-  COLUMNS,    // columns side by side, rows any distance apart
-  COMPUTED,   // in the type that the leader is computed in
-  PARAMETER,  // so too, but 16 bits as they are on a GPU, where all parameters have the same
-  SEED,       // where the kernels are; absent where the argument `p` is 0
-  STATE,      // a working copy, whose changes go back: float64 on the CPU
+  COLUMNS,    // a matrix with contiguous rows, any distance apart
+  COMPUTED,   // converted to the type in which the leader is computed
+  PARAMETER,  // like COMPUTED; on a GPU, 16-bit parameters stay if all have one type
+  SEED,       // on the kernel's device; not read if the argument `p` is 0
+  STATE,      // a working copy, copied back if changed; float64 on the CPU
 };
 
 // A tensor argument, or an output.
 struct Argument {
   const char* name;
-  // A letter or a digit per dimension: a letter is one number wherever it stands. "*" stands for any first dimensions,
-  // the same wherever it stands. "=d": d numbers, whatever the shape. "1|d": a scalar or a vector, of 1 or d numbers;
-  // "1|d#": or a matrix with a side of d.
-  // Of an output also "@": the shape of what it is like.
+  // The wanted shape, with a letter or a digit per dimension. A letter stands for one number in the whole call. "*"
+  // stands for any number of leading dimensions, which are the same in the whole call. "=d" means d numbers in any
+  // shape. "1|d" means a scalar, or a vector of 1 or d numbers; "1|d#" also allows a matrix with a side of d. For an
+  // output, "@" means the shape of the argument that it is like.
   const char* sizes;
-  size_t place;  // among the call's arguments; of an output: the place in Op::table of what it is like
+  size_t place;  // the argument's index in the call; for an output, the index in Op::table of the one it is like
   Type type;
   uint8_t is;
   Reading reading;
 };
 
-struct Origin {  // where an argument of a backward operator comes from
+struct Origin {  // the source of a backward operator's argument
   enum : int32_t { NOTHING, GRADIENT, ARGUMENT, OUTPUT } kind;
   uint32_t index;
-  int64_t only_for;  // given where the gradient of this place in Op::table is wanted; -1: always
+  int64_t only_for;  // passed only if the gradient of this entry of Op::table is wanted; -1: always
 };
 
-// What an operator is.
+// Flags of an operator.
 enum : uint32_t {
-  ON_CPU = 1,  // has kernels there
+  ON_CPU = 1,  // has kernels for the CPU
   ON_GPU = 2,
   COMPOSED = 4,      // has a formula
-  COMPOSITION = 8,   // is nothing else: PyTorch differentiates what it calls
-  RECORDED = 16,     // its gradient is its own, where it has no kernel, too
-  BATCHED = 32,      // its formula runs under vmap
-  LOOPED = 64,       // vmap calls it for one example after the other
+  COMPOSITION = 8,   // has only a formula, whose operations PyTorch differentiates
+  RECORDED = 16,     // uses its own gradient even without a kernel
+  BATCHED = 32,      // runs its formula under vmap
+  LOOPED = 64,       // is called by vmap once per example
 };
 
 struct Op {
   const void* rust;
   const char *name, *schema;
-  size_t n_args, leader;                // the leader's place in `table`: what types and devices are compared with
-  int64_t dtype, title, p;              // arguments: a type, a name for messages, dropout's rate; or -1
+  size_t n_args, leader;                // the leader's index in `table`: types and devices are compared with it
+  int64_t dtype, title, p;              // indices of the arguments dtype, name in messages, dropout rate; or -1
   uint32_t is;
   Span<Argument> table, made, lists;    // tensor arguments, outputs, arguments that are lists of tensors
-  Span<Argument> told;                  // at most two integers, which letters stand for
-  Span<uint8_t> has_gradient, plain;    // of outputs; of arguments: a node keeps them as they are, without a version
-  Span<Origin> saved;                   // what else a node keeps
+  Span<Argument> told;                  // at most two integer arguments that give letters their values
+  Span<uint8_t> has_gradient, plain;    // per output; per argument: a node keeps it without a version check
+  Span<Origin> saved;                   // the other tensors that a node keeps
   Op* backward;                         // or null
-  Span<Origin> sources;                 // of a backward operator: where its arguments come from,
-  Span<size_t> results;                 //   and the places in the forward's `table` whose gradients its outputs are
-  const c10::OperatorHandle* handle;    // C++'s
+  Span<Origin> sources;                 // for a backward operator: the sources of its arguments,
+  Span<size_t> results;                 // and for each output, the index in the forward's `table`
+  const c10::OperatorHandle* handle;    // set by C++
 };
 
 // ---- a call ----
 
-// A matrix: rows of `cols` numbers, `stride` apart. data is null where a tensor is absent.
+// A matrix: rows of `cols` numbers, `stride` apart. `data` is null if the tensor is absent.
 struct View {
   void* data = nullptr;
   int64_t rows = 0, cols = 0, stride = 0;
   int32_t dtype = -1;
 };
 
-// One argument, output or gradient: formulas read `tensor`, kernels `view`. `dtype` is the tensor's own.
+// One argument, output or gradient: formulas read `tensor`, kernels `view`. `dtype` is the type of the tensor itself.
 struct Value {
   enum { NONE, TENSOR, INTEGER, FLOAT, BOOLEAN, TEXT, LIST };
   int32_t tag = NONE, dtype = -1;
@@ -126,20 +127,21 @@ struct Value {
 };
 
 enum Stage : int32_t { PLAN, KERNEL, FORMULA, GRADIENT };
-// What kernels answer that are wrong on this device: the formula must run; and the first time, with a warning.
+// Results of nfrs_run if the kernels are wrong on this device, so that the formula must run. REFUSED_NOW also warns
+// once.
 enum : int { REFUSED = 4, REFUSED_NOW = 5 };
 enum Why : int32_t { DEVICE, TRANSFORM, BATCH };
 
 struct Call {
   Span<Value> arguments, outputs;
-  const Value* gradients;  // of the outputs
-  uint64_t wanted;         // the arguments whose gradients are
-  int32_t device;          // of the kernels: a CUDA device's number, or -1
-  Why why;                 // a formula runs
-  // Rust's answers:
-  uint64_t absent;   // outputs that are not made
-  uint64_t written;  // arguments whose working copies have changed
-  bool composed;     // no kernel takes this call
+  const Value* gradients;  // the gradients of the outputs
+  uint64_t wanted;         // a bit for each argument whose gradient is wanted
+  int32_t device;          // the CUDA device whose kernels run, or -1
+  Why why;                 // the reason why a formula runs
+  // Rust sets these:
+  uint64_t absent;   // a bit for each output that is not computed
+  uint64_t written;  // a bit for each argument whose working copy has changed
+  bool composed;     // true if no kernel accepts this call
 };
 
 inline const Tensor& tensor(const IValue& v) {
@@ -154,14 +156,15 @@ inline const Tensor& leader(const Op& op, Args args) { return entry(op, args, op
 
 extern "C" {
 int nfrs_run(const void* rust, nfrs::Stage stage, nfrs::Call* call, at::Tensor** made);
-int nfrs_cuda_ready(int32_t device);  // 1: kernels run there; 0: they cannot; -1: they cannot, and are required
-bool nfrs_cuda_stand_in();            // whether tensors of the CPU take the CUDA kernels' way: for the tests
+int nfrs_cuda_ready(int32_t device);  // 1: kernels run there; 0: they cannot run; -1: they cannot run but are required
+bool nfrs_cuda_stand_in();            // true if CPU tensors are sent through the CUDA kernels, for tests
 const char* nfrs_rust_error();        // the message of this thread's last failed call into Rust
 }
 
 namespace nfrs {
 
-// An exception of Python's that Rust hands back goes on as it was: torch's checkpointing ends a recomputation by one.
+// Throws a failed call's error. A Python exception is thrown as itself: torch's checkpointing ends a recomputation by
+// one.
 inline void check_rust(int status) {
   if (status != 0) normformer_rs::rethrow_as(nfrs_rust_error());
   TORCH_CHECK_VALUE(status != 2, nfrs_rust_error());
@@ -169,7 +172,7 @@ inline void check_rust(int status) {
   TORCH_CHECK(status == 0, nfrs_rust_error());
 }
 
-// Takes over a tensor that Rust made; undefined where it made none.
+// Takes ownership of a tensor that Rust made; returns an undefined tensor for null.
 inline Tensor take_over(Tensor* made) {
   if (!made) return Tensor();
   const std::unique_ptr<Tensor> own(made);

@@ -1,11 +1,12 @@
-// A function of Rust's as a node of autograd.
+// A Rust function as an autograd node.
 #pragma once
 #include "node.h"
 
 extern "C" {
-// Appends a tensor to a list of the other side, which takes it over.
+// Appends a tensor to the list, which takes ownership.
 using Push = void (*)(void* list, at::Tensor* t);
-// What it makes of its inputs; or, `back`, of the outputs' gradients for its inputs. 0, or 1 with a message.
+// Appends to `made` the function's outputs or, with `back`, the gradients of its inputs. Returns 0, or 1 with a
+// message.
 int nfrs_function_run(void* function, bool back, nfrs::Span<nfrs::Value> inputs, nfrs::Span<nfrs::Value> gradients,
                       void* made, Push push);
 void nfrs_function_drop(void* function);
@@ -41,7 +42,7 @@ struct Function : torch::autograd::Function<Function> {
   static variable_list backward(AutogradContext* ctx, variable_list gradients) {
     const auto held = c10::static_intrusive_pointer_cast<Held>(ctx->saved_data["held"].toCapsule());
     variable_list result = held->run(true, ctx->get_saved_variables(), gradients);
-    result.push_back(Tensor());  // of the function
+    result.push_back(Tensor());  // the argument `held` has no gradient
     return result;
   }
 };

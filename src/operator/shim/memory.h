@@ -1,4 +1,4 @@
-// A tensor's memory: whether it is there, and the way to it (host.rs).
+// Checks whether a tensor's memory can be read, and copies it to the host (host.rs).
 #pragma once
 #include <ATen/ATen.h>
 #include <ATen/FunctionalTensorWrapper.h>
@@ -8,7 +8,8 @@ namespace nfrs {
 
 using at::Tensor;
 
-// Memory may have been taken from under a tensor (FSDP does so): bytes that it lacks.
+// Returns the bytes by which the storage is too small for the tensor, because it was resized (FSDP does so); <= 0 if
+// none.
 inline int64_t missing_bytes(const Tensor& t) {
   if (!t.has_storage() || t.is_meta() || t.unsafeGetTensorImpl()->has_symbolic_sizes_strides()) return 0;
   if (t.numel() == 0) return 0;
@@ -17,13 +18,13 @@ inline int64_t missing_bytes(const Tensor& t) {
   return (last + 1) * static_cast<int64_t>(t.element_size()) - static_cast<int64_t>(t.storage().nbytes());
 }
 
-// Whether there is no memory where a tensor says that it lies.
+// Returns true if there is no memory at the tensor's address.
 inline bool is_hollow(const Tensor& t) {
   if (!t.has_storage() || t.storage().device() != t.device()) return true;
   return t.storage().nbytes() > 0 && !t.storage().unsafeGetStorageImpl()->data_ptr().get();
 }
 
-// Why a tensor has no numbers that can be read, and what to do; empty where it has.
+// Returns why a tensor's numbers cannot be read, and the remedy; an empty string if they can.
 inline std::string why_unreadable(const Tensor& t) {
   if (!t.defined()) return "is undefined: pass a tensor";
   if (t.layout() != at::kStrided || t.is_nested())
@@ -40,7 +41,7 @@ inline std::string why_unreadable(const Tensor& t) {
   return "";
 }
 
-// Nothing that is called is recorded, wrapped or handed to Python.
+// A guard under which calls are not recorded by autograd, wrapped by torch.func, or passed to Python.
 struct Plainly {
   c10::impl::ExcludeDispatchKeyGuard guard{
       c10::autograd_dispatch_keyset_with_ADInplaceOrView |
@@ -49,7 +50,7 @@ struct Plainly {
                            c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot})};
 };
 
-// The numbers of what torch.func differentiates, one after the other: torch keeps to itself how it is unwrapped.
+// Copies a tensor that torch.func differentiates, number by number, because torch offers no public way to unwrap it.
 inline Tensor by_items(const Tensor& t, at::ScalarType type) {
   const Tensor flat = t.reshape({-1});
   std::vector<at::Scalar> items;
@@ -60,8 +61,8 @@ inline Tensor by_items(const Tensor& t, at::ScalarType type) {
   return host;
 }
 
-// A tensor of the same numbers, contiguous on the CPU; `type` -1 leaves them theirs. Undefined where there are none, and
-// `why` says so.
+// Returns a contiguous copy on the CPU in `type` (-1: the tensor's own). If the numbers cannot be read, returns an
+// undefined tensor and sets `why`.
 inline Tensor on_host(Tensor t, int type, std::string& why) {
   if (t.key_set().has(c10::DispatchKey::FuncTorchGradWrapper))
     return by_items(t, type < 0 ? t.scalar_type() : static_cast<at::ScalarType>(type));
@@ -77,8 +78,8 @@ inline Tensor on_host(Tensor t, int type, std::string& why) {
   return t.to(at::kCPU, type < 0 ? t.scalar_type() : static_cast<at::ScalarType>(type)).contiguous();
 }
 
-// Whether what lies at the tensor's address is all of it, and means what the tensor does. Kernels ask at every call, so
-// a plain dense tensor is told by its keys alone.
+// Returns true if all of the tensor's data lies at its address and is its value. Kernels ask at every call, so the
+// common case, a plain dense tensor, is decided first and without a message.
 inline bool has_memory(const Tensor& t) {
   static const c10::DispatchKeySet special(
       {c10::DispatchKey::Negative, c10::DispatchKey::Conjugate, c10::DispatchKey::ZeroTensor,

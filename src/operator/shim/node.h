@@ -11,7 +11,7 @@ namespace nfrs {
 using torch::autograd::SavedVariable;
 using torch::autograd::variable_list;
 
-// A gradient in the shape and type of what it is the gradient of; undefined where it was not made.
+// Returns the gradient in the shape and type of t, its variable; undefined if the gradient was not computed.
 inline Tensor like(const Tensor& gradient, const Tensor& t) {
   if (!t.defined()) return gradient;
   Tensor d = gradient.scalar_type() == t.scalar_type() ? gradient : gradient.to(t.scalar_type());
@@ -19,12 +19,12 @@ inline Tensor like(const Tensor& gradient, const Tensor& t) {
   return d.dim() == 1 && d.sym_size(0) == 0 ? Tensor() : d.view_symint(t.sym_sizes());
 }
 
-// An operator's arguments and outputs as a node has kept them; what it has not is None.
+// The arguments and outputs that a node has kept; the others are None.
 struct Kept {
   std::vector<IValue> arguments, outputs;
 };
 
-// Gradients by the backward operator's kernel or formula.
+// Computes the gradients with the backward operator, by its kernel or its formula.
 inline variable_list by_operator(const Op& op, const Kept& kept, const std::vector<IValue>& gradients,
                                  uint64_t wanted) {
   const Op& b = *op.backward;
@@ -48,7 +48,7 @@ inline variable_list by_operator(const Op& op, const Kept& kept, const std::vect
   return result;
 }
 
-// A hook may have handed back something else than it was given.
+// Checks the kept tensors again, because a saved-tensor hook may have returned different ones.
 inline void check_kept(const Op& op, const Kept& kept, const Tensor& gradient) {
   Sizes sizes;
   const Tensor& x = leader(op, kept.arguments);
@@ -66,7 +66,7 @@ inline void check_kept(const Op& op, const Kept& kept, const Tensor& gradient) {
     if (tensor(v).defined()) check_place(tensor(v));
 }
 
-// The same where they are to be differentiated again, by Rust: it knows the gradient as a formula.
+// Computes gradients that can be differentiated again, with Rust's formula for the gradient.
 inline variable_list by_rust(const Op& op, const Kept& kept, const std::vector<IValue>& gradients, uint64_t wanted) {
   const auto some = std::find_if(gradients.begin(), gradients.end(), [](const IValue& v) { return !v.isNone(); });
   check_kept(op, kept, some->toTensor());
@@ -80,7 +80,8 @@ inline variable_list by_rust(const Op& op, const Kept& kept, const std::vector<I
   return result;
 }
 
-// Gradients of op.table's tensors; `tensors` are those that op.saved names, `grads` of the outputs that have gradients.
+// Returns gradients for op.table's tensors. `tensors` are those that op.saved names; `grads` belong to the outputs
+// with gradients.
 inline variable_list differentiate(const Op& op, const std::vector<IValue>& plain, const variable_list& tensors,
                                    const variable_list& grads, uint64_t wanted) {
   if (std::none_of(grads.begin(), grads.end(), [](const Tensor& t) { return t.defined(); }))
@@ -94,12 +95,12 @@ inline variable_list differentiate(const Op& op, const std::vector<IValue>& plai
   return (at::GradMode::is_enabled() ? by_rust : by_operator)(op, kept, gradients, wanted);
 }
 
-using NodePointer = decltype(torch::autograd::Edge::function);  // a shared_ptr; in later versions an intrusive_ptr
+using NodePointer = decltype(torch::autograd::Edge::function);  // a shared_ptr, in later versions an intrusive_ptr
 
 struct Derivative : torch::autograd::Node {
   explicit Derivative(const Op& op) : op(op) {}
   const Op& op;
-  std::vector<SavedVariable> saved;  // as op.saved says
+  std::vector<SavedVariable> saved;  // in the order of op.saved
   std::vector<IValue> plain;         // the other arguments
 
   std::string name() const override { return std::string(op.name) + "Backward"; }
@@ -107,6 +108,7 @@ struct Derivative : torch::autograd::Node {
     const std::lock_guard<std::mutex> lock(mutex_);
     for (auto& s : saved) s.reset_data();
   }
+  // Returns a bit for each tensor of op.table whose gradient is needed.
   uint64_t wanted() const {
     uint64_t mask = 0;
     for (size_t i = 0; i < op.table.size(); ++i) mask |= uint64_t(task_should_compute_output(i)) << i;
@@ -124,7 +126,7 @@ struct Derivative : torch::autograd::Node {
     return differentiate(op, plain, unpack(), grads, wanted());
   }
 
-  // Compiled autograd: numbers are constants of the graph, tensors its inputs.
+  // For compiled autograd: numbers become constants of its graph, tensors its inputs.
   void compiled_args(torch::autograd::CompiledNodeArgs& args) const override {
     args.collect(std::string(op.name));
     args.collect(saved, true);
@@ -163,7 +165,7 @@ NodePointer make_node(const Op& op) {
   else return NodePointer(new T(op), [](auto* node) { deleteNode(node); });
 }
 
-// Computes with `below`, and records how to differentiate that.
+// Computes the outputs with `below`, and records the node for their gradients.
 template <class Below>
 void record(const Op& op, const Below& below, Stack* stack) {
   const auto args = torch::jit::last(*stack, op.n_args);
@@ -185,8 +187,8 @@ void record(const Op& op, const Below& below, Stack* stack) {
     if (op.saved[i].kind == Origin::OUTPUT) node.saved[i] = SavedVariable(made[op.saved[i].index].toTensor(), true);
 }
 
-// The Autograd key. Under torch.func formulas run, whose operations all have rules for it; so they do in forward mode,
-// for which nothing else has a derivative, and where no kernel is.
+// The Autograd key. The formula runs under torch.func, whose rules cover all of its operations; in forward mode, for
+// which only the formula has derivatives; and if there is no kernel.
 inline void autograd(const Op& op, c10::DispatchKeySet keys, Stack* stack) {
   const auto args = torch::jit::last(*stack, op.n_args);
   const bool has_tangent = std::any_of(op.table.begin(), op.table.end(), [&](const Argument& a) {

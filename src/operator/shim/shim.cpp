@@ -1,5 +1,5 @@
-// Registers the operators with PyTorch's dispatcher and lends Rust what tch does not bind. No arithmetic lives here:
-// kernels and composed formulas are Rust's.
+// Registers the operators with PyTorch's dispatcher, and gives Rust functions that tch does not bind. It computes
+// nothing: kernels and formulas are in Rust.
 #include "function.h"
 
 #include <ATen/CPUGeneratorImpl.h>
@@ -16,13 +16,14 @@ using namespace nfrs;
 
 #ifdef NORMFORMER_RS_PYTHON
 namespace torch {
-void translate_exception_to_python(const std::exception_ptr&);  // libtorch_python's; its header needs Python's
+void translate_exception_to_python(const std::exception_ptr&);  // of libtorch_python, whose header needs Python's
 }
 #endif
 
 namespace {
 thread_local std::string last_error;
 
+// Runs `work`. If it throws, keeps the message and returns null or false.
 template <class Work>
 auto guarded(Work work) -> decltype(work()) {
   try {
@@ -35,6 +36,7 @@ auto guarded(Work work) -> decltype(work()) {
   }
   return {};
 }
+// Runs `work`; returns false if it throws.
 template <class Work>
 bool done(Work work) {
   return guarded([&] {
@@ -65,7 +67,7 @@ bool writes(const Op& op) {
   });
 }
 
-// One boxed kernel for each dispatch key.
+// Registers an operator, with one boxed kernel for each dispatch key.
 void define(torch::Library& m, Op& op) {
   using Key = c10::DispatchKey;
   m.def(op.schema, {at::Tag::pt2_compliant_tag});
@@ -75,8 +77,8 @@ void define(torch::Library& m, Op& op) {
     m.impl(op.name, key, torch::CppFunction::makeFromBoxedFunctor(std::make_unique<Boxed>(op, run)));
   };
   if (op.is & COMPOSITION) {
-    // Under vmap torch batches what the formula is made of; without the second line torch 2.15 calls it one example
-    // after the other.
+    // Under vmap, torch batches the operations of the formula. Without the second line torch 2.15 would call the
+    // formula once per example.
     impl(Key::CompositeImplicitAutograd, boxed<by_formula<DEVICE>>);
     impl(Key::FuncTorchBatched, boxed<by_formula<DEVICE>>);
     return;
@@ -100,9 +102,9 @@ void define(torch::Library& m, Op& op) {
 }
 
 
-// Bytes that tensors take on this thread, as torch's profiler of memory hears of them.
+// Counts the bytes of the tensors that this thread allocates, in the place of torch's memory profiler.
 struct Counter final : c10::MemoryReportingInfoBase {
-  std::atomic<int64_t> now = 0, peak = 0;  // torch's workers report, too
+  std::atomic<int64_t> now = 0, peak = 0;  // atomic, because torch's worker threads report too
   void reportMemoryUsage(void*, int64_t bytes, size_t, size_t, c10::Device) override {
     const int64_t held = now += bytes;
     for (int64_t most = peak; most < held && !peak.compare_exchange_weak(most, held);) {}
@@ -115,7 +117,7 @@ struct Counting {
 };
 }  // namespace
 
-// Functions in torch-sys's place, as tch calls them (compat/normformer_rs_torch_sys.h).
+// Replacements of torch-sys's functions, as tch calls them (compat/normformer_rs_torch_sys.h).
 namespace {
 thread_local char* error_of_call = nullptr;
 thread_local bool is_asked_for_free = false;
@@ -124,6 +126,8 @@ extern "C" {
 void torch_sys_ats_free(void* scalar);
 char* torch_sys_get_and_reset_last_err();
 
+// Keeps a failed call's error while tch frees the call's scalar. The question after that free gets no error; the next
+// one, which belongs to the call, gets it.
 void ats_free(void* scalar) {
   if (char* error = torch_sys_get_and_reset_last_err()) error_of_call = error;
   torch_sys_ats_free(scalar);
@@ -134,7 +138,7 @@ char* get_and_reset_last_err() {
   if (error_of_call) return std::exchange(error_of_call, nullptr);
   return torch_sys_get_and_reset_last_err();
 }
-// A tensor with memory, of numbers of the host.
+// Copies numbers of the host to a new CPU tensor.
 Tensor* at_tensor_of_data(const void* numbers, const int64_t* sizes, size_t dims, size_t bytes_each, int type) {
   try {
     const Plainly plainly;
@@ -151,30 +155,31 @@ Tensor* at_tensor_of_data(const void* numbers, const int64_t* sizes, size_t dims
 }
 }
 
-// What Rust calls; an exception must not leave. A Tensor* is tch's C_tensor*; one that comes back is new and the
-// caller's. Null (or false): failed, with the message in nfrs_last_error().
+// The functions that Rust calls; none lets an exception out. A Tensor* is tch's C_tensor*; the caller owns one that
+// is returned. A result of null or false means failure, with the message in nfrs_last_error().
 extern "C" {
 const char* nfrs_last_error() { return last_error.c_str(); }
 
-// This thread's last exception of Python's, where it became an error of this text; whoever takes it drops or returns it.
+// Returns this thread's last Python exception if it became an error with this text. The caller must drop or return
+// it.
 void* nfrs_take_raised(const char* text) noexcept {
   std::unique_ptr<normformer_rs::Raised> last(std::exchange(normformer_rs::raised, nullptr));
   return last && last->text == text ? last.release() : nullptr;
 }
 void nfrs_drop_raised(void* raised) noexcept { delete static_cast<normformer_rs::Raised*>(raised); }
-// This thread's last one again.
+// Makes it this thread's last exception again, and takes ownership.
 void nfrs_return_raised(void* raised) noexcept {
   normformer_rs::forget_raised();
   normformer_rs::raised = static_cast<normformer_rs::Raised*>(raised);
 }
 #ifdef NORMFORMER_RS_PYTHON
-// Makes it Python's current error, once; the caller holds the GIL.
+// Sets it as Python's current error. The caller holds the GIL and calls this once.
 void nfrs_restore_raised(const void* raised) noexcept {
   done([&] { torch::translate_exception_to_python(static_cast<const normformer_rs::Raised*>(raised)->exception); });
 }
 #endif
 
-// Registers an operator as Rust declares it, and its backward operator.
+// Registers an operator that Rust has declared, and its backward operator.
 bool nfrs_define(Op* op) {
   return done([&] {
     static torch::Library library(torch::Library::DEF, "normformer_rs", std::nullopt, __FILE__, __LINE__);
@@ -186,7 +191,8 @@ struct Memory {
   const void* data;
   size_t bytes;
 };
-// A tensor of the same numbers that lie where `memory` says, of a type (-1: its own); null where it has none.
+// Copies a tensor to the host in `type` (-1: its own) and sets `memory` to the data; returns null if it is not
+// readable.
 Tensor* nfrs_host(const Tensor* t, int type, Memory* memory) {
   return guarded([&]() -> Tensor* {
     const Tensor host = on_host(*t, type, last_error);
@@ -195,32 +201,32 @@ Tensor* nfrs_host(const Tensor* t, int type, Memory* memory) {
     return give(host);
   });
 }
-// An exception counts as no.
+// Returns false also on an exception.
 bool nfrs_has_memory(const Tensor* t) {
   return guarded([&]() -> bool { return has_memory(*t); });
 }
 
-// noexcept: `run` is Rust's and does not unwind.
+// It is noexcept because `run`, a Rust function, never unwinds.
 void nfrs_parallel_for(int64_t n, int64_t grain, void (*run)(const void*, int64_t, int64_t),
                        const void* context) noexcept {
   at::parallel_for(0, n, grain, [&](int64_t begin, int64_t end) { run(context, begin, end); });
 }
 
-// Whether scaled_dot_product_attention may be cuDNN's; then as `on` says. torch has one switch per process.
+// Allows or forbids cuDNN in scaled_dot_product_attention, for the whole process; returns the old setting.
 bool nfrs_set_cudnn_attention(bool on) noexcept {
   const bool was = at::globalContext().userEnabledCuDNNSDP();
   at::globalContext().setSDPUseCuDNN(on);
   return was;
 }
 
-// An operator, for nfrs_call; null where there is none of this name.
+// Looks up an operator for nfrs_call; null if no operator has this name.
 const void* nfrs_operator(const char* name, int64_t length) {
   return guarded([&]() -> const void* {
     const auto found = c10::Dispatcher::singleton().findSchema({std::string(name, length), ""});
     return found ? new c10::OperatorHandle(*found) : nullptr;
   });
 }
-// Calls it, through the dispatcher.
+// Calls an operator through the dispatcher.
 bool nfrs_call(const void* op, Span<Value> arguments, Tensor** outputs, size_t n_outputs) {
   return done([&] {
     Stack stack;
@@ -241,7 +247,7 @@ bool nfrs_call(const void* op, Span<Value> arguments, Tensor** outputs, size_t n
   });
 }
 
-// A generator of the CPU's kind with that seed, until nfrs_free_generator; and numbers of it, into a tensor.
+// Creates a CPU generator with this seed, which nfrs_free_generator frees; nfrs_draw fills a tensor from it.
 void* nfrs_generator(uint64_t seed) {
   return guarded([&] { return new at::Generator(at::detail::createCPUGenerator(seed)); });
 }
@@ -253,18 +259,18 @@ bool nfrs_draw(void* generator, const Tensor* t, bool is_normal, double from, do
   });
 }
 
-// An element of a list that is an argument.
+// Returns an element of a list argument.
 Value nfrs_element(const IValue* list, int64_t i) noexcept { return shown(list->toListRef()[i]); }
 
-// Records again what is called inside an operator, which has left autograd behind, until nfrs_leave_autograd.
+// Turns autograd on inside an operator, where the dispatcher has turned it off, until nfrs_leave_autograd.
 void* nfrs_above_autograd() noexcept {
   auto keys = c10::impl::tls_local_dispatch_key_set();
   keys.excluded_ = keys.excluded_ - c10::autograd_dispatch_keyset_with_ADInplaceOrView;
   return new c10::impl::ForceDispatchKeyGuard(keys);
 }
 void nfrs_leave_autograd(void* above) noexcept { delete static_cast<c10::impl::ForceDispatchKeyGuard*>(above); }
-// A gradient for each input, null where no root depends on it; with `again` they can be differentiated. Without inputs
-// gradients are added to the leaves'.
+// Computes a gradient for each input, null if no root depends on it; with `again` the gradients can be
+// differentiated. Without inputs, adds gradients to the leaves' grad.
 bool nfrs_gradients(Span<Value> roots, Span<Value> gradients, Span<Value> inputs, bool again, Tensor** made) {
   return done([&] {
     const auto from = tensors(roots), given = tensors(gradients), to = tensors(inputs);
@@ -273,7 +279,7 @@ bool nfrs_gradients(Span<Value> roots, Span<Value> gradients, Span<Value> inputs
     for (size_t i = 0; i < found.size(); ++i) made[i] = found[i].defined() ? give(found[i]) : nullptr;
   });
 }
-// Whether the last dimension is a multiple of a number (of 0: is 0), symbolic or not.
+// Returns true if the last dimension is a multiple of `multiple_of` (for 0: is 0), even if it is symbolic.
 bool nfrs_has_columns(const Tensor* x, int64_t multiple_of) {
   return guarded([&]() -> bool {
     const auto columns = x->sym_size(-1);
@@ -285,7 +291,7 @@ bool nfrs_width(const Tensor* x, int64_t* width) {
   return done([&] { *width = x->sym_size(-1).guard_int(__FILE__, __LINE__); });
 }
 
-// Calls a function of Rust's, and appends its outputs. Takes over the function.
+// Calls a Rust function, of which it takes ownership, and appends its outputs.
 bool nfrs_function(void* function, bool saves, Span<Value> inputs, void* outputs, Push push) {
   return done([&] {
     auto held = c10::make_intrusive<Held>(function, saves);
@@ -302,7 +308,8 @@ int64_t nfrs_counted_peak(const void* counting) noexcept {
 }
 void nfrs_count_end(void* counting) noexcept { delete static_cast<Counting*>(counting); }
 
-// What is on a CUDA device's current stream up to now. torch's generic interfaces: nothing of CUDA is needed here.
+// Records an event on a CUDA device's current stream, with torch's generic interfaces, so that CUDA is not needed to
+// build.
 void* nfrs_event(int device) {
   return guarded([&]() -> void* {
     auto event = std::make_unique<c10::Event>(at::kCUDA);
@@ -312,7 +319,7 @@ void* nfrs_event(int device) {
 }
 bool nfrs_event_wait(const void* event) { return done([&] { static_cast<const c10::Event*>(event)->synchronize(); }); }
 void nfrs_event_free(void* event) noexcept { delete static_cast<c10::Event*>(event); }
-// The number of a stream out of torch's; never 0, which is the default one's.
+// Returns the number of a stream from torch's pool; never 0, the number of the default stream.
 int64_t nfrs_side_stream(int device) {
   return guarded([&] { return c10::impl::VirtualGuardImpl(at::kCUDA).getStreamFromGlobalPool(cuda(device)).id(); });
 }

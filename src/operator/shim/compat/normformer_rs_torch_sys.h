@@ -1,5 +1,5 @@
-// Included before every C++ file of the build (.cargo/config.toml), for torch-sys 0.24: it is generated for torch 2.11,
-// and of an exception it keeps the text alone.
+// Included before every C++ file of the build (.cargo/config.toml), because torch-sys 0.24 was generated for torch
+// 2.11 and keeps only the text of an exception.
 #pragma once
 #if defined(__cplusplus) && __has_include(<torch/torch.h>)
 #include <cxxabi.h>
@@ -12,19 +12,20 @@
 #include <utility>
 
 namespace normformer_rs {
-// ---- exceptions of Python's, which hooks of autograd and tensor subclasses raise ----
+// ---- Python exceptions, raised by autograd hooks and tensor subclasses ----
 
-// This thread's last one that became text, and the text.
+// A Python exception that was converted to an error text, with that text.
 struct Raised {
   std::exception_ptr exception;
   std::string text;
 };
-// Not destroyed at the thread's end: an exception of Python's waits for the GIL as it goes, and by then there may be none.
+// This thread's last one. It is not freed at the thread's end: freeing takes the GIL, and Python may have ended by
+// then.
 inline thread_local Raised* raised = nullptr;
 
 inline void forget_raised() { delete std::exchange(raised, nullptr); }
 
-// In a handler whose exception becomes `text`.
+// Keeps the exception being handled if it is Python's; `text` is the error text that replaces it.
 inline void notice(const char* text) {
   const auto* type = abi::__cxa_current_exception_type();
   const char* name = type ? type->name() : "";
@@ -33,28 +34,28 @@ inline void notice(const char* text) {
   raised = new Raised{std::current_exception(), text};
 }
 
-// Throws it again, as it was, where an error has its text, or the beginning; and forgets it.
+// Throws the kept exception again if its text begins with `text`; forgets it in any case.
 inline void rethrow_as(const char* text) {
   const std::unique_ptr<Raised> last(std::exchange(raised, nullptr));
   if (last && last->text.starts_with(text)) std::rethrow_exception(last->exception);
 }
 }  // namespace normformer_rs
 
-#ifndef NORMFORMER_RS_SHIM  // what follows is for torch-sys alone; torch.h takes half the time of compiling it
+#ifndef NORMFORMER_RS_SHIM  // the rest is only for torch-sys; torch.h takes half of its compile time
 #include <torch/torch.h>
 
-// How torch-sys keeps a text.
+// torch-sys copies an exception's text with strdup, so this macro keeps the exception as well.
 #define strdup(text) (normformer_rs::notice(text), strdup(text))
 
-// ---- functions that shim.cpp has in torch-sys's place ----
+// ---- functions of torch-sys that shim.cpp replaces ----
 
-// tch asks for an error after each call, also as it drops the scalar of a call that has failed, and panics there.
+// tch asks for an error after every call, also after it frees a failed call's scalar. An old error makes it panic.
 #define ats_free torch_sys_ats_free
 #define get_and_reset_last_err torch_sys_get_and_reset_last_err
-// It copies to wherever a new tensor lies, which is nowhere in FakeTensorMode and under torch.func.
+// torch-sys copies to a new tensor's address, which is invalid in FakeTensorMode and under torch.func.
 #define at_tensor_of_data torch_sys_at_tensor_of_data
 
-// ---- functions that newer versions of torch have dropped: nobody here calls them, and a call throws ----
+// ---- functions that newer versions of torch lack: nothing here calls them, and a call throws ----
 
 namespace normformer_rs {
 [[noreturn]] inline void dropped(const char* name) {
@@ -69,7 +70,7 @@ std::vector<at::Tensor> align_tensors(A&&...) {
   normformer_rs::dropped("torch::align_tensors");
 }
 }  // namespace torch
-// A member function of at::Tensor, which only a macro can stand in for.
+// align_as is a member function of at::Tensor, so only a macro can replace it.
 #define align_as(other) to((normformer_rs::dropped("Tensor::align_as"), at::kFloat))
 #endif
 
