@@ -130,7 +130,8 @@ impl Attention {
         Ok((of_queries.expect("queries are projected first"), Tensor::f_cat(&made, -1)?))
     }
 
-    /// True in the training loop on a CPU, if nothing comes between the product and attention's kernels.
+    /// Returns true in the training loop on a CPU, if no change comes between the product `[q|k|v]` and attention's
+    /// kernels.
     fn stays_stacked(&self, stacked: &Tensor, inside: &Inside, ctx: &Context) -> bool {
         let is_changed = Point::BEFORE_PRODUCTS.into_iter().any(|point| inside.changes(point));
         let in_loop = ctx.has_flat() && Recording::is_on() && stacked.requires_grad();
@@ -142,7 +143,7 @@ impl Attention {
         in_loop && stacked.device() == Device::Cpu && is_plain
     }
 
-    /// Returns the options of its softmax that kernels do not support.
+    /// Returns the two options of the softmax that kernels do not support: the softcap and the sinks.
     fn extras(&self) -> Extras<'_> {
         Extras { softcap: self.softcap, sinks: self.sinks.as_ref() }
     }
@@ -153,7 +154,7 @@ impl Attention {
         ctx.seed.as_ref().filter(|_| p > 0.0).map(|seed| (p, seed, site))
     }
 
-    /// Computes attention of x's queries to keys and values from [`memory`](Self::memory).
+    /// Computes attention from the queries of x to the keys and values that [`memory`](Self::memory) has returned.
     pub fn attend_memory(
         &self,
         x: &Tensor,
@@ -166,7 +167,8 @@ impl Attention {
         self.output(self.heads([&q, &memory.0, &memory.1], ranges, false, ctx)?, &x, inside, ctx)
     }
 
-    /// Computes the same in a decoding step, where `reads` lists the memory rows that each query reads.
+    /// Does the same as [`attend_memory`](Self::attend_memory) in a decoding step. `reads` lists the memory rows that
+    /// each query reads.
     pub fn read_memory(
         &self,
         x: &Tensor,
@@ -179,7 +181,7 @@ impl Attention {
         self.output(self.read([&q, &memory.0, &memory.1], reads, ctx)?, &x, inside, ctx)
     }
 
-    /// Returns the input of the query projection, and the queries.
+    /// Returns the input of the query projection (x after the scheme's changes), and the queries.
     fn queries(&self, x: &Tensor, inside: &Inside, ctx: &Context) -> Result<(Tensor, Tensor)> {
         let x = inside.at(Point::Input, x.shallow_clone(), &ctx.rows())?;
         let q = self.project(&x, 0, self.d, ctx)?;
@@ -210,14 +212,15 @@ impl Attention {
         Ok([q, k, v])
     }
 
-    /// Projects x with `length` rows, from `start`, of the stacked q, k and v matrix.
+    /// Computes one part of `[q|k|v]` from x: with the `length` rows from `start` on of the stacked q, k and v
+    /// matrix.
     fn project(&self, x: &Tensor, start: i64, length: i64, ctx: &Context) -> Result<Tensor> {
         let part = |t: &Tensor| t.f_narrow(0, start, length);
         ctx.linear(x, &part(&self.in_weight)?, self.in_bias.as_ref().map(part).transpose()?.as_ref())
     }
 
-    /// Computes self-attention for all tokens of new slots, within each slot: x (rows, d). Their keys and values are
-    /// written to the cache from row `at` on.
+    /// Computes self-attention within each new slot, for all its tokens at once; x is (rows, d). Writes the tokens'
+    /// keys and values to the cache from row `at` on.
     pub fn begin(
         &self,
         x: &Tensor,
@@ -233,8 +236,8 @@ impl Attention {
         self.output(self.heads(qkv.each_ref(), own, true, ctx)?, &x, inside, ctx)
     }
 
-    /// Computes self-attention for one more token in each slot of the cache; x is (slots, d). Their keys and values are
-    /// written from row `at` on, and `reads` already includes them.
+    /// Computes self-attention for one more token in each slot of the cache; x is (slots, d). Writes the tokens' keys
+    /// and values from row `at` on; `reads` already includes those rows.
     pub fn step(
         &self,
         x: &Tensor,
@@ -251,8 +254,9 @@ impl Attention {
         self.output(self.read([&q, cache.keys.all(), cache.values.all()], reads, ctx)?, &x, inside, ctx)
     }
 
-    /// Computes attention of single queries to the rows that they read. On the CPU nothing is copied. If gradients are
-    /// recorded, if heads share keys, and on other devices, the rows are gathered first.
+    /// Computes attention of single queries to the rows that each of them reads. On the CPU the kernel reads the rows
+    /// where they are. The rows are gathered first if gradients are recorded, if heads share keys, or on another
+    /// device.
     fn read(&self, [q, k, v]: [&Tensor; 3], reads: &Reads, ctx: &Context) -> Result<Tensor> {
         if q.device() == Device::Cpu && !Recording::is_on() && !self.is_grouped() {
             return reads.attention([q, k, v], self.heads, self.scale, &self.extras());
@@ -261,7 +265,7 @@ impl Attention {
         self.heads([q, &k, &v], &ranges, false, ctx)
     }
 
-    /// Returns the heads' outputs, joined.
+    /// Returns the outputs of all heads side by side, (rows, d).
     fn heads(&self, [q, k, v]: [&Tensor; 3], ranges: &Ranges, causal: bool, ctx: &Context) -> Result<Tensor> {
         ctx.show(|watch| {
             let size = self.scale * ranges.mean_product([q, &self.for_each_query(k)?], self.heads, causal)?;
@@ -293,7 +297,8 @@ impl Attention {
         }
     }
 
-    /// Applies the gate by x, the output projection and the changes around it to the joined heads.
+    /// Multiplies the joined heads by the gate computed from x, then applies the output projection, with the scheme's
+    /// changes before and after the projection.
     fn output(&self, heads: Tensor, x: &Tensor, inside: &Inside, ctx: &Context) -> Result<Tensor> {
         let rows: RowContext = ctx.rows();
         let heads = match &self.gate {
@@ -309,7 +314,7 @@ impl Attention {
         self.kv_heads < self.heads
     }
 
-    /// Repeats each head of keys or values (rows, kv_width) for the query heads that share it: (rows, d).
+    /// Repeats each head of keys or values (rows, kv_width) for all query heads that share the head: (rows, d).
     fn for_each_query(&self, x: &Tensor) -> Result<Tensor> {
         if !self.is_grouped() {
             return Ok(x.shallow_clone());
@@ -353,7 +358,7 @@ fn parts<const N: usize>(stacked: Tensor, widths: [i64; N]) -> Result<[Tensor; N
 }
 
 impl Cache {
-    /// Returns the existing cache, or a new one with a capacity of `times` as many rows as k.
+    /// Returns the existing cache, or a new one with room for `times` as many rows as k has.
     fn of<'a>(cache: &'a mut Option<Cache>, k: &Tensor, times: i64) -> Result<&'a mut Self> {
         match cache {
             Some(cache) => Ok(cache),
@@ -364,13 +369,13 @@ impl Cache {
         }
     }
 
-    /// Writes rows from `at` on.
+    /// Writes the rows of k and v into the cache, from row `at` on.
     fn write(&mut self, k: &Tensor, v: &Tensor, at: i64) -> Result<()> {
         self.keys.write(k, at)?;
         self.values.write(v, at)
     }
 
-    /// Keeps only the rows kept[i], which become rows i.
+    /// Keeps only the rows that `kept` lists: row kept[i] becomes row i.
     pub fn keep(&mut self, kept: &Tensor) -> Result<()> {
         self.keys.keep(kept)?;
         self.values.keep(kept)

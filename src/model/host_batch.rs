@@ -1,4 +1,4 @@
-//! Transfer of batches to a device, with a single copy for all tensors of a batch.
+//! Transfer of a batch to a device: one copy moves all its tensors.
 
 use crate::error::{Error, Result};
 use crate::host::host;
@@ -7,7 +7,7 @@ use tch::{Device, Tensor};
 
 /// A batch of tensors that are moved to a device together.
 pub trait HostBatch: Sized {
-    /// Returns its tensors, in a fixed order.
+    /// Returns the batch's tensors, in a fixed order.
     fn tensors(&mut self) -> Vec<&mut Tensor>;
 
     /// Moves the batch from the host to a device, in one copy.

@@ -7,7 +7,7 @@ use crate::error::Result;
 use crate::init::{Init, Table};
 use tch::{Kind, Tensor};
 
-/// The positions added to the words of one side.
+/// The positions that are added to the word embeddings of one side.
 pub enum PositionEmbedding {
     Nothing,
     Sinusoids(Sinusoids),
@@ -34,7 +34,7 @@ impl PositionEmbedding {
         })
     }
 
-    /// Returns one row for each of the input's rows, zero at padding; `None` if nothing is added.
+    /// Returns one row for each row of the input, with zeros at padding; `None` if nothing is added.
     pub fn rows(&self, input: &Packed, kind: Kind) -> Result<Option<Tensor>> {
         let rows = match self {
             PositionEmbedding::Nothing => return Ok(None),

@@ -1,4 +1,4 @@
-//! A norm with running statistics, as part of a model.
+//! A norm with running statistics in a model.
 
 use super::norm::{Norm, NormParameters, RowContext};
 use super::Builder;
@@ -35,7 +35,7 @@ struct BuiltColumnNorm {
     groups: i64,
 }
 
-/// Builds the norm from parameters that were declared already, and declares its buffers.
+/// Builds the norm from parameters that have been declared already. Declares the norm's buffers.
 pub(super) fn build(
     spec: &Spec,
     kernels: &'static ColumnNormOpSpec,
@@ -91,8 +91,8 @@ impl Norm for BuiltColumnNorm {
             .statistics
             .filter(|_| rows.is_recompute)
             .and_then(|statistics| statistics.borrow().get(&key).map(Tensor::shallow_clone));
-        // A recomputation without kept statistics updates copies. PowerNorm counts updates, so only an update's last
-        // micro-batch changes its statistics.
+        // A recomputation that finds no kept statistics works on copies, so that nothing is updated twice. PowerNorm
+        // counts updates, so its statistics change only with the last micro-batch of an update.
         let stays = rows.is_recompute && used.is_none() || rows.is_partial && iters.is_some();
         let own = |t: &Tensor| if stays { t.copy() } else { t.shallow_clone() };
         let [weight, bias] = self.affine.values()?;

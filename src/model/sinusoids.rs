@@ -16,12 +16,13 @@ pub enum SinusoidRow {
     Rotary { theta: f64 },
 }
 
-/// A table of sinusoids with at least as many rows as were requested so far.
+/// A table of sinusoids with at least as many rows as any call has asked for.
 #[derive(Debug)]
 pub struct Sinusoids {
     layout: SinusoidRow,
     width: i64,
-    /// The tables made so far. The last one is in use; a recorded CUDA graph may still read the shorter ones before it.
+    /// The tables made so far. The last one is in use. A recorded CUDA graph may still read one of the earlier,
+    /// shorter ones.
     tables: RefCell<Vec<Tensor>>,
 }
 
@@ -30,7 +31,7 @@ impl Sinusoids {
         Sinusoids { layout, width, tables: RefCell::default() }
     }
 
-    /// Returns a table of at least the first `rows` positions, (…, width).
+    /// Returns a table that has at least the first `rows` positions, (…, width).
     pub fn table(&self, rows: i64, kind: Kind, device: Device) -> Result<Tensor> {
         let mut tables = self.tables.borrow_mut();
         if !tables.last().is_some_and(|t| t.size()[0] >= rows && t.kind() == kind && t.device() == device) {
