@@ -1,4 +1,4 @@
-//! Batches as tensors.
+//! Batches as tensors, for the model and its loss.
 
 use crate::data::{self, Batch};
 use crate::error::Result;
@@ -62,19 +62,19 @@ impl HostBatch for Input {
     }
 }
 
-/// The input of a training step, with all that its gradients depend on besides parameters.
+/// The input of one training step, and everything else that the gradients depend on except the parameters.
 #[derive(Debug)]
 pub struct MicroBatch {
     pub input: Input,
     /// int64 (seed, update, micro-batch).
     pub seed: Tensor,
-    /// The factor of the sum of its losses; 0-dim f64.
+    /// The factor that the sum of the losses is multiplied by before back-propagation; 0-dim f64.
     pub scale: Tensor,
-    /// True if it is not the last of its update.
+    /// True if other micro-batches of the same update follow.
     pub is_partial: bool,
 }
 
-/// The place of a micro-batch in its update, with fields like [`MicroBatch`]'s.
+/// The place of a micro-batch in its update. The fields mean the same as [`MicroBatch`]'s.
 #[derive(Clone, Copy, Debug)]
 pub struct Turn {
     pub seed: [i64; 3],

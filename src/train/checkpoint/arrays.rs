@@ -1,4 +1,4 @@
-//! Named arrays and their file format: safetensors, read and written array by array.
+//! Named arrays and their file format, safetensors. Files are read and written one array at a time.
 
 use std::collections::BTreeMap;
 use std::ops::Deref;
@@ -28,8 +28,8 @@ pub struct Array {
     pub data: Bytes,
 }
 
-/// The bytes of an array: its own, or a tensor's in place, because a copy of everything that a run saves could exceed
-/// the machine's free memory.
+/// The bytes of an array: its own copy, or a tensor's memory. A copy of everything that a run saves could exceed the
+/// machine's free memory.
 #[derive(Debug)]
 pub enum Bytes {
     Own(Vec<u8>),
@@ -37,7 +37,7 @@ pub enum Bytes {
 }
 
 impl Bytes {
-    /// Returns the bytes for writing, copied first if a tensor holds them.
+    /// Returns the bytes for writing. If a tensor holds them, they are copied first.
     pub fn to_mut(&mut self) -> &mut [u8] {
         if let Bytes::Held(held) = self {
             *self = Bytes::Own(held.to_vec());
@@ -87,7 +87,8 @@ impl FromIterator<u8> for Bytes {
 }
 
 impl Array {
-    /// Returns the number of bytes of this dtype and shape; `None` if it is not whole or too large to count.
+    /// Returns the number of bytes of an array with this dtype and shape; `None` if that is not a whole number or too
+    /// large for a usize.
     fn bytes(&self) -> Option<usize> {
         let elements = self.shape.iter().try_fold(1usize, |n, &size| n.checked_mul(size))?;
         let bits = elements.checked_mul(self.dtype.bitsize())?;
