@@ -31,8 +31,8 @@ pub use translator::{load_model, Translation, Translator};
 use crate::error::{Error, Result};
 use tch::Device;
 
-/// Returns the device of that name: cpu, cuda:N, cuda (this process's under torchrun, or the first), or auto (cuda if
-/// available).
+/// Returns the device with this name: cpu; cuda:N; cuda, which is the device of this process under torchrun,
+/// otherwise the first; or auto, which is cuda if available.
 pub fn device(name: &str) -> Result<Device> {
     let found = tch::Cuda::device_count().max(0) as usize;
     let own = || std::env::var("LOCAL_RANK").ok().and_then(|rank| rank.parse().ok()).unwrap_or(0);
@@ -42,7 +42,7 @@ pub fn device(name: &str) -> Result<Device> {
         "auto" | "cuda" => own(),
         other => match other.strip_prefix("cuda:").and_then(|n| n.parse().ok()) {
             Some(n) => n,
-            // By spelling "gpu" is close to "cpu".
+            // By edit distance "gpu" is close to "cpu", so the general suggestion would be wrong.
             None if other.to_lowercase().starts_with("gpu") => {
                 return Err(Error::invalid(format!(
                     "unknown device {other:?} (did you mean \"cuda\"?); expected one of cpu, cuda, cuda:0, auto"
