@@ -56,7 +56,7 @@ impl Residual {
         Ok(Residual { word: scheme.name.clone(), schemes: Schemes::given(scheme)? })
     }
 
-    /// Returns the names as they were given.
+    /// Returns the names of the schemes as the user gave them.
     pub fn as_str(&self) -> &str {
         &self.word
     }

@@ -1,14 +1,14 @@
-//! Segmentation of lines into pieces, and its inverse.
+//! Segmentation of lines into pieces, and joining of pieces into lines.
 
 use super::bpe::{Bpe, CONTINUED};
 use super::text::words;
 
-/// The method that splits a line of text into pieces of the vocabulary.
+/// How a line of text is split into pieces of the vocabulary.
 #[derive(Debug)]
 pub enum Segmenter {
     /// Words are split by BPE merges.
     Bpe(Bpe),
-    /// The text is split already: white space separates its pieces.
+    /// White space separates pieces, because the text has already been split into pieces.
     Split,
 }
 
