@@ -1,4 +1,5 @@
-//! Admin: `x⁺ = N(ω⊙x + F(x))`, with ω set so that early branches keep their share (Liu et al. 2020; admin-torch).
+//! Admin: `x⁺ = N(ω⊙x + F(x))`. ω is set so that the branches of early layers keep their share of x (Liu et al. 2020;
+//! admin-torch).
 
 use super::{Gain, LayerContext, Learned, ResidualSpec, Scheme};
 

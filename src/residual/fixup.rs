@@ -1,5 +1,5 @@
-//! The Fixups, which train without norms: R-Fixup with scalar shifts and scales (Zhang et al. 2019), T-Fixup only by
-//! its initialisation (Huang et al. 2020).
+//! The Fixups, which train without norms. R-Fixup has scalar shifts and scales (Zhang et al. 2019); T-Fixup only has
+//! its own initialisation (Huang et al. 2020).
 
 use super::{Change, Gain, LayerContext, Learned, Point, ResidualSpec, Scheme, StackName, StackSpec, Sublayer};
 use crate::choice;

@@ -1,4 +1,5 @@
-//! Progressive residual warmup: branches × min(t/(T·l), 1) in layer l, counted from 1 (Chen et al. 2026).
+//! Progressive residual warmup: branches are multiplied by min(t/(T·l), 1) in layer l, counted from 1 (Chen et al.
+//! 2026).
 
 use super::ln_scaling::{self, LN_SCALING};
 use super::{deepnorm::DEEPNORM, postnorm::POSTNORM, prenorm::PRENORM, sandwich::SANDWICH};

@@ -1,4 +1,4 @@
-//! Value residuals: each layer's values are mixed with those of the first layer (Zhou et al. 2024, ResFormer).
+//! Value residuals: the values of each layer are mixed with those of the first layer (Zhou et al. 2024, ResFormer).
 
 use super::{prenorm::PRENORM, Change, Gain, LayerContext, Learned, Point, Scheme, Sublayer};
 use crate::options::option_spec;
