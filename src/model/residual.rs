@@ -405,7 +405,7 @@ impl BuiltCombine {
         let normed = |x: Tensor| norm.map_or_else(|| Ok(x.shallow_clone()), |norm| norm.forward(&x, &ctx.rows()));
         outputs.push(if self.on_sums { y } else { normed(y)? });
         if self.skips_first && row == 0 {
-            // The first input is a view of the embedding, as at [`begin`](BuiltEnds::begin).
+            // The first input is a view of the embedding, as in `BuiltEnds::begin`.
             return Ok(outputs[0].f_view_as(&outputs[0])?);
         }
         let weights = self.weight.f_get(row as i64)?.f_narrow(0, 0, row as i64 + 1)?;

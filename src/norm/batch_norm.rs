@@ -1,8 +1,8 @@
 //! BatchNorm over the real rows of a batch: y = γ⊙(x − μ_B)/√(σ²_B + ε) + β per feature, σ² biased
 //! (Ioffe and Szegedy 2015; Shen et al. 2020, Algorithm 1; docs/spec.md §1.7).
 //!
-//! Running statistics: μ ← αμ + (1−α)μ_B, and the same for σ²; evaluation uses them. The gradient is exact: dx =
-//! (γ/σ_B)[dy − mean dy − x̂⊙mean(dy⊙x̂)] (eq 1–3).
+//! In training μ ← αμ + (1−α)μ_B, and the same for σ²; evaluation uses these running statistics. The gradient is
+//! exact: dx = (γ/σ_B)[dy − mean dy − x̂⊙mean(dy⊙x̂)] (eq 1–3).
 
 use super::group_scaling::GROUPS;
 use super::operators::ColumnNormOpSpec;

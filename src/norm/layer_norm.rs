@@ -121,7 +121,8 @@ mod tests {
 
     #[test]
     fn a_large_mean_does_not_cancel() {
-        // The numbers are exact in f32: 2^18 + {0, 1, 2, 3}. E[x²] − μ² would be off by more than σ² itself.
+        // The numbers 2^18 + {0, 1, 2, 3} are exact in f32. The formula E[x²] − μ² would be wrong by more than σ²
+        // itself.
         let x: Vec<f32> = (0..512).map(|i| 262144.0 + (i * 7 % 4) as f32).collect();
         let (mut y, mut stats) = (vec![0.0; 512], [0.0; 2]);
         forward::<f32>(&RowNormFns::of::<LayerNorm>(), 512, &x, &[], &[], 0.0, &mut y, &mut stats);

@@ -1,7 +1,8 @@
 //! PN-V, PowerNorm with the batch's own statistic: x̂ = x/√(ψ²_B + ε), ψ²_B = mean x² per feature over real rows,
 //! y = γ⊙x̂ + β (Shen et al. 2020, Definition 1, eq 4–6; docs/spec.md §1.8).
 //!
-//! Running ψ² ← αψ² + (1−α)ψ²_B; evaluation uses it. The gradient is exact: dx = (γ/ψ_B)[dy − x̂⊙mean(dy⊙x̂)].
+//! In training ψ² ← αψ² + (1−α)ψ²_B; evaluation uses this running ψ². The gradient is exact: dx = (γ/ψ_B)[dy −
+//! x̂⊙mean(dy⊙x̂)].
 
 use super::group_scaling::GROUPS;
 use super::operators::ColumnNormOpSpec;
