@@ -49,7 +49,7 @@ impl SumsOver {
 /// How a model has declared a parameter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DeclaredAs {
-    /// The weight or the bias of a linear layer, or a table.
+    /// The weight or bias of a linear layer, or a table of embeddings.
     Weights,
     /// A parameter of a norm or of a residual scheme.
     Own(SumsOver),
@@ -63,7 +63,7 @@ pub struct Part {
 }
 
 impl Part {
-    /// True for a linear layer's matrix or a table, to which weight decay applies.
+    /// True for the matrix of a linear layer and for a table; weight decay applies to these.
     pub fn is_matrix(self) -> bool {
         matches!(self.role, ParameterRole::HiddenMatrix | ParameterRole::Embedding)
     }
@@ -92,7 +92,7 @@ choice! {
     pub enum AttentionScale ("attention_scale") { InverseSqrt = "inverse-sqrt", Inverse = "inverse" }
 }
 
-/// The ratios of a model's size to its base model's.
+/// How many times as wide and deep a model is as its base model.
 #[derive(Clone, Copy, Debug)]
 pub struct Ratios {
     /// m_d: the model's width divided by the base model's.
@@ -110,7 +110,7 @@ pub struct Multipliers {
     pub init: f64,
     pub lr: f64,
     pub weight_decay: f64,
-    /// The factor of Adam's ε.
+    /// The factor by which Adam's ε is multiplied.
     pub eps: f64,
 }
 
@@ -247,7 +247,7 @@ impl Parametrisation {
         given.or(self.alpha).unwrap_or(0.0)
     }
 
-    /// Returns the entry as JSON; Python's `param_groups` checks its arguments with it.
+    /// Returns the entry as JSON. Python's `param_groups` uses it to check its arguments.
     pub fn describe(&self) -> Value {
         let Parametrisation { name, equation, source, base, alpha, .. } = self;
         json!({"name": name, "equation": equation, "source": source, "needs": base, "alpha": alpha})

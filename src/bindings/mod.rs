@@ -1,4 +1,5 @@
-//! The extension module `normformer_rs._core`: wrappers without arithmetic.
+//! The extension module `normformer_rs._core`: functions and classes that call the crate and do no arithmetic
+//! themselves.
 
 mod graphs;
 mod inspect;

@@ -22,7 +22,7 @@ enum SourceText {
     Lines(Vec<String>),
 }
 
-/// Returns the best translations of each sentence as (text, score, finished).
+/// Returns the best translations of each sentence, as tuples (text, score, finished).
 #[pyfunction]
 #[allow(clippy::too_many_arguments)]
 fn translate(

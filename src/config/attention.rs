@@ -85,7 +85,7 @@ fn check_norms_before_products(config: &TransformerConfig) -> Result<()> {
     }
 }
 
-/// Errors about options of `qk_norm` that make no sense or would do nothing.
+/// Errors if options of `qk_norm` make no sense or would do nothing.
 fn check_qk_norm(config: &TransformerConfig) -> Result<()> {
     let scale = config.qk_norm_scale;
     if !(scale > 0.0 && scale.is_finite()) {

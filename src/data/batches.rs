@@ -42,7 +42,7 @@ impl PackedIds {
 /// The input of one forward pass.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Batch {
-    /// Source tokens and EOS; `None` for language modelling.
+    /// The source's tokens with EOS at the end; `None` in language modelling.
     pub source: Option<PackedIds>,
     /// The decoder's input: BOS, or another first token that the corpus has set, then the target's tokens.
     pub target_input: PackedIds,
@@ -216,7 +216,7 @@ mod tests {
         let mut tokens = vec![i64::from(EOS); 10_000];
         word_dropout(&mut tokens, 0.1, &mut Random::new(1, 0, 0, Purpose::WordDropout));
         let hit = tokens.iter().filter(|&&token| token == i64::from(UNK)).count();
-        // The expected number is 1000, the standard deviation 30.
+        // On average 1000 tokens become UNK, with a standard deviation of 30.
         assert!((880..1120).contains(&hit), "{hit}");
         assert!(tokens.iter().all(|&token| token == i64::from(UNK) || token == i64::from(EOS)));
     }

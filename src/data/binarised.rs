@@ -20,7 +20,7 @@ use std::fs::{self, File};
 use std::io::{BufReader, ErrorKind, Read};
 use std::path::{Path, PathBuf};
 
-/// A binarised folder, read in one translation direction.
+/// A binarised folder, and the direction in which it is read.
 pub struct Binarised {
     folder: PathBuf,
     pair: Option<Pair>,

@@ -115,7 +115,7 @@ impl Bpe {
     /// Splits a line into pieces, like `subword-nmt apply-bpe`. Only spaces separate words; a tab is part of its
     /// word.
     pub fn segment(&self, line: &str) -> Vec<String> {
-        // A thread that panicked with the lock left only complete entries, so the cache stays valid.
+        // If a thread has panicked with the lock, the cache still holds only complete entries, so it can be used.
         let mut pieces = self.pieces.lock().unwrap_or_else(PoisonError::into_inner);
         let mut out = Vec::new();
         for word in spaced_words(line) {

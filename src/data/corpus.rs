@@ -38,7 +38,7 @@ impl Limit {
 /// Sentence pairs, or in language modelling the segments of a stream.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Corpus {
-    /// Source sentences without EOS; `None` for language modelling.
+    /// Source sentences without EOS; `None` in language modelling.
     pub source: Option<Vec<Vec<u32>>>,
     /// Target sentences without EOS, or in language modelling the segments that [`stream`] returns.
     pub target: Vec<Vec<u32>>,

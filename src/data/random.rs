@@ -106,7 +106,7 @@ mod tests {
     fn chances_have_their_probability() {
         let mut random = Random::new(7, 0, 0, Purpose::WordDropout);
         let hits = (0..10_000).filter(|_| random.chance(0.1)).count();
-        // The expected number is 1000, the standard deviation 30.
+        // On average there are 1000 hits, with a standard deviation of 30.
         assert!((880..1120).contains(&hits), "{hits}");
         assert!((0..100).all(|_| !random.chance(0.0) && random.chance(1.0)));
     }

@@ -31,7 +31,8 @@ pub fn join<S: AsRef<str>>(pieces: &[S]) -> String {
 /// Joins the pieces in a line into words, like subword-nmt's `sed -r 's/(@@ )|(@@ ?$)//g'`.
 pub fn join_line(line: &str) -> String {
     let mut joined = line.replace("@@ ", "");
-    // Only a mark at the very end of the line *before* joining is dangling; one that joining moves there is text.
+    // A mark at the end of the line is removed only if it stood there before joining. A mark that joining moves there
+    // is text.
     if line.ends_with(CONTINUED) {
         joined.truncate(joined.len() - CONTINUED.len());
     }

@@ -25,7 +25,7 @@ pub struct Cursor {
 /// The settings that determine the batches, for a given corpus.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct StreamConfig {
-    /// The maximum of sentences × longest side in a batch.
+    /// The maximum cost of a batch: its number of sentences × the length of its longest side.
     pub max_tokens: usize,
     /// The seed of the order of batches, and of word dropout.
     pub seed: u64,

@@ -8,7 +8,7 @@ use crate::error::{Error, Result};
 
 /// Begin of sentence. fairseq gives it an id but hardly uses it: its decoder starts from [`EOS`].
 pub const BOS: u32 = 0;
-/// Padding of rows.
+/// Padding, which fills up rows to equal lengths.
 pub const PAD: u32 = 1;
 /// End of sentence. In fairseq it is also the first token of the decoder's input.
 pub const EOS: u32 = 2;

@@ -1,12 +1,12 @@
-//! Overlapping windows over a stream of tokens, in which each token is scored once.
+//! Overlapping windows over a stream of tokens. Each token is scored in exactly one window.
 
 use super::vocabulary::EOS;
 
 /// A row of tokens whose last `scored` tokens are scored. The others are context.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Window {
-    /// The token before the window, then the tokens that are predicted, as in a segment of
-    /// [`stream`](super::corpus::stream).
+    /// The row begins with the token before the window, which is not predicted; then come the tokens to predict, as
+    /// in a segment of [`stream`](super::corpus::stream).
     pub row: Vec<u32>,
     pub scored: usize,
 }

@@ -48,7 +48,7 @@ impl RandomNumbers for ProcessGenerator {
     }
 }
 
-/// The probability that a normal variable lies within three standard deviations, erf(3/√2).
+/// The probability erf(3/√2) that a normal variable lies within three standard deviations.
 const WITHIN_THREE: f64 = 0.997_300_203_936_739_8;
 
 /// The distribution of a parameter's initial values.

@@ -15,14 +15,14 @@ use crate::parametrisation::SumsOver;
 use crate::residual::{LayerContext, OutputGate, Point};
 use tch::{Device, Tensor};
 
-/// The standard deviation of sink logits at initialisation, gpt-oss's `initializer_range`.
+/// The standard deviation with which sink logits are initialised, gpt-oss's `initializer_range`.
 const SINKS_STD: f64 = 0.02;
 
-/// Multi-head attention: softmax(s·QKᵀ)V per head, heads joined, then the output projection; s is 1/√d_head, or
-/// 1/d_head if the parametrisation says so. q, k and v are stacked in one matrix, as in torch.nn. With grouped queries
-/// (Ainslie et al. 2023), query head h uses the keys and values of head ⌊h·kv_heads/heads⌋. With a gate, the heads'
-/// outputs are multiplied by σ(W_g x), where x is the input of the query projection. Scores may be capped, and each
-/// head may have a sink: one more logit in its softmax, without a value.
+/// Multi-head attention: softmax(s·QKᵀ)V for each head, then the output projection of the joined heads. s is
+/// 1/√d_head, or another factor that the parametrisation sets. q, k and v are stacked in one matrix, as in torch.nn.
+/// With grouped queries (Ainslie et al. 2023), query head h uses the keys and values of head ⌊h·kv_heads/heads⌋. With
+/// a gate, the heads' outputs are multiplied by σ(W_g x); x is the input of the query projection. Scores may be
+/// capped. Each head may have a sink: one more logit in its softmax, which belongs to no value.
 pub struct Attention {
     in_weight: Tensor,
     in_bias: Option<Tensor>,
@@ -30,7 +30,7 @@ pub struct Attention {
     out_bias: Option<Tensor>,
     gate: Option<Gate>,
     value_embedding: Option<ValueEmbedding>,
-    /// A sink logit for each head (heads).
+    /// The sink logit of each head, (heads).
     sinks: Option<Tensor>,
     softcap: Option<f64>,
     d: i64,
@@ -47,7 +47,7 @@ struct Gate {
     bias: Option<Tensor>,
 }
 
-/// The keys and values of decoded tokens, one row for each token of each hypothesis, kv_width wide.
+/// The keys and values of decoded tokens. Each token of a hypothesis has one row, which is kv_width wide.
 pub struct Cache {
     keys: WrittenRows,
     values: WrittenRows,
@@ -148,7 +148,7 @@ impl Attention {
         Extras { softcap: self.softcap, sinks: self.sinks.as_ref() }
     }
 
-    /// Returns (p, seed, site) of the dropout on weights in this pass.
+    /// Returns (p, seed, site) of the dropout on attention weights in this pass; `None` if there is none.
     fn dropout<'a>(&self, ctx: &'a Context) -> Option<(f64, &'a Tensor, i64)> {
         let (site, p) = (ctx.dropout_site(), ctx.rates.attention);
         ctx.seed.as_ref().filter(|_| p > 0.0).map(|seed| (p, seed, site))
@@ -196,7 +196,8 @@ impl Attention {
         Ok((change(Point::Key, k)?, change(Point::Value, v)?))
     }
 
-    /// Returns queries, keys and values of `[q|k|v]`, changed and rotated; x is the input of the query projection.
+    /// Splits `[q|k|v]` into queries, keys and values, with the scheme's changes and the rotation applied. x is the
+    /// input of the query projection.
     fn queries_keys_values(&self, stacked: Tensor, x: &Tensor, inside: &Inside, ctx: &Context) -> Result<[Tensor; 3]> {
         let [q, k, v] = parts(stacked, [self.d, self.kv_width, self.kv_width])?;
         let v = match &self.value_embedding {
@@ -325,8 +326,8 @@ impl Attention {
         Ok(repeated.f_reshape([-1, self.d].as_slice())?)
     }
 
-    /// Computes attention without a mask: query heads that share keys and values become rows of one head, so nothing is
-    /// copied.
+    /// Computes attention without a mask. Query heads that share keys and values become rows of one head, so keys and
+    /// values need not be repeated.
     fn among_groups(&self, [q, k, v]: [&Tensor; 3], table: &Tensor) -> Result<Tensor> {
         let (shared, width) = (self.heads / self.kv_heads, self.d / self.heads);
         let rows = q.f_reshape([-1, self.kv_heads, shared, width].as_slice())?.f_transpose(1, 2)?;

@@ -16,7 +16,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 use tch::{Kind, Tensor};
 
-/// Dropout rates.
+/// The dropout rates of a model.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Rates {
     pub embedding: f64,
@@ -42,7 +42,7 @@ impl Rates {
 pub struct Context {
     pub train: bool,
     pub rates: Rates,
-    /// int64 (seed, update, micro-batch); `None` means no dropout.
+    /// The seed of dropout, int64 (seed, update, micro-batch); `None` means no dropout.
     pub seed: Option<Tensor>,
     /// The type of matrix products. The residual stream and statistics keep their own types.
     pub kind: Kind,
@@ -60,7 +60,7 @@ pub struct Context {
     statistics: UsedStatistics,
     /// True at rows that belong to no sentence; `None` if every row belongs to one.
     spare: Option<Tensor>,
-    /// The rows' tokens and their positions, int64 (rows) each.
+    /// The tokens of the rows and their positions, each int64 (rows).
     tokens: Option<(Tensor, Tensor)>,
     /// The rotation of queries and keys, if positions are rotary.
     rotation: Option<Rc<Rotation>>,
@@ -132,7 +132,7 @@ impl Context {
         Context { is_partial: on, ..self }
     }
 
-    /// Sets the group whose ranks run the same pass.
+    /// Sets the process group whose ranks run this pass together.
     pub fn across(self, group: ProcessGroup) -> Self {
         Context { group, ..self }
     }
@@ -142,7 +142,7 @@ impl Context {
         Context { flat, ..self }
     }
 
-    /// Uses prepared weights, for several passes with the same weights.
+    /// Uses prepared weights; for several passes between which the weights do not change.
     pub fn with_prepared(self, weights: Arc<PreparedWeights>) -> Self {
         Context { prepared: Some(weights), ..self }
     }

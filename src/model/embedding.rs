@@ -20,13 +20,13 @@ pub struct Embeddings {
     output_bias: Option<Tensor>,
     /// The parameter s (V) and √d: the logits are multiplied by √d·s.
     logit_scale: Option<(Tensor, f64)>,
-    /// True if the output projection is an embedding table, to which FixNorm then applies too.
+    /// True if the output projection is an embedding table. Then FixNorm applies to it, too.
     tied: bool,
     fixnorm: bool,
     softcap: Option<Softcap>,
     /// The factor of word embeddings: √d at the width of the parametrisation's base model, or 1.
     scale: f64,
-    /// The factor α_in of the sum of words and positions.
+    /// The factor α_in, by which the sum of words and positions is multiplied.
     alpha: f64,
     source_positions: PositionEmbedding,
     target_positions: PositionEmbedding,

@@ -1,4 +1,4 @@
-//! Gathering of a tensor's rows, differentiable without a sum.
+//! Gathering of a tensor's rows. The gradient is a gather as well, without a sum.
 
 use crate::error::Result;
 use crate::operator::{apply, Differentiable};

@@ -19,7 +19,7 @@ pub trait HostBatch: Sized {
     }
 }
 
-/// A device buffer that holds a batch's tensors side by side, so that one copy fills all of them.
+/// A buffer on a device that holds all tensors of a batch side by side, so that one copy fills them all.
 #[derive(Debug)]
 pub struct DeviceBuffer {
     bytes: Tensor,

@@ -1,4 +1,4 @@
-//! A layer: its sublayers, and the residual scheme's parts around and inside each.
+//! A layer: its sublayers, with what the residual scheme does around and inside each of them.
 
 use super::attention::Attention;
 use super::feed_forward::FeedForward;
@@ -24,7 +24,7 @@ pub struct Layer {
     pub leaves: Vec<String>,
 }
 
-/// A sublayer with its residual connection.
+/// A sublayer, with the residual connection around it.
 pub struct BuiltSublayer {
     pub function: SublayerFunction,
     pub around: BuiltResidual,
@@ -127,13 +127,13 @@ impl Layer {
         Ok(Layer { begin, sublayers, takes: owned(declared.takes()), leaves: owned(declared.leaves()) })
     }
 
-    /// Returns the number of input tensors that the layer passes on unchanged, for later layers to read.
+    /// Returns how many of the streams' tensors the layer leaves unchanged, for later layers to read.
     pub fn keeps(&self, streams: &Streams) -> usize {
         let first = self.sublayers.first().and_then(|branch| branch.around.mixing.as_ref());
         first.map_or(0, |mixing| mixing.keeps(streams.others.len() + 1))
     }
 
-    /// Returns how many more tensors leave the layer than enter it.
+    /// Returns how many tensors the layer adds to the streams.
     pub fn adds(&self) -> usize {
         let adds = |branch: &&BuiltSublayer| branch.around.mixing.as_ref().is_some_and(|mixing| mixing.adds());
         self.sublayers.iter().filter(adds).count()
@@ -141,7 +141,7 @@ impl Layer {
 }
 
 impl BuiltSublayer {
-    /// Returns the input of F.
+    /// Returns the input of the sublayer's function F.
     pub fn input(&self, streams: &mut Streams, ctx: &Context) -> Result<Tensor> {
         let x = match &self.around.mixing {
             Some(mixing) => {

@@ -10,8 +10,8 @@ use crate::kernel::row_sum::add_rows;
 use crate::operator::{apply, Differentiable, Recording};
 use tch::{Device, Kind, Tensor};
 
-/// The flat buffers of a model in training on a CPU: each parameter is a view of one, and its gradient a view of the
-/// other.
+/// The flat buffers of a model that is trained on a CPU. Each parameter is a view of one buffer, and its gradient is
+/// a view of the other.
 #[derive(Debug)]
 pub struct FlatBuffers {
     parameters: Tensor,
@@ -24,7 +24,7 @@ pub struct FlatBuffers {
 pub struct FlatParameter {
     /// The parameter in the type of products.
     pub value: Tensor,
-    /// The gradient, to which passes add.
+    /// The gradient, to which forward and backward passes add.
     pub gradient: Tensor,
 }
 

@@ -10,7 +10,7 @@ use tch::{Kind, Tensor};
 
 /// The ε that is added to mean squares, to gates, and to the divisors in Sinkhorn's algorithm.
 const EPS: f64 = 1e-6;
-/// The ε of the LayerNorm in [`Gates::Each`], which is PyTorch's.
+/// The ε of the LayerNorm in [`Gates::Each`], equal to PyTorch's default.
 const LAYER_NORM_EPS: f64 = 1e-5;
 
 /// A declaration of a mixing, with its parameters in the order of [`Mixing::parameters`]. The tensors of a
@@ -21,7 +21,7 @@ pub struct BuiltMixing {
     parameters: Vec<Tensor>,
 }
 
-/// The state that a hyper-connection's read leaves for its write: H⁺ = `mixed` + `gates`⊙F(x).
+/// What a hyper-connection computes when it reads and needs when it writes: H⁺ = `mixed` + `gates`⊙F(x).
 pub struct PendingWrite {
     /// The mixed streams Σ_i R_ij H_i, (…, n, d).
     mixed: Tensor,
@@ -77,7 +77,7 @@ impl BuiltMixing {
         }
     }
 
-    /// Returns the tensors after F(x) = f, to which dropout has been applied.
+    /// Returns the tensors after the sublayer. f is F(x), to which dropout has been applied.
     pub fn write(&self, mut tensors: Vec<Tensor>, unwritten: Option<PendingWrite>, f: Tensor) -> Result<Vec<Tensor>> {
         let f = f.f_to_kind(tensors[0].kind())?;
         match (&self.declared, unwritten) {
@@ -260,14 +260,14 @@ fn attend(outputs: &[&Tensor], query: &Tensor, gain: &Tensor, note: impl Fn(&Ten
     weighted(outputs, &logits.f_softmax(-1, None::<Kind>)?)
 }
 
-/// Computes attention over depth with [`DepthWeights::Normed`]; three queries give (3, …, d).
+/// Computes attention over depth with [`DepthWeights::Normed`]. If there are three queries, the result is (3, …, d).
 fn attend_normed(outputs: &[&Tensor], query: &Tensor, note: impl Fn(&Tensor) -> Result<()>) -> Result<Tensor> {
     let d = query.size()[query.dim() - 1];
     let queries = wide(query)?.f_mul_scalar((d as f64).powf(-0.5))?.f_view([-1, d])?;
     let scales = outputs.iter().map(|v| inverse_rms(&wide(v)?)).collect::<Result<Vec<_>>>()?;
     let logits = outputs.iter().zip(&scales).map(|(v, scale)| {
         let v = wide(v)?;
-        // (…, queries)
+        // The logits of one v are (…, queries).
         Ok(v.f_linear::<&Tensor>(&queries.f_to_kind(v.kind())?, None)?.f_mul(scale)?)
     });
     let logits = Tensor::f_stack(&logits.collect::<Result<Vec<_>>>()?, -1)?;
@@ -281,7 +281,7 @@ fn attend_normed(outputs: &[&Tensor], query: &Tensor, note: impl Fn(&Tensor) -> 
     Ok(Tensor::f_stack(&(0..query.size()[0]).map(read).collect::<Result<Vec<_>>>()?, 0)?)
 }
 
-/// Returns Σ_i shares_i v_i.
+/// Returns the weighted sum Σ_i shares_i v_i of the outputs.
 fn weighted(outputs: &[&Tensor], shares: &Tensor) -> Result<Tensor> {
     let shares = shares.f_to_kind(outputs[0].kind())?;
     let share = |i: usize| shares.f_narrow(-1, i as i64, 1);
@@ -321,7 +321,7 @@ fn wide(x: &Tensor) -> Result<Tensor> {
 mod tests {
     use super::*;
 
-    /// The expected values have ten normalisations of columns.
+    /// The expected values come from ten normalisations of columns.
     #[test]
     fn sinkhorn_as_deepseek_has_it() {
         let logits = Tensor::from_slice(&[1.0, 0.2, -0.3, 0.5]).view([2, 2]);

@@ -46,17 +46,18 @@ impl Deref for StepNorm<'_> {
 /// The facts about rows that a norm with statistics across rows needs.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct RowContext<'a> {
-    /// True in training: statistics are taken from the batch and updated once per forward pass.
+    /// True in training: then statistics are computed from the batch, and the running ones are updated once per
+    /// forward pass.
     pub train: bool,
     /// True when the same forward pass is computed again for its gradient; then statistics are not updated.
     pub is_recompute: bool,
     /// True for a micro-batch that is not the last of its update; then statistics that count updates do not change.
     pub is_partial: bool,
-    /// True at padding, in the shape of x without its last dimension; `None` if every row is real.
+    /// True at padding rows; its shape is that of x without the last dimension. `None` if no row is padding.
     pub pad_mask: Option<&'a Tensor>,
     /// The map in which norms store the statistics that they used, for the recomputation.
     pub statistics: Option<&'a UsedStatistics>,
-    /// The ranks whose rows form the batch.
+    /// The process group whose ranks' rows form one batch.
     pub group: ProcessGroup,
     pub watch: Option<&'a Watch>,
     /// The tensors that the stack's layers have kept so far.
@@ -69,7 +70,7 @@ impl RowContext<'_> {
     }
 }
 
-/// A parameter p, which enters kernels and formulas as factor·(offset + p).
+/// A parameter p. Kernels and formulas receive factor·(offset + p).
 pub(super) struct BuiltParameter {
     p: Tensor,
     numbers: Numbers,
@@ -81,7 +82,7 @@ impl BuiltParameter {
     }
 }
 
-/// The parameters of a norm.
+/// The parameters of a norm: the weight, the bias, and those that are used inside x̂.
 pub(super) struct NormParameters {
     inside: Vec<BuiltParameter>,
     pub weight: Option<BuiltParameter>,
@@ -112,7 +113,7 @@ impl NormParameters {
         self.inside.iter().map(BuiltParameter::value).collect()
     }
 
-    /// Binds the parameters to the kernels of `operator`.
+    /// Returns the parameters together with the kernels of `operator`, ready to be called.
     fn by(&self, operator: &'static RowNormOp, eps: f64) -> Result<BoundRowNorm> {
         let [weight, bias] = self.values()?;
         Ok(BoundRowNorm { operator, weight, bias, numbers: self.numbers()?, eps })
@@ -124,7 +125,7 @@ impl NormParameters {
     }
 }
 
-/// Declares the parameters and builds the norm.
+/// Declares the parameters of a norm and builds the norm.
 pub fn build(spec: &Spec, b: &mut Builder, context: &NormContext) -> Result<Box<dyn Norm>> {
     let given = spec.at(context);
     let mut affine = NormParameters { inside: Vec::new(), weight: None, bias: None };

@@ -1,4 +1,4 @@
-//! Packed sentences: only real tokens, one sentence after another.
+//! Packed sentences: only real tokens, one sentence directly after another.
 
 use super::host_batch::HostBatch;
 use super::PAD;
@@ -30,7 +30,7 @@ pub struct Packed {
     /// The number of tokens in each sentence that may be attended to: all tokens except the padding that
     /// [`with_padding`](Self::with_padding) adds.
     pub(super) lengths: Vec<i64>,
-    /// 1 at real tokens and 0 at padding, (rows, 1), if there is such padding.
+    /// 1 at real tokens and 0 at padding, (rows, 1); `None` if there is no padding.
     pub real: Option<Tensor>,
     /// True at the rows that belong to no sentence, bool (rows), if such rows fill up the batch.
     pub spare: Option<Tensor>,

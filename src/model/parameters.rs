@@ -1,4 +1,5 @@
-//! Parameters under canonical names, which are torch.nn's: `encoder.layers.0.self_attn.in_proj_weight`, …
+//! Parameters under their canonical names, the ones that torch.nn gives: `encoder.layers.0.self_attn.in_proj_weight`,
+//! …
 
 use crate::error::{Error, Result};
 use crate::init::Fill;
@@ -73,7 +74,7 @@ enum Source<'a> {
     /// New parameters on this device and of this type, drawn from generators with this seed. torch's own generator is
     /// not used.
     Fresh(Device, Kind, u64),
-    /// Existing tensors.
+    /// Existing tensors; if `train`, they become leaves that require gradients.
     Given { tensors: &'a BTreeMap<String, Tensor>, train: bool },
 }
 
@@ -249,7 +250,8 @@ fn named_seed(seed: u64, name: &str) -> u64 {
 }
 
 fn made(shape: &[i64], fill: &Fill, kind: Kind, device: Device, draw: &Generator) -> Result<Tensor> {
-    // Values are always drawn on the CPU and in f32 at least, so a seed gives the same model for every device and type.
+    // Values are drawn on the CPU and at least in f32. So a seed gives the same model on every device and in every
+    // type.
     let is_counter = kind == Kind::Int64;
     let t = Tensor::f_empty(shape, (if is_counter { kind } else { accumulation(kind) }, Device::Cpu))?;
     fill.write(&t, draw)?;

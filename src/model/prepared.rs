@@ -27,7 +27,7 @@ impl std::fmt::Debug for PreparedWeights {
     }
 }
 
-/// The weight and bias of y = xWᵀ + b, prepared.
+/// The weight and bias of a linear layer y = xWᵀ + b, prepared for products.
 pub enum PreparedWeight {
     F32(Arc<PackedMatrix<f32>>),
     F64(Arc<PackedMatrix<f64>>),

@@ -10,10 +10,10 @@ use crate::operator;
 use std::rc::Rc;
 use tch::{Device, Kind, Tensor};
 
-/// The sentences whose queries and keys attend to each other.
+/// Which queries attend to which keys, sentence by sentence.
 #[derive(Debug)]
 pub enum Ranges {
-    /// int64 (n, 4): (q_start, q_len, k_start, k_len) per sentence, as the attention operator takes it.
+    /// int64 (n, 4): the range (q_start, q_len, k_start, k_len) of each sentence, which the attention operator reads.
     Packed(Tensor),
     /// Padded sentences, for torch's kernels on a GPU.
     Padded(Rc<Padded>),
@@ -54,7 +54,7 @@ impl Ranges {
         Ranges::fitting(&rows, [all, all], sentences.padded_shape.zip(sentences.padded_shape), true, device)
     }
 
-    /// Builds ranges from flat rows (q_start, q_len, k_start, k_len), on a device.
+    /// Builds ranges on a device from a flat list of (q_start, q_len, k_start, k_len).
     pub fn of(rows: &[i64], device: Device) -> Result<Self> {
         let end = |start: usize| rows.chunks_exact(4).map(|r| r[start] + r[start + 1]).max().unwrap_or(0);
         Ranges::fitting(rows, [end(0), end(2)], None, false, device)?.to(device)
@@ -138,8 +138,8 @@ impl HostBatch for Ranges {
     }
 }
 
-/// Sentences side by side, each padded to the longest, as torch's GPU kernels need them. All index tensors are built on
-/// the host, once per batch, so that the host does not wait for the device.
+/// Sentences side by side, each padded to the length of the longest, as torch's GPU kernels need them. All index
+/// tensors are built on the host, once per batch. So no pass makes the host wait for the device.
 #[derive(Debug)]
 pub struct Padded {
     queries: Places,
@@ -155,7 +155,7 @@ pub struct Padded {
     is_square: bool,
 }
 
-/// The places of packed rows among padded sentences.
+/// For packed rows, the places that they have among padded sentences.
 #[derive(Debug)]
 struct Places {
     /// The row that is copied to each place, (n·len); at padding, some real row.
@@ -192,7 +192,7 @@ impl Places {
         })
     }
 
-    /// Copies packed rows to their places.
+    /// Copies packed rows to their places among padded sentences.
     fn fill(&self, packed: &Tensor) -> Result<Tensor> {
         match self.places.numel() {
             0 => Ok(packed.f_index_select(0, &self.rows)?),
@@ -251,8 +251,8 @@ impl Padded {
         }))
     }
 
-    /// Copies packed queries, keys and values to (n, q_len, …) and (n, k_len, …), with some real row's values at
-    /// padding.
+    /// Copies packed queries to (n, q_len, …), and packed keys and values to (n, k_len, …). Padding gets the values
+    /// of some real row.
     pub fn side_by_side(&self, [q, k, v]: [&Tensor; 3]) -> Result<[Tensor; 3]> {
         let fill = |t: &Tensor, places: &Places, len: i64| -> Result<Tensor> {
             Ok(places.fill(t)?.f_reshape([self.sentences, len, -1].as_slice())?)
@@ -267,7 +267,7 @@ impl Padded {
         Ok((!self.is_square).then(absent).transpose()?)
     }
 
-    /// The inverse of [`side_by_side`](Self::side_by_side) for queries: copies (n·q_len, …) back to packed rows.
+    /// Undoes [`side_by_side`](Self::side_by_side) for queries: copies (n·q_len, …) back to packed rows.
     pub fn pack(&self, filled: &Tensor) -> Result<Tensor> {
         gather(filled, &self.queries.places, &self.queries.rows, &self.gaps)
     }

@@ -29,7 +29,7 @@ impl Reads {
         Reads { offsets: vec![0; queries + 1], rows: Vec::new() }
     }
 
-    /// Lets each query read one range of rows.
+    /// Returns lists in which each query reads one range of rows.
     pub fn ranges(ranges: impl IntoIterator<Item = Range<i64>>) -> Self {
         let mut reads = Reads::default();
         ranges.into_iter().for_each(|range| reads.push(range.map(|row| row as u32)));
@@ -78,7 +78,8 @@ impl Reads {
         (kept, Reads { offsets: self.offsets.clone(), rows })
     }
 
-    /// Computes attention of q (queries, heads·d_head) on the CPU, without gradients.
+    /// Computes attention on the CPU, without gradients. Each query reads its own rows of k and v; q is (queries,
+    /// heads·d_head).
     pub fn attention(&self, qkv: [&Tensor; 3], heads: i64, scale: f64, extras: &Extras) -> Result<Tensor> {
         single::attention(qkv, ReadRows { offsets: &self.offsets, rows: &self.rows }, heads, scale, extras)
     }

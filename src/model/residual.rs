@@ -84,7 +84,7 @@ impl BuiltGain {
         })
     }
 
-    /// Returns the current value; `None` means 1.
+    /// Returns the gain's current value; `None` means 1.
     pub fn now(&self, alpha_t: Option<&Tensor>) -> Result<Option<Tensor>> {
         Ok(match self {
             BuiltGain::One => None,
@@ -123,7 +123,7 @@ pub struct BuiltResidual {
     pub beta: BuiltGain,
     /// The gains α and β of each stream beside x.
     pub streams: Vec<(BuiltGain, BuiltGain)>,
-    /// The mixing that reads x and writes F(x); `None` for the plain connection above.
+    /// The mixing that reads x and writes F(x); `None` if the connection is the plain one above.
     pub mixing: Option<BuiltMixing>,
 }
 
@@ -218,7 +218,7 @@ impl BuiltChange {
     }
 }
 
-/// The changes at one place, in their order.
+/// The changes at one place, in the order in which they apply.
 pub struct BuiltChanges(Vec<BuiltChange>);
 
 impl BuiltChanges {
@@ -306,7 +306,8 @@ impl BuiltEnds {
         Ok(BuiltEnds { begin, combine, mixing, growth, streams, end })
     }
 
-    /// Returns the layers' input from the embedding x; `smear` changes it before the scheme keeps it.
+    /// Returns the input of the first layer from the embedding x. `smear` changes x after the scheme's first changes,
+    /// and before the scheme keeps x for later layers.
     pub fn enter(&self, x: Tensor, ctx: &Context, smear: impl FnOnce(Tensor) -> Result<Tensor>) -> Result<Tensor> {
         let changes = &self.begin.0;
         let is_kept = |change: &BuiltChange| matches!(change, BuiltChange::Keep(_));
@@ -363,7 +364,7 @@ impl BuiltEnds {
         }
     }
 
-    /// Sets t to the number of the coming update.
+    /// Sets t, on which α_t depends, to the number of the coming update.
     pub fn set_update(&self, update: i64) -> Result<()> {
         if let Some((_, t)) = &self.growth {
             let _ = t.shallow_clone().f_fill_(update)?;

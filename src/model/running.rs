@@ -16,16 +16,17 @@ use std::collections::HashMap;
 use std::rc::Rc;
 use tch::{Kind, Tensor};
 
-/// The statistics that each norm used in a forward pass that will be recomputed for its gradient.
+/// The statistics that each norm has used in a forward pass, kept because a recomputation for the gradient needs
+/// them.
 pub type UsedStatistics = Rc<RefCell<HashMap<usize, Tensor>>>;
 
 struct BuiltColumnNorm {
     operator: &'static ColumnNormOp,
     centred: bool,
     affine: NormParameters,
-    /// The running μ or ψ².
+    /// The first running statistic: μ or ψ².
     first: Tensor,
-    /// The running σ² or ν.
+    /// The second running statistic: σ² or ν.
     second: Option<Tensor>,
     iters: Option<Tensor>,
     /// The number of batches whose statistics were refused because they are not finite.
@@ -73,7 +74,7 @@ pub(super) fn build(
     Ok(Box::new(BuiltColumnNorm { operator, centred, affine, first, second, iters, refused, options, sync, groups }))
 }
 
-/// Returns the buffers, in order.
+/// Declares the norm's buffers and returns them in the order of the declaration.
 fn buffers_of(spec: &Spec, b: &mut Builder, given: &NormArgs) -> Result<Vec<Tensor>> {
     let buffer = |buffer: &StateBuffer| {
         let kind = if buffer.is_counter { Kind::Int64 } else { b.statistics_kind() };

@@ -5,14 +5,15 @@ use crate::error::Result;
 use std::cell::RefCell;
 use tch::{Device, Kind, Tensor};
 
-/// The layout of a table's rows.
+/// How the sines and cosines are arranged in a row of a table.
 #[derive(Clone, Copy, Debug)]
 pub enum SinusoidRow {
-    /// Column 2j has the sine and 2j+1 the cosine of position·10000^(−2j/d).
+    /// Column 2j has the sine of position·10000^(−2j/d), and column 2j+1 has its cosine.
     Twt,
-    /// Sines are in the first half, cosines in the second; the first token has position padding_idx + 1.
+    /// Sines are in the first half of the columns, cosines in the second. The first token has position padding_idx +
+    /// 1.
     Fairseq,
-    /// Cosines are in the first half, sines in the second, of position·θ^(−2j/d).
+    /// Cosines are in the first half of the columns, sines in the second. The angles are position·θ^(−2j/d).
     Rotary { theta: f64 },
 }
 

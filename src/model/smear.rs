@@ -14,9 +14,9 @@ const GATE_BOUND: f64 = 0.02;
 /// x_t ← x_t + λσ(w·x_t)x_{t−1}, in which the gate w reads the first 24 columns. A sentence's first token stays as it
 /// is.
 pub struct Smear {
-    /// w, (1, columns).
+    /// The weight w of the gate, (1, columns).
     gate: Tensor,
-    /// λ, (1).
+    /// The factor λ, (1).
     scale: Tensor,
 }
 

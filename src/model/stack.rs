@@ -34,7 +34,7 @@ pub struct StackCache {
     layers: Vec<Option<Cache>>,
     /// The embeddings before smear; `None` if the stack has no smear.
     embeddings: Option<WrittenRows>,
-    /// The number of rows written.
+    /// The number of rows that have been written.
     length: usize,
     /// The number of rows at which the cache next looks for rows that no slot reads.
     full: usize,
@@ -355,7 +355,7 @@ impl Stack {
         Ok(Streams::of(passed.chain(outputs), after, clone(&streams.alpha_t)))
     }
 
-    /// Sets the number of the coming update, for schemes that grow.
+    /// Sets the number of the coming update, for schemes with a gain that grows.
     pub fn set_update(&self, update: i64) -> Result<()> {
         self.body.flow.set_update(update)
     }

@@ -22,7 +22,7 @@ pub const TENSORIZED: [&str; 3] = [
 /// Tensorized attention: out_i = W_o·vec_{jk} Σ_r c_r((q_i + u)_r k_jr + (q_i + w)_r p_jr) v_kr for j, k ≤ i. The
 /// other of the T² entries of the vector are 0.
 pub struct Tensorized {
-    /// The stacked matrix of q, k and v, (3R, d).
+    /// The matrix (3R, d) in which the projections to q, k and v are stacked.
     in_weight: Tensor,
     /// The weight (R, d) that projects the sinusoidal encoding of the distance T − 1 − j.
     position_weight: Tensor,
@@ -90,7 +90,7 @@ impl Tensorized {
         let core = self.core.f_to_kind(kind)?;
         let weighted = |bias: &Tensor| q.f_add(&bias.f_to_kind(kind)?)?.f_mul(&core)?.f_unsqueeze(2);
         let [content, position] = self.biases.each_ref().map(weighted);
-        // (n, queries, keys, R), times v over r
+        // (n, queries, keys, R); the product with v sums over R.
         let first = content?.f_mul(&k.f_unsqueeze(1)?)?.f_add(&position?.f_mul(&p)?)?;
         let entries = first.f_reshape([n, queries * keys, rank].as_slice())?.f_matmul(&v.f_transpose(1, 2)?)?;
         let count = |end: i64| Tensor::f_arange(end, (Kind::Int64, device));

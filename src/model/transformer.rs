@@ -1,4 +1,4 @@
-//! The encoder-decoder Transformer, and the decoder-only language model.
+//! The Transformer: an encoder and a decoder, or a language model with a decoder alone.
 
 use super::embedding::Embeddings;
 use super::host_batch::HostBatch;
@@ -60,7 +60,7 @@ impl Transformer {
         Ok(Transformer { config, parameters, embeddings, rotary, encoder, decoder })
     }
 
-    /// Sets the number of the coming update, from 1.
+    /// Sets the number of the coming update, counted from 1.
     pub fn set_update(&self, update: i64) -> Result<()> {
         self.encoder.iter().chain([&self.decoder]).try_for_each(|stack| stack.set_update(update))
     }
@@ -123,7 +123,7 @@ impl Transformer {
         self.parameters.tensors()[0].device()
     }
 
-    /// Returns logits, (target rows, V).
+    /// Returns the logits, (target rows, V), from what [`features`](Self::features) has returned.
     pub fn logits(&self, features: &Tensor, kind: Kind) -> Result<Tensor> {
         self.embeddings.logits(features, kind)
     }

@@ -15,9 +15,9 @@ const GATE_BOUND: f64 = 0.02;
 
 /// v ← v + 3σ(W_g x)⊙E[token]. x is the first 12 columns of attention's input, and each head of values has one gate.
 pub struct ValueEmbedding {
-    /// E, (V, kv_width).
+    /// The table E, (V, kv_width).
     table: Tensor,
-    /// W_g, (kv_heads, columns).
+    /// The weight W_g of the gate, (kv_heads, columns).
     gate: Tensor,
 }
 

@@ -99,7 +99,7 @@ impl Conventions {
         !self.eps_outside && self.part == 1.0 && (self.cast != Cast::Scale || is_wide(kind))
     }
 
-    /// Returns how many numbers of a row are measured, at least one.
+    /// Returns how many numbers of a row are measured. Errors if there are none.
     pub fn measured(&self, width: i64) -> Result<i64> {
         match (self.part * width as f64).floor() as i64 {
             0 if width > 0 => Err(Error::invalid(format!(
@@ -159,7 +159,7 @@ fn rounded(t: &Tensor, kind: Kind) -> Result<Tensor> {
     Ok(t.f_add(&rounded.f_sub(&own)?)?)
 }
 
-/// True for the types in which statistics accumulate.
+/// True for f32 and f64, the types in which statistics accumulate.
 fn is_wide(kind: Kind) -> bool {
     matches!(kind, Kind::Float | Kind::Double)
 }

@@ -14,7 +14,7 @@ pub const ABOUT: [&str; 3] = [
     "Shen et al. 2020, Appendix A",
 ];
 
-/// The ε of the authors' code.
+/// The ε in the authors' code.
 pub const EPS: f64 = 1e-5;
 
 option_spec! {

@@ -8,11 +8,11 @@ use crate::kernel::columns::{self, ColumnOptions};
 use crate::kernel::rows::RowNormKernel;
 use tch::Tensor;
 
-/// The operators of a row norm.
+/// The operators of a row norm: the norm alone, and the norm after a residual step.
 pub struct RowNormOpSpec {
     /// The name of the norm's operator in torch.ops.normformer_rs.
     pub operator: &'static str,
-    /// The name of the operator with a residual step before the norm.
+    /// The name of the operator that makes a residual step and then computes the norm.
     pub residual: &'static str,
     /// The names of the learned numbers of a curve such as DyT: the scale, then the shift if there is one. A norm
     /// with such numbers has no ε.
@@ -64,7 +64,7 @@ pub struct ColumnNormOpSpec {
 /// A norm that a user's function computes: its name, and the declaration that the function is called with.
 pub struct OwnNorm {
     pub name: &'static str,
-    /// The declaration as stored in config.json.
+    /// The declaration, as config.json stores it.
     pub declaration: String,
 }
 

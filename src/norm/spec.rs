@@ -48,7 +48,7 @@ pub enum Form {
     /// One of the other forms, which the function chooses by the options. The first field is the form that tables
     /// show.
     Chosen(&'static Form, fn(&NormArgs) -> Result<Form>),
-    /// Normalisation with column statistics.
+    /// With statistics of columns: over all rows of a batch.
     Columns(&'static ColumnNormOpSpec),
     /// Row by row, with a function that a user declares.
     Own(&'static OwnNorm),
@@ -57,11 +57,11 @@ pub enum Form {
 /// The shape of a parameter or a buffer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DeclaredShape {
-    /// (1,)
+    /// The shape (1,).
     One,
-    /// (d,)
+    /// The shape (d,).
     Width,
-    /// (1, d, 1, 1), as PowerNorm's authors store it.
+    /// The shape (1, d, 1, 1), which PowerNorm's authors use.
     Column,
     /// A matrix with these numbers of rows and columns.
     Matrix([Size; 2]),
@@ -272,7 +272,7 @@ pub struct NormContext<'a> {
     pub width: i64,
     /// The number of the model's attention heads.
     pub heads: i64,
-    /// The option values in the model's configuration.
+    /// The values of options in the model's configuration.
     pub options: &'a Options,
     /// True for the last norm of the decoder. The norm `scalenorm-fixed` learns its gain only there (Nguyen & Salazar
     /// 2019, Table 7).

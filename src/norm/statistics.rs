@@ -42,7 +42,7 @@ pub struct AppliedStatistics {
 /// Rows (…, d), with a mask that marks padding rows.
 struct MaskedRows {
     x: Tensor,
-    /// True at padding, (…, 1).
+    /// A mask that is true at padding, (…, 1).
     pad: Option<Tensor>,
     dims: Vec<i64>,
 }

@@ -3,7 +3,7 @@
 
 use super::{Gain, LayerContext, Learned, ResidualSpec, Scheme};
 
-/// The name, equation and source of the profiling that initialises ω.
+/// The name, equation and source of admin's profiling, which measures the initial ω.
 pub const PROFILING: [&str; 3] = [
     "admin's profiling",
     "one training batch with dropout; down each stack, with r = 1 at first: ω ← r, r ← √(Var(ω⊙x) + Var(F(x)))",

@@ -54,7 +54,7 @@ pub enum FirstValue {
     All(f64),
     /// One value for each element, in row-major order.
     Each(Vec<f64>),
-    /// Random values from N(0, std²).
+    /// Random initial values from N(0, std²).
     Normal {
         normal: f64,
     },
@@ -75,7 +75,7 @@ impl Learned {
         Learned::of(name, shape, FirstValue::All(value))
     }
 
-    /// Declares a parameter with random values from N(0, std²).
+    /// Declares a parameter with random initial values from N(0, std²).
     pub fn normal(name: impl Into<String>, shape: &[i64], std: f64) -> Self {
         Learned::of(name, shape, FirstValue::Normal { normal: std })
     }
@@ -307,7 +307,7 @@ impl Point {
     /// The points at the separate inputs of q, k and v.
     pub const INPUTS: [Point; 3] = [Point::QueryInput, Point::KeyInput, Point::ValueInput];
 
-    /// The points between attention's projections and its products.
+    /// The points between attention's projections to q, k and v and its products of them.
     pub const BEFORE_PRODUCTS: [Point; 5] =
         [Point::Query, Point::Key, Point::Value, Point::RotatedQuery, Point::RotatedKey];
 
@@ -321,20 +321,20 @@ impl Point {
 #[serde(rename_all = "snake_case")]
 pub enum Change {
     Norm(NormAt),
-    /// x − b.
+    /// Subtracts b: x − b.
     Shift(Learned),
-    /// x ⊙ s.
+    /// Multiplies by s: x ⊙ s.
     Scale(Learned),
-    /// c·x.
+    /// Multiplies by a constant: c·x.
     Times(f64),
-    /// x/max(‖x‖₂, ε).
+    /// Divides each row by its length: x/max(‖x‖₂, ε); the number is ε.
     Unit(f64),
     /// Multiplies the columns of each head by the head's scalar.
     HeadScale(Learned),
     /// x − silu(a)·sg(x), in which sg(x) is x without its gradient. So x is scaled but its gradient is not (Chen et
     /// al. 2025, GPAS).
     DampForward(Learned),
-    /// Keeps x under a name, for a later [`Change::Mix`] in this stack.
+    /// Keeps x under a name, so that a later [`Change::Mix`] in this stack can read it.
     Keep(String),
     /// own⊙x + kept⊙k, in which k is the tensor that has been kept under the name.
     Mix {
@@ -385,7 +385,7 @@ pub struct StackSpec {
     pub begin: Vec<Change>,
     /// How the outputs so far are combined into a layer's input; `None` means that a layer reads the last output.
     pub combine: Option<Combine>,
-    /// The streams that run beside x from sublayer to sublayer.
+    /// The streams beside x, which run from sublayer to sublayer like x.
     pub streams: Vec<ExtraStream>,
     /// The mixing that computes the stack's output from what the sublayers have written; `None` means that the output
     /// is x.

@@ -1,4 +1,4 @@
-//! The growth of α_t in [`Gain::Growing`](super::Gain::Growing) (Liu et al. 2023, eq 8).
+//! How α_t of [`Gain::Growing`](super::Gain::Growing) grows (Liu et al. 2023, eq 8).
 
 use crate::choice;
 use crate::error::Result;

@@ -52,7 +52,7 @@ pub(super) fn sum_at_end(place: &LayerContext, streams: i64) -> StackSpec {
     StackSpec { mixing: Some(Mixing::Hyper(end)), ..(PRENORM.stack)(place) }
 }
 
-/// Checks the number of a hyper-connection's streams.
+/// Checks how many streams a hyper-connection has.
 pub(super) fn check_streams(name: &str, value: i64) -> Result<()> {
     at_least_one(name, value)?;
     at_most(name, value, MOST_STREAMS)
@@ -90,7 +90,7 @@ pub enum Gates {
     /// The gates are learned numbers plus functions of each stream alone (docs/spec.md §2.31). (p_i, R_i1, …, R_in,
     /// g_i) is row i of `bias` plus s⊙tanh(W·LayerNorm(H_i)).
     Each {
-        /// (n·(n + 2),): n rows of n + 2 numbers.
+        /// n rows of n + 2 numbers, stored as (n·(n + 2),).
         bias: Learned,
         dynamic: Option<Dynamic>,
     },

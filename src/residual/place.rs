@@ -1,4 +1,4 @@
-//! The place of a declaration in a model.
+//! The place of a declaration in a model, and the facts about the model that declarations may use.
 
 use super::declared::NormAt;
 use crate::choice;
@@ -113,7 +113,7 @@ pub struct ModelShape<'a> {
     pub activation: Activation,
     /// True if linear layers have biases. A scheme without biases overrides this.
     pub has_biases: bool,
-    /// True if embeddings are multiplied by √d.
+    /// True if word embeddings are multiplied by √d.
     pub scales_embeddings: bool,
     /// True if there is an encoder; otherwise the model is only a decoder.
     pub has_encoder: bool,
@@ -183,7 +183,7 @@ pub struct TensorizedSizes {
 #[derive(Clone, Copy, Debug)]
 pub struct LayerContext<'a> {
     pub model: ModelShape<'a>,
-    /// The option values in the model's configuration.
+    /// The values of options in the model's configuration.
     pub options: &'a Options,
     pub stack: StackName,
     /// The layer's index in its stack, from 0.

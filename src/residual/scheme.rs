@@ -16,15 +16,16 @@ pub struct Scheme {
     pub check: fn(&Options) -> Result<()>,
     /// The name of the initialisation that is used with the scheme by default.
     pub init: &'static str,
-    /// Returns the residual connection around a sublayer.
+    /// Returns the residual connection around a sublayer at this place.
     pub around: fn(&LayerContext) -> ResidualSpec,
-    /// Returns the changes inside a sublayer.
+    /// Returns the changes inside a sublayer at this place.
     pub inside: fn(&LayerContext) -> Vec<(Point, Change)>,
-    /// Returns the changes of x when a layer begins.
+    /// Returns the changes that x gets when a layer begins.
     pub layer: fn(&LayerContext) -> Vec<Change>,
-    /// Returns the connections between layers, and the changes after the last one.
+    /// Returns what belongs to the whole stack: the changes before the first layer, between layers, and after the
+    /// last.
     pub stack: fn(&LayerContext) -> StackSpec,
-    /// True if linear layers have biases.
+    /// True if linear layers have biases in models with this scheme.
     pub has_biases: bool,
     /// The reason why branches' outputs do not simply add up; then no factor of F(x) that depends on the depth can be
     /// used. `None` if they do add up.
@@ -37,7 +38,7 @@ pub struct Scheme {
 }
 
 impl Scheme {
-    /// The scheme x⁺ = x + F(x), whose fields every entry of the table overrides.
+    /// The scheme x⁺ = x + F(x). The entries of the table are made from it by replacing fields.
     pub const PLAIN: Scheme = Scheme {
         name: "",
         equation: "",

@@ -1,4 +1,4 @@
-//! Checkpoint averaging of a run.
+//! Averaging of a run's checkpoints.
 
 use super::folder::read_configs;
 use super::lock::Lock;

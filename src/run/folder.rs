@@ -1,4 +1,4 @@
-//! The folder of a run: its files, its creation, its reading, and its log.
+//! The folder of a run: which files it has, how they are written and read, and the log.
 
 use super::lock::Lock;
 use super::PreparedData;
@@ -70,7 +70,7 @@ impl Configs {
         Ok(Configs {
             model: read(path, &config["model"])?,
             training: read(path, &config["training"])?,
-            // Checkpoints of earlier versions lack the data options.
+            // Checkpoints of earlier versions have no data options, so these are the run's.
             data: config.get("data").map_or(Ok(self.data.clone()), |data| read(path, data))?,
         })
     }
@@ -419,9 +419,9 @@ fn last_byte(path: &Path) -> Result<Option<u8>> {
     read().map_err(|e| Error::io("read the log", path, e))
 }
 
-/// An observer that appends every event to the run's log, then passes it on.
+/// An observer that appends every event to the run's log, and then passes it on to another observer.
 pub(super) struct Log<'a> {
-    /// The log file; `None` if another rank writes it.
+    /// The log file; `None` if this rank does not write it.
     file: Option<PathBuf>,
     observer: &'a mut dyn Observer,
 }

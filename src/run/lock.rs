@@ -148,7 +148,7 @@ fn has_no_locks(error: &io::Error) -> bool {
 
 fn host() -> String {
     let mut name = [0u8; 256];
-    // SAFETY: the pointer leads to as many writable bytes as `len` says.
+    // SAFETY: the pointer leads to as many writable bytes as `name.len()` says.
     let done = unsafe { libc::gethostname(name.as_mut_ptr().cast(), name.len()) };
     let end = name.iter().position(|byte| *byte == 0).unwrap_or(name.len());
     match done {

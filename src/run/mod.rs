@@ -1,10 +1,14 @@
-//! A run: from text files and three configurations to a folder with everything that translation needs.
+//! A run: training makes a folder from text files and three configurations. The folder has everything that
+//! translation needs.
 //!
 //! ```text
-//! DIR/config.json   the configurations        DIR/log.jsonl      the events, one JSON object per line
-//! DIR/vocabulary.txt  (fairseq's dict.txt)    DIR/checkpoints/   best, last and the last k
-//! DIR/bpe.codes       (subword-nmt's)         DIR/target_types.txt  the entries of the target vocabulary
-//! DIR/checksums.txt   of the files that do not change
+//! DIR/config.json        the three configurations
+//! DIR/vocabulary.txt     the vocabulary, in the format of fairseq's dict.txt
+//! DIR/bpe.codes          the merges, in subword-nmt's format
+//! DIR/target_types.txt   the entries of the target vocabulary
+//! DIR/log.jsonl          the events, one JSON object per line
+//! DIR/checkpoints/       the best checkpoint, the last, and the newest ones
+//! DIR/checksums.txt      the checksums of the files that do not change
 //! ```
 
 mod average;

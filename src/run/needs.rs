@@ -106,7 +106,7 @@ impl Trial<'_> {
         }
     }
 
-    /// Returns the sentences of the batch with the most rows.
+    /// Returns the sentences of the batch that has the most rows.
     fn largest_batch(&self) -> Vec<usize> {
         let lengths = self.prepared.train.lengths();
         let batches = plan(&lengths, self.training.max_tokens as usize, self.training.seed, 0);

@@ -1,4 +1,4 @@
-//! Preparation of a run's text: from text files, or fairseq's binarised folder, to sentences of ids.
+//! Preparation of a run's text: turns text files, or fairseq's binarised folder, into sentences of ids.
 
 use crate::config::{Criterion, DataConfig, Longest, Positions, ScheduleName, TrainingConfig, TransformerConfig};
 use crate::data::text::words;
@@ -11,7 +11,7 @@ use crate::metrics::{lacks_spaces, Tokenize};
 use crate::model::UNK;
 use crate::train::UNKNOWN_MEANT;
 
-/// The text of a run, read, segmented and encoded.
+/// The text of a run after reading, segmenting and encoding.
 pub struct PreparedData {
     pub model: TransformerConfig,
     pub(super) segmenter: Segmenter,
@@ -20,9 +20,9 @@ pub struct PreparedData {
     pub(super) valid: Corpus,
     pub(super) references: Vec<String>,
     pub(super) mask: Option<Vec<bool>>,
-    /// The maximum number of tokens in a sentence, for translation models.
+    /// The maximum number of tokens in a sentence; it is checked for translation models.
     pub(super) limit: Limit,
-    /// The number of longer sentence pairs that were left out.
+    /// The number of sentence pairs that were left out because they are too long.
     pub skipped: usize,
     pub(super) digests: Digests,
     pub(super) warnings: Vec<String>,

@@ -1,4 +1,4 @@
-//! Training, from text files to a run's folder.
+//! Training: starts or resumes a run, from text files to the run's folder.
 
 use super::folder::{check_beginning, check_checkpoints, read_mask, resume, Beginning, Log, ResumeState};
 use super::init_from;

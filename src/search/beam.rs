@@ -27,7 +27,7 @@ pub(super) struct Beam<'a> {
     done: bool,
 }
 
-/// A candidate for the next step's hypotheses.
+/// A candidate for a place among the hypotheses of the next step.
 struct Candidate {
     /// The index of the hypothesis that the candidate continues.
     parent: usize,

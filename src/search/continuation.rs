@@ -1,4 +1,4 @@
-//! The choice of each slot's most probable next tokens from logits, on the model's device.
+//! The choice of the most probable next tokens of each slot, from logits on the model's device.
 
 use super::SearchConfig;
 use crate::config::SearchRule;

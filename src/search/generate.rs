@@ -19,7 +19,7 @@ pub struct GenerationConfig {
     pub sampling: Sampling,
     /// The maximum number of generated tokens, EOS included.
     pub max_length: usize,
-    /// The number of ends of sentence after which a text is over; 0 means no such limit.
+    /// The number of ends of sentence after which a text is over; 0 means that ends of sentence do not end it.
     pub sentences: usize,
     /// The maximum number of tokens that the model reads at a time.
     pub context: usize,

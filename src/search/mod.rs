@@ -52,7 +52,7 @@ pub struct SearchConfig {
     pub rule: SearchRule,
     /// The exponent of the length penalty. A larger one leads to longer translations.
     pub alpha: f64,
-    /// The number of hypotheses returned per sentence, at most `beam`.
+    /// The number of hypotheses that are returned for each sentence, at most `beam`.
     pub n_best: usize,
     /// The maximum number of generated tokens. `None` means 50 more than the source's (google, which counts EOS) or
     /// 200 (fairseq, which does not count EOS).
@@ -137,7 +137,7 @@ impl Default for SearchConfig {
 pub struct Hypothesis {
     /// The tokens, without BOS and EOS.
     pub tokens: Vec<i64>,
-    /// The score by which the rule ranks: log p(y|x) over the length penalty.
+    /// The score by which the rule ranks hypotheses: log p(y|x) divided by the length penalty.
     pub score: f64,
     /// log p(y|x), including the EOS if the hypothesis ends with one.
     pub log_probability: f64,
@@ -186,7 +186,7 @@ impl Search {
         Ok(Search { config, kind, output, weights: Arc::default() })
     }
 
-    /// True if the length limit ended the hypothesis, not the model.
+    /// True if the hypothesis ended because of the length limit, and not because the model predicted its end.
     pub fn is_cut(&self, hypothesis: &Hypothesis) -> bool {
         // Under fairseq's rule, the last token at the limit is always EOS.
         let is_forced = self.config.rule == SearchRule::Fairseq && hypothesis.tokens.len() + 1 >= self.config.limit(0);
@@ -272,7 +272,7 @@ fn waves(beam: usize, slots: usize) -> impl Iterator<Item = Range<usize>> {
 /// speed.
 const MANY: usize = 256;
 
-/// The live hypotheses, sentence after sentence, one per slot.
+/// The live hypotheses, one per slot, ordered by sentence.
 struct Live {
     /// The last token of each slot.
     tokens: Vec<i64>,

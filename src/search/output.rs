@@ -11,7 +11,7 @@ use crate::kernel::best::{Choice, Likely};
 use crate::model::{PreparedWeight, Softcap, Transformer, BOS, EOS, PAD};
 use tch::{Kind, Tensor};
 
-/// The output projection of a model that does not change.
+/// The output projection of a model whose parameters do not change.
 pub(super) struct OutputLayer {
     projection: PreparedWeight,
     softcap: Option<Softcap>,
@@ -73,7 +73,7 @@ mod tests {
     use crate::config::TransformerConfig;
     use tch::Device;
 
-    /// Compares the packed product's choice with libtorch's log-softmax and top-k of the model's logits.
+    /// Compares the choice from the packed product with libtorch's log-softmax and top-k of the model's logits.
     #[test]
     fn the_packed_output_chooses_as_the_composed_one() {
         // With these sizes there are several blocks of columns and of rows.

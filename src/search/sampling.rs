@@ -99,7 +99,7 @@ fn before(a: &Chance, b: &Chance) -> Ordering {
     b.logit.partial_cmp(&a.logit).unwrap_or(Ordering::Equal).then(a.token.cmp(&b.token))
 }
 
-/// Returns the token with the largest logit, the lowest id on ties.
+/// Returns the token with the largest logit. On ties it is the one with the lowest id.
 fn most_probable(logits: &[f64]) -> usize {
     (1..logits.len()).fold(0, |best, token| if logits[token] > logits[best] { token } else { best })
 }

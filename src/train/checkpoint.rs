@@ -46,11 +46,12 @@ const CONFIG: &str = "config.json";
 /// Everything from which a run continues or a model is loaded.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Checkpoint {
-    /// Parameters and running statistics, by canonical name.
+    /// Parameters and running statistics, under their canonical names.
     pub model: Arrays,
     /// The optimizer's moments; empty in an averaged checkpoint.
     pub optimizer: Arrays,
-    /// Counters, position in the data, seed, early stopping, averaging. JSON has no infinity and no NaN.
+    /// The state of the run: counters, the place in the data, the seed, early stopping, averaging. JSON has no
+    /// infinity and no NaN, so the state may not have them, either.
     pub state: Value,
     /// The options of the model (`model`) and of its training.
     pub config: Value,
@@ -141,7 +142,7 @@ pub fn load(path: impl AsRef<Path>) -> Result<Checkpoint> {
     })
 }
 
-/// Reads the state and the config of a checkpoint, like [`load`].
+/// Reads the state and the configuration of a checkpoint, in the same way as [`load`].
 pub fn load_state(path: impl AsRef<Path>) -> Result<(Value, Value)> {
     whole(path.as_ref(), |folder| {
         let manifest = Manifest::read(folder)?;
@@ -150,7 +151,8 @@ pub fn load_state(path: impl AsRef<Path>) -> Result<(Value, Value)> {
     })
 }
 
-/// Reads the arrays and the config of a model, like [`load`]; the optimizer's file may be missing.
+/// Reads the arrays and the configuration of a model, in the same way as [`load`]. The optimizer's file may be
+/// missing.
 pub fn load_model(path: impl AsRef<Path>) -> Result<(Arrays, Value)> {
     whole(path.as_ref(), |folder| {
         let manifest = Manifest::read(folder)?;
@@ -241,7 +243,7 @@ impl Manifest {
             let found = &value["kind"];
             return Err(Error::invalid(format!("{} is no {KIND}: its kind is {found}", folder.display())));
         }
-        // The version is checked before anything else, because a later format may differ in all the rest.
+        // The version is checked first, because everything else may differ in a later format.
         if let Some(version) = value["format_version"].as_u64().filter(|&v| v > FORMAT_VERSION.into()) {
             let writer = value["written_by"].as_str().unwrap_or("a later normformer_rs");
             return Err(Error::invalid(format!(
@@ -305,7 +307,7 @@ impl<'a> CheckedFile<'a> {
         Ok(CheckedFile { path, file, expected, crc: Crc::new() })
     }
 
-    /// Reads the next `bytes` bytes; the caller knows that the file has them.
+    /// Reads the next `bytes` bytes. The caller must know that the file has so many left.
     fn take(&mut self, bytes: u64) -> Result<Vec<u8>> {
         let mut data = vec![0; usize::try_from(bytes).map_err(|e| damaged(self.path, e.to_string()))?];
         self.file.read_exact(&mut data).map_err(|e| Error::io("read", self.path, e))?;

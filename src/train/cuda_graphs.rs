@@ -49,7 +49,7 @@ pub struct Graphs {
     /// The shapes seen so far. A shape is recorded with its second batch: the first batch loads kernels and
     /// libraries, and lets them make their one-time choices.
     seen: HashSet<(Shape, bool)>,
-    /// The graphs, by shape and by `is_partial`.
+    /// The recorded graphs, by shape and by `is_partial`.
     graphs: HashMap<(Shape, bool), Graph>,
     /// True once recording has failed. Then no further pass is recorded or padded.
     is_broken: bool,
@@ -162,7 +162,7 @@ mod tests {
     use std::sync::Arc;
     use tch::{Kind, Tensor};
 
-    /// A recorder for a device without a stream, which replays by running the work again.
+    /// A recorder for devices without streams. Its graphs replay a pass by running the work again.
     struct ReplayRecorder;
 
     impl Recorder for ReplayRecorder {

@@ -22,7 +22,8 @@ pub struct Validation {
 /// The spelling of an unknown piece in a reference that was read as ids. As in fairseq, nothing matches it: an
 /// unknown piece in the output is spelt [`UNKNOWN_SAID`], and no text contains this character.
 pub const UNKNOWN_MEANT: &str = "\u{fffe}";
-/// The spelling of an unknown piece in the model's output. No word of a reference matches it, not even `<unk>`.
+/// The spelling of an unknown piece in the model's output. No word of a reference matches it, not even a literal
+/// `<unk>`.
 const UNKNOWN_SAID: &str = "\u{ffff}";
 
 /// The losses per target token, in nats.

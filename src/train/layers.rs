@@ -7,7 +7,7 @@ use serde::Serialize;
 use std::collections::BTreeMap;
 use tch::{no_grad, Kind, Tensor};
 
-/// An update's numbers by layer (`log_layers`).
+/// The numbers of one update for each layer and gain, which the option `log_layers` asks for.
 #[derive(Clone, Debug, Serialize)]
 pub struct Layers {
     /// The Euclidean norm of each layer's gradient before clipping. The squares add up to that of the whole
@@ -17,7 +17,7 @@ pub struct Layers {
     pub gains: BTreeMap<String, f64>,
 }
 
-/// The numbers of [`Layers`] on their way from the device.
+/// The numbers of [`Layers`] while they travel from the device to the host.
 pub struct PendingLayers {
     groups: Vec<String>,
     gains: Vec<String>,

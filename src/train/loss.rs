@@ -18,7 +18,7 @@ use tch::{no_grad, Kind, Tensor};
 /// enough for full speed.
 const BLOCK: i64 = 1024;
 
-/// Returns label smoothing's two weights for a target vocabulary of `valid` entries.
+/// Returns the two weights of label smoothing, for a target vocabulary with `valid` entries.
 pub fn smoothing(config: &TrainingConfig, valid: usize) -> kernel::Smoothing {
     match config.smoothing {
         SmoothingName::Fairseq => kernel::Smoothing::fairseq(config.label_smoothing, valid),
@@ -64,7 +64,7 @@ impl Types {
     }
 }
 
-/// A buffer for one block of logits, kept between steps.
+/// A buffer for the logits of one block. It is kept between steps, so that its memory is allocated once.
 #[derive(Default)]
 pub struct Workspace {
     logits: Option<Tensor>,
@@ -339,7 +339,7 @@ mod tests {
         }
     }
 
-    /// Compared with autograd of ζ·logsumexp² over the rows that count.
+    /// The z-loss is compared with autograd's gradient of ζ·logsumexp² over the rows that count.
     #[test]
     fn the_z_loss_adds_its_gradient() {
         let mask = Tensor::arange(V, (Kind::Int64, Device::Cpu)).remainder(3).not_equal(1);

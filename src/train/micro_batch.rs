@@ -5,11 +5,11 @@ use crate::error::Result;
 use crate::model::{HostBatch, Packed, PaddedShape, Sentences, PAD};
 use tch::{Device, Tensor};
 
-/// The model's input from a batch, and its targets.
+/// The model's input from one batch, with the targets that the model should predict.
 #[derive(Debug)]
 pub struct Input {
     pub read: Sentences,
-    /// The targets, int64 (target rows).
+    /// The tokens to predict, int64 (target rows).
     pub output: Tensor,
 }
 
@@ -35,7 +35,7 @@ impl Input {
         Input::on_host(batch, None, device)?.to(device)
     }
 
-    /// Builds the input on the host, for a device.
+    /// Builds the input on the host; `device` is the device to which it will be moved.
     fn on_host(batch: &Batch, shape: Option<Shape>, device: Device) -> Result<Self> {
         let packed = |p: &data::PackedIds, padded_shape: Option<PaddedShape>| {
             let packed = Packed::new(&p.tokens, &p.positions, p.offsets.clone())?;
@@ -66,7 +66,7 @@ impl HostBatch for Input {
 #[derive(Debug)]
 pub struct MicroBatch {
     pub input: Input,
-    /// int64 (seed, update, micro-batch).
+    /// The seed of dropout, int64 (seed, update, micro-batch).
     pub seed: Tensor,
     /// The factor that the sum of the losses is multiplied by before back-propagation; 0-dim f64.
     pub scale: Tensor,
@@ -83,7 +83,7 @@ pub struct Turn {
 }
 
 impl MicroBatch {
-    /// Builds the micro-batch on the host, for a device.
+    /// Builds the micro-batch on the host; `device` is the device to which it will be moved.
     pub fn on_host(batch: &Batch, shape: Option<Shape>, turn: Turn, device: Device) -> Result<Self> {
         let (input, Turn { seed, scale, is_partial }) = (Input::on_host(batch, shape, device)?, turn);
         Ok(MicroBatch { input, seed: Tensor::f_from_slice(&seed)?, scale: Tensor::from(scale), is_partial })

@@ -31,12 +31,12 @@ pub trait Observer {
     }
 }
 
-/// The event before the first update.
+/// The event before the first update of a run or a resumed run.
 #[derive(Clone, Debug, Serialize)]
 pub struct Started {
     pub parameters: usize,
     pub updates_per_epoch: f64,
-    /// The number of updates already done.
+    /// The number of updates that were made before, if the run is resumed.
     pub update: u64,
     pub updates: i64,
     pub vocabulary: usize,
@@ -90,7 +90,7 @@ pub struct Evaluation {
     pub seconds: f64,
 }
 
-/// The event of a complete checkpoint.
+/// The event that a checkpoint is complete.
 #[derive(Clone, Debug, Serialize)]
 pub struct Saved {
     pub update: u64,

@@ -34,7 +34,7 @@ const GRAIN: usize = 1 << 16;
 /// The names of Adam's moments in a checkpoint.
 const FIRST: &str = "exp_avg";
 const SECOND: &str = "exp_avg_sq";
-/// The ε that is added to the norm for clipping, as in torch.nn.utils.clip_grad_norm_.
+/// The ε that clipping adds to the norm, as torch.nn.utils.clip_grad_norm_ does.
 const CLIP_EPS: f64 = 1e-6;
 
 pub struct Optimizer {
@@ -63,7 +63,7 @@ pub struct Optimizer {
     seed: u64,
 }
 
-/// The elements of neighbouring parameters that have the same multipliers.
+/// Neighbouring elements in the buffers, of parameters that have the same multipliers.
 #[derive(Debug, PartialEq)]
 struct Segment {
     numbers: Range<usize>,
@@ -273,7 +273,7 @@ impl Optimizer {
         sums.iter().sum::<f64>().sqrt()
     }
 
-    /// Updates one segment. Only `step_on_cpu` calls this, which holds the optimizer mutably.
+    /// Updates one segment. Only `step_on_cpu`, which holds the optimizer mutably, may call this function.
     fn update_on_cpu<M: Moment<f32>>(&self, segment: &Segment, adam: &adam::Adam, rounding: &Rounding, scale: f64) {
         let Range { start, end } = segment.numbers;
         let [p, g] = [&self.parameters, &self.gradients].map(|t| Shared::new(&mut host_mut::<f32>(t)[start..end]));
@@ -360,8 +360,8 @@ fn host<E: Element>(t: &Tensor) -> &[E] {
 
 #[allow(clippy::mut_from_ref)]
 fn host_mut<E: Element>(t: &Tensor) -> &mut [E] {
-    // SAFETY: see `host`; `update_on_cpu` is the only caller, uses each buffer once at a time, and stands below
-    // `step_on_cpu`, which holds the optimizer mutably.
+    // SAFETY: see `host`. `update_on_cpu` is the only caller, and uses each buffer once at a time. It is only called
+    // by `step_on_cpu`, which holds the optimizer mutably.
     unsafe { std::slice::from_raw_parts_mut(t.data_ptr().cast(), t.numel()) }
 }
 

@@ -15,7 +15,7 @@ pub struct Schedule {
     multiplier: f64,
     warmup: f64,
     warmup_init: f64,
-    /// The number of the first update.
+    /// The number n of the first update: 1, or 0 as fairseq counts.
     first: f64,
     d_model: f64,
     /// The number of updates in the run, for the schedules that fall until the last one.

@@ -35,13 +35,13 @@ pub struct Progress {
     pub cursor: Cursor,
     pub seconds: f64,
     pub best: Option<f64>,
-    /// The number of evaluations since the best one.
+    /// The number of evaluations that were made since the best one.
     pub since_best: u64,
     pub evaluations: u64,
     /// True if the run has reached an evaluation that it has not made yet.
     #[serde(default)]
     pub is_due: bool,
-    /// The update of the latest evaluation.
+    /// The number of the update after which the latest evaluation was made.
     #[serde(default)]
     pub evaluated: u64,
     /// True if this checkpoint was saved only because the user wanted to stop. It is removed when the next one is
@@ -116,7 +116,7 @@ pub struct Trainer {
     unheard: Option<Error>,
     /// The checkpoint from which this run continues, if it was saved only because the user stopped the run.
     pause: Option<PathBuf>,
-    /// The name of the best checkpoint, to which the best score belongs.
+    /// The name of the best checkpoint. The best score in `progress` is this checkpoint's.
     best: Option<String>,
     /// True if the first update must measure the gains of the residual scheme.
     measures_gains: bool,
@@ -152,7 +152,7 @@ pub struct Parts {
     pub validation: Validation,
     pub store: CheckpointStore,
     pub unigram_entropy: f64,
-    /// The numbers of sentences and of batches in an epoch.
+    /// The number of sentences in an epoch, and the number of batches.
     pub sentences: usize,
     pub batches_per_epoch: usize,
     pub text: Digests,
@@ -413,7 +413,7 @@ impl Trainer {
         let grad_norm = self.optimizer.step(number, lr, &sums.f_select(0, 0)?, self.group)?;
         let numbers = Pending::of(&Tensor::f_cat(&[sums, grad_norm.f_reshape([1i64].as_slice())?], 0)?)?;
         self.progress.update = number;
-        // A cursor at index 0 means that an epoch has just ended.
+        // The cursor's index is 0 when an epoch has just ended; then this update still belongs to that epoch.
         let epoch = if cursor.index == 0 { cursor.epoch } else { cursor.epoch + 1 };
         (self.progress.cursor, self.progress.seen.0) = (cursor, seen);
         Ok(Running { number, epoch, lr, tokens, start, numbers, layers, statistics })

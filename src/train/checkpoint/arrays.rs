@@ -14,15 +14,15 @@ use crate::host::Held;
 /// Arrays by name.
 pub type Arrays = BTreeMap<String, Array>;
 
-/// The maximum header size in bytes, safetensors' own limit.
+/// The maximum size of the header in bytes; safetensors has the same limit.
 const HEADER_BYTES: u64 = 100_000_000;
 
 /// One array.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Array {
-    /// safetensors' type of the elements.
+    /// The type of the elements, as safetensors names it.
     pub dtype: Dtype,
-    /// Sizes, outermost first; empty for a scalar.
+    /// The sizes of the dimensions, outermost first; empty for a scalar.
     pub shape: Vec<usize>,
     /// The elements in row-major order, little-endian.
     pub data: Bytes,
@@ -111,7 +111,8 @@ pub(super) fn check(arrays: &Arrays) -> Result<()> {
     Ok(())
 }
 
-/// Writes arrays that passed [`check`], widest elements first, so that each is aligned in the file.
+/// Writes arrays that have passed [`check`]. Arrays with the widest elements come first, so that each array is
+/// aligned in the file.
 pub(super) fn write(sink: &mut Sink, arrays: &Arrays) -> Result<()> {
     let mut order: Vec<(&String, &Array)> = arrays.iter().collect();
     order.sort_by_key(|(_, array)| std::cmp::Reverse(array.dtype));
@@ -122,7 +123,7 @@ pub(super) fn write(sink: &mut Sink, arrays: &Arrays) -> Result<()> {
         let info = TensorInfo { dtype: array.dtype, shape: array.shape.clone(), data_offsets: (start, end) };
         ((*name).clone(), info)
     });
-    // Readers of Hugging Face's files require this entry.
+    // Programs that read Hugging Face's files require this entry.
     let about = [("format".to_string(), "pt".to_string())].into();
     let mut header = Metadata::new(Some(about), infos.collect())
         .map_err(|e| e.to_string())

@@ -61,7 +61,7 @@ impl CheckpointStore {
         Ok(store)
     }
 
-    /// Opens the checkpoints of the run in `dir` for reading: nothing is changed.
+    /// Opens the checkpoints of the run in `dir` for reading, without changing anything.
     pub fn at(dir: impl AsRef<Path>) -> Self {
         CheckpointStore { folder: dir.as_ref().join(CHECKPOINTS) }
     }
@@ -191,7 +191,8 @@ impl CheckpointStore {
         })
     }
 
-    /// Returns a checkpoint of this run from which to continue: `best`, `last`, its name, or its update's number.
+    /// Returns the checkpoint of this run from which the user wants to continue: `best`, `last`, a checkpoint's name,
+    /// or an update's number.
     pub fn chosen(&self, what: &str) -> Result<ResumePoint> {
         if Path::new(what).components().count() != 1 {
             return Err(self.missing(what));
