@@ -17,10 +17,10 @@ fn main() {
     shim.cpp(true)
         .std("c++20")
         .pic(true)
-        .flag("-fopenmp") // without it at::parallel_for compiles to a serial loop
+        .flag("-fopenmp") // without this flag at::parallel_for is a serial loop
         .flag("-fvisibility=hidden")
         .flag("-O2")
-        .warnings(false) // torch's headers warn
+        .warnings(false) // torch's headers cause warnings
         .define("NORMFORMER_RS_SHIM", None)
         .include(&include)
         .include(include.join("torch/csrc/api/include"))

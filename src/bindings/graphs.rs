@@ -43,6 +43,7 @@ impl Drop for CudaGraph {
 }
 
 impl GraphPool {
+    /// Prepares the pool for the graphs of one device, and the side stream on which they are captured.
     fn new(device: Device) -> Result<Self> {
         let (index, stream) = match device {
             Device::Cuda(index) => (index, Some(SideStream::of(index)?)),

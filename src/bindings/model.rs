@@ -40,7 +40,7 @@ fn parameters(py: Python<'_>, model: &str, seed: u64, device: &str) -> PyResult<
 /// `kinds` are the layer's sublayers, if they differ from the stack's.
 #[pyfunction]
 #[pyo3(signature = (weight, roles, model, stack, layer, sublayer, kinds=None))]
-#[allow(clippy::too_many_arguments)] // one call of the interpreter
+#[allow(clippy::too_many_arguments)] // Python makes one call
 fn draw_linear(
     py: Python<'_>,
     weight: PyTensor,
@@ -274,7 +274,7 @@ fn observe<'py>(
         let build = if is_differentiated { Transformer::to_train } else { Transformer::with_parameters };
         let (built, read, kind) = reading(build(&model, &tensors)?, source, &target, kind)?;
         let watch = Rc::new(Watch::default());
-        let ctx = context(&model, seed, kind).fork(true).watched(watch.clone()); // statistics stay fixed
+        let ctx = context(&model, seed, kind).fork(true).watched(watch.clone()); // no statistics are updated
         let logits = if is_differentiated {
             tch::with_grad(|| read.target.unpack(&built.logits(&built.features(&read, &ctx)?, kind)?, &target))
                 .map(Some)

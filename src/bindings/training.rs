@@ -70,6 +70,7 @@ struct PyObserver {
 }
 
 impl PyObserver {
+    /// Calls a method of the observer with one argument, which is passed as JSON and arrives as Python objects.
     fn tell(&mut self, method: &str, value: &impl serde::Serialize) -> crate::error::Result<()> {
         let text = serde_json::to_string(value).map_err(|e| Error::invalid(e.to_string()))?;
         self.call(|py, observer| {
@@ -78,6 +79,8 @@ impl PyObserver {
         })
     }
 
+    /// Runs `work` with the GIL, and keeps the first exception in `raised`. While the run is ending because of an
+    /// exception, requests to stop no longer count.
     fn call(&mut self, work: impl FnOnce(Python<'_>, &PyObject) -> PyResult<()>) -> crate::error::Result<()> {
         let is_ending = self.raised.is_some();
         let called = Python::with_gil(|py| {

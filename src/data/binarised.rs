@@ -179,6 +179,7 @@ fn pairs(folder: &Path, split: &str) -> Result<BTreeSet<Pair>> {
     Ok(names.filter_map(pair).collect())
 }
 
+/// Returns the error for a failed access: a missing file gets a message that says what should be there.
 fn refused(act: &'static str, path: &Path, error: std::io::Error) -> Error {
     match error.kind() {
         ErrorKind::NotFound => {
@@ -220,6 +221,7 @@ const MMAP: &[u8] = b"MMIDIDX\0\0";
 const TORCHNET: &[u8] = b"TNTIDX\0\0";
 
 impl Index {
+    /// Reads an index file in either format.
     fn read(path: &Path) -> Result<Self> {
         let content = fs::read(path).map_err(|e| refused("read", path, e))?;
         let parsed = match (content.strip_prefix(MMAP), content.strip_prefix(TORCHNET)) {
@@ -232,6 +234,7 @@ impl Index {
         parsed.map_err(|what| Error::invalid(format!("{}: {what}", path.display())))
     }
 
+    /// Parses an index of the `mmap` format, whose starts are in bytes.
     fn mmap(mut body: &[u8]) -> Result<Self, String> {
         let kind = IdKind::find(one(&mut body, 8)?, one(&mut body, 1)?)?;
         let count = one(&mut body, 8)?;
@@ -241,6 +244,7 @@ impl Index {
         index.ends_with(body, starts.map(|start| (start % unit == 0).then_some(start / unit)))
     }
 
+    /// Parses an index of the `cached` and `lazy` formats, whose starts are in numbers. Ids are stored as id + 1.
     fn torchnet(mut body: &[u8]) -> Result<Self, String> {
         let kind = IdKind::find(one(&mut body, 8)?, one(&mut body, 8)?)?;
         let bytes = one(&mut body, 8)?;
@@ -261,6 +265,7 @@ impl Index {
         index.ends_with(body, starts.map(Some))
     }
 
+    /// Builds the index from the lengths of the sentences. Errors if a length is negative or the sum overflows.
     fn of(kind: IdKind, first: i64, lengths: impl Iterator<Item = i64>) -> Result<Self, String> {
         let lengths: Vec<i64> = lengths.collect();
         if lengths.iter().any(|length| *length < 0) {
@@ -295,6 +300,7 @@ impl Index {
 }
 
 impl IdKind {
+    /// Returns the integer type with this code of fairseq. Errors if the index has a version other than 1.
     fn find(version: i64, code: i64) -> Result<Self, String> {
         let found = KINDS.iter().find(|(known, _)| *known == code && version == 1);
         found.map(|(_, kind)| *kind).ok_or_else(|| {

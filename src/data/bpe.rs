@@ -94,6 +94,7 @@ impl Bpe {
         Self::new(WordEnd::OnLastCharacter, merges)
     }
 
+    /// Builds a BPE from listed merges. If a merge is listed twice, only the first place counts.
     fn new(word_end: WordEnd, listed: Vec<(String, String)>) -> Self {
         let mut merges = Vec::with_capacity(listed.len());
         let mut ranks: HashMap<String, HashMap<String, usize>> = HashMap::new();
@@ -142,6 +143,7 @@ impl Bpe {
         std::iter::once(version.to_owned()).chain(merges).collect()
     }
 
+    /// Splits one word into pieces. A word of a single character has no merges.
     fn segment_word(&self, word: &str) -> Vec<String> {
         if word.chars().nth(1).is_none() {
             return vec![word.to_owned()];

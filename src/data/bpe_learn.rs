@@ -126,6 +126,7 @@ impl Learner {
         Ok(learner)
     }
 
+    /// Adds a word that occurs `count` times: one place for each character, and the counts of all adjacent pairs.
     fn add(&mut self, word: &str, count: i64) {
         let first = self.symbols.len();
         for (index, character) in word.char_indices() {

@@ -194,6 +194,7 @@ fn read_whole(
     }
 }
 
+/// Returns the error for a text that does not fit into memory; `bytes` have been read.
 fn too_large(path: &Path, bytes: usize) -> Error {
     Error::invalid(format!(
         "{}: its text does not fit into memory (no room after {bytes} bytes of it): give a smaller file, or more memory",

@@ -80,6 +80,7 @@ pub static DEEPNORM: Init = Init {
     ..XAVIER
 };
 
+/// Returns DeepNorm's β, the gain of the initial values, which falls with the depth.
 fn deepnorm_beta(place: &LayerContext) -> f64 {
     place.constant(
         |n, m| 0.87 * (n.powi(4) * m).powf(-1.0 / 16.0),
@@ -99,6 +100,7 @@ pub static SUBLN: Init = Init {
     ..XAVIER
 };
 
+/// Returns Sub-LN's γ, the gain of the initial values, which grows with the depth.
 fn subln_gamma(place: &LayerContext) -> f64 {
     place.constant(
         |n, m| ((3.0 * m).ln() * (2.0 * n).ln() / 3.0).sqrt(),
@@ -158,6 +160,7 @@ pub static T_FIXUP: Init = Init {
     ..XAVIER
 };
 
+/// Returns the gain with which T-Fixup scales initial values in this stack.
 fn t_fixup_gain(place: &LayerContext) -> f64 {
     match place.stack {
         StackName::Encoder => 0.67 * (place.encoder_layers() as f64).powf(-0.25),

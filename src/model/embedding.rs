@@ -96,6 +96,7 @@ impl Embeddings {
         self.embed(&self.target, &self.target_positions, input, ctx)
     }
 
+    /// Embeds the tokens with one side's table and positions, then applies dropout.
     fn embed(&self, table: &Tensor, positions: &PositionEmbedding, input: &Packed, ctx: &Context) -> Result<Tensor> {
         let mut words = Tensor::f_embedding(table, &input.tokens, -1, false, false)?;
         if self.fixnorm {

@@ -61,6 +61,7 @@ fn length(t: &Tensor) -> usize {
     t.numel() * t.kind().elt_size_in_bytes()
 }
 
+/// Returns the bytes of all tensors one after the other, each filled up to a multiple of [`ALIGN`].
 fn side_by_side(tensors: &[&mut Tensor]) -> Result<Vec<u8>> {
     let mut bytes = Vec::new();
     for t in tensors {

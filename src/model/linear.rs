@@ -90,6 +90,7 @@ struct FlatLinear {
 }
 
 impl FlatLinear {
+    /// Finds the layer's parameters in the flat buffers; returns `None` if one of them is not there.
     fn of(flat: &FlatBuffers, weight: &Tensor, bias: Option<&Tensor>) -> Result<Option<Self>> {
         let Some(weight) = flat.place(weight)? else { return Ok(None) };
         let bias = match bias {

@@ -156,7 +156,7 @@ fn joint(
 /// Returns x = Σ_i p_i H_i, and the streams Σ_i R_ij H_i with their write gates; one product computes both.
 fn read_and_mix(streams: &Tensor, reading: Tensor, r: &Tensor, gates: &Tensor) -> Result<Read> {
     let both = Tensor::f_cat(&[reading, r.f_transpose(-2, -1)?], -2)?.f_to_kind(streams.kind())?.f_matmul(streams)?;
-    let mixed = both.f_narrow(-2, 1, streams.size()[streams.dim() - 2])?; // of (…, 1 + n, d)
+    let mixed = both.f_narrow(-2, 1, streams.size()[streams.dim() - 2])?; // rows 1 to n of (…, 1 + n, d)
     Ok((both.f_select(-2, 0)?, Some(PendingWrite { mixed, gates: gates.f_to_kind(streams.kind())? })))
 }
 

@@ -142,6 +142,8 @@ impl<'a> Builder<'a> {
         self.declare(name, shape, &fill, DeclaredAs::Own(sums_over))
     }
 
+    /// Declares a parameter: draws it or takes the given tensor, and stores it with its name and its kind of
+    /// declaration.
     fn declare(&mut self, name: &str, shape: &[i64], fill: &Fill, declared: DeclaredAs) -> Result<Tensor> {
         let name = self.full(name);
         let tensor = match &self.source {
@@ -249,6 +251,7 @@ fn named_seed(seed: u64, name: &str) -> u64 {
     mixed ^ (mixed >> 31)
 }
 
+/// Returns a new tensor with initial values drawn from `draw`.
 fn made(shape: &[i64], fill: &Fill, kind: Kind, device: Device, draw: &Generator) -> Result<Tensor> {
     // Values are drawn on the CPU and at least in f32. So a seed gives the same model on every device and in every
     // type.

@@ -369,7 +369,7 @@ mod tests {
         let other = [0, 3, 0, 2, 3, 1, 2, 6, 4, 5, 8, 1];
         let shared = [0, 1, 0, 4, 1, 1, 4, 3, 2, 1, 0, 4];
         let seed = Tensor::from_slice(&[7i64, 3, 1]);
-        let gap = [0, 3, 1, 3, 3, 1, 4, 1, 4, 5, 7, 2]; // some keys are read by nobody
+        let gap = [0, 3, 1, 3, 3, 1, 4, 1, 4, 5, 7, 2]; // no query reads some of the keys
         let cases = [
             (itself, false, 9, 9),
             (itself, true, 9, 9),

@@ -183,6 +183,7 @@ impl BuiltChange {
         })
     }
 
+    /// Returns x after this change. Keeping a tensor, or reading a kept one, uses the tensors in `rows`.
     pub fn apply(&self, x: &Tensor, rows: &RowContext) -> Result<Tensor> {
         Ok(match self {
             BuiltChange::Norm { norm, .. } => norm.forward(x, rows)?,

@@ -41,6 +41,7 @@ impl Sinusoids {
         Ok(tables.last().expect("a table was made above").shallow_clone())
     }
 
+    /// Computes a table of this many rows in f64, then casts it.
     fn make(&self, rows: usize, kind: Kind, device: Device) -> Result<Tensor> {
         let d = self.width as usize;
         let half = d / 2;

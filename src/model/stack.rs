@@ -362,6 +362,8 @@ impl Stack {
 }
 
 impl Body {
+    /// Runs one layer: the changes at its beginning, then each sublayer and its residual connection. `attend`
+    /// computes the attention sublayers.
     fn layer(&self, index: usize, mut streams: Streams, ctx: &Context, attend: &mut Attend) -> Result<Streams> {
         let Layer { begin, sublayers, .. } = &self.layers[index];
         streams.x = begin.apply(streams.x, ctx)?;

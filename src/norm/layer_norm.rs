@@ -133,7 +133,7 @@ mod tests {
 
     #[test]
     fn an_outlier_in_the_first_columns_does_not_cancel() {
-        // The outlier is among the first 128 columns, from which the mean is guessed: the guess is about 1e6/128 = 7812,
+        // The outlier is among the first 128 columns, from which the mean is guessed. The guess is about 1e6/128 = 7812,
         // the mean about 1000.
         let mut x: Vec<f32> = (0..1000).map(|i| (i % 5) as f32 - 2.0).collect();
         x[3] = 1e6;

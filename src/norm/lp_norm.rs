@@ -130,7 +130,7 @@ mod tests {
     fn the_gradient_is_the_formulas() {
         let (g, eps) = (1.7, 1e-5);
         for p in [1.0, 1.5, 3.0, f64::INFINITY] {
-            let x = Tensor::from_slice(&[0.5f64, -2.0, 2.0, 0.25]).set_requires_grad(true); // a tie for the largest
+            let x = Tensor::from_slice(&[0.5f64, -2.0, 2.0, 0.25]).set_requires_grad(true); // two are the largest
             let dy = Tensor::from_slice(&[1.0f64, 0.5, -1.0, 2.0]);
             let weight = Tensor::from_slice(&[g]);
             let y = composed(&x, Some(&weight), p, eps).unwrap();

@@ -83,6 +83,8 @@ pub static OPERATOR: ColumnNormOpSpec = ColumnNormOpSpec {
     composed: settle_composed,
 };
 
+/// Returns the statistics to apply, which are the running ones, or during warm-up the batch's own. Then updates ψ²
+/// and the number of updates t.
 fn settle(batch: &BatchStatistics, state: &mut State, o: &ColumnOptions) -> Stats {
     let running = Stats::new(&batch.mean, state.first, o.eps);
     if !o.train {
@@ -116,6 +118,7 @@ fn settle(batch: &BatchStatistics, state: &mut State, o: &ColumnOptions) -> Stat
     stats
 }
 
+/// Does the same as `settle` with PyTorch's operations; masks replace its decisions.
 fn settle_composed(batch: &BatchTensors, state: &StateTensors, o: &ColumnOptions) -> Result<AppliedStatistics> {
     let (Some(phi), Some(iters)) = (&state.first, &state.iters) else {
         unreachable!("the operator has asked for both")

@@ -48,6 +48,7 @@ struct MaskedRows {
 }
 
 impl MaskedRows {
+    /// Casts x to the type of sums, and gives it at least two dimensions.
     fn new(x: &Tensor, pad: Option<&Tensor>) -> Result<Self> {
         let x = accumulate(x)?;
         let x = if x.dim() == 1 { x.f_unsqueeze(0)? } else { x };
@@ -71,6 +72,7 @@ impl MaskedRows {
         self.dims.iter().map(|d| self.x.size()[*d as usize] as f64).product()
     }
 
+    /// Returns the number of real rows as a scalar tensor.
     fn count(&self) -> Result<Tensor> {
         match &self.pad {
             Some(pad) => Ok(pad.f_logical_not()?.f_sum(self.x.kind())?),
@@ -80,6 +82,7 @@ impl MaskedRows {
 }
 
 impl BatchTensors {
+    /// Measures the batch. `all_too` asks for the mean square over all rows, padding included.
     fn of(rows: &MaskedRows, centred: bool, all_too: bool) -> Result<Self> {
         let count = rows.count()?;
         let divisor = count.f_clamp_min(1.0)?;
@@ -144,6 +147,8 @@ impl BatchTensors {
 }
 
 impl AppliedStatistics {
+    /// Returns statistics to apply with this shift, and with a scale computed from `square`. The other numbers are
+    /// those of running statistics: the gradient treats them as constants.
     fn of(shift: Option<&Tensor>, square: &Tensor, count: &Tensor, o: &ColumnOptions) -> Result<Self> {
         let scale = square.f_add_scalar(o.eps)?.f_rsqrt()?;
         Ok(AppliedStatistics {
@@ -164,6 +169,7 @@ impl AppliedStatistics {
         AppliedStatistics::of(mean.as_ref(), &flat(square)?, &batch.count, o)
     }
 
+    /// Returns the statistics as one tensor, with a row for each number that the backward pass reads.
     fn stats(&self) -> Result<Tensor> {
         let row = |t: &Tensor| t.f_to_kind(self.scale.kind())?.f_expand_as(&self.scale);
         let shift = match &self.shift {

@@ -54,6 +54,7 @@ struct Walk<'a> {
 }
 
 impl Walk<'_> {
+    /// Checks the declaration of one layer. Its names belong to the layer alone, so they are cleared first.
     fn layer(&mut self, layer: &LayerSpec, place: &LayerContext) -> CheckResult {
         let (sublayers, wanted) = (layer.sublayers.len(), place.sublayers as usize);
         if sublayers != wanted {
@@ -303,6 +304,7 @@ impl Walk<'_> {
         }
     }
 
+    /// Checks a gain: a constant, a temperature, or the shape of its parameter.
     fn gain(&mut self, gain: &Gain, widths: &[i64]) -> CheckResult {
         match gain {
             Gain::Constant(c) if !is_finite_in_f32(*c) => Err(format!("a gain is {c:e}: it must be finite in float32")),
@@ -328,6 +330,7 @@ impl Walk<'_> {
         }
     }
 
+    /// Checks a norm: its name, which must be new and stand below `path`, its initial value, and its width.
     fn norm(&mut self, at: &str, norm: &NormAt, widths: &[i64], path: Option<&str>) -> CheckResult {
         self.name(&norm.name)?;
         self.owned(&norm.name, path)?;
@@ -381,6 +384,8 @@ impl Walk<'_> {
         }
     }
 
+    /// Errors if a name has other characters than letters, digits and _ between dots, or is the name of a layer's
+    /// part.
     fn name(&self, name: &str) -> CheckResult {
         let is_word = |word: &str| !word.is_empty() && word.chars().all(|c| c.is_ascii_alphanumeric() || c == '_');
         match name.split('.').all(is_word) {

@@ -49,6 +49,7 @@ fn stack(place: &LayerContext) -> StackSpec {
     StackSpec { combine: Some(combine), ..(layers(place).stack)(place) }
 }
 
+/// Returns the scheme around the sublayers, PreNorm or PostNorm, as the option says.
 fn layers(place: &LayerContext) -> &'static Scheme {
     match place.options.get(&NORM) {
         DlclNorm::Pre => &prenorm::PRENORM,

@@ -26,6 +26,7 @@ option_spec! {
 }
 
 impl GpasScheme {
+    /// Returns the scheme to which gpas is applied.
     fn of(place: &LayerContext) -> &'static Scheme {
         match place.options.get(&SCHEME) {
             GpasScheme::PreNorm => &PRENORM,

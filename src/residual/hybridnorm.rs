@@ -17,6 +17,7 @@ pub static HYBRIDNORM: Scheme = Scheme {
     ..Scheme::PLAIN
 };
 
+/// Puts a norm after the layer's last attention, which is the norm N(y) before the feed-forward.
 fn around(place: &LayerContext) -> ResidualSpec {
     let is_last_attention = place.index + 2 == place.sublayers;
     match is_last_attention {
@@ -44,6 +45,7 @@ pub static HYBRIDNORM_STAR: Scheme = Scheme {
     ..Scheme::PLAIN
 };
 
+/// In this variant the first layer is PreNorm.
 fn around_star(place: &LayerContext) -> ResidualSpec {
     match place.layer {
         0 => (PRENORM.around)(place),

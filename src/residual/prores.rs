@@ -19,6 +19,7 @@ choice! {
 }
 
 impl ProResScheme {
+    /// Returns the scheme whose branches are warmed up.
     fn of(place: &LayerContext) -> &'static Scheme {
         match place.options.get(&SCHEME) {
             ProResScheme::PreNorm => &PRENORM,

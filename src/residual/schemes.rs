@@ -144,6 +144,7 @@ enum Share {
 }
 
 impl Share {
+    /// Returns the number of layers in a stack that has `layers`.
     fn of(self, layers: i64) -> i64 {
         match self {
             Share::Layers(count) => count,
@@ -368,6 +369,7 @@ fn find(name: &str) -> Result<&'static Scheme> {
         .ok_or_else(|| unknown("residual", name, SCHEMES.iter().map(|s| s.name)))
 }
 
+/// True if the scheme declares a norm anywhere: around or inside a sublayer, in a layer, or in the stack.
 fn puts_norms(scheme: &SchemeRef, place: &LayerContext) -> bool {
     let is_norm = |change: &Change| change.norm().is_some();
     let has = |place: LayerContext| {

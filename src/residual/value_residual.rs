@@ -25,6 +25,7 @@ pub static VALUE_RESIDUAL: Scheme = Scheme {
     ..Scheme::PLAIN
 };
 
+/// The first layer keeps its values; every later layer mixes its own values with them.
 fn inside(place: &LayerContext) -> Vec<(Point, Change)> {
     let start = place.options.get(&START);
     let gain = |name: &str| match place.options.get(&LEARNED) {

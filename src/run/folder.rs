@@ -201,6 +201,7 @@ pub(super) fn check_checkpoints(output: &Path) -> Result<()> {
     }
 }
 
+/// Writes the text files of a run, and before them the checksums that prove they belong to the run.
 fn write(
     output: &Path,
     configs: &Configs,
@@ -405,6 +406,7 @@ pub(super) fn read_mask(output: &Path, vocabulary: &Vocabulary) -> Result<Vec<bo
     Ok(data::seen_mask(vocabulary.len(), [vocabulary.encode(&types).as_slice()]))
 }
 
+/// Returns the last byte of a file; `None` if the file is empty.
 fn last_byte(path: &Path) -> Result<Option<u8>> {
     let mut file = atomic::open(path, File::options().read(true))?;
     let mut last = [0];
@@ -443,6 +445,7 @@ impl<'a> Log<'a> {
         self.file.as_deref().map_or(Ok(()), |path| atomic::append(path, text))
     }
 
+    /// Appends one event to the log, as a JSON object on a line.
     fn write(&self, event: &str, value: &impl Serialize) -> Result<()> {
         let mut value = serde_json::to_value(value).map_err(|e| Error::invalid(e.to_string()))?;
         if let Some(object) = value.as_object_mut() {

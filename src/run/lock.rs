@@ -134,6 +134,7 @@ fn missing(folder: &Path) -> Vec<PathBuf> {
     missing
 }
 
+/// True if `path` still leads to this open file and not to another one.
 fn is_named(file: &File, path: &Path) -> bool {
     match (file.metadata(), fs::metadata(path)) {
         (Ok(own), Ok(named)) => (own.dev(), own.ino()) == (named.dev(), named.ino()),

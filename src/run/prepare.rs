@@ -265,6 +265,7 @@ pub(super) fn read(
     }
 }
 
+/// Returns the segmenter that the options ask for. Errors unless exactly one of the three options is given.
 fn segmenter(config: &DataConfig, train: &Sides<String>, check_interrupt: Interrupt) -> Result<Segmenter> {
     match (config.bpe_operations, &config.bpe_codes, config.no_bpe) {
         (Some(n), None, false) if n >= 1 => {
@@ -282,6 +283,7 @@ fn segmenter(config: &DataConfig, train: &Sides<String>, check_interrupt: Interr
     }
 }
 
+/// Returns the batches of the validation set, which are the same in every evaluation.
 pub(super) fn valid_batches(valid: &Corpus, training: &TrainingConfig) -> Vec<Batch> {
     let plan = data::plan(&valid.lengths(), training.max_tokens as usize, 0, 0);
     plan.iter().map(|sentences| data::collate(valid, sentences)).collect()

@@ -166,6 +166,8 @@ impl<'a> Beam<'a> {
         self.done = self.finals.len() >= beam || self.hypotheses.is_empty();
     }
 
+    /// Returns the hypothesis that a candidate describes: its parent, with the candidate's token if it has one. EOS
+    /// is not stored.
     fn grown(&self, candidate: &Candidate) -> Partial {
         let Partial { hypothesis: parent, slot, next } = &self.hypotheses[candidate.parent];
         let mut tokens = parent.tokens.clone();

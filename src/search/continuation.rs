@@ -46,6 +46,7 @@ pub(super) struct TargetVocabulary {
 }
 
 impl TargetVocabulary {
+    /// Builds the vocabulary from a mask. Errors if the mask has the wrong type or shape, or allows no sentence.
     pub fn new(mask: Option<&Tensor>, size: i64) -> Result<Self> {
         let Some(mask) = mask else { return Ok(TargetVocabulary { bias: None, ids: None }) };
         if mask.kind() != Kind::Bool || mask.size() != [size] {

@@ -183,7 +183,7 @@ mod tests {
             let expected = p * draws as f64;
             sum += match expected > 0.0 {
                 true => (*count as f64 - expected).powi(2) / expected,
-                false => *count as f64 * 1e9, // a forbidden token
+                false => *count as f64 * 1e9, // a forbidden token was drawn
             };
         }
         (sum, probabilities.iter().filter(|p| **p > 0.0).count() - 1)

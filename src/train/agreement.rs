@@ -16,6 +16,7 @@ impl ProcessGroup {
         self.told(numbers, device, ProcessGroup::first)
     }
 
+    /// Exchanges numbers on the host through a collective operation on the group's device.
     fn told<const N: usize>(
         self,
         numbers: [f64; N],

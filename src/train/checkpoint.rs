@@ -88,6 +88,8 @@ pub fn save(path: &Path, update: u64, checkpoint: &Checkpoint) -> Result<()> {
     save_at(path, update, checkpoint, None)
 }
 
+/// Writes a checkpoint's files. `state.json` is written last, because it has the checksums of the other files and of
+/// itself.
 fn save_at(path: &Path, update: u64, checkpoint: &Checkpoint, saving: Option<Saving>) -> Result<()> {
     arrays::check(&checkpoint.model)?;
     arrays::check(&checkpoint.optimizer)?;
@@ -315,6 +317,7 @@ impl<'a> CheckedFile<'a> {
         Ok(data)
     }
 
+    /// Errors if the bytes that were read do not have the expected CRC-32.
     fn finish(self) -> Result<()> {
         let (found, expected) = (self.crc.sum(), self.expected.crc32);
         if found != expected {
@@ -335,6 +338,7 @@ fn json(value: &impl Serialize) -> Result<String> {
     serde_json::to_string_pretty(value).map_err(|e| Error::invalid(format!("the state cannot be written as JSON: {e}")))
 }
 
+/// Returns the last line of `state.json`, which has the CRC-32 of everything before it.
 fn last_line(body: impl AsRef<[u8]>) -> String {
     let mut crc = Crc::new();
     crc.update(body.as_ref());

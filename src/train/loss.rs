@@ -55,6 +55,7 @@ struct Types {
 impl Types {
     const IGNORED: i64 = -1;
 
+    /// Numbers the columns of logits from 0, one for each entry that the mask allows.
     fn of(mask: &Tensor) -> Result<Self> {
         let ids = mask.f_nonzero()?.f_view(-1i64)?;
         let columns = mask.f_cumsum(0, Kind::Int64)?.f_sub_scalar(1)?;
@@ -71,6 +72,8 @@ pub struct Workspace {
 }
 
 impl Workspace {
+    /// Returns the first `rows` rows of the buffer. Allocates the buffer anew if its width, type or device does not
+    /// fit.
     fn block(&mut self, rows: i64, cols: i64, kind: Kind, like: &Tensor) -> Result<Tensor> {
         let fits = |t: &Tensor| t.size()[1] == cols && t.kind() == kind && t.device() == like.device();
         if !self.logits.as_ref().is_some_and(fits) {

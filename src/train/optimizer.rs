@@ -201,6 +201,7 @@ impl Optimizer {
         Rounding { seed: self.seed, update: step as u32, first: segment.numbers.start }
     }
 
+    /// Makes the update on the CPU, segment by segment. Skips it if the norm or the loss is not finite.
     fn step_on_cpu(&mut self, step: u64, lr: f64, loss: &Tensor, group: ProcessGroup) -> Result<Tensor> {
         let norm = self.norm_on_cpu();
         if norm.is_finite() && loss.f_double_value(&[])?.is_finite() {

@@ -194,6 +194,7 @@ impl Schedule {
         }
     }
 
+    /// Returns the rate of a linear warm-up to `peak`, and `peak` afterwards.
     fn warm(&self, n: f64, peak: f64) -> f64 {
         match n < self.warmup {
             true => self.warmup_init + (peak - self.warmup_init) * n / self.warmup,

@@ -484,6 +484,7 @@ impl Trainer {
         ))
     }
 
+    /// True if an evaluation is due: after `evaluate_every` updates, or if that is 0, at the end of an epoch.
     fn is_evaluation_due(&self, epoch_before: u64) -> bool {
         match self.config.evaluate_every {
             0 => self.progress.cursor.epoch > epoch_before,
@@ -532,6 +533,7 @@ impl Trainer {
         told
     }
 
+    /// Measures the validation loss, and BLEU if the loss is finite. Warns of norms that have refused statistics.
     fn measure(&self, observer: &mut dyn Observer) -> Result<(Score, Option<f64>)> {
         let TrainStep { model, objective, kind, .. } = &*self.train_step;
         let score = evaluate_loss(model, &self.validation.batches, objective, *kind, || observer.check_interrupt())?;
@@ -581,6 +583,7 @@ impl Trainer {
         self.group.agree(told, self.device)
     }
 
+    /// Writes a checkpoint, and removes the one of an interruption from which this run has continued.
     fn write(&mut self, best: bool) -> Result<()> {
         let json = |e: serde_json::Error| Error::invalid(format!("the state cannot be written: {e}"));
         let checkpoint = Checkpoint {
