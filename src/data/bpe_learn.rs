@@ -72,7 +72,7 @@ struct Learner {
     symbols: Vec<Id>,
     next: Vec<u32>,
     previous: Vec<u32>,
-    /// The index of the word at each place.
+    /// For each place in `symbols`, the index of the word that it belongs to.
     words: Vec<u32>,
     /// The frequency of each word.
     frequencies: Vec<i64>,

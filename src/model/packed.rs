@@ -23,7 +23,7 @@ pub struct Packed {
     pub tokens: Tensor,
     /// Each token's position in its sentence, from 0; int64 (rows).
     pub positions: Tensor,
-    /// The largest position plus one.
+    /// The largest position in the batch, plus one.
     pub end: i64,
     /// The offsets of the sentences: sentence i is rows offsets[i]..offsets[i+1].
     pub offsets: Vec<i64>,

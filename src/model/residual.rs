@@ -60,13 +60,13 @@ pub enum BuiltGain {
     Is(Tensor),
     /// σ(w/τ) with the parameter w and the temperature τ.
     Sigmoid(Tensor, f64),
-    /// √max(1 − σ(w/τ)², 10⁻³), with the same w and τ.
+    /// √max(1 − σ(w/τ)², 10⁻³), with the w and τ of a [`Sigmoid`](Self::Sigmoid) gain.
     CoSigmoid(Tensor, f64),
-    /// |w/τ|.
+    /// |w/τ| with the parameter w and the temperature τ.
     Magnitude(Tensor, f64),
-    /// 1 − |w/τ|, with the same w and τ.
+    /// 1 − |w/τ|, with the w and τ of a [`Magnitude`](Self::Magnitude) gain.
     CoMagnitude(Tensor, f64),
-    /// The stack's α_t.
+    /// α_t, which the stack computes for each update.
     Growing,
 }
 

@@ -111,7 +111,7 @@ pub enum Gain {
         of: Learned,
         temperature: f64,
     },
-    /// |w/τ|.
+    /// |w/τ| with a parameter w and the temperature τ.
     Magnitude {
         of: Learned,
         temperature: f64,
@@ -307,7 +307,7 @@ impl Point {
     /// The points at the separate inputs of q, k and v.
     pub const INPUTS: [Point; 3] = [Point::QueryInput, Point::KeyInput, Point::ValueInput];
 
-    /// The points between attention's projections to q, k and v and its products of them.
+    /// The points after attention's projections to q, k and v, and before its products of q, k and v.
     pub const BEFORE_PRODUCTS: [Point; 5] =
         [Point::Query, Point::Key, Point::Value, Point::RotatedQuery, Point::RotatedKey];
 

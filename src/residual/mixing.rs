@@ -98,25 +98,25 @@ pub enum Gates {
     /// §2.33). With m = φ(γ⊙vec(H)·√(nd)/max(‖vec(H)‖, 1e-12)): p = σ(s₀m₀ + b₀), g = 2σ(s₁m₁ + b₁), R = Σ_r
     /// softmax(s₂m₂ + b₂)_r P_r over all permutations P_r of n streams, in lexicographic order.
     Permuted {
-        /// γ: (n·d,).
+        /// γ, of shape (n·d,).
         gain: Learned,
-        /// φ: (2n + n!, n·d).
+        /// φ, of shape (2n + n!, n·d).
         weight: Learned,
-        /// s: (3,).
+        /// s, of shape (3,).
         scale: Learned,
-        /// b: (2n + n!,).
+        /// b, of shape (2n + n!,).
         bias: Learned,
     },
     /// Each channel has its own gates (docs/spec.md §2.23). With Ĥ_i = γ_i⊙H_i/√(mean H_i² + ε): x = 1/n·Σ_i σ(U
     /// silu(V vec(Ĥ)/n))_i⊙Ĥ_i, g = c·σ(W vec(Ĥ)/n), R = I.
     Channel {
-        /// γ: (n·d,).
+        /// γ, of shape (n·d,).
         gain: Learned,
-        /// V: (r, n·d).
+        /// V, of shape (r, n·d).
         down: Learned,
-        /// U: (n·d, r).
+        /// U, of shape (n·d, r).
         up: Learned,
-        /// W: (n, n·d); `None` at a stack's end.
+        /// W, of shape (n, n·d); `None` at a stack's end.
         write: Option<Learned>,
         /// The factor c, which bounds g.
         magnitude: f64,
@@ -140,13 +140,13 @@ impl Gates {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Dynamic {
-    /// LayerNorm's γ: (d,).
+    /// LayerNorm's γ, of shape (d,).
     pub gain: Learned,
-    /// LayerNorm's β: (d,).
+    /// LayerNorm's β, of shape (d,).
     pub shift: Learned,
-    /// W: (n + 2, d).
+    /// W, of shape (n + 2, d).
     pub weight: Learned,
-    /// s: (2,).
+    /// s, of shape (2,).
     pub scale: Learned,
 }
 

@@ -10,8 +10,8 @@ use tch::{no_grad, Kind, Tensor};
 /// The numbers of one update for each layer and gain, which the option `log_layers` asks for.
 #[derive(Clone, Debug, Serialize)]
 pub struct Layers {
-    /// The Euclidean norm of each layer's gradient before clipping. The squares add up to that of the whole
-    /// gradient's norm.
+    /// The Euclidean norm of each layer's gradient before clipping. The squares of
+    /// these norms add up to the square of the whole gradient's norm.
     pub gradients: BTreeMap<String, f64>,
     /// The value of each gain of a norm or scheme before the update; if the gain is a vector, its mean.
     pub gains: BTreeMap<String, f64>,

@@ -268,7 +268,7 @@ impl CheckpointStore {
         newest.unwrap_or((u64::MAX, u32::MAX))
     }
 
-    /// Returns the key of the checkpoint with the highest number of saves.
+    /// Returns the key of the checkpoint that was saved last, the one with the highest number.
     fn newest_of(&self, savings: &Savings) -> Option<Key> {
         let newest = savings.iter().max_by_key(|(_, saving)| saving.number);
         newest.map(|(key, _)| *key)
