@@ -38,6 +38,7 @@ pub enum PreparedWeight {
 impl PreparedWeights {
     /// Computes y = xWᵀ + b in the computing type.
     pub fn linear(&self, x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, kind: Kind) -> Result<Tensor> {
+        // A weight without memory has no address that could be the key, so nothing is kept.
         if !has_memory(weight) {
             return PreparedWeight::new(weight, bias, kind)?.linear(x, kind);
         }

@@ -195,6 +195,7 @@ impl Places {
     /// Copies packed rows to their places among padded sentences.
     fn fill(&self, packed: &Tensor) -> Result<Tensor> {
         match self.places.numel() {
+            // Without `places`, several places share a row, so the gradient needs a sum.
             0 => Ok(packed.f_index_select(0, &self.rows)?),
             _ => gather(packed, &self.rows, &self.places, &self.absent),
         }

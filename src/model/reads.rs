@@ -88,6 +88,7 @@ impl Reads {
     /// and the ranges.
     pub fn gathered(&self, [k, v]: [&Tensor; 2], device: Device) -> Result<(Tensor, Tensor, Ranges)> {
         let all = || (0..self.queries()).map(|i| (i as i64, self.of(i)));
+        // If the rows of each query follow one another, k and v are used as they are.
         let are_ranges = all().all(|(_, rows)| rows.windows(2).all(|two| two[0] + 1 == two[1]));
         if are_ranges {
             let start = |rows: &[u32]| rows.first().map_or(0, |&row| row as i64);

@@ -62,6 +62,7 @@ impl StackCache {
     /// Drops the rows that no slot reads, once these are half of all rows. So the cache has at most four times the
     /// rows that it needs, or at most [`SMALL`](Self::SMALL).
     pub fn compact(&mut self) -> Result<()> {
+        // The next search begins when the cache has doubled since the last one.
         if self.length < self.full.max(Self::SMALL) {
             return Ok(());
         }

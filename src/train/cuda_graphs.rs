@@ -78,6 +78,7 @@ impl Graphs {
         if let Some(graph) = self.graphs.get_mut(&key) {
             return graph.run(&mut filling(Some(shape))?);
         }
+        // The first batch of a shape runs without recording, for the reason given at `seen`.
         let is_new = self.seen.insert(key);
         if !is_new && !self.is_broken && self.graphs.len() < GRAPHS {
             match Graph::record(&mut *self.recorder, step, filling(Some(shape))?, self.device) {

@@ -10,8 +10,8 @@ use tch::{no_grad, Kind, Tensor};
 /// The numbers of one update for each layer and gain, which the option `log_layers` asks for.
 #[derive(Clone, Debug, Serialize)]
 pub struct Layers {
-    /// The Euclidean norm of each layer's gradient before clipping. The squares of
-    /// these norms add up to the square of the whole gradient's norm.
+    /// The Euclidean norm of each layer's gradient before clipping. The squares of these norms
+    /// add up to the square of the whole gradient's norm.
     pub gradients: BTreeMap<String, f64>,
     /// The value of each gain of a norm or scheme before the update; if the gain is a vector, its mean.
     pub gains: BTreeMap<String, f64>,
@@ -58,6 +58,7 @@ impl PendingLayers {
 /// dlcl, it is the first part of the name.
 fn layer_of(name: &str) -> &str {
     let mut end = 0;
+    // The numbers in the names of `combine` count sums and not layers.
     let is_between = name.split('.').any(|part| part == "combine");
     for part in name.split('.') {
         end += part.len();

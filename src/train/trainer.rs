@@ -327,6 +327,7 @@ impl Trainer {
         match work(self, observer) {
             Err(error @ (Error::Interrupted(_) | Error::Raised(_))) => {
                 let update = self.progress.update;
+                // If this update has been evaluated, its checkpoint has been saved already.
                 let is_saved = update > 0 && self.progress.evaluated == update;
                 let saved = if is_saved { Ok(()) } else { self.save(false, true, observer) };
                 let ended = saved.err().unwrap_or_else(|| {
@@ -348,6 +349,7 @@ impl Trainer {
     fn whole_step(&mut self) -> Result<Running> {
         let model = &self.train_step.model;
         let norms = [model.config.encoder_norm(), model.config.decoder_norm()];
+        // Only a user's norm can raise within a step. Without one, no copies of the buffers are needed.
         if norms.iter().all(|name| given::find(name).is_none()) {
             return self.step();
         }
