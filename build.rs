@@ -1,4 +1,4 @@
-//! Compiles the C++ that registers the operators with PyTorch, against the libtorch that torch-sys takes.
+//! Compiles the C++ code that registers the operators with PyTorch, against the libtorch that torch-sys uses.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -17,33 +17,34 @@ fn main() {
     shim.cpp(true)
         .std("c++20")
         .pic(true)
-        .flag("-fopenmp") // without it at::parallel_for compiles to a serial loop
+        .flag("-fopenmp") // without this flag at::parallel_for is a serial loop
         .flag("-fvisibility=hidden")
         .flag("-O2")
-        .warnings(false) // torch's headers warn
+        .warnings(false) // torch's headers cause warnings
         .define("NORMFORMER_RS_SHIM", None)
         .include(&include)
         .include(include.join("torch/csrc/api/include"))
         .file("src/operator/shim/shim.cpp")
         .compile("normformer_rs_shim");
 
-    // torch's own OpenMP, by its file name: another copy would be a second pool of threads.
+    // Link torch's own OpenMP, by its file name: a second copy would have a second pool of threads.
     println!("cargo:rustc-link-arg=-l:libgomp.so.1");
     if env::var_os("CARGO_FEATURE_PYTHON").is_some() {
         println!("cargo:rustc-link-lib=torch_python");
-        // The wheel: libtorch lies beside us in site-packages.
+        // In the wheel, libtorch lies beside this library in site-packages.
         println!("cargo:rustc-link-arg-cdylib=-Wl,-rpath,$ORIGIN/../torch/lib");
     } else {
-        // Tests and programs run against the libtorch they were built with, without LD_LIBRARY_PATH.
+        // Tests and programs use the libtorch that they were built with, and find it without LD_LIBRARY_PATH.
         println!("cargo:rustc-link-arg=-Wl,-rpath,{}", lib.display());
         if lib.join("libtorch_cuda.so").exists() {
-            // Nothing names a symbol of it, so the linker would leave it out, and CUDA with it.
+            // No code names a symbol of libtorch_cuda. Without this flag the linker would leave the library out, and
+            // CUDA with it.
             println!("cargo:rustc-link-arg=-Wl,--no-as-needed,-ltorch_cuda,--as-needed");
         }
     }
 }
 
-/// The torch of the Python that torch-sys asks: `python` in an active environment, else `python3`.
+/// Returns the torch folder of the Python that torch-sys asks: `python` in an active environment, else `python3`.
 fn torch_folder() -> PathBuf {
     let python = if env::var_os("VIRTUAL_ENV").is_some() { "python" } else { "python3" };
     let find = "import importlib.util; print(importlib.util.find_spec('torch').submodule_search_locations[0])";
@@ -53,7 +54,7 @@ fn torch_folder() -> PathBuf {
     folder.into()
 }
 
-/// The version of the libtorch that is built against, such as 2.11.0.
+/// Returns the version of the libtorch that the build uses, such as 2.11.0.
 fn torch_version(include: &Path) -> String {
     let header = include.join("torch/headeronly/version.h");
     let text = fs::read_to_string(&header).unwrap_or_else(|e| panic!("read {}: {e}", header.display()));

@@ -1,7 +1,8 @@
 //! Transformer normalisations, residual schemes and initialisations for PyTorch: operators, a Transformer, and its
-//! training loop on libtorch tensors. The modules below are ordered in groups, from the lowest layer upwards.
+//! training loop on libtorch tensors. The modules below stand in groups; each group uses the groups above it.
 
-// Only Python's bindings use all of the crate; tests are compiled without them, so much looks unused there.
+// Only Python's bindings use the whole crate. Tests are compiled without the bindings, so many items look unused
+// there.
 #![cfg_attr(not(feature = "python"), allow(dead_code, unused_imports))]
 
 mod atomic;

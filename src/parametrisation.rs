@@ -1,9 +1,9 @@
-//! Parametrisations: initial values, forward passes, learning rates, weight decay and Adam's ε depend on a model's
-//! width and depth, and on the role of a parameter (docs/spec.md §3.7).
+//! Parametrisations: how initial values, forward passes, learning rates, weight decay and Adam's ε depend on a
+//! model's width and depth, and on the role of a parameter (docs/spec.md §3.7).
 //!
-//! A parametrisation gives multipliers relative to a base model, so that options tuned on a small base also serve wide
-//! and deep models. This file is plain arithmetic: a configuration computes a model's multipliers ([`Scaled`]); the
-//! initialisation, the model and the optimizer apply them, and Python reads them through `_core`.
+//! A parametrisation gives multipliers relative to a base model, so that options tuned on a small base model also
+//! suit wide and deep models. This file is plain arithmetic. A configuration computes a model's multipliers
+//! ([`Scaled`]); the initialisation, the model and the optimizer apply them. Python reads them through `_core`.
 
 use crate::choice;
 use crate::error::{unknown, Result};
@@ -46,16 +46,16 @@ impl SumsOver {
     }
 }
 
-/// A model's declaration of a parameter.
+/// How a model has declared a parameter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DeclaredAs {
-    /// The weight or the bias of a linear layer, or a table.
+    /// The weight or bias of a linear layer, or a table of embeddings.
     Weights,
     /// A parameter of a norm or of a residual scheme.
     Own(SumsOver),
 }
 
-/// A parameter's role, and the dimension over which its products are summed.
+/// The role of a parameter, and the dimension over which products with it are summed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Part {
     pub role: ParameterRole,
@@ -63,13 +63,13 @@ pub struct Part {
 }
 
 impl Part {
-    /// True for a linear layer's matrix or a table, to which weight decay applies.
+    /// True for the matrix of a linear layer and for a table; weight decay applies to these.
     pub fn is_matrix(self) -> bool {
         matches!(self.role, ParameterRole::HiddenMatrix | ParameterRole::Embedding)
     }
 }
 
-/// Returns the part of a parameter with this canonical name, number of dimensions and declaration.
+/// Returns the part of a parameter with this canonical name and number of dimensions, declared as `declared`.
 pub fn part(name: &str, dimensions: usize, declared: DeclaredAs) -> Part {
     let parts: Vec<&str> = name.split('.').collect();
     let is_in_layer = parts.windows(2).any(|pair| pair[0] == "layers" && pair[1].parse::<u32>().is_ok());
@@ -92,25 +92,25 @@ choice! {
     pub enum AttentionScale ("attention_scale") { InverseSqrt = "inverse-sqrt", Inverse = "inverse" }
 }
 
-/// The ratios of a model's size to its base model's.
+/// How many times as wide and deep a model is as its base model.
 #[derive(Clone, Copy, Debug)]
 pub struct Ratios {
-    /// m_d, the ratio of the widths.
+    /// m_d: the model's width divided by the base model's.
     pub width: f64,
-    /// m_L, the ratio of the numbers of layers in a stack.
+    /// m_L: the number of layers in a stack divided by the base model's.
     pub depth: f64,
     /// α, the exponent of m_L.
     pub alpha: f64,
 }
 
-/// The factors of the options' values for one parameter.
+/// The factors by which the values of options are multiplied for one parameter.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Multipliers {
-    /// The factor of the standard deviation that the parameter has at initialisation in the base model.
+    /// The factor of the initial standard deviation that the parameter would have in the base model.
     pub init: f64,
     pub lr: f64,
     pub weight_decay: f64,
-    /// The factor of Adam's ε.
+    /// The factor by which Adam's ε is multiplied.
     pub eps: f64,
 }
 
@@ -124,19 +124,19 @@ pub struct Parametrisation {
     pub name: &'static str,
     pub equation: &'static str,
     pub source: &'static str,
-    /// The names of the options that it requires.
+    /// The names of the options that this parametrisation requires.
     pub base: &'static [&'static str],
-    /// α if `depth_alpha` is not given; `None` if depth changes nothing.
+    /// α, unless `depth_alpha` is given; `None` if the depth has no effect.
     pub alpha: Option<f64>,
     pub attention: AttentionScale,
     multipliers: fn(ParameterRole, &Ratios) -> Multipliers,
-    /// The factor of every F(x).
+    /// Returns the factor of every F(x).
     branch: fn(&Ratios) -> f64,
-    /// The factor of the logits.
+    /// Returns the factor of the logits.
     logits: fn(&Ratios) -> f64,
 }
 
-/// Every parametrisation that models may name.
+/// Every parametrisation that a model can use by name.
 pub static PARAMETRISATIONS: &[&Parametrisation] = &[&STANDARD, &MUP, &DEPTH_MUP, &COMPLETEP];
 
 static STANDARD: Parametrisation = Parametrisation {
@@ -201,7 +201,7 @@ static COMPLETEP: Parametrisation = Parametrisation {
     ..MUP
 };
 
-/// Returns the factor of weight decay: `matrices` for a layer's matrices, 1 for tables, 0 for vectors.
+/// Returns the factor of weight decay: `matrices` for the matrices of layers, 1 for tables, and 0 for vectors.
 fn decay(role: ParameterRole, matrices: f64) -> f64 {
     match role {
         ParameterRole::Embedding => 1.0,
@@ -210,21 +210,21 @@ fn decay(role: ParameterRole, matrices: f64) -> f64 {
     }
 }
 
-/// Returns the table's entry of that name.
+/// Returns the entry of the table with this name.
 pub fn find(name: &str) -> Result<&'static Parametrisation> {
     let names = PARAMETRISATIONS.iter().map(|p| p.name);
     PARAMETRISATIONS.iter().copied().find(|p| p.name == name).ok_or_else(|| unknown("parametrisation", name, names))
 }
 
 impl Parametrisation {
-    /// Returns the multipliers of a parameter in a model `width` and `depth` times as large as its base. `alpha`
-    /// overrides the parametrisation's exponent.
+    /// Returns the multipliers of a parameter in a model that is `width` times as wide and `depth` times as deep as
+    /// its base model. `alpha` overrides the parametrisation's exponent.
     pub fn multipliers(&self, part: Part, width: f64, depth: f64, alpha: Option<f64>) -> Multipliers {
         self.of(part, &Ratios { width, depth, alpha: self.exponent(alpha) })
     }
 
-    /// Returns the multipliers of the parameter's role, with a smaller learning rate the more terms its products sum
-    /// over, and a smaller std if those sums run over the width.
+    /// Returns the multipliers of the parameter's role. If products with the parameter are summed over a dimension,
+    /// its learning rate falls with the number of terms; if that dimension is the width, its std falls, too.
     fn of(&self, part: Part, m: &Ratios) -> Multipliers {
         let of_role = (self.multipliers)(part.role, m);
         let drawn = match part.sums_over {
@@ -242,12 +242,12 @@ impl Parametrisation {
         Multipliers { init: of_role.init * drawn, lr: of_role.lr * summed, ..of_role }
     }
 
-    /// Returns α: the given value, or the parametrisation's own; 0 if depth changes nothing.
+    /// Returns α: the given one, else the parametrisation's own, else 0, because then the depth has no effect.
     fn exponent(&self, given: Option<f64>) -> f64 {
         given.or(self.alpha).unwrap_or(0.0)
     }
 
-    /// Returns the entry as JSON; Python's `param_groups` checks its arguments with it.
+    /// Returns the entry as JSON. Python's `param_groups` uses it to check its arguments.
     pub fn describe(&self) -> Value {
         let Parametrisation { name, equation, source, base, alpha, .. } = self;
         json!({"name": name, "equation": equation, "source": source, "needs": base, "alpha": alpha})
@@ -264,24 +264,24 @@ impl Parametrisation {
 pub struct Scaled {
     pub parametrisation: &'static Parametrisation,
     pub d_model: i64,
-    /// The base model's width; the model's own width under `standard`.
+    /// The width of the base model; under `standard` the model's own width.
     pub base_width: i64,
-    /// `None` means m_L = 1.
+    /// The number of layers in the base model's stacks; `None` means m_L = 1.
     pub base_depth: Option<i64>,
     pub depth_alpha: Option<f64>,
-    /// α_in, the factor of the embeddings with their positions.
+    /// α_in: the factor of the sum of embeddings and positions.
     pub input: f64,
     /// α_out, the factor of the logits.
     pub output: f64,
     pub attention: AttentionScale,
-    /// A factor of every F(x) beside the parametrisation's.
+    /// Another factor of every F(x), in addition to the parametrisation's.
     pub residual: f64,
-    /// The factor of the scores qᵀk, instead of `attention`'s.
+    /// The factor of the scores qᵀk; if it is given, it replaces the factor that `attention` would set.
     pub given_scores: Option<f64>,
 }
 
 impl Scaled {
-    /// Returns the `standard` parametrisation of a model of that width.
+    /// Returns the `standard` parametrisation for a model of this width.
     pub const fn standard(d_model: i64) -> Self {
         Scaled {
             parametrisation: &STANDARD,
@@ -297,7 +297,7 @@ impl Scaled {
         }
     }
 
-    /// Returns the ratios for a stack with `layers` layers; without `layers`, m_L is 1.
+    /// Returns the ratios for a stack with `layers` layers. If `layers` is `None`, m_L is 1.
     fn ratios(&self, layers: Option<i64>) -> Ratios {
         let depth = layers.zip(self.base_depth).map_or(1.0, |(layers, base)| layers as f64 / base as f64);
         let width = self.d_model as f64 / self.base_width as f64;
@@ -322,9 +322,9 @@ impl Scaled {
         })
     }
 
-    /// Returns the factor of the initial values that the initialisation draws for a layer's matrix at the model's own
-    /// width. A std that follows the fans already falls as 1/√d, which is σ_base/√m_d, so its factor is 1; a std that
-    /// is the same at all widths is σ_base itself.
+    /// Returns the factor of the initial values that the initialisation gives to a layer's matrix at the model's own
+    /// width. If the initialisation's std depends on the fans, it falls as 1/√d already, so it equals σ_base/√m_d and
+    /// the factor is 1. If the std is the same at all widths, it equals σ_base and the factor is the multiplier.
     pub fn matrix(&self, has_fixed_std: bool) -> f64 {
         match has_fixed_std {
             true => (self.parametrisation.multipliers)(ParameterRole::HiddenMatrix, &self.ratios(None)).init,
@@ -332,13 +332,13 @@ impl Scaled {
         }
     }
 
-    /// Returns the factor of the std of a norm's or a scheme's random parameter.
+    /// Returns the factor of the std with which a random parameter of a norm or a scheme is initialised.
     pub fn drawn(&self, sums_over: SumsOver) -> f64 {
         let part = Part { role: ParameterRole::HiddenVector, sums_over };
         self.parametrisation.of(part, &self.ratios(None)).init
     }
 
-    /// Returns the multipliers of a parameter in a stack with `layers` layers, or outside stacks.
+    /// Returns the multipliers of a parameter in a stack with `layers` layers, or of a parameter outside the stacks.
     pub fn parameter(&self, part: Part, layers: i64) -> Multipliers {
         self.parametrisation.of(part, &self.ratios(Some(layers)))
     }

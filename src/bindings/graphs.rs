@@ -1,7 +1,8 @@
-//! CUDA graphs recorded with torch's own class, which knows the needs of its allocator and libraries during a capture.
+//! CUDA graphs recorded with torch's own class, which handles what torch's allocator and libraries need during a
+//! capture.
 //!
-//! Only C functions are called between the beginning and the end of a capture and in a replay. Python runs no bytecode
-//! there, so a pending Ctrl-C is raised only when the observer is called.
+//! Between the beginning and the end of a capture, and in a replay, Python only calls C functions and runs no
+//! bytecode. So a pending Ctrl-C is raised only when the observer is called.
 
 use crate::error::{Error, Result};
 use crate::operator::SideStream;
@@ -14,34 +15,35 @@ pub fn recorder(device: Device) -> Box<dyn Recorder> {
     Box::new(CudaGraphs { device, made: None })
 }
 
-/// The recorder of one device's CUDA graphs.
+/// The recorder of CUDA graphs for one device.
 struct CudaGraphs {
     device: Device,
     made: Option<GraphPool>,
 }
 
-/// The state that all graphs of a device share.
+/// The state that all graphs on a device share.
 struct GraphPool {
     torch: PyObject,
     /// The index of the device.
     index: usize,
-    /// The memory pool of all graphs; they never run at the same time.
+    /// The memory pool of all graphs. They can share it because they never run at the same time.
     pool: PyObject,
-    /// A side stream, because torch's default stream cannot be captured; `None` if there is no device (in tests).
+    /// A side stream: torch's default stream cannot be captured. `None` if there is no device, as in tests.
     stream: Option<SideStream>,
 }
 
-/// A graph: torch's object, being captured or complete.
+/// A graph, as torch's object. The capture is still running, or is complete.
 struct CudaGraph(Option<PyObject>);
 
 impl Drop for CudaGraph {
-    /// Frees the graph's memory now. Without the GIL, the object would live until somebody else takes the GIL.
+    /// Frees the graph's memory at once. Without the GIL, the object would live until another thread takes the GIL.
     fn drop(&mut self) {
         Python::with_gil(|_| drop(self.0.take()));
     }
 }
 
 impl GraphPool {
+    /// Prepares the pool for the graphs of one device, and the side stream on which they are captured.
     fn new(device: Device) -> Result<Self> {
         let (index, stream) = match device {
             Device::Cuda(index) => (index, Some(SideStream::of(index)?)),
@@ -55,13 +57,13 @@ impl GraphPool {
         made.map_err(failed)
     }
 
-    /// Begins the capture of a new graph from the work on the current stream. The allocator's cached memory is freed
-    /// first, so that the pool can have it.
+    /// Begins to capture a new graph from the work on the current stream. The memory that the allocator has cached is
+    /// freed before, so that the pool can use it.
     fn begin(&self, py: Python<'_>) -> PyResult<CudaGraph> {
         self.torch.call_method0(py, "_cuda_synchronize")?;
         self.torch.call_method0(py, "_cuda_emptyCache")?;
         let graph = self.torch.call_method0(py, "_CUDAGraph")?;
-        // Other threads, such as a notebook's, may use CUDA freely meanwhile.
+        // In this mode other threads, such as a notebook's, may use CUDA meanwhile.
         let mode = "thread_local".into_pyobject(py)?.into_any().unbind();
         let options = [("pool", self.pool.clone_ref(py)), ("capture_error_mode", mode)].into_py_dict(py)?;
         graph.call_method(py, "capture_begin", (), Some(&options)).inspect_err(|_| self.abandon(py))?;
@@ -73,9 +75,9 @@ impl GraphPool {
         Ok(())
     }
 
-    /// Ends the allocation from the pool, which a failed capture would leave on.
+    /// Ends the allocation from the pool, which would otherwise continue after a failed capture.
     fn abandon(&self, py: Python<'_>) {
-        // If the allocation had not begun, the error of this call means nothing.
+        // If the allocation has not begun, this call fails, which does not matter.
         let _ = self.torch.call_method1(py, "_cuda_endAllocateToPool", (self.index, self.pool.clone_ref(py)));
     }
 }

@@ -1,4 +1,4 @@
-//! Options, tables, counts, and functions for tests.
+//! Python's access to options, tables and counts, and functions for tests.
 
 use super::{json_text, released};
 use crate::config::{resume, DataConfig, GenerationOptions, SearchOptions, TrainingConfig, TransformerConfig};
@@ -9,8 +9,8 @@ use pyo3_tch::PyTensor;
 use serde_json::json;
 use std::collections::{BTreeMap, HashMap};
 
-/// Returns the content of _tables.json, which `python -m normformer_rs._stubs --write` writes: the version, every
-/// configuration's options, and the tables of norms, residual schemes, initialisations and parametrisations.
+/// Returns the content of _tables.json: the version, the options of every configuration, and the tables of norms,
+/// residual schemes, initialisations and parametrisations. `python -m normformer_rs._stubs --write` writes the file.
 #[pyfunction]
 fn tables() -> PyResult<String> {
     let entry =
@@ -48,13 +48,14 @@ fn tables() -> PyResult<String> {
     }))
 }
 
-/// Returns {operator: (kernel calls, composed calls)} since the process started.
+/// Returns {operator: (kernel calls, composed calls)}, counted since the process started.
 #[pyfunction]
 fn operator_counts() -> HashMap<&'static str, (u64, u64)> {
     operator::counts().into_iter().map(|(name, kernel, composed)| (name, (kernel, composed))).collect()
 }
 
-/// Counts the threads that kernels may use by running one: `torch.get_num_threads()` unless OpenMP is missing.
+/// Runs a kernel and returns the number of threads that took part: `torch.get_num_threads()`, unless OpenMP is
+/// missing.
 #[pyfunction]
 fn threads_in_kernels(py: Python<'_>) -> usize {
     py.allow_threads(|| {
@@ -67,7 +68,7 @@ fn threads_in_kernels(py: Python<'_>) -> usize {
     })
 }
 
-/// Forces an instruction set (baseline, avx2 or avx512; None for the best) and returns the one in force.
+/// Forces an instruction set (baseline, avx2 or avx512; None for the best) and returns the one that is now used.
 #[pyfunction]
 #[pyo3(signature = (name=None))]
 fn cpu_level(name: Option<&str>) -> PyResult<&'static str> {
@@ -81,7 +82,7 @@ fn cpu_level(name: Option<&str>) -> PyResult<&'static str> {
     Ok(force(level).name())
 }
 
-/// Sends CPU tensors through the CUDA kernels, for tests (cuda::set_stand_in).
+/// For tests: makes the CUDA kernels run on CPU tensors (cuda::set_stand_in).
 #[pyfunction]
 fn cuda_stand_in(on: bool) {
     crate::cuda::set_stand_in(on);
@@ -98,22 +99,22 @@ fn cuda_missing(py: Python<'_>, device: i32) -> PyResult<Option<String>> {
     })?)
 }
 
-/// Returns the verdicts on kernels on this machine, one line each: device and driver, program, options, kernel,
-/// verdict.
+/// Returns the results of checking kernels on this machine, one line each: device and driver, program, options,
+/// kernel, verdict.
 #[pyfunction]
 fn cuda_verdicts() -> Vec<String> {
     crate::cuda::verdict::kept()
 }
 
-/// Returns the CUDA programs by name, with the size in bytes of each struct that their kernels take.
+/// Returns each CUDA program's name, with the size in bytes of each struct that its kernels take as an argument.
 #[pyfunction]
 fn cuda_programs() -> BTreeMap<&'static str, BTreeMap<&'static str, usize>> {
     let structs = |p: &crate::cuda::Program| p.structs.iter().map(|layout| (layout.name, layout.size)).collect();
     operator::programs().iter().map(|p| (p.name, structs(p))).collect()
 }
 
-/// Compiles a CUDA program for an architecture such as 90; returns the binary and the compiler's messages. Fails if the
-/// program lays a struct out differently from Rust.
+/// Compiles a CUDA program for an architecture such as 90, and returns the binary and the compiler's messages. Errors
+/// if a struct has another layout in the program than in Rust.
 #[pyfunction]
 fn cuda_compile(py: Python<'_>, program: &str, options: &str, architecture: i32) -> PyResult<(Vec<u8>, String)> {
     let all = operator::programs();
@@ -122,8 +123,8 @@ fn cuda_compile(py: Python<'_>, program: &str, options: &str, architecture: i32)
     Ok(released(py, || crate::cuda::compile_verbosely(found, options, architecture))?)
 }
 
-/// Makes one step of an optimizer's rule with one matrix or vector, in place and in any floating type. `state`: its
-/// tensors, in order.
+/// Makes one step of an optimizer's rule for one matrix or vector of any floating type, in place. `state` holds the
+/// tensors of the rule's state, in order.
 #[pyfunction]
 fn step_by_rule(
     py: Python<'_>,

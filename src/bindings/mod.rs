@@ -1,4 +1,5 @@
-//! The extension module `normformer_rs._core`: wrappers without arithmetic.
+//! The extension module `normformer_rs._core`: functions and classes that call the crate and do no arithmetic
+//! themselves.
 
 mod graphs;
 mod inspect;
@@ -29,7 +30,7 @@ impl From<Error> for PyErr {
                 if let Error::Raised(raised) = &e {
                     raised.restore();
                 }
-                // A tensor subclass may have left the exception set where it was raised.
+                // If a tensor subclass raised the exception, it may still be set in Python.
                 PyErr::take(py)
             });
             if let Some(raised) = raised {
@@ -48,7 +49,7 @@ impl From<Error> for PyErr {
     }
 }
 
-/// Returns an OSError with this text. Its `errno` tells a full disk from a missing file.
+/// Returns an OSError with this text. Its `errno` lets Python code tell a full disk from a missing file.
 fn os_error(text: String, source: &io::Error) -> PyErr {
     let number = source.raw_os_error().or(match source.kind() {
         io::ErrorKind::StorageFull => Some(libc::ENOSPC),
@@ -59,20 +60,20 @@ fn os_error(text: String, source: &io::Error) -> PyErr {
         _ => None,
     });
     let error = PyOSError::new_err(text);
-    // Without `strerror` Python prints the text alone.
+    // The attribute `strerror` stays unset, so Python prints only the text.
     match Python::with_gil(|py| error.value(py).setattr("errno", number)) {
         Ok(()) => error,
         Err(failed) => failed,
     }
 }
 
-/// Runs `work` without the GIL. A panic becomes an error, because `except Exception` does not catch pyo3's
-/// PanicException.
+/// Runs `work` without the GIL. A panic becomes an error, because pyo3's PanicException would escape
+/// `except Exception`.
 fn released<T: Send>(py: Python<'_>, work: impl FnOnce() -> crate::error::Result<T> + Send) -> crate::error::Result<T> {
     py.allow_threads(|| caught(work))
 }
 
-/// Raises if the work should stop: runs pending signal handlers, then asks for a stop that was requested before.
+/// Raises if the work should stop: runs pending signal handlers, then raises if a stop has been requested earlier.
 fn check_signals(py: Python<'_>) -> PyResult<()> {
     py.check_signals()?;
     ask(py)
@@ -97,13 +98,13 @@ fn kind(precision: &str) -> PyResult<Kind> {
     }
 }
 
-/// Returns the tensors by name.
+/// Returns the tensors, each under its name.
 fn named(names: Vec<String>, tensors: Vec<PyTensor>) -> BTreeMap<String, Tensor> {
     names.into_iter().zip(tensors.into_iter().map(|t| t.0)).collect()
 }
 
-/// The libtorch that the extension is linked against. `_loading.py` reads these words from the file before it loads it:
-/// the extension cannot be loaded with another libtorch, and the linker's message would not say why.
+/// The version of libtorch that the extension is linked against. `_loading.py` searches the file for these words
+/// before it loads the extension: with another libtorch loading fails, and the linker's message would not say why.
 static BUILT_AGAINST: &str = concat!("normformer_rs is built against torch ", env!("NORMFORMER_RS_TORCH"), ";");
 
 #[pymodule]

@@ -1,4 +1,4 @@
-//! Functions on models whose parameters Python holds.
+//! Functions on models whose parameters are tensors in Python.
 
 use super::{json_text, kind, named, released};
 use crate::analysis::{Columns, StackObservation, Watch};
@@ -19,7 +19,7 @@ use std::collections::HashMap;
 use std::rc::Rc;
 use tch::{Kind, Tensor};
 
-/// Returns new parameters by their canonical names.
+/// Returns new parameters, each under its canonical name.
 #[pyfunction]
 fn parameters(py: Python<'_>, model: &str, seed: u64, device: &str) -> PyResult<Vec<(String, PyTensor)>> {
     let model: TransformerConfig = config::from_json("model", model)?;
@@ -35,12 +35,12 @@ fn parameters(py: Python<'_>, model: &str, seed: u64, device: &str) -> PyResult<
     Ok(made.into_iter().map(|(name, t)| (name, PyTensor(t))).collect())
 }
 
-/// Initialises a linear layer's matrix (roles·fan_out, fan_in) in place, one block of rows for each role, as the
-/// configuration's initialisation does in a sublayer (0-based) of a layer (0-based) of a stack. `kinds` are the layer's
-/// sublayers, if they differ from the stack's.
+/// Initialises the matrix (roles·fan_out, fan_in) of a linear layer in place, one block of rows for each role. It
+/// uses the configuration's initialisation for sublayer `sublayer` of layer `layer` (both counted from 0) in a stack.
+/// `kinds` are the layer's sublayers, if they differ from the stack's.
 #[pyfunction]
 #[pyo3(signature = (weight, roles, model, stack, layer, sublayer, kinds=None))]
-#[allow(clippy::too_many_arguments)] // one call of the interpreter
+#[allow(clippy::too_many_arguments)] // Python makes one call
 fn draw_linear(
     py: Python<'_>,
     weight: PyTensor,
@@ -67,8 +67,8 @@ fn draw_linear(
     Ok(())
 }
 
-/// Initialises a linear layer's bias in place, one block of numbers for each role; `fan_in` is the matrix's number of
-/// columns.
+/// Initialises the bias of a linear layer in place, one block of numbers for each role. `fan_in` is the number of
+/// columns of the layer's matrix.
 #[pyfunction]
 fn draw_bias(py: Python<'_>, bias: PyTensor, roles: Vec<String>, fan_in: i64, model: &str) -> PyResult<()> {
     let config: TransformerConfig = config::from_json("model", model)?;
@@ -81,8 +81,8 @@ fn draw_bias(py: Python<'_>, bias: PyTensor, roles: Vec<String>, fan_in: i64, mo
     Ok(())
 }
 
-/// Initialises a table of word embeddings (V, d), or an untied output projection, in place; `name` is the parameter's,
-/// as in `parameters`.
+/// Initialises a table of word embeddings (V, d), or an output projection of its own, in place. `name` is the
+/// parameter's name, as `parameters` returns it.
 #[pyfunction]
 fn draw_table(py: Python<'_>, weight: PyTensor, name: &str, model: &str) -> PyResult<()> {
     let config: TransformerConfig = config::from_json("model", model)?;
@@ -96,7 +96,7 @@ fn draw_table(py: Python<'_>, weight: PyTensor, name: &str, model: &str) -> PyRe
     Ok(())
 }
 
-/// Parses the names of a layer's sublayers; None gives an empty list, which means the stack's own.
+/// Parses the names of a layer's sublayers. None gives an empty list, which means the sublayers of the stack.
 fn sublayers(kinds: Option<Vec<String>>) -> Result<Vec<residual::Sublayer>, Error> {
     kinds.unwrap_or_default().iter().map(|kind| residual::Sublayer::parse(kind)).collect()
 }
@@ -105,10 +105,11 @@ fn of_block<'a>(first: residual::LayerContext<'a>, kinds: &'a [residual::Sublaye
     first.of_block(kinds).unwrap_or(first)
 }
 
-/// Returns, as JSON, the parts of the configuration's residual schemes in a stack: `layers`, one object per layer with
-/// the changes before, around and inside its sublayers and the names of tensors it reads from earlier layers and keeps
-/// for later ones; how the layers follow each other (`flow`); and whether linears have biases and gains are profiled.
-/// `kinds` are a layer's sublayers, if they differ from the stack's.
+/// Returns what the configuration's residual schemes declare for a stack, as JSON. `layers` has one object for each
+/// layer: the changes before, around and inside its sublayers, and the names of the tensors that it reads from
+/// earlier layers and keeps for later ones. `flow` holds what belongs to the whole stack. Two flags say whether
+/// linear layers have biases and whether gains are profiled. `kinds` are a layer's sublayers, if they differ from the
+/// stack's.
 #[pyfunction]
 #[pyo3(signature = (model, stack, kinds=None))]
 fn declare(model: &str, stack: &str, kinds: Option<Vec<String>>) -> PyResult<String> {
@@ -133,7 +134,7 @@ fn declare(model: &str, stack: &str, kinds: Option<Vec<String>>) -> PyResult<Str
     }))
 }
 
-/// Returns, as JSON, the keyword arguments of a norm's module at a place in a model.
+/// Returns the keyword arguments of a norm's module at one place in a model, as JSON.
 #[pyfunction]
 fn norm_settings(model: &str, name: &str, last_of_decoder: bool, ends_stack: bool) -> PyResult<String> {
     let config: TransformerConfig = config::from_json("model", model)?;
@@ -143,8 +144,8 @@ fn norm_settings(model: &str, name: &str, last_of_decoder: bool, ends_stack: boo
     json_text(&spec.keyword_arguments(&context))
 }
 
-/// Returns [start, std, offset, factor] of each parameter of a norm's module with the keyword arguments `given` (JSON).
-/// Errors if an option makes no sense.
+/// Returns [start, std, offset, factor] for each parameter of a norm whose module has the keyword arguments `given`
+/// (JSON). Errors if an argument makes no sense.
 #[pyfunction]
 fn norm_numbers(name: &str, width: i64, given: &str) -> PyResult<Vec<[f64; 4]>> {
     let spec = norm::find(name)?;
@@ -154,8 +155,8 @@ fn norm_numbers(name: &str, width: i64, given: &str) -> PyResult<Vec<[f64; 4]>> 
     Ok(numbers.map(|n| [n.start, n.std, n.offset, n.factor]).collect())
 }
 
-/// Computes a norm on x from PyTorch operations, which torch.export records. The arguments are those of the operator of
-/// the same name.
+/// Computes a norm of x with PyTorch operations, which torch.export can record. The arguments are those of the
+/// operator with the same name.
 #[pyfunction]
 fn composed_norm(x: PyTensor, parameters: Vec<Option<PyTensor>>, options: Vec<f64>, name: &str) -> PyResult<PyTensor> {
     let parameters = parameters.into_iter().map(|p| p.map(|p| p.0)).collect();
@@ -163,15 +164,16 @@ fn composed_norm(x: PyTensor, parameters: Vec<Option<PyTensor>>, options: Vec<f6
     Ok(PyTensor(caught(|| spec.composed(&x.0, operator::width(&x.0)?, parameters, &options))?))
 }
 
-/// Returns α_t of a growing scheme after t steps (int64 (1,)), on t's device.
+/// Returns the α_t of a scheme with a growing gain after `t` updates. `t` is int64 (1,); the result is on the same
+/// device.
 #[pyfunction]
 fn growth(steps: i64, curve: &str, t: PyTensor) -> PyResult<PyTensor> {
     let growth = residual::Growth { steps, curve: residual::GrowthCurve::parse(curve)?, by_layer: false };
     Ok(PyTensor(caught(|| growth.alpha(&t.0, 0, Kind::Double))?))
 }
 
-/// Returns, for each parameter's name, its role (embedding, hidden-matrix, hidden-vector or end) and the dimension over
-/// which its products are summed (nothing, width, root-width or depth).
+/// Returns two words for each parameter: its role (embedding, hidden-matrix, hidden-vector or end), and the dimension
+/// over which products with it are summed (nothing, width, root-width or depth).
 #[pyfunction]
 fn parameter_parts(
     model: &str,
@@ -184,7 +186,7 @@ fn parameter_parts(
     Ok(parts.map(|(name, _, part)| (name.to_string(), (part.role.name(), part.sums_over.name()))).collect())
 }
 
-/// Returns, for each matrix that `unit_matrices` keeps on the sphere, the dimension along which its vectors lie.
+/// Returns each matrix that `unit_matrices` keeps on the sphere, with the dimension along which its unit vectors lie.
 #[pyfunction]
 fn unit_dimensions(model: &str, names: Vec<String>, tensors: Vec<PyTensor>) -> PyResult<HashMap<String, i64>> {
     let model: TransformerConfig = config::from_json("model", model)?;
@@ -195,7 +197,7 @@ fn unit_dimensions(model: &str, names: Vec<String>, tensors: Vec<PyTensor>) -> P
         .collect())
 }
 
-/// Returns logits (B, T, V) for padded token ids (padding is 1), with zero rows at padding. `seed` is int64 (seed,
+/// Returns the logits (B, T, V) for padded token ids, with zeros at padding, whose id is 1. `seed` is int64 (seed,
 /// update, micro-batch); None means evaluation.
 #[pyfunction]
 #[pyo3(signature = (model, names, tensors, source, target_input, seed, precision))]
@@ -222,7 +224,7 @@ fn forward(
     Ok(PyTensor(logits))
 }
 
-/// Builds the sentences that a model reads, and picks the dtype of its matrix products.
+/// Builds the sentences that a model reads, and returns them with the type of its matrix products.
 fn reading(
     built: Transformer,
     source: Option<Tensor>,
@@ -230,7 +232,7 @@ fn reading(
     kind: Kind,
 ) -> crate::error::Result<(Transformer, Sentences, Kind)> {
     let vocabulary = built.config.vocab_size;
-    // "f32" means the parameters' own precision, so a float64 model computes in float64.
+    // "f32" means the parameters' own precision: a float64 model computes in float64.
     let double = built.parameters.tensors().first().is_some_and(|t| t.kind() == Kind::Double);
     let source = source.as_ref().map(|t| Packed::from_padded("source", t, vocabulary)).transpose()?;
     let target = Packed::from_padded("target_input", target, vocabulary)?;
@@ -246,8 +248,9 @@ fn context(model: &TransformerConfig, seed: Option<Tensor>, kind: Kind) -> Conte
     }
 }
 
-/// Observes each stack as it reads padded token ids: ([cosines, active, sizes, scores, mixing], statistics). `seed` is
-/// as in `forward`; `loss` computes a scalar from the logits. Running statistics are not updated.
+/// Observes each stack while it reads padded token ids. Returns ([cosines, active, sizes, scores, mixing],
+/// statistics). `seed` means the same as in `forward`; `loss` computes a scalar from the logits. Running statistics
+/// stay as they are.
 #[pyfunction]
 #[pyo3(signature = (model, names, tensors, source, target_input, seed, precision, loss))]
 #[allow(clippy::too_many_arguments)]
@@ -271,7 +274,7 @@ fn observe<'py>(
         let build = if is_differentiated { Transformer::to_train } else { Transformer::with_parameters };
         let (built, read, kind) = reading(build(&model, &tensors)?, source, &target, kind)?;
         let watch = Rc::new(Watch::default());
-        let ctx = context(&model, seed, kind).fork(true).watched(watch.clone()); // statistics stay fixed
+        let ctx = context(&model, seed, kind).fork(true).watched(watch.clone()); // no statistics are updated
         let logits = if is_differentiated {
             tch::with_grad(|| read.target.unpack(&built.logits(&built.features(&read, &ctx)?, kind)?, &target))
                 .map(Some)
@@ -296,8 +299,8 @@ fn observe<'py>(
 
 type Observed<'py> = ([Bound<'py, PyArray1<f64>>; 5], Vec<[f64; 7]>);
 
-/// Returns the diagnostics of a norm with running statistics: distances of mean, variance and ψ², sizes of their
-/// gradients, and the share of bounded channels.
+/// Returns the diagnostics of a norm with running statistics: the distances of the batch's mean, variance and ψ² from
+/// the running ones, the sizes of their gradients, and the share of bounded channels.
 #[pyfunction]
 #[pyo3(signature = (x, pad_mask, weight, mean, square, eps, dy))]
 #[allow(clippy::too_many_arguments)]
@@ -318,7 +321,7 @@ fn statistics(
     Ok(found.into())
 }
 
-/// Sets, in place, the gains that the scheme measures on one training batch (docs/spec.md §3.4).
+/// Measures the gains that the scheme takes from one training batch, and sets them in place (docs/spec.md §3.4).
 #[pyfunction]
 #[allow(clippy::too_many_arguments)]
 fn profile(

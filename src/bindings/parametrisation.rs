@@ -1,12 +1,12 @@
-//! Parameters' roles and multipliers.
+//! The roles and multipliers of parameters.
 
 use crate::error::Error;
 use crate::parametrisation::{self, Multipliers, ParameterRole, Part, SumsOver};
 use pyo3::prelude::*;
 use std::collections::HashMap;
 
-/// Returns a role's multipliers by name (init, lr, weight_decay, eps) in a model `width` times as wide and `depth`
-/// times as deep as its base. `alpha` overrides the parametrisation's exponent of the depth.
+/// Returns the multipliers of a role by name (init, lr, weight_decay, eps), for a model that is `width` times as wide
+/// and `depth` times as deep as its base model. `alpha` overrides the parametrisation's exponent of the depth.
 #[pyfunction]
 #[pyo3(signature = (parametrisation, role, width, depth, alpha=None, sums_over="nothing"))]
 fn multipliers(

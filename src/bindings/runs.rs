@@ -14,14 +14,15 @@ use serde_json::json;
 use std::collections::BTreeMap;
 use std::path::Path;
 
-/// The text to translate: a split of fairseq's binarised folder (data_bin, split, source_lang, target_lang), or lines.
+/// The text to translate: lines, or a split of fairseq's binarised folder (data_bin, split, source_lang,
+/// target_lang).
 #[derive(FromPyObject)]
 enum SourceText {
     Binarised(String, String, Option<String>, Option<String>),
     Lines(Vec<String>),
 }
 
-/// Returns the best translations of each sentence as (text, score, finished).
+/// Returns the best translations of each sentence, as tuples (text, score, finished).
 #[pyfunction]
 #[allow(clippy::too_many_arguments)]
 fn translate(
@@ -51,8 +52,8 @@ fn translate(
     Ok(found.into_iter().map(|best| best.into_iter().map(told).collect()).collect())
 }
 
-/// Runs work without the GIL that calls Python's signal handlers now and then. Ctrl-C becomes `Interrupted`; exceptions
-/// of other handlers stay what they are.
+/// Runs work without the GIL, and lets Python's signal handlers run now and then. Ctrl-C becomes `Interrupted`. If a
+/// handler raises another exception, that exception is raised.
 pub(super) fn interruptible<T: Send>(
     py: Python<'_>,
     what: &str,
@@ -74,9 +75,9 @@ pub(super) fn interruptible<T: Send>(
     as_raised(py, done, raised)
 }
 
-/// Converts the result of work that a Python exception may have ended. The exception itself is returned, except
-/// KeyboardInterrupt, for which `Interrupted` says what was saved. If saving failed, the exception has that error as
-/// its cause.
+/// Converts the result of work that a Python exception may have ended. Returns that exception, or for a
+/// KeyboardInterrupt the error `Interrupted`, which says what was saved. If saving failed, the exception has the
+/// error of saving as its cause.
 pub(super) fn as_raised<T>(py: Python<'_>, done: crate::error::Result<T>, raised: Option<PyErr>) -> PyResult<T> {
     let (done, raised) = match (done, raised) {
         (Err(Error::Raised(mut inside)), None) => {
@@ -98,7 +99,8 @@ pub(super) fn as_raised<T>(py: Python<'_>, done: crate::error::Result<T>, raised
     }
 }
 
-/// Averages the last `count` checkpoints, or those of the given updates, and returns the path.
+/// Averages the last `count` checkpoints, or the checkpoints of the given updates, and returns the path of the
+/// average.
 #[pyfunction]
 #[pyo3(signature = (model_dir, count=None, updates=None))]
 fn average(py: Python<'_>, model_dir: &str, count: Option<usize>, updates: Option<Vec<u64>>) -> PyResult<String> {
@@ -108,7 +110,8 @@ fn average(py: Python<'_>, model_dir: &str, count: Option<usize>, updates: Optio
     Ok(path.display().to_string())
 }
 
-/// Returns (loss, nll, perplexity, tokens) on other text. The result is no JSON because JSON has no infinity.
+/// Returns (loss, nll, perplexity, tokens) on a text. The result is a tuple and not JSON, because JSON has no
+/// infinity.
 #[pyfunction]
 #[pyo3(signature = (model_dir, source, target, checkpoint, precision, device))]
 fn evaluate_loss(
@@ -128,11 +131,11 @@ fn evaluate_loss(
     Ok((score.loss, score.nll, score.perplexity(), score.tokens))
 }
 
-/// (text, log p, tokens, finished).
+/// A continuation: (text, log p, tokens, finished).
 type Text = (String, f64, usize, bool);
 
-/// Returns the continuations of each prompt. `said` is called with the indices of prompt and sample and each new piece
-/// of text, then with None; an exception that it raises ends the work.
+/// Returns the continuations of each prompt. `said` is called with the prompt's index, the sample's index and each
+/// new piece of text, and at the end of a sample with None. If `said` raises an exception, the work ends.
 #[pyfunction]
 #[pyo3(signature = (model_dir, prompts, generation, said, checkpoint, batch_tokens, precision, device))]
 #[allow(clippy::too_many_arguments)]
@@ -172,10 +175,10 @@ fn text(run::Completion { text, log_probability, tokens, finished }: run::Comple
     (text, log_probability, tokens, finished)
 }
 
-/// (nll, perplexity, tokens, words, word_perplexity, lines, characters, bits_per_character) of a text.
+/// The scores of a text: (nll, perplexity, tokens, words, word_perplexity, lines, characters, bits_per_character).
 type WindowNumbers = (f64, f64, usize, usize, f64, usize, usize, f64);
 
-/// Computes a text's perplexity with a sliding window.
+/// Computes the perplexity of a text with a sliding window.
 #[pyfunction]
 #[allow(clippy::too_many_arguments)]
 fn evaluate_windows(
@@ -198,21 +201,21 @@ fn evaluate_windows(
     Ok((score.nll, score.perplexity(), score.tokens, words, per_word, lines, characters, bits))
 }
 
-/// Returns the token ids of lines as the run's model reads them, without EOS.
+/// Returns the token ids of lines, without EOS, in the vocabulary of the run's model.
 #[pyfunction]
 fn encode(py: Python<'_>, model_dir: &str, lines: Vec<String>) -> PyResult<Vec<Vec<u32>>> {
     interruptible(py, "encoding", |check_interrupt| run::encode(Path::new(model_dir), &lines, check_interrupt))
 }
 
-/// Loads a trained model: its options as JSON, and its parameters and buffers by name, with names and shapes that
-/// follow from the options.
+/// Loads a trained model. Returns its options as JSON, and its parameters and buffers by name. Names and shapes have
+/// been checked against the options.
 #[pyfunction]
 fn load_model(py: Python<'_>, model_dir: &str, checkpoint: &str) -> PyResult<(String, Vec<(String, PyTensor)>)> {
     let (config, tensors) = released(py, || run::load_model(Path::new(model_dir), checkpoint))?;
     Ok((json_text(&config)?, tensors.into_iter().map(|(name, t)| (name, PyTensor(t))).collect()))
 }
 
-/// Writes a model that was trained elsewhere as a run; `dictionary` is the path of its dict.txt.
+/// Writes a model that was trained elsewhere as a run. `dictionary` is the path of the model's dict.txt.
 #[pyfunction]
 #[pyo3(signature = (output, model, training, dictionary, target_vocabulary, names, tensors))]
 #[allow(clippy::too_many_arguments)]
@@ -236,7 +239,7 @@ fn save_model(
     Ok(())
 }
 
-/// Writes a folder with tensors as model.safetensors and with text files, complete or not at all.
+/// Writes a folder with tensors (as model.safetensors) and text files. The folder is complete or does not exist.
 #[pyfunction]
 fn write_arrays(
     py: Python<'_>,
@@ -259,8 +262,8 @@ fn target_vocabulary(model_dir: &str) -> PyResult<Option<Vec<bool>>> {
     Ok(run::target_vocabulary(Path::new(model_dir))?)
 }
 
-/// Returns the options {model, training, data} of a run's checkpoint (default: the newest) as JSON; null if it has
-/// none.
+/// Returns the options {model, training, data} stored in a run's checkpoint (default: the newest) as JSON; null if
+/// the run has no checkpoint.
 #[pyfunction]
 #[pyo3(signature = (model_dir, from_checkpoint=None))]
 fn run_options(model_dir: &str, from_checkpoint: Option<&str>) -> PyResult<String> {
@@ -273,7 +276,7 @@ fn check_run(model_dir: &str) -> PyResult<()> {
     Ok(run::check(Path::new(model_dir))?)
 }
 
-/// True if a run wrote the file at the path, a name in its folder.
+/// True if a run wrote the file at this path, which must be in the run's folder.
 #[pyfunction]
 fn is_runs(path: &str) -> bool {
     crate::ownership::is_runs(Path::new(path))
@@ -285,7 +288,7 @@ fn join_line(line: &str) -> String {
     data::join_line(line)
 }
 
-/// Returns BLEU's numbers as JSON: multi-bleu.perl's, or with sacreBLEU's tokeniser `tokenize`.
+/// Returns BLEU and its parts as JSON, computed as multi-bleu.perl does, or with sacreBLEU's tokeniser `tokenize`.
 #[pyfunction]
 #[pyo3(signature = (hypotheses, references, lowercase=false, tokenize=None))]
 fn bleu(hypotheses: Vec<String>, references: Vec<String>, lowercase: bool, tokenize: Option<&str>) -> PyResult<String> {
@@ -299,7 +302,8 @@ fn bleu(hypotheses: Vec<String>, references: Vec<String>, lowercase: bool, token
     }))
 }
 
-/// Asks glibc to keep freed memory, as training and translation do, unless NORMFORMER_RS_ALLOCATOR=system.
+/// Asks glibc to keep freed memory for later use, as training and translation do. Does nothing if
+/// NORMFORMER_RS_ALLOCATOR=system.
 #[pyfunction]
 fn keep_memory() {
     pages::keep_memory();

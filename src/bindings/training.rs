@@ -11,9 +11,9 @@ use pyo3::prelude::*;
 use std::path::Path;
 
 /// Trains with the GIL released; the observer is called between updates. `group` is (name of a torch.distributed
-/// process group, this process's rank, its size), or None for a single process. `from_checkpoint` is the checkpoint
-/// from which "resume" continues (default: the newest); `init_from` the run, or RUN:CHECKPOINT, with whose weights a new
-/// one begins.
+/// process group, this process's rank, number of processes), or None for a single process. `from_checkpoint` is the
+/// checkpoint from which the mode "resume" continues (default: the newest). `init_from` is a run, or RUN:CHECKPOINT,
+/// whose weights a new run begins with.
 #[pyfunction]
 #[pyo3(name = "train", signature = (model, training, data, output, mode, group, observer, from_checkpoint=None, init_from=None))]
 #[allow(clippy::too_many_arguments)]
@@ -43,14 +43,14 @@ fn train_py(
     as_raised(py, done, observer.raised)
 }
 
-/// Registers a process group under its name with the collective operators.
+/// Makes a process group known under its name to the collective operators.
 #[pyfunction]
 fn join_group(name: &str, rank: usize, size: usize) -> PyResult<()> {
     ProcessGroup::new(name, rank, size)?;
     Ok(())
 }
 
-/// Returns {parameters, parameter_bytes, training_bytes, vocabulary, …} as JSON.
+/// Returns {parameters, parameter_bytes, training_bytes, vocabulary, …} of a planned run as JSON.
 #[pyfunction]
 fn dry_run(py: Python<'_>, model: &str, training: &str, data: &str) -> PyResult<String> {
     let model: TransformerConfig = config::from_json("model", model)?;
@@ -61,14 +61,16 @@ fn dry_run(py: Python<'_>, model: &str, training: &str, data: &str) -> PyResult<
     })?)
 }
 
-/// Implements Rust's observer trait with Python's observer.
+/// Passes a run's events from Rust to an observer in Python.
 struct PyObserver {
     observer: PyObject,
-    /// The first exception raised by the observer or a signal handler. It ends the run, which saves first.
+    /// The first exception that the observer or a signal handler has raised. It ends the run, which saves a
+    /// checkpoint before.
     raised: Option<PyErr>,
 }
 
 impl PyObserver {
+    /// Calls a method of the observer with one argument, which is passed as JSON and arrives as Python objects.
     fn tell(&mut self, method: &str, value: &impl serde::Serialize) -> crate::error::Result<()> {
         let text = serde_json::to_string(value).map_err(|e| Error::invalid(e.to_string()))?;
         self.call(|py, observer| {
@@ -77,6 +79,8 @@ impl PyObserver {
         })
     }
 
+    /// Runs `work` with the GIL, and keeps the first exception in `raised`. While the run is ending because of an
+    /// exception, requests to stop no longer count.
     fn call(&mut self, work: impl FnOnce(Python<'_>, &PyObject) -> PyResult<()>) -> crate::error::Result<()> {
         let is_ending = self.raised.is_some();
         let called = Python::with_gil(|py| {
@@ -114,7 +118,7 @@ impl Observer for PyObserver {
     }
 }
 
-/// A learning-rate schedule of the training loop, for use in other loops.
+/// A learning-rate schedule of the training loop, for use in a user's own loop.
 #[pyclass(name = "Schedule")]
 struct PySchedule(train::Schedule);
 
@@ -132,7 +136,7 @@ impl PySchedule {
         self.0.learning_rate(n)
     }
 
-    /// Tells the schedule that an evaluation after update n scored `score`; higher is better.
+    /// Tells the schedule that an evaluation after update n had this score; a higher score is better.
     fn evaluated(&mut self, n: u64, score: f64) {
         self.0.evaluated(n, score);
     }

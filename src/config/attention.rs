@@ -43,8 +43,9 @@ pub(super) fn check_sizes(config: &TransformerConfig) -> Result<()> {
     }
 }
 
-/// Errors about norms on queries, keys and values that a scheme has already, or that keep running statistics. Their
-/// rows belong to heads, or to another stack, so they have no positions for the statistics.
+/// Errors if the options put norms on queries, keys or values that the scheme already has, or norms that keep running
+/// statistics. Rows of queries and keys belong to heads, or to another stack, so they have no positions at which
+/// statistics could be kept.
 fn check_norms_before_products(config: &TransformerConfig) -> Result<()> {
     let schemes = config.schemes();
     let is_norm = |point: Point, change: &Change| point.is_before_products() && change.norm().is_some();
@@ -84,7 +85,7 @@ fn check_norms_before_products(config: &TransformerConfig) -> Result<()> {
     }
 }
 
-/// Errors about options of `qk_norm` that make no sense or would do nothing.
+/// Errors if options of `qk_norm` make no sense or would do nothing.
 fn check_qk_norm(config: &TransformerConfig) -> Result<()> {
     let scale = config.qk_norm_scale;
     if !(scale > 0.0 && scale.is_finite()) {
@@ -109,7 +110,7 @@ fn check_qk_norm(config: &TransformerConfig) -> Result<()> {
     Ok(())
 }
 
-/// Errors if a weightless norm is asked for and a stack's norm is not rmsnorm.
+/// Errors if a norm without a weight is asked for and the norm of a stack is not rmsnorm.
 fn check_unweighted(config: &TransformerConfig) -> Result<()> {
     let asked = [
         ("qk_norm_weight = false", !config.qk_norm_weight),
@@ -128,7 +129,8 @@ fn check_unweighted(config: &TransformerConfig) -> Result<()> {
     Ok(())
 }
 
-/// Errors about `qk_l2norm`: queries and keys of length 1, with a learned factor for scores.
+/// Errors if `qk_l2norm` conflicts with other options. It scales queries and keys to length 1, and multiplies scores
+/// by a learned factor.
 fn check_lengths_of_one(config: &TransformerConfig) -> Result<()> {
     let Some(length) = config.qk_l2norm else { return Ok(()) };
     if length < 2 {
@@ -145,7 +147,7 @@ fn check_lengths_of_one(config: &TransformerConfig) -> Result<()> {
     Ok(())
 }
 
-/// Errors about `value_embeddings` and `smear` in a model with an encoder.
+/// Errors if `value_embeddings` or `smear` is on in a model with an encoder.
 fn check_tokens(config: &TransformerConfig) -> Result<()> {
     let options = [("value_embeddings", config.value_embeddings), ("smear", config.smear)];
     match options.into_iter().find(|(_, is_on)| *is_on && config.has_encoder()) {
@@ -156,7 +158,7 @@ fn check_tokens(config: &TransformerConfig) -> Result<()> {
     }
 }
 
-/// Errors about options that do not go with tensorized attention.
+/// Errors if an option cannot be combined with tensorized attention.
 fn check_tensorized(config: &TransformerConfig) -> Result<()> {
     if config.has_encoder() {
         return Err(Error::invalid(
@@ -202,7 +204,7 @@ fn check_tensorized(config: &TransformerConfig) -> Result<()> {
     Ok(())
 }
 
-/// True if the scheme changes something at a point for which `is_there` is true.
+/// True if the scheme makes a change inside a sublayer for which `is_there` is true.
 fn is_inside(config: &TransformerConfig, scheme: &SchemeRef, is_there: impl Fn(Point, &Change) -> bool) -> bool {
     let decoder = config.place(StackName::Decoder, 0);
     (0..decoder.layers())

@@ -1,4 +1,4 @@
-//! Checks of options, alone and together.
+//! Checks of each option's value, and of options that depend on each other.
 
 use super::{attention, parametrisation, positions};
 use super::{Architecture, AttentionName, DataConfig, OptimizerName, ScheduleName, TrainingConfig, TransformerConfig};
@@ -9,12 +9,12 @@ use crate::norm::{rms_norm, Spec};
 use crate::options::{at_most, below_one, AnyOption};
 use crate::residual::{Change, LayerContext, ModelShape, QkNorm, Schemes, StackName, Sublayer, TensorizedSizes};
 
-/// The maximum number of layers in a stack. Checks visit every layer, and dlcl and denseformer have a weight for each
-/// pair.
+/// The maximum number of layers in a stack. Checks visit every layer, and dlcl and denseformer have a weight for
+/// every pair of layers.
 const MOST_LAYERS: i64 = 10_000;
 
 impl TransformerConfig {
-    /// Checks options against each other.
+    /// Checks all options, each alone and against the others.
     pub fn validate(&self) -> Result<()> {
         let positive = [("d_model", self.d_model), ("d_ff", self.d_ff), ("heads", self.heads)];
         for (name, value) in positive.into_iter().chain([("decoder_layers", self.decoder_layers)]) {
@@ -49,22 +49,24 @@ impl TransformerConfig {
                 self.encoder_layers
             )));
         }
-        // This check comes first: a scheme with 10⁹ streams would create as many gates below.
+        // This check comes before the next one, which would create as many gates as streams: a scheme may declare
+        // 10⁹.
         self.check_options()?;
         self.schemes().check(self.residual.as_str(), &self.outline())
     }
 
-    /// Returns the residual schemes of its layers.
+    /// Returns the residual schemes of the model's layers.
     pub fn schemes(&self) -> &Schemes {
         self.residual.schemes()
     }
 
-    /// Checks the options that do not depend on sizes: all that a single layer can know.
+    /// Checks the options that do not depend on the model's sizes. A single layer knows no others.
     pub fn check_options(&self) -> Result<()> {
         self.check_options_of(&[])
     }
 
-    /// Does the same for a model whose layers have other sublayers than their stacks.
+    /// Does the same as [`check_options`](Self::check_options), for a model whose layers have the sublayers `kinds`
+    /// instead of their stack's.
     pub fn check_options_of(&self, kinds: &[Sublayer]) -> Result<()> {
         for (name, p) in [
             ("dropout", Some(self.dropout)),
@@ -91,8 +93,8 @@ impl TransformerConfig {
         attention::check(self)
     }
 
-    /// Errors about an option that would do nothing: one of a norm, scheme, init or attention that is not chosen, or a
-    /// norm if the scheme has none.
+    /// Errors if an option would do nothing: an option of a norm, scheme, initialisation or attention that is not
+    /// chosen, or a choice of norm if the scheme has no norms.
     fn check_that_options_matter(&self) -> Result<()> {
         let (residual, schemes, init) = (self.residual.as_str(), self.schemes(), self.init());
         let mut taken: Vec<&'static dyn AnyOption> =
@@ -139,7 +141,7 @@ impl TransformerConfig {
         }
     }
 
-    /// Errors if the scheme sets the initial value of norms' weights and the norm has no weight.
+    /// Errors if the scheme sets the initial value of norms' weights, but the norm has no weight.
     fn check_first_values(&self) -> Result<()> {
         let schemes = self.schemes();
         for stack in StackName::of(&self.outline()) {
@@ -161,8 +163,8 @@ impl TransformerConfig {
         Ok(())
     }
 
-    /// Errors if norm_eps is set and neither norm takes one, or if rmsnorm's options are set with a family or another
-    /// norm.
+    /// Errors if norm_eps is set and neither norm has an ε, or if options of rmsnorm are set with a family of norms
+    /// or with another norm.
     fn check_norm_options(&self) -> Result<()> {
         let takes_eps = |name: &str| {
             let is_eps = |option: &&dyn AnyOption| option.name() == NORM_EPS.name;
@@ -193,7 +195,7 @@ impl TransformerConfig {
         self.architecture == Architecture::EncoderDecoder
     }
 
-    /// Returns the model's shape, as the tables of norms, schemes and initialisations take it.
+    /// Returns the model's shape in the form that the tables of norms, schemes and initialisations need.
     pub fn outline(&self) -> ModelShape<'_> {
         let sizes = TensorizedSizes { rank: self.tensorized_rank, segment: self.tensorized_segment };
         ModelShape {
@@ -227,12 +229,12 @@ impl TransformerConfig {
         }
     }
 
-    /// Returns the context of the first sublayer of a layer (0-based).
+    /// Returns the context of the first sublayer in a layer (counted from 0).
     pub fn place(&self, stack: StackName, layer: i64) -> LayerContext<'_> {
         LayerContext::new(self.outline(), &self.options, stack, layer)
     }
 
-    /// Returns the initialisation's name: the given one, or the scheme's.
+    /// Returns the name of the initialisation: the one given, or else the one that goes with the scheme.
     pub fn init(&self) -> &str {
         match &self.init {
             Some(name) => name.as_str(),
@@ -249,7 +251,7 @@ impl TransformerConfig {
     }
 }
 
-/// Returns the norm, scheme, init or attention that an option belongs to, by the option's prefix.
+/// Returns the norm, scheme, initialisation or attention to which an option belongs, judged by the option's prefix.
 fn owner(option: &str) -> Option<&'static str> {
     let norms = crate::norm::NORMS.iter().map(|n| n.name);
     let residuals = crate::residual::SCHEMES.iter().map(|s| s.name);
@@ -277,11 +279,12 @@ impl TrainingConfig {
                 return Err(Error::invalid(format!("{name} must be at least {least}, got {value}")));
             }
         }
-        // Dropout distinguishes 2¹⁶ micro-batches per update.
+        // The random numbers of dropout distinguish at most 2¹⁶ micro-batches per update.
         if self.accumulate > 1 << 16 {
             return Err(Error::invalid(format!("accumulate must be at most 65536, got {}", self.accumulate)));
         }
-        // Other schedules fall for ever, or depend on evaluations.
+        // True if the rate never ends a run by falling below min_lr. The schedules that are not listed fall without
+        // end, or lower the rate after evaluations.
         let is_constant = match self.schedule {
             ScheduleName::Constant | ScheduleName::Cosine | ScheduleName::Linear | ScheduleName::Wsd => true,
             ScheduleName::InverseSqrt => self.warmup == 0,
@@ -343,7 +346,7 @@ impl TrainingConfig {
 }
 
 impl TrainingConfig {
-    /// Errors about the schedules that fall to the end of the run, and about shares of it.
+    /// Errors if options of the schedules that fall until the last update make no sense or would do nothing.
     fn check_schedule(&self) -> Result<()> {
         let (default, name) = (TrainingConfig::default(), self.schedule.name());
         let falls = self.schedule.falls_to_the_end();
@@ -371,7 +374,7 @@ impl TrainingConfig {
         Ok(())
     }
 
-    /// Errors about options of an optimizer that the run does not have.
+    /// Errors if an option belongs to an optimizer that the run does not use, or makes no sense.
     fn check_optimizer(&self) -> Result<()> {
         let (default, name) = (TrainingConfig::default(), self.optimizer.name());
         if !(self.muon_lr_multiplier > 0.0 && self.muon_lr_multiplier.is_finite()) {
@@ -409,7 +412,7 @@ impl TrainingConfig {
 }
 
 impl DataConfig {
-    /// Checks options against each other.
+    /// Checks all options, each alone and against the others.
     pub fn validate(&self) -> Result<()> {
         if self.segment_length < 1 {
             return Err(Error::invalid(format!("segment_length must be at least 1, got {}", self.segment_length)));

@@ -29,7 +29,7 @@ config! {
 }
 
 impl GenerationOptions {
-    /// Errors if a value makes no sense.
+    /// Errors if an option has a value that makes no sense.
     pub fn validate(&self) -> Result<()> {
         let refused = |message: String| Err(Error::invalid(message));
         if !(self.temperature >= 0.0 && self.temperature.is_finite()) {

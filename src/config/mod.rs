@@ -1,5 +1,6 @@
-//! The options of a model and of a training run. One list each yields the Rust struct, the keys of a TOML file,
-//! Python's keyword arguments and the command line's flags, with documentation, defaults and choices.
+//! The options of a model and of a training run. Each configuration is one list. The Rust struct, the keys of a TOML
+//! file, Python's keyword arguments and the command line's flags come from this list, with documentation, defaults
+//! and choices.
 
 mod attention;
 mod check;
@@ -114,7 +115,7 @@ choice! {
     }
 }
 impl ScheduleName {
-    /// True if the rate falls until the run's last update.
+    /// True if this schedule lowers the rate until the last update of the run.
     pub fn falls_to_the_end(self) -> bool {
         matches!(self, ScheduleName::Cosine | ScheduleName::Linear | ScheduleName::Wsd)
     }
@@ -435,7 +436,7 @@ config! {
     }
 }
 
-/// Lists the differences of two option objects in words; empty if there are none.
+/// Describes the differences between two JSON objects of options in words; empty if there are none.
 pub fn differences(old: &Value, new: &Value) -> String {
     let empty = Map::new();
     let (old, new) = (old.as_object().unwrap_or(&empty), new.as_object().unwrap_or(&empty));
@@ -449,11 +450,11 @@ pub fn differences(old: &Value, new: &Value) -> String {
     told.join("; ")
 }
 
-/// Reads a configuration from JSON; errors name it as `what`.
+/// Reads a configuration from JSON. Errors call the configuration `what`.
 pub fn from_json<T: DeserializeOwned>(what: &str, text: &str) -> Result<T> {
     serde_json::from_str(text).map_err(|e| {
         let text = e.to_string();
-        // serde appends "at line 1 column N", which means nothing for arguments that were never a file.
+        // serde appends "at line 1 column N", which is no help here: the text comes from arguments, not from a file.
         let end = text.rfind(" at line").unwrap_or(text.len());
         Error::invalid(format!("{what}: {}", &text[..end]))
     })

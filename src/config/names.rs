@@ -39,7 +39,8 @@ table_name!(/// An initialisation of [`crate::init::INITS`].
 table_name!(/// A parametrisation of [`PARAMETRISATIONS`](crate::parametrisation::PARAMETRISATIONS).
     ParametrisationName, parametrisation::PARAMETRISATIONS.iter().map(|p| p.name), parametrisation::find, per_layer: false);
 
-/// Residual schemes: one of [`SCHEMES`] for all layers, one for each layer, or one that a user declares as data.
+/// The names of residual schemes: one of [`SCHEMES`] for all layers, one for each layer, or one that a user declares
+/// as data.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Residual {
     word: String,
@@ -56,7 +57,7 @@ impl Residual {
         Ok(Residual { word: scheme.name.clone(), schemes: Schemes::given(scheme)? })
     }
 
-    /// Returns the names as they were given.
+    /// Returns the names of the schemes as the user gave them.
     pub fn as_str(&self) -> &str {
         &self.word
     }
@@ -108,7 +109,8 @@ impl FieldType for Residual {
     }
 }
 
-/// A norm of [`crate::norm::NORMS`], of [`FAMILIES`](crate::norm::families::FAMILIES), or declared by a user.
+/// The name of a norm: one of [`crate::norm::NORMS`], one of [`FAMILIES`](crate::norm::families::FAMILIES), or one
+/// that a user declares.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct NormName(&'static str);
 

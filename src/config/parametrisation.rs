@@ -25,8 +25,8 @@ impl TransformerConfig {
         }
     }
 
-    /// Returns a parameter's multipliers, and a number by which an optimizer can sort parameters so that equal
-    /// multipliers are contiguous.
+    /// Returns a parameter's multipliers, and a number. Parameters sorted by the number have equal multipliers next
+    /// to each other, as an optimizer needs them.
     pub fn multipliers(&self, name: &str, part: Part) -> (u8, Multipliers) {
         let scaled = self.scaled();
         if scaled.parametrisation.is_standard() {
@@ -39,7 +39,7 @@ impl TransformerConfig {
         (2 * (4 * part.role as u8 + part.sums_over as u8) + stack as u8, scaled.parameter(part, layers))
     }
 
-    /// Returns the factor of attention's scores if it is not 1/√d_head.
+    /// Returns the factor of attention's scores; `None` if it is the usual 1/√d_head.
     pub fn unusual_scores(&self) -> Option<f64> {
         let scaled = self.scaled();
         let is_unusual = scaled.given_scores.is_some() || scaled.attention != AttentionScale::InverseSqrt;
@@ -47,7 +47,7 @@ impl TransformerConfig {
     }
 }
 
-/// Errors about options that contradict each other or would do nothing.
+/// Errors if options of the parametrisation contradict each other or would do nothing.
 pub(super) fn check(config: &TransformerConfig) -> Result<()> {
     let (found, name) = (config.scaled().parametrisation, config.parametrisation.as_str());
     for (option, base) in [("base_width", config.base_width), ("base_depth", config.base_depth)] {
@@ -145,7 +145,7 @@ pub(super) fn check(config: &TransformerConfig) -> Result<()> {
     }
 }
 
-/// Returns the options that set the factor of attention's scores, and whether they are given.
+/// Returns the names of the options that set the factor of attention's scores, each with true if it is given.
 pub(super) fn scores_options(config: &TransformerConfig) -> [(&'static str, bool); 2] {
     [
         ("attention_scale", config.attention_scale.is_some()),

@@ -4,17 +4,17 @@ use super::{AttentionName, Positions, TransformerConfig};
 use crate::error::{Error, Result};
 use crate::options::at_least_one;
 
-/// The maximum number of tokens in a row that a model can read.
+/// The maximum number of tokens that a model can read at a time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Longest {
     pub tokens: i64,
-    /// The reason, as a sentence that the number completes.
+    /// The reason for the limit, as the beginning of a sentence that ends with the number.
     pub why: &'static str,
 }
 
 impl TransformerConfig {
-    /// Returns the maximum sentence length that the model can read or produce, its end or its beginning counted; `None`
-    /// means any.
+    /// Returns the maximum length of a sentence that the model can read or produce, including its EOS or BOS; `None`
+    /// means any length.
     pub fn longest(&self) -> Option<Longest> {
         let (tokens, why) = match (self.attention, self.positions) {
             (AttentionName::Tensorized, _) => {
@@ -38,7 +38,7 @@ impl TransformerConfig {
     }
 }
 
-/// Errors about options that would do nothing, and positions that the attention cannot have.
+/// Errors if a position option would do nothing, or if the attention cannot have these positions.
 pub(super) fn check(config: &TransformerConfig) -> Result<()> {
     at_least_one("max_positions", config.max_positions)?;
     if !(config.rope_theta > 0.0 && config.rope_theta.is_finite()) {
@@ -66,7 +66,7 @@ pub(super) fn check(config: &TransformerConfig) -> Result<()> {
     Ok(())
 }
 
-/// Errors if d_model is odd where sines and cosines take half of a row each.
+/// Errors if d_model is odd although sines and cosines each need half of a row.
 pub(super) fn check_sizes(config: &TransformerConfig) -> Result<()> {
     let has_sinusoids = matches!(config.positions, Positions::Twt | Positions::Fairseq);
     if config.d_model % 2 != 0 && (has_sinusoids || config.attention == AttentionName::Tensorized) {

@@ -1,28 +1,28 @@
-//! The effects of options that have changed when a run resumes: one table, which the training loop obeys and the
-//! documentation prints.
+//! The effect of changing an option when a run resumes. The training loop follows this table, and the documentation
+//! prints it.
 
 use super::{Criterion, DataConfig, TrainingConfig, TransformerConfig};
 use crate::error::{Error, Result};
 use serde_json::{json, Map, Value};
 
-/// The effect of a changed option on a run's state.
+/// The effect that a changed option has on the state of the run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Effect {
     /// The resume is refused.
     Refused,
-    /// The place in the epoch is translated to the same share of the text.
+    /// The place in the epoch changes to the one with the same share of the text before it.
     Place,
     /// Adam's moments are converted to the new type.
     Moments,
-    /// The validation loss is another measure, so its old scores are forgotten.
+    /// The validation loss measures something else, so its old scores are forgotten.
     Loss,
-    /// BLEU is another measure, so its old scores are forgotten.
+    /// BLEU measures something else, so its old scores are forgotten.
     Bleu,
-    /// The best score is forgotten, because another measure decides.
+    /// The best score is forgotten, because another criterion decides which checkpoint is the best.
     Best,
     /// The schedule forgets its scores.
     Scores,
-    /// The schedule forgets its scores and how far it has lowered the rate.
+    /// The schedule forgets its scores and by how much it has lowered the rate.
     Schedule,
 }
 
@@ -44,15 +44,15 @@ impl Effect {
     }
 }
 
-/// The comparison of two values of an option.
+/// How two values of an option are compared.
 #[derive(Clone, Copy, PartialEq)]
 enum Compared {
     ByValue,
-    /// The content of the named file is compared, not its name: a file may move.
+    /// By the content of the file that the option names, because the same file may have moved.
     ByText,
 }
 
-/// The effects of the options other than the model's; changes of the model's options are all refused.
+/// The effects of all options except the model's. A change of a model's option is always refused.
 const EFFECTS: &[(&[&str], Compared, &[Effect])] = &[
     (&["updates", "epochs", "patience", "min_lr"], Compared::ByValue, &[]),
     (&["accumulate"], Compared::ByValue, &[]),
@@ -83,12 +83,12 @@ const EFFECTS: &[(&[&str], Compared, &[Effect])] = &[
     (&["data_bin", "source_lang", "target_lang", "skip_long"], Compared::ByText, &[Place, Loss, Bleu]),
     (&["bpe_operations"], Compared::ByValue, &[Refused]),
     (&["bpe_codes"], Compared::ByText, &[Refused]),
-    // With the two options above compared, it says nothing more.
+    // The two options above already show whether the segmentation has changed.
     (&["no_bpe"], Compared::ByText, &[]),
     (&["segment_length"], Compared::ByValue, &[Place, Loss]),
 ];
 
-/// Returns the effect of a change of each option that is not the model's, for `_tables.json` and the documentation.
+/// Returns the effect of changing each option, except the model's, for `_tables.json` and the documentation.
 pub fn described() -> Value {
     let mut found = Map::new();
     for (options, compared, effects) in EFFECTS {
@@ -112,14 +112,14 @@ pub fn described() -> Value {
 #[derive(Debug)]
 pub struct OptionChange {
     pub effects: &'static [Effect],
-    /// A message such as "label_smoothing was 0.1, now 0.5".
+    /// A message about the change, such as "label_smoothing was 0.1, now 0.5".
     pub said: String,
 }
 
-/// Returns the changes between two sets of options, except those that show only in the text.
+/// Returns the changes between two sets of options. Options whose file contents count are not compared here.
 ///
 /// # Errors
-/// `Invalid` if a change is refused; the message names all such options.
+/// Returns `Invalid` if a change is refused; the message names all options with refused changes.
 pub fn changes(
     before: (&TransformerConfig, &TrainingConfig, &DataConfig),
     now: (&TransformerConfig, &TrainingConfig, &DataConfig),
@@ -156,12 +156,12 @@ pub fn changes(
     }
 }
 
-/// Returns the change to another validation text.
+/// Returns the change that stands for another validation text.
 pub fn other_validation() -> OptionChange {
     OptionChange { effects: &[Loss, Bleu], said: "the validation text is not the one of the run so far".into() }
 }
 
-/// True if the change makes the best score one of another measure.
+/// True if the best score no longer measures the same after the change.
 pub fn forgets_best(change: &OptionChange, criterion: Criterion) -> bool {
     let own = match criterion {
         Criterion::Loss => Loss,
@@ -170,7 +170,8 @@ pub fn forgets_best(change: &OptionChange, criterion: Criterion) -> bool {
     change.effects.contains(&Best) || change.effects.contains(&own)
 }
 
-/// True if the change makes the schedule's scores those of another measure or rule. `has_bleu`: the schedule uses BLEU.
+/// True if the scores that the schedule remembers no longer measure the same, or no longer follow the same rule,
+/// after the change. `has_bleu` is true if the schedule uses BLEU.
 pub fn forgets_scores(change: &OptionChange, has_bleu: bool) -> bool {
     let own = if has_bleu { Bleu } else { Loss };
     [own, Scores, Schedule].iter().any(|effect| change.effects.contains(effect))

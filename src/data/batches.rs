@@ -1,4 +1,4 @@
-//! Batches by token count: the choice of sentences that share a batch, and the packed rows that the model reads.
+//! Batches by token count: which sentences share a batch, and the packed rows that the model reads.
 
 use super::corpus::Corpus;
 use super::random::{Purpose, Random};
@@ -11,7 +11,7 @@ pub struct PackedIds {
     pub tokens: Vec<i64>,
     /// The position of each token in its row, from 0.
     pub positions: Vec<i64>,
-    /// Row r holds tokens `offsets[r] .. offsets[r + 1]`: cumulative lengths, one more than rows.
+    /// The first token of each row, and the end of the last row: row r holds tokens `offsets[r] .. offsets[r + 1]`.
     pub offsets: Vec<i64>,
     /// The length of the longest row.
     pub longest: usize,
@@ -42,22 +42,24 @@ impl PackedIds {
 /// The input of one forward pass.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Batch {
-    /// Source tokens and EOS; `None` for language modelling.
+    /// The source's tokens with EOS at the end; `None` in language modelling.
     pub source: Option<PackedIds>,
-    /// The decoder's input: BOS (or the corpus's own first token), then the target's tokens.
+    /// The decoder's input: BOS, or another first token that the corpus has set, then the target's tokens.
     pub target_input: PackedIds,
     /// The tokens that the decoder should predict at the same positions: the target's tokens and EOS.
     pub target_output: Vec<i64>,
-    /// The indices of the sentences in the corpus, row by row.
+    /// The index in the corpus of each row's sentence.
     pub sentences: Vec<usize>,
 }
 
-/// Returns the batches of an epoch, each a list of sentence indices, from the lengths (source, target) with EOS.
+/// Returns the batches of an epoch as lists of sentence indices. `lengths` holds each sentence's (source, target)
+/// length, EOS included.
 ///
-/// A batch costs its number of sentences × its longest side. The cost never exceeds `max_tokens`, unless a single
-/// sentence does, which then is alone. Sentences are sorted by their longer side, then source, then target length, with
-/// ties broken at random by (seed, epoch), and cut greedily, so that a batch's rows have similar lengths. The batches
-/// are then shuffled by (seed, epoch). Their number is the same in every epoch.
+/// The cost of a batch is its number of sentences × the length of its longest side. The cost never exceeds
+/// `max_tokens`, except in a batch of one sentence that does so alone. Sentences are sorted by their longer side,
+/// then by source and target length; a random order that depends on (seed, epoch) decides between equal ones. The
+/// sorted list is cut greedily, so that the rows of a batch have similar lengths. Then the batches are shuffled by
+/// (seed, epoch). Every epoch has the same number of batches.
 pub fn plan(lengths: &[(usize, usize)], max_tokens: usize, seed: u64, epoch: u64) -> Vec<Vec<usize>> {
     let side = |sentence: usize| lengths[sentence].0.max(lengths[sentence].1);
     let mut order: Vec<usize> = (0..lengths.len()).collect();
@@ -67,7 +69,7 @@ pub fn plan(lengths: &[(usize, usize)], max_tokens: usize, seed: u64, epoch: u64
 
     let mut batches: Vec<Vec<usize>> = Vec::new();
     for sentence in order {
-        // The newest sentence is the longest, because lengths ascend.
+        // Lengths ascend, so the newest sentence is the longest of its batch.
         match batches.last_mut() {
             Some(batch) if (batch.len() + 1) * side(sentence) <= max_tokens => batch.push(sentence),
             _ => batches.push(vec![sentence]),
@@ -77,7 +79,7 @@ pub fn plan(lengths: &[(usize, usize)], max_tokens: usize, seed: u64, epoch: u64
     batches
 }
 
-/// Packs the chosen sentences of a corpus.
+/// Packs the sentences of a corpus that have these indices.
 ///
 /// Panics if a sentence is not in the corpus.
 pub fn collate(corpus: &Corpus, sentences: &[usize]) -> Batch {
@@ -104,8 +106,8 @@ fn ended(row: &[u32]) -> impl Iterator<Item = u32> + '_ {
     row.iter().copied().chain([EOS])
 }
 
-/// Applies word dropout: each token, EOS included, becomes UNK with probability `p`. It is for the source and the
-/// decoder's input, never for the decoder's targets.
+/// Applies word dropout: each token, EOS included, becomes UNK with probability `p`. The function is meant for the
+/// source and the decoder's input, not for the tokens to predict.
 pub fn word_dropout(tokens: &mut [i64], p: f64, random: &mut Random) {
     for token in tokens {
         if random.chance(p) {
@@ -119,7 +121,7 @@ mod tests {
     use super::*;
     use crate::data::vocabulary::BOS;
 
-    /// Returns pairs of lengths from 2 to 41 with EOS, many of them equal.
+    /// Returns pairs of lengths from 2 to 41, EOS included, many of them equal.
     fn lengths() -> Vec<(usize, usize)> {
         (0..1000).map(|i| (2 + i * 7919 % 23, 2 + i * 104_729 % 40)).collect()
     }
@@ -142,7 +144,7 @@ mod tests {
         assert_eq!(all, (0..lengths.len()).collect::<Vec<_>>());
         let cost = |batch: &Vec<usize>| batch.len() * batch.iter().map(|&s| side(lengths[s])).max().unwrap();
         assert!(batches.iter().all(|batch| cost(batch) <= 100), "{batches:?}");
-        // Sentences of similar length are together, so little of the allowance is padding.
+        // The sentences of a batch have similar lengths, so padding costs less than 1 %.
         let real: usize = lengths.iter().map(|&pair| side(pair)).sum();
         assert!(batches.iter().map(cost).sum::<usize>() < real * 101 / 100);
     }
@@ -166,10 +168,10 @@ mod tests {
                 batches.sort_unstable();
                 batches
             };
-            // Ties are broken again, so batches differ in content, not only in order.
+            // Ties are decided anew in each epoch, so batches differ in content, not only in order.
             assert_ne!(sorted(other), sorted(first.clone()));
         }
-        // The values are frozen, because a change would break the resuming of runs.
+        // These values must never change: a resumed run relies on the same order.
         let small: Vec<_> = (0..8).map(|i| (2 + i % 2, 2)).collect();
         assert_eq!(plan(&small, 6, 1, 2), [vec![4, 0, 2], vec![6, 3], vec![5], vec![7, 1]]);
     }
@@ -214,7 +216,7 @@ mod tests {
         let mut tokens = vec![i64::from(EOS); 10_000];
         word_dropout(&mut tokens, 0.1, &mut Random::new(1, 0, 0, Purpose::WordDropout));
         let hit = tokens.iter().filter(|&&token| token == i64::from(UNK)).count();
-        // The expected number is 1000, the standard deviation 30.
+        // On average 1000 tokens become UNK, with a standard deviation of 30.
         assert!((880..1120).contains(&hit), "{hit}");
         assert!(tokens.iter().all(|&token| token == i64::from(UNK) || token == i64::from(EOS)));
     }

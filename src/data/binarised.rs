@@ -1,15 +1,16 @@
 //! fairseq's binarised folders, as written by `fairseq-preprocess`: dictionaries (`dict.LANG.txt`) and splits of token
 //! ids (`train.SRC-TGT.LANG.bin` with `.idx`; without languages `dict.txt`, `train.bin`, `train.idx`).
 //!
-//! The `.bin` file holds the ids, sentence after sentence. Its index has one of two formats, both little-endian:
+//! The `.bin` file holds the ids of all sentences, one sentence after the other. Its index has one of two formats,
+//! both little-endian:
 //!
 //! | `--dataset-impl` | index |
 //! |---|---|
 //! | `mmap` | `MMIDIDX\0\0`, version u64, number type u8, count u64; lengths i32 × count, starts in bytes i64 × count |
 //! | `cached`, `lazy` | `TNTIDX\0\0`, version, number type, bytes of a number, count, count of dimensions (u64 each); where each sentence's dimensions begin i64 × (count + 1), starts in numbers i64 × (count + 1), dimensions i64 × count; the `.bin` holds id + 1 |
 //!
-//! Lengths in a file are checked against the sizes of the files before they are used and before memory is allocated for
-//! them.
+//! The numbers in an index are checked against the sizes of the files before they are used, and before memory is
+//! allocated for them.
 
 use super::interrupt::Interrupt;
 use super::vocabulary::{Vocabulary, EOS, UNK};
@@ -19,7 +20,7 @@ use std::fs::{self, File};
 use std::io::{BufReader, ErrorKind, Read};
 use std::path::{Path, PathBuf};
 
-/// A binarised folder, read in one translation direction.
+/// A binarised folder, and the direction in which it is read.
 pub struct Binarised {
     folder: PathBuf,
     pair: Option<Pair>,
@@ -27,7 +28,7 @@ pub struct Binarised {
 
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct Pair {
-    /// The pair as the files' names have it, `SRC-TGT`.
+    /// The language pair as it stands in the files' names, `SRC-TGT`.
     named: String,
     source: String,
     target: String,
@@ -40,12 +41,12 @@ pub enum Side {
 }
 
 impl Binarised {
-    /// Opens a folder of one language (`fairseq-preprocess --only-source`).
+    /// Opens a folder with one language (`fairseq-preprocess --only-source`).
     pub fn monolingual(folder: impl AsRef<Path>) -> Self {
         Binarised { folder: folder.as_ref().to_path_buf(), pair: None }
     }
 
-    /// Opens a folder of two languages. By default, the direction is that of the split's file names.
+    /// Opens a folder with two languages. By default, the direction is the one in the file names of `split`.
     pub fn parallel(
         folder: impl AsRef<Path>,
         split: &str,
@@ -83,7 +84,7 @@ impl Binarised {
         }))
     }
 
-    /// Loads the dictionary that both sides share.
+    /// Loads the dictionary that both sides share. Errors if the two sides' dictionaries differ.
     pub fn joint_dictionary(&self) -> Result<Vocabulary> {
         let target = self.dictionary(Side::Target)?;
         if self.pair.is_some() && self.dictionary(Side::Source)? != target {
@@ -95,9 +96,11 @@ impl Binarised {
         Ok(target)
     }
 
-    /// Reads one side of a split as sentences without their final EOS; `types` is the size of its dictionary.
+    /// Reads one side of a split as sentences, without the EOS at their end. `types` is the size of the side's
+    /// dictionary.
     ///
-    /// Text never yields a special symbol other than UNK, so other ids below UNK's are read as UNK ([`Vocabulary`]).
+    /// An id below UNK's, other than the EOS at the end, is read as UNK: text never yields a special symbol
+    /// ([`Vocabulary`]).
     pub fn sentences(
         &self,
         split: &str,
@@ -121,7 +124,7 @@ impl Binarised {
         })
     }
 
-    /// Calls `visit` with the ids of each sentence, all below `types`.
+    /// Calls `visit` with the ids of each sentence. Errors if an id is not below `types`.
     fn read(&self, split: &str, side: Side, types: usize, mut visit: impl FnMut(&[u32]) -> Result<()>) -> Result<()> {
         let name = match (&self.pair, self.language(side)) {
             (Some(pair), Some(language)) => format!("{split}.{}.{language}", pair.named),
@@ -162,7 +165,7 @@ impl Binarised {
     }
 }
 
-/// Returns the language pairs of a split.
+/// Returns the language pairs for which the folder has this split.
 fn pairs(folder: &Path, split: &str) -> Result<BTreeSet<Pair>> {
     let entries = fs::read_dir(folder).map_err(|e| refused("list", folder, e))?;
     let names = entries.flatten().map(|entry| entry.file_name().to_string_lossy().into_owned());
@@ -176,6 +179,7 @@ fn pairs(folder: &Path, split: &str) -> Result<BTreeSet<Pair>> {
     Ok(names.filter_map(pair).collect())
 }
 
+/// Returns the error for a failed access: a missing file gets a message that says what should be there.
 fn refused(act: &'static str, path: &Path, error: std::io::Error) -> Error {
     match error.kind() {
         ErrorKind::NotFound => {
@@ -185,11 +189,11 @@ fn refused(act: &'static str, path: &Path, error: std::io::Error) -> Error {
     }
 }
 
-/// The lengths of the sentences in a `.bin` file, and the format of its numbers.
+/// The content of an index: the lengths of the sentences in the `.bin` file, and the format of the numbers there.
 #[derive(Debug, PartialEq)]
 struct Index {
     kind: IdKind,
-    /// The number that stands for id 0.
+    /// The number that the `.bin` file stores for id 0.
     first: i64,
     lengths: Vec<i64>,
     /// The sum of the lengths.
@@ -202,7 +206,7 @@ struct IdKind {
     is_signed: bool,
 }
 
-/// fairseq's codes of integer types.
+/// fairseq's codes for integer types.
 const KINDS: [(i64, IdKind); 8] = [
     (1, IdKind { bytes: 1, is_signed: false }),
     (2, IdKind { bytes: 1, is_signed: true }),
@@ -217,6 +221,7 @@ const MMAP: &[u8] = b"MMIDIDX\0\0";
 const TORCHNET: &[u8] = b"TNTIDX\0\0";
 
 impl Index {
+    /// Reads an index file in either format.
     fn read(path: &Path) -> Result<Self> {
         let content = fs::read(path).map_err(|e| refused("read", path, e))?;
         let parsed = match (content.strip_prefix(MMAP), content.strip_prefix(TORCHNET)) {
@@ -229,6 +234,7 @@ impl Index {
         parsed.map_err(|what| Error::invalid(format!("{}: {what}", path.display())))
     }
 
+    /// Parses an index of the `mmap` format, whose starts are in bytes.
     fn mmap(mut body: &[u8]) -> Result<Self, String> {
         let kind = IdKind::find(one(&mut body, 8)?, one(&mut body, 1)?)?;
         let count = one(&mut body, 8)?;
@@ -238,6 +244,7 @@ impl Index {
         index.ends_with(body, starts.map(|start| (start % unit == 0).then_some(start / unit)))
     }
 
+    /// Parses an index of the `cached` and `lazy` formats, whose starts are in numbers. Ids are stored as id + 1.
     fn torchnet(mut body: &[u8]) -> Result<Self, String> {
         let kind = IdKind::find(one(&mut body, 8)?, one(&mut body, 8)?)?;
         let bytes = one(&mut body, 8)?;
@@ -258,6 +265,7 @@ impl Index {
         index.ends_with(body, starts.map(Some))
     }
 
+    /// Builds the index from the lengths of the sentences. Errors if a length is negative or the sum overflows.
     fn of(kind: IdKind, first: i64, lengths: impl Iterator<Item = i64>) -> Result<Self, String> {
         let lengths: Vec<i64> = lengths.collect();
         if lengths.iter().any(|length| *length < 0) {
@@ -267,7 +275,8 @@ impl Index {
         Ok(Index { kind, first, numbers: numbers.ok_or("lengths beyond all bounds; it is damaged")?, lengths })
     }
 
-    /// Returns the index if nothing follows it and `starts` agree with the lengths, with or without a last end.
+    /// Returns the index if `rest` is empty and `starts` agree with the lengths. `starts` may end with the end of the
+    /// last sentence.
     fn ends_with(self, rest: &[u8], mut starts: impl Iterator<Item = Option<i64>>) -> Result<Self, String> {
         let mut place = 0;
         let fits = self.lengths.iter().all(|length| {
@@ -291,6 +300,7 @@ impl Index {
 }
 
 impl IdKind {
+    /// Returns the integer type with this code of fairseq. Errors if the index has a version other than 1.
     fn find(version: i64, code: i64) -> Result<Self, String> {
         let found = KINDS.iter().find(|(known, _)| *known == code && version == 1);
         found.map(|(_, kind)| *kind).ok_or_else(|| {
@@ -303,7 +313,7 @@ fn one(body: &mut &[u8], bytes: usize) -> Result<i64, String> {
     column(body, 1, bytes)?.next().ok_or_else(|| "it is damaged".into())
 }
 
-/// Takes `count` numbers of `bytes` bytes from the front of `body`.
+/// Takes the next `count` numbers, of `bytes` bytes each, from the front of `body`.
 fn column<'a>(body: &mut &'a [u8], count: i64, bytes: usize) -> Result<impl Iterator<Item = i64> + use<'a>, String> {
     let size = usize::try_from(count).ok().and_then(|count| count.checked_mul(bytes));
     let (numbers, rest) = size
@@ -313,8 +323,8 @@ fn column<'a>(body: &mut &'a [u8], count: i64, bytes: usize) -> Result<impl Iter
     Ok(numbers.chunks_exact(bytes).map(|bytes| integer(bytes, true)))
 }
 
-/// Reads at most eight bytes, the lowest first. An unsigned number beyond i64 becomes negative, which every caller
-/// rejects.
+/// Converts at most eight bytes, lowest first, to an integer. An unsigned number too large for i64 becomes negative,
+/// and every caller rejects it.
 fn integer(bytes: &[u8], is_signed: bool) -> i64 {
     let is_negative = is_signed && bytes.last().is_some_and(|byte| byte & 0x80 != 0);
     let mut wide = [if is_negative { 0xff } else { 0 }; 8];
@@ -362,7 +372,7 @@ mod tests {
     #[test]
     fn both_formats_hold_the_same_sentences() {
         for (index, tokens) in [mmap(), torchnet()] {
-            // BOS, and an EOS within a sentence, are read as UNK.
+            // BOS, and an EOS inside a sentence, are read as UNK.
             assert_eq!(read(&index, &tokens, 7).unwrap(), [vec![4, UNK, 5], vec![], vec![6, UNK, 4]]);
         }
     }

@@ -1,8 +1,8 @@
 //! Byte pair encoding: applies merges to words (Sennrich et al. 2016), exactly as `subword-nmt apply-bpe` does.
 //!
-//! A word starts as its characters and an end-of-word mark `</w>`. The adjacent pair that comes first in the list of
-//! merges is joined wherever it occurs, left to right, until no adjacent pair is in the list. Every piece except a
-//! word's last ends in `@@`.
+//! A word begins as its characters and an end-of-word mark `</w>`. Of all adjacent pairs, the one that comes first in
+//! the list of merges is joined wherever it occurs, from left to right. This repeats until no adjacent pair is in the
+//! list. Every piece except the last one of a word ends in `@@`.
 
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, HashMap};
@@ -13,14 +13,14 @@ use std::sync::{Mutex, PoisonError};
 use crate::data::text::read_lines;
 use crate::error::{Error, Result};
 
-/// The suffix of a piece that the next piece continues.
+/// The suffix of a piece whose word continues in the next piece.
 pub const CONTINUED: &str = "@@";
 pub(super) const WORD_END: &str = "</w>";
 
 /// The maximum number of cached words: about 200 MB at about 200 bytes a word.
 const CACHED_WORDS: usize = 1 << 20;
 
-/// The way in which the end of a word enters the merges.
+/// How the end of a word takes part in merges.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum WordEnd {
     /// `</w>` is a symbol of its own after the last character, as in files of version 0.1 or without a header.
@@ -34,22 +34,23 @@ enum WordEnd {
 pub struct Bpe {
     word_end: WordEnd,
     merges: Vec<(String, String)>,
-    /// Maps left → right → rank in the list; nested, so that a look-up borrows both halves.
+    /// Maps left half → right half → rank in the list. The maps are nested so that a look-up can borrow both halves.
     ranks: HashMap<String, HashMap<String, usize>>,
     pieces: Mutex<HashMap<String, Vec<String>>>,
 }
 
 impl Bpe {
-    /// Reads merges in the format of subword-nmt (`#version: 0.2`, then `a b` per line) or fastBPE (`a b count` per
-    /// line, no header).
+    /// Reads merges from a file in the format of subword-nmt (`#version: 0.2`, then `a b` on each line) or fastBPE
+    /// (`a b count` on each line, no header).
     ///
-    /// Two columns without a header mean version 0.1, as in subword-nmt. A merge listed twice keeps its first rank.
+    /// A file with two columns and no header counts as version 0.1, as in subword-nmt. A merge that is listed twice
+    /// keeps its first rank.
     pub fn from_codes(path: impl AsRef<Path>) -> Result<Self> {
         let path = path.as_ref();
         Self::from_lines(path, &read_lines(path, &mut || Ok(()))?)
     }
 
-    /// Parses merges from lines that were read already; `path` is for messages.
+    /// Parses merges from the lines of a file. Messages call the file `path`.
     pub fn from_lines(path: &Path, lines: &[String]) -> Result<Self> {
         let wrong = |index: usize, what: &str| {
             Error::invalid(format!(
@@ -88,11 +89,12 @@ impl Bpe {
         Ok(Self::new(word_end, merges))
     }
 
-    /// Builds a BPE from merges that were learned in the format of version 0.2.
+    /// Builds a BPE from learned merges, which have the format of version 0.2.
     pub(super) fn from_merges(merges: Vec<(String, String)>) -> Self {
         Self::new(WordEnd::OnLastCharacter, merges)
     }
 
+    /// Builds a BPE from listed merges. If a merge is listed twice, only the first place counts.
     fn new(word_end: WordEnd, listed: Vec<(String, String)>) -> Self {
         let mut merges = Vec::with_capacity(listed.len());
         let mut ranks: HashMap<String, HashMap<String, usize>> = HashMap::new();
@@ -111,10 +113,10 @@ impl Bpe {
         &self.merges
     }
 
-    /// Splits a line into pieces, like `subword-nmt apply-bpe`. Words are separated only by spaces; a tab belongs to
-    /// its word.
+    /// Splits a line into pieces, like `subword-nmt apply-bpe`. Only spaces separate words; a tab is part of its
+    /// word.
     pub fn segment(&self, line: &str) -> Vec<String> {
-        // A thread that panicked with the lock left only complete entries, so the cache stays valid.
+        // If a thread has panicked with the lock, the cache still holds only complete entries, so it can be used.
         let mut pieces = self.pieces.lock().unwrap_or_else(PoisonError::into_inner);
         let mut out = Vec::new();
         for word in spaced_words(line) {
@@ -141,11 +143,12 @@ impl Bpe {
         std::iter::once(version.to_owned()).chain(merges).collect()
     }
 
+    /// Splits one word into pieces. A word of a single character has no merges.
     fn segment_word(&self, word: &str) -> Vec<String> {
         if word.chars().nth(1).is_none() {
             return vec![word.to_owned()];
         }
-        // The end-of-word mark itself is no text.
+        // The end-of-word mark is not text, so a symbol that consists of the mark alone is dropped.
         let mut pieces: Vec<String> = self
             .symbols(&format!("{word}{WORD_END}"))
             .into_iter()
@@ -157,10 +160,11 @@ impl Bpe {
         pieces
     }
 
-    /// Returns the byte range of each symbol that the merges leave of a word with its mark.
+    /// Returns the byte range of each symbol of a word that is left after all merges; `marked` is the word and its
+    /// mark.
     ///
-    /// Symbols form a linked list, and a queue holds every adjacent pair that is in the list of merges. So a word of n
-    /// characters costs O(n log n), while joining in place would cost O(n²).
+    /// Symbols form a linked list, and a queue holds every adjacent pair that can be merged. So a word of n
+    /// characters takes O(n log n) time; joining symbols in an array would take O(n²).
     fn symbols(&self, marked: &str) -> Vec<Range<usize>> {
         let word = marked.len() - WORD_END.len();
         let mut ends: Vec<usize> = marked[..word].char_indices().map(|(start, c)| start + c.len_utf8()).collect();
@@ -181,7 +185,7 @@ impl Bpe {
         let place = |symbols: &[Range<usize>], next: &[usize], i| Some(Reverse((rank(symbols, next, i)?, i)));
         let mut queue: BinaryHeap<_> = (0..count).filter_map(|i| place(&symbols, &next, i)).collect();
         while let Some(&Reverse((first, _))) = queue.peek() {
-            // Find all places of this merge, left to right, before those of any pair that it creates.
+            // All places of this merge are joined, from left to right, before any pair that the merge creates.
             let mut joined = Vec::new();
             while let Some(&Reverse((_, i))) = queue.peek().filter(|place| place.0 .0 == first) {
                 queue.pop();
@@ -204,14 +208,14 @@ impl Bpe {
     }
 }
 
-/// Returns the words of a line: separated by spaces, with line ends stripped.
+/// Returns the words of a line. Only spaces separate words; line ends are removed.
 pub(super) fn spaced_words(line: &str) -> impl Iterator<Item = &str> {
     line.trim_matches(['\r', '\n', ' ']).split(' ').filter(|word| !word.is_empty())
 }
 
 #[cfg(test)]
 pub(super) mod testing {
-    /// Returns a random number generator; each number is below its argument.
+    /// Returns a generator of random numbers. Each number is below the argument of its call.
     pub fn numbers(mut state: u64) -> impl FnMut(usize) -> usize {
         move |n| {
             state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
@@ -234,13 +238,13 @@ mod tests {
         Bpe::from_codes(path)
     }
 
-    /// The expected values were printed by subword-nmt 0.3.8's `BPE.segment` for MERGES with this header.
+    /// subword-nmt 0.3.8's `BPE.segment` printed the expected values, for MERGES with this header.
     #[test]
     fn segments_as_subword_nmt() {
         for (header, frozen) in [("#version: 0.2\n", FROZEN_02), ("", FROZEN_01)] {
             let bpe = bpe(&format!("{header}{MERGES}")).unwrap();
             for (line, pieces) in LINES.iter().zip(frozen) {
-                // The second call reads the cache.
+                // The second call takes the result from the cache.
                 assert_eq!(bpe.segment(line).join(" "), *pieces, "{line:?} with header {header:?}");
                 assert_eq!(bpe.segment(line).join(" "), *pieces, "{line:?} from the cache");
             }
@@ -293,7 +297,8 @@ mod tests {
         "b@@ \u{2028}@@ lo@@ w \u{85}",
     ];
 
-    /// Applies the definition to one word: joins the first pair of the list wherever it occurs, until none is left.
+    /// Segments one word as the definition says: joins the first pair of the list wherever it occurs, until no pair
+    /// is in the list.
     fn joined_in_place(bpe: &Bpe, word: &str) -> Vec<String> {
         let mut symbols: Vec<String> = word.chars().map(String::from).collect();
         match bpe.word_end {
@@ -319,7 +324,7 @@ mod tests {
     fn random_merges_join_as_in_place() {
         let mut below = testing::numbers(7);
         for round in 0..300 {
-            // Pairs of known symbols come in any order: a merge may precede those that create its parts.
+            // The pairs are in random order, so a merge may come before the merges that create its halves.
             let mut known: Vec<String> = ["a", "b", "c", "a</w>", "b</w>", "</w>"].map(String::from).to_vec();
             let mut merges: Vec<(String, String)> = (0..12)
                 .map(|_| {

@@ -1,7 +1,8 @@
 //! Learning of BPE merges: the most frequent adjacent pair first (Sennrich et al. 2016).
 //!
-//! All distinct words lie in one array of symbols linked to their neighbours, and every pair has a list of its places.
-//! A merge costs as much as the pair has places, so learning is linear in the corpus, however long its words are.
+//! The symbols of all distinct words lie in one array, each linked to its neighbours, and every pair has a list of
+//! its places. A merge takes time in proportion to the places of its pair. So learning is linear in the size of the
+//! corpus, even if words are long.
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet, BinaryHeap, HashMap};
@@ -10,16 +11,16 @@ use super::bpe::{spaced_words, Bpe, WORD_END};
 use super::interrupt::{interruptible, throttled, Interrupt};
 use crate::error::{Error, Result};
 
-/// The minimum count of a pair to be merged; 2 is subword-nmt's default, too.
+/// The smallest count with which a pair is merged; subword-nmt's default is 2, too.
 const LEAST_PAIR_COUNT: i64 = 2;
 
 impl Bpe {
-    /// Learns at most `operations` merges from lines of words separated by spaces, or fewer if no pair occurs twice any
-    /// more.
+    /// Learns at most `operations` merges from lines whose words are separated by spaces. Stops earlier if no pair
+    /// occurs twice.
     ///
-    /// The same lines give the same merges. Among pairs with the same count, the one with the older symbols comes
-    /// first, then alphabetical order decides, as in the `tokenizers` library's trainer. For a joint BPE, pass the
-    /// lines of both languages.
+    /// The same lines always give the same merges. Of pairs with the same count, the one whose symbols are older is
+    /// merged first; for equal age, alphabetical order decides, as in the trainer of the `tokenizers` library. For a
+    /// joint BPE, pass the lines of both languages.
     pub fn learn<'a>(
         lines: impl IntoIterator<Item = &'a str>,
         operations: usize,
@@ -30,7 +31,7 @@ impl Bpe {
         }
         let mut check_interrupt = throttled(check_interrupt);
         let mut number_of_lines = 0;
-        // The map is sorted, so that nothing depends on a hash map's order.
+        // A sorted map is used because the order of a hash map would change the result.
         let mut words: BTreeMap<&str, i64> = BTreeMap::new();
         interruptible(&mut check_interrupt, lines, |lines| {
             for line in lines {
@@ -49,42 +50,42 @@ impl Bpe {
     }
 }
 
-/// Returns the words from which merges are learned. A word with a carriage return inside is skipped, because readers
-/// would split its merges into two lines.
+/// Returns the words of a line from which merges are learned. Words that contain a carriage return are left out,
+/// because it would split their merges into two lines of the file.
 fn learnable_words(line: &str) -> impl Iterator<Item = &str> {
     spaced_words(line).filter(|word| !word.contains('\r'))
 }
 
-/// A symbol's number, by age: first the initial symbols alphabetically, then the merged ones.
+/// The number of a symbol, by age: the initial symbols in alphabetical order, then each merged one.
 type Id = u32;
 type IdPair = (Id, Id);
 
-/// A marker for no symbol, at a place that a merge has emptied.
+/// Marks a place whose symbol has been merged into its left neighbour.
 const GONE: Id = Id::MAX;
-/// A marker for no place, beyond a word's end.
+/// Marks the place before the beginning or after the end of a word.
 const NOWHERE: u32 = u32::MAX;
 
 struct Learner {
     spelled: Vec<String>,
     ids: HashMap<String, Id>,
-    /// The words' symbols, each at the place of its first character.
+    /// The symbols of all words, each at the place of its first character.
     symbols: Vec<Id>,
     next: Vec<u32>,
     previous: Vec<u32>,
-    /// The index of the word at each place.
+    /// For each place in `symbols`, the index of the word that it belongs to.
     words: Vec<u32>,
     /// The frequency of each word.
     frequencies: Vec<i64>,
     /// The current count of each pair.
     counts: HashMap<IdPair, i64>,
-    /// The places at which a pair may occur, given by its left symbol.
+    /// The places at which each pair may occur: the place of its left symbol.
     places: HashMap<IdPair, Vec<u32>>,
-    /// Pairs ordered by count, then by age, with an index into [`Learner::found`]. A count that has changed since is
-    /// corrected when the pair is popped.
+    /// Pairs ordered by count, then by age, each with an index into [`Learner::found`]. If the count has changed
+    /// meanwhile, it is corrected when the pair is taken from the queue.
     queue: BinaryHeap<(i64, Reverse<IdPair>, Reverse<usize>)>,
-    /// The words, ascending, in which a pair was queued together. A pair that another merge creates again is queued
-    /// twice, and each time is merged in its own words, as in the `tokenizers` library's trainer
-    /// (tests/data/test_bpe.py).
+    /// For each entry of the queue, the words in which its pair was found, in ascending order. If another merge
+    /// creates the pair again, the pair is queued a second time. Each entry is merged only in its own words, as in
+    /// the trainer of the `tokenizers` library (tests/data/test_bpe.py).
     found: Vec<Vec<u32>>,
 }
 
@@ -125,6 +126,7 @@ impl Learner {
         Ok(learner)
     }
 
+    /// Adds a word that occurs `count` times: one place for each character, and the counts of all adjacent pairs.
     fn add(&mut self, word: &str, count: i64) {
         let first = self.symbols.len();
         for (index, character) in word.char_indices() {
@@ -142,7 +144,7 @@ impl Learner {
         }
     }
 
-    /// Counts a pair that now occurs at `place` (`weight` > 0), or no longer does (`weight` < 0).
+    /// Records that a pair now occurs at `place` (`weight` > 0), or that it no longer does (`weight` < 0).
     fn count(&mut self, place: u32, pair: IdPair, weight: i64) {
         *self.counts.entry(pair).or_default() += weight;
         if weight > 0 {
@@ -150,7 +152,7 @@ impl Learner {
         }
     }
 
-    /// Queues a pair for the given words, which ascend.
+    /// Queues a pair for the given words, which are in ascending order.
     fn enqueue(&mut self, pair: IdPair, mut words: Vec<u32>) {
         words.dedup();
         self.queue.push((self.counts[&pair], Reverse(pair), Reverse(self.found.len())));
@@ -182,15 +184,16 @@ impl Learner {
             }
             self.merge(pair, places);
         }
-        // A pair that was merged twice counts at its last merge.
+        // A pair that was merged twice counts only at its last merge.
         let last: HashMap<IdPair, usize> = merged.iter().enumerate().map(|(rank, pair)| (*pair, rank)).collect();
         let kept = merged.iter().enumerate().filter(|(rank, pair)| last[*pair] == *rank).map(|(_, pair)| pair);
         let spelled = |id: Id| self.spelled[id as usize].clone();
-        // A merge that creates an existing symbol is not counted above, so the result could exceed `operations`.
+        // A merge whose result equals an existing symbol adds no symbol to the count above, so the list may be longer
+        // than `operations`.
         Ok(kept.take(operations).map(|&(left, right)| (spelled(left), spelled(right))).collect())
     }
 
-    /// Joins a pair at `places`, in each word from left to right.
+    /// Joins a pair at the given places, from left to right.
     fn merge(&mut self, (left, right): IdPair, mut places: Vec<u32>) {
         let spelled = format!("{}{}", self.spelled[left as usize], self.spelled[right as usize]);
         let new = *self.ids.entry(spelled.clone()).or_insert(self.spelled.len() as Id);
@@ -243,7 +246,7 @@ mod tests {
         Bpe::learn(lines, operations, &mut || Ok(()))
     }
 
-    /// A word of this length costs the `tokenizers` library a minute.
+    /// The `tokenizers` library takes a minute for a word of this length.
     #[test]
     fn a_long_word_is_learned_and_cut_in_linear_time() {
         let mut below = numbers(3);
@@ -270,7 +273,8 @@ mod tests {
 
     #[test]
     fn the_most_frequent_pair_comes_first() {
-        // Counts: l-o 5, o-w</w> 3, o-w 2, w-e 2, e-r</w> 2; after "lo": lo-w</w> 3, lo-w 2.
+        // The counts are l-o 5, o-w</w> 3, o-w 2, w-e 2 and e-r</w> 2. After the merge "lo" they are lo-w</w> 3 and
+        // lo-w 2.
         let bpe = learn(["low low low", " lower  lower "], 3).unwrap();
         assert_eq!(pairs(&bpe)[..2], ["l o", "lo w</w>"]);
         assert_eq!(bpe.merges().len(), 3);

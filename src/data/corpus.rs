@@ -5,26 +5,26 @@ use super::vocabulary::{BOS, EOS};
 use crate::error::{Error, Result};
 use serde::{Deserialize, Serialize};
 
-/// The treatment of a sentence that exceeds a batch by itself.
+/// What is done with sentences that are too long for a batch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum LongSentences {
-    /// Fails with an error that says how many there are.
+    /// Fails with an error that says how many sentences are too long.
     Refuse,
-    /// Leaves them out, and counts them.
+    /// Leaves the sentences out, and counts them.
     Skip,
 }
 
-/// The maximum length of a sentence in tokens, its end included, and the option that sets it.
+/// The maximum length of a sentence in tokens, EOS included, and the option that sets it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Limit {
     pub tokens: usize,
-    /// The thing whose size it is, and the option's flag.
+    /// The thing that limits the length, and the flag that changes the limit.
     pub what: &'static str,
     pub flag: &'static str,
 }
 
 impl Limit {
-    /// Returns the limit that a sentence must fit into a batch.
+    /// Returns the limit for sentences that must fit into a batch.
     pub fn batch(max_tokens: usize) -> Self {
         Limit { tokens: max_tokens, what: "a batch", flag: "--max-tokens" }
     }
@@ -35,24 +35,25 @@ impl Limit {
     }
 }
 
-/// Sentence pairs or, for language modelling, the segments of a stream.
+/// Sentence pairs, or in language modelling the segments of a stream.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Corpus {
-    /// Source sentences without EOS; `None` for language modelling.
+    /// Source sentences without EOS; `None` in language modelling.
     pub source: Option<Vec<Vec<u32>>>,
-    /// Target sentences without EOS; for language modelling, segments as [`stream`] makes them.
+    /// Target sentences without EOS, or in language modelling the segments that [`stream`] returns.
     pub target: Vec<Vec<u32>>,
     /// The first token of the decoder's input; unused for language modelling.
     pub start: u32,
 }
 
 impl Corpus {
-    /// Returns the corpus with `token` instead of BOS as the decoder's first token.
+    /// Returns the corpus with `token` instead of BOS as the first token of the decoder's input.
     pub fn starting_with(self, token: i64) -> Self {
         Corpus { start: token as u32, ..self }
     }
 
-    /// Builds a corpus of sentence pairs. Also returns, for each given pair, false if it was left out as too long.
+    /// Builds a corpus of sentence pairs. Also returns a flag for each given pair, which is false if the pair was too
+    /// long and was left out.
     ///
     /// A pair is too long if its source or its target, with EOS, exceeds the limit.
     pub fn parallel(
@@ -88,8 +89,8 @@ impl Corpus {
         Ok((Self { source: Some(source), target, start: BOS }, fits))
     }
 
-    /// Builds a corpus for language modelling: the sentences, each ended by EOS, form one stream that is cut into
-    /// segments.
+    /// Builds a corpus for language modelling. The sentences, each followed by EOS, form one stream, which is cut
+    /// into segments.
     pub fn language_model(sentences: &[Vec<u32>], segment_length: usize, max_tokens: usize) -> Result<Self> {
         if segment_length == 0 || segment_length > max_tokens {
             return Err(Error::invalid(format!(
@@ -102,7 +103,7 @@ impl Corpus {
 
     /// Iterates over every token that a model has to predict.
     pub fn predicted(&self) -> impl Iterator<Item = u32> + '_ {
-        // A segment begins with the token before it, which is not predicted.
+        // The first token of a segment is the last one of the segment before; it is not predicted.
         let (given, end) = if self.source.is_some() { (0, Some(EOS)) } else { (1, None) };
         self.target.iter().flat_map(move |row| row.iter().copied().skip(given).chain(end))
     }
@@ -121,8 +122,8 @@ impl Corpus {
         self.target.is_empty()
     }
 
-    /// Returns the numbers of positions (source, target) of each sentence in the model, EOS included; for language
-    /// modelling the source has 0.
+    /// Returns each sentence's number of positions in the model (source, target), EOS included; the source's is 0 in
+    /// language modelling.
     pub fn lengths(&self) -> Vec<(usize, usize)> {
         match &self.source {
             Some(source) => {
@@ -136,9 +137,9 @@ impl Corpus {
 
 /// Cuts a stream of tokens into segments of `segment_length` predicted tokens (the last one may be shorter).
 ///
-/// Each segment begins with the token before it in the stream (EOS before the first): x₀ x₁ … x_T, where x₀ … x_{T−1}
-/// is the model's input and x₁ … x_T its targets. So every token of the stream is predicted once, from its true
-/// predecessor, and no easy token is added.
+/// Each segment x₀ x₁ … x_T begins with the token before it in the stream, or with EOS at the start. x₀ … x_{T−1} is
+/// the model's input and x₁ … x_T are its targets. So every token of the stream is predicted exactly once, with the
+/// token that really comes before it as the last input.
 pub fn stream(tokens: &[u32], segment_length: usize) -> Vec<Vec<u32>> {
     let mut before = EOS;
     let mut segments = Vec::with_capacity(tokens.len().div_ceil(segment_length.max(1)));
@@ -149,14 +150,15 @@ pub fn stream(tokens: &[u32], segment_length: usize) -> Vec<Vec<u32>> {
     segments
 }
 
-/// Checksums of a run's text as used in training: `train` identifies its place in an epoch, `valid` its best score.
+/// Checksums of the text that a run trains on. `train` belongs to the run's place in an epoch, `valid` to its best
+/// score.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Digests {
     pub train: u32,
     pub valid: u32,
 }
 
-/// Returns the CRC-32 of sentences' ids and ends, in order. `check_interrupt` runs at each sentence.
+/// Returns the CRC-32 of the ids and the ends of sentences, in order. `check_interrupt` runs at each sentence.
 pub fn digest<'a>(sentences: impl IntoIterator<Item = &'a Vec<u32>>, check_interrupt: Interrupt) -> Result<u32> {
     let mut crc = flate2::Crc::new();
     let mut bytes = Vec::new();
@@ -169,7 +171,7 @@ pub fn digest<'a>(sentences: impl IntoIterator<Item = &'a Vec<u32>>, check_inter
     Ok(crc.sum())
 }
 
-/// Keeps the items whose flag is set.
+/// Keeps the items whose flag is true.
 pub fn retain<T>(items: &mut Vec<T>, flags: &[bool]) {
     let mut flags = flags.iter();
     items.retain(|_| flags.next().is_some_and(|&flag| flag));

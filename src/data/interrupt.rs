@@ -1,15 +1,15 @@
-//! Interrupt checks during long work, so that Ctrl-C ends it.
+//! Checks for Ctrl-C during long work.
 
 use crate::error::Result;
 use std::time::{Duration, Instant};
 
-/// Checks for an interrupt; its error ends the work.
+/// A function that returns an error if the user wants to stop. The error ends the work.
 pub type Interrupt<'a> = &'a mut dyn FnMut() -> Result<()>;
 
-/// The minimum interval of checks, because each takes the GIL.
+/// The minimum time between two checks. Each check takes Python's global lock, so it is not free.
 const INTERVAL: Duration = Duration::from_millis(100);
 
-/// Wraps `check_interrupt` to run at most once per [`INTERVAL`], for callers that check at every item.
+/// Wraps `check_interrupt`, so that it runs at most once per [`INTERVAL`] even if it is called for every item.
 pub fn throttled(check_interrupt: Interrupt<'_>) -> impl FnMut() -> Result<()> + '_ {
     let mut last = Instant::now();
     move || match last.elapsed() < INTERVAL {
@@ -21,7 +21,8 @@ pub fn throttled(check_interrupt: Interrupt<'_>) -> impl FnMut() -> Result<()> +
     }
 }
 
-/// Passes items to `work`, with a check before each. An interrupt ends the items, and its error is returned.
+/// Passes items to `work`, and checks for an interrupt before each. After an interrupt there are no more items, and
+/// the interrupt's error is returned.
 pub fn interruptible<I: IntoIterator, T>(
     check_interrupt: Interrupt,
     items: I,

@@ -1,24 +1,24 @@
-//! Incremental joining of pieces into text.
+//! Joins pieces into text one by one, as a model generates them.
 
 use super::bpe::CONTINUED;
 
-/// Joins pieces that arrive one by one; the texts returned so far are always [`join`](super::join) of all pieces so
-/// far.
+/// Joins pieces that arrive one by one. At any time, the texts returned so far add up to [`join`](super::join) of the
+/// pieces so far.
 #[derive(Debug, Clone)]
 pub struct Joiner {
-    /// True if a space comes before the next piece.
+    /// True if a space must come before the next piece.
     spaced: bool,
 }
 
 impl Joiner {
-    /// Starts after a text that the pieces continue: a space comes first, unless the text ends in white space or in a
-    /// continued piece.
+    /// Starts after a text that the pieces continue. A space comes first, unless the text ends in white space or in
+    /// `@@`.
     pub fn after(text: &str) -> Self {
         let end = text.chars().next_back();
         Joiner { spaced: end.is_some_and(|c| !c.is_whitespace()) && !text.ends_with(CONTINUED) }
     }
 
-    /// Returns the text that the piece adds.
+    /// Returns the text that this piece adds.
     pub fn push(&mut self, piece: &str) -> String {
         let (text, is_word_over) = match piece.strip_suffix(CONTINUED) {
             Some(text) => (text, false),
@@ -28,7 +28,7 @@ impl Joiner {
         format!("{space}{text}")
     }
 
-    /// Ends a line, so that the next piece begins another.
+    /// Ends a line: the next piece begins another one, without a space.
     pub fn end(&mut self) {
         self.spaced = false;
     }

@@ -1,8 +1,9 @@
 //! The data pipeline, from text files to packed batches of token ids, in the order of the files below.
 //!
-//! Lines of text ([`text`]) are split into pieces ([`segmenter`], [`bpe`]), and pieces become ids ([`vocabulary`]);
-//! fairseq's folders hold ids already ([`binarised`]). Sentences of ids form a [`corpus`], and sentences of similar
-//! length share a batch ([`batches`]). Batches come in an endless stream whose order depends on a seed ([`stream`]).
+//! Lines of text ([`text`]) are split into pieces ([`segmenter`], [`bpe`]), and pieces become ids ([`vocabulary`]).
+//! The folders of fairseq already hold ids ([`binarised`]). Sentences of ids form a [`corpus`], and sentences of
+//! similar length share a batch ([`batches`]). Batches come in an endless stream, in an order that depends on a seed
+//! ([`stream`]).
 
 pub mod interrupt;
 pub mod text;

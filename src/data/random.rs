@@ -1,13 +1,13 @@
-//! Random numbers that depend only on a seed, on every platform and in every version.
+//! Random numbers that depend only on a seed: they are the same on every platform and in every version.
 //!
-//! The generator is ChaCha with 8 rounds (crate `rand_chacha`, which promises the same values for ever). Its key
-//! encodes the purpose and place of the numbers, so any place of a run can generate its numbers without those before
-//! it, and no state has to be stored for resuming.
+//! The generator is ChaCha with 8 rounds, from the crate `rand_chacha`, which promises never to change its values.
+//! The key encodes what the numbers are for and where in the run they are used. So a resumed run generates the
+//! numbers of its place without the earlier ones, and need not store a state.
 
 use rand_chacha::rand_core::{RngCore, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
-/// The purpose of random numbers; each purpose has its own numbers.
+/// What random numbers are used for. Each purpose has its own sequence of numbers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Purpose {
     /// Order of sentences with the same lengths.
@@ -20,12 +20,12 @@ pub enum Purpose {
     NextToken = 4,
 }
 
-/// The random numbers of one purpose at one place.
+/// The random numbers for one purpose at one place of the run.
 #[derive(Debug, Clone)]
 pub struct Random(ChaCha8Rng);
 
 impl Random {
-    /// Builds the generator. Its key is seed, epoch, index and purpose, 8 bytes each, little-endian.
+    /// Builds the generator. Its key consists of seed, epoch, index and purpose, each 8 bytes, little-endian.
     pub fn new(seed: u64, epoch: u64, index: u64, purpose: Purpose) -> Self {
         let mut key = [0; 32];
         for (bytes, word) in key.chunks_exact_mut(8).zip([seed, epoch, index, purpose as u64]) {
@@ -39,20 +39,20 @@ impl Random {
         self.uniform() < p
     }
 
-    /// Returns a uniform number in [0, 1): the upper 53 bits as a multiple of 2⁻⁵³.
+    /// Returns a uniform number in [0, 1): the upper 53 bits of a random u64, times 2⁻⁵³.
     pub fn uniform(&mut self) -> f64 {
         (self.0.next_u64() >> 11) as f64 * (1.0 / (1u64 << 53) as f64)
     }
 
-    /// Shuffles the items uniformly (Fisher and Yates, from the end).
+    /// Shuffles the items uniformly (Fisher and Yates, beginning at the end).
     pub fn shuffle<T>(&mut self, items: &mut [T]) {
         for last in (1..items.len()).rev() {
             items.swap(last, self.up_to(last as u64) as usize);
         }
     }
 
-    /// Returns a uniform number in 0 ..= `most`. Numbers beyond the range are rejected and drawn again, because a
-    /// remainder would prefer small numbers.
+    /// Returns a uniform number in 0 ..= `most`. A number beyond the range is rejected and drawn again, because
+    /// taking a remainder would prefer small numbers.
     fn up_to(&mut self, most: u64) -> u64 {
         let mask = u64::MAX >> most.leading_zeros().min(63);
         loop {
@@ -72,7 +72,7 @@ mod tests {
     fn the_numbers_never_change() {
         let mut items: Vec<u8> = (0..10).collect();
         Random::new(1, 2, 3, Purpose::BatchOrder).shuffle(&mut items);
-        // The order was computed by an independent ChaCha8 in Python.
+        // An independent ChaCha8 in Python computed this order.
         assert_eq!(items, [6, 0, 4, 9, 7, 5, 1, 2, 8, 3]);
     }
 
@@ -106,7 +106,7 @@ mod tests {
     fn chances_have_their_probability() {
         let mut random = Random::new(7, 0, 0, Purpose::WordDropout);
         let hits = (0..10_000).filter(|_| random.chance(0.1)).count();
-        // The expected number is 1000, the standard deviation 30.
+        // On average there are 1000 hits, with a standard deviation of 30.
         assert!((880..1120).contains(&hits), "{hits}");
         assert!((0..100).all(|_| !random.chance(0.0) && random.chance(1.0)));
     }

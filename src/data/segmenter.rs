@@ -1,14 +1,14 @@
-//! Segmentation of lines into pieces, and its inverse.
+//! Segmentation of lines into pieces, and joining of pieces into lines.
 
 use super::bpe::{Bpe, CONTINUED};
 use super::text::words;
 
-/// The method that splits a line of text into pieces of the vocabulary.
+/// How a line of text is split into pieces of the vocabulary.
 #[derive(Debug)]
 pub enum Segmenter {
     /// Words are split by BPE merges.
     Bpe(Bpe),
-    /// The text is split already: white space separates its pieces.
+    /// White space separates pieces, because the text has already been split into pieces.
     Split,
 }
 
@@ -31,7 +31,8 @@ pub fn join<S: AsRef<str>>(pieces: &[S]) -> String {
 /// Joins the pieces in a line into words, like subword-nmt's `sed -r 's/(@@ )|(@@ ?$)//g'`.
 pub fn join_line(line: &str) -> String {
     let mut joined = line.replace("@@ ", "");
-    // Only a mark at the very end of the line *before* joining is dangling; one that joining moves there is text.
+    // A mark at the end of the line is removed only if it stood there before joining. A mark that joining moves there
+    // is text.
     if line.ends_with(CONTINUED) {
         joined.truncate(joined.len() - CONTINUED.len());
     }

@@ -1,4 +1,4 @@
-//! An endless stream of batches, epoch after epoch, from any place, built ahead on another thread.
+//! An endless stream of batches, epoch after epoch, which can begin anywhere. Another thread builds batches ahead.
 
 use std::sync::mpsc::{sync_channel, Receiver};
 use std::sync::Arc;
@@ -11,30 +11,30 @@ use super::corpus::Corpus;
 use super::random::{Purpose, Random};
 use crate::error::{Error, Result};
 
-/// The number of batches built ahead: enough to hide a slow one, and little memory.
+/// The number of batches built ahead. Four hide a slow one, and need little memory.
 const BUILT_AHEAD: usize = 4;
 
-/// A place in the data: the next batch has index `index` in epoch `epoch`, both from 0. `index` is 0 when an epoch has
-/// just ended.
+/// A place in the data: the next batch has index `index` in epoch `epoch`, both counted from 0. When an epoch has
+/// just ended, `index` is 0.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Cursor {
     pub epoch: u64,
     pub index: u64,
 }
 
-/// The settings that determine the batches of a corpus.
+/// The settings that determine the batches, for a given corpus.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct StreamConfig {
-    /// The maximum of sentences × longest side in a batch.
+    /// The maximum cost of a batch: its number of sentences × the length of its longest side.
     pub max_tokens: usize,
-    /// The seed of the order and of word dropout.
+    /// The seed of the order of batches, and of word dropout.
     pub seed: u64,
     /// The probability that an input token becomes UNK.
     pub word_dropout: f64,
 }
 
-/// An endless stream of a corpus's batches, each with the cursor from which to resume *after* it. The same corpus,
-/// configuration and cursor give the same batches.
+/// An endless stream of the batches of a corpus. With each batch comes the cursor of the place *after* it, from which
+/// a run resumes. The same corpus, configuration and cursor always give the same batches.
 #[derive(Debug)]
 pub struct BatchStream {
     corpus: Arc<Corpus>,
@@ -46,11 +46,11 @@ pub struct BatchStream {
 }
 
 impl BatchStream {
-    /// Starts at `cursor`; `Cursor::default()` is the beginning.
+    /// Starts at `cursor`. `Cursor::default()` is the beginning of the first epoch.
     ///
-    /// Errors on an empty corpus, a sentence longer than `max_tokens`, or a probability outside 0 ≤ p < 1. A cursor
-    /// past its epoch's last batch, from other data or another `max_tokens`, is an error too: the run could not
-    /// continue from there unchanged.
+    /// Errors if the corpus is empty, if a sentence is longer than `max_tokens`, or if the probability is not in 0 ≤
+    /// p < 1. Also errors if the cursor lies past the last batch of its epoch. Such a cursor comes from other data or
+    /// another `max_tokens`, so the run could not continue unchanged.
     pub fn new(corpus: Arc<Corpus>, config: StreamConfig, cursor: Cursor) -> Result<Self> {
         let lengths = corpus.lengths();
         let Some(longest) = lengths.iter().map(|&(source, target)| source.max(target)).max() else {
@@ -81,7 +81,8 @@ impl BatchStream {
         Ok(Self { corpus, lengths, config, cursor, plan })
     }
 
-    /// Moves to the first place of its epoch with at least that share of the sentences behind it, or to the last batch.
+    /// Moves within the epoch to the first batch before which at least this share of the sentences lies, or to the
+    /// last batch.
     pub fn behind(mut self, share: f64) -> Self {
         let wanted = (share.clamp(0.0, 1.0) * self.corpus.len() as f64).round() as usize;
         let mut seen = 0;
@@ -90,12 +91,12 @@ impl BatchStream {
             seen += batch.len();
             is_there
         });
-        // The cursor stays before the epoch's end, which has an evaluation that belongs to the next update.
+        // The cursor stays before the end of the epoch: an evaluation there belongs to the next update.
         self.cursor.index = index.unwrap_or(self.plan.len() - 1) as u64;
         self
     }
 
-    /// Returns the number of sentences of this epoch before the cursor.
+    /// Returns the number of this epoch's sentences that lie before the cursor.
     pub fn seen(&self) -> usize {
         self.plan[..self.cursor.index as usize].iter().map(Vec::len).sum()
     }
@@ -110,7 +111,7 @@ impl BatchStream {
         self.plan = plan(&self.lengths, self.config.max_tokens, self.config.seed, epoch);
     }
 
-    /// Returns the number of batches in an epoch, the same in each.
+    /// Returns the number of batches in an epoch; all epochs have the same number.
     pub fn batches_per_epoch(&self) -> usize {
         self.plan.len()
     }
@@ -142,21 +143,21 @@ impl Iterator for BatchStream {
     }
 }
 
-/// A [`BatchStream`] whose batches are built ahead on its own thread. Dropping it ends the thread.
+/// A [`BatchStream`] whose batches its own thread builds ahead. Dropping the value ends the thread.
 #[derive(Debug)]
 pub struct Prefetch {
-    /// The channel's end; `None` only while dropping.
+    /// The receiving end of the channel; `None` only while the value is dropped.
     batches: Option<Receiver<(Batch, Cursor)>>,
     builder: Option<JoinHandle<()>>,
 }
 
 impl Prefetch {
-    /// Starts the thread.
+    /// Starts the thread that builds batches.
     pub fn new(stream: BatchStream) -> Result<Self> {
         let (sender, batches) = sync_channel(BUILT_AHEAD);
         let build = move || {
             for batch in stream {
-                // The receiver was dropped, so nobody wants more batches.
+                // The receiver has been dropped, so no more batches are needed.
                 if sender.send(batch).is_err() {
                     break;
                 }
@@ -171,8 +172,8 @@ impl Prefetch {
 impl Iterator for Prefetch {
     type Item = (Batch, Cursor);
 
-    /// Waits for the next batch; never `None`. A panic of the builder thread resumes here, because it would otherwise
-    /// look like the end of the data.
+    /// Waits for the next batch; never returns `None`. If the thread has panicked, the panic continues here.
+    /// Otherwise it would look like the end of the data.
     fn next(&mut self) -> Option<Self::Item> {
         let batch = self.batches.as_ref()?.recv().ok();
         if batch.is_none() {
@@ -186,7 +187,8 @@ impl Iterator for Prefetch {
 
 impl Drop for Prefetch {
     fn drop(&mut self) {
-        // Drop the receiver first: that wakes a builder that waits for room. A panic of the builder no longer matters.
+        // The receiver is dropped first, which wakes the thread if it waits for room in the channel. A panic of the
+        // thread no longer matters.
         drop(self.batches.take());
         if let Some(builder) = self.builder.take() {
             let _ = builder.join();
@@ -229,7 +231,7 @@ mod tests {
         assert_eq!(second, (0..60).collect::<Vec<_>>());
     }
 
-    /// An equal share of sentences lies behind the cursor, whatever the batch sizes before and after.
+    /// The same share of sentences lies before the cursor, whatever the old and the new batch sizes.
     #[test]
     fn a_place_is_kept_by_the_share_of_sentences() {
         for (before, now) in [(40, 12), (12, 40), (40, 40), (300, 12)] {
@@ -271,8 +273,8 @@ mod tests {
         let stream = || BatchStream::new(corpus.clone(), CONFIG, Cursor::default()).unwrap();
         let ahead = Prefetch::new(stream()).unwrap();
         assert!(ahead.take(50).eq(stream().take(50)));
-        // Each stream is dropped at once, while the builder runs, and while it waits for room: each must join, and the
-        // thread must release the corpus.
+        // Streams are dropped at three times: at once, while the thread builds, and while it waits for room. Each
+        // time the thread must end and release the corpus.
         drop(Prefetch::new(stream()).unwrap());
         let waiting = Prefetch::new(stream()).unwrap();
         thread::sleep(std::time::Duration::from_millis(50));

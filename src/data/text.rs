@@ -1,8 +1,8 @@
-//! Text files: one sentence a line, UTF-8, plain or gzip.
+//! Text files: one sentence on each line, in UTF-8, plain or gzip.
 //!
-//! A line ends only at `\n`, so that line numbers agree with `wc -l`, `sed -n` and editors. U+0085, U+2028 and the
-//! other characters at which some readers also break stay inside their sentence; a break there would shift one side of
-//! a parallel corpus against the other.
+//! A line ends only at `\n`, so that line numbers agree with `wc -l`, `sed -n` and editors. Some readers also break
+//! lines at U+0085, U+2028 and other characters. Here these stay inside their sentence: a break would shift one side
+//! of a parallel corpus against the other.
 
 use std::fs::File;
 use std::io::{self, Read};
@@ -16,7 +16,8 @@ use crate::error::{quoted, Error, Result};
 /// The number of bytes between two interrupt checks.
 const CHUNK: usize = 1 << 20;
 const GZIP_MAGIC: [u8; 2] = [0x1f, 0x8b];
-/// Compressed formats: name, position of the magic bytes, the bytes, and a command that unpacks them.
+/// Compressed formats that are refused: the name, the position of the magic bytes, these bytes, and a command that
+/// unpacks the file.
 const PACKED: [(&str, usize, &[u8], &str); 15] = [
     ("an xz", 0, b"\xfd7zXZ\0", "xz -dc"),
     ("an lzma", 0, b"]\0\0", "xz -dc"),
@@ -32,20 +33,21 @@ const PACKED: [(&str, usize, &[u8], &str); 15] = [
     ("a compress", 0, b"\x1f\x9d", "gzip -dc"),
     ("a tar", 257, b"ustar\0", "tar -xOf"),
     ("a tar", 257, b"ustar  \0", "tar -xOf"),
-    // One level of gzip is unpacked, so these bytes mean that the file was packed twice.
+    // One level of gzip is unpacked, so these bytes appear only if the file was packed twice.
     ("a gzip", 0, &GZIP_MAGIC, "gzip -dc"),
 ];
-/// Ends of names of files that hold records, as in python/normformer_rs/text.py.
+/// The extensions of files that hold records instead of plain text, as in python/normformer_rs/text.py.
 const RECORDS: [&str; 7] = ["jsonl", "ndjson", "json", "csv", "tsv", "parquet", "arrow"];
-/// The byte order mark U+FEFF in UTF-8, which some editors write first.
+/// The byte order mark U+FEFF in UTF-8, which some editors write at the beginning of a file.
 const MARK: &[u8] = b"\xef\xbb\xbf";
 const UTF_16_MARKS: [&[u8]; 2] = [b"\xff\xfe", b"\xfe\xff"];
 
-/// Reads the lines of a UTF-8 text file without their ends (`\n` or `\r\n`). Gzip is recognised by its first two bytes,
-/// whatever the name. A byte order mark at the beginning is skipped.
+/// Reads the lines of a UTF-8 text file, without their ends (`\n` or `\r\n`). A gzip file is recognised by its first
+/// two bytes, whatever its name. A byte order mark at the beginning is skipped.
 ///
-/// Errors: a missing or empty file, a file of records, a damaged gzip file, another compressed format, UTF-16, too
-/// little memory, invalid UTF-8 (with its line number, from 1), and the errors of `check_interrupt`.
+/// Errors if the file is missing, empty, a file of records, damaged gzip, in another compressed format, or UTF-16.
+/// Also errors if memory does not suffice, if text is not valid UTF-8 (the message has the line number, from 1), or
+/// if `check_interrupt` returns an error.
 pub fn read_lines(path: impl AsRef<Path>, check_interrupt: Interrupt) -> Result<Vec<String>> {
     let path = path.as_ref();
     let name = if path.extension().is_some_and(|end| end == "gz") { path.with_extension("") } else { path.into() };
@@ -77,8 +79,8 @@ pub fn read_lines(path: impl AsRef<Path>, check_interrupt: Interrupt) -> Result<
     lines_of(path, bytes.strip_prefix(MARK).unwrap_or(&bytes), check_interrupt)
 }
 
-/// Splits a text that was read already into lines, by [`read_lines`]'s rules except for the byte order mark; `path` is
-/// for messages.
+/// Splits the text of a file into lines, by the rules of [`read_lines`] except for the byte order mark. Messages call
+/// the file `path`.
 pub fn lines_of(path: &Path, bytes: &[u8], check_interrupt: Interrupt) -> Result<Vec<String>> {
     if bytes.is_empty() {
         return Err(Error::invalid(format!(
@@ -112,7 +114,7 @@ pub fn lines_of(path: &Path, bytes: &[u8], check_interrupt: Interrupt) -> Result
     interruptible(check_interrupt, body.split(|&byte| byte == b'\n').enumerate(), |lines| lines.map(to_line).collect())?
 }
 
-/// Reads the sentence pairs of two files with corresponding lines.
+/// Reads sentence pairs from two files whose lines correspond.
 pub fn read_parallel(
     source: impl AsRef<Path>,
     target: impl AsRef<Path>,
@@ -133,16 +135,16 @@ pub fn read_parallel(
     Ok(sources.into_iter().zip(targets).collect())
 }
 
-/// Iterates over the words of a line, separated by white space as defined by Python's `str.split()`, which fairseq and
-/// sacrebleu use.
+/// Iterates over the words of a line. They are separated by white space as Python's `str.split()` defines it, because
+/// fairseq and sacrebleu use that function.
 ///
-/// That is Unicode's White_Space and the four separators U+001C to U+001F, which Rust's `split_whitespace` leaves
-/// inside words.
+/// White space is Unicode's White_Space, and the four separators U+001C to U+001F. Rust's `split_whitespace` would
+/// leave these four inside words.
 pub fn words(line: &str) -> impl Iterator<Item = &str> {
     line.split(is_space).filter(|word| !word.is_empty())
 }
 
-/// True for the white space of [`words`].
+/// True if the character is white space as [`words`] defines it.
 pub fn is_space(c: char) -> bool {
     c.is_whitespace() || ('\u{1c}'..='\u{1f}').contains(&c)
 }
@@ -162,8 +164,8 @@ fn read_bytes(path: &Path, check_interrupt: Interrupt) -> Result<Vec<u8>> {
     if !bytes.starts_with(&GZIP_MAGIC) {
         return Ok(bytes);
     }
-    // A file may have several gzip members (`cat a.gz b.gz`, bgzip); the plain decoder would silently stop after the
-    // first.
+    // A file may have several gzip members (`cat a.gz b.gz`, bgzip). The plain decoder would stop after the first one
+    // without an error.
     let damaged = |error: io::Error| {
         Error::invalid(format!(
             "{}: a damaged or incomplete gzip file ({error}); expected what `gzip -t` accepts: \
@@ -174,7 +176,7 @@ fn read_bytes(path: &Path, check_interrupt: Interrupt) -> Result<Vec<u8>> {
     read_whole(path, MultiGzDecoder::new(bytes.as_slice()), damaged, check_interrupt)
 }
 
-/// Reads all bytes of `from`. `check_interrupt` runs at every chunk.
+/// Reads all bytes from `from`. `check_interrupt` runs at every chunk.
 fn read_whole(
     path: &Path,
     mut from: impl Read,
@@ -192,6 +194,7 @@ fn read_whole(
     }
 }
 
+/// Returns the error for a text that does not fit into memory; `bytes` have been read.
 fn too_large(path: &Path, bytes: usize) -> Error {
     Error::invalid(format!(
         "{}: its text does not fit into memory (no room after {bytes} bytes of it): give a smaller file, or more memory",
@@ -276,7 +279,7 @@ mod tests {
     fn packed_files_are_named_with_the_command_that_unpacks_them() {
         for (name, at, magic, unpack) in PACKED {
             let bytes = [vec![b'a'; at].as_slice(), magic, b"\xff\n"].concat();
-            // Gzip itself is unpacked, so the test puts the packed bytes inside it.
+            // Gzip itself is unpacked, so the test packs these bytes into a gzip file.
             let said = message(read_lines(file(&gzip(&bytes)).path()));
             assert!(said.contains(&format!("{name} file; ")) && said.contains(unpack), "{name}: {said}");
         }

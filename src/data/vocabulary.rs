@@ -6,25 +6,25 @@ use std::path::Path;
 use super::text::read_lines;
 use crate::error::{Error, Result};
 
-/// Begin of sentence. fairseq numbers it but hardly uses it: its decoder starts from [`EOS`].
+/// Begin of sentence. fairseq gives it an id but hardly uses it: its decoder starts from [`EOS`].
 pub const BOS: u32 = 0;
-/// Padding of rows.
+/// Padding, which fills up rows to equal lengths.
 pub const PAD: u32 = 1;
-/// End of sentence; also the decoder's first input token in fairseq.
+/// End of sentence. In fairseq it is also the first token of the decoder's input.
 pub const EOS: u32 = 2;
-/// Unknown: replaces every piece that is not in the vocabulary.
+/// Unknown: every piece that is not in the vocabulary becomes this symbol.
 pub const UNK: u32 = 3;
 
-/// The spelling of the special symbols, by id.
+/// The spellings of the special symbols; the index is the id.
 pub const SPECIALS: [&str; 4] = ["<s>", "<pad>", "</s>", "<unk>"];
 
-/// The pieces that a model knows. Ids 0 to 3 are [`SPECIALS`]; then come the pieces by falling count, and in code point
-/// order for equal counts.
+/// The pieces that a model knows. Ids 0 to 3 are [`SPECIALS`]. The other ids follow in the order of falling counts;
+/// pieces with equal counts are in code point order.
 ///
-/// Text never yields a special symbol other than UNK: a piece that is spelled like one is not counted and is encoded as
-/// UNK. (fairseq takes the symbol itself, so that a sentence could end in its middle, or have a target that the
-/// vocabulary mask forbids.) Unlike in fairseq-preprocess, no entries are added to reach a multiple of 8; such entries
-/// (`madeupword0000 0`) in a loaded file are ordinary pieces.
+/// Text never yields a special symbol other than UNK: a piece that is spelt like one is not counted and is encoded as
+/// UNK. (fairseq would encode it as the symbol. Then a sentence could end in the middle, or have a target that the
+/// vocabulary mask forbids.) fairseq-preprocess adds entries until their number is a multiple of 8; this vocabulary
+/// does not. If a loaded file has such entries (`madeupword0000 0`), they are ordinary pieces.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Vocabulary {
     pieces: Vec<String>,
@@ -33,7 +33,7 @@ pub struct Vocabulary {
 }
 
 impl Vocabulary {
-    /// Builds the vocabulary of all pieces of a text; for a joint one, pass the pieces of both sides.
+    /// Builds the vocabulary of all pieces of a text. For a joint vocabulary, pass the pieces of both sides.
     pub fn build<'a>(pieces: impl IntoIterator<Item = &'a str>) -> Self {
         let mut counts: HashMap<&str, u64> = HashMap::new();
         for piece in pieces {
@@ -48,18 +48,19 @@ impl Vocabulary {
         vocabulary
     }
 
-    /// Reads fairseq's `dict.txt`: `piece count` per line, in order, without the special symbols.
+    /// Reads a file `dict.txt` in fairseq's format: a line `piece count` for each piece, in the order of ids, without
+    /// the special symbols.
     pub fn load(path: impl AsRef<Path>) -> Result<Self> {
         let path = path.as_ref();
         Self::from_lines(path, &read_lines(path, &mut || Ok(()))?)
     }
 
-    /// Parses a dictionary from lines that were read already; `path` is for messages.
+    /// Parses a dictionary from the lines of a file. Messages call the file `path`.
     pub fn from_lines(path: &Path, lines: &[String]) -> Result<Self> {
         let mut vocabulary = Self::with_specials();
         for (index, line) in lines.iter().enumerate() {
             let wrong = |what: String| Error::invalid(format!("{}: line {}: {what}", path.display(), index + 1));
-            // The line is split from the right, because a piece may hold any white space but a line end.
+            // The line is split at its last space, because a piece may contain white space itself.
             let (piece, count) = match line.rsplit_once(' ').map(|(piece, count)| (piece, count.parse())) {
                 Some((piece, Ok(count))) if !piece.is_empty() => (piece, count),
                 _ => {
@@ -84,7 +85,7 @@ impl Vocabulary {
         Ok(vocabulary)
     }
 
-    /// Returns fairseq's `dict.txt`: the pieces after the special ones.
+    /// Returns the text of a `dict.txt` in fairseq's format: all pieces except the special symbols.
     pub fn to_text(&self) -> String {
         let lines = self.pieces.iter().zip(&self.counts).skip(SPECIALS.len());
         lines.map(|(piece, count)| format!("{piece} {count}\n")).collect()
@@ -96,12 +97,12 @@ impl Vocabulary {
         self.pieces.len()
     }
 
-    /// Returns the ids of the pieces, without EOS; UNK for pieces not in the vocabulary.
+    /// Returns the ids of the pieces, without EOS. Pieces that are not in the vocabulary become UNK.
     pub fn encode<S: AsRef<str>>(&self, pieces: &[S]) -> Vec<u32> {
         pieces.iter().map(|piece| self.ids.get(piece.as_ref()).copied().unwrap_or(UNK)).collect()
     }
 
-    /// Returns the ids here and there of the entries that another vocabulary has, too, special symbols first.
+    /// Returns (id here, id there) for each entry that another vocabulary has, too; special symbols come first.
     pub fn shared_with(&self, other: &Vocabulary) -> Vec<(i64, i64)> {
         let specials = (0..SPECIALS.len() as i64).map(|id| (id, id));
         let pieces = self.pieces.iter().enumerate().skip(SPECIALS.len());
@@ -109,7 +110,7 @@ impl Vocabulary {
         specials.chain(shared).collect()
     }
 
-    /// Returns the pieces of the ids, without BOS, PAD and EOS; `<unk>` for UNK and for ids beyond the vocabulary.
+    /// Returns the pieces with these ids, without BOS, PAD and EOS. UNK and ids beyond the vocabulary become `<unk>`.
     pub fn decode(&self, ids: &[u32]) -> Vec<&str> {
         self.decode_as(ids, SPECIALS[UNK as usize])
     }
@@ -129,16 +130,17 @@ impl Vocabulary {
     }
 
     fn push(&mut self, piece: &str, count: u64) {
-        // The cast is safe: 2^32 different pieces would fill hundreds of gigabytes first.
+        // The cast loses nothing: 2^32 different pieces would fill hundreds of gigabytes before.
         self.ids.insert(piece.to_owned(), self.pieces.len() as u32);
         self.pieces.push(piece.to_owned());
         self.counts.push(count);
     }
 }
 
-/// Returns V_t, the ids that the model may predict: those in the training targets, EOS and UNK, but never PAD or BOS.
+/// Returns the target vocabulary V_t, the ids that the model may predict: those that occur in training targets, EOS
+/// and UNK, but never PAD and BOS.
 ///
-/// The result has one flag for each of the `len` ids; ids of `targets` beyond `len` count as UNK.
+/// The result has a flag for each of the `len` ids. Ids of `targets` that are not below `len` count as UNK.
 pub fn seen_mask<'a>(len: usize, targets: impl IntoIterator<Item = &'a [u32]>) -> Vec<bool> {
     let mut seen = vec![false; len];
     let mut set = |id: u32, value: bool| seen.get_mut(id as usize).into_iter().for_each(|flag| *flag = value);
@@ -190,7 +192,7 @@ mod tests {
         assert_eq!(vocabulary.to_text(), "c 3\na\u{a0}b 2\n\t 1\nx\u{2028} 1\n");
         let loaded = Vocabulary::load(&path).unwrap();
         assert_eq!(loaded, vocabulary);
-        // A file's order is kept, whatever the counts.
+        // A file's order is kept, even if counts are not sorted.
         assert_eq!(
             load("rare 1\noften 9\nmadeupword0000 0\n").unwrap().encode(&["rare", "often", "madeupword0000"]),
             [4, 5, 6]

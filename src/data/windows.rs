@@ -1,21 +1,22 @@
-//! Overlapping windows over a stream of tokens, in which each token is scored once.
+//! Overlapping windows over a stream of tokens. Each token is scored in exactly one window.
 
 use super::vocabulary::EOS;
 
-/// A row of tokens of which the last `scored` are scored; the others are context.
+/// A row of tokens whose last `scored` tokens are scored. The others are context.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Window {
-    /// The token before the window, then the tokens that are predicted, as in a segment of
-    /// [`stream`](super::corpus::stream).
+    /// The row begins with the token before the window, which is not predicted; then come the tokens to predict, as
+    /// in a segment of [`stream`](super::corpus::stream).
     pub row: Vec<u32>,
     pub scored: usize,
 }
 
-/// Returns windows of `length` predicted tokens, each `stride` (1 to `length`) further than the one before.
+/// Returns windows that predict `length` tokens. Each begins `stride` (1 to `length`) tokens after the window before.
 ///
-/// The first window scores all of its tokens, every other one those that no window before it has scored. So each token
-/// is scored once, with at least `length` − `stride` tokens of context, or all of the text before it. EOS comes before
-/// the text. With `stride` = `length` the windows are the segments of [`stream`](super::corpus::stream).
+/// The first window scores all its tokens. Every other window scores those that no earlier window has scored. So each
+/// token is scored exactly once, with at least `length` − `stride` tokens of context, or with all of the text before
+/// it. The text is preceded by EOS. If `stride` = `length`, the windows are the segments of
+/// [`stream`](super::corpus::stream).
 pub fn windows(tokens: &[u32], length: usize, stride: usize) -> Vec<Window> {
     let mut found = Vec::with_capacity(tokens.len().div_ceil(stride.max(1)));
     let mut scored_before = 0;

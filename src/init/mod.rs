@@ -1,5 +1,5 @@
-//! Initialisations of linear layers and embeddings: one table (docs/spec.md §3). Norms start with γ = 1 and β = 0 in
-//! all.
+//! Initialisations of linear layers and embeddings, in one table (docs/spec.md §3). With every initialisation, norms
+//! start with γ = 1 and β = 0.
 
 mod schemes;
 
@@ -27,9 +27,9 @@ choice! {
 
 /// A random number generator that fills tensors in place.
 pub trait RandomNumbers {
-    /// Fills the tensor from N(0, std²).
+    /// Fills the tensor with numbers from N(0, std²).
     fn normal(&self, t: &Tensor, std: f64) -> Result<()>;
-    /// Fills the tensor uniformly in ±bound.
+    /// Fills the tensor with uniform numbers between −bound and bound.
     fn uniform(&self, t: &Tensor, bound: f64) -> Result<()>;
 }
 
@@ -48,7 +48,7 @@ impl RandomNumbers for ProcessGenerator {
     }
 }
 
-/// The probability that a normal variable lies within three standard deviations, erf(3/√2).
+/// The probability erf(3/√2) that a normal variable lies within three standard deviations.
 const WITHIN_THREE: f64 = 0.997_300_203_936_739_8;
 
 /// The distribution of a parameter's initial values.
@@ -58,23 +58,23 @@ pub enum Fill {
     Normal {
         std: f64,
     },
-    /// A normal distribution truncated at three standard deviations: values beyond are drawn again.
+    /// A normal distribution truncated at three standard deviations: a value beyond is drawn again.
     CutNormal {
         std: f64,
     },
-    /// A uniform distribution in ±bound.
+    /// A uniform distribution between −bound and bound.
     Uniform {
         bound: f64,
     },
-    /// A uniform distribution from 0 to a bound.
+    /// A uniform distribution between 0 and a bound.
     UpTo {
         bound: f64,
     },
-    /// Consecutive blocks of so many rows, each with its own fill, such as q, k and v in one matrix.
+    /// Consecutive blocks of rows, each with its number of rows and its own fill, such as q, k and v in one matrix.
     Rows(Vec<(i64, Fill)>),
-    /// One given value per element, in row-major order.
+    /// One given value for each element, in row-major order.
     Each(Vec<f64>),
-    /// The fill with one row set to zero, for an embedding's padding.
+    /// Another fill, after which one row is set to zero, for the embedding of padding.
     WithZeroRow(i64, Box<Fill>),
 }
 
@@ -149,46 +149,47 @@ pub struct Init {
     pub definition: &'static str,
     pub source: &'static str,
     pub options: &'static [&'static dyn AnyOption],
-    /// Returns the fill of an (fan_out, fan_in) matrix.
+    /// Returns the fill of the matrix (fan_out, fan_in) of a linear layer.
     pub linear: fn(Role, fan_in: i64, fan_out: i64, &LayerContext) -> Fill,
     /// Returns the fill of a linear layer's bias.
     pub bias: fn(Role, fan_in: i64) -> Fill,
-    /// Returns the fill of word embeddings, (V, d).
+    /// Returns the fill of a table of word embeddings, (V, d).
     pub embedding: fn(Table, &ModelShape, &Options) -> Fill,
-    /// Returns the fill of an output projection that is not tied to an embedding, (V, d).
+    /// Returns the fill of an output projection that shares no table with the embeddings, (V, d).
     pub output: fn(d_model: i64, vocab_size: i64, &Options) -> Fill,
-    /// True if linear layers have the same std at every width.
+    /// True if the std of linear layers does not depend on the width.
     pub has_fixed_std: bool,
 }
 
 impl Init {
-    /// Returns the fill of a layer's (fan_out, fan_in) matrix under the model's parametrisation.
+    /// Returns the fill of a layer's matrix (fan_out, fan_in), with the factor that the model's parametrisation sets.
     pub fn matrix(&self, role: Role, fan_in: i64, fan_out: i64, place: &LayerContext) -> Fill {
         (self.linear)(role, fan_in, fan_out, place).times(place.model.scaled.matrix(self.has_fixed_std))
     }
 
-    /// Returns the fill of stacked biases, with a number of elements for each role.
+    /// Returns the fill of stacked biases; each part has a role and a number of elements.
     pub fn biases(&self, parts: &[(Role, i64)], fan_in: i64) -> Fill {
         Fill::Rows(parts.iter().map(|&(role, fan_out)| (fan_out, (self.bias)(role, fan_in))).collect())
     }
 
-    /// Returns the fill of stacked matrices (fan_out, fan_in), one for each role.
+    /// Returns the fill of stacked matrices (fan_out, fan_in), one matrix for each role.
     pub fn linears(&self, roles: &[Role], fan_in: i64, fan_out: i64, place: &LayerContext) -> Fill {
         Fill::Rows(roles.iter().map(|&role| (fan_out, self.matrix(role, fan_in, fan_out, place))).collect())
     }
 
-    /// Returns the fill of a table of word embeddings, (V, d), with the base model's std at every width.
+    /// Returns the fill of a table of word embeddings, (V, d). At every width it has the std of the base model.
     pub fn table(&self, table: Table, model: &ModelShape, options: &Options) -> Fill {
         (self.embedding)(table, &ModelShape { d_model: model.scaled.base_width, ..*model }, options)
     }
 
-    /// Returns the fill of an untied output projection, (V, d), with the base model's std.
+    /// Returns the fill of an output projection that shares no table, (V, d). At every width it has the std of the
+    /// base model.
     pub fn output_matrix(&self, model: &ModelShape, vocab_size: i64, options: &Options) -> Fill {
         (self.output)(model.scaled.base_width, vocab_size, options)
     }
 }
 
-/// Every initialisation that models may name.
+/// Every initialisation that a model can use by name.
 pub static INITS: &[&Init] = &[
     &schemes::XAVIER,
     &schemes::SMALL,
@@ -206,7 +207,7 @@ pub static INITS: &[&Init] = &[
     &schemes::B2T,
 ];
 
-/// Returns the table's entry of that name.
+/// Returns the entry of the table with this name.
 pub fn find(name: &str) -> Result<&'static Init> {
     INITS.iter().copied().find(|i| i.name == name).ok_or_else(|| unknown("init", name, INITS.iter().map(|i| i.name)))
 }

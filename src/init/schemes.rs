@@ -40,7 +40,7 @@ pub static FAIRSEQ: Init = Init {
     ..XAVIER
 };
 
-/// Returns the uniform distribution of `nn.Linear`'s own weights and biases, with bound 1/√fan_in.
+/// Returns the distribution of weights and biases in torch's `nn.Linear`: uniform between ±1/√fan_in.
 fn of_linear(fan_in: i64) -> Fill {
     Fill::Uniform { bound: (fan_in as f64).powf(-0.5) }
 }
@@ -80,6 +80,7 @@ pub static DEEPNORM: Init = Init {
     ..XAVIER
 };
 
+/// Returns DeepNorm's β, the gain of the initial values, which falls with the depth.
 fn deepnorm_beta(place: &LayerContext) -> f64 {
     place.constant(
         |n, m| 0.87 * (n.powi(4) * m).powf(-1.0 / 16.0),
@@ -99,6 +100,7 @@ pub static SUBLN: Init = Init {
     ..XAVIER
 };
 
+/// Returns Sub-LN's γ, the gain of the initial values, which grows with the depth.
 fn subln_gamma(place: &LayerContext) -> f64 {
     place.constant(
         |n, m| ((3.0 * m).ln() * (2.0 * n).ln() / 3.0).sqrt(),
@@ -158,6 +160,7 @@ pub static T_FIXUP: Init = Init {
     ..XAVIER
 };
 
+/// Returns the gain with which T-Fixup scales initial values in this stack.
 fn t_fixup_gain(place: &LayerContext) -> f64 {
     match place.stack {
         StackName::Encoder => 0.67 * (place.encoder_layers() as f64).powf(-0.25),
@@ -220,7 +223,7 @@ pub static LLAMA_DEPTH: Init = Init {
     ..NORMAL
 };
 
-/// Returns N(0, 1/fan_in), truncated at 3σ.
+/// Returns N(0, 1/fan_in), truncated at three standard deviations.
 fn fan_in(fan_in: i64) -> Fill {
     Fill::CutNormal { std: (fan_in as f64).powf(-0.5) }
 }
@@ -262,8 +265,8 @@ pub static GPT2: Init = Init {
     ..XAVIER
 };
 
-/// Returns the gain of the matrices that values pass through; 1 for q, k and gates, so that a gated hidden row has the
-/// gain once (torchscale's GLU).
+/// Returns the gain for matrices through which values pass, and 1 for q, k and gates. So a gated hidden row gets the
+/// gain only once, as in torchscale's GLU.
 fn on_values(role: Role, gain: f64) -> f64 {
     match role {
         Role::Query | Role::Key | Role::Gate | Role::OutputGate => 1.0,

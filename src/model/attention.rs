@@ -15,14 +15,14 @@ use crate::parametrisation::SumsOver;
 use crate::residual::{LayerContext, OutputGate, Point};
 use tch::{Device, Tensor};
 
-/// The standard deviation of sink logits at initialisation, gpt-oss's `initializer_range`.
+/// The standard deviation with which sink logits are initialised, gpt-oss's `initializer_range`.
 const SINKS_STD: f64 = 0.02;
 
-/// Multi-head attention: softmax(s·QKᵀ)V per head, heads joined, then the output projection; s is 1/√d_head, or
-/// 1/d_head if the parametrisation says so. q, k and v are stacked in one matrix, as in torch.nn. With grouped queries
-/// (Ainslie et al. 2023), query head h uses the keys and values of head ⌊h·kv_heads/heads⌋. With a gate, the heads'
-/// outputs are multiplied by σ(W_g x), where x is the input of the query projection. Scores may be capped, and each
-/// head may have a sink: one more logit in its softmax, without a value.
+/// Multi-head attention: softmax(s·QKᵀ)V for each head, then the output projection of the joined heads. s is
+/// 1/√d_head, or another factor that the parametrisation sets. q, k and v are stacked in one matrix, as in torch.nn.
+/// With grouped queries (Ainslie et al. 2023), query head h uses the keys and values of head ⌊h·kv_heads/heads⌋. With
+/// a gate, the heads' outputs are multiplied by σ(W_g x); x is the input of the query projection. Scores may be
+/// capped. Each head may have a sink: one more logit in its softmax, which belongs to no value.
 pub struct Attention {
     in_weight: Tensor,
     in_bias: Option<Tensor>,
@@ -30,7 +30,7 @@ pub struct Attention {
     out_bias: Option<Tensor>,
     gate: Option<Gate>,
     value_embedding: Option<ValueEmbedding>,
-    /// A sink logit for each head (heads).
+    /// The sink logit of each head, (heads).
     sinks: Option<Tensor>,
     softcap: Option<f64>,
     d: i64,
@@ -47,7 +47,7 @@ struct Gate {
     bias: Option<Tensor>,
 }
 
-/// The keys and values of decoded tokens, one row for each token of each hypothesis, kv_width wide.
+/// The keys and values of decoded tokens. Each token of a hypothesis has one row, which is kv_width wide.
 pub struct Cache {
     keys: WrittenRows,
     values: WrittenRows,
@@ -130,7 +130,8 @@ impl Attention {
         Ok((of_queries.expect("queries are projected first"), Tensor::f_cat(&made, -1)?))
     }
 
-    /// True in the training loop on a CPU, if nothing comes between the product and attention's kernels.
+    /// Returns true in the training loop on a CPU, if no change comes between the product `[q|k|v]` and attention's
+    /// kernels.
     fn stays_stacked(&self, stacked: &Tensor, inside: &Inside, ctx: &Context) -> bool {
         let is_changed = Point::BEFORE_PRODUCTS.into_iter().any(|point| inside.changes(point));
         let in_loop = ctx.has_flat() && Recording::is_on() && stacked.requires_grad();
@@ -142,18 +143,18 @@ impl Attention {
         in_loop && stacked.device() == Device::Cpu && is_plain
     }
 
-    /// Returns the options of its softmax that kernels do not support.
+    /// Returns the two options of the softmax that kernels do not support: the softcap and the sinks.
     fn extras(&self) -> Extras<'_> {
         Extras { softcap: self.softcap, sinks: self.sinks.as_ref() }
     }
 
-    /// Returns (p, seed, site) of the dropout on weights in this pass.
+    /// Returns (p, seed, site) of the dropout on attention weights in this pass; `None` if there is none.
     fn dropout<'a>(&self, ctx: &'a Context) -> Option<(f64, &'a Tensor, i64)> {
         let (site, p) = (ctx.dropout_site(), ctx.rates.attention);
         ctx.seed.as_ref().filter(|_| p > 0.0).map(|seed| (p, seed, site))
     }
 
-    /// Computes attention of x's queries to keys and values from [`memory`](Self::memory).
+    /// Computes attention from the queries of x to the keys and values that [`memory`](Self::memory) has returned.
     pub fn attend_memory(
         &self,
         x: &Tensor,
@@ -166,7 +167,8 @@ impl Attention {
         self.output(self.heads([&q, &memory.0, &memory.1], ranges, false, ctx)?, &x, inside, ctx)
     }
 
-    /// Computes the same in a decoding step, where `reads` lists the memory rows that each query reads.
+    /// Does the same as [`attend_memory`](Self::attend_memory) in a decoding step. `reads` lists the memory rows that
+    /// each query reads.
     pub fn read_memory(
         &self,
         x: &Tensor,
@@ -179,7 +181,7 @@ impl Attention {
         self.output(self.read([&q, &memory.0, &memory.1], reads, ctx)?, &x, inside, ctx)
     }
 
-    /// Returns the input of the query projection, and the queries.
+    /// Returns the input of the query projection (x after the scheme's changes), and the queries.
     fn queries(&self, x: &Tensor, inside: &Inside, ctx: &Context) -> Result<(Tensor, Tensor)> {
         let x = inside.at(Point::Input, x.shallow_clone(), &ctx.rows())?;
         let q = self.project(&x, 0, self.d, ctx)?;
@@ -194,7 +196,8 @@ impl Attention {
         Ok((change(Point::Key, k)?, change(Point::Value, v)?))
     }
 
-    /// Returns queries, keys and values of `[q|k|v]`, changed and rotated; x is the input of the query projection.
+    /// Splits `[q|k|v]` into queries, keys and values, with the scheme's changes and the rotation applied. x is the
+    /// input of the query projection.
     fn queries_keys_values(&self, stacked: Tensor, x: &Tensor, inside: &Inside, ctx: &Context) -> Result<[Tensor; 3]> {
         let [q, k, v] = parts(stacked, [self.d, self.kv_width, self.kv_width])?;
         let v = match &self.value_embedding {
@@ -210,14 +213,15 @@ impl Attention {
         Ok([q, k, v])
     }
 
-    /// Projects x with `length` rows, from `start`, of the stacked q, k and v matrix.
+    /// Computes one part of `[q|k|v]` from x: with the `length` rows from `start` on of the stacked q, k and v
+    /// matrix.
     fn project(&self, x: &Tensor, start: i64, length: i64, ctx: &Context) -> Result<Tensor> {
         let part = |t: &Tensor| t.f_narrow(0, start, length);
         ctx.linear(x, &part(&self.in_weight)?, self.in_bias.as_ref().map(part).transpose()?.as_ref())
     }
 
-    /// Computes self-attention for all tokens of new slots, within each slot: x (rows, d). Their keys and values are
-    /// written to the cache from row `at` on.
+    /// Computes self-attention within each new slot, for all its tokens at once; x is (rows, d). Writes the tokens'
+    /// keys and values to the cache from row `at` on.
     pub fn begin(
         &self,
         x: &Tensor,
@@ -233,8 +237,8 @@ impl Attention {
         self.output(self.heads(qkv.each_ref(), own, true, ctx)?, &x, inside, ctx)
     }
 
-    /// Computes self-attention for one more token in each slot of the cache; x is (slots, d). Their keys and values are
-    /// written from row `at` on, and `reads` already includes them.
+    /// Computes self-attention for one more token in each slot of the cache; x is (slots, d). Writes the tokens' keys
+    /// and values from row `at` on; `reads` already includes those rows.
     pub fn step(
         &self,
         x: &Tensor,
@@ -251,8 +255,9 @@ impl Attention {
         self.output(self.read([&q, cache.keys.all(), cache.values.all()], reads, ctx)?, &x, inside, ctx)
     }
 
-    /// Computes attention of single queries to the rows that they read. On the CPU nothing is copied. If gradients are
-    /// recorded, if heads share keys, and on other devices, the rows are gathered first.
+    /// Computes attention of single queries to the rows that each of them reads. On the CPU the kernel reads the rows
+    /// where they are. The rows are gathered first if gradients are recorded, if heads share keys, or on another
+    /// device.
     fn read(&self, [q, k, v]: [&Tensor; 3], reads: &Reads, ctx: &Context) -> Result<Tensor> {
         if q.device() == Device::Cpu && !Recording::is_on() && !self.is_grouped() {
             return reads.attention([q, k, v], self.heads, self.scale, &self.extras());
@@ -261,7 +266,7 @@ impl Attention {
         self.heads([q, &k, &v], &ranges, false, ctx)
     }
 
-    /// Returns the heads' outputs, joined.
+    /// Returns the outputs of all heads side by side, (rows, d).
     fn heads(&self, [q, k, v]: [&Tensor; 3], ranges: &Ranges, causal: bool, ctx: &Context) -> Result<Tensor> {
         ctx.show(|watch| {
             let size = self.scale * ranges.mean_product([q, &self.for_each_query(k)?], self.heads, causal)?;
@@ -293,7 +298,8 @@ impl Attention {
         }
     }
 
-    /// Applies the gate by x, the output projection and the changes around it to the joined heads.
+    /// Multiplies the joined heads by the gate computed from x, then applies the output projection, with the scheme's
+    /// changes before and after the projection.
     fn output(&self, heads: Tensor, x: &Tensor, inside: &Inside, ctx: &Context) -> Result<Tensor> {
         let rows: RowContext = ctx.rows();
         let heads = match &self.gate {
@@ -309,7 +315,7 @@ impl Attention {
         self.kv_heads < self.heads
     }
 
-    /// Repeats each head of keys or values (rows, kv_width) for the query heads that share it: (rows, d).
+    /// Repeats each head of keys or values (rows, kv_width) for all query heads that share the head: (rows, d).
     fn for_each_query(&self, x: &Tensor) -> Result<Tensor> {
         if !self.is_grouped() {
             return Ok(x.shallow_clone());
@@ -320,8 +326,8 @@ impl Attention {
         Ok(repeated.f_reshape([-1, self.d].as_slice())?)
     }
 
-    /// Computes attention without a mask: query heads that share keys and values become rows of one head, so nothing is
-    /// copied.
+    /// Computes attention without a mask. Query heads that share keys and values become rows of one head, so keys and
+    /// values need not be repeated.
     fn among_groups(&self, [q, k, v]: [&Tensor; 3], table: &Tensor) -> Result<Tensor> {
         let (shared, width) = (self.heads / self.kv_heads, self.d / self.heads);
         let rows = q.f_reshape([-1, self.kv_heads, shared, width].as_slice())?.f_transpose(1, 2)?;
@@ -353,7 +359,7 @@ fn parts<const N: usize>(stacked: Tensor, widths: [i64; N]) -> Result<[Tensor; N
 }
 
 impl Cache {
-    /// Returns the existing cache, or a new one with a capacity of `times` as many rows as k.
+    /// Returns the existing cache, or a new one with room for `times` as many rows as k has.
     fn of<'a>(cache: &'a mut Option<Cache>, k: &Tensor, times: i64) -> Result<&'a mut Self> {
         match cache {
             Some(cache) => Ok(cache),
@@ -364,13 +370,13 @@ impl Cache {
         }
     }
 
-    /// Writes rows from `at` on.
+    /// Writes the rows of k and v into the cache, from row `at` on.
     fn write(&mut self, k: &Tensor, v: &Tensor, at: i64) -> Result<()> {
         self.keys.write(k, at)?;
         self.values.write(v, at)
     }
 
-    /// Keeps only the rows kept[i], which become rows i.
+    /// Keeps only the rows that `kept` lists: row kept[i] becomes row i.
     pub fn keep(&mut self, kept: &Tensor) -> Result<()> {
         self.keys.keep(kept)?;
         self.values.keep(kept)

@@ -16,7 +16,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 use tch::{Kind, Tensor};
 
-/// Dropout rates.
+/// The dropout rates of a model.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Rates {
     pub embedding: f64,
@@ -42,34 +42,34 @@ impl Rates {
 pub struct Context {
     pub train: bool,
     pub rates: Rates,
-    /// int64 (seed, update, micro-batch); `None` means no dropout.
+    /// The seed of dropout, int64 (seed, update, micro-batch); `None` means no dropout.
     pub seed: Option<Tensor>,
-    /// The type of matrix products; the residual stream and statistics keep their own types.
+    /// The type of matrix products. The residual stream and statistics keep their own types.
     pub kind: Kind,
     /// True while profiling sets the gains on x (docs/spec.md §3.4).
     pub profile: bool,
-    /// True to keep only the input of each layer, and run layers again for their gradients.
+    /// True to keep only the input of each layer, and to run the layer again for its gradients.
     pub recompute: bool,
-    /// True during the recomputation, when statistics have been updated already.
+    /// True during the recomputation: the first run has already updated the statistics.
     pub is_recompute: bool,
     /// True for a micro-batch that is not the last of its update.
     pub is_partial: bool,
-    /// The ranks whose rows form one batch for norms with statistics.
+    /// The process group whose ranks' rows form one batch for norms with statistics.
     pub group: ProcessGroup,
-    /// The statistics that norms used, for the recomputation.
+    /// The statistics that norms used in this pass, kept for the recomputation.
     statistics: UsedStatistics,
-    /// True at rows that belong to no sentence; `None` if there are none.
+    /// True at rows that belong to no sentence; `None` if every row belongs to one.
     spare: Option<Tensor>,
-    /// The rows' tokens and their positions, int64 (rows) each.
+    /// The tokens of the rows and their positions, each int64 (rows).
     tokens: Option<(Tensor, Tensor)>,
     /// The rotation of queries and keys, if positions are rotary.
     rotation: Option<Rc<Rotation>>,
-    /// The flat buffers of parameters and gradients, if linear layers add to gradients there.
+    /// The flat buffers of parameters and gradients; if set, linear layers add to the gradients there.
     flat: Option<Rc<FlatBuffers>>,
-    /// Weights prepared for many products, if they do not change between several passes.
+    /// Weights prepared for many products; only for passes between which the weights do not change.
     prepared: Option<Arc<PreparedWeights>>,
     watch: Option<Rc<Watch>>,
-    /// The tensors that layers of the running stack have kept.
+    /// The tensors that the running stack's layers have kept for later layers.
     kept_tensors: Rc<KeptTensors>,
     dropout_site: Rc<Cell<i64>>,
 }
@@ -132,29 +132,30 @@ impl Context {
         Context { is_partial: on, ..self }
     }
 
-    /// Sets the group whose ranks run the same pass.
+    /// Sets the process group whose ranks run this pass together.
     pub fn across(self, group: ProcessGroup) -> Self {
         Context { group, ..self }
     }
 
-    /// Lets the pass add to gradients in these buffers.
+    /// Lets linear layers add to the gradients in these flat buffers.
     pub fn adding_to(self, flat: Option<Rc<FlatBuffers>>) -> Self {
         Context { flat, ..self }
     }
 
-    /// Uses prepared weights, for several passes with the same weights.
+    /// Uses prepared weights; for several passes between which the weights do not change.
     pub fn with_prepared(self, weights: Arc<PreparedWeights>) -> Self {
         Context { prepared: Some(weights), ..self }
     }
 
-    /// Returns the pass from its current dropout site, to be run later; `is_recompute` is true for the second run, for
-    /// gradients.
+    /// Returns a copy of the pass that begins at the current dropout site and can be run later. `is_recompute` is
+    /// true for the second run of a layer, which computes its gradients.
     pub fn fork(&self, is_recompute: bool) -> Self {
         let dropout_site = Rc::new(Cell::new(self.dropout_site.get()));
         Context { is_recompute, dropout_site, kept_tensors: Rc::default(), ..self.clone() }
     }
 
-    /// Returns the pass over one side's rows, which norms with statistics and layers that read tokens need.
+    /// Returns the pass for the rows of one side. Norms with statistics need its padding, and layers that read tokens
+    /// need its tokens.
     pub fn over(&self, side: &Packed) -> Self {
         let tokens = Some((side.tokens.shallow_clone(), side.positions.shallow_clone()));
         Context { spare: side.spare.as_ref().map(Tensor::shallow_clone), tokens, ..self.clone() }
@@ -175,7 +176,7 @@ impl Context {
         Context { rotation: rotation.map(Rc::new), ..self }
     }
 
-    /// True if parameters and gradients lie in the flat buffers of a training loop on a CPU.
+    /// True if parameters and gradients lie in flat buffers, as in a training loop on a CPU.
     pub fn has_flat(&self) -> bool {
         self.flat.is_some()
     }
@@ -185,7 +186,7 @@ impl Context {
         self.rotation.is_some()
     }
 
-    /// Rotates queries or keys of the pass's rows by their positions, if those are rotary.
+    /// Rotates queries or keys by the positions of their rows; returns them unchanged if positions are not rotary.
     pub fn turned(&self, x: Tensor) -> Result<Tensor> {
         match &self.rotation {
             Some(rotation) => rotation.turn(&x),
@@ -215,7 +216,7 @@ impl Context {
         }
     }
 
-    /// Lets profiling set the gains.
+    /// Lets this pass set the gains (docs/spec.md §3.4).
     pub fn profiling(self) -> Self {
         Context { profile: true, ..self }
     }
@@ -230,7 +231,7 @@ impl Context {
         self.watch.as_deref()
     }
 
-    /// Passes something to the watch, if there is one.
+    /// Calls `what` with the watch, if there is one.
     pub fn show(&self, what: impl FnOnce(&Watch) -> Result<()>) -> Result<()> {
         self.watch.as_deref().map_or(Ok(()), what)
     }
@@ -253,18 +254,18 @@ impl Context {
         self.dropout_site.replace(self.dropout_site.get() + 1)
     }
 
-    /// Returns the number of dropout sites passed so far.
+    /// Returns the number of dropout sites passed so far, which is the number of the next one.
     pub fn dropout_sites(&self) -> i64 {
         self.dropout_site.get()
     }
 
-    /// Sets the number of dropout sites passed so far.
+    /// Sets the number of the next dropout site.
     pub fn set_dropout_sites(&self, dropout_sites: i64) {
         self.dropout_site.set(dropout_sites);
     }
 
-    /// Returns the context of the packed rows, all real except those that fill up a batch. Profiling updates no
-    /// statistics.
+    /// Returns the context of the packed rows for norms: every row counts, except the rows that fill up a batch.
+    /// During profiling no statistics are updated.
     pub fn rows(&self) -> RowContext<'_> {
         let (is_recompute, statistics) =
             (self.is_recompute || self.profile, self.recompute.then_some(&self.statistics));

@@ -18,15 +18,15 @@ pub struct Embeddings {
     target: Tensor,
     output: Tensor,
     output_bias: Option<Tensor>,
-    /// s of the factors √d·s of logits, (V), and √d.
+    /// The parameter s (V) and √d: the logits are multiplied by √d·s.
     logit_scale: Option<(Tensor, f64)>,
-    /// True if the output projection is an embedding table, to which FixNorm then applies too.
+    /// True if the output projection is an embedding table. Then FixNorm applies to it, too.
     tied: bool,
     fixnorm: bool,
     softcap: Option<Softcap>,
-    /// The factor of word embeddings: √d of the base's width, or 1.
+    /// The factor of word embeddings: √d at the width of the parametrisation's base model, or 1.
     scale: f64,
-    /// The factor α_in of the sum of words and positions.
+    /// The factor α_in, by which the sum of words and positions is multiplied.
     alpha: f64,
     source_positions: PositionEmbedding,
     target_positions: PositionEmbedding,
@@ -86,7 +86,8 @@ impl Embeddings {
         })
     }
 
-    /// Returns drop(α_in(√d·W[token] + position)), with d the base's width: (rows, d) in the parameters' type.
+    /// Returns drop(α_in(√d·W[token] + position)), (rows, d), in the parameters' type; d under the root is the base
+    /// model's width.
     pub fn source(&self, input: &Packed, ctx: &Context) -> Result<Tensor> {
         self.embed(self.source.as_ref().unwrap_or(&self.target), &self.source_positions, input, ctx)
     }
@@ -95,6 +96,7 @@ impl Embeddings {
         self.embed(&self.target, &self.target_positions, input, ctx)
     }
 
+    /// Embeds the tokens with one side's table and positions, then applies dropout.
     fn embed(&self, table: &Tensor, positions: &PositionEmbedding, input: &Packed, ctx: &Context) -> Result<Tensor> {
         let mut words = Tensor::f_embedding(table, &input.tokens, -1, false, false)?;
         if self.fixnorm {
@@ -109,8 +111,8 @@ impl Embeddings {
         operator::dropout(x, ctx.rates.embedding, ctx.seed.as_ref(), ctx.dropout_site())
     }
 
-    /// Returns the matrix of the output projection, (V, d), with FixNorm applied if it is tied, and each row times the
-    /// factor of its word's logit.
+    /// Returns the matrix of the output projection, (V, d): FixNorm is applied if the matrix is an embedding table,
+    /// and each row is multiplied by √d·s if logits have such factors.
     pub fn output_weight(&self) -> Result<Tensor> {
         let weight = match self.fixnorm && self.tied {
             true => fix_norm::fix_norm(&self.output)?,
@@ -122,7 +124,7 @@ impl Embeddings {
         }
     }
 
-    /// Returns the softcap of the logits.
+    /// Returns the softcap that limits the logits, if there is one.
     pub fn softcap(&self) -> Option<Softcap> {
         self.softcap
     }
@@ -141,8 +143,8 @@ impl Embeddings {
 /// Returns the initialisation of a table of word embeddings.
 pub fn first_values(table: Table, config: &TransformerConfig, init: &init::Init) -> Fill {
     match config.fixnorm {
-        // A zero row has no direction, so under FixNorm padding starts like any other word (its gradient would be
-        // 1e12).
+        // A zero row has no direction, and its gradient under FixNorm would be 1e12. So padding's row starts like any
+        // other.
         true => Fill::Uniform { bound: fix_norm::INIT_BOUND },
         false => Fill::WithZeroRow(PAD, Box::new(init.table(table, &config.outline(), &config.options))),
     }

@@ -1,12 +1,12 @@
-//! Gathering of a tensor's rows, differentiable without a sum.
+//! Gathering of a tensor's rows. The gradient is a gather as well, without a sum.
 
 use crate::error::Result;
 use crate::operator::{apply, Differentiable};
 use tch::Tensor;
 
-/// Returns `x[rows]` for x (n, …); row i went to `back[i]`, at most one place. `absent` (bool, a column) marks rows of
-/// x that went nowhere, whose gradient is 0. So the gradient is a gather as well; `index_select` would accumulate it,
-/// which takes more passes and, on a GPU, varies in order.
+/// Returns `x[rows]` for x (n, …). Row i of x appears in the result once, in row `back[i]`, or nowhere if `absent`
+/// (bool, a column) is true there; then its gradient is 0. So the gradient is a gather, too. That of `index_select`
+/// is a sum, which takes more passes and, on a GPU, adds in varying order.
 pub fn gather(x: &Tensor, rows: &Tensor, back: &Tensor, absent: &Tensor) -> Result<Tensor> {
     let [rows, back, absent] = [rows, back, absent].map(Tensor::shallow_clone);
     let [y]: [Tensor; 1] = apply(Gather { rows, back, absent }, &[x])?.try_into().expect("it has one output");

@@ -1,4 +1,4 @@
-//! Transfer of batches to a device, with a single copy for all tensors of a batch.
+//! Transfer of a batch to a device: one copy moves all its tensors.
 
 use crate::error::{Error, Result};
 use crate::host::host;
@@ -7,7 +7,7 @@ use tch::{Device, Tensor};
 
 /// A batch of tensors that are moved to a device together.
 pub trait HostBatch: Sized {
-    /// Returns its tensors, in a fixed order.
+    /// Returns the batch's tensors, in a fixed order.
     fn tensors(&mut self) -> Vec<&mut Tensor>;
 
     /// Moves the batch from the host to a device, in one copy.
@@ -19,7 +19,7 @@ pub trait HostBatch: Sized {
     }
 }
 
-/// A device buffer that holds a batch's tensors side by side, so that one copy fills all of them.
+/// A buffer on a device that holds all tensors of a batch side by side, so that one copy fills them all.
 #[derive(Debug)]
 pub struct DeviceBuffer {
     bytes: Tensor,
@@ -61,6 +61,7 @@ fn length(t: &Tensor) -> usize {
     t.numel() * t.kind().elt_size_in_bytes()
 }
 
+/// Returns the bytes of all tensors one after the other, each filled up to a multiple of [`ALIGN`].
 fn side_by_side(tensors: &[&mut Tensor]) -> Result<Vec<u8>> {
     let mut bytes = Vec::new();
     for t in tensors {

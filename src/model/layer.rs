@@ -1,4 +1,4 @@
-//! A layer: its sublayers, and the residual scheme's parts around and inside each.
+//! A layer: its sublayers, with what the residual scheme does around and inside each of them.
 
 use super::attention::Attention;
 use super::feed_forward::FeedForward;
@@ -15,21 +15,21 @@ use std::collections::BTreeSet;
 use tch::{no_grad, Tensor};
 
 pub struct Layer {
-    /// The changes of x when the layer begins.
+    /// The changes applied to x when the layer begins.
     pub begin: BuiltChanges,
     pub sublayers: Vec<BuiltSublayer>,
-    /// The names of tensors that it reads from earlier layers.
+    /// The names of the tensors that this layer reads from earlier layers.
     pub takes: Vec<String>,
-    /// The names of tensors that it keeps for later layers.
+    /// The names of the tensors that this layer keeps for later layers.
     pub leaves: Vec<String>,
 }
 
-/// A sublayer with its residual connection.
+/// A sublayer, with the residual connection around it.
 pub struct BuiltSublayer {
     pub function: SublayerFunction,
     pub around: BuiltResidual,
     pub inside: Inside,
-    /// Factor on F(x) set by the parametrisation; 1 if it was folded into β.
+    /// The factor on F(x) that the parametrisation sets; 1 if the factor has been folded into β.
     scale: f64,
 }
 
@@ -45,23 +45,23 @@ pub struct Streams {
     pub x: Tensor,
     /// The streams beside x; their number is set by the scheme's [`StackSpec`](crate::residual::StackSpec).
     pub others: Vec<Tensor>,
-    /// The next sublayer's N(x), if the step that computed x has computed it too.
+    /// N(x) of the next sublayer, if the fused step that computed x has computed N(x) as well.
     pub normed: Option<Tensor>,
     /// The state of a hyper-connection between its read and its write.
     pub unwritten: Option<PendingWrite>,
-    /// The stack's α_t.
+    /// The value α_t of the stack at the current layer, if the scheme has a gain that grows.
     pub alpha_t: Option<Tensor>,
     /// The standard deviation of everything added so far, while profiling (docs/spec.md §3.4).
     pub deviation: Option<Tensor>,
 }
 
 impl Streams {
-    /// Iterates over the tensors that a layer changes: x, the other streams, and N(x) if it is there.
+    /// Iterates over the tensors that a layer changes: x, the other streams, and N(x) if it has been computed.
     pub fn tensors(&self) -> impl Iterator<Item = &Tensor> {
         [&self.x].into_iter().chain(&self.others).chain(&self.normed)
     }
 
-    /// Builds streams from such tensors, with `others` of them beside x.
+    /// Builds streams from the tensors that [`tensors`](Self::tensors) lists, `others` of them beside x.
     pub fn of(tensors: impl IntoIterator<Item = Tensor>, others: usize, alpha_t: Option<Tensor>) -> Self {
         let mut tensors = tensors.into_iter();
         let x = tensors.next().expect("x is the first of a layer's tensors");
@@ -69,15 +69,16 @@ impl Streams {
         Streams { x, others, normed: tensors.next(), unwritten: None, alpha_t, deviation: None }
     }
 
-    /// Returns views of x and the other streams. With views, autograd sums the gradients within one layer before it
-    /// adds them to other layers', whether or not the layer runs again for its gradients.
+    /// Returns views of x and of the other streams. Because of the views, autograd first sums the gradients that come
+    /// from within one layer, then adds those of other layers. So the order is the same if the layer runs again for
+    /// its gradients.
     pub fn viewed(&self) -> Result<Self> {
         let view = |t: &Tensor| Ok(t.f_view_as(t)?);
         let views = self.tensors().map(view).collect::<Result<Vec<_>>>()?;
         Ok(Streams::of(views, self.others.len(), self.alpha_t.as_ref().map(Tensor::shallow_clone)))
     }
 
-    /// Returns these streams' first `kept` tensors, followed by the tensors of `after` from that index on.
+    /// Returns the first `kept` tensors of these streams, followed by the tensors of `after` from index `kept` on.
     pub fn followed_by(self, kept: usize, after: Streams) -> Self {
         let Streams { x, others, .. } = after;
         let all = [self.x].into_iter().chain(self.others).take(kept).chain([x].into_iter().chain(others).skip(kept));
@@ -126,13 +127,13 @@ impl Layer {
         Ok(Layer { begin, sublayers, takes: owned(declared.takes()), leaves: owned(declared.leaves()) })
     }
 
-    /// Returns the number of input tensors that the layer passes on unchanged, for later layers to read.
+    /// Returns how many of the streams' tensors the layer leaves unchanged, for later layers to read.
     pub fn keeps(&self, streams: &Streams) -> usize {
         let first = self.sublayers.first().and_then(|branch| branch.around.mixing.as_ref());
         first.map_or(0, |mixing| mixing.keeps(streams.others.len() + 1))
     }
 
-    /// Returns how many more tensors leave the layer than enter it.
+    /// Returns how many tensors the layer adds to the streams.
     pub fn adds(&self) -> usize {
         let adds = |branch: &&BuiltSublayer| branch.around.mixing.as_ref().is_some_and(|mixing| mixing.adds());
         self.sublayers.iter().filter(adds).count()
@@ -140,7 +141,7 @@ impl Layer {
 }
 
 impl BuiltSublayer {
-    /// Returns the input of F.
+    /// Returns the input of the sublayer's function F.
     pub fn input(&self, streams: &mut Streams, ctx: &Context) -> Result<Tensor> {
         let x = match &self.around.mixing {
             Some(mixing) => {
@@ -156,8 +157,8 @@ impl BuiltSublayer {
         }
     }
 
-    /// Returns the streams after F(…) = f. x⁺ is computed in one fused step with the norm that follows it: this
-    /// sublayer's own, or `next`, with which the next sublayer (or the end of the stack) begins.
+    /// Returns the streams after the sublayer, where f is F(…). One fused step computes x⁺ and the norm that follows:
+    /// this sublayer's own norm after the sum, or `next`, which begins the next sublayer or ends the stack.
     pub fn close(&self, mut streams: Streams, f: Tensor, next: Option<&dyn Norm>, ctx: &Context) -> Result<Streams> {
         let BuiltResidual { alpha, beta, skip, branch, after, .. } = &self.around;
         let f = times(branch.apply(f, ctx)?, self.scale)?;
@@ -181,7 +182,7 @@ impl BuiltSublayer {
             _ => None,
         };
         let step = operator::Step { x, f: &f, alpha: alpha.as_ref(), beta: beta.as_ref(), p, seed, site };
-        // The other streams use the step's dropout site, and so its mask.
+        // The other streams use the same dropout site as x, and so the same mask.
         let others = streams.others.iter().zip(&self.around.streams).map(|(s, (alpha, beta))| {
             let (alpha, beta) = (alpha.now(alpha_t)?, beta.now(alpha_t)?);
             operator::Step { x: s, alpha: alpha.as_ref(), beta: beta.as_ref(), ..step }.add()
@@ -200,7 +201,7 @@ impl BuiltSublayer {
     }
 }
 
-/// Sets ω ← r; the next r is √(Var(ωx) + Var(drop f)), over all elements (docs/spec.md §3.4).
+/// Sets ω to r, and returns the next r = √(Var(ωx) + Var(drop f)), a variance over all elements (docs/spec.md §3.4).
 fn profile(
     omega: &Tensor,
     r: &Tensor,

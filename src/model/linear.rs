@@ -1,7 +1,7 @@
 //! Linear layers of a model in training, with parameters and gradients in flat buffers.
 //!
-//! Autograd would cast each weight in each pass, compute its gradient as a new tensor in the type of products, cast
-//! that and add it. Here a weight is cast once per update, and a product adds to the gradient in place.
+//! Autograd would cast each weight in every pass, compute the gradient as a new tensor in the type of products, cast
+//! the gradient back and add it. Here a weight is cast once per update, and a product adds to the gradient in place.
 
 use crate::error::Result;
 use crate::host::has_memory;
@@ -10,13 +10,13 @@ use crate::kernel::row_sum::add_rows;
 use crate::operator::{apply, Differentiable, Recording};
 use tch::{Device, Kind, Tensor};
 
-/// The flat buffers of a model in training on a CPU: each parameter is a view of one, and its gradient a view of the
-/// other.
+/// The flat buffers of a model that is trained on a CPU. Each parameter is a view of one buffer, and its gradient is
+/// a view of the other.
 #[derive(Debug)]
 pub struct FlatBuffers {
     parameters: Tensor,
     gradients: Tensor,
-    /// The parameters in the type of products; the parameter buffer itself if the types are equal.
+    /// The parameters in the type of products; the same tensor as `parameters` if the types are equal.
     cast: Tensor,
 }
 
@@ -24,7 +24,7 @@ pub struct FlatBuffers {
 pub struct FlatParameter {
     /// The parameter in the type of products.
     pub value: Tensor,
-    /// The gradient, to which passes add.
+    /// The gradient, to which forward and backward passes add.
     pub gradient: Tensor,
 }
 
@@ -43,7 +43,7 @@ impl FlatBuffers {
         Ok(())
     }
 
-    /// Returns the place of `t`; `None` if it is neither a parameter nor some rows of one.
+    /// Returns where `t` lies in the buffers; `None` if `t` is neither a parameter nor some rows of one.
     pub fn place(&self, t: &Tensor) -> Result<Option<FlatParameter>> {
         if t.kind() != self.parameters.kind() || t.device() != Device::Cpu || !t.is_contiguous() || !has_memory(t) {
             return Ok(None);
@@ -61,7 +61,7 @@ impl FlatBuffers {
 
 /// Computes y = x Wᵀ + b in the computing type, whatever the types of x and of the parameters; x is (…, columns of W).
 ///
-/// With a training model's buffers, gradients of W and b are added to those in the buffers.
+/// If `flat` holds a training model's buffers, the backward pass adds the gradients of W and b to the buffers' own.
 pub fn linear(
     x: &Tensor,
     weight: &Tensor,
@@ -90,6 +90,7 @@ struct FlatLinear {
 }
 
 impl FlatLinear {
+    /// Finds the layer's parameters in the flat buffers; returns `None` if one of them is not there.
     fn of(flat: &FlatBuffers, weight: &Tensor, bias: Option<&Tensor>) -> Result<Option<Self>> {
         let Some(weight) = flat.place(weight)? else { return Ok(None) };
         let bias = match bias {
@@ -107,7 +108,7 @@ impl FlatLinear {
     }
 }
 
-/// Computes xw + b for tensors of one type, x (…, rows of w). No gradient is recorded.
+/// Computes xw + b for tensors of one type, without recording gradients; x is (…, rows of w).
 pub(super) fn times(x: &Tensor, w: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
     let mut size = x.size();
     *size.last_mut().expect("x has a last dimension") = w.size()[1];

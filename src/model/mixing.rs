@@ -1,4 +1,5 @@
-//! Sublayers that read from several tensors and write to several: a [`Mixing`], built and run.
+//! Sublayers that read from several tensors and write to several: a [`Mixing`] with its parameters, and its
+//! computation.
 
 use super::residual::learned;
 use super::Builder;
@@ -7,19 +8,20 @@ use crate::error::Result;
 use crate::residual::{DepthWeights, Gates, Mixing};
 use tch::{Kind, Tensor};
 
-/// The ε of mean squares, of gates, and of Sinkhorn's divisions.
+/// The ε that is added to mean squares, to gates, and to the divisors in Sinkhorn's algorithm.
 const EPS: f64 = 1e-6;
-/// The ε of the LayerNorm in [`Gates::Each`], which is PyTorch's.
+/// The ε of the LayerNorm in [`Gates::Each`], equal to PyTorch's default.
 const LAYER_NORM_EPS: f64 = 1e-5;
 
-/// A declaration and its parameters, in the order of [`Mixing::parameters`]. A hyper-connection has one tensor, H (…,
-/// n, d), with all streams; attention over depth has v_0, v_1, … (…, d).
+/// A declaration of a mixing, with its parameters in the order of [`Mixing::parameters`]. The tensors of a
+/// hyper-connection are one, H (…, n, d), which holds all streams. Those of attention over depth are v_0, v_1, …,
+/// each (…, d).
 pub struct BuiltMixing {
     declared: Mixing,
     parameters: Vec<Tensor>,
 }
 
-/// The state that a hyper-connection's read leaves for its write: H⁺ = `mixed` + `gates`⊙F(x).
+/// What a hyper-connection computes when it reads and needs when it writes: H⁺ = `mixed` + `gates`⊙F(x).
 pub struct PendingWrite {
     /// The mixed streams Σ_i R_ij H_i, (…, n, d).
     mixed: Tensor,
@@ -33,7 +35,7 @@ impl BuiltMixing {
         Ok(BuiltMixing { parameters: parameters.collect::<Result<_>>()?, declared: declared.clone() })
     }
 
-    /// Returns the first tensor, made from the stack's input.
+    /// Returns the first of the mixing's tensors, made from the stack's input x.
     pub fn begin(&self, x: Tensor) -> Result<Tensor> {
         match &self.declared {
             Mixing::Hyper(hyper) => {
@@ -45,7 +47,7 @@ impl BuiltMixing {
         }
     }
 
-    /// Returns the input x of a sublayer or of the stack's end, and the state for [`write`](Self::write).
+    /// Returns the input of the sublayer (or of the stack's end), and the state that [`write`](Self::write) needs.
     pub fn read(&self, tensors: &[&Tensor], watch: Option<&Watch>) -> Result<(Tensor, Option<PendingWrite>)> {
         let note = |scores: &Tensor| watch.map_or(Ok(()), |watch| watch.mixing(scores));
         let p: Vec<&Tensor> = self.parameters.iter().collect();
@@ -75,7 +77,7 @@ impl BuiltMixing {
         }
     }
 
-    /// Returns the tensors after F(x) = f, to which dropout has been applied.
+    /// Returns the tensors after the sublayer. f is F(x), to which dropout has been applied.
     pub fn write(&self, mut tensors: Vec<Tensor>, unwritten: Option<PendingWrite>, f: Tensor) -> Result<Vec<Tensor>> {
         let f = f.f_to_kind(tensors[0].kind())?;
         match (&self.declared, unwritten) {
@@ -94,7 +96,7 @@ impl BuiltMixing {
         }
     }
 
-    /// Returns how many of the current tensors a layer that begins with this sublayer leaves unchanged.
+    /// Returns how many of the current tensors stay unchanged in a layer whose first sublayer is this one.
     pub fn keeps(&self, tensors: usize) -> usize {
         match &self.declared {
             Mixing::Hyper(_) => 0,
@@ -102,12 +104,12 @@ impl BuiltMixing {
         }
     }
 
-    /// True if this sublayer adds a tensor.
+    /// True if this sublayer adds a new tensor to the list of outputs.
     pub fn adds(&self) -> bool {
         matches!(&self.declared, Mixing::Depth(depth) if depth.begins_block)
     }
 
-    /// Returns the mean of the streams, or of all v, for diagnostics.
+    /// Returns the mean over the streams, or over all v, for diagnostics.
     pub fn seen(&self, tensors: &[&Tensor]) -> Result<Tensor> {
         match &self.declared {
             Mixing::Hyper(_) => Ok(tensors[0].f_mean_dim([-2i64].as_slice(), false, None)?),
@@ -154,7 +156,7 @@ fn joint(
 /// Returns x = Σ_i p_i H_i, and the streams Σ_i R_ij H_i with their write gates; one product computes both.
 fn read_and_mix(streams: &Tensor, reading: Tensor, r: &Tensor, gates: &Tensor) -> Result<Read> {
     let both = Tensor::f_cat(&[reading, r.f_transpose(-2, -1)?], -2)?.f_to_kind(streams.kind())?.f_matmul(streams)?;
-    let mixed = both.f_narrow(-2, 1, streams.size()[streams.dim() - 2])?; // of (…, 1 + n, d)
+    let mixed = both.f_narrow(-2, 1, streams.size()[streams.dim() - 2])?; // rows 1 to n of (…, 1 + n, d)
     Ok((both.f_select(-2, 0)?, Some(PendingWrite { mixed, gates: gates.f_to_kind(streams.kind())? })))
 }
 
@@ -179,13 +181,13 @@ fn permuted(
     read_and_mix(streams, reading, &mean_permutation(&shares, n)?, &gates)
 }
 
-/// Returns Σ_r shares_r P_r, (…, n, n), of the permutations of n in lexicographic order; row i of P_r has its 1 where
-/// the permutation sends i.
+/// Returns the weighted mean Σ_r shares_r P_r, (…, n, n), over all permutation matrices of n elements in
+/// lexicographic order. P_r has a 1 in row i and column j if permutation r sends i to j.
 fn mean_permutation(shares: &Tensor, n: i64) -> Result<Tensor> {
     if n == 1 {
         return Ok(shares.f_unsqueeze(-1)?);
     }
-    // The permutations that send 0 to j follow one another, and each such chunk permutes the other n − 1.
+    // Permutations that send 0 to the same j are neighbours. Each such chunk permutes the other n − 1 elements.
     let chunks = shares.f_unflatten(-1, [n, -1].as_slice())?;
     let first = chunks.f_sum_dim_intlist([-1i64].as_slice(), false, None::<Kind>)?.f_unsqueeze(-2)?; // (…, 1, n)
     let others = mean_permutation(&chunks, n - 1)?; // (…, n, n − 1, n − 1)
@@ -258,14 +260,14 @@ fn attend(outputs: &[&Tensor], query: &Tensor, gain: &Tensor, note: impl Fn(&Ten
     weighted(outputs, &logits.f_softmax(-1, None::<Kind>)?)
 }
 
-/// Computes attention over depth with [`DepthWeights::Normed`]; three queries give (3, …, d).
+/// Computes attention over depth with [`DepthWeights::Normed`]. If there are three queries, the result is (3, …, d).
 fn attend_normed(outputs: &[&Tensor], query: &Tensor, note: impl Fn(&Tensor) -> Result<()>) -> Result<Tensor> {
     let d = query.size()[query.dim() - 1];
     let queries = wide(query)?.f_mul_scalar((d as f64).powf(-0.5))?.f_view([-1, d])?;
     let scales = outputs.iter().map(|v| inverse_rms(&wide(v)?)).collect::<Result<Vec<_>>>()?;
     let logits = outputs.iter().zip(&scales).map(|(v, scale)| {
         let v = wide(v)?;
-        // (…, queries)
+        // The logits of one v are (…, queries).
         Ok(v.f_linear::<&Tensor>(&queries.f_to_kind(v.kind())?, None)?.f_mul(scale)?)
     });
     let logits = Tensor::f_stack(&logits.collect::<Result<Vec<_>>>()?, -1)?;
@@ -279,17 +281,17 @@ fn attend_normed(outputs: &[&Tensor], query: &Tensor, note: impl Fn(&Tensor) -> 
     Ok(Tensor::f_stack(&(0..query.size()[0]).map(read).collect::<Result<Vec<_>>>()?, 0)?)
 }
 
-/// Returns Σ_i shares_i v_i.
+/// Returns the weighted sum Σ_i shares_i v_i of the outputs.
 fn weighted(outputs: &[&Tensor], shares: &Tensor) -> Result<Tensor> {
     let shares = shares.f_to_kind(outputs[0].kind())?;
     let share = |i: usize| shares.f_narrow(-1, i as i64, 1);
-    // The terms are added one by one, so that no stacked copy of the outputs is kept for the backward pass.
+    // The terms are added one by one: a stacked copy of all outputs would have to be kept for the backward pass.
     let first = outputs[0].f_mul(&share(0)?)?;
     (1..outputs.len()).try_fold(first, |sum, i| Ok(sum.f_addcmul(outputs[i], &share(i)?)?))
 }
 
-/// Normalises rows and columns to sum to 1: softmax(logits) + ε over rows, then each column divided by its sum + ε,
-/// then rows and columns `iterations` − 1 times (deepseek-ai/TileKernels).
+/// Normalises rows and columns to sums of 1: softmax(logits) + ε over rows, then each column divided by (its sum +
+/// ε). The division of rows and then of columns is repeated `iterations` − 1 times (deepseek-ai/TileKernels).
 fn sinkhorn(logits: &Tensor, iterations: i64) -> Result<Tensor> {
     let divided = |m: &Tensor, by: i64| -> Result<Tensor> {
         Ok(m.f_div(&m.f_sum_dim_intlist([by].as_slice(), true, None::<Kind>)?.f_add_scalar(EPS)?)?)
@@ -319,7 +321,7 @@ fn wide(x: &Tensor) -> Result<Tensor> {
 mod tests {
     use super::*;
 
-    /// The expected values have ten normalisations of columns.
+    /// The expected values come from ten normalisations of columns.
     #[test]
     fn sinkhorn_as_deepseek_has_it() {
         let logits = Tensor::from_slice(&[1.0, 0.2, -0.3, 0.5]).view([2, 2]);

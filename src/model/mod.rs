@@ -52,7 +52,7 @@ use crate::data::vocabulary;
 use crate::error::Result;
 use tch::Tensor;
 
-/// The special token ids, as i64 for tensors.
+/// The ids of the special tokens, as i64 because tensors of ids are int64.
 pub const BOS: i64 = vocabulary::BOS as i64;
 pub const PAD: i64 = vocabulary::PAD as i64;
 pub const EOS: i64 = vocabulary::EOS as i64;

@@ -16,16 +16,16 @@ use tch::Tensor;
 
 /// A norm in a model.
 pub trait Norm: Send {
-    /// Returns N(x) over the last dimension. `rows` describes the rows, for norms with statistics across them.
+    /// Returns N(x) over the last dimension. `rows` describes the rows to norms that keep statistics across rows.
     fn forward(&self, x: &Tensor, rows: &RowContext) -> Result<Tensor>;
 
-    /// Returns the norm in the form for the fused residual step, if it has row kernels.
+    /// Returns the norm in the form that the fused residual step needs; `None` if the norm has no row kernels.
     fn row(&self) -> Result<Option<StepNorm<'_>>> {
         Ok(None)
     }
 }
 
-/// A norm with row kernels, with its parameters in the form that these take.
+/// A norm with row kernels, and its parameters in the form that the kernels read.
 pub enum StepNorm<'a> {
     Borrowed(&'a BoundRowNorm),
     /// A norm whose parameters were computed for one call.
@@ -43,20 +43,21 @@ impl Deref for StepNorm<'_> {
     }
 }
 
-/// The rows that a norm is applied to, for norms with statistics across them.
+/// The facts about rows that a norm with statistics across rows needs.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct RowContext<'a> {
-    /// True in training: statistics are taken from the batch and updated once per forward pass.
+    /// True in training: then statistics are computed from the batch, and the running ones are updated once per
+    /// forward pass.
     pub train: bool,
-    /// True in the recomputation of the same forward pass for its gradient, which does not update statistics.
+    /// True when the same forward pass is computed again for its gradient; then statistics are not updated.
     pub is_recompute: bool,
-    /// True for a micro-batch that is not the last of its update: statistics that count updates do not change.
+    /// True for a micro-batch that is not the last of its update; then statistics that count updates do not change.
     pub is_partial: bool,
-    /// True at padding, in the shape of x without its last dimension; `None` if every row is real.
+    /// True at padding rows; its shape is that of x without the last dimension. `None` if no row is padding.
     pub pad_mask: Option<&'a Tensor>,
-    /// The place in which norms store the statistics they used, for recomputation.
+    /// The map in which norms store the statistics that they used, for the recomputation.
     pub statistics: Option<&'a UsedStatistics>,
-    /// The ranks whose rows form the batch.
+    /// The process group whose ranks' rows form one batch.
     pub group: ProcessGroup,
     pub watch: Option<&'a Watch>,
     /// The tensors that the stack's layers have kept so far.
@@ -69,7 +70,7 @@ impl RowContext<'_> {
     }
 }
 
-/// A parameter p, which enters kernels and formulas as factor·(offset + p).
+/// A parameter p. Kernels and formulas receive factor·(offset + p).
 pub(super) struct BuiltParameter {
     p: Tensor,
     numbers: Numbers,
@@ -81,7 +82,7 @@ impl BuiltParameter {
     }
 }
 
-/// The parameters of a norm.
+/// The parameters of a norm: the weight, the bias, and those that are used inside x̂.
 pub(super) struct NormParameters {
     inside: Vec<BuiltParameter>,
     pub weight: Option<BuiltParameter>,
@@ -95,7 +96,8 @@ impl NormParameters {
         Ok([value(&self.weight)?, value(&self.bias)?])
     }
 
-    /// Returns all parameters in the order in which the norm declares them; `None` for one that it does without.
+    /// Returns all parameters in the order in which the norm declares them, with `None` for one that this norm has
+    /// been built without.
     fn in_order(self, spec: &Spec) -> Vec<Option<BuiltParameter>> {
         let NormParameters { inside, mut weight, mut bias } = self;
         let mut inside = inside.into_iter();
@@ -111,19 +113,19 @@ impl NormParameters {
         self.inside.iter().map(BuiltParameter::value).collect()
     }
 
-    /// Binds the parameters to the kernels of `operator`.
+    /// Returns the parameters together with the kernels of `operator`, ready to be called.
     fn by(&self, operator: &'static RowNormOp, eps: f64) -> Result<BoundRowNorm> {
         let [weight, bias] = self.values()?;
         Ok(BoundRowNorm { operator, weight, bias, numbers: self.numbers()?, eps })
     }
 
-    /// True if kernels use all parameters unchanged.
+    /// True if the kernels can use all parameters unchanged.
     fn is_plain(&self) -> bool {
         self.inside.iter().chain(&self.weight).chain(&self.bias).all(|p| p.numbers.are_plain())
     }
 }
 
-/// Declares the parameters and builds the norm.
+/// Declares the parameters of a norm and builds the norm.
 pub fn build(spec: &Spec, b: &mut Builder, context: &NormContext) -> Result<Box<dyn Norm>> {
     let given = spec.at(context);
     let mut affine = NormParameters { inside: Vec::new(), weight: None, bias: None };
@@ -148,7 +150,7 @@ pub fn build(spec: &Spec, b: &mut Builder, context: &NormContext) -> Result<Box<
     })
 }
 
-/// Declares one parameter; returns `None` if the norm does without it.
+/// Declares one parameter; returns `None` if the options leave the parameter out.
 fn parameter_of(
     parameter: &Parameter,
     given: &NormArgs,
@@ -187,7 +189,7 @@ impl Norm for BoundRowNorm {
     }
 }
 
-/// A norm with row kernels whose parameters are transformed for them.
+/// A norm with row kernels whose parameters must be transformed before the kernels can read them.
 struct TransformedRowNorm {
     operator: &'static RowNormOp,
     affine: NormParameters,
@@ -204,7 +206,7 @@ impl Norm for TransformedRowNorm {
     }
 }
 
-/// A norm that is computed in its composed form.
+/// A norm whose x̂ is computed by a formula of PyTorch's operations.
 struct BuiltComposedNorm {
     x_hat: ComposedNorm,
     affine: NormParameters,
@@ -218,7 +220,7 @@ impl Norm for BuiltComposedNorm {
     }
 }
 
-/// A norm that is computed in its composed form, with the weight inside the formula.
+/// A norm whose y, weight included, is computed by a formula of PyTorch's operations.
 struct BuiltWholeNorm {
     y: WholeNorm,
     parameters: Vec<Option<BuiltParameter>>,
@@ -231,7 +233,7 @@ impl Norm for BuiltWholeNorm {
     }
 }
 
-/// A norm with an operator of its own.
+/// A norm that has its own composite operator.
 struct BuiltCompositeNorm {
     own: &'static CompositeNormOpSpec,
     affine: NormParameters,
@@ -245,17 +247,17 @@ impl Norm for BuiltCompositeNorm {
         operator::own_norm(self.own, x, weight.as_ref(), &self.given)
     }
 
-    /// The stream is never in 16 bits here, so the row kernels apply.
+    /// A model's residual stream is never in 16 bits, so the row kernels can compute this norm.
     fn row(&self) -> Result<Option<StepNorm<'_>>> {
         let made = |rows| Ok(StepNorm::Owned(self.affine.by(RowNormOp::of(rows), self.eps)?));
         self.own.rows.map(made).transpose()
     }
 }
 
-/// A norm with a user's function.
+/// A norm that a user's function computes.
 struct BuiltOwnNorm {
     own: &'static OwnNorm,
-    /// The parameters, in the order in which the function takes them.
+    /// The parameters, in the order of the function's arguments.
     parameters: Vec<Option<BuiltParameter>>,
 }
 
@@ -278,7 +280,7 @@ mod tests {
     use crate::operator::Step;
     use tch::{Device, Kind};
 
-    /// nGPT's scale, y = (s·√d)⊙x/max(‖x‖₂, ε) with s = 1/√d at the start; this one also has an offset.
+    /// nGPT's scale, y = (s·√d)⊙x/max(‖x‖₂, ε) with s = 1/√d at the start. The test adds an offset.
     static SCALED: Spec = Spec {
         name: "scaled",
         parameters: &[Parameter {
@@ -298,7 +300,7 @@ mod tests {
         let context = NormContext { width: 4, start: 3.0, ..NormContext::ANY };
         let norm = b.within("norm", |b| build(&SCALED, b, &context)).unwrap();
         let made = b.finish().unwrap();
-        // At the start, 2·(0.25 + 0.5), times 3.
+        // The start is 2·(0.25 + 0.5) times the context's 3, so p begins at 4.5/2 − 0.25 = 2.
         let (weight, gain) = (&made.tensors()[0], 4.5);
         assert_eq!(weight.double_value(&[0]), 2.0);
         let x = Tensor::from_slice(&[1.0f32, -2.0, 3.0, 0.5]).view([1, 4]);

@@ -1,4 +1,4 @@
-//! Packed sentences: only real tokens, one sentence after another.
+//! Packed sentences: only real tokens, one sentence directly after another.
 
 use super::host_batch::HostBatch;
 use super::PAD;
@@ -7,7 +7,7 @@ use crate::error::{Error, Result};
 use crate::host::{has_memory, host};
 use tch::{Device, Kind, Tensor};
 
-/// The shape to which batches are padded, so that many share one CUDA graph.
+/// The shape to which batches are padded, so that many batches share one CUDA graph.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct PaddedShape {
     pub rows: i64,
@@ -23,16 +23,16 @@ pub struct Packed {
     pub tokens: Tensor,
     /// Each token's position in its sentence, from 0; int64 (rows).
     pub positions: Tensor,
-    /// The largest position plus one.
+    /// The largest position in the batch, plus one.
     pub end: i64,
     /// The offsets of the sentences: sentence i is rows offsets[i]..offsets[i+1].
     pub offsets: Vec<i64>,
-    /// The tokens of each sentence that may be attended to: all except the padding of
-    /// [`with_padding`](Self::with_padding).
+    /// The number of tokens in each sentence that may be attended to: all tokens except the padding that
+    /// [`with_padding`](Self::with_padding) adds.
     pub(super) lengths: Vec<i64>,
-    /// 1 at real tokens and 0 at padding, (rows, 1), if there is such padding.
+    /// 1 at real tokens and 0 at padding, (rows, 1); `None` if there is no padding.
     pub real: Option<Tensor>,
-    /// True at the rows that belong to no sentence, bool (rows), if the batch is filled up.
+    /// True at the rows that belong to no sentence, bool (rows), if such rows fill up the batch.
     pub spare: Option<Tensor>,
     pub(super) padded_shape: Option<PaddedShape>,
 }
@@ -77,8 +77,8 @@ impl Packed {
         })
     }
 
-    /// Returns the same sentences on the host, each filled up with [`PAD`] to the longest: rows to which nobody
-    /// attends.
+    /// Returns the same sentences on the host, each filled up with [`PAD`] to the length of the longest. No token
+    /// attends to these rows.
     pub fn with_padding(&self) -> Result<Self> {
         let tokens: Vec<i64> = host("tokens", &self.tokens)?;
         let longest = self.lengths.iter().copied().max().unwrap_or(0) as usize;
@@ -111,11 +111,11 @@ impl Packed {
         Packed::new(&tokens, &positions, offsets)
     }
 
-    /// Packs a padded batch (B, T) of token ids on the host: everything except [`PAD`], wherever it is. `name` is for
-    /// messages.
+    /// Packs a padded batch (B, T) of token ids on the host: keeps every token except [`PAD`], wherever padding is.
+    /// Messages use `name`.
     pub fn from_padded(name: &str, padded: &Tensor, vocab_size: i64) -> Result<Self> {
         if has_memory(padded) {
-            // An expanded tensor has more elements than memory.
+            // An expanded tensor has more elements than its memory holds, so the copy's size is checked first.
             let bytes = 4 * size_of::<i64>() as u128 * padded.numel() as u128;
             memory::room(bytes, || format!("{name} of shape {:?} (give fewer or shorter rows)", padded.size()))?;
         }
@@ -139,8 +139,8 @@ impl Packed {
         Packed::of(&rows.iter().map(Vec::as_slice).collect::<Vec<_>>())
     }
 
-    /// Puts rows back at their places in the padded batch that [`from_padded`](Self::from_padded) read, with zeros at
-    /// padding.
+    /// Puts rows back at their places in `padded`, the batch that [`from_padded`](Self::from_padded) has read.
+    /// Padding gets zeros.
     pub fn unpack(&self, rows: &Tensor, padded: &Tensor) -> Result<Tensor> {
         let width = rows.size()[1];
         let real = padded.f_to_device(rows.device())?.f_ne(PAD)?;
@@ -155,7 +155,7 @@ impl Packed {
         *self.offsets.last().unwrap_or(&0)
     }
 
-    /// True if there is no real token.
+    /// True if no token is real.
     pub fn is_empty(&self) -> bool {
         self.lengths.iter().all(|n| *n == 0)
     }

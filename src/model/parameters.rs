@@ -1,4 +1,5 @@
-//! Parameters under canonical names, which are torch.nn's: `encoder.layers.0.self_attn.in_proj_weight`, …
+//! Parameters under their canonical names, the ones that torch.nn gives: `encoder.layers.0.self_attn.in_proj_weight`,
+//! …
 
 use crate::error::{Error, Result};
 use crate::init::Fill;
@@ -7,14 +8,15 @@ use crate::parametrisation::{self, DeclaredAs, Part, Scaled, SumsOver};
 use std::collections::{BTreeMap, HashSet};
 use tch::{Device, Kind, Tensor};
 
-/// Parameters in the order in which the model declares them, and buffers: the state that is not trained.
+/// Parameters in the order in which the model declares them. Buffers are the state that is not trained.
 #[derive(Default)]
 pub struct Parameters {
     names: Vec<String>,
     tensors: Vec<Tensor>,
     declared: Vec<DeclaredAs>,
     buffers: Vec<(String, Tensor)>,
-    /// For each norm, the number of batches whose statistics were not finite, counted on the device.
+    /// For each norm that keeps statistics: the number of batches whose statistics were not finite, counted on the
+    /// device.
     refused: Vec<(String, Tensor)>,
 }
 
@@ -23,7 +25,7 @@ impl Parameters {
         self.names.iter().map(String::as_str).zip(&self.tensors)
     }
 
-    /// Iterates over the parameters with their part in a parametrisation.
+    /// Iterates over the parameters, each with its part in the model's parametrisation.
     pub fn parts(&self) -> impl Iterator<Item = (&str, &Tensor, Part)> {
         let declared = self.iter().zip(&self.declared);
         declared.map(|((name, t), declared)| (name, t, parametrisation::part(name, t.dim(), *declared)))
@@ -44,8 +46,8 @@ impl Parameters {
         self.buffers.iter().any(|(name, _)| name.ends_with(".iters"))
     }
 
-    /// Returns the norms that refused batches since the last call, and how many; this call copies the counts to the
-    /// host.
+    /// Returns the norms that have refused batches since the last call, with the number of batches. The call copies
+    /// the counts to the host.
     pub fn take_refused(&self) -> Result<Vec<(&str, i64)>> {
         let mut found = Vec::new();
         for (name, count) in &self.refused {
@@ -69,10 +71,10 @@ impl Parameters {
 }
 
 enum Source<'a> {
-    /// New parameters on this device, in this type, drawn from generators with this seed; torch's own generator is not
-    /// used.
+    /// New parameters on this device and of this type, drawn from generators with this seed. torch's own generator is
+    /// not used.
     Fresh(Device, Kind, u64),
-    /// Existing tensors.
+    /// Existing tensors; if `train`, they become leaves that require gradients.
     Given { tensors: &'a BTreeMap<String, Tensor>, train: bool },
 }
 
@@ -86,14 +88,14 @@ pub struct Builder<'a> {
 }
 
 impl<'a> Builder<'a> {
-    /// Builds new parameters with that seed. Each draws from a generator of its own, seeded by the parameter's name, so
-    /// that models which differ in some parameters start alike in all others.
+    /// Builds new parameters from this seed. Each parameter draws from its own generator, seeded by the parameter's
+    /// name: two models that differ in some parameters start with equal values in all others.
     pub fn fresh(seed: u64, device: Device, kind: Kind) -> Self {
         let source = Source::Fresh(device, kind, seed);
         Builder { source, path: Vec::new(), made: Parameters::default(), scaled: None }
     }
 
-    /// Uses existing parameters as they are. [`finish`](Self::finish) refuses names that nothing declared.
+    /// Uses existing parameters as they are. [`finish`](Self::finish) refuses names that the model has not declared.
     pub fn given(tensors: &'a BTreeMap<String, Tensor>) -> Self {
         Builder {
             source: Source::Given { tensors, train: false },
@@ -113,12 +115,13 @@ impl<'a> Builder<'a> {
         }
     }
 
-    /// Sets the parametrisation by which parameters of norms and schemes are initialised from here on.
+    /// Sets the parametrisation for the initial values of all parameters of norms and schemes declared after this
+    /// call.
     pub fn scaled(self, scaled: Scaled) -> Self {
         Builder { scaled: Some(scaled), ..self }
     }
 
-    /// Declares the parameters of `build` under `name.`.
+    /// Lets `build` declare parameters whose names begin with `name.`.
     pub fn within<T>(&mut self, name: &str, build: impl FnOnce(&mut Self) -> Result<T>) -> Result<T> {
         self.path.push(name.to_string());
         let built = build(self);
@@ -139,6 +142,8 @@ impl<'a> Builder<'a> {
         self.declare(name, shape, &fill, DeclaredAs::Own(sums_over))
     }
 
+    /// Declares a parameter: draws it or takes the given tensor, and stores it with its name and its kind of
+    /// declaration.
     fn declare(&mut self, name: &str, shape: &[i64], fill: &Fill, declared: DeclaredAs) -> Result<Tensor> {
         let name = self.full(name);
         let tensor = match &self.source {
@@ -168,8 +173,8 @@ impl<'a> Builder<'a> {
         }
     }
 
-    /// Declares state that is not trained, filled with `value` at the start; its kind is independent of the
-    /// parameters'.
+    /// Declares state that is not trained and begins with `value`. Its kind does not depend on the kind of the
+    /// parameters.
     pub fn buffer(&mut self, name: &str, shape: &[i64], value: f64, kind: Kind) -> Result<Tensor> {
         let name = self.full(name);
         let tensor = match &self.source {
@@ -182,7 +187,8 @@ impl<'a> Builder<'a> {
         Ok(tensor)
     }
 
-    /// Declares the counter of a norm's batches whose statistics were not finite; it is no part of the model's state.
+    /// Declares the counter of a norm's batches whose statistics were not finite. The counter is no part of the
+    /// model's state.
     pub fn refused(&mut self) -> Result<Tensor> {
         let count = self.constant(0.0)?.f_to_kind(Kind::Int64)?;
         self.made.refused.push((self.path.join("."), count.shallow_clone()));
@@ -235,8 +241,8 @@ impl<'a> Builder<'a> {
     }
 }
 
-/// Returns the seed of a parameter's generator: FNV-1a of its name from the model's seed, mixed by SplitMix64, since the
-/// generator uses the lower 32 bits alone.
+/// Returns the seed of a parameter's generator: FNV-1a of the name, begun with the model's seed, then mixed by
+/// SplitMix64, because the generator uses only the lower 32 bits.
 fn named_seed(seed: u64, name: &str) -> u64 {
     let start = 0xcbf2_9ce4_8422_2325 ^ seed.wrapping_mul(0x9e37_79b9_7f4a_7c15);
     let hash = name.bytes().fold(start, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3));
@@ -245,8 +251,10 @@ fn named_seed(seed: u64, name: &str) -> u64 {
     mixed ^ (mixed >> 31)
 }
 
+/// Returns a new tensor with initial values drawn from `draw`.
 fn made(shape: &[i64], fill: &Fill, kind: Kind, device: Device, draw: &Generator) -> Result<Tensor> {
-    // Values are always drawn on the CPU and in f32 at least, so a seed gives the same model for every device and type.
+    // Values are drawn on the CPU and at least in f32. So a seed gives the same model on every device and in every
+    // type.
     let is_counter = kind == Kind::Int64;
     let t = Tensor::f_empty(shape, (if is_counter { kind } else { accumulation(kind) }, Device::Cpu))?;
     fill.write(&t, draw)?;

@@ -1,4 +1,4 @@
-//! Positions (docs/spec.md §4.2): rows added to word embeddings, or rotations of heads.
+//! Positions (docs/spec.md §4.2): rows that are added to word embeddings, or rotations of queries and keys.
 
 use super::sinusoids::{SinusoidRow, Sinusoids};
 use super::{Builder, Packed};
@@ -7,7 +7,7 @@ use crate::error::Result;
 use crate::init::{Init, Table};
 use tch::{Kind, Tensor};
 
-/// The positions added to the words of one side.
+/// The positions that are added to the word embeddings of one side.
 pub enum PositionEmbedding {
     Nothing,
     Sinusoids(Sinusoids),
@@ -34,7 +34,7 @@ impl PositionEmbedding {
         })
     }
 
-    /// Returns one row for each of the input's rows, zero at padding; `None` if nothing is added.
+    /// Returns one row for each row of the input, with zeros at padding; `None` if nothing is added.
     pub fn rows(&self, input: &Packed, kind: Kind) -> Result<Option<Tensor>> {
         let rows = match self {
             PositionEmbedding::Nothing => return Ok(None),
@@ -51,7 +51,8 @@ impl PositionEmbedding {
     }
 }
 
-/// Rotary positions (Su et al. 2021, eq 34): pairs of a head's elements are rotated by position·θ^(−2j/d_head).
+/// Rotary positions (Su et al. 2021, eq 34): pair j of a head's elements is rotated by the angle
+/// position·θ^(−2j/d_head).
 pub struct Rotary(Sinusoids);
 
 impl Rotary {
@@ -60,7 +61,7 @@ impl Rotary {
         (config.positions == Positions::Rotary).then(|| Rotary(Sinusoids::new(layout, config.d_model / config.heads)))
     }
 
-    /// Returns the rotation of each of the input's rows; `kind` is the type of products.
+    /// Returns the rotation for each row of the input. `kind` is the type of matrix products.
     pub fn rotation(&self, input: &Packed, kind: Kind) -> Result<Rotation> {
         let kind = if kind == Kind::Double { Kind::Double } else { Kind::Float };
         let table = self.0.table(input.end, kind, input.positions.device())?;
@@ -78,8 +79,8 @@ pub struct Rotation {
 }
 
 impl Rotation {
-    /// Rotates queries or keys (rows, n·d_head): each head's halves become (x₁cos − x₂sin, x₂cos + x₁sin), GPT-NeoX's
-    /// layout.
+    /// Rotates queries or keys (rows, n·d_head). The two halves x₁ and x₂ of each head become x₁cos − x₂sin and x₂cos
+    /// + x₁sin, which is GPT-NeoX's layout.
     pub fn turn(&self, x: &Tensor) -> Result<Tensor> {
         let width = 2 * self.cos.size()[2];
         let [first, second] = halves(&x.f_unflatten(-1, [-1, width].as_slice())?)?;

@@ -1,4 +1,4 @@
-//! Weights prepared once for many products, because decoding multiplies by the same ones at every step.
+//! Weights prepared once for many products: decoding multiplies by the same weights at every step.
 
 use super::linear::times;
 use crate::error::Result;
@@ -9,15 +9,15 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
 use tch::{Device, Kind, Tensor};
 
-/// The weights of a model that does not change, each prepared at its first use. Threads share them, each with a model
-/// of the same tensors. The key is a weight's address and its number of elements, because a part of a matrix may begin
-/// where the matrix does.
+/// The weights of a model that does not change, each prepared at its first use. Several threads share them, each with
+/// a model of the same tensors. The key is a weight's address and its number of elements, because a matrix and a part
+/// of the matrix may begin at the same address.
 #[derive(Default)]
 pub struct PreparedWeights(Mutex<HashMap<(usize, usize), KeptWeight>>);
 
 struct KeptWeight {
     made: PreparedWeight,
-    /// The tensor, kept alive so that no other takes its address.
+    /// The weight itself, kept alive so that no other tensor gets its address.
     _of: Tensor,
 }
 
@@ -27,7 +27,7 @@ impl std::fmt::Debug for PreparedWeights {
     }
 }
 
-/// The weight and bias of y = xWᵀ + b, prepared.
+/// The weight and bias of a linear layer y = xWᵀ + b, prepared for products.
 pub enum PreparedWeight {
     F32(Arc<PackedMatrix<f32>>),
     F64(Arc<PackedMatrix<f64>>),
@@ -38,6 +38,7 @@ pub enum PreparedWeight {
 impl PreparedWeights {
     /// Computes y = xWᵀ + b in the computing type.
     pub fn linear(&self, x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, kind: Kind) -> Result<Tensor> {
+        // A weight without memory has no address that could be the key, so nothing is kept.
         if !has_memory(weight) {
             return PreparedWeight::new(weight, bias, kind)?.linear(x, kind);
         }
@@ -59,7 +60,7 @@ impl PreparedWeights {
 }
 
 impl PreparedWeight {
-    /// Prepares W (n, k) and b (n); on the CPU, f32 and f64 weights are packed.
+    /// Prepares W (n, k) and b (n). On the CPU, f32 and f64 weights are packed for this package's product.
     pub fn new(weight: &Tensor, bias: Option<&Tensor>, kind: Kind) -> Result<Self> {
         let cast = |t: &Tensor| t.f_detach()?.f_to_kind(kind)?.f_contiguous();
         let (weight, bias) = (cast(weight)?, bias.map(cast).transpose()?);

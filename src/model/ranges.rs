@@ -1,4 +1,4 @@
-//! Attention ranges: the queries and keys of packed rows that attend to each other.
+//! Attention ranges: which queries attend to which keys, as ranges of packed rows.
 
 use super::gather::gather;
 use super::host_batch::HostBatch;
@@ -10,17 +10,18 @@ use crate::operator;
 use std::rc::Rc;
 use tch::{Device, Kind, Tensor};
 
-/// The sentences whose queries and keys attend to each other.
+/// Which queries attend to which keys, sentence by sentence.
 #[derive(Debug)]
 pub enum Ranges {
-    /// int64 (n, 4): (q_start, q_len, k_start, k_len) per sentence, as the attention operator takes it.
+    /// int64 (n, 4): the range (q_start, q_len, k_start, k_len) of each sentence, which the attention operator reads.
     Packed(Tensor),
     /// Padded sentences, for torch's kernels on a GPU.
     Padded(Rc<Padded>),
 }
 
 impl Ranges {
-    /// Lets each sentence of `queries` attend to the same sentence of `keys`; built on the host, for `device`.
+    /// Lets each sentence of `queries` attend to the sentence of the same number in `keys`. Builds the ranges on the
+    /// host, for `device`.
     pub fn between(queries: &Packed, keys: &Packed, device: Device) -> Result<Self> {
         if queries.sentences() != keys.sentences() {
             return Err(Error::invalid(format!(
@@ -41,7 +42,8 @@ impl Ranges {
         )
     }
 
-    /// Lets each token attend to its sentence's past; padding, which follows the sentence, attends to all of it.
+    /// Lets each token attend to itself and to earlier tokens of its sentence. Padding, which follows the sentence,
+    /// attends to all real tokens.
     pub fn causal(sentences: &Packed, device: Device) -> Result<Self> {
         let mut rows = Vec::new();
         for (ends, &n) in sentences.offsets.windows(2).zip(&sentences.lengths) {
@@ -52,13 +54,14 @@ impl Ranges {
         Ranges::fitting(&rows, [all, all], sentences.padded_shape.zip(sentences.padded_shape), true, device)
     }
 
-    /// Builds ranges from flat rows (q_start, q_len, k_start, k_len), on a device.
+    /// Builds ranges on a device from a flat list of (q_start, q_len, k_start, k_len).
     pub fn of(rows: &[i64], device: Device) -> Result<Self> {
         let end = |start: usize| rows.chunks_exact(4).map(|r| r[start] + r[start + 1]).max().unwrap_or(0);
         Ranges::fitting(rows, [end(0), end(2)], None, false, device)?.to(device)
     }
 
-    /// Returns the mean |q·k| of all heads over the queries and keys that attend to each other: q and k are (rows, d).
+    /// Returns the mean |q·k| of all heads, over all pairs of a query and a key that it attends to; q and k are
+    /// (rows, d).
     pub fn mean_product(&self, [q, k]: [&Tensor; 2], heads: i64, causal: bool) -> Result<f64> {
         let split = |t: &Tensor| t.f_detach()?.f_unflatten(-1, [heads, -1].as_slice())?.f_transpose(-3, -2);
         let table = match self {
@@ -78,7 +81,7 @@ impl Ranges {
         Ok(total / pairs as f64)
     }
 
-    /// Builds ranges on the host; `all` holds the numbers of query and key rows without padding rows.
+    /// Builds ranges on the host. `all` holds the numbers of query rows and of key rows, without padding rows.
     fn fitting(
         rows: &[i64],
         all: [i64; 2],
@@ -97,8 +100,8 @@ impl Ranges {
         Ok(Ranges::Packed(Tensor::f_from_slice(rows)?.f_reshape([-1, 4].as_slice())?))
     }
 
-    /// Returns causal ranges in which each sentence forms one segment with its padding, which attends to all of it (or
-    /// to its first row if there is only padding); `None` if there are no queries.
+    /// Returns causal ranges in which each sentence and its padding form one segment. Padding attends to the whole
+    /// sentence, or to the segment's first row if there is only padding. `None` if there are no queries.
     pub fn segments(&self) -> Result<Option<Rc<Padded>>> {
         let table = match self {
             Ranges::Padded(padded) => return Ok(Some(padded.clone())),
@@ -126,7 +129,7 @@ impl Ranges {
 }
 
 impl HostBatch for Ranges {
-    /// Returns the tensors; it must be the only owner of the ranges.
+    /// Returns the tensors of the ranges, which must have no other owner.
     fn tensors(&mut self) -> Vec<&mut Tensor> {
         match self {
             Ranges::Packed(table) => vec![table],
@@ -135,8 +138,8 @@ impl HostBatch for Ranges {
     }
 }
 
-/// Sentences side by side, each padded to the longest, as torch's GPU kernels need them. All index tensors are built on
-/// the host, once per batch, so that the host does not wait for the device.
+/// Sentences side by side, each padded to the length of the longest, as torch's GPU kernels need them. All index
+/// tensors are built on the host, once per batch. So no pass makes the host wait for the device.
 #[derive(Debug)]
 pub struct Padded {
     queries: Places,
@@ -152,19 +155,20 @@ pub struct Padded {
     is_square: bool,
 }
 
-/// The places of packed rows among padded sentences.
+/// For packed rows, the places that they have among padded sentences.
 #[derive(Debug)]
 struct Places {
-    /// The row at each place, (n·len); some real row at padding.
+    /// The row that is copied to each place, (n·len); at padding, some real row.
     rows: Tensor,
-    /// The place of each row, arbitrary for rows outside all sentences. Empty if several places share a row.
+    /// The place of each row, (rows); arbitrary for rows outside all sentences. Empty if several places hold the same
+    /// row.
     places: Tensor,
     /// True at rows outside all sentences, bool (rows, 1).
     absent: Tensor,
 }
 
 impl Places {
-    /// Computes the places of ranges (start, length) among `all` rows, each padded to `longest`.
+    /// Computes the places of sentences given as ranges (start, length) of `all` rows, each padded to `longest`.
     fn of(ranges: &[[i64; 2]], all: i64, longest: i64) -> Result<Self> {
         let rows: Vec<i64> = ranges
             .iter()
@@ -188,9 +192,10 @@ impl Places {
         })
     }
 
-    /// Copies packed rows to their places.
+    /// Copies packed rows to their places among padded sentences.
     fn fill(&self, packed: &Tensor) -> Result<Tensor> {
         match self.places.numel() {
+            // Without `places`, several places share a row, so the gradient needs a sum.
             0 => Ok(packed.f_index_select(0, &self.rows)?),
             _ => gather(packed, &self.rows, &self.places, &self.absent),
         }
@@ -209,8 +214,8 @@ impl HostBatch for Padded {
 }
 
 impl Padded {
-    /// Builds the places on the host, padded to the given shapes of queries and keys. Returns `None` unless the ranges
-    /// contain every query row once, in order, and each has keys.
+    /// Builds the places on the host, padded to the given shapes of queries and keys. Returns `None` unless the
+    /// ranges contain every query row once and in order, and every sentence has keys.
     fn of(rows: &[i64], all: [i64; 2], shapes: Option<(PaddedShape, PaddedShape)>) -> Result<Option<Self>> {
         let mut ranges: Vec<[i64; 4]> = rows.chunks_exact(4).map(|r| [r[0], r[1], r[2], r[3]]).collect();
         let in_order = ranges.iter().try_fold(0, |end, [start, len, ..]| (*start == end).then_some(end + len));
@@ -222,7 +227,7 @@ impl Padded {
         let all = shapes.map_or(all, |(q, k)| [q.rows, k.rows]);
         let is_square = ranges.iter().all(|r| r[1] == r[3]);
         if let Some((queries, _)) = shapes {
-            // Missing sentences attend to one key, so that no softmax is over nothing.
+            // The sentences that fill up the batch attend to one key, because a softmax over no keys is NaN.
             let one = |s: usize| [ranges[s % ranges.len()][0], 0, ranges[s % ranges.len()][2], 1];
             let spare: Vec<_> = (ranges.len()..queries.sentences as usize).map(one).collect();
             ranges.extend(spare);
@@ -233,7 +238,7 @@ impl Padded {
         };
         let sentences = ranges.len() as i64;
         let queries: Vec<_> = ranges.iter().map(|r| [r[0], r[1]]).collect();
-        // Keys to which no query attends have no gradient.
+        // Keys to which no query attends get no gradient, so they have no place.
         let keys: Vec<_> = ranges.iter().map(|r| [r[2], if r[1] > 0 { r[3] } else { 0 }]).collect();
         Ok(Some(Padded {
             queries: Places::of(&queries, all[0], q_len)?,
@@ -247,8 +252,8 @@ impl Padded {
         }))
     }
 
-    /// Copies packed queries, keys and values to (n, q_len, …) and (n, k_len, …), with some real row's values at
-    /// padding.
+    /// Copies packed queries to (n, q_len, …), and packed keys and values to (n, k_len, …). Padding gets the values
+    /// of some real row.
     pub fn side_by_side(&self, [q, k, v]: [&Tensor; 3]) -> Result<[Tensor; 3]> {
         let fill = |t: &Tensor, places: &Places, len: i64| -> Result<Tensor> {
             Ok(places.fill(t)?.f_reshape([self.sentences, len, -1].as_slice())?)
@@ -256,20 +261,21 @@ impl Padded {
         Ok([fill(q, &self.queries, self.q_len)?, fill(k, &self.keys, self.k_len)?, fill(v, &self.keys, self.k_len)?])
     }
 
-    /// Returns true where keys are padding, bool (n, k_len); `None` if that occurs only after every real query.
+    /// Returns a mask that is true where keys are padding, bool (n, k_len); `None` if padding comes only after every
+    /// real query.
     pub fn absent_keys(&self) -> Result<Option<Tensor>> {
         let absent = || self.real.f_logical_not()?.f_reshape([self.sentences, self.k_len].as_slice());
         Ok((!self.is_square).then(absent).transpose()?)
     }
 
-    /// The inverse of [`side_by_side`](Self::side_by_side) for queries: copies (n·q_len, …) back to packed rows.
+    /// Undoes [`side_by_side`](Self::side_by_side) for queries: copies (n·q_len, …) back to packed rows.
     pub fn pack(&self, filled: &Tensor) -> Result<Tensor> {
         gather(filled, &self.queries.places, &self.queries.rows, &self.gaps)
     }
 
-    /// Computes drop(softmax(scale·QKᵀ))V per sentence and head, from packed rows (rows, d) to packed rows; `causal`
-    /// needs square ranges. `dropout` is (p, seed, site), with the packed operator's mask. With `extras` in the
-    /// softmax, or dropout, scores are stored in memory.
+    /// Computes drop(softmax(scale·QKᵀ))V per sentence and head. Inputs and result are packed rows (rows, d).
+    /// `causal` needs as many queries as keys in each sentence. `dropout` is (p, seed, site); its mask is the packed
+    /// operator's. With `extras` or dropout, all scores are stored in memory.
     pub fn attention(
         &self,
         [q, k, v]: [&Tensor; 3],
@@ -293,7 +299,7 @@ impl Padded {
         self.pack(&out.f_transpose(1, 2)?.f_reshape([self.sentences * self.q_len, -1].as_slice())?)
     }
 
-    /// [`Ranges::mean_product`]. `split` returns (…, heads, rows, d_head).
+    /// Computes [`Ranges::mean_product`] for padded sentences. `split` returns (…, heads, rows, d_head).
     fn mean_product(
         &self,
         [q, k]: [&Tensor; 2],
@@ -312,8 +318,8 @@ impl Padded {
         Ok(f64::try_from(products.f_mul(&seen)?.f_sum(Kind::Double)?.f_div(&seen.f_sum(Kind::Double)?)?)?)
     }
 
-    /// Returns drop(softmax(scale·scores)), (n, heads, q_len, k_len); dropout is applied to packed rows, so its mask is
-    /// the operator's.
+    /// Returns drop(softmax(scale·scores)), (n, heads, q_len, k_len). Dropout is applied to packed rows, so that its
+    /// mask is the packed operator's.
     fn weights(
         &self,
         scores: &Tensor,
@@ -334,7 +340,7 @@ impl Padded {
         let weights = weights.f_transpose(1, 2)?;
         let [n, q_len, heads, k_len] = weights.size()[..] else { unreachable!("scores have four dimensions") };
         let packed = self.pack(&weights.f_reshape([n * q_len, heads * k_len].as_slice())?)?;
-        // Weights are not negative, so ReLU with dropout is just dropout.
+        // Weights are never negative, so the operator for ReLU with dropout only applies dropout.
         let packed = operator::relu_dropout(&packed.f_reshape([-1, k_len].as_slice())?, p, Some(seed), site)?;
         let padded = self.queries.fill(&packed.f_reshape([-1, heads * k_len].as_slice())?)?;
         let shape = [n, q_len, heads, k_len];
@@ -364,7 +370,7 @@ mod tests {
         let other = [0, 3, 0, 2, 3, 1, 2, 6, 4, 5, 8, 1];
         let shared = [0, 1, 0, 4, 1, 1, 4, 3, 2, 1, 0, 4];
         let seed = Tensor::from_slice(&[7i64, 3, 1]);
-        let gap = [0, 3, 1, 3, 3, 1, 4, 1, 4, 5, 7, 2]; // some keys are read by nobody
+        let gap = [0, 3, 1, 3, 3, 1, 4, 1, 4, 5, 7, 2]; // no query reads some of the keys
         let cases = [
             (itself, false, 9, 9),
             (itself, true, 9, 9),
@@ -376,7 +382,7 @@ mod tests {
             let padded = Padded::of(&rows, [queries, keys], None).unwrap().unwrap();
             let Ranges::Packed(table) = Ranges::of(&rows, Device::Cpu).unwrap() else { panic!("not packed: {rows:?}") };
             let inputs = [queries, keys, keys].map(|rows| Tensor::randn([rows, 8], (Kind::Double, Device::Cpu)));
-            // The operator's gradients require that no two sentences share keys.
+            // The operator's gradients are valid only if no two sentences share keys.
             let gradients = rows != shared;
             let dropout = (p > 0.0).then_some((p, &seed, 5));
             let sinks = Tensor::from_slice(&[0.3, -1.2]);

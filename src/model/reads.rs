@@ -7,8 +7,9 @@ use crate::kernel::attention::Extras;
 use std::ops::Range;
 use tch::{Device, Tensor};
 
-/// The row lists of queries: query i reads `rows[offsets[i]..offsets[i + 1]]`, in this order. Hypotheses with a common
-/// past share its rows; if hypotheses change places, the row numbers move, not the rows.
+/// The list of rows that each query reads: query i reads `rows[offsets[i]..offsets[i + 1]]`, in this order.
+/// Hypotheses with a common beginning share its rows. When hypotheses are reordered, only the lists change, not the
+/// rows.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Reads {
     offsets: Vec<usize>,
@@ -16,19 +17,19 @@ pub struct Reads {
 }
 
 impl Default for Reads {
-    /// Returns no queries.
+    /// Returns lists for no queries.
     fn default() -> Self {
         Reads { offsets: vec![0], rows: Vec::new() }
     }
 }
 
 impl Reads {
-    /// Returns queries that read nothing yet.
+    /// Returns empty lists: these queries read nothing yet.
     pub fn nothing(queries: usize) -> Self {
         Reads { offsets: vec![0; queries + 1], rows: Vec::new() }
     }
 
-    /// Lets each query read one range of rows.
+    /// Returns lists in which each query reads one range of rows.
     pub fn ranges(ranges: impl IntoIterator<Item = Range<i64>>) -> Self {
         let mut reads = Reads::default();
         ranges.into_iter().for_each(|range| reads.push(range.map(|row| row as u32)));
@@ -39,14 +40,14 @@ impl Reads {
         self.offsets.len() - 1
     }
 
-    /// Lets query i read the rows of query `order[i]`.
+    /// Returns lists in which query i reads the rows that query `order[i]` reads here.
     pub fn select(&self, order: &[i64]) -> Self {
         let mut reads = Reads::default();
         order.iter().for_each(|&i| reads.push(self.of(i as usize).iter().copied()));
         reads
     }
 
-    /// Lets query i also read row `first + i`.
+    /// Returns lists in which query i reads row `first + i` after its other rows.
     pub fn followed_by(&self, first: usize) -> Self {
         let mut reads = Reads::default();
         reads.rows.reserve(self.rows.len() + self.queries());
@@ -54,18 +55,19 @@ impl Reads {
         reads
     }
 
-    /// Appends the queries of `others`.
+    /// Appends the queries of `others`, with their rows.
     pub fn joined(mut self, others: &Reads) -> Self {
         (0..others.queries()).for_each(|i| self.push(others.of(i).iter().copied()));
         self
     }
 
-    /// Returns the last row of each query, `None` for one that reads nothing.
+    /// Returns the last row that each query reads; `None` for a query that reads nothing.
     pub fn last(&self) -> Vec<Option<i64>> {
         (0..self.queries()).map(|i| self.of(i).last().map(|&row| row.into())).collect()
     }
 
-    /// Returns the rows, out of `all`, that any query reads, in order, and the reads renumbered for these rows alone.
+    /// Returns the rows that any query reads, out of `all` and in order, and the lists with row numbers that count
+    /// only these rows.
     pub fn compacted(&self, all: usize) -> (Vec<i64>, Self) {
         let mut is_read = vec![false; all];
         self.rows.iter().for_each(|&row| is_read[row as usize] = true);
@@ -76,14 +78,17 @@ impl Reads {
         (kept, Reads { offsets: self.offsets.clone(), rows })
     }
 
-    /// Computes attention of q (queries, heads·d_head) on the CPU, without gradients.
+    /// Computes attention on the CPU, without gradients. Each query reads its own rows of k and v; q is (queries,
+    /// heads·d_head).
     pub fn attention(&self, qkv: [&Tensor; 3], heads: i64, scale: f64, extras: &Extras) -> Result<Tensor> {
         single::attention(qkv, ReadRows { offsets: &self.offsets, rows: &self.rows }, heads, scale, extras)
     }
 
-    /// Gathers k and v for other attention kernels: the rows of each query one after the other, and their ranges.
+    /// Gathers k and v for kernels that need ranges: the rows of one query after the rows of another. Returns k, v
+    /// and the ranges.
     pub fn gathered(&self, [k, v]: [&Tensor; 2], device: Device) -> Result<(Tensor, Tensor, Ranges)> {
         let all = || (0..self.queries()).map(|i| (i as i64, self.of(i)));
+        // If the rows of each query follow one another, k and v are used as they are.
         let are_ranges = all().all(|(_, rows)| rows.windows(2).all(|two| two[0] + 1 == two[1]));
         if are_ranges {
             let start = |rows: &[u32]| rows.first().map_or(0, |&row| row as i64);

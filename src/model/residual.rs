@@ -1,4 +1,4 @@
-//! A residual scheme's declarations, built: its norms, gains, changes and connections.
+//! The parts of a residual scheme in a model, built from its declarations: norms, gains, changes and connections.
 
 use super::mixing::BuiltMixing;
 use super::norm::{self, Norm, RowContext};
@@ -14,10 +14,10 @@ use std::cell::RefCell;
 use std::collections::BTreeMap;
 use tch::{Kind, Tensor};
 
-/// Tensors that layers of a stack keep for later layers in one pass, by name.
+/// The tensors that a stack's layers keep for later layers of the same pass, by name.
 pub type KeptTensors = RefCell<BTreeMap<String, Tensor>>;
 
-/// Builds the stack's norm at a place of the scheme.
+/// Builds the norm that the stack uses, for one place of the scheme.
 fn norm(b: &mut Builder, place: &LayerContext, at: &NormAt) -> Result<Box<dyn Norm>> {
     let last_of_decoder = at.last && place.stack == declared::StackName::Decoder;
     let (spec, mut options) = named(place.norm_name(), place.options)?;
@@ -29,7 +29,7 @@ fn norm(b: &mut Builder, place: &LayerContext, at: &NormAt) -> Result<Box<dyn No
     b.within(&at.name, |b| norm::build(spec, b, &context))
 }
 
-/// Removes the weight of an rmsnorm, which may be zero-centred.
+/// Sets the options that give an rmsnorm no weight: no affine parameters, and no zero-centred weight.
 fn without_weight(options: &mut Options) {
     for option_spec in [&AFFINE, &ZERO_CENTRED] {
         options.set(option_spec, false.into()).expect("both are true or false");
@@ -40,7 +40,7 @@ fn norm_if(b: &mut Builder, place: &LayerContext, at: &Option<NormAt>) -> Result
     at.as_ref().map(|at| norm(b, place, at)).transpose()
 }
 
-/// Returns the declared parameter, which is shared if its owner already has one of that name.
+/// Returns the declared parameter. If one of that name exists already, the two share it.
 pub fn learned(b: &mut Builder, declared: &declared::Learned) -> Result<Tensor> {
     let fill = match &declared.value {
         FirstValue::All(value) => Fill::Constant(*value),
@@ -50,23 +50,23 @@ pub fn learned(b: &mut Builder, declared: &declared::Learned) -> Result<Tensor> 
     b.shared(&declared.name, &declared.shape, &fill, declared.sums_over)
 }
 
-/// The minimum square of a [`BuiltGain::CoSigmoid`], which keeps its slope finite.
+/// The least value of the square of a [`BuiltGain::CoSigmoid`]; it keeps the slope of the root finite.
 const LEAST_VARIANCE: f64 = 1e-3;
 
-/// The factor of x (residual gain) or of F(x) (branch gain).
+/// The factor of x (residual gain) or of F(x) (branch gain) in the residual sum.
 pub enum BuiltGain {
     One,
     /// A scalar, or one number per column.
     Is(Tensor),
     /// σ(w/τ) with the parameter w and the temperature τ.
     Sigmoid(Tensor, f64),
-    /// √max(1 − σ(w/τ)², 10⁻³), with the same w and τ.
+    /// √max(1 − σ(w/τ)², 10⁻³), with the w and τ of a [`Sigmoid`](Self::Sigmoid) gain.
     CoSigmoid(Tensor, f64),
-    /// |w/τ|.
+    /// |w/τ| with the parameter w and the temperature τ.
     Magnitude(Tensor, f64),
-    /// 1 − |w/τ|, with the same w and τ.
+    /// 1 − |w/τ|, with the w and τ of a [`Magnitude`](Self::Magnitude) gain.
     CoMagnitude(Tensor, f64),
-    /// The stack's α_t.
+    /// α_t, which the stack computes for each update.
     Growing,
 }
 
@@ -84,7 +84,7 @@ impl BuiltGain {
         })
     }
 
-    /// Returns the current value; `None` means 1.
+    /// Returns the gain's current value; `None` means 1.
     pub fn now(&self, alpha_t: Option<&Tensor>) -> Result<Option<Tensor>> {
         Ok(match self {
             BuiltGain::One => None,
@@ -103,7 +103,7 @@ impl BuiltGain {
         })
     }
 
-    /// Returns gain⊙x in x's type, outside a sum with a branch.
+    /// Returns gain⊙x in x's type, for a place that adds no branch.
     fn times(&self, x: &Tensor) -> Result<Tensor> {
         match self.now(None)? {
             Some(gain) => Ok(x.f_mul(&gain.f_to_kind(x.kind())?)?),
@@ -121,9 +121,9 @@ pub struct BuiltResidual {
     pub after: BuiltChanges,
     pub alpha: BuiltGain,
     pub beta: BuiltGain,
-    /// α and β of each stream beside x.
+    /// The gains α and β of each stream beside x.
     pub streams: Vec<(BuiltGain, BuiltGain)>,
-    /// The mixing that reads x and writes F(x); `None` for the plain connection above.
+    /// The mixing that reads x and writes F(x); `None` if the connection is the plain one above.
     pub mixing: Option<BuiltMixing>,
 }
 
@@ -153,7 +153,7 @@ pub enum BuiltChange {
     Shift(Tensor),
     Scale(Tensor),
     Times(f64),
-    /// Scales rows to length 1, with this ε.
+    /// Divides each row by its length, so that the length becomes 1; the number is ε.
     Unit(f64),
     HeadScale(Tensor),
     DampForward(Tensor),
@@ -183,6 +183,7 @@ impl BuiltChange {
         })
     }
 
+    /// Returns x after this change. Keeping a tensor, or reading a kept one, uses the tensors in `rows`.
     pub fn apply(&self, x: &Tensor, rows: &RowContext) -> Result<Tensor> {
         Ok(match self {
             BuiltChange::Norm { norm, .. } => norm.forward(x, rows)?,
@@ -207,7 +208,7 @@ impl BuiltChange {
         })
     }
 
-    /// True if the change of queries, keys or values applies to each head's rows.
+    /// True if this change of queries, keys or values applies to each head's part of a row, not to the whole row.
     fn is_by_head(&self, width: i64) -> bool {
         match self {
             BuiltChange::Norm { width: own, .. } => *own != width,
@@ -218,7 +219,7 @@ impl BuiltChange {
     }
 }
 
-/// The changes at one place, in their order.
+/// The changes at one place, in the order in which they apply.
 pub struct BuiltChanges(Vec<BuiltChange>);
 
 impl BuiltChanges {
@@ -234,12 +235,12 @@ impl BuiltChanges {
         self.0.is_empty()
     }
 
-    /// True if the changes leave x as it is.
+    /// True if no change alters x: all of them only keep it for later layers.
     pub fn only_look(&self) -> bool {
         self.0.iter().all(|change| matches!(change, BuiltChange::Keep(_)))
     }
 
-    /// Returns the norm if it is the only change; a fused step can compute it.
+    /// Returns the norm if it is the only change here; then a fused step can compute it.
     pub fn norm(&self) -> Option<&dyn Norm> {
         match self.0.as_slice() {
             [BuiltChange::Norm { norm, .. }] => Some(norm.as_ref()),
@@ -248,7 +249,7 @@ impl BuiltChanges {
     }
 }
 
-/// The changes inside a sublayer, with their points.
+/// The changes inside a sublayer, each with the point at which it applies.
 pub struct Inside(Vec<(Point, BuiltChange)>);
 
 impl Inside {
@@ -257,7 +258,7 @@ impl Inside {
         Ok(Inside(declared.iter().map(build).collect::<Result<_>>()?))
     }
 
-    /// Returns queries, keys or values (…, d) after the changes at this point.
+    /// Returns queries, keys or values (…, d) after the changes declared for this point.
     pub fn at_heads(&self, point: Point, x: Tensor, heads: i64, rows: &RowContext) -> Result<Tensor> {
         let d = *x.size().last().expect("rows have a width");
         self.0.iter().filter(|(p, _)| *p == point).try_fold(x, |x, (_, change)| match change.is_by_head(d) {
@@ -280,7 +281,7 @@ impl Inside {
     }
 }
 
-/// The connections between a stack's layers.
+/// The scheme's parts before the first layer of a stack, between layers, and after the last.
 pub struct BuiltEnds {
     begin: BuiltChanges,
     pub combine: Option<BuiltCombine>,
@@ -306,7 +307,8 @@ impl BuiltEnds {
         Ok(BuiltEnds { begin, combine, mixing, growth, streams, end })
     }
 
-    /// Returns the layers' input from the embedding x; `smear` changes it before the scheme keeps it.
+    /// Returns the input of the first layer from the embedding x. `smear` changes x after the scheme's first changes,
+    /// and before the scheme keeps x for later layers.
     pub fn enter(&self, x: Tensor, ctx: &Context, smear: impl FnOnce(Tensor) -> Result<Tensor>) -> Result<Tensor> {
         let changes = &self.begin.0;
         let is_kept = |change: &BuiltChange| matches!(change, BuiltChange::Keep(_));
@@ -315,8 +317,8 @@ impl BuiltEnds {
         kept.iter().try_fold(smear(first.iter().try_fold(x, apply)?)?, apply)
     }
 
-    /// Returns x and the streams beside it, which begin as x. They are views, so that autograd sums their gradients in
-    /// the same order whether or not layers run again for them.
+    /// Returns x and the streams beside it, which all begin with the value of x. They are views, so that autograd
+    /// sums their gradients in the same order whether or not layers run again for their gradients.
     pub fn begin(&self, x: Tensor) -> Result<(Tensor, Vec<Tensor>)> {
         let streams = self.streams.iter().map(|_| Ok(x.f_view_as(&x)?)).collect::<Result<_>>()?;
         let x = match &self.mixing {
@@ -326,7 +328,7 @@ impl BuiltEnds {
         Ok((x, streams))
     }
 
-    /// Ends the stack: combines x and the streams beside it into one, and applies the end's changes.
+    /// Ends the stack: combines x and the streams beside it into one tensor, and applies the changes at the end.
     pub fn finish(&self, mut x: Tensor, streams: Vec<Tensor>, ctx: &Context) -> Result<Tensor> {
         if let Some(mixing) = &self.mixing {
             let all: Vec<&Tensor> = [&x].into_iter().chain(&streams).collect();
@@ -349,7 +351,7 @@ impl BuiltEnds {
         }
     }
 
-    /// Returns α_t of each layer, in this type; empty if nothing grows.
+    /// Returns the α_t of each layer, in this type; empty if the scheme has no gain that grows.
     pub fn alphas(&self, layers: usize, kind: Kind) -> Result<Vec<Tensor>> {
         match &self.growth {
             None => Ok(Vec::new()),
@@ -363,7 +365,7 @@ impl BuiltEnds {
         }
     }
 
-    /// Sets t to the number of the coming update.
+    /// Sets t, on which α_t depends, to the number of the coming update.
     pub fn set_update(&self, update: i64) -> Result<()> {
         if let Some((_, t)) = &self.growth {
             let _ = t.shallow_clone().f_fill_(update)?;
@@ -371,14 +373,14 @@ impl BuiltEnds {
         Ok(())
     }
 
-    /// Returns the stack's final norm, if nothing else ends the stack.
+    /// Returns the stack's final norm if it is the only part that ends the stack.
     pub fn end_norm(&self) -> Option<&dyn Norm> {
         let is_all = self.combine.is_none() && self.streams.is_empty() && self.mixing.is_none();
         self.end.norm().filter(|_| is_all)
     }
 }
 
-/// Learned weighted sums of all outputs so far.
+/// Learned weighted sums of the embedding and all layer outputs so far.
 pub struct BuiltCombine {
     weight: Tensor,
     norms: Vec<Box<dyn Norm>>,
@@ -396,15 +398,16 @@ impl BuiltCombine {
         })
     }
 
-    /// Returns the next layer's input (or the stack's output) after y: the embedding comes first, then each layer's
-    /// output. `outputs` holds this pass's outputs so far, normed if the norms apply to outputs.
+    /// Takes an output y (first the embedding, then each layer's output), and returns the input of the next layer, or
+    /// the stack's output. `outputs` holds the earlier outputs of this pass, after their norms if the norms apply to
+    /// outputs and not to sums.
     pub fn next(&self, y: Tensor, outputs: &mut Vec<Tensor>, ctx: &Context) -> Result<Tensor> {
         let row = outputs.len();
         let norm = row.checked_sub(1).and_then(|l| self.norms.get(l));
         let normed = |x: Tensor| norm.map_or_else(|| Ok(x.shallow_clone()), |norm| norm.forward(&x, &ctx.rows()));
         outputs.push(if self.on_sums { y } else { normed(y)? });
         if self.skips_first && row == 0 {
-            // Returns a view, like the streams beside x at the beginning.
+            // The first input is a view of the embedding, as in `BuiltEnds::begin`.
             return Ok(outputs[0].f_view_as(&outputs[0])?);
         }
         let weights = self.weight.f_get(row as i64)?.f_narrow(0, 0, row as i64 + 1)?;

@@ -1,4 +1,4 @@
-//! A norm with running statistics, as part of a model.
+//! A norm with running statistics in a model.
 
 use super::norm::{Norm, NormParameters, RowContext};
 use super::Builder;
@@ -16,16 +16,17 @@ use std::collections::HashMap;
 use std::rc::Rc;
 use tch::{Kind, Tensor};
 
-/// The statistics that each norm used in a forward pass that will be recomputed for its gradient.
+/// The statistics that each norm has used in a forward pass, kept because a recomputation for the gradient needs
+/// them.
 pub type UsedStatistics = Rc<RefCell<HashMap<usize, Tensor>>>;
 
 struct BuiltColumnNorm {
     operator: &'static ColumnNormOp,
     centred: bool,
     affine: NormParameters,
-    /// The running μ or ψ².
+    /// The first running statistic: μ or ψ².
     first: Tensor,
-    /// The running σ² or ν.
+    /// The second running statistic: σ² or ν.
     second: Option<Tensor>,
     iters: Option<Tensor>,
     /// The number of batches whose statistics were refused because they are not finite.
@@ -35,7 +36,7 @@ struct BuiltColumnNorm {
     groups: i64,
 }
 
-/// Builds the norm from parameters that were declared already, and declares its buffers.
+/// Builds the norm from parameters that have been declared already. Declares the norm's buffers.
 pub(super) fn build(
     spec: &Spec,
     kernels: &'static ColumnNormOpSpec,
@@ -73,7 +74,7 @@ pub(super) fn build(
     Ok(Box::new(BuiltColumnNorm { operator, centred, affine, first, second, iters, refused, options, sync, groups }))
 }
 
-/// Returns the buffers, in order.
+/// Declares the norm's buffers and returns them in the order of the declaration.
 fn buffers_of(spec: &Spec, b: &mut Builder, given: &NormArgs) -> Result<Vec<Tensor>> {
     let buffer = |buffer: &StateBuffer| {
         let kind = if buffer.is_counter { Kind::Int64 } else { b.statistics_kind() };
@@ -91,8 +92,8 @@ impl Norm for BuiltColumnNorm {
             .statistics
             .filter(|_| rows.is_recompute)
             .and_then(|statistics| statistics.borrow().get(&key).map(Tensor::shallow_clone));
-        // A recomputation without kept statistics updates copies. PowerNorm counts updates, so only an update's last
-        // micro-batch changes its statistics.
+        // A recomputation that finds no kept statistics works on copies, so that nothing is updated twice. PowerNorm
+        // counts updates, so its statistics change only with the last micro-batch of an update.
         let stays = rows.is_recompute && used.is_none() || rows.is_partial && iters.is_some();
         let own = |t: &Tensor| if stays { t.copy() } else { t.shallow_clone() };
         let [weight, bias] = self.affine.values()?;

@@ -1,19 +1,19 @@
-//! The input of the model.
+//! The input of the model: packed sentences and their attention ranges.
 
 use super::host_batch::HostBatch;
 use super::{Packed, Ranges};
 use crate::error::Result;
 use tch::{Device, Tensor};
 
-/// The sentences of one or both sides, and their attention ranges: all that a forward pass needs from a batch, so that
-/// the pass moves nothing between host and device.
+/// The sentences of one side or of both, and their attention ranges. A forward pass needs nothing else from a batch,
+/// so the pass moves nothing between host and device.
 #[derive(Debug)]
 pub struct Sentences {
     pub source: Option<Packed>,
     pub target: Packed,
-    /// The target's causal ranges to itself.
+    /// The causal ranges of the target's attention to itself.
     pub(super) own: Ranges,
-    /// The ranges from the source to itself, and from the target to the source.
+    /// The ranges of the source's attention to itself, and of the target's attention to the source.
     pub(super) across: Option<[Ranges; 2]>,
 }
 

@@ -1,4 +1,5 @@
-//! Attention with sinks on a CPU: each head has a logit b beside its keys' scores, without a value (docs/spec.md §4.3).
+//! Attention with sinks on a CPU: the softmax of each head has one more logit b, which belongs to no value
+//! (docs/spec.md §4.3).
 //!
 //! > s = σ(lse − b),  O = s·O₀,  lse⁺ = log(e^lse + e^b)
 //! > dQ, dK and dV as without b, but P = exp(S − lse⁺) sums to s;  db = −Σ (1 − s)·⟨dO, O⟩ over the head's rows
@@ -43,7 +44,7 @@ pub fn sink_attention(
 struct SinkAttention {
     ranges: Tensor,
     settings: Settings,
-    /// lse and O, which the forward pass stores for the backward pass.
+    /// lse and O, which the forward pass keeps for the backward pass.
     kept: OnceCell<[Tensor; 2]>,
 }
 
@@ -53,7 +54,7 @@ impl SinkAttention {
         Ok(AttentionViews { q, k, v, ranges: view(&self.ranges)?, settings: self.settings })
     }
 
-    /// Splits each row into heads, in the type of sums.
+    /// Splits each row into heads, in the type in which sums are computed.
     fn heads(&self, t: &Tensor, kind: Kind) -> Result<Tensor> {
         Ok(t.f_to_kind(kind)?.f_unflatten(1, [self.settings.heads, -1].as_slice())?)
     }
@@ -103,7 +104,7 @@ mod tests {
     use crate::operator::composed_attention;
     use tch::Device;
 
-    /// Values far from 0 are included, where a log sum in f32 has lost digits.
+    /// The inputs include values far from 0, for which a log-sum-exp in f32 is less exact.
     #[test]
     fn value_and_gradients_are_those_of_the_composed_form() {
         tch::manual_seed(7);

@@ -5,23 +5,25 @@ use crate::error::Result;
 use std::cell::RefCell;
 use tch::{Device, Kind, Tensor};
 
-/// The layout of a table's rows.
+/// How the sines and cosines are arranged in a row of a table.
 #[derive(Clone, Copy, Debug)]
 pub enum SinusoidRow {
-    /// Column 2j has the sine and 2j+1 the cosine of position·10000^(−2j/d).
+    /// Column 2j has the sine of position·10000^(−2j/d), and column 2j+1 has its cosine.
     Twt,
-    /// Sines are in the first half, cosines in the second; the first token has position padding_idx + 1.
+    /// Sines are in the first half of the columns, cosines in the second. The first token has position padding_idx +
+    /// 1.
     Fairseq,
-    /// Cosines are in the first half, sines in the second, of position·θ^(−2j/d).
+    /// Cosines are in the first half of the columns, sines in the second. The angles are position·θ^(−2j/d).
     Rotary { theta: f64 },
 }
 
-/// A table of sinusoids with at least as many rows as were requested so far.
+/// A table of sinusoids with at least as many rows as any call has asked for.
 #[derive(Debug)]
 pub struct Sinusoids {
     layout: SinusoidRow,
     width: i64,
-    /// The tables made so far. The last one is in use; a recorded CUDA graph may still read the shorter ones before it.
+    /// The tables made so far. The last one is in use. A recorded CUDA graph may still read one of the earlier,
+    /// shorter ones.
     tables: RefCell<Vec<Tensor>>,
 }
 
@@ -30,7 +32,7 @@ impl Sinusoids {
         Sinusoids { layout, width, tables: RefCell::default() }
     }
 
-    /// Returns a table of at least the first `rows` positions, (…, width).
+    /// Returns a table that has at least the first `rows` positions, (…, width).
     pub fn table(&self, rows: i64, kind: Kind, device: Device) -> Result<Tensor> {
         let mut tables = self.tables.borrow_mut();
         if !tables.last().is_some_and(|t| t.size()[0] >= rows && t.kind() == kind && t.device() == device) {
@@ -39,6 +41,7 @@ impl Sinusoids {
         Ok(tables.last().expect("a table was made above").shallow_clone())
     }
 
+    /// Computes a table of this many rows in f64, then casts it.
     fn make(&self, rows: usize, kind: Kind, device: Device) -> Result<Tensor> {
         let d = self.width as usize;
         let half = d / 2;

@@ -1,4 +1,4 @@
-//! Smear: a share of the token before is added to each embedding (nanochat).
+//! Smear: each embedding gets a share of the previous token's embedding (nanochat).
 
 use super::{Builder, Context};
 use crate::error::Result;
@@ -6,16 +6,17 @@ use crate::init::Fill;
 use crate::parametrisation::SumsOver;
 use tch::Tensor;
 
-/// The number of columns of x that the gate reads, or all of a narrower x.
+/// The number of columns of x that the gate reads; if x has fewer, the gate reads all of them.
 const GATE_COLUMNS: i64 = 24;
-/// The bound of the gate's first weights, which are uniform from 0.
+/// The gate's weights are drawn uniformly between 0 and this bound.
 const GATE_BOUND: f64 = 0.02;
 
-/// x_t ← x_t + λσ(w·x_t)x_{t−1}, where the gate w reads the first 24 columns and a sentence's first token stays.
+/// x_t ← x_t + λσ(w·x_t)x_{t−1}, in which the gate w reads the first 24 columns. A sentence's first token stays as it
+/// is.
 pub struct Smear {
-    /// w, (1, columns).
+    /// The weight w of the gate, (1, columns).
     gate: Tensor,
-    /// λ, (1).
+    /// The factor λ, (1).
     scale: Tensor,
 }
 
@@ -27,7 +28,8 @@ impl Smear {
         Ok(Smear { gate, scale })
     }
 
-    /// Returns x (rows, d) after the addition; `before` has the row before each, zeros where there is none.
+    /// Returns x (rows, d) after the addition. `before` holds the previous row of each row, or zeros where a sentence
+    /// begins.
     pub fn apply(&self, x: &Tensor, before: &Tensor, ctx: &Context) -> Result<Tensor> {
         let read = x.f_narrow(-1, 0, self.gate.size()[1])?.f_contiguous()?;
         let gate = ctx.linear(&read, &self.gate, None)?.f_to_kind(x.kind())?.f_sigmoid()?;

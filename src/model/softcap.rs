@@ -8,7 +8,7 @@ use tch::Tensor;
 pub struct Softcap(pub f64);
 
 impl Softcap {
-    /// Returns the capped numbers; the operation is differentiable.
+    /// Returns the capped numbers c·tanh(z/c). The operation is differentiable.
     pub fn of(self, z: &Tensor) -> Result<Tensor> {
         Ok(z.f_div_scalar(self.0)?.f_tanh()?.f_mul_scalar(self.0)?)
     }
@@ -19,7 +19,7 @@ impl Softcap {
         Ok(())
     }
 
-    /// Returns the slope 1 − tanh²(z/c) at capped numbers.
+    /// Returns the slope 1 − tanh²(z/c) of the cap; `capped` are the numbers after capping.
     pub fn slope(self, capped: &Tensor) -> Result<Tensor> {
         Ok(capped.f_div_scalar(self.0)?.f_square()?.f_neg()?.f_add_scalar(1.0)?)
     }

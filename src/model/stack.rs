@@ -32,36 +32,37 @@ struct Body {
 #[derive(Default)]
 pub struct StackCache {
     layers: Vec<Option<Cache>>,
-    /// The embeddings before smear, where the stack has one.
+    /// The embeddings before smear; `None` if the stack has no smear.
     embeddings: Option<WrittenRows>,
-    /// The number of rows written.
+    /// The number of rows that have been written.
     length: usize,
-    /// The number of rows from which the cache looks for rows that nobody reads.
+    /// The number of rows at which the cache next looks for rows that no slot reads.
     full: usize,
     reads: Reads,
 }
 
 impl StackCache {
-    /// Lets slot i become slot order[i]; `order` may be shorter or longer than the cache.
+    /// Makes slot i a copy of the earlier slot order[i]. `order` may be shorter or longer than the number of slots.
     pub fn reorder(&mut self, order: &Tensor) -> Result<()> {
         self.reads = self.reads.select(&host::<i64>("order", order)?);
         self.compact()
     }
 
-    /// Returns the rows that each slot has written.
+    /// Returns, for each slot, the rows that it reads: its own tokens'.
     pub fn reads(&self) -> &Reads {
         &self.reads
     }
 
-    /// Replaces the slots by others that have written rows of this cache. Rows that only the old ones read stay until
-    /// [`compact`](Self::compact).
+    /// Replaces the slots by other ones, which read rows of this cache. Rows that only the old slots have read stay
+    /// until [`compact`](Self::compact) drops them.
     pub fn set_reads(&mut self, reads: Reads) {
         self.reads = reads;
     }
 
-    /// Drops the rows that no slot reads once they are half of all rows, so that the cache has at most four times the
-    /// rows that it needs, or [`SMALL`](Self::SMALL).
+    /// Drops the rows that no slot reads, once these are half of all rows. So the cache has at most four times the
+    /// rows that it needs, or at most [`SMALL`](Self::SMALL).
     pub fn compact(&mut self) -> Result<()> {
+        // The next search begins when the cache has doubled since the last one.
         if self.length < self.full.max(Self::SMALL) {
             return Ok(());
         }
@@ -76,7 +77,7 @@ impl StackCache {
         Ok(())
     }
 
-    /// Keeps embeddings (rows, d) as the rows from `at` on, at first with room for `times` as many.
+    /// Stores embeddings (rows, d) as the rows from `at` on. The first call reserves room for `times` as many.
     fn write_embeddings(&mut self, x: &Tensor, at: usize, times: i64) -> Result<()> {
         let rows = match &mut self.embeddings {
             Some(rows) => rows,
@@ -85,7 +86,7 @@ impl StackCache {
         rows.write(x, at as i64)
     }
 
-    /// Returns the embedding of each slot's last token, zeros where it has none; x is (slots, d).
+    /// Returns the embedding of the last token of each slot, or zeros for a slot without tokens; x is (slots, d).
     fn last_embeddings(&self, x: &Tensor) -> Result<Tensor> {
         let Some(rows) = &self.embeddings else { return Ok(x.f_zeros_like()?) };
         let last = self.reads.last();
@@ -102,7 +103,7 @@ impl StackCache {
         self.length
     }
 
-    /// The number of rows below which compaction is not worthwhile.
+    /// The number of rows up to which the cache is never compacted, because that would save little.
     const SMALL: usize = 1024;
 }
 
@@ -110,12 +111,12 @@ impl StackCache {
 pub type StackMemory = Vec<(Tensor, Tensor)>;
 
 impl Stack {
-    /// Builds the stack that `place` names.
+    /// Builds the encoder or the decoder, whichever `place` says.
     pub fn build(b: &mut Builder, place: &LayerContext, init: &Init, schemes: &Schemes) -> Result<Self> {
         let flow = schemes.flow(place);
         let has_biases = schemes.has_biases() && place.model.has_biases;
-        // Layers are built one by one, so a forged configuration with thousands fails at the first layer whose weights
-        // are missing.
+        // Layers are built one by one. So a forged configuration with thousands of layers fails at the first layer
+        // whose weights are missing, before it uses much memory.
         let mut layers = b.within("layers", |b| {
             let layer = |layer| {
                 let place = LayerContext { layer, ..*place };
@@ -133,8 +134,8 @@ impl Stack {
         Ok(Stack { body: Rc::new(Body { layers, flow, smear }) })
     }
 
-    /// Runs whole sentences: x (rows, d). Each attends to itself (`causal`: to its past), and to the memory if there is
-    /// one.
+    /// Runs whole sentences; x is (rows, d). Each token attends to its whole sentence, or with `causal` to its past,
+    /// and to the memory if there is one.
     pub fn forward(
         &self,
         x: Tensor,
@@ -150,7 +151,7 @@ impl Stack {
         })
     }
 
-    /// Returns the keys and values of an encoder output, for [`step`](Self::step).
+    /// Returns the keys and values of an encoder's output in each layer, for [`step`](Self::step).
     pub fn memory(&self, memory: &Tensor, ctx: &Context) -> Result<StackMemory> {
         self.body
             .layers
@@ -163,8 +164,8 @@ impl Stack {
             .collect()
     }
 
-    /// Starts new slots after the cache's with all their tokens at once: x (rows, d), slot after slot as `offsets`
-    /// says; `own` holds the same for attention. The stack reads no memory.
+    /// Starts new slots, after the slots in the cache, and runs all their tokens at once. x is (rows, d), one slot
+    /// after the other; `offsets` and `own` both say where each slot begins. Errors if the stack reads a memory.
     pub fn begin(
         &self,
         x: Tensor,
@@ -192,8 +193,8 @@ impl Stack {
         })
     }
 
-    /// Runs one more token of every hypothesis: x (slots, d). An empty cache gets as many slots. `memory` lists the
-    /// memory rows that each slot reads.
+    /// Runs one more token in every slot; x is (slots, d). An empty cache gets as many slots as x has rows. `memory`
+    /// holds the keys and values of the encoder's output, and which of their rows each slot reads.
     pub fn step(
         &self,
         x: Tensor,
@@ -237,7 +238,8 @@ impl Stack {
         &self.body.layers
     }
 
-    /// Returns the layers' input from the embedding x. `before` returns the row before each, for smear.
+    /// Returns the input of the first layer from the embedding x. `before` returns the previous row of each row, for
+    /// smear.
     fn enter(&self, x: Tensor, ctx: &Context, before: impl FnOnce(&Tensor) -> Result<Tensor>) -> Result<Tensor> {
         ctx.kept_tensors().borrow_mut().clear();
         self.body.flow.enter(x, ctx, |x| match &self.body.smear {
@@ -287,8 +289,8 @@ impl Stack {
         }
     }
 
-    /// Provides views of the kept tensors that the layer reads, and returns all kept tensors. With views, autograd sums
-    /// the gradients within one layer before it adds them to other layers', as with [`Streams::viewed`].
+    /// Puts views of the kept tensors that this layer reads into the context, and returns all kept tensors. Because
+    /// of the views, autograd first sums the gradients from within this layer, as with [`Streams::viewed`].
     fn give(&self, index: usize, ctx: &Context) -> Result<BTreeMap<String, Tensor>> {
         let mut kept_tensors = ctx.kept_tensors().borrow_mut();
         let passing = std::mem::take(&mut *kept_tensors);
@@ -300,7 +302,7 @@ impl Stack {
         Ok(passing)
     }
 
-    /// Puts back the kept tensors, with those that the layer has added.
+    /// Puts the kept tensors back into the context, with those that this layer has added.
     fn take(&self, index: usize, mut passing: BTreeMap<String, Tensor>, ctx: &Context) {
         let mut kept_tensors = ctx.kept_tensors().borrow_mut();
         for name in &self.body.layers[index].leaves {
@@ -309,7 +311,8 @@ impl Stack {
         *kept_tensors = passing;
     }
 
-    /// Runs a layer on whole sentences, keeping only its input (activation checkpointing).
+    /// Runs a layer on whole sentences and keeps only its input: the backward pass runs the layer again (activation
+    /// checkpointing).
     fn recomputed(
         &self,
         index: usize,
@@ -353,13 +356,15 @@ impl Stack {
         Ok(Streams::of(passed.chain(outputs), after, clone(&streams.alpha_t)))
     }
 
-    /// Sets the number of the coming update, for schemes that grow.
+    /// Sets the number of the coming update, for schemes with a gain that grows.
     pub fn set_update(&self, update: i64) -> Result<()> {
         self.body.flow.set_update(update)
     }
 }
 
 impl Body {
+    /// Runs one layer: the changes at its beginning, then each sublayer and its residual connection. `attend`
+    /// computes the attention sublayers.
     fn layer(&self, index: usize, mut streams: Streams, ctx: &Context, attend: &mut Attend) -> Result<Streams> {
         let Layer { begin, sublayers, .. } = &self.layers[index];
         streams.x = begin.apply(streams.x, ctx)?;
@@ -376,7 +381,8 @@ impl Body {
         Ok(streams)
     }
 
-    /// Returns the norm that follows a sublayer directly: the next sublayer's, or the stack's last.
+    /// Returns the norm that directly follows a sublayer: the norm before the next sublayer, or the norm that ends
+    /// the stack.
     fn norm_after(&self, layer: usize, sublayer: usize) -> Option<&dyn Norm> {
         match self.layers[layer].sublayers.get(sublayer + 1) {
             Some(next) => next.around.before.norm(),
@@ -390,7 +396,7 @@ impl Body {
     }
 }
 
-/// Returns the row before each row of packed sentences, zeros at a sentence's first.
+/// Returns the previous row of each row of packed sentences, or zeros for the first row of a sentence.
 fn row_before(x: &Tensor, ctx: &Context) -> Result<Tensor> {
     let is_first = ctx.positions()?.f_eq(0)?.f_unsqueeze(1)?;
     Ok(x.f_roll([1].as_slice(), [0].as_slice())?.f_masked_fill(&is_first, 0.0)?)
@@ -400,18 +406,19 @@ fn no_steps() -> Error {
     Error::invalid("tensorized attention reads whole segments: it does not decode token by token")
 }
 
-/// An attention sublayer, and the kind of its keys.
+/// An attention sublayer, and what its keys belong to.
 enum Attends<'a> {
     Itself(&'a Attention),
     Segment(&'a Tensorized),
     Memory(&'a Attention),
 }
 
-/// The computation of attention, for whole sentences or a step with a cache: (attention, inside, input) → F.
+/// The function that computes an attention sublayer, for whole sentences or for one step with a cache. It maps
+/// (attention, inside, input) to F.
 type Attend<'a> = dyn FnMut(Attends, &Inside, &Tensor) -> Result<Tensor> + 'a;
 
-/// Returns attention for whole sentences: each attends to itself (`causal`: to its past), and to the memory if there is
-/// one.
+/// Returns the attention function for whole sentences. Each token attends to its whole sentence, or with `causal` to
+/// its past, and to the memory if there is one.
 fn whole<'a>(
     own: &'a Ranges,
     causal: bool,

@@ -1,7 +1,7 @@
-//! Attention on a CPU in training, on queries, keys and values that one product has computed.
+//! Attention on a CPU in training, for queries, keys and values that one product has computed side by side.
 //!
-//! Autograd would split the product's columns and concatenate the three gradients again. Here the gradients are written
-//! directly to their places.
+//! Autograd would split the columns of the product and then concatenate the three gradients. Here each gradient is
+//! written directly to its columns.
 
 use crate::error::{Error, Result};
 use crate::host::host;
@@ -37,7 +37,7 @@ pub fn stacked_attention(
 struct StackedAttention {
     ranges: Tensor,
     settings: Settings,
-    /// log Σ exp of each row and head, which the forward pass stores for the backward pass.
+    /// log Σ exp of each row and head, which the forward pass keeps for the backward pass.
     lse: OnceCell<Tensor>,
 }
 
@@ -72,7 +72,7 @@ impl Differentiable for StackedAttention {
     }
 }
 
-/// Returns views of the three thirds of the columns.
+/// Returns views of the three thirds of the columns: Q, K and V.
 fn thirds(stacked: &Tensor) -> Result<[View; 3]> {
     let d = stacked.size2()?.1 / 3;
     let part = |i: i64| view(&stacked.f_narrow(1, i * d, d)?);

@@ -10,7 +10,7 @@ use crate::init::{Fill, Init, Role};
 use crate::residual::{LayerContext, Point, TensorizedSizes};
 use tch::{Kind, Tensor};
 
-/// The name, definition and source.
+/// The name, the definition and the source, for the tables of the documentation.
 pub const TENSORIZED: [&str; 3] = [
     "tensorized",
     "Σ_jk W_o[jk]·Σ_r c_r((q_i + u)_r k_jr + (q_i + w)_r p_jr) v_kr over j, k ≤ i in a segment of at most T tokens, p_j \
@@ -19,12 +19,12 @@ pub const TENSORIZED: [&str; 3] = [
     "Ma et al. 2019, one block, as Shen et al. 2020, §5.1",
 ];
 
-/// Tensorized attention: out_i = W_o·vec_{jk} Σ_r c_r((q_i + u)_r k_jr + (q_i + w)_r p_jr) v_kr for j, k ≤ i, and 0 at
-/// the other T² entries.
+/// Tensorized attention: out_i = W_o·vec_{jk} Σ_r c_r((q_i + u)_r k_jr + (q_i + w)_r p_jr) v_kr for j, k ≤ i. The
+/// other of the T² entries of the vector are 0.
 pub struct Tensorized {
-    /// The stacked matrix of q, k and v, (3R, d).
+    /// The matrix (3R, d) in which the projections to q, k and v are stacked.
     in_weight: Tensor,
-    /// The projection of the sinusoids of T − 1 − j, (R, d).
+    /// The weight (R, d) that projects the sinusoidal encoding of the distance T − 1 − j.
     position_weight: Tensor,
     /// The core c, (R).
     core: Tensor,
@@ -50,7 +50,7 @@ impl Tensorized {
         Ok(Tensorized {
             in_weight: b.parameter("in_proj_weight", &[3 * rank, d], &stacked)?,
             position_weight,
-            // The initial core is the mean over r.
+            // With these initial values the core computes the mean over r.
             core: b.parameter("core", &[rank], &Fill::Constant(1.0 / rank as f64))?,
             biases: [b.parameter("content_bias", &[rank], &zeros)?, b.parameter("position_bias", &[rank], &zeros)?],
             out_weight,
@@ -60,14 +60,14 @@ impl Tensorized {
         })
     }
 
-    /// Computes attention of every sentence, with at most T tokens, to its past.
+    /// Computes attention of each token to its past, in sentences of at most T tokens.
     pub fn attend(&self, x: &Tensor, ranges: &Ranges, inside: &Inside, ctx: &Context) -> Result<Tensor> {
         let x = inside.at(Point::Input, x.shallow_clone(), &ctx.rows())?;
         let qkv = ctx.linear(&x, &self.in_weight, None)?.f_split(self.rank, 1)?;
         let out = match ranges.segments()? {
             Some(segments) => {
                 let [q, k, v] = segments.side_by_side([&qkv[0], &qkv[1], &qkv[2]])?;
-                // The padded length may exceed the segment.
+                // Sentences may be padded to more than a segment's T tokens; the keys beyond are all padding.
                 let keys = k.size()[1].min(self.segment);
                 let absent = segments.absent_keys()?;
                 let entries = self.entries(&q, &k.f_narrow(1, 0, keys)?, &v.f_narrow(1, 0, keys)?, absent.as_ref())?;
@@ -78,7 +78,8 @@ impl Tensorized {
         inside.at(Point::AfterOutput, out, &ctx.rows())
     }
 
-    /// Returns the input of W_o, (n, queries, keys²); `absent` is bool (n, keys).
+    /// Returns the T² entries that W_o reads, for `keys` in place of T: (n, queries, keys²). `absent`, bool (n,
+    /// keys), marks padding.
     fn entries(&self, q: &Tensor, k: &Tensor, v: &Tensor, absent: Option<&Tensor>) -> Result<Tensor> {
         let (kind, device) = (q.kind(), q.device());
         let [n, queries, rank] = q.size()[..] else { unreachable!("queries have three dimensions") };
@@ -89,7 +90,7 @@ impl Tensorized {
         let core = self.core.f_to_kind(kind)?;
         let weighted = |bias: &Tensor| q.f_add(&bias.f_to_kind(kind)?)?.f_mul(&core)?.f_unsqueeze(2);
         let [content, position] = self.biases.each_ref().map(weighted);
-        // (n, queries, keys, R), times v over r
+        // (n, queries, keys, R); the product with v sums over R.
         let first = content?.f_mul(&k.f_unsqueeze(1)?)?.f_add(&position?.f_mul(&p)?)?;
         let entries = first.f_reshape([n, queries * keys, rank].as_slice())?.f_matmul(&v.f_transpose(1, 2)?)?;
         let count = |end: i64| Tensor::f_arange(end, (Kind::Int64, device));
@@ -103,7 +104,7 @@ impl Tensorized {
         Ok(entries.f_flatten(2, 3)?)
     }
 
-    /// Returns W_o at the entries of the first `keys` positions, (d, keys²).
+    /// Returns the columns of W_o that belong to the first `keys` positions, (d, keys²).
     fn output(&self, keys: i64) -> Result<Tensor> {
         let t = self.segment;
         let weight = self.out_weight.f_unflatten(1, [t, t].as_slice())?;

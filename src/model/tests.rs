@@ -1,5 +1,5 @@
-//! Tests of what the model adds to the tables: fusion of the residual step with the next norm, profiling, growth, and
-//! the state of norms. `tests/model` checks that each scheme computes its equation.
+//! Tests of the model's own work: fusing the residual step with the norm that follows, profiling, growth, and the
+//! state of norms. `tests/model` checks that each scheme computes its equation.
 
 use super::layer::{BuiltSublayer, SublayerFunction};
 use super::norm::{Norm, RowContext};
@@ -69,8 +69,8 @@ fn close(a: &Tensor, b: &Tensor) -> bool {
     a.allclose(b, 1e-10, 1e-12, false)
 }
 
-/// A norm that divides x by the root of a running mean square, taken over real rows and updated once per training
-/// forward.
+/// A norm that divides x by the root of a running mean square. The mean is over real rows, and is updated once per
+/// forward pass in training.
 struct Running {
     weight: Tensor,
     square: Tensor,
@@ -164,8 +164,9 @@ fn decoding_token_by_token_is_reading_the_whole_sentence() {
     }
 }
 
-/// Hypotheses branch and end as in a beam. A step must give each hypothesis what its own whole sequence gives, also
-/// after rows that nobody reads have been dropped. Attention takes different paths with and without gradients.
+/// Hypotheses split and end as in a beam. Each step must give a hypothesis the same result as a pass over its whole
+/// sequence, even after the cache has dropped rows that no slot reads. Attention takes different paths with and
+/// without gradients.
 #[test]
 fn slots_that_move_keep_their_past() {
     const SLOTS: i64 = 48;
@@ -177,7 +178,7 @@ fn slots_that_move_keep_their_past() {
         let mut said = Tensor::new();
         for t in 0..steps {
             if t > 0 {
-                // Four slots continue, twelve times each.
+                // The four slots continue, each twelve times.
                 let order: Vec<i64> = (0..SLOTS).map(|i| (i * 5 + t) % 4).collect();
                 histories =
                     order.iter().map(|&i| histories[i as usize].iter().map(Tensor::shallow_clone).collect()).collect();
@@ -201,7 +202,7 @@ fn slots_that_move_keep_their_past() {
     no_grad(|| {
         assert_eq!(check(6), 6 * SLOTS);
         let kept = check(70);
-        // The limit is four times the 69·4 + 48 rows that are read.
+        // The cache may hold four times the 69·4 + 48 rows that are read.
         assert!(kept < 1296, "{kept} rows of {}", 70 * SLOTS);
     });
 }
@@ -215,7 +216,8 @@ fn a_step_of_more_tokens_than_slots_is_refused() {
     assert!(e.contains("5 slots, but 2 tokens"), "{e}");
 }
 
-/// A scheme with x⁺ = x + f, s⁺ = a⊙s + f, t⁺ = 2t + f, f = F(x), and x + N(s) + t after the stack.
+/// A scheme with three streams: x⁺ = x + f, s⁺ = a⊙s + f and t⁺ = 2t + f, with f = F(x). The stack ends with x + N(s)
+/// + t.
 static THREE_STREAMS: Scheme = Scheme {
     name: "three streams",
     around: |place| {
@@ -262,7 +264,7 @@ fn recomputation_carries_every_stream() {
     };
     let ((plain, x), (again, x_again)) = (gradients(false), gradients(true));
     assert_eq!(plain, again);
-    // All three streams begin with x, and autograd sums their gradients in another order.
+    // The three streams all begin with x, and the order in which autograd sums their gradients differs.
     let largest = |t: &Tensor| t.abs().max().double_value(&[]);
     let (apart, size) = (largest(&(&x - x_again)), largest(&x));
     assert!(apart < 1e-14 * size, "{apart} of {size}");
@@ -273,7 +275,7 @@ fn the_fused_step_is_the_unfused_one() {
     let (fused, names) = build(&config("prenorm", 2));
     let x = rows();
     let y = run(&fused, &x, &Context::evaluation(Kind::Double));
-    // The expected values are computed branch by branch, with the norm separate from the step.
+    // The expected values are computed sublayer by sublayer, without fusing the norm with the step.
     let norm = |name: &str, x: &Tensor| {
         let (w, b) = (&names[&format!("{name}.weight")], &names[&format!("{name}.bias")]);
         x.layer_norm([D], Some(w), Some(b), 1e-5, false)
@@ -288,7 +290,7 @@ fn the_fused_step_is_the_unfused_one() {
     assert!(close(&y, &norm("norm", &stream)));
 }
 
-/// Positions, activations, shared keys and attention's options, each at least once.
+/// Positions, activations, shared keys and options of attention, each at least once.
 const ARCHITECTURES: [&str; 12] = [
     r#""positions": "rotary", "activation": "swiglu", "kv_heads": 2, "linear_biases": false, "scale_embeddings": false"#,
     r#""positions": "rotary", "rope_theta": 100, "kv_heads": 1, "qk_norm": true, "norm": "rmsnorm""#,
@@ -305,13 +307,13 @@ const ARCHITECTURES: [&str; 12] = [
     r#""value_embeddings": true, "smear": true, "residual": "x0-lambdas", "kv_heads": 2"#,
 ];
 
-/// Returns each of them, alone and with an encoder where it may have one.
+/// Returns each of the architectures as a decoder alone, and with an encoder if its options allow one.
 fn architectures() -> impl Iterator<Item = (&'static str, &'static str)> {
     let both = ARCHITECTURES.into_iter().flat_map(|options| ["decoder-only", "encoder-decoder"].map(|a| (options, a)));
     both.filter(|(options, architecture)| *architecture == "decoder-only" || !options.contains("smear"))
 }
 
-/// Builds a model with these options, its parameters changed from their initial values.
+/// Builds a model with these options, and changes its parameters from their initial values.
 fn model(options: &str, architecture: &str) -> Transformer {
     let text = format!(
         r#"{{"architecture": "{architecture}", "d_model": {D}, "d_ff": 12, "heads": 4, "vocab_size": 12,
@@ -338,7 +340,7 @@ fn steps_read_what_the_whole_pass_reads() {
         let whole = Sentences::new(source, read(&sentences), Device::Cpu).unwrap();
         let whole = model.logits(&model.features(&whole, &ctx).unwrap(), Kind::Double).unwrap();
         let mut cache = StackCache::default();
-        // Halfway, beyond the cache's initial capacity, the slots change places.
+        // Halfway the slots change places. By then the cache has outgrown its initial capacity.
         let mut slots = [0usize, 1];
         for position in 0..19 {
             if position == 17 {

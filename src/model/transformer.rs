@@ -1,4 +1,4 @@
-//! The encoder-decoder Transformer, and the decoder-only language model.
+//! The Transformer: an encoder and a decoder, or a language model with a decoder alone.
 
 use super::embedding::Embeddings;
 use super::host_batch::HostBatch;
@@ -21,7 +21,7 @@ pub struct Transformer {
     decoder: Stack,
 }
 
-/// The source's part in decoding: per decoder layer, keys and values of the encoder output.
+/// The part of decoding that depends on the source: the keys and values of the encoder output in each decoder layer.
 pub struct Memory {
     keys_values: StackMemory,
     /// The offsets of the sentences: sentence i is rows offsets[i]..offsets[i+1].
@@ -60,7 +60,7 @@ impl Transformer {
         Ok(Transformer { config, parameters, embeddings, rotary, encoder, decoder })
     }
 
-    /// Sets the number of the coming update, from 1.
+    /// Sets the number of the coming update, counted from 1.
     pub fn set_update(&self, update: i64) -> Result<()> {
         self.encoder.iter().chain([&self.decoder]).try_for_each(|stack| stack.set_update(update))
     }
@@ -70,8 +70,8 @@ impl Transformer {
         self.config.schemes().is_profiled()
     }
 
-    /// Sets the gains that the scheme measures on one training batch, padding included; the batch enters no norm's
-    /// statistics.
+    /// Sets the gains that the scheme measures on one training batch, padding included. No norm's statistics are
+    /// updated.
     pub fn profile(&self, read: &Sentences, ctx: Context) -> Result<()> {
         if [Some(&read.target), read.source.as_ref()].into_iter().flatten().any(Packed::is_empty) {
             return Err(Error::invalid(
@@ -84,8 +84,8 @@ impl Transformer {
         tch::no_grad(|| self.features(&padded, &ctx.profiling()).map(drop))
     }
 
-    /// Returns the input of the output projection: the decoder's output, (target rows, d_model), times the
-    /// parametrisation's factor.
+    /// Returns the input of the output projection: the decoder's output, (target rows, d_model), times the factor
+    /// that the parametrisation sets.
     pub fn features(&self, read: &Sentences, ctx: &Context) -> Result<Tensor> {
         times(self.decoded(read, ctx)?, self.config.scaled().logits())
     }
@@ -112,23 +112,23 @@ impl Transformer {
         }
     }
 
-    /// Returns the context of a pass over the encoder's or the decoder's rows.
+    /// Returns the context of a pass over the rows of one side, encoder or decoder.
     fn over(&self, side: &Packed, ctx: &Context) -> Result<Context> {
         let rotation = self.rotary.as_ref().map(|rotary| rotary.rotation(side, ctx.kind)).transpose()?;
         Ok(ctx.over(side).turning(rotation))
     }
 
-    /// Returns the device of its parameters.
+    /// Returns the device of the model's parameters.
     pub fn device(&self) -> Device {
         self.parameters.tensors()[0].device()
     }
 
-    /// Returns logits, (target rows, V).
+    /// Returns the logits, (target rows, V), from what [`features`](Self::features) has returned.
     pub fn logits(&self, features: &Tensor, kind: Kind) -> Result<Tensor> {
         self.embeddings.logits(features, kind)
     }
 
-    /// Returns the softcap of the logits after the output projection.
+    /// Returns the softcap that limits the logits, if there is one.
     pub fn softcap(&self) -> Option<Softcap> {
         self.embeddings.softcap()
     }
@@ -138,7 +138,7 @@ impl Transformer {
         Ok((self.embeddings.output_weight()?, self.embeddings.output_bias()))
     }
 
-    /// Returns the encoder's part of decoding; `None` for a decoder-only model.
+    /// Returns what decoding needs from the source; `None` for a decoder-only model.
     pub fn encode(&self, source: &Packed, ctx: &Context) -> Result<Option<Memory>> {
         let Some(encoder) = &self.encoder else { return Ok(None) };
         self.config.check_lengths(&source.lengths)?;
@@ -148,8 +148,8 @@ impl Transformer {
         Ok(Some(Memory { keys_values: self.decoder.memory(&output, ctx)?, offsets: source.offsets.clone() }))
     }
 
-    /// Returns logits of the token after each of these texts, (texts, V). Each text is read in one pass, and becomes a
-    /// slot after the cache's.
+    /// Returns the logits of the token after each of these texts, (texts, V). One pass reads all texts; each becomes
+    /// a new slot of the cache, after the existing ones.
     ///
     /// Errors if the model has an encoder or tensorized attention, or if a text is longer than the model reads.
     pub fn begin(&self, texts: &[&[i64]], cache: &mut StackCache, ctx: &Context) -> Result<Tensor> {
@@ -164,8 +164,8 @@ impl Transformer {
         self.logits(&times(h, self.config.scaled().logits())?, ctx.kind)
     }
 
-    /// Returns logits of the next token of every hypothesis, (slots, V). Slot i holds `tokens[i]` at `positions[i]` and
-    /// reads sentence `sentences[i]` of the memory.
+    /// Returns the logits of the next token in every slot, (slots, V). Slot i gets the token `tokens[i]` at position
+    /// `positions[i]`, and reads sentence `sentences[i]` of the memory.
     pub fn step(
         &self,
         tokens: &[i64],
@@ -179,7 +179,7 @@ impl Transformer {
         self.logits(&h, ctx.kind)
     }
 
-    /// Returns the input of the output projection in such a step, (slots, d_model).
+    /// Returns the input of the output projection in one step of decoding, (slots, d_model).
     pub fn step_features(
         &self,
         tokens: &[i64],

@@ -1,4 +1,4 @@
-//! Value embeddings: a table of rows by token, added to a layer's values through a gate (nanochat).
+//! Value embeddings: each token has a row in a table, which a gate adds to a layer's values (nanochat).
 
 use super::{Builder, Context};
 use crate::error::Result;
@@ -6,24 +6,24 @@ use crate::init::{Fill, Init, Role};
 use crate::residual::{LayerContext, Sublayer};
 use tch::Tensor;
 
-/// The number of columns of attention's input that the gate reads, or all of a narrower input.
+/// The number of columns of attention's input that the gate reads; if there are fewer, the gate reads all of them.
 const GATE_COLUMNS: i64 = 12;
-/// The gate's largest value.
+/// The largest value that the gate can have.
 const LARGEST: f64 = 3.0;
-/// The bound of the gate's first weights, which are uniform from 0.
+/// The gate's weights are drawn uniformly between 0 and this bound.
 const GATE_BOUND: f64 = 0.02;
 
-/// v ← v + 3σ(W_g x)⊙E[token], with x the first 12 columns of attention's input and one gate for each head of values.
+/// v ← v + 3σ(W_g x)⊙E[token]. x is the first 12 columns of attention's input, and each head of values has one gate.
 pub struct ValueEmbedding {
-    /// E, (V, kv_width).
+    /// The table E, (V, kv_width).
     table: Tensor,
-    /// W_g, (kv_heads, columns).
+    /// The weight W_g of the gate, (kv_heads, columns).
     gate: Tensor,
 }
 
 impl ValueEmbedding {
-    /// Builds the table and gate of the place's self-attention, `None` where it has none: every second layer has one,
-    /// the last among them.
+    /// Builds the table and the gate for the self-attention of this place. Only every second layer has them, counted
+    /// so that the last layer does; returns `None` for the others.
     pub fn build(b: &mut Builder, place: &LayerContext, init: &Init) -> Result<Option<Self>> {
         let is_here = place.sublayer == Sublayer::SelfAttention && (place.layers() - 1 - place.layer) % 2 == 0;
         let Some(vocab_size) = place.model.value_embeddings.filter(|_| is_here) else { return Ok(None) };
@@ -36,7 +36,8 @@ impl ValueEmbedding {
         Ok(Some(ValueEmbedding { table, gate }))
     }
 
-    /// Returns the values v (rows, kv_width) of attention's input x (rows, d) with those of the tokens added.
+    /// Returns the values v (rows, kv_width), with the value embeddings of the rows' tokens added; x (rows, d) is
+    /// attention's input.
     pub fn added(&self, v: Tensor, x: &Tensor, ctx: &Context) -> Result<Tensor> {
         let read = x.f_narrow(-1, 0, self.gate.size()[1])?.f_contiguous()?;
         let gate = ctx.linear(&read, &self.gate, None)?.f_sigmoid()?.f_mul_scalar(LARGEST)?;

@@ -1,13 +1,13 @@
-//! Rows that decoding writes once and reads at every later token.
+//! Rows that decoding writes once and reads again for every later token.
 
 use crate::error::Result;
 use tch::Tensor;
 
-/// A tensor (capacity, width) of rows, whose capacity doubles where rows do not fit.
+/// A tensor (capacity, width) of rows. The capacity doubles when new rows do not fit.
 pub struct WrittenRows(Tensor);
 
 impl WrittenRows {
-    /// Returns room for rows of `like`'s width and type.
+    /// Returns room for rows of the width and type of `like`.
     pub fn empty(like: &Tensor, room: i64) -> Result<Self> {
         Ok(WrittenRows(Tensor::f_empty([room, like.size()[1]].as_slice(), (like.kind(), like.device()))?))
     }
@@ -16,7 +16,7 @@ impl WrittenRows {
         &self.0
     }
 
-    /// Writes rows from `at` on.
+    /// Writes rows, the first one at row `at`.
     pub fn write(&mut self, rows: &Tensor, at: i64) -> Result<()> {
         let (end, room) = (at + rows.size()[0], self.0.size()[0]);
         if end > room {
@@ -32,7 +32,7 @@ impl WrittenRows {
         Ok(())
     }
 
-    /// Keeps only the rows kept[i], which become rows i.
+    /// Keeps only the rows that `kept` lists: row kept[i] becomes row i.
     pub fn keep(&mut self, kept: &Tensor) -> Result<()> {
         self.0 = self.0.f_index_select(0, &kept.f_to_device(self.0.device())?)?;
         Ok(())

@@ -1,8 +1,8 @@
 //! BatchNorm over the real rows of a batch: y = γ⊙(x − μ_B)/√(σ²_B + ε) + β per feature, σ² biased
 //! (Ioffe and Szegedy 2015; Shen et al. 2020, Algorithm 1; docs/spec.md §1.7).
 //!
-//! Running statistics: μ ← αμ + (1−α)μ_B, and the same for σ²; evaluation uses them. The gradient is exact: dx =
-//! (γ/σ_B)[dy − mean dy − x̂⊙mean(dy⊙x̂)] (eq 1–3).
+//! In training μ ← αμ + (1−α)μ_B, and the same for σ²; evaluation uses these running statistics. The gradient is
+//! exact: dx = (γ/σ_B)[dy − mean dy − x̂⊙mean(dy⊙x̂)] (eq 1–3).
 
 use super::group_scaling::GROUPS;
 use super::operators::ColumnNormOpSpec;
@@ -39,6 +39,8 @@ pub static OPERATOR: ColumnNormOpSpec = ColumnNormOpSpec {
     composed: settle_composed,
 };
 
+/// Updates the running statistics in training, and returns the statistics to apply: in evaluation the running ones,
+/// otherwise the batch's.
 fn settle(batch: &BatchStatistics, state: &mut State, o: &ColumnOptions) -> Stats {
     if !o.train && !state.first.is_empty() {
         return Stats::new(state.first, state.second, o.eps);
@@ -51,6 +53,7 @@ fn settle(batch: &BatchStatistics, state: &mut State, o: &ColumnOptions) -> Stat
     Stats::of_batch(batch, o.eps)
 }
 
+/// Does the same as `settle` with PyTorch's operations.
 fn settle_composed(batch: &BatchTensors, state: &StateTensors, o: &ColumnOptions) -> Result<AppliedStatistics> {
     let (Some(mean), Some(variance)) = (&state.first, &state.second) else { return batch.used(o) };
     if !o.train {

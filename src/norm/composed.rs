@@ -1,25 +1,26 @@
-//! The composed form of norms: their equations in tch operations, which autograd differentiates on any device.
+//! The composed form of norms: their equations in PyTorch's operations, which autograd differentiates on any device.
 //!
-//! A norm without kernels is only its composed form. A norm with kernels uses it under torch.func, for second
-//! derivatives, and where the kernels cannot run.
+//! A norm without kernels has only this form. A norm with kernels uses it under torch.func, for second derivatives,
+//! and where its kernels cannot run.
 
 use super::spec::NormArgs;
 use crate::error::Result;
 use tch::{Kind, Tensor};
 
-/// Computes x̂ from x, the parameters other than weight and bias (in the order in which the norm declares them), and
-/// the options. All tensors are f32 or f64; x has at least one number per row, and its sizes may be symbolic.
+/// Computes x̂ from x, the options, and all parameters except weight and bias, in the order in which the norm
+/// declares them. All tensors are f32 or f64. Each row of x has at least one number; the sizes of x may be symbolic.
 pub type ComposedNorm = fn(&Tensor, &[Tensor], &NormArgs) -> Result<Tensor>;
 
-/// Computes y from x and all parameters, in the order in which the norm declares them; a parameter that the norm does
-/// without is `None`. Otherwise like [`ComposedNorm`].
+/// Computes y from x, the options, and all parameters in the order in which the norm declares them. A parameter that
+/// this norm has been built without is `None`. The rest is as for [`ComposedNorm`].
 pub type WholeNorm = fn(&Tensor, &[Option<Tensor>], &NormArgs) -> Result<Tensor>;
 
-/// The row length above which rows are summed in parts: torch's own sums of 2²⁰ numbers lose a decimal digit.
+/// The row length above which rows are summed in parts. torch's own sum of 2²⁰ numbers loses a decimal digit.
 const LONGEST: i64 = 1 << 16;
 const PART: i64 = 1 << 10;
 
-/// Returns a sum or a length of rows with `width` numbers; for long rows, that of their parts' results.
+/// Returns `total`, a sum or a length, over rows of `width` numbers. In a long row, `total` is applied to parts and
+/// then to the parts' results.
 pub fn over_row(x: &Tensor, width: i64, total: impl Fn(&Tensor) -> Result<Tensor>) -> Result<Tensor> {
     if width <= LONGEST {
         return total(x);
@@ -41,7 +42,7 @@ pub fn mean(x: &Tensor, width: i64) -> Result<Tensor> {
     Ok(sum.f_div_scalar(width as f64)?)
 }
 
-/// Returns W x for rows of `width` numbers.
+/// Returns W x for rows of `width` numbers. In long rows it adds the products of parts.
 pub fn product(x: &Tensor, w: &Tensor, width: i64) -> Result<Tensor> {
     if width <= LONGEST {
         return Ok(x.f_linear::<&Tensor>(w, None)?);
@@ -51,7 +52,7 @@ pub fn product(x: &Tensor, w: &Tensor, width: i64) -> Result<Tensor> {
     Ok(Tensor::f_stack(&products, 0)?.f_sum_dim_intlist([0i64].as_slice(), false, None)?)
 }
 
-/// Returns y in x's type, computed in f32 or f64.
+/// Computes y by the formula in f32 or f64, and returns it in x's type.
 pub fn whole(y: WholeNorm, x: &Tensor, parameters: &[Option<Tensor>], given: &NormArgs) -> Result<Tensor> {
     let wide = accumulate(x)?;
     let widened = |p: &Option<Tensor>| p.as_ref().map(|p| Ok(p.f_to_kind(wide.kind())?)).transpose();
@@ -59,7 +60,7 @@ pub fn whole(y: WholeNorm, x: &Tensor, parameters: &[Option<Tensor>], given: &No
     Ok(y(&wide, &parameters, given)?.f_to_kind(x.kind())?)
 }
 
-/// Returns y = weight⊙x̂ + bias in x's type, computed in f32 or f64.
+/// Computes y = weight⊙x̂ + bias in f32 or f64, and returns it in x's type.
 pub fn apply(
     x_hat: ComposedNorm,
     x: &Tensor,
@@ -84,12 +85,13 @@ pub fn affine(x_hat: Tensor, weight: Option<&Tensor>, bias: Option<&Tensor>) -> 
     Ok(y)
 }
 
-/// The bound beyond which, and below whose inverse, squares of a row's numbers leave f32's range or lose bits.
+/// The limit 2^40: if the largest number of a row is above it or below its inverse, squares may leave f32's range or
+/// lose bits.
 const ORDINARY: f64 = 1099511627776.0; // 2^40
 
-/// Returns the unit, (…, 1), by which a norm with squares divides each row: 1, or for rows whose squares would leave
-/// the range their largest number, at least √ε. Dividing x and √ε by it leaves x̂ unchanged, so it is a constant for
-/// autograd.
+/// Returns the number, (…, 1), by which a norm divides each row before it squares numbers. It is 1, except in rows
+/// whose squares would leave f32's range: there it is the row's largest number, but at least √ε. Dividing both x and
+/// √ε by it leaves x̂ unchanged, so autograd may treat it as a constant.
 pub fn unit(x: &Tensor, eps: f64) -> Result<Tensor> {
     let largest = x.f_detach()?.f_linalg_norm(f64::INFINITY, [-1i64].as_slice(), true, None)?;
     let is_huge = largest.f_gt(ORDINARY)?.f_logical_and(&largest.f_lt(f64::INFINITY)?)?;
@@ -97,12 +99,12 @@ pub fn unit(x: &Tensor, eps: f64) -> Result<Tensor> {
     Ok(largest.f_clamp_min(eps.sqrt())?.f_where_self(&is_extreme, &largest.f_ones_like()?)?)
 }
 
-/// Returns ε/unit² for a unit from [`unit`].
+/// Returns ε/unit², where `unit` comes from [`unit`].
 pub fn in_units(eps: f64, unit: &Tensor) -> Result<Tensor> {
     Ok(unit.f_reciprocal()?.f_mul_scalar(eps)?.f_div(unit)?)
 }
 
-/// Casts x to the type in which statistics accumulate: f32, or f64 for f64.
+/// Casts x to the type in which statistics accumulate: f64 for f64, otherwise f32.
 pub fn accumulate(x: &Tensor) -> Result<Tensor> {
     Ok(x.f_to_kind(if x.kind() == Kind::Double { Kind::Double } else { Kind::Float })?)
 }

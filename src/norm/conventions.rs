@@ -1,4 +1,4 @@
-//! The differing conventions of "RMSNorm", as options of `rmsnorm` (docs/spec.md §1.16).
+//! The different definitions of "RMSNorm" in use, as options of `rmsnorm` (docs/spec.md §1.16).
 
 use super::composed::{accumulate, affine, in_units, mean, over_row, unit};
 use super::operators::CompositeNormOpSpec;
@@ -48,18 +48,18 @@ pub static KEYWORDS: &[NormOption] = &[
     NormOption::of("part", &PART),
 ];
 
-/// The deviations of a norm from y = weight⊙x/√(mean x² + ε) with one rounding. The weight's convention is part of its
-/// parameter.
+/// How a norm deviates from y = weight⊙x/√(mean x² + ε), rounded once at the end. The convention of the weight is not
+/// here: it is part of the weight's parameter.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Conventions {
     pub cast: Cast,
-    /// True if ε is added to the root.
+    /// True if ε is added to the root instead of the mean square.
     pub eps_outside: bool,
-    /// The part p: the first ⌊p·d⌋ numbers are measured.
+    /// The share p of a row that is measured: the mean square is over the first ⌊p·d⌋ numbers.
     pub part: f64,
 }
 
-/// The operators of norms with other conventions: NEAR if kernels compute x̂ in f32 and f64, FAR if none do.
+/// The operators of norms with other conventions. NEAR has row kernels that compute x̂ in f32 and f64; FAR has none.
 static NEAR: CompositeNormOpSpec = CompositeNormOpSpec { rows: Some(&rms_norm::OPERATOR), ..FAR };
 static FAR: CompositeNormOpSpec = CompositeNormOpSpec {
     operator: "conventional_rms_norm",
@@ -71,7 +71,7 @@ static FAR: CompositeNormOpSpec = CompositeNormOpSpec {
     },
 };
 
-/// Returns the form of a norm with these options.
+/// Returns the form of an rmsnorm with these options.
 pub fn form(given: &NormArgs) -> Result<Form> {
     let how = Conventions::of(given)?;
     how.measured(given.width)?;
@@ -94,12 +94,12 @@ impl Conventions {
         Ok(Conventions { cast, eps_outside, part })
     }
 
-    /// True if the row kernels compute x̂ for rows of this type; otherwise it is composed.
+    /// True if the row kernels compute x̂ for rows of this type; otherwise the composed form does.
     pub fn has_kernel(&self, kind: Kind) -> bool {
         !self.eps_outside && self.part == 1.0 && (self.cast != Cast::Scale || is_wide(kind))
     }
 
-    /// Returns how many numbers of a row are measured, at least one.
+    /// Returns how many numbers of a row are measured. Errors if there are none.
     pub fn measured(&self, width: i64) -> Result<i64> {
         match (self.part * width as f64).floor() as i64 {
             0 if width > 0 => Err(Error::invalid(format!(
@@ -110,7 +110,7 @@ impl Conventions {
         }
     }
 
-    /// Multiplies by the gain after x̂ was rounded to x's type.
+    /// Multiplies x̂ by the gain. x̂ has already been rounded to x's type.
     pub fn times_gain(&self, x_hat: Tensor, gain: Option<&Tensor>) -> Result<Tensor> {
         match gain {
             Some(_) => Ok(affine(accumulate(&x_hat)?, gain, None)?.f_to_kind(x_hat.kind())?),
@@ -118,14 +118,14 @@ impl Conventions {
         }
     }
 
-    /// Returns y in x's type, computed with tch operations.
+    /// Computes y with PyTorch's operations, and returns it in x's type.
     pub fn composed(&self, x: &Tensor, gain: Option<&Tensor>, eps: f64, measured: i64) -> Result<Tensor> {
         let whole = accumulate(x)?;
         let of_measured = |x: &Tensor| x.f_narrow(-1, 0, measured);
         let unit = unit(&of_measured(&whole)?, if self.eps_outside { eps * eps } else { eps })?;
         let wide = whole.f_div(&unit)?;
         let scale = if self.eps_outside {
-            // The length's gradient is 0 at rows of zeros, where the root's would be infinite.
+            // At rows of zeros the gradient of the length is 0; that of the square root would be infinite.
             let length = over_row(&of_measured(&wide)?, measured, |x| {
                 Ok(x.f_norm_scalaropt_dim(2.0, [-1i64].as_slice(), true)?)
             })?;
@@ -145,20 +145,21 @@ impl Conventions {
         }
     }
 
-    /// True if x̂ of rows of this type is rounded before its product with γ.
+    /// True if, for rows of this type, x̂ is rounded before it is multiplied by γ.
     pub fn rounds_first(&self, kind: Kind) -> bool {
         self.cast != Cast::After && !is_wide(kind)
     }
 }
 
-/// Rounds t to a type, with the gradient of the unrounded t: a sum over a row may leave the range of 16 bits.
+/// Rounds t to a type but keeps the gradient in t's own type, because sums in the backward pass may leave the range
+/// of 16 bits.
 fn rounded(t: &Tensor, kind: Kind) -> Result<Tensor> {
     let own = t.f_detach()?;
     let rounded = accumulate(&own.f_to_kind(kind)?)?.f_to_kind(t.kind())?;
     Ok(t.f_add(&rounded.f_sub(&own)?)?)
 }
 
-/// True for the types in which statistics accumulate.
+/// True for f32 and f64, the types in which statistics accumulate.
 fn is_wide(kind: Kind) -> bool {
     matches!(kind, Kind::Float | Kind::Double)
 }

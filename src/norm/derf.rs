@@ -1,6 +1,7 @@
 //! Derf, dynamic erf: y = γ⊙erf(αx + s) + β with two learned numbers (Chen et al. 2025; docs/spec.md §1.13).
 //!
-//! Like DyT, it takes the place of a norm and measures nothing.
+//! Like DyT, Derf stands in place of a norm but measures nothing: y depends on no mean, variance or length of its
+//! row.
 
 use crate::cpu::pack::Isa;
 use crate::cpu::Accumulator;
@@ -55,7 +56,7 @@ mod tests {
 
     #[test]
     fn equals_the_formula() {
-        // The f64 erf is C's own.
+        // The expected values use C's erf, in f64.
         check::<Derf>(|z| (math::erf::<f64, Baseline>(z).0, std::f64::consts::FRAC_2_SQRT_PI * (-z * z).exp()));
     }
 }

@@ -1,6 +1,6 @@
 //! DyT, dynamic tanh: y = γ⊙tanh(αx) + β with one learned number α (Zhu et al. 2025; docs/spec.md §1.12).
 //!
-//! It takes the place of a norm and measures nothing: y depends on no mean, variance or length of its row.
+//! DyT stands in place of a norm but measures nothing: y depends on no mean, variance or length of its row.
 
 use crate::cpu::pack::Isa;
 use crate::cpu::Accumulator;

@@ -1,4 +1,4 @@
-//! Norms named by families of models: a norm of the table with its conventions, under a separate name (docs/spec.md
+//! Norms named after families of models. Each is a norm of the table with its own values of options (docs/spec.md
 //! §1.16).
 
 use super::conventions::KEYWORDS;
@@ -7,20 +7,20 @@ use super::spec::{NormContext, Spec, NORM_EPS};
 use crate::options::Options;
 use serde_json::{json, Value};
 
-/// A norm of the table with some of its options set.
+/// A norm of the table for which some options are set.
 pub struct Family {
     /// The norm's name, a colon, and the family's name.
     pub name: &'static str,
     pub equation: &'static str,
     pub source: &'static str,
     pub spec: &'static Spec,
-    /// The value of ε if the configuration does not set it.
+    /// The value of ε, unless the configuration sets one.
     pub eps: f64,
-    /// Returns the values of options, by their names.
+    /// Returns the values of the other options that the family sets, by name.
     overrides: fn() -> Value,
 }
 
-/// Every family that models may name.
+/// Every family that a model can use by name.
 pub static FAMILIES: &[Family] = &[
     Family {
         name: "rmsnorm:llama",
@@ -89,7 +89,7 @@ pub static FAMILIES: &[Family] = &[
 ];
 
 impl Family {
-    /// Returns the options with the family's values.
+    /// Returns the options after the family has set its own values.
     pub fn options(&self, given: &Options) -> Options {
         let mut options = given.clone();
         if given.get(&NORM_EPS).is_none() {
@@ -103,7 +103,7 @@ impl Family {
         options
     }
 
-    /// Returns the entry as JSON, from which Python builds the module.
+    /// Returns the family as JSON, from which Python builds the module.
     pub fn describe(&self) -> Value {
         let keyword_arguments =
             self.spec.keyword_arguments(&NormContext { options: &self.options(&Options::NONE), ..NormContext::ANY });

@@ -3,7 +3,7 @@
 use crate::error::Result;
 use tch::Tensor;
 
-/// The name, equation and source.
+/// The name, the equation and the source, for the tables of the documentation.
 pub const ABOUT: [&str; 3] = [
     "fixnorm",
     "W̃ = W/max(‖row‖₂, 1e-12) of the word embedding, at the input (×√d) and, tied, at the output; U(−0.01, 0.01) at \
@@ -11,10 +11,10 @@ pub const ABOUT: [&str; 3] = [
     "Nguyen & Salazar 2019, §2.3, eq 6",
 ];
 
-/// The bound of the uniform initial embeddings; only their directions matter.
+/// The bound of the initial embeddings, which are uniform. Its size hardly matters, because only directions count.
 pub const INIT_BOUND: f64 = 0.01;
 
-/// The minimum length, so that rows of zeros stay zero.
+/// The smallest length by which a row is divided, so that rows of zeros stay zero.
 pub const EPS: f64 = 1e-12;
 
 /// Returns `W̃ = W / max(‖row‖₂, ε)`, row by row; W is (V, d).

@@ -1,4 +1,5 @@
-//! gated-rmsnorm: y = n⊙σ(W₂ silu(W₁ n)), n = γ⊙x/√(mean x²+ε) over the last dimension (A.X-K2; docs/spec.md §1.17).
+//! gated-rmsnorm: y = n⊙σ(W₂ silu(W₁ n)) with n = γ⊙x/√(mean x²+ε) over the last dimension (A.X-K2; docs/spec.md
+//! §1.17).
 
 use super::composed::product;
 use super::rms_norm;
@@ -28,7 +29,7 @@ pub static SPEC: Spec = Spec {
     }),
 };
 
-/// The standard deviation of W₁ and W₂ at initialisation, A.X-K2's initializer_range.
+/// The standard deviation of the initial W₁ and W₂, A.X-K2's initializer_range.
 const STD: f64 = 0.02;
 const RANK_SIDE: Size = Size::By("rank");
 

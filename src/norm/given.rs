@@ -1,7 +1,8 @@
-//! A norm that a user declares in Python (python/normformer_rs/declarations/norm.py): y = f(x, its parameters; its
-//! options), where f is a function in torch that the training loop calls through PyTorch's dispatcher.
+//! A norm that a user declares in Python (python/normformer_rs/declarations/norm.py): y = f(x, parameters; options).
+//! f is a function of torch tensors, which the training loop calls through PyTorch's dispatcher.
 //!
-//! Each declaration is stored once, for the life of the process, so that it is an entry like those of the table.
+//! Each declaration is stored once and for the life of the process, so that it can be used like an entry of the
+//! table.
 
 use super::operators::{OwnNorm, MOST};
 use super::spec::{DeclaredShape, Form, Numbers, Parameter, Quantity, Size, Spec};
@@ -12,7 +13,7 @@ use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::sync::Mutex;
 
-/// A norm's declaration in a model, as stored in config.json.
+/// The declaration of a norm in one model, as config.json stores it.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct GivenNorm {
@@ -21,21 +22,21 @@ pub struct GivenNorm {
     pub equation: String,
     #[serde(default)]
     pub source: String,
-    /// The parameters in the order in which f takes them.
+    /// The parameters, in the order of f's arguments.
     pub parameters: Vec<GivenParameter>,
     #[serde(default)]
     pub options: BTreeMap<String, f64>,
 }
 
-/// A parameter p, which f receives as factor·(offset + p).
+/// The declaration of a parameter p. f receives factor·(offset + p).
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct GivenParameter {
     pub name: String,
     pub shape: GivenShape,
-    /// The initial value of p, by the norm's width.
+    /// The initial value of p for each width of the norm.
     pub start: BTreeMap<i64, f64>,
-    /// The standard deviation of the normal distribution around the initial value.
+    /// The standard deviation of the initial values of p around `start`.
     #[serde(default)]
     pub std: f64,
     #[serde(default)]
@@ -44,7 +45,7 @@ pub struct GivenParameter {
     pub factor: f64,
 }
 
-/// The shape of a parameter: a name, or the sides of a matrix.
+/// The shape of a parameter: the name of a shape, or the two sides of a matrix.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(untagged, expecting = "a shape is \"one\", \"width\", or a matrix's two sides, each a number or \"width\"")]
 pub enum GivenShape {
@@ -103,7 +104,8 @@ struct RegisteredNorm {
 
 static KNOWN: Mutex<Vec<RegisteredNorm>> = Mutex::new(Vec::new());
 
-/// Returns the entry of this declaration, under a name that no other declaration of the process has.
+/// Returns the entry for this declaration. Its name is the declaration's, with a number added if another declaration
+/// of the process has the same name.
 pub fn entry(given: GivenNorm) -> Result<&'static Spec> {
     check(&given)?;
     let mut known = KNOWN.lock().unwrap_or_else(|e| e.into_inner());
@@ -130,12 +132,12 @@ pub fn entry(given: GivenNorm) -> Result<&'static Spec> {
     Ok(spec)
 }
 
-/// Returns the entry of a name that [`entry`] assigned.
+/// Returns the entry to which [`entry`] has given this name.
 pub fn find(name: &str) -> Option<&'static Spec> {
     KNOWN.lock().unwrap_or_else(|e| e.into_inner()).iter().find(|known| known.spec.name == name).map(|known| known.spec)
 }
 
-/// Returns the declaration with a name that [`entry`] assigned.
+/// Returns the declaration to which [`entry`] has given this name.
 pub fn declared(name: &str) -> Option<&'static GivenNorm> {
     KNOWN
         .lock()

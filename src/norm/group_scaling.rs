@@ -1,19 +1,20 @@
-//! Group scaling ("layer-scale"): x/√(mean over each group of x² + 1e-5), no parameters (Shen et al. 2020, Appendix A,
-//! and its code; docs/spec.md §1.10).
+//! Group scaling ("layer-scale"): x/√(mean over each group of x² + 1e-5), without parameters (Shen et al. 2020,
+//! Appendix A, and the authors' code; docs/spec.md §1.10).
 //!
-//! It is rmsnorm applied to groups instead of rows, with its kernels and its exact gradient in training and evaluation.
+//! It is rmsnorm applied to groups of a row instead of whole rows. It uses rmsnorm's kernels, and its gradient is
+//! exact.
 
 use super::spec::NormOption;
 use crate::options::{not_negative, option_spec};
 
-/// The name, equation and source.
+/// The name, the equation and the source, for the tables of the documentation.
 pub const ABOUT: [&str; 3] = [
     "groupscaling",
     "x/√(mean over each group of x² + 1e-5), before batchnorm, powernorm-v and powernorm; 0 groups: none",
     "Shen et al. 2020, Appendix A",
 ];
 
-/// The ε of the authors' code.
+/// The ε in the authors' code.
 pub const EPS: f64 = 1e-5;
 
 option_spec! {
@@ -22,5 +23,5 @@ option_spec! {
     pub(super) GROUPSCALING ("groupscaling"): i64 = 1, not_negative;
 }
 
-/// The number of groups of the scaling that comes first; 0 turns it off.
+/// The number of groups in the group scaling that precedes the norm; 0 turns the scaling off.
 pub(super) const GROUPS: NormOption = NormOption::of("groups", &GROUPSCALING);

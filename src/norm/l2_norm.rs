@@ -1,10 +1,10 @@
-//! l2norm: y = x/max(‖x‖₂, ε) over the last dimension, nothing learned (Loshchilov et al. 2024, `justnorm`;
-//! docs/spec.md §1.14). The kernels are ScaleNorm's, without a gain.
+//! l2norm: y = x/max(‖x‖₂, ε) over the last dimension, without parameters (Loshchilov et al. 2024, `justnorm`;
+//! docs/spec.md §1.14). It uses ScaleNorm's kernels without a gain.
 
 use super::scale_norm;
 use super::spec::{Form, NormOption, Spec, NORM_EPS};
 
-/// ε, which keeps rows of zeros at zero; nGPT has none, torch's `normalize` has 1e-12.
+/// ε keeps rows of zeros at zero. nGPT has no ε; torch's `normalize` has 1e-12, which is the default here, too.
 const EPS: NormOption =
     NormOption::at("eps", Some(&NORM_EPS), |context| context.options.get(&NORM_EPS).unwrap_or(1e-12).into());
 

@@ -42,7 +42,7 @@ impl RowNorm for LayerNorm {
     }
 }
 
-/// Returns the mean and the biased variance.
+/// Returns the mean and the biased variance of a row.
 fn moments<A: Accumulator>(sums: &Sums<A>) -> (A, A) {
     let share = A::ONE / sums.cols;
     let correction = sums.sum * share;
@@ -121,7 +121,8 @@ mod tests {
 
     #[test]
     fn a_large_mean_does_not_cancel() {
-        // The numbers are exact in f32: 2^18 + {0, 1, 2, 3}. E[x²] − μ² would be off by more than σ² itself.
+        // The numbers 2^18 + {0, 1, 2, 3} are exact in f32. The formula E[x²] − μ² would be wrong by more than σ²
+        // itself.
         let x: Vec<f32> = (0..512).map(|i| 262144.0 + (i * 7 % 4) as f32).collect();
         let (mut y, mut stats) = (vec![0.0; 512], [0.0; 2]);
         forward::<f32>(&RowNormFns::of::<LayerNorm>(), 512, &x, &[], &[], 0.0, &mut y, &mut stats);
@@ -132,7 +133,8 @@ mod tests {
 
     #[test]
     fn an_outlier_in_the_first_columns_does_not_cancel() {
-        // This is the worst case for the moments: the guess is 1000/128 away from a mean of about zero.
+        // The outlier is among the first 128 columns, from which the mean is guessed. The guess is about 1e6/128 = 7812,
+        // the mean about 1000.
         let mut x: Vec<f32> = (0..1000).map(|i| (i % 5) as f32 - 2.0).collect();
         x[3] = 1e6;
         let wide: Vec<f64> = x.iter().map(|v| *v as f64).collect();

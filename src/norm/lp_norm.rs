@@ -13,7 +13,7 @@ use crate::options::{option_spec, FieldType};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use tch::Tensor;
 
-/// The order p. JSON has no infinity, so there it is the word "inf".
+/// The order p of the norm. JSON has no infinity, so there p = ∞ is the word "inf".
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Exponent(pub f64);
 
@@ -77,7 +77,7 @@ option_spec! {
     ORDER ("lpnorm_p"): Exponent = Exponent(2.0), |name, p| check(name, p.0);
 }
 
-/// Errors for p below 1, which gives no norm, and for NaN.
+/// Errors if p is NaN or below 1, for which ‖x‖_p is not a norm.
 pub fn check(name: &str, p: f64) -> Result<()> {
     match p >= 1.0 {
         true => Ok(()),
@@ -85,7 +85,7 @@ pub fn check(name: &str, p: f64) -> Result<()> {
     }
 }
 
-/// Computes y by its formula, differentiable to every order. Rows have at least one number.
+/// Computes y by its formula, which autograd can differentiate any number of times. Rows have at least one number.
 pub fn composed(x: &Tensor, weight: Option<&Tensor>, p: f64, eps: f64) -> Result<Tensor> {
     check(ORDER.name, p)?;
     let wide = composed::accumulate(x)?;
@@ -93,30 +93,30 @@ pub fn composed(x: &Tensor, weight: Option<&Tensor>, p: f64, eps: f64) -> Result
     Ok(composed::affine(x_hat, weight, None)?.f_to_kind(x.kind())?)
 }
 
-/// Returns max(‖x‖_p, ε), which is a constant for autograd where it is ε.
+/// Returns max(‖x‖_p, ε). Where it is ε, autograd treats it as a constant.
 pub(super) fn clamped_length(x: &Tensor, p: f64, eps: f64) -> Result<Tensor> {
     let magnitude = x.f_abs()?;
     let largest = magnitude.f_amax([-1i64].as_slice(), true)?.f_detach()?;
     let length = if p.is_infinite() {
-        // Numbers that tie for the largest share the gradient: x·dx is 0, as for every other p.
+        // If several numbers are the largest, they share the gradient. Then ⟨x, dx⟩ is 0, as for every other p.
         let is_largest = x.f_detach()?.f_abs()?.f_eq_tensor(&largest)?.f_to_kind(x.kind())?;
         let ties = is_largest.f_sum_dim_intlist([-1i64].as_slice(), true, None)?.f_clamp_min(1.0)?;
         let w = x.f_detach()?.f_sign()?.f_mul(&is_largest)?.f_div(&ties)?;
         let none = x.f_sub(&x.f_detach()?)?;
         largest.f_add(&w.f_mul(&none)?.f_sum_dim_intlist([-1i64].as_slice(), true, None)?)?
     } else {
-        // Powers are taken relative to the largest number, so that none leaves the range. The length does not depend on
-        // this unit.
+        // Numbers are divided by the largest one before they are raised to the power p, so that no power leaves the
+        // range. The result does not depend on this unit.
         let unit = largest.f_where_self(&largest.f_gt(0.0)?, &largest.f_ones_like()?)?;
         let powers =
             magnitude.f_div(&unit)?.f_pow_tensor_scalar(p)?.f_sum_dim_intlist([-1i64].as_slice(), true, None)?;
-        // The root's gradient at 0 is infinite, so a row of zeros uses another number, which is replaced again at the
-        // end.
+        // At 0 the gradient of the root is infinite. So a row of zeros gets another number here, and its length is
+        // put back below.
         let safe = powers.f_where_self(&powers.f_detach()?.f_ne(0.0)?, &powers.f_ones_like()?)?;
         let length = safe.f_pow_tensor_scalar(1.0 / p)?.f_mul(&unit)?;
         length.f_where_self(&largest.f_ne(0.0)?, &largest)?
     };
-    // `clamp_min` would have gradient one at the clamp, and would turn a NaN into ε.
+    // `clamp_min` would have gradient 1 where the length equals ε, and would turn NaN into ε.
     let floor = length.f_full_like(eps)?;
     Ok(floor.f_where_self(&length.f_detach()?.f_le(eps)?, &length)?)
 }
@@ -130,7 +130,7 @@ mod tests {
     fn the_gradient_is_the_formulas() {
         let (g, eps) = (1.7, 1e-5);
         for p in [1.0, 1.5, 3.0, f64::INFINITY] {
-            let x = Tensor::from_slice(&[0.5f64, -2.0, 2.0, 0.25]).set_requires_grad(true); // a tie for the largest
+            let x = Tensor::from_slice(&[0.5f64, -2.0, 2.0, 0.25]).set_requires_grad(true); // two are the largest
             let dy = Tensor::from_slice(&[1.0f64, 0.5, -1.0, 2.0]);
             let weight = Tensor::from_slice(&[g]);
             let y = composed(&x, Some(&weight), p, eps).unwrap();

@@ -1,8 +1,8 @@
 //! Normalisation layers: one table, one file per norm.
 //!
-//! A norm declares its equation, parameters, buffers, options and composed form (tch) in a [`Spec`]. A norm of rows may
-//! add its row arithmetic, which the plain operator and the fused residual step share. A norm with column statistics
-//! adds how it settles them, which [`kernel::columns`](crate::kernel::columns) runs.
+//! A norm declares its equation, parameters, buffers, options and composed form in a [`Spec`]. A norm of rows may add
+//! its arithmetic for one row, which both its plain operator and the fused residual step use. A norm with column
+//! statistics adds how these are settled, for [`kernel::columns`](crate::kernel::columns) to run.
 
 pub mod batch_norm;
 pub mod composed;
@@ -32,7 +32,7 @@ use operators::{ColumnNormOpSpec, RowNormOpSpec};
 pub use spec::{Form, NormContext, Spec};
 use std::borrow::Cow;
 
-/// Every norm that models may name.
+/// Every norm that a model can use by name.
 pub static NORMS: &[&Spec] = &[
     &layer_norm::SPEC,
     &rms_norm::SPEC,
@@ -59,20 +59,20 @@ const _: () = {
     }
 };
 
-/// Every norm with row kernels; each has an operator, registered at its index in this list.
+/// Every norm with row kernels. Each has an operator, which is registered at the norm's index in this list.
 pub static ROW_NORMS: &[&RowNormOpSpec] =
     &[&layer_norm::OPERATOR, &rms_norm::OPERATOR, &scale_norm::OPERATOR, &dyt::OPERATOR, &derf::OPERATOR];
 
-/// Every norm with column statistics; each has an operator, registered at its index in this list.
+/// Every norm with column statistics. Each has an operator, which is registered at the norm's index in this list.
 pub static COLUMN_NORMS: &[&ColumnNormOpSpec] =
     &[&batch_norm::OPERATOR, &power_norm_v::OPERATOR, &power_norm::OPERATOR];
 
-/// Iterates over every name: the norms', then the families'.
+/// Iterates over every name that models can use: first the norms', then the families'.
 pub fn names() -> impl Iterator<Item = &'static str> {
     NORMS.iter().map(|norm| norm.name).chain(FAMILIES.iter().map(|family| family.name))
 }
 
-/// Returns the table's entry of that name; for a family, the entry of its norm.
+/// Returns the entry of the table with this name. For the name of a family, returns the entry of its norm.
 pub fn find(name: &str) -> Result<&'static Spec> {
     let family = || FAMILIES.iter().find(|family| family.name == name).map(|family| family.spec);
     let own = || given::find(name);
@@ -85,7 +85,8 @@ pub fn find(name: &str) -> Result<&'static Spec> {
         .ok_or_else(|| unknown("norm", name, names()))
 }
 
-/// Returns the table's entry of that name, and the options, in which a family sets its own values.
+/// Returns the entry of the table with this name, and the options. If the name is a family's, the options have the
+/// family's values.
 pub fn named<'a>(name: &str, options: &'a Options) -> Result<(&'static Spec, Cow<'a, Options>)> {
     let own = match FAMILIES.iter().find(|family| family.name == name) {
         Some(family) => Cow::Owned(family.options(options)),

@@ -1,4 +1,4 @@
-//! The declarations of norms' operators: names, kernels and composed forms.
+//! The declarations of the operators that compute norms: names, kernels and composed forms.
 
 use super::composed::{self, ComposedNorm};
 use super::spec::NormArgs;
@@ -8,22 +8,22 @@ use crate::kernel::columns::{self, ColumnOptions};
 use crate::kernel::rows::RowNormKernel;
 use tch::Tensor;
 
-/// The operators of a row norm.
+/// The operators of a row norm: the norm alone, and the norm after a residual step.
 pub struct RowNormOpSpec {
     /// The name of the norm's operator in torch.ops.normformer_rs.
     pub operator: &'static str,
-    /// The name of the operator with a residual step before the norm.
+    /// The name of the operator that makes a residual step and then computes the norm.
     pub residual: &'static str,
-    /// The names of a curve's learned numbers: first the scale, then the shift if it has one. A norm with such numbers
-    /// has no ε.
+    /// The names of the learned numbers of a curve such as DyT: the scale, then the shift if there is one. A norm
+    /// with such numbers has no ε.
     pub numbers: &'static [&'static str],
     pub kernel: RowNormKernel,
-    /// The composed form of x̂.
+    /// The function that computes x̂ in the composed form.
     pub x_hat: ComposedNorm,
 }
 
 impl RowNormOpSpec {
-    /// Computes y in x's type with the composed form, from ε or from a curve's numbers.
+    /// Computes y in x's type with the composed form. A curve gets its numbers, every other norm ε.
     pub fn composed(
         &self,
         x: &Tensor,
@@ -36,15 +36,16 @@ impl RowNormOpSpec {
     }
 }
 
-/// The operator of a row norm that uses another norm's kernels, or none: (x, weight, keywords…) → y.
+/// The operator of a row norm without kernels of its own; it uses another norm's kernels or none: (x, weight,
+/// keywords…) → y.
 pub struct CompositeNormOpSpec {
     /// The name of the operator in torch.ops.normformer_rs.
     pub operator: &'static str,
-    /// The module's keyword arguments, in the schema's order.
+    /// The keyword arguments of the module, in the order of the operator's schema.
     pub keywords: &'static [&'static str],
-    /// Kernels that compute the same function for rows in f32 and f64.
+    /// The kernels that compute the same function for rows in f32 and f64; `None` if there are none.
     pub rows: Option<&'static RowNormOpSpec>,
-    /// Computes the function in tch; the weight is the one that kernels would get.
+    /// Computes the function with PyTorch's operations. It gets the weight in the form in which kernels would get it.
     pub composed: fn(&Tensor, Option<&Tensor>, &NormArgs) -> Result<Tensor>,
 }
 
@@ -52,19 +53,20 @@ pub struct CompositeNormOpSpec {
 pub struct ColumnNormOpSpec {
     /// The name of the operator in torch.ops.normformer_rs.
     pub operator: &'static str,
-    /// The names of the two buffers in the schema.
+    /// The names of the two state buffers in the operator's schema.
     pub state: [&'static str; 2],
     pub kernel: columns::ColumnNormKernel,
-    /// Computes `kernel.settle` in tch: from the batch's statistics, the ones to apply and the new running ones.
+    /// Computes with PyTorch's operations what `kernel.settle` computes: the statistics to apply, and the new running
+    /// ones.
     pub composed: fn(&BatchTensors, &StateTensors, &ColumnOptions) -> Result<AppliedStatistics>,
 }
 
-/// A user's function, and its arguments besides x and the parameters.
+/// A norm that a user's function computes: its name, and the declaration that the function is called with.
 pub struct OwnNorm {
     pub name: &'static str,
-    /// The declaration as stored in config.json.
+    /// The declaration, as config.json stores it.
     pub declaration: String,
 }
 
-/// The maximum number of parameters of such a function.
+/// The maximum number of parameters that a user's norm may have.
 pub const MOST: usize = 8;

@@ -1,12 +1,13 @@
-//! PowerNorm: x divided by the running root mean square of its feature, and a running ν in the gradient
-//! (Shen et al. 2020, Definition 3, Algorithm 2, eq 8–13; docs/spec.md §1.9).
+//! PowerNorm: each feature of x is divided by its running root mean square, and the gradient uses a running ν (Shen
+//! et al. 2020, Definition 3, Algorithm 2, eq 8–13; docs/spec.md §1.9).
 //!
 //! > x̂ = x/√(ψ² + ε),  y = γ⊙x̂ + β,  then ψ² ← αψ² + (1−α)ψ²_B
 //! > G = γ⊙dy,  X′ = G − ν⊙x̂,  dx = X′/√(ψ² + ε),  then ν ← ν(1 − (1−α_b)Γ) + (1−α_b)Λ
 //!
-//! with Γ = mean(x̂²), Λ = mean(G⊙x̂) and the ψ² of the forward pass; the buffer `ema_gz` is ν/(1−α_b). While t ≤
-//! warm-up, the forward pass divides by the batch's own ψ_B, with PN-V's exact gradient, and ψ² is the mean so far. The
-//! release mode computes what the authors' mask_powernorm.py does, after the group scaling with which it begins.
+//! Here Γ = mean(x̂²), Λ = mean(G⊙x̂), and ψ² is the one of the forward pass. The buffer `ema_gz` is ν/(1−α_b). In
+//! the first updates, while t ≤ warm-up, the forward pass divides by the batch's own ψ_B and has PN-V's exact
+//! gradient, and ψ² is the mean of all batches so far. The release mode computes what the authors' mask_powernorm.py
+//! does, including the group scaling at its beginning.
 
 use super::group_scaling::GROUPSCALING;
 use super::operators::ColumnNormOpSpec;
@@ -25,7 +26,7 @@ choice! {
     pub enum PowerNormMode ("powernorm_mode") { Paper = "paper", Release = "release" }
 }
 
-/// The warm-up of the norms after a stack in the authors' code.
+/// The warm-up that the authors' code gives the norm after a stack.
 const RELEASED_END_WARMUP: i64 = 1000;
 
 pub static SPEC: Spec = Spec {
@@ -48,7 +49,7 @@ pub static SPEC: Spec = Spec {
             false => context.options.get(&WARMUP).into(),
         }),
         NormOption::of("mode", &MODE),
-        // The authors' models scale one group per head.
+        // In the authors' models, group scaling has one group for each head.
         NormOption::at("groups", Some(&GROUPSCALING), |context| match is_release(context) {
             true => context.heads.into(),
             false => context.options.get(&GROUPSCALING).into(),
@@ -82,6 +83,8 @@ pub static OPERATOR: ColumnNormOpSpec = ColumnNormOpSpec {
     composed: settle_composed,
 };
 
+/// Returns the statistics to apply, which are the running ones, or during warm-up the batch's own. Then updates ψ²
+/// and the number of updates t.
 fn settle(batch: &BatchStatistics, state: &mut State, o: &ColumnOptions) -> Stats {
     let running = Stats::new(&batch.mean, state.first, o.eps);
     if !o.train {
@@ -115,6 +118,7 @@ fn settle(batch: &BatchStatistics, state: &mut State, o: &ColumnOptions) -> Stat
     stats
 }
 
+/// Does the same as `settle` with PyTorch's operations; masks replace its decisions.
 fn settle_composed(batch: &BatchTensors, state: &StateTensors, o: &ColumnOptions) -> Result<AppliedStatistics> {
     let (Some(phi), Some(iters)) = (&state.first, &state.iters) else {
         unreachable!("the operator has asked for both")

@@ -1,7 +1,8 @@
 //! PN-V, PowerNorm with the batch's own statistic: x̂ = x/√(ψ²_B + ε), ψ²_B = mean x² per feature over real rows,
 //! y = γ⊙x̂ + β (Shen et al. 2020, Definition 1, eq 4–6; docs/spec.md §1.8).
 //!
-//! Running ψ² ← αψ² + (1−α)ψ²_B; evaluation uses it. The gradient is exact: dx = (γ/ψ_B)[dy − x̂⊙mean(dy⊙x̂)].
+//! In training ψ² ← αψ² + (1−α)ψ²_B; evaluation uses this running ψ². The gradient is exact: dx = (γ/ψ_B)[dy −
+//! x̂⊙mean(dy⊙x̂)].
 
 use super::group_scaling::GROUPS;
 use super::operators::ColumnNormOpSpec;
@@ -35,6 +36,8 @@ pub static OPERATOR: ColumnNormOpSpec = ColumnNormOpSpec {
     composed: settle_composed,
 };
 
+/// Updates the running ψ² in training, and returns the statistics to apply: in evaluation the running ones, otherwise
+/// the batch's.
 fn settle(batch: &BatchStatistics, state: &mut State, o: &ColumnOptions) -> Stats {
     if !o.train && !state.first.is_empty() {
         return Stats::new(&batch.mean, state.first, o.eps);
@@ -46,6 +49,7 @@ fn settle(batch: &BatchStatistics, state: &mut State, o: &ColumnOptions) -> Stat
     Stats::of_batch(batch, o.eps)
 }
 
+/// Does the same as `settle` with PyTorch's operations.
 fn settle_composed(batch: &BatchTensors, state: &StateTensors, o: &ColumnOptions) -> Result<AppliedStatistics> {
     let Some(phi) = &state.first else { return batch.used(o) };
     if !o.train {

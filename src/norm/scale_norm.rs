@@ -1,4 +1,5 @@
-//! ScaleNorm: y = g·x/max(n, ε), n = ‖x‖₂, over the last dimension (Nguyen & Salazar 2019, eq 5; docs/spec.md §1.4).
+//! ScaleNorm: y = g·x/max(n, ε) with n = ‖x‖₂ over the last dimension (Nguyen & Salazar 2019, eq 5; docs/spec.md
+//! §1.4).
 
 use super::lp_norm;
 use crate::cpu::Accumulator;
@@ -9,9 +10,10 @@ use crate::norm::spec::{Form, NormArgs, NormOption, Spec, EPS, GAIN};
 use crate::row_program;
 use tch::Tensor;
 
-/// The row kernel of ScaleNorm: scale = 1/max(n, ε), so x̂ = u.
+/// The row kernel of ScaleNorm: scale = 1/max(n, ε). So x̂ = u = x/n, except where ε is larger than n.
 ///
-/// dx = (g/n)(dy − u⟨u, dy⟩) if n > ε, else (g/ε)dy (Nguyen & Salazar 2019, App C, with the clamp's own gradient).
+/// dx = (g/n)(dy − u⟨u, dy⟩) if n > ε, else (g/ε)dy: this is App C of Nguyen & Salazar 2019, plus the gradient of the
+/// maximum.
 #[derive(Clone, Copy, Debug)]
 pub struct ScaleNorm;
 
@@ -25,7 +27,7 @@ impl RowNorm for ScaleNorm {
     fn measure_scaled<A: Accumulator>(x: &[A], eps: A) -> Measured<A> {
         let unit = magnitude(x);
         let square = if unit > A::ZERO { sum(x, |v| v / unit * (v / unit)) } else { A::ONE };
-        // n itself may leave the range, so 1/n is computed in two steps.
+        // The length n may leave the range although 1/n does not, so 1/n is computed in two steps.
         clamped(A::ONE / unit / square.sqrt(), eps)
     }
 
@@ -35,7 +37,8 @@ impl RowNorm for ScaleNorm {
     }
 }
 
-/// Returns the measured row from scale = 1/n, clamped. `max` would turn a NaN into a number.
+/// Returns the measured row for scale = 1/n, which is limited to 1/ε. The comparison keeps a NaN; `max` would replace
+/// it.
 fn clamped<A: Accumulator>(scale: A, eps: A) -> Measured<A> {
     let most = A::ONE / eps;
     Measured { shift: A::ZERO, scale: if scale >= most { most } else { scale } }
@@ -115,7 +118,7 @@ mod tests {
 
     #[test]
     fn the_clamp_has_its_own_gradient() {
-        // ‖x‖ = 0.05 lies below a clamp of 0.1, and above one of 0.01.
+        // The length ‖x‖ = 0.05 lies below ε = 0.1 and above ε = 0.01.
         let (x, dy) = ([0.03f32, 0.04], [1.0f32, 2.0]);
         for (eps, want_y, want_dx, want_dg) in
             [(0.1, [0.9f32, 1.2], [30.0f32, 60.0], 1.1f32), (0.01, [1.8, 2.4], [-19.2, 14.4], 2.2)]

@@ -9,60 +9,61 @@ use serde_json::{json, Map, Value};
 use std::collections::BTreeMap;
 use tch::Tensor;
 
-/// A norm, y = weight⊙x̂ + bias, and the computation of x̂. The training loop, Python's modules, the command line and
-/// the documentation are all built from this entry.
+/// A norm y = weight⊙x̂ + bias, and how x̂ is computed. The training loop, Python's modules, the command line and the
+/// documentation are all built from this entry.
 pub struct Spec {
-    /// The name that users give.
+    /// The name by which users choose the norm.
     pub name: &'static str,
-    /// The name of its class in `normformer_rs.nn`.
+    /// The name of the norm's class in `normformer_rs.nn`.
     pub module: &'static str,
     pub equation: &'static str,
     pub source: &'static str,
-    /// Its learned parameters: `weight` and `bias`, if it has them; every other parameter enters x̂.
+    /// The learned parameters. Those named `weight` and `bias` are applied to x̂; all others are used to compute x̂.
     pub parameters: &'static [Parameter],
-    /// Its running statistics.
+    /// The running statistics that the norm keeps.
     pub buffers: &'static [StateBuffer],
     pub options: &'static [NormOption],
     pub form: Form,
 }
 
 impl Spec {
-    /// Whether the norm's form keeps the running statistics that it declares.
+    /// True if the norm's form stores the running statistics that the norm declares.
     pub const fn keeps_its_buffers(&self) -> bool {
         self.buffers.is_empty() || matches!(self.form, Form::Columns(_))
     }
 }
 
-/// The way in which x̂ is computed.
+/// How x̂ is computed.
 #[derive(Clone, Copy)]
 pub enum Form {
-    /// Row by row, in the composed form: a norm without kernels, as in CONTRIBUTING.md.
+    /// Row by row, in the composed form: a norm without kernels, such as the example in CONTRIBUTING.md.
     #[allow(dead_code)]
     Composed(ComposedNorm),
-    /// The composed form of a norm whose weight is inside the formula: y from x and all parameters.
+    /// In the composed form, with the weight inside the formula: y is computed from x and all parameters.
     Whole(WholeNorm),
-    /// Row by row with kernels, which the fused residual step has, too.
+    /// Row by row with kernels, which the fused residual step uses, too.
     Rows(&'static RowNormOpSpec),
-    /// Row by row, with an operator of its own.
+    /// Row by row, with an operator that belongs to this norm alone.
     Operator(&'static CompositeNormOpSpec),
-    /// One of the above, chosen by the options; the first is the one that the table names.
+    /// One of the other forms, which the function chooses by the options. The first field is the form that tables
+    /// show.
     Chosen(&'static Form, fn(&NormArgs) -> Result<Form>),
-    /// Normalisation with column statistics.
+    /// With statistics of columns: over all rows of a batch.
     Columns(&'static ColumnNormOpSpec),
-    /// Row by row, with a user's function.
+    /// Row by row, with a function that a user declares.
     Own(&'static OwnNorm),
 }
 
 /// The shape of a parameter or a buffer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DeclaredShape {
-    /// (1,)
+    /// The shape (1,).
     One,
-    /// (d,)
+    /// The shape (d,).
     Width,
-    /// (1, d, 1, 1), as PowerNorm's authors store it.
+    /// The shape (1, d, 1, 1), which PowerNorm's authors use.
     Column,
-    /// A matrix of as many rows and columns.
+    /// A matrix with these numbers of rows and columns.
     Matrix([Size; 2]),
 }
 
@@ -71,12 +72,12 @@ pub enum DeclaredShape {
 pub enum Size {
     Is(i64),
     Width,
-    /// The value of this option of the norm.
+    /// The value of the norm's option with this name.
     By(&'static str),
 }
 
 impl DeclaredShape {
-    /// Returns the shape in one norm.
+    /// Returns the sizes of this shape, for a norm with this width and these options.
     pub fn of(self, given: &NormArgs) -> Vec<i64> {
         match self {
             DeclaredShape::One => vec![1],
@@ -86,7 +87,7 @@ impl DeclaredShape {
         }
     }
 
-    /// Returns its name, or a matrix's sides: numbers, "width" and options.
+    /// Returns the name of the shape; for a matrix its two sides, each a number, "width" or the name of an option.
     fn describe(self) -> Value {
         match self {
             DeclaredShape::One => "one".into(),
@@ -115,7 +116,8 @@ impl Size {
     }
 }
 
-/// A number of a parameter: a constant, or a function of a norm's width d and options with its formula in words.
+/// A number that belongs to a parameter: a constant, or a function of a norm's width d and options, with its formula
+/// in words.
 #[derive(Clone, Copy)]
 pub enum Quantity {
     Is(f64),
@@ -132,7 +134,7 @@ impl Quantity {
         }
     }
 
-    /// Returns the number, or its formula.
+    /// Returns the number, or the formula in words.
     fn describe(self) -> Value {
         match self {
             Quantity::Is(value) => value.into(),
@@ -142,18 +144,20 @@ impl Quantity {
     }
 }
 
-/// A learned tensor p, which kernels and formulas receive as factor·(offset + p).
+/// A learned tensor p. Kernels and formulas receive factor·(offset + p).
 #[derive(Clone, Copy)]
 pub struct Parameter {
     pub name: &'static str,
     pub shape: DeclaredShape,
-    /// The initial value of every element of p, or their mean.
+    /// The initial value of every element of p; if `std` is not 0, the mean of the initial values.
     pub start: Quantity,
-    /// The standard deviation of the normal distribution of the initial values; 0 means a constant.
+    /// The standard deviation of the initial values, which are normally distributed; 0 means that all are equal to
+    /// `start`.
     pub std: Quantity,
     pub offset: Quantity,
     pub factor: Quantity,
-    /// The dimension over which its products are summed, by which parametrisations scale its learning rate.
+    /// The dimension over which products with the parameter are summed. Parametrisations scale its learning rate
+    /// accordingly.
     pub sums_over: SumsOver,
 }
 
@@ -161,7 +165,7 @@ pub struct Parameter {
 pub const WEIGHT: Parameter = Parameter::new("weight", DeclaredShape::Width, 1.0);
 /// The bias β, one number per column, initially 0.
 pub const BIAS: Parameter = Parameter::new("bias", DeclaredShape::Width, 0.0);
-/// One gain g for all columns, initially √d, so that y has x's length on average.
+/// One gain g for all columns. It begins at √d, so that y has the length of x on average.
 pub const GAIN: Parameter = Parameter {
     start: Quantity::By("√d", |given| (given.width as f64).sqrt()),
     ..Parameter::new("weight", DeclaredShape::One, 1.0)
@@ -181,30 +185,31 @@ impl Parameter {
         }
     }
 
-    /// Declares a matrix of N(0, std²) that enters x̂, and whose products are summed over its columns.
+    /// Declares a matrix used inside x̂, with initial values from N(0, std²). Its products are summed over its
+    /// columns.
     pub const fn matrix(name: &'static str, sides: [Size; 2], std: f64) -> Self {
         let sums_over = if matches!(sides[1], Size::Width) { SumsOver::Width } else { SumsOver::Nothing };
         Parameter { std: Quantity::Is(std), sums_over, ..Parameter::new(name, DeclaredShape::Matrix(sides), 0.0) }
     }
 
-    /// Declares one number that enters x̂.
+    /// Declares a single number used inside x̂.
     pub const fn one(name: &'static str, start: f64) -> Self {
         Parameter::new(name, DeclaredShape::One, start)
     }
 
-    /// True if the parameter is outside x̂.
+    /// True if the parameter is applied to x̂: the weight or the bias.
     pub fn is_affine(&self) -> bool {
         matches!(self.name, "weight" | "bias")
     }
 
-    /// Returns its numbers in one norm.
+    /// Returns the parameter's numbers for a norm with this width and these options.
     pub fn numbers(&self, given: &NormArgs) -> Numbers {
         let [start, std, offset, factor] = [self.start, self.std, self.offset, self.factor].map(|q| q.at(given));
         Numbers { start, std, offset, factor }
     }
 }
 
-/// The numbers of a parameter p in one norm.
+/// The numbers that belong to a parameter p, for one norm.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Numbers {
     pub start: f64,
@@ -214,12 +219,12 @@ pub struct Numbers {
 }
 
 impl Numbers {
-    /// True if kernels use p unchanged.
+    /// True if kernels receive p itself.
     pub fn are_plain(&self) -> bool {
         (self.offset, self.factor) == (0.0, 1.0)
     }
 
-    /// Returns the initial p for which the value in kernels is multiplied by `scale`.
+    /// Returns the initial p with which the value that kernels receive is `scale` times the usual one.
     pub fn first(&self, scale: f64) -> f64 {
         match scale == 1.0 {
             true => self.start,
@@ -227,8 +232,8 @@ impl Numbers {
         }
     }
 
-    /// Returns factor·(offset + p). A transformed p is computed in f32 or f64, because a sum in 16 bits would lose
-    /// small values.
+    /// Returns factor·(offset + p). If that differs from p, it is computed in f32 or f64, because a sum in 16 bits
+    /// would lose small values of p.
     pub fn of(&self, p: &Tensor) -> Result<Tensor> {
         if self.are_plain() {
             return Ok(p.shallow_clone());
@@ -238,13 +243,13 @@ impl Numbers {
         Ok(if self.factor == 1.0 { sum } else { sum.f_mul_scalar(self.factor)? })
     }
 
-    /// Returns factor·(offset + p) for the initial p.
+    /// Returns factor·(offset + p) with the initial value of p.
     pub fn at_start(&self) -> f64 {
         self.factor * (self.offset + self.start)
     }
 }
 
-/// State that training updates without a gradient, in f32 or f64; a counter is int64.
+/// A state that training updates without a gradient. Its type is f32 or f64, or int64 if it is a counter.
 #[derive(Clone, Copy, Debug)]
 pub struct StateBuffer {
     pub name: &'static str,
@@ -260,24 +265,25 @@ impl StateBuffer {
     }
 }
 
-/// The place of a norm in a model, for norms whose options depend on it.
+/// Where a norm stands in a model, for options that depend on it.
 #[derive(Clone, Copy, Debug)]
 pub struct NormContext<'a> {
-    /// The width of its rows.
+    /// The width of the rows that the norm gets.
     pub width: i64,
     /// The number of the model's attention heads.
     pub heads: i64,
-    /// The option values in the model's configuration.
+    /// The values of options in the model's configuration.
     pub options: &'a Options,
-    /// True for the last norm of the decoder, whose gain `scalenorm-fixed` learns (Nguyen & Salazar 2019, Table 7).
+    /// True for the last norm of the decoder. The norm `scalenorm-fixed` learns its gain only there (Nguyen & Salazar
+    /// 2019, Table 7).
     pub last_of_decoder: bool,
     /// True if the norm comes after a stack's last layer.
     pub ends_stack: bool,
-    /// The factor of its weight's initial value.
+    /// The factor by which the initial value of the weight is multiplied.
     pub start: f64,
 }
 
-/// A norm's width and its module's keyword arguments.
+/// A norm's width, and the keyword arguments of its module.
 #[derive(Debug)]
 pub struct NormArgs {
     pub width: i64,
@@ -285,7 +291,7 @@ pub struct NormArgs {
 }
 
 impl NormArgs {
-    /// Returns the arguments that row kernels have: only ε.
+    /// Returns the arguments of a norm that only has ε, which is all that row kernels need.
     pub(super) fn of_eps(eps: f64) -> Self {
         NormArgs { width: 1, values: Map::from_iter([("eps".to_string(), eps.into())]) }
     }
@@ -313,7 +319,7 @@ impl NormArgs {
     }
 }
 
-/// Converts a JSON value to a number. JSON has neither infinity ("inf" here) nor NaN.
+/// Converts a JSON value to a number. JSON has no infinity, so the text "inf" stands for it; other values become NaN.
 fn number(value: &Value) -> f64 {
     match value.as_f64() {
         Some(number) => number,
@@ -322,24 +328,25 @@ fn number(value: &Value) -> f64 {
     }
 }
 
-/// A keyword argument of the norm's module, and the source of its value in a model: the configuration, or the norm's
+/// A keyword argument of a norm's module, and where its value in a model comes from: the configuration, or the norm's
 /// place.
 #[derive(Clone, Copy)]
 pub struct NormOption {
     pub name: &'static str,
-    /// The option that users set; `None` if there is none.
+    /// The option of the configuration that sets the argument; `None` if there is none.
     pub option: Option<&'static dyn AnyOption>,
-    /// Returns the value at a place, if it is not the option's: a float, an integer, a bool or a string.
+    /// Returns the value at a place (a float, an integer, a bool or a string). `None` means that the value is the
+    /// option's.
     pub at: Option<fn(&NormContext) -> Value>,
 }
 
 impl NormOption {
-    /// Declares a keyword argument whose value is the option's.
+    /// Declares a keyword argument whose value is the value of an option.
     pub const fn of(name: &'static str, option: &'static dyn AnyOption) -> Self {
         NormOption { name, option: Some(option), at: None }
     }
 
-    /// Declares a keyword argument whose value depends on the place, and perhaps on an option.
+    /// Declares a keyword argument whose value depends on the norm's place, and perhaps on an option.
     pub const fn at(name: &'static str, option: Option<&'static dyn AnyOption>, at: fn(&NormContext) -> Value) -> Self {
         NormOption { name, option, at: Some(at) }
     }
@@ -352,12 +359,12 @@ impl NormOption {
         }
     }
 
-    /// Returns the choices of an option with words.
+    /// Returns the words that the option accepts; empty if it does not take words.
     fn choices(&self) -> Vec<&'static str> {
         self.option.map_or_else(Vec::new, |option| option.field("").choices)
     }
 
-    /// Checks the type and the value of a module's argument, if it is an option.
+    /// Checks the value that a module was given for this argument, if an option says what is allowed.
     fn read(&self, value: Value) -> Result<Value> {
         match (self.at, self.option) {
             (None, Some(option)) => option.accept(self.name, value),
@@ -365,7 +372,8 @@ impl NormOption {
         }
     }
 
-    /// Converts a value from the number that operators get: a flag is 0 or 1, a word its index among the choices.
+    /// Converts the number that operators get back to a value: 0 or 1 is a flag, and a word is given by its index
+    /// among the choices.
     fn decode(&self, number: f64) -> Value {
         match self.value(&NormContext::ANY) {
             Value::Bool(_) => (number != 0.0).into(),
@@ -391,34 +399,34 @@ option_spec! {
 pub const EPS: NormOption =
     NormOption::at("eps", Some(&NORM_EPS), |context| context.options.get(&NORM_EPS).unwrap_or(1e-5).into());
 
-/// The keyword argument for statistics over all ranks.
+/// The keyword argument that says whether statistics are computed over all ranks.
 pub const SYNC: NormOption = NormOption::at("sync", None, |_| true.into());
 
 impl Spec {
-    /// True if its rows affect each other through statistics of the batch.
+    /// True if rows affect each other, because the norm uses statistics of the batch.
     pub fn has_statistics(&self) -> bool {
         matches!(self.form, Form::Columns(_))
     }
 
-    /// True if its weight is a parameter in every place of a model with these options.
+    /// True if the weight is a learned parameter at every place of a model with these options.
     pub fn learns_weight(&self, options: &Options) -> bool {
         let has_weight = self.parameters.iter().any(|parameter| parameter.name == WEIGHT.name);
         let context = NormContext { options, ..NormContext::ANY };
         has_weight && self.value("elementwise_affine", &context).is_none_or(|flag| flag == true)
     }
 
-    /// Returns the keyword's value at a place; `None` if the norm has no such keyword.
+    /// Returns the value of a keyword argument at a place; `None` if the norm has no such keyword.
     pub fn value(&self, keyword: &str, context: &NormContext) -> Option<Value> {
         Some(self.options.iter().find(|option| option.name == keyword)?.value(context))
     }
 
-    /// Returns the norm's arguments at a place.
+    /// Returns all arguments of the norm at a place.
     pub fn at(&self, context: &NormContext) -> NormArgs {
         let values = self.options.iter().map(|keyword| (keyword.name.to_string(), keyword.value(context)));
         NormArgs { width: context.width, values: values.collect() }
     }
 
-    /// Checks a module's keyword arguments and returns them with its width.
+    /// Checks the keyword arguments of a module, and returns them with the module's width.
     pub fn given(&self, width: i64, mut values: Map<String, Value>) -> Result<NormArgs> {
         for keyword in self.options {
             let value = values.get_mut(keyword.name).map_or(Value::Null, Value::take);
@@ -428,7 +436,7 @@ impl Spec {
         self.form_of(&given).map(|_| given)
     }
 
-    /// Returns the form of a norm with these options, which may choose another than the table's.
+    /// Returns the form of the norm with these options. It may differ from the one that the table shows.
     pub fn form_of(&self, given: &NormArgs) -> Result<Form> {
         match self.form {
             Form::Chosen(_, choose) => choose(given),
@@ -436,8 +444,8 @@ impl Spec {
         }
     }
 
-    /// Computes y for rows of this width with tch operations. `parameters` are in the order of the declaration, as
-    /// factor·(offset + p); `options` are in the order of the declaration, as numbers.
+    /// Computes y with PyTorch's operations for rows of this width. `parameters` are given as factor·(offset + p) and
+    /// `options` as numbers, both in the order in which the norm declares them.
     pub fn composed(&self, x: &Tensor, width: i64, parameters: Vec<Option<Tensor>>, options: &[f64]) -> Result<Tensor> {
         let name = self.name;
         let (wanted, got) = ((self.parameters.len(), self.options.len()), (parameters.len(), options.len()));
@@ -481,12 +489,12 @@ impl Spec {
         composed::apply(x_hat, x, &inside, (weight.as_ref(), bias.as_ref()), &given)
     }
 
-    /// Returns the module's keyword arguments at a place, as JSON; infinity is the word "inf".
+    /// Returns the keyword arguments of the module at a place, as JSON. Infinity becomes the text "inf".
     pub fn keyword_arguments(&self, context: &NormContext) -> Value {
         self.at(context).values.into()
     }
 
-    /// Returns the entry as JSON, from which Python builds the module.
+    /// Returns the norm as JSON, from which Python builds the module.
     pub fn describe(&self) -> Value {
         let parameter = |p: &Parameter| {
             let [start, std, offset, factor] = [p.start, p.std, p.offset, p.factor].map(Quantity::describe);
@@ -534,7 +542,7 @@ impl Spec {
 }
 
 impl NormContext<'_> {
-    /// A place in a model with default options.
+    /// A place with default options, for uses to which the place does not matter.
     pub const ANY: NormContext<'static> = NormContext {
         width: 1,
         heads: 1,

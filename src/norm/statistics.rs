@@ -1,5 +1,5 @@
-//! The composed form (tch) of norms with column statistics: on devices without a kernel, under torch.func, and for
-//! second derivatives. No tensor is read by the host: decisions are masks.
+//! The composed form of norms with column statistics. It is used on devices without kernels, under torch.func, and
+//! for second derivatives. The host reads no tensor: masks replace decisions.
 
 use super::composed::{accumulate, affine};
 use super::operators::ColumnNormOpSpec;
@@ -7,7 +7,7 @@ use crate::error::Result;
 use crate::kernel::columns::{ColumnOptions, Stats};
 use tch::{no_grad, Kind, Tensor};
 
-/// The state tensors of an operator's call.
+/// The tensors of a norm's state that an operator is called with.
 #[derive(Debug, Default)]
 pub struct StateTensors {
     pub first: Option<Tensor>,
@@ -16,7 +16,7 @@ pub struct StateTensors {
     pub refused: Option<Tensor>,
 }
 
-/// A batch's measured statistics; see [`BatchStatistics`](crate::kernel::columns::BatchStatistics).
+/// The statistics measured on a batch; see [`BatchStatistics`](crate::kernel::columns::BatchStatistics).
 pub struct BatchTensors {
     /// The number of real rows, a scalar.
     pub count: Tensor,
@@ -27,7 +27,7 @@ pub struct BatchTensors {
     pub square_of_all: Option<Tensor>,
 }
 
-/// The statistics that give x̂, and the numbers for the backward pass; see [`Stats`].
+/// The statistics from which x̂ is computed, and the numbers that the backward pass needs; see [`Stats`].
 pub struct AppliedStatistics {
     pub shift: Option<Tensor>,
     pub scale: Tensor,
@@ -35,19 +35,20 @@ pub struct AppliedStatistics {
     pub gamma: Tensor,
     pub exact: Tensor,
     pub share: Tensor,
-    /// The σ² or ψ² that was used.
+    /// The σ² or ψ² from which `scale` was computed.
     pub square: Tensor,
 }
 
-/// Rows (…, d) with a mask of the padding rows.
+/// Rows (…, d), with a mask that marks padding rows.
 struct MaskedRows {
     x: Tensor,
-    /// True at padding, (…, 1).
+    /// A mask that is true at padding, (…, 1).
     pad: Option<Tensor>,
     dims: Vec<i64>,
 }
 
 impl MaskedRows {
+    /// Casts x to the type of sums, and gives it at least two dimensions.
     fn new(x: &Tensor, pad: Option<&Tensor>) -> Result<Self> {
         let x = accumulate(x)?;
         let x = if x.dim() == 1 { x.f_unsqueeze(0)? } else { x };
@@ -55,7 +56,7 @@ impl MaskedRows {
         Ok(MaskedRows { x, pad: pad.map(|pad| pad.f_unsqueeze(-1)).transpose()?, dims })
     }
 
-    /// Returns t with zeros at padding.
+    /// Returns t with zeros in the padding rows.
     fn real(&self, t: &Tensor) -> Result<Tensor> {
         match &self.pad {
             Some(pad) => Ok(t.f_masked_fill(pad, 0.0)?),
@@ -71,6 +72,7 @@ impl MaskedRows {
         self.dims.iter().map(|d| self.x.size()[*d as usize] as f64).product()
     }
 
+    /// Returns the number of real rows as a scalar tensor.
     fn count(&self) -> Result<Tensor> {
         match &self.pad {
             Some(pad) => Ok(pad.f_logical_not()?.f_sum(self.x.kind())?),
@@ -80,6 +82,7 @@ impl MaskedRows {
 }
 
 impl BatchTensors {
+    /// Measures the batch. `all_too` asks for the mean square over all rows, padding included.
     fn of(rows: &MaskedRows, centred: bool, all_too: bool) -> Result<Self> {
         let count = rows.count()?;
         let divisor = count.f_clamp_min(1.0)?;
@@ -101,8 +104,8 @@ impl BatchTensors {
         Ok(BatchTensors { count, rows: all, mean, square, square_of_all })
     }
 
-    /// Merges the batches of all ranks from counts, means and mean squares about those means; mean x² − mean² would
-    /// cancel.
+    /// Merges the statistics of all ranks. Each rank gives its count, its mean, and its mean square about this mean,
+    /// because the difference mean x² − mean² would lose digits.
     fn over_ranks(self, o: &ColumnOptions) -> Result<Self> {
         let Some(ranks) = o.ranks else { return Ok(self) };
         let flat = |t: &Tensor| t.f_view(-1);
@@ -126,7 +129,7 @@ impl BatchTensors {
         Ok(BatchTensors { count, rows: all_rows, mean: self.mean.map(|_| mean), square, square_of_all })
     }
 
-    /// Returns the batch's mean; zero for a norm that does not centre.
+    /// Returns the batch's mean; zero if the norm does not centre.
     pub fn mean(&self) -> Result<Tensor> {
         match &self.mean {
             Some(mean) => Ok(mean.shallow_clone()),
@@ -134,7 +137,7 @@ impl BatchTensors {
         }
     }
 
-    /// Returns the batch's own statistics, to be applied.
+    /// Returns the batch's own statistics as the ones to apply.
     pub fn used(&self, o: &ColumnOptions) -> Result<AppliedStatistics> {
         let has_rows = self.count.f_gt(0.0)?;
         let share = self.count.f_reciprocal()?.f_where_self(&has_rows, &self.count.f_zeros_like()?)?;
@@ -144,6 +147,8 @@ impl BatchTensors {
 }
 
 impl AppliedStatistics {
+    /// Returns statistics to apply with this shift, and with a scale computed from `square`. The other numbers are
+    /// those of running statistics: the gradient treats them as constants.
     fn of(shift: Option<&Tensor>, square: &Tensor, count: &Tensor, o: &ColumnOptions) -> Result<Self> {
         let scale = square.f_add_scalar(o.eps)?.f_rsqrt()?;
         Ok(AppliedStatistics {
@@ -157,13 +162,14 @@ impl AppliedStatistics {
         })
     }
 
-    /// Returns running statistics, to be applied.
+    /// Returns the running statistics as the ones to apply.
     pub fn running(mean: Option<&Tensor>, square: &Tensor, batch: &BatchTensors, o: &ColumnOptions) -> Result<Self> {
         let flat = |t: &Tensor| t.f_flatten(0, -1)?.f_to_kind(batch.square.kind());
         let mean = mean.map(flat).transpose()?;
         AppliedStatistics::of(mean.as_ref(), &flat(square)?, &batch.count, o)
     }
 
+    /// Returns the statistics as one tensor, with a row for each number that the backward pass reads.
     fn stats(&self) -> Result<Tensor> {
         let row = |t: &Tensor| t.f_to_kind(self.scale.kind())?.f_expand_as(&self.scale);
         let shift = match &self.shift {
@@ -177,7 +183,8 @@ impl AppliedStatistics {
 }
 
 impl StateTensors {
-    /// Returns, as a tensor, true if these statistics may enter the state; counts those that may not.
+    /// Returns a tensor that is true if the statistics `values` may enter the state, which requires rows and finite
+    /// numbers. Counts batches that are refused because of a number.
     pub fn accepts(&self, batch: &BatchTensors, values: &[&Tensor]) -> Result<Tensor> {
         no_grad(|| {
             let kind = self.first.as_ref().map_or(Kind::Double, Tensor::kind);
@@ -198,14 +205,14 @@ impl StateTensors {
         Ok(())
     }
 
-    /// Sets buffer ← α·buffer + (1 − α)·now, if accepted.
+    /// Sets buffer ← α·buffer + (1 − α)·now, if `accepted` is true.
     pub fn move_to(&self, buffer: &Tensor, now: &Tensor, alpha: f64, accepted: &Tensor) -> Result<()> {
         let now = now.f_detach()?.f_to_kind(buffer.kind())?.f_view_as(buffer)?;
         let moved = buffer.f_mul_scalar(alpha)?.f_add(&now.f_mul_scalar(1.0 - alpha)?)?;
         self.replace(buffer, &moved, accepted)
     }
 
-    /// Sets buffer ← now, if accepted.
+    /// Sets buffer ← now, if `accepted` is true.
     pub fn replace(&self, buffer: &Tensor, now: &Tensor, accepted: &Tensor) -> Result<()> {
         no_grad(|| {
             let now = now.f_detach()?.f_to_kind(buffer.kind())?.f_view_as(buffer)?;
@@ -214,8 +221,8 @@ impl StateTensors {
     }
 }
 
-/// Returns (y, stats), differentiable if the norm's gradient is that of its formula. `given` are statistics of an
-/// earlier run, which are used unchanged.
+/// Returns (y, stats). The result is differentiable if the norm's gradient is the gradient of its formula. If `given`
+/// holds the statistics of an earlier run, they are used unchanged.
 pub fn forward(
     kernels: &ColumnNormOpSpec,
     x: &Tensor,
@@ -237,7 +244,8 @@ pub fn forward(
             (used.shift, used.scale, stats)
         }
     };
-    // Values at padding may be NaN, which a gradient could not remove again.
+    // Padding may hold NaN, and a NaN in the computation would reach the gradients of real rows. So padding is set to
+    // 0 first.
     let x_real = if o.release { rows.x.shallow_clone() } else { rows.real(&rows.x)? };
     let mut y = affine(hat(&x_real, shift.as_ref(), &scale)?, weight, bias)?;
     if !o.release {
@@ -254,7 +262,7 @@ fn hat(x: &Tensor, shift: Option<&Tensor>, scale: &Tensor) -> Result<Tensor> {
     Ok(centred.f_mul(scale)?)
 }
 
-/// Returns (dx, dγ, dβ) from the results of `forward`, the last two in the computing type; updates ν.
+/// Returns (dx, dγ, dβ) from what `forward` has returned, and updates ν. dγ and dβ are in the computing type.
 pub fn backward(
     kernels: &ColumnNormOpSpec,
     dy: &Tensor,
@@ -275,7 +283,7 @@ pub fn backward(
         None => scale.f_ones_like()?,
     };
     let p = weight.f_mul(&slope)?;
-    // Parameters get this rank's gradients; dx uses the sums over all ranks.
+    // The gradients of parameters are sums over this rank's rows; dx uses the sums over all ranks.
     let (all, all_x) = match o.ranks {
         None => (sum.shallow_clone(), sum_x.shallow_clone()),
         Some(ranks) => {
@@ -284,7 +292,8 @@ pub fn backward(
         }
     };
     let lambda = weight.f_mul(&all_x)?.f_mul(&share)?;
-    // If the statistics are not the batch's own, its sums, which may be infinite, must not enter dx.
+    // If the applied statistics are not the batch's own, dx does not depend on the batch's sums. These may be
+    // infinite, so a mask keeps them out.
     let (is_exact, nothing) = (exact.f_eq(1.0)?, slope.f_zeros_like()?);
     let mut q = slope.f_mul(&lambda)?.f_where_self(&is_exact, &nothing)?;
     if let (true, true, Some(ema)) = (kernels.kernel.approximate, o.train, &state.second) {

@@ -1,8 +1,9 @@
-//! Admin: `x⁺ = N(ω⊙x + F(x))`, with ω set so that early branches keep their share (Liu et al. 2020; admin-torch).
+//! Admin: `x⁺ = N(ω⊙x + F(x))`. ω is set so that the branches of early layers keep their share of x (Liu et al. 2020;
+//! admin-torch).
 
 use super::{Gain, LayerContext, Learned, ResidualSpec, Scheme};
 
-/// The name, equation and source of the profiling that initialises ω.
+/// The name, equation and source of admin's profiling, which measures the initial ω.
 pub const PROFILING: [&str; 3] = [
     "admin's profiling",
     "one training batch with dropout; down each stack, with r = 1 at first: ω ← r, r ← √(Var(ω⊙x) + Var(F(x)))",

@@ -46,6 +46,7 @@ pub static ATTNRES: Scheme = Scheme {
     ..Scheme::PLAIN
 };
 
+/// Errors if several queries are asked for in the plain form, which has only one.
 fn check(options: &Options) -> Result<()> {
     match (options.get(&FORM), options.get(&QUERIES)) {
         (AttnResForm::Plain, queries) if queries != 1 => Err(Error::invalid(format!(
@@ -55,6 +56,7 @@ fn check(options: &Options) -> Result<()> {
     }
 }
 
+/// Returns the mixing that reads the sublayer's input. The first sublayer of a stack only has the embedding to read.
 fn around(place: &LayerContext) -> ResidualSpec {
     let queries = queries(place);
     let weights = match place.number() {
@@ -65,10 +67,11 @@ fn around(place: &LayerContext) -> ResidualSpec {
     let mixing = Some(Mixing::Depth(DepthAttention { weights, begins_block }));
     match queries {
         1 => ResidualSpec { mixing, ..(PRENORM.around)(place) },
-        _ => ResidualSpec { mixing, ..ResidualSpec::default() }, // the norms are `inside`
+        _ => ResidualSpec { mixing, ..ResidualSpec::default() }, // `inside` has the norms
     }
 }
 
+/// With three queries, q, k and v have separate inputs, and each input gets its own norm.
 fn inside(place: &LayerContext) -> Vec<(Point, Change)> {
     let norm = |name: &str| Change::Norm(place.projected_norm(name, place.model.d_model));
     match queries(place) {
@@ -82,6 +85,7 @@ fn stack(place: &LayerContext) -> StackSpec {
     StackSpec { mixing: Some(Mixing::Depth(DepthAttention { weights, begins_block: false })), ..(PRENORM.stack)(place) }
 }
 
+/// Declares the parameters of the attention over depth. Queries begin at 0, so that all outputs have equal weights.
 fn weights(place: &LayerContext, queries: i64, name: impl Fn(&str) -> String) -> Option<DepthWeights> {
     let d = place.model.d_model;
     let shape = if queries == 1 { vec![d] } else { vec![queries, d] };

@@ -2,7 +2,7 @@
 
 use super::{postnorm::POSTNORM, Change, Gain, LayerContext, ResidualSpec, Scheme};
 
-/// The name under which the layer's input is kept.
+/// The name under which a layer's input is kept for the layer's last sublayer.
 const INPUT: &str = "layer_input";
 
 pub static B2T: Scheme = Scheme {

@@ -1,4 +1,4 @@
-//! BranchNorm: `x⁺ = N(x + α_t F(x))`, α_t growing to 1 over the first T updates (Liu et al. 2023, eq 7, 8).
+//! BranchNorm: `x⁺ = N(x + α_t F(x))`. α_t grows to 1 over the first T updates (Liu et al. 2023, eq 7, 8).
 
 use super::{Gain, Growth, GrowthCurve, LayerContext, ResidualSpec, Scheme, StackSpec};
 use crate::options::{not_negative, option_spec};

@@ -1,4 +1,4 @@
-//! Checks of a declaration before it is built: names, widths, shapes, and reads of kept tensors.
+//! Checks of a user's declaration before it is built: names, widths, shapes, and reads of kept tensors.
 
 use super::{Change, ExtraStream, Gain, LayerContext, LayerSpec, Learned, Mixing, NormAt, Point, StackSpec, Sublayer};
 use super::{DepthWeights, Dynamic, FirstValue, Gates, ResidualSpec};
@@ -8,16 +8,17 @@ use std::mem::take;
 
 type CheckResult = std::result::Result<(), String>;
 
-/// Returns the error about a name of both a norm and a parameter.
+/// Returns the error for a name that both a norm and a parameter have.
 fn two_kinds(name: &str) -> String {
     format!("{name:?} is a norm and a parameter: give each its own name")
 }
 
-/// Names that a layer's own modules have.
+/// Names that parts of a layer have already, so that declarations cannot use them.
 const TAKEN: [&str; 9] =
     ["linear1", "linear2", "linear3", "self_attn", "multihead_attn", "activation", "dropout", "layers", "t"];
 
-/// Returns an error that describes what cannot be built in the place's stack.
+/// Returns an error if these declarations cannot be built as the stack of `first`, the first sublayer's place. The
+/// error says why.
 pub fn check(layers: &[LayerSpec], stack: &StackSpec, first: &LayerContext) -> CheckResult {
     let wanted = first.layers() as usize;
     let name = first.stack.name();
@@ -40,19 +41,20 @@ pub fn check(layers: &[LayerSpec], stack: &StackSpec, first: &LayerContext) -> C
     walk.changes("the stack's end", &stack.end, d, None)
 }
 
-/// The declarations seen up to a place.
+/// What the declarations up to a certain place have declared.
 struct Walk<'a> {
     first: &'a LayerContext<'a>,
     stack: &'a StackSpec,
-    /// The widths of kept tensors, by name.
+    /// The width of each kept tensor, by name.
     kept: BTreeMap<String, i64>,
-    /// The names of one owner's norms.
+    /// The names of the norms that belong to one owner: a layer, or the stack itself.
     names: BTreeSet<String>,
-    /// The parameters of one owner.
+    /// The parameters that belong to one owner, by name.
     parameters: BTreeMap<String, Learned>,
 }
 
 impl Walk<'_> {
+    /// Checks the declaration of one layer. Its names belong to the layer alone, so they are cleared first.
     fn layer(&mut self, layer: &LayerSpec, place: &LayerContext) -> CheckResult {
         let (sublayers, wanted) = (layer.sublayers.len(), place.sublayers as usize);
         if sublayers != wanted {
@@ -156,7 +158,7 @@ impl Walk<'_> {
         mixing.as_ref().map_or(Ok(()), |mixing| self.mixing(mixing, None))
     }
 
-    /// Checks a mixing around a sublayer or, with `at` = `None`, at the stack's end.
+    /// Checks a mixing around the sublayer `at`, or at the stack's end if `at` is `None`.
     fn mixing(&mut self, mixing: &Mixing, at: Option<Sublayer>) -> CheckResult {
         match (mixing, &self.stack.mixing) {
             (Mixing::Hyper(hyper), Some(Mixing::Hyper(end))) => {
@@ -245,8 +247,8 @@ impl Walk<'_> {
         changes.iter().try_for_each(|change| self.change(at, change, &[width], path))
     }
 
-    /// Checks a change. `widths` are those that a norm may have; the last is the rows' width, the first the width of
-    /// the part on which a change acts.
+    /// Checks a change. `widths` are the widths that a norm may have here. The first is the width of a head, if the
+    /// rows are split into heads; the last is the width of the row.
     fn change(&mut self, at: &str, change: &Change, widths: &[i64], path: Option<&str>) -> CheckResult {
         let width = *widths.last().expect("rows have a width");
         match change {
@@ -257,7 +259,7 @@ impl Walk<'_> {
                     if widths.len() > 1 { &[&[1], &widths[..1], &[width]] } else { &[&[1], &[width]] };
                 self.parameter(at, parameter, of_part)
             }
-            // It acts on whole rows.
+            // This change acts on whole rows, even if they are split into heads.
             Change::DampForward(parameter) => {
                 self.owned(&parameter.name, path)?;
                 self.parameter(at, parameter, &[&[1], &[width]])
@@ -302,6 +304,7 @@ impl Walk<'_> {
         }
     }
 
+    /// Checks a gain: a constant, a temperature, or the shape of its parameter.
     fn gain(&mut self, gain: &Gain, widths: &[i64]) -> CheckResult {
         match gain {
             Gain::Constant(c) if !is_finite_in_f32(*c) => Err(format!("a gain is {c:e}: it must be finite in float32")),
@@ -327,6 +330,7 @@ impl Walk<'_> {
         }
     }
 
+    /// Checks a norm: its name, which must be new and stand below `path`, its initial value, and its width.
     fn norm(&mut self, at: &str, norm: &NormAt, widths: &[i64], path: Option<&str>) -> CheckResult {
         self.name(&norm.name)?;
         self.owned(&norm.name, path)?;
@@ -348,7 +352,8 @@ impl Walk<'_> {
         }
     }
 
-    /// Checks a parameter. One name may denote one parameter at several places, with the same declaration.
+    /// Checks a parameter. If its name occurs at several places, it is one parameter, so the declarations must be
+    /// equal.
     fn parameter(&mut self, at: &str, parameter: &Learned, shapes: &[&[i64]]) -> CheckResult {
         let Learned { name, shape, value, .. } = parameter;
         self.name(name)?;
@@ -379,6 +384,8 @@ impl Walk<'_> {
         }
     }
 
+    /// Errors if a name has other characters than letters, digits and _ between dots, or is the name of a layer's
+    /// part.
     fn name(&self, name: &str) -> CheckResult {
         let is_word = |word: &str| !word.is_empty() && word.chars().all(|c| c.is_ascii_alphanumeric() || c == '_');
         match name.split('.').all(is_word) {
@@ -390,7 +397,7 @@ impl Walk<'_> {
         }
     }
 
-    /// Checks that the name of a part of an attention begins with the attention's path.
+    /// Checks the name of a part of an attention: it must begin with the attention's path.
     fn owned(&self, name: &str, path: Option<&str>) -> CheckResult {
         match path {
             Some(path) if !name.starts_with(path) => {
@@ -402,8 +409,8 @@ impl Walk<'_> {
 }
 
 impl LayerContext<'_> {
-    /// Returns the widths that a norm may have at a point: a head's, if it is split into heads, and the row's, last.
-    /// `None` if the sublayer has no such point.
+    /// Returns the widths that a norm may have at a point: first a head's, if the rows are split into heads, and last
+    /// the row's. Returns `None` if the sublayer has no such point.
     fn widths(&self, point: Point) -> Option<Vec<i64>> {
         let (d, is_attention) = (self.model.d_model, self.sublayer != Sublayer::FeedForward);
         match point {
@@ -412,7 +419,7 @@ impl LayerContext<'_> {
                 let has = self.sublayer == Sublayer::SelfAttention && self.model.tensorized.is_none();
                 has.then(|| vec![d])
             }
-            // Cross-attention has no rotation.
+            // Cross-attention does not rotate queries and keys.
             Point::RotatedQuery | Point::RotatedKey if self.sublayer == Sublayer::CrossAttention => None,
             Point::Query | Point::RotatedQuery if is_attention => Some(vec![self.d_head(), d]),
             Point::Key | Point::Value | Point::RotatedKey if is_attention => Some(vec![self.d_head(), self.kv_width()]),

@@ -6,22 +6,22 @@ use crate::parametrisation::SumsOver;
 use serde::{Deserialize, Deserializer, Serialize};
 use std::collections::BTreeSet;
 
-/// The stack's norm under a name.
+/// The norm that the stack uses, at one place and under a name.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct NormAt {
     pub name: String,
     pub width: i64,
-    /// True if no norm of the stack follows it.
+    /// True if this is the last of the stack's norms.
     #[serde(default)]
     pub last: bool,
-    /// True if it comes after the last layer.
+    /// True if the norm comes after the stack's last layer.
     #[serde(default)]
     pub ends_stack: bool,
-    /// The factor of its weight's initial value.
+    /// The factor by which the initial value of the norm's weight is multiplied.
     #[serde(default = "one")]
     pub start: f64,
-    /// False for an rmsnorm without a weight.
+    /// False if the norm is an rmsnorm that has no weight.
     #[serde(default = "yes")]
     pub is_weighted: bool,
 }
@@ -34,14 +34,15 @@ fn yes() -> bool {
     true
 }
 
-/// A parameter of the scheme, and its initial values.
+/// A parameter of the scheme, with its initial values.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Learned {
     pub name: String,
     pub shape: Vec<i64>,
     pub value: FirstValue,
-    /// The dimension over which its products are summed, by which parametrisations scale its learning rate.
+    /// The dimension over which products with this parameter are summed. Parametrisations scale its learning rate
+    /// accordingly.
     #[serde(default, skip_serializing_if = "SumsOver::is_nothing")]
     pub sums_over: SumsOver,
 }
@@ -51,9 +52,9 @@ pub struct Learned {
 #[serde(untagged)]
 pub enum FirstValue {
     All(f64),
-    /// One value per element, in row-major order.
+    /// One value for each element, in row-major order.
     Each(Vec<f64>),
-    /// Random values from N(0, std²).
+    /// Random initial values from N(0, std²).
     Normal {
         normal: f64,
     },
@@ -64,68 +65,68 @@ impl Learned {
         Learned { name: name.into(), shape: shape.to_vec(), value, sums_over: SumsOver::Nothing }
     }
 
-    /// Sets the dimension over which its products are summed.
+    /// Sets the dimension over which products with this parameter are summed.
     pub fn summed_over(self, sums_over: SumsOver) -> Self {
         Learned { sums_over, ..self }
     }
 
-    /// Declares a parameter filled with `value`.
+    /// Declares a parameter whose elements all begin with `value`.
     pub fn new(name: impl Into<String>, shape: &[i64], value: f64) -> Self {
         Learned::of(name, shape, FirstValue::All(value))
     }
 
-    /// Declares a parameter with random values from N(0, std²).
+    /// Declares a parameter with random initial values from N(0, std²).
     pub fn normal(name: impl Into<String>, shape: &[i64], std: f64) -> Self {
         Learned::of(name, shape, FirstValue::Normal { normal: std })
     }
 
-    /// Declares a parameter with one value per element, in row-major order.
+    /// Declares a parameter with one initial value for each element, in row-major order.
     pub fn each(name: impl Into<String>, shape: &[i64], values: Vec<f64>) -> Self {
         Learned::of(name, shape, FirstValue::Each(values))
     }
 
-    /// Declares a matrix whose entries are given by row and column.
+    /// Declares a matrix whose initial elements are `entry(row, column)`.
     pub fn matrix(name: impl Into<String>, [rows, columns]: [i64; 2], entry: impl Fn(i64, i64) -> f64) -> Self {
         let entries = (0..rows).flat_map(|row| (0..columns).map(move |column| (row, column)));
         Learned::each(name, &[rows, columns], entries.map(|(row, column)| entry(row, column)).collect())
     }
 }
 
-/// The factor of x (the residual gain, `alpha`) or of F(x) (the branch gain, `beta`).
+/// The factor of x in a residual sum (the residual gain, `alpha`), or of F(x) (the branch gain, `beta`).
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Gain {
     #[default]
     One,
     Constant(f64),
-    /// A scalar, or one number per column. Gains of a layer with the same name share one parameter.
+    /// A scalar, or one number per column. Gains in a layer that have the same name share one parameter.
     Learned(Learned),
     /// σ(w/τ) with a parameter w and the temperature τ.
     Sigmoid {
         of: Learned,
         temperature: f64,
     },
-    /// √max(1 − σ(w/τ)², 10⁻³), beside [`Gain::Sigmoid`] with the same w.
+    /// √max(1 − σ(w/τ)², 10⁻³); it is used with a [`Gain::Sigmoid`] of the same w.
     CoSigmoid {
         of: Learned,
         temperature: f64,
     },
-    /// |w/τ|.
+    /// |w/τ| with a parameter w and the temperature τ.
     Magnitude {
         of: Learned,
         temperature: f64,
     },
-    /// 1 − |w/τ|, beside [`Gain::Magnitude`] with the same w.
+    /// 1 − |w/τ|; it is used with a [`Gain::Magnitude`] of the same w.
     CoMagnitude {
         of: Learned,
         temperature: f64,
     },
-    /// α_t, which the stack's [`Growth`] changes.
+    /// α_t, which changes during training as the stack's [`Growth`] says.
     Growing,
 }
 
 impl Gain {
-    /// Returns its parameter.
+    /// Returns the parameter of the gain, if it has one.
     pub fn learned(&self) -> Option<&Learned> {
         match self {
             Gain::Learned(of)
@@ -142,32 +143,33 @@ impl Gain {
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct ResidualSpec {
-    /// Changes of F's input.
+    /// The changes that F's input gets.
     pub before: Vec<Change>,
-    /// Changes of x in the sum.
+    /// The changes that x gets before it is added.
     pub skip: Vec<Change>,
-    /// Changes of F's output.
+    /// The changes that F's output gets before it is added.
     pub branch: Vec<Change>,
-    /// Changes of the sum.
+    /// The changes that the sum gets.
     pub after: Vec<Change>,
     /// α, the residual gain.
     pub alpha: Gain,
     /// β, the branch gain.
     pub beta: Gain,
-    /// The sublayer's step on each stream beside x, in the order of [`StackSpec::streams`].
+    /// What the sublayer does to each stream beside x, in the order of [`StackSpec::streams`].
     pub streams: Vec<StreamStep>,
-    /// The mixing that reads x and writes F(x), instead of α, β, `skip`, `after` and `streams`; `None` to use those.
+    /// The mixing that reads x and writes F(x). It replaces α, β, `skip`, `after` and `streams`; `None` means that
+    /// these are used.
     pub mixing: Option<Mixing>,
 }
 
 impl ResidualSpec {
-    /// Iterates over all changes.
+    /// Iterates over all changes of the connection.
     pub fn changes(&self) -> impl Iterator<Item = &Change> {
         [&self.before, &self.skip, &self.branch, &self.after].into_iter().flatten()
     }
 
-    /// Multiplies F(x) by m: folds it into β if every β is a constant; otherwise returns m as the factor that remains
-    /// for F(x).
+    /// Multiplies F(x) by m. If every β is a constant, folds m into β and returns the factor 1. Otherwise returns m,
+    /// by which F(x) must still be multiplied.
     pub fn times(mut self, m: f64) -> (Self, f64) {
         let mut gains: Vec<&mut Gain> = self.streams.iter_mut().map(|step| &mut step.beta).collect();
         gains.push(&mut self.beta);
@@ -185,7 +187,7 @@ impl ResidualSpec {
     }
 }
 
-/// The step s⁺ = α⊙s + β⊙drop(f) of a stream s beside x; f and the dropout's mask are those of x⁺.
+/// The step s⁺ = α⊙s + β⊙drop(f) of a stream s beside x, with the f and the dropout mask of x⁺.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct StreamStep {
@@ -195,32 +197,32 @@ pub struct StreamStep {
     pub beta: Gain,
 }
 
-/// A sublayer's declaration: around it, and at points inside it.
+/// The declaration of a sublayer: its residual connection, and the changes inside it.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct SublayerSpec {
     #[serde(default)]
     pub around: ResidualSpec,
-    /// The changes inside, in the order of the points.
+    /// The changes inside the sublayer, each with its point, in the order of the points.
     #[serde(default, deserialize_with = "in_order")]
     pub inside: Vec<(Point, Change)>,
-    /// Factor on F(x) set by the parametrisation; 1 if it was folded into β.
+    /// The factor on F(x) that the parametrisation sets; 1 if the factor has been folded into β.
     #[serde(default = "one")]
     pub scale: f64,
 }
 
-/// Reads changes and sorts them by point, because a dictionary may name a later point before an earlier one.
+/// Reads changes and sorts them by point, because a dictionary may name them in any order.
 fn in_order<'de, D: Deserializer<'de>>(from: D) -> std::result::Result<Vec<(Point, Change)>, D::Error> {
     let mut inside = Vec::<(Point, Change)>::deserialize(from)?;
     inside.sort_by_key(|(point, _)| *point);
     Ok(inside)
 }
 
-/// A layer's declaration.
+/// The declaration of a layer.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct LayerSpec {
-    /// Changes of x when the layer begins.
+    /// The changes that x gets when the layer begins.
     #[serde(default)]
     pub begin: Vec<Change>,
     pub sublayers: Vec<SublayerSpec>,
@@ -243,7 +245,8 @@ impl LayerSpec {
         self.begin.iter().chain(self.sublayers.iter().flat_map(SublayerSpec::changes))
     }
 
-    /// Returns the names of tensors that it reads and has not kept itself before.
+    /// Returns the names of the tensors that the layer reads from earlier layers: those that it has not kept itself
+    /// before.
     pub fn takes(&self) -> BTreeSet<&str> {
         let (mut kept, mut takes) = (BTreeSet::new(), BTreeSet::new());
         for change in self.changes() {
@@ -256,13 +259,13 @@ impl LayerSpec {
         takes
     }
 
-    /// Returns the names under which it keeps tensors.
+    /// Returns the names of the tensors that the layer keeps.
     pub fn leaves(&self) -> BTreeSet<&str> {
         self.changes().filter_map(Change::keeps).collect()
     }
 }
 
-/// Returns the names of tensors that layer `index` keeps for the layers above it and for the stack's end.
+/// Returns the names of the tensors that layer `index` keeps and that later layers or the stack's end read.
 pub fn leaves<'a>(layers: &'a [LayerSpec], index: usize, flow: &'a StackSpec) -> BTreeSet<&'a str> {
     let above: BTreeSet<&str> = layers[index + 1..].iter().flat_map(LayerSpec::takes).collect();
     let at_end: BTreeSet<&str> = flow.end.iter().filter_map(Change::mixes).collect();
@@ -273,18 +276,21 @@ pub fn leaves<'a>(layers: &'a [LayerSpec], index: usize, flow: &'a StackSpec) ->
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Point {
-    /// The input of q, k and v (self-attention), of q (cross-attention), or of the first linear layer (feed-forward).
+    /// The input of the projections to q, k and v (self-attention), of the projection to q (cross-attention), or of
+    /// the first linear layer (feed-forward).
     Input,
-    /// The input of q alone, k alone, or v alone, in self-attention; after [`Point::Input`].
+    /// The inputs of the projections to q, k and v separately, in self-attention. These points come after
+    /// [`Point::Input`].
     QueryInput,
     KeyInput,
     ValueInput,
-    /// The queries. A norm of width d_head acts on each head's, one of d_model on all heads' joined; the same holds for
-    /// keys and values.
+    /// The queries. A norm of width d_head acts on each head separately, one of width d_model on all heads together.
+    /// The same holds for the next two points, the keys and the values.
     Query,
     Key,
     Value,
-    /// Queries and keys of self-attention after their rotation by positions, if there is one.
+    /// The queries and keys of self-attention, after they have been rotated by their positions if positions are
+    /// rotary.
     RotatedQuery,
     RotatedKey,
     /// The joined outputs of the heads, before the output projection.
@@ -298,10 +304,10 @@ pub enum Point {
 }
 
 impl Point {
-    /// The points before q, k and v individually.
+    /// The points at the separate inputs of q, k and v.
     pub const INPUTS: [Point; 3] = [Point::QueryInput, Point::KeyInput, Point::ValueInput];
 
-    /// The points between attention's projections and its products.
+    /// The points after attention's projections to q, k and v, and before its products of q, k and v.
     pub const BEFORE_PRODUCTS: [Point; 5] =
         [Point::Query, Point::Key, Point::Value, Point::RotatedQuery, Point::RotatedKey];
 
@@ -310,27 +316,27 @@ impl Point {
     }
 }
 
-/// A change at a point.
+/// A change that a scheme makes to a tensor at some place.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Change {
     Norm(NormAt),
-    /// x − b.
+    /// Subtracts b: x − b.
     Shift(Learned),
-    /// x ⊙ s.
+    /// Multiplies by s: x ⊙ s.
     Scale(Learned),
-    /// c·x.
+    /// Multiplies by a constant: c·x.
     Times(f64),
-    /// x/max(‖x‖₂, ε).
+    /// Divides each row by its length: x/max(‖x‖₂, ε); the number is ε.
     Unit(f64),
-    /// Each head's columns times a scalar of that head.
+    /// Multiplies the columns of each head by the head's scalar.
     HeadScale(Learned),
-    /// x − silu(a)·sg(x), where sg(x) is x without its gradient: x is scaled, its gradient is not (Chen et al. 2025,
-    /// GPAS).
+    /// x − silu(a)·sg(x), in which sg(x) is x without its gradient. So x is scaled but its gradient is not (Chen et
+    /// al. 2025, GPAS).
     DampForward(Learned),
-    /// Keeps x under a name, for a later [`Change::Mix`] in this stack.
+    /// Keeps x under a name, so that a later [`Change::Mix`] in this stack can read it.
     Keep(String),
-    /// own⊙x + kept⊙(the tensor kept under the name).
+    /// own⊙x + kept⊙k, in which k is the tensor that has been kept under the name.
     Mix {
         name: String,
         own: Gain,
@@ -347,7 +353,7 @@ impl Change {
         }
     }
 
-    /// Returns the name of the tensor that it reads.
+    /// Returns the name of the kept tensor that this change reads, if it reads one.
     pub fn mixes(&self) -> Option<&str> {
         match self {
             Change::Mix { name, .. } => Some(name),
@@ -355,7 +361,7 @@ impl Change {
         }
     }
 
-    /// Returns the name under which it keeps x.
+    /// Returns the name under which this change keeps x, if it does.
     pub fn keeps(&self) -> Option<&str> {
         match self {
             Change::Keep(name) => Some(name),
@@ -364,48 +370,49 @@ impl Change {
     }
 }
 
-/// Builds a list of one norm, the form that most places have.
+/// Makes a list of one norm, which is what most places have.
 impl From<NormAt> for Vec<Change> {
     fn from(at: NormAt) -> Self {
         vec![Change::Norm(at)]
     }
 }
 
-/// The connections between a stack's layers.
+/// The scheme's parts that belong to the whole stack: before the first layer, between layers, and after the last.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct StackSpec {
-    /// Changes before the first layer, and before the streams beside x begin.
+    /// The changes of the stack's input. They come before the streams beside x begin.
     pub begin: Vec<Change>,
-    /// The combination of all outputs so far into a layer's input; `None` means the last output.
+    /// How the outputs so far are combined into a layer's input; `None` means that a layer reads the last output.
     pub combine: Option<Combine>,
-    /// The streams that run beside x from sublayer to sublayer.
+    /// The streams beside x, which run from sublayer to sublayer like x.
     pub streams: Vec<ExtraStream>,
-    /// The mixing that reads the stack's output from what the sublayers have written; `None` if the output is x.
+    /// The mixing that computes the stack's output from what the sublayers have written; `None` means that the output
+    /// is x.
     pub mixing: Option<Mixing>,
-    /// The α_t of [`Gain::Growing`].
+    /// How the α_t of [`Gain::Growing`] grows.
     pub growth: Option<Growth>,
-    /// Changes after the last layer.
+    /// The changes after the last layer.
     pub end: Vec<Change>,
 }
 
-/// A residual stream beside x. It begins as x; each sublayer's [`ResidualSpec::streams`] updates it; after the last
-/// layer x ← x + N(s).
+/// A residual stream s beside x. It begins with the value of x, and [`ResidualSpec::streams`] of each sublayer
+/// updates it. After the last layer x ← x + N(s).
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ExtraStream {
     pub norm: Option<NormAt>,
 }
 
-/// Weighted sums of outputs. Row l of the lower-triangular `weight` combines y_0 (the embedding) to y_l, the layers'
-/// outputs, into the input of layer l + 1; the last row gives the stack's output. `norms[l − 1]`, if there are norms,
-/// applies to y_l or, with `on_sums`, to row l's sum.
+/// Weighted sums of outputs: y_0 is the embedding, y_1, y_2, … are the layers' outputs. Row l of the lower-triangular
+/// `weight` combines y_0 to y_l into the input of layer l + 1; the last row gives the stack's output. If there are
+/// norms, `norms[l − 1]` applies to y_l, or with `on_sums` to the sum of row l.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Combine {
     pub weight: Learned,
     pub norms: Vec<NormAt>,
     pub on_sums: bool,
-    /// True if the first layer reads y_0 itself, so that row 0 does nothing.
+    /// True if the first layer reads y_0 itself. Then row 0 has no effect.
     pub skips_first: bool,
 }

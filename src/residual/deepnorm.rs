@@ -1,4 +1,4 @@
-//! DeepNorm: `x⁺ = N(αx + F(x))`, where α grows with the depth (Wang et al. 2022a; Liu et al. 2023, eq 2, 3).
+//! DeepNorm: `x⁺ = N(αx + F(x))`. α grows with the depth (Wang et al. 2022a; Liu et al. 2023, eq 2, 3).
 
 use super::{Gain, LayerContext, ResidualSpec, Scheme};
 

@@ -1,5 +1,5 @@
-//! DenseFormer: a layer's input is a learned sum of all earlier outputs, initially the last one (Pagliardini et al.
-//! 2024).
+//! DenseFormer: a layer's input is a learned sum of all earlier outputs. Initially it is the last output (Pagliardini
+//! et al. 2024).
 
 use super::{prenorm::PRENORM, Combine, LayerContext, Learned, Scheme, StackSpec};
 use crate::parametrisation::SumsOver;

@@ -1,4 +1,5 @@
-//! Depth-scaled residuals: the residual stream's variance does not grow with depth (Beam; `depth_scaled_residual_add`).
+//! Depth-scaled residuals: the variance of the residual stream does not grow with the depth (Beam;
+//! `depth_scaled_residual_add`).
 
 use super::{sandwich::SANDWICH, Gain, LayerContext, ResidualSpec, Scheme};
 

@@ -1,5 +1,5 @@
-//! The Fixups, which train without norms: R-Fixup with scalar shifts and scales (Zhang et al. 2019), T-Fixup only by
-//! its initialisation (Huang et al. 2020).
+//! The Fixups, which train without norms. R-Fixup has scalar shifts and scales (Zhang et al. 2019); T-Fixup only has
+//! its own initialisation (Huang et al. 2020).
 
 use super::{Change, Gain, LayerContext, Learned, Point, ResidualSpec, Scheme, StackName, StackSpec, Sublayer};
 use crate::choice;
@@ -34,6 +34,8 @@ fn around(place: &LayerContext) -> ResidualSpec {
     ResidualSpec { beta: Gain::Learned(scale), ..ResidualSpec::default() }
 }
 
+/// Returns R-Fixup's scalar shifts and scales: a shift before each linear map, and in the paper's form a scale after
+/// the heads.
 fn inside(place: &LayerContext) -> Vec<(Point, Change)> {
     let path = place.sublayer.path();
     let shift = |name: &str| Change::Shift(Learned::new(format!("{path}{name}"), &[1], 0.0));
@@ -52,6 +54,7 @@ fn inside(place: &LayerContext) -> Vec<(Point, Change)> {
     changes
 }
 
+/// Shifts the stack's output, and in the encoder also scales it.
 fn stack(place: &LayerContext) -> StackSpec {
     let mut end = vec![Change::Shift(Learned::new("end_shift", &[1], 0.0))];
     if place.stack == StackName::Encoder {

@@ -1,7 +1,7 @@
 //! A residual scheme that a user declares, as plain data like the declarations of the table's schemes.
 //!
-//! Python's `Scheme` classes create it (python/normformer_rs/schemes.py), and a run's config.json stores it, so that
-//! the run loads without the class.
+//! Python's `Scheme` classes create this data (python/normformer_rs/schemes.py). The config.json of a run stores it,
+//! so that the run can be loaded without the class.
 
 use super::check::check;
 #[cfg(test)]
@@ -12,7 +12,7 @@ use crate::residual::SCHEMES;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
-/// A scheme's declaration in a model of one size.
+/// The declaration of a scheme, for a model of one size.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct GivenScheme {
@@ -27,11 +27,11 @@ pub struct GivenScheme {
     pub has_biases: bool,
     #[serde(default)]
     pub is_profiled: bool,
-    /// The stacks' declarations, by "encoder" and "decoder".
+    /// The declaration of each stack, under "encoder" or "decoder".
     pub stacks: BTreeMap<StackName, GivenStack>,
 }
 
-/// A stack's declaration.
+/// The declaration of a stack.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct GivenStack {
@@ -49,7 +49,7 @@ fn yes() -> bool {
 }
 
 impl GivenScheme {
-    /// Returns a table's scheme in a model as such data.
+    /// Returns a scheme of the table as such data, for one stack of a model.
     #[cfg(test)]
     pub fn of(scheme: &Scheme, name: &str, first: &LayerContext) -> Self {
         let layer = |layer| {
@@ -73,7 +73,7 @@ impl GivenScheme {
         }
     }
 
-    /// Checks the name, which does not depend on the model.
+    /// Checks the name, as far as that does not depend on the model.
     pub fn check_name(&self) -> Result<()> {
         let is_word = |c: char| c.is_ascii_alphanumeric() || c == '-' || c == '_' || c == '.';
         let wrong = |why: &str| {
@@ -88,7 +88,7 @@ impl GivenScheme {
         Ok(())
     }
 
-    /// Errors about declarations that cannot be built in this model's stack.
+    /// Errors if the declaration cannot be built as this stack of the model.
     pub fn check(&self, first: &LayerContext) -> Result<()> {
         let named = |why: String| Error::invalid(format!("residual {:?}: {why}", self.name));
         let stack = self.stacks.get(&first.stack).ok_or_else(|| {
@@ -100,7 +100,7 @@ impl GivenScheme {
         check(&stack.layers, &stack.stack, first).map_err(named)
     }
 
-    /// Returns the declaration of the place's layer; `None` if the model has other layers.
+    /// Returns the declaration of the layer at this place; `None` if the declaration has no such layer.
     pub fn layer_at(&self, place: &LayerContext) -> Option<&LayerSpec> {
         self.stacks.get(&place.stack)?.layers.get(place.layer as usize)
     }

@@ -1,4 +1,5 @@
-//! Gradient-preserving activation scaling: x is scaled after each addition, its gradient is not (Chen et al. 2025).
+//! Gradient-preserving activation scaling: after each addition x is scaled but its gradient is not (Chen et al.
+//! 2025).
 
 use super::ln_scaling::{self, LN_SCALING};
 use super::mix_ln::{self, MIX_LN};
@@ -25,6 +26,7 @@ option_spec! {
 }
 
 impl GpasScheme {
+    /// Returns the scheme to which gpas is applied.
     fn of(place: &LayerContext) -> &'static Scheme {
         match place.options.get(&SCHEME) {
             GpasScheme::PreNorm => &PRENORM,
@@ -49,7 +51,7 @@ pub static GPAS: Scheme = Scheme {
     ..Scheme::PLAIN
 };
 
-/// Adds the gate after the sum or, if a norm follows the sum, to x in the sum.
+/// Adds the gate: after the sum, or if a norm follows the sum, to x before it is added.
 fn around(place: &LayerContext) -> ResidualSpec {
     let gate = vec![Change::DampForward(Learned::new("forward_gate", &[1], 0.0))];
     let around = (GpasScheme::of(place).around)(place);

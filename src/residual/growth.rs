@@ -1,12 +1,12 @@
-//! The growth of α_t in [`Gain::Growing`](super::Gain::Growing) (Liu et al. 2023, eq 8).
+//! How α_t of [`Gain::Growing`](super::Gain::Growing) grows (Liu et al. 2023, eq 8).
 
 use crate::choice;
 use crate::error::Result;
 use serde::{Deserialize, Serialize};
 use tch::{Kind, Tensor};
 
-/// The schedule α_t = min(1, curve(t/T)), where t is a buffer named `t`. If layers grow one after the other, layer l,
-/// counted from 1, has T·l instead of T.
+/// The schedule α_t = min(1, curve(t/T)), in which t is a buffer named `t`. If layers grow one after the other, layer
+/// l (counted from 1) has T·l in place of T.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Growth {
     pub steps: i64,
@@ -20,8 +20,8 @@ choice! {
 }
 
 impl Growth {
-    /// Returns α_t for t, int64 (1,), in a layer counted from 0, as (1,) of that kind on the same device; the host
-    /// never reads it.
+    /// Returns α_t in a layer counted from 0, as a tensor (1,) of this type on the device of `t`. `t` is int64 (1,)
+    /// and stays on its device: the host never reads it.
     pub fn alpha(&self, t: &Tensor, layer: i64, kind: Kind) -> Result<Tensor> {
         let steps = if self.by_layer { self.steps * (layer + 1) } else { self.steps };
         if steps == 0 {

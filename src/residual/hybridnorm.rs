@@ -1,8 +1,8 @@
-//! HybridNorm: norms on queries, keys and values, and a feed-forward that adds to its own normed input (Zhuo et al.
-//! 2025).
+//! HybridNorm: norms on queries, keys and values, and a feed-forward that is added to the normed input that it reads
+//! (Zhuo et al. 2025).
 //!
-//! The paper writes the feed-forward as N(y) + F(N(y)). Nothing else reads y, so here N follows the attention before
-//! it.
+//! The paper writes the feed-forward sublayer as N(y) + F(N(y)). Only this sublayer reads y, so here N is declared
+//! after the attention that computes y.
 
 use super::{prenorm::PRENORM, Change, LayerContext, Point, ResidualSpec, Scheme, Sublayer};
 
@@ -17,6 +17,7 @@ pub static HYBRIDNORM: Scheme = Scheme {
     ..Scheme::PLAIN
 };
 
+/// Puts a norm after the layer's last attention, which is the norm N(y) before the feed-forward.
 fn around(place: &LayerContext) -> ResidualSpec {
     let is_last_attention = place.index + 2 == place.sublayers;
     match is_last_attention {
@@ -44,6 +45,7 @@ pub static HYBRIDNORM_STAR: Scheme = Scheme {
     ..Scheme::PLAIN
 };
 
+/// In this variant the first layer is PreNorm.
 fn around_star(place: &LayerContext) -> ResidualSpec {
     match place.layer {
         0 => (PRENORM.around)(place),

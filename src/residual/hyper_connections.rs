@@ -1,5 +1,5 @@
-//! Hyper-connections: n streams, mixed by learned numbers and by functions of each stream (Zhu et al. 2024, Algorithm
-//! 2).
+//! Hyper-connections: n streams, which are mixed by learned numbers and by functions of each stream (Zhu et al. 2024,
+//! Algorithm 2).
 
 use super::mixing::{check_streams, sum_at_end};
 use super::{
@@ -15,7 +15,7 @@ option_spec! {
     DYNAMIC ("hyper_connections_dynamic"): bool = true;
 }
 
-/// The initial value of s, so that the streams change their weights little at first.
+/// The initial value of s. It is small, so that at first the streams hardly influence the weights of their mixing.
 const SCALE: f64 = 0.01;
 
 pub static HYPER_CONNECTIONS: Scheme = Scheme {
@@ -32,7 +32,7 @@ pub static HYPER_CONNECTIONS: Scheme = Scheme {
 fn around(place: &LayerContext) -> ResidualSpec {
     let (n, d) = (place.options.get(&STREAMS), place.model.d_model);
     let own = place.number() % n;
-    // Row i holds p_i, R_i1 to R_in, g_i.
+    // Row i holds p_i, then R_i1 to R_in, then g_i.
     let first = |i: i64| {
         let unit = |at: i64| f64::from(u8::from(i == at));
         [unit(own)].into_iter().chain((0..n).map(unit)).chain([1.0]).collect::<Vec<f64>>()

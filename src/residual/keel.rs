@@ -1,4 +1,4 @@
-//! Keel: `x⁺ = N(αx + F(N(x)))`, α the number of additions (Chen & Wei 2026).
+//! Keel: `x⁺ = N(αx + F(N(x)))`, in which α is the stack's number of additions (Chen & Wei 2026).
 
 use super::{prenorm::PRENORM, Gain, LayerContext, NormAt, ResidualSpec, Scheme};
 use crate::options::{option_spec, zero_or_more};

@@ -1,4 +1,4 @@
-//! LayerScale: `x⁺ = x + λ⊙F(N(x))`, where λ starts small (Touvron et al. 2021).
+//! LayerScale: `x⁺ = x + λ⊙F(N(x))`. λ starts small (Touvron et al. 2021).
 
 use super::{prenorm::PRENORM, Gain, LayerContext, Learned, ResidualSpec, Scheme};
 use crate::options::option_spec;

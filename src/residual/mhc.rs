@@ -1,8 +1,8 @@
 //! mHC, manifold-constrained hyper-connections: n streams, mixed by doubly stochastic matrices (Xie et al. 2025).
 //!
-//! The arithmetic is that of DeepSeek's reference (deepseek-ai/TileKernels). Its initial values are ours, combined from
-//! published ones; the other forms, of Hunyuan V4, Qwen4-exp and GLM-5, follow Hugging Face's classes (docs/spec.md
-//! §2.23).
+//! The arithmetic is that of DeepSeek's reference (deepseek-ai/TileKernels), which has no initial values; ours
+//! combine published ones. The other forms, those of Hunyuan V4, Qwen4-exp and GLM-5, follow the classes in Hugging
+//! Face's transformers (docs/spec.md §2.23).
 
 use super::{
     mixing::check_streams, prenorm::PRENORM, Gates, HyperConnection, LayerContext, Learned, Mixing, ResidualSpec,
@@ -45,14 +45,17 @@ option_spec! {
     END ("mhc_end"): MhcEnd = MhcEnd::Gates;
 }
 
-/// The initial value of s, so that the streams change their weights little at first (Xie et al. 2025; Hunyuan V4).
+/// The initial value of s. It is small, so that at first the streams hardly influence the weights of their mixing
+/// (Xie et al. 2025; Hunyuan V4).
 const SCALE: f64 = 0.01;
-/// The initial b of streams that are hardly read or written; the sublayer's own has 1 (mHC-lite's code).
+/// The initial b of the streams that a sublayer hardly reads or writes; the stream that belongs to the sublayer has 1
+/// (mHC-lite's code).
 const ASIDE: f64 = -1.0;
-/// The initial b of R off the diagonal, where the diagonal has 0: R begins close to the identity (mHC-lite's code).
+/// The initial b of R's elements off the diagonal; those on the diagonal have 0. So R begins close to the identity
+/// (mHC-lite's code).
 const APART: f64 = -8.0;
-/// The standard deviation of the matrices, if nothing else distinguishes the streams (`initializer_range` of both
-/// classes).
+/// The standard deviation of the matrices in forms that have nothing else to make the streams differ
+/// (`initializer_range` of both classes).
 const STD: f64 = 0.02;
 
 pub static MHC: Scheme = Scheme {
@@ -88,7 +91,7 @@ fn check(options: &Options) -> Result<()> {
 fn around(place: &LayerContext) -> ResidualSpec {
     let mixing = Some(connection(place, false, |stem| place.numbered(stem)));
     match place.options.get(&MIXING) {
-        // Gates by channel have norms of their own.
+        // In this form the gates have norms of their own, so PreNorm's are left out.
         MhcMixing::Channel => ResidualSpec { mixing, ..ResidualSpec::default() },
         _ => ResidualSpec { mixing, ..(PRENORM.around)(place) },
     }
@@ -102,7 +105,8 @@ fn stack(place: &LayerContext) -> StackSpec {
     }
 }
 
-/// Returns the connection of a sublayer, or the reading at the end. `name` builds a parameter's name.
+/// Returns the mixing of a sublayer, or the one at the stack's end. `name` makes the name of a parameter from its
+/// stem.
 fn connection(place: &LayerContext, is_end: bool, name: impl Fn(&str) -> String) -> Mixing {
     let options = place.options;
     let (n, d, magnitude) = (options.get(&STREAMS), place.model.d_model, options.get(&MAGNITUDE));

@@ -1,5 +1,5 @@
-//! mHC-lite: n streams, mixed by weighted sums of all permutations, which are exactly doubly stochastic (Yang & Gao
-//! 2026).
+//! mHC-lite: n streams, which are mixed by weighted means of all permutations. Such means are exactly doubly
+//! stochastic (Yang & Gao 2026).
 
 use super::mixing::sum_at_end;
 use super::{prenorm::PRENORM, Gates, HyperConnection, LayerContext, Learned, Mixing, ResidualSpec, Scheme, StackSpec};
@@ -12,11 +12,12 @@ option_spec! {
     STREAMS ("mhc_lite_streams"): i64 = 4, check_streams;
 }
 
-/// The first value of s.
+/// The initial value of s.
 const SCALE: f64 = 0.01;
-/// The first b of streams that are hardly read or written; the sublayer's own has 1.
+/// The initial b of the streams that a sublayer hardly reads or writes; the stream that belongs to the sublayer has
+/// 1.
 const ASIDE: f64 = -1.0;
-/// The first b of every permutation but the identity, which has 0.
+/// The initial b of every permutation except the identity, which has 0.
 const APART: f64 = -8.0;
 
 pub static MHC_LITE: Scheme = Scheme {

@@ -20,7 +20,7 @@ pub static MIX_LN: Scheme = Scheme {
 };
 
 fn around(place: &LayerContext) -> ResidualSpec {
-    // 0.29·100 is a little less than 29 in f64, so a small number is added.
+    // In f64, 0.29·100 is a little less than 29, so a small number is added before rounding down.
     let first = (place.options.get(&PART) * place.layers() as f64 + 1e-9).floor() as i64;
     match place.layer < first {
         true => (POSTNORM.around)(place),

@@ -1,21 +1,21 @@
 //! Residual schemes: one table, one file per scheme.
 //!
-//! A scheme declares changes at four places; the layer and the inside are empty by default:
+//! A scheme declares changes at four places. By default the layer and the inside have none:
 //!
 //! * the **stack**: the changes before the first layer, a layer's input given all earlier outputs, the streams beside
 //!   x, and the changes after the last layer;
 //! * the **layer**: the changes of x when a layer begins;
-//! * **around** a sublayer: x⁺ = after(α⊙skip(x) + β⊙drop(f)), f = branch(F(before(x))), and s⁺ = α⊙s + β⊙drop(f) of
-//!   every stream s beside x; or x read from several tensors and F written to several ([`Mixing`]);
+//! * **around** a sublayer: x⁺ = after(α⊙skip(x) + β⊙drop(f)) with f = branch(F(before(x))), and s⁺ = α⊙s + β⊙drop(f)
+//!   for every stream s beside x. Or x is read from several tensors and F(x) written to several ([`Mixing`]);
 //! * **inside** a sublayer, at named points.
 //!
-//! The changes at each place are a list of [`Change`]s. A change may keep a tensor under a name ([`Change::Keep`]), for
-//! others later in the stack ([`Change::Mix`]).
+//! The changes at each place are a list of [`Change`]s. A change may keep a tensor under a name ([`Change::Keep`]),
+//! which a later change in the stack reads ([`Change::Mix`]).
 //!
 //! A stack's layers may have different schemes ([`Schemes`]).
 //!
-//! A scheme only declares, in plain data: [`crate::model`] builds and runs the declarations (and fuses x⁺ with the next
-//! norm if both have row kernels), and Python's modules are built from the same declarations.
+//! A scheme only declares its changes, as plain data. [`crate::model`] builds and runs the declarations, and fuses x⁺
+//! with the norm that follows if both have row kernels. Python's modules are built from the same declarations.
 
 mod admin;
 mod attnres;
@@ -74,7 +74,7 @@ pub use schemes::{SchemeRef, Schemes};
 
 use crate::options::{distinct, AnyOption};
 
-/// Every scheme that models may name.
+/// Every scheme that a model can use by name.
 pub static SCHEMES: &[&Scheme] = &[
     &prenorm::PRENORM,
     &postnorm::POSTNORM,
@@ -151,13 +151,13 @@ pub(crate) mod tests {
         assert_eq!(around(Gain::One, Gain::One).times(1.0), (around(Gain::One, Gain::One), 1.0));
     }
 
-    /// Returns a constant of a stack in a model with `layers` layers on either side.
+    /// Returns a constant of one stack in a model whose stacks have `layers` layers each.
     pub fn place_of(layers: i64, stack: StackName, constant: fn(&LayerContext) -> f64) -> f64 {
         let model = ModelShape { encoder_layers: layers, decoder_layers: layers, ..ModelShape::SMALL };
         constant(&LayerContext::new(model, &Options::default(), stack, 0))
     }
 
-    /// Asserts equality in the digits that are printed.
+    /// Asserts that a value equals a printed one in the printed digits.
     pub fn near(value: f64, printed: &str) {
         let decimals = printed.split_once('.').map_or(0, |(_, digits)| digits.len());
         assert_eq!(format!("{value:.decimals$}"), printed);

@@ -1,11 +1,11 @@
-//! nGPT: the stream, branches, queries and keys have length 1, and a branch moves the stream along the sphere
-//! (Loshchilov et al. 2024).
+//! nGPT: the residual stream, branches, queries and keys are vectors of length 1, and each branch moves the stream
+//! along the sphere (Loshchilov et al. 2024).
 
 use super::{Change, Gain, LayerContext, Learned, Point, ResidualSpec, Scheme, Sublayer};
 
-/// The first value of |a|, the share of the branch.
+/// The initial value of |a|, the share of the branch in the sum.
 const SHARE: f64 = 0.05;
-/// The least length by which a vector is divided.
+/// The smallest length by which a vector is divided.
 const EPS: f64 = 1e-12;
 
 pub static NGPT: Scheme = Scheme {
@@ -43,7 +43,7 @@ fn inside(place: &LayerContext) -> Vec<(Point, Change)> {
                 [(point, Change::Scale(s)), (point, Change::Times((model.d_model as f64).sqrt()))]
             };
             let first = scaled(Point::BeforeActivation, "linear1_scale", model.d_ff);
-            // s_u scales W₃x; after the activation it scales the product with that, which is the same.
+            // s_u scales W₃x. Scaling the product with W₃x after the activation gives the same.
             let gate = model.activation.is_gated().then(|| scaled(Point::AfterActivation, "linear3_scale", model.d_ff));
             first.into_iter().chain(gate.into_iter().flatten()).collect()
         }
@@ -52,13 +52,13 @@ fn inside(place: &LayerContext) -> Vec<(Point, Change)> {
                 Sublayer::SelfAttention => [Point::RotatedQuery, Point::RotatedKey],
                 _ => [Point::Query, Point::Key],
             };
-            // Grouped heads have fewer keys than queries, so no scale can be both's.
+            // Grouped heads have fewer keys than queries, so the two cannot share one scale.
             let names = match model.kv_heads == model.heads {
                 true => ["qk_scale"; 2],
                 false => ["query_scale", "key_scale"],
             };
             let d_head = place.d_head();
-            // √d_head takes the place of attention's own factor of scores.
+            // √d_head replaces attention's own factor of scores.
             let of_scores = (d_head as f64).sqrt() / model.scaled.scores(d_head);
             let parts = [(model.d_model, of_scores), (place.kv_width(), 1.0)];
             let each = points.into_iter().zip(names).zip(parts);
@@ -71,8 +71,8 @@ fn inside(place: &LayerContext) -> Vec<(Point, Change)> {
     }
 }
 
-/// Returns 1/√d, the value that stored scales have where they stand for 1, so that Adam moves them as it moves the
-/// numbers of a unit vector.
+/// Returns 1/√d, the value in which scales are stored where they mean 1. The numbers of a unit vector have this size,
+/// so Adam changes both at the same pace.
 fn base(place: &LayerContext) -> f64 {
     (place.model.d_model as f64).powf(-0.5)
 }

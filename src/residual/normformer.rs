@@ -1,5 +1,5 @@
-//! NormFormer: PreNorm with scaled heads and norms after the attention and inside the feed-forward (Shleifer et al.
-//! 2021).
+//! NormFormer: PreNorm with scaled heads, with a norm after the attention and a norm inside the feed-forward
+//! (Shleifer et al. 2021).
 
 use super::{prenorm::PRENORM, Change, Gain, LayerContext, Learned, NormAt, Point, ResidualSpec, Scheme, Sublayer};
 use crate::choice;

@@ -1,4 +1,5 @@
-//! OLMo 2's order: a norm only on the branch's output, and norms on whole queries and keys (Team OLMo 2025).
+//! OLMo 2's order: a norm only on the branch's output, and norms on all heads' queries and keys together (Team OLMo
+//! 2025).
 
 use super::{prenorm::PRENORM, Change, LayerContext, Point, ResidualSpec, Scheme, Sublayer};
 

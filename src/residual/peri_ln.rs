@@ -1,4 +1,4 @@
-//! Peri-LN: a norm before and one after each branch, and one on the embedding (Kim et al. 2025).
+//! Peri-LN: one norm before and one after each branch, and one on the embedding (Kim et al. 2025).
 
 use super::{sandwich::SANDWICH, Change, LayerContext, NormAt, Scheme, StackSpec};
 use crate::options::option_spec;

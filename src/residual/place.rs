@@ -1,4 +1,4 @@
-//! The place of a declaration in a model.
+//! The place of a declaration in a model, and the facts about the model that declarations may use.
 
 use super::declared::NormAt;
 use crate::choice;
@@ -20,7 +20,7 @@ impl StackName {
         }
     }
 
-    /// Returns the sublayers of its layers.
+    /// Returns the sublayers that each layer of this stack has.
     pub fn sublayers(self, model: &ModelShape) -> &'static [Sublayer] {
         use Sublayer::{CrossAttention, FeedForward, SelfAttention};
         match self {
@@ -39,7 +39,8 @@ choice! {
 }
 
 impl Sublayer {
-    /// Returns torch.nn's name of an attention module; a feed-forward's linear layers belong to the layer itself.
+    /// Returns the path of an attention module in torch.nn; empty for a feed-forward, whose linear layers belong to
+    /// the layer itself.
     pub fn path(self) -> &'static str {
         match self {
             Sublayer::SelfAttention => "self_attn.",
@@ -65,7 +66,7 @@ choice! {
 }
 
 impl Activation {
-    /// True if there is a third matrix.
+    /// True if the feed-forward has a third matrix, the gate's.
     pub fn is_gated(self) -> bool {
         matches!(self, Activation::SwiGlu | Activation::GeGlu)
     }
@@ -94,25 +95,25 @@ choice! {
 #[derive(Clone, Copy, Debug)]
 pub struct QkNorm {
     pub over: NormOver,
-    /// True if they follow the rotation of self-attention's queries and keys.
+    /// True if the norms follow the rotation of queries and keys in self-attention.
     pub after_rotation: bool,
     pub is_weighted: bool,
-    /// The factor of normed queries and keys.
+    /// The factor by which normed queries and keys are multiplied.
     pub scale: f64,
 }
 
-/// A model's shape, as far as the tables of norms, schemes and initialisations need it.
+/// The shape of a model, as far as the tables of norms, schemes and initialisations need it.
 #[derive(Clone, Copy, Debug)]
 pub struct ModelShape<'a> {
     pub d_model: i64,
     pub d_ff: i64,
     pub heads: i64,
-    /// The number of heads of keys and values; several heads of queries share one.
+    /// The number of heads of keys and values; several query heads may share one.
     pub kv_heads: i64,
     pub activation: Activation,
-    /// True if linear layers have biases, unless the scheme has none.
+    /// True if linear layers have biases. A scheme without biases overrides this.
     pub has_biases: bool,
-    /// True if embeddings are multiplied by √d.
+    /// True if word embeddings are multiplied by √d.
     pub scales_embeddings: bool,
     /// True if there is an encoder; otherwise the model is only a decoder.
     pub has_encoder: bool,
@@ -120,29 +121,30 @@ pub struct ModelShape<'a> {
     pub decoder_layers: i64,
     pub encoder_norm: &'a str,
     pub decoder_norm: &'a str,
-    /// Norms on queries and keys in addition to the scheme's.
+    /// The norms on queries and keys that are added to the scheme's own.
     pub qk_norm: Option<QkNorm>,
     pub v_norm: Option<ValueNorm>,
-    /// L of queries and keys of length 1, with a learned factor for their products.
+    /// If set, queries and keys have length 1, and their products a learned factor that begins at log₂(L² − L) for
+    /// this L.
     pub qk_l2norm: Option<i64>,
     /// The sizes of tensorized attention; `None` for multi-head attention.
     pub tensorized: Option<TensorizedSizes>,
-    /// The gate of the heads' outputs; `None` for no gate.
+    /// The gate on the outputs of the heads; `None` if there is none.
     pub output_gate: Option<OutputGate>,
-    /// True if each head's softmax has a sink logit beside those of the keys.
+    /// True if each head's softmax has a sink: one more logit, which belongs to no key.
     pub sinks: bool,
     /// The softcap c: scores s become c·tanh(s/c).
     pub score_softcap: Option<f64>,
-    /// The size of the vocabulary, if layers add rows of a table to their values.
+    /// The size of the vocabulary, if layers add value embeddings to their values; otherwise `None`.
     pub value_embeddings: Option<i64>,
-    /// True if the token before is added to each embedding.
+    /// True if each embedding gets a share of the previous token's embedding.
     pub smear: bool,
     /// The model's parametrisation.
     pub scaled: Scaled,
 }
 
 impl ModelShape<'_> {
-    /// A small model, for purposes that do not depend on its sizes.
+    /// A small model, for uses to which the sizes do not matter.
     pub const SMALL: ModelShape<'static> = ModelShape {
         d_model: 2,
         d_ff: 2,
@@ -173,15 +175,15 @@ impl ModelShape<'_> {
 #[derive(Clone, Copy, Debug)]
 pub struct TensorizedSizes {
     pub rank: i64,
-    /// The maximum number of tokens that it reads at a time.
+    /// The maximum number of tokens that tensorized attention reads at a time.
     pub segment: i64,
 }
 
-/// The place of a declaration in the model.
+/// The place of a declaration in a model: a sublayer in a layer of a stack.
 #[derive(Clone, Copy, Debug)]
 pub struct LayerContext<'a> {
     pub model: ModelShape<'a>,
-    /// The option values in the model's configuration.
+    /// The values of options in the model's configuration.
     pub options: &'a Options,
     pub stack: StackName,
     /// The layer's index in its stack, from 0.
@@ -211,19 +213,19 @@ impl<'a> LayerContext<'a> {
         }
     }
 
-    /// Returns the place of the first sublayer in a layer with other sublayers, such as a block of another library's
-    /// model; `None` if `kinds` is empty.
+    /// Returns the place of the first sublayer in a layer whose sublayers are `kinds`, such as a block of another
+    /// library's model; `None` if `kinds` is empty.
     pub fn of_block(self, kinds: &'a [Sublayer]) -> Option<Self> {
         Some(LayerContext { sublayer: *kinds.first()?, index: 0, sublayers: kinds.len() as i64, kinds, ..self })
     }
 
-    /// Iterates over all sublayers of this layer.
+    /// Iterates over the places of all sublayers in this layer.
     pub fn each(self) -> impl Iterator<Item = LayerContext<'a>> {
         let numbered = self.kinds.iter().enumerate();
         numbered.map(move |(index, &sublayer)| LayerContext { index: index as i64, sublayer, ..self })
     }
 
-    /// Returns the encoder's number of layers, N; 0 in a decoder-only model.
+    /// Returns N, the number of layers in the encoder; 0 in a decoder-only model.
     pub fn encoder_layers(&self) -> i64 {
         if self.model.has_encoder {
             self.model.encoder_layers
@@ -232,12 +234,12 @@ impl<'a> LayerContext<'a> {
         }
     }
 
-    /// Returns the decoder's number of layers, M.
+    /// Returns M, the number of layers in the decoder.
     pub fn decoder_layers(&self) -> i64 {
         self.model.decoder_layers
     }
 
-    /// Returns this stack's number of layers, L.
+    /// Returns L, the number of layers in this stack.
     pub fn layers(&self) -> i64 {
         match self.stack {
             StackName::Encoder => self.encoder_layers(),
@@ -250,8 +252,9 @@ impl<'a> LayerContext<'a> {
         self.layers() * self.sublayers
     }
 
-    /// Computes a constant of this stack from a scheme's three formulas, one for each kind of stack. The depth of a
-    /// single stack is half its number of additions.
+    /// Computes a constant of this stack from three formulas of a scheme: for an encoder (of N and M), for a decoder
+    /// (of N and M), and for a stack alone (of its depth). The depth of a stack alone is half its number of
+    /// additions.
     pub fn constant(
         &self,
         encoder: impl Fn(f64, f64) -> f64,
@@ -284,18 +287,18 @@ impl<'a> LayerContext<'a> {
         }
     }
 
-    /// Returns `stem` with the sublayer's number, as in torch.nn's norm1, norm2, …
+    /// Returns `stem` and the number of the sublayer in its layer, from 1, as in torch.nn's norm1, norm2, …
     pub fn numbered(&self, stem: &str) -> String {
         format!("{stem}{}", self.index + 1)
     }
 
-    /// Returns the sublayer's own norm in a scheme with another norm at its end.
+    /// Returns the norm of this sublayer, for a scheme that has another norm after the last layer.
     pub fn norm(&self) -> NormAt {
         let (name, width) = (self.numbered("norm"), self.model.d_model);
         NormAt { name, width, last: false, ends_stack: false, start: 1.0, is_weighted: true }
     }
 
-    /// Returns the sublayer's own norm in a scheme whose last norm is the last sublayer's.
+    /// Returns the norm of this sublayer, for a scheme in which the last sublayer's norm is the stack's last.
     pub fn closing_norm(&self) -> NormAt {
         NormAt { last: self.is_last(), ..self.norm() }
     }
@@ -305,12 +308,12 @@ impl<'a> LayerContext<'a> {
         NormAt { name: "norm".into(), last: true, ends_stack: true, ..self.norm() }
     }
 
-    /// Returns the name of a part of the sublayer.
+    /// Returns the name of a part of this sublayer, with the path of its attention module.
     pub fn path_of(&self, name: &str) -> String {
         format!("{}{name}", self.sublayer.path())
     }
 
-    /// Returns a norm on an attention's queries, keys or values: `name` over rows of that width.
+    /// Returns a norm on the queries, keys or values of an attention, for rows of this width.
     pub fn projected_norm(&self, name: &str, width: i64) -> NormAt {
         NormAt { name: self.path_of(name), width, ..self.norm() }
     }

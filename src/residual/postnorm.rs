@@ -1,4 +1,4 @@
-//! PostNorm: `x⁺ = N(x + F(x))`, the original Transformer's (Nguyen & Salazar 2019, eq 2).
+//! PostNorm: `x⁺ = N(x + F(x))`, as in the original Transformer (Nguyen & Salazar 2019, eq 2).
 
 use super::{LayerContext, ResidualSpec, Scheme};
 

@@ -1,4 +1,4 @@
-//! PreNorm: `x⁺ = x + F(N(x))`, and N after the stack (Nguyen & Salazar 2019, eq 3).
+//! PreNorm: `x⁺ = x + F(N(x))`, with a norm after the last layer (Nguyen & Salazar 2019, eq 3).
 
 use super::{LayerContext, ResidualSpec, Scheme, StackSpec};
 

@@ -1,4 +1,5 @@
-//! Progressive residual warmup: branches × min(t/(T·l), 1) in layer l, counted from 1 (Chen et al. 2026).
+//! Progressive residual warmup: branches are multiplied by min(t/(T·l), 1) in layer l, counted from 1 (Chen et al.
+//! 2026).
 
 use super::ln_scaling::{self, LN_SCALING};
 use super::{deepnorm::DEEPNORM, postnorm::POSTNORM, prenorm::PRENORM, sandwich::SANDWICH};
@@ -18,6 +19,7 @@ choice! {
 }
 
 impl ProResScheme {
+    /// Returns the scheme whose branches are warmed up.
     fn of(place: &LayerContext) -> &'static Scheme {
         match place.options.get(&SCHEME) {
             ProResScheme::PreNorm => &PRENORM,

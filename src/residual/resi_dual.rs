@@ -1,7 +1,9 @@
-//! ResiDual: PostNorm's residual stream, and beside it PreNorm's, which has no norm before the end (Xie et al. 2023).
+//! ResiDual: the residual stream of PostNorm, and beside it that of PreNorm, which has no norm before the end (Xie et
+//! al. 2023).
 //!
-//! The authors' code gives the norm after the stack ε = 1e-7 and, for f16, can scale the second stream down. Here that
-//! norm has the ε of the others, and the training loop keeps streams in f32 or f64.
+//! In the authors' code, the norm after the stack has ε = 1e-7, and with f16 the second stream can be scaled down.
+//! Here that norm has the same ε as the others, and the training loop keeps streams in f32 or f64, so nothing is
+//! scaled.
 
 use super::{ExtraStream, LayerContext, NormAt, ResidualSpec, Scheme, StackSpec, StreamStep};
 

@@ -1,4 +1,5 @@
-//! ReZero: `x⁺ = x + a_l F(x)`, one scalar a_l = 0 per layer, no norm (Bachlechner et al. 2020).
+//! ReZero: `x⁺ = x + a_l F(x)` without norms. Each layer has one scalar a_l, which begins at 0 (Bachlechner et al.
+//! 2020).
 
 use super::{Gain, LayerContext, Learned, ResidualSpec, Scheme};
 
@@ -11,6 +12,6 @@ pub static REZERO: Scheme = Scheme {
 };
 
 fn around(_: &LayerContext) -> ResidualSpec {
-    // One name means one parameter for all sublayers of a layer.
+    // The name is the same in all sublayers of a layer, so they share one parameter.
     ResidualSpec { beta: Gain::Learned(Learned::new("branch_scale", &[1], 0.0)), ..ResidualSpec::default() }
 }

@@ -5,38 +5,40 @@ use super::place::LayerContext;
 use crate::error::Result;
 use crate::options::{AnyOption, Options};
 
-/// A residual scheme of the table. Its functions return the declarations for a place in a model.
+/// A residual scheme of the table. Its functions return the declarations for one place in a model.
 pub struct Scheme {
-    /// The name that users give.
+    /// The name by which users choose the scheme.
     pub name: &'static str,
     pub equation: &'static str,
     pub source: &'static str,
     pub options: &'static [&'static dyn AnyOption],
-    /// Errors about options that others of the scheme make useless.
+    /// Errors if options of the scheme have no effect, because of its other options.
     pub check: fn(&Options) -> Result<()>,
-    /// The name of the initialisation that goes with it.
+    /// The name of the initialisation that is used with the scheme by default.
     pub init: &'static str,
-    /// Returns the residual connection around a sublayer.
+    /// Returns the residual connection around a sublayer at this place.
     pub around: fn(&LayerContext) -> ResidualSpec,
-    /// Returns the changes inside a sublayer.
+    /// Returns the changes inside a sublayer at this place.
     pub inside: fn(&LayerContext) -> Vec<(Point, Change)>,
-    /// Returns the changes of x when a layer begins.
+    /// Returns the changes that x gets when a layer begins.
     pub layer: fn(&LayerContext) -> Vec<Change>,
-    /// Returns the connections between layers, and the changes after the last one.
+    /// Returns what belongs to the whole stack: the changes before the first layer, between layers, and after the
+    /// last.
     pub stack: fn(&LayerContext) -> StackSpec,
-    /// True if linear layers have biases.
+    /// True if linear layers have biases in models with this scheme.
     pub has_biases: bool,
-    /// The reason why branches' outputs do not simply add up, so that no factor of theirs can follow the depth; `None`
-    /// if they do.
+    /// The reason why branches' outputs do not simply add up; then no factor of F(x) that depends on the depth can be
+    /// used. `None` if they do add up.
     pub own_depth: Option<&'static str>,
-    /// True if its vectors have length 1: it sets the factor of attention's scores itself, and its numbers fall as 1/√d.
+    /// True if the scheme keeps vectors at length 1. Then it sets the factor of attention's scores itself, and the
+    /// numbers in its vectors fall as 1/√d.
     pub on_sphere: bool,
-    /// True if profiling on the first batch sets the gains on x (docs/spec.md §3.4).
+    /// True if profiling on the first batch sets the gains of x (docs/spec.md §3.4).
     pub is_profiled: bool,
 }
 
 impl Scheme {
-    /// The scheme x⁺ = x + F(x), whose fields every entry of the table overrides.
+    /// The scheme x⁺ = x + F(x). The entries of the table are made from it by replacing fields.
     pub const PLAIN: Scheme = Scheme {
         name: "",
         equation: "",

@@ -1,4 +1,5 @@
-//! The schemes of a stack's layers: one name, or several, each for some layers from the bottom up.
+//! The schemes of the layers in a stack: one name for all layers, or several names, each for some layers from the
+//! bottom up.
 //!
 //! `postnorm*3,prenorm` has PostNorm in the first three layers of a stack and PreNorm in the others;
 //! `postnorm*1/4,prenorm` has PostNorm in the first quarter, rounded down (Mix-LN, Li et al. 2024).
@@ -13,10 +14,10 @@ use crate::options::{AnyOption, Options};
 use std::fmt;
 use std::sync::Arc;
 
-/// The ε of queries and keys of length 1, as in torch's `normalize`.
+/// The ε with which queries and keys are scaled to length 1, as in torch's `normalize`.
 const UNIT_EPS: f64 = 1e-12;
 
-/// Schemes in the order of their layers; the last one has the layers that the others leave.
+/// Schemes in the order of their layers. The last scheme is used in all layers that the others leave.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Schemes {
     first: Vec<(SchemeRef, Share)>,
@@ -38,7 +39,7 @@ impl SchemeRef {
         }
     }
 
-    /// Errors about options that others of the scheme make useless.
+    /// Errors if options of the scheme have no effect, because of its other options.
     pub fn check_options(&self, options: &Options) -> Result<()> {
         match self {
             SchemeRef::Table(scheme) => (scheme.check)(options),
@@ -102,7 +103,7 @@ impl SchemeRef {
         }
     }
 
-    /// True if its vectors have length 1.
+    /// True if the scheme keeps vectors at length 1.
     pub fn is_on_sphere(&self) -> bool {
         match self {
             SchemeRef::Table(scheme) => scheme.on_sphere,
@@ -134,15 +135,16 @@ impl fmt::Debug for SchemeRef {
     }
 }
 
-/// The share of a stack's layers.
+/// How many layers of a stack have a scheme.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Share {
     Layers(i64),
-    /// A fraction, rounded down.
+    /// A fraction of the stack's layers, rounded down.
     Fraction(i64, i64),
 }
 
 impl Share {
+    /// Returns the number of layers in a stack that has `layers`.
     fn of(self, layers: i64) -> i64 {
         match self {
             Share::Layers(count) => count,
@@ -150,7 +152,7 @@ impl Share {
         }
     }
 
-    /// Parses `3` or `1/4`.
+    /// Parses a number of layers such as `3`, or a fraction such as `1/4`.
     fn parse(text: &str) -> Option<Self> {
         let share = match text.split_once('/') {
             Some((part, whole)) => Share::Fraction(part.parse().ok()?, whole.parse().ok()?),
@@ -165,18 +167,18 @@ impl Share {
 }
 
 impl Schemes {
-    /// Uses `last` in every layer.
+    /// Returns schemes that use `last` in every layer.
     pub fn of(last: SchemeRef) -> Self {
         Schemes { first: Vec::new(), last }
     }
 
-    /// Uses a user's scheme in every layer.
+    /// Returns schemes that use a user's scheme in every layer.
     pub fn given(scheme: GivenScheme) -> Result<Self> {
         scheme.check_name()?;
         Ok(Schemes::of(SchemeRef::Given(Arc::new(scheme))))
     }
 
-    /// Returns the user's declaration; `None` for schemes of the table.
+    /// Returns the user's declaration; `None` if the schemes are from the table.
     pub fn as_given(&self) -> Option<&GivenScheme> {
         match &self.last {
             SchemeRef::Table(_) => None,
@@ -184,7 +186,7 @@ impl Schemes {
         }
     }
 
-    /// Parses `name` or `name*layers,…,name`.
+    /// Parses one scheme (`name`), or several with their shares of layers (`name*layers,…,name`).
     pub fn parse(text: &str) -> Result<Self> {
         let wrong = |why: String| Error::invalid(format!("residual {text:?}: {why}, as in postnorm*3,prenorm"));
         let (first, last) = text.rsplit_once(',').unwrap_or(("", text));
@@ -215,12 +217,12 @@ impl Schemes {
         }
     }
 
-    /// Iterates over the schemes, from the bottom up.
+    /// Iterates over the schemes, from the lowest layer's upwards.
     pub fn all(&self) -> impl Iterator<Item = &SchemeRef> {
         self.first.iter().map(|(scheme, _)| scheme).chain([&self.last])
     }
 
-    /// Returns the scheme of the place's layer.
+    /// Returns the scheme of the layer at this place.
     pub fn at(&self, place: &LayerContext) -> &SchemeRef {
         let mut below = 0;
         for (scheme, share) in &self.first {
@@ -232,12 +234,12 @@ impl Schemes {
         &self.last
     }
 
-    /// Returns the layers of the place's stack, from the bottom up.
+    /// Returns the declarations of all layers in this place's stack, from the bottom up.
     pub fn layers(&self, place: &LayerContext) -> Vec<LayerSpec> {
         (0..place.layers()).map(|layer| self.layer(&LayerContext { layer, ..*place })).collect()
     }
 
-    /// Returns the place's layer.
+    /// Returns the declaration of the layer at this place.
     pub fn layer(&self, place: &LayerContext) -> LayerSpec {
         let scheme = self.at(place);
         let sublayers = place.each().map(|place| {
@@ -247,8 +249,9 @@ impl Schemes {
         LayerSpec { begin: scheme.layer(place), sublayers: sublayers.collect() }
     }
 
-    /// Returns the changes inside the place's sublayer: those of its layer's scheme, and the model's norms on queries,
-    /// keys and values, or its scaling of queries and keys to length 1 with a learned factor (Henry et al. 2020).
+    /// Returns the changes inside the sublayer at this place. They come from the scheme of its layer, from the
+    /// model's norms on queries, keys and values, and from `qk_l2norm`, which scales queries and keys to length 1 and
+    /// multiplies scores by a learned factor (Henry et al. 2020).
     fn inside(&self, place: &LayerContext) -> Vec<(Point, Change)> {
         let mut inside = self.at(place).inside(place);
         if place.sublayer == Sublayer::FeedForward {
@@ -263,7 +266,7 @@ impl Schemes {
         if let Some(length) = place.model.qk_l2norm {
             let (unit, length) = (Change::Unit(UNIT_EPS), length as f64);
             let factor = Learned::new(place.path_of("qk_scale"), &[1], (length * length - length).log2());
-            // The learned factor replaces attention's own.
+            // The learned factor replaces attention's own factor of scores, which is divided out here.
             let own = Change::Times(place.model.scaled.scores(place.d_head()).recip());
             inside.extend([(Point::Query, unit.clone()), (Point::Query, Change::Scale(factor))]);
             inside.extend([(Point::Query, own), (Point::Key, unit)]);
@@ -271,8 +274,8 @@ impl Schemes {
         inside
     }
 
-    /// Returns the connections between the layers of the place's stack. The first layer's scheme begins the stack, the
-    /// last layer's ends it.
+    /// Returns the parts that belong to the whole stack at this place. The first layer's scheme begins the stack; the
+    /// last layer's scheme gives all other parts.
     pub fn flow(&self, place: &LayerContext) -> StackSpec {
         let [bottom, top] =
             [0, place.layers() - 1].map(|layer| self.at(&LayerContext { layer, ..*place }).stack(place));
@@ -280,7 +283,7 @@ impl Schemes {
         StackSpec { growth, begin: bottom.begin, ..top }
     }
 
-    /// Returns the initialisation that goes with all of them, or xavier.
+    /// Returns the initialisation that goes with all schemes, or xavier if they differ.
     pub fn init(&self) -> &str {
         let init = self.last.init();
         if self.all().all(|scheme| scheme.init() == init) {
@@ -290,29 +293,29 @@ impl Schemes {
         }
     }
 
-    /// True if linear layers have biases.
+    /// True if linear layers have biases under these schemes.
     pub fn has_biases(&self) -> bool {
         self.last.has_biases()
     }
 
-    /// Returns a scheme whose branches' outputs do not simply add up, and why.
+    /// Returns the name of a scheme whose branches' outputs do not simply add up, and the reason.
     pub fn own_depth(&self) -> Option<(&str, &'static str)> {
         self.all().find_map(|scheme| Some((scheme.name(), scheme.own_depth()?)))
     }
 
-    /// True if profiling on the first batch sets the gains on x.
+    /// True if profiling on the first batch sets the gains of x.
     pub fn is_profiled(&self) -> bool {
         self.last.is_profiled()
     }
 
-    /// True if any of them has a norm anywhere in such a model.
+    /// True if any of the schemes has a norm anywhere in a model of this shape.
     pub fn have_norms(&self, model: ModelShape, options: &Options) -> bool {
         let place = LayerContext::new(model, options, StackName::Decoder, 0);
         self.all().any(|scheme| puts_norms(scheme, &place))
     }
 
-    /// Errors if a user's declarations do not fit the model. `kinds` are its layers' sublayers, if they differ from the
-    /// stack's.
+    /// Errors if a user's declarations do not fit the model. `kinds` are the sublayers of the model's layers, if
+    /// these differ from the stack's.
     pub fn check_given(&self, model: ModelShape, options: &Options, kinds: &[Sublayer]) -> Result<()> {
         let Some(given) = self.as_given() else { return Ok(()) };
         StackName::of(&model).iter().try_for_each(|stack| {
@@ -321,7 +324,8 @@ impl Schemes {
         })
     }
 
-    /// Errors if the schemes have more layers than the model's stacks; `residual` is the text they were parsed from.
+    /// Errors if the schemes need more layers than the model's stacks have. `residual` is the text from which the
+    /// schemes were parsed.
     pub fn check(&self, residual: &str, model: &ModelShape) -> Result<()> {
         let stacks = [("encoder_layers", model.encoder_layers), ("decoder_layers", model.decoder_layers)];
         for (name, layers) in stacks.into_iter().skip(usize::from(!model.has_encoder)) {
@@ -337,7 +341,7 @@ impl Schemes {
     }
 }
 
-/// Returns the norms on an attention's queries and keys, and the factor of the result.
+/// Returns the norms on an attention's queries and keys, and the factor by which the results are multiplied.
 fn qk_norm(place: &LayerContext) -> Vec<(Point, Change)> {
     let Some(how) = place.model.qk_norm else { return Vec::new() };
     let points = match how.after_rotation && place.sublayer == Sublayer::SelfAttention {
@@ -356,7 +360,7 @@ fn qk_norm(place: &LayerContext) -> Vec<(Point, Change)> {
         .collect()
 }
 
-/// Returns the scheme of that name.
+/// Returns the scheme of the table with this name.
 fn find(name: &str) -> Result<&'static Scheme> {
     SCHEMES
         .iter()
@@ -365,6 +369,7 @@ fn find(name: &str) -> Result<&'static Scheme> {
         .ok_or_else(|| unknown("residual", name, SCHEMES.iter().map(|s| s.name)))
 }
 
+/// True if the scheme declares a norm anywhere: around or inside a sublayer, in a layer, or in the stack.
 fn puts_norms(scheme: &SchemeRef, place: &LayerContext) -> bool {
     let is_norm = |change: &Change| change.norm().is_some();
     let has = |place: LayerContext| {
@@ -377,14 +382,16 @@ fn puts_norms(scheme: &SchemeRef, place: &LayerContext) -> bool {
     place.each().any(has) || has_own_norm || flow.begin.iter().chain(&layer).chain(&flow.end).any(is_norm)
 }
 
-/// Returns true if each layer has its own α_t; `None` if nothing grows.
+/// Returns true if each layer has its own α_t, and false if all share one; `None` if the scheme has no gain that
+/// grows.
 fn grows_by_layer(scheme: &SchemeRef) -> Option<bool> {
     let options = Options::default();
     let flow = scheme.stack(&LayerContext::new(ModelShape::SMALL, &options, StackName::Encoder, 0));
     flow.growth.map(|growth| growth.by_layer)
 }
 
-/// True if its layers can be combined with others': it has no streams beside x, and nothing shared by the whole model.
+/// True if layers of this scheme can be combined with layers of others: it has no streams beside x, and nothing that
+/// the whole model shares.
 fn can_be_mixed(scheme: &SchemeRef) -> bool {
     let options = Options::default();
     let flow = scheme.stack(&LayerContext::new(ModelShape::SMALL, &options, StackName::Encoder, 0));

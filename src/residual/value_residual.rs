@@ -1,4 +1,4 @@
-//! Value residuals: each layer's values are mixed with those of the first layer (Zhou et al. 2024, ResFormer).
+//! Value residuals: the values of each layer are mixed with those of the first layer (Zhou et al. 2024, ResFormer).
 
 use super::{prenorm::PRENORM, Change, Gain, LayerContext, Learned, Point, Scheme, Sublayer};
 use crate::options::option_spec;
@@ -25,6 +25,7 @@ pub static VALUE_RESIDUAL: Scheme = Scheme {
     ..Scheme::PLAIN
 };
 
+/// The first layer keeps its values; every later layer mixes its own values with them.
 fn inside(place: &LayerContext) -> Vec<(Point, Change)> {
     let start = place.options.get(&START);
     let gain = |name: &str| match place.options.get(&LEARNED) {

@@ -1,5 +1,5 @@
-//! Variance-preserving gates: a learned share β of the branch, and the share α of x that keeps the variance (Muse
-//! Spark).
+//! Variance-preserving gates: the branch has a learned share β, and x the share α with which the variance of the sum
+//! stays the same (Muse Spark).
 
 use super::{sandwich::SANDWICH, Gain, LayerContext, Learned, ResidualSpec, Scheme};
 use crate::options::{option_spec, positive};
@@ -9,7 +9,7 @@ option_spec! {
     TEMPERATURE ("variance_gate_temperature"): f64 = 0.3, positive;
 }
 
-/// The standard deviation of w at initialisation, transformers' `initializer_range`.
+/// The standard deviation of the initial w, transformers' `initializer_range`.
 const START: f64 = 0.02;
 
 pub static VARIANCE_GATE: Scheme = Scheme {

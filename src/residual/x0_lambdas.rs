@@ -1,4 +1,4 @@
-//! x₀-lambdas: before each layer the residual stream is scaled, and the embedding is added again (nanochat).
+//! x₀-lambdas: before each layer the residual stream is scaled and a part of the embedding is added again (nanochat).
 
 use super::{prenorm::PRENORM, Change, Gain, LayerContext, Learned, NormAt, Scheme, StackSpec};
 use crate::options::option_spec;
@@ -39,7 +39,8 @@ fn layer(place: &LayerContext) -> Vec<Change> {
     }
 }
 
-/// Returns the index of the layer that reads the middle layer's output; after the last layer that is the stack's end.
+/// Returns the index of the layer whose input is the middle layer's output. If there is no such layer, the stack's
+/// end reads it.
 fn after_middle(place: &LayerContext) -> i64 {
     place.layers() / 2 + 1
 }

@@ -1,4 +1,4 @@
-//! Checkpoint averaging of a run.
+//! Averaging of a run's checkpoints.
 
 use super::folder::read_configs;
 use super::lock::Lock;
@@ -10,8 +10,9 @@ use crate::train::checkpoint::{self, CheckpointStore};
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// Returns the checkpoints of the last evaluations, newest first. It skips those of interruptions, and stops at an old
-/// best one that is separated from the others by a removed checkpoint.
+/// Returns the checkpoints of the last evaluations, newest first. Skips checkpoints that were saved because the user
+/// stopped the run. Stops before an old best checkpoint if checkpoints between it and the newer ones have been
+/// removed.
 fn evaluated(store: &CheckpointStore) -> Result<Vec<PathBuf>> {
     let (mut found, mut newer) = (Vec::new(), None::<Option<u64>>);
     for path in store.recent(usize::MAX)? {
@@ -30,8 +31,9 @@ fn evaluated(store: &CheckpointStore) -> Result<Vec<PathBuf>> {
     Ok(found)
 }
 
-/// Averages a run's checkpoints (parameters and running statistics; counters are the newest's) and stores the result as
-/// `average`: the checkpoints of the given updates, or the last `count`. `check_interrupt` runs before each.
+/// Averages checkpoints of a run, those of the given updates or the last `count`, and stores the result as `average`.
+/// Parameters and running statistics are averaged; counters are the newest checkpoint's. `check_interrupt` runs
+/// before each checkpoint is read.
 pub fn average(
     folder: &Path,
     count: Option<usize>,
@@ -67,7 +69,7 @@ pub fn average(
         _ => return Err(Error::invalid("give either how many of the last checkpoints to average, or their updates")),
     };
     let averaged = checkpoint::average(&paths, &mut data::throttled(check_interrupt))?;
-    // The earlier average is removed once the new one is complete.
+    // The earlier average is removed only when the new one is complete.
     remove(&new)?;
     checkpoint::save(&new, averaged.state["update"].as_u64().unwrap_or(0), &averaged)?;
     remove(&path)?;
@@ -75,7 +77,8 @@ pub fn average(
     Ok(path)
 }
 
-/// Removes a directory whole, because half of one would no longer prove that a run wrote it.
+/// Removes a directory completely or not at all: half of one would not show that a run wrote it, so no later run
+/// would remove the rest.
 fn remove(path: &Path) -> Result<()> {
     match path.symlink_metadata().is_ok() {
         true => atomic::remove_directory(path),

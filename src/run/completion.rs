@@ -15,17 +15,18 @@ use tch::Kind;
 /// The text generated for a prompt.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Completion {
-    /// The new text; the prompt followed by it is the whole text.
+    /// The new text. The prompt followed by the new text is the whole text.
     pub text: String,
     /// The sum of log p of the new tokens.
     pub log_probability: f64,
     /// The number of new tokens, ends of sentence included.
     pub tokens: usize,
-    /// True if it has the requested number of ends of sentence.
+    /// True if the new text has the requested number of ends of sentence.
     pub finished: bool,
 }
 
-/// A callback for each new token with the indices of prompt and sample and the new text, or `None` at the text's end.
+/// A function called for each new token with the prompt's index, the sample's index and the new text; the text is
+/// `None` when a sample ends.
 pub type OnToken<'a> = &'a mut dyn FnMut(usize, usize, Option<&str>) -> Result<()>;
 
 /// One text of a batch during its generation.
@@ -37,7 +38,7 @@ struct TextStream {
 }
 
 impl Translator {
-    /// Returns the ids of a text with several lines; EOS ends each line but the last.
+    /// Returns the ids of a text that may have several lines. EOS follows each line except the last.
     fn read_text(&self, text: &str, check_interrupt: Interrupt) -> Result<Vec<i64>> {
         let lines: Vec<String> = text.split('\n').map(str::to_owned).collect();
         let ids = within(self.encode(&lines, check_interrupt)?, self.seen.as_deref());
@@ -48,7 +49,8 @@ impl Translator {
     /// Returns `samples` continuations of each prompt. `batch_tokens` is the maximum number of tokens in a batch's
     /// windows.
     ///
-    /// Errors: options that make no sense, a model with an encoder, and errors of `on_token` and `check_interrupt`.
+    /// Errors if the options make no sense, if the model has an encoder, or if `on_token` or `check_interrupt`
+    /// returns an error.
     pub fn complete(
         &self,
         prompts: &[String],
@@ -105,7 +107,7 @@ impl Translator {
         Ok(found)
     }
 
-    /// Returns the text that a token adds; the last end of sentence adds none.
+    /// Returns the text that a token adds to a sample. The end of sentence that ends the sample adds none.
     fn text_of(&self, token: i64, is_over: bool, joiner: &mut Joiner) -> String {
         match (token == EOS, is_over) {
             (true, true) => String::new(),
@@ -118,7 +120,7 @@ impl Translator {
     }
 }
 
-/// Returns the ids of lines as the run in a folder reads them, without EOS.
+/// Returns the ids of lines, without EOS, in the vocabulary of the run in this folder.
 pub fn encode(folder: &Path, lines: &[String], check_interrupt: Interrupt) -> Result<Vec<Vec<u32>>> {
     let segmenter = read_segmenter(folder, &read_configs(folder)?.data)?;
     let vocabulary = read_vocabulary(folder)?;

@@ -1,4 +1,4 @@
-//! The folder of a run: its files, its creation, its reading, and its log.
+//! The folder of a run: which files it has, how they are written and read, and the log.
 
 use super::lock::Lock;
 use super::PreparedData;
@@ -22,18 +22,18 @@ use std::io::{Read, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
 use tch::Tensor;
 
-/// The maximum size of the configuration in bytes, for writers and readers; Python's `text.SMALL`.
+/// The maximum size of config.json in bytes, for writers and readers; equal to Python's `text.SMALL`.
 pub(super) const CONFIG_BYTES: u64 = 4 << 20;
-/// The maximum size in bytes of a run's other text files; a longer one is damaged or malicious.
+/// The maximum size in bytes of a run's other text files. A longer file is damaged or malicious.
 const TEXT_BYTES: u64 = 4 << 30;
 
-/// The treatment of an output folder that holds a run.
+/// What training does if the output folder already holds a run.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Mode {
     New,
     Resume {
-        /// The checkpoint from which to continue: best, last, its name, or its update's number; `None` for the newest
-        /// complete one.
+        /// The checkpoint from which to continue: `best`, `last`, a checkpoint's name, or an update's number. `None`
+        /// means the newest complete one.
         from: Option<String>,
     },
     Overwrite,
@@ -61,7 +61,8 @@ pub(super) struct Configs {
 }
 
 impl Configs {
-    /// Returns the options of a checkpoint, because a resume may have changed some since the run began.
+    /// Returns the options stored in a checkpoint, because a resume may have changed some options since the run
+    /// began.
     pub(super) fn of_checkpoint(&self, path: &Path, config: &Value) -> Result<Self> {
         fn read<T: DeserializeOwned>(path: &Path, options: &Value) -> Result<T> {
             crate::config::from_json(&path.display().to_string(), &options.to_string())
@@ -69,7 +70,7 @@ impl Configs {
         Ok(Configs {
             model: read(path, &config["model"])?,
             training: read(path, &config["training"])?,
-            // Checkpoints of earlier versions lack the data options.
+            // Checkpoints of earlier versions have no data options, so these are the run's.
             data: config.get("data").map_or(Ok(self.data.clone()), |data| read(path, data))?,
         })
     }
@@ -95,7 +96,7 @@ impl Configs {
     }
 }
 
-/// The contents with which a run's folder begins.
+/// The contents that a new run's folder begins with.
 pub(super) struct Beginning {
     configs: Configs,
     segmenter: Segmenter,
@@ -104,7 +105,7 @@ pub(super) struct Beginning {
 }
 
 impl Beginning {
-    /// Takes the segmenter, which training no longer needs.
+    /// Builds the contents. The segmenter is moved out of `prepared`, because training no longer needs it.
     pub(super) fn of(prepared: &mut PreparedData, training: &TrainingConfig, config: &DataConfig) -> Self {
         Beginning {
             configs: Configs { model: prepared.model.clone(), training: training.clone(), data: config.clone() },
@@ -114,19 +115,20 @@ impl Beginning {
         }
     }
 
-    /// Errors about options that no reader would accept, before any work.
+    /// Errors if the options are too long for readers of config.json. It is called before any work.
     pub(super) fn check(model: &TransformerConfig, training: &TrainingConfig, data: &DataConfig) -> Result<()> {
         Configs { model: model.clone(), training: training.clone(), data: data.clone() }.to_text().map(drop)
     }
 
-    /// Fills the folder, in place of an earlier run if `mode` says so; all checks that could refuse the run came
-    /// before.
+    /// Writes the contents into the folder, in place of an earlier run if `mode` is Overwrite. All checks that could
+    /// refuse the run have been made before.
     pub(super) fn write(&self, output: &Path, mode: &Mode) -> Result<()> {
         fault::begin();
-        // The user may have put something there while the data were prepared.
+        // The user may have put something into the folder while the data were prepared.
         check_beginning(output, mode)?;
         if *mode == Mode::Overwrite {
-            // The config goes first: without it, a half-removed folder is no run that could be resumed.
+            // The config is removed first. Without a config, a half-removed folder does not count as a run, so nobody
+            // can resume it.
             atomic::remove_file(&output.join(CONFIG))?;
             CheckpointStore::at(output).clear()?;
         }
@@ -136,15 +138,15 @@ impl Beginning {
             atomic::remove_file(&path)?;
         }
         write(output, &self.configs, &self.segmenter, &self.vocabulary, self.mask.as_deref())?;
-        // A run that was killed before its checksums existed may have left files; now the checksums prove whose they
-        // are.
+        // A run that was killed before it wrote its checksums may have left files. The checksums now prove that these
+        // belong to a run.
         atomic::clean(output, is_a_runs_name)?;
         CheckpointStore::open(output).map(drop)
     }
 }
 
-/// Errors if a new run would overwrite something that no run wrote or, unless it replaces an earlier run, a run. A run
-/// that was stopped while it began is no obstacle: it has nothing to lose.
+/// Errors if a new run would overwrite files that no run wrote, or a run that it is not told to replace. A run that
+/// was stopped before its first checkpoint may be overwritten, because it has nothing to lose.
 pub(super) fn check_beginning(output: &Path, mode: &Mode) -> Result<()> {
     let shown = output.display();
     check_checkpoints(output)?;
@@ -179,7 +181,7 @@ pub(super) fn check_beginning(output: &Path, mode: &Mode) -> Result<()> {
     }
 }
 
-/// Errors if the checkpoints are no folder, or if foreign files have the names of a run's links.
+/// Errors if `checkpoints` is not a folder, or if files of the user have the names of a run's links.
 pub(super) fn check_checkpoints(output: &Path) -> Result<()> {
     let path = output.join(CHECKPOINTS);
     if path.symlink_metadata().is_ok() && std::fs::read_dir(&path).is_err() {
@@ -199,6 +201,7 @@ pub(super) fn check_checkpoints(output: &Path) -> Result<()> {
     }
 }
 
+/// Writes the text files of a run, and before them the checksums that prove they belong to the run.
 fn write(
     output: &Path,
     configs: &Configs,
@@ -214,14 +217,14 @@ fn write(
         let ids: Vec<u32> = (0..mask.len() as u32).filter(|id| mask[*id as usize] && *id > UNK as u32).collect();
         texts.push((TARGET_TYPES, vocabulary.decode(&ids).iter().map(|piece| format!("{piece}\n")).collect()));
     }
-    // The config comes last: a folder with a config holds a run.
+    // The config is written last: a folder counts as a run if it has a config.
     texts.push((CONFIG, configs.to_text()?));
     atomic::write_file(&output.join(CHECKSUMS), checksums::text(&texts).as_bytes())?;
     texts.iter().try_for_each(|(name, text)| atomic::write_file(&output.join(name), text.as_bytes()))
 }
 
-/// Writes a model that was trained elsewhere as a run with one checkpoint. Its text is split already, into the pieces
-/// of the file `dictionary`, which determines the size of the vocabulary; `mask` is its target vocabulary.
+/// Writes a model that was trained elsewhere as a run with one checkpoint. Its text must already be split into the
+/// pieces of the file `dictionary`, which determines the size of the vocabulary. `mask` is the target vocabulary.
 pub fn save_model(
     output: &Path,
     model: &TransformerConfig,
@@ -259,14 +262,14 @@ pub fn save_model(
 pub(super) struct ResumeState {
     pub segmenter: Segmenter,
     pub vocabulary: Vocabulary,
-    /// The checkpoint; `None` if the run was stopped before it had saved one.
+    /// The checkpoint; `None` if the run was stopped before it saved one.
     pub found: Option<ResumePoint>,
     /// The options that differ from the checkpoint's.
     pub changes: Vec<OptionChange>,
 }
 
-/// Reads a run's folder. The options must fit its model, segment text as the run does, and have a target vocabulary if
-/// it has one. `from` is the checkpoint, by default the newest complete one.
+/// Reads a run's folder. Errors if the options do not fit the run's model, segment text in another way, or ask for a
+/// target vocabulary that the run does not have. `from` is the checkpoint, by default the newest complete one.
 pub(super) fn resume(
     model: &TransformerConfig,
     training: &TrainingConfig,
@@ -300,7 +303,8 @@ pub(super) fn resume(
     Ok(ResumeState { segmenter, vocabulary, found, changes })
 }
 
-/// Errors about merges that are not the run's. The run keeps its own copy, because their file may be gone.
+/// Errors if the options name other merges than the run's. If the file that they name is gone, the run's own copy is
+/// used.
 fn check_codes(output: &Path, data: &DataConfig, own: &Segmenter) -> Result<()> {
     let other = |what: &str| {
         Err(Error::invalid(format!(
@@ -320,12 +324,12 @@ fn check_codes(output: &Path, data: &DataConfig, own: &Segmenter) -> Result<()> 
     }
 }
 
-/// Returns the options in a run's checkpoint (`from`, or the newest one); null if none can be read.
+/// Returns the options stored in a run's checkpoint `from`, by default the newest one; null if none can be read.
 pub fn options(output: &Path, from: Option<&str>) -> Result<Value> {
     Ok(CheckpointStore::at(output).options(from)?.map_or(Value::Null, |(_, options)| options))
 }
 
-/// True if the log mentions a checkpoint.
+/// Returns true if the log says that a checkpoint has been saved.
 fn has_saved(output: &Path) -> Result<bool> {
     let path = output.join(LOG);
     let Some(text) = atomic::read(&path, TEXT_BYTES)? else { return Ok(false) };
@@ -333,7 +337,7 @@ fn has_saved(output: &Path) -> Result<bool> {
     Ok(lines.any(|line: Value| line["event"] == "saved"))
 }
 
-/// Returns the run's options, after a check that its files are undamaged.
+/// Returns the options of the run, after checking that its files are undamaged.
 pub(super) fn read_configs(output: &Path) -> Result<Configs> {
     let path = output.join(CONFIG);
     let Some(text) = atomic::read(&path, CONFIG_BYTES)? else {
@@ -347,7 +351,7 @@ pub(super) fn read_configs(output: &Path) -> Result<Configs> {
     crate::config::from_json(&path.display().to_string(), &text)
 }
 
-/// Reads one of the run's text files. No link is followed, because the folder may belong to somebody else.
+/// Reads one of the run's text files. Symbolic links are not followed, because the folder may belong to another user.
 fn read_own(output: &Path, name: &str) -> Result<(PathBuf, Vec<u8>)> {
     let path = output.join(name);
     let missing = || Error::io("read", &path, std::io::ErrorKind::NotFound.into());
@@ -366,7 +370,7 @@ pub(super) fn read_vocabulary(output: &Path) -> Result<Vocabulary> {
     Vocabulary::from_lines(&path, &lines)
 }
 
-/// Errors if a run's folder has damaged files; a folder without a run passes.
+/// Errors if a file in a run's folder is damaged. A folder without a run is accepted.
 pub fn check(output: &Path) -> Result<()> {
     match output.join(CONFIG).exists() {
         true => checksums::check(output),
@@ -374,7 +378,7 @@ pub fn check(output: &Path) -> Result<()> {
     }
 }
 
-/// Returns the run's segmenter: with the merges that it keeps, if its options say so.
+/// Returns the run's segmenter. It has the merges stored in the folder if the options ask for merges.
 pub(super) fn read_segmenter(output: &Path, data: &DataConfig) -> Result<Segmenter> {
     match data.bpe_operations.is_some() || data.bpe_codes.is_some() {
         true => {
@@ -393,15 +397,16 @@ pub fn target_vocabulary(output: &Path) -> Result<Option<Vec<bool>>> {
     }
 }
 
-/// Returns the run's target pieces, EOS and UNK as a mask.
+/// Returns the run's target vocabulary as a mask: its target pieces, EOS and UNK are true.
 pub(super) fn read_mask(output: &Path, vocabulary: &Vocabulary) -> Result<Vec<bool>> {
     let (path, bytes) = read_own(output, TARGET_TYPES)?;
     let text = String::from_utf8(bytes).map_err(|e| Error::invalid(format!("{}: {e}", path.display())))?;
-    // The text is not split like other lines, because a piece may end in a carriage return, and there may be no piece.
+    // The text is split at `\n` only, because a piece may end in a carriage return. It may also hold no piece.
     let types: Vec<&str> = text.split_terminator('\n').collect();
     Ok(data::seen_mask(vocabulary.len(), [vocabulary.encode(&types).as_slice()]))
 }
 
+/// Returns the last byte of a file; `None` if the file is empty.
 fn last_byte(path: &Path) -> Result<Option<u8>> {
     let mut file = atomic::open(path, File::options().read(true))?;
     let mut last = [0];
@@ -416,15 +421,16 @@ fn last_byte(path: &Path) -> Result<Option<u8>> {
     read().map_err(|e| Error::io("read the log", path, e))
 }
 
-/// An observer that appends every event to the run's log, then passes it on.
+/// An observer that appends every event to the run's log, and then passes it on to another observer.
 pub(super) struct Log<'a> {
-    /// The log file; `None` if another rank writes it.
+    /// The log file; `None` if this rank does not write it.
     file: Option<PathBuf>,
     observer: &'a mut dyn Observer,
 }
 
 impl<'a> Log<'a> {
-    /// Appends to the end of the file. A line that a full disk or a crash cut short stays a separate line.
+    /// Opens the log, to append at the end of the file. If a full disk or a crash has cut the last line short, the
+    /// next event begins on a new line.
     pub(super) fn append(file: Option<PathBuf>, observer: &'a mut dyn Observer) -> Result<Self> {
         let log = Log { file, observer };
         if let Some(path) = log.file.as_ref().filter(|path| path.symlink_metadata().is_ok()) {
@@ -439,6 +445,7 @@ impl<'a> Log<'a> {
         self.file.as_deref().map_or(Ok(()), |path| atomic::append(path, text))
     }
 
+    /// Appends one event to the log, as a JSON object on a line.
     fn write(&self, event: &str, value: &impl Serialize) -> Result<()> {
         let mut value = serde_json::to_value(value).map_err(|e| Error::invalid(e.to_string()))?;
         if let Some(object) = value.as_object_mut() {

@@ -1,4 +1,4 @@
-//! The first values of a new run's model from another run's checkpoint.
+//! The initial values of a new run's model, taken from a checkpoint of another run.
 
 use super::folder::{read_configs, read_vocabulary};
 use crate::config::{differences, TransformerConfig};
@@ -10,14 +10,16 @@ use crate::train::{self, load_parameters, to_arrays};
 use std::path::Path;
 use tch::{Device, Tensor};
 
-/// Options that may differ without a warning: they change nothing of what the weights compute.
+/// Options that may differ without a warning: the weights compute the same whatever their values.
 const OTHER_RUNS: [&str; 5] = ["vocab_size", "dropout", "embedding_dropout", "attention_dropout", "activation_dropout"];
 
-/// Returns the model with the weights of a run's checkpoint, and warnings. `model`: drawn, with this vocabulary.
+/// Returns the model with the weights of another run's checkpoint, and warnings. `model` has been initialised, with
+/// this `vocabulary`.
 ///
-/// Rows of tables go over by their types: a type that the other run does not have keeps its drawn row.
+/// A row of a table is copied to the row of the same vocabulary entry. An entry that the other run does not have
+/// keeps its initial row.
 ///
-/// Errors: a folder that holds no run, and a model whose parameters have other names or sizes.
+/// Errors if the folder holds no run, or if the other model's parameters have other names or sizes.
 pub fn with_weights_of(
     model: Transformer,
     vocabulary: &Vocabulary,
@@ -68,7 +70,8 @@ pub fn with_weights_of(
     Ok((Transformer::to_train(&model.config, &ours)?, warnings))
 }
 
-/// Returns the table with rows of another one; `rows`: pairs of their numbers here and there.
+/// Returns the table `own` with some rows replaced by rows of `other`. Each pair in `rows` is (row of `own`, row of
+/// `other`).
 fn with_rows(own: &Tensor, other: &Tensor, rows: &[(i64, i64)]) -> Result<Tensor> {
     let (here, there): (Vec<i64>, Vec<i64>) = rows.iter().copied().unzip();
     let numbers = |ids: &[i64]| Ok::<_, Error>(Tensor::f_from_slice(ids)?.f_to_device(own.device())?);
@@ -86,7 +89,7 @@ fn differing(theirs: &TransformerConfig, ours: &TransformerConfig) -> Option<Str
     (theirs != ours).then(|| differences(&theirs, &ours))
 }
 
-/// The run and the checkpoint that a text names: RUN, or RUN:CHECKPOINT.
+/// Splits RUN or RUN:CHECKPOINT into the folder and the checkpoint, which is `best` by default.
 pub fn parse(text: &str) -> (&Path, &str) {
     match text.rsplit_once(':') {
         Some((folder, checkpoint)) if !Path::new(text).is_dir() => (Path::new(folder), checkpoint),

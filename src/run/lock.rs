@@ -10,19 +10,20 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 
-/// The maximum number of retries if the folder vanishes while it is locked: the working directory may have been
-/// removed.
+/// The maximum number of retries when the folder vanishes while it is being locked. There is a maximum because the
+/// working directory itself may have been removed.
 const TRIES: u32 = 1000;
 
-/// A folder into which only this process writes, until this value is dropped. The system unlocks the file when a
-/// process dies, so a dead owner is no obstacle.
+/// A lock on a folder: only this process writes there until the value is dropped. The system unlocks the file when a
+/// process dies, so a dead process locks nobody out.
 pub(super) struct Lock {
     /// The lock file, which stays open as long as the lock is held.
     file: File,
     path: PathBuf,
-    /// The folders created for the lock, outermost first. Those that stay empty are removed again.
+    /// The folders that were created for the lock, outermost first. Those that are still empty at the end are
+    /// removed.
     made: Vec<PathBuf>,
-    /// False on file systems without locks.
+    /// False on a file system that has no locks.
     pub is_exclusive: bool,
 }
 
@@ -35,11 +36,12 @@ struct Owner {
 }
 
 impl Lock {
-    /// Locks the folder, creates it if missing, and removes what killed processes left unfinished in it.
+    /// Locks the folder. Creates the folder if it is missing, and removes what killed processes left unfinished
+    /// there.
     ///
     /// # Errors
-    /// Another process has locked it (the message names its number, host and start), or the lock's name is something
-    /// else.
+    /// Errors if another process has locked the folder (the message names its process id, host and start), or if the
+    /// lock's name belongs to something else.
     pub(super) fn take(folder: &Path) -> Result<Self> {
         let path = folder.join(LOCK);
         let mut tries = 0;
@@ -48,7 +50,7 @@ impl Lock {
             atomic::make_directory(folder)?;
             act("open", &path, || Ok(()))?;
             let file = match atomic::open(&path, File::options().read(true).write(true).create(true).truncate(false)) {
-                // Its owner has just removed the folder, which it had created for the lock.
+                // The previous owner has just removed the folder, which had been created for its lock.
                 Err(Error::Io { source, .. }) if source.kind() == io::ErrorKind::NotFound && tries < TRIES => {
                     tries += 1;
                     continue;
@@ -61,8 +63,8 @@ impl Lock {
                 Err(TryLockError::Error(e)) if has_no_locks(&e) => false,
                 Err(TryLockError::Error(e)) => return Err(Error::io("lock", &path, e)),
             };
-            // The previous owner may have removed the file between our open and our lock; then its name is another
-            // file's.
+            // The previous owner may have removed the file between our open and our lock. Then the name belongs to
+            // another file or to none.
             if !is_named(&file, &path) {
                 continue;
             }
@@ -92,7 +94,7 @@ impl Lock {
 
 impl Drop for Lock {
     fn drop(&mut self) {
-        // The removal is best effort: a file or an empty folder that stays is no obstacle to the next run.
+        // If the removal fails, a file or an empty folder stays, which does not stop the next run.
         let _ = fs::remove_file(&self.path);
         self.made.iter().rev().for_each(|folder| drop(fs::remove_dir(folder)));
     }
@@ -112,7 +114,7 @@ fn in_use(folder: &Path, mut file: File) -> Error {
         Some(Owner { pid, host, since }) => {
             (format!("process {pid} on {host} since {since}"), format!("stop it there (`kill -INT {pid}`)"))
         }
-        // The owner has not written yet, or its disk is full.
+        // The owner has not written its name yet, or its disk is full.
         None => ("another process".into(), "stop it".into()),
     };
     Error::invalid(format!(
@@ -121,7 +123,7 @@ fn in_use(folder: &Path, mut file: File) -> Error {
     ))
 }
 
-/// Returns the missing folders on the way to `folder`, outermost first.
+/// Returns the folders on the path to `folder` that do not exist, outermost first.
 fn missing(folder: &Path) -> Vec<PathBuf> {
     let mut missing: Vec<PathBuf> = folder
         .ancestors()
@@ -132,6 +134,7 @@ fn missing(folder: &Path) -> Vec<PathBuf> {
     missing
 }
 
+/// True if `path` still leads to this open file and not to another one.
 fn is_named(file: &File, path: &Path) -> bool {
     match (file.metadata(), fs::metadata(path)) {
         (Ok(own), Ok(named)) => (own.dev(), own.ino()) == (named.dev(), named.ino()),
@@ -139,14 +142,14 @@ fn is_named(file: &File, path: &Path) -> bool {
     }
 }
 
-/// True for the errors of file systems mounted without locks, such as some network file systems.
+/// Returns true for the errors of file systems that are mounted without locks, such as some network file systems.
 fn has_no_locks(error: &io::Error) -> bool {
     error.kind() == io::ErrorKind::Unsupported || error.raw_os_error() == Some(libc::ENOLCK)
 }
 
 fn host() -> String {
     let mut name = [0u8; 256];
-    // SAFETY: the pointer is to as many bytes as the call is told.
+    // SAFETY: the pointer leads to as many writable bytes as `name.len()` says.
     let done = unsafe { libc::gethostname(name.as_mut_ptr().cast(), name.len()) };
     let end = name.iter().position(|byte| *byte == 0).unwrap_or(name.len());
     match done {
@@ -157,9 +160,10 @@ fn host() -> String {
 
 /// Formats seconds since 1970 as `2026-11-23 12:55:01 UTC`.
 fn utc(seconds: i64) -> String {
-    // SAFETY: a `tm` holds integers and a pointer that nobody reads; zeros are valid for all of them.
+    // SAFETY: a `tm` holds integers and a pointer that nobody reads, and zeros are valid for all of them.
     let mut date: libc::tm = unsafe { std::mem::zeroed() };
-    // SAFETY: both pointers are to live locals. The call fails only for years past 2³¹, and then leaves zeros.
+    // SAFETY: both pointers lead to live local variables. The call fails only for years past 2³¹, and then leaves
+    // zeros.
     unsafe { libc::gmtime_r(&seconds, &mut date) };
     let (year, month) = (1900 + date.tm_year, 1 + date.tm_mon);
     let (day, hour, minute, second) = (date.tm_mday, date.tm_hour, date.tm_min, date.tm_sec);

@@ -1,10 +1,14 @@
-//! A run: from text files and three configurations to a folder with everything that translation needs.
+//! A run: training makes a folder from text files and three configurations. The folder has everything that
+//! translation needs.
 //!
 //! ```text
-//! DIR/config.json   the configurations        DIR/log.jsonl      the events, one JSON object per line
-//! DIR/vocabulary.txt  (fairseq's dict.txt)    DIR/checkpoints/   best, last and the last k
-//! DIR/bpe.codes       (subword-nmt's)         DIR/target_types.txt  the entries of the target vocabulary
-//! DIR/checksums.txt   of the files that do not change
+//! DIR/config.json        the three configurations
+//! DIR/vocabulary.txt     the vocabulary, in the format of fairseq's dict.txt
+//! DIR/bpe.codes          the merges, in subword-nmt's format
+//! DIR/target_types.txt   the entries of the target vocabulary
+//! DIR/log.jsonl          the events, one JSON object per line
+//! DIR/checkpoints/       the best checkpoint, the last, and the newest ones
+//! DIR/checksums.txt      the checksums of the files that do not change
 //! ```
 
 mod average;
@@ -31,8 +35,8 @@ pub use translator::{load_model, Translation, Translator};
 use crate::error::{Error, Result};
 use tch::Device;
 
-/// Returns the device of that name: cpu, cuda:N, cuda (this process's under torchrun, or the first), or auto (cuda if
-/// available).
+/// Returns the device with this name: cpu; cuda:N; cuda, which is the device of this process under torchrun,
+/// otherwise the first; or auto, which is cuda if available.
 pub fn device(name: &str) -> Result<Device> {
     let found = tch::Cuda::device_count().max(0) as usize;
     let own = || std::env::var("LOCAL_RANK").ok().and_then(|rank| rank.parse().ok()).unwrap_or(0);
@@ -42,7 +46,7 @@ pub fn device(name: &str) -> Result<Device> {
         "auto" | "cuda" => own(),
         other => match other.strip_prefix("cuda:").and_then(|n| n.parse().ok()) {
             Some(n) => n,
-            // By spelling "gpu" is close to "cpu".
+            // By edit distance "gpu" is close to "cpu", so the general suggestion would be wrong.
             None if other.to_lowercase().starts_with("gpu") => {
                 return Err(Error::invalid(format!(
                     "unknown device {other:?} (did you mean \"cuda\"?); expected one of cpu, cuda, cuda:0, auto"

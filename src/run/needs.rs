@@ -1,8 +1,9 @@
-//! The dry run: a run's number of parameters and its memory.
+//! The dry run: counts a run's parameters and estimates its memory.
 //!
-//! Memory is measured, because no formula knows what each norm, scheme and activation keeps for its backward pass.
-//! Models with a few of the layers make one forward and backward pass over a few sentences of the run's largest batch.
-//! Memory is linear in rows, and quadratic in layers, because a layer may keep something of all layers before it.
+//! Memory is measured, because no formula covers what each norm, scheme and activation keeps for its backward pass.
+//! Smaller models with only a few of the layers make a forward and backward pass over a few sentences of the run's
+//! largest batch. The result is extrapolated: memory is linear in rows, and quadratic in layers, because a layer may
+//! keep something of every earlier layer.
 
 use super::start::objective;
 use super::{device, prepare, PreparedData};
@@ -14,11 +15,11 @@ use crate::model::Transformer;
 use crate::train::peak_of_update;
 use tch::{Device, Kind};
 
-/// The size in bytes of a parameter and its gradient, in f32.
+/// The size in bytes of one f32 parameter together with its gradient.
 const TRAINED: usize = 8;
-/// The numbers of layers in a stack that are measured instead of more.
+/// The numbers of layers to measure, for a stack that has more.
 const LAYERS: [i64; 3] = [2, 4, 6];
-/// The numbers of rows of the two batches that are measured instead of a larger one.
+/// The numbers of rows of the two batches to measure, for a batch that has more.
 const ROWS: [usize; 2] = [2048, 4096];
 
 /// Returns a run's number of parameters and its memory in bytes.
@@ -29,7 +30,7 @@ pub fn dry_run(
     check_interrupt: Interrupt,
 ) -> Result<serde_json::Value> {
     let prepared = prepare(model, training, data, check_interrupt)?;
-    // A device that does not exist here means that the run is planned for another machine.
+    // If the device does not exist here, the run is planned for another machine.
     let on_cpu = device(&training.device).is_ok_and(|device| device == Device::Cpu);
     let resident = if on_cpu { resident_bytes() } else { 0 };
     let parameters = Transformer::new(&prepared.model, 0, Device::Cpu, Kind::Float)?.parameters.numel();
@@ -50,14 +51,14 @@ pub fn dry_run(
     }))
 }
 
-/// A run whose memory is measured in parts.
+/// A run whose memory is measured with smaller models and batches.
 struct Trial<'a> {
     prepared: &'a PreparedData,
     training: &'a TrainingConfig,
 }
 
 impl Trial<'_> {
-    /// Returns the bytes of the pass over the largest batch.
+    /// Returns the bytes that a pass over the largest batch needs.
     fn activations(&self, check_interrupt: Interrupt) -> Result<usize> {
         let (model, batch) = (&self.prepared.model, self.largest_batch());
         let encoders =
@@ -85,7 +86,8 @@ impl Trial<'_> {
         Ok((by_encoder + by_decoder - first).max(0.0) as usize)
     }
 
-    /// Returns the bytes of a model's pass over a batch, extrapolated linearly from two parts of it if it is large.
+    /// Returns the bytes that a model's pass over a batch needs. A large batch is extrapolated linearly from two
+    /// parts of it.
     fn of_batch(&self, model: &TransformerConfig, batch: &[usize]) -> Result<f64> {
         let lengths = self.prepared.train.lengths();
         let rows = |sentences: &[usize]| sentences.iter().map(|&s| lengths[s].0 + lengths[s].1).sum::<usize>();
@@ -104,7 +106,7 @@ impl Trial<'_> {
         }
     }
 
-    /// Returns the sentences of the batch with the most rows.
+    /// Returns the sentences of the batch that has the most rows.
     fn largest_batch(&self) -> Vec<usize> {
         let lengths = self.prepared.train.lengths();
         let batches = plan(&lengths, self.training.max_tokens as usize, self.training.seed, 0);
@@ -113,7 +115,7 @@ impl Trial<'_> {
     }
 }
 
-/// Returns the numbers of layers that are measured for a stack of `layers`.
+/// Returns the numbers of layers to measure for a stack that has `layers`.
 fn measured_layers(layers: i64) -> Vec<i64> {
     if layers <= LAYERS[2] {
         vec![layers]
@@ -122,7 +124,7 @@ fn measured_layers(layers: i64) -> Vec<i64> {
     }
 }
 
-/// Evaluates the polynomial through the points at `x` (Lagrange).
+/// Evaluates at x the polynomial through the given points (Lagrange's formula).
 fn through(points: &[(f64, f64)], x: f64) -> f64 {
     let term = |&(at, y): &(f64, f64)| {
         let others = points.iter().filter(|other| other.0 != at);
@@ -131,11 +133,11 @@ fn through(points: &[(f64, f64)], x: f64) -> f64 {
     points.iter().map(term).sum()
 }
 
-/// Returns the process's resident memory in bytes: libraries and data.
+/// Returns the resident memory of the process in bytes. At this point it consists of libraries and data.
 fn resident_bytes() -> usize {
     let pages = std::fs::read_to_string("/proc/self/statm").ok();
     let pages = pages.and_then(|text| text.split(' ').nth(1)?.parse::<usize>().ok()).unwrap_or(0);
-    // SAFETY: it reads a constant of the system.
+    // SAFETY: the call only reads a constant of the system.
     pages * unsafe { libc::sysconf(libc::_SC_PAGESIZE) }.max(0) as usize
 }
 

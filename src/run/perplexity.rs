@@ -14,11 +14,11 @@ use tch::Kind;
 /// The scores of a language model on a text.
 #[derive(Clone, Copy, Debug)]
 pub struct WindowScore {
-    /// The score per token: a piece, or the end of a line.
+    /// The score per token. A token is a piece or the end of a line.
     pub score: Score,
-    /// The number of words between white space, plus one end per line.
+    /// The number of words separated by white space, plus one for the end of each line.
     pub words: usize,
-    /// The number of characters, plus one end per line.
+    /// The number of characters, plus one for the end of each line.
     pub characters: usize,
     pub lines: usize,
 }
@@ -29,7 +29,7 @@ impl WindowScore {
         (self.nats() / self.words.max(1) as f64).exp()
     }
 
-    /// Returns the text's NLL per character, to base 2.
+    /// Returns the text's NLL per character, in bits.
     pub fn bits_per_character(&self) -> f64 {
         self.nats() / self.characters.max(1) as f64 / std::f64::consts::LN_2
     }
@@ -40,10 +40,11 @@ impl WindowScore {
 }
 
 impl Translator {
-    /// Computes the loss of a text in windows of `window` predicted tokens (default: segment_length), each `stride`
-    /// further than the one before (default: half the window).
+    /// Computes the loss of a text in windows that predict `window` tokens (default: segment_length). Each window
+    /// begins `stride` tokens after the one before (default: half the window).
     ///
-    /// Errors on a model with an encoder, a stride outside 1 ..= window, or a window longer than the model reads.
+    /// Errors if the model has an encoder, if the stride is not in 1 ..= window, or if the window is longer than the
+    /// model reads.
     pub fn evaluate_windows(
         &self,
         text: &str,
@@ -85,7 +86,7 @@ impl Translator {
         Ok(WindowScore { score, words: counted, characters, lines: lines.len() })
     }
 
-    /// Returns a line with its words joined again, if the text is split.
+    /// Returns a line as text: if it is already split into pieces, these are joined to words.
     fn joined<'a>(&self, line: &'a str) -> Cow<'a, str> {
         match self.segmenter {
             Segmenter::Split => data::join_line(line).into(),
@@ -94,7 +95,7 @@ impl Translator {
     }
 }
 
-/// Returns the windows in batches; PAD is the target at positions that are not scored.
+/// Returns the windows in batches. Where a token is not scored, the target is PAD.
 fn batches(cut: Vec<Window>, plan: impl Fn(&Corpus) -> Vec<data::Batch>) -> Vec<data::Batch> {
     let (rows, scored): (Vec<Vec<u32>>, Vec<usize>) = cut.into_iter().map(|window| (window.row, window.scored)).unzip();
     let mut batches = plan(&Corpus { source: None, target: rows, start: BOS });
@@ -116,7 +117,7 @@ mod tests {
     use crate::train::Objective;
     use tch::Device;
 
-    /// The losses are compared with a pass over each token's own window, which ends at the token.
+    /// The losses are compared with passes over one window per token, which ends with the token.
     #[test]
     fn losses_are_those_of_each_tokens_window() {
         let architecture = crate::config::Architecture::DecoderOnly;

@@ -1,4 +1,4 @@
-//! Preparation of a run's text: from text files, or fairseq's binarised folder, to sentences of ids.
+//! Preparation of a run's text: turns text files, or fairseq's binarised folder, into sentences of ids.
 
 use crate::config::{Criterion, DataConfig, Longest, Positions, ScheduleName, TrainingConfig, TransformerConfig};
 use crate::data::text::words;
@@ -11,7 +11,7 @@ use crate::metrics::{lacks_spaces, Tokenize};
 use crate::model::UNK;
 use crate::train::UNKNOWN_MEANT;
 
-/// The text of a run, read, segmented and encoded.
+/// The text of a run after reading, segmenting and encoding.
 pub struct PreparedData {
     pub model: TransformerConfig,
     pub(super) segmenter: Segmenter,
@@ -20,9 +20,9 @@ pub struct PreparedData {
     pub(super) valid: Corpus,
     pub(super) references: Vec<String>,
     pub(super) mask: Option<Vec<bool>>,
-    /// The maximum number of tokens in a sentence, for translation models.
+    /// The maximum number of tokens in a sentence; it is checked for translation models.
     pub(super) limit: Limit,
-    /// The number of longer sentence pairs that were left out.
+    /// The number of sentence pairs that were left out because they are too long.
     pub skipped: usize,
     pub(super) digests: Digests,
     pub(super) warnings: Vec<String>,
@@ -38,7 +38,7 @@ pub fn prepare(
     prepare_with(model, training, config, None, check_interrupt)
 }
 
-/// Prepares the text; `known` is the segmentation and vocabulary of the run that is resumed.
+/// Prepares the text of a run. `known` is the segmentation and vocabulary of the run to be resumed, if there is one.
 pub(super) fn prepare_with(
     model: &TransformerConfig,
     training: &TrainingConfig,
@@ -65,7 +65,8 @@ pub(super) fn prepare_with(
         )));
     }
     let mask = training.vocab_mask.then(|| data::seen_mask(vocabulary.len(), train.1.iter().map(Vec::as_slice)));
-    // The digest is taken before long sentences are left out: another max_tokens does not change the training text.
+    // The digests are computed before long sentences are left out, so that another max_tokens does not count as
+    // another training text.
     let mut digest = |sides: &Sides<Vec<u32>>| data::digest(sides.0.iter().chain(&sides.1), check_interrupt);
     let mut digests = Digests { train: digest(&train)?, valid: digest(&valid)? };
     let valid_target = within(valid.1, mask.as_deref());
@@ -90,7 +91,7 @@ pub(super) fn prepare_with(
         }
         data::retain(&mut references, &fits);
         if references.len() < fits.len() {
-            // A score over fewer sentences is another measure.
+            // A score over fewer sentences is not comparable, so the validation text gets another digest.
             digests.valid = valid.digest(check_interrupt)?;
         }
         let start = model.decoder_start.id();
@@ -116,9 +117,9 @@ pub(super) fn prepare_with(
     Ok(PreparedData { model, segmenter, vocabulary, train, valid, references, mask, limit, skipped, digests, warnings })
 }
 
-/// Returns a warning if BLEU with these references is meaningless, because it counts up to four words in a row.
+/// Returns a warning if BLEU with these references has no meaning: BLEU counts up to four words in a row.
 ///
-/// Errors instead if the run's criterion is BLEU.
+/// Returns an error instead of a warning if BLEU is the run's criterion.
 fn unmeasured(references: &[String], training: &TrainingConfig) -> Result<Option<String>> {
     let tokenize = training.evaluation_tokenize;
     let lines: Vec<_> = references.iter().map(|line| tokenize.apply(line)).collect();
@@ -144,7 +145,7 @@ fn unmeasured(references: &[String], training: &TrainingConfig) -> Result<Option
     Err(Error::invalid(format!("{said}; {follows} by it")))
 }
 
-/// Returns the limit of a sentence: it must fit into a batch and the model.
+/// Returns the maximum length of a sentence, which must fit into a batch and into the model.
 pub(super) fn limit(max_tokens: usize, model: &TransformerConfig) -> Limit {
     let flag = if model.positions == Positions::Learned { "--max-positions" } else { "--tensorized-segment" };
     let of_model =
@@ -152,16 +153,16 @@ pub(super) fn limit(max_tokens: usize, model: &TransformerConfig) -> Limit {
     Limit::batch(max_tokens).and(model.longest().map(of_model))
 }
 
-/// Source and target sentences; the source is empty for language modelling.
+/// The source sentences and the target sentences. In language modelling there are no source sentences.
 type Sides<T> = (Vec<T>, Vec<T>);
 
-/// The text as ids.
+/// The text of a run as ids of vocabulary entries.
 struct TextAsIds {
     segmenter: Segmenter,
     vocabulary: Vocabulary,
     train: Sides<Vec<u32>>,
     valid: Sides<Vec<u32>>,
-    /// The validation targets as words; empty for language modelling.
+    /// The validation targets as text, with pieces joined to words; empty in language modelling.
     references: Vec<String>,
 }
 
@@ -229,7 +230,8 @@ fn binarised(
     Ok(TextAsIds { segmenter: Segmenter::Split, vocabulary, train, valid, references })
 }
 
-/// Returns validation targets as the model can predict them: entries that training targets never contain become UNK.
+/// Returns validation targets in which each entry that never occurs in training targets is UNK, because the model
+/// cannot predict it.
 pub(super) fn within(mut targets: Vec<Vec<u32>>, mask: Option<&[bool]>) -> Vec<Vec<u32>> {
     if let Some(mask) = mask {
         for id in targets.iter_mut().flatten().filter(|id| !mask[**id as usize]) {
@@ -239,7 +241,7 @@ pub(super) fn within(mut targets: Vec<Vec<u32>>, mask: Option<&[bool]>) -> Vec<V
     targets
 }
 
-/// Reads (source lines, target lines); there are no source lines for language modelling.
+/// Reads the source lines and the target lines; the source lines are empty in language modelling.
 pub(super) fn read(
     sided: bool,
     what: &str,
@@ -263,6 +265,7 @@ pub(super) fn read(
     }
 }
 
+/// Returns the segmenter that the options ask for. Errors unless exactly one of the three options is given.
 fn segmenter(config: &DataConfig, train: &Sides<String>, check_interrupt: Interrupt) -> Result<Segmenter> {
     match (config.bpe_operations, &config.bpe_codes, config.no_bpe) {
         (Some(n), None, false) if n >= 1 => {
@@ -280,6 +283,7 @@ fn segmenter(config: &DataConfig, train: &Sides<String>, check_interrupt: Interr
     }
 }
 
+/// Returns the batches of the validation set, which are the same in every evaluation.
 pub(super) fn valid_batches(valid: &Corpus, training: &TrainingConfig) -> Vec<Batch> {
     let plan = data::plan(&valid.lengths(), training.max_tokens as usize, 0, 0);
     plan.iter().map(|sentences| data::collate(valid, sentences)).collect()

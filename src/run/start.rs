@@ -1,4 +1,4 @@
-//! Training, from text files to a run's folder.
+//! Training: starts or resumes a run, from text files to the run's folder.
 
 use super::folder::{check_beginning, check_checkpoints, read_mask, resume, Beginning, Log, ResumeState};
 use super::init_from;
@@ -24,20 +24,20 @@ use std::path::Path;
 use std::sync::Arc;
 use tch::{Device, Kind, Tensor};
 
-/// The surroundings of a training run.
+/// The parts of a training run that are not options.
 pub struct Surroundings<'a> {
     /// The processes that train together.
     pub group: ProcessGroup,
-    /// Creates the CUDA graph recorder of a device.
+    /// A function that creates the recorder of CUDA graphs for a device.
     pub recorder: Option<fn(Device) -> Box<dyn Recorder>>,
-    /// The run, RUN or RUN:CHECKPOINT, whose weights a new run begins with; `None` to draw them.
+    /// The run whose weights a new run begins with, as RUN or RUN:CHECKPOINT; `None` to initialise the weights.
     pub init_from: Option<&'a str>,
     pub observer: &'a mut dyn Observer,
 }
 
-/// Trains; afterwards `output` holds all that [`Translator`](super::Translator) needs. Every process of the group calls
-/// this with the same arguments. The first one writes, and its observer gets every event; the others' observers get
-/// only the interrupt checks.
+/// Trains a model. Afterwards `output` holds everything that [`Translator`](super::Translator) needs. All processes
+/// of the group call this function with the same arguments. The first process writes, and its observer gets every
+/// event. The observers of the others are only asked whether to stop.
 pub fn train(
     model: &TransformerConfig,
     training: &TrainingConfig,
@@ -50,7 +50,7 @@ pub fn train(
     pages::keep_memory();
     let _watch = contention::watch();
     let device = device(&training.device)?;
-    // The lock comes before any reading, so that a second run is refused at once.
+    // The folder is locked before any data are read, so that a second run in it is refused at once.
     let lock = match group.is_first() {
         true => Lock::take(output).map(Some),
         false => Ok(None),
@@ -105,7 +105,8 @@ pub fn train(
     trainer.fit(&mut log)
 }
 
-/// True if CUDA kernels run on the device. Without them composed formulas run, which may wait for the device.
+/// Returns true if CUDA kernels run on the device. Without kernels PyTorch's operations run, and some of these wait
+/// for the device.
 fn has_kernels(device: Device) -> bool {
     match device {
         Device::Cuda(index) => matches!(cuda::readiness(index as cuda::Device), Ok(cuda::Readiness::Ready)),
@@ -113,7 +114,7 @@ fn has_kernels(device: Device) -> bool {
     }
 }
 
-/// Returns the data and the checkpoint from which to continue; writes nothing.
+/// Returns the data, and the checkpoint from which to continue. Writes nothing.
 fn open(
     model: &TransformerConfig,
     training: &TrainingConfig,
@@ -167,7 +168,7 @@ fn open(
     Ok((prepared, found, changes))
 }
 
-/// Where a run's state comes from.
+/// The origin of a run's initial state: a checkpoint of its own, another run's weights, or nothing.
 struct InitialState<'a> {
     from: Option<ResumePoint>,
     changes: Vec<OptionChange>,
@@ -238,7 +239,7 @@ fn trainer(
     Trainer::new(parts, Prefetch::new(stream)?, from.as_ref().map(|(p, found)| (p.clone(), found)))
 }
 
-/// Returns the loss over the data's target vocabulary.
+/// Returns the loss function, over the target vocabulary of the data.
 pub(super) fn objective(prepared: &PreparedData, training: &TrainingConfig, device: Device) -> Result<Objective> {
     let mask = prepared.mask.as_ref();
     let types = mask.map_or(prepared.vocabulary.len(), |mask| mask.iter().filter(|seen| **seen).count());
@@ -269,11 +270,11 @@ fn read_progress(found: &ResumePoint) -> Result<Progress> {
     }
 }
 
-/// A bound above the updates or epochs of any run: a state beyond it is forged.
+/// An upper bound for the updates and epochs of any run. A state with a larger number has been forged.
 const MOST: u64 = 1 << 48;
 
-/// Returns the batches from the run's place on. If the batches have changed, its place in the epoch is the one with the
-/// same share of the sentences behind it.
+/// Returns the batches that follow the run's place in its epoch. If the batches have changed, the new place is the
+/// one before which the same share of the epoch's sentences lies.
 fn resumed_stream(
     train: &Arc<Corpus>,
     config: StreamConfig,

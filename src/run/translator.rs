@@ -1,4 +1,4 @@
-//! A trained model, ready to translate.
+//! A trained model that translates and evaluates text.
 
 use super::folder::{read_configs, read_mask, read_segmenter, read_vocabulary, Configs};
 use super::prepare::{limit, read, valid_batches, within};
@@ -19,7 +19,7 @@ use std::collections::BTreeMap;
 use std::path::Path;
 use tch::{no_grad, Device, Kind, Tensor};
 
-/// A trained model with its text processing.
+/// A trained model with the segmentation and vocabulary of its text.
 pub struct Translator {
     pub model: Transformer,
     pub(super) segmenter: Segmenter,
@@ -38,12 +38,12 @@ pub struct Translator {
 pub struct Translation {
     pub text: String,
     pub score: f64,
-    /// True if the model ended it, false if it reached the maximum length.
+    /// True if the model ended the translation; false if the maximum length did.
     pub finished: bool,
 }
 
-/// Returns the options and tensors of a run's checkpoint. Names and shapes are compared with the options before
-/// anything is built, so that options with thousands of layers cost nothing.
+/// Returns the options and tensors of a run's checkpoint. Names and shapes are checked against the options before a
+/// model is built, so that forged options with thousands of layers cost nothing.
 pub fn load_model(folder: &Path, checkpoint: &str) -> Result<(TransformerConfig, BTreeMap<String, Tensor>)> {
     let (path, (arrays, config)) =
         CheckpointStore::at(folder).read(checkpoint, |path| train::checkpoint::load_model(path))?;
@@ -57,7 +57,7 @@ pub fn load_model(folder: &Path, checkpoint: &str) -> Result<(TransformerConfig,
 }
 
 impl Translator {
-    /// Loads a run's folder; `checkpoint` is best, last, average, an update's number, or a path.
+    /// Loads a model from a run's folder. `checkpoint` is `best`, `last`, `average`, an update's number, or a path.
     pub fn load(folder: &Path, checkpoint: &str, device: Device) -> Result<Self> {
         pages::keep_memory();
         let configs = read_configs(folder)?;
@@ -110,21 +110,22 @@ impl Translator {
         })
     }
 
-    /// Returns the ids of a text's lines. `check_interrupt` runs before each.
+    /// Returns the ids of each line of a text. `check_interrupt` runs before each line.
     pub fn encode(&self, lines: &[String], check_interrupt: Interrupt) -> Result<Vec<Vec<u32>>> {
         let encode = |line: &String| self.vocabulary.encode(&self.segmenter.segment(line));
         interruptible(check_interrupt, lines, |lines| lines.map(encode).collect())
     }
 
-    /// Returns the ids of the source side of a split, whose folder may number the pieces differently from this model.
+    /// Returns the ids of the source side of a binarised split. The split's folder may number pieces differently, so
+    /// its ids are translated to this model's.
     pub fn read(&self, data: &Binarised, split: &str, check_interrupt: Interrupt) -> Result<Vec<Vec<u32>>> {
         let dictionary = data.dictionary(Side::Source)?;
         let sentences = data.sentences(split, Side::Source, dictionary.len(), check_interrupt)?;
         Ok(sentences.iter().map(|ids| self.vocabulary.encode(&dictionary.decode(ids))).collect())
     }
 
-    /// Returns the best translations of each source sentence. A batch has at most `batch_tokens` padded tokens, or one
-    /// sentence; on the CPU each thread runs its own batch.
+    /// Returns the best translations of each source sentence. A batch has at most `batch_tokens` padded tokens, or
+    /// one sentence if that has more. On the CPU each thread translates its own batches.
     pub fn translate(
         &self,
         source: Vec<Vec<u32>>,
@@ -176,7 +177,7 @@ impl Translator {
         Ok(found)
     }
 
-    /// Returns the loss per token of other text.
+    /// Returns the loss per token on a text that is given as files.
     pub fn evaluate(
         &self,
         source: Option<&str>,
@@ -193,7 +194,7 @@ impl Translator {
         let (source, target) = read(sided, "evaluation", source, target, &mut check_interrupt)?;
         let target = within(self.encode(&target, &mut check_interrupt)?, self.seen.as_deref());
         let corpus = match sided {
-            // Any length fits a batch here, because a batch has at least one sentence.
+            // No sentence is too long for a batch here, because a batch holds at least one sentence.
             true => Corpus::parallel(
                 self.encode(&source, &mut check_interrupt)?,
                 target,
@@ -208,7 +209,7 @@ impl Translator {
         no_grad(|| train::evaluate_loss(&self.model, &batches, &self.objective()?, kind, check_interrupt))
     }
 
-    /// Errors if a line is too long; names the first such line.
+    /// Errors if a source line is longer than the model reads; the message names the first such line.
     fn check_lines(&self, source: &[Vec<u32>]) -> Result<()> {
         let Some(Longest { tokens: most, why }) = self.model.config.longest() else { return Ok(()) };
         let is_long = |ids: &&Vec<u32>| ids.len() as i64 + 1 > most;
@@ -223,7 +224,7 @@ impl Translator {
         )))
     }
 
-    /// Returns the loss function of the run.
+    /// Returns the loss function with which the run was trained.
     pub(super) fn objective(&self) -> Result<Objective> {
         Objective::new(self.mask.as_ref().map(Tensor::shallow_clone), self.smoothing)
     }

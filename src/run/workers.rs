@@ -1,7 +1,8 @@
-//! Translation of batches by several threads: each takes one batch after the other, with one libtorch thread.
+//! Translation of batches by several threads. Each thread takes one batch after the other, and uses one libtorch
+//! thread.
 //!
-//! A decoding step consists of many short operations. Threads that share each of them wait for each other after each;
-//! threads with their own batches do not.
+//! A decoding step consists of many short operations. If threads share each operation, they wait for each other after
+//! each one; threads with their own batches do not wait.
 
 use crate::cpu::parallel;
 use crate::error::{Error, Result};
@@ -14,13 +15,13 @@ use std::thread;
 use std::time::Duration;
 use tch::Tensor;
 
-/// The interval at which the caller is asked whether to continue.
+/// The time between two calls that ask the caller whether to continue.
 const PATIENCE: Duration = Duration::from_millis(50);
 
-/// Returns batches of at most `batch_tokens` padded tokens (with EOS), or of one sentence; sentences have similar
-/// lengths, the longest come first. Several threads begin with large batches and end with small ones, so that the first
-/// to end waits for a small one: each batch has at most two thirds of a thread's share of the rest, or [`LEAST`]
-/// tokens.
+/// Returns batches of at most `batch_tokens` padded tokens, EOS included, or of one longer sentence. The sentences of
+/// a batch have similar lengths, and the longest come first. For several threads, batches become smaller towards the
+/// end, so that the thread that finishes first does not wait long for the others: each batch has at most two thirds
+/// of a thread's share of the remaining tokens, or [`LEAST`] tokens.
 pub fn source_batches(source: &[Vec<u32>], batch_tokens: usize, threads: usize) -> Vec<Vec<usize>> {
     let tokens = |&sentence: &usize| source[sentence].len() + 1;
     let mut sentences: Vec<usize> = (0..source.len()).collect();
@@ -38,16 +39,16 @@ pub fn source_batches(source: &[Vec<u32>], batch_tokens: usize, threads: usize) 
     batches
 }
 
-/// The number of tokens below which batches are not reduced: a step of few rows costs as much as its operations'
-/// overhead.
+/// The number of tokens below which batches do not become smaller: with so few rows, the time of a step hardly
+/// depends on their number.
 const LEAST: usize = 384;
 
-/// The function that a thread runs on a batch; it calls the last argument at each step to check for interrupts.
+/// The function that a thread runs on a batch. At each step it calls its last argument to check for interrupts.
 type TranslateBatch<'a> =
     dyn Fn(&Transformer, &Search, usize, &mut dyn FnMut() -> Result<()>) -> Result<Vec<Vec<Hypothesis>>> + Sync + 'a;
 
-/// Runs batches 0 to `batches` − 1 on `threads` threads and passes each result to `take`, in any order. An error of
-/// `check_interrupt`, which is called often, ends it, as does an error of a batch.
+/// Runs the batches 0 to `batches` − 1 on `threads` threads, and passes each result to `take`, in any order. Stops at
+/// the first error of a batch or of `check_interrupt`, which is called often.
 pub fn in_parallel(
     model: &Transformer,
     search: &Search,
@@ -81,7 +82,7 @@ pub fn in_parallel(
                         if batch >= batches {
                             break;
                         }
-                        // The receiver exists until all senders are gone.
+                        // Sending cannot fail, because the receiver lives longer than all senders.
                         let _ = results.send(Ok((batch, run(&model, &search, batch, &mut goes_on)?)));
                     }
                     Ok(())
@@ -116,7 +117,7 @@ pub fn in_parallel(
     })
 }
 
-/// A guard that restores libtorch's number of threads, because new threads inherit the last setting.
+/// Restores libtorch's number of threads when dropped: new threads would inherit the number that was set last.
 struct ThreadsAsBefore(usize);
 
 impl Drop for ThreadsAsBefore {
@@ -223,7 +224,7 @@ mod tests {
         let mut stop = || Err(Error::Interrupted("enough".to_string()));
         let e = in_parallel(&model, &search, 2, 1000, &slow, &mut take, &mut stop).unwrap_err();
         assert_eq!((e.to_string().as_str(), made.load(Ordering::Relaxed) < 100), ("enough", true));
-        // A search that would never end by itself must end at its next step.
+        // This search never ends by itself, so the error must end it at its next step.
         let endless = |_: &Transformer, _: &Search, _: usize, check_interrupt: Interrupt| loop {
             check_interrupt()?;
             thread::sleep(Duration::from_millis(1));

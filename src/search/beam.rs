@@ -1,4 +1,4 @@
-//! Beam search of one sentence: the choice of continuations, and the end of its search.
+//! Beam search for one sentence: which continuations are chosen, and when the search ends.
 
 use super::{Continuation, Hypothesis, SearchConfig};
 use crate::config::SearchRule;
@@ -9,9 +9,9 @@ use std::ops::Range;
 /// A hypothesis that may still grow.
 pub(super) struct Partial {
     pub hypothesis: Hypothesis,
-    /// The cache slot of the hypothesis that it continues.
+    /// The cache slot of the hypothesis that this one continues.
     pub slot: usize,
-    /// The index of its continuations; `None` if they are unknown and cannot matter.
+    /// The index of this hypothesis's continuations in `next`; `None` if they are not known and cannot matter.
     pub next: Option<usize>,
 }
 
@@ -20,18 +20,18 @@ pub(super) struct Beam<'a> {
     /// The maximum number of tokens, EOS included.
     limit: usize,
     length: usize,
-    /// The hypotheses, best first, at most `beam`; under google's rule they include the finished ones.
+    /// The hypotheses, best first, at most `beam` of them. Under google's rule finished ones are among them.
     hypotheses: Vec<Partial>,
-    /// fairseq's finished hypotheses, in the order in which they ended.
+    /// Under fairseq's rule: the finished hypotheses, in the order in which they ended.
     finals: Vec<Hypothesis>,
     done: bool,
 }
 
-/// A candidate for the next step's hypotheses.
+/// A candidate for a place among the hypotheses of the next step.
 struct Candidate {
-    /// The index of the hypothesis that it continues.
+    /// The index of the hypothesis that the candidate continues.
     parent: usize,
-    /// The token that it adds; `None` if the hypothesis is finished and stays as it is.
+    /// The token that the candidate adds; `None` if the hypothesis is finished and stays as it is.
     token: Option<i64>,
     log_probability: f64,
     score: f64,
@@ -44,7 +44,7 @@ impl Candidate {
 }
 
 impl<'a> Beam<'a> {
-    /// Starts with the empty hypothesis in `slot`; it is final if the source is only its end.
+    /// Starts with the empty hypothesis in `slot`. If the source consists of EOS alone, this hypothesis is final.
     pub fn new(config: &'a SearchConfig, source_length: usize, slot: usize) -> Self {
         let is_blank = source_length <= 1;
         let hypothesis = Hypothesis { finished: is_blank, ..Default::default() };
@@ -58,21 +58,21 @@ impl<'a> Beam<'a> {
         }
     }
 
-    /// Iterates over the hypotheses with these ranks that need a next token, skipping those whose continuations can no
-    /// longer be chosen; `next` holds the continuations of the better hypotheses.
+    /// Iterates over the hypotheses with these ranks that need a next token. Skips a hypothesis if its continuations
+    /// can no longer be chosen; `next` holds the continuations of the better hypotheses.
     pub fn growing(&mut self, ranks: Range<usize>, next: &[Vec<Continuation>]) -> impl Iterator<Item = &mut Partial> {
         let bar = if ranks.start == 0 || self.done { f64::NEG_INFINITY } else { self.bar(next) };
         let (done, rule, penalty) = (self.done, self.config.rule, self.penalty());
         let growing = self.hypotheses.iter_mut().filter(move |partial| !done && !partial.hypothesis.finished);
-        // log p of a token is at most 0.
+        // The log-probability of a token is at most 0, so no continuation exceeds the hypothesis.
         growing.skip(ranks.start).take(ranks.len()).filter(move |Partial { hypothesis, .. }| match rule {
             SearchRule::Google => hypothesis.log_probability / penalty >= bar,
             SearchRule::Fairseq => hypothesis.log_probability >= bar,
         })
     }
 
-    /// Returns the score that a hypothesis must reach to be chosen, given the known candidates: `beam` of them have
-    /// that score, under fairseq's rule `beam` that do not end.
+    /// Returns the `beam`-th best score among the known candidates: a worse hypothesis is not chosen any more. Under
+    /// fairseq's rule, candidates that end do not count, because they take no place in the beam.
     fn bar(&self, next: &[Vec<Continuation>]) -> f64 {
         let beam = self.config.beam;
         let mut known: Vec<f64> = match self.config.rule {
@@ -90,7 +90,8 @@ impl<'a> Beam<'a> {
         self.config.rule.penalty(self.length + 1, self.config.alpha)
     }
 
-    /// Advances by one token; `next` has the most probable tokens of each hypothesis that can matter, best first.
+    /// Adds one token to the hypotheses. `next` has the most probable tokens, best first, of each hypothesis that can
+    /// matter.
     pub fn advance(&mut self, next: &[Vec<Continuation>]) {
         if self.done {
             return;
@@ -123,7 +124,8 @@ impl<'a> Beam<'a> {
         Ok(found)
     }
 
-    /// Returns the continuations of all hypotheses, hypothesis by hypothesis, which is the order of preference on ties.
+    /// Returns the continuations of all hypotheses, those of better hypotheses first. On ties the sort keeps this
+    /// order.
     fn pool(&self, next: &[Vec<Continuation>]) -> Vec<Candidate> {
         let penalty = self.penalty();
         let known = |partial: &Partial| partial.next.map_or(1, |row| next[row].len());
@@ -144,7 +146,7 @@ impl<'a> Beam<'a> {
         pool
     }
 
-    /// Keeps the `beam` best candidates by score, finished or not.
+    /// Keeps the `beam` candidates with the best scores, finished or not.
     fn advance_google(&mut self, mut pool: Vec<Candidate>) {
         pool.sort_by(|a, b| b.score.total_cmp(&a.score));
         pool.truncate(self.config.beam);
@@ -152,8 +154,8 @@ impl<'a> Beam<'a> {
         self.done = self.length >= self.limit || self.hypotheses.iter().all(|partial| partial.hypothesis.finished);
     }
 
-    /// Takes the 2·beam most probable candidates: those that end within the first `beam` are final, and `beam` of the
-    /// others go on. At the limit only EOS is offered, so none goes on.
+    /// Considers the 2·beam most probable candidates. Those that end within the first `beam` become final, and `beam`
+    /// of those that do not end stay in the beam. At the maximum length only EOS is allowed, so none stays.
     fn advance_fairseq(&mut self, mut pool: Vec<Candidate>) {
         let beam = self.config.beam;
         pool.sort_by(|a, b| b.log_probability.total_cmp(&a.log_probability));
@@ -164,6 +166,8 @@ impl<'a> Beam<'a> {
         self.done = self.finals.len() >= beam || self.hypotheses.is_empty();
     }
 
+    /// Returns the hypothesis that a candidate describes: its parent, with the candidate's token if it has one. EOS
+    /// is not stored.
     fn grown(&self, candidate: &Candidate) -> Partial {
         let Partial { hypothesis: parent, slot, next } = &self.hypotheses[candidate.parent];
         let mut tokens = parent.tokens.clone();

@@ -1,4 +1,4 @@
-//! The choice of each slot's most probable next tokens from logits, on the model's device.
+//! The choice of the most probable next tokens of each slot, from logits on the model's device.
 
 use super::SearchConfig;
 use crate::config::SearchRule;
@@ -15,7 +15,7 @@ pub(super) struct Continuation {
     pub log_probability: f64,
 }
 
-/// The rule's constraint on EOS as the next token.
+/// Whether EOS may be the next token, or must be.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Eos {
     Forbidden,
@@ -25,8 +25,8 @@ pub(super) enum Eos {
 }
 
 impl Eos {
-    /// Returns the constraint after `length` tokens. Only fairseq's rule forces EOS, at a limit that all sentences
-    /// share.
+    /// Returns the constraint on EOS after `length` tokens. Only fairseq's rule forces EOS: all sentences have the
+    /// same limit there.
     pub fn at(length: usize, config: &SearchConfig) -> Self {
         match config.rule {
             _ if length == 0 => Eos::Forbidden,
@@ -36,16 +36,17 @@ impl Eos {
     }
 }
 
-/// V_t, the tokens that the model may predict.
+/// The target vocabulary V_t: the tokens that the model may predict.
 pub(super) struct TargetVocabulary {
-    /// 0 in V_t, −∞ outside; (V). It is added to logits, because in libtorch that is six times faster than
-    /// masked_fill_.
+    /// 0 for tokens in V_t and −∞ for others, (V). It is added to logits, because in libtorch that is six times as
+    /// fast as masked_fill_.
     bias: Option<Tensor>,
     /// The ids of V_t, ascending.
     ids: Option<Arc<[i64]>>,
 }
 
 impl TargetVocabulary {
+    /// Builds the vocabulary from a mask. Errors if the mask has the wrong type or shape, or allows no sentence.
     pub fn new(mask: Option<&Tensor>, size: i64) -> Result<Self> {
         let Some(mask) = mask else { return Ok(TargetVocabulary { bias: None, ids: None }) };
         if mask.kind() != Kind::Bool || mask.size() != [size] {
@@ -75,12 +76,12 @@ impl TargetVocabulary {
         self.ids.as_deref()
     }
 
-    /// Returns the same vocabulary, for another thread.
+    /// Returns this vocabulary for use in another thread.
     pub fn share(&self) -> Self {
         TargetVocabulary { bias: self.bias.as_ref().map(Tensor::shallow_clone), ids: self.ids.clone() }
     }
 
-    /// Returns log softmax over V_t, then −∞ for tokens that are forbidden here; (slots, V).
+    /// Returns the log-softmax over V_t, (slots, V), and −∞ for tokens that may not come next.
     pub fn log_probabilities(&self, mut logits: Tensor, eos: Eos) -> Result<Tensor> {
         if let Some(bias) = &self.bias {
             logits = logits.f_add_(&bias.f_to_device(logits.device())?)?;
@@ -105,11 +106,12 @@ impl TargetVocabulary {
     }
 }
 
-/// Returns the `count` largest entries of each row of log p (slots, V), best first, the lower id first on ties.
+/// Returns the `count` largest entries of each row of `log_p` (slots, V), best first. On ties the lower id comes
+/// first.
 pub(super) fn best(log_p: &Tensor, count: usize) -> Result<Vec<Vec<Continuation>>> {
     let v = log_p.size()[1];
     let count = count.min(v as usize);
-    // One more than requested is fetched: if it equals the last, topk has chosen arbitrarily among equals.
+    // One more entry than requested is fetched. If it equals the last one, topk has chosen arbitrarily among equals.
     let fetched = v.min(count as i64 + 1);
     let (values, tokens) = log_p.f_topk(fetched, 1, true, true)?;
     let (values, tokens) = (host::<f64>("log p", &values)?, host::<i64>("tokens", &tokens)?);
@@ -137,7 +139,7 @@ pub(super) fn best(log_p: &Tensor, count: usize) -> Result<Vec<Vec<Continuation>
     Ok(rows)
 }
 
-/// Returns all entries of the given rows that are at least `least` there, with their rows.
+/// Returns all entries of the given rows that are at least the row's value in `least`, each with its row.
 fn at_least(log_p: &Tensor, rows: &[usize], least: &[f64]) -> Result<Vec<(usize, Continuation)>> {
     let device = log_p.device();
     let index: Vec<i64> = rows.iter().map(|&row| row as i64).collect();
@@ -145,7 +147,7 @@ fn at_least(log_p: &Tensor, rows: &[usize], least: &[f64]) -> Result<Vec<(usize,
     let least = Tensor::f_from_slice(least)?.f_to_kind(log_p.kind())?.f_to_device(device)?.f_unsqueeze(1)?;
     let chosen = log_p.f_ge_tensor(&least)?;
     let values = host::<f64>("log p", &log_p.f_masked_select(&chosen)?)?;
-    // The shape is (found, 2): row and token, in the order of masked_select.
+    // Each place is a pair (row, token), in the order of masked_select.
     let places = host::<i64>("places", &chosen.f_nonzero()?)?;
     let found = places.chunks_exact(2).zip(values);
     Ok(found
@@ -158,7 +160,7 @@ mod tests {
     use super::*;
     use tch::Device;
 
-    /// On ties the lower id comes first, also if the tie includes the last place.
+    /// On ties the lower id comes first, even if only some of the equal entries are within the count.
     #[test]
     fn of_equals_the_lower_id_comes_first() {
         let rows: [f32; 12] = [-1.0, -3.0, -1.0, -3.0, -3.0, -0.5, -2.0, -2.0, -2.0, -2.0, -2.0, -2.0];

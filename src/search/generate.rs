@@ -1,8 +1,8 @@
 //! Text generation with a language model (docs/spec.md §4.17).
 //!
-//! The model reads a text through a window: from the EOS before the text until the window is full, then from half a
-//! window further on. A new window is read in one pass, together with those of other prompts of any length, and once
-//! for all samples of a prompt. After that, every text advances by one token per step.
+//! The model reads a text through a window. The first window begins with the EOS before the text. When a window is
+//! full, the next one begins half a window later. A new window is read in one pass, together with the new windows of
+//! other prompts, and only once for all samples of a prompt. After that, every text advances by one token per step.
 
 use super::sampling::Sampling;
 use crate::config::{AttentionName, GenerationOptions};
@@ -19,7 +19,7 @@ pub struct GenerationConfig {
     pub sampling: Sampling,
     /// The maximum number of generated tokens, EOS included.
     pub max_length: usize,
-    /// The number of ends of sentence after which a text is over; 0 means no such limit.
+    /// The number of ends of sentence after which a text is over; 0 means that ends of sentence do not end it.
     pub sentences: usize,
     /// The maximum number of tokens that the model reads at a time.
     pub context: usize,
@@ -27,7 +27,7 @@ pub struct GenerationConfig {
 }
 
 impl GenerationConfig {
-    /// Builds the settings from options; `context` is the default of the option.
+    /// Builds the settings from options. `context` is the number of tokens to read if the options name none.
     pub fn of(options: &GenerationOptions, context: i64) -> Result<Self> {
         Ok(GenerationConfig {
             sampling: Sampling::of(options)?,
@@ -38,18 +38,18 @@ impl GenerationConfig {
         })
     }
 
-    /// Returns the number of tokens by which a full window advances.
+    /// Returns the number of tokens by which a window moves when it is full.
     fn stride(&self) -> usize {
         (self.context / 2).max(1)
     }
 
-    /// Returns the start of the window for a text of `length` tokens, the EOS before it included.
+    /// Returns the start of the window of a text with `length` tokens, including the EOS before it.
     fn window(&self, length: usize) -> usize {
         length.saturating_sub(self.context).div_ceil(self.stride()) * self.stride()
     }
 }
 
-/// A prompt to be continued: its tokens, and the index of the sample.
+/// A prompt to be continued: its tokens, and the number of the sample.
 #[derive(Clone, Debug)]
 pub struct Prompt<'a> {
     pub tokens: &'a [i64],
@@ -61,9 +61,9 @@ pub struct Prompt<'a> {
 pub struct Generation {
     /// The new tokens, EOS included.
     pub tokens: Vec<i64>,
-    /// The sum of log p of the new tokens, at temperature 1 and over all tokens.
+    /// The sum of log p of the new tokens, at temperature 1 and without leaving tokens out.
     pub log_probability: f64,
-    /// True if it has the requested number of ends of sentence.
+    /// True if the new text has the requested number of ends of sentence.
     pub finished: bool,
 }
 
@@ -71,9 +71,9 @@ pub struct Generation {
 struct PartialText {
     /// EOS, the prompt, and the new tokens.
     tokens: Vec<i64>,
-    /// The start of its window.
+    /// The start of the window in `tokens`.
     window: usize,
-    /// The number of the window's tokens in the cache.
+    /// The number of tokens of the window that are in the cache.
     position: usize,
     random: Random,
     made: Generation,
@@ -96,7 +96,7 @@ impl PartialText {
         }
     }
 
-    /// Draws the next token.
+    /// Draws the next token and adds it to the text.
     fn advance(&mut self, logits: &[f64], config: &GenerationConfig) -> i64 {
         let token = config.sampling.choose(logits, self.random.uniform());
         let id = token as i64;
@@ -112,7 +112,7 @@ impl PartialText {
     }
 }
 
-/// Returns FNV-1a of the ids, so that different prompts get different random numbers.
+/// Returns a digest of the ids (FNV-1a), so that different prompts get different random numbers.
 fn digest(tokens: &[i64]) -> u64 {
     let bytes = tokens.iter().flat_map(|token| token.to_le_bytes());
     bytes.fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3))
@@ -120,12 +120,12 @@ fn digest(tokens: &[i64]) -> u64 {
 
 /// Continues texts with a decoder-only model.
 ///
-/// `allowed` flags the tokens that may be generated; `None` means all except PAD and BOS, which never are. `kind` is
-/// the type of matrix products. `on_token` is called with each new token: the text's index, the token, and true if the
-/// text is over. `check_interrupt` runs at every step.
+/// `allowed` is true for tokens that may be generated; `None` means all. PAD and BOS are never generated. `kind` is
+/// the type of matrix products. `on_token` is called for each new token, with the index of the text, the token, and
+/// true if the text is over. `check_interrupt` runs at every step.
 ///
-/// Errors on a model with an encoder, a context longer than tensorized attention reads, logits that are NaN, or an
-/// error of `on_token` or `check_interrupt`.
+/// Errors if the model has an encoder, if the context is longer than tensorized attention reads, if logits are NaN,
+/// or if `on_token` or `check_interrupt` returns an error.
 pub fn generate(
     model: &Transformer,
     prompts: &[Prompt],
@@ -147,7 +147,7 @@ pub fn generate(
     continued(&mut Reader::new(model, kind, is_cached), prompts, allowed, config, on_token, check_interrupt)
 }
 
-/// Runs [`generate`] with that reader.
+/// Runs [`generate`] with this reader.
 fn continued(
     reader: &mut Reader,
     prompts: &[Prompt],
@@ -190,14 +190,14 @@ fn refuse_nan(logits: &[f64], number: usize, generated: usize) -> Result<()> {
 struct Reader<'a> {
     model: &'a Transformer,
     ctx: Context,
-    /// True if keys and values are cached; otherwise each window is read whole at every step.
+    /// True if keys and values are cached. Otherwise each window is read again at every step.
     is_cached: bool,
     cache: StackCache,
-    /// The indices of the texts in the cache's slots.
+    /// The index of the text in each slot of the cache.
     slots: Vec<usize>,
 }
 
-/// Texts' indices, and the logits of their next tokens.
+/// The index of each text with the logits of its next token.
 type Next = Vec<(usize, Vec<f64>)>;
 
 impl<'a> Reader<'a> {
@@ -218,7 +218,7 @@ impl<'a> Reader<'a> {
         }
     }
 
-    /// Reads the last token of windows in the cache, and all tokens of new windows.
+    /// Runs one step with a cache: reads the last token of each old window, and all tokens of each new one.
     fn step(&mut self, live: &[usize], texts: &mut [PartialText], config: &GenerationConfig) -> Result<Next> {
         for &number in live {
             let text = &mut texts[number];
@@ -234,7 +234,7 @@ impl<'a> Reader<'a> {
         Ok(next)
     }
 
-    /// Drops the slots of texts for which `stays` is false.
+    /// Drops the slots whose text has an index for which `stays` is false.
     fn keep_slots(&mut self, stays: impl Fn(usize) -> bool) -> Result<()> {
         let kept: Vec<i64> = (0..self.slots.len()).filter(|&slot| stays(self.slots[slot])).map(|i| i as i64).collect();
         if kept.is_empty() {
@@ -246,7 +246,7 @@ impl<'a> Reader<'a> {
         Ok(())
     }
 
-    /// Reads one more token in every slot.
+    /// Reads the latest token of the text in every slot.
     fn go_on(&mut self, texts: &mut [PartialText]) -> Result<Next> {
         if self.slots.is_empty() {
             return Ok(Vec::new());
@@ -259,7 +259,7 @@ impl<'a> Reader<'a> {
         rows(&logits, &(0..tokens.len() as i64).collect::<Vec<_>>(), &self.slots)
     }
 
-    /// Reads new windows; equal ones are read once.
+    /// Reads new windows into new slots. Equal windows are read once.
     fn begin(&mut self, begin: &[usize], texts: &mut [PartialText]) -> Result<Next> {
         if begin.is_empty() {
             return Ok(Vec::new());
@@ -286,7 +286,7 @@ impl<'a> Reader<'a> {
         rows(&logits, &of_texts, begin)
     }
 
-    /// Reads each window whole, without a cache.
+    /// Reads each window again from its start, without a cache.
     fn whole(&self, live: &[usize], texts: &mut [PartialText], config: &GenerationConfig) -> Result<Next> {
         live.iter().for_each(|&number| texts[number].window = config.window(texts[number].tokens.len()));
         let windows: Vec<&[i64]> = live.iter().map(|&number| &texts[number].tokens[texts[number].window..]).collect();
@@ -301,7 +301,7 @@ impl<'a> Reader<'a> {
     }
 }
 
-/// Returns chosen rows of logits (slots, V) on the host, each with its text's index.
+/// Returns the rows `chosen` of logits (slots, V) on the host, each with the index of its text.
 fn rows(logits: &Tensor, chosen: &[i64], numbers: &[usize]) -> Result<Next> {
     if chosen.is_empty() {
         return Ok(Vec::new());

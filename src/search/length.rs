@@ -3,7 +3,7 @@
 use crate::config::SearchRule;
 
 impl SearchRule {
-    /// Returns the rule's usual exponent of the length penalty.
+    /// Returns the exponent of the length penalty that is usual under this rule.
     pub fn alpha(self) -> f64 {
         match self {
             SearchRule::Google => 0.6,
@@ -11,7 +11,7 @@ impl SearchRule {
         }
     }
 
-    /// Returns lp(len), with EOS in `length`: ((5 + len)/6)^α (Wu et al. 2016, eq 14), or len^α.
+    /// Returns the length penalty lp, ((5 + len)/6)^α (Wu et al. 2016, eq 14) or len^α. `length` counts EOS.
     pub fn penalty(self, length: usize, alpha: f64) -> f64 {
         match self {
             SearchRule::Google => ((5 + length) as f64 / 6.0).powf(alpha),
@@ -19,8 +19,8 @@ impl SearchRule {
         }
     }
 
-    /// Returns the maximum number of generated tokens, EOS included. Google's `max_length` counts EOS, fairseq's does
-    /// not.
+    /// Returns the maximum number of generated tokens, EOS included. `max_length` counts EOS under google's rule, not
+    /// under fairseq's.
     pub fn limit(self, source_length: usize, max_length: Option<usize>) -> usize {
         match self {
             SearchRule::Google => max_length.unwrap_or(source_length + 50),

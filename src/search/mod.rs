@@ -6,17 +6,22 @@
 //! score(y) = Σ log p(y_t | y_<t, x) / lp(len),   len = generated tokens, EOS included
 //! ```
 //!
-//! by one of two rules. `google` (Wu et al. 2016, eq 14; Nguyen and Salazar 2019): lp = ((5 + len)/6)^α; finished
-//! hypotheses stay in the beam, and compete with their final score; the search ends when all are finished or len =
-//! source tokens + 50. `fairseq`: lp = len^α; among the 2·beam most probable continuations, those that end within the
-//! first `beam` are final, and the others go on; the search ends at `beam` final ones, and the last token is EOS. Under
-//! both rules the first token is not EOS, and PAD and BOS are never generated. On ties, the continuation of the better
-//! hypothesis comes first, then the lower id.
+//! by one of two rules.
 //!
-//! A live hypothesis occupies one slot of the key/value cache. All sentences advance together, one token per step; a
-//! finished one frees its slots, so a step's cost depends on what is still alive. A hypothesis is not continued if
-//! `beam` continuations of better ones are more probable than the hypothesis itself, because no token makes it more
-//! probable.
+//! `google` (Wu et al. 2016, eq 14; Nguyen and Salazar 2019): lp = ((5 + len)/6)^α. Finished hypotheses stay in the
+//! beam and compete with their final score. The search ends when all are finished, or when len = source tokens + 50.
+//!
+//! `fairseq`: lp = len^α. Of the 2·beam most probable continuations, those that end within the first `beam` are
+//! final, and the ones that do not end stay in the beam. The search ends when `beam` hypotheses are final, and each
+//! final hypothesis ends with EOS.
+//!
+//! Under both rules the first token is not EOS, and PAD and BOS are never generated. On ties, the continuation of the
+//! better hypothesis comes first, then the lower id.
+//!
+//! Each live hypothesis occupies one slot of the key/value cache. All sentences advance together, one token per step.
+//! A finished sentence frees its slots, so the cost of a step depends on what is still alive. A further token never
+//! makes a hypothesis more probable. So a hypothesis is not continued if `beam` continuations of better hypotheses
+//! are already more probable than it is.
 
 mod beam;
 mod continuation;
@@ -45,21 +50,21 @@ pub struct SearchConfig {
     /// The number of live hypotheses; 1 is greedy search.
     pub beam: usize,
     pub rule: SearchRule,
-    /// The exponent of the length penalty; a larger one gives longer translations.
+    /// The exponent of the length penalty. A larger one leads to longer translations.
     pub alpha: f64,
-    /// The number of hypotheses returned per sentence, at most `beam`.
+    /// The number of hypotheses that are returned for each sentence, at most `beam`.
     pub n_best: usize,
-    /// The maximum number of generated tokens; `None` for the source's + 50 (google, which counts EOS) or 200 (fairseq,
-    /// which does not).
+    /// The maximum number of generated tokens. `None` means 50 more than the source's (google, which counts EOS) or
+    /// 200 (fairseq, which does not count EOS).
     pub max_length: Option<usize>,
-    /// The maximum number of tokens that the model can produce, EOS included, whatever the rule allows; [`Search::new`]
-    /// sets it.
+    /// The maximum number of tokens, EOS included, that the model can produce, even if the rule allows more.
+    /// [`Search::new`] sets it.
     pub longest: Option<usize>,
 }
 
 impl SearchConfig {
-    /// Returns the usual settings: google has beam 4 and α 0.6 (Nguyen and Salazar 2019), fairseq beam 5 and α 1 (its
-    /// `--lenpen`).
+    /// Returns the usual settings of a rule: beam 4 and α 0.6 for google (Nguyen and Salazar 2019), beam 5 and α 1
+    /// for fairseq (its `--lenpen`).
     pub fn new(rule: SearchRule) -> Self {
         let beam = match rule {
             SearchRule::Google => 4,
@@ -93,7 +98,7 @@ impl SearchConfig {
         if !(1..=self.beam).contains(&self.n_best) {
             return wrong(format!("n_best must lie between 1 and the beam, {}; got {}", self.beam, self.n_best));
         }
-        // Beyond this, len^α leaves the range of numbers, and every score is 0.
+        // With much larger exponents len^α overflows, and every score is 0.
         if !(-ALPHA..=ALPHA).contains(&self.alpha) {
             return wrong(format!("alpha must lie in [-{ALPHA}, {ALPHA}], got {}", self.alpha));
         }
@@ -103,7 +108,8 @@ impl SearchConfig {
         Ok(())
     }
 
-    /// Returns the number of a hypothesis's continuations that can matter: under fairseq's rule half of them may end.
+    /// Returns how many continuations of a hypothesis can matter. Under fairseq's rule twice as many do, because half
+    /// of them may end.
     fn candidates(&self) -> usize {
         match self.rule {
             SearchRule::Google => self.beam,
@@ -111,7 +117,7 @@ impl SearchConfig {
         }
     }
 
-    /// Returns the maximum number of tokens generated from a source, EOS included.
+    /// Returns the maximum number of tokens, EOS included, that are generated for a source of this length.
     fn limit(&self, source_length: usize) -> usize {
         self.rule.limit(source_length, self.max_length).min(self.longest.unwrap_or(usize::MAX))
     }
@@ -131,24 +137,25 @@ impl Default for SearchConfig {
 pub struct Hypothesis {
     /// The tokens, without BOS and EOS.
     pub tokens: Vec<i64>,
-    /// The score by which the rule ranks: log p(y|x) over the length penalty.
+    /// The score by which the rule ranks hypotheses: log p(y|x) divided by the length penalty.
     pub score: f64,
-    /// log p(y|x), with EOS's if there is one.
+    /// log p(y|x), including the EOS if the hypothesis ends with one.
     pub log_probability: f64,
-    /// True if it ends with EOS; google's rule cuts the others off at its limit.
+    /// True if the hypothesis ends with EOS. Under google's rule the others were cut off at the limit.
     pub finished: bool,
 }
 
 /// Returns the `n_best` best translations of each sentence, best first, with sentences in the order of `source`.
 ///
-/// `source` is the encoder's input, EOS included; a source of only EOS is a blank line, and so is its translation.
-/// `mask` is bool (V), true in the target vocabulary V_t, outside of which p = 0; `None` means V_t = V. `kind` is the
-/// type of matrix products; log-probabilities are float32, or float64 if `kind` is.
+/// `source` is the encoder's input, EOS included. A source of EOS alone is a blank line, and its translation is
+/// blank, too. `mask` is bool (V), true in the target vocabulary V_t; tokens outside V_t have p = 0. `None` means V_t
+/// = V. `kind` is the type of matrix products. Log-probabilities are float32, or float64 if `kind` is.
 ///
 /// # Errors
 ///
-/// Settings out of range; a decoder-only model; a mask that allows no sentence; a source longer than the model reads;
-/// logits that are NaN; more hypotheses than fit into memory; an error of `check_interrupt`, which runs at each step.
+/// Errors if settings are out of range, if the model has no encoder, if the mask allows no sentence, if a source is
+/// longer than the model reads, if logits are NaN, if the hypotheses do not fit into memory, or if `check_interrupt`,
+/// which runs at each step, returns an error.
 pub fn search(
     model: &Transformer,
     source: &Packed,
@@ -160,7 +167,7 @@ pub fn search(
     Search::new(model, mask, config, kind)?.run(model, source, check_interrupt)
 }
 
-/// The state that searches with one model share: its prepared weights. The model must not change meanwhile.
+/// The state that all searches with one model share: its prepared weights. The model must not change while it exists.
 pub struct Search {
     config: SearchConfig,
     kind: Kind,
@@ -179,14 +186,14 @@ impl Search {
         Ok(Search { config, kind, output, weights: Arc::default() })
     }
 
-    /// True if the length limit ended the hypothesis, not the model.
+    /// True if the hypothesis ended because of the length limit, and not because the model predicted its end.
     pub fn is_cut(&self, hypothesis: &Hypothesis) -> bool {
-        // fairseq's rule puts EOS at the limit.
+        // Under fairseq's rule, the last token at the limit is always EOS.
         let is_forced = self.config.rule == SearchRule::Fairseq && hypothesis.tokens.len() + 1 >= self.config.limit(0);
         !hypothesis.finished || is_forced
     }
 
-    /// Returns the same search for another thread, which has a model with the same tensors.
+    /// Returns this search for use in another thread, which has its own model of the same tensors.
     pub fn share(&self) -> Self {
         let (output, weights) = (self.output.share(), self.weights.clone());
         Search { config: self.config.clone(), kind: self.kind, output, weights }
@@ -217,7 +224,8 @@ impl Search {
             for length in 0.. {
                 check_interrupt()?;
                 let start = model.config.decoder_start.id();
-                // The continuations of better hypotheses may leave no room for those of worse ones.
+                // Better hypotheses are continued first: their continuations may leave no place for those of worse
+                // hypotheses.
                 let (before, mut after) = (cache.reads().clone(), Reads::default());
                 let mut next = Vec::new();
                 for ranks in waves(config.beam, before.queries()) {
@@ -253,29 +261,30 @@ impl Search {
     }
 }
 
-/// Returns the ranks of hypotheses that are continued together. A large batch is continued in two parts, because the
-/// first part often makes some of the others unnecessary.
+/// Returns the ranks of the hypotheses that are continued together. Many slots are continued in two parts, because
+/// after the first part some hypotheses of the second need not be continued.
 fn waves(beam: usize, slots: usize) -> impl Iterator<Item = Range<usize>> {
     let first = if slots < MANY { beam } else { beam.div_ceil(2) };
     [0..first, first..beam].into_iter().filter(|ranks| !ranks.is_empty())
 }
 
-/// The number of slots from which a part of them suffices for a product at full speed.
+/// The number of slots from which two parts are used: each part is then still large enough for products at full
+/// speed.
 const MANY: usize = 256;
 
-/// The live hypotheses, sentence after sentence, one per slot.
+/// The live hypotheses, one per slot, ordered by sentence.
 struct Live {
     /// The last token of each slot.
     tokens: Vec<i64>,
     /// The sentence that each slot translates.
     sentences: Vec<usize>,
-    /// The slot of the hypothesis that each slot continues.
+    /// The cache slot of the earlier hypothesis that each slot continues.
     origins: Vec<i64>,
 }
 
 impl Live {
-    /// Takes the hypotheses with these ranks in their beams. `next` holds the known continuations, to which theirs will
-    /// be added.
+    /// Gives each hypothesis with one of these ranks a slot. `next` holds the known continuations; those of the slots
+    /// will be appended to it.
     fn take_slots(beams: &mut [Beam], ranks: Range<usize>, next: &[Vec<Continuation>], start: i64) -> Self {
         let mut live = Live { tokens: Vec::new(), sentences: Vec::new(), origins: Vec::new() };
         for (sentence, beam) in beams.iter_mut().enumerate() {
@@ -289,7 +298,8 @@ impl Live {
         live
     }
 
-    /// Errors if memory does not suffice for this many continuations of each, as numbers, as tokens and as candidates.
+    /// Errors if this many continuations of each slot do not fit into memory, where each is stored as a number, as a
+    /// token and as a candidate.
     fn room(&self, candidates: usize, beam: usize) -> Result<()> {
         let each = 4 * size_of::<Continuation>() as u128;
         memory::room(each * (self.tokens.len() * candidates) as u128, || {

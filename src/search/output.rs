@@ -1,8 +1,8 @@
-//! The output layer: from the decoder's features to each slot's most probable next tokens.
+//! The output layer: computes the most probable next tokens of each slot from the decoder's features.
 //!
-//! On the CPU the output matrix is packed once, without the rows outside V_t, and a few rows of features at a time go
-//! through the product to the choice while their logits are in the cache. Elsewhere, and for 16-bit products, libtorch
-//! computes logits, log-softmax and top-k.
+//! On the CPU the output matrix is packed once, without the rows outside V_t. The product and the choice of tokens
+//! then take a few rows of features at a time, so that their logits stay in the processor's cache. On other devices
+//! and for 16-bit products, libtorch computes logits, log-softmax and top-k.
 
 use super::continuation::{best, Continuation, Eos, TargetVocabulary};
 use crate::error::Result;
@@ -11,7 +11,7 @@ use crate::kernel::best::{Choice, Likely};
 use crate::model::{PreparedWeight, Softcap, Transformer, BOS, EOS, PAD};
 use tch::{Kind, Tensor};
 
-/// The output projection of a model that does not change.
+/// The output projection of a model whose parameters do not change.
 pub(super) struct OutputLayer {
     projection: PreparedWeight,
     softcap: Option<Softcap>,
@@ -32,14 +32,14 @@ impl OutputLayer {
         Ok(OutputLayer { projection, softcap: model.softcap(), vocabulary })
     }
 
-    /// Returns the same output layer, for another thread.
+    /// Returns this output layer for use in another thread.
     pub fn share(&self) -> Self {
         let (projection, vocabulary) = (self.projection.shallow_clone(), self.vocabulary.share());
         OutputLayer { projection, softcap: self.softcap, vocabulary }
     }
 
-    /// Returns the `count` most probable tokens for each row of features (slots, d), best first, the lower id first on
-    /// ties.
+    /// Returns the `count` most probable tokens for each row of features (slots, d), best first. On ties the lower id
+    /// comes first.
     pub fn best(&self, features: &Tensor, count: usize, eos: Eos, kind: Kind) -> Result<Vec<Vec<Continuation>>> {
         let ids = self.vocabulary.ids();
         let column = |id: i64| match ids {
@@ -73,10 +73,10 @@ mod tests {
     use crate::config::TransformerConfig;
     use tch::Device;
 
-    /// Compares the packed product's choice with libtorch's log-softmax and top-k of the model's logits.
+    /// Compares the choice from the packed product with libtorch's log-softmax and top-k of the model's logits.
     #[test]
     fn the_packed_output_chooses_as_the_composed_one() {
-        // The sizes give several blocks of columns and of rows.
+        // With these sizes there are several blocks of columns and of rows.
         const V: i64 = 1100;
         const ROWS: i64 = 300;
         for (fixnorm, output_bias, logit_softcap, logit_scale) in [
@@ -118,7 +118,7 @@ mod tests {
                 let found = OutputLayer::new(&model, vocabulary, Kind::Double).unwrap();
                 let found = found.best(&h, 10, eos, Kind::Double).unwrap();
                 for (found, wanted) in found.iter().zip(&wanted) {
-                    // If only EOS may come, libtorch fills up with tokens of probability 0.
+                    // If only EOS may come, libtorch's top-k fills up with tokens of probability 0.
                     let wanted: Vec<_> = wanted.iter().filter(|c| c.log_probability > f64::NEG_INFINITY).collect();
                     assert_eq!(found.len(), wanted.len());
                     for (found, wanted) in found.iter().zip(wanted) {

@@ -4,18 +4,19 @@ use crate::config::GenerationOptions;
 use crate::error::Result;
 use std::cmp::Ordering;
 
-/// The tokens that may come, and the change of their probabilities.
+/// The settings of the choice: which tokens may be drawn, and how their probabilities are changed.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Sampling {
-    /// The divisor of logits; 0 always takes the most probable token.
+    /// The number by which logits are divided. If it is 0, the most probable token is always chosen.
     temperature: f64,
-    /// The number of tokens that may come; `None` means all.
+    /// The number of most probable tokens that may be drawn; `None` means all.
     top_k: Option<usize>,
-    /// The probability that the fewest allowed tokens have together; 1 allows all.
+    /// The probability that the tokens that may be drawn must have together. As few tokens as possible are kept; 1
+    /// keeps all.
     top_p: f64,
 }
 
-/// A token that may come; `weight` is its probability up to a factor that all share.
+/// A token that may be drawn. `weight` is its probability times a factor that is the same for all tokens.
 #[derive(Clone, Copy, Debug, PartialEq)]
 struct Chance {
     token: usize,
@@ -31,7 +32,8 @@ impl Sampling {
         Ok(Sampling { temperature, top_k: top_k.map(|k| k as usize), top_p })
     }
 
-    /// Returns the token drawn by a number in [0, 1). Logits may be −∞ for forbidden tokens, but not all of them.
+    /// Returns the token that a number in [0, 1) selects. Logits are −∞ for forbidden tokens; at least one must be
+    /// finite.
     pub fn choose(&self, logits: &[f64], uniform: f64) -> usize {
         if self.temperature == 0.0 {
             return most_probable(logits);
@@ -45,12 +47,12 @@ impl Sampling {
                 return chance.token;
             }
         }
-        // Rounding may leave the last sum at `uniform`·total.
+        // Because of rounding, the sum of all weights may not exceed `uniform`·total; then the last token is chosen.
         chances.iter().rev().find(|chance| chance.weight > 0.0).map_or(most_probable(logits), |chance| chance.token)
     }
 
-    /// Returns the allowed tokens after temperature, top-k and top-p; they are sorted if one of the two has been
-    /// applied.
+    /// Returns the tokens that may be drawn, after temperature, top-k and top-p. They are sorted if top-k or top-p
+    /// has been applied.
     fn chances(&self, logits: &[f64]) -> Vec<Chance> {
         let best = logits[most_probable(logits)];
         let chance =
@@ -66,10 +68,10 @@ impl Sampling {
         chances
     }
 
-    /// Keeps the fewest most probable tokens with at least p of the weight.
+    /// Keeps the most probable tokens, as few as have at least the share p of the weight.
     fn keep_nucleus(&self, chances: &mut Vec<Chance>) {
         let wanted = self.top_p * chances.iter().map(|chance| chance.weight).sum::<f64>();
-        // A nucleus is usually small, so only a few more tokens are sorted than are needed.
+        // Usually few tokens suffice, so only somewhat more tokens are sorted than are needed.
         let (mut sum, mut kept, mut sorted) = (0.0, 0, 0);
         while kept < chances.len() && sum < wanted {
             if kept == sorted {
@@ -84,7 +86,7 @@ impl Sampling {
     }
 }
 
-/// Puts the `count` most probable tokens first, in order.
+/// Moves the `count` most probable tokens to the front, in order.
 fn sort_first(chances: &mut [Chance], count: usize) {
     if count < chances.len() {
         chances.select_nth_unstable_by(count, before);
@@ -92,12 +94,12 @@ fn sort_first(chances: &mut [Chance], count: usize) {
     chances[..count].sort_unstable_by(before);
 }
 
-/// Orders the more probable token first, the lower id first on ties.
+/// Orders tokens by logit, the largest first. On ties the lower id comes first.
 fn before(a: &Chance, b: &Chance) -> Ordering {
     b.logit.partial_cmp(&a.logit).unwrap_or(Ordering::Equal).then(a.token.cmp(&b.token))
 }
 
-/// Returns the token with the largest logit, the lowest id on ties.
+/// Returns the token with the largest logit. On ties it is the one with the lowest id.
 fn most_probable(logits: &[f64]) -> usize {
     (1..logits.len()).fold(0, |best, token| if logits[token] > logits[best] { token } else { best })
 }
@@ -113,7 +115,7 @@ mod tests {
         Sampling { temperature, top_k, top_p }
     }
 
-    /// Returns the distribution by its definition, with everything sorted.
+    /// Returns the probabilities straight from the definition, by sorting all tokens.
     fn plain(logits: &[f64], Sampling { temperature, top_k, top_p }: &Sampling) -> Vec<f64> {
         let mut order: Vec<usize> = (0..logits.len()).collect();
         order.sort_by(|&a, &b| logits[b].partial_cmp(&logits[a]).unwrap().then(a.cmp(&b)));
@@ -135,7 +137,7 @@ mod tests {
         found
     }
 
-    /// Returns the probabilities with which `choose` selects tokens.
+    /// Returns the probability with which `choose` selects each token.
     fn drawn(logits: &[f64], sampling: &Sampling) -> Vec<f64> {
         let chances = sampling.chances(logits);
         let total: f64 = chances.iter().map(|chance| chance.weight).sum();
@@ -169,7 +171,8 @@ mod tests {
         }
     }
 
-    /// Returns Pearson's statistic of draws against another sampling's exact probabilities, and its degrees of freedom.
+    /// Returns Pearson's statistic of draws with `sampling` against the exact probabilities of `wanted`, and its
+    /// degrees of freedom.
     fn statistic(sampling: &Sampling, wanted: &Sampling, logits: &[f64], draws: usize) -> (f64, usize) {
         let mut random = Random::new(20, 0, 0, Purpose::NextToken);
         let mut counts = vec![0usize; logits.len()];
@@ -180,7 +183,7 @@ mod tests {
             let expected = p * draws as f64;
             sum += match expected > 0.0 {
                 true => (*count as f64 - expected).powi(2) / expected,
-                false => *count as f64 * 1e9, // a forbidden token
+                false => *count as f64 * 1e9, // a forbidden token was drawn
             };
         }
         (sum, probabilities.iter().filter(|p| **p > 0.0).count() - 1)
@@ -197,11 +200,11 @@ mod tests {
             sampling(1.5, Some(20), 0.9),
         ] {
             let (sum, freedom) = statistic(&sampling, &sampling, &logits, 200_000);
-            // A chi-square variable has mean k and variance 2k; four deviations are exceeded less than once in 10,000
-            // times.
+            // A chi-square variable has mean k and variance 2k. It exceeds its mean by four standard deviations less
+            // than once in 10,000 times.
             let limit = freedom as f64 + 4.0 * (2.0 * freedom as f64).sqrt() + 4.0;
             assert!(freedom >= 5 && sum < limit, "{sampling:?}: {sum} of {freedom}");
-            // A temperature that is off by a tenth is detected.
+            // A temperature that is wrong by a tenth must be detected.
             let off = Sampling { temperature: sampling.temperature * 1.1, ..sampling.clone() };
             let sum = statistic(&off, &sampling, &logits, 200_000).0;
             assert!(sum > limit, "{sampling:?}: {sum}");

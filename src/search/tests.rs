@@ -1,4 +1,5 @@
-//! Tests of search on a tiny model in float64, against decoding that recomputes every prefix without a cache.
+//! Tests of search with a tiny model in float64. The expected results come from decoding without a cache, which reads
+//! every prefix from its start.
 
 use super::*;
 use crate::config::{Positions, TransformerConfig};
@@ -9,7 +10,8 @@ use tch::Device;
 const V: i64 = 12;
 const SENTENCES: [&[i64]; 4] = [&[4, 7, 9, EOS], &[5, EOS], &[11, 4, 4, 8, 6, 10, EOS], &[UNK, 6, EOS]];
 
-/// Builds a model whose weights are a fixed sequence, independent of other random numbers. `bend` gives another model.
+/// Builds a model whose weights are a fixed sequence, so that no random numbers matter. Another `bend` gives another
+/// model.
 fn model(bend: f64) -> Transformer {
     let config = TransformerConfig {
         vocab_size: V,
@@ -42,7 +44,7 @@ fn packed(sentences: &[&[i64]]) -> Packed {
     Packed::of(sentences).unwrap()
 }
 
-/// Allows all but PAD, BOS and entries 9 to 11.
+/// Returns a mask that allows all entries except PAD, BOS and 9 to 11.
 fn mask() -> Tensor {
     Tensor::from_slice(&(0..V).map(|id| (EOS..9).contains(&id)).collect::<Vec<bool>>())
 }
@@ -56,7 +58,7 @@ fn run(
     search(model, &packed(sentences), mask, config, Kind::Double, &mut || Ok(())).unwrap()
 }
 
-/// Returns log p of the token after a prefix, computed from the whole prefix; only the mask forbids tokens.
+/// Returns log p of the token after a prefix, from a pass over the whole prefix. Only the mask forbids tokens.
 fn uncached(model: &Transformer, source: &[i64], prefix: &[i64], mask: Option<&Tensor>) -> Vec<f64> {
     let ctx = Context::evaluation(Kind::Double);
     let target = packed(&[&[&[BOS], prefix].concat()]);
@@ -75,9 +77,9 @@ fn allowed(rule: SearchRule, prefix: &[i64], limit: usize) -> impl Iterator<Item
     (EOS..V).filter(move |&id| if id == EOS { !first } else { !last })
 }
 
-/// Takes the most probable next token each time, under the rule's limits on length: one translation of each sentence.
+/// Translates each sentence by taking the most probable next token at each step, within the rule's limits on length.
 ///
-/// This is a beam of 1, because finding the two largest entries of a row costs as much as its argmax.
+/// The search has a beam of 1: finding the two largest entries of a row costs no more than finding the largest.
 fn greedy(
     model: &Transformer,
     source: &Packed,
@@ -109,7 +111,7 @@ fn naive_greedy(
     (tokens, total)
 }
 
-/// Returns the hypothesis's tokens, with EOS if it has one.
+/// Returns the tokens of a hypothesis, and EOS if the hypothesis has ended.
 fn with_eos(hypothesis: &Hypothesis) -> Vec<i64> {
     let mut tokens = hypothesis.tokens.clone();
     tokens.extend(hypothesis.finished.then_some(EOS));
@@ -118,7 +120,8 @@ fn with_eos(hypothesis: &Hypothesis) -> Vec<i64> {
 
 #[test]
 fn a_beam_of_one_is_greedy() {
-    // Google's own limit is the source's length + 50; fairseq's 200 takes too long in uncached decoding.
+    // Google's limit is the source's length + 50. fairseq's is 200, which takes too long without a cache, so the test
+    // sets a smaller one.
     let settings = [
         (SearchRule::Google, None),
         (SearchRule::Google, Some(1)),
@@ -139,7 +142,8 @@ fn a_beam_of_one_is_greedy() {
     }
 }
 
-/// Sentences end at different steps, so slots move and shrink; each must still read its own past and source.
+/// Sentences end at different steps, so slots move and become fewer. Each slot must still read its own past and
+/// source.
 #[test]
 fn a_batch_is_its_sentences_and_the_cache_changes_nothing() {
     let (mut ended, mut lengths) = (0, std::collections::BTreeSet::new());
@@ -188,7 +192,7 @@ fn n_best_is_the_beginning_of_all() {
     }
 }
 
-/// Returns every sequence that the rules allow with its log p, by recursion.
+/// Returns every sequence that the rules allow, with its log p; finds them by recursion.
 fn exhaust(
     model: &Transformer,
     mask: &Tensor,
@@ -218,7 +222,8 @@ fn a_beam_as_wide_as_all_there_is_finds_the_best() {
             let config = SearchConfig { max_length: Some(max_length), ..config };
             let score = |(tokens, total): &(Vec<i64>, f64)| total / rule.penalty(tokens.len(), config.alpha);
             all.sort_by(|a, b| score(b).total_cmp(&score(a)));
-            // There are 6 words: sequences are one word and EOS, two and EOS or, under google's rule, three cut off.
+            // There are 6 words. The sequences are one word and EOS, two words and EOS, and under google's rule three
+            // words without EOS.
             assert_eq!(all.len(), if rule == SearchRule::Google { 6 + 36 + 216 } else { 6 + 36 });
             let found = &run(&model, &SENTENCES[..1], Some(&mask()), &config)[0];
             assert_eq!(
@@ -237,7 +242,7 @@ fn of_equals_the_better_hypothesis_and_the_lower_id_come_first() {
     let config =
         |rule, max_length| SearchConfig { beam: 3, n_best: 3, max_length: Some(max_length), ..SearchConfig::new(rule) };
     let found = |config| run(&model, &SENTENCES[..2], None, &config)[1].iter().map(with_eos).collect::<Vec<_>>();
-    // Longer sequences are less probable, but α = 1 divides that away.
+    // Longer sequences are less probable, but the length penalty with α = 1 makes their scores equal.
     assert_eq!(found(config(SearchRule::Fairseq, 2)), [vec![3, EOS], vec![3, 3, EOS], vec![3, 4, EOS]]);
     assert_eq!(found(config(SearchRule::Google, 2)), [vec![3, EOS], vec![3, 3], vec![3, 4]]);
 }

@@ -1,4 +1,4 @@
-//! Numbers and stop requests that the ranks of a process group share between updates.
+//! Numbers and stop requests that the ranks of a process group exchange between updates.
 
 use crate::error::{Error, Result};
 use crate::host::host;
@@ -6,16 +6,17 @@ use crate::operator::ProcessGroup;
 use tch::{Device, Tensor};
 
 impl ProcessGroup {
-    /// Returns the `sum` over ranks of numbers on the host; `device` is where the group's backend works.
+    /// Returns the sum over ranks of numbers that lie on the host. `device` is the device of the group's backend.
     pub fn sum_of<const N: usize>(self, numbers: [f64; N], device: Device) -> Result<[f64; N]> {
         self.told(numbers, device, ProcessGroup::sum)
     }
 
-    /// Returns rank 0's numbers on the host.
+    /// Returns rank 0's numbers, on the host of every rank.
     pub fn first_of<const N: usize>(self, numbers: [f64; N], device: Device) -> Result<[f64; N]> {
         self.told(numbers, device, ProcessGroup::first)
     }
 
+    /// Exchanges numbers on the host through a collective operation on the group's device.
     fn told<const N: usize>(
         self,
         numbers: [f64; N],
@@ -29,7 +30,7 @@ impl ProcessGroup {
         Ok(std::array::from_fn(|i| all[i]))
     }
 
-    /// Returns this rank's result, or an error if any rank has one, so that all ranks stop at the same place.
+    /// Returns this rank's result, or an error if any rank has an error. So all ranks stop at the same place.
     pub fn agree<T>(self, result: Result<T>, device: Device) -> Result<T> {
         let mine = match &result {
             Ok(_) => [0.0, 0.0],

@@ -1,4 +1,4 @@
-//! Checkpoints: one folder each, complete or absent, whose reading executes no code.
+//! Checkpoints: each is one folder, which is complete or absent. Reading a checkpoint executes no code.
 //!
 //! | file | holds |
 //! |---|---|
@@ -7,9 +7,9 @@
 //! | `config.json` | the options of the model and its training |
 //! | `state.json` | format version, update, length and CRC-32 of the files above, the training state, its own CRC-32 |
 //!
-//! [`CheckpointStore`] manages a run's checkpoints. Their folders never change once they have their name, and each
-//! records in its `state.json` which checkpoint was the best when it was saved, so a reader always finds a complete
-//! checkpoint.
+//! [`CheckpointStore`] manages a run's checkpoints. A checkpoint's folder gets its name when it is complete, and
+//! never changes afterwards. Its `state.json` records which checkpoint was the best at that time, so a reader always
+//! finds a complete checkpoint.
 
 mod arrays;
 mod average;
@@ -43,14 +43,15 @@ const MODEL: &str = "model.safetensors";
 const OPTIMIZER: &str = "optimizer.safetensors";
 const CONFIG: &str = "config.json";
 
-/// The state from which a run continues, or a model is loaded.
+/// Everything from which a run continues or a model is loaded.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Checkpoint {
-    /// Parameters and running statistics, by canonical name.
+    /// Parameters and running statistics, under their canonical names.
     pub model: Arrays,
     /// The optimizer's moments; empty in an averaged checkpoint.
     pub optimizer: Arrays,
-    /// Counters, position in the data, seed, early stopping, averaging. JSON has no infinity and no NaN.
+    /// The state of the run: counters, the place in the data, the seed, early stopping, averaging. JSON has no
+    /// infinity and no NaN, so the state may not have them, either.
     pub state: Value,
     /// The options of the model (`model`) and of its training.
     pub config: Value,
@@ -63,31 +64,32 @@ struct Manifest {
     format_version: u32,
     written_by: String,
     update: u64,
-    /// The place among the run's savings; `None` outside a run's folder.
+    /// The checkpoint's number among those of its run; `None` outside a run's folder.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     saving: Option<Saving>,
     files: BTreeMap<String, Digest>,
     state: Value,
 }
 
-/// One of a run's savings; together they determine `best` and `last`.
+/// The record of one save of a run. All records together determine which checkpoint is `best` and which is `last`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 struct Saving {
-    /// The number of the saving, from 1.
+    /// The number of the save, from 1.
     number: u64,
-    /// The name of the best checkpoint at that time; `None` before the first evaluation.
+    /// The name of the best checkpoint at the time of the save; `None` before the first evaluation.
     best: Option<String>,
 }
 
 /// Writes the checkpoint of update `update` to the folder `path`, which must not exist.
 ///
-/// # Errors
-/// An array's data do not fill its shape; `path` exists; the system refuses (then nothing stays at `path`, unless only
-/// the final flush of its name failed).
+/// Errors if an array's data do not fill its shape, if `path` exists, or if the system refuses. After an error
+/// nothing stays at `path`, unless only the final flush of the folder's name has failed.
 pub fn save(path: &Path, update: u64, checkpoint: &Checkpoint) -> Result<()> {
     save_at(path, update, checkpoint, None)
 }
 
+/// Writes a checkpoint's files. `state.json` is written last, because it has the checksums of the other files and of
+/// itself.
 fn save_at(path: &Path, update: u64, checkpoint: &Checkpoint, saving: Option<Saving>) -> Result<()> {
     arrays::check(&checkpoint.model)?;
     arrays::check(&checkpoint.optimizer)?;
@@ -114,7 +116,8 @@ fn save_at(path: &Path, update: u64, checkpoint: &Checkpoint, saving: Option<Sav
     })
 }
 
-/// Writes arrays and text files to the folder `path`, which must not exist, for other programs: it is no checkpoint.
+/// Writes arrays and text files for other programs to the folder `path`, which must not exist. The folder is not a
+/// checkpoint.
 pub fn write_arrays(path: &Path, arrays: &Arrays, texts: &BTreeMap<String, String>) -> Result<()> {
     arrays::check(arrays)?;
     atomic::write_directory(path, |folder| {
@@ -126,8 +129,9 @@ pub fn write_arrays(path: &Path, arrays: &Arrays, texts: &BTreeMap<String, Strin
 /// Reads a checkpoint from its folder, a link to it, or a run's folder (its best one, or else its last).
 ///
 /// # Errors
-/// The checkpoint is missing (the message lists what exists), no checkpoint, truncated or damaged (the message names
-/// the file and the lengths), or of a later format. Lengths are checked before memory is allocated.
+/// Errors if the checkpoint is missing (the message lists what exists), if the folder is not a checkpoint, if a file
+/// is truncated or damaged (the message names the file and the lengths), or if the format is a later one. Lengths are
+/// checked before memory is allocated.
 pub fn load(path: impl AsRef<Path>) -> Result<Checkpoint> {
     whole(path.as_ref(), |folder| {
         let manifest = Manifest::read(folder)?;
@@ -140,7 +144,7 @@ pub fn load(path: impl AsRef<Path>) -> Result<Checkpoint> {
     })
 }
 
-/// Reads the state and the config of a checkpoint, like [`load`].
+/// Reads the state and the configuration of a checkpoint, in the same way as [`load`].
 pub fn load_state(path: impl AsRef<Path>) -> Result<(Value, Value)> {
     whole(path.as_ref(), |folder| {
         let manifest = Manifest::read(folder)?;
@@ -149,7 +153,8 @@ pub fn load_state(path: impl AsRef<Path>) -> Result<(Value, Value)> {
     })
 }
 
-/// Reads the arrays and the config of a model, like [`load`]; the optimizer's file may be missing.
+/// Reads the arrays and the configuration of a model, in the same way as [`load`]. The optimizer's file may be
+/// missing.
 pub fn load_model(path: impl AsRef<Path>) -> Result<(Arrays, Value)> {
     whole(path.as_ref(), |folder| {
         let manifest = Manifest::read(folder)?;
@@ -157,7 +162,8 @@ pub fn load_model(path: impl AsRef<Path>) -> Result<(Arrays, Value)> {
     })
 }
 
-/// True if a later version wrote it: then it is not damaged, but cannot be read.
+/// Returns true if a later version wrote the checkpoint. Then the checkpoint is not damaged, but this version cannot
+/// read it.
 fn is_of_later_format(folder: &Path) -> bool {
     let text = atomic::read(&folder.join(STATE), STATE_BYTES).ok().flatten();
     let value: Option<Value> = text.and_then(|text| serde_json::from_slice(&text).ok());
@@ -165,7 +171,7 @@ fn is_of_later_format(folder: &Path) -> bool {
     version.is_some_and(|version| version > FORMAT_VERSION.into())
 }
 
-/// Reads the folder to which `path` leads, and repeats if `path` is a link that changed meanwhile.
+/// Reads the folder to which `path` leads. Reads again if `path` is a link that has changed meanwhile.
 fn whole<T>(path: &Path, read: impl Fn(&Path) -> Result<T>) -> Result<T> {
     loop {
         let folder = directory(path)?;
@@ -176,7 +182,7 @@ fn whole<T>(path: &Path, read: impl Fn(&Path) -> Result<T>) -> Result<T> {
     }
 }
 
-/// Returns the checkpoint's own folder for a path to it, to `best` or `last` of a run, or to a run.
+/// Returns the checkpoint's own folder, for a path to a checkpoint, to a run's link `best` or `last`, or to a run.
 fn directory(path: &Path) -> Result<PathBuf> {
     let real = real_folder(path).or_else(|| {
         let name = path.file_name()?.to_str()?;
@@ -199,8 +205,8 @@ fn directory(path: &Path) -> Result<PathBuf> {
     })
 }
 
-/// Returns the real folder of a checkpoint at `place`. Resolving a link takes several system calls; if the link changes
-/// between them and its old target is pruned, it tries again.
+/// Returns the real folder of the checkpoint at `place`, after following links. Resolving a link takes several system
+/// calls. If the link changes between two calls and its old target is pruned, the function tries again.
 fn real_folder(place: &Path) -> Option<PathBuf> {
     loop {
         let link = fs::read_link(place).ok();
@@ -212,7 +218,7 @@ fn real_folder(place: &Path) -> Option<PathBuf> {
     }
 }
 
-/// Lists the names in a folder, for a message.
+/// Lists the names in a folder, for an error message.
 fn holds(folder: &Path) -> String {
     let Ok(entries) = fs::read_dir(folder) else { return "nothing: there is no such folder".into() };
     let names = entries.flatten().map(|e| e.file_name().to_string_lossy().into_owned());
@@ -239,7 +245,7 @@ impl Manifest {
             let found = &value["kind"];
             return Err(Error::invalid(format!("{} is no {KIND}: its kind is {found}", folder.display())));
         }
-        // The version is checked before anything else, because a later format may differ in all the rest.
+        // The version is checked first, because everything else may differ in a later format.
         if let Some(version) = value["format_version"].as_u64().filter(|&v| v > FORMAT_VERSION.into()) {
             let writer = value["written_by"].as_str().unwrap_or("a later normformer_rs");
             return Err(Error::invalid(format!(
@@ -259,7 +265,7 @@ impl Manifest {
         serde_json::from_value(value).map_err(|e| damaged(&path, e.to_string()))
     }
 
-    /// True if the weights' file has the listed length; its bytes are not read.
+    /// True if the file of the weights has the length that the manifest lists; the file is not read.
     fn has_weights(&self, folder: &Path) -> bool {
         let found = folder.join(MODEL).symlink_metadata().ok().map(|found| found.len());
         found.is_some() && found == self.files.get(MODEL).map(|digest| digest.bytes)
@@ -303,7 +309,7 @@ impl<'a> CheckedFile<'a> {
         Ok(CheckedFile { path, file, expected, crc: Crc::new() })
     }
 
-    /// Reads the next `bytes` bytes; the caller knows that the file has them.
+    /// Reads the next `bytes` bytes. The caller must know that the file has so many left.
     fn take(&mut self, bytes: u64) -> Result<Vec<u8>> {
         let mut data = vec![0; usize::try_from(bytes).map_err(|e| damaged(self.path, e.to_string()))?];
         self.file.read_exact(&mut data).map_err(|e| Error::io("read", self.path, e))?;
@@ -311,6 +317,7 @@ impl<'a> CheckedFile<'a> {
         Ok(data)
     }
 
+    /// Errors if the bytes that were read do not have the expected CRC-32.
     fn finish(self) -> Result<()> {
         let (found, expected) = (self.crc.sum(), self.expected.crc32);
         if found != expected {
@@ -331,6 +338,7 @@ fn json(value: &impl Serialize) -> Result<String> {
     serde_json::to_string_pretty(value).map_err(|e| Error::invalid(format!("the state cannot be written as JSON: {e}")))
 }
 
+/// Returns the last line of `state.json`, which has the CRC-32 of everything before it.
 fn last_line(body: impl AsRef<[u8]>) -> String {
     let mut crc = Crc::new();
     crc.update(body.as_ref());

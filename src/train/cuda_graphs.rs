@@ -1,8 +1,9 @@
-//! CUDA graphs of passes, which launch a step of thousands of kernels at once.
+//! CUDA graphs of forward and backward passes: one call launches the thousands of kernels of a pass.
 //!
-//! A graph has fixed shapes and fixed addresses. So batches are padded to one of few shapes ([`shape`]), and their
-//! tensors are copied to where the graph of that shape reads them. Padding changes results only by rounding: no real
-//! token sees the padding rows, losses and statistics leave them out, and a dropout mask depends on the row.
+//! A graph has fixed shapes and fixed addresses. So batches are padded to one of a few shapes ([`shape`]), and their
+//! tensors are copied to the addresses that the graph of that shape reads. Padding changes results only by rounding:
+//! no real token attends to padding rows, losses and statistics leave these rows out, and each row has its own
+//! dropout mask.
 
 use super::forward_backward::TrainStep;
 use super::loss::LossSums;
@@ -15,7 +16,7 @@ use std::collections::{HashMap, HashSet};
 use std::rc::Rc;
 use tch::Device;
 
-/// The work to be recorded.
+/// The work that a graph records.
 pub type Work = Rc<dyn Fn() -> Result<()>>;
 
 /// Records the kernels that a piece of work launches, without running them.
@@ -29,12 +30,14 @@ pub trait Replay {
     fn replay(&self) -> Result<()>;
 }
 
-/// The maximum number of graphs; batches of further shapes are not recorded.
+/// The maximum number of graphs. When it is reached, batches of new shapes run without a graph.
 const GRAPHS: usize = 128;
-/// The number of steps in which the rows of a side grow to `max_tokens`; each step is a multiple of ROW_MULTIPLE.
+/// The number of steps in which the rows of one side grow up to `max_tokens`. Each step is a multiple of
+/// ROW_MULTIPLE.
 const ROW_STEPS: usize = 16;
 const ROW_MULTIPLE: usize = 64;
-/// The distinct lengths of the longest sentence: multiples of 4, and from 32 on four per doubling.
+/// The lengths to which the longest sentence is rounded up: multiples of 4 and, from 32 on, four lengths per
+/// doubling.
 const LENGTH_MULTIPLE: usize = 4;
 const LENGTHS_PER_DOUBLING: usize = 4;
 
@@ -43,12 +46,12 @@ pub struct Graphs {
     recorder: Box<dyn Recorder>,
     max_tokens: usize,
     device: Device,
-    /// The shapes seen so far. The second batch of a shape is recorded, because the first one loads kernels and
-    /// libraries and makes their one-time choices.
+    /// The shapes seen so far. A shape is recorded with its second batch: the first batch loads kernels and
+    /// libraries, and lets them make their one-time choices.
     seen: HashSet<(Shape, bool)>,
-    /// The graphs, by shape and by `is_partial`.
+    /// The recorded graphs, by shape and by `is_partial`.
     graphs: HashMap<(Shape, bool), Graph>,
-    /// True once recording has failed: no further pass is recorded or padded.
+    /// True once recording has failed. Then no further pass is recorded or padded.
     is_broken: bool,
     complaint: Option<String>,
 }
@@ -67,7 +70,7 @@ impl Graphs {
         Graphs { recorder, max_tokens, device, seen, graphs, is_broken: false, complaint: None }
     }
 
-    /// Runs [`TrainStep::run`] on a batch, with the graph of its shape if there is one.
+    /// Runs [`TrainStep::run`] on a batch. Replays the graph of the batch's shape if there is one.
     pub fn run(&mut self, step: &Rc<TrainStep>, batch: &Batch, turn: Turn) -> Result<LossSums> {
         let shape = shape(batch, self.max_tokens);
         let filling = |shape| MicroBatch::on_host(batch, shape, turn, self.device);
@@ -75,6 +78,7 @@ impl Graphs {
         if let Some(graph) = self.graphs.get_mut(&key) {
             return graph.run(&mut filling(Some(shape))?);
         }
+        // The first batch of a shape runs without recording, for the reason given at `seen`.
         let is_new = self.seen.insert(key);
         if !is_new && !self.is_broken && self.graphs.len() < GRAPHS {
             match Graph::record(&mut *self.recorder, step, filling(Some(shape))?, self.device) {
@@ -91,7 +95,7 @@ impl Graphs {
         step.run(&filling(shape)?.to(self.device)?)
     }
 
-    /// Returns why recording failed, once.
+    /// Returns why recording has failed; `None` if it has not, or if an earlier call has returned the reason.
     pub fn complaint(&mut self) -> Option<String> {
         self.complaint.take()
     }
@@ -123,18 +127,19 @@ impl Graph {
     /// Replays the graph on the batch in its buffer.
     fn replay(&mut self) -> Result<LossSums> {
         self.recorded.replay()?;
-        // The next replay overwrites the sums.
+        // The next replay overwrites the sums, so the caller gets a copy.
         self.sums.borrow().as_ref().expect("recording makes them").copy()
     }
 }
 
-/// Returns the padded shape, one of few, of a batch with at most `max_tokens` padded tokens.
+/// Returns the shape to which a batch with at most `max_tokens` padded tokens is padded; only a few shapes exist.
 fn shape(batch: &Batch, max_tokens: usize) -> Shape {
     let (target, source) = (&batch.target_input, batch.source.as_ref());
     let longest = source.map_or(0, |source| source.longest).max(target.longest).max(1);
     let between = (longest.next_power_of_two() / (2 * LENGTHS_PER_DOUBLING)).max(LENGTH_MULTIPLE);
     let longest = longest.next_multiple_of(between);
-    // There can be at most this many sentences longer than the previous length.
+    // In a batch of this shape the longest sentence has at least `longest − between + 1` tokens, and all sentences
+    // are padded to it. So there are at most this many sentences.
     let sentences = max_tokens / (longest - between + 1);
     let step = (max_tokens / ROW_STEPS).max(1).next_multiple_of(ROW_MULTIPLE);
     let rows = |tokens: &[i64]| tokens.len().next_multiple_of(step) as i64;
@@ -158,7 +163,7 @@ mod tests {
     use std::sync::Arc;
     use tch::{Kind, Tensor};
 
-    /// A recorder for a device without a stream, which replays by running the work again.
+    /// A recorder for devices without streams. Its graphs replay a pass by running the work again.
     struct ReplayRecorder;
 
     impl Recorder for ReplayRecorder {
@@ -194,7 +199,7 @@ mod tests {
                 }
             }
             match Arc::strong_count(&self.0) {
-                // One reference is the test's, the other this recorder's.
+                // Two references mean that no graph exists: one is the test's, one this recorder's.
                 2 => Ok(Box::new(ReplayedWork(work, Arc::clone(&self.0)))),
                 _ => Err(crate::error::Error::invalid("full")),
             }
@@ -233,7 +238,7 @@ mod tests {
         })
     }
 
-    /// Returns two steps of one model.
+    /// Returns two training steps whose models have equal parameters.
     fn passes(options: &str) -> [Rc<TrainStep>; 2] {
         let passes = [step(options), step(options)];
         let [first, second] = passes.each_ref().map(|step| step.model.parameters.tensors());
@@ -261,7 +266,7 @@ mod tests {
         results
     }
 
-    /// Makes every other micro-batch one that is not the last of its update.
+    /// Makes every second micro-batch one that is not the last of its update.
     fn turn(seed: [i64; 3]) -> Turn {
         Turn { seed, scale: 0.01, is_partial: seed[1] % 2 == 0 }
     }

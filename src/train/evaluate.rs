@@ -13,16 +13,17 @@ use tch::{no_grad, Kind, Tensor};
 /// The validation set.
 pub struct Validation {
     pub batches: Vec<Batch>,
-    /// The target text by sentence number, with pieces joined; empty if BLEU is not computed.
+    /// The target text of each sentence, with pieces joined to words; empty if BLEU is not computed.
     pub references: Vec<String>,
     /// The tokeniser for BLEU.
     pub tokenize: Tokenize,
 }
 
-/// The spelling of an unknown piece in a reference that is read as ids. As in fairseq it matches nothing: neither
-/// [`UNKNOWN_SAID`] nor any text, which contains no such character.
+/// The spelling of an unknown piece in a reference that was read as ids. As in fairseq, nothing matches it: an
+/// unknown piece in the output is spelt [`UNKNOWN_SAID`], and no text contains this character.
 pub const UNKNOWN_MEANT: &str = "\u{fffe}";
-/// The spelling of an unknown piece in the model's output. No word of a reference matches it, not even `<unk>`.
+/// The spelling of an unknown piece in the model's output. No word of a reference matches it, not even a literal
+/// `<unk>`.
 const UNKNOWN_SAID: &str = "\u{ffff}";
 
 /// The losses per target token, in nats.
@@ -67,7 +68,7 @@ pub fn evaluate_loss(
     })
 }
 
-/// Returns BLEU of the model's translations of the batches' sources, with pieces joined to words; `check_interrupt`
+/// Returns BLEU of the model's translations of the validation sources, with pieces joined to words. `check_interrupt`
 /// runs at each step of a search.
 pub fn evaluate_bleu(
     model: &Transformer,

@@ -1,4 +1,4 @@
-//! The forward and backward pass of a micro-batch: its losses, and the gradients that it adds.
+//! The forward and backward pass of a micro-batch, which returns the losses and adds to the gradients.
 
 use super::loss::{LossSums, Objective, Workspace};
 use super::micro_batch::MicroBatch;
@@ -9,22 +9,22 @@ use std::cell::RefCell;
 use std::rc::Rc;
 use tch::{Kind, Tensor};
 
-/// One micro-batch's forward and backward; on a GPU it runs asynchronously.
+/// The forward and backward pass of a micro-batch; on a GPU it runs asynchronously.
 pub struct TrainStep {
     pub model: Transformer,
     pub objective: Objective,
     /// The type of matrix products.
     pub kind: Kind,
     pub recompute: bool,
-    /// The ranks whose rows form one batch for norms with statistics.
+    /// The process group whose ranks' rows form one batch for norms with statistics.
     pub group: ProcessGroup,
-    /// The flat buffers on a CPU, in which linear layers accumulate gradients.
+    /// The flat buffers in which linear layers accumulate gradients on a CPU; `None` on a GPU.
     pub flat: Option<Rc<FlatBuffers>>,
     pub workspace: RefCell<Workspace>,
 }
 
 impl TrainStep {
-    /// Returns the sums of the losses; adds the gradients of `scale`·Σ loss to the parameters' own.
+    /// Returns the sums of the losses. Adds the gradients of `scale`·Σ loss to the gradients of the parameters.
     pub fn run(&self, batch: &MicroBatch) -> Result<LossSums> {
         let ctx = self.context(&batch.seed).recomputing(self.recompute).across(self.group).adding_to(self.flat.clone());
         let ctx = ctx.partial(batch.is_partial);

@@ -1,4 +1,4 @@
-//! Gradient norms by layer, and gains, for the log.
+//! Gradient norms of each layer, and values of gains, for the log.
 
 use crate::error::Result;
 use crate::model::Parameters;
@@ -7,16 +7,17 @@ use serde::Serialize;
 use std::collections::BTreeMap;
 use tch::{no_grad, Kind, Tensor};
 
-/// An update's numbers by layer (`log_layers`).
+/// The numbers of one update for each layer and gain, which the option `log_layers` asks for.
 #[derive(Clone, Debug, Serialize)]
 pub struct Layers {
-    /// The Euclidean norm of each layer's gradient before clipping; their squares sum up to the whole gradient's.
+    /// The Euclidean norm of each layer's gradient before clipping. The squares of these norms
+    /// add up to the square of the whole gradient's norm.
     pub gradients: BTreeMap<String, f64>,
-    /// Each gain of a norm or scheme before the update; the mean if it is a vector.
+    /// The value of each gain of a norm or scheme before the update; if the gain is a vector, its mean.
     pub gains: BTreeMap<String, f64>,
 }
 
-/// The numbers of [`Layers`] on their way from the device.
+/// The numbers of [`Layers`] while they travel from the device to the host.
 pub struct PendingLayers {
     groups: Vec<String>,
     gains: Vec<String>,
@@ -24,7 +25,7 @@ pub struct PendingLayers {
 }
 
 impl PendingLayers {
-    /// Starts from gradients that have been summed over ranks and not been used yet.
+    /// Starts to compute the numbers, from gradients that have been summed over ranks and not yet used or clipped.
     pub fn of(parameters: &Parameters) -> Result<Self> {
         no_grad(|| {
             let (mut norms, mut gains) = (BTreeMap::<&str, Vec<Tensor>>::new(), Vec::new());
@@ -53,10 +54,11 @@ impl PendingLayers {
     }
 }
 
-/// Returns a parameter's layer: its name up to the first number or, outside layers (as for dlcl's sums), the first
-/// part.
+/// Returns the layer of a parameter: the parameter's name up to the first number. Outside layers, as for the sums of
+/// dlcl, it is the first part of the name.
 fn layer_of(name: &str) -> &str {
     let mut end = 0;
+    // The numbers in the names of `combine` count sums and not layers.
     let is_between = name.split('.').any(|part| part == "combine");
     for part in name.split('.') {
         end += part.len();
@@ -68,7 +70,7 @@ fn layer_of(name: &str) -> &str {
     name.split('.').next().unwrap_or(name)
 }
 
-/// True for a norm's or scheme's parameter, as in `nn.learned_gains`, that is no bias.
+/// True if the parameter belongs to a norm or scheme and is not a bias, as in `nn.learned_gains`.
 fn is_gain(name: &str, dimensions: usize) -> bool {
     let mut parts = name.rsplit('.');
     let (leaf, module) = (parts.next().unwrap_or(name), parts.next());

@@ -1,8 +1,9 @@
-//! The output projection and the loss, in blocks of rows: logits exist for one block at a time, and the cross-entropy
-//! replaces them by their gradient, so that 10,000 logits per token never travel to memory and back.
+//! The output projection and the loss, computed in blocks of rows. Only one block's logits exist at a time, and the
+//! cross-entropy overwrites them with their gradient. So the 10,000 logits of each token need not travel to memory
+//! and back.
 //!
-//! A softmax over a target vocabulary V_t needs no other logits, so the output matrix's rows in V_t are gathered once
-//! per pass, and their gradients are added to the matrix's.
+//! A softmax over a target vocabulary V_t needs only the logits in V_t. So the rows of the output matrix that belong
+//! to V_t are gathered once per pass, and their gradients are added to the gradient of the matrix.
 
 use crate::config::{SmoothingName, TrainingConfig};
 use crate::error::Result;
@@ -13,11 +14,11 @@ use crate::model::{FlatBuffers, FlatParameter, Transformer, PAD};
 use crate::operator;
 use tch::{no_grad, Kind, Tensor};
 
-/// The number of rows in a block: 20 MB of bf16 logits at |V| = 10,000, with products still large enough for full
-/// speed.
+/// The number of rows in a block. At |V| = 10,000 a block's logits take 20 MB in bf16, and the products are large
+/// enough for full speed.
 const BLOCK: i64 = 1024;
 
-/// Returns label smoothing's two weights for a target vocabulary of `valid` entries.
+/// Returns the two weights of label smoothing, for a target vocabulary with `valid` entries.
 pub fn smoothing(config: &TrainingConfig, valid: usize) -> kernel::Smoothing {
     match config.smoothing {
         SmoothingName::Fairseq => kernel::Smoothing::fairseq(config.label_smoothing, valid),
@@ -25,7 +26,8 @@ pub fn smoothing(config: &TrainingConfig, valid: usize) -> kernel::Smoothing {
     }
 }
 
-/// Sums over target tokens, in nats; 0-dim f64 tensors, so that the host does not wait for the device.
+/// The sums of losses over target tokens, in nats. They are 0-dim f64 tensors, so that the host does not wait for the
+/// device.
 pub struct LossSums {
     pub loss: Tensor,
     pub nll: Tensor,
@@ -37,7 +39,7 @@ pub struct Objective {
     pub mask: Option<Tensor>,
     smoothing: kernel::Smoothing,
     types: Option<Types>,
-    /// The factor of the squares of log Σ exp(logits) that training adds.
+    /// The factor of the square of log Σ exp(logits), which training adds to the loss.
     pub z_loss: f64,
 }
 
@@ -45,13 +47,15 @@ pub struct Objective {
 struct Types {
     /// The ids of V_t, int64 (|V_t|), ascending.
     ids: Tensor,
-    /// The column of each vocabulary entry, int64 (V): `IGNORED` for PAD, and no valid column for entries outside V_t.
+    /// The column of each vocabulary entry, int64 (V). PAD has `IGNORED`, and entries outside V_t have a number that
+    /// is no column.
     columns: Tensor,
 }
 
 impl Types {
     const IGNORED: i64 = -1;
 
+    /// Numbers the columns of logits from 0, one for each entry that the mask allows.
     fn of(mask: &Tensor) -> Result<Self> {
         let ids = mask.f_nonzero()?.f_view(-1i64)?;
         let columns = mask.f_cumsum(0, Kind::Int64)?.f_sub_scalar(1)?;
@@ -61,13 +65,15 @@ impl Types {
     }
 }
 
-/// A buffer for one block of logits, kept between steps.
+/// A buffer for the logits of one block. It is kept between steps, so that its memory is allocated once.
 #[derive(Default)]
 pub struct Workspace {
     logits: Option<Tensor>,
 }
 
 impl Workspace {
+    /// Returns the first `rows` rows of the buffer. Allocates the buffer anew if its width, type or device does not
+    /// fit.
     fn block(&mut self, rows: i64, cols: i64, kind: Kind, like: &Tensor) -> Result<Tensor> {
         let fits = |t: &Tensor| t.size()[1] == cols && t.kind() == kind && t.device() == like.device();
         if !self.logits.as_ref().is_some_and(fits) {
@@ -84,8 +90,8 @@ impl Objective {
         Ok(Objective { mask, smoothing, types, z_loss: 0.0 })
     }
 
-    /// Returns the z-loss ζ·log²Z of each row, f64, 0 for rows that do not count, and the gradient of `scale` times it
-    /// by the logits; `None` without a z-loss.
+    /// Returns the z-loss ζ·log²Z of each row, in f64 and 0 for rows that do not count, and the gradient by the
+    /// logits of `scale` times the z-loss; `None` without a z-loss.
     fn z_loss(&self, logits: &Tensor, counts: &Tensor, scale: &Tensor) -> Result<Option<(Tensor, Tensor)>> {
         if self.z_loss == 0.0 {
             return Ok(None);
@@ -99,7 +105,7 @@ impl Objective {
         Ok(Some((loss, logits.f_sub(&z)?.f_exp()?.f_mul(&slope)?)))
     }
 
-    /// Returns targets as columns of logits, and the column to ignore.
+    /// Returns the column of logits that each target has, and the column number that means "ignore this row".
     fn columns(&self, targets: &Tensor) -> Result<(Tensor, i64)> {
         Ok(match &self.types {
             Some(types) => (types.columns.f_index_select(0, targets)?, Types::IGNORED),
@@ -107,8 +113,8 @@ impl Objective {
         })
     }
 
-    /// Returns sums of the loss over `features` (rows, d), and back-propagates the gradient of `scale`·Σ loss (0-dim
-    /// f64, on the same device) into the model.
+    /// Returns the sums of the loss over `features` (rows, d), and back-propagates `scale`·Σ loss into the model.
+    /// `scale` is 0-dim f64 on the same device.
     pub fn backward(
         &self,
         model: &Transformer,
@@ -143,7 +149,7 @@ impl Objective {
                     let sum = logits.f_add(&gradient)?;
                     logits.f_copy_(&sum)?;
                 }
-                // From here on, logits holds their gradient.
+                // From here on `logits` holds the gradient by the logits.
                 if let Some(slope) = slope {
                     let _ = logits.f_mul_(&slope)?;
                 }
@@ -162,7 +168,7 @@ impl Objective {
         Ok(sums)
     }
 
-    /// Returns sums of the loss, without gradients.
+    /// Returns the sums of the loss, without gradients.
     pub fn forward(
         &self,
         model: &Transformer,
@@ -189,13 +195,14 @@ impl Objective {
     }
 }
 
-/// A parameter of the output projection, or a function of one, and its gradient summed over all blocks.
+/// A parameter of the output projection, or a tensor computed from one, with its gradient summed over all blocks.
 struct Adding {
-    /// The rows in V_t of the parameter and of its gradient.
+    /// The parameter and its gradient; only the rows in V_t, if there is a target vocabulary.
     place: FlatParameter,
-    /// The gradient of all rows, if `place` does not hold it.
+    /// The gradient with all rows; `None` if `place` has all rows already.
     gradient: Option<Tensor>,
-    /// The tensor to which autograd passes the complete gradient, if it is not in the flat buffers.
+    /// The tensor from which autograd propagates the complete gradient; `None` if the gradient lies in the flat
+    /// buffers.
     elsewhere: Option<Tensor>,
 }
 
@@ -216,7 +223,7 @@ impl Adding {
     fn hand_on(self, types: Option<&Types>) -> Result<()> {
         let mut gradient = self.place.gradient;
         if let (Some(mut whole), Some(types)) = (self.gradient, types) {
-            // index_add_ takes three times as long on a CPU.
+            // `index_add_` would take three times as long on a CPU.
             let sum = rows_of(&whole, Some(types))?.f_add_(&gradient)?;
             let _ = whole.f_index_copy_(0, &types.ids, &sum)?;
             gradient = whole;
@@ -246,7 +253,7 @@ impl LossSums {
         Ok(())
     }
 
-    /// Returns a copy in separate memory.
+    /// Returns a copy that has its own memory.
     pub fn copy(&self) -> Result<Self> {
         Ok(LossSums { loss: self.loss.f_detach_copy()?, nll: self.nll.f_detach_copy()? })
     }
@@ -289,7 +296,8 @@ mod tests {
         Transformer::new(&config, 4, Device::Cpu, Kind::Double).unwrap()
     }
 
-    /// Losses over V_t's logits alone are compared with a softmax over all logits that leaves out the others.
+    /// The loss over the logits of V_t alone is compared with a softmax over all logits in which the others are
+    /// masked.
     #[test]
     fn the_projection_on_the_target_vocabulary_is_the_masked_one() {
         let ids = Tensor::arange(V, (Kind::Int64, Device::Cpu));
@@ -334,7 +342,7 @@ mod tests {
         }
     }
 
-    /// Compared with autograd of ζ·logsumexp² over the rows that count.
+    /// The z-loss is compared with autograd's gradient of ζ·logsumexp² over the rows that count.
     #[test]
     fn the_z_loss_adds_its_gradient() {
         let mask = Tensor::arange(V, (Kind::Int64, Device::Cpu)).remainder(3).not_equal(1);

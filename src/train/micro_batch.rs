@@ -1,15 +1,15 @@
-//! Batches as tensors.
+//! Batches as tensors, for the model and its loss.
 
 use crate::data::{self, Batch};
 use crate::error::Result;
 use crate::model::{HostBatch, Packed, PaddedShape, Sentences, PAD};
 use tch::{Device, Tensor};
 
-/// The model's input from a batch, and its targets.
+/// The model's input from one batch, with the targets that the model should predict.
 #[derive(Debug)]
 pub struct Input {
     pub read: Sentences,
-    /// The targets, int64 (target rows).
+    /// The tokens to predict, int64 (target rows).
     pub output: Tensor,
 }
 
@@ -35,7 +35,7 @@ impl Input {
         Input::on_host(batch, None, device)?.to(device)
     }
 
-    /// Builds the input on the host, for a device.
+    /// Builds the input on the host; `device` is the device to which it will be moved.
     fn on_host(batch: &Batch, shape: Option<Shape>, device: Device) -> Result<Self> {
         let packed = |p: &data::PackedIds, padded_shape: Option<PaddedShape>| {
             let packed = Packed::new(&p.tokens, &p.positions, p.offsets.clone())?;
@@ -62,19 +62,19 @@ impl HostBatch for Input {
     }
 }
 
-/// The input of a training step, with all that its gradients depend on besides parameters.
+/// The input of one training step, and everything else that the gradients depend on except the parameters.
 #[derive(Debug)]
 pub struct MicroBatch {
     pub input: Input,
-    /// int64 (seed, update, micro-batch).
+    /// The seed of dropout, int64 (seed, update, micro-batch).
     pub seed: Tensor,
-    /// The factor of the sum of its losses; 0-dim f64.
+    /// The factor that the sum of the losses is multiplied by before back-propagation; 0-dim f64.
     pub scale: Tensor,
-    /// True if it is not the last of its update.
+    /// True if other micro-batches of the same update follow.
     pub is_partial: bool,
 }
 
-/// The place of a micro-batch in its update, with fields like [`MicroBatch`]'s.
+/// The place of a micro-batch in its update. The fields mean the same as [`MicroBatch`]'s.
 #[derive(Clone, Copy, Debug)]
 pub struct Turn {
     pub seed: [i64; 3],
@@ -83,7 +83,7 @@ pub struct Turn {
 }
 
 impl MicroBatch {
-    /// Builds the micro-batch on the host, for a device.
+    /// Builds the micro-batch on the host; `device` is the device to which it will be moved.
     pub fn on_host(batch: &Batch, shape: Option<Shape>, turn: Turn, device: Device) -> Result<Self> {
         let (input, Turn { seed, scale, is_partial }) = (Input::on_host(batch, shape, device)?, turn);
         Ok(MicroBatch { input, seed: Tensor::f_from_slice(&seed)?, scale: Tensor::from(scale), is_partial })

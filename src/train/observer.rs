@@ -1,4 +1,4 @@
-//! The events of a run.
+//! The events that a run reports while it trains.
 
 use super::layers::Layers;
 use super::watched::Watched;
@@ -6,8 +6,8 @@ use crate::config::Precision;
 use crate::error::Result;
 use serde::Serialize;
 
-/// Receives a run's events. An `Err` from any of these stops it; [`Interrupted`](crate::error::Error::Interrupted)
-/// saves first.
+/// Receives a run's events. An `Err` from any method stops the run. If the error is
+/// [`Interrupted`](crate::error::Error::Interrupted), the run saves a checkpoint first.
 pub trait Observer {
     fn started(&mut self, _: &Started) -> Result<()> {
         Ok(())
@@ -21,7 +21,8 @@ pub trait Observer {
     fn saved(&mut self, _: &Saved) -> Result<()> {
         Ok(())
     }
-    /// Checks for an interrupt during long work without events: preparing data, evaluating.
+    /// Called during long work that reports no events, such as preparing data or evaluating. Returns an error if the
+    /// user wants to stop.
     fn check_interrupt(&mut self) -> Result<()> {
         Ok(())
     }
@@ -30,12 +31,12 @@ pub trait Observer {
     }
 }
 
-/// The event before the first update.
+/// The event before the first update of a run or a resumed run.
 #[derive(Clone, Debug, Serialize)]
 pub struct Started {
     pub parameters: usize,
     pub updates_per_epoch: f64,
-    /// The number of updates already done.
+    /// The number of updates that were made before, if the run is resumed.
     pub update: u64,
     pub updates: i64,
     pub vocabulary: usize,
@@ -46,8 +47,8 @@ pub struct Started {
     pub ranks: usize,
     pub precision: Precision,
     pub threads: usize,
-    /// The entropy of the target's unigram distribution, in nats per token; an untrained model should soon fall below
-    /// it.
+    /// The entropy of the target's unigram distribution, in nats per token. The loss of a model that learns soon
+    /// falls below it.
     pub unigram_entropy: f64,
 }
 
@@ -63,11 +64,11 @@ pub struct Update {
     pub grad_norm: f64,
     /// The number of real target tokens in this update.
     pub tokens: usize,
-    /// The number of real target tokens per second, over the last updates.
+    /// The number of real target tokens per second, averaged over the latest updates.
     pub tokens_per_second: f64,
     /// The training time so far in seconds, without evaluations.
     pub seconds: f64,
-    /// The seconds until the last update at this rate; `None` if only patience ends the run.
+    /// The seconds until the last update, at the present rate; `None` if only patience ends the run.
     pub time_left: Option<f64>,
     /// The numbers that `log_layers` requests.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -89,7 +90,7 @@ pub struct Evaluation {
     pub seconds: f64,
 }
 
-/// The event of a complete checkpoint.
+/// The event that a checkpoint is complete.
 #[derive(Clone, Debug, Serialize)]
 pub struct Saved {
     pub update: u64,

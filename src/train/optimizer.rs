@@ -1,5 +1,6 @@
-//! The optimizer over flat buffers: all parameters are views of one tensor, and their gradients of another, so Adam's
-//! update is one pass and clipping takes one norm (docs/spec.md §4.9). Rules beside Adam update one parameter at a time.
+//! The optimizer over flat buffers. All parameters are views of one tensor and their gradients views of another, so
+//! Adam's update is one pass, and clipping takes one norm (docs/spec.md §4.9). Rules other than Adam update one
+//! parameter at a time.
 
 mod lion;
 mod muon;
@@ -26,14 +27,14 @@ use std::sync::Mutex;
 use tch::{no_grad, Device, Kind, Tensor};
 use unit::UnitMatrices;
 
-/// The alignment of the views in numbers: a cache line of f32.
+/// The alignment of the views, as a number of elements: a cache line of f32.
 const ALIGN: usize = 16;
-/// The number of elements in a thread's piece.
+/// The number of elements that a thread processes at a time.
 const GRAIN: usize = 1 << 16;
 /// The names of Adam's moments in a checkpoint.
 const FIRST: &str = "exp_avg";
 const SECOND: &str = "exp_avg_sq";
-/// The ε that is added to the norm for clipping, as in torch.nn.utils.clip_grad_norm_.
+/// The ε that clipping adds to the norm, as torch.nn.utils.clip_grad_norm_ does.
 const CLIP_EPS: f64 = 1e-6;
 
 pub struct Optimizer {
@@ -41,16 +42,17 @@ pub struct Optimizer {
     gradients: Tensor,
     first: Tensor,
     second: Tensor,
-    /// For each parameter that Adam updates, its range in the buffers, and its shape.
+    /// For each parameter that Adam updates: its range in the buffers and its shape.
     places: BTreeMap<String, (Range<usize>, Vec<i64>)>,
-    /// The segments with equal multipliers that Adam updates, in the order of the buffers.
+    /// The segments that Adam updates, in the order of the buffers. The elements of a segment have the same
+    /// multipliers.
     segments: Vec<Segment>,
-    /// The rule beside Adam, with its parameters, which come last in the buffers.
+    /// The rule that updates some parameters instead of Adam; these come last in the buffers. `None` for Adam alone.
     ruled: Option<Ruled>,
-    /// The matrices that stay on the sphere; none without `unit_matrices`.
+    /// The matrices that stay on the sphere; empty without `unit_matrices`.
     unit: UnitMatrices,
-    /// On a GPU, 0, or NaN since an update that was not finite. The host learns of it late, and until then nothing
-    /// changes.
+    /// On a GPU: 0, or NaN from the first update on whose loss or norm is not finite. The host learns of that update
+    /// late, so the device itself makes no changes after it.
     health: Tensor,
     beta1: f64,
     beta2: f64,
@@ -61,7 +63,7 @@ pub struct Optimizer {
     seed: u64,
 }
 
-/// The elements of neighbouring parameters that have the same multipliers.
+/// Neighbouring elements in the buffers, of parameters that have the same multipliers.
 #[derive(Debug, PartialEq)]
 struct Segment {
     numbers: Range<usize>,
@@ -69,15 +71,15 @@ struct Segment {
 }
 
 impl Segment {
-    /// Returns its part of a buffer.
+    /// Returns this segment's part of a buffer.
     fn of(&self, flat: &Tensor) -> Result<Tensor> {
         Ok(flat.f_narrow(0, self.numbers.start as i64, self.numbers.len() as i64)?)
     }
 }
 
 impl Optimizer {
-    /// Moves the model's parameters into one buffer and their gradients into another. They lie in the order of the
-    /// model's declarations or, if the parametrisation distinguishes roles, role by role.
+    /// Moves the model's parameters into one buffer and their gradients into another. They have the order in which
+    /// the model declares them, or are grouped by role if the parametrisation distinguishes roles.
     pub fn new(parameters: &Parameters, config: &TrainingConfig, model: &TransformerConfig) -> Result<Self> {
         let aligned = |t: &Tensor| t.numel().div_ceil(ALIGN) * ALIGN;
         let total: usize = parameters.tensors().iter().map(aligned).sum();
@@ -155,7 +157,8 @@ impl Optimizer {
         })
     }
 
-    /// Returns the buffers for linear layers, with products in `kind`; `None` on a GPU, where graphs record the passes.
+    /// Returns the buffers for linear layers, with products of type `kind`; `None` on a GPU, where CUDA graphs record
+    /// the passes.
     pub fn flat(&self, kind: Kind) -> Result<Option<FlatBuffers>> {
         let on_cpu = self.parameters.device() == Device::Cpu;
         on_cpu.then(|| FlatBuffers::new(&self.parameters, &self.gradients, kind)).transpose()
@@ -172,10 +175,10 @@ impl Optimizer {
         no_grad(|| Ok(self.parameters.f_copy_(&first)?))
     }
 
-    /// Makes update `step` (from 1) with the accumulated gradients, and zeroes them. Returns their global norm before
-    /// clipping, a 0-dim float64 tensor on the same device, so that the host does not wait for the device. A norm or
-    /// `loss` (0-dim) that is not finite skips the update; on a GPU, all later ones too. `group`: the ranks, which have
-    /// equal gradients.
+    /// Makes update `step` (from 1) with the accumulated gradients, and zeroes the gradients. Returns their global
+    /// norm before clipping, as a 0-dim float64 tensor on the same device, so that the host does not wait. If the
+    /// norm or `loss` (0-dim) is not finite, nothing is updated; on a GPU, nothing is updated afterwards, either. All
+    /// ranks of `group` have equal gradients.
     pub fn step(&mut self, step: u64, lr: f64, loss: &Tensor, group: ProcessGroup) -> Result<Tensor> {
         no_grad(|| match self.parameters.device() {
             Device::Cpu => self.step_on_cpu(step, lr, loss, group),
@@ -185,7 +188,7 @@ impl Optimizer {
 
     fn adam(&self, step: u64, lr: f64, multipliers: &Multipliers) -> adam::Adam {
         let Optimizer { beta1, beta2, weight_decay, .. } = *self;
-        // In these terms, m̂/(√v̂ + ε) is √(1−β₂ᵗ)/(1−β₁ᵗ)·m/(√v + ε√(1−β₂ᵗ)).
+        // Rewritten with m and v, the step m̂/(√v̂ + ε) is √(1−β₂ᵗ)/(1−β₁ᵗ)·m/(√v + ε√(1−β₂ᵗ)).
         let eps = match self.form {
             AdamForm::Fairseq => self.eps,
             AdamForm::Torch => self.eps * (1.0 - beta2.powf(step as f64)).sqrt(),
@@ -198,6 +201,7 @@ impl Optimizer {
         Rounding { seed: self.seed, update: step as u32, first: segment.numbers.start }
     }
 
+    /// Makes the update on the CPU, segment by segment. Skips it if the norm or the loss is not finite.
     fn step_on_cpu(&mut self, step: u64, lr: f64, loss: &Tensor, group: ProcessGroup) -> Result<Tensor> {
         let norm = self.norm_on_cpu();
         if norm.is_finite() && loss.f_double_value(&[])?.is_finite() {
@@ -218,7 +222,7 @@ impl Optimizer {
         Ok(Tensor::f_from_slice(&[norm])?.f_squeeze()?)
     }
 
-    /// Makes the update through the operator, which reads clipping's result on the device.
+    /// Makes the update with the operator, which reads the factor for clipping on the device.
     fn step_on_device(&mut self, step: u64, lr: f64, loss: &Tensor, group: ProcessGroup) -> Result<Tensor> {
         let norm = self.gradients.f_norm()?.f_to_kind(Kind::Double)?;
         // 0·v is 0, or NaN if v is not finite.
@@ -256,7 +260,7 @@ impl Optimizer {
 
     fn norm_on_cpu(&self) -> f64 {
         let gradients = host::<f32>(&self.gradients);
-        // There is one partial sum per piece, added in order: the bits do not depend on the number of threads.
+        // Each piece has a partial sum, and these are added in order, so no bit depends on the number of threads.
         let pieces = gradients.len().div_ceil(GRAIN);
         let sums = Mutex::new(vec![0f64; pieces]);
         parallel::for_each(pieces, 1, |range| {
@@ -270,7 +274,7 @@ impl Optimizer {
         sums.iter().sum::<f64>().sqrt()
     }
 
-    /// Updates one segment. Only `step_on_cpu` calls this, which holds the optimizer mutably.
+    /// Updates one segment. Only `step_on_cpu`, which holds the optimizer mutably, may call this function.
     fn update_on_cpu<M: Moment<f32>>(&self, segment: &Segment, adam: &adam::Adam, rounding: &Rounding, scale: f64) {
         let Range { start, end } = segment.numbers;
         let [p, g] = [&self.parameters, &self.gradients].map(|t| Shared::new(&mut host_mut::<f32>(t)[start..end]));
@@ -284,14 +288,14 @@ impl Optimizer {
         });
     }
 
-    /// Returns a parameter's part of a buffer of moments.
+    /// Returns the part of a buffer of moments that belongs to a parameter.
     fn moment(&self, moment: &Tensor, name: &str) -> Result<Tensor> {
         let (numbers, shape) = &self.places[name];
         Ok(moment.f_narrow(0, numbers.start as i64, numbers.len() as i64)?.f_view(shape.as_slice())?)
     }
 
-    /// Returns the state by its names in a checkpoint, those of torch's optimizers: `exp_avg.NAME` and
-    /// `exp_avg_sq.NAME` of parameters that Adam updates, `momentum_buffer.NAME` of Muon's.
+    /// Returns the state under the names that it has in a checkpoint, those of torch's optimizers: `exp_avg.NAME` and
+    /// `exp_avg_sq.NAME` for parameters that Adam updates, and `momentum_buffer.NAME` for Muon's.
     fn state(&self) -> Result<BTreeMap<String, Tensor>> {
         let mut found = BTreeMap::new();
         for (kind, moment) in [(FIRST, &self.first), (SECOND, &self.second)] {
@@ -303,7 +307,7 @@ impl Optimizer {
         Ok(found)
     }
 
-    /// Returns the state by parameter, for a checkpoint.
+    /// Returns the state as arrays for a checkpoint.
     pub fn to_arrays(&self) -> Result<BTreeMap<String, Array>> {
         self.state()?.into_iter().map(|(name, t)| Ok((name, to_array(&t)?))).collect()
     }
@@ -330,12 +334,12 @@ impl Optimizer {
     }
 }
 
-/// Puts the matrices that stay on the sphere there, before the first update.
+/// Scales the vectors of the matrices that stay on the sphere to norm 1, before the first update.
 pub fn begin(parameters: &Parameters, config: &TrainingConfig) -> Result<()> {
     unit_matrices(parameters, config).begin()
 }
 
-/// Returns the matrices that stay on the sphere; none without `unit_matrices`.
+/// Returns the matrices that stay on the sphere; none without the option `unit_matrices`.
 fn unit_matrices(parameters: &Parameters, config: &TrainingConfig) -> UnitMatrices {
     let mut unit = UnitMatrices::default();
     for (name, t, part) in parameters.parts().filter(|_| config.unit_matrices) {
@@ -344,12 +348,12 @@ fn unit_matrices(parameters: &Parameters, config: &TrainingConfig) -> UnitMatric
     unit
 }
 
-/// Returns the elements of a flat buffer as a tensor of the parameter's size.
+/// Returns the elements of a flat buffer that belong to a parameter, with the parameter's shape.
 fn view_at(flat: &Tensor, place: &Range<usize>, parameter: &Tensor) -> Result<Tensor> {
     Ok(flat.f_narrow(0, place.start as i64, place.len() as i64)?.f_view(parameter.size().as_slice())?)
 }
 
-/// Returns a buffer's elements; `E` is its type, f32 except for moments.
+/// Returns the elements of a buffer. `E` is their type: f32, except for moments.
 fn host<E: Element>(t: &Tensor) -> &[E] {
     // SAFETY: `t` is one of the flat buffers: contiguous on the CPU, of type `E`, alive as long as the reference.
     unsafe { std::slice::from_raw_parts(t.data_ptr().cast(), t.numel()) }
@@ -357,8 +361,8 @@ fn host<E: Element>(t: &Tensor) -> &[E] {
 
 #[allow(clippy::mut_from_ref)]
 fn host_mut<E: Element>(t: &Tensor) -> &mut [E] {
-    // SAFETY: see `host`; `update_on_cpu` is the only caller, uses each buffer once at a time, and stands below
-    // `step_on_cpu`, which holds the optimizer mutably.
+    // SAFETY: see `host`. `update_on_cpu` is the only caller, and uses each buffer once at a time. It is only called
+    // by `step_on_cpu`, which holds the optimizer mutably.
     unsafe { std::slice::from_raw_parts_mut(t.data_ptr().cast(), t.numel()) }
 }
 
@@ -375,7 +379,7 @@ mod tests {
         optimizer_of("{}", clip_norm)
     }
 
-    /// Builds an optimizer for a model with these options (JSON).
+    /// Builds an optimizer for a model with the options `model` (JSON).
     fn optimizer_of(model: &str, clip_norm: f64) -> Optimizer {
         decaying(model, clip_norm, DecayOf::All)
     }
@@ -414,8 +418,8 @@ mod tests {
         );
         let segments = optimizer_of(COMPLETEP, 1.0).segments;
         let lengths: Vec<usize> = segments.iter().map(|segment| segment.numbers.len()).collect();
-        // The segments are the table, matrices and vectors of the encoder's two layers and the decoder's one, and the
-        // last norm.
+        // The segments are the table, then the matrices and the vectors of the two encoder layers and of the decoder
+        // layer, then the last norm.
         assert_eq!(lengths, [48, 2 * 48, 48, 2 * 304, 304, 32]);
         assert!(segments.windows(2).all(|pair| pair[0].numbers.end == pair[1].numbers.start));
     }
@@ -433,7 +437,7 @@ mod tests {
             let [mut cpu, mut device] = [(); 2].map(|()| configured(model, &config));
             let start = cpu.parameters.copy();
             let finite = Tensor::from(2.5);
-            // The norms lie below the limit and above it.
+            // Some norms lie below the limit for clipping, some above it.
             for (step, size) in [(1, 1e-3), (2, 10.0), (3, 0.1)] {
                 let gradient = gradient(&cpu, step) * size;
                 cpu.gradients.copy_(&gradient);
@@ -447,7 +451,8 @@ mod tests {
                 assert!((ours / theirs - 1.0).abs() < 1e-6, "{ours} {theirs}");
                 for (ours, theirs) in [(&cpu.parameters, &device.parameters), (&cpu.second, &device.second)] {
                     if ours.kind() == Kind::BFloat16 {
-                        // The last bit of an f32 decides one rounding in 65,536.
+                        // An f32 that differs in its last bit is rounded to another 16-bit number once in 65,536
+                        // times.
                         let others = ours.ne_tensor(theirs).to_kind(Kind::Float).mean(Kind::Float);
                         assert!(others.double_value(&[]) < 2e-3, "step {step}");
                         continue;
@@ -460,8 +465,8 @@ mod tests {
         }
     }
 
-    /// A rule's update on a device is the one on the CPU, in three matrices of `in_proj_weight`; the state's names are
-    /// those of torch's optimizers.
+    /// A rule's update on a device equals the one on the CPU, for each of the three matrices in `in_proj_weight`. The
+    /// state has the names of torch's optimizers.
     #[test]
     fn a_rule_updates_matrices_and_adam_the_rest() {
         use crate::config::OptimizerName::{Lion, Muon, Normuon};
@@ -512,7 +517,7 @@ mod tests {
                 let (norm, after) = step(&mut optimizer, 2, size, loss);
                 assert_eq!(norm.is_finite(), size.is_finite());
                 assert_eq!(before, after, "{size} {loss} {on_device}");
-                // This step is given to a device before the host has read the loss.
+                // A device starts this step before the host has read the loss of the step before.
                 let (_, later) = step(&mut optimizer, 3, 1.0, 2.5);
                 assert_eq!(before == later, on_device, "{size} {loss}");
             }

@@ -1,4 +1,4 @@
-//! Measurement of an update's memory.
+//! Measurement of the memory that an update needs.
 
 use super::forward_backward::TrainStep;
 use super::micro_batch::{MicroBatch, Turn};
@@ -13,8 +13,8 @@ use crate::operator::{peak_of, ProcessGroup};
 use std::rc::Rc;
 use tch::{Device, Kind};
 
-/// Returns the peak bytes that tensors hold during a batch's forward and backward pass on the CPU, besides parameters,
-/// gradients and moments: activations, and the workspace of the loss.
+/// Returns the largest number of bytes that tensors hold during the forward and backward pass of a batch on the CPU:
+/// activations and the workspace of the loss. Parameters, gradients and moments are not counted.
 pub fn peak_of_update(
     model: &TransformerConfig,
     training: &TrainingConfig,

@@ -1,4 +1,5 @@
-//! Learning-rate schedules (docs/spec.md §4.10) as functions of the update n; the first is 1, or 0 as fairseq counts.
+//! Learning-rate schedules (docs/spec.md §4.10) as functions of the number n of an update. The first n is 1, or 0 in
+//! schedules that count as fairseq does.
 
 use crate::config::{DecayRule, ScheduleName, TrainingConfig};
 use crate::error::{Error, Result};
@@ -8,26 +9,26 @@ use serde::{Deserialize, Serialize};
 #[derive(Clone, Debug, PartialEq)]
 pub struct Schedule {
     name: ScheduleName,
-    /// The peak; `None` for λ/√d·n_w^-½ (TwT eq 7; TwT is Nguyen & Salazar 2019).
+    /// The rate after warm-up; `None` for λ/√d·n_w^-½ (TwT eq 7; TwT is Nguyen & Salazar 2019).
     peak: Option<f64>,
     scale: f64,
     multiplier: f64,
     warmup: f64,
     warmup_init: f64,
-    /// The number of the first update.
+    /// The number n of the first update: 1, or 0 as fairseq counts.
     first: f64,
     d_model: f64,
-    /// The number of updates, for the schedules that fall until the last one.
+    /// The number of updates in the run, for the schedules that fall until the last one.
     updates: f64,
-    /// The share of the peak that these reach.
+    /// The share of the peak that the rate has at the last update, for the same schedules.
     end: f64,
-    /// The share of the run over which `wsd` falls.
+    /// The share of the run during which the rate falls, for the schedule `wsd`.
     decay_share: f64,
     decay: Decay,
     pub memory: ScheduleMemory,
 }
 
-/// The settings by which `val-decay` and `no-warmup` lower the rate.
+/// The settings with which `val-decay` and `no-warmup` lower the rate.
 #[derive(Clone, Debug, PartialEq)]
 struct Decay {
     rule: DecayRule,
@@ -35,12 +36,12 @@ struct Decay {
     patience: usize,
 }
 
-/// The state that `val-decay` and `no-warmup` keep from evaluations.
+/// What the schedules `val-decay` and `no-warmup` remember of the evaluations.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct ScheduleMemory {
     factor: f64,
     scores: Vec<f64>,
-    /// The number of evaluations since the best one, or since the rate was lowered.
+    /// The number of evaluations since the best one, or since the rate was last lowered.
     #[serde(default)]
     worse: usize,
 }
@@ -52,7 +53,7 @@ impl Default for ScheduleMemory {
 }
 
 impl ScheduleMemory {
-    /// Forgets the scores, but keeps the rate to which they have led.
+    /// Forgets the scores, but keeps the factor by which they have lowered the rate.
     pub fn forget_scores(&mut self) {
         (self.scores, self.worse) = (Vec::new(), 0);
     }
@@ -88,7 +89,7 @@ impl Schedule {
         }
     }
 
-    /// Errors if a run would end before its first update.
+    /// Errors if the run would stop at its first update, because the rate is too small.
     pub fn check_beginning(&self, config: &TrainingConfig) -> Result<()> {
         let lr = self.learning_rate(1);
         match lr >= config.min_lr || !self.may_stop(1) {
@@ -124,17 +125,17 @@ impl Schedule {
             }
     }
 
-    /// Returns how much of the way from update `from` to the last one is done at n, in [0, 1].
+    /// Returns the share of the updates from `from` to the last one that is done at update n, in [0, 1].
     fn part(&self, n: f64, from: f64) -> f64 {
         ((n - from) / (self.updates - from).max(1.0)).clamp(0.0, 1.0)
     }
 
-    /// Returns the factor that falls from 1 at update `from` to `end` at the last one.
+    /// Returns a factor that is 1 up to update `from` and falls linearly to `end` at the last update.
     fn line(&self, n: f64, from: f64) -> f64 {
         1.0 - (1.0 - self.end) * self.part(n, from)
     }
 
-    /// True if a small rate may stop the run at the `update`-th update.
+    /// True if the run may stop at the `update`-th update because the rate is small.
     pub fn may_stop(&self, update: u64) -> bool {
         !self.is_warming(update) && !self.name.falls_to_the_end()
     }
@@ -143,19 +144,20 @@ impl Schedule {
         update as f64 - 1.0 + self.first
     }
 
-    /// True during warm-up at the `update`-th update: there is no decay and no stop for a small rate.
+    /// True if the `update`-th update belongs to warm-up. During warm-up the rate is not lowered, and a small rate
+    /// does not stop the run.
     pub fn is_warming(&self, update: u64) -> bool {
         let warms = !matches!(self.name, ScheduleName::NoWarmup | ScheduleName::TFixup);
         warms && self.number(update) < self.warmup
     }
 
-    /// Records that an evaluation after the `update`-th update scored `score`, higher being better; a score that is not
-    /// finite is the worst.
+    /// Records the score of an evaluation after the `update`-th update; a higher score is better. A score that is not
+    /// finite counts as the worst.
     pub fn evaluated(&mut self, update: u64, score: f64) {
         if !matches!(self.name, ScheduleName::ValDecay | ScheduleName::NoWarmup) {
             return;
         }
-        // JSON cannot represent infinities.
+        // JSON has no infinities, so the worst score is the smallest f64.
         let score = if score.is_finite() { score } else { f64::MIN };
         let is_warming = self.is_warming(update);
         let (Decay { rule, factor, patience }, memory) = (&self.decay, &mut self.memory);
@@ -177,13 +179,13 @@ impl Schedule {
         memory.scores.push(score);
     }
 
-    /// Returns the rate after warm-up: the given one, or the one that TwT eq 7 reaches at n_w.
+    /// Returns the rate after warm-up: the given one, or the one that TwT eq 7 has at n = n_w.
     fn peak(&self) -> f64 {
         self.peak.unwrap_or_else(|| self.scale / (self.d_model * self.warmup.max(1.0)).sqrt())
     }
 
-    /// Returns λ/√d·min(1/√n, n/n_w^1.5), or a linear warm-up from `warmup_init` to the peak and then peak·√(n_w/n). It
-    /// is constant if n_w = 0.
+    /// Without a given peak, returns λ/√d·min(1/√n, n/n_w^1.5). With one, returns a linear warm-up from `warmup_init`
+    /// to the peak, then peak·√(n_w/n). If n_w = 0, the rate is constant.
     fn inverse_sqrt(&self, n: f64) -> f64 {
         match self.peak {
             _ if self.warmup == 0.0 => self.peak(),
@@ -192,6 +194,7 @@ impl Schedule {
         }
     }
 
+    /// Returns the rate of a linear warm-up to `peak`, and `peak` afterwards.
     fn warm(&self, n: f64, peak: f64) -> f64 {
         match n < self.warmup {
             true => self.warmup_init + (peak - self.warmup_init) * n / self.warmup,

@@ -35,36 +35,37 @@ pub struct Progress {
     pub cursor: Cursor,
     pub seconds: f64,
     pub best: Option<f64>,
-    /// The number of evaluations since the best one.
+    /// The number of evaluations that were made since the best one.
     pub since_best: u64,
     pub evaluations: u64,
-    /// True if an evaluation is due that has not been made.
+    /// True if the run has reached an evaluation that it has not made yet.
     #[serde(default)]
     pub is_due: bool,
-    /// The update of the latest evaluation.
+    /// The number of the update after which the latest evaluation was made.
     #[serde(default)]
     pub evaluated: u64,
-    /// True if the checkpoint was made because the user wanted to stop; it is removed when the next one is complete.
+    /// True if this checkpoint was saved only because the user wanted to stop. It is removed when the next one is
+    /// complete.
     #[serde(default)]
     pub is_pause: bool,
     pub schedule: Option<ScheduleMemory>,
-    /// The sentences of the epoch before the cursor, out of all.
+    /// The number of sentences of the epoch before the cursor, and the number of all sentences of the epoch.
     #[serde(default)]
     pub seen: (u64, u64),
-    /// The digests of the text to which the place and the best score belong.
+    /// The digests of the text to which the cursor and the best score belong.
     #[serde(default)]
     pub text: Option<Digests>,
-    /// The seed of the initial values.
+    /// The seed from which the initial values of the parameters were drawn.
     #[serde(default)]
     pub first_seed: Option<u64>,
 }
 
 impl Progress {
-    /// Forgets the scores that changed options would measure differently, and returns messages. `has_bleu`: evaluations
-    /// measure BLEU.
+    /// Forgets the scores that would be measured differently with the changed options, and returns messages about
+    /// that. `has_bleu` is true if evaluations measure BLEU.
     pub fn forget(&mut self, changes: &[OptionChange], criterion: Criterion, has_bleu: bool) -> Vec<String> {
         let mut said = Vec::new();
-        // Without BLEU, the loss decides.
+        // Without BLEU, the loss is the criterion.
         let criterion = if has_bleu { criterion } else { Criterion::Loss };
         for change in changes {
             let mut forgotten = Vec::new();
@@ -96,7 +97,7 @@ pub struct Trainer {
     train_step: Rc<TrainStep>,
     /// The CUDA graphs; `None` if passes run eagerly.
     graphs: Option<Graphs>,
-    /// The model as it was when the run began, for `log_statistics`.
+    /// The model with its initial values, for `log_statistics`.
     first: Option<Transformer>,
     pub vocabulary: Vocabulary,
     pub validation: Validation,
@@ -109,19 +110,19 @@ pub struct Trainer {
     device: Device,
     /// The processes that train together; rank 0 evaluates and writes files and messages.
     group: ProcessGroup,
-    /// The latest update, while its numbers are on their way from the device.
+    /// The latest update, as long as its numbers have not arrived from the device.
     running: Option<Running>,
-    /// This rank's stop request, not yet shared.
+    /// The error with which this rank wants to stop, before the other ranks know of it.
     unheard: Option<Error>,
-    /// The checkpoint of an interruption from which this run continues.
+    /// The checkpoint from which this run continues, if it was saved only because the user stopped the run.
     pause: Option<PathBuf>,
-    /// The name of the best checkpoint, to which the best score belongs.
+    /// The name of the best checkpoint. The best score in `progress` is this checkpoint's.
     best: Option<String>,
-    /// True if the first update measures the scheme's gains.
+    /// True if the first update must measure the gains of the residual scheme.
     measures_gains: bool,
     /// The time when the last update's numbers arrived.
     last: Instant,
-    /// (seconds, target tokens) of the latest updates.
+    /// (seconds, target tokens) of each of the latest updates.
     pace: std::collections::VecDeque<(f64, usize)>,
 }
 
@@ -132,7 +133,7 @@ struct Running {
     lr: f64,
     tokens: usize,
     start: Instant,
-    /// The sum of losses, the sum of NLL, the number of ranks that ask to stop, and the gradient norm.
+    /// Four numbers: the sum of losses, the sum of NLL, the number of ranks that want to stop, and the gradient norm.
     numbers: Pending,
     layers: Option<PendingLayers>,
     statistics: Option<Watched>,
@@ -141,23 +142,23 @@ struct Running {
 /// The parts from which a trainer is built.
 pub struct Parts {
     pub model: Transformer,
-    /// True if the model has another run's weights, and with them its measured gains.
+    /// True if the model has the weights of another run. These include its measured gains.
     pub has_given_weights: bool,
     pub config: TrainingConfig,
-    /// The data options, stored in checkpoints, from which a resume reads them.
+    /// The data options. Checkpoints store them, so that a resumed run can compare its own.
     pub data: DataConfig,
     pub objective: Objective,
     pub vocabulary: Vocabulary,
     pub validation: Validation,
     pub store: CheckpointStore,
     pub unigram_entropy: f64,
-    /// The numbers of sentences and of batches in an epoch.
+    /// The number of sentences in an epoch, and the number of batches.
     pub sentences: usize,
     pub batches_per_epoch: usize,
     pub text: Digests,
     pub device: Device,
     pub group: ProcessGroup,
-    /// The CUDA graph recorder; `None` runs eagerly.
+    /// The recorder of CUDA graphs; `None` means that passes run eagerly.
     pub recorder: Option<Box<dyn Recorder>>,
 }
 
@@ -169,18 +170,18 @@ pub(super) fn kind_of(precision: Precision) -> Kind {
     }
 }
 
-/// The number of updates whose pace is shown.
+/// The number of latest updates over which the shown pace is averaged.
 const PACE: usize = 50;
 
 impl Trainer {
-    /// Builds a trainer at the start of a run or, with `from`, at a checkpoint. `batches` begins at the progress's
-    /// cursor.
+    /// Builds a trainer at the start of a run, or with `from` at a checkpoint. `batches` begins at the cursor of the
+    /// progress.
     pub fn new(parts: Parts, batches: Prefetch, from: Option<(Progress, &ResumePoint)>) -> Result<Self> {
         let Parts {
             model, config, data, objective, vocabulary, validation, store, unigram_entropy, device, group, ..
         } = parts;
-        // With statistics over several ranks' batches, a pass involves more than one device; PowerNorm's release mode
-        // would count padding rows as real. Neither can be recorded.
+        // Two kinds of passes cannot be recorded. A pass with statistics over several ranks involves more than one
+        // device. In PowerNorm's release mode, padding rows would count as real.
         let is_piece = !model.parameters.have_statistics()
             || group.is_alone() && model.config.options.get(&power_norm::MODE) == PowerNormMode::Paper;
         let recorder = parts.recorder.filter(|_| is_piece);
@@ -206,7 +207,8 @@ impl Trainer {
         let updates_per_epoch = parts.batches_per_epoch as f64 / (config.accumulate * group.size() as i64) as f64;
         let recompute = config.activation_checkpointing;
         let flat = optimizer.flat(kind)?.map(Rc::new);
-        // A resumed run can only rebuild its initial values, and a resume may have changed the seed.
+        // The initial model is not saved, so a resumed run rebuilds it from the first seed; a resume may have changed
+        // the current one.
         let is_watched = config.log_statistics > 0 && group.is_first();
         let first_seed = *progress.first_seed.get_or_insert(config.seed);
         let of_start = || {
@@ -244,7 +246,7 @@ impl Trainer {
         })
     }
 
-    /// Trains until a stopping rule holds.
+    /// Trains until one of the stopping rules holds.
     pub fn fit(&mut self, observer: &mut dyn Observer) -> Result<()> {
         self.interruptible(observer, |t, observer| t.group.agree(observer.started(&t.started()), t.device))?;
         loop {
@@ -266,7 +268,7 @@ impl Trainer {
             match self.whole_step() {
                 Ok(running) => self.running = Some(running),
                 Err(error @ Error::Raised(_)) if self.group.is_first() => {
-                    // The other ranks are waiting for this one in the middle of an update.
+                    // The other ranks wait for this one in the middle of an update, so this rank saves without them.
                     self.group = ProcessGroup::ALONE;
                     let told = before.map_or(Ok(()), |update| self.tell(update, observer));
                     return self.interruptible(observer, |_, _| told.and(Err(error)));
@@ -274,7 +276,8 @@ impl Trainer {
                 Err(error) => return Err(error),
             }
             self.progress.is_due = self.is_evaluation_due(epoch);
-            // A GPU's numbers are read after the next update has been queued, so that the GPU never idles.
+            // On a GPU the numbers of an update are read after the next update has been queued, so that the GPU never
+            // idles.
             let mut told = before.map_or(Ok(()), |update| self.tell(update, observer));
             if self.device == Device::Cpu || told.is_err() {
                 let settled = self.settle(observer);
@@ -289,7 +292,8 @@ impl Trainer {
         self.running.take().map_or(Ok(()), |update| self.tell(update, observer))
     }
 
-    /// Reports an update. Stop requests travel with its numbers, so they cost no extra wait.
+    /// Reports an update to the observer. The update's numbers include the other ranks' stop requests, so hearing of
+    /// one costs no extra wait.
     fn tell(&mut self, update: Running, observer: &mut dyn Observer) -> Result<()> {
         let (update, someone_asks) = self.finish(update)?;
         let mut told = observer.updated(&update);
@@ -308,12 +312,13 @@ impl Trainer {
         }
     }
 
-    /// Lets every rank learn whether one asks to stop.
+    /// Tells every rank whether one of them wants to stop.
     fn hear(&mut self) -> Result<()> {
         self.group.agree(self.unheard.take().map_or(Ok(()), Err), self.device)
     }
 
-    /// Runs `work`; if the user wants to stop, or the user's code has raised, saves before it returns the error.
+    /// Runs `work`. If the user wants to stop, or the user's code has raised, saves a checkpoint before returning the
+    /// error.
     fn interruptible(
         &mut self,
         observer: &mut dyn Observer,
@@ -322,6 +327,7 @@ impl Trainer {
         match work(self, observer) {
             Err(error @ (Error::Interrupted(_) | Error::Raised(_))) => {
                 let update = self.progress.update;
+                // If this update has been evaluated, its checkpoint has been saved already.
                 let is_saved = update > 0 && self.progress.evaluated == update;
                 let saved = if is_saved { Ok(()) } else { self.save(false, true, observer) };
                 let ended = saved.err().unwrap_or_else(|| {
@@ -338,11 +344,12 @@ impl Trainer {
         }
     }
 
-    /// Runs [`step`](Self::step) completely or not at all: if a user's norm raises, statistics and counters are
-    /// restored.
+    /// Runs [`step`](Self::step) completely or not at all. If a norm of the user's raises, statistics and counters
+    /// get their old values back.
     fn whole_step(&mut self) -> Result<Running> {
         let model = &self.train_step.model;
         let norms = [model.config.encoder_norm(), model.config.decoder_norm()];
+        // Only a user's norm can raise within a step. Without one, no copies of the buffers are needed.
         if norms.iter().all(|name| given::find(name).is_none()) {
             return self.step();
         }
@@ -350,14 +357,15 @@ impl Trainer {
         let before = buffers.collect::<Result<Vec<_>>>()?;
         self.step().inspect_err(|_| {
             for (mut buffer, old) in before {
-                // If even this fails, the error that is being returned says more.
+                // If the copy fails, too, the error that is already being returned is the more useful one.
                 let _ = buffer.f_copy_(&old);
             }
         })
     }
 
-    /// Makes one update: batches → model → loss → gradients → optimizer. Rank r of K takes every K-th of the
-    /// micro-batches that a single process would take, with the same random numbers. It waits for no work on a GPU.
+    /// Makes one update: batches → model → loss → gradients → optimizer. A single process would take the same
+    /// micro-batches with the same random numbers; rank r of K takes every K-th of them. The function does not wait
+    /// for work on a GPU.
     fn step(&mut self) -> Result<Running> {
         let start = Instant::now();
         let number = self.progress.update + 1;
@@ -407,13 +415,14 @@ impl Trainer {
         let grad_norm = self.optimizer.step(number, lr, &sums.f_select(0, 0)?, self.group)?;
         let numbers = Pending::of(&Tensor::f_cat(&[sums, grad_norm.f_reshape([1i64].as_slice())?], 0)?)?;
         self.progress.update = number;
-        // A cursor at index 0 means that an epoch has just ended.
+        // The cursor's index is 0 when an epoch has just ended; then this update still belongs to that epoch.
         let epoch = if cursor.index == 0 { cursor.epoch } else { cursor.epoch + 1 };
         (self.progress.cursor, self.progress.seen.0) = (cursor, seen);
         Ok(Running { number, epoch, lr, tokens, start, numbers, layers, statistics })
     }
 
-    /// Returns the numbers that `log_statistics` requests, for the update's first batch.
+    /// Returns the numbers that `log_statistics` asks for, measured on the first batch of the update; `None` if none
+    /// are due.
     fn watched(&self, number: u64, batch: &Batch, scale: f64) -> Result<Option<Watched>> {
         let Some(first) = &self.first else { return Ok(None) };
         if !number.is_multiple_of(self.config.log_statistics as u64) {
@@ -431,7 +440,7 @@ impl Trainer {
         }
     }
 
-    /// Returns the results of an update once the device has computed them, and true if a rank asks to stop.
+    /// Returns the results of an update when the device has computed them, and whether a rank wants to stop.
     fn finish(&mut self, update: Running) -> Result<(Update, bool)> {
         let Running { number, epoch, lr, tokens, start, numbers, layers, statistics } = update;
         let numbers = numbers.read()?;
@@ -477,6 +486,7 @@ impl Trainer {
         ))
     }
 
+    /// True if an evaluation is due: after `evaluate_every` updates, or if that is 0, at the end of an epoch.
     fn is_evaluation_due(&self, epoch_before: u64) -> bool {
         match self.config.evaluate_every {
             0 => self.progress.cursor.epoch > epoch_before,
@@ -484,12 +494,13 @@ impl Trainer {
         }
     }
 
-    /// Computes validation loss and BLEU, then saves a checkpoint. Rank 0's measurements hold for all, because running
-    /// statistics may differ.
+    /// Computes the validation loss and BLEU, then saves a checkpoint. Running statistics may differ between ranks,
+    /// so all ranks use rank 0's results.
     pub fn evaluate(&mut self, observer: &mut dyn Observer) -> Result<()> {
         let start = Instant::now();
         let measured = if self.group.is_first() { self.measure(observer) } else { Ok((Score::default(), None)) };
-        // Ctrl-C reaches every rank. Those that waited take it here, so that it does not arrive a second time.
+        // Ctrl-C reaches every rank. The ranks that only waited consume it here, so that it does not arrive a second
+        // time.
         let agreed = self.group.agree(measured, self.device).inspect_err(|_| drop(observer.check_interrupt()));
         let (score, bleu) = agreed?;
         let numbers = [score.loss, score.nll, score.tokens as f64, bleu.unwrap_or(f64::NAN)];
@@ -502,7 +513,7 @@ impl Trainer {
             (Criterion::Bleu, Some(bleu)) => bleu,
             _ => -score.loss,
         };
-        // docs/spec.md §4.10: val-decay and no-warmup use BLEU.
+        // The schedules val-decay and no-warmup use BLEU if it is measured (docs/spec.md §4.10).
         self.schedule.evaluated(self.progress.update, bleu.unwrap_or(-score.loss));
         let best = self.progress.best.is_none_or(|b| criterion > b);
         self.progress.evaluations += 1;
@@ -511,10 +522,10 @@ impl Trainer {
             self.progress.best = Some(criterion);
         }
         (self.progress.is_due, self.progress.evaluated) = (false, self.progress.update);
-        // The log comes before saving: a crash may repeat a log line, never lose one.
+        // The line is logged before the checkpoint is saved: a crash may then repeat a line, but never lose one.
         let told = observer.evaluated(&self.evaluation(score, bleu, best, start));
         if let Err(error @ Error::Io { .. }) = told {
-            // The log lacks the line, so nothing is saved: the run makes the evaluation again, and logs it.
+            // The log lacks the line, so nothing is saved: a resumed run makes the evaluation again and logs it.
             return Err(error);
         }
         self.save(best, false, observer)?;
@@ -524,6 +535,7 @@ impl Trainer {
         told
     }
 
+    /// Measures the validation loss, and BLEU if the loss is finite. Warns of norms that have refused statistics.
     fn measure(&self, observer: &mut dyn Observer) -> Result<(Score, Option<f64>)> {
         let TrainStep { model, objective, kind, .. } = &*self.train_step;
         let score = evaluate_loss(model, &self.validation.batches, objective, *kind, || observer.check_interrupt())?;
@@ -561,8 +573,8 @@ impl Trainer {
         evaluate_bleu(model, &self.validation, &self.vocabulary, mask, &search, kind, check_interrupt).map(Some)
     }
 
-    /// Writes a checkpoint of the current state, which becomes the last, and the best if `best`. `is_pause` marks one
-    /// that is only for continuing, because the user wants to stop.
+    /// Saves a checkpoint of the current state, which becomes the last one, and the best one if `best`. `is_pause`
+    /// marks a checkpoint that is saved only because the user wants to stop.
     fn save(&mut self, best: bool, is_pause: bool, observer: &mut dyn Observer) -> Result<()> {
         self.progress.is_pause = is_pause;
         self.progress.schedule = Some(self.schedule.memory.clone());
@@ -573,6 +585,7 @@ impl Trainer {
         self.group.agree(told, self.device)
     }
 
+    /// Writes a checkpoint, and removes the one of an interruption from which this run has continued.
     fn write(&mut self, best: bool) -> Result<()> {
         let json = |e: serde_json::Error| Error::invalid(format!("the state cannot be written: {e}"));
         let checkpoint = Checkpoint {
@@ -591,7 +604,7 @@ impl Trainer {
         self.pause.as_deref().map_or(Ok(()), |pause| self.store.discard(pause))
     }
 
-    /// Returns why the run is over, if it is.
+    /// Returns the reason why the run is over; `None` if it is not.
     fn finished(&self) -> Option<String> {
         let (config, progress) = (&self.config, &self.progress);
         if config.updates > 0 && progress.update >= config.updates as u64 {

@@ -1,6 +1,6 @@
-//! The numbers that `log_statistics` logs for an update's first batch: the residual stream by layer, the distance of
-//! the model's output from the start's, and batch statistics in norms that keep running ones. They do not affect the
-//! run.
+//! The numbers that `log_statistics` logs for the first batch of an update: those of the residual stream in each
+//! layer, how far the model's output is from the initial model's, and the batch statistics of norms that keep running
+//! ones. Measuring them does not affect the run.
 
 use super::forward_backward::TrainStep;
 use super::micro_batch::MicroBatch;
@@ -11,10 +11,10 @@ use std::collections::BTreeMap;
 use std::rc::Rc;
 use tch::{no_grad, with_grad, Kind, Reduction, Tensor};
 
-/// Numbers by name; those that do not apply to the model are left out.
+/// Numbers by name. A number that the model does not have is left out.
 pub type Watched = BTreeMap<String, f64>;
 
-/// Returns the numbers of the model before the update; `first` is the model as it was when the run began.
+/// Returns the numbers of the model before the update. `first` is the model with its initial values.
 pub fn watch(step: &TrainStep, first: &Transformer, batch: &MicroBatch) -> Result<Watched> {
     let mut found = Watched::new();
     let names: &[&str] = if step.model.config.has_encoder() { &["encoder", "decoder"] } else { &["decoder"] };
@@ -36,10 +36,10 @@ pub fn watch(step: &TrainStep, first: &Transformer, batch: &MicroBatch) -> Resul
     Ok(found)
 }
 
-/// Observes a pass in training mode, with gradients of the mean NLL if norms keep statistics.
+/// Observes a pass in training mode. If norms keep statistics, the pass also computes gradients of the mean NLL.
 fn stacks(step: &TrainStep, batch: &MicroBatch) -> Result<Vec<StackObservation>> {
     let watch = Rc::new(Watch::default());
-    let ctx = step.context(&batch.seed).fork(true).watched(watch.clone()); // repeated: no statistics move
+    let ctx = step.context(&batch.seed).fork(true).watched(watch.clone()); // a repeated pass updates no statistics
     let pass = |ctx: &Context| step.model.features(&batch.input.read, ctx);
     let loss = match step.model.parameters.have_statistics() {
         true => Some(with_grad(|| -> Result<Tensor> {
@@ -55,8 +55,8 @@ fn stacks(step: &TrainStep, batch: &MicroBatch) -> Result<Vec<StackObservation>>
     Rc::into_inner(watch).expect("the pass is over").finish(loss.as_ref())
 }
 
-/// Returns ‖F(x; θ) − F(x; θ₀)‖₂ of the decoder's output F, without dropout, averaged over target tokens (Wang et al.
-/// 2022a).
+/// Returns ‖F(x; θ) − F(x; θ₀)‖₂, in which F is the decoder's output without dropout and θ₀ are the initial
+/// parameters, averaged over target tokens (Wang et al. 2022a).
 fn change(step: &TrainStep, first: &Transformer, batch: &MicroBatch) -> Result<f64> {
     no_grad(|| {
         let [now, then] = [&step.model, first].map(|model| {

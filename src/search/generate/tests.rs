@@ -1,4 +1,5 @@
-//! Tests of generation on tiny models in float64, against a loop that reads every window whole, one text at a time.
+//! Tests of generation with tiny models in float64. The expected texts come from a loop over single texts that reads
+//! every window from its start.
 
 use super::*;
 use crate::config::{from_json, TransformerConfig};
@@ -6,12 +7,12 @@ use std::collections::BTreeMap;
 use tch::Device;
 
 const V: i64 = 23;
-/// Allows all but UNK and the last entries.
+/// Returns a mask that allows all entries except UNK and the last three.
 fn allowed() -> Vec<bool> {
     (0..V).map(|id| id == EOS || (4..20).contains(&id)).collect()
 }
 
-/// Builds a model whose weights are a fixed sequence, so that no other test changes them.
+/// Builds a model whose weights are a fixed sequence, so that it does not depend on other tests.
 fn model(options: &str) -> Transformer {
     let small = r#""vocab_size": 23, "d_model": 16, "d_ff": 24, "heads": 2, "decoder_layers": 2"#;
     let text = format!(r#"{{"architecture": "decoder-only", {small}, {options}}}"#);
@@ -53,7 +54,7 @@ fn run(model: &Transformer, prompts: &[Prompt], config: &GenerationConfig, is_ca
     continued(reader, prompts, Some(&allowed()), config, &mut |_, _, _| Ok(()), &mut || Ok(())).unwrap()
 }
 
-/// Generates by the definition: one text, with one pass over its window in each step.
+/// Generates as the definition says: one text at a time, with a pass over its whole window at every step.
 fn plain(model: &Transformer, prompt: &Prompt, config: &GenerationConfig) -> Generation {
     let mut random = Random::new(config.seed, digest(prompt.tokens), prompt.sample, Purpose::NextToken);
     let (mut tokens, mut made) = ([&[EOS], prompt.tokens].concat(), Generation::default());
@@ -145,7 +146,7 @@ fn tensorized_attention_reads_windows_whole() {
     assert!(e.contains("7 tokens in a row") && e.contains("tensorized_segment = 6"), "{e}");
 }
 
-/// A text is the same whatever the other texts and their order.
+/// A text is the same whatever other texts are in its batch, and in whatever order.
 #[test]
 fn a_text_does_not_depend_on_the_batch() {
     let (all, model) = (prompts(), model(r#""residual": "prenorm""#));
@@ -161,7 +162,7 @@ fn a_text_does_not_depend_on_the_batch() {
     same(&found, &together);
 }
 
-/// The batch has three samples of each prompt, prompts of other lengths between them, and windows that advance.
+/// The batch has three samples of each prompt, with other prompts between them, and windows that move on.
 #[test]
 fn samples_of_a_prompt_share_what_is_read() {
     let (all, model) = (prompts()[..9].to_vec(), model(r#""residual": "value-residual", "positions": "rotary""#));

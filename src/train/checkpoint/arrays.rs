@@ -1,4 +1,4 @@
-//! Named arrays and their file format: safetensors, read and written array by array.
+//! Named arrays and their file format, safetensors. Files are read and written one array at a time.
 
 use std::collections::BTreeMap;
 use std::ops::Deref;
@@ -14,22 +14,22 @@ use crate::host::Held;
 /// Arrays by name.
 pub type Arrays = BTreeMap<String, Array>;
 
-/// The maximum header size in bytes, safetensors' own limit.
+/// The maximum size of the header in bytes; safetensors has the same limit.
 const HEADER_BYTES: u64 = 100_000_000;
 
 /// One array.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Array {
-    /// safetensors' type of the elements.
+    /// The type of the elements, as safetensors names it.
     pub dtype: Dtype,
-    /// Sizes, outermost first; empty for a scalar.
+    /// The sizes of the dimensions, outermost first; empty for a scalar.
     pub shape: Vec<usize>,
     /// The elements in row-major order, little-endian.
     pub data: Bytes,
 }
 
-/// The bytes of an array: its own, or a tensor's in place, because a copy of everything that a run saves could exceed
-/// the machine's free memory.
+/// The bytes of an array: its own copy, or a tensor's memory. A copy of everything that a run saves could exceed the
+/// machine's free memory.
 #[derive(Debug)]
 pub enum Bytes {
     Own(Vec<u8>),
@@ -37,7 +37,7 @@ pub enum Bytes {
 }
 
 impl Bytes {
-    /// Returns the bytes for writing, copied first if a tensor holds them.
+    /// Returns the bytes for writing. If a tensor holds them, they are copied first.
     pub fn to_mut(&mut self) -> &mut [u8] {
         if let Bytes::Held(held) = self {
             *self = Bytes::Own(held.to_vec());
@@ -87,7 +87,8 @@ impl FromIterator<u8> for Bytes {
 }
 
 impl Array {
-    /// Returns the number of bytes of this dtype and shape; `None` if it is not whole or too large to count.
+    /// Returns the number of bytes of an array with this dtype and shape; `None` if that is not a whole number or too
+    /// large for a usize.
     fn bytes(&self) -> Option<usize> {
         let elements = self.shape.iter().try_fold(1usize, |n, &size| n.checked_mul(size))?;
         let bits = elements.checked_mul(self.dtype.bitsize())?;
@@ -110,7 +111,8 @@ pub(super) fn check(arrays: &Arrays) -> Result<()> {
     Ok(())
 }
 
-/// Writes arrays that passed [`check`], widest elements first, so that each is aligned in the file.
+/// Writes arrays that have passed [`check`]. Arrays with the widest elements come first, so that each array is
+/// aligned in the file.
 pub(super) fn write(sink: &mut Sink, arrays: &Arrays) -> Result<()> {
     let mut order: Vec<(&String, &Array)> = arrays.iter().collect();
     order.sort_by_key(|(_, array)| std::cmp::Reverse(array.dtype));
@@ -121,7 +123,7 @@ pub(super) fn write(sink: &mut Sink, arrays: &Arrays) -> Result<()> {
         let info = TensorInfo { dtype: array.dtype, shape: array.shape.clone(), data_offsets: (start, end) };
         ((*name).clone(), info)
     });
-    // Readers of Hugging Face's files require this entry.
+    // Programs that read Hugging Face's files require this entry.
     let about = [("format".to_string(), "pt".to_string())].into();
     let mut header = Metadata::new(Some(about), infos.collect())
         .map_err(|e| e.to_string())

@@ -9,19 +9,21 @@ use super::{directory, load_model, Array, Arrays, Checkpoint, Dtype, Manifest};
 use crate::config::{differences, TransformerConfig};
 use crate::error::{Error, Result};
 
-/// Returns a model's options, with defaults for those that its file is too old to have.
+/// Returns a model's options. Options that did not exist when its file was written get their defaults.
 fn options_of(config: &Value) -> Value {
     let read = serde_json::from_value::<TransformerConfig>(config["model"].clone());
     read.map_or_else(|_| config["model"].clone(), |model| serde_json::json!(model))
 }
 
-/// Returns the mean of checkpoints of one model: θ = 1/n Σ θ_i for every floating array, running statistics included,
-/// summed in f64 and rounded once to the array's dtype. Integer arrays and the state are those of the highest update,
-/// and there is no optimizer. The order of `paths` does not matter.
+/// Returns the mean of several checkpoints of one model: θ = 1/n Σ θ_i for every array of floating-point numbers,
+/// including running statistics, summed in f64 and rounded once to the array's dtype. Integer arrays and the state
+/// are copied from the checkpoint with the highest update. The result has no optimizer state. The order of `paths`
+/// does not matter.
 ///
 /// # Errors
-/// No path, the same checkpoint twice, models whose options, names, shapes or dtypes differ, dtypes narrower than 16
-/// bits, any error of [`load`](super::load), and an interrupt between two checkpoints.
+/// Errors if `paths` is empty or has the same checkpoint twice, if the models' options, names, shapes or dtypes
+/// differ, if a dtype is narrower than 16 bits, if [`load`](super::load) fails, or if the user interrupts between two
+/// checkpoints.
 pub fn average(paths: &[impl AsRef<Path>], check_interrupt: &mut dyn FnMut() -> Result<()>) -> Result<Checkpoint> {
     let mut parts: Vec<(Manifest, PathBuf)> = Vec::new();
     for path in paths {
@@ -44,7 +46,7 @@ pub fn average(paths: &[impl AsRef<Path>], check_interrupt: &mut dyn FnMut() -> 
         let differ = |what: String| {
             Error::invalid(format!("{} and {} cannot be averaged: {what}", at.display(), folder.display()))
         };
-        // Training may have continued with other options, but the model must be the same.
+        // Training may have continued with other options, but the model's options must be the same.
         let options = differences(&options_of(&other_config), &options_of(&config));
         if !options.is_empty() {
             return Err(differ(options));
@@ -67,7 +69,7 @@ pub fn average(paths: &[impl AsRef<Path>], check_interrupt: &mut dyn FnMut() -> 
     Ok(Checkpoint { model, optimizer: Arrays::new(), state: newest.state, config })
 }
 
-/// Returns how many numbers of an array are averaged: all, or none in an integer array.
+/// Returns how many numbers of an array are averaged: all, or none if the array holds integers.
 fn floats(array: &Array) -> usize {
     match array.dtype {
         Dtype::F64 | Dtype::F32 | Dtype::BF16 | Dtype::F16 => array.data.len() * 8 / array.dtype.bitsize(),
@@ -97,7 +99,7 @@ fn set<const N: usize>(data: &mut [u8], sum: &[f64], n: f64, bytes: impl Fn(f64)
     data.as_chunks_mut().0.iter_mut().zip(sum).for_each(|(to, s)| *to = bytes(s / n));
 }
 
-/// Returns the first name, dtype or shape in which two models differ.
+/// Returns the first difference between two models' arrays: a name, a dtype or a shape.
 fn array_difference(a: &Arrays, b: &Arrays) -> Option<String> {
     let lacking = |a: &Arrays, b: &Arrays| a.keys().find(|name| !b.contains_key(*name)).cloned();
     if let Some(name) = lacking(a, b) {

@@ -1,4 +1,4 @@
-//! The store of a run's checkpoints.
+//! The checkpoints of a run, and which of them is the best and which the last.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -16,11 +16,12 @@ use crate::ownership::{
 
 /// The folder `checkpoints/` of a run.
 ///
-/// A checkpoint is called `update-00001234` (or `update-00001234-2`, … if that update was saved before, after a resume
-/// from an earlier one). It never changes once it has that name. Its `state.json` counts the run's savings and names
-/// the best checkpoint at that time. The checkpoint with the highest count is the last one, and its record of the best
-/// is valid. The links `best` and `last` are for people and other programs; nothing is lost if a stop, a copy or a file
-/// system has removed them.
+/// A checkpoint's name is `update-00001234`. If that update was saved before, and the run then went back to an
+/// earlier checkpoint, the name is `update-00001234-2`, and so on. A checkpoint never changes once it has its name.
+/// Its `state.json` has the number of this save in the run, and the name of the best checkpoint at that time. The
+/// checkpoint with the highest number is the last one, and the best one is the checkpoint that it names. The links
+/// `best` and `last` are for people and other programs; nothing is lost if they disappear through a stop, a copy or a
+/// file system.
 #[derive(Clone, Debug)]
 pub struct CheckpointStore {
     folder: PathBuf,
@@ -32,26 +33,26 @@ pub struct ResumePoint {
     pub checkpoint: Checkpoint,
     /// The name of the best checkpoint when this one was saved; `None` if there was none.
     pub best: Option<String>,
-    /// The reasons why newer checkpoints were skipped.
+    /// For each newer checkpoint that was skipped, the reason.
     pub passed: Vec<String>,
 }
 
-/// The best checkpoint after a saving.
+/// The checkpoint that is the best one after a save.
 #[derive(Clone, Copy)]
 pub enum Best<'a> {
     This,
     Named(Option<&'a str>),
 }
 
-/// The update, and the count of its savings, from 1.
+/// The update of a checkpoint, and the number of times that this update has been saved, from 1.
 type Key = (u64, u32);
 
-/// The savings that the checkpoints record; damaged ones do not.
+/// The records of the run's saves, one for each checkpoint that is not damaged.
 type Savings = BTreeMap<Key, Saving>;
 
 impl CheckpointStore {
-    /// Opens the checkpoints of the run in `dir` for writing: creates the folder, removes what killed processes left
-    /// unfinished in it, and creates missing links.
+    /// Opens the checkpoints of the run in `dir` for writing: creates the folder, removes unfinished files of killed
+    /// processes, and creates missing links.
     pub fn open(dir: impl AsRef<Path>) -> Result<Self> {
         let store = CheckpointStore::at(dir);
         atomic::make_directory(&store.folder)?;
@@ -60,18 +61,18 @@ impl CheckpointStore {
         Ok(store)
     }
 
-    /// Opens the checkpoints of the run in `dir` for reading: nothing is changed.
+    /// Opens the checkpoints of the run in `dir` for reading, without changing anything.
     pub fn at(dir: impl AsRef<Path>) -> Self {
         CheckpointStore { folder: dir.as_ref().join(CHECKPOINTS) }
     }
 
-    /// Writes a checkpoint, which becomes the run's last, and returns its name. `best` is the best checkpoint's name,
-    /// or this checkpoint; if no such checkpoint exists, the store's best stays.
+    /// Writes a checkpoint, which becomes the run's last one, and returns its name. `best` says which checkpoint is
+    /// now the best: this one, or one by name. If none of that name exists, the best one stays as it was.
     ///
     /// # Errors
-    /// The disk is full, or the system refuses for another reason: the message names the operation and the file.
-    /// Earlier checkpoints are unchanged, and nothing of the new one stays (or all of it, if only the last flush or a
-    /// link failed).
+    /// Errors if the disk is full, or if the system refuses for another reason; the message names the operation and
+    /// the file. Earlier checkpoints are unchanged. Nothing of the new checkpoint stays, or all of it if only the
+    /// last flush or a link has failed.
     pub fn save(&self, update: u64, checkpoint: &Checkpoint, best: Best) -> Result<String> {
         fault::begin();
         let savings = self.savings()?;
@@ -90,8 +91,8 @@ impl CheckpointStore {
         Ok(name)
     }
 
-    /// Returns the folder of a checkpoint: `best`, `last`, `average`, its name, its update's number, or a path that
-    /// [`load`](super::load) accepts.
+    /// Returns the folder of the checkpoint `what`: `best`, `last`, `average`, a checkpoint's name, an update's
+    /// number, or a path that [`load`](super::load) accepts.
     pub fn resolve(&self, what: &str) -> Result<PathBuf> {
         if NAMES.contains(&what) {
             return self.named(what).ok_or_else(|| self.missing(what));
@@ -114,8 +115,8 @@ impl CheckpointStore {
         }
     }
 
-    /// Returns the folder of the checkpoint that [`resolve`](Self::resolve) finds, and the result of `read` on it. If
-    /// it was pruned meanwhile, reads the one that took its place.
+    /// Returns the folder of the checkpoint that [`resolve`](Self::resolve) finds, and what `read` returns for it. If
+    /// the checkpoint is pruned meanwhile, reads the checkpoint that `what` names then.
     pub fn read<T>(&self, what: &str, read: impl Fn(&Path) -> Result<T>) -> Result<(PathBuf, T)> {
         loop {
             let path = self.resolve(what)?;
@@ -126,29 +127,30 @@ impl CheckpointStore {
         }
     }
 
-    /// Returns the folder of `best` or `last`; `None` if there is no checkpoint.
+    /// Returns the folder of the checkpoint `best` or `last`; `None` if there is no checkpoint.
     pub fn named(&self, name: &str) -> Option<PathBuf> {
         loop {
             let savings = self.savings().ok()?;
             let key = if name == NAMES[0] { self.best(&savings) } else { self.newest_of(&savings) };
             let copy = self.folder.join(name);
-            // If a copy of the run's folder has followed links, a whole copy replaces a checkpoint that is not whole.
+            // A program that copied the run's folder may have copied a checkpoint in place of a link. If the
+            // checkpoint itself is incomplete, such a copy is used instead.
             let Some(key) = key.filter(|key| self.is_whole(*key) || !is_runs(&copy) || copy.is_symlink()) else {
                 return real_folder(&copy);
             };
             match real_folder(&self.folder.join(name_of(key))) {
-                // The checkpoint was pruned during this search, so a newer one exists.
+                // The checkpoint was pruned during this search, so the search begins again.
                 None if self.savings().ok()? != savings => continue,
                 found => return found,
             }
         }
     }
 
-    /// Returns the checkpoint from which a run continues: the last one or, if that is missing or damaged, the newest
-    /// complete one before it; `None` if there is no checkpoint.
+    /// Returns the checkpoint from which a run continues: the last one, or the newest complete one before it if the
+    /// last one is missing or damaged; `None` if there is no checkpoint.
     ///
     /// # Errors
-    /// No checkpoint is complete, or the newest is of a later format.
+    /// Errors if no checkpoint is complete, or if the newest has a later format.
     pub fn newest(&self) -> Result<Option<ResumePoint>> {
         let mut passed = Vec::new();
         let link = self.target("last");
@@ -175,13 +177,12 @@ impl CheckpointStore {
     /// Returns the checkpoints from which a run may continue, newest first.
     fn candidates(&self) -> Result<impl Iterator<Item = PathBuf>> {
         let last = self.last();
-        // The saving of a checkpoint with a damaged state is unknown, so it is included, whatever its update.
+        // Where a checkpoint with a damaged state stands in the order of saves is unknown, so it is a candidate, too.
         let is_before = move |(key, path): &(Key, PathBuf)| *key <= last || Manifest::read(path).is_err();
         Ok(self.entries()?.into_iter().rev().filter(is_before).map(|(_, path)| path))
     }
 
-    /// Returns the options of the checkpoint `from`, or of the newest one that can be read, and the checkpoint's
-    /// folder.
+    /// Returns the folder and the options of the checkpoint `from`, by default of the newest one that can be read.
     pub fn options(&self, from: Option<&str>) -> Result<Option<(PathBuf, Value)>> {
         let read = |path: PathBuf| Some((path.clone(), Manifest::read(&path).and_then(|m| m.config(&path)).ok()?));
         Ok(match from {
@@ -190,7 +191,8 @@ impl CheckpointStore {
         })
     }
 
-    /// Returns a checkpoint of this run from which to continue: `best`, `last`, its name, or its update's number.
+    /// Returns the checkpoint of this run from which the user wants to continue: `best`, `last`, a checkpoint's name,
+    /// or an update's number.
     pub fn chosen(&self, what: &str) -> Result<ResumePoint> {
         if Path::new(what).components().count() != 1 {
             return Err(self.missing(what));
@@ -207,7 +209,7 @@ impl CheckpointStore {
         Ok(updates.into_iter().collect())
     }
 
-    /// Returns the `k` newest checkpoints up to the last, newest first.
+    /// Returns the newest checkpoints of `k` updates, newest first. Those after the last one do not count.
     pub fn recent(&self, k: usize) -> Result<Vec<PathBuf>> {
         let last = self.last();
         let newest: BTreeMap<u64, PathBuf> =
@@ -215,8 +217,8 @@ impl CheckpointStore {
         Ok(newest.into_values().rev().take(k).collect())
     }
 
-    /// Removes all checkpoints up to the last except the `keep_last` newest, the best and the last. Checkpoints after
-    /// the last, which exist if the run went back to an earlier one, are neither counted nor removed.
+    /// Removes checkpoints, except the `keep_last` newest ones, the best and the last. Checkpoints with a higher
+    /// update than the last one exist if the run went back to an earlier one. They are neither counted nor removed.
     pub fn prune(&self, keep_last: usize) -> Result<()> {
         fault::begin();
         let (last, best) = (self.last(), self.best(&self.savings()?));
@@ -238,7 +240,7 @@ impl CheckpointStore {
         }
     }
 
-    /// Removes what a run has written, and the folder if it is no link and otherwise empty.
+    /// Removes all files that a run has written here. Removes the folder, too, if it is then empty and not a link.
     pub fn clear(&self) -> Result<()> {
         if !self.folder.is_dir() {
             return Ok(());
@@ -260,19 +262,19 @@ impl CheckpointStore {
         }
     }
 
-    /// Returns the last checkpoint's key, or the maximum key if none is known.
+    /// Returns the key of the last checkpoint, or the largest possible key if no checkpoint records a save.
     fn last(&self) -> Key {
         let newest = self.savings().ok().and_then(|savings| self.newest_of(&savings));
         newest.unwrap_or((u64::MAX, u32::MAX))
     }
 
-    /// Returns the checkpoint that was saved last.
+    /// Returns the key of the checkpoint that was saved last, the one with the highest number.
     fn newest_of(&self, savings: &Savings) -> Option<Key> {
         let newest = savings.iter().max_by_key(|(_, saving)| saving.number);
         newest.map(|(key, _)| *key)
     }
 
-    /// Returns the best checkpoint, as recorded by the newest checkpoint whose record names an existing one.
+    /// Returns the key of the best checkpoint, from the newest record whose best checkpoint still exists.
     fn best(&self, savings: &Savings) -> Option<Key> {
         let mut newest: Vec<&Saving> = savings.values().collect();
         newest.sort_by_key(|saving| std::cmp::Reverse(saving.number));
@@ -280,22 +282,22 @@ impl CheckpointStore {
         names.find(|key| self.is_whole(*key))
     }
 
-    /// True if a checkpoint has its state and weights of the right length.
+    /// True if a checkpoint has its state, and weights of the right length.
     fn is_whole(&self, key: Key) -> bool {
         let path = self.folder.join(name_of(key));
         Manifest::read(&path).is_ok_and(|manifest| manifest.has_weights(&path))
     }
 
-    /// Returns the checkpoint of which a folder is a copy, by its state, which has the lengths and checksums of all
-    /// other files.
+    /// Returns the checkpoint of which the folder `copy` is a copy. The two are equal if their states are, because
+    /// the state has the lengths and checksums of all other files.
     fn twin(&self, copy: &Path) -> Option<Key> {
         let state = |folder: &Path| atomic::read(&folder.join(STATE), STATE_BYTES).ok().flatten();
         let own = is_runs(copy).then(|| state(copy)).flatten()?;
         self.entries().ok()?.into_iter().find(|(_, path)| state(path).as_ref() == Some(&own)).map(|(key, _)| key)
     }
 
-    /// Resolves a copy of a checkpoint in a link's place: removes it if the checkpoint itself is whole, otherwise moves
-    /// it to the checkpoint's name.
+    /// Handles a copy of a checkpoint that stands in place of a link. Removes the copy if the checkpoint itself can
+    /// be read; otherwise the copy gets the checkpoint's name.
     fn settle(&self, copy: &Path) -> Result<()> {
         let rename = |from: &Path, to: &str| atomic::act("rename", from, || fs::rename(from, self.folder.join(to)));
         let update = Manifest::read(copy)?.update;
@@ -309,19 +311,19 @@ impl CheckpointStore {
         }
     }
 
-    /// Returns the name for a further checkpoint of an update.
+    /// Returns the next unused name for a checkpoint of this update.
     fn free_name(&self, update: u64) -> Result<String> {
         let before = self.entries()?.into_keys().rfind(|key| key.0 == update);
         Ok(name_of((update, before.map_or(1, |key| key.1 + 1))))
     }
 
-    /// Returns the target of a link.
+    /// Returns the key of the checkpoint to which a link leads.
     fn target(&self, name: &str) -> Option<Key> {
         update_of(fs::read_link(self.folder.join(name)).ok()?.to_str()?)
     }
 
-    /// Updates the links from the checkpoints' records, and replaces copies that a copy of the run's folder has made of
-    /// them. File systems without links get none.
+    /// Sets the links `best` and `last` as the checkpoints' records say, after handling copies of checkpoints that
+    /// stand in place of links. Makes no link on a file system that has none.
     fn link(&self) -> Result<()> {
         if self.savings()?.is_empty() {
             return Ok(());
@@ -339,7 +341,7 @@ impl CheckpointStore {
             }
         }
         let savings = self.savings()?;
-        // `last` comes after `best`, so that programs that watch it find both.
+        // `last` is set after `best`: a program that waits for `last` to change then finds `best` up to date.
         for (name, key) in [("best", self.best(&savings)), ("last", self.newest_of(&savings))] {
             let (Some(key), path) = (key, self.folder.join(name)) else { continue };
             if self.target(name) == Some(key) {
@@ -373,7 +375,7 @@ impl CheckpointStore {
         Ok(found)
     }
 
-    /// Adds to a failed write's error what it means for the run.
+    /// Adds to the error of a failed write what has become of the earlier checkpoints.
     fn untouched(&self, error: Error) -> Error {
         let Error::Io { act, path, source } = error else { return error };
         let kept = match self.entries().is_ok_and(|entries| !entries.is_empty()) {
@@ -391,12 +393,13 @@ impl CheckpointStore {
     }
 }
 
-/// Returns the best checkpoint that a checkpoint records.
+/// Returns the name of the best checkpoint, as recorded in the checkpoint at `path`.
 fn best_of(path: &Path) -> Option<String> {
     Manifest::read(path).ok()?.saving?.best
 }
 
-/// True for the errors of file systems without symbolic links: exFAT, some SMB, FUSE and shared ones.
+/// Returns true for the errors of file systems that have no symbolic links: exFAT, and some SMB, FUSE and shared
+/// ones.
 fn has_no_links(error: &io::Error) -> bool {
     let codes = [libc::EPERM, libc::EOPNOTSUPP, libc::ENOTSUP, libc::ENOSYS, libc::EROFS, libc::EPROTO];
     error.raw_os_error().is_some_and(|code| codes.contains(&code))

@@ -16,8 +16,8 @@ const KINDS: [(Kind, Dtype); 5] = [
     (Kind::Int64, Dtype::I64),
 ];
 
-/// Returns a tensor's data as an array. On the host it shares the tensor's memory, so the array must be dropped before
-/// the tensor changes.
+/// Returns a tensor's data as an array. For a tensor on the host, the array shares its memory. So the array must be
+/// dropped before the tensor changes.
 pub fn to_array(t: &Tensor) -> Result<Array> {
     let data = Bytes::Held(Held::new("a checkpoint's tensor", t)?);
     let dtype = KINDS.iter().find(|(kind, _)| *kind == t.kind()).map(|(_, dtype)| *dtype);
@@ -25,7 +25,7 @@ pub fn to_array(t: &Tensor) -> Result<Array> {
     Ok(Array { dtype, shape: t.size().iter().map(|n| *n as usize).collect(), data })
 }
 
-/// Returns the tensor of an array.
+/// Returns a tensor with the data of an array, on this device.
 pub fn to_tensor(array: &Array, device: Device) -> Result<Tensor> {
     let kind = KINDS.iter().find(|(_, dtype)| *dtype == array.dtype).map(|(kind, _)| *kind);
     let kind = kind.ok_or_else(|| Error::invalid(format!("a model cannot hold {:?} numbers", array.dtype)))?;
@@ -33,7 +33,7 @@ pub fn to_tensor(array: &Array, device: Device) -> Result<Tensor> {
     Ok(Tensor::f_from_data_size(&array.data, &shape, kind)?.f_to_device(device)?)
 }
 
-/// Returns a model's parameters and buffers by name.
+/// Returns a model's parameters and buffers as arrays, under their canonical names.
 pub fn to_arrays(parameters: &Parameters) -> Result<BTreeMap<String, Array>> {
     parameters.iter().chain(parameters.buffers()).map(|(name, t)| Ok((name.to_string(), to_array(t)?))).collect()
 }

@@ -8,7 +8,7 @@ pub fn f32s(shape: &[usize], values: impl IntoIterator<Item = f32>) -> Array {
     Array { dtype: Dtype::F32, shape: shape.into(), data: values.into_iter().flat_map(f32::to_le_bytes).collect() }
 }
 
-/// Builds a small checkpoint, every part of which shows its `update`.
+/// Builds a small checkpoint in which every part depends on `update`.
 pub fn checkpoint(update: u64) -> Checkpoint {
     let x = update as f32;
     Checkpoint {

@@ -1,4 +1,4 @@
-//! Tests of the file format, of damage to it, and of averages.
+//! Tests of the checkpoint's file format, of damaged files, and of averages.
 
 use serde_json::json;
 
@@ -41,7 +41,7 @@ fn every_dtype_and_shape_comes_back() {
     assert!(safetensors::SafeTensors::deserialize(&bytes).unwrap().is_empty());
 }
 
-/// serde_json reads floats inexactly unless its feature `float_roundtrip` is on, and a resumed run would then differ.
+/// serde_json reads floats inexactly unless its feature `float_roundtrip` is on. Then a resumed run would differ.
 #[test]
 fn floats_of_the_state_come_back_to_the_bit() {
     let dir = Scratch::new("ckpt-floats");
@@ -126,7 +126,8 @@ fn a_flipped_bit_anywhere_is_refused() {
     assert_eq!(load(&path).unwrap(), checkpoint(1));
 }
 
-/// The CRC-32 fits, but the header asks for more than the file has: this must be an error without an allocation.
+/// The CRC-32 is right, but the header asks for more bytes than the file has. This must be an error before memory is
+/// allocated.
 #[test]
 fn a_header_that_asks_for_too_much_is_refused() {
     let dir = Scratch::new("ckpt-header");

@@ -5,7 +5,7 @@ use crate::error::Result;
 use crate::parametrisation::Part;
 use tch::Tensor;
 
-/// step = sign(m + (1 − β₁)(g − m)), then m ← m + (1 − β₂)(g − m).
+/// step = sign(m + (1 − β₁)(g − m)); afterwards m ← m + (1 − β₂)(g − m).
 pub struct Lion {
     pub beta1: f64,
     pub beta2: f64,

@@ -1,4 +1,4 @@
-//! Muon: momentum, orthogonalised (Jordan et al. 2024; Liu et al. 2025).
+//! Muon: the orthogonalised momentum (Jordan et al. 2024; Liu et al. 2025).
 
 use super::rule::{mix, Rule};
 use crate::config::{MuonScale, TrainingConfig};
@@ -6,14 +6,15 @@ use crate::error::Result;
 use crate::parametrisation::{ParameterRole, Part};
 use tch::Tensor;
 
-/// The coefficients of the quintic a·s + b·s³ + c·s⁵, which draws all singular values to about 1.
+/// The coefficients a, b, c of the polynomial a·s + b·s³ + c·s⁵. Applied several times, it moves all singular values
+/// s near 1.
 const QUINTIC: [f64; 3] = [3.4445, -4.7750, 2.0315];
 const STEPS: usize = 5;
-/// The least norm by which a matrix is divided.
+/// The smallest norm by which a matrix is divided.
 const EPS: f64 = 1e-7;
 
-/// With m ← m + (1 − μ)(g − m), and g + μ(m − g) where `nesterov`, else m, as the direction d:
-/// step = scale·NS(d), NS the Newton–Schulz steps.
+/// m ← m + (1 − μ)(g − m). The direction d is g + μ(m − g) if `nesterov`, else m. The step is scale·NS(d), in which
+/// NS is the Newton–Schulz iteration.
 pub struct Muon {
     pub momentum: f64,
     pub nesterov: bool,
@@ -31,7 +32,7 @@ impl Muon {
         }
     }
 
-    /// Returns the factor of an orthogonal matrix of this size.
+    /// Returns the factor by which an orthogonalised matrix of this size is multiplied.
     pub fn scale_of(&self, size: &[i64]) -> f64 {
         let (rows, columns) = (size[0] as f64, size[1] as f64);
         match self.scale {
@@ -76,8 +77,9 @@ impl Rule for Muon {
     }
 }
 
-/// Returns a matrix with the singular vectors of `matrix`, whose singular values lie near 1: five steps
-/// X ← aX + (bA + cA²)X, A = XXᵀ, from matrix/norm. The type is the matrix's; the releases use bf16.
+/// Returns a matrix with the singular vectors of `matrix` and singular values near 1. It starts from X = matrix/norm
+/// and makes five steps X ← aX + (bA + cA²)X with A = XXᵀ. It computes in the type of `matrix`; the papers' code uses
+/// bf16.
 pub fn newton_schulz(matrix: &Tensor, norm: &Tensor) -> Result<Tensor> {
     let is_tall = matrix.size()[0] > matrix.size()[1];
     let wide = if is_tall { matrix.f_tr()? } else { matrix.shallow_clone() };
@@ -96,7 +98,7 @@ mod tests {
     use super::*;
     use tch::{Device, Kind};
 
-    /// The quintic acts on the singular values alone.
+    /// The iteration changes only the singular values.
     #[test]
     fn newton_schulz_maps_the_singular_values() {
         for size in [[5i64, 9], [9, 5], [6, 6], [1, 4]] {

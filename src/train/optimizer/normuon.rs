@@ -1,4 +1,5 @@
-//! NorMuon: Muon, with each row divided by the root of its mean square's running mean (Li et al. 2025).
+//! NorMuon: Muon in which each row is divided by the root of a running mean of the row's mean square (Li et al.
+//! 2025).
 
 use super::muon::{newton_schulz, Muon};
 use super::rule::{mix, Rule};
@@ -7,13 +8,13 @@ use crate::error::Result;
 use crate::parametrisation::Part;
 use tch::{Kind, Tensor};
 
-/// The term that the release adds to norms.
+/// The ε that the paper's code adds to norms.
 const EPS: f64 = 1e-10;
-/// The term that the release adds to a matrix's norm before the Newton–Schulz steps.
+/// The ε that the paper's code adds to a matrix's norm before the Newton–Schulz iteration.
 const MATRIX_EPS: f64 = 1e-7;
 
-/// With O = NS(d) as Muon's: v ← v + (1 − β₂)(mean of O² over each row − v), U = O/(√v + ε),
-/// step = scale·U·‖O‖/(‖U‖ + ε).
+/// With O = NS(d) as in Muon: v ← v + (1 − β₂)(mean of O² over each row − v), U = O/(√v + ε), and step =
+/// scale·U·‖O‖/(‖U‖ + ε).
 pub struct NorMuon {
     muon: Muon,
     beta2: f64,

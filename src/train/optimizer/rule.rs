@@ -1,4 +1,4 @@
-//! An optimizer other than Adam, as one rule for each parameter that it takes (docs/spec.md §4.9).
+//! The rule of an optimizer other than Adam, which updates one parameter at a time (docs/spec.md §4.9).
 
 use super::lion::Lion;
 use super::muon::Muon;
@@ -8,19 +8,20 @@ use crate::error::{Error, Result};
 use crate::parametrisation::Part;
 use tch::{Kind, Tensor};
 
-/// A step is p ← (1 − ηλ)p − η·`finished`(`orthogonalised`(`direction`)).
+/// A rule's step is p ← (1 − ηλ)p − η·`finished`(`orthogonalised`(`direction`)), with learning rate η and weight
+/// decay λ.
 pub trait Rule {
-    /// Returns the names of the state's tensors in a checkpoint, and their sizes for a parameter of this size. The
-    /// first dimension is the parameter's.
+    /// Returns the name in a checkpoint and the size of each tensor of the state, for a parameter of this size. Each
+    /// tensor's first dimension is the parameter's.
     fn state(&self, size: &[i64]) -> Vec<(&'static str, Vec<i64>)>;
 
-    /// True if the rule updates such a parameter; Adam updates the others.
+    /// True if the rule updates a parameter with this part and size; Adam updates the others.
     fn takes(&self, part: Part, size: &[i64]) -> bool;
 
     /// Updates the state with a gradient, and returns the direction of the step.
     fn direction(&self, gradient: &Tensor, state: &mut [Tensor]) -> Result<Tensor>;
 
-    /// True if directions are orthogonalised, matrix by matrix: ranks share this work.
+    /// True if directions are orthogonalised, matrix by matrix. The ranks share this work.
     fn is_orthogonal(&self) -> bool {
         false
     }
@@ -29,18 +30,18 @@ pub trait Rule {
         Ok(direction.shallow_clone())
     }
 
-    /// Returns the step for a learning rate of 1, without decay.
+    /// Returns the step without weight decay, for a learning rate of 1.
     fn finished(&self, direction: Tensor, _state: &mut [Tensor]) -> Result<Tensor> {
         Ok(direction)
     }
 
-    /// True if a parameter keeps its Frobenius norm.
+    /// True if a step leaves the Frobenius norm of a parameter unchanged.
     fn keeps_norm(&self) -> bool {
         false
     }
 }
 
-/// Returns the rule beside Adam; `None` for Adam alone.
+/// Returns the rule that the options name; `None` for Adam.
 pub fn rule_of(config: &TrainingConfig) -> Option<Box<dyn Rule>> {
     match config.optimizer {
         OptimizerName::Adam => None,
@@ -50,8 +51,8 @@ pub fn rule_of(config: &TrainingConfig) -> Option<Box<dyn Rule>> {
     }
 }
 
-/// Mixes a new value into an average: average ← average + weight·(value − average). An average in 16 bits is rounded
-/// once.
+/// Mixes a new value into an average: average ← average + weight·(value − average). A 16-bit average is rounded once,
+/// after the sum.
 pub fn mix(average: &mut Tensor, value: &Tensor, weight: f64) -> Result<()> {
     if average.kind() == value.kind() {
         let _ = average.f_lerp_(value, weight)?;
@@ -62,7 +63,8 @@ pub fn mix(average: &mut Tensor, value: &Tensor, weight: f64) -> Result<()> {
     Ok(())
 }
 
-/// Makes one step of a parameter, or of rows of it, whose direction is orthogonalised already.
+/// Makes one step of a parameter, or of some of its rows. `direction` is already orthogonalised; `keep` is the factor
+/// of p.
 pub fn apply(
     rule: &dyn Rule,
     p: &mut Tensor,
@@ -75,7 +77,7 @@ pub fn apply(
     let step = rule.finished(direction, state)?;
     let _ = p.f_mul_scalar_(keep)?.f_sub_(&step.f_mul_scalar(lr)?)?;
     if let Some(norm) = norm {
-        // A matrix of zeros has no direction to keep its length in.
+        // A matrix of zeros has no norm that a factor could restore, so its factor is 1.
         let ratio = norm.f_div(&p.f_norm()?)?.f_nan_to_num(1.0, 1.0, 1.0)?;
         let ratio = ratio.f_where_self(&norm.f_gt(0.0)?, &norm.f_ones_like()?)?;
         let _ = p.f_mul_(&ratio)?;
@@ -83,7 +85,8 @@ pub fn apply(
     Ok(())
 }
 
-/// Returns zeros for the state of a parameter. `kind`: of averages of gradients; other tensors have the parameter's.
+/// Returns zeros for the state of a parameter. The first tensor, an average of gradients, has type `kind`; the others
+/// have the parameter's type.
 pub fn zeros(rule: &dyn Rule, p: &Tensor, kind: Kind) -> Result<Vec<Tensor>> {
     let size = p.size();
     let zeros = |(i, (_, own)): (usize, (_, Vec<i64>))| {
@@ -92,7 +95,7 @@ pub fn zeros(rule: &dyn Rule, p: &Tensor, kind: Kind) -> Result<Vec<Tensor>> {
     rule.state(&size).into_iter().enumerate().map(zeros).collect()
 }
 
-/// Makes one step of the rule that the options name, with one matrix or vector.
+/// Makes one step of one matrix or vector with the rule that the options name.
 pub fn step(config: &TrainingConfig, p: &mut Tensor, gradient: &Tensor, state: &mut [Tensor], lr: f64) -> Result<()> {
     let rule = rule_of(config).ok_or_else(|| Error::invalid("optimizer = \"adam\" is no rule for one parameter"))?;
     let expected = rule.state(&p.size());

@@ -1,4 +1,4 @@
-//! The parameters that a rule beside Adam updates, one at a time.
+//! The parameters that a rule updates instead of Adam, one at a time.
 
 use super::rule::{self, rule_of, Rule};
 use crate::config::TrainingConfig;
@@ -14,32 +14,32 @@ pub struct Ruled {
     lr_multiplier: f64,
 }
 
-/// A parameter, its gradient and the rule's state of it.
+/// A parameter with its gradient and the rule's state for it.
 struct RuledParameter {
     name: String,
     value: Tensor,
     gradient: Tensor,
     state: Vec<Tensor>,
-    /// The rows of the matrices that it holds: queries, keys and values are three.
+    /// The rows of each matrix in the parameter. If it holds queries, keys and values, these are three matrices.
     blocks: Vec<Range<i64>>,
     multipliers: Multipliers,
 }
 
 impl RuledParameter {
-    /// Returns rows of the state.
+    /// Returns the rows of the state that belong to one matrix.
     fn state_of(&self, block: &Range<i64>) -> Result<Vec<Tensor>> {
         self.state.iter().map(|t| rows(t, block)).collect()
     }
 }
 
 impl Ruled {
-    /// Returns the rule that the options name, without parameters; `None` for Adam alone.
+    /// Returns the rule that the options name, without parameters yet; `None` for Adam.
     pub fn of(config: &TrainingConfig) -> Option<Self> {
         let rule = rule_of(config)?;
         Some(Ruled { rule, parameters: Vec::new(), lr_multiplier: config.muon_lr_multiplier })
     }
 
-    /// Adds a parameter, given as a view of the flat buffers; `moments` is the type of its average.
+    /// Adds a parameter, which is a view of the flat buffers. `moments` is the type of the average of its gradients.
     pub fn add(
         &mut self,
         name: &str,
@@ -55,8 +55,8 @@ impl Ruled {
         Ok(())
     }
 
-    /// Updates the parameters and zeroes their gradients. `scale`: the gradients' factor, by clipping; `is_healthy`: on
-    /// a GPU, false if nothing may change.
+    /// Updates the parameters and zeroes their gradients, which are first multiplied by `scale` for clipping.
+    /// `is_healthy` is given on a GPU; if it is false there, no parameter and no state changes.
     pub fn step(
         &mut self,
         lr: f64,
@@ -100,7 +100,7 @@ impl Ruled {
         Ok(())
     }
 
-    /// Returns the state's tensors by their names in a checkpoint.
+    /// Returns the tensors of the state under the names that they have in a checkpoint.
     pub fn state(&self) -> Vec<(String, Tensor)> {
         let of = |one: &RuledParameter| {
             let kinds = self.rule.state(&one.value.size());
@@ -111,13 +111,13 @@ impl Ruled {
     }
 }
 
-/// Returns rows of a tensor that has the parameter's first dimension.
+/// Returns some rows of a tensor whose first dimension is the parameter's.
 fn rows(t: &Tensor, block: &Range<i64>) -> Result<Tensor> {
     Ok(t.f_narrow(0, block.start, block.end - block.start)?)
 }
 
-/// Returns the rows of the matrices in a parameter of this name and size: `in_proj_weight` has queries first, then
-/// equally many rows of keys and of values.
+/// Returns the rows of each matrix in a parameter of this name and size. `in_proj_weight` has the rows of queries
+/// first, then equally many of keys and of values.
 fn blocks(name: &str, size: &[i64], d_model: i64) -> Vec<Range<i64>> {
     let rows = size.first().copied().unwrap_or(1);
     if !name.ends_with("in_proj_weight") || rows <= d_model {
@@ -127,7 +127,8 @@ fn blocks(name: &str, size: &[i64], d_model: i64) -> Vec<Range<i64>> {
     vec![0..d_model, d_model..half, half..rows]
 }
 
-/// Orthogonalises the directions. Each rank takes every K-th of them, and the sum over ranks gathers them.
+/// Orthogonalises the directions. Each of the K ranks does every K-th of them, and a sum over ranks brings them
+/// together.
 fn orthogonalised(rule: &dyn Rule, directions: &[Tensor], group: ProcessGroup) -> Result<Vec<Tensor>> {
     if group.size() == 1 {
         return directions.iter().map(|one| rule.orthogonalised(one)).collect();

@@ -1,13 +1,13 @@
-//! Matrices on the sphere: after each update, every vector along the width has length 1 (Loshchilov et al. 2024).
+//! Matrices on the sphere: after each update every vector of d_model numbers has norm 1 (Loshchilov et al. 2024).
 
 use crate::error::Result;
 use crate::parametrisation::{ParameterRole, Part};
 use tch::{no_grad, Tensor};
 
-/// The least length by which a vector is divided; a vector of zeros, as padding's embedding, stays.
+/// The smallest norm by which a vector is divided. A vector of zeros, such as padding's embedding, stays zero.
 const EPS: f64 = 1e-12;
-/// Vectors whose length is this near to 1 stay as they are when training begins, so that a resumed run has the bits of
-/// an uninterrupted one.
+/// Vectors whose norm is this near to 1 are not scaled when training begins. So a resumed run has the same bits as an
+/// uninterrupted one.
 const NEAR: f64 = 1e-4;
 
 /// The matrices, each with the dimension along which its vectors lie.
@@ -15,13 +15,14 @@ const NEAR: f64 = 1e-4;
 pub struct UnitMatrices(Vec<(Tensor, i64)>);
 
 impl UnitMatrices {
-    /// Adds a parameter if it is a matrix that reads the residual stream (its rows are the vectors) or writes to it
-    /// (its columns are), or a table of words. `t` shares its memory with the model's.
+    /// Adds the parameter `t` if it is a table of words, a matrix that reads the residual stream (then its rows are
+    /// the vectors), or a matrix that writes to the stream (then its columns are). `t` shares memory with the model's
+    /// parameter.
     pub fn add(&mut self, name: &str, part: Part, t: &Tensor) {
         self.0.extend(dimension(name, part, t.dim()).map(|dimension| (t.shallow_clone(), dimension)));
     }
 
-    /// Divides each vector by its length, unless its length is 1 already. Training begins with this.
+    /// Divides each vector by its norm, unless the norm is near 1 already. Called when training begins.
     pub fn begin(&self) -> Result<()> {
         self.each(|m, lengths| {
             let is_unit = lengths.f_sub_scalar(1.0)?.f_abs()?.f_lt(NEAR)?;
@@ -29,8 +30,8 @@ impl UnitMatrices {
         })
     }
 
-    /// Divides each vector by its length. `is_alive`: on a GPU, false since an update that was not finite, after which
-    /// nothing changes.
+    /// Divides each vector by its norm. `is_alive` is given on a GPU; if it is false there, because an update was not
+    /// finite, nothing changes.
     pub fn normalise(&self, is_alive: Option<&Tensor>) -> Result<()> {
         self.each(|m, lengths| {
             let unit = m.f_div(&lengths.f_clamp_min(EPS)?)?;
@@ -49,8 +50,9 @@ impl UnitMatrices {
     }
 }
 
-/// Returns the dimension along which a parameter's vectors of the width lie; `None` for what is no such matrix, for
-/// tables of positions, and for value embeddings, whose rows are values, with their gates.
+/// Returns the dimension along which the vectors of d_model numbers lie. Returns `None` for parameters that are no
+/// such matrix, for tables of positions, and for value embeddings and their gates, because rows of value embeddings
+/// are values.
 pub fn dimension(name: &str, part: Part, dimensions: usize) -> Option<i64> {
     let is_of_positions = part.role == ParameterRole::Embedding && name.contains("position");
     let is_of_values = name.contains(".value_embedding.") || name.contains(".value_gate.");

@@ -1,4 +1,4 @@
-//! Tests of a run's checkpoints under failures, kills, readers and pruning.
+//! Tests of a run's checkpoints with failures, kills, readers and pruning.
 
 use std::process::Command;
 
@@ -10,7 +10,7 @@ use crate::testing::Scratch;
 
 const RUN: &str = "NORMFORMER_RS_KILL_TEST_RUN";
 
-/// Creates a run with updates 1 and 2 saved, where 1 is the best and 2 the last.
+/// Creates a run that has saved updates 1 and 2. Update 1 is the best, update 2 the last.
 fn run(name: &str) -> (Scratch, CheckpointStore) {
     let dir = Scratch::new(name);
     let store = CheckpointStore::open(&dir.0).unwrap();
@@ -20,7 +20,7 @@ fn run(name: &str) -> (Scratch, CheckpointStore) {
     (dir, store)
 }
 
-/// Does what a trainer does at an update.
+/// Does with the store what a trainer does at an update.
 fn step(store: &CheckpointStore) -> Result<()> {
     store.save(3, &checkpoint(3), Best::This)?;
     store.prune(1)
@@ -33,14 +33,14 @@ fn places() -> usize {
     armed.passed()
 }
 
-/// Checks that both links lead to a whole checkpoint, old or new, and that the next start continues.
+/// Checks that both links lead to complete checkpoints, old or new, and that the run can continue.
 fn check(dir: &Scratch, place: usize) {
     let [last, best] = [("last", 2), ("best", 1)].map(|(link, old)| {
         let found = load(CheckpointStore::at(&dir.0).resolve(link).unwrap()).unwrap();
         assert!(found == checkpoint(old) || found == checkpoint(3), "{link} at place {place}: {:?}", found.state);
         found
     });
-    // One checkpoint was saved as both, so either both links lead to it, or none does.
+    // The checkpoint was saved as best and last at once, so either both links lead to it or none does.
     assert_eq!(last == checkpoint(3), best == checkpoint(3), "place {place}");
     let store = CheckpointStore::open(&dir.0).unwrap();
     for (name, found) in [("last", last), ("best", best)] {
@@ -66,7 +66,7 @@ fn a_full_disk_at_any_place_leaves_the_old_or_the_new() {
         drop(armed);
         let text = error.to_string();
         assert!(text.contains("No space left on device") && text.contains("/checkpoints/"), "{text}");
-        // The old ones are removed last, when the new one is in use.
+        // Old checkpoints are removed last, when the new one is already in use.
         assert!(text.contains("the previous checkpoint is untouched") || store.last() == (3, 1), "{text}");
         let hidden = fs::read_dir(&store.folder).unwrap().filter(|e| is_hidden(e.as_ref().unwrap())).count();
         assert!(hidden == 0 || store.last() == (3, 1), "place {k} left something: {text}");
@@ -83,13 +83,13 @@ fn a_first_checkpoint_is_there_to_resume_or_is_not() {
         let armed = arm(Fault::Enospc(k));
         let done = step(&store);
         drop(armed);
-        // A killed process may leave the checkpoint without its links.
+        // A kill may leave the checkpoint complete but without its links.
         let store = CheckpointStore::open(&dir.0).unwrap();
         let found = store.newest().unwrap();
         has_been[usize::from(found.is_some())] |= done.is_err();
         if let Some(found) = found {
             assert_eq!(found.checkpoint, checkpoint(3), "place {k}");
-            // It was the best, and stays so if later ones are not better.
+            // The checkpoint was the best, and remains so if later ones are not better.
             for update in 4..8 {
                 store.save(update, &checkpoint(update), Best::Named(None)).unwrap();
                 store.prune(1).unwrap();
@@ -257,7 +257,7 @@ fn an_update_saved_again_does_not_touch_the_first() {
     assert_eq!(store.list().unwrap(), [1, 2]);
 }
 
-/// Copies the folder with links followed, like `cp -rL`, zip or an object store.
+/// Copies the folder as `cp -rL`, zip and object stores do: a link becomes a copy of the checkpoint that it leads to.
 fn follow_links(store: &CheckpointStore) {
     for name in NAMES {
         let path = store.folder.join(name);
@@ -294,7 +294,8 @@ fn a_copy_with_links_followed_or_lost_goes_on() {
     }
 }
 
-/// A copy whose own folder is damaged or missing is the only whole one, and is kept under a separate name.
+/// The copy is the only complete one, because the checkpoint's own folder is damaged or missing. It is kept under
+/// another name.
 #[test]
 fn a_copy_in_a_links_place_that_stands_nowhere_else_is_kept() {
     let (dir, store) = run("store-only-copy");
@@ -310,7 +311,7 @@ fn a_copy_in_a_links_place_that_stands_nowhere_else_is_kept() {
     assert_eq!(load(store.folder.join("update-00000001")).unwrap(), checkpoint(1));
 }
 
-/// If the best one is damaged, the best before it is kept, not the damaged one.
+/// If the best checkpoint is damaged, the best one before it counts as the best.
 #[test]
 fn a_damaged_best_gives_way_to_the_one_before() {
     let (_dir, store) = run("store-damaged-best");
@@ -323,7 +324,7 @@ fn a_damaged_best_gives_way_to_the_one_before() {
     assert_eq!(load(store.resolve("best").unwrap()).unwrap(), checkpoint(1));
 }
 
-/// A run that went back uses its own branch's best.
+/// If a run went back to an earlier checkpoint, the best is the one on the branch that it continued.
 #[test]
 fn the_best_is_the_one_that_the_run_names() {
     let (_dir, store) = run("store-branch");
