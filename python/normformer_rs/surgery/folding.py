@@ -1,4 +1,4 @@
-"""Gains folded into the weights around them, after training: norms' and admin's."""
+"""Folds learned gains into the weights around them, after training: those of norms, and admin's ω."""
 
 import functools
 import itertools
@@ -63,7 +63,7 @@ def fold_norms(model: nn.Module, *, example: Any = None) -> Swaps:
 
 
 def fold_named(model: nn.Module, names: Collection[str] | None, example: Any) -> Swaps:
-    """`fold_norms` of these norms alone; None: of all."""
+    """Folds as `fold_norms`, but only the norms with these names. `names=None`: all."""
     refuse_wrapped(model)
     return Edits(model, "fold_norms").all_or_none(functools.partial(_fold_norms, model, names, example))
 
@@ -83,8 +83,9 @@ def _fold_norms(model: nn.Module, names: Collection[str] | None, example: Any, e
 
 
 def _prove(model: nn.Module, found: dict[nn.Module, Site], flow: Flow, edits: Edits) -> None:
-    """Folds, compares, and takes it back. InputError where the model would compute something else. Gains of 1 and
-    weights of 0 would hide a difference, so constant parameters get random numbers for this."""
+    """Folds as a trial, compares the model's outputs, and restores everything. Errors: InputError if the outputs
+    change. For the trial, constant parameters get random numbers, since gains of 1 and weights of 0 would hide a
+    difference."""
     trial, state = Edits(model, edits.title), edits.state
     assert state is not None
     trial.state = state
@@ -104,12 +105,13 @@ def _prove(model: nn.Module, found: dict[nn.Module, Site], flow: Flow, edits: Ed
 
 
 def _is_constant(p: nn.Parameter) -> bool:
+    """Returns whether all numbers of a plain floating-point parameter are equal."""
     is_plain = type(p) is nn.Parameter and p.layout == torch.strided and p.is_floating_point() and p.itemsize > 1
     return is_plain and p.numel() > 0 and bool((p == p.flatten()[0]).all())
 
 
 def _fold_all(model: nn.Module, found: dict[nn.Module, Site], edits: Edits) -> list[Row]:
-    """Every norm that may be folded; a row for each."""
+    """Folds every norm that can be folded. Returns a row of the table for each norm, with the reason if it stays."""
     rows: list[Row] = []
     folded: dict[nn.Module, nn.Module] = {}
     adds_biases = False
@@ -133,7 +135,8 @@ def _fold_all(model: nn.Module, found: dict[nn.Module, Site], edits: Edits) -> l
 
 
 def _found(model: nn.Module, by: str, example: Any) -> tuple[dict[nn.Module, Site], Flow]:
-    """Each norm of a run in both modes, with the linear layers that read it."""
+    """Runs the model in both modes. Returns the norms that it calls, each with the linear layers that read it, and the
+    flow. Errors: InputError if none can be folded."""
     flow = Flow.needed(model, example, Places(model), modes=(False, True))
     found = flow.sites({module: known for module in model.modules() if (known := read_norm(module)) is not None})
     if found and all(site.fault for site in found.values()):
@@ -164,7 +167,7 @@ def _fold(norm: nn.Module, known: RecognisedNorm, site: Site, edits: Edits) -> b
 
 
 class _Site(NamedTuple):
-    """A sublayer: its norm's name, its gain ω, the norm itself, and the matrices that x is multiplied by."""
+    """A sublayer with admin's scheme: its norm's name, its gain ω, its norm, and the matrices that read x."""
 
     name: str
     omega: nn.Parameter
@@ -227,7 +230,7 @@ def _fold_admin(pairs: list[tuple[_Site, _Site]], state: State) -> int:
 
 
 def _stacks(model: nn.Module) -> Iterator[Iterator[_Site]]:
-    """The sublayers of each stack that has the scheme."""
+    """Yields, for each stack of the model, an iterator over its sublayers with admin's scheme, in order."""
     if isinstance(model, Transformer):
         for stack in ("encoder", "decoder"):
             if stack in model._modules:
@@ -246,7 +249,7 @@ def _stacks(model: nn.Module) -> Iterator[Iterator[_Site]]:
 
 
 def _sites(block: nn.Module, owner: nn.Module, place: Place) -> Iterator[_Site]:
-    """`owner`: the module that has the scheme's parameters."""
+    """Yields the sublayers of a block with admin's scheme. `owner`: the module that has the scheme's parameters."""
     if place.config.residual == "admin":
         if has(block, "self_attn.value_gate"):
             raise InputError("the gates of value embeddings read some columns of x, and ω has no place in them")
@@ -259,7 +262,7 @@ def _sites(block: nn.Module, owner: nn.Module, place: Place) -> Iterator[_Site]:
 
 
 def _readers(block: nn.Module, part: Part) -> Iterator[Tensor]:
-    """The matrices of a sublayer that x is multiplied by, as views whose last dimension is x's."""
+    """Yields the matrices of a sublayer that read x, as views whose last dimension is x's width."""
     for linear in part.linears:
-        weight_and_bias(block, linear.path)  # refuses layers without a weight of their own
+        weight_and_bias(block, linear.path)  # raises if the layer has no weight of its own
     yield from (matrix.rows() for matrix in readers(block, "", part))

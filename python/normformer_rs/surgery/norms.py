@@ -1,4 +1,4 @@
-"""`swap_norms`: other norms in a model."""
+"""`swap_norms` replaces the norms of a model."""
 
 import functools
 import gc
@@ -202,13 +202,14 @@ def _swap(
 def _find(
     model: nn.Module, filter: Callable[[str, nn.Module], bool] | None
 ) -> tuple[list[tuple[str, nn.Module, RecognisedNorm]], dict[str, Row]]:
-    """The norms under each of their names, and rows for modules with a norm's name that stay."""
+    """Returns the norms of a model, each once for each of its names, and rows of the table for modules that are called
+    norms but are not recognised."""
     norms: list[tuple[str, nn.Module, RecognisedNorm]] = []
     staying: dict[str, Row] = {}
     examined: dict[Hashable, RecognisedNorm | str] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         if norms and name.startswith(norms[-1][0] + "."):
-            continue  # a part of a norm
+            continue  # it lies inside the last norm found
         key = alike(module)
         if key not in examined:
             known = examine(module)
@@ -225,7 +226,8 @@ def _find(
 
 
 def held_beside(model: nn.Module, norms: Iterable[nn.Module]) -> dict[nn.Module, str]:
-    """Norms that a module keeps outside its children, such as in a list or a closure, with the attribute's path."""
+    """Returns the norms that a module also holds outside its children, such as in a list or a closure, each with the
+    attribute's path."""
     wanted, found = {id(norm): norm for norm in norms}, {}
     for path, module in model.named_modules():
         own = {} if id(module) in wanted else vars(module)
@@ -253,7 +255,8 @@ _KEEPERS = (list, tuple, set, dict, functools.partial, types.MethodType, types.C
 def replace(
     model: nn.Module, places: Iterable[tuple[str, nn.Module]], made: Mapping[nn.Module, nn.Module], edits: Edits
 ) -> list[Row]:
-    """Puts new norms into the places of old ones, by name. Returns rows of the fast paths that it switches off."""
+    """Puts new norms into the places of old ones. `places`: (name, old norm); `made`: old norm → new norm. Returns rows
+    of the table for the fast paths that this switches off."""
     for old in dict.fromkeys(old for _, old in places):
         edits.succeed(old, made[old])
     for name, old in places:
@@ -265,7 +268,7 @@ def replace(
 
 
 def unweighted(model: nn.Module, name: str, norm: nn.Module, known: RecognisedNorm) -> nn.Module:
-    """x̂ of a norm of the model: the norm of its kind without γ and β."""
+    """Returns a norm that computes the x̂ of a norm of the model: one of the same kind, without γ and β."""
     target = _target(known.computes)
     return _twin(name, norm, known, target, "match", _nearest(model, name), {"elementwise_affine": False}).norm
 
@@ -274,15 +277,16 @@ def unweighted(model: nn.Module, name: str, norm: nn.Module, known: RecognisedNo
 
 
 class _Target(NamedTuple):
-    """The replacement of norms."""
+    """The kind of norm that a swap puts in."""
 
     title: str
     computes: str | None
-    """Its name in the table; None: a norm of the user's own."""
+    """Its name in the table. None: it is of the user's own class."""
     make: Callable[..., Any]
-    """(width, options…) → the norm."""
+    """The function (width, options…) → norm."""
 
     def is_met_by(self, module: nn.Module) -> bool:
+        """Returns whether a norm is of this kind already."""
         if self.computes is None:
             return type(module) is self.make
         family = FAMILIES[self.title].settings if self.title in FAMILIES else {}
@@ -293,7 +297,8 @@ class _Target(NamedTuple):
         return is_so and all(getattr(module, name) == value for name, value in own.items())
 
     def norm(self, width: int, like: Tensor, wanted: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
-        """A norm with the options, and with those wanted settings that its constructor takes."""
+        """Returns a new norm with the options, and with those of the wanted settings that its constructor takes.
+        `like`: a tensor of the norm's device and dtype. Errors: InputError for an unknown option."""
         taken = _options(self.make)
         for option in options:
             if taken is not None and option not in taken:
@@ -316,10 +321,11 @@ class _Target(NamedTuple):
 
 
 def _target(to: str | Callable[..., nn.Module]) -> _Target:
+    """Returns the kind of norm that a caller asks for. Errors: InputError."""
     if isinstance(to, type) and issubclass(to, Norm):
         to = to()
     if isinstance(to, str) and names_code(to):
-        to = TransformerConfig(norm=to).norm  # an object, as there
+        to = TransformerConfig(norm=to).norm  # the configuration makes a Norm of "file.py:Class"
     if isinstance(to, Norm):
         return _Target(str(to), None, to)
     name = next((name for name, kind in KINDS.items() if to is kind), to)
@@ -339,7 +345,8 @@ def _target(to: str | Callable[..., nn.Module]) -> _Target:
 
 
 def _options(make: Callable[..., Any]) -> list[str] | None:
-    """The constructor's options beside the width, and the parent class's where it passes **options on. None: any."""
+    """Returns the names of a constructor's options, without the width. If it takes **options, those of its base class
+    are included. None: it takes any option."""
     names: list[str] = []
     parents = make.__mro__[: make.__mro__.index(nn.Module)] if isinstance(make, type) else [make]
     for parent in parents:
@@ -352,16 +359,17 @@ def _options(make: Callable[..., Any]) -> list[str] | None:
 
 
 class _NewNorm(NamedTuple):
-    """The norm that takes an old one's place."""
+    """A new norm for an old one's place, with the table's note."""
 
     norm: nn.Module
     note: str
     counterparts: dict[str, str]
-    """The name of an old parameter → that of the new one."""
+    """The name of an old parameter → the name of the new one in its place."""
 
 
 def _nearest(model: nn.Module, name: str) -> Tensor:
-    """A tensor that tells a norm's device and dtype: its own, or one of the smallest part of the model around it."""
+    """Returns a tensor of a norm's device and dtype: one of the norm, or one of the smallest module around it that has
+    any."""
     while True:
         module = model.get_submodule(name)
         for tensor in (*module.parameters(), *module.buffers()):
@@ -373,7 +381,7 @@ def _nearest(model: nn.Module, name: str) -> Tensor:
 
 
 def _share(old: nn.Module, made: _NewNorm, shared: dict[tuple[nn.Parameter, str, torch.Size], nn.Parameter]) -> None:
-    """Gives norms that shared a parameter one new parameter. `shared`: those made so far."""
+    """Gives new norms one common parameter if the old norms shared one. `shared`: the new parameters so far."""
     for leaf, new in made.counterparts.items():
         parameter = getattr(made.norm, new)
         setattr(made.norm, new, shared.setdefault((getattr(old, leaf), new, parameter.shape), parameter))
@@ -388,7 +396,8 @@ def _twin(
     like: Tensor,
     options: Mapping[str, Any],
 ) -> _NewNorm:
-    """The norm that takes the old one's place, on the device and of the dtype of `like`."""
+    """Returns the new norm for the place of `old` at `path`, on the device and with the dtype of `like`. `known`: the
+    norm that `old` computes. Errors: InputError if the new norm has another width."""
     has_bias = known.bias is not None or known.computes != "layernorm"
     wanted: dict[str, Any] = {"device": like.device, "dtype": like.dtype, "bias": has_bias}
     if known.gain is None and known.bias is None:
@@ -399,15 +408,15 @@ def _twin(
     takes_eps = target.title not in FAMILIES or FAMILIES[target.title].settings["eps_place"] == "inside"
     if takes_eps and (
         computes == known.computes or {computes, known.computes} <= {"layernorm", "rmsnorm"}
-    ):  # ε means the same
-        if known.eps is None:  # torch's RMSNorm: that of the type computed in
+    ):  # the two norms use ε in the same way
+        if known.eps is None:  # torch's RMSNorm uses the machine epsilon of the dtype it computes in
             wanted["eps"] = torch.finfo(torch.promote_types(like.dtype, torch.float32)).eps
         elif not math.isnan(known.eps):
             wanted["eps"] = known.eps
     is_narrow = like.dtype in (torch.float16, torch.bfloat16)
     keeps_offset = known.gain is not None and (known.offset, known.factor) == (1.0, 1.0) and is_narrow
     if keeps_offset and target.title == "rmsnorm":
-        wanted["zero_centred"] = True  # weight + 1 in 16 bits would lose the weight
+        wanted["zero_centred"] = True  # storing weight + 1 in 16 bits would round the weight away
     new = target.norm(known.width, like, wanted, options)
     if isinstance(new, Typed):
         new.return_like(known.returns, like)
@@ -440,8 +449,8 @@ def _twin(
 
 @torch.no_grad()
 def _match(old: Any, known: RecognisedNorm, new: Any, new_known: RecognisedNorm) -> list[str]:
-    """Sets the new norm's parameters from the old one's, in the new one's offset and factor. Returns notes where these
-    differ."""
+    """Sets the new norm's parameters from the old one's, converted to its offset and factor. Returns notes about the
+    conversion, if there was one."""
     if known.bias and new_known.bias:
         getattr(new, new_known.bias).copy_(getattr(old, known.bias))
     if not (known.gain and new_known.gain):
@@ -464,7 +473,8 @@ def _match(old: Any, known: RecognisedNorm, new: Any, new_known: RecognisedNorm)
 
 
 def _exchanged(model: nn.Module, places: list[tuple[str, nn.Module]], made: Mapping[nn.Module, _NewNorm]) -> Exchange:
-    """For each parameter of the old norms its replacements; it stays where other modules have it too."""
+    """Returns for each parameter of the old norms the parameters that replace it. A parameter that other modules have,
+    too, is among its own replacements."""
     kept = {p for module in model.modules() if module not in made for p in module.parameters(recurse=False)}
     out: Exchange = {}
     for name, old in places:
@@ -475,7 +485,8 @@ def _exchanged(model: nn.Module, places: list[tuple[str, nn.Module]], made: Mapp
 
 
 def _exchange(name: str, old: nn.Module, made: _NewNorm) -> Exchange:
-    """The exchange of one norm; new parameters without a counterpart join the first one's replacements."""
+    """Returns the exchange of one norm's parameters. New parameters without a counterpart count as replacements of the
+    first old one."""
     olds, news = dict(old.named_parameters(recurse=False)), dict(made.norm.named_parameters(recurse=False))
     taken = made.counterparts
     out = {p: [(f"{name}.{taken[leaf]}", news[taken[leaf]])] if leaf in taken else [] for leaf, p in olds.items()}
@@ -491,7 +502,7 @@ def _switch_off_fast_paths(model: nn.Module, new: set[nn.Module], edits: Edits) 
     for name, module in model.named_modules():
         if isinstance(module, nn.TransformerEncoderLayer) and new & {*module.children()}:
             edits.remember(module)
-            module.activation_relu_or_gelu = 0  # its forward checks this before it takes the fast path
+            module.activation_relu_or_gelu = 0  # torch's forward takes the fast path only if this is not 0
             changed.add(module)
             rows.append(
                 Row(name or "(model)", "fast path", "off", "torch.nn's fused evaluation would bypass the norms")

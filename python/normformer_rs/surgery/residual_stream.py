@@ -165,8 +165,8 @@ def bare(x: Stream) -> Tensor:
 
 
 def _numbers(x: Stream) -> Tensor:
-    """Returns the stream's `value` as a plain tensor. Normally it is a view of the stream, because reentrant checkpoints
-    need the tensor that they detached. Dynamo cannot change a tensor's class, so it gets `value` itself."""
+    """Returns the stream's `value` as a plain tensor. Normally this is a view of the stream, because reentrant
+    checkpoints need the tensor that they detached. Dynamo cannot change a tensor's class, so it gets `value` itself."""
     return x.value if torch.compiler.is_compiling() or not _is_plain(x.value) else x.as_subclass(Tensor)
 
 

@@ -1,4 +1,4 @@
-"""`swap_residuals`: another residual scheme for the blocks of a model."""
+"""`swap_residuals` gives the blocks of a model another residual scheme."""
 
 import functools
 import warnings
@@ -205,7 +205,8 @@ def _swap(
 def _plans(
     groups: list[Group], to: Any, depth: int | tuple[int, int] | None, init: str | None, options: Mapping[str, Any]
 ) -> list[tuple[Group, Place]]:
-    """Each group of blocks with the place of its first: a configuration with the model's depths, and the stack."""
+    """Returns each group of blocks with the place of its first block: the configuration with the model's depths, and
+    whether the stack is an encoder or a decoder. Errors: InputError if `depth` does not fit the model."""
     with_memory, alone = [g for g in groups if g.has_memory], [g for g in groups if not g.has_memory]
     plans = []
     for group in groups:
@@ -238,7 +239,7 @@ def _plans(
 
 
 def _depth(given: Any) -> int | tuple[int, int] | None:
-    """A caller's depth. Errors: InputError."""
+    """Returns the caller's `depth` after checking it. Errors: InputError."""
     if not isinstance(given, tuple | list):
         return None if given is None else count_of_layers("depth", given)
     if len(given) != 2:
@@ -264,8 +265,8 @@ _USUAL = (("self-attention", "feed-forward"), ("self-attention", "cross-attentio
 
 
 def _kinds(group: Group) -> tuple[str, ...] | None:
-    """The sublayers of the group's blocks, where they are not a Transformer's. A sublayer that is attention in some of
-    them, and something else in others, counts as attention."""
+    """Returns the kinds of the sublayers in the group's blocks. None: they are a Transformer's usual ones. A sublayer
+    that is attention in some blocks and something else in others counts as attention."""
     of_blocks = [[part.kind for part in parts_of(block)] for block in group.blocks]
     kinds = tuple(
         min(some, key=["cross-attention", "self-attention", "feed-forward"].index) for some in zip(*of_blocks)
@@ -274,13 +275,14 @@ def _kinds(group: Group) -> tuple[str, ...] | None:
 
 
 def _has(group: Group, place: Place) -> bool:
-    """The blocks have exactly this scheme already."""
+    """Returns whether the blocks already have exactly this scheme."""
     now = place_of(group.blocks[0])
     return now is not None and now.config == place.config
 
 
 def _unreached(group: Group, i: int) -> list[str]:
-    """Matrices of a block that stay as they are; of a loop, with its first layer."""
+    """Returns the names of block i's matrices that are not re-initialised. Those of a loop belong to its first
+    layer."""
     if group.loop is None:
         return unreached(group.blocks[i])
     return [] if i else unreached(group.loop, group.blocks)
@@ -293,7 +295,8 @@ def _first_norm(group: Group) -> nn.Module | None:
 
 
 def _take_over_options(stack: nn.Module, there: set[Any], like: nn.Module) -> None:
-    """Gives the norms that a scheme has added the options of a norm of the same class that was `there`."""
+    """Replaces norms that the scheme has added, and that have the class of the norm `like`, by norms with its options.
+    `there`: the modules from before the swap, which stay."""
 
     def options_of(norm: Any) -> dict[str, Any]:
         return {name: getattr(norm, name) for name in norm.declared.options}
@@ -315,15 +318,16 @@ def _take_over_options(stack: nn.Module, there: set[Any], like: nn.Module) -> No
 
 
 def _plain(to: Any, place: Place) -> Any:
-    """The scheme as JSON has it."""
+    """Returns the scheme in a form that JSON can hold: its name or its declaration."""
     return to.declare(place.config, place.kinds) if hasattr(to, "declare") else to
 
 
 def _proven(
     model: nn.Module, stacks: Stacks, plans: list[tuple[Group, Place]], look: Look, seen: Mapping[bool, Observed]
 ) -> list[tuple[Group, Place]]:
-    """The plans for blocks with which an identity swap changes nothing; the others are unknown. `seen`: runs of the
-    model in evaluation and training mode."""
+    """Returns the plans whose blocks pass the proof: a swap to the scheme that they have must not change the model's
+    results. Groups that fail are added to `stacks.unknown`. `seen`: runs of the model in evaluation and training
+    mode."""
     found = [group for group, _ in plans if _is_foreign(group) and structure_of(group.blocks[0]).is_found]
     if not found or not seen or any(place_of(group.blocks[0]) is not None for group in found):
         return plans
@@ -344,8 +348,8 @@ def _proven(
 
 
 def _try(model: nn.Module, look: Look, seen: Mapping[bool, Observed], to: Any) -> None:
-    """Runs the swapped model in both modes. Errors: InputError where it does not run, as the
-    model did before: a sublayer's layers are not what their roles say, for schemes that act between them."""
+    """Runs the swapped model in both modes. Errors: InputError if it fails although the model ran before the swap. This
+    happens with schemes that act inside sublayers if the layers there do not have the roles that were found."""
     for training, old in seen.items():
         new = look(training, old.has_backward)
         if new.error is not None and old.error is None:
@@ -356,6 +360,7 @@ def _try(model: nn.Module, look: Look, seen: Mapping[bool, Observed], to: Any) -
 
 
 def _is_foreign(group: Group) -> bool:
+    """Returns whether blocks are neither torch.nn's nor of a registered class, so that a run has to describe them."""
     return not isinstance(group.blocks[0], tuple(TORCHS)) and declaration_of(type(group.blocks[0])) is None
 
 
@@ -369,16 +374,17 @@ _OURS = {
 
 
 def _convert_torchs(group: Group, place: Place, edits: Edits, _: bool) -> list[Row]:
-    """Turns torch.nn's layers, and their stack if there is one, into the package's; children and names stay."""
+    """Turns torch.nn's layers, and their stack if there is one, into this package's. Children and names stay. Returns
+    rows of the table about the last norm."""
     notes, holder = [], group.holder
     in_stack = type(holder) in TORCH_STACKS
     for i, layer in enumerate(group.blocks):
-        for module in layer.modules():  # linear layers are re-initialised, too
+        for module in layer.modules():  # all of them, since linear layers are re-initialised later
             edits.remember(module)
         reclass(layer, _OURS[type(layer)])
         layer.adopt(Place(place.config, place.stack, i), in_stack)  # type: ignore[operator]
         for module in layer.children():
-            reclass(module, type(module))  # attention's class is another, too
+            reclass(module, type(module))  # `adopt` has changed the class of attentions, too
     if in_stack:
         edits.remember(holder)
         norm = holder.norm
@@ -396,9 +402,10 @@ def _convert_torchs(group: Group, place: Place, edits: Edits, _: bool) -> list[R
 
 
 def _convert_foreign(group: Group, place: Place, edits: Edits, keeps: bool) -> list[Row]:
-    """Turns blocks into subclasses that run on a residual stream, or call the scheme's steps; the scheme's modules go
-    into their `residual`, those of the stack into `stack_residual` beside the list. `keeps`: the blocks' weights, among
-    them vectors of branches that the scheme has, too."""
+    """Turns blocks into subclasses that run on a residual stream or call the scheme's steps. Their new attribute
+    `residual` holds the scheme's modules, and `stack_residual`, beside the list, those of the stack. `keeps`: the
+    blocks keep their weights, so LayerScale vectors are copied into the scheme's β. Returns rows about the last
+    norm."""
     notes: list[Row] = []
     holder = None if isinstance(group.holder, LISTS) else group.holder
     has_end = any(change.kind == "norm" for change in place.declared.end)
@@ -442,7 +449,7 @@ def _convert_foreign(group: Group, place: Place, edits: Edits, keeps: bool) -> l
 
 
 def _is_prenorm(group: Group) -> bool:
-    """The blocks were found to be x + F(N(x)), and nothing else."""
+    """Returns whether a run found that the blocks compute x + F(N(x)) and nothing else."""
     structures = [structure_of(block) for block in group.blocks]
     return all(
         found.is_found
@@ -454,13 +461,15 @@ def _is_prenorm(group: Group) -> bool:
 
 
 def _name(holder: nn.Module, group: Group) -> str:
-    """What a module calls the scheme's parts of a stack: by the list, where it has several."""
+    """Returns the attribute's name for a stack's scheme modules. A module's second stack gets a name with that of its
+    list."""
     return (
         "stack_residual" if not hasattr(holder, "stack_residual") else f"{group.path.rpartition('.')[2]}_stack_residual"
     )
 
 
 def _convert_block(block: Any, residual: BlockResidual, own: Any, edits: Edits) -> None:
+    """Turns a block into a subclass with the scheme. `own`: the subclass that it is registered with, or None."""
     sites = own.sites(block) if hasattr(own, "sites") else {}
     for path in {"", *sites}:
         edits.remember(block.get_submodule(path))
@@ -495,8 +504,9 @@ def _convert_loop(
 
 
 def _exchange_parts(block: nn.Module, residual: BlockResidual, own: Any, edits: Edits) -> None:
-    """Puts what a scheme has in the place of a block's norms, dropouts and factors. `own`: the subclass that the block
-    is registered with."""
+    """Exchanges a block's norms, dropouts and factors for the scheme's parts: norms stay, move to the residual or
+    become identities; dropouts move to the residual; factors go. `own`: the subclass that the block is registered with,
+    or None."""
     parts = residual.parts
     norms = [path for part in parts for path in part.norms()]
     dropouts = [part.dropout for part in parts if part.dropout is not None and _is_module(block, part.dropout)]
@@ -534,13 +544,14 @@ def _exchange_parts(block: nn.Module, residual: BlockResidual, own: Any, edits: 
 
 
 def _put_everywhere(block: nn.Module, old: nn.Module, new: nn.Module) -> None:
-    """Under all of the module's names in the block."""
+    """Puts `new` into the place of `old` under all names that `old` has in the block."""
     for path in [name for name, module in block.named_modules(remove_duplicate=False) if module is old]:
         _put(block, path, new)
 
 
 def _nothing(norm: nn.Module, reads: bool) -> nn.Identity:
-    """In the place of a norm: with a weight, whose type blocks ask for. `reads`: it stood before a sublayer."""
+    """Returns an identity for the place of a norm. It has an empty weight, since some blocks ask for the dtype of their
+    norm's weight. `reads`: whether the norm stood before a sublayer."""
     identity, like = Identity() if reads else nn.Identity(), next(norm.parameters(), None)
     if like is not None:
         identity.register_buffer("weight", like.new_empty(0).detach(), persistent=False)
@@ -548,10 +559,12 @@ def _nothing(norm: nn.Module, reads: bool) -> nn.Identity:
 
 
 def _is_module(block: nn.Module, path: str) -> bool:
+    """Returns whether there is a module at a path of the block."""
     return has(block, path) and isinstance(at(block, path), nn.Module)
 
 
 def _put(block: nn.Module, path: str, module: nn.Module) -> None:
+    """Puts a module into the place of another one, in the same training mode."""
     parent, _, leaf = path.rpartition(".")
     holder: Any = block.get_submodule(parent)
     setattr(holder, leaf, module.train(getattr(holder, leaf).training))
@@ -564,8 +577,9 @@ def _repoint(
     after: Mapping[str, nn.Parameter],
     drawn: Sequence[nn.Parameter],
 ) -> Repoint:
-    """Takes the removed parameters out of the optimizer, and puts each new one into the group of an old one: a vector
-    into that of a vector, since groups of norms, gains and biases have no decay, and of those the nearest by path."""
+    """Returns the exchange that takes removed parameters out of the optimizer, and puts each new one into the group of
+    an old one. A vector joins the group of a vector, since groups of norms, gains and biases often have no weight
+    decay. Among the candidates, the nearest by path is chosen."""
     known, kept = {*before.values()}, {*after.values()}
     exchange: Exchange = {p: [] for p in known - kept}
     names = {p: name for name, p in before.items()}
@@ -580,5 +594,6 @@ def _repoint(
 
 
 def _common(one: str, other: str) -> int:
+    """Returns how many names two paths have in common at their beginning."""
     a, b = one.split("."), other.split(".")
     return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))

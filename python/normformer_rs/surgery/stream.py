@@ -83,7 +83,7 @@ class Matrix(NamedTuple):
         kind = type(self.owner)
         conv1d = full_name(kind) == "transformers.pytorch_utils.Conv1D"
         if self.weight not in self.parameters or not (conv1d or kind.forward in _AFFINE):
-            what = full_name(kind) if kind.__name__ in _PLAIN_NAMES else kind.__name__  # PEFT also has a class called Linear
+            what = full_name(kind) if kind.__name__ in _PLAIN_NAMES else kind.__name__  # PEFT has a Linear, too
             return f"{self.name} is a {what}, and no plain linear layer"
         odd = next((p for p in self.parameters.values() if not (_is_plain(p) and p.is_floating_point())), None)
         if odd is not None:
