@@ -42,7 +42,8 @@ TRAINING: dict[str, Any] = {
     "keep": 2,
 }
 DATA: dict[str, Any] = {"bpe_operations": 200}
-"""The demo's settings: at most 3 minutes of training on 2 cores, BLEU at least 80."""
+"""With the settings MODEL, TRAINING and DATA, training takes at most 3 minutes on 2 cores and reaches BLEU 80 or
+more."""
 
 SIZES = {"train": 6000, "valid": 200, "test": 400}
 SEED = 1
@@ -62,7 +63,7 @@ _DAYS = {
     "december": 31,
 }
 _APRIL = 4
-# Ordinals whose word after "thứ" is not the number's.
+# In these ordinals the word after "thứ" differs from the number's word.
 _THU = {1: "nhất", 4: "tư"}
 
 
@@ -146,7 +147,7 @@ def _ordinal(n: int, words: Callable[..., str]) -> Pair:
 def _date(day: int, month: str, year: int, words: Callable[..., str]) -> Pair:
     english = f"the {words(day, lang='en', to='ordinal')} of {month} {words(year, lang='en', to='year')}"
     number = 1 + list(_DAYS).index(month)
-    month_vi = _THU[number] if number == _APRIL else words(number, lang="vi")  # January is tháng một, April tháng tư
+    month_vi = _THU[number] if number == _APRIL else words(number, lang="vi")  # April: tháng tư (ordinal); January: tháng một
     return Pair(english, f"ngày {words(day, lang='vi')} tháng {month_vi} năm {words(year, lang='vi')}")
 
 

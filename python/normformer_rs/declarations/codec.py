@@ -91,6 +91,7 @@ def _codec(kind: Any) -> _Codec:
 
 
 def _leaf(check: Callable[[Any, str], Any], read: Callable[[Any], Any] = lambda found: found) -> _Codec:
+    """Returns the codec of a type without parts. `check` returns a value as JSON holds it, or raises."""
     return _Codec(lambda value, _, what: check(value, what), read)
 
 
@@ -122,6 +123,7 @@ def _one_or_list(codec: _Codec) -> _Codec:
 
 
 def _enum(variants: Mapping[str, Any], expected: str) -> _Codec:
+    """Returns the codec of a Rust enum, {the variant's name: its content}. `variants`: name → type of the content."""
     codecs = {tag: (int | float if kind is float else kind, _codec(kind)) for tag, kind in variants.items()}
 
     def write(value: Any, owner: Owner, what: str) -> Any:
@@ -211,6 +213,7 @@ _LEFT_OUT = ("is_weighted", "shared", "sums_over")
 
 
 def _fields(kind: Any) -> _Codec:
+    """Returns the codec of a named tuple, which becomes an object with its fields."""
     codecs = {name: _codec(one) for name, one in kind.__annotations__.items()}
     expected = {Learned: 'a Learned, as Learned("gain", 1.0)', NormAt: 'a Norm, as Norm("norm")'}
     silent = {name: kind._field_defaults[name] for name in _LEFT_OUT if name in codecs}
@@ -255,4 +258,4 @@ _CODECS: dict[Any, Callable[[], _Codec]] = {
     Gates: lambda: _enum(_GATES, "a Joint, a Permuted, an Each, a Channel or a number"),
     Mixing: lambda: _enum(_MIXING, "a HyperConnection or a DepthAttention"),
 }
-"""Makers of the codecs of types whose fields alone do not determine it."""
+"""For each type whose fields alone do not determine its codec, a function that makes the codec."""

@@ -164,6 +164,7 @@ _FOUND: weakref.WeakValueDictionary[str, Norm] = weakref.WeakValueDictionary()
 
 
 def _register(cls: type[Norm]) -> None:
+    """Adds a class to the register, once, with a serial number of its own."""
     if "_serial" not in vars(cls):
         _define()
         cls._serial, cls._found = next(_NEXT), {}  # type: ignore[attr-defined]
@@ -341,7 +342,8 @@ def _listed(names: Iterable[str]) -> str:
 
 
 def _of(declaration: str) -> Norm:
-    """Returns the norm of a model's declaration: from the class that the model was made with, or as for a file."""
+    """Returns the norm that a model's declaration describes: from the class that the model was made with, if that still
+    exists; otherwise as `declared` finds it for a file."""
     norm = _FOUND.get(declaration)
     if norm is None:
         data = json.loads(declaration)
@@ -356,7 +358,7 @@ _defined: list[Any] = []
 
 
 def _define() -> None:
-    """Defines the operator that the loop calls."""
+    """Defines, once, the operator by which the training loop calls such norms."""
     if _defined:
         return
     _loading.load()  # the extension module must be loaded before its namespace is extended
@@ -370,12 +372,13 @@ def _define() -> None:
 
 
 def _run(x: Any, *given: Any) -> Any:
+    """Computes the operator. `given`: the parameters, padded with None, and the norm's declaration."""
     *parameters, declaration = given
     return in_wide(_of(declaration), x, [p for p in parameters if p is not None])
 
 
 def in_wide(norm: Norm, x: Any, parameters: Any) -> Any:
-    """Returns y in x's type, computed in f32 at least."""
+    """Returns y = N(x) in x's dtype, computed in f32 at least. Errors: InputError if y has another shape than x."""
     import torch
 
     wide = torch.promote_types(x.dtype, torch.float32)

@@ -13,8 +13,8 @@ from .registry import norm_of_config
 from .sharding import mark_drawn, whole, write_whole
 
 LEARNED = "_learned_by_scheme"
-"""The attribute of a module with the dimension over which the products with each of its scheme's parameters are
-summed."""
+"""The name of a module's attribute that says, for each of its scheme's parameters, over which dimension products with
+the parameter are summed."""
 
 
 def make(
@@ -87,7 +87,7 @@ def reset_module(module: nn.Module | None) -> None:
     if module is None:
         return
     if isinstance(module, nn.MultiheadAttention):
-        module.out_proj.reset_parameters()  # its own reset leaves that out
+        module.out_proj.reset_parameters()  # torch.nn's reset of attention leaves out_proj out
     own: Any = getattr(module, "reset_parameters", getattr(module, "_reset_parameters", None))
     if own is not None:
         with whole(module):

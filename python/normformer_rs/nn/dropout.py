@@ -74,8 +74,8 @@ def rate(dropout: Any) -> float | None:
 
 
 # torch.compile's partitioner may run forward operations again in the backward graph, to save memory. It does so with
-# random ones as well, including torch's dropout, and then other numbers result. It respects a mark on a node of the
-# graph.
+# random ones as well, including torch's dropout, and then other numbers result. But it respects a mark on a node of the
+# graph, so the operator `kept_seed` marks the seed as a tensor that must be saved.
 
 
 def is_run_again() -> bool:

@@ -11,7 +11,8 @@ from torch import Tensor
 from ..errors import InputError
 
 _masks: contextvars.ContextVar[tuple[Tensor, ...]] = contextvars.ContextVar("normformer_rs_padding_masks", default=())
-# torch.compile supports no context variables and treats thread-locals as constants, but it guards globals.
+# torch.compile supports no context variables and treats thread-locals as constants, but it guards globals. So compiled
+# code reads this global.
 _masks_compiled: tuple[Tensor, ...] = ()
 
 
