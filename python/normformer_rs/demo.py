@@ -147,12 +147,14 @@ def _ordinal(n: int, words: Callable[..., str]) -> Pair:
 def _date(day: int, month: str, year: int, words: Callable[..., str]) -> Pair:
     english = f"the {words(day, lang='en', to='ordinal')} of {month} {words(year, lang='en', to='year')}"
     number = 1 + list(_DAYS).index(month)
-    month_vi = _THU[number] if number == _APRIL else words(number, lang="vi")  # April: tháng tư (ordinal); January: tháng một
+    # April is tháng tư, with the ordinal's word; all other months have the number's, as January, tháng một
+    month_vi = _THU[number] if number == _APRIL else words(number, lang="vi")
     return Pair(english, f"ngày {words(day, lang='vi')} tháng {month_vi} năm {words(year, lang='vi')}")
 
 
 @functools.cache
 def _words() -> Callable[..., str]:
+    """Returns a function that writes numbers in words, without commas and hyphens."""
     num2words = require("num2words", "the demo's text").num2words
 
     @functools.cache  # because most numbers occur many times
@@ -230,6 +232,7 @@ def run(output: str | Path, *, updates: int | None = None, progress: bool = True
 
 
 def _report(outcome: Outcome, trained: float, bleu: str, output: Path) -> None:
+    """Prints some translations, BLEU, the times and the path of the curves."""
     for english, hypothesis, reference in outcome.translations[:SHOWN]:
         print(f"\n  {english}\n  → {hypothesis}")
         if hypothesis != reference:

@@ -164,6 +164,7 @@ def _compare(metric: Any, hypotheses: Sequence[str], baseline: Sequence[str], re
 
 
 def _compare_counts(metric: Any, own: NDArray[Any], baseline: NDArray[Any], rows: NDArray[np.int64]) -> Comparison:
+    """Compares two systems from the counts of their lines. `rows`: the lines of each resample."""
     ours, theirs = (_resampled(metric, statistics, rows) for statistics in (own, baseline))
     every = np.arange(len(own))[None]
     bleu, other = (_resampled(metric, statistics, every)[0] for statistics in (own, baseline))

@@ -100,6 +100,7 @@ def read_lines(path: str, *, empty: bool = False, records: bool = False) -> list
 
 
 def _decode(line: bytes, place: str, advice: str) -> str:
+    """Returns a line as text, without the \\r of a Windows line end. Errors: InputError for invalid UTF-8."""
     try:
         return line.removesuffix(b"\r").decode("utf-8")
     except UnicodeDecodeError as error:

@@ -131,6 +131,8 @@ def coordinate_check(
 
 
 def _sized(config: TransformerConfig, over: str, value: int) -> TransformerConfig:
+    """Returns the configuration with another width or depth, and without dropout. Errors: InputError for a width that
+    does not fit."""
     rates = dict.fromkeys(("dropout", "embedding_dropout", "attention_dropout", "activation_dropout"), 0.0)
     if config.attention == "tensorized":
         del rates["attention_dropout"]

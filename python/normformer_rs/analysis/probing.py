@@ -134,6 +134,7 @@ class Probe:
         self._within: list[nn.Module] = []
 
     def _find_shares(self) -> dict[str, list[_Share]]:
+        """Returns the roles of the matrices in all blocks, by the names of their parameters."""
         found: dict[str, list[_Share]] = {}
         parameters = dict(self.model.named_parameters())
         for block, (name, _) in self._layers.items():
@@ -225,6 +226,7 @@ class Probe:
     # ---- passes ----
 
     def _leave(self, module: nn.Module, given: Any, out: Any) -> None:
+        """A hook on norms and linear layers: measures the output, by role."""
         name = self._names[module]
         if not isinstance(out, Tensor) or not out.is_floating_point():
             return
@@ -237,6 +239,7 @@ class Probe:
                 self._put(name, "fc2", "active", float((given[0].detach() > 0).double().mean()))
 
     def _activations(self, name: str, role: str, x: Tensor) -> None:
+        """Measures rms, largest and kurtosis of x."""
         x = x.double()
         mean, squares = x.mean(), x.square().mean()
         centred = (x - mean).square()
@@ -253,6 +256,7 @@ class Probe:
             del self._passes[key]
 
     def _leave_block(self, block: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
+        """A hook on blocks: measures a layer's output, alone and against its input."""
         self._within.pop()
         name, _ = self._layers[block]
         x, y = (next((t for t in _tensors(value) if t.is_floating_point() and t.dim() > 1), None)
@@ -327,6 +331,7 @@ def _norm(t: Tensor) -> float:
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
+    """Yields the tensors in nested lists, tuples, mappings and outputs of Hugging Face models."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):

@@ -78,6 +78,7 @@ class _Codec(NamedTuple):
 
 @functools.cache
 def _codec(kind: Any) -> _Codec:
+    """Returns the codec of a type: a class, a Literal, a union or a sequence."""
     if kind in _CODECS:
         return _CODECS[kind]()
     if get_origin(kind) is Literal:
@@ -103,6 +104,8 @@ def _optional(codec: _Codec) -> _Codec:
 
 
 def _list(codec: _Codec) -> _Codec:
+    """Returns the codec of a list of values that `codec` writes."""
+
     def write(value: Any, owner: Owner, what: str) -> Any:
         if not isinstance(value, Iterable) or isinstance(value, str):
             raise refusal(what, "a list", value)
@@ -140,6 +143,7 @@ def _enum(variants: Mapping[str, Any], expected: str) -> _Codec:
 
 
 def _gain() -> _Codec:
+    """Returns the codec of `Gain`: "one" and "growing" are plain texts, a curve is {its kind: its other fields}."""
     plain = _enum(
         {"constant": float, "learned": Learned}, "a number, GROWING, a Learned, or a curve of one, as sigmoid(…)"
     )
@@ -163,6 +167,7 @@ def _gain() -> _Codec:
 
 
 def _change() -> _Codec:
+    """Returns the codec of `Change`, {the kind: its content}."""
     codecs = {kind: _codec(what) for kind, what in KINDS.items()}
 
     def write(value: Any, owner: Owner, what: str) -> Any:
@@ -180,6 +185,7 @@ def _change() -> _Codec:
 
 
 def _changes() -> _Codec:
+    """Returns the codec of `Changes`: one change, or several, as a list."""
     many = _list(_codec(Change))
 
     def write(value: Any, owner: Owner, what: str) -> Any:
@@ -195,6 +201,8 @@ def _stream() -> _Codec:
 
 
 def _first_values() -> _Codec:
+    """Returns the codec of initial values: a number, a list, or {"normal": std}."""
+
     def write(value: Any, _: Owner, what: str) -> Any:
         if isinstance(value, Normal):
             return {"normal": number(value.std, what)}

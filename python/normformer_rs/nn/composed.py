@@ -35,6 +35,7 @@ def signature(entry: Mapping[str, Any]) -> inspect.Signature:
 
 
 def _running_signature(entry: Mapping[str, Any]) -> inspect.Signature:
+    """Returns the constructor's signature for a norm with statistics over rows."""
     options = {option["name"]: _option(option) for option in entry["options"]}
     kinds: dict[str, tuple[Any, Any]] = {"num_features": (int | Sequence[int], inspect.Parameter.empty)}
     kinds |= {name: option for name, option in options.items() if name not in ("groups", "sync")}

@@ -85,6 +85,8 @@ def is_run_again() -> bool:
 
 
 def _has_budget() -> bool:
+    """Returns whether torch.compile has an activation memory budget below 1, and defines `kept_seed` if so. Errors:
+    InputError for a budget of 0."""
     from torch._functorch import config
 
     if torch.compiler.is_exporting():

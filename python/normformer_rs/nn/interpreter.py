@@ -68,6 +68,7 @@ def _kept(kept: KeptTensors | None) -> KeptTensors:
 
 
 def _find(kept: KeptTensors, name: str, x: Tensor) -> Tensor:
+    """Returns the tensor kept under a name. Errors: InputError if there is none, or its shape is not that of x."""
     if name not in kept:
         raise InputError(f"nothing was kept as {name!r} before this place: call the whole stack or block, not a part")
     if (found := kept[name]).shape != x.shape:

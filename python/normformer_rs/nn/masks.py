@@ -120,6 +120,8 @@ def give(new: GivenMasks | None) -> None:
 
 
 def _given_for(rows: torch.Size) -> Tensor | None:
+    """Returns the mask, of those that the model was called with, that fits rows of this shape. None if none fits, or
+    several different ones do. Counts the outcome in `tally`."""
     now = given()
     if now is None or not now.masks:
         return None

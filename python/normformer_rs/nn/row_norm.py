@@ -150,6 +150,7 @@ class RowNorm(Typed):
         return self._on_rows(self.composed, x)
 
     def _on_rows(self, run: Callable[..., Tensor], x: Tensor) -> Tensor:
+        """Calls run(x, weight, bias) with the dimensions of a row flattened into one, and restores them."""
         weight, bias = self.parameters_in_use(x)
         n = len(self.normalized_shape)
         if n == 1:

@@ -183,6 +183,8 @@ class RunningNorm(Steered, Typed):
         return self._normed(x, padding_mask)
 
     def _normed(self, x: Tensor, padding_mask: Tensor | None) -> Tensor:
+        """Returns N(x). In training it updates the statistics once; a recomputation in the backward pass uses those of
+        the first run."""
         if self.groups:
             x = scale_groups(x, self.groups)
         is_compiling, is_exporting = torch.compiler.is_compiling(), torch.compiler.is_exporting()
@@ -252,7 +254,7 @@ class RunningNorm(Steered, Typed):
     def __deepcopy__(self, memo: dict[int, Any]) -> "RunningNorm":
         new = type(self).__new__(type(self))
         memo[id(self)] = new
-        # RunningNorm's own method is called, because parametrize gives its instances a class whose __getstate__ raises.
+        # RunningNorm's own method is called, because parametrize gives instances a class whose __getstate__ raises.
         new.__setstate__(copy.deepcopy(RunningNorm.__getstate__(self), memo))
         new.process_group = self.process_group
         return new
@@ -339,9 +341,9 @@ class PowerNorm(RunningNorm, norm="powernorm"):
 
     A training forward then sets ψ² ← α_f ψ² + (1−α_f)ψ²_B, with ψ²_B = mean x² per feature over real positions. The
     backward pass, with G = γ⊙dy, computes X′ = G − ν⊙x̂, dx = X′/√(ψ² + ε), ν ← ν(1 − (1−α_b)Γ) + (1−α_b)Λ,
-    Γ = mean(x̂²), Λ = mean(G⊙x̂). This is an approximation by design: the gradient is not the derivative of the formula,
-    and there is no second derivative. In the first `warmup_iters` training forwards ψ_B replaces ψ, with PN-V's exact
-    gradient, and ψ² is the mean so far.
+    Γ = mean(x̂²), Λ = mean(G⊙x̂). This is an approximation by design: the gradient is not the derivative of the
+    formula, and there is no second derivative. In the first `warmup_iters` training forwards ψ_B replaces ψ, with
+    PN-V's exact gradient, and ψ² is the mean so far.
 
     `mode="release"` computes in every step exactly what the authors' mask_powernorm.py does: group scaling first, the
     running ψ² moved twice during warm-up, ψ_B in dx, means over padding too. Its state dicts load unchanged.

@@ -44,6 +44,7 @@ class Growing(Steered):
         self._follow()
 
     def _follow(self) -> None:
+        """Registers the module with the hooks on optimizers' steps, for its t and for gains that need profiling."""
         if self.growth is not None:
             self.remember_copies()
             follow_steps(self)
@@ -68,6 +69,7 @@ class Growing(Steered):
                 self._unmoved = PATIENCE
 
     def steering(self) -> Steering:
+        """Returns t, with the parameter whose updates it counts; empty if this module holds no t."""
         origin, mine = self._origin, [*self.watched()]
         if self.growth is None or origin is None:
             return []
@@ -206,6 +208,7 @@ def _begin(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 
 
 def _end(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Runs after a step: advances each t, and warns of gains that were never profiled."""
     step = _UNDER_WAY.pop(optimizer, None)
     if step is None:
         return
@@ -223,6 +226,7 @@ def _end(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 
 @torch.no_grad()
 def _move(optimizer: torch.optim.Optimizer, moved: set[int]) -> None:
+    """Advances each t whose owner the optimizer has, unless its id is in `moved`."""
     owned, skipped = _owned(optimizer), getattr(optimizer, "found_inf", None)
     for module in [*_FOLLOWING]:
         for owner, t in module.followed() if hasattr(module, "followed") else ():  # a swap's undo() changes classes

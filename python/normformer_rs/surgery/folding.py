@@ -70,6 +70,7 @@ def fold_named(model: nn.Module, names: Collection[str] | None, example: Any) ->
 
 @torch.no_grad()
 def _fold_norms(model: nn.Module, names: Collection[str] | None, example: Any, edits: Edits) -> Swaps:
+    """Finds the norms, proves by a trial fold that outputs stay, and folds. Returns the table."""
     by = edits.title
     refuse_meta(model, by)
     found, flow = _found(model, by, example)
@@ -216,6 +217,8 @@ def fold_admin(model: nn.Module) -> int:
 
 @torch.no_grad()
 def _fold_admin(pairs: list[tuple[_Site, _Site]], state: State) -> int:
+    """Folds the ω of each pair's second sublayer into the norm of the first and the matrices that read it. Returns the
+    number of pairs."""
     for before, site in pairs:
         written = (before.norm.weight, getattr(before.norm, "bias", None), *site.readers, site.omega)
         state.keep_values(tensor for tensor in written if tensor is not None)

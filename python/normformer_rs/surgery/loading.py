@@ -136,6 +136,7 @@ def _class(kind: Any, again: Callable[[nn.Module], None]) -> Any:
     """Returns a subclass of the stock class, with its name and module, whose models are swapped as they are built."""
 
     def build(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        """The subclass's __init__: builds the stock model on the CPU and makes the swaps again."""
         with torch.device("cpu"):  # the loader builds on the meta device, where the swaps' runs are not possible
             kind.__init__(self, config, *args, **kwargs)
             with torch.no_grad():

@@ -118,6 +118,8 @@ def _swap(
     options: Mapping[str, Any],
     edits: Edits,
 ) -> Swaps:
+    """Makes the swap of `swap_norms`, whose arguments have been checked. Its steps: find the norms, make the new ones,
+    exchange them and the optimizer's parameters, then run the model to check that it calls the new norms."""
     norms, staying = _find(model, filter)
     flow = None if any(p.is_meta for p in model.parameters()) else Flow.of(model, example, Places(model))
     read: dict[nn.Module, str] = {} if flow is None else flow.only_read()
@@ -309,6 +311,8 @@ class _Target(NamedTuple):
         return made if "dtype" in settings else made.to(like.dtype)
 
     def _make_foreign(self, width: int, settings: Mapping[str, Any]) -> nn.Module:
+        """Returns a new norm of the user's own class. Errors: InputError if the class does not make a module from the
+        width."""
         try:
             made = self.make(width, **settings)
         except TypeError as error:

@@ -93,6 +93,7 @@ class _Reader:
                 self._warn_of_padding_tokens(module, got, decoders)
 
     def leave(self, module: nn.Module, _: Any, __: Any) -> None:
+        """The hook after a call: puts the outer masks in force again, and warns if masks did not fit norms' inputs."""
         now = self._begun()
         if now is None:  # a hook before this one raised
             return
@@ -161,6 +162,7 @@ class _Reader:
         return padding if self.batch_first or padding.dim() < 2 else padding.transpose(0, 1)
 
     def _warn_if_causal(self, module: nn.Module, kwargs: Mapping[str, Any]) -> None:
+        """Warns if a causal part of the model holds norms whose training forward mixes positions."""
         is_causal = any(kwargs.get(name) is True for name in _CAUSAL) and any(map(_leaks, module.modules()))
         if is_causal or (not self.looked_for_causal and _has_leaking_causal_part(module)):
             self._say(

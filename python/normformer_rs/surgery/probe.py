@@ -203,6 +203,7 @@ class _Trial:
         return self._call(scale * self.x, values, training).detach().double().cpu()
 
     def _call(self, x: Tensor, values: Mapping[str, Tensor], training: bool) -> Tensor:
+        """Returns the output of a copy of the module. Errors: ValueError if its shape is not that of x."""
         device, dtype = self.question.device, self.question.dtype
         filled = {name: values.get(name, torch.zeros(p.shape)) for name, p in self.parameters.items()}
         twin = _stand_in(self.module, {name: p.to(device, dtype) for name, p in filled.items()}).train(training)

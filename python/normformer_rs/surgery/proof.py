@@ -80,6 +80,7 @@ def prove(
     """
 
     def fault(some: list[Group]) -> str | None:
+        """Swaps some groups to their own scheme and back. Returns a message if the results changed, else None."""
         edits = Edits(model, "an identity swap")
         try:
             swap(some, lambda group: OwnForm(group, is_wide), edits)
@@ -193,6 +194,7 @@ def _tapped(model: nn.Module, groups: list[Group], table: Gradients) -> Iterator
     first: dict[nn.Module, tuple[Tensor, Tensor]] = {}
 
     def enter(block: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Replaces a first block's input by a copy whose gradient goes into the table."""
         x = stream_in((args, kwargs))
         if x is None or not torch.is_grad_enabled():
             return None

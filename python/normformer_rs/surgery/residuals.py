@@ -128,6 +128,9 @@ def _swap(
     options: Mapping[str, Any],
     edits: Edits,
 ) -> Swaps:
+    """Makes the swap of `swap_residuals`, whose arguments have been checked. Its steps: find the stacks, prove their
+    structure, refuse unsuitable ones, convert the blocks, run the model, re-initialise, exchange the optimizer's
+    parameters."""
     is_said, init = init != UNSAID, "scheme" if init == UNSAID else init
     stacks = find_stacks(model, example)
     plans = [(g, place) for g, place in _plans(stacks.groups, to, depth, init, options) if not _has(g, place)]
@@ -248,6 +251,7 @@ def _depth(given: Any) -> int | tuple[int, int] | None:
 
 
 def _refuse_options(options: Mapping[str, Any]) -> None:
+    """Raises InputError for options of attention, positions and parametrisation, which a swap cannot change."""
     for name in options:
         if name in ("positions", *ATTENTION):
             raise InputError(

@@ -214,6 +214,8 @@ class StackCalls:
         begin_stack_call(self.stack)
 
     def end(self, _: nn.Module, __: Any, output: Any) -> Any:
+        """A hook after the stack's call. If the last block did not run, replaces the hidden state in the output by the
+        stack's output."""
         call = end_stack_call(self.stack)
         if call is None or call.is_finished:
             return None

@@ -200,6 +200,7 @@ class _Reader:
         return steps
 
     def structure(self) -> Structure:
+        """Returns the block's structure in this call. Errors: Unaccounted, InputError."""
         steps = self.steps()
         self._refuse_functions()
         groups, writes = self._sublayers(steps)

@@ -167,6 +167,7 @@ class Edits:
         state.run(functools.partial(self._undo, state, then))
 
     def _undo(self, state: State, then: Callable[[], None]) -> None:
+        """Reverses all changes. Once `state.finish` is set, an interrupt completes the undo."""
         there = {id(t) for t in (*self.model.parameters(), *self.model.buffers())}
         for module, before in self._before.items():
             self._restore(module, before, self._after[module])
