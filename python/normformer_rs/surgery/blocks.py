@@ -24,7 +24,8 @@ _BLOCKS: dict[type[nn.Module], type[nn.Module]] = {}
 
 
 def register_block(kind: type[nn.Module], converted: type[nn.Module]) -> None:
-    """Declares the sublayers of a class of blocks whose additions no run of the model can show, as in a fused kernel.
+    """Declares the sublayers of a class of blocks. This is needed if no run of the model can show the blocks'
+    additions, as in a fused kernel.
 
     >>> import torch
     >>> from torch import nn
@@ -56,16 +57,16 @@ def register_block(kind: type[nn.Module], converted: type[nn.Module]) -> None:
     0       Block  Converted, deepnorm  init deepnorm, 2 weights drawn; up (fc1), down (fc2)
     1       Block  Converted, deepnorm  init deepnorm, 2 weights drawn
 
-    `swap_residuals` still runs the model once, to find the norm after the blocks. Swapped blocks become blocks of the
-    subclass, which has
+    `swap_residuals` still runs the model once, to find the norm after the blocks. A swap changes the class of the
+    blocks to the subclass, which has
 
     * `parts(self)`: the list of its `Part`s, in order;
-    * a `forward` of kind's signature that runs `x = self.residual.step(i, x, F, dropout)` for each of them, F the
-      sublayer without norm, dropout on its output and residual (a module that returns a tuple is fine: its first item
-      is F(x));
+    * a `forward` of kind's signature that runs `x = self.residual.step(i, x, F, dropout)` for each part. F is the
+      sublayer without its norm, the dropout on its output and its residual connection. If F returns a tuple, its first
+      item is F(x);
     * `heads(self)`: the number of attention heads;
-    * `sites(self)` (optional): {path of a child that holds one of the residuals: its converted class}. A site finds its
-      block as `self.block_of[0]`.
+    * `sites(self)` (optional): {path of a child that makes one of the additions: the child's converted class}. Such a
+      child finds its block as `self.block_of[0]`.
 
     Args:
         kind: the class of the blocks.

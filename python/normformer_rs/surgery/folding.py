@@ -31,13 +31,13 @@ from .whole import State
 def fold_norms(model: nn.Module, *, example: Any = None) -> Swaps:
     """Folds the γ and β of norms into the linear layers that read them, in place; the norms remain without weights.
 
-    With y = γ⊙x̂ + β and z = Wy + b, z = (W·diag(γ))x̂ + (b + Wβ). This holds for a layernorm or rmsnorm that linear
-    layers alone read: in pre-norm blocks queries, keys and values, or the first linear layers of the feed-forward. The
-    last norm is folded where one linear layer reads it, and that layer shares no weight with an embedding. A linear
-    layer without a bias gets one where there is a β. The model's outputs change by rounding only, in training mode,
-    too; gradients are those of another parametrisation, so make an optimizer afterwards.
+    With y = γ⊙x̂ + β and z = Wy + b, z = (W·diag(γ))x̂ + (b + Wβ). A layernorm or rmsnorm can be folded if only linear
+    layers read it: in pre-norm blocks those of queries, keys and values, or the first ones of the feed-forward. The
+    last norm is folded if one linear layer reads it and that layer shares no weight with an embedding. A linear layer
+    without a bias gets one if there is a β. The model's outputs change by rounding only, in training mode, too.
+    Gradients are those of another parametrisation, so make the optimizer afterwards.
 
-    Runs in both modes tell what reads a norm. A trial fold with random gains then proves that outputs stay in both.
+    Runs in both modes show which layers read a norm. A trial fold with random gains then proves that the outputs stay.
 
     >>> from torch import nn
     >>> model = nn.TransformerEncoderLayer(8, 2, 16, norm_first=True, batch_first=True)
@@ -55,8 +55,9 @@ def fold_norms(model: nn.Module, *, example: Any = None) -> Swaps:
     Returns: the table of the changes; norms that stay have a row with the reason. Its `undo()` brings weights and norms
     back bit for bit.
 
-    Errors: InputError for a model without a run, without a norm that can be folded, or whose outputs would change; for
-    DistributedDataParallel and FSDP models, and for weights on the meta device. Nothing has been changed then.
+    Errors: InputError for a model that cannot be run, has no norm that can be folded, or whose outputs would change;
+    for DistributedDataParallel and FSDP models, and for weights on the meta device. After an error the model is
+    unchanged.
     Source: Graef et al. 2024 (FlashNorm); docs/spec.md §4.16.
     """
     return fold_named(model, None, example)
@@ -181,8 +182,9 @@ def fold_admin(model: nn.Module) -> int:
     each stack's first sublayer.
 
     In x⁺ = N(ω⊙x + F(x)), x comes from the norm of the sublayer before. That norm's γ and β are multiplied by ω, and ω
-    becomes 1. The columns of the matrices that read x are divided by ω: queries, keys and values, or fc1; of attention
-    to an encoder the queries only. The model's outputs change by rounding only; outputs of single layers change.
+    becomes 1. To make up for this, the columns of the matrices that read x are divided by ω: those of queries, keys and
+    values (in attention to an encoder, of queries only), or of fc1. The model's outputs change by rounding only, but
+    the outputs of single layers change.
 
     >>> from normformer_rs import nn
     >>> fold_admin(nn.Transformer(8, 2, 2, 2, 16, residual="admin"))
@@ -192,8 +194,9 @@ def fold_admin(model: nn.Module) -> int:
         model: a `normformer_rs.Transformer`, or any tree with layers that have the scheme (`normformer_rs.nn`'s, or
             swapped ones).
 
-    Returns: how many gains were folded. Errors: InputError for a model without them, for a norm whose gain is not one
-    number per column, for an ω with a zero in it, and for parameters that layers share; nothing has been changed then.
+    Returns: how many gains were folded. Errors: InputError for a model without such gains, for a norm whose gain is not
+    one number per column, for an ω with a zero in it, and for parameters that layers share. After an error the model is
+    unchanged.
     Source: Liu et al. 2020; docs/spec.md §2.9.
     """
     refuse_offloaded(model)

@@ -54,42 +54,45 @@ def swap_norms(
     norm2    LayerNorm  ScaleNorm  bias dropped
     (model)  fast path  off        torch.nn's fused evaluation would bypass the norms
 
-    Trial calls of a copy recognise norms over the last dimension, whatever their classes and gains are called. The
-    module itself, its buffers, its hooks and the random state do not change. Candidates have no children, no buffers,
-    at most two parameters of one row, and a forward that takes x alone; `normformer_rs.surgery.register_norm` adds
-    others. Modules with a norm's name that stay have a row with the reason.
+    Norms over the last dimension are recognised by trial calls of a copy, whatever their classes and gains are called.
+    The module itself, its buffers, its hooks and the random state do not change. A module is tried if it has no
+    children, no buffers, at most two parameters of one row, and a forward that takes x alone. Register other classes
+    with `normformer_rs.surgery.register_norm`. If a module is called a norm but is not replaced, the table has a row
+    with the reason.
 
     Device, dtype, training mode, hooks and sharing (one norm under two names stays one) are kept, and so are attributes
-    that others wrote on norms and gains; norms that are of the kind already are left alone. torch.nn's fused evaluation
-    of encoder layers, which reads weights instead of calling norms, is switched off.
+    that other libraries wrote on norms and gains. Norms that are already of the wanted kind are left alone. torch.nn's
+    fused evaluation of encoder layers is switched off, because it reads weights instead of calling norms.
 
     Args:
         model: any tree of modules that holds norms over the last dimension.
         to: a name from `normformer_rs.tables()["norms"]` or `["families"]`, or its class in `normformer_rs.nn`; or a
             class of your own, or a function, that makes a norm of the width.
         filter: (name, module) → whether to replace it; None: all.
-        init: "match" keeps what was learned: a vector γ is copied, and a single gain becomes its first value times the
-            root mean square of γ (so that outputs keep their length on average), and the reverse. Offsets are
-            converted: Gemma's weight + 1 becomes RMSNorm's weight; in 16 bits, which would lose it, the RMSNorm is
-            zero-centred, too. "default": a new norm's first values.
-        optimizer: its groups then hold the new parameters in the old ones' places; state of the old ones is dropped.
-            An optimizer of the old ones that is not passed warns at its next step.
-        exact: keeps the model's outputs in evaluation mode, where layernorm becomes rmsnorm in pre-norm blocks.
-            All that writes the residual stream is centred: weights and biases of its writers, or the output of an
-            embedding that shares its weight. β goes into the biases of the linear layers behind, or stays. Hidden
-            states of the stream lose their mean, and `inputs_embeds` must have none. Training on is another matter:
-            updates and dropout give the stream a mean again. Source: Jiang et al. 2023; docs/spec.md §4.16.
-        example: an input for runs of the model, as in `swap_residuals`: exact=True needs runs, and looks whether
-            outputs stay.
-        options: the new norm's own (`eps`, …). ε is copied between norms that use it alike.
+        init: "match" keeps the learned values. A vector γ is copied to a vector. A new single gain becomes its initial
+            value times the root mean square of γ, so that outputs keep their length on average. Conversely, an old
+            single gain, divided by its initial value, fills a new vector. Offsets are converted: Gemma's weight + 1
+            becomes RMSNorm's weight. In 16 bits that sum would lose the weight, so there the RMSNorm is zero-centred,
+            too. "default": a new norm's initial values.
+        optimizer: its groups get the new parameters in the places of the old ones, whose state is dropped. An optimizer
+            that has old parameters and is not passed warns at its next step.
+        exact: keeps the model's outputs in evaluation mode when layernorm becomes rmsnorm in pre-norm blocks.
+            Everything that writes the residual stream is centred: the weights and biases of its writers, or the output
+            of an embedding that shares its weight. β is folded into the biases of the linear layers after the norm, or
+            stays. Hidden states of the stream lose their mean, and `inputs_embeds` must have mean 0. Training the model
+            further ends this equality, since updates and dropout give the stream a mean again. Source: Jiang et al.
+            2023; docs/spec.md §4.16.
+        example: an input for runs of the model, as in `swap_residuals`. exact=True needs runs, and checks with them
+            that the outputs stay.
+        options: the new norm's own options (`eps`, …). ε is copied between norms that use it in the same way.
 
     Returns: the table of the changes; its `undo()` brings the old norms back.
 
     Errors: InputError for an unknown name; a model without known norms, or that is itself a norm; models whose
-    parameters others keep (DistributedDataParallel, FSDP, DTensors, DeepSpeed, accelerate's offloading); hooks and
-    attributes of parameters that new ones cannot have; an optimizer that does not own the parameters; with exact=True
-    another target, a model without a run, or in which no LayerNorm reads nothing but what can be centred; training
-    mode and the meta device. Nothing has been changed then.
+    parameters something else holds (DistributedDataParallel, FSDP, DTensors, DeepSpeed, accelerate's offloading); hooks
+    and attributes of parameters that new ones cannot have; an optimizer that does not own the parameters. With
+    exact=True also for another target than rmsnorm, a model that cannot be run, a model without a LayerNorm whose input
+    can be centred, training mode, and the meta device. After an error the model is unchanged.
     """
     target = _target(to)
     if exact and (target.computes != "rmsnorm" or init != "match" or options):

@@ -75,6 +75,7 @@ class _Reader:
         self.batch_first = next((layout for layout in layouts if isinstance(layout, bool)), True)
 
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """The hook before a call: gives norms inside the module the masks among its arguments, or the outer ones."""
         here, is_compiling = self._begun(), torch.compiler.is_compiling()
         # a KeyboardInterrupt skips the hook that ends a call, so an earlier call of this module may still be noted
         outer = given() if here is None else here.outer

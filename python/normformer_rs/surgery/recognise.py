@@ -23,7 +23,7 @@ _READERS: dict[type[nn.Module], Reader] = {}
 
 
 def register_norm(kind: type[nn.Module], reader: Reader) -> None:
-    """Registers a class as a norm for `swap_norms` and `swap_residuals`, where trial calls do not recognise it.
+    """Registers a class as a norm for `swap_norms` and `swap_residuals`, if trial calls do not recognise it.
 
     >>> import torch
     >>> from normformer_rs.surgery import register_norm, swap_norms
@@ -41,14 +41,14 @@ def register_norm(kind: type[nn.Module], reader: Reader) -> None:
     0       Noisy  RMSNorm  weight is the old g
 
     Args:
-        kind: the class itself; subclasses are registered for themselves.
-        reader: module → (width, computes), `computes` the name of the nearest norm in `normformer_rs.tables()`; or
-            None where it is no norm over the last dimension.
+        kind: the class. Its subclasses are not registered with it.
+        reader: a function from a module to (width, computes), where `computes` is the name of the nearest norm in
+            `normformer_rs.tables()`; it returns None if the module is no norm over the last dimension.
 
-    Trial calls find which parameter is the gain, its offset and its factor. Where they fail, the parameter `weight` is
-    the gain, or else the first one; `bias`, or else the second, is the bias; both count as in `computes`.
+    Trial calls find which parameter is the gain, its offset and its factor. If they fail, the gain is the parameter
+    `weight`, or else the first one, and the bias is `bias`, or else the second. Both are then used as in `computes`.
 
-    Errors: InputError where `kind` is no class of modules; at the swap, where the reader returns anything else.
+    Errors: InputError if `kind` is no class of modules; at the swap, if the reader returns anything else.
     """
     if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
         raise InputError(f"kind must be a subclass of torch.nn.Module; got {kind!r}")

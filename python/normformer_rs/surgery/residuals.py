@@ -42,7 +42,7 @@ from .undo import Edits, Row, Swaps, refuse_wrapped
 from .whole import LEVEL
 
 UNSAID = "(scheme, unless the model looks trained)"
-"""The default of `init`."""
+"""The default of `init`: the scheme's initialisation, and an error if the model looks trained."""
 
 
 def swap_residuals(
@@ -57,16 +57,17 @@ def swap_residuals(
 ) -> Swaps:
     """Gives a model's Transformer blocks another residual scheme, in place.
 
-    Blocks are recognised by what they compute: lists of modules of which each adds branches to its input, whatever
-    they are called. The model runs on `example`: once to find which additions carry its residual stream, which
-    norms stand there, and which linear layers make a branch; then with the scheme that the blocks have, which must
-    change neither outputs nor gradients in evaluation and training mode; then with the new one. torch.nn's layers
-    need no run. A block keeps its identity, its own forward, linear layers,
-    dropouts, hooks and norms (identities stand in for norms that the scheme has not); new norms are of the kind
-    that the block has. Sums of attention and feed-forward, as in GPT-J, are one branch. Factors of a branch, as
-    Granite's number and LayerScale's vectors, are the blocks' own scheme, and go; `layerscale` with init=None takes
-    such vectors over. What a scheme has beside x travels inside the hidden state, which is as many times wider
-    between the blocks.
+    Blocks are recognised by what they compute, whatever they are called: the modules of a list are blocks if each adds
+    branches to its input. The model runs on `example` several times. The first run finds which additions carry the
+    residual stream, which norms stand there, and which linear layers make up each branch. The next runs are with the
+    scheme that the blocks have, which must change neither outputs nor gradients, in evaluation and training mode. The
+    last runs are with the new scheme. torch.nn's layers need no run.
+
+    A block keeps its identity, its own forward, linear layers, dropouts, hooks and norms; norms that the scheme does
+    not have become identities, and new norms are of the block's kind. A sum of attention and feed-forward, as in GPT-J,
+    is one branch. Factors of a branch, such as Granite's number and LayerScale's vectors, belong to the blocks' old
+    scheme and are removed, but `layerscale` with init=None takes over such vectors. If a scheme has n tensors, they
+    travel inside the hidden state, which is then n times as wide between the blocks.
 
     >>> from torch import nn
     >>> model = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2)
@@ -76,8 +77,8 @@ def swap_residuals(
     layers.0  TransformerEncoderLayer  TransformerEncoderLayer, deepnorm  init deepnorm, 4 weights drawn
     layers.1  TransformerEncoderLayer  TransformerEncoderLayer, deepnorm  init deepnorm, 4 weights drawn
 
-    The scheme draws first values for the blocks' linear layers. A model that looks trained is refused unless `init` is
-    given: `init=None` keeps its weights.
+    By default the blocks' linear layers are re-initialised as the scheme says. A model that looks trained is refused
+    unless `init` is given: `init=None` keeps its weights.
 
     A Hugging Face model's `config.normformer_rs` then names the scheme, and each swapped block's state has a key of the
     scheme's name, which the stock class reports as unexpected. Load such a file into a model that was swapped alike:
@@ -88,27 +89,27 @@ def swap_residuals(
 
     Args:
         model: any tree of modules that holds known blocks.
-        to: a name from `normformer_rs.tables()["residuals"]`; `postnorm*3,prenorm`, a name for each layer; or a
-            `Scheme` of one's own.
-        depth: layers for the scheme's constants: one number, or (encoder, decoder). None: as many as there are.
-        init: first values of the blocks' linear layers. "scheme": the scheme's own; another name out of
-            `tables()["inits"]`; None: their values stay. Left out: "scheme", and an error if the model looks trained.
-            Embeddings and all else outside the blocks keep their values.
-        optimizer: gets the scheme's parameters, in the group of the block's first parameter, and loses the removed
-            ones; the state of parameters drawn anew is dropped. One that is not passed warns at its next step.
+        to: a name from `normformer_rs.tables()["residuals"]`; names by layer, such as `postnorm*3,prenorm`; or your own
+            `Scheme`.
+        depth: the number of layers for the scheme's constants: one number, or (encoder, decoder). None: the model's.
+        init: the initialisation of the blocks' linear layers: "scheme" for the scheme's own, another name from
+            `tables()["inits"]`, or None to keep the weights. If left out, it is "scheme", with an error if the model
+            looks trained. Embeddings and everything else outside the blocks keep their values.
+        optimizer: gets the scheme's parameters, each in the group of an old parameter, and loses the removed ones. The
+            state of re-initialised parameters is dropped. An optimizer that is not passed warns at its next step.
         example: an input for the runs: keyword arguments in a dictionary, a tuple of arguments, one tensor, or a
-            function of the model. None: one that the configuration of a Hugging Face or timm model tells.
-        options: those of `TransformerConfig` that the scheme has (`branchnorm_steps`, …).
+            function of the model. None: one made from the configuration of a Hugging Face or timm model.
+        options: the options of `TransformerConfig` that the scheme has (`branchnorm_steps`, …).
 
     Returns: the table of the changes, with a row for each list of blocks that stays; its `undo()` reverses them.
 
-    Errors: InputError for unknown names and options; a model none of whose lists holds residual blocks, with the
-    addition or the module that could not be accounted for; a model that does not run on the example; models whose
-    parameters others keep (DistributedDataParallel, FSDP, DTensors, DeepSpeed, accelerate's offloading); hooks on norms
-    that the scheme does not call, and a forward in a block's instance; an optimizer that does not own the parameters;
-    schemes that act inside attention or feed-forward where the block does not show that point; schemes between layers
-    in a model that reads its hidden states between blocks; without `init`, a model that looks trained. UserWarning
-    where biases that look trained are set to zero, and for blocks that stay.
+    Errors: InputError for unknown names and options; a model without lists of residual blocks (the message names the
+    addition or module at fault); a model that does not run on the example; models whose parameters something else holds
+    (DistributedDataParallel, FSDP, DTensors, DeepSpeed, accelerate's offloading); hooks on norms that the scheme does
+    not call; a forward that was put into a block's instance; an optimizer that does not own the parameters; schemes
+    that act inside attention or feed-forward, if the block does not expose that point; schemes that connect layers, if
+    the model reads its hidden states between blocks; without `init`, a model that looks trained. UserWarning if biases
+    that look trained are set to zero, and for blocks that stay as they are.
     """
     to = next(field for field in TransformerConfig.FIELDS if field.name == "residual").check(to)
     model = unwrapped(model)

@@ -257,8 +257,8 @@ class Swaps(Sequence[Row]):
         learned. The table's notes say which of the two holds. Changes that others made in between, hooks for example,
         stay. Restored modules take the device and dtype that the model was given since.
 
-        A Ctrl-C within leaves the model swapped, and `undo()` can be called again; or, near the end, it leaves the swap
-        undone.
+        If Ctrl-C interrupts it, the model stays swapped, and `undo()` can be called again; near the end, the undo is
+        completed instead.
 
         Errors: InputError if this swap was undone already, or if a later one changed the same modules: undo that first.
         """

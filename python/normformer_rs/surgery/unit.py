@@ -19,9 +19,9 @@ _LEAST = 1e-12
 def unit_matrices_(model: nn.Module, tables: Iterable[nn.Module] | None = None) -> list[str]:
     """Divides the vectors of a model's matrices along the width by their lengths, in place: W ← W/‖W‖₂.
 
-    The vectors are the rows of word tables and of matrices that read the residual stream, and the columns of those that
-    write to it: attention's output projection and the last matrix of a feed-forward. In nGPT this follows each step of
-    the optimizer, and comes once before the first. The training loop's option is `unit_matrices`.
+    The vectors are the rows of word tables and of matrices that read the residual stream, and the columns of matrices
+    that write to it: attention's output projection and the last matrix of a feed-forward. For nGPT, call this once
+    before the first step of the optimizer, and after each step. The training loop's option is `unit_matrices`.
 
     >>> import torch, normformer_rs as nfrs
     >>> layer = nfrs.nn.TransformerEncoderLayer(8, 2, 16, residual="ngpt")
