@@ -157,8 +157,8 @@ def score_counts(
 
 
 def _compare(metric: Any, hypotheses: Sequence[str], baseline: Sequence[str], resamples: int) -> Comparison:
-    """Compares two systems with the statistics of lines that sacreBLEU's own test resamples, and with its draws of
-    lines."""
+    """Compares two systems by a paired bootstrap over the same counts of lines, and with the same draws, as sacreBLEU's
+    own test."""
     ours, theirs = (np.array(metric._extract_corpus_statistics(lines, None)) for lines in (hypotheses, baseline))
     return _compare_counts(metric, ours, theirs, _draws(len(baseline), resamples, resampling_seed()))
 

@@ -72,7 +72,7 @@ def _of_operator(
             seen = torch.ones(logits.shape[-2:], dtype=torch.bool, device=logits.device).tril(first)
             logits = logits.masked_fill(~seen, -math.inf)
         if attn_mask is not None:
-            whole = attn_mask.dim() < 2 or attn_mask.shape[-2] == 1  # one row for all queries
+            whole = attn_mask.dim() < 2 or attn_mask.shape[-2] == 1  # the mask has one row for all queries
             mask = attn_mask if whole else attn_mask[..., first : first + size, :]
             logits = logits.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else logits + mask
         yield logits

@@ -239,6 +239,7 @@ def _fields(kind: Any) -> _Codec:
 
 
 def _text(value: Any, what: str) -> str:
+    """Checks that a value is a text, and returns it."""
     if not isinstance(value, str):
         raise refusal(what, "a text", value)
     return value

@@ -17,9 +17,11 @@ from .first_values import Normal, number
 
 
 class Parameter(NamedTuple):
-    """A parameter p of a norm. The function gets factor·(offset + p). `start`: the initial value of every element of
-    p, a number, a function of the norm's width, or `schemes.Normal`; `shape`: "one" number, one per column
-    ("width"), or the two sides of a matrix, each a number, "width" or the name of an option."""
+    """A parameter p of a norm. `normalize` gets factor·(offset + p).
+
+    `start` is the initial value of every element of p: a number, a function of the norm's width, or `schemes.Normal`.
+    `shape` is "one" for a single number, "width" for one number per column, or the two sides of a matrix, each a
+    number, "width" or the name of an option."""
 
     start: float | Callable[[int], float] | Normal = 1.0
     shape: str | Sequence[int | str] = "width"

@@ -124,9 +124,9 @@ class MultiheadAttention(nn.MultiheadAttention):
         is_self: bool = False,
     ) -> Any:
         """Returns (output, weights or None). Weights are (B, T, S), or (B, heads, T, S) with
-        average_attn_weights=False. `is_self` says that query, key and value are one tensor, where a wrapper's hooks may
-        have made three of it. With `kept`, the tensors that earlier places of a stack have kept under names,
-        the result has a third item: these, and the tensors that the changes here keep."""
+        average_attn_weights=False. `is_self`: True if query, key and value are one tensor; the caller says so because a
+        wrapper's hooks may have made three of it. `kept`: the tensors that earlier places of a stack have kept under
+        names. If it is given, the result has a third item: these tensors, and those that the changes here keep."""
         kept = None if kept is None else dict(kept)
         if not self._qkv_same_embed_dim or self.bias_k is not None or self.add_zero_attn:
             if self.inside or self.scale is not None or self.gate is not None or self._is_capped():

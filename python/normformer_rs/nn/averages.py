@@ -53,7 +53,8 @@ class Origin:
 
 
 class Steered(nn.Module):
-    """The base of modules with buffers that steer their forward pass."""
+    """The base of modules whose forward pass depends on buffers that training moves, such as t or running
+    statistics."""
 
     _origin: Origin | None = None
 

@@ -67,7 +67,8 @@ def rate(dropout: Any) -> float | None:
     """Returns p of a plain dropout, 0 in evaluation; None if the module itself must be called."""
     if not is_plain(dropout, nn.Dropout) or dropout.p >= 1:
         return None
-    # Dynamo treats is_exporting() as true in torch.compile, too: graphs have torch's dropout where that is safe.
+    # Dynamo treats is_exporting() as true in torch.compile, too. So compiled graphs contain torch's dropout, unless the
+    # backward graph may run it again with other numbers.
     if torch.compiler.is_exporting() and not (dropout.training and dropout.p > 0 and is_run_again()):
         return None
     return dropout.p if dropout.training else 0.0

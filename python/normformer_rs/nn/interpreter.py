@@ -100,7 +100,8 @@ class Streams(NamedTuple):
     kept: KeptTensors | None = None
     """The tensors that changes have kept for others; sublayers add to it."""
     outputs: tuple[Tensor, ...] = ()
-    """The outputs of earlier layers, if a later one reads them and no stack of this package keeps them."""
+    """The outputs of earlier layers. They are here only in swapped models, if a later layer reads them: stacks of this
+    package keep them themselves."""
 
 
 def start(declared: SchemeSpec, x: Tensor) -> Streams:

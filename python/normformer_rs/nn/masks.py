@@ -102,7 +102,8 @@ def _is_one(fitting: list[Tensor]) -> bool:
     return len(fitting) > 0 and all(mask is fitting[0] for mask in fitting)
 
 
-# Masks from a model's own arguments, which `surgery.padding` reads. A norm's input that none fits gets no mask.
+# The functions below handle masks from a model's own arguments, which `surgery.padding` reads. If none of them fits the
+# input of a norm, the norm gets no mask.
 
 
 def given() -> GivenMasks | None:

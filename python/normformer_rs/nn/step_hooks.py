@@ -167,7 +167,7 @@ class _Step(NamedTuple):
     moved: set[int]
     """Ids of the t advanced in it: if one step calls another's, or its parent class's, t advances once."""
     at_start: list[Growing]
-    """Modules whose gains all were 1 when the step began; its closure may still profile them."""
+    """Modules whose gains all were 1 when the step began. The step's closure may still profile them."""
 
 
 _UNDER_WAY: "weakref.WeakKeyDictionary[torch.optim.Optimizer, _Step]" = weakref.WeakKeyDictionary()

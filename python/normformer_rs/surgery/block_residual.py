@@ -444,7 +444,7 @@ def norms_of(parts: Sequence[Part], sublayers: Sequence[Sublayer]) -> tuple[dict
     for part, sublayer in zip(parts, sublayers):
         own: dict[str, str | None] = {"before": part.before, "after": part.after, "branch": part.branch}
         if not any(own.values()) and part.norm is not None:
-            own["before"] = part.norm  # declared, without its place
+            own["before"] = part.norm  # a registered class names its norm without saying where it stands
         left = []
         for where in ("before", "after", "branch"):
             names = [what.name for what in parts_of(getattr(sublayer, where)) if isinstance(what, NormAt)]

@@ -59,7 +59,7 @@ class BlockCalls:
 
     def end(self, *_: Any) -> None:
         call = _find(self.block)
-        if call is not None:  # a hook before this one may have raised
+        if call is not None:  # None: a hook that ran before `begin` raised, so no call has begun
             _enter(call.outer)
 
 

@@ -321,8 +321,8 @@ def _in_words(name: str, entries: list[tuple[str, nn.Module]], reason: Unaccount
 
 
 def _know(block: Any, found: Record | None, why: str) -> None:
-    """Stores a block's structure in STRUCTURES, unless its class tells it: a class of torch.nn, converted or
-    registered. `why`: the reason if there is no run. Errors: Unaccounted."""
+    """Stores a block's structure in STRUCTURES. Blocks of torch.nn's, converted and registered classes get no entry,
+    since their class says what they compute. `why`: the reason if there is no run. Errors: Unaccounted."""
     if isinstance(block, tuple(TORCHS)) and original(type(block)) not in TORCHS:
         base = next(kind for kind in TORCHS if isinstance(block, kind))
         raise Unaccounted(f"it is a subclass of {base.__name__}, and its forward may be another: use {base.__name__}")

@@ -65,7 +65,7 @@ class Flow:
         )
         self.held = {id(t): (module, leaf) for module, leaf, t in own if t is not None}
         self.raw = {k[0]: node for node in self.found.nodes if node.module is None for k in node.inputs}
-        """The last operation outside norms and linear layers that read a tensor, by the tensor's identity."""
+        """The identity of a tensor → the last operation that read it outside a module that counts as one operation."""
 
     @classmethod
     def of(

@@ -228,7 +228,8 @@ def _check_residuals(one: Mapping[str, Any], where: str) -> None:
     """Raises InputError if an entry of `swap_residuals` is damaged."""
     if not isinstance(one["swap_residuals"], (str, Mapping)):
         raise InputError(f"{where}: swap_residuals must name a scheme, or declare one; got {_shown(one)}")
-    fields = {field.name: field for field in TransformerConfig.FIELDS if field.name != "init"}  # weights are loaded
+    # a file names no init, because its weights are loaded
+    fields = {field.name: field for field in TransformerConfig.FIELDS if field.name != "init"}
     depth = one.get("depth")
     depths = depth if isinstance(depth, list) and len(depth) == 2 else [depth]
     if depth is not None and not all(type(number) is int and 1 <= number <= _DEEPEST for number in depths):

@@ -99,7 +99,7 @@ def _give_its_own(model: nn.Module, edits: Edits) -> None:
             register()
             copied.__class__ = swapped_class(type(copied))
     for number in copies.keys() & theirs:
-        vars(copies[number]).pop(KEY, None)  # another model's marks
+        vars(copies[number]).pop(KEY, None)  # these marks belong to another model
     own = {id(vars(module)) for module in modules}
     held = [r if isinstance(r, dict) else getattr(r, "__dict__", {}) for r in gc.get_referrers(*configs)]
     around = [h for h in held if isinstance(h.get("_modules"), dict) and id(h) not in own and _holds(h, model)]

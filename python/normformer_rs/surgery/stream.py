@@ -39,7 +39,7 @@ class Matrix(NamedTuple):
 
     @property
     def parameters(self) -> dict[str, Any]:
-        """The weight and the bias, if there are any, by their names in the owner."""
+        """The weight and the bias, as far as they exist: the name in the owner → the tensor."""
         own = self.owner._parameters | self.owner._buffers
         return {name: p for name in (self.weight, self.bias) if (p := own.get(name)) is not None}
 

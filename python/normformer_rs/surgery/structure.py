@@ -572,7 +572,7 @@ class _Reader:
         return found
 
     def _parameter(self, at: Key, own: dict[int, nn.Parameter]) -> nn.Parameter | None:
-        """Returns the parameter that a tensor is, views or copies. None: it does none of these."""
+        """Returns a parameter if the tensor is that parameter, a view of it or a copy of it, else None."""
         while at[0] not in own:
             node = self.node(at)
             if (

@@ -19,7 +19,7 @@ Owner = nn.Parameter | nn.Module
 
 _PRODUCTS = frozenset({"matmul", "__matmul__", "__rmatmul__", "bmm", "baddbmm", "einsum"})
 _BY_MATRIX = frozenset({"linear", "matmul", "__matmul__", "mm", "bmm", "addmm", "baddbmm", "grouped_mm", "_grouped_mm"})
-_BY_MATRIX |= {"grouped_mm_fallback"}  # transformers' operator
+_BY_MATRIX |= {"grouped_mm_fallback"}  # this operator is defined by transformers
 _SWAPS = frozenset({"transpose", "t", "swapaxes", "swapdims", "adjoint", "permute", "__get__"})
 _SCALE = -2.0
 
@@ -164,7 +164,8 @@ class Trace(TorchFunctionMode):
         return isinstance(t, nn.Parameter) or id(t) in self.constants
 
     def _origin(self, t: Tensor) -> tuple[Owner, bool] | None:
-        """Returns the matrix that a tensor is, views or copies, and whether its last two dimensions are exchanged."""
+        """Returns a matrix if the tensor is that matrix, a view of it or a copy of it, and whether the tensor's last
+        two dimensions are exchanged. None: the tensor is none of these."""
         if (own := self.owners.get(id(t))) is not None:
             return own, False
         return self.views[id(t)][:2] if id(t) in self.views else None
