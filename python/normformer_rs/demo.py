@@ -198,7 +198,7 @@ def is_demo(output: Path, texts: Path) -> bool:
     try:
         source = read_json(config, "it is no demo's")["data"]["train_source"]
         return Path(source).resolve() == (texts / "train.en").resolve()
-    except (ValueError, KeyError, TypeError):  # another file, or a language model's run
+    except (ValueError, KeyError, TypeError):  # the config.json is another program's, or a language model's
         return False
 
 

@@ -164,7 +164,7 @@ def _trained(
         torch.nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten()).backward()
         optimizer.step()
         found.append(_sizes(model, reads, target_input))
-    with np.errstate(divide="ignore"):  # some sizes are 0
+    with np.errstate(divide="ignore"):  # the logarithm of a size of 0 is −∞
         return np.log(found)
 
 

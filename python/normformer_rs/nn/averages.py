@@ -95,7 +95,7 @@ class Steered(nn.Module):
             return
         mine = self.steering()
         if len(mine) != len(origin.seen) or not all(isinstance(weight, nn.Parameter) for weight, _ in mine):
-            return  # torch.func calls the module with other tensors
+            return  # torch.func has replaced the parameters by other tensors
         if any(hasattr(buffer, "device_mesh") for _, buffer in (*mine, *source.steering())):
             return  # one of the two is sharded over processes
         for (_, buffer), its, now, seen in zip(mine, source.steering(), _marks(mine), origin.seen, strict=True):

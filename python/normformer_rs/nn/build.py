@@ -40,7 +40,7 @@ def make(
 
 def _begin_at(norm: Any, at: NormAt) -> None:
     """Sets the norm to its initial values, with the scheme's factor on γ."""
-    norm.first_scale = at.start  # the norm's own reset uses it, whatever calls that
+    norm.first_scale = at.start  # the norm's own reset_parameters uses this factor
     reset_module(norm)
 
 
@@ -67,7 +67,7 @@ def install(owner: nn.Module, items: Iterable[NormAt | Learned], place: Place, *
             setattr(owner, what.name, make(what, place, **making))
             if isinstance(what, Learned):
                 vars(owner).setdefault(LEARNED, {})[what.name] = what.sums_over
-    if made and not isinstance(owner, nn.MultiheadAttention):  # its matrices may be torch.nn's
+    if made and not isinstance(owner, nn.MultiheadAttention):  # attention's matrices may have torch.nn's values
         mark_drawn(owner)
 
 

@@ -160,7 +160,7 @@ def refusal(place: Place, placed: str | None, draws: bool) -> str | None:
     its initial values are the scheme's."""
     if not (placed == "arguments" and place.depth == 1):
         declared = place.declared if placed is not None else _of_depth(place.config, place.stack, _DEPTH).declared
-        if needs_stack(declared):  # one of several layers may read what another keeps
+        if needs_stack(declared):  # in a stack of several layers, one may read tensors that another keeps
             return _between_layers(place)
     what = asks(place.config, place.stack, draws) if placed in (None, "depth") else None
     if what is None or (placed == "depth" and "number" not in what):

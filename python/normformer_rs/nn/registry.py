@@ -97,7 +97,7 @@ def _drawn(norm: Any, shapes: Mapping[str, Any], config: TransformerConfig) -> A
     if over_width and factor != 1.0:
         for name in over_width:
             numbers = norm.numbers_of[name]
-            norm.numbers_of[name] = numbers._replace(std=numbers.std * factor)  # its own reset uses it
+            norm.numbers_of[name] = numbers._replace(std=numbers.std * factor)  # the norm's own reset uses this std
         norm.reset_parameters()
     return norm
 

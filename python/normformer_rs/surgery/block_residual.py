@@ -158,7 +158,8 @@ class BlockResidual(Growing):
         super().__init__()
         like = like_of(block)
         factory = {"device": like.device, "dtype": like.dtype}
-        # in tuples, so that torch does not register them as child modules: they own their parameters
+        # Block and stack are kept in tuples, so that torch does not register them as children: their parameters are not
+        # this module's.
         self._block, self._stack = (block,), (stack,)
         self.place, self.structure, self.parts = place, structure, structure.parts
         here = zip(self.parts, place.sublayers, strict=True)
@@ -188,7 +189,7 @@ class BlockResidual(Growing):
         return self._block[0].get_submodule(paths[name]) if name in paths else super().__getattr__(name)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "BlockResidual":
-        if not memo:  # the copy of a residual, not of a model
+        if not memo:  # this module alone is copied, not a model: the copy refers to the same block and stack
             memo |= {id(one): one for one in (*self._block, *self._stack, *self.points)}
         new = type(self).__new__(type(self))
         memo[id(self)] = new
@@ -238,7 +239,7 @@ class BlockResidual(Growing):
         block = self._block[0]
         for part, sublayer in zip(self.parts, self.sublayers):
             for where, changes in sublayer.inside.items():
-                if where == "input":  # applied where the sublayer reads
+                if where == "input":  # `read` applies these changes, so they need no hook
                     continue
                 if where in PROJECTIONS:
                     found = projected(block, part, where, self.place.config.heads)

@@ -59,7 +59,7 @@ class BlockCalls:
 
     def end(self, *_: Any) -> None:
         call = _find(self.block)
-        if call is not None:  # None: a hook that ran before `begin` raised, so no call has begun
+        if call is not None:  # None: a hook that ran before `begin` may have raised, so that no call began
             _enter(call.outer)
 
 

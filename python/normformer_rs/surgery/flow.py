@@ -183,7 +183,7 @@ class Flow:
             called[module] = called.get(module, 0) + 1
 
         with contextlib.ExitStack() as hooks:
-            for new in {*exchanged.values()}:  # old norms share their hooks
+            for new in {*exchanged.values()}:  # hooks on a new norm also run on the old one: the two share them
                 hooks.callback(new.register_forward_pre_hook(count).remove)
             try:
                 self._runs()
@@ -198,7 +198,7 @@ class Flow:
                     "call it by its name"
                 )
 
-    # Forwards: who reads a norm.
+    # Forwards: the readers of norms.
 
     def sites(self, known: Mapping[nn.Module, RecognisedNorm]) -> dict[nn.Module, Site]:
         """Returns for each norm a `Site`: the linear layers that read it, or the reason why nothing can be folded."""
@@ -287,7 +287,7 @@ class Flow:
             return f"{self.name(node.module)}, a {type(node.module).__name__},"
         return f"the operation {node.what}"
 
-    # Backwards and forwards: the stream between norms.
+    # Backwards and forwards: the writers and readers of the stream between norms.
 
     def streams(
         self, known: Mapping[nn.Module, RecognisedNorm]

@@ -81,7 +81,7 @@ def has_accelerates_hook(module: nn.Module) -> bool:
 def own_forward(module: nn.Module) -> Any:
     """Returns a forward that was put into the instance, leaving out accelerate's wrapper. None: the class's forward is
     called, or the module is compiled code."""
-    if isinstance(module, torch.jit.ScriptModule):  # its class has no forward
+    if isinstance(module, torch.jit.ScriptModule):  # the class of a compiled module has no forward
         return None
     own: dict[str, Any] = vars(module)
     forward = own["_old_forward"] if has_accelerates_hook(module) else own.get("forward")

@@ -65,7 +65,7 @@ def _wholes(model: nn.Module) -> list[nn.Module]:
     """Returns the Hugging Face models that contain this one and have a configuration of their own."""
     ours = {id(config) for config in configs_of(model)}
     found = []
-    are_modules: dict[type, bool] = {}  # a process has millions of objects, of some thousands of types
+    are_modules: dict[type, bool] = {}  # kept by type: a process has millions of objects of some thousands of types
     for one in gc.get_objects():
         kind = type(one)
         if kind not in are_modules:

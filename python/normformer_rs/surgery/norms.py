@@ -153,7 +153,7 @@ def _swap(
     for name, module, known in norms:
         if target.is_met_by(module) or (exact and known.computes == "rmsnorm"):
             continue
-        names = [name] if plan is None else plan.places.modules[module]  # β leaves a norm under all of its names
+        names = [name] if plan is None else plan.places.modules[module]  # folding β affects all names of a norm
         if filter is not None and not all(filter(name, module) for name in names):
             continue
         if plan is not None and (reason := plan.reason(module)):

@@ -169,7 +169,7 @@ def _put_down(table: Gradients, owner: Any, gradient: Tensor) -> None:
         whole = g.numel() // _SUMS * _SUMS
         sums, rest = g[:whole].view(-1, _SUMS).sum(0), g[whole:]
         g = sums + F.pad(rest, (0, _SUMS - rest.numel()))
-    table[owner] = table[owner] + g if owner in table else g  # a reentrant checkpoint comes once for each part
+    table[owner] = table[owner] + g if owner in table else g  # reentrant checkpoints give gradients in parts
 
 
 class _Tap(torch.autograd.Function):

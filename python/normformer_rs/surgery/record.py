@@ -263,7 +263,7 @@ _RECOGNISED: dict[Any, bool] = {}
 def _counts_as(module: nn.Module) -> str | None:
     """Returns a module's kind if a call of it counts as one operation, else None."""
     if isinstance(module, torch.jit.ScriptModule):
-        return None  # it takes no hooks, so its operations count one by one
+        return None  # compiled modules take no hooks, so their operations count one by one
     if isinstance(module, nn.modules.dropout._DropoutNd):
         return "dropout"
     kind = type(module).__name__

@@ -216,7 +216,7 @@ def _plans(
     for group in groups:
         shape = shape_of(group.blocks[0])
         if with_memory:
-            own = [group] if not group.has_memory else alone or with_memory  # each of several encoders has its depth
+            own = [group] if not group.has_memory else alone or with_memory  # each encoder has its own depth
             sizes = (own[0].depth, with_memory[0].depth)
             encoder, decoder = sizes if depth is None else (depth, depth) if isinstance(depth, int) else depth
             shape |= {"encoder_layers": encoder, "decoder_layers": decoder}

@@ -69,7 +69,7 @@ class StackResidual(Growing):
         return (p for block in self._blocks for p in block.parameters())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "StackResidual":
-        if not memo:  # the copy of a stack's parts, not of a model
+        if not memo:  # this module alone is copied, not a model: the copy refers to the same blocks
             memo |= {id(block): block for block in self._blocks}
         new = type(self).__new__(type(self))
         memo[id(self)] = new

@@ -147,7 +147,7 @@ class Trace(TorchFunctionMode):
         fits = len(args) > 1 and args[1] is before.owner
         return before.leaf.detach() if fits and args[0].shape[:-1] == before.leaf.shape[:-1] else None
 
-    # Where tensors come from.
+    # The origin of tensors: parameters, views of them, constants.
 
     def _follow_constants(self, name: str, given: list[Tensor], out: Any) -> None:
         """Notes an operation's outputs as constants if all of its inputs are."""
