@@ -65,7 +65,7 @@ def from_json(kind: Any, found: Any) -> Any:
 
 
 def refusal(what: str, expected: str, value: Any) -> InputError:
-    """Makes the error for a value that is not what it must be."""
+    """Returns the error for a wrong value. `what`: the value's name; `expected`: the values allowed, in words."""
     return InputError(f"{what} must be {expected}; got {value!r}")
 
 

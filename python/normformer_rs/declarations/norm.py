@@ -1,4 +1,4 @@
-"""What a norm declares that a user writes in Python, the register of such classes, and the operator that runs them."""
+"""Declarations of norms that users write in Python, the register of their classes, and the operator that runs them."""
 
 import contextlib
 import gc

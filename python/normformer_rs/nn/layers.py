@@ -114,7 +114,7 @@ class Residual(Growing):
 
     @leaf
     def forward(self, x: Tensor, *args: Any, padding_mask: Tensor | None = None, **kwargs: Any) -> Any:
-        """Returns x⁺. `padding_mask`, in x's leading shape, True at padding, is for norms with statistics."""
+        """Returns x⁺. `padding_mask`: for norms with statistics; x's shape without the width, True at padding."""
         follow(self.place.layer, self.number, self.is_told or not self.place.declared.is_profiled)
         streams = Streams(x)
         f, *rest = _tuple(self.sublayer(begin(self, self.declared, streams, padding_mask), *args, **kwargs))

@@ -43,7 +43,7 @@ class ExactSwap:
     """
 
     def __init__(self, model: nn.Module, known: Mapping[nn.Module, RecognisedNorm], example: Any = None) -> None:
-        """`known`: the model's norms."""
+        """Plans the swap and checks that it is possible. `known`: the model's norms."""
         self.known, self.places = known, Places(model)
         self.writers: list[_Writer] = []
         refuse_meta(model, BY)

@@ -171,7 +171,8 @@ def mark_module(module: nn.Module, name: str, device: Any) -> None:
     """Gives a module that a swap has made a buffer named after the scheme or norm, so that files of different swaps
     have different keys.
 
-    A state dict without the buffer, from the stock class or an earlier version, still loads.
+    A state dict without the buffer, from the stock class or an earlier version, still loads, because the swap made
+    before loading has named the scheme.
     """
     module.register_buffer(name, torch.ones(1, dtype=torch.uint8, device=device))
     module.register_load_state_dict_pre_hook(_fill)

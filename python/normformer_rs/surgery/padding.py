@@ -96,7 +96,7 @@ class _Reader:
     def leave(self, module: nn.Module, _: Any, __: Any) -> None:
         """The hook after a call: puts the outer masks in force again, and warns if masks did not fit norms' inputs."""
         now = self._begun()
-        if now is None:  # a hook that ran before `enter` raised, so that no call began
+        if now is None:  # no call began, because a hook that ran before `enter` raised
             return
         give(now.outer)
         if now.outer is None and module.training and not torch.compiler.is_compiling():
