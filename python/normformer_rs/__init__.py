@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from . import _loading
 
 _loading.begin(_loading.core())
-if "transformers" in sys.modules:  # its Auto classes learn of swapped models
+if "transformers" in sys.modules:  # importing surgery makes its Auto classes load swapped models
     importlib.import_module(".surgery", __name__)
 
 __all__ = [

@@ -110,11 +110,14 @@ def _cores() -> dict[str, Path]:
 
 
 def _next(minor: str) -> str:
+    """Returns the minor version after this one: 2.14 for 2.13."""
     major, number = minor.split(".")
     return f"{major}.{int(number) + 1}"
 
 
 def _check_alone() -> None:
+    """Raises ImportError if the only extension module was built against another minor version of torch than the
+    installed one; warns instead if NORMFORMER_RS_ANY_TORCH is 1."""
     built, found = _minor(_built()), _found()
     pin = f'`pip install "torch=={built}.*"`'
     if found is None:

@@ -85,8 +85,9 @@ _FAULTS_OF_THE_MACHINE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, er
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit code. Unless that is 0, a line on stderr says what is wrong.
 
-    For a command line that cannot be read, a second line shows its usage or where to find it. Without `argv` it is the
-    process's command: stopped by a signal, the process ends by that signal, so that shells and schedulers see it.
+    If the command line cannot be read, a second line shows its usage or where to find it. Without `argv`, the command
+    comes from the process's arguments. If a signal then stops it, the process ends by that signal, so that shells and
+    schedulers see the cause.
     """
     if argv is None:
         _start_in_utf8()
@@ -94,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     log_to_stderr()
     stopped_by: list[int] = []
     if argv is None:
-        atexit.register(_die, stopped_by)  # first, so that it runs after what libraries register later
+        atexit.register(_die, stopped_by)  # registered first, so it runs last, after the functions of libraries
     with as_ctrl_c(ends_process=argv is None), speaking_flags():
         code = _run(argv)
     if code > BY_SIGNAL:
@@ -114,6 +115,7 @@ def _die(stopped_by: list[int]) -> None:
 
 
 def _run(argv: Sequence[str] | None) -> int:
+    """Runs the command and reports its errors; returns the exit code."""
     try:
         try:
             words = [readable("argument", word) for word in (sys.argv[1:] if argv is None else argv)]
@@ -123,7 +125,7 @@ def _run(argv: Sequence[str] | None) -> int:
                 return 0
             args = _parser().parse_args(words)
             args.run(args)
-            ask()
+            ask()  # raises KeyboardInterrupt if a signal came and its exception was swallowed
         finally:  # also after help, which raises SystemExit
             if sys.stdout is not None and not sys.stdout.closed:
                 write_out()
@@ -149,6 +151,7 @@ def _asking_for_help(words: list[str]) -> list[str]:
 
 
 def _exit_code(error: BaseException) -> int:
+    """Returns the exit code for an error that is reported in one line."""
     if isinstance(error, (Interrupted, KeyboardInterrupt)):
         return BY_SIGNAL + first_signal()
     if isinstance(error, DivergedError):

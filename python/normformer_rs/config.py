@@ -202,6 +202,7 @@ _OPTIONS_OF_TABLES = {
 
 
 def _of_another_table(got: str) -> str:
+    """Returns the note that a name belongs to another table, with its option; "" if it belongs to none."""
     for table, (option, kind) in _OPTIONS_OF_TABLES.items():
         if any(entry["name"] == got for entry in ENTRIES[table]):
             return f' ("{got}" is {kind}: ' + (f"--{option} {got})" if _speaks_flags else f'{option}="{got}")')
@@ -233,7 +234,8 @@ class Config:
             # The dataclass is frozen, and this is its constructor.
             object.__setattr__(self, field.name, field.check(options.get(field.name, field.default)))
 
-    # These are written once, because the dataclass decorator would compile them for each class, 3 ms of every import.
+    # These methods are written here, because the dataclass decorator would compile them for each class, which takes 3
+    # ms of every import.
 
     def __repr__(self) -> str:
         return f"{type(self).__qualname__}({', '.join(f'{name}={value!r}' for name, value in self.asdict().items())})"
@@ -283,6 +285,7 @@ class Config:
 
 
 def _document(summary: str, fields: Iterable[Field]) -> str:
+    """Returns the docstring of a configuration class."""
     lines = [summary, ""]
     for field in fields:
         kind = field.kind + " or None" * field.optional
@@ -298,6 +301,7 @@ ENTRIES: dict[str, list[dict[str, Any]]] = _TABLES["tables"]
 
 
 def _generate(name: str, which: str, summary: str) -> Any:
+    """Returns a configuration class with the options that Rust lists under `which`."""
     entries = _TABLES["options"][which]
     fields = tuple(Field(**{**entry, "choices": tuple(entry["choices"])}) for entry in entries)
     columns = [(field.name, field.annotation, dataclasses.field(default=field.default)) for field in fields]

@@ -2,12 +2,13 @@
 
 
 class InputError(ValueError):
-    """Wrong input or options; the message says what was expected, what was given and what to do."""
+    """Raised for wrong input or options. The message says what was expected, what was given and what to do."""
 
 
 class DivergedError(RuntimeError):
-    """The loss or the gradient stopped being finite; the message names the update and the last good checkpoint."""
+    """Raised when the loss or the gradient is no longer finite. The message names the update and the last good
+    checkpoint."""
 
 
 class Interrupted(Exception):
-    """Training was stopped by Ctrl-C; everything is saved and the message says how to resume."""
+    """Raised when Ctrl-C stops training. Everything is saved, and the message says how to resume."""

@@ -177,6 +177,9 @@ def readings(
 def _reading(
     checkpoint: str, source: str | PathLike[str] | None, target: str | PathLike[str] | None
 ) -> Callable[[History], Found]:
+    """Returns the function that measures a run's layers on a text, or on the run's validation set if `target` is
+    None."""
+
     def measured(run: History) -> Found:
         if target is not None:
             return observations.layers(run.output, checkpoint, None if source is None else str(source), str(target))
@@ -199,6 +202,9 @@ def _options(run: History) -> dict[str, Any]:
 
 
 def _logged(measure: Callable[[History], Found], lacking: str) -> Callable[[History], Found]:
+    """Returns `measure`, with an InputError if it finds nothing. `lacking`: the part of the message that says what is
+    missing."""
+
     def measured(history: History) -> Found:
         if not (found := measure(history)):
             raise InputError(f"{history.output}: no {lacking} log_statistics = N")
@@ -208,6 +214,7 @@ def _logged(measure: Callable[[History], Found], lacking: str) -> Callable[[Hist
 
 
 def _histories(runs: Sequence[Run], names: Sequence[str] | None) -> list[History]:
+    """Returns the histories of runs that are given as folders or histories. Errors: InputError."""
     if not runs:
         raise InputError("no run to draw; expected one or more folders of runs")
     if names is not None and len(names) != len(runs):
@@ -230,6 +237,7 @@ def _draw(
     draw: Callable[[Mapping[str, drawing.Series], str], Any],
     measure: Callable[[History], Found],
 ) -> Path:
+    """Measures the runs, draws their series with `draw`, saves the picture and returns its path."""
     require("matplotlib", "the picture")
     histories = _histories(runs, names)
     series: dict[str, drawing.Series] = {}

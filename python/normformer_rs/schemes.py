@@ -111,8 +111,9 @@ class Place:
         decoder: Callable[[int, int], float],
         alone: Callable[[float], float],
     ) -> float:
-        """Returns a number by the kind of stack: for an encoder or a decoder from their depths N and M, for a single
-        stack from its L, half the number of its additions."""
+        """Returns a constant that depends on the kind of stack. In a model with encoder and decoder, the function for
+        this stack gets their depths N and M. In a single stack, `alone` gets L, half the number of the stack's
+        additions."""
         if not self.has_encoder:
             return alone(self.decoder_layers if self.block is None else self.layers * self.sublayers / 2)
         return (encoder if self.stack == "encoder" else decoder)(self.encoder_layers, self.decoder_layers)
@@ -160,7 +161,7 @@ class Scheme(FromFile):
         return ()
 
     def stack(self, place: Place) -> StackSpec:
-        """Returns what is before, between and after the layers."""
+        """Returns the changes before the stack's first layer and after its last, and the connections between layers."""
         return StackSpec()
 
     def declare(self, config: Any, kinds: tuple[str, ...] | None = None) -> dict[str, Any]:
@@ -203,8 +204,8 @@ _ABOUT |= {"has_biases": bool, "is_profiled": bool}
 
 
 def _same(one: Any, other: Any) -> bool:
-    """True if two values are equal; arrays and tensors are if all their numbers are, also within lists and
-    dictionaries."""
+    """True if two values are equal. Arrays and tensors, also within lists and dictionaries, are equal if their shapes
+    and all their numbers are."""
     if hasattr(one, "shape") or hasattr(other, "shape"):
         return getattr(one, "shape", None) == getattr(other, "shape", None) and bool((one == other).all())
     if type(one) is type(other) and isinstance(one, (list, tuple)):
@@ -238,6 +239,7 @@ class DeclaredScheme(Scheme):
 
 
 def _stack(scheme: Scheme, first: Place) -> dict[str, Any]:
+    """Returns a scheme's declaration for one stack. `first`: the place of the stack's first sublayer."""
     layers = [_layer(scheme, replace(first, layer=layer)) for layer in range(first.layers)]
     stack = to_json(StackSpec, scheme.stack(first), Owner(first.d_model), f"{type(scheme).__name__}.stack()")
     ends = [stream["norm"] for stream in stack["streams"] if stream["norm"]]
@@ -256,6 +258,7 @@ _LISTS = ("before", "branch", "skip", "after")
 
 
 def _layer(scheme: Scheme, place: Place) -> dict[str, Any]:
+    """Returns a scheme's declaration for one layer."""
     sublayers, name = [], type(scheme).__name__
     for index in range(place.sublayers):
         here = replace(place, index=index)
@@ -275,6 +278,7 @@ def _layer(scheme: Scheme, place: Place) -> dict[str, Any]:
 
 
 def _inside(point: str, place: Place) -> Owner:
+    """Returns the module that owns the norms and parameters at a point inside a sublayer."""
     widths = {"before_activation": place.d_ff, "after_activation": place.d_ff}
     widths |= dict.fromkeys(("query", "key", "value", "rotated_query", "rotated_key"), place.d_head)
     return Owner(widths.get(point, place.d_model), path=_PATHS[place.sublayer])

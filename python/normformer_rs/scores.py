@@ -21,8 +21,8 @@ SEED = "SACREBLEU_SEED"
 """The environment variable with the seed of the resamples, as in sacreBLEU: 12345 by default; "none" for another
 seed each time."""
 _ROUNDING = 1e-9
-"""Differences that are closer than this, relative to BLEU's 100, count as equal. One match more is at least 1e-7 of
-it."""
+"""Two differences of BLEU count as equal if they are closer than this share of BLEU's range, 100. One more match
+changes BLEU by at least 1e-7 of it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,8 +77,9 @@ def score(
 
     With d the difference in BLEU, dᵢ that of n resamples of the lines, and m the mean of all dᵢ,
     p = (1 + #{i: |dᵢ − m| ≥ |d|})/(1 + n): two-sided, the distribution of the resamples shifted to a difference of 0
-    (Efron & Tibshirani 1993, §16.4). Resamples and seed are sacreBLEU's. Its own p subtracts the mean of |dᵢ| from
-    |dᵢ|; at 0.05 it called 11 % of 1,000 pairs of equal systems different, this one 6 %.
+    (Efron & Tibshirani 1993, §16.4). Resamples and seed are sacreBLEU's. sacreBLEU's own p subtracts the mean of |dᵢ|
+    from |dᵢ|. At the level 0.05 it called 11 % of 1,000 pairs of equal systems different; the p above called 6 %
+    different.
 
     Errors: InputError for no lines, for sequences of different length, for `resamples` below 1, and for compounds to
     split in text that is not tokenised; ImportError without sacrebleu.
@@ -123,13 +124,14 @@ def _split_compounds(lines: Sequence[str]) -> list[str]:
 
 
 class Counts(NamedTuple):
-    """The counts of each line that BLEU is made of, and how they were counted: enough for BLEU and p without the
-    text."""
+    """The counts of each line from which BLEU is computed, and the way in which they were counted. They suffice for
+    BLEU and p without the text."""
 
     lines: list[list[int]]
-    """Words of the hypothesis, of the reference, common n-grams of length 1 to 4, n-grams of the hypothesis."""
+    """For each line the numbers of words in the hypothesis and in the reference, of common n-grams of length 1 to 4,
+    and of the hypothesis's n-grams of length 1 to 4."""
     signature: str
-    """sacreBLEU's, with its version."""
+    """sacreBLEU's signature, with its version."""
 
 
 def counts(hypotheses: Sequence[str], references: Sequence[str], tokenize: str) -> Counts:
@@ -143,7 +145,8 @@ def counts(hypotheses: Sequence[str], references: Sequence[str], tokenize: str) 
 def score_counts(
     ours: Counts, theirs: Counts | None = None, *, resamples: int = RESAMPLES, seed: str = "12345"
 ) -> tuple[float, str, Comparison | None]:
-    """Returns BLEU, sacreBLEU's line, and the comparison with a baseline, all as `score` makes them of the text."""
+    """Returns BLEU, sacreBLEU's line, and the comparison with a baseline, all as `score` computes them from the
+    text."""
     metric = require("sacrebleu.metrics", "scoring translations").BLEU(force=True)
     found = metric._compute_score_from_stats(np.sum(ours.lines, 0).tolist())
     line = found.format(signature=ours.signature)
@@ -154,13 +157,14 @@ def score_counts(
 
 
 def _compare(metric: Any, hypotheses: Sequence[str], baseline: Sequence[str], resamples: int) -> Comparison:
-    """Compares two systems with the statistics of lines that sacreBLEU's own test resamples, and with its draws of
-    lines."""
+    """Compares two systems by a paired bootstrap over the same counts of lines, and with the same draws, as sacreBLEU's
+    own test."""
     ours, theirs = (np.array(metric._extract_corpus_statistics(lines, None)) for lines in (hypotheses, baseline))
     return _compare_counts(metric, ours, theirs, _draws(len(baseline), resamples, resampling_seed()))
 
 
 def _compare_counts(metric: Any, own: NDArray[Any], baseline: NDArray[Any], rows: NDArray[np.int64]) -> Comparison:
+    """Compares two systems from the counts of their lines. `rows`: the lines of each resample."""
     ours, theirs = (_resampled(metric, statistics, rows) for statistics in (own, baseline))
     every = np.arange(len(own))[None]
     bleu, other = (_resampled(metric, statistics, every)[0] for statistics in (own, baseline))

@@ -1,4 +1,5 @@
-"""Reads text from files and standard input, and writes it; the only reader on Python's side, with Rust's rules.
+"""Reads text from files and standard input, and writes it. All of the package's Python code reads text here, by the
+same rules as Rust.
 
 A line ends at \\n only; gzip is recognised; a byte order mark at the start is not part of the text.
 """
@@ -44,7 +45,7 @@ _PACKED = (
 """Packed files, as in src/data/text.rs: the bytes that identify them, their place, and a command that unpacks one.
 The last one is found if gzip was applied twice."""
 RECORDS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".arrow")
-"""Ends of names of files that hold records."""
+"""The endings of the names of files that hold records."""
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _UNSHOWN = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
@@ -99,6 +100,7 @@ def read_lines(path: str, *, empty: bool = False, records: bool = False) -> list
 
 
 def _decode(line: bytes, place: str, advice: str) -> str:
+    """Returns a line as text, without the \\r of a Windows line end. Errors: InputError for invalid UTF-8."""
     try:
         return line.removesuffix(b"\r").decode("utf-8")
     except UnicodeDecodeError as error:
@@ -283,7 +285,8 @@ def write_lines(path: str, lines: Iterable[str]) -> None:
 def write_whole(target: Path, data: bytes) -> None:
     """Writes a file of these bytes to `target`: on failure its old content stays. A link there is replaced, not
     followed."""
-    # The extension module names unfinished files like this, by thread: a run removes those of a dead one in its folder.
+    # The extension module names unfinished files in this way, too, with the process's id. A run deletes them from its
+    # folder if no process has that id any more. Here the thread's id keeps two threads from using the same name.
     beside = target.with_name(f".{target.name}.tmp-{threading.get_native_id()}")
     beside.unlink(missing_ok=True)
     try:

@@ -131,6 +131,8 @@ def coordinate_check(
 
 
 def _sized(config: TransformerConfig, over: str, value: int) -> TransformerConfig:
+    """Returns the configuration with another width or depth, and without dropout. Errors: InputError for a width that
+    does not fit."""
     rates = dict.fromkeys(("dropout", "embedding_dropout", "attention_dropout", "activation_dropout"), 0.0)
     if config.attention == "tensorized":
         del rates["attention_dropout"]
@@ -162,7 +164,7 @@ def _trained(
         torch.nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten()).backward()
         optimizer.step()
         found.append(_sizes(model, reads, target_input))
-    with np.errstate(divide="ignore"):  # some sizes are 0
+    with np.errstate(divide="ignore"):  # the logarithm of a size of 0 is −∞
         return np.log(found)
 
 

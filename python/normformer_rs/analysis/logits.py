@@ -1,4 +1,4 @@
-"""The logits of attention while a model runs: those that softmax receives, after masks."""
+"""Reads the logits of attention while a model runs: the scores that softmax receives, after masks."""
 
 import inspect
 import math
@@ -11,15 +11,17 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 MASKED = torch.finfo(torch.float32).min / 2
-"""Logits up to here belong to pairs that softmax does not see: masks add −∞ or the least number of a type."""
+"""A logit of at most this value belongs to a masked pair, since masks add −∞ or the lowest number of a dtype."""
 _ELEMENTS = 2**22
-"""Logits are computed for so many pairs at a time, because a whole attention of them in f64 may not fit."""
+"""The number of pairs whose logits are computed at a time: the f64 logits of a whole attention may not fit in
+memory."""
 
 
 class Attentions(TorchFunctionMode):
-    """Calls a function with the logits of each attention, in f64, in parts by queries.
+    """Calls the function `heard` for each attention inside a `with` block, with an iterator over parts of its logits in
+    f64. Each part has some of the queries.
 
-    Attention is torch's operator, torch.nn's modules, and a softmax over the last of three dimensions or more.
+    As attention count torch's operator, torch.nn's modules, and a softmax over the last of three or more dimensions.
     """
 
     def __init__(self, heard: Callable[[Iterator[Tensor]], None]) -> None:
@@ -70,7 +72,7 @@ def _of_operator(
             seen = torch.ones(logits.shape[-2:], dtype=torch.bool, device=logits.device).tril(first)
             logits = logits.masked_fill(~seen, -math.inf)
         if attn_mask is not None:
-            whole = attn_mask.dim() < 2 or attn_mask.shape[-2] == 1  # one row for all queries
+            whole = attn_mask.dim() < 2 or attn_mask.shape[-2] == 1  # the mask has one row for all queries
             mask = attn_mask if whole else attn_mask[..., first : first + size, :]
             logits = logits.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else logits + mask
         yield logits

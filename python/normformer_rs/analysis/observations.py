@@ -1,4 +1,4 @@
-"""Measurements of a finished run besides its losses: series of numbers by name, from its folder."""
+"""Reads measurements of a finished run from its folder. Each function returns one or more series of numbers by name."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -15,11 +15,11 @@ from ..loop.history import History
 from ..loop.model import Transformer
 
 Found = dict[str, list[float]]
-"""Numbers by the name of the series."""
+"""The name of a series → its numbers."""
 
 _ROWS, _LENGTH, _BOS, _PAD, _EOS = 32, 64, 0, 1, 2
-"""The part of a validation set that a model reads: rows, tokens in each row of a language model; and the special
-ids."""
+"""The number of rows that a model reads of a validation set, the number of tokens in each row of a language model, and
+the ids of the special tokens."""
 _PLACES = {
     "encoder": ("encoder-attention", "encoder-feed-forward"),
     "decoder": ("decoder-attention", "decoder-encoder", "decoder-feed-forward"),
@@ -33,19 +33,20 @@ def brief(values: Iterable[float]) -> list[float]:
 
 
 def gradient_norms(history: History) -> Found:
-    """Returns raw: every gradient norm, before clipping."""
+    """Returns the series `raw`: the gradient norm of each update, before clipping."""
     return {"raw": brief(history.grad_norm)}
 
 
 def bleu(history: History) -> Found:
-    """Returns bleu: that of the validation set at each evaluation; evaluated: the updates."""
+    """Returns two series: `bleu`, the validation set's BLEU at each evaluation, and `evaluated`, the number of the
+    update at each evaluation."""
     evaluations = history.evaluations
     return {"evaluated": brief(evaluations.update), "bleu": brief(evaluations.bleu)}
 
 
 def gains(output: str | PathLike[str], checkpoint: str) -> Found:
-    """Returns gain-PLACE: the learned g of each ScaleNorm of a pre-norm model, from the first layer to the last;
-    gain-final: that of the decoder's last norm.
+    """Returns a series `gain-PLACE` for each place of a norm in the layers of a pre-norm model: the learned g of the
+    ScaleNorm (or LpNorm) there, from the first layer to the last. `gain-final` has the g of the decoder's last norm.
 
     Errors: InputError for a model whose norms learn no g.
     """
@@ -56,8 +57,9 @@ def gains(output: str | PathLike[str], checkpoint: str) -> Found:
 
 
 def gains_by_place(state: Mapping[str, torch.Tensor]) -> Found:
-    """Returns encoder-attention, decoder-attention, decoder-encoder, encoder-feed-forward and decoder-feed-forward,
-    each from the first layer to the last, and final; only those that the model has."""
+    """Returns the gains in a state dict by their norms' places: encoder-attention, encoder-feed-forward,
+    decoder-attention, decoder-encoder and decoder-feed-forward, each from the first layer to the last, and final.
+    Places that the model lacks are left out."""
     is_alone = not any(name.startswith("encoder.layers.") for name in state)
     found: Found = {}
     for stack, places in _PLACES.items():
@@ -72,18 +74,18 @@ def gains_by_place(state: Mapping[str, torch.Tensor]) -> Found:
 
 
 def singular_values(output: str | PathLike[str], checkpoint: str) -> Found:
-    """Returns singular: the singular values of the embedding of target words, divided by the largest."""
+    """Returns the series `singular`: the singular values of the target words' embedding, divided by the largest."""
     state = Transformer.from_checkpoint(output, checkpoint).state_dict()
     table = state["embedding.weight" if "embedding.weight" in state else "target_embedding.weight"]
     return {"singular": brief(analysis.spectrum(table))}
 
 
 def statistics(history: History) -> Found:
-    """Returns statistics of the encoder's first norm (a language model's: the decoder's) over training, from
-    `log_statistics`.
+    """Returns statistics of the encoder's first norm (in a language model, of the decoder's) over training, as
+    `log_statistics` logged them. Empty if nothing was logged.
 
-    distance-STATISTIC: the distances of batches' statistics from the running ones; gradient-STATISTIC: their part in
-    the gradient of the norm's input; logged: the updates. Empty if nothing was logged.
+    The series `distance-STATISTIC` has the distances of the batches' statistics from the running ones,
+    `gradient-STATISTIC` the statistics' part in the gradient of the norm's input, and `logged` the updates' numbers.
     """
     first = re.compile(r"batch_(distance|gradient)/(encoder|decoder)\.0\.\w+")
     logged = {name: values for name, values in history.layers.items() if first.fullmatch(name)}
@@ -99,8 +101,8 @@ def statistics(history: History) -> Found:
 
 
 def changes(history: History) -> Found:
-    """Returns change: ‖F(x; θ) − F(x; θ₀)‖₂ of the decoder's output over training, as `log_statistics` logs it;
-    logged: the updates. Empty if nothing was logged."""
+    """Returns two series: `change`, ‖F(x; θ) − F(x; θ₀)‖₂ of the decoder's output over training, as `log_statistics`
+    logged it, and `logged`, the updates' numbers. Empty if nothing was logged."""
     values = history.layers.get("change/decoder")
     if values is None:
         return {}
@@ -109,9 +111,9 @@ def changes(history: History) -> Found:
 
 
 def layers(output: str | PathLike[str], checkpoint: str, source: str | None, target: str) -> Found:
-    """Returns, for the first lines of a text, by stack: cosine-STACK of each layer's output and the one before,
-    active-STACK, the share of active units of each feed-forward, and size-STACK, the mean |x| of the stack's input and
-    of each layer's output.
+    """Returns measurements of a model on the first lines of a text, three series for each stack. `cosine-STACK` has the
+    cosine of each layer's output with the output before it, `active-STACK` the share of active units in each
+    feed-forward, and `size-STACK` the mean |x| of the stack's input and of each layer's output.
 
     Args:
         source, target: files of text in the form that the run reads; no source for a language model.
@@ -126,6 +128,7 @@ def layers(output: str | PathLike[str], checkpoint: str, source: str | None, tar
 
 
 def _read(model: Transformer, output: Path, source: str | None, target: str) -> tuple[Any, torch.Tensor]:
+    """Returns the token ids of a text's first lines: (source or None, the decoder's input)."""
     lines = text.read_lines(target)
     if source is None:
         tokens = [_EOS, *(token for line in _core.encode(str(output), lines) for token in [*line, _EOS])]

@@ -21,9 +21,9 @@ class Statistics(NamedTuple):
     mean: float
     """‖μ_B − μ‖₂/d, where μ is the running mean before the batch (Shen et al. 2020, Fig 2)."""
     variance: float
-    """‖σ²_B − σ²‖₂/d (Fig 2, 4)."""
+    """‖σ²_B − σ²‖₂/d, where σ² is the running variance (Fig 2, 4)."""
     power: float
-    """‖ψ²_B − ψ²‖₂/d (Fig 4)."""
+    """‖ψ²_B − ψ²‖₂/d, where ψ² is the running mean square (Fig 4)."""
     mean_gradient: float
     """‖g_μ‖₂/d, g_μ = (γ/σ_B)⊙mean dy (eq 3, Fig 3); gradients are NaN if none were computed."""
     variance_gradient: float

@@ -60,6 +60,7 @@ class _Share(NamedTuple):
     rows: Tensor
 
     def of(self, t: Tensor, axis: int | None = None) -> Tensor:
+        """Returns the part of a tensor that has the role. `axis`: its dimension; None: that of the matrix's rows."""
         return t.index_select(self.axis if axis is None else axis, self.rows.to(t.device))
 
 
@@ -126,13 +127,14 @@ class Probe:
         self._names = {module: name for name, module in model.named_modules()}
         self._norms = {module for module in self._names if is_norm(module)}
         self._shares = self._find_shares()
-        """The roles of each matrix by the parameter's name."""
+        """The name of each matrix's parameter → the roles of its rows."""
         self._hooks: list[RemovableHandle] = []
         self._stack = contextlib.ExitStack()
         self._passes: dict[tuple[str, str, str], tuple[int | None, float]] = {}
         self._within: list[nn.Module] = []
 
     def _find_shares(self) -> dict[str, list[_Share]]:
+        """Returns the roles of the matrices in all blocks, by the names of their parameters."""
         found: dict[str, list[_Share]] = {}
         parameters = dict(self.model.named_parameters())
         for block, (name, _) in self._layers.items():
@@ -186,7 +188,7 @@ class Probe:
         self.readings += [Reading(name, layer, role, measure, value)
                           for (name, role, measure), (layer, value) in self._passes.items()]  # fmt: skip
 
-    # ---- where a number belongs ----
+    # ---- the layer and role of a number ----
 
     def _layer_of(self, name: str) -> int | None:
         """Returns the layer that has the module or parameter of this name."""
@@ -195,11 +197,12 @@ class Probe:
         return max(inside, default=("", None))[1]  # the longest name: the innermost block
 
     def _put(self, name: str, role: str, measure: str, value: float) -> None:
+        """Notes one number of the current pass."""
         self._passes[name, role, measure] = (self._layer_of(name), value)
 
     def _parts(self, name: str, t: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Yields the roles of a parameter, each with its part of a tensor of the parameter's shape. Biases of matrices
-        have none."""
+        """Yields the roles of a parameter, each with its part of `t`, a tensor of the parameter's shape. Yields nothing
+        for the bias of a matrix whose roles are known."""
         owner = name.rpartition(".")[0]
         if name in self._shares:
             yield from ((share.role, share.of(t)) for share in self._shares[name])
@@ -223,6 +226,7 @@ class Probe:
     # ---- passes ----
 
     def _leave(self, module: nn.Module, given: Any, out: Any) -> None:
+        """A hook on norms and linear layers: measures the output, by role."""
         name = self._names[module]
         if not isinstance(out, Tensor) or not out.is_floating_point():
             return
@@ -235,6 +239,7 @@ class Probe:
                 self._put(name, "fc2", "active", float((given[0].detach() > 0).double().mean()))
 
     def _activations(self, name: str, role: str, x: Tensor) -> None:
+        """Measures rms, largest and kurtosis of x."""
         x = x.double()
         mean, squares = x.mean(), x.square().mean()
         centred = (x - mean).square()
@@ -247,10 +252,11 @@ class Probe:
         self._within.append(block)
         name = self._layers[block][0]
         before = [key for key in self._passes if key[1] == "attention" and key[0].partition(" (")[0] == name]
-        for key in before:  # of an earlier pass
+        for key in before:  # they belong to an earlier pass
             del self._passes[key]
 
     def _leave_block(self, block: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
+        """A hook on blocks: measures a layer's output, alone and against its input."""
         self._within.pop()
         name, _ = self._layers[block]
         x, y = (next((t for t in _tensors(value) if t.is_floating_point() and t.dim() > 1), None)
@@ -325,6 +331,7 @@ def _norm(t: Tensor) -> float:
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
+    """Yields the tensors in nested lists, tuples, mappings and outputs of Hugging Face models."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):

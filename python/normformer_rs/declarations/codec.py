@@ -65,7 +65,7 @@ def from_json(kind: Any, found: Any) -> Any:
 
 
 def refusal(what: str, expected: str, value: Any) -> InputError:
-    """Makes the error for a value that is not what it must be."""
+    """Returns the error for a wrong value. `what`: the value's name; `expected`: the values allowed, in words."""
     return InputError(f"{what} must be {expected}; got {value!r}")
 
 
@@ -78,6 +78,7 @@ class _Codec(NamedTuple):
 
 @functools.cache
 def _codec(kind: Any) -> _Codec:
+    """Returns the codec of a type: a class, a Literal, a union or a sequence."""
     if kind in _CODECS:
         return _CODECS[kind]()
     if get_origin(kind) is Literal:
@@ -91,6 +92,7 @@ def _codec(kind: Any) -> _Codec:
 
 
 def _leaf(check: Callable[[Any, str], Any], read: Callable[[Any], Any] = lambda found: found) -> _Codec:
+    """Returns the codec of a type without parts. `check` returns a value as JSON holds it, or raises."""
     return _Codec(lambda value, _, what: check(value, what), read)
 
 
@@ -102,6 +104,8 @@ def _optional(codec: _Codec) -> _Codec:
 
 
 def _list(codec: _Codec) -> _Codec:
+    """Returns the codec of a list of values that `codec` writes."""
+
     def write(value: Any, owner: Owner, what: str) -> Any:
         if not isinstance(value, Iterable) or isinstance(value, str):
             raise refusal(what, "a list", value)
@@ -122,6 +126,7 @@ def _one_or_list(codec: _Codec) -> _Codec:
 
 
 def _enum(variants: Mapping[str, Any], expected: str) -> _Codec:
+    """Returns the codec of a Rust enum, {the variant's name: its content}. `variants`: name → type of the content."""
     codecs = {tag: (int | float if kind is float else kind, _codec(kind)) for tag, kind in variants.items()}
 
     def write(value: Any, owner: Owner, what: str) -> Any:
@@ -138,6 +143,7 @@ def _enum(variants: Mapping[str, Any], expected: str) -> _Codec:
 
 
 def _gain() -> _Codec:
+    """Returns the codec of `Gain`: "one" and "growing" are plain texts, a curve is {its kind: its other fields}."""
     plain = _enum(
         {"constant": float, "learned": Learned}, "a number, GROWING, a Learned, or a curve of one, as sigmoid(…)"
     )
@@ -161,6 +167,7 @@ def _gain() -> _Codec:
 
 
 def _change() -> _Codec:
+    """Returns the codec of `Change`, {the kind: its content}."""
     codecs = {kind: _codec(what) for kind, what in KINDS.items()}
 
     def write(value: Any, owner: Owner, what: str) -> Any:
@@ -178,6 +185,7 @@ def _change() -> _Codec:
 
 
 def _changes() -> _Codec:
+    """Returns the codec of `Changes`: one change, or several, as a list."""
     many = _list(_codec(Change))
 
     def write(value: Any, owner: Owner, what: str) -> Any:
@@ -193,6 +201,8 @@ def _stream() -> _Codec:
 
 
 def _first_values() -> _Codec:
+    """Returns the codec of initial values: a number, a list, or {"normal": std}."""
+
     def write(value: Any, _: Owner, what: str) -> Any:
         if isinstance(value, Normal):
             return {"normal": number(value.std, what)}
@@ -211,6 +221,7 @@ _LEFT_OUT = ("is_weighted", "shared", "sums_over")
 
 
 def _fields(kind: Any) -> _Codec:
+    """Returns the codec of a named tuple, which becomes an object with its fields."""
     codecs = {name: _codec(one) for name, one in kind.__annotations__.items()}
     expected = {Learned: 'a Learned, as Learned("gain", 1.0)', NormAt: 'a Norm, as Norm("norm")'}
     silent = {name: kind._field_defaults[name] for name in _LEFT_OUT if name in codecs}
@@ -228,6 +239,7 @@ def _fields(kind: Any) -> _Codec:
 
 
 def _text(value: Any, what: str) -> str:
+    """Checks that a value is a text, and returns it."""
     if not isinstance(value, str):
         raise refusal(what, "a text", value)
     return value
@@ -255,4 +267,4 @@ _CODECS: dict[Any, Callable[[], _Codec]] = {
     Gates: lambda: _enum(_GATES, "a Joint, a Permuted, an Each, a Channel or a number"),
     Mixing: lambda: _enum(_MIXING, "a HyperConnection or a DepthAttention"),
 }
-"""Makers of the codecs of types whose fields alone do not determine it."""
+"""For each type whose fields alone do not determine its codec, a function that makes the codec."""

@@ -122,7 +122,7 @@ parameter."""
 
 
 class Mix(NamedTuple):
-    """own⊙x + kept⊙(the tensor kept under the name)"""
+    """The content of a `mix` change: own⊙x + kept⊙(the tensor kept under the name)."""
 
     name: str
     own: Gain = 1.0

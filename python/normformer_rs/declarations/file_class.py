@@ -81,7 +81,8 @@ def _module(file: str) -> ModuleType:
 
 
 class FromFile:
-    """A base of classes that such a file may define: a pickle of an object names the file's module."""
+    """A base of classes that a user's file may define. The pickle of an object of such a class names the module that
+    was made from the file."""
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
         made = super().__reduce_ex__(protocol)
@@ -95,7 +96,7 @@ def _new(module: str, name: str) -> Any:
     """Returns an empty object of a file's class, for unpickling. Errors: InputError if the file is not loaded."""
     content = re.match(rf"{_PREFIX}(\w+)_[0-9a-f]{{16}}", module)
     loaded = sys.modules.get(module)
-    if loaded is None and content is not None:  # a file of this content in another place
+    if loaded is None and content is not None:  # a file of the same name and content may be loaded from elsewhere
         loaded = next((found for key, found in [*sys.modules.items()] if key.startswith(content[0])), None)
     if loaded is None:
         stem = content[1] if content else module

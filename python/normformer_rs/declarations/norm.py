@@ -1,4 +1,4 @@
-"""What a norm declares that a user writes in Python, the register of such classes, and the operator that runs them."""
+"""Declarations of norms that users write in Python, the register of their classes, and the operator that runs them."""
 
 import contextlib
 import gc
@@ -17,9 +17,11 @@ from .first_values import Normal, number
 
 
 class Parameter(NamedTuple):
-    """A parameter p of a norm. The function gets factor·(offset + p). `start`: the initial value of every element of
-    p, a number, a function of the norm's width, or `schemes.Normal`; `shape`: "one" number, one per column
-    ("width"), or the two sides of a matrix, each a number, "width" or the name of an option."""
+    """A parameter p of a norm. `normalize` gets factor·(offset + p).
+
+    `start` is the initial value of every element of p: a number, a function of the norm's width, or `schemes.Normal`.
+    `shape` is "one" for a single number, "width" for one number per column, or the two sides of a matrix, each a
+    number, "width" or the name of an option."""
 
     start: float | Callable[[int], float] | Normal = 1.0
     shape: str | Sequence[int | str] = "width"
@@ -164,6 +166,7 @@ _FOUND: weakref.WeakValueDictionary[str, Norm] = weakref.WeakValueDictionary()
 
 
 def _register(cls: type[Norm]) -> None:
+    """Adds a class to the register, once, with a serial number of its own."""
     if "_serial" not in vars(cls):
         _define()
         cls._serial, cls._found = next(_NEXT), {}  # type: ignore[attr-defined]
@@ -341,7 +344,8 @@ def _listed(names: Iterable[str]) -> str:
 
 
 def _of(declaration: str) -> Norm:
-    """Returns the norm of a model's declaration: from the class that the model was made with, or as for a file."""
+    """Returns the norm that a model's declaration describes: from the class that the model was made with, if that still
+    exists; otherwise as `declared` finds it for a file."""
     norm = _FOUND.get(declaration)
     if norm is None:
         data = json.loads(declaration)
@@ -356,7 +360,7 @@ _defined: list[Any] = []
 
 
 def _define() -> None:
-    """Defines the operator that the loop calls."""
+    """Defines, once, the operator by which the training loop calls such norms."""
     if _defined:
         return
     _loading.load()  # the extension module must be loaded before its namespace is extended
@@ -370,12 +374,13 @@ def _define() -> None:
 
 
 def _run(x: Any, *given: Any) -> Any:
+    """Computes the operator. `given`: the parameters, padded with None, and the norm's declaration."""
     *parameters, declaration = given
     return in_wide(_of(declaration), x, [p for p in parameters if p is not None])
 
 
 def in_wide(norm: Norm, x: Any, parameters: Any) -> Any:
-    """Returns y in x's type, computed in f32 at least."""
+    """Returns y = N(x) in x's dtype, computed in f32 at least. Errors: InputError if y has another shape than x."""
     import torch
 
     wide = torch.promote_types(x.dtype, torch.float32)

@@ -31,15 +31,15 @@ class MultiheadAttention(nn.MultiheadAttention):
 
     `inside` names changes at `input` (before the projection of queries, and also of keys and values in self-attention),
     `query_input`, `key_input` and `value_input` (in self-attention, before each projection alone), `query`, `key` and
-    `value` (a norm of width d_head acts on each head's, one of d_model on all heads' joined), `after_heads` (the heads'
-    outputs, joined) and `after_output` (after `out_proj`).
+    `value` (a norm of width d_head acts on each head separately, one of width d_model on all heads joined),
+    `after_heads` (the heads' outputs, joined) and `after_output` (after `out_proj`).
 
     `set_parts` adds what a configuration asks for. An output gate multiplies the heads' outputs by σ(W_g·query + b_g),
     one number per head or one per element, before `after_heads`, with W_g in `gate_proj`. Sinks are one more logit per
     head, `sinks`, in the sum of its softmax. A softcap c turns scores s into c·tanh(s/c). With sinks or a softcap,
-    scores are held in memory, because torch's fused attention has neither. With `kv_heads` there are fewer heads of
-    keys and values, of which several heads of queries share one. Rotary positions of self-attention count from 0 over
-    the tokens that `key_padding_mask` leaves.
+    scores are held in memory, because torch's fused attention has neither. With `kv_heads`, keys and values have fewer
+    heads, and several heads of queries share one of them. Rotary positions of self-attention count from 0 over the
+    tokens that `key_padding_mask` leaves.
 
     Parameters, masks, layouts and results are torch.nn's; `out_proj` is called as a module, so its hooks and
     replacements take effect.
@@ -124,9 +124,9 @@ class MultiheadAttention(nn.MultiheadAttention):
         is_self: bool = False,
     ) -> Any:
         """Returns (output, weights or None). Weights are (B, T, S), or (B, heads, T, S) with
-        average_attn_weights=False. `is_self` says that query, key and value are one tensor, where a wrapper's hooks may
-        have made three of it. With `kept`, the tensors that earlier places of a stack have kept under names,
-        the result has a third item: these, and the tensors that the changes here keep."""
+        average_attn_weights=False. `is_self`: True if query, key and value are one tensor; the caller says so because a
+        wrapper's hooks may have made three of it. `kept`: the tensors that earlier places of a stack have kept under
+        names. If it is given, the result has a third item: these tensors, and those that the changes here keep."""
         kept = None if kept is None else dict(kept)
         if not self._qkv_same_embed_dim or self.bias_k is not None or self.add_zero_attn:
             if self.inside or self.scale is not None or self.gate is not None or self._is_capped():
@@ -284,7 +284,7 @@ class MultiheadAttention(nn.MultiheadAttention):
 
 
 def _is_one(a: Tensor, b: Tensor) -> bool:
-    """True for one tensor, or two of the same memory, as reentrant checkpoints make of one."""
+    """True if a and b are one tensor, or views of the same memory, as reentrant checkpoints make from one tensor."""
     if a is b or torch.compiler.is_compiling() or type(a) is not Tensor or type(b) is not Tensor:
         return a is b
     if (a.shape, a.dtype, a.device, a.layout) != (b.shape, b.dtype, b.device, b.layout) or a.layout != torch.strided:

@@ -1,10 +1,10 @@
-"""Updates buffers that steer a forward pass in copies of a model whose weights are averages.
+"""Updates the buffers of copies of a model whose weights are averages. These buffers are the update number t of growing
+schemes and the statistics of norms, on which a forward pass depends.
 
-EMA, SWA and similar methods copy a model and average its parameters, with or without its buffers. The t of growing
-schemes and the statistics of norms must then be the model's own: an average truncates whole numbers, and an average of
-parameters alone leaves the buffers unchanged. So a copy remembers the module that it was made from. If that module has
-trained on, and the copy's weights were written without an optimizer step of the copy's own, the copy takes over these
-buffers.
+EMA, SWA and similar methods copy a model and average its parameters, with or without its buffers. The copy needs the
+buffers of the model that trains: averaging truncates whole numbers, and averaging parameters alone leaves the buffers
+unchanged. So a copy remembers the module that it was made from. If that module has trained on, and the copy's weights
+were written without an optimizer step of the copy's own, the copy takes over these buffers.
 """
 
 import weakref
@@ -53,7 +53,8 @@ class Origin:
 
 
 class Steered(nn.Module):
-    """The base of modules with buffers that steer their forward pass."""
+    """The base of modules whose forward pass depends on buffers that training moves, such as t or running
+    statistics."""
 
     _origin: Origin | None = None
 
@@ -85,7 +86,7 @@ class Steered(nn.Module):
         if origin is None or torch.compiler.is_compiling():
             return
         if origin.last and not self.training and len(origin.copies):
-            # An average of buffers was put into the model that trains, for an evaluation: the model's own are restored.
+            # For an evaluation, averaged buffers were written into the model that trains: its own are restored.
             for i, (_, buffer) in enumerate(self.steering()):
                 if i in origin.last:
                     buffer.copy_(origin.last[i])
@@ -94,12 +95,12 @@ class Steered(nn.Module):
             return
         mine = self.steering()
         if len(mine) != len(origin.seen) or not all(isinstance(weight, nn.Parameter) for weight, _ in mine):
-            return  # torch.func calls the module with other tensors
+            return  # torch.func has replaced the parameters by other tensors
         if any(hasattr(buffer, "device_mesh") for _, buffer in (*mine, *source.steering())):
             return  # one of the two is sharded over processes
         for (_, buffer), its, now, seen in zip(mine, source.steering(), _marks(mine), origin.seen, strict=True):
             is_averaged = now[0] != seen[0].to(now.device)
-            if buffer.is_floating_point():  # an average of such a buffer stays
+            if buffer.is_floating_point():  # if this buffer was averaged as well, its average stays
                 is_averaged &= now[1] == seen[1].to(now.device)
             elif not source._origin.has_trained:
                 continue

@@ -13,8 +13,8 @@ from .registry import norm_of_config
 from .sharding import mark_drawn, whole, write_whole
 
 LEARNED = "_learned_by_scheme"
-"""The attribute of a module with the dimension over which the products with each of its scheme's parameters are
-summed."""
+"""The name of a module's attribute that says, for each of its scheme's parameters, over which dimension products with
+the parameter are summed."""
 
 
 def make(
@@ -40,7 +40,7 @@ def make(
 
 def _begin_at(norm: Any, at: NormAt) -> None:
     """Sets the norm to its initial values, with the scheme's factor on γ."""
-    norm.first_scale = at.start  # the norm's own reset uses it, whatever calls that
+    norm.first_scale = at.start  # the norm's own reset_parameters uses this factor
     reset_module(norm)
 
 
@@ -67,7 +67,7 @@ def install(owner: nn.Module, items: Iterable[NormAt | Learned], place: Place, *
             setattr(owner, what.name, make(what, place, **making))
             if isinstance(what, Learned):
                 vars(owner).setdefault(LEARNED, {})[what.name] = what.sums_over
-    if made and not isinstance(owner, nn.MultiheadAttention):  # its matrices may be torch.nn's
+    if made and not isinstance(owner, nn.MultiheadAttention):  # attention's matrices may have torch.nn's values
         mark_drawn(owner)
 
 
@@ -87,7 +87,7 @@ def reset_module(module: nn.Module | None) -> None:
     if module is None:
         return
     if isinstance(module, nn.MultiheadAttention):
-        module.out_proj.reset_parameters()  # its own reset leaves that out
+        module.out_proj.reset_parameters()  # torch.nn's reset of attention leaves out_proj out
     own: Any = getattr(module, "reset_parameters", getattr(module, "_reset_parameters", None))
     if own is not None:
         with whole(module):

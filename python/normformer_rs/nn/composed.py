@@ -19,7 +19,8 @@ _KINDS: dict[str, Any] = {"float": float, "int": int, "bool": bool}
 
 def signature(entry: Mapping[str, Any]) -> inspect.Signature:
     """Returns the constructor's signature: LayerNorm's, without ε, parameters and bias if the norm has none, and
-    with its own options after ε. Of a norm with statistics over rows: PowerNormV's, with its own options for α."""
+    with its own options after ε. For a norm with statistics over rows it is PowerNormV's, with the norm's own options
+    in α's place."""
     if entry.get("form") == "columns":
         return _running_signature(entry)
     has_bias = any(parameter["name"] == "bias" for parameter in entry["parameters"])
@@ -34,6 +35,7 @@ def signature(entry: Mapping[str, Any]) -> inspect.Signature:
 
 
 def _running_signature(entry: Mapping[str, Any]) -> inspect.Signature:
+    """Returns the constructor's signature for a norm with statistics over rows."""
     options = {option["name"]: _option(option) for option in entry["options"]}
     kinds: dict[str, tuple[Any, Any]] = {"num_features": (int | Sequence[int], inspect.Parameter.empty)}
     kinds |= {name: option for name, option in options.items() if name not in ("groups", "sync")}

@@ -67,15 +67,16 @@ def rate(dropout: Any) -> float | None:
     """Returns p of a plain dropout, 0 in evaluation; None if the module itself must be called."""
     if not is_plain(dropout, nn.Dropout) or dropout.p >= 1:
         return None
-    # Dynamo treats is_exporting() as true in torch.compile, too: graphs have torch's dropout where that is safe.
+    # Dynamo treats is_exporting() as true in torch.compile, too. So compiled graphs contain torch's dropout, unless the
+    # backward graph may run it again with other numbers.
     if torch.compiler.is_exporting() and not (dropout.training and dropout.p > 0 and is_run_again()):
         return None
     return dropout.p if dropout.training else 0.0
 
 
 # torch.compile's partitioner may run forward operations again in the backward graph, to save memory. It does so with
-# random ones as well, including torch's dropout, and then other numbers result. It respects a mark on a node of the
-# graph.
+# random ones as well, including torch's dropout, and then other numbers result. But it respects a mark on a node of the
+# graph, so the operator `kept_seed` marks the seed as a tensor that must be saved.
 
 
 def is_run_again() -> bool:
@@ -85,6 +86,8 @@ def is_run_again() -> bool:
 
 
 def _has_budget() -> bool:
+    """Returns whether torch.compile has an activation memory budget below 1, and defines `kept_seed` if so. Errors:
+    InputError for a budget of 0."""
     from torch._functorch import config
 
     if torch.compiler.is_exporting():

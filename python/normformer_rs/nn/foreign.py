@@ -160,7 +160,7 @@ def refusal(place: Place, placed: str | None, draws: bool) -> str | None:
     its initial values are the scheme's."""
     if not (placed == "arguments" and place.depth == 1):
         declared = place.declared if placed is not None else _of_depth(place.config, place.stack, _DEPTH).declared
-        if needs_stack(declared):  # one of several layers may read what another keeps
+        if needs_stack(declared):  # in a stack of several layers, one may read tensors that another keeps
             return _between_layers(place)
     what = asks(place.config, place.stack, draws) if placed in (None, "depth") else None
     if what is None or (placed == "depth" and "number" not in what):
@@ -198,7 +198,8 @@ def asks(config: TransformerConfig, stack: str, draws: bool, only: int | None = 
     """Returns "the depth", or "the layer's number and the depth", if the layer's computation depends on it; with
     `draws`, also if its initial values do. `only`: the number of the one sublayer to be checked."""
     alone, first = _of_depth(config, stack, 1), _of_depth(config, stack, _DEPTH)
-    is_mixture = "," in str(config.residual) or config.residual == "mix-ln"  # a share may only show at greater depth
+    # in a mixture, the layers may differ only at a greater depth than _DEPTH
+    is_mixture = "," in str(config.residual) or config.residual == "mix-ln"
     by_layer = first.declared.growth is not None and first.declared.growth.by_layer
     one = _described(first, only)
     if is_mixture or by_layer or any(_described(first.at(i), only) != one for i in range(1, _DEPTH)):
@@ -233,7 +234,8 @@ def _sublayer(sublayer: Sublayer, place: Place) -> list[Any]:
 
 
 def _first_values(place: Place) -> list[Any]:
-    """Returns small matrices initialised like the place's, each from the same seed."""
+    """Returns small matrices with the initialisation of this place, each drawn from the same seed. Comparing them shows
+    whether two places differ in it."""
     attentions = len(place.sublayers) - 1
     drawn: Iterator[tuple[int, list[str]]] = (
         (i, roles)

@@ -162,7 +162,8 @@ def mean_permutation(shares: Tensor, n: int) -> Tensor:
     """
     if n == 1:
         return shares.unsqueeze(-1)
-    # The permutations that send 0 to j follow one another, and each such chunk permutes the other n − 1.
+    # In this order, all permutations that send 0 to j are neighbours. They form a chunk of (n − 1)! shares, which
+    # permutes the other n − 1 numbers.
     chunks = shares.unflatten(-1, (n, -1))
     others = mean_permutation(chunks, n - 1).unbind(-3)
     none = torch.zeros_like(others[0][..., :1])

@@ -54,7 +54,7 @@ def apply_changes(
             _kept(kept)[made] = x
         elif change.kind == "mix":
             x = _times(owner, made.own, x) + _times(owner, made.kept, _find(_kept(kept), made.name, x))
-        else:
+        else:  # head_scale
             x = (x.unflatten(-1, (made.numel(), -1)) * made.to(x.dtype).unsqueeze(-1)).flatten(-2)
     return x
 
@@ -68,6 +68,7 @@ def _kept(kept: KeptTensors | None) -> KeptTensors:
 
 
 def _find(kept: KeptTensors, name: str, x: Tensor) -> Tensor:
+    """Returns the tensor kept under a name. Errors: InputError if there is none, or its shape is not that of x."""
     if name not in kept:
         raise InputError(f"nothing was kept as {name!r} before this place: call the whole stack or block, not a part")
     if (found := kept[name]).shape != x.shape:
@@ -84,9 +85,12 @@ def _times(owner: nn.Module, factor: Gain, x: Tensor) -> Tensor:
 
 
 class Streams(NamedTuple):
-    """The tensors that one sublayer passes to the next: x and the streams beside it. `normed` is the next sublayer's
-    N(x), if one fused step computed both. If x is read from several tensors, these are `x` and `others`; from
-    reading to writing, `read` is the tensor that was read, and `unwritten` has the tensors that the writing needs."""
+    """The tensors that one sublayer passes to the next: x and the streams beside it (`others`). `normed` is the next
+    sublayer's N(x), if one fused step computed both.
+
+    If a scheme reads x from several tensors, `x` and `others` are these tensors. Between a sublayer's reading and its
+    writing, `read` is the tensor that it has read, and `unwritten` has the tensors that the writing needs.
+    """
 
     x: Tensor
     others: tuple[Tensor, ...] = ()
@@ -96,7 +100,8 @@ class Streams(NamedTuple):
     kept: KeptTensors | None = None
     """The tensors that changes have kept for others; sublayers add to it."""
     outputs: tuple[Tensor, ...] = ()
-    """The outputs of earlier layers, if a later one reads them and no stack of this package keeps them."""
+    """The outputs of earlier layers. They are here only in swapped models, if a later layer reads them: stacks of this
+    package keep them themselves."""
 
 
 def start(declared: SchemeSpec, x: Tensor) -> Streams:
@@ -192,7 +197,7 @@ _CURVES: dict[str, Callable[[Tensor], Tensor]] = {
     "magnitude": torch.abs,
     "co_magnitude": lambda w: 1 - w.abs(),
 }
-"""The curves of w/τ."""
+"""The functions of w/τ, by the names of the curves."""
 
 
 def is_distributed(x: Tensor) -> bool:

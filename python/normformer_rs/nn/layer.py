@@ -248,7 +248,7 @@ class Layer(Growing, Placeable):
         for linear, roles, i in self._linears():
             if roles == ("output",):
                 attention: MultiheadAttention = getattr(self, self.attentions[i])
-                widths = getattr(attention, "widths", None)  # torch.nn's has equal ones
+                widths = getattr(attention, "widths", None)  # None: torch.nn's attention, with equal numbers of rows
                 draw_module(attention, ("query", "key", "value"), self.place, i, widths, prefix="in_proj_")
                 attention.reset_sinks()
             draw_module(linear, roles, self.place, i)
@@ -261,9 +261,12 @@ class Layer(Growing, Placeable):
         alpha_t: Tensor | None = None,
         others: tuple[Tensor, ...] | None = None,
     ) -> Any:
-        """Runs x through the sublayers: the attentions, given as functions, and the feed-forward. With `others`, the
-        streams beside x and the tensors that other layers have kept for this one, it returns (x, others), with the
-        tensors that it keeps; without, the streams begin and end here, and mixed streams end as their mean."""
+        """Runs x through the sublayers: the attentions (`attend`, one function each) and the feed-forward.
+
+        In a stack whose scheme has several tensors, `others` has the streams beside x, and the tensors that earlier
+        layers have kept for this one. The result is then (x, others), where `others` ends with the tensors that this
+        layer keeps. With others=None, the streams begin and end in this layer, and the result is x; streams that are
+        mixed end as their mean."""
         if self._refusal is not None and others is None:
             raise InputError(self._refusal)
         alpha_t = self.alpha(self.place.layer) if alpha_t is None else alpha_t

@@ -53,7 +53,7 @@ class Residual(Growing):
 
     place: Place
     is_told = True
-    """True if the number of its layer was given."""
+    """True if the caller gave the layer's number, or the number does not matter because there is one layer."""
 
     def __init__(
         self,
@@ -114,7 +114,7 @@ class Residual(Growing):
 
     @leaf
     def forward(self, x: Tensor, *args: Any, padding_mask: Tensor | None = None, **kwargs: Any) -> Any:
-        """Returns x⁺. `padding_mask`, in x's leading shape, True at padding, is for norms with statistics."""
+        """Returns x⁺. `padding_mask`: for norms with statistics; x's shape without the width, True at padding."""
         follow(self.place.layer, self.number, self.is_told or not self.place.declared.is_profiled)
         streams = Streams(x)
         f, *rest = _tuple(self.sublayer(begin(self, self.declared, streams, padding_mask), *args, **kwargs))
@@ -143,10 +143,11 @@ class TransformerEncoderLayer(Layer):
     torch.Size([2, 5, 16])
 
     Args: torch.nn's. `layer_norm_eps` is any norm's ε; a norm without one accepts only 1e-5. `dropout` lies in [0, 1),
-        although torch.nn also accepts 1. All rates but attention's are rounded to multiples of 1/65,536. By keyword
+        although torch.nn also accepts 1. All rates but attention's are rounded to multiples of 1/65,536. By keyword:
         norm, residual, init: names from `normformer_rs.tables()`; `residual` may be a mixture by layers
             (`postnorm*1/4,prenorm`). residual=None: postnorm, or prenorm if `norm_first`, with torch.nn's initial
-            values unless `init` is named; init=None: the one that goes with the scheme; init="torch": torch.nn's.
+            values unless `init` is named. init=None: the initialisation that goes with the scheme; init="torch":
+            torch.nn's.
         layer: this layer's number in its stack, from 0. A TransformerEncoder of this package sets it.
         encoder_layers, decoder_layers: the depths of the model, for schemes whose constants depend on them. Without
             decoder_layers the encoder stands alone, as in BERT. A TransformerEncoder of this package sets them.

@@ -11,7 +11,8 @@ from torch import Tensor
 from ..errors import InputError
 
 _masks: contextvars.ContextVar[tuple[Tensor, ...]] = contextvars.ContextVar("normformer_rs_padding_masks", default=())
-# torch.compile supports no context variables and treats thread-locals as constants, but it guards globals.
+# torch.compile supports no context variables and treats thread-locals as constants, but it guards globals. So compiled
+# code reads this global.
 _masks_compiled: tuple[Tensor, ...] = ()
 
 
@@ -101,7 +102,8 @@ def _is_one(fitting: list[Tensor]) -> bool:
     return len(fitting) > 0 and all(mask is fitting[0] for mask in fitting)
 
 
-# Masks from a model's own arguments, which `surgery.padding` reads. A norm's input that none fits gets no mask.
+# The functions below handle masks from a model's own arguments, which `surgery.padding` reads. If none of them fits the
+# input of a norm, the norm gets no mask.
 
 
 def given() -> GivenMasks | None:
@@ -119,6 +121,8 @@ def give(new: GivenMasks | None) -> None:
 
 
 def _given_for(rows: torch.Size) -> Tensor | None:
+    """Returns the mask, of those that the model was called with, that fits rows of this shape. None if none fits, or
+    several different ones do. Counts the outcome in `tally`."""
     now = given()
     if now is None or not now.masks:
         return None

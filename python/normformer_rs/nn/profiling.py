@@ -1,7 +1,7 @@
 """The profiling pass that sets Admin's initial gains (Liu et al. 2020; docs/spec.md §3.4).
 
-Down each stack with r = 1 at its start: ω ← r, then r ← √(Var(ω⊙x) + Var(drop f)), with the biased variance over all
-elements.
+At the start of each stack r is 1. Each sublayer in turn then sets ω ← r and r ← √(Var(ω⊙x) + Var(drop f)), with the
+biased variance over all elements.
 """
 
 import contextlib
@@ -50,10 +50,11 @@ def begin_stack() -> None:
 
 
 def follow(layer: int, sublayer: int, is_told: bool) -> None:
-    """Announces the next sublayer outside a stack; r restarts unless it comes after the last one in (layer, sublayer)
-    order.
+    """Announces the next sublayer of a layer outside a stack. r restarts unless this sublayer comes after the one
+    announced before it, in the order of (layer, sublayer). `is_told`: True if the layer knows its number, or needs
+    none.
 
-    Errors: InputError while profiling, if the layer does not know its number and has gains.
+    Errors: InputError while profiling, if `is_told` is False.
     """
     if _pass is not None:
         if not is_told:

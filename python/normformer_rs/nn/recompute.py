@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 LIMIT = 32
-"""The maximum number of such forwards of one norm that may wait for their backward pass."""
+"""The maximum number of forwards of one norm that may wait for their backward pass."""
 
 
 def will_recompute() -> bool:
@@ -36,16 +36,16 @@ class _Run(NamedTuple):
 
 
 class RecomputedStatistics:
-    """The statistics of a norm's last such forwards, looked up by their inputs: the explicit mask, and sums of x's
-    columns.
+    """The statistics of a norm's last forwards that will be recomputed. They are looked up by a forward's inputs: the
+    explicit mask, and sums of x's columns.
 
-    On ties the least used comes first, then the latest, because backward runs in reverse. The host waits for the device
-    only if some forwards had a mask and some had none.
+    If several forwards fit, the one with the fewest look-ups is taken, and of these the latest, because backward runs
+    in reverse. The host waits for the device only if some forwards had a mask and some had none.
     """
 
     def __init__(self) -> None:
         self._runs: dict[torch.Size, list[_Run]] = {}
-        self._found: dict[torch.Size, Tensor] = {}  # the number of look-ups of each
+        self._found: dict[torch.Size, Tensor] = {}  # the number of look-ups of each run
         self._shapes: list[torch.Size] = []  # the shapes in the order of the forwards
         self._backward, self._finds = -1, 0
 
@@ -92,7 +92,7 @@ class RecomputedStatistics:
         one = order.argmin(0, keepdim=True)
         self._found[x.shape] = found + (latest_first == len(runs) - one)
         masks = [run.mask for run in runs if run.mask is not None]
-        if masks and len(masks) < len(runs):  # a mask makes another graph, so the host must know which
+        if masks and len(masks) < len(runs):  # with a mask the graph differs, so the host must know which run it is
             return runs[int(one)].mask, runs[int(one)].stats
         return torch.stack(masks)[one][0] if masks else None, torch.stack([run.stats for run in runs])[one][0]
 

@@ -97,14 +97,14 @@ def _drawn(norm: Any, shapes: Mapping[str, Any], config: TransformerConfig) -> A
     if over_width and factor != 1.0:
         for name in over_width:
             numbers = norm.numbers_of[name]
-            norm.numbers_of[name] = numbers._replace(std=numbers.std * factor)  # its own reset uses it
+            norm.numbers_of[name] = numbers._replace(std=numbers.std * factor)  # the norm's own reset uses this std
         norm.reset_parameters()
     return norm
 
 
 def _own(name: str, config: TransformerConfig) -> "Norm | None":
-    """Returns the user's own norm with this name in the configuration. Rust marks different declarations of one
-    name."""
+    """Returns the user's own norm with this name in the configuration; None if it is a norm of the table. Rust may have
+    added # and a mark to the name, to tell different declarations of one name apart."""
     if name in DECLARED or name in FAMILIES:
         return None
     given = (config.norm, config.encoder_norm, config.decoder_norm)

@@ -150,6 +150,7 @@ class RowNorm(Typed):
         return self._on_rows(self.composed, x)
 
     def _on_rows(self, run: Callable[..., Tensor], x: Tensor) -> Tensor:
+        """Calls run(x, weight, bias) with the dimensions of a row flattened into one, and restores them."""
         weight, bias = self.parameters_in_use(x)
         n = len(self.normalized_shape)
         if n == 1:
@@ -203,7 +204,8 @@ class OffsetNorm(RowNorm):
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
         g, weight = prefix + "g", prefix + "weight"
         if self.weight is not None and g in state_dict and weight not in state_dict:
-            # Their factor √d belongs to x̂ if there is a weight per feature, and to the weight if it is one gain.
+            # x-transformers' factor √d belongs to x̂ if the norm has a weight per feature, and to the weight if it has
+            # a single gain.
             gain = (state_dict.pop(g) + float(self.unit_offset)) * self.gain()
             state_dict[weight] = self.numbers_of["weight"].inverse(gain)
         super()._load_from_state_dict(state_dict, prefix, *rest)

@@ -183,6 +183,8 @@ class RunningNorm(Steered, Typed):
         return self._normed(x, padding_mask)
 
     def _normed(self, x: Tensor, padding_mask: Tensor | None) -> Tensor:
+        """Returns N(x). In training it updates the statistics once; a recomputation in the backward pass uses those of
+        the first run."""
         if self.groups:
             x = scale_groups(x, self.groups)
         is_compiling, is_exporting = torch.compiler.is_compiling(), torch.compiler.is_exporting()
@@ -252,7 +254,7 @@ class RunningNorm(Steered, Typed):
     def __deepcopy__(self, memo: dict[int, Any]) -> "RunningNorm":
         new = type(self).__new__(type(self))
         memo[id(self)] = new
-        # The class's own method is called, because parametrize gives an instance's class a __getstate__ that raises.
+        # RunningNorm's own method is called, because parametrize gives instances a class whose __getstate__ raises.
         new.__setstate__(copy.deepcopy(RunningNorm.__getstate__(self), memo))
         new.process_group = self.process_group
         return new
@@ -337,10 +339,11 @@ class PowerNormV(_OneAlpha, norm="powernorm-v"):
 class PowerNorm(RunningNorm, norm="powernorm"):
     """y = γ⊙x/√(ψ² + ε) + β with the running ψ² of the step before, and a running ν in the gradient.
 
-    In training ψ² ← α_f ψ² + (1−α_f)ψ²_B then, ψ²_B = mean x² per feature over real positions. Backward, with G = γ⊙dy:
-    X′ = G − ν⊙x̂, dx = X′/√(ψ² + ε), ν ← ν(1 − (1−α_b)Γ) + (1−α_b)Λ, Γ = mean(x̂²), Λ = mean(G⊙x̂). An approximation by
-    design: the gradient is no derivative of the formula, and has no second one. For the first `warmup_iters` training
-    forwards ψ_B takes ψ's place, with PN-V's exact gradient, and ψ² is the mean so far.
+    A training forward then sets ψ² ← α_f ψ² + (1−α_f)ψ²_B, with ψ²_B = mean x² per feature over real positions. The
+    backward pass, with G = γ⊙dy, computes X′ = G − ν⊙x̂, dx = X′/√(ψ² + ε), ν ← ν(1 − (1−α_b)Γ) + (1−α_b)Λ,
+    Γ = mean(x̂²), Λ = mean(G⊙x̂). This is an approximation by design: the gradient is not the derivative of the
+    formula, and there is no second derivative. In the first `warmup_iters` training forwards ψ_B replaces ψ, with
+    PN-V's exact gradient, and ψ² is the mean so far.
 
     `mode="release"` computes in every step exactly what the authors' mask_powernorm.py does: group scaling first, the
     running ψ² moved twice during warm-up, ψ_B in dx, means over padding too. Its state dicts load unchanged.
@@ -404,7 +407,8 @@ def check_alpha(name: str, alpha: float) -> float:
 
 
 def check_sizes(name: str, sizes: Any) -> tuple[int, ...]:
-    """Returns one width, or several, as numbers; TypeError unless all are whole, InputError below 0, and for none."""
+    """Returns one size, or several, as a tuple. Errors: TypeError for a size that is no whole number; InputError for a
+    negative one, and if there is none."""
     is_several = isinstance(sizes, Iterable) and not isinstance(sizes, str) and not hasattr(sizes, "__index__")
     found = []
     for size in sizes if is_several else [sizes]:

@@ -106,6 +106,8 @@ def _forward(x: Any, weight: Any, bias: Any, *own: Any) -> list[tuple[list[Any],
 
 
 def _backward(dy: Any, x: Any, weight: Any, bias: Any, stats: Any, *own: Any) -> list[tuple[list[Any], list[Any]]]:
+    """Returns (placements of the gradients of x and the parameters, placements of the inputs), one pair per way to
+    shard."""
     from torch.distributed.tensor import Partial, Replicate
 
     affine, numbers = [_whole(p) for p in (weight, bias)], [_whole(p) for p in own]
@@ -118,6 +120,7 @@ def _backward(dy: Any, x: Any, weight: Any, bias: Any, stats: Any, *own: Any) ->
 
 
 def _growth(t: Any, *_: Any) -> list[tuple[list[Any], list[Any]]]:
+    """Returns the only placements of α_t and t: both replicated."""
     from torch.distributed.tensor import Replicate
 
     return [([Replicate()], [Replicate(), None, None])]

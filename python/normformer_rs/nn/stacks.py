@@ -31,7 +31,7 @@ class Sums(nn.Module):
     Row l of `weight` weights y_0 (the embedding) to y_l, the layers' outputs. Its sum is the input of layer l + 1; the
     last row's sum is the stack's output. With `skips_first` the first layer reads y_0 itself.
 
-    `norms["l"]`, if there are norms, applies to y_l, or to row l's sum.
+    If the scheme declares norms, `norms["l"]` applies to y_l or, with `on_sums`, to row l's sum.
     """
 
     has_own_values = True

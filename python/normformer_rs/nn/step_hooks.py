@@ -17,8 +17,8 @@ from .growth import alpha
 from .place import Place
 
 PATIENCE = 8
-"""The number of updates without a step that moves t, before a warning. Other writes to weights come in ones and twos
-between steps, for example in sharpness-aware and adversarial training."""
+"""A warning comes after this many updates of the weights that did not move t. A smaller number would be wrong: some
+methods, such as sharpness-aware and adversarial training, also write to weights once or twice between steps."""
 
 
 class Growing(Steered):
@@ -44,6 +44,7 @@ class Growing(Steered):
         self._follow()
 
     def _follow(self) -> None:
+        """Registers the module with the hooks on optimizers' steps, for its t and for gains that need profiling."""
         if self.growth is not None:
             self.remember_copies()
             follow_steps(self)
@@ -64,10 +65,11 @@ class Growing(Steered):
             self.t.fill_(n)
             self.told()
             self._times_set += 1
-            if self._times_set == PATIENCE:  # the caller counts
+            if self._times_set == PATIENCE:  # the caller counts updates itself, so no warning is needed
                 self._unmoved = PATIENCE
 
     def steering(self) -> Steering:
+        """Returns t, with the parameter whose updates it counts; empty if this module holds no t."""
         origin, mine = self._origin, [*self.watched()]
         if self.growth is None or origin is None:
             return []
@@ -93,7 +95,7 @@ class Growing(Steered):
         """Returns α_t in a layer counted from 0; None if nothing grows."""
         if self.growth is None:
             return None
-        if not torch.compiler.is_compiling():  # a graph would hold their `no_grad`
+        if not torch.compiler.is_compiling():  # a compiled graph would contain the `no_grad` of these two calls
             self.take_over()
             self._watch()
         return alpha(self.growth, self.t, layer)
@@ -165,7 +167,7 @@ class _Step(NamedTuple):
     moved: set[int]
     """Ids of the t advanced in it: if one step calls another's, or its parent class's, t advances once."""
     at_start: list[Growing]
-    """Modules whose gains all were 1 when the step began; its closure may still profile them."""
+    """Modules whose gains all were 1 when the step began. The step's closure may still profile them."""
 
 
 _UNDER_WAY: "weakref.WeakKeyDictionary[torch.optim.Optimizer, _Step]" = weakref.WeakKeyDictionary()
@@ -206,6 +208,7 @@ def _begin(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 
 
 def _end(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Runs after a step: advances each t, and warns of gains that were never profiled."""
     step = _UNDER_WAY.pop(optimizer, None)
     if step is None:
         return
@@ -223,9 +226,10 @@ def _end(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 
 @torch.no_grad()
 def _move(optimizer: torch.optim.Optimizer, moved: set[int]) -> None:
+    """Advances each t whose owner the optimizer has, unless its id is in `moved`."""
     owned, skipped = _owned(optimizer), getattr(optimizer, "found_inf", None)
     for module in [*_FOLLOWING]:
-        for owner, t in module.followed() if hasattr(module, "followed") else ():  # undo() changes the class
+        for owner, t in module.followed() if hasattr(module, "followed") else ():  # a swap's undo() changes classes
             if id(owner) in owned and id(t) not in moved:
                 # A fused optimizer decides on the device whether to skip; the host does not read it.
                 t.add_(1 if skipped is None else (skipped == 0).to(t.device))
@@ -236,8 +240,8 @@ def _move(optimizer: torch.optim.Optimizer, moved: set[int]) -> None:
 
 
 def _at_start(optimizer: torch.optim.Optimizer) -> list[Growing]:
-    """Returns the unprofiled modules that this optimizer owns, if all their gains are 1: after profiling only a
-    stack's first gain is 1. The host reads each gain once."""
+    """Returns the unprofiled modules that this optimizer owns, if all their gains are 1. Otherwise they were profiled,
+    since profiling leaves only a stack's first gain at 1. The host reads each gain once."""
     if is_captured():
         return []
     owned = _owned(optimizer)

@@ -44,9 +44,9 @@ def set_num_updates(model: nn.Module, n: int) -> int:
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Returns two groups for an optimizer: matrices, with `weight_decay`, and norms, gains and biases, without.
 
-    A parameter counts as the latter if it has at most one dimension, or belongs to a norm or a residual scheme, and so
-    does one of a single row or column, unless it is a linear layer's or a table's. Those that need no gradient are left
-    out. `normformer_rs.param_groups` does this too, and scales rates by a parametrisation.
+    The second group has the parameters of at most one dimension, those of norms and residual schemes, and those with a
+    single row or column outside linear layers and embeddings. Parameters that need no gradient are left out.
+    `normformer_rs.param_groups` does this too, and scales rates by a parametrisation.
 
     >>> from torch import nn
     >>> groups = parameter_groups(nn.Linear(2, 3), 0.1)
@@ -116,9 +116,9 @@ def learned_gains(model: nn.Module) -> dict[str, nn.Parameter]:
 def profile(model: nn.Module, *batch: Any, **keywords: Any) -> int:
     """Sets admin's gains ω by one forward of `model` on a training batch: model(*batch, **keywords), with dropout on.
 
-    Down each stack, with r = 1 at first: ω_i ← r, r ← √(Var(ω_i x_i) + Var f_i), with the biased variance over all
-    elements, padding included, and f after its dropout (Liu et al. 2020; docs/spec.md §3.4). Under torch.distributed
-    rank 0's values are used. Running statistics do not change.
+    At the start of each stack r is 1. Sublayer after sublayer then sets ω_i ← r and r ← √(Var(ω_i x_i) + Var f_i), with
+    the biased variance over all elements, padding included, and f after its dropout (Liu et al. 2020; docs/spec.md
+    §3.4). Under torch.distributed rank 0's values are used. Running statistics do not change.
 
     Returns the number of gains that were set. Errors: InputError if there are none.
     """

@@ -1,4 +1,4 @@
-"""Surgery on other libraries' models: other norms and residual schemes, in place, with undo."""
+"""Model patching: exchanges norms and residual schemes of other libraries' models, in place, with undo."""
 
 import sys
 

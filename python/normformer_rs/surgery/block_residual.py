@@ -1,4 +1,4 @@
-"""A residual scheme in another library's block."""
+"""Applies a residual scheme in another library's block."""
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
@@ -29,11 +29,12 @@ from .structure import Structure
 
 
 class Point:
-    """Applies a scheme's changes at one point inside a block, by a hook: before or after the linear layer at `path`, to
-    some columns, of heads of `d_head` numbers where heads are told apart. Columns None: to all.
+    """Applies a scheme's changes at one point inside a block, by a hook before or after the linear layer at `path`.
+    `columns`: the columns that are changed (None: all). `d_head`: the width of a head, for changes that treat heads
+    separately.
 
-    The hook is on the module that stands at `path`: after PEFT has put an adapter around the linear layer, on the
-    adapter, since the changes apply to the adapted layer's input or output.
+    The hook is on the module now at `path`. If PEFT has put an adapter around the linear layer, it is on the adapter,
+    since the changes apply to the adapted layer's input or output.
     """
 
     def __init__(
@@ -79,9 +80,11 @@ class Point:
         self.hooked = None
 
     def before(self, _: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Changes the linear layer's input."""
         return self._change(args[0]), *args[1:]
 
     def after(self, _: nn.Module, __: Any, output: Tensor) -> Tensor:
+        """Changes the point's columns of the linear layer's output."""
         if self.columns is None:
             return self._change(output)
         if self.range is not None:
@@ -94,6 +97,7 @@ class Point:
         return output.index_copy(-1, at, self._change(output.index_select(-1, at)).to(output.dtype))
 
     def _change(self, x: Tensor) -> Tensor:
+        """Returns x after all changes. Norms of a head's width, and unit vectors, apply to each head by itself."""
         for change in self.changes:
             by_head = change.kind == "unit" or (change.kind == "norm" and change.what.width == self.d_head)
             by_head = by_head and self.d_head > 0
@@ -105,18 +109,20 @@ class Point:
     def _once(self, change: Change, x: Tensor) -> Tensor:
         residual, kept = residual_of(self.block), call_of(self.block)
         if change.kind == "mix" and change.what.name in residual.place.spec.takes:
-            kept.setdefault(change.what.name, x)  # the layers before it, which keep the first, were left out
+            kept.setdefault(change.what.name, x)  # no earlier layer ran that keeps this tensor: x is the first
         return apply_changes(residual, (change,), x, None, kept)
 
 
 POINTS: dict[str, tuple[Role, str]] = {"after_heads": ("output", "before"), "after_output": ("output", "after")}
 POINTS |= {"before_activation": ("fc1", "after"), "after_activation": ("fc2", "before")}
+"""For each point inside a sublayer: the role of the linear layer with the hook, and the side that the hook is on."""
 PROJECTIONS: tuple[Role, ...] = ("query", "key", "value")
 
 
 def projected(block: nn.Module, part: Part, role: Role, heads: int) -> tuple[str, list[int], int] | None:
-    """The linear layer that makes an attention's queries, keys or values: its path, which columns of its output they
-    are, head by head, and the size of a head. None: no one layer gives them, or their heads are not told apart."""
+    """Returns where an attention computes its queries, keys or values (`role`): the linear layer's path, the columns of
+    its output that hold them, head by head, and the width of a head. None: several layers compute them, or it is not
+    known which head each column belongs to."""
     linears = [linear for linear in part.linears if role in linear.roles]
     if len(linears) != 1 or not linears[0].is_called or part.is_parallel:
         return None
@@ -139,10 +145,11 @@ def projected(block: nn.Module, part: Part, role: Role, heads: int) -> tuple[str
 
 
 class BlockResidual(Growing):
-    """A residual scheme in another library's block: its parameters, and the norms that the block lacks.
+    """A residual scheme in another library's block. It holds the scheme's parameters, and the norms that the block
+    lacks.
 
-    It may be copied alone, and the copy take its place, as by PEFT's `modules_to_save`: both refer to the same blocks,
-    and these find the one in force as their `residual`.
+    PEFT's `modules_to_save` copies such a module alone and puts the copy in its place. Original and copy refer to the
+    same block, whose attribute `residual` is the one in use.
     """
 
     place: Place
@@ -151,7 +158,8 @@ class BlockResidual(Growing):
         super().__init__()
         like = like_of(block)
         factory = {"device": like.device, "dtype": like.dtype}
-        # References, not children: their parameters are the block's and the stack's.
+        # Block and stack are kept in tuples, so that torch does not register them as children: their parameters are not
+        # this module's.
         self._block, self._stack = (block,), (stack,)
         self.place, self.structure, self.parts = place, structure, structure.parts
         here = zip(self.parts, place.sublayers, strict=True)
@@ -167,12 +175,12 @@ class BlockResidual(Growing):
         self.grow(None, like.device)
 
     def _declared(self) -> list[NormAt | Learned]:
-        """The scheme's norms and parameters that the block itself lacks."""
+        """Returns the scheme's norms and parameters that the block itself lacks."""
         declared = [*parts_of(self.opening), *(what for s in self.sublayers for what in (*s.around(), *s.within()))]
         return [what for what in declared if what.name not in self.paths and what.name not in self.moved]
 
     def reset_parameters(self) -> None:
-        """Resets the scheme's norms, gains and t."""
+        """Resets the scheme's norms, gains and step count t."""
         reset(self, self._declared())
         self.reset_growth()
 
@@ -181,7 +189,7 @@ class BlockResidual(Growing):
         return self._block[0].get_submodule(paths[name]) if name in paths else super().__getattr__(name)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "BlockResidual":
-        if not memo:  # the copy of a residual, not of a model
+        if not memo:  # this module alone is copied, not a model: the copy refers to the same block and stack
             memo |= {id(one): one for one in (*self._block, *self._stack, *self.points)}
         new = type(self).__new__(type(self))
         memo[id(self)] = new
@@ -189,23 +197,25 @@ class BlockResidual(Growing):
         return new
 
     def watched(self) -> Iterator[nn.Parameter]:
+        """Returns the block's parameters."""
         return self._block[0].parameters()
 
     def uses(self, path: str) -> bool:
-        """The scheme calls the block's norm at that path, and the norm stays there. A twin stays beside the norm that
-        its sublayer reads through."""
+        """Returns whether the block's norm at that path stays there because the scheme calls it. A twin (the norm of a
+        parallel branch) stays if the scheme has a norm before that sublayer."""
         if path in self.paths.values():
             return True
         part = next((i for i, part in enumerate(self.parts) if path in part.twins), None)
         return part is not None and only_norm(self.sublayers[part].before) is not None
 
     def described(self) -> str:
-        """The block, for messages."""
+        """Returns the block's layer number and class for messages."""
         return f"layer {self.place.layer}, a {type(self._block[0]).__name__},"
 
     @torch.no_grad()
     def take_scales(self) -> None:
-        """Gives the scheme's vectors of the branches, where it has some, the values of the block's own."""
+        """Copies the block's LayerScale vectors into the scheme's learned β, for sublayers that have both in the same
+        shape."""
         for part, sublayer in zip(self.parts, self.sublayers):
             if isinstance(sublayer.beta, Learned) and len(part.scales) == 1:
                 (own,), made = self._at(part.scales[0]).parameters(), self.get_parameter(sublayer.beta.name)
@@ -213,7 +223,7 @@ class BlockResidual(Growing):
                     made.copy_(own)
 
     def kept_widths(self) -> dict[str, int]:
-        """Of what changes inside the sublayers leave under a name."""
+        """Returns the widths of the tensors that changes at queries, keys and values keep: their name → width."""
         found: dict[str, int] = {}
         for part, sublayer in zip(self.parts, self.sublayers):
             for point, changes in sublayer.inside.items():
@@ -229,11 +239,11 @@ class BlockResidual(Growing):
         block = self._block[0]
         for part, sublayer in zip(self.parts, self.sublayers):
             for where, changes in sublayer.inside.items():
-                if where == "input":  # applied where the sublayer reads
+                if where == "input":  # `read` applies these changes, so they need no hook
                     continue
                 if where in PROJECTIONS:
                     found = projected(block, part, where, self.place.config.heads)
-                    assert found is not None  # refusals.py
+                    assert found is not None  # refusals.py has refused such blocks
                     path, columns, d_head = found
                     point = Point(block, path, False, changes, columns, d_head)
                 else:
@@ -244,7 +254,7 @@ class BlockResidual(Growing):
                 yield point
 
     def follow_calls(self) -> list[Any]:
-        """Registers hooks around the block's calls, where the scheme keeps something during one; returns their
+        """Registers hooks around the block's calls if the scheme keeps tensors during a call; returns their
         handles."""
         if not self.passes:
             return []
@@ -256,7 +266,8 @@ class BlockResidual(Growing):
         ]
 
     def enter(self, x: Tensor, layer: int, begins: bool) -> Streams:
-        """The streams as the layer begins, for the hidden state x."""
+        """Returns the layer's streams for the hidden state x that it receives. `begins`: whether the stack begins with
+        this layer."""
         streams = self._stack[0].open(x, layer, begins)
         for point in self.points:
             point.follow()
@@ -266,26 +277,28 @@ class BlockResidual(Growing):
         return streams._replace(x=apply_changes(self, self.opening, streams.x, None, streams.kept))
 
     def leave(self, streams: Streams, layer: int) -> Tensor:
-        """The hidden state that the layer gives."""
+        """Returns the hidden state that the layer passes on."""
         y = self._stack[0].close(streams, layer)
         if self.passes_inside:
             end_call(self._block[0])
         return y
 
-    # One layer, for a forward that runs through one or several.
+    # `run_on_stream` calls the methods below. LoopResidual has the same ones, for a forward that runs through layers.
 
     def layer_of(self, i: int) -> tuple["BlockResidual", int]:
+        """Returns the layer that sublayer i belongs to, and the sublayer's number there."""
         return self, i
 
     def place_in(self, x: Tensor) -> tuple[int, bool]:
+        """Returns the number of the layer that x enters, and whether the stack begins with it."""
         return self._stack[0].number(x, self.place.layer, self.structure.calls > 1)
 
     def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The block's output by its own forward."""
+        """Returns the output of the block's own forward, with the scheme."""
         return run_on_stream(self, self._block[0].names, forward, args, kwargs)
 
     def read(self, i: int, streams: Streams, norm: nn.Module | None) -> Tensor:
-        """What sublayer i reads. `norm`: the block's own norm, if it reads through one."""
+        """Returns the tensor that sublayer i reads. `norm`: the block's own norm, if the sublayer reads through one."""
         part, sublayer = self.parts[i], self.sublayers[i]
         if norm is None and part.reads_past:
             return streams.x if streams.read is None else streams.read
@@ -298,7 +311,8 @@ class BlockResidual(Growing):
         return apply_changes(self, sublayer.inside.get("input", ()), x, None)
 
     def write(self, i: int, streams: Streams, f: Tensor, following: int | None) -> Streams:
-        """The streams after the sublayer's branch; `following`: the next sublayer's number."""
+        """Returns the streams after sublayer i has added its branch f. `following`: the next sublayer's number; None:
+        there is none."""
         dropout = self._modules.get(f"dropout{i + 1}") or nn.Dropout(0.0)
         after = None if following is None or self.parts[following].twins else self.sublayers[following]
         at = None if after is None or after.mixing is not None else only_norm(after.before)
@@ -307,13 +321,14 @@ class BlockResidual(Growing):
 
     def _closed(self, i: int, streams: Streams, f: Tensor, dropout: nn.Module, following: NormAt | None) -> Streams:
         alpha_t = self._stack[0].alpha(self.place.layer)
-        if self.parts[i].beta != 1.0:  # the block has multiplied its branch by a number, and the scheme's stands for it
+        if self.parts[i].beta != 1.0:  # undo the block's own factor on the branch: the scheme has its own
             f = f / self.parts[i].beta
         draw = Draw(f.device)
         return close(self, self.sublayers[i], streams, f, dropout, draw, following=following, alpha_t=alpha_t)
 
     def stands_before(self, norm: nn.Module, stream: Stream) -> bool:
-        """The block's norm is read by the sublayer under way; else it stands after one."""
+        """Returns whether the sublayer under way reads the stream through this norm of the block. If not, the norm
+        stands after a sublayer."""
         run = stream.under_way
         if stream.written >= len(run.writes):
             return False
@@ -328,8 +343,9 @@ class BlockResidual(Growing):
     def step(
         self, i: int, x: Tensor, function: Callable[[Tensor], Any], dropout: nn.Module | float | None = None
     ) -> Any:
-        """x⁺ of sublayer i, with F = `function`. Of a tuple that F returns, the first item is F(x); the others follow
-        x⁺. `dropout`: a module or a rate; None: the one that the sublayer's `Part` names."""
+        """Returns x⁺ of sublayer i, with F = `function`. If F returns a tuple, its first item is F(x), and the result
+        is a tuple of x⁺ and the other items. `dropout`: a module or a rate; None: the one that the sublayer's `Part`
+        names."""
         stack = self._stack[0]
         if i == 0:
             for point in self.points:
@@ -366,8 +382,8 @@ class BlockResidual(Growing):
 def run_on_stream(
     owner: Any, names: Any, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """The output of a forward that runs through the layers of a `BlockResidual` or a `LoopResidual`. `names`: the
-    forward's arguments."""
+    """Returns the output of `forward` run on a residual stream with a scheme. `owner`: a `BlockResidual` or
+    `LoopResidual`; `names`: the names of the forward's arguments."""
     x = stream_in((args, kwargs))
     if x is None:
         raise InputError(f"{owner.described()} got no tensor with rows to be its residual stream")
@@ -399,7 +415,7 @@ def run_on_stream(
 
 
 class _Through:
-    """A residual with another module as one of its norms."""
+    """A BlockResidual in which the module `norm` stands for the norm called `name`."""
 
     def __init__(self, residual: BlockResidual, name: str, norm: nn.Module) -> None:
         self._residual, self._name, self._norm = residual, name, norm
@@ -409,27 +425,27 @@ class _Through:
 
 
 def _columns(part: Part, path: str, role: Role) -> list[int] | None:
-    """Which columns of a linear layer's output have that role; None: all."""
+    """Returns the columns of a linear layer's output that have that role. None: all."""
     linear = next(linear for linear in part.linears if linear.path == path)
     return linear.rows_of(role, 0) if linear.rows else None
 
 
 def _without_streams(value: Any, last: Stream, y: Tensor) -> Any:
-    """The block's output with plain tensors."""
+    """Returns a block's output with plain tensors instead of streams: `y` for the stream `last`."""
     if isinstance(value, Stream):
         return y if value is last else bare(value)
     return rebuilt(value, lambda one: _without_streams(one, last, y))
 
 
 def norms_of(parts: Sequence[Part], sublayers: Sequence[Sublayer]) -> tuple[dict[str, str], dict[str, str]]:
-    """The block's norms by the names that the scheme has for its own, where it has one for each: those that stay, and
-    those that stand on a branch and move to the residual."""
+    """Returns the block's norms that serve as the scheme's norms, as name in the scheme → path in the block: first
+    those that stay in place, then those that stand on a branch and move to the residual."""
     stay: dict[str, str] = {}
     move: dict[str, str] = {}
     for part, sublayer in zip(parts, sublayers):
         own: dict[str, str | None] = {"before": part.before, "after": part.after, "branch": part.branch}
         if not any(own.values()) and part.norm is not None:
-            own["before"] = part.norm  # declared, without its place
+            own["before"] = part.norm  # a registered class names its norm without saying where it stands
         left = []
         for where in ("before", "after", "branch"):
             names = [what.name for what in parts_of(getattr(sublayer, where)) if isinstance(what, NormAt)]
@@ -444,8 +460,9 @@ def norms_of(parts: Sequence[Part], sublayers: Sequence[Sublayer]) -> tuple[dict
 
 
 def _local(block: nn.Module, part: Part, sublayer: Sublayer, config: TransformerConfig) -> Sublayer:
-    """The sublayer with names of one module's attributes: self_attn.inner_norm becomes self_attn_inner_norm. A norm
-    after the heads gets the heads' joint width, which in T5 need not be d_model, one of queries, keys or values theirs.
+    """Returns the sublayer adapted to a block. Dots in names become underscores, since one module holds all parts:
+    self_attn.inner_norm becomes self_attn_inner_norm. A norm after the heads gets the heads' joint width, which in T5
+    need not be d_model. A norm of queries, keys or values gets the width of these, or of one head.
     """
     d_model, heads = config.d_model, config.heads
 

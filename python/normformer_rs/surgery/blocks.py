@@ -1,4 +1,4 @@
-"""The blocks of other libraries' models as surgery reads them: sublayers, linear layers, norms and shape."""
+"""Describes the blocks of other libraries' models: their sublayers, linear layers, norms and widths."""
 
 import math
 import weakref
@@ -20,11 +20,12 @@ from .spec import Linear, Part, Rows, at, has
 from .structure import Structure
 
 _BLOCKS: dict[type[nn.Module], type[nn.Module]] = {}
-"""The subclass of each registered class of blocks."""
+"""For each class registered with `register_block`, its converted subclass."""
 
 
 def register_block(kind: type[nn.Module], converted: type[nn.Module]) -> None:
-    """Declares the sublayers of a class of blocks whose additions no run of the model can show, as in a fused kernel.
+    """Declares the sublayers of a class of blocks. This is needed if no run of the model can show the blocks'
+    additions, as in a fused kernel.
 
     >>> import torch
     >>> from torch import nn
@@ -56,16 +57,16 @@ def register_block(kind: type[nn.Module], converted: type[nn.Module]) -> None:
     0       Block  Converted, deepnorm  init deepnorm, 2 weights drawn; up (fc1), down (fc2)
     1       Block  Converted, deepnorm  init deepnorm, 2 weights drawn
 
-    `swap_residuals` still runs the model once, to find the norm after the blocks. Swapped blocks become blocks of the
-    subclass, which has
+    `swap_residuals` still runs the model once, to find the norm after the blocks. A swap changes the class of the
+    blocks to the subclass, which has
 
     * `parts(self)`: the list of its `Part`s, in order;
-    * a `forward` of kind's signature that runs `x = self.residual.step(i, x, F, dropout)` for each of them, F the
-      sublayer without norm, dropout on its output and residual (a module that returns a tuple is fine: its first item
-      is F(x));
+    * a `forward` of kind's signature that runs `x = self.residual.step(i, x, F, dropout)` for each part. F is the
+      sublayer without its norm, the dropout on its output and its residual connection. If F returns a tuple, its first
+      item is F(x);
     * `heads(self)`: the number of attention heads;
-    * `sites(self)` (optional): {path of a child that holds one of the residuals: its converted class}. A site finds its
-      block as `self.block_of[0]`.
+    * `sites(self)` (optional): {path of a child that makes one of the additions: the child's converted class}. Such a
+      child finds its block as `self.block_of[0]`.
 
     Args:
         kind: the class of the blocks.
@@ -79,34 +80,35 @@ def register_block(kind: type[nn.Module], converted: type[nn.Module]) -> None:
 
 
 def declaration_of(kind: type) -> Any:
-    """The subclass that a class of blocks is registered with, before or after a conversion. None: it is not."""
+    """Returns the subclass that `register_block` has for a class of blocks, converted or not. None: the class is not
+    registered."""
     kind = original(kind)
     return _BLOCKS.get(kind, kind if kind in _BLOCKS.values() else None)
 
 
 def is_block(kind: type[nn.Module]) -> bool:
-    """A class of blocks that is known, before or after its conversion."""
+    """Returns whether a class is one of torch.nn's, this package's or the registered classes of blocks."""
     return kind in TORCHS or declaration_of(kind) is not None
 
 
 STRUCTURES: "weakref.WeakKeyDictionary[nn.Module, Structure]" = weakref.WeakKeyDictionary()
-"""The structure of each block, as the latest run of its model showed it."""
+"""For each block, the structure that the latest run of its model showed."""
 
 
 def structure_of(block: Any) -> Structure:
-    """A block's structure, found or declared."""
+    """Returns a block's structure, as a run has found it or as its registered class declares it."""
     if is_converted(block):
         return residual_of(block).structure
     return STRUCTURES[block] if declaration_of(type(block)) is None else declared_structure(block)
 
 
 def is_converted(block: Any) -> bool:
-    """The block has a scheme of this package."""
+    """Returns whether the block has a scheme of this package."""
     return residual_of(block) is not None
 
 
 def declared_structure(block: Any) -> Structure:
-    """The structure of a block of a registered class."""
+    """Returns the structure that the registered class of a block declares."""
     own: list[Part] = declaration_of(type(block)).parts(block)
     memory = "encoder_hidden_states"
     parts = tuple(part._replace(memory=memory) if part.kind == "cross-attention" else part for part in own)
@@ -136,22 +138,22 @@ TORCH_STACKS = {nn.TransformerEncoder: nfnn.TransformerEncoder, nn.TransformerDe
 
 
 def parts_of(block: Any) -> Sequence[Part]:
-    """The sublayers of a known block, before or after its conversion."""
+    """Returns the sublayers of a known block, converted or not."""
     if isinstance(block, tuple(TORCHS)):
         return torchs_parts(block)
     return structure_of(block).parts
 
 
 def stacked_rows(attention: nn.Module) -> list[tuple[int, int]]:
-    """The first row and the number of rows of queries, keys and values in torch.nn's stacked matrix."""
+    """Returns (first row, number of rows) of queries, keys and values in torch.nn's stacked projection matrix."""
     rows, d = attention.in_proj_weight.shape  # type: ignore[union-attr, misc]
-    shared = (rows - d) // 2  # heads of keys may be fewer
+    shared = (rows - d) // 2  # keys and values may have fewer heads than queries
     return [(0, d), (d, shared), (d + shared, shared)]
 
 
 def torchs_parts(block: Any) -> tuple[Part, ...]:
-    """The sublayers of a layer with torch.nn's names, with what this package's layers have beside them: output gates,
-    a gated feed-forward's third matrix, and fewer heads of keys."""
+    """Returns the sublayers of a layer that has torch.nn's names. Included are the extras of this package's layers:
+    output gates, the third matrix of a gated feed-forward, and fewer heads of keys and values."""
     *attentions, feed_forward = DECODER if has(block, "multihead_attn") else ENCODER
     found = []
     for name, part in zip(("self_attn", "multihead_attn"), attentions):
@@ -170,24 +172,25 @@ def torchs_parts(block: Any) -> tuple[Part, ...]:
 
 
 class Group(NamedTuple):
-    """Blocks that follow each other."""
+    """A stack: blocks that run one after the other."""
 
     path: str
-    """The path of their list."""
+    """The path of the list that holds them."""
     names: list[str]
     blocks: list[nn.Module]
     holder: nn.Module
-    """The module that has the list."""
+    """The module that has the list as an attribute."""
     depth: int
-    """The list's number of layers: more than blocks where entries share one, or are of a subclass."""
+    """The stack's number of layers. It exceeds the number of blocks if layers share a block, or if some are of a
+    subclass."""
     end: "End | None" = None
-    """The norm after the last of them."""
+    """The norm after the last block. None: there is none."""
     loop: nn.Module | None = None
-    """The module whose forward runs through all of them, where the blocks are views of it (`loops.py`)."""
+    """The module whose forward runs through all layers, if the blocks are views of it (`loops.py`). Else None."""
 
     @property
     def has_memory(self) -> bool:
-        """They attend to an encoder's output."""
+        """Whether the blocks attend to an encoder's output."""
         return any(part.kind == "cross-attention" for part in parts_of(self.blocks[0]))
 
 
@@ -195,8 +198,8 @@ class End(NamedTuple):
     """The norm after a stack: its owner, the owner's path, and the norm's name there.
 
     Attributes:
-        reads_elsewhere: it also norms what another block than the last one gives.
-        early: its calls before the first block, as of nanochat's embeddings.
+        reads_elsewhere: whether it also norms the output of a block before the last.
+        early: how often it is called before the first block, as nanochat does with its embeddings.
     """
 
     owner: nn.Module
@@ -211,12 +214,13 @@ class End(NamedTuple):
 
 
 def place_of(block: Any) -> Place | None:
-    """The place of a block that has a scheme of the package already; else None."""
+    """Returns the place of a block that already has a scheme of this package, else None."""
     return getattr(residual_of(block) or block, "place", None)
 
 
 def shape_of(block: Any) -> dict[str, Any]:
-    """The options of a configuration that follow from the block: width, heads, norm, feed-forward width."""
+    """Returns the options of `TransformerConfig` that follow from a block: width, heads, norm, its ε, feed-forward
+    width. Errors: InputError if the block's norm is of no known kind."""
     place = place_of(block)
     if place is not None:
         return {name: getattr(place.config, name) for name in ("d_model", "heads", "norm", "norm_eps", "d_ff")}
@@ -245,8 +249,8 @@ def shape_of(block: Any) -> dict[str, Any]:
 
 
 def _by_width(norm: nn.Module, width: int | None) -> RecognisedNorm | None:
-    """A norm that no trial call could recognise by itself: one whose parameters do not tell its width, recognised at
-    the stream's; or something else with a weight for each column, to which layernorm stands nearest."""
+    """Recognises a norm whose parameters do not tell its width, by trial calls at the stream's width. If these fail, a
+    module with one weight for each column counts as a layernorm. None: it is neither."""
     if width is None:
         return None
     found = probe(norm, width)
@@ -257,7 +261,7 @@ def _by_width(norm: nn.Module, width: int | None) -> RecognisedNorm | None:
 
 
 def _heads_of(block: Any) -> int:
-    """The number of attention heads; 1 where none is recognised."""
+    """Returns the number of attention heads; 1 if no attention was recognised."""
     if type(block) in TORCHS:
         return block.self_attn.num_heads
     declared = declaration_of(type(block))
@@ -265,13 +269,13 @@ def _heads_of(block: Any) -> int:
 
 
 def _width_into(block: nn.Module, part: Part, role: Role) -> int | None:
-    """The fan-in of the first linear layer with that role, if there is one."""
+    """Returns the fan-in of the first linear layer with that role. None: there is none."""
     path = next((linear.path for linear in part.linears if role in linear.roles), None)
     return None if path is None else _fan_in(block, path)
 
 
 def path_of(block: nn.Module, part: Part, role: Role) -> str:
-    """The path of the one linear layer with that role; InputError where there is none, or several."""
+    """Returns the path of the one linear layer with that role. Errors: InputError if there is none, or several."""
     linears = [linear for linear in part.linears if role in linear.roles]
     path = linears[0].path if linears else None
     is_found = type(block) not in TORCHS and structure_of(block).is_found
@@ -291,7 +295,7 @@ def path_of(block: nn.Module, part: Part, role: Role) -> str:
 
 
 def width_into(block: nn.Module, part: Part, role: Role) -> int:
-    """The fan-in of the linear layer with that role."""
+    """Returns the fan-in of the one linear layer with that role. Errors: InputError."""
     return _fan_in(block, path_of(block, part, role))
 
 
@@ -303,9 +307,10 @@ def _fan_in(block: nn.Module, path: str) -> int:
 
 
 def weight_and_bias(block: nn.Module, path: str) -> tuple[nn.Parameter, nn.Parameter | None]:
-    """A linear layer's weight and bias, for writing; torch.nn's attention has its stacked projection as a parameter.
+    """Returns a linear layer's weight and bias, which the caller may write. In torch.nn's attention, `path` may name
+    the stacked projection, which is a bare parameter.
 
-    Errors: InputError where the layer has no weight of its own: a parametrization or a wrapper makes it.
+    Errors: InputError if the layer has no weight of its own, because a parametrization or a wrapper computes it.
     """
     owner, weight, bias = projection(block, path)
     if weight not in owner._parameters or not _is_editable(getattr(owner, weight)):
@@ -314,7 +319,8 @@ def weight_and_bias(block: nn.Module, path: str) -> tuple[nn.Parameter, nn.Param
 
 
 def projection(block: nn.Module, path: str) -> tuple[nn.Module, str, str]:
-    """(owner, the weight's name, the bias's name) of a linear layer."""
+    """Returns (owner, the weight's name, the bias's name) of the linear layer at a path. If the path is that of a bare
+    parameter, the owner is the module that has it."""
     parent, name = block.get_submodule(parent_of(path)), path.rpartition(".")[2]
     if name in parent._parameters:
         return parent, name, name.removesuffix("weight") + "bias"
@@ -322,6 +328,7 @@ def projection(block: nn.Module, path: str) -> tuple[nn.Module, str, str]:
 
 
 def _made_of_something_else(block: nn.Module, path: str, owner: nn.Module) -> InputError:
+    """Returns the error for a linear layer without a weight of its own."""
     kind = type(owner)
     what = kind.__name__ if kind.__module__.startswith(("torch.", "transformers.")) else full_name(kind)
     own = owner._parameters.get("weight")
@@ -333,13 +340,13 @@ def _made_of_something_else(block: nn.Module, path: str, owner: nn.Module) -> In
 
 
 def _is_editable(weight: Tensor) -> bool:
-    """A plain tensor of floating point, or one without data."""
+    """Returns whether a weight is a plain floating-point tensor, or a FakeTensor, which has no data."""
     is_plain = type(weight) in (Tensor, nn.Parameter) or type(weight).__name__ == "FakeTensor"
     return is_plain and weight.is_floating_point()
 
 
 def is_transposed(block: nn.Module, path: str) -> bool:
-    """transformers' Conv1D keeps (fan_in, fan_out)."""
+    """Returns whether the weight at a path has the shape (fan_in, fan_out), as that of transformers' Conv1D."""
     parts = parts_of(block) if block in STRUCTURES or is_converted(block) else ()
     if any(linear.path == path and linear.is_transposed for part in parts for linear in part.linears):
         return True
@@ -347,14 +354,16 @@ def is_transposed(block: nn.Module, path: str) -> bool:
 
 
 def parent_of(path: str | None) -> str:
+    """Returns a module path without its last name."""
     return (path or "").rpartition(".")[0]
 
 
 def like_of(block: nn.Module) -> Tensor:
-    """A parameter that tells device and dtype; quantized ones do not."""
+    """Returns a parameter with the block's device and dtype: its first floating-point one, since quantized ones have
+    another dtype."""
     return next((p for p in block.parameters() if p.is_floating_point()), next(block.parameters()))
 
 
 def full_name(kind: type) -> str:
-    """Module and name of a class."""
+    """Returns module and qualified name of a class."""
     return f"{kind.__module__}.{kind.__qualname__}"

@@ -1,7 +1,7 @@
-"""What a block keeps during one call, as b2t keeps its input for the last sublayer.
+"""Keeps tensors during one call of a block or a stack, such as b2t's block input, which its last sublayer reads.
 
-Each call has tensors of its own. They live beside the calls of a thread and not on the module, so that threads, a
-block inside itself, recomputation and exceptions do not mix.
+Each call has tensors of its own. They are stored in a context variable and not on the module, so that threads, nested
+calls of one block, recomputation and exceptions do not mix them up.
 """
 
 import contextvars
@@ -13,7 +13,7 @@ from ..nn.interpreter import KeptTensors
 
 
 class _Call:
-    """A call of a block under way."""
+    """A call of a block under way. `outer`: the call around it; `is_hooked`: whether the block's hooks began it."""
 
     def __init__(self, block: Any, outer: "_Call | None", is_hooked: bool) -> None:
         self.block, self.outer, self.is_hooked = block, outer, is_hooked
@@ -21,15 +21,18 @@ class _Call:
 
 
 _innermost: contextvars.ContextVar[_Call | None] = contextvars.ContextVar("normformer_rs_block_call", default=None)
-# torch.compile supports no context variables, but it follows globals. At a graph break the eager part reads it, too.
+# torch.compile supports no context variables, but it follows globals. After a graph break, the eager part reads this
+# global, too.
 _innermost_compiled: _Call | None = None
 
 
 def _here() -> _Call | None:
+    """Returns the innermost call."""
     return _innermost_compiled if torch.compiler.is_compiling() else _innermost.get()
 
 
 def _enter(call: _Call | None) -> None:
+    """Makes `call` the innermost one."""
     global _innermost_compiled
     if torch.compiler.is_compiling():
         _innermost_compiled = call
@@ -38,7 +41,7 @@ def _enter(call: _Call | None) -> None:
 
 
 def _find(block: Any) -> _Call | None:
-    """The block's innermost call."""
+    """Returns the innermost call of a block. None: it has none under way."""
     call = _here() or _innermost_compiled
     while call is not None and call.block is not block:
         call = call.outer
@@ -56,13 +59,13 @@ class BlockCalls:
 
     def end(self, *_: Any) -> None:
         call = _find(self.block)
-        if call is not None:  # a hook before this one may have raised
+        if call is not None:  # None: a hook that ran before `begin` may have raised, so that no call began
             _enter(call.outer)
 
 
 def begin_call(block: Any) -> KeptTensors:
-    """What the block keeps from its first sublayer on: nothing yet. A forward that is called past the hooks begins a
-    call here."""
+    """Returns the empty dictionary in which the block keeps tensors during this call. If the forward was called without
+    the hooks, the call begins here."""
     call = _find(block)
     if call is None:
         call = _Call(block, _here(), is_hooked=False)
@@ -72,13 +75,13 @@ def begin_call(block: Any) -> KeptTensors:
 
 
 def call_of(block: Any) -> KeptTensors:
-    """What the block has kept so far in the call under way."""
+    """Returns the tensors that the block has kept in the call under way."""
     call = _find(block)
     return {} if call is None else call.kept
 
 
 def end_call(block: Any) -> None:
-    """Ends a call that began past the hooks."""
+    """Ends a call that `begin_call` began because the hooks did not run."""
     call = _find(block)
     if call is not None and not call.is_hooked:
         _enter(call.outer)
@@ -94,9 +97,9 @@ class StackCall:
         self.stack, self.outer = stack, outer
         self.has_begun = self.is_finished = False
         self.norms = 0
-        """Calls of the norm after the stack so far."""
+        """The number of calls so far of the norm after the stack."""
         self.last: tuple[Any, int] | None = None
-        """The hidden state that the last block so far gave, and the block's number."""
+        """The output of the block that ran last, and the number of its layer. None: no block has run."""
 
 
 _innermost_stack: contextvars.ContextVar[StackCall | None] = contextvars.ContextVar(
@@ -123,7 +126,7 @@ def begin_stack_call(stack: Any) -> None:
 
 
 def stack_call(stack: Any) -> StackCall | None:
-    """The call under way; None: blocks are called by something else."""
+    """Returns the call of a stack's module that is under way. None: something else calls the blocks."""
     call = _stack_here()
     while call is not None and call.stack is not stack:
         call = call.outer
@@ -131,7 +134,7 @@ def stack_call(stack: Any) -> StackCall | None:
 
 
 def end_stack_call(stack: Any) -> StackCall | None:
-    """Ends the call under way."""
+    """Ends the call of a stack's module that is under way, and returns it."""
     call = stack_call(stack)
     if call is not None:
         _enter_stack(call.outer)

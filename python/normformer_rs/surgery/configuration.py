@@ -1,10 +1,11 @@
-"""The configuration of a swapped Hugging Face model. Its config.json says that no stock class can load the folder.
+"""The configuration of a swapped Hugging Face model. Its config.json keeps stock classes from loading the folder.
 
-In the file `model_type` and `architectures` name this package, and `transformers_weights` names a file that does not
-exist. So transformers' Auto classes, its stock classes and programs that serve models refuse the folder. Where this
+In the file, `model_type` and `architectures` name this package, and `transformers_weights` names a file that does not
+exist. So transformers' Auto classes, its stock classes and programs that serve models refuse the folder. After this
 package has registered its configuration (`register`), the Auto classes load the swapped model.
 
-A swap that leaves the model's function as it was writes the stock configuration: the stock class computes the same.
+A swap that does not change the model's function writes the stock configuration, because the stock class computes the
+same.
 """
 
 import json
@@ -19,13 +20,13 @@ KEY = "normformer_rs"
 """The configuration's attribute, and the `model_type` in the file."""
 _NO_WEIGHTS = "load-with-normformer_rs.load_swapped.safetensors"
 LOAD: list[Any] = []
-"""`load_swapped`, which Auto classes call; loading.py puts it here, because it imports this file."""
+"""Holds `load_swapped`, which Auto classes call. loading.py imports this file, so it puts the function here itself."""
 _STOCK = ("model_type", "architectures")
-"""Fields whose stock values the file has in KEY's object, under "stock"."""
+"""Fields that the file overwrites. Their stock values are in KEY's object, under "stock"."""
 
 
 class Swapped:
-    """A base of swapped models' configurations, before the stock class. Only what it writes differs."""
+    """A base class of swapped models' configurations, beside the stock class. It only changes which files are saved."""
 
     def save_pretrained(self, save_directory: Any, *args: Any, **options: Any) -> None:
         """Writes config.json and, if the folder has none, the model's card README.md."""
@@ -36,7 +37,7 @@ class Swapped:
             card.write_text(model_card(stock), encoding="utf-8")
 
     def to_json_file(self, json_file_path: Any, use_diff: bool = True) -> None:
-        """Writes the file of the configuration."""
+        """Writes config.json with the marks of the swap, or the stock one if the swap keeps the model's function."""
         stock: dict[str, Any] = json.loads(self.to_json_string(use_diff))  # type: ignore[attr-defined]
         if keeps_function(stock.get(KEY)):
             super().to_json_file(json_file_path, use_diff)  # type: ignore[misc]
@@ -62,9 +63,10 @@ def _restored(stock: Any) -> Any:
 
 
 def keeps_function(marks: Any) -> bool:
-    """True if the stock class computes the same from the file as the swapped model.
+    """Returns whether the stock class computes the same from the saved weights as the swapped model.
 
-    Where a part of the model was swapped, or a module around it, the marks have no swaps.
+    If only a part of the model was swapped, or a module around it, the marks name no swaps. Then the answer is False if
+    they name a residual scheme, a norm or a fold.
     """
     swaps = _swaps(marks)
     if not swaps or marks.get("part"):
@@ -73,6 +75,7 @@ def keeps_function(marks: Any) -> bool:
 
 
 def _swaps(marks: Any) -> list[Any]:
+    """Returns the swaps that the marks name, leaving out damaged entries."""
     swaps = marks.get("swaps") if isinstance(marks, Mapping) else None
     return [one for one in swaps if isinstance(one, Mapping)] if isinstance(swaps, list) else []
 
@@ -81,13 +84,13 @@ _CLASSES: dict[Any, Any] = {}
 
 
 def swapped_class(kind: Any) -> Any:
-    """Returns the class of swapped models' configurations for a stock class, under the same name."""
+    """Returns the configuration class of swapped models for a stock configuration class. It has the same name."""
     if issubclass(kind, Swapped):
         return kind
     if kind in _CLASSES:
         return _CLASSES[kind]
     body = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
-    # Without an __init__ in the class itself, transformers would replace it by one that it makes of the fields.
+    # without an __init__ in the class's own body, transformers would generate one from the fields
     made = type(kind.__name__, (Swapped, kind), {**body, "__init__": kind.__init__})
     _register_models(made, kind)
     _CLASSES[kind] = made
@@ -95,7 +98,8 @@ def swapped_class(kind: Any) -> Any:
 
 
 def stock_config(file: Mapping[str, Any], folder: Any) -> dict[str, Any]:
-    """Returns config.json as the stock class would have written it. Errors: InputError for a damaged file."""
+    """Returns the content of a config.json as the stock class would have written it. Errors: InputError if it is
+    damaged."""
     if file.get("model_type") != KEY:
         return dict(file)
     marks = file.get(KEY)
@@ -108,7 +112,8 @@ def stock_config(file: Mapping[str, Any], folder: Any) -> dict[str, Any]:
 
 
 def read_config(folder: Any, kind: Any, **hub: Any) -> Any:
-    """Returns the configuration in a folder or repository, for a class of models; None: the one that the file names."""
+    """Returns the configuration in a folder or repository, as swapped models have it. `kind`: the class of models;
+    None: the class that the file names."""
     from transformers import CONFIG_MAPPING, PreTrainedConfig
 
     file, _ = PreTrainedConfig.get_config_dict(folder, **hub)
@@ -129,7 +134,7 @@ def read_config(folder: Any, kind: Any, **hub: Any) -> Any:
 
 @cache
 def register() -> None:
-    """Makes transformers' Auto classes load swapped models. Touches nothing but their registers."""
+    """Makes transformers' Auto classes load swapped models. Changes only their registers."""
     from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 
     class SwappedConfig(PreTrainedConfig):  # type: ignore[misc]
@@ -167,7 +172,7 @@ def _register_models(made: Any, stock: Any) -> None:
 
 
 def _loader(auto: Any, stock: Any) -> Any:
-    """Returns what stands for a class of models in an Auto class's register."""
+    """Returns the class that an Auto class's register has in place of a class of models. It loads swapped models."""
 
     class Loader:
         @classmethod

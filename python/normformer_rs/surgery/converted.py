@@ -1,4 +1,4 @@
-"""Subclasses that surgery makes of other libraries' classes, and converted blocks."""
+"""Makes subclasses of other libraries' classes at run time; modules that a swap converts get them as their class."""
 
 import functools
 import inspect
@@ -8,8 +8,8 @@ from torch import nn
 
 
 class Converted:
-    """A block with a scheme, or a module inside one. Its class is made at run time, so pickles name the original
-    class."""
+    """A base of the classes made here, for a block with a scheme or a module inside one. `kind`: the original class;
+    `how`: this package's class that changes it. Pickles name these two, since the class itself is made at run time."""
 
     kind: ClassVar[type[nn.Module]]
     how: ClassVar[Any]
@@ -19,13 +19,13 @@ class Converted:
 
 
 def original(kind: Any) -> Any:
-    """A class before surgery made a subclass of it."""
+    """Returns the original class of a class made here, and any other class as it is."""
     return kind.kind if issubclass(kind, Converted) else kind
 
 
 def residual_of(block: Any) -> Any:
-    """The scheme's part of a block: its `residual`, or `scheme_residual` where the block has something of its own under
-    that name. None: it has no scheme."""
+    """Returns the module of the scheme in a block: its `residual`, or `scheme_residual` if the block has an attribute
+    `residual` of its own. None: the block has no scheme."""
     for name in NAMES:
         own = getattr(block, name, None)
         if getattr(own, "structure", None) is not None:
@@ -40,7 +40,7 @@ class StreamBlock(Converted):
     """A block that runs its own forward on a residual stream (`residual_stream.py`)."""
 
     names: ClassVar[tuple[str, ...]]
-    """Arguments of its forward."""
+    """The names of the forward's arguments."""
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         return residual_of(self).run(functools.partial(self.kind.forward, self), args, kwargs)
@@ -50,7 +50,8 @@ _MADE: dict[tuple[Any, Any], Any] = {}
 
 
 def converted_class(kind: type[nn.Module], how: Any) -> Any:
-    """The subclass that modules of a class become; `how`: a class of this package that comes before it."""
+    """Returns the subclass of `kind` for converted modules. `how`: the class of this package that comes first among its
+    bases."""
     if (kind, how) not in _MADE:
         body: dict[str, Any] = {"kind": kind, "how": how, "__module__": __name__, "__doc__": kind.__doc__}
         if issubclass(how, StreamBlock):
@@ -60,5 +61,6 @@ def converted_class(kind: type[nn.Module], how: Any) -> Any:
 
 
 def _rebuild(kind: type[nn.Module], how: Any) -> Any:
+    """Returns an empty module of a converted class; unpickling fills it."""
     converted = converted_class(kind, how)
     return converted.__new__(converted)

@@ -31,24 +31,25 @@ LISTS = (nn.ModuleList, nn.Sequential)
 
 
 Unknown = dict[str, str]
-"""Lists of modules that look like blocks and are none that are known: the reason by their path."""
+"""For each list of modules that look like blocks but are not known ones: its path → the reason."""
 
 
 class Stacks(NamedTuple):
-    """A model's stacks."""
+    """A model's stacks of blocks."""
 
     groups: list[Group]
     unknown: Unknown
-    """Lists that hold no known blocks, of modules that add something like their input."""
+    """Lists that hold no known blocks although their modules add something to a tensor shaped like their input, and
+    single modules that could not be accounted for: path → reason."""
     run: Callable[[], Any] | None
-    """Runs the model as it was run to find them; None: it was not."""
+    """Runs the model with the same input as the run that found the stacks. None: no run was needed."""
 
 
 def find_stacks(model: nn.Module, example: Any = None) -> Stacks:
-    """The model's stacks of blocks, and the lists that are none. torch.nn's blocks are known by their class, all others
-    by one run of the model, which finds the norm after registered blocks, too.
+    """Returns the model's stacks of blocks, and the lists that are no stacks with the reasons. torch.nn's blocks are
+    recognised by their class, all others by one run of the model. The run also finds the norm after registered blocks.
 
-    Errors: InputError where there are none.
+    Errors: InputError if the model has no stack.
     """
     unknown: Unknown = {}
     others: Unknown = {}
@@ -102,7 +103,8 @@ def find_stacks(model: nn.Module, example: Any = None) -> Stacks:
 
 
 def _loops(model: nn.Module, candidates: Any, example: Any) -> list[Group]:
-    """The loops around lists whose entries are no blocks."""
+    """Returns the modules whose forward loops over a list and adds the branches itself, so that the list's entries are
+    no blocks. Each such module becomes a group whose blocks are views of its layers."""
     owners: dict[str, nn.Module] = {}
     for path, _ in candidates:
         while path:
@@ -130,8 +132,9 @@ def _loops(model: nn.Module, candidates: Any, example: Any) -> list[Group]:
 
 
 def _stage(path: str, blocks: dict[str, nn.Module], candidates: Any, found: Record) -> str:
-    """The reason why the entries of a list are stages of blocks: a norm on their stream follows blocks inside, or their
-    sublayers are those of blocks with several each."""
+    """Returns the reason why a list's entries are stages (themselves stacks of blocks); empty if they are blocks. An
+    entry is a stage if a norm on its stream follows a list of blocks inside it, or if all of its sublayers belong to
+    blocks inside it that have several sublayers each."""
     for name, block in blocks.items():
         made, parts = STRUCTURES.get(block), {*block.modules()}
         lists = [entries for one, entries in candidates if one != path and _is_below(one, path)]
@@ -147,6 +150,7 @@ def _stage(path: str, blocks: dict[str, nn.Module], candidates: Any, found: Reco
 
 
 def _is_known(block: nn.Module, found: Record) -> bool:
+    """Returns whether the block's structure can be read from the run."""
     try:
         structure(block, found, found.roles)
     except Unaccounted:
@@ -155,8 +159,8 @@ def _is_known(block: nn.Module, found: Record) -> bool:
 
 
 def _joined(model: nn.Module, groups: list[Group], found: Record) -> list[Group]:
-    """Groups of several lists as one stack, where the output of one list's last block is what the next list's first
-    block reads."""
+    """Returns the groups, with those joined into one stack that follow each other: the first block of one list reads
+    the output of the other list's last block."""
     made: list[Group] = []
     for group in groups:
         before = next((one for one in made if _follows(group, one, found)), None)
@@ -180,6 +184,8 @@ def _joined(model: nn.Module, groups: list[Group], found: Record) -> list[Group]
 
 
 def _follows(group: Group, before: Group, found: Record) -> bool:
+    """Returns whether the first block of `group` reads the output of the last block of `before`, and the two blocks
+    have as many sublayers, the same width, and are each called once."""
     last, first = before.blocks[-1], group.blocks[0]
     if not {last, first} <= found.calls.keys() or any(block not in STRUCTURES for block in (last, first)):
         return False
@@ -189,7 +195,7 @@ def _follows(group: Group, before: Group, found: Record) -> bool:
 
 
 def none_found(model: nn.Module, unknown: Unknown) -> InputError:
-    """The first reason why a model's lists hold no known blocks."""
+    """Returns the error for a model without known blocks. It gives the reason for the first list."""
     path, reason = next(iter(unknown.items()))
     return InputError(
         f"{type(model).__name__}'s {path or 'list'} holds no blocks that add branches to a residual stream: {reason}"
@@ -197,7 +203,8 @@ def none_found(model: nn.Module, unknown: Unknown) -> InputError:
 
 
 def _candidates(model: nn.Module) -> Iterator[tuple[str, list[tuple[str, nn.Module]]]]:
-    """Lists of modules with parts, from the outside to the inside."""
+    """Yields the lists whose entries may be blocks, as (path, [(name, entry)]); an outer list comes before the lists
+    inside it."""
     for path, module in model.named_modules():
         if isinstance(module, LISTS):
             entries = [(name, unwrapped(entry)) for name, entry in module.named_children()]
@@ -207,21 +214,24 @@ def _candidates(model: nn.Module) -> Iterator[tuple[str, list[tuple[str, nn.Modu
 
 
 def _may_be_block(entry: nn.Module) -> bool:
+    """Returns whether a list's entry is of a known block class, or has child modules and is no list itself."""
     return is_block(type(entry)) or (not isinstance(entry, LISTS) and next(entry.children(), None) is not None)
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
-    """The module within the wrappers of activation checkpointing and torch.compile."""
+    """Returns the module inside the wrappers of activation checkpointing and torch.compile."""
     inner = getattr(module, "_checkpoint_wrapped_module", module)
     return getattr(inner, "_orig_mod", inner)
 
 
 def _is_below(path: str, other: str) -> bool:
+    """Returns whether `path` is `other` or lies inside it."""
     return path == other or path.startswith(f"{other}.") or other == ""
 
 
 def _run(model: nn.Module, blocks: list[nn.Module], example: Any) -> tuple[Record | None, str]:
-    """What a run of the model records, where a block needs one; None, and the reason why there is none."""
+    """Runs the model and returns its record, with the roles of its matrices. Without a record, returns None and the
+    reason, which is empty if no block needs a run."""
     if all(isinstance(block, tuple(TORCHS)) or is_converted(block) for block in blocks):
         return None, ""
     if any(p.is_meta for p in model.parameters()):
@@ -247,8 +257,9 @@ def _run(model: nn.Module, blocks: list[nn.Module], example: Any) -> tuple[Recor
 
 
 def _run_of_twin(model: nn.Module, blocks: list[nn.Module], example: Any) -> tuple[Record | None, str]:
-    """Runs a copy of a model on the meta device, where many models cannot run. The blocks of the copy stand for the
-    model's. Each matrix of the copy has one row in memory, and all of its rows are this one."""
+    """Returns the record of a run for a model on the meta device, where many models cannot run. A copy of the model
+    runs on the CPU instead; then each of its modules in the record is replaced by the model's own. To save memory, all
+    rows of a matrix of the copy are views of one row."""
     names = {module: name for name, module in model.named_modules()}
     twin, made = copy.deepcopy(model), {}
     for module in twin.modules():
@@ -276,7 +287,8 @@ def _run_of_twin(model: nn.Module, blocks: list[nn.Module], example: Any) -> tup
 
 
 class _OneRow(TorchFunctionMode):
-    """Multiplies by a matrix of equal rows once, where torch would write out the matrix."""
+    """Computes linear layers with the matrices of `_run_of_twin`, whose rows are all equal: one product with one row,
+    which is then repeated. torch would write out the whole matrix."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is nn.functional.linear and args[1].stride() == (0, 1):
@@ -289,8 +301,8 @@ class _OneRow(TorchFunctionMode):
 def _examine(
     entries: list[tuple[str, nn.Module]], found: Record | None, why: str
 ) -> tuple[dict[str, nn.Module], dict[str, Unaccounted]]:
-    """Returns the blocks of a list by their names, and for its other entries the reasons why they are none. A list has
-    no blocks if two of one class differ in this."""
+    """Returns the blocks of a list by their names, and for each other entry the reason why it is no block. There are no
+    blocks if an entry was refused and another of the same class was not."""
     blocks: dict[str, nn.Module] = {}
     reasons: dict[str, Unaccounted] = {}
     for name, entry in entries:
@@ -304,11 +316,13 @@ def _examine(
 
 
 def _in_words(name: str, entries: list[tuple[str, nn.Module]], reason: Unaccounted | None) -> str:
+    """Returns the reason why an entry of a list is no block, with the entry's name and class."""
     return f"{name}, {named(dict(entries)[name])}: {reason}"
 
 
 def _know(block: Any, found: Record | None, why: str) -> None:
-    """Finds a block's structure. Errors: Unaccounted."""
+    """Stores a block's structure in STRUCTURES. Blocks of torch.nn's, converted and registered classes get no entry,
+    since their class says what they compute. `why`: the reason if there is no run. Errors: Unaccounted."""
     if isinstance(block, tuple(TORCHS)) and original(type(block)) not in TORCHS:
         base = next(kind for kind in TORCHS if isinstance(block, kind))
         raise Unaccounted(f"it is a subclass of {base.__name__}, and its forward may be another: use {base.__name__}")
@@ -316,7 +330,7 @@ def _know(block: Any, found: Record | None, why: str) -> None:
         return
     if found is None:
         raise Unaccounted(why)
-    calls_of(block, found)
+    calls_of(block, found)  # raises if the run did not call the block
     if declaration_of(type(block)) is None:
         STRUCTURES[block] = structure(block, found, found.roles)
     else:
@@ -324,7 +338,7 @@ def _know(block: Any, found: Record | None, why: str) -> None:
 
 
 def _alone(model: nn.Module) -> Iterator[Group]:
-    """Known blocks outside lists, each for itself."""
+    """Yields the blocks of known classes that are in no list, each as a group of its own."""
     for path, module in model.named_modules():
         parent = model.get_submodule(parent_of(path))
         if is_block(type(module)) and (path == "" or not isinstance(parent, LISTS)):
@@ -332,7 +346,8 @@ def _alone(model: nn.Module) -> Iterator[Group]:
 
 
 def _groups(model: nn.Module, path: str, blocks: dict[str, nn.Module], found: Record | None) -> Iterator[Group]:
-    """The blocks of a list, by kinds that one stack may have."""
+    """Yields a list's blocks as groups that may each be one stack: same number of sublayers and same width, or same
+    class if no structure is known."""
     holder, listed = model.get_submodule(parent_of(path)), model.get_submodule(path)
     sorts: dict[Any, dict[str, nn.Module]] = {}
     for name, block in blocks.items():
@@ -349,12 +364,12 @@ def _groups(model: nn.Module, path: str, blocks: dict[str, nn.Module], found: Re
 
 
 def _layers(block: nn.Module) -> int:
-    """How many layers share a block, beside those that list it."""
+    """Returns how many layers share a block: its number of calls in one pass."""
     return STRUCTURES[block].calls if block in STRUCTURES else 1
 
 
 def _end(model: nn.Module, path: str, last: nn.Module, found: Record | None) -> End | None:
-    """The norm after the last block."""
+    """Returns the norm after the stack's last block. None if there is none, or if it belongs to something else."""
     norm = None if found is None or last not in found.calls else norm_after(found, last)
     if norm is None:
         return None
@@ -362,13 +377,14 @@ def _end(model: nn.Module, path: str, last: nn.Module, found: Record | None) -> 
     is_prenorm = STRUCTURES[last].parts[-1].after is None if last in STRUCTURES else True
     holder = parent_of(path)
     if not is_prenorm and not _is_below(name, holder):
-        return None  # a post-norm stack ends with its last sublayer's
+        return None  # a post-norm stack ends with the norm of its last sublayer, so this one is not the stack's
     owner = parent_of(name)
     return End(model.get_submodule(owner), owner, name.rpartition(".")[2])
 
 
 def _with_end(group: Group, found: Record) -> Group:
-    """The group, whose last norm says whether it reads other blocks' outputs, too."""
+    """Returns the group with two facts about its end norm filled in: whether the norm also reads outputs of blocks
+    before the last, and how often it is called before the first block."""
     end, last = group.end, group.blocks[-1]
     if end is None:
         return group

@@ -1,4 +1,5 @@
-"""Exact swaps: LayerNorm becomes RMSNorm with equal outputs, because the residual stream's mean becomes 0."""
+"""Exact swaps: LayerNorms become RMSNorms with equal outputs, since the swap makes each row of the residual stream have
+mean 0."""
 
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
@@ -18,7 +19,7 @@ BY = "swap_norms(..., exact=True)"
 
 
 class Centred(Converted):
-    """A module whose output adds up to 0 over the last dimension: y − mean y."""
+    """A module whose output is centred: y − mean y over the last dimension, which then adds up to 0."""
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Tensor:
         y: Tensor = super().forward(*args, **kwargs)  # type: ignore[misc]
@@ -27,7 +28,7 @@ class Centred(Converted):
 
 
 class _Writer(NamedTuple):
-    """A module or parameter that writes the stream: its weights are centred, or else its output."""
+    """A module or parameter that writes the stream. Its `matrix` is centred; if that is None, the module's output."""
 
     name: str
     matrix: Matrix | None
@@ -35,14 +36,14 @@ class _Writer(NamedTuple):
 
 
 class ExactSwap:
-    """The plan of an exact swap; the constructor raises every error.
+    """The plan of an exact swap. The constructor raises all errors, so that `apply` cannot fail half-way.
 
-    In a block x + F(LN(x)) let C = I − 11ᵀ/d. LN(x) = LN(Cx), and LN = RMSNorm where x = Cx. With C applied to
-    everything that writes x, every LN that reads x can be RMSNorm.
+    In a block x + F(LN(x)) let C = I − 11ᵀ/d, which subtracts the mean. Then LN(x) = LN(Cx), and LN(x) = RMSNorm(x) if
+    x = Cx. With C applied to all writers of x, every LN that reads x can be an RMSNorm.
     """
 
     def __init__(self, model: nn.Module, known: Mapping[nn.Module, RecognisedNorm], example: Any = None) -> None:
-        """`known`: the model's norms."""
+        """Plans the swap and checks that it is possible. `known`: the model's norms."""
         self.known, self.places = known, Places(model)
         self.writers: list[_Writer] = []
         refuse_meta(model, BY)
@@ -68,7 +69,8 @@ class ExactSwap:
         self._settle()
 
     def _settle(self) -> None:
-        """Leaves one entry for each writer, and decides which of them have weights that can be centred."""
+        """Reduces `writers` to one entry for each module or set of tied weights. Writers whose weights cannot be
+        centred lose their matrix, so that their output is centred. Errors: InputError if neither is possible."""
         every = {writer.name if writer.matrix is None else writer.matrix.name for writer in self.writers}
         settled: dict[Any, _Writer] = {}
         for writer in self.writers:
@@ -76,7 +78,7 @@ class ExactSwap:
             key = writer.module if matrix is None else tuple(map(id, matrix.parameters.values()))
             fault = self._fault(writer, every)
             if fault:
-                # an embedding is centred after the look-up where its weight serves others, too
+                # if an embedding's weight is shared, as with the output layer, its output is centred instead
                 if matrix is not None and not isinstance(writer.module, nn.Embedding):
                     raise InputError(f"{fault}, so its writes to the residual stream cannot be centred: {_WAYS}")
                 if said := disturbed(writer.name, writer.module):
@@ -86,7 +88,7 @@ class ExactSwap:
         self.writers = [*settled.values()]
 
     def _fault(self, writer: _Writer, every: set[str]) -> str:
-        """The reason why its weights cannot be centred."""
+        """Returns the reason why a writer's weights cannot be centred; "" if they can. `every`: all writers' names."""
         if writer.matrix is None:
             return f"{writer.name} is a {type(writer.module).__name__}"
         other = self.places.beyond(writer.matrix, every)
@@ -94,23 +96,24 @@ class ExactSwap:
         fault = "" if is_parameter else writer.matrix.fault()
         return fault or (f"{writer.name} shares a parameter with {other}" if other else "")
 
-    # What `swap_norms` asks for.
+    # The interface that `swap_norms` uses.
 
     def writes(self, norm: nn.Module) -> bool:
-        """The norm writes the stream: it stays, and a row of `apply` says so."""
+        """Returns whether the norm writes the stream. Such a norm is not swapped but centred, with a row in `apply`'s
+        result."""
         return any(writer.module is norm for writer in self.writers)
 
     def reason(self, norm: nn.Module) -> str:
-        """The reason why a norm stays, or nothing."""
+        """Returns the reason why a norm is not swapped; "" if it is."""
         return "" if norm in self.sites else self.unfit.get(norm, "reads no residual stream")
 
     def folds(self, norm: nn.Module) -> bool:
-        """β goes into biases that are there."""
+        """Returns whether the norm's β is folded into the linear layers that read it, which all have a bias."""
         site = self.sites[norm]
         return not site.fault and all(matrix.offsets() is not None for matrix in site.readers)
 
     def note(self, norm: nn.Module) -> str:
-        """The table's words for β."""
+        """Returns the table's note about a norm's β; "" if it has none."""
         if self.known[norm].bias is None:
             return ""
         site = self.sites[norm]
@@ -119,7 +122,7 @@ class ExactSwap:
 
     @torch.no_grad()
     def apply(self, edits: Edits, swapped: Collection[nn.Module]) -> list[Row]:
-        """Folds the β of the norms that are swapped, and centres all writers. Returns rows of these."""
+        """Folds the β of the swapped norms, and centres all writers. Returns one row of the table for each writer."""
         biased = [norm for norm in swapped if self.known[norm].bias is not None and self.folds(norm)]
         edits.remember_values(self.edited(swapped))
         for norm in biased:
@@ -137,7 +140,7 @@ class ExactSwap:
         return rows
 
     def edited(self, swapped: Collection[nn.Module]) -> list[nn.Parameter]:
-        """The parameters that `apply` writes, each once."""
+        """Returns the parameters that `apply` changes, each once."""
         found = [writer.matrix for writer in self.writers if writer.matrix is not None]
         for norm in swapped:
             if self.known[norm].bias is not None and self.folds(norm):
@@ -149,6 +152,7 @@ _WAYS = "untie, unwrap or merge it first, or leave exact=True out"
 
 
 def _refuse_training(model: nn.Module) -> None:
+    """Raises InputError if a module of the model is in training mode."""
     training = next((name for name, module in model.named_modules() if module.training), None)
     if training is not None:
         raise InputError(
@@ -161,7 +165,7 @@ def _refuse_training(model: nn.Module) -> None:
 
 
 def _found_writer(writer: Writer, name: str) -> _Writer:
-    """`name`: one of the module's paths."""
+    """Returns a writer that the flow found, with its matrix if its weight is one. `name`: one of the module's paths."""
     _, module, leaf = writer
     if leaf is not None:
         matrix = Matrix(name, module, leaf, "", getattr(module, leaf).dim() - 1)

@@ -1,5 +1,5 @@
-"""An input for one run of a model: what the caller gives, or a small one for torch.nn's models, this package's, and
-those whose configuration Hugging Face or timm has written."""
+"""Finds an input for one run of a model: the caller's example, or a small input made for models of torch.nn, of this
+package, of Hugging Face and of timm."""
 
 import contextlib
 import random
@@ -21,8 +21,9 @@ _WHOLE = (nn.Transformer, nfnn.Transformer)
 
 
 def caller(model: nn.Module, example: Any) -> Callable[[], Any] | None:
-    """A function that runs the model on the example: keyword arguments, a tuple of arguments, one argument, or a
-    function of the model; without one, on an input that its configuration tells. None: it tells none."""
+    """Returns a function that runs the model on the example: keyword arguments, a tuple of arguments, one argument, or
+    a function of the model. Without an example, the input follows from the model's class and configuration. None: no
+    input is known."""
     if callable(example):
         return lambda: example(model)
     example = tree_map(lambda t: t.detach() if isinstance(t, Tensor) and t.requires_grad else t, example)
@@ -37,7 +38,8 @@ def caller(model: nn.Module, example: Any) -> Callable[[], Any] | None:
 
 @contextlib.contextmanager
 def quietly(model: nn.Module) -> Iterator[None]:
-    """Modes, buffers and the random states as they are, around a run that draws the same numbers each time."""
+    """Restores training modes, buffers and random states after a `with` block. Inside it, random numbers are the same
+    each time, and compiled code and torch.nn's fused evaluation are off."""
     modes = {module: module.training for module in model.modules()}
     held = [(module, name, b, b.clone()) for module in modes for name, b in module._buffers.items() if b is not None]
     devices = [p.device for p in model.parameters() if p.device.type == "cuda"][:1]
@@ -61,13 +63,14 @@ def quietly(model: nn.Module) -> Iterator[None]:
                 numpy.set_state(states[1])
             for module, mode in modes.items():
                 module.training = mode
-            with torch.no_grad(), torch._C.DisableTorchFunction():  # no part of a run that is recorded
+            with torch.no_grad(), torch._C.DisableTorchFunction():  # a recorded run must not see these copies
                 for owner, name, buffer, value in held:
                     owner._buffers[name] = buffer
                     buffer.copy_(value)
 
 
 def _made(model: nn.Module) -> dict[str, Tensor] | None:
+    """Returns keyword arguments made for a model. None: no input is known."""
     config = getattr(model, "config", None)
     p = next(model.parameters(), None)
     if p is None:
@@ -86,7 +89,7 @@ def _made(model: nn.Module) -> dict[str, Tensor] | None:
 
 
 def _of_torchs(model: nn.Module, p: Tensor) -> dict[str, Tensor] | None:
-    """Rows for a Transformer of torch.nn or of this package, or for a part of it."""
+    """Returns inputs for a Transformer of torch.nn or of this package, or for an encoder, decoder or layer of one."""
     attention = next((m for m in model.modules() if isinstance(m, nn.MultiheadAttention)), None)
     if attention is None:
         return None
@@ -97,15 +100,17 @@ def _of_torchs(model: nn.Module, p: Tensor) -> dict[str, Tensor] | None:
 
 
 def _numbers(p: Tensor, *shape: int) -> Tensor:
-    """Random numbers of a parameter's type, on its device. torch's random state stays as it is."""
+    """Returns random numbers of a parameter's dtype, on its device. torch's random state does not change."""
     return torch.rand(shape, generator=torch.Generator().manual_seed(0), device="cpu").to(p.device, p.dtype)
 
 
 def _of_transformers(model: Any, config: Any, p: Tensor) -> dict[str, Tensor] | None:
+    """Returns inputs for a Hugging Face model: tokens, images or audio as its configuration says. None: it has a main
+    input of another kind."""
     name = getattr(model, "main_input_name", "input_ids")
     text, vision = (_sub(config, *names) for names in (("text_config", "decoder"), ("vision_config",)))
     given: dict[str, Tensor] = {}
-    # a classifier of texts finds each row's last token by its padding; without a padding token it takes one row only
+    # a text classifier finds each row's last token by the padding, so without a padding token it takes one row only
     is_classifier = type(model).__name__.endswith("ForSequenceClassification")
     rows = 1 if is_classifier and getattr(config, "pad_token_id", None) is None else 2
 
@@ -142,17 +147,19 @@ def _of_transformers(model: Any, config: Any, p: Tensor) -> dict[str, Tensor] | 
 
 
 def _sub(config: Any, *names: str) -> Any:
+    """Returns the first configuration inside `config` under one of these names, or `config` itself."""
     return next((found for name in names if hasattr(found := getattr(config, name, None), "to_dict")), config)
 
 
 def _takes(model: nn.Module, name: str) -> bool:
+    """Returns whether the model's forward has an argument of this name."""
     import inspect
 
     return name in inspect.signature(model.forward).parameters
 
 
 def refuse_without(model: nn.Module, why: str) -> InputError:
-    """What to do where no input is known, or the model does not take it."""
+    """Returns the error for a model for which no input is known, or that fails on the input made for it."""
     return InputError(
         f"{type(model).__name__}'s parts are found by running the model once, and {why}: pass example=, the keyword "
         "arguments of a call as a dictionary (or a function of the model)"
@@ -160,7 +167,7 @@ def refuse_without(model: nn.Module, why: str) -> InputError:
 
 
 def failed_on(model: nn.Module, reason: Exception) -> InputError:
-    """For a user's example that the model does not take."""
+    """Returns the error for a model that fails on the user's example."""
     return InputError(
         f"the run of {type(model).__name__} on example failed ({type(reason).__name__}: {reason}): pass the keyword "
         "arguments of a call that works, on the model's device"

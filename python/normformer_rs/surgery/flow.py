@@ -1,8 +1,7 @@
-"""What reads a norm, and what writes the stream that norms read, found by one run of a model.
+"""Finds by one run of a model which modules read each norm, and which write the residual stream that norms read.
 
-For `fold_norms` and exact swaps: a norm whose outputs only linear layers read can be
-folded into them; LayerNorms that read sums of what linear layers and embeddings write can be RMSNorms once these are
-centred.
+`fold_norms` and exact swaps need this. A norm can be folded into linear layers if only they read its output. A
+LayerNorm can become an RMSNorm if its input is a sum of outputs of linear layers and embeddings, and these are centred.
 """
 
 import contextlib
@@ -29,24 +28,24 @@ _ATTENTIONS = (nn.MultiheadAttention.forward, nfnn.MultiheadAttention.forward)
 _MOVES = frozenset(
     {"flatten", "transpose", "transpose_last", "permute", "view", "reshape", "contiguous", "unflatten", "__getitem__"}
 )
-"""What may stand between a convolution and rows of its channels."""
+"""Operations that may come between a convolution's output and the rows whose columns are its channels."""
 
 
 class Stranger(Exception):
-    """What stands in the way, in words."""
+    """Raised if a norm cannot be folded or a stream not be centred; the message names the operation at fault."""
 
 
 class Writer(NamedTuple):
-    """A module or a parameter whose output is added to the stream; by its path."""
+    """A module or a parameter that is added to the residual stream. `name`: its path."""
 
     name: str
     module: nn.Module
     leaf: str | None
-    """The parameter's name in the module."""
+    """The parameter's name in the module. None: the module's output is added."""
 
 
 class Flow:
-    """A model's run, read from its norms outwards."""
+    """A recorded run of a model, with the readers and writers of each tensor."""
 
     def __init__(
         self, model: nn.Module, run: Callable[[], Any], places: Places, modes: tuple[bool, ...], whole: bool
@@ -66,14 +65,20 @@ class Flow:
         )
         self.held = {id(t): (module, leaf) for module, leaf, t in own if t is not None}
         self.raw = {k[0]: node for node in self.found.nodes if node.module is None for k in node.inputs}
-        """The last operation outside norms and linear layers that read a tensor, by the tensor's identity."""
+        """The identity of a tensor → the last operation that read it outside a module that counts as one operation."""
 
     @classmethod
     def of(
         cls, model: nn.Module, example: Any, places: Places, modes: tuple[bool, ...] = (False,), whole: bool = False
     ) -> "Flow | None":
-        """None: no input is known, or the model does not take it. InputError: it does not take `example`. `modes`:
-        whether it trains, for each run. `whole`: the attention of torch.nn, and of this package, is one operation."""
+        """Runs the model and returns its flow. None: no input is known, or the model fails on it.
+
+        Args:
+            modes: one run for each entry, in training mode if it is True.
+            whole: if True, each attention of torch.nn and of this package counts as one operation.
+
+        Errors: InputError if the model fails on `example`.
+        """
         run = caller(model, example)
         if run is None:
             return None
@@ -88,14 +93,14 @@ class Flow:
 
     @classmethod
     def needed(cls, model: nn.Module, example: Any, places: Places, modes: tuple[bool, ...] = (False,)) -> "Flow":
-        """A flow with whole attentions. InputError where the model has no run."""
+        """Returns a flow with `whole=True`. Errors: InputError if the model cannot be run."""
         flow = cls.of(model, example, places, modes, whole=True)
         if flow is None:
             raise refuse_without(model, "no input is known that it takes")
         return flow
 
     def _runs(self) -> list[Any]:
-        """The outputs of one run in each mode."""
+        """Returns the model's results of one run in each mode."""
         returned = []
         for training in self.modes:
             with quietly(self.model), torch.no_grad():
@@ -113,14 +118,14 @@ class Flow:
         return returned
 
     def outputs(self) -> list[Tensor]:
-        """The outputs that count as the model's, in each mode."""
+        """Returns copies of the floating-point tensors that the model returns, over all modes."""
         return [t.clone() for t in tensors_in(self._runs()) if t.is_floating_point()]
 
     def check(self, before: list[Tensor], by: str) -> None:
-        """InputError where the outputs have changed by more than rounding, in any of the modes."""
+        """Raises InputError if the outputs differ from `before` by more than rounding, in any mode."""
         try:
-            said = difference(before, self.outputs(), in_16_bits=0.3)  # folded weights are rounded anew
-        except Exception as reason:  # a model may raise anything: one that reads the weight of a norm, say
+            said = difference(before, self.outputs(), in_16_bits=0.3)  # 16-bit weights are rounded again by the fold
+        except Exception as reason:  # a model may raise anything, for instance if it reads a norm's weight itself
             said = f"which then fails ({type(reason).__name__}: {reason})"
         if said is not None:
             raise InputError(
@@ -128,29 +133,33 @@ class Flow:
             )
 
     def name(self, module: nn.Module) -> str:
+        """Returns a module's path, the alphabetically first if it has several."""
         return min(self.places.modules[module])
 
     def calls(self, module: nn.Module) -> list[Node]:
+        """Returns the recorded calls of a module."""
         return [node for node in self.found.nodes if node.module is module]
 
     def norms(self, known: Mapping[nn.Module, Any]) -> list[nn.Module]:
-        """Those that the run called, in its order."""
+        """Returns the norms of `known` that the run called, in the order of their first calls."""
         called = (node.module for node in self.found.nodes if node.what == "norm")
         return [*dict.fromkeys(module for module in called if module is not None and module in known)]
 
     def only_read(self) -> dict[nn.Module, str]:
-        """Norms that the run did not call, with the operation that read their parameters."""
+        """Returns the norms that the run did not call although it read their parameters, each with a message that names
+        the reading operation."""
         called = {node.module for node in self.found.nodes}
         norms = (module for module, kind in self.found.kinds.items() if kind == "norm" and module not in called)
         return {norm: f"the model does not call it: {said}" for norm in norms if (said := self._read_raw(norm))}
 
     def _read_raw(self, module: nn.Module) -> str:
-        """The operation that reads a parameter of a module beside the module's own calls, or nothing."""
+        """Returns a message if an operation outside a module's own calls reads one of its parameters, else ""."""
         node = next((self.raw[id(p)] for p in module.parameters(recurse=False) if id(p) in self.raw), None)
         return "" if node is None else f"the operation {node.what} reads its weight"
 
     def formulas(self) -> Iterator[tuple[str, nn.Module, str]]:
-        """Norms that are no modules: the innermost module that computes each, with its path and words about it."""
+        """Yields the norms that are written as operations in a module's forward: the path of the innermost such module,
+        the module, and a message."""
         values = {key(t): t for t in tensors_in(self.found.alive)}
         spans = sorted(
             ((call.last - call.first, call, module) for module, calls in self.found.calls.items() for call in calls),
@@ -166,14 +175,15 @@ class Flow:
             yield self.name(module), module, f"the operation {what} in its forward norms rows, and no module does"
 
     def check_calls(self, exchanged: Mapping[nn.Module, nn.Module], by: str) -> None:
-        """InputError where the model does not call new norms in the places of the old ones."""
+        """Runs the model after a swap. Raises InputError if it still calls an old norm, or calls the new one less
+        often. `exchanged`: old norm → new norm."""
         called: dict[nn.Module, int] = {}
 
         def count(module: nn.Module, _: Any) -> None:
             called[module] = called.get(module, 0) + 1
 
         with contextlib.ExitStack() as hooks:
-            for new in {*exchanged.values()}:  # old norms share their hooks
+            for new in {*exchanged.values()}:  # hooks on a new norm also run on the old one: the two share them
                 hooks.callback(new.register_forward_pre_hook(count).remove)
             try:
                 self._runs()
@@ -188,13 +198,13 @@ class Flow:
                     "call it by its name"
                 )
 
-    # Forwards: who reads a norm.
+    # Forwards: the readers of norms.
 
     def sites(self, known: Mapping[nn.Module, RecognisedNorm]) -> dict[nn.Module, Site]:
-        """Each norm with the linear layers that read it, or why nothing can be folded."""
+        """Returns for each norm a `Site`: the linear layers that read it, or the reason why nothing can be folded."""
         made: dict[nn.Module, Site] = {}
         sources: dict[Matrix, dict[int, nn.Module]] = {}
-        """For each linear layer the norm that each of its calls reads."""
+        """For each linear layer, the identity of a call → the norm that this call reads."""
         for norm in self.norms(known):
             site = made[norm] = Site({*self.places.modules[norm]}, self._read_raw(norm))
             try:
@@ -212,7 +222,8 @@ class Flow:
         return made
 
     def _faults(self, site: Site, sources: Mapping[Matrix, Mapping[int, nn.Module]], has_bias: bool) -> Iterator[str]:
-        """The reasons why nothing can be folded into the linear layers that read a norm; some are empty."""
+        """Yields the reasons why a norm cannot be folded into the linear layers that read it. An empty string is none.
+        `has_bias`: whether the norm has a bias, which the layers must take in."""
         layers = {name for matrix in site.readers for name in self.places.modules[matrix.owner]}
         for matrix in site.readers:
             name, owner, read = matrix.name, matrix.owner, sources[matrix]
@@ -229,7 +240,8 @@ class Flow:
             yield f"{matrix.name} shares a parameter with {other}" if other else ""
 
     def _linears(self, node: Node) -> Iterator[tuple[Matrix, int]]:
-        """The linear layers that read what a norm has made, with the identity of the call. Errors: Stranger."""
+        """Yields the linear layers that read the output of a norm's call, each with the identity of the reading call.
+        Errors: Stranger if anything else reads the output."""
         todo, width = [*node.outputs], node.made[0][-1:]
         for at in each_once(todo):
             if at in self.found.returned:
@@ -247,8 +259,8 @@ class Flow:
                     raise Stranger(f"{self._said(reader)} reads it, too")
 
     def _projections(self, reader: Node, at: Key) -> list[Matrix]:
-        """The matrices of an attention that read a tensor: of queries, keys and values, and of an output gate. Empty
-        where another operation does, or the attention changes its inputs first."""
+        """Returns the matrices of an attention that read the tensor `at`: those of queries, keys and values, and the
+        output gate's. Empty if `reader` is no attention, or if a scheme changes the attention's inputs first."""
         owner: Any = reader.module
         if reader.what != "attention" or owner.in_proj_weight is None or _changes(owner, "input", *INPUTS):
             return []
@@ -259,8 +271,8 @@ class Flow:
         return found if gate is None else [*found, Matrix(self.name(gate), gate, "weight", "bias", 0)]
 
     def _merged(self, name: str, linear: nn.Module) -> str:
-        """The reason why a linear layer gets no bias, or nothing: a module around it, such as an adapter, only adds up
-        linear layers, and may merge their weights."""
+        """Returns the reason why a linear layer without a bias cannot be given one, or "". The reason is a module
+        around it that only adds up linear layers, such as an adapter: merging their weights would lose the bias."""
         for module, calls in self.found.calls.items():
             for call in calls:
                 inside = self.found.nodes[call.first : call.last]
@@ -270,17 +282,18 @@ class Flow:
         return ""
 
     def _said(self, node: Node) -> str:
+        """Returns the name of an operation or module for messages."""
         if node.module is not None:
             return f"{self.name(node.module)}, a {type(node.module).__name__},"
         return f"the operation {node.what}"
 
-    # Backwards and forwards: the stream between norms.
+    # Backwards and forwards: the writers and readers of the stream between norms.
 
     def streams(
         self, known: Mapping[nn.Module, RecognisedNorm]
     ) -> tuple[dict[nn.Module, list[Writer]], dict[nn.Module, str]]:
-        """LayerNorms that read nothing but what can be centred, each with its stream's writers; and the others, with
-        the reason why not."""
+        """Returns the LayerNorms whose input can be centred, each with the writers of its stream, and the other
+        LayerNorms, each with the reason why its input cannot be."""
         fit: dict[nn.Module, list[Writer]] = {}
         unfit: dict[nn.Module, str] = {}
         for norm in self.norms(known):
@@ -294,8 +307,8 @@ class Flow:
         return fit, unfit
 
     def _stream(self, start: Key, known: Mapping[nn.Module, RecognisedNorm]) -> list[Writer]:
-        """The writers of all that is added up around a tensor. Errors: Stranger, for what a centred stream would
-        change."""
+        """Returns the writers of the stream that the tensor `start` belongs to. Errors: Stranger if a centred stream
+        would change anything but LayerNorms' inputs, for instance the model's output."""
         width = self._width(start)
         writers: dict[Writer, None] = {}
         todo = [start]
@@ -314,11 +327,13 @@ class Flow:
         return [*writers]
 
     def _width(self, at: Key) -> int:
+        """Returns the number of columns of a tensor that a norm reads."""
         node = next(node for node in self.readers[at] if node.what == "norm")
         return node.shapes[node.inputs.index(at)][-1]
 
     def _sources(self, at: Key, width: int, writers: dict[Writer, None]) -> list[Key]:
-        """What a tensor of the stream is made of: further tensors of the stream; writers are noted."""
+        """Returns the tensors of the stream that the tensor `at` is computed from. If a module or parameter gives it
+        instead, notes that in `writers`. Errors: Stranger."""
         if at[0] in self.held:
             module, leaf = self.held[at[0]]
             writers[Writer(join(self.name(module), leaf), module, leaf)] = None
@@ -349,7 +364,7 @@ class Flow:
         return []
 
     def _convolution(self, node: Node, width: int) -> nn.Module | None:
-        """The convolution whose channels are the rows' columns."""
+        """Returns the convolution whose channels are the columns of the rows that `node` gives. None: there is none."""
         while node.what in _MOVES and node.inputs and (number := self.found.made.get(node.inputs[0])) is not None:
             node = self.found.nodes[number]
         is_ours = node.what == "conv" and node.made[0][1] == width
@@ -357,12 +372,13 @@ class Flow:
 
 
 def _changes(attention: Any, *points: str) -> bool:
-    """A residual scheme of the package acts at one of these points of an attention."""
+    """Returns whether a residual scheme of this package acts at one of these points of an attention."""
     return any(point in getattr(attention, "inside", ()) for point in points)
 
 
 def _norms_rows(node: Node, values: Mapping[Key, Tensor]) -> bool:
-    """The operation is a norm over the last dimension; or rows have one length behind it, and had several."""
+    """Returns whether an operation is a norm over the last dimension, or a product after which all rows have one
+    length although they differed before."""
     if node.what in ("layer_norm", "rms_norm"):
         return True
     if node.what not in TIMES | {"normalize"} or node.factor is not None or node.made[0][-1] < 4:
@@ -374,7 +390,7 @@ def _norms_rows(node: Node, values: Mapping[Key, Tensor]) -> bool:
 
 
 def _spread(rows: Tensor) -> float:
-    """How much the lengths of rows differ, relative to the mean length."""
+    """Returns the standard deviation of the rows' lengths, divided by their mean. NaN if there are fewer than two."""
     if not rows.is_floating_point() or rows.shape[:-1].numel() < 2:
         return math.nan
     lengths = rows.detach().double().norm(dim=-1)
@@ -382,4 +398,5 @@ def _spread(rows: Tensor) -> float:
 
 
 def _is_affine(node: Node) -> bool:
+    """Returns whether an operation may be part of a sum of linear layers."""
     return node.what in ADDITIONS | UNCHANGED | {"linear", "dropout"} or node.factor is not None

@@ -1,4 +1,4 @@
-"""Gains folded into the weights around them, after training: norms' and admin's."""
+"""Folds learned gains into the weights around them, after training: those of norms, and admin's ω."""
 
 import functools
 import itertools
@@ -31,13 +31,13 @@ from .whole import State
 def fold_norms(model: nn.Module, *, example: Any = None) -> Swaps:
     """Folds the γ and β of norms into the linear layers that read them, in place; the norms remain without weights.
 
-    With y = γ⊙x̂ + β and z = Wy + b, z = (W·diag(γ))x̂ + (b + Wβ). This holds for a layernorm or rmsnorm that linear
-    layers alone read: in pre-norm blocks queries, keys and values, or the first linear layers of the feed-forward. The
-    last norm is folded where one linear layer reads it, and that layer shares no weight with an embedding. A linear
-    layer without a bias gets one where there is a β. The model's outputs change by rounding only, in training mode,
-    too; gradients are those of another parametrisation, so make an optimizer afterwards.
+    With y = γ⊙x̂ + β and z = Wy + b, z = (W·diag(γ))x̂ + (b + Wβ). A layernorm or rmsnorm can be folded if only linear
+    layers read it: in pre-norm blocks those of queries, keys and values, or the first ones of the feed-forward. The
+    last norm is folded if one linear layer reads it and that layer shares no weight with an embedding. A linear layer
+    without a bias gets one if there is a β. The model's outputs change by rounding only, in training mode, too.
+    Gradients are those of another parametrisation, so make the optimizer afterwards.
 
-    Runs in both modes tell what reads a norm. A trial fold with random gains then proves that outputs stay in both.
+    Runs in both modes show which layers read a norm. A trial fold with random gains then proves that the outputs stay.
 
     >>> from torch import nn
     >>> model = nn.TransformerEncoderLayer(8, 2, 16, norm_first=True, batch_first=True)
@@ -55,21 +55,23 @@ def fold_norms(model: nn.Module, *, example: Any = None) -> Swaps:
     Returns: the table of the changes; norms that stay have a row with the reason. Its `undo()` brings weights and norms
     back bit for bit.
 
-    Errors: InputError for a model without a run, without a norm that can be folded, or whose outputs would change; for
-    DistributedDataParallel and FSDP models, and for weights on the meta device. Nothing has been changed then.
+    Errors: InputError for a model that cannot be run, has no norm that can be folded, or whose outputs would change;
+    for DistributedDataParallel and FSDP models, and for weights on the meta device. After an error the model is
+    unchanged.
     Source: Graef et al. 2024 (FlashNorm); docs/spec.md §4.16.
     """
     return fold_named(model, None, example)
 
 
 def fold_named(model: nn.Module, names: Collection[str] | None, example: Any) -> Swaps:
-    """`fold_norms` of these norms alone; None: of all."""
+    """Folds as `fold_norms`, but only the norms with these names. `names=None`: all."""
     refuse_wrapped(model)
     return Edits(model, "fold_norms").all_or_none(functools.partial(_fold_norms, model, names, example))
 
 
 @torch.no_grad()
 def _fold_norms(model: nn.Module, names: Collection[str] | None, example: Any, edits: Edits) -> Swaps:
+    """Finds the norms, proves by a trial fold that outputs stay, and folds. Returns the table."""
     by = edits.title
     refuse_meta(model, by)
     found, flow = _found(model, by, example)
@@ -83,8 +85,9 @@ def _fold_norms(model: nn.Module, names: Collection[str] | None, example: Any, e
 
 
 def _prove(model: nn.Module, found: dict[nn.Module, Site], flow: Flow, edits: Edits) -> None:
-    """Folds, compares, and takes it back. InputError where the model would compute something else. Gains of 1 and
-    weights of 0 would hide a difference, so constant parameters get random numbers for this."""
+    """Folds as a trial, compares the model's outputs, and restores everything. Errors: InputError if the outputs
+    change. For the trial, constant parameters get random numbers, since gains of 1 and weights of 0 would hide a
+    difference."""
     trial, state = Edits(model, edits.title), edits.state
     assert state is not None
     trial.state = state
@@ -104,12 +107,13 @@ def _prove(model: nn.Module, found: dict[nn.Module, Site], flow: Flow, edits: Ed
 
 
 def _is_constant(p: nn.Parameter) -> bool:
+    """Returns whether all numbers of a plain floating-point parameter are equal."""
     is_plain = type(p) is nn.Parameter and p.layout == torch.strided and p.is_floating_point() and p.itemsize > 1
     return is_plain and p.numel() > 0 and bool((p == p.flatten()[0]).all())
 
 
 def _fold_all(model: nn.Module, found: dict[nn.Module, Site], edits: Edits) -> list[Row]:
-    """Every norm that may be folded; a row for each."""
+    """Folds every norm that can be folded. Returns a row of the table for each norm, with the reason if it stays."""
     rows: list[Row] = []
     folded: dict[nn.Module, nn.Module] = {}
     adds_biases = False
@@ -133,7 +137,8 @@ def _fold_all(model: nn.Module, found: dict[nn.Module, Site], edits: Edits) -> l
 
 
 def _found(model: nn.Module, by: str, example: Any) -> tuple[dict[nn.Module, Site], Flow]:
-    """Each norm of a run in both modes, with the linear layers that read it."""
+    """Runs the model in both modes. Returns the norms that it calls, each with the linear layers that read it, and the
+    flow. Errors: InputError if none can be folded."""
     flow = Flow.needed(model, example, Places(model), modes=(False, True))
     found = flow.sites({module: known for module in model.modules() if (known := read_norm(module)) is not None})
     if found and all(site.fault for site in found.values()):
@@ -164,7 +169,7 @@ def _fold(norm: nn.Module, known: RecognisedNorm, site: Site, edits: Edits) -> b
 
 
 class _Site(NamedTuple):
-    """A sublayer: its norm's name, its gain ω, the norm itself, and the matrices that x is multiplied by."""
+    """A sublayer with admin's scheme: its norm's name, its gain ω, its norm, and the matrices that read x."""
 
     name: str
     omega: nn.Parameter
@@ -177,8 +182,9 @@ def fold_admin(model: nn.Module) -> int:
     each stack's first sublayer.
 
     In x⁺ = N(ω⊙x + F(x)), x comes from the norm of the sublayer before. That norm's γ and β are multiplied by ω, and ω
-    becomes 1. The columns of the matrices that read x are divided by ω: queries, keys and values, or fc1; of attention
-    to an encoder the queries only. The model's outputs change by rounding only; outputs of single layers change.
+    becomes 1. To make up for this, the columns of the matrices that read x are divided by ω: those of queries, keys and
+    values (in attention to an encoder, of queries only), or of fc1. The model's outputs change by rounding only, but
+    the outputs of single layers change.
 
     >>> from normformer_rs import nn
     >>> fold_admin(nn.Transformer(8, 2, 2, 2, 16, residual="admin"))
@@ -188,8 +194,9 @@ def fold_admin(model: nn.Module) -> int:
         model: a `normformer_rs.Transformer`, or any tree with layers that have the scheme (`normformer_rs.nn`'s, or
             swapped ones).
 
-    Returns: how many gains were folded. Errors: InputError for a model without them, for a norm whose gain is not one
-    number per column, for an ω with a zero in it, and for parameters that layers share; nothing has been changed then.
+    Returns: how many gains were folded. Errors: InputError for a model without such gains, for a norm whose gain is not
+    one number per column, for an ω with a zero in it, and for parameters that layers share. After an error the model is
+    unchanged.
     Source: Liu et al. 2020; docs/spec.md §2.9.
     """
     refuse_offloaded(model)
@@ -213,6 +220,8 @@ def fold_admin(model: nn.Module) -> int:
 
 @torch.no_grad()
 def _fold_admin(pairs: list[tuple[_Site, _Site]], state: State) -> int:
+    """Folds the ω of each pair's second sublayer into the norm of the first and the matrices that read it. Returns the
+    number of pairs."""
     for before, site in pairs:
         written = (before.norm.weight, getattr(before.norm, "bias", None), *site.readers, site.omega)
         state.keep_values(tensor for tensor in written if tensor is not None)
@@ -227,7 +236,7 @@ def _fold_admin(pairs: list[tuple[_Site, _Site]], state: State) -> int:
 
 
 def _stacks(model: nn.Module) -> Iterator[Iterator[_Site]]:
-    """The sublayers of each stack that has the scheme."""
+    """Yields, for each stack of the model, an iterator over its sublayers with admin's scheme, in order."""
     if isinstance(model, Transformer):
         for stack in ("encoder", "decoder"):
             if stack in model._modules:
@@ -246,7 +255,7 @@ def _stacks(model: nn.Module) -> Iterator[Iterator[_Site]]:
 
 
 def _sites(block: nn.Module, owner: nn.Module, place: Place) -> Iterator[_Site]:
-    """`owner`: the module that has the scheme's parameters."""
+    """Yields the sublayers of a block with admin's scheme. `owner`: the module that has the scheme's parameters."""
     if place.config.residual == "admin":
         if has(block, "self_attn.value_gate"):
             raise InputError("the gates of value embeddings read some columns of x, and ω has no place in them")
@@ -259,7 +268,7 @@ def _sites(block: nn.Module, owner: nn.Module, place: Place) -> Iterator[_Site]:
 
 
 def _readers(block: nn.Module, part: Part) -> Iterator[Tensor]:
-    """The matrices of a sublayer that x is multiplied by, as views whose last dimension is x's."""
+    """Yields the matrices of a sublayer that read x, as views whose last dimension is x's width."""
     for linear in part.linears:
-        weight_and_bias(block, linear.path)  # refuses layers without a weight of their own
+        weight_and_bias(block, linear.path)  # raises if the layer has no weight of its own
     yield from (matrix.rows() for matrix in readers(block, "", part))

@@ -1,4 +1,5 @@
-"""Marks that other libraries keep on modules and parameters: the successor gets them, or a swap is refused by name."""
+"""Hands over what other libraries keep on modules and parameters, such as hooks and marks, when a swap replaces these.
+If something cannot be handed over, an error names it."""
 
 import functools
 import inspect
@@ -29,17 +30,18 @@ _HOOKS = (
 _EMPTY = frozenset(vars(nn.Module()))
 _PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device)
 _OF_SHAPE = ("infshape",)
-"""Attributes of parameters that belong to any parameter of the shape: mup's widths."""
+"""Attributes that fit every parameter of the same shape: mup's widths."""
 
 
 # Modules.
 
 
 def hand_over(old: nn.Module, new: nn.Module) -> None:
-    """Gives the successor of a module its hooks, its accelerate hook, and plain values that others wrote on it.
+    """Gives the module `new`, which replaces `old`, the hooks of `old`, its accelerate hook, and the plain values that
+    other libraries wrote on it.
 
-    Both modules share the dictionaries of hooks, so that torch's handles still remove them. An attribute that no
-    function of either class names came from others, such as transformers' `_is_hf_initialized`.
+    Both modules share the dictionaries of hooks, so that torch's handles still remove them. An attribute counts as
+    written by others if no function of either class names it, such as transformers' `_is_hf_initialized`.
     """
     for hooks in _HOOKS:
         if hooks in old.__dict__:
@@ -47,7 +49,7 @@ def hand_over(old: nn.Module, new: nn.Module) -> None:
     kinds: tuple[Any, Any] = type(old), type(new)
     own = _EMPTY.union({HANDED_ON}, *map(_names_in, kinds))
     new.__dict__.update({name: value for name, value in vars(old).items() if name not in own and _is_plain(value)})
-    if "_is_hf_initialized" not in vars(old):  # ours marks itself: a model that initialises later still does
+    if "_is_hf_initialized" not in vars(old):  # `new` may have marked itself; transformers would then not initialise it
         new.__dict__.pop("_is_hf_initialized", None)
     how = getattr(type(old), "how", None)
     if getattr(how, "goes_over", False) and not isinstance(new, Converted):
@@ -56,7 +58,8 @@ def hand_over(old: nn.Module, new: nn.Module) -> None:
 
 
 def _hand_over_accelerates(old: nn.Module, new: nn.Module) -> None:
-    """accelerate puts `forward`, which calls its hook around `_old_forward`, into the instance."""
+    """Moves accelerate's hook from `old` to `new`, and takes off one that `new` has. The hook consists of an attribute
+    `forward` in the instance, which wraps `_old_forward`."""
     if has_accelerates_hook(new):
         beneath = own_forward(new)
         for name in ("_hf_hook", "_old_forward", "forward"):
@@ -70,14 +73,15 @@ def _hand_over_accelerates(old: nn.Module, new: nn.Module) -> None:
 
 
 def has_accelerates_hook(module: nn.Module) -> bool:
-    """accelerate's hook runs around the module's forward."""
+    """Returns whether accelerate's hook runs around the module's forward."""
     own = vars(module)
     return "_hf_hook" in own and "_old_forward" in own and isinstance(own.get("forward"), functools.partial)
 
 
 def own_forward(module: nn.Module) -> Any:
-    """The forward that was put into the instance, beneath accelerate's; None: the class's, or compiled code."""
-    if isinstance(module, torch.jit.ScriptModule):  # its class has no forward
+    """Returns a forward that was put into the instance, leaving out accelerate's wrapper. None: the class's forward is
+    called, or the module is compiled code."""
+    if isinstance(module, torch.jit.ScriptModule):  # the class of a compiled module has no forward
         return None
     own: dict[str, Any] = vars(module)
     forward = own["_old_forward"] if has_accelerates_hook(module) else own.get("forward")
@@ -86,7 +90,8 @@ def own_forward(module: nn.Module) -> Any:
 
 
 def refuse_own_forward(name: str, module: nn.Module) -> None:
-    """InputError for a module whose class must change, where the instance's own forward would go on being called."""
+    """Raises InputError if a module has a forward of its own in the instance: it would hide that of the class that the
+    swap gives the module."""
     if own_forward(module) is not None:
         raise InputError(
             f"{name or 'the model'}, a {type(module).__name__}, has a forward of its own, which was put into the "
@@ -95,7 +100,7 @@ def refuse_own_forward(name: str, module: nn.Module) -> None:
 
 
 def refuse_passed_over(name: str, module: nn.Module, scheme: str) -> None:
-    """InputError for hooks on a module of a block that the block does not call with another scheme."""
+    """Raises InputError if a module has hooks that would never run: under `scheme`, the block does not call it."""
     if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
         raise InputError(
             f"{name}, a {type(module).__name__}, has hooks, and the block does not call it with {scheme}: remove them "
@@ -104,8 +109,8 @@ def refuse_passed_over(name: str, module: nn.Module, scheme: str) -> None:
 
 
 def reclass(module: nn.Module, kind: type[nn.Module]) -> None:
-    """Changes a module's class. accelerate puts the class's forward into the instance, beneath its hook or, after its
-    removal, bare; the new one takes its place."""
+    """Changes a module's class. accelerate stores the class's forward in the instance, as `_old_forward` or, once its
+    hook was removed, as `forward`. Such a copy is replaced by the new class's forward."""
     place, is_classs = "_old_forward" if has_accelerates_hook(module) else "forward", own_forward(module) is None
     module.__class__ = kind
     if place in vars(module) and is_classs:
@@ -113,7 +118,7 @@ def reclass(module: nn.Module, kind: type[nn.Module]) -> None:
 
 
 def refuse_offloaded(model: nn.Module) -> None:
-    """InputError for a model of which accelerate keeps weights elsewhere, by name."""
+    """Raises InputError if accelerate offloads some of the model's weights; names the first module."""
     for name, module in model.named_modules():
         hook = vars(module).get("_hf_hook")
         if any(getattr(part, "offload", False) for part in (hook, *getattr(hook, "hooks", ()))):
@@ -126,7 +131,7 @@ def refuse_offloaded(model: nn.Module) -> None:
 
 @functools.cache
 def _names_in(kind: Any) -> frozenset[str]:
-    """The names of attributes in the functions of a class."""
+    """Returns all names that occur in the code of a class's functions, those of attributes included."""
     names: set[str] = set()
     for parent in kind.__mro__:
         if parent is nn.Module:
@@ -142,6 +147,7 @@ def _names_in(kind: Any) -> frozenset[str]:
 
 
 def _is_plain(value: Any) -> bool:
+    """Returns whether a value is a number, string, dtype, device or None, or a collection of such values."""
     if isinstance(value, tuple | list | set | frozenset):
         return all(map(_is_plain, value))
     return isinstance(value, _PLAIN)
@@ -151,10 +157,12 @@ def _is_plain(value: Any) -> bool:
 
 
 def hand_over_parameter(name: str, old: Tensor, new: Tensor) -> None:
-    """Gives the successor of a parameter its attributes, and at equal shapes its gradient hooks.
+    """Gives the parameter `new`, which replaces `old`, the attributes of `old` and, if the shapes are equal, its
+    gradient hooks.
 
-    Errors: InputError for what cannot go over: a hook after accumulation, which belongs to this parameter's optimizer;
-    gradient hooks and attributes with a shape where the shapes differ; attributes that are no plain values.
+    Errors: InputError if something cannot be handed over: a hook after accumulation, which belongs to the optimizer of
+    `old`; gradient hooks, or attributes that depend on the shape, if the shapes differ; attributes that are no plain
+    values.
     """
     refuse_held(name, old, new)
     hand_over_plain(old, new)
@@ -167,14 +175,14 @@ def hand_over_parameter(name: str, old: Tensor, new: Tensor) -> None:
 
 
 def hand_over_plain(old: Tensor, new: Tensor) -> None:
-    """Gives a parameter the other's attributes that are plain values: `_no_weight_decay`, `sequence_parallel`, …"""
+    """Copies the attributes of `old` that are plain values to `new`: `_no_weight_decay`, `sequence_parallel`, …"""
     for name, value in vars(old).items():
         if _is_plain(value) and not name.startswith("_dynamo"):
             setattr(new, name, value)
 
 
 def refuse_held(name: str, old: Tensor, new: Tensor) -> None:
-    """InputError for a parameter with something that its successor cannot have."""
+    """Raises InputError if the parameter `old` has a hook or attribute that `new` in its place cannot have."""
     refuse_hooked(name, old)
     held = "" if old.shape == new.shape or not old._backward_hooks else "a gradient hook (register_hook)"
     for attribute, value in vars(old).items():
@@ -190,8 +198,8 @@ def refuse_held(name: str, old: Tensor, new: Tensor) -> None:
 
 
 def refuse_hooked(name: str, parameter: Tensor) -> None:
-    """InputError for a parameter with a hook that runs after its gradient is there, or with an optimizer of torch's
-    `_apply_optimizer_in_backward`."""
+    """Raises InputError if a parameter has a hook that runs after its gradient is accumulated, or an optimizer of
+    torch's `_apply_optimizer_in_backward`."""
     own_optimizer = hasattr(parameter, "_in_backward_optimizers")
     if own_optimizer or getattr(parameter, "_post_accumulate_grad_hooks", None):
         what = "an optimizer" if own_optimizer else "a hook of register_post_accumulate_grad_hook, perhaps an optimizer"
@@ -202,9 +210,9 @@ def refuse_hooked(name: str, parameter: Tensor) -> None:
 
 
 def mark_new(stack: nn.Module, there: set[Any], block: nn.Module, like: Tensor | None) -> None:
-    """Marks what a stack has beside the modules and parameters that were `there`, and which had no predecessor: modules
-    as initialised where the block is, since transformers' `init_weights()` would else reset their parameters (norms to
-    1, Gemma's to 0); parameters with the plain values on another one."""
+    """Marks the modules and parameters of a stack that are new, that is, not in `there`. Modules are marked as
+    initialised if `block` is, since transformers' `init_weights()` would otherwise reset their parameters (norms to 1,
+    Gemma's to 0). Parameters get the plain attributes of the parameter `like`."""
     if getattr(block, "_is_hf_initialized", False):
         for module in stack.modules():
             if module not in there:

@@ -1,4 +1,4 @@
-"""First values for blocks whose residual scheme was exchanged."""
+"""Re-initialises blocks whose residual scheme was exchanged, and looks for signs that they were trained."""
 
 from collections.abc import Sequence
 
@@ -16,7 +16,8 @@ from .undo import Edits
 
 @torch.no_grad()
 def initialise(group: Group, place: Place, edits: Edits) -> list[nn.Parameter]:
-    """Draws the blocks' linear layers as the scheme's init says, and zeroes their biases. Returns these parameters."""
+    """Re-initialises the blocks' linear layers with the scheme's initialisation, and sets their biases to zero. Returns
+    these parameters."""
     drawn = []
     for i, block in enumerate(group.blocks):
         here = place.at(i)
@@ -29,7 +30,7 @@ def initialise(group: Group, place: Place, edits: Edits) -> list[nn.Parameter]:
                 edits.remember_values(parameters)
                 drawn += parameters
                 turned = is_transposed(block, linear.path)
-                by_rows = weight.T.contiguous() if turned else weight  # torch draws rows five times faster
+                by_rows = weight.T.contiguous() if turned else weight  # filling contiguous rows is 5 times faster
                 _draw(linear, by_rows, bias, here, j)
                 if turned:
                     weight.copy_(by_rows.T)
@@ -45,7 +46,8 @@ def initialise(group: Group, place: Place, edits: Edits) -> list[nn.Parameter]:
 
 
 def _draw(linear: Linear, weight: Tensor, bias: Tensor | None, place: Place, sublayer: int) -> None:
-    """Draws the rows of a matrix, (fan_out, fan_in), role by role, each for itself."""
+    """Re-initialises a matrix, (fan_out, fan_in). If it stacks several roles, each role's rows are drawn as a matrix of
+    their own."""
     if not linear.rows:
         draw_linear(weight, bias, linear.roles, place, sublayer)
         return
@@ -65,8 +67,8 @@ def _draw(linear: Linear, weight: Tensor, bias: Tensor | None, place: Place, sub
 
 
 def unreached(block: nn.Module, beside: Sequence[nn.Module] = ()) -> list[str]:
-    """Matrices of a block, and of no block beside it, that are no queries, keys, values, feed-forwards or gates, and
-    stay as they are: routers, convolutions, embeddings, latent projections."""
+    """Returns the names of a block's matrices that `initialise` leaves as they are, because they have no known role:
+    routers, convolutions, embeddings, latent projections. `beside`: further blocks whose matrices are known, too."""
     parts = [part for one in (block, *beside) for part in parts_of(one)]
     linears = [linear for part in parts for linear in part.linears if linear.roles]
     experts = [linear for part in parts for linear in part.experts if linear.roles]
@@ -79,7 +81,7 @@ def unreached(block: nn.Module, beside: Sequence[nn.Module] = ()) -> list[str]:
 
 @torch.no_grad()
 def silence_biases(group: Group, edits: Edits) -> list[nn.Parameter]:
-    """Freezes the blocks' biases at zero, for schemes without biases. Returns them."""
+    """Sets the blocks' biases to zero and freezes them, for schemes without biases. Returns them."""
     biases = [
         weight_and_bias(block, lin.path)[1]
         for block in group.blocks
@@ -96,9 +98,9 @@ def silence_biases(group: Group, edits: Edits) -> list[nn.Parameter]:
 
 @torch.no_grad()
 def sign_of_training(group: Group, optimizer: torch.optim.Optimizer | None) -> str | None:
-    """A sign that a group's weights were trained, in words; None: there is no sign.
+    """Returns a sign that a group's weights were trained, in words. None: there is no sign.
 
-    Linear layers give none, because their first values are random.
+    Norms and the optimizer's state are looked at. Linear layers give no sign, because their initial values are random.
     """
     for name, block in zip(group.names, group.blocks):
         for part in parts_of(block):
@@ -111,5 +113,5 @@ def sign_of_training(group: Group, optimizer: torch.optim.Optimizer | None) -> s
 
 
 def count_weights(block: nn.Module) -> int:
-    """The number of matrices that `initialise` draws."""
+    """Returns the number of matrices in a block that `initialise` draws."""
     return sum(bool(linear.roles) for part in parts_of(block) for linear in (*part.linears, *part.experts))

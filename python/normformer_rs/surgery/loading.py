@@ -1,4 +1,4 @@
-"""`load_swapped`: a swapped Hugging Face model, as `save_pretrained` wrote it."""
+"""`load_swapped` loads a swapped Hugging Face model that `save_pretrained` has written."""
 
 import copy
 import inspect
@@ -22,7 +22,7 @@ from .probe import KINDS
 from .residuals import swap_residuals
 
 _MOST, _DEEPEST = 1000, 10_000
-"""Swaps of one model, and layers that a saved `depth` counts in a stack."""
+"""Upper limits for a file: of the number of swaps, and of the number of layers in a saved `depth`."""
 
 
 def load_swapped(
@@ -34,30 +34,30 @@ def load_swapped(
     trust: bool = False,
     **options: Any,
 ) -> Any:
-    """A model that was swapped and then saved by Hugging Face's `save_pretrained`, to the bit.
+    """Loads a model that was swapped and then saved by Hugging Face's `save_pretrained`. Its weights are bit-equal.
 
         model = LlamaForCausalLM.from_pretrained(name)
         swap_residuals(model, "deepnorm")
         model.save_pretrained("swapped")
         model = load_swapped("swapped")
 
-    The stock model is built of config.json, swapped as that says, and gets its weights through the stock class's own
-    mapping of names. A folder of an adapter of PEFT is loaded onto such a model by PEFT's own function.
+    The stock model is built from config.json and swapped as config.json says. Then it gets its weights through the
+    stock class's own mapping of names. To load a PEFT adapter onto such a model, use PEFT's own function.
 
     Args:
-        folder: what `from_pretrained` takes: a folder or a repository's name.
+        folder: a folder or a repository's name, as for `from_pretrained`.
         kind: the class of models; None: the one that config.json names. Another class of the same family gets the
             swapped norms of the part that both have; a class such as AutoModel chooses by config.json.
-        swap: makes the swaps, in place of those that config.json names: needed for norms that are classes of one's
-            own, which no file holds.
+        swap: a function that makes the swaps instead of those that config.json names. It is needed for norms of your
+            own classes, which no file holds.
         example: as in `swap_residuals`.
-        trust: config.json may name code, file.py:Class, and it runs.
+        trust: if True, code that config.json names as file.py:Class is run.
         options: those of `from_pretrained`.
 
     Returns: the model, in evaluation mode as `from_pretrained` gives it.
 
-    Errors: InputError where `transformers` is not there; where config.json names no swaps, swaps to a class of one's
-    own, swaps that are damaged, or norms that the class's base does not have; and, without `trust`, code.
+    Errors: InputError if `transformers` is not installed; if config.json names no swaps, swaps to a class of your own,
+    damaged swaps, or norms that the model's base does not have; and if it names code and `trust` is False.
     """
     try:
         import transformers
@@ -112,7 +112,8 @@ LOAD.append(load_swapped)
 
 
 def _model_class(kind: Any, config: Any, folder: Any, transformers: Any) -> Any:
-    """The class of models: `kind`, the one that it chooses, or the one that config.json names."""
+    """Returns the class of models: `kind`, or the class that `kind` chooses if it is an Auto class, or the class that
+    config.json names if `kind` is None."""
     named = getattr(config, "architectures", None)
     names = [name for name in named if isinstance(name, str)] if isinstance(named, list) else []
     if kind is None:
@@ -132,17 +133,18 @@ def _model_class(kind: Any, config: Any, folder: Any, transformers: Any) -> Any:
 
 
 def _class(kind: Any, again: Callable[[nn.Module], None]) -> Any:
-    """A class of the stock class's name and module, whose models are swapped as they are built."""
+    """Returns a subclass of the stock class, with its name and module, whose models are swapped as they are built."""
 
     def build(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
-        with torch.device("cpu"):  # the loader builds on meta, where nothing can be run
+        """The subclass's __init__: builds the stock model on the CPU and makes the swaps again."""
+        with torch.device("cpu"):  # the loader builds on the meta device, where the swaps' runs are not possible
             kind.__init__(self, config, *args, **kwargs)
             with torch.no_grad():
                 for p in self.parameters():
                     if p.is_floating_point():
-                        p.uniform_(-0.1, 0.1)  # the loader leaves them as memory was
+                        p.uniform_(-0.1, 0.1)  # the loader leaves uninitialised memory, and the swaps run the model
             for name, source in dict(getattr(self, "all_tied_weights_keys", None) or {}).items():
-                owner, _, leaf = name.rpartition(".")  # the loader ties last, and swaps ask what is tied
+                owner, _, leaf = name.rpartition(".")  # the loader ties weights last, but swaps must see tied weights
                 setattr(self.get_submodule(owner), leaf, self.get_parameter(source))
             again(self.eval())
             for module in self.modules():  # so that the loader fills buffers that no file holds
@@ -152,11 +154,11 @@ def _class(kind: Any, again: Callable[[nn.Module], None]) -> Any:
     return type(kind.__name__, (kind,), body)
 
 
-# The swaps of a config.json, which may be damaged, or a stranger's.
+# Checks of the swaps that a config.json names. The file may be damaged, or come from an untrusted source.
 
 
 def _swaps(config: Any, folder: Any, trust: bool) -> list[Mapping[str, Any]]:
-    """The swaps that the configuration names, looked at before any is made. Errors: InputError."""
+    """Returns the swaps that the configuration names, after checking all of them. Errors: InputError."""
     marks = getattr(config, KEY, {})
     swaps = marks.get("swaps", []) if isinstance(marks, Mapping) else None
     if not isinstance(swaps, list) or len(swaps) > _MOST:
@@ -176,6 +178,7 @@ def _swaps(config: Any, folder: Any, trust: bool) -> list[Mapping[str, Any]]:
 
 
 def _check_norms(one: Mapping[str, Any], where: str) -> None:
+    """Raises InputError if an entry of `swap_norms` is damaged."""
     to, names, exact = one["swap_norms"], one.get("names"), one.get("exact", False)
     if to is None:
         raise InputError(
@@ -201,7 +204,7 @@ def _check_norms(one: Mapping[str, Any], where: str) -> None:
 
 
 def _defaults(make: Any) -> dict[str, Any]:
-    """The options of a norm's class that a file may have, and its parents', with their defaults."""
+    """Returns the options of a norm's class and its base classes that a file may set: name → default."""
     kind = getattr(make, "func", make)  # a family's class has settings beside it
     parents = kind.__mro__[: kind.__mro__.index(nn.Module)]
     found: dict[str, Any] = {}
@@ -213,7 +216,7 @@ def _defaults(make: Any) -> dict[str, Any]:
 
 
 def _is_like(value: Any, default: Any) -> bool:
-    """The value is of an option's kind, and a size is one that a norm may have."""
+    """Returns whether a value has the type of an option's default. Whole numbers must be from 1 to 10 000."""
     if isinstance(default, (bool, str)):
         return type(value) is type(default)
     if isinstance(default, int) or default is None:
@@ -222,9 +225,11 @@ def _is_like(value: Any, default: Any) -> bool:
 
 
 def _check_residuals(one: Mapping[str, Any], where: str) -> None:
+    """Raises InputError if an entry of `swap_residuals` is damaged."""
     if not isinstance(one["swap_residuals"], (str, Mapping)):
         raise InputError(f"{where}: swap_residuals must name a scheme, or declare one; got {_shown(one)}")
-    fields = {field.name: field for field in TransformerConfig.FIELDS if field.name != "init"}  # weights are loaded
+    # a file names no init, because its weights are loaded
+    fields = {field.name: field for field in TransformerConfig.FIELDS if field.name != "init"}
     depth = one.get("depth")
     depths = depth if isinstance(depth, list) and len(depth) == 2 else [depth]
     if depth is not None and not all(type(number) is int and 1 <= number <= _DEEPEST for number in depths):
@@ -233,11 +238,12 @@ def _check_residuals(one: Mapping[str, Any], where: str) -> None:
         if name not in ("swap_residuals", "depth"):
             if name not in fields:
                 raise InputError(f"{where}: a scheme has no option {name!r}")
-            if not names_code(value):  # of a trusted file; the swap checks it
+            if not names_code(value):  # code comes from a trusted file only, and the swap checks its result
                 fields[name].check(value)
 
 
 def _check_fold(one: Mapping[str, Any], where: str) -> None:
+    """Raises InputError if an entry of `fold_norms` is damaged."""
     if one["fold_norms"] is not True or one.keys() - {"fold_norms", "names", "biases"}:
         raise InputError(f"{where}: fold_norms must be true, and has no options but names; got {_shown(one)}")
     names = one.get("names", [])
@@ -249,12 +255,13 @@ _CHECKS = {"swap_norms": _check_norms, "swap_residuals": _check_residuals, "fold
 
 
 def _shown(value: Any) -> str:
+    """Returns at most 80 characters of a value, for messages."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:80]}…"
 
 
 def _swap(model: nn.Module, how: dict[str, Any], example: Any, where: str) -> None:
-    """One swap, as config.json has it."""
+    """Makes one swap that config.json names."""
     if "swap_residuals" in how:
         to, depth = how.pop("swap_residuals"), how.pop("depth", None)
         swap_residuals(
@@ -269,16 +276,16 @@ def _swap(model: nn.Module, how: dict[str, Any], example: Any, where: str) -> No
 
 
 def _found(model: Any, names: list[str], where: str) -> set[str]:
-    """The norms under this model's names: a file's may have the base model's prefix where this class has none, or the
-    reverse. Heads that this class does not have are left out. Errors: InputError for norms of the base that are not
-    there."""
+    """Returns the names in a file as this model's names. The file's may have the base model's prefix if this class has
+    none, or the reverse. Norms in a head that this class does not have are left out, with a warning. Errors: InputError
+    if norms of the base are missing."""
     there = {name for name, _ in model.named_modules(remove_duplicate=False)}
     prefix = getattr(model, "base_model_prefix", "") + "."
     has_base = prefix != "." and prefix[:-1] in there
     with_base = [name for name in names if name.startswith(prefix)] if prefix != "." else []
     others = [name for name in names if name not in {*with_base}]
     found = {*with_base} if has_base else {name.removeprefix(prefix) for name in with_base}
-    # a file of the base alone has no prefix anywhere
+    # if the base model alone was saved, no name has the prefix
     found |= {prefix + name if has_base and not with_base and name not in there else name for name in others}
     missing = sorted(found - there)
     heads = [name for name in missing if with_base and name in others]

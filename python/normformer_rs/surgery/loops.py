@@ -1,8 +1,8 @@
-"""Loops that add the branches themselves, as x-transformers and vit-pytorch have them: the list holds attentions and
-feed-forwards, and one forward runs through all layers.
+"""Applies residual schemes to modules whose forward loops over all layers and adds the branches itself, as in
+x-transformers and vit-pytorch. Their list holds attentions and feed-forwards instead of blocks.
 
-The forward runs on a residual stream like that of a block, and each of its layers has a residual of its own. A layer is
-a view of the module with the loop: it shares the parts, and knows which sublayers are its own.
+The forward runs on a residual stream as a block's does, and each of its layers has a `BlockResidual`. A layer is
+represented by a view: a shallow copy of the module with the loop, whose structure has only that layer's sublayers.
 """
 
 import copy
@@ -22,8 +22,8 @@ from .structure import Structure, Unaccounted
 
 
 def layers_of(structure: Structure) -> tuple[list[Structure], str | None]:
-    """The structures of a loop's layers, and the path of the norm after the last one, if the loop has one. A layer is
-    the shortest sequence of kinds of sublayers that repeats. Errors: Unaccounted."""
+    """Returns the structures of a loop's layers, and the path of the norm after the last layer (None: there is none). A
+    layer is the shortest sequence of kinds of sublayers whose repetition gives the loop. Errors: Unaccounted."""
     parts, end = structure.parts, None
     if parts[-1].after is not None and all(part.after is None for part in parts[:-1]):
         end = parts[-1].after
@@ -40,7 +40,7 @@ def layers_of(structure: Structure) -> tuple[list[Structure], str | None]:
 
 
 def views(owner: nn.Module, structures: Sequence[Structure]) -> list[nn.Module]:
-    """The module with a loop, once for each layer."""
+    """Returns a view of the module with a loop for each layer's structure."""
     made = []
     for structure in structures:
         view = copy.copy(owner)
@@ -58,7 +58,7 @@ class LoopResidual(nn.Module):
         self.layers, self.stack = nn.ModuleList(layers), stack
         self.parts = tuple(part for layer in layers for part in layer.parts)
         self.size = len(layers[0].parts)
-        """Sublayers of a layer."""
+        """The number of sublayers in a layer."""
         self.structure = layers[0].structure._replace(parts=self.parts, writes=layers[0].structure.loop)
 
     def described(self) -> str:
@@ -103,7 +103,8 @@ class LoopResidual(nn.Module):
         return self._owner[0].get_submodule(self.end)(y) if self.end else y
 
     def stands_before(self, norm: nn.Module, stream: Stream) -> bool:
-        """The module's norm is read by the sublayer under way; else it stands after one."""
+        """Returns whether the sublayer under way reads the stream through this norm. If not, the norm stands after a
+        sublayer."""
         run = stream.under_way
         if stream.written >= len(run.writes):
             return False
@@ -114,7 +115,7 @@ class LoopResidual(nn.Module):
 
 
 def refuse_again(owner: nn.Module) -> None:
-    """InputError for a loop that has a scheme already."""
+    """Raises InputError if a module with a loop already has a scheme of this package."""
     if isinstance(residual_of(owner), LoopResidual):
         raise InputError(
             f"{type(owner).__name__} has another residual scheme of normformer_rs already: take that swap back with "

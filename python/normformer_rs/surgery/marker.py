@@ -1,7 +1,8 @@
-"""A swapped model's marks, and what adapters leave out.
+"""Marks swapped models, and warns of new modules that adapters' files leave out.
 
-A Hugging Face configuration names the swap, and `save_pretrained` writes it into config.json (see configuration.py).
-Each swapped block also has a buffer named after its scheme: state dicts of different swaps differ in their keys.
+The configuration of a swapped Hugging Face model names the swap, and `save_pretrained` writes it into config.json (see
+configuration.py). Each swapped block also has a buffer named after its scheme, so that the state dicts of different
+swaps have different keys.
 """
 
 import copy
@@ -20,14 +21,16 @@ from .undo import Edits
 from .whole import LEVEL, configs_of
 
 MARKS = ("scheme_", "norm_is_")
-"""How the names of marking buffers begin."""
+"""The beginnings of the names of marking buffers."""
 
 
 def mark(model: nn.Module, what: str, name: str, edits: Edits, how: Mapping[str, Any] | None = None) -> None:
-    """Writes {what: name} ("residual" or "norm") into the configurations of a Hugging Face model, and into the model's
-    own, under "swaps", how the swap was called, for `load_swapped`; undo takes it back. If the model is a part of
-    others, their configurations get {what: name} and "part". Other models of the same configuration object keep it
-    without marks.
+    """Writes the mark {what: name} into the configurations of a Hugging Face model and its parts. `what`: "residual",
+    "norm" or "folded". The model's own configuration also gets `how`, the arguments of the swap, in the list "swaps",
+    for `load_swapped`. The undo removes the marks.
+
+    If the model is a part of other models, their configurations get {what: name} and "part". Configurations are copied
+    first, so that unrelated models with the same configuration object get no marks.
 
     >>> import types
     >>> from normformer_rs.surgery.undo import Edits
@@ -62,7 +65,7 @@ def _wholes(model: nn.Module) -> list[nn.Module]:
     """Returns the Hugging Face models that contain this one and have a configuration of their own."""
     ours = {id(config) for config in configs_of(model)}
     found = []
-    are_modules: dict[type, bool] = {}  # a process has millions of objects, of some thousands of types
+    are_modules: dict[type, bool] = {}  # kept by type: a process has millions of objects of some thousands of types
     for one in gc.get_objects():
         kind = type(one)
         if kind not in are_modules:
@@ -81,7 +84,8 @@ _OWN: "weakref.WeakKeyDictionary[nn.Module, dict[int, Any]]" = weakref.WeakKeyDi
 
 
 def _give_its_own(model: nn.Module, edits: Edits) -> None:
-    """Gives a model copies of the configurations that other models may share; models around it get the same copies."""
+    """Replaces a model's configurations by copies, since other models may share them. Modules that contain the model
+    and have the same configurations get the same copies."""
     modules = dict.fromkeys(model.modules())
     ours = {number for module in modules for number in _OWN.get(module, ())}
     theirs = {number for numbers in _OWN.values() for number in numbers}
@@ -95,7 +99,7 @@ def _give_its_own(model: nn.Module, edits: Edits) -> None:
             register()
             copied.__class__ = swapped_class(type(copied))
     for number in copies.keys() & theirs:
-        vars(copies[number]).pop(KEY, None)  # another model's marks
+        vars(copies[number]).pop(KEY, None)  # these marks belong to another model
     own = {id(vars(module)) for module in modules}
     held = [r if isinstance(r, dict) else getattr(r, "__dict__", {}) for r in gc.get_referrers(*configs)]
     around = [h for h in held if isinstance(h.get("_modules"), dict) and id(h) not in own and _holds(h, model)]
@@ -104,7 +108,7 @@ def _give_its_own(model: nn.Module, edits: Edits) -> None:
     holders: list[Any] = [*map(vars, (*modules, *copies.values())), *around]
 
     def back() -> None:
-        """Only where nothing else was written into the copies since."""
+        """Puts the original configurations back, unless something was written into the copies since."""
         pairs = ((_exchanged(vars(one), originals), vars(originals[id(one)])) for one in copies.values())
         if all(mine.keys() == own.keys() and all(mine[n] is own[n] for n in own) for mine, own in pairs):
             for held_by in holders:
@@ -118,10 +122,12 @@ def _give_its_own(model: nn.Module, edits: Edits) -> None:
 
 
 def _exchanged(held: dict[str, Any], new: Mapping[int, Any]) -> dict[str, Any]:
+    """Returns a dictionary with values exchanged. `new`: identity of an old value → new value."""
     return {name: new.get(id(value), value) for name, value in held.items()}
 
 
 def _below(held: dict[str, Any]) -> Iterable[nn.Module]:
+    """Yields all modules below a module, which is given by its attributes."""
     return (part for child in held["_modules"].values() if child is not None for part in child.modules())
 
 
@@ -130,6 +136,7 @@ def _holds(held: dict[str, Any], model: nn.Module) -> bool:
 
 
 def _write(config: Any, what: str, name: Any) -> None:
+    """Sets one mark of a configuration; the name None removes it."""
     marks = {**getattr(config, KEY, {}), what: name}
     marks = {key: value for key, value in marks.items() if value is not None}
     if marks:
@@ -139,7 +146,8 @@ def _write(config: Any, what: str, name: Any) -> None:
 
 
 class Marks(nn.Module):
-    """Holds the mark of swapped norms: a norm's own hooks go over to its successors."""
+    """Holds the mark of swapped norms. It is a module of its own, because the load hook of a mark on a norm would be
+    handed over to the norm that replaces it."""
 
 
 def mark_norms(model: nn.Module, name: str, edits: Edits) -> None:
@@ -160,25 +168,26 @@ def mark_norms(model: nn.Module, name: str, edits: Edits) -> None:
 
 
 def mark_module(module: nn.Module, name: str, device: Any) -> None:
-    """Gives a module that a swap has made a buffer of the scheme's or norm's name: files of different swaps then differ
-    in their keys.
+    """Gives a module that a swap has made a buffer named after the scheme or norm, so that files of different swaps
+    have different keys.
 
-    A state dict without it, of the stock class or an earlier version, still loads: the swap before it has named the
-    scheme.
+    A state dict without the buffer, from the stock class or an earlier version, still loads, because the swap made
+    before loading has named the scheme.
     """
     module.register_buffer(name, torch.ones(1, dtype=torch.uint8, device=device))
     module.register_load_state_dict_pre_hook(_fill)
 
 
 def _fill(residual: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Adds the marking buffer to a state dict that lacks it, before the state dict is loaded."""
     for name, buffer in residual.named_buffers(recurse=False):
         if name.startswith(MARKS):
             state_dict.setdefault(prefix + name, buffer)
 
 
 def warn_of_adapters(model: nn.Module, title: str, made: Iterable[tuple[str, nn.Module]]) -> None:
-    """Warns where a swap made modules that training changes in a model with PEFT's adapters: an adapter's file holds no
-    other weights, running statistics or t. `made`: the modules with their names."""
+    """Warns if a swap made trainable modules in a model with PEFT's adapters, because an adapter's file holds neither
+    other modules' weights nor their buffers. `made`: the names and modules that the swap made."""
     if not any(type(module).__module__.startswith("peft.") for module in model.modules()):
         return
     changing = [

@@ -1,4 +1,4 @@
-"""`swap_norms`: other norms in a model."""
+"""`swap_norms` replaces the norms of a model."""
 
 import functools
 import gc
@@ -54,42 +54,45 @@ def swap_norms(
     norm2    LayerNorm  ScaleNorm  bias dropped
     (model)  fast path  off        torch.nn's fused evaluation would bypass the norms
 
-    Trial calls of a copy recognise norms over the last dimension, whatever their classes and gains are called. The
-    module itself, its buffers, its hooks and the random state do not change. Candidates have no children, no buffers,
-    at most two parameters of one row, and a forward that takes x alone; `normformer_rs.surgery.register_norm` adds
-    others. Modules with a norm's name that stay have a row with the reason.
+    Norms over the last dimension are recognised by trial calls of a copy, whatever their classes and gains are called.
+    The module itself, its buffers, its hooks and the random state do not change. A module is tried if it has no
+    children, no buffers, at most two parameters of one row, and a forward that takes x alone. Register other classes
+    with `normformer_rs.surgery.register_norm`. If a module is called a norm but is not replaced, the table has a row
+    with the reason.
 
     Device, dtype, training mode, hooks and sharing (one norm under two names stays one) are kept, and so are attributes
-    that others wrote on norms and gains; norms that are of the kind already are left alone. torch.nn's fused evaluation
-    of encoder layers, which reads weights instead of calling norms, is switched off.
+    that other libraries wrote on norms and gains. Norms that are already of the wanted kind are left alone. torch.nn's
+    fused evaluation of encoder layers is switched off, because it reads weights instead of calling norms.
 
     Args:
         model: any tree of modules that holds norms over the last dimension.
         to: a name from `normformer_rs.tables()["norms"]` or `["families"]`, or its class in `normformer_rs.nn`; or a
             class of your own, or a function, that makes a norm of the width.
         filter: (name, module) → whether to replace it; None: all.
-        init: "match" keeps what was learned: a vector γ is copied, and a single gain becomes its first value times the
-            root mean square of γ (so that outputs keep their length on average), and the reverse. Offsets are
-            converted: Gemma's weight + 1 becomes RMSNorm's weight; in 16 bits, which would lose it, the RMSNorm is
-            zero-centred, too. "default": a new norm's first values.
-        optimizer: its groups then hold the new parameters in the old ones' places; state of the old ones is dropped.
-            An optimizer of the old ones that is not passed warns at its next step.
-        exact: keeps the model's outputs in evaluation mode, where layernorm becomes rmsnorm in pre-norm blocks.
-            All that writes the residual stream is centred: weights and biases of its writers, or the output of an
-            embedding that shares its weight. β goes into the biases of the linear layers behind, or stays. Hidden
-            states of the stream lose their mean, and `inputs_embeds` must have none. Training on is another matter:
-            updates and dropout give the stream a mean again. Source: Jiang et al. 2023; docs/spec.md §4.16.
-        example: an input for runs of the model, as in `swap_residuals`: exact=True needs runs, and looks whether
-            outputs stay.
-        options: the new norm's own (`eps`, …). ε is copied between norms that use it alike.
+        init: "match" keeps the learned values. A vector γ is copied to a vector. A new single gain becomes its initial
+            value times the root mean square of γ, so that outputs keep their length on average. Conversely, an old
+            single gain, divided by its initial value, fills a new vector. Offsets are converted: Gemma's weight + 1
+            becomes RMSNorm's weight. In 16 bits that sum would lose the weight, so there the RMSNorm is zero-centred,
+            too. "default": a new norm's initial values.
+        optimizer: its groups get the new parameters in the places of the old ones, whose state is dropped. An optimizer
+            that has old parameters and is not passed warns at its next step.
+        exact: keeps the model's outputs in evaluation mode when layernorm becomes rmsnorm in pre-norm blocks.
+            Everything that writes the residual stream is centred: the weights and biases of its writers, or the output
+            of an embedding that shares its weight. β is folded into the biases of the linear layers after the norm, or
+            stays. Hidden states of the stream lose their mean, and `inputs_embeds` must have mean 0. Training the model
+            further ends this equality, since updates and dropout give the stream a mean again. Source: Jiang et al.
+            2023; docs/spec.md §4.16.
+        example: an input for runs of the model, as in `swap_residuals`. exact=True needs runs, and checks with them
+            that the outputs stay.
+        options: the new norm's own options (`eps`, …). ε is copied between norms that use it in the same way.
 
     Returns: the table of the changes; its `undo()` brings the old norms back.
 
     Errors: InputError for an unknown name; a model without known norms, or that is itself a norm; models whose
-    parameters others keep (DistributedDataParallel, FSDP, DTensors, DeepSpeed, accelerate's offloading); hooks and
-    attributes of parameters that new ones cannot have; an optimizer that does not own the parameters; with exact=True
-    another target, a model without a run, or in which no LayerNorm reads nothing but what can be centred; training
-    mode and the meta device. Nothing has been changed then.
+    parameters something else holds (DistributedDataParallel, FSDP, DTensors, DeepSpeed, accelerate's offloading); hooks
+    and attributes of parameters that new ones cannot have; an optimizer that does not own the parameters. With
+    exact=True also for another target than rmsnorm, a model that cannot be run, a model without a LayerNorm whose input
+    can be centred, training mode, and the meta device. After an error the model is unchanged.
     """
     target = _target(to)
     if exact and (target.computes != "rmsnorm" or init != "match" or options):
@@ -118,6 +121,8 @@ def _swap(
     options: Mapping[str, Any],
     edits: Edits,
 ) -> Swaps:
+    """Makes the swap of `swap_norms`, whose arguments have been checked. Its steps: find the norms, make the new ones,
+    exchange them and the optimizer's parameters, then run the model to check that it calls the new norms."""
     norms, staying = _find(model, filter)
     flow = None if any(p.is_meta for p in model.parameters()) else Flow.of(model, example, Places(model))
     read: dict[nn.Module, str] = {} if flow is None else flow.only_read()
@@ -148,7 +153,7 @@ def _swap(
     for name, module, known in norms:
         if target.is_met_by(module) or (exact and known.computes == "rmsnorm"):
             continue
-        names = [name] if plan is None else plan.places.modules[module]  # β leaves a norm under all of its names
+        names = [name] if plan is None else plan.places.modules[module]  # folding β affects all names of a norm
         if filter is not None and not all(filter(name, module) for name in names):
             continue
         if plan is not None and (reason := plan.reason(module)):
@@ -202,13 +207,14 @@ def _swap(
 def _find(
     model: nn.Module, filter: Callable[[str, nn.Module], bool] | None
 ) -> tuple[list[tuple[str, nn.Module, RecognisedNorm]], dict[str, Row]]:
-    """The norms under each of their names, and rows for modules with a norm's name that stay."""
+    """Returns the norms of a model, each once for each of its names, and rows of the table for modules that are called
+    norms but are not recognised."""
     norms: list[tuple[str, nn.Module, RecognisedNorm]] = []
     staying: dict[str, Row] = {}
     examined: dict[Hashable, RecognisedNorm | str] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         if norms and name.startswith(norms[-1][0] + "."):
-            continue  # a part of a norm
+            continue  # it lies inside the last norm found
         key = alike(module)
         if key not in examined:
             known = examine(module)
@@ -225,7 +231,8 @@ def _find(
 
 
 def held_beside(model: nn.Module, norms: Iterable[nn.Module]) -> dict[nn.Module, str]:
-    """Norms that a module keeps outside its children, such as in a list or a closure, with the attribute's path."""
+    """Returns the norms that a module also holds outside its children, such as in a list or a closure, each with the
+    attribute's path."""
     wanted, found = {id(norm): norm for norm in norms}, {}
     for path, module in model.named_modules():
         own = {} if id(module) in wanted else vars(module)
@@ -253,7 +260,8 @@ _KEEPERS = (list, tuple, set, dict, functools.partial, types.MethodType, types.C
 def replace(
     model: nn.Module, places: Iterable[tuple[str, nn.Module]], made: Mapping[nn.Module, nn.Module], edits: Edits
 ) -> list[Row]:
-    """Puts new norms into the places of old ones, by name. Returns rows of the fast paths that it switches off."""
+    """Puts new norms into the places of old ones. `places`: (name, old norm); `made`: old norm → new norm. Returns rows
+    of the table for the fast paths that this switches off."""
     for old in dict.fromkeys(old for _, old in places):
         edits.succeed(old, made[old])
     for name, old in places:
@@ -265,7 +273,7 @@ def replace(
 
 
 def unweighted(model: nn.Module, name: str, norm: nn.Module, known: RecognisedNorm) -> nn.Module:
-    """x̂ of a norm of the model: the norm of its kind without γ and β."""
+    """Returns a norm that computes the x̂ of a norm of the model: one of the same kind, without γ and β."""
     target = _target(known.computes)
     return _twin(name, norm, known, target, "match", _nearest(model, name), {"elementwise_affine": False}).norm
 
@@ -274,15 +282,16 @@ def unweighted(model: nn.Module, name: str, norm: nn.Module, known: RecognisedNo
 
 
 class _Target(NamedTuple):
-    """The replacement of norms."""
+    """The kind of norm that a swap puts in."""
 
     title: str
     computes: str | None
-    """Its name in the table; None: a norm of the user's own."""
+    """Its name in the table. None: it is of the user's own class."""
     make: Callable[..., Any]
-    """(width, options…) → the norm."""
+    """The function (width, options…) → norm."""
 
     def is_met_by(self, module: nn.Module) -> bool:
+        """Returns whether a norm is of this kind already."""
         if self.computes is None:
             return type(module) is self.make
         family = FAMILIES[self.title].settings if self.title in FAMILIES else {}
@@ -293,7 +302,8 @@ class _Target(NamedTuple):
         return is_so and all(getattr(module, name) == value for name, value in own.items())
 
     def norm(self, width: int, like: Tensor, wanted: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
-        """A norm with the options, and with those wanted settings that its constructor takes."""
+        """Returns a new norm with the options, and with those of the wanted settings that its constructor takes.
+        `like`: a tensor of the norm's device and dtype. Errors: InputError for an unknown option."""
         taken = _options(self.make)
         for option in options:
             if taken is not None and option not in taken:
@@ -304,6 +314,8 @@ class _Target(NamedTuple):
         return made if "dtype" in settings else made.to(like.dtype)
 
     def _make_foreign(self, width: int, settings: Mapping[str, Any]) -> nn.Module:
+        """Returns a new norm of the user's own class. Errors: InputError if the class does not make a module from the
+        width."""
         try:
             made = self.make(width, **settings)
         except TypeError as error:
@@ -316,10 +328,11 @@ class _Target(NamedTuple):
 
 
 def _target(to: str | Callable[..., nn.Module]) -> _Target:
+    """Returns the kind of norm that a caller asks for. Errors: InputError."""
     if isinstance(to, type) and issubclass(to, Norm):
         to = to()
     if isinstance(to, str) and names_code(to):
-        to = TransformerConfig(norm=to).norm  # an object, as there
+        to = TransformerConfig(norm=to).norm  # the configuration makes a Norm of "file.py:Class"
     if isinstance(to, Norm):
         return _Target(str(to), None, to)
     name = next((name for name, kind in KINDS.items() if to is kind), to)
@@ -339,7 +352,8 @@ def _target(to: str | Callable[..., nn.Module]) -> _Target:
 
 
 def _options(make: Callable[..., Any]) -> list[str] | None:
-    """The constructor's options beside the width, and the parent class's where it passes **options on. None: any."""
+    """Returns the names of a constructor's options, without the width. If it takes **options, those of its base class
+    are included. None: it takes any option."""
     names: list[str] = []
     parents = make.__mro__[: make.__mro__.index(nn.Module)] if isinstance(make, type) else [make]
     for parent in parents:
@@ -352,16 +366,17 @@ def _options(make: Callable[..., Any]) -> list[str] | None:
 
 
 class _NewNorm(NamedTuple):
-    """The norm that takes an old one's place."""
+    """A new norm for an old one's place, with the table's note."""
 
     norm: nn.Module
     note: str
     counterparts: dict[str, str]
-    """The name of an old parameter → that of the new one."""
+    """The name of an old parameter → the name of the new one in its place."""
 
 
 def _nearest(model: nn.Module, name: str) -> Tensor:
-    """A tensor that tells a norm's device and dtype: its own, or one of the smallest part of the model around it."""
+    """Returns a tensor of a norm's device and dtype: one of the norm, or one of the smallest module around it that has
+    any."""
     while True:
         module = model.get_submodule(name)
         for tensor in (*module.parameters(), *module.buffers()):
@@ -373,7 +388,7 @@ def _nearest(model: nn.Module, name: str) -> Tensor:
 
 
 def _share(old: nn.Module, made: _NewNorm, shared: dict[tuple[nn.Parameter, str, torch.Size], nn.Parameter]) -> None:
-    """Gives norms that shared a parameter one new parameter. `shared`: those made so far."""
+    """Gives new norms one common parameter if the old norms shared one. `shared`: the new parameters so far."""
     for leaf, new in made.counterparts.items():
         parameter = getattr(made.norm, new)
         setattr(made.norm, new, shared.setdefault((getattr(old, leaf), new, parameter.shape), parameter))
@@ -388,7 +403,8 @@ def _twin(
     like: Tensor,
     options: Mapping[str, Any],
 ) -> _NewNorm:
-    """The norm that takes the old one's place, on the device and of the dtype of `like`."""
+    """Returns the new norm for the place of `old` at `path`, on the device and with the dtype of `like`. `known`: the
+    norm that `old` computes. Errors: InputError if the new norm has another width."""
     has_bias = known.bias is not None or known.computes != "layernorm"
     wanted: dict[str, Any] = {"device": like.device, "dtype": like.dtype, "bias": has_bias}
     if known.gain is None and known.bias is None:
@@ -399,15 +415,15 @@ def _twin(
     takes_eps = target.title not in FAMILIES or FAMILIES[target.title].settings["eps_place"] == "inside"
     if takes_eps and (
         computes == known.computes or {computes, known.computes} <= {"layernorm", "rmsnorm"}
-    ):  # ε means the same
-        if known.eps is None:  # torch's RMSNorm: that of the type computed in
+    ):  # the two norms use ε in the same way
+        if known.eps is None:  # torch's RMSNorm uses the machine epsilon of the dtype it computes in
             wanted["eps"] = torch.finfo(torch.promote_types(like.dtype, torch.float32)).eps
         elif not math.isnan(known.eps):
             wanted["eps"] = known.eps
     is_narrow = like.dtype in (torch.float16, torch.bfloat16)
     keeps_offset = known.gain is not None and (known.offset, known.factor) == (1.0, 1.0) and is_narrow
     if keeps_offset and target.title == "rmsnorm":
-        wanted["zero_centred"] = True  # weight + 1 in 16 bits would lose the weight
+        wanted["zero_centred"] = True  # storing weight + 1 in 16 bits would round the weight away
     new = target.norm(known.width, like, wanted, options)
     if isinstance(new, Typed):
         new.return_like(known.returns, like)
@@ -440,8 +456,8 @@ def _twin(
 
 @torch.no_grad()
 def _match(old: Any, known: RecognisedNorm, new: Any, new_known: RecognisedNorm) -> list[str]:
-    """Sets the new norm's parameters from the old one's, in the new one's offset and factor. Returns notes where these
-    differ."""
+    """Sets the new norm's parameters from the old one's, converted to its offset and factor. Returns notes about the
+    conversion, if there was one."""
     if known.bias and new_known.bias:
         getattr(new, new_known.bias).copy_(getattr(old, known.bias))
     if not (known.gain and new_known.gain):
@@ -464,7 +480,8 @@ def _match(old: Any, known: RecognisedNorm, new: Any, new_known: RecognisedNorm)
 
 
 def _exchanged(model: nn.Module, places: list[tuple[str, nn.Module]], made: Mapping[nn.Module, _NewNorm]) -> Exchange:
-    """For each parameter of the old norms its replacements; it stays where other modules have it too."""
+    """Returns for each parameter of the old norms the parameters that replace it. A parameter that other modules have,
+    too, is among its own replacements."""
     kept = {p for module in model.modules() if module not in made for p in module.parameters(recurse=False)}
     out: Exchange = {}
     for name, old in places:
@@ -475,7 +492,8 @@ def _exchanged(model: nn.Module, places: list[tuple[str, nn.Module]], made: Mapp
 
 
 def _exchange(name: str, old: nn.Module, made: _NewNorm) -> Exchange:
-    """The exchange of one norm; new parameters without a counterpart join the first one's replacements."""
+    """Returns the exchange of one norm's parameters. New parameters without a counterpart count as replacements of the
+    first old one."""
     olds, news = dict(old.named_parameters(recurse=False)), dict(made.norm.named_parameters(recurse=False))
     taken = made.counterparts
     out = {p: [(f"{name}.{taken[leaf]}", news[taken[leaf]])] if leaf in taken else [] for leaf, p in olds.items()}
@@ -491,7 +509,7 @@ def _switch_off_fast_paths(model: nn.Module, new: set[nn.Module], edits: Edits) 
     for name, module in model.named_modules():
         if isinstance(module, nn.TransformerEncoderLayer) and new & {*module.children()}:
             edits.remember(module)
-            module.activation_relu_or_gelu = 0  # its forward checks this before it takes the fast path
+            module.activation_relu_or_gelu = 0  # torch's forward takes the fast path only if this is not 0
             changed.add(module)
             rows.append(
                 Row(name or "(model)", "fast path", "off", "torch.nn's fused evaluation would bypass the norms")

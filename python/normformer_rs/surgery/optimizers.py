@@ -1,4 +1,5 @@
-"""Optimizers in surgery: the exchange of their parameters, and a warning from those that were not told of one."""
+"""Exchanges the parameters of optimizers in a swap. An optimizer that was not passed to the swap warns at its next
+step."""
 
 import gc
 import sys
@@ -17,16 +18,19 @@ from .undo import Edits
 from .whole import HEIRS
 
 Exchange = dict[nn.Parameter, list[tuple[str, nn.Parameter]]]
-"""For each old parameter the names and parameters in its place, itself among them if it stays."""
+"""For each old parameter, the (name, parameter) pairs that replace it. If it stays, it is one of them."""
 
 
 class Repoint:
-    """Exchanges an optimizer's parameters for others; the constructor raises every error, before anything changes.
+    """Exchanges an optimizer's parameters when called. The constructor raises all errors, before anything changes.
 
-    `exchange`: for each old parameter the (name, parameter) pairs that replace it; they inherit its group's options,
-    and its state is dropped unless it is among them. `names`: the old parameters'. `drawn`: parameters that stay and
-    lose their state. The optimizer need not own parameters without gradients. An optimizer that has old parameters and
-    was not passed warns at its next step.
+    Args:
+        exchange: for each old parameter the (name, parameter) pairs that replace it, in the same parameter group. The
+            old parameter's state is dropped unless it is one of them.
+        names: the old parameters' names.
+        drawn: parameters that stay but lose their state, because they were re-initialised.
+
+    Errors: InputError if the optimizer does not own an old parameter that requires a gradient.
     """
 
     def __init__(
@@ -52,6 +56,7 @@ class Repoint:
             )
 
     def __call__(self, edits: Edits) -> None:
+        """Makes the exchange; the undo of `edits` reverses it."""
         watch(self.exchange, self._reversed(), edits)
         if self.optimizer is None:
             return
@@ -71,7 +76,8 @@ class Repoint:
         edits.afterwards(back)
 
     def _reversed(self) -> Exchange:
-        """The exchange of an undo; old parameters that stay replace nothing."""
+        """Returns the exchange that an undo makes: the new parameters → the old ones. Old parameters that stay are left
+        out."""
         back: Exchange = {}
         for p, new in self.exchange.items():
             for _, q in new if all(p is not q for _, q in new) else ():
@@ -79,8 +85,8 @@ class Repoint:
         return back
 
     def _take_back(self, group: dict[str, Any], before: Sequence[tuple[str, nn.Parameter]]) -> set[nn.Parameter]:
-        """Restores a group's exchanged parameters; changes that others made since stay. Returns the removed
-        parameters."""
+        """Restores the exchanged parameters of a group (`before`: its parameters at the swap). Parameters that were
+        added or removed since stay so. Returns the new parameters, which the undo removes."""
         came = {q for _, p in before for _, q in self.exchange.get(p, ())} - {p for _, p in before}
         kept = [(name, q) for name, q in _named(group) if q not in came]
         for i, (name, p) in enumerate(before):
@@ -92,7 +98,7 @@ class Repoint:
 
 
 def _named(group: dict[str, Any]) -> list[tuple[str, nn.Parameter]]:
-    """A group's parameters, with their names if it has any."""
+    """Returns a group's (name, parameter) pairs; without names in the group, the names are empty."""
     return [*zip(group.get("param_names") or [""] * len(group["params"]), group["params"])]
 
 
@@ -106,19 +112,21 @@ def _set(group: dict[str, Any], named: Sequence[tuple[str, nn.Parameter]]) -> No
 
 
 class _Heirs(NamedTuple):
+    """The new parameters, with names, that a swap put in the place of an old one. `title`: the swap's."""
+
     title: str
     named: list[tuple[str, "weakref.ref[nn.Parameter]"]]
 
 
 _CHECKED: "weakref.WeakKeyDictionary[torch.optim.Optimizer, int]" = weakref.WeakKeyDictionary()
-"""The number of exchanges that an optimizer has been held against."""
+"""For each optimizer, the value of `_exchanges` when it was last checked."""
 _exchanges = 0
 _LISTENING: list[Any] = []
 
 
 def watch(exchange: Exchange, back: Exchange, edits: Edits) -> None:
-    """Has the next step of an optimizer warn if it has an old parameter of the exchange, and nobody has the new one;
-    `back` is the exchange of the undo."""
+    """Makes each optimizer warn at its next step if it has an old parameter of the exchange, and no optimizer has the
+    new one. `back`: the exchange of the undo."""
     heirs, title = _expect(edits.title, exchange), f"undo() of {edits.title}"
 
     def undo() -> None:
@@ -130,6 +138,7 @@ def watch(exchange: Exchange, back: Exchange, edits: Edits) -> None:
 
 
 def _expect(title: str, exchange: Exchange) -> list[tuple[nn.Parameter, _Heirs]]:
+    """Records the new parameters of an exchange in HEIRS, and hooks the steps of optimizers. Returns the records."""
     global _exchanges
     _exchanges += 1
     heirs = []
@@ -138,13 +147,15 @@ def _expect(title: str, exchange: Exchange) -> list[tuple[nn.Parameter, _Heirs]]
         if came.named:
             HEIRS.setdefault(p, []).append(came)
             heirs.append((p, came))
-    # Making an optimizer loads torch._dynamo, so without it there is none that could own old parameters.
+    # making an optimizer loads torch._dynamo, so without that module there is no optimizer that could warn
     if not _LISTENING and "torch._dynamo" in sys.modules:
         _LISTENING.append(register_optimizer_step_pre_hook(torch.compiler.disable(_check)))
     return heirs
 
 
 def _check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Warns if new parameters of a swap belong to no optimizer, and this one has the old ones. Runs before a step, once
+    after each exchange."""
     if _CHECKED.get(optimizer) == _exchanges:
         return
     _CHECKED[optimizer] = _exchanges
@@ -163,7 +174,8 @@ def _check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 
 
 def _forgotten(optimizer: torch.optim.Optimizer) -> tuple[list[tuple[str, nn.Parameter]], str]:
-    """New parameters in place of, or beside, old ones of the optimizer, without those that it has; and the swap."""
+    """Returns the new parameters that replaced an optimizer's parameters and that it does not have, and the title of
+    their swap."""
     own = [p for group in optimizer.param_groups for p in group["params"]]
     known, found, title = {id(p) for p in own}, [], ""
     for heirs in (heirs for p in own for heirs in HEIRS.get(p, ())):
@@ -176,5 +188,5 @@ def _forgotten(optimizer: torch.optim.Optimizer) -> tuple[list[tuple[str, nn.Par
 
 
 def _optimizers() -> list[torch.optim.Optimizer]:
-    """All optimizers of the process."""
+    """Returns all optimizers of the process."""
     return [found for found in gc.get_objects() if issubclass(type(found), torch.optim.Optimizer)]

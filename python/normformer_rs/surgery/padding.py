@@ -1,4 +1,4 @@
-"""Padding masks, read from a model's own calls, for norms that keep statistics."""
+"""Reads padding masks from the arguments of a model's calls, and hands them to norms that keep statistics."""
 
 import inspect
 import warnings
@@ -22,22 +22,22 @@ _NAMES = (
 )
 _PAIRS = ({"attention_mask", "decoder_attention_mask"}, {"src_key_padding_mask", "tgt_key_padding_mask"})
 _STACKS = {"attention_mask": "input_ids", "decoder_attention_mask": "decoder_input_ids"}
-"""Hugging Face's masks, and the tokens that they belong to."""
+"""The name of a mask in Hugging Face's models → the name of the tokens that it belongs to."""
 _READ = (*_NAMES, *_STACKS.values(), "labels", "encoder_hidden_states")
 _IGNORED = -100
-"""The label that Hugging Face's losses leave out."""
+"""The label that Hugging Face's losses ignore."""
 _CAUSAL = ("is_causal", "tgt_is_causal")
 _OTHERWISE = "call the model inside `with normformer_rs.nn.padding_mask(…)`"
 _LOOKS = 8
-"""The number of training batches without masks that are searched for padding tokens; the host waits for the device in
-each."""
+"""How many training batches without masks are searched for padding tokens. The host waits for the device in each."""
 
 
 def read_padding(model: nn.Module, edits: Edits) -> None:
-    """Makes each module of `model` that takes padding masks hand them to the norms with statistics in it.
+    """Makes each module of `model` whose forward takes padding masks hand them to the norms with statistics inside it.
 
-    The innermost such module counts. One that gets no mask leaves its outer one's in force, except where that takes a
-    mask for each of two stacks. Masks of attention, (B, 1, T, T), count where nothing outer was given.
+    If such modules are nested, the inner one's masks are used. If it gets none, the outer one's are used, unless the
+    outer one takes a mask for each of two stacks. Attention masks, (B, 1, T, T), are used if no outer module with masks
+    of one stack is running.
     """
     said: set[str] = set()
     for module in model.modules():
@@ -55,7 +55,7 @@ def read_padding(model: nn.Module, edits: Edits) -> None:
 
 
 def _arguments(module: nn.Module) -> dict[str, int]:
-    """Those among its forward's arguments that tell of padding: names and positions."""
+    """Returns the arguments of a module's forward that tell about padding: name → position."""
     try:
         names = [*inspect.signature(module.forward).parameters]
     except (TypeError, ValueError):  # a forward in C
@@ -64,7 +64,8 @@ def _arguments(module: nn.Module) -> dict[str, int]:
 
 
 class _Reader:
-    """The hooks on one module. Its bound methods are copied and pickled with the module."""
+    """The hooks on one module that takes padding masks. Copies and pickles of the module include this object, since the
+    hooks are its bound methods."""
 
     def __init__(self, module: nn.Module, names: dict[str, int], said: set[str]) -> None:
         self.names, self.said = names, said
@@ -74,8 +75,10 @@ class _Reader:
         self.batch_first = next((layout for layout in layouts if isinstance(layout, bool)), True)
 
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """The hook before a call: gives norms inside the module the masks among its arguments, or the outer ones."""
         here, is_compiling = self._begun(), torch.compiler.is_compiling()
-        outer = given() if here is None else here.outer  # the hooks that end a call do not hear a KeyboardInterrupt
+        # a KeyboardInterrupt skips the hook that ends a call, so an earlier call of this module may still be noted
+        outer = given() if here is None else here.outer
         values = ((name, kwargs.get(name, args[i] if i < len(args) else None)) for name, i in self.names.items())
         got = {name: value for name, value in values if isinstance(value, Tensor)}
         masks, decoders = self._masks(got, outer), self._decoders(module, got, outer)
@@ -91,8 +94,9 @@ class _Reader:
                 self._warn_of_padding_tokens(module, got, decoders)
 
     def leave(self, module: nn.Module, _: Any, __: Any) -> None:
+        """The hook after a call: puts the outer masks in force again, and warns if masks did not fit norms' inputs."""
         now = self._begun()
-        if now is None:  # a hook before this one raised
+        if now is None:  # no call began, because a hook that ran before `enter` raised
             return
         give(now.outer)
         if now.outer is None and module.training and not torch.compiler.is_compiling():
@@ -106,13 +110,14 @@ class _Reader:
                 self._say("none", f"{text}, and took padding in: {_OTHERWISE}")
 
     def _begun(self) -> GivenMasks | None:
-        """The call of this module that has begun and not ended."""
+        """Returns the masks of this module's call that has begun and not ended. None: there is no such call."""
         now = given()
         while now is not None and now.reader is not self:
             now = now.outer
         return now
 
     def _masks(self, got: Mapping[str, Tensor], outer: GivenMasks | None) -> tuple[Tensor, ...]:
+        """Returns the padding masks among a call's arguments, each once."""
         read: dict[int, Tensor] = {}
         for name, mask in got.items():
             is_attentions = mask.dim() > 2
@@ -121,8 +126,9 @@ class _Reader:
         return tuple(read.values())
 
     def _decoders(self, module: nn.Module, got: Mapping[str, Tensor], outer: GivenMasks | None) -> tuple[Tensor, ...]:
-        """The mask of a decoder that is called without one, in training: the padding of its labels, shifted as models
-        shift them to make its input, or of its tokens."""
+        """Returns a padding mask for a decoder that is called without one in training, or (). The mask follows from the
+        padding of the decoder's tokens, or else from that of the labels, shifted to the right by one as models shift
+        them to make the decoder's input."""
         if not module.training:
             return ()
         if "decoder_attention_mask" in self.names:
@@ -147,7 +153,7 @@ class _Reader:
         return ()
 
     def _padding(self, name: str, mask: Tensor) -> Tensor:
-        """bool, True at padding, laid out as the module's input."""
+        """Returns a mask as bool, True at padding, in the layout of the module's input."""
         if name.endswith("key_padding_mask"):
             padding = mask <= HIDDEN if mask.is_floating_point() else mask != 0
         else:
@@ -157,6 +163,7 @@ class _Reader:
         return padding if self.batch_first or padding.dim() < 2 else padding.transpose(0, 1)
 
     def _warn_if_causal(self, module: nn.Module, kwargs: Mapping[str, Any]) -> None:
+        """Warns if a causal part of the model holds norms whose training forward mixes positions."""
         is_causal = any(kwargs.get(name) is True for name in _CAUSAL) and any(map(_leaks, module.modules()))
         if is_causal or (not self.looked_for_causal and _has_leaking_causal_part(module)):
             self._say(
@@ -169,7 +176,7 @@ class _Reader:
     def _warn_of_padding_tokens(
         self, module: nn.Module, got: Mapping[str, Tensor], decoders: tuple[Tensor, ...]
     ) -> None:
-        """Warns of padding tokens in a stack's batch without a mask; silent where padding cannot be told."""
+        """Warns if a stack's batch without a mask has padding tokens. Does nothing if no padding token is known."""
         pad, is_sure = _pad_token(module)
         bare = {mask: got.get(tokens) for mask, tokens in _STACKS.items() if mask in self.names and mask not in got}
         if decoders:
@@ -180,7 +187,7 @@ class _Reader:
         self.looks += 1
         for mask, ids in looked:
             padded = ids == pad
-            if not is_sure:  # the token ends sentences, too: one of two in a row is padding
+            if not is_sure:  # the token also ends sentences: of two in a row, one is padding
                 padded = padded[:, 1:] & padded[:, :-1]
             if padded.shape[1] and bool(padded[:, [0, -1]].any()):
                 text = f"norms with statistics took padding in: call {type(module).__name__} with its {mask}"
@@ -194,8 +201,8 @@ class _Reader:
 
 
 def is_hidden(mask: Tensor) -> Tensor:
-    """True where a mask of Hugging Face's hides: False or 0, but far below 0 where it is added to scores. The host does
-    not wait for the device."""
+    """Returns True at the positions that a mask of Hugging Face hides. These have False or 0, or, in a mask that is
+    added to scores, a number far below 0. The host does not wait for the device."""
     if not mask.is_floating_point():
         return mask == 0
     is_added = ((mask != 0) & (mask != 1)).any() | (mask != 1).all()
@@ -203,7 +210,8 @@ def is_hidden(mask: Tensor) -> Tensor:
 
 
 def _pad_token(module: nn.Module) -> tuple[int, bool]:
-    """The padding's token in the module's configuration, and whether it stands for nothing else. −1: there is none."""
+    """Returns the padding token in a module's configuration (−1: there is none), and whether that token has no other
+    use."""
     config: Any = getattr(module, "config", None)
     pad = getattr(config, "pad_token_id", None)
     if not isinstance(pad, int):
@@ -212,15 +220,16 @@ def _pad_token(module: nn.Module) -> tuple[int, bool]:
 
 
 def _leaks(module: nn.Module) -> bool:
-    """Its training forward depends on all rows of the batch. PowerNorm's after its warm-up does not: it uses earlier
-    batches."""
+    """Returns whether a norm's training forward depends on all rows of the batch. PowerNorm's does not after its
+    warm-up, since it uses statistics of earlier batches."""
     return isinstance(module, RunningNorm) and not (
         isinstance(module, PowerNorm) and module.mode == "paper" and module.warmup_iters == 0
     )
 
 
 def _has_leaking_causal_part(model: nn.Module) -> bool:
-    """A module that calls itself causal or a decoder, or the one around it, holds such a norm."""
+    """Returns whether a module that calls itself causal or a decoder, or the module around it, holds a norm whose
+    training forward depends on all rows of the batch."""
     for name, module in model.named_modules():
         if getattr(module, "is_causal", False) is True or getattr(module, "is_decoder", False) is True:
             around = model.get_submodule(name.rpartition(".")[0])

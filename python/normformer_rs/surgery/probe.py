@@ -1,4 +1,4 @@
-"""Trial calls that find which norm a module computes, whatever its class and its parameters are called."""
+"""Finds by trial calls which norm a module computes, whatever its class and its parameters are called."""
 
 import contextlib
 import copy
@@ -30,14 +30,14 @@ class RecognisedNorm(NamedTuple):
     width: int
     computes: str
     gain: str | None = None
-    """The module's own name of the parameter; None: it learns none, and factor·offset is 1."""
+    """The gain's name in the module. None: the norm learns no gain, and factor·offset is 1."""
     bias: str | None = None
     eps: float | None = math.nan
-    """ε in the formula of `computes`. None: the machine epsilon of the type computed in; nan: unknown."""
+    """ε in the formula of `computes`. None: the machine epsilon of the dtype that it computes in; nan: unknown."""
     offset: float = 0.0
     factor: float = 1.0
     returns: Literal["x", "weight", "promoted"] = "x"
-    """The source of its result's dtype (`nn.result`)."""
+    """Which tensor the result's dtype comes from (`nn.result`)."""
 
 
 KINDS: dict[str, Any] = {entry["name"]: nfnn.norm_class(entry["name"]) for entry in tables()["norms"]}
@@ -50,27 +50,28 @@ class _Question(NamedTuple):
     device: torch.device
     dtype: torch.dtype
     large: float
-    """In rows of this size ε is lost."""
+    """A factor of rows at which ε has no effect."""
     huge: float
-    """A size of rows that still can be squared."""
+    """A factor of rows whose numbers can still be squared."""
     tiny: float
-    """In rows of this size ε dominates."""
+    """A factor of rows at which ε dominates."""
     error: float
 
 
 _EXACT = _Question(torch.device("cpu"), torch.float64, 1e6, 1e12, 1e-30, 1e-9)
 _NEAR = 1e-3
-"""The allowed error at x ≈ 1, where ε's place shows: it may be added to σ instead of σ², for example."""
+"""The allowed error for rows of x ≈ 1. There, ε's place makes a difference: whether it is added to σ or σ², say."""
 
 
 def probe(module: nn.Module, width: int | None = None, computes: str | None = None) -> RecognisedNorm | str:
-    """The norm found by trial calls of a copy, or the reason why there is none. The module and the random state do not
-    change.
+    """Returns the norm that trial calls of a copy find, or the reason why there is none. The module and the random
+    state do not change.
 
-    The first calls are in f64 on the CPU, the next in f32 on the module's device: its kernels may support nothing else.
+    The first calls are in f64 on the CPU. If they fail, the next are in f32 on the module's device, since its kernels
+    may support nothing else.
 
     Args:
-        width, computes: where they are known.
+        width, computes: the norm's width and name, if they are known.
     """
     refused = _refused(module)
     if refused is not None:
@@ -96,7 +97,8 @@ def probe(module: nn.Module, width: int | None = None, computes: str | None = No
 
 
 def result_of(module: nn.Module, width: int) -> Literal["x", "weight", "promoted"]:
-    """The source of the dtype of a norm's result: x, its weight, or both. Calls of a copy without numbers tell."""
+    """Returns which tensor the dtype of a norm's result comes from: x, its weight, or both. Calls of a copy on the meta
+    device show it."""
     if isinstance(module, Typed):
         return module.returns
     if type(module).__module__.startswith("torch.nn.") or not module._parameters:
@@ -111,7 +113,7 @@ def result_of(module: nn.Module, width: int) -> Literal["x", "weight", "promoted
             }
             with warnings.catch_warnings(action="ignore"):
                 found.append(_forward(module)(twin, torch.empty(2, width, dtype=given, device="meta")).dtype)
-        except Exception:  # kernels of others may have no such call
+        except Exception:  # another library's kernel may not run on the meta device
             return "x"
     if found == [torch.float16, torch.float32]:
         return "weight"
@@ -119,12 +121,13 @@ def result_of(module: nn.Module, width: int) -> Literal["x", "weight", "promoted
 
 
 def _measures(kind: Any) -> bool:
-    """A class of norms that divide each row by a length of it, and learn a gain and no more than a bias beside it."""
+    """Returns whether norms of a class divide each row by a length, and learn a gain and at most a bias. Trial calls
+    recognise only such norms."""
     return issubclass(kind, RowNorm) and kind.has_eps and kind.names in (("weight",), ("weight", "bias"))
 
 
 def _refused(module: nn.Module) -> str | None:
-    """The reason why a module gets no trial calls, or None."""
+    """Returns the reason why a module gets no trial calls, or None."""
     if is_parametrized(module):
         return "parametrized: remove its parametrizations first, and parametrize the new norm"
     if type(module).__module__.startswith("torch.nn.") and type(module) not in (nn.LayerNorm, nn.RMSNorm):
@@ -150,19 +153,20 @@ def _refused(module: nn.Module) -> str | None:
 
 
 def has_stateful_parts(module: nn.Module) -> bool:
-    """It holds modules with parameters or buffers, or nothing but modules. A norm may call one without numbers of its
-    own, such as x-transformers' LayerNorm, and multiply by a gain."""
+    """Returns whether a module has children with parameters or buffers, or children but no parameters of its own. A
+    norm may have children without numbers: x-transformers' LayerNorm calls one and multiplies by its own gain."""
     inner = [*module.children()]
     return any([*one.parameters()] or [*one.buffers()] for one in inner) or (bool(inner) and not module._parameters)
 
 
 def _forward(module: nn.Module) -> Callable[..., Any]:
-    """As a function of (module, x); a method put into the instance counts."""
+    """Returns a module's forward as a function of (module, x). A method that was put into the instance comes first."""
     return getattr(own_forward(module), "__func__", type(module).forward)
 
 
 def _width(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> int | None:
-    """The size of its parameters; where they are single numbers or none, the one whole number among its attributes."""
+    """Returns a norm's width: the length of its parameters, or, if they are single numbers or missing, the only whole
+    number > 1 among its attributes. None: the width is unknown."""
     sizes = {p.shape[-1] for p in parameters.values() if p.numel() > 1}
     if not sizes:
         for name, value in vars(module).items():
@@ -174,31 +178,32 @@ def _width(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> int | N
 
 
 class _Trial:
-    """A module, and the rows of its trial calls."""
+    """Trial calls of a module, with their rows x."""
 
     def __init__(
         self, module: nn.Module, parameters: Mapping[str, nn.Parameter], width: int, question: _Question
     ) -> None:
         self.module, self.parameters, self.width, self.question = module, parameters, width, question
         self._generator = torch.Generator("cpu").manual_seed(0)
-        shape = (2, 5 if width == 3 else 3, width)  # no other dimension is as wide
+        shape = (2, 5 if width == 3 else 3, width)  # the dimension before the last must differ from the width
         self.x = self._normal(*shape) + self._normal(*shape[:2], 1)
 
     def _normal(self, *shape: int) -> Tensor:
         return torch.randn(shape, generator=self._generator, dtype=torch.float64)
 
     def drawn(self) -> dict[str, Tensor]:
-        """Random values for the parameters."""
+        """Returns random values for the parameters, from 0.5 to 1.5."""
         return {
             name: torch.rand(p.shape, generator=self._generator, dtype=torch.float64) + 0.5
             for name, p in self.parameters.items()
         }
 
     def answer(self, scale: float, values: Mapping[str, Tensor], training: bool = False) -> Tensor:
-        """The module's output for rows of this size; parameters that are not given are zero."""
+        """Returns the module's output for scale·x; parameters that are not in `values` are zero."""
         return self._call(scale * self.x, values, training).detach().double().cpu()
 
     def _call(self, x: Tensor, values: Mapping[str, Tensor], training: bool) -> Tensor:
+        """Returns the output of a copy of the module. Errors: ValueError if its shape is not that of x."""
         device, dtype = self.question.device, self.question.dtype
         filled = {name: values.get(name, torch.zeros(p.shape)) for name, p in self.parameters.items()}
         twin = _stand_in(self.module, {name: p.to(device, dtype) for name, p in filled.items()}).train(training)
@@ -209,8 +214,8 @@ class _Trial:
         return y
 
     def holds(self, known: RecognisedNorm, eps: float) -> bool:
-        """The norm found agrees with the module in harder cases: gains of both signs and of any size, many rows, a few
-        large numbers in a row, huge rows, rows without a batch, the gradient; in both modes."""
+        """Returns whether the norm found agrees with the module in harder cases, in both modes: gains of both signs and
+        of any size, many rows, rows with a few large numbers, huge rows, rows without a batch, and the gradient."""
         _, _, large, huge, _, error = self.question
         values = {name: torch.where(value > 1, value, -value) for name, value in self.drawn().items()}
         many = self._normal(1, 300, self.width) * self._normal(1, 300, self.width).mul(2).exp()
@@ -225,17 +230,19 @@ class _Trial:
         return self._is_alike(known, eps, large * self.x[0], values) and self._has_gradient(known, eps, values)
 
     def _is_alike(self, known: RecognisedNorm, eps: float, x: Tensor, values: Mapping[str, Tensor]) -> bool:
+        """Returns whether the norm agrees with the module for x without a batch, or the module does not accept x."""
         try:
             y = self._call(x, values, False)
-        except Exception:  # it takes no rows without a batch
+        except Exception:  # the module does not accept rows without a batch
             return True
         return _gap(y.double().cpu(), _compute(known, x, values, eps)) < 10 * self.question.error
 
     def _has_gradient(self, known: RecognisedNorm, eps: float, values: Mapping[str, Tensor]) -> bool:
+        """Returns whether the norm's gradient agrees with the module's, or the module fails in training mode."""
         x, dy = (self.question.large * self.x).requires_grad_(), self._normal(*self.x.shape)
         try:
             y = self._call(x, values, True)
-        except Exception:  # it is no part of a model that trains
+        except Exception:  # the module fails in training mode or with gradients, so it is used for inference only
             return True
         with torch.enable_grad():
             expected = torch.autograd.grad(_compute(known, x, values, eps), x, dy)[0]
@@ -244,11 +251,11 @@ class _Trial:
 
 
 def _find(trial: _Trial, names: Sequence[str]) -> RecognisedNorm | str:
-    """The one of these norms that the module computes, or the reason why it computes none."""
+    """Returns the norm among `names` that the module computes, or the reason why it computes none of them."""
     _, _, large, _, tiny, error = trial.question
     none = f"computes no norm over rows of width {trial.width}"
 
-    # In large rows y = factor·(offset + gain)⊙x̂ + bias shows everything but ε.
+    # Large rows show all terms of y = factor·(offset + gain)⊙x̂ + bias, because ε has no effect in them.
     zero, values = trial.answer(large, {}), trial.drawn()
     slopes = {name: trial.answer(large, {name: value}) - zero for name, value in values.items()}
     biases = [name for name, slope in slopes.items() if _gap(slope, values[name].expand(slope.shape)) < error]
@@ -270,7 +277,8 @@ def _find(trial: _Trial, names: Sequence[str]) -> RecognisedNorm | str:
         has_one = trial.parameters[gain].numel() == 1
         near = [pair for pair in near if KINDS[pair[0]].has_one_gain == has_one] or near
 
-    # In tiny rows x̂ is x over a power of ε. Norms that agree elsewhere differ where ε begins to count.
+    # In tiny rows x̂ is x divided by a power of ε, which tells ε. Norms that agree for tiny and large rows still differ
+    # between them, at the size where ε begins to count.
     tiny_zero = trial.answer(tiny, {})
     tiny_hat = (trial.answer(tiny, {gain: values[gain]}) - tiny_zero) / values[gain] if gain else tiny_zero
     again, found = trial.drawn(), []
@@ -291,7 +299,7 @@ def _find(trial: _Trial, names: Sequence[str]) -> RecognisedNorm | str:
 
 
 def _stand_in(module: nn.Module, parameters: Mapping[str, Tensor]) -> nn.Module:
-    """A copy with other parameters and no hooks, whose forward cannot change the module itself."""
+    """Returns a copy of a module with the given parameters and no hooks. Its forward cannot change the module."""
     twin = object.__new__(type(module))
     nn.Module.__init__(twin)
     hooks = {*vars(twin)}
@@ -307,7 +315,8 @@ def _stand_in(module: nn.Module, parameters: Mapping[str, Tensor]) -> nn.Module:
 
 @contextlib.contextmanager
 def _undisturbed(question: _Question) -> Iterator[None]:
-    """No gradient, no autocast, no compiler, no warning, no number drawn from the user's generators."""
+    """Runs a `with` block without gradients, autocast, compiler and warnings, and without changing the states of the
+    random generators."""
     device = question.device
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.no_grad())
@@ -336,47 +345,50 @@ class Widened(TorchFunctionMode):
 
 
 def _row(name: str, x: Tensor, eps: float) -> Tensor:
-    """x̂ of a norm of the table."""
+    """Returns x̂ of the table's norm `name`."""
     return KINDS[name](x.shape[-1], eps=eps, elementwise_affine=False)(x)
 
 
 def _compute(known: RecognisedNorm, x: Tensor, values: Mapping[str, Tensor], eps: float) -> Tensor:
+    """Returns the output of a recognised norm with these parameter values."""
     gain = values[known.gain] if known.gain else 0.0
     y = known.factor * (known.offset + gain) * _row(known.computes, x, eps)
     return y + values[known.bias] if known.bias else y
 
 
 def _fit(y: Tensor, x: Tensor) -> tuple[float, float]:
-    """The c of y ≈ c·x, and how far apart the two are."""
+    """Returns the c with y ≈ c·x, and the gap between y and c·x."""
     c = float((y * x).sum() / (x * x).sum())
     return c, _gap(y, c * x, x)
 
 
 def _gap(y: Tensor, expected: Tensor, unit: Tensor | None = None) -> float:
-    """The largest difference, relative to the largest number of `unit`; inf where one is not finite."""
+    """Returns the largest difference divided by the largest number of `unit` (None: of `expected`). It is inf if a
+    number is not finite."""
     gap = float((y - expected).abs().max() / (expected if unit is None else unit).abs().max())
     return gap if math.isfinite(gap) else math.inf
 
 
 def _rounded(value: float, error: float, width: int = 1) -> float:
-    """0, 1, √d or 1/√d where the value is one of them but for its error; else the value."""
+    """Returns 0, 1, √d or 1/√d if the value equals one of them within the error, else the value. `width`: d."""
     meant = (0.0, 1.0, math.sqrt(width), 1 / math.sqrt(width))
     return next((m for m in meant if abs(value - m) <= error * max(abs(m), 1 / width)), value)
 
 
 def _epsilon(name: str, hat: Tensor, x: Tensor) -> tuple[float, float]:
-    """ε, and the size of rows at which it begins to count, from x̂ of much smaller rows."""
+    """Returns ε, and the size of rows at which it begins to count. `hat`: x̂ of rows x, which are much smaller."""
     most = float(hat.abs().max())
     if not math.isfinite(most) or _gap(hat, _row(name, x, 0.0)) < _NEAR:
         return 0.0, 0.0
     one, four = (float(_row(name, x, eps).abs().max()) for eps in (1.0, 4.0))
-    power = math.log(one / four, 4)  # x̂ falls with √ε where ε is added to a mean square, with ε where it is a bound
+    power = math.log(one / four, 4)  # x̂ ∝ ε^−½ if ε is added to a mean square, ε^−1 if it is a lower bound
     eps = (one / most) ** (1 / power)
     return eps, eps**power
 
 
 def _attribute(trial: _Trial, eps: float) -> float | None:
-    """The module's own attribute that equals the ε found, or else that ε."""
+    """Returns the module's attribute that equals the ε found, else that ε. None: the module uses the machine
+    epsilon."""
     error, own = math.sqrt(trial.question.error), vars(trial.module)
     if "eps" in own and own["eps"] is None:
         machine = torch.finfo(trial.question.dtype).eps

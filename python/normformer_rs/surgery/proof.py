@@ -1,4 +1,5 @@
-"""Proves what a run has found: with the scheme that the blocks are read to have, a model computes what it did."""
+"""Proves the structure that a run has found: if blocks are swapped to the scheme they are found to have, the model must
+still compute the same."""
 
 import contextlib
 import functools
@@ -18,16 +19,17 @@ from .spec import Part
 from .undo import Edits
 
 _ERRORS = {torch.float64: 1e-5, torch.float32: 1e-4}
-"""The allowed difference beside the largest number. Models in f64 have norms in f32."""
+"""The allowed difference relative to the largest number, by dtype. f64 allows 1e-5, since norms compute in f32."""
 _MANY, _SUMS = 1_000_000, 1021
-"""A gradient of more than _MANY numbers is compared by _SUMS sums over its numbers."""
+"""A gradient of more than _MANY numbers is compared by _SUMS sums of its numbers instead."""
 _IN_16_BITS = 0.1
-"""The allowed difference, as the roots of the means of squares."""
+"""In 16 bits, the allowed ratio of the root mean square of the difference to that of the numbers."""
 
 
 class OwnForm(Scheme):
-    """The scheme that blocks have. `is_wide`: with sums of all outputs, of which only the last counts, and a stream
-    that is zero, so that the hidden state is as wide as schemes with several tensors make it."""
+    """The scheme that blocks are found to have themselves. With `is_wide` it also has a second stream of zeros, and a
+    weighted sum of all outputs in which only the last has a weight. These change no result, but make the hidden state
+    as wide as schemes with several tensors do."""
 
     name = "own-form"
 
@@ -68,10 +70,17 @@ def prove(
     look: "Look",
     before: "Mapping[bool, Observed]",
 ) -> dict[str, str]:
-    """The groups whose identity swap changes what the model computes, by their paths, with what differs. `swap` gives
-    each of the groups a scheme; here everything is put back. `before`: its runs in evaluation and training mode."""
+    """Swaps groups to their own scheme and back. Returns the groups whose swap changed the model's results: path → a
+    message about the difference.
+
+    Args:
+        swap: gives each group a scheme, recording its edits.
+        look: runs the model.
+        before: the runs before the swap; key True: in training mode, False: in evaluation mode.
+    """
 
     def fault(some: list[Group]) -> str | None:
+        """Swaps some groups to their own scheme and back. Returns a message if the results changed, else None."""
         edits = Edits(model, "an identity swap")
         try:
             swap(some, lambda group: OwnForm(group, is_wide), edits)
@@ -84,7 +93,7 @@ def prove(
             return in_words(reason)
         finally:
             edits.take_back()
-            for group in some:  # views are no parts of the model, so that nothing else puts them back
+            for group in some:  # a loop's views are not part of the model, so take_back() does not reach them
                 for view in () if group.loop is None else group.blocks:
                     vars(view).pop("residual", None)
 
@@ -94,7 +103,8 @@ def prove(
 
 
 Gradients = dict[Any, Tensor]
-"""The derivatives of one weighted sum of the outputs, by each parameter, and by the input of each first block."""
+"""The gradients of a weighted sum of the outputs with respect to each parameter and the input of each group's first
+block: parameter or block → gradient."""
 
 
 class Observed(NamedTuple):
@@ -103,7 +113,7 @@ class Observed(NamedTuple):
     outputs: list[Tensor]
     gradients: "Gradients"
     error: Exception | None = None
-    """The exception that ended the run or its backward pass; None: it ran."""
+    """The exception that ended the run or its backward pass. None: there was none."""
     has_backward: bool = True
 
 
@@ -112,8 +122,8 @@ Look = Callable[[bool, bool], Observed]
 
 
 def in_both_modes(look: Look) -> dict[bool, Observed]:
-    """Runs of a model in evaluation and training mode. Where both give the same numbers, they compute the same, and
-    evaluation has no backward pass of its own."""
+    """Runs a model in training mode (key True) and evaluation mode (key False). If both give equal outputs, they
+    compute the same, and no backward pass is run in evaluation mode."""
     trained, evaluated = look(True, True), look(False, False)
     pairs = zip(trained.outputs, evaluated.outputs)
     is_same = len(trained.outputs) == len(evaluated.outputs) and all(torch.equal(a, b) for a, b in pairs)
@@ -121,8 +131,8 @@ def in_both_modes(look: Look) -> dict[bool, Observed]:
 
 
 def observe(model: nn.Module, run: Any, groups: list[Group], training: bool, has_backward: bool) -> Observed:
-    """One run in evaluation or training mode. The random state is always the same, and layers of dropout are off: the
-    fused step draws other masks than torch."""
+    """Returns the outputs and gradients of one run. The random state is the same for each run, and dropout layers have
+    the rate 0, since the fused step draws other masks than torch."""
     outputs: list[Tensor] = []
     gradients: Gradients = {}
     with quietly(model), _undropped(model), torch.enable_grad(), _tapped(model, groups, gradients):
@@ -141,7 +151,7 @@ def observe(model: nn.Module, run: Any, groups: list[Group], training: bool, has
 
 @contextlib.contextmanager
 def _undropped(model: nn.Module) -> Iterator[None]:
-    """Layers of dropout with the rate 0."""
+    """Sets the rate of all dropout layers to 0 inside a `with` block."""
     rates = [(m, m.p) for m in model.modules() if isinstance(m, nn.modules.dropout._DropoutNd)]
     try:
         for module, _ in rates:
@@ -153,16 +163,18 @@ def _undropped(model: nn.Module) -> Iterator[None]:
 
 
 def _put_down(table: Gradients, owner: Any, gradient: Tensor) -> None:
+    """Adds a gradient, or its sums if it is large, to the table's entry for `owner`."""
     g = gradient.detach().to_dense().flatten()
     if g.numel() > _MANY:
         whole = g.numel() // _SUMS * _SUMS
         sums, rest = g[:whole].view(-1, _SUMS).sum(0), g[whole:]
         g = sums + F.pad(rest, (0, _SUMS - rest.numel()))
-    table[owner] = table[owner] + g if owner in table else g  # a reentrant checkpoint comes once for each part
+    table[owner] = table[owner] + g if owner in table else g  # reentrant checkpoints give gradients in parts
 
 
 class _Tap(torch.autograd.Function):
-    """A parameter's alias, whose gradient goes into a table, past the parameter's hooks and `grad`."""
+    """Makes an alias of a parameter whose gradient goes to the function `put_down` only: neither the parameter's hooks
+    nor its `grad` see it."""
 
     @staticmethod
     def forward(ctx: Any, alias: Tensor, put_down: Callable[[Tensor], None]) -> Tensor:
@@ -177,10 +189,12 @@ class _Tap(torch.autograd.Function):
 
 @contextlib.contextmanager
 def _tapped(model: nn.Module, groups: list[Group], table: Gradients) -> Iterator[None]:
-    """Gradients go into the table. The streams' first values have one, too, which reentrant checkpoints ask for."""
+    """Collects gradients in the table inside a `with` block: those of all parameters and of each first block's input.
+    Reentrant checkpoints need that input to require a gradient."""
     first: dict[nn.Module, tuple[Tensor, Tensor]] = {}
 
     def enter(block: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Replaces a first block's input by a copy whose gradient goes into the table."""
         x = stream_in((args, kwargs))
         if x is None or not torch.is_grad_enabled():
             return None
@@ -188,7 +202,7 @@ def _tapped(model: nn.Module, groups: list[Group], table: Gradients) -> Iterator
             new = (x if x.grad_fn is not None else x.detach().requires_grad_()).clone()
             new.register_hook(functools.partial(_put_down, table, block))
             first[block] = x, new
-        elif x is not first[block][0]:  # a block that several layers share, or that is recomputed
+        elif x is not first[block][0]:  # another call, by a layer that shares the block or by recomputation
             return None
         new = first[block][1]
         return exchanged(args, x, new), exchanged(kwargs, x, new)
@@ -209,12 +223,12 @@ def _tapped(model: nn.Module, groups: list[Group], table: Gradients) -> Iterator
 
 
 def differ(before: Observed, now: Observed) -> str | None:
-    """What sets two observations apart, in words."""
+    """Returns a message about the first difference between two observations. None: they agree."""
     if before.error is not None and not before.outputs:
         return f"without a swap it fails, and nothing can be compared: {in_words(before.error)}"
     if now.error is not None and before.error is None:
         return in_words(now.error)
-    said = difference(before.outputs, now.outputs)  # where the model has no backward pass, they are all there is
+    said = difference(before.outputs, now.outputs)  # if the model has no backward pass, only outputs are compared
     pairs = [(g, now.gradients.get(p)) for p, g in before.gradients.items()]
     top = max((size for g, _ in pairs if math.isfinite(size := _largest(g))), default=0.0)
     for g, other in pairs if said is None else ():
@@ -224,6 +238,7 @@ def differ(before: Observed, now: Observed) -> str | None:
 
 
 def in_words(reason: Exception | None) -> str:
+    """Returns an exception's class and the first line of its message."""
     return f"{type(reason).__name__}: {str(reason).partition(chr(10))[0]}"
 
 
@@ -236,14 +251,15 @@ def _root_of_mean(t: Tensor) -> float:
 
 
 def _weights(t: Tensor) -> Tensor:
-    """Numbers that differ: a plain sum of normed rows would be constant."""
+    """Returns different weights for a sum over t. An unweighted sum over normed rows would be constant."""
     return torch.arange(t.numel(), dtype=torch.float64, device=t.device).cos()
 
 
 def difference(
     before: list[Tensor], now: list[Tensor], in_16_bits: float = _IN_16_BITS, least: float = 1e-3
 ) -> str | None:
-    """What sets two runs' outputs apart beyond rounding, in words. `least`: numbers below count as this large."""
+    """Returns a message if two runs' outputs differ by more than rounding, else None. `in_16_bits`: the tolerance in
+    16 bits. `least`: the difference is taken relative to at least this number."""
     if [t.shape for t in before] != [t.shape for t in now]:
         return "its outputs have other shapes"
     for a, b in zip(before, now):

@@ -23,7 +23,7 @@ _READERS: dict[type[nn.Module], Reader] = {}
 
 
 def register_norm(kind: type[nn.Module], reader: Reader) -> None:
-    """Registers a class as a norm for `swap_norms` and `swap_residuals`, where trial calls do not recognise it.
+    """Registers a class as a norm for `swap_norms` and `swap_residuals`, if trial calls do not recognise it.
 
     >>> import torch
     >>> from normformer_rs.surgery import register_norm, swap_norms
@@ -41,14 +41,14 @@ def register_norm(kind: type[nn.Module], reader: Reader) -> None:
     0       Noisy  RMSNorm  weight is the old g
 
     Args:
-        kind: the class itself; subclasses are registered for themselves.
-        reader: module → (width, computes), `computes` the name of the nearest norm in `normformer_rs.tables()`; or
-            None where it is no norm over the last dimension.
+        kind: the class. Its subclasses are not registered with it.
+        reader: a function from a module to (width, computes), where `computes` is the name of the nearest norm in
+            `normformer_rs.tables()`; it returns None if the module is no norm over the last dimension.
 
-    Trial calls find which parameter is the gain, its offset and its factor. Where they fail, the parameter `weight` is
-    the gain, or else the first one; `bias`, or else the second, is the bias; both count as in `computes`.
+    Trial calls find which parameter is the gain, its offset and its factor. If they fail, the gain is the parameter
+    `weight`, or else the first one, and the bias is `bias`, or else the second. Both are then used as in `computes`.
 
-    Errors: InputError where `kind` is no class of modules; at the swap, where the reader returns anything else.
+    Errors: InputError if `kind` is no class of modules; at the swap, if the reader returns anything else.
     """
     if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
         raise InputError(f"kind must be a subclass of torch.nn.Module; got {kind!r}")
@@ -56,13 +56,13 @@ def register_norm(kind: type[nn.Module], reader: Reader) -> None:
 
 
 def read_norm(module: nn.Module) -> RecognisedNorm | None:
-    """The norm that a module is, or None."""
+    """Returns the norm that a module computes. None: it is no known norm."""
     found = examine(module)
     return found if isinstance(found, RecognisedNorm) else None
 
 
 def examine(module: nn.Module) -> RecognisedNorm | str:
-    """The norm that a module is, or the reason why it is none."""
+    """Returns the norm that a module computes, or the reason why it is no known norm."""
     if isinstance(module, torch.jit.ScriptModule):
         return "compiled by torch.jit: swap first, and script or trace afterwards"
     kind = original(type(module))
@@ -80,8 +80,8 @@ def examine(module: nn.Module) -> RecognisedNorm | str:
 
 
 def alike(module: nn.Module) -> Hashable:
-    """A key that modules of one class with equal numbers and shapes share, so that one examination serves all. A module
-    with other attributes is its own key."""
+    """Returns a key that is equal for modules of one class with equal attributes and parameter shapes, so that
+    examining one of them is enough. A module with attributes other than numbers, strings and sizes is its own key."""
     own = {name: value for name, value in vars(module).items() if name not in vars(_EMPTY)}
     is_plain = all(value is None or isinstance(value, int | float | str | torch.Size) for value in own.values())
     if original(type(module)) in _READERS or has_stateful_parts(module) or module._buffers or not is_plain:
@@ -98,8 +98,8 @@ _TORCHS: dict[type[nn.Module], str] = {nn.LayerNorm: "layernorm", nn.RMSNorm: "r
 
 
 def looks_like_a_norm(module: nn.Module) -> bool:
-    """The class's name says norm, parametrized or not. torch's weight and spectral norms, which change another layer's
-    weight, do not count."""
+    """Returns whether a module without children is a norm by its class's name; it may be parametrized. torch's weight
+    and spectral norms do not count, since they change another layer's weight."""
     is_scripted = isinstance(module, torch.jit.ScriptModule)
     name = str(module.original_name) if is_scripted else type(module).__name__
     is_named_so = re.search("norm(?!al|ed)", name, re.IGNORECASE) is not None
@@ -109,7 +109,7 @@ def looks_like_a_norm(module: nn.Module) -> bool:
 
 
 def own_name(module: nn.Module) -> str | None:
-    """The package's name for one of its own norms."""
+    """Returns the table's name of one of this package's norms. None: the module is none of them."""
     if isinstance(module, nfnn.ScaleNorm) and module.weight is None:
         return "scalenorm-fixed"
     return _NAMES.get(original(type(module)))
@@ -119,6 +119,7 @@ _NAMES = {kind: name for name, kind in KINDS.items()} | {FixedScaleNorm: "scalen
 
 
 def _own_width(module: Any) -> int:
+    """Returns the width of one of this package's norms."""
     return module.normalized_shape[0] if hasattr(module, "normalized_shape") else module.num_features
 
 
@@ -126,6 +127,7 @@ def _own_width(module: Any) -> int:
 
 
 def _registered(module: nn.Module, said: Any) -> RecognisedNorm | str:
+    """Returns the norm that a module of a registered class computes. `said`: the result of the class's reader."""
     if said is None:
         return "its reader says that it is no norm over the last dimension"
     kind = type(module).__name__
@@ -141,8 +143,8 @@ def _registered(module: nn.Module, said: Any) -> RecognisedNorm | str:
 
 
 def _by_convention(module: nn.Module, width: int, computes: str, by_order: bool = True) -> RecognisedNorm:
-    """A norm with parameters that count as `computes`'s weight and bias, by name or else by order. `by_order=False`: by
-    name only, since others enter x̂."""
+    """Returns a norm whose parameters named weight and bias are those of the norm `computes`. If a name is missing, the
+    parameters' order tells which is which. `by_order=False`: only names tell, since other parameters enter x̂."""
     names = [name for name, _ in module.named_parameters(recurse=False)]
     others = names if by_order else []
     gain = "weight" if "weight" in names else next((name for name in others if name != "bias"), None)
@@ -155,7 +157,7 @@ def _by_convention(module: nn.Module, width: int, computes: str, by_order: bool 
         offset, factor = numbers.offset, numbers.factor / like.gain()
     eps = next((getattr(module, name) for name in _EPS if hasattr(module, name)), math.nan)
     if isinstance(module, RowNorm) and getattr(module, "eps_place", "inside") == "outside":
-        eps = math.nan  # no ε of the formula
+        eps = math.nan  # an ε outside the root is not the ε of the table's formula
     if gain is None:
         offset = 1.0
     return RecognisedNorm(width, computes, gain, bias, None if eps is None else float(eps), offset, factor)

@@ -1,4 +1,4 @@
-"""The record of one run of a model: every operation, and every call of a norm, dropout or linear layer."""
+"""Records one run of a model: every operation, and every call of a norm, dropout or linear layer."""
 
 import contextlib
 import copy
@@ -16,7 +16,8 @@ from .probe import has_stateful_parts
 from .recognise import alike, looks_like_a_norm, read_norm
 
 RESIDUAL: Any = torch.ops.normformer_rs.residual
-"""The package's operator, an addition where it has two arguments; its other outputs serve its backward pass."""
+"""The package's residual operator. With two arguments it is an addition. Its outputs after the first serve its
+backward pass."""
 ADDITIONS = frozenset({"add", "__add__", "__iadd__", "__radd__", "add_"})
 UNCHANGED = frozenset(
     (
@@ -25,20 +26,20 @@ UNCHANGED = frozenset(
         *("alias", "view_as", "expand_as", "narrow", "requires_grad_"),
     )
 )
-"""Operations that leave a tensor's numbers as they are, but for their type and place."""
+"""Operations that change at most the dtype, shape or order of a tensor's numbers, or select some of them."""
 FOLLOWED = UNCHANGED - {"detach", "permute", "__getitem__", "requires_grad_"}
-"""Those after which a residual stream goes on, if they keep its rows."""
+"""Operations of UNCHANGED whose output is still the residual stream, if they keep its rows."""
 TIMES = frozenset({"mul", "__mul__", "__rmul__", "mul_", "__imul__", "div", "__truediv__"})
 
 Key = tuple[int, int]
-"""A tensor at one time: its identity and its version."""
+"""A tensor between two writes: its identity (id) and its version, which each write in place increments."""
 
 
 class Node(NamedTuple):
     """An operation, or the call of a module that counts as one."""
 
     what: str
-    """The operation's name; or norm, linear, dropout, scale."""
+    """The operation's name; for a module that counts as one operation its kind, such as norm or linear."""
     module: nn.Module | None
     inputs: tuple[Key, ...]
     shapes: tuple[tuple[int, ...], ...]
@@ -46,13 +47,20 @@ class Node(NamedTuple):
     made: tuple[tuple[int, ...], ...] = ()
     """The shapes of the outputs."""
     factor: float | None = None
-    """Of a multiplication by a number."""
+    """The number, if the operation multiplies a tensor by one."""
     where: str = ""
-    """The line of the model's code."""
+    """The file and line of the model's code that called the operation."""
 
 
 class Call(NamedTuple):
-    """A call of a block: the nodes in it, its input and output on the stream, and the names of its arguments."""
+    """A call of a block.
+
+    Attributes:
+        first, last: its nodes are `nodes[first:last]` of the record.
+        x, shape: its input on the stream, and its shape.
+        y: its output of the same shape; None: it has none.
+        arguments: the tensors among its arguments → the names of the arguments.
+    """
 
     first: int
     last: int
@@ -63,22 +71,25 @@ class Call(NamedTuple):
 
 
 def key(t: Tensor) -> Key:
+    """Returns the key of a tensor in its present version."""
     return id(t), t._version
 
 
 def takes_all(index: Any) -> bool:
-    """The index cuts: where the shape stays, it takes all rows in their order."""
+    """Returns whether an index consists of slices of step 1 and `...` only. If the indexed tensor keeps its shape, such
+    an index takes everything in order."""
     parts = index if isinstance(index, tuple) else (index,)
     return all(i is Ellipsis or (isinstance(i, slice) and i.step in (None, 1)) for i in parts)
 
 
 def stream_in(arguments: Any) -> Tensor | None:
-    """The residual stream among a block's arguments: the first tensor of floating point with rows."""
+    """Returns the residual stream among a block's arguments: the first floating-point tensor of two or more
+    dimensions."""
     return next((a for a in tensors_in(arguments) if a.is_floating_point() and a.dim() >= 2), None)
 
 
 def each_once(todo: list[Key]) -> Iterator[Key]:
-    """Takes keys off a list that may grow meanwhile, each key once."""
+    """Yields the keys of `todo` from its end until it is empty, each once. The caller may add keys meanwhile."""
     seen: set[Key] = set()
     while todo:
         at = todo.pop()
@@ -88,7 +99,7 @@ def each_once(todo: list[Key]) -> Iterator[Key]:
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """The tensors of nested tuples, lists and dictionaries, in order."""
+    """Yields the tensors in nested tuples, lists and dictionaries, in order."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, tuple | list):
@@ -100,14 +111,15 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def exchanged(value: Any, old: Tensor, new: Tensor) -> Any:
-    """A call's arguments with another tensor."""
+    """Returns `value`, such as a call's arguments, with the tensor `old` replaced by `new`."""
     if value is old:
         return new
     return rebuilt(value, lambda one: exchanged(one, old, new))
 
 
 def rebuilt(value: Any, change: Callable[[Any], Any]) -> Any:
-    """A tuple, named or not, a list or a mapping with its items changed; anything else as it is."""
+    """Returns a copy of a (named) tuple, list or mapping with `change` applied to each item. Returns other values as
+    they are."""
     if isinstance(value, tuple) and hasattr(value, "_make"):
         return value._make(map(change, value))
     if type(value) in (tuple, list):
@@ -130,18 +142,19 @@ class Record(TorchFunctionMode):
         self.nodes: list[Node] = []
         self.made: dict[Key, int] = {}
         self.dropped: dict[Key, list[nn.Module]] = {}
-        """Dropouts, and stochastic depth, that a tensor went through unchanged, as in evaluation mode."""
+        """For each tensor, the modules of dropout and stochastic depth that returned it unchanged, as in evaluation
+        mode."""
         self.calls: dict[nn.Module, list[Call]] = {}
         self.outputs_of_attention: dict[Key, Tensor] = {}
-        """The last matrix of torch's functional attention, by its output."""
+        """For each output of torch's functional attention, the weight of its output projection."""
         self.roles: Any = None
-        """What the rows of its matrices are for, where that was read."""
+        """The `Roles` of the model's matrices; None until `discover` has found them."""
         self.returned: set[Key] = set()
-        """What the run returned."""
+        """The tensors that the run returned."""
         self.open: list[tuple[nn.Module, int, Tensor, Key, dict[Key, str]]] = []
         self.within = 0
-        """Modules under way that count as one operation."""
-        self.alive: list[Any] = []
+        """The number of modules under way that count as one operation; operations inside them are not recorded."""
+        self.alive: list[Any] = []  # keeps tensors alive, so that no identity is used twice
         self.kinds = {part: kind for part in model.modules() if (kind := _counts_as(part))}
         self.blocks = {*blocks}
 
@@ -170,6 +183,7 @@ class Record(TorchFunctionMode):
     def add(
         self, what: str, module: nn.Module | None, given: list[Tensor], keys: list[Key], out: Any, factor: Any = None
     ) -> None:
+        """Records an operation. `given`: its inputs; `keys`: their keys before it ran."""
         made = [*tensors_in(out)]
         if not made:
             return
@@ -183,7 +197,8 @@ class Record(TorchFunctionMode):
         self.nodes.append(Node(what, module, tuple(keys), shapes, outputs, sizes, factor, _where()))
 
     def stand_for(self, own: Mapping[nn.Module, nn.Module]) -> None:
-        """Takes the recorded modules for others that are made alike."""
+        """Replaces each recorded module by its counterpart in a model of the same structure (`own`: recorded module →
+        counterpart)."""
         self.nodes = [n if n.module is None else n._replace(module=own[n.module]) for n in self.nodes]
         self.calls = {own[block]: calls for block, calls in self.calls.items()}
         self.kinds = {own[module]: kind for module, kind in self.kinds.items()}
@@ -193,6 +208,7 @@ class Record(TorchFunctionMode):
     # Hooks of modules.
 
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Notes the start of a module's call."""
         if module in self.blocks and not self.within:
             x = stream_in((args, kwargs))
             if x is not None:
@@ -202,9 +218,10 @@ class Record(TorchFunctionMode):
             self.within += 1
 
     def leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        """Records the end of a module's call: as one operation, as a call of a block, or both."""
         if module in self.kinds:
             self.within -= 1
-            if self.kinds[module] == "attention":  # in the order of queries, keys and values
+            if self.kinds[module] == "attention":  # binding puts queries, keys and values into the signature's order
                 kwargs = inspect.signature(type(module).forward).bind(module, *args, **kwargs).arguments
                 args = ()
             given = [*tensors_in((args, kwargs))]
@@ -221,7 +238,7 @@ class Record(TorchFunctionMode):
 
 
 def _where() -> str:
-    """File and line of the innermost frame that is neither torch's nor this package's."""
+    """Returns file and line of the innermost frame outside torch and this package."""
     frame = inspect.currentframe()
     while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("torch", "normformer_rs"):
         frame = frame.f_back
@@ -229,8 +246,8 @@ def _where() -> str:
 
 
 def _named(block: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[Key, str]:
-    """The tensors among a call's arguments, also in tuples, lists and dictionaries, by the names in the block's
-    signature."""
+    """Returns the tensors among a call's arguments → the arguments' names in the block's signature. Tensors in tuples,
+    lists and dictionaries get the name of their argument."""
     try:
         given = inspect.signature(block.forward).bind(*args, **kwargs).arguments
     except TypeError:
@@ -240,12 +257,13 @@ def _named(block: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
 
 
 _RECOGNISED: dict[Any, bool] = {}
+"""Answers of `is_norm`, by the description that `alike` gives of modules of equal computation."""
 
 
 def _counts_as(module: nn.Module) -> str | None:
-    """What a module is, if it counts as one operation."""
+    """Returns a module's kind if a call of it counts as one operation, else None."""
     if isinstance(module, torch.jit.ScriptModule):
-        return None  # it takes no hooks, so its operations count one by one
+        return None  # compiled modules take no hooks, so their operations count one by one
     if isinstance(module, nn.modules.dropout._DropoutNd):
         return "dropout"
     kind = type(module).__name__
@@ -266,7 +284,7 @@ def _counts_as(module: nn.Module) -> str | None:
 
 
 def is_norm(module: nn.Module) -> bool:
-    """The module is a norm, recognised by what it computes; or its class's name says so."""
+    """Returns whether the module is a norm, judged by its class's name or by its computation."""
     if next(module.parameters(recurse=False), None) is None and not looks_like_a_norm(module):
         return False
     like = alike(module)
@@ -280,7 +298,7 @@ def is_norm(module: nn.Module) -> bool:
 def record(
     model: nn.Module, blocks: Iterable[nn.Module], run: Callable[[], Any], whole: Iterable[nn.Module] = ()
 ) -> Record:
-    """A run of the blocks' model. The attentions in `whole` count as one operation each."""
+    """Returns the record of `run()`, which runs the model. The attentions in `whole` count as one operation each."""
     found = Record(model, blocks)
     found.kinds |= dict.fromkeys(whole, "attention")
     with contextlib.ExitStack() as hooks:

@@ -1,4 +1,4 @@
-"""What `swap_residuals` cannot convert, refused before anything changes."""
+"""Refuses blocks and schemes that `swap_residuals` cannot convert, before anything changes."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -26,7 +26,8 @@ from .spec import has
 
 
 def refuse(group: Group, place: Place, to: Any) -> None:
-    """InputError for what cannot be converted."""
+    """Raises InputError if a stack cannot be converted to a scheme. `place`: that of its first block; `to`: the
+    scheme."""
     for name, module in _reclassed(group):
         refuse_own_forward(name.lstrip("."), module)
     for i, (name, block) in enumerate(zip(group.names, group.blocks)):
@@ -84,7 +85,7 @@ def refuse(group: Group, place: Place, to: Any) -> None:
 
 
 def refuse_roles(group: Group, init: str | None) -> None:
-    """InputError for blocks whose matrices cannot be told apart, where they are drawn."""
+    """Raises InputError if blocks are to be re-initialised (`init` is not None) and a matrix's role is unknown."""
     way = "init=None keeps their weights"
     for name, block in zip(group.names, group.blocks):
         found = None if isinstance(block, tuple(TORCHS)) else structure_of(block)
@@ -101,7 +102,7 @@ def refuse_roles(group: Group, init: str | None) -> None:
 
 
 def _refuse_shared(group: Group, place: Place, to: Any) -> None:
-    """InputError for layers that share a block where the scheme treats each differently."""
+    """Raises InputError if layers share a block and the scheme treats layers differently."""
     layers = {repr(layer).replace("last=True", "last=False") for layer in place.declared.layers}
     growth = place.declared.growth is not None and place.declared.growth.by_layer
     shared = next((b for b in group.blocks if structure_of(b).calls > 1), None)
@@ -113,7 +114,7 @@ def _refuse_shared(group: Group, place: Place, to: Any) -> None:
 
 
 def _refuse_inside(group: Group, place: Place, to: Any) -> None:
-    """InputError for changes inside sublayers that these blocks do not show."""
+    """Raises InputError if the scheme changes tensors inside sublayers at points that these blocks do not expose."""
     asked = {option: getattr(place.config, option) for option in ("qk_norm", "qk_l2norm", "v_norm")}
     option = next((option for option, value in asked.items() if value), None)
     what = to if option is None else "qk_norm=True" if option == "qk_norm" else option
@@ -140,11 +141,11 @@ def _refuse_inside(group: Group, place: Place, to: Any) -> None:
                 if point not in (*PROJECTIONS, "input") and point not in POINTS:
                     raise InputError(f"{what} acts at {point} of attention, which {kind} does not expose: {way}")
                 if point in POINTS:
-                    path_of(block, part, POINTS[point][0])
+                    path_of(block, part, POINTS[point][0])  # raises if no layer, or several, have that role
 
 
 def _removed(block: nn.Module, place: Place) -> list[str]:
-    """The block's norms that the scheme does not call."""
+    """Returns the paths of the block's norms that the scheme does not call."""
     parts, sublayers = parts_of(block), place.sublayers
     if isinstance(block, tuple(TORCHS)):
         kept = {what.name for sublayer in sublayers for what in sublayer.around()}
@@ -155,7 +156,7 @@ def _removed(block: nn.Module, place: Place) -> list[str]:
 
 
 def _replaced(block: nn.Module, place: Place) -> list[str]:
-    """The block's norms that do not stay in their places."""
+    """Returns the paths of the block's norms that do not stay in their places."""
     parts, sublayers = parts_of(block), place.sublayers
     stay, _ = norms_of(parts, sublayers)
     twins = {path for part, own in zip(parts, sublayers) if only_norm(own.before) is not None for path in part.twins}
@@ -163,7 +164,7 @@ def _replaced(block: nn.Module, place: Place) -> list[str]:
 
 
 def _reclassed(group: Group) -> Iterator[tuple[str, nn.Module]]:
-    """The modules whose class a conversion changes, with their names."""
+    """Yields the modules whose class the conversion changes, with their names."""
     for name, block in zip(group.names, group.blocks):
         yield name, block
         if isinstance(block, tuple(TORCHS)):

@@ -1,7 +1,8 @@
-"""The residual stream as a tensor: another library's block runs its own forward on it.
+"""A tensor subclass that stands for the residual stream while another library's block runs its own forward.
 
-Adding to it closes a sublayer, and any other reading of it gives what the scheme's sublayer reads. The block's own
-norms on the stream let it through.
+An addition to the stream ends a sublayer: the scheme's residual connection is computed instead. Any other operation on
+it gets the tensor that the scheme's sublayer reads. The block's own norms on the stream return it unchanged, or the
+scheme calls them.
 """
 
 import functools
@@ -24,12 +25,15 @@ _LOOKS = frozenset(
         *("data_ptr", "is_same_size"),
     )
 )
-"""Operations that ask for a tensor's form and not for its numbers."""
+"""Operations that ask for a tensor's properties, such as its shape, but not for its numbers."""
 _REARRANGES = FOLLOWED | {"__getitem__"}
 
 
 class Pass:
-    """One call of a block: which sublayers its additions close, and which additions only read the stream."""
+    """One call of a block. It knows which addition ends which sublayer, and which additions only read the stream.
+
+    `writes`: the sublayer of each addition that will occur in this call, in order.
+    """
 
     def __init__(self, residual: Any, writes: tuple[int, ...], structure: Structure) -> None:
         self.residual, self.writes, self.structure = residual, writes, structure
@@ -37,51 +41,52 @@ class Pass:
         kept = [i for i, sublayer in enumerate(every) if sublayer in writes]
         self.recorded = (*kept, len(every))
         self.became: tuple[Tensor, Stream] | None = None
-        """A branch that the stream was added to in place, and the stream after it."""
+        """If the block added the stream to a branch in place: the branch, and the stream after the addition."""
         self.is_over = False
-        """The call has ended."""
+        """Whether the call has ended."""
         self.seen: dict[tuple[str, int], int] = {}
-        """Additions that only read, and multiplications, by how many additions wrote before."""
+        """The number of operations so far of a kind ("+" or "*"), after a number of writing additions."""
 
     def shown(self, rows: Tensor) -> Tensor:
-        """Rows as the block sees them: of images the channels come first."""
+        """Returns rows in the block's layout: a block of images has the channels in the second dimension."""
         return rows.movedim(-1, 1) if self.structure.has_channels_first else rows
 
     def as_rows(self, f: Tensor, shape: Any) -> Tensor:
-        """A branch as rows of that shape."""
+        """Returns a branch as rows of the streams' shape."""
         return f.movedim(1, -1) if self.structure.has_channels_first else f.reshape(shape)
 
     def only_reads(self, written: int) -> bool:
-        """Whether the addition under way only reads the stream."""
+        """Returns whether the addition under way only reads the stream. Counts it."""
         return self._counted("+", written) in self.structure.reads
 
     def goes_on(self, written: int) -> bool:
-        """Whether the stream goes on from the multiplication under way."""
+        """Returns whether the result of the multiplication under way is the stream from then on. Counts it."""
         return self._counted("*", written) in self.structure.scales
 
     def _counted(self, what: str, written: int) -> tuple[int, int]:
-        """The operation under way, as the structure counts: with the additions of sublayers that are left out."""
+        """Counts the operation under way and returns its number as in `Structure.reads`, which also counts the
+        additions of sublayers that this call leaves out."""
         number = self.seen.get((what, written), 0)
         self.seen[what, written] = number + 1
         return self.recorded[written], number
 
 
 class Stream(Tensor):
-    """x on its way through a block, `written` additions after its start."""
+    """The residual stream x within a block, after `written` additions."""
 
     under_way: Pass
     plain: Tensor
-    """x, as the block sees its shape."""
+    """x in the shape that the block expects."""
     value: Tensor
-    """What the sublayer under way reads past the block's own norms. The stream holds these numbers: whatever gets
-    past `__torch_function__`, as properties, functions that save tensors, or kernels, reads them."""
+    """The tensor that the sublayer under way reads if the block has no norm before it. The stream's memory holds these
+    numbers, so code that bypasses `__torch_function__` reads them: properties, functions that save tensors, kernels."""
     streams: Streams
-    """x, what goes beside it, and what was read of it."""
+    """The scheme's tensors: x, further streams, and the tensor that the sublayer reads."""
     written: int
     parallel: Tensor | None
-    """The sum of the sublayer's first branches, where several are added one by one."""
+    """The sum so far, if the sublayer has several branches that the block adds one by one. Else None."""
     shape_of_rows: Any
-    """The shape of `streams`, where the block sees another."""
+    """The shape of the tensors in `streams`, which may differ from the block's."""
 
     @staticmethod
     def of(
@@ -93,7 +98,8 @@ class Stream(Tensor):
         shape: Any = None,
         value: Tensor | None = None,
     ) -> "Stream":
-        """`x` as the stream: what the block sees as its input's shape and type. `value`: where it is known."""
+        """Returns a stream for x, given in the shape and dtype that the block expects. `value`: the tensor that the
+        sublayer under way reads; None: it is computed."""
         value = _value(x, under_way, streams, written, parallel) if value is None else value
         stream = value.as_subclass(Stream) if _is_plain(value) else _around(value)
         stream.under_way, stream.plain, stream.streams, stream.written = under_way, x, streams, written
@@ -123,7 +129,8 @@ class Stream(Tensor):
 
 
 def _goes_on(stream: Stream, *factors: Any) -> bool:
-    """The stream goes on from a multiplication by a number, which the scheme's own factor of x stands for."""
+    """Returns whether a multiplication by numbers is the block's own factor on x. It is then left out, because the
+    scheme has its own factor on x."""
     run = stream.under_way
     return (
         bool(run.structure.scales) and all(isinstance(a, int | float) for a in factors) and run.goes_on(stream.written)
@@ -131,7 +138,8 @@ def _goes_on(stream: Stream, *factors: Any) -> bool:
 
 
 def _value(x: Tensor, run: Pass, streams: Streams, written: int, parallel: Tensor | None) -> Tensor:
-    """What the sublayer under way reads past the block's own norms; x where it reads through them."""
+    """Returns the tensor that the sublayer under way reads if it reads the stream directly; x if it reads through one
+    of the block's norms."""
     if written >= len(run.writes) or parallel is not None or run.residual.parts[run.writes[written]].before is not None:
         return x
     value = run.residual.read(run.writes[written], streams, None)
@@ -140,38 +148,41 @@ def _value(x: Tensor, run: Pass, streams: Streams, written: int, parallel: Tenso
 
 
 def _is_kept(args: Any) -> bool:
-    """A stream is read after its block's call. Backward passes of functions read what these saved."""
+    """Returns whether a stream among the arguments is used after its block's call, but not in a backward pass: there,
+    functions read the tensors that they saved."""
     first = next((a for a in args if isinstance(a, Stream)), None)
     return first is not None and first.under_way.is_over and torch._C._current_graph_task_id() == -1
 
 
 def _after_call(value: Any) -> Any:
+    """Returns x as a plain tensor for a stream, and any other value as it is."""
     return bare(value) if isinstance(value, Stream) else value
 
 
 def bare(x: Stream) -> Tensor:
-    """x without the class."""
+    """Returns x as a plain tensor."""
     return x.plain if x.value is not x.plain else _numbers(x)
 
 
 def _numbers(x: Stream) -> Tensor:
-    """What the stream holds, without the class. Dynamo cannot take it off, and reentrant checkpoints need the tensor
-    that they detached."""
+    """Returns the stream's `value` as a plain tensor. Normally this is a view of the stream, because reentrant
+    checkpoints need the tensor that they detached. Dynamo cannot change a tensor's class, so it gets `value` itself."""
     return x.value if torch.compiler.is_compiling() or not _is_plain(x.value) else x.as_subclass(Tensor)
 
 
 def _is_plain(x: Tensor) -> bool:
+    """Returns whether a tensor is of no subclass; always True while Dynamo compiles."""
     return torch.compiler.is_dynamo_compiling() or type(x) in (Tensor, nn.Parameter)
 
 
 def _around(x: Tensor) -> Any:
-    """A stream around a tensor that has a class already, as in torch.export."""
+    """Returns a stream that wraps a tensor of a subclass, as torch.export has."""
     what: dict[str, Any] = {"dtype": x.dtype, "device": x.device, "requires_grad": x.requires_grad}
     return Tensor._make_wrapper_subclass(_Around, x.shape, strides=x.stride(), **what)
 
 
 class _Around(Stream):
-    """A stream that holds another tensor in place of being one."""
+    """A stream without memory of its own: operations act on the tensor `value` that it wraps."""
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -181,11 +192,12 @@ class _Around(Stream):
 
 
 def _held(value: Any) -> Any:
+    """Returns the tensor that a stream wraps, and any other value as it is."""
     return value.value if isinstance(value, _Around) else value
 
 
 def _added(args: Any, kwargs: Any) -> tuple[Stream, Tensor] | None:
-    """The stream, and what is added to it; None: the addition is another."""
+    """Returns the stream and the branch that an addition adds to it. None: the addition does not write the stream."""
     if len(args) != 2 or {*kwargs} - {"alpha"} or not all(isinstance(a, Tensor) for a in args):
         return None
     streams = [a for a in args if isinstance(a, Stream)]
@@ -202,8 +214,8 @@ _SHAPES = frozenset({"view", "reshape", "flatten", "unflatten", "squeeze", "unsq
 
 
 def _rearranged(func: Any, args: Any, kwargs: Any) -> Stream | None:
-    """The stream after a change of its type, of its leading shape, or of the order of its first dimensions; None: the
-    operation is another."""
+    """Returns the stream after a change of its dtype, of its shape before the last dimension, or of the order of its
+    first dimensions. None: the operation does something else."""
     stream, name = args[0], getattr(func, "__name__", "")
     x = bare(stream)
     made = func(x, *args[1:], **kwargs)
@@ -235,6 +247,7 @@ def _rearranged(func: Any, args: Any, kwargs: Any) -> Stream | None:
 
 
 def _read(value: Any) -> Any:
+    """Returns an argument with each stream in it replaced by the tensor that the sublayer reads."""
     if isinstance(value, Stream):
         return read(value)
     if isinstance(value, tuple | list) and type(value) in (tuple, list):
@@ -243,7 +256,8 @@ def _read(value: Any) -> Any:
 
 
 def read(stream: Stream, norm: nn.Module | None = None) -> Tensor:
-    """What the sublayer reads, through one of the block's norms or past them."""
+    """Returns the tensor that the sublayer under way reads, as a plain tensor: through the block's norm `norm`, or
+    directly if that is None. Between two parallel branches, and after the last sublayer, this is x."""
     run = stream.under_way
     if stream.written >= len(run.writes) or stream.parallel is not None or _is_kept((stream,)):
         return bare(stream)
@@ -257,7 +271,8 @@ def read(stream: Stream, norm: nn.Module | None = None) -> Tensor:
 
 
 def write(stream: Stream, f: Tensor) -> Stream:
-    """The stream after an addition."""
+    """Returns the stream after the block has added the branch f to it. Errors: InputError if the block adds more often
+    than in the recorded run."""
     run, number = stream.under_way, stream.written
     if number >= len(run.writes):
         raise InputError(
@@ -275,19 +290,21 @@ def write(stream: Stream, f: Tensor) -> Stream:
 
 
 class Identity(nn.Identity):
-    """In the place of a norm that a sublayer read through, and that the scheme has not."""
+    """Replaces a norm before a sublayer that the scheme does not have. Given the stream, returns the tensor that the
+    sublayer reads."""
 
     def forward(self, x: Tensor) -> Tensor:
         return read(x, self) if isinstance(x, Stream) else x
 
 
 class StreamNorm(Converted):
-    """A norm that a block calls on its stream. The scheme decides where norms stand, and calls it with a plain x."""
+    """A block's norm on its stream. Before a sublayer, it returns the tensor that the sublayer reads; after one, the
+    stream itself. The scheme calls it with a plain tensor where it has a norm, and then it computes."""
 
     goes_over = True
-    """To the norm that takes its place."""
+    """`hand_over` makes the norm that replaces this one a StreamNorm, too."""
     computes_as: ClassVar[type]
-    """The class whose operator may stand in for a call."""
+    """The norm's own class, whose operator may be used in place of a call."""
 
     def __init_subclass__(cls) -> None:
         cls.computes_as, own = cls.kind, cls.kind.forward

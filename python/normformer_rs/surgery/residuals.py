@@ -1,4 +1,4 @@
-"""`swap_residuals`: another residual scheme for the blocks of a model."""
+"""`swap_residuals` gives the blocks of a model another residual scheme."""
 
 import functools
 import warnings
@@ -42,7 +42,7 @@ from .undo import Edits, Row, Swaps, refuse_wrapped
 from .whole import LEVEL
 
 UNSAID = "(scheme, unless the model looks trained)"
-"""The default of `init`."""
+"""The default of `init`: the scheme's initialisation, and an error if the model looks trained."""
 
 
 def swap_residuals(
@@ -57,16 +57,17 @@ def swap_residuals(
 ) -> Swaps:
     """Gives a model's Transformer blocks another residual scheme, in place.
 
-    Blocks are recognised by what they compute: lists of modules of which each adds branches to its input, whatever
-    they are called. The model runs on `example`: once to find which additions carry its residual stream, which
-    norms stand there, and which linear layers make a branch; then with the scheme that the blocks have, which must
-    change neither outputs nor gradients in evaluation and training mode; then with the new one. torch.nn's layers
-    need no run. A block keeps its identity, its own forward, linear layers,
-    dropouts, hooks and norms (identities stand in for norms that the scheme has not); new norms are of the kind
-    that the block has. Sums of attention and feed-forward, as in GPT-J, are one branch. Factors of a branch, as
-    Granite's number and LayerScale's vectors, are the blocks' own scheme, and go; `layerscale` with init=None takes
-    such vectors over. What a scheme has beside x travels inside the hidden state, which is as many times wider
-    between the blocks.
+    Blocks are recognised by what they compute, whatever they are called: the modules of a list are blocks if each adds
+    branches to its input. The model runs on `example` several times. The first run finds which additions carry the
+    residual stream, which norms stand there, and which linear layers make up each branch. The next runs are with the
+    scheme that the blocks have, which must change neither outputs nor gradients, in evaluation and training mode. The
+    last runs are with the new scheme. torch.nn's layers need no run.
+
+    A block keeps its identity, its own forward, linear layers, dropouts, hooks and norms; norms that the scheme does
+    not have become identities, and new norms are of the block's kind. A sum of attention and feed-forward, as in GPT-J,
+    is one branch. Factors of a branch, such as Granite's number and LayerScale's vectors, belong to the blocks' old
+    scheme and are removed, but `layerscale` with init=None takes over such vectors. If a scheme has n tensors, they
+    travel inside the hidden state, which is then n times as wide between the blocks.
 
     >>> from torch import nn
     >>> model = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2)
@@ -76,8 +77,8 @@ def swap_residuals(
     layers.0  TransformerEncoderLayer  TransformerEncoderLayer, deepnorm  init deepnorm, 4 weights drawn
     layers.1  TransformerEncoderLayer  TransformerEncoderLayer, deepnorm  init deepnorm, 4 weights drawn
 
-    The scheme draws first values for the blocks' linear layers. A model that looks trained is refused unless `init` is
-    given: `init=None` keeps its weights.
+    By default the blocks' linear layers are re-initialised as the scheme says. A model that looks trained is refused
+    unless `init` is given: `init=None` keeps its weights.
 
     A Hugging Face model's `config.normformer_rs` then names the scheme, and each swapped block's state has a key of the
     scheme's name, which the stock class reports as unexpected. Load such a file into a model that was swapped alike:
@@ -88,27 +89,27 @@ def swap_residuals(
 
     Args:
         model: any tree of modules that holds known blocks.
-        to: a name from `normformer_rs.tables()["residuals"]`; `postnorm*3,prenorm`, a name for each layer; or a
-            `Scheme` of one's own.
-        depth: layers for the scheme's constants: one number, or (encoder, decoder). None: as many as there are.
-        init: first values of the blocks' linear layers. "scheme": the scheme's own; another name out of
-            `tables()["inits"]`; None: their values stay. Left out: "scheme", and an error if the model looks trained.
-            Embeddings and all else outside the blocks keep their values.
-        optimizer: gets the scheme's parameters, in the group of the block's first parameter, and loses the removed
-            ones; the state of parameters drawn anew is dropped. One that is not passed warns at its next step.
+        to: a name from `normformer_rs.tables()["residuals"]`; names by layer, such as `postnorm*3,prenorm`; or your own
+            `Scheme`.
+        depth: the number of layers for the scheme's constants: one number, or (encoder, decoder). None: the model's.
+        init: the initialisation of the blocks' linear layers: "scheme" for the scheme's own, another name from
+            `tables()["inits"]`, or None to keep the weights. If left out, it is "scheme", with an error if the model
+            looks trained. Embeddings and everything else outside the blocks keep their values.
+        optimizer: gets the scheme's parameters, each in the group of an old parameter, and loses the removed ones. The
+            state of re-initialised parameters is dropped. An optimizer that is not passed warns at its next step.
         example: an input for the runs: keyword arguments in a dictionary, a tuple of arguments, one tensor, or a
-            function of the model. None: one that the configuration of a Hugging Face or timm model tells.
-        options: those of `TransformerConfig` that the scheme has (`branchnorm_steps`, …).
+            function of the model. None: one made from the configuration of a Hugging Face or timm model.
+        options: the options of `TransformerConfig` that the scheme has (`branchnorm_steps`, …).
 
     Returns: the table of the changes, with a row for each list of blocks that stays; its `undo()` reverses them.
 
-    Errors: InputError for unknown names and options; a model none of whose lists holds residual blocks, with the
-    addition or the module that could not be accounted for; a model that does not run on the example; models whose
-    parameters others keep (DistributedDataParallel, FSDP, DTensors, DeepSpeed, accelerate's offloading); hooks on norms
-    that the scheme does not call, and a forward in a block's instance; an optimizer that does not own the parameters;
-    schemes that act inside attention or feed-forward where the block does not show that point; schemes between layers
-    in a model that reads its hidden states between blocks; without `init`, a model that looks trained. UserWarning
-    where biases that look trained are set to zero, and for blocks that stay.
+    Errors: InputError for unknown names and options; a model without lists of residual blocks (the message names the
+    addition or module at fault); a model that does not run on the example; models whose parameters something else holds
+    (DistributedDataParallel, FSDP, DTensors, DeepSpeed, accelerate's offloading); hooks on norms that the scheme does
+    not call; a forward that was put into a block's instance; an optimizer that does not own the parameters; schemes
+    that act inside attention or feed-forward, if the block does not expose that point; schemes that connect layers, if
+    the model reads its hidden states between blocks; without `init`, a model that looks trained. UserWarning if biases
+    that look trained are set to zero, and for blocks that stay as they are.
     """
     to = next(field for field in TransformerConfig.FIELDS if field.name == "residual").check(to)
     model = unwrapped(model)
@@ -128,6 +129,9 @@ def _swap(
     options: Mapping[str, Any],
     edits: Edits,
 ) -> Swaps:
+    """Makes the swap of `swap_residuals`, whose arguments have been checked. Its steps: find the stacks, prove their
+    structure, refuse unsuitable ones, convert the blocks, run the model, re-initialise, exchange the optimizer's
+    parameters."""
     is_said, init = init != UNSAID, "scheme" if init == UNSAID else init
     stacks = find_stacks(model, example)
     plans = [(g, place) for g, place in _plans(stacks.groups, to, depth, init, options) if not _has(g, place)]
@@ -205,13 +209,14 @@ def _swap(
 def _plans(
     groups: list[Group], to: Any, depth: int | tuple[int, int] | None, init: str | None, options: Mapping[str, Any]
 ) -> list[tuple[Group, Place]]:
-    """Each group of blocks with the place of its first: a configuration with the model's depths, and the stack."""
+    """Returns each group of blocks with the place of its first block: the configuration with the model's depths, and
+    whether the stack is an encoder or a decoder. Errors: InputError if `depth` does not fit the model."""
     with_memory, alone = [g for g in groups if g.has_memory], [g for g in groups if not g.has_memory]
     plans = []
     for group in groups:
         shape = shape_of(group.blocks[0])
         if with_memory:
-            own = [group] if not group.has_memory else alone or with_memory  # each of several encoders has its depth
+            own = [group] if not group.has_memory else alone or with_memory  # each encoder has its own depth
             sizes = (own[0].depth, with_memory[0].depth)
             encoder, decoder = sizes if depth is None else (depth, depth) if isinstance(depth, int) else depth
             shape |= {"encoder_layers": encoder, "decoder_layers": decoder}
@@ -238,7 +243,7 @@ def _plans(
 
 
 def _depth(given: Any) -> int | tuple[int, int] | None:
-    """A caller's depth. Errors: InputError."""
+    """Returns the caller's `depth` after checking it. Errors: InputError."""
     if not isinstance(given, tuple | list):
         return None if given is None else count_of_layers("depth", given)
     if len(given) != 2:
@@ -247,6 +252,7 @@ def _depth(given: Any) -> int | tuple[int, int] | None:
 
 
 def _refuse_options(options: Mapping[str, Any]) -> None:
+    """Raises InputError for options of attention, positions and parametrisation, which a swap cannot change."""
     for name in options:
         if name in ("positions", *ATTENTION):
             raise InputError(
@@ -264,8 +270,8 @@ _USUAL = (("self-attention", "feed-forward"), ("self-attention", "cross-attentio
 
 
 def _kinds(group: Group) -> tuple[str, ...] | None:
-    """The sublayers of the group's blocks, where they are not a Transformer's. A sublayer that is attention in some of
-    them, and something else in others, counts as attention."""
+    """Returns the kinds of the sublayers in the group's blocks. None: they are a Transformer's usual ones. A sublayer
+    that is attention in some blocks and something else in others counts as attention."""
     of_blocks = [[part.kind for part in parts_of(block)] for block in group.blocks]
     kinds = tuple(
         min(some, key=["cross-attention", "self-attention", "feed-forward"].index) for some in zip(*of_blocks)
@@ -274,13 +280,14 @@ def _kinds(group: Group) -> tuple[str, ...] | None:
 
 
 def _has(group: Group, place: Place) -> bool:
-    """The blocks have exactly this scheme already."""
+    """Returns whether the blocks already have exactly this scheme."""
     now = place_of(group.blocks[0])
     return now is not None and now.config == place.config
 
 
 def _unreached(group: Group, i: int) -> list[str]:
-    """Matrices of a block that stay as they are; of a loop, with its first layer."""
+    """Returns the names of block i's matrices that are not re-initialised. Those of a loop belong to its first
+    layer."""
     if group.loop is None:
         return unreached(group.blocks[i])
     return [] if i else unreached(group.loop, group.blocks)
@@ -293,7 +300,8 @@ def _first_norm(group: Group) -> nn.Module | None:
 
 
 def _take_over_options(stack: nn.Module, there: set[Any], like: nn.Module) -> None:
-    """Gives the norms that a scheme has added the options of a norm of the same class that was `there`."""
+    """Replaces norms that the scheme has added, and that have the class of the norm `like`, by norms with its options.
+    `there`: the modules from before the swap, which stay."""
 
     def options_of(norm: Any) -> dict[str, Any]:
         return {name: getattr(norm, name) for name in norm.declared.options}
@@ -315,15 +323,16 @@ def _take_over_options(stack: nn.Module, there: set[Any], like: nn.Module) -> No
 
 
 def _plain(to: Any, place: Place) -> Any:
-    """The scheme as JSON has it."""
+    """Returns the scheme in a form that JSON can hold: its name or its declaration."""
     return to.declare(place.config, place.kinds) if hasattr(to, "declare") else to
 
 
 def _proven(
     model: nn.Module, stacks: Stacks, plans: list[tuple[Group, Place]], look: Look, seen: Mapping[bool, Observed]
 ) -> list[tuple[Group, Place]]:
-    """The plans for blocks with which an identity swap changes nothing; the others are unknown. `seen`: runs of the
-    model in evaluation and training mode."""
+    """Returns the plans whose blocks pass the proof: a swap to the scheme that they have must not change the model's
+    results. Groups that fail are added to `stacks.unknown`. `seen`: runs of the model in evaluation and training
+    mode."""
     found = [group for group, _ in plans if _is_foreign(group) and structure_of(group.blocks[0]).is_found]
     if not found or not seen or any(place_of(group.blocks[0]) is not None for group in found):
         return plans
@@ -344,8 +353,8 @@ def _proven(
 
 
 def _try(model: nn.Module, look: Look, seen: Mapping[bool, Observed], to: Any) -> None:
-    """Runs the swapped model in both modes. Errors: InputError where it does not run, as the
-    model did before: a sublayer's layers are not what their roles say, for schemes that act between them."""
+    """Runs the swapped model in both modes. Errors: InputError if it fails although the model ran before the swap. This
+    happens with schemes that act inside sublayers if the layers there do not have the roles that were found."""
     for training, old in seen.items():
         new = look(training, old.has_backward)
         if new.error is not None and old.error is None:
@@ -356,6 +365,7 @@ def _try(model: nn.Module, look: Look, seen: Mapping[bool, Observed], to: Any) -
 
 
 def _is_foreign(group: Group) -> bool:
+    """Returns whether blocks are neither torch.nn's nor of a registered class, so that a run has to describe them."""
     return not isinstance(group.blocks[0], tuple(TORCHS)) and declaration_of(type(group.blocks[0])) is None
 
 
@@ -369,16 +379,17 @@ _OURS = {
 
 
 def _convert_torchs(group: Group, place: Place, edits: Edits, _: bool) -> list[Row]:
-    """Turns torch.nn's layers, and their stack if there is one, into the package's; children and names stay."""
+    """Turns torch.nn's layers, and their stack if there is one, into this package's. Children and names stay. Returns
+    rows of the table about the last norm."""
     notes, holder = [], group.holder
     in_stack = type(holder) in TORCH_STACKS
     for i, layer in enumerate(group.blocks):
-        for module in layer.modules():  # linear layers are re-initialised, too
+        for module in layer.modules():  # all of them, since linear layers are re-initialised later
             edits.remember(module)
         reclass(layer, _OURS[type(layer)])
         layer.adopt(Place(place.config, place.stack, i), in_stack)  # type: ignore[operator]
         for module in layer.children():
-            reclass(module, type(module))  # attention's class is another, too
+            reclass(module, type(module))  # `adopt` has changed the class of attentions, too
     if in_stack:
         edits.remember(holder)
         norm = holder.norm
@@ -396,9 +407,10 @@ def _convert_torchs(group: Group, place: Place, edits: Edits, _: bool) -> list[R
 
 
 def _convert_foreign(group: Group, place: Place, edits: Edits, keeps: bool) -> list[Row]:
-    """Turns blocks into subclasses that run on a residual stream, or call the scheme's steps; the scheme's modules go
-    into their `residual`, those of the stack into `stack_residual` beside the list. `keeps`: the blocks' weights, among
-    them vectors of branches that the scheme has, too."""
+    """Turns blocks into subclasses that run on a residual stream or call the scheme's steps. Their new attribute
+    `residual` holds the scheme's modules, and `stack_residual`, beside the list, those of the stack. `keeps`: the
+    blocks keep their weights, so LayerScale vectors are copied into the scheme's β. Returns rows about the last
+    norm."""
     notes: list[Row] = []
     holder = None if isinstance(group.holder, LISTS) else group.holder
     has_end = any(change.kind == "norm" for change in place.declared.end)
@@ -442,7 +454,7 @@ def _convert_foreign(group: Group, place: Place, edits: Edits, keeps: bool) -> l
 
 
 def _is_prenorm(group: Group) -> bool:
-    """The blocks were found to be x + F(N(x)), and nothing else."""
+    """Returns whether a run found that the blocks compute x + F(N(x)) and nothing else."""
     structures = [structure_of(block) for block in group.blocks]
     return all(
         found.is_found
@@ -454,13 +466,15 @@ def _is_prenorm(group: Group) -> bool:
 
 
 def _name(holder: nn.Module, group: Group) -> str:
-    """What a module calls the scheme's parts of a stack: by the list, where it has several."""
+    """Returns the attribute's name for a stack's scheme modules. A module's second stack gets a name with that of its
+    list."""
     return (
         "stack_residual" if not hasattr(holder, "stack_residual") else f"{group.path.rpartition('.')[2]}_stack_residual"
     )
 
 
 def _convert_block(block: Any, residual: BlockResidual, own: Any, edits: Edits) -> None:
+    """Turns a block into a subclass with the scheme. `own`: the subclass that it is registered with, or None."""
     sites = own.sites(block) if hasattr(own, "sites") else {}
     for path in {"", *sites}:
         edits.remember(block.get_submodule(path))
@@ -495,8 +509,9 @@ def _convert_loop(
 
 
 def _exchange_parts(block: nn.Module, residual: BlockResidual, own: Any, edits: Edits) -> None:
-    """Puts what a scheme has in the place of a block's norms, dropouts and factors. `own`: the subclass that the block
-    is registered with."""
+    """Exchanges a block's norms, dropouts and factors for the scheme's parts: norms stay, move to the residual or
+    become identities; dropouts move to the residual; factors go. `own`: the subclass that the block is registered with,
+    or None."""
     parts = residual.parts
     norms = [path for part in parts for path in part.norms()]
     dropouts = [part.dropout for part in parts if part.dropout is not None and _is_module(block, part.dropout)]
@@ -534,13 +549,14 @@ def _exchange_parts(block: nn.Module, residual: BlockResidual, own: Any, edits: 
 
 
 def _put_everywhere(block: nn.Module, old: nn.Module, new: nn.Module) -> None:
-    """Under all of the module's names in the block."""
+    """Puts `new` into the place of `old` under all names that `old` has in the block."""
     for path in [name for name, module in block.named_modules(remove_duplicate=False) if module is old]:
         _put(block, path, new)
 
 
 def _nothing(norm: nn.Module, reads: bool) -> nn.Identity:
-    """In the place of a norm: with a weight, whose type blocks ask for. `reads`: it stood before a sublayer."""
+    """Returns an identity for the place of a norm. It has an empty weight, since some blocks ask for the dtype of their
+    norm's weight. `reads`: whether the norm stood before a sublayer."""
     identity, like = Identity() if reads else nn.Identity(), next(norm.parameters(), None)
     if like is not None:
         identity.register_buffer("weight", like.new_empty(0).detach(), persistent=False)
@@ -548,10 +564,12 @@ def _nothing(norm: nn.Module, reads: bool) -> nn.Identity:
 
 
 def _is_module(block: nn.Module, path: str) -> bool:
+    """Returns whether there is a module at a path of the block."""
     return has(block, path) and isinstance(at(block, path), nn.Module)
 
 
 def _put(block: nn.Module, path: str, module: nn.Module) -> None:
+    """Puts a module into the place of another one, in the same training mode."""
     parent, _, leaf = path.rpartition(".")
     holder: Any = block.get_submodule(parent)
     setattr(holder, leaf, module.train(getattr(holder, leaf).training))
@@ -564,8 +582,9 @@ def _repoint(
     after: Mapping[str, nn.Parameter],
     drawn: Sequence[nn.Parameter],
 ) -> Repoint:
-    """Takes the removed parameters out of the optimizer, and puts each new one into the group of an old one: a vector
-    into that of a vector, since groups of norms, gains and biases have no decay, and of those the nearest by path."""
+    """Returns the exchange that takes removed parameters out of the optimizer, and puts each new one into the group of
+    an old one. A vector joins the group of a vector, since groups of norms, gains and biases often have no weight
+    decay. Among the candidates, the nearest by path is chosen."""
     known, kept = {*before.values()}, {*after.values()}
     exchange: Exchange = {p: [] for p in known - kept}
     names = {p: name for name, p in before.items()}
@@ -580,5 +599,6 @@ def _repoint(
 
 
 def _common(one: str, other: str) -> int:
+    """Returns how many names two paths have in common at their beginning."""
     a, b = one.split("."), other.split(".")
     return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))

@@ -1,12 +1,14 @@
-"""Which row of a matrix makes queries, keys, values or a gate: read from what the model computes, not from names.
+"""Finds which rows of a matrix compute queries, keys, values or a gate. The roles are read from the model's
+computation, not from names.
 
 In one run with gradients, the output of every product with a parameter and of every attention becomes a leaf of
-autograd's graph. A derivative then reaches from what attention receives, or from what the next matrix reads, back to
-the rows that made it, and stops there. A row belongs to the queries of head h if the derivative of head h's queries by
-that row's output is not zero, and so for keys and values.
+autograd's graph. So a derivative of attention's inputs, or of the next matrix's input, reaches back to the rows that
+computed them, and stops there. A row belongs to the queries of head h if the derivative of head h's queries with
+respect to that row's output is not zero. Keys and values are found likewise.
 
-A gated feed-forward multiplies a ⊙ φ(b). The run is repeated with a share of the rows times −2 and all others as they
-were. The derivative by a row of a does not move unless the row of b beside it was scaled; the one by a row of b does.
+A gated feed-forward computes a ⊙ φ(b). To tell a from b, the run is repeated with some rows' outputs multiplied by −2.
+The derivative with respect to a row of a is φ(b), so it changes only if the matching row of b was scaled. The
+derivative with respect to a row of b changes if either row was scaled.
 """
 
 import itertools
@@ -23,16 +25,16 @@ _RUNS = 4
 
 
 class Matrix(NamedTuple):
-    """What the outputs of a matrix are for.
+    """The roles of a matrix's outputs.
 
     Attributes:
-        rows: the roles of its rows, in order; empty: none was told.
-        heads: of the attention that reads it, by role.
-        reads_attention: it multiplies what attention gave.
-        mixes: rows of the stream meet before it, and no attention was recognised.
+        rows: the roles of its rows, in order; empty if none was found.
+        heads: the number of heads of the attention that reads its output; None: no attention does.
+        reads_attention: its input is computed from attention's output.
+        mixes: its input mixes several rows of the stream, but no attention was recognised.
         is_unclear: it is one of two factors of a product that could not be told apart.
-        factor: d_head^−½ for queries whose products with keys nothing scales, else 1.
-        is_transposed: the parameter is (fan_in, fan_out).
+        factor: d_head^−½ if it makes queries and their products with keys are not scaled, else 1.
+        is_transposed: the parameter's shape is (fan_in, fan_out).
     """
 
     rows: tuple[Rows, ...] = ()
@@ -45,19 +47,19 @@ class Matrix(NamedTuple):
 
 
 class Roles(NamedTuple):
-    """The matrices of a model that its run multiplied by."""
+    """The roles of all matrices that a run of the model multiplied by."""
 
     matrices: Mapping[Owner, Matrix]
     why: str = ""
-    """The reason why they could not be told."""
+    """The reason why the roles could not be found. Empty: they were."""
 
     def of(self, owner: Owner) -> Matrix | None:
-        """What the rows of a matrix are for. None: the run did not multiply by it."""
+        """Returns the roles of a matrix's rows. None: the run did not multiply by it."""
         return self.matrices.get(owner)
 
 
 def owner_of(module: nn.Module) -> Owner:
-    """The matrix of a linear layer."""
+    """Returns the key of a linear layer's matrix: its weight, or the module if it computes its weight."""
     own = module._parameters.get("weight")
     return module if own is None else own
 
@@ -65,18 +67,18 @@ def owner_of(module: nn.Module) -> Owner:
 def find_roles(
     model: nn.Module, run: Callable[[], Any], norms: Set[nn.Module], writers: Mapping[Owner, set[Owner]]
 ) -> Roles:
-    """The roles of all matrices of a model in evaluation mode. `writers`: the last matrix of each branch, and all
+    """Returns the roles of all matrices of a model in evaluation mode. `writers`: the last matrix of each branch → all
     matrices of the branch."""
 
     def again(first: Trace, scales: Mapping[int, Tensor]) -> Trace | None:
-        """The run with the recorded outputs of all matrices and attentions, some of their rows scaled; None: it went
-        another way."""
+        """Repeats the run. Matrices and attentions give their outputs of the first run, some rows of them scaled. None:
+        the repeated run failed, or called other matrices."""
         other = Trace(model, norms, first, scales)
         try:
             other.follow(run)
         except MemoryError:
             raise
-        except Exception:  # what a scaled row leads to is the model's
+        except Exception:  # the model may fail on scaled rows
             return None
         return other if len(other.products) == len(first.products) else None
 
@@ -91,7 +93,7 @@ def find_roles(
 
 
 class _Reader:
-    """Reads the roles from the run."""
+    """Reads the roles of matrices from a traced run."""
 
     def __init__(self, run: Trace, writers: Mapping[Owner, set[Owner]]) -> None:
         self.run, self.writers = run, writers
@@ -100,11 +102,12 @@ class _Reader:
         self.owned: dict[int, list[set[tuple[Any, int | None]]]] = {}
         self.unclear: set[int] = set()
         self.tested: set[int] = set()
-        """Matrices that read more than one number of the matrices before in each column."""
+        """Numbers of the products whose inputs combine several outputs of earlier matrices in each column."""
         self.heads: dict[int, int] = {}
         self.factors: dict[int, float] = {}
 
     def read(self, again: Callable[[Any], Trace | None]) -> dict[Owner, Matrix]:
+        """Returns the roles. `again`: repeats the run with some outputs scaled (see `find_roles`)."""
         for attention in self.run.attentions:
             self._attention(attention)
         self._feed_forwards(again)
@@ -125,10 +128,12 @@ class _Reader:
         return found
 
     def _weights(self, t: Tensor) -> Tensor:
+        """Returns random numbers of a tensor's shape. Derivatives of a sum with such weights do not cancel."""
         return torch.randn(t.shape, generator=self.random, device="cpu").to(t.device, t.dtype)
 
     def _reached(self, total: Tensor, leaves: set[int]) -> dict[int, Tensor]:
-        """The derivatives of a number by the outputs of the matrices among `leaves`."""
+        """Returns the derivatives of `total` with respect to the outputs of those matrices whose outputs are among
+        `leaves`, by the number of the product."""
         numbers = [i for leaf in leaves if (i := self.number.get(leaf)) is not None]
         if not numbers or not total.requires_grad:
             return {}
@@ -137,6 +142,7 @@ class _Reader:
         return {i: g for i, g in zip(numbers, given) if g is not None}
 
     def _own(self, i: int, rows: Iterable[int], role: str, head: int | None = None) -> None:
+        """Notes a role for some rows of the matrix of product i."""
         if i not in self.owned:
             self.owned[i] = [set() for _ in range(self.run.products[i].leaf.shape[-1])]
         for row in rows:
@@ -145,6 +151,8 @@ class _Reader:
     # Queries, keys and values.
 
     def _attention(self, one: Attention) -> None:
+        """Notes the rows that make the queries, keys and values of an attention, its number of heads, and the factor
+        of its queries. Notes nothing if one of the three comes from no matrix."""
         told = {role: self._heads(t) for role, t in (("query", one.q), ("key", one.k), ("value", one.v))}
         if not all(told.values()):
             return
@@ -161,10 +169,11 @@ class _Reader:
             self.factors[next(iter(queries))] = one.q.shape[-1] ** -0.5
 
     def _heads(self, t: Tensor) -> dict[int, list[set[int]]]:
-        """The rows of each matrix that make each head of queries, keys or values."""
+        """Returns, for each matrix that `t` (queries, keys or values) is computed from, the set of rows of each
+        head."""
         found: dict[int, list[set[int]]] = {}
         leaves = leaves_of(t)
-        # one example's heads; a batch in the same dimension repeats them
+        # the heads of one example; if batch and heads share a dimension, later examples add no new sets
         for part in (t[0] if t.dim() > 3 else t).reshape(-1, *t.shape[-2:]):
             for i, g in self._reached((part * self._weights(part)).sum(), leaves).items():
                 rows = {*_columns(g).nonzero().flatten().tolist()}
@@ -176,7 +185,8 @@ class _Reader:
         return self.run.products[next(iter(heads))].leaf
 
     def _mixes(self, product: Product, behind: set[int]) -> bool:
-        """What a matrix reads in the last row depends on other rows of the matrices before."""
+        """Returns whether the last row of a matrix's input depends on other rows of the outputs of earlier matrices in
+        the branch."""
         x = product.x
         if not x.requires_grad or x.dim() < 3 or x.shape[-2] < 2:
             return False
@@ -189,7 +199,8 @@ class _Reader:
     # Feed-forwards.
 
     def _feed_forwards(self, again: Callable[[Any], Trace | None]) -> None:
-        """Tells fc1 from the gate."""
+        """Finds the matrices that a feed-forward's last matrix reads, and tells fc1 from the gate. If the last matrix
+        reads attention, a factor of its input is attention's output gate."""
         tested: list[tuple[int, dict[int, Tensor], Tensor]] = []
         for i, product in enumerate(self.run.products):
             if product.owner not in self.writers or not product.x.requires_grad:
@@ -201,14 +212,14 @@ class _Reader:
             attends = bool(behind & self.run.attended)
             found = {j: g for j, g in found.items() if attends or j not in self.heads}
             if sum(g.shape[-1] for g in found.values()) == product.x.shape[-1] and not attends:
-                for j, g in found.items():  # all of them: ReLU may have let none of a row's numbers through
+                for j, g in found.items():  # all rows, also those with zero derivative, which ReLU may have shut
                     self._own(j, range(g.shape[-1]), "fc1")
             elif found:
                 tested.append((i, found, weights))
                 self.tested.add(i)
         for i, linear, curved in self._linear_rows(tested, again):
             product = self.run.products[i]
-            for j in linear:  # all rows of a matrix of one kind, where ReLU has let none of some rows' numbers through
+            for j in linear:  # if all rows seen are of one kind, so are the rest, which ReLU may have shut
                 size, width = self.run.products[j].leaf.shape[-1], product.x.shape[-1]
                 if size == width and bool(linear[j]) != bool(curved[j]):
                     linear[j], curved[j] = ({*range(size)} if rows[j] else set() for rows in (linear, curved))
@@ -225,13 +236,15 @@ class _Reader:
                 self.unclear |= {*linear}
 
     def _owner(self, leaf: int) -> Owner | None:
+        """Returns the matrix whose output is the leaf with this identity. None: it is no matrix's output."""
         number = self.number.get(leaf)
         return None if number is None else self.run.products[number].owner
 
     def _linear_rows(
         self, tested: list[tuple[int, dict[int, Tensor], Tensor]], again: Callable[[Any], Trace | None]
     ) -> Iterator[tuple[int, dict[int, set[int]], dict[int, set[int]]]]:
-        """For each matrix the rows behind it by which what it reads is linear, and those by which it is not."""
+        """Yields for each tested product: its number, and for the matrices it reads the rows in which its input is
+        linear (rows of a), and those in which it is not (rows of b)."""
         scaled = {j for _, found, _ in tested for j in found}
         shown = {(i, j): torch.zeros(g.shape[-1], device="cpu") for i, found, _ in tested for j, g in found.items()}
         patterns = {j: _patterns(self.run.products[j].leaf, self.random) for j in scaled}
@@ -249,7 +262,8 @@ class _Reader:
                         shown[i, j] += here.reshape(-1, here.shape[-1]).sum(0).cpu()
         for i, found, _ in tested:
             rows = {j: {*_columns(g).nonzero().flatten().tolist()} for j, g in found.items()}
-            # a quarter of the places where a row counts shows it to be one of a, and hardly one place, by chance, of b
+            # a row of a keeps its derivative where it is scaled and its partner is not, at about a quarter of all
+            # places, and a row of b hardly anywhere: the threshold is 1/64 of the places
             counts = {j: (g != 0).reshape(-1, g.shape[-1]).sum(0).cpu() for j, g in found.items()}
             often = {j: shown[i, j] > _RUNS * counts[j] / 64 for j in found}
             linear = {j: rows[j] & {*often[j].nonzero().flatten().tolist()} for j in found}
@@ -257,13 +271,13 @@ class _Reader:
 
 
 def _columns(g: Tensor) -> Tensor:
-    """The columns that are not zero everywhere."""
+    """Returns a mask of the columns that are not zero everywhere."""
     return (g != 0).reshape(-1, g.shape[-1]).any(0)
 
 
 def _is_unscaled(one: Attention, q: Tensor, k: Tensor) -> bool:
-    """The scores are the plain products of what the two matrices gave, and of what is added. For then ∂sᵢᵢ/∂qᵢ = kᵢ; a
-    rotation of both by one angle leaves it."""
+    """Returns whether the scores are plain products of the outputs of the two matrices, without a factor; terms may be
+    added. Then ∂sᵢᵢ/∂qᵢ = kᵢ, also if query and key i are rotated by the same angle."""
     if not one.scores.requires_grad or q.dim() != 3 or k.dim() != 3 or q.shape[-1] != k.shape[-1]:
         return False
     rows = min(q.shape[1], k.shape[1])
@@ -273,7 +287,8 @@ def _is_unscaled(one: Attention, q: Tensor, k: Tensor) -> bool:
 
 
 def _patterns(leaf: Tensor, random: torch.Generator) -> list[Tensor]:
-    """For each run which outputs of a matrix are scaled: a row in half of its places, hardly two rows in the same."""
+    """Returns, for each repeated run, a mask of a matrix's outputs to scale. Each row is scaled at a random half of its
+    places over all runs, so two rows hardly ever share a pattern."""
     places = leaf[..., 0].numel()
     order = torch.rand(_RUNS * places, leaf.shape[-1], generator=random, device="cpu").argsort(0)
     chosen = order < _RUNS * places // 2
@@ -281,6 +296,8 @@ def _patterns(leaf: Tensor, random: torch.Generator) -> list[Tensor]:
 
 
 def _runs(owned: Iterable[set[tuple[Any, int | None]]]) -> tuple[Rows, ...]:
+    """Returns the roles of a matrix's rows, with neighbours of equal role and head joined into one run of rows. Rows
+    with several roles, or none, get the role None."""
     found: list[Rows] = []
     for one, alike in itertools.groupby(owned):
         roles, heads = {role for role, _ in one}, {head for _, head in one}
@@ -295,7 +312,8 @@ def _runs(owned: Iterable[set[tuple[Any, int | None]]]) -> tuple[Rows, ...]:
 
 
 def _joined(one: Matrix | None, other: Matrix) -> Matrix:
-    """Of two calls of one matrix, as of experts in turn: what either tells; nothing of the rows where they differ."""
+    """Joins what two calls of one matrix tell about it, such as calls for several experts. If they differ about its
+    rows, the rows get no role."""
     if one is None or one == other:
         return other
     rows = one.rows or other.rows

@@ -1,4 +1,4 @@
-"""Signs in norms that a model was trained, which outlive an exchange of the norms."""
+"""Finds signs in norms that a model was trained. A norm that replaces another one remembers the old norm's sign."""
 
 from torch import nn
 
@@ -6,10 +6,10 @@ HANDED_ON = "_sign_of_training"
 
 
 def sign_in_norm(norm: nn.Module, name: str) -> str | None:
-    """A sign that a norm was trained, or the norm that stood in its place before, in words; None: there is no sign.
+    """Returns a sign, in words, that a norm was trained, or that the norm which it replaced was. None: there is none.
 
-    Libraries begin with gains of one (Gemma: zero) and biases of zero, and the first update moves them. A single gain
-    gives no sign, because its first value is not known.
+    Libraries initialise gains with ones (Gemma: zeros) and biases with zeros, and the first update changes them. A
+    parameter of one number gives no sign, because its initial value is not known.
     """
     for key, p in norm.named_parameters(prefix=name):
         if p.numel() > 1 and not p.is_meta and not (p == p.flatten()[0].round().clamp(0, 1)).all():
@@ -18,6 +18,6 @@ def sign_in_norm(norm: nn.Module, name: str) -> str | None:
 
 
 def hand_on(old: nn.Module, new: nn.Module, name: str) -> None:
-    """Has the norm in the place `name` remember the sign that the old one there gave."""
+    """Stores the sign of training that the norm `old`, called `name`, gives in the norm `new`, which replaces it."""
     if sign := sign_in_norm(old, name):
         setattr(new, HANDED_ON, sign.replace("is not", "was not"))

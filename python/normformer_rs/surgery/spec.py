@@ -1,4 +1,4 @@
-"""A class of Transformer blocks as data: its sublayers, their norms, linear layers and dropouts."""
+"""Types that describe a Transformer block: its sublayers, with their norms, linear layers and dropouts."""
 
 import operator
 from typing import Any, NamedTuple
@@ -7,12 +7,12 @@ from ..nn.init import Role
 
 
 class Rows(NamedTuple):
-    """Rows of a matrix that follow each other and do the same.
+    """Adjacent rows of a matrix that have the same role.
 
     Attributes:
-        role: query, key, value, output, fc1, fc2 or gate; None: another, or several.
-        head: whose queries, keys or values; None: all heads' or none's.
-        size: how many.
+        role: query, key, value, output, fc1, fc2, gate or output_gate; None: another role, or several.
+        head: the head that the rows belong to; None: to all heads, or to none.
+        size: the number of rows.
     """
 
     role: Role | None
@@ -21,15 +21,16 @@ class Rows(NamedTuple):
 
 
 class Linear(NamedTuple):
-    """A linear layer of a block, or a parameter that stacks one for each expert.
+    """A linear layer of a block, or a parameter that stacks the matrices of several experts.
 
     Attributes:
         path: its path in the block.
-        roles: its outputs: query, key, value, output, fc1, fc2, gate; several where they are stacked.
-        factor: multiplies the scheme's first values.
+        roles: the roles of its outputs: query, key, value, output, fc1, fc2, gate, output_gate; several if the matrix
+            stacks them.
+        factor: a factor on the initial values of the scheme.
         rows: the role of every row; empty: each role has an equal share, in order.
-        is_transposed: the parameter is (fan_in, fan_out), as a stack of experts may be.
-        is_called: as a module; else its weight is read alone, and hooks on it do not run.
+        is_transposed: the parameter's shape is (fan_in, fan_out), as a stack of experts may have it.
+        is_called: the block calls the layer; if False, it only reads the weight, and hooks on the layer do not run.
         is_unclear: it is one of two factors of a product that could not be told apart.
     """
 
@@ -42,7 +43,7 @@ class Linear(NamedTuple):
     is_unclear: bool = False
 
     def rows_of(self, role: Role, size: int) -> list[int]:
-        """The rows with that role of a matrix of `size` rows."""
+        """Returns the indices of the rows with that role. `size`: the matrix's number of rows."""
         if not self.rows:
             share, first = size // len(self.roles), self.roles.index(role)
             return [*range(first * share, (first + 1) * share)]
@@ -50,7 +51,7 @@ class Linear(NamedTuple):
         return [i for i, one in enumerate(roles) if one == role]
 
     def __str__(self) -> str:
-        """Its last name and its roles, with the heads of queries, keys and values."""
+        """Returns the layer's name and roles, with the numbers of heads of queries, keys and values."""
         counts = [len({*self.heads(role)} - {None}) for role in self.roles]
         heads = f", {'+'.join(map(str, counts))} heads" if all(counts) and counts else ""
         roles = "+".join(self.roles) or "stays"
@@ -68,19 +69,19 @@ class Part(NamedTuple):
     Attributes:
         kind: self-attention, cross-attention or feed-forward.
         norm: the path of its norm.
-        linears: its linear layers; of a gated pair the one before the activation comes first.
-        dropout: the dropout on its output: an attribute of the block (a module or a rate), or a path with a dot: a
-            module inside the sublayer, which moves out to the residual.
-        drop_path: the path of stochastic depth on its output, which moves out to the residual.
-        before, after, branch: its norms by their place: N(x) that F reads, N(x + F), N(F).
-        twins: norms that stand beside `before`, where parallel branches have their own.
-        reads_past: F reads x beside its norm, too.
-        memory: the block's argument that cross-attention reads; without it the sublayer is left out.
-        is_parallel: F is a sum of branches, attention beside a feed-forward.
-        alpha: multiplies x.
-        experts: parameters that are stacks of matrices, one for each expert, with their roles.
+        linears: its linear layers. Of a gated pair, the layer before the activation comes first.
+        dropout: the dropout on its output. It is an attribute of the block (a module or a rate), or a path with a dot,
+            which names a module inside the sublayer that moves to the residual.
+        drop_path: the path of stochastic depth on its output, which moves to the residual.
+        before, after, branch: the paths of its norms, by place: N(x) that F reads, N(x + F), N(F).
+        twins: if parallel branches have norms of their own, the paths of those beside `before`.
+        reads_past: F also reads x without its norm.
+        memory: the block's argument that cross-attention reads. A call without it leaves the sublayer out.
+        is_parallel: F is a sum of branches, such as attention and a feed-forward.
+        alpha: the number that multiplies x.
+        experts: parameters that stack one matrix for each expert, with their roles.
         beta: the number that multiplies F(x) last.
-        scales: modules that multiply F(x) last, each by a vector: LayerScale.
+        scales: paths of modules that multiply F(x) last, each by a vector, as LayerScale does.
     """
 
     kind: str
@@ -101,28 +102,28 @@ class Part(NamedTuple):
     drop_path: str | None = None
 
     def __str__(self) -> str:
-        """Its matrices with their roles; cross-attention says that it is."""
+        """Returns the sublayer's matrices with their roles; for cross-attention, its kind comes first."""
         told = ", ".join(map(str, (*self.linears, *self.experts))) or "no matrix"
         return f"cross-attention {told}" if self.kind == "cross-attention" else told
 
     @property
     def moves(self) -> str | None:
-        """The path of a dropout that moves out of the sublayer."""
+        """The path of the dropout that moves out of the sublayer. None: there is none."""
         return self.dropout if self.dropout is not None and "." in self.dropout else None
 
     def norms(self) -> list[str]:
-        """The paths of all its norms."""
+        """Returns the paths of all its norms."""
         places = (self.norm, self.before, self.after, self.branch, *self.twins)
         return [*dict.fromkeys(path for path in places if path is not None)]
 
 
 def at(block: Any, path: str) -> Any:
-    """The value at a path of attributes."""
+    """Returns the value at a path of attributes."""
     return operator.attrgetter(path)(block)
 
 
 def has(block: Any, path: str) -> bool:
-    """The path exists."""
+    """Returns whether a path of attributes exists."""
     try:
         at(block, path)
     except AttributeError:

@@ -1,8 +1,8 @@
-"""What a residual scheme has beside the blocks of another library's stack: its begin and end, learned sums of all
-outputs, further streams, t.
+"""The parts of a residual scheme that belong to a whole stack of another library's blocks: changes at the stack's begin
+and end, learned sums of all outputs, further streams, and the update number t.
 
-Streams and outputs travel inside the hidden state: between blocks it is as many times wider as there are tensors. The
-stack's own loop hands it on without knowing, and so do checkpointing, pipelines and layers that are left out.
+Further streams and outputs travel inside the hidden state: if a scheme has n tensors, the hidden state between blocks
+is n times as wide. The stack's own loop passes it on unchanged; so do checkpointing, pipelines and skipped layers.
 """
 
 import copy
@@ -29,14 +29,15 @@ from .record import tensors_in
 
 
 class StackResidual(Growing):
-    """A residual scheme's own parts of a stack."""
+    """The modules and parameters that a residual scheme has for a whole stack. `has_end_norm`: the model keeps its own
+    norm after the stack, so the scheme's is left out."""
 
     place: Place
 
     def __init__(self, place: Place, blocks: Sequence[nn.Module], has_end_norm: bool) -> None:
         super().__init__()
         like = like_of(blocks[0])
-        self._blocks = tuple(blocks)  # references, not children
+        self._blocks = tuple(blocks)  # in a tuple, so that torch does not register them as children
         factory = {"device": like.device, "dtype": like.dtype}
         self.place, declared = place, place.declared
         self.width, self.is_wide = place.config.d_model, self.carries_more(place)
@@ -48,6 +49,7 @@ class StackResidual(Growing):
         self.train(blocks[0].training)
         self.grow(declared.growth, like.device)
         self.kept_widths: dict[str, int] = {}
+        # needed[i]: the names of kept tensors that layer i or a later one takes
         layers = declared.layers
         self.needed = [sorted({name for later in layers[i:] for name in later.takes}) for i in range(len(layers) + 1)]
 
@@ -57,16 +59,17 @@ class StackResidual(Growing):
         return own + parts_of(declared.mixing)
 
     def reset_parameters(self) -> None:
-        """Resets the norms, the parameters and t."""
+        """Resets the norms, the parameters and the update number t."""
         reset(self, self.declared_parts)
         reset_module(self._modules.get("combine"))
         self.reset_growth()
 
     def watched(self) -> Iterator[nn.Parameter]:
+        """Yields the parameters of all blocks."""
         return (p for block in self._blocks for p in block.parameters())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "StackResidual":
-        if not memo:  # the copy of a stack's parts, not of a model
+        if not memo:  # this module alone is copied, not a model: the copy refers to the same blocks
             memo |= {id(block): block for block in self._blocks}
         new = type(self).__new__(type(self))
         memo[id(self)] = new
@@ -75,7 +78,7 @@ class StackResidual(Growing):
 
     @staticmethod
     def carries_more(place: Place) -> bool:
-        """More than x goes from block to block."""
+        """Returns whether blocks pass on more tensors than x."""
         declared = place.declared
         takes = any(layer.takes for layer in declared.layers)
         return bool(declared.streams or declared.combine or declared.mixing or takes)
@@ -83,8 +86,9 @@ class StackResidual(Growing):
     # Between the blocks.
 
     def number(self, x: Tensor, own: int, is_shared: bool) -> tuple[int, bool]:
-        """The layer's number at this call of its block, and whether the stack begins with it. Layers that share a block
-        are counted in their stack's call. Recomputation knows both by the block's input."""
+        """Returns the layer's number in this call of a block, and whether the stack begins with it. `own`: the block's
+        number. If layers share the block, they are counted during the stack's call. A recomputation outside that call
+        looks both up by the block's input x. Errors: InputError if they are unknown."""
         call = stack_call(self)
         if call is None and torch.compiler.is_compiling():
             return own, own == 0
@@ -104,7 +108,7 @@ class StackResidual(Growing):
         return layer, begins
 
     def open(self, x: Tensor, layer: int, begins: bool) -> Streams:
-        """What the block reads of the hidden state that it gets."""
+        """Returns the streams that are packed in the hidden state x at the input of a layer."""
         kept: KeptTensors = {}
         outputs: list[Tensor] = []
         if x.shape[-1] != self.width:
@@ -122,13 +126,13 @@ class StackResidual(Growing):
         return streams._replace(kept=kept, outputs=tuple(outputs))
 
     def _begun(self, x: Tensor, kept: KeptTensors) -> Streams:
-        """The streams as the stack begins."""
+        """Returns the streams at the stack's begin, from its input x."""
         declared = self.place.declared
         x = apply_changes(self, declared.begin, x, None, kept)
         return Streams(mixing.begin(declared.mixing, x), (x,) * len(declared.streams), kept=kept)
 
     def close(self, streams: Streams, layer: int) -> Tensor:
-        """The hidden state that the block gives: after the last one the stack's output."""
+        """Returns the hidden state that a layer passes on; for the last layer, the stack's output."""
         call = stack_call(self)
         is_last = layer + 1 == self.place.depth
         y = self._finish(streams) if is_last else self._pack(streams, layer)
@@ -139,6 +143,7 @@ class StackResidual(Growing):
         return y
 
     def _pack(self, streams: Streams, layer: int) -> Tensor:
+        """Returns all tensors of the scheme side by side in one hidden state."""
         x = streams.x
         if not self.is_wide:
             return x
@@ -148,6 +153,7 @@ class StackResidual(Growing):
         return torch.cat(parts, -1)
 
     def _unpack(self, wide: Tensor, layer: int) -> tuple[Streams, list[Tensor], KeptTensors]:
+        """Returns the streams, the outputs and the kept tensors in a hidden state that enters `layer`."""
         declared, d = self.place.declared, self.width
         names = self.needed[layer]
         widths = [self.kept_widths.get(name, d) for name in names]
@@ -158,15 +164,15 @@ class StackResidual(Growing):
         others = others[: len(others) - len(names)]
         x = first.unflatten(-1, (hyper, d)) if hyper > 1 else first
         count = len(others) if declared.mixing is not None else len(declared.streams)
-        # Dynamo makes a tuple of `*others`.
+        # Under Dynamo `others` is a tuple, hence the conversions.
         return Streams(x, tuple(others[:count])), list(others[count:]), kept
 
     def keeps(self, widths: Mapping[str, int]) -> None:
-        """Widths of what is left under a name, where it is not d."""
+        """Notes the widths of kept tensors whose width need not be d: name → width."""
         self.kept_widths = {**self.kept_widths, **widths}
 
     def _finish(self, streams: Streams) -> Tensor:
-        """The stack's output."""
+        """Returns the stack's output from the streams after the last layer that ran."""
         declared, x, others = self.place.declared, streams.x, streams.others
         combine: Any = self._modules.get("combine")
         if combine is not None:
@@ -179,14 +185,15 @@ class StackResidual(Growing):
         return apply_changes(self, self.end, x, None, dict(streams.kept or {}))
 
     def finish(self, y: Tensor, layer: int) -> Tensor:
-        """The stack's output where blocks after this one did not run; −1: none has run."""
+        """Returns the stack's output if `layer` was the last to run, with the hidden state y after it. −1: no layer has
+        run."""
         if y.shape[-1] == self.width:
             return self._finish(self._begun(y, {}) if layer < 0 else Streams(y))
         streams, outputs, kept = self._unpack(y, layer + 1)
         return self._finish(streams._replace(outputs=tuple(outputs), kept=kept))
 
     def seen(self, y: Tensor, layer: int) -> Tensor:
-        """x of a hidden state."""
+        """Returns x from the hidden state y after a layer."""
         if y.shape[-1] == self.width:
             return y
         streams, _, _ = self._unpack(y, layer + 1)
@@ -197,8 +204,8 @@ class StackResidual(Growing):
 
 
 class StackCalls:
-    """Hooks around a stack's calls: the stack ends as the scheme says, whichever block was the last to run, and hidden
-    states that it returns are x."""
+    """Hooks around a stack's calls. They end the stack as the scheme says if later blocks did not run. `early`: how
+    often the norm after the stack is called before the first block."""
 
     def __init__(self, stack: StackResidual, early: int = 0) -> None:
         self.stack, self.early = stack, early
@@ -207,6 +214,8 @@ class StackCalls:
         begin_stack_call(self.stack)
 
     def end(self, _: nn.Module, __: Any, output: Any) -> Any:
+        """A hook after the stack's call. If the last block did not run, replaces the hidden state in the output by the
+        stack's output."""
         call = end_stack_call(self.stack)
         if call is None or call.is_finished:
             return None
@@ -215,7 +224,8 @@ class StackCalls:
         return _replaced(output, lambda t: t if t is not given[0] else self.stack.finish(t, given[1]))
 
     def before_norm(self, _: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        """On the norm after the stack: its input is the stack's output, but for its `early` calls before the stack."""
+        """A hook on the norm after the stack: replaces the norm's input by the stack's output if the last block did not
+        run. The first `early` calls are left alone, since they come before the stack."""
         call = stack_call(self.stack)
         if call is not None:
             call.norms += 1
@@ -232,14 +242,14 @@ class StackCalls:
 
 
 PLACES: Any = WeakTensorKeyDictionary()
-"""Inputs of blocks whose place in the stack's call is not the one in its list: the layer's number, and whether
-the stack begins there."""
+"""For the input of a block whose place in the stack's call is not its place in the list: (number of the layer, whether
+the stack begins there). Recomputation needs it."""
 WIDE: Any = WeakTensorKeyDictionary()
-"""Hidden states that hold more than x: their stack, and the block that gave them."""
+"""For each hidden state that holds more than x: (its stack, the number of the layer that returned it)."""
 
 
 def show(_: nn.Module, __: Any, output: Any) -> Any:
-    """A hook on modules around a stack: hidden states among their outputs are x."""
+    """A hook on modules around a stack: replaces wide hidden states among their outputs by x."""
     return _replaced(output, _shown) if len(WIDE) else None
 
 
@@ -250,7 +260,7 @@ def _shown(t: Tensor) -> Tensor:
 
 
 def _replaced(value: Any, change: Any) -> Any:
-    """Nested tuples, lists and mappings with tensors exchanged."""
+    """Returns nested tuples, lists and mappings with `change` applied to each tensor. Mappings change in place."""
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, tuple) and type(value) is tuple:

@@ -1,4 +1,5 @@
-"""The residual stream of pre-norm models: the norms that read it, and the linear layers before and behind them."""
+"""Linear layers as matrices that can be edited in place, and the names under which a model holds its tensors. Folding
+of norms and exact swaps use them."""
 
 import dataclasses
 from collections.abc import Iterable
@@ -23,8 +24,8 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
 
 class Matrix(NamedTuple):
-    """An affine layer's weight and bias, or one of equal shares of its outputs; a parameter or a buffer alone is one,
-    too."""
+    """The weight and bias of an affine layer, or those of some of its outputs (`share`). It may also be a single
+    parameter or buffer without a layer."""
 
     name: str
     """The layer's path in the model."""
@@ -32,22 +33,22 @@ class Matrix(NamedTuple):
     weight: str
     bias: str
     axis: int
-    """The weight's dimension of outputs."""
+    """The dimension of the weight that counts the outputs."""
     share: tuple[int, int] | None = None
-    """The first output, and how many; None: all."""
+    """(First output, number of outputs); None: all outputs."""
 
     @property
     def parameters(self) -> dict[str, Any]:
-        """Weight and bias by their names in the owner, as far as there are any."""
+        """The weight and the bias, as far as they exist: the name in the owner → the tensor."""
         own = self.owner._parameters | self.owner._buffers
         return {name: p for name in (self.weight, self.bias) if (p := own.get(name)) is not None}
 
     def rows(self) -> Tensor:
-        """The weight as a view whose first dimension is the outputs."""
+        """Returns the weight as a view whose first dimension is the outputs."""
         return self._shared(self.parameters[self.weight].detach().movedim(self.axis, 0))
 
     def offsets(self) -> Tensor | None:
-        """The bias as a view."""
+        """Returns the bias as a view. None: there is none."""
         bias = self.parameters.get(self.bias)
         return None if bias is None else self._shared(bias.detach())
 
@@ -78,11 +79,11 @@ class Matrix(NamedTuple):
                 outputs.copy_(before - before.mean(0, keepdim=True))
 
     def fault(self) -> str:
-        """The reason why its weight and bias cannot be edited for its output's sake, or nothing."""
+        """Returns the reason why editing weight and bias would not change the layer's output as expected, or ""."""
         kind = type(self.owner)
         conv1d = full_name(kind) == "transformers.pytorch_utils.Conv1D"
         if self.weight not in self.parameters or not (conv1d or kind.forward in _AFFINE):
-            what = full_name(kind) if kind.__name__ in _PLAIN_NAMES else kind.__name__  # PEFT's is called Linear, too
+            what = full_name(kind) if kind.__name__ in _PLAIN_NAMES else kind.__name__  # PEFT has a Linear, too
             return f"{self.name} is a {what}, and no plain linear layer"
         odd = next((p for p in self.parameters.values() if not (_is_plain(p) and p.is_floating_point())), None)
         if odd is not None:
@@ -93,7 +94,7 @@ class Matrix(NamedTuple):
 
 
 def disturbed(name: str, module: nn.Module) -> str:
-    """The reason why a module may compute something else than its class does, or nothing."""
+    """Returns the reason why a module may not compute what its class does, or ""."""
     if own_forward(module) is not None or has_accelerates_hook(module):
         return f"{name} has a forward of its own, which was put into the instance"
     if any(getattr(module, hooks) for hooks in _HOOKS):
@@ -102,7 +103,9 @@ def disturbed(name: str, module: nn.Module) -> str:
 
 
 def matrices(block: nn.Module, name: str, part: Part, roles: Iterable[Role]) -> list[Matrix]:
-    """The linear layers of a sublayer that have one of these roles, or the shares of them that do."""
+    """Returns the matrices of a sublayer that have one of these roles. If only some outputs of a linear layer do, the
+    matrix is that share. Errors: InputError if a layer's roles are unknown, or its rows with these roles are not
+    adjacent."""
     found, wanted = [], {*roles}
     for linear in part.linears:
         owner, weight, bias = projection(block, linear.path)
@@ -127,14 +130,15 @@ def matrices(block: nn.Module, name: str, part: Part, roles: Iterable[Role]) -> 
 
 
 def readers(block: nn.Module, name: str, part: Part) -> list[Matrix]:
-    """The linear layers of a sublayer that read its norm; of attention to an encoder the queries only."""
+    """Returns the matrices of a sublayer that read its norm. Keys and values of cross-attention do not: they read the
+    encoder's output."""
     is_cross = part.kind == "cross-attention"
     own: tuple[Role, ...] = ("query", "fc1", "gate", "output_gate")
     return matrices(block, name, part, own if is_cross else (*own, "key", "value"))
 
 
 class Places:
-    """All names of each module and tensor of a model. Tied tensors count as one."""
+    """All names of each module and tensor of a model. Tied tensors count as one tensor."""
 
     def __init__(self, model: nn.Module) -> None:
         self.modules: dict[nn.Module, list[str]] = {}
@@ -146,13 +150,13 @@ class Places:
                     self._tensors.setdefault(_key(tensor), set()).add(join(path, name))
 
     def beyond(self, matrix: Matrix, expected: Iterable[str]) -> str:
-        """A name of its weight or bias outside the layers that are expected to have it, or nothing."""
+        """Returns a name of the matrix's weight or bias outside the layers in `expected`, or "" if there is none."""
         known = {join(name, leaf) for name in expected for leaf in matrix.parameters}
         names = {name for p in matrix.parameters.values() for name in self._tensors[_key(p)]}
         return min(names - known, default="")
 
     def tied(self, found: Iterable[Matrix]) -> str:
-        """A name of one of these layers that has a tensor of another of them, or nothing."""
+        """Returns the name of a layer among these that shares a tensor with another of them, or "" if there is none."""
         owners: dict[Any, nn.Module] = {}
         for matrix in found:
             for p in matrix.parameters.values():
@@ -162,29 +166,30 @@ class Places:
 
 
 def _key(tensor: Tensor) -> Any:
+    """Returns a key that tensors share if they begin at the same memory; without memory, the tensor's identity."""
     has_place = _is_plain(tensor) and tensor.numel() and not tensor.is_meta
     return (tensor.device, tensor.data_ptr()) if has_place else id(tensor)
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """No subclass (quantized, distributed) and not sparse."""
+    """Returns whether a tensor is of no subclass (quantized, distributed) and not sparse."""
     return type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided
 
 
 def widened(tensor: Tensor) -> Tensor:
-    """In the widest type of the device."""
+    """Returns the tensor in the device's widest dtype: f32 on mps, else f64."""
     return tensor.to(torch.float32 if tensor.device.type == "mps" else torch.float64)
 
 
 def join(*paths: str) -> str:
-    """One path of several; an empty one is the top."""
+    """Returns the given paths joined by dots; empty ones, which name the model itself, are left out."""
     return ".".join(path for path in paths if path)
 
 
 @dataclasses.dataclass
 class Site:
-    """A norm that the run calls: its names, the linear layers that read it, and why nothing can be folded into them, if
-    so."""
+    """A norm that the run calls: its names, the reason why it cannot be folded (`fault`; "": it can), and the linear
+    layers that read it."""
 
     names: set[str]
     fault: str
@@ -192,12 +197,12 @@ class Site:
 
     @property
     def said(self) -> str:
-        """The last parts of the layers' names."""
+        """The last parts of the reading layers' names, for tables."""
         return ", ".join(dict.fromkeys(m.name.rpartition(".")[2] for m in self.readers))
 
 
 def refuse_meta(model: nn.Module, by: str) -> None:
-    """InputError for a model with weights on the meta device."""
+    """Raises InputError if the model has weights on the meta device."""
     name = next((name for name, p in model.named_parameters() if p.is_meta), None)
     if name is not None:
         raise InputError(

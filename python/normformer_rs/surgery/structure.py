@@ -1,8 +1,8 @@
-"""What blocks compute, read from a record of one run: which additions carry the residual stream, which norms stand
-on it or on branches, and which linear layers a branch is made of.
+"""Finds the structure of residual blocks from a record of one run: which additions carry the residual stream, which
+norms stand on it or on branches, and which linear layers make up each branch.
 
-Read backwards from a block's output, additions, norms and changes of type lead along the stream to the block's input;
-what is added there is a branch.
+The reader starts at a block's output and follows additions, norms and changes of dtype backwards to the block's input.
+The tensors on this path are the stream. The other operand of each addition on the path is a branch.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from .spec import Linear, Part
 _ON_A_BRANCH = UNCHANGED | ADDITIONS | TIMES | {"norm", "dropout", "drop_path", "scale"}
 _ON_A_BRANCH |= {"sum", "index_add", "index_add_", "scatter_add", "scatter_add_", "index_put_", "index_select", "where"}
 _ON_A_BRANCH |= {"cat", "concat", "stack", "split", "chunk", "unbind", "expand", "roll", "flip", "pad", "masked_fill"}
-"""Operations between the last matrix of a branch and the stream."""
+"""Names of operations that may stand between a branch's last matrix and the addition to the stream."""
 _READS_ROWS = frozenset({"norm", "linear", "dropout", "drop_path", "scale"}) | ADDITIONS | TIMES
 _NORMS = frozenset({"layer_norm", "rms_norm", "group_norm", "instance_norm", "batch_norm", "normalize"})
 _BY_NUMBER = frozenset({"pow", "__pow__", "square", "sub", "__sub__", "rsub", "abs"}) | UNCHANGED | ADDITIONS | TIMES
@@ -31,19 +31,19 @@ _ROOTS = frozenset(
 
 
 class Unaccounted(Exception):
-    """The block is not known to be a residual block; says what could not be accounted for."""
+    """Raised if a module cannot be shown to be a residual block. The message names the operation or layer at fault."""
 
 
 class NotResidual(Unaccounted):
-    """The module adds nothing to its input."""
+    """Raised if a module adds nothing to its input, so it is certainly no residual block."""
 
 
 class Step(NamedTuple):
-    """A step of the stream within a block: an addition or a norm."""
+    """A step of the stream within a block: an addition, a norm, or a multiplication by a number."""
 
     node: Node
     branch: Key | None
-    """What is added; None: a norm, or a factor."""
+    """The tensor that the addition adds to the stream. None if the step is a norm, or a multiplication by a number."""
 
     @property
     def is_norm(self) -> bool:
@@ -51,51 +51,54 @@ class Step(NamedTuple):
 
 
 class Structure(NamedTuple):
-    """A block: its sublayers, and how its additions are told apart."""
+    """A block's sublayers, and the order of its additions, by which a swapped forward recognises each of them."""
 
     parts: tuple[Part, ...]
     writes: tuple[int, ...]
-    """The sublayer of each addition to the stream, in order."""
+    """The number of the sublayer that each addition to the stream belongs to, in the order of the additions."""
     reads: frozenset[tuple[int, int]]
-    """Additions that only read the stream: (how many wrote before it, its number since)."""
+    """Additions that read the stream but do not write it. Each is (number of writing additions before it, its index
+    among the reading additions since the last writing one)."""
     scales: frozenset[tuple[int, int]] = frozenset()
-    """Multiplications of the stream by a number, counted in the same way."""
+    """Multiplications of the stream by a number, counted as the additions in `reads` are."""
     has_channels_first: bool = False
-    """Its stream is of images: convolutions read it, and rows go along the second dimension."""
+    """Whether the stream holds images that convolutions read: its columns are then the second dimension."""
     calls: int = 1
-    """In one pass: the layers that share it."""
+    """How often one pass calls the block, that is, how many layers share it."""
     is_in_place: bool = False
-    """Its operations write into what it reads."""
+    """Whether an operation of the block overwrites one of its inputs."""
     width: int | None = None
-    """d; None: the norms tell."""
+    """The stream's width d. None: the block's norms tell it."""
     is_found: bool = True
-    """By a run; else it is declared."""
+    """Whether a run found this structure. If not, the block's class was registered with it."""
     heads: int | None = None
-    """Of attention; None: none was recognised."""
+    """The attention's number of heads. None: no attention was recognised."""
     no_roles: str = ""
-    """The reason why the roles of its matrices could not be told."""
+    """The reason why the roles of the block's matrices could not be found. Empty: they were found."""
     reads_output: bool = False
-    """It reads its stream after the last addition."""
+    """Whether the block reads its stream again after the last addition."""
     loop: tuple[int, ...] = ()
-    """The sublayers that the additions of the whole loop close, where the block is one layer of it."""
+    """If the block is one layer of a loop: the sublayer of each addition in the whole loop. Else empty."""
     elsewhere: frozenset[str] = frozenset()
-    """Its norms that are also called on a tensor that is neither its stream nor a branch: Pegasus-X's global tokens."""
+    """Norms of the block that also norm a tensor outside the stream and its branches, as Pegasus-X's norms do with its
+    global tokens."""
 
 
 def norm_after(found: Record, block: nn.Module) -> nn.Module | None:
-    """The norm that reads a block's last output, and stands in no block beside it."""
+    """Returns the norm that reads the output of a block's last call and that lies inside no other block. None if there
+    is none."""
     around = {one for one in found.blocks if one is not block and any(part is block for part in one.modules())}
     inside = {part for one in found.blocks - around for part in one.modules()}
     return next((norm for norm in _norms_that_read(found, found.calls[block][-1]) if norm not in inside), None)
 
 
 def reads(norm: nn.Module, found: Record, block: nn.Module) -> bool:
-    """The norm reads an output of the block."""
+    """Returns whether the norm reads an output of the block."""
     return any(norm is one for call in found.calls.get(block, ()) for one in _norms_that_read(found, call))
 
 
 def _norms_that_read(found: Record, call: Call) -> Iterator[nn.Module]:
-    """The norms that read what a call gives, as it is or moved."""
+    """Yields the norms that read a call's output, directly or after operations that only move or cast it."""
     seen = {call.y}
     for node in found.nodes[call.last :]:
         if node.inputs and node.inputs[0] in seen:
@@ -106,14 +109,14 @@ def _norms_that_read(found: Record, call: Call) -> Iterator[nn.Module]:
 
 
 def calls_of(block: nn.Module, found: Record) -> list[Call]:
-    """The calls of a block that has run. Errors: Unaccounted."""
+    """Returns the recorded calls of a block. Errors: NotResidual if there are none."""
     if block not in found.calls:
         raise NotResidual("the run did not call it with a tensor")
     return found.calls[block]
 
 
 def structure(block: nn.Module, found: Record, roles: Roles) -> Structure:
-    """The structure of a block that has run. Errors: Unaccounted."""
+    """Returns the structure of a block from its recorded calls. Errors: Unaccounted."""
     calls = calls_of(block, found)
     made = [_Reader(block, found, call, roles).structure() for call in calls]
     if any(one.parts != made[0].parts for one in made):
@@ -122,10 +125,10 @@ def structure(block: nn.Module, found: Record, roles: Roles) -> Structure:
 
 
 def writers(block: nn.Module, found: Record) -> Iterator[tuple[Owner, set[Owner]]]:
-    """The last matrix of each of a block's branches, with all matrices of the branch."""
+    """Yields the last matrix of each branch of a block, together with all matrices of that branch."""
     for call in found.calls.get(block, []):
         reader = _Reader(block, found, call, Roles({}))
-        with contextlib.suppress(Unaccounted):  # of which `structure` will tell
+        with contextlib.suppress(Unaccounted):  # `structure` raises the same error for this block later
             branches = [step.branch for step in reader.steps() if step.branch is not None]
             for branch in branches:
                 own = {owner for _, owner in reader.matrices(reader.reach(branch)[1])}
@@ -133,30 +136,35 @@ def writers(block: nn.Module, found: Record) -> Iterator[tuple[Owner, set[Owner]
 
 
 class _Reader:
+    """Reads a block's structure from one of its recorded calls."""
+
     def __init__(self, block: nn.Module, found: Record, call: Call, roles: Roles) -> None:
         self.block, self.call, self.roles = block, call, roles
         self.record, self.nodes, self.made = found, found.nodes, found.made
         self.paths: dict[nn.Module | None, str] = {module: name for name, module in block.named_modules()}
         self.walked: dict[Key, list[Step] | None] = {}
         self.level: dict[Key, int] = {}
-        """How many additions made each tensor of the stream."""
+        """For each tensor of the stream, the number of additions to the stream before it."""
         self.heads: int | None = None
 
     def node(self, at: Key) -> Node | None:
+        """Returns the operation of this call that made a tensor. None if the tensor was made outside the call."""
         number = self.made.get(at)
         inside = number is not None and self.call.first <= number < self.call.last
         return self.nodes[number] if inside and number is not None else None
 
     def walk(self, at: Key) -> list[Step] | None:
-        """The steps from the block's input to this tensor; None: it is not on the stream."""
+        """Returns the steps from the block's input to this tensor. None: it is not on the stream."""
         if at == self.call.x:
             return []
         if at not in self.walked:
-            self.walked[at] = None
+            self.walked[at] = None  # so that the recursion in `_walk` ends if it meets this tensor again
             self.walked[at] = self._walk(at)
         return self.walked[at]
 
     def _walk(self, at: Key) -> list[Step] | None:
+        """Computes `walk`'s result. If both operands of an addition are on the stream, the one with fewer steps counts
+        as the stream and the other as the branch."""
         node = self.node(at)
         if node is None:
             return None
@@ -177,7 +185,8 @@ class _Reader:
         return None
 
     def steps(self) -> list[Step]:
-        """The steps of the stream through the block. Errors: Unaccounted."""
+        """Returns the steps of the stream from the block's input to its output, and fills `level`. Errors:
+        Unaccounted."""
         if self.call.y is None:
             raise NotResidual("it returns no tensor of its input's shape")
         steps = self.walk(self.call.y)
@@ -191,6 +200,7 @@ class _Reader:
         return steps
 
     def structure(self) -> Structure:
+        """Returns the block's structure in this call. Errors: Unaccounted, InputError."""
         steps = self.steps()
         self._refuse_functions()
         groups, writes = self._sublayers(steps)
@@ -204,8 +214,9 @@ class _Reader:
         return made._replace(reads_output=self._reads_output())
 
     def _refuse_functions(self) -> None:
-        """Unaccounted for a norm of the stream that no module computes: torch's function, or a formula. The stream
-        times a root of its rows' statistics is one."""
+        """Raises Unaccounted if the stream is normed outside a module, by a function of torch or by a formula. A
+        product of the stream with a root of its rows' statistics counts as a norm."""
+        # numbers: the stream and tensors computed from it element by element; statistics: of its rows; roots: of these
         numbers, statistics, roots = {*self.level}, set[Key](), set[Key]()
         for node in self.nodes[self.call.first : self.call.last]:
             first = any(k in numbers for k in node.inputs[:1])
@@ -224,11 +235,13 @@ class _Reader:
                 (numbers if some else roots if root else statistics).update(node.outputs)
 
     def _reads_output(self) -> bool:
+        """Returns whether an operation off the stream reads the stream after its last addition."""
         last = {at for at, level in self.level.items() if level == max(self.level.values())}
         inside = self.nodes[self.call.first : self.call.last]
         return any(n.outputs[0] not in self.level and any(k in last for k in n.inputs) for n in inside)
 
     def _elsewhere(self, steps: list[Step], parts: tuple[Part, ...]) -> frozenset[str]:
+        """Returns the paths of the block's norms that also norm a tensor outside the stream and its branches."""
         own = {path for part in parts for path in part.norms()}
         branches = {out for step in steps if step.branch is not None for out in self._tail_of(step.branch)}
         norms = (n for n in self.nodes[self.call.first : self.call.last] if n.what == "norm")
@@ -236,7 +249,8 @@ class _Reader:
         return frozenset(path for n in others if (path := self.paths.get(n.module, "")) in own)
 
     def _tail_of(self, branch: Key) -> Iterator[Key]:
-        """The tensors from the last norm of a branch on."""
+        """Yields a branch's result, then backwards the tensors that it is a view, cast, dropout or multiple of. If the
+        branch ends with a norm, the norm's output is the last of them."""
         at: Key | None = branch
         while at is not None:
             yield at
@@ -246,12 +260,13 @@ class _Reader:
             at = node.inputs[0] if node is not None and goes_on else None
 
     def _is_in_place(self) -> bool:
+        """Returns whether an operation overwrites an input: its output is the input's tensor in a new version."""
         inside = self.nodes[self.call.first : self.call.last]
         return any(out not in n.inputs and out[0] in {k[0] for k in n.inputs} for n in inside for out in n.outputs)
 
     def _has_channels_first(self) -> bool:
-        """Returns whether convolutions read the stream, and nothing else does. Errors: Unaccounted if which of its
-        dimensions is the width is not known."""
+        """Returns whether convolutions read the stream, and nothing else does. Errors: Unaccounted if it is not clear
+        which dimension of the stream is its width."""
         inside = self.nodes[self.call.first : self.call.last]
         readers = [n for n in inside if any(k in self.level for k in n.inputs) and n.outputs[0] not in self.level]
         if len(self.call.shape) < 3 or all(node.what != "conv" for node in inside):
@@ -272,7 +287,7 @@ class _Reader:
         return bool(readers) and all(node.what == "conv" for node in readers)
 
     def _blame(self, at: Key) -> str:
-        """What stands between the block's output and its input."""
+        """Returns a message that names the operation at which the way from the output back to the input ends."""
         node = self.node(at)
         while node is not None and (node.what == "norm" or node.what in UNCHANGED):
             node = self.node(node.inputs[0])
@@ -287,7 +302,7 @@ class _Reader:
         return f"{what} stands on the stream where an addition or a norm was expected"
 
     def _find_levels(self, steps: list[Step]) -> None:
-        """How many additions each tensor of the stream has behind it."""
+        """Fills `level`: for each tensor of the stream, the number of additions before it."""
         on_path = {step.node.outputs[0] for step in steps}
         self.level[self.call.x] = 0
         adds = {step.node.outputs[0]: i + 1 for i, step in enumerate(s for s in steps if s.branch is not None)}
@@ -299,14 +314,15 @@ class _Reader:
                 self.level[out] = self.level[node.inputs[0]]
 
     def _is_same(self, node: Node) -> bool:
+        """Returns whether an operation only casts or reshapes its input and keeps the input's rows."""
         if node.what not in FOLLOWED or len(node.outputs) != 1 or not node.shapes:
             return False
         old, new = node.shapes[0], node.made[0]
         return old[-1:] == new[-1:] and math.prod(old) == math.prod(new)
 
     def reach(self, at: Key) -> tuple[set[Key], list[Node], set[Key]]:
-        """Backwards from a branch to the stream: the stream's tensors that it reads, the nodes between, in order, and
-        the tensors from outside the block."""
+        """Follows a branch backwards to the stream. Returns the tensors of the stream that the branch reads, the
+        operations between them and `at` in the order of the run, and the tensors it reads from outside the block."""
         read: set[Key] = set()
         outside: set[Key] = set()
         numbers: set[int] = set()
@@ -324,8 +340,8 @@ class _Reader:
         return read, [self.nodes[number] for number in sorted(numbers)], outside
 
     def _sublayers(self, steps: list[Step]) -> tuple[list[list[Step]], tuple[int, ...]]:
-        """The steps of each sublayer. Additions whose branches read the stream before the addition ahead of them are
-        parallel: of one sublayer."""
+        """Returns the steps of each sublayer, and for each addition the number of its sublayer. If an addition's branch
+        reads the stream as it was before the preceding addition, the two are parallel and form one sublayer."""
         groups: list[list[Step]] = []
         writes: list[int] = []
         scales: list[Step] = []
@@ -355,6 +371,7 @@ class _Reader:
         return groups, tuple(writes)
 
     def _reading_additions(self, steps: list[Step]) -> frozenset[tuple[int, int]]:
+        """Returns the additions that read the stream but do not write it, numbered as in `Structure.reads`."""
         wrote = {step.node.outputs[0] for step in steps}
         found, written, since = set(), 0, 0
         for node in self.nodes[self.call.first : self.call.last]:
@@ -362,13 +379,14 @@ class _Reader:
                 continue
             if node.outputs[0] in wrote:
                 written, since = written + 1, 0
-            elif sum(k in self.level for k in node.inputs) == 1:  # whatever the shapes: a batch of one broadcasts
+            elif sum(k in self.level for k in node.inputs) == 1:  # shapes may differ: a batch of one broadcasts
                 found.add((written, since))
                 since += 1
         return frozenset(found)
 
     def _scales(self, steps: list[Step]) -> frozenset[tuple[int, int]]:
-        """Multiplications of the stream that it goes on from, among all of the stream by a number."""
+        """Returns the multiplications of the stream by a number whose result is the stream from then on, numbered as in
+        `Structure.scales`. `since` counts all multiplications of the stream by a number, also those off its path."""
         wrote = {step.node.outputs[0] for step in steps if step.branch is not None}
         passed = {step.node.outputs[0] for step in steps if step.node.factor is not None}
         found, written, since = set(), 0, 0
@@ -384,7 +402,7 @@ class _Reader:
     # One sublayer.
 
     def _moving(self, steps: list[Step]) -> set[nn.Module]:
-        """Dropouts, and stochastic depth, that stand last on branches and nowhere else."""
+        """Returns the modules of dropout and stochastic depth that are called only at the ends of branches."""
         last: dict[nn.Module, int] = {}
         for step in steps:
             at = step.branch
@@ -401,7 +419,8 @@ class _Reader:
         return {module for module, count in last.items() if calls[module] == count}
 
     def _dropouts(self, at: Key) -> list[nn.Module]:
-        """The dropouts, and stochastic depth, that gave this tensor."""
+        """Returns the modules of dropout and stochastic depth that this tensor is an output of. In evaluation mode,
+        dropout returns its input itself, so there may be several."""
         node = self.node(at)
         own: list[nn.Module] = []
         if node is not None and node.module is not None and node.what in ("dropout", "drop_path"):
@@ -409,6 +428,7 @@ class _Reader:
         return own + [module for module in self.record.dropped.get(at, ()) if module in self.paths]
 
     def _part(self, group: list[Step], index: int) -> Part:
+        """Returns the description of one sublayer from its steps. Errors: Unaccounted, InputError."""
         branches = [step.branch for step in group if step.branch is not None]
         after = [self.paths[step.node.module] for step in group if step.is_norm]
         alpha = math.prod(step.node.factor for step in group if step.node.factor is not None)
@@ -451,7 +471,7 @@ class _Reader:
         )
 
     def _tail(self, branch: Key) -> "Tail":
-        """What stands last on a branch: dropout, norms, factors."""
+        """Returns the dropout, norms and factors at the end of a branch."""
         found, at = Tail(), branch
         while True:
             for module in self._dropouts(at):
@@ -476,7 +496,7 @@ class _Reader:
         return found
 
     def _is_sum(self, branch: Key) -> bool:
-        """The branch is a sum of two that both read the stream."""
+        """Returns whether the branch is a sum of two branches that both read the stream through linear layers."""
         node = self.node(branch)
         while node is not None and node.what in UNCHANGED | {"dropout", "drop_path"} and node.inputs:
             node = self.node(node.inputs[0])
@@ -488,8 +508,8 @@ class _Reader:
     def _memory(
         self, reached: list[tuple[set[Key], list[Node], set[Key]]], nodes: list[Node]
     ) -> tuple[str | None, bool]:
-        """The argument that values are made of, an encoder's output; and whether they are made of something else than
-        the stream."""
+        """Returns the name of the block's argument that attention's values are computed from, such as an encoder's
+        output (None: no such argument), and whether values are computed from a tensor other than the stream."""
         names = {at: name for at, name in self.call.arguments.items() if at != self.call.x}
         outside = {k for _, _, found in reached for k in found}
         layers = [n for n in nodes if n.what == "linear" and n.module is not None and n.inputs[0] in outside]
@@ -500,13 +520,15 @@ class _Reader:
         return (None if first is None else names.get(first.inputs[0])), is_recognised and bool(values)
 
     def _without_adapters(self, path: str) -> str:
-        """The path of the layer that an adapter of PEFT wraps, where this linear layer is part of one."""
+        """Returns the path of the layer that PEFT's adapter wraps if the linear layer at `path` is part of an adapter,
+        else `path`."""
         while type(self.block.get_submodule(path.rpartition(".")[0])).__module__.startswith("peft."):
             path = path.rpartition(".")[0]
         return path if not isinstance(self.block.get_submodule(path), nn.ModuleDict) else path.rpartition(".")[0]
 
     def matrices(self, nodes: list[Node]) -> list[tuple[str, Owner]]:
-        """The linear layers, and parameters of two dimensions and more, that a branch multiplies by; their paths."""
+        """Returns the linear layers that a branch calls, and the parameters of two or more dimensions that its
+        operations read, each with its path."""
         found: dict[Owner, str] = {}
         own = {id(p): (path, p) for path, p in self.block.named_parameters() if p.dim() >= 2}
         for node in nodes:
@@ -521,12 +543,13 @@ class _Reader:
         return [(self._layer(path), owner) for owner, path in found.items()]
 
     def _layer(self, path: str) -> str:
-        """The path of the linear layer whose weight is read without calling it."""
+        """Returns the linear layer's path if `path` is that of its weight, which the block reads without calling the
+        layer; else `path`."""
         above, _, name = path.rpartition(".")
         return above if name == "weight" and isinstance(self.block.get_submodule(above), nn.Linear) else path
 
     def last(self, branch: Key) -> set[Owner]:
-        """The matrices behind which nothing but additions, norms, dropout and factors stands before the stream."""
+        """Returns a branch's last matrices: after them come only additions, norms, dropout and factors."""
         found: set[Owner] = set()
         own = {id(p): p for p in self.block.parameters() if p.dim() >= 2}
         todo = [branch]
@@ -545,11 +568,11 @@ class _Reader:
             elif node.what in _ON_A_BRANCH:
                 columns = node.made[0][-1:]
                 todo += [k for k, shape in zip(node.inputs, node.shapes) if shape[-1:] == columns]
-                todo += node.inputs[:1] if node.what in UNCHANGED else ()
+                todo += node.inputs[:1] if node.what in UNCHANGED else ()  # a view may have other columns
         return found
 
     def _parameter(self, at: Key, own: dict[int, nn.Parameter]) -> nn.Parameter | None:
-        """The parameter that a tensor is, or is a view or a copy of."""
+        """Returns a parameter if the tensor is that parameter, a view of it or a copy of it, else None."""
         while at[0] not in own:
             node = self.node(at)
             if (
@@ -564,7 +587,8 @@ class _Reader:
     def _linears(
         self, nodes: list[Node], ends: set[Owner], reads_memory: bool
     ) -> tuple[tuple[Linear, ...], tuple[Linear, ...], str]:
-        """The linear layers of a branch and its stacks of experts, with the roles of their rows, and its kind."""
+        """Returns a branch's linear layers, its stacks of experts (parameters of three dimensions), both with the roles
+        of their rows, and its kind: cross-attention, self-attention or feed-forward."""
         found = [(path, owner, told) for path, owner in self.matrices(nodes) if (told := self.roles.of(owner))]
         is_attention = reads_memory or any(
             told.reads_attention or told.mixes or told.heads for _, owner, told in found if owner in ends or told.heads
@@ -588,17 +612,20 @@ class _Reader:
 
 
 def named(module: nn.Module) -> str:
-    """A module's class with its article, for messages."""
+    """Returns the name of a module's class with its article, for messages."""
     kind = type(module).__name__
     return f"{'an' if kind[:1] in 'AEIOU' else 'a'} {kind}"
 
 
 def _ends_feed_forward(told: Matrix, found: list[Any]) -> bool:
-    """The matrix ends a feed-forward beside attention."""
+    """Returns whether a last matrix ends a feed-forward that is parallel to attention: attention feeds another matrix,
+    but not this one."""
     return not told.reads_attention and any(other.reads_attention for *_, other in found)
 
 
 class Tail(NamedTuple):
+    """The modules and the factor at the end of a branch; modules are given by their paths."""
+
     dropout: str | None = None
     drop_path: str | None = None
     norms: tuple[str, ...] = ()

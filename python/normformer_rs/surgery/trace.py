@@ -1,4 +1,5 @@
-"""A run of a model that ends autograd's graph at every product with a parameter and at every attention."""
+"""Traces a run of a model with gradients. Autograd's graph ends at every product with a parameter and at every
+attention, whose outputs become its leaves."""
 
 import contextlib
 import inspect
@@ -14,17 +15,18 @@ from .record import UNCHANGED, tensors_in
 from .spec import Rows
 
 Owner = nn.Parameter | nn.Module
-"""A matrix: its parameter, or the linear layer that computes it from others."""
+"""The key of a matrix: its parameter, or the linear layer if it computes its weight from other parameters."""
 
 _PRODUCTS = frozenset({"matmul", "__matmul__", "__rmatmul__", "bmm", "baddbmm", "einsum"})
 _BY_MATRIX = frozenset({"linear", "matmul", "__matmul__", "mm", "bmm", "addmm", "baddbmm", "grouped_mm", "_grouped_mm"})
-_BY_MATRIX |= {"grouped_mm_fallback"}  # transformers' operator
+_BY_MATRIX |= {"grouped_mm_fallback"}  # this operator is defined by transformers
 _SWAPS = frozenset({"transpose", "t", "swapaxes", "swapdims", "adjoint", "permute", "__get__"})
 _SCALE = -2.0
 
 
 class Product(NamedTuple):
-    """A product with a matrix: what it read, and its output, both with columns last."""
+    """A product with a matrix: its input x and its output `leaf`, both with the columns in the last dimension.
+    `is_transposed`: the parameter's shape is (fan_in, fan_out)."""
 
     owner: Owner
     x: Tensor
@@ -33,7 +35,8 @@ class Product(NamedTuple):
 
 
 class Attention(NamedTuple):
-    """What attention received, (…, tokens, columns) each, the scores that the softmax read, and its output."""
+    """One attention: its inputs q, k and v, each (…, tokens, columns); the scores that the softmax read; and its
+    output `leaf`."""
 
     q: Tensor
     k: Tensor
@@ -43,7 +46,8 @@ class Attention(NamedTuple):
 
 
 class Trace(TorchFunctionMode):
-    """A run that ends autograd's graph at every matrix and every attention."""
+    """Traces a run, and ends autograd's graph at every matrix and every attention. `first`: an earlier trace whose
+    outputs are used again; `scales`: the number of a product → a mask of its outputs to multiply by −2."""
 
     def __init__(
         self, model: nn.Module, norms: Set[nn.Module], first: "Trace | None" = None, scales: Any = None
@@ -54,9 +58,9 @@ class Trace(TorchFunctionMode):
         self.products: list[Product] = []
         self.attentions: list[Attention] = []
         self.known: dict[Owner, tuple[tuple[Rows, ...], int]] = {}
-        """The rows of the projections of torch.nn's attention, and its number of heads."""
+        """For each input projection of torch.nn's attention, the roles of its rows and the number of heads."""
         self.attended: set[int] = set()
-        """The outputs of all attentions."""
+        """Identities of the outputs of all attentions."""
         self.pairs: list[tuple[Tensor, Tensor, Tensor, bool]] = []
         """Products of two tensors: (…, rows, columns), (…, columns, rows), the result, and whether both factors depend
         on the model's input."""
@@ -66,11 +70,12 @@ class Trace(TorchFunctionMode):
         self.views: dict[int, tuple[Owner, bool, Tensor]] = {}
         """Views and copies of a parameter, and whether their last two dimensions are exchanged."""
         self.scaled: list[Tensor] = []
-        """The factors of norms."""
+        """The factor by which each norm multiplied each row, in the order of the norms' calls."""
         self.alive: list[Any] = []
         self.within = 0
 
     def follow(self, run: Callable[[], Any]) -> None:
+        """Traces `run()`. Norms, and linear layers that compute their weight, are hooked and count as one operation."""
         computed = [m for m in self.model.modules() if isinstance(m, nn.Linear) and "weight" not in m._parameters]
         with contextlib.ExitStack() as hooks:
             for module in (*computed, *self.norms):
@@ -89,7 +94,7 @@ class Trace(TorchFunctionMode):
         return self._norm(given[0], out) if module in self.norms else self._matrix(module, given[0], out)
 
     def _norm(self, x: Tensor, out: Tensor) -> Tensor:
-        """x divided by a constant for each row, which mixes no columns."""
+        """Replaces a norm's output by x times a constant for each row, which, unlike the norm, mixes no columns."""
         if not isinstance(out, Tensor) or out.shape != x.shape:
             return out
         scale = x.detach().square().mean(-1, keepdim=True).clamp_min(1e-12).rsqrt()
@@ -133,7 +138,8 @@ class Trace(TorchFunctionMode):
         return out
 
     def _recorded(self, name: str, args: Any) -> Tensor | None:
-        """The output of a linear layer that the first run has, which need not be computed again. None: compute it."""
+        """Returns the output that the first run recorded for this linear layer, so that it is not computed again.
+        None: it must be computed."""
         number = len(self.products)
         if self.first is None or self.within or name != "linear" or number >= len(self.first.products):
             return None
@@ -141,9 +147,10 @@ class Trace(TorchFunctionMode):
         fits = len(args) > 1 and args[1] is before.owner
         return before.leaf.detach() if fits and args[0].shape[:-1] == before.leaf.shape[:-1] else None
 
-    # Where tensors come from.
+    # The origin of tensors: parameters, views of them, constants.
 
     def _follow_constants(self, name: str, given: list[Tensor], out: Any) -> None:
+        """Notes an operation's outputs as constants if all of its inputs are."""
         made = [*tensors_in(out)] if name != "__setitem__" else given[:1]
         is_constant = all(map(self._is_constant, given))
         for t in made:
@@ -153,9 +160,12 @@ class Trace(TorchFunctionMode):
                 self.constants.pop(id(t), None)
 
     def _is_constant(self, t: Tensor) -> bool:
+        """Returns whether a tensor is a parameter or is computed from parameters alone."""
         return isinstance(t, nn.Parameter) or id(t) in self.constants
 
     def _origin(self, t: Tensor) -> tuple[Owner, bool] | None:
+        """Returns a matrix if the tensor is that matrix, a view of it or a copy of it, and whether the tensor's last
+        two dimensions are exchanged. None: the tensor is none of these."""
         if (own := self.owners.get(id(t))) is not None:
             return own, False
         return self.views[id(t)][:2] if id(t) in self.views else None
@@ -163,8 +173,9 @@ class Trace(TorchFunctionMode):
     def _by_matrix(
         self, name: str, given: list[Tensor], out: Tensor
     ) -> tuple[Owner, Tensor, Tensor, bool, bool] | None:
-        """(matrix, what it multiplies, the output, whether the columns of both stand second last, whether the
-        parameter is (fan_in, fan_out)). None: the call is no product with one matrix."""
+        """Returns the arguments of `_matrix` for a product with a matrix: (matrix, its input with columns last, the
+        output, whether the output's columns are its second last dimension, whether the parameter is (fan_in, fan_out)).
+        None: the call is no product with one matrix."""
         floats = [t for t in given if t.is_floating_point() and t.dim() >= 1]
         weights = [i for i, t in enumerate(floats) if t.dim() >= 2 and self._origin(t) is not None]
         others = [i for i, t in enumerate(floats) if i not in weights and not isinstance(t, nn.Parameter)]
@@ -185,6 +196,8 @@ class Trace(TorchFunctionMode):
     def _matrix(
         self, owner: Owner, x: Tensor, out: Tensor, is_second_last: bool = False, is_transposed: bool = False
     ) -> Tensor:
+        """Records a product with a matrix, and returns its output as a new leaf. In a repeated run the output is that
+        of the first run, scaled if asked. Errors: RuntimeError if the run differs from the first."""
         number = len(self.products)
         value = out.detach().mT if is_second_last else out.detach()
         if self.first is not None:
@@ -205,6 +218,7 @@ class Trace(TorchFunctionMode):
     # Attention.
 
     def _attended(self, q: Tensor, k: Tensor, v: Tensor, scores: Tensor, out: Tensor) -> Tensor:
+        """Records an attention, and returns its output as a new leaf."""
         value = out.detach() if self.first is None else self.first.attentions[len(self.attentions)].leaf.detach()
         leaf = value.clone().requires_grad_()
         self.attentions.append(Attention(q, k, v, scores, leaf))
@@ -212,7 +226,8 @@ class Trace(TorchFunctionMode):
         return leaf.clone()
 
     def _torchs_attention(self, given: Mapping[str, Any], out: Any) -> Any:
-        """torch.nn's attention: its arguments say what each matrix is."""
+        """Records a call of torch.nn's attention, whose arguments say which matrix is which. Returns its result, with
+        the output projection's output as a new leaf."""
         heads, width = given["num_heads"], given["embed_dim_to_check"]
         stacked = given["in_proj_weight"] if not given.get("use_separate_proj_weight") else None
         names: tuple[Any, ...] = ("query", "key", "value")
@@ -228,13 +243,16 @@ class Trace(TorchFunctionMode):
         return (made, *out[1:])
 
     def _pair(self, name: str, args: Any, given: list[Tensor]) -> tuple[Tensor, Tensor] | None:
-        """The two factors, as (…, rows, columns) and (…, columns, rows); None: no matrix is behind both."""
+        """Returns the two factors of a product, as (…, rows, columns) and (…, columns, rows). None: the call has not
+        two factors that both depend on a matrix."""
         two = given[1:] if name == "baddbmm" else given
         if len(two) != 2 or any(t.dim() < 2 or not t.requires_grad for t in two):
             return None
         return _of_einsum(args[0], *two) if name == "einsum" else (two[0], two[1])
 
     def _product(self, left: Tensor, right: Tensor, out: Tensor) -> Tensor:
+        """Follows a product of two tensors. If one factor comes from a softmax over an earlier product, the two
+        products are an attention, which is recorded; else the product is noted as a possible q kᵀ."""
         depends = not self._is_constant(left) and not self._is_constant(right)
         for i, (read, weights, dimension) in enumerate(self.softmaxes):
             is_left, is_right = (_leads(t, weights) for t in (left, right))
@@ -250,14 +268,15 @@ class Trace(TorchFunctionMode):
 def _of_attention(
     query: Tensor, key: Tensor, value: Tensor, *_: Any, scale: float | None = None, **__: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What torch's operator received, and its scores without a mask."""
+    """Returns the inputs of scaled_dot_product_attention, and its scores without a mask."""
     groups = query.shape[-3] // key.shape[-3] if query.dim() > 3 and key.shape[-3] else 1
     keys = key.repeat_interleave(groups, -3) if groups > 1 else key
     return query, key, value, query @ keys.mT * (query.shape[-1] ** -0.5 if scale is None else scale)
 
 
 def _of_einsum(equation: Any, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Factors of an einsum as matmul takes them."""
+    """Returns the factors of an einsum in the layout that matmul takes. None: the einsum is no batch of matrix
+    products."""
     if not isinstance(equation, str) or "." in equation or "->" not in equation:
         return None
     given, made = equation.replace(" ", "").split("->")
@@ -272,17 +291,18 @@ def _of_einsum(equation: Any, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor] | N
 
 
 def _dimension(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """Returns the dimension that a call of softmax names; −1 if it names none."""
     given = kwargs.get("dim", args[1] if len(args) > 1 else -1)
     return given if isinstance(given, int) else -1
 
 
 def _leads(start: Tensor, goal: Tensor) -> bool:
-    """`start` was computed from `goal`, with no matrix in between."""
+    """Returns whether `start` was computed from `goal` with no matrix in between."""
     return start is goal or any(node is goal.grad_fn for node in _graph(start))
 
 
 def _graph(t: Tensor) -> Iterator[Any]:
-    """The nodes of autograd's graph behind a tensor, each once."""
+    """Yields the nodes of autograd's graph that a tensor was computed by, each once."""
     todo, seen = [t.grad_fn], set()
     while todo:
         node = todo.pop()
@@ -293,5 +313,5 @@ def _graph(t: Tensor) -> Iterator[Any]:
 
 
 def leaves_of(t: Tensor) -> set[int]:
-    """The leaves that a tensor was computed from."""
+    """Returns the identities of the leaves that a tensor was computed from."""
     return {id(t)} if t.is_leaf else {id(node.variable) for node in _graph(t) if hasattr(node, "variable")}

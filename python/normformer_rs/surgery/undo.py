@@ -1,4 +1,4 @@
-"""Shared by all surgery: changes with undo, and the table of changes."""
+"""Changes to a model with undo, and the table of changes. All swaps use them."""
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -29,7 +29,8 @@ _MISSING: Any = object()
 
 
 class _Module(NamedTuple):
-    """A module at one time: its class, attributes, and contents of its dictionaries of tensors and children."""
+    """A copy of a module's state at one time: its class, its attributes, and the contents of its dictionaries of
+    tensors and children."""
 
     kind: type[nn.Module]
     attributes: dict[str, Any]
@@ -46,33 +47,33 @@ def _copied(held: dict[str, Any] | set[str]) -> dict[str, Any]:
 
 
 def _merged(now: Mapping[str, Any], before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
-    """`now` with the changes from `before` to `after` reversed; in the order of `before`."""
+    """Returns `now` with the changes from `before` to `after` reversed, in the order of `before`."""
     changed = {key for key in {**before, **after} if before.get(key, _MISSING) is not after.get(key, _MISSING)}
     values = {key: (before if key in changed else now).get(key, _MISSING) for key in {**before, **now}}
     return {key: value for key, value in values.items() if value is not _MISSING}
 
 
 def _digest(t: Tensor) -> int | None:
-    """The sum of the tensor's bits; None for a tensor without plain numbers of its own: on the meta device, quantized,
-    sparse, of another class."""
+    """Returns a checksum of a tensor's bits. None if it has no plain numbers: it is empty, on the meta device,
+    quantized, sparse or of a subclass."""
     is_plain = type(t) in (Tensor, nn.Parameter) and t.layout == torch.strided and not t.is_quantized
     if not is_plain or t.is_meta or t.numel() == 0:
         return None
     dense = torch.view_as_real(t.detach()) if t.is_complex() else t.detach()
     bits = dense.contiguous().flatten().view(torch.uint8)
     try:
-        return int(bits.view(torch.int64).sum())  # 8 bytes at a time, where the memory begins and ends so
+        return int(bits.view(torch.int64).sum())  # 8 bytes at a time, if size and alignment allow it
     except RuntimeError:
         return int(bits.sum(dtype=torch.int64))
 
 
 class Edits:
-    """Changes to modules, in order, and their reversal. Changes that others made in between stay."""
+    """The changes that a swap makes to a model, with their undo. Later changes by other code survive the undo."""
 
     def __init__(self, model: nn.Module, title: str, optimizer: torch.optim.Optimizer | None = None) -> None:
         self.model, self._title, self._optimizer = model, [title], optimizer
         self.state: State | None = State(model, optimizer)
-        """As it was before; None: the changes are complete."""
+        """The model's state before the changes. None: the changes are complete."""
         self._before: dict[nn.Module, _Module] = {}
         self._after: dict[nn.Module, _Module] = {}
         self._back: list[Callable[[], None]] = []
@@ -83,11 +84,12 @@ class Edits:
 
     @property
     def title(self) -> str:
-        """The swap's, for messages."""
+        """The swap's title, for messages."""
         return self._title[0]
 
     def all_or_none(self, change: Callable[["Edits"], T]) -> T:
-        """Makes the changes. Where an exception ends them, the model is as before; one of torch's is an InputError."""
+        """Makes the changes and returns the result. If an exception ends them, the model is put back; an exception from
+        torch or from Python becomes an InputError."""
         assert self.state is not None
         try:
             return self.state.run(functools.partial(change, self))
@@ -100,36 +102,36 @@ class Edits:
             ) from reason
 
     def remember(self, module: nn.Module) -> None:
-        """Records a module. Call it before its class, attributes, parameters, buffers or children change."""
+        """Records a module. Call this before the module's class, attributes, parameters, buffers or children change."""
         if module not in self._before:
             self._before[module] = _Module.of(module)
 
     def remember_values(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Records the values of parameters. Call it before they are drawn anew."""
+        """Records the values of parameters. Call this before they are written."""
         assert self.state is not None
         self.state.keep_values(parameters)
 
     def succeed(self, old: nn.Module, new: nn.Module) -> None:
-        """Gives a module's successor what others keep on it; `undo` gives it back."""
+        """Hands hooks and marks of the module `old` over to `new`, which replaces it; `undo` hands them back."""
         hand_over(old, new)
         self.afterwards(functools.partial(hand_over, new, old))
 
     def succeed_parameter(self, name: str, old: nn.Parameter, new: nn.Parameter) -> None:
-        """Has `undo` give back what others keep on a parameter's successor."""
+        """Makes `undo` hand the hooks and attributes of the parameter `new` back to `old`, which it had replaced."""
         self._heirs.append((name, new, old))
         self.afterwards(functools.partial(hand_over_parameter, name, new, old))
 
     def afterwards(self, back: Callable[[], None]) -> None:
-        """Adds a function that `undo` calls; the latest runs first."""
+        """Adds a function that `undo` calls. The function added last runs first."""
         self._back.append(back)
 
     def take_back(self) -> None:
-        """Puts everything back, before `done`."""
+        """Puts everything back. Only possible before `done`."""
         assert self.state is not None
         self.state.restore()
 
     def done(self) -> None:
-        """Ends the changes: from here on, writes to parameters count as training."""
+        """Ends the changes. From here on, writes to parameters count as training."""
         assert self.state is not None
         self._after = {module: _Module.of(module) for module in self._before}
         for module in self._before:
@@ -139,17 +141,18 @@ class Edits:
         self._values, self.state = self.state.values, None
 
     def was_trained(self) -> bool:
-        """Parameters or running statistics differ from those after the changes. Version counters cannot tell: fused
-        optimizers do not advance them."""
+        """Returns whether parameters or buffers differ from those right after the changes. Version counters cannot tell
+        this, because fused optimizers do not advance them."""
         return any(_digest(t) != digest for t, digest in self._written)
 
     def undo(self, then: Callable[[], None]) -> None:
         """Reverses all changes, and calls `then` at the end, perhaps twice.
 
-        An exception on the way leaves all changes. From the writing of values on, the reversal is completed instead.
+        If an exception interrupts the reversal, all changes are kept. After the writing of values has begun, the
+        reversal is completed instead.
 
-        Errors: InputError, before anything changes, where a later swap changed the same modules, and for what others
-        put on new parameters since and old ones cannot have.
+        Errors: InputError, before anything changes, if a later swap changed the same modules, or if the new parameters
+        have hooks or attributes that the old ones cannot have.
         """
         for module in self._after:
             (later,) = SWAPS[module][-1]
@@ -164,6 +167,7 @@ class Edits:
         state.run(functools.partial(self._undo, state, then))
 
     def _undo(self, state: State, then: Callable[[], None]) -> None:
+        """Reverses all changes. Once `state.finish` is set, an interrupt completes the undo."""
         there = {id(t) for t in (*self.model.parameters(), *self.model.buffers())}
         for module, before in self._before.items():
             self._restore(module, before, self._after[module])
@@ -177,13 +181,14 @@ class Edits:
     def _finish(
         self, moves: Sequence[tuple[nn.Parameter, torch.device, torch.dtype]], then: Callable[[], None]
     ) -> None:
-        """The end of an undo, which may run again after an interrupt."""
+        """Completes an undo. After an interrupt it runs once more, so it must be idempotent."""
         for parameter, device, dtype in moves:
             parameter.data, parameter.grad = parameter.data.to(device, dtype), None
         write(self._values)
         then()
 
     def _restore(self, module: nn.Module, before: _Module, after: _Module) -> None:
+        """Reverses the changes to one module."""
         if before.kind is not after.kind:
             reclass(module, before.kind)
         held = {name: module.__dict__[name] for name in _DICTS}
@@ -201,13 +206,14 @@ class Edits:
             values.update(found)
 
     def _moves(self, there: set[int]) -> list[tuple[nn.Parameter, torch.device, torch.dtype]]:
-        """Restored parameters (those not `there`), and the device and dtype that the model was given since."""
+        """Returns the restored parameters (those not in `there`) that must move, each with the device and dtype that
+        the model was given since the swap."""
         types = {(device, dtype): (p.device, p.dtype) for p, device, dtype in self._places}
         came = ((p, (p.device, p.dtype)) for p in self.model.parameters() if id(p) not in there)
         return [(p, *types[here]) for p, here in came if types.get(here, here) != here]
 
     def _bring_buffers_along(self, there: set[int]) -> None:
-        """Moves restored buffers to the device that the model was given since."""
+        """Moves restored buffers to the device that the model was given since the swap."""
         devices = {device: p.device for p, device, _ in self._places}
         for module in self.model.modules():
             for name, buffer in module._buffers.items():
@@ -216,7 +222,8 @@ class Edits:
 
 
 def _hand_on(now: nn.Module, back: nn.Module | None) -> None:
-    """A restored module takes the training mode and `requires_grad` of the module in its place."""
+    """Gives the restored module `back` the training mode and `requires_grad` of the module `now`, whose place it
+    takes."""
     if back is None or now is back:
         return
     back.train(now.training)
@@ -226,7 +233,8 @@ def _hand_on(now: nn.Module, back: nn.Module | None) -> None:
 
 
 def _odd(model: nn.Module) -> str:
-    """The first part of a model whose numbers or forward surgery cannot work with, in words; or nothing."""
+    """Returns a message about the first part of a model that swaps cannot work with, such as compiled or quantized
+    parts; "" if there is none."""
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             return f"{name or 'the model'} is compiled by torch.jit: swap first, and script or trace afterwards. "
@@ -249,8 +257,8 @@ class Swaps(Sequence[Row]):
         learned. The table's notes say which of the two holds. Changes that others made in between, hooks for example,
         stay. Restored modules take the device and dtype that the model was given since.
 
-        A Ctrl-C within leaves the model swapped, and `undo()` can be called again; or, near the end, it leaves the swap
-        undone.
+        If Ctrl-C interrupts it, the model stays swapped, and `undo()` can be called again; near the end, the undo is
+        completed instead.
 
         Errors: InputError if this swap was undone already, or if a later one changed the same modules: undo that first.
         """
@@ -291,7 +299,8 @@ class Swaps(Sequence[Row]):
 
 
 def refuse_wrapped(model: nn.Module) -> None:
-    """InputError for a model whose parameters somebody else keeps: in a wrapper, on a mesh, offloaded."""
+    """Raises InputError if something else holds the model's parameters: a wrapper such as FSDP, a device mesh, or
+    accelerate's offloading."""
     if not isinstance(model, nn.Module):
         raise InputError(f"model must be a torch.nn.Module; got {type(model).__name__}")
     for name, module in model.named_modules():

@@ -1,4 +1,4 @@
-"""Matrices on the sphere, for training in PyTorch (nGPT)."""
+"""Keeps the vectors of matrices at length 1 when training nGPT in PyTorch."""
 
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -12,16 +12,16 @@ from .converted import residual_of
 from .init import unreached
 
 _LEAST = 1e-12
-"""The least length by which a vector is divided."""
+"""The smallest length that a vector is divided by."""
 
 
 @torch.no_grad()
 def unit_matrices_(model: nn.Module, tables: Iterable[nn.Module] | None = None) -> list[str]:
     """Divides the vectors of a model's matrices along the width by their lengths, in place: W ← W/‖W‖₂.
 
-    The vectors are the rows of word tables and of matrices that read the residual stream, and the columns of those that
-    write to it: attention's output projection and the last matrix of a feed-forward. In nGPT this follows each step of
-    the optimizer, and comes once before the first. The training loop's option is `unit_matrices`.
+    The vectors are the rows of word tables and of matrices that read the residual stream, and the columns of matrices
+    that write to it: attention's output projection and the last matrix of a feed-forward. For nGPT, call this once
+    before the first step of the optimizer, and after each step. The training loop's option is `unit_matrices`.
 
     >>> import torch, normformer_rs as nfrs
     >>> layer = nfrs.nn.TransformerEncoderLayer(8, 2, 16, residual="ngpt")
@@ -69,7 +69,7 @@ def _tables(model: nn.Module) -> list[nn.Module]:
 
 
 def _weight_of(module: Any) -> nn.Parameter | None:
-    """Returns a module's matrix of words; None if it has no matrix, as the convolutions of image models."""
+    """Returns an embedding's matrix. None: the module has no matrix, as the convolutions of image models."""
     weight = getattr(module, "weight", None)
     return weight if isinstance(weight, nn.Parameter) and weight.dim() == 2 else None
 
@@ -86,6 +86,8 @@ def _of_blocks(model: nn.Module) -> Iterator[tuple[nn.Parameter, int]]:
 
 
 def _of_block(path: str, block: nn.Module) -> Iterator[tuple[nn.Parameter, int]]:
+    """Yields each matrix of a block, and the dimension along which its vectors lie: columns for matrices that write the
+    residual stream, rows for all others. Yields nothing if the module is no known block."""
     own = residual_of(block)
     torchs = torchs_parts(block) if isinstance(block, tuple(TORCHS)) else ()
     parts = torchs if own is None else own.structure.parts

@@ -1,7 +1,7 @@
-"""A change of a model happens wholly or not at all, whatever interrupts it.
+"""Makes a change of a model happen wholly or not at all, whatever interrupts it.
 
-`State` keeps everything about a model that surgery may write, before anything is written. An exception at any line, a
-Ctrl-C included, then puts it all back. Writing back is idempotent, so an interrupt of it starts it again.
+`State` copies everything about a model that a swap may write, before anything is written. If an exception then comes at
+any line, Ctrl-C included, everything is put back. Putting back is idempotent: if it is interrupted, it runs again.
 """
 
 import functools
@@ -20,27 +20,29 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 T = TypeVar("T")
 LEVEL = 5
-"""`stacklevel` of a warning in a function that `Edits.all_or_none` runs: the caller of the swap."""
+"""The `stacklevel` for warnings in functions that `Edits.all_or_none` runs. They then name the line that called the
+swap."""
 
 SWAPS: "weakref.WeakKeyDictionary[nn.Module, list[list[str]]]" = weakref.WeakKeyDictionary()
-"""For each module the titles of the swaps that changed it and were not undone, in order. A title is a list of its own:
-identity tells equal titles apart."""
+"""For each module, the titles of the swaps that changed it and were not undone, in order. Each title is a list of one
+string, so that equal titles of different swaps differ by identity."""
 HEIRS: Any = WeakTensorKeyDictionary()
-"""For parameters that surgery exchanged, what came instead: a list, one entry for each swap."""
+"""For each parameter that a swap exchanged, the new parameters in its place: a list with one entry for each swap."""
 
 _HOLDERS = tuple(name for name, value in vars(nn.Module()).items() if isinstance(value, dict | set))
-"""A module's dictionaries and sets: parameters, buffers, children, hooks."""
+"""The names of a module's dictionaries and sets: parameters, buffers, children, hooks."""
 
 
 def configs_of(model: nn.Module) -> Iterator[Any]:
-    """Each Hugging Face configuration once: parts of a model share theirs, or have their own."""
+    """Yields each Hugging Face configuration of a model and its parts once, since parts may share them."""
     configs = {id(module.__dict__.get("config")): module.__dict__.get("config") for module in model.modules()}
     yield from (config for config in configs.values() if hasattr(config, "model_type") and hasattr(config, "to_dict"))
 
 
 class State:
-    """A model's state, to be put back: classes, attributes, children, hooks, tensors, configurations, the optimizer's
-    groups, the record of swaps, the random state. Values of parameters only where `keep_values` was told.
+    """A copy of a model's state that can be put back: classes, attributes, children, hooks, tensors, configurations,
+    the optimizer's groups, the record of swaps, and the random state. Parameters' values are kept only for those passed
+    to `keep_values`.
 
     `beside`: modules outside the model that change, too.
     """
@@ -66,34 +68,36 @@ class State:
         self._handlers: dict[int, Any] = {}
         self._heard: list[int] = []
         self.values: dict[Tensor, tuple[Tensor, bool]] = {}
-        """Values and `requires_grad` of tensors that are written in place."""
+        """For each tensor that is written in place, its value and `requires_grad` from before."""
         self.finish: Callable[[], None] | None = None
-        """Set once a change is to be completed, no longer put back: an idempotent function."""
+        """An idempotent function that completes the change. If it is set, an interrupt completes the change; if it is
+        None, an interrupt puts everything back."""
 
     def keep_values(self, tensors: Iterable[Tensor]) -> None:
-        """Keeps values. Call it before they are written."""
+        """Keeps the values of tensors. Call this before they are written."""
         for t in tensors:
             if t not in self.values:
                 self.values[t] = t.detach().clone(), t.requires_grad
 
     def keep_dicts(self, dicts: Iterable[dict[Any, Any]]) -> None:
-        """Keeps further dictionaries. Call it before they are written."""
+        """Keeps the contents of further dictionaries. Call this before they are written."""
         self._dicts += [(one, {**one}) for one in dicts]
 
     def run(self, change: Callable[[], T]) -> T:
-        """Makes a change. Where an exception ends it, everything is put back, or completed after `finish` is set."""
+        """Makes a change and returns its result. If an exception ends it, everything is put back, or, if `finish` is
+        set, the change is completed."""
         try:
             try:
                 return change()
             except BaseException:
                 self._settle()
                 raise
-        except BaseException:  # once more: another may have come in the lines above
+        except BaseException:  # settle once more, since a second interrupt may have come during the lines above
             self._settle()
             raise
 
     def _settle(self) -> None:
-        """Signals that come meanwhile are raised afterwards."""
+        """Completes the change or puts everything back. Signals that arrive meanwhile are raised at the end."""
         try:
             if threading.current_thread() is threading.main_thread():
                 for number in signal.valid_signals():
@@ -158,7 +162,7 @@ def _copied(holder: Any) -> Any:
 
 
 def _put_back(holder: Any, contents: Any) -> None:
-    """Gives a dictionary or a set its contents and order, where they differ."""
+    """Restores the contents and order of a dictionary or a set, if they differ."""
     if isinstance(holder, set):
         is_same = holder == contents
     else:
@@ -175,12 +179,13 @@ def _hooks(t: Tensor) -> tuple[Any, Any]:
 
 
 def _version(t: Tensor) -> int | None:
-    """The number of writes; None for a tensor that counts none."""
+    """Returns a tensor's count of writes. None: it is an inference tensor, which does not count them."""
     return None if t.is_inference() else t._version
 
 
 def _random_states(tensors: Iterable[Tensor]) -> list[tuple[Callable[[Tensor], Any], Tensor]]:
-    """The states of the generators of the CPU and of the tensors' GPUs, with what sets them."""
+    """Returns the states of the random generators of the CPU and of the tensors' GPUs, each with the function that sets
+    it."""
     states: list[tuple[Callable[[Tensor], Any], Tensor]] = [(torch.set_rng_state, torch.get_rng_state())]
     for device in {t.device for t in tensors if t.device.type == "cuda"}:
         states.append((functools.partial(torch.cuda.set_rng_state, device=device), torch.cuda.get_rng_state(device)))
@@ -188,7 +193,7 @@ def _random_states(tensors: Iterable[Tensor]) -> list[tuple[Callable[[Tensor], A
 
 
 def _raise(heard: list[int]) -> None:
-    """Raises each of the signals, though the handler of one raises."""
+    """Raises each of the signals, even if the handler of one of them raises an exception."""
     if heard:
         try:
             signal.raise_signal(heard.pop(0))
