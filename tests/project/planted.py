@@ -74,8 +74,8 @@ PLANTED = [
     Planted(
         "A stored figure of `reproduce`",
         "reproduce/results.py",
-        "for digest in before - self._digests():",
-        "for digest in before:",
+        "keeping.keep_only(self.kept, self._digests())",
+        "keeping.keep_only(self.kept, set())",
         ("train/test_kept.py::test_a_kill_leaves_figures_with_all_that_they_were_made_of",),
     ),
     Planted(
