@@ -31,7 +31,7 @@ def _doctor(args: argparse.Namespace) -> None:
 
 
 def _cores() -> list[str]:
-    """Lists the files of the compiled part, one for each torch; the one in use is marked."""
+    """Returns the file names of the extension module, one for each version of torch; the one in use is marked."""
     from .. import _core
 
     used = Path(_core.__file__)
@@ -72,7 +72,8 @@ def _devices() -> Iterator[tuple[str, list[str]]]:
 
 
 def _kernels() -> Iterator[tuple[str, list[str]]]:
-    """Yields verdicts by device and driver."""
+    """Yields, for each device that kernels were checked on, a line with the numbers of right and wrong kernels, and
+    advice for each wrong one."""
     from .. import _core
 
     found: dict[str, dict[str, list[str]]] = {}
