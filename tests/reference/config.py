@@ -1,4 +1,4 @@
-"""A model's options: a dict with the keys of `DEFAULTS`."""
+"""The options of a model, which are a dictionary with keys of `DEFAULTS`."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -41,7 +41,7 @@ DEFAULTS: dict[str, Any] = {
     "powernorm_alpha_bwd": 0.9,
     "gated_rmsnorm_rank": 16,
     "init_std": 0.02,
-    "groupscaling": 1,  # groups, before the norms with batch statistics; 0: off
+    "groupscaling": 1,  # the number of groups of GroupScaling before norms with batch statistics; 0: none
     "residual": "prenorm",
     "qk_norm": False,
     "qk_norm_over": "head",  # or "all-heads"
@@ -65,7 +65,7 @@ DEFAULTS: dict[str, Any] = {
     "mix_ln_part": 0.25,
     "attnres_block": 1,  # sublayers
     "attnres_form": "plain",  # or "normed"
-    "attnres_queries": 1,  # or 3: q, k and v read apart
+    "attnres_queries": 1,  # or 3: q, k and v each have their own query
     "mhc_streams": 4,
     "mhc_iterations": 20,
     "gpas_scheme": "prenorm",  # or "postnorm", "deepnorm", "sandwich", "ln-scaling", "mix-ln"
@@ -127,7 +127,8 @@ DEFAULT_INITS = {
 
 
 def complete(config: Config) -> dict[str, Any]:
-    """The config with what it leaves out, each stack's norm and the scheme's init filled in."""
+    """Returns the config with all options: missing ones have their defaults, each stack has its norm, and `init` is the
+    residual scheme's own if it is not given."""
     full = {**DEFAULTS, **config}
     for stack in ("encoder", "decoder"):
         full[f"{stack}_norm"] = full[f"{stack}_norm"] or full["norm"]
@@ -139,7 +140,7 @@ def complete(config: Config) -> dict[str, Any]:
 
 
 def kv_width(config: Config) -> int:
-    """Numbers in a row of keys, or of values: kv_heads heads of d/heads."""
+    """Returns the width of a row of keys, or of values: that of kv_heads heads with d/heads columns."""
     c = complete(config)
     return c["kv_heads"] * (c["d_model"] // c["heads"])
 
@@ -157,6 +158,6 @@ def is_one_stack(config: Config) -> bool:
 
 
 def layer_counts(config: Config) -> tuple[int, int]:
-    """(N, M), layers of the encoder and of the decoder; of one stack L = M."""
+    """Returns (N, M), the numbers of layers of encoder and decoder. A single stack has L = M layers."""
     c = complete(config)
     return c["encoder_layers"], c["decoder_layers"]

@@ -107,5 +107,5 @@ class Reproduction(NamedTuple):
 
     @property
     def stance(self) -> str:
-        """The claim with "claim: " before it, or the question with "question: "."""
+        """The claim after the word "claim:", or the question after the word "question:"."""
         return f"{'question' if self.source.startswith('ours') else 'claim'}: {self.claim}"

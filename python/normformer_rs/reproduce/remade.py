@@ -31,7 +31,7 @@ class Figure(NamedTuple):
     made: str
     """The recomputed figure, or the reason why there is none."""
     state: str
-    """"equal" or "different", or "cannot" if the figure cannot be recomputed."""
+    """The result of the comparison: equal, different, or "cannot" if the figure cannot be recomputed."""
 
 
 References = Callable[[Row], "list[str] | None"]

@@ -14,11 +14,11 @@ def work(study: Study, output: Path, jobs: int, settings: Mapping[str, Any], **h
     """Makes the study's runs in `jobs` jobs that share its output folder, and waits until all jobs have ended.
 
     Args:
-        settings: of submitit's executor: `slurm_partition`, `timeout_min` and so on; `cluster` is "slurm" or "local",
-            by default Slurm where it is installed.
-        how: as for `Study.run`.
+        settings: settings of submitit's executor, such as `slurm_partition` and `timeout_min`. `cluster` is "slurm" or
+            "local"; the default is Slurm if it is installed.
+        how: the same options as for `Study.run`.
 
-    Errors: InputError for a setting that submitit does not know; the first error of a job; ImportError without
+    Errors: InputError for a setting that submitit does not know; the first error that a job raises; ImportError without
     submitit.
     """
     submitit: Any = require("submitit", "--jobs")

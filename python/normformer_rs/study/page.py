@@ -55,9 +55,9 @@ Block = Heading | Paragraph | Listing | Code | Table | Picture
 
 
 def write(found: Outcome, output: Path, words: str) -> Path:
-    """Writes study.html, study.md, study.tex and study.json into the folder, and the pictures; returns the first.
+    """Writes study.html, study.md, study.tex, study.json and the pictures into the folder; returns study.html's path.
 
-    `words`: the command or the call that makes the study.
+    `words` is the command or the Python call that makes the study; the page shows it.
     """
     blocks = _blocks(found, output, words)
     text.write_lines(str(output / f"{PAGE}.md"), _markdown(found.study.title, blocks, output).split("\n"))
