@@ -1,4 +1,5 @@
-"""Continuations of texts by a language model, and its loss on long texts, token by token (docs/spec.md §4.13, §4.17)."""
+"""Continues texts with a language model, and measures its loss on long texts, token by token (docs/spec.md §4.13,
+§4.17)."""
 
 from collections.abc import Sequence
 
@@ -12,9 +13,10 @@ from .parameters import State
 
 
 def choices(log_p: Tensor, temperature: float = 1.0, top_k: int | None = None, top_p: float = 1.0) -> Tensor:
-    """The probabilities (V,) from which a next token is drawn: temperature, then top-k, then top-p, everything sorted.
+    """Returns the probabilities (V,) from which a next token is drawn, after temperature, top-k and top-p.
 
-    Of equal tokens the lower id is the more probable one (Fan et al. 2018 for top-k; Holtzman et al. 2020, eq 2, 3).
+    Tokens are sorted by probability; of equally probable tokens that with the lower id comes first (Fan et al. 2018 for
+    top-k; Holtzman et al. 2020, eq 2, 3).
     """
     order = sorted(range(len(log_p)), key=lambda token: (-float(log_p[token]), token))
     kept = order[: len(order) if top_k is None else top_k]

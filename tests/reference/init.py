@@ -1,4 +1,4 @@
-"""What a freshly initialised parameter's values are drawn from (docs/spec.md §3): mean, standard deviation, limit.
+"""The distributions of parameters' initial values (docs/spec.md §3): mean, standard deviation, limit.
 
 TwT is Nguyen & Salazar 2019, BrN Liu et al. 2023.
 """
@@ -18,8 +18,8 @@ GATES = ("gate", "output_gate")
 
 
 class Linear(NamedTuple):
-    """A weight matrix of a layer: its stack, its layer, counted from 1, and its role, which is q, k, v, out, fc1, fc2 or
-    one of GATES."""
+    """A weight matrix of a layer: its stack, the layer's number from 1, and its role, which is q, k, v, out, fc1, fc2
+    or one of GATES."""
 
     stack: str
     layer: int
@@ -35,11 +35,12 @@ def expected_mean(config: Config, name: str) -> float | Tensor:
 
 
 def expected_std(config: Config, name: str, part: int = 0) -> float:
-    """The standard deviation of parameter `name` under config["init"]; 0 for what starts constant.
+    """Returns the standard deviation of parameter `name` under config["init"]; 0 for a parameter that is constant.
 
-    Xavier: gain·√(2/(fan_in+fan_out)), the same for the normal and for the uniform. q, k and v count separately, as
-    many rows each as they have: `part` 0, 1 and 2 of an in_proj_weight. Embeddings N(0, 1/d), under FixNorm
-    U(−0.01, 0.01), of std 0.01/√3; learned positions as the words of their side without FixNorm.
+    Xavier's is gain·√(2/(fan_in+fan_out)), for the normal and for the uniform distribution. q, k and v are separate
+    matrices, each with its own number of rows: `part` 0, 1 and 2 of an in_proj_weight. Embeddings are N(0, 1/d); under
+    FixNorm they are U(−0.01, 0.01), whose std is 0.01/√3. Learned positions are drawn like the words of their side
+    without FixNorm.
     """
     c, parameter = complete(config), parameters(config)[name]
     d, init = base_width(c), c["init"]
@@ -192,8 +193,8 @@ def _cut_std_of_table(config: Config, name: str) -> float:
 
 
 def _cut_std(config: Config, linear: Linear, fan_in: int) -> float:
-    """Returns the standard deviation in layers for OLMo-core's inits. A parametrisation divides those that do not depend
-    on fan_in by √m_d."""
+    """Returns the standard deviation in layers for OLMo-core's inits. A parametrisation divides it by √m_d if it does
+    not depend on fan_in."""
     if config["init"] == "fan-in":
         return OF_CUT * fan_in**-0.5
     is_late = config["init"] == "llama-depth" and linear.role in ("out", "fc2", "gate")

@@ -1,6 +1,6 @@
-"""How hyper-connections and attention residuals read and write the tensors that travel through a stack, by loops.
+"""Reads and writes the tensors that travel through a stack under hyper-connections and attention residuals, in loops.
 
-Hyper-connections' are the n streams, attention residuals' the embedding and the outputs so far.
+Under hyper-connections these are n streams; under attention residuals they are the embedding and the outputs so far.
 """
 
 import dataclasses
@@ -20,11 +20,12 @@ EPS = 1e-6
 
 @dataclasses.dataclass(frozen=True)
 class Hyper:
-    """mHC: n streams H_i, all x at first. Read: Σ p_i H_i; with an output f, H_j becomes g_j f + Σ_i R_ij H_i.
+    """mHC: n streams H_i, all x at first. A sublayer reads Σ p_i H_i; its output f turns H_j into g_j f + Σ_i R_ij H_i.
 
-    φ (`weight`), one row for each of p_1…p_n, g_1…g_n, R_11, R_12…R_nn (at the end p alone), times all streams' columns
-    side by side, over their root mean square; then times a number of `scale` for p, g and R each, plus `bias`. No
-    iterations: R = I and no rows for it, ε on g (Hunyuan V4).
+    p, g and R are computed from the columns of all streams side by side, divided by their root mean square. They are
+    multiplied by φ (`weight`), which has one row for each of p_1…p_n, g_1…g_n, R_11, R_12…R_nn (at the stack's end only
+    for p), then by `scale`, which has one number each for p, g and R; then `bias` is added. With 0 iterations R = I, φ
+    has no rows for it, and ε is added to g (Hunyuan V4).
     """
 
     n: int
@@ -81,10 +82,10 @@ class Total:
 
 @dataclasses.dataclass(frozen=True)
 class Depth:
-    """Attention residuals: a sublayer reads the mean of all tensors v, weighted by softmax(w·RMSNorm(v)). The first v is
-    the embedding; an output begins a new v or is added to the newest. Without a query the embedding is read. Without a
-    gain the mean is that of RMSNorm(v), and the scores are divided by √d. With three queries q, k and v each read their
-    own mean; the three are stacked (Inkling 2)."""
+    """Attention residuals: a sublayer reads the mean of all tensors v, weighted by softmax(w·RMSNorm(v)). The first v
+    is the embedding; an output begins a new v or is added to the newest. Without a query the embedding is read. Without
+    a gain the mean is that of RMSNorm(v), and scores are divided by √d. With three queries q, k and v each read their
+    own mean; the three means are stacked (Inkling 2)."""
 
     query: Parameter | None = None
     gain: Parameter | None = None
@@ -147,8 +148,8 @@ def mhc(place: Any) -> Streams:
 
 
 def end_mhc(config: Config, stack: str) -> Streams:
-    """Returns mHC for the stack's output: gates p whose biases are 0 at first, or such that p = 1/n if there is no R; or
-    the mean of the streams."""
+    """Returns mHC for the stack's output, which is read by gates p or is the mean of the streams. At first the biases
+    of p are 0; without R they make p = 1/n."""
     n = config["mhc_streams"]
 
     def name(part: str) -> str:
@@ -216,8 +217,8 @@ def end_mhc_lite(config: Config, stack: str) -> Total:
 
 
 def hyper_connections(place: Any) -> Free:
-    """Returns hyper-connections for a sublayer (Zhu et al. 2024). At first sublayer l reads stream l mod n and writes to
-    all streams, R = I, γ = 1, β = 0, W = 0, and the scales are 0.01."""
+    """Returns hyper-connections for a sublayer (Zhu et al. 2024). At first sublayer l reads stream l mod n and writes
+    to all streams, R = I, γ = 1, β = 0, W = 0, and the scales are 0.01."""
     n = place.config["hyper_connections_streams"]
     matrix = torch.cat([torch.zeros(n, 1), torch.eye(n), torch.ones(n, 1)], -1)
     matrix[_number(place) % n, 0] = 1.0

@@ -70,10 +70,10 @@ class Dropout:
 def forward(
     state: State, config: Config, source: Tensor | None, target_input: Tensor, dropout: Dropout | None = None
 ) -> Tensor:
-    """Logits (B, T, V) of source (B, S) (None for a decoder alone) and target_input (B, T).
+    """Returns the logits (B, T, V) for source (B, S) (None for a decoder without encoder) and target_input (B, T).
 
-    Logits at padding are meaningless. Without `dropout` this is evaluation; with it (its rates may be 0) this is
-    training: norms with batch statistics use the batch's, and move their buffers in `state` in place.
+    Logits at padding have no meaning. Without `dropout` this is evaluation. With it, even if its rates are 0, this is
+    training: norms with batch statistics use those of the batch and update their buffers in `state` in place.
     """
     return Run(state, config, dropout).logits(source, target_input)
 
@@ -102,8 +102,8 @@ class Run:
         return self.project(x)
 
     def embed(self, side: str, tokens: Tensor) -> Tensor:
-        """Returns dropout(α_in(√d·E[token] + position)). Positions are counted over real tokens; d in √d is the width of
-        the parametrisation's base model."""
+        """Returns dropout(α_in(√d·E[token] + position)). Positions are counted over real tokens; the d of √d is the
+        width of the parametrisation's base model."""
         table, real, d = self.table(side), tokens != PAD, self.config["d_model"]
         encoding = self.encoding(side, positions_of(real)) * real.unsqueeze(-1)
         times = forward_factors(self.config, "decoder")
@@ -290,8 +290,8 @@ class Run:
         return torch.stack(rows)
 
     def tensorized(self, place: Place, x: Tensor, real: Tensor) -> Tensor:
-        """Returns W_o·vec_{jk}[Σ_r c_r((q_i + u)_r k_jr + (q_i + w)_r p_jr) v_kr] for each position i. An entry is 0 if j
-        or k is after i or is padding."""
+        """Returns W_o·vec_{jk}[Σ_r c_r((q_i + u)_r k_jr + (q_i + w)_r p_jr) v_kr] for each position i. An entry is 0 if
+        j or k is after i or is padding."""
         segment, name = self.config["tensorized_segment"], f"{place.prefix}.self_attn"
         c, u, w = (self.state[f"{name}.{part}"] for part in ("core", "content_bias", "position_bias"))
         q, k, v = (x @ self.state[f"{name}.in_proj_weight"].T).chunk(3, dim=-1)

@@ -1,4 +1,4 @@
-"""Presets: named sizes of models and training settings, of common use or from papers.
+"""The presets, which are named sizes of models with training settings, in common use or from papers.
 
 A preset sets no residual scheme and no initialisation, because users compare these and choose each by its own option.
 For the same reason only llama-tiny sets a norm.

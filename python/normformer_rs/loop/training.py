@@ -1,4 +1,4 @@
-"""The trainer. The training loop runs in Rust and reports to this module between updates."""
+"""Trains models. The training loop runs in Rust and reports to this module between updates."""
 
 import contextlib
 import dataclasses

@@ -1,4 +1,4 @@
-"""The project's own comparison, `modern`: every residual scheme and every norm on one small text."""
+"""Compares every residual scheme and every norm on one small text; this is the project's own comparison, `modern`."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""Trials: the runs of a study that are trained in a training loop of the user's own."""
+"""The trials of a study, which are runs that are trained in a loop of the user's own."""
 
 import dataclasses
 import json
