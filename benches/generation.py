@@ -52,7 +52,7 @@ def main() -> None:
         prompt.write_text(" ".join(words[(7 * i * i + i) % 8] for i in range(1000)))
         for size, options in SIZES.items():
             run = Path(folder, size.replace(" ", "-"))
-            oldest = (others or [None])[0]  # which reads no newer one's run
+            oldest = (others or [None])[0]  # OTHER trains, because an older package cannot read runs of a newer one
             _run(oldest, TRAIN, [str(run), str(text), json.dumps(options)])
             for continuations in (1, 8):
                 arguments = [str(run), str(prompt), str(continuations)]

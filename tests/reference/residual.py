@@ -146,13 +146,14 @@ def own_parts(part: Any) -> Iterator[Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Sublayer:
-    """x⁺ = N_after(α⊙x + β⊙dropout(N_output(F(N_before(x))))), and what happens at F's named points:
+    """Declares a sublayer, x⁺ = N_after(α⊙x + β⊙dropout(N_output(F(N_before(x))))), and the changes inside F.
 
-    input: what q, k, v (cross-attention: q alone) or linear1 reads; query_input, key_input, value_input: what each
-    reads alone, in self-attention; query, key, value: each head's (a norm of d_head) or the whole vector (a norm of
-    d_model), rotated_query and rotated_key after their rotation; heads: joined, before out_proj; projected: after it;
-    hidden: before the ReLU; activated: after the ReLU and its dropout. With `skip`, x is N_skip(x) everywhere in the
-    equation.
+    With `skip`, x is replaced by N_skip(x) everywhere in the equation. `inside` has changes at these points of F:
+    "input", the input of q, k and v (in cross-attention of q only) or of linear1; "query_input", "key_input" and
+    "value_input", the separate inputs in self-attention; "query", "key" and "value", each head (a norm of width d_head)
+    or the whole vector (a norm of width d_model); "rotated_query" and "rotated_key", the same after the rotation;
+    "heads", the joined heads before out_proj; "projected", the result of out_proj; "hidden", before the ReLU;
+    "activated", after the ReLU and its dropout.
     """
 
     skip: Norm | None = None
@@ -185,9 +186,10 @@ class Sublayer:
 
 @dataclasses.dataclass(frozen=True)
 class Combine:
-    """DLCL. pre: the input of layer l+1 is Σ_{k≤l} W_{lk} N_k(y_k), post: N_l(Σ_{k≤l} W_{lk} y_k).
+    """DLCL: the input of layer l+1 is Σ_{k≤l} W_{lk} N_k(y_k) if `is_pre`, otherwise N_l(Σ_{k≤l} W_{lk} y_k).
 
-    y_k is the output of layer k, y_0 the embedding, un-normed like row 0; row L is the stack's output. N_l: norms[l−1].
+    y_k is the output of layer k, and y_0 the embedding. y_0 and the sum of row 0 are not normalised. Row L is the
+    stack's output. N_l is norms[l−1].
     """
 
     weight: Parameter

@@ -114,7 +114,7 @@ def test_cross_entropy():
     logits, mask = torch.randn(3, 5, 12, dtype=torch.float64), torch.arange(12) >= 2
     inside = torch.where(TARGET == ref.PAD, -100, TARGET - 2)
     # Label smoothing moves the mass ε from the target to other words. Under twt, as in torch, a share of 1/|V_t| = 1/10
-    # returns to the target, under fairseq none: so ε = 0.09 there equals ε = 0.1 here.
+    # returns to the target, under fairseq none. So fairseq's ε = 0.09 gives the same loss as torch's ε = 0.1.
     for formula, ours, epsilon in (("twt", 0.0, 0.0), ("twt", 0.1, 0.1), ("fairseq", 0.09, 0.1)):
         loss, nll = ref.label_smoothed_cross_entropy(logits, TARGET, ours, formula, mask)
         theirs = nn.functional.cross_entropy(logits[..., 2:].mT, inside, reduction="sum", label_smoothing=epsilon)

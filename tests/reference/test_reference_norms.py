@@ -83,8 +83,8 @@ def test_batch_norm_equals_torch():
 @pytest.mark.parametrize("pad_mask", [None, PADDED], ids=["full", "padded"])
 @pytest.mark.parametrize("name", ref.BATCH_NORMS)
 def test_true_gradients(name, pad_mask):
-    """PowerNorm's gradient is exact in warm-up, which the default of 4,000 updates covers. gradcheck's repeated calls
-    do not matter, because the results are computed from the batch's statistics, not from the buffers."""
+    """PowerNorm's gradient is exact in warm-up, where this test is. Results are computed from the batch's statistics,
+    so changing buffers do not matter."""
 
     def call(x, weight, bias):
         return build(name, weight, bias)(x, pad_mask)

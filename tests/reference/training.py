@@ -18,7 +18,7 @@ from .parameters import State, buffer_shapes
 
 @dataclasses.dataclass
 class Adam:
-    """Adam: θ ← θ − lr·wd·θ − lr·√(1−β₂ᵗ)/(1−β₁ᵗ)·m/(√v+ε), fairseq's form of Kingma & Ba 2015 §2, with decoupled decay.
+    """Adam: θ ← θ − lr·wd·θ − lr·√(1−β₂ᵗ)/(1−β₁ᵗ)·m/(√v+ε), fairseq's form of Kingma & Ba 2015 §2; decay is decoupled.
 
     m ← β₁m + (1−β₁)g, v ← β₂v + (1−β₂)g². Every parameter decays, norms and biases too. The form "torch" is their
     algorithm 1, as torch.optim has it: … − lr·m̂/(√v̂+ε), m̂ = m/(1−β₁ᵗ), v̂ = v/(1−β₂ᵗ).
