@@ -113,7 +113,7 @@ class BatchNorm(BatchStatisticsNorm):
         return self.output(saved.x_hat, counted, x), saved
 
     def backward(self, dy: Tensor, saved: Saved) -> tuple[Tensor, Tensor, Tensor]:
-        """dx_i = (γ/σ_B)[dy_i − mean(dy) − x̂_i·mean(dy⊙x̂)] (PN eq 3)."""
+        """Returns (dx, dγ, dβ), with dx_i = (γ/σ_B)[dy_i − mean(dy) − x̂_i·mean(dy⊙x̂)] (PN eq 3)."""
         g, x_hat = computed(dy[saved.counted]), saved.x_hat
         inner = g - g.mean(0) - x_hat * (g * x_hat).mean(0)
         return self.gradients(self.weight.to(g.dtype) / saved.root * inner, g, saved, dy.dtype)
@@ -148,7 +148,7 @@ class PowerNormV(BatchStatisticsNorm):
         return self.output(saved.x_hat, counted, x), saved
 
     def backward(self, dy: Tensor, saved: Saved) -> tuple[Tensor, Tensor, Tensor]:
-        """dx_i = (γ/ψ_B)[dy_i − x̂_i·mean(dy⊙x̂)] (PN eq 6)."""
+        """Returns (dx, dγ, dβ), with dx_i = (γ/ψ_B)[dy_i − x̂_i·mean(dy⊙x̂)] (PN eq 6)."""
         g, x_hat = computed(dy[saved.counted]), saved.x_hat
         inner = g - x_hat * (g * x_hat).mean(0)
         return self.gradients(self.weight.to(g.dtype) / saved.root * inner, g, saved, dy.dtype)
@@ -207,7 +207,7 @@ class PowerNorm(BatchStatisticsNorm):
         return self.output(x_hat, counted, x), saved
 
     def backward(self, dy: Tensor, saved: Saved) -> tuple[Tensor, Tensor, Tensor]:
-        """G = γ⊙dy, X′ = G − ν⊙x̂, dx = X′/√(ψ²+ε), then ν ← ν(1−(1−α_b)Γ)+(1−α_b)Λ (eq 11–13).
+        """Returns (dx, dγ, dβ): G = γ⊙dy, X′ = G − ν⊙x̂, dx = X′/√(ψ²+ε), then ν ← ν(1−(1−α_b)Γ)+(1−α_b)Λ (eq 11–13).
 
         Γ = mean(x̂²), Λ = mean(G⊙x̂); in the paper mode's warm-up X′ = G − Λ⊙x̂.
         """

@@ -259,27 +259,27 @@ def places(config: Config, stack: str) -> list[Place]:
     return [Place(config, stack, layer, kind, index) for layer in layers for index, kind in enumerate(kinds, 1)]
 
 
-# The functions below declare a sublayer. Each docstring is the sublayer's equation.
+# The functions below declare a sublayer. Each docstring has the sublayer's equation; x⁺ is the sublayer's result.
 
 
 def postnorm(place: Place) -> Sublayer:
-    """x⁺ = N(x+F(x)) (TwT eq 2)."""
+    """Declares x⁺ = N(x+F(x)) (TwT eq 2)."""
     is_last_of_decoder = place.stack == "decoder" and place.is_last
     return Sublayer(after=place.norm(f"norm{place.index}", is_last_of_decoder=is_last_of_decoder))
 
 
 def prenorm(place: Place) -> Sublayer:
-    """x⁺ = x+F(N(x)) (TwT eq 3)."""
+    """Declares x⁺ = x+F(N(x)) (TwT eq 3)."""
     return Sublayer(before=place.norm(f"norm{place.index}"))
 
 
 def deepnorm(place: Place) -> Sublayer:
-    """x⁺ = N(αx+F(x)) (BrN eq 2)."""
+    """Declares x⁺ = N(αx+F(x)) (BrN eq 2)."""
     return dataclasses.replace(postnorm(place), alpha=deepnorm_alpha(place.config, place.stack))
 
 
 def branchnorm(place: Place) -> Sublayer:
-    """x⁺ = N(x+α_t F(x)) (BrN eq 7)."""
+    """Declares x⁺ = N(x+α_t F(x)) (BrN eq 7)."""
     c = place.config
     return dataclasses.replace(postnorm(place), beta=growth(place, c["branchnorm_steps"], c["branchnorm_growth"]))
 
@@ -296,7 +296,8 @@ def prores(place: Place) -> Sublayer:
 
 
 def b2t(place: Place) -> Sublayer:
-    """x⁺ = N(x+F(x)); in the feed-forward x⁺ = N(x₀+x+F(x)), with the layer's input x₀ (Takase et al. 2023)."""
+    """Declares x⁺ = N(x+F(x)), and x⁺ = N(x₀+x+F(x)) in the feed-forward; x₀ is the layer's input (Takase et al.
+    2023)."""
     return dataclasses.replace(postnorm(place), adds_bottom=place.kind == "feed_forward")
 
 
@@ -309,7 +310,8 @@ def gpas(place: Place) -> Sublayer:
 
 
 def value_residual(place: Place) -> Sublayer:
-    """prenorm, with the values λV + μV₁ in self-attention, where V₁ are those of the first layer (Zhou et al. 2024)."""
+    """Declares prenorm with the values λV + μV₁ in self-attention; V₁ are those of the first layer (Zhou et al.
+    2024)."""
     if place.kind != "self_attn":
         return prenorm(place)
     start = place.config["value_residual_start"]
@@ -319,7 +321,7 @@ def value_residual(place: Place) -> Sublayer:
 
 
 def x0_lambdas(place: Place) -> Sublayer:
-    """prenorm, with x ← λx + μx₀ before each layer, where x₀ is the normalised embedding (nanochat)."""
+    """Declares prenorm with x ← λx + μx₀ before each layer; x₀ is the normalised embedding (nanochat)."""
     part = place.layer / max(place.config[f"{place.stack}_layers"] - 1, 1)
     own = place.scalar("stream_scale", 1.15 - 0.1 * part)
     blend = Blend(own, place.scalar("embedding_scale", 0.2 - 0.15 * part))
@@ -329,27 +331,28 @@ def x0_lambdas(place: Place) -> Sublayer:
 
 
 def depth_scaled(place: Place) -> Sublayer:
-    """x⁺ = √((k−1)/k)·x + N(F(N(x)))/√k, k from 2 (Beam)."""
+    """Declares x⁺ = √((k−1)/k)·x + N(F(N(x)))/√k, k from 2 (Beam)."""
     kinds = 2 if place.stack == "encoder" or is_one_stack(place.config) else 3
     k = place.layer * kinds + place.index + 1
     return dataclasses.replace(sandwich(place), alpha=((k - 1) / k) ** 0.5, beta=k**-0.5)
 
 
 def variance_gate(place: Place) -> Sublayer:
-    """x⁺ = √(1−β²)⊙x + β⊙N(F(N(x))), β = σ(w/τ) (Muse Spark)."""
+    """Declares x⁺ = √(1−β²)⊙x + β⊙N(F(N(x))), β = σ(w/τ) (Muse Spark)."""
     name, shape = f"{place.prefix}.residual_gate{place.index}", (place.config["d_model"],)
     w, tau = Parameter(name, shape, std=0.02), place.config["variance_gate_temperature"]
     return dataclasses.replace(sandwich(place), alpha=Gate(w, tau, rest=True), beta=Gate(w, tau))
 
 
 def rezero(place: Place) -> Sublayer:
-    """x⁺ = x+a_l F(x), a_l one scalar per layer, 0 at first (Bachlechner et al. 2020)."""
+    """Declares x⁺ = x+a_l F(x), a_l one scalar per layer, 0 at first (Bachlechner et al. 2020)."""
     return Sublayer(beta=place.scalar("branch_scale", 0.0))
 
 
 def r_fixup(place: Place) -> Sublayer:
-    """Attention: x + s·W_o·Attn(W_q(x−b), W_k(x−b), W_v(x−b)), cross: query x−b, memory raw; `paper`: a scalar before
-    W_o. Feed-forward: x + s·W₂(drop(relu(W₁(x−b₁)−b₂))−b₃). Linears without bias (Zhang et al. 2019, release)."""
+    """Declares x + s·W_o·Attn(W_q(x−b), W_k(x−b), W_v(x−b)) for attention. In cross-attention only the queries' input
+    is shifted; in mode paper there is a scalar before W_o. The feed-forward is x + s·W₂(drop(relu(W₁(x−b₁)−b₂))−b₃).
+    Matrices have no bias (Zhang et al. 2019, release)."""
     if place.kind == "feed_forward":
         points = {"input": "shift1", "hidden": "shift2", "activated": "shift3"}
         inside: dict[str, Change] = {point: Shift(place.scalar(name, 0.0)) for point, name in points.items()}
@@ -361,32 +364,32 @@ def r_fixup(place: Place) -> Sublayer:
 
 
 def t_fixup(place: Place) -> Sublayer:
-    """x⁺ = x+F(x) (Huang et al. 2020)."""
+    """Declares x⁺ = x+F(x) (Huang et al. 2020)."""
     return Sublayer()
 
 
 def admin(place: Place) -> Sublayer:
-    """x⁺ = N(ω⊙x+F(x)), ω learned, from `profile_admin` (Liu et al. 2020)."""
+    """Declares x⁺ = N(ω⊙x+F(x)), ω learned, from `profile_admin` (Liu et al. 2020)."""
     return dataclasses.replace(postnorm(place), alpha=place.vector("residual_scale", 1.0))
 
 
 def admin_const(place: Place) -> Sublayer:
-    """x⁺ = N(ωx+F(x)), ω one constant per stack."""
+    """Declares x⁺ = N(ωx+F(x)), ω one constant per stack."""
     return dataclasses.replace(postnorm(place), alpha=admin_omega(place.config, place.stack))
 
 
 def dlcl(place: Place) -> Sublayer:
-    """An ordinary pre-norm or post-norm sublayer. The norms of the combination of layers are declared with the stack
-    (Wang et al. 2019)."""
+    """Declares an ordinary pre-norm or post-norm sublayer. The norms of the combination of layers are declared with the
+    stack (Wang et al. 2019)."""
     if place.config["dlcl_norm"] == "pre":
         return prenorm(place)
     return Sublayer(after=place.norm(f"norm{place.index}"))
 
 
 def normformer(place: Place) -> Sublayer:
-    """prenorm with four additions that can be switched off: (1) Concat(γ_h·head_h)W^O in self-attention, with γ_h after
-    W^O in mode fairseq; (2) a norm after that, before the dropout; (3) W₂·N(σ(W₁·N(x)+b₁))+b₂; (4) λ⊙x instead of x in
-    the feed-forward's sum. Cross-attention has none of them (Shleifer et al. 2021)."""
+    """Declares prenorm with four additions that can be switched off: (1) Concat(γ_h·head_h)W^O in self-attention, with
+    γ_h after W^O in mode fairseq; (2) a norm after that, before the dropout; (3) W₂·N(σ(W₁·N(x)+b₁))+b₂; (4) λ⊙x
+    instead of x in the feed-forward's sum. Cross-attention has none of them (Shleifer et al. 2021)."""
     config, sublayer = place.config, prenorm(place)
     inside: dict[str, Change] = {}
     if place.kind == "self_attn":
@@ -404,8 +407,8 @@ def normformer(place: Place) -> Sublayer:
 
 
 def subln(place: Place) -> Sublayer:
-    """x + W^O N(Attn(N(x))) in self-attention, x + W₂N(φ(W₁N(x))) in the feed-forward; prenorm in cross-attention (Wang
-    et al. 2022b)."""
+    """Declares x + W^O N(Attn(N(x))) in self-attention, x + W₂N(φ(W₁N(x))) in the feed-forward, and prenorm in
+    cross-attention (Wang et al. 2022b)."""
     inside: dict[str, dict[str, Change]] = {
         "self_attn": {"heads": place.norm("self_attn.inner_norm")},
         "multihead_attn": {},
@@ -415,20 +418,20 @@ def subln(place: Place) -> Sublayer:
 
 
 def sandwich(place: Place) -> Sublayer:
-    """x⁺ = x+N(F(N(x))) (Ding et al. 2021)."""
+    """Declares x⁺ = x+N(F(N(x))) (Ding et al. 2021)."""
     return dataclasses.replace(prenorm(place), output=place.norm(f"post_norm{place.index}"))
 
 
 def keel(place: Place) -> Sublayer:
-    """x⁺ = N(αx+F(N(x))), α the stack's number of sublayers (Chen & Wei 2026)."""
+    """Declares x⁺ = N(αx+F(N(x))), α the stack's number of sublayers (Chen & Wei 2026)."""
     kinds = 2 if place.stack == "encoder" or is_one_stack(place.config) else 3
     alpha = place.config["keel_alpha"] or float(kinds * place.config[f"{place.stack}_layers"])
     return dataclasses.replace(prenorm(place), alpha=alpha, after=place.norm(f"post_norm{place.index}"))
 
 
 def ngpt(place: Place) -> Sublayer:
-    """x⁺ = u((1 − |a|)⊙u(x) + |a|⊙u(F(x))), where u scales to length one. Inside F, queries, keys and the hidden layer
-    are scaled (Loshchilov et al. 2024)."""
+    """Declares x⁺ = u((1 − |a|)⊙u(x) + |a|⊙u(F(x))), where u scales to length one. Inside F, queries, keys and the
+    hidden layer are scaled (Loshchilov et al. 2024)."""
     c = place.config
     d, f, root = c["d_model"], c["d_ff"], math.sqrt(c["d_model"])
     share = place.vector("share", 1 / root), 1 / root / 0.05
@@ -450,18 +453,18 @@ def ngpt(place: Place) -> Sublayer:
 
 
 def layerscale(place: Place) -> Sublayer:
-    """x⁺ = x+λ⊙F(N(x)) (Touvron et al. 2021)."""
+    """Declares x⁺ = x+λ⊙F(N(x)) (Touvron et al. 2021)."""
     return dataclasses.replace(prenorm(place), beta=place.vector("branch_scale", place.config["layerscale_init"]))
 
 
 def resi_dual(place: Place) -> Sublayer:
-    """x⁺ = N(x+F(x)), s⁺ = s+F(x) (Xie et al. 2023)."""
+    """Declares x⁺ = N(x+F(x)), s⁺ = s+F(x) (Xie et al. 2023)."""
     return Sublayer(after=place.norm(f"norm{place.index}"), streams=((1.0, 1.0),))
 
 
 def hybridnorm(place: Place) -> Sublayer:
-    """Attention: x⁺ = x + Attn(x), with norms on q, k and v of each head. Feed-forward: z = N(x), x⁺ = z+F(z) (Zhuo et
-    al. 2025, release). N has the number of the attention sublayer before it in its name."""
+    """Declares x⁺ = x + Attn(x) with norms on q, k and v of each head, and for the feed-forward x⁺ = z+F(z) with
+    z = N(x) (Zhuo et al. 2025, release). N's name has the number of the attention sublayer before it."""
     if place.kind == "feed_forward":
         return Sublayer(skip=place.norm(f"norm{place.index - 1}"))
     width = place.config["d_model"] // place.config["heads"]
@@ -470,7 +473,7 @@ def hybridnorm(place: Place) -> Sublayer:
 
 
 def hybridnorm_star(place: Place) -> Sublayer:
-    """hybridnorm, but with x⁺ = x+F(N(x)) in the first layer, which has the norms on q, k and v, too."""
+    """Declares hybridnorm, but with x⁺ = x+F(N(x)) in the first layer, which has the norms on q, k and v, too."""
     sublayer = hybridnorm(place)
     if place.layer > 0:
         return sublayer
@@ -478,7 +481,7 @@ def hybridnorm_star(place: Place) -> Sublayer:
 
 
 def olmo2(place: Place) -> Sublayer:
-    """x⁺ = x+N(F(x)), with norms on q and k over all heads together (OLMo-core)."""
+    """Declares x⁺ = x+N(F(x)), with norms on q and k over all heads together (OLMo-core)."""
     inside: dict[str, Change] = {}
     if place.kind != "feed_forward":
         widths = {"query": place.config["d_model"], "key": kv_width(place.config)}
@@ -487,8 +490,8 @@ def olmo2(place: Place) -> Sublayer:
 
 
 def ln_scaling(place: Place) -> Sublayer:
-    """x⁺ = x+F(N(x)/√l) in layer l = 1, 2, …; in mode weight 1/√l is the initial value of N's weight instead (Sun et
-    al. 2025)."""
+    """Declares x⁺ = x+F(N(x)/√l) in layer l = 1, 2, …; in mode weight 1/√l is the initial value of N's weight instead
+    (Sun et al. 2025)."""
     factor, sublayer = (place.layer + 1) ** -0.5, prenorm(place)
     if place.config["ln_scaling_mode"] == "constant":
         return dataclasses.replace(sublayer, inside={"input": Times(factor)})
@@ -496,13 +499,14 @@ def ln_scaling(place: Place) -> Sublayer:
 
 
 def mix_ln(place: Place) -> Sublayer:
-    """postnorm in the first part (`mix_ln_part`) of the layers, rounded down, then prenorm (Li et al. 2024)."""
+    """Declares postnorm in the first part (`mix_ln_part`) of the layers, rounded down, prenorm after it (Li et al.
+    2024)."""
     is_post = place.layer < int(place.config["mix_ln_part"] * place.config[f"{place.stack}_layers"])
     return postnorm(place) if is_post else prenorm(place)
 
 
 def attnres(place: Place) -> Sublayer:
-    """prenorm that reads from all earlier outputs. If q, k and v read separately, each has its own norm."""
+    """Declares prenorm that reads from all earlier outputs. If q, k and v read separately, each has its own norm."""
     sublayer = mixed(mixes.attnres)(place)
     if place.config["attnres_queries"] == 1 or place.kind != "self_attn":
         return sublayer

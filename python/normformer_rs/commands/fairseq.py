@@ -84,6 +84,7 @@ def check(command: str, arguments: Sequence[str]) -> None:
         return any(argument == option or argument.startswith(joined) for argument in arguments)
 
     missing = [group[0] for group in known.needs if not any(map(is_given, group))]
+    # fairseq itself answers --help, and checks all else. A command without any argument is an error here.
     if HELP.intersection(arguments) or (arguments and not missing):
         return
     what = ", ".join(missing) if missing else "arguments"

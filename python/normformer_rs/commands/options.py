@@ -103,6 +103,7 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         self.add_options()
         args = sys.argv[1:] if args is None else list(args)
+        # Only words before `rest` are this parser's options: those before "--", or before the name of a command.
         rest = next((i for i, word in enumerate(args) if word == "--"), len(args))
         if self._takes_command:
             rest = next((i for i, word in enumerate(args) if not word.startswith("-")), len(args))

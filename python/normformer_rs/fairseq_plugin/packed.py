@@ -199,7 +199,7 @@ class Step:
             k, v, padding = self._append("key", k), self._append("value", v), self._append("padding", self.padding)
         else:
             (q,), padding = attention.project(query.unsqueeze(-2), "q", kept), self.padding
-            if self.name + "key" not in self.cache:
+            if self.name + "key" not in self.cache:  # keys and values of memory are projected in the first step only
                 k, v = attention.project(self.memory, "kv", kept)
                 self.cache[self.name + "key"], self.cache[self.name + "value"] = k, v
             k, v = self.cache[self.name + "key"], self.cache[self.name + "value"]

@@ -84,6 +84,7 @@ class Undecayed:
             own = [p for p in params if id(p) in gains]
             if own and group.get("weight_decay"):
                 group["params"] = [p for p in params if id(p) not in gains]
+                # The gains move to a group with the same options but no weight decay: an existing one, or a new one.
                 undecayed = next((g for g in groups if _is_same_but_undecayed(g, group)), None)
                 if undecayed is None:
                     groups.append({**group, "params": own, "weight_decay": 0.0})

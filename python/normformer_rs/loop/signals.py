@@ -26,11 +26,11 @@ class _Stops:
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         self.heard += 1
-        if self.heard == 2:
+        if self.heard == 2:  # a launcher's repetition of the first signal
             return
         self.wish = signal.Signals(number).name
         if self.heard == 1:
-            if self.held:
+            if self.held:  # `ask` raises the exception later
                 return
             importer = _importer(frame, self.outside)
             if importer is not None:

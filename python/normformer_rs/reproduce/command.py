@@ -133,7 +133,7 @@ def _check_data(entries: Sequence[Reproduction], scale: str, data: Path, kept: S
     """Checks that the texts of the rows that are still to be measured exist. Errors: UsageError if one is missing."""
     wanted = {row.corpus: entry.name for entry, found in zip(entries, kept)
               for row in found.wanted if found.find(row) is None}  # fmt: skip
-    for name, files in missing(wanted, data).items():
+    for name, files in missing(wanted, data).items():  # the error is about the first corpus that lacks files
         raise UsageError(
             f"reproduce {wanted[name]} --scale {scale} needs {len(files)} files that {data} lacks (plain or .gz): "
             f"{', '.join(files)}",

@@ -83,6 +83,7 @@ def _published(figures: Table, key: dict[str, str]) -> dict[str, str]:
 def _rows(scale: Table) -> tuple[Row, ...]:
     figures, where = scale.get("figures") or {}, scale.get("where", {})
     columns = {name: _values(name, values, figures) for name, values in scale["rows"].items() if values != ""}
+    # The values of the column `outer` vary slowest, wherever the column stands in the table.
     outer_first = sorted(columns, key=lambda column: column != scale.get("outer"))
     of_text = {name: scale[name] for name in ("corpus", "search") if name in scale}
     shared = _added(of_text, scale.get("options", {}))
@@ -102,7 +103,7 @@ def _scale(table: Table) -> Scale:
         if name not in (*_OF_ENTRIES, *_OF_SCALES):
             raise InputError(f"entries.toml, {table['title']}: {unknown('field', name, (*SCALES, *_OF_SCALES))}")
     shown = table["shown"]
-    while "base" in shown:
+    while "base" in shown:  # a base may have a base itself
         shown = _merged(_SHOWN[shown["base"]], {name: value for name, value in shown.items() if name != "base"})
     shown = {name: tuple(value) if name in ("measures", "columns") else value for name, value in shown.items()}
     more = {name: table[name] for name in ("checkpoint", "scored", "seeds") if name in table}

@@ -65,7 +65,7 @@ def _exp(x: float) -> float:
 
 
 def _best_perplexity(told: Told) -> float:
-    found = told["evaluations"]["perplexity"]
+    found = told["evaluations"]["perplexity"]  # min() of a list with NaN would depend on the order
     return min(found) if found and not any(map(math.isnan, found)) else math.nan
 
 

@@ -206,6 +206,7 @@ def baseline_of(scale: Scale, row: Row) -> Row | None:
     number = row.seed - same[at].seed
     if scale.shown.compared in COMPARED:
         return same[at - 1 if scale.shown.compared == "before" else 0].seeded(number)
+    # `compared` is a value of the first key: the baseline has it there, and the row's values of all other keys.
     chosen = next((other for other in same if _named(other, scale.shown.compared) == _named(row, "")), None)
     return None if chosen is None or chosen.key == row.key else chosen.seeded(number)
 
@@ -228,6 +229,7 @@ def _measured(found: Found, name: str) -> str:
         return "diverged" if found.get("verdict") == "diverged" else ""
     if isinstance(value, Spread):
         return f"{value:{COLUMNS[name].form}}"
+    # A number gets the column's format. NaN and infinities give an empty cell; any other text is shown as it is.
     read = number(value)
     return f"{read:{COLUMNS[name].form}}" if read is not None else "" if value in ("nan", "inf", "-inf") else value
 

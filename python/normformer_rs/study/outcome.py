@@ -105,11 +105,11 @@ def _arm(study: Study, results: Results, cell: Cell) -> Arm:
             curve[rate].append(value_of(found, study.metric))
             seconds += number(found.get("seconds") or "") or 0.0
         chosen = chosen_of(study, results, cell, seed)
-        if chosen is None:
+        if chosen is None:  # runs that choose the rate are still missing
             continue
         losses.append(_sensitivity(made))
         reported = results.find(study.row(cell, chosen.rate, seed)) if chosen.rate is not None else None
-        if chosen.rate is not None and reported is None:
+        if chosen.rate is not None and reported is None:  # the reported run is still missing
             continue
         rates[seed], values[seed] = chosen.rate, value_of(reported, study.metric)
         edges += chosen.is_edge

@@ -171,6 +171,7 @@ def _keep(trial: Trial, row: Row, results: Results) -> None:
 
 
 def _swap(model: nn.Module, arm: Options, init: str, example: Any) -> None:
+    # The arm's other options go to the first of the two swaps that the arm has.
     residual, norm = arm.pop("residual", None), arm.pop("norm", None)
     start = arm.pop("init", "scheme" if init == OWN_START else init)
     if residual is not None:
