@@ -13,8 +13,8 @@ The benchmark starts this file on a folder made by `fairseq_data.prepare` and ta
 
     python fairseq_worker.py DATA [--max-tokens 4096] [--update-freq 2] [a flag of fairseq-train …]
 
-The allocator is chosen by the environment the worker is started with: `TUNED_ALLOCATOR` below, or nothing of the kind
-for the allocator as it comes. The number of threads is PyTorch's default unless OMP_NUM_THREADS is set.
+The environment of the worker sets the allocator: with `TUNED_ALLOCATOR` below it keeps memory, without it has its
+default behaviour. The number of threads is PyTorch's default unless OMP_NUM_THREADS is set.
 """
 
 import argparse

@@ -1,7 +1,8 @@
-"""Pictures across the tables of benches/results: `python benches/figures.py` draws README's anew.
+"""Draws pictures from the tables of benches/results. `python benches/figures.py` draws the README's picture again.
 
 ../docs/images/depth.png    validation losses of deep stacks by scheme
-`scheme` draws the gradient norms on each scheme's page. `normformer-rs reproduce` draws those of benches/results.
+`scheme` draws the picture of gradient norms on each scheme's page. `normformer-rs reproduce` draws the pictures in
+benches/results.
 """
 
 import csv

@@ -48,8 +48,8 @@ def _norms(name: str) -> str:
 
 
 def _binaries(name: str) -> str:
-    """Returns a table of the kernels in tests/cuda/binaries.py: their registers, and the numbers of warps that are
-    resident on a multiprocessor."""
+    """Returns a table of the kernels that tests/cuda/binaries.py has measured: their registers, and the numbers of
+    warps that are resident on a multiprocessor."""
     rows, shown = results(name), ("80", "90", "100", "120")
     cells = []
     for kernel in sorted({row["kernel"] for row in rows}):

@@ -191,7 +191,7 @@ def alike(cell: Any) -> list[tuple[str, str]]:
         if "nbval-ignore-output" in cell.metadata.get("tags", ()):
             text = ""
         elif not text.strip():
-            continue  # only progress
+            continue  # the output had only lines of progress
         found.append((kinds, re.sub(r"(?:-?[\d.,]*\d(?:e[+-]?\d+)?\.?\s*)+|\s+", _number_or_space, text).strip()))
     return found
 

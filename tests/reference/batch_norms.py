@@ -86,7 +86,8 @@ class BatchStatisticsNorm:
 
 
 class BatchNorm(BatchStatisticsNorm):
-    """y = γ⊙(x−μ_B)/√(σ²_B+ε) + β, biased σ²_B; μ ← αμ+(1−α)μ_B, σ² alike; evaluation uses μ and σ² (PN Alg 1)."""
+    """BatchNorm (PN Alg 1): y = γ⊙(x−μ_B)/√(σ²_B+ε) + β with biased σ²_B, then μ ← αμ+(1−α)μ_B and the same for σ².
+    Evaluation uses μ and σ²."""
 
     def __init__(
         self,
@@ -125,7 +126,8 @@ class BatchNorm(BatchStatisticsNorm):
 
 
 class PowerNormV(BatchStatisticsNorm):
-    """x̂ = x/√(ψ²_B+ε), ψ²_B = mean x²; y = γ⊙x̂ + β; ψ² ← αψ²+(1−α)ψ²_B; evaluation uses ψ² (PN Def 1)."""
+    """PN-V (PN Def 1): y = γ⊙x̂ + β with x̂ = x/√(ψ²_B+ε) and ψ²_B = mean x², then ψ² ← αψ²+(1−α)ψ²_B. Evaluation uses
+    ψ²."""
 
     def __init__(
         self,

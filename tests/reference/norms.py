@@ -1,4 +1,4 @@
-"""The normalisation layers (docs/spec.md §1) and the fused residual step (§2.2), written as their equations.
+"""Computes the normalisation layers (docs/spec.md §1) and the fused residual step (§2.2) by their equations.
 
 Every function works over the last dimension, computes in f32 (f64 for f64 inputs) and returns x's dtype. The norms with
 batch statistics are in batch_norms.py. TwT is Nguyen & Salazar 2019, PN Shen et al. 2020.

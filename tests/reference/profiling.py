@@ -1,4 +1,4 @@
-"""Admin's profiling pass (Liu et al. 2020; docs/spec.md §3.4)."""
+"""The profiling pass, which computes the gains of admin (Liu et al. 2020; docs/spec.md §3.4)."""
 
 import math
 

@@ -110,7 +110,7 @@ def test_power_norm_is_the_papers_equations_over_fifty_steps(warmup):
         phi = torch.stack(seen).mean(0) if t <= warmup else phi + (1 - alpha) * (phi_b - phi)  # eq 10
         big_g = dy * w
         gamma, lamda = (x_hat * x_hat).mean(0), (big_g * x_hat).mean(0)
-        x_prime = big_g - (lamda if t <= warmup else nu) * x_hat  # eq 11; PN-V's while warming up
+        x_prime = big_g - (lamda if t <= warmup else nu) * x_hat  # eq 11; the gradient of PN-V in warm-up
         dx = x_prime / psi  # eq 12
         nu = nu * (1 - (1 - alpha_b) * gamma) + (1 - alpha_b) * lamda  # eq 13
         x.requires_grad_()

@@ -92,8 +92,8 @@ def compiled_layer_norm(x: Tensor) -> Norm:
 
 
 def shares(figures: Figures, section: str, name: str, x: Tensor, norms: Iterable[Norm]) -> None:
-    """Measures the bandwidth of the norms as shares of the best copy rate. A copy is measured before each norm, so that
-    both see the same state of the device."""
+    """Measures the bandwidth of the norms as shares of the best copy rate. Copies are measured between the norms; the
+    best of them shows what the device can do."""
     device, target, copies = str(x.device), torch.empty_like(x), list[float]()
     rates = dict[str, tuple[float, float]]()
     for norm, call, inputs in norms:

@@ -1,4 +1,4 @@
-"""Checks of folders and files before torch is imported, which takes seconds.
+"""Checks folders and files before torch is imported, because that import takes seconds.
 
 The extension module repeats these checks when it reads.
 """

@@ -1,4 +1,4 @@
-"""`normformer-rs --print-completion`: the completions that Tab proposes in a shell."""
+"""`normformer-rs --print-completion`: prints a script with which Tab completes commands in a shell."""
 
 import argparse
 from typing import Any

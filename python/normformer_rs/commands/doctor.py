@@ -63,7 +63,7 @@ def _devices() -> Iterator[tuple[str, list[str]]]:
         name = f"cuda:{device}, {torch.cuda.get_device_name(device)}, compute capability {capability}"
         try:
             missing = _core.cuda_missing(device)
-        except RuntimeError as error:  # kernels are set to be required
+        except RuntimeError as error:  # an environment variable requires kernels, so their absence is an error
             missing = str(error)
         if missing is None:
             yield f"{name}: kernels run", []
@@ -72,8 +72,8 @@ def _devices() -> Iterator[tuple[str, list[str]]]:
 
 
 def _kernels() -> Iterator[tuple[str, list[str]]]:
-    """Yields, for each device that kernels were checked on, a line with the numbers of right and wrong kernels, and
-    advice for each wrong one."""
+    """Yields, for each device and driver with which kernels were checked, a line with the numbers of right and wrong
+    kernels, and advice for each wrong one."""
     from .. import _core
 
     found: dict[str, dict[str, list[str]]] = {}

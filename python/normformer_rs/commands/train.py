@@ -133,7 +133,8 @@ def plan_of(args: argparse.Namespace) -> Plan:
     output = flags.get("output", file.get("output"))
     if not isinstance(output, str | None) or output == "":
         raise InputError(f"output must be a folder's path; got {output!r}")
-    if output and not args.dry_run and _is_first():  # other processes skip it: the first may have begun the run already
+    # Only the first process checks the folder. It may have begun the run already when another process gets here.
+    if output and not args.dry_run and _is_first():
         check_output(output, args.resume, args.from_checkpoint, args.overwrite)
     run: dict[str, Any] = {}
     if output and args.resume:

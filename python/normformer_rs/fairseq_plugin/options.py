@@ -34,7 +34,7 @@ FOLLOWING: dict[str, tuple[str, ...]] = dict.fromkeys(SHAPES, ("embed_dim",))
 FOLLOWING["nfrs_transformer_tiny"] += ("ffn_embed_dim",)
 """For each architecture the sizes that the decoder copies from the encoder if they are not given. The width is always
 one of them. The feed-forward width is one in tiny, as in fairseq's tiny architecture; in the other architectures the
-decoder has a default of its own."""
+decoder has a default of its own, here or in fairseq."""
 DROPOUTS: dict[str, dict[str, float]] = {"nfrs_transformer_wmt_en_de_big": {"dropout": 0.3, "attention_dropout": 0.1}}
 
 

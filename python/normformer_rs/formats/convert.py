@@ -24,7 +24,7 @@ from ..nn.scheme import declare
 
 Path_ = str | PathLike[str]
 
-# fairseq's flags.
+# The first part converts fairseq's flags.
 
 FAIRSEQS: tuple[str, ...] = (
     "architecture",
@@ -149,7 +149,7 @@ def _residual(flags: argparse.Namespace, is_alone: bool) -> str:
     return "prenorm"
 
 
-# Parameters' names.
+# The second part converts the names of parameters.
 
 _STOCK = re.compile(r"(?:^|\.)layers\.\d+\.fc1\.weight$")
 _LAYER = re.compile(r"^(encoder|decoder)\.layers\.(\d+)\.(.+)$")
@@ -276,7 +276,7 @@ def check_version(state: Mapping[str, Tensor]) -> None:
         )
 
 
-# The files.
+# The third part reads and writes files.
 
 SAFE: list[Any] = [argparse.Namespace, np.ndarray, np.dtype, *(type(np.dtype(name)) for name in ("int64", "float64"))]
 for _name, _made in (("_reconstruct", np.zeros(1).__reduce__()[0]), ("scalar", np.float64(0).__reduce__()[0])):

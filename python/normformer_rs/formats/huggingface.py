@@ -219,7 +219,7 @@ def _llama_like(model_type: str) -> Callable[[TransformerConfig], dict[str, Any]
             "rms_norm_eps": _eps(config),
             "attention_bias": config.linear_biases,
             "mlp_bias": config.linear_biases,
-            # transformers 5 reads the first, earlier versions the second
+            # transformers 5 reads rope_parameters, earlier versions rope_theta
             "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
             "rope_theta": config.rope_theta,
         }

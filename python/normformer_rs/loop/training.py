@@ -56,7 +56,7 @@ class Trainer:
     """Trains a model on text files.
 
     Args:
-        model: its `vocab_size` may stay 0: then the data's is used.
+        model: the options of the model. If its `vocab_size` is 0, the size of the data's vocabulary is used.
         training: the options of training; `TrainingConfig()` has defaults for everything.
         data: the files.
 

@@ -1,4 +1,4 @@
-"""Moses' preprocessing of text, with sacremoses and subword-nmt, in several processes."""
+"""Preprocesses text as Moses does, with sacremoses and subword-nmt, in several processes."""
 
 import re
 import sys

@@ -118,7 +118,8 @@ class Results:
             if kept is not None:
                 columns = {**columns, keeping.KEPT: keeping.write(self.kept, kept)}
             made = {**row.key, "seed": str(row.seed), RECIPE: row.recipe, **columns}
-            # A row of a study replaces only itself: another study in this folder may name its rows by more columns.
+            # A row of a study, which has a version, replaces only a row with the same recipe: rows of another study in
+            # this folder may have the same key, and more columns that name them.
             self.rows = [one for one in self.rows
                          if not _is_of(one, row) or (row.version and one.get(RECIPE) != row.recipe)]  # fmt: skip
             self.rows.append({name: str(value) for name, value in made.items()})

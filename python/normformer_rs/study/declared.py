@@ -163,7 +163,7 @@ class Study:
 
     @property
     def is_of_the_loop(self) -> bool:
-        """True if this package's training loop can train all arms, because none is a function or a model."""
+        """True if this package's training loop can train all arms: none is a function, and `text` is not "own loop"."""
         return self.text != OWN_LOOP and all(isinstance(arm, Mapping) for arm in self.arms.values())
 
     @functools.cached_property

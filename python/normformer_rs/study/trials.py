@@ -58,12 +58,12 @@ class Trial:
     def apply(self, model: _Model, *, example: Any = None) -> _Model:
         """Applies the arm to a new model, in place, and returns it.
 
-        An arm of options, added to the study's, is swapped in: `residual` by `swap_residuals`, with the study's
-        initialisation, then `norm` by `swap_norms`, with first values of its own; other options are those of the first
-        of the two that the arm has. An arm that is a function gets the model.
+        If the arm is a table of options, these and the study's are swapped in: `residual` by `swap_residuals`, with the
+        study's initialisation, then `norm` by `swap_norms`, with the norm's own initial values. Other options go to the
+        first of the two swaps that the arm has. If the arm is a function, it is called with the model.
 
         Args:
-            example: an input for the swap, where a run of the model cannot be made from its configuration.
+            example: an input for the swap, needed if none can be made from the model's configuration.
 
         Errors: as those of the swaps; InputError for options of an arm that no swap takes.
         """
@@ -91,7 +91,7 @@ class Trial:
             raise InputError(f"{self!r} is over: leave its loop when report returns False")
         if step <= len(self.losses):
             raise InputError(f"report: expected an update after {len(self.losses)}; got step {step}")
-        # Updates between two reports have the later one's loss.
+        # Updates that were skipped between two reports get the loss of the later report.
         self.losses += [_number(loss)] * (step - len(self.losses))
         if valid is not None:
             self.valid = _number(valid)
