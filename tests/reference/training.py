@@ -1,4 +1,4 @@
-"""Adam, clipping, learning rates and one training step (docs/spec.md §4.7 to §4.10).
+"""Computes Adam, clipping, learning rates and one training step (docs/spec.md §4.7 to §4.10).
 
 TwT is Nguyen & Salazar 2019.
 """

@@ -38,7 +38,7 @@ COMPILED = {
 }
 Precision = Literal["f32", "bf16"]
 SLOW_BF16 = "no instructions for products of bf16"
-"""A part of a warning that the training loop gives on CPUs without such instructions."""
+"""A part of the text of a warning, which the training loop gives on CPUs without such instructions."""
 
 
 def size(device: str) -> tuple[dict[str, Any], int]:

@@ -41,7 +41,7 @@ def target_types(task: Any, subset: str) -> Tensor:
 
 
 def _shards(folder: Path, subset: str, endings: list[str]) -> Iterator[str]:
-    """Yields the paths, without endings, of the target side of the shards `subset`, `subset`1, `subset`2, …, which
+    """Yields the paths, without .bin or .idx, of the target side of the shards `subset`, `subset`1, `subset`2, …, which
     fairseq joins."""
     for number in itertools.count():
         paths = [str(folder / f"{subset}{number or ''}{ending}") for ending in endings]

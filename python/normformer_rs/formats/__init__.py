@@ -1,1 +1,1 @@
-"""Models and tokenisations in the formats of fairseq and Hugging Face."""
+"""Converts models and tokenisations to and from the formats of fairseq and Hugging Face."""
