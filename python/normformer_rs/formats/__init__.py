@@ -1,1 +1,1 @@
-"""Converts models and tokenisations to and from the formats of fairseq and Hugging Face."""
+"""Converts models to and from fairseq's format, writes models and tokenisers for Hugging Face, and reads records."""
