@@ -35,11 +35,11 @@ NORMS = ("LayerNorm", "RMSNorm", "ScaleNorm", "BatchNorm", "PowerNorm")
 MEGABYTES = (1, 8, 64)
 RESAMPLES = 10_000
 PAGE = 4096
-"""Bytes."""
+"""The size of a memory page in bytes."""
 
 
 class Side:
-    """One build, in a process that answers a line of JSON to each line."""
+    """One build of the package, in a process that answers each line of its input with a line of JSON."""
 
     def __init__(self, checkout: Path, arguments: list[str], threads: int | None = None):
         environment = {**os.environ, **TUNED_ALLOCATOR, "PYTHONPATH": str(checkout / "python")}
@@ -150,7 +150,8 @@ def compare_decoding(checkouts: tuple[Path, Path], corpus: Path, pairs: int) -> 
 
 
 def report(name: str, seconds: Callable[[Side], float], own: Side, other: Side, pairs: int) -> None:
-    """Prints how many times as fast as `other` `own` is. The two take turns in going first."""
+    """Measures pairs of times and prints the median of time of `other` / time of `own`, with its interval. The two
+    sides take turns in going first."""
     ratios = []
     for pair in range(pairs):
         order = (own, other) if pair % 2 == 0 else (other, own)
@@ -161,17 +162,17 @@ def report(name: str, seconds: Callable[[Side], float], own: Side, other: Side, 
 
 
 def interval(ratios: list[float]) -> tuple[float, float]:
-    """The 95 % interval of the median, by bootstrap."""
+    """Returns the 95 % interval of the median, by bootstrap."""
     draw = random.Random(1)
     medians = sorted(statistics.median(draw.choices(ratios, k=len(ratios))) for _ in range(RESAMPLES))
     return medians[int(0.025 * RESAMPLES)], medians[int(0.975 * RESAMPLES)]
 
 
 def answer_kernels() -> None:
-    """Worker: the median time in seconds of a norm's forward and backward, for each line `NORM DTYPE MEGABYTES`.
+    """The worker for kernels: prints, for each line `NORM DTYPE MEGABYTES`, the median seconds of forward and backward.
 
-    Each line has tensors of its own, at random offsets within a page. Otherwise a process has its tensors at the same
-    offsets in every pair, which depend on what it allocated before, and the pairs compare one placement.
+    Each line gets new tensors, at random offsets within a page. Otherwise a process would have its tensors at the same
+    offsets in every pair, depending on its earlier allocations, and all pairs would compare the same two placements.
     """
     import torch
 
@@ -196,7 +197,7 @@ def answer_kernels() -> None:
 
 
 def answer_decoding() -> None:
-    """Worker: the time in seconds of translating a text, for each line BEAM."""
+    """The worker for decoding: prints, for each line `BEAM`, the seconds that translating the text takes."""
     import gzip
 
     import normformer_rs as nfrs
@@ -211,7 +212,8 @@ def answer_decoding() -> None:
 
 
 def answer_schemes() -> None:
-    """Worker: the schemes' names; then the median time in seconds of forward and backward, for each line `SCHEME`."""
+    """The worker for schemes: prints the names of all schemes; then, for each line `SCHEME`, the median seconds of
+    forward and backward."""
     import torch
 
     import normformer_rs as nfrs
@@ -257,7 +259,8 @@ def compare_bits(own: Path, other: Path) -> None:
 
 
 def answer_bits() -> None:
-    """Worker: {"NORM SCHEME": {"logits": digest, "gradients": digest, "losses": digest}}, or {"refused": reason}."""
+    """The worker for bits: prints, for each "NORM SCHEME", {"logits": digest, "gradients": digest, "losses": list}, or
+    {"refused": reason}."""
     import torch
 
     import normformer_rs as nfrs
@@ -300,7 +303,7 @@ def pairs() -> Iterator[tuple[str, str]]:
 
 
 def written_text(folder: Path) -> dict[str, str]:
-    """The paths of a small parallel text."""
+    """Writes a small parallel text of random numbers, and returns its paths by role."""
     draw, paths = random.Random(1), {}
     for part, lines in (("train", 200), ("valid", 20)):
         for side in ("source", "target"):
@@ -312,7 +315,7 @@ def written_text(folder: Path) -> dict[str, str]:
 
 
 def first_losses(options: dict[str, Any], text: dict[str, str], output: Path) -> list[str]:
-    """The first ten losses of a run, as hexadecimal numbers."""
+    """Returns the first ten losses of a run, as hexadecimal numbers."""
     import normformer_rs as nfrs
 
     losses: list[str] = []
@@ -326,6 +329,7 @@ def first_losses(options: dict[str, Any], text: dict[str, str], output: Path) ->
 
     training = nfrs.TrainingConfig(updates=10, max_tokens=256, warmup=5, lr=1e-3, evaluate_every=10**6)
     config, data = nfrs.TransformerConfig(**options), nfrs.DataConfig(**text, no_bpe=True)
+    # None is the place among several processes, which a single process does not have.
     nfrs._core.train(config.to_json(), training.to_json(), data.to_json(), str(output), "new", None, Observer())
     return losses
 

@@ -32,7 +32,7 @@ WAITS = {
 
 @contextlib.contextmanager
 def spinning(core: int) -> Iterator[None]:
-    """A process that uses one core whole."""
+    """Runs a process during the block that uses one core entirely."""
     program = f"import os; os.sched_setaffinity(0, [{core}])\nwhile True: pass"
     process = subprocess.Popen([sys.executable, "-c", program])
     time.sleep(1)

@@ -35,7 +35,7 @@ def main() -> None:
 
 
 def counts(checkout: Path, width: int, calls: int) -> dict[str, float]:
-    """{call: instructions of one}, less those of a call that does nothing."""
+    """Returns the number of instructions of one call, by the call's name, minus that of a call that does nothing."""
     with tempfile.TemporaryDirectory() as folder:
         valgrind = ["valgrind", "--tool=callgrind", "--instr-atstart=no", f"--callgrind-out-file={folder}/out"]
         environment = {**os.environ, "PYTHONPATH": str(checkout / "python"), "OMP_NUM_THREADS": "1"}
@@ -55,7 +55,8 @@ def counts(checkout: Path, width: int, calls: int) -> dict[str, float]:
 
 
 def answer(width: int, calls: int) -> None:
-    """Worker, under valgrind: a dump of counts for each call, by its name."""
+    """The worker, which runs under valgrind: makes callgrind write a dump of its counts for each call, with the call's
+    name."""
     measured = small_calls(width)
     for call in measured.values():
         for _ in range(WARM_UP):

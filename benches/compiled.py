@@ -18,7 +18,7 @@ from normformer_rs import nn as nfnn
 
 
 class FeedForward(nn.Module):
-    """x + F(N(x))"""
+    """The sublayer x + F(N(x)), with N = ScaleNorm and F = Linear → ReLU → Linear."""
 
     def __init__(self, width: int, hidden: int) -> None:
         super().__init__()

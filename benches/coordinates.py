@@ -21,7 +21,8 @@ SHAPE = {"architecture": "decoder-only", "vocab_size": 40, "d_model": 64, "d_ff"
 WIDTHS, DEPTHS = (64, 128, 256, 512), (2, 4, 8, 16, 32)
 BAR = 0.15
 WANTED = {"width": ("logits", "scores", "mixing scores"), "depth": ("embedding", "middle layer", "last layer")}
-"""Where the bar is asked for. Over the depth the first layer adds a part of the stream that shrinks by design."""
+"""The places whose slopes must stay within the bar. The first layer is not among those over the depth, because the part
+of the residual stream that it adds shrinks with the depth by design."""
 
 
 def main() -> None:

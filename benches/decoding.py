@@ -39,7 +39,7 @@ from normformer_rs.scores import score
 HERE = Path(__file__).resolve().parent
 BEAMS = {"greedy": 1, "beam 5": 5}
 BATCHES = [1024, 2048, 4096, 8192, 16384]
-"""Source tokens in a batch; each side takes the best of these."""
+"""The numbers of source tokens in a batch that are tried. Each side is measured with its fastest one."""
 TEST = "test.2016"
 
 
@@ -75,7 +75,7 @@ def main() -> None:
 
 
 def compare(name: str, beam: int, sides: dict[str, Any], references: list[str], rounds: int) -> bool:
-    """Prints the figures of one search, and whether the sides say the same."""
+    """Measures one kind of search and prints its figures. Returns True if all sides translate alike."""
     best = {side: min(BATCHES, key=lambda size: least_seconds(worker, beam, size)) for side, worker in sides.items()}
     taken: dict[str, list[dict[str, float]]] = {side: [] for side in sides}
     for _ in range(rounds):
@@ -103,7 +103,7 @@ def compare(name: str, beam: int, sides: dict[str, Any], references: list[str], 
 
 
 def least_seconds(worker: Any, beam: int, size: int) -> float:
-    """The fastest of three runs. fairseq runs once, for it is slow."""
+    """Returns the seconds of the fastest of three runs. fairseq runs only once, because it is slow."""
     return min(worker.run(beam, size)["seconds"] for _ in range(1 if isinstance(worker, Fairseq) else 3))
 
 
@@ -111,7 +111,7 @@ def least_seconds(worker: Any, beam: int, size: int) -> float:
 
 
 class Worker:
-    """A side that translates in a process of its own."""
+    """A side that translates in its own process, `decoding_worker.py`."""
 
     def __init__(self, side: str, model: Path, lines: Path, folder: Path, threads: str):
         self.output = folder / f"{side}.txt"
@@ -140,7 +140,7 @@ class Worker:
 
 
 class Fairseq:
-    """fairseq-generate, which says itself how long it translated, without loading."""
+    """The side of fairseq-generate, which itself prints how long it translated, without loading."""
 
     def __init__(self, corpus: Path, folder: Path, threads: str):
         self.data = prepare(corpus, folder / "data", [*FAIRSEQ, "preprocess"], test=TEST)
@@ -160,7 +160,7 @@ class Fairseq:
         (seconds,) = re.findall(
             r"Translated [\d,]+ sentences \([\d,]+ tokens\) in ([\d.]+)s", asked.stdout + asked.stderr
         )
-        # All that the process used, loading included.
+        # The CPU seconds are those of the whole process, including loading.
         return {"seconds": float(seconds), "cpu": os.times().children_user - before}
 
 
@@ -179,11 +179,11 @@ MODEL = {
     "positions": "fairseq",
     "decoder_start": "eos",
 }
-"""transformer-tiny; less dropout, for it is trained shortly."""
+"""The shape of transformer-tiny, with less dropout, because the model is trained only for a short time."""
 
 
 def trained(corpus: Path, output: Path, updates: int) -> Path:
-    """The folder of a run of so many updates."""
+    """Trains a model for `updates` updates, and returns the run's folder."""
     data = {
         f"{part}_{side}": str(corpus / f"{part}.{language}.gz")
         for part in ("train", "valid")
@@ -203,7 +203,8 @@ def trained(corpus: Path, output: Path, updates: int) -> Path:
 
 
 def baked(run: Path) -> tuple[nfrs.TransformerConfig, dict[str, Tensor]]:
-    """The configuration and the parameters, FixNorm multiplied into the word vectors."""
+    """Returns the configuration and the parameters of a run. Under FixNorm the embedding's rows are scaled to length
+    one."""
     config, weights = load_run(run, "best")
     wanted = {"norm": "layernorm", "residual": "prenorm", "positions": "fairseq", "decoder_start": "eos"}
     for field, value in wanted.items():
@@ -218,7 +219,7 @@ def baked(run: Path) -> tuple[nfrs.TransformerConfig, dict[str, Tensor]]:
 
 
 def positions(d: int, rows: int) -> np.ndarray:
-    """fairseq's sinusoids; the first token stands at 2."""
+    """Returns fairseq's sinusoids (rows, d), in which the first token has position 2."""
     rates = np.exp(np.arange(d // 2) * -(math.log(10000) / (d // 2 - 1)))
     angles = (np.arange(rows)[:, None] + 2) * rates
     return np.concatenate([np.sin(angles), np.cos(angles)], 1).astype(np.float32)
@@ -231,7 +232,8 @@ SUBLAYERS = {
         ("multihead_attn", "attention", "encoder_attn_layer_norm"),
     ],
 }
-"""Attention by stack: its name here, in CTranslate2's specification, and fairseq's of its norm."""
+"""For each stack its attentions: their names here, their names in CTranslate2's specification, and fairseq's names of
+their norms."""
 
 
 def to_ctranslate2(config: nfrs.TransformerConfig, weights: dict[str, Tensor], types: list[str], output: Path) -> None:
@@ -277,7 +279,7 @@ def to_ctranslate2(config: nfrs.TransformerConfig, weights: dict[str, Tensor], t
 
 
 def to_fairseq(config: nfrs.TransformerConfig, weights: dict[str, Tensor], output: Path) -> None:
-    """A checkpoint of fairseq's own `transformer`."""
+    """Writes the parameters as a checkpoint of fairseq's own `transformer`."""
     state: dict[str, Tensor] = {}
     for name, value in weights.items():
         if name == "embedding.weight":

@@ -46,7 +46,7 @@ def ctranslate2(model: Path, lines: list[str], threads: int) -> Callable[[int, i
     import ctranslate2 as ct2
 
     pieces = [line.split() for line in lines]
-    # Either threads that share each operation, or threads with batches of their own; the faster one counts.
+    # CTranslate2 can use threads to share each operation, or for separate batches. Both are tried; the faster counts.
     ways = [{"inter_threads": threads, "intra_threads": 1}, {"inter_threads": 1, "intra_threads": threads}]
     translators = [ct2.Translator(str(model), device="cpu", compute_type="float32", **way) for way in ways]
 
@@ -60,7 +60,7 @@ def ctranslate2(model: Path, lines: list[str], threads: int) -> Callable[[int, i
                 batch_type="tokens",
                 max_decoding_length=200,
             )
-            # A text that the limit cuts off may end inside a word.
+            # The space is added, because a text that the limit cuts off may end in "@@", inside a word.
             return [(" ".join(result.hypotheses[0]) + " ").replace("@@ ", "").rstrip() for result in results]
 
         return min((timed(lambda translator=t: run(translator)) for t in translators), key=lambda found: found[1])

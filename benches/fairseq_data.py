@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 
 FAIRSEQ = [sys.executable, "-m", "normformer_rs", "fairseq"]
-"""fairseq's commands, on any Python."""
+"""The command that runs fairseq's commands with the plug-in, on any version of Python."""
 
 
 def prepare(corpus_dir, out_dir, preprocess, source="en", target="de", test=None):

@@ -37,13 +37,14 @@ SETS = {"valid": "valid", "test": "test.2016"}
 
 
 def fairseq(command: str, *arguments: str, output: Path, mode: str = "w") -> None:
-    """fairseq-COMMAND; what it says goes to `output`."""
+    """Runs fairseq-COMMAND; all its output is written to the file `output`."""
     with open(output, mode) as file:
         subprocess.run([*FAIRSEQ, command, *arguments], check=True, stdout=file, stderr=subprocess.STDOUT)
 
 
 def average(paths: list[Path], output: Path) -> None:
-    """The mean of the checkpoints' floating-point numbers; counters of the newest, which comes first."""
+    """Writes the average of the checkpoints. Floating-point numbers are averaged; counters are those of the newest
+    checkpoint, which is the first in `paths`."""
     states = [torch.load(path, weights_only=True, map_location="cpu") for path in paths]
     for name, value in states[0]["model"].items():
         if value.is_floating_point():
@@ -52,7 +53,7 @@ def average(paths: list[Path], output: Path) -> None:
 
 
 def epochs(folder: Path) -> list[Path]:
-    """The checkpoints of whole epochs, newest first."""
+    """Returns the paths of the checkpoints of whole epochs, newest first."""
     found = {
         int(match[1]): path for path in folder.iterdir() if (match := re.match(r"checkpoint(\d+)\.pt$", path.name))
     }
@@ -60,7 +61,7 @@ def epochs(folder: Path) -> list[Path]:
 
 
 def bleu(data: Path, corpus: Path, split: str, checkpoint: Path, output: Path) -> Any:
-    """Tokenised BLEU of a split with beam 5."""
+    """Translates a split with beam 5, and returns its tokenised BLEU."""
     arguments = ["--gen-subset", split, "--path", str(checkpoint), "--beam", "5", "--post-process", "subword_nmt"]
     fairseq("generate", str(data), *arguments, "--cpu", "--max-tokens", "8000", output=output)
     found = re.findall(r"^H-(\d+)\t\S+\t(.*)$", output.read_text(encoding="utf-8"), re.MULTILINE)
@@ -71,7 +72,8 @@ def bleu(data: Path, corpus: Path, split: str, checkpoint: Path, output: Path) -
 
 
 def losses(log: Path) -> list[dict[str, str]]:
-    """What fairseq logged at the end of each epoch; the last word on one that was begun again counts."""
+    """Returns the losses that fairseq logged at the end of each epoch. If an epoch was run twice, after a resume, the
+    last line counts."""
     epochs: dict[str, dict[str, str]] = {}
     line = r"\| (train|valid) \| epoch (\d+) \|.*? loss (\S+) \| nll_loss (\S+) .*num_updates (\d+)"
     for part, epoch, loss, nll, updates in re.findall(line, log.read_text(encoding="utf-8")):

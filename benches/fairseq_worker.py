@@ -13,8 +13,8 @@ The benchmark starts this file on a folder made by `fairseq_data.prepare` and ta
 
     python fairseq_worker.py DATA [--max-tokens 4096] [--update-freq 2] [a flag of fairseq-train …]
 
-The allocator is chosen by the environment the worker is started with: `TUNED_ALLOCATOR` below, or nothing of the kind
-for the allocator as it comes. The number of threads is PyTorch's default unless OMP_NUM_THREADS is set.
+The environment of the worker sets the allocator: with `TUNED_ALLOCATOR` below it keeps memory, without it has its
+default behaviour. The number of threads is PyTorch's default unless OMP_NUM_THREADS is set.
 """
 
 import argparse
@@ -29,13 +29,13 @@ import tempfile
 
 from windows import Quit, Windows
 
-# glibc's malloc maps every block above a threshold, 32 MB at the highest, on its own and unmaps it when it is freed, so
-# each update faults the pages of its logits (4,050 x 9,712 floats, 157 MB, several times) in again. With no block
-# mapped and the top of the heap never trimmed, memory once touched is kept: mallopt's M_MMAP_MAX and M_TRIM_THRESHOLD.
+# glibc's malloc maps every block above a threshold of at most 32 MB separately, and unmaps it when it is freed. So each
+# update has page faults for its logits again (4,050 x 9,712 floats, 157 MB, several times). With the settings below
+# (mallopt's M_MMAP_MAX and M_TRIM_THRESHOLD) no block is mapped and the heap is never trimmed, so memory is kept.
 TUNED_ALLOCATOR = {"GLIBC_TUNABLES": "glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=17179869184"}
 
-# transformer_tiny of the Multi30k recipe. fairseq's architecture of that name is smaller (2+2 layers, width 64), so
-# every size is given; what it leaves alone stays: post-norm, dropout 0 on attention weights and after ReLU.
+# transformer_tiny of the Multi30k recipe. fairseq's architecture of that name is smaller (2+2 layers, width 64), so all
+# sizes are given here. fairseq's other defaults hold: post-norm, dropout 0 on attention weights and after ReLU.
 RECIPE = shlex.split("""
     --task translation --arch transformer_tiny --share-all-embeddings
     --encoder-layers 4 --encoder-embed-dim 128 --encoder-ffn-embed-dim 256 --encoder-attention-heads 4
@@ -47,21 +47,22 @@ RECIPE = shlex.split("""
 
 
 def windowed(trainer, windows):
-    """fairseq's `Trainer` class with `windows` told of each update; the update itself is untouched."""
+    """Returns a subclass of fairseq's `Trainer` that reports each update to `windows`. The update itself is not
+    changed."""
 
     class WindowedTrainer(trainer):
         def train_step(self, samples, raise_oom=False):
             windows.before_update()
             output = super().train_step(samples, raise_oom)
             target_tokens = sum(sample["ntokens"] for sample in samples)
-            windows.after_update(target_tokens, output["loss"] * math.log(2))  # it logs in base 2
+            windows.after_update(target_tokens, output["loss"] * math.log(2))  # fairseq logs losses in bits
             return output
 
     return WindowedTrainer
 
 
 def keep_stdout():
-    """Returns the real stdout and points file descriptor 1, hence fairseq's logging, at stderr."""
+    """Returns the real stdout, and redirects file descriptor 1, to which fairseq logs, to stderr."""
     sys.stdout.flush()
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
@@ -69,7 +70,8 @@ def keep_stdout():
 
 
 def end_data_workers():
-    """Ends the processes that fairseq reads its data in; their death would otherwise be an error to PyTorch."""
+    """Ends the processes in which fairseq reads its data. PyTorch's handler of SIGCHLD is removed first, because it
+    would raise an error when they end."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for child in multiprocessing.active_children():
         child.terminate()
@@ -86,7 +88,7 @@ def main():
     parser.add_argument("--seed", type=int, default=1)
     arguments, flags = parser.parse_known_args()
     if sys.version_info >= (3, 11):
-        import normformer_rs.fairseq_plugin  # noqa: F401  it patches this Python for fairseq
+        import normformer_rs.fairseq_plugin  # noqa: F401  the import patches this Python for fairseq
 
     replies = keep_stdout()
     import fairseq
@@ -100,7 +102,8 @@ def main():
     }
     train.Trainer = windowed(train.Trainer, Windows(sys.stdin, replies, greeting))
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as scratch:
-        tempfile.tempdir = scratch  # the data workers' sockets go there, and fairseq writes even with --no-save
+        # Data workers make their sockets in this folder, and fairseq writes files even with --no-save.
+        tempfile.tempdir = scratch
         sys.argv = [
             "fairseq-train",
             arguments.data,
@@ -112,12 +115,12 @@ def main():
         ]
         for name in ("max_tokens", "update_freq", "seed"):
             sys.argv += ["--" + name.replace("_", "-"), str(getattr(arguments, name))]
-        sys.argv += flags  # the last one counts
+        sys.argv += flags  # given flags come last, because fairseq uses the last value of a flag
         with contextlib.suppress(Quit):
             train.cli_main()
         end_data_workers()
-    # No ordinary end: fairseq's batch buffer is a daemon thread, which the interpreter's end sometimes kills inside C++
-    # code, and that aborts the process.
+    # The process ends without the interpreter's usual cleanup. fairseq's batch buffer is a daemon thread, which the
+    # cleanup sometimes kills inside C++ code; that would abort the process.
     sys.stderr.flush()
     os._exit(0)
 

@@ -1,7 +1,8 @@
-"""Pictures across the tables of benches/results: `python benches/figures.py` draws README's anew.
+"""Draws pictures from the tables of benches/results. `python benches/figures.py` draws the README's picture again.
 
 ../docs/images/depth.png    validation losses of deep stacks by scheme
-`scheme` draws the gradient norms on each scheme's page. `normformer-rs reproduce` draws those of benches/results.
+`scheme` draws the picture of gradient norms on each scheme's page. `normformer-rs reproduce` draws the pictures in
+benches/results.
 """
 
 import csv
@@ -18,7 +19,8 @@ LOW, HIGH = "#3b6fb5", "#d1495b"
 
 
 def scheme(name: str, sources: Iterable[tuple[str, Path]], path: Path) -> Path | None:
-    """One scheme's gradient norms at each depth and rate, the others' in grey; None where it was not run."""
+    """Draws a scheme's gradient norms, with a panel for each depth and rate; those of other schemes are grey. Returns
+    the picture's path, or None if the scheme was not run."""
     panels = [(depth, found, rate) for depth, file in sources if file.exists() for found in [read_series(file)]
               for rate in rates_of(found) if (name, rate) in found]  # fmt: skip
     if not panels:
@@ -34,7 +36,8 @@ def scheme(name: str, sources: Iterable[tuple[str, Path]], path: Path) -> Path |
 
 
 def losses(tables: Sequence[tuple[str, Path]], path: Path) -> Path:
-    """The last validation loss by scheme and rate, a panel for each depth, the best first."""
+    """Draws the last validation loss of each scheme and rate, with a panel for each depth; the best scheme comes first.
+    Returns the picture's path."""
     read = [(title, _by_scheme(file)) for title, file in tables]
     tallest = max(len(found) for _, found in read)
     figure = new_figure(4.6 * len(read), 0.235 * tallest + 1.25)

@@ -1,9 +1,10 @@
-"""How long a language model takes for a prompt of 1,000 tokens, against another build of the package.
+"""Measures how long a language model takes for a prompt of 1,000 tokens, also with another build of the package.
 
     python benches/generation.py [OTHER]
 
-OTHER is a folder with another normformer_rs package. Both read the same prompt with the same weights, in turns, medians
-of five; the first token of each is compared. Sizes: the preset llama-tiny, and 100 million parameters.
+OTHER is a folder with another normformer_rs package. Both packages read the same prompt with the same weights, in
+turns. Printed are medians of five times, and how far apart the log p of the first tokens are. Models: the preset
+llama-tiny, and one with 100 million parameters.
 """
 
 import json
@@ -52,7 +53,7 @@ def main() -> None:
         prompt.write_text(" ".join(words[(7 * i * i + i) % 8] for i in range(1000)))
         for size, options in SIZES.items():
             run = Path(folder, size.replace(" ", "-"))
-            oldest = (others or [None])[0]  # which reads no newer one's run
+            oldest = (others or [None])[0]  # OTHER trains, because an older package cannot read runs of a newer one
             _run(oldest, TRAIN, [str(run), str(text), json.dumps(options)])
             for continuations in (1, 8):
                 arguments = [str(run), str(prompt), str(continuations)]

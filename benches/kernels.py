@@ -26,7 +26,7 @@ def seconds(run: Callable[[], object], repeats: int) -> float:
 
 
 def norm_rates(x: torch.Tensor, repeats: int) -> dict[str, float]:
-    """GB/s of each norm's forward and backward, and of a copy."""
+    """Returns the bandwidth in GB/s of each norm's forward and backward together, and of a copy."""
     width, moved = x.shape[-1], x.numel() * x.element_size()
     x.requires_grad_()
     vector, shift = (torch.ones(width, requires_grad=True) for _ in range(2))
@@ -45,7 +45,8 @@ def norm_rates(x: torch.Tensor, repeats: int) -> dict[str, float]:
 
 
 def residual_rates(dtype: torch.dtype, p: float, repeats: int, rows: int, width: int = 512) -> tuple[float, float]:
-    """The fused step's speed over that of PyTorch's calls, forward and backward, and its share of the copy rate."""
+    """Returns the speed-up of the fused residual step over PyTorch's separate calls, forward and backward, and the
+    step's share of the copy rate."""
     x, f = (torch.randn(rows, width, dtype=dtype, requires_grad=True) for _ in range(2))
     weight, bias = (torch.ones(width, dtype=dtype, requires_grad=True) for _ in range(2))
     seed, inputs = torch.tensor([1, 2, 3]), (x, f, weight, bias)

@@ -42,7 +42,8 @@ sys.exit(code)
 
 
 def corpus(folder: Path) -> list[str]:
-    """Writes lines of 24 words out of 8,000; returns the files: source and target, to train on and held out."""
+    """Writes lines of 24 random words out of 8,000. Returns the paths of the files: training source and target, then
+    validation source and target."""
     chance = random.Random(1)
     words = [f"w{i}" for i in range(8000)]
     files = [folder / f"{part}.{side}" for part in ("train", "valid") for side in ("source", "target")]

@@ -27,11 +27,11 @@ OPS = torch.ops.normformer_rs
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 EPS = 1e-5
 Pair = tuple[Callable[[], object], Callable[[], object]]
-"""Ours and PyTorch's."""
+"""Two calls that compute the same: this package's and PyTorch's."""
 
 
 def pairs(rows: int, width: int, dtype: torch.dtype) -> Iterator[tuple[str, str, Pair]]:
-    """Yields each comparison: the name, whether forward or both ways, and the two calls."""
+    """Yields each comparison: the operator's name, "forward" or "both" (forward and backward), and the two calls."""
     x, f = (torch.randn(rows, width).to(dtype).requires_grad_() for _ in range(2))
     dx, dy = torch.randn(rows, width).to(dtype), torch.randn(rows, width).to(dtype)
     weight, bias = torch.ones(width, requires_grad=True), torch.zeros(width, requires_grad=True)
@@ -86,7 +86,7 @@ def seconds(call: Callable[[], object], calls: int) -> float:
 
 
 def compare(pair: Pair, rounds: int) -> tuple[float, float, float]:
-    """PyTorch's time over ours, and either's in ms: medians."""
+    """Returns the median of PyTorch's time / our time, and the medians of our and of PyTorch's time in ms."""
     ours, torchs = pair
     calls = max(1, round(0.004 / min(seconds(ours, 2), seconds(ours, 2))))
     seconds(torchs, 2)

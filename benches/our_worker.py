@@ -20,7 +20,7 @@ from windows import Quit, Windows
 import normformer_rs as nfrs
 from normformer_rs.nn.distributed import world
 
-# transformer_tiny as in fairseq_worker.RECIPE: the same shape, dropout, optimizer and schedule.
+# This is the model of fairseq_worker.RECIPE, with the same shape, dropout, optimizer and schedule.
 MODEL = {
     "d_model": 128,
     "d_ff": 256,
@@ -39,8 +39,8 @@ TRAINING = {"updates": NEVER, "evaluate_every": NEVER, "lr": 0.005, "warmup": 20
 
 
 class Observer:
-    """Hands what the loop tells on to `before_update` and `after_update`, which Windows has. KeyboardInterrupt is what
-    ends a run in good order."""
+    """Passes the training loop's reports to `before_update` and `after_update` of a Windows object. If that raises
+    Quit, KeyboardInterrupt is raised, with which the loop ends a run properly."""
 
     def __init__(self, windows):
         self.windows = windows

@@ -30,20 +30,20 @@ from our_worker import MODEL
 
 VOCABULARY = 9712
 BLOCKS = 3
-"""Of rows, for the output matrix (src/train/loss.rs)."""
+"""The number of blocks of rows in which the products with the output matrix are computed (src/train/loss.rs)."""
 MICRO_BATCHES = 2
 
 
 @dataclass(frozen=True)
 class Product:
-    """C (m, n) = A (m, k) B (k, n); `of`: which of a linear layer's three."""
+    """A product C (m, n) = A (m, k) B (k, n). `of` says which of a linear layer's products it is: forward, dx or dW."""
 
     of: str
     m: int
     n: int
     k: int
     calls: int
-    """In an update."""
+    """The number of such products in an update."""
 
     @property
     def flops(self) -> int:
@@ -66,7 +66,7 @@ def products(rows: int) -> list[Product]:
     return [
         *linear(3 * d, d, rows, layers),  # queries, keys and values of self-attention
         *linear(d, d, rows, layers + 2 * decoders),  # outputs of attention, queries of cross-attention
-        *linear(2 * d, d, rows, decoders),  # keys and values of the memory
+        *linear(2 * d, d, rows, decoders),  # keys and values of cross-attention, from the encoder's output
         *linear(ff, d, rows, layers),
         *linear(d, ff, rows, layers),
         *linear(VOCABULARY, d, rows // BLOCKS, BLOCKS),
@@ -74,7 +74,7 @@ def products(rows: int) -> list[Product]:
 
 
 def sides(p: Product) -> dict[str, Callable[[], torch.Tensor]]:
-    """The product on each side, as a call."""
+    """Returns, for each library, a function that computes the product."""
     generator = torch.Generator().manual_seed(1)
     rows = lambda *size: torch.rand(size, generator=generator) - 0.5  # noqa: E731
     if p.of == "forward":
@@ -101,7 +101,7 @@ def seconds(call: Callable[[], torch.Tensor], times: int) -> float:
 
 
 def measured(p: Product, rounds: int) -> dict[str, float]:
-    """Seconds."""
+    """Returns the seconds of one call of the product with each library. Fails if their results differ."""
     calls = sides(p)
     wanted = calls["MKL"]().double()
     for name, call in calls.items():

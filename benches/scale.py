@@ -37,7 +37,7 @@ SHARES = {"products": "#3b6fb5", "traffic": "#e0a458", "calls": "#d1495b"}
 
 @dataclass(frozen=True)
 class Point:
-    """The size of a run: layers of both stacks together, padded tokens of a side in an update."""
+    """The size of a run. `layers` counts both stacks together; `tokens` are padded tokens of one side in an update."""
 
     d_model: int = 128
     layers: int = 8
@@ -52,7 +52,8 @@ class Point:
         return model, {"max_tokens": max(self.tokens // self.ranks, 64), "accumulate": 1, "keep": 1}
 
     def multiplications(self, vocabulary: int) -> tuple[float, float]:
-        """Of the products, a source token's and a target token's, once forward."""
+        """Returns the multiplications in the matrix products of one forward pass, for a source token and for a target
+        token."""
         d, half = self.d_model, self.layers // 2
         return half * (8 * d * d + 2 * d * d), half * (10 * d * d) + vocabulary * d
 
@@ -72,7 +73,8 @@ POINTS = [
 
 
 class Timed:
-    """`Windows` for the worker: some updates, and then so many others with the clock running."""
+    """Takes the place of a worker's `Windows`. It times each update; the first two do not count, then `updates`
+    follow."""
 
     def __init__(self, updates: int) -> None:
         self.left, self.seconds, self.tokens = updates + 2, [], []
@@ -88,12 +90,12 @@ class Timed:
         self.tokens.append(target_tokens)
 
     def rate(self) -> tuple[float, float]:
-        """Seconds and tokens of an update."""
+        """Returns the median seconds and the mean number of target tokens of an update."""
         return statistics.median(self.seconds[2:]), statistics.mean(self.tokens[2:])
 
 
 def here(corpus: Path, point: Point, updates: int) -> dict[str, float]:
-    """Measures the point in this process."""
+    """Measures a point in this process, and returns its figures."""
     torch.set_num_threads(point.threads)
     before = product_rate(torch.float32)
     model, training = point.options()
@@ -111,9 +113,9 @@ def here(corpus: Path, point: Point, updates: int) -> dict[str, float]:
 
 
 def measure(corpus: Path, point: Point, vocabulary: int) -> dict[str, str]:
-    """A row of the table."""
+    """Measures a point in new processes, and returns its row of the table."""
     multiplications = sum(point.multiplications(vocabulary))
-    # As many updates as take some 12 seconds at 40 GFLOP/s, where seven tenths of the tokens are real.
+    # The number of updates is such that they take about 12 seconds at 40 GFLOP/s, if 70 % of the tokens are real.
     guess = 6 * multiplications * point.tokens * 0.7 / 4e10
     updates = str(min(max(round(12 / guess), 3), 40))
     with socket.socket() as free:
@@ -167,7 +169,7 @@ def draw(rows: list[dict[str, str]], path: Path) -> None:
 
 
 def point(text: str) -> Point:
-    """Such as d_model=512,tokens=2048; the rest is a Point's."""
+    """Returns the point of a text such as d_model=512,tokens=2048; other sizes have the defaults of Point."""
     return Point(**{name: int(value) for name, _, value in (part.partition("=") for part in text.split(","))})
 
 

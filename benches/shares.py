@@ -37,11 +37,13 @@ KINDS: dict[str, tuple[str, ...]] = {
     "additions and other arithmetic": ("add", "mul", "div", "fill", "zero", "eq", "where"),
     "optimizer": ("adam", "optimizer"),
 }
-"""An operation is of the kind that lists a part of its name. Of several such parts the longest decides."""
+"""The kinds of work, each with parts of operations' names. An operation belongs to the kind with the longest part that
+its name contains."""
 
 
 class Profiler:
-    """`Windows` for the workers: ten updates, then as many as are asked for under the profiler, then the end."""
+    """Takes the place of the workers' `Windows`: ten updates run first, then `updates` run under the profiler, then
+    training ends."""
 
     def __init__(self, updates: int) -> None:
         self.updates, self.done = updates, 0
@@ -97,7 +99,7 @@ def main() -> None:
 
 
 def operations(seen: Profiler) -> dict[str, tuple[float, float]]:
-    """Seconds and calls an update by operation."""
+    """Returns, by operation, its seconds and its calls in an update."""
     return {event.key: (event.self_cpu_time_total / 1e6 / seen.updates, event.count / seen.updates)
             for event in seen.profile.key_averages()}  # fmt: skip
 

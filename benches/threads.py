@@ -20,7 +20,8 @@ SIZE, PRODUCTS = 2048, 15
 
 
 def product_rate(dtype: torch.dtype) -> float:
-    """Floating-point operations a second of a product of square matrices, on as many threads as torch has."""
+    """Returns the floating-point operations per second of a product of 2048² matrices, on as many threads as torch
+    uses."""
     a, b = (torch.randn(SIZE, SIZE).to(dtype) for _ in range(2))
     return 2 * SIZE**3 / kernels.seconds(lambda: a @ b, "cpu", PRODUCTS)
 

@@ -32,14 +32,14 @@ Sentence = list[int]
 class Batch(NamedTuple):
     source: Tensor
     before: Tensor
-    """The decoder's input: the target without its last token, after a mark of the beginning."""
+    """The decoder's input: the mark of the beginning, then the words of the target."""
     target: Tensor
     tokens: int
-    """Of the target, real ones."""
+    """The number of real target tokens."""
 
 
 def read(corpus: Path) -> tuple[list[tuple[Sentence, Sentence]], int]:
-    """All pairs of training sentences, and the number of types of both languages."""
+    """Returns all pairs of training sentences as numbers, and the size of the common vocabulary."""
 
     def lines(language: str) -> list[list[str]]:
         with gzip.open(corpus / f"train.{language}.gz", "rt", encoding="utf-8") as file:
@@ -53,7 +53,8 @@ def read(corpus: Path) -> tuple[list[tuple[Sentence, Sentence]], int]:
 
 
 def batches(pairs: list[tuple[Sentence, Sentence]], max_tokens: int) -> list[Batch]:
-    """At most `max_tokens` padded tokens a side; pairs of the same two padded lengths together."""
+    """Returns batches with at most `max_tokens` padded tokens on each side. All pairs of a batch have the same two
+    padded lengths."""
 
     def lengths(pair: tuple[Sentence, Sentence]) -> tuple[int, int]:
         return -(-(len(pair[0]) + 1) // 8) * 8, -(-(len(pair[1]) + 1) // 8) * 8
@@ -110,7 +111,7 @@ def train(corpus: Path, windows, max_tokens: int, update_freq: int, precision: s
 
 
 def updates(data: list[Batch], update_freq: int) -> Iterator[list[Batch]]:
-    """Epoch after epoch, each in another order."""
+    """Yields the batches of each update, without end. Each epoch has another order."""
     draw = random.Random(1)
     while True:
         draw.shuffle(data)

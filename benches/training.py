@@ -26,13 +26,13 @@ HERE = Path(__file__).parent
 
 
 class Worker:
-    """One side, in a process of its own."""
+    """One side of the benchmark, in its own process."""
 
     def __init__(self, name: str, command: list[str], tuned: bool, threads: int | None = None):
         self.name = f"{name}, {'same allocator setting' if tuned else 'allocator as it comes'}"
         plain = {k: v for k, v in os.environ.items() if not k.startswith(("GLIBC_TUNABLES", "MALLOC_"))}
-        # As it comes, this package's trainer asks the allocator to keep memory itself; with the same setting for both,
-        # the environment says so and the trainer leaves it alone.
+        # By default this package's trainer itself makes the allocator keep memory. If both sides have the same setting,
+        # it is set by the environment, and NORMFORMER_RS_ALLOCATOR=system keeps the trainer from changing it.
         environment = {**plain, **TUNED_ALLOCATOR, "NORMFORMER_RS_ALLOCATOR": "system"} if tuned else plain
         if threads is not None:
             environment["OMP_NUM_THREADS"] = str(threads)
@@ -54,7 +54,7 @@ class Worker:
         return json.loads(line)
 
     def window(self, seconds: float, what: str = "target_tokens") -> float:
-        """So many of `what` a second, over a window."""
+        """Runs a window of `seconds` seconds, and returns the number of `what` per second in it."""
         self.process.stdin.write(f"window {seconds}\n")
         self.process.stdin.flush()
         reply = self.read()

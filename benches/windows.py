@@ -19,11 +19,11 @@ import time
 
 
 class Quit(Exception):
-    """The parent wants no more windows."""
+    """Raised when the parent process wants no more windows."""
 
 
 class Windows:
-    """Reads commands, counts the open window's updates and replies when it is over.
+    """Reads commands, counts the updates of the open window, and replies when the window is over.
 
     `before_update` and `after_update` are called around each update. A window closes when the update after its last is
     about to start, so that n updates come with n waits for a batch.
@@ -34,7 +34,8 @@ class Windows:
         self.length = None  # seconds; None while no window is open
 
     def before_update(self):
-        """Closes the window if its time is over, then waits for the next command. Raises Quit where that is the end."""
+        """Closes the window if its time is over, and then waits for the next command. Raises Quit if that command is
+        the end."""
         if self.greeting:
             self.reply({"ready": True, **self.greeting})
             self.greeting = None

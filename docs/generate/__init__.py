@@ -1,4 +1,4 @@
-"""The documentation's pages, made of docs/, README, the package's tables and docstrings, and the notebooks.
+"""Generates the documentation's pages from docs/, README, the package's tables and docstrings, and the notebooks.
 
 `make docs` runs `python -m docs.generate` and then zensical. The pages are not committed.
 """

@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def main() -> int:
-    """0, or 1 where the finished site has a fault."""
+    """Runs a command. Returns 0, or 1 if the finished site has a fault."""
     parser = argparse.ArgumentParser(prog="python -m docs.generate", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     write = commands.add_parser("write", help="write the pages and mkdocs.yml")

@@ -1,4 +1,4 @@
-"""The API reference, made of signatures and docstrings."""
+"""Generates the API reference from signatures and docstrings."""
 
 import importlib
 import inspect
@@ -32,7 +32,7 @@ MODULES = {
 
 
 def pages() -> dict[str, str]:
-    """The pages by path."""
+    """Returns the pages of the reference by path."""
     made = {f"api/{name}.md": module(name) for name in MODULES}
     made["api/operators.md"] = operators()
     rows = [(f"[`{name}`]({name}.md)", what) for name, what in MODULES.items()]
@@ -42,18 +42,18 @@ def pages() -> dict[str, str]:
 
 
 def public(name: str) -> list[str]:
-    """A module's public names, as its `__all__` or its own definitions give them."""
+    """Returns a module's public names: those in `__all__`, or else all names without underscore that it defines."""
     home = importlib.import_module(name)
     own = [n for n, value in vars(home).items() if n[0] != "_" and getattr(value, "__module__", "") == name]
     return [n for n in getattr(home, "__all__", own) if not n.startswith("__")]
 
 
 def module(name: str) -> str:
-    """The page of a module."""
+    """Returns the page of a module."""
     home = importlib.import_module(name)
     names = sorted(public(name), key=lambda n: (not n[0].isupper(), n.lower()))
     parts = [f"# {name}", document(inspect.getdoc(home) or ""), _summary(home, names)]
-    shown: dict[str, str] = {}  # code of examples, and the name that has it
+    shown: dict[str, str] = {}  # the examples on the page so far, and the name beside which each is shown
     for found in names:
         value = getattr(home, found)
         if inspect.ismodule(value):
@@ -70,13 +70,13 @@ def module(name: str) -> str:
 
 
 def _summary(home: ModuleType, names: list[str]) -> str:
-    """A table of the page's names with their first sentences."""
+    """Returns a table of the page's names and the first sentences of their docstrings."""
     rows, anchors = [], Counter[str]()
     for name in names:
         anchor, value = name.lower(), getattr(home, name)
         link = f"#{anchor}_{anchors[anchor]}" if anchors[anchor] else f"#{anchor}"
         anchors[anchor] += 1
-        is_plain = isinstance(value, (dict, str))  # whose docstring is their type's
+        is_plain = isinstance(value, (dict, str))  # such values have the docstring of their type, which is left out
         rows.append((f"[`{name}`]({link})", "" if is_plain else _opening(inspect.getdoc(value) or "")[0]))
     return table(("name", "what"), rows)
 
@@ -86,7 +86,7 @@ _EQUATION = re.compile(r"[A-Za-z\u0370-\u03ff]\S* = .*[⊙√²‖·(]|softmax\(
 
 
 def _opening(text: str) -> tuple[str, str]:
-    """A docstring's first sentence, its equation drawn, and the rest of the paragraph."""
+    """Returns a docstring's first sentence, drawn if it is an equation, and the rest of its first paragraph."""
     paragraph = " ".join(text.partition("\n\n")[0].split())
     match = _OPENING.match(paragraph)
     first, rest = (match[1], paragraph[match.end() :]) if match else (paragraph, "")
@@ -94,7 +94,8 @@ def _opening(text: str) -> tuple[str, str]:
 
 
 def _drawn(sentence: str) -> str:
-    """A sentence that begins with an equation, drawn up to the first clause that cannot be read as one."""
+    """Returns a sentence that begins with an equation, as HTML. Clauses up to the first that is no equation are
+    drawn."""
     head, mark, tail = sentence.partition("; source: ")
     clauses = head.split(", ")
     for count in range(len(clauses), 0, -1):
@@ -105,7 +106,7 @@ def _drawn(sentence: str) -> str:
 
 
 def _entry(name: str, value: Any, example: str) -> Iterator[str]:
-    """A name's part of its module's page; the example stands before the methods."""
+    """Yields the parts that a module's page has for a name. The example comes before the methods."""
     yield f"## {name}"
     yield links.source(value)
     if inspect.isclass(value) and issubclass(value, Config):
@@ -132,19 +133,20 @@ _OF_MODULES = {
     "forward", "from_checkpoint", "from_pretrained", "generate_square_subsequent_mask", "normalised_weight", "profile",
     "refused_batches", "reset_parameters", "reset_running_stats", "set_num_updates", "set_parts", "step",
 }  # fmt: skip
-"""Methods of torch's modules that are for users; their others serve the package itself."""
+"""Methods of the package's torch modules that are for users. Other methods of modules are internal."""
 _INTERNAL = {"Trainer.warn", "Part.moves", "Part.norms"}
 
 
 def is_for_users(kind: type, name: str) -> bool:
-    """Whether a method is one to call or to override."""
+    """Returns True if users may call or override the method."""
     if name.startswith("_") or name == "extra_repr" or f"{kind.__name__}.{name}" in _INTERNAL:
         return False
     return name in _OF_MODULES or not issubclass(kind, torch.nn.Module)
 
 
 def methods(kind: type) -> dict[str, Any]:
-    """A class's methods and properties for users that have a docstring, those of bases in this package too."""
+    """Returns the methods and properties of a class that are for users and have a docstring, including those of base
+    classes in this package."""
     found: dict[str, Any] = {}
     for base in kind.__mro__:
         for name, value in vars(base).items() if base.__module__.startswith("normformer_rs") else ():
@@ -164,7 +166,7 @@ def _methods(kind: type) -> Iterator[str]:
 
 
 def _signature(name: str, value: Any) -> str:
-    """The call with types and defaults."""
+    """Returns the signature as code, with types and defaults; "" if Python knows none."""
     shown, star = [], False
     parameters = arguments.parameters(value)
     for p in parameters:
@@ -188,7 +190,7 @@ def _signature(name: str, value: Any) -> str:
 
 
 def operators() -> str:
-    """The page of `torch.ops.normformer_rs`: every operator's schema."""
+    """Returns the page of `torch.ops.normformer_rs`, with the schema of every operator."""
     import normformer_rs.nn  # noqa: F401  (registers them)
 
     schemas = [s for s in torch._C._jit_get_all_schemas() if s.name.startswith("normformer_rs::")]
@@ -210,13 +212,14 @@ def _wrapped(schema: str) -> str:
 
 
 _WORDS = re.compile(r"(?m)(?:^|(?<=\. ))((?:Returns|Errors|Shapes?|Source|Modules and parameters|Example):)(?= |$)")
-"""The words that begin a part of a docstring."""
+"""Matches the words that begin a section of a docstring."""
 
 
 def document(text: str, rows: str = "") -> str:
-    """A docstring as Markdown: its sections, lists of arguments, examples and equations.
+    """Returns a docstring as Markdown, with its sections, lists of arguments, examples and equations.
 
-    `rows`, a table of the arguments, takes the place of their list; without a list it follows the first paragraph.
+    `rows` is a table of the arguments. It replaces the docstring's list of arguments; if there is no list, it follows
+    the first paragraph.
     """
     parts: list[str] = []
     for number, paragraph in enumerate(_paragraphs(text)):
@@ -232,7 +235,7 @@ def document(text: str, rows: str = "") -> str:
             parts.append(_indented(textwrap.dedent(paragraph)))
         elif number == 0:
             first, rest = _opening(paragraph)
-            is_drawn = first.startswith("<math")  # which begins no paragraph in Markdown
+            is_drawn = first.startswith("<math")  # a paragraph of Markdown cannot begin with this tag
             parts += [equations.division([first]), _marked(rest)] if is_drawn else [f"{first} {_marked(rest)}".strip()]
         else:
             parts.append(_marked(paragraph))
@@ -242,13 +245,13 @@ def document(text: str, rows: str = "") -> str:
 
 
 def _marked(paragraph: str) -> str:
-    """Prose with its sections' heads in bold, and pages as links."""
+    """Returns prose with the heads of sections in bold, and with links to pages such as docs/train.md."""
     marked = _WORDS.sub(r"**\1**", escape(paragraph))
     return re.sub(r"docs/(\w+)\.md", r"[\1](../\1.md)", marked)
 
 
 def _indented(block: str) -> str:
-    """Equations drawn; anything else as it is."""
+    """Returns an indented block: equations are drawn; anything else is shown as it is, in code font."""
     lines = [equations.render(line) for line in block.splitlines()]
     if all("<math" in line for line in lines):
         return equations.division(lines)
@@ -256,7 +259,8 @@ def _indented(block: str) -> str:
 
 
 def _paragraphs(text: str) -> list[str]:
-    """Parts between empty lines; a list of arguments and an example hold such lines too."""
+    """Returns the parts of a docstring between empty lines. An empty line inside a list of arguments does not end a
+    part."""
     found: list[str] = []
     for part in re.split(r"\n\s*\n", text.strip("\n")):
         if not part.strip():
@@ -271,7 +275,8 @@ def _paragraphs(text: str) -> list[str]:
 
 
 def _arguments(lines: list[str]) -> str:
-    """`name: what`, one a line, continued where a line stands further in."""
+    """Returns a table of the arguments in lines `name: what`. A line that is indented further continues the one
+    before."""
     entries: list[list[str]] = []
     for line in lines:
         match = re.match(r"    (\*{0,2}\w[\w, *]*): (.*)", line)

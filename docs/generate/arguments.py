@@ -1,4 +1,4 @@
-"""Arguments of a callable as rows: name, type, default, meaning. Meanings come from docstrings."""
+"""Makes tables of a callable's arguments: name, type, default, meaning. Meanings come from docstrings."""
 
 import ast
 import dataclasses
@@ -24,11 +24,11 @@ _SHARED = {
     "eps": "ε.",
     "x": "The input; its last dimensions are the module's.",
 }
-"""Arguments that many modules share."""
+"""The meanings of arguments that many modules share, used if no docstring gives one."""
 
 
 class Argument(NamedTuple):
-    """One row."""
+    """One row of the table."""
 
     name: str
     type: str
@@ -37,7 +37,7 @@ class Argument(NamedTuple):
 
 
 def of(value: Any) -> list[Argument]:
-    """A callable's arguments, without `self`."""
+    """Returns the arguments of a callable, without `self`."""
     meanings = _meanings(value)
     found = []
     for p in parameters(value):
@@ -51,14 +51,14 @@ def of(value: Any) -> list[Argument]:
 
 
 def rows(value: Any) -> str:
-    """The arguments as a table without empty columns; empty where there are none."""
+    """Returns the arguments as a table without empty columns; "" if there are none."""
     found = [(f"`{a.name}`", _code(a.type), _code(a.default), escape(a.what)) for a in of(value)]
     head, *cells = zip(*(column for column in zip(HEAD, *found) if not found or any(column[1:])))
     return table(head, cells)
 
 
 def parameters(value: Any) -> list[inspect.Parameter]:
-    """Of the signature, without `self`; none where Python knows no signature."""
+    """Returns the parameters of a callable's signature, without `self`; none if Python knows no signature."""
     try:
         found = inspect.signature(value).parameters.values()
     except (TypeError, ValueError):
@@ -67,24 +67,24 @@ def parameters(value: Any) -> list[inspect.Parameter]:
 
 
 def kind_of(annotation: Any) -> str:
-    """An annotation without the modules of its names."""
+    """Returns an annotation as text, without the modules of its names."""
     text = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
     return re.sub(r"\b(?:\w+\.)+(?=\w)", "", text).replace("NoneType", "None")
 
 
 def default_of(default: Any) -> str:
-    """A default as Python writes it, a function or class by its name."""
+    """Returns a default as Python writes it; a function or class is written as its name."""
     return re.sub(r"<(?:function|class) '?(?:[\w.]*\.)?(\w+).*>", r"\1", repr(default))
 
 
 def escape(text: str) -> str:
-    """Plain text for Markdown: what stands in backticks stays."""
+    """Returns plain text escaped for Markdown. Text in backticks is not changed."""
     parts = re.split(r"(``[^`]+``|`[^`]+`)", text)
     return "".join(part if i % 2 else re.sub(r"([*_<>\[\]])", r"\\\1", part) for i, part in enumerate(parts))
 
 
 def fields(kind: type) -> dict[str, str]:
-    """A dataclass's or a named tuple's fields, with the strings that stand below them."""
+    """Returns the fields of a dataclass or a named tuple, with the docstrings below them."""
     if not (dataclasses.is_dataclass(kind) or hasattr(kind, "_fields")):
         return {}
     (tree,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
@@ -104,7 +104,8 @@ _NAMES = re.compile(r"(?:^ {0,4}|(?<=[.] ))((?:\*{0,2}[a-z]\w*, )*\*{0,2}[a-z]\w
 
 
 def told(document: str) -> dict[str, str]:
-    """Names and meanings that a docstring lists under `Args:` or `Attributes:`. One line may list several names."""
+    """Returns the names and meanings that a docstring lists under `Args:` or `Attributes:`. A line may list several
+    names."""
     section = _SECTION.search(document)
     text = section[1] if section else ""
     starts = [*_NAMES.finditer(text)]
@@ -114,7 +115,7 @@ def told(document: str) -> dict[str, str]:
 
 
 def _keywords(value: Any) -> dict[str, str]:
-    """Arguments that a callable takes among `**keywords`, as its docstring names them."""
+    """Returns the arguments that a callable takes as `**keywords`, with their meanings, from its docstring."""
     found = parameters(value)
     if not any(p.kind is p.VAR_KEYWORD for p in found):
         return {}
@@ -123,7 +124,7 @@ def _keywords(value: Any) -> dict[str, str]:
 
 
 def _meanings(value: Any) -> dict[str, str]:
-    """The meaning of each argument, from the first place that has one."""
+    """Returns the meaning of each argument, from the first of `_places` that has one."""
     names = [p.name for p in parameters(value)]
     found: dict[str, str] = {}
     for place in _places(value, names):
@@ -132,7 +133,8 @@ def _meanings(value: Any) -> dict[str, str]:
 
 
 def _places(value: Any, names: list[str]) -> Iterator[dict[str, str]]:
-    """The docstring, a class's fields, what it refers to, prose, and at last torch's module of the same name."""
+    """Yields the places that may give meanings: the docstring's list, its prose, classes that it refers to, a class's
+    fields, its bases, shapes, and at last torch's module of the same name."""
     document = inspect.getdoc(value) or ""
     yield told(document)
     yield {name: _sentence(document, name) for name in names}
@@ -156,7 +158,7 @@ def _places(value: Any, names: list[str]) -> Iterator[dict[str, str]]:
 
 
 def _owner(value: Any) -> type | None:
-    """The class itself, or that of a method."""
+    """Returns the class itself, or the class of a method; None for a function."""
     if inspect.isclass(value):
         return value
     found = getattr(sys.modules.get(value.__module__), value.__qualname__.partition(".")[0], None)
@@ -164,21 +166,22 @@ def _owner(value: Any) -> type | None:
 
 
 def _shape(document: str, name: str) -> str:
-    """A tensor's shape, of the part `Shapes:` of its class's docstring."""
+    """Returns a sentence with the shape of a tensor, from the part `Shapes:` of a class's docstring; "" if there is
+    none."""
     text = re.search(r"^Shapes: (.*(?:\n.+)*)", document, re.M)
     found = re.search(rf"\b{re.escape(name)}`? (\([^)]*\))", text[1]) if text else None
     return f"Shape {found[1]}." if found else ""
 
 
 def _referred(document: str) -> list[type]:
-    """Classes of `normformer_rs.nn` whose arguments a docstring says it has."""
+    """Returns the classes of `normformer_rs.nn` to whose arguments a docstring refers."""
     match = re.search(r"^(?:.*\. )?(?:Args|Arguments)\b.*", document, re.M)
     named = re.findall(r"\w+", match[0]) if match else []
     return [getattr(nfnn, name) for name in named if name in nfnn.__all__ and inspect.isclass(getattr(nfnn, name))]
 
 
 def _sentence(document: str, name: str) -> str:
-    """The first sentence of the prose that has the name as code."""
+    """Returns the first sentence of a docstring's prose that contains the name in backticks; "" if there is none."""
     prose = re.split(r"^(?:Args|Attributes|>>>)", document, maxsplit=1, flags=re.M)
     text = " ".join(re.sub(r"^(?:>>>|\.\.\.).*$", "", " ".join(prose[:1]), flags=re.M).split())
     sentences = re.split(r"(?<=[.:;]) (?=[A-Z`])", text)

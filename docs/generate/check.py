@@ -1,5 +1,5 @@
-"""Checks the finished site, beyond zensical: links and pictures lead to places inside it or to the project's sources;
-pages load nothing from other sites."""
+"""Checks the finished site, in addition to zensical's checks: links and pictures must lead to places in the site or to
+the project's sources, and pages must load nothing from other sites."""
 
 from html.parser import HTMLParser
 from pathlib import Path
@@ -12,7 +12,7 @@ _LOADED = {"img": "src", "script": "src", "link": "href", "iframe": "src", "sour
 
 
 class _Page(HTMLParser):
-    """A page's anchors, links and what it loads."""
+    """The anchors and links of a page, and the addresses that it loads."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class _Page(HTMLParser):
 
 
 def faults(site: Path) -> list[str]:
-    """One line for each link that leads nowhere and each thing that another host would have to send."""
+    """Returns a line for each link that leads nowhere, and for each file that a page loads from another host."""
     pages = {path.resolve(): _Page(path.read_text(encoding="utf-8")) for path in site.rglob("*.html")}
     found = [] if pages else [f"{site}: there are no pages here"]
     for path, page in pages.items():
@@ -46,16 +46,17 @@ def faults(site: Path) -> list[str]:
             target = path if not parts.path else (path.parent / unquote(parts.path)).resolve()
             target = target / "index.html" if target.is_dir() else target
             if not target.exists():
-                if here.name != "404.html":  # its links are written for the root of a host
+                if here.name != "404.html":  # links of 404.html are relative to the root of a host, so they are skipped
                     found.append(f"{here}: {url} is not there")
-            elif parts.fragment and target in pages and not parts.fragment.startswith("__"):  # the theme's own
+            # Anchors that begin with "__" are made by the theme.
+            elif parts.fragment and target in pages and not parts.fragment.startswith("__"):
                 has_anchor = unquote(parts.fragment) in pages[target].anchors
                 found += [] if has_anchor else [f"{here}: {url} names no anchor"]
     return sorted(set(found))
 
 
 def _is_source(target: str) -> bool:
-    """Whether a path, with #LFIRST-LLAST where lines are meant, is in the project."""
+    """Returns True if the path, which may end in #LFIRST-LLAST, names a file of the project that has these lines."""
     name, _, lines = target.partition("#")
     path, last = ROOT / unquote(name), lines.rpartition("L")[2]
     if not lines.startswith("L") or not path.is_file():

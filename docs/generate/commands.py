@@ -1,4 +1,4 @@
-"""The command line's page: each command's help."""
+"""Generates the page of the command line from the help of each command."""
 
 import argparse
 import os
@@ -8,7 +8,7 @@ from normformer_rs import cli
 
 
 def page() -> str:
-    """Every command with all its options, as `--help` prints them."""
+    """Returns the page, with every command and all its options as `--help` prints them."""
     with mock.patch.dict(os.environ, {"COLUMNS": "96"}):
         parser = cli._parser()
         (commands,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))

@@ -1,6 +1,6 @@
-"""Equations as docs/spec.md and the tables write them, `x̂ = (x − μ)/√(σ² + ε)`, as MathML, which browsers draw.
+"""Converts equations as docs/spec.md and the tables write them, `x̂ = (x − μ)/√(σ² + ε)`, to MathML for browsers.
 
-A line may hold words: they stay text between the formulas. A line that cannot be read stays as it is, in code font.
+A line may contain words, which stay text between the formulas. A line that cannot be read stays as it is, in code font.
 """
 
 import html
@@ -11,7 +11,7 @@ FUNCTIONS = re.compile(
     "mean|max|min|sign|abs|log|ln|tanh|erf|silu|round|exp|sin|cos|drop|relu|softmax|Var|Attn|Concat|FFN|NLL"
     "|curve|logistic|score|lp|len|head|vec|out|lr|wd"
 )
-"""Names of more than one letter that belong to formulas."""
+"""Matches names of more than one letter that are symbols of formulas, not words."""
 _SUPER = dict(zip("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ᵗᵀ′", "0123456789+−tT′"))
 _SUB = dict(zip("₀₁₂₃₄₅₆₇₈₉ₖₜ", "0123456789kt"))
 _OPERATORS = "=+−-·⊙×←≤≥<>∈∝,;:…/"
@@ -23,11 +23,12 @@ _TOKEN = re.compile(
 
 
 class _Unreadable(Exception):
-    """Not an equation as this module knows them."""
+    """Raised if a text is no equation that this module can read."""
 
 
 def render(line: str) -> str:
-    """The line as HTML: `<math>` for its formulas, text between them; `<code>` where that fails."""
+    """Returns the line as HTML: `<math>` for its formulas, and text between them. If a formula cannot be read, the
+    whole line is `<code>`."""
     try:
         return "".join(_runs(line.strip()))
     except _Unreadable:
@@ -35,13 +36,13 @@ def render(line: str) -> str:
 
 
 def _runs(line: str) -> list[str]:
-    """Formulas and text in turn."""
+    """Returns the formulas and texts of a line as HTML, in their order."""
     parts: list[str] = []
     tokens = _tokens(line)
     formula: list[str] = []
 
     def close() -> None:
-        """Ends the formula; what is not one, a comma or a space, is text."""
+        """Ends the current formula. Spaces before it, and spaces, commas and the like after it, become text."""
         while formula and formula[0].isspace():
             parts.append(formula.pop(0))
         tail: list[str] = []
@@ -83,7 +84,7 @@ def _runs(line: str) -> list[str]:
 
 
 def _aside(tokens: list[str]) -> int:
-    """How many tokens a remark in parentheses has; 0 where they hold a formula."""
+    """Returns the number of tokens in a remark in parentheses; 0 if the parentheses hold a formula."""
     depth = 0
     for count, token in enumerate(tokens, 1):
         depth += (token in _OPEN) - (token in _OPEN.values())
@@ -101,7 +102,8 @@ def _tokens(line: str) -> list[str]:
 
 
 def _is_prose(token: str) -> bool:
-    """Code, or a word that is no symbol: longer than one letter, and neither a function nor a differential."""
+    """Returns True for code, and for a word that is no symbol: it has more than one letter, and is neither a function
+    nor a differential."""
     plain = re.sub(r"[\u0300-\u036f]", "", token)
     is_word = len(plain) > 1 and plain[0].isalpha()
     is_symbol = FUNCTIONS.fullmatch(plain) or re.fullmatch(r"d[a-zα-ω]", plain)
@@ -109,7 +111,7 @@ def _is_prose(token: str) -> bool:
 
 
 class _Parser:
-    """One formula, from left to right."""
+    """A parser that reads the tokens of one formula from left to right, and returns MathML."""
 
     def __init__(self, tokens: list[str]) -> None:
         self.tokens, self.at, self.is_small = tokens, 0, False
@@ -131,7 +133,7 @@ class _Parser:
         return token
 
     def row(self, until: str | None) -> str:
-        """Everything up to a closing sign; `a/b` becomes a fraction."""
+        """Returns everything up to the closing sign `until`, or up to the end. `a/b` becomes a fraction."""
         items: list[str] = []
         while (token := self.peek()) is not None and token != until:
             if token in _OPEN.values():
@@ -159,7 +161,8 @@ class _Parser:
             self.take()
 
     def factor(self) -> str:
-        """A symbol, number, root or group, with what stands above and below it, and its argument."""
+        """Returns a symbol, number, root or group, with its subscripts and superscripts, and its argument in
+        parentheses."""
         token = self.take()
         is_callable = False
         if token == "√":
@@ -199,13 +202,13 @@ class _Parser:
         self.take()
         if opened == "{":
             return inside
-        # a browser stretches parentheses that need not be, and sets them apart
+        # without these attributes browsers stretch parentheses needlessly and put space around them
         tall = "true" if "<mfrac>" in inside else "false"
         fence = f'<mo stretchy="{tall}" lspace="0" rspace="0">'
         return f'<mrow class="group">{fence}{opened}</mo>{inside}{fence}{_OPEN[opened]}</mo></mrow>'
 
     def scripts(self) -> tuple[str, str]:
-        """(subscript, superscript) of the symbol just read, such as `_B`, `²` or `^(1/4)`."""
+        """Returns (subscript, superscript) of the symbol that was just read, such as `_B`, `²` or `^(1/4)`."""
         below = above = ""
         while (token := self.peek()) is not None:
             if token == "_":
@@ -225,7 +228,8 @@ class _Parser:
         return below, above
 
     def script(self) -> str:
-        """One subscript or superscript. Fractions in it stay on one line: they would be too small to read."""
+        """Returns one subscript or superscript. A fraction in it is written on one line, because a drawn one would be
+        too small to read."""
         token = self.take()
         if token in _OPEN:
             was_small, self.is_small = self.is_small, True
@@ -246,7 +250,7 @@ def _scripted(base: str, below: str, above: str) -> str:
 
 
 def _bare(item: str) -> str:
-    """A group without its parentheses, which a fraction or a root makes needless."""
+    """Returns a group without its parentheses, which are needless inside a fraction or a root."""
     match = re.match(r'<mrow class="group">(<mo [^>]*>)\(</mo>', item)
     return item[match.end() : -len(f"{match[1]})</mo></mrow>")] if match else item
 
@@ -272,7 +276,8 @@ def _character(text: str) -> str:
 
 
 def blocks(markdown: str) -> str:
-    """A page's blocks that are indented by four spaces, which in docs/spec.md are equations, as MathML."""
+    """Returns the page with its blocks that are indented by four spaces, which are equations in docs/spec.md, as
+    MathML."""
 
     def block(match: re.Match[str]) -> str:
         return division([render(line) for line in match[0].strip("\n").splitlines()]) + "\n"
@@ -281,12 +286,13 @@ def blocks(markdown: str) -> str:
 
 
 def division(lines: list[str]) -> str:
-    """Rendered lines as a block of their own."""
+    """Returns rendered lines as a separate block."""
     return '<div class="equation">' + "".join(f"<div>{line}</div>" for line in lines) + "</div>"
 
 
 def searchable(page: str) -> str:
-    """A page whose formulas search finds as they were written, `α = (2L)^(1/4)`, and not letter after letter."""
+    """Returns the page such that the site's search finds formulas as they were written, `α = (2L)^(1/4)`, and not
+    letter by letter."""
 
     def formula(match: re.Match[str]) -> str:
         source = re.sub(r"[_*`|]", lambda sign: f"&#{ord(sign[0])};", match[1])

@@ -1,4 +1,4 @@
-"""Examples: code that is run when the pages are made, and shown with what it printed."""
+"""Runs the code of examples when the pages are made, and shows it with its output."""
 
 import contextlib
 import io
@@ -10,7 +10,7 @@ from .spec import ROOT
 
 
 def run(code: str, name: str = "example") -> str:
-    """What the code prints. A warning or an error ends the making of the pages."""
+    """Runs the code and returns its output. A warning or an error in it is raised, so that no pages are made."""
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed), warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -20,14 +20,14 @@ def run(code: str, name: str = "example") -> str:
 
 
 def shown(code: str) -> str:
-    """The code and its output, as Markdown."""
+    """Returns the code and its output, as Markdown."""
     printed = run(code).rstrip()
     return f"```python\n{code.rstrip()}\n```" + (f"\n\n```text\n{printed}\n```" if printed else "")
 
 
 @cache
 def of_names() -> dict[str, str]:
-    """The code of docs/examples.md for each name that a section lists."""
+    """Returns the code in docs/examples.md for each name that one of its sections lists."""
     found = {}
     text = (ROOT / "docs" / "examples.md").read_text(encoding="utf-8")
     for section in re.split(r"^## ", text, flags=re.M)[1:]:

@@ -1,4 +1,4 @@
-"""The page of files: every source with the first sentence that stands in it."""
+"""Generates the page of files, which lists every source file with its first sentence."""
 
 import re
 from pathlib import Path
@@ -10,7 +10,7 @@ FOLDERS = ("src", "python/normformer_rs", "tests", "benches", "docs/generate")
 
 
 def page() -> str:
-    """A table for each folder that has sources."""
+    """Returns the page, with a table for each folder that has source files."""
     parts = [
         "# Files\n\nMade of each file's first sentence. [Architecture](architecture.md) says how they work together."
     ]
@@ -26,7 +26,7 @@ def page() -> str:
 
 
 def first_sentence(path: Path) -> str:
-    """Of a module's documentation; empty where it has none."""
+    """Returns the first sentence of a module's documentation; "" if it has none."""
     text = path.read_text(encoding="utf-8")
     if path.suffix == ".rs":
         lines = re.match(r"(?://!.*\n)*", text)

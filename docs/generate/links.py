@@ -1,4 +1,5 @@
-"""Code that is a norm's or a residual scheme's name, as a link to the name's page; sources, as links to GitHub."""
+"""Turns names of norms and residual schemes in code font into links to their pages, and sources into links to
+GitHub."""
 
 import inspect
 import os
@@ -13,17 +14,17 @@ from .spec import ROOT
 
 GITHUB = "https://github.com/normformer-rs/normformer_rs/blob/main/"
 _KEPT = re.compile(r"(^ *```.*?^ *```$|^#[^\n]*$|<a [^>]*>.*?</a>|<[^>]+>|!?\[[^\]]*\]\([^)]*\)|``.*?``)", re.M | re.S)
-"""Parts of a page in which nothing becomes a link."""
+"""Matches the parts of a page in which no link is added."""
 
 
 def homes() -> dict[str, str]:
-    """The page, with its anchor where it has several names, of each norm and scheme."""
+    """Returns, for each norm and scheme, its page; with an anchor if the page describes several names."""
     found = {e["name"]: f"{kind}/{e['name']}.md" for kind in ("norms", "residuals") for e in config.tables()[kind]}
     return found | {e["name"]: f"names.md#{e['name']}" for e in config.tables()["families"]}
 
 
 def linked(page: str, text: str) -> str:
-    """The page's text with links; a page doesn't link to itself."""
+    """Returns the page's text with links. A page does not link to itself."""
     known = {name: posixpath.relpath(home, posixpath.dirname(page) or ".") for name, home in homes().items()
              if home.partition("#")[0] != page}  # fmt: skip
 
@@ -35,7 +36,7 @@ def linked(page: str, text: str) -> str:
 
 
 def source(value: Any) -> str:
-    """Where a class or function is written, as a link with line numbers; empty where no file has it."""
+    """Returns a link to the lines on GitHub that define a class or function; "" if no file of the project does."""
     plain = inspect.unwrap(getattr(value, "fget", value))
     try:
         path = Path(inspect.getsourcefile(plain) or "")
@@ -52,7 +53,8 @@ def source(value: Any) -> str:
 
 
 def _stub(name: str) -> tuple[Path, int] | None:
-    """The stub's line that declares a class which is made of Rust's tables."""
+    """Returns the file and line of the stub that declares a class; for classes that are generated from Rust's tables.
+    Returns None if there is none."""
     for path in sorted((ROOT / "python").rglob("*.pyi")):
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
             if name and line.startswith(f"class {name}("):

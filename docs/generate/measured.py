@@ -1,4 +1,4 @@
-"""The tables of docs/results-speed.md and docs/results-checks.md, made of csv files in benches/results."""
+"""Makes the tables of docs/results-speed.md and docs/results-checks.md from the CSV files in benches/results."""
 
 import re
 from collections.abc import Callable
@@ -12,7 +12,7 @@ PAGES = [ROOT / "docs" / name for name in ("results-speed.md", "results-checks.m
 
 
 def filled(page: str) -> str:
-    """The page with every table that stands between `<!-- MAKER NAME -->` and `<!-- end of NAME -->`.
+    """Returns the page with new tables between all marks `<!-- MAKER NAME -->` and `<!-- end of NAME -->`.
 
     Raises:
         ValueError: a table has no rows.
@@ -28,7 +28,7 @@ def filled(page: str) -> str:
 
 
 def _ledger(name: str) -> str:
-    """The ledger's rows for the table `name`."""
+    """Returns a table of the rows of ledger.csv that belong to the table `name`."""
     rows = [row for row in results("ledger") if row["table"] == name]
     where = [", ".join(filter(None, (row["machine"], row["date"], row["commit"]))) for row in rows]
     cells = [(row["what"], row["bar"], row["value"], place) for row, place in zip(rows, where, strict=True)]
@@ -36,7 +36,8 @@ def _ledger(name: str) -> str:
 
 
 def _norms(name: str) -> str:
-    """Ratios of benches/norms.py: a row for each memory, type and operator, a column for each size."""
+    """Returns a table of the ratios that benches/norms.py measured, with a row for each memory, type and operator, and
+    a column for each size."""
     sizes: dict[tuple[str, ...], dict[str, str]] = {}
     for row in results(name):
         what = f"{row['what']}, {'forward' if row['pass'] == 'forward' else 'both ways'}"
@@ -47,7 +48,8 @@ def _norms(name: str) -> str:
 
 
 def _binaries(name: str) -> str:
-    """Kernels of tests/cuda/binaries.py: registers, and the warps of a multiprocessor that are resident."""
+    """Returns a table of the kernels that tests/cuda/binaries.py has measured: their registers, and the numbers of
+    warps that are resident on a multiprocessor."""
     rows, shown = results(name), ("80", "90", "100", "120")
     cells = []
     for kernel in sorted({row["kernel"] for row in rows}):

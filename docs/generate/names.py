@@ -1,5 +1,5 @@
-"""A page for every norm and every residual scheme, made of Rust's tables, docs/spec.md, docs/notes.md and
-benches/results. A new name has its page as soon as it is in the tables."""
+"""Generates a page for every norm and every residual scheme from Rust's tables, docs/spec.md, docs/notes.md and
+benches/results. A new name has a page as soon as it is in the tables."""
 
 import re
 from pathlib import Path
@@ -17,12 +17,12 @@ from .tables import RESULTS, results, table
 NOTES = spec.ROOT / "docs" / "notes.md"
 KINDS = {"norms": "Norms", "residuals": "Residual schemes"}
 _CHOOSERS = {"norm", "encoder_norm", "decoder_norm", "residual", "init"}
-"""Options that name a norm or a scheme, and belong to none."""
+"""Options that choose a norm, a scheme or an initialisation. They are on no page of a single norm or scheme."""
 _DEPTHS = (("18+18", "brn-table1-18-here"), ("50+50", "brn-table1-50-here"))
 
 
 def pages(folder: Path) -> dict[str, str]:
-    """The pages by path; pictures are written to `folder`/images."""
+    """Returns the pages by path. Pictures are written to `folder`/images."""
     made = {}
     for kind, title in KINDS.items():
         entries = config.tables()[kind]
@@ -42,11 +42,12 @@ def _index(kind: str, title: str, entries: list[dict[str, Any]]) -> str:
 
 
 _ANCHORS = {"Initialisations": "init-", "Parametrisations": "parametrisation-", "Presets": "preset-"}
-"""Prefixes of anchors, by section: `deepnorm` is a scheme and an initialisation, and each needs an anchor."""
+"""Prefixes of anchors, by section. They keep anchors apart: `deepnorm` is both a scheme and an initialisation."""
 
 
 def overview(page: str) -> str:
-    """docs/names.md with its definitions drawn and an anchor a name; norms and schemes lead to their pages."""
+    """Returns docs/names.md with drawn definitions and an anchor for each name. Norms and schemes link to their
+    pages."""
     homes = links.homes()
 
     def section(match: re.Match[str]) -> str:
@@ -92,18 +93,18 @@ def _compared(row: dict[str, Any]) -> str:
 
 
 _CODE = {"nanochat": "karpathy/nanochat", "transformers": "huggingface/transformers"}
-"""Repositories that define a name where no paper does."""
+"""Repositories that define names that no paper defines."""
 
 
 def _with_code(source: str) -> str:
-    """A source with links to the repositories that it names."""
+    """Returns a source with links to the repositories that it names."""
     for name, repository in _CODE.items():
         source = re.sub(rf"\b{name}\b(?!-)", f"[{name}](https://github.com/{repository})", source, count=1)
     return source
 
 
 def _linked(paper: str) -> str:
-    """A paper's line with its address as a link."""
+    """Returns a paper's line with its address as a link."""
     paper = re.sub(r"arXiv (\d{4}\.\d{4,5})", r"[arXiv \1](https://arxiv.org/abs/\1)", paper)
     return re.sub(r"(?<!\()(https://\S+)", r"<\1>", paper)
 
@@ -113,7 +114,7 @@ def _specification(name: str) -> list[str]:
     if found is None:
         return []
     anchor, text = found
-    # links of the specification to itself
+    # Relative links of the specification are changed, because the text is shown on another page.
     text = re.sub(r"\]\((#[\w-]+)\)", r"](../spec.md\1)", text)
     text = re.sub(r"\]\((results[\w-]*\.md)", r"](../\1", text)
     text = text.replace("](names.md", "](../names.md").replace("](roadmap.md", "](../roadmap.md")
@@ -122,7 +123,7 @@ def _specification(name: str) -> list[str]:
 
 
 def notes(name: str) -> list[str]:
-    """The section of docs/notes.md about a name."""
+    """Returns the section of docs/notes.md about a name, under a heading; an empty list if there is none."""
     match = re.search(rf"^## `{re.escape(name)}`\n(.*?)(?=^## |\Z)", NOTES.read_text(encoding="utf-8"), re.M | re.S)
     if match is None:
         return []
@@ -130,7 +131,8 @@ def notes(name: str) -> list[str]:
 
 
 def options(name: str, kind: str) -> list[config.Field]:
-    """The options of `TransformerConfig` that a norm or scheme has: by their prefix, or named in their help."""
+    """Returns the options of `TransformerConfig` that belong to a norm or scheme: their names begin with its name, or
+    their help names it."""
     names = sorted((e["name"] for e in config.tables()[kind]), key=len, reverse=True)
     found = []
     for field in config.TransformerConfig.FIELDS:
@@ -145,7 +147,7 @@ def options(name: str, kind: str) -> list[config.Field]:
 
 
 def option_table(fields: list[config.Field]) -> str:
-    """Options with type, default and help."""
+    """Returns a table of options with type, default and help."""
     rows = [(f"`{f.name}`", _type(f), f"`{f.default!r}`", _escaped(f.help)) for f in fields]
     return table(("option", "type", "default", "what"), rows)
 
@@ -156,7 +158,7 @@ def _type(field: config.Field) -> str:
 
 
 def _escaped(text: str) -> str:
-    """Help is plain text."""
+    """Returns a help text, which is plain text, escaped for Markdown."""
     return re.sub(r"([*_<])", r"\\\1", text)
 
 

@@ -1,7 +1,7 @@
-"""The notebooks: executed, kept with their outputs beside their scripts, and shown as pages.
+"""Executes the notebooks, keeps them with their outputs beside their scripts, and makes pages of them.
 
-`python -m docs.generate notebooks [NAME …]` executes notebooks/NAME.py and writes notebooks/NAME.ipynb. Nothing of the
-machine stays in it: no paths, no times, no counts of executions.
+`python -m docs.generate notebooks [NAME …]` executes notebooks/NAME.py and writes notebooks/NAME.ipynb. Paths of the
+machine, times and execution counts are removed from it.
 """
 
 import base64
@@ -17,24 +17,24 @@ from .spec import ROOT
 NOTEBOOKS = ROOT / "notebooks"
 ORDER = ("quickstart", "huggingface", "depth", "powernorm", "fairseq", "own_norm")
 TIMEOUT = 600
-"""Seconds for a cell."""
+"""The maximum time for a cell, in seconds."""
 LARGEST = 300_000
-"""Bytes of a notebook."""
+"""The maximum size of a notebook, in bytes."""
 
 
 def pages(folder: Path) -> dict[str, str]:
-    """The pages by path; pictures are written to `folder`/images."""
+    """Returns the pages by path. Pictures are written to `folder`/images."""
     paths = sorted(NOTEBOOKS.glob("*.ipynb"), key=lambda path: (order(path.stem), path.stem))
     return {f"notebooks/{path.stem}.md": page(path, folder) for path in paths}
 
 
 def order(name: str) -> int:
-    """The place in the menu; one that is not listed comes last."""
+    """Returns the place of a notebook in the menu. A notebook that ORDER does not list comes last."""
     return ORDER.index(name) if name in ORDER else len(ORDER)
 
 
 def write(names: Sequence[str]) -> None:
-    """Executes the notebooks of these names, or all, and writes them."""
+    """Executes the notebooks with these names, or all if no name is given, and writes them."""
     import nbformat
 
     for script in sorted(NOTEBOOKS.glob("*.py")):
@@ -43,7 +43,8 @@ def write(names: Sequence[str]) -> None:
 
 
 def write_texts() -> None:
-    """Takes over the scripts' text and tags, and keeps the outputs. Errors: ValueError where code has changed."""
+    """Copies the text and tags of the scripts into the notebooks, and keeps their outputs. Errors: ValueError if a
+    script's code has changed."""
     import jupytext
     import nbformat
 
@@ -59,7 +60,7 @@ def write_texts() -> None:
 
 
 def executed(script: Path) -> Any:
-    """The script as a notebook with its outputs, without what belongs to this machine."""
+    """Executes a script, and returns it as a notebook with its outputs, without paths, times and execution counts."""
     import jupytext
     import nbclient
 
@@ -83,7 +84,8 @@ def _tags(cell: Any) -> dict[str, Any]:
 
 
 def _still(outputs: list[Any]) -> list[Any]:
-    """Streams in one piece, as a terminal shows them at the end; no bars, no paths of the machine, small pictures."""
+    """Returns a cell's outputs in a form that does not change from run to run. Parts of a stream are joined, progress
+    bars and paths of the machine are removed, and pictures are made small."""
     kept: list[Any] = []
     for output in outputs:
         if output.output_type == "stream":
@@ -116,7 +118,7 @@ _ANYWHERE = re.compile(re.escape(tempfile.gettempdir()) + r"/[\w.-]+")
 
 
 def _small(picture: str) -> str:
-    """The picture with 64 colours, which graphs do with."""
+    """Returns a PNG with 64 colours, which are enough for graphs, and a width of at most 1,100 pixels."""
     import io
 
     from PIL import Image
@@ -130,7 +132,7 @@ def _small(picture: str) -> str:
 
 
 def page(path: Path, folder: Path) -> str:
-    """One notebook as Markdown."""
+    """Returns a notebook as Markdown. Its pictures are written to `folder`/images."""
     import nbformat
 
     parts = []
@@ -167,16 +169,18 @@ def _outputs(outputs: list[Any], name: str, folder: Path) -> Iterator[str]:
 
 
 def _last_states(text: str) -> str:
-    """The text as a terminal shows it at the end, where a progress bar has overwritten itself."""
+    """Returns the text as a terminal shows it at the end: of a progress bar that overwrites itself, only the last state
+    stays."""
     plain = re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", text)
     return "\n".join(line.rstrip("\r").rpartition("\r")[2] for line in plain.split("\n"))
 
 
 def alike(cell: Any) -> list[tuple[str, str]]:
-    """A cell's outputs as any machine gives them again: their kinds, and their texts without numbers.
+    """Returns those parts of a cell's outputs that are the same on every machine: their kinds, and texts without
+    numbers.
 
-    Numbers, spaces and lines of progress are left out; so are the texts of a cell tagged `nbval-ignore-output`, in
-    which a trained model speaks.
+    Lines of progress are left out, too, and so are the texts of a cell tagged `nbval-ignore-output`, which prints the
+    output of a trained model.
     """
     found = []
     for output in cell.get("outputs", []):
@@ -187,7 +191,7 @@ def alike(cell: Any) -> list[tuple[str, str]]:
         if "nbval-ignore-output" in cell.metadata.get("tags", ()):
             text = ""
         elif not text.strip():
-            continue  # only progress
+            continue  # the output had only lines of progress
         found.append((kinds, re.sub(r"(?:-?[\d.,]*\d(?:e[+-]?\d+)?\.?\s*)+|\s+", _number_or_space, text).strip()))
     return found
 

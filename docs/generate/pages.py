@@ -1,4 +1,4 @@
-"""All pages: those written by hand, with their links turned to where things are in the site, and the generated ones."""
+"""Writes all pages: the generated ones, and those written by hand, with their links changed to places in the site."""
 
 import json
 import re
@@ -13,7 +13,7 @@ from .spec import ROOT
 
 WRITTEN = {"README.md": "overview.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md",
            "tests/README.md": "tests.md"}  # fmt: skip
-"""Pages outside docs/."""
+"""Pages whose files are outside docs/, with their names in the site."""
 CONTENTS: list[tuple[str, list[str]]] = [
     (
         "Start",
@@ -55,11 +55,11 @@ CONTENTS: list[tuple[str, list[str]]] = [
         ["architecture.md", "files.md", "tests.md", "cuda.md", "roadmap.md", "contributing.md", "changelog.md"],
     ),
 ]
-"""The menu: pages, and folders of which all pages are listed. A page that is not there is left out."""
+"""The menu: pages, and folders, whose pages are all listed. A page that does not exist is left out."""
 
 
 def write(output: Path) -> dict[str, str]:
-    """Writes `output`/pages and `output`/mkdocs.yml; returns the pages' text by path."""
+    """Writes `output`/pages and `output`/mkdocs.yml. Returns the text of the pages by path."""
     folder = output / "pages"
     shutil.rmtree(folder, ignore_errors=True)
     pages = {WRITTEN.get(path, Path(path).name): _moved(path, folder) for path in _sources()}
@@ -92,7 +92,7 @@ def _sources() -> list[str]:
 
 
 def menu(pages: dict[str, str]) -> list[Any]:
-    """The `nav` of mkdocs.yml. Every page is in it."""
+    """Returns the `nav` of mkdocs.yml. Errors: ValueError if a page is not in it."""
     found: list[Any] = []
     listed = set()
     for title, entries in CONTENTS:
@@ -115,7 +115,8 @@ def menu(pages: dict[str, str]) -> list[Any]:
 
 
 def _order(name: str) -> tuple[int, Any]:
-    """The index first, names in the tables' order, notebooks in theirs, the rest by name."""
+    """Returns a page's sort key in its folder: the index comes first, norms and schemes are in the tables' order,
+    notebooks in that of `notebooks.ORDER`, other pages by name."""
     tables = [entry["name"] for kind in ("norms", "residuals") for entry in config.tables()[kind]]
     stem = Path(name).stem
     if stem == "index":
@@ -136,11 +137,13 @@ _LINK = re.compile(r"(!?\[[^\]]*\])\(([^)\s]+)\)")
 _ABSOLUTE = re.compile(
     r"https://(?:github\.com/[\w-]+/normformer_rs/blob|raw\.githubusercontent\.com/[\w-]+/normformer_rs)/main/(.*)"
 )
-"""How README names files of the project, so that its links work on an index's page, too."""
+"""Matches the absolute addresses with which README links to files of the project. They are absolute, so that the links
+also work on the page of a package index."""
 
 
 def _moved(source: str, folder: Path) -> str:
-    """A page's text, with links as they are in the site. Errors: ValueError for a link to nothing."""
+    """Returns a page's text with its links changed to places in the site. Errors: ValueError for a link that leads
+    nowhere."""
     text = (ROOT / source).read_text(encoding="utf-8")
     text = _lists(re.sub(r"^<!--.*?-->\n+", "", text, flags=re.S))
 
@@ -164,23 +167,24 @@ def _moved(source: str, folder: Path) -> str:
         elif (module := _module(name)) in api.MODULES:
             page = f"api/{module}.md"
         elif inside:
-            return match[0]  # a file that the site lacks
+            return match[0]  # an absolute link to a file that is not in the site stays
         else:
             raise ValueError(f"{source}: {match[0]} is no page of the site: name the file without a link")
         return f"{match[1]}({page}{'#' + anchor if anchor else ''})"
 
-    # code keeps what looks like a link
+    # Text in code that looks like a link is not changed.
     parts = re.split(r"(^ *```.*?^ *```$|`[^`\n]+`)", text, flags=re.M | re.S)
     return "".join(part if i % 2 else _LINK.sub(link, part) for i, part in enumerate(parts))
 
 
 def _module(path: str) -> str:
-    """The module that a file of Python is."""
+    """Returns the name of the module in a Python file."""
     return path.removeprefix("python/").removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
 
 def _lists(text: str) -> str:
-    """Indents the text of numbered items by four spaces, which zensical needs; GitHub is content with three."""
+    """Returns the text with the lines of numbered items indented by four spaces, which zensical needs. The sources have
+    three, which is enough for GitHub."""
     lines, is_item = [], False
     for line in text.splitlines():
         if re.match(r"\d+\. ", line):

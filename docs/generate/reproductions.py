@@ -1,4 +1,5 @@
-"""The reproductions' part of their page: every entry with its runs and, where benches/results has them, its figures."""
+"""Generates the list of reproductions on their page: every entry with its runs, and its figures if benches/results has
+them."""
 
 import shutil
 from pathlib import Path
@@ -11,7 +12,7 @@ from .tables import RESULTS
 
 
 def entries(page: str, folder: Path) -> str:
-    """The page with its last section filled; pictures go to `folder`/images."""
+    """Returns the page with its last section, "Names", filled. Pictures are written to `folder`/images."""
     head, mark, _ = page.partition("\n## Names\n")
     if not mark:
         raise ValueError("docs/reproduce.md has no section Names")

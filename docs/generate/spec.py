@@ -1,4 +1,4 @@
-"""The sections of docs/spec.md about a name, and the papers that they cite."""
+"""Finds the section of docs/spec.md about a name, and the papers that a source cites."""
 
 import re
 from functools import cache
@@ -14,7 +14,8 @@ def text() -> str:
 
 
 def section(name: str) -> tuple[str, str] | None:
-    """(anchor, text without the heading) of the section that has `name` in its heading; None where there is none."""
+    """Returns the anchor and the text, without heading, of the section that has `name` in its heading; None if there is
+    none."""
     for match in re.finditer(
         r"^((?:<a id=\"[\w-]+\"></a>)*)\n#+ [^\n]*`" + re.escape(name) + r"`[^\n]*\n", text(), re.M
     ):
@@ -27,7 +28,7 @@ def section(name: str) -> tuple[str, str] | None:
 
 
 def papers(source: str, name: str) -> list[str]:
-    """The papers that a table's `source` names, in full, out of docs/spec.md §7.1."""
+    """Returns the full lines in docs/spec.md §7.1 of the papers that a table's `source` names."""
     begin = text().index('<a id="papers"></a>')
     table = re.findall(r"^\| ([^|]+) \| ([^|]+) \|$", text()[begin : text().index("<a id=", begin + 1)], re.M)
     found = []

@@ -1,4 +1,4 @@
-"""Markdown's tables, and what docs/generate measures from benches/results."""
+"""Makes Markdown tables, and reads the tables in benches/results."""
 
 import csv
 
@@ -11,6 +11,6 @@ RESULTS = ROOT / "benches" / "results"
 
 
 def results(name: str) -> list[dict[str, str]]:
-    """The rows of benches/results/`name`.csv; none where it is not there."""
+    """Returns the rows of benches/results/`name`.csv; an empty list if there is no such file."""
     path = RESULTS / f"{name}.csv"
     return [*csv.DictReader(path.read_text(encoding="utf-8").splitlines())] if path.exists() else []

@@ -1,4 +1,4 @@
-"""The oracle: what normformer_rs computes, in plain PyTorch and numpy, independent of it (definitions: docs/spec.md).
+"""The oracle: computes the same as normformer_rs in plain PyTorch and numpy, by docs/spec.md, with none of its code.
 
 Everything is differentiable by autograd and runs in f64. It is written to be read, not to be fast.
 """

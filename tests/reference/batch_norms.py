@@ -1,13 +1,13 @@
 """The norms that keep statistics across rows and steps: BatchNorm, PN-V and PowerNorm, forward and backward.
 
-Definitions: docs/spec.md §1.6 to §1.9. PN before an equation is the paper of PowerNorm, Shen et al. 2020.
+They are defined in docs/spec.md §1.6 to §1.9. "PN eq 3" is equation 3 of the PowerNorm paper, Shen et al. 2020.
 
-x is (…, d), pad_mask has x's leading shape, True at padding. Only real positions count, y = 0 and dx = 0 at padding
-(PowerNorm's release mode apart), B is the number of real positions. Each class moves its buffers in place: running
-statistics in `forward`, ν in `backward`. What `forward` saves belongs to that forward, so two forwards before one
-backward each keep their own ψ. `norm(x, pad_mask, training)` is differentiable by autograd.
+x is (…, d); pad_mask has x's leading shape and is True at padding. Only the B real positions count, and at padding
+y = 0 and dx = 0 (except in PowerNorm's release mode). Each class updates its buffers in place: running statistics in
+`forward`, ν in `backward`. `forward` returns what its own backward needs, so two forwards before one backward each keep
+their own ψ. `norm(x, pad_mask, training)` is differentiable by autograd.
 
-A statistic that is not finite in every feature, as that of no position at all is not, leaves all buffers alone.
+If a statistic is not finite in every feature, no buffer is updated. That is so, too, if there are no real positions.
 """
 
 import dataclasses
@@ -24,9 +24,10 @@ POWER_NORM_MODES = ("paper", "release")
 
 @dataclasses.dataclass(frozen=True)
 class Saved:
-    """What a forward keeps for its backward, of the positions that count: x̂ (positions, d) and what x was divided by.
+    """The tensors that a forward keeps for its backward, for the positions that count: x̂ (positions, d), the divisor
+    `root` of x, and the mask of these positions.
 
-    `is_exact`: PowerNorm's warm-up, whose gradient is PN-V's.
+    `is_exact` is True in PowerNorm's warm-up, where the gradient is that of PN-V.
     """
 
     x_hat: Tensor
@@ -36,7 +37,7 @@ class Saved:
 
 
 class BatchStatisticsNorm:
-    """What the three share. `forward` and `backward` are a norm's own."""
+    """The common base of the three norms. Each defines `forward` and `backward` itself."""
 
     def __init__(self, weight: Tensor, bias: Tensor, buffers: Mapping[str, Tensor], eps: float = DEFAULT_EPS) -> None:
         self.weight, self.bias, self.buffers, self.eps = weight, bias, buffers, eps
@@ -47,45 +48,46 @@ class BatchStatisticsNorm:
         return self.evaluate(x, pad_mask)
 
     def forward(self, x: Tensor, pad_mask: Tensor | None = None) -> tuple[Tensor, Saved]:
-        """(y, what `backward` needs), in training."""
+        """Returns y in training, and the tensors that `backward` needs."""
         raise NotImplementedError
 
     def backward(self, dy: Tensor, saved: Saved) -> tuple[Tensor, Tensor, Tensor]:
-        """(dx, dγ, dβ)."""
+        """Returns (dx, dγ, dβ)."""
         raise NotImplementedError
 
     def evaluate(self, x: Tensor, pad_mask: Tensor | None = None) -> Tensor:
-        """y = γ⊙x/√(ψ²+ε) + β with the running ψ²."""
+        """Returns y = γ⊙x/√(ψ²+ε) + β, with the running ψ²."""
         root = (self.running("running_phi", x) + self.eps).sqrt()
         counted = self.counted(x, pad_mask)
         return self.output(computed(x[counted]) / root, counted, x)
 
     def counted(self, x: Tensor, pad_mask: Tensor | None) -> Tensor:
-        """Where y is computed, x's leading shape: at real positions."""
+        """Returns a mask with x's leading shape that is True where y is computed: at real positions."""
         return real_positions(x, pad_mask)
 
     def output(self, x_hat: Tensor, counted: Tensor, x: Tensor) -> Tensor:
-        """y = γ⊙x̂ + β at the positions that count, 0 elsewhere."""
+        """Returns y = γ⊙x̂ + β at the positions that count, 0 elsewhere."""
         return scattered(self.weight.to(x_hat.dtype) * x_hat + self.bias.to(x_hat.dtype), counted, x.dtype)
 
     def gradients(self, dx: Tensor, dy: Tensor, saved: Saved, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-        """dx laid out like x, dγ = Σ dy⊙x̂, dβ = Σ dy."""
+        """Returns dx in x's shape, dγ = Σ dy⊙x̂ and dβ = Σ dy."""
         d_weight, d_bias = (dy * saved.x_hat).sum(0), dy.sum(0)
         return scattered(dx, saved.counted, dtype), d_weight.to(self.weight.dtype), d_bias.to(self.bias.dtype)
 
     def running(self, name: str, x: Tensor) -> Tensor:
-        """The buffer as a vector (d,), in the type x is computed in."""
+        """Returns the buffer as a vector (d,), in the type in which x is computed."""
         return self.buffers[name].detach().to(computed(x).dtype).flatten()
 
     def take_in(self, **values: Tensor) -> None:
-        """buffer ← value for all that are named, or for none where a value is not finite."""
+        """Copies each value into the buffer of its name. If a value is not finite, no buffer changes."""
         if all(value.isfinite().all() for value in values.values()):
             for name, value in values.items():
                 self.buffers[name].copy_(value.view(self.buffers[name].shape))
 
 
 class BatchNorm(BatchStatisticsNorm):
-    """y = γ⊙(x−μ_B)/√(σ²_B+ε) + β, biased σ²_B; μ ← αμ+(1−α)μ_B, σ² alike; evaluation uses μ and σ² (PN Alg 1)."""
+    """BatchNorm (PN Alg 1): y = γ⊙(x−μ_B)/√(σ²_B+ε) + β with biased σ²_B, then μ ← αμ+(1−α)μ_B and the same for σ².
+    Evaluation uses μ and σ²."""
 
     def __init__(
         self,
@@ -112,7 +114,7 @@ class BatchNorm(BatchStatisticsNorm):
         return self.output(saved.x_hat, counted, x), saved
 
     def backward(self, dy: Tensor, saved: Saved) -> tuple[Tensor, Tensor, Tensor]:
-        """dx_i = (γ/σ_B)[dy_i − mean(dy) − x̂_i·mean(dy⊙x̂)] (PN eq 3)."""
+        """Returns (dx, dγ, dβ), with dx_i = (γ/σ_B)[dy_i − mean(dy) − x̂_i·mean(dy⊙x̂)] (PN eq 3)."""
         g, x_hat = computed(dy[saved.counted]), saved.x_hat
         inner = g - g.mean(0) - x_hat * (g * x_hat).mean(0)
         return self.gradients(self.weight.to(g.dtype) / saved.root * inner, g, saved, dy.dtype)
@@ -124,7 +126,8 @@ class BatchNorm(BatchStatisticsNorm):
 
 
 class PowerNormV(BatchStatisticsNorm):
-    """x̂ = x/√(ψ²_B+ε), ψ²_B = mean x²; y = γ⊙x̂ + β; ψ² ← αψ²+(1−α)ψ²_B; evaluation uses ψ² (PN Def 1)."""
+    """PN-V (PN Def 1): y = γ⊙x̂ + β with x̂ = x/√(ψ²_B+ε) and ψ²_B = mean x², then ψ² ← αψ²+(1−α)ψ²_B. Evaluation uses
+    ψ²."""
 
     def __init__(
         self,
@@ -147,7 +150,7 @@ class PowerNormV(BatchStatisticsNorm):
         return self.output(saved.x_hat, counted, x), saved
 
     def backward(self, dy: Tensor, saved: Saved) -> tuple[Tensor, Tensor, Tensor]:
-        """dx_i = (γ/ψ_B)[dy_i − x̂_i·mean(dy⊙x̂)] (PN eq 6)."""
+        """Returns (dx, dγ, dβ), with dx_i = (γ/ψ_B)[dy_i − x̂_i·mean(dy⊙x̂)] (PN eq 6)."""
         g, x_hat = computed(dy[saved.counted]), saved.x_hat
         inner = g - x_hat * (g * x_hat).mean(0)
         return self.gradients(self.weight.to(g.dtype) / saved.root * inner, g, saved, dy.dtype)
@@ -176,11 +179,11 @@ class PowerNorm(BatchStatisticsNorm):
         self.mode, self.warmup, self.alpha_fwd, self.alpha_bwd = mode, warmup, alpha_fwd, alpha_bwd
 
     def counted(self, x: Tensor, pad_mask: Tensor | None) -> Tensor:
-        """release: every position, padding too."""
+        """Returns the mask of real positions; in release mode every position counts, also padding."""
         return real_positions(x, pad_mask if self.mode == "paper" else None)
 
     def forward(self, x: Tensor, pad_mask: Tensor | None = None) -> tuple[Tensor, Saved]:
-        """ψ²_B = mean x² over real positions.
+        """Returns y and what `backward` needs. ψ²_B is the mean of x² over real positions, t the number of this update.
 
         paper: x̂ = x/√(ψ²+ε), then ψ² ← αψ²+(1−α)ψ²_B (eq 8, 10); while t ≤ warm-up x̂ = x/√(ψ²_B+ε) with PN-V's
         gradient, then ψ² ← ψ² + (ψ²_B−ψ²)/t.
@@ -206,7 +209,7 @@ class PowerNorm(BatchStatisticsNorm):
         return self.output(x_hat, counted, x), saved
 
     def backward(self, dy: Tensor, saved: Saved) -> tuple[Tensor, Tensor, Tensor]:
-        """G = γ⊙dy, X′ = G − ν⊙x̂, dx = X′/√(ψ²+ε), then ν ← ν(1−(1−α_b)Γ)+(1−α_b)Λ (eq 11–13).
+        """Returns (dx, dγ, dβ): G = γ⊙dy, X′ = G − ν⊙x̂, dx = X′/√(ψ²+ε), then ν ← ν(1−(1−α_b)Γ)+(1−α_b)Λ (eq 11–13).
 
         Γ = mean(x̂²), Λ = mean(G⊙x̂); in the paper mode's warm-up X′ = G − Λ⊙x̂.
         """
@@ -229,21 +232,21 @@ NORM_NAMES = (*ROW_NORMS, *BATCH_NORMS)
 
 
 def real_positions(x: Tensor, pad_mask: Tensor | None) -> Tensor:
-    """x's leading shape, True where x is not padding; without a mask every position is real."""
+    """Returns a mask with x's leading shape, True where x is not padding; without `pad_mask` every position is real."""
     if pad_mask is None:
         return torch.ones(x.shape[:-1], dtype=torch.bool, device=x.device)
     return ~pad_mask
 
 
 def scattered(rows: Tensor, where: Tensor, dtype: torch.dtype) -> Tensor:
-    """(…, d) with the rows (positions, d) at the positions that `where` marks, zeros elsewhere."""
+    """Returns a tensor (…, d) with the rows (positions, d) at the positions that `where` marks, and zeros elsewhere."""
     full = rows.new_zeros((*where.shape, rows.shape[-1]), dtype=dtype)
     full[where] = rows.to(dtype)
     return full
 
 
 class _Differentiable(torch.autograd.Function):
-    """A norm's own forward and backward as one step of autograd."""
+    """Makes a norm's `forward` and `backward` one step of autograd."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, norm: BatchStatisticsNorm, pad_mask: Tensor | None):

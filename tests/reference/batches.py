@@ -1,4 +1,4 @@
-"""Which batches a run reads, in which order, as its seed says (docs/spec.md §4.8)."""
+"""The batches that a run reads and their order, which the run's seed determines (docs/spec.md §4.8)."""
 
 import itertools
 import struct
@@ -14,7 +14,8 @@ _DIAGONALS = ((0, 5, 10, 15), (1, 6, 11, 12), (2, 7, 8, 13), (3, 4, 9, 14))
 
 
 def chacha8(key: bytes, block: int) -> list[int]:
-    """Sixteen 32-bit words: Bernstein 2008's ChaCha with eight rounds, a counter of 64 bits and no nonce."""
+    """Returns sixteen 32-bit words: a block of ChaCha (Bernstein 2008) with eight rounds, a 64-bit counter and nonce
+    0."""
     first = [*struct.unpack("<4I", b"expand 32-byte k"), *struct.unpack("<8I", key), block % 2**32, block >> 32, 0, 0]
     x = [*first]
     for a, b, c, d in 4 * (_QUARTERS + _DIAGONALS):
@@ -26,14 +27,15 @@ def chacha8(key: bytes, block: int) -> list[int]:
 
 
 def _numbers(seed: int, epoch: int, purpose: int) -> Iterator[int]:
-    """64 bits each, low half first."""
+    """Yields random 64-bit numbers. Each consists of two words of ChaCha, the low half first."""
     key = struct.pack("<4Q", seed, epoch, 0, purpose)
     words = itertools.chain.from_iterable(chacha8(key, block) for block in itertools.count())
     return (low | next(words) << 32 for low in words)
 
 
 def _shuffle(items: list, numbers: Iterator[int]) -> None:
-    """Fisher and Yates from the end; a number above the place, of its bits, is drawn again."""
+    """Shuffles the items in place, by the Fisher-Yates algorithm from the end. A place is drawn as a number with just
+    enough bits for it; a number that is too large is drawn again."""
     for last in range(len(items) - 1, 0, -1):
         drawn = (number % 2 ** last.bit_length() for number in numbers)
         place = next(number for number in drawn if number <= last)
@@ -41,7 +43,8 @@ def _shuffle(items: list, numbers: Iterator[int]) -> None:
 
 
 def _plan(lengths: Sequence[int], max_tokens: int, seed: int, epoch: int) -> list[list[int]]:
-    """The batches of an epoch: segments by length, equal ones at random, cut greedily, and shuffled."""
+    """Returns the batches of an epoch, as lists of segment numbers. Segments are sorted by length, at random if the
+    lengths are equal; then batches are filled one after the other; at last the batches are shuffled."""
     order = [*range(len(lengths))]
     _shuffle(order, _numbers(seed, epoch, _TIE_BREAK))
     batches: list[list[int]] = [[]]
@@ -54,7 +57,8 @@ def _plan(lengths: Sequence[int], max_tokens: int, seed: int, epoch: int) -> lis
 
 
 def language_model_batches(stream: Sequence[int], segment_length: int, max_tokens: int, seed: int) -> Iterator[Batch]:
-    """Batches for ever of a text's segments, each after the token before it; before the text stands EOS."""
+    """Yields batches of a text's segments without end. The input of a segment begins with the token before it, which is
+    EOS for the first segment."""
     begins = range(0, len(stream), segment_length)
     rows = [[stream[i - 1] if i else EOS, *stream[i : i + segment_length]] for i in begins]
     lengths = [len(row) - 1 for row in rows]

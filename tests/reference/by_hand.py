@@ -1,4 +1,4 @@
-"""A batch, and layers of the oracle written out by hand."""
+"""A small batch for tests, and the parts of a layer written out by hand, to compare the oracle with."""
 
 import torch
 from torch.nn import functional
@@ -12,7 +12,8 @@ RATES = ref.Dropout(0.1, 0.2, 0.3, 0.4, seed=7, update=3)
 
 
 class Hand:
-    """A layer's parameters and pieces, written with torch.nn.functional: layernorm, no padding, no dropout."""
+    """One layer: its parameters and its parts, computed with torch.nn.functional. It has layernorm, and neither padding
+    nor dropout."""
 
     def __init__(self, state, config, stack, layer):
         self.state, self.config, self.stack, self.prefix = state, ref.complete(config), stack, f"{stack}.layers.{layer}"
@@ -24,7 +25,7 @@ class Hand:
         return functional.layer_norm(x, x.shape[-1:], self.p(f"{name}.weight"), self.p(f"{name}.bias"))
 
     def values(self, x):
-        """A self-attention's values, before they are cut into heads."""
+        """Returns the values of the self-attention, before they are split into heads."""
         weight, bias = (self.p(f"self_attn.in_proj_{part}")[-x.shape[-1] :] for part in ("weight", "bias"))
         return functional.linear(x, weight, bias)
 
@@ -47,7 +48,8 @@ class Hand:
         return functional.linear(x, self.p(f"{name}.weight"), self.p(f"{name}.bias"))
 
     def f(self, kind, x, memory, values=None):
-        """F as it is without a scheme; with `values`, self-attention of queries x to keys `memory`."""
+        """Returns F(x) without any change by a residual scheme. With `values`, self-attention has its queries from x,
+        its keys from `memory` and its values from `values`."""
         if kind == "feed_forward":
             return self.linear("linear2", self.linear("linear1", x).relu())
         memory = x if kind == "self_attn" and values is None else memory

@@ -1,4 +1,4 @@
-"""A model's options: a dict with the keys of `DEFAULTS`."""
+"""The options of a model, which are a dictionary with keys of `DEFAULTS`."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,7 +11,7 @@ DEFAULTS: dict[str, Any] = {
     "d_model": 16,
     "d_ff": 32,
     "heads": 2,
-    "kv_heads": None,  # None: heads
+    "kv_heads": None,  # None means the value of heads
     "attention": "multi-head",  # or "tensorized"
     "tensorized_rank": 40,
     "tensorized_segment": 32,
@@ -25,9 +25,9 @@ DEFAULTS: dict[str, Any] = {
     "encoder_layers": 2,
     "decoder_layers": 2,
     "norm": "layernorm",
-    "encoder_norm": None,  # None: norm
+    "encoder_norm": None,  # None means the value of norm; so for decoder_norm
     "decoder_norm": None,
-    "norm_eps": None,  # None: the norm's own
+    "norm_eps": None,  # None means the norm's own ε
     "lpnorm_p": 2.0,
     "rmsnorm_weight": True,
     "rmsnorm_zero_centred": False,
@@ -41,7 +41,7 @@ DEFAULTS: dict[str, Any] = {
     "powernorm_alpha_bwd": 0.9,
     "gated_rmsnorm_rank": 16,
     "init_std": 0.02,
-    "groupscaling": 1,  # groups, before the norms with batch statistics; 0: off
+    "groupscaling": 1,  # the number of groups of GroupScaling before norms with batch statistics; 0: none
     "residual": "prenorm",
     "qk_norm": False,
     "qk_norm_over": "head",  # or "all-heads"
@@ -49,7 +49,7 @@ DEFAULTS: dict[str, Any] = {
     "qk_norm_weight": True,
     "qk_norm_scale": 1.0,
     "v_norm": None,  # or "weighted", "unweighted"
-    "qk_l2norm": None,  # or L
+    "qk_l2norm": None,  # or a length L of sentences, from which the factor of scores starts
     "branchnorm_steps": 4000,
     "branchnorm_growth": "linear",  # or "exp", "sigmoid"
     "r_fixup_mode": "release",  # or "paper"
@@ -63,9 +63,9 @@ DEFAULTS: dict[str, Any] = {
     "peri_ln_embedding_norm": True,
     "ln_scaling_mode": "constant",  # or "weight"
     "mix_ln_part": 0.25,
-    "attnres_block": 1,  # sublayers
+    "attnres_block": 1,  # the number of sublayers in a block
     "attnres_form": "plain",  # or "normed"
-    "attnres_queries": 1,  # or 3: q, k and v read apart
+    "attnres_queries": 1,  # or 3: q, k and v each have their own query
     "mhc_streams": 4,
     "mhc_iterations": 20,
     "gpas_scheme": "prenorm",  # or "postnorm", "deepnorm", "sandwich", "ln-scaling", "mix-ln"
@@ -78,18 +78,18 @@ DEFAULTS: dict[str, Any] = {
     "mhc_end": "gates",  # or "mean"
     "mhc_lite_streams": 4,
     "x0_lambdas_backout": False,
-    "keel_alpha": 0.0,  # 0: the number of sublayers
+    "keel_alpha": 0.0,  # 0 means the stack's number of sublayers
     "hyper_connections_streams": 4,
     "hyper_connections_dynamic": True,
     "prores_steps": 1000,
     "prores_scheme": "prenorm",  # or "postnorm", "deepnorm", "sandwich", "ln-scaling"
-    "init": None,  # None: the scheme's own
+    "init": None,  # None means the scheme's own
     "ds_init_mode": "paper",  # or "release"
     "fixnorm": False,
     "parametrisation": "standard",  # or "mup", "depth-mup", "completep"
     "base_width": None,
     "base_depth": None,
-    "depth_alpha": None,  # None: the parametrisation's own
+    "depth_alpha": None,  # None means the parametrisation's own α
     "input_alpha": 1.0,
     "output_alpha": 1.0,
     "residual_multiplier": 1.0,
@@ -123,11 +123,12 @@ DEFAULT_INITS = {
     "x0-lambdas": "smallinit",
     "depth-scaled": "gpt2",
     "variance-gate": "gpt2",
-}  # every other scheme: xavier
+}  # every other scheme has xavier
 
 
 def complete(config: Config) -> dict[str, Any]:
-    """The config with what it leaves out, each stack's norm and the scheme's init filled in."""
+    """Returns the config with all options: missing ones have their defaults, each stack has its norm, and `init` is the
+    residual scheme's own if it is not given."""
     full = {**DEFAULTS, **config}
     for stack in ("encoder", "decoder"):
         full[f"{stack}_norm"] = full[f"{stack}_norm"] or full["norm"]
@@ -139,7 +140,7 @@ def complete(config: Config) -> dict[str, Any]:
 
 
 def kv_width(config: Config) -> int:
-    """Numbers in a row of keys, or of values: kv_heads heads of d/heads."""
+    """Returns the width of a row of keys, or of values: that of kv_heads heads with d/heads columns."""
     c = complete(config)
     return c["kv_heads"] * (c["d_model"] // c["heads"])
 
@@ -157,6 +158,6 @@ def is_one_stack(config: Config) -> bool:
 
 
 def layer_counts(config: Config) -> tuple[int, int]:
-    """(N, M), layers of the encoder and of the decoder; of one stack L = M."""
+    """Returns (N, M), the numbers of layers of encoder and decoder. A single stack has L = M layers."""
     c = complete(config)
     return c["encoder_layers"], c["decoder_layers"]

@@ -1,4 +1,4 @@
-"""Constants of residual schemes, by depth or update (docs/spec.md §2)."""
+"""Constants of residual schemes that depend on the depth or on the update (docs/spec.md §2)."""
 
 import math
 
@@ -6,7 +6,7 @@ from .config import Config, is_one_stack, layer_counts
 
 
 def deepnorm_alpha(config: Config, stack: str) -> float:
-    """α_e = 0.81(N⁴M)^{1/16}, α_d = (3M)^{1/4}; one stack: (2L)^{1/4} (BrN eq 3)."""
+    """Returns α of the stack: encoder 0.81(N⁴M)^{1/16}, decoder (3M)^{1/4}, a single stack (2L)^{1/4} (BrN eq 3)."""
     n, m = layer_counts(config)
     if is_one_stack(config):
         return (2 * m) ** 0.25
@@ -14,14 +14,15 @@ def deepnorm_alpha(config: Config, stack: str) -> float:
 
 
 def admin_omega(config: Config, stack: str) -> float:
-    """ω = √((n+1)/ln(n+1) − 1), n = 2N, 3M, or 2L of one stack (admin-torch)."""
+    """Returns ω = √((n+1)/ln(n+1) − 1) for a stack with n sublayers: encoder n = 2N, decoder 3M, a single stack 2L
+    (admin-torch)."""
     encoder_layers, decoder_layers = layer_counts(config)
     n = 2 * encoder_layers if stack == "encoder" else (2 if is_one_stack(config) else 3) * decoder_layers
     return math.sqrt((n + 1) / math.log(n + 1) - 1)
 
 
 def branchnorm_alpha(t: int, steps: int, growth: str = "linear") -> float:
-    """α_t, at most 1, with u = t/T (BrN eq 8); T = 0: 1.
+    """Returns α_t, which grows to 1 in T = `steps` updates, with u = t/T (BrN eq 8). It is 1 for T = 0.
 
     linear: u; exp: (e^{5u}−1)/(e⁵−1); sigmoid: logistic(10(u−½)), rescaled to run from 0 at u = 0 to 1 at u = 1.
     """

@@ -1,4 +1,4 @@
-"""A parameter's declaration."""
+"""The class that declares a parameter or a buffer."""
 
 import dataclasses
 
@@ -7,8 +7,8 @@ from torch import Tensor
 
 @dataclasses.dataclass(frozen=True)
 class Parameter:
-    """A parameter or buffer. `start`: its first value, one number for all elements; None: drawn (docs/spec.md §3), or
-    from N(0, std²) where `std` is set."""
+    """Declares a parameter or a buffer. `start` is its initial value, a tensor or one number for all elements. If it is
+    None, values are drawn from N(0, std²), or, without `std`, as the initialisation says (docs/spec.md §3)."""
 
     name: str
     shape: tuple[int, ...]

@@ -1,4 +1,5 @@
-"""Texts that a language model continues, and its loss on long ones, token by token (docs/spec.md §4.13, §4.17)."""
+"""Continues texts with a language model, and measures its loss on long texts, token by token (docs/spec.md §4.13,
+§4.17)."""
 
 from collections.abc import Sequence
 
@@ -12,9 +13,10 @@ from .parameters import State
 
 
 def choices(log_p: Tensor, temperature: float = 1.0, top_k: int | None = None, top_p: float = 1.0) -> Tensor:
-    """The probabilities (V,) from which a next token is drawn: temperature, then top-k, then top-p, everything sorted.
+    """Returns the probabilities (V,) from which a next token is drawn, after temperature, top-k and top-p.
 
-    Of equal tokens the lower id is the more probable one (Fan et al. 2018 for top-k; Holtzman et al. 2020, eq 2, 3).
+    Tokens are sorted by probability; of equally probable tokens that with the lower id comes first (Fan et al. 2018 for
+    top-k; Holtzman et al. 2020, eq 2, 3).
     """
     order = sorted(range(len(log_p)), key=lambda token: (-float(log_p[token]), token))
     kept = order[: len(order) if top_k is None else top_k]
@@ -26,7 +28,8 @@ def choices(log_p: Tensor, temperature: float = 1.0, top_k: int | None = None, t
 
 
 def window_of(tokens: Sequence[int], context: int) -> list[int]:
-    """What the model reads of a text: all, or from as few half windows on as make it fit."""
+    """Returns the tokens of a text that the model reads: all if they fit into `context`. Otherwise half contexts are
+    dropped from the beginning, as few as possible."""
     begin = 0
     while len(tokens) - begin > context:
         begin += max(1, context // 2)
@@ -34,7 +37,7 @@ def window_of(tokens: Sequence[int], context: int) -> list[int]:
 
 
 def next_log_p(state: State, config: Config, text: Sequence[int], context: int, mask: Tensor | None) -> Tensor:
-    """log p (V,) of the token after a text, before which stands EOS."""
+    """Returns log p (V,) of the token that follows a text. EOS is put before the text."""
     read = torch.tensor([window_of([EOS, *text], context)])
     return log_probabilities(state, config, None, read, mask)[0, -1]
 
@@ -49,7 +52,7 @@ def greedy_text(
     sentences: int,
     mask: Tensor | None = None,
 ) -> tuple[list[int], float]:
-    """The new tokens, each the most probable one, and their Σ log p."""
+    """Returns the new tokens, each of which is the most probable one, and the sum of their log p."""
     made: list[int] = []
     total = 0.0
     while len(made) < max_length and not 0 < sentences <= made.count(EOS):
@@ -62,7 +65,8 @@ def greedy_text(
 def window_losses(
     state: State, config: Config, tokens: Sequence[int], window: int, stride: int, mask: Tensor | None = None
 ) -> list[float]:
-    """−log p of each token of a text, in the first of the windows 0, stride, 2·stride, … that has it."""
+    """Returns −log p of each token of a text. Windows begin at 0, stride, 2·stride, …; a token is scored in the first
+    window that contains it."""
     found = []
     for place, token in enumerate(tokens):
         begin = 0

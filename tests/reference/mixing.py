@@ -1,6 +1,6 @@
-"""How hyper-connections and attention residuals read and write the tensors that travel through a stack, by loops.
+"""Reads and writes the tensors that travel through a stack under hyper-connections and attention residuals, in loops.
 
-Hyper-connections' are the n streams, attention residuals' the embedding and the outputs so far.
+Under hyper-connections these are n streams; under attention residuals they are the embedding and the outputs so far.
 """
 
 import dataclasses
@@ -20,11 +20,12 @@ EPS = 1e-6
 
 @dataclasses.dataclass(frozen=True)
 class Hyper:
-    """mHC: n streams H_i, all x at first. Read: Σ p_i H_i; with an output f, H_j becomes g_j f + Σ_i R_ij H_i.
+    """mHC: n streams H_i, all x at first. A sublayer reads Σ p_i H_i; its output f turns H_j into g_j f + Σ_i R_ij H_i.
 
-    φ (`weight`), one row for each of p_1…p_n, g_1…g_n, R_11, R_12…R_nn (at the end p alone), times all streams' columns
-    side by side, over their root mean square; then times a number of `scale` for p, g and R each, plus `bias`. No
-    iterations: R = I and no rows for it, ε on g (Hunyuan V4).
+    p, g and R are computed from the columns of all streams side by side, divided by their root mean square. They are
+    multiplied by φ (`weight`), which has one row for each of p_1…p_n, g_1…g_n, R_11, R_12…R_nn (at the stack's end only
+    for p), then by `scale`, which has one number each for p, g and R; then `bias` is added. With 0 iterations R = I, φ
+    has no rows for it, and ε is added to g (Hunyuan V4).
     """
 
     n: int
@@ -37,8 +38,8 @@ class Hyper:
 
 @dataclasses.dataclass(frozen=True)
 class Permuted:
-    """mHC-lite: as `Hyper`, but R is a mean of all permutations, weighted by a softmax; γ (`gain`) follows the
-    division by the length, which is at least 1e-12, and g is at most 2."""
+    """mHC-lite: like `Hyper`, but R is the mean of all permutation matrices, weighted by a softmax. The streams are
+    divided by their length (at least 1e-12) and multiplied by γ (`gain`). g is at most 2."""
 
     n: int
     gain: Parameter
@@ -49,8 +50,9 @@ class Permuted:
 
 @dataclasses.dataclass(frozen=True)
 class Free:
-    """Hyper-connections: row i of a matrix has p_i, R_i1…R_in and g_i; a dynamic one is moved by
-    tanh(W·LayerNorm(H_i)). `moved`: LayerNorm's γ and β, W, and its scales, of p and R and of g."""
+    """Hyper-connections: row i of `matrix` holds p_i, R_i1…R_in and g_i. If the matrix is dynamic, a scaled
+    tanh(W·LayerNorm(H_i)) is added to it. `moved` holds LayerNorm's γ and β, then W, then two scales: one for p and R,
+    one for g."""
 
     n: int
     matrix: Parameter
@@ -59,7 +61,8 @@ class Free:
 
 @dataclasses.dataclass(frozen=True)
 class Channels:
-    """Qwen4-exp: the mean of normed streams, each channel of each times its own gate of low rank; R = I."""
+    """Qwen4-exp: reads the mean of the normed streams, with each channel of each stream multiplied by its own gate,
+    which is computed through a matrix of low rank. R = I."""
 
     n: int
     gain: Parameter
@@ -71,7 +74,7 @@ class Channels:
 
 @dataclasses.dataclass(frozen=True)
 class Total:
-    """The streams' sum times a constant, at the end."""
+    """The stack's output is the sum of the streams times a constant."""
 
     n: int
     factor: float
@@ -79,9 +82,10 @@ class Total:
 
 @dataclasses.dataclass(frozen=True)
 class Depth:
-    """Attention residuals: what is read is the mean of all v, weighted by softmax(w·RMSNorm(v)); the embedding is the
-    first v. An output begins a new v or joins the newest. No query: the embedding is read. No gain: RMSNorm(v) is
-    summed up, by scores over √d; of three queries q, k and v get one sum each, stacked (Inkling 2)."""
+    """Attention residuals: a sublayer reads the mean of all tensors v, weighted by softmax(w·RMSNorm(v)). The first v
+    is the embedding; an output begins a new v or is added to the newest. Without a query the embedding is read. Without
+    a gain the mean is that of RMSNorm(v), and scores are divided by √d. With three queries q, k and v each read their
+    own mean; the three means are stacked (Inkling 2)."""
 
     query: Parameter | None = None
     gain: Parameter | None = None
@@ -90,11 +94,11 @@ class Depth:
 
 Streams = Hyper | Permuted | Free | Channels | Total
 Mixing = Streams | Depth | None
-"""None: x is read as it is."""
+"""The way in which tensors are mixed. With None a sublayer reads x itself."""
 
 
 def parts(mixing: Mixing) -> Iterator[Parameter]:
-    """The parameters of any form."""
+    """Yields the parameters of a form of mixing."""
     if mixing is None:
         return
     for field in dataclasses.fields(mixing):
@@ -102,11 +106,11 @@ def parts(mixing: Mixing) -> Iterator[Parameter]:
         yield from (one for one in (value if isinstance(value, tuple) else (value,)) if isinstance(one, Parameter))
 
 
-# Declarations. `place` is a residual.Place.
+# These functions declare the mixing of a sublayer (`place` is a residual.Place) or of a stack's end.
 
 
 def attnres(place: Any) -> Depth:
-    """a = softmax(w·RMSNorm(v_i)), w = 0 at first (Kimi Team 2026)."""
+    """Returns attention over depth for a sublayer: weights softmax(w·RMSNorm(v_i)), w = 0 at first (Kimi Team 2026)."""
     number = _number(place)
     begins = number % place.config["attnres_block"] == 0
     if number == 0:
@@ -118,16 +122,16 @@ def attnres(place: Any) -> Depth:
 
 
 def end_attnres(config: Config, stack: str) -> Depth:
-    """The same after the last layer, of all v."""
+    """Returns attention over depth for the stack's output, which is read from all v after the last layer."""
     shape = (config["d_model"],)
     gain = Parameter(f"{stack}.end_depth_gain", shape, 1.0) if config["attnres_form"] == "plain" else None
     return Depth(Parameter(f"{stack}.end_depth_query", shape, 0.0), gain)
 
 
 def mhc(place: Any) -> Streams:
-    """n streams, read and written by gates and a doubly stochastic matrix (Xie et al. 2025). φ = 0, scales 0.01; biases
-    of p and g −1, but 1 of stream l mod n in sublayer l, from 0; of R −8 off the diagonal. Without R: p = 1/n, g =
-    1."""
+    """Returns mHC for a sublayer: n streams that gates and a doubly stochastic matrix R read and write (Xie et al.
+    2025). At first φ = 0 and the scales are 0.01. The biases of p and g are −1, but in sublayer l, counted from 0, they
+    are 1 for stream l mod n; those of R are −8 off the diagonal. Without R, p starts at 1/n and g at 1."""
     c = place.config
     n = c["mhc_streams"]
 
@@ -144,7 +148,8 @@ def mhc(place: Any) -> Streams:
 
 
 def end_mhc(config: Config, stack: str) -> Streams:
-    """What is read after the last layer: biases 0, without R p = 1/n; or the mean."""
+    """Returns mHC for the stack's output, which is read by gates p or is the mean of the streams. At first the biases
+    of p are 0; without R they make p = 1/n."""
     n = config["mhc_streams"]
 
     def name(part: str) -> str:
@@ -158,7 +163,7 @@ def end_mhc(config: Config, stack: str) -> Streams:
 
 
 def _even(n: int) -> Tensor:
-    """σ of it is 1/n; 1/2 for one stream."""
+    """Returns n equal biases b with σ(b) = 1/n; for one stream σ(b) = 1/2."""
     return torch.full((n,), -math.log(max(n - 1, 1)), dtype=torch.float64)
 
 
@@ -189,8 +194,9 @@ def _channels(config: Config, name: Callable[[str], str], writes: bool) -> Chann
 
 
 def mhc_lite(place: Any) -> Permuted:
-    """n streams and all n! permutations (Yang & Gao 2026). γ = 1, φ = 0, scales 0.01; biases of p and g −1, but 1 of
-    stream l mod n in sublayer l, from 0; of the permutations −8, but 0 of the identity."""
+    """Returns mHC-lite for a sublayer: n streams and all n! permutations (Yang & Gao 2026). At first γ = 1, φ = 0 and
+    the scales are 0.01. The biases of p and g are −1, but in sublayer l, counted from 0, they are 1 for stream l mod n;
+    those of the permutations are −8, but 0 for the identity."""
     n = place.config["mhc_lite_streams"]
     count, width = math.factorial(n), n * place.config["d_model"]
     gates = -torch.ones(n)
@@ -206,13 +212,13 @@ def mhc_lite(place: Any) -> Permuted:
 
 
 def end_mhc_lite(config: Config, stack: str) -> Total:
-    """The sum."""
+    """Returns the stack's output: the sum of the streams."""
     return Total(config["mhc_lite_streams"], 1.0)
 
 
 def hyper_connections(place: Any) -> Free:
-    """Sublayer l reads stream l mod n and writes to all; streams stay as they are; γ = 1, β = 0, W = 0, scales 0.01
-    (Zhu et al. 2024)."""
+    """Returns hyper-connections for a sublayer (Zhu et al. 2024). At first sublayer l reads stream l mod n and writes
+    to all streams, R = I, γ = 1, β = 0, W = 0, and the scales are 0.01."""
     n = place.config["hyper_connections_streams"]
     matrix = torch.cat([torch.zeros(n, 1), torch.eye(n), torch.ones(n, 1)], -1)
     matrix[_number(place) % n, 0] = 1.0
@@ -226,25 +232,26 @@ def hyper_connections(place: Any) -> Free:
 
 
 def end_hyper_connections(config: Config, stack: str) -> Total:
-    """The sum."""
+    """Returns the stack's output: the sum of the streams."""
     return Total(config["hyper_connections_streams"], 1.0)
 
 
 def _number(place: Any) -> int:
-    """The sublayer's in its stack, from 0."""
+    """Returns the number of the sublayer in its stack, counted from 0."""
     per_layer = 3 if place.stack == "decoder" and not is_one_stack(place.config) else 2
     return place.layer * per_layer + place.index - 1
 
 
-# Running them.
+# These functions compute what the declarations above say.
 
 
 Gates = tuple[list[Tensor], list[list[Tensor]] | None]
-"""g_j and R_ij, each (B, T, 1); None: R = I."""
+"""The gates g_j and the matrix R_ij, whose elements are tensors (B, T, 1); None instead of the matrix means R = I."""
 
 
 def sinkhorn(logits: Tensor, repeat: int, eps: float = EPS) -> Tensor:
-    """DeepSeek's: exp over the row's sum, plus ε; columns over theirs plus ε; then rows, columns, repeat − 1 times."""
+    """Returns a nearly doubly stochastic matrix, as DeepSeek computes it: exp(logits) divided by the row's sum, plus ε;
+    then columns are divided by their sum plus ε; then rows and columns again, repeat − 1 times."""
     matrix = logits.exp() / logits.exp().sum(-1, keepdim=True) + eps
     for number in range(2 * repeat - 1):
         over = -2 if number % 2 == 0 else -1
@@ -253,12 +260,13 @@ def sinkhorn(logits: Tensor, repeat: int, eps: float = EPS) -> Tensor:
 
 
 def begin(about: Any, x: Tensor) -> list[Tensor]:
-    """What travels beside x in such a residual.Stack, as it begins."""
+    """Returns the tensors that travel beside x at the beginning of the residual.Stack `about`: copies of x."""
     return [x] * (about.mixing.n - 1) if isinstance(about.mixing, Streams) else [x for _ in about.streams]
 
 
 def read(mixing: Mixing, state: Mapping[str, Tensor], tensors: Sequence[Tensor]) -> tuple[Tensor, Gates | None]:
-    """What a sublayer or the end of a stack reads; mHC's weights of what it then writes."""
+    """Returns the tensor that a sublayer, or the end of a stack, reads, and the gates with which the sublayer's output
+    is written later; None if there are none."""
     if mixing is None:
         return tensors[0], None
     if isinstance(mixing, Depth):
@@ -360,7 +368,7 @@ def _mean(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
 
 
 def write(mixing: Streams | Depth, tensors: Sequence[Tensor], gates: Gates | None, f: Tensor) -> list[Tensor]:
-    """The tensors after a sublayer whose dropped output is f."""
+    """Returns the tensors after a sublayer whose output, after dropout, is f."""
     if isinstance(mixing, Depth):
         return [*tensors, f] if mixing.begins else [*tensors[:-1], tensors[-1] + f]
     g, matrix = gates

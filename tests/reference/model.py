@@ -1,4 +1,4 @@
-"""The Transformer of docs/spec.md §4 under any norm and residual scheme, over padded (batch, time) token tensors."""
+"""The Transformer of docs/spec.md §4 with any norm and residual scheme. Token tensors are padded, (batch, time)."""
 
 import dataclasses
 import math
@@ -50,12 +50,13 @@ from .residual import (
     places,
 )
 
-RELEASED_END_WARMUP = 1000  # of the norm after a stack in PowerNorm's release mode
+RELEASED_END_WARMUP = 1000  # the warm-up of the norm after a stack in PowerNorm's release mode
 
 
 @dataclasses.dataclass(frozen=True)
 class Dropout:
-    """Rates, and the address of the masks: Philox(seed, update, micro_batch, site, element)."""
+    """The rates of dropout, and the numbers from which masks are drawn: Philox(seed, update, micro_batch, site,
+    element)."""
 
     embedding: float = 0.0
     attention: float = 0.0
@@ -69,16 +70,16 @@ class Dropout:
 def forward(
     state: State, config: Config, source: Tensor | None, target_input: Tensor, dropout: Dropout | None = None
 ) -> Tensor:
-    """Logits (B, T, V) of source (B, S) (None for a decoder alone) and target_input (B, T).
+    """Returns the logits (B, T, V) for source (B, S) (None for a decoder without encoder) and target_input (B, T).
 
-    Logits at padding are meaningless. Without `dropout` this is evaluation; with it (its rates may be 0) this is
-    training: norms with batch statistics use the batch's, and move their buffers in `state` in place.
+    Logits at padding have no meaning. Without `dropout` this is evaluation. With it, even if its rates are 0, this is
+    training: norms with batch statistics use those of the batch and update their buffers in `state` in place.
     """
     return Run(state, config, dropout).logits(source, target_input)
 
 
 class Run:
-    """One forward pass: the state, the config, and the number of the next dropout site."""
+    """One forward pass. It holds the state, the config and the number of the next dropout site."""
 
     def __init__(self, state: State, config: Config, dropout: Dropout | None) -> None:
         self.state, self.config, self.dropout = state, complete(config), dropout or Dropout()
@@ -101,7 +102,8 @@ class Run:
         return self.project(x)
 
     def embed(self, side: str, tokens: Tensor) -> Tensor:
-        """dropout(α_in(√d·E[token] + position)), position counted over real tokens; d is the base model's."""
+        """Returns dropout(α_in(√d·E[token] + position)). Positions are counted over real tokens; the d of √d is the
+        width of the parametrisation's base model."""
         table, real, d = self.table(side), tokens != PAD, self.config["d_model"]
         encoding = self.encoding(side, positions_of(real)) * real.unsqueeze(-1)
         times = forward_factors(self.config, "decoder")
@@ -110,7 +112,7 @@ class Run:
         return x if mask is None else x * mask * dropout_scale(self.dropout.embedding)
 
     def encoding(self, side: str, positions: Tensor) -> Tensor:
-        """What is added to words at these positions (…), (…, d)."""
+        """Returns the vectors (…, d) that are added to the embeddings of words at these positions (…)."""
         kind, d = self.config["positions"], self.config["d_model"]
         if kind == "learned":
             return self.state[f"{side}_position_embedding.weight"][positions]
@@ -121,7 +123,8 @@ class Run:
     def stack(
         self, name: str, x: Tensor, real: Tensor, memory: Tensor | None = None, memory_real: Tensor | None = None
     ) -> Tensor:
-        """All layers of one stack, and what the scheme does between and after them; the memory is never normed here."""
+        """Returns the output of one stack: all layers, and what the scheme does before, between and after them. The
+        decoder reads `memory`, the encoder's output, as it is, without another norm."""
         about = describe_stack(self.config, name)
         allowed = real[:, None, None, :]  # (B, 1, 1, T): no query attends to padding
         if name == "decoder":
@@ -159,11 +162,12 @@ class Run:
         return x
 
     def remembered(self, combine: Combine | None, stack: str, layer: int, y: Tensor, real: Tensor) -> Tensor:
-        """What later rows see of a layer's output: N_k(y_k) under DLCL's pre."""
+        """Returns a layer's output as later layers read it: N_k(y_k) under pre-norm DLCL, otherwise y_k."""
         return self.changed(combine.norms[layer] if combine and combine.is_pre else None, stack, y, real)
 
     def combined(self, combine: Combine | None, stack: str, outputs: Sequence[Tensor], real: Tensor) -> Tensor:
-        """The next layer's input: the last output, or DLCL's next row, Σ_k W_{lk} y_k, normed under post."""
+        """Returns the next layer's input: the last output, or under DLCL and DenseFormer the next row's sum
+        Σ_k W_{lk} y_k, which post-norm DLCL also normalises."""
         if combine is None or (combine.is_dense and len(outputs) == 1):
             return outputs[-1]
         row = len(outputs) - 1
@@ -181,8 +185,8 @@ class Run:
         real: Tensor,
         bottom: Tensor,
     ) -> tuple[Tensor, list[Tensor]]:
-        """x⁺ = N_after(α⊙x + β⊙dropout(f)), f = N_output(F(N_before(x))), and each stream's α⊙s + β⊙dropout(f). The
-        layer's input, `bottom`, is added before N_after where the scheme says so."""
+        """Returns x⁺ = N_after(α⊙x + β⊙dropout(f)), with f = N_output(F(N_before(x))), and α⊙s + β⊙dropout(f) for each
+        stream s. If the scheme says so, `bottom`, the layer's input, is added before N_after."""
         about = describe_sublayer(place)
         for change in about.first:
             x = self.changed(change, place.stack, x, real)
@@ -208,14 +212,14 @@ class Run:
         return self.step(x, f, keep, about.alpha, about.beta)
 
     def step(self, x: Tensor, f: Tensor, keep: Tensor | None, alpha: Gain, beta: Gain) -> Tensor:
-        """α⊙x + β⊙dropout(f)."""
+        """Returns α⊙x + β⊙dropout(f)."""
         scale = dropout_scale(self.dropout.residual)
         return residual_step(x, f, keep, scale, self.gain(alpha), self.gain(beta))[0]
 
     def multihead(
         self, place: Place, query: Tensor, memory: Tensor, allowed: Tensor, query_real: Tensor, key_real: Tensor
     ) -> Tensor:
-        """W_o·Concat(head_h) + b_o, head_h = Attention(W_q,h·query, W_k,h·memory, W_v,h·memory)."""
+        """Returns W_o·Concat(head_h) + b_o, with head_h = Attention(W_q,h·query, W_k,h·memory, W_v,h·memory)."""
         heads, d, name = self.config["heads"], self.config["d_model"], f"{place.prefix}.{place.kind}"
         inside = describe_sublayer(place).inside
         widths = [d, kv_width(self.config), kv_width(self.config)]
@@ -250,7 +254,7 @@ class Run:
         shared = heads // self.config["kv_heads"]  # head h of the queries has head ⌊h/shared⌋ of keys and values
         k, v = (x[:, [head // shared for head in range(heads)]] for x in (k, v))
         scale = 1.0 if self.config["qk_l2norm"] is not None else forward_factors(self.config, place.stack).scores
-        q = q * (scale * math.sqrt(d // heads))  # attention has 1/√d_head
+        q = q * (scale * math.sqrt(d // heads))  # because `attention` itself multiplies scores by 1/√d_head
         how = {"softcap": self.config["score_softcap"], "sinks": self.state.get(f"{name}.sinks")}
         joined = attention(q, k, v, allowed, keep, dropout_scale(p), **how).transpose(1, 2)  # (B, T, heads, d_head)
         if self.config["output_gate"] is not None:
@@ -262,7 +266,8 @@ class Run:
         return self.changed(inside.get("projected"), place.stack, projected, query_real)
 
     def with_tokens(self, name: str, v: Tensor, x: Tensor) -> Tensor:
-        """Values (B, T, kv_width), and 3σ(W x_{:12}) of each head times the token's row if the layer has a table."""
+        """Returns the values v (B, T, kv_width). If the layer has a value embedding, the token's row of it is added,
+        multiplied in each head by the gate 3σ(W x_{:12})."""
         table = self.state.get(f"{name}.value_embedding.weight")
         if table is None:
             return v
@@ -271,7 +276,7 @@ class Run:
         return v + table[self.tokens] * factors.repeat_interleave(v.shape[-1] // len(gate), -1)
 
     def smeared(self, x: Tensor, real: Tensor) -> Tensor:
-        """x_t + λσ(w·x_t)x_{t−1}; the first real token of a row stays."""
+        """Returns x_t + λσ(w·x_t)x_{t−1}; the first real token of a row is not changed."""
         gate, scale = self.state["decoder.smear_gate.weight"][0], self.state["decoder.smear_scale"]
         positions = positions_of(real)
         rows = []
@@ -285,7 +290,8 @@ class Run:
         return torch.stack(rows)
 
     def tensorized(self, place: Place, x: Tensor, real: Tensor) -> Tensor:
-        """W_o·vec_{jk}[Σ_r c_r((q_i + u)_r k_jr + (q_i + w)_r p_jr) v_kr], 0 where j or k is future or padding."""
+        """Returns W_o·vec_{jk}[Σ_r c_r((q_i + u)_r k_jr + (q_i + w)_r p_jr) v_kr] for each position i. An entry is 0 if
+        j or k is after i or is padding."""
         segment, name = self.config["tensorized_segment"], f"{place.prefix}.self_attn"
         c, u, w = (self.state[f"{name}.{part}"] for part in ("core", "content_bias", "position_bias"))
         q, k, v = (x @ self.state[f"{name}.in_proj_weight"].T).chunk(3, dim=-1)
@@ -302,7 +308,8 @@ class Run:
         return self.changed(describe_sublayer(place).inside.get("projected"), place.stack, torch.stack(rows, 1), real)
 
     def feed_forward(self, place: Place, x: Tensor, real: Tensor) -> Tensor:
-        """W₂·dropout(σ(W₁x + b₁)) + b₂; gated, σ(W₁x + b₁)⊙(W₃x + b₃) (Shazeer 2020, eqs 5 and 6)."""
+        """Returns W₂·dropout(σ(W₁x + b₁)) + b₂. If the activation is gated, σ(W₁x + b₁) is multiplied by W₃x + b₃
+        (Shazeer 2020, eqs 5 and 6)."""
         p, inside = self.dropout.activation, describe_sublayer(place).inside
         mask = self.keep(p, real, self.config["d_ff"])
         hidden = self.linear(f"{place.prefix}.linear1", x)
@@ -318,8 +325,8 @@ class Run:
         return self.linear(f"{place.prefix}.linear2", activated)
 
     def project(self, x: Tensor) -> Tensor:
-        """logits z = x·Wᵀ (+ b), W the target embedding as it is used at the input (unscaled) where they are tied; with
-        a softcap c·tanh(z/c)."""
+        """Returns the logits z = x·Wᵀ (+ b), or c·tanh(z/c) with a softcap c. If embeddings are tied, W is the target
+        embedding as the input uses it, but not scaled by √d."""
         tied = self.config["tie_embeddings"] != "none"
         weight = self.table("target") if tied else self.state["output_projection.weight"]
         if self.config["logit_scale"]:
@@ -330,13 +337,13 @@ class Run:
         return logits if c is None else c * torch.tanh(logits / c)
 
     def table(self, side: str) -> Tensor:
-        """The word embedding of `source` or `target`, its rows of length 1 under FixNorm."""
+        """Returns the word embedding of `source` or `target`; under FixNorm its rows have length 1."""
         name = "embedding" if self.config["tie_embeddings"] == "all" else f"{side}_embedding"
         weight = self.state[f"{name}.weight"]
         return fixnorm(weight) if self.config["fixnorm"] else weight
 
     def changed(self, change: Change | None, stack: str, x: Tensor, real: Tensor) -> Tensor:
-        """x after what the scheme puts here."""
+        """Returns x after the change that the scheme makes at this point; x itself for None."""
         match change:
             case None:
                 return x
@@ -381,7 +388,8 @@ class Run:
         return gain
 
     def norm(self, stack: str, norm: Norm, x: Tensor, real: Tensor) -> Tensor:
-        """The stack's norm. One with batch statistics is given the real positions alone, and leaves 0 at padding."""
+        """Returns N(x), with the stack's norm. A norm with batch statistics gets the real positions only; its result is
+        0 at padding."""
         c, kind = self.config, self.config[f"{stack}_norm"]
         own = L2_EPS if kind == "l2norm" else FAMILIES.get(kind, {}).get("eps", DEFAULT_EPS)
         eps = own if c["norm_eps"] is None else c["norm_eps"]
@@ -417,12 +425,14 @@ class Run:
     # Dropout masks, addressed over packed rows: the real tokens of the batch, sentence after sentence.
 
     def keep(self, p: float, real: Tensor, width: int) -> Tensor | None:
-        """(B, T, width): row = index of the real token, column = feature. p = 0 uses up a site number too."""
+        """Returns the mask (B, T, width) of kept elements, or None for p = 0, which uses a site number, too. In the
+        packed mask, row is the index of the real token and column the feature."""
         packed = self.packed_keep(p, int(real.sum()), width)
         return None if packed is None else unpack(packed, real, fill=True)
 
     def attention_keep(self, p: float, query_real: Tensor, key_real: Tensor) -> Tensor | None:
-        """(B, heads, T, S): row = packed query row·heads + head, column = index of the key in its sentence."""
+        """Returns the mask (B, heads, T, S) of kept attention weights, or None for p = 0. In the packed mask, row is
+        (packed row of the query)·heads + head, and column is the index of the key in its sentence."""
         heads, rows, longest = self.config["heads"], int(query_real.sum()), int(key_real.sum(-1).max())
         packed = self.packed_keep(p, rows * heads, longest)
         if packed is None:
@@ -440,36 +450,37 @@ class Run:
 
 
 def pad(sentences: Sequence[Sequence[int]]) -> Tensor:
-    """(B, longest) long tensor, padded on the right."""
+    """Returns the sentences as a tensor (B, longest) of integers, padded on the right."""
     longest = max((len(sentence) for sentence in sentences), default=0)
     rows = [list(sentence) + [PAD] * (longest - len(sentence)) for sentence in sentences]
     return torch.tensor(rows, dtype=torch.long).view(len(rows), longest)
 
 
 def pack(padded: Tensor, real: Tensor) -> Tensor:
-    """(B, T, …) → (real tokens, …), sentence after sentence."""
+    """Returns the rows (real tokens, …) of a padded tensor (B, T, …), sentence after sentence."""
     return padded[real]
 
 
 def unpack(packed: Tensor, real: Tensor, fill: float | bool = 0) -> Tensor:
-    """(real tokens, …) → (B, T, …), `fill` at padding."""
+    """Returns the padded tensor (B, T, …) of rows (real tokens, …), with `fill` at padding."""
     padded = packed.new_full((*real.shape, *packed.shape[1:]), fill)
     padded[real] = packed
     return padded
 
 
 def cumulative_lengths(real: Tensor) -> Tensor:
-    """(B + 1,): where each sentence's packed rows start, and their total."""
+    """Returns the index of each sentence's first packed row, and the number of all rows, (B + 1,)."""
     return torch.nn.functional.pad(real.sum(-1).cumsum(0), (1, 0))
 
 
 def word_dropout(tokens: Tensor, keep: Tensor) -> Tensor:
-    """UNK in place of every non-pad token, BOS and EOS too, where `keep` is False (docs/spec.md §4.8)."""
+    """Returns the tokens with UNK where `keep` is False. BOS and EOS may be replaced, too, but not padding
+    (docs/spec.md §4.8)."""
     return torch.where((tokens != PAD) & ~keep, UNK, tokens)
 
 
 def log_probabilities(
     state: State, config: Config, source: Tensor | None, target_input: Tensor, vocabulary_mask: Tensor | None = None
 ) -> Tensor:
-    """log p (B, T, V) in evaluation, −∞ outside the target vocabulary."""
+    """Returns log p (B, T, V) in evaluation; it is −∞ outside the target vocabulary."""
     return masked_log_softmax(forward(state, config, source, target_input), vocabulary_mask)

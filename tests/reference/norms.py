@@ -1,4 +1,4 @@
-"""The normalisation layers (docs/spec.md §1) and the fused residual step (§2.2), written as their equations.
+"""Computes the normalisation layers (docs/spec.md §1) and the fused residual step (§2.2) by their equations.
 
 Every function works over the last dimension, computes in f32 (f64 for f64 inputs) and returns x's dtype. The norms with
 batch statistics are in batch_norms.py. TwT is Nguyen & Salazar 2019, PN Shen et al. 2020.
@@ -13,17 +13,17 @@ from torch import Tensor
 
 DEFAULT_EPS = 1e-5
 L2_EPS = 1e-12
-"""l2norm's."""
+"""The ε of l2norm."""
 ROW_NORMS = ("layernorm", "rmsnorm", "scalenorm", "scalenorm-fixed", "lpnorm", "dyt", "derf", "l2norm", "gated-rmsnorm")
 
 
 def computed(x: Tensor) -> Tensor:
-    """x in the type that statistics accumulate in: f64 for f64, f32 for f32, bf16 and f16."""
+    """Returns x in the type in which statistics are computed: f64 for f64; f32 for f32, bf16 and f16."""
     return x if x.dtype == torch.float64 else x.float()
 
 
 def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = DEFAULT_EPS) -> Tensor:
-    """y = γ⊙(x−μ)/√(σ²+ε) + β with biased σ² (Ba et al. 2016)."""
+    """Returns y = γ⊙(x−μ)/√(σ²+ε) + β, with biased σ² (Ba et al. 2016)."""
     a = computed(x)
     mean = a.mean(-1, keepdim=True)
     variance = ((a - mean) ** 2).mean(-1, keepdim=True)
@@ -39,16 +39,17 @@ def rms_norm(
     eps_place: str = "inside",
     part: float = 1.0,
 ) -> Tensor:
-    """y = γ⊙x/√(mean x²+ε) (Zhang & Sennrich 2019; TwT §4.2). ε=None is the compute type's machine epsilon.
+    """Returns y = γ⊙x/√(mean x²+ε) (Zhang & Sennrich 2019; TwT §4.2). ε=None is the compute type's machine epsilon.
 
-    zero_centred: γ = weight + 1. cast: one rounding to x's type; "before": x̂ is rounded, too; "scale": the row's scale
-    and x̂. eps_place "outside": √(mean x²) + ε. part: the mean is that of the first ⌊part·d⌋ numbers.
+    With `zero_centred` γ is weight + 1. `cast` is where values are rounded to x's type: "after" the product with γ
+    only; "before" it, too (x̂); "scale": the row's scale is also rounded. `eps_place` "outside" means √(mean x²) + ε.
+    `part`: the mean is that of the first ⌊part·d⌋ numbers.
     """
     a = computed(x)
     if eps is None:
         eps = torch.finfo(a.dtype).eps
     mean = (a[..., : int(part * a.shape[-1])] ** 2).mean(-1, keepdim=True)
-    # a tiny square keeps the root's slope finite at rows of zeros
+    # 1e-200 keeps the gradient of the square root finite if a row is zero
     root = torch.sqrt(mean + 1e-200) + eps if eps_place == "outside" else torch.sqrt(mean + eps)
     hat = a * (1 / root).to(x.dtype).to(a.dtype) if cast == "scale" else a / root
     hat = hat if cast == "after" else hat.to(x.dtype).to(a.dtype)
@@ -67,11 +68,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "rmsnorm:original": {"eps_place": "outside", "eps": 1e-8},
     "rmsnorm:partial": {"eps_place": "outside", "part": 1 / 16, "eps": 1e-8},
 }
-"""What RMSNorm means in families of models."""
+"""The options of RMSNorm in families of models; options that are not listed have their usual values."""
 
 
 def rms_conventions(name: str, config: Mapping[str, Any]) -> dict[str, Any]:
-    """`rms_norm`'s options, and `weight`: whether there is one; of "rmsnorm" by the config, of a family its own."""
+    """Returns the options of `rms_norm`, and `weight`, which is True if there is a weight. For the name "rmsnorm" they
+    come from the config, for a family from FAMILIES."""
     names = ("weight", "zero_centred", "cast", "eps_place", "part")
     if name == "rmsnorm":
         return {key: config[f"rmsnorm_{key}"] for key in names}
@@ -80,7 +82,7 @@ def rms_conventions(name: str, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def scale_norm(x: Tensor, g: Tensor | float, eps: float = DEFAULT_EPS) -> Tensor:
-    """y = g·x/max(n, ε), n = ‖x‖₂, g a scalar or of shape (1,) (TwT eq 5).
+    """Returns y = g·x/max(n, ε), with n = ‖x‖₂ and g a scalar or of shape (1,) (TwT eq 5).
 
     With u = x/max(n, ε): dx = (g/n)(dy − u⟨u,dy⟩) if n > ε, else (g/ε)dy; dg = Σ⟨dy,u⟩.
     """
@@ -91,19 +93,20 @@ def scale_norm(x: Tensor, g: Tensor | float, eps: float = DEFAULT_EPS) -> Tensor
 
 
 def scale_norm_fixed(x: Tensor, eps: float = DEFAULT_EPS) -> Tensor:
-    """ScaleNorm with g = √d, not learned (TwT Table 7)."""
+    """Returns ScaleNorm of x with g = √d, which is not learned (TwT Table 7)."""
     return scale_norm(x, math.sqrt(x.shape[-1]), eps)
 
 
 def lp_norm(x: Tensor, g: Tensor | float, p: float = 2.0, eps: float = DEFAULT_EPS) -> Tensor:
-    """y = g·x/max(n, ε), n = ‖x‖_p, p ≥ 1 or ∞, g a scalar or of shape (1,) (TwT §5)."""
+    """Returns y = g·x/max(n, ε), with n = ‖x‖_p, p ≥ 1 or ∞, and g a scalar or of shape (1,) (TwT §5)."""
     return _LpNorm.apply(x, torch.as_tensor(g, dtype=computed(x).dtype) if not isinstance(g, Tensor) else g, p, eps)
 
 
 class _LpNorm(torch.autograd.Function):
-    """u = x/n, w = sign(x)(|x|/n)^{p−1} (p = ∞: sign(x)·1[|x| = n]/k where k entries tie): dx = (g/n)(dy − w⟨u,dy⟩).
+    """The gradient of LpNorm: with u = x/n and w = sign(x)(|x|/n)^{p−1}, dx = (g/n)(dy − w⟨u,dy⟩). For p = ∞, w is
+    sign(x)·1[|x| = n]/k if k entries are equally large.
 
-    Where n ≤ ε: u = x/ε, dx = (g/ε)dy. dg = Σ⟨dy,u⟩.
+    If n ≤ ε, u = x/ε and dx = (g/ε)dy. dg = Σ⟨dy,u⟩.
     """
 
     @staticmethod
@@ -130,37 +133,38 @@ class _LpNorm(torch.autograd.Function):
 
 
 def dyt(x: Tensor, alpha: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
-    """y = γ⊙tanh(αx) + β, α of shape (1,) (Zhu et al. 2025, Algorithm 1)."""
+    """Returns y = γ⊙tanh(αx) + β, with α of shape (1,) (Zhu et al. 2025, Algorithm 1)."""
     a = computed(x)
     return _affine(torch.tanh(alpha.to(a.dtype) * a), weight, bias).to(x.dtype)
 
 
 def derf(x: Tensor, alpha: Tensor, s: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
-    """y = γ⊙erf(αx + s) + β, α and s of shape (1,) (Chen et al. 2025)."""
+    """Returns y = γ⊙erf(αx + s) + β, with α and s of shape (1,) (Chen et al. 2025)."""
     a = computed(x)
     return _affine(torch.erf(alpha.to(a.dtype) * a + s.to(a.dtype)), weight, bias).to(x.dtype)
 
 
 def l2_norm(x: Tensor, eps: float = L2_EPS) -> Tensor:
-    """y = x/max(‖x‖₂, ε) (Loshchilov et al. 2024, who have no ε; torch's `normalize`)."""
+    """Returns y = x/max(‖x‖₂, ε), as torch's `normalize` (Loshchilov et al. 2024, who have no ε)."""
     a = computed(x)
     return (a / clamped_length(a, eps)).to(x.dtype)
 
 
 def group_scaling(x: Tensor, groups: int = 1, eps: float = DEFAULT_EPS) -> Tensor:
-    """x/√(mean over each group of x² + ε), `groups` equal parts of the last dimension, no parameters (PN App A)."""
+    """Returns x/√(mean x² + ε), with the mean over each of `groups` equal parts of the last dimension. There are no
+    parameters (PN App A)."""
     a = computed(x).unflatten(-1, (groups, -1))
     return (a / torch.sqrt((a**2).mean(-1, keepdim=True) + eps)).flatten(-2).to(x.dtype)
 
 
 def fixnorm(weight: Tensor) -> Tensor:
-    """W̃ = W/max(‖row‖₂, 1e-12), of the word embedding (TwT §2.3; Nguyen & Chiang 2018)."""
+    """Returns the word embedding with rows of length one, W/max(‖row‖₂, 1e-12) (TwT §2.3; Nguyen & Chiang 2018)."""
     w = computed(weight)
     return (w / clamped_length(w, 1e-12)).to(weight.dtype)
 
 
 def clamped_length(a: Tensor, eps: float) -> Tensor:
-    """max(‖a‖₂, ε) over the last dimension, kept. Where ‖a‖₂ ≤ ε it is the constant ε.
+    """Returns max(‖a‖₂, ε) over the last dimension, which stays with size 1. If ‖a‖₂ ≤ ε it is the constant ε.
 
     The inner `where` keeps √ away from 0, whose infinite slope would make 0·∞ = NaN of the gradient of a zero row.
     """
@@ -170,7 +174,7 @@ def clamped_length(a: Tensor, eps: float) -> Tensor:
 
 
 def gated_rms_norm(x: Tensor, weight: Tensor, down: Tensor, up: Tensor, eps: float = DEFAULT_EPS) -> Tensor:
-    """y = n⊙σ(W₂ silu(W₁ n)), n = γ⊙x/√(mean x² + ε) (A.X-K2)."""
+    """Returns y = n⊙σ(W₂ silu(W₁ n)), with n = γ⊙x/√(mean x² + ε) (A.X-K2)."""
     n = rms_norm(computed(x), weight, eps)
     hidden = n @ down.T
     return (n * torch.sigmoid((hidden * torch.sigmoid(hidden)) @ up.T)).to(x.dtype)
@@ -186,9 +190,10 @@ def apply_norm(
     inside: Mapping[str, Tensor] | None = None,
     conventions: Mapping[str, Any] | None = None,
 ) -> Tensor:
-    """The row norm called `name`; `inside` has, by name, its parameters but weight and bias; `conventions`: rmsnorm's.
+    """Returns the row norm `name` of x. `inside` holds, by name, its parameters other than weight and bias;
+    `conventions` are the options of rmsnorm.
 
-    `scalenorm-fixed` with a weight is the decoder's final one, whose g is learned.
+    `scalenorm-fixed` has a weight only as the decoder's final norm, whose g is learned.
     """
     inside = inside or {}
     if name == "layernorm":
@@ -224,10 +229,10 @@ def residual_step(
     bias: Tensor | None = None,
     eps: float | None = DEFAULT_EPS,
 ) -> tuple[Tensor, Tensor]:
-    """x⁺ = αx + β(f⊙mask·scale), y = N(x⁺); returns (x⁺, y) (docs/spec.md §2.2).
+    """Returns x⁺ = αx + β(f⊙mask·scale) and y = N(x⁺) (docs/spec.md §2.2).
 
-    `mask` is True where f is kept (None: everywhere, without a scale). x⁺ has x's dtype and y f's. y is the norm of x⁺
-    as it is stored, that is after rounding to x's dtype. `norm=None` gives y = x⁺ in f's dtype.
+    `mask` is True where f is kept; None keeps all of f, without a scale. x⁺ has the dtype of x, y that of f. y is
+    computed from x⁺ after it was rounded to x's dtype. With `norm=None` y is x⁺ in f's dtype.
     """
     compute = torch.float64 if torch.float64 in (x.dtype, f.dtype) else torch.float32
     branch = f.to(compute)

@@ -1,4 +1,5 @@
-"""ReLU + dropout, attention and label-smoothed cross-entropy (docs/spec.md §4.3, §4.7), as their equations."""
+"""ReLU with dropout, attention and label-smoothed cross-entropy (docs/spec.md §4.3, §4.7), computed as their
+equations."""
 
 import math
 from collections.abc import Callable
@@ -12,7 +13,8 @@ BOS, PAD, EOS, UNK = 0, 1, 2, 3
 
 
 def relu_dropout(x: Tensor, mask: Tensor | None = None, scale: float = 1.0) -> Tensor:
-    """y = max(x, 0)⊙mask·scale; the slope at 0 is 0. `mask` is True where kept (None: everywhere, no scale)."""
+    """Returns y = max(x, 0)⊙mask·scale, whose slope at 0 is 0. `mask` is True where y is kept; None keeps all of y,
+    without a scale."""
     y = torch.relu(computed(x))
     return (y if mask is None else y * mask * scale).to(x.dtype)
 
@@ -26,7 +28,7 @@ ACTIVATIONS |= {"geglu": ACTIVATIONS["gelu"], "swiglu": ACTIVATIONS["silu"]}
 
 
 def causal_mask(length: int) -> Tensor:
-    """(length, length), True where query i may attend to key j: j ≤ i."""
+    """Returns a mask (length, length) that is True where query i may attend to key j, that is for j ≤ i."""
     return torch.ones(length, length, dtype=torch.bool).tril()
 
 
@@ -40,7 +42,7 @@ def attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """out = (softmax(q·kᵀ/√d_head)⊙keep·scale)·v (Vaswani et al. 2017, eq 1).
+    """Returns (softmax(q·kᵀ/√d_head)⊙keep·scale)·v (Vaswani et al. 2017, eq 1).
 
     With a `softcap` c, softmax is of c·tanh(s/c); with `sinks` b (heads,), of shares e^s/(Σ e^s + e^b).
 
@@ -57,7 +59,7 @@ def attention(
         weights = scores.softmax(-1).masked_fill(blind, 0.0)
     else:
         weights = scores.softmax(-1)
-    if sinks is not None:  # softmax's share of the keys in the larger sum
+    if sinks is not None:  # scales the weights to e^s/(Σ e^s + e^b)
         weights = weights / (1 + torch.exp(sinks[:, None] - scores.logsumexp(-1))).unsqueeze(-1)
     if keep is not None:
         weights = weights * keep * scale
@@ -65,7 +67,8 @@ def attention(
 
 
 def masked_log_softmax(logits: Tensor, vocabulary_mask: Tensor | None = None) -> Tensor:
-    """log p_v over the target vocabulary V_t (True in `vocabulary_mask`, (V,)); −∞ outside it."""
+    """Returns log p_v over the target vocabulary V_t, whose entries are True in `vocabulary_mask` (V,). Outside V_t it
+    is −∞."""
     z = computed(logits)
     if vocabulary_mask is not None:
         z = z.masked_fill(~vocabulary_mask, -math.inf)
@@ -80,7 +83,7 @@ def label_smoothed_cross_entropy(
     vocabulary_mask: Tensor | None = None,
     ignore_index: int = PAD,
 ) -> tuple[Tensor, Tensor]:
-    """(Σ smoothed loss, Σ NLL) over the targets that are not `ignore_index`; logits (…, V), targets (…).
+    """Returns (Σ smoothed loss, Σ NLL) over the targets that are not `ignore_index`; logits (…, V), targets (…).
 
     fairseq: (1−ε−ε_i)·NLL + ε_i·Σ_{v∈V_t}(−log p_v), ε_i = ε/(|V_t|−1); twt: (1−ε)·NLL + ε·Σ_{v∈V_t}(−log p_v)/|V_t|.
     """

@@ -1,5 +1,5 @@
-"""The names, shapes and first values of a model's parameters and buffers. Names are torch.nn.Transformer's where it has
-them."""
+"""The names, shapes and initial values of a model's parameters and buffers. They have the names of torch.nn.Transformer
+if it has such parameters."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping
@@ -17,27 +17,28 @@ State = Mapping[str, Tensor]
 
 
 def parameters(config: Config) -> dict[str, Parameter]:
-    """Every parameter, by name."""
+    """Returns the declaration of every parameter, by name."""
     return {parameter.name: parameter for parameter in _parameters(complete(config))}
 
 
 def buffers(config: Config) -> dict[str, Parameter]:
-    """Every buffer, by name: running statistics, and t of BranchNorm and ProRes."""
+    """Returns the declaration of every buffer, by name: running statistics, and t of BranchNorm and ProRes."""
     return {buffer.name: buffer for buffer in _buffers(complete(config))}
 
 
 def parameter_shapes(config: Config) -> dict[str, tuple[int, ...]]:
-    """Every parameter's name and shape."""
+    """Returns the shape of every parameter, by name."""
     return {name: parameter.shape for name, parameter in parameters(config).items()}
 
 
 def buffer_shapes(config: Config) -> dict[str, tuple[int, ...]]:
-    """Every buffer's name and shape."""
+    """Returns the shape of every buffer, by name."""
     return {name: buffer.shape for name, buffer in buffers(config).items()}
 
 
 def fresh_buffers(config: Config, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
-    """Every buffer as it is before training. Counters (a whole number to start with) are int64."""
+    """Returns every buffer with its value before training. A buffer whose initial value is an int is a counter, and is
+    int64."""
     return {
         name: torch.full(buffer.shape, buffer.start, dtype=torch.int64 if isinstance(buffer.start, int) else dtype)
         for name, buffer in buffers(config).items()
@@ -45,10 +46,11 @@ def fresh_buffers(config: Config, dtype: torch.dtype = torch.float64) -> dict[st
 
 
 def random_state(config: Config, seed: int = 0, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
-    """Parameters and buffers for comparisons, nothing constant: weights of std 1/√fan_in, the rest near its start.
+    """Returns random parameters and buffers for comparisons. Weights have std 1/√fan_in; all else is near its initial
+    value, but not constant.
 
-    BranchNorm's t is a quarter of its way, the first layer of ProRes at its end, PowerNorm's iters 0, running squares
-    positive.
+    BranchNorm's t is at a quarter of its growth, ProRes' t is where the first layer has grown fully. PowerNorm's iters
+    is 0, and running squares are positive.
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -74,7 +76,8 @@ def random_state(config: Config, seed: int = 0, dtype: torch.dtype = torch.float
 
 
 def norm_parameters(kind: str, norm: Norm, config: Config) -> list[Parameter]:
-    """γ = 1 and β = 0 (width,), or g (1,): √d, d^{1/p} for lpnorm; dyt's and derf's α = 1/2, derf's s = 0."""
+    """Returns a norm's parameters and their initial values: γ = 1 and β = 0 (width,), or g (1,), which is √d, or
+    d^{1/p} for lpnorm; α = 1/2 for dyt and derf, s = 0 for derf."""
     weight, bias = f"{norm.name}.weight", f"{norm.name}.bias"
     if kind == "rmsnorm" or kind in FAMILIES:
         how = rms_conventions(kind, config)
@@ -98,7 +101,7 @@ def norm_parameters(kind: str, norm: Norm, config: Config) -> list[Parameter]:
 
 
 def norm_buffers(kind: str, norm: Norm) -> list[Parameter]:
-    """Running statistics."""
+    """Returns a norm's buffers, which are its running statistics."""
 
     def buffer(name: str, shape: tuple[int, ...], start: float) -> Parameter:
         return Parameter(f"{norm.name}.{name}", shape, start)
@@ -155,7 +158,8 @@ def _buffers(c: Config) -> Iterator[Parameter]:
 
 
 def _parts(c: Config, stack: str) -> Iterator[Any]:
-    """What the scheme puts into a stack; of what shifts and scales, the parameter."""
+    """Yields the parts that the scheme has in a stack: norms, parameters and growths. Of changes such as Shift and
+    Scale it yields the parameter."""
     for place in places(c, stack):
         for part in describe_sublayer(place).parts():
             yield from own_parts(part)
@@ -195,7 +199,8 @@ def _linears(place: Place) -> Iterator[Parameter]:
 
 
 def has_value_embedding(c: Config, layer: int) -> bool:
-    """Every second layer has one, the last among them; layers are counted from 0."""
+    """Returns True if the layer, counted from 0, has a value embedding. The last layer has one, and every second layer
+    before it."""
     return c["value_embeddings"] and (c["decoder_layers"] - layer) % 2 == 1
 
 

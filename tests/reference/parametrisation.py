@@ -1,4 +1,5 @@
-"""What a parametrisation multiplies (docs/spec.md §3.7): Dey et al. 2025, Table 1 and eq 40; μP without the depth."""
+"""The factors of a parametrisation in the forward pass (docs/spec.md §3.7; Dey et al. 2025, Table 1 and eq 40). μP has
+those for the width, but none for the depth."""
 
 import math
 from typing import NamedTuple
@@ -10,11 +11,12 @@ ALPHAS = {"depth-mup": 0.5, "completep": 1.0}
 
 class Forward(NamedTuple):
     embedding: float
-    """Of words: √d in the standard parametrisation, the base's in others; 1 without `scale_embeddings`."""
+    """The factor of word embeddings: √d in the standard parametrisation, √d of the base model in others; 1 without
+    `scale_embeddings`."""
     input: float
-    """Of words and positions together."""
+    """The factor of the sum of word embeddings and positions."""
     branch: float
-    """Of every F(x) in the stack."""
+    """The factor of every F(x) in the stack."""
     logits: float
     scores: float
 

@@ -1,4 +1,5 @@
-"""Dropout masks as a function of where they are used: Philox4x32-10 (Salmon et al. 2011, "Random123"), in numpy."""
+"""Computes dropout masks from the place where they are used, with Philox4x32-10 (Salmon et al. 2011, "Random123"), in
+numpy."""
 
 import numpy as np
 import torch
@@ -6,14 +7,14 @@ from torch import Tensor
 
 _LOW_32 = np.uint64(0xFFFFFFFF)
 _MULTIPLIERS = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
-_WEYL = 0x9E3779B9, 0xBB67AE85  # golden ratio and √3 − 1, what the key grows by each round
+_WEYL = 0x9E3779B9, 0xBB67AE85  # added to the key's two words in each round (golden ratio and √3 − 1)
 _ROUNDS = 10
 
 
 def philox4x32(counter: np.ndarray, key: tuple[int, int]) -> np.ndarray:
-    """Ten rounds of Philox over counters (…, 4) with one key of two 32-bit words; uint32 words (…, 4).
+    """Returns uint32 words (…, 4): ten rounds of Philox over counters (…, 4), with one key of two 32-bit words.
 
-    A round: (c₀, c₁, c₂, c₃) → (hi(M₁c₂)⊕c₁⊕k₀, lo(M₁c₂), hi(M₀c₀)⊕c₃⊕k₁, lo(M₀c₀)).
+    A round maps (c₀, c₁, c₂, c₃) to (hi(M₁c₂)⊕c₁⊕k₀, lo(M₁c₂), hi(M₀c₀)⊕c₃⊕k₁, lo(M₀c₀)).
     """
     c0, c1, c2, c3 = np.moveaxis(np.asarray(counter, dtype=np.uint64), -1, 0)
     k0, k1 = key
@@ -30,17 +31,19 @@ def philox4x32(counter: np.ndarray, key: tuple[int, int]) -> np.ndarray:
 
 
 def dropout_threshold(p: float) -> int:
-    """T = round(p·2¹⁶), half up, at most 65535. A number below T drops its element."""
+    """Returns T = round(p·2¹⁶), rounded half up and at most 65535. An element is dropped if its 16-bit number is below
+    T."""
     return min(int(np.floor(p * 65536 + 0.5)), 65535)
 
 
 def dropout_scale(p: float) -> float:
-    """1/(1 − T/2¹⁶), what kept values are multiplied by: the expectation is exact for the rate as quantised."""
+    """Returns 1/(1 − T/2¹⁶), the factor of kept values. It makes the expectation exact for the rate T/2¹⁶ that is
+    really used."""
     return 1.0 / (1.0 - dropout_threshold(p) / 65536)
 
 
 def dropout_keep(seed: int, update: int, micro_batch: int, site: int, rows: int, cols: int, p: float) -> Tensor:
-    """Which elements of a (rows, cols) matrix are kept, as a bool tensor.
+    """Returns a bool tensor (rows, cols) that is True for the elements that are kept.
 
     Element (r, c) takes number e = c mod 8 of the eight 16-bit numbers, low halves first, in the four words of
     Philox(key = (seed low, seed high), counter = (⌊c/8⌋, r, site | micro_batch·2¹⁶, update mod 2³²)).

@@ -1,4 +1,4 @@
-"""Positions (docs/spec.md §4.2): sinusoids, and the rotation of queries and keys."""
+"""Position encodings (docs/spec.md §4.2): sinusoids, and the rotation of queries and keys."""
 
 import math
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def sinusoids(positions: Tensor, d: int, layout: str) -> Tensor:
-    """Sinusoidal positions (…, d) of integer positions (…), in f64 (docs/spec.md §4.2).
+    """Returns the sinusoids (…, d) of integer positions (…), in f64 (docs/spec.md §4.2).
 
     twt: columns 2i and 2i+1 are sin and cos of pos·10000^{−2i/d}; fairseq: the first half of the columns are the sines,
     the second the cosines, of pos·exp(−j·ln 10000/(d/2−1)), and an odd d ends in a zero column.
@@ -25,8 +25,8 @@ def sinusoids(positions: Tensor, d: int, layout: str) -> Tensor:
 
 
 def rotated(x: Tensor, positions: Tensor, theta: float) -> Tensor:
-    """Heads (B, heads, T, d) with x_j and x_{j+d/2} turned as one complex number by position·θ^{−2j/d} (Su et al. 2021,
-    eq 34, in GPT-NeoX's layout); positions (B, T)."""
+    """Returns heads x (B, heads, T, d) after rotation by their positions (B, T): x_j and x_{j+d/2} are one complex
+    number, which is rotated by position·θ^{−2j/d} (Su et al. 2021, eq 34, in GPT-NeoX's layout)."""
     half = x.shape[-1] // 2
     angles = positions[:, None, :, None] * theta ** (-torch.arange(half).double() / half)
     turned = torch.complex(x[..., :half], x[..., half:]) * torch.polar(torch.ones_like(angles), angles)
@@ -34,5 +34,6 @@ def rotated(x: Tensor, positions: Tensor, theta: float) -> Tensor:
 
 
 def positions_of(real: Tensor) -> Tensor:
-    """(B, T): each token's place among its sentence's real ones, from 0; padding comes after them."""
+    """Returns the position (B, T) of each token among the real tokens of its sentence, from 0. Padding is numbered
+    after them."""
     return torch.where(real, real.cumsum(-1), real.sum(-1, keepdim=True) + (~real).cumsum(-1)) - 1

@@ -1,4 +1,4 @@
-"""Admin's profiling pass (Liu et al. 2020; docs/spec.md §3.4)."""
+"""The profiling pass, which computes the gains of admin (Liu et al. 2020; docs/spec.md §3.4)."""
 
 import math
 
@@ -19,11 +19,11 @@ def profile_admin(
     dropout: Dropout,
     count_padding: bool = True,
 ) -> dict[str, Tensor]:
-    """Every residual_scale of `admin`, from one training forward (Liu et al. 2020; docs/spec.md §3.4).
+    """Returns every residual_scale ω of `admin`, from one training forward (Liu et al. 2020; docs/spec.md §3.4).
 
-    Buffers do not move. Down each stack from r = 1: ω_i = r, r ← √(Var(ω_i x_i) + Var f_i), f_i after its dropout, Var
-    the biased variance over all elements; the forward goes on with the ω just set. `count_padding=False`: over real
-    positions only.
+    Buffers do not change. In each stack r begins at 1; for each sublayer in order ω_i = r, then
+    r ← √(Var(ω_i x_i) + Var f_i), with f_i after its dropout. Var is the biased variance over all elements, or over
+    real positions only if `count_padding` is False. The forward continues with the ω that was just set.
     """
     run = _Profile({name: value.detach().clone() for name, value in state.items()}, config, dropout, count_padding)
     run.logits(source, target_input)
@@ -31,7 +31,7 @@ def profile_admin(
 
 
 class _Profile(Run):
-    """Admin's profiling pass: every sublayer sets its own ω first."""
+    """A forward pass in which every sublayer sets its ω before it uses it."""
 
     def __init__(self, state: State, config: Config, dropout: Dropout, count_padding: bool) -> None:
         super().__init__(state, config, dropout)

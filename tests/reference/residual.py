@@ -1,7 +1,7 @@
-"""The residual schemes (docs/spec.md §2): parts around a sublayer, inside it, and around the layers of a stack.
+"""Declares the residual schemes (docs/spec.md §2): parts around a sublayer, inside it, and around a stack's layers.
 
-A scheme only declares, as the dataclasses below; model.py runs what was declared. TwT is Nguyen & Salazar 2019, BrN
-Liu et al. 2023.
+A scheme is a function that returns a declaration, made of the dataclasses below; model.py computes what is declared.
+TwT is Nguyen & Salazar 2019, BrN Liu et al. 2023.
 """
 
 import dataclasses
@@ -22,9 +22,9 @@ from .parametrisation import forward_factors
 
 @dataclasses.dataclass(frozen=True)
 class Norm:
-    """The stack's norm. `is_last_of_decoder`: scalenorm-fixed learns its g there; `ends_stack`: after the layers;
-    `start`: its weight's first value, as a multiple of the usual one; without `is_weighted` there is none. What is
-    normed is multiplied by `times`."""
+    """The stack's norm, whose result is multiplied by `times`. `is_last_of_decoder` marks the norm in which
+    scalenorm-fixed learns its g; `ends_stack` marks a norm after the layers. `start` is the initial value of the weight
+    as a multiple of the usual one; without `is_weighted` there is no weight."""
 
     name: str
     width: int
@@ -37,14 +37,14 @@ class Norm:
 
 @dataclasses.dataclass(frozen=True)
 class Shift:
-    """x − b"""
+    """A change of x to x − b."""
 
     by: Parameter
 
 
 @dataclasses.dataclass(frozen=True)
 class Scale:
-    """x⊙s, times a constant."""
+    """A change of x to x⊙s, times a constant."""
 
     by: Parameter
     times: float = 1.0
@@ -52,21 +52,21 @@ class Scale:
 
 @dataclasses.dataclass(frozen=True)
 class Times:
-    """x·c"""
+    """A change of x to x·c."""
 
     factor: float
 
 
 @dataclasses.dataclass(frozen=True)
 class HeadScale:
-    """The columns of head h times γ_h."""
+    """A change that multiplies the columns of each head h by γ_h."""
 
     by: Parameter
 
 
 @dataclasses.dataclass(frozen=True)
 class Growth:
-    """α_t of BranchNorm or ProRes, t a buffer."""
+    """A gain: α_t of BranchNorm or ProRes, with the buffer t."""
 
     t: Parameter
     steps: int
@@ -75,14 +75,14 @@ class Growth:
 
 @dataclasses.dataclass(frozen=True)
 class Unit:
-    """x/max(‖x‖₂, 1e-12), times g where there is one."""
+    """A change of x to x/max(‖x‖₂, 1e-12), times g if it is given."""
 
     by: Parameter | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class UnitHeads:
-    """x_h/max(‖x_h‖₂, 1e-12) of each head h, ⊙s over all heads' columns, times a constant."""
+    """A change of each head x_h to x_h/max(‖x_h‖₂, 1e-12); then all columns are multiplied by s and by a constant."""
 
     by: Parameter
     times: float
@@ -90,21 +90,21 @@ class UnitHeads:
 
 @dataclasses.dataclass(frozen=True)
 class Damp:
-    """x − silu(a)·sg(x)"""
+    """A change of x to x − silu(a)·sg(x), where sg stops the gradient."""
 
     by: Parameter
 
 
 @dataclasses.dataclass(frozen=True)
 class Remember:
-    """x stays as it is, and is remembered for `Blend`."""
+    """Leaves x as it is, and remembers it under a name for `Blend`."""
 
     name: str = "first"
 
 
 @dataclasses.dataclass(frozen=True)
 class Blend:
-    """own·x + first·(what was remembered)"""
+    """A change of x to own·x + first·(the tensor that `Remember` has remembered under the name)."""
 
     own: Parameter | float
     first: Parameter | float
@@ -113,7 +113,7 @@ class Blend:
 
 @dataclasses.dataclass(frozen=True)
 class Gate:
-    """σ(w/τ); `rest`: √max(1 − σ(w/τ)², 10⁻³)."""
+    """A gain: σ(w/τ), or with `rest` √max(1 − σ(w/τ)², 10⁻³)."""
 
     w: Parameter
     temperature: float
@@ -122,7 +122,7 @@ class Gate:
 
 @dataclasses.dataclass(frozen=True)
 class Share:
-    """|w/τ|; `rest`: 1 − |w/τ|."""
+    """A gain: |w/τ|, or with `rest` 1 − |w/τ|."""
 
     w: Parameter
     temperature: float
@@ -134,7 +134,7 @@ Gain = float | Parameter | Growth | Gate | Share
 
 
 def own_parts(part: Any) -> Iterator[Any]:
-    """A change's or a gain's parameters; of anything else itself."""
+    """Yields the parameters of a change or a gain. Yields any other part itself."""
     match part:
         case Blend(own, first):
             yield from (own, first)
@@ -146,13 +146,14 @@ def own_parts(part: Any) -> Iterator[Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Sublayer:
-    """x⁺ = N_after(α⊙x + β⊙dropout(N_output(F(N_before(x))))), and what happens at F's named points:
+    """Declares a sublayer, x⁺ = N_after(α⊙x + β⊙dropout(N_output(F(N_before(x))))), and the changes inside F.
 
-    input: what q, k, v (cross-attention: q alone) or linear1 reads; query_input, key_input, value_input: what each
-    reads alone, in self-attention; query, key, value: each head's (a norm of d_head) or the whole vector (a norm of
-    d_model), rotated_query and rotated_key after their rotation; heads: joined, before out_proj; projected: after it;
-    hidden: before the ReLU; activated: after the ReLU and its dropout. With `skip`, x is N_skip(x) everywhere in the
-    equation.
+    With `skip`, x is replaced by N_skip(x) everywhere in the equation. `inside` has changes at these points of F:
+    "input", the input of q, k and v (in cross-attention of q only) or of linear1; "query_input", "key_input" and
+    "value_input", the separate inputs in self-attention; "query", "key" and "value", each head (a norm of width d_head)
+    or the whole vector (a norm of width d_model); "rotated_query" and "rotated_key", the same after the rotation;
+    "heads", the joined heads before out_proj; "projected", the result of out_proj; "hidden", before the ReLU;
+    "activated", after the ReLU and its dropout.
     """
 
     skip: Norm | None = None
@@ -165,18 +166,18 @@ class Sublayer:
     inside: Mapping[str, Change] = dataclasses.field(default_factory=dict)
     has_biases: bool = True
     streams: tuple[tuple[Gain, Gain], ...] = ()
-    """α and β of each stream s beside x: s⁺ = α⊙s + β⊙dropout(N_output(F(…))), of one mask with x⁺."""
+    """α and β of each stream s beside x: s⁺ = α⊙s + β⊙dropout(N_output(F(…))), with the same dropout mask as x⁺."""
     mixing: mixes.Mixing = None
     adds_bottom: bool = False
-    """x⁺ = N_after(x₀ + α⊙x + …), x₀ the layer's input."""
+    """True if x⁺ = N_after(x₀ + α⊙x + …), where x₀ is the layer's input."""
     first: tuple[Change, ...] = ()
-    """On x as the layer begins."""
+    """Changes of x before everything else in the sublayer."""
     on_x: Change | None = None
-    """On x in the sum alone."""
+    """A change of x in the sum, but not in F's input."""
     on_sum: Change | None = None
 
     def parts(self) -> Iterator[Change | Gain | None]:
-        """Everything that may have parameters."""
+        """Yields all parts that may have parameters."""
         yield from (self.skip, self.before, self.after, self.output, self.alpha, self.beta, *self.inside.values())
         yield from (*self.first, self.on_x, self.on_sum)
         yield from (gain for gains in self.streams for gain in gains)
@@ -185,21 +186,23 @@ class Sublayer:
 
 @dataclasses.dataclass(frozen=True)
 class Combine:
-    """DLCL. pre: the input of layer l+1 is Σ_{k≤l} W_{lk} N_k(y_k), post: N_l(Σ_{k≤l} W_{lk} y_k).
+    """DLCL: the input of layer l+1 is Σ_{k≤l} W_{lk} N_k(y_k) if `is_pre`, otherwise N_l(Σ_{k≤l} W_{lk} y_k).
 
-    y_k is the output of layer k, y_0 the embedding, un-normed like row 0; row L is the stack's output. N_l: norms[l−1].
+    y_k is the output of layer k, and y_0 the embedding. y_0 and the sum of row 0 are not normalised. Row L is the
+    stack's output. N_l is norms[l−1].
     """
 
     weight: Parameter
     norms: tuple[Norm, ...]
     is_pre: bool
-    is_dense: bool = False  # DenseFormer's: no norms, and layer 1 reads y_0
+    is_dense: bool = False  # True for DenseFormer: there are no norms, and layer 1 reads y_0
 
 
 @dataclasses.dataclass(frozen=True)
 class Stack:
-    """What is done after the last layer, how a layer's input is made of all earlier outputs (None: the last), and what
-    is added to x for each stream beside it, before `end`: N(s). Such a stream begins as x does after `begin`."""
+    """The declaration of a stack: changes of x before the first layer (`begin`) and after the last (`end`), and the way
+    in which a layer's input is combined from all earlier outputs (None: it is the last one). `streams` are the norms N
+    of streams s beside x. A stream begins as x after `begin`; N(s) is added to x before `end`."""
 
     begin: tuple[Change, ...] = ()
     end: tuple[Change, ...] = ()
@@ -215,7 +218,8 @@ class Stack:
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where a sublayer is: its stack, its layer from 0, its kind, and its number within the layer from 1."""
+    """The place of a sublayer: its stack, its layer, counted from 0, its kind, and its number in the layer, counted
+    from 1."""
 
     config: Config
     stack: str
@@ -229,7 +233,7 @@ class Place:
 
     @property
     def is_last(self) -> bool:
-        """The stack's last sublayer."""
+        """True if this is the last sublayer of the stack."""
         return self.layer == self.config[f"{self.stack}_layers"] - 1 and self.kind == "feed_forward"
 
     def norm(self, name: str, width: str = "d_model", is_last_of_decoder: bool = False) -> Norm:
@@ -239,7 +243,7 @@ class Place:
         return Parameter(f"{self.prefix}.{name}", shape, start)
 
     def vector(self, name: str, start: float) -> Parameter:
-        """One number per column, the sublayer's own."""
+        """Returns a parameter of this sublayer with one number per column."""
         return self.parameter(f"{name}{self.index}", (self.config["d_model"],), start)
 
     def scalar(self, name: str, start: float) -> Parameter:
@@ -247,7 +251,7 @@ class Place:
 
 
 def places(config: Config, stack: str) -> list[Place]:
-    """The sublayers of a stack, in order."""
+    """Returns the places of a stack's sublayers, in order."""
     kinds = ["self_attn", "feed_forward"]
     if stack == "decoder" and not is_one_stack(config):
         kinds.insert(1, "multihead_attn")
@@ -255,57 +259,59 @@ def places(config: Config, stack: str) -> list[Place]:
     return [Place(config, stack, layer, kind, index) for layer in layers for index, kind in enumerate(kinds, 1)]
 
 
-# Around and inside a sublayer.
+# The functions below declare a sublayer. Each docstring has the sublayer's equation; x⁺ is the sublayer's result.
 
 
 def postnorm(place: Place) -> Sublayer:
-    """x⁺ = N(x+F(x)) (TwT eq 2)."""
+    """Declares x⁺ = N(x+F(x)) (TwT eq 2)."""
     is_last_of_decoder = place.stack == "decoder" and place.is_last
     return Sublayer(after=place.norm(f"norm{place.index}", is_last_of_decoder=is_last_of_decoder))
 
 
 def prenorm(place: Place) -> Sublayer:
-    """x⁺ = x+F(N(x)) (TwT eq 3)."""
+    """Declares x⁺ = x+F(N(x)) (TwT eq 3)."""
     return Sublayer(before=place.norm(f"norm{place.index}"))
 
 
 def deepnorm(place: Place) -> Sublayer:
-    """x⁺ = N(αx+F(x)) (BrN eq 2)."""
+    """Declares x⁺ = N(αx+F(x)) (BrN eq 2)."""
     return dataclasses.replace(postnorm(place), alpha=deepnorm_alpha(place.config, place.stack))
 
 
 def branchnorm(place: Place) -> Sublayer:
-    """x⁺ = N(x+α_t F(x)) (BrN eq 7)."""
+    """Declares x⁺ = N(x+α_t F(x)) (BrN eq 7)."""
     c = place.config
     return dataclasses.replace(postnorm(place), beta=growth(place, c["branchnorm_steps"], c["branchnorm_growth"]))
 
 
 def growth(place: Place, steps: int, curve: str = "linear") -> Growth:
-    """α_t that is 1 after as many updates."""
+    """Returns the gain α_t that grows to 1 in `steps` updates."""
     return Growth(Parameter(f"{place.stack}.t", (1,), 1), steps, curve)
 
 
 def prores(place: Place) -> Sublayer:
-    """The branches of another scheme × min(t/(T·l), 1), l from 1 (Chen et al. 2026)."""
+    """The branch of another scheme, `prores_scheme`, times min(t/(T·l), 1) in layer l = 1, 2, … (Chen et al. 2026)."""
     beta = growth(place, place.config["prores_steps"] * (place.layer + 1))
     return dataclasses.replace(SCHEMES[place.config["prores_scheme"]][0](place), beta=beta)
 
 
 def b2t(place: Place) -> Sublayer:
-    """x⁺ = N(x+F(x)), in the feed-forward N(x₀+x+F(x)) (Takase et al. 2023)."""
+    """Declares x⁺ = N(x+F(x)), and x⁺ = N(x₀+x+F(x)) in the feed-forward; x₀ is the layer's input (Takase et al.
+    2023)."""
     return dataclasses.replace(postnorm(place), adds_bottom=place.kind == "feed_forward")
 
 
 def gpas(place: Place) -> Sublayer:
-    """Another scheme; after a sum x ← x − silu(a)·sg(x), before one that a norm follows; a per layer (Chen et al. 2025,
-    release)."""
+    """The equation of another scheme, `gpas_scheme`, with the change x ← x − silu(a)·sg(x): on the sum, or, if a norm
+    follows the sum, on x before it. Each layer has one a (Chen et al. 2025, release)."""
     sublayer = SCHEMES[place.config["gpas_scheme"]][0](place)
     gate = Damp(place.scalar("forward_gate", 0.0))
     return dataclasses.replace(sublayer, **{"on_x" if sublayer.after is not None else "on_sum": gate})
 
 
 def value_residual(place: Place) -> Sublayer:
-    """prenorm; values of self-attention λV + μV₁, V₁ the first layer's (Zhou et al. 2024)."""
+    """Declares prenorm with the values λV + μV₁ in self-attention; V₁ are those of the first layer (Zhou et al.
+    2024)."""
     if place.kind != "self_attn":
         return prenorm(place)
     start = place.config["value_residual_start"]
@@ -315,7 +321,7 @@ def value_residual(place: Place) -> Sublayer:
 
 
 def x0_lambdas(place: Place) -> Sublayer:
-    """prenorm; before each layer λx + μx₀ (nanochat)."""
+    """Declares prenorm with x ← λx + μx₀ before each layer; x₀ is the normalised embedding (nanochat)."""
     part = place.layer / max(place.config[f"{place.stack}_layers"] - 1, 1)
     own = place.scalar("stream_scale", 1.15 - 0.1 * part)
     blend = Blend(own, place.scalar("embedding_scale", 0.2 - 0.15 * part))
@@ -325,27 +331,28 @@ def x0_lambdas(place: Place) -> Sublayer:
 
 
 def depth_scaled(place: Place) -> Sublayer:
-    """x⁺ = √((k−1)/k)·x + N(F(N(x)))/√k, k from 2 (Beam)."""
+    """Declares x⁺ = √((k−1)/k)·x + N(F(N(x)))/√k, k from 2 (Beam)."""
     kinds = 2 if place.stack == "encoder" or is_one_stack(place.config) else 3
     k = place.layer * kinds + place.index + 1
     return dataclasses.replace(sandwich(place), alpha=((k - 1) / k) ** 0.5, beta=k**-0.5)
 
 
 def variance_gate(place: Place) -> Sublayer:
-    """x⁺ = √(1−β²)⊙x + β⊙N(F(N(x))), β = σ(w/τ) (Muse Spark)."""
+    """Declares x⁺ = √(1−β²)⊙x + β⊙N(F(N(x))), β = σ(w/τ) (Muse Spark)."""
     name, shape = f"{place.prefix}.residual_gate{place.index}", (place.config["d_model"],)
     w, tau = Parameter(name, shape, std=0.02), place.config["variance_gate_temperature"]
     return dataclasses.replace(sandwich(place), alpha=Gate(w, tau, rest=True), beta=Gate(w, tau))
 
 
 def rezero(place: Place) -> Sublayer:
-    """x⁺ = x+a_l F(x), a_l one scalar per layer, 0 at first (Bachlechner et al. 2020)."""
+    """Declares x⁺ = x+a_l F(x), a_l one scalar per layer, 0 at first (Bachlechner et al. 2020)."""
     return Sublayer(beta=place.scalar("branch_scale", 0.0))
 
 
 def r_fixup(place: Place) -> Sublayer:
-    """Attention: x + s·W_o·Attn(W_q(x−b), W_k(x−b), W_v(x−b)), cross: query x−b, memory raw; `paper`: a scalar before
-    W_o. Feed-forward: x + s·W₂(drop(relu(W₁(x−b₁)−b₂))−b₃). Linears without bias (Zhang et al. 2019, release)."""
+    """Declares x + s·W_o·Attn(W_q(x−b), W_k(x−b), W_v(x−b)) for attention. In cross-attention only the queries' input
+    is shifted; in mode paper there is a scalar before W_o. The feed-forward is x + s·W₂(drop(relu(W₁(x−b₁)−b₂))−b₃).
+    Matrices have no bias (Zhang et al. 2019, release)."""
     if place.kind == "feed_forward":
         points = {"input": "shift1", "hidden": "shift2", "activated": "shift3"}
         inside: dict[str, Change] = {point: Shift(place.scalar(name, 0.0)) for point, name in points.items()}
@@ -357,31 +364,32 @@ def r_fixup(place: Place) -> Sublayer:
 
 
 def t_fixup(place: Place) -> Sublayer:
-    """x⁺ = x+F(x) (Huang et al. 2020)."""
+    """Declares x⁺ = x+F(x) (Huang et al. 2020)."""
     return Sublayer()
 
 
 def admin(place: Place) -> Sublayer:
-    """x⁺ = N(ω⊙x+F(x)), ω learned, from `profile_admin` (Liu et al. 2020)."""
+    """Declares x⁺ = N(ω⊙x+F(x)), ω learned, from `profile_admin` (Liu et al. 2020)."""
     return dataclasses.replace(postnorm(place), alpha=place.vector("residual_scale", 1.0))
 
 
 def admin_const(place: Place) -> Sublayer:
-    """x⁺ = N(ωx+F(x)), ω one constant per stack."""
+    """Declares x⁺ = N(ωx+F(x)), ω one constant per stack."""
     return dataclasses.replace(postnorm(place), alpha=admin_omega(place.config, place.stack))
 
 
 def dlcl(place: Place) -> Sublayer:
-    """A pre- or post-norm layer as it is, but that norms of the combination follow its last (Wang et al. 2019)."""
+    """Declares an ordinary pre-norm or post-norm sublayer. The norms of the combination of layers are declared with the
+    stack (Wang et al. 2019)."""
     if place.config["dlcl_norm"] == "pre":
         return prenorm(place)
     return Sublayer(after=place.norm(f"norm{place.index}"))
 
 
 def normformer(place: Place) -> Sublayer:
-    """prenorm, and by switch: (1) Concat(γ_h·head_h)W^O, `fairseq`: γ_h after W^O; (2) N after that, before the
-    dropout; (3) W₂·N(σ(W₁·N(x)+b₁))+b₂; (4) λ⊙x on the feed-forward's residual. Self-attention only (Shleifer et al.
-    2021)."""
+    """Declares prenorm with four additions that can be switched off: (1) Concat(γ_h·head_h)W^O in self-attention, with
+    γ_h after W^O in mode fairseq; (2) a norm after that, before the dropout; (3) W₂·N(σ(W₁·N(x)+b₁))+b₂; (4) λ⊙x
+    instead of x in the feed-forward's sum. Cross-attention has none of them (Shleifer et al. 2021)."""
     config, sublayer = place.config, prenorm(place)
     inside: dict[str, Change] = {}
     if place.kind == "self_attn":
@@ -399,7 +407,8 @@ def normformer(place: Place) -> Sublayer:
 
 
 def subln(place: Place) -> Sublayer:
-    """x + W^O N(Attn(N(x))), x + W₂N(φ(W₁N(x))); cross-attention as prenorm's (Wang et al. 2022b)."""
+    """Declares x + W^O N(Attn(N(x))) in self-attention, x + W₂N(φ(W₁N(x))) in the feed-forward, and prenorm in
+    cross-attention (Wang et al. 2022b)."""
     inside: dict[str, dict[str, Change]] = {
         "self_attn": {"heads": place.norm("self_attn.inner_norm")},
         "multihead_attn": {},
@@ -409,20 +418,20 @@ def subln(place: Place) -> Sublayer:
 
 
 def sandwich(place: Place) -> Sublayer:
-    """x⁺ = x+N(F(N(x))) (Ding et al. 2021)."""
+    """Declares x⁺ = x+N(F(N(x))) (Ding et al. 2021)."""
     return dataclasses.replace(prenorm(place), output=place.norm(f"post_norm{place.index}"))
 
 
 def keel(place: Place) -> Sublayer:
-    """x⁺ = N(αx+F(N(x))), α the stack's number of sublayers (Chen & Wei 2026)."""
+    """Declares x⁺ = N(αx+F(N(x))), α the stack's number of sublayers (Chen & Wei 2026)."""
     kinds = 2 if place.stack == "encoder" or is_one_stack(place.config) else 3
     alpha = place.config["keel_alpha"] or float(kinds * place.config[f"{place.stack}_layers"])
     return dataclasses.replace(prenorm(place), alpha=alpha, after=place.norm(f"post_norm{place.index}"))
 
 
 def ngpt(place: Place) -> Sublayer:
-    """x⁺ = u((1 − |a|)⊙u(x) + |a|⊙u(F(x))); inside, what scales queries, keys and the hidden layer (Loshchilov et al.
-    2024)."""
+    """Declares x⁺ = u((1 − |a|)⊙u(x) + |a|⊙u(F(x))), where u scales to length one. Inside F, queries, keys and the
+    hidden layer are scaled (Loshchilov et al. 2024)."""
     c = place.config
     d, f, root = c["d_model"], c["d_ff"], math.sqrt(c["d_model"])
     share = place.vector("share", 1 / root), 1 / root / 0.05
@@ -444,18 +453,18 @@ def ngpt(place: Place) -> Sublayer:
 
 
 def layerscale(place: Place) -> Sublayer:
-    """x⁺ = x+λ⊙F(N(x)) (Touvron et al. 2021)."""
+    """Declares x⁺ = x+λ⊙F(N(x)) (Touvron et al. 2021)."""
     return dataclasses.replace(prenorm(place), beta=place.vector("branch_scale", place.config["layerscale_init"]))
 
 
 def resi_dual(place: Place) -> Sublayer:
-    """x⁺ = N(x+F(x)), s⁺ = s+F(x) (Xie et al. 2023)."""
+    """Declares x⁺ = N(x+F(x)), s⁺ = s+F(x) (Xie et al. 2023)."""
     return Sublayer(after=place.norm(f"norm{place.index}"), streams=((1.0, 1.0),))
 
 
 def hybridnorm(place: Place) -> Sublayer:
-    """Attention: x + Attn(x), with norms on each head's q, k and v. Feed-forward: z = N(x), x⁺ = z+F(z) (Zhuo et al.
-    2025, release). N is named after the attention before it."""
+    """Declares x⁺ = x + Attn(x) with norms on q, k and v of each head, and for the feed-forward x⁺ = z+F(z) with
+    z = N(x) (Zhuo et al. 2025, release). N's name has the number of the attention sublayer before it."""
     if place.kind == "feed_forward":
         return Sublayer(skip=place.norm(f"norm{place.index - 1}"))
     width = place.config["d_model"] // place.config["heads"]
@@ -464,7 +473,7 @@ def hybridnorm(place: Place) -> Sublayer:
 
 
 def hybridnorm_star(place: Place) -> Sublayer:
-    """hybridnorm; in the first layer x+F(N(x)), with the norms on q, k and v."""
+    """Declares hybridnorm, but with x⁺ = x+F(N(x)) in the first layer, which has the norms on q, k and v, too."""
     sublayer = hybridnorm(place)
     if place.layer > 0:
         return sublayer
@@ -472,7 +481,7 @@ def hybridnorm_star(place: Place) -> Sublayer:
 
 
 def olmo2(place: Place) -> Sublayer:
-    """x⁺ = x+N(F(x)), norms on the whole q and k (OLMo-core)."""
+    """Declares x⁺ = x+N(F(x)), with norms on q and k over all heads together (OLMo-core)."""
     inside: dict[str, Change] = {}
     if place.kind != "feed_forward":
         widths = {"query": place.config["d_model"], "key": kv_width(place.config)}
@@ -481,7 +490,8 @@ def olmo2(place: Place) -> Sublayer:
 
 
 def ln_scaling(place: Place) -> Sublayer:
-    """x⁺ = x+F(N(x)/√l), l from 1; or 1/√l as the first value of N's weight (Sun et al. 2025)."""
+    """Declares x⁺ = x+F(N(x)/√l) in layer l = 1, 2, …; in mode weight 1/√l is the initial value of N's weight instead
+    (Sun et al. 2025)."""
     factor, sublayer = (place.layer + 1) ** -0.5, prenorm(place)
     if place.config["ln_scaling_mode"] == "constant":
         return dataclasses.replace(sublayer, inside={"input": Times(factor)})
@@ -489,13 +499,14 @@ def ln_scaling(place: Place) -> Sublayer:
 
 
 def mix_ln(place: Place) -> Sublayer:
-    """postnorm in the first quarter of the layers, rounded down, then prenorm (Li et al. 2024)."""
+    """Declares postnorm in the first part (`mix_ln_part`) of the layers, rounded down, prenorm after it (Li et al.
+    2024)."""
     is_post = place.layer < int(place.config["mix_ln_part"] * place.config[f"{place.stack}_layers"])
     return postnorm(place) if is_post else prenorm(place)
 
 
 def attnres(place: Place) -> Sublayer:
-    """prenorm that reads all outputs; where q, k and v read apart, they have a norm each."""
+    """Declares prenorm that reads from all earlier outputs. If q, k and v read separately, each has its own norm."""
     sublayer = mixed(mixes.attnres)(place)
     if place.config["attnres_queries"] == 1 or place.kind != "self_attn":
         return sublayer
@@ -504,7 +515,8 @@ def attnres(place: Place) -> Sublayer:
 
 
 def mixed(how: Callable[[Place], mixes.Mixing]) -> Callable[[Place], Sublayer]:
-    """prenorm that reads and writes so; what has norms of its own reads for F itself."""
+    """Returns a function that declares prenorm with the mixing that `how` returns. Mixing by channel has norms of its
+    own, so F has none before it."""
 
     def sublayer(place: Place) -> Sublayer:
         mixing = how(place)
@@ -513,21 +525,21 @@ def mixed(how: Callable[[Place], mixes.Mixing]) -> Callable[[Place], Sublayer]:
     return sublayer
 
 
-# Around the layers of a stack.
+# The functions below declare the parts around the layers of a stack.
 
 
 def as_prores_scheme(config: Config, stack: str) -> Stack:
-    """What the scheme under prores has."""
+    """Returns the declaration of the scheme that prores changes."""
     return SCHEMES[config["prores_scheme"]][1](config, stack)
 
 
 def as_gpas_scheme(config: Config, stack: str) -> Stack:
-    """What the scheme under gpas has."""
+    """Returns the declaration of the scheme that gpas changes."""
     return SCHEMES[config["gpas_scheme"]][1](config, stack)
 
 
 def remembered_embedding(config: Config, stack: str) -> Stack:
-    """x₀ = N(embedding), remembered; N after the last layer."""
+    """Returns a stack that remembers x₀ = N(embedding), and has N after the last layer."""
     begin = (Norm(f"{stack}.embedding_norm", config["d_model"]), Remember())
     end = end_norm(config, stack).end
     if config["x0_lambdas_backout"]:
@@ -538,29 +550,30 @@ def remembered_embedding(config: Config, stack: str) -> Stack:
 
 
 def nothing(config: Config, stack: str) -> Stack:
-    """The last layer's output is the stack's."""
+    """Returns a stack whose output is that of its last layer."""
     return Stack()
 
 
 def end_norm(config: Config, stack: str) -> Stack:
-    """N after the last layer."""
+    """Returns a stack with N after the last layer."""
     return Stack(end=(Norm(f"{stack}.norm", config["d_model"], stack == "decoder", ends_stack=True),))
 
 
 def both_ends(config: Config, stack: str) -> Stack:
-    """N before the first layer, by an option, and N after the last (Kim et al. 2025)."""
+    """Returns a stack with N after the last layer, and N before the first if `peri_ln_embedding_norm` is on (Kim et al.
+    2025)."""
     begin = (Norm(f"{stack}.embedding_norm", config["d_model"]),)
     return dataclasses.replace(end_norm(config, stack), begin=begin if config["peri_ln_embedding_norm"] else ())
 
 
 def end_dual(config: Config, stack: str) -> Stack:
-    """x + N(s) after the last layer."""
+    """Returns a stack whose output is x + N(s), with the second stream s."""
     norm = Norm(f"{stack}.dual_norm", config["d_model"], stack == "decoder", ends_stack=True)
     return Stack(streams=(norm,))
 
 
 def end_shift(config: Config, stack: str) -> Stack:
-    """R-Fixup: encoder s·(x−b), decoder x−b."""
+    """Returns a stack of R-Fixup. Its output is s·(x−b) in the encoder, x−b in the decoder."""
     end: tuple[Change, ...] = (Shift(Parameter(f"{stack}.end_shift", (1,), 0.0)),)
     if stack == "encoder":
         end += (Scale(Parameter(f"{stack}.end_scale", (1,), 1.0)),)
@@ -568,7 +581,8 @@ def end_shift(config: Config, stack: str) -> Stack:
 
 
 def combination(config: Config, stack: str) -> Stack:
-    """DLCL: W lower-triangular, row l at first 1/(l+1); pre: N of the last row's sum too."""
+    """Returns a stack of DLCL. W is lower-triangular; all entries of row l are 1/(l+1) at first. With dlcl_norm "pre"
+    the sum of the last row is normalised, too."""
     is_pre, layers = config["dlcl_norm"] == "pre", config[f"{stack}_layers"]
     size = layers + 1
     start = torch.ones(size, size).tril() / torch.arange(1, size + 1).unsqueeze(-1)
@@ -581,14 +595,16 @@ def combination(config: Config, stack: str) -> Stack:
 
 
 def dense(config: Config, stack: str) -> Stack:
-    """DenseFormer: W = I at first; N of the last row's sum (Pagliardini et al. 2024)."""
+    """Returns a stack of DenseFormer: W = I at first, and the sum of the last row is normalised (Pagliardini et al.
+    2024)."""
     size = config[f"{stack}_layers"] + 1
     weight = Parameter(f"{stack}.combine.weight", (size, size), torch.eye(size))
     return Stack(end=end_norm(config, stack).end, combine=Combine(weight, (), is_pre=False, is_dense=True))
 
 
 def end_mixed(how: Callable[[Config, str], mixes.Mixing]) -> Callable[[Config, str], Stack]:
-    """N after what is read so, unless that has norms of its own."""
+    """Returns a function that declares a stack whose output is read by the mixing that `how` returns. N follows, except
+    for mixing by channel, which has norms of its own."""
 
     def stack_of(config: Config, stack: str) -> Stack:
         mixing = how(config, stack)
@@ -639,7 +655,8 @@ RESIDUAL_NAMES = tuple(SCHEMES)
 
 
 def is_defined(norm: str, residual: str) -> bool:
-    """Whether the scheme can have the norm: queries, keys and values have no statistics of batches."""
+    """Returns True if the scheme can have the norm. A scheme with norms on queries, keys or values cannot have one with
+    batch statistics."""
     config = complete({"norm": norm, "residual": residual})
     inside = [found for place in places(config, "decoder") for found in describe_sublayer(place).inside.items()]
     norms = {point for point, change in inside if isinstance(change, Norm)}
@@ -647,7 +664,8 @@ def is_defined(norm: str, residual: str) -> bool:
 
 
 def describe_sublayer(place: Place) -> Sublayer:
-    """What stands around and inside the sublayer at `place` under its layer's scheme, and QK-norm."""
+    """Returns the declaration of the sublayer at `place`: that of its layer's scheme, and the norms of queries, keys
+    and values that the model's options add."""
     sublayer = _scheme(place.config, place.stack, place.layer)[0](place)
     length = place.config["qk_l2norm"]
     if length is not None and place.kind != "feed_forward":
@@ -660,7 +678,7 @@ def describe_sublayer(place: Place) -> Sublayer:
 
 
 def _projected_norms(place: Place) -> dict[str, Norm]:
-    """Norms that the model has on queries, keys and values, whatever its scheme."""
+    """Returns the norms on queries, keys and values that the options qk_norm and v_norm add to any scheme."""
     c, norms = place.config, {}
     width = c["d_model"] // c["heads"]
     if c["qk_norm"]:
@@ -679,7 +697,8 @@ def _projected_norms(place: Place) -> dict[str, Norm]:
 
 
 def describe_stack(config: Config, stack: str) -> Stack:
-    """What stands around the layers of `stack`: before them by the first layer's scheme, after them by the last's."""
+    """Returns the declaration of `stack`. The part before the layers is that of the first layer's scheme, all else that
+    of the last layer's."""
     first, last = (_scheme(config, stack, layer)[1](config, stack) for layer in (0, config[f"{stack}_layers"] - 1))
     return dataclasses.replace(last, begin=first.begin)
 
@@ -687,7 +706,7 @@ def describe_stack(config: Config, stack: str) -> Stack:
 def _scheme(config: Config, stack: str, layer: int):
     *first, last = config["residual"].split(",")
     layers: list[str] = []
-    for part in first:  # name*3: three layers; name*1/4: a quarter of the stack's, rounded down
+    for part in first:  # name*3 means three layers; name*1/4 a quarter of the stack's layers, rounded down
         name, _, share = part.partition("*")
         numerator, _, denominator = share.partition("/")
         count = config[f"{stack}_layers"] * int(numerator) // int(denominator) if denominator else int(numerator)

@@ -1,7 +1,7 @@
 """Greedy and beam search (docs/spec.md §4.12), one sentence at a time, without a cache.
 
-PAD and BOS are never generated. Of equal candidates the one of the better hypothesis, then of the lower token id, comes
-first.
+PAD and BOS are never generated. Of equally good candidates that of the better hypothesis comes first, then that with
+the lower token id.
 """
 
 import dataclasses
@@ -21,7 +21,8 @@ RULES = ("google", "fairseq")
 
 @dataclasses.dataclass(frozen=True)
 class Hypothesis:
-    """Generated tokens (EOS included when finished), Σ log p, and the length-normalised score they are ranked by."""
+    """A hypothesis: its tokens (with EOS if it is finished), the sum of their log p, and the length-normalised score by
+    which hypotheses are ranked."""
 
     tokens: tuple[int, ...] = ()
     log_probability: float = 0.0
@@ -32,12 +33,14 @@ class Hypothesis:
         return self.tokens[-1:] == (EOS,)
 
 
-# Each hypothesis's best continuations, so many of them, impossible ones left out.
+# A function that gets hypotheses and a number n, and returns the n best continuations of each hypothesis. Impossible
+# continuations are left out.
 Candidates = Callable[[list[Hypothesis], int], list[list[Hypothesis]]]
 
 
 def length_penalty(rule: str, length: int, alpha: float) -> float:
-    """google: ((5+len)/6)^α (Wu et al. 2016, eq 14); fairseq: len^α. len counts EOS."""
+    """Returns the divisor of Σ log p: ((5+len)/6)^α for google (Wu et al. 2016, eq 14), len^α for fairseq. len counts
+    EOS."""
     if rule == "google":
         return ((5 + length) / 6) ** alpha
     if rule == "fairseq":
@@ -55,7 +58,7 @@ def greedy(
     max_length: int | None = None,
     vocabulary_mask: Tensor | None = None,
 ) -> Hypothesis:
-    """The most probable next token each time, under the rule's limits on length."""
+    """Returns the hypothesis that always takes the most probable next token, within the rule's limits on length."""
     alpha, limit = _settings(rule, alpha, source, max_length)
     best = Hypothesis()
     while not best.finished and len(best.tokens) < limit:
@@ -78,7 +81,7 @@ def beam_search(
     vocabulary_mask: Tensor | None = None,
     n_best: int | None = None,
 ) -> list[Hypothesis]:
-    """The `n_best` (default: all found, at most `beam`) hypotheses, best first.
+    """Returns the `n_best` best hypotheses, best first; by default all that were found, at most `beam`.
 
     `alpha` defaults to 0.6 (google), 1.0 (fairseq); `max_length` to the source's tokens + 50 (google, EOS included) and
     200 (fairseq, EOS not included).
@@ -99,7 +102,8 @@ def beam_search(
 
 
 def _google(candidates: Candidates, beam: int, limit: int) -> list[Hypothesis]:
-    """Finished hypotheses stay in the beam with their score; ends when all are finished or `limit` tokens long."""
+    """Returns the final beam of google's search. Finished hypotheses stay in the beam with their score. The search ends
+    when all are finished, or have `limit` tokens."""
     hypotheses = [Hypothesis()]
     for _ in range(limit):
         growing = [hypothesis for hypothesis in hypotheses if not hypothesis.finished]
@@ -112,8 +116,9 @@ def _google(candidates: Candidates, beam: int, limit: int) -> list[Hypothesis]:
 
 
 def _fairseq(candidates: Candidates, beam: int, limit: int) -> list[Hypothesis]:
-    """Of the 2·beam most probable candidates those ending in EOS among the first `beam` are final, the first `beam` of
-    the others go on; ends at `beam` final ones, or at `limit`, where only EOS is left."""
+    """Returns the final hypotheses of fairseq's search. In each step the 2·beam most probable candidates are taken.
+    Those among the first `beam` that end in EOS are final; the first `beam` of those that do not end in EOS grow on.
+    The search ends with `beam` final hypotheses, or at `limit`, where only EOS can follow."""
     growing, final = [Hypothesis()], []
     while growing and len(final) < beam:
         pool = [candidate for group in candidates(growing, 2 * beam) for candidate in group]
@@ -126,7 +131,7 @@ def _fairseq(candidates: Candidates, beam: int, limit: int) -> list[Hypothesis]:
 def _settings(
     rule: str, alpha: float | None, source: Sequence[int] | None, max_length: int | None
 ) -> tuple[float, int]:
-    """α, and the most tokens that can be generated, EOS included."""
+    """Returns α, and the maximum number of tokens that can be generated, EOS included."""
     if rule == "google":
         if max_length is None:
             max_length = sum(token != PAD for token in source) + 50
@@ -143,7 +148,8 @@ def _next(
     hypotheses: list[Hypothesis],
     vocabulary_mask: Tensor | None,
 ) -> Tensor:
-    """log p (hypotheses, V) of the token after each, hypotheses of one length; PAD and BOS at −∞."""
+    """Returns log p (hypotheses, V) of the next token of each hypothesis; all hypotheses have the same length. It is −∞
+    for PAD and BOS."""
     prefixes = torch.tensor([(BOS, *hypothesis.tokens) for hypothesis in hypotheses])
     sources = None if source is None else torch.tensor([list(source)] * len(hypotheses))
     with torch.no_grad():
@@ -153,7 +159,8 @@ def _next(
 
 
 def _limited(log_p: Tensor, rule: str, length: int, limit: int) -> Tensor:
-    """EOS forbidden as the first token; fairseq's last token must be EOS."""
+    """Returns log p with −∞ for tokens that are not allowed: EOS as the first token; under fairseq's rule all but EOS
+    as the last token."""
     is_eos = torch.arange(len(log_p)) == EOS
     if length == 0:
         log_p = log_p.masked_fill(is_eos, -math.inf)

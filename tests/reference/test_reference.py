@@ -1,4 +1,4 @@
-"""The oracle against what is independent of it: torch.nn, published vectors, definitions and brute force."""
+"""Tests the oracle against independent sources: torch.nn, published vectors, definitions and brute force."""
 
 import itertools
 import math
@@ -31,7 +31,7 @@ def test_philox_gives_random123s_known_answers():
 
 
 def test_chacha_gives_strombergsons_known_answers():
-    """draft-strombergson-chacha-test-vectors, TC1 and TC2 of 256 bits and 8 rounds."""
+    """The answers are TC1 and TC2 with 256 bits and 8 rounds in draft-strombergson-chacha-test-vectors."""
     zero, one = bytes(32), b"\1" + bytes(31)
     for key, block, answer in (
         (zero, 0, "3e00ef2f895f40d6"),
@@ -113,7 +113,8 @@ def test_padding_changes_nothing_even_under_dropout(norm, residual, architecture
 def test_cross_entropy():
     logits, mask = torch.randn(3, 5, 12, dtype=torch.float64), torch.arange(12) >= 2
     inside = torch.where(TARGET == ref.PAD, -100, TARGET - 2)
-    # Of the mass that fairseq's ε moves none returns to the target; of twt's, 1/|V_t| does: ε = 0.09 is twt's 0.1.
+    # Label smoothing moves the mass ε from the target to other words. Under twt, as in torch, a share of 1/|V_t| = 1/10
+    # returns to the target, under fairseq none. So fairseq's ε = 0.09 gives the same loss as torch's ε = 0.1.
     for formula, ours, epsilon in (("twt", 0.0, 0.0), ("twt", 0.1, 0.1), ("fairseq", 0.09, 0.1)):
         loss, nll = ref.label_smoothed_cross_entropy(logits, TARGET, ours, formula, mask)
         theirs = nn.functional.cross_entropy(logits[..., 2:].mT, inside, reduction="sum", label_smoothing=epsilon)
@@ -132,7 +133,7 @@ def test_training_lowers_the_loss_and_accumulation_is_exact(norm, residual):
     for n in range(1, 9):
         step = ref.train_step(state, config, [whole], adam, ref.inverse_sqrt_peak(n, 0.02, 3), max_norm=1.0)
         state, losses = step.state, [*losses, step.loss]
-    # without a gain a row's length stays 1, and so do logits small
+    # l2norm has no gain: rows keep length 1, so logits stay small and the loss falls more slowly
     assert losses[-1] < (0.9 if norm == "l2norm" else 0.8) * losses[0]
 
 
@@ -153,7 +154,7 @@ def test_search(rule, seed):
     state, config, source = ref.random_state({"vocab_size": 6}, seed), {"vocab_size": 6}, [4, 5, 3, 2]
     one = ref.beam_search(state, config, source, 1, rule=rule, max_length=9)
     assert one == [ref.greedy(state, config, source, rule=rule, max_length=9)]
-    # a beam as wide as all there is finds every sequence of at most two words and EOS
+    # a beam that is wider than the number of sequences finds every sequence of at most two words and EOS
     found = ref.beam_search(state, config, source, 60, rule=rule, max_length=2 if rule == "fairseq" else 3)
     for h in found:
         log_p = ref.log_probabilities(state, config, torch.tensor([source]), torch.tensor([(0, *h.tokens[:-1])]))

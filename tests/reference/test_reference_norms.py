@@ -1,4 +1,5 @@
-"""The oracle's norms against torch.nn.functional, gradcheck, and the papers' equations written out step by step."""
+"""Tests the oracle's norms against torch.nn.functional, gradcheck, and the papers' equations, written out step by
+step."""
 
 import math
 
@@ -20,7 +21,7 @@ def randn(*shape, **options):
 
 
 def buffers(name, dtype=torch.float64):
-    """Fresh ones, of width 3."""
+    """Returns a norm's buffers of width 3 with their initial values."""
     declared = norm_buffers(name, Norm("norm", WIDTH))
     kinds = [torch.int64 if isinstance(buffer.start, int) else dtype for buffer in declared]
     return {
@@ -82,7 +83,8 @@ def test_batch_norm_equals_torch():
 @pytest.mark.parametrize("pad_mask", [None, PADDED], ids=["full", "padded"])
 @pytest.mark.parametrize("name", ref.BATCH_NORMS)
 def test_true_gradients(name, pad_mask):
-    """PowerNorm's is true in warm-up. Moving buffers do not show in what is computed from the batch."""
+    """PowerNorm's gradient is exact in warm-up, where this test is. Results are computed from the batch's statistics,
+    so changing buffers do not matter."""
 
     def call(x, weight, bias):
         return build(name, weight, bias)(x, pad_mask)
@@ -108,7 +110,7 @@ def test_power_norm_is_the_papers_equations_over_fifty_steps(warmup):
         phi = torch.stack(seen).mean(0) if t <= warmup else phi + (1 - alpha) * (phi_b - phi)  # eq 10
         big_g = dy * w
         gamma, lamda = (x_hat * x_hat).mean(0), (big_g * x_hat).mean(0)
-        x_prime = big_g - (lamda if t <= warmup else nu) * x_hat  # eq 11; PN-V's while warming up
+        x_prime = big_g - (lamda if t <= warmup else nu) * x_hat  # eq 11; the gradient of PN-V in warm-up
         dx = x_prime / psi  # eq 12
         nu = nu * (1 - (1 - alpha_b) * gamma) + (1 - alpha_b) * lamda  # eq 13
         x.requires_grad_()
@@ -123,7 +125,7 @@ def test_power_norm_is_the_papers_equations_over_fifty_steps(warmup):
 
 
 def test_power_norms_release_is_the_published_steps():
-    """Of the published backward, A is eq 11 and the step of ema_gz is eq 13, with ν = (1−α_b)·ema_gz."""
+    """In the published backward pass, A is eq 11, and the update of ema_gz is eq 13 with ν = (1−α_b)·ema_gz."""
     alpha, alpha_b, warmup = 0.9, 0.8, 5
     norm = build("powernorm", mode="release", warmup=warmup, alpha_fwd=alpha, alpha_bwd=alpha_b)
     phi, nu = torch.ones(WIDTH, dtype=torch.float64), torch.zeros(WIDTH, dtype=torch.float64)
@@ -134,7 +136,7 @@ def test_power_norms_release_is_the_published_steps():
         if t < warmup:
             phi = phi * (t - 1) / t + phi_b / t
         phi = alpha * phi + (1 - alpha) * phi_b
-        big_g, every = norm.weight * dy, (0, 1)  # the means run over padding too
+        big_g, every = norm.weight * dy, (0, 1)  # the means are over all positions, including padding
         x_prime = big_g - nu * z
         nu = nu * (1 - (1 - alpha_b) * (z * z).mean(every)) + (1 - alpha_b) * (big_g * z).mean(every)
         y, saved = norm.forward(x, PADDED)

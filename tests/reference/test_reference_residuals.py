@@ -1,4 +1,4 @@
-"""The oracle's residual schemes and inits against hand-written equations, identities and published numbers."""
+"""Tests the oracle's residual schemes and inits against hand-written equations, identities and published numbers."""
 
 import itertools
 import math
@@ -106,7 +106,7 @@ def is_first(h):
 
 
 def prores(h, i, kind, x, memory):
-    """At an update that the first layer is grown at, layer l has 1/l."""
+    """The equation at the update at which the first layer has grown fully: layer l = 1, 2, … then has α = 1/l."""
     alpha, scheme = 1 / (int(h.prefix[-1]) + 1), h.config["prores_scheme"]
     if scheme in ("postnorm", "deepnorm"):
         return postnorm(h, i, kind, x, memory, ALPHA[h.stack] if scheme == "deepnorm" else 1.0, alpha)
@@ -118,7 +118,7 @@ def ln_scaling(h, i, kind, x, memory):
     return x + h.f(kind, factor * h.norm(f"norm{i}", x), memory)
 
 
-def mix_ln(h, *a):  # half of 2 layers is one, of 3 too; a quarter is none
+def mix_ln(h, *a):  # rounded down, half of 2 or 3 layers is one layer, and a quarter of them is none
     return (postnorm if is_first(h) and h.config["mix_ln_part"] == 0.5 else prenorm)(h, *a)
 
 
@@ -137,7 +137,7 @@ def gpas(h, i, kind, x, memory):
 
 
 def value_residual(h, i, kind, x, memory):
-    """The mixed values by way of the projection that would give them."""
+    """The equation with the mixed values passed to `heads` directly."""
     if kind != "self_attn":
         return prenorm(h, i, kind, x, memory)
     y = h.norm(f"norm{i}", x)
@@ -154,7 +154,7 @@ def x0_lambdas(h, i, kind, x, memory):
     if i == 1:
         x0 = x if is_first(h) else h.shared[h.stack]
         h.shared[h.stack] = x0
-        if h.config["x0_lambdas_backout"] and h.prefix.endswith("layers.2"):  # of 2 and 3 layers
+        if h.config["x0_lambdas_backout"] and h.prefix.endswith("layers.2"):  # the middle layer of 3; with 2 it is x
             h.shared[f"{h.stack} middle"] = x
         x = h.p("stream_scale") * x + h.p("embedding_scale") * x0
     return prenorm(h, i, kind, x, memory)
@@ -197,7 +197,7 @@ def ngpt(h, i, kind, x, memory):
     return functional.normalize(x + share * (f - x), dim=-1)
 
 
-ALPHA = {"encoder": 0.81 * (2**4 * 3) ** (1 / 16), "decoder": 9**0.25}  # of 2 and 3 layers
+ALPHA = {"encoder": 0.81 * (2**4 * 3) ** (1 / 16), "decoder": 9**0.25}  # for 2 encoder and 3 decoder layers
 OMEGA = {"encoder": math.sqrt(5 / math.log(5) - 1), "decoder": math.sqrt(10 / math.log(10) - 1)}
 SIGMOID = (1 / (1 + math.exp(2.5)) - 1 / (1 + math.exp(5))) / math.tanh(2.5)  # logistic(5) − logistic(−5) = tanh(2.5)
 GROWN = {"linear": 0.25, "exp": math.expm1(1.25) / math.expm1(5), "sigmoid": SIGMOID}
@@ -276,7 +276,7 @@ def mhc_by_hand(config, sublayers, whole, x, memory):
         return torch.einsum("btn,btnd->btd", p.sigmoid() + 1e-6, streams)
 
     def channels(h, name, i=""):
-        """x, and what gates make of."""
+        """Returns the tensor that is read, and the one from which the gates for writing are computed."""
         flat = rms(streams).flatten(-2) * h.p(f"{name}_gain{i}")
         low = functional.silu(flat @ h.p(f"{name}_down{i}").T / n)
         return ((low @ h.p(f"{name}_up{i}").T).sigmoid() * flat).unflatten(-1, (n, -1)).mean(-2), flat / n
@@ -408,10 +408,11 @@ def test_logits_are_the_equations(variant):
 )
 @pytest.mark.one_in(test=290, all=241)
 def test_every_parameter_has_a_gradient_and_padding_none(variant, norm, architecture):
-    """In training, PowerNorm past its warm-up."""
+    """The model is in training, and PowerNorm is past its warm-up."""
     config = {**variant, "norm": norm, "architecture": architecture, "powernorm_warmup": 0}
     if variant.get("x0_lambdas_backout"):
-        config["decoder_layers"] = 3  # of fewer, the output itself is the middle: a norm without ε cancels its share
+        # With 2 layers the remembered middle is the output itself, and a norm without ε cancels the factor on it.
+        config["decoder_layers"] = 3
     source = SOURCE if architecture == "encoder-decoder" else None
     wide = [t if t is None else functional.pad(t, (2, 3), value=ref.PAD) for t in (source, INPUT)]
     logits, grads, states = [], [], []
@@ -433,7 +434,8 @@ def test_every_parameter_has_a_gradient_and_padding_none(variant, norm, architec
 
 
 def same(config, other, start=None):
-    """Do two configs give the same logits from the parameters of the first, which `start` may set?"""
+    """Returns True if two configs give the same logits with the parameters of the first. `start` sets parameters whose
+    names end in its keys to constants."""
     state = ref.random_state(config)
     for name, value in (start or {}).items():
         for key in state:
@@ -456,7 +458,7 @@ def test_identities(monkeypatch):
     assert not same(branchnorm, postnorm)
     assert same(branchnorm, postnorm, {".t": 40}) and same({**branchnorm, "branchnorm_steps": 0}, postnorm)
     prores = {"residual": "prores", "prores_steps": 20}
-    assert not same(prores, prenorm) and same(prores, prenorm, {".t": 40})  # the second of two layers is grown at 40
+    assert not same(prores, prenorm) and same(prores, prenorm, {".t": 40})  # at t = 40 both layers have grown fully
     assert not same(prores, prenorm, {".t": 39})
     assert same({**prores, "prores_scheme": "sandwich"}, {"residual": "sandwich"}, {".t": 40})
     assert not same({"residual": "b2t"}, postnorm)
@@ -471,7 +473,7 @@ def test_identities(monkeypatch):
     assert same({"residual": "peri-ln", "peri_ln_embedding_norm": False}, {"residual": "sandwich"})
     assert same({"residual": "mix-ln", "mix_ln_part": 0.5}, {"residual": "postnorm*1/2,prenorm"})
     assert same({"residual": "mix-ln"}, prenorm) and not same({"residual": "ln-scaling"}, prenorm)
-    exact = {"norm_eps": 0.0}  # N of a mean is that of the sum
+    exact = {"norm_eps": 0.0}  # without ε, N of a mean equals N of the sum
     assert same({"residual": "attnres", **exact}, {**prenorm, **exact}, dict.fromkeys(QUERIES, 0))
     assert not same({"residual": "attnres", **exact}, {**prenorm, **exact})
     assert same({"residual": "prenorm*1,prenorm"}, prenorm) and same({"residual": "postnorm*1/3,prenorm"}, prenorm)
@@ -484,7 +486,8 @@ def test_identities(monkeypatch):
 @pytest.mark.parametrize("norm", ref.NORM_NAMES)
 @pytest.mark.one_in(test=2)
 def test_rezero_and_r_fixup_start_as_the_identity(norm):
-    """Their encoder gives its embedding, as one without layers does, and so does a lone decoder."""
+    """With zeroed branches the encoder's output is its embedding, as without layers. The same holds for a decoder
+    without encoder."""
     zeros = {"rezero": ("branch_scale",), "r-fixup": ("out_proj.weight", "linear2.weight", "shift", "shift3")}
     for residual, names in zeros.items():
         config = {"residual": residual, "norm": norm}
@@ -512,7 +515,7 @@ def test_rezero_and_r_fixup_start_as_the_identity(norm):
 
 
 def test_dlcl_that_looks_at_the_last_layer_alone_is_postnorm():
-    """LayerNorm without ε is idempotent at γ = 1, β = 0."""
+    """The test uses that LayerNorm without ε is idempotent at γ = 1, β = 0."""
     config = {"residual": "dlcl", "dlcl_norm": "post", "norm_eps": 0.0}
     state = ref.random_state(config)
     for name, value in state.items():
@@ -545,7 +548,7 @@ def test_dlcl_starts_as_the_mean_of_all_rows():
 
 
 def test_where_scalenorm_fixed_learns():
-    """The norm that the decoder's last output passes, whatever the scheme."""
+    """Under any scheme g is learned only in the norm through which the decoder's last output passes."""
     for name, end in (
         ("prenorm", ".norm"),
         ("postnorm", ".layers.1.norm3"),

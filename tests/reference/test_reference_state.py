@@ -1,4 +1,4 @@
-"""The oracle's names, profiled gains, buffers, constants and first values."""
+"""Tests the oracle's names, profiled gains, buffers, constants and initial values."""
 
 import itertools
 import math
@@ -105,7 +105,8 @@ def test_training_moves_buffers_and_t_before_the_update(mode):
 
 
 def test_group_scaling_in_models():
-    """A decoder of no layers is its end norm: one group, none, or in release mode the heads."""
+    """The test uses a decoder without layers, which consists of its end norm. GroupScaling has one group, none, or in
+    release mode as many as there are heads."""
     for name, options, groups in (
         ("powernorm", {}, 1),
         ("powernorm-v", {"groupscaling": 4}, 4),
@@ -125,7 +126,7 @@ def test_group_scaling_in_models():
 
 
 def test_the_released_end_norms_warm_up_for_a_thousand_steps():
-    """At α = 1 only the warm-up's cumulative mean moves ψ²."""
+    """With α = 1 only the cumulative mean of the warm-up changes ψ², so unchanged buffers are past their warm-up."""
     config = {"norm": "powernorm", "powernorm_mode": "release", "powernorm_warmup": 2000, "powernorm_alpha_fwd": 1.0}
     state = ref.random_state(config)
     for name in state:
@@ -182,7 +183,8 @@ def test_branchnorm_grows_as_published():
 
 
 def test_initial_distributions():
-    """(std, is it uniform) of every role, in units of Xavier's of its shape; d = 128, d_ff = 320, 6 + 4 layers."""
+    """Compares the std of every role, in units of Xavier's std for its shape, and whether the distribution is uniform.
+    The model has d = 128, d_ff = 320 and 6+4 layers."""
     shape = {"d_model": 128, "d_ff": 320, "encoder_layers": 6, "decoder_layers": 4, "tie_embeddings": "decoder"}
     roles = {
         "q": ("self_attn.in_proj_weight", 0, 256),
@@ -200,7 +202,9 @@ def test_initial_distributions():
     gamma_e, gamma_d = math.sqrt(math.log(12) * math.log(12) / 3), math.sqrt(math.log(12))
     fixup_e, fixup_d, branches = 0.67 * 6**-0.25, 36**-0.25, 24
     sixth = branches ** (-1 / 6)
-    tables = {  # q, k, v, out, fc1, fc2 of the encoder; the same and q, v, out of the cross-attention of the decoder
+    # Each init has two lists: q, k, v, out, fc1, fc2 of the encoder; for the decoder the same six, then q, v and out of
+    # cross-attention.
+    tables = {
         "xavier": ([1] * 6, [1] * 9),
         "smallinit": ([small] * 4 + [1, 1], [small] * 4 + [1, 1] + [small] * 3),
         "fairseq": ([half] * 3 + [1] * 3, [half] * 3 + [1] * 3 + [half, half, 1]),
@@ -213,7 +217,7 @@ def test_initial_distributions():
     first, second = ((448 / (6 * fan_in)) ** 0.5 for fan_in in (128, 320))
     linears = [half] * 3 + [1, first, second]
     tables["fairseq-0.12.2"] = (linears, [*linears, half, half, 1])
-    e, d = 6**-0.5, 0.5  # of 6 and 4 layers
+    e, d = 6**-0.5, 0.5  # L^{−1/2} for 6 and for 4 layers
     tables["b2t"] = ([g * e for g in linears], [g * d for g in (*linears, half, half, 1)])
     assert {*tables, "gpt2", "normal", "llama-depth", "fan-in"} == {*ref.INIT_NAMES}
     for init, stacks in tables.items():

@@ -1,4 +1,4 @@
-"""Adam, clipping, learning rates and one training step (docs/spec.md §4.7 to §4.10).
+"""Computes Adam, clipping, learning rates and one training step (docs/spec.md §4.7 to §4.10).
 
 TwT is Nguyen & Salazar 2019.
 """
@@ -18,7 +18,7 @@ from .parameters import State, buffer_shapes
 
 @dataclasses.dataclass
 class Adam:
-    """θ ← θ − lr·wd·θ − lr·√(1−β₂ᵗ)/(1−β₁ᵗ)·m/(√v+ε), fairseq's form of Kingma & Ba 2015 §2, decay decoupled.
+    """Adam: θ ← θ − lr·wd·θ − lr·√(1−β₂ᵗ)/(1−β₁ᵗ)·m/(√v+ε), fairseq's form of Kingma & Ba 2015 §2; decay is decoupled.
 
     m ← β₁m + (1−β₁)g, v ← β₂v + (1−β₂)g². Every parameter decays, norms and biases too. The form "torch" is their
     algorithm 1, as torch.optim has it: … − lr·m̂/(√v̂+ε), m̂ = m/(1−β₁ᵗ), v̂ = v/(1−β₂ᵗ).
@@ -33,7 +33,7 @@ class Adam:
     second: dict[str, Tensor] = dataclasses.field(default_factory=dict)
 
     def step(self, state: State, grads: Mapping[str, Tensor], lr: float) -> dict[str, Tensor]:
-        """The state after one update."""
+        """Returns the parameters after one update."""
         self.updates += 1
         b1, b2 = self.betas
         rest1, rest2 = 1 - b1**self.updates, 1 - b2**self.updates
@@ -51,21 +51,23 @@ class Adam:
 
 
 def clip_by_global_norm(grads: Mapping[str, Tensor], max_norm: float) -> tuple[dict[str, Tensor], float]:
-    """(g·min(1, max_norm/(‖g‖₂+1e-6)), ‖g‖₂) over all gradients together, as in torch and fairseq; 0 does not clip."""
+    """Returns g·min(1, max_norm/(‖g‖₂+1e-6)) and ‖g‖₂, the norm of all gradients together, as torch and fairseq do. A
+    `max_norm` of 0 does not clip."""
     norm = math.sqrt(sum(float((grad.double() ** 2).sum()) for grad in grads.values()))
     factor = min(1.0, max_norm / (norm + 1e-6)) if max_norm > 0 else 1.0
     return {name: grad * factor for name, grad in grads.items()}, norm
 
 
 def inverse_sqrt_lambda(n: int, d_model: int, warmup_updates: int, scale: float = 1.0) -> float:
-    """LR = λ/√d·min(1/√n, n/n_w^{1.5}), n = 1 for the first update (TwT eq 7). `2x-lr` is λ = 2."""
+    """Returns the rate λ/√d·min(1/√n, n/n_w^{1.5}), with n = 1 for the first update (TwT eq 7). `2x-lr` is λ = 2."""
     return scale / math.sqrt(d_model) * min(n**-0.5, n / warmup_updates**1.5)
 
 
 def inverse_sqrt_peak(
     n: int, peak: float, warmup_updates: int, warmup_init_lr: float = 0.0, count_from_zero: bool = False
 ) -> float:
-    """Linear from warmup_init_lr to the peak over n_w, then peak·√(n_w/n); n_w = 0: constant.
+    """Returns a rate that is linear from warmup_init_lr to the peak over n_w updates, then peak·√(n_w/n); it is
+    constant for n_w = 0.
 
     n = 1 for the first update; with `count_from_zero` the first update has n = 0 in the formula, as in fairseq.
     """
@@ -78,16 +80,17 @@ def inverse_sqrt_peak(
 
 
 def t_fixup_decay(n: int, lr: float, period: int = 4000) -> float:
-    """lr·√(P/(P+n)), no warm-up (T-Fixup)."""
+    """Returns the rate lr·√(P/(P+n)), without warm-up (T-Fixup)."""
     return lr * math.sqrt(period / (period + n))
 
 
 @dataclasses.dataclass
 class ValDecay:
-    """Linear warm-up to the peak, hold, and × 0.8 when the score of an evaluation is below those of the last three.
+    """A schedule with linear warm-up to the peak. The peak is multiplied by 0.8 whenever an evaluation's score is below
+    those of the three evaluations before it.
 
-    `no-warmup` is `ValDecay(3e-4, warmup_updates=0)`. Evaluations during warm-up (n < n_w) are remembered but decay
-    nothing. The release's rule (TwT).
+    `no-warmup` is `ValDecay(3e-4, warmup_updates=0)`. Evaluations during warm-up (n < n_w) are remembered but do not
+    change the rate. This is the rule of TwT's release.
     """
 
     peak: float
@@ -98,13 +101,13 @@ class ValDecay:
     scores: list[float] = dataclasses.field(default_factory=list)
 
     def learning_rate(self, n: int) -> float:
-        """Of update n = 1, 2, …"""
+        """Returns the rate of update n = 1, 2, …"""
         if n < self.warmup_updates:
             return self.warmup_init_lr + (self.peak - self.warmup_init_lr) * n / self.warmup_updates
         return self.peak
 
     def evaluated(self, n: int, bleu: float) -> None:
-        """Take in the score of an evaluation made after update n."""
+        """Records the score of the evaluation after update n, and lowers the peak if the rule says so."""
         before = self.scores[-self.patience :]
         self.scores.append(bleu)
         if n >= self.warmup_updates and len(before) == self.patience and bleu < min(before):
@@ -113,7 +116,7 @@ class ValDecay:
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """Padded long tensors: source (B, S) or None, target_input (B, T), target (B, T)."""
+    """A batch of padded integer tensors: source (B, S) or None, target_input (B, T), target (B, T)."""
 
     source: Tensor | None
     target_input: Tensor
@@ -122,7 +125,8 @@ class Batch:
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """What one update gave: the new state, buffers and all; loss and NLL per token; gradients, their norm unclipped."""
+    """The results of one update: the new state with its buffers, loss and NLL per token, the number of tokens, the
+    gradients and their norm before clipping."""
 
     state: dict[str, Tensor]
     loss: float
@@ -145,10 +149,10 @@ def train_step(
     max_norm: float = 0.0,
     dropout: Dropout | None = None,
 ) -> Step:
-    """Forward, Σ smoothed loss / Σ non-pad targets over all micro-batches, backward, clip, Adam.
+    """Makes one update: forward, Σ smoothed loss / Σ non-pad targets over all micro-batches, backward, clip, Adam.
 
-    `dropout` is given with this update's number; its micro_batch is set to 0, 1, … here. Before the k-th update
-    BranchNorm's t is set to k. Running statistics move once per micro-batch, PowerNorm's with the update's last.
+    `dropout` holds this update's number; its micro_batch is set to 0, 1, … here. Before the k-th update BranchNorm's t
+    is set to k. Running statistics change with each micro-batch, those of PowerNorm only with the update's last one.
     """
     buffers = {name: state[name].clone() for name in buffer_shapes(config)}
     for name, buffer in buffers.items():

@@ -29,13 +29,13 @@ def main() -> None:
     command.add_argument("--here", action="store_true", help="in this process, without limits")
     arguments = vars(parser.parse_args())
     only, limit, here = (arguments.pop(name) for name in ("only", "limit", "here"))
-    # Composed formulas must not be measured in place of kernels.
+    # Missing kernels are an error, so that composed formulas are not measured in their place.
     os.environ["NORMFORMER_RS_CUDA"] = "require"
     options = gpu.Options(**arguments)
     if here:
         gpu.here(options, only)
     else:
-        # SIGTERM ends the section's process too, like Ctrl-C.
+        # On SIGTERM this process exits as after Ctrl-C, and so ends the section's process, too.
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
         gpu.measure(options, only, limit)
 

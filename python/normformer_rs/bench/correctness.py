@@ -1,4 +1,5 @@
-"""Correctness on a GPU: the operators' tests, under compute-sanitizer too, and training against the CPU."""
+"""Checks correctness on a GPU: runs the operators' tests, some also under compute-sanitizer, and compares training
+losses with the CPU's."""
 
 import os
 import shutil
@@ -21,12 +22,13 @@ SUITES = (
     "norms/test_norm_modules.py",
 )
 FEW = 280
-"""The number of sentences: an epoch has so few batches that most of ten updates are replayed from CUDA graphs."""
+"""The number of sentences. It is small, so that an epoch has few batches, and most of the ten updates are replayed from
+CUDA graphs."""
 ALLOWED: dict[Precision, float] = {"f32": 1e-4, "bf16": 3e-2}
 
 
 def losses(figures: Figures, device: str) -> None:
-    """Measures the largest difference of ten losses to the CPU's."""
+    """Measures the largest difference between ten training losses on the device and on the CPU."""
     for precision, allowed in ALLOWED.items():
         what = f"ten losses as on the CPU, {precision}"
         with figures.attempt("losses", what):
@@ -35,7 +37,8 @@ def losses(figures: Figures, device: str) -> None:
 
 
 def tests(figures: Figures, folder: Path, device: str) -> None:
-    """Runs the operators' suites on the device, in parallel: they spend their time compiling kernels on the CPU."""
+    """Runs the suites of operator tests on the device. They run in parallel, because they spend most of their time
+    compiling kernels on the CPU."""
     threads = str(max(1, (os.cpu_count() or 1) // len(SUITES)))
 
     def run(suite: str) -> tuple[int, Path]:
@@ -48,7 +51,7 @@ def tests(figures: Figures, folder: Path, device: str) -> None:
             what = f"tests/{runs[running]} on the device"
             with figures.attempt("tests", what):
                 status, log = running.result()
-                # Status 1: some tests failed, which the last line counts.
+                # Status 1 means that tests failed; the last line of the log says how many.
                 crashed = f"exit {status}: " if status not in (0, 1) else ""
                 figures.add(
                     "tests", what, crashed + (log.read_text().splitlines() or ["no output"])[-1].strip("= "), ""
@@ -56,13 +59,13 @@ def tests(figures: Figures, folder: Path, device: str) -> None:
 
 
 def sanitized(figures: Figures, folder: Path, device: str, tool: str) -> None:
-    """Runs some of the tests, of each kernel, under a tool of compute-sanitizer. torch allocates each tensor
-    separately here, because its allocator would hide writes beside a tensor."""
+    """Runs a selection of the tests, with some for each kernel, under a tool of compute-sanitizer. torch's caching
+    allocator is off, because it would hide writes beside a tensor."""
     with figures.attempt(tool, "compute-sanitizer"):
         sanitizer = shutil.which("compute-sanitizer")
         if sanitizer is None:
             raise FileNotFoundError("compute-sanitizer is not on PATH")
-        # torch makes some calls to the driver whose failure it expects.
+        # API errors are not reported, because torch makes some driver calls that it expects to fail.
         before = [sanitizer, "--tool", tool, "--report-api-errors", "no", "--error-exitcode", "9"]
         chosen = ["-k", "either_kind or from_one_side or late_rows or relu or cross_entropy or test_adam"]
         log = figures.folder / f"{tool}.log"
@@ -76,7 +79,7 @@ def sanitized(figures: Figures, folder: Path, device: str, tool: str) -> None:
 def pytest(
     tests: Path, device: str, log: Path, before: Sequence[str] = (), chosen: Sequence[str] = (), **environment: str
 ) -> int:
-    """Runs tests on a device and returns their exit status; their output goes to the log as it comes."""
+    """Runs tests on a device and returns pytest's exit status. Their output is written to the log while they run."""
     if not tests.exists():
         raise FileNotFoundError(f"{tests} is not there: it is among the project's tests")
     environment = {"NORMFORMER_RS_TEST_DEVICE": device, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", **environment}

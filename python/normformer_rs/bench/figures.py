@@ -1,4 +1,4 @@
-"""The figures of all calls with one folder: gpu.csv, and gpu.png drawn from it."""
+"""Collects the figures of all calls that share an output folder, in gpu.csv, and draws gpu.png from them."""
 
 import csv
 import datetime
@@ -16,8 +16,8 @@ Row = dict[str, str]
 
 
 class Figures:
-    """The rows of gpu.csv, written as they come. A figure that comes again, in this call or a later one, replaces
-    the earlier one."""
+    """The rows of gpu.csv, which is written after each new figure. A figure that is measured again, in this call or a
+    later one, replaces the earlier one."""
 
     def __init__(self, folder: Path, device: str) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -30,7 +30,7 @@ class Figures:
             raise SystemExit(f"{self.path} holds figures of {', '.join(others)}, this is {name}: name another --output")
 
     def rows(self, section: str | None = None) -> list[Row]:
-        """Returns all rows, or a section's."""
+        """Returns the rows of the section, or all rows if it is None."""
         if not self.path.exists():
             return []
         with self.path.open(newline="") as file:
@@ -39,7 +39,8 @@ class Figures:
     def add(
         self, section: str, what: str, value: float | str, unit: str, bar: float | None = None, most: bool = False
     ) -> None:
-        """Adds a figure; `bar` is its lower bound on a GPU or, with `most`, its upper bound."""
+        """Adds a figure and prints it. `bar` is the value that it should reach on a GPU; with `most` it is the value
+        that it should not exceed."""
         bar = bar if self.on_cuda else None
         shown = value if isinstance(value, str) else f"{value:.0f}" if value >= 1000 else f"{value:.4g}"
         met = ""
@@ -52,22 +53,22 @@ class Figures:
 
     @contextmanager
     def attempt(self, section: str, what: str) -> Iterator[None]:
-        """Reports a failure inside as unmeasured, and goes on."""
+        """Catches any error inside the block and adds the figure as "unmeasured", with the error as the reason."""
         try:
             yield
-        except Exception as error:  # because a machine may lack anything
+        except Exception as error:  # any error, because it is not known what a user's machine lacks
             traceback.print_exc()
             reason = " ".join(str(error).split())[:200]
             self.add(section, what, f"unmeasured: {type(error).__name__}: {reason}", "")
 
     def forget_unmeasured(self, section: str) -> None:
-        """Drops a section's unmeasured rows, before it is tried again."""
+        """Removes the section's rows that read "unmeasured", before the section is measured again."""
         kept = [r for r in self.rows() if r["section"] != section or not r["value"].startswith("unmeasured")]
         self._write({(row["section"], row["what"]): row for row in kept})
 
     def _write(self, rows: dict[tuple[str, str], Row]) -> None:
         names = ["section", "what", "value", "unit", "bar", "met", *self.common]
-        aside = self.path.with_suffix(".part")  # A kill here leaves the file unchanged.
+        aside = self.path.with_suffix(".part")  # a kill while it is written leaves gpu.csv unchanged
         with aside.open("w", newline="") as file:
             writer = csv.DictWriter(file, names, lineterminator="\n")
             writer.writeheader()
@@ -75,7 +76,8 @@ class Figures:
         aside.replace(self.path)
 
     def draw(self) -> None:
-        """Draws the shares of the copy rate as bars. Errors: ImportError without matplotlib."""
+        """Draws gpu.png: a bar for each figure that is a share of the copy rate. Errors: ImportError without
+        matplotlib."""
         from matplotlib.figure import Figure
 
         shares = [row for row in reversed(self.rows()) if row["unit"] == "of the copy"]

@@ -30,7 +30,7 @@ from .figures import Figures, line
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """The command line's options."""
+    """The options of the command line, except --only, --limit and --here."""
 
     output: Path
     tests: Path
@@ -55,7 +55,7 @@ def sanitized(tool: str) -> Callable[[Figures, Options], None]:
     return lambda f, o: correctness.sanitized(f, o.tests, o.device, tool)
 
 
-# The quick and certain sections come first.
+# The first sections are quick and seldom fail, so that a call that is stopped early has measured them.
 SECTIONS = {
     "losses": Section("ten training losses against the CPU's", 120, lambda f, o: correctness.losses(f, o.device)),
     "graph": Section("a small norm in a CUDA graph", 60, lambda f, o: kernels.small(f, o.device)),
@@ -72,7 +72,8 @@ SECTIONS = {
 
 
 def measure(options: Options, sections: Sequence[str], limit: float | None = None) -> None:
-    """Measures each section in its own process, for `limit` seconds at most or its own limit."""
+    """Measures each section in its own process. A section is stopped after `limit` seconds, or after its own limit if
+    `limit` is None."""
     if options.device.startswith("cuda") and not torch.cuda.is_available():
         raise SystemExit(
             "no CUDA device is there, or torch was built without CUDA: --device cpu shows the program at work"
@@ -92,7 +93,7 @@ def measure(options: Options, sections: Sequence[str], limit: float | None = Non
 
 
 def here(options: Options, sections: Sequence[str]) -> None:
-    """Measures in this process."""
+    """Measures the sections in this process, without time limits."""
     figures = Figures(options.output, options.device)
     for section in sections:
         figures.forget_unmeasured(section)
@@ -103,7 +104,8 @@ def here(options: Options, sections: Sequence[str]) -> None:
 
 
 def apart(section: str, options: Options, limit: float) -> str:
-    """Measures a section in a process whose output goes to gpu.log. Returns how the process failed, or ""."""
+    """Measures a section in a new process, whose output goes to gpu.log. Returns how the process failed, or "" if it
+    did not fail."""
     log = options.output / "gpu.log"
     with log.open("a") as file:
         print(f"==== {section}", file=file, flush=True)
@@ -116,7 +118,7 @@ def apart(section: str, options: Options, limit: float) -> str:
             return f"stopped after {limit:g} s"
         finally:
             with suppress(ProcessLookupError):
-                os.killpg(child.pid, signal.SIGKILL)  # and all processes that it has started
+                os.killpg(child.pid, signal.SIGKILL)  # ends the child and all processes that it has started
             child.wait()
     if status < 0:
         return signal.Signals(-status).name

@@ -1,4 +1,4 @@
-"""Bandwidths of the kernels, and the cost of a launch."""
+"""Measures the bandwidths of the kernels, and a small norm in a CUDA graph, without the cost of launches."""
 
 import statistics
 import time
@@ -18,16 +18,16 @@ WIDTH = 1024
 EPS = 1e-5
 REPEATS = 20
 CALLS = 10
-"""The number of calls in a CUDA graph."""
+"""The number of calls that one CUDA graph records."""
 BARS = {"layer_norm": (0.9, 0.85), "rms_norm": (0.9, 0.85), "scale_norm": (0.9, 0.85), "power_norm": (0.8, 0.8)}
-"""The bounds in bf16: forward, backward."""
+"""The shares of the copy rate that a norm should reach in bf16: forward, backward."""
 Norm = tuple[str, Callable[[], Tensor], list[Tensor]]
-"""The name, the forward pass, and the tensors that get a gradient."""
+"""A norm to be measured: its name, a function that runs the forward pass, and the tensors that get a gradient."""
 
 
 def seconds(run: Callable[[], object], device: str, repeats: int = REPEATS) -> float:
-    """Returns the median time of a call, by the device's own clock."""
-    for _ in range(3):  # Warm up: a CPU's heap settles, a GPU's kernels are compiled.
+    """Returns the median time of a call in seconds: by events on a GPU, by the wall clock on a CPU."""
+    for _ in range(3):  # warm-up: the heap of a CPU settles, the kernels of a GPU are compiled
         run()
     if not device.startswith("cuda"):
         times = []
@@ -36,7 +36,7 @@ def seconds(run: Callable[[], object], device: str, repeats: int = REPEATS) -> f
             run()
             times.append(time.perf_counter() - start)
         return statistics.median(times)
-    awaken(device, 0.1)  # The clocks may have fallen during the compilation.
+    awaken(device, 0.1)  # the GPU may have lowered its clock rate during the compilation
     events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeats)]
     for before, after in events:
         before.record()
@@ -47,7 +47,7 @@ def seconds(run: Callable[[], object], device: str, repeats: int = REPEATS) -> f
 
 
 def awaken(device: str, duration: float = 0.5) -> None:
-    """Copies for `duration` seconds, because an idle GPU's clocks are low."""
+    """Copies a tensor for `duration` seconds, so that an idle GPU raises its clock rate."""
     if device.startswith("cuda"):
         x = torch.zeros(2**26, device=device)
         until = time.perf_counter() + duration
@@ -57,14 +57,15 @@ def awaken(device: str, duration: float = 0.5) -> None:
 
 
 def buffers(device: str, megabytes: int) -> Iterator[tuple[str, Tensor]]:
-    """Yields tensors that are larger than any cache."""
+    """Yields, for each dtype, its name and a random tensor of `megabytes` MiB, which should exceed any cache."""
     awaken(device)
     for name, dtype in DTYPES.items():
         yield name, torch.randn(megabytes * 2**20 // (WIDTH * dtype.itemsize), WIDTH, device=device, dtype=dtype)
 
 
 def bandwidth(figures: Figures, device: str, megabytes: int) -> None:
-    """Measures the bandwidth of each norm, forward and backward, and of the residual step, on tensors of that size."""
+    """Measures the bandwidth of each norm, forward and backward, and the speed-up of the fused residual step, on
+    tensors of `megabytes` MiB."""
     for name, x in buffers(device, megabytes):
         shares(figures, "bandwidth", name, x, norms(x))
         for p in (0.1, 0.0):
@@ -78,7 +79,7 @@ def compiled(figures: Figures, device: str, megabytes: int) -> None:
     """Measures layer norm under torch.compile."""
     import torch._functorch.config as config
 
-    with config.patch(donated_buffer=False):  # Its backward pass runs many times.
+    with config.patch(donated_buffer=False):  # the compiled backward pass runs several times on the same buffers
         for name, x in buffers(device, megabytes):
             shares(figures, "compiled", name, x, [compiled_layer_norm(x)])
 
@@ -91,8 +92,8 @@ def compiled_layer_norm(x: Tensor) -> Norm:
 
 
 def shares(figures: Figures, section: str, name: str, x: Tensor, norms: Iterable[Norm]) -> None:
-    """Measures the bandwidth of the norms as shares of the best rate of copies that are made between them, so that
-    they are shares of what the device can do."""
+    """Measures the bandwidth of the norms as shares of the best copy rate. Copies are measured between the norms; the
+    best of them shows what the device can do."""
     device, target, copies = str(x.device), torch.empty_like(x), list[float]()
     rates = dict[str, tuple[float, float]]()
     for norm, call, inputs in norms:
@@ -109,14 +110,14 @@ def shares(figures: Figures, section: str, name: str, x: Tensor, norms: Iterable
 
 
 def norm_seconds(call: Callable[[], Tensor], inputs: list[Tensor], device: str) -> tuple[float, float]:
-    """Returns the seconds of the forward and of the backward pass."""
+    """Returns the median seconds of the forward pass and of the backward pass."""
     forward, y = seconds(lambda: call().detach(), device), call()
     dy = torch.randn_like(y)
     return forward, seconds(lambda: torch.autograd.grad(y, inputs, dy, retain_graph=True), device)
 
 
 def norms(x: Tensor) -> Iterator[Norm]:
-    """Yields this package's norms and others'."""
+    """Yields the norms to be measured: four of this package, two of torch, one of Liger."""
     x = x.detach().requires_grad_()
     width, device = x.shape[-1], x.device
     weight, bias = (torch.ones(width, device=device).requires_grad_() for _ in range(2))
@@ -139,8 +140,8 @@ def norms(x: Tensor) -> Iterator[Norm]:
 
 
 def residual(x: Tensor, p: float, device: str) -> float:
-    """Returns the time of dropout, addition and layer norm in PyTorch calls over the fused step's, forward and
-    backward."""
+    """Returns the speed-up of the fused residual step, forward and backward: the time of dropout, addition and layer
+    norm in separate PyTorch calls, divided by the time of the fused step."""
     x, f = (t.detach().requires_grad_() for t in (x, torch.randn_like(x)))
     weight, bias = (torch.ones(x.shape[-1], device=x.device, dtype=x.dtype).requires_grad_() for _ in range(2))
     seed, inputs = torch.tensor([1, 2, 3], device=x.device), (x, f, weight, bias)
@@ -158,7 +159,8 @@ def residual(x: Tensor, p: float, device: str) -> float:
 
 
 def small(figures: Figures, device: str) -> None:
-    """Measures 4096×512 in a CUDA graph, against torch's own layer norm: without the cost of launches."""
+    """Measures layer norm on a 4096×512 tensor against torch's own. Both are recorded in a CUDA graph, so the times do
+    not contain the cost of launches."""
     awaken(device)
     x = torch.randn(4096, 512, device=device, dtype=torch.bfloat16, requires_grad=True)
     weight, bias = (torch.ones(512, device=device, dtype=x.dtype).requires_grad_() for _ in range(2))
@@ -180,7 +182,7 @@ def small(figures: Figures, device: str) -> None:
 
 
 def captured(run: Callable[[], None], calls: int) -> Any:
-    """Captures that number of calls in a CUDA graph."""
+    """Returns a CUDA graph that records `calls` calls of `run`."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

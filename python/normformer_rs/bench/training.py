@@ -1,4 +1,4 @@
-"""The training loop against torch.nn.Transformer, on made-up sentences."""
+"""Measures the speed of the training loop against torch.nn.Transformer, on made-up sentences."""
 
 import json
 import random
@@ -22,14 +22,14 @@ from .figures import Figures
 MAX_TOKENS = 4096
 BASE = {"d_model": 512, "d_ff": 2048, "heads": 8, "encoder_layers": 6, "decoder_layers": 6, "dropout": 0.1}
 TINY = {"d_model": 64, "d_ff": 128, "heads": 4, "encoder_layers": 2, "decoder_layers": 2, "dropout": 0.1}
-# There is only dropout of embeddings and sublayers, in both models, because SDPA's on attention weights differs from
-# the CPU's.
+# Both models have dropout of embeddings and sublayers only. Attention weights have none, because scaled dot-product
+# attention draws other masks on a GPU than on a CPU.
 PLAIN: dict[str, Any] = {"attention_dropout": 0.0, "activation_dropout": 0.0, "tie_embeddings": "all"}
 SPECIAL = 4
-"""The vocabulary entries before the words: beginning, padding, end, unknown."""
+"""The number of vocabulary entries before the words: beginning, padding, end, unknown."""
 PAD = 1
 WINDOW = 50
-"""The number of latest updates in History's rate."""
+"""The number of latest updates over which `History.tokens_per_second` is measured."""
 RATE = "target tokens/s"
 OURS, UNRECORDED, EAGER = "normformer_rs", "normformer_rs, no CUDA graphs", "torch.nn.Transformer, eager"
 COMPILED = {
@@ -38,22 +38,22 @@ COMPILED = {
 }
 Precision = Literal["f32", "bf16"]
 SLOW_BF16 = "no instructions for products of bf16"
-"""A part of the loop's warning, which it gives on a CPU only."""
+"""A part of the text of a warning, which the training loop gives on CPUs without such instructions."""
 
 
 def size(device: str) -> tuple[dict[str, Any], int]:
-    """Returns the model's shape, and the number of sentences: small on a CPU, for a trial."""
+    """Returns the model's shape and the number of sentences. On a CPU both are small, to try the program."""
     return (BASE, 4000) if device.startswith("cuda") else (TINY, 100)
 
 
 def types(count: int) -> int:
-    """Returns the size of the vocabulary for an even number of sentences: a multiple of 8."""
+    """Returns the size of the vocabulary for `count` sentences. It is a multiple of 8 if `count` is even."""
     return min(8192, 4 * count)
 
 
 def sentences(count: int) -> list[list[int]]:
-    """Makes sentences of 5 to 47 words, each word once and then by Zipf's law, so that a vocabulary read from the
-    text has all words."""
+    """Returns `count` sentences of 5 to 47 words. Each word occurs at least once, so that a vocabulary read from the
+    text has all words; the rest are drawn by Zipf's law."""
     draw, words = random.Random(1), range(types(count) - SPECIAL)
     lengths = [draw.randint(5, 47) for _ in range(count)]
     weights = [1 / (rank + 10) for rank in words]
@@ -64,8 +64,8 @@ def sentences(count: int) -> list[list[int]]:
 
 @contextmanager
 def corpus(count: int) -> Iterator[DataConfig]:
-    """Yields options for `count` sentences as files; the target is the reversed source. The validation set is small
-    and short, because a run ends by translating it."""
+    """Yields data options for a corpus of `count` sentences in temporary files, whose targets are the reversed sources.
+    The validation set is small and has short sentences, because a run ends by translating it."""
     held_out = [words[:5] for words in sentences(4)]
     with tempfile.TemporaryDirectory() as folder:
         files: dict[str, Any] = {}
@@ -82,7 +82,8 @@ def history(
 ) -> History:
     """Returns the history of a run of the training loop.
 
-    Errors: RuntimeError after a warning, except of slow products of bf16, or with a vocabulary of another size.
+    Errors: RuntimeError if the run logs a warning other than that of slow bf16 products, or if its vocabulary has
+    another size than `types` gives.
     """
     model = TransformerConfig(**shape, **PLAIN, norm="layernorm", residual="prenorm")
     training = TrainingConfig(
@@ -92,8 +93,8 @@ def history(
     with corpus(count) as data, tempfile.TemporaryDirectory() as output:
         made = Trainer(model, training, data).fit(output, progress=False, tensorboard=False, curves=False)
         for event in map(json.loads, (Path(output) / LOG).read_text().splitlines()):
-            # A warning may be that there are no CUDA graphs. Only slow products of bf16 are allowed: they matter on a
-            # GPU alone, and of the CPU's run only the losses are compared.
+            # Any warning ends the measurement, since it may say that there are no CUDA graphs. The one about slow bf16
+            # products is allowed: it comes on CPUs only, and of a CPU's run only the losses are compared.
             if event.get("level") == "warning" and SLOW_BF16 not in event["text"]:
                 raise RuntimeError(event["text"])
             if event.get("vocabulary", types(count)) != types(count):
@@ -102,13 +103,13 @@ def history(
 
 
 def ours(figures: Figures, device: str, updates: int) -> None:
-    """Measures real target tokens a second on transformer-base, with CUDA graphs and without."""
+    """Measures the training loop's real target tokens per second, with CUDA graphs and without."""
     shape, count = size(device)
     for name, cuda_graphs in ((OURS, True), (UNRECORDED, False)):
         with figures.attempt("training", name):
             made = history(shape, device, updates, "bf16", count, cuda_graphs)
-            # A shape's first batch runs as it is and its second is recorded. Every epoch (28 batches) has the same
-            # shapes, so from the third on all are replayed.
+            # The first batch of a shape runs as it is, and the second is recorded as a graph. Every epoch (28 batches)
+            # has the same shapes, so from the third epoch on all batches are replayed.
             if figures.on_cuda and (updates < WINDOW or made.epoch[-WINDOW] < 3):
                 raise ValueError(f"{updates} updates are too few: the latest {WINDOW} must be of the third epoch on")
             figures.add("training", name, float(made.tokens_per_second[-1]), RATE)
@@ -126,7 +127,7 @@ def compiled(figures: Figures, device: str, updates: int) -> None:
 
 
 def compare(figures: Figures) -> None:
-    """Compares our rate with the best of others, as far as they are measured."""
+    """Adds the ratios of our rate to other rates, each to the best one of a group that has been measured."""
     rates = {row["what"]: float(row["value"]) for row in figures.rows() if row["unit"] == RATE}
 
     def ratio(what: str, others: Iterable[str], bar: float | None = None) -> None:
@@ -142,7 +143,8 @@ def compare(figures: Figures) -> None:
 
 
 class Reference(nn.Module):
-    """torch.nn.Transformer with tied embeddings, learned positions and the loss."""
+    """A translation model around torch.nn.Transformer, with tied embeddings and learned positions; it returns the
+    loss."""
 
     def __init__(self, shape: dict[str, Any], types: int, norm_first: bool = True) -> None:
         super().__init__()
@@ -173,8 +175,8 @@ class Reference(nn.Module):
 
 
 def batches(device: str, count: int) -> list[tuple[Tensor, Tensor, Tensor, int]]:
-    """Returns (source, decoder input, decoder output, real target tokens): full batches of a width that is a
-    multiple of 8, so that there are six shapes."""
+    """Returns batches of (source, decoder input, decoder output, number of real target tokens). Each batch is full, and
+    its width is a multiple of 8, so that there are only six shapes."""
     chosen = sorted(sentences(count), key=len)
     found, start = list[tuple[Tensor, Tensor, Tensor, int]](), 0
     while start < len(chosen):
@@ -195,14 +197,17 @@ def batches(device: str, count: int) -> list[tuple[Tensor, Tensor, Tensor, int]]
 
 
 def torch_rate(device: str, updates: int, mode: str | None) -> float:
-    """Returns real target tokens a second, with bf16 autocast and fused AdamW, without compilation."""
+    """Returns torch.nn.Transformer's real target tokens per second, with bf16 autocast and fused AdamW. `mode` is a
+    mode of torch.compile, None for eager. The time of compilation is not counted."""
     (shape, count), on_cuda = size(device), device.startswith("cuda")
     model = Reference(shape, types(count)).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=on_cuda)
-    # There is one compilation for all shapes: one for each would take longer than all other measurements together.
+    # The model is compiled once for all shapes (dynamic), because a compilation for each shape would take longer than
+    # all other measurements together.
     step = torch.compile(model, mode=mode, dynamic=True) if mode else model
     data = batches(device, count)
-    # A shape's first call compiles, its second is recorded as a graph, so the clock starts after the third.
+    # The first call with a shape may compile, and the second may be recorded as a graph. So the clock starts after
+    # three calls with each shape.
     warm_up = 3 * list({tuple(batch[0].shape): batch for batch in data}.values())
     tokens, start = 0, 0.0
     for number, (source, target, output, real) in enumerate(warm_up + [data[i % len(data)] for i in range(updates)]):

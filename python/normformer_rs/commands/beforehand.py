@@ -1,4 +1,4 @@
-"""Checks of folders and files before torch is imported, which takes seconds.
+"""Checks folders and files before torch is imported, because that import takes seconds.
 
 The extension module repeats these checks when it reads.
 """
@@ -27,7 +27,7 @@ def check_run(folder: str | PathLike[str]) -> None:
 
 
 def check_model(folder: str | PathLike[str], checkpoint: str = "best") -> None:
-    """Raises InputError if the folder holds no run, or not that checkpoint."""
+    """Raises InputError if the folder holds no run, or if the run has no checkpoint of that name or update."""
     check_run(folder)
     if len(Path(checkpoint).parts) > 1 or os.path.exists(checkpoint):
         return  # a path to a checkpoint, which the extension module checks
@@ -42,7 +42,7 @@ def check_model(folder: str | PathLike[str], checkpoint: str = "best") -> None:
 
 
 def check_average(folder: str | PathLike[str], last: int | None, updates: Sequence[int] | None) -> None:
-    """Raises InputError for numbers that no checkpoint has, and if the folder holds no run."""
+    """Raises InputError if `last` or an update's number is out of range, or if the folder holds no run."""
     for name, number, least in (("last", last, 1), *(("updates", update, 0) for update in updates or ())):
         if number is not None and not least <= number < 2**63:
             raise InputError(f"{name} must be at least {least}, and below 2⁶³; got {number}")
@@ -58,7 +58,7 @@ def check_output(output: str, resume: bool, from_checkpoint: str | None, overwri
     holds_run = Path(output, RUN_CONFIG).exists()
     if resume and not holds_run:
         raise InputError(f"{output} holds no run to resume: leave out --resume to start one")
-    # Without checksums it may be another program's folder; the extension module decides whose it is.
+    # A folder with config.json but without checksums.txt may be another program's. The extension module checks that.
     if holds_run and Path(output, CHECKSUMS).exists() and not (resume or overwrite):
         raise InputError(
             f"{output} already holds a run: --resume continues it, --overwrite starts anew, or choose another output"
@@ -66,7 +66,8 @@ def check_output(output: str, resume: bool, from_checkpoint: str | None, overwri
 
 
 def check_data(model: TransformerConfig, data: DataConfig) -> None:
-    """Raises InputError if files are not named or do not exist, and if no tokenisation is chosen."""
+    """Raises InputError if a text file is not named or does not exist, or if no tokenisation is chosen. If fairseq's
+    binarised folder (`data_bin`) is given, nothing is checked here."""
     given: dict[str, Any] = data.asdict()
     if given["data_bin"] is not None:
         return

@@ -1,4 +1,4 @@
-"""`normformer-rs --print-completion`: the completions that Tab proposes in a shell."""
+"""`normformer-rs --print-completion`: prints a script with which Tab completes commands in a shell."""
 
 import argparse
 from typing import Any
@@ -20,7 +20,7 @@ _CHOICES = {
 
 
 class PrintCompletion(argparse.Action):
-    """Prints a shell's completion script for the parser that it belongs to, and ends the command."""
+    """The action of --print-completion: prints the completion script of the named shell and ends the command."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
         text.check_writable(text.STANDARD)
@@ -46,7 +46,7 @@ def add_to(parser: argparse.ArgumentParser) -> None:
 
 
 def _of(root: argparse.ArgumentParser) -> list[Parser]:
-    """Returns the parsers of the commands."""
+    """Returns the parser of each command, such as train or translate, from the root parser."""
     return [
         parser
         for action in root._actions

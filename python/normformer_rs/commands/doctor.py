@@ -31,7 +31,7 @@ def _doctor(args: argparse.Namespace) -> None:
 
 
 def _cores() -> list[str]:
-    """Lists the files of the compiled part, one for each torch; the one in use is marked."""
+    """Returns the file names of the extension module, one for each version of torch; the one in use is marked."""
     from .. import _core
 
     used = Path(_core.__file__)
@@ -63,7 +63,7 @@ def _devices() -> Iterator[tuple[str, list[str]]]:
         name = f"cuda:{device}, {torch.cuda.get_device_name(device)}, compute capability {capability}"
         try:
             missing = _core.cuda_missing(device)
-        except RuntimeError as error:  # kernels are set to be required
+        except RuntimeError as error:  # an environment variable requires kernels, so their absence is an error
             missing = str(error)
         if missing is None:
             yield f"{name}: kernels run", []
@@ -72,7 +72,8 @@ def _devices() -> Iterator[tuple[str, list[str]]]:
 
 
 def _kernels() -> Iterator[tuple[str, list[str]]]:
-    """Yields verdicts by device and driver."""
+    """Yields, for each device and driver with which kernels were checked, a line with the numbers of right and wrong
+    kernels, and advice for each wrong one."""
     from .. import _core
 
     found: dict[str, dict[str, list[str]]] = {}

@@ -1,4 +1,4 @@
-"""`normformer-rs evaluate`: BLEU of translations, perplexity of a model."""
+"""`normformer-rs evaluate`: measures BLEU of translations and the perplexity of a model."""
 
 import argparse
 from typing import Any

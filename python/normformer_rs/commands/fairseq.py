@@ -29,9 +29,10 @@ def parser() -> Command:
 
 def _run(args: argparse.Namespace) -> None:
     check(args.command, args.arguments)
-    text.check_writable(text.STANDARD)  # because fairseq prints there, and logs there while it trains
+    text.check_writable(text.STANDARD)  # because fairseq prints and logs to standard output
     sys.argv = [f"{PROG} fairseq", args.command, *args.arguments]
-    # It runs like `python -m`, so that workers that fairseq spawns find the same main module and its patches.
+    # The module runs as with `python -m`, so that workers that fairseq spawns import the same main module and its
+    # patches.
     try:
         runpy.run_module("normformer_rs.fairseq_plugin.command", run_name="__main__", alter_sys=True)
     except (ImportError, KeyboardInterrupt):
@@ -42,7 +43,7 @@ def _run(args: argparse.Namespace) -> None:
 
 
 class FairseqCommand(NamedTuple):
-    """A command of fairseq."""
+    """A command of fairseq: its usage line and the options that it needs."""
 
     usage: str
     needs: tuple[tuple[str, ...], ...] = ()
@@ -72,8 +73,8 @@ COMMANDS = {
 
 
 def check(command: str, arguments: Sequence[str]) -> None:
-    """Raises InputError for a command that fairseq does not have, UsageError if an option is missing that the
-    command needs."""
+    """Raises InputError if fairseq has no such command, and UsageError if an option that the command needs is
+    missing."""
     if command not in COMMANDS:
         raise InputError(unknown("command", command, COMMANDS))
     known = COMMANDS[command]
@@ -83,6 +84,7 @@ def check(command: str, arguments: Sequence[str]) -> None:
         return any(argument == option or argument.startswith(joined) for argument in arguments)
 
     missing = [group[0] for group in known.needs if not any(map(is_given, group))]
+    # fairseq itself answers --help, and checks all else. A command without any argument is an error here.
     if HELP.intersection(arguments) or (arguments and not missing):
         return
     what = ", ".join(missing) if missing else "arguments"

@@ -1,4 +1,4 @@
-"""fairseq's words on this package's command line: aliases of our options, and answers that name ours."""
+"""fairseq's flags on this package's command line: some are aliases of our options; for others an error names ours."""
 
 import re
 from collections.abc import Container
@@ -12,7 +12,7 @@ SAME = {
     },
     "translate": {"--nbest": "--n-best"},
 }
-"""For each command, fairseq's options that have an equal here: same meaning, same values."""
+"""For each command, the fairseq flags that are aliases here, because our option has the same meaning and values."""
 OTHERS = {
     "--arch": "--preset NAME (transformer is transformer-base, transformer_iwslt_de_en is transformer-small)",
     "--max-epoch": "--epochs N --updates 0",
@@ -66,15 +66,15 @@ OTHERS = {
     "--ddp-backend": "leave it out; torchrun starts several processes",
     "--distributed-world-size": "leave it out; torchrun starts several processes",
 }
-"""The answers for fairseq's options that have another form here."""
+"""For each fairseq flag that is no alias, the text of the error: our option, or what to do instead."""
 _CRITERION = "--criterion decides which checkpoint is best: bleu or loss; fairseq's is --label-smoothing X here"
 VALUES = {("criterion", "label_smoothed_cross_entropy"): _CRITERION, ("criterion", "cross_entropy"): _CRITERION}
-"""The answers for fairseq's values of options that both packages have."""
+"""For options that both packages have, the errors for values that only fairseq has."""
 
 
 def answer(flag: str, flags: Container[str]) -> str | None:
-    """Returns `--arch is fairseq's; here: --preset NAME`; None for another word, or if the answer names an option
-    that is not in `flags`."""
+    """Returns the error for one of fairseq's flags, such as `--arch is fairseq's; here: --preset NAME`. Returns None
+    if `flag` is not fairseq's, or if the error would name an option that is not in `flags`, the command's options."""
     ours = OTHERS.get(flag)
     if ours is None or not all(named in flags for named in re.findall(r"--[\w-]+", ours)):
         return None

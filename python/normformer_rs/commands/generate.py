@@ -58,19 +58,19 @@ def _run(args: argparse.Namespace) -> None:
 
 
 class Live:
-    """Shows texts in order on standard output: the first unfinished one as it grows, while later ones wait.
+    """Shows texts on standard output in the prompts' order: the first unfinished text as it grows, the others later.
 
     `between` follows each text's last line.
     """
 
     def __init__(self, prompts: Sequence[str], samples: int, between: str) -> None:
         self._waiting = [prompt for prompt in prompts for _ in range(samples)]
-        """The part of each text that is not shown yet, its prompt first."""
+        """For each text the part that is not shown yet. At the start this is its prompt."""
         self._is_over = [False] * len(self._waiting)
         self._samples, self._between = samples, between
         self._turn = 0
         self._is_open = False
-        """True if a line has begun."""
+        """True if the last shown line has not ended yet."""
 
     def __call__(self, prompt: int, sample: int, new: str | None) -> None:
         place = prompt * self._samples + sample
@@ -89,7 +89,7 @@ class Live:
         self._show(shown)
 
     def close(self) -> None:
-        """Ends the line of a text that was stopped."""
+        """Ends the last shown line if its text was stopped in the middle."""
         if self._is_open:
             self._show("\n")
 

@@ -1,4 +1,5 @@
-"""Options from the command line and from TOML files; both use the configs' names, and any other name is an error."""
+"""Reads options from the command line and from TOML files. Both use the names of the configs' fields; any other name
+is an error."""
 
 import argparse
 import contextlib
@@ -27,15 +28,15 @@ RUN_CONFIG = "config.json"
 SECTIONS = ("model", "training", "data")
 """The tables in which a file may group its options."""
 EXCLUSIVE = {"bpe_operations", "bpe_codes", "no_bpe", "data_bin"}
-"""Exclusive ways of tokenisation (data_bin's text is tokenised already); naming one replaces one from a file or an
-earlier run."""
+"""Options that choose the tokenisation, of which only one may be set (the text of data_bin is tokenised already). One
+on the command line replaces one from a file or from an earlier run."""
 HELP = {"-h", "--help"}
 _FIELDS = {field.name: field for kind in (TransformerConfig, TrainingConfig, DataConfig) for field in kind.FIELDS}
 LISTED = "`normformer-rs train --help` lists the options"
 
 
 class UsageError(InputError):
-    """A command line that cannot be read. `where` is the line that shows its usage, or where to find it."""
+    """An error for a command line that cannot be parsed. `where` is a second line: the usage, or where to find it."""
 
     def __init__(self, message: str, where: str) -> None:
         super().__init__(message)
@@ -69,7 +70,8 @@ class _Formatter(argparse.HelpFormatter):
 class Parser(argparse.ArgumentParser):
     """A parser that raises UsageError, and reports an unknown option, with the closest one, before anything else.
 
-    `add`: adds the parser's options when they are first needed, so that a command does not wait for another's.
+    `add` is a function that adds the parser's options. It is called when they are first needed, so that no command
+    waits for the options of another one.
     """
 
     def __init__(self, add: Callable[[argparse.ArgumentParser], None] | None = None, **settings: Any) -> None:
@@ -84,7 +86,7 @@ class Parser(argparse.ArgumentParser):
 
     @property
     def _takes_command(self) -> bool:
-        """True if a command and its own options follow the parser's."""
+        """True if a command with its own options follows this parser's options."""
         return any(action.nargs in (argparse.PARSER, argparse.REMAINDER) for action in self._actions)
 
     def error(self, message: str) -> Any:
@@ -101,6 +103,7 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         self.add_options()
         args = sys.argv[1:] if args is None else list(args)
+        # Only words before `rest` are this parser's options: those before "--", or before the name of a command.
         rest = next((i for i, word in enumerate(args) if word == "--"), len(args))
         if self._takes_command:
             rest = next((i for i, word in enumerate(args) if not word.startswith("-")), len(args))
@@ -120,7 +123,7 @@ class Parser(argparse.ArgumentParser):
             self.error(fairseq_words.answer(name, long) or f'unknown option "{name}"{closest(name, long)}')
 
     def _print_message(self, message: str, file: Any = None) -> None:
-        # argparse would print help to standard error if the output is closed, and would hide that it is full
+        # argparse itself would print help to standard error if standard output is closed, and would ignore a full disk
         check_writable(STANDARD)
         (file or sys.stderr).write(message)
 
@@ -139,8 +142,7 @@ def flag(name: str) -> str:
 
 
 def add_flags(group: Any, fields: Iterable[Field]) -> None:
-    """Adds a flag for each option of a config. A flag that is not given sets nothing, so that files and presets
-    apply."""
+    """Adds a flag for each field. A flag that is not given sets no value, so that files and presets can set it."""
     for field in fields:
         _add_flag(group, field)
 
@@ -157,7 +159,7 @@ def _add_flag(group: Any, field: Field) -> None:
 
 
 def _help(field: Field) -> str:
-    """Returns the help text, with the choices that it does not name itself and the default."""
+    """Returns a field's help text and its default, and its choices if the help text does not name them all."""
     are_named = all(re.search(rf"(?<![\w-]){choice}(?![\w-])", field.help) for choice in field.choices)
     choices = "" if are_named else f" One of {', '.join(field.choices)}."
     default = ("yes" if field.default else "no") if field.kind == "bool" else field.default
@@ -186,7 +188,7 @@ def add_model(parser: Any, required: bool) -> None:
 
 
 def given(args: argparse.Namespace, *kinds: type[Config]) -> dict[str, Any]:
-    """Returns the values of the configs' options that are given on the command line."""
+    """Returns, by name, the values of those fields of the configs `kinds` that are given on the command line."""
     options = {}
     for field in (field for kind in kinds for field in kind.FIELDS):
         if hasattr(args, field.name):
@@ -205,16 +207,17 @@ def parse(field: Field, text: str) -> Any:
     if (field.name, text) in fairseq_words.VALUES:
         raise InputError(fairseq_words.VALUES[field.name, text])
     value: Any = text
-    with contextlib.suppress(ValueError):  # `check` reports a remaining string by name
+    with contextlib.suppress(ValueError):  # text that is no number stays text, which `check` below refuses
         value = {"int": int, "float": float}.get(field.kind, str)(text)
     return field.check(value)
 
 
 def read_toml(path: str | Path, known: Iterable[str], trust: bool = False) -> dict[str, Any]:
-    """Reads the options of a file, flat or in the tables [model], [training] and [data], with - or _ in their names.
+    """Returns the options in a TOML file. They may stand at the top level or in the tables [model], [training] and
+    [data], and their names may be written with - or _.
 
-    Errors: InputError for a missing file, wrong syntax, an unknown name, one given twice, a wrong value, and, without
-    `trust`, a text that names code.
+    Errors: InputError for a missing file, wrong syntax, an unknown name, a name that is given twice and a wrong value;
+    without `trust` also for a value that names code, file.py:Class.
     """
     try:
         content = tomllib.loads(read_small(path, pipe=True))
@@ -222,7 +225,7 @@ def read_toml(path: str | Path, known: Iterable[str], trust: bool = False) -> di
         raise InputError(f"{path}: no such file; expected a TOML file of options") from error
     except InputError:
         raise
-    except (ValueError, RecursionError) as error:  # errors of TOML, too long numbers, too deeply nested tables
+    except (ValueError, RecursionError) as error:  # wrong syntax, or numbers and tables that Python's limits refuse
         raise InputError(f"{path}: not valid TOML: {error}") from error
     return _flat(content, path, list(known), trust)
 
@@ -230,10 +233,10 @@ def read_toml(path: str | Path, known: Iterable[str], trust: bool = False) -> di
 def read_run(
     output: str | Path, known: Iterable[str], from_checkpoint: str | None = None, trust: bool = False
 ) -> dict[str, Any]:
-    """Returns the options of a run's checkpoint, by default of the newest: a resume may have changed some since the run
-    began. Returns {} if `output` holds no run.
+    """Returns the options that a run's checkpoint was trained with, by default the newest one: they may differ from
+    those at the run's start, if it was resumed with other options. Returns {} if `output` holds no run.
 
-    Errors: InputError if damaged; without `trust` also for a text that names code.
+    Errors: InputError if the run's files are damaged; without `trust` also for a value that names code.
     """
     path = Path(output) / RUN_CONFIG
     try:
@@ -254,7 +257,7 @@ def read_run(
 
 
 def _flat(content: dict[str, Any], path: str | Path, known: list[str], trust: bool) -> dict[str, Any]:
-    """Returns the options by name, including those in tables."""
+    """Returns the options by name, both those at the top level of `content` and those in its tables."""
     options: dict[str, Any] = {}
     for section, table in [("", content), *((name, content[name]) for name in SECTIONS if name in content)]:
         if not isinstance(table, dict):
@@ -274,7 +277,7 @@ def _flat(content: dict[str, Any], path: str | Path, known: list[str], trust: bo
 
 
 def _checked(name: str, value: Any, path: str | Path) -> Any:
-    """Returns the checked value; for a wrong one the InputError names the file."""
+    """Returns the value if it is valid for the option `name`; otherwise raises an InputError that names the file."""
     try:
         if name == "preset":
             find_preset(value)

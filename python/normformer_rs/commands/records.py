@@ -1,4 +1,4 @@
-"""`normformer-rs text`: makes text files of the fields of records."""
+"""`normformer-rs text`: writes fields of records into text files."""
 
 import argparse
 

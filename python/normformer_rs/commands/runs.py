@@ -1,4 +1,4 @@
-"""The commands on trained runs: `normformer-rs average`, `plot` and `convert`."""
+"""The commands that work on trained runs: `normformer-rs average`, `plot` and `convert`."""
 
 import argparse
 from pathlib import Path

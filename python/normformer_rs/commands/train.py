@@ -1,4 +1,4 @@
-"""`normformer-rs train` and `normformer-rs demo`: both train a model."""
+"""The commands `normformer-rs train`, and `normformer-rs demo`, which trains a small model on made-up data."""
 
 import argparse
 import os
@@ -21,16 +21,16 @@ _COMMON = (
     *("train_source", "train_target", "valid_source", "valid_target", "bpe_operations"),
     *("norm", "residual", "init", "updates", "max_tokens", "lr", "precision", "device", "seed"),
 )
-"""Options that help lists first, independent of their group."""
+"""Options that help lists first, in the group "common", whatever their own group is."""
 _COMMAND = {"preset", "output"}
-"""Options that a file may have besides the configs' options."""
+"""Options that belong to the command itself, not to a config; a TOML file may set them, too."""
 
 
 def parser() -> Command:
     def add(parser: argparse.ArgumentParser) -> None:
         parser.usage = "%(prog)s --output DIR [OPTION …]"
         kinds = (DataConfig, TransformerConfig, TrainingConfig)
-        # The vocabulary's size follows from the data.
+        # There is no flag for vocab_size, because the vocabulary's size follows from the data.
         fields = {field.name: field for kind in kinds for field in kind.FIELDS if field.name != "vocab_size"}
         names = ["common", *dict.fromkeys(field.group for field in fields.values())]
         groups = {name: parser.add_argument_group(name) for name in names}
@@ -71,7 +71,7 @@ class Plan(NamedTuple):
     data: DataConfig
     output: str | None
     chosen: set[str]
-    """The options that command line, file and preset set."""
+    """The names of the options that are set by the command line, the file, the preset or the resumed run."""
 
 
 def _run(args: argparse.Namespace) -> None:
@@ -87,7 +87,7 @@ def _run(args: argparse.Namespace) -> None:
     trainer.chosen = plan.chosen
     if args.memory is not None:
         os.environ.setdefault("NORMFORMER_RS_ALLOCATOR", "return")
-        keep_memory()  # before the dry run, so that the memory of its blocks is returned, too
+        keep_memory()  # with `return` above, it gives freed memory back at once; the dry run's, too
         trainer = trainer.within(in_bytes(args.memory))
     if args.dry_run or plan.output is None:
         needs = trainer.dry_run()
@@ -116,7 +116,7 @@ def _run(args: argparse.Namespace) -> None:
 
 
 def _is_first() -> bool:
-    """True for the process that checks the folder and reports; under torchrun it is the first."""
+    """Returns True in the process that checks the output folder and reports: the only one, or torchrun's rank 0."""
     return os.environ.get("RANK", "0") == "0"
 
 
@@ -133,14 +133,15 @@ def plan_of(args: argparse.Namespace) -> Plan:
     output = flags.get("output", file.get("output"))
     if not isinstance(output, str | None) or output == "":
         raise InputError(f"output must be a folder's path; got {output!r}")
-    if output and not args.dry_run and _is_first():  # another process may get here when the first has begun the run
+    # Only the first process checks the folder. It may have begun the run already when another process gets here.
+    if output and not args.dry_run and _is_first():
         check_output(output, args.resume, args.from_checkpoint, args.overwrite)
     run: dict[str, Any] = {}
     if output and args.resume:
         from .. import _core
 
         _core.check_run(output)
-        with using(*own_norms(flags | file)):  # config.json has no classes, so it means those that were named here
+        with using(*own_norms(flags | file)):  # config.json holds no classes; flags or file name a user's own norm
             run = read_run(output, sorted(known), args.from_checkpoint, args.trust)
     options = layered(flags.get("preset", file.get("preset")), run, file, flags)
     chosen = {*options, *flags, *file}

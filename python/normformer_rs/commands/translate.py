@@ -48,7 +48,7 @@ def _run(args: argparse.Namespace) -> None:
     found = translate(args.model, lines, search, max_tokens=args.max_tokens, **options)
     if search.n_best == 1:
         text.write_lines(args.output, (hypotheses[0].text for hypotheses in found))
-    else:  # the format of Moses
+    else:  # Moses' n-best format: number ||| text ||| score
         numbered = ((i, h) for i, hypotheses in enumerate(found) for h in hypotheses)
         text.write_lines(args.output, (f"{i} ||| {h.text} ||| {h.score:.6f}" for i, h in numbered))
     cut = sum(not hypothesis.finished for hypotheses in found for hypothesis in hypotheses)

@@ -1,4 +1,4 @@
-"""`normformer-rs --version --all`: the facts about the machine that a fault report needs."""
+"""`normformer-rs --version --all`: prints the facts about the machine that a bug report needs."""
 
 import os
 import platform
@@ -12,8 +12,8 @@ FLAGS = ["--version", "--all"]
 
 
 def report() -> str:
-    """Returns one line each: the package and its extension module, Python, torch, the processor, devices, packages,
-    variables."""
+    """Returns a text with a line for each of: the package and its extension module, Python, torch, the processor,
+    GPUs, the operating system, installed packages, environment variables."""
     import torch
 
     from .. import _core
@@ -35,7 +35,7 @@ def report() -> str:
 
 
 def processor() -> str:
-    """Returns the processor's name."""
+    """Returns the processor's model name from /proc/cpuinfo, or else the machine's type, such as x86_64."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as file:
             return next(line.partition(":")[2].strip() for line in file if line.startswith("model name"))
@@ -44,7 +44,7 @@ def processor() -> str:
 
 
 def _version(package: str) -> str | None:
-    from importlib import metadata  # takes longer than all else that --help needs
+    from importlib import metadata  # imported here, because it is slow and --help does not need it
 
     try:
         return metadata.version(package)

@@ -1,7 +1,7 @@
 """Runs fairseq-COMMAND with the plug-in.
 
-A spawned worker imports this module, and with it the package, before fairseq. The package patches Python at its import,
-so no patch may move into `main`.
+A spawned worker imports this module, and so the package, before fairseq. The package patches Python when it is
+imported. No patch may move into `main`, which workers do not call.
 """
 
 import argparse
@@ -16,8 +16,8 @@ from normformer_rs.text import escaped
 
 
 class _PrintLater:
-    """Prints a parser's help at the second call, because fairseq's own --help ends before the architecture's flags
-    are added."""
+    """Prints the help and ends the command when it is called for the second time. fairseq calls it twice, and adds the
+    architecture's flags in between; its own --help would end before that."""
 
     is_complete = False
 
@@ -29,12 +29,12 @@ class _PrintLater:
 
 
 def main() -> int:
-    """Runs fairseq's command; returns its exit code, or 2 after one line if the plug-in refuses something. The
-    plug-in's own --trust lets a checkpoint's options name code."""
+    """Runs fairseq's command that sys.argv names. Returns the exit code: 0, or 2 after an error in one line if the
+    plug-in refuses something. The plug-in's own flag --trust allows a checkpoint's options to name code."""
     _, *arguments = sys.argv
     if "--trust" in arguments:
         arguments.remove("--trust")
-        os.environ["NORMFORMER_RS_TRUST"] = "1"  # also for processes that fairseq starts
+        os.environ["NORMFORMER_RS_TRUST"] = "1"  # a variable, so that processes that fairseq starts see it, too
     try:
         check(arguments[0] if arguments else "", arguments[1:])
         sys.argv = [f"fairseq-{arguments[0]}", *arguments[1:]]
@@ -57,7 +57,8 @@ def main() -> int:
 
 
 def _refusal(error: BaseException | None) -> InputError | None:
-    """Returns the plug-in's InputError, even if fairseq has raised an exception of its own over it."""
+    """Returns the InputError from which the error was raised, possibly through exceptions of fairseq; None if there is
+    none."""
     while error is not None and not isinstance(error, InputError):
         error = error.__cause__ or error.__context__
     return error

@@ -1,7 +1,8 @@
-"""Patches with which fairseq 0.12.2 runs on today's Python and torch. fairseq's files do not change.
+"""Patches that make fairseq 0.12.2 run on today's Python and torch. They change no file of fairseq.
 
-Each patch names its reason and may be applied twice. Python's patches come before fairseq's import; they and numpy's do
-nothing on a version that needs none. The others always apply, because this package runs with one torch.
+Each patch names its reason and may be applied twice. Those of Python are applied before fairseq is imported; they and
+the patch of numpy do nothing on a version that does not need them. The other patches are always needed, because this
+package supports only one version of torch.
 """
 
 import contextlib
@@ -25,7 +26,7 @@ _FOREIGN = ("fairseq", "fairseq_cli", "hydra")
 
 
 def apply() -> None:
-    """Imports fairseq, with every patch that this Python and this torch need."""
+    """Imports fairseq and applies every patch that this Python, this numpy and torch need."""
     allow_dataclass_defaults()
     give_finders_find_module()
     require(
@@ -44,8 +45,8 @@ def allow_dataclass_defaults() -> None:
     """Allows dataclasses as field defaults. Python 3.11 refuses an unhashable default; fairseq's and hydra 1.0's
     configs have dataclasses there.
 
-    `dataclasses` asks whether the default's type has a hash, so the type gets one while the field is made. A
-    default_factory would not work, because fairseq reads `Field.default`.
+    `dataclasses` checks whether the default's type has a hash. So the type gets one while the field is made. A
+    default_factory cannot be used instead, because fairseq reads `Field.default`.
     """
     made: Any = dataclasses._get_field  # type: ignore[attr-defined]
     if sys.version_info < (3, 11) or hasattr(made, "__wrapped__"):
@@ -74,7 +75,7 @@ def _hashable(kind: Any) -> Iterator[None]:
 
 
 def give_finders_find_module() -> None:
-    """Restores `find_module`, which Python 3.12 dropped, and with which hydra 1.0 looks for its plug-ins."""
+    """Restores `FileFinder.find_module`, which hydra 1.0 uses to find its plug-ins and which Python 3.12 removed."""
     if sys.version_info < (3, 12) or hasattr(FileFinder, "find_module"):
         return
 
@@ -86,8 +87,8 @@ def give_finders_find_module() -> None:
 
 
 def lend_names_of_numpy_1() -> None:
-    """Restores names of numpy 1: numpy 1.24 dropped `int` and `float`, and 2.0 `compat`. The modules of fairseq that
-    use them get a numpy that still has them."""
+    """Gives the modules of fairseq that use `np.int`, `np.float` or `np.compat` a numpy that has these names. numpy
+    1.24 removed the first two, numpy 2.0 the third."""
     if hasattr(np, "int") and hasattr(np, "compat"):
         return
     lent: Any = types.ModuleType("numpy")
@@ -105,8 +106,8 @@ def lend_names_of_numpy_1() -> None:
 def allow_checkpoints() -> None:
     """Allows the types in `SAFE` in fairseq checkpoints: torch 2.6 and later load tensors and plain data only.
 
-    They are added before each load: torch's context manager `safe_globals`, which other libraries' trainers use,
-    removes them when it ends.
+    The types are added again before each load, because torch's context manager `safe_globals`, which other libraries'
+    trainers use, removes them when it ends.
     """
     from fairseq import checkpoint_utils
 
@@ -122,8 +123,8 @@ def allow_checkpoints() -> None:
 
 
 def broadcast_objects() -> None:
-    """Sends objects with pickle: when several processes resume, rank 0 sends the others its configuration, too,
-    which torch.load refuses since torch 2.6."""
+    """Makes fairseq send objects to other processes with torch's own broadcast, which uses pickle. When several
+    processes resume, rank 0 sends its configuration, too, and torch.load refuses that since torch 2.6."""
     from fairseq.distributed import utils
 
     def broadcast_object_slow(obj: Any, src_rank: int, group: Any, dist_device: torch.device) -> Any:
@@ -135,8 +136,8 @@ def broadcast_objects() -> None:
 
 
 def keep_half_precision_on_cpus() -> None:
-    """Keeps half precision on CPUs: fairseq 0.12.2's command line reads --bf16 as a request for TPUs, and fails
-    without torch_xla. Its flat gradients of --fp16 need the current GPU, and fail without one."""
+    """Makes --bf16 and --fp16 work on CPUs. fairseq 0.12.2's command line takes --bf16 as a request for TPUs and fails
+    without torch_xla. With --fp16 its flat gradients are on the current GPU, which fails if there is none."""
     from fairseq import options
 
     parse = options.parse_args_and_arch
@@ -157,8 +158,8 @@ def keep_half_precision_on_cpus() -> None:
 
 
 def switch_fast_path_off() -> None:
-    """Switches torch 2's encoder fast path off: it needs an argument that fairseq's own encoder layer does not pass
-    in evaluation."""
+    """Switches the fast path off that fairseq's own encoder layer takes in evaluation: torch 2 needs an argument there
+    that fairseq does not pass."""
     from fairseq.modules.transformer_layer import TransformerEncoderLayerBase
 
     never = property(lambda self: False, lambda self, value: None)

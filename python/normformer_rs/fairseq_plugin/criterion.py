@@ -1,4 +1,4 @@
-"""Label-smoothed cross-entropy in one fused operator, over the target vocabulary."""
+"""The plug-in's criterion: label-smoothed cross-entropy over the target vocabulary, computed by one fused operator."""
 
 import dataclasses
 from typing import Any
@@ -36,7 +36,7 @@ class FusedLabelSmoothedCrossEntropy(LabelSmoothedCrossEntropyCriterion):
     validation data may have, count as UNK.
     """
 
-    # fairseq passes these arguments by their names.
+    # fairseq finds the arguments by these names, so they cannot be renamed.
     def __init__(
         self,
         task: Any,
@@ -83,7 +83,8 @@ class FusedLabelSmoothedCrossEntropy(LabelSmoothedCrossEntropyCriterion):
         return (guessed.eq(target) & is_real).sum(), is_real.sum()
 
     def _prepare(self, model: Any, net_output: Any, sample: Any) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Returns logits and targets, flat and without the ignored prefix, and V_t."""
+        """Returns the logits (N, V), the targets (N,), both without the ignored prefix, and the mask of V_t, or None.
+        Targets outside V_t are replaced by UNK."""
         if getattr(_decoder(model), "adaptive_softmax", None) is not None:
             raise InputError(
                 "--criterion nfrs_label_smoothed_cross_entropy takes logits of the whole vocabulary, and a model with "
@@ -100,8 +101,8 @@ class FusedLabelSmoothedCrossEntropy(LabelSmoothedCrossEntropyCriterion):
         return logits, torch.where(is_known, target, self.unknown), mask
 
     def _vocabulary(self, model: Any) -> tuple[Tensor | None, int]:
-        """Returns V_t, a flag for each vocabulary entry, and |V_t|; it counts again only after a write to the mask,
-        because counting waits for a GPU."""
+        """Returns V_t as a flag for each vocabulary entry, and |V_t|; (None, 0) if the model has no mask. |V_t| is
+        counted again only after the mask was written to, because counting waits for the GPU."""
         held = getattr(_decoder(model), "vocab_mask", None)
         if held is None:
             return None, 0
@@ -111,7 +112,7 @@ class FusedLabelSmoothedCrossEntropy(LabelSmoothedCrossEntropyCriterion):
 
 
 def _decoder(model: Any) -> Any:
-    """Returns the model's decoder, also if a distributed wrapper holds the model."""
+    """Returns the model's decoder, or None. The model may be inside a distributed wrapper."""
     while hasattr(model, "module"):
         model = model.module
     return getattr(model, "decoder", None)

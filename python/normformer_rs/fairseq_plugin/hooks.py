@@ -1,5 +1,5 @@
-"""Hooks on fairseq's functions: checks and settings between fairseq-train's load of a checkpoint and its first
-update."""
+"""Replaces two functions of fairseq: after fairseq-train has loaded a checkpoint, this package's checks and settings
+follow; and the average over time leaves out tensors that have no mean."""
 
 import functools
 from typing import Any
@@ -23,7 +23,8 @@ _load, _average = checkpoint_utils.load_checkpoint, trainer_module.build_ema
 
 @functools.wraps(_load)
 def load_checkpoint(cfg: Any, trainer: Any, **options: Any) -> Any:
-    """Runs fairseq's own function, then this package's checks. Only fairseq-train calls it."""
+    """Runs fairseq's own function, then this package's checks and settings. Only fairseq-train calls it, before the
+    first update."""
     extra, epochs = _load(cfg, trainer, **options)
     if extra is not None and isinstance(trainer.lr_scheduler, ValDecay):
         trainer.lr_scheduler.resume(extra)
@@ -47,7 +48,8 @@ checkpoint_utils.load_checkpoint = load_checkpoint
 
 @functools.wraps(_average)
 def build_ema(model: Any, config: Any, device: Any) -> Any:
-    """Makes fairseq's average over time; counters, switches and masks are copied, because they have no mean."""
+    """Returns fairseq's average of the model over time (EMA). Counters, switches and masks are copied instead of
+    averaged, because they have no mean."""
     ema = _average(model, config, device)
     if ema is not None:
         named = ((name, t) for name, t in model.state_dict().items() if isinstance(t, torch.Tensor))
@@ -59,7 +61,7 @@ trainer_module.build_ema = build_ema
 
 
 def _settle_vocabulary(mask: torch.Tensor, trainer: Any) -> None:
-    """Sets V_t from the training data, both in a resumed training and in a new one."""
+    """Fills the mask of V_t from the training data. That is done in a resumed training, too."""
     if not isinstance(trainer.get_criterion(), FusedLabelSmoothedCrossEntropy):
         raise InputError("--vocab-mask needs --criterion nfrs_label_smoothed_cross_entropy")
     if getattr(trainer.cfg.task, "add_bos_token", False):
@@ -70,5 +72,6 @@ def _settle_vocabulary(mask: torch.Tensor, trainer: Any) -> None:
 def _check_profiling(model: Any) -> None:
     dtype = next(model.parameters()).dtype
     if dtype != torch.float32:
-        # fairseq has made its f32 copies of the parameters already; they would overwrite the gains.
+        # Profiling would be lost: fairseq has copied the parameters to f32 already, and the copies, which do not have
+        # the new gains, overwrite the parameters at the first update.
         raise InputError(f"admin sets its gains from the first batch, in f32; got {dtype}: use --amp")

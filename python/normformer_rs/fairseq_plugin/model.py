@@ -1,4 +1,4 @@
-"""The architectures: fairseq's Transformer with this package's layers, on packed rows."""
+"""The plug-in's architectures: fairseq's Transformer with this package's layers, which work on packed rows."""
 
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -70,7 +70,7 @@ class CrossLayer(TransformerDecoderLayer):
 
 
 class FixNormEmbedding(nn.Embedding):
-    """Word vectors of length one: W/max(‖row‖₂, 1e-12)."""
+    """An embedding whose rows are scaled to length one: W/max(‖row‖₂, 1e-12)."""
 
     def forward(self, tokens: Tensor) -> Tensor:
         return F.normalize(super().forward(tokens), dim=-1, eps=FIXNORM_EPS)
@@ -79,11 +79,11 @@ class FixNormEmbedding(nn.Embedding):
 class _Side(Stack):
     """The common part of encoder and decoder: a fairseq stack with this package's layers and residual scheme.
 
-    A mixin before fairseq's class; constructors call that class's first and then `finish`.
+    It is a mixin that comes before fairseq's class. A constructor calls that of fairseq's class first, then `finish`.
     """
 
     name: str
-    # Attributes of fairseq's classes.
+    # The following attributes are set by fairseq's classes.
     cfg: Any
     layers: Any
     dictionary: Any
@@ -96,7 +96,7 @@ class _Side(Stack):
     output_projection: Any
 
     def build_layer(self, kind: type[Layer], cfg: Any) -> Layer:
-        """Builds one layer; `settle` gives each its place."""
+        """Returns a new layer. `settle` tells it its place in the stack later."""
         config = cfg.stacks[self.name]
         taken = (*OWN, "positions", "encoder_layers", "decoder_layers")
         options = {key: value for key, value in config.asdict().items() if key not in taken}
@@ -108,11 +108,11 @@ class _Side(Stack):
         activation = fairseq.utils.get_activation_fn(cfg.activation_fn)
         named: dict[str, Any] = {"d_model": config.d_model, "nhead": config.heads, "dim_feedforward": config.d_ff}
         named |= {"dropout": config.dropout, "activation": activation, "layer_norm_eps": config.norm_eps}
-        named |= {"norm": config.norm, "residual": config.residual, "init": "torch"}  # `draw` follows
+        named |= {"norm": config.norm, "residual": config.residual, "init": "torch"}  # `draw` initialises again later
         return kind(**named, **depths, **options)
 
     def finish(self, cfg: Any) -> None:
-        """Adds the residual scheme's parts of the stack; it is called after fairseq's constructor."""
+        """Adds the parts that the residual scheme has in the stack. It is called after fairseq's constructor."""
         config: TransformerConfig = cfg.stacks[self.name]
         self.norm, self.place, self.end = None, None, ()
         self.settle(config, self.name)
@@ -128,7 +128,8 @@ class _Side(Stack):
             self.dropout_module = FairseqDropout(config.embedding_dropout, module_name=type(self).__name__)
 
     def draw(self) -> None:
-        """Initialises layers and embeddings, as `init` says."""
+        """Initialises the layers and embeddings of this side, as the option `init` says. Embeddings that were loaded
+        from a file stay."""
         assert self.place is not None
         config = self.place.config
         for layer in self.layers.children():
@@ -141,7 +142,8 @@ class _Side(Stack):
             draw_table(self.output_projection.weight, "output_projection", config)
 
     def embed(self, tokens: Tensor, positions: Tensor | None, pad_mask: Tensor | None) -> Tensor:
-        """Returns drop(N(√d·W[token] + position)), one row per token, for tokens (N,) and positions (N, d)."""
+        """Returns dropout(N(√d·W[token] + position)), (N, d), for tokens (N,) and positions (N, d). N is the embedding
+        norm, if there is one."""
         if self.training and self.cfg.word_dropout > 0:
             lost = torch.rand(tokens.shape, device=tokens.device) < self.cfg.word_dropout
             tokens = tokens.masked_fill(lost & tokens.ne(self.padding_idx), self.dictionary.unk())
@@ -151,7 +153,10 @@ class _Side(Stack):
         return self.dropout_module(x)
 
     def run(self, x: Tensor, sights: Callable[[int], tuple[Sight, ...]]) -> Tensor:
-        """Runs x through the layers; `sights(layer)` returns the keys and values of its attentions."""
+        """Returns x after all layers. `sights(i)` returns what the attentions of layer i attend to: itself, and the
+        encoder's output if there is one."""
+        # `children()` lists every layer. Iterating over the list itself would apply fairseq's LayerDrop, which leaves
+        # some layers out.
         numbers = {layer: i for i, layer in enumerate(self._modules["layers"].children())}  # type: ignore[union-attr]
 
         def call(layer: Any, x: Tensor, **travelling: Any) -> Any:
@@ -162,8 +167,8 @@ class _Side(Stack):
         return self._run(x, call, sights(0)[0].pad_mask)
 
     def upgrade_state_dict_named(self, state_dict: dict[str, Tensor], name: str) -> dict[str, Tensor]:
-        """Replaces fairseq's method, which looks for its own layers' names; the model renames these. Old files have
-        shared tables only once."""
+        """Replaces fairseq's method, which expects the names of fairseq's own layers; here the model renames them. A
+        shared embedding that an old file stores only once is added under its second name."""
         assert self.place is not None
         projection, table = f"{name}.output_projection.weight", f"{name}.embed_tokens.weight"
         if self.name == "decoder" and self.place.config.tie_embeddings != "none" and table in state_dict:
@@ -171,17 +176,18 @@ class _Side(Stack):
         return state_dict
 
     def make_generation_fast_(self, name: str, retain_dropout: bool = False, **options: Any) -> None:
-        """Does nothing. Errors: InputError for --retain-dropout."""
+        """Does nothing, because these layers need no preparation for generation. Errors: InputError for
+        --retain-dropout."""
         if retain_dropout:
             raise InputError("--retain-dropout: dropout is part of these layers' operators, and evaluation has none")
 
     def set_num_updates(self, num_updates: int) -> None:
-        """Sets t to the number of the next update; fairseq passes the number of updates made."""
+        """Sets branchnorm's t to the number of the next update. fairseq passes the number of updates that were made."""
         self.set_t(num_updates + 1)
 
 
 class Encoder(_Side, TransformerEncoderBase):
-    """Word vectors, positions and the encoder's layers."""
+    """fairseq's encoder with this package's layers: embedding, positions, layers."""
 
     name = "encoder"
 
@@ -199,7 +205,7 @@ class Encoder(_Side, TransformerEncoderBase):
         return_all_hiddens: bool = False,
         token_embeddings: Tensor | None = None,
     ) -> dict[str, list[Tensor]]:
-        """Returns the outputs of fairseq's encoder, without the hidden states of each layer."""
+        """Returns the same dictionary as fairseq's encoder, but with no hidden states of the layers."""
         padding = src_tokens.eq(self.padding_idx)
         rows = Rows.of(padding)
         positions = None if self.embed_positions is None else rows.pack(self.embed_positions(src_tokens))
@@ -216,7 +222,7 @@ class Encoder(_Side, TransformerEncoderBase):
 
 
 class Decoder(_Side, TransformerDecoderBase):
-    """Word vectors, positions, the decoder's layers and the output projection."""
+    """fairseq's decoder with this package's layers: embedding, positions, layers, output projection."""
 
     name = "decoder"
     vocab_mask: Tensor | None
@@ -246,7 +252,8 @@ class Decoder(_Side, TransformerDecoderBase):
         alignment_layer: int | None = None,
         alignment_heads: int | None = None,
     ) -> tuple[Tensor, dict[str, Any]]:
-        """Returns features (B, T, d), and as `attn`, in evaluation, one layer's attention to the source, (B, T, S)."""
+        """Returns the features (B, T, d), and a dictionary whose `attn` holds, in evaluation, the attention weights of
+        one layer to the source, (B, T, S). That layer is `alignment_layer`, by default the last."""
         memory = encoder_out["encoder_out"][0].transpose(0, 1) if encoder_out is not None else None  # (B, S, d)
         hidden = encoder_out["encoder_padding_mask"][0] if encoder_out is not None else None
         watched = len(self.layers) - 1 if alignment_layer is None else alignment_layer
@@ -272,7 +279,8 @@ class Decoder(_Side, TransformerDecoderBase):
         return rows.unpack(x), _seen(kept.weights, alignment_heads)
 
     def _begun(self, tokens: Tensor, rows: Rows) -> Tensor:
-        """Replaces the EOS with which fairseq begins a sentence by BOS; a language's tag stays."""
+        """Returns the packed tokens with BOS instead of the EOS with which fairseq begins a sentence. If a sentence
+        begins with a language's tag, the tag stays."""
         starts, lengths = rows.spans().unbind(1)
         is_first = torch.zeros_like(tokens, dtype=torch.bool).index_fill(0, starts[lengths > 0], True)
         return tokens.masked_fill(is_first & tokens.eq(self.dictionary.eos()), self.dictionary.bos())
@@ -309,15 +317,15 @@ class Decoder(_Side, TransformerDecoderBase):
         return x.unsqueeze(1), _seen(weights[-1].weights if weights else None, alignment_heads)
 
     def reorder_incremental_state(self, incremental_state: dict[str, Any], new_order: Tensor) -> None:
-        """Reorders the cache by `new_order`. All beams of a sentence share its source's keys and values, so these
-        are reordered only if their number changes."""
+        """Reorders the cached tensors of all beams by `new_order`. Keys and values of the source are the same for all
+        beams of a sentence, so they are reordered only if the number of beams changes."""
         kept = self.get_incremental_state(incremental_state, "kept") or {}
         for name, tensor in kept.items():
             if ".own." in name or len(tensor) != len(new_order):
                 kept[name] = tensor.index_select(0, new_order)
 
     def output_layer(self, features: Tensor) -> Tensor:
-        """Returns logits (B, T, V)."""
+        """Returns the logits (B, T, V) for features (B, T, d)."""
         assert self.place is not None
         config, projection = self.place.config, self.output_projection
         if config.fixnorm and config.tie_embeddings != "none":
@@ -329,13 +337,13 @@ _NEVER = -1e4
 
 
 def _seen(weights: Tensor | None, heads: int | None) -> dict[str, Any]:
-    """Returns the outputs of fairseq's decoder besides its features: the attention, averaged over the first `heads`
-    heads."""
+    """Returns the second output of fairseq's decoder: a dictionary with the attention weights, averaged over the first
+    `heads` heads (None: over all)."""
     return {"attn": [None if weights is None else weights[:, :heads].mean(1)], "inner_states": []}
 
 
 class _Model:
-    """The common part of both kinds of model."""
+    """The common part of the translation model and the language model."""
 
     decoder: Decoder
     training: bool
@@ -344,7 +352,7 @@ class _Model:
 
     @classmethod
     def add_args(cls, parser: Any) -> None:
-        # The flags have no defaults, so that the architecture's shape knows which were given.
+        # The flags have no defaults here, so that `shape` can see which were given, and fill in the others.
         gen_parser_from_dataclass(parser, cls.options(), delete_default=True)
 
     @classmethod
@@ -355,7 +363,8 @@ class _Model:
         return embedding
 
     def begin(self) -> None:
-        """Initialises the weights. On the CPU it keeps freed memory, because every update allocates the same sizes."""
+        """Initialises the weights. Without a GPU it also makes the process keep freed memory, because every update
+        allocates tensors of the same sizes."""
         if not torch.cuda.is_available():
             _core.keep_memory()
         for side in self.children():  # type: ignore[attr-defined]
@@ -365,7 +374,8 @@ class _Model:
         self.register_buffer("version", torch.tensor(VERSION))  # type: ignore[attr-defined]
 
     def profile_once(self, **batch: Any) -> None:
-        """Profiles the residual scheme's gains on the first training batch."""
+        """Sets the gains that the residual scheme computes from a batch, if it has such gains. That happens once, on
+        the first training batch."""
         if not self.training or not hasattr(self, "is_profiled") or self.is_profiled:
             return
         self.is_profiled.fill_(True)
@@ -374,12 +384,14 @@ class _Model:
     def get_normalized_probs(self, net_output: Any, log_probs: bool, sample: Any = None) -> Tensor:
         mask, (logits, *_) = self.decoder.vocab_mask, net_output
         if mask is not None:
-            # The probability is 0 in every dtype, but the score finite: a prefix or a constraint may force such a word.
+            # −10,000 makes the probability 0 in every dtype. The score stays finite, because a prefix or a constraint
+            # may force a word outside the target vocabulary.
             logits = logits.masked_fill(~mask.bool(), _NEVER)
         return (F.log_softmax if log_probs else F.softmax)(logits, dim=-1, dtype=torch.float32)
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, model_cfg: Any = None, args: Any = None) -> Any:
-        """Runs fairseq's own method. If it is not strict, as for averages over time, a part of the state is enough."""
+        """Runs fairseq's own method. With `strict` False, as fairseq loads averages over time, the state may have only
+        a part of the tensors."""
         self._takes_parts = not strict
         try:
             return super().load_state_dict(state_dict, strict, model_cfg, args)  # type: ignore[misc]
@@ -387,8 +399,8 @@ class _Model:
             self._takes_parts = False
 
     def upgrade_state_dict_named(self, state_dict: dict[str, Tensor], name: str) -> None:
-        """Accepts checkpoints of fairseq's own `transformer` archs, too. Errors: InputError for any other
-        architecture's."""
+        """Renames, in place, the tensors of a checkpoint of fairseq's own `transformer` archs. Errors: InputError for a
+        checkpoint whose tensors do not have this model's names and shapes."""
         from_fairseq_names(state_dict)
         check_version(state_dict)
         state_dict["version"] = torch.tensor(VERSION)
@@ -407,7 +419,7 @@ class _Model:
 
 @register_model("nfrs_transformer", dataclass=TranslationOptions)
 class TranslationModel(_Model, TransformerModelBase):
-    """Encoder and decoder."""
+    """The architecture nfrs_transformer: an encoder and a decoder."""
 
     options = TranslationOptions
 
@@ -438,7 +450,7 @@ class TranslationModel(_Model, TransformerModelBase):
 
 @register_model("nfrs_transformer_lm", dataclass=LanguageModelOptions)
 class LanguageModel(_Model, FairseqLanguageModel):
-    """A decoder without encoder."""
+    """The architecture nfrs_transformer_lm: a decoder without encoder."""
 
     options = LanguageModelOptions
 
@@ -467,14 +479,15 @@ class LanguageModel(_Model, FairseqLanguageModel):
 
 
 def _nested(flags: Any) -> FairseqConfig:
-    """Returns the flags in the form of fairseq's stacks; norms after the stack are the residual scheme's."""
+    """Returns the flags as fairseq's nested configuration. Its normalize_before is off, so that fairseq adds no norm
+    after a stack; the residual scheme adds its own."""
     nested = FairseqConfig.from_namespace(flags)
     nested.encoder.normalize_before = nested.decoder.normalize_before = False
     return nested
 
 
 def _stack(flags: Any, name: str, dictionary: Any) -> TransformerConfig:
-    """Returns one stack's options. Errors: InputError."""
+    """Returns this package's options for one stack. Errors: InputError for options that do not fit."""
     config = configure(flags, name, len(dictionary))
     if config.d_model % config.heads:
         raise InputError(f"--{name}-attention-heads must divide the width {config.d_model}; got {config.heads}")

@@ -1,4 +1,5 @@
-"""The architectures' flags: fairseq's own for a Transformer, and this package's, from its tables."""
+"""The flags of the plug-in's architectures: fairseq's own flags of a Transformer, and those of this package's options,
+which are generated from its tables."""
 
 import argparse
 import ast
@@ -21,23 +22,24 @@ from normformer_rs.errors import InputError
 from normformer_rs.formats.convert import FAIRSEQS, SIZES, complete, own_flags
 
 TRAINING = {"word_dropout": 0.0, "vocab_mask": False}
-"""Options of training that belong to the model in fairseq; they are off by default."""
+"""This package's training options that are flags of the model in fairseq, with their defaults, which are off."""
 SHAPES: dict[str, dict[str, Any]] = {
     "nfrs_transformer_tiny": {"embed_dim": 128, "ffn_embed_dim": 256, "layers": 4, "attention_heads": 4},
     "nfrs_transformer_iwslt_de_en": {"ffn_embed_dim": 1024, "attention_heads": 4},
     "nfrs_transformer_wmt_en_de": {},
     "nfrs_transformer_wmt_en_de_big": {"embed_dim": 1024, "ffn_embed_dim": 4096, "attention_heads": 16},
 }
-"""The default values of --encoder-… and --decoder-… flags."""
+"""For each architecture the default values of the --encoder-… and --decoder-… flags."""
 FOLLOWING: dict[str, tuple[str, ...]] = dict.fromkeys(SHAPES, ("embed_dim",))
 FOLLOWING["nfrs_transformer_tiny"] += ("ffn_embed_dim",)
-"""Sizes of the decoder that are the encoder's if they are not given. Both have one width. The feed-forward width
-follows in tiny, as in fairseq's; in the others fairseq gives the decoder its own, or it has no value here."""
+"""For each architecture the sizes that the decoder copies from the encoder if they are not given. The width is always
+one of them. The feed-forward width is one in tiny, as in fairseq's tiny architecture; in the other architectures the
+decoder has a default of its own, here or in fairseq."""
 DROPOUTS: dict[str, dict[str, float]] = {"nfrs_transformer_wmt_en_de_big": {"dropout": 0.3, "attention_dropout": 0.1}}
 
 
 def _own_fields(is_alone: bool) -> Iterator[tuple[str, Any, Any]]:
-    defaults = TRAINING | {"decoder_start": "eos"}  # fairseq's default
+    defaults = TRAINING | {"decoder_start": "eos"}  # fairseq begins a sentence with EOS, unlike this package
     taken = (*FAIRSEQS, "decoder_start") if is_alone else FAIRSEQS
     fields = [field for field in TransformerConfig.FIELDS if field.name not in taken]
     fields += [field for field in TrainingConfig.FIELDS if field.name in TRAINING]
@@ -50,8 +52,8 @@ _FIXED_G = "ScaleNorm's g stays at its first value, √d: --norm scalenorm --sca
 
 
 def _own_field(field: Field) -> tuple[str, Any, Any]:
-    """Returns a field of this package in fairseq's form; a switch that is on by default becomes one that turns it
-    off."""
+    """Returns the name, type and dataclass field with which fairseq makes a flag for an option of this package. For a
+    switch that is on by default the flag is no_NAME, which turns it off."""
     name, default, help_ = field.name, field.default, field.help.replace("%", "%%")
     kind: Any = {"int": int, "float": float, "bool": bool, "str": str}[field.kind]
     if field.per_layer:
@@ -72,8 +74,8 @@ def _own_field(field: Field) -> tuple[str, Any, Any]:
 
 
 def _fairseq_fields(config: type, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Yields fairseq's fields under their flags' names, nested ones flat; a default that refers to another field
-    becomes None."""
+    """Yields the name, type and dataclass field of each flag of fairseq's configuration. Nested configurations are
+    flattened, with their name as prefix. A default that refers to another field becomes None."""
     for field in dataclasses.fields(config):
         if field.name.startswith("_"):
             continue
@@ -89,7 +91,7 @@ def _fairseq_fields(config: type, prefix: str = "") -> Iterator[tuple[str, Any, 
 
 
 _FROM_DECODER = ("decoder_input_dim", "decoder_output_dim")
-"""Widths whose default is the decoder's."""
+"""Widths whose default is the width of the decoder."""
 
 
 def _dataclass(name: str, summary: str, fairseqs: type) -> Any:
@@ -105,25 +107,27 @@ LanguageModelOptions = _dataclass("LanguageModelOptions", "Flags of nfrs_transfo
 
 
 def defaults(name: str) -> dict[str, Any]:
-    """Returns the values of the named architecture's flags, without sizes of the decoder that are the encoder's."""
+    """Returns the default flags of the named architecture, without the sizes that the decoder copies from the
+    encoder."""
     sizes = {f"{stack}_{key}": value for stack in ("encoder", "decoder") for key, value in SHAPES[name].items()
              if stack == "encoder" or key not in FOLLOWING[name]}  # fmt: skip
     return sizes | DROPOUTS.get(name, {})
 
 
 def shape(name: str, given: Any) -> None:
-    """Sets missing flags to the values of the named architecture; `plain` adds the sizes that the decoder lacks."""
+    """Sets flags that are missing to the defaults of the named architecture. `plain` adds the sizes that the decoder
+    copies from the encoder."""
     for flag, value in defaults(name).items():
         if getattr(given, flag, None) is None:
             setattr(given, flag, value)
 
 
 def plain(options: Any) -> argparse.Namespace:
-    """Returns the flags as plain values, from a command line, a hydra config or a checkpoint; missing sizes are the
-    encoder's.
+    """Returns the flags of a command line, a hydra configuration or a checkpoint as plain values. Sizes of the decoder
+    that are missing are copied from the encoder.
 
-    Errors: InputError for flags that these architectures do not support, for invalid values, and for a text that names
-    code and is not on the command line, but in a checkpoint.
+    Errors: InputError for flags that these architectures do not support, for invalid values, and for a value that names
+    code if it comes from a checkpoint and not from the command line.
     """
     if isinstance(options, DictConfig):
         values: Any = OmegaConf.to_container(options, resolve=True, enum_to_str=True)
@@ -149,8 +153,8 @@ TRUST = "NORMFORMER_RS_TRUST"
 
 
 def _typed() -> set[Any]:
-    """Returns the values on the command line: words, parts after an equals sign, and the values of
-    --model-overrides."""
+    """Returns the values that a user has typed on the command line: the words, the parts after an equals sign, and the
+    values in the dictionary of --model-overrides."""
     words = {part for word in sys.argv[1:] for part in (word, word.partition("=")[2])}
     overrides: list[Any] = []
     for word in words:

@@ -1,8 +1,9 @@
-"""Packed batches: one row for each real token, sentence after sentence; and attention between such rows.
+"""Packed batches, which have one row for each real token, sentence after sentence; and attention between such rows.
 
-fairseq pads its batches, on either side. Packing keeps padding out of norms, products and statistics. While admin is
-profiled, padding has rows, too, because its gains come from the whole batch (docs/spec.md §3.4). Step-by-step decoding
-has one row for each sentence, and keeps the keys and values of earlier steps.
+fairseq pads its batches, on the left or on the right. Packing keeps padding out of norms, products and statistics.
+While the gains of admin are profiled, padding has rows, too, because they are computed from the whole batch
+(docs/spec.md §3.4). In step-by-step decoding there is one row for each sentence, and the keys and values of earlier
+steps are cached.
 """
 
 import dataclasses
@@ -24,19 +25,19 @@ OPS = torch.ops.normformer_rs
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """The positions of a (B, T) batch's real tokens; while gains are profiled, also of its padding."""
+    """The positions of the real tokens in a padded batch (B, T); while gains are profiled, also those of padding."""
 
     shape: torch.Size
     index: Tensor
-    """(N,): the place of each row in the flattened batch."""
+    """The position of each row in the flattened batch, (N,)."""
     lengths: Tensor
-    """(B,): the number of each sentence's real tokens."""
+    """The number of real tokens of each sentence, (B,)."""
     pad_mask: Tensor | None = None
-    """(N,), True at padding rows, which come last; None if there is no padding."""
+    """A mask (N,) that is True for rows of padding, which come last; None if padding has no rows."""
 
     @classmethod
     def of(cls, padding: Tensor) -> "Rows":
-        """Builds the rows from a mask (B, T), True at padding."""
+        """Returns the rows of a batch, from a mask (B, T) that is True at padding."""
         flat, lengths = padding.flatten(), (~padding).sum(1)
         if not is_profiling():
             return cls(padding.shape, (~flat).nonzero().squeeze(1), lengths)
@@ -44,27 +45,28 @@ class Rows:
         return cls(padding.shape, index, lengths, flat[index])
 
     def pack(self, x: Tensor) -> Tensor:
-        """Packs (B, T, …) into (N, …)."""
+        """Returns the rows (N, …) of a padded tensor (B, T, …)."""
         return x.flatten(0, 1).index_select(0, self.index)
 
     def unpack(self, rows: Tensor) -> Tensor:
-        """Unpacks (N, d) into (B, T, d), zero at padding that has no row."""
+        """Returns the padded tensor (B, T, d) of rows (N, d); it is zero at padding that has no row."""
         padded = rows.new_zeros(self.shape.numel(), rows.shape[-1])
         return padded.index_copy(0, self.index, rows).unflatten(0, self.shape)
 
     def padding(self) -> Tensor:
-        """Returns a mask (B, T), True at padding."""
+        """Returns the mask (B, T) that is True at padding."""
         index = self.index if self.pad_mask is None else self.index[~self.pad_mask]
         real = torch.zeros(self.shape.numel(), dtype=torch.bool, device=index.device)
         return ~real.index_fill(0, index, True).unflatten(0, self.shape)
 
     def spans(self) -> Tensor:
-        """Returns (B, 2): the start of each sentence's rows, and their number."""
+        """Returns, for each sentence, the index of its first row and the number of its rows, (B, 2)."""
         return torch.stack((self.lengths.cumsum(0) - self.lengths, self.lengths), 1)
 
     def ranges(self, keys: "Rows") -> Tensor:
-        """Returns the operator's ranges of attention: each sentence attends to that of `keys`, each row of padding
-        to all rows of its sentence there."""
+        """Returns the ranges that the attention operator takes: (start and number of query rows, start and number of
+        key rows). The queries of a sentence attend to the keys of the same sentence in `keys`. A row of padding is a
+        range of its own, and attends to the keys of its sentence."""
         spans = torch.cat((self.spans(), keys.spans()), 1)
         if self.pad_mask is None:
             return spans
@@ -74,18 +76,18 @@ class Rows:
 
 
 class Sight(Protocol):
-    """The keys and values that one sublayer's queries attend to."""
+    """The keys and values that the queries of one sublayer attend to."""
 
     @property
     def pad_mask(self) -> Tensor | None: ...
 
     def attend(self, attention: "RowAttention", query: Tensor, kept: KeptTensors) -> Tensor:
-        """Returns the heads' outputs, joined, (N, d), for queries (N, d)."""
+        """Returns the joined outputs of all heads, (N, d), for the queries' input (N, d)."""
 
 
 class RowAttention(MultiheadAttention):
-    """Attention between rows; parameters and a residual scheme's changes, which may add to `kept`, are those of
-    MultiheadAttention."""
+    """MultiheadAttention between packed rows. Parameters are the same, and so are the changes that a residual scheme
+    makes inside; these may add tensors to `kept`."""
 
     def forward(self, query: Tensor, sight: Sight, kept: KeptTensors) -> Tensor:  # type: ignore[override]
         query = self._change("input", query, sight.pad_mask, kept)
@@ -97,12 +99,13 @@ class RowAttention(MultiheadAttention):
 
     @property
     def is_apart(self) -> bool:
-        """True if q, k and v have separate inputs: three queries, stacked."""
+        """True if q, k and v have separate inputs. Then these three are stacked into one tensor (3, …)."""
         return self.reads_apart or any(point in self.inside for point in INPUTS)
 
     def project(self, x: Tensor, which: str, kept: KeptTensors) -> tuple[Tensor, ...]:
-        """Projects x with the projections of `which`, neighbouring letters of "qkv", in one product, with the
-        scheme's changes of queries, keys and values. If q, k and v have separate inputs, x is these, stacked."""
+        """Returns the projections of x that `which` names, with the scheme's changes of queries, keys and values.
+        `which` is "qkv" or a part of it, such as "kv"; it takes one matrix product. If q, k and v have separate inputs,
+        x holds the three inputs, stacked, and there is a product for each."""
         if self.is_apart and len(which) == 3:
             return tuple(part for name, own in zip(which, x) for part in self.project(own, name, kept))
         d, start = self.embed_dim, "qkv".index(which)
@@ -127,7 +130,8 @@ _POINTS = {"q": "query", "k": "key", "v": "value"}
 
 @dataclasses.dataclass(frozen=True)
 class Packed:
-    """Whole sentences: queries of `rows` attend to `rows`, or to `memory` with its rows `memory_rows`."""
+    """Attention between whole sentences: the queries of `rows` attend to `rows` themselves, or, if `memory` is given,
+    to its rows, whose positions are `memory_rows`."""
 
     rows: Rows
     causal: bool = False
@@ -151,12 +155,12 @@ class Packed:
 
 @dataclasses.dataclass
 class Watched:
-    """Attention to memory that also records its weights."""
+    """Attention to the encoder's output that also records the attention weights."""
 
     at: Packed
     pad_mask: None = None
     weights: Tensor | None = None
-    """The weights, (B, heads, T, S), set by `attend`."""
+    """The attention weights (B, heads, T, S), which `attend` sets."""
 
     def attend(self, attention: RowAttention, query: Tensor, kept: KeptTensors) -> Tensor:
         rows, memory, keys = self.at.rows, self.at.memory, self.at.memory_rows
@@ -167,7 +171,8 @@ class Watched:
 
 
 def weigh(attention: RowAttention, q: Tensor, k: Tensor, padding: Tensor) -> Tensor:
-    """Returns the attention weights (B, heads, T, S) for q (B, T, d), k (B, S, d) and k's padding (B, S)."""
+    """Returns the attention weights (B, heads, T, S) for queries q (B, T, d), keys k (B, S, d), and a mask (B, S) that
+    is True where k is padding."""
     q, k = (t.unflatten(-1, (attention.num_heads, -1)).transpose(1, 2) for t in (q, k))
     scores = (q / math.sqrt(attention.head_dim)) @ k.transpose(-1, -2)
     return scores.masked_fill(padding[:, None, None, :], -math.inf).softmax(-1)
@@ -175,18 +180,18 @@ def weigh(attention: RowAttention, q: Tensor, k: Tensor, padding: Tensor) -> Ten
 
 @dataclasses.dataclass
 class Step:
-    """One step of decoding: a row for each sentence's newest token, and the keys and values of earlier tokens, or of
-    `memory`."""
+    """Attention in one step of decoding. The queries are the newest token of each sentence; keys and values are those
+    of all tokens so far, or those of `memory` if it is given. They are kept in the cache."""
 
     cache: dict[str, Tensor]
-    """Tensors by name, batch first: reordering the beams selects from each of them."""
+    """Tensors by name. Their first dimension is the batch, in which reordering the beams selects."""
     name: str
     padding: Tensor
-    """The padding of the newest tokens, (B, 1), or of memory, (B, S)."""
+    """A mask that is True at padding: of the newest tokens, (B, 1), or of memory, (B, S)."""
     memory: Tensor | None = None
     pad_mask: Tensor | None = None
     weights: Tensor | None = None
-    """The weights, (B, heads, 1, S), set by `attend`."""
+    """The attention weights (B, heads, 1, S), which `attend` sets."""
 
     def attend(self, attention: RowAttention, query: Tensor, kept: KeptTensors) -> Tensor:
         if self.memory is None:
@@ -194,7 +199,7 @@ class Step:
             k, v, padding = self._append("key", k), self._append("value", v), self._append("padding", self.padding)
         else:
             (q,), padding = attention.project(query.unsqueeze(-2), "q", kept), self.padding
-            if self.name + "key" not in self.cache:
+            if self.name + "key" not in self.cache:  # keys and values of memory are projected in the first step only
                 k, v = attention.project(self.memory, "kv", kept)
                 self.cache[self.name + "key"], self.cache[self.name + "value"] = k, v
             k, v = self.cache[self.name + "key"], self.cache[self.name + "value"]

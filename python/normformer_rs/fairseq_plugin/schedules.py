@@ -1,4 +1,4 @@
-"""The papers' learning-rate schedules: those of the training loop, driven by fairseq."""
+"""The papers' learning-rate schedules for fairseq. The rates are computed by the training loop's own schedules."""
 
 import dataclasses
 import math
@@ -42,7 +42,8 @@ class ValDecayConfig(FairseqDataclass):
 
 
 class _Schedule(FairseqLRScheduler):
-    """A schedule of the training loop; update n is counted from 1."""
+    """A learning-rate schedule of fairseq whose rates are those of a schedule of the training loop. Updates are counted
+    from 1."""
 
     def __init__(self, cfg: Any, optimizer: Any, name: Any, width: int = 1, **options: Any) -> None:
         super().__init__(cfg, optimizer)
@@ -57,7 +58,7 @@ class _Schedule(FairseqLRScheduler):
         self.step_update(0)
 
     def step_update(self, num_updates: int) -> float:
-        """Sets the next update's rate; fairseq passes the number of updates made."""
+        """Sets the rate of the next update and returns it. fairseq passes the number of updates that were made."""
         self.made = num_updates
         self.optimizer.set_lr(self.schedule.learning_rate(num_updates + 1))
         return self.optimizer.get_lr()
@@ -65,7 +66,7 @@ class _Schedule(FairseqLRScheduler):
 
 def _warmup_init_lr(cfg: Any) -> float:
     rate = float(cfg.warmup_init_lr)
-    if rate == -1:  # fairseq's value for no rate
+    if rate == -1:  # fairseq's value for a flag that is not given
         return 0.0
     if not 0 <= rate < math.inf:
         raise InputError(f"--warmup-init-lr must be at least 0; got {rate}")
@@ -76,7 +77,8 @@ def _warmup_init_lr(cfg: Any) -> float:
 
 @register_lr_scheduler("nfrs_inverse_sqrt", dataclass=InverseSqrtConfig)
 class InverseSqrt(_Schedule):
-    """The rate λ/√d·min(1/√n, n/n_w^1.5) with --lr-scale λ; otherwise linear to --lr over n_w, then lr·√(n_w/n)."""
+    """A schedule with the rate λ/√d·min(1/√n, n/n_w^1.5) in update n if --lr-scale λ is given. Otherwise the rate rises
+    linearly to --lr in n_w updates, and then is lr·√(n_w/n)."""
 
     def __init__(self, cfg: Any, optimizer: Any) -> None:
         if cfg.lr_scale is None:
@@ -95,7 +97,7 @@ class InverseSqrt(_Schedule):
 
 
 def _model_width(cfg: Any) -> int:
-    """Returns the embeddings' width of the model that is trained with this schedule."""
+    """Returns the width of the embeddings of the model that is trained with this schedule."""
     root: Any = cfg._get_root() if isinstance(cfg, DictConfig) else {}
     widths = [getattr(root.get("model"), f"{side}_embed_dim", None) for side in ("encoder", "decoder")]
     found = next(filter(None, widths), None)
@@ -108,8 +110,9 @@ def _model_width(cfg: Any) -> int:
 
 @register_lr_scheduler("nfrs_val_decay", dataclass=ValDecayConfig)
 class ValDecay(_Schedule):
-    """Linear warm-up, then the peak, multiplied by --lr-decay-factor when --lr-decay-rule says so (Nguyen & Salazar
-    2019, §2.4, and their release). The rule looks at validations at the ends of epochs, by --best-checkpoint-metric."""
+    """A schedule with linear warm-up to --lr; then the rate is multiplied by --lr-decay-factor whenever
+    --lr-decay-rule says so (Nguyen & Salazar 2019, §2.4, and their release). The rule looks at the validations at the
+    ends of epochs, measured by --best-checkpoint-metric."""
 
     def __init__(self, cfg: Any, optimizer: Any) -> None:
         rule = {name: getattr(cfg, name) for name in ("lr_decay_rule", "lr_decay_factor", "lr_decay_patience")}
@@ -132,7 +135,7 @@ class ValDecay(_Schedule):
         self.schedule.memory, self.is_resumed = state["memory"], True
 
     def resume(self, extra: dict[str, Any]) -> None:
-        """Repeats the validation that ended the previous epoch, because its checkpoint was written before the
-        schedule saw it."""
+        """Passes the result of the validation that ended the previous epoch to the schedule again. The checkpoint was
+        written before the schedule saw that result, so the loaded state does not contain it."""
         if self.is_resumed and extra["train_iterator"].get("iterations_in_epoch") == 0:
             self.step(extra["train_iterator"]["epoch"] - 1, extra.get("val_loss"))

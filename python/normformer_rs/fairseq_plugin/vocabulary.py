@@ -1,4 +1,5 @@
-"""The target vocabulary V_t: entries on the target side of the training data, EOS and UNK; never PAD or BOS."""
+"""Finds the target vocabulary V_t: the entries that occur on the target side of the training data, EOS and UNK, but
+never PAD or BOS."""
 
 import itertools
 from collections.abc import Iterator
@@ -15,12 +16,12 @@ from normformer_rs.errors import InputError
 
 
 def target_types(task: Any, subset: str) -> Tensor:
-    """Returns a flag for each vocabulary entry, True in V_t. `subset` is read as fairseq trains on it: every shard, in
-    every folder.
+    """Returns a flag for each vocabulary entry, True if it is in V_t. `subset` is the name of the training data; all
+    its shards in all folders are read, as fairseq trains on all of them.
 
-    Errors: InputError if there are no such data, or ids that are not the dictionary's.
+    Errors: InputError if there are no such data, or if they hold ids that the dictionary does not have.
     """
-    cfg = task.cfg or task.args  # fairseq's language modelling only has args
+    cfg = task.cfg or task.args  # fairseq's task for language modelling has no cfg, only args
     dictionary = task.target_dictionary
     seen = torch.zeros(len(dictionary), dtype=torch.bool)
     source, target = getattr(cfg, "source_lang", None), getattr(cfg, "target_lang", None)
@@ -40,7 +41,8 @@ def target_types(task: Any, subset: str) -> Tensor:
 
 
 def _shards(folder: Path, subset: str, endings: list[str]) -> Iterator[str]:
-    """Yields the target sides of `subset`, `subset`1, …, which fairseq joins."""
+    """Yields the paths, without .bin or .idx, of the target side of the shards `subset`, `subset`1, `subset`2, …, which
+    fairseq joins."""
     for number in itertools.count():
         paths = [str(folder / f"{subset}{number or ''}{ending}") for ending in endings]
         found = next(filter(infer_dataset_impl, paths), None)
@@ -54,7 +56,7 @@ def _shards(folder: Path, subset: str, endings: list[str]) -> Iterator[str]:
 
 
 def _ids(path: str, dictionary: Any) -> Iterator[Tensor]:
-    """Yields the token ids of 4,096 sentences at a time."""
+    """Yields the token ids of a file, those of 4,096 sentences at a time in one tensor."""
     kind = infer_dataset_impl(path)
     data = data_utils.load_indexed_dataset(path, dictionary, "lazy" if kind == "cached" else kind)
     for start in range(0, len(data), 4096):

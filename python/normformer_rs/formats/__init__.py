@@ -1,1 +1,1 @@
-"""Models and tokenisations in the formats of fairseq and Hugging Face."""
+"""Converts models to and from fairseq's format, writes models and tokenisers for Hugging Face, and reads records."""

@@ -1,7 +1,7 @@
-"""Conversion between fairseq's checkpoints and this package's, both ways: flags, parameters' names, and files.
+"""Converts fairseq's checkpoints into this package's and back: the flags, the names of parameters, the files.
 
-Both directions use torch.nn's names: the plug-in's architectures have them already, and fairseq's own `transformer`
-archs are renamed.
+Inside layers, parameters have the names of torch.nn. The plug-in's architectures use these already; the layers of
+fairseq's own `transformer` archs are renamed.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from ..nn.scheme import declare
 
 Path_ = str | PathLike[str]
 
-# fairseq's flags.
+# The first part converts fairseq's flags.
 
 FAIRSEQS: tuple[str, ...] = (
     "architecture",
@@ -38,7 +38,8 @@ FAIRSEQS: tuple[str, ...] = (
 )
 FAIRSEQS += ("tie_embeddings", "dropout", "attention_dropout", "activation_dropout", *LANGUAGE_MODELS)
 FAIRSEQS += (*ATTENTION, *PARAMETRISATION)
-"""Options of a model that fairseq sets by its own flags or by its data, or that its models cannot have."""
+"""Options of this package's models for which the plug-in has no flag, because fairseq's own flags or its data set them,
+or because its models cannot have them."""
 REFUSED: tuple[str, ...] = (
     "adaptive_input",
     "adaptive_softmax_cutoff",
@@ -50,15 +51,15 @@ REFUSED += ("cross_self_attention", "base_layers", "encoder_layers_to_keep", "de
 REFUSED += ("offload_activations", "character_embeddings", "char_inputs", "tie_adaptive_weights", "tie_adaptive_proj")
 REFUSED += ("no_decoder_final_norm", "encoder_xformers_att_config")
 REFUSED += ("decoder_xformers_att_config", "scale_fc", "scale_attn", "scale_heads", "scale_resids")
-"""fairseq's flags that models of this package do not support."""
+"""fairseq's flags that this package's models do not support; each must be off."""
 FIXED: dict[str, Any] = {"activation_fn": "relu", "no_scale_embedding": False, "layernorm_embedding": False}
 FIXED |= {"no_token_positional_embeddings": False}
-"""Flags that the plug-in's architectures obey; the training loop supports only these values."""
+"""fairseq's flags that the plug-in's architectures support, but the training loop only with these values."""
 SIZES = ("embed_dim", "ffn_embed_dim", "layers", "attention_heads")
 
 
 def complete(flags: Mapping[str, Any]) -> argparse.Namespace:
-    """Returns a model's flags; sizes that the decoder lacks are copied from the encoder.
+    """Returns a model's flags with all sizes; a size that the decoder lacks is copied from the encoder.
 
     Errors: InputError for flags that models of this package do not support.
     """
@@ -78,7 +79,7 @@ def complete(flags: Mapping[str, Any]) -> argparse.Namespace:
 
 
 def _fix_g(flags: dict[str, Any]) -> None:
-    """Applies --scalenorm-fixed-g: every ScaleNorm becomes a scalenorm-fixed."""
+    """Applies --scalenorm-fixed-g to the flags, in place: the norm scalenorm becomes scalenorm-fixed."""
     norms = [flags.get(f"{side}_norm") or flags["norm"] for side in ("encoder", "decoder")]
     if not {"scalenorm", "scalenorm-fixed"}.intersection(norms):
         raise InputError(
@@ -90,12 +91,13 @@ def _fix_g(flags: dict[str, Any]) -> None:
 
 
 def own_flags(flags: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the flags that may name a user's own class."""
+    """Returns those flags whose value may name a user's own class: the norms and the residual scheme."""
     return {name: flags[name] for name in OWN if name in flags}
 
 
 def configure(flags: argparse.Namespace, stack: str, vocab_size: int) -> TransformerConfig:
-    """Returns this package's options for one stack of the model that the flags describe. Errors: InputError."""
+    """Returns this package's options for one stack ("encoder" or "decoder") of the model that the flags describe.
+    Errors: InputError for options that do not fit."""
     named = vars(flags)
     is_alone = "encoder_layers" not in named
     widths = {named[name] for name in named if name in ("encoder_embed_dim", "decoder_input_dim", "decoder_output_dim")}
@@ -130,12 +132,13 @@ def configure(flags: argparse.Namespace, stack: str, vocab_size: int) -> Transfo
 
 
 def _residual(flags: argparse.Namespace, is_alone: bool) -> str:
-    """Returns the residual scheme; fairseq's older flags are accepted if they agree with --residual."""
+    """Returns the residual scheme that the flags set: by --residual, or by fairseq's --*-normalize-before, which must
+    agree with it."""
     named = getattr(flags, "residual", None)
     older = ["decoder_normalize_before"] if is_alone else ["encoder_normalize_before", "decoder_normalize_before"]
     before = [getattr(flags, name, False) for name in older]
     if not any(before):
-        # nfrs_transformer_lm is prenorm by default; fairseq's own archs have no --residual
+        # Without a flag nfrs_transformer_lm is prenorm. fairseq's own archs, which have no --residual, are postnorm.
         return named or ("prenorm" if is_alone and hasattr(flags, "residual") else "postnorm")
     if not all(before) or named not in (None, "prenorm"):
         means = " and ".join("--" + name.replace("_", "-") for name in older) + (
@@ -146,7 +149,7 @@ def _residual(flags: argparse.Namespace, is_alone: bool) -> str:
     return "prenorm"
 
 
-# Parameters' names.
+# The second part converts the names of parameters.
 
 _STOCK = re.compile(r"(?:^|\.)layers\.\d+\.fc1\.weight$")
 _LAYER = re.compile(r"^(encoder|decoder)\.layers\.(\d+)\.(.+)$")
@@ -156,11 +159,11 @@ _NORMS = {
 }
 _INSIDE = {"encoder_attn": "multihead_attn", "fc1": "linear1", "fc2": "linear2"}
 _NEVER_TRAINED = re.compile(r"^(in_proj|out_proj|fc1|fc2)_(weight|bias)$")
-"""Second copies that fairseq's encoder layers keep for their fast path."""
+"""Matches second copies of parameters that fairseq's encoder layers keep for their fast path."""
 
 
 def from_fairseq_names(state: dict[str, Tensor]) -> None:
-    """Renames, in place, the layers of a checkpoint of fairseq's `transformer` archs to this package's names.
+    """Renames, in place, the parameters of a checkpoint of fairseq's `transformer` archs to this package's names.
 
     q, k and v become one matrix (they were one until fairseq 0.8), norms are numbered in their order, and copies that
     were never trained are dropped. A checkpoint with this package's names stays as it is.
@@ -176,7 +179,7 @@ def from_fairseq_names(state: dict[str, Tensor]) -> None:
             if not _NEVER_TRAINED.match(rest):
                 norms = _NORMS["encoder" if is_alone else stack]
                 state[f"{stack}.layers.{number}.{_rename(rest, norms)}"] = value
-        elif name == "decoder.embed_out":  # its name until fairseq 0.9
+        elif name == "decoder.embed_out":  # the output projection's name until fairseq 0.9
             state["decoder.output_projection.weight"] = state.pop(name)
         elif re.match(r"^(encoder|decoder)\.layer_norm\.", name):
             state[name.replace(".layer_norm.", ".norm.")] = state.pop(name)
@@ -189,7 +192,7 @@ def _rename(rest: str, norms: dict[str, str]) -> str:
 
 
 def _join(state: dict[str, Tensor]) -> None:
-    """Joins q_proj, k_proj and v_proj into in_proj."""
+    """Joins the weights, and the biases, of q_proj, k_proj and v_proj into those of in_proj, in place."""
     for name in [name for name in state if ".q_proj." in name]:
         parts = [state.pop(name.replace(".q_proj.", f".{which}_proj.")) for which in "qkv"]
         state[name.replace(".q_proj.", ".in_proj_")] = torch.cat(parts)
@@ -211,7 +214,7 @@ _TABLES: dict[str, dict[str, tuple[str, ...]]] = {
 _POSITIONS = {"encoder": "source_position_embedding", "decoder": "target_position_embedding"}
 """This package's learned table of positions for each of fairseq's stacks."""
 _FIRST_POSITION = 2
-"""The row of the first token in fairseq's table, after padding's (1)."""
+"""The row of the first position in fairseq's tables of positions; row 1 belongs to padding."""
 _FAIRSEQ_ONLY = re.compile(r"(^|\.)(version|_float_tensor|weights|is_profiled|vocab_mask)$")
 
 
@@ -237,7 +240,8 @@ def to_canonical(state: Mapping[str, Tensor], ties: str) -> dict[str, Tensor]:
 
 
 def from_canonical(state: Mapping[str, Tensor], ties: str) -> dict[str, Tensor]:
-    """Returns the state dict of a model of the plug-in, the inverse of `to_canonical`."""
+    """Returns the state dict of a model of the plug-in for parameters under this package's names; it is the inverse of
+    `to_canonical`."""
     found = {name: value for name, value in state.items() if name.split(".")[0] in ("encoder", "decoder")}
     sides = {name.split(".")[0] for name in found}
     for table, holders in _TABLES[ties].items():
@@ -272,13 +276,14 @@ def check_version(state: Mapping[str, Tensor]) -> None:
         )
 
 
-# The files.
+# The third part reads and writes files.
 
 SAFE: list[Any] = [argparse.Namespace, np.ndarray, np.dtype, *(type(np.dtype(name)) for name in ("int64", "float64"))]
 for _name, _made in (("_reconstruct", np.zeros(1).__reduce__()[0]), ("scalar", np.float64(0).__reduce__()[0])):
     SAFE += [(_made, f"numpy.{core}.multiarray.{_name}") for core in ("core", "_core")]
-"""Types in fairseq's checkpoints besides tensors and plain data: flags, and numpy's numbers in the metrics of
---eval-bleu (numpy 2 has renamed its core)."""
+"""The types besides tensors and plain data that a fairseq checkpoint may hold: flags (argparse.Namespace), and numpy's
+numbers, which are in the metrics of --eval-bleu. numpy's functions have two names, because numpy 2 renamed core to
+_core."""
 
 
 def read_checkpoint(path: Path_, trust: bool = False) -> dict[str, Any]:
@@ -289,7 +294,8 @@ def read_checkpoint(path: Path_, trust: bool = False) -> dict[str, Any]:
     if not Path(path).is_file():
         raise InputError(f"{path}: no such file; expected a checkpoint of fairseq")
     try:
-        # On exit the context removes its types, so it gets only those that the program has not allowed itself.
+        # On exit the context removes its types from torch's list. So it gets only those that are not in the list
+        # already, because the program may need these later.
         allowed = torch.serialization.get_safe_globals()
         with torch.serialization.safe_globals([kind for kind in SAFE if kind not in allowed]):
             found = torch.load(path, map_location="cpu", weights_only=not trust)
@@ -311,7 +317,8 @@ def read_checkpoint(path: Path_, trust: bool = False) -> dict[str, Any]:
 
 
 def flags_of(saved: Mapping[str, Any], path: Path_) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns the model's flags and the task's. Errors: InputError if they are missing, or another architecture's."""
+    """Returns the model's flags and the task's flags of a checkpoint. Errors: InputError if they are missing, or if the
+    architecture is no Transformer of fairseq or of the plug-in."""
     cfg, args = saved.get("cfg"), saved.get("args")
     found = [cfg.get("model"), cfg.get("task")] if isinstance(cfg, Mapping) else [args, args]
     model, task = (vars(part) if isinstance(part, argparse.Namespace) else part for part in found)
@@ -378,7 +385,8 @@ def from_fairseq(path: Path_, output: Path_, *, data: Path_ | None = None, trust
 def _learned_positions(
     flags: Mapping[str, Any], state: Mapping[str, Tensor], config: TransformerConfig, path: Path_
 ) -> dict[str, Any]:
-    """Returns the options of learned positions; empty for sinusoids. Errors: InputError if the sides differ."""
+    """Returns the options `positions` and `max_positions` for learned positions; an empty dictionary for sinusoids.
+    Errors: InputError if encoder and decoder differ."""
     sides = ["decoder"] if config.architecture == "decoder-only" else ["encoder", "decoder"]  # type: ignore[attr-defined]
     learned = [side for side in sides if flags.get(f"{side}_learned_pos")]
     if not learned:
@@ -399,9 +407,11 @@ def _learned_positions(
 
 
 def _dictionary(folder: Path, task: Mapping[str, Any]) -> Path:
-    """Finds the dictionary, which must be the same for both languages."""
+    """Returns the path of the dictionary. Errors: InputError if there is none, or if the two languages have different
+    ones."""
     names = [f"dict.{task[side]}.txt" for side in ("source_lang", "target_lang") if task.get(side)]
-    # Languages that fairseq has detected by itself are not in the checkpoint.
+    # The checkpoint does not name the languages if fairseq has detected them from the files. Then all dictionaries in
+    # the folder are taken.
     paths = [folder / name for name in names] or sorted(folder.glob("dict.*txt"))
     if not paths or not all(path.is_file() for path in paths):
         raise InputError(f"{folder}: no {' or '.join(names) or 'dict.LANG.txt'}: give --data DIR")
@@ -444,8 +454,8 @@ def to_fairseq(directory: Path_, output: Path_, *, checkpoint: str = "best") -> 
 
 
 def flags_from(config: TransformerConfig) -> dict[str, Any]:
-    """Returns the plug-in's flags for a configuration, the inverse of `configure`. Errors: InputError for a
-    parametrisation and for parts of attention that the plug-in does not have."""
+    """Returns the plug-in's flags for a configuration; it is the inverse of `configure`. Errors: InputError for a
+    parametrisation and for options of attention that the plug-in does not have."""
     for field in TransformerConfig.FIELDS:
         named = (*ATTENTION, *PARAMETRISATION)
         if field.name in named and (value := getattr(config, field.name)) != field.default:
@@ -471,4 +481,5 @@ def flags_from(config: TransformerConfig) -> dict[str, Any]:
             flags[field.name] = config.dropout if value is None else value
         elif field.name not in FAIRSEQS:
             flags |= {f"no_{field.name}": not value} if field.default is True else {field.name: value}
-    return flags | ({} if len(stacks) == 2 else {"decoder_start": "eos"})  # a language model has none
+    # A language model of the plug-in has no flag for decoder_start; this package's option must be "eos".
+    return flags | ({} if len(stacks) == 2 else {"decoder_start": "eos"})

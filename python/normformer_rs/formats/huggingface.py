@@ -20,9 +20,9 @@ from .tokenizer import tokenizer_files
 
 _BOS, _PAD, _EOS = 0, 1, 2
 _EPS = {"layernorm": 1e-5, "rmsnorm": 1e-5, **dict.fromkeys(("rmsnorm:gemma", "rmsnorm:llama", "rmsnorm:olmo"), 1e-6)}
-"""The norms' ε if norm_eps is None."""
+"""The ε of each norm if the option norm_eps is None."""
 _VOCABULARY, _CODES = "vocabulary.txt", "bpe.codes"
-"""Files of a run that define how its text becomes token ids; without the second, its text is tokenised already."""
+"""Two files of a run that define how text becomes token ids. A run without bpe.codes was trained on tokenised text."""
 _FREE = {"vocab_size", "d_model", "d_ff", "heads", "encoder_layers", "decoder_layers", "decoder_norm", "norm_eps"}
 _FREE |= {
     "init",
@@ -35,8 +35,8 @@ _FREE |= {
     "decoder_start",
 }
 _FREE |= {"tie_embeddings", "dropout", "embedding_dropout", "attention_dropout", "activation_dropout"}
-"""Options that every architecture has, or that matter in training only; all others must be at their defaults, or be
-among an architecture's own."""
+"""Options that may have any value, because every architecture has them or because they matter in training only. Any
+other option must be at its default, or have a value that the architecture supports (`_Family.options`)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,20 +48,21 @@ class _Family:
     """Options besides `_FREE`, and the values that the architecture supports; () means any value."""
     config: Callable[[TransformerConfig], dict[str, Any]]
     layers: str
-    """The name of its list of layers."""
+    """The name of the architecture's list of layers."""
     names: Mapping[str, str]
-    """Its modules' names by this package's, within a layer and outside."""
+    """The names of the architecture's modules, by the names that this package uses, within a layer and outside."""
     parts: Callable[[TransformerConfig, str, Tensor], Iterable[tuple[str, Tensor]]]
-    """Returns a module's weight or bias in the architecture's form: (module, tensor), several if it is stacked here."""
+    """A function that converts a module's weight or bias into the architecture's form. It returns pairs (module,
+    tensor), of which there are several if this package stacks what are separate modules there."""
     always_biased: tuple[str, ...] = ()
-    """Modules that always have a bias there."""
+    """Modules that always have a bias in the architecture; it is set to zero if this package's model has none."""
     scales_embeddings: bool = False
-    """True if it multiplies the rows that it reads by √d, as this package does with `scale_embeddings`."""
+    """True if the architecture multiplies the input embeddings by √d, as this package does with `scale_embeddings`."""
     changes: tuple[Callable[[TransformerConfig, dict[str, Tensor]], dict[str, Tensor]], ...] = ()
     """Functions that change the parameters where transformers' classes define one differently from this package."""
 
     def misfits(self, config: TransformerConfig) -> list[str]:
-        """Returns the options that it has no counterpart for."""
+        """Returns a text for each option of the model that the architecture does not support."""
         found = []
         for field in TransformerConfig.FIELDS:
             if field.name in _FREE:
@@ -71,17 +72,17 @@ class _Family:
                 value = config.decoder_norm or config.norm
             if field.name == "kv_heads":
                 value = None if value == config.heads else value
-            # An empty tuple means any value.
+            # The empty tuple in `options` means that any value is allowed.
             if value not in allowed and self.options.get(field.name) != ():
                 found.append(f"{field.name} = {json.dumps(value)} (there {' or '.join(map(json.dumps, allowed))})")
         return found
 
     def state(self, config: TransformerConfig, state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Yields its parameters, computed from this package's."""
+        """Yields the names and values of the architecture's parameters, computed from this package's `state`."""
         for change in self.changes:
             state = change(config, {**state})
         words = state["embedding.weight" if config.tie_embeddings == "all" else "target_embedding.weight"]
-        # This package multiplies the rows that it reads, so the output matrix, if tied, is not multiplied.
+        # This package scales embeddings when it reads them, so its output matrix is not scaled, even if it is tied.
         scale = config.d_model ** (0.5 * (config.scale_embeddings - self.scales_embeddings))
         yield self.names["embedding"] + ".weight", words * scale
         if not self.is_tied(config):
@@ -93,13 +94,13 @@ class _Family:
             if inner is not None:
                 index, module, kind = inner.groups()
                 for part, values in self.parts(config, module, tensor):
-                    end = "" if kind is None else f".{kind}"  # sinks belong to no module
+                    end = "" if kind is None else f".{kind}"  # sinks are parameters without ".weight" or ".bias"
                     yield f"{self.layers}.{index}.{self.names.get(part, part)}{end}", values
             elif name.startswith("decoder.norm."):
                 yield f"{self.names['decoder.norm']}.{name.rpartition('.')[2]}", tensor
 
     def is_tied(self, config: TransformerConfig) -> bool:
-        """True if one matrix can be both the word embedding and the output projection there."""
+        """Returns True if one matrix can be both the embedding and the output projection in the architecture."""
         return config.tie_embeddings != "none" and config.scale_embeddings == self.scales_embeddings
 
     def _with_biases(self, config: TransformerConfig, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -141,11 +142,11 @@ def _key_width(config: TransformerConfig) -> int:
 
 
 def _separate(config: TransformerConfig, module: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
-    """Splits a stacked matrix into the modules of q, k and v."""
+    """Returns a module's tensor unchanged, except that the stacked in_proj is split into q_proj, k_proj and v_proj."""
     if module != "self_attn.in_proj":
         return [(module, tensor)]
     keys = _key_width(config)
-    widths = [len(tensor) - 2 * keys, keys, keys]  # queries may include their gates
+    widths = [len(tensor) - 2 * keys, keys, keys]  # the rows of queries may include those of the output gates
     return zip((f"self_attn.{letter}_proj" for letter in "qkv"), tensor.split(widths))
 
 
@@ -153,14 +154,16 @@ _NORM = re.compile(r"norm\d?\.weight$")
 
 
 def _zero_centred(config: TransformerConfig, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Subtracts 1 from the weights of norms, unless they have that form already."""
+    """Returns the state with 1 subtracted from the norms' weights, because the architecture multiplies by 1 + weight.
+    Norms such as rmsnorm:gemma have that form already, so their weights stay."""
     if (config.decoder_norm or config.norm) != "rmsnorm":
         return state
     return {name: tensor - 1 if _NORM.search(name) else tensor for name, tensor in state.items()}
 
 
 def _gates_among_queries(config: TransformerConfig, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Puts the rows of each head's gate after those of the head's queries."""
+    """Moves the output gates into in_proj: the rows of each head's gate follow the rows of the head's queries, as
+    Qwen3Next expects them."""
     for name in [name for name in state if name.endswith("gate_proj.weight")]:
         stacked = name.replace("gate_proj.", "in_proj_")
         queries, rest = state[stacked].split([config.d_model, 2 * _key_width(config)])
@@ -170,12 +173,13 @@ def _gates_among_queries(config: TransformerConfig, state: dict[str, Tensor]) ->
 
 
 def _transposed(config: TransformerConfig, module: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
-    """Transposes matrices, because GPT-2's linear layers have (in, out)."""
+    """Returns a module's tensor, transposed if it is a matrix: GPT-2's linear layers have the shape (in, out)."""
     return [(module, tensor.T if tensor.dim() == 2 else tensor)]
 
 
 def _by_head(config: TransformerConfig, module: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
-    """Orders the rows by head: q, k and v of a head, then those of the next."""
+    """Returns a module's tensor. The rows of in_proj are ordered by head: q, k and v of the first head, then those of
+    the next, as GPT-NeoX has them."""
     if module == "self_attn.in_proj":
         tensor = tensor.unflatten(0, (3, config.heads, -1)).transpose(0, 1).flatten(0, 2)
     return [(module, tensor)]
@@ -215,7 +219,7 @@ def _llama_like(model_type: str) -> Callable[[TransformerConfig], dict[str, Any]
             "rms_norm_eps": _eps(config),
             "attention_bias": config.linear_biases,
             "mlp_bias": config.linear_biases,
-            # transformers 5 reads the first, earlier versions the second
+            # transformers 5 reads rope_parameters, earlier versions rope_theta
             "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
             "rope_theta": config.rope_theta,
         }
@@ -438,7 +442,8 @@ _FAMILIES = (
 
 
 def _family(config: TransformerConfig, origin: str) -> _Family:
-    """Returns the architecture that computes the model. Errors: InputError that names what the nearest one lacks."""
+    """Returns an architecture that computes the model. Errors: InputError if there is none; it names the options that
+    the nearest architecture does not support."""
     misfits = [(family.misfits(config), family) for family in _FAMILIES]
     found, nearest = min(misfits, key=lambda entry: len(entry[0]))
     if found:

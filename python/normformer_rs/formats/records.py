@@ -1,4 +1,5 @@
-"""Makes text of records: of JSON, CSV, Parquet and Arrow files and of data sets of the Hugging Face hub."""
+"""Reads fields of records as text, from JSON, CSV, Parquet and Arrow files and from data sets of the Hugging Face
+hub."""
 
 import contextlib
 import csv
@@ -16,7 +17,7 @@ from ..text import RECORDS
 
 _BREAKS = re.compile(r"[\r\n]+")
 _TABLES: dict[str, dict[str, Any]] = {".csv": {}, ".tsv": {"delimiter": "\t", "quoting": csv.QUOTE_NONE}}
-"""The options of the csv module for each kind of table."""
+"""The options with which the csv module reads each kind of table, by the file's ending."""
 _JSON = (".jsonl", ".ndjson", ".json")
 
 
@@ -51,7 +52,8 @@ def read(
                 raise InputError(f"{source}: no such file; expected a file of records: check the path")
             rows: Iterator[Any]
             if end in _TABLES or end in _JSON:
-                # not by `datasets`, which would take 2019-01-01 for a date, NA for nothing and 007 for a number
+                # The file is read here, not by `datasets`, which would read 2019-01-01 as a date, NA as a missing value
+                # and 007 as the number 7.
                 opened = gzip.open if source.endswith(".gz") else open
                 file = held.enter_context(opened(source, "rt", encoding="utf-8-sig", newline=""))
                 rows = _objects(file) if end in _JSON else csv.DictReader(file, strict=True, **_TABLES[end])
@@ -67,7 +69,7 @@ def read(
 
 
 def _objects(file: TextIO) -> Iterator[Any]:
-    """Yields the values of one JSON list, or of JSON lines."""
+    """Yields the values in a JSON file, which holds either one list or one value per line."""
     first = file.read(1)
     while first.isspace():
         first = file.read(1)
@@ -84,7 +86,7 @@ def _objects(file: TextIO) -> Iterator[Any]:
 
 
 _END = object()
-"""Stands for the record after the last one; a JSON null is a record, and refused."""
+"""Marks the end of the records. None cannot mark it, because a JSON null is a record, which is then refused."""
 
 
 def _fields(rows: Iterator[Any], fields: Sequence[str], source: str, limit: int | None) -> Iterator[tuple[str, ...]]:
@@ -124,7 +126,8 @@ def _names(record: dict[str, Any], before: str = "") -> list[str]:
 
 @contextlib.contextmanager
 def _as_input_errors(source: str) -> Iterator[None]:
-    """Raises the errors of readers, which have many classes, as an InputError of one line; its cause says more."""
+    """Turns an error inside the block into an InputError with a message of one line. Readers of files raise errors of
+    many classes; the original error is the InputError's cause."""
     try:
         yield
     except (InputError, ImportError, MemoryError):

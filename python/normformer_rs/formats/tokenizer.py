@@ -1,7 +1,8 @@
 """Exports a run's tokenisation as the files that Hugging Face's `AutoTokenizer` reads.
 
-A normalizer cuts the text into pieces, and the model looks them up. The BPE model of `tokenizers` is not suitable: it
-has an id for every piece that a merge makes, and pieces outside of the vocabulary must become unknown.
+In these files a normalizer splits the text into pieces, and the model only looks up their ids. The BPE model of
+`tokenizers` is not suitable: it needs an id for every piece that a merge makes, while here a piece that is not in the
+vocabulary must become unknown.
 """
 
 import json
@@ -13,17 +14,18 @@ from typing import Any
 from ..errors import InputError
 
 _SPECIALS = ("<s>", "<pad>", "</s>", "<unk>")
-"""The special pieces, by id."""
+"""The special pieces, in the order of their ids, which begin at 0."""
 _BOS, _PAD, _EOS, _UNK = _SPECIALS
 _WORD_END = "</w>"
 _SPACES = "".join(c for c in map(chr, range(0x3001)) if c.isspace() and c != "\n")
-"""White space between the pieces of a text that was tokenised before training."""
+"""The characters of white space, except the newline, that separate pieces in text that is tokenised already."""
 _AT_START, _AT_END = r"(?<![^ \n])", r"(?![^ \n])"
-"""Patterns at the start and at the end of a piece."""
+"""Patterns that match at the start and at the end of a piece."""
 _MOST = 200_000
-"""The maximum number of a tokenizer's merges."""
+"""The maximum number of merges that a tokenizer is written with."""
 _AFTER_WORD = r"(?=  |\n|\z)"
-"""While merges are applied, one space separates pieces of a word, and two separate words."""
+"""A pattern that matches at the end of a word. While merges are applied, one space separates the pieces of a word, and
+two spaces separate words."""
 
 
 def tokenizer_files(vocabulary: str, codes: str | None, unseen: Sequence[int], size: int) -> dict[str, str]:
@@ -31,8 +33,8 @@ def tokenizer_files(vocabulary: str, codes: str | None, unseen: Sequence[int], s
 
     Args:
         vocabulary: the run's vocabulary.txt.
-        codes: its bpe.codes; None if its text is tokenised already.
-        unseen: ids that text never yields, because the target vocabulary leaves them out.
+        codes: the run's bpe.codes; None if its text is tokenised already.
+        unseen: ids that no text is converted to, because the target vocabulary does not contain them.
         size: the size of the model's vocabulary.
 
     Errors: InputError for files of other sizes or forms.
@@ -59,7 +61,7 @@ def tokenizer_files(vocabulary: str, codes: str | None, unseen: Sequence[int], s
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         **dict(zip(("bos_token", "pad_token", "eos_token", "unk_token"), _SPECIALS)),
-        "split_special_tokens": True,  # "</s>" in a text is text
+        "split_special_tokens": True,  # "</s>" in a text is ordinary text, not the end of a sentence
         "clean_up_tokenization_spaces": False,
         "padding_side": "left",
         "model_input_names": ["input_ids", "attention_mask"],
@@ -77,16 +79,17 @@ def _sequence(parts: str, steps: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _split() -> list[dict[str, Any]]:
-    """Splits text into pieces at white space."""
+    """Returns the normalizer's step that splits text into pieces at white space."""
     return [_replace(f"[{_SPACES}]", " ")]
 
 
 def _merged(codes: str) -> Iterator[dict[str, Any]]:
-    """Yields the steps that split words into pieces as `src/data/bpe.rs` does, one replacement for each merge."""
+    """Yields the normalizer's steps that split words into pieces as `src/data/bpe.rs` does. Each merge is one step, or
+    several, that replaces text."""
     version, *lines = codes.removesuffix("\n").split("\n")
     if not version.startswith("#version:"):
         raise InputError(f"bpe.codes is damaged: expected #version: 0.2, or 0.1, first; got {version[:80]!r}")
-    # Only the first of equal pairs counts.
+    # If a pair occurs twice in the file, only its first place counts.
     merges = [*dict.fromkeys((left, right) for left, _, right in (line.partition(" ") for line in lines))]
     if len(merges) > _MOST:
         raise InputError(
@@ -103,9 +106,10 @@ def _merged(codes: str) -> Iterator[dict[str, Any]]:
 
 
 def _passes(merges: list[tuple[str, str]]) -> Iterator[tuple[str, str]]:
-    """Yields the merges in an order in which each is applied once to the whole text.
+    """Yields merges in an order in which applying each of them once to the whole text gives the result of BPE.
 
-    It is their own order, except that after a merge that makes a part of an earlier one the earlier one follows again.
+    It is the merges' own order, with repetitions: after a merge whose result is a part of an earlier merge's pair, the
+    earlier merge follows again.
     """
     users = defaultdict(set)
     for rank, pair in enumerate(merges):
@@ -121,7 +125,7 @@ def _passes(merges: list[tuple[str, str]]) -> Iterator[tuple[str, str]]:
 
 
 def _after_end_of_sentence() -> dict[str, Any]:
-    """Begins a text with an end of sentence, as in training."""
+    """Returns the post-processor that puts an end of sentence before a text, as in training."""
     end = {"SpecialToken": {"id": _EOS, "type_id": 0}}
     first, second = ({"Sequence": {"id": name, "type_id": 0}} for name in "AB")
     return {
@@ -133,7 +137,8 @@ def _after_end_of_sentence() -> dict[str, Any]:
 
 
 def _joined() -> list[dict[str, Any]]:
-    """Joins pieces into text as `src/data/joiner.rs` does; an end of sentence is a newline."""
+    """Returns the decoder's steps that join pieces into text as `src/data/joiner.rs` does. An end of sentence becomes a
+    newline."""
     return [
         _replace(rf"\A(?:{_BOS}|{_PAD})\z", ""),
         _replace(rf"\A{_EOS}\z", "\n"),

@@ -1,4 +1,4 @@
-"""Gains in other libraries' trainers: their values for the log, and optimizer steps without weight decay on them."""
+"""Helpers for gains in other libraries' trainers: they return values for the log, and keep weight decay off gains."""
 
 from typing import Any
 
@@ -14,9 +14,9 @@ from ..nn.training import learned_gains
 
 @torch.no_grad()
 def gain_values(model: nn.Module) -> dict[str, float]:
-    """Returns gain/NAME of each norm's gain and each residual scheme's parameter, as the mean if it is a vector, and
-    alpha/NAME of each stack whose α_t grows, or alpha/NAME.layers.L if each layer has its own. The host waits for
-    the device once."""
+    """Returns values for the log by name. gain/NAME is the mean of a norm's gain or of a residual scheme's parameter.
+    alpha/NAME is α_t of a stack whose α_t grows; if each layer has its own, it is alpha/NAME.layers.L. The host waits
+    for the device only once."""
     found: dict[str, Tensor] = {}
     for name, p in learned_gains(model).items():
         if not name.endswith("bias"):
@@ -37,18 +37,20 @@ def gain_values(model: nn.Module) -> dict[str, float]:
 
 
 def gradient_values(model: nn.Module) -> dict[str, float]:
-    """Returns gradient/NAME of each layer from `analysis.gradient_norms`; empty if no parameter has a gradient."""
+    """Returns the gradient norm of each layer, from `analysis.gradient_norms`, under the name gradient/NAME. The
+    dictionary is empty if no parameter has a gradient."""
     if all(p.grad is None for p in model.parameters()):
         return {}
     return {f"gradient/{name}": norm for name, norm in gradient_norms(model).items()}
 
 
 class Undecayed:
-    """Keeps gains and schemes' parameters in a group without weight decay while an optimizer steps.
+    """Exempts gains and schemes' parameters from weight decay: during a step they are in a group without it.
 
-    That group has the other options of their own group; if there is no such group, it exists during the step only.
-    Between steps the groups are the trainer's own. So its checkpoints have the order that it expects, and a run resumes
-    to the same bits, with or without this. Errors: InputError for anything but a torch.optim.Optimizer.
+    That group has the same options as their own group, except weight decay. If the optimizer has no such group, one is
+    added for the step. Between steps the groups are as the trainer made them. So its checkpoints have the order that it
+    expects, and a resumed run gives the same bits, whether or not this class is used. Errors: InputError for anything
+    but a torch.optim.Optimizer.
     """
 
     def __init__(self, optimizer: Any, model: nn.Module) -> None:
@@ -69,7 +71,7 @@ class Undecayed:
         ]
 
     def remove(self) -> None:
-        """Restores the optimizer."""
+        """Restores the optimizer's groups and removes the hooks."""
         self._join()
         for handle in self._handles:
             handle.remove()
@@ -82,6 +84,7 @@ class Undecayed:
             own = [p for p in params if id(p) in gains]
             if own and group.get("weight_decay"):
                 group["params"] = [p for p in params if id(p) not in gains]
+                # The gains move to a group with the same options but no weight decay: an existing one, or a new one.
                 undecayed = next((g for g in groups if _is_same_but_undecayed(g, group)), None)
                 if undecayed is None:
                     groups.append({**group, "params": own, "weight_decay": 0.0})

@@ -1,4 +1,5 @@
-"""A callback for Hugging Face's Trainer, which profiles admin, exempts gains from weight decay, and logs them."""
+"""Callbacks for Hugging Face's Trainer. One profiles admin, exempts gains from weight decay, and logs gains; the other
+reports to a trial of a study."""
 
 import warnings
 from collections.abc import Callable
@@ -21,15 +22,15 @@ class NormCallback(transformers.TrainerCallback):
       Trainer itself sorts parameters by the names and classes of their modules.
     * Each log of a training loss gets `gain/NAME` of every norm's gain and scheme's parameter (a vector's mean), and
       `alpha/NAME` of branchnorm's α_t.
-    * With `gradients=True` it gets `gradient/NAME`, too: the Euclidean norm of each layer's gradient at the last step,
-      after the Trainer's clipping; its own `grad_norm` is from before.
+    * With `gradients=True` each such log also gets `gradient/NAME`: the Euclidean norm of each layer's gradient at the
+      last step, after the Trainer's clipping. The Trainer's own `grad_norm` is measured before clipping.
 
     `NormCallback.add_to(trainer)` puts one in front of the callbacks that report to TensorBoard, W&B and others.
     `Trainer(callbacks=[NormCallback()])` puts it behind them: then the gains are only shown on the screen and in
     `trainer.state.log_history`.
 
     Args:
-        profile, undecayed, log: True to do the first, second and third of these.
+        profile, undecayed, log: True for the first, the second and the third of these steps.
         gradients: True to log the norms of gradients; the host then waits for the device at each step.
 
     Errors: ImportError without transformers; InputError for an optimizer that is not torch's, such as DeepSpeed's.
@@ -84,7 +85,7 @@ class NormCallback(transformers.TrainerCallback):
 
 
 class TrialCallback(transformers.TrainerCallback):
-    """Reports a Trainer's losses to a trial of a `Study`, and ends the training with it.
+    """Reports a Trainer's losses to a trial of a `Study`, and ends the training when the trial is over.
 
     `Trainer(model=trial.apply(model), callbacks=[TrialCallback(trial)], …)`. Each log of a training loss is reported
     with the number of its step, so that `logging_steps` is how finely the trial is seen; `eval_loss` is the trial's

@@ -1,4 +1,5 @@
-"""A callback for Lightning's Trainer, which profiles admin, exempts gains from weight decay, and logs them."""
+"""Callbacks for Lightning's Trainer. One profiles admin, exempts gains from weight decay, and logs gains; the other
+reports to a trial of a study."""
 
 from collections.abc import Callable
 from typing import Any
@@ -17,12 +18,13 @@ class NormCallback(pytorch.Callback):
     * Gains and schemes' parameters are not decayed: within each step they are in a group without weight decay.
     * Every `trainer.log_every_n_steps` steps the trainer's loggers get `gain/NAME` of every norm's gain and scheme's
       parameter (a vector's mean), and `alpha/NAME` of branchnorm's α_t.
-    * With `gradients=True` they get `gradient/NAME`, too: the Euclidean norm of each layer's gradient before clipping.
+    * With `gradients=True` the loggers also get `gradient/NAME`: the Euclidean norm of each layer's gradient before
+      clipping.
 
     >>> callback = NormCallback()  # lightning.pytorch.Trainer(callbacks=[callback])
 
     Args:
-        profile, undecayed, log: True to do the first, second and third of these.
+        profile, undecayed, log: True for the first, the second and the third of these steps.
         gradients: True to log the norms of gradients; the host then waits for the device at each step.
 
     Errors: ImportError without lightning; InputError for an optimizer that is not torch's, such as DeepSpeed's.
@@ -52,7 +54,7 @@ class NormCallback(pytorch.Callback):
         step = trainer.global_step
         wanted = self.log or self.gradients
         if wanted and trainer.loggers and step % trainer.log_every_n_steps == 0 and step != self._logged:
-            self._logged = step  # several batches may make one step
+            self._logged = step  # with accumulation several batches have the same step, which is logged only once
             values = (gain_values(pl_module) if self.log else {}) | self._norms
             for logger in trainer.loggers if values else ():
                 logger.log_metrics(values, step=step)
@@ -69,7 +71,7 @@ class NormCallback(pytorch.Callback):
 
 
 class TrialCallback(pytorch.Callback):
-    """Reports a Trainer's losses to a trial of a `Study`, and ends the training with it.
+    """Reports a Trainer's losses to a trial of a `Study`, and ends the training when the trial is over.
 
     `Trainer(callbacks=[TrialCallback(trial)], …)`. Every step's loss is reported, that of its last
     batch; the metric called `monitor` is the
@@ -83,10 +85,10 @@ class TrialCallback(pytorch.Callback):
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, *_: Any) -> None:
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
-        if loss is None:  # the step was skipped
+        if loss is None:  # training_step has returned None, which skips the batch
             return
-        loss = loss * trainer.accumulate_grad_batches  # Lightning has divided it
-        is_new = trainer.global_step > len(self.trial.losses)  # several batches may make one step
+        loss = loss * trainer.accumulate_grad_batches  # Lightning has divided the loss by this number
+        is_new = trainer.global_step > len(self.trial.losses)  # with accumulation several batches have the same step
         if is_new and not self.trial.is_over and not self.trial.report(trainer.global_step, loss):
             trainer.should_stop = True
 

@@ -3,10 +3,10 @@
 from ..config import TrainingConfig, TransformerConfig
 
 _WARMING = ("inverse-sqrt", "val-decay", "constant")
-"""The schedules with a warm-up."""
+"""The schedules that begin with a warm-up."""
 _SIZES = {"d_model", "d_ff", "heads", "encoder_layers", "decoder_layers"}
 _LARGE = 20_000_000
-"""The number of parameters above which an update takes seconds on a CPU."""
+"""A model with more parameters than this takes seconds for each update on a CPU."""
 _PRESET = {"encoder-decoder": "transformer-tiny", "decoder-only": "llama-tiny"}
 
 
@@ -17,8 +17,8 @@ def warnings_of(
 
     Args:
         parameters: the number of the model's parameters.
-        chosen: the names of the options that a user has given, including "preset"; None if they are not known: then
-            there is no warning about a default size.
+        chosen: the names of the options that a user has given, including "preset". None means that they are not known;
+            then there is no warning about a default size.
     """
     how, what = training.asdict(), model.asdict()
     found = []

@@ -10,20 +10,20 @@ from ..errors import InputError
 from ..text import check_lines
 
 Listener = Callable[[int, int, str | None], None]
-"""A function of the prompt's index, the sample's index, and new text, which is None when that text is over."""
+"""A function that gets the prompt's index, the sample's index and the new text; None instead of text marks its end."""
 
 
 class Generation(NamedTuple):
     """A continuation of a prompt by a language model."""
 
     text: str
-    """The generated text. Appended to the prompt it gives the whole: it begins with a space if a new word begins."""
+    """The generated text, to be appended to the prompt; it begins with a space if it begins with a new word."""
     log_probability: float
     """The sum of log p of the new tokens, at temperature 1 and over all tokens."""
     tokens: int
     """The number of new tokens: pieces, and ends of sentence."""
     finished: bool
-    """True if it has the requested number of ends of sentence; otherwise max_length ended it."""
+    """True if the text has the requested number of ends of sentence; False if max_length ended it."""
 
 
 class WindowPerplexity(NamedTuple):
@@ -38,7 +38,7 @@ class WindowPerplexity(NamedTuple):
     words: int
     """The number of words between white space, plus an end for each line."""
     word_perplexity: float
-    """e^(nll·tokens/words); inf if that exceeds the largest number, as in a language without spaces."""
+    """e^(nll·tokens/words); inf if that exceeds the largest float, as it may in a language without spaces."""
     lines: int
     characters: int
     """The number of characters, plus an end for each line."""
@@ -71,7 +71,7 @@ def generate(
         on_text: called with new text while it comes, as (prompt, sample, text); text is None when that text is over. A
             word may come in several parts.
         checkpoint: best, last, average, or an update's number.
-        max_tokens: the size of the windows in a batch: more memory gives more speed.
+        max_tokens: the tokens of all windows in a batch together; a larger number needs more memory and is faster.
         precision: f32 or bf16.
         device: cpu, cuda, cuda:N, or auto, which is cuda if there is one.
 

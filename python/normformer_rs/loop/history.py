@@ -24,13 +24,13 @@ from ..text import open_regular
 
 LOG = "log.jsonl"
 _SHOWN = ("update", "epoch", "loss", "nll", "perplexity", "bleu", "best", "seconds")
-"""The columns of an evaluation in notebooks."""
+"""The columns of the table of evaluations that a notebook shows."""
 _logger = logging.getLogger("normformer_rs")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Evaluations:
-    """The validations of a run, one entry each. NaN marks values that were not measured."""
+    """The validations of a run; each array has one entry per validation. NaN marks values that were not measured."""
 
     update: NDArray[np.int64]
     epoch: NDArray[np.int64]
@@ -43,9 +43,9 @@ class Evaluations:
     bleu: NDArray[np.float64]
     """The BLEU score, 0 to 100."""
     best: NDArray[np.bool_]
-    """True if it is better than all before it."""
+    """True if the evaluation is better than all before it."""
     seconds: NDArray[np.float64]
-    """The time that the evaluation took."""
+    """The time that the evaluation took, in seconds."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -60,11 +60,11 @@ class History:
     """Cross-entropy, nats per token."""
     lr: NDArray[np.float64]
     grad_norm: NDArray[np.float64]
-    """The global norm, before clipping."""
+    """The Euclidean norm of the gradient of all parameters, before clipping."""
     tokens_per_second: NDArray[np.float64]
     """The number of real target tokens per second."""
     seconds: NDArray[np.float64]
-    """The training time so far."""
+    """The training time so far, in seconds."""
     evaluations: Evaluations
     layers: dict[str, NDArray[np.float64]] = dataclasses.field(default_factory=dict)
     """The values of `log_layers`: gradient/LAYER, the norm of each layer's gradient before clipping, and gain/NAME,
@@ -92,7 +92,7 @@ class History:
 
     @classmethod
     def of(cls, events: Iterable[dict[str, Any]], output: str | PathLike[str]) -> "History":
-        """Builds the history from a log's events."""
+        """Returns the history that a log's events describe."""
         started, updates, evaluations = _replay(events)
         return cls(
             **_columns(cls, updates),
@@ -145,8 +145,8 @@ def plot(
     Args:
         runs: results of `Trainer.fit`, or the folders of runs; at most 20.
         path: the picture's path; its ending sets the format: png, svg, pdf.
-        names: the runs' names, at the ends of their lines; None for their folders' names, with as much of the path as
-            tells them apart.
+        names: the runs' names, shown at the ends of their curves; None for the names of their folders, with as many
+            parents as are needed to tell them apart.
 
     BLEU is shown if a run has measured it, otherwise perplexity; a panel for which no run has numbers is left out.
     pyplot is not used.
@@ -199,7 +199,7 @@ def read_events(path: Path) -> list[dict[str, Any]]:
 
 
 def _lines(log: BinaryIO) -> Iterator[bytes]:
-    """Yields the lines of a log without their ends; of a line that is too long for an event only the beginning."""
+    """Yields the lines of a log without their line ends. A line that is too long for an event is cut off."""
     while line := log.readline(_LONGEST + 1):
         rest = line
         while len(rest) > _LONGEST and not rest.endswith(b"\n"):
@@ -208,7 +208,7 @@ def _lines(log: BinaryIO) -> Iterator[bytes]:
 
 
 def _event(line: bytes) -> dict[str, Any] | None:
-    """Returns an event as the loop writes it; None for a damaged line."""
+    """Returns the event in a line of the log, or None if the line is damaged or is no event that the loop writes."""
     if len(line) > _LONGEST:
         return None
     try:
@@ -227,9 +227,9 @@ def _refuse(constant: str) -> None:
 _DECODER = json.JSONDecoder(parse_constant=_refuse)
 _MOST = sys.float_info.max
 _LONGEST = 4 << 20
-"""The maximum length of a line in bytes; the numbers of 1,000 layers are 100 kB."""
+"""The maximum length of a line in bytes. For comparison: a line with the values of 1,000 layers has about 100 kB."""
 _CELLS = 1 << 27
-"""The maximum number of values by update and layer, 1 GiB."""
+"""The maximum number of values in `History.layers`: 2²⁷ float64 are 1 GiB."""
 _COUNTS = ("update", "epoch", "parameters")
 _NO_COLUMNS = ("evaluations", "layers", "output")
 
@@ -244,7 +244,7 @@ _NUMBERS: dict[str, list[str]] = {
     "updated": _numbers(History),
     "evaluated": _numbers(Evaluations),
 }
-"""The floating-point numbers that are read from each event."""
+"""For each kind of event, the names of the floating-point numbers that are read from it."""
 
 
 def _is_event(event: Any) -> bool:
@@ -263,8 +263,8 @@ def _is_event(event: Any) -> bool:
 
 
 def _are_numbers(values: Iterable[Any]) -> bool:
-    """True if the values are numbers, or None, for a number that JSON cannot hold. A bool, though an int, is no
-    number."""
+    """Returns True if each value is a finite float, an int or None, which stands for a number that JSON cannot hold.
+    A bool is refused, although Python counts it as an int."""
     numbers = [value for value in values if value is not None]
     return (
         set(map(type, numbers)) <= {int, float}
@@ -273,7 +273,8 @@ def _are_numbers(values: Iterable[Any]) -> bool:
 
 
 def _are_layers(layers: Any, statistics: Any) -> bool:
-    """True for tables of numbers by name, as `layer_values` reads them; None stands for an event without them."""
+    """Returns True if both are tables of numbers by name, as `layer_values` reads them, or None if the event has
+    none."""
     if not isinstance(layers, dict | None):
         return False
     parts = [part for part in (statistics,) if part is not None] + list((layers or {}).values())
@@ -281,8 +282,8 @@ def _are_layers(layers: Any, statistics: Any) -> bool:
 
 
 def _replay(events: Iterable[dict[str, Any]]) -> tuple[dict[str, Any], list[dict[str, Any]], list[dict[str, Any]]]:
-    """Returns the last start, and the valid updates and evaluations: resuming returns to a checkpoint and drops
-    later ones."""
+    """Returns the last "started" event, and the updates and evaluations that count. A resumed run continues from a
+    checkpoint, so the events after that checkpoint's update, logged before the resume, are dropped."""
     started: dict[str, Any] = {}
     updates: dict[int, dict[str, Any]] = {}
     evaluations: dict[int, dict[str, Any]] = {}
@@ -301,8 +302,8 @@ def _replay(events: Iterable[dict[str, Any]]) -> tuple[dict[str, Any], list[dict
 
 
 def layer_values(event: Mapping[str, Any]) -> dict[str, float]:
-    """Returns the values by layer of an "updated" event: gradient/LAYER and gain/NAME, and its statistics; empty if
-    it has none."""
+    """Returns the values of an "updated" event by name: gradient/LAYER, gain/NAME and its statistics. The dictionary is
+    empty if the event has none."""
     layers = event.get("layers") or {}
     values = {f"{kind}/{name}": value for kind, key in (("gradient", "gradients"), ("gain", "gains"))
               for name, value in layers.get(key, {}).items()}  # fmt: skip
@@ -314,21 +315,21 @@ def _layers(events: list[dict[str, Any]]) -> dict[str, NDArray[np.float64]]:
     logged = [layer_values(event) for event in events]
     names = {name for values in logged for name in values}
     cells, values_logged = len(names) * len(logged), sum(map(len, logged))
-    if cells > max(_CELLS, 64 * values_logged):  # a forged log may name another layer in each line
+    if cells > max(_CELLS, 64 * values_logged):  # a forged log may name a new layer in each line and fill the memory
         _logger.warning("%d names of layers are too many for %d updates: no layers are read", len(names), len(logged))
         return {}
     return {name: np.array([values.get(name, math.nan) for values in logged]) for name in sorted(names, key=_natural)}
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
-    """Returns a key that sorts layer 2 before layer 10: a longer number is larger. Forged names may have more digits
-    than int() takes."""
-    parts = re.split(r"0*([0-9]+)", name)  # alternating texts and numbers
+    """Returns a sort key that puts layer 2 before layer 10. Numbers are compared by length, then as text, because int()
+    refuses the very long numbers that a forged log may have."""
+    parts = re.split(r"0*([0-9]+)", name)  # texts at even places, numbers at odd ones
     return [(len(part), part) if place % 2 else (-1, part) for place, part in enumerate(parts)]
 
 
 def _columns(cls: type, events: list[dict[str, Any]]) -> dict[str, NDArray[Any]]:
-    """Returns the events' values by name, for the array fields of a class."""
+    """Returns, for each array field of a class, the array of that field's values in the events."""
     kinds: Mapping[str, tuple[Any, Any]] = {
         "update": (np.int64, 0),
         "epoch": (np.int64, 0),

@@ -10,7 +10,7 @@ def keep_memory() -> None:
     pages, each cleared by the kernel, with every large tensor. Training and translation in this package keep memory
     anyway; call this once, early, for models that run in PyTorch itself. `benches/kernels.py` prints the effect.
 
-    Large results of this package's operators are on large pages while they are fresh, if the system has them
+    This package's operators put large results whose memory is new on large pages, if the system has such pages
     (/sys/kernel/mm/transparent_hugepage/enabled). NORMFORMER_RS_ALLOCATOR=system turns that off.
 
     The process keeps its peak size, and fragmentation can make it larger. The call cannot be undone. It has no effect

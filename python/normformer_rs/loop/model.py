@@ -54,7 +54,7 @@ class Transformer(Steered):
     ) -> None:
         super().__init__()
         self.config, self.precision = config, precision
-        self._options = options_here(config)  # computed once, because a user's own scheme is asked for each layer
+        self._options = options_here(config)  # computed once, because a user's own scheme is called for every layer
         if seed is None:
             seed = int(torch.randint(2**63 - 1, (), device="cpu"))
         if not 0 <= seed < 2**64:
@@ -65,7 +65,7 @@ class Transformer(Steered):
         self._follow()
 
     def _place(self, name: str, tensor: Tensor) -> None:
-        """Registers a tensor under its dotted name; containers on the way are created."""
+        """Registers a tensor under its dotted name, as a parameter or a buffer, and creates the missing containers."""
         *path, leaf = name.split(".")
         module: nn.Module = self
         for part in path:
@@ -106,14 +106,15 @@ class Transformer(Steered):
         _core.profile(self._options, names, tensors, source, target_input, seed, precision)
 
     def set_num_updates(self, update: int) -> None:
-        """Sets branchnorm's t to the number of the update that comes next, 1 for the first. Other schemes ignore it.
-        Steps of torch's optimizers advance t automatically."""
+        """Sets branchnorm's step counter t to `update`, the number of the next update; the first is 1. Other schemes
+        ignore it. Steps of torch's optimizers advance t automatically."""
         for stack in self._growing():
             stack.t.fill_(update)
         self.told()
 
     def followed(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """Yields, for each stack, a parameter and the step counter t: an update of the parameter adds one to t."""
+        """Yields, for each stack with a step counter t, one of its trained parameters and t: each optimizer step on the
+        parameter adds one to t."""
         for stack in self._growing():
             owner = first_trained(stack.parameters())
             if owner is not None:
@@ -138,13 +139,14 @@ class Transformer(Steered):
         self._follow()
 
     def _parts(self) -> dict[str, tuple[str, str]]:
-        """Returns, for each parameter, its role in a parametrisation, and the dimension over which its products are
-        summed."""
+        """Returns, by the parameter's name, its role in a parametrisation ("hidden-matrix", …) and what its products
+        are summed over ("nothing", "depth", …)."""
         names, tensors, _ = self._tensors()
         return _core.parameter_parts(self._options, names, tensors)
 
     def _unit_dimensions(self) -> dict[str, int]:
-        """Returns the dimension along which the vectors of each matrix lie that `unit_matrices` keeps on the sphere."""
+        """Returns, for each matrix whose vectors `unit_matrices` keeps at length one, the dimension along which these
+        vectors lie."""
         names, tensors, _ = self._tensors()
         return _core.unit_dimensions(self._options, names, tensors)
 
@@ -155,7 +157,8 @@ class Transformer(Steered):
 
     @staticmethod
     def _draw(device: torch.device) -> Tensor:
-        """Returns (seed, update, micro-batch), int64, the address of dropout masks; a module sets only the seed."""
+        """Returns the int64 tensor (seed, update, micro-batch) from which dropout masks are drawn. Here only the seed
+        is set, from torch's generator; the other two are 0."""
         seed = torch.zeros(3, dtype=torch.int64, device=device)
         seed[0].random_(0, 2**63 - 1)
         return seed
@@ -171,7 +174,7 @@ class Transformer(Steered):
         return "\n".join([*lines, f"precision={self.precision!r}"])
 
     def __repr__(self) -> str:
-        # The containers only hold names; the options describe the model.
+        # The options describe the model better than torch's list of submodules, which are empty containers here.
         return f"{type(self).__name__}(\n" + textwrap.indent(self.extra_repr(), "  ") + "\n)"
 
     @classmethod
@@ -198,7 +201,7 @@ class Transformer(Steered):
 
 
 def _precision(dtype: torch.dtype) -> str:
-    """Returns the extension module's name of a floating-point type."""
+    """Returns the extension module's name for a floating-point type: f32, f64 or bf16."""
     names = {torch.float32: "f32", torch.float64: "f64", torch.bfloat16: "bf16"}
     if dtype not in names:
         raise InputError(f"parameters must be float32, float64 or bfloat16; got {dtype}: use .to(torch.float32)")
@@ -208,8 +211,8 @@ def _precision(dtype: torch.dtype) -> str:
 def load_run(directory: str | PathLike[str], checkpoint: str | int) -> tuple[TransformerConfig, dict[str, Tensor]]:
     """Loads the options and tensors of a run's checkpoint, by its name or its update's number.
 
-    Errors: InputError that lists the existing ones, or says what is damaged. A text that names code counts as damage,
-    because no run writes one.
+    Errors: InputError that lists the existing checkpoints, or says what is damaged. An option that names code, such as
+    file.py:Class, counts as damage, because no run writes one.
     """
     options, named = _core.load_model(fspath(directory), str(checkpoint))
     return TransformerConfig.from_json(options), dict(named)

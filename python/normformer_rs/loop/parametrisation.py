@@ -27,7 +27,7 @@ from .model import Transformer
 
 ROLES = ("embedding", "hidden-matrix", "hidden-vector", "end")
 _WIDTHS = ("d_model", "hidden_size", "n_embd", "embed_dim", "dim")
-"""The names of the residual stream's width in configurations of other libraries."""
+"""Names under which other libraries' configurations hold the width of the residual stream."""
 
 
 def param_groups(
@@ -145,8 +145,8 @@ def param_groups(
 
 
 class _Placed(NamedTuple):
-    """A parameter, its role, its stack's number of layers (0 outside stacks), and the dimension over which its
-    products are summed."""
+    """A parameter, its role, the number of layers of its stack (0 outside stacks), and what its products are summed
+    over ("nothing", "depth", …)."""
 
     parameter: nn.Parameter
     role: str
@@ -155,7 +155,8 @@ class _Placed(NamedTuple):
 
 
 def _own_options(model: nn.Module) -> dict[str, Any]:
-    """Returns the parametrisation's options of a model, or of layers, that this package built."""
+    """Returns the options of the parametrisation with which this package built the model or its layers; empty if the
+    model is not this package's."""
     config = model.config if isinstance(model, Transformer) else None
     if config is None:
         layers = [module for module in model.modules() if isinstance(module, Layer)]
@@ -165,7 +166,8 @@ def _own_options(model: nn.Module) -> dict[str, Any]:
 
 
 def _agreed(name: str, given: Any, own: Any, otherwise: Any = None) -> Any:
-    """Returns the given value, or the model's own, or `otherwise`; InputError if given and own differ."""
+    """Returns the first of `given`, the model's `own` value and `otherwise` that is not None. Raises InputError if
+    `given` and `own` differ."""
     if given is not None and own is not None and given != own:
         raise InputError(
             f"{name} = {given} was given, and the model was built with {own}: leave it out, or build another"
@@ -196,7 +198,8 @@ def _check(name: str, base_width: int | None, base_depth: int | None, alpha: flo
 
 
 def _places(model: nn.Module, needs_blocks: bool, width: int | None) -> Iterator[_Placed]:
-    """Yields every trained parameter once."""
+    """Yields every trained parameter once, with its role. Without `needs_blocks` a model without repeated blocks is
+    accepted."""
     if isinstance(model, Transformer):
         depths = {"encoder": model.config.encoder_layers, "decoder": model.config.decoder_layers}
         parts = model._parts()
@@ -225,8 +228,8 @@ def _places(model: nn.Module, needs_blocks: bool, width: int | None) -> Iterator
 
 
 def _layers_of(blocks: dict[str, int], path: str) -> int:
-    """Returns the layers of the stack that a module is in, or of the nearest stack beside it: a module of this
-    package may be nested deeper, as in swapped models."""
+    """Returns the number of layers of the stack that contains the module, or else of a stack below its nearest parent
+    that has one: in swapped models a module of this package may stand beside the stack."""
     inside = next((layers for block, layers in blocks.items() if f"{path}.".startswith(f"{block}.")), 0)
     while not inside and path:
         path = path.rpartition(".")[0]
@@ -249,8 +252,8 @@ def _role(
 
 
 def _blocks(model: nn.Module) -> Iterator[tuple[str, int]]:
-    """Yields the path of every block, and its stack's number of blocks. Lists inside blocks, such as experts, do not
-    count."""
+    """Yields the path of every block and the number of blocks in its stack. A list inside a block, such as a list of
+    experts, is no stack."""
     outer: list[str] = []
     for path, module in model.named_modules():
         children = [*module.named_children()]
@@ -264,7 +267,8 @@ def _blocks(model: nn.Module) -> Iterator[tuple[str, int]]:
 
 
 def _has_matrices(module: nn.Module) -> bool:
-    """True if modules in it, not the module itself, have matrices: a list of linear layers is no stack."""
+    """Returns True if at least two matrices belong to submodules of the module. A linear layer has only its own matrix,
+    so a list of linear layers is no stack."""
     return sum(p.dim() > 1 and "." in name for name, p in module.named_parameters()) > 1
 
 
@@ -279,8 +283,8 @@ def _width(model: nn.Module, given: int | None) -> int:
 
 
 def _find_width(model: nn.Module, given: int | None) -> int | None:
-    """Returns the residual stream's width: the given one, a configuration's, or that of all embeddings if they
-    agree."""
+    """Returns the residual stream's width: the given one, or else that of this package's layers, of the model's
+    config, of torch's Transformer layers or of the embeddings. Returns None if none is found, or if several differ."""
     if given is not None:
         return given
     own = [module.place.config.d_model for module in model.modules() if isinstance(module, Layer)]

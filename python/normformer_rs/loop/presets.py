@@ -1,7 +1,7 @@
-"""Named sizes and training settings: common shapes, and the settings of the papers.
+"""The presets, which are named sizes of models with training settings, in common use or from papers.
 
-A preset sets no residual scheme or initialisation, and no norm but Llama's, because these are compared, each by its own
-option.
+A preset sets no residual scheme and no initialisation, because users compare these and choose each by its own option.
+For the same reason only llama-tiny sets a norm.
 """
 
 from typing import Any, NamedTuple
@@ -11,7 +11,8 @@ from ..errors import InputError
 
 
 class Preset(NamedTuple):
-    """Options of the model and of its training; all others are at their defaults."""
+    """The options that a preset sets, for the model and its training, and their source. Other options keep their
+    defaults."""
 
     source: str
     options: dict[str, Any]

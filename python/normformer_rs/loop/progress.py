@@ -24,7 +24,8 @@ class Progress(Protocol):
 
 
 def choose(wanted: bool) -> Progress:
-    """Returns the form of progress that suits standard error."""
+    """Returns a bar if standard error is a terminal or a notebook that can show one, otherwise lines of text. Returns
+    an observer that shows nothing if `wanted` is False."""
     if not wanted:
         return Silent()
     # Without widgets, a notebook prints every step of a bar as a new output.
@@ -43,7 +44,7 @@ class Silent:
 
 
 class Bar:
-    """Shows tqdm's bar."""
+    """Shows progress as tqdm's bar."""
 
     def __init__(self) -> None:
         from tqdm.auto import tqdm
@@ -80,7 +81,7 @@ class Bar:
 
 
 class Lines:
-    """Prints a line on standard error every ten seconds."""
+    """Prints a line about the newest update on standard error, at most every ten seconds."""
 
     def __init__(self) -> None:
         self._last = time.monotonic()
@@ -124,7 +125,7 @@ def log_to_stderr() -> None:
 
 
 def number(event: Mapping[str, Any], name: str) -> float:
-    """Returns a value of an event. None becomes NaN, because JSON cannot hold NaN and infinities."""
+    """Returns a number of an event; NaN if it is missing or None, which the log holds for NaN and infinities."""
     value = event.get(name)
     return math.nan if value is None else float(value)
 

@@ -1,4 +1,4 @@
-"""Sizes of memory in the units that people write."""
+"""Formats and reads sizes of memory, such as 4.5 GiB."""
 
 import re
 

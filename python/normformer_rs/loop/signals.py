@@ -1,4 +1,4 @@
-"""Makes SIGTERM and SIGHUP act like Ctrl-C: Slurm, Kubernetes and a closing terminal send these two."""
+"""Makes SIGTERM and SIGHUP act like Ctrl-C. Slurm and Kubernetes send SIGTERM; a terminal that closes sends SIGHUP."""
 
 import contextlib
 import signal
@@ -12,23 +12,25 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class _Stops:
-    """The signal handler within `as_ctrl_c`: counts the signals, and keeps the wish to stop until `ask` raises it."""
+    """The signal handler inside `as_ctrl_c`. It counts signals, and remembers that the user wants to stop until `ask`
+    raises KeyboardInterrupt."""
 
     def __init__(self, outside: int) -> None:
         self.heard = 0
         self.held = 0
         self.wish: str | None = None
-        """The first signal's name. It stays, because some code may swallow the exception that the signal raises."""
+        """The name of the last signal that counted, None before the first. It is kept, because some code may swallow
+        the exception that the handler raises."""
         self.outside = outside
-        """The number of stack frames around the work."""
+        """The number of the outermost stack frames that do not belong to the block of `as_ctrl_c`."""
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         self.heard += 1
-        if self.heard == 2:
+        if self.heard == 2:  # a launcher's repetition of the first signal
             return
         self.wish = signal.Signals(number).name
         if self.heard == 1:
-            if self.held:
+            if self.held:  # `ask` raises the exception later
                 return
             importer = _importer(frame, self.outside)
             if importer is not None:
@@ -49,18 +51,18 @@ def as_ctrl_c(ends_process: bool = False) -> Iterator[None]:
     Inside an import the first one raises at the import's end, because torch's import, and others, swallow the
     exception.
 
-    A handler that the program has set itself stays, and so does nohup's choice to ignore SIGHUP. Python delivers
-    signals only to the main thread: in another one nothing changes.
+    A handler that the program has set itself stays, and so does nohup's choice to ignore SIGHUP. In a thread other than
+    the main one nothing changes, because Python delivers signals only to the main thread.
 
     Args:
-        ends_process: the process ends with the block, so the handlers stay, because a second signal may come until
-            then.
+        ends_process: True if the process ends after the block. Then the handlers stay, because a second signal may
+            still come before the end.
     """
     global _stops
     if not _is_main() or _stops is not None:
         yield
         return
-    stops = _stops = _Stops(len(_frames(sys._getframe())) - 3)  # minus this frame, contextlib's, and the work's own
+    stops = _stops = _Stops(len(_frames(sys._getframe())) - 3)  # without this frame, contextlib's, and the caller's
     before = {number: signal.getsignal(number) for number in _SIGNALS}
     before = {number: b for number, b in before.items() if b in (signal.SIG_DFL, signal.default_int_handler)}
     for number in before:
@@ -70,27 +72,28 @@ def as_ctrl_c(ends_process: bool = False) -> Iterator[None]:
     finally:
         if not ends_process:
             for number, handler in before.items():
-                if signal.getsignal(number) is stops:  # unless another handler has been set meanwhile
+                if signal.getsignal(number) is stops:  # a handler that was set inside the block stays
                     signal.signal(number, handler)
             _stops = None
 
 
 def ask() -> None:
-    """Raises KeyboardInterrupt if a signal has come before, even if its own exception was swallowed."""
+    """Raises KeyboardInterrupt if a signal has come since `as_ctrl_c` began, even if its exception was swallowed."""
     if _stops is not None and _stops.wish is not None and _is_main():
         raise KeyboardInterrupt(_stops.wish)
 
 
 def first_signal() -> signal.Signals:
-    """Returns the first signal that came inside `as_ctrl_c`; SIGINT if none did, as after another rank's stop."""
+    """Returns the signal that came inside `as_ctrl_c`. Returns SIGINT if none came, for example because the run stops
+    at the request of another rank."""
     wish = _stops.wish if _stops is not None else None
     return signal.SIGINT if wish is None else signal.Signals[wish]
 
 
 @contextlib.contextmanager
 def held() -> Iterator[None]:
-    """Delays the first signal inside the block until an `ask` or the block's end, for work that an exception would
-    leave half done."""
+    """Delays the exception of the first signal until `ask` is called or the block ends. It protects work that an
+    exception would leave half done."""
     stops = _stops
     if stops is None or not _is_main():
         yield
@@ -106,7 +109,8 @@ def held() -> Iterator[None]:
 
 @contextlib.contextmanager
 def listening() -> Iterator[None]:
-    """Marks a part of `held` work that a signal may interrupt, also one that is waiting: functions of the user's."""
+    """Marks a part of a `held` block that signals may interrupt, such as a user's callback. A signal that has been
+    delayed raises at the start of the part."""
     stops = _stops
     if stops is None or not _is_main():
         yield
@@ -124,7 +128,7 @@ def _is_main() -> bool:
 
 
 def _frames(frame: FrameType | None) -> list[FrameType]:
-    """Returns the frame and its callers."""
+    """Returns the frame and its callers, the innermost first."""
     found = []
     while frame is not None:
         found.append(frame)
@@ -133,7 +137,8 @@ def _frames(frame: FrameType | None) -> list[FrameType]:
 
 
 def _importer(frame: FrameType | None, outside: int) -> FrameType | None:
-    """Returns the frame of the outermost import that the frame is part of, without the `outside` outermost frames."""
+    """Returns the frame that runs the outermost import statement above `frame`, or None if there is none. The `outside`
+    outermost frames do not count."""
     frames = _frames(frame)
     inside = frames[: len(frames) - outside]
     imports = [i for i, f in enumerate(inside) if f.f_code.co_filename.startswith("<frozen importlib._bootstrap")]
@@ -141,8 +146,8 @@ def _importer(frame: FrameType | None, outside: int) -> FrameType | None:
 
 
 def _ask_after(frame: FrameType) -> None:
-    """Calls `ask` as soon as the frame itself continues. Python calls a frame's trace function only if some trace is
-    set."""
+    """Calls `ask` as soon as the frame itself continues, by setting its trace function. Python calls a frame's trace
+    function only while `sys.settrace` has set some function, so one that does nothing is set."""
     before = sys.gettrace()
 
     def asks(*_: Any) -> None:

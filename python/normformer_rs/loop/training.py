@@ -1,4 +1,4 @@
-"""Training: the loop runs in Rust and calls this module between updates."""
+"""Trains models. The training loop runs in Rust and reports to this module between updates."""
 
 import contextlib
 import dataclasses
@@ -27,15 +27,15 @@ from .signals import as_ctrl_c, held, listening
 logger = logging.getLogger("normformer_rs")
 logger.addHandler(logging.NullHandler())
 Callback = Callable[[str, Mapping[str, Any]], None]
-"""A function that `fit` calls with (event, values)."""
+"""A function that `fit` calls with an event's name and its values."""
 CURVES, TENSORBOARD = "curves.png", "tensorboard"
-"""The picture of a run, and its folder of TensorBoard's events."""
+"""The names of a run's picture and of the folder with its TensorBoard events."""
 _LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 
 
 @dataclasses.dataclass(frozen=True)
 class DryRun:
-    """The size of a run."""
+    """The sizes of a run: of model, vocabulary and data in numbers, of memory in bytes."""
 
     parameters: int
     parameter_bytes: int
@@ -56,7 +56,7 @@ class Trainer:
     """Trains a model on text files.
 
     Args:
-        model: its `vocab_size` may stay 0: then the data's is used.
+        model: the options of the model. If its `vocab_size` is 0, the size of the data's vocabulary is used.
         training: the options of training; `TrainingConfig()` has defaults for everything.
         data: the files.
 
@@ -65,7 +65,7 @@ class Trainer:
     """
 
     chosen: set[str] | None = None
-    """The options that are given on a command line; None if they are not known."""
+    """The names of the options that a user has given on the command line; None if they are not known."""
 
     def __init__(self, model: TransformerConfig, training: TrainingConfig, data: DataConfig) -> None:
         self.model, self.training, self.data = model, training, data
@@ -90,7 +90,8 @@ class Trainer:
         Args:
             memory: the limit in bytes.
 
-        Errors: InputError if it needs more even so; the message says which `max_tokens` would fit.
+        Errors: InputError if the run needs more even when it recomputes activations; the message says which
+        `max_tokens` would fit.
         """
         fixed = saved = 0
         for checkpointing in sorted({self.training.activation_checkpointing, True}):
@@ -208,14 +209,15 @@ class Trainer:
 
 @contextlib.contextmanager
 def _own_modes() -> Iterator[None]:
-    """Turns gradients on and autocast off inside the block, because a run has its own precision."""
+    """Turns gradients on and autocast off inside the block, because a run sets its own precision whatever modes the
+    caller has set."""
     cpu, cuda = torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False)
     with torch.inference_mode(False), torch.enable_grad(), cpu, cuda:
         yield
 
 
 class _Silent:
-    """Reports nothing, for every process but the first."""
+    """An observer that reports nothing; every process but the first has it."""
 
     def started(self, event: Mapping[str, Any]) -> None: ...
     def updated(self, event: Mapping[str, Any]) -> None: ...
@@ -225,8 +227,8 @@ class _Silent:
 
 
 class _Observer(_Silent):
-    """Passes the loop's reports to the progress bar, the logger and TensorBoard, which no signal may interrupt,
-    because a queue's lock would stay taken; then to callbacks."""
+    """Passes the loop's reports to the progress bar, the logger and TensorBoard, then to the user's callbacks. Signals
+    may interrupt only the callbacks: an interrupted TensorBoard writer would leave its queue's lock taken."""
 
     def __init__(self, output: Path, progress: Progress, tensorboard: bool, callbacks: Sequence[Callback]) -> None:
         self._output, self._progress, self._tensorboard, self._callbacks = output, progress, tensorboard, callbacks
@@ -279,7 +281,7 @@ class _Observer(_Silent):
             self._writer.close()
 
     def _show(self, name: str, *event: Mapping[str, Any]) -> None:
-        """Shows an event; a closed terminal does not end a run."""
+        """Shows an event. If the terminal has closed, nothing is shown from then on, and the run continues."""
         try:
             getattr(self._progress, name)(*event)
         except OSError:

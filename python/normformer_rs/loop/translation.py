@@ -1,4 +1,4 @@
-"""Uses of a trained model: translation, checkpoint averaging, perplexity."""
+"""Functions that use a trained model: translation, checkpoint averaging, perplexity."""
 
 from collections.abc import Iterable, Sequence
 from os import PathLike, fspath
@@ -18,7 +18,8 @@ class Translation(NamedTuple):
     score: float
     """The score by the search's rule; higher is better."""
     finished: bool = True
-    """True if the model ended it; otherwise `max_length`, the rule's limit or the model's maximum length did."""
+    """True if the model ended the translation; False if `max_length`, the rule's limit or the model's maximum length
+    cut it off."""
 
 
 class Perplexity(NamedTuple):
@@ -29,7 +30,7 @@ class Perplexity(NamedTuple):
     nll: float
     """The cross-entropy in nats."""
     perplexity: float
-    """e^nll; inf if that exceeds the largest number."""
+    """e^nll; inf if that exceeds the largest float."""
     tokens: int
 
 
@@ -82,7 +83,8 @@ def _sentences(lines: Iterable[str]) -> list[str]:
 
 
 def average(model: str | PathLike[str], *, last: int | None = None, updates: Sequence[int] | None = None) -> str:
-    """Averages the parameters of the `last` checkpoints, or of those of the given updates, into checkpoint "average".
+    """Averages the parameters of the `last` checkpoints, or of the checkpoints of the given updates, and saves them as
+    the checkpoint "average".
 
     Returns its path. Errors: InputError if there are fewer checkpoints, and for numbers out of range.
     """

@@ -1,1 +1,1 @@
-"""Pictures of training runs and of numbers by name."""
+"""Draws pictures of training runs and of series of numbers."""

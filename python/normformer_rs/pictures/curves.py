@@ -1,4 +1,4 @@
-"""Pictures of training runs: one run, or several in one picture."""
+"""Draws the curves of training runs: those of one run, or of several in one picture."""
 
 import io
 from collections.abc import Callable, Sequence
@@ -17,13 +17,13 @@ _TRAIN, _VALID, _BEST, _LINE = "#8fb3d9", "#c8442f", "#1f6f4a", "#46688c"
 SOFTWARE = "normformer_rs"
 """The name in a PNG's metadata; the extension module (ownership.rs) recognises a run's picture by it."""
 _MANY = 8
-"""The number of runs above which panels are taller and lines smoother."""
+"""With more runs than this, panels are taller and lines smoother."""
 _GRID = {"color": "#e4e4e4", "linewidth": 0.8}
 COLOURS = (
     *("#3b6fb5", "#d1495b", "#2e8b57", "#e08e1b", "#7a4fb3", "#17a2b8", "#9a5b3c", "#d64fa3", "#6b7a1f", "#444444"),
     *("#86b6ee", "#f2939e", "#7fcfa0", "#f6c46a", "#b99ae6", "#7fd6e3", "#c99a80", "#f0a3d3", "#b5c25c", "#9a9a9a"),
 )
-"""The colours of runs, in order; the names at the lines' ends tell them apart, too."""
+"""The colours of the runs, in order. Similar colours can be told apart by the names at the ends of the lines."""
 _Panel = Callable[[Any, "Sequence[History]", "Sequence[str]"], None]
 
 
@@ -33,7 +33,8 @@ def draw(runs: "Sequence[History]", names: Sequence[str] | None, path: Path) -> 
 
 
 def told_apart(folders: Sequence[Path]) -> list[str]:
-    """Returns the ends of the paths, just long enough to tell them apart.
+    """Returns the last parts of each path. All paths keep the same number of parts, the smallest that makes them
+    differ.
 
     >>> told_apart([Path("a/run"), Path("b/run")])
     ['a/run', 'b/run']
@@ -60,7 +61,7 @@ def _figure(runs: "Sequence[History]", names: Sequence[str]) -> Any:
 
     panels = _panels(runs)
     rows, columns = (2, 2) if len(panels) == 4 else (1, len(panels))
-    is_wide = len(runs) > 1  # names stand beside the lines
+    is_wide = len(runs) > 1  # leaves room for the runs' names beside the lines
     height = 4.6 if len(runs) > _MANY else 3.2
     figure = Figure(figsize=((6.2 if is_wide else 5) * columns, height * rows), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
@@ -80,7 +81,8 @@ def _figure(runs: "Sequence[History]", names: Sequence[str]) -> Any:
 
 
 def literal(figure: Any) -> Any:
-    """Makes all text of a finished figure literal, so that a name with dollars is no formula; returns the figure.
+    """Makes matplotlib show the text of a finished figure as it is, so that a name with dollar signs is not read as a
+    formula. Returns the figure.
 
     Tick labels that an axis makes from its numbers stay formulas (10²). Bytes of a name that are not UTF-8 become
     \\udc80.
@@ -90,7 +92,7 @@ def literal(figure: Any) -> Any:
 
     marks: set[Any] = set()
     for axis in (axis for axes in figure.axes for axis in (axes.xaxis, axes.yaxis)):
-        if not isinstance(axis.get_major_formatter(), FixedFormatter | FuncFormatter):  # whose labels may be names
+        if not isinstance(axis.get_major_formatter(), FixedFormatter | FuncFormatter):  # these two may show names
             marks.update(axis.get_ticklabels(which="both"))
     for text in figure.findobj(Text):
         if text not in marks:
@@ -152,7 +154,8 @@ def _perplexity(axis: Any, runs: "Sequence[History]", names: Sequence[str]) -> N
 
 
 def _evaluated(axis: Any, runs: "Sequence[History]", names: Sequence[str], field: str, best: Any, form: str) -> None:
-    """Draws a number of each evaluation; if there is one run, the best is marked."""
+    """Draws the values that a run's evaluations have for `field`, for each run. If there is only one run, its best
+    value is marked."""
     for run, colour in zip(runs, COLOURS):
         values = getattr(run.evaluations, field)
         measured = np.isfinite(values)
@@ -183,19 +186,19 @@ def _rate(axis: Any, runs: "Sequence[History]", names: Sequence[str]) -> None:
 
 
 def _from_zero(axis: Any, values: Sequence[Any]) -> None:
-    """Scales the axis from 0 to a little above the largest number that is not NaN."""
+    """Scales the y axis from 0 to a little above the largest number that is not NaN."""
     axis.set_ylim(0, 1.08 * max(float(np.nanmax(numbers, initial=0.0)) for numbers in values) or 1)
 
 
 def _logarithmic(axis: Any, values: Sequence[Any]) -> None:
-    """Makes the axis logarithmic if there is a number that it can show."""
+    """Makes the y axis logarithmic if there is at least one positive number, which it can show."""
     if any((numbers > 0).any() for numbers in values):
         logarithmic(axis)
 
 
 def logarithmic(axis: Any, along: str = "y") -> None:
-    """Makes the axis logarithmic, with ticks at 1, 2 and 5, so that a panel of less than a decade has some; over
-    three decades there are fewer. Call it when everything is drawn."""
+    """Makes the x or y axis logarithmic. Ticks are at 1, 2 and 5, so that a panel of less than a decade has some; an
+    axis of three decades or more has fewer. Call it after everything has been drawn."""
     from matplotlib.ticker import LogLocator, NullFormatter
 
     axis.set(**{f"{along}scale": "log"})
@@ -224,7 +227,8 @@ def _lines(axis: Any, runs: "Sequence[History]", names: Sequence[str], values: S
 
 
 def _smooth(values: Any, parts: int = 100) -> Any:
-    """Returns the running mean over a part of the run, so that lines close to each other can be followed."""
+    """Returns the running mean over windows of 1/`parts` of the run, so that lines close to each other can be told
+    apart."""
     width = min(max(1, len(values) // parts), len(values))
     if width <= 1:
         return values
@@ -239,13 +243,14 @@ def _last(values: Any) -> float:
 
 
 def name_ends(axis: Any, ends: Sequence[tuple[float, str, str]]) -> None:
-    """Writes each line's name beside its end, in its colour; names are moved apart if they would overlap."""
+    """Writes names beside the ends of lines; `ends` has (last value, name, colour) of each line. Names are moved apart
+    if they would overlap."""
     low, high = axis.get_ylim()
     axis.set_ylim(low, high)
     is_log = axis.get_yscale() == "log"
 
     def height(value: float) -> float:
-        """Returns the height in the panel, from 0 at its lower edge to 1."""
+        """Returns the value's height in the panel: 0 at the lower edge, 1 at the upper one."""
         value, lower, upper = np.log(np.array([value, low, high])) if is_log else (value, low, high)
         return float((value - lower) / (upper - lower))
 
@@ -264,7 +269,7 @@ def spread(heights: Sequence[float], gap: float = 0.062) -> list[float]:
     >>> spread([0.5, 0.5], gap=0.1)
     [0.45, 0.55]
     """
-    groups: list[list[float]] = []  # heights that touch; a group is centred on their mean
+    groups: list[list[float]] = []  # neighbours too close to each other; each group is centred on its mean
     for height in heights:
         groups.append([height])
         while len(groups) > 1 and _bottom(groups[-1], gap) - _top(groups[-2], gap) < gap:

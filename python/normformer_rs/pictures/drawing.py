@@ -1,4 +1,4 @@
-"""Draws series of numbers, by name and by run, in the manner of the papers' figures. pyplot is not used."""
+"""Draws figures like those of the papers, from series of numbers by name and by run. pyplot is not used."""
 
 import itertools
 from collections.abc import Mapping, Sequence
@@ -10,18 +10,19 @@ from .curves import COLOURS, literal, name_ends
 INK, OTHERS, PALE = "#333333", "#cfcfcf", "#ececec"
 
 Series = dict[tuple[str, ...], list[float]]
-"""Numbers by run; a run has one name or several."""
+"""The numbers of each run, by the tuple of names that identifies the run."""
 
 
 def bleu(series: Mapping[str, Series], title: str) -> Any:
-    """Draws BLEU of the validation set over training, a line for each run."""
+    """Returns a figure of BLEU on the validation set over training, with a line for each run."""
     updates, scores = (series.get(name, {}) for name in ("evaluated", "bleu"))
     drawn = {key: (updates[key], scores[key]) for key in scores if scores[key] and key in updates}
     return lines(drawn, title, "update", "BLEU of held-out text", markers=True)
 
 
 def gradient_norms(series: Mapping[str, Series], title: str) -> Any:
-    """Draws gradient norms, update by update: a panel for each run, so that no spike hides another run's."""
+    """Returns a figure of the gradient norm at each update. Each run has its own panel, so that its spikes do not hide
+    those of other runs."""
     found = series.get("raw", {})
     figure = new_figure(7.2, 1.3 * len(found) + 0.9)
     axes = figure.subplots(len(found), 1, sharex=True, sharey=True, squeeze=False)
@@ -40,8 +41,8 @@ def gradient_norms(series: Mapping[str, Series], title: str) -> Any:
 
 
 def gains(series: Mapping[str, Series], title: str) -> Any:
-    """Draws g by depth: attention on the left, feed-forwards and the last norm on the right; a line style for each
-    run."""
+    """Returns a figure of ScaleNorm's g by layer: norms of attention on the left, of feed-forward sublayers and the
+    last norm on the right. Each run has its own line style."""
     places = {name.removeprefix("gain-"): found for name, found in series.items() if name.startswith("gain-")}
     shades = dict(zip(("encoder-attention", "decoder-attention", "decoder-encoder"), COLOURS))
     shades |= dict(zip(("encoder-feed-forward", "decoder-feed-forward"), COLOURS))
@@ -76,7 +77,8 @@ def singular_values(series: Mapping[str, Series], title: str) -> Any:
 
 
 def statistics(series: Mapping[str, Series], title: str) -> Any:
-    """Draws distances from running statistics above, parts of the gradient below; a line for each run and statistic."""
+    """Returns a figure with two panels: above, the distance of a batch's statistics from the running ones; below, the
+    part of the gradient that flows through the statistics. There is a line for each run and statistic."""
     updates = series.get("logged", {})
     figure = new_figure(7.2, 4.6)
     axes = figure.subplots(2, 1, sharex=True)
@@ -98,7 +100,8 @@ def statistics(series: Mapping[str, Series], title: str) -> Any:
 
 
 def layers(series: Mapping[str, Series], title: str) -> Any:
-    """Draws cosines (above) and active units (below) by layer, the stacks beside each other."""
+    """Returns a figure with the cosine to the layer before (above) and the share of active units (below) by layer.
+    Encoder and decoder are beside each other."""
     stacks = [stack for stack in ("encoder", "decoder") if f"cosine-{stack}" in series]
     figure = new_figure(4.3 * len(stacks), 4.6)
     axes = figure.subplots(2, len(stacks), sharey="row", squeeze=False)
@@ -126,13 +129,14 @@ def growth(series: Mapping[str, Series], title: str) -> Any:
 
 
 def changes(series: Mapping[str, Series], title: str) -> Any:
-    """Draws the change of the model's output over training; a line for each run."""
+    """Returns a figure of the change of the model's output over training, with a line for each run."""
     drawn = {key: (series["logged"][key], values) for key, values in series["change"].items()}
     return lines(drawn, title, "update", "‖F(x; θ) − F(x; θ₀)‖₂")
 
 
 def stream(series: Mapping[str, Series], title: str) -> Any:
-    """Draws the decoder's sizes by layer, on a logarithmic axis; a line for each run."""
+    """Returns a figure of the mean |x| of the decoder's residual stream by layer, on a logarithmic axis, with a line
+    for each run."""
     drawn = {key: (range(len(found)), found) for key, found in series["size-decoder"].items()}
     figure = lines(drawn, title, "layer", "mean |x|", markers=True)
     figure.axes[0].set_yscale("log")
@@ -140,7 +144,7 @@ def stream(series: Mapping[str, Series], title: str) -> Any:
 
 
 def lines(found: Mapping[tuple[str, ...], Any], title: str, x: str, y: str, *, markers: bool = False) -> Any:
-    """Draws a line for each run, with its name at its end."""
+    """Returns a figure with a line for each run, and the run's name at the end of its line."""
     figure = new_figure(7.2, 3.6)
     axis = figure.subplots()
     shades = dict(zip(found, itertools.cycle(COLOURS)))
@@ -158,7 +162,8 @@ def lines(found: Mapping[tuple[str, ...], Any], title: str, x: str, y: str, *, m
 
 
 def heat(values: Sequence[Sequence[float]], steps: Sequence[int], title: str) -> Any:
-    """Draws numbers by layer (lines, the first one lowest) and update (columns) in colours."""
+    """Returns a heat map of `values`: a line for each layer, with the first layer lowest, and a column for each update
+    in `steps`."""
     figure = new_figure(7.2, 0.28 * len(values) + 1.5)
     axis = figure.subplots()
     image = axis.imshow(values, aspect="auto", origin="lower", cmap="viridis", interpolation="nearest")
@@ -188,7 +193,7 @@ def new_figure(width: float, height: float) -> Any:
 
 
 def highlight(axis: Any, found: Series, chosen: Sequence[tuple[str, str, str]]) -> None:
-    """Draws all runs in grey, and the chosen ones (scheme, rate, colour) over them."""
+    """Draws all runs of `found` in grey, and over them the chosen ones, each given as (scheme, rate, colour)."""
     for norms in found.values():
         axis.plot(range(1, len(norms) + 1), norms, color=OTHERS, linewidth=0.4, alpha=0.6, zorder=1)
     for name, rate, shade in chosen:
@@ -204,7 +209,8 @@ def highlight(axis: Any, found: Series, chosen: Sequence[tuple[str, str, str]]) 
 
 
 def heading(figure: Any, title: str, names: Sequence[tuple[str, str]]) -> None:
-    """Writes the title and the names of the colours, drawn in them, at its right, or below it if both do not fit."""
+    """Writes the title, and the legend of `names` and colours: to the right of the title, or below it if both do not
+    fit in one line."""
     widths = [0.105 * len(name) + 0.35 for name, _ in names]  # inches
     fits = 0.0925 * len(title) + sum(widths) - 0.35 < figure.get_figwidth()
     figure.suptitle(title if fits else f"{title}\n", fontsize=11, x=0.01, ha="left", weight="bold", color=INK)
@@ -216,6 +222,6 @@ def heading(figure: Any, title: str, names: Sequence[tuple[str, str]]) -> None:
 
 def save(figure: Any, path: Path) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Only a PNG has metadata that names the software and its version; they are left out.
+    # A PNG would name matplotlib and its version in its metadata; this is left out, so that files do not depend on it.
     literal(figure).savefig(path, metadata={"Software": None} if path.suffix.lower() in ("", ".png") else None)
     return path

@@ -1,8 +1,8 @@
-"""The papers' comparisons, each by one command: `normformer-rs reproduce NAME --scale check|here|paper`.
+"""Repeats comparisons from papers, each with one command: `normformer-rs reproduce NAME --scale check|here|paper`.
 
-A reproduction is a table of `entries.toml`, or an entry of `comparison.ENTRIES`, made of `declared.py`'s parts. The
-command, its help, the site's page, tables and pictures are made of the entries. Nothing here imports torch until a run
-begins.
+A reproduction is declared as a table in `entries.toml` or as an entry in `comparison.ENTRIES`, with the classes of
+`declared.py`. The command, its help, the site's page, tables and pictures are generated from these declarations. No
+module here imports torch until a run begins.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,8 @@ __all__ = ["REPRODUCTIONS", "SCALES", "Reproduction", "Row", "Scale", "Shown"]
 
 
 def __getattr__(name: str) -> Any:
-    """REPRODUCTIONS, when they are first asked for: other commands need not wait for the file."""
+    """Returns REPRODUCTIONS. The entries are read when they are first used, so that other commands do not wait for
+    entries.toml."""
     if name != "REPRODUCTIONS":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from . import comparison, entries

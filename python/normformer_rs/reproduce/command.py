@@ -1,4 +1,5 @@
-"""`normformer-rs reproduce`: checks the data, runs what is missing, prints the table, draws, writes."""
+"""`normformer-rs reproduce`: checks the data, makes the missing runs, prints the table, draws the picture, and writes
+both into a Markdown file."""
 
 import contextlib
 import logging
@@ -48,7 +49,8 @@ def chosen(names: Sequence[str], scale: str) -> list[Reproduction]:
 
 
 def plan(entry: Reproduction, scale: str, data: Path, seeds: int | None = None) -> str:
-    """Describes the recipe, the runs, the files that they need and, at scale `paper`, the deviations from the paper."""
+    """Returns a description of the recipe, the runs and the files that they need; at scale `paper` also of the
+    deviations from the paper."""
     found = entry.scales[scale]
     seeds = found.seeds if seeds is None else seeds
     corpora = list(dict.fromkeys(row.corpus for row in found.rows))
@@ -96,9 +98,9 @@ def run(
 ) -> None:
     """Makes the reproductions, one after another; `flags.py` says what each argument does.
 
-    Errors: InputError for a scale that an entry lacks, missing data, damaged runs, and with `recompute` a stored
-    figure that differs; Interrupted after Ctrl-C, and the same call continues; ImportError without sacrebleu
-    or, at scale check, num2words.
+    Errors: InputError for a scale that an entry lacks, for missing data, for damaged runs, and with `recompute` if a
+    stored figure differs; Interrupted after Ctrl-C (the same call continues the run); ImportError without sacrebleu or,
+    at scale check, num2words.
     """
     entries = chosen(names, scale)
     if recompute and (dry_run or write_to is not None):
@@ -128,10 +130,10 @@ def run(
 
 
 def _check_data(entries: Sequence[Reproduction], scale: str, data: Path, kept: Sequence[Results]) -> None:
-    """Checks that texts exist for the rows to be measured. Errors: UsageError."""
+    """Checks that the texts of the rows that are still to be measured exist. Errors: UsageError if one is missing."""
     wanted = {row.corpus: entry.name for entry, found in zip(entries, kept)
               for row in found.wanted if found.find(row) is None}  # fmt: skip
-    for name, files in missing(wanted, data).items():
+    for name, files in missing(wanted, data).items():  # the error is about the first corpus that lacks files
         raise UsageError(
             f"reproduce {wanted[name]} --scale {scale} needs {len(files)} files that {data} lacks (plain or .gz): "
             f"{', '.join(files)}",
@@ -141,7 +143,7 @@ def _check_data(entries: Sequence[Reproduction], scale: str, data: Path, kept: S
 
 @contextlib.contextmanager
 def quiet(wanted: bool) -> Iterator[None]:
-    """Logs only warnings inside the block, because these runs take a second each."""
+    """Logs only warnings inside the block, if `wanted`. It is for the runs of scale check, which take a second each."""
     logger = logging.getLogger("normformer_rs")
     level = logger.level
     if wanted:
@@ -160,8 +162,8 @@ def _runs(folder: Path, how: dict[str, Any]) -> "Runs":
 
 
 def measure(rows: Sequence[Row], scale: Scale, results: Results, runs: "Runs", ends: float = math.inf) -> list[Row]:
-    """Runs and measures the rows that the table lacks; returns those that are left: another process makes them, or
-    they would begin after `ends`, a time of `time.monotonic`."""
+    """Trains and measures the rows that the table lacks. Returns the rows that are left, because another process makes
+    their runs, or because they would begin after `ends`, a time of `time.monotonic`."""
     elsewhere = []
     for number, row in enumerate(rows, 1):
         results.read()
@@ -196,7 +198,8 @@ def _measure_row(scale: Scale, results: Results, row: Row, runs: "Runs") -> None
 
 
 def _kept(scale: Scale, done: "Run", found: Sequence["Measured"], results: Results) -> "Kept | None":
-    """Returns the data to recompute a row's figures; None if there are no such figures."""
+    """Returns the data from which the row's figures can be recomputed later; None if the table keeps none, or if no
+    figure of the scale can be recomputed."""
     from .kept import Kept, about
     from .made import is_kept
     from .measures import told
@@ -210,7 +213,8 @@ def _kept(scale: Scale, done: "Run", found: Sequence["Measured"], results: Resul
 
 
 def _p_value(scale: Scale, row: Row, done: "Run", runs: "Runs") -> "Measured":
-    """Measures the p-value; "" if there is no baseline, or its run is elsewhere."""
+    """Returns the p-value of the row against its baseline. It is "" if there is no baseline, if BLEU is not measured,
+    or if the baseline's run is not in the folder of runs."""
     from .measures import Measured, p_value
 
     baseline = baseline_of(scale, row)
@@ -224,7 +228,7 @@ def _p_value(scale: Scale, row: Row, done: "Run", runs: "Runs") -> "Measured":
 
 
 def _recompute(tables: Sequence[Results], data: Path) -> None:
-    """Prints each stored figure and whether the recomputed one equals it. Errors: InputError if one differs, and if
+    """Prints each stored figure, and whether the recomputed one is equal. Errors: InputError if a figure differs, or if
     nothing has been measured."""
     from .made import is_kept
     from .remade import left_out, remade

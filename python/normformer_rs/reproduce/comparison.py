@@ -1,4 +1,4 @@
-"""Every residual scheme and every norm on one small text: the project's own comparison."""
+"""Compares every residual scheme and every norm on one small text; this is the project's own comparison, `modern`."""
 
 import itertools
 
@@ -13,7 +13,7 @@ _NAMES = [(scheme, "layernorm") for scheme in _SCHEMES]
 _NAMES += [("prenorm", norm) for norm in _NORMS if norm != "layernorm"]
 _RATES = (1e-3, 3e-3)
 _EQUAL = "xavier"
-"""The common initialisation; each scheme's own is used as well, if it is another one."""
+"""The initialisation that all runs share. A scheme whose own initialisation differs is also trained with that one."""
 _OWN = {entry["name"]: entry["init"] for entry in _TABLES["residuals"]}
 _SHOWN = Shown(
     measures=("growth",),
@@ -46,11 +46,11 @@ _CELLS = (
 
 
 def _row(residual: str, norm: str, init: str, lr: float, options: Options, corpus: str) -> Row:
-    """Returns the row of a scheme with LayerNorm, or of prenorm with another norm."""
+    """Returns a row, with the options for the length of the run that some schemes and norms need."""
     own: Options = {"residual": residual, "norm": norm, "init": init, "lr": lr}
     if residual == "branchnorm":
         own["branchnorm_steps"] = options["updates"] // 5
-    if residual == "prores":  # each layer in turn, the last one after half of the run
+    if residual == "prores":  # the layers are switched on one after another; the last one is on after half of the run
         own["prores_steps"] = max(1, options["updates"] // (2 * options["decoder_layers"]))
     if norm == "powernorm":
         own["powernorm_warmup"] = options["warmup"]

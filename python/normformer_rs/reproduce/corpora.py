@@ -10,7 +10,7 @@ from ..errors import InputError
 from .declared import Options
 
 Files = dict[str, Path]
-"""Files by role: train_source, train_target, valid_source, …, test_target. A language model has no sources."""
+"""Paths by role: train_source, train_target, valid_source, …, test_target. A language model has no sources."""
 _DEMO = {"train": 300, "valid": 20, "test": 30}
 
 
@@ -19,18 +19,19 @@ class Corpus(NamedTuple):
 
     title: str
     origin: str
-    """The origin of the files."""
+    """Where the files come from."""
     files: dict[str, str]
-    """Paths below the folder of data, by role; each may end in .gz, too."""
+    """Paths relative to the folder of data, by role. Each file may also be packed, with .gz at the end of its name."""
     options: Options
-    """The options of `DataConfig` for its tokenisation."""
+    """Options of `DataConfig` that say how the text is split into pieces."""
     tokenize: str = "none"
-    """sacreBLEU's tokeniser; "none" for text that is tokenised."""
+    """The name of sacreBLEU's tokeniser for scoring; "none" if the text is tokenised already."""
     make: Callable[[Files, Path], Files] | None = None
-    """Writes the files that training reads into a folder, from those above."""
+    """A function that makes the files for training from `files`, in a folder, and returns them; None if `files` can be
+    read as they are."""
     lines: dict[str, str] = {}  # noqa: RUF012 (never written to)
-    """The number of lines of the parts, as the paper or the publisher prints them: "10k" stands for any number that
-    rounds to it."""
+    """The number of lines of each part, as the paper or the publisher states it: "10k" means a number that rounds to
+    10,000."""
 
     @property
     def is_split(self) -> bool:
@@ -73,7 +74,7 @@ def _pair(folder: str, source: str, target: str, valid: str = "valid", test: str
 
 
 def _alone(folder: str, form: str) -> dict[str, str]:
-    """Returns the files of a language model."""
+    """Returns the files of a corpus for a language model, which has target sides only."""
     return {f"{part}_target": f"{folder}/{form.format(part)}" for part in ("train", "valid", "test")}
 
 
@@ -139,19 +140,19 @@ CORPORA: dict[str, Corpus] = {
 
 
 def found(path: Path) -> Path | None:
-    """Finds the file, plain or gzip; None if neither exists."""
+    """Returns the path of the file, or of the file with .gz at the end of its name; None if neither exists."""
     return next((p for p in (path, path.with_name(path.name + ".gz")) if p.is_file()), None)
 
 
 def missing(names: Iterable[str], data: Path) -> dict[str, list[str]]:
-    """Returns the files that the folder lacks, by corpus."""
+    """Returns, for each named corpus whose files are not all in the folder `data`, the missing ones."""
     lacking = {name: [path for path in CORPORA[name].files.values() if found(data / path) is None] for name in names}
     return {name: paths for name, paths in lacking.items() if paths}
 
 
 def check_text(name: str, data: Path) -> None:
-    """Checks that a corpus is there; texts of a user's own are not looked at. Errors: InputError with the files that
-    are missing."""
+    """Checks that the files of the corpus exist. A name that is not in CORPORA, a user's own text, is not checked.
+    Errors: InputError that lists the missing files."""
     for _, files in missing([name] if name in CORPORA else [], data).items():
         raise InputError(
             f"text {name} needs {len(files)} files that {data} lacks (plain or .gz): {', '.join(files)}. "
@@ -160,7 +161,7 @@ def check_text(name: str, data: Path) -> None:
 
 
 def prepare(name: str, data: Path, folder: Path, corpora: Mapping[str, Corpus] = CORPORA) -> Files:
-    """Returns the corpus' files by role; those that are made are written to `folder`/`name`.
+    """Returns the corpus' files by role. If they have to be made first, they are written to `folder`/`name`.
 
     Errors: ImportError without num2words, for the demo's text; OSError from the file system.
     """

@@ -1,4 +1,5 @@
-"""`normformer-rs data`: makes corpora in the form that reproductions read from their publishers' releases."""
+"""`normformer-rs data`: converts corpora from the form in which publishers release them to the files that
+reproductions read."""
 
 import argparse
 import os

@@ -1,4 +1,4 @@
-"""The parts of a reproduction. An entry consists of these, and holds no code that runs."""
+"""The classes of which a reproduction's declaration consists. They hold data only, no code that trains or measures."""
 
 import hashlib
 import json
@@ -13,8 +13,8 @@ SCALES = {
 
 
 def digest(value: Any) -> str:
-    """Returns eight letters that tell a value of JSON from others; a user's own norm or scheme counts by its class and
-    its fields."""
+    """Returns eight hexadecimal digits of the value's SHA-256, computed from its JSON. A user's own norm or scheme is
+    written as its class and its fields."""
     written = json.dumps(value, sort_keys=True, ensure_ascii=False, default=_object)
     return hashlib.sha256(written.encode()).hexdigest()[:8]
 
@@ -25,12 +25,12 @@ def _object(value: Any) -> Any:
 
 
 class Row(NamedTuple):
-    """One training run, and its line in the table."""
+    """One training run, which is one line of the table."""
 
     key: dict[str, str]
-    """The columns that name the row."""
+    """The columns of the table that name the row, such as its scheme and learning rate."""
     options: Options
-    """The options of model and training, and of the data if they differ from the corpus'."""
+    """The options of model and training, and those of the data that differ from the corpus' options."""
     corpus: str
     """A name of `corpora.CORPORA`."""
     paper: dict[str, str] = {}  # noqa: RUF012
@@ -38,7 +38,7 @@ class Row(NamedTuple):
     search: Options = {"beam": 5, "rule": "fairseq"}  # noqa: RUF012
     """The options of `SearchConfig`."""
     version: str = ""
-    """The package's version, for a row that must be measured anew with another; "" if it need not."""
+    """The package's version, if the row must be measured again after a new version; "" if it need not."""
 
     @property
     def seed(self) -> int:
@@ -46,7 +46,7 @@ class Row(NamedTuple):
 
     @property
     def recipe(self) -> str:
-        """A digest of the options, the corpus, the search and, if it counts, the version."""
+        """A digest of corpus, options, search and, unless it is "", the version."""
         return digest([self.corpus, self.options, self.search, *([self.version] if self.version else [])])
 
     def seeded(self, number: int) -> "Row":
@@ -55,23 +55,23 @@ class Row(NamedTuple):
 
 
 class Shown(NamedTuple):
-    """The measurements of an entry, and the way in which table and picture show them."""
+    """Names the measurements of an entry, and says how table and picture show them."""
 
     measures: tuple[str, ...] = ()
-    """Names of `measures.MEASURES`; each run's losses and verdict are always measured."""
+    """Names in `measures.MEASURES` of the measurements besides losses and verdict, which every run has."""
     columns: tuple[str, ...] = ()
-    """The measured columns of the table, which are names of `tables.COLUMNS`."""
+    """The measured columns that the table shows, by their names in `tables.COLUMNS`."""
     compared: str = ""
-    """The baseline of each row's paired bootstrap: "before", the row before it, "first", the first row, or the row with
-    this value of the first key and the same ones of all others."""
+    """The baseline with which each row is compared. "before" is the row before it, "first" is the first row. Another
+    text is a value of the first key: the baseline has this value there, and otherwise the row's own keys."""
     across: str = ""
-    """A key whose values become columns; each cell is formatted by `cell`."""
+    """A key whose values become the columns of the table, with cells formatted by `cell`; "" if no key does."""
     cell: str = ""
     """A format string with the names of measured columns."""
     mean: bool = False
-    """True to add the mean of `value` over the values that run across, and its distance from the first line's mean."""
+    """True to add two columns: the mean of `value` over the line's cells, and its difference from the first line's."""
     significance: float = 0.0
-    """The p below which cells have a star, as the papers mark them."""
+    """Cells whose p is below this number get a star, as in the papers."""
     picture: str = ""
     """The name of a picture in `pictures.PICTURES`."""
     value: str = ""
@@ -82,11 +82,11 @@ class Scale(NamedTuple):
     """The runs of a reproduction at one size."""
 
     about: str
-    """The recipe in words, a part of a sentence."""
+    """The recipe in words, without a full stop."""
     rows: tuple[Row, ...]
     shown: Shown
     checkpoint: str = "average"
-    """The checkpoint that translates: average (of the evaluations kept) or best."""
+    """The checkpoint that translates: "average" (of the kept checkpoints) or "best"."""
     scored: str = "test"
     """The part of the corpus that is translated: test or valid."""
     seeds: int = 1
@@ -94,18 +94,18 @@ class Scale(NamedTuple):
 
 
 class Reproduction(NamedTuple):
-    """A comparison from a paper, or of the project, that one command makes."""
+    """A comparison from a paper, or one of the project's own, that one command makes."""
 
     name: str
     title: str
     source: str
     """The paper and its table; "ours" if there is none."""
     claim: str
-    """The paper's statement, or the question."""
+    """The paper's statement; for a comparison of the project's own, the question that it answers."""
     scales: dict[str, Scale]
-    """The scales by names of `SCALES`."""
+    """The scales of this comparison by name, a name in `SCALES`."""
 
     @property
     def stance(self) -> str:
-        """The claim or question, after the word that says which it is."""
+        """The claim after the word "claim:", or the question after the word "question:"."""
         return f"{'question' if self.source.startswith('ours') else 'claim'}: {self.claim}"

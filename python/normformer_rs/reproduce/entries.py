@@ -1,4 +1,4 @@
-"""Makes reproductions of entries.toml, whose first lines say how it is written."""
+"""Makes the reproductions from entries.toml. The comments at the beginning of that file describe its format."""
 
 import itertools
 import sys
@@ -25,7 +25,8 @@ _OF_SCALES = (*Scale._fields, "outer", "options", "where", "corpus", "search", "
 
 
 def _merged(first: Table, *others: Table) -> dict[str, Any]:
-    """The last table that has a name says what it is; tables within them are merged, too."""
+    """Returns one table with the names of all. If several have a name, the last one's value counts; values that are
+    tables are merged themselves. A `shown` with a `base` replaces the one before."""
     found = dict(first)
     for name, value in itertools.chain.from_iterable(table.items() for table in others):
         is_added = isinstance(value, dict) and isinstance(found.get(name), dict)
@@ -35,12 +36,13 @@ def _merged(first: Table, *others: Table) -> dict[str, Any]:
 
 
 def _like(table: Table, tables: Table) -> dict[str, Any]:
-    """The table on top of the one that it is like."""
+    """Returns the table merged into the one that its field `like` names, which may have a `like` itself."""
     return _merged(_like(tables[table["like"]], tables), table) if "like" in table else dict(table)
 
 
 def _added(before: Options, *tables: Table) -> Options:
-    """The options of tables, each after those of its bases, on top of the ones before; "" takes one away."""
+    """Returns the options `before`, overridden by those of each table in turn. The bases that a table names come before
+    its own options. The value "" removes an option."""
     found = dict(before)
     for table in tables:
         for name in table.get("base", ()):
@@ -52,12 +54,12 @@ def _added(before: Options, *tables: Table) -> Options:
 
 
 def base(name: str) -> Options:
-    """The options of one of [bases]."""
+    """Returns the options of a table in [bases]."""
     return _added({}, _BASES[name])
 
 
 def _values(column: str, values: Any, figures: Table) -> list[tuple[str, Table]]:
-    """A column's values as the table has them, and their options."""
+    """Returns the values of a column of keys, each with the options that it stands for."""
     known = _VALUES.get(column, {})
     if isinstance(values, dict):
         return [(name, own if isinstance(own, dict) else {column: own}) for name, own in values.items()]
@@ -67,7 +69,7 @@ def _values(column: str, values: Any, figures: Table) -> list[tuple[str, Table]]
 
 
 def _published(figures: Table, key: dict[str, str]) -> dict[str, str]:
-    """The paper's figures of a run."""
+    """Returns the paper's figures for the run with this key, by the heading of their column."""
     if not figures:
         return {}
     found: Any = figures
@@ -81,6 +83,7 @@ def _published(figures: Table, key: dict[str, str]) -> dict[str, str]:
 def _rows(scale: Table) -> tuple[Row, ...]:
     figures, where = scale.get("figures") or {}, scale.get("where", {})
     columns = {name: _values(name, values, figures) for name, values in scale["rows"].items() if values != ""}
+    # The values of the column `outer` vary slowest, wherever the column stands in the table.
     outer_first = sorted(columns, key=lambda column: column != scale.get("outer"))
     of_text = {name: scale[name] for name in ("corpus", "search") if name in scale}
     shared = _added(of_text, scale.get("options", {}))
@@ -100,7 +103,7 @@ def _scale(table: Table) -> Scale:
         if name not in (*_OF_ENTRIES, *_OF_SCALES):
             raise InputError(f"entries.toml, {table['title']}: {unknown('field', name, (*SCALES, *_OF_SCALES))}")
     shown = table["shown"]
-    while "base" in shown:
+    while "base" in shown:  # a base may have a base itself
         shown = _merged(_SHOWN[shown["base"]], {name: value for name, value in shown.items() if name != "base"})
     shown = {name: tuple(value) if name in ("measures", "columns") else value for name, value in shown.items()}
     more = {name: table[name] for name in ("checkpoint", "scored", "seeds") if name in table}
@@ -108,7 +111,7 @@ def _scale(table: Table) -> Scale:
 
 
 def made(name: str, entry: Table) -> Reproduction:
-    """The reproduction of a table of the file. Errors: InputError for a field that no scale has."""
+    """Returns the reproduction that a table of entries.toml declares. Errors: InputError for an unknown field."""
     entry = _like(entry, _FILE)
     shared = {field: value for field, value in entry.items() if field not in SCALES}
     scales = {

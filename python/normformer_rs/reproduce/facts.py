@@ -1,4 +1,5 @@
-"""The table of facts, facts.csv: the settings that the papers and their releases state, and where a plan deviates."""
+"""Reads the table facts.csv: settings that the papers and their code releases state, and the deviations of our
+reproductions from them."""
 
 import csv
 import json
@@ -12,34 +13,35 @@ from .papers import papers
 
 
 class Fact(NamedTuple):
-    """A line of the table. `entry` and `rows` have patterns of `fnmatch`, with | between several."""
+    """A line of facts.csv. `entry` and `rows` are patterns for `fnmatch`; several are joined with |."""
 
     paper: str
     """One of the paper's names in papers.json."""
     entry: str
     """Names of the paper's entries; `*` for all."""
     rows: str
-    """Rows of these entries, each by a value of its key or by its corpus; empty for all."""
+    """The rows of these entries that the fact is about, each named by a value of its key or its corpus; empty for
+    all."""
     option: str
     """An option of model, training, data or search, a field of `Scale` or `Corpus`, an argument of `scores.score`, or
-    `layers`, if both stacks have as many."""
+    `layers` for the layers of encoder and decoder, if both have the same number."""
     value: Any
-    """The paper's value, in words if it is not one value."""
+    """The paper's value; a text if it cannot be given as one value."""
     where: str
     """The section, table or figure of the paper, or the file of a release."""
     ours: Any
-    """The plan's value where it deviates, otherwise empty; `none` if the package has no such option."""
+    """Our value if it deviates from the paper's, otherwise empty; `none` if this package has no such option."""
     why: str
     """The reason for the deviation."""
 
     def is_about(self, entry: Reproduction, row: Row) -> bool:
-        """True if the fact is about this row of the entry."""
+        """Returns True if the fact is about this row of the entry."""
         papers_names = [paper["names"] for paper in papers() if self.paper in paper["names"]]
         is_of_paper = any(name in entry.source for names in papers_names for name in names)
         return is_of_paper and _matches(self.entry, entry.name) and (not self.rows or bool(self.names(row)))
 
     def names(self, row: Row) -> list[str]:
-        """Returns the values of the row's key, or its corpus, that `rows` names."""
+        """Returns those values of the row's key, and its corpus, that match a pattern in `rows`."""
         return [value for value in (*row.key.values(), row.corpus) if _matches(self.rows, value)]
 
 
@@ -56,7 +58,7 @@ def facts() -> list[Fact]:
 
 
 def _read(text: str) -> Any:
-    """Returns the value that the text is in JSON, or else the text."""
+    """Returns the value of the text if it is JSON, otherwise the text itself."""
     try:
         return json.loads(text)
     except ValueError:

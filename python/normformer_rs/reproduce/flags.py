@@ -1,4 +1,4 @@
-"""The flags of `normformer-rs reproduce`. Its help is generated from the entries."""
+"""The flags of `normformer-rs reproduce`. The names in its help are generated from the entries."""
 
 import argparse
 from pathlib import Path

@@ -1,7 +1,8 @@
 """Files beside a table, from which the figures of a row can be recomputed.
 
-A row has two files in `NAME-SCALE-kept`: an object of JSON, and the translations, one line each, whose digest the
-object has. The row has the object's digest, which is the name of both files, so none is ever written over.
+A row has two files in the folder `NAME-SCALE-kept`: a JSON object, and the translations, one per line. The object holds
+the digest of the translations; the table's row holds the digest of the object. The latter is also the name of both
+files, so a file is never overwritten with other content.
 """
 
 import gzip
@@ -20,41 +21,43 @@ from .corpora import CORPORA
 from .declared import Row, Scale
 
 LARGEST = 1 << 28
-"""The most bytes that a file is unpacked to."""
+"""The maximum size of an unpacked file, in bytes."""
 KEPT = "kept"
-"""The column of the object's digest; rows of before 2026-11-29, and of studies, have none."""
+"""The column of the table with the object's digest. It is empty in rows from before 2026-11-29 and in rows of
+studies."""
 Told = dict[str, Any]
-"""The object of JSON: `about`, `of_log`, and what measures give to be kept."""
+"""The content of the JSON object: the results of `about` and `of_log`, and `Measured.kept` of each measurement."""
 
 
 class Kept(NamedTuple):
-    """What is kept of a run."""
+    """The data that are kept of a run."""
 
     told: Told
     translations: list[str] = []  # noqa: RUF012 (never written to)
-    """The scored part's, a line each; empty if nothing is translated."""
+    """The translations of the scored part, one per line; empty if the run translates nothing."""
 
 
 def about(row: Row, scale: Scale) -> Told:
-    """Returns what says which run it was, and how it was scored."""
+    """Returns the values that identify the run and say how it was scored."""
     told = {"key": row.key, "seed": row.seed, "recipe": row.recipe, "corpus": row.corpus, "search": row.search}
     how = {"checkpoint": scale.checkpoint, "scored": scale.scored}
     return {**told, **how, "tokenize": CORPORA[row.corpus].tokenize if row.corpus in CORPORA else None}
 
 
 def of_log(evaluations: Any, entropy: float) -> Told:
-    """Returns the numbers of the log that figures are made of: its `Evaluations` and the unigram model's entropy."""
+    """Returns the numbers of the log that figures are computed from: its `Evaluations` and the unigram model's
+    entropy."""
     names = ("update", "loss", "nll", "perplexity", "bleu")
     return {"unigram_entropy": entropy, "evaluations": {name: getattr(evaluations, name).tolist() for name in names}}
 
 
 def digest_of(lines: Sequence[str]) -> str:
-    """Returns the SHA-256 of lines, as a file of them has it."""
+    """Returns the SHA-256 of a file with these lines."""
     return hashlib.sha256(_joined(lines)).hexdigest()
 
 
 def write(folder: Path, kept: Kept) -> str:
-    """Writes both files, each whole or not at all; returns the object's digest."""
+    """Writes the files of a row, each completely or not at all. Returns the object's digest."""
     folder.mkdir(parents=True, exist_ok=True)
     translated = {"translations": digest_of(kept.translations)} if kept.translations else {}
     data = json.dumps({**kept.told, **translated}, ensure_ascii=False, separators=(",", ":")).encode()
@@ -66,7 +69,7 @@ def write(folder: Path, kept: Kept) -> str:
 
 
 def read(folder: Path, digest: str) -> Kept:
-    """Reads both files. Errors: InputError for one that is missing, damaged or changed."""
+    """Returns the content of a row's files. Errors: InputError if a file is missing, damaged or changed."""
     translations, told = paths(folder, digest)
     data = _unpacked(told)
     if _short(data) != digest:
@@ -81,12 +84,13 @@ def read(folder: Path, digest: str) -> Kept:
     written = _unpacked(translations)
     if hashlib.sha256(written).hexdigest() != wanted:
         raise InputError(f"{translations}: changed: these are not the translations that were scored")
-    # These are the file's own lines: a translation may be empty, and then its line is, too.
+    # The text is split at newlines only, and empty lines stay, because a translation may be empty.
     return Kept(found, written.decode("utf-8").split("\n")[:-1])
 
 
 def keep_only(folder: Path, digests: Container[str]) -> None:
-    """Removes the files of other rows, also those that a crash has left; files of other names stay."""
+    """Removes the files of rows whose digest is not in `digests`, such as those that a crash has left. Files whose name
+    is not a digest stay."""
     for path in folder.glob("*.gz"):
         found = _FILE.fullmatch(path.name)
         if found and found[1] not in digests:
@@ -97,7 +101,8 @@ _FILE = re.compile(r"([0-9a-f]{16})\.(txt|json)\.gz")
 
 
 def paths(folder: Path, digest: str) -> tuple[Path, Path]:
-    """Returns the files of a row: its translations, and the object of JSON. Errors: InputError for another text."""
+    """Returns the paths of a row's translations and of its JSON object. Errors: InputError if `digest` is not 16
+    hexadecimal digits."""
     if not re.fullmatch("[0-9a-f]{16}", digest):
         raise InputError(f"{KEPT}: expected 16 hexadecimal digits; got {digest[:80]!r}")
     return folder / f"{digest}.txt.gz", folder / f"{digest}.json.gz"
@@ -112,7 +117,7 @@ def _short(data: bytes) -> str:
 
 
 def _packed(data: bytes) -> bytes:
-    """Packs the data so that equal data gives equal bytes: without a name, at time 0."""
+    """Returns the data as a gzip file without name and time, so that equal data give equal bytes."""
     made = io.BytesIO()
     with gzip.GzipFile("", "wb", fileobj=made, mtime=0) as file:
         file.write(data)

@@ -1,4 +1,5 @@
-"""Figures computed from a run's kept numbers, both by measures.py and by `reproduce NAME --recompute`."""
+"""Computes figures from the numbers that are kept of a run. measures.py uses it after a run, remade.py for `reproduce
+NAME --recompute`."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -8,13 +9,14 @@ from .kept import Told
 
 
 def perplexity(told: Told) -> Options:
-    """Returns the best validation perplexity, and the unigram model's."""
+    """Returns the best validation perplexity, the unigram model's perplexity, and their ratio."""
     best, unigram = _best_perplexity(told), _exp(told["unigram_entropy"])
     return {"perplexity": round(best, 2), "unigram": round(unigram, 2), "ratio": round(best / unigram, 4)}
 
 
 def test_perplexity(told: Told) -> Options:
-    """Returns a language model's perplexity of test text, and its best of the validation set; "" without them."""
+    """Returns a language model's perplexity on the test text and its best one on the validation set. Each is "" if it
+    was not measured."""
     best = round(_best_perplexity(told), 2) if told["evaluations"]["perplexity"] else ""
     if "losses" not in told:
         return {"test_perplexity": "", "perplexity": best}
@@ -23,31 +25,32 @@ def test_perplexity(told: Told) -> Options:
 
 
 def loss(told: Told) -> Options:
-    """Returns the last validation loss, smoothed."""
+    """Returns the last label-smoothed validation loss; NaN if there is none."""
     losses = told["evaluations"]["loss"]
     return {"valid_loss": round(losses[-1], 4) if losses else math.nan}
 
 
 def valid_nll(told: Told) -> Options:
-    """Returns the last validation NLL, as a run's verdict has it."""
+    """Returns the last validation NLL, the same number as in a run's verdict."""
     losses = told["evaluations"]["nll"]
     return {"valid_nll": round(losses[-1] if losses else math.nan, 4)}
 
 
 def best_bleu(told: Told) -> Options:
-    """Returns the best BLEU of the validation set."""
+    """Returns the best BLEU on the validation set; "" if it was never measured."""
     found = [bleu for bleu in told["evaluations"]["bleu"] if math.isfinite(bleu)]
     return {"best_bleu": round(max(found), 2) if found else ""}
 
 
 def last_bleu(told: Told) -> Options:
-    """Returns the last BLEU of the validation set."""
+    """Returns the last BLEU on the validation set; "" if it was not measured."""
     found = told["evaluations"]["bleu"]
     return {"bleu_valid": round(found[-1], 2) if found and math.isfinite(found[-1]) else ""}
 
 
 def smoothed(told: Told) -> Options:
-    """Returns exponentials of the label-smoothed loss of training and test text, and their ratio; "" without them."""
+    """Returns e^loss, with the label-smoothed loss, of training and test text, and the ratio test/training. Each is ""
+    if the losses were not measured."""
     if "losses" not in told:
         return {"train_perplexity": "", "test_perplexity": "", "gap": ""}
     train, test = (_exp(_means(told["losses"][part])[0]) for part in ("train", "test"))
@@ -62,12 +65,12 @@ def _exp(x: float) -> float:
 
 
 def _best_perplexity(told: Told) -> float:
-    found = told["evaluations"]["perplexity"]
+    found = told["evaluations"]["perplexity"]  # min() of a list with NaN would depend on the order
     return min(found) if found and not any(map(math.isnan, found)) else math.nan
 
 
 def _means(sums: list[float]) -> tuple[float, float]:
-    """Returns loss and NLL per token of text, from its sums of both and its tokens."""
+    """Returns loss and NLL per token, from their sums over a text and the number of its tokens."""
     loss, nll, tokens = sums
     return loss / tokens, nll / tokens
 
@@ -80,9 +83,10 @@ FIGURES: dict[str, Callable[[Told], Options]] = {
     "statistics": last_bleu,
     "smoothed": smoothed,
 }
-"""The figures of each measure that are made of numbers alone."""
+"""For each measurement whose figures need no weights and no translations, the function that computes them."""
 
 
 def is_kept(measures: Iterable[str]) -> bool:
-    """True if translations, losses or the log's evaluations are enough for a figure of these measures."""
+    """Returns True if a figure of these measurements can be recomputed from the kept translations, losses or
+    evaluations."""
     return not {"bleu", *FIGURES}.isdisjoint(measures)

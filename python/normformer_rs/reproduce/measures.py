@@ -1,4 +1,4 @@
-"""Measurements of a finished run besides its verdict: columns of the table, and series for the picture."""
+"""Measurements of a finished run besides its verdict. Each returns columns of the table and series for the picture."""
 
 import math
 from collections.abc import Callable
@@ -18,13 +18,14 @@ from .kept import Told, digest_of, of_log
 from .runs import Run, Runs
 
 START = 100
-"""The number of updates in the pictures of a run's start."""
+"""The number of first updates that count as a run's start."""
 _SCORED = 1000
-"""The number of sentences whose perplexity is measured."""
+"""The number of sentence pairs whose loss `smoothed` measures, of training and test text each."""
 
 
 class Measured(NamedTuple):
-    """Columns of the table, series by name, and the data to recompute columns."""
+    """The result of a measurement: columns of the table, series by name, and the data from which `--recompute` computes
+    the columns again."""
 
     columns: Options = {}  # noqa: RUF012
     series: dict[str, list[float]] = {}  # noqa: RUF012
@@ -33,7 +34,7 @@ class Measured(NamedTuple):
 
 
 def bleu(runs: Runs, run: Run, scale: Scale) -> Measured:
-    """Measures BLEU of the scored part; empty if the run did not reach its end."""
+    """Returns BLEU of the translated part, "" if the run did not reach its end."""
     if not run.has_ended:
         return Measured({"bleu": "", "sacrebleu": ""})
     hypotheses, references = runs.translations(run, scale)
@@ -45,7 +46,8 @@ def bleu(runs: Runs, run: Run, scale: Scale) -> Measured:
 
 
 def p_value(runs: Runs, run: Run, baseline: Run, scale: Scale) -> Measured:
-    """Measures p by the paired bootstrap; empty if one of the two runs did not reach its end."""
+    """Returns p of the difference in BLEU between two runs, by the paired bootstrap; "" if one of them did not reach
+    its end."""
     if not run.has_ended or not baseline.has_ended:
         return Measured({"p": ""})
     hypotheses, references = runs.translations(run, scale)
@@ -56,12 +58,12 @@ def p_value(runs: Runs, run: Run, baseline: Run, scale: Scale) -> Measured:
 
 
 def gradients(runs: Runs, run: Run, scale: Scale) -> Measured:
-    """Returns the gradient norms at the start."""
+    """Returns the gradient norms of the first `START` updates."""
     return Measured(series={"gradients": brief(run.history.grad_norm[:START])})
 
 
 def losses(runs: Runs, run: Run, scale: Scale) -> Measured:
-    """Returns the training NLL at the start."""
+    """Returns the training NLL of the first `START` updates."""
     return Measured(series={"losses": brief(run.history.nll[:START])})
 
 
@@ -78,7 +80,8 @@ def validation(runs: Runs, run: Run, scale: Scale) -> Measured:
 
 
 def start(runs: Runs, run: Run, scale: Scale) -> Measured:
-    """Returns the gradient norms at the start in three numbers, and the last training NLL of the start."""
+    """Returns the first, the median and the largest gradient norm of the first `START` updates, and the training NLL of
+    the last of these updates."""
     norms, nll = run.history.grad_norm[:START], run.history.nll[:START]
     if not len(norms):
         return Measured()
@@ -88,23 +91,24 @@ def start(runs: Runs, run: Run, scale: Scale) -> Measured:
 
 
 def told(run: Run) -> Told:
-    """Returns what is kept of a run's log."""
+    """Returns the numbers of a run's log that are kept beside the table."""
     return of_log(run.history.evaluations, run.verdict["unigram_entropy"])
 
 
 def perplexity(runs: Runs, run: Run, scale: Scale) -> Measured:
-    """Returns the best validation perplexity, and the unigram model's."""
+    """Returns the best validation perplexity, the unigram model's perplexity, and their ratio."""
     return Measured(made.perplexity(told(run)))
 
 
 def loss(runs: Runs, run: Run, scale: Scale) -> Measured:
-    """Returns the last validation loss, smoothed."""
+    """Returns the last label-smoothed validation loss."""
     return Measured(made.loss(told(run)))
 
 
 def growth(runs: Runs, run: Run, scale: Scale) -> Measured:
-    """Measures a language model at its run's end, on the validation set: the mean |x| of the residual stream before
-    the first layer and after each, and the last over the first; empty if the run did not reach its end."""
+    """Returns, for a language model's last checkpoint on the validation set, the mean |x| of the residual stream before
+    the first layer and after each layer, and the last of these over the first. The column is "" if the run did not
+    reach its end."""
     if not run.has_ended:
         return Measured({"growth": ""})
     sizes = observations.layers(run.output, "last", None, str(run.files["valid_target"]))["size-decoder"]
@@ -112,12 +116,12 @@ def growth(runs: Runs, run: Run, scale: Scale) -> Measured:
 
 
 def bleu_curve(runs: Runs, run: Run, scale: Scale) -> Measured:
-    """Returns BLEU of the validation set at each evaluation, by greedy search, and the best."""
+    """Returns BLEU on the validation set at each evaluation, by greedy search, and the best of these."""
     return Measured(made.best_bleu(told(run)), observations.bleu(run.history))
 
 
 def raw_gradients(runs: Runs, run: Run, scale: Scale) -> Measured:
-    """Returns every gradient norm of the run, before clipping."""
+    """Returns every gradient norm of the run, before clipping, and their median and maximum."""
     norms = run.history.grad_norm
     if not len(norms):
         return Measured()
@@ -126,15 +130,16 @@ def raw_gradients(runs: Runs, run: Run, scale: Scale) -> Measured:
 
 
 def gains(runs: Runs, run: Run, scale: Scale) -> Measured:
-    """Returns the learned g of each ScaleNorm, by place and depth; the last is the decoder's final norm's."""
+    """Returns the learned g of each ScaleNorm, in series by place. The columns are the largest g, and that of the
+    decoder's final norm."""
     series = observations.gains(run.output, _checkpoint(run, scale))
     largest = max(g for found in series.values() for g in found)
     return Measured({"largest_gain": round(largest, 3), "final_gain": round(series["gain-final"][0], 3)}, series)
 
 
 def singular(runs: Runs, run: Run, scale: Scale) -> Measured:
-    """Returns the singular values of the embedding of target words, over the largest, and the shares of them above a
-    half and a tenth."""
+    """Returns the singular values of the target embedding, divided by the largest, and the shares of them that are
+    above 0.5 and above 0.1."""
     series = observations.singular_values(run.output, _checkpoint(run, scale))
     values = np.array(series["singular"])
     shares = {name: round(float((values > bound).mean()), 4) for name, bound in (("half", 0.5), ("tenth", 0.1))}
@@ -143,8 +148,8 @@ def singular(runs: Runs, run: Run, scale: Scale) -> Measured:
 
 def statistics(runs: Runs, run: Run, scale: Scale) -> Measured:
     """Returns statistics of the encoder's first norm over training, as `log_statistics` logs them: the distance of a
-    batch's statistics from the running ones, and their part in the gradient of the norm's input; the columns are
-    means over the second half of the run."""
+    batch's statistics from the running ones, and the part of the input's gradient that flows through the batch's
+    statistics. The columns are means over the second half of the run."""
     series = observations.statistics(run.history)
     if not series:
         return Measured({"distance": "", "gradient": "", "bleu_valid": ""})
@@ -158,8 +163,9 @@ def statistics(runs: Runs, run: Run, scale: Scale) -> Measured:
 
 
 def layers(runs: Runs, run: Run, scale: Scale) -> Measured:
-    """Measures the validation set at the run's end: cosines of each layer's output and the one before, the share of
-    active units of each feed-forward, and their means."""
+    """Returns, for the last checkpoint on the validation set, the cosine between each layer's output and that of the
+    layer before, and the share of active units in each feed-forward sublayer. The columns are their means, "" if the
+    run did not reach its end."""
     if not run.has_ended:
         return Measured({"cosine": "", "active": ""})
     source, target = (str(run.files[f"valid_{side}"]) for side in ("source", "target"))
@@ -179,7 +185,8 @@ def growth_curve(runs: Runs, run: Run, scale: Scale) -> Measured:
 
 
 def smoothed(runs: Runs, run: Run, scale: Scale) -> Measured:
-    """Returns exponentials of the label-smoothed loss on training and test text, without dropout, and their ratio."""
+    """Returns e^loss, with the label-smoothed loss without dropout, of training and test text, and the ratio
+    test/training."""
     if not run.has_ended:
         return Measured(made.smoothed({}))
     kept = {"losses": {part: _losses(run, part, _checkpoint(run, scale)) for part in ("train", "test")}}
@@ -187,7 +194,7 @@ def smoothed(runs: Runs, run: Run, scale: Scale) -> Measured:
 
 
 def _losses(run: Run, part: str, checkpoint: str) -> list[float]:
-    """Returns the sums of loss and NLL, and the tokens, of the first 1,000 pairs of a part."""
+    """Returns the sum of the loss, the sum of the NLL and the number of tokens of a part's first 1,000 pairs."""
     files = [run.output / f"{part}.{side}.scored.txt" for side in ("source", "target")]
     for file, side in zip(files, ("source", "target")):
         text.write_lines(str(file), text.read_lines(str(run.files[f"{part}_{side}"]))[:_SCORED])
@@ -202,8 +209,8 @@ def _sums(found: Perplexity) -> list[float]:
 
 
 def test_perplexity(runs: Runs, run: Run, scale: Scale) -> Measured:
-    """Returns a language model's perplexity on test text, with the best checkpoint, and its best on the validation
-    set."""
+    """Returns the perplexity of a language model's best checkpoint on the test text, and the best perplexity on the
+    validation set."""
     if not run.has_ended:
         return Measured(made.test_perplexity(told(run)))
     kept = {"losses": {"test": _sums(evaluate_loss(run.output, None, run.files["test_target"]))}}
@@ -211,7 +218,8 @@ def test_perplexity(runs: Runs, run: Run, scale: Scale) -> Measured:
 
 
 def _checkpoint(run: Run, scale: Scale) -> str:
-    """Returns "best" if the scale uses it, otherwise "last": averaged checkpoints are for translation only."""
+    """Returns "best" if the scale translates with the best checkpoint. Otherwise returns "last", because averaged
+    checkpoints are made for translation only."""
     return "best" if scale.checkpoint == "best" else "last"
 
 

@@ -1,4 +1,4 @@
-"""Moses' preprocessing of text, with sacremoses and subword-nmt, in several processes."""
+"""Preprocesses text as Moses does, with sacremoses and subword-nmt, in several processes."""
 
 import re
 import sys
@@ -19,15 +19,15 @@ Work = Callable[[list[str]], list[str]]
 
 
 def segments(lines: Iterable[str]) -> Iterator[str]:
-    """Yields the sentences of a test set in SGML."""
+    """Yields the sentences of a test set, from the lines of its SGML or XML file."""
     for line in lines:
         if "<seg id" in line:
             yield _END.sub("", _SEGMENT.sub("", line)).replace("’", "'")
 
 
 def cleaned(pairs: Iterable[tuple[str, str]], most: int, ratio: float) -> Iterator[tuple[str, str]]:
-    """Filters like clean-corpus-n.perl: yields pairs whose sides have 1 to `most` words, neither more than `ratio`
-    times the other's."""
+    """Yields the pairs that Moses' clean-corpus-n.perl keeps: both sides have 1 to `most` words, and the longer side
+    has at most `ratio` times as many words as the shorter one."""
     for pair in pairs:
         source, target = (_SPACES.sub(" ", side).strip() for side in pair)
         sizes = [len(side.split(" ")) if side else 0 for side in (source, target)]
@@ -38,8 +38,8 @@ def cleaned(pairs: Iterable[tuple[str, str]], most: int, ratio: float) -> Iterat
 def tokenized(
     lines: Iterable[str], language: str, workers: int, *, dashes: bool = False, normalised: bool = False
 ) -> Iterator[str]:
-    """Tokenises like tokenizer.perl -l `language`; dashes: with -a; normalised: after normalize-punctuation.perl and
-    remove-non-printing-char.perl.
+    """Returns an iterator over the lines, tokenised as Moses' tokenizer.perl -l `language` does. With `dashes` it is
+    called with -a. With `normalised`, normalize-punctuation.perl and remove-non-printing-char.perl come before it.
 
     Errors: ImportError without sacremoses.
     """
@@ -48,7 +48,8 @@ def tokenized(
 
 
 def learn_bpe(paths: Iterable[Path], codes: Path, operations: int) -> None:
-    """Writes subword-nmt's merges of the files' text. Errors: ImportError without subword-nmt."""
+    """Learns BPE merges from the files with subword-nmt, and writes them to `codes`. Errors: ImportError without
+    subword-nmt."""
     learner = require("subword_nmt.learn_bpe", "learning BPE as fairseq's scripts do")
 
     def lines() -> Iterator[str]:
@@ -61,20 +62,22 @@ def learn_bpe(paths: Iterable[Path], codes: Path, operations: int) -> None:
 
 
 def split(lines: Iterable[str], codes: Path, workers: int) -> Iterator[str]:
-    """Splits words like subword-nmt apply-bpe. Errors: ImportError without subword-nmt."""
+    """Returns an iterator over the lines with words split into pieces, as `subword-nmt apply-bpe` does. Errors:
+    ImportError without subword-nmt."""
     require("subword_nmt.apply_bpe", "splitting words by BPE")
     return _mapped(_split, (codes,), lines, workers)
 
 
 def _mapped(work: Callable, options: tuple, lines: Iterable[str], workers: int) -> Iterator[str]:
-    """Yields the results of `work(lines, *options)` on chunks of the lines, in their order."""
+    """Yields the results of `work(chunk, *options)` for chunks of the lines, in order, computed by several processes.
+    At most about 4 chunks per process wait, so that memory stays small."""
     iterator = iter(lines)
     chunks = iter(lambda: list(islice(iterator, _CHUNK)), [])
     if workers < 2:
         for chunk in chunks:
             yield from work(chunk, *options)
         return
-    import multiprocessing  # 12 ms, which --help would wait for
+    import multiprocessing  # imported here, because it takes 12 ms and --help does not need it
 
     with multiprocessing.get_context("spawn").Pool(workers) as pool:
         waiting: list = []
@@ -102,7 +105,7 @@ def _tools(language: str):  # type: ignore[no-untyped-def]
 
 @cache
 def _unprinted() -> re.Pattern[str]:
-    """Matches code points of Unicode's category "other", like Perl's \\p{C}."""
+    """Returns a pattern for the characters of Unicode's category "other" (C), like Perl's \\p{C}."""
     ranges: list[list[int]] = []
     for code in range(sys.maxunicode + 1):
         if unicodedata.category(chr(code)).startswith("C"):

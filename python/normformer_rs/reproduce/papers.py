@@ -24,7 +24,7 @@ _KINDS = ("norms", "residuals", "inits", "parametrisations", "others", "families
 
 
 class Citation(str):
-    """BibTeX entries; notebooks and prompts print them as they are."""
+    """BibTeX entries. Notebooks and Python's prompt show the text itself instead of a quoted string."""
 
     __slots__ = ()
 
@@ -52,13 +52,14 @@ def cite(*names: str) -> Citation:
 
 @cache
 def papers() -> list[dict[str, Any]]:
-    """Returns the papers' names (as sources call the paper), authors, title, year, and arxiv or url if there is one."""
+    """Returns the papers in papers.json. Each has names (those that sources use for it), authors, title, year, and
+    arxiv or url if there is one."""
     found: list[dict[str, Any]] = json.loads(Path(__file__).with_name("papers.json").read_text("utf-8"))
     return found
 
 
 def _sources() -> dict[str, str]:
-    """Returns, for each name, every source that a table has for it."""
+    """Returns, for each name in the tables of norms, schemes and others, its sources, joined with "; "."""
     found: dict[str, list[str]] = {}
     for kind in _KINDS:
         for entry in tables()[kind]:
@@ -67,7 +68,8 @@ def _sources() -> dict[str, str]:
 
 
 def _is_named(name: str, source: str) -> bool:
-    """True if the source names the paper: `Chen et al. 2025` is not the paper of `Chen et al. 2025 (GPAS)`."""
+    """Returns True if the text `source` contains the paper's name and the name does not go on after it: `Chen et al.
+    2025` is another paper than `Chen et al. 2025 (GPAS)`."""
     return re.search(rf"(?<!\w){re.escape(name)}(?!\w| \()", source) is not None
 
 

@@ -1,4 +1,4 @@
-"""The pictures of reproductions, drawn from their tables and series. pyplot is not touched."""
+"""Draws the pictures of reproductions from their tables and series, without pyplot."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +16,8 @@ from .tables import COLUMNS, number
 
 
 def draw(entry: Reproduction, scale: str, results: Results) -> Path | None:
-    """Draws the picture of the measurements; returns its path, or None if the files of its series are not there.
+    """Draws the picture of a reproduction. Returns its path, or None if the files of the series that it needs are
+    missing.
     Errors: ImportError without matplotlib."""
     require("matplotlib", "the picture of a reproduction")
     shown = entry.scales[scale].shown
@@ -30,7 +31,8 @@ def draw(entry: Reproduction, scale: str, results: Results) -> Path | None:
 
 
 def _dots(results: Results, title: str, value: str) -> Any:
-    """Draws a line for each row, in the table's order, with a colour for each value of the key that runs across."""
+    """Returns a figure with a line of dots for each row, in the table's order. The key whose values are columns in the
+    table (`Shown.across`) sets the colours."""
     shown = results.scale.shown
     points: dict[str, list[tuple[str, float, float]]] = {}
     for row, found in results.measured:
@@ -48,7 +50,7 @@ def _dots(results: Results, title: str, value: str) -> Any:
         for group, measured, sd in found_here:
             colour = COLOURS[groups.index(group) % len(COLOURS)]
             axis.errorbar(measured, height, xerr=sd, fmt="o", color=colour, markersize=6, zorder=2)
-            if len(groups) == 1:  # several numbers would overlap
+            if len(groups) == 1:  # with several dots on a line their numbers would overlap
                 text = f"{measured:{COLUMNS[value].form}}"
                 where = {"xytext": (0, 6), "textcoords": "offset points", "ha": "center"}
                 axis.annotate(text, (measured, height), **where, fontsize=7.5, color=colour)
@@ -68,7 +70,8 @@ def _sd(value: str | Spread) -> float:
 
 
 def _validation(results: Results, title: str, value: str) -> Any:
-    """Draws a line for each run, with its name at its end; dots if only the table exists."""
+    """Returns a figure with the validation NLL of each run over its updates. If only the table exists, it has dots of
+    the final values instead."""
     updates, losses = (results.series.get(name, {}) for name in ("evaluated", "validation"))
     runs = [key for key in losses if losses[key] and key in updates]
     if not runs:
@@ -93,7 +96,8 @@ def _gradients(results: Results, title: str, value: str) -> Any:
 
 
 def gradients(found: Series, title: str) -> Any:
-    """Draws a panel for each scheme, a line for each rate; behind them, in grey, those of all schemes."""
+    """Returns a figure with a panel for each scheme and in it a line for each learning rate. The lines of all other
+    schemes are in the background, in grey."""
     schemes, rates = list(dict.fromkeys(scheme for scheme, _ in found)), rates_of(found)
     columns = min(5, len(schemes)) if len(schemes) > 6 else 3
     rows = math.ceil(len(schemes) / columns)
@@ -112,7 +116,8 @@ def gradients(found: Series, title: str) -> Any:
 
 
 def _start(results: Results, title: str, value: str) -> Any:
-    """Draws BrN Fig 3: a panel for each rate, a colour for each scheme; gradient norms above, training NLL below."""
+    """Returns a figure like Fig 3 of the BranchNorm paper: a column of panels for each rate, a colour for each scheme;
+    gradient norms above, training NLL below."""
     norms, losses = results.series.get("gradients", {}), results.series.get("losses", {})
     schemes, rates = list(dict.fromkeys(scheme for scheme, _ in norms)), rates_of(norms)
     parts = [("‖g‖ before clipping", norms), *([("training NLL, nats", losses)] if losses else [])]
@@ -137,9 +142,10 @@ def _start(results: Results, title: str, value: str) -> Any:
 
 
 def _comparison(results: Results, title: str, value: str) -> Any:
-    """Draws a line for each name, the best from the common initialisation first; a panel for each number; a dot and
-    its standard deviation for each rate, filled from the common initialisation, hollow from the scheme's own. Values
-    far beyond the others are arrows with their numbers at the edge."""
+    """Returns a figure with three panels, one for each number, and a line for each name. The name with the best value
+    from the common initialisation comes first. Each rate has a dot with its standard deviation: a filled one from the
+    common initialisation, a hollow one from the scheme's own. A value far beyond the others is an arrow at the edge,
+    with its number."""
     rates = list(dict.fromkeys(row.key["lr"] for row, _ in results.measured))
     common = results.scale.rows[0].key["init"]
     best: dict[str, float] = {}
@@ -181,7 +187,8 @@ def _comparison(results: Results, title: str, value: str) -> Any:
 
 
 def _edge(values: Sequence[float | None]) -> float:
-    """Returns the end of an axis that shows most values well: infinity if none is far beyond the others."""
+    """Returns the upper end of an axis that leaves out extreme values: the ninth decile plus twice the distance between
+    the first and the ninth decile. Returns infinity if no value is above that."""
     finite = sorted(v for v in values if v is not None and math.isfinite(v))
     if not finite:
         return math.inf
@@ -191,7 +198,8 @@ def _edge(values: Sequence[float | None]) -> float:
 
 
 def _by_key(results: Results, title: str, value: str) -> Any:
-    """Draws the value over the key that runs across, on a logarithmic axis, with a line for each of the other keys."""
+    """Returns a figure of the value over the key `Shown.across`, on a logarithmic axis, with a line for each
+    combination of the other keys."""
     shown = results.scale.shown
     drawn: dict[tuple[str, ...], tuple[list[float], list[float]]] = {}
     for row, found in results.measured:
@@ -229,11 +237,12 @@ PICTURES: dict[str, Callable[[Results, str, str], Any]] = {
     "growth": _of_series(drawing.growth),
     "by_key": _by_key,
 }
-"""The functions by the name in `Shown.picture`; each gets the results, the title and the column in `Shown.value`."""
+"""The functions that make the figures, by the names that `Shown.picture` uses. Each gets the results, the title and the
+column's name in `Shown.value`."""
 _OF_TABLES = ("dots", "comparison", "by_key")
-"""The pictures that need no series."""
+"""The pictures that are drawn from the table alone, without series."""
 _SERIES = {"validation": ["evaluated", "validation"], "gradients": ["gradients"], "start": ["gradients"]}
-"""The series of some pictures; the others draw those that are there."""
+"""The series that a picture needs. A picture that is not listed here draws whatever series there are."""
 
 
 def rates_of(found: Series) -> list[str]:

@@ -1,7 +1,7 @@
-"""Corpora in the form in which their publishers release them, and their conversion to the files of reproductions.
+"""Converts corpora from the form in which their publishers release them to the files that reproductions read.
 
-A release is unpacked in one folder, in any sub-folders that its archives have. `prepare` finds its files by name, makes
-the corpora in a folder beside their place, and moves them there when they are complete.
+The user unpacks a release below one folder; sub-folders do not matter. `prepare` finds the files by name, makes the
+corpora in a temporary folder, and moves them to their place when they are complete.
 """
 
 import gzip
@@ -21,7 +21,7 @@ from .corpora import CORPORA, Corpus, found
 
 
 class Raw:
-    """The files in a folder, by name, without those in the folder `but`."""
+    """The files below a folder, found by their names. Files below the folder `but` are left out."""
 
     def __init__(self, folder: Path, but: Path | None = None):
         self.folder = folder
@@ -31,8 +31,8 @@ class Raw:
         self._paths = paths
 
     def find(self, pattern: str) -> list[Path]:
-        """Finds files whose name matches the pattern of `fnmatch`, plain or with .gz; the first one of copies with
-        the same name."""
+        """Returns the files whose names, without .gz, match the `fnmatch` pattern. If several files have the same name,
+        only the first one is returned."""
         by_name: dict[str, Path] = {}
         for path in self._paths:
             if fnmatch(name := path.name.removesuffix(".gz"), pattern):
@@ -40,12 +40,13 @@ class Raw:
         return list(by_name.values())
 
     def lines(self, name: str) -> Iterator[str]:
-        """Yields the lines of the one file of that name, without their ends."""
+        """Yields the lines of the file with that name, without their line ends."""
         return lines_of(self.find(name)[0])
 
 
 Make = Callable[[Raw, Path, int], None]
-"""A function that writes corpora's files into a folder, with so many processes."""
+"""A function that writes a release's corpora; its arguments are the files, the folder to write to and the number of
+processes."""
 
 
 class Release(NamedTuple):
@@ -53,17 +54,17 @@ class Release(NamedTuple):
 
     about: str
     fetch: tuple[str, ...]
-    """The downloads: name, size, page."""
+    """The downloads, each described by its name, size and page."""
     files: tuple[str, ...]
-    """Names or patterns; at least one file must match each."""
+    """Names or patterns of the files that are needed; at least one file must match each of them."""
     corpora: tuple[str, ...]
     make: Make
     digests: Mapping[str, str] = {}
-    """The SHA-256 of corpora's files, by path; files without one are held against numbers of lines alone."""
+    """The SHA-256 of the corpora's files, by path. Of a file that is not listed only the number of lines is checked."""
 
 
 def lines_of(path: Path) -> Iterator[str]:
-    """Yields the lines of a UTF-8 file, plain or gzip; a line ends at a newline only."""
+    """Yields the lines of a UTF-8 file, plain or gzip. Only a newline ends a line, not Unicode's other separators."""
     with _opened(path) as file:
         for number, line in enumerate(file, 1):
             try:
@@ -107,11 +108,12 @@ def _pairs(first: Iterable[str], second: Iterable[str], what: str) -> Iterator[t
 
 _TED_PAIRS = {"gl→en": ("gl", "en"), "sk→en": ("sk", "en"), "en→he": ("en", "he"), "ar→en": ("ar", "en")}
 _ABSENT = {"", "__NULL__", "_ _ NULL _ _"}
-"""The table's entries for a talk without translation."""
+"""The entries that stand for a missing translation in the table of TED talks."""
 
 
 def _make_ted(raw: Raw, folder: Path, _: int) -> None:
-    """Makes the TED corpora. Qi et al.'s table has a column for each language; a pair has the rows that have both."""
+    """Makes the TED corpora. The table of Qi et al. has a column for each language; the corpus of a pair gets the rows
+    in which both languages have a text."""
     for part in ("train", "dev", "test"):
         rows = raw.lines(f"all_talks_{part}.tsv")
         columns = next(rows).split("\t")
@@ -143,8 +145,8 @@ def _make_iwslt15(raw: Raw, folder: Path, _: int) -> None:
 
 
 def _make_iwslt14(raw: Raw, folder: Path, workers: int) -> None:
-    """Follows fairseq's prepare-iwslt14.sh: Moses' tokeniser, 1 to 175 words and ratio 1.5, lower case, every 23rd
-    pair held out, 10,000 joint merges."""
+    """Follows fairseq's prepare-iwslt14.sh: Moses' tokeniser, pairs with 1 to 175 words and a ratio of at most 1.5,
+    lower case, every 23rd pair for validation, 10,000 joint BPE merges."""
     languages = ("de", "en")
 
     def talks(language: str) -> Iterator[str]:
@@ -169,7 +171,7 @@ def _make_iwslt14(raw: Raw, folder: Path, workers: int) -> None:
 
 
 class _Parts:
-    """A corpus in preparation: parts of whole words, then of pieces."""
+    """A corpus that is being made. Its parts are written with whole words first, and then with words split by BPE."""
 
     def __init__(self, folder: Path, languages: tuple[str, str]):
         self.folder, self.languages = folder, languages
@@ -181,7 +183,8 @@ class _Parts:
         return self.whole(part, self.languages[0]), self.whole(part, self.languages[1])
 
     def split(self, pairs: Iterable[tuple[str, str]], every: int) -> None:
-        """Writes the training part, and holds every `every`-th pair out for validation."""
+        """Writes every pair whose number is a multiple of `every` to the validation part, all others to the training
+        part."""
         held = self._both("valid")
         held[0].parent.mkdir(parents=True, exist_ok=True)
         with (
@@ -200,8 +203,8 @@ class _Parts:
             _write_pairs(self._both("train"), trained())
 
     def cut(self, operations: int, workers: int, most: int | None) -> None:
-        """Applies joint BPE learned from the training part; `most`: the maximum number of pieces, with at least 1
-        and a ratio of at most 1.5."""
+        """Learns joint BPE from the training part and applies it to all parts. If `most` is given, pairs of training
+        and validation stay only with 1 to `most` pieces on each side and a ratio of at most 1.5."""
         codes = self.folder / "code"
         moses.learn_bpe([*self._both("train")], codes, operations)
         for part in ("train", "valid", "test"):
@@ -227,8 +230,9 @@ def _make_wmt14(raw: Raw, folder: Path, _: int) -> None:
 
 
 def _statmt(folder: str, target: str, parts: tuple[str, ...], test: str, every: int) -> Make:
-    """Follows fairseq's prepare-wmt14en2de.sh and -en2fr.sh: punctuation, non-printing characters, Moses' tokeniser
-    with dashes, every `every`-th pair held out, 40,000 joint merges, 1 to 250 pieces and ratio 1.5."""
+    """Returns a function that follows fairseq's prepare-wmt14en2de.sh and -en2fr.sh: it normalises punctuation, removes
+    non-printing characters, tokenises as Moses does with dashes, takes every `every`-th pair for validation, learns
+    40,000 joint BPE merges, and keeps pairs with 1 to 250 pieces and a ratio of at most 1.5."""
 
     def make(raw: Raw, into: Path, workers: int) -> None:
         def text(language: str) -> Iterator[str]:
@@ -274,7 +278,8 @@ def _make_opus100(raw: Raw, folder: Path, _: int) -> None:
 
 
 def _with_english(raw: Raw, pattern: str, form: re.Pattern[str]) -> Iterator[tuple[str, Iterator[tuple[str, str]]]]:
-    """Yields each language's name, in alphabetical order of the pairs, with its pairs with English."""
+    """Yields the name of each language that is paired with English, and its sentence pairs (other language, English).
+    The order is the alphabetical order of the language pairs' names."""
     sides: dict[str, dict[str, Path]] = {}
     for path in raw.find(pattern):
         if (told := form.fullmatch(path.name.removesuffix(".gz"))) and "en" in told["pair"].split("-"):
@@ -287,8 +292,8 @@ def _with_english(raw: Raw, pattern: str, form: re.Pattern[str]) -> Iterator[tup
 
 
 def _many(folder: Path, name: str, part: str, languages: Iterable[tuple[str, Iterable[tuple[str, str]]]]) -> None:
-    """Writes all pairs of a part in both directions, with the target language's tag before each source
-    (Johnson et al. 2017)."""
+    """Appends the sentence pairs of all languages to a part's files, in both directions, with the target language's tag
+    before each source sentence (Johnson et al. 2017)."""
     paths = [
         folder / f"{name}-{way}" / f"{part}.{side}" for way in ("to-en", "from-en") for side in ("source", "target")
     ]
@@ -307,7 +312,8 @@ def _many(folder: Path, name: str, part: str, languages: Iterable[tuple[str, Ite
 
 
 def _make_multiun(raw: Raw, folder: Path, _: int) -> None:
-    """Makes the MultiUN corpora. The last 8,000 pairs of each language are held out, half of them for the test."""
+    """Makes the MultiUN corpora. Of each language's last 8,000 pairs, 4,000 are for validation and 4,000 for the
+    test."""
     for language, pairs in _with_english(raw, "MultiUN.*", _UN_NAME):
         held: list[tuple[str, str]] = []
 
@@ -436,13 +442,13 @@ RELEASES: dict[str, Release] = {
 
 
 class Counted(NamedTuple):
-    """The number of lines of a part, and the paper's number."""
+    """The number of lines of a corpus' part, and the number that the paper states."""
 
     corpus: str
     part: str
     lines: int
     paper: str
-    """The number as it is printed: "10k" stands for any number that rounds to it; empty if the paper gives none."""
+    """The number as the paper prints it: "10k" means a number that rounds to 10,000. It is "" if there is none."""
 
     @property
     def agrees(self) -> bool:
@@ -456,7 +462,7 @@ class Counted(NamedTuple):
 
 
 def missing(name: str, raw: Raw) -> list[str]:
-    """Returns the release's files that the folder lacks."""
+    """Returns those names and patterns in the release's `files` that no file in `raw` matches."""
     return [pattern for pattern in RELEASES[name].files if not raw.find(pattern)]
 
 
@@ -496,12 +502,14 @@ def _folders(release: Release) -> list[str]:
 
 
 def counted(name: str, data: Path) -> list[Counted]:
-    """Counts the lines of each part of the release's corpora in `data`; those that do not exist are left out."""
+    """Returns the number of lines of each part of the release's corpora in `data`. Parts that do not exist are left
+    out."""
     return [count for corpus in RELEASES[name].corpora for count in _counted(corpus, CORPORA[corpus], data)]
 
 
 def altered(name: str, data: Path) -> list[str]:
-    """Returns the files of the release's corpora in `data` whose text is another one than results were measured on."""
+    """Returns those files of the release's corpora in `data` whose text differs from the text that results were
+    measured on."""
     files = [(path, found(data / path), digest) for path, digest in RELEASES[name].digests.items()]
     return [path for path, file, digest in files if file is not None and _digest(file) != digest]
 

@@ -1,7 +1,7 @@
 """Recomputes the stored figures of a table from the kept files, for `reproduce NAME --recompute`.
 
-BLEU, sacreBLEU's line and p come from the counts of each line. If the references are there, the counts are first
-checked against the translations.
+BLEU, sacreBLEU's line and p are computed from the kept n-gram counts of each line. If the reference text is available,
+the counts are first checked against the kept translations.
 """
 
 import itertools
@@ -18,7 +18,7 @@ from .results import RECIPE, Results
 from .tables import baseline_of
 
 ABOUT = ("seed", RECIPE, KEPT, "updates", "seconds", "date", "version", "commit", "torch", "processor")
-"""Columns that are no measurements."""
+"""Columns that say how a row was made and are no measurements."""
 
 
 class Figure(NamedTuple):
@@ -26,16 +26,16 @@ class Figure(NamedTuple):
 
     row: Row
     name: str
-    """The column; "" for what concerns the whole row."""
+    """The figure's column; "" if the whole row is meant."""
     stored: str
     made: str
     """The recomputed figure, or the reason why there is none."""
     state: str
-    """equal, different, or "cannot" if it cannot be recomputed."""
+    """The result of the comparison: equal, different, or "cannot" if the figure cannot be recomputed."""
 
 
 References = Callable[[Row], "list[str] | None"]
-"""Returns the references of a row's scored part; None where the text is not there."""
+"""A function that returns the references of a row's scored part, or None if that text is not available."""
 
 
 def remade(results: Results, references: References) -> Iterator[Figure]:
@@ -57,7 +57,8 @@ def remade(results: Results, references: References) -> Iterator[Figure]:
 
 
 def stored(results: Results) -> list[tuple[Row, dict[str, str]]]:
-    """Returns the rows of the table that are of the entry's options, with every seed that is there."""
+    """Returns the measured rows of the entry and their columns, for every seed in the table. Rows that were measured
+    with other options are left out."""
     found = []
     for row in results.scale.rows:
         numbers = sorted({_seed(results, one) - row.seed for one in results.rows})
@@ -74,8 +75,8 @@ def _seed(results: Results, columns: dict[str, str]) -> int:
 
 
 def of_row(results: Results, row: Row, found: dict[str, str]) -> Kept | None:
-    """Reads what is kept of a row; None if nothing is. Errors: InputError for what is missing, damaged, changed, or
-    kept of another run."""
+    """Returns the data that are kept of a row, or None if none are. Errors: InputError if its files are missing,
+    damaged, changed or another run's."""
     if not found.get(KEPT):
         return None
     kept = read(results.kept, found[KEPT])
@@ -86,7 +87,7 @@ def of_row(results: Results, row: Row, found: dict[str, str]) -> Kept | None:
 
 
 def left_out(results: Results, made: Container[str]) -> list[str]:
-    """Returns the measured columns of the table that are not among those."""
+    """Returns the measured columns of the table that are not in `made`, the recomputed ones."""
     about = {*results.scale.rows[0].key, *ABOUT}
     return [name for name in dict.fromkeys(itertools.chain.from_iterable(results.rows))
             if name not in about and name not in made and any(one.get(name) for one in results.rows)]  # fmt: skip
@@ -117,12 +118,13 @@ def _counts(kept: Kept) -> Counts:
 
 
 def _wrong(kept: Kept, references: list[str] | None) -> str:
-    """Returns what is wrong with the counts of lines; "" if they are those of the translations."""
+    """Returns an error if the kept n-gram counts do not belong to the kept translations, otherwise "". Without
+    references this cannot be checked, and the result is ""."""
     if references is None:
         return ""
     if digest_of(references) != kept.told["references"]:
         return "the references are not those that it was scored with: --data has another text"
-    # `of_row` has held the corpus' tokenizer against the kept one.
+    # `of_row` has checked already that the kept tokeniser is the corpus' own.
     tokenize = kept.told["tokenize"] or kept.told["counts"]["tokenize"]
     made = counts(kept.translations, references, tokenize)
     if made.lines != kept.told["counts"]["lines"]:
@@ -131,7 +133,7 @@ def _wrong(kept: Kept, references: list[str] | None) -> str:
 
 
 def _p(results: Results, row: Row, kept: Kept) -> tuple[str, float]:
-    """Returns "" and p, or the reason why p cannot be recomputed."""
+    """Returns ("", p), or the reason why p cannot be recomputed and 0.0."""
     baseline = baseline_of(results.scale, row)
     columns = results.find(baseline) if baseline is not None else None
     theirs = of_row(results, baseline, columns) if baseline is not None and columns is not None else None

@@ -1,4 +1,5 @@
-"""The measured rows of a reproduction, kept in a CSV file as they come, and its picture's series in files beside it."""
+"""Keeps the measured rows of a reproduction in a CSV file, as they come, and the series of its picture in files beside
+it."""
 
 import contextlib
 import csv
@@ -25,27 +26,28 @@ if TYPE_CHECKING:
     from ..pictures.drawing import Series
 
 RECIPE = "recipe"
-"""The column of `Row.recipe`; rows of before 2026-11-28 have none, and are taken to be of the entry's options."""
+"""The column that holds `Row.recipe`. Rows from before 2026-11-28 have none; they are assumed to be measured with the
+entry's options."""
 Found = dict[str, str | Spread]
-"""The measurements of a row: columns by name, with the spread of several seeds."""
+"""The measurements of a row, by column. With several seeds a number is a Spread."""
 
 
 class Results:
-    """`FOLDER/NAME-SCALE.csv`, its series and its picture. A row that exists is not measured again. Several
-    processes may add rows."""
+    """The table `FOLDER/NAME-SCALE.csv` and the files of its series. A row in the table is not measured again. Several
+    processes may add rows at the same time."""
 
     def __init__(
         self, entry: Reproduction, scale: str, folder: Path, seeds: int | None = None, *, keeps: bool = True
     ) -> None:
         self.stem, self.folder = f"{entry.name}-{scale}", folder
         self.keeps = keeps
-        """True to keep translations and losses beside the table."""
+        """True if translations and losses are kept in files beside the table."""
         self.scale = entry.scales[scale]
         self.seeds = self.scale.seeds if seeds is None else seeds
         self.read()
 
     def read(self) -> None:
-        """Reads the rows that other processes have added, too."""
+        """Reads the table and the series from their files, including rows that other processes have added."""
         table = self.path(".csv")
         self.rows: list[dict[str, str]] = []
         if table.exists():
@@ -59,36 +61,39 @@ class Results:
 
     @property
     def kept(self) -> Path:
-        """The folder of what is kept of the runs."""
+        """The folder of the files that are kept of the runs (see `kept.py`)."""
         return self.path("-kept")
 
     @property
     def wanted(self) -> list[Row]:
-        """All rows, with each of their seeds: first all rows with their first seed."""
+        """All rows with all seeds: first every row with its first seed, then every row with its second, and so on."""
         return [row.seeded(number) for number in range(self.seeds) for row in self.scale.rows]
 
     def find(self, row: Row) -> dict[str, str] | None:
-        """Returns the measurements of the row with its seed; None if there are none yet, or only of other options."""
+        """Returns the measurements of the row with its seed. Returns None if it has not been measured yet, or only with
+        other options."""
         found = (one for one in self.rows if _is_of(one, row))
         return next((one for one in found if one.get(RECIPE, "") in ("", row.recipe)), None)
 
     @property
     def stale(self) -> int:
-        """How many rows were measured with other options, text or search than the entry's now."""
+        """The number of wanted rows for which `is_stale` is True."""
         return sum(map(self.is_stale, self.wanted))
 
     def is_stale(self, row: Row) -> bool:
-        """True if the row was measured only with other options, another text, search or version."""
+        """Returns True if the row was measured, but only with other options, another text, another search or another
+        version than it has now."""
         return self.find(row) is None and any(_is_of(one, row) for one in self.rows)
 
     def each_seed(self, row: Row) -> dict[int, dict[str, str]]:
-        """Returns the measurements of the row, by seed."""
+        """Returns the measurements of the row by seed, for those seeds that have been measured."""
         found = {row.seeded(number).seed: self.find(row.seeded(number)) for number in range(self.seeds)}
         return {seed: columns for seed, columns in found.items() if columns is not None}
 
     @property
     def measured(self) -> list[tuple[Row, Found]]:
-        """The rows that have been measured, in the entry's order."""
+        """The rows that have been measured with at least one seed, in the entry's order, with their measurements merged
+        over the seeds."""
         made: list[tuple[Row, Found]] = []
         for row in self.scale.rows:
             if seeds := [*self.each_seed(row).values()]:
@@ -99,19 +104,22 @@ class Results:
     def add(
         self, row: Row, columns: Options, series: dict[str, list[float]], kept: "keeping.Kept | None" = None
     ) -> None:
-        """Keeps a row, in files that are whole after a crash. Series are kept for a row's first seed only.
+        """Writes a measured row to the table, and its series to their files, which a crash does not damage. Series are
+        written for a row's first seed only.
 
         Args:
-            kept: the data to recompute the row's figures; that of a row which this one replaces is removed.
+            kept: the data from which the row's figures can be recomputed. The data of a row that this one replaces are
+                removed.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         with alone(self.folder):
             self.read()
-            # Everything else is written before the table, so that a row in it is complete.
+            # The table is written last. So a row in it has all its files, even after a crash.
             if kept is not None:
                 columns = {**columns, keeping.KEPT: keeping.write(self.kept, kept)}
             made = {**row.key, "seed": str(row.seed), RECIPE: row.recipe, **columns}
-            # A row of a study replaces only itself: another study in this folder may name its rows by more columns.
+            # A row of a study, which has a version, replaces only a row with the same recipe: rows of another study in
+            # this folder may have the same key, and more columns that name them.
             self.rows = [one for one in self.rows
                          if not _is_of(one, row) or (row.version and one.get(RECIPE) != row.recipe)]  # fmt: skip
             self.rows.append({name: str(value) for name, value in made.items()})
@@ -128,13 +136,14 @@ class Results:
 
 
 def _is_of(found: dict[str, str], row: Row) -> bool:
-    """True if the measurements have the row's key and seed."""
+    """Returns True if the measurements have the row's key and seed. Measurements without a seed have seed 1."""
     key = {**row.key, "seed": str(row.seed)}
     return all((found.get(name) or ("1" if name == "seed" else None)) == value for name, value in key.items())
 
 
 def made_by() -> dict[str, str]:
-    """Returns the columns that say when and by what a row is measured: date, package, commit, torch, processor."""
+    """Returns the columns that say when and with what a row is measured: date, the package's version and commit, torch,
+    processor."""
     return {"date": time.strftime("%Y-%m-%d"), **_installed()}
 
 
@@ -146,7 +155,7 @@ def _installed() -> dict[str, str]:
     asked = ["git", "-C", str(folder), "log", "-1", "--format=%h", "--", str(folder)]
     try:
         commit = subprocess.run(asked, capture_output=True, text=True, timeout=10, check=False).stdout.strip()
-    except (OSError, subprocess.SubprocessError):  # not installed
+    except (OSError, subprocess.SubprocessError):  # for example if git is not installed
         commit = ""
     return {
         "version": __version__,
@@ -158,7 +167,7 @@ def _installed() -> dict[str, str]:
 
 @contextlib.contextmanager
 def alone(folder: Path) -> Iterator[None]:
-    """Waits until no other process is inside this block for the same folder."""
+    """Locks the folder during the block: waits until no other process is inside this block for the same folder."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         try:
@@ -173,7 +182,7 @@ def alone(folder: Path) -> Iterator[None]:
 
 
 def read_series(path: Path, width: int = 2) -> "Series":
-    """Reads the numbers of each line by the `width` columns before them."""
+    """Returns the series in a file: each line's numbers, by the tuple of the `width` names before them."""
     lines = csv.reader(text.read_lines(str(path), records=True))
     try:
         return {tuple(line[:width]): [float(number) for number in line[width:]] for line in lines}

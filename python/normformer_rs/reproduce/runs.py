@@ -1,4 +1,4 @@
-"""The training runs of reproductions: a folder for each, resumed after a stop, with a verdict at its end."""
+"""The training runs of reproductions. Each has a folder, is resumed after a stop, and gets a verdict at its end."""
 
 import contextlib
 import fcntl
@@ -28,15 +28,15 @@ from .declared import Options, Row, Scale, digest
 VERDICT = "verdict.json"
 """The file in a run's folder that exists when the run is over."""
 _LAST = 50
-"""The number of last updates over which the training NLL is averaged."""
+"""The number of updates in the last window, over which the training NLL is averaged."""
 _NUMBERS = ("updates", "train_nll", "slope", "valid_nll", "unigram_entropy", "largest_grad_norm", "seconds")
 _MOST_NATS = 100
-"""A limit above any entropy: that of 2⁶⁴ vocabulary entries is 44."""
+"""An entropy above this limit, in nats, shows a damaged file: even 2⁶⁴ equally frequent entries have only 44."""
 
 
 def folder_of(row: Row) -> str:
-    """Returns the run's name. Rows with the same options and corpus share one run, whichever reproduction they
-    belong to."""
+    """Returns the name of the row's folder. Rows with the same options and corpus share one folder and one run, even if
+    they belong to different reproductions."""
     names = [row.options.get(name) for name in ("residual", "encoder_norm", "norm")]
     words = [name if isinstance(name, str) else type(name).__name__ for name in names if name] or [row.corpus]
     return "-".join([*words, digest([row.corpus, row.options, *([row.version] if row.version else [])])])
@@ -44,7 +44,7 @@ def folder_of(row: Row) -> str:
 
 @dataclass(frozen=True)
 class Run:
-    """A finished run."""
+    """A finished run, and the row and the files that it was trained with."""
 
     output: Path
     row: Row
@@ -52,7 +52,7 @@ class Run:
     verdict: Options
     """The losses in nats per token, and the verdict: diverged, trains, slow or stuck (docs/spec.md §4.14)."""
     has_ended: bool
-    """True if it reached its end; otherwise its loss stopped being finite."""
+    """True if the run reached its end; False if it stopped because its loss was no longer finite."""
 
     @cached_property
     def history(self) -> History:
@@ -60,7 +60,7 @@ class Run:
 
 
 class Runs:
-    """The runs below one folder."""
+    """Makes and finds the runs whose folders lie in one folder."""
 
     def __init__(
         self, folder: Path, data: Path, *, device: str, progress: bool, corpora: Mapping[str, Corpus] = CORPORA
@@ -77,7 +77,8 @@ class Runs:
 
     @contextlib.contextmanager
     def claim(self, row: Row) -> Iterator[bool]:
-        """Yields True if no other process makes this run; none can begin to while the block lasts."""
+        """Locks the row's run during the block. Yields True if this process has the lock, False if another process is
+        making the run."""
         self.folder.mkdir(parents=True, exist_ok=True)
         handle = os.open(self.folder / f".{folder_of(row)}.lock", os.O_RDWR | os.O_CREAT, 0o644)
         try:
@@ -91,13 +92,13 @@ class Runs:
             os.close(handle)
 
     def files(self, corpus: str) -> Files:
-        """Returns the corpus' files, prepared once."""
+        """Returns the corpus' files by role; they are prepared at the first call only."""
         if corpus not in self._files:
             self._files[corpus] = prepare(corpus, self.data, self.folder / "text", self.corpora)
         return self._files[corpus]
 
     def run(self, row: Row) -> Run:
-        """Makes the run of a row; a finished one is not repeated, and a stopped one continues.
+        """Returns the finished run of a row. It trains if the run has not begun yet, and continues a stopped run.
 
         Errors: InputError for options that do not fit and damaged files; Interrupted after Ctrl-C; OSError.
         """
@@ -124,8 +125,8 @@ class Runs:
         return True
 
     def translations(self, run: Run, scale: Scale) -> tuple[list[str], list[str]]:
-        """Returns translations of the scored part and their references, with the scale's checkpoint and the row's
-        search."""
+        """Returns the translations of the scored part, made with the scale's checkpoint and the row's search options,
+        and the references. Translations are saved in the run's folder and made only once."""
         how = [scale.checkpoint, scale.scored, run.row.search]
         saved = run.output / f"{scale.scored}-{hashlib.sha256(json.dumps(how).encode()).hexdigest()[:8]}.txt"
         if not saved.exists():
@@ -136,11 +137,11 @@ class Runs:
             search = SearchConfig(**run.row.search)
             found = translate(run.output, lines, search, checkpoint=scale.checkpoint, device=self.device)
             text.write_lines(str(saved), (hypotheses[0].text for hypotheses in found))
-        # These are the file's own lines: a translation may be empty, and then its line is, too.
+        # The text is split at newlines only, and empty lines stay, because a translation may be empty.
         return saved.read_text(encoding="utf-8").split("\n")[:-1], self.references(run.row, scale)
 
     def references(self, row: Row, scale: Scale) -> list[str]:
-        """Returns the references of the scored part, with pieces joined."""
+        """Returns the references of the scored part, with pieces of words joined."""
         lines = text.read_lines(str(self.files(row.corpus)[f"{scale.scored}_target"]))
         return [_core.join_line(line) for line in lines] if self.corpora[row.corpus].is_split else lines
 
@@ -154,7 +155,8 @@ def trainer_of(options: Options, files: Files, device: str) -> Trainer:
 
 
 def parameters_of(options: Options, name: str, corpus: Corpus, data: Path) -> int:
-    """Returns the number of a model's parameters, with the corpus' vocabulary. Errors: InputError for missing files."""
+    """Returns the number of parameters of a model with these options and the corpus' vocabulary. Errors: InputError for
+    missing files."""
     check_text(name, data)
     with tempfile.TemporaryDirectory() as folder:
         files = prepare(name, data, Path(folder), {name: corpus})
@@ -162,7 +164,8 @@ def parameters_of(options: Options, name: str, corpus: Corpus, data: Path) -> in
 
 
 def read_verdict(path: Path) -> dict[str, Any]:
-    """Reads the result of `judge`, and `has_ended`. Errors: InputError for a damaged file; FileNotFoundError."""
+    """Returns the content of a verdict file: the result of `judge` and `has_ended`. Errors: InputError for a damaged
+    file; FileNotFoundError."""
     again = "remove it to judge the run again"
     found = text.read_json(path, again)
     is_whole = (
@@ -200,16 +203,17 @@ def judge(output: Path, has_ended: bool) -> dict[str, Any]:
 
 
 class Course(NamedTuple):
-    """How a training NLL ran. Windows have 50 updates, or a third of a shorter run."""
+    """Numbers that describe the course of a training NLL, from its means over windows of 50 updates, or of a third of
+    the run if that is less."""
 
     last: float
     """The mean of the last window."""
     fall: float
-    """How far the last window is below the one before."""
+    """The mean of the window before the last minus the mean of the last: positive if the loss falls."""
     window: int
-    """The updates of a window."""
+    """The number of updates in a window."""
     rise: float
-    """How far the last window is above the lowest."""
+    """The mean of the last window minus the lowest mean of any window."""
     error: float
     """The standard error of the difference of two windows, from the changes between neighbouring updates (von Neumann
     1941)."""

@@ -1,4 +1,4 @@
-"""Numbers of several seeds: mean and standard deviation, and tests that are paired by seed."""
+"""Statistics of several seeds: mean and standard deviation, and t tests that are paired by seed."""
 
 import math
 import statistics
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class Spread(NamedTuple):
-    """Numbers of at least two seeds. Formatted, they are mean ± standard deviation (of a sample)."""
+    """The numbers of at least two seeds. It is formatted as mean ± sample standard deviation."""
 
     numbers: tuple[float, ...]
 
@@ -27,7 +27,7 @@ class Spread(NamedTuple):
 
 
 class Difference(NamedTuple):
-    """The difference of two rows that have the same seeds."""
+    """The difference between two rows that were measured with the same seeds."""
 
     spread: Spread
     p: float
@@ -40,7 +40,8 @@ class Difference(NamedTuple):
 
     @property
     def least(self) -> float:
-        """The smallest mean difference that as many seeds with this spread find at p < 0.05 in four of five studies."""
+        """The smallest true difference that a test with as many seeds and this spread finds (p < 0.05) with a power of
+        80 %."""
         return self._error * (quantile(0.95, self._freedom) + quantile(0.6, self._freedom))
 
     @property
@@ -53,15 +54,15 @@ class Difference(NamedTuple):
 
 
 def merged(values: Sequence[str]) -> "str | Spread":
-    """Merges several seeds' values of one column: numbers to their spread; words to the common one, or to their
-    counts."""
+    """Returns one value for the values that several seeds have in a column. Numbers become a Spread; if some seeds have
+    none, a text with mean and count. Words become the common word, or each word with its count."""
     numbers = [_number(value) for value in values]
     found = [number for number in numbers if number is not None and math.isfinite(number)]
     if len(values) == 1 or not any(values):
         return values[0] if values else ""
     if len(found) == len(values):
         return Spread(tuple(found))
-    if found:  # some runs have no number
+    if found:  # some of the runs, but not all, have a number
         some = f"{Spread(tuple(found)):.4g}" if len(found) > 1 else f"{found[0]:.4g}"
         return f"{some} ({len(found)} of {len(values)})"
     counts = {word: values.count(word) for word in dict.fromkeys(values)}
@@ -69,14 +70,14 @@ def merged(values: Sequence[str]) -> "str | Spread":
 
 
 def interval(numbers: Sequence[float], share: float = 0.95) -> tuple[float, float]:
-    """Returns the interval of the mean of at least two numbers, by Student's t."""
+    """Returns the confidence interval of the mean of at least two numbers, by Student's t; `share` is its level."""
     spread, freedom = Spread(tuple(numbers)), len(numbers) - 1
     half = spread.sd / math.sqrt(len(numbers)) * quantile(share, freedom)
     return spread.mean - half, spread.mean + half
 
 
 def difference(pairs: Sequence[float]) -> Difference | None:
-    """Tests differences of one seed each; None for fewer than two."""
+    """Returns the paired t test of the differences, one for each seed; None if there are fewer than two."""
     if len(pairs) < 2:
         return None
     spread = Spread(tuple(pairs))
@@ -115,8 +116,8 @@ def quantile(share: float, freedom: int) -> float:
 
 
 def corrected(values: Sequence[float]) -> list[float]:
-    """Returns p-values corrected for their number (Holm 1979): with them, some of several equal rows are called
-    different as rarely as one row alone would be."""
+    """Returns the p-values corrected for their number (Holm 1979). With corrected values, the probability that any of
+    several equal rows is called different is no larger than for a single row."""
     found, largest = [0.0] * len(values), 0.0
     for rank, i in enumerate(sorted(range(len(values)), key=values.__getitem__)):
         largest = max(largest, min(1.0, (len(values) - rank) * values[i]))

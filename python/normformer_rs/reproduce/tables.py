@@ -1,4 +1,4 @@
-"""Tables of reproductions beside the papers' figures, in a terminal and as a part of a Markdown file."""
+"""Makes tables of reproductions, with the papers' figures beside ours, for a terminal and for a Markdown file."""
 
 import math
 import os
@@ -16,11 +16,11 @@ from .spread import Difference, Spread, corrected, difference
 
 
 class Column(NamedTuple):
-    """A measured column."""
+    """The heading and the format of a measured column."""
 
     heading: str
     form: str
-    """The format of the column's numbers, for `format`."""
+    """The format of the column's numbers, as Python's `format` takes it."""
     falls: bool = False
     """True if a lower value is better."""
 
@@ -56,9 +56,9 @@ COLUMNS = {
     "gap": Column("test over training", ".3f", True),
 }
 COMPARED = {"before": "p against the row before", "first": "p against the first row"}
-"""The heading of `p`, for the paired bootstrap."""
+"""The heading of column `p` with one seed, for the paired bootstrap, by `Shown.compared`."""
 DIFFERENCES = {"before": "difference from the row before", "first": "difference from the first row"}
-"""The heading of `p` over several seeds, for the paired t test."""
+"""The heading of column `p` with several seeds, for the paired t test, by `Shown.compared`."""
 WIDTH = 120
 Key = TypeVar("Key")
 
@@ -69,16 +69,16 @@ class Compared(NamedTuple):
     is_better: bool
     """True if the mean difference is in the row's favour."""
     p: float
-    """By the paired t test over seeds, or for one seed by the paired bootstrap over lines; corrected for the number of
-    rows."""
+    """The p of the paired t test over seeds, or with one seed of the paired bootstrap over lines. `holm` corrects it
+    for the number of rows."""
     words: str
-    """The table's cell; `{:.3f}` stands for p until it is corrected."""
+    """The text of the table's cell. It contains `{:.3f}` until `holm` fills in the corrected p."""
     difference: Difference | None = None
-    """The difference of several seeds."""
+    """The difference over several seeds; None with one seed."""
 
 
 def number(value: str | Spread) -> float | None:
-    """Returns the number, or the mean of several; None if there is none, or it is not finite."""
+    """Returns the number in a cell, or the mean of a Spread; None if the cell holds no finite number."""
     if isinstance(value, Spread):
         return value.mean
     try:
@@ -88,9 +88,9 @@ def number(value: str | Spread) -> float | None:
 
 
 def comparisons(results: Results, shown: Shown) -> dict[tuple[str, ...], Compared]:
-    """Compares each measured row with its baseline; returns the comparisons by the rows' keys. If a run of either
-    failed, the row is not tested, and its p is 1."""
-    name = shown.value if results.seeds > 1 and shown.value else "bleu"  # the bootstrap is of BLEU
+    """Returns the comparison of each measured row with its baseline, by the row's key. If a run of the row or of its
+    baseline failed, there is no test, and p is 1."""
+    name = shown.value if results.seeds > 1 and shown.value else "bleu"  # with one seed, the bootstrap resamples BLEU
     found = {}
     for row in results.scale.rows:
         if (base := baseline_of(results.scale, row)) is None:
@@ -107,8 +107,8 @@ def comparisons(results: Results, shown: Shown) -> dict[tuple[str, ...], Compare
 def paired(
     values: Sequence[tuple[float | None, float | None]], column: Column, p: float | None = None
 ) -> Compared | None:
-    """Compares a row with its baseline by the values of each seed, None for a failed run; `p`: that of a single seed.
-    Returns None if there is nothing to compare."""
+    """Returns the comparison of a row with its baseline, or None if there is nothing to compare. `values` holds both
+    values for each seed, with None for a failed run; `p` is the bootstrap's p if there is only one seed."""
     differences = [one - other for one, other in values if one is not None and other is not None]
     if failed := len(values) - len(differences):
         return Compared(False, 1.0, f"not compared: {failed} of {len(values)} pairs failed")
@@ -123,7 +123,8 @@ def paired(
 
 
 def holm(found: dict[Key, Compared]) -> dict[Key, Compared]:
-    """Returns the comparisons with their p corrected for their number; failed ones are not counted."""
+    """Returns the comparisons with corrected p-values (Holm 1979). Comparisons with failed runs have no test, so they
+    do not count."""
     tested = {key: one for key, one in found.items() if "{" in one.words}
     for (key, one), p in zip(tested.items(), corrected([one.p for one in tested.values()])):
         found[key] = one._replace(p=p, words=one.words.format(p))
@@ -131,7 +132,7 @@ def holm(found: dict[Key, Compared]) -> dict[Key, Compared]:
 
 
 def table(results: Results, shown: Shown) -> tuple[list[str], list[list[str]]]:
-    """Returns the heading and the lines: the row's key, the measurements, the paper's figures."""
+    """Returns the headings and the lines of the table: the row's key, the measurements, the paper's figures."""
     measured, compared = results.measured, comparisons(results, shown)
     papers = list(dict.fromkeys(name for row, _ in measured for name in row.paper))
     if not shown.across:
@@ -177,7 +178,7 @@ def _words_of(compared: dict[tuple[str, ...], Compared], row: Row) -> str:
 
 
 def _best(found_by: dict[str, tuple[Row, Found]], shown: Shown) -> str | None:
-    """Returns the rate with the best value; None if none was measured."""
+    """Returns the learning rate with the best value; None if no value was measured."""
     values = {rate: one for rate, (_, found) in found_by.items()
               if (one := number(found.get(shown.value, ""))) is not None}  # fmt: skip
     if not values:
@@ -196,8 +197,8 @@ def _heading(results: Results, shown: Shown, name: str) -> str:
 
 
 def baseline_of(scale: Scale, row: Row) -> Row | None:
-    """Returns the row with which this one is compared: of the same text, the one before it, the first, or the named
-    one."""
+    """Returns the row with which this one is compared, or None if there is none. It has the same text and seed; it is
+    the row before, the first row or the named one, as `Shown.compared` says."""
     same = [other for other in scale.rows if other.corpus == row.corpus]
     at = [other.key for other in same].index(row.key)
     if at == 0 and scale.shown.compared in COMPARED:
@@ -205,12 +206,14 @@ def baseline_of(scale: Scale, row: Row) -> Row | None:
     number = row.seed - same[at].seed
     if scale.shown.compared in COMPARED:
         return same[at - 1 if scale.shown.compared == "before" else 0].seeded(number)
+    # `compared` is a value of the first key: the baseline has it there, and the row's values of all other keys.
     chosen = next((other for other in same if _named(other, scale.shown.compared) == _named(row, "")), None)
     return None if chosen is None or chosen.key == row.key else chosen.seeded(number)
 
 
 def _named(row: Row, name: str) -> tuple[str, ...]:
-    """Returns the row's keys after the first, marked if the first is not this name; "" stands for any name."""
+    """Returns the row's keys without the first one. If the first key is not `name`, "" stands in its place, so that the
+    result equals no other row's; with name "" any first key is accepted."""
     first, *rest = row.key.values()
     return tuple(rest) if first == name or not name else ("", *rest)
 
@@ -220,19 +223,20 @@ def _words(key: str) -> str:
 
 
 def _measured(found: Found, name: str) -> str:
-    """Returns a measured cell; the verdict if a run diverged and has no BLEU."""
+    """Returns the text of a measured cell. For BLEU that is missing because the run diverged it is "diverged"."""
     value = found.get(name, "")
     if name == "bleu" and not value:
         return "diverged" if found.get("verdict") == "diverged" else ""
     if isinstance(value, Spread):
         return f"{value:{COLUMNS[name].form}}"
+    # A number gets the column's format. NaN and infinities give an empty cell; any other text is shown as it is.
     read = number(value)
     return f"{read:{COLUMNS[name].form}}" if read is not None else "" if value in ("nan", "inf", "-inf") else value
 
 
 def _cell(row: Row, found: Found, shown: Shown, compared: dict[tuple[str, ...], Compared]) -> str:
-    """Returns the filled form, with a star if the row is better than its baseline at the scale's significance; the
-    verdict if one of its numbers was not measured."""
+    """Returns the text of a cell, `Shown.cell` filled with the measurements. It has a star if the row is better than
+    its baseline with p below `Shown.significance`. If a number was not measured, the cell is the run's verdict."""
     values = {name: value if isinstance(value, Spread) or (read := number(value)) is None else read
               for name, value in found.items()}  # fmt: skip
     one = compared.get((*row.key.values(),))
@@ -260,7 +264,7 @@ def _escaped(cell: str) -> str:
 
 
 def marks(entry: Reproduction, scale: str) -> tuple[str, str]:
-    """Returns the lines of a Markdown file between which the command writes."""
+    """Returns the two lines of a Markdown file, begin and end, between which the command writes."""
     return f"<!-- reproduce {entry.name} --scale {scale} -->", f"<!-- end of {entry.name} --scale {scale} -->"
 
 

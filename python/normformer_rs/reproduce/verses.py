@@ -1,7 +1,9 @@
-"""The text `verses`, made of two modules of the SWORD project: a verse a line, whole chapters held out.
+"""Makes the corpus `verses` from two Bibles, which are modules of the SWORD project: one verse per line, with whole
+chapters for validation and test.
 
 A module has three files for each testament: compressed blocks (`.bzz`), their places (`.bzs`: offset, size, full size)
-and the slots in them (`.bzv`: block, offset, length). A slot is a heading or a verse; verses follow their chapter's.
+and the slots in them (`.bzv`: block, offset, length). A slot holds a heading or a verse; the verses of a chapter follow
+its heading.
 """
 
 import html
@@ -14,7 +16,7 @@ from pathlib import Path
 from ..errors import InputError
 
 Verses = dict[tuple[str, int], str]
-"""Verses by chapter, such as Gen.4, and number."""
+"""Verses by their chapter, such as Gen.4, and their number in it."""
 MODULES = {"en": "engWEB2015eb", "es": "spaRV1909eb"}
 HELD_OUT = {
     "valid": "Gen.6 Gen.14 Gen.26 Gen.37 Exod.31 Exod.35 Josh.10 Josh.12 2Sam.4 2Chr.8 Ezra.4 Job.6 Job.40 Ps.42 Ps.53 "
@@ -24,7 +26,7 @@ HELD_OUT = {
     "Ps.1 Ps.9 Ps.95 Ps.103 Ps.117 Ps.138 Prov.3 Prov.20 Ezek.25 Hos.6 Hab.2 Matt.12 Mark.15 Luke.7 Luke.8 Luke.17 "
     "Luke.20 John.18 Rom.11",
 }
-"""Chapters of the validation and the test set, about 1,000 pairs each."""
+"""The chapters of the validation set and of the test set, about 1,000 pairs each."""
 DIGESTS = {
     "train.en": "05b12bbd7676d4e1df696a50d3b0e15a940f071c97c41b0f62bcf1f3c74f3c63",
     "train.es": "e513107ed4c712781639bfb2d967c0cc11bb054eff861b5b2e5f2c956565aacb",
@@ -33,9 +35,9 @@ DIGESTS = {
     "test.en": "a598a8dd45f1965ee09d3155358cddd922d15569883f3835cda01594694557ea",
     "test.es": "0c4ec09f44b495b1c9d64c07cf5aefd7ea60680425b0b9a0b33a9e4f5a05c12c",
 }
-"""The SHA-256 of each file, as results were measured on it."""
+"""The SHA-256 of each file with which results were measured."""
 _WORDS, _RATIO = (2, 80), 2
-"""The least and the most words of a side; the bound of the ratio of lengths in characters."""
+"""Limits for a pair: the least and the most words of each side, and the ratio of their lengths in characters."""
 _CHAPTER = re.compile(rb'<chapter[^>]*osisID="(\w+\.\d+)"[^>]*sID')
 _BOOK = re.compile(rb'<div canonical="true"[^>]*sID')
 _NO_TEXT = re.compile(r"<(note|title)\b.*?</\1>", re.S)
@@ -43,10 +45,11 @@ _BEFORE, _AFTER = re.compile(r" ([,.;:!?’”)\]])"), re.compile(r"([“‘(\[�
 
 
 def pairs(english: Path, spanish: Path) -> Iterator[tuple[str, str, str]]:
-    """Yields part, English and Spanish of each verse that both modules have, in the Bible's order.
+    """Yields the part (train, valid or test), the English and the Spanish text of each verse that both modules have and
+    that is within the limits, in the order of the Spanish module.
 
     Args:
-        english, spanish: the modules' files of `mods.d`.
+        english, spanish: the modules' .conf files in the folder `mods.d`.
 
     Errors: InputError for damaged modules.
     """
@@ -65,7 +68,7 @@ def _is_pair(source: str, target: str) -> bool:
 
 
 def read(module: Path) -> Verses:
-    """Reads the verses of the module with this file of `mods.d`. Errors: InputError for a damaged module."""
+    """Returns the verses of a module, given its .conf file in `mods.d`. Errors: InputError for a damaged module."""
     folder = module.parent.parent / "modules" / "texts" / "ztext" / module.stem
     found: Verses = {}
     try:
@@ -95,6 +98,6 @@ def _slots(path: Path) -> Iterator[bytes]:
 
 
 def cleaned(verse: str) -> str:
-    """Returns the words of a verse of OSIS, without notes, titles and markup."""
+    """Returns the text of a verse from its OSIS markup, without notes, titles and tags."""
     words = " ".join(html.unescape(re.sub("<[^>]*>", " ", _NO_TEXT.sub(" ", verse))).split())
     return _AFTER.sub(r"\1", _BEFORE.sub(r"\1", words))

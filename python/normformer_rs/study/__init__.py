@@ -1,7 +1,8 @@
-"""Studies: which norm or residual scheme trains better, at which rate, by several seeds; `normformer-rs compare`.
+"""Studies compare norms, residual schemes or other options over several learning rates and seeds; the command is
+`normformer-rs compare`.
 
-`declared.py` says what a study consists of, `measured.py` runs it, `outcome.py` chooses rates and compares the arms,
-`page.py` writes what was found. `trials.py` is for training loops of the user's own.
+`declared.py` defines what a study consists of, `measured.py` makes its runs and chooses rates, `outcome.py` compares
+the arms, `page.py` writes the page of results. `trials.py` is for training loops of the user's own.
 """
 
 from collections.abc import Iterator

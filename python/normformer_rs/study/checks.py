@@ -1,4 +1,4 @@
-"""The checks of a study's arguments, and the words that they may be."""
+"""Checks the arguments of a study, and names the texts that some of them may have."""
 
 import math
 from collections.abc import Mapping
@@ -13,14 +13,14 @@ if TYPE_CHECKING:
     from .declared import Study
 
 OWN_LOOP = "own loop"
-"""The `text` of a study in a loop of the user's own."""
+"""The value of `text` for a study that is trained in a loop of the user's own."""
 OWN_START = "own"
-"""The entry of `init` that stands for each scheme's own initialisation."""
+"""The value in `init` that means that each scheme is initialised in its own way."""
 TUNING = 1000
-"""Reported seed s has its rate chosen on seed s + 1000."""
+"""The distance of seeds: the rate for the reported seed s is chosen with runs of seed s + 1000."""
 METRICS = {"valid_nll": "validation NLL, in nats per token", "bleu": "BLEU"}
 _MADE_PAIRS = ("demo", "numbers")
-"""Texts that are made on the spot, with sources."""
+"""Corpora for translation that are generated, not read from files."""
 PARTS = [f"{part}_{side}" for part in ("train", "valid", "test") for side in ("source", "target")]
 
 _RESERVED = {
@@ -31,11 +31,11 @@ _RESERVED = {
     "epochs": "the study's updates, tokens or flop",
     "patience": "the study's updates, tokens or flop, since all runs are equally long",
 }
-"""Options that an arm may not have, because they would make the arms unlike."""
+"""Options that an arm may not have, each with what to set instead. They would make the comparison unfair."""
 
 
 def check_kinds(study: "Study") -> None:
-    """Checks of what kind the study's arguments are. Errors: InputError."""
+    """Checks the types of the study's arguments. Errors: InputError for a wrong one."""
     if not isinstance(study.arms, Mapping) or not study.arms:
         raise InputError(f"arms must be a table of options by name, at least one; got {study.arms!r}")
     for name, arm in study.arms.items():
@@ -57,7 +57,8 @@ def check_kinds(study: "Study") -> None:
 
 
 def check_values(study: "Study") -> None:
-    """Checks the study's own arguments. Errors: InputError."""
+    """Checks the values of the study's arguments, except the options of the arms. Errors: InputError for a wrong
+    one."""
     if not study.lr or not all(_is_number(rate) and 0 < rate < math.inf for rate in study.lr):
         raise InputError(f"lr must be one or several positive rates; got {[*study.lr]}")
     if len({f"{rate:g}" for rate in study.lr}) < len(study.lr):
@@ -101,7 +102,8 @@ def check_values(study: "Study") -> None:
 
 
 def _is_scored(text: str | Mapping[str, Any]) -> bool:
-    """True if the text has translations that can be scored."""
+    """Returns True if BLEU can be measured on the text: its test set, or its validation set, has sources and
+    targets."""
     if isinstance(text, str):
         return text in _MADE_PAIRS or text == OWN_LOOP or {"test_source", "test_target"} <= CORPORA[text].files.keys()
     part = "test" if "test_target" in text else "valid"

@@ -1,4 +1,4 @@
-"""Makes a study: checks the text, runs what is missing, writes the page."""
+"""Makes a study: checks that the text exists, makes the missing runs, writes the page of results."""
 
 import math
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ def run(
     progress: bool = True,
     words: str = "",
 ) -> Outcome:
-    """Makes the runs that are missing and writes the page; returns what was found.
+    """Makes the runs that are missing, writes the page of results, and returns the outcome.
 
     Errors: InputError for a text that is missing, arms that the loop cannot train, and a folder without rows if `train`
     is False; Interrupted after Ctrl-C, and the same call continues.
@@ -43,7 +43,8 @@ def run(
 
 
 def finish(study: Study, output: Path, words: str = "") -> Outcome:
-    """Writes the page of the rows that have been measured. Errors: InputError if there are none."""
+    """Writes the page of results from the rows that have been measured, and returns the outcome. Errors: InputError if
+    no row has been measured."""
     results = results_of(study, output)
     if not results.rows:
         raise InputError(f"{results.path('.csv')}: nothing of this study has been measured yet")

@@ -1,4 +1,4 @@
-"""What a study will cost: parameters, operations, time, memory and disk, by measured updates."""
+"""Estimates what a study will cost in operations, time, memory and disk, from a few measured updates of each arm."""
 
 import tempfile
 from pathlib import Path
@@ -14,26 +14,27 @@ from .declared import Cell, Study
 
 _UPDATES = 8
 _WARM = 3
-"""Updates that are not counted: the first ones allocate."""
+"""The number of first updates that are not timed, because they are slower: they allocate memory."""
 
 
 class Cost(NamedTuple):
-    """The cost of one arm, all its runs together."""
+    """The cost of an arm at one depth with one initialisation. Numbers are for all its runs together, if they do not
+    say otherwise."""
 
     cell: Cell
     runs: int
     parameters: int
     flop: float
-    """6 · parameters · padded tokens (Kaplan et al. 2020)."""
+    """The floating-point operations: 6 · parameters · padded tokens (Kaplan et al. 2020)."""
     seconds: float
     memory: int
-    """Bytes of one run."""
+    """The memory that one run needs, in bytes."""
     disk: int
-    """Bytes of all checkpoints that stay."""
+    """The bytes that the folders of all runs need on the disk."""
 
 
 def costs(study: Study, device: str) -> list[Cost]:
-    """Returns what each arm costs, by a few updates of each. Errors: as those of a run."""
+    """Returns the cost of each arm, estimated from a few updates. Errors: the same as those of a run."""
     name, corpus = study.corpus
     with tempfile.TemporaryDirectory() as folder:
         files = prepare(name, Path(study.data), Path(folder), {name: corpus})
@@ -48,7 +49,7 @@ def _cost(study: Study, cell: Cell, corpus: Corpus, files: Files, device: str) -
     with tempfile.TemporaryDirectory() as output:
         short = trainer_of({**options, **few}, files, device)
         made: History = short.fit(output, progress=False, tensorboard=False, curves=False, overwrite=True)
-        # The last update's time holds the evaluation.
+        # The last update is left out, because its time includes the evaluation.
         seconds = float(np.median(np.diff(made.seconds)[_WARM - 1 : -1]))
         disk = sum(path.stat().st_size for path in Path(output).rglob("*") if path.is_file())
     tokens = updates * short.training.max_tokens * short.training.accumulate  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""A study's arms, rates, seeds and budget, from Python or from a TOML file."""
+"""Defines a study: its arms, rates, seeds and budget, given in Python or in a TOML file."""
 
 import dataclasses
 import functools
@@ -39,7 +39,8 @@ else:
     import tomli as tomllib
 
 _CLOCKS = {"warmup": 0.1, "branchnorm_steps": 0.2, "prores_steps": 0.5, "powernorm_warmup": 0.1}
-"""Durations as shares of the run, for a study that does not set them; prores_steps is that of all layers together."""
+"""The default durations, as shares of the run. That of prores_steps is for all layers together; it is divided by their
+number."""
 _FIELDS: dict[str, Field] = {
     field.name: field for kind in (TransformerConfig, TrainingConfig, DataConfig) for field in kind.FIELDS
 }
@@ -49,7 +50,7 @@ class Cell(NamedTuple):
     """An arm at one depth with one initialisation."""
 
     key: dict[str, str]
-    """The columns that name it: arm, and layers and init where the study varies them."""
+    """The columns that name the cell: arm, and also layers and init if the study has several of them."""
     options: Options
 
     @property
@@ -88,7 +89,7 @@ class Study:
         text: a corpus of `reproduce` ("numbers" is made on the spot), or the files train_target, valid_target, … and
             the options of the text, such as bpe_operations. "own loop": arms are only for `for trial in study`.
         margin: the difference, in the metric's unit, below which arms count as equal. None: nothing is called equal.
-        title, question: the page's.
+        title, question: the title of the page of results, and the question that it answers.
         data: the folder of `reproduce`'s corpora.
 
     An integer option may be a share of the run: `warmup = 0.1` is a tenth of the updates. Where a study sets none,
@@ -125,13 +126,14 @@ class Study:
         put("baseline", self.baseline or next(iter(self.arms)))
         put("title", self.title or ", ".join(self.arms))
         check_values(self)
-        # The updates of a budget in operations depend on the text, which need not be here yet.
+        # All options are checked here. A budget in operations is checked later, since its number of updates depends on
+        # the text, which need not be on this machine yet.
         for cell in self.cells if self.is_of_the_loop and self.flop is None else ():
             self._resolved(cell, self.lr[0])
 
     @classmethod
     def read(cls: type[_Study], path: str | PathLike[str], *, trust: bool = False) -> _Study:
-        """Reads a study from a TOML file whose names are this class' arguments; arms are tables [arms.NAME].
+        """Returns the study in a TOML file. The file's names are this class' arguments; an arm is a table [arms.NAME].
 
         Errors: InputError for a missing file, wrong syntax, unknown names and, without `trust`, a text that names code.
         """
@@ -161,12 +163,12 @@ class Study:
 
     @property
     def is_of_the_loop(self) -> bool:
-        """True if this package's loop can train all arms."""
+        """True if this package's training loop can train all arms: none is a function, and `text` is not "own loop"."""
         return self.text != OWN_LOOP and all(isinstance(arm, Mapping) for arm in self.arms.values())
 
     @functools.cached_property
     def cells(self) -> list[Cell]:
-        """The arms with each depth and initialisation, in the order of the page."""
+        """The combinations of depth, initialisation and arm, in the order of the page."""
         made = []
         for layers, init, (name, arm) in itertools.product(self.layers or (None,), self.init, self.arms.items()):
             key = {"arm": name}
@@ -182,16 +184,18 @@ class Study:
 
     @property
     def runs(self) -> int:
-        """The number of runs: each cell has one for each rate and seed, and one more for each seed."""
+        """The number of runs. Each cell has, for each seed, one run per rate to choose the rate, and one reported
+        run."""
         return len(self.cells) * self.seeds * (len(self.lr) + 1)
 
     def baseline_of(self, cell: Cell) -> Cell | None:
-        """Returns the cell with which this one is compared; None for the baseline itself."""
+        """Returns the cell of the baseline arm that has the same depth and initialisation as this one; None if this one
+        is that cell."""
         wanted = {**cell.key, "arm": self.baseline}
         return None if wanted == cell.key else next(other for other in self.cells if other.key == wanted)
 
     def row(self, cell: Cell, lr: float, seed: int) -> Row:
-        """Returns the run of a cell with this rate and seed."""
+        """Returns the row that describes the run of a cell with this rate and seed."""
         arm = self.arms[cell.key["arm"]]
         if self.is_of_the_loop:
             known = (*cell.key.values(), lr)
@@ -204,12 +208,14 @@ class Study:
         return Row({**cell.key, "lr": f"{lr:g}"}, options, self.corpus[0], version=__version__)
 
     def tuning(self, cell: Cell, number: int) -> list[Row]:
-        """Returns the runs on which the rate of the `number`-th seed is chosen, from 1."""
+        """Returns the rows of the runs, one for each rate, that choose the rate for the reported seed `number`; seeds
+        begin at 1."""
         return [self.row(cell, lr, TUNING + number) for lr in self.lr]
 
     @functools.cached_property
     def corpus(self) -> tuple[str, Corpus]:
-        """The text and its name; files of the study's own are named by what they hold when they are first read."""
+        """The name of the corpus, and the corpus. If the study has files of its own, the name is a digest of their
+        content at the first use."""
         if self.text == OWN_LOOP:
             return OWN_LOOP, Corpus("a text of the user's own", "", {}, {})
         if isinstance(self.text, str):
@@ -227,7 +233,7 @@ class Study:
 
     @property
     def reproduction(self) -> Reproduction:
-        """The study as an entry of `reproduce`, whose tables and files it shares."""
+        """The study in the form of a reproduction, so that the tables and files of `reproduce` can be used for it."""
         measures = ("first", *(["bleu"] if self.metric == "bleu" else []))
         rows = tuple(self.row(cell, lr, 1) for cell in self.cells for lr in self.lr)
         scored = "test" if isinstance(self.text, str) or "test_target" in self.text else "valid"
@@ -236,11 +242,11 @@ class Study:
 
     @functools.cached_property
     def _options(self) -> dict[tuple[Any, ...], Options]:
-        """The options of cells by their names and a rate."""
+        """A cache of `_resolved`, by the values of the cell's key and the rate."""
         return {}
 
     def _resolved(self, cell: Cell, lr: float) -> Options:
-        """Returns all options of a cell's runs but the seed. Errors: InputError that names the arm."""
+        """Returns all options of a cell's runs except the seed. Errors: InputError that names the arm."""
         shared = dict(self.options)
         preset = shared.pop("preset", None)
         try:
@@ -276,20 +282,20 @@ class Study:
 
 
 def _source(arm: Any) -> str:
-    """Returns a digest of a function's source, defaults and captured values, by which its rows are told from those of
-    an earlier version."""
+    """Returns a digest of a function's source, defaults and captured values. It is part of a row's options, so that
+    rows of an earlier version of the function are not taken for this one's."""
     if isinstance(arm, functools.partial):
         return digest([_source(arm.func), repr(arm.args), repr(sorted(arm.keywords.items()))])
     try:
         source = inspect.getsource(arm)
-    except (OSError, TypeError):  # it was typed at a prompt, or is no plain function
+    except (OSError, TypeError):  # no source: the function was typed at a prompt, or is another callable
         source = f"{getattr(arm, '__module__', '')}.{getattr(arm, '__qualname__', type(arm).__qualname__)}"
     held = [repr(cell.cell_contents) for cell in getattr(arm, "__closure__", None) or ()]
     return digest([source, repr(getattr(arm, "__defaults__", None)), repr(getattr(arm, "__kwdefaults__", None)), held])
 
 
 def _count(options: Options, name: str) -> int:
-    """Returns an option that counts something. Errors: InputError if it is not at least 1."""
+    """Returns the value of an option that must be at least 1. Errors: InputError if it is less."""
     field = _FIELDS[name]
     value = field.check(options.get(name, field.default))
     if value < 1:
@@ -298,13 +304,14 @@ def _count(options: Options, name: str) -> int:
 
 
 def _duration(name: str, value: Any, updates: int) -> Any:
-    """Returns an integer option that is given as a share of the run in updates."""
+    """Returns the value in updates if it is a share of the run, between 0 and 1, for an integer option. Returns other
+    values unchanged."""
     is_share = name in _FIELDS and _FIELDS[name].kind == "int" and isinstance(value, float) and 0 < value < 1
     return max(1, round(value * updates)) if is_share else value
 
 
 def _needed(options: Options) -> Options:
-    """Returns the options without durations of norms and schemes that the model has not."""
+    """Returns the options without the durations that belong to norms and schemes that the model does not have."""
     model = {str(options.get(name)) for name in OWN}
     kept = {"branchnorm_steps": "branchnorm", "prores_steps": "prores", "powernorm_warmup": "powernorm"}
     return {name: value for name, value in options.items()
@@ -312,6 +319,7 @@ def _needed(options: Options) -> Options:
 
 
 def _own_start(residual: Any) -> str:
-    """Returns the initialisation of a scheme's own; xavier's for one that is not in the table."""
+    """Returns the name of the residual scheme's own initialisation; xavier for a scheme that is not in the table, such
+    as a user's own."""
     default = TransformerConfig().residual if residual is None else residual  # type: ignore[attr-defined]
     return next((entry["init"] for entry in ENTRIES["residuals"] if entry["name"] == default), "xavier")

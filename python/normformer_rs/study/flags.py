@@ -12,7 +12,7 @@ from ..errors import InputError
 
 REPORTS = ("tensorboard", "wandb", "trackio")
 DEFAULT = Path(__file__).with_name("default.toml")
-"""The study that is made if none is named."""
+"""The file of the study that is made if the command line names none."""
 
 
 def parser() -> Command:

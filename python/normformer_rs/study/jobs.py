@@ -1,4 +1,4 @@
-"""A study's runs as jobs of submitit: Slurm's, or processes of this machine."""
+"""Makes a study's runs in jobs of submitit, which are Slurm's jobs or processes of this machine."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,14 +11,14 @@ from .declared import Study
 
 
 def work(study: Study, output: Path, jobs: int, settings: Mapping[str, Any], **how: Any) -> None:
-    """Makes the study's runs in so many jobs that share its folder, and waits until all have ended.
+    """Makes the study's runs in `jobs` jobs that share its output folder, and waits until all jobs have ended.
 
     Args:
-        settings: of submitit's executor: `slurm_partition`, `timeout_min` and so on; `cluster` is "slurm" or "local",
-            by default Slurm where it is installed.
-        how: as for `Study.run`.
+        settings: settings of submitit's executor, such as `slurm_partition` and `timeout_min`. `cluster` is "slurm" or
+            "local"; the default is Slurm if it is installed.
+        how: the same options as for `Study.run`.
 
-    Errors: InputError for a setting that submitit does not know; the first error of a job; ImportError without
+    Errors: InputError for a setting that submitit does not know; the first error that a job raises; ImportError without
     submitit.
     """
     submitit: Any = require("submitit", "--jobs")
@@ -35,7 +35,7 @@ def work(study: Study, output: Path, jobs: int, settings: Mapping[str, Any], **h
 
 
 def _make(study: Study, output: Path, how: Mapping[str, Any]) -> None:
-    """Runs in a job."""
+    """Makes the study's runs inside one job."""
     from .command import run
 
     run(study, output, **{**how, "progress": False})

@@ -1,4 +1,4 @@
-"""Makes the runs of a study: first those on which rates are chosen, then those that are reported, seed by seed."""
+"""Makes the runs of a study, seed by seed: first the runs that choose a rate for each arm, then the reported runs."""
 
 import math
 import time
@@ -18,20 +18,21 @@ if TYPE_CHECKING:
     from ..reproduce.runs import Runs
 
 _WAIT = 1.0
-"""Seconds between two looks for rows that other processes make."""
+"""The seconds to wait before looking again for rows that other processes make."""
 
 
 class Chosen(NamedTuple):
-    """The rate of an arm for one seed."""
+    """The rate that was chosen for an arm and a seed."""
 
     rate: float | None
-    """None if the runs with all rates failed."""
+    """The chosen rate; None if the runs with all rates failed."""
     is_edge: bool
-    """True if it is the lowest or highest rate of several, so that the best one may lie beyond."""
+    """True if the chosen rate is the lowest or highest of several, so that a better one may lie beyond."""
 
 
 def choose(values: Mapping[float, float | None], falls: bool) -> Chosen:
-    """Returns the rate with the best value, the lowest of equal ones; None stands for a failed run."""
+    """Returns the rate with the best value; of equal values that with the lowest rate. A value is None if its run
+    failed. `falls` is True if lower values are better."""
     found = {rate: value for rate, value in sorted(values.items()) if value is not None}
     if not found:
         return Chosen(None, False)
@@ -40,7 +41,7 @@ def choose(values: Mapping[float, float | None], falls: bool) -> Chosen:
 
 
 def value_of(found: Mapping[str, str] | None, metric: str) -> float | None:
-    """Returns a row's metric; None if the run failed: it diverged, or has no finite number."""
+    """Returns a row's metric. Returns None if there is no row, if its run diverged, or if the metric is not finite."""
     if found is None or found.get("verdict") == "diverged":
         return None
     value = number(found.get(metric) or "")
@@ -48,7 +49,8 @@ def value_of(found: Mapping[str, str] | None, metric: str) -> float | None:
 
 
 def chosen_of(study: Study, results: Results, cell: Cell, seed: int) -> Chosen | None:
-    """Returns the rate of a cell for a reported seed; None while runs with some rates are missing."""
+    """Returns the rate that is chosen for a cell and a reported seed; None if the run with some rate is still
+    missing."""
     found = {rate: results.find(row) for rate, row in zip(study.lr, study.tuning(cell, seed))}
     if None in found.values():
         return None
@@ -67,7 +69,8 @@ def runs_of(study: Study, output: Path, device: str, progress: bool) -> "Runs":
 
 
 def make(study: Study, results: Results, runs: "Runs", only: Sequence[str], max_hours: float) -> bool:
-    """Makes the rows that are missing, together with other processes; returns False if `max_hours` ended it before.
+    """Makes the rows that are missing, together with other processes. Returns False if `max_hours` were over before all
+    rows were made.
 
     Errors: as `Runs.run`.
     """
@@ -86,7 +89,8 @@ def make(study: Study, results: Results, runs: "Runs", only: Sequence[str], max_
 
 
 def _made(rows: Sequence[Row], results: Results, runs: "Runs", ends: float) -> bool:
-    """Makes rows one by one, and waits for those of other processes. Returns False once the time is over."""
+    """Makes rows one by one, and waits for those that other processes make. Returns False if the time `ends` comes
+    before all rows are made."""
     pending, is_told = list(rows), False
     while pending := measure(pending, results.scale, results, runs, ends):
         if time.monotonic() >= ends:

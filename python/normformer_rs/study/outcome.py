@@ -1,4 +1,4 @@
-"""What a study found: the rate, the value and the comparison of each arm."""
+"""The outcome of a study: for each arm its rates, its values and its comparison with the baseline."""
 
 import math
 import statistics
@@ -13,23 +13,25 @@ from .measured import chosen_of, value_of
 
 
 class Arm(NamedTuple):
-    """One arm at one depth with one initialisation."""
+    """The results of one arm at one depth with one initialisation."""
 
     cell: Cell
     values: dict[int, float | None]
-    """The metric of the reported runs by seed; None if the run, or the choice of its rate, failed."""
+    """The metric of the reported runs by seed; None if the run failed, or if its rate could not be chosen, because the
+    runs with all rates failed."""
     rates: dict[int, float | None]
     """The rate chosen for each seed."""
     edges: int
     """The number of seeds whose rate is the lowest or highest of the grid."""
     verdicts: str
     curve: dict[float, list[float | None]]
-    """The metric of the runs on which the rate was chosen, by rate; None for a failed one."""
+    """By rate, the metrics of the runs that chose the rate, one for each seed; None for a failed run."""
     sensitivity: float
-    """E_η[min(ℓ(η), ℓ₀) − min_η ℓ(η)] over the rates of the grid, in nats: ℓ the validation NLL, ℓ₀ the loss before the
-    first update, also in place of a failed run's (Wortsman et al. 2023, §2.2); the mean over seeds."""
+    """The sensitivity to the rate (Wortsman et al. 2023, §2.2) in nats: E_η[min(ℓ(η), ℓ₀) − min_η ℓ(η)] over the rates
+    η of the grid. ℓ is the validation NLL, ℓ₀ the loss before the first update, which also replaces that of a failed
+    run. The value is the mean over seeds."""
     seconds: float
-    """The time of all its runs."""
+    """The training time of all runs of the arm, in seconds."""
     compared: Compared | None = None
     """The comparison with the baseline; None for the baseline itself, and for fewer than two seeds."""
     is_equal: bool | None = None
@@ -47,7 +49,7 @@ class Arm(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """The outcome of a study. Printed, it is the table of its page."""
+    """The outcome of a study. `print` shows the main table of the study's page."""
 
     study: Study
     arms: list[Arm]
@@ -55,7 +57,7 @@ class Outcome(NamedTuple):
     missing: int
     """The number of runs that are still to be made."""
     stale: int = 0
-    """The number of them that were made with other options, another text or another version."""
+    """The number of missing runs that were made before, but with other options, another text or another version."""
 
     def __str__(self) -> str:
         return markdown(*main_table(self), aligned=True)
@@ -67,7 +69,7 @@ class Outcome(NamedTuple):
 
 
 def outcome(study: Study, results: Results) -> Outcome:
-    """Returns what the rows that have been measured say."""
+    """Returns the outcome of the study as far as its rows have been measured."""
     arms = [_arm(study, results, cell) for cell in study.cells]
     by_key = {tuple(arm.cell.key.values()): arm for arm in arms}
     compared: dict[tuple[str, ...], Compared] = {}
@@ -103,11 +105,11 @@ def _arm(study: Study, results: Results, cell: Cell) -> Arm:
             curve[rate].append(value_of(found, study.metric))
             seconds += number(found.get("seconds") or "") or 0.0
         chosen = chosen_of(study, results, cell, seed)
-        if chosen is None:
+        if chosen is None:  # runs that choose the rate are still missing
             continue
         losses.append(_sensitivity(made))
         reported = results.find(study.row(cell, chosen.rate, seed)) if chosen.rate is not None else None
-        if chosen.rate is not None and reported is None:
+        if chosen.rate is not None and reported is None:  # the reported run is still missing
             continue
         rates[seed], values[seed] = chosen.rate, value_of(reported, study.metric)
         edges += chosen.is_edge
@@ -119,7 +121,8 @@ def _arm(study: Study, results: Results, cell: Cell) -> Arm:
 
 
 def _sensitivity(made: Mapping[float, Mapping[str, str]]) -> float:
-    """Returns the sensitivity of one seed to the rate; nan if the loss before the first update is not known."""
+    """Returns `Arm.sensitivity` for one seed, from the runs by rate; NaN if no run has a loss before the first
+    update."""
     first = [number(found.get("first_nll") or "") for found in made.values()]
     known = [loss for loss in first if loss is not None]
     if not known:
@@ -138,7 +141,7 @@ def _made(arm: Arm) -> int:
 
 
 def main_table(found: Outcome) -> tuple[list[str], list[list[str]]]:
-    """Returns the heading and the lines of the table of arms."""
+    """Returns the headings and the lines of the main table, which has a line for each arm."""
     study, column = found.study, COLUMNS[found.study.metric]
     keys = [*found.arms[0].cell.key]
     others = [f"difference from {study.baseline} [95 % interval], p by Holm; least difference found in four of five"]
@@ -159,7 +162,8 @@ def _mark(arm: Arm) -> str:
 
 
 def mean(arm: Arm, form: str) -> str:
-    """Returns the mean of an arm's values and its interval, in words."""
+    """Returns a text with the mean of an arm's values and its 95 % interval, or with the number of seeds if some
+    failed."""
     values = arm.found
     if not values:
         return "failed" if arm.values else "not measured"
@@ -180,7 +184,7 @@ def _rates(arm: Arm) -> str:
 
 
 def as_json(found: Outcome) -> dict[str, Any]:
-    """Returns the numbers of the page as plain data."""
+    """Returns the numbers of the page as dictionaries, lists and numbers, for study.json."""
     study = found.study
     return {
         "title": study.title,

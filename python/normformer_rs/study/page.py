@@ -1,4 +1,4 @@
-"""The page of a study: a self-contained HTML file, Markdown, LaTeX and JSON."""
+"""Writes the page of a study as a self-contained HTML file, as Markdown, LaTeX and JSON."""
 
 import base64
 import html
@@ -17,7 +17,7 @@ from .declared import Study
 from .outcome import Arm, Outcome, as_json, main_table, mean
 
 PAGE = "study"
-"""The page's files without their endings."""
+"""The name of the page's files without their endings."""
 _STYLE = (
     "body{font:16px/1.5 system-ui,sans-serif;max-width:60em;margin:2em auto;padding:0 1em;color:#222}"
     "table{border-collapse:collapse;font-size:14px}td,th{padding:.25em .8em;border-bottom:1px solid #ddd}"
@@ -55,9 +55,9 @@ Block = Heading | Paragraph | Listing | Code | Table | Picture
 
 
 def write(found: Outcome, output: Path, words: str) -> Path:
-    """Writes study.html, study.md, study.tex and study.json into the folder, and the pictures; returns the first.
+    """Writes study.html, study.md, study.tex, study.json and the pictures into the folder; returns study.html's path.
 
-    `words`: the command or the call that makes the study.
+    `words` is the command or the Python call that makes the study; the page shows it.
     """
     blocks = _blocks(found, output, words)
     text.write_lines(str(output / f"{PAGE}.md"), _markdown(found.study.title, blocks, output).split("\n"))
@@ -67,11 +67,11 @@ def write(found: Outcome, output: Path, words: str) -> Path:
     return output / f"{PAGE}.html"
 
 
-# ---- what the page says ----
+# ---- the content of the page ----
 
 
 def sentence(found: Outcome, arm: Arm) -> str:
-    """Returns what the study says about an arm, in words."""
+    """Returns the sentences that say what the study found about an arm."""
     study, column = found.study, COLUMNS[found.study.metric]
     name, base = arm.cell.name, study.baseline
     if not arm.values:
@@ -168,7 +168,7 @@ def _blocks(found: Outcome, output: Path, words: str) -> list[Block]:
 
 
 def _made(found: Outcome) -> str:
-    """Returns when and by what the rows were measured."""
+    """Returns a text that says when and with which versions and processors the rows were measured."""
     facts = {name: sorted({row[name] for row in found.results.rows if row.get(name)}) for name in made_by()}
     facts["date"] = [*dict.fromkeys((facts["date"][0], facts["date"][-1]))] if facts["date"] else []
     return "; ".join(f"{name} {', '.join(values)}" for name, values in facts.items() if values)
@@ -182,7 +182,7 @@ def _pictures(found: Outcome, output: Path) -> list[Block]:
     return [Picture(path, about) for path, about in drawn(found, output)]
 
 
-# ---- its forms ----
+# ---- the formats of the page ----
 
 
 def _markdown(title: str, blocks: Sequence[Block], output: Path) -> str:

@@ -1,4 +1,4 @@
-"""The pictures of a study. pyplot is not touched."""
+"""Draws the pictures of a study, without pyplot."""
 
 import itertools
 import statistics
@@ -13,7 +13,7 @@ from .outcome import Arm, Outcome
 
 
 def drawn(found: Outcome, output: Path) -> Iterator[tuple[Path, str]]:
-    """Draws the pictures that the study has numbers for; yields each path with what it shows."""
+    """Draws the pictures for which the study has numbers. Yields the path of each picture and a description of it."""
     heading_of_metric = COLUMNS[found.study.metric].heading
     if any(values for arm in found.arms for values in arm.curve.values()):
         about = f"{heading_of_metric} against the learning rate: mean over seeds, band from the lowest to the highest"
@@ -25,7 +25,8 @@ def drawn(found: Outcome, output: Path) -> Iterator[tuple[Path, str]]:
 
 
 def _by_rate(found: Outcome) -> Any:
-    """Draws the metric against the rate, a panel for each depth; a cross at the top stands for failed runs."""
+    """Returns a figure of the metric against the rate, with a panel for each depth. A cross at the top marks a rate
+    with failed runs."""
     panels = _panels(found)
     figure = new_figure(6.4 * len(panels), 3.8)
     axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]

@@ -1,4 +1,4 @@
-"""Curves and rows of a study in TensorBoard, W&B and trackio, by their own clients."""
+"""Reports the curves and rows of a study to TensorBoard, Weights & Biases and trackio, with their own clients."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,11 +16,11 @@ from .outcome import Outcome
 from .trials import log_of
 
 _Curve = tuple[str, int, float]
-"""A name, an update, a value."""
+"""A point of a curve: the curve's name, the update, the value."""
 
 
 def to_tensorboard(found: Outcome, output: Path) -> None:
-    """Writes a folder of events for each run, below `output`/tensorboard."""
+    """Writes TensorBoard's events of each run into a folder below `output`/tensorboard."""
     require("tensorboard", "--report tensorboard")
     from torch.utils.tensorboard import SummaryWriter as writer
 
@@ -32,12 +32,13 @@ def to_tensorboard(found: Outcome, output: Path) -> None:
 
 
 def to_wandb(found: Outcome, output: Path) -> None:
-    """Logs each run to Weights & Biases, in the project of the study's title; the environment says where."""
+    """Logs each run to Weights & Biases, in the project with the study's title. W&B's environment variables set account
+    and server."""
     _log(require("wandb", "--report wandb"), found, output)
 
 
 def to_trackio(found: Outcome, output: Path) -> None:
-    """Logs each run to trackio, in the project of the study's title."""
+    """Logs each run to trackio, in the project with the study's title."""
     _log(require("trackio", "--report trackio"), found, output)
 
 
@@ -63,7 +64,7 @@ REPORTS: dict[str, Callable[[Outcome, Path], None]] = {
 
 
 def _runs(found: Outcome, output: Path) -> Iterator[tuple[Row, dict[str, float], list[_Curve]]]:
-    """Yields each measured run: its row, the numbers of its row, and its curves."""
+    """Yields, for each measured run, its row, the numbers measured for it, and the points of its curves."""
     for row in _rows(found.study):
         columns = found.results.find(row)
         if columns is not None:
@@ -83,7 +84,7 @@ def _numbers(columns: dict[str, str]) -> dict[str, float]:
 
 
 def _curves(runs: Path, row: Row) -> Iterator[_Curve]:
-    """Yields the curves of a run of the loop, or of a trial."""
+    """Yields the points of a run's curves, from the log of the training loop or from the file of a trial's losses."""
     folder, trial = runs / folder_of(row), log_of(row, runs)
     if (folder / LOG).exists():
         history = History.read(folder)

@@ -1,4 +1,4 @@
-"""Which parameters of a study's arms start bit-equal."""
+"""Finds which parameters of a study's arms have initial values that are bit-equal to the baseline's."""
 
 import hashlib
 
@@ -10,13 +10,13 @@ from ..reproduce.declared import Options
 from .declared import Cell, Study
 
 _TYPES = 64
-"""The vocabulary of the models that are compared; its size changes the tables of words alone."""
+"""The size of the vocabulary of the models that are compared. It is small, because it changes only the embeddings."""
 _SHOWN = 3
 
 
 def unequal(study: Study) -> list[list[str]]:
-    """Returns for each arm but the baseline: its name, its parameters, how many of them start as the baseline's do
-    with the same seed, and the first others' names."""
+    """Returns a line for each arm except the baseline: its name, the number of its parameter tensors, the number of
+    those whose initial values equal the baseline's with the same seed, and the first names of the others."""
     starts = {cell.name: _start(study, cell) for cell in study.cells}
     found = []
     for cell in study.cells:
@@ -32,12 +32,13 @@ def unequal(study: Study) -> list[list[str]]:
 
 
 def _kind(name: str) -> str:
-    """Returns a parameter's name without the numbers of layers."""
+    """Returns a parameter's name with * in place of the number of its layer."""
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 
 def _start(study: Study, cell: Cell) -> dict[str, tuple[torch.Size, bytes]]:
-    """Returns shape and digest of each parameter, so that one model is in memory at a time."""
+    """Returns the shape and a digest of the initial values of each parameter. Digests are returned instead of tensors,
+    so that only one model is in memory at a time."""
     options: Options = study.row(cell, study.lr[0], 1).options
     known = {field.name for field in TransformerConfig.FIELDS}
     model = TransformerConfig(**{name: value for name, value in options.items() if name in known})

@@ -1,4 +1,4 @@
-"""Trials: a study's runs in a training loop of the user's own."""
+"""The trials of a study, which are runs that are trained in a loop of the user's own."""
 
 import dataclasses
 import json
@@ -47,7 +47,7 @@ class Trial:
         self.generator = torch.Generator().manual_seed(self.seed)
         self.losses: list[float] = []
         self.valid: float | None = None
-        """The last validation loss that was reported."""
+        """The last validation loss that was reported; None if none was."""
         self.is_over = False
         self._began = time.monotonic()
         _seed(self.seed)
@@ -58,12 +58,12 @@ class Trial:
     def apply(self, model: _Model, *, example: Any = None) -> _Model:
         """Applies the arm to a new model, in place, and returns it.
 
-        An arm of options, added to the study's, is swapped in: `residual` by `swap_residuals`, with the study's
-        initialisation, then `norm` by `swap_norms`, with first values of its own; other options are those of the first
-        of the two that the arm has. An arm that is a function gets the model.
+        If the arm is a table of options, these and the study's are swapped in: `residual` by `swap_residuals`, with the
+        study's initialisation, then `norm` by `swap_norms`, with the norm's own initial values. Other options go to the
+        first of the two swaps that the arm has. If the arm is a function, it is called with the model.
 
         Args:
-            example: an input for the swap, where a run of the model cannot be made from its configuration.
+            example: an input for the swap, needed if none can be made from the model's configuration.
 
         Errors: as those of the swaps; InputError for options of an arm that no swap takes.
         """
@@ -91,7 +91,7 @@ class Trial:
             raise InputError(f"{self!r} is over: leave its loop when report returns False")
         if step <= len(self.losses):
             raise InputError(f"report: expected an update after {len(self.losses)}; got step {step}")
-        # Updates between two reports have the later one's loss.
+        # Updates that were skipped between two reports get the loss of the later report.
         self.losses += [_number(loss)] * (step - len(self.losses))
         if valid is not None:
             self.valid = _number(valid)
@@ -100,8 +100,8 @@ class Trial:
         return not self.is_over
 
     def columns(self) -> Options:
-        """Returns the trial's row: losses and verdict by docs/spec.md §4.14, with the first loss in the place of the
-        unigrams' entropy."""
+        """Returns the columns of the trial's row: losses, and the verdict by docs/spec.md §4.14, which compares with
+        the first loss instead of the unigram model's entropy."""
         course = Course.of(np.array(self.losses))
         first = self.losses[0] if self.losses else math.nan
         value = course.last if self.valid is None else self.valid
@@ -118,8 +118,8 @@ class Trial:
 
 
 def trials(study: Study, output: Path) -> Iterator[Trial]:
-    """Yields the trials that are missing; those that another process makes are left to it. A trial whose loop raises an
-    error, or is left before the first report, is not recorded, and is made again by the next call.
+    """Yields the trials that are missing and that no other process is making. If the user's loop raises an error in a
+    trial, or leaves it before the first report, the trial is not recorded, and the next call yields it again.
 
     Errors: InputError for a study that measures BLEU.
     """
@@ -147,7 +147,8 @@ def trials(study: Study, output: Path) -> Iterator[Trial]:
 
 
 def _wanted(study: Study, results: Results) -> Iterator[tuple[Cell, int, float]]:
-    """Yields cell, seed and rate of all trials: for each reported seed first those on which the rates are chosen."""
+    """Yields (cell, seed, rate) of all trials. For each reported seed, the trials that choose the rates come before
+    those that are reported."""
     for seed in range(1, study.seeds + 1):
         for cell in study.cells:
             yield from ((cell, row.seed, lr) for row, lr in zip(study.tuning(cell, seed), study.lr))
@@ -159,17 +160,18 @@ def _wanted(study: Study, results: Results) -> Iterator[tuple[Cell, int, float]]
 
 
 def log_of(row: Row, folder: Path) -> Path:
-    """Returns the file of a trial's losses."""
+    """Returns the path of the file that holds a trial's losses."""
     return folder / f"{folder_of(row)}-{digest(row.key)}.json"
 
 
 def _keep(trial: Trial, row: Row, results: Results) -> None:
-    # The losses are written first, so that a row in the table is complete.
+    # The losses are written first, so that a row in the table always has its file of losses, even after a crash.
     write_whole(trial._log, json.dumps({"key": row.key, "seed": row.seed, "losses": trial.losses}).encode())
     results.add(row, {**trial.columns(), **made_by()}, {})
 
 
 def _swap(model: nn.Module, arm: Options, init: str, example: Any) -> None:
+    # The arm's other options go to the first of the two swaps that the arm has.
     residual, norm = arm.pop("residual", None), arm.pop("norm", None)
     start = arm.pop("init", "scheme" if init == OWN_START else init)
     if residual is not None:
