@@ -55,7 +55,8 @@ CONTENTS: list[tuple[str, list[str]]] = [
         ["architecture.md", "files.md", "tests.md", "cuda.md", "roadmap.md", "contributing.md", "changelog.md"],
     ),
 ]
-"""The menu: pages, and folders, whose pages are all listed. A page that does not exist is left out."""
+"""The entries of the site's menu. An entry is a page, or a folder that stands for all of its pages. Missing pages are
+left out."""
 
 
 def write(output: Path) -> dict[str, str]:

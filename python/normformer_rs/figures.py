@@ -25,7 +25,7 @@ from .analysis.observations import Found
 from .commands.options import RUN_CONFIG, read_run
 from .config import DataConfig, TrainingConfig, TransformerConfig
 from .errors import InputError
-from .loop.history import LOG, History
+from .loop.history import History, histories
 from .pictures import drawing
 from .pictures.curves import told_apart
 
@@ -214,19 +214,10 @@ def _logged(measure: Callable[[History], Found], lacking: str) -> Callable[[Hist
 
 
 def _histories(runs: Sequence[Run], names: Sequence[str] | None) -> list[History]:
-    """Returns the histories of runs that are given as folders or histories. Errors: InputError."""
+    """Returns the histories of one or more runs. Errors: InputError."""
     if not runs:
         raise InputError("no run to draw; expected one or more folders of runs")
-    if names is not None and len(names) != len(runs):
-        raise InputError(f"a picture needs a name for each of the {len(runs)} runs; got {len(names)} names")
-    found = []
-    for run in runs:
-        if not isinstance(run, History):
-            if not Path(run, LOG).is_file():
-                raise InputError(f"{run}: no {LOG} there; expected the --output folder of a run")
-            run = History.read(run)
-        found.append(run)
-    return found
+    return histories(runs, names)
 
 
 def _draw(

@@ -2,6 +2,7 @@
 //! initialisations.
 
 mod attention;
+mod column_gate;
 mod context;
 mod embedding;
 mod feed_forward;

@@ -1,24 +1,22 @@
 //! Value embeddings: each token has a row in a table, which a gate adds to a layer's values (nanochat).
 
+use super::column_gate::ColumnGate;
 use super::{Builder, Context};
 use crate::error::Result;
-use crate::init::{Fill, Init, Role};
+use crate::init::{Init, Role};
 use crate::residual::{LayerContext, Sublayer};
 use tch::Tensor;
 
-/// The number of columns of attention's input that the gate reads; if there are fewer, the gate reads all of them.
+/// The number of columns of attention's input that the gate reads.
 const GATE_COLUMNS: i64 = 12;
 /// The largest value that the gate can have.
 const LARGEST: f64 = 3.0;
-/// The gate's weights are drawn uniformly between 0 and this bound.
-const GATE_BOUND: f64 = 0.02;
 
-/// v ← v + 3σ(W_g x)⊙E[token]. x is the first 12 columns of attention's input, and each head of values has one gate.
+/// v ← v + 3σ(W_g x)⊙E[token], where x is the first 12 columns of attention's input. Each head of values has one gate.
 pub struct ValueEmbedding {
     /// The table E, (V, kv_width).
     table: Tensor,
-    /// The weight W_g of the gate, (kv_heads, columns).
-    gate: Tensor,
+    gate: ColumnGate,
 }
 
 impl ValueEmbedding {
@@ -30,17 +28,14 @@ impl ValueEmbedding {
         let (width, heads) = (place.kv_width(), place.model.kv_heads);
         let as_values = init.matrix(Role::Value, place.model.d_model, width, place);
         let table = b.within("value_embedding", |b| b.parameter("weight", &[vocab_size, width], &as_values))?;
-        let columns = GATE_COLUMNS.min(place.model.d_model);
-        let start = Fill::UpTo { bound: GATE_BOUND };
-        let gate = b.within("value_gate", |b| b.parameter("weight", &[heads, columns], &start))?;
+        let gate = ColumnGate::build(b, "value_gate", heads, GATE_COLUMNS, place.model.d_model)?;
         Ok(Some(ValueEmbedding { table, gate }))
     }
 
     /// Returns the values v (rows, kv_width), with the value embeddings of the rows' tokens added; x (rows, d) is
     /// attention's input.
     pub fn added(&self, v: Tensor, x: &Tensor, ctx: &Context) -> Result<Tensor> {
-        let read = x.f_narrow(-1, 0, self.gate.size()[1])?.f_contiguous()?;
-        let gate = ctx.linear(&read, &self.gate, None)?.f_sigmoid()?.f_mul_scalar(LARGEST)?;
+        let gate = self.gate.of(x, ctx)?.f_mul_scalar(LARGEST)?;
         let rows = Tensor::f_embedding(&self.table, ctx.tokens()?, -1, false, false)?.f_to_kind(v.kind())?;
         let heads = rows.f_unflatten(-1, [gate.size()[1], -1].as_slice())?;
         Ok(v.f_add(&heads.f_mul(&gate.f_unsqueeze(-1)?)?.f_flatten(-2, -1)?)?)

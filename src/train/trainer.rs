@@ -58,6 +58,9 @@ pub struct Progress {
     /// The seed from which the initial values of the parameters were drawn.
     #[serde(default)]
     pub first_seed: Option<u64>,
+    /// True if the run began with the weights of another one, whose measured gains it keeps.
+    #[serde(default)]
+    pub keeps_gains: bool,
 }
 
 impl Progress {
@@ -118,8 +121,6 @@ pub struct Trainer {
     pause: Option<PathBuf>,
     /// The name of the best checkpoint. The best score in `progress` is this checkpoint's.
     best: Option<String>,
-    /// True if the first update must measure the gains of the residual scheme.
-    measures_gains: bool,
     /// The time when the last update's numbers arrived.
     last: Instant,
     /// (seconds, target tokens) of each of the latest updates.
@@ -199,6 +200,7 @@ impl Trainer {
             progress = resumed;
             pause = std::mem::take(&mut progress.is_pause).then(|| path.clone());
         }
+        progress.keeps_gains |= parts.has_given_weights;
         progress.text = Some(parts.text);
         progress.seen.1 = parts.sentences as u64;
         let kind = kind_of(config.precision);
@@ -217,7 +219,6 @@ impl Trainer {
             Ok::<_, Error>(start)
         };
         let first = is_watched.then(of_start).transpose()?;
-        let measures_gains = model.is_profiled() && !parts.has_given_weights;
         let train_step = TrainStep { model, objective, kind, recompute, group, flat, workspace: RefCell::default() };
         Ok(Trainer {
             config,
@@ -240,7 +241,6 @@ impl Trainer {
             unheard: None,
             pause,
             best,
-            measures_gains,
             last: Instant::now(),
             pace: Default::default(),
         })
@@ -384,7 +384,7 @@ impl Trainer {
         }
         let (seed, scale) = (self.config.seed as i64, 1.0 / tokens as f64);
         self.train_step.model.set_update(number as i64)?;
-        if number == 1 && self.measures_gains {
+        if number == 1 && !self.progress.keeps_gains && self.train_step.model.is_profiled() {
             if let (true, (_, batch)) = (self.group.is_first(), &batches[0]) {
                 let turn = Turn { seed: [seed, 0, 0], scale, is_partial: false };
                 let whole = MicroBatch::on_host(batch, None, turn, self.device)?;

@@ -14,7 +14,7 @@ import normformer_rs as nfrs
 from normformer_rs import nn as nfnn
 from normformer_rs.nn.registry import FUSED
 from normformer_rs.nn.sharding import OPERATORS
-from normformer_rs.surgery import swap_norms
+from normformer_rs.surgery import swap_norms, swap_residuals
 from row_norms import ENTRIES
 
 ROWS = ("layernorm", "rmsnorm", "scalenorm", "scalenorm-fixed", "dyt", "derf")
@@ -24,6 +24,9 @@ NORMS = [*(e["name"] for e in nfrs.tables()["norms"]), *(e["name"] for e in nfrs
 RUNNING = {"batchnorm": "BatchNorm", "powernorm": "PowerNorm", "powernorm-v": "PowerNormV"}
 SCHEMES = [entry["name"] for entry in nfrs.tables()["residuals"]]
 SHARP_SCHEMES = ("postnorm", "deepnorm", "sandwich", "gpas", "normformer")
+SWAPPED = ("branchnorm", "mhc")
+SCHEMES_OF_LLAMA = ("sandwich", "deepnorm", "branchnorm", "dlcl", "mhc", "value-residual", "resi-dual", "normformer")
+SCHEMES_OF_LLAMA += ("prores", "x0-lambdas", "attnres")
 SWAPS = ("layernorm", "scalenorm", "rmsnorm", "dyt")
 
 
@@ -136,6 +139,34 @@ def fully_sharded(mesh):
             torch.testing.assert_close(found.full_tensor(), wanted)
 
 
+def swapped_and_sharded(mesh, schemes):
+    """A Llama with another scheme, shared out by blocks, learns as the whole one does; t counts."""
+    from torch.distributed.fsdp import fully_shard
+
+    transformers = pytest.importorskip("transformers")
+    shape = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
+    torch.manual_seed(0)
+    plain = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=30, **shape)).double()
+    tokens = torch.randint(0, 30, (4, 7), generator=torch.Generator().manual_seed(1))
+    for scheme in schemes:
+        whole, sharded = (copy.deepcopy(plain) for _ in range(2))
+        for model in (whole, sharded):  # no copy of a swapped model, since a copy's t follows the original's
+            swap_residuals(model, scheme, init=None)
+        for part in (*sharded.model.layers, sharded):
+            fully_shard(part, mesh=mesh)
+        losses = []
+        for model, own in ((whole, tokens), (sharded, tokens.chunk(mesh.size())[mesh.get_rank()])):
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+            for _ in range(3):
+                optimizer.zero_grad()
+                model(input_ids=own, labels=own).loss.backward()
+                optimizer.step()
+            losses.append(model(input_ids=tokens, labels=tokens).loss.detach())
+        torch.testing.assert_close(*losses, msg=scheme)
+        ts = [[int(m.t) for m in model.modules() if "t" in m._buffers] for model in (whole, sharded)]
+        assert ts[0] == ts[1] and set(ts[0]) <= {4}, (scheme, ts)
+
+
 def work(rank, ranks, meeting, names, schemes):
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -146,6 +177,7 @@ def work(rank, ranks, meeting, names, schemes):
         norms(mesh, names)
         residuals(mesh, schemes)
         fully_sharded(mesh)
+        swapped_and_sharded(mesh, SWAPPED if schemes == SHARP_SCHEMES else SCHEMES_OF_LLAMA)
     finally:
         dist.destroy_process_group()
 

@@ -118,6 +118,20 @@ def test_self_attention_is_known_where_hooks_made_three_tensors_of_one(options):
     torch.testing.assert_close(layer(x), wanted)
 
 
+class Own(nfnn.MultiheadAttention):
+    """A subclass whose forward takes torch.nn's arguments alone."""
+
+    def forward(self, query, key, value, key_padding_mask=None, need_weights=True, attn_mask=None, is_causal=False):
+        return super().forward(query, key, value, key_padding_mask, need_weights, attn_mask, is_causal=is_causal)
+
+
+def test_a_subclass_with_torchs_arguments_runs():
+    layer, x = encoder(positions="rotary").layers[0], torch.randn(2, 5, D)
+    wanted = layer(x)
+    layer.self_attn.__class__ = Own
+    torch.testing.assert_close(layer(x), wanted)
+
+
 def test_grouped_queries_export_with_a_dynamic_length():
     model = encoder(kv_heads=2, positions="rotary").eval()
     length = torch.export.Dim("length", min=2, max=64)

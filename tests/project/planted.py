@@ -190,7 +190,7 @@ PLANTED = [
         ("surgery/test_blocks.py::test_every_family_trains_and_returns[Bert]",),
     ),
     Planted(
-        "Weights that look trained are drawn anew",
+        "A model looks trained if",
         "surgery/residuals.py",
         "if learned is not None and is_drawn:",
         "if False:",

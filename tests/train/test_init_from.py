@@ -6,6 +6,8 @@ from train_support import events, fit, losses, weights
 
 import normformer_rs as nfrs
 from normformer_rs import cli
+from normformer_rs.errors import Interrupted
+from normformer_rs.loop import training
 
 QUIET = {"curves": False, "tensorboard": False}
 
@@ -51,6 +53,27 @@ def test_admins_learned_gains_are_not_measured_again(tmp_path, corpus):
     gains = [name for name in expected if "residual_scale" in name]
     assert gains and any((expected[name] != 1).any() for name in gains)
     assert all(torch.allclose(found[name], expected[name], atol=1e-9) for name in gains)
+
+
+def test_nor_after_a_stop_before_the_first_update(tmp_path, corpus, monkeypatch):
+    fit(tmp_path / "first", corpus, {"residual": "admin"}, {"updates": 5}, **QUIET)
+    original = training._core.train
+
+    def interrupted(*arguments, **options):
+        def stop(event):
+            raise KeyboardInterrupt
+
+        arguments[-1].started = stop
+        return original(*arguments, **options)
+
+    options = {"updates": 1, "lr": 1e-12, "min_lr": 0.0}
+    with monkeypatch.context() as patch:
+        patch.setattr(training._core, "train", interrupted)
+        with pytest.raises(Interrupted):
+            fit(tmp_path / "second", corpus, {"residual": "admin"}, options, init_from=tmp_path / "first", **QUIET)
+    fit(tmp_path / "second", corpus, {"residual": "admin"}, options, resume=True, **QUIET)
+    found, expected = weights(tmp_path / "second"), weights(tmp_path / "first")
+    assert all(torch.allclose(found[name], expected[name], atol=1e-9) for name in expected if "residual_scale" in name)
 
 
 def test_rows_go_over_by_their_types(trained, tmp_path, corpus):

@@ -156,8 +156,17 @@ def plot(
     """
     if not 1 <= len(runs) <= len(curves.COLOURS):
         raise InputError(f"plot takes 1 to {len(curves.COLOURS)} runs; got {len(runs)}")
+    for run in (found := histories(runs, names)):
+        if not len(run.update):
+            raise InputError(f"{run.output}: this run has made no update yet, so there is nothing to draw")
+    return curves.draw(found, names, Path(path))
+
+
+def histories(runs: "Sequence[str | PathLike[str] | History]", names: Sequence[str] | None = None) -> "list[History]":
+    """Returns the histories of runs that are given as folders or histories. `names`: one for each run. Errors:
+    InputError."""
     if names is not None and len(names) != len(runs):
-        raise InputError(f"plot needs a name for each of the {len(runs)} runs; got {len(names)} names")
+        raise InputError(f"a picture needs a name for each of the {len(runs)} runs; got {len(names)} names")
     found = []
     for run in runs:
         if not isinstance(run, History):
@@ -165,10 +174,7 @@ def plot(
                 raise InputError(f"{run}: no {LOG} there; expected the --output folder of a run")
             run = History.read(run)
         found.append(run)
-    for run in found:
-        if not len(run.update):
-            raise InputError(f"{run.output}: this run has made no update yet, so there is nothing to draw")
-    return curves.draw(found, names, Path(path))
+    return found
 
 
 def _arrays(part: "History | Evaluations") -> dict[str, NDArray[Any]]:

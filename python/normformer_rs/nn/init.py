@@ -2,7 +2,7 @@
 
 import functools
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -34,19 +34,18 @@ def draw_linear(
     by one, each with its block of rows; `widths` are the numbers of rows, or None for equal ones.
     """
     where = (place.config.to_json(place.kinds), place.stack, place.layer, sublayer, place.kinds)
-    rows = [weight.shape[0] // len(roles)] * len(roles) if widths is None else list(widths)
-
-    def blocks(t: Tensor) -> Iterator[tuple[Tensor, list[str]]]:
-        for block, role in zip(t.split(rows), roles, strict=True):
-            yield block, [role]
+    sizes = [weight.shape[0]]
+    groups: list[list[str]] = [[*roles]]  # Rust splits the rows evenly among the roles of one call
+    if widths is not None and len({*widths}) > 1:
+        sizes, groups = [*widths], [[role] for role in roles]
 
     def draw(t: Tensor) -> None:
-        for block, role in blocks(t):
-            _core.draw_linear(block, role, *where)
+        for block, group in zip(t.split(sizes), groups, strict=True):
+            _core.draw_linear(block, group, *where)
 
     def draw_bias(t: Tensor) -> None:
-        for block, role in blocks(t):
-            _core.draw_bias(block, role, weight.shape[1], where[0])
+        for block, group in zip(t.split(sizes), groups, strict=True):
+            _core.draw_bias(block, group, weight.shape[1], where[0])
 
     write_whole(weight, draw)
     if bias is not None:

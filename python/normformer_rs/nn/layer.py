@@ -342,7 +342,8 @@ def attended(layer: Layer, name: str, x: Tensor, memory: Tensor, kept: KeptTenso
         inside = {}
         if not wraps_ours:
             masks = _torchs_masks(layer, attention, x, memory, **masks)
-    if memory is x and isinstance(attention, MultiheadAttention):
+    # A subclass may have a forward of its own, with other arguments.
+    if memory is x and getattr(type(attention), "forward", None) is MultiheadAttention.forward:
         masks["is_self"] = True
     given = x.unbind() if reads_apart else (x, memory, memory)
     if not any(map(passes, inside.values())):
