@@ -35,11 +35,12 @@ torch.nn's layers alone. A model that is not here may work as well: blocks are r
 
 The block: `a` attention, `c` attention to an encoder, `f` anything else, each followed by its norms: before it, x +
 F(N(x)); after the addition, N(x + F(x)); on the branch, x + N(F(x)); `×`: a factor of the branch. `+`: parallel
-branches, one addition. Schemes: how many of the {len(SWAPPABLE)} are taken. Fold, exact: how many norms `fold_norms`
-and `swap_norms(…, "rmsnorm", exact=True)` change, of all that they look at.
+branches, one addition. Matrices: what a run of the model showed each matrix of the first block to be for, with the number
+of heads; `stays`: no role that a first value depends on. Schemes: how many of the {len(SWAPPABLE)} are taken. Fold, exact:
+how many norms `fold_norms` and `swap_norms(…, "rmsnorm", exact=True)` change, of all that they look at.
 
-| model | library | block | schemes | fold | exact | what is refused, and why |
-|---|---|---|---|---|---|---|
+| model | library | block | matrices | schemes | fold | exact | what is refused, and why |
+|---|---|---|---|---|---|---|---|
 """
 
 
@@ -56,16 +57,22 @@ def shown(part: Part) -> str:
     )
 
 
-def blocks(model, inputs) -> str:
+def blocks(model, inputs) -> tuple[str, str]:
+    """Returns the sublayers of the first block of each stack, and their matrices with the roles."""
     try:
         groups = find_stacks(model, inputs).groups
     except nfrs.InputError:
-        return "—"
-    texts = []
-    for group in groups:
-        first = group.blocks[0]
-        texts.append("torch.nn's" if type(first) in TORCHS else ", ".join(map(shown, structure_of(first).parts)))
-    return "; ".join(dict.fromkeys(texts))
+        return "—", "—"
+    shapes, matrices = [], []
+    for first in (group.blocks[0] for group in groups):
+        if type(first) in TORCHS:
+            shapes.append("torch.nn's")
+            matrices.append("by their class")
+            continue
+        found = structure_of(first)
+        shapes.append(", ".join(map(shown, found.parts)))
+        matrices.append(f"not read: {found.no_roles}" if found.no_roles else "; ".join(map(str, found.parts)))
+    return " · ".join(dict.fromkeys(shapes)), " · ".join(dict.fromkeys(matrices))
 
 
 def row(name: str) -> str | None:
@@ -75,7 +82,7 @@ def row(name: str) -> str | None:
     except ImportError:
         return None
     model.eval()
-    shape, taken, reasons = blocks(model, inputs), 0, {}
+    (shape, matrices), taken, reasons = blocks(model, inputs), 0, {}
     for scheme in SWAPPABLE:
         try:
             done = nfrs.swap_residuals(model, scheme, init=None, example=inputs)
@@ -102,7 +109,7 @@ def row(name: str) -> str | None:
         except nfrs.InputError:
             counts.append("0")
     whys = "; ".join(f"{', '.join(some) if len(some) < taken else 'all'}: {why}" for why, some in reasons.items())
-    cells = (name, LIBRARY[name] or "written here", shape, str(taken), *counts, whys[:400])
+    cells = (name, LIBRARY[name] or "written here", shape, matrices.replace("|", "/"), str(taken), *counts, whys[:400])
     return "| " + " | ".join(cells) + " |"
 
 
