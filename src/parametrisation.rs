@@ -88,6 +88,34 @@ pub fn part(name: &str, dimensions: usize, declared: DeclaredAs) -> Part {
 }
 
 choice! {
+    /// What an optimizer's steps of a matrix have in common in models of all widths. A layer's change ΔW·x has the same
+    /// size in all of them if the spectral norm of ΔW has, for a matrix whose two sizes grow with the width.
+    #[derive(Default)]
+    pub enum StepSize ("step_size") {
+        /// The size of the entries, as with Adam and Lion. Entries of one sign add up to a spectral norm that grows
+        /// with the width.
+        #[default]
+        Entries = "entries",
+        /// The spectral norm, as with Muon's scale `spectral`.
+        SpectralNorm = "spectral-norm",
+        /// The root mean square of the entries of an orthogonal matrix, as with Muon's scale `rms`. Its spectral norm
+        /// grows with the width's root.
+        Orthogonal = "orthogonal",
+    }
+}
+
+impl StepSize {
+    /// Returns the factor of a matrix's learning rate in a model that is `width` times as wide as its base model.
+    fn rate(self, width: f64) -> f64 {
+        match self {
+            StepSize::Entries => 1.0 / width,
+            StepSize::SpectralNorm => 1.0,
+            StepSize::Orthogonal => width.powf(-0.5),
+        }
+    }
+}
+
+choice! {
     /// The factor of attention's scores qᵀk: 1/√d_head, or 1/d_head.
     pub enum AttentionScale ("attention_scale") { InverseSqrt = "inverse-sqrt", Inverse = "inverse" }
 }
@@ -101,6 +129,8 @@ pub struct Ratios {
     pub depth: f64,
     /// α, the exponent of m_L.
     pub alpha: f64,
+    /// The factor that the width gives the learning rate of a layer's matrix.
+    pub rate: f64,
 }
 
 /// The factors by which the values of options are multiplied for one parameter.
@@ -160,7 +190,7 @@ static MUP: Parametrisation = Parametrisation {
     base: &["base_width"],
     multipliers: |role, m| Multipliers {
         init: if role == ParameterRole::HiddenMatrix { m.width.powf(-0.5) } else { 1.0 },
-        lr: if role == ParameterRole::HiddenMatrix { 1.0 / m.width } else { 1.0 },
+        lr: if role == ParameterRole::HiddenMatrix { m.rate } else { 1.0 },
         weight_decay: decay(role, 1.0),
         eps: 1.0 / m.width,
     },
@@ -191,7 +221,7 @@ static COMPLETEP: Parametrisation = Parametrisation {
             ParameterRole::Embedding | ParameterRole::End => narrow,
             ParameterRole::HiddenMatrix | ParameterRole::HiddenVector => Multipliers {
                 lr: narrow.lr * m.depth.powf(m.alpha - 1.0),
-                weight_decay: decay(role, m.width),
+                weight_decay: decay(role, 1.0 / m.rate),
                 eps: narrow.eps * m.depth.powf(-m.alpha),
                 ..narrow
             },
@@ -218,9 +248,16 @@ pub fn find(name: &str) -> Result<&'static Parametrisation> {
 
 impl Parametrisation {
     /// Returns the multipliers of a parameter in a model that is `width` times as wide and `depth` times as deep as
-    /// its base model. `alpha` overrides the parametrisation's exponent.
-    pub fn multipliers(&self, part: Part, width: f64, depth: f64, alpha: Option<f64>) -> Multipliers {
-        self.of(part, &Ratios { width, depth, alpha: self.exponent(alpha) })
+    /// its base model, for an optimizer with steps of this size. `alpha` overrides the parametrisation's exponent.
+    pub fn multipliers(
+        &self,
+        part: Part,
+        width: f64,
+        depth: f64,
+        alpha: Option<f64>,
+        step_size: StepSize,
+    ) -> Multipliers {
+        self.of(part, &Ratios { width, depth, alpha: self.exponent(alpha), rate: step_size.rate(width) })
     }
 
     /// Returns the multipliers of the parameter's role. If products with the parameter are summed over a dimension,
@@ -297,21 +334,27 @@ impl Scaled {
         }
     }
 
-    /// Returns the ratios for a stack with `layers` layers. If `layers` is `None`, m_L is 1.
-    fn ratios(&self, layers: Option<i64>) -> Ratios {
+    /// Returns the ratios for a stack with `layers` layers and an optimizer with steps of this size. If `layers` is
+    /// `None`, m_L is 1.
+    fn ratios(&self, layers: Option<i64>, step_size: StepSize) -> Ratios {
         let depth = layers.zip(self.base_depth).map_or(1.0, |(layers, base)| layers as f64 / base as f64);
         let width = self.d_model as f64 / self.base_width as f64;
-        Ratios { width, depth, alpha: self.parametrisation.exponent(self.depth_alpha) }
+        Ratios { width, depth, alpha: self.parametrisation.exponent(self.depth_alpha), rate: step_size.rate(width) }
+    }
+
+    /// Returns the ratios for what depends on no optimizer: the forward pass and the first values.
+    fn forward(&self, layers: Option<i64>) -> Ratios {
+        self.ratios(layers, StepSize::default())
     }
 
     /// Returns the factor of every F(x) in a stack with `layers` layers.
     pub fn branch(&self, layers: i64) -> f64 {
-        self.residual * (self.parametrisation.branch)(&self.ratios(Some(layers)))
+        self.residual * (self.parametrisation.branch)(&self.forward(Some(layers)))
     }
 
     /// Returns the factor of the decoder's output before the output projection.
     pub fn logits(&self) -> f64 {
-        self.output * (self.parametrisation.logits)(&self.ratios(None))
+        self.output * (self.parametrisation.logits)(&self.forward(None))
     }
 
     /// Returns the factor of the scores qᵀk.
@@ -327,7 +370,7 @@ impl Scaled {
     /// the factor is 1. If the std is the same at all widths, it equals σ_base and the factor is the multiplier.
     pub fn matrix(&self, has_fixed_std: bool) -> f64 {
         match has_fixed_std {
-            true => (self.parametrisation.multipliers)(ParameterRole::HiddenMatrix, &self.ratios(None)).init,
+            true => (self.parametrisation.multipliers)(ParameterRole::HiddenMatrix, &self.forward(None)).init,
             false => 1.0,
         }
     }
@@ -335,11 +378,12 @@ impl Scaled {
     /// Returns the factor of the std with which a random parameter of a norm or a scheme is initialised.
     pub fn drawn(&self, sums_over: SumsOver) -> f64 {
         let part = Part { role: ParameterRole::HiddenVector, sums_over };
-        self.parametrisation.of(part, &self.ratios(None)).init
+        self.parametrisation.of(part, &self.forward(None)).init
     }
 
-    /// Returns the multipliers of a parameter in a stack with `layers` layers, or of a parameter outside the stacks.
-    pub fn parameter(&self, part: Part, layers: i64) -> Multipliers {
-        self.parametrisation.of(part, &self.ratios(Some(layers)))
+    /// Returns the multipliers of a parameter in a stack with `layers` layers, or of a parameter outside the stacks,
+    /// for an optimizer with steps of this size.
+    pub fn parameter(&self, part: Part, layers: i64, step_size: StepSize) -> Multipliers {
+        self.parametrisation.of(part, &self.ratios(Some(layers), step_size))
     }
 }

@@ -1,14 +1,15 @@
 //! The roles and multipliers of parameters.
 
 use crate::error::Error;
-use crate::parametrisation::{self, Multipliers, ParameterRole, Part, SumsOver};
+use crate::parametrisation::{self, Multipliers, ParameterRole, Part, StepSize, SumsOver};
 use pyo3::prelude::*;
 use std::collections::HashMap;
 
 /// Returns the multipliers of a role by name (init, lr, weight_decay, eps), for a model that is `width` times as wide
-/// and `depth` times as deep as its base model. `alpha` overrides the parametrisation's exponent of the depth.
+/// and `depth` times as deep as its base model. `alpha` overrides the parametrisation's exponent of the depth. `step_size`
+/// says what the optimizer's steps have in common at all widths.
 #[pyfunction]
-#[pyo3(signature = (parametrisation, role, width, depth, alpha=None, sums_over="nothing"))]
+#[pyo3(signature = (parametrisation, role, width, depth, alpha=None, sums_over="nothing", step_size="entries"))]
 fn multipliers(
     parametrisation: &str,
     role: &str,
@@ -16,6 +17,7 @@ fn multipliers(
     depth: f64,
     alpha: Option<f64>,
     sums_over: &str,
+    step_size: &str,
 ) -> PyResult<HashMap<&'static str, f64>> {
     let found = parametrisation::find(parametrisation)?;
     let part = Part { role: ParameterRole::parse(role)?, sums_over: SumsOver::parse(sums_over)? };
@@ -24,7 +26,8 @@ fn multipliers(
             return Err(Error::invalid(format!("{name} over the base's must be greater than 0, got {ratio}")).into());
         }
     }
-    let Multipliers { init, lr, weight_decay, eps } = found.multipliers(part, width, depth, alpha);
+    let step_size = StepSize::parse(step_size)?;
+    let Multipliers { init, lr, weight_decay, eps } = found.multipliers(part, width, depth, alpha, step_size);
     Ok(HashMap::from([("init", init), ("lr", lr), ("weight_decay", weight_decay), ("eps", eps)]))
 }
 

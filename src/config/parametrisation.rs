@@ -3,7 +3,9 @@
 use super::{AttentionName, TransformerConfig};
 use crate::error::{Error, Result};
 use crate::norm::l2_norm;
-use crate::parametrisation::{self, AttentionScale, Multipliers, Parametrisation, Part, Scaled, PARAMETRISATIONS};
+use crate::parametrisation::{
+    self, AttentionScale, Multipliers, Parametrisation, Part, Scaled, StepSize, PARAMETRISATIONS,
+};
 use crate::residual::StackName;
 
 impl TransformerConfig {
@@ -25,9 +27,9 @@ impl TransformerConfig {
         }
     }
 
-    /// Returns a parameter's multipliers, and a number. Parameters sorted by the number have equal multipliers next
+    /// Returns a parameter's multipliers for an optimizer with steps of this size, and a number. Parameters sorted by the number have equal multipliers next
     /// to each other, as an optimizer needs them.
-    pub fn multipliers(&self, name: &str, part: Part) -> (u8, Multipliers) {
+    pub fn multipliers(&self, name: &str, part: Part, step_size: StepSize) -> (u8, Multipliers) {
         let scaled = self.scaled();
         if scaled.parametrisation.is_standard() {
             return (0, Multipliers::ONE);
@@ -36,7 +38,7 @@ impl TransformerConfig {
             true => (StackName::Encoder, self.encoder_layers),
             false => (StackName::Decoder, self.decoder_layers),
         };
-        (2 * (4 * part.role as u8 + part.sums_over as u8) + stack as u8, scaled.parameter(part, layers))
+        (2 * (4 * part.role as u8 + part.sums_over as u8) + stack as u8, scaled.parameter(part, layers, step_size))
     }
 
     /// Returns the factor of attention's scores; `None` if it is the usual 1/√d_head.
@@ -168,7 +170,7 @@ mod tests {
         let config: TransformerConfig = crate::config::from_json("model", text).unwrap();
         assert_eq!([8, 32].map(|layers| config.scaled().branch(layers)), [0.5, 0.25]);
         let part = |name, dimensions| parametrisation::part(name, dimensions, parametrisation::DeclaredAs::Weights);
-        let of = |name, dimensions| config.multipliers(name, part(name, dimensions)).1;
+        let of = |name, dimensions| config.multipliers(name, part(name, dimensions), StepSize::Entries).1;
         let encoder = Multipliers { init: 0.5f64.sqrt(), lr: 0.25, weight_decay: 2.0, eps: 0.25 };
         let found = of("encoder.layers.0.linear1.weight", 2);
         assert!((found.init - encoder.init).abs() < 1e-15);

@@ -18,7 +18,7 @@ use crate::error::{Error, Result};
 use crate::kernel::adam::{self, call::Coefficients, Moment, Rounding};
 use crate::model::{FlatBuffers, Parameters};
 use crate::operator::{self, AdamBuffers, ProcessGroup};
-use crate::parametrisation::{Multipliers, Part};
+use crate::parametrisation::{Multipliers, StepSize};
 use half::bf16;
 use ruled::Ruled;
 use std::collections::BTreeMap;
@@ -88,27 +88,21 @@ impl Optimizer {
         let (flat, gradients) = (zeros(Kind::Float)?, zeros(Kind::Float)?);
         let moments = kind_of(config.moments);
         let mut ruled = Ruled::of(config);
-        let is_ruled = |part: Part, t: &Tensor| ruled.as_ref().is_some_and(|ruled| ruled.rule.takes(part, &t.size()));
         if config.unit_matrices && !model.scaled().parametrisation.is_standard() {
             return Err(Error::invalid(
                 "unit_matrices sets the lengths of matrices, which the parametrisation would scale: leave one of them out",
             ));
         }
-        if ruled.is_some() && !model.scaled().parametrisation.is_standard() {
-            return Err(Error::invalid(format!(
-                "optimizer = {:?} has no multipliers of a parametrisation yet: leave parametrisation out, or choose adam",
-                config.optimizer.name()
-            )));
-        }
         let mut sorted: Vec<_> = parameters
             .parts()
             .map(|(name, t, part)| {
-                let (order, multipliers) = model.multipliers(name, part);
+                let rule = ruled.as_ref().map(|ruled| &ruled.rule).filter(|rule| rule.takes(part, &t.size()));
+                let step_size = rule.map_or(StepSize::Entries, |rule| rule.step_size());
+                let (order, multipliers) = model.multipliers(name, part, step_size);
                 let is_left_out =
                     config.weight_decay != 0.0 && config.weight_decay_of == DecayOf::Matrices && !part.is_matrix();
                 let weight_decay = if is_left_out { 0.0 } else { multipliers.weight_decay };
-                let is_ruled = is_ruled(part, t);
-                ((is_ruled, is_left_out, order), Multipliers { weight_decay, ..multipliers }, name, t)
+                ((rule.is_some(), is_left_out, order), Multipliers { weight_decay, ..multipliers }, name, t)
             })
             .collect();
         sorted.sort_by_key(|(order, ..)| *order);

@@ -57,6 +57,22 @@ def test_multipliers_are_the_papers(name, role):
         assert tuple(found[key] for key in ("init", "lr", "weight_decay", "eps")) == pytest.approx(expected, rel=1e-14)
 
 
+@pytest.mark.parametrize(("step_size", "exponent"), [("spectral-norm", 0.0), ("orthogonal", -0.5)])
+@pytest.mark.parametrize("name", ["mup", "depth-mup", "completep"])
+def test_rates_of_orthogonal_steps_keep_the_spectral_norm(name, step_size, exponent):
+    """‖ΔW‖ is Θ(√(fan_out/fan_in)) (Yang, Simon & Bernstein 2023); completep's decay in a step is that of any width."""
+    for m_n, m_l in itertools.product((0.5, 1, 8), (1, 3, 16)):
+        adam = _core.multipliers(name, "hidden-matrix", m_n, m_l)
+        found = _core.multipliers(name, "hidden-matrix", m_n, m_l, None, "nothing", step_size)
+        assert found["lr"] == pytest.approx(adam["lr"] * m_n * m_n**exponent, rel=1e-14)
+        decay = 1.0 if name == "mup" else m_n**-exponent
+        assert found["weight_decay"] == pytest.approx(decay, rel=1e-14)
+        assert (found["init"], found["eps"]) == (adam["init"], adam["eps"])
+        for role in ("embedding", "hidden-vector", "end"):
+            others = [_core.multipliers(name, role, m_n, m_l, None, "nothing", size) for size in ("entries", step_size)]
+            assert others[0] == others[1]
+
+
 def parts(**options):
     """By the name of each parameter its role, and what its products are summed over."""
     return nfrs.Transformer(nfrs.TransformerConfig(**{**SHAPE, **options}))._parts()
@@ -256,7 +272,7 @@ def test_options_that_do_not_fit_are_refused(options, message):
         (name, scheme)
         for name in ("mup", "completep")
         for scheme in RESIDUALS
-        if name == "mup" or scheme not in OWN_DEPTH
+        if scheme != "ngpt" and (name == "mup" or scheme not in OWN_DEPTH)
     ],
 )
 @pytest.mark.one_in(test=8, all=3)
@@ -546,6 +562,26 @@ def test_sizes_do_not_depend_on_the_width(init):
     found = analysis.coordinate_check(scaled, widths=widths).slopes()
     standard = analysis.coordinate_check(config, widths=widths).slopes()
     assert all(abs(found[place]) < 0.1 for place in STREAM), found
+    assert standard["last layer"] > 0.3, standard
+
+
+@pytest.mark.parametrize("scale", ["spectral", "rms"])
+@pytest.mark.one_in(test=2)
+def test_sizes_under_muon_do_not_depend_on_the_width(scale):
+    config = nfrs.TransformerConfig(**LANGUAGE_MODEL, decoder_layers=2)
+    scaled = config.replace(parametrisation="completep", base_width=32, base_depth=2)
+    found = analysis.coordinate_check(scaled, widths=(32, 64, 128, 256), muon_scale=scale).slopes()
+    assert all(abs(found[place]) < 0.1 for place in STREAM), found
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("scale", ["spectral", "rms"])
+def test_sizes_under_muon_do_not_depend_on_the_depth(scale):
+    config = nfrs.TransformerConfig(**LANGUAGE_MODEL, decoder_layers=2)
+    scaled = config.replace(parametrisation="completep", base_width=32, base_depth=2)
+    given = {"depths": (2, 4, 8, 16), "lr": 3e-2, "muon_scale": scale}
+    found, standard = (analysis.coordinate_check(one, **given).slopes() for one in (scaled, config))
+    assert all(abs(found[place]) < 0.1 for place in ("embedding", "middle layer", "last layer", "logits")), found
     assert standard["last layer"] > 0.3, standard
 
 

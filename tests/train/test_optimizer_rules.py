@@ -196,10 +196,48 @@ def test_options_that_do_nothing_are_refused(options, said, tmp_path, corpus):
         fit(tmp_path / "run", corpus, training=options, **QUIET)
 
 
-def test_a_parametrisation_is_refused(tmp_path, corpus):
+@pytest.mark.parametrize("scale", ["rms", "spectral"])
+@pytest.mark.parametrize("parametrisation", ["mup", "completep"])
+def test_rates_under_a_parametrisation_are_those_of_param_groups(parametrisation, scale, monkeypatch, tmp_path, corpus):
+    """One update of the loop, from the gradients of the same model in PyTorch, by torch's optimizers with the groups'
+    rates."""
+    monkeypatch.setattr(_muon, "_zeropower_via_newtonschulz", in_f64)
+    model = {"parametrisation": parametrisation, "base_width": 4, "linear_biases": False} | BASE_DEPTH[parametrisation]
+    plain = {"updates": 1, "evaluate_every": 1, "adam_form": "torch", "label_smoothing": 0.0, "weight_decay": 0.1}
+    plain |= {"clip_norm": 0.0, "optimizer": "muon", "muon_scale": scale}
+    fit(tmp_path / "start", corpus, model=model, training={**plain, "lr": 1e-30, "min_lr": 0.0}, **QUIET)
+    fit(tmp_path / "run", corpus, model=model, training=plain, **QUIET)
+    start = nfrs.Transformer.from_checkpoint(tmp_path / "start", "last").double()
+    batch, mask = whole_batch(tmp_path / "start", corpus)
+    logits = start(batch.source, batch.target_input).masked_fill(~mask, -torch.inf)
+    real = batch.target != ref.PAD
+    torch.nn.functional.cross_entropy(logits[real], batch.target[real]).backward()
+    groups = nfrs.param_groups(start, 1e-2, weight_decay=0.1, optimizer="muon", muon_scale=scale)
+    adjust = {"rms": "match_rms_adamw", "spectral": "original"}[scale]
+    of_muon = [group for group in groups if group["optimizer"] == "muon"]
+    torch.optim.Muon([separate(group, start.config.d_model) for group in of_muon], adjust_lr_fn=adjust).step()
+    torch.optim.AdamW([group for group in groups if group["optimizer"] == "adam"], betas=(0.9, 0.98)).step()
+    found = weights(tmp_path / "run")
+    for name, expected in start.state_dict().items():
+        torch.testing.assert_close(found[name].double(), expected, rtol=0, atol=2e-5, msg=name)
+
+
+BASE_DEPTH = {"mup": {}, "completep": {"base_depth": 1}}
+
+
+def separate(group, d_model):
+    """A group in which queries, keys and values are matrices of their own, as the loop updates them."""
+    params = []
+    for p in group["params"]:
+        is_stacked = p.shape[0] == 3 * d_model and p.shape[1] == d_model
+        for part, gradient in zip(*(t.chunk(3 if is_stacked else 1) for t in (p.data, p.grad))):
+            params.append(torch.nn.Parameter(part))
+            params[-1].grad = gradient
+    return {**group, "params": params, "names": [str(i) for i in range(len(params))]}
+
+
+def test_unit_matrices_under_a_parametrisation_are_refused(tmp_path, corpus):
     model = {"parametrisation": "mup", "base_width": 8}
-    with pytest.raises(nfrs.InputError, match='optimizer = "muon" has no multipliers of a parametrisation yet'):
-        fit(tmp_path / "run", corpus, model=model, training={"optimizer": "muon"}, **QUIET)
     with pytest.raises(nfrs.InputError, match="unit_matrices sets the lengths of matrices, which the parametrisation"):
         fit(tmp_path / "run", corpus, model=model, training={"unit_matrices": True}, **QUIET)
 
@@ -243,5 +281,9 @@ def test_groups_for_muon_train_with_torchs():
 def test_groups_for_another_optimizer_are_refused():
     with pytest.raises(nfrs.InputError, match=r'unknown optimizer "moun" \(did you mean "muon"\?\)'):
         nfrs.param_groups(layers(), 1e-3, optimizer="moun")
-    with pytest.raises(nfrs.InputError, match="leave one of them out"):
+    with pytest.raises(nfrs.InputError, match="the rate of Muon's matrices depends on their steps' scale"):
         nfrs.param_groups(layers(), 1e-3, optimizer="muon", parametrisation="mup", base_width=8)
+    with pytest.raises(nfrs.InputError, match='muon_scale would do nothing with optimizer = "adam"'):
+        nfrs.param_groups(layers(), 1e-3, muon_scale="rms")
+    with pytest.raises(nfrs.InputError, match=r'unknown muon_scale "rmz" \(did you mean "rms"\?\)'):
+        nfrs.param_groups(layers(), 1e-3, optimizer="muon", muon_scale="rmz")

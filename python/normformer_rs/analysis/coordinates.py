@@ -92,6 +92,7 @@ def coordinate_check(
     seeds: Sequence[int] = (1, 2, 3),
     sentences: int = 4,
     length: int = 16,
+    muon_scale: str | None = None,
 ) -> CoordinateCheck:
     """Trains models of several widths, or depths, for a few updates on one batch of random tokens, and measures sizes.
 
@@ -114,6 +115,8 @@ def coordinate_check(
         updates: the number of AdamW's updates, β = (0.9, 0.98), with `param_groups(model, lr, weight_decay=…, eps=…)`.
         seeds: the seeds of models and batches.
         sentences, length: the size of the batch.
+        muon_scale: "spectral" or "rms" trains the matrices of layers by `torch.optim.Muon` with this scale of its steps
+            and the same learning rate, and the other parameters by AdamW; None: AdamW trains all.
 
     Returns sizes, slopes and a picture (`save`). Errors: InputError for sizes that do not fit.
     """
@@ -121,6 +124,8 @@ def coordinate_check(
         raise InputError(f"give two or more widths or two or more depths, not both; got {widths!r} and {depths!r}")
     over, values = ("width", widths) if widths else ("depth", depths)
     given: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay, "eps": eps}
+    if muon_scale is not None:
+        given |= {"optimizer": "muon", "muon_scale": muon_scale}
     sizes = [
         np.mean(
             [_trained(_sized(config, over, n), updates, seed, (sentences, length), given) for seed in seeds], axis=0
@@ -156,16 +161,28 @@ def _trained(
     generator = torch.Generator().manual_seed(seed)
     source, target_input, target = (torch.randint(4, config.vocab_size, shape, generator=generator) for _ in range(3))
     reads = source if config.architecture == "encoder-decoder" else None
-    optimizer = torch.optim.AdamW(param_groups(model, **given), betas=(0.9, 0.98))
+    optimizers = _optimizers(param_groups(model, **given), given.get("muon_scale"))
     found = [_sizes(model, reads, target_input)]
     for _ in range(updates):
-        optimizer.zero_grad()
+        model.zero_grad()
         logits = model(reads, target_input)
         torch.nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten()).backward()
-        optimizer.step()
+        for optimizer in optimizers:
+            optimizer.step()
         found.append(_sizes(model, reads, target_input))
     with np.errstate(divide="ignore"):  # the logarithm of a size of 0 is −∞
         return np.log(found)
+
+
+def _optimizers(groups: list[dict[str, Any]], muon_scale: str | None) -> list[torch.optim.Optimizer]:
+    """Returns AdamW, and Muon for the groups that name it."""
+    of_muon = [group for group in groups if group.get("optimizer") == "muon"]
+    others = [group for group in groups if group.get("optimizer") != "muon"]
+    optimizers: list[torch.optim.Optimizer] = [torch.optim.AdamW(others, betas=(0.9, 0.98))]
+    if of_muon:
+        adjusted = {"spectral": "original", "rms": "match_rms_adamw"}[str(muon_scale)]
+        optimizers.append(torch.optim.Muon(of_muon, adjust_lr_fn=adjusted))
+    return optimizers
 
 
 @torch.no_grad()

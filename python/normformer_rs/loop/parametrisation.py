@@ -43,6 +43,7 @@ def param_groups(
     width: int | None = None,
     depth: int | None = None,
     optimizer: str = "adam",
+    muon_scale: str | None = None,
 ) -> list[dict[str, Any]]:
     """Returns groups for Adam or AdamW, or for these and Muon, each with its lr, weight_decay and eps: the values tuned
     on the base model, times the parametrisation's multipliers for the role of the group's parameters.
@@ -74,7 +75,10 @@ def param_groups(
 
     **Muon.** With `optimizer="muon"` each group also says its `optimizer` and the `names` of its parameters: Muon takes
     the matrices of blocks, Adam takes tables, the output, vectors and stacked experts. Muon's groups have no ε, because
-    `torch.optim.Muon` uses that name for another number:
+    `torch.optim.Muon` uses that name for another number. Under a parametrisation Muon's matrices have lr·m_L^(α−1) with
+    muon_scale = "spectral" (adjust_lr_fn="original"), whose steps have the same spectral norm at all widths, and
+    lr·m_d^(−½)·m_L^(α−1) with muon_scale = "rms" (adjust_lr_fn="match_rms_adamw"); completep's decay has the factor of
+    the width inverted, so that lr·weight_decay does not depend on it.
 
     >>> from torch import nn, optim
     >>> encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 2)
@@ -92,22 +96,21 @@ def param_groups(
         depth_alpha: α, from 0.5 to 1; None for the model's own, or the parametrisation's.
         width: the residual stream's width; None to find it in the model's config or embeddings.
         depth: the layers of every stack; None for each stack's own number.
-        optimizer: "adam", or "muon"; the latter needs parametrisation standard.
+        optimizer: "adam", or "muon".
+        muon_scale: "spectral" or "rms", the scale of Muon's steps; needed with a parametrisation.
 
     Returns dictionaries of params, role, lr, weight_decay and eps, one for each role and depth that occurs; parameters
     that need no gradient are left out. Schedulers multiply each group's lr.
 
     Errors: InputError if a size is missing or blocks cannot be found, for options that would do nothing, and for
-    numbers out of range. Sources: Yang et al. 2022; Dey et al. 2025, Table 1, eq 40 (docs/spec.md §3.7).
+    numbers out of range. Sources: Yang et al. 2022; Dey et al. 2025, Table 1, eq 40; for Muon, Yang, Simon & Bernstein
+    2023, Condition 1 (docs/spec.md §3.7).
     """
     if optimizer not in ("adam", "muon"):
         raise InputError(unknown("optimizer", optimizer, ("adam", "muon")))
     own = _own_options(model)
     name = _agreed("parametrisation", parametrisation, own.get("parametrisation"), "standard")
-    if optimizer == "muon" and name != "standard":
-        raise InputError(
-            f'optimizer = "muon" has no multipliers of parametrisation "{name}" yet: leave one of them out'
-        )
+    step_size = _step_size(optimizer, muon_scale, name)
     base_width = _agreed("base_width", base_width, own.get("base_width"))
     base_depth = _agreed("base_depth", base_depth, own.get("base_depth"))
     alpha = _agreed("depth_alpha", depth_alpha, own.get("depth_alpha"))
@@ -125,7 +128,8 @@ def param_groups(
         is_adams = optimizer == "adam" or not is_matrix
         key = ROLES.index(place.role), sums_over, m_L, is_adams
         if key not in groups:
-            times = _core.multipliers(name, place.role, m_d, m_L, alpha, sums_over)
+            own_size = "entries" if is_adams else step_size
+            times = _core.multipliers(name, place.role, m_d, m_L, alpha, sums_over, own_size)
             decay = weight_decay if place.role in MATRICES else 0.0
             groups[key] = {
                 "params": [],
@@ -142,6 +146,21 @@ def param_groups(
         if optimizer == "muon":
             groups[key]["names"].append(names[id(place.parameter)])
     return [groups[key] for key in sorted(groups)]
+
+
+def _step_size(optimizer: str, muon_scale: str | None, parametrisation: str) -> str:
+    """Returns what steps of Muon's matrices have in common at all widths, in the core's words."""
+    sizes = {"spectral": "spectral-norm", "rms": "orthogonal"}
+    if muon_scale is not None and muon_scale not in sizes:
+        raise InputError(unknown("muon_scale", muon_scale, [*sizes]))
+    if muon_scale is not None and optimizer != "muon":
+        raise InputError(f'muon_scale would do nothing with optimizer = "{optimizer}": leave it out')
+    if optimizer == "muon" and parametrisation != "standard" and muon_scale is None:
+        raise InputError(
+            f'with parametrisation "{parametrisation}" the rate of Muon\'s matrices depends on their steps\' scale: give '
+            'muon_scale, "rms" if torch.optim.Muon has adjust_lr_fn="match_rms_adamw", "spectral" if it has "original"'
+        )
+    return sizes[muon_scale or "rms"]
 
 
 class _Placed(NamedTuple):

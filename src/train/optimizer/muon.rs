@@ -3,7 +3,7 @@
 use super::rule::{mix, Rule};
 use crate::config::{MuonScale, TrainingConfig};
 use crate::error::Result;
-use crate::parametrisation::{ParameterRole, Part};
+use crate::parametrisation::{ParameterRole, Part, StepSize};
 use tch::Tensor;
 
 /// The coefficients a, b, c of the polynomial a·s + b·s³ + c·s⁵. Applied several times, it moves all singular values
@@ -70,6 +70,13 @@ impl Rule for Muon {
 
     fn finished(&self, direction: Tensor, _: &mut [Tensor]) -> Result<Tensor> {
         Ok(direction.f_mul_scalar(self.scale_of(&direction.size()))?)
+    }
+
+    fn step_size(&self) -> StepSize {
+        match self.scale {
+            MuonScale::Spectral => StepSize::SpectralNorm,
+            MuonScale::Rms => StepSize::Orthogonal,
+        }
     }
 
     fn keeps_norm(&self) -> bool {

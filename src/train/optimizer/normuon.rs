@@ -5,7 +5,7 @@ use super::muon::{newton_schulz, Muon};
 use super::rule::{mix, Rule};
 use crate::config::TrainingConfig;
 use crate::error::Result;
-use crate::parametrisation::Part;
+use crate::parametrisation::{Part, StepSize};
 use tch::{Kind, Tensor};
 
 /// The ε that the paper's code adds to norms.
@@ -54,6 +54,10 @@ impl Rule for NorMuon {
         let rows = direction.f_div(&state[1].f_sqrt()?.f_add_scalar(EPS)?)?;
         let ratio = direction.f_norm()?.f_div(&rows.f_norm()?.f_add_scalar(EPS)?)?;
         self.muon.finished(rows.f_mul(&ratio)?, state)
+    }
+
+    fn step_size(&self) -> StepSize {
+        self.muon.step_size()
     }
 
     fn keeps_norm(&self) -> bool {

@@ -5,7 +5,7 @@ use super::muon::Muon;
 use super::normuon::NorMuon;
 use crate::config::{OptimizerName, TrainingConfig};
 use crate::error::{Error, Result};
-use crate::parametrisation::Part;
+use crate::parametrisation::{Part, StepSize};
 use tch::{Kind, Tensor};
 
 /// A rule's step is p ← (1 − ηλ)p − η·`finished`(`orthogonalised`(`direction`)), with learning rate η and weight
@@ -33,6 +33,11 @@ pub trait Rule {
     /// Returns the step without weight decay, for a learning rate of 1.
     fn finished(&self, direction: Tensor, _state: &mut [Tensor]) -> Result<Tensor> {
         Ok(direction)
+    }
+
+    /// Returns what steps have in common at all widths, which a parametrisation's rates follow.
+    fn step_size(&self) -> StepSize {
+        StepSize::Entries
     }
 
     /// True if a step leaves the Frobenius norm of a parameter unchanged.
