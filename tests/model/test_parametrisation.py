@@ -596,6 +596,54 @@ def test_sizes_do_not_depend_on_the_depth():
     assert standard["last layer"] > 0.3, standard
 
 
+class Noting(nn.Module):
+    """A stack whose forward notes the mean |x| of its input, of each block's output and of its own."""
+
+    def __init__(self, width):
+        super().__init__()
+        made = (nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, width)) for _ in range(4))
+        self.blocks, self.out, self.passes = nn.ModuleList(made), nn.Linear(width, 5), []
+
+    def forward(self, x):
+        seen = [x]
+        for block in self.blocks:
+            seen.append(block(seen[-1]))
+        seen.append(self.out(seen[-1]))
+        self.passes.append([t.abs().mean().item() for t in seen])
+        return seen[-1]
+
+
+def test_any_model_has_a_coordinate_check():
+    """The sizes are those that the model's own forward notes, after each of the updates that a loop by hand makes."""
+    made = []
+
+    def make(width, seed):
+        torch.manual_seed(seed)
+        model, x = Noting(width), torch.randn(8, width)
+        made.append(model)
+        return model, lambda: (model(x) - 1).square().mean()
+
+    found = analysis.coordinate_check(make, widths=(16, 64), updates=2, lr=1e-2, seeds=(3,))
+    for i, width in enumerate((16, 64)):
+        model, loss = make(width, 3)
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-2, betas=(0.9, 0.98), weight_decay=0.0)
+        for update in range(3):
+            optimizer.zero_grad()
+            loss().backward()
+            optimizer.step()
+            seen = model.passes[update]
+            assert found.sizes[i, update] == pytest.approx([*(seen[n] for n in (0, 1, 2, 4, 5)), 0, 0], rel=1e-5)
+    assert "scores" not in found.slopes() and found.parametrisation == "standard"
+    small = analysis.coordinate_check(
+        make, widths=(16, 64), updates=2, seeds=(3,), groups=lambda model: [{"params": model.parameters(), "lr": 0.0}]
+    )
+    assert (small.sizes[:, 0] == small.sizes[:, 2]).all() and small.parametrisation == "groups"
+    with pytest.raises(nfrs.InputError, match="found no repeated blocks in Linear"):
+        analysis.coordinate_check(lambda width, seed: (nn.Linear(4, 4), lambda: None), widths=(1, 2))
+    with pytest.raises(nfrs.InputError, match="the loss did not run the blocks of Noting"):
+        analysis.coordinate_check(lambda width, seed: (Noting(4), lambda: torch.zeros(())), widths=(1, 2))
+
+
 @pytest.mark.full
 def test_a_coordinate_check_and_its_picture(tmp_path):
     pytest.importorskip("matplotlib")

@@ -1,6 +1,6 @@
 """Coordinate checks, which measure the size of activations after a few updates, at several widths or depths."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from os import PathLike, fspath
 from typing import Any
@@ -8,17 +8,19 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from .._optional import require
 from ..config import TransformerConfig
 from ..errors import InputError
 from ..loop.model import Transformer
-from ..loop.parametrisation import param_groups
+from ..loop.parametrisation import last_stack, param_groups
 from ..pictures.curves import literal
 from .observed import observe
 
 PLACES = ("embedding", "first layer", "middle layer", "last layer", "logits", "scores", "mixing scores")
+Made = tuple[nn.Module, Callable[[], Tensor]]
+"""A model, and a function that runs it on its batch and returns the loss."""
 _GRID = {"color": "#e4e4e4", "linewidth": 0.8}
 
 
@@ -81,7 +83,7 @@ class CoordinateCheck:
 
 
 def coordinate_check(
-    config: TransformerConfig,
+    config: TransformerConfig | Callable[[int, int], Made],
     *,
     widths: Sequence[int] = (),
     depths: Sequence[int] = (),
@@ -93,8 +95,9 @@ def coordinate_check(
     sentences: int = 4,
     length: int = 16,
     muon_scale: str | None = None,
+    groups: Callable[[nn.Module], list[dict[str, Any]]] | None = None,
 ) -> CoordinateCheck:
-    """Trains models of several widths, or depths, for a few updates on one batch of random tokens, and measures sizes.
+    """Trains models of several widths, or depths, for a few updates on one batch, and measures sizes.
 
     Under a correct parametrisation, activations keep their size at every width (Yang et al. 2022, App D.1) and depth
     (Dey et al. 2025, Fig 7): `slopes` are near 0. Logits may shrink with width at first, and their slope then
@@ -108,17 +111,35 @@ def coordinate_check(
     >>> check.over, check.values, check.sizes.shape
     ('width', (8, 16), (2, 2, 7))
 
+    Any other model is made by a function of its size and a seed, which also returns its loss. Here the embedding's
+    size falls with the width, and AdamW then moves each layer by more in wide models:
+
+    >>> from torch import nn
+    >>> def make(width, seed):
+    ...     torch.manual_seed(seed)
+    ...     layer = nn.TransformerEncoderLayer(width, 2, 2 * width, dropout=0.0, norm_first=True, batch_first=True)
+    ...     model, x = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), torch.randn(4, 8, width)
+    ...     return model, lambda: (model(x) - 1).square().mean()
+    >>> slopes = analysis.coordinate_check(make, widths=(16, 32, 64), seeds=(1, 2)).slopes()
+    >>> [*slopes], slopes["last layer"] > 0.1
+    (['embedding', 'first layer', 'middle layer', 'last layer', 'logits'], True)
+
     Args:
-        config: a model; its dropout is turned off. A width changes d_ff in proportion and the number of heads so that
-            d_head stays; a depth changes the layers of both stacks.
+        config: a model; its dropout is turned off, and its batch is one of random tokens. A width changes d_ff in
+            proportion and the number of heads so that d_head stays; a depth changes the layers of both stacks. Or a
+            function of size and seed that returns a model of any class, without dropout, and a function without
+            arguments that runs this model on its batch and returns the loss. The blocks of its last list of blocks are
+            measured, and what the model returns (its `logits`, if it has these).
         widths, depths: at least two sizes, for one of the two.
         updates: the number of AdamW's updates, β = (0.9, 0.98), with `param_groups(model, lr, weight_decay=…, eps=…)`.
+        groups: a function that returns the groups of parameters instead; `lr`, `weight_decay` and `eps` are not used.
         seeds: the seeds of models and batches.
-        sentences, length: the size of the batch.
+        sentences, length: the size of the batch of random tokens.
         muon_scale: "spectral" or "rms" trains the matrices of layers by `torch.optim.Muon` with this scale of its steps
             and the same learning rate, and the other parameters by AdamW; None: AdamW trains all.
 
-    Returns sizes, slopes and a picture (`save`). Errors: InputError for sizes that do not fit.
+    Returns sizes, slopes and a picture (`save`). Errors: InputError for sizes that do not fit, and for a model without a
+    list of blocks.
     """
     if bool(widths) == bool(depths) or len(widths or depths) < 2:
         raise InputError(f"give two or more widths or two or more depths, not both; got {widths!r} and {depths!r}")
@@ -126,13 +147,19 @@ def coordinate_check(
     given: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay, "eps": eps}
     if muon_scale is not None:
         given |= {"optimizer": "muon", "muon_scale": muon_scale}
-    sizes = [
-        np.mean(
-            [_trained(_sized(config, over, n), updates, seed, (sentences, length), given) for seed in seeds], axis=0
-        )
-        for n in values
-    ]
-    return CoordinateCheck(over, tuple(values), np.exp(np.stack(sizes)), config.parametrisation)
+    name = config.parametrisation if isinstance(config, TransformerConfig) else "groups" if groups else "standard"
+
+    def one(value: int, seed: int) -> NDArray[np.float64]:
+        if isinstance(config, TransformerConfig):
+            model, loss, sizes = _own(_sized(config, over, value), seed, (sentences, length))
+        else:
+            model, loss = config(value, seed)
+            sizes = _of_blocks(model, loss)
+        of_model = param_groups(model, **given) if groups is None else groups(model)
+        return _trained(model, loss, sizes, _optimizers(of_model, muon_scale), updates)
+
+    sizes = [np.mean([one(value, seed) for seed in seeds], axis=0) for value in values]
+    return CoordinateCheck(over, tuple(values), np.exp(np.stack(sizes)), name)
 
 
 def _sized(config: TransformerConfig, over: str, value: int) -> TransformerConfig:
@@ -153,23 +180,80 @@ def _sized(config: TransformerConfig, over: str, value: int) -> TransformerConfi
     return config.replace(**rates, d_model=value, d_ff=d_ff, heads=value // d_head)
 
 
-def _trained(
-    config: TransformerConfig, updates: int, seed: int, shape: tuple[int, int], given: dict[str, Any]
-) -> NDArray[np.float64]:
-    """Returns the logarithms of sizes, (updates + 1, 7)."""
+def _own(
+    config: TransformerConfig, seed: int, shape: tuple[int, int]
+) -> tuple[nn.Module, Callable[[], Tensor], Callable[[], NDArray[np.float64]]]:
+    """Returns a model of this package, its loss on a batch of random tokens, and its seven sizes there."""
     model = Transformer(config, seed=seed, device="cpu").train()
     generator = torch.Generator().manual_seed(seed)
     source, target_input, target = (torch.randint(4, config.vocab_size, shape, generator=generator) for _ in range(3))
     reads = source if config.architecture == "encoder-decoder" else None
-    optimizers = _optimizers(param_groups(model, **given), given.get("muon_scale"))
-    found = [_sizes(model, reads, target_input)]
+
+    def loss() -> Tensor:
+        return nn.functional.cross_entropy(model(reads, target_input).flatten(0, 1), target.flatten())
+
+    return model, loss, lambda: _sizes(model, reads, target_input)
+
+
+def _of_blocks(model: nn.Module, loss: Callable[[], Tensor]) -> Callable[[], NDArray[np.float64]]:
+    """Returns a function that runs the loss and returns the sizes: of the input and the outputs of the last list of
+    blocks, and of what the model returns; 0 for scores."""
+    blocks = last_stack(model)
+
+    def sizes() -> NDArray[np.float64]:
+        found: list[float] = []
+        logits = [0.0]
+
+        def entered(_: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
+            if not found:
+                found.append(_size(given or tuple(named.values())))
+
+        def left(_: nn.Module, given: tuple[Any, ...], output: Any) -> None:
+            found.append(_size(output))
+
+        def ended(_: nn.Module, given: tuple[Any, ...], output: Any) -> None:
+            logits[0] = _size(getattr(output, "logits", output))
+
+        handles = [blocks[0].register_forward_pre_hook(entered, with_kwargs=True), model.register_forward_hook(ended)]
+        handles += [block.register_forward_hook(left) for block in dict.fromkeys(blocks)]
+        try:
+            with torch.no_grad():
+                loss()
+        finally:
+            for handle in handles:
+                handle.remove()
+        if len(found) < 2:
+            raise InputError(f"the loss did not run the blocks of {type(model).__name__}: expected it to run the model")
+        last = len(found) - 1
+        return np.array([found[0], found[1], found[(last + 1) // 2], found[last], logits[0], 0.0, 0.0])
+
+    return sizes
+
+
+def _size(found: Any) -> float:
+    """Returns the mean |x| of a tensor, or of the first tensor in a tuple or a dictionary."""
+    if isinstance(found, dict):
+        found = tuple(found.values())
+    if not isinstance(found, Tensor):
+        found = next(one for one in found if isinstance(one, Tensor))
+    return float(found.detach().abs().double().mean())
+
+
+def _trained(
+    model: nn.Module,
+    loss: Callable[[], Tensor],
+    sizes: Callable[[], NDArray[np.float64]],
+    optimizers: list[torch.optim.Optimizer],
+    updates: int,
+) -> NDArray[np.float64]:
+    """Returns the logarithms of sizes, (updates + 1, 7)."""
+    found = [sizes()]
     for _ in range(updates):
         model.zero_grad()
-        logits = model(reads, target_input)
-        torch.nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten()).backward()
+        loss().backward()
         for optimizer in optimizers:
             optimizer.step()
-        found.append(_sizes(model, reads, target_input))
+        found.append(sizes())
     with np.errstate(divide="ignore"):  # the logarithm of a size of 0 is −∞
         return np.log(found)
 

@@ -229,10 +229,7 @@ def _places(model: nn.Module, needs_blocks: bool, width: int | None) -> Iterator
         return
     blocks = dict(_blocks(model))
     if needs_blocks and not blocks:
-        raise InputError(
-            f"found no repeated blocks in {type(model).__name__}: expected a ModuleList or Sequential of modules of "
-            "one class that hold matrices; give the module that has it"
-        )
+        raise InputError(_no_blocks(model))
     sums = summed_over(model)
     vectors = {id(p) for p in learned_gains(model).values()} | vector_ids(model) | set(sums)
     seen = set()
@@ -283,6 +280,22 @@ def _blocks(model: nn.Module) -> Iterator[tuple[str, int]]:
             for name, _ in children:
                 outer.append(f"{path}.{name}".lstrip("."))
                 yield outer[-1], len(children)
+
+
+def last_stack(model: nn.Module) -> list[nn.Module]:
+    """Returns the blocks of the model's last list of blocks. Errors: InputError if it has none."""
+    paths = [path for path, _ in _blocks(model)]
+    if not paths:
+        raise InputError(_no_blocks(model))
+    stack = paths[-1].rpartition(".")[0]
+    return [model.get_submodule(path) for path in paths if path.rpartition(".")[0] == stack]
+
+
+def _no_blocks(model: nn.Module) -> str:
+    return (
+        f"found no repeated blocks in {type(model).__name__}: expected a ModuleList or Sequential of modules of "
+        "one class that hold matrices; give the module that has it"
+    )
 
 
 def _has_matrices(module: nn.Module) -> bool:

@@ -1,10 +1,10 @@
 //! Muon: the orthogonalised momentum (Jordan et al. 2024; Liu et al. 2025).
 
 use super::rule::{mix, Rule};
-use crate::config::{MuonScale, TrainingConfig};
+use crate::config::{MuonScale, Precision, TrainingConfig};
 use crate::error::Result;
 use crate::parametrisation::{ParameterRole, Part, StepSize};
-use tch::Tensor;
+use tch::{Kind, Tensor};
 
 /// The coefficients a, b, c of the polynomial a·s + b·s³ + c·s⁵. Applied several times, it moves all singular values
 /// s near 1.
@@ -20,6 +20,8 @@ pub struct Muon {
     pub nesterov: bool,
     pub scale: MuonScale,
     pub on_sphere: bool,
+    /// True if the iteration runs in bf16.
+    pub in_bf16: bool,
 }
 
 impl Muon {
@@ -29,7 +31,14 @@ impl Muon {
             nesterov: config.muon_nesterov,
             scale: config.muon_scale,
             on_sphere: config.muon_on_sphere,
+            in_bf16: config.precision == Precision::Bf16,
         }
+    }
+
+    /// Returns the matrices with singular values near 1. `norms` has one number for each matrix.
+    pub fn iterate(&self, matrices: &Tensor, norms: &Tensor) -> Result<Tensor> {
+        let kind = if self.in_bf16 { Kind::BFloat16 } else { matrices.kind() };
+        Ok(newton_schulz(&matrices.f_div(norms)?.f_to_kind(kind)?)?.f_to_kind(matrices.kind())?)
     }
 
     /// Returns the factor by which an orthogonalised matrix of this size is multiplied.
@@ -64,8 +73,8 @@ impl Rule for Muon {
         true
     }
 
-    fn orthogonalised(&self, direction: &Tensor) -> Result<Tensor> {
-        newton_schulz(direction, &direction.f_norm()?.f_clamp_min(EPS)?)
+    fn orthogonalised(&self, directions: &Tensor) -> Result<Tensor> {
+        self.iterate(directions, &norms(directions)?.f_clamp_min(EPS)?)
     }
 
     fn finished(&self, direction: Tensor, _: &mut [Tensor]) -> Result<Tensor> {
@@ -84,35 +93,40 @@ impl Rule for Muon {
     }
 }
 
-/// Returns a matrix with the singular vectors of `matrix` and singular values near 1. It starts from X = matrix/norm
-/// and makes five steps X ← aX + (bA + cA²)X with A = XXᵀ. It computes in the type of `matrix`; the papers' code uses
-/// bf16.
-pub fn newton_schulz(matrix: &Tensor, norm: &Tensor) -> Result<Tensor> {
-    let is_tall = matrix.size()[0] > matrix.size()[1];
-    let wide = if is_tall { matrix.f_tr()? } else { matrix.shallow_clone() };
-    let mut x = wide.f_div(norm)?;
+/// Returns the Frobenius norm of each matrix, (matrices, 1, 1).
+pub fn norms(matrices: &Tensor) -> Result<Tensor> {
+    Ok(matrices.f_frobenius_norm([1i64, 2].as_slice(), true)?)
+}
+
+/// Returns, for each matrix X, one with the same singular vectors and singular values near 1: the result of five steps
+/// X ← aX + (bA + cA²)X with A = XXᵀ. The singular values of X are at most 1.
+fn newton_schulz(matrices: &Tensor) -> Result<Tensor> {
+    let size = matrices.size();
+    let is_tall = size[1] > size[2];
+    let mut x = if is_tall { matrices.f_mt()? } else { matrices.shallow_clone() };
     let [a, b, c] = QUINTIC;
     for _ in 0..STEPS {
-        let gram = x.f_matmul(&x.f_tr()?)?;
-        let polynomial = gram.f_mul_scalar(b)?.f_add(&gram.f_matmul(&gram)?.f_mul_scalar(c)?)?;
-        x = x.f_mul_scalar(a)?.f_add(&polynomial.f_matmul(&x)?)?;
+        let gram = x.f_bmm(&x.f_mt()?)?;
+        let polynomial = gram.f_baddbmm(&gram, &gram, b, c)?;
+        x = x.f_baddbmm(&polynomial, &x, a, 1.0)?;
     }
-    Ok(if is_tall { x.f_tr()? } else { x })
+    Ok(if is_tall { x.f_mt()? } else { x })
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use tch::{Device, Kind};
+    use tch::Device;
 
     /// The iteration changes only the singular values.
     #[test]
     fn newton_schulz_maps_the_singular_values() {
         for size in [[5i64, 9], [9, 5], [6, 6], [1, 4]] {
             tch::manual_seed(3);
-            let matrix = Tensor::randn(size, (Kind::Double, Device::Cpu));
+            let [matrix, other] = [(); 2].map(|()| Tensor::randn(size, (Kind::Double, Device::Cpu)));
             let norm = matrix.norm();
-            let found = newton_schulz(&matrix, &norm).unwrap();
+            let both = Tensor::stack(&[&other / other.norm(), &matrix / &norm], 0);
+            let found = newton_schulz(&both).unwrap().get(1);
             let (u, s, v) = matrix.svd(true, true);
             let mut s = s / &norm;
             for _ in 0..STEPS {

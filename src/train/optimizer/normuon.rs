@@ -1,7 +1,7 @@
 //! NorMuon: Muon in which each row is divided by the root of a running mean of the row's mean square (Li et al.
 //! 2025).
 
-use super::muon::{newton_schulz, Muon};
+use super::muon::{norms, Muon};
 use super::rule::{mix, Rule};
 use crate::config::TrainingConfig;
 use crate::error::Result;
@@ -44,8 +44,8 @@ impl Rule for NorMuon {
         true
     }
 
-    fn orthogonalised(&self, direction: &Tensor) -> Result<Tensor> {
-        newton_schulz(direction, &direction.f_norm()?.f_add_scalar(MATRIX_EPS)?)
+    fn orthogonalised(&self, directions: &Tensor) -> Result<Tensor> {
+        self.muon.iterate(directions, &norms(directions)?.f_add_scalar(MATRIX_EPS)?)
     }
 
     fn finished(&self, direction: Tensor, state: &mut [Tensor]) -> Result<Tensor> {

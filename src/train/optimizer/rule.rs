@@ -26,8 +26,9 @@ pub trait Rule {
         false
     }
 
-    fn orthogonalised(&self, direction: &Tensor) -> Result<Tensor> {
-        Ok(direction.shallow_clone())
+    /// Orthogonalises the directions of matrices of one shape, (matrices, rows, columns).
+    fn orthogonalised(&self, directions: &Tensor) -> Result<Tensor> {
+        Ok(directions.shallow_clone())
     }
 
     /// Returns the step without weight decay, for a learning rate of 1.
@@ -108,6 +109,9 @@ pub fn step(config: &TrainingConfig, p: &mut Tensor, gradient: &Tensor, state: &
         return Err(Error::invalid(format!("the state must be {expected:?}")));
     }
     let direction = rule.direction(gradient, state)?;
-    let direction = if rule.is_orthogonal() { rule.orthogonalised(&direction)? } else { direction };
+    let direction = match rule.is_orthogonal() {
+        true => rule.orthogonalised(&direction.f_unsqueeze(0)?)?.f_squeeze_dim(0)?,
+        false => direction,
+    };
     apply(rule.as_ref(), p, direction, state, lr, 1.0 - lr * config.weight_decay)
 }

@@ -5,8 +5,12 @@ use crate::config::TrainingConfig;
 use crate::error::Result;
 use crate::operator::ProcessGroup;
 use crate::parametrisation::Multipliers;
+use std::collections::BTreeMap;
 use std::ops::Range;
 use tch::{Kind, Tensor};
+
+/// The largest number of elements that are orthogonalised at a time: 64 MB in f32.
+const BATCH: i64 = 1 << 24;
 
 pub struct Ruled {
     pub rule: Box<dyn Rule>,
@@ -130,24 +134,48 @@ fn blocks(name: &str, size: &[i64], d_model: i64) -> Vec<Range<i64>> {
 /// Orthogonalises the directions. Each of the K ranks does every K-th of them, and a sum over ranks brings them
 /// together.
 fn orthogonalised(rule: &dyn Rule, directions: &[Tensor], group: ProcessGroup) -> Result<Vec<Tensor>> {
-    if group.size() == 1 {
-        return directions.iter().map(|one| rule.orthogonalised(one)).collect();
+    let (mine, sizes) = (group.rank()..directions.len(), directions.iter().map(Tensor::size));
+    let sizes: Vec<_> = sizes.collect();
+    let mut found: Vec<Option<Tensor>> = directions.iter().map(|_| None).collect();
+    for batch in batches(mine.step_by(group.size()), &sizes) {
+        let stacked: Vec<&Tensor> = batch.iter().map(|i| &directions[*i]).collect();
+        let results = rule.orthogonalised(&Tensor::f_stack(&stacked, 0)?)?.f_unbind(0)?;
+        batch.into_iter().zip(results).for_each(|(i, one)| found[i] = Some(one));
     }
-    let own = |(i, one): (usize, &Tensor)| match i % group.size() == group.rank() {
-        true => Ok(rule.orthogonalised(one)?.f_reshape([-1i64].as_slice())?),
-        false => Ok(one.f_zeros_like()?.f_reshape([-1i64].as_slice())?),
+    if group.size() == 1 {
+        return Ok(found.into_iter().flatten().collect());
+    }
+    let flat = |(one, direction): (Option<Tensor>, &Tensor)| {
+        Ok(one.map_or_else(|| direction.f_zeros_like(), Ok)?.f_reshape([-1i64].as_slice())?)
     };
-    let own = directions.iter().enumerate().map(own).collect::<Result<Vec<Tensor>>>()?;
-    let mut all = Tensor::f_cat(&own, 0)?;
+    let flat = found.into_iter().zip(directions).map(flat).collect::<Result<Vec<Tensor>>>()?;
+    let mut all = Tensor::f_cat(&flat, 0)?;
     group.sum_in_place(&mut all)?;
     let sizes: Vec<i64> = directions.iter().map(|one| one.numel() as i64).collect();
     let parts = all.f_split_with_sizes(sizes.as_slice(), 0)?;
     parts.iter().zip(directions).map(|(part, one)| Ok(part.f_view(one.size().as_slice())?)).collect()
 }
 
+/// Splits indices into batches whose matrices have one size and at most `BATCH` numbers together, or one matrix.
+fn batches(indices: impl Iterator<Item = usize>, sizes: &[Vec<i64>]) -> Vec<Vec<usize>> {
+    let mut of_size: BTreeMap<&[i64], Vec<usize>> = BTreeMap::new();
+    for i in indices {
+        of_size.entry(&sizes[i]).or_default().push(i);
+    }
+    let fits = |size: &[i64]| (BATCH / size.iter().product::<i64>().max(1)).max(1) as usize;
+    of_size.iter().flat_map(|(size, all)| all.chunks(fits(size)).map(<[usize]>::to_vec)).collect()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn matrices_of_one_size_are_one_batch_up_to_a_limit() {
+        let sizes = [vec![4, 4], vec![4, 8], vec![4, 4], vec![BATCH, 1], vec![BATCH, 1], vec![4, 4]];
+        let found = batches((0..6).filter(|i| *i != 5), &sizes);
+        assert_eq!(found, [vec![0, 2], vec![1], vec![3], vec![4]]);
+    }
 
     #[test]
     fn projections_of_attention_are_three_matrices() {
