@@ -25,7 +25,10 @@ SHAPES = {
     "tiny": {},  # the shape of our_worker.py: 4 + 4 layers, d_model 128, d_ff 256
     "12x512": {"d_model": 512, "d_ff": 2048, "heads": 8, "encoder_layers": 6, "decoder_layers": 6},
 }
-OF_LAYER = {"tiny": [(128, 128)] * 4 + [(256, 128), (128, 256)], "12x512": [(512, 512)] * 4 + [(2048, 512), (512, 2048)]}
+OF_LAYER = {
+    "tiny": [(128, 128)] * 4 + [(256, 128), (128, 256)],
+    "12x512": [(512, 512)] * 4 + [(2048, 512), (512, 2048)],
+}
 
 
 def quartiles(ratios: list[float]) -> str:
@@ -87,7 +90,10 @@ def main() -> None:
     for shape in arguments.shapes:
         for precision in arguments.precision:
             print(f"{shape} {precision}: update, Muon over AdamW {updates(arguments, shape, precision)}", flush=True)
-            print(f"{shape} {precision}: step, torch.optim.Muon over ours {steps(arguments, shape, precision)}", flush=True)
+            print(
+                f"{shape} {precision}: step, torch.optim.Muon over ours {steps(arguments, shape, precision)}",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

@@ -41,6 +41,7 @@ def multipliers(
     depth: float,
     alpha: float | None = None,
     sums_over: str = "nothing",
+    step_size: str = "entries",
 ) -> dict[Literal["init", "lr", "weight_decay", "eps"], float]:
     """A role's multipliers in a model `width` times as wide and `depth` times as deep as its base."""
 

@@ -35,9 +35,9 @@ torch.nn's layers alone. A model that is not here may work as well: blocks are r
 
 The block: `a` attention, `c` attention to an encoder, `f` anything else, each followed by its norms: before it, x +
 F(N(x)); after the addition, N(x + F(x)); on the branch, x + N(F(x)); `×`: a factor of the branch. `+`: parallel
-branches, one addition. Matrices: what a run of the model showed each matrix of the first block to be for, with the number
-of heads; `stays`: no role that a first value depends on. Schemes: how many of the {len(SWAPPABLE)} are taken. Fold, exact:
-how many norms `fold_norms` and `swap_norms(…, "rmsnorm", exact=True)` change, of all that they look at.
+branches, one addition. Matrices: what a run of the model showed each matrix of the first block to be for, with the
+number of heads; `stays`: no role that a first value depends on. Schemes: how many of the {len(SWAPPABLE)} are taken.
+Fold, exact: how many norms `fold_norms` and `swap_norms(…, "rmsnorm", exact=True)` change, of all that they look at.
 
 | model | library | block | matrices | schemes | fold | exact | what is refused, and why |
 |---|---|---|---|---|---|---|---|

@@ -304,7 +304,7 @@ def test_groups_for_muon_train_with_torchs():
 def test_groups_for_another_optimizer_are_refused():
     with pytest.raises(nfrs.InputError, match=r'unknown optimizer "moun" \(did you mean "muon"\?\)'):
         nfrs.param_groups(layers(), 1e-3, optimizer="moun")
-    with pytest.raises(nfrs.InputError, match="the rate of Muon's matrices depends on their steps' scale"):
+    with pytest.raises(nfrs.InputError, match="the rate of Muon's matrices depends on its steps' scale"):
         nfrs.param_groups(layers(), 1e-3, optimizer="muon", parametrisation="mup", base_width=8)
     with pytest.raises(nfrs.InputError, match='muon_scale would do nothing with optimizer = "adam"'):
         nfrs.param_groups(layers(), 1e-3, muon_scale="rms")

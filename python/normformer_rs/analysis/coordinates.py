@@ -138,8 +138,8 @@ def coordinate_check(
         muon_scale: "spectral" or "rms" trains the matrices of layers by `torch.optim.Muon` with this scale of its steps
             and the same learning rate, and the other parameters by AdamW; None: AdamW trains all.
 
-    Returns sizes, slopes and a picture (`save`). Errors: InputError for sizes that do not fit, and for a model without a
-    list of blocks.
+    Returns sizes, slopes and a picture (`save`). Errors: InputError for sizes that do not fit, and for a model without
+    a list of blocks.
     """
     if bool(widths) == bool(depths) or len(widths or depths) < 2:
         raise InputError(f"give two or more widths or two or more depths, not both; got {widths!r} and {depths!r}")

@@ -157,8 +157,8 @@ def _step_size(optimizer: str, muon_scale: str | None, parametrisation: str) -> 
         raise InputError(f'muon_scale would do nothing with optimizer = "{optimizer}": leave it out')
     if optimizer == "muon" and parametrisation != "standard" and muon_scale is None:
         raise InputError(
-            f'with parametrisation "{parametrisation}" the rate of Muon\'s matrices depends on their steps\' scale: give '
-            'muon_scale, "rms" if torch.optim.Muon has adjust_lr_fn="match_rms_adamw", "spectral" if it has "original"'
+            f"with parametrisation \"{parametrisation}\" the rate of Muon's matrices depends on its steps' scale: give "
+            'muon_scale, "rms" for adjust_lr_fn="match_rms_adamw" of torch.optim.Muon, "spectral" for "original"'
         )
     return sizes[muon_scale or "rms"]
 

@@ -13,6 +13,7 @@ from ..config import TransformerConfig
 from ..declarations.declared import Change, is_of_joined_heads
 from ..errors import InputError
 from .dropout import Draw, is_run_again
+from .generators import drawn_apart
 from .interpreter import KeptTensors, apply_changes
 from .rotary import rotated
 from .scheme import Inside
@@ -79,7 +80,8 @@ class MultiheadAttention(nn.MultiheadAttention):
             super()._reset_parameters()
         self.rope_theta = config.rope_theta if is_self and config.positions == "rotary" else None
         if config.output_gate is not None:
-            self.gate_proj = nn.Linear(self.embed_dim, OUTPUT_GATES[config.output_gate](self), bias=bias, **factory)
+            with drawn_apart(self.in_proj_weight.device, "gate", is_self):
+                self.gate_proj = nn.Linear(self.embed_dim, OUTPUT_GATES[config.output_gate](self), bias=bias, **factory)
         if config.sinks:
             self.sinks = nn.Parameter(torch.empty(self.num_heads, **factory))
             self.reset_sinks()
@@ -88,13 +90,15 @@ class MultiheadAttention(nn.MultiheadAttention):
     def reset_sinks(self) -> None:
         """Initialises the sinks, if there are any, as in gpt-oss: N(0, 0.02²)."""
         if self._parameters.get("sinks") is not None:
-            write_whole(self.sinks, lambda whole: nn.init.normal_(whole, std=0.02))
+            with drawn_apart(self.sinks.device, "sinks", self.rope_theta):
+                write_whole(self.sinks, lambda whole: nn.init.normal_(whole, std=0.02))
 
     def _reset_parameters(self) -> None:
         super()._reset_parameters()
         self.reset_sinks()
         if self.gate is not None:
-            self.gate.reset_parameters()
+            with drawn_apart(self.gate.weight.device, "gate"):
+                self.gate.reset_parameters()
 
     @property
     def widths(self) -> tuple[int, int, int]:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from ..declarations.declared import Learned, NormAt
 from ..declarations.first_values import Normal
+from .generators import drawn_apart
 from .place import Place
 from .registry import norm_of_config
 from .sharding import mark_drawn, whole, write_whole
@@ -58,28 +59,33 @@ def write(what: Learned, p: Tensor) -> None:
         p.fill_(value)
 
 
-def install(owner: nn.Module, items: Iterable[NormAt | Learned], place: Place, **making: Any) -> None:
-    """Registers the declared norms and parameters in `owner`; a parameter that sublayers share is made once."""
+def install(owner: nn.Module, items: Iterable[NormAt | Learned], place: Place, part: int = 0, **making: Any) -> None:
+    """Registers the declared norms and parameters in `owner`; a parameter that sublayers share is made once. `part`:
+    the number of the owner, if several in a layer have such parameters."""
     made = set()
-    for what in items:
-        if what not in made:
-            made.add(what)
-            setattr(owner, what.name, make(what, place, **making))
-            if isinstance(what, Learned):
-                vars(owner).setdefault(LEARNED, {})[what.name] = what.sums_over
+    with drawn_apart(making["factory"].get("device"), place.stack, place.layer, part):
+        for what in items:
+            if what not in made:
+                made.add(what)
+                setattr(owner, what.name, make(what, place, **making))
+                if isinstance(what, Learned):
+                    vars(owner).setdefault(LEARNED, {})[what.name] = what.sums_over
     if made and not isinstance(owner, nn.MultiheadAttention):  # attention's matrices may have torch.nn's values
         mark_drawn(owner)
 
 
 @torch.no_grad()
-def reset(owner: nn.Module, items: Iterable[NormAt | Learned]) -> None:
-    """Sets the declared norms and parameters to their initial values."""
-    for what in items:
-        made: Any = getattr(owner, what.name)
-        if isinstance(what, Learned):
-            write(what, made)
-        else:
-            _begin_at(made, what)
+def reset(owner: nn.Module, items: Iterable[NormAt | Learned], place: Place, part: int = 0) -> None:
+    """Sets the declared norms and parameters to their initial values, with `install`'s draws."""
+    made: dict[NormAt | Learned, Any] = {what: getattr(owner, what.name) for what in items}
+    parameters = (one if isinstance(one, Tensor) else next(one.parameters(), None) for one in made.values())
+    device = next((one.device for one in parameters if one is not None), None)
+    with drawn_apart(device, place.stack, place.layer, part):
+        for what, one in made.items():
+            if isinstance(what, Learned):
+                write(what, one)
+            else:
+                _begin_at(one, what)
 
 
 def reset_module(module: nn.Module | None) -> None:

@@ -2,6 +2,7 @@
 
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from .attention import MultiheadAttention, additive, is_masked
 from .build import install, reset, reset_module
 from .dropout import Draw, is_plain, is_run_again, rate
 from .foreign import Placeable, refusal
+from .generators import drawn_apart
 from .init import FirstValues, Role, draw_module
 from .interpreter import KeptTensors, Streams, apply_changes, begin, close, is_distributed, open_streams, start
 from .place import Place, configure, in_short, whole_number
@@ -159,8 +161,8 @@ class Layer(Growing, Placeable):
     def _install(self, factory: Mapping[str, Any], bias: bool) -> None:
         self.has_norm_biases = bias
         self._enter_attentions()
-        for owner, items in self._declared():
-            install(owner, items, self.place, factory=factory, bias=bias)
+        for part, (owner, items) in enumerate(self._declared()):
+            install(owner, items, self.place, part, factory=factory, bias=bias)
 
     def _enter_attentions(self) -> None:
         """Sets the changes inside the attentions, and the factor of their scores."""
@@ -188,11 +190,11 @@ class Layer(Growing, Placeable):
         old = [{*items} for _, items in self._declared()]
         self.place = place
         self._enter_attentions()
-        for had, (owner, wanted) in zip(old, self._declared()):
+        for part, (had, (owner, wanted)) in enumerate(zip(old, self._declared())):
             for name in {what.name for what in had} - {what.name for what in wanted}:
                 delattr(owner, name)
             missing = [what for what in wanted if what not in had]
-            install(owner, missing, place, factory=factory, bias=self.has_norm_biases)
+            install(owner, missing, place, part, factory=factory, bias=self.has_norm_biases)
         self.grow(None, device)
         self._tell_linears()
         self.placed, self.knows_encoder, self._refusal = "stack", True, None
@@ -239,8 +241,8 @@ class Layer(Growing, Placeable):
                 reset_module(module)
         else:
             self.draw()
-        for owner, items in self._declared():
-            reset(owner, items)
+        for part, (owner, items) in enumerate(self._declared()):
+            reset(owner, items, self.place, part)
         self.reset_growth()
 
     def draw(self) -> None:
@@ -251,7 +253,8 @@ class Layer(Growing, Placeable):
                 widths = getattr(attention, "widths", None)  # None: torch.nn's attention, with equal numbers of rows
                 draw_module(attention, ("query", "key", "value"), self.place, i, widths, prefix="in_proj_")
                 attention.reset_sinks()
-            draw_module(linear, roles, self.place, i)
+            with drawn_apart(linear.weight.device, i) if roles == ("output_gate",) else nullcontext():
+                draw_module(linear, roles, self.place, i)
 
     def _run(
         self,

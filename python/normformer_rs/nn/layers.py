@@ -108,7 +108,7 @@ class Residual(Growing):
 
     def reset_parameters(self) -> None:
         """Resets the scheme's norms, gains and t, and F with its own `reset_parameters`."""
-        reset(self, self.declared.around())
+        reset(self, self.declared.around(), self.place)
         reset_module(self.sublayer)
         self.reset_growth()
 

@@ -24,6 +24,9 @@ from .sharding import mark_drawn
 from .step_hooks import Growing
 from .tracing import leaf
 
+_BEGIN, _END, _MIXING = range(10, 13)
+"""The numbers of a stack's own parts, beside those of its layers' (`install`)."""
+
 
 class Sums(nn.Module):
     """Learned sums of all outputs so far (Wang et al. 2019; Pagliardini et al. 2024).
@@ -103,7 +106,7 @@ class Stack(Growing):
         for layer in self.layers.children():
             if not layer.keeps_torchs_values:
                 refuse_computed(layer)
-                layer.draw()
+                layer.reset_parameters()
 
     def adopt(self, place: Place) -> None:
         """Completes a converted torch.nn stack: its layers stay, and its norm if the scheme ends with one."""
@@ -121,10 +124,10 @@ class Stack(Growing):
             self.combine = Sums(declared.combine, place, factory, bias)
         for change in end:
             if change.kind != "norm" or self.norm is None:
-                install(self, parts_of(change), place, factory=factory, bias=bias)
+                install(self, parts_of(change), place, _END, factory=factory, bias=bias)
         streams = (at for at in declared.streams if at is not None)
-        install(self, (*parts_of(declared.begin), *streams), place, factory=factory, bias=bias)
-        install(self, parts_of(declared.mixing), place, factory=factory)
+        install(self, (*parts_of(declared.begin), *streams), place, _BEGIN, factory=factory, bias=bias)
+        install(self, parts_of(declared.mixing), place, _MIXING, factory=factory)
         self.begin, self.streams, self.mixing = declared.begin, declared.streams, declared.mixing
         self.end = tuple(change for change in end if change.kind != "norm")
         self.grow(declared.growth, factory["device"])
@@ -133,9 +136,11 @@ class Stack(Growing):
         """Resets the layers, the scheme's own parts of the stack, and t."""
         for module in (*self.layers.children(), self._modules.get("combine"), self.norm):
             reset_module(module)
-        reset(self, (at for at in self.streams if at is not None))
-        reset(self, parts_of((*self.begin, *self.end)))
-        reset(self, parts_of(self.mixing))
+        if self.place is not None:
+            streams = (at for at in self.streams if at is not None)
+            reset(self, parts_of(self.end), self.place, _END)
+            reset(self, (*parts_of(self.begin), *streams), self.place, _BEGIN)
+            reset(self, parts_of(self.mixing), self.place, _MIXING)
         self.reset_growth()
 
     def _run(self, x: Tensor, call: Callable[..., Any], padding_mask: Tensor | None) -> Tensor:

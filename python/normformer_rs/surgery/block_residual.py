@@ -181,7 +181,7 @@ class BlockResidual(Growing):
 
     def reset_parameters(self) -> None:
         """Resets the scheme's norms, gains and step count t."""
-        reset(self, self._declared())
+        reset(self, self._declared(), self.place)
         self.reset_growth()
 
     def __getattr__(self, name: str) -> Any:

@@ -1,0 +1,30 @@
+"""Draws of initial values that leave torch's generators as they are."""
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+
+@contextmanager
+def drawn_apart(device: torch.device | str | None, *where: Any) -> Iterator[None]:
+    """Inside the block torch's generators of the CPU and of the device start anew, from their states and `where`, which
+    is another text for each place of a model. After it they are as they were, so that parameters which a scheme or an
+    option adds do not shift the draws of the others."""
+    device = torch.device(device or "cpu")
+    generators = [torch.default_generator]
+    if device.type == "cuda":
+        torch.cuda.init()  # before that, there are no generators
+        index = torch.cuda.current_device() if device.index is None else device.index
+        generators.append(torch.cuda.default_generators[index])
+    states = [generator.get_state() for generator in generators]
+    try:
+        for generator, state in zip(generators, states, strict=True):
+            text = bytes(state.tolist()) + repr(where).encode()
+            generator.manual_seed(int.from_bytes(hashlib.sha256(text).digest()[:7], "little"))
+        yield
+    finally:
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
