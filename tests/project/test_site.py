@@ -185,6 +185,11 @@ def test_every_reproduction_is_on_its_page(made, monkeypatch, tmp_path):
     assert "\n### added\n" in reproductions.entries("# P\n\n## Names\n", tmp_path)
 
 
+def test_blocks_of_the_guide_name_their_files(made):
+    """As zensical reads it: it takes a block with a bare path for prose."""
+    assert '\n```rust title="src/norm/max_norm.rs"\n' in made["contributing.md"]
+
+
 def test_every_page_is_in_the_menu_once(made):
     menu = json.dumps(pages.menu(made))
     for name in made:
