@@ -227,12 +227,13 @@ def document(text: str, rows: str = "") -> str:
         head = re.fullmatch(r"(Args|Attributes):", lines[0])
         if head and len(lines) > 1:
             parts.append(f"**{'Arguments' if head[1] == 'Args' else head[1]}**")
-            parts.append(rows or _arguments(lines[1:]))
+            told = [(f"`{name}`", escape(what)) for name, what in arguments.told(paragraph).items()]
+            parts.append(rows or table(("argument", "what"), told))
             rows = ""
         elif lines[0].startswith(">>>"):
             parts.append("```pycon\n" + paragraph + "\n```")
         elif all(line.startswith("    ") for line in lines):
-            parts.append(_indented(textwrap.dedent(paragraph)))
+            parts.append(f"```text\n{textwrap.dedent(paragraph)}\n```")
         elif number == 0:
             first, rest = _opening(paragraph)
             is_drawn = first.startswith("<math")  # a paragraph of Markdown cannot begin with this tag
@@ -250,42 +251,8 @@ def _marked(paragraph: str) -> str:
     return re.sub(r"docs/(\w+)\.md", r"[\1](../\1.md)", marked)
 
 
-def _indented(block: str) -> str:
-    """Returns an indented block: equations are drawn; anything else is shown as it is, in code font."""
-    lines = [equations.render(line) for line in block.splitlines()]
-    if all("<math" in line for line in lines):
-        return equations.division(lines)
-    return f"```text\n{block}\n```"
-
-
 def _paragraphs(text: str) -> list[str]:
-    """Returns the parts of a docstring between empty lines. An empty line inside a list of arguments does not end a
-    part."""
-    found: list[str] = []
-    for part in re.split(r"\n\s*\n", text.strip("\n")):
-        if not part.strip():
-            continue
-        is_more = part.startswith(" ") and found and re.match(r"(Args|Attributes):", found[-1])
-        if is_more:
-            found[-1] += "\n" + part
-        else:
-            # an example may follow prose without an empty line
-            found += [part] if part.startswith(">>>") else re.split(r"\n(?=>>> )", part, maxsplit=1)
-    return found
-
-
-def _arguments(lines: list[str]) -> str:
-    """Returns a table of the arguments in lines `name: what`. A line that is indented further continues the one
-    before."""
-    entries: list[list[str]] = []
-    for line in lines:
-        match = re.match(r"    (\*{0,2}\w[\w, *]*): (.*)", line)
-        if match:
-            entries.append([match[1], match[2]])
-        elif entries:
-            entries[-1][1] += " " + line.strip()
-    rows = []
-    for names, what in entries:
-        code = ", ".join(f"`{name.strip()}`" for name in names.split(","))
-        rows.append((code, escape(what)))
-    return table(("argument", "what"), rows)
+    """Returns the parts of a docstring between empty lines. An example may follow prose without one."""
+    found = re.split(r"\n\s*\n", text.strip("\n"))
+    split = [[part] if part.startswith(">>>") else re.split(r"\n(?=>>> )", part, maxsplit=1) for part in found]
+    return [part for parts in split for part in parts if part.strip()]

@@ -134,7 +134,7 @@ def _meanings(value: Any) -> dict[str, str]:
 
 def _places(value: Any, names: list[str]) -> Iterator[dict[str, str]]:
     """Yields the places that may give meanings: the docstring's list, its prose, classes that it refers to, a class's
-    fields, its bases, shapes, and at last torch's module of the same name."""
+    fields, its bases, shapes, torch's module of the same name, and at last `_SHARED`."""
     document = inspect.getdoc(value) or ""
     yield told(document)
     yield {name: _sentence(document, name) for name in names}
@@ -142,7 +142,6 @@ def _places(value: Any, names: list[str]) -> Iterator[dict[str, str]]:
         yield told(inspect.getdoc(other) or "")
     if inspect.isclass(value):
         yield fields(value)
-        yield told(inspect.getdoc(value.__init__) or "")
         for base in value.__mro__[1:]:
             if base.__module__.startswith("normformer_rs"):
                 yield told(inspect.getdoc(base) or "")

@@ -15,7 +15,7 @@ FUNCTIONS = re.compile(
 _SUPER = dict(zip("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ᵗᵀ′", "0123456789+−tT′"))
 _SUB = dict(zip("₀₁₂₃₄₅₆₇₈₉ₖₜ", "0123456789kt"))
 _OPERATORS = "=+−-·⊙×←≤≥<>∈∝,;:…/"
-_OPEN = {"(": ")", "[": "]", "{": "}"}
+_OPEN = {"(": ")", "[": "]", "{": "}", "⟨": "⟩", "⌊": "⌋"}
 _TOKEN = re.compile(
     rf"`[^`]+`|\s+|[{''.join(_SUPER)}{''.join(_SUB)}⅓½]|\d+(?:,\d{{3}})*(?:\.\d+)?(?:e-?\d+)?"
     r"|(?:[A-Za-z]+(?:'[a-z])?|[^\W\d_])[\u0300-\u036f]*|."
@@ -144,7 +144,8 @@ class _Parser:
                 self.take()
                 if not items:
                     raise _Unreadable
-                self.spaces()
+                while (self.peek() or "").isspace():
+                    self.take()
                 items.append(f"<mfrac>{_bare(items.pop())}{_bare(self.factor())}</mfrac>")
             elif token in _OPERATORS:
                 self.take()
@@ -156,10 +157,6 @@ class _Parser:
             raise _Unreadable
         return f"<mrow>{''.join(items)}</mrow>"
 
-    def spaces(self) -> None:
-        while (token := self.peek()) is not None and token.isspace():
-            self.take()
-
     def factor(self) -> str:
         """Returns a symbol, number, root or group, with its subscripts and superscripts, and its argument in
         parentheses."""
@@ -167,7 +164,7 @@ class _Parser:
         is_callable = False
         if token == "√":
             return f"<msqrt>{_bare(self.factor())}</msqrt>"
-        if token in "({[":
+        if token in _OPEN:
             base = self.group(token)
         elif token in "‖|":
             base = f'<mrow><mo stretchy="false">{token}</mo>{self.row(token)}<mo stretchy="false">{token}</mo></mrow>'
@@ -177,14 +174,10 @@ class _Parser:
             is_callable = self.peek() == "["
         elif token[0].isalpha():
             base, is_callable = _symbol(token), True
-        elif token in "∞⅓½⟨⟩∂":
+        elif token in "∞⅓½∂":
             base = f"<mn>{token}</mn>"
-        elif token == "Σ" or token == "∏" or token in "≈*'":
+        elif token in "∏≈∘*'.":
             base = f"<mo>{token}</mo>"
-        elif token == ".":
-            base = "<mo>.</mo>"
-        elif token == "⌊" or token == "⌋" or token == "∘":
-            base = f'<mo stretchy="false">{token}</mo>'
         else:
             raise _Unreadable
         below, above = self.scripts()
@@ -192,7 +185,7 @@ class _Parser:
         if FUNCTIONS.fullmatch(token) and (self.peek() or "x").isspace():
             found += '<mspace width="0.17em"/>'
         if is_callable and self.peek() in ("(", "["):
-            found = f"<mrow>{found}{self.group(self.take())}</mrow>"
+            found = f"<mrow>{found.replace('&#160;', '')}{self.group(self.take())}</mrow>"
             below, above = self.scripts()
             found = _scripted(found, below, above)
         return found

@@ -147,6 +147,7 @@ def _moved(source: str, folder: Path) -> str:
     nowhere."""
     text = (ROOT / source).read_text(encoding="utf-8")
     text = _lists(re.sub(r"^<!--.*?-->\n+", "", text, flags=re.S))
+    text = re.sub(r"(?m)^( *```\w+) (\S+)$", r'\1 title="\2"', text)  # a block's file, which zensical shows above it
 
     def link(match: re.Match[str]) -> str:
         target, _, anchor = match[2].partition("#")

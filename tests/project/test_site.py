@@ -185,6 +185,11 @@ def test_every_reproduction_is_on_its_page(made, monkeypatch, tmp_path):
     assert "\n### added\n" in reproductions.entries("# P\n\n## Names\n", tmp_path)
 
 
+def test_blocks_of_the_guide_name_their_files(made):
+    """As zensical reads it: it takes a block with a bare path for prose."""
+    assert '\n```rust title="src/norm/max_norm.rs"\n' in made["contributing.md"]
+
+
 def test_every_page_is_in_the_menu_once(made):
     menu = json.dumps(pages.menu(made))
     for name in made:
@@ -216,6 +221,7 @@ def test_a_link_to_nothing_is_refused(monkeypatch, tmp_path):
         ("α_e = 0.81(N⁴M)^(1/16)", '<msup><mrow class="group"><mo stretchy="false"'),
         ("‖x‖_p", "<msub><mrow><mo"),
         ("x⁺ = N(x + F(x)),   s⁺ = s", '<span class="gap"></span>'),
+        ("⟨w, v⟩/√d", '<mfrac><mrow class="group"><mo stretchy="false" lspace="0" rspace="0">⟨'),
     ],
 )
 def test_equations_are_drawn(line, formula):
@@ -256,7 +262,7 @@ def test_a_docstring_becomes_markdown():
     text = "Sums x_i*y.\n\n>>> 1 + 1\n2\n\nArgs:\n    a, b: what\n        they are.\n    *c: more.\n\nErrors: none."
     made = api.document(text)
     assert made.startswith("Sums x\\_i\\*y.\n\n```pycon\n>>> 1 + 1\n2\n```")
-    assert "| `a`, `b` | what they are. |" in made and "| `*c` | more. |" in made and "**Errors:** none." in made
+    assert "| `b` | what they are. |" in made and "| `c` | more. |" in made and "**Errors:** none." in made
 
 
 def test_progress_bars_show_their_end():
