@@ -164,6 +164,7 @@ def _escaped(text: str) -> str:
 
 def _norm(entry: dict[str, Any], folder: Path) -> str:
     name, module = entry["name"], entry["module"]
+    more = f"{_MORE[name]}\n" if name in _MORE else ""
     made = f"nfnn.{module}(64)" if module in nfnn.__all__ else f'nfnn.norm_class("{name}")(64)'
     code = f"""\
 import torch
@@ -176,7 +177,7 @@ y = norm(torch.randn(8, 10, 64))
 
 model = torch.nn.TransformerEncoderLayer(64, 4, 128, batch_first=True)
 print(nfrs.swap_norms(model, "{name}"))
-"""
+{more}"""
     parts = [*_head(entry), "## Example", shown(code)]
     parts.append(f'In the training loop: `--norm {name}`, or `normformer_rs.TransformerConfig(norm="{name}")`.')
     parts.append(f"With fairseq: `normformer-rs fairseq train … --norm {name}`.")
@@ -205,6 +206,7 @@ def _shape(shape: str | list[int | str]) -> str:
 
 _MORE = {
     "admin": "nfnn.profile(model, torch.randn(2, 5, 64))  # once, before training: sets ω",
+    "prepbn": "nfnn.set_num_updates(model, 1000)       # t; an optimizer of torch moves it by itself",
     "prores": "nfnn.set_num_updates(model, 1000)       # t; an optimizer of torch moves it by itself",
     "branchnorm": "nfnn.set_num_updates(model, 1000)       # t; an optimizer of torch moves it by itself",
 }

@@ -45,6 +45,8 @@ _Norm = Literal[
     "batchnorm",
     "powernorm-v",
     "powernorm",
+    "repbn",
+    "prepbn",
     "dyt",
     "derf",
     "l2norm",
@@ -61,6 +63,8 @@ _Norm = Literal[
 _RmsnormCast = Literal["after", "before", "scale"]
 _RmsnormEpsPlace = Literal["inside", "outside"]
 _PowernormMode = Literal["paper", "release"]
+_RepbnStart = Literal["ones", "zeros"]
+_PrepbnRow = Literal["layernorm", "rmsnorm"]
 _Residual = Literal[
     "prenorm",
     "postnorm",
@@ -181,6 +185,10 @@ class TransformerConfig(Config):
     powernorm_warmup: int
     powernorm_mode: _PowernormMode
     powernorm_sync: bool
+    repbn_start: _RepbnStart
+    prepbn_steps: int
+    prepbn_warm: int
+    prepbn_row: _PrepbnRow
     gated_rmsnorm_rank: int
     residual: _Residual | Scheme | str
     qk_norm: bool
@@ -288,6 +296,10 @@ class TransformerConfig(Config):
         powernorm_warmup: int = ...,
         powernorm_mode: _PowernormMode = ...,
         powernorm_sync: bool = ...,
+        repbn_start: _RepbnStart = ...,
+        prepbn_steps: int = ...,
+        prepbn_warm: int = ...,
+        prepbn_row: _PrepbnRow = ...,
         gated_rmsnorm_rank: int = ...,
         residual: _Residual | Scheme | str = ...,
         qk_norm: bool = ...,

@@ -1,7 +1,7 @@
 //! Norms in a model, built from their declarations.
 
 use super::residual::KeptTensors;
-use super::running::{self, UsedStatistics};
+use super::running::{self, BuiltBlendedNorm, UsedStatistics};
 use super::Builder;
 use crate::analysis::Watch;
 use crate::error::{Error, Result};
@@ -84,7 +84,7 @@ impl BuiltParameter {
 
 /// The parameters of a norm: the weight, the bias, and those that are used inside x̂.
 pub(super) struct NormParameters {
-    inside: Vec<BuiltParameter>,
+    pub inside: Vec<BuiltParameter>,
     pub weight: Option<BuiltParameter>,
     pub bias: Option<BuiltParameter>,
 }
@@ -144,7 +144,8 @@ pub fn build(spec: &Spec, b: &mut Builder, context: &NormContext) -> Result<Box<
         Form::Rows(kernels) if affine.is_plain() => Box::new(affine.by(RowNormOp::of(kernels), eps)?),
         Form::Rows(kernels) => Box::new(TransformedRowNorm { operator: RowNormOp::of(kernels), affine, eps }),
         Form::Operator(own) => Box::new(BuiltCompositeNorm { own, affine, given, eps }),
-        Form::Columns(kernels) => running::build(spec, kernels, affine, b, context, &given)?,
+        Form::Columns(kernels) => Box::new(running::build(spec, kernels, affine, b, context, &given)?.0),
+        Form::Blended(blend) => Box::new(BuiltBlendedNorm::build(spec, blend, affine, b, context, &given)?),
         Form::Own(own) => Box::new(BuiltOwnNorm { own, parameters: affine.in_order(spec) }),
         Form::Chosen(..) => unreachable!("options choose a form that is computed"),
     })
@@ -164,17 +165,19 @@ fn parameter_of(
             "a norm declares no start of {name:?} for rows of {width}: declare it again"
         )));
     }
-    let is_weight = parameter.name == WEIGHT.name;
+    if !(parameter.is_present)(given) {
+        return Ok(None);
+    }
     if !parameter.is_affine() || given.value("elementwise_affine").is_none_or(|flag| flag == true) {
         let fill = match numbers.std {
-            0.0 => Fill::Constant(numbers.first(if is_weight { context.start } else { 1.0 })),
+            0.0 => Fill::Constant(numbers.first(if parameter.is_gain { context.start } else { 1.0 })),
             std => Fill::Normal { std },
         };
         let p = b.own(parameter.name, &parameter.shape.of(given), &fill, parameter.sums_over)?;
         return Ok(Some(BuiltParameter { p, numbers }));
     }
     let value = numbers.at_start();
-    let does_nothing = parameter.shape != DeclaredShape::One && value == f64::from(is_weight);
+    let does_nothing = parameter.shape != DeclaredShape::One && value == f64::from(parameter.name == WEIGHT.name);
     let constant = |p| BuiltParameter { p, numbers: Numbers { start: value, std: 0.0, offset: 0.0, factor: 1.0 } };
     Ok(if does_nothing { None } else { Some(constant(b.constant(value)?)) })
 }

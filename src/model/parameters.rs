@@ -3,6 +3,7 @@
 
 use crate::error::{Error, Result};
 use crate::init::Fill;
+use crate::norm::spec::CLOCK;
 use crate::operator::Generator;
 use crate::parametrisation::{self, DeclaredAs, Part, Scaled, SumsOver};
 use std::collections::{BTreeMap, HashSet};
@@ -44,6 +45,15 @@ impl Parameters {
     /// True if a norm keeps statistics that count updates, as PowerNorm does.
     pub fn count_updates(&self) -> bool {
         self.buffers.iter().any(|(name, _)| name.ends_with(".iters"))
+    }
+
+    /// Sets every clock t, of schemes that grow and of norms that fade, to the number of the coming update.
+    pub fn set_update(&self, update: i64) -> Result<()> {
+        let is_clock = |name: &str| name.rsplit('.').next() == Some(CLOCK.name);
+        for (_, t) in self.buffers().filter(|(name, _)| is_clock(name)) {
+            let _ = t.shallow_clone().f_fill_(update)?;
+        }
+        Ok(())
     }
 
     /// Returns the norms that have refused batches since the last call, with the number of batches. The call copies

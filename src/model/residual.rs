@@ -6,6 +6,7 @@ use super::{Builder, Context};
 use crate::error::{Error, Result};
 use crate::init::Fill;
 use crate::norm::conventions::{AFFINE, ZERO_CENTRED};
+use crate::norm::spec::CLOCK;
 use crate::norm::{named, scale_norm, NormContext};
 use crate::operator::RowNormOp;
 use crate::options::Options;
@@ -299,7 +300,7 @@ impl BuiltEnds {
         let combine = declared.combine.as_ref().map(|c| BuiltCombine::build(b, place, c)).transpose()?;
         let mixing = declared.mixing.as_ref().map(|mixing| BuiltMixing::build(b, mixing)).transpose()?;
         let growth = match declared.growth {
-            Some(growth) => Some((growth, b.buffer("t", &[1], 1.0, Kind::Int64)?)),
+            Some(growth) => Some((growth, b.buffer(CLOCK.name, &[1], CLOCK.start, Kind::Int64)?)),
             None => None,
         };
         let streams = declared.streams.iter().map(|stream| norm_if(b, place, &stream.norm)).collect::<Result<_>>()?;
@@ -363,14 +364,6 @@ impl BuiltEnds {
                 Ok((0..layers).map(|_| alpha.shallow_clone()).collect())
             }
         }
-    }
-
-    /// Sets t, on which α_t depends, to the number of the coming update.
-    pub fn set_update(&self, update: i64) -> Result<()> {
-        if let Some((_, t)) = &self.growth {
-            let _ = t.shallow_clone().f_fill_(update)?;
-        }
-        Ok(())
     }
 
     /// Returns the stack's final norm if it is the only part that ends the stack.

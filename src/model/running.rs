@@ -1,16 +1,18 @@
-//! A norm with running statistics in a model.
+//! Norms with running statistics in a model.
 
-use super::norm::{Norm, NormParameters, RowContext};
+use super::norm::{BuiltParameter, Norm, NormParameters, RowContext};
 use super::Builder;
 use crate::analysis::Columns;
 use crate::error::{Error, Result};
 use crate::kernel::columns::ColumnOptions;
-use crate::norm::operators::ColumnNormOpSpec;
+use crate::norm::composed::accumulate;
+use crate::norm::operators::{BlendedNormOpSpec, ColumnNormOpSpec};
 use crate::norm::power_norm::PowerNormMode;
-use crate::norm::spec::{NormArgs, StateBuffer};
+use crate::norm::spec::{NormArgs, StateBuffer, CLOCK};
 use crate::norm::statistics::StateTensors;
 use crate::norm::{NormContext, Spec};
-use crate::operator::{group_scaling, Column, ColumnNormOp};
+use crate::operator::{group_scaling, Column, ColumnNormOp, RowNormOp};
+use crate::residual::{Growth, GrowthCurve};
 use std::cell::RefCell;
 use std::collections::HashMap;
 use std::rc::Rc;
@@ -20,7 +22,7 @@ use tch::{Kind, Tensor};
 /// them.
 pub type UsedStatistics = Rc<RefCell<HashMap<usize, Tensor>>>;
 
-struct BuiltColumnNorm {
+pub(super) struct BuiltColumnNorm {
     operator: &'static ColumnNormOp,
     centred: bool,
     affine: NormParameters,
@@ -36,7 +38,8 @@ struct BuiltColumnNorm {
     groups: i64,
 }
 
-/// Builds the norm from parameters that have been declared already. Declares the norm's buffers.
+/// Builds the norm from parameters that have been declared already. Declares the norm's buffers, and returns the clock
+/// t if there is one.
 pub(super) fn build(
     spec: &Spec,
     kernels: &'static ColumnNormOpSpec,
@@ -44,7 +47,7 @@ pub(super) fn build(
     b: &mut Builder,
     context: &NormContext,
     given: &NormArgs,
-) -> Result<Box<dyn Norm>> {
+) -> Result<(BuiltColumnNorm, Option<Tensor>)> {
     let number = |keyword: &str| given.number(keyword);
     let count = |keyword: &str| given.value(keyword).and_then(|value| value.as_i64());
     let default = ColumnOptions::default();
@@ -56,9 +59,10 @@ pub(super) fn build(
         release: given.is("mode", PowerNormMode::Release.name()),
         ..default
     };
-    let (mut buffers, mut iters) = (Vec::new(), None);
+    let (mut buffers, mut iters, mut clock) = (Vec::new(), None, None);
     for (declared, buffer) in spec.buffers.iter().zip(buffers_of(spec, b, given)?) {
         match declared.is_counter {
+            true if declared.name == CLOCK.name => clock = Some(buffer),
             true => iters = Some(buffer),
             false => buffers.push(buffer),
         }
@@ -71,7 +75,8 @@ pub(super) fn build(
     }
     let (sync, second, refused) = (given.flag("sync"), buffers.next(), b.refused()?);
     let (operator, centred) = (ColumnNormOp::of(kernels), kernels.kernel.centred);
-    Ok(Box::new(BuiltColumnNorm { operator, centred, affine, first, second, iters, refused, options, sync, groups }))
+    let built = BuiltColumnNorm { operator, centred, affine, first, second, iters, refused, options, sync, groups };
+    Ok((built, clock))
 }
 
 /// Declares the norm's buffers and returns them in the order of the declaration.
@@ -136,5 +141,98 @@ impl Norm for BuiltColumnNorm {
             );
         }
         Ok(y)
+    }
+}
+
+/// A norm that adds a learned share of x to a norm with column statistics, and that may fade to this from a norm of rows.
+pub(super) struct BuiltBlendedNorm {
+    columns: BuiltColumnNorm,
+    /// The number η, (1,).
+    share: BuiltParameter,
+    fade: Option<Fade>,
+}
+
+/// The norm of rows from which a norm fades, and when it does.
+struct Fade {
+    operator: &'static RowNormOp,
+    weight: BuiltParameter,
+    bias: Option<BuiltParameter>,
+    eps: f64,
+    /// The growth of 1 − λ over T updates.
+    growth: Growth,
+    /// The number w of updates before the growth begins.
+    warm: i64,
+    /// The number of the coming update, int64 (1,).
+    t: Tensor,
+}
+
+impl BuiltBlendedNorm {
+    /// Builds the norm from parameters that have been declared already. Declares the norm's buffers.
+    pub fn build(
+        spec: &Spec,
+        blend: &'static BlendedNormOpSpec,
+        mut affine: NormParameters,
+        b: &mut Builder,
+        context: &NormContext,
+        given: &NormArgs,
+    ) -> Result<Self> {
+        let mut own = std::mem::take(&mut affine.inside).into_iter();
+        let share = own.next().expect("a blended norm declares its share of x");
+        let (columns, clock) = build(spec, blend.columns, affine, b, context, given)?;
+        let fade = blend.from.map(|from| Fade {
+            operator: RowNormOp::of(from(given)),
+            weight: own.next().expect("a norm that fades declares the weight of the norm of rows"),
+            bias: own.next(),
+            eps: given.float("eps"),
+            growth: Growth { steps: given.float("steps") as i64, curve: GrowthCurve::Linear, by_layer: false },
+            warm: given.float("warm") as i64,
+            t: clock.expect("a norm that fades declares a clock"),
+        });
+        Ok(BuiltBlendedNorm { columns, share, fade })
+    }
+}
+
+impl Norm for BuiltBlendedNorm {
+    fn forward(&self, x: &Tensor, rows: &RowContext) -> Result<Tensor> {
+        let wide = accumulate(x)?;
+        let padding = rows.pad_mask.map(|mask| mask.f_unsqueeze(-1)).transpose()?;
+        let real = |t: &Tensor| match &padding {
+            Some(padding) => t.f_masked_fill(padding, 0.0),
+            None => Ok(t.shallow_clone()),
+        };
+        let x_real = real(&wide)?;
+        let fade = self.fade.as_ref().filter(|_| rows.train);
+        let hidden = fade.map(|fade| fade.hidden(&wide, rows.pad_mask)).transpose()?.flatten();
+        let blended =
+            self.columns.forward(&wide, &RowContext { pad_mask: hidden.as_ref().or(rows.pad_mask), ..*rows })?;
+        let mut y = blended.f_add(&x_real.f_mul(&self.share.value()?.f_to_kind(wide.kind())?)?)?;
+        if let Some(fade) = fade {
+            y = real(&fade.mix(&x_real, &y)?)?;
+        }
+        Ok(y.f_to_kind(x.kind())?)
+    }
+}
+
+impl Fade {
+    /// Returns a mask that hides every row from the norm with statistics during the warm-up, and padding always;
+    /// `None` if there is no warm-up.
+    fn hidden(&self, x: &Tensor, pad_mask: Option<&Tensor>) -> Result<Option<Tensor>> {
+        if self.warm == 0 {
+            return Ok(None);
+        }
+        let size = x.size();
+        let warming = self.t.f_le(self.warm)?.f_expand(&size[..size.len() - 1], false)?;
+        Ok(Some(match pad_mask {
+            Some(mask) => mask.f_logical_or(&warming)?,
+            None => warming.f_contiguous()?,
+        }))
+    }
+
+    /// Returns λ·R(x) + (1−λ)·y, where R is the norm of rows.
+    fn mix(&self, x: &Tensor, y: &Tensor) -> Result<Tensor> {
+        let grown = self.growth.alpha(&self.t.f_sub_scalar(self.warm + 1)?, 0, x.kind())?;
+        let bias = self.bias.as_ref().map(BuiltParameter::value).transpose()?;
+        let row = self.operator.call(x, Some(&self.weight.value()?), bias.as_ref(), self.eps)?;
+        Ok(row.f_mul(&grown.f_neg()?.f_add_scalar(1.0)?)?.f_add(&y.f_mul(&grown)?)?)
     }
 }

@@ -355,11 +355,6 @@ impl Stack {
         let passed = streams.tensors().take(kept).map(Tensor::shallow_clone);
         Ok(Streams::of(passed.chain(outputs), after, clone(&streams.alpha_t)))
     }
-
-    /// Sets the number of the coming update, for schemes with a gain that grows.
-    pub fn set_update(&self, update: i64) -> Result<()> {
-        self.body.flow.set_update(update)
-    }
 }
 
 impl Body {

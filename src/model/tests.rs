@@ -118,11 +118,24 @@ fn growth_follows_the_update() {
     let (stack, names) = build(&config("branchnorm", 1));
     let evaluation = Context::evaluation(Kind::Double);
     let first = run(&stack, &rows(), &evaluation);
-    stack.set_update(4000).unwrap();
-    assert_eq!(names["t"].int64_value(&[0]), 4000);
+    assert_eq!(names["t"].int64_value(&[0]), 1);
+    let _ = names["t"].shallow_clone().fill_(4000);
     let grown = run(&stack, &rows(), &evaluation);
     let (postnorm, _) = build(&config("postnorm", 1));
     assert!(close(&grown, &run(&postnorm, &rows(), &evaluation)) && !close(&grown, &first));
+}
+
+#[test]
+fn an_update_sets_every_clock() {
+    let text = r#"{"architecture": "decoder-only", "residual": "branchnorm", "norm": "prepbn", "d_model": 8, "d_ff": 12,
+        "heads": 2, "vocab_size": 12, "decoder_layers": 2}"#;
+    let config = crate::config::from_json("model", text).unwrap();
+    let model = Transformer::new(&config, 1, Device::Cpu, Kind::Float).unwrap();
+    model.set_update(7).unwrap();
+    let (clocks, others): (Vec<_>, Vec<_>) = model.parameters.buffers().partition(|(name, _)| name.ends_with(".t"));
+    assert_eq!(clocks.iter().map(|(_, t)| t.int64_value(&[0])).collect::<Vec<_>>(), [7; 5], "a stack and four norms");
+    assert_eq!(others.len(), 8, "two statistics of each norm, which stay");
+    assert!(others.iter().all(|(_, t)| t.max().double_value(&[]) <= 1.0));
 }
 
 #[test]

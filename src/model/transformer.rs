@@ -62,7 +62,7 @@ impl Transformer {
 
     /// Sets the number of the coming update, counted from 1.
     pub fn set_update(&self, update: i64) -> Result<()> {
-        self.encoder.iter().chain([&self.decoder]).try_for_each(|stack| stack.set_update(update))
+        self.parameters.set_update(update)
     }
 
     /// True if the scheme needs [`profile`](Self::profile) before the first update.

@@ -19,17 +19,17 @@ pub static SPEC: Spec = Spec {
     equation: "y = γ⊙(x−μ_B)/√(σ²_B+ε)+β per feature over real positions; running μ, σ² in evaluation",
     source: "Ioffe & Szegedy 2015; Shen et al. 2020, Algorithm 1",
     parameters: &[WEIGHT, BIAS],
-    buffers: &[
-        StateBuffer::new("running_mean", DeclaredShape::Width, 0.0),
-        StateBuffer::new("running_var", DeclaredShape::Width, 1.0),
-    ],
+    buffers: &[MEAN, VARIANCE],
     options: &[EPS, NormOption::of("alpha", &ALPHA), GROUPS, SYNC],
     form: Form::Columns(&OPERATOR),
 };
 
+pub(super) const MEAN: StateBuffer = StateBuffer::new("running_mean", DeclaredShape::Width, 0.0);
+pub(super) const VARIANCE: StateBuffer = StateBuffer::new("running_var", DeclaredShape::Width, 1.0);
+
 option_spec! {
-    /// Decay α of batchnorm's running statistics: old·α + new·(1 − α).
-    ALPHA ("batchnorm_alpha"): f64 = 0.9, below_one;
+    /// Decay α of the running statistics of batchnorm, repbn and prepbn: old·α + new·(1 − α).
+    pub(super) ALPHA ("batchnorm_alpha"): f64 = 0.9, below_one;
 }
 
 pub static OPERATOR: ColumnNormOpSpec = ColumnNormOpSpec {

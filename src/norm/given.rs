@@ -5,7 +5,7 @@
 //! table.
 
 use super::operators::{OwnNorm, MOST};
-use super::spec::{DeclaredShape, Form, Numbers, Parameter, Quantity, Size, Spec};
+use super::spec::{DeclaredShape, Form, Numbers, Parameter, Quantity, Size, Spec, WEIGHT};
 use crate::error::{Error, Result};
 use crate::options::is_finite_in_f32;
 use crate::parametrisation::SumsOver;
@@ -160,6 +160,8 @@ impl GivenParameter {
                 [_, GivenSide::Width(_)] => SumsOver::Width,
                 _ => SumsOver::Nothing,
             },
+            is_gain: self.name == WEIGHT.name,
+            is_present: |_| true,
         }
     }
 }

@@ -20,6 +20,7 @@ pub mod lp_norm;
 pub mod operators;
 pub mod power_norm;
 pub mod power_norm_v;
+pub mod rep_bn;
 pub mod rms_norm;
 pub mod scale_norm;
 pub mod spec;
@@ -42,6 +43,8 @@ pub static NORMS: &[&Spec] = &[
     &batch_norm::SPEC,
     &power_norm_v::SPEC,
     &power_norm::SPEC,
+    &rep_bn::SPEC,
+    &rep_bn::PROGRESSIVE,
     &dyt::SPEC,
     &derf::SPEC,
     &l2_norm::SPEC,
@@ -53,7 +56,7 @@ const _: () = {
     while i < NORMS.len() {
         assert!(
             NORMS[i].keeps_its_buffers(),
-            "a norm that declares buffers needs Form::Columns: no other form keeps them"
+            "a norm that declares buffers needs Form::Columns or Form::Blended: no other form keeps them"
         );
         i += 1;
     }

@@ -61,6 +61,15 @@ pub struct ColumnNormOpSpec {
     pub composed: fn(&BatchTensors, &StateTensors, &ColumnOptions) -> Result<AppliedStatistics>,
 }
 
+/// A norm that adds a learned share of x to a norm N with column statistics: N(x) + η·x. In training it may fade to
+/// that from a norm of rows.
+pub struct BlendedNormOpSpec {
+    pub columns: &'static ColumnNormOpSpec,
+    /// Returns the norm of rows that the options choose; `None` if the norm does not fade. A norm that fades declares
+    /// the buffer [`CLOCK`](super::spec::CLOCK) and the options `steps` and `warm`.
+    pub from: Option<fn(&NormArgs) -> &'static RowNormOpSpec>,
+}
+
 /// A norm that a user's function computes: its name, and the declaration that the function is called with.
 pub struct OwnNorm {
     pub name: &'static str,

@@ -1,7 +1,7 @@
 //! The declaration of a norm.
 
 use super::composed::{self, accumulate, ComposedNorm, WholeNorm};
-use super::operators::{ColumnNormOpSpec, CompositeNormOpSpec, OwnNorm, RowNormOpSpec};
+use super::operators::{BlendedNormOpSpec, ColumnNormOpSpec, CompositeNormOpSpec, OwnNorm, RowNormOpSpec};
 use crate::error::{Error, Result};
 use crate::options::{option_spec, AnyOption, Options};
 use crate::parametrisation::SumsOver;
@@ -29,7 +29,7 @@ pub struct Spec {
 impl Spec {
     /// True if the norm's form stores the running statistics that the norm declares.
     pub const fn keeps_its_buffers(&self) -> bool {
-        self.buffers.is_empty() || matches!(self.form, Form::Columns(_))
+        self.buffers.is_empty() || matches!(self.form, Form::Columns(_) | Form::Blended(_))
     }
 }
 
@@ -50,6 +50,8 @@ pub enum Form {
     Chosen(&'static Form, fn(&NormArgs) -> Result<Form>),
     /// With statistics of columns: over all rows of a batch.
     Columns(&'static ColumnNormOpSpec),
+    /// With statistics of columns, plus a learned share of x, and in training perhaps mixed with a norm of rows.
+    Blended(&'static BlendedNormOpSpec),
     /// Row by row, with a function that a user declares.
     Own(&'static OwnNorm),
 }
@@ -159,20 +161,24 @@ pub struct Parameter {
     /// The dimension over which products with the parameter are summed. Parametrisations scale its learning rate
     /// accordingly.
     pub sums_over: SumsOver,
+    /// True if a scheme's factor on the norm's initial gain multiplies the parameter's initial value.
+    pub is_gain: bool,
+    /// True if a norm with these options has the parameter.
+    pub is_present: fn(&NormArgs) -> bool,
 }
 
 /// The weight γ, one number per column, initially 1.
-pub const WEIGHT: Parameter = Parameter::new("weight", DeclaredShape::Width, 1.0);
+pub const WEIGHT: Parameter = Parameter::new("weight", DeclaredShape::Width, 1.0).gain();
 /// The bias β, one number per column, initially 0.
 pub const BIAS: Parameter = Parameter::new("bias", DeclaredShape::Width, 0.0);
 /// One gain g for all columns. It begins at √d, so that y has the length of x on average.
 pub const GAIN: Parameter = Parameter {
     start: Quantity::By("√d", |given| (given.width as f64).sqrt()),
-    ..Parameter::new("weight", DeclaredShape::One, 1.0)
+    ..Parameter::new("weight", DeclaredShape::One, 1.0).gain()
 };
 
 impl Parameter {
-    const fn new(name: &'static str, shape: DeclaredShape, start: f64) -> Self {
+    pub const fn new(name: &'static str, shape: DeclaredShape, start: f64) -> Self {
         let (none, sums_over) = (Quantity::Is(0.0), SumsOver::Nothing);
         Parameter {
             name,
@@ -182,7 +188,14 @@ impl Parameter {
             offset: none,
             factor: Quantity::Is(1.0),
             sums_over,
+            is_gain: false,
+            is_present: |_| true,
         }
+    }
+
+    /// Declares that the parameter is a factor of y, whose initial value schemes may multiply.
+    pub const fn gain(self) -> Self {
+        Parameter { is_gain: true, ..self }
     }
 
     /// Declares a matrix used inside x̂, with initial values from N(0, std²). Its products are summed over its
@@ -257,6 +270,9 @@ pub struct StateBuffer {
     pub start: f64,
     pub is_counter: bool,
 }
+
+/// The number t of the coming update, counted from 1. Whoever makes the updates sets it; no forward pass does.
+pub const CLOCK: StateBuffer = StateBuffer { is_counter: true, ..StateBuffer::new("t", DeclaredShape::One, 1.0) };
 
 impl StateBuffer {
     /// Declares a running statistic.
@@ -405,7 +421,7 @@ pub const SYNC: NormOption = NormOption::at("sync", None, |_| true.into());
 impl Spec {
     /// True if rows affect each other, because the norm uses statistics of the batch.
     pub fn has_statistics(&self) -> bool {
-        matches!(self.form, Form::Columns(_))
+        matches!(self.form, Form::Columns(_) | Form::Blended(_))
     }
 
     /// True if the weight is a learned parameter at every place of a model with these options.
@@ -482,7 +498,7 @@ impl Spec {
             Form::Composed(x_hat) => x_hat,
             Form::Rows(kernels) => kernels.x_hat,
             Form::Operator(operator) => return (operator.composed)(x, weight.as_ref(), &given),
-            Form::Chosen(..) | Form::Columns(_) | Form::Own(_) | Form::Whole(_) => {
+            Form::Chosen(..) | Form::Columns(_) | Form::Blended(_) | Form::Own(_) | Form::Whole(_) => {
                 return Err(Error::invalid(format!("{name} has an operator of its own: call that")))
             }
         };
@@ -524,6 +540,7 @@ impl Spec {
             Form::Composed(_) | Form::Whole(_) => ("composed", None),
             Form::Rows(kernels) => ("rows", Some(kernels.operator)),
             Form::Columns(kernels) => ("columns", Some(kernels.operator)),
+            Form::Blended(blend) => ("columns", Some(blend.columns.operator)),
             Form::Own(_) => ("own", None),
             Form::Chosen(..) | Form::Operator(_) => ("chosen", None),
         };

@@ -5,7 +5,7 @@ use crate::error::Result;
 use serde::{Deserialize, Serialize};
 use tch::{Kind, Tensor};
 
-/// The schedule α_t = min(1, curve(t/T)), in which t is a buffer named `t`. If layers grow one after the other, layer
+/// The schedule α_t = curve(t/T), between 0 and 1, in which t is a buffer named `t`. If layers grow one after the other, layer
 /// l (counted from 1) has T·l in place of T.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Growth {
@@ -38,7 +38,7 @@ impl Growth {
                 now.f_sub_scalar(low)?.f_div_scalar(high - low)?
             }
         };
-        Ok(grown.f_clamp_max(1.0)?.f_to_kind(kind)?)
+        Ok(grown.f_clamp(0.0, 1.0)?.f_to_kind(kind)?)
     }
 }
 

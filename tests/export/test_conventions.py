@@ -9,7 +9,7 @@ from normformer_rs import nn as nfnn
 
 D = 8
 TABLE = [entry["name"] for entry in nfrs.tables()["norms"]]
-RUNNING = ("batchnorm", "powernorm-v", "powernorm")
+RUNNING = ("batchnorm", "powernorm-v", "powernorm", "repbn", "prepbn")
 
 
 def test_batch_norm_loads_torchs_state():

@@ -35,7 +35,7 @@ NORMS = {name: (lambda name=name: nfnn.norm_class(name)(D)) for name in TABLE} |
     "powernorm, release": lambda: nfnn.PowerNorm(D, mode="release", groups=2),
     "group scaling": lambda: nfnn.GroupScaling(2),
 }
-RUNNING = ("batchnorm", "powernorm-v", "powernorm", "powernorm, release")
+RUNNING = ("batchnorm", "powernorm-v", "powernorm", "powernorm, release", "repbn", "prepbn")
 
 
 def stirred(module, *inputs):

@@ -22,6 +22,7 @@ ROWS = ("layernorm", "rmsnorm", "scalenorm", "scalenorm-fixed", "dyt", "derf")
 D = 8
 NORMS = [*(e["name"] for e in nfrs.tables()["norms"]), *(e["name"] for e in nfrs.tables()["families"])]
 RUNNING = {"batchnorm": "BatchNorm", "powernorm": "PowerNorm", "powernorm-v": "PowerNormV"}
+RUNNING |= {"repbn": "RepBN", "prepbn": "PRepBN"}
 SCHEMES = [entry["name"] for entry in nfrs.tables()["residuals"]]
 SHARP_SCHEMES = ("postnorm", "deepnorm", "sandwich", "gpas", "normformer")
 SWAPPED = ("branchnorm", "mhc")

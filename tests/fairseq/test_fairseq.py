@@ -98,6 +98,7 @@ def perturbed(model):
 
 STATISTICS = {
     "batchnorm": "",
+    "prepbn": "--prepbn-steps 6",
     "powernorm-v": "",
     "powernorm": "--powernorm-warmup 6",
     "powernorm, release": "--powernorm-mode release --powernorm-warmup 6 --groupscaling 4",

@@ -153,7 +153,7 @@ def test_statistics_of_norms(norm, groups):
         assert not any(torch.equal(b, before[f"{name}.{own}"]) for own, b in module.named_buffers())
 
 
-@pytest.mark.parametrize("norm", RUNNING)
+@pytest.mark.parametrize("norm", [*RUNNING, "repbn"])
 @pytest.mark.one_in(test=2)
 def test_the_models_statistics_are_the_skeletons(norm):
     model, skeleton = built(norm)

@@ -29,7 +29,7 @@ GROWING = {
 }
 NORMS = {
     name: lambda name=name: nn.Sequential(nn.Linear(D, D), nfnn.norm_class(name)(D), nn.Linear(D, D))
-    for name in ("powernorm", "powernorm-v", "batchnorm")
+    for name in ("powernorm", "powernorm-v", "batchnorm", "prepbn")
 }
 
 

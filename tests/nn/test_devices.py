@@ -87,7 +87,7 @@ def test_widths_are_numbers_or_sequences(name):
             nfnn.norm_class(name)(wrong, **own)
 
 
-@pytest.mark.parametrize("name", ["batchnorm", "powernorm", "powernorm-v"])
+@pytest.mark.parametrize("name", ["batchnorm", "powernorm", "powernorm-v", "repbn", "prepbn"])
 def test_a_norm_over_one_dimension_refuses_several_by_name(name):
     with pytest.raises(nfrs.InputError, match=r"num_features must be one width.*\(2, 8\)"):
         nfnn.norm_class(name)((2, 8))

@@ -5,11 +5,14 @@ Everything is differentiable by autograd and runs in f64. It is written to be re
 
 from .batch_norms import (
     BATCH_NORMS,
+    BLENDED_NORMS,
     NORM_NAMES,
     BatchNorm,
     BatchStatisticsNorm,
     PowerNorm,
     PowerNormV,
+    PRepBN,
+    RepBN,
     Saved,
 )
 from .batches import (
@@ -121,6 +124,7 @@ from .training import (
 
 __all__ = [
     "BATCH_NORMS",
+    "BLENDED_NORMS",
     "BOS",
     "DEFAULTS",
     "DEFAULT_EPS",
@@ -139,8 +143,10 @@ __all__ = [
     "Config",
     "Dropout",
     "Hypothesis",
+    "PRepBN",
     "PowerNorm",
     "PowerNormV",
+    "RepBN",
     "Saved",
     "State",
     "Step",

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .norms import DEFAULT_EPS, ROW_NORMS, computed
+from .norms import DEFAULT_EPS, ROW_NORMS, computed, layer_norm, rms_norm
 
 POWER_NORM_MODES = ("paper", "release")
 
@@ -223,12 +223,46 @@ class PowerNorm(BatchStatisticsNorm):
         return self.gradients(x_prime / saved.root, g, saved, dy.dtype)
 
 
+class RepBN(BatchNorm):
+    """RepBN (SLAB): y = BN(x) + η·x. `buffers` has η, too, as `share`."""
+
+    def __call__(self, x: Tensor, pad_mask: Tensor | None = None, training: bool = True) -> Tensor:
+        share = self.buffers["share"] * x.masked_fill(~self.counted(x, pad_mask).unsqueeze(-1), 0.0)
+        return super().__call__(x, pad_mask, training) + share
+
+
+class PRepBN(RepBN):
+    """PRepBN (SLAB): λ·R(x) + (1−λ)·RepBN(x) in training, with λ = 1 − (t−1−w)/T between 0 and 1, RepBN(x) in
+    evaluation. While t ≤ w RepBN is not computed. `buffers` has η, t, and R's weight and bias, too."""
+
+    def __init__(self, *given: Any, steps: int = 4000, warm: int = 0, row: str = "layernorm", **options: Any) -> None:
+        super().__init__(*given, **options)
+        self.steps, self.warm, self.row = steps, warm, row
+
+    def __call__(self, x: Tensor, pad_mask: Tensor | None = None, training: bool = True) -> Tensor:
+        t, weight = int(self.buffers["t"]), self.buffers["row_weight"]
+        if not training:
+            return super().__call__(x, pad_mask, training)
+        counted = self.counted(x, pad_mask)
+        is_rms = self.row == "rmsnorm"
+        rows = x[counted]
+        normed = (
+            rms_norm(rows, weight, self.eps) if is_rms else layer_norm(rows, weight, self.buffers["row_bias"], self.eps)
+        )
+        y = scattered(normed, counted, x.dtype)
+        if t <= self.warm:
+            return y
+        lamda = max(0.0, 1 - (t - 1 - self.warm) / self.steps)
+        return lamda * y + (1 - lamda) * super().__call__(x, pad_mask, training)
+
+
 BATCH_NORMS: dict[str, type[BatchStatisticsNorm]] = {
     "batchnorm": BatchNorm,
     "powernorm-v": PowerNormV,
     "powernorm": PowerNorm,
 }
-NORM_NAMES = (*ROW_NORMS, *BATCH_NORMS)
+BLENDED_NORMS: dict[str, type[RepBN]] = {"repbn": RepBN, "prepbn": PRepBN}
+NORM_NAMES = (*ROW_NORMS, *BATCH_NORMS, *BLENDED_NORMS)
 
 
 def real_positions(x: Tensor, pad_mask: Tensor | None) -> Tensor:

@@ -35,6 +35,10 @@ DEFAULTS: dict[str, Any] = {
     "rmsnorm_eps_place": "inside",  # or "outside"
     "rmsnorm_part": 1.0,
     "batchnorm_alpha": 0.9,
+    "repbn_start": "ones",  # or "zeros"
+    "prepbn_steps": 4000,
+    "prepbn_warm": 0,
+    "prepbn_row": "layernorm",  # or "rmsnorm"
     "powernorm_mode": "paper",  # or "release"
     "powernorm_warmup": 4000,
     "powernorm_alpha_fwd": 0.9,

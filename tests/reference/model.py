@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from .batch_norms import BATCH_NORMS
+from .batch_norms import BATCH_NORMS, BLENDED_NORMS
 from .config import Config, complete, kv_width
 from .constants import branchnorm_alpha
 from .mixing import begin, read, write
@@ -396,13 +396,17 @@ class Run:
         weight, bias = self.state.get(f"{norm.name}.weight"), self.state.get(f"{norm.name}.bias")
         prefix = f"{norm.name}."
         kept = {name.removeprefix(prefix): value for name, value in self.state.items() if name.startswith(prefix)}
-        if kind not in BATCH_NORMS:
+        if kind not in (*BATCH_NORMS, *BLENDED_NORMS):
             conventions = rms_conventions(kind, c) if kind.startswith("rmsnorm") else {}
             conventions.pop("weight", None)
             if not norm.is_weighted:
                 conventions["zero_centred"] = False
             return apply_norm(kind, x, weight, bias, eps, c["lpnorm_p"], kept, conventions)
         options, groups = {"alpha": c["powernorm_alpha_fwd"]}, c["groupscaling"]
+        if kind in BLENDED_NORMS:
+            options, groups = {"alpha": c["batchnorm_alpha"]}, 0
+        if kind == "prepbn":
+            options |= {"steps": c["prepbn_steps"], "warm": c["prepbn_warm"], "row": c["prepbn_row"]}
         if kind == "batchnorm":
             options = {"alpha": c["batchnorm_alpha"]}
         if kind == "powernorm":
@@ -416,7 +420,7 @@ class Run:
             groups = c["heads"] if is_release else groups
         rows = pack(x, real)
         rows = group_scaling(rows, groups) if groups else rows
-        layer = BATCH_NORMS[kind](weight, bias, kept, eps=eps, **options)
+        layer = {**BATCH_NORMS, **BLENDED_NORMS}[kind](weight, bias, kept, eps=eps, **options)
         return unpack(layer(rows, training=self.is_training), real)
 
     def linear(self, name: str, x: Tensor) -> Tensor:

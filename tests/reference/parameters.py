@@ -8,12 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .batch_norms import BATCH_NORMS
+from .batch_norms import BATCH_NORMS, BLENDED_NORMS
 from .config import Config, complete, is_gated, kv_width, stacks
 from .norms import FAMILIES, rms_conventions
 from .residual import Growth, Norm, Parameter, Place, describe_stack, describe_sublayer, own_parts, places
 
 State = Mapping[str, Tensor]
+GAINS = (".weight", ".share", ".row_weight")
 
 
 def parameters(config: Config) -> dict[str, Parameter]:
@@ -22,7 +23,7 @@ def parameters(config: Config) -> dict[str, Parameter]:
 
 
 def buffers(config: Config) -> dict[str, Parameter]:
-    """Returns the declaration of every buffer, by name: running statistics, and t of BranchNorm and ProRes."""
+    """Returns the declaration of every buffer, by name: running statistics, and t of BranchNorm, ProRes and PRepBN."""
     return {buffer.name: buffer for buffer in _buffers(complete(config))}
 
 
@@ -93,6 +94,13 @@ def norm_parameters(kind: str, norm: Norm, config: Config) -> list[Parameter]:
         return inside[: 1 if kind == "dyt" else 2] + affine
     if kind in ("layernorm", *BATCH_NORMS):
         return [Parameter(weight, (norm.width,), 1.0), Parameter(bias, (norm.width,), 0.0)]
+    if kind in BLENDED_NORMS:
+        first, rows = float(config["repbn_start"] == "ones"), f"{norm.name}.row"
+        repbn = [Parameter(weight, (norm.width,), first), Parameter(bias, (norm.width,), 0.0)]
+        repbn += [Parameter(f"{norm.name}.share", (1,), first)]
+        of_rows = [Parameter(f"{rows}_weight", (norm.width,), 1.0), Parameter(f"{rows}_bias", (norm.width,), 0.0)]
+        kept = {"repbn": 0, "prepbn": 1 if config["prepbn_row"] == "rmsnorm" else 2}[kind]
+        return repbn + of_rows[:kept]
     if kind == "lpnorm":
         return [Parameter(weight, (1,), norm.width ** (1 / config["lpnorm_p"]))]
     if kind == "scalenorm" or (kind == "scalenorm-fixed" and norm.is_last_of_decoder):
@@ -101,14 +109,17 @@ def norm_parameters(kind: str, norm: Norm, config: Config) -> list[Parameter]:
 
 
 def norm_buffers(kind: str, norm: Norm) -> list[Parameter]:
-    """Returns a norm's buffers, which are its running statistics."""
+    """Returns a norm's buffers: its running statistics, and t."""
 
     def buffer(name: str, shape: tuple[int, ...], start: float) -> Parameter:
         return Parameter(f"{norm.name}.{name}", shape, start)
 
     column = (1, norm.width, 1, 1)
+    moments = [buffer("running_mean", (norm.width,), 0.0), buffer("running_var", (norm.width,), 1.0)]
     return {
-        "batchnorm": [buffer("running_mean", (norm.width,), 0.0), buffer("running_var", (norm.width,), 1.0)],
+        "batchnorm": moments,
+        "repbn": moments,
+        "prepbn": [*moments, buffer("t", (1,), 1)],
         "powernorm-v": [buffer("running_phi", (norm.width,), 1.0)],
         "powernorm": [buffer("running_phi", column, 1.0), buffer("ema_gz", column, 0.0), buffer("iters", (1,), 0)],
     }.get(kind, [])
@@ -132,8 +143,8 @@ def _parameters(c: Config) -> Iterator[Parameter]:
             if isinstance(part, Norm):
                 kind = c[f"{stack}_norm"]
                 for parameter in norm_parameters(kind, part, c):
-                    is_weight = parameter.name.endswith(".weight") and not kind.startswith("rmsnorm")
-                    start = parameter.start * part.start if is_weight else parameter.start
+                    is_gain = parameter.name.endswith(GAINS) and not kind.startswith("rmsnorm")
+                    start = parameter.start * part.start if is_gain else parameter.start
                     yield dataclasses.replace(parameter, start=start)
             elif isinstance(part, Parameter):
                 yield part

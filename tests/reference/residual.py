@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from . import mixing as mixes
-from .batch_norms import BATCH_NORMS
+from .batch_norms import BATCH_NORMS, BLENDED_NORMS
 from .config import Config, complete, is_gated, is_one_stack, kv_width
 from .constants import admin_omega, deepnorm_alpha
 from .declared import Parameter
@@ -660,7 +660,7 @@ def is_defined(norm: str, residual: str) -> bool:
     config = complete({"norm": norm, "residual": residual})
     inside = [found for place in places(config, "decoder") for found in describe_sublayer(place).inside.items()]
     norms = {point for point, change in inside if isinstance(change, Norm)}
-    return norm not in BATCH_NORMS or not norms & {"query", "key", "value"}
+    return norm not in (*BATCH_NORMS, *BLENDED_NORMS) or not norms & {"query", "key", "value"}
 
 
 def describe_sublayer(place: Place) -> Sublayer:

@@ -94,7 +94,7 @@ class Block:
             s.x, *others = mixing.write(sublayer.mixing, (x, *s.others), self.rest, f)
             s.others = tuple(others)
         else:
-            alpha_t = owner._stack[0].alpha(owner.place.layer)
+            alpha_t = owner._stack[0].grown(owner.place.layer)
             steps = ((x, sublayer), *zip(s.others, sublayer.streams))
             x, *others = (self._step(step, t, f, alpha_t) for t, step in steps)
             s.x, s.others = apply_changes(owner, sublayer.after, x, None, s.kept), tuple(others)

@@ -27,6 +27,8 @@ NORMS = {
     "batchnorm": lambda **o: nfnn.BatchNorm(D, **o),
     "powernorm-v": lambda **o: nfnn.PowerNormV(D, **o),
     "powernorm": lambda **o: nfnn.PowerNorm(D, warmup_iters=2, **o),
+    "repbn": lambda **o: nfnn.RepBN(D, **o),
+    "prepbn": lambda **o: nfnn.PRepBN(D, steps=3, warm=1, **o),
     "powernorm-release": lambda **o: nfnn.PowerNorm(D, warmup_iters=2, mode="release", groups=2, **o),
 }
 # How statistics are computed: by the CPU's kernels, by formulas, or by what a GPU's tensors take (formulas too; float32
@@ -65,6 +67,8 @@ def steps(norm, masked, part):
         norm.zero_grad()
         y = norm(x, None if padding is None else part(padding))
         y.backward(dy)
+        if isinstance(norm, nfnn.PRepBN):
+            norm.set_t(len(found) + 2)
         found.append([y.detach(), x.grad, norm.weight.grad.clone(), norm.bias.grad.clone()])
         found[-1] += [b.clone() for b in norm.buffers()]
     return found

@@ -18,12 +18,15 @@ from normformer_rs.loop import training as loop
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@pytest.mark.parametrize("norm", ["layernorm", "batchnorm", "powernorm-v", "powernorm"])
+@pytest.mark.parametrize("norm", ["layernorm", "batchnorm", "powernorm-v", "powernorm", "prepbn"])
 @pytest.mark.parametrize("schedule", ["inverse-sqrt", "val-decay"])
 @pytest.mark.one_in(test=9, all=7)
 def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, corpus, schedule, norm):
     training = {"max_tokens": 100, "accumulate": 2, "schedule": schedule, "warmup": 4, "evaluate_every": 5}
-    model = {"dropout": 0.3, "norm": norm} | ({"powernorm_warmup": 10} if norm == "powernorm" else {})
+    model = {"dropout": 0.3, "norm": norm} | {
+        "powernorm": {"powernorm_warmup": 10},
+        "prepbn": {"prepbn_steps": 10},
+    }.get(norm, {})
     fit(tmp_path / "whole", corpus, model, {**training, "updates": 20})
     fit(tmp_path / "parts", corpus, model, {**training, "updates": 7})
     fit(tmp_path / "parts", corpus, model, {**training, "updates": 20}, resume=True)

@@ -113,7 +113,7 @@ def test_bf16_without_instructions_for_its_products_is_warned_of(tmp_path, corpu
         assert warned == (precision == "bf16" and "avx512_bf16" not in Path("/proc/cpuinfo").read_text())
 
 
-STATISTICS = [{"norm": "batchnorm"}, {"norm": "powernorm-v"}] + [
+STATISTICS = [{"norm": name} for name in ("batchnorm", "powernorm-v", "repbn", "prepbn")] + [
     {"norm": "powernorm", "powernorm_mode": mode, "powernorm_warmup": 2, "residual": residual}
     for mode, residual in [("paper", "prenorm"), ("paper", "postnorm"), ("release", "prenorm")]
 ]
@@ -277,7 +277,7 @@ def test_powernorms_steps_are_updates(tmp_path, corpus, mode):
     assert weights(tmp_path / "moving")["encoder.layers.0.norm1.running_var"].ne(1).all()
 
 
-@pytest.mark.parametrize("norm", ["powernorm", "batchnorm"])
+@pytest.mark.parametrize("norm", ["powernorm", "batchnorm", "repbn"])
 @pytest.mark.one_in(all=2)
 def test_updates_of_several_batches_are_the_oracles(tmp_path, corpus, norm):
     """Ten updates of two micro-batches that hold the whole corpus, with the statistics that these leave."""

@@ -26,7 +26,7 @@ from normformer_rs.config import TransformerConfig
 from normformer_rs.declarations.declared import NormAt
 from normformer_rs.errors import InputError
 from normformer_rs.formats.convert import VERSION, check_version, configure, from_fairseq_names
-from normformer_rs.nn import TransformerDecoderLayer, TransformerEncoderLayer, profile
+from normformer_rs.nn import TransformerDecoderLayer, TransformerEncoderLayer, profile, set_num_updates
 from normformer_rs.nn.build import make
 from normformer_rs.nn.init import draw_table
 from normformer_rs.nn.interpreter import KeptTensors, apply_norm
@@ -182,8 +182,9 @@ class _Side(Stack):
             raise InputError("--retain-dropout: dropout is part of these layers' operators, and evaluation has none")
 
     def set_num_updates(self, num_updates: int) -> None:
-        """Sets branchnorm's t to the number of the next update. fairseq passes the number of updates that were made."""
-        self.set_t(num_updates + 1)
+        """Sets t of branchnorm and prepbn to the number of the next update. fairseq passes the number of updates that
+        were made."""
+        set_num_updates(self, num_updates + 1)
 
 
 class Encoder(_Side, TransformerEncoderBase):

@@ -7,7 +7,6 @@ from torch import Tensor, nn
 
 from ..analysis import gradient_norms
 from ..errors import InputError
-from ..nn.growth import alpha
 from ..nn.step_hooks import Growing
 from ..nn.training import learned_gains
 
@@ -15,7 +14,8 @@ from ..nn.training import learned_gains
 @torch.no_grad()
 def gain_values(model: nn.Module) -> dict[str, float]:
     """Returns values for the log by name. gain/NAME is the mean of a norm's gain or of a residual scheme's parameter.
-    alpha/NAME is α_t of a stack whose α_t grows; if each layer has its own, it is alpha/NAME.layers.L. The host waits
+    alpha/NAME is α_t of a stack whose α_t grows, or a fading norm's 1 − λ; if each layer has its own, it
+    is alpha/NAME.layers.L. The host waits
     for the device only once."""
     found: dict[str, Tensor] = {}
     for name, p in learned_gains(model).items():
@@ -26,10 +26,10 @@ def gain_values(model: nn.Module) -> dict[str, float]:
         if isinstance(module, Growing) and module.growth is not None:
             path = f"alpha/{name}".rstrip("/")
             if not module.growth.by_layer or module.place is None:
-                found[path] = alpha(module.growth, module.t, 0)[0]
+                found[path] = module.alpha_now(module.growth)[0]
                 continue
             for layer in range(module.place.depth):
-                found[f"{path}.layers.{layer}"] = alpha(module.growth, module.t, layer)[0]
+                found[f"{path}.layers.{layer}"] = module.alpha_now(module.growth, layer)[0]
     if not found:
         return {}
     device = next(iter(found.values())).device

@@ -106,27 +106,26 @@ class Transformer(Steered):
         _core.profile(self._options, names, tensors, source, target_input, seed, precision)
 
     def set_num_updates(self, update: int) -> None:
-        """Sets branchnorm's step counter t to `update`, the number of the next update; the first is 1. Other schemes
-        ignore it. Steps of torch's optimizers advance t automatically."""
-        for stack in self._growing():
-            stack.t.fill_(update)
+        """Sets the step counters t of growing schemes (branchnorm) and fading norms (prepbn) to `update`, the number of
+        the next update; the first is 1. Steps of torch's optimizers advance t automatically."""
+        for part in self._growing():
+            part.t.fill_(update)
         self.told()
 
     def followed(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """Yields, for each stack with a step counter t, one of its trained parameters and t: each optimizer step on the
-        parameter adds one to t."""
-        for stack in self._growing():
-            owner = first_trained(stack.parameters())
+        """Yields, for each stack or norm with a step counter t, one of its trained parameters and t: each optimizer
+        step on the parameter adds one to t."""
+        for part in self._growing():
+            owner = first_trained(part.parameters())
             if owner is not None:
-                yield owner, stack.t
+                yield owner, part.t
 
     def steering(self) -> Steering:
-        owners = ((next((p for p in stack.parameters() if p.dim() > 1), None), stack.t) for stack in self._growing())
-        return [(owner, t) for owner, t in owners if owner is not None]
+        parts = [([*part.parameters()], part.t) for part in self._growing()]
+        return [(next((p for p in owners if p.dim() > 1), owners[0]), t) for owners, t in parts if owners]
 
     def _growing(self) -> list[Any]:
-        stacks = (self._modules.get(name) for name in ("encoder", "decoder"))
-        return [stack for stack in stacks if stack is not None and "t" in stack._buffers]
+        return [part for part in self.modules() if "t" in part._buffers]
 
     def _follow(self) -> None:
         if self._growing():

@@ -2,6 +2,7 @@
 
 from . import composed, sharding
 from .attention import MultiheadAttention
+from .blended import PRepBN, RepBN
 from .composed import *  # noqa: F403
 from .foreign import place_layers
 from .layers import Residual, TransformerDecoderLayer, TransformerEncoderLayer
@@ -19,9 +20,11 @@ __all__ = [
     "LayerNorm",
     "LpNorm",
     "MultiheadAttention",
+    "PRepBN",
     "PowerNorm",
     "PowerNormV",
     "RMSNorm",
+    "RepBN",
     "Residual",
     "ScaleNorm",
     "Transformer",

@@ -27,6 +27,8 @@ class Origin:
         """A weak reference to the module that a copy was made from, until the copy trains by itself."""
         self.has_trained = False
         """True once a step of an optimizer, or a forward pass in training, has moved the buffers."""
+        self.has_stepped = False
+        """True once a step of an optimizer has moved a buffer."""
         self.seen: list[Tensor] = []
         """The sums of the weights and buffers at the last time that they were known to belong together."""
         self.copies: weakref.WeakSet[Origin] = weakref.WeakSet()
@@ -112,6 +114,7 @@ class Steered(nn.Module):
         if (origin := self._origin) is None:
             return
         origin.trains()
+        origin.has_stepped = True
         for i, (_, own) in enumerate(self.steering()):
             if own is buffer:
                 if i in origin.last and origin.last[i].device == own.device:

@@ -1,4 +1,4 @@
-"""Norm classes that are built from their entries in Rust's table, where norms.py and running.py define none.
+"""Norm classes that are built from their entries in Rust's table, where no file beside this one defines them.
 
 composed.pyi declares them for type checkers; `python -m normformer_rs._stubs --write` writes it.
 """
@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 
 from .. import config
-from . import norms, running
+from . import blended, norms, running
 from .row_norm import RowNorm
 from .running import RunningNorm
 
@@ -89,7 +89,7 @@ ENTRIES: list[Mapping[str, Any]] = [
     entry
     for entry in config.ENTRIES["norms"]
     if entry["form"] in ("composed", "rows", "columns")
-    and not any(hasattr(home, entry["module"]) for home in (norms, running))
+    and not any(hasattr(home, entry["module"]) for home in (norms, running, blended))
 ]
 """The entries of the table that become classes here."""
 CLASSES: dict[str, type[RowNorm | RunningNorm]] = {entry["module"]: build(entry) for entry in ENTRIES}

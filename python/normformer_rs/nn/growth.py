@@ -1,4 +1,5 @@
-"""α_t, the factor of branchnorm and prores that grows with the number t of the update, and its operator."""
+"""α_t, the factor of branchnorm and prores (prepbn's 1 − λ) that grows with the number t of the update, and its
+operator."""
 
 import torch
 from torch import Tensor

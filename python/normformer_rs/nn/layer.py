@@ -272,7 +272,7 @@ class Layer(Growing, Placeable):
         mixed end as their mean."""
         if self._refusal is not None and others is None:
             raise InputError(self._refusal)
-        alpha_t = self.alpha(self.place.layer) if alpha_t is None else alpha_t
+        alpha_t = self.grown(self.place.layer) if alpha_t is None else alpha_t
         if alpha_t is None and self.place.declared.growth is not None:
             raise InputError(
                 f'residual "{self.place.config.residual}" grows with t, which the stack of this layer holds: run the '

@@ -118,7 +118,7 @@ class Residual(Growing):
         follow(self.place.layer, self.number, self.is_told or not self.place.declared.is_profiled)
         streams = Streams(x)
         f, *rest = _tuple(self.sublayer(begin(self, self.declared, streams, padding_mask), *args, **kwargs))
-        step: dict[str, Any] = {"alpha_t": self.alpha(self.place.layer), "padding_mask": padding_mask}
+        step: dict[str, Any] = {"alpha_t": self.grown(self.place.layer), "padding_mask": padding_mask}
         x_plus = close(self, self.declared, streams, f, self.dropout, Draw(x.device), **step).x
         return (x_plus, *rest) if rest else x_plus
 

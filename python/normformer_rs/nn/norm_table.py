@@ -3,7 +3,7 @@
 import functools
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
@@ -92,6 +92,9 @@ COLUMN_OPTIONS = {
 them. src/model/running.rs reads the same ones."""
 
 
+_AFFINE = [("weight", "width"), ("bias", "width")]
+
+
 class NormSpec(NamedTuple):
     """A norm's entry: its module's class, parameters, buffers and options, and its operator."""
 
@@ -116,19 +119,19 @@ class NormSpec(NamedTuple):
         choices = {option["name"]: option["choices"] for option in entry["options"] if "choices" in option}
         return cls(**plain, parameters=parameters, buffers=buffers, options=options, choices=choices)
 
-    def with_columns(self) -> "NormSpec":
-        """Returns itself. Errors: ImportError if a norm with column statistics declares something that its operator has
-        not, and would therefore drop."""
+    def with_columns(self, beside: Container[str] = ()) -> "NormSpec":
+        """Returns itself. `beside`: names that the norm's own class takes care of. Errors: ImportError if a norm with
+        column statistics declares anything else that its operator has not, and would therefore drop."""
         statistics = [buffer.shape for buffer in self.buffers if not buffer.is_counter]
-        counters = [buffer.shape for buffer in self.buffers if buffer.is_counter]
+        counters = [buffer.shape for buffer in self.buffers if buffer.is_counter and buffer.name not in beside]
         keeps = 1 <= len(statistics) <= 2 and {*statistics} <= {"width", "column"} and counters in ([], ["one"])
         known = ("eps", *COLUMN_OPTIONS, "groups", "sync")
-        others = [name for name in self.options if name not in known]
+        others = [name for name in self.options if name not in known and name not in beside]
         shown = None
         if not keeps:
             listed = ", ".join(f"{buffer.name} ({buffer.shape})" for buffer in self.buffers)
             shown = f"the buffers {listed}", "one or two statistics (width or column) and at most one counter (one)"
-        elif [(p.name, p.shape) for p in self.parameters] != [("weight", "width"), ("bias", "width")]:
+        elif [(p.name, p.shape) for p in self.parameters if p.name not in beside] != _AFFINE:
             shown = f"the parameters {', '.join(p.name for p in self.parameters)}", "WEIGHT and BIAS"
         elif others:
             shown = f"the option {others[0]}", ", ".join(known)

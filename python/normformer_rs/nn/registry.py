@@ -12,7 +12,7 @@ from torch import nn
 from .. import _core
 from ..config import TransformerConfig, unknown
 from ..errors import InputError
-from . import composed, norms, running
+from . import blended, composed, norms, running
 from .norm_table import DECLARED, FAMILIES
 from .scheme import drawn_over_width
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def _class_of(name: str, module: str) -> Any:
-    for home in (norms, running, composed):
+    for home in (norms, running, blended, composed):
         if found := getattr(home, module, None):
             return found
     raise ImportError(f"norm {name} has a form that its options choose, so it needs a class {module} in nn/norms.py")

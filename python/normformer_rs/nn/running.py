@@ -70,23 +70,32 @@ class RunningNorm(Steered, Typed):
     _state: tuple[str | None, str | None, str | None]
     """The names of its buffers in the operator's order."""
     shown: tuple[str, ...]
+    own: tuple[str, ...]
+    """The names of the options that the class reads itself."""
+    gains: tuple[str, ...] = ("weight",)
+    """The names of the parameters whose first values `first_scale` multiplies."""
     takes_pad_mask = True
     first_scale: float = 1.0
-    """The factor of γ's initial value, as a residual scheme declares it."""
+    """The factor of the gains' initial values, as a residual scheme declares it."""
+    weight: nn.Parameter | None
+    bias: nn.Parameter | None
     refused: Tensor
     """The number of refused batches, (1,) int64. It is no buffer, so checkpoints ignore it. An exported program may
     only write to buffers, so it does not count them."""
 
-    def __init_subclass__(cls, norm: str | None = None, **rest: Any) -> None:
-        """Sets the class's attributes from the table. `norm`: the name in the table. Errors: ImportError for an entry
-        with more than the operator keeps."""
+    def __init_subclass__(cls, norm: str | None = None, beside: Sequence[str] = (), **rest: Any) -> None:
+        """Sets the class's attributes from the table. `norm`: the name in the table. `beside`: the names of parameters,
+        buffers and options that the class itself keeps or reads. Errors: ImportError for an entry with more than these
+        and what the operator keeps."""
         super().__init_subclass__(**rest)
         if norm is not None:
-            cls.declared = DECLARED[norm].with_columns()
+            cls.declared = DECLARED[norm].with_columns(beside)
+            cls.own = tuple(name for name in cls.declared.options if name in beside)
             cls.shown = tuple(name for name in cls.declared.options if name in COLUMN_OPTIONS)
             cls.operator_name = cls.declared.operator or ""
             statistics = (buffer.name for buffer in cls.declared.buffers if not buffer.is_counter)
-            counter = next((buffer.name for buffer in cls.declared.buffers if buffer.is_counter), None)
+            counters = (buffer.name for buffer in cls.declared.buffers if buffer.is_counter)
+            counter = next((name for name in counters if name not in beside), None)
             cls._state = (next(statistics), next(statistics, None), counter)
 
     def __init__(
@@ -107,15 +116,16 @@ class RunningNorm(Steered, Typed):
         check_eps(eps, is_positive=True)
         if groups < 0 or (groups and num_features % groups):
             raise InputError(f"groups must divide num_features {num_features}, or be 0 for no scaling; got {groups}")
+        if groups and "groups" not in self.declared.options:
+            raise InputError(f"{type(self).__name__} has no group scaling, got groups={groups}: leave it out")
         self.num_features, self.eps, self.groups = num_features, eps, groups
         self.elementwise_affine = elementwise_affine
         made = {"device": device, "dtype": dtype}
-        self.register_parameter("weight", None)
-        self.register_parameter("bias", None)
-        if elementwise_affine:
-            self.weight = nn.Parameter(torch.empty(num_features, **made))
-            if bias:
-                self.bias = nn.Parameter(torch.empty(num_features, **made))
+        for parameter in self.declared.parameters:
+            is_affine, is_bias = parameter.shape == "width", parameter.name.endswith("bias")
+            is_learned = (elementwise_affine or not is_affine) and (bias or not is_bias)
+            p = nn.Parameter(torch.empty(parameter.size(num_features), **made)) if is_learned else None
+            self.register_parameter(parameter.name, p)
         kind = torch.float64 if (dtype or torch.get_default_dtype()) == torch.float64 else torch.float32
         for buffer in self.declared.buffers:
             made["dtype"] = torch.int64 if buffer.is_counter else kind
@@ -147,7 +157,8 @@ class RunningNorm(Steered, Typed):
     def reset_running_stats(self) -> None:
         """Resets the statistics to their initial values."""
         for buffer in self.declared.buffers:
-            getattr(self, buffer.name).fill_(buffer.start)
+            if buffer.name in self._state:
+                getattr(self, buffer.name).fill_(buffer.start)
         self.refused.zero_()
         self.told()
 
@@ -156,7 +167,7 @@ class RunningNorm(Steered, Typed):
         self.reset_running_stats()
         for name, numbers in self.numbers_of.items():
             if (parameter := getattr(self, name)) is not None:
-                write_first(parameter, numbers, self.first_scale if name == "weight" else 1.0)
+                write_first(parameter, numbers, self.first_scale if name in self.gains else 1.0)
         mark_drawn(self)
 
     def frozen(self) -> tuple[Tensor | None, Tensor]:
@@ -200,7 +211,8 @@ class RunningNorm(Steered, Typed):
             )
         if not self.training and (is_exporting or stranger is not None):
             mask = mask_for(x) if padding_mask is None else padding_mask
-            return formulas.running_norm(x, *self.frozen(), *self.in_use(), self.eps, self.hidden(mask))
+            y = formulas.running_norm(x, *self.frozen(), *self.in_use(), self.eps, self.hidden(mask))
+            return self.completed(y, x, mask)
         if self.refused.device != x.device and not is_compiling:
             self._move_refused(x.device)
         refused = self.refused if self.refused.device == x.device and not is_exporting else None
@@ -215,9 +227,17 @@ class RunningNorm(Steered, Typed):
         if self.sync and self.training:
             options["group"] = group_name(self.process_group)
         run = getattr(OPS, self.operator_name)
-        y, stats = run(x, *self.in_use(), mask, *self.state(), refused, used, **options)
+        y, stats = run(x, *self.in_use(), self.counted_out(x, mask), *self.state(), refused, used, **options)
         if self.training and not is_compiling and earlier is None and will_recompute():
             self._recomputed.add(x, mask, stats)
+        return self.completed(y, x, mask)
+
+    def counted_out(self, x: Tensor, mask: Tensor | None) -> Tensor | None:
+        """Returns the mask of the positions that enter no statistic; None if there are none."""
+        return mask
+
+    def completed(self, y: Tensor, x: Tensor, mask: Tensor | None) -> Tensor:
+        """Returns the norm's result from its operator's, y. `mask`: padding."""
         return y
 
     def hidden(self, mask: Tensor | None) -> Tensor | None:
@@ -264,7 +284,7 @@ class RunningNorm(Steered, Typed):
         return super().__getstate__() | {"_recomputed": RecomputedStatistics(), "process_group": None}
 
     def extra_repr(self) -> str:
-        more = "".join(f", {name}={getattr(self, name)}" for name in self.shown)
+        more = "".join(f", {name}={getattr(self, name)}" for name in (*self.shown, *self.own))
         groups = f", groups={self.groups}" if self.groups else ""
         sync = ", sync=True" if self.sync else ""
         return f"{self.num_features}, eps={self.eps}{more}, elementwise_affine={self.elementwise_affine}{groups}{sync}"

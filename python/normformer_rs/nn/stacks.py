@@ -150,7 +150,7 @@ class Stack(Growing):
         kept: KeptTensors = {}
         x = apply_changes(self, self.begin, x, padding_mask, kept)
         is_by_layer = self.growth is not None and self.growth.by_layer
-        alpha_t = None if is_by_layer else self.alpha()
+        alpha_t = None if is_by_layer else self.grown()
         combine, outputs = self._modules.get("combine"), []  # type: ignore[var-annotated]
         specs = () if self.place is None else self.place.declared.layers
         has_several = bool(self.streams) or self.mixing is not None or any(s.takes or s.leaves for s in specs)
@@ -159,7 +159,7 @@ class Stack(Growing):
         x, others, *_ = start(self.place.declared, x) if has_several and self.place is not None else (x, ())
         for layer in self.layers:
             x = x if combine is None else combine(x, outputs, padding_mask)
-            alpha_t = self.alpha(layer.place.layer) if is_by_layer else alpha_t
+            alpha_t = self.grown(layer.place.layer) if is_by_layer else alpha_t
             grown = {} if alpha_t is None else {"alpha_t": alpha_t}
             if has_several:
                 spec = layer.place.spec

@@ -1,5 +1,5 @@
 """Hooks on optimizers' steps. They advance t, the number of the update on which α_t of branchnorm and prores
-depends, and warn if admin's gains were never profiled."""
+and λ of prepbn depend, and warn if admin's gains were never profiled."""
 
 import warnings
 import weakref
@@ -26,6 +26,8 @@ class Growing(Steered):
     grows by one with each step of the optimizer that has the first trainable matrix of `watched()`."""
 
     growth: Growth | None = None
+    begins: int = 0
+    """α_t grows from this number of the update on, at which it is 0."""
     place: Place | None = None
     t: Tensor
 
@@ -91,14 +93,18 @@ class Growing(Steered):
             state_dict[prefix + "t"] = whole.to(torch.int64)  # rounded first: 200.9999 would become 200
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
-    def alpha(self, layer: int = 0) -> Tensor | None:
+    def grown(self, layer: int = 0) -> Tensor | None:
         """Returns α_t in a layer counted from 0; None if nothing grows."""
         if self.growth is None:
             return None
         if not torch.compiler.is_compiling():  # a compiled graph would contain the `no_grad` of these two calls
             self.take_over()
             self._watch()
-        return alpha(self.growth, self.t, layer)
+        return self.alpha_now(self.growth, layer)
+
+    def alpha_now(self, growth: Growth, layer: int = 0) -> Tensor:
+        """Returns α_t in a layer counted from 0, without looking whether t moves."""
+        return alpha(growth, self.t - self.begins if self.begins else self.t, layer)
 
     def watched(self) -> Iterator[nn.Parameter]:
         """Returns the parameters whose updates t should follow."""
@@ -123,7 +129,7 @@ class Growing(Steered):
         if not self.training or self._unmoved >= PATIENCE or torch.compiler.is_compiling() or is_captured():
             return
         parameter = first_trained(self.watched())
-        if parameter is None or parameter.is_meta or (self._origin is not None and self._origin.has_trained):
+        if parameter is None or parameter.is_meta or (self._origin is not None and self._origin.has_stepped):
             return
         local: Any = parameter.detach()
         local = local.to_local() if hasattr(local, "to_local") else local
@@ -134,8 +140,8 @@ class Growing(Steered):
         self._unmoved += 1
         if self._unmoved == PATIENCE:
             warnings.warn(
-                f"parameters have been updated {PATIENCE} times but t of the residual scheme has not moved, so that "
-                "α_t stays where it is: no torch.optim.Optimizer that owns them made the step; call "
+                f"parameters have been updated {PATIENCE} times but t of the residual scheme or norm has not moved, so "
+                "that α_t or λ stays where it is: no torch.optim.Optimizer that owns them made the step; call "
                 "normformer_rs.nn.set_num_updates(model, k) before the k-th update",
                 stacklevel=4,
             )

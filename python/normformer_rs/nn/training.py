@@ -25,13 +25,13 @@ _MATRICES = (nn.Linear, nn.Bilinear, nn.modules.conv._ConvNd, nn.Embedding, nn.E
 
 
 def set_num_updates(model: nn.Module, n: int) -> int:
-    """Sets t to n in every stack of `model` whose scheme grows (branchnorm): n is the number of the next update, from
-    1.
+    """Sets t to n in every stack of `model` whose scheme grows (branchnorm), and in every norm that fades (prepbn): n
+    is the number of the next update, from 1.
 
     Steps of torch's optimizers advance t automatically. Call this if the loop counts differently (a run that resumes
     without its saved t), or if no torch optimizer owns the parameters.
 
-    Returns the number of such stacks. Errors: InputError for n < 1.
+    Returns the number of such stacks and norms. Errors: InputError for n < 1.
     """
     if n < 1:
         raise InputError(f"n is the number of the update about to be made, from 1; got {n}")

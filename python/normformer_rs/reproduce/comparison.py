@@ -54,6 +54,8 @@ def _row(residual: str, norm: str, init: str, lr: float, options: Options, corpu
         own["prores_steps"] = max(1, options["updates"] // (2 * options["decoder_layers"]))
     if norm == "powernorm":
         own["powernorm_warmup"] = options["warmup"]
+    if norm == "prepbn":  # evaluation uses what it fades to
+        own["prepbn_steps"] = options["updates"] // 2
     name = residual if norm == "layernorm" else f"{residual}, {norm}"
     return Row({"name": name, "init": init, "lr": str(lr)}, {**options, **own}, corpus)
 

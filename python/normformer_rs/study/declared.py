@@ -38,7 +38,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-_CLOCKS = {"warmup": 0.1, "branchnorm_steps": 0.2, "prores_steps": 0.5, "powernorm_warmup": 0.1}
+_CLOCKS = {"warmup": 0.1, "branchnorm_steps": 0.2, "prores_steps": 0.5, "powernorm_warmup": 0.1, "prepbn_steps": 0.5}
 """The default durations, as shares of the run. That of prores_steps is for all layers together; it is divided by their
 number."""
 _FIELDS: dict[str, Field] = {
@@ -93,7 +93,7 @@ class Study:
         data: the folder of `reproduce`'s corpora.
 
     An integer option may be a share of the run: `warmup = 0.1` is a tenth of the updates. Where a study sets none,
-    warmup and powernorm_warmup are a tenth, branchnorm_steps a fifth, and prores ends after half of the run.
+    warmup and powernorm_warmup are a tenth, branchnorm_steps a fifth, and prores and prepbn end after half of the run.
 
     Errors: InputError for unknown names, wrong values, and options that do not fit together.
     """
@@ -314,6 +314,7 @@ def _needed(options: Options) -> Options:
     """Returns the options without the durations that belong to norms and schemes that the model does not have."""
     model = {str(options.get(name)) for name in OWN}
     kept = {"branchnorm_steps": "branchnorm", "prores_steps": "prores", "powernorm_warmup": "powernorm"}
+    kept |= {"prepbn_steps": "prepbn"}
     return {name: value for name, value in options.items()
             if name not in kept or any(kept[name] in part for part in model)}  # fmt: skip
 

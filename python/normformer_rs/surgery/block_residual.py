@@ -320,7 +320,7 @@ class BlockResidual(Growing):
         return streams if following is None else open_streams(self, self.sublayers[following], streams)
 
     def _closed(self, i: int, streams: Streams, f: Tensor, dropout: nn.Module, following: NormAt | None) -> Streams:
-        alpha_t = self._stack[0].alpha(self.place.layer)
+        alpha_t = self._stack[0].grown(self.place.layer)
         if self.parts[i].beta != 1.0:  # undo the block's own factor on the branch: the scheme has its own
             f = f / self.parts[i].beta
         draw = Draw(f.device)

@@ -144,11 +144,13 @@ def _registered(module: nn.Module, said: Any) -> RecognisedNorm | str:
 
 def _by_convention(module: nn.Module, width: int, computes: str, by_order: bool = True) -> RecognisedNorm:
     """Returns a norm whose parameters named weight and bias are those of the norm `computes`. If a name is missing, the
-    parameters' order tells which is which. `by_order=False`: only names tell, since other parameters enter x̂."""
+    parameters' order tells which is which. `by_order=False`: only names tell, since other parameters enter x̂. A norm
+    that fades counts as the norm of rows that it is at first."""
     names = [name for name, _ in module.named_parameters(recurse=False)]
     others = names if by_order else []
-    gain = "weight" if "weight" in names else next((name for name in others if name != "bias"), None)
-    bias = "bias" if "bias" in names else next((name for name in others if name != gain), None)
+    usual = [f"row_{name}" if isinstance(module, nfnn.PRepBN) else name for name in ("weight", "bias")]
+    gain = usual[0] if usual[0] in names else next((name for name in others if name != "bias"), None)
+    bias = usual[1] if usual[1] in names else next((name for name in others if name != gain), None)
     kind = KINDS[computes]
     offset, factor = 0.0, 1.0
     if issubclass(kind, RowNorm) and gain is not None:
