@@ -10,6 +10,7 @@ mod ruled;
 pub mod unit;
 
 use super::checkpoint::{to_array, to_tensor, Array};
+use super::schedule::Schedule;
 use super::trainer::kind_of;
 use crate::config::{AdamForm, DecayOf, TrainingConfig, TransformerConfig};
 use crate::cpu::parallel::{self, Shared};
@@ -103,7 +104,7 @@ impl Optimizer {
         let mut sorted: Vec<_> = parameters
             .parts()
             .map(|(name, t, part)| {
-                let (order, multipliers) = model.multipliers(name, part);
+                let (order, multipliers) = model.multipliers(name, part, &t.size());
                 let is_left_out =
                     config.weight_decay != 0.0 && config.weight_decay_of == DecayOf::Matrices && !part.is_matrix();
                 let weight_decay = if is_left_out { 0.0 } else { multipliers.weight_decay };
@@ -151,7 +152,11 @@ impl Optimizer {
             beta2: config.beta2,
             eps: config.adam_eps,
             form: config.adam_form,
-            weight_decay: config.weight_decay,
+            weight_decay: match model.scaled().unit {
+                // u-μP's decay follows the schedule's course, but not its highest rate.
+                Some(_) => config.weight_decay / Schedule::new(config, model.scaled().base_width).highest(),
+                None => config.weight_decay,
+            },
             clip_norm: config.clip_norm,
             seed: config.seed,
         })

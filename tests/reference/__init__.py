@@ -88,6 +88,7 @@ from .parameters import (
     parameter_shapes,
     random_state,
 )
+from .parametrisation import unit_multipliers
 from .philox import (
     dropout_keep,
     dropout_scale,
@@ -203,6 +204,7 @@ __all__ = [
     "t_fixup_embedding_gain",
     "t_fixup_factor",
     "train_step",
+    "unit_multipliers",
     "unpack",
     "window_losses",
     "window_of",
