@@ -84,7 +84,8 @@ def test_two_updates_of_a_unit_scaled_model_are_torchs(tmp_path, corpus):
     how = {"max_length": 6, "sentences": 0}
     ((text,),) = nfrs.generate(tmp_path / "run", ["a b"], nfrs.GenerationConfig(temperature=0, **how))
     state = {key: weight.double() for key, weight in ours.items()}
-    tokens, total = ref.greedy_text(state, model.config.asdict(), [ids["a"], ids["b"]], context=8, mask=None, **how)
+    mask = torch.arange(len(ids) + 4) >= ref.EOS  # neither BOS nor PAD is ever made
+    tokens, total = ref.greedy_text(state, model.config.asdict(), [ids["a"], ids["b"]], context=8, mask=mask, **how)
     assert len(tokens) == text.tokens == 6 and text.log_probability == pytest.approx(total, abs=1e-4)
 
 
