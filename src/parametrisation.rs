@@ -5,6 +5,10 @@
 //! suit wide and deep models. This file is plain arithmetic. A configuration computes a model's multipliers
 //! ([`Scaled`]); the initialisation, the model and the optimizer apply them. Python reads them through `_core`.
 
+mod unit_scaled;
+
+pub use unit_scaled::{UnitScaled, STD};
+
 use crate::choice;
 use crate::error::{unknown, Result};
 use serde_json::{json, Value};
@@ -164,10 +168,12 @@ pub struct Parametrisation {
     branch: fn(&Ratios) -> f64,
     /// Returns the factor of the logits.
     logits: fn(&Ratios) -> f64,
+    /// True for u-μP. Its multipliers belong to each parameter, and those above are 1 ([`UnitScaled`]).
+    pub is_unit_scaled: bool,
 }
 
 /// Every parametrisation that a model can use by name.
-pub static PARAMETRISATIONS: &[&Parametrisation] = &[&STANDARD, &MUP, &DEPTH_MUP, &COMPLETEP];
+pub static PARAMETRISATIONS: &[&Parametrisation] = &[&STANDARD, &MUP, &DEPTH_MUP, &COMPLETEP, &U_MUP];
 
 static STANDARD: Parametrisation = Parametrisation {
     name: "standard",
@@ -179,6 +185,7 @@ static STANDARD: Parametrisation = Parametrisation {
     multipliers: |_, _| Multipliers::ONE,
     branch: |_| 1.0,
     logits: |_| 1.0,
+    is_unit_scaled: false,
 };
 
 static MUP: Parametrisation = Parametrisation {
@@ -229,6 +236,20 @@ static COMPLETEP: Parametrisation = Parametrisation {
     },
     branch: |m| m.depth.powf(-m.alpha),
     ..MUP
+};
+
+/// u-μP has no base model, so the ratios to one are a model's own sizes.
+static U_MUP: Parametrisation = Parametrisation {
+    name: "u-mup",
+    equation:
+        "std 1; products × fan_in^(−1/2), logits × α/d, scores × α/d_head; x⁺ = (x + τF)/√(1+τ²); in L layers rate × \
+               L^(−1/2), of matrices × (L·fan_in)^(−1/2), of embeddings × d^(−1/2); decay free of the rate",
+    source: "Blake et al. 2024; graphcore-research/unit-scaling",
+    base: &["attention_length"],
+    attention: AttentionScale::Inverse,
+    logits: |m| 1.0 / m.width,
+    is_unit_scaled: true,
+    ..STANDARD
 };
 
 /// Returns the factor of weight decay: `matrices` for the matrices of layers, 1 for tables, and 0 for vectors.
@@ -315,6 +336,8 @@ pub struct Scaled {
     pub residual: f64,
     /// The factor of the scores qᵀk; if it is given, it replaces the factor that `attention` would set.
     pub given_scores: Option<f64>,
+    /// The factors of u-μP; `None` under any other parametrisation.
+    pub unit: Option<UnitScaled>,
 }
 
 impl Scaled {
@@ -331,6 +354,7 @@ impl Scaled {
             attention: AttentionScale::InverseSqrt,
             residual: 1.0,
             given_scores: None,
+            unit: None,
         }
     }
 

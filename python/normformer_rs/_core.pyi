@@ -34,6 +34,9 @@ def parameter_parts(model: str, names: list[str], tensors: list[Tensor]) -> dict
 def unit_dimensions(model: str, names: list[str], tensors: list[Tensor]) -> dict[str, int]:
     """By the name of each matrix that `unit_matrices` keeps on the sphere, the dimension of its vectors."""
 
+def unit_multipliers(model: str, names: list[str], tensors: list[Tensor]) -> dict[str, tuple[float, float, float]]:
+    """By the name of each parameter of a model under u-mup its multipliers of lr, weight_decay and eps."""
+
 def multipliers(
     parametrisation: str,
     role: str,

@@ -130,7 +130,7 @@ _MhcMixing = Literal["sinkhorn", "none", "channel"]
 _MhcEnd = Literal["gates", "mean"]
 _ProresScheme = Literal["prenorm", "postnorm", "deepnorm", "sandwich", "ln-scaling"]
 _GpasScheme = Literal["prenorm", "postnorm", "deepnorm", "sandwich", "ln-scaling", "mix-ln"]
-_Parametrisation = Literal["standard", "mup", "depth-mup", "completep"]
+_Parametrisation = Literal["standard", "mup", "depth-mup", "completep", "u-mup"]
 _AttentionScale = Literal["inverse-sqrt", "inverse"]
 _Positions = Literal["twt", "fairseq", "learned", "rotary", "none"]
 _DecoderStart = Literal["bos", "eos"]
@@ -245,6 +245,11 @@ class TransformerConfig(Config):
     residual_multiplier: float
     attention_multiplier: float | None
     attention_scale: _AttentionScale | None
+    attention_length: int | None
+    attn_softmax_alpha: float
+    ffn_act_alpha: float
+    res_alpha: float
+    res_attn_ratio: float
     positions: _Positions
     max_positions: int
     rope_theta: float
@@ -356,6 +361,11 @@ class TransformerConfig(Config):
         residual_multiplier: float = ...,
         attention_multiplier: float | None = ...,
         attention_scale: _AttentionScale | None = ...,
+        attention_length: int | None = ...,
+        attn_softmax_alpha: float = ...,
+        ffn_act_alpha: float = ...,
+        res_alpha: float = ...,
+        res_attn_ratio: float = ...,
         positions: _Positions = ...,
         max_positions: int = ...,
         rope_theta: float = ...,

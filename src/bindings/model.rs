@@ -186,6 +186,23 @@ fn parameter_parts(
     Ok(parts.map(|(name, _, part)| (name.to_string(), (part.role.name(), part.sums_over.name()))).collect())
 }
 
+/// Returns (lr, weight_decay, eps) of each parameter of a model under u-μP, by name.
+#[pyfunction]
+fn unit_multipliers(
+    model: &str,
+    names: Vec<String>,
+    tensors: Vec<PyTensor>,
+) -> PyResult<HashMap<String, (f64, f64, f64)>> {
+    let model: TransformerConfig = config::from_json("model", model)?;
+    let built = Transformer::with_parameters(&model, &named(names, tensors))?;
+    let parts = built.parameters.parts();
+    let each = parts.map(|(name, t, part)| {
+        let found = model.multipliers(name, part, &t.size(), crate::parametrisation::StepSize::Entries).1;
+        (name.to_string(), (found.lr, found.weight_decay, found.eps))
+    });
+    Ok(each.collect())
+}
+
 /// Returns each matrix that `unit_matrices` keeps on the sphere, with the dimension along which its unit vectors lie.
 #[pyfunction]
 fn unit_dimensions(model: &str, names: Vec<String>, tensors: Vec<PyTensor>) -> PyResult<HashMap<String, i64>> {
@@ -357,6 +374,7 @@ pub(super) fn add(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_function(wrap_pyfunction!(growth, m)?)?;
     m.add_function(wrap_pyfunction!(composed_norm, m)?)?;
     m.add_function(wrap_pyfunction!(norm_settings, m)?)?;
+    m.add_function(wrap_pyfunction!(unit_multipliers, m)?)?;
     m.add_function(wrap_pyfunction!(parameter_parts, m)?)?;
     m.add_function(wrap_pyfunction!(unit_dimensions, m)?)?;
     m.add_function(wrap_pyfunction!(norm_numbers, m)?)?;

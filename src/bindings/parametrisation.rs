@@ -20,6 +20,11 @@ fn multipliers(
     step_size: &str,
 ) -> PyResult<HashMap<&'static str, f64>> {
     let found = parametrisation::find(parametrisation)?;
+    if found.is_unit_scaled {
+        let text =
+            format!("{parametrisation} has multipliers for each parameter, not for a role: use unit_multipliers");
+        return Err(Error::invalid(text).into());
+    }
     let part = Part { role: ParameterRole::parse(role)?, sums_over: SumsOver::parse(sums_over)? };
     for (name, ratio) in [("width", width), ("depth", depth)] {
         if !(ratio > 0.0 && ratio.is_finite()) {

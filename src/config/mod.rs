@@ -222,7 +222,7 @@ config! {
             depth_alpha: Option<f64> = None,
             /// α_in, the factor of embeddings with their positions (Granite's embedding_multiplier).
             input_alpha: f64 = 1.0,
-            /// α_out, the factor of logits, before their bias (1/logits_scaling of Granite).
+            /// α_out, the factor of logits, before their bias (1/logits_scaling of Granite, α_loss-softmax of u-mup).
             output_alpha: f64 = 1.0,
             /// Factor of every F(x) (Granite's residual_multiplier).
             residual_multiplier: f64 = 1.0,
@@ -231,6 +231,17 @@ config! {
             /// Factor of attention's scores: 1/d_head (inverse) or 1/√d_head (inverse-sqrt); default: the
             /// parametrisation's own.
             attention_scale: Option<AttentionScale> = None,
+            /// Tokens in a training sequence, from which u-mup takes the factor of attention's output; usually
+            /// segment_length.
+            attention_length: Option<i64> = None,
+            /// α_attn-softmax of u-mup, the factor of attention's scores beside 1/d_head.
+            attn_softmax_alpha: f64 = 1.0,
+            /// α_ffn-act of u-mup, the factor of the input of silu's sigmoid.
+            ffn_act_alpha: f64 = 1.0,
+            /// α_res of u-mup, the size of all branches relative to the embedding.
+            res_alpha: f64 = 1.0,
+            /// α_res-attn-ratio of u-mup, the size of attention's branches relative to the feed-forwards'.
+            res_attn_ratio: f64 = 1.0,
         }
         "model" {
             /// Positions: sinusoids (twt and fairseq, two layouts), a learned table, rotary ones on queries and keys of

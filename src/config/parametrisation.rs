@@ -1,36 +1,58 @@
 //! A model's parametrisation, computed from its options.
 
-use super::{AttentionName, TransformerConfig};
+use super::{AttentionName, NormName, Positions, Ties, TransformerConfig};
 use crate::error::{Error, Result};
-use crate::norm::l2_norm;
+use crate::norm::{l2_norm, layer_norm, rms_norm};
 use crate::parametrisation::{
-    self, AttentionScale, Multipliers, Parametrisation, Part, Scaled, StepSize, PARAMETRISATIONS,
+    self, AttentionScale, Multipliers, Parametrisation, Part, Scaled, StepSize, UnitScaled, PARAMETRISATIONS,
 };
-use crate::residual::StackName;
+use crate::residual::{Activation, StackName};
 
 impl TransformerConfig {
     /// Returns the model's parametrisation with its sizes and factors.
     pub fn scaled(&self) -> Scaled {
         // The name was checked when the option was read.
         let parametrisation = parametrisation::find(self.parametrisation.as_str()).unwrap_or(PARAMETRISATIONS[0]);
+        let unit = parametrisation.is_unit_scaled.then(|| self.unit_scaled());
         Scaled {
             parametrisation,
             d_model: self.d_model,
-            base_width: self.base_width.unwrap_or(self.d_model),
+            base_width: self.base_width.unwrap_or(if unit.is_some() { 1 } else { self.d_model }),
             base_depth: self.base_depth,
             depth_alpha: self.depth_alpha,
             input: self.input_alpha,
             output: self.output_alpha,
             attention: self.attention_scale.unwrap_or(parametrisation.attention),
             residual: self.residual_multiplier,
-            given_scores: self.attention_multiplier,
+            given_scores: unit.map(|unit| unit.scores()).or(self.attention_multiplier),
+            unit,
         }
     }
 
-    /// Returns a parameter's multipliers for an optimizer with steps of this size, and a number. Parameters sorted by the number have equal multipliers next
-    /// to each other, as an optimizer needs them.
-    pub fn multipliers(&self, name: &str, part: Part, step_size: StepSize) -> (u8, Multipliers) {
+    /// Returns the sizes and multipliers with which u-μP computes its factors.
+    fn unit_scaled(&self) -> UnitScaled {
+        UnitScaled {
+            d_model: self.d_model as f64,
+            d_ff: self.d_ff as f64,
+            d_head: (self.d_model / self.heads.max(1)) as f64,
+            layers: self.decoder_layers as f64,
+            vocab_size: self.vocab_size as f64,
+            length: self.attention_length.unwrap_or(SHORTEST) as f64,
+            attention: self.attn_softmax_alpha,
+            activation: self.ffn_act_alpha,
+            residual: self.res_alpha,
+            attention_ratio: self.res_attn_ratio,
+            loss: self.output_alpha,
+        }
+    }
+
+    /// Returns a parameter's multipliers for an optimizer with steps of this size, and a number. Parameters sorted by
+    /// the number have equal multipliers next to each other, as an optimizer needs them. Those of u-μP are Adam's.
+    pub fn multipliers(&self, name: &str, part: Part, shape: &[i64], step_size: StepSize) -> (u8, Multipliers) {
         let scaled = self.scaled();
+        if let Some(unit) = scaled.unit {
+            return (0, unit.multipliers(name, part, shape));
+        }
         if scaled.parametrisation.is_standard() {
             return (0, Multipliers::ONE);
         }
@@ -52,19 +74,26 @@ impl TransformerConfig {
 /// Errors if options of the parametrisation contradict each other or would do nothing.
 pub(super) fn check(config: &TransformerConfig) -> Result<()> {
     let (found, name) = (config.scaled().parametrisation, config.parametrisation.as_str());
-    for (option, base) in [("base_width", config.base_width), ("base_depth", config.base_depth)] {
+    let lengths = [
+        ("base_width", config.base_width),
+        ("base_depth", config.base_depth),
+        ("attention_length", config.attention_length),
+    ];
+    for (option, base) in lengths {
         let is_needed = found.base.contains(&option);
         match base {
             None if is_needed => {
-                return Err(Error::invalid(format!(
-                    "parametrisation {name:?} needs {option}: that of the model for which learning rate and the like were tuned"
-                )))
+                let what = match option {
+                    "attention_length" => "the number of tokens in a training sequence, usually segment_length",
+                    _ => "that of the model for which learning rate and the like were tuned",
+                };
+                return Err(Error::invalid(format!("parametrisation {name:?} needs {option}: {what}")));
             }
             Some(base) if !is_needed => {
                 return Err(Error::invalid(format!(
-                    "{option} = {base} would do nothing, as parametrisation is {name:?}: leave it out, or choose one of {}",
-                    names_where(|p| p.base.contains(&option))
-                )))
+                "{option} = {base} would do nothing, as parametrisation is {name:?}: leave it out, or choose one of {}",
+                names_where(|p| p.base.contains(&option))
+            )))
             }
             Some(base) if base < 1 => return Err(Error::invalid(format!("{option} must be at least 1, got {base}"))),
             _ => {}
@@ -75,6 +104,10 @@ pub(super) fn check(config: &TransformerConfig) -> Result<()> {
         ("output_alpha", config.output_alpha),
         ("residual_multiplier", config.residual_multiplier),
         ("attention_multiplier", config.attention_multiplier.unwrap_or(1.0)),
+        ("attn_softmax_alpha", config.attn_softmax_alpha),
+        ("ffn_act_alpha", config.ffn_act_alpha),
+        ("res_alpha", config.res_alpha),
+        ("res_attn_ratio", config.res_attn_ratio),
     ] {
         if !(value > 0.0 && value.is_finite()) {
             return Err(Error::invalid(format!("{option} must be greater than 0, got {value}")));
@@ -85,6 +118,7 @@ pub(super) fn check(config: &TransformerConfig) -> Result<()> {
             "attention_scale and attention_multiplier both say the factor of attention's scores: leave one of them out",
         ));
     }
+    check_unit_scaled(config, found)?;
     match config.depth_alpha {
         Some(alpha) if found.alpha.is_none() => {
             return Err(Error::invalid(format!(
@@ -147,6 +181,90 @@ pub(super) fn check(config: &TransformerConfig) -> Result<()> {
     }
 }
 
+/// The shortest `attention_length`: the logarithm of 1 would make attention's factor infinite.
+const SHORTEST: i64 = 2;
+
+/// The schemes in which F(x) is added to x without factors, and norms alone stand around F.
+const PLAIN_SUMS: [&str; 4] = ["prenorm", "sandwich", "peri-ln", "olmo2"];
+
+/// Errors if the model is not one for which u-μP is defined, or if options of u-μP are given without it.
+fn check_unit_scaled(config: &TransformerConfig, found: &Parametrisation) -> Result<()> {
+    let own = [
+        ("attn_softmax_alpha", config.attn_softmax_alpha),
+        ("ffn_act_alpha", config.ffn_act_alpha),
+        ("res_alpha", config.res_alpha),
+        ("res_attn_ratio", config.res_attn_ratio),
+    ];
+    if !found.is_unit_scaled {
+        return match own.into_iter().find(|(_, value)| *value != 1.0) {
+            Some((option, value)) => Err(Error::invalid(format!(
+                "{option} = {value} would do nothing, as parametrisation is {:?}: leave it out, or choose {}",
+                found.name,
+                names_where(|p| p.is_unit_scaled)
+            ))),
+            None => Ok(()),
+        };
+    }
+    if let Some(length) = config.attention_length.filter(|length| *length < SHORTEST) {
+        return Err(Error::invalid(format!("attention_length must be at least {SHORTEST}, got {length}")));
+    }
+    let is_off = |rate: Option<f64>| rate.unwrap_or(0.0) == 0.0;
+    let is_scaled = |norm: &NormName| {
+        let family = norm.as_str().split(':').next().unwrap_or_default();
+        [rms_norm::SPEC.name, layer_norm::SPEC.name].contains(&family)
+    };
+    let norms = "rmsnorm, one of its families, or layernorm";
+    let rules = [
+        ("architecture", "\"decoder-only\"", !config.has_encoder()),
+        ("residual", "one of prenorm, sandwich, peri-ln, olmo2", {
+            config.schemes().all().all(|scheme| PLAIN_SUMS.contains(&scheme.name()))
+        }),
+        ("norm", norms, config.decoder_norm.is_some() || is_scaled(&config.norm)),
+        ("decoder_norm", norms, config.decoder_norm.as_ref().is_none_or(is_scaled)),
+        ("activation", "\"swiglu\"", config.activation == Activation::SwiGlu),
+        ("positions", "\"rotary\" or \"none\"", matches!(config.positions, Positions::Rotary | Positions::None)),
+        ("tie_embeddings", "\"none\"", config.tie_embeddings == Ties::None),
+        ("dropout", "0", config.dropout == 0.0),
+        ("embedding_dropout", "0", is_off(config.embedding_dropout)),
+        ("attention_dropout", "0", is_off(config.attention_dropout)),
+        ("activation_dropout", "0", is_off(config.activation_dropout)),
+    ];
+    let left_out = [
+        "init",
+        "output_bias",
+        "qk_norm",
+        "v_norm",
+        "qk_l2norm",
+        "output_gate",
+        "sinks",
+        "score_softcap",
+        "logit_softcap",
+        "input_alpha",
+        "residual_multiplier",
+        "attention_multiplier",
+        "attention_scale",
+    ];
+    let json = |config: &TransformerConfig| serde_json::to_value(config).expect("options are plain data");
+    let (given, default) = (json(config), json(&TransformerConfig::default()));
+    let wrong = rules
+        .into_iter()
+        .filter(|(_, _, is_right)| !is_right)
+        .map(|(option, wanted, _)| format!("{option} must be {wanted}, got {}", given[option]));
+    let more = left_out
+        .into_iter()
+        .filter(|option| given[option] != default[option])
+        .map(|option| format!("{option} = {} must be left out", given[option]));
+    let all: Vec<String> = wrong.chain(more).collect();
+    match all.is_empty() {
+        true => Ok(()),
+        false => Err(Error::invalid(format!(
+            "parametrisation {:?} is defined for language models of the paper's kind: {}",
+            found.name,
+            all.join("; ")
+        ))),
+    }
+}
+
 /// Returns the names of the options that set the factor of attention's scores, each with true if it is given.
 pub(super) fn scores_options(config: &TransformerConfig) -> [(&'static str, bool); 2] {
     [
@@ -170,7 +288,7 @@ mod tests {
         let config: TransformerConfig = crate::config::from_json("model", text).unwrap();
         assert_eq!([8, 32].map(|layers| config.scaled().branch(layers)), [0.5, 0.25]);
         let part = |name, dimensions| parametrisation::part(name, dimensions, parametrisation::DeclaredAs::Weights);
-        let of = |name, dimensions| config.multipliers(name, part(name, dimensions), StepSize::Entries).1;
+        let of = |name, dimensions| config.multipliers(name, part(name, dimensions), &[1], StepSize::Entries).1;
         let encoder = Multipliers { init: 0.5f64.sqrt(), lr: 0.25, weight_decay: 2.0, eps: 0.25 };
         let found = of("encoder.layers.0.linear1.weight", 2);
         assert!((found.init - encoder.init).abs() < 1e-15);

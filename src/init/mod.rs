@@ -6,6 +6,7 @@ mod schemes;
 use crate::choice;
 use crate::error::{unknown, Result};
 use crate::options::{distinct, AnyOption, Options};
+use crate::parametrisation;
 use crate::residual::{LayerContext, ModelShape};
 use tch::{no_grad, Tensor};
 
@@ -164,7 +165,9 @@ pub struct Init {
 impl Init {
     /// Returns the fill of a layer's matrix (fan_out, fan_in), with the factor that the model's parametrisation sets.
     pub fn matrix(&self, role: Role, fan_in: i64, fan_out: i64, place: &LayerContext) -> Fill {
-        (self.linear)(role, fan_in, fan_out, place).times(place.model.scaled.matrix(self.has_fixed_std))
+        unit(&place.model, || {
+            (self.linear)(role, fan_in, fan_out, place).times(place.model.scaled.matrix(self.has_fixed_std))
+        })
     }
 
     /// Returns the fill of stacked biases; each part has a role and a number of elements.
@@ -179,13 +182,21 @@ impl Init {
 
     /// Returns the fill of a table of word embeddings, (V, d). At every width it has the std of the base model.
     pub fn table(&self, table: Table, model: &ModelShape, options: &Options) -> Fill {
-        (self.embedding)(table, &ModelShape { d_model: model.scaled.base_width, ..*model }, options)
+        unit(model, || (self.embedding)(table, &ModelShape { d_model: model.scaled.base_width, ..*model }, options))
     }
 
     /// Returns the fill of an output projection that shares no table, (V, d). At every width it has the std of the
     /// base model.
     pub fn output_matrix(&self, model: &ModelShape, vocab_size: i64, options: &Options) -> Fill {
-        (self.output)(model.scaled.base_width, vocab_size, options)
+        unit(model, || (self.output)(model.scaled.base_width, vocab_size, options))
+    }
+}
+
+/// Returns the fill of a matrix or table: that of u-μP if the model has it, else the initialisation's own.
+fn unit(model: &ModelShape, own: impl FnOnce() -> Fill) -> Fill {
+    match model.scaled.unit {
+        Some(_) => Fill::Normal { std: parametrisation::STD },
+        None => own(),
     }
 }
 

@@ -6,7 +6,7 @@ use super::sink_attention::sink_attention;
 use super::stacked_attention::stacked_attention;
 use super::value_embedding::ValueEmbedding;
 use super::written_rows::WrittenRows;
-use super::{Builder, Context, Ranges, Reads};
+use super::{times, Builder, Context, Ranges, Reads};
 use crate::error::Result;
 use crate::init::{Fill, Init, Role};
 use crate::kernel::attention::Extras;
@@ -39,6 +39,8 @@ pub struct Attention {
     /// The width of a row of keys, or of values.
     kv_width: i64,
     scale: f64,
+    /// The factor of the heads' outputs.
+    heads_scale: f64,
 }
 
 /// W_g and its bias, with one row for each head or for each element of the heads' outputs.
@@ -96,6 +98,7 @@ impl Attention {
             kv_heads,
             kv_width,
             scale,
+            heads_scale: place.model.scaled.unit.map_or(1.0, |unit| unit.heads()),
         })
     }
 
@@ -298,10 +301,11 @@ impl Attention {
         }
     }
 
-    /// Multiplies the joined heads by the gate computed from x, then applies the output projection, with the scheme's
+    /// Multiplies the joined heads by u-μP's factor and by the gate computed from x, then applies the output projection, with the scheme's
     /// changes before and after the projection.
     fn output(&self, heads: Tensor, x: &Tensor, inside: &Inside, ctx: &Context) -> Result<Tensor> {
         let rows: RowContext = ctx.rows();
+        let heads = times(heads, self.heads_scale)?;
         let heads = match &self.gate {
             Some(gate) => gate.apply(heads, x, ctx)?,
             None => heads,

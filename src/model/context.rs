@@ -6,11 +6,12 @@ use super::positions::Rotation;
 use super::prepared::PreparedWeights;
 use super::residual::KeptTensors;
 use super::running::UsedStatistics;
-use super::Packed;
+use super::{times, Packed};
 use crate::analysis::Watch;
 use crate::config::TransformerConfig;
 use crate::error::{Error, Result};
 use crate::operator::{ProcessGroup, Recording};
+use crate::parametrisation::UnitScaled;
 use std::cell::Cell;
 use std::rc::Rc;
 use std::sync::Arc;
@@ -66,6 +67,8 @@ pub struct Context {
     rotation: Option<Rc<Rotation>>,
     /// The flat buffers of parameters and gradients; if set, linear layers add to the gradients there.
     flat: Option<Rc<FlatBuffers>>,
+    /// True if products with a layer's matrices are multiplied by fan_in^(−1/2), as under u-μP.
+    is_unit_scaled: bool,
     /// Weights prepared for many products; only for passes between which the weights do not change.
     prepared: Option<Arc<PreparedWeights>>,
     watch: Option<Rc<Watch>>,
@@ -92,6 +95,7 @@ impl Context {
             tokens: None,
             rotation: None,
             flat: None,
+            is_unit_scaled: false,
             prepared: None,
             watch: None,
             kept_tensors: Rc::default(),
@@ -115,6 +119,7 @@ impl Context {
             tokens: None,
             rotation: None,
             flat: None,
+            is_unit_scaled: false,
             prepared: None,
             watch: None,
             kept_tensors: Rc::default(),
@@ -135,6 +140,11 @@ impl Context {
     /// Sets the process group whose ranks run this pass together.
     pub fn across(self, group: ProcessGroup) -> Self {
         Context { group, ..self }
+    }
+
+    /// Multiplies products with layers' matrices by fan_in^(−1/2), if `on`.
+    pub fn unit_scaled(self, on: bool) -> Self {
+        Context { is_unit_scaled: on, ..self }
     }
 
     /// Lets linear layers add to the gradients in these flat buffers.
@@ -236,12 +246,13 @@ impl Context {
         self.watch.as_deref().map_or(Ok(()), what)
     }
 
-    /// Computes y = x Wᵀ + b in the computing type.
+    /// Computes y = x Wᵀ + b in the computing type; under u-μP, (x Wᵀ + b)·fan_in^(−1/2).
     pub fn linear(&self, x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
-        match &self.prepared {
+        let y = match &self.prepared {
             Some(weights) if !Recording::is_on() => weights.linear(x, weight, bias, self.kind),
             _ => linear(x, weight, bias, self.kind, self.flat.as_deref()),
-        }
+        }?;
+        times(y, if self.is_unit_scaled { UnitScaled::product(weight.size()[1]) } else { 1.0 })
     }
 
     /// Returns the tensors that layers of the running stack have kept, by name.

@@ -1,10 +1,11 @@
 //! The feed-forward sublayer: `W₂·drop(σ(W₁x + b₁)) + b₂`, or with a gate `W₂·drop(σ(W₁x + b₁)⊙(W₃x + b₃)) + b₂`.
 
 use super::residual::Inside;
-use super::{Builder, Context};
+use super::{times, Builder, Context};
 use crate::error::Result;
 use crate::init::{Init, Role};
 use crate::operator;
+use crate::parametrisation::UnitScaled;
 use crate::residual::{Activation, LayerContext, Point};
 use tch::Tensor;
 
@@ -16,6 +17,8 @@ pub struct FeedForward {
     activation: Activation,
     /// W₃ and b₃, if there is a gate.
     gate: Option<(Tensor, Option<Tensor>)>,
+    /// The factors of u-μP; `None` under any other parametrisation.
+    unit: Option<UnitScaled>,
 }
 
 impl FeedForward {
@@ -33,7 +36,8 @@ impl FeedForward {
         let (weight1, bias1) = layer("linear1", Role::FeedForward1, d, f)?;
         let (weight2, bias2) = layer("linear2", Role::FeedForward2, f, d)?;
         let gate = activation.is_gated().then(|| layer("linear3", Role::Gate, d, f)).transpose()?;
-        Ok(FeedForward { weight1, bias1, weight2, bias2, activation, gate })
+        let unit = place.model.scaled.unit;
+        Ok(FeedForward { weight1, bias1, weight2, bias2, activation, gate, unit })
     }
 
     pub fn forward(&self, x: &Tensor, inside: &Inside, ctx: &Context) -> Result<Tensor> {
@@ -47,11 +51,19 @@ impl FeedForward {
             }
             Activation::Gelu | Activation::GeGlu => self.dropped(h.f_gelu("none")?, &x, ctx)?,
             Activation::Relu2 => self.dropped(h.f_relu()?.f_square()?, &x, ctx)?,
-            Activation::Silu | Activation::SwiGlu => self.dropped(h.f_silu()?, &x, ctx)?,
+            Activation::Silu | Activation::SwiGlu => self.dropped(self.silu(&h)?, &x, ctx)?,
         };
         ctx.show(|watch| watch.activations(&h))?;
         let h = inside.at(Point::AfterActivation, h, &rows)?;
         ctx.linear(&h, &self.weight2, self.bias2.as_ref())
+    }
+
+    /// Returns hσ(h); under u-μP hσ(αh), times the factor of the gated activation.
+    fn silu(&self, h: &Tensor) -> Result<Tensor> {
+        match self.unit {
+            None => Ok(h.f_silu()?),
+            Some(unit) => times(h.f_mul(&times(h.shallow_clone(), unit.activation)?.f_sigmoid()?)?, unit.gated()),
+        }
     }
 
     /// Returns the activation's output, times the gate if there is one, after dropout.

@@ -115,7 +115,7 @@ impl Transformer {
     /// Returns the context of a pass over the rows of one side, encoder or decoder.
     fn over(&self, side: &Packed, ctx: &Context) -> Result<Context> {
         let rotation = self.rotary.as_ref().map(|rotary| rotary.rotation(side, ctx.kind)).transpose()?;
-        Ok(ctx.over(side).turning(rotation))
+        Ok(ctx.over(side).turning(rotation).unit_scaled(self.config.scaled().unit.is_some()))
     }
 
     /// Returns the device of the model's parameters.

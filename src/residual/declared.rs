@@ -168,6 +168,11 @@ impl ResidualSpec {
         [&self.before, &self.skip, &self.branch, &self.after].into_iter().flatten()
     }
 
+    /// Sets the gains α and β to constants.
+    pub fn with_gains(self, (alpha, beta): (f64, f64)) -> Self {
+        ResidualSpec { alpha: Gain::Constant(alpha), beta: Gain::Constant(beta), ..self }
+    }
+
     /// Multiplies F(x) by m. If every β is a constant, folds m into β and returns the factor 1. Otherwise returns m,
     /// by which F(x) must still be multiplied.
     pub fn times(mut self, m: f64) -> (Self, f64) {

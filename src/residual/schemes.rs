@@ -243,7 +243,11 @@ impl Schemes {
     pub fn layer(&self, place: &LayerContext) -> LayerSpec {
         let scheme = self.at(place);
         let sublayers = place.each().map(|place| {
-            let (around, scale) = scheme.around(&place).times(place.model.scaled.branch(place.layers()));
+            let around = scheme.around(&place);
+            let (around, scale) = match place.model.scaled.unit {
+                Some(unit) => (around.with_gains(unit.gains(place.number())), 1.0),
+                None => around.times(place.model.scaled.branch(place.layers())),
+            };
             SublayerSpec { around, inside: self.inside(&place), scale }
         });
         LayerSpec { begin: scheme.layer(place), sublayers: sublayers.collect() }

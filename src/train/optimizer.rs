@@ -10,6 +10,7 @@ mod ruled;
 pub mod unit;
 
 use super::checkpoint::{to_array, to_tensor, Array};
+use super::schedule::Schedule;
 use super::trainer::kind_of;
 use crate::config::{AdamForm, DecayOf, TrainingConfig, TransformerConfig};
 use crate::cpu::parallel::{self, Shared};
@@ -93,12 +94,19 @@ impl Optimizer {
                 "unit_matrices sets the lengths of matrices, which the parametrisation would scale: leave one of them out",
             ));
         }
+        if ruled.is_some() && model.scaled().unit.is_some() {
+            return Err(Error::invalid(format!(
+                "parametrisation {:?} has rates for Adam alone, got optimizer = {:?}: leave one of them out",
+                model.parametrisation.as_str(),
+                config.optimizer.name()
+            )));
+        }
         let mut sorted: Vec<_> = parameters
             .parts()
             .map(|(name, t, part)| {
                 let rule = ruled.as_ref().map(|ruled| &ruled.rule).filter(|rule| rule.takes(part, &t.size()));
                 let step_size = rule.map_or(StepSize::Entries, |rule| rule.step_size());
-                let (order, multipliers) = model.multipliers(name, part, step_size);
+                let (order, multipliers) = model.multipliers(name, part, &t.size(), step_size);
                 let is_left_out =
                     config.weight_decay != 0.0 && config.weight_decay_of == DecayOf::Matrices && !part.is_matrix();
                 let weight_decay = if is_left_out { 0.0 } else { multipliers.weight_decay };
@@ -145,7 +153,11 @@ impl Optimizer {
             beta2: config.beta2,
             eps: config.adam_eps,
             form: config.adam_form,
-            weight_decay: config.weight_decay,
+            weight_decay: match model.scaled().unit {
+                // u-μP's decay follows the schedule's course, but not its highest rate.
+                Some(_) => config.weight_decay / Schedule::new(config, model.scaled().base_width).highest(),
+                None => config.weight_decay,
+            },
             clip_norm: config.clip_norm,
             seed: config.seed,
         })

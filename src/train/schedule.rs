@@ -109,7 +109,7 @@ impl Schedule {
             * match self.name {
                 ScheduleName::InverseSqrt => self.inverse_sqrt(n),
                 ScheduleName::ValDecay => self.warm(n, self.peak()) * self.memory.factor,
-                ScheduleName::NoWarmup => self.peak.unwrap_or(NO_WARMUP_LR) * self.memory.factor,
+                ScheduleName::NoWarmup => self.peak() * self.memory.factor,
                 ScheduleName::TFixup => self.peak() * (T_FIXUP_PERIOD / (T_FIXUP_PERIOD + n)).sqrt(),
                 ScheduleName::Constant => self.warm(n, self.peak()),
                 _ if n < self.warmup => self.warm(n, self.peak()),
@@ -179,9 +179,18 @@ impl Schedule {
         memory.scores.push(score);
     }
 
-    /// Returns the rate after warm-up: the given one, or the one that TwT eq 7 has at n = n_w.
+    /// Returns the rate after warm-up with the options' multiplier, before the schedule lowers it.
+    pub fn highest(&self) -> f64 {
+        self.multiplier * self.peak()
+    }
+
+    /// Returns the rate after warm-up: the given one, or the schedule's own, which is that of TwT eq 7 at n = n_w for
+    /// all but one.
     fn peak(&self) -> f64 {
-        self.peak.unwrap_or_else(|| self.scale / (self.d_model * self.warmup.max(1.0)).sqrt())
+        self.peak.unwrap_or_else(|| match self.name {
+            ScheduleName::NoWarmup => NO_WARMUP_LR,
+            _ => self.scale / (self.d_model * self.warmup.max(1.0)).sqrt(),
+        })
     }
 
     /// Without a given peak, returns λ/√d·min(1/√n, n/n_w^1.5). With one, returns a linear warm-up from `warmup_init`

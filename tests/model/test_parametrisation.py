@@ -15,13 +15,16 @@ from normformer_rs import _core, analysis, schemes
 from normformer_rs import nn as nfnn
 from normformer_rs.formats.convert import flags_from
 
-NAMES = [entry["name"] for entry in nfrs.tables()["parametrisations"]]
+NAMES = [entry["name"] for entry in nfrs.tables()["parametrisations"] if entry["name"] != "u-mup"]
 BASE = {"base_width": 4, "base_depth": 2}
 SCALED = {
     "mup": {"parametrisation": "mup", "base_width": 4},
     "depth-mup": {"parametrisation": "depth-mup", **BASE},
     "completep": {"parametrisation": "completep", **BASE},
 }
+UNIT = {"parametrisation": "u-mup", "attention_length": 9, "architecture": "decoder-only", "activation": "swiglu"}
+UNIT |= {"norm": "rmsnorm", "rmsnorm_weight": False, "positions": "rotary", "tie_embeddings": "none", "dropout": 0.0}
+ALPHAS = {"attn_softmax_alpha": 3.0, "ffn_act_alpha": 0.6, "res_alpha": 0.7, "res_attn_ratio": 1.7, "output_alpha": 1.3}
 OWN_DEPTH = ("attnres", "dlcl", "depth-scaled", "variance-gate", "x0-lambdas", "ngpt")
 """Their branches do not simply add up, so that depth-mup and completep refuse them."""
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -152,6 +155,94 @@ OPTIONS = [
 def test_logits_and_gradients_equal_the_oracles(options):
     model, state, options = build(**options)
     compare(model, state, options, ref.pad(SOURCES), ref.pad(TARGETS))
+
+
+UNIT_MODELS = {
+    "the paper's": {"linear_biases": False},
+    "alphas": ALPHAS,
+    "layernorm": {
+        **ALPHAS,
+        "norm": "layernorm",
+        "rmsnorm_weight": True,
+        "positions": "none",
+        "kv_heads": 2,
+        "scale_embeddings": False,
+    },
+    "sandwich": {"rmsnorm_weight": True, "residual": "sandwich", "decoder_layers": 1},
+    "peri-ln": {**ALPHAS, "rmsnorm_weight": True, "residual": "peri-ln"},
+    "llama": {"norm": "rmsnorm:llama", "rmsnorm_weight": True, "linear_biases": False},
+    "olmo2*1,prenorm": {**ALPHAS, "rmsnorm_weight": True, "residual": "olmo2*1,prenorm"},
+}
+
+
+@pytest.mark.parametrize("case", UNIT_MODELS)
+def test_unit_scaled_models_equal_the_oracles(case):
+    """Logits, gradients and each parameter's multipliers; the parameters begin with std 1, as the authors'."""
+    model, state, options = build(**UNIT | UNIT_MODELS[case])
+    compare(model, state, options, None, ref.pad(TARGETS))
+    names = {id(p): name for name, p in model.named_parameters()}
+    found = {}
+    for group in nfrs.param_groups(model, 0.5, weight_decay=0.1, eps=1e-3):
+        is_vector = group["role"] in ("hidden-vector", "end")
+        for p in group["params"]:
+            rate, decay, eps = ref.unit_multipliers(options, names[id(p)], tuple(p.shape))
+            expected = [0.5 * rate, 0.0 if is_vector else 0.1 / 0.5 * decay, 1e-3 * eps]
+            found[names[id(p)]] = [group[key] for key in ("lr", "weight_decay", "eps")]
+            assert found[names[id(p)]] == pytest.approx(expected, rel=1e-12), names[id(p)]
+    assert found.keys() == set(names.values())
+
+
+def test_unit_scaled_models_start_with_unit_matrices():
+    shape = {**SHAPE, **UNIT, "vocab_size": 600, "d_model": 128, "d_ff": 320}
+    for name, p in nfrs.Transformer(nfrs.TransformerConfig(**shape), seed=1).named_parameters():
+        std = p.detach()[2:].std().item() if p.dim() > 1 else 0.0
+        assert abs(std - (p.dim() > 1)) < 5 / (2 * p.numel()) ** 0.5, name
+
+
+UNIT_REFUSALS = {
+    "architecture": ("encoder-decoder", ' must be "decoder-only", got "encoder-decoder"'),
+    "residual": ("prenorm*1,deepnorm", ' must be one of prenorm, sandwich, peri-ln, olmo2, got "prenorm[*]1,deepnorm"'),
+    "norm": ("scalenorm", ' must be rmsnorm, one of its families, or layernorm, got "scalenorm"'),
+    "activation": ("geglu", ' must be "swiglu", got "geglu"'),
+    "positions": ("learned", ' must be "rotary" or "none", got "learned"'),
+    "tie_embeddings": ("all", ' must be "none", got "all"'),
+    "dropout": (0.1, " must be 0, got 0.1$"),
+    "attention_dropout": (0.2, " must be 0, got 0.2$"),
+    "decoder_norm": ("dyt", ' must be rmsnorm, one of its families, or layernorm, got "dyt"'),
+    "init": ("gpt2", ' = "gpt2" must be left out'),
+    **dict.fromkeys(("output_bias", "qk_norm", "sinks"), (True, " = true must be left out")),
+    **dict.fromkeys(("input_alpha", "residual_multiplier"), (0.5, " = 0.5 must be left out")),
+    "attention_scale": ("inverse", ' = "inverse" must be left out'),
+    "smear": (True, " = true: leave that out"),
+    "attention_length": (1, " must be at least 2, got 1"),
+    "base_width": (8, " = 8 would do nothing"),
+    "res_alpha": (0.0, " must be greater than 0, got 0"),
+}
+
+
+@pytest.mark.parametrize("option", UNIT_REFUSALS)
+def test_unit_scaled_models_refuse(option):
+    value, message = UNIT_REFUSALS[option]
+    plain = {"rmsnorm_weight": True} if "norm" in option else {}
+    with pytest.raises(nfrs.InputError, match=f"{option}{message}"):
+        nfrs.Transformer(nfrs.TransformerConfig(**SHAPE | UNIT | plain | {option: value}))
+
+
+def test_options_of_unit_scaled_models_are_refused_elsewhere():
+    for option, value in ALPHAS.items() - {("output_alpha", 1.3)}:
+        with pytest.raises(nfrs.InputError, match=f'{option} = {value:g} would do nothing, as .* "standard".* u-mup'):
+            nfrs.Transformer(nfrs.TransformerConfig(**SHAPE, **{option: value}))
+    with pytest.raises(nfrs.InputError, match=r"attention_length = 9 would do nothing.* u-mup"):
+        nfrs.Transformer(nfrs.TransformerConfig(**SHAPE, attention_length=9))
+    with pytest.raises(nfrs.InputError, match='"u-mup" needs attention_length: the number of tokens'):
+        nfrs.Transformer(nfrs.TransformerConfig(**SHAPE, **UNIT | {"attention_length": None}))
+    with pytest.raises(nfrs.InputError, match='"u-mup" is one of whole models'):
+        nfnn.TransformerEncoderLayer(16, 4, 32, parametrisation="u-mup")
+    with pytest.raises(nfrs.InputError, match=r'"u-mup" is for normformer_rs[.]Transformer, got Linear'):
+        nfrs.param_groups(nn.Linear(4, 4), 1.0, parametrisation="u-mup")
+    model = nfrs.Transformer(nfrs.TransformerConfig(**SHAPE, **UNIT))
+    with pytest.raises(nfrs.InputError, match='depth would do nothing, as parametrisation is "u-mup"'):
+        nfrs.param_groups(model, 1.0, depth=3)
 
 
 @pytest.mark.parametrize("architecture", ["encoder-decoder", "decoder-only"])
@@ -583,6 +674,14 @@ def test_sizes_under_muon_do_not_depend_on_the_depth(scale):
     found, standard = (analysis.coordinate_check(one, **given).slopes() for one in (scaled, config))
     assert all(abs(found[place]) < 0.1 for place in ("embedding", "middle layer", "last layer", "logits")), found
     assert standard["last layer"] > 0.3, standard
+
+
+@pytest.mark.one_in(test=2)
+@pytest.mark.parametrize("lr", [0.1, 0.5])
+def test_sizes_of_unit_scaled_models_do_not_depend_on_the_width(lr):
+    config = nfrs.TransformerConfig(**LANGUAGE_MODEL | UNIT | {"attention_length": 16}, decoder_layers=2)
+    found = analysis.coordinate_check(config, widths=(32, 64, 128, 256), lr=lr).slopes()
+    assert all(abs(found[place]) < 0.1 for place in STREAM), found
 
 
 @pytest.mark.full

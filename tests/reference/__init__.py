@@ -91,6 +91,7 @@ from .parameters import (
     parameter_shapes,
     random_state,
 )
+from .parametrisation import unit_multipliers
 from .philox import (
     dropout_keep,
     dropout_scale,
@@ -209,6 +210,7 @@ __all__ = [
     "t_fixup_embedding_gain",
     "t_fixup_factor",
     "train_step",
+    "unit_multipliers",
     "unpack",
     "window_losses",
     "window_of",

@@ -90,7 +90,7 @@ DEFAULTS: dict[str, Any] = {
     "init": None,  # None means the scheme's own
     "ds_init_mode": "paper",  # or "release"
     "fixnorm": False,
-    "parametrisation": "standard",  # or "mup", "depth-mup", "completep"
+    "parametrisation": "standard",  # or "mup", "depth-mup", "completep", "u-mup"
     "base_width": None,
     "base_depth": None,
     "depth_alpha": None,  # None means the parametrisation's own α
@@ -99,6 +99,11 @@ DEFAULTS: dict[str, Any] = {
     "residual_multiplier": 1.0,
     "attention_multiplier": None,
     "attention_scale": None,  # or "inverse", "inverse-sqrt"
+    "attention_length": None,
+    "attn_softmax_alpha": 1.0,
+    "ffn_act_alpha": 1.0,
+    "res_alpha": 1.0,
+    "res_attn_ratio": 1.0,
     "positions": "twt",  # or "fairseq", "learned", "rotary", "none"
     "max_positions": 1024,
     "rope_theta": 10000.0,

@@ -23,7 +23,7 @@ from .norms import (
 )
 from .operators import ACTIVATIONS, PAD, UNK, attention, causal_mask, masked_log_softmax, relu_dropout
 from .parameters import State, buffer_shapes, parameter_shapes
-from .parametrisation import forward_factors
+from .parametrisation import UnitScaled, forward_factors, unit_factors
 from .philox import dropout_keep, dropout_scale
 from .positions import positions_of, rotated, sinusoids
 from .residual import (
@@ -195,17 +195,21 @@ class Run:
         y = self.changed(about.before, place.stack, y, real)
         y = self.changed(about.inside.get("input"), place.stack, y, real)
         f = self.changed(about.output, place.stack, function(place, y), real)
-        f = f * forward_factors(self.config, place.stack).branch
+        unit = self.unit(place)
+        f = f * forward_factors(self.config, place.stack).branch * unit.branch
         keep = self.keep(self.dropout.residual, real, x.shape[-1])
         if about.mixing is not None:
             f = f if keep is None else f * keep * dropout_scale(self.dropout.residual)
             x, *streams = write(about.mixing, [x, *streams], weights, f)
             return x, streams
         others = [self.step(s, f, keep, *gains) for s, gains in zip(streams, about.streams, strict=True)]
-        x_plus = self.step_of_x(place, self.changed(about.on_x, place.stack, x, real), f, keep, real)
+        x_plus = self.step_of_x(place, unit.skip * self.changed(about.on_x, place.stack, x, real), f, keep, real)
         x_plus = self.changed(about.on_sum, place.stack, x_plus, real)
         x_plus = x_plus + bottom if about.adds_bottom else x_plus
         return self.changed(about.after, place.stack, x_plus, real), others
+
+    def unit(self, place: Place) -> UnitScaled:
+        return unit_factors(self.config, 2 * place.layer + place.index - 1)
 
     def step_of_x(self, place: Place, x: Tensor, f: Tensor, keep: Tensor | None, real: Tensor) -> Tensor:
         about = describe_sublayer(place)
@@ -245,9 +249,10 @@ class Run:
         inputs = list(query) if query.dim() == 4 else [query, memory, memory]
         points = zip(("query_input", "key_input", "value_input"), inputs, strict=True)
         of_q, of_k, of_v = (self.changed(inside.get(point), place.stack, y, key_real) for point, y in points)
-        q = projected("query", of_q @ w_q.T + b_q, query_real)
-        k = projected("key", of_k @ w_k.T + b_k, key_real)
-        v = split(projected("value", self.with_tokens(name, of_v @ w_v.T + b_v, of_q), key_real))
+        times = self.of_products(d)
+        q = projected("query", (of_q @ w_q.T + b_q) * times, query_real)
+        k = projected("key", (of_k @ w_k.T + b_k) * times, key_real)
+        v = split(projected("value", self.with_tokens(name, (of_v @ w_v.T + b_v) * times, of_q), key_real))
         if self.config["positions"] == "rotary" and place.kind == "self_attn":
             q, k = (join(rotated(split(x), positions_of(query_real), self.config["rope_theta"])) for x in (q, k))
         q, k = split(projected("rotated_query", q, query_real)), split(projected("rotated_key", k, key_real))
@@ -257,6 +262,7 @@ class Run:
         q = q * (scale * math.sqrt(d // heads))  # because `attention` itself multiplies scores by 1/√d_head
         how = {"softcap": self.config["score_softcap"], "sinks": self.state.get(f"{name}.sinks")}
         joined = attention(q, k, v, allowed, keep, dropout_scale(p), **how).transpose(1, 2)  # (B, T, heads, d_head)
+        joined = joined * self.unit(place).heads
         if self.config["output_gate"] is not None:
             gates = 1 / (1 + torch.exp(-self.linear(f"{name}.gate_proj", query)))
             joined = joined * gates.unflatten(-1, (heads, -1))
@@ -317,7 +323,8 @@ class Run:
         if self.config["activation"] == "relu":
             activated = relu_dropout(hidden, mask, dropout_scale(p))
         else:
-            activated = ACTIVATIONS[self.config["activation"]](hidden)
+            unit = self.unit(place)
+            activated = ACTIVATIONS[self.config["activation"]](unit.activation * hidden) / unit.activation * unit.gated
             if f"{place.prefix}.linear3.weight" in self.state:
                 activated = activated * self.linear(f"{place.prefix}.linear3", x)
             activated = activated if mask is None else activated * mask * dropout_scale(p)
@@ -424,7 +431,12 @@ class Run:
         return unpack(layer(rows, training=self.is_training), real)
 
     def linear(self, name: str, x: Tensor) -> Tensor:
-        return x @ self.state[f"{name}.weight"].T + self.state.get(f"{name}.bias", 0)
+        weight = self.state[f"{name}.weight"]
+        return (x @ weight.T + self.state.get(f"{name}.bias", 0)) * self.of_products(weight.shape[1])
+
+    def of_products(self, fan_in: int) -> float:
+        """Returns the factor of a product with a matrix of a layer."""
+        return fan_in**-0.5 if unit_factors(self.config, 0).has_products else 1.0
 
     # Dropout masks, addressed over packed rows: the real tokens of the batch, sentence after sentence.
 

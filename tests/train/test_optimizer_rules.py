@@ -259,6 +259,19 @@ def separate(group, d_model):
     return {**group, "params": params, "names": [str(i) for i in range(len(params))]}
 
 
+UNIT = {"parametrisation": "u-mup", "attention_length": 8, "architecture": "decoder-only", "activation": "swiglu"}
+UNIT |= {"norm": "rmsnorm", "positions": "rotary", "tie_embeddings": "none"}
+
+
+def test_other_optimizers_are_refused_under_unit_scaling(tmp_path, corpus):
+    data = {key: path for key, path in corpus.items() if key.endswith("target")} | {"segment_length": 8}
+    with pytest.raises(nfrs.InputError, match='parametrisation "u-mup" has rates for Adam alone, got optimizer = "lion"'):
+        fit(tmp_path / "run", data, model=UNIT, training={**LOOP, "optimizer": "lion"}, **QUIET)
+    model = nfrs.Transformer(nfrs.TransformerConfig(**UNIT, vocab_size=20, dropout=0.0), seed=1)
+    with pytest.raises(nfrs.InputError, match='parametrisation "u-mup" has rates for Adam alone: leave optimizer out'):
+        nfrs.param_groups(model, 1e-3, optimizer="muon", muon_scale="rms")
+
+
 def test_unit_matrices_under_a_parametrisation_are_refused(tmp_path, corpus):
     model = {"parametrisation": "mup", "base_width": 8}
     with pytest.raises(nfrs.InputError, match="unit_matrices sets the lengths of matrices, which the parametrisation"):

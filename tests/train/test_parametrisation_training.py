@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from train_support import TINY, events, fit, losses, weights, whole_batch
+from train_support import TINY, events, fit, losses, vocabulary, weights, whole_batch
 
 import normformer_rs as nfrs
 import reference as ref
@@ -49,6 +49,44 @@ def test_an_update_is_torchs(tmp_path, corpus, name, clip_norm):
     for key, p in model.named_parameters():
         torch.testing.assert_close(ours[key], p.detach(), rtol=1e-6, atol=1e-7, msg=lambda m, k=key: f"{k}: {m}")
         assert not torch.equal(p.detach(), before[key]) or not p.grad.any(), key
+
+
+UNIT = {"parametrisation": "u-mup", "attention_length": 8, "architecture": "decoder-only", "activation": "swiglu"}
+UNIT |= {"norm": "rmsnorm", "positions": "rotary", "tie_embeddings": "none", "res_attn_ratio": 0.5, "output_alpha": 2.0}
+
+
+def test_two_updates_of_a_unit_scaled_model_are_torchs(tmp_path, corpus):
+    """During a warm-up, so that decay follows the schedule but not the highest rate; ε is as large as gradients are. A
+    resume lies between. Then the oracle, which has no cache, decodes as the run does."""
+    training = {"adam_form": "torch", "adam_eps": 0.1, "lr": 0.2, "lr_multiplier": 0.5, "weight_decay": 0.1}
+    training |= {"warmup": 2, "label_smoothing": 0.0, "vocab_mask": False}
+    data = {key: path for key, path in corpus.items() if key.endswith("target")} | {"segment_length": 8}
+    fit(tmp_path / "run", data, UNIT, training | {"updates": 1})
+    fit(tmp_path / "run", data, UNIT, training | {"updates": 2}, resume=True)
+    ids = vocabulary(tmp_path / "run")
+    lines = Path(corpus["train_target"]).read_text().splitlines()
+    stream = [token for line in lines for token in [*(ids[piece] for piece in line.split()), ref.EOS]]
+    batches = ref.language_model_batches(stream, 8, 10000, 1)
+    model = nfrs.Transformer(nfrs.TransformerConfig(**{**TINY, **UNIT}, vocab_size=len(ids) + 4), seed=1)
+    adam = torch.optim.AdamW(nfrs.param_groups(model, 0.1, weight_decay=0.1, eps=0.1), betas=(0.9, 0.98))
+    rates = [group["lr"] for group in adam.param_groups]
+    for update in (1, 2):
+        batch = next(batches)
+        logits = model(None, batch.target_input)
+        torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.target.flatten(), ignore_index=ref.PAD).backward()
+        for group, rate in zip(adam.param_groups, rates, strict=True):
+            group["lr"] = rate * update / 2
+        adam.step()
+        adam.zero_grad()
+    ours = weights(tmp_path / "run")
+    for key, p in model.named_parameters():
+        torch.testing.assert_close(ours[key], p.detach(), rtol=1e-5, atol=1e-6, msg=lambda m, k=key: f"{k}: {m}")
+    how = {"max_length": 6, "sentences": 0}
+    ((text,),) = nfrs.generate(tmp_path / "run", ["a b"], nfrs.GenerationConfig(temperature=0, **how))
+    state = {key: weight.double() for key, weight in ours.items()}
+    mask = torch.arange(len(ids) + 4) >= ref.EOS  # neither BOS nor PAD is ever made
+    tokens, total = ref.greedy_text(state, model.config.asdict(), [ids["a"], ids["b"]], context=8, mask=mask, **how)
+    assert len(tokens) == text.tokens == 6 and text.log_probability == pytest.approx(total, abs=1e-4)
 
 
 @pytest.mark.parametrize("name", ["mup", "completep"])

@@ -45,6 +45,7 @@ _WORDS = {
     "adam": "adamw",
     "mup": "mu-p μp maximal-update",
     "completep": "complete-p",
+    "u-mup": "umup u-μp unit-mup unit-scaling unit-scaled",
     # options
     "lr": "learning-rate",
     "optimizer": "optim",

@@ -143,6 +143,11 @@ class Transformer(Steered):
         names, tensors, _ = self._tensors()
         return _core.parameter_parts(self._options, names, tensors)
 
+    def _unit_multipliers(self) -> dict[str, tuple[float, float, float]]:
+        """Returns each parameter's multipliers of rate, weight decay and ε under u-mup."""
+        names, tensors, _ = self._tensors()
+        return _core.unit_multipliers(self._options, names, tensors)
+
     def _unit_dimensions(self) -> dict[str, int]:
         """Returns, for each matrix whose vectors `unit_matrices` keeps at length one, the dimension along which these
         vectors lie."""

@@ -26,6 +26,7 @@ from ..nn.training import MATRICES, learned_gains, summed_over, vector_ids
 from .model import Transformer
 
 ROLES = ("embedding", "hidden-matrix", "hidden-vector", "end")
+UNIT_SCALED = "u-mup"
 _WIDTHS = ("d_model", "hidden_size", "n_embd", "embed_dim", "dim")
 """Names under which other libraries' configurations hold the width of the residual stream."""
 
@@ -61,6 +62,11 @@ def param_groups(
     denseformer) has lr/m_L. None of them decays.
 
     mup has these without m_L, and leaves weight_decay unchanged; standard has no multipliers, and vectors do not decay.
+
+    u-mup has no base model, so lr is that of every size. In stacks of L layers matrices have lr/√(L·fan_in), vectors
+    lr/√L; embeddings have lr/√d, the output and the last norm lr. weight_decay is divided by the group's lr, so that
+    torch's product of the two is weight_decay at the highest rate; ε is divided by the ratio of the authors' scaled
+    gradient to the true one in a batch of one token (docs/spec.md §3.7).
 
     A normformer_rs.Transformer has its own parametrisation and sizes, and so do the layers of `normformer_rs.nn`. In
     any other model a block is a module in a ModuleList or Sequential whose modules are all of one class and hold
@@ -110,6 +116,10 @@ def param_groups(
         raise InputError(unknown("optimizer", optimizer, ("adam", "muon")))
     own = _own_options(model)
     name = _agreed("parametrisation", parametrisation, own.get("parametrisation"), "standard")
+    if name == UNIT_SCALED:
+        if optimizer != "adam":
+            raise InputError(f'parametrisation "{name}" has rates for Adam alone: leave optimizer out')
+        return _unit_groups(model, lr, weight_decay, eps, {"width": width, "depth": depth, "base_width": base_width})
     step_size = _step_size(optimizer, muon_scale, name)
     base_width = _agreed("base_width", base_width, own.get("base_width"))
     base_depth = _agreed("base_depth", base_depth, own.get("base_depth"))
@@ -161,6 +171,31 @@ def _step_size(optimizer: str, muon_scale: str | None, parametrisation: str) -> 
             'muon_scale, "rms" for adjust_lr_fn="match_rms_adamw" of torch.optim.Muon, "spectral" for "original"'
         )
     return sizes[muon_scale or "rms"]
+
+
+def _unit_groups(
+    model: nn.Module, lr: float, weight_decay: float, eps: float, sizes: dict[str, int | None]
+) -> list[dict[str, Any]]:
+    """Returns the groups of u-mup, one for each set of multipliers. Errors: InputError for another package's model,
+    whose forward pass is not u-mup's, and for sizes, which the model has already."""
+    if not isinstance(model, Transformer):
+        raise InputError(
+            f'parametrisation "{UNIT_SCALED}" is for normformer_rs.Transformer, got {type(model).__name__}: build that '
+            "model, or take the optimizers of the package unit-scaling"
+        )
+    if given := [size for size, value in sizes.items() if value is not None]:
+        raise InputError(f'{given[0]} would do nothing, as parametrisation is "{UNIT_SCALED}": leave it out')
+    _check(UNIT_SCALED, None, None, None, lr=lr, weight_decay=weight_decay, eps=eps)
+    parts, multipliers = model._parts(), model._unit_multipliers()
+    groups: dict[tuple[int, float, float], dict[str, Any]] = {}
+    for name, p in model.named_parameters():
+        if p.requires_grad:
+            role, (rate, decay, of_eps) = parts[name][0], multipliers[name]
+            decays = weight_decay / lr if role in MATRICES and lr else 0.0
+            values = {"lr": lr * rate, "weight_decay": decays * decay, "eps": eps * of_eps}
+            group = groups.setdefault((ROLES.index(role), rate, of_eps), {"params": [], "role": role, **values})
+            group["params"].append(p)
+    return [groups[key] for key in sorted(groups)]
 
 
 class _Placed(NamedTuple):

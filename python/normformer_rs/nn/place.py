@@ -24,11 +24,17 @@ OWN: tuple[str, ...] = (
     "output_alpha",
 )
 OWN += ("tie_embeddings", "output_bias", "dropout", "embedding_dropout", *LANGUAGE_MODELS)
+OWN += ("attention_length", "attn_softmax_alpha", "ffn_act_alpha", "res_alpha", "res_attn_ratio")
 """Options of a whole model that layers take under torch.nn's names, or do not have."""
 
 
 def configure(options: Mapping[str, Any], **given: Any) -> TransformerConfig:
     """Builds a TransformerConfig from a module's arguments and its free options; InputError for an unknown option."""
+    if options.get("parametrisation") == "u-mup":
+        raise InputError(
+            'parametrisation = "u-mup" is one of whole models, and layers of nn do not multiply their products: '
+            "build a normformer_rs.Transformer, or choose another parametrisation"
+        )
     known = [field.name for field in TransformerConfig.FIELDS if field.name not in OWN]
     for name in options:
         if name not in known:
