@@ -396,6 +396,7 @@ class TrainingConfig(Config):
     weight_decay_of: _WeightDecayOf
     unit_matrices: bool
     clip_norm: float
+    qk_clip: float
     label_smoothing: float
     smoothing: _Smoothing
     z_loss: float
@@ -451,6 +452,7 @@ class TrainingConfig(Config):
         weight_decay_of: _WeightDecayOf = ...,
         unit_matrices: bool = ...,
         clip_norm: float = ...,
+        qk_clip: float = ...,
         label_smoothing: float = ...,
         smoothing: _Smoothing = ...,
         z_loss: float = ...,
