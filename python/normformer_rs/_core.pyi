@@ -66,6 +66,21 @@ def norm_numbers(name: str, width: int, given: str) -> list[list[float]]:
 def step_by_rule(training: str, parameter: Tensor, gradient: Tensor, state: Sequence[Tensor], lr: float) -> None:
     """Makes one step of an optimizer's rule (muon, normuon or lion) with one matrix or vector, in place."""
 
+def largest_logits(
+    model: str,
+    names: Sequence[str],
+    tensors: Sequence[Tensor],
+    batches: Sequence[tuple[Tensor | None, Tensor]],
+    precision: str,
+) -> dict[str, float]:
+    """The largest logit of each head in batches (source, target_input), without dropout, by the attention's name and
+    the head's number."""
+
+def clip_queries_and_keys(
+    model: str, names: Sequence[str], tensors: Sequence[Tensor], largest: Mapping[str, float], limit: float
+) -> None:
+    """Makes QK-clip's part of an update, in place, for these largest logits."""
+
 def profile(
     model: str,
     names: Sequence[str],

@@ -418,6 +418,7 @@ class TrainingConfig(Config):
     weight_decay_of: _WeightDecayOf
     unit_matrices: bool
     clip_norm: float
+    qk_clip: float
     label_smoothing: float
     smoothing: _Smoothing
     z_loss: float
@@ -473,6 +474,7 @@ class TrainingConfig(Config):
         weight_decay_of: _WeightDecayOf = ...,
         unit_matrices: bool = ...,
         clip_norm: float = ...,
+        qk_clip: float = ...,
         label_smoothing: float = ...,
         smoothing: _Smoothing = ...,
         z_loss: float = ...,

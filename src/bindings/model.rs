@@ -338,6 +338,60 @@ fn statistics(
     Ok(found.into())
 }
 
+/// Returns the largest logit of each head in the batches (source, target_input), without dropout, by the attention's
+/// name and the head's number.
+#[pyfunction]
+fn largest_logits(
+    py: Python<'_>,
+    model: &str,
+    names: Vec<String>,
+    tensors: Vec<PyTensor>,
+    batches: Vec<(Option<PyTensor>, PyTensor)>,
+    precision: &str,
+) -> PyResult<HashMap<String, f64>> {
+    let model: TransformerConfig = config::from_json("model", model)?;
+    let kind = kind(precision)?;
+    let tensors = named(names, tensors);
+    let batches: Vec<_> = batches.into_iter().map(|(source, target)| (source.map(|t| t.0), target.0)).collect();
+    let found = released(py, move || {
+        let mut built = Transformer::with_parameters(&model, &tensors)?;
+        let clip = train::QkClip::new(&built.parameters, f64::INFINITY)?;
+        for (source, target) in batches {
+            let (back, read, kind) = reading(built, source, &target, kind)?;
+            let ctx = Context::evaluation(kind).measuring_logits(true);
+            let _ = tch::no_grad(|| back.features(&read, &ctx))?;
+            built = back;
+        }
+        Ok::<_, Error>(clip.heads().into_iter().zip(Vec::<f64>::try_from(clip.largest()?)?).collect())
+    })?;
+    Ok(found)
+}
+
+/// Makes QK-clip's part of an update, in place, for the largest logits `largest`, as `largest_logits` returns them.
+#[pyfunction]
+fn clip_queries_and_keys(
+    py: Python<'_>,
+    model: &str,
+    names: Vec<String>,
+    tensors: Vec<PyTensor>,
+    largest: HashMap<String, f64>,
+    limit: f64,
+) -> PyResult<()> {
+    let model: TransformerConfig = config::from_json("model", model)?;
+    let tensors = named(names, tensors);
+    released(py, move || {
+        let built = Transformer::with_parameters(&model, &tensors)?;
+        let clip = train::QkClip::new(&built.parameters, limit)?;
+        let of = |head: String| largest.get(&head).copied().unwrap_or(f64::NEG_INFINITY);
+        let logits: Vec<f64> = clip.heads().into_iter().map(of).collect();
+        for (one, logits) in built.parameters.attentions().iter().zip(logits.chunks(model.heads as usize)) {
+            tch::no_grad(|| one.largest.shallow_clone().f_copy_(&Tensor::from_slice(logits)))?;
+        }
+        clip.apply(None)
+    })?;
+    Ok(())
+}
+
 /// Measures the gains that the scheme takes from one training batch, and sets them in place (docs/spec.md §3.4).
 #[pyfunction]
 #[allow(clippy::too_many_arguments)]
@@ -381,5 +435,7 @@ pub(super) fn add(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_function(wrap_pyfunction!(forward, m)?)?;
     m.add_function(wrap_pyfunction!(observe, m)?)?;
     m.add_function(wrap_pyfunction!(statistics, m)?)?;
+    m.add_function(wrap_pyfunction!(largest_logits, m)?)?;
+    m.add_function(wrap_pyfunction!(clip_queries_and_keys, m)?)?;
     m.add_function(wrap_pyfunction!(profile, m)?)
 }

@@ -1,7 +1,7 @@
 //! Checks of the attention options.
 
 use super::parametrisation::scores_options;
-use super::{AttentionName, Positions, TransformerConfig};
+use super::{AttentionName, Positions, TrainingConfig, TransformerConfig};
 use crate::error::{Error, Result};
 use crate::norm::{rms_norm, Spec};
 use crate::residual::{Change, LayerContext, NormOver, Point, SchemeRef, StackName, ValueNorm, SCHEMES};
@@ -202,6 +202,44 @@ fn check_tensorized(config: &TransformerConfig) -> Result<()> {
         )));
     }
     Ok(())
+}
+
+/// Errors if `qk_clip` is on and the scores of heads do not shrink by γ when queries and keys are multiplied by √γ, or
+/// if the training scales the matrices anew.
+pub(super) fn check_qk_clip(model: &TransformerConfig, training: &TrainingConfig) -> Result<()> {
+    if training.qk_clip == 0.0 {
+        return Ok(());
+    }
+    let is_fixed = |point: Point, change: &Change| {
+        use Change::{Mix, Norm, Shift, Unit};
+        point.is_before_products()
+            && point != Point::Value
+            && matches!(change, Norm(_) | Shift(_) | Unit(_) | Mix { .. })
+    };
+    let own = [
+        ("attention = \"tensorized\"", model.attention == AttentionName::Tensorized),
+        ("qk_norm", model.qk_norm),
+        ("qk_l2norm", model.qk_l2norm.is_some()),
+        ("score_softcap", model.score_softcap.is_some()),
+        ("unit_matrices", training.unit_matrices),
+    ];
+    let named = own.iter().find(|(_, is_on)| *is_on).map(|(option, _)| option.to_string());
+    let of_scheme = || {
+        let firsts = StackName::of(&model.outline()).iter().map(|stack| model.place(*stack, 0)).collect::<Vec<_>>();
+        let layers = firsts.iter().flat_map(|first| (0..first.layers()).map(|layer| LayerContext { layer, ..*first }));
+        let mut places = layers.flat_map(|layer| layer.each());
+        let inside = |place: &LayerContext| model.schemes().at(place).inside(place);
+        let is_there = places.any(|place| inside(&place).iter().any(|(point, change)| is_fixed(*point, change)));
+        is_there.then(|| format!("residual = {:?}", model.residual.as_str()))
+    };
+    match named.or_else(of_scheme) {
+        Some(other) => Err(Error::invalid(format!(
+            "qk_clip = {} scales the rows of queries and keys so that the logits of a head shrink alike, and with {other} \
+             they would not: leave one of them out",
+            training.qk_clip
+        ))),
+        None => Ok(()),
+    }
 }
 
 /// True if the scheme makes a change inside a sublayer for which `is_there` is true.

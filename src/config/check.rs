@@ -316,6 +316,7 @@ impl TrainingConfig {
             ("warmup_init_lr", self.warmup_init_lr),
             ("weight_decay", self.weight_decay),
             ("clip_norm", self.clip_norm),
+            ("qk_clip", self.qk_clip),
             ("z_loss", self.z_loss),
         ] {
             if !(value >= 0.0 && value.is_finite()) {
@@ -346,6 +347,11 @@ impl TrainingConfig {
 }
 
 impl TrainingConfig {
+    /// Checks the options that depend on the model's.
+    pub fn check_with(&self, model: &TransformerConfig) -> Result<()> {
+        attention::check_qk_clip(model, self)
+    }
+
     /// Errors if options of the schedules that fall until the last update make no sense or would do nothing.
     fn check_schedule(&self) -> Result<()> {
         let (default, name) = (TrainingConfig::default(), self.schedule.name());

@@ -350,6 +350,9 @@ config! {
             unit_matrices: bool = false,
             /// Clip the global gradient norm to this; 0 means never.
             clip_norm: f64 = 0.0,
+            /// QK-clip: after each update, scale the rows of queries and keys of each head whose largest logit was above
+            /// this, so that its logits shrink to it (Kimi K2); 0 means never.
+            qk_clip: f64 = 0.0,
             /// Label smoothing ε.
             label_smoothing: f64 = 0.1,
             /// Formula of label smoothing.

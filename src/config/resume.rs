@@ -66,7 +66,7 @@ const EFFECTS: &[(&[&str], Compared, &[Effect])] = &[
     (&["muon_momentum", "muon_nesterov", "muon_scale", "muon_lr_multiplier"], Compared::ByValue, &[]),
     (&["muon_on_sphere", "normuon_beta2"], Compared::ByValue, &[]),
     (&["beta1", "beta2", "adam_eps", "adam_form"], Compared::ByValue, &[]),
-    (&["weight_decay", "weight_decay_of", "unit_matrices", "clip_norm"], Compared::ByValue, &[]),
+    (&["weight_decay", "weight_decay_of", "unit_matrices", "clip_norm", "qk_clip"], Compared::ByValue, &[]),
     (&["label_smoothing", "smoothing"], Compared::ByValue, &[Loss]),
     (&["z_loss"], Compared::ByValue, &[]),
     (&["vocab_mask"], Compared::ByValue, &[Refused]),

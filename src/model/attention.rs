@@ -13,7 +13,7 @@ use crate::kernel::attention::Extras;
 use crate::operator::{self, Recording};
 use crate::parametrisation::SumsOver;
 use crate::residual::{LayerContext, OutputGate, Point};
-use tch::{Device, Tensor};
+use tch::{no_grad, Device, Tensor};
 
 /// The standard deviation with which sink logits are initialised, gpt-oss's `initializer_range`.
 const SINKS_STD: f64 = 0.02;
@@ -32,6 +32,8 @@ pub struct Attention {
     value_embedding: Option<ValueEmbedding>,
     /// The sink logit of each head, (heads).
     sinks: Option<Tensor>,
+    /// The largest logit that each head has had in passes that measure it, (heads).
+    largest: Tensor,
     softcap: Option<f64>,
     d: i64,
     heads: i64,
@@ -84,6 +86,7 @@ impl Attention {
         let sinks = place.model.sinks.then(|| b.own("sinks", &[heads], &start, SumsOver::Nothing)).transpose()?;
         let value_embedding = ValueEmbedding::build(b, place, init)?;
         let softcap = place.model.score_softcap;
+        let largest = b.heads(&in_weight, in_bias.as_ref(), heads, kv_heads)?;
         Ok(Attention {
             in_weight,
             in_bias,
@@ -92,6 +95,7 @@ impl Attention {
             gate,
             value_embedding,
             sinks,
+            largest,
             softcap,
             d,
             heads,
@@ -106,6 +110,8 @@ impl Attention {
     pub fn attend(&self, x: &Tensor, ranges: &Ranges, causal: bool, inside: &Inside, ctx: &Context) -> Result<Tensor> {
         let (x, stacked) = self.stacked(x, inside, ctx)?;
         if let (Ranges::Packed(table), true) = (ranges, self.stays_stacked(&stacked, inside, ctx)) {
+            let part = |start| stacked.f_narrow(1, start, self.d);
+            self.measure([&part(0)?, &part(self.d)?], ranges, causal, ctx)?;
             let heads = stacked_attention(&stacked, table, self.heads, causal, self.scale, self.dropout(ctx))?;
             return self.output(heads, &x, inside, ctx);
         }
@@ -276,6 +282,7 @@ impl Attention {
             watch.scores(size);
             Ok(())
         })?;
+        self.measure([q, k], ranges, causal, ctx)?;
         let (dropout, extras) = (self.dropout(ctx), self.extras());
         match ranges {
             Ranges::Packed(table) if !extras.are_none() => {
@@ -301,8 +308,22 @@ impl Attention {
         }
     }
 
-    /// Multiplies the joined heads by u-μP's factor and by the gate computed from x, then applies the output projection, with the scheme's
-    /// changes before and after the projection.
+    /// Raises the largest logit of each head to the largest score of these queries and keys, if the pass measures it.
+    /// No kernel of attention returns it, so the products are computed again.
+    fn measure(&self, [q, k]: [&Tensor; 2], ranges: &Ranges, causal: bool, ctx: &Context) -> Result<()> {
+        if !ctx.measures_logits || ctx.is_recompute {
+            return Ok(());
+        }
+        no_grad(|| {
+            let found = ranges.largest_product([q, &self.for_each_query(k)?], self.heads, causal)?;
+            let found = found.f_mul_scalar(self.scale)?.f_to_kind(self.largest.kind())?;
+            self.largest.shallow_clone().f_copy_(&self.largest.f_maximum(&found)?)?;
+            Ok(())
+        })
+    }
+
+    /// Multiplies the joined heads by u-μP's factor and by the gate computed from x, then applies the output projection,
+    /// with the scheme's changes before and after the projection.
     fn output(&self, heads: Tensor, x: &Tensor, inside: &Inside, ctx: &Context) -> Result<Tensor> {
         let rows: RowContext = ctx.rows();
         let heads = times(heads, self.heads_scale)?;

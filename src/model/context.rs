@@ -55,6 +55,8 @@ pub struct Context {
     pub is_recompute: bool,
     /// True for a micro-batch that is not the last of its update.
     pub is_partial: bool,
+    /// True to measure the largest logit of each head.
+    pub measures_logits: bool,
     /// The process group whose ranks' rows form one batch for norms with statistics.
     pub group: ProcessGroup,
     /// The statistics that norms used in this pass, kept for the recomputation.
@@ -89,6 +91,7 @@ impl Context {
             recompute: false,
             is_recompute: false,
             is_partial: false,
+            measures_logits: false,
             group: ProcessGroup::ALONE,
             statistics: UsedStatistics::default(),
             spare: None,
@@ -113,6 +116,7 @@ impl Context {
             recompute: false,
             is_recompute: false,
             is_partial: false,
+            measures_logits: false,
             group: ProcessGroup::ALONE,
             statistics: UsedStatistics::default(),
             spare: None,
@@ -135,6 +139,11 @@ impl Context {
     /// Marks the pass as a micro-batch that is not the last of its update, if `on`.
     pub fn partial(self, on: bool) -> Self {
         Context { is_partial: on, ..self }
+    }
+
+    /// Measures the largest logit of each head, if `on`. A recomputation measures none.
+    pub fn measuring_logits(self, on: bool) -> Self {
+        Context { measures_logits: on, ..self }
     }
 
     /// Sets the process group whose ranks run this pass together.

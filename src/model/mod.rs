@@ -2,6 +2,7 @@
 //! initialisations.
 
 mod attention;
+mod attention_heads;
 mod column_gate;
 mod context;
 mod embedding;
@@ -34,6 +35,7 @@ mod transformer;
 mod value_embedding;
 mod written_rows;
 
+pub use attention_heads::AttentionHeads;
 pub use context::{Context, Rates};
 pub use embedding::first_values;
 pub use host_batch::{DeviceBuffer, HostBatch};

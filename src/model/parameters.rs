@@ -1,6 +1,7 @@
 //! Parameters under their canonical names, the ones that torch.nn gives: `encoder.layers.0.self_attn.in_proj_weight`,
 //! …
 
+use super::attention_heads::AttentionHeads;
 use crate::error::{Error, Result};
 use crate::init::Fill;
 use crate::norm::spec::CLOCK;
@@ -19,6 +20,7 @@ pub struct Parameters {
     /// For each norm that keeps statistics: the number of batches whose statistics were not finite, counted on the
     /// device.
     refused: Vec<(String, Tensor)>,
+    attentions: Vec<AttentionHeads>,
 }
 
 impl Parameters {
@@ -72,6 +74,11 @@ impl Parameters {
 
     pub fn tensors(&self) -> &[Tensor] {
         &self.tensors
+    }
+
+    /// Returns the heads of all attentions.
+    pub fn attentions(&self) -> &[AttentionHeads] {
+        &self.attentions
     }
 
     /// Returns the number of elements of all parameters.
@@ -203,6 +210,16 @@ impl<'a> Builder<'a> {
         let count = self.constant(0.0)?.f_to_kind(Kind::Int64)?;
         self.made.refused.push((self.path.join("."), count.shallow_clone()));
         Ok(count)
+    }
+
+    /// Declares an attention's heads, whose projections are given, and returns the largest logit of each head, −∞ so
+    /// far. These are no part of the model's state.
+    pub fn heads(&mut self, weight: &Tensor, bias: Option<&Tensor>, heads: i64, kv_heads: i64) -> Result<Tensor> {
+        let largest = self.constant(f64::NEG_INFINITY)?.f_repeat([heads].as_slice())?;
+        let (weight, bias) = (weight.shallow_clone(), bias.map(Tensor::shallow_clone));
+        let name = self.path.join(".");
+        self.made.attentions.push(AttentionHeads { name, weight, bias, kv_heads, largest: largest.shallow_clone() });
+        Ok(largest)
     }
 
     /// Returns the type of running statistics: f64 for an f64 model, else f32.

@@ -62,23 +62,63 @@ impl Ranges {
 
     /// Returns the mean |q·k| of all heads, over all pairs of a query and a key that it attends to; q and k are
     /// (rows, d).
-    pub fn mean_product(&self, [q, k]: [&Tensor; 2], heads: i64, causal: bool) -> Result<f64> {
-        let split = |t: &Tensor| t.f_detach()?.f_unflatten(-1, [heads, -1].as_slice())?.f_transpose(-3, -2);
+    pub fn mean_product(&self, qk: [&Tensor; 2], heads: i64, causal: bool) -> Result<f64> {
+        let (mut total, mut pairs) = (0.0, 0.0);
+        self.each_product(qk, heads, causal, |products, seen| {
+            let sizes = products.f_abs()?.f_masked_fill(&seen.f_logical_not()?, 0.0)?;
+            total += f64::try_from(sizes.f_sum(Kind::Double)?)?;
+            pairs += f64::try_from(seen.f_expand_as(&products)?.f_sum(Kind::Double)?)?;
+            Ok(())
+        })?;
+        Ok(total / pairs)
+    }
+
+    /// Returns the largest q·k of each head, (heads), over the same pairs; −∞ if there are none.
+    pub fn largest_product(&self, qk: [&Tensor; 2], heads: i64, causal: bool) -> Result<Tensor> {
+        let kind = if qk[0].kind() == Kind::Double { Kind::Double } else { Kind::Float };
+        let mut largest = Tensor::f_full([heads].as_slice(), f64::NEG_INFINITY, (kind, qk[0].device()))?;
+        self.each_product(qk, heads, causal, |products, seen| {
+            let products = products.f_masked_fill(&seen.f_logical_not()?, f64::NEG_INFINITY)?;
+            let found = products.f_amax([-2i64, -1].as_slice(), false)?.f_reshape([-1, heads].as_slice())?;
+            largest = largest.f_maximum(&found.f_amax([0i64].as_slice(), false)?)?;
+            Ok(())
+        })?;
+        Ok(largest)
+    }
+
+    /// Calls `see` with the products q·k of all heads, (…, heads, queries, keys), and with a mask that broadcasts to
+    /// them and is true where the query attends to the key: once for each sentence, or once for all padded sentences.
+    /// Products of 16-bit rows are f32.
+    fn each_product(
+        &self,
+        [q, k]: [&Tensor; 2],
+        heads: i64,
+        causal: bool,
+        mut see: impl FnMut(Tensor, Tensor) -> Result<()>,
+    ) -> Result<()> {
+        let split = |t: &Tensor| -> Result<Tensor> {
+            let t = if t.kind() == Kind::Double { t.f_detach()? } else { t.f_detach()?.f_to_kind(Kind::Float)? };
+            Ok(t.f_unflatten(-1, [heads, -1].as_slice())?.f_transpose(-3, -2)?)
+        };
         let table = match self {
             Ranges::Packed(table) => table,
-            Ranges::Padded(padded) => return padded.mean_product([q, k], split, causal),
+            Ranges::Padded(padded) => {
+                let [q, k, _] = padded.side_by_side([q, k, k])?;
+                return see(split(&q)?.f_matmul(&split(&k)?.f_transpose(-2, -1)?)?, padded.seen(causal)?);
+            }
         };
-        let (q, k, mut total, mut pairs) = (split(q)?, split(k)?, 0.0, 0);
+        let (q, k) = (split(q)?, split(k)?);
         for row in host("attention: ranges", table)?.chunks_exact(4) {
             let [q_start, q_len, k_start, k_len] = [row[0], row[1], row[2], row[3]];
+            if q_len == 0 || k_len == 0 {
+                continue;
+            }
             let keys = k.f_narrow(1, k_start, k_len)?.f_transpose(1, 2)?;
-            let products = q.f_narrow(1, q_start, q_len)?.f_matmul(&keys)?.f_abs()?;
-            let seen = if causal { products.f_tril(k_len - q_len)? } else { products };
-            total += f64::try_from(seen.f_sum(Kind::Double)?)?;
-            let of_query = |i: i64| if causal { (i + 1 + k_len - q_len).clamp(0, k_len) } else { k_len };
-            pairs += heads * (0..q_len).map(of_query).sum::<i64>();
+            let all = Tensor::f_ones([q_len, k_len].as_slice(), (Kind::Bool, q.device()))?;
+            let seen = if causal { all.f_tril(k_len - q_len)? } else { all };
+            see(q.f_narrow(1, q_start, q_len)?.f_matmul(&keys)?, seen)?;
         }
-        Ok(total / pairs as f64)
+        Ok(())
     }
 
     /// Builds ranges on the host. `all` holds the numbers of query rows and of key rows, without padding rows.
@@ -299,23 +339,15 @@ impl Padded {
         self.pack(&out.f_transpose(1, 2)?.f_reshape([self.sentences * self.q_len, -1].as_slice())?)
     }
 
-    /// Computes [`Ranges::mean_product`] for padded sentences. `split` returns (…, heads, rows, d_head).
-    fn mean_product(
-        &self,
-        [q, k]: [&Tensor; 2],
-        split: impl Fn(&Tensor) -> std::result::Result<Tensor, tch::TchError>,
-        causal: bool,
-    ) -> Result<f64> {
-        let [q, k, _] = self.side_by_side([q, k, k])?;
-        let products = split(&q)?.f_matmul(&split(&k)?.f_transpose(-2, -1)?)?.f_abs()?;
+    /// Returns a mask that is true where a real query attends to a real key, bool (n, 1, q_len, k_len).
+    fn seen(&self, causal: bool) -> Result<Tensor> {
         let queries = self.gaps.f_logical_not()?.f_reshape([self.sentences, 1, self.q_len, 1].as_slice())?;
-        let mut seen = self.real.f_logical_and(&queries)?;
-        if causal {
-            let past = Tensor::f_ones([self.q_len, self.k_len], (Kind::Bool, q.device()))?.f_tril(0)?;
-            seen = seen.f_logical_and(&past)?;
+        let seen = self.real.f_logical_and(&queries)?;
+        if !causal {
+            return Ok(seen);
         }
-        let seen = seen.f_expand_as(&products)?.f_to_kind(products.kind())?;
-        Ok(f64::try_from(products.f_mul(&seen)?.f_sum(Kind::Double)?.f_div(&seen.f_sum(Kind::Double)?)?)?)
+        let past = Tensor::f_ones([self.q_len, self.k_len].as_slice(), (Kind::Bool, seen.device()))?.f_tril(0)?;
+        Ok(seen.f_logical_and(&past)?)
     }
 
     /// Returns drop(softmax(scale·scores)), (n, heads, q_len, k_len). Dropout is applied to packed rows, so that its

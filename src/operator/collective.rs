@@ -132,8 +132,17 @@ impl ProcessGroup {
 
     /// Replaces t by its sum over all ranks, so that a model's gradients need no copy.
     pub fn sum_in_place(self, t: &mut Tensor) -> Result<()> {
+        self.reduce_in_place(t, "sum")
+    }
+
+    /// Replaces each number of t by the largest of all ranks.
+    pub fn largest_in_place(self, t: &mut Tensor) -> Result<()> {
+        self.reduce_in_place(t, "max")
+    }
+
+    fn reduce_in_place(self, t: &mut Tensor, by: &str) -> Result<()> {
         if let Some(k) = self.0 {
-            let _ = k.waited(&ALL_REDUCE_IN_PLACE, &values![&*t, "sum", k.name()])?;
+            let _ = k.waited(&ALL_REDUCE_IN_PLACE, &values![&*t, by, k.name()])?;
         }
         Ok(())
     }

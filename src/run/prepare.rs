@@ -103,6 +103,7 @@ pub(super) fn prepare_with(
     };
     let model = TransformerConfig { vocab_size: vocabulary.len() as i64, ..model.clone() };
     model.validate()?;
+    training.check_with(&model)?;
     let mut warnings = Vec::new();
     if let (true, Segmenter::Bpe(bpe), Some(asked)) = (is_new, &segmenter, config.bpe_operations) {
         let learned = bpe.merges().len();

@@ -232,6 +232,7 @@ mod tests {
             objective: Objective::new(mask, Smoothing::fairseq(0.1, 20)).unwrap(),
             kind: Kind::Double,
             recompute: options.contains("rmsnorm"),
+            measures_logits: true,
             group: ProcessGroup::ALONE,
             flat: None,
             workspace: RefCell::default(),
@@ -263,6 +264,7 @@ mod tests {
         let parameters = &step.model.parameters;
         results.extend(parameters.tensors().iter().map(Tensor::grad));
         results.extend(parameters.buffers().map(|(_, t)| t.to_kind(Kind::Double)));
+        results.extend(parameters.attentions().iter().map(|one| one.largest.copy()));
         results
     }
 

@@ -16,6 +16,8 @@ pub struct TrainStep {
     /// The type of matrix products.
     pub kind: Kind,
     pub recompute: bool,
+    /// True to measure the largest logit of each head.
+    pub measures_logits: bool,
     /// The process group whose ranks' rows form one batch for norms with statistics.
     pub group: ProcessGroup,
     /// The flat buffers in which linear layers accumulate gradients on a CPU; `None` on a GPU.
@@ -27,7 +29,7 @@ impl TrainStep {
     /// Returns the sums of the losses. Adds the gradients of `scale`·Σ loss to the gradients of the parameters.
     pub fn run(&self, batch: &MicroBatch) -> Result<LossSums> {
         let ctx = self.context(&batch.seed).recomputing(self.recompute).across(self.group).adding_to(self.flat.clone());
-        let ctx = ctx.partial(batch.is_partial);
+        let ctx = ctx.partial(batch.is_partial).measuring_logits(self.measures_logits);
         let features = self.model.features(&batch.input.read, &ctx)?;
         let (output, workspace) = (&batch.input.output, &mut self.workspace.borrow_mut());
         let flat = self.flat.as_deref();

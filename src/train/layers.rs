@@ -1,5 +1,6 @@
 //! Gradient norms of each layer, and values of gains, for the log.
 
+use super::optimizer::QkClip;
 use crate::error::Result;
 use crate::model::Parameters;
 use crate::operator::Pending;
@@ -15,18 +16,23 @@ pub struct Layers {
     pub gradients: BTreeMap<String, f64>,
     /// The value of each gain of a norm or scheme before the update; if the gain is a vector, its mean.
     pub gains: BTreeMap<String, f64>,
+    /// With `qk_clip`, the largest logit of each head, under the name of the attention and the head's number.
+    #[serde(skip_serializing_if = "BTreeMap::is_empty")]
+    pub logits: BTreeMap<String, f64>,
 }
 
 /// The numbers of [`Layers`] while they travel from the device to the host.
 pub struct PendingLayers {
     groups: Vec<String>,
     gains: Vec<String>,
+    heads: Vec<String>,
     numbers: Pending,
 }
 
 impl PendingLayers {
-    /// Starts to compute the numbers, from gradients that have been summed over ranks and not yet used or clipped.
-    pub fn of(parameters: &Parameters) -> Result<Self> {
+    /// Starts to compute the numbers, from gradients that have been summed over ranks and not yet used or clipped, and
+    /// from largest logits that the clip has not yet used.
+    pub fn of(parameters: &Parameters, clip: Option<&QkClip>) -> Result<Self> {
         no_grad(|| {
             let (mut norms, mut gains) = (BTreeMap::<&str, Vec<Tensor>>::new(), Vec::new());
             let mut numbers = Vec::new();
@@ -42,15 +48,20 @@ impl PendingLayers {
                 numbers.push(Tensor::f_stack(norms, 0)?.f_norm()?);
             }
             let groups = norms.into_keys().map(str::to_string).collect();
-            Ok(PendingLayers { groups, gains, numbers: Pending::of(&Tensor::f_stack(&numbers, 0)?)? })
+            let mut numbers = vec![Tensor::f_stack(&numbers, 0)?];
+            numbers.extend(clip.map(QkClip::largest).transpose()?);
+            let heads = clip.map_or_else(Vec::new, QkClip::heads);
+            Ok(PendingLayers { groups, gains, heads, numbers: Pending::of(&Tensor::f_cat(&numbers, 0)?)? })
         })
     }
 
     pub fn read(self) -> Result<Layers> {
         let numbers = self.numbers.read()?;
-        let (gains, gradients) = numbers.split_at(self.gains.len());
+        let (gains, rest) = numbers.split_at(self.gains.len());
+        let (gradients, logits) = rest.split_at(self.groups.len());
         let named = |names: Vec<String>, values: &[f64]| names.into_iter().zip(values.iter().copied()).collect();
-        Ok(Layers { gradients: named(self.groups, gradients), gains: named(self.gains, gains) })
+        let (gradients, gains) = (named(self.groups, gradients), named(self.gains, gains));
+        Ok(Layers { gradients, gains, logits: named(self.heads, logits) })
     }
 }
 

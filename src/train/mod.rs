@@ -23,6 +23,7 @@ pub use loss::{smoothing, Objective};
 pub use observer::{Evaluation, Observer, Saved, Started, Update};
 pub use optimizer::rule::step as step_by_rule;
 pub use optimizer::unit::dimension as unit_dimension;
+pub use optimizer::QkClip;
 pub use peak::peak_of_update;
 pub use schedule::Schedule;
 pub use trainer::{Parts, Progress, Trainer};

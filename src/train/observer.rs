@@ -62,6 +62,9 @@ pub struct Update {
     pub lr: f64,
     /// The global gradient norm before clipping.
     pub grad_norm: f64,
+    /// The largest logit of all attentions in the update's batches, measured if `qk_clip` is on.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub largest_logit: Option<f64>,
     /// The number of real target tokens in this update.
     pub tokens: usize,
     /// The number of real target tokens per second, averaged over the latest updates.

@@ -5,6 +5,7 @@
 mod lion;
 mod muon;
 mod normuon;
+mod qk_clip;
 pub mod rule;
 mod ruled;
 pub mod unit;
@@ -21,6 +22,7 @@ use crate::model::{FlatBuffers, Parameters};
 use crate::operator::{self, AdamBuffers, ProcessGroup};
 use crate::parametrisation::{Multipliers, StepSize};
 use half::bf16;
+pub use qk_clip::QkClip;
 use ruled::Ruled;
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -52,6 +54,8 @@ pub struct Optimizer {
     ruled: Option<Ruled>,
     /// The matrices that stay on the sphere; empty without `unit_matrices`.
     unit: UnitMatrices,
+    /// `None` without `qk_clip`.
+    qk_clip: Option<QkClip>,
     /// On a GPU: 0, or NaN from the first update on whose loss or norm is not finite. The host learns of that update
     /// late, so the device itself makes no changes after it.
     health: Tensor,
@@ -148,6 +152,7 @@ impl Optimizer {
             segments,
             ruled,
             unit: unit_matrices(parameters, config),
+            qk_clip: (config.qk_clip > 0.0).then(|| QkClip::new(parameters, config.qk_clip)).transpose()?,
             health: Tensor::f_zeros([0i64; 0].as_slice(), (Kind::Double, device))?,
             beta1: config.beta1,
             beta2: config.beta2,
@@ -170,9 +175,15 @@ impl Optimizer {
         on_cpu.then(|| FlatBuffers::new(&self.parameters, &self.gradients, kind)).transpose()
     }
 
-    /// Replaces every rank's gradients by the sum over ranks.
-    pub fn sum_gradients(&mut self, group: ProcessGroup) -> Result<()> {
-        group.sum_in_place(&mut self.gradients)
+    /// Replaces every rank's gradients by the sum over ranks, and its largest logits by the largest of all ranks.
+    pub fn join_ranks(&mut self, group: ProcessGroup) -> Result<()> {
+        group.sum_in_place(&mut self.gradients)?;
+        self.qk_clip.as_mut().map_or(Ok(()), |clip| clip.join_ranks(group))
+    }
+
+    /// Returns the clip of queries and keys; `None` without `qk_clip`.
+    pub fn qk_clip(&self) -> Option<&QkClip> {
+        self.qk_clip.as_ref()
     }
 
     /// Replaces every rank's parameters by rank 0's.
@@ -186,9 +197,13 @@ impl Optimizer {
     /// norm or `loss` (0-dim) is not finite, nothing is updated; on a GPU, nothing is updated afterwards, either. All
     /// ranks of `group` have equal gradients.
     pub fn step(&mut self, step: u64, lr: f64, loss: &Tensor, group: ProcessGroup) -> Result<Tensor> {
-        no_grad(|| match self.parameters.device() {
-            Device::Cpu => self.step_on_cpu(step, lr, loss, group),
-            _ => self.step_on_device(step, lr, loss, group),
+        no_grad(|| {
+            let norm = match self.parameters.device() {
+                Device::Cpu => self.step_on_cpu(step, lr, loss, group),
+                _ => self.step_on_device(step, lr, loss, group),
+            }?;
+            self.qk_clip.as_mut().map_or(Ok(()), QkClip::forget)?;
+            Ok(norm)
         })
     }
 
@@ -224,6 +239,7 @@ impl Optimizer {
                 ruled.step(lr, self.weight_decay, &Tensor::f_from_slice(&[scale as f32])?, None, group)?;
             }
             self.unit.normalise(None)?;
+            self.qk_clip.as_ref().map_or(Ok(()), |clip| clip.apply(None))?;
         }
         Ok(Tensor::f_from_slice(&[norm])?.f_squeeze()?)
     }
@@ -261,6 +277,7 @@ impl Optimizer {
             ruled.step(lr, self.weight_decay, &scale, Some(&is_alive), group)?;
         }
         self.unit.normalise(Some(&is_alive))?;
+        self.qk_clip.as_ref().map_or(Ok(()), |clip| clip.apply(Some(&is_alive)))?;
         Ok(norm)
     }
 

@@ -24,8 +24,9 @@ pub fn peak_of_update(
     let model = Transformer::new(model, 0, Device::Cpu, Kind::Float)?;
     let kind = kind_of(training.precision);
     let flat = Optimizer::new(&model.parameters, training, &model.config)?.flat(kind)?.map(Rc::new);
-    let (recompute, group) = (training.activation_checkpointing, ProcessGroup::ALONE);
-    let step = TrainStep { model, objective, kind, recompute, group, flat, workspace: Default::default() };
+    let (recompute, measures_logits) = (training.activation_checkpointing, training.qk_clip > 0.0);
+    let (group, workspace) = (ProcessGroup::ALONE, Default::default());
+    let step = TrainStep { model, objective, kind, recompute, measures_logits, group, flat, workspace };
     step.model.set_update(1)?;
     let turn = Turn { seed: [0, 1, 0], scale: 1.0, is_partial: false };
     let ((), peak) =

@@ -134,7 +134,8 @@ struct Running {
     lr: f64,
     tokens: usize,
     start: Instant,
-    /// Four numbers: the sum of losses, the sum of NLL, the number of ranks that want to stop, and the gradient norm.
+    /// Four numbers: the sum of losses, the sum of NLL, the number of ranks that want to stop, and the gradient norm;
+    /// with `qk_clip` also the largest logit.
     numbers: Pending,
     layers: Option<PendingLayers>,
     statistics: Option<Watched>,
@@ -207,7 +208,7 @@ impl Trainer {
         optimizer.share_parameters(group)?;
         optimizer::begin(&model.parameters, &config)?;
         let updates_per_epoch = parts.batches_per_epoch as f64 / (config.accumulate * group.size() as i64) as f64;
-        let recompute = config.activation_checkpointing;
+        let (recompute, measures_logits) = (config.activation_checkpointing, config.qk_clip > 0.0);
         let flat = optimizer.flat(kind)?.map(Rc::new);
         // The initial model is not saved, so a resumed run rebuilds it from the first seed; a resume may have changed
         // the current one.
@@ -219,7 +220,8 @@ impl Trainer {
             Ok::<_, Error>(start)
         };
         let first = is_watched.then(of_start).transpose()?;
-        let train_step = TrainStep { model, objective, kind, recompute, group, flat, workspace: RefCell::default() };
+        let workspace = RefCell::default();
+        let train_step = TrainStep { model, objective, kind, recompute, measures_logits, group, flat, workspace };
         Ok(Trainer {
             config,
             data,
@@ -407,13 +409,17 @@ impl Trainer {
         }
         let sums = sums.ok_or_else(|| Error::invalid("accumulate must be at least 1"))?;
         let lr = self.schedule.learning_rate(number);
-        self.optimizer.sum_gradients(self.group)?;
+        self.optimizer.join_ranks(self.group)?;
         let is_logged = self.group.is_first() && number.is_multiple_of(self.config.log_layers as u64);
-        let layers = is_logged.then(|| PendingLayers::of(&self.train_step.model.parameters)).transpose()?;
+        let (parameters, clip) = (&self.train_step.model.parameters, self.optimizer.qk_clip());
+        let layers = is_logged.then(|| PendingLayers::of(parameters, clip)).transpose()?;
+        let logit = clip.map(|clip| clip.largest_of_all()).transpose()?;
         let asks = sums.loss.f_full_like(f64::from(u8::from(self.unheard.is_some())))?;
         let sums = self.group.sum(&Tensor::f_stack(&[&sums.loss, &sums.nll, &asks], 0)?)?;
         let grad_norm = self.optimizer.step(number, lr, &sums.f_select(0, 0)?, self.group)?;
-        let numbers = Pending::of(&Tensor::f_cat(&[sums, grad_norm.f_reshape([1i64].as_slice())?], 0)?)?;
+        let last = [Some(grad_norm), logit].into_iter().flatten().map(|t| t.f_reshape([1i64].as_slice()));
+        let numbers = [Ok(sums)].into_iter().chain(last).collect::<std::result::Result<Vec<_>, _>>()?;
+        let numbers = Pending::of(&Tensor::f_cat(&numbers, 0)?)?;
         self.progress.update = number;
         // The cursor's index is 0 when an epoch has just ended; then this update still belongs to that epoch.
         let epoch = if cursor.index == 0 { cursor.epoch } else { cursor.epoch + 1 };
@@ -466,6 +472,7 @@ impl Trainer {
             nll,
             lr,
             grad_norm,
+            largest_logit: numbers.get(4).copied(),
             tokens,
             tokens_per_second: done as f64 / time,
             seconds: self.progress.seconds,

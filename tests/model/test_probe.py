@@ -143,7 +143,7 @@ def test_long_attentions_are_measured_in_parts(name, monkeypatch):
         monkeypatch.setattr("normformer_rs.analysis.logits._ELEMENTS", 1)
         parts = probe(model, batch)
         monkeypatch.undo()
-        for measure in ("entropy", "logit"):
+        for measure in ("entropy", "logit", "head_logit"):
             assert parts.of(measure) == pytest.approx(whole.of(measure), rel=1e-12)
 
 
@@ -165,6 +165,12 @@ def test_logits_are_those_of_queries_and_keys():
     q, k = (seen[part].view(2, 5, 4, 4).transpose(1, 2) for part in ("query", "key"))
     scores = (q @ k.mT / 2)[batch["attention_mask"].bool()[:, None, None, :].expand(2, 4, 5, 5)]
     assert found.of("logit")["bert.encoder.layer.1"] == pytest.approx(float(scores.max()), **NEAR)
+    seen = batch["attention_mask"].bool()[:, None, None, :]
+    of_heads = (q @ k.mT / 2).masked_fill(~seen, -math.inf).amax((0, 2, 3)).tolist()
+    for head, expected in enumerate(of_heads):
+        assert found.layers("head_logit", f"head {head}")[1] == pytest.approx(expected, **NEAR)
+    told = {f"bert.encoder.layer.{layer} head {head}" for layer in range(2) for head in range(4)}
+    assert found.of("head_logit").keys() == told and max(of_heads) == pytest.approx(float(scores.max()))
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -243,6 +249,20 @@ def test_the_latest_pass_counts():
     with alone, torch.no_grad():
         model(**other)
     assert watch.readings == alone.readings and len(watch.readings.of("logit")) == 2
+    assert len(watch.readings.of("head_logit")) == 8
+
+
+def test_each_attention_of_a_block_has_its_heads():
+    """Those of a decoder's layer: its own, and to the encoder's output."""
+    torch.manual_seed(2)
+    model = nn.TransformerDecoder(nn.TransformerDecoderLayer(8, 2, 16, batch_first=True), 2).double()
+    x, memory = torch.randn(1, 3, 8).double(), torch.randn(1, 4, 8).double()
+    watch = Probe(model, {"tgt": x, "memory": memory})
+    for _ in range(2):  # a second pass replaces the first
+        with watch, torch.no_grad():
+            model(x, memory)
+    names = [f"layers.{layer}{which} head {head}" for layer in (0, 1) for which in ("", " (2)") for head in (0, 1)]
+    assert [*watch.readings.of("head_logit")] == sorted(names)
 
 
 def test_numbers_that_are_not_finite_do_not_end_the_run():

@@ -86,6 +86,8 @@ class Run:
         self.is_training = dropout is not None
         self.site = 0
         self.memory: dict[str, Tensor] = {}
+        self.largest: dict[str, Tensor] = {}
+        """The largest logit of each head, (heads), by the name of its attention."""
         odd = set(state) ^ {*parameter_shapes(config), *buffer_shapes(config)}
         if odd:
             raise KeyError(f"names missing from the state or unexpected in it: {sorted(odd)}")
@@ -260,6 +262,9 @@ class Run:
         k, v = (x[:, [head // shared for head in range(heads)]] for x in (k, v))
         scale = 1.0 if self.config["qk_l2norm"] is not None else forward_factors(self.config, place.stack).scores
         q = q * (scale * math.sqrt(d // heads))  # because `attention` itself multiplies scores by 1/√d_head
+        seen = (allowed & query_real[:, None, :, None]).expand(-1, heads, -1, -1)
+        scores = (q @ k.transpose(-2, -1)).detach() / math.sqrt(d // heads)
+        self.largest[name] = scores.masked_fill(~seen, -math.inf).amax((0, 2, 3))
         how = {"softcap": self.config["score_softcap"], "sinks": self.state.get(f"{name}.sinks")}
         joined = attention(q, k, v, allowed, keep, dropout_scale(p), **how).transpose(1, 2)  # (B, T, heads, d_head)
         joined = joined * self.unit(place).heads

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from .config import Config
-from .model import Dropout, forward
+from .config import Config, complete
+from .model import Dropout, Run
 from .operators import PAD, label_smoothed_cross_entropy
 from .parameters import State, buffer_shapes
 
@@ -126,7 +126,7 @@ class Batch:
 @dataclasses.dataclass(frozen=True)
 class Step:
     """The results of one update: the new state with its buffers, loss and NLL per token, the number of tokens, the
-    gradients and their norm before clipping."""
+    gradients and their norm before clipping, and the largest logit of each head by the name of its attention."""
 
     state: dict[str, Tensor]
     loss: float
@@ -134,6 +134,7 @@ class Step:
     tokens: int
     grads: dict[str, Tensor]
     grad_norm: float
+    largest: dict[str, Tensor]
 
 
 def train_step(
@@ -147,9 +148,11 @@ def train_step(
     formula: str = "fairseq",
     vocabulary_mask: Tensor | None = None,
     max_norm: float = 0.0,
+    qk_clip: float = 0.0,
     dropout: Dropout | None = None,
 ) -> Step:
-    """Makes one update: forward, Σ smoothed loss / Σ non-pad targets over all micro-batches, backward, clip, Adam.
+    """Makes one update: forward, Σ smoothed loss / Σ non-pad targets over all micro-batches, backward, clip, Adam,
+    QK-clip.
 
     `dropout` holds this update's number; its micro_batch is set to 0, 1, … here. Before the k-th update BranchNorm's t
     is set to k. Running statistics change with each micro-batch, those of PowerNorm only with the update's last one.
@@ -162,16 +165,44 @@ def train_step(
     tokens = sum(int((batch.target != PAD).sum()) for batch in micro_batches)
     total = total_nll = 0.0
     grads = {name: torch.zeros_like(value) for name, value in leaves.items()}
+    largest: dict[str, Tensor] = {}
     for index, batch in enumerate(micro_batches):
         here = dataclasses.replace(dropout or Dropout(), micro_batch=index)
         is_partial = index < len(micro_batches) - 1
         steps = {name.rpartition(".")[0] for name in buffers if name.endswith(".iters")} if is_partial else set()
         moving = {name: b.clone() if name.rpartition(".")[0] in steps else b for name, b in buffers.items()}
-        logits = forward({**leaves, **moving}, config, batch.source, batch.target_input, here)
+        run = Run({**leaves, **moving}, config, here)
+        logits = run.logits(batch.source, batch.target_input)
+        largest = {name: torch.maximum(found, largest.get(name, found)) for name, found in run.largest.items()}
         loss, nll = label_smoothed_cross_entropy(logits, batch.target, smoothing, formula, vocabulary_mask)
         parts = torch.autograd.grad(loss / tokens, list(leaves.values()))
         grads = {name: grad + part for (name, grad), part in zip(grads.items(), parts, strict=True)}
         total, total_nll = total + loss.item(), total_nll + nll.item()
     clipped, norm = clip_by_global_norm(grads, max_norm)
     after = {**optimizer.step(state, clipped, lr), **buffers}
-    return Step(after, total / tokens, total_nll / tokens, tokens, grads, norm)
+    after = clip_queries_and_keys(after, config, largest, qk_clip)
+    return Step(after, total / tokens, total_nll / tokens, tokens, grads, norm, largest)
+
+
+def clip_queries_and_keys(
+    state: State, config: Config, largest: Mapping[str, Tensor], limit: float
+) -> dict[str, Tensor]:
+    """Returns the state with W_q^h, W_k^h and their biases multiplied by √min(1, τ/S_h) in each head h. Heads that
+    share keys have one S, their largest. A `limit` of 0 does not clip."""
+    config = complete(config)
+    size, after = config["d_model"] // config["heads"], dict(state)
+    shared = config["heads"] // config["kv_heads"]
+    for name, of_heads in largest.items():
+        for leaf in ("in_proj_weight", "in_proj_bias"):
+            if f"{name}.{leaf}" not in state or limit == 0:
+                continue
+            t = state[f"{name}.{leaf}"].clone()
+            for group in range(config["kv_heads"]):
+                top = max(of_heads[group * shared : (group + 1) * shared].tolist())
+                gamma = limit / top if top > limit else 1.0
+                for head in range(group * shared, (group + 1) * shared):
+                    t[head * size : (head + 1) * size] *= math.sqrt(gamma)
+                first = config["d_model"] + group * size
+                t[first : first + size] *= math.sqrt(gamma)
+            after[f"{name}.{leaf}"] = t
+    return after

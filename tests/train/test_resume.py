@@ -52,6 +52,7 @@ CHANGED = {
     "weight_decay": 0.1,
     "weight_decay_of": "all",
     "clip_norm": 0.5,
+    "qk_clip": 0.5,
     "label_smoothing": 0.2,
     "smoothing": "twt",
     "z_loss": 1e-3,

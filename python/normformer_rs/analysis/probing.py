@@ -28,6 +28,7 @@ MEASURES = {
     "kurtosis": "mean (x − m)⁴ / (mean (x − m)²)² of the output, m its mean: 3 for normal numbers",
     "entropy": "−Σ p ln p of attention's weights, in nats: the mean over queries",
     "logit": "the largest logit among the pairs that softmax sees",
+    "head_logit": "the largest logit of one head among the pairs that softmax sees",
     "cosine": "the cosine of the layer's output and its input: the mean over tokens",
     "rank": "e to the entropy of the singular values over their sum, of the layer's output (Roy & Vetterli 2007)",
     "active": "the share of positive numbers among those that the feed-forward's last matrix reads",
@@ -45,7 +46,7 @@ class Reading(NamedTuple):
     layer: int | None
     """The layer within its stack, from 0; None outside the stacks."""
     role: str
-    """q, k, v, out, fc1, gate, fc2, norm, attention, layer or other."""
+    """q, k, v, out, fc1, gate, fc2, norm, attention, head 0, head 1, …, layer or other."""
     measure: str
     """A name of `MEASURES`."""
     value: float
@@ -110,7 +111,8 @@ class Probe:
         example: an input as for `swap_residuals`; None for one that the model's configuration tells.
 
     Measures are those of `MEASURES`, computed in f64. Attention is measured in torch's operator, torch.nn's modules,
-    and products around a softmax within the blocks.
+    and products around a softmax within the blocks. Heads are the third dimension from the end; logits of three
+    dimensions have no heads.
 
     Errors: InputError for a model whose blocks are not found.
     """
@@ -251,7 +253,8 @@ class Probe:
     def _enter_block(self, block: nn.Module, args: Any, kwargs: Any) -> None:
         self._within.append(block)
         name = self._layers[block][0]
-        before = [key for key in self._passes if key[1] == "attention" and key[0].partition(" (")[0] == name]
+        of_attention = ("logit", "head_logit", "entropy")
+        before = [key for key in self._passes if key[2] in of_attention and f"{key[0]} ".startswith(f"{name} ")]
         for key in before:  # they belong to an earlier pass
             del self._passes[key]
 
@@ -277,12 +280,18 @@ class Probe:
         number = sum(key[0].partition(" (")[0] == name for key in self._passes if key[2] == "logit")
         name = f"{name} ({number + 1})" if number else name
         largest, entropy, queries = -math.inf, 0.0, 0
+        of_heads: list[float] = []
         for part in logits:
             sees = part > MASKED
             seen = part.masked_fill(~sees, -math.inf)
             of_queries = torch.special.entr(seen.softmax(-1)).sum(-1)[sees.any(-1)]
             largest = max(largest, float(seen.max()))
             entropy, queries = entropy + float(of_queries.sum()), queries + of_queries.numel()
+            if seen.dim() > 3:
+                found = seen.transpose(0, -3).flatten(1).amax(1).tolist()
+                of_heads = [*map(max, found, of_heads or found)]
+        for head, value in enumerate(of_heads):
+            self._passes[f"{name} head {head}", f"head {head}", "head_logit"] = (layer, value)
         self._passes[name, "attention", "logit"] = (layer, largest)
         self._passes[name, "attention", "entropy"] = (layer, entropy / queries if queries else math.nan)
 

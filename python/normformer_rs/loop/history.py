@@ -61,14 +61,17 @@ class History:
     lr: NDArray[np.float64]
     grad_norm: NDArray[np.float64]
     """The Euclidean norm of the gradient of all parameters, before clipping."""
+    largest_logit: NDArray[np.float64]
+    """The largest logit of all attentions in the update's batches; NaN without `qk_clip`."""
     tokens_per_second: NDArray[np.float64]
     """The number of real target tokens per second."""
     seconds: NDArray[np.float64]
     """The training time so far, in seconds."""
     evaluations: Evaluations
     layers: dict[str, NDArray[np.float64]] = dataclasses.field(default_factory=dict)
-    """The values of `log_layers`: gradient/LAYER, the norm of each layer's gradient before clipping, and gain/NAME,
-    the mean of each gain before the update. Those of `log_statistics`, for the update's first batch before the
+    """The values of `log_layers`: gradient/LAYER, the norm of each layer's gradient before clipping; gain/NAME, the
+    mean of each gain before the update; and with `qk_clip` logit/ATTENTION.HEAD, the largest logit of each head in the
+    update's batches. Those of `log_statistics`, for the update's first batch before the
     update: size/STACK.LAYER, the mean |x| of the residual stream (0: the stack's input); change/decoder, the mean
     over tokens of ‖F(x; θ) − F(x; θ₀)‖₂ for the decoder's output; batch_distance/STACK.NORM.PART and
     batch_gradient/STACK.NORM.PART, as in `analysis.Statistics`, PART being mean, variance or power. NaN marks an
@@ -308,11 +311,11 @@ def _replay(events: Iterable[dict[str, Any]]) -> tuple[dict[str, Any], list[dict
 
 
 def layer_values(event: Mapping[str, Any]) -> dict[str, float]:
-    """Returns the values of an "updated" event by name: gradient/LAYER, gain/NAME and its statistics. The dictionary is
-    empty if the event has none."""
+    """Returns the values of an "updated" event by name: gradient/LAYER, gain/NAME, logit/ATTENTION.HEAD and its
+    statistics. The dictionary is empty if the event has none."""
     layers = event.get("layers") or {}
-    values = {f"{kind}/{name}": value for kind, key in (("gradient", "gradients"), ("gain", "gains"))
-              for name, value in layers.get(key, {}).items()}  # fmt: skip
+    values = {f"{kind}/{name}": value for kind in ("gradient", "gain", "logit")
+              for name, value in layers.get(f"{kind}s", {}).items()}  # fmt: skip
     values |= event.get("statistics") or {}
     return {name: math.nan if value is None else value for name, value in values.items()}
 

@@ -143,7 +143,8 @@ class Trainer:
             curves: draw `output`/curves.png at the end if matplotlib is installed.
             callbacks: functions of (event, values), called on the first process after the run's own log has the event:
                 "started" (values update, updates, parameters, vocabulary, device, …), "updated" (update, epoch, loss,
-                nll, lr, grad_norm, tokens_per_second, seconds, …; with `log_layers` layers: {gradients, gains}),
+                nll, lr, grad_norm, tokens_per_second, seconds, …; with `qk_clip` largest_logit; with `log_layers`
+                layers: {gradients, gains} and, with `qk_clip`, logits),
                 "evaluated" (update, epoch, loss, nll, perplexity, bleu, best, seconds). A number that JSON cannot hold,
                 and BLEU that was not measured, is None. If one raises, the run saves and ends, and the error is raised
                 here.
@@ -251,7 +252,7 @@ class _Observer(_Silent):
 
     def updated(self, event: Mapping[str, Any]) -> None:
         self._show("updated", event)
-        self._write("train", event, "loss", "nll", "lr", "grad_norm", "tokens_per_second")
+        self._write("train", event, "loss", "nll", "lr", "grad_norm", "largest_logit", "tokens_per_second")
         if self._writer is not None:
             for name, value in layer_values(event).items():
                 self._writer.add_scalar(name, value, event["update"])
