@@ -11,7 +11,7 @@ from .checks import COLUMN_NORMS, OPS, REAL, TYPES, check, close, detects, leave
 
 def fresh_buffers(norm, width, dtype=torch.float32):
     """The buffers of a norm with statistics of columns, by the names that operator and twin give them."""
-    (entry,) = (entry for entry in DECLARED.values() if entry.operator == norm)
+    entry = next(entry for entry in DECLARED.values() if entry.operator == norm)  # others may share the operator
     return {
         buffer.name: torch.full(buffer.size(width), buffer.start, dtype=torch.int64 if buffer.is_counter else dtype)
         for buffer in entry.buffers

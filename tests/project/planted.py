@@ -265,8 +265,8 @@ PLANTED = [
     Planted(
         "Meta devices, FSDP2, copies",
         "nn/build.py",
-        "            write(what, made)\n",
-        "            pass\n",
+        "                write(what, one)\n",
+        "                pass\n",
         ("nn/test_life_cycles.py::test_every_order_ends_in_the_first_values[{'residual': 'rezero'}-whole]",),
     ),
     Planted(
