@@ -222,6 +222,7 @@ pub(super) fn check_qk_clip(model: &TransformerConfig, training: &TrainingConfig
         ("qk_l2norm", model.qk_l2norm.is_some()),
         ("score_softcap", model.score_softcap.is_some()),
         ("unit_matrices", training.unit_matrices),
+        ("muon_on_sphere", training.muon_on_sphere),
     ];
     let named = own.iter().find(|(_, is_on)| *is_on).map(|(option, _)| option.to_string());
     let of_scheme = || {

@@ -210,6 +210,7 @@ UNIT_REFUSALS = {
     "attention_dropout": (0.2, " must be 0, got 0.2$"),
     "decoder_norm": ("dyt", ' must be rmsnorm, one of its families, or layernorm, got "dyt"'),
     "init": ("gpt2", ' = "gpt2" must be left out'),
+    "scale_embeddings": (False, " = false must be left out"),
     **dict.fromkeys(("output_bias", "qk_norm", "sinks"), (True, " = true must be left out")),
     **dict.fromkeys(("input_alpha", "residual_multiplier"), (0.5, " = 0.5 must be left out")),
     "attention_scale": ("inverse", ' = "inverse" must be left out'),

@@ -21,18 +21,30 @@ def weights(named):
 OTHERS = ("ngpt", "r-fixup")
 """ngpt's matrices have unit vectors; r-fixup has no biases, for which torch.nn's constructors draw."""
 CASES = [{"residual": name, **OPTIONS.get(name, {})} for name in RESIDUALS if name not in OTHERS]
+CASES += [{"residual": "dlcl", "norm": "gated-rmsnorm", "against": {"residual": "dlcl"}}]
 CASES += [{"output_gate": "element"}, {"sinks": True}, {"norm": "gated-rmsnorm"}]
 
 
 @pytest.mark.parametrize("options", CASES, ids=lambda options: str(next(iter(options.values()))))
 def test_matrices_start_alike(options):
-    plain, after = built(residual="prenorm")
+    options = dict(options)
+    plain, after = built(**{"residual": "prenorm", **options.pop("against", {})})
     ours, after_ours = built(**{"residual": "prenorm", **options})
     expected, found = weights(plain), weights(ours)
     assert found.keys() == expected.keys() and len(expected) == 20
     for name, p in expected.items():
         torch.testing.assert_close(found[name], p, rtol=0, atol=0, msg=name)
     assert after == after_ours
+
+
+def test_neighbours_draw_differently():
+    """Modules that draw nothing but the scheme's parameters, and so begin from one state of the generator."""
+    torch.manual_seed(0)
+    made = [nfnn.Residual(torch.nn.Identity(), 16, layers=2, layer=0, norm="gated-rmsnorm") for _ in range(2)]
+    drawn = [residual.norm1.gate_down.clone() for residual in made]
+    made[1].reset_parameters()
+    drawn.append(made[1].norm1.gate_down)
+    assert not any(torch.equal(drawn[i], drawn[j]) for i in range(3) for j in range(i))
 
 
 def test_what_is_drawn_apart_follows_the_seed_and_differs_by_place():

@@ -203,6 +203,7 @@ class Shifted(Scheme):
             'attention = "tensorized"',
         ),
         ({}, {"unit_matrices": True}, "unit_matrices"),
+        ({}, {"optimizer": "muon", "muon_on_sphere": True}, "muon_on_sphere"),
     ],
     ids=str,
 )

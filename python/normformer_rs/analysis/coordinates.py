@@ -201,12 +201,12 @@ def _of_blocks(model: nn.Module, loss: Callable[[], Tensor]) -> Callable[[], NDA
     blocks = last_stack(model)
 
     def sizes() -> NDArray[np.float64]:
-        found: list[float] = []
+        found: list[float] = []  # of the last pass through the blocks
         logits = [0.0]
 
         def entered(_: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
-            if not found:
-                found.append(_size(given or tuple(named.values())))
+            if len(found) in (0, len(blocks) + 1):
+                found[:] = [_size(given or tuple(named.values()))]
 
         def left(_: nn.Module, given: tuple[Any, ...], output: Any) -> None:
             found.append(_size(output))
@@ -259,13 +259,17 @@ def _trained(
 
 
 def _optimizers(groups: list[dict[str, Any]], muon_scale: str | None) -> list[torch.optim.Optimizer]:
-    """Returns AdamW, and Muon for the groups that name it."""
+    """Returns AdamW, and Muon for the groups that name it. Errors: InputError if `muon_scale` does not go with them."""
     of_muon = [group for group in groups if group.get("optimizer") == "muon"]
     others = [group for group in groups if group.get("optimizer") != "muon"]
+    adjusted = {"spectral": "original", "rms": "match_rms_adamw"}
+    if of_muon and muon_scale not in adjusted:
+        raise InputError(f'the groups name Muon: expected muon_scale="rms" or "spectral", got {muon_scale!r}')
+    if muon_scale is not None and not of_muon:
+        raise InputError(f'no group names Muon, so muon_scale = "{muon_scale}" would do nothing: leave it out')
     optimizers: list[torch.optim.Optimizer] = [torch.optim.AdamW(others, betas=(0.9, 0.98))]
     if of_muon:
-        adjusted = {"spectral": "original", "rms": "match_rms_adamw"}[str(muon_scale)]
-        optimizers.append(torch.optim.Muon(of_muon, adjust_lr_fn=adjusted))
+        optimizers.append(torch.optim.Muon(of_muon, adjust_lr_fn=adjusted[str(muon_scale)]))
     return optimizers
 
 

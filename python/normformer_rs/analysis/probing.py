@@ -111,8 +111,8 @@ class Probe:
         example: an input as for `swap_residuals`; None for one that the model's configuration tells.
 
     Measures are those of `MEASURES`, computed in f64. Attention is measured in torch's operator, torch.nn's modules,
-    and products around a softmax within the blocks. Heads are the third dimension from the end; logits of three
-    dimensions have no heads.
+    and products around a softmax within the blocks. Heads are all dimensions between the batch's and the last two; logits
+    of three dimensions have no heads.
 
     Errors: InputError for a model whose blocks are not found.
     """
@@ -288,6 +288,7 @@ class Probe:
             largest = max(largest, float(seen.max()))
             entropy, queries = entropy + float(of_queries.sum()), queries + of_queries.numel()
             if seen.dim() > 3:
+                seen = seen.flatten(1, -3)  # grouped heads may stand in two dimensions
                 found = seen.transpose(0, -3).flatten(1).amax(1).tolist()
                 of_heads = [*map(max, found, of_heads or found)]
         for head, value in enumerate(of_heads):

@@ -113,10 +113,11 @@ class Transformer(Steered):
         self.told()
 
     def followed(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """Yields, for each stack or norm with a step counter t, one of its trained parameters and t: each optimizer
-        step on the parameter adds one to t."""
+        """Yields, for each stack or norm with a step counter t, one of its trained parameters and t, or one of the
+        model's if none of its own is trained: each optimizer step on the parameter adds one to t."""
         for part in self._growing():
-            owner = first_trained(part.parameters())
+            own, others = first_trained(part.parameters()), first_trained(self.parameters())
+            owner = others if own is None else own
             if owner is not None:
                 yield owner, part.t
 

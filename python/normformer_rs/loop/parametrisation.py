@@ -119,7 +119,9 @@ def param_groups(
     if name == UNIT_SCALED:
         if optimizer != "adam":
             raise InputError(f'parametrisation "{name}" has rates for Adam alone: leave optimizer out')
-        return _unit_groups(model, lr, weight_decay, eps, {"width": width, "depth": depth, "base_width": base_width})
+        given = {"width": width, "depth": depth, "base_width": base_width, "base_depth": base_depth}
+        given |= {"depth_alpha": depth_alpha, "muon_scale": muon_scale}
+        return _unit_groups(model, lr, weight_decay, eps, given)
     step_size = _step_size(optimizer, muon_scale, name)
     base_width = _agreed("base_width", base_width, own.get("base_width"))
     base_depth = _agreed("base_depth", base_depth, own.get("base_depth"))
@@ -174,16 +176,16 @@ def _step_size(optimizer: str, muon_scale: str | None, parametrisation: str) -> 
 
 
 def _unit_groups(
-    model: nn.Module, lr: float, weight_decay: float, eps: float, sizes: dict[str, int | None]
+    model: nn.Module, lr: float, weight_decay: float, eps: float, others: dict[str, Any]
 ) -> list[dict[str, Any]]:
     """Returns the groups of u-mup, one for each set of multipliers. Errors: InputError for another package's model,
-    whose forward pass is not u-mup's, and for sizes, which the model has already."""
+    whose forward pass is not u-mup's, and for other options, which would do nothing."""
     if not isinstance(model, Transformer):
         raise InputError(
             f'parametrisation "{UNIT_SCALED}" is for normformer_rs.Transformer, got {type(model).__name__}: build that '
             "model, or take the optimizers of the package unit-scaling"
         )
-    if given := [size for size, value in sizes.items() if value is not None]:
+    if given := [option for option, value in others.items() if value is not None]:
         raise InputError(f'{given[0]} would do nothing, as parametrisation is "{UNIT_SCALED}": leave it out')
     _check(UNIT_SCALED, None, None, None, lr=lr, weight_decay=weight_decay, eps=eps)
     parts, multipliers = model._parts(), model._unit_multipliers()

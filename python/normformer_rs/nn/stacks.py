@@ -14,6 +14,7 @@ from ..errors import InputError
 from . import mixing
 from .build import LEARNED, install, make, reset, reset_module, write
 from .foreign import draw_xavier
+from .generators import drawn_apart
 from .init import refuse_computed
 from .interpreter import KeptTensors, apply_changes, apply_norm, start
 from .layer import Activation, Layer
@@ -50,10 +51,11 @@ class Sums(nn.Module):
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Sets the weights and the norms to their initial values."""
-        write(self.first, self.weight)
-        mark_drawn(self)
-        for norm in self.norms.values():
-            reset_module(norm)
+        with drawn_apart(self.weight.device, "sums"):
+            write(self.first, self.weight)
+            mark_drawn(self)
+            for norm in self.norms.values():
+                reset_module(norm)
 
     def forward(self, y: Tensor, outputs: list[Tensor], padding_mask: Tensor | None) -> Tensor:
         """Appends output y to the earlier `outputs`, and returns the next layer's input."""
@@ -121,7 +123,8 @@ class Stack(Growing):
         """Adds the scheme's own parts of the stack; an existing norm stays."""
         self.place, declared = place, place.declared
         if declared.combine is not None:
-            self.combine = Sums(declared.combine, place, factory, bias)
+            with drawn_apart(factory["device"], place.stack, "sums"):
+                self.combine = Sums(declared.combine, place, factory, bias)
         for change in end:
             if change.kind != "norm" or self.norm is None:
                 install(self, parts_of(change), place, _END, factory=factory, bias=bias)

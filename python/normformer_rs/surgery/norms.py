@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ..config import TransformerConfig, unknown
 from ..declarations.file_class import names_code
 from ..errors import InputError
+from .. import nn as nfnn
 from ..nn.norm_table import FAMILIES
 from ..nn.norms import BiasedRMSNorm
 from ..nn.registry import norm_class
@@ -440,7 +441,16 @@ def _twin(
     ]
     if new_known is None:
         notes.append(f"{type(new).__name__} is no known norm: its own first values")
+    elif init == "match" and isinstance(old, nfnn.RepBN) and isinstance(new, nfnn.RepBN):
+        pairs = {name: name for name in dict(old.named_parameters(recurse=False)) if name in parameters}
+        notes = _match_blended(old, new)
     elif init == "match":
+        if isinstance(old, nfnn.PRepBN) and not old.t.is_meta and int(old.t) > old.warm + 1:
+            raise InputError(
+                f"{path} is a PRepBN that has begun to fade, so that {target.title} has no values to take over: swap it "
+                'for repbn, which computes what it computes in evaluation, or give init="fresh"'
+            )
+        notes += ["share dropped"] * (isinstance(old, nfnn.RepBN) and not isinstance(old, nfnn.PRepBN))
         notes += _match(old, known, new, new_known)
     first = next(old.parameters(recurse=False), None)
     learned = {its: getattr(old, mine) for mine, its in pairs.items()}
@@ -452,6 +462,16 @@ def _twin(
         hand_over_parameter(f"{path}.{mine}", getattr(old, mine), parameters[its])
     new.train(old.training)
     return _NewNorm(new, ", ".join(notes), pairs)
+
+
+@torch.no_grad()
+def _match_blended(old: nfnn.RepBN, new: nfnn.RepBN) -> list[str]:
+    """Copies the parameters and buffers that both norms have. In evaluation both then compute the same."""
+    had = {**dict(old.named_parameters(recurse=False)), **dict(old.named_buffers(recurse=False))}
+    own = {**dict(new.named_parameters(recurse=False)), **dict(new.named_buffers(recurse=False))}
+    for name in had.keys() & own.keys():
+        own[name].copy_(had[name])
+    return ["the same in evaluation"]
 
 
 @torch.no_grad()

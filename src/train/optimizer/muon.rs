@@ -95,7 +95,7 @@ impl Rule for Muon {
 
 /// Returns the Frobenius norm of each matrix, (matrices, 1, 1).
 pub fn norms(matrices: &Tensor) -> Result<Tensor> {
-    Ok(matrices.f_frobenius_norm([1i64, 2].as_slice(), true)?)
+    Ok(matrices.f_norm_scalaropt_dim(2.0, [1i64, 2].as_slice(), true)?)
 }
 
 /// Returns, for each matrix X, one with the same singular vectors and singular values near 1: the result of five steps
