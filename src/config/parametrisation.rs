@@ -243,7 +243,6 @@ fn check_unit_scaled(config: &TransformerConfig, found: &Parametrisation) -> Res
         "residual_multiplier",
         "attention_multiplier",
         "attention_scale",
-        "scale_embeddings",
     ];
     let json = |config: &TransformerConfig| serde_json::to_value(config).expect("options are plain data");
     let (given, default) = (json(config), json(&TransformerConfig::default()));

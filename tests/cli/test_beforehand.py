@@ -98,6 +98,11 @@ def test_train_warns_once_before_the_first_update(monkeypatch, capsys, tmp_path)
     assert len(warned) == 2 and "warm-up of 4,000" in warned[0] and "default size" in warned[1]
     assert cli.main([*given, "--preset", "transformer-tiny", "--overwrite"]) == 2
     assert "warning: " not in seen[1]
+    fades = ["--preset", "transformer-tiny", "--norm", "prepbn", "--warmup", "10", "--overwrite"]
+    assert cli.main([*given, *fades, "--updates", "100"]) == 2
+    assert "warning: prepbn fades for 4,000 updates, and the run has 100" in seen[2]
+    assert cli.main([*given, *fades, "--updates", "100", "--prepbn-steps", "60"]) == 2
+    assert "warning: " not in seen[3]
 
 
 def test_a_dry_run_warns_too(monkeypatch, capsys):

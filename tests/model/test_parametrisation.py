@@ -210,7 +210,6 @@ UNIT_REFUSALS = {
     "attention_dropout": (0.2, " must be 0, got 0.2$"),
     "decoder_norm": ("dyt", ' must be rmsnorm, one of its families, or layernorm, got "dyt"'),
     "init": ("gpt2", ' = "gpt2" must be left out'),
-    "scale_embeddings": (False, " = false must be left out"),
     **dict.fromkeys(("output_bias", "qk_norm", "sinks"), (True, " = true must be left out")),
     **dict.fromkeys(("input_alpha", "residual_multiplier"), (0.5, " = 0.5 must be left out")),
     "attention_scale": ("inverse", ' = "inverse" must be left out'),
@@ -738,6 +737,12 @@ def test_any_model_has_a_coordinate_check():
         make, widths=(16, 64), updates=2, seeds=(3,), groups=lambda model: [{"params": model.parameters(), "lr": 0.0}]
     )
     assert (small.sizes[:, 0] == small.sizes[:, 2]).all() and small.parametrisation == "groups"
+    for groups, scale, said in (
+        (lambda model: [{"params": [model.out.weight], "optimizer": "muon"}], None, "the groups name Muon: expected"),
+        (lambda model: [{"params": model.parameters()}], "rms", "no group names Muon, so muon_scale"),
+    ):
+        with pytest.raises(nfrs.InputError, match=said):
+            analysis.coordinate_check(make, widths=(16, 64), groups=groups, muon_scale=scale)
     with pytest.raises(nfrs.InputError, match="found no repeated blocks in Linear"):
         analysis.coordinate_check(lambda width, seed: (nn.Linear(4, 4), lambda: None), widths=(1, 2))
     with pytest.raises(nfrs.InputError, match="the loss did not run the blocks of Noting"):

@@ -214,3 +214,22 @@ def test_bad_input_is_said(call, message):
         call()
     with pytest.raises(TypeError, match="float32, float64"):
         nn.RepBN(4)(torch.ones(2, 4).long())
+
+
+def test_a_trained_prepbn_becomes_the_repbn_that_it_evaluates_as():
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.LayerNorm(6), torch.nn.Linear(6, 6))
+    nfrs.swap_norms(model, "prepbn", steps=2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for _ in range(5):
+        model(torch.randn(4, 3, 6) + 1).square().mean().backward()
+        optimizer.step()
+    x = torch.randn(4, 3, 6)
+    expected = model.eval()(x)
+    with pytest.raises(nfrs.InputError, match="0 is a PRepBN that has begun to fade, and layernorm cannot take"):
+        nfrs.swap_norms(model, "layernorm")
+    table = nfrs.swap_norms(model, "repbn")
+    assert type(model[0]) is nn.RepBN and torch.equal(model(x), expected) and "the same in evaluation" in str(table)
+    nfrs.swap_norms(model, "prepbn")
+    assert type(model[0]) is nn.PRepBN and torch.equal(model.eval()(x), expected)
+    assert "share dropped" in str(nfrs.swap_norms(torch.nn.Sequential(nn.RepBN(6)), "rmsnorm"))

@@ -265,7 +265,9 @@ UNIT |= {"norm": "rmsnorm", "positions": "rotary", "tie_embeddings": "none"}
 
 def test_other_optimizers_are_refused_under_unit_scaling(tmp_path, corpus):
     data = {key: path for key, path in corpus.items() if key.endswith("target")} | {"segment_length": 8}
-    with pytest.raises(nfrs.InputError, match='parametrisation "u-mup" has rates for Adam alone, got optimizer = "lion"'):
+    with pytest.raises(
+        nfrs.InputError, match='parametrisation "u-mup" has rates for Adam alone, got optimizer = "lion"'
+    ):
         fit(tmp_path / "run", data, model=UNIT, training={**LOOP, "optimizer": "lion"}, **QUIET)
     model = nfrs.Transformer(nfrs.TransformerConfig(**UNIT, vocab_size=20, dropout=0.0), seed=1)
     with pytest.raises(nfrs.InputError, match='parametrisation "u-mup" has rates for Adam alone: leave optimizer out'):

@@ -111,8 +111,8 @@ class Probe:
         example: an input as for `swap_residuals`; None for one that the model's configuration tells.
 
     Measures are those of `MEASURES`, computed in f64. Attention is measured in torch's operator, torch.nn's modules,
-    and products around a softmax within the blocks. Heads are all dimensions between the batch's and the last two; logits
-    of three dimensions have no heads.
+    and products around a softmax within the blocks. Heads are all dimensions between the batch's and the last two;
+    logits of three dimensions have no heads.
 
     Errors: InputError for a model whose blocks are not found.
     """

@@ -28,11 +28,11 @@ def warnings_of(
             f"the warm-up of {how['warmup']:,} updates is longer than the run of {how['updates']:,}: the learning rate "
             "never reaches its peak; choose a smaller warmup, or more updates"
         )
-    fades = "prepbn" in (what["norm"], what["decoder_norm"])
-    if fades and how["updates"] and how["updates"] < what["prepbn_warm"] + what["prepbn_steps"]:
+    faded = what["prepbn_warm"] + what["prepbn_steps"] if "prepbn" in (what["norm"], what["decoder_norm"]) else 0
+    if how["updates"] and how["updates"] < faded:
         found.append(
-            f"prepbn fades for {what['prepbn_warm'] + what['prepbn_steps']:,} updates, and the run has {how['updates']:,}: "
-            "validation uses repbn alone, which has not learned its part by then; choose smaller prepbn_steps"
+            f"prepbn fades for {faded:,} updates, and the run has {how['updates']:,}: validation uses repbn alone, "
+            "which has not learned its part by then; choose smaller prepbn_steps"
         )
     is_default = chosen is not None and not chosen & {"preset", *_SIZES}
     if is_default and how["device"] == "cpu" and parameters > _LARGE:

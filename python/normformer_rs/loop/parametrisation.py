@@ -119,7 +119,7 @@ def param_groups(
     if name == UNIT_SCALED:
         if optimizer != "adam":
             raise InputError(f'parametrisation "{name}" has rates for Adam alone: leave optimizer out')
-        given = {"width": width, "depth": depth, "base_width": base_width, "base_depth": base_depth}
+        given: dict[str, Any] = {"width": width, "depth": depth, "base_width": base_width, "base_depth": base_depth}
         given |= {"depth_alpha": depth_alpha, "muon_scale": muon_scale}
         return _unit_groups(model, lr, weight_decay, eps, given)
     step_size = _step_size(optimizer, muon_scale, name)

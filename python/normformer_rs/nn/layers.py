@@ -11,6 +11,7 @@ from ..errors import InputError
 from .build import install, reset, reset_module
 from .dropout import Draw
 from .foreign import asks
+from .generators import move_on
 from .interpreter import KeptTensors, Streams, begin, close
 from .layer import KINDS, Layer, attended, layer_number
 from .place import Place, configure

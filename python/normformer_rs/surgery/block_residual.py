@@ -12,6 +12,7 @@ from ..declarations.declared import Change, Learned, NormAt, only_norm, parts_of
 from ..errors import InputError
 from ..nn.build import install, reset
 from ..nn.dropout import Draw
+from ..nn.generators import move_on
 from ..nn.init import Role
 from ..nn.interpreter import Streams, apply_changes, begin, close, open_streams
 from ..nn.place import Place

@@ -11,10 +11,10 @@ from typing import Any, Literal, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
+from .. import nn as nfnn
 from ..config import TransformerConfig, unknown
 from ..declarations.file_class import names_code
 from ..errors import InputError
-from .. import nn as nfnn
 from ..nn.norm_table import FAMILIES
 from ..nn.norms import BiasedRMSNorm
 from ..nn.registry import norm_class
@@ -447,7 +447,7 @@ def _twin(
     elif init == "match":
         if isinstance(old, nfnn.PRepBN) and not old.t.is_meta and int(old.t) > old.warm + 1:
             raise InputError(
-                f"{path} is a PRepBN that has begun to fade, so that {target.title} has no values to take over: swap it "
+                f"{path} is a PRepBN that has begun to fade, and {target.title} cannot take its values over: swap it "
                 'for repbn, which computes what it computes in evaluation, or give init="fresh"'
             )
         notes += ["share dropped"] * (isinstance(old, nfnn.RepBN) and not isinstance(old, nfnn.PRepBN))
