@@ -104,7 +104,7 @@ class Probe:
     >>> with watch:
     ...     model(x).square().mean().backward()
     >>> sorted({one.role for one in watch.readings})
-    ['attention', 'fc1', 'fc2', 'k', 'layer', 'norm', 'out', 'q', 'v']
+    ['attention', 'fc1', 'fc2', 'head 0', 'head 1', 'k', 'layer', 'norm', 'out', 'q', 'v']
 
     Args:
         model: any model of torch whose blocks `swap_residuals` would find.
