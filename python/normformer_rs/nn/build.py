@@ -63,7 +63,7 @@ def install(owner: nn.Module, items: Iterable[NormAt | Learned], place: Place, p
     """Registers the declared norms and parameters in `owner`; a parameter that sublayers share is made once. `part`:
     the number of the owner, if several in a layer have such parameters."""
     made = set()
-    with drawn_apart(making["factory"].get("device"), place.stack, place.layer, part):
+    with drawn_apart(making["factory"].get("device"), part):
         for what in items:
             if what not in made:
                 made.add(what)
@@ -75,12 +75,12 @@ def install(owner: nn.Module, items: Iterable[NormAt | Learned], place: Place, p
 
 
 @torch.no_grad()
-def reset(owner: nn.Module, items: Iterable[NormAt | Learned], place: Place, part: int = 0) -> None:
+def reset(owner: nn.Module, items: Iterable[NormAt | Learned], part: int = 0) -> None:
     """Sets the declared norms and parameters to their initial values, with `install`'s draws."""
     made: dict[NormAt | Learned, Any] = {what: getattr(owner, what.name) for what in items}
     parameters = (one if isinstance(one, Tensor) else next(one.parameters(), None) for one in made.values())
     device = next((one.device for one in parameters if one is not None), None)
-    with drawn_apart(device, place.stack, place.layer, part):
+    with drawn_apart(device, part):
         for what, one in made.items():
             if isinstance(what, Learned):
                 write(what, one)

@@ -21,8 +21,8 @@ def _generators(device: torch.device | str | None) -> list[torch.Generator]:
 @contextmanager
 def drawn_apart(device: torch.device | str | None, *where: Any) -> Iterator[None]:
     """Inside the block torch's generators of the CPU and of the device start anew, from their states and `where`, which
-    is another text for each place of a model. After it they are as they were, so that parameters which a scheme or an
-    option adds do not shift the draws of the others."""
+    tells parts apart that are drawn one after the other. After it they are as they were, so that parameters which a
+    scheme or an option adds do not shift the draws of the others."""
     generators = _generators(device)
     states = [generator.get_state() for generator in generators]
     try:

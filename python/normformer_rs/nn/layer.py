@@ -242,7 +242,7 @@ class Layer(Growing, Placeable):
         else:
             self.draw()
         for part, (owner, items) in enumerate(self._declared()):
-            reset(owner, items, self.place, part)
+            reset(owner, items, part)
         self.reset_growth()
 
     def draw(self) -> None:

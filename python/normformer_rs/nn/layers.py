@@ -110,7 +110,7 @@ class Residual(Growing):
 
     def reset_parameters(self) -> None:
         """Resets the scheme's norms, gains and t, and F with its own `reset_parameters`."""
-        reset(self, self.declared.around(), self.place)
+        reset(self, self.declared.around())
         move_on(next((p.device for p in self.parameters(recurse=False)), None))
         reset_module(self.sublayer)
         self.reset_growth()

@@ -123,7 +123,7 @@ class Stack(Growing):
         """Adds the scheme's own parts of the stack; an existing norm stays."""
         self.place, declared = place, place.declared
         if declared.combine is not None:
-            with drawn_apart(factory["device"], place.stack, "sums"):
+            with drawn_apart(factory["device"], "sums"):
                 self.combine = Sums(declared.combine, place, factory, bias)
         for change in end:
             if change.kind != "norm" or self.norm is None:
@@ -139,11 +139,9 @@ class Stack(Growing):
         """Resets the layers, the scheme's own parts of the stack, and t."""
         for module in (*self.layers.children(), self._modules.get("combine"), self.norm):
             reset_module(module)
-        if self.place is not None:
-            streams = (at for at in self.streams if at is not None)
-            reset(self, parts_of(self.end), self.place, _END)
-            reset(self, (*parts_of(self.begin), *streams), self.place, _BEGIN)
-            reset(self, parts_of(self.mixing), self.place, _MIXING)
+        reset(self, parts_of(self.end), _END)
+        reset(self, (*parts_of(self.begin), *(at for at in self.streams if at is not None)), _BEGIN)
+        reset(self, parts_of(self.mixing), _MIXING)
         self.reset_growth()
 
     def _run(self, x: Tensor, call: Callable[..., Any], padding_mask: Tensor | None) -> Tensor:

@@ -183,7 +183,7 @@ class BlockResidual(Growing):
 
     def reset_parameters(self) -> None:
         """Resets the scheme's norms, gains and step count t."""
-        reset(self, self._declared(), self.place)
+        reset(self, self._declared())
         move_on(next((p.device for p in self.parameters(recurse=False)), None))
         self.reset_growth()
 

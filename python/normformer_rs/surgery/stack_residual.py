@@ -60,7 +60,7 @@ class StackResidual(Growing):
 
     def reset_parameters(self) -> None:
         """Resets the norms, the parameters and the update number t."""
-        reset(self, self.declared_parts, self.place)
+        reset(self, self.declared_parts)
         reset_module(self._modules.get("combine"))
         self.reset_growth()
 
