@@ -225,15 +225,9 @@ pub(super) fn check_qk_clip(model: &TransformerConfig, training: &TrainingConfig
         ("muon_on_sphere", training.muon_on_sphere),
     ];
     let named = own.iter().find(|(_, is_on)| *is_on).map(|(option, _)| option.to_string());
-    let of_scheme = || {
-        let firsts = StackName::of(&model.outline()).iter().map(|stack| model.place(*stack, 0)).collect::<Vec<_>>();
-        let layers = firsts.iter().flat_map(|first| (0..first.layers()).map(|layer| LayerContext { layer, ..*first }));
-        let mut places = layers.flat_map(|layer| layer.each());
-        let inside = |place: &LayerContext| model.schemes().at(place).inside(place);
-        let is_there = places.any(|place| inside(&place).iter().any(|(point, change)| is_fixed(*point, change)));
-        is_there.then(|| format!("residual = {:?}", model.residual.as_str()))
-    };
-    match named.or_else(of_scheme) {
+    let schemes = model.schemes();
+    let of_scheme = schemes.all().find(|scheme| is_inside(model, scheme, is_fixed));
+    match named.or_else(|| of_scheme.map(|scheme| format!("residual = {:?}", scheme.name()))) {
         Some(other) => Err(Error::invalid(format!(
             "qk_clip = {} scales the rows of queries and keys so that the logits of a head shrink alike, and with {other} \
              they would not: leave one of them out",
@@ -243,12 +237,15 @@ pub(super) fn check_qk_clip(model: &TransformerConfig, training: &TrainingConfig
     }
 }
 
-/// True if the scheme makes a change inside a sublayer for which `is_there` is true.
+/// True if the scheme makes a change inside a sublayer of one of the model's stacks for which `is_there` is true.
 fn is_inside(config: &TransformerConfig, scheme: &SchemeRef, is_there: impl Fn(Point, &Change) -> bool) -> bool {
-    let decoder = config.place(StackName::Decoder, 0);
-    (0..decoder.layers())
-        .flat_map(|layer| LayerContext { layer, ..decoder }.each())
-        .any(|place| scheme.inside(&place).iter().any(|(point, change)| is_there(*point, change)))
+    let stacks = StackName::of(&config.outline());
+    let mut firsts = stacks.iter().map(|stack| config.place(*stack, 0));
+    firsts.any(|first| {
+        (0..first.layers())
+            .flat_map(|layer| LayerContext { layer, ..first }.each())
+            .any(|place| scheme.inside(&place).iter().any(|(point, change)| is_there(*point, change)))
+    })
 }
 
 #[cfg(test)]

@@ -1,5 +1,7 @@
 """Initial values of layers: what a scheme or an option adds does not shift the draws of the other parameters."""
 
+import copy
+
 import pytest
 import torch
 from nn_support import OPTIONS, RESIDUALS
@@ -56,3 +58,12 @@ def test_what_is_drawn_apart_follows_the_seed_and_differs_by_place():
         first, again, other = (found[name] for found in drawn)
         assert torch.equal(first, again) and not torch.equal(first, other)
         assert not any(torch.equal(first, drawn[0][before]) for before in names[:i]), name
+
+
+def test_copies_that_are_placed_by_hand_draw_their_own_values():
+    torch.manual_seed(0)
+    layer = nfnn.TransformerEncoderLayer(16, 2, 24, norm="gated-rmsnorm", residual="prenorm", init="xavier")
+    layers = [copy.deepcopy(layer) for _ in range(3)]
+    nfnn.place_layers(layers, init=True)
+    gates = [one.norm1.gate_down for one in layers]
+    assert not any(torch.equal(gates[i], gates[j]) for i in range(3) for j in range(i))

@@ -507,3 +507,25 @@ def test_declarations_that_are_mutated_are_taken_or_refused(own, seed, count):
             read = nfrs.TransformerConfig.from_json(json.dumps({**whole, "residual": scheme}))
             nfrs.Transformer(read, seed=1)
             nfrs.nn.TransformerEncoderLayer(8, 2, 12, residual=read.residual)
+
+
+class NormedInTheEncoder(Scheme):
+    """Norms on queries and keys of the encoder alone."""
+
+    name = "normed-in-the-encoder"
+
+    def around(self, place):
+        return ResidualSpec(before=norm())
+
+    def inside(self, place):
+        is_there = place.stack == "encoder" and place.sublayer == "self-attention"
+        return {"query": norm("q_norm"), "key": norm("k_norm")} if is_there else {}
+
+
+def test_what_a_scheme_does_in_one_stack_is_refused_as_in_both():
+    given = {"vocab_size": 20, "d_model": 16, "d_ff": 24, "heads": 4, "residual": NormedInTheEncoder}
+    nfrs.Transformer(nfrs.TransformerConfig(**given), seed=1)
+    with pytest.raises(nfrs.InputError, match="has norms on queries and keys of its own: leave qk_norm out"):
+        nfrs.Transformer(nfrs.TransformerConfig(**given, qk_norm=True), seed=1)
+    with pytest.raises(nfrs.InputError, match="has norms on queries and keys"):
+        nfrs.Transformer(nfrs.TransformerConfig(**given, norm="batchnorm"), seed=1)

@@ -81,10 +81,11 @@ def param_groups(
 
     **Muon.** With `optimizer="muon"` each group also says its `optimizer` and the `names` of its parameters: Muon takes
     the matrices of blocks, Adam takes tables, the output, vectors and stacked experts. Muon's groups have no ε, because
-    `torch.optim.Muon` uses that name for another number. Under a parametrisation Muon's matrices have lr·m_L^(α−1) with
-    muon_scale = "spectral" (adjust_lr_fn="original"), whose steps have the same spectral norm at all widths, and
-    lr·m_d^(−½)·m_L^(α−1) with muon_scale = "rms" (adjust_lr_fn="match_rms_adamw"); completep's decay has the factor of
-    the width inverted, so that lr·weight_decay does not depend on it.
+    `torch.optim.Muon` uses that name for another number. Under a parametrisation the rate of Muon's matrices depends on
+    `muon_scale`. With "spectral" (adjust_lr_fn="original") a step has the same spectral norm at all widths, and the
+    rate is lr·m_L^(α−1). With "rms" (adjust_lr_fn="match_rms_adamw") that norm grows with √m_d, and the rate is
+    lr·m_d^(−½)·m_L^(α−1). completep divides the decay by the rate's factor of the width, so that lr·weight_decay does
+    not depend on the width.
 
     >>> from torch import nn, optim
     >>> encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 2)
@@ -140,8 +141,8 @@ def param_groups(
         is_adams = optimizer == "adam" or not is_matrix
         key = ROLES.index(place.role), sums_over, m_L, is_adams
         if key not in groups:
-            own_size = "entries" if is_adams else step_size
-            times = _core.multipliers(name, place.role, m_d, m_L, alpha, sums_over, own_size)
+            constant = "entries" if is_adams else step_size
+            times = _core.multipliers(name, place.role, m_d, m_L, alpha, sums_over, constant)
             decay = weight_decay if place.role in MATRICES else 0.0
             groups[key] = {
                 "params": [],
@@ -161,7 +162,7 @@ def param_groups(
 
 
 def _step_size(optimizer: str, muon_scale: str | None, parametrisation: str) -> str:
-    """Returns what steps of Muon's matrices have in common at all widths, in the core's words."""
+    """Returns which measure of a step of Muon is the same at all widths, by its name in the core's `StepSize`."""
     sizes = {"spectral": "spectral-norm", "rms": "orthogonal"}
     if muon_scale is not None and muon_scale not in sizes:
         raise InputError(unknown("muon_scale", muon_scale, [*sizes]))

@@ -81,10 +81,10 @@ def place_layers(layers: nn.Module | Iterable[nn.Module], *, init: bool) -> None
         )
     for layer, to in zip(places, where):
         layer.take_place(to)
-        if init:
-            layer.reset_growth()
         if draws:
-            layer.draw()
+            layer.reset_parameters()
+        elif init:
+            layer.reset_growth()
 
 
 def _checked(entries: list[Any], init: bool) -> list[Any]:

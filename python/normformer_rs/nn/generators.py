@@ -8,35 +8,34 @@ from typing import Any
 import torch
 
 
-def _generators(device: torch.device | str | None) -> list[torch.Generator]:
-    """Returns torch's generators of the CPU and of the device, which is torch's default if it is None."""
-    device = torch.get_default_device() if device is None else torch.device(device)
-    if device.type != "cuda":
-        return [torch.default_generator]
-    torch.cuda.init()  # before that, there are no generators
-    index = torch.cuda.current_device() if device.index is None else device.index
-    return [torch.default_generator, torch.cuda.default_generators[index]]
-
-
 @contextmanager
 def drawn_apart(device: torch.device | str | None, *where: Any) -> Iterator[None]:
-    """Inside the block torch's generators of the CPU and of the device start anew, from their states and `where`, which
-    tells parts apart that are drawn one after the other. After it they are as they were, so that parameters which a
-    scheme or an option adds do not shift the draws of the others."""
+    """Draws inside the block come from another seed, which follows from the states of torch's generators (of the CPU
+    and, if it is CUDA's, of the device) and from `where`. Afterwards the generators are as they were. Thus parameters
+    that a scheme or an option adds do not shift the draws of the others. `device`: None for torch's default. `where`
+    distinguishes blocks that begin from the same states."""
     generators = _generators(device)
     states = [generator.get_state() for generator in generators]
+    text = b"".join(bytes(state.tolist()) for state in states) + repr(where).encode()
+    seed = int.from_bytes(hashlib.sha256(text).digest()[:7], "little")
     try:
-        for generator, state in zip(generators, states, strict=True):
-            text = bytes(state.tolist()) + repr(where).encode()
-            generator.manual_seed(int.from_bytes(hashlib.sha256(text).digest()[:7], "little"))
+        for generator in generators:
+            generator.manual_seed(seed)
         yield
     finally:
         for generator, state in zip(generators, states, strict=True):
             generator.set_state(state)
 
 
-def move_on(device: torch.device | str | None) -> None:
-    """Moves torch's generators on by one number, whatever the scheme. The next module, if its parameters are all drawn
-    apart, then draws others."""
-    for generator in _generators(device):
-        torch.rand((), generator=generator, device=generator.device)
+def move_on() -> None:
+    """Draws one number, so that a module whose parameters are all drawn apart leaves another state to the next one."""
+    torch.rand((), device="cpu")
+
+
+def _generators(device: torch.device | str | None) -> list[torch.Generator]:
+    device = torch.get_default_device() if device is None else torch.device(device)
+    if device.type != "cuda":
+        return [torch.default_generator]
+    torch.cuda.init()  # before that, there are no generators
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return [torch.default_generator, torch.cuda.default_generators[index]]

@@ -105,13 +105,13 @@ class Residual(Growing):
                 )
         self.sublayer, self.dropout = sublayer, nn.Dropout(dropout)
         install(self, self.declared.around(), self.place, factory={"device": device, "dtype": dtype})
-        move_on(device)
+        move_on()
         self.grow(self.place.declared.growth, device)
 
     def reset_parameters(self) -> None:
         """Resets the scheme's norms, gains and t, and F with its own `reset_parameters`."""
         reset(self, self.declared.around())
-        move_on(next((p.device for p in self.parameters(recurse=False)), None))
+        move_on()
         reset_module(self.sublayer)
         self.reset_growth()
 

@@ -171,7 +171,7 @@ class BlockResidual(Growing):
         self.passes_inside = any(passes(changes) for s in self.sublayers for changes in s.inside.values())
         self.points: tuple[Point, ...] = ()
         install(self, self._declared(), place, factory=factory)
-        move_on(like.device)
+        move_on()
         mark_module(self, f"scheme_{place.config.residual}", like.device)
         self.train(block.training)
         self.grow(None, like.device)
@@ -184,7 +184,7 @@ class BlockResidual(Growing):
     def reset_parameters(self) -> None:
         """Resets the scheme's norms, gains and step count t."""
         reset(self, self._declared())
-        move_on(next((p.device for p in self.parameters(recurse=False)), None))
+        move_on()
         self.reset_growth()
 
     def __getattr__(self, name: str) -> Any:

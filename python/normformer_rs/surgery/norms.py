@@ -443,7 +443,8 @@ def _twin(
         notes.append(f"{type(new).__name__} is no known norm: its own first values")
     elif init == "match" and isinstance(old, nfnn.RepBN) and isinstance(new, nfnn.RepBN):
         pairs = {name: name for name in dict(old.named_parameters(recurse=False)) if name in parameters}
-        notes = _match_blended(old, new)
+        _match_blended(old, new)
+        notes = ["the same in evaluation"]
     elif init == "match":
         if isinstance(old, nfnn.PRepBN) and not old.t.is_meta and int(old.t) > old.warm + 1:
             raise InputError(
@@ -465,13 +466,12 @@ def _twin(
 
 
 @torch.no_grad()
-def _match_blended(old: nfnn.RepBN, new: nfnn.RepBN) -> list[str]:
+def _match_blended(old: nfnn.RepBN, new: nfnn.RepBN) -> None:
     """Copies the parameters and buffers that both norms have. In evaluation both then compute the same."""
     had = {**dict(old.named_parameters(recurse=False)), **dict(old.named_buffers(recurse=False))}
     own = {**dict(new.named_parameters(recurse=False)), **dict(new.named_buffers(recurse=False))}
     for name in had.keys() & own.keys():
         own[name].copy_(had[name])
-    return ["the same in evaluation"]
 
 
 @torch.no_grad()

@@ -134,10 +134,10 @@ fn blocks(name: &str, size: &[i64], d_model: i64) -> Vec<Range<i64>> {
 /// Orthogonalises the directions. Each of the K ranks does every K-th of them, and a sum over ranks brings them
 /// together.
 fn orthogonalised(rule: &dyn Rule, directions: &[Tensor], group: ProcessGroup) -> Result<Vec<Tensor>> {
-    let (mine, sizes) = (group.rank()..directions.len(), directions.iter().map(Tensor::size));
-    let sizes: Vec<_> = sizes.collect();
+    let sizes: Vec<_> = directions.iter().map(Tensor::size).collect();
+    let mine = (group.rank()..directions.len()).step_by(group.size());
     let mut found: Vec<Option<Tensor>> = directions.iter().map(|_| None).collect();
-    for batch in batches(mine.step_by(group.size()), &sizes) {
+    for batch in batches(mine, &sizes) {
         let stacked: Vec<&Tensor> = batch.iter().map(|i| &directions[*i]).collect();
         let results = rule.orthogonalised(&Tensor::f_stack(&stacked, 0)?)?.f_unbind(0)?;
         batch.into_iter().zip(results).for_each(|(i, one)| found[i] = Some(one));
