@@ -24,12 +24,10 @@ fn is_f32<A: Accumulator>() -> bool {
 /// Returns a·b + c, rounded once if the instruction set has fused multiply-add.
 #[inline(always)]
 pub fn mul_add<A: Accumulator, S: Isa>(a: A, b: A, c: A) -> A {
-    if !S::FUSED {
-        a * b + c
-    } else if is_f32::<A>() {
-        A::from_f64((a.to_f64() as f32).mul_add(b.to_f64() as f32, c.to_f64() as f32) as f64)
+    if S::FUSED {
+        a.mul_add(b, c)
     } else {
-        A::from_f64(a.to_f64().mul_add(b.to_f64(), c.to_f64()))
+        a * b + c
     }
 }
 

@@ -1,11 +1,10 @@
 //! Matrix products for training: y = xw + b, with few different shapes for oneDNN to compile; and c += aᵀb, with c in
 //! f32, for gradients of weights.
 
-use crate::cpu::amx;
+use crate::cpu::{amx, simd};
 use crate::error::Result;
 use crate::host::has_memory;
 use libloading::os::unix::{Library, RTLD_NOW};
-use std::arch::is_x86_feature_detected;
 use std::ffi::c_int;
 use std::sync::LazyLock;
 use tch::{Device, Kind, Tensor};
@@ -37,7 +36,7 @@ type MixedProduct = unsafe extern "C" fn(
 /// MKL's function inside libtorch, on processors where it may be faster than oneDNN's product and an addition:
 /// Intel's with bf16 instructions. It is `None` on others, and if torch was built without MKL.
 static MIXED: LazyLock<Option<MixedProduct>> = LazyLock::new(|| {
-    if !is_x86_feature_detected!("avx512bf16") || !amx::is_intel() || amx::is_broken() {
+    if !simd::has_bf16_products() || !amx::is_intel() || amx::is_broken() {
         return None;
     }
     // SAFETY: the library is already loaded, so opening it runs no code; the symbol has the type that MKL documents,

@@ -5,6 +5,8 @@ use super::residual::learned;
 use super::Builder;
 use crate::analysis::Watch;
 use crate::error::Result;
+use crate::norm::{rms_norm, scale_norm};
+use crate::operator::{mix_streams, sinkhorn, RowNormOp};
 use crate::residual::{DepthWeights, Gates, Mixing};
 use tch::{Kind, Tensor};
 
@@ -21,12 +23,12 @@ pub struct BuiltMixing {
     parameters: Vec<Tensor>,
 }
 
-/// What a hyper-connection computes when it reads and needs when it writes: H⁺ = `mixed` + `gates`⊙F(x).
-pub struct PendingWrite {
-    /// The mixed streams Σ_i R_ij H_i, (…, n, d).
-    mixed: Tensor,
-    /// The write gates, (…, n, 1).
-    gates: Tensor,
+/// What a hyper-connection computes when it reads and needs when it writes.
+pub enum PendingWrite {
+    /// The weights (Rᵀ, g), (…, n, n + 1), in the type in which the streams are computed: H⁺ = RᵀH + g⊙F(x).
+    Mixed(Tensor),
+    /// The write gates g, (…, n, 1): H⁺ = H + g⊙F(x).
+    Gated(Tensor),
 }
 
 impl BuiltMixing {
@@ -81,8 +83,11 @@ impl BuiltMixing {
     pub fn write(&self, mut tensors: Vec<Tensor>, unwritten: Option<PendingWrite>, f: Tensor) -> Result<Vec<Tensor>> {
         let f = f.f_to_kind(tensors[0].kind())?;
         match (&self.declared, unwritten) {
-            (Mixing::Hyper(_), Some(PendingWrite { mixed, gates })) => {
-                Ok(vec![mixed.f_addcmul(&gates, &f.f_unsqueeze(-2)?)?])
+            (Mixing::Hyper(_), Some(PendingWrite::Mixed(weights))) => {
+                Ok(vec![mix_streams(&tensors[0], &weights, Some(&f))?])
+            }
+            (Mixing::Hyper(_), Some(PendingWrite::Gated(gates))) => {
+                Ok(vec![tensors[0].f_addcmul(&gates, &f.f_unsqueeze(-2)?)?])
             }
             (Mixing::Hyper(_), None) => unreachable!("a hyper-connection writes after it has read"),
             (Mixing::Depth(depth), _) => {
@@ -131,7 +136,7 @@ fn joint(
     let n = streams.size()[streams.dim() - 2];
     let flat = wide(&streams.f_flatten(-2, -1)?)?; // (…, n·d)
     let weight = weight.f_to_kind(flat.kind())?;
-    let mixes = flat.f_linear::<&Tensor>(&weight, None)?.f_mul(&inverse_rms(&flat)?)?;
+    let mixes = unit_rms(&flat)?.f_linear::<&Tensor>(&weight, None)?;
     note(&mixes)?;
     let part = |index: i64, from: i64, count: i64| -> Result<Tensor> {
         let scale = scale.f_narrow(0, index, 1)?.f_to_kind(flat.kind())?;
@@ -139,25 +144,28 @@ fn joint(
         Ok(mixes.f_narrow(-1, from, count)?.f_mul(&scale)?.f_add(&bias)?)
     };
     let reading = part(0, 0, n)?.f_sigmoid()?.f_add_scalar(EPS)?.f_unsqueeze(-2)?; // (…, 1, n)
+    let x = weighted_stream(streams, &reading)?;
     let scales = scale.size1()?;
-    if scales < 3 {
-        let x = reading.f_to_kind(streams.kind())?.f_matmul(streams)?.f_squeeze_dim(-2)?;
-        if scales == 1 {
-            return Ok((x, None));
-        }
+    if scales == 1 {
+        return Ok((x, None));
+    }
+    if scales == 2 {
         let gates = part(1, n, n)?.f_sigmoid()?.f_mul_scalar(magnitude)?.f_add_scalar(EPS)?.f_unsqueeze(-1)?;
-        return Ok((x, Some(PendingWrite { mixed: streams.shallow_clone(), gates: gates.f_to_kind(streams.kind())? })));
+        return Ok((x, Some(PendingWrite::Gated(gates.f_to_kind(streams.kind())?))));
     }
     let gates = part(1, n, n)?.f_sigmoid()?.f_mul_scalar(magnitude)?.f_unsqueeze(-1)?;
     let logits = part(2, 2 * n, n * n)?.f_unflatten(-1, [n, n].as_slice())?;
-    read_and_mix(streams, reading, &sinkhorn(&logits, iterations)?, &gates)
+    Ok((x, Some(mixed(&sinkhorn(&logits, iterations, EPS)?, &gates)?)))
 }
 
-/// Returns x = Σ_i p_i H_i, and the streams Σ_i R_ij H_i with their write gates; one product computes both.
-fn read_and_mix(streams: &Tensor, reading: Tensor, r: &Tensor, gates: &Tensor) -> Result<Read> {
-    let both = Tensor::f_cat(&[reading, r.f_transpose(-2, -1)?], -2)?.f_to_kind(streams.kind())?.f_matmul(streams)?;
-    let mixed = both.f_narrow(-2, 1, streams.size()[streams.dim() - 2])?; // rows 1 to n of (…, 1 + n, d)
-    Ok((both.f_select(-2, 0)?, Some(PendingWrite { mixed, gates: gates.f_to_kind(streams.kind())? })))
+/// Returns x = Σ_i p_i H_i; p is (…, 1, n).
+fn weighted_stream(streams: &Tensor, p: &Tensor) -> Result<Tensor> {
+    Ok(mix_streams(streams, p, None)?.f_squeeze_dim(-2)?)
+}
+
+/// Returns the weights (Rᵀ, g) of a write; g is (…, n, 1).
+fn mixed(r: &Tensor, gates: &Tensor) -> Result<PendingWrite> {
+    Ok(PendingWrite::Mixed(Tensor::f_cat(&[&r.f_transpose(-2, -1)?, gates], -1)?))
 }
 
 /// Reads with the gates of [`Gates::Permuted`].
@@ -169,7 +177,8 @@ fn permuted(
     let n = streams.size()[streams.dim() - 2];
     let flat = wide(&streams.f_flatten(-2, -1)?)?; // (…, n·d)
     let of = |t: &Tensor| t.f_to_kind(flat.kind());
-    let mixes = unit_rms(&flat)?.f_mul(&of(gain)?)?.f_linear::<&Tensor>(&of(weight)?, None)?;
+    let gain = of(gain)?.f_mul_scalar((gain.size1()? as f64).sqrt())?;
+    let mixes = unit(&flat)?.f_mul(&gain)?.f_linear::<&Tensor>(&of(weight)?, None)?;
     note(&mixes)?;
     let part = |index: i64, from: i64, count: i64| -> Result<Tensor> {
         let scaled = mixes.f_narrow(-1, from, count)?.f_mul(&of(&scale.f_narrow(0, index, 1)?)?)?;
@@ -178,7 +187,7 @@ fn permuted(
     let reading = part(0, 0, n)?.f_sigmoid()?.f_unsqueeze(-2)?; // (…, 1, n)
     let gates = part(1, n, n)?.f_sigmoid()?.f_mul_scalar(2.0)?.f_unsqueeze(-1)?;
     let shares = part(2, 2 * n, Gates::permutations(n))?.f_softmax(-1, None::<Kind>)?;
-    read_and_mix(streams, reading, &mean_permutation(&shares, n)?, &gates)
+    Ok((weighted_stream(streams, &reading)?, Some(mixed(&mean_permutation(&shares, n)?, &gates)?)))
 }
 
 /// Returns the weighted mean Σ_r shares_r P_r, (…, n, n), over all permutation matrices of n elements in
@@ -204,7 +213,8 @@ fn mean_permutation(shares: &Tensor, n: i64) -> Result<Tensor> {
 
 /// Reads with the gates of [`Gates::Each`]; `dynamic` is empty, or γ, β, W and s.
 fn each(streams: &Tensor, bias: &Tensor, dynamic: &[&Tensor], note: impl Fn(&Tensor) -> Result<()>) -> Result<Read> {
-    let (n, d) = (streams.size()[streams.dim() - 2], streams.size()[streams.dim() - 1]);
+    let size = streams.size();
+    let [.., n, d] = size[..] else { unreachable!("streams are (…, n, d)") };
     let h = wide(streams)?;
     let of = |t: &Tensor| t.f_to_kind(h.kind());
     let mut rows = of(bias)?.f_view([n, n + 2])?; // p_i, R_i1 to R_in, g_i
@@ -217,10 +227,9 @@ fn each(streams: &Tensor, bias: &Tensor, dynamic: &[&Tensor], note: impl Fn(&Ten
         let scale = Tensor::f_cat(&[scale.f_narrow(0, 0, 1)?.f_expand([n + 1], false)?, scale.f_narrow(0, 1, 1)?], 0)?;
         rows = rows.f_add(&moved.f_mul(&scale)?)?;
     }
-    let rows = rows.f_to_kind(streams.kind())?;
-    let both = rows.f_narrow(-1, 0, n + 1)?.f_transpose(-2, -1)?.f_matmul(streams)?; // (…, 1 + n, d)
-    let unwritten = PendingWrite { mixed: both.f_narrow(-2, 1, n)?, gates: rows.f_narrow(-1, n + 1, 1)? };
-    Ok((both.f_select(-2, 0)?, Some(unwritten)))
+    let rows = rows.f_expand([&size[..size.len() - 2], &[n, n + 2]].concat(), false)?;
+    let x = weighted_stream(streams, &rows.f_narrow(-1, 0, 1)?.f_transpose(-2, -1)?)?;
+    Ok((x, Some(mixed(&rows.f_narrow(-1, 1, n)?, &rows.f_narrow(-1, n + 1, 1)?)?)))
 }
 
 /// Reads with the gates of [`Gates::Channel`].
@@ -234,7 +243,7 @@ fn by_channel(
     let n = streams.size()[streams.dim() - 2];
     let h = wide(streams)?;
     let of = |t: &Tensor| t.f_to_kind(h.kind());
-    let normed = h.f_mul(&inverse_rms(&h)?)?.f_flatten(-2, -1)?.f_mul(&of(gain)?)?; // (…, n·d)
+    let normed = unit_rms(&h)?.f_flatten(-2, -1)?.f_mul(&of(gain)?)?; // (…, n·d)
     let part = |weight: &Tensor| -> Result<Tensor> {
         Ok(normed.f_linear::<&Tensor>(&of(weight)?, None)?.f_div_scalar(n as f64)?)
     };
@@ -245,7 +254,7 @@ fn by_channel(
     let x = parts.f_mean_dim([-2i64].as_slice(), false, None::<Kind>)?.f_to_kind(streams.kind())?;
     let Some(write) = write else { return Ok((x, None)) };
     let gates = part(write)?.f_sigmoid()?.f_mul_scalar(magnitude)?.f_unsqueeze(-1)?.f_to_kind(streams.kind())?;
-    Ok((x, Some(PendingWrite { mixed: streams.shallow_clone(), gates })))
+    Ok((x, Some(PendingWrite::Gated(gates))))
 }
 
 /// Computes attention over depth with [`DepthWeights::Plain`].
@@ -290,44 +299,22 @@ fn weighted(outputs: &[&Tensor], shares: &Tensor) -> Result<Tensor> {
     (1..outputs.len()).try_fold(first, |sum, i| Ok(sum.f_addcmul(outputs[i], &share(i)?)?))
 }
 
-/// Normalises rows and columns to sums of 1: softmax(logits) + ε over rows, then each column divided by (its sum +
-/// ε). The division of rows and then of columns is repeated `iterations` − 1 times (deepseek-ai/TileKernels).
-fn sinkhorn(logits: &Tensor, iterations: i64) -> Result<Tensor> {
-    let divided = |m: &Tensor, by: i64| -> Result<Tensor> {
-        Ok(m.f_div(&m.f_sum_dim_intlist([by].as_slice(), true, None::<Kind>)?.f_add_scalar(EPS)?)?)
-    };
-    let first = divided(&logits.f_softmax(-1, None::<Kind>)?.f_add_scalar(EPS)?, -2)?;
-    (1..iterations).try_fold(first, |m, _| divided(&divided(&m, -1)?, -2))
-}
-
 /// Returns 1/√(mean x² + ε) over the last dimension, which stays with width 1.
 fn inverse_rms(x: &Tensor) -> Result<Tensor> {
     Ok(x.f_square()?.f_mean_dim([-1i64].as_slice(), true, None::<Kind>)?.f_add_scalar(EPS)?.f_rsqrt()?)
 }
 
-/// Returns x·√d/max(‖x‖, 1e-12) over the last dimension, of width d.
+/// Returns x/√(mean x² + ε) over the last dimension.
 fn unit_rms(x: &Tensor) -> Result<Tensor> {
-    let d = x.size()[x.dim() - 1];
-    let length = x.f_norm_scalaropt_dim(2.0, [-1i64].as_slice(), true)?.f_clamp_min(1e-12)?;
-    Ok(x.f_mul_scalar((d as f64).sqrt())?.f_div(&length)?)
+    RowNormOp::of(&rms_norm::OPERATOR).call(x, None, None, EPS)
+}
+
+/// Returns x/max(‖x‖, 1e-12) over the last dimension.
+fn unit(x: &Tensor) -> Result<Tensor> {
+    RowNormOp::of(&scale_norm::OPERATOR).call(x, None, None, 1e-12)
 }
 
 /// Casts x to f32, unless it is f64.
 fn wide(x: &Tensor) -> Result<Tensor> {
     Ok(x.f_to_kind(if x.kind() == Kind::Double { Kind::Double } else { Kind::Float })?)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    /// The expected values come from ten normalisations of columns.
-    #[test]
-    fn sinkhorn_as_deepseek_has_it() {
-        let logits = Tensor::from_slice(&[1.0, 0.2, -0.3, 0.5]).view([2, 2]);
-        let found = Vec::<f64>::try_from(sinkhorn(&logits, 10).unwrap().flatten(0, -1)).unwrap();
-        for (found, printed) in found.iter().zip([0.68997341, 0.31002559, 0.31002559, 0.68997341]) {
-            assert!((found - printed).abs() < 1e-8, "{found} {printed}");
-        }
-    }
 }

@@ -19,6 +19,7 @@ mod engine;
 mod ffi;
 mod function;
 mod generator;
+mod mix_streams;
 mod proof;
 mod recompute;
 mod register;
@@ -26,6 +27,7 @@ mod relu_dropout;
 mod residual;
 mod row_norm;
 mod run;
+mod sinkhorn;
 mod stream;
 mod transfer;
 
@@ -40,10 +42,12 @@ pub use engine::{backward_from, set_grad, width, Recording};
 pub use ffi::caught;
 pub use function::{apply, Differentiable};
 pub use generator::Generator;
+pub use mix_streams::mix_streams;
 pub use recompute::recomputed;
 pub use relu_dropout::relu_dropout;
 pub use residual::{dropout, Step};
 pub use row_norm::{BoundRowNorm, RowNormOp};
+pub use sinkhorn::sinkhorn;
 pub use stream::SideStream;
 pub use transfer::{upload, Pending};
 
@@ -60,6 +64,8 @@ static OPERATORS: LazyLock<Vec<Operator>> = LazyLock::new(|| {
         dropout::operator(),
         relu_dropout::operator(),
         attention::operator(),
+        sinkhorn::operator(),
+        mix_streams::operator(),
         cross_entropy::operator(),
         cross_entropy::in_place_operator(),
         adam::operator(),

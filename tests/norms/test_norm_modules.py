@@ -361,8 +361,11 @@ def test_compile_fullgraph(name, training):
         x, dy = torch.randn(3, 5, 8), torch.randn(3, 5, 8)
         found, wanted = (run_module(module, x, dy) for module in (compiled, plain))
         for ours, theirs in zip(found, wanted, strict=True):
-            # Terms of the gradient cancel, so the error is relative to the largest number.
-            torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6 * max(1.0, theirs.abs().max().item()))
+            # Terms of the gradient cancel, so the error is relative to the largest number. The rounding of a sum grows
+            # with the root of the number of its terms.
+            terms = max(1, x.numel() // max(1, ours.numel()))
+            atol = 5e-7 * terms**0.5 * max(1.0, theirs.abs().max().item())
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=atol)
         close(norm.buffers(), plain.buffers(), 1e-6)
 
 

@@ -352,6 +352,32 @@ def adam_oracle(op: str, a: dict):
     return {name: t.detach() for name, t in made.items()}
 
 
+def sinkhorn(d: Draw, op: str):
+    n = d.one(1, 2, 3, 4, 4, 7)
+    logits = d.normal((*d.shape(0), n, n), d.one(*FLOATS), d.one(1.0, 1.0, 1e-3, 10.0))
+    return {"logits": logits, "iterations": d.one(1, 2, 20), "eps": d.one(1e-6, 1e-6, 0.1)}
+
+
+def sinkhorn_oracle(op: str, a: dict):
+    return {0: ref.sinkhorn(a["logits"], a["iterations"], a["eps"])}
+
+
+def mix_streams(d: Draw, op: str):
+    dtype, shape = d.one(*FLOATS), d.shape(0)
+    m, n, width, is_added = d.one(1, 2, 4), d.one(1, 2, 4, 5), d.one(1, 7, 32, 96), d.one(True, False)
+    computing = torch.float64 if dtype == torch.float64 else torch.float32
+    return {
+        "streams": d.normal((*shape, n, width), dtype),
+        "weights": d.normal((*shape, m, n + is_added), computing),
+        "added": d.normal((*shape, width), dtype) if is_added else None,
+    }
+
+
+def mix_streams_oracle(op: str, a: dict):
+    rows = a["streams"] if a["added"] is None else torch.cat([a["streams"], a["added"].unsqueeze(-2)], -2)
+    return {0: torch.einsum("...ij,...jd->...id", a["weights"], rows)}
+
+
 FAMILIES = {
     **dict.fromkeys(row_norms.NORMS, (row_norm, row_norm_oracle)),
     "lp_norm": (lp_norm, lp_norm_oracle),
@@ -362,12 +388,29 @@ FAMILIES = {
     "relu_dropout": (relu_dropout, relu_oracle),
     "dropout_mask": (dropout_mask, dropout_mask_oracle),
     "attention": (attention, attention_oracle),
+    "sinkhorn": (sinkhorn, sinkhorn_oracle),
+    "mix_streams": (mix_streams, mix_streams_oracle),
     "label_smoothed_cross_entropy": (cross_entropy, cross_entropy_oracle),
     "label_smoothed_cross_entropy_": (cross_entropy, cross_entropy_oracle),
     "adam_": (adam, adam_oracle),
 }
 NUMBERS = {prefix + name for norm in row_norms.NORMS for name in row_norms.numbers(norm) for prefix in ("", "norm_")}
-DIFFERENTIABLE = ("x", "f", "alpha", "beta", "q", "k", "v", "logits", "weight", "bias", *sorted(NUMBERS - {"alpha"}))
+DIFFERENTIABLE = (
+    "x",
+    "f",
+    "alpha",
+    "beta",
+    "q",
+    "k",
+    "v",
+    "logits",
+    "streams",
+    "weights",
+    "added",
+    "weight",
+    "bias",
+    *sorted(NUMBERS - {"alpha"}),
+)
 
 
 def family(op: str):
@@ -440,5 +483,5 @@ def scale_of(a: dict) -> tuple[float, int, bool]:
     floating = [t for t in a.values() if isinstance(t, Tensor) and t.is_floating_point() and t.numel()]
     largest = max((t.detach().double().abs().max().item() for t in floating), default=1.0)
     rows = max((t.numel() // max(t.shape[-1], 1) for t in floating if t.dim()), default=1)
-    leader = next(a[n] for n in ("x", "x_plus", "q", "logits", "parameters", "seed") if n in a)
+    leader = next(a[n] for n in ("x", "x_plus", "q", "logits", "streams", "parameters", "seed") if n in a)
     return largest, rows, leader.dtype == torch.float64

@@ -48,6 +48,7 @@ from .init import (
     t_fixup_embedding_gain,
     t_fixup_factor,
 )
+from .mixing import sinkhorn
 from .model import (
     Dropout,
     cumulative_lengths,
@@ -204,6 +205,7 @@ __all__ = [
     "rms_norm",
     "scale_norm",
     "scale_norm_fixed",
+    "sinkhorn",
     "sinusoids",
     "subln_gamma",
     "t_fixup_decay",

@@ -1,5 +1,6 @@
 """Equations in PyTorch's own operations: norms with running statistics and the residual step, for exported programs,
-and sublayers that read and write several tensors.
+and sublayers that read and write several tensors. Where an operator computes the same, only exported programs and
+DTensors take the equation.
 
 All compute in f32 (f64 for f64 inputs) and return x's dtype. Those that replace an operator return a contiguous tensor,
 like its kernels.
@@ -10,6 +11,10 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from .sharding import is_sharded
+
+OPS = torch.ops.normformer_rs
 
 
 def wide(x: Tensor) -> Tensor:
@@ -68,12 +73,28 @@ def sinkhorn(logits: Tensor, iterations: int, eps: float = 1e-6) -> Tensor:
 
     Source: deepseek-ai/TileKernels, `sinkhorn_normalize_ref`.
     """
+    if not torch.compiler.is_exporting() and not is_sharded(logits):
+        return OPS.sinkhorn(logits, iterations, eps)
     m = torch.softmax(logits, -1) + eps
     m = m / (m.sum(-2, keepdim=True) + eps)
     for _ in range(iterations - 1):
         m = m / (m.sum(-1, keepdim=True) + eps)
         m = m / (m.sum(-2, keepdim=True) + eps)
     return m
+
+
+def mix_streams(streams: Tensor, weights: Tensor, added: Tensor | None = None) -> Tensor:
+    """Returns y_i = Σ_j w_ij H_j, (…, m, d), for n streams H (…, n, d), with `added` (…, d), if given, as one more. The
+    weights are (…, m, n) or (…, m, n + 1), in the type in which norms compute."""
+    if not torch.compiler.is_exporting() and not is_sharded(streams):
+        return OPS.mix_streams(streams, weights, added)
+    rows = streams if added is None else torch.cat([streams, added.unsqueeze(-2)], -2)
+    return (weights @ wide(rows)).to(streams.dtype)
+
+
+def _read(streams: Tensor, shares: Tensor) -> Tensor:
+    """Returns x = Σ_i p_i H_i for the shares p (…, n)."""
+    return mix_streams(streams, shares.unsqueeze(-2)).squeeze(-2)
 
 
 def spread(x: Tensor, streams: int) -> Tensor:
@@ -99,7 +120,7 @@ def hyper_read(streams: Tensor, weight: Tensor, scale: Tensor, bias: Tensor, eps
     """
     mixes = _mixes(streams, weight)
     shares = torch.sigmoid(mixes * scale.to(mixes.dtype) + bias.to(mixes.dtype)) + eps
-    return (shares.to(streams.dtype).unsqueeze(-2) @ streams).squeeze(-2)
+    return _read(streams, shares)
 
 
 def hyper_connection(
@@ -110,33 +131,32 @@ def hyper_connection(
     iterations: int,
     magnitude: float = 2.0,
     eps: float = 1e-6,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns (x, M, g) for n streams H (…, n, d): x (…, d) = Σ_i (σ(s₀m₀ + b₀) + ε)_i H_i is F's input, and
-    H⁺ = M + g⊙F(x) with M_j = Σ_i R_ij H_i, R = sinkhorn(s₂m₂ + b₂), and g (…, n, 1) = c·σ(s₁m₁ + b₁).
+) -> tuple[Tensor, Tensor]:
+    """Returns (x, (Rᵀ, g)) for n streams H (…, n, d): x (…, d) = Σ_i (σ(s₀m₀ + b₀) + ε)_i H_i is F's input, and
+    H⁺ = RᵀH + g⊙F(x) with R = sinkhorn(s₂m₂ + b₂), and g (…, n, 1) = c·σ(s₁m₁ + b₁).
 
     m = φ vec(H)/√(mean H² + ε); m₀, m₁ and m₂ are its first n numbers, the next n, and the last n², and b is split in
-    the same way. φ is (n² + 2n, n·d), s (3,). Without iterations M = H, g = c·σ(s₁m₁ + b₁) + ε, φ is (2n, n·d) and s
-    (2,). Source: Xie et al. 2025; deepseek-ai/TileKernels, `mhc_pre` and `mhc_post_ref`; transformers,
-    `HYV4HyperConnection`.
+    the same way. φ is (n² + 2n, n·d), s (3,). Without iterations H⁺ = H + g⊙F(x), g = c·σ(s₁m₁ + b₁) + ε, φ is
+    (2n, n·d) and s (2,), and g alone is returned. Source: Xie et al. 2025; deepseek-ai/TileKernels, `mhc_pre` and
+    `mhc_post_ref`; transformers, `HYV4HyperConnection`.
     """
     n, mixes = streams.shape[-2], _mixes(streams, weight)
     s, b = scale.to(mixes.dtype), bias.to(mixes.dtype)
     shares = torch.sigmoid(mixes[..., :n] * s[0] + b[:n]) + eps
     gates = magnitude * torch.sigmoid(mixes[..., n : 2 * n] * s[1] + b[n : 2 * n])
+    x = _read(streams, shares)
     if iterations == 0:
-        x = (shares.to(streams.dtype).unsqueeze(-2) @ streams).squeeze(-2)
-        return x, streams, (gates + eps).unsqueeze(-1).to(streams.dtype)
+        return x, (gates + eps).unsqueeze(-1).to(streams.dtype)
     logits = mixes[..., 2 * n :] * s[2] + b[2 * n :]
     into = sinkhorn(logits.unflatten(-1, (n, n)), iterations, eps).transpose(-2, -1)
-    both = torch.cat([shares.unsqueeze(-2), into], -2).to(streams.dtype) @ streams  # (…, 1 + n, d)
-    return both[..., 0, :], both[..., 1:, :], gates.unsqueeze(-1).to(streams.dtype)
+    return x, torch.cat([into, gates.unsqueeze(-1)], -1)
 
 
 def permuted_connection(
     streams: Tensor, gain: Tensor, weight: Tensor, scale: Tensor, bias: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns (x, M, g) for n streams H (…, n, d): x (…, d) = Σ_i σ(s₀m₀ + b₀)_i H_i is F's input, and H⁺ = M + g⊙F(x)
-    with M_j = Σ_i R_ij H_i, R = Σ_r softmax(s₂m₂ + b₂)_r P_r over all permutations, and g (…, n, 1) = 2σ(s₁m₁ + b₁).
+) -> tuple[Tensor, Tensor]:
+    """Returns (x, (Rᵀ, g)) for n streams H (…, n, d): x (…, d) = Σ_i σ(s₀m₀ + b₀)_i H_i is F's input, and
+    H⁺ = RᵀH + g⊙F(x) with R = Σ_r softmax(s₂m₂ + b₂)_r P_r over all permutations, and g (…, n, 1) = 2σ(s₁m₁ + b₁).
 
     m = φ(γ⊙vec(H)·√(nd)/max(‖vec(H)‖, 1e-12)); m₀, m₁ and m₂ are its first n numbers, the next n, and the last n!, and
     b is split in the same way. γ is (n·d,), φ (2n + n!, n·d), s (3,). Source: Yang & Gao 2026, release (`MHCLite`).
@@ -148,8 +168,7 @@ def permuted_connection(
     shares = torch.sigmoid(mixes[..., :n] * s[0] + b[:n])
     gates = 2 * torch.sigmoid(mixes[..., n : 2 * n] * s[1] + b[n : 2 * n])
     into = mean_permutation(torch.softmax(mixes[..., 2 * n :] * s[2] + b[2 * n :], -1), n).transpose(-2, -1)
-    both = torch.cat([shares.unsqueeze(-2), into], -2).to(streams.dtype) @ streams  # (…, 1 + n, d)
-    return both[..., 0, :], both[..., 1:, :], gates.unsqueeze(-1).to(streams.dtype)
+    return _read(streams, shares), torch.cat([into, gates.unsqueeze(-1)], -1)
 
 
 def mean_permutation(shares: Tensor, n: int) -> Tensor:
@@ -178,8 +197,8 @@ def free_hyper_connection(
     shift: Tensor | None = None,
     weight: Tensor | None = None,
     scale: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns (x, M, g) for n streams H (…, n, d): x = Σ_i p_i H_i, M_j = Σ_i R_ij H_i and g (…, n, 1). Row i of
+) -> tuple[Tensor, Tensor]:
+    """Returns (x, (Rᵀ, g)) for n streams H (…, n, d): x = Σ_i p_i H_i, and H⁺ = RᵀH + g⊙F(x), g (…, n, 1). Row i of
     (p, R, g) is that of `bias` (n·(n + 2),), plus (s₀, …, s₀, s₁)⊙tanh(W·LayerNorm(H_i)) if there are γ and β (d,), W
     (n + 2, d) and s (2,).
 
@@ -192,22 +211,21 @@ def free_hyper_connection(
         normed = F.layer_norm(h, h.shape[-1:], gain.to(h.dtype), shift.to(h.dtype), 1e-5)
         s = scale.to(h.dtype)
         rows = rows + torch.tanh(F.linear(normed, weight.to(h.dtype))) * torch.cat([s[:1].expand(n + 1), s[1:]])
-    rows = rows.to(streams.dtype)
-    both = rows[..., : n + 1].transpose(-2, -1) @ streams  # (…, 1 + n, d)
-    return both[..., 0, :], both[..., 1:, :], rows[..., n + 1 :]
+    rows = rows.expand(*streams.shape[:-1], n + 2)
+    return _read(streams, rows[..., 0]), torch.cat([rows[..., 1 : n + 1].transpose(-2, -1), rows[..., n + 1 :]], -1)
 
 
 def channel_connection(
     streams: Tensor, gain: Tensor, down: Tensor, up: Tensor, write: Tensor, magnitude: float = 2.0
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns (x, H, g) for n streams H (…, n, d): x is `channel_read`'s, and g (…, n, 1) = c·σ(W vec(Ĥ)/n), W
-    (n, n·d).
+) -> tuple[Tensor, Tensor]:
+    """Returns (x, g) for n streams H (…, n, d): x is `channel_read`'s, and H⁺ = H + g⊙F(x) with g (…, n, 1) =
+    c·σ(W vec(Ĥ)/n), W (n, n·d).
 
     Source: transformers, `Qwen4ExpTextGatedResidual`.
     """
     normed = _normed_streams(streams, gain)
     gates = magnitude * torch.sigmoid(F.linear(normed, write.to(normed.dtype)) / streams.shape[-2])
-    return _read_by_channel(streams, normed, down, up), streams, gates.unsqueeze(-1).to(streams.dtype)
+    return _read_by_channel(streams, normed, down, up), gates.unsqueeze(-1).to(streams.dtype)
 
 
 def channel_read(streams: Tensor, gain: Tensor, down: Tensor, up: Tensor) -> Tensor:

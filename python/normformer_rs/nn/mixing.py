@@ -42,7 +42,7 @@ def reads_apart(mixing: Mixing | None) -> bool:
 
 
 def read(mixing: Mixing | None, owner: nn.Module, tensors: Tensors) -> tuple[Tensor, Tensors]:
-    """Returns x, and the tensors that `write` needs: for a hyper-connection the mixed streams and the gates of F(x)."""
+    """Returns x, and what `write` needs: for a hyper-connection the weights of its streams and of F(x)."""
     made: Any = [getattr(owner, what.name) for what in parts_of(mixing)]
     if not isinstance(mixing, HyperConnection) and not made:
         return tensors[0], ()
@@ -55,7 +55,7 @@ def read(mixing: Mixing | None, owner: nn.Module, tensors: Tensors) -> tuple[Ten
 
 
 def _gated(gates: Any, streams: Tensor, *made: Tensor) -> tuple[Tensor, ...]:
-    """Returns x and, around a sublayer, the mixed streams and the gates of F(x)."""
+    """Returns x and, around a sublayer, (Rᵀ, g), (…, n, n + 1), or g alone, (…, n, 1)."""
     if isinstance(gates, Joint):
         weight, scale, bias = made
         if gates.scale.shape == (1,):
@@ -77,8 +77,10 @@ def write(mixing: Mixing, tensors: Tensors, unwritten: Tensors, f: Tensor) -> Te
     """Returns the tensors after F(x) = f, to which dropout is applied already. Attention over depth appends f, or
     adds it to the last tensor."""
     if isinstance(mixing, HyperConnection):
-        mixed, gates = unwritten
-        return (mixed + gates * f.unsqueeze(-2),)
+        (streams,), (weights,) = tensors, unwritten
+        if weights.shape[-1] == 1:  # g alone: every stream stays itself
+            return (streams + weights * f.unsqueeze(-2),)
+        return (formulas.mix_streams(streams, weights, f),)
     return (*tensors, f) if mixing.begins_block else (*tensors[:-1], tensors[-1] + f)
 
 

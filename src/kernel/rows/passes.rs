@@ -422,8 +422,9 @@ impl<A: Accumulator, S: Isa, const C: bool> Lines<A, S, C> {
 }
 
 /// Prefetches the block that lies `ahead` numbers further on, in the next group of rows, because the processor cannot
-/// predict eight or more streams by itself. An address past the end is harmless.
+/// predict eight or more streams by itself. An address past the end is harmless. On aarch64 nothing is prefetched.
 #[inline(always)]
+#[cfg_attr(not(target_arch = "x86_64"), allow(unused_variables))]
 pub fn fetch<E>(block: &[E; PAIR_LANES], ahead: usize) {
     #[cfg(target_arch = "x86_64")]
     for line in 0..size_of_val(block) / 64 {

@@ -1,0 +1,87 @@
+//! A call's tensors: positions over threads, and the formula in tch.
+
+use super::{backward as backward_positions, forward as forward_positions};
+use crate::cpu::parallel::{self, Shared};
+use crate::cpu::{Accumulator, Element};
+use crate::error::Result;
+use crate::kernel::view::{by_dtype, View};
+use std::ops::Range;
+use tch::{Kind, Tensor};
+
+/// The tensors that a call reads, each with its rows one after the other; `n` is the number of streams.
+pub struct Inputs<'a> {
+    pub n: usize,
+    pub streams: &'a View,
+    pub added: Option<&'a View>,
+    pub weights: &'a View,
+}
+
+/// Computes y (…, m, d) from streams (…, n, d), one more row (…, d) or none, and weights (…, m, n) or (…, m, n + 1).
+pub fn forward(given: &Inputs, y: &View) -> Result<()> {
+    by_dtype!(given.streams, E => {
+        // SAFETY: C++ gave contiguous tensors of E, the weights in E's computing type, and holds them; y is new.
+        let (h, added, w, to) = unsafe {
+            (given.streams.slice::<E>(), given.added.map(|row| row.slice::<E>()), given.weights.slice(),
+             Shared::new(y.slice_mut::<E>()))
+        };
+        over_positions(given, |shape, [of_h, of_added, of_w, of_y]| {
+            // SAFETY: the ranges are disjoint and inside y.
+            let y = unsafe { to.slice(of_y) };
+            forward_positions::<E>(shape, &h[of_h], added.map(|row| &row[of_added]), &w[of_w], y);
+        });
+        Ok(())
+    })
+}
+
+/// Computes the gradients of the streams, of the row behind them and of the weights from y's.
+pub fn backward(dy: &View, given: &Inputs, to: [&View; 3]) -> Result<()> {
+    by_dtype!(given.streams, E => backward_typed::<E>(dy, given, to))
+}
+
+fn backward_typed<E: Element>(dy: &View, given: &Inputs, [ds, da, dw]: [&View; 3]) -> Result<()> {
+    // SAFETY: as in `forward`; the gradients are new, and the weights' is in the computing type.
+    let (dy, h, added, w, dw_all) = unsafe {
+        let added = given.added.map(|row| row.slice::<E>());
+        (dy.slice::<E>(), given.streams.slice::<E>(), added, given.weights.slice::<E::Acc>(), dw.slice_mut::<E::Acc>())
+    };
+    if given.streams.cols == 0 {
+        dw_all.fill(E::Acc::ZERO);
+    }
+    // SAFETY: see above.
+    let (ds, da) = unsafe { (Shared::new(ds.slice_mut::<E>()), Shared::new(da.slice_mut::<E>())) };
+    let dw = Shared::new(dw_all);
+    over_positions(given, |shape, [of_h, of_added, of_w, of_y]| {
+        // SAFETY: the ranges are disjoint and inside the gradients; nothing is written to an absent one.
+        let (ds, dw, da) = unsafe {
+            let of_da = if added.is_some() { of_added.clone() } else { 0..0 };
+            (ds.slice(of_h.clone()), dw.slice(of_w.clone()), da.slice(of_da))
+        };
+        backward_positions::<E>(shape, &dy[of_y], &h[of_h], added.map(|row| &row[of_added]), &w[of_w], ds, da, dw);
+    });
+    Ok(())
+}
+
+/// Calls `work` on ranges of positions, with the shape (m, n, d), and with the ranges of the numbers of the streams, of
+/// the row behind them, of the weights, and of y.
+fn over_positions(given: &Inputs, work: impl Fn([usize; 3], [Range<usize>; 4]) + Sync) {
+    let (n, d, k) = (given.n, given.streams.cols(), given.weights.cols());
+    let positions = given.streams.rows() / n;
+    if positions == 0 || d == 0 {
+        return;
+    }
+    let m = given.weights.rows() / positions;
+    parallel::for_each(positions, parallel::grain((n + m) * d), |range| {
+        let of = |each: usize| parallel::numbers(&range, each);
+        work([m, n, d], [of(n * d), of(d), of(m * k), of(m * d)]);
+    });
+}
+
+/// Computes y in tch, in the type in which the streams are computed.
+pub fn composed(streams: &Tensor, weights: &Tensor, added: Option<&Tensor>) -> Result<Tensor> {
+    let computing = if streams.kind() == Kind::Double { Kind::Double } else { Kind::Float };
+    let rows = match added {
+        None => streams.shallow_clone(),
+        Some(added) => Tensor::f_cat(&[streams, &added.f_unsqueeze(-2)?], -2)?,
+    };
+    Ok(weights.f_matmul(&rows.f_to_kind(computing)?)?.f_to_kind(streams.kind())?)
+}

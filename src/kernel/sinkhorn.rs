@@ -1,0 +1,202 @@
+//! Sinkhorn's algorithm on many small matrices.
+//!
+//! > M₀ = softmax(logits) + ε over rows;  columns: M_ij/(Σ_i M_ij + ε);  then, `iterations` − 1 times, rows:
+//! > M_ij/(Σ_j M_ij + ε), and columns again
+//!
+//! Source: deepseek-ai/TileKernels, `sinkhorn_normalize_ref`; Xie et al. 2025, arXiv:2512.24880.
+//!
+//! A division y = x/s, s = Σx + ε, has the gradient dx = (dy − Σ dy·y)/s. The backward pass computes all M again, and
+//! keeps them and the sums of one group of matrices in the caches. PyTorch would keep them for all matrices.
+
+use crate::cpu::memory::filled;
+use crate::cpu::pack::Isa;
+use crate::cpu::{Accumulator, Element};
+use crate::kernel::math::{exp, LANES};
+use crate::multiversion;
+
+pub mod call;
+
+/// One number of each of the matrices that are computed together.
+type Elements<A> = [A; LANES];
+
+/// The line of an n×n matrix whose sum a division is by: its elements are `first`, `first` + `step`, ….
+#[derive(Clone, Copy)]
+struct Division {
+    n: usize,
+    columns: bool,
+}
+
+impl Division {
+    /// The places of line `line`.
+    #[inline(always)]
+    fn at(self, line: usize) -> impl Iterator<Item = usize> + Clone {
+        let (first, step) = if self.columns { (line, self.n) } else { (line * self.n, 1) };
+        (0..self.n).map(move |i| first + i * step)
+    }
+}
+
+/// The divisions after the softmax: columns, then rows and columns in turn.
+fn divisions(n: usize, iterations: usize) -> impl DoubleEndedIterator<Item = Division> + ExactSizeIterator {
+    (0..2 * iterations - 1).map(move |i| Division { n, columns: i % 2 == 0 })
+}
+
+multiversion! {
+    /// M of n×n `logits`, matrix by matrix.
+    pub fn forward[isa S][E: Element](n: usize, iterations: usize, eps: f64, logits: &[E], m: &mut [E]) {
+        let (size, eps) = (n * n, E::Acc::from_f64(eps));
+        let mut state = filled([E::Acc::ZERO; LANES], size);
+        for (logits, m) in logits.chunks(size * LANES).zip(m.chunks_mut(size * LANES)) {
+            gather(logits, &mut state);
+            softmax::<E::Acc, S>(n, &mut state);
+            add(&mut state, eps);
+            for division in divisions(n, iterations) {
+                for line in 0..n {
+                    divide(division.at(line), eps, &mut state);
+                }
+            }
+            scatter(&state, m);
+        }
+    }
+}
+
+multiversion! {
+    /// The gradient of `logits` from M's, `dm`.
+    pub fn backward[isa S][E: Element](
+        n: usize, iterations: usize, eps: f64, dm: &[E], logits: &[E], dlogits: &mut [E],
+    ) {
+        let (size, eps, count) = (n * n, E::Acc::from_f64(eps), divisions(n, iterations).len());
+        let zero = [E::Acc::ZERO; LANES];
+        // M after each division, with the softmax at the start; the divisors of each; the gradient.
+        let (mut states, mut sums, mut g) =
+            (filled(zero, size * (count + 1)), filled(zero, n * count), filled(zero, size));
+        let all = dm.chunks(size * LANES).zip(logits.chunks(size * LANES)).zip(dlogits.chunks_mut(size * LANES));
+        for ((dm, logits), dlogits) in all {
+            gather(logits, &mut states[..size]);
+            softmax::<E::Acc, S>(n, &mut states[..size]);
+            for (i, division) in divisions(n, iterations).enumerate() {
+                states.copy_within(i * size..(i + 1) * size, (i + 1) * size);
+                let state = &mut states[(i + 1) * size..(i + 2) * size];
+                if i == 0 {
+                    add(state, eps);
+                }
+                for line in 0..n {
+                    sums[i * n + line] = divide(division.at(line), eps, state);
+                }
+            }
+            gather(dm, &mut g);
+            for (i, division) in divisions(n, iterations).enumerate().rev() {
+                let state = &states[(i + 1) * size..(i + 2) * size];
+                for line in 0..n {
+                    pull(division.at(line), state, &sums[i * n + line], &mut g);
+                }
+            }
+            // A softmax divides, too; its derivative has p as a factor in place of 1/s.
+            let rows = Division { n, columns: false };
+            for line in 0..n {
+                pull(rows.at(line), &states[..size], &[E::Acc::ONE; LANES], &mut g);
+            }
+            for (g, p) in g.iter_mut().zip(&states[..size]) {
+                for l in 0..LANES {
+                    g[l] = g[l] * p[l];
+                }
+            }
+            scatter(&g, dlogits);
+        }
+    }
+}
+
+/// Reads up to LANES matrices, one into each lane; the other lanes get zeros.
+#[inline(always)]
+fn gather<E: Element>(from: &[E], to: &mut [Elements<E::Acc>]) {
+    let size = to.len();
+    for (e, to) in to.iter_mut().enumerate() {
+        *to = [E::Acc::ZERO; LANES];
+        for (to, matrix) in to.iter_mut().zip(from.chunks_exact(size)) {
+            *to = matrix[e].load();
+        }
+    }
+}
+
+#[inline(always)]
+fn scatter<E: Element>(from: &[Elements<E::Acc>], to: &mut [E]) {
+    for (l, matrix) in to.chunks_exact_mut(from.len()).enumerate() {
+        for (to, from) in matrix.iter_mut().zip(from) {
+            *to = E::store(from[l]);
+        }
+    }
+}
+
+/// Replaces each row by its softmax.
+#[inline(always)]
+fn softmax<A: Accumulator, S: Isa>(n: usize, state: &mut [Elements<A>]) {
+    for row in state.chunks_exact_mut(n) {
+        let mut largest = row[0];
+        for one in &row[1..] {
+            for l in 0..LANES {
+                largest[l] = one[l].max(largest[l]);
+            }
+        }
+        let mut sum = [A::ZERO; LANES];
+        for one in row.iter_mut() {
+            for l in 0..LANES {
+                one[l] = exp::<A, S>(one[l] - largest[l]);
+                sum[l] += one[l];
+            }
+        }
+        for one in row {
+            for l in 0..LANES {
+                one[l] = one[l] / sum[l];
+            }
+        }
+    }
+}
+
+#[inline(always)]
+fn add<A: Accumulator>(state: &mut [Elements<A>], eps: A) {
+    for one in state {
+        for l in 0..LANES {
+            one[l] += eps;
+        }
+    }
+}
+
+/// Divides the elements at these places by their sum + ε, and returns it.
+#[inline(always)]
+fn divide<A: Accumulator>(at: impl Iterator<Item = usize> + Clone, eps: A, state: &mut [Elements<A>]) -> Elements<A> {
+    let mut sum = [A::ZERO; LANES];
+    for e in at.clone() {
+        for l in 0..LANES {
+            sum[l] += state[e][l];
+        }
+    }
+    for l in 0..LANES {
+        sum[l] += eps;
+    }
+    for e in at {
+        for l in 0..LANES {
+            state[e][l] = state[e][l] / sum[l];
+        }
+    }
+    sum
+}
+
+/// Replaces the gradients of the quotients y at these places by those of what was divided: (g − Σ g·y)/s.
+#[inline(always)]
+fn pull<A: Accumulator>(
+    at: impl Iterator<Item = usize> + Clone,
+    y: &[Elements<A>],
+    s: &Elements<A>,
+    g: &mut [Elements<A>],
+) {
+    let mut sum = [A::ZERO; LANES];
+    for e in at.clone() {
+        for l in 0..LANES {
+            sum[l] += g[e][l] * y[e][l];
+        }
+    }
+    for e in at {
+        for l in 0..LANES {
+            g[e][l] = (g[e][l] - sum[l]) / s[l];
+        }
+    }
+}

@@ -1,0 +1,53 @@
+//! A call's tensors: matrices over threads, and the formula in tch.
+
+use super::{backward as backward_matrices, forward as forward_matrices};
+use crate::cpu::parallel::{self, Shared};
+use crate::cpu::{memory, Element};
+use crate::error::Result;
+use crate::kernel::math::LANES;
+use crate::kernel::view::{by_dtype, View};
+use tch::{Kind, Tensor};
+
+/// Computes m from logits (…, n, n).
+pub fn forward(logits: &View, iterations: usize, eps: f64, m: &View) -> Result<()> {
+    by_dtype!(logits, E => over_matrices::<E>(None, logits, m, iterations, eps))
+}
+
+/// Computes the gradient of the logits from m's.
+pub fn backward(dm: &View, logits: &View, iterations: usize, eps: f64, dlogits: &View) -> Result<()> {
+    by_dtype!(logits, E => over_matrices::<E>(Some(dm), logits, dlogits, iterations, eps))
+}
+
+fn over_matrices<E: Element>(dm: Option<&View>, logits: &View, to: &View, iterations: usize, eps: f64) -> Result<()> {
+    let n = logits.cols();
+    let count = logits.rows() / n.max(1);
+    // SAFETY: C++ gave contiguous tensors of E and of one shape, and holds them; `to` is new.
+    let (dm, logits, to) =
+        unsafe { (dm.map(|dm| dm.slice::<E>()), logits.slice::<E>(), Shared::new(to.slice_mut::<E>())) };
+    let cost = n * n * 2 * iterations; // a number's part in each division
+    if dm.is_some() {
+        let bytes = size_of::<E::Acc>() as u128 * (cost * LANES) as u128 * parallel::threads() as u128;
+        memory::room(bytes, || format!("{n}×{n} matrices after each of {iterations} iterations"))?;
+    }
+    parallel::for_each(count, parallel::grain(cost), |matrices| {
+        let all = parallel::numbers(&matrices, n * n);
+        // SAFETY: the ranges are disjoint and inside `to`.
+        let to = unsafe { to.slice(all.clone()) };
+        match dm {
+            None => forward_matrices::<E>(n, iterations, eps, &logits[all], to),
+            Some(dm) => backward_matrices::<E>(n, iterations, eps, &dm[all.clone()], &logits[all], to),
+        }
+    });
+    Ok(())
+}
+
+/// Computes m in tch, in the type in which the logits are computed.
+pub fn composed(logits: &Tensor, iterations: i64, eps: f64) -> Result<Tensor> {
+    let computing = if logits.kind() == Kind::Double { Kind::Double } else { Kind::Float };
+    let divided = |m: &Tensor, by: i64| -> Result<Tensor> {
+        Ok(m.f_div(&m.f_sum_dim_intlist([by].as_slice(), true, None::<Kind>)?.f_add_scalar(eps)?)?)
+    };
+    let first = divided(&logits.f_softmax(-1, computing)?.f_add_scalar(eps)?, -2)?;
+    let m = (1..iterations).try_fold(first, |m, _| divided(&divided(&m, -1)?, -2))?;
+    Ok(m.f_to_kind(logits.kind())?)
+}

@@ -1,0 +1,135 @@
+//! `y = weights·streams`: weighted sums of the streams of hyper-connections.
+
+use super::call::{values, Value};
+use super::declare::{gradient, leader, tensor, DtypeRule, Operator};
+use super::engine::Handle;
+use crate::error::{Error, Result};
+use crate::kernel::mix_streams::call::{self as kernel, Inputs};
+use tch::Tensor;
+
+static HANDLE: Handle = Handle::new("mix_streams");
+
+/// Computes y_i = Σ_j w_ij h_j (…, m, d) through the dispatcher: h_j are the streams (…, n, d), and `added` (…, d) behind
+/// them if it is there. The weights are (…, m, n) or (…, m, n + 1), in the type in which the streams are computed.
+pub fn mix_streams(streams: &Tensor, weights: &Tensor, added: Option<&Tensor>) -> Result<Tensor> {
+    let [y] = HANDLE.call(&values![streams, weights, added])?;
+    Ok(y)
+}
+
+pub(super) fn operator() -> Operator {
+    Operator::new(
+        "mix_streams(Tensor streams, Tensor weights, Tensor? added=None) -> Tensor",
+        [
+            leader("streams", "*nd"),
+            tensor("weights", "*mk", DtypeRule::Computed),
+            tensor("added", "*d", DtypeRule::Same).optional(),
+        ],
+        [tensor("y", "*md", DtypeRule::Same)],
+    )
+    .plan(|call| {
+        let [streams, weights, added] = call.arguments();
+        check("mix_streams", [streams, weights, added])
+    })
+    .kernel(|call| {
+        let ([streams, weights, added], [y]) = (call.arguments(), call.outputs());
+        kernel::forward(&inputs([streams, weights, added]), &y.view)
+    })
+    .formula(|call| {
+        let [streams, weights, added] = call.arguments();
+        Ok(vec![Some(kernel::composed(&streams.required(), &weights.required(), added.tensor().as_ref())?)])
+    })
+    .backward(
+        Operator::new(
+            "mix_streams_backward(Tensor dy, Tensor streams, Tensor weights, Tensor? added) -> (Tensor, Tensor, Tensor)",
+            [
+                tensor("dy", "*md", DtypeRule::Same),
+                leader("streams", "*nd"),
+                tensor("weights", "*mk", DtypeRule::Computed),
+                tensor("added", "*d", DtypeRule::Same).optional(),
+            ],
+            [gradient("dstreams", "streams"), gradient("dweights", "weights"), gradient("dadded", "added")],
+        )
+        .plan(|call| {
+            let [_, streams, weights, added] = call.arguments();
+            check("mix_streams_backward", [streams, weights, added])
+        })
+        .kernel(|call| {
+            let ([dy, streams, weights, added], [ds, dw, da]) = (call.arguments(), call.outputs());
+            kernel::backward(&dy.view, &inputs([streams, weights, added]), [&ds.view, &da.view, &dw.view])
+        }),
+    )
+    .counted(&HANDLE)
+}
+
+fn inputs<'a>([streams, weights, added]: [&'a Value; 3]) -> Inputs<'a> {
+    let added = (!added.is_none()).then_some(&added.view);
+    let n = weights.view.cols() - usize::from(added.is_some());
+    Inputs { n, streams: &streams.view, added, weights: &weights.view }
+}
+
+fn check(name: &str, [streams, weights, added]: [&Value; 3]) -> Result<()> {
+    let (streams, weights) = (streams.required().size(), weights.required().size());
+    let n = streams[streams.len() - 2];
+    let [m, k] = [2, 1].map(|back| weights[weights.len() - back]);
+    let wanted = n + i64::from(!added.is_none());
+    let what = if added.is_none() { "one for each stream" } else { "one for each stream and one for `added`" };
+    if k != wanted {
+        return Err(Error::invalid(format!("{name}: weights must have {wanted} columns, {what}, got {k}")));
+    }
+    match n >= 1 && m >= 1 {
+        true => Ok(()),
+        false => {
+            Err(Error::invalid(format!("{name}: expected at least one stream and one row of weights, got {n}, {m}")))
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cpu::simd::{force, Level};
+    use tch::{Device, Kind};
+
+    #[test]
+    fn kernels_compute_the_formula_and_its_gradients() {
+        tch::manual_seed(2);
+        for level in Level::ALL {
+            force(Some(level));
+            for (kind, bound) in [(Kind::Float, 1e-6), (Kind::Double, 1e-14), (Kind::BFloat16, 1e-2)] {
+                for (count, m, n, d, is_added) in [
+                    (0, 1, 4, 8, true),
+                    (1, 1, 1, 1, false),
+                    (3, 1, 4, 33, false),
+                    (700, 4, 4, 96, true),
+                    (5, 3, 2, 0, true),
+                ] {
+                    let computing = if kind == Kind::Double { kind } else { Kind::Float };
+                    let random =
+                        |size: &[i64], kind: Kind| Tensor::randn(size, (Kind::Double, Device::Cpu)).to_kind(kind);
+                    let k = n + i64::from(is_added);
+                    let given =
+                        [random(&[count, n, d], kind), random(&[count, m, k], computing), random(&[count, d], kind)];
+                    let dy = random(&[count, m, d], kind);
+                    let run = |kind: Kind, f: fn(&Tensor, &Tensor, Option<&Tensor>) -> Result<Tensor>| {
+                        let wide = kind == Kind::Double;
+                        let leaf = |t: &Tensor| if wide { t.to_kind(kind) } else { t.copy() }.set_requires_grad(true);
+                        let [h, w, added] = given.each_ref().map(leaf);
+                        let y = f(&h, &w, is_added.then_some(&added)).unwrap();
+                        let sum = (&y * dy.to_kind(y.kind())).sum(y.kind());
+                        let leaves = if is_added { vec![&h, &w, &added] } else { vec![&h, &w] };
+                        let mut found = Tensor::run_backward(&[sum], &leaves, false, false);
+                        found.push(y);
+                        found
+                    };
+                    for (found, wanted) in run(kind, mix_streams).iter().zip(run(Kind::Double, kernel::composed)) {
+                        assert_eq!(found.size(), wanted.size());
+                        let off = (found.to_kind(Kind::Double) - &wanted).abs().sum(Kind::Double).double_value(&[]);
+                        let size = wanted.abs().sum(Kind::Double).double_value(&[]);
+                        assert!(off <= bound * size, "{level:?} {kind:?} {count} {m} {n} {d}: {off} of {size}");
+                    }
+                }
+            }
+        }
+        force(None);
+    }
+}
