@@ -115,9 +115,9 @@ def _maturin():
 
 def _check_machine() -> None:
     """Stops, with one sentence, where the package cannot be built."""
-    if sys.platform != "linux" or platform.machine() != "x86_64":
+    if sys.platform != "linux" or platform.machine() not in ("x86_64", "aarch64"):
         raise SystemExit(
-            f"normformer_rs builds on Linux x86-64, this is {sys.platform} {platform.machine()}: "
+            f"normformer_rs builds on Linux x86-64 and aarch64, this is {sys.platform} {platform.machine()}: "
             "use such a machine, a container or WSL 2"
         )
     if not PYTHONS[0] <= sys.version_info[:2] <= PYTHONS[1]:
@@ -276,7 +276,7 @@ def _compiled_torch_sys() -> list[str]:
         "rustc-link-lib": ["static=tch", *cuda, "torch_cpu", "torch", "c10", "gomp"],
         "rustc-link-search": [f"native={archives[-1].parent}", f"native={lib}"],
     }
-    table = "target.x86_64-unknown-linux-gnu.tch"
+    table = f"target.{platform.machine()}-unknown-linux-gnu.tch"
     return [part for key, value in told.items() for part in ("--config", f"{table}.{key}={json.dumps(value)}")]
 
 

@@ -1,5 +1,6 @@
 //! A guard against processors that announce AMX but cannot run it.
 
+#[cfg(target_arch = "x86_64")]
 use std::arch::x86_64::{__cpuid, __cpuid_count};
 
 /// oneDNN's environment variables that limit its instruction set; the current name is first.
@@ -16,6 +17,7 @@ pub fn avoid_if_broken() {
 }
 
 /// True if the processor announces tiles but does not report their size.
+#[cfg(target_arch = "x86_64")]
 pub fn is_broken() -> bool {
     // SAFETY: every x86-64 processor has CPUID, and only leaves up to the last one are read.
     #[allow(unused_unsafe)] // safe functions in later versions of Rust
@@ -27,9 +29,22 @@ pub fn is_broken() -> bool {
 }
 
 /// True if the processor is Intel's.
+#[cfg(target_arch = "x86_64")]
 pub fn is_intel() -> bool {
     // SAFETY: every x86-64 processor has leaf 0 of CPUID.
     #[allow(unused_unsafe)] // safe functions in later versions of Rust
     let leaf = unsafe { __cpuid(0) };
     [leaf.ebx, leaf.edx, leaf.ecx].map(u32::to_le_bytes).concat() == *b"GenuineIntel"
+}
+
+/// Other architectures have no tiles.
+#[cfg(not(target_arch = "x86_64"))]
+pub fn is_broken() -> bool {
+    false
+}
+
+/// Intel's processors are x86.
+#[cfg(not(target_arch = "x86_64"))]
+pub fn is_intel() -> bool {
+    false
 }

@@ -30,6 +30,8 @@ pub trait Accumulator:
     fn exp(self) -> Self;
     fn ln(self) -> Self;
     fn max(self, other: Self) -> Self;
+    /// Returns self·a + b, rounded once. Without an instruction for it this is a function of libm, forty times slower.
+    fn mul_add(self, a: Self, b: Self) -> Self;
 }
 
 macro_rules! accumulator {
@@ -61,6 +63,10 @@ macro_rules! accumulator {
             #[inline(always)]
             fn ln(self) -> Self {
                 <$t>::ln(self)
+            }
+            #[inline(always)]
+            fn mul_add(self, a: Self, b: Self) -> Self {
+                <$t>::mul_add(self, a, b)
             }
             #[inline(always)]
             fn max(self, other: Self) -> Self {

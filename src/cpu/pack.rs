@@ -5,9 +5,9 @@
 //! a kernel is written once over [`Pack`], and [`multiversion!`](crate::multiversion) passes it the instruction set
 //! as an [`Isa`].
 //!
-//! Every implementation adds lanes in the same order, so AVX2 and AVX-512 give the same bits. The portable one rounds
-//! twice in [`mul_add`](Pack::mul_add), so its last bits differ: on a processor without the fused instruction, libm's
-//! function would be forty times slower.
+//! Every implementation adds lanes in the same order, so AVX2, AVX-512 and aarch64's NEON give the same bits. On x86 the
+//! portable one rounds twice in [`mul_add`](Pack::mul_add), so its last bits differ: on a processor without the fused
+//! instruction, libm's function would be forty times slower.
 
 use crate::cpu::simd::has_avx512_bf16;
 use crate::cpu::{pages, Accumulator, Element};
@@ -160,7 +160,7 @@ pub struct Portable<A>([A; WIDTH]);
 pub struct Baseline;
 
 impl Isa for Baseline {
-    const FUSED: bool = false;
+    const FUSED: bool = cfg!(target_arch = "aarch64");
     const ROWS: usize = 1;
     type F32 = Portable<f32>;
 }
@@ -188,7 +188,10 @@ impl<A: Accumulator> Pack<A> for Portable<A> {
     }
     #[inline(always)]
     fn mul_add(self, a: Self, b: Self) -> Self {
-        Portable(from_fn(|l| self.0[l] * a.0[l] + b.0[l]))
+        Portable(from_fn(|l| match Baseline::FUSED {
+            true => self.0[l].mul_add(a.0[l], b.0[l]),
+            false => self.0[l] * a.0[l] + b.0[l],
+        }))
     }
     #[inline(always)]
     fn sum(self) -> A {

@@ -192,7 +192,7 @@ mod tests {
 
     impl Recorder for SingleRecorder {
         fn record(&mut self, work: Work) -> Result<Box<dyn Replay>> {
-            struct ReplayedWork(Work, #[expect(dead_code, reason = "counts the graphs that live")] Arc<()>);
+            struct ReplayedWork(Work, #[allow(dead_code, reason = "counts the graphs that live")] Arc<()>);
             impl Replay for ReplayedWork {
                 fn replay(&self) -> Result<()> {
                     (self.0)()
