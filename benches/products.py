@@ -1,5 +1,7 @@
-"""The matrix products of a training update, shape by shape: MKL as torch calls it, OpenBLAS as numpy does, and oneDNN.
+"""The matrix products of a training update, shape by shape: MKL as torch calls it, OpenBLAS as numpy does, oneDNN, and
+the crate `gemm`.
 
+    cargo build --release --manifest-path benches/gemm/Cargo.toml
     python benches/products.py [--rows 3300] [--rounds 7] [--output results/products.csv]
 
 An update of training.py's model (transformer-tiny on multi30k-bpe-en-de, two micro-batches of `--rows` real tokens a
@@ -10,14 +12,16 @@ side) multiplies, in f32,
 for each linear layer, and blocks of rows for the output matrix. MKL and OpenBLAS get their operands as the loop has
 them, and write to memory that is kept. oneDNN gets both row by row, and makes its result anew. The sides take turns in
 each round. MKL's time is its median. The others' is that times the median of the rounds' ratios, for the clock may
-change between rounds. OMP_NUM_THREADS sets the threads of all three.
+change between rounds. OMP_NUM_THREADS sets the threads of all four.
 
 MKL_ENABLE_INSTRUCTIONS=AVX2 OPENBLAS_CORETYPE=Haswell ONEDNN_MAX_CPU_ISA=AVX2 holds all to AVX2. Prints GFLOP/s, and
-what an update's products take with each library and with the best one for each shape. Fails if results differ.
+what an update's products take with each library and with the best one for each shape. Fails if results differ. The
+crate, which no variable holds to AVX2, is measured only if it has been built.
 """
 
 import argparse
 import csv
+import ctypes
 import statistics
 import time
 from collections.abc import Callable
@@ -29,6 +33,7 @@ import torch
 from our_worker import MODEL
 
 VOCABULARY = 9712
+CRATE = Path(__file__).parent / "gemm" / "target" / "release" / "libgemm_side.so"
 BLOCKS = 3
 """The number of blocks of rows in which the products with the output matrix are computed (src/train/loss.rs)."""
 MICRO_BATCHES = 2
@@ -86,11 +91,28 @@ def sides(p: Product) -> dict[str, Callable[[], torch.Tensor]]:
     to, other = torch.empty(p.m, p.n), np.empty((p.m, p.n), np.float32)
     left, right = a.numpy(), b.numpy()
     dense = a.contiguous().to_mkldnn(), b.t().contiguous().to_mkldnn()
+    crate = {"gemm": of_crate(a, b, torch.empty(p.m, p.n))} if CRATE.exists() else {}
     return {
         "MKL": lambda: torch.mm(a, b, out=to),
         "OpenBLAS": lambda: torch.from_numpy(np.matmul(left, right, out=other)),
         "oneDNN": lambda: torch._C._nn.mkldnn_linear(*dense),
+        **crate,
     }
+
+
+def of_crate(a: torch.Tensor, b: torch.Tensor, to: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """Returns a function that computes to = ab with the crate `gemm`."""
+    product = ctypes.CDLL(str(CRATE)).product
+    matrix = [ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_ssize_t]
+    product.argtypes = [*[ctypes.c_size_t] * 3, *matrix * 3, ctypes.c_size_t]
+    given = [part for t in (to, a, b) for part in (t.data_ptr(), *t.stride())]
+    shape, threads = (a.shape[0], b.shape[1], a.shape[1]), torch.get_num_threads()
+
+    def call() -> torch.Tensor:
+        product(*shape, *given, threads)
+        return to
+
+    return call
 
 
 def seconds(call: Callable[[], torch.Tensor], times: int) -> float:
@@ -130,7 +152,7 @@ def main() -> None:
         row |= {f"{name} ms": round(1e3 * taken * p.calls, 2) for name, taken in found.items()}
         table.append({**row, "best": best, "best ms": round(1e3 * found[best] * p.calls, 2)})
         print(" ".join(f"{key} {value}" for key, value in table[-1].items()), flush=True)
-    for name in ("MKL", "OpenBLAS", "oneDNN", "best"):
+    for name in ("MKL", "OpenBLAS", "oneDNN", *(["gemm"] if CRATE.exists() else []), "best"):
         print(f"an update's products with {name}: {sum(row[f'{name} ms'] for row in table):.0f} ms")
     square = Product("dx", 2048, 2048, 2048, 1)
     for name, taken in measured(square, arguments.rounds).items():

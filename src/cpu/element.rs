@@ -30,7 +30,8 @@ pub trait Accumulator:
     fn exp(self) -> Self;
     fn ln(self) -> Self;
     fn max(self, other: Self) -> Self;
-    /// Returns self·a + b, rounded once. Without an instruction for it this is a function of libm, forty times slower.
+    /// Returns self·a + b, rounded once. If the processor lacks the instruction, this is a function of libm, forty
+    /// times slower.
     fn mul_add(self, a: Self, b: Self) -> Self;
 }
 

@@ -5,7 +5,7 @@
 //! a kernel is written once over [`Pack`], and [`multiversion!`](crate::multiversion) passes it the instruction set
 //! as an [`Isa`].
 //!
-//! Every implementation adds lanes in the same order, so AVX2, AVX-512 and aarch64's NEON give the same bits. On x86 the
+//! Every implementation adds lanes in the same order, so in f32 AVX2, AVX-512 and aarch64's NEON give the same bits. On x86 the
 //! portable one rounds twice in [`mul_add`](Pack::mul_add), so its last bits differ: on a processor without the fused
 //! instruction, libm's function would be forty times slower.
 

@@ -5,8 +5,9 @@
 //!
 //! Source: deepseek-ai/TileKernels, `sinkhorn_normalize_ref`; Xie et al. 2025, arXiv:2512.24880.
 //!
-//! A division y = x/s, s = Σx + ε, has the gradient dx = (dy − Σ dy·y)/s. The backward pass computes all M again, and
-//! keeps them and the sums of one group of matrices in the caches. PyTorch would keep them for all matrices.
+//! A division y = x/s, s = Σx + ε, has the gradient dx = (dy − Σ dy·y)/s. The backward pass takes one
+//! group of matrices after the other. It computes M after each division again, so that these stay in the caches; autograd
+//! would keep them for all matrices.
 
 use crate::cpu::memory::filled;
 use crate::cpu::pack::Isa;
@@ -19,7 +20,7 @@ pub mod call;
 /// One number of each of the matrices that are computed together.
 type Elements<A> = [A; LANES];
 
-/// The line of an n×n matrix whose sum a division is by: its elements are `first`, `first` + `step`, ….
+/// A division of the columns, or of the rows, of n×n matrices by their sums.
 #[derive(Clone, Copy)]
 struct Division {
     n: usize,
@@ -27,7 +28,7 @@ struct Division {
 }
 
 impl Division {
-    /// The places of line `line`.
+    /// Returns the places of the elements of column or row `line`.
     #[inline(always)]
     fn at(self, line: usize) -> impl Iterator<Item = usize> + Clone {
         let (first, step) = if self.columns { (line, self.n) } else { (line * self.n, 1) };
@@ -160,7 +161,7 @@ fn add<A: Accumulator>(state: &mut [Elements<A>], eps: A) {
     }
 }
 
-/// Divides the elements at these places by their sum + ε, and returns it.
+/// Divides the elements at these places by their sum + ε, and returns this divisor.
 #[inline(always)]
 fn divide<A: Accumulator>(at: impl Iterator<Item = usize> + Clone, eps: A, state: &mut [Elements<A>]) -> Elements<A> {
     let mut sum = [A::ZERO; LANES];

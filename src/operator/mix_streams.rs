@@ -1,7 +1,7 @@
 //! `y = weights·streams`: weighted sums of the streams of hyper-connections.
 
 use super::call::{values, Value};
-use super::declare::{gradient, leader, tensor, DtypeRule, Operator};
+use super::declare::{gradient, leader, tensor, DtypeRule, Kernels, Operator};
 use super::engine::Handle;
 use crate::error::{Error, Result};
 use crate::kernel::mix_streams::call::{self as kernel, Inputs};
@@ -30,7 +30,7 @@ pub(super) fn operator() -> Operator {
         let [streams, weights, added] = call.arguments();
         check("mix_streams", [streams, weights, added])
     })
-    .kernel(|call| {
+    .kernel_on(Kernels::Cpu, |call| {
         let ([streams, weights, added], [y]) = (call.arguments(), call.outputs());
         kernel::forward(&inputs([streams, weights, added]), &y.view)
     })
@@ -53,7 +53,7 @@ pub(super) fn operator() -> Operator {
             let [_, streams, weights, added] = call.arguments();
             check("mix_streams_backward", [streams, weights, added])
         })
-        .kernel(|call| {
+        .kernel_on(Kernels::Cpu, |call| {
             let ([dy, streams, weights, added], [ds, dw, da]) = (call.arguments(), call.outputs());
             kernel::backward(&dy.view, &inputs([streams, weights, added]), [&ds.view, &da.view, &dw.view])
         }),

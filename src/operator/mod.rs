@@ -105,3 +105,21 @@ pub fn counts() -> Vec<(&'static str, u64, u64)> {
 pub fn programs() -> Vec<&'static Program> {
     OPERATORS.iter().filter_map(|o| o.program).chain([&cuda::SUMS]).collect()
 }
+
+#[cfg(test)]
+mod tests {
+    use super::declare::Kernels;
+    use super::*;
+
+    /// Without a program the CPU's kernel would get a GPU's memory.
+    #[test]
+    fn what_has_kernels_for_gpus_has_a_program() {
+        let missing = |one: &Operator| matches!(one.kernels, Kernels::Everywhere | Kernels::Gpu);
+        let all = OPERATORS.iter().filter(|operator| operator.program.is_none());
+        let names: Vec<_> = all
+            .filter(|operator| missing(operator) || operator.backward.as_deref().is_some_and(missing))
+            .map(|operator| operator.name())
+            .collect();
+        assert_eq!(names, [""; 0]);
+    }
+}

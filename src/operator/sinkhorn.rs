@@ -1,7 +1,7 @@
 //! `y = sinkhorn(logits)`: matrices whose rows and columns sum to nearly 1.
 
 use super::call::{values, Call};
-use super::declare::{gradient, leader, tensor, DtypeRule, Operator};
+use super::declare::{gradient, leader, tensor, DtypeRule, Kernels, Operator};
 use super::engine::Handle;
 use crate::error::{Error, Result};
 use crate::kernel::sinkhorn::call as kernel;
@@ -26,7 +26,7 @@ pub(super) fn operator() -> Operator {
         let [_, iterations, eps] = call.arguments();
         check("sinkhorn", iterations.int(), eps.float())
     })
-    .kernel(|call| {
+    .kernel_on(Kernels::Cpu, |call| {
         let ([logits, iterations, eps], [y]) = (call.arguments(), call.outputs());
         kernel::forward(&logits.view, iterations.int() as usize, eps.float(), &y.view)
     })
@@ -44,7 +44,7 @@ pub(super) fn operator() -> Operator {
             let [_, _, iterations, eps] = call.arguments();
             check("sinkhorn_backward", iterations.int(), eps.float())
         })
-        .kernel(|call| {
+        .kernel_on(Kernels::Cpu, |call| {
             let ([dy, logits, iterations, eps], [dlogits]) = (call.arguments(), call.outputs());
             kernel::backward(&dy.view, &logits.view, iterations.int() as usize, eps.float(), &dlogits.view)
         }),
@@ -56,9 +56,9 @@ fn check(name: &str, iterations: i64, eps: f64) -> Result<()> {
     if !(1..=MOST).contains(&iterations) {
         return Err(Error::invalid(format!("{name}: iterations must be from 1 to {MOST}, got {iterations}")));
     }
-    match eps >= 0.0 {
+    match eps > 0.0 {
         true => Ok(()),
-        false => Err(Error::invalid(format!("{name}: eps must be at least 0, got {eps}"))),
+        false => Err(Error::invalid(format!("{name}: eps must be above 0, got {eps}"))),
     }
 }
 

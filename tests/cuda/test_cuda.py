@@ -307,6 +307,11 @@ def test_a_failing_function_means_the_formula(tmp_path, function):
     assert "composed formulas run" in warning and said in warning, warning
 
 
+def test_the_streams_of_hyper_connections_take_formulas(tmp_path):
+    counts = device.run(launcher_cases.streams_by_formula, env=device.environment(tmp_path))
+    assert all(kernels == 0 and formulas > 0 for kernels, formulas in counts), counts
+
+
 def test_kernels_may_be_required(tmp_path):
     env = device.environment(tmp_path, MOCK_FAIL="cuInit", NORMFORMER_RS_CUDA="require")
     message = device.run(launcher_cases.refuses, env=env)

@@ -169,6 +169,19 @@ def warns_and_falls_back():
     return warnings[0]
 
 
+def streams_by_formula():
+    """How often the operators of hyper-connections run kernels and formulas on a device, which has no kernels for
+    them."""
+    names, streams = ("sinkhorn", "mix_streams"), torch.randn(3, 4, 8, requires_grad=True)
+    logits = torch.randn(3, 4, 4, requires_grad=True)
+    before = [_core.operator_counts()[name] for name in names]
+    _core.cuda_stand_in(True)
+    OPS.mix_streams(streams, OPS.sinkhorn(logits, 20)).sum().backward()
+    _core.cuda_stand_in(False)
+    after = [_core.operator_counts()[name] for name in names]
+    return [(a[0] - b[0], a[1] - b[1]) for a, b in zip(after, before)]
+
+
 def refuses():
     """The message of the error where kernels are required."""
     _core.cuda_stand_in(True)

@@ -1,6 +1,7 @@
 """Schemes that read x from several tensors: published vectors, first values, and what a layer does alone."""
 
 import re
+from unittest import mock
 
 import pytest
 import torch
@@ -77,6 +78,21 @@ def test_attention_over_blocks():
     encoder = stack_of("attnres", (X, F), attnres_block=2)
     with torch.no_grad():
         close(encoder(numbers(X0))[0], *(sum(v) / 2 for v in zip(X0, X, F)))
+
+
+@pytest.mark.parametrize("is_added", [True, False])
+def test_streams_are_not_rounded_under_autocast(is_added):
+    """A product of matrices would be, where the formula runs: under vmap, in exported programs, on CUDA."""
+    streams, weights = torch.randn(3, 5, 4, 16), torch.randn(3, 5, 4, 4 + is_added)
+    given = (streams, weights, torch.randn(3, 5, 16)) if is_added else (streams, weights)
+    rows = torch.cat([streams, *(t.unsqueeze(-2) for t in given[2:])], -2)
+    wanted = torch.einsum("...ij,...jd->...id", weights, rows)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = [torch.vmap(torch.ops.normformer_rs.mix_streams)(*given)]
+        with mock.patch("torch.compiler.is_exporting", return_value=True):
+            found.append(formulas.mix_streams(*given))
+    for y in found:
+        torch.testing.assert_close(y, wanted, rtol=0, atol=1e-5)
 
 
 def test_sinkhorn_as_deepseek_has_it():

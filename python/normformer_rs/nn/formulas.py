@@ -1,11 +1,12 @@
 """Equations in PyTorch's own operations: norms with running statistics and the residual step, for exported programs,
 and sublayers that read and write several tensors. Where an operator computes the same, only exported programs and
-DTensors take the equation.
+DTensors use the equation.
 
-All compute in f32 (f64 for f64 inputs) and return x's dtype. Those that replace an operator return a contiguous tensor,
-like its kernels.
+All compute in f32 (f64 for f64 inputs) and return x's dtype; the weights of streams stay in f32. Those that replace an
+operator return a contiguous tensor, like its kernels.
 """
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -88,8 +89,10 @@ def mix_streams(streams: Tensor, weights: Tensor, added: Tensor | None = None) -
     weights are (…, m, n) or (…, m, n + 1), in the type in which norms compute."""
     if not torch.compiler.is_exporting() and not is_sharded(streams):
         return OPS.mix_streams(streams, weights, added)
-    rows = streams if added is None else torch.cat([streams, added.unsqueeze(-2)], -2)
-    return (weights @ wide(rows)).to(streams.dtype)
+    # Under autocast a product of matrices would round the streams to 16 bits.
+    rows = [*streams.unbind(-2), *([] if added is None else [added])]
+    terms = (w * wide(row).unsqueeze(-2) for w, row in zip(weights.split(1, -1), rows, strict=True))
+    return functools.reduce(torch.add, terms).to(streams.dtype)
 
 
 def _read(streams: Tensor, shares: Tensor) -> Tensor:

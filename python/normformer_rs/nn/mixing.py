@@ -42,7 +42,8 @@ def reads_apart(mixing: Mixing | None) -> bool:
 
 
 def read(mixing: Mixing | None, owner: nn.Module, tensors: Tensors) -> tuple[Tensor, Tensors]:
-    """Returns x, and what `write` needs: for a hyper-connection the weights of its streams and of F(x)."""
+    """Returns x, and what `write` needs: around a hyper-connection's sublayer the weights of its streams and of F(x),
+    or those of F(x) alone; nothing at a stack's end and for attention over depth."""
     made: Any = [getattr(owner, what.name) for what in parts_of(mixing)]
     if not isinstance(mixing, HyperConnection) and not made:
         return tensors[0], ()
@@ -75,12 +76,12 @@ def _gated(gates: Any, streams: Tensor, *made: Tensor) -> tuple[Tensor, ...]:
 
 def write(mixing: Mixing, tensors: Tensors, unwritten: Tensors, f: Tensor) -> Tensors:
     """Returns the tensors after F(x) = f, to which dropout is applied already. Attention over depth appends f, or
-    adds it to the last tensor."""
+    adds it to the last tensor. A hyper-connection's streams are those that were read, perhaps cast since."""
     if isinstance(mixing, HyperConnection):
         (streams,), (weights,) = tensors, unwritten
         if weights.shape[-1] == 1:  # g alone: every stream stays itself
-            return (streams + weights * f.unsqueeze(-2),)
-        return (formulas.mix_streams(streams, weights, f),)
+            return (streams + weights.to(streams.dtype) * f.unsqueeze(-2),)
+        return (formulas.mix_streams(streams, weights.to(formulas.wide(streams[..., :0]).dtype), f),)
     return (*tensors, f) if mixing.begins_block else (*tensors[:-1], tensors[-1] + f)
 
 

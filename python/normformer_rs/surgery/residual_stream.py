@@ -240,7 +240,8 @@ def _rearranged(func: Any, args: Any, kwargs: Any) -> Stream | None:
         value = _numbers(stream).reshape(made.shape)
     elif made.dtype != x.dtype:
         cast = tuple(other.to(made.dtype) for other in streams.others)
-        streams = streams._replace(x=streams.x.to(made.dtype), others=cast, normed=None)
+        under_way = None if streams.read is None else made
+        streams = streams._replace(x=streams.x.to(made.dtype), others=cast, normed=None, read=under_way)
     elif name == "clamp":
         streams = streams._replace(x=func(streams.x, *args[1:], **kwargs))
     return Stream.of(made, stream.under_way, streams, stream.written, stream.parallel, shape, value)
@@ -285,7 +286,7 @@ def write(stream: Stream, f: Tensor) -> Stream:
     streams = run.residual.write(run.writes[number], stream.streams, run.as_rows(f, stream.shape_of_rows), following)
     seen = streams.x if streams.read is None else streams.read
     seen = run.shown(seen) if run.structure.has_channels_first else seen
-    seen = seen.reshape(f.shape) if seen.numel() == f.numel() else f
+    seen = seen.reshape(f.shape) if seen.numel() == f.numel() else f.to(seen.dtype)
     return Stream.of(seen, run, streams, number + 1, None, stream.shape_of_rows)
 
 

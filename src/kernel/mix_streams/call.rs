@@ -76,12 +76,15 @@ fn over_positions(given: &Inputs, work: impl Fn([usize; 3], [Range<usize>; 4]) +
     });
 }
 
-/// Computes y in tch, in the type in which the streams are computed.
+/// Computes y in tch, in the type in which the streams are computed. Rows are added one by one: under autocast a product
+/// of matrices would round them to 16 bits.
 pub fn composed(streams: &Tensor, weights: &Tensor, added: Option<&Tensor>) -> Result<Tensor> {
     let computing = if streams.kind() == Kind::Double { Kind::Double } else { Kind::Float };
-    let rows = match added {
-        None => streams.shallow_clone(),
-        Some(added) => Tensor::f_cat(&[streams, &added.f_unsqueeze(-2)?], -2)?,
-    };
-    Ok(weights.f_matmul(&rows.f_to_kind(computing)?)?.f_to_kind(streams.kind())?)
+    let mut rows = streams.f_unbind(-2)?;
+    rows.extend(added.map(Tensor::shallow_clone));
+    let terms = rows.iter().zip(weights.f_split(1, -1)?).map(|(row, w)| {
+        Ok(row.f_to_kind(computing)?.f_unsqueeze(-2)?.f_mul(&w)?) // (…, m, d)
+    });
+    let sum = terms.reduce(|sum: Result<Tensor>, term| Ok(sum?.f_add(&term?)?)).expect("there is a stream")?;
+    Ok(sum.f_to_kind(streams.kind())?)
 }

@@ -25,8 +25,12 @@ fn over_matrices<E: Element>(dm: Option<&View>, logits: &View, to: &View, iterat
     let (dm, logits, to) =
         unsafe { (dm.map(|dm| dm.slice::<E>()), logits.slice::<E>(), Shared::new(to.slice_mut::<E>())) };
     let cost = n * n * 2 * iterations; // a number's part in each division
+    if count == 0 {
+        return Ok(());
+    }
     if dm.is_some() {
-        let bytes = size_of::<E::Acc>() as u128 * (cost * LANES) as u128 * parallel::threads() as u128;
+        let threads = parallel::threads().min(count.div_ceil(parallel::grain(cost)));
+        let bytes = size_of::<E::Acc>() as u128 * (cost * LANES) as u128 * threads as u128;
         memory::room(bytes, || format!("{n}×{n} matrices after each of {iterations} iterations"))?;
     }
     parallel::for_each(count, parallel::grain(cost), |matrices| {
