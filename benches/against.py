@@ -330,7 +330,10 @@ def first_losses(options: dict[str, Any], text: dict[str, str], output: Path) ->
     training = nfrs.TrainingConfig(updates=10, max_tokens=256, warmup=5, lr=1e-3, evaluate_every=10**6)
     config, data = nfrs.TransformerConfig(**options), nfrs.DataConfig(**text, no_bpe=True)
     # None is the place among several processes, which a single process does not have.
-    nfrs._core.train(config.to_json(), training.to_json(), data.to_json(), str(output), "new", None, Observer())
+    try:
+        nfrs._core.train(config.to_json(), training.to_json(), data.to_json(), str(output), "new", None, Observer())
+    except nfrs.DivergedError as error:
+        losses.append(str(error))
     return losses
 
 
