@@ -12,7 +12,7 @@ use crate::init::Init;
 use crate::operator;
 use crate::residual::{LayerContext, LayerSpec, Mixing, Point, Sublayer, SublayerSpec};
 use std::collections::BTreeSet;
-use tch::{no_grad, Tensor};
+use tch::{no_grad, Kind, Tensor};
 
 pub struct Layer {
     /// The changes applied to x when the layer begins.
@@ -202,6 +202,7 @@ impl BuiltSublayer {
 }
 
 /// Sets ω to r, and returns the next r = √(Var(ωx) + Var(drop f)), a variance over all elements (docs/spec.md §3.4).
+/// Errors: if r is not finite.
 fn profile(
     omega: &Tensor,
     r: &Tensor,
@@ -209,6 +210,14 @@ fn profile(
     f: &Tensor,
     (p, seed, site): (f64, Option<&Tensor>, i64),
 ) -> Result<Tensor> {
+    let gain = r.f_sum(Kind::Double)?.f_double_value(&[])?;
+    if !gain.is_finite() {
+        return Err(Error::invalid(format!(
+            "profiling found a gain on x of {gain}: expected a finite number. The branches grow from sublayer to \
+             sublayer, as with norms whose output grows with their input (repbn, prepbn): choose another norm, or fewer \
+             layers"
+        )));
+    }
     let mut omega = omega.shallow_clone();
     omega.f_copy_(&r.f_expand_as(&omega)?)?;
     let dropped = operator::dropout(f.shallow_clone(), p, seed, site)?;

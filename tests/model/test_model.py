@@ -371,6 +371,13 @@ def test_profiling(norm):
         torch.testing.assert_close(gain.detach(), expected[name].expand_as(gain), rtol=1e-10, atol=0, msg=name)
 
 
+def test_a_gain_that_is_not_finite_is_refused():
+    """repbn's output grows with its input, and so the gains from sublayer to sublayer."""
+    config = nfrs.TransformerConfig(vocab_size=40, d_model=32, d_ff=64, heads=4, norm="repbn", residual="admin")
+    with pytest.raises(nfrs.InputError, match="a gain on x of inf: expected a finite number"):
+        nfrs.Transformer(config, seed=1).profile(ref.pad(SOURCES), ref.pad(TARGETS))
+
+
 def test_only_admin_is_profiled():
     plain, _, _ = build(residual="deepnorm")
     with pytest.raises(ValueError, match="nothing to profile"):

@@ -103,6 +103,12 @@ def test_profile_sets_the_rust_models_gains():
         nfnn.profile(encoder("prenorm"), x)
 
 
+def test_a_gain_that_is_not_finite_is_refused():
+    layer = nfnn.TransformerEncoderLayer(D, HEADS, FF, 0.0, batch_first=True, residual="admin", norm="repbn")
+    with pytest.raises(nfrs.InputError, match="a gain on x of inf: expected a finite number"):
+        nfnn.profile(nfnn.TransformerEncoder(layer, 12), 9 * torch.randn(4, 5, D))
+
+
 @pytest.mark.parametrize("norm", ["layernorm", "powernorm"])
 def test_profile_sets_the_same_gains_as_rust(norm):
     rust, skeleton = rust_and_skeleton(norm, "admin")

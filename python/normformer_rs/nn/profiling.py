@@ -69,12 +69,21 @@ def follow(layer: int, sublayer: int, is_told: bool) -> None:
 
 
 def profile_step(omega: Tensor, x: Tensor, f: Tensor, where: Where) -> None:
-    """Sets ω ← r and computes the next r, while profiling. `where`: (p, seed, site) of the dropout on f."""
+    """Sets ω ← r and computes the next r, while profiling. `where`: (p, seed, site) of the dropout on f.
+
+    Errors: InputError if r is not finite.
+    """
     if _pass is None:
         return
     r = omega.new_ones(1) if _pass.deviation is None else _pass.deviation
     if dist.is_available() and dist.is_initialized():
         dist.broadcast(r, 0)
+    if not r.isfinite().all():
+        raise InputError(
+            f"profiling found a gain on x of {r.item()}: expected a finite number. The branches grow from sublayer to "
+            "sublayer, as with norms whose output grows with their input (repbn, prepbn): choose another norm, or fewer "
+            "layers"
+        )
     omega.copy_(r.expand_as(omega))
     dropped = drop(f, where).to(x.dtype)
     wide = torch.promote_types(x.dtype, torch.float32)
