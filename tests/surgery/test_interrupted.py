@@ -239,6 +239,7 @@ def test_interrupts_at_many_lines(seed):
         interrupt_undo(name, draw.randrange(1, back), how)
 
 
+@pytest.mark.full
 def test_interrupts_at_the_end_of_an_undo():
     """From the writing of values on, an undo is completed."""
     _, back = lines_of("residuals of torch.nn")

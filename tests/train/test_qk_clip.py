@@ -135,6 +135,7 @@ def test_the_largest_logit_is_that_of_all_micro_batches(options, tmp_path, corpu
             torch.testing.assert_close(second[name].norm(), expected.norm(), rtol=near, atol=0)
 
 
+@pytest.mark.full
 def test_the_largest_logit_is_that_of_all_ranks(tmp_path, corpus):
     """Two ranks take turns with the micro-batches that one rank accumulates."""
     options = {"qk-clip": LIMIT, "log-layers": 1, "kv-heads": 1, "updates": 5}

@@ -81,8 +81,8 @@ def profile_step(omega: Tensor, x: Tensor, f: Tensor, where: Where) -> None:
     if not r.isfinite().all():
         raise InputError(
             f"profiling found a gain on x of {r.item()}: expected a finite number. The branches grow from sublayer to "
-            "sublayer, as with norms whose output grows with their input (repbn, prepbn): choose another norm, or fewer "
-            "layers"
+            "sublayer, as with norms whose output grows with their input (repbn, prepbn): choose another norm, or "
+            "fewer layers"
         )
     omega.copy_(r.expand_as(omega))
     dropped = drop(f, where).to(x.dtype)
