@@ -136,6 +136,13 @@ def test_a_norm_that_runs_before_the_blocks_and_after_them(scheme):
     assert max(compare("NanoChat", scheme)) < ERROR
 
 
+def test_a_list_that_runs_once_for_each_layer_has_no_end():
+    """ALBERT calls its list of one block for each layer: a norm after the stack would run after every layer."""
+    assert max(compare("ALBERT", "deepnorm")) < ERROR
+    for scheme in ("prenorm", "resi-dual", "denseformer"):
+        assert compare("ALBERT", scheme) is None
+
+
 def test_a_stream_added_to_its_branch_in_place():
     assert max(compare("in place, onto the branch", "deepnorm")) < ERROR
 
