@@ -23,7 +23,7 @@ pub struct BuiltMixing {
     parameters: Vec<Tensor>,
 }
 
-/// What a hyper-connection computes when it reads, and needs when it writes.
+/// The weights with which a hyper-connection writes. It computes them when it reads.
 pub enum PendingWrite {
     /// The weights (Rᵀ, g), (…, n, n + 1), in the type in which the streams are computed: H⁺ = RᵀH + g⊙F(x).
     Mixed(Tensor),
