@@ -185,6 +185,8 @@ class Group(NamedTuple):
     subclass."""
     end: "End | None" = None
     """The norm after the last block. None: there is none."""
+    runs: int = 1
+    """How often one pass calls the holder; more than once, it is a stack that begins and ends anew each time."""
     loop: nn.Module | None = None
     """The module whose forward runs through all layers, if the blocks are views of it (`loops.py`). Else None."""
 

@@ -360,7 +360,8 @@ def _groups(model: nn.Module, path: str, blocks: dict[str, nn.Module], found: Re
         kinds = tuple({type(block) for block in own})
         depth = sum(_layers(entry) for entry in entries if entry in own)
         depth += sum(isinstance(entry, kinds) and entry not in blocks.values() for entry in entries)
-        yield Group(path, [*some], own, holder, max(depth, len(own)), _end(model, path, own[-1], found))
+        runs = 1 if found is None else found.runs.get(holder, 1)
+        yield Group(path, [*some], own, holder, max(depth, len(own)), _end(model, path, own[-1], found), runs)
 
 
 def _layers(block: nn.Module) -> int:

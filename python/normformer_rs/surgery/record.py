@@ -145,6 +145,8 @@ class Record(TorchFunctionMode):
         """For each tensor, the modules of dropout and stochastic depth that returned it unchanged, as in evaluation
         mode."""
         self.calls: dict[nn.Module, list[Call]] = {}
+        self.runs: dict[nn.Module, int] = {}
+        """How often each block was called, and each module that has a block inside it."""
         self.outputs_of_attention: dict[Key, Tensor] = {}
         """For each output of torch's functional attention, the weight of its output projection."""
         self.roles: Any = None
@@ -201,11 +203,16 @@ class Record(TorchFunctionMode):
         counterpart)."""
         self.nodes = [n if n.module is None else n._replace(module=own[n.module]) for n in self.nodes]
         self.calls = {own[block]: calls for block, calls in self.calls.items()}
+        self.runs = {own[module]: count for module, count in self.runs.items()}
         self.kinds = {own[module]: kind for module, kind in self.kinds.items()}
         self.blocks = {own[block] for block in self.blocks}
         self.dropped = {key: [own[module] for module in some] for key, some in self.dropped.items()}
 
     # Hooks of modules.
+
+    def count(self, module: nn.Module, _: Any) -> None:
+        """Counts a module's call."""
+        self.runs[module] = self.runs.get(module, 0) + 1
 
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Notes the start of a module's call."""
@@ -305,6 +312,9 @@ def record(
         for module in {*found.kinds, *found.blocks}:
             hooks.callback(module.register_forward_pre_hook(found.enter, with_kwargs=True).remove)
             hooks.callback(module.register_forward_hook(found.leave, with_kwargs=True).remove)
+        for module in model.modules():
+            if any(part in found.blocks for part in module.modules()):
+                hooks.callback(module.register_forward_pre_hook(found.count).remove)
         with torch.no_grad(), found:
             result = run()
         found.returned = {key(t) for t in tensors_in(result)}

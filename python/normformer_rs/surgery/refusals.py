@@ -111,15 +111,11 @@ def _refuse_shared(group: Group, place: Place, to: Any) -> None:
             f"{to} treats each of {place.depth} layers differently, and they share a {type(shared).__name__} of "
             f"{group.path}: choose a scheme whose layers are alike"
         )
-    # ALBERT calls a list of one block once for each layer: what stands after a stack would run after every layer.
-    lists = (part for part in group.holder.children() if isinstance(part, nn.ModuleList))
-    listed = next((part for part in lists if any(block is group.blocks[0] for block in part)), None)
     end = place.declared.end or place.declared.combine or place.declared.streams or place.declared.mixing
-    in_a_list = group.path.rpartition(".")[0].rpartition(".")[2].isdigit()  # what holds the list may itself run again
-    if shared is not None and listed is not None and in_a_list and len(listed) < place.depth and end:
+    if group.runs > 1 and end:
         raise InputError(
-            f"{to} computes something after its last layer, and the model runs {group.path}, a list of {len(listed)}, "
-            f"again for each of {place.depth} layers: choose a scheme with nothing after a stack, such as deepnorm"
+            f"{to} computes something after its last layer, and the model runs {group.path} {group.runs} times, so "
+            "that it would do so each time: choose a scheme with nothing after a stack, such as deepnorm"
         )
 
 
