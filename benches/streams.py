@@ -10,11 +10,10 @@ run.
 
 import argparse
 import json
-import os
-import statistics
 import sys
 from pathlib import Path
 
+from optimizers import quartiles
 from training import Worker
 
 HERE = Path(__file__).parent
@@ -23,16 +22,9 @@ LAYERS = {"encoder_layers": 6, "decoder_layers": 6}
 
 def worker(arguments: argparse.Namespace, scheme: str, checkout: Path | None = None) -> Worker:
     model = json.dumps({**LAYERS, "residual": scheme})
+    place = [] if checkout is None else ["env", f"PYTHONPATH={checkout / 'python'}"]
     command = [sys.executable, str(HERE / "our_worker.py"), str(arguments.corpus), "--precision", arguments.precision]
-    before = os.environ.get("PYTHONPATH")
-    if checkout is not None:
-        os.environ["PYTHONPATH"] = str(checkout / "python")  # which the worker's process inherits
-    try:
-        return Worker(scheme, [*command, "--model", model], tuned=True)
-    finally:
-        os.environ.pop("PYTHONPATH", None)
-        if before is not None:
-            os.environ["PYTHONPATH"] = before
+    return Worker(scheme, [*place, *command, "--model", model], tuned=True)
 
 
 def main() -> None:
@@ -54,9 +46,8 @@ def main() -> None:
         for side in sides.values():
             side.process.kill()
         for name in list(sides)[1:]:
-            # A window's rate is in tokens a second.
-            low, middle, high = statistics.quantiles([one["prenorm"] / one[name] for one in rounds[1:]], n=4)
-            print(f"{arguments.precision} {name}: {middle:.2f} [{low:.2f}, {high:.2f}] of prenorm's time", flush=True)
+            ratios = [one["prenorm"] / one[name] for one in rounds[1:]]  # of tokens a second
+            print(f"{arguments.precision} {name}: {quartiles(ratios)} of prenorm's time", flush=True)
 
 
 if __name__ == "__main__":

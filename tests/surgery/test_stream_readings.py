@@ -257,6 +257,34 @@ def test_a_shared_block_is_recomputed_as_the_layer_that_it_was(scheme):
         model(x).sum().backward()
 
 
+class Stack(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([Plain()])
+
+    def forward(self, x):
+        return self.blocks[0](x)
+
+
+class RunsAgain(nn.Module):
+    def __init__(self, how):
+        super().__init__()
+        self.stack, self.norm, self.how = Stack(), nn.LayerNorm(D), how
+
+    def forward(self, x):
+        return self.norm(self.stack(self.stack(x)) if self.how == "in turn" else self.stack(x) * self.stack(-x))
+
+
+@pytest.mark.parametrize("how", ["in turn", "side by side"])
+def test_a_stack_that_runs_again_ends_each_time(how):
+    """What stands after a stack would run twice; no other list tells that it does, as in ALBERT."""
+    for scheme in ("prenorm", "resi-dual", "denseformer", "mhc"):
+        model = RunsAgain(how)
+        with pytest.raises(InputError, match=r"layers differently|runs stack\.blocks 2 times"):
+            swap_residuals(model, scheme, init=None, example=input_().detach().float())
+    swap_residuals(RunsAgain(how), "deepnorm", init=None, example=input_().detach().float())
+
+
 class Attention(nn.Module):
     num_heads = 2
 

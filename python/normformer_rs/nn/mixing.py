@@ -81,7 +81,7 @@ def write(mixing: Mixing, tensors: Tensors, unwritten: Tensors, f: Tensor) -> Te
         (streams,), (weights,) = tensors, unwritten
         if weights.shape[-1] == 1:  # g alone: every stream stays itself
             return (streams + weights.to(streams.dtype) * f.unsqueeze(-2),)
-        return (formulas.mix_streams(streams, weights.to(formulas.wide(streams[..., :0]).dtype), f),)
+        return (formulas.mix_streams(streams, weights.to(torch.promote_types(streams.dtype, torch.float32)), f),)
     return (*tensors, f) if mixing.begins_block else (*tensors[:-1], tensors[-1] + f)
 
 
