@@ -143,6 +143,18 @@ def test_a_list_that_runs_once_for_each_layer_has_no_end():
         assert compare("ALBERT", scheme) is None
 
 
+@pytest.mark.parametrize("name", ["two texts", "two texts, one loop", "two texts, one block"])
+def test_an_encoder_of_two_texts_has_the_depth_of_one(name):
+    model, inputs = build(name)
+    swap(model, "deepnorm", inputs)
+    depths = {m.place.depth for m in model.modules() if isinstance(m, BlockResidual)}
+    assert depths == {1 if "one block" in name else 3}
+    assert max(compare(name, "deepnorm")) < ERROR
+    for scheme in ("peri-ln", "denseformer", "mhc"):  # they have a begin, an end, or streams
+        found = compare(name, scheme)
+        assert found is None if "one" in name else max(found) < ERROR, scheme
+
+
 def test_a_stream_added_to_its_branch_in_place():
     assert max(compare("in place, onto the branch", "deepnorm")) < ERROR
 

@@ -696,6 +696,33 @@ def stack(block, **options):
     return partial(Stack, block, **options)
 
 
+class TwoTexts(nn.Module):
+    """An encoder that reads two texts, one after the other."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder = Stack(NanoGPT)
+
+    def forward(self, tokens):
+        return self.encoder(tokens) * self.encoder(tokens.flip(1)).sin()
+
+
+class TwoTextsInOneLoop(Stack):
+    """The same, if nothing is called once for each text."""
+
+    def __init__(self, layers):
+        super().__init__(NanoGPT)
+        self.layers = self.layers[:layers]
+
+    def forward(self, tokens):
+        read = []
+        for x in (self.embed(tokens), self.embed(tokens.flip(1))):
+            for layer in self.layers:
+                x = layer(x)
+            read.append(self.norm(x))
+        return self.head(read[0] * read[1].sin())
+
+
 class NanoGPT(nn.Module):
     def __init__(self):
         super().__init__()
@@ -1608,6 +1635,9 @@ ASIDE = {
     "fused-norm-like": own(partial(PreLastStack, PreLast), "prenorm, blocks hand on two tensors"),
     "U-Net-like": own(UNet, "prenorm"),
     "checkpointed": own(stack(Checkpointed), "prenorm"),
+    "two texts": own(TwoTexts, "prenorm"),
+    "two texts, one loop": own(partial(TwoTextsInOneLoop, LAYERS), "prenorm"),
+    "two texts, one block": own(partial(TwoTextsInOneLoop, 1), "prenorm"),
     "timm XCiT": timm("xcit", "Xcit", "prenorm with layer scale, three branches", **VIT, eta=0.1),
     "timm MetaFormer": timm(
         "metaformer", "MetaFormer", "prenorm with a scale of x", num_classes=3, depths=(2, 2), dims=(D, 2 * D)

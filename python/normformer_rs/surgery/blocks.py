@@ -186,7 +186,7 @@ class Group(NamedTuple):
     end: "End | None" = None
     """The norm after the last block. None: there is none."""
     runs: int = 1
-    """How often one pass calls the holder; more than once, it is a stack that begins and ends anew each time."""
+    """How often one run of the model calls the holder. Each call begins and ends the stack."""
     loop: nn.Module | None = None
     """The module whose forward runs through all layers, if the blocks are views of it (`loops.py`). Else None."""
 

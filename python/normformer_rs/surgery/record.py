@@ -208,6 +208,18 @@ class Record(TorchFunctionMode):
         self.blocks = {own[block] for block in self.blocks}
         self.dropped = {key: [own[module] for module in some] for key, some in self.dropped.items()}
 
+    def derives(self, x: Key, y: Key | None) -> bool:
+        """Returns whether the run computed the tensor x from the tensor y."""
+        todo = [x]
+        for at in each_once(todo):
+            if at == y:
+                return True
+            if at in self.made:
+                todo += self.nodes[self.made[at]].inputs
+            elif at[1] > 0:  # an operation that returns nothing wrote it, as x[0] = … does
+                todo.append((at[0], at[1] - 1))
+        return False
+
     # Hooks of modules.
 
     def count(self, module: nn.Module, _: Any) -> None:

@@ -23,6 +23,7 @@ from .blocks import (
 )
 from .handover import refuse_own_forward, refuse_passed_over
 from .spec import has
+from .stack_residual import StackResidual
 
 
 def refuse(group: Group, place: Place, to: Any) -> None:
@@ -102,20 +103,29 @@ def refuse_roles(group: Group, init: str | None) -> None:
 
 
 def _refuse_shared(group: Group, place: Place, to: Any) -> None:
-    """Raises InputError if layers share a block and the scheme treats layers differently."""
+    """Raises InputError if layers share a block and the scheme treats layers differently, or if the scheme has
+    something for a whole pass through the stack, and its begin and end are not seen."""
     layers = {repr(layer).replace("last=True", "last=False") for layer in place.declared.layers}
     growth = place.declared.growth is not None and place.declared.growth.by_layer
     shared = next((b for b in group.blocks if structure_of(b).calls > 1), None)
-    if shared is not None and (growth or len(layers) > 1 or len(group.blocks) > 1):
+    if shared is not None and len(group.blocks) > 1:
+        raise InputError(
+            f"the model runs the {len(group.blocks)} blocks of {group.path} several times in a row, and which of its "
+            f"{place.depth} layers runs then is known only where one block is all of them: {to} is not possible here"
+        )
+    if shared is not None and (growth or len(layers) > 1):
         raise InputError(
             f"{to} treats each of {place.depth} layers differently, and they share a {type(shared).__name__} of "
             f"{group.path}: choose a scheme whose layers are alike"
         )
-    end = place.declared.end or place.declared.combine or place.declared.streams or place.declared.mixing
-    if group.runs > 1 and end:
+    passes = max(structure_of(block).passes for block in group.blocks)
+    own_end = any(change.kind != "norm" or group.end is None for change in place.declared.end)
+    if group.runs != passes and (place.declared.begin or own_end or StackResidual.carries_more(place)):
         raise InputError(
-            f"{to} computes something after its last layer, and the model runs {group.path} {group.runs} times, so "
-            "that it would do so each time: choose a scheme with nothing after a stack, such as deepnorm"
+            f"{to} computes something before its first layer, after its last one, or from one layer to another. The "
+            f"model calls the module around {group.path} {group.runs} times for {passes} passes of its residual "
+            "stream, so that a call does not show where a pass begins and ends: choose a scheme that has x alone, such "
+            "as deepnorm"
         )
 
 

@@ -6,6 +6,7 @@ The tensors on this path are the stream. The other operand of each addition on t
 """
 
 import contextlib
+import itertools
 import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -65,6 +66,9 @@ class Structure(NamedTuple):
     """Whether the stream holds images that convolutions read: its columns are then the second dimension."""
     calls: int = 1
     """How often one pass calls the block, that is, how many layers share it."""
+    passes: int = 1
+    """How many passes one run of the model has: the input of each is not computed from the block's earlier outputs, as
+    in an encoder that reads two texts apart."""
     is_in_place: bool = False
     """Whether an operation of the block overwrites one of its inputs."""
     width: int | None = None
@@ -121,7 +125,10 @@ def structure(block: nn.Module, found: Record, roles: Roles) -> Structure:
     made = [_Reader(block, found, call, roles).structure() for call in calls]
     if any(one.parts != made[0].parts for one in made):
         raise Unaccounted(f"its {len(calls)} calls in one pass compute different things")
-    return made[0]._replace(calls=len(calls))
+    passes = 1 + sum(not found.derives(after.x, before.y) for before, after in itertools.pairwise(calls))
+    if len(calls) % passes:
+        raise Unaccounted(f"its {len(calls)} calls in one run belong to {passes} passes of different lengths")
+    return made[0]._replace(calls=len(calls) // passes, passes=passes)
 
 
 def writers(block: nn.Module, found: Record) -> Iterator[tuple[Owner, set[Owner]]]:
