@@ -707,6 +707,18 @@ class TwoTexts(nn.Module):
         return self.encoder(tokens) * self.encoder(tokens.flip(1)).sin()
 
 
+class RunsTwice(nn.Module):
+    """A stack of one block that reads its own output."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.norm, self.head = nn.Embedding(40, D), nn.LayerNorm(D), nn.Linear(D, 40)
+        self.layers = nn.Sequential(nn.Sequential(NanoGPT()))
+
+    def forward(self, tokens):
+        return self.head(self.norm(self.layers(self.layers(self.embed(tokens)))))
+
+
 class TwoTextsInOneLoop(Stack):
     """The same, if nothing is called once for each text."""
 
@@ -1636,6 +1648,7 @@ ASIDE = {
     "U-Net-like": own(UNet, "prenorm"),
     "checkpointed": own(stack(Checkpointed), "prenorm"),
     "two texts": own(TwoTexts, "prenorm"),
+    "one block, run twice": own(RunsTwice, "prenorm"),
     "two texts, one loop": own(partial(TwoTextsInOneLoop, LAYERS), "prenorm"),
     "two texts, one block": own(partial(TwoTextsInOneLoop, 1), "prenorm"),
     "timm XCiT": timm("xcit", "Xcit", "prenorm with layer scale, three branches", **VIT, eta=0.1),

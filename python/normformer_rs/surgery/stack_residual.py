@@ -48,6 +48,9 @@ class StackResidual(Growing):
             self.combine = Sums(declared.combine, place, factory, True)
         self.train(blocks[0].training)
         self.grow(declared.growth, like.device)
+        self.began_later = False
+        """Whether the stack has begun with another layer than its first in a run without gradients. A reentrant
+        checkpoint may run that layer again, and gives it another tensor."""
         self.kept_widths: dict[str, int] = {}
         # needed[i]: the names of kept tensors that layer i or a later one takes
         layers = declared.layers
@@ -93,18 +96,22 @@ class StackResidual(Growing):
         if call is None and torch.compiler.is_compiling():
             return own, own == 0
         if call is None:
-            known = PLACES.get(x)
-            if known is None and is_shared and (self.is_wide or self.place.declared.begin or self.end):
+            known, begin = PLACES.get(x), self.place.declared.begin
+            is_unknown = is_shared and (self.is_wide or begin or self.end)
+            if known is None and (is_unknown or (self.began_later and begin and not self.is_wide)):
+                why = f"{self.place.depth} layers share it" if is_shared else "the stack has run without its first"
                 raise InputError(
-                    f"a block runs outside the call of its stack, whose {self.place.depth} layers share it, and "
-                    f"{self.place.config.residual} must know which of them it is: checkpoint it with "
-                    "use_reentrant=False, or call the whole stack"
+                    f"a block runs outside the call of its stack, and {self.place.config.residual} must know which "
+                    f"layer it is ({why}): checkpoint it with use_reentrant=False, or call the whole stack"
                 )
             return (own, own == 0) if known is None else known
         layer = own if not is_shared else 0 if call.last is None else call.last[1] + 1
         begins, call.has_begun = not call.has_begun, True
-        if (is_shared or begins != (layer == 0)) and torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            PLACES[x] = layer, begins
+        if (is_shared or begins != (layer == 0)) and not torch.compiler.is_compiling():
+            if torch.is_grad_enabled():
+                PLACES[x] = layer, begins
+            else:
+                self.began_later = self.began_later or not is_shared
         return layer, begins
 
     def open(self, x: Tensor, layer: int, begins: bool) -> Streams:
