@@ -28,7 +28,7 @@ pub static DLCL: Scheme = Scheme {
 
 fn around(place: &LayerContext) -> ResidualSpec {
     let mut around = (layers(place).around)(place);
-    // This norm is not the stack's last: the norm of the last sum follows.
+    // PostNorm's last norm is not the stack's last here: the norm of the last sum follows.
     for change in &mut around.after {
         if let Change::Norm(norm) = change {
             norm.last = false;

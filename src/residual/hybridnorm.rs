@@ -17,7 +17,7 @@ pub static HYBRIDNORM: Scheme = Scheme {
     ..Scheme::PLAIN
 };
 
-/// Puts a norm after the layer's last attention, which is the norm N(y) before the feed-forward.
+/// Declares N(y), the norm before the feed-forward, after the layer's last attention.
 fn around(place: &LayerContext) -> ResidualSpec {
     let is_last_attention = place.index + 2 == place.sublayers;
     match is_last_attention {

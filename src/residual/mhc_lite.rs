@@ -14,8 +14,8 @@ option_spec! {
 
 /// The initial value of s.
 const SCALE: f64 = 0.01;
-/// The initial b of the streams that a sublayer hardly reads or writes; the stream that belongs to the sublayer has
-/// 1.
+/// The initial b of p and g for all streams but one, which has 1: at first a sublayer mainly reads and writes this
+/// stream.
 const ASIDE: f64 = -1.0;
 /// The initial b of every permutation except the identity, which has 0.
 const APART: f64 = -8.0;
