@@ -19,7 +19,7 @@ pub static HYBRIDNORM: Scheme = Scheme {
 
 /// Declares N(y), the norm before the feed-forward, after the layer's last attention.
 fn around(place: &LayerContext) -> ResidualSpec {
-    let is_last_attention = place.index + 2 == place.sublayers;
+    let is_last_attention = place.index + 2 == place.sublayers; // the feed-forward is the last sublayer
     match is_last_attention {
         true => ResidualSpec { after: place.norm().into(), ..ResidualSpec::default() },
         false => ResidualSpec::default(),

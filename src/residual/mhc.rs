@@ -122,10 +122,10 @@ fn connection(place: &LayerContext, is_end: bool, name: impl Fn(&str) -> String)
     let gates = match (options.get(&MIXING), is_end) {
         (_, true) if options.get(&END) == MhcEnd::Mean => Gates::Sum(1.0 / n as f64),
         (MhcMixing::Sinkhorn, is_end) => {
-            let near = |i: i64| if i == place.number() % n { 1.0 } else { ASIDE };
-            let apart = |i: i64| if i / n == i % n { 0.0 } else { APART };
-            let gates = (0..n).chain(0..n).map(near);
-            let bias = if is_end { vec![0.0; n as usize] } else { gates.chain((0..n * n).map(apart)).collect() };
+            let own = place.number() % n; // the stream that this sublayer mainly reads and writes
+            let gates = (0..n).chain(0..n).map(|i| if i == own { 1.0 } else { ASIDE });
+            let r = (0..n * n).map(|i| if i / n == i % n { 0.0 } else { APART });
+            let bias = if is_end { vec![0.0; n as usize] } else { gates.chain(r).collect() };
             let scales = if is_end { 1 } else { 3 };
             joint(scales, bias, |name, shape| Learned::new(name, shape, 0.0), options.get(&ITERATIONS))
         }

@@ -38,7 +38,7 @@ fn check_streams(name: &str, value: i64) -> Result<()> {
 
 fn around(place: &LayerContext) -> ResidualSpec {
     let (n, d) = (place.options.get(&STREAMS), place.model.d_model);
-    let own = place.number() % n;
+    let own = place.number() % n; // the stream that this sublayer mainly reads and writes
     let gates = (0..n).chain(0..n).map(|i| if i == own { 1.0 } else { ASIDE });
     let permutations = (0..Gates::permutations(n)).map(|i| if i == 0 { 0.0 } else { APART });
     let bias: Vec<f64> = gates.chain(permutations).collect();
