@@ -32,7 +32,7 @@ pub struct Attention {
     value_embedding: Option<ValueEmbedding>,
     /// The sink logit of each head, (heads).
     sinks: Option<Tensor>,
-    /// The largest logit that each head has had in passes that measure it, (heads).
+    /// Each head's largest logit so far, from passes that measure logits, (heads).
     largest: Tensor,
     softcap: Option<f64>,
     d: i64,

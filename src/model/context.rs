@@ -38,7 +38,7 @@ impl Rates {
     }
 }
 
-/// The settings of one forward pass: training or evaluation, its random numbers, its computing type.
+/// The settings of one forward pass, such as training or evaluation, the seed of dropout, and the type of products.
 #[derive(Debug)]
 pub struct Context {
     pub train: bool,

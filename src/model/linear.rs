@@ -62,7 +62,7 @@ impl FlatBuffers {
 
 /// Computes y = x Wᵀ + b in the computing type, whatever the types of x and of the parameters; x is (…, columns of W).
 ///
-/// If `flat` holds a training model's buffers, the backward pass adds the gradients of W and b to the buffers' own.
+/// If W and b are in the buffers `flat`, the backward pass adds their gradients directly to the buffers.
 pub fn linear(
     x: &Tensor,
     weight: &Tensor,

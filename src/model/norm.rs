@@ -82,7 +82,7 @@ impl BuiltParameter {
     }
 }
 
-/// The parameters of a norm: the weight, the bias, and those that are used inside x̂.
+/// The parameters of a norm: the weight, the bias, and the parameters that x̂ depends on.
 pub(super) struct NormParameters {
     pub inside: Vec<BuiltParameter>,
     pub weight: Option<BuiltParameter>,
@@ -96,8 +96,8 @@ impl NormParameters {
         Ok([value(&self.weight)?, value(&self.bias)?])
     }
 
-    /// Returns all parameters in the order in which the norm declares them, with `None` for one that this norm has
-    /// been built without.
+    /// Returns all parameters in the order in which the norm declares them, with `None` for those that its options
+    /// leave out.
     fn in_order(self, spec: &Spec) -> Vec<Option<BuiltParameter>> {
         let NormParameters { inside, mut weight, mut bias } = self;
         let mut inside = inside.into_iter();

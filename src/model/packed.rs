@@ -32,7 +32,7 @@ pub struct Packed {
     pub(super) lengths: Vec<i64>,
     /// 1 at real tokens and 0 at padding, (rows, 1); `None` if there is no padding.
     pub real: Option<Tensor>,
-    /// True at the rows that belong to no sentence, bool (rows), if such rows fill up the batch.
+    /// True at the rows that belong to no sentence, bool (rows); `None` if there are no such rows.
     pub spare: Option<Tensor>,
     pub(super) padded_shape: Option<PaddedShape>,
 }

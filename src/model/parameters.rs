@@ -1,5 +1,4 @@
-//! Parameters under their canonical names, the ones that torch.nn gives: `encoder.layers.0.self_attn.in_proj_weight`,
-//! …
+//! A model's parameters, under the names that torch.nn would give them: `encoder.layers.0.self_attn.in_proj_weight`, …
 
 use super::attention_heads::AttentionHeads;
 use crate::error::{Error, Result};
@@ -203,7 +202,7 @@ impl<'a> Builder<'a> {
         Ok(tensor)
     }
 
-    /// Declares the counter of a norm's batches whose statistics were not finite. The counter is no part of the
+    /// Declares the counter of a norm's batches whose statistics were not finite. The counter is not part of the
     /// model's state.
     pub fn refused(&mut self) -> Result<Tensor> {
         let count = self.constant(0.0)?.f_to_kind(Kind::Int64)?;

@@ -1,4 +1,4 @@
-//! Attention ranges: which queries attend to which keys, as ranges of packed rows.
+//! Attention ranges: the keys to which each query attends, as ranges of packed rows.
 
 use super::gather::gather;
 use super::host_batch::HostBatch;
@@ -10,7 +10,7 @@ use crate::operator;
 use std::rc::Rc;
 use tch::{Device, Kind, Tensor};
 
-/// Which queries attend to which keys, sentence by sentence.
+/// The keys to which each query attends, sentence by sentence.
 #[derive(Debug)]
 pub enum Ranges {
     /// int64 (n, 4): the range (q_start, q_len, k_start, k_len) of each sentence, which the attention operator reads.
@@ -319,8 +319,8 @@ impl Padded {
     }
 
     /// Computes drop(softmax(scale·QKᵀ))V per sentence and head. Inputs and result are packed rows (rows, d).
-    /// `causal` needs as many queries as keys in each sentence. `dropout` is (p, seed, site); its mask is the packed
-    /// operator's. With `extras` or dropout, all scores are stored in memory.
+    /// `causal` needs as many queries as keys in each sentence. `dropout` is (p, seed, site); its mask equals
+    /// that of [`operator::attention`]. With `extras` or dropout, all scores are stored in memory.
     pub fn attention(
         &self,
         [q, k, v]: [&Tensor; 3],
@@ -356,7 +356,7 @@ impl Padded {
     }
 
     /// Returns drop(softmax(scale·scores)), (n, heads, q_len, k_len). Dropout is applied to packed rows, so that its
-    /// mask is the packed operator's.
+    /// mask equals that of [`operator::attention`].
     fn weights(
         &self,
         scores: &Tensor,

@@ -237,7 +237,7 @@ impl BuiltChanges {
         self.0.is_empty()
     }
 
-    /// True if no change alters x: all of them only keep it for later layers.
+    /// True if no change alters x: every change only keeps x for later layers.
     pub fn only_look(&self) -> bool {
         self.0.iter().all(|change| matches!(change, BuiltChange::Keep(_)))
     }

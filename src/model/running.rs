@@ -146,7 +146,7 @@ impl Norm for BuiltColumnNorm {
 /// A norm with column statistics, plus a learned multiple of x. During training, the norm may fade in from a row norm.
 pub(super) struct BuiltBlendedNorm {
     columns: BuiltColumnNorm,
-    /// The number η, (1,).
+    /// η, the learned factor of x, (1,).
     share: BuiltParameter,
     fade: Option<Fade>,
 }

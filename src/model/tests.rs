@@ -191,7 +191,7 @@ fn slots_that_move_keep_their_past() {
         let mut output = Tensor::new();
         for t in 0..steps {
             if t > 0 {
-                // The four slots continue, each twelve times.
+                // Slots 0 to 3 continue, each in twelve slots.
                 let order: Vec<i64> = (0..SLOTS).map(|i| (i * 5 + t) % 4).collect();
                 histories =
                     order.iter().map(|&i| histories[i as usize].iter().map(Tensor::shallow_clone).collect()).collect();

@@ -124,7 +124,7 @@ impl Transformer {
         self.parameters.tensors()[0].device()
     }
 
-    /// Returns the logits, (target rows, V), from what [`features`](Self::features) has returned.
+    /// Returns the logits, (target rows, V), from the output of [`features`](Self::features).
     pub fn logits(&self, features: &Tensor, kind: Kind) -> Result<Tensor> {
         self.embeddings.logits(features, kind)
     }

@@ -121,7 +121,7 @@ pub enum Gain {
         of: Learned,
         temperature: f64,
     },
-    /// α_t, which changes during training as the stack's [`Growth`] says.
+    /// α_t, which changes during training by the stack's [`Growth`].
     Growing,
 }
 
@@ -392,7 +392,7 @@ impl From<NormAt> for Vec<Change> {
 pub struct StackSpec {
     /// The changes of the stack's input. The streams beside x begin with the changed input.
     pub begin: Vec<Change>,
-    /// How the outputs so far are combined into a layer's input; `None` means that a layer reads the last output.
+    /// The weighted sum of all earlier outputs that a layer reads; `None` means that a layer reads the last output.
     pub combine: Option<Combine>,
     /// The residual streams beside x. Like x, they pass from sublayer to sublayer.
     pub streams: Vec<ExtraStream>,

@@ -49,7 +49,7 @@ fn stack(place: &LayerContext) -> StackSpec {
     StackSpec { combine: Some(combine), ..(layers(place).stack)(place) }
 }
 
-/// Returns the scheme around the sublayers, PreNorm or PostNorm, as the option says.
+/// Returns the scheme of the sublayers, PreNorm or PostNorm, from the option `dlcl_norm`.
 fn layers(place: &LayerContext) -> &'static Scheme {
     match place.options.get(&NORM) {
         DlclNorm::Pre => &prenorm::PRENORM,

@@ -12,7 +12,7 @@ use crate::residual::SCHEMES;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
-/// The declaration of a scheme, for a model of one size.
+/// A user's declaration of a scheme, for a model of fixed size.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct GivenScheme {

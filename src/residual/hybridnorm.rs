@@ -1,5 +1,5 @@
-//! HybridNorm: norms on queries, keys and values, and a feed-forward that is added to the normed input that it reads
-//! (Zhuo et al. 2025).
+//! HybridNorm: norms on queries, keys and values, and a feed-forward whose output is added to its normed input (Zhuo
+//! et al. 2025).
 //!
 //! The paper writes the feed-forward sublayer as N(y) + F(N(y)). Only this sublayer reads y, so here N is declared
 //! after the attention that computes y.

@@ -37,7 +37,7 @@ pub struct Scheme {
 }
 
 impl Scheme {
-    /// The scheme x⁺ = x + F(x). The entries of the table are made from it by replacing fields.
+    /// The scheme x⁺ = x + F(x). Each built-in scheme replaces some of its fields.
     pub const PLAIN: Scheme = Scheme {
         name: "",
         equation: "",
