@@ -32,7 +32,7 @@ pub struct Attention {
     value_embedding: Option<ValueEmbedding>,
     /// The sink logit of each head, (heads).
     sinks: Option<Tensor>,
-    /// The largest logit that each head has had in passes that measure it, (heads).
+    /// Each head's largest logit so far, from passes that measure logits, (heads).
     largest: Tensor,
     softcap: Option<f64>,
     d: i64,
@@ -127,32 +127,32 @@ impl Attention {
             let stacked = ctx.linear(&x, &self.in_weight, self.in_bias.as_ref())?;
             return Ok((x, stacked));
         }
-        let (mut made, mut start, mut of_queries) = (Vec::new(), 0, None);
-        for (index, (point, width)) in Point::INPUTS.into_iter().zip([self.d, self.kv_width, self.kv_width]).enumerate()
-        {
-            let own = if is_apart { x.f_select(0, index as i64)? } else { x.shallow_clone() };
-            let own = inside.at(point, own, &ctx.rows())?;
-            made.push(self.project(&own, start, width, ctx)?);
-            of_queries.get_or_insert(own);
+        let (mut projected, mut start, mut query_input) = (Vec::new(), 0, None);
+        let widths = [self.d, self.kv_width, self.kv_width];
+        for (index, (point, width)) in Point::INPUTS.into_iter().zip(widths).enumerate() {
+            let input = if is_apart { x.f_select(0, index as i64)? } else { x.shallow_clone() };
+            let input = inside.at(point, input, &ctx.rows())?;
+            projected.push(self.project(&input, start, width, ctx)?);
+            query_input.get_or_insert(input); // the queries come first
             start += width;
         }
-        Ok((of_queries.expect("queries are projected first"), Tensor::f_cat(&made, -1)?))
+        Ok((query_input.expect("queries are projected first"), Tensor::f_cat(&projected, -1)?))
     }
 
-    /// Returns true in the training loop on a CPU, if no change comes between the product `[q|k|v]` and attention's
-    /// kernels.
+    /// True if [`stacked_attention`] can be used: in training on a CPU with flat buffers, if nothing changes `[q|k|v]`
+    /// before attention's kernels.
     fn stays_stacked(&self, stacked: &Tensor, inside: &Inside, ctx: &Context) -> bool {
         let is_changed = Point::BEFORE_PRODUCTS.into_iter().any(|point| inside.changes(point));
-        let in_loop = ctx.has_flat() && Recording::is_on() && stacked.requires_grad();
+        let is_training = ctx.has_flat() && Recording::is_on() && stacked.requires_grad();
         let is_plain = !is_changed
             && self.value_embedding.is_none()
             && !ctx.turns()
             && !self.is_grouped()
             && self.extras().are_none();
-        in_loop && stacked.device() == Device::Cpu && is_plain
+        is_training && stacked.device() == Device::Cpu && is_plain
     }
 
-    /// Returns the two options of the softmax that kernels do not support: the softcap and the sinks.
+    /// Returns the softcap and the sinks, the two options of the softmax that the attention operator does not support.
     fn extras(&self) -> Extras<'_> {
         Extras { softcap: self.softcap, sinks: self.sinks.as_ref() }
     }
@@ -176,8 +176,8 @@ impl Attention {
         self.output(self.heads([&q, &memory.0, &memory.1], ranges, false, ctx)?, &x, inside, ctx)
     }
 
-    /// Does the same as [`attend_memory`](Self::attend_memory) in a decoding step. `reads` lists the memory rows that
-    /// each query reads.
+    /// Computes the attention of [`attend_memory`](Self::attend_memory) in a decoding step. `reads` lists the memory
+    /// rows that each query reads.
     pub fn read_memory(
         &self,
         x: &Tensor,
@@ -198,7 +198,7 @@ impl Attention {
         Ok((x, q))
     }
 
-    /// Returns the keys and values of the encoder output.
+    /// Returns the keys and values of `memory`, the encoder output.
     pub fn memory(&self, memory: &Tensor, inside: &Inside, ctx: &Context) -> Result<(Tensor, Tensor)> {
         let [k, v] = parts(self.project(memory, self.d, 2 * self.kv_width, ctx)?, [self.kv_width; 2])?;
         let change = |point, x| inside.at_heads(point, x, self.kv_heads, &ctx.rows());
@@ -222,8 +222,7 @@ impl Attention {
         Ok([q, k, v])
     }
 
-    /// Computes one part of `[q|k|v]` from x: with the `length` rows from `start` on of the stacked q, k and v
-    /// matrix.
+    /// Computes a part of `[q|k|v]` from x, with `length` rows of the stacked q, k and v matrix, from row `start` on.
     fn project(&self, x: &Tensor, start: i64, length: i64, ctx: &Context) -> Result<Tensor> {
         let part = |t: &Tensor| t.f_narrow(0, start, length);
         ctx.linear(x, &part(&self.in_weight)?, self.in_bias.as_ref().map(part).transpose()?.as_ref())
@@ -247,7 +246,7 @@ impl Attention {
     }
 
     /// Computes self-attention for one more token in each slot of the cache; x is (slots, d). Writes the tokens' keys
-    /// and values from row `at` on; `reads` already includes those rows.
+    /// and values to the cache from row `at` on; `reads` already includes these rows.
     pub fn step(
         &self,
         x: &Tensor,
@@ -308,22 +307,22 @@ impl Attention {
         }
     }
 
-    /// Raises the largest logit of each head to the largest score of these queries and keys, if the pass measures it.
-    /// No kernel of attention returns it, so the products are computed again.
+    /// Updates `largest`, each head's largest logit so far, with the scores of these queries and keys, if the pass
+    /// measures logits. Attention's kernels return no scores, so the products QKᵀ are computed again.
     fn measure(&self, [q, k]: [&Tensor; 2], ranges: &Ranges, causal: bool, ctx: &Context) -> Result<()> {
         if !ctx.measures_logits || ctx.is_recompute {
             return Ok(());
         }
         no_grad(|| {
-            let found = ranges.largest_product([q, &self.for_each_query(k)?], self.heads, causal)?;
-            let found = found.f_mul_scalar(self.scale)?.f_to_kind(self.largest.kind())?;
-            self.largest.shallow_clone().f_copy_(&self.largest.f_maximum(&found)?)?;
+            let products = ranges.largest_product([q, &self.for_each_query(k)?], self.heads, causal)?;
+            let logits = products.f_mul_scalar(self.scale)?.f_to_kind(self.largest.kind())?;
+            self.largest.shallow_clone().f_copy_(&self.largest.f_maximum(&logits)?)?;
             Ok(())
         })
     }
 
-    /// Multiplies the joined heads by u-μP's factor and by the gate computed from x, then applies the output projection,
-    /// with the scheme's changes before and after the projection.
+    /// Multiplies the joined heads by u-μP's factor and by the gate of x, then applies the output projection, with the
+    /// scheme's changes before and after it.
     fn output(&self, heads: Tensor, x: &Tensor, inside: &Inside, ctx: &Context) -> Result<Tensor> {
         let rows: RowContext = ctx.rows();
         let heads = times(heads, self.heads_scale)?;
@@ -346,19 +345,21 @@ impl Attention {
             return Ok(x.shallow_clone());
         }
         let (shared, width) = (self.heads / self.kv_heads, self.d / self.heads);
-        let apart = x.f_reshape([-1, self.kv_heads, 1, width].as_slice())?;
-        let repeated = apart.f_expand([-1, -1, shared, -1].as_slice(), false)?;
+        let by_head = x.f_reshape([-1, self.kv_heads, 1, width].as_slice())?;
+        let repeated = by_head.f_expand([-1, -1, shared, -1].as_slice(), false)?;
         Ok(repeated.f_reshape([-1, self.d].as_slice())?)
     }
 
-    /// Computes attention without a mask. Query heads that share keys and values become rows of one head, so keys and
-    /// values need not be repeated.
+    /// Computes attention without a causal mask and without dropout. Query heads that share keys and values become
+    /// rows of one head, so that keys and values are not repeated.
     fn among_groups(&self, [q, k, v]: [&Tensor; 3], table: &Tensor) -> Result<Tensor> {
         let (shared, width) = (self.heads / self.kv_heads, self.d / self.heads);
         let rows = q.f_reshape([-1, self.kv_heads, shared, width].as_slice())?.f_transpose(1, 2)?;
         let rows = rows.f_reshape([-1, self.kv_width].as_slice())?; // (rows of q·shared, kv_width)
-        let times = Tensor::f_from_slice(&[shared, shared, 1, 1])?.f_to_device(table.device())?;
-        let table = table.f_mul(&times)?;
+
+        // Each query becomes `shared` rows, so the queries' ranges grow by this factor; the keys' ranges stay.
+        let factors = Tensor::f_from_slice(&[shared, shared, 1, 1])?.f_to_device(table.device())?;
+        let table = table.f_mul(&factors)?;
         let heads = operator::attention(&rows, k, v, &table, self.kv_heads, false, self.scale, 0.0, None, 0)?;
         let heads = heads.f_reshape([-1, shared, self.kv_heads, width].as_slice())?.f_transpose(1, 2)?;
         Ok(heads.f_reshape([-1, self.d].as_slice())?)
@@ -372,8 +373,8 @@ impl Gate {
         if gate.size() == heads.size() {
             return Ok(heads.f_mul(&gate)?);
         }
-        let apart = heads.f_unflatten(-1, [gate.size()[1], -1].as_slice())?;
-        Ok(apart.f_mul(&gate.f_unsqueeze(-1)?)?.f_flatten(-2, -1)?)
+        let by_head = heads.f_unflatten(-1, [gate.size()[1], -1].as_slice())?;
+        Ok(by_head.f_mul(&gate.f_unsqueeze(-1)?)?.f_flatten(-2, -1)?)
     }
 }
 

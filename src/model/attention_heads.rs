@@ -28,13 +28,14 @@ impl AttentionHeads {
         }
     }
 
-    /// Multiplies the queries and the keys of each head of keys by its factor (kv_heads). The heads of queries that
-    /// share these keys get the same factor.
+    /// Multiplies the key projection of each head of keys, and the projections of the query heads that share it, by the
+    /// head's factor; `factors` is (kv_heads).
     pub fn scale(&self, factors: &Tensor) -> Result<()> {
         let d = self.weight.size()[1];
         let factors = factors.f_unsqueeze(-1)?;
         for t in [Some(&self.weight), self.bias.as_ref()].into_iter().flatten() {
-            for (start, rows) in [(0, d), (d, (t.size()[0] - d) / 2)] {
+            let key_rows = (t.size()[0] - d) / 2; // values have as many rows as keys
+            for (start, rows) in [(0, d), (d, key_rows)] {
                 let by_head = t.f_narrow(0, start, rows)?.f_view([self.kv_heads, -1].as_slice())?;
                 let _ = by_head.shallow_clone().f_mul_(&factors)?;
             }

@@ -12,7 +12,7 @@ const BOUND: f64 = 0.02;
 pub struct ColumnGate(Tensor);
 
 impl ColumnGate {
-    /// Builds a gate that reads `columns` of an input of width `d_model`; if that has fewer, the gate reads all of them.
+    /// Builds a gate that reads the first `columns` columns of an input of width `d_model`, or all if there are fewer.
     pub fn build(b: &mut Builder, name: &str, gates: i64, columns: i64, d_model: i64) -> Result<Self> {
         let shape = [gates, columns.min(d_model)];
         Ok(ColumnGate(b.within(name, |b| b.parameter("weight", &shape, &Fill::UpTo { bound: BOUND }))?))

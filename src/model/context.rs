@@ -38,7 +38,7 @@ impl Rates {
     }
 }
 
-/// The settings of one forward pass: training or evaluation, its random numbers, its computing type.
+/// The settings of one forward pass, such as training or evaluation, the seed of dropout, and the type of products.
 #[derive(Debug)]
 pub struct Context {
     pub train: bool,
@@ -73,6 +73,7 @@ pub struct Context {
     is_unit_scaled: bool,
     /// Weights prepared for many products; only for passes between which the weights do not change.
     prepared: Option<Arc<PreparedWeights>>,
+    /// The watch that records diagnostics of this pass, if there is one.
     watch: Option<Rc<Watch>>,
     /// The tensors that the running stack's layers have kept for later layers.
     kept_tensors: Rc<KeptTensors>,
@@ -166,15 +167,14 @@ impl Context {
         Context { prepared: Some(weights), ..self }
     }
 
-    /// Returns a copy of the pass that begins at the current dropout site and can be run later. `is_recompute` is
-    /// true for the second run of a layer, which computes its gradients.
+    /// Returns a copy of the settings, for a run that begins at the current dropout site. `is_recompute` is true for
+    /// the second run of a layer, which computes its gradients.
     pub fn fork(&self, is_recompute: bool) -> Self {
         let dropout_site = Rc::new(Cell::new(self.dropout_site.get()));
         Context { is_recompute, dropout_site, kept_tensors: Rc::default(), ..self.clone() }
     }
 
-    /// Returns the pass for the rows of one side. Norms with statistics need its padding, and layers that read tokens
-    /// need its tokens.
+    /// Returns the settings for the rows of one side, encoder or decoder, with the side's padding and tokens.
     pub fn over(&self, side: &Packed) -> Self {
         let tokens = Some((side.tokens.shallow_clone(), side.positions.shallow_clone()));
         Context { spare: side.spare.as_ref().map(Tensor::shallow_clone), tokens, ..self.clone() }
@@ -235,7 +235,7 @@ impl Context {
         }
     }
 
-    /// Lets this pass set the gains (docs/spec.md §3.4).
+    /// Makes this pass a profiling pass, which sets the gains on x (docs/spec.md §3.4).
     pub fn profiling(self) -> Self {
         Context { profile: true, ..self }
     }
@@ -250,9 +250,9 @@ impl Context {
         self.watch.as_deref()
     }
 
-    /// Calls `what` with the watch, if there is one.
-    pub fn show(&self, what: impl FnOnce(&Watch) -> Result<()>) -> Result<()> {
-        self.watch.as_deref().map_or(Ok(()), what)
+    /// Calls `record` with the watch, if there is one.
+    pub fn show(&self, record: impl FnOnce(&Watch) -> Result<()>) -> Result<()> {
+        self.watch.as_deref().map_or(Ok(()), record)
     }
 
     /// Computes y = x Wᵀ + b in the computing type; under u-μP, (x Wᵀ + b)·fan_in^(−1/2).
@@ -284,8 +284,8 @@ impl Context {
         self.dropout_site.set(dropout_sites);
     }
 
-    /// Returns the context of the packed rows for norms: every row counts, except the rows that fill up a batch.
-    /// During profiling no statistics are updated.
+    /// Returns the facts about the packed rows that norms need. Rows that belong to no sentence are padding. During
+    /// profiling no statistics are updated.
     pub fn rows(&self) -> RowContext<'_> {
         let (is_recompute, statistics) =
             (self.is_recompute || self.profile, self.recompute.then_some(&self.statistics));

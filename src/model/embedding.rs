@@ -136,7 +136,10 @@ impl Embeddings {
     /// Returns logits, (rows, V), in the computing type.
     pub fn logits(&self, h: &Tensor, kind: Kind) -> Result<Tensor> {
         let logits = linear(h, &self.output_weight()?, self.output_bias.as_ref(), kind, None)?;
-        self.softcap.map_or(Ok(logits.shallow_clone()), |cap| cap.of(&logits))
+        match self.softcap {
+            Some(cap) => cap.of(&logits),
+            None => Ok(logits),
+        }
     }
 }
 

@@ -4,9 +4,9 @@ use crate::error::Result;
 use crate::operator::{apply, Differentiable};
 use tch::Tensor;
 
-/// Returns `x[rows]` for x (n, …). Row i of x appears in the result once, in row `back[i]`, or nowhere if `absent`
-/// (bool, a column) is true there; then its gradient is 0. So the gradient is a gather, too. That of `index_select`
-/// is a sum, which takes more passes and, on a GPU, adds in varying order.
+/// Returns `x[rows]` for x (n, …). Row i of x must appear in the result once, in row `back[i]`. If `absent[i]` is true,
+/// the row must not appear, and its gradient is 0; `absent` is bool (n, 1). So the gradient is a gather, too. The
+/// gradient of `index_select` is a sum, which takes more passes and, on a GPU, adds in varying order.
 pub fn gather(x: &Tensor, rows: &Tensor, back: &Tensor, absent: &Tensor) -> Result<Tensor> {
     let [rows, back, absent] = [rows, back, absent].map(Tensor::shallow_clone);
     let [y]: [Tensor; 1] = apply(Gather { rows, back, absent }, &[x])?.try_into().expect("it has one output");

@@ -1,4 +1,4 @@
-//! A layer: its sublayers, with what the residual scheme does around and inside each of them.
+//! A layer: its sublayers, with the residual scheme's changes around and inside each of them.
 
 use super::attention::Attention;
 use super::feed_forward::FeedForward;
@@ -80,11 +80,11 @@ impl Streams {
 
     /// Returns the first `kept` tensors of these streams, followed by the tensors of `after` from index `kept` on.
     pub fn followed_by(self, kept: usize, after: Streams) -> Self {
-        let Streams { x, others, .. } = after;
-        let all = [self.x].into_iter().chain(self.others).take(kept).chain([x].into_iter().chain(others).skip(kept));
-        let mut all = all.collect::<Vec<_>>().into_iter();
-        let x = all.next().expect("x is the first");
-        Streams { x, others: all.collect(), ..after }
+        let old = [self.x].into_iter().chain(self.others);
+        let new = [after.x].into_iter().chain(after.others);
+        let mut tensors = old.take(kept).chain(new.skip(kept)).collect::<Vec<_>>().into_iter();
+        let x = tensors.next().expect("x is the first");
+        Streams { x, others: tensors.collect(), ..after }
     }
 }
 
@@ -157,8 +157,9 @@ impl BuiltSublayer {
         }
     }
 
-    /// Returns the streams after the sublayer, where f is F(…). One fused step computes x⁺ and the norm that follows:
-    /// this sublayer's own norm after the sum, or `next`, which begins the next sublayer or ends the stack.
+    /// Returns the streams after the sublayer; f is the output of its function F. If the norm that follows x⁺ has row
+    /// kernels, one fused step computes both. That norm is this sublayer's own after the sum, or `next`, which begins
+    /// the next sublayer or ends the stack.
     pub fn close(&self, mut streams: Streams, f: Tensor, next: Option<&dyn Norm>, ctx: &Context) -> Result<Streams> {
         let BuiltResidual { alpha, beta, skip, branch, after, .. } = &self.around;
         let f = times(branch.apply(f, ctx)?, self.scale)?;
@@ -166,11 +167,11 @@ impl BuiltSublayer {
         let (p, seed, site) = (ctx.rates.residual, ctx.seed.as_ref(), ctx.dropout_site());
         if let Some(mixing) = &self.around.mixing {
             let unwritten = streams.unwritten.take();
-            let (f, all) =
-                (operator::dropout(f, p, seed, site)?, [streams.x].into_iter().chain(streams.others).collect());
-            let mut all = mixing.write(all, unwritten, f)?.into_iter();
-            let x = all.next().expect("what was written is somewhere");
-            return Ok(Streams { x, others: all.collect(), ..streams });
+            let f = operator::dropout(f, p, seed, site)?;
+            let tensors = [streams.x].into_iter().chain(streams.others).collect();
+            let mut tensors = mixing.write(tensors, unwritten, f)?.into_iter();
+            let x = tensors.next().expect("a mixing writes at least one tensor");
+            return Ok(Streams { x, others: tensors.collect(), ..streams });
         }
         let x = &skip.apply(streams.x.shallow_clone(), ctx)?;
         let (alpha, beta) = (alpha.now(alpha_t)?, beta.now(alpha_t)?);
@@ -192,6 +193,7 @@ impl BuiltSublayer {
             true => next.map(|norm| norm.row()).transpose()?.flatten(),
             false => after.norm().map(|norm| norm.row()).transpose()?.flatten(),
         };
+        // The norm `next` yields a sublayer's input, in f's type. This sublayer's own norm yields x⁺, in x's type.
         let (x, normed) = match (fused, after.is_empty()) {
             (Some(next), true) => step.then_norm(&next, f.kind()).map(|(x, normed)| (x, Some(normed)))?,
             (Some(own), false) => (step.then_norm(&own, x.kind())?.1, None),
@@ -202,7 +204,7 @@ impl BuiltSublayer {
 }
 
 /// Sets ω to r, and returns the next r = √(Var(ωx) + Var(drop f)), a variance over all elements (docs/spec.md §3.4).
-/// Errors: if r is not finite.
+/// Errors if r is not finite.
 fn profile(
     omega: &Tensor,
     r: &Tensor,

@@ -24,7 +24,7 @@ pub struct FlatBuffers {
 pub struct FlatParameter {
     /// The parameter in the type of products.
     pub value: Tensor,
-    /// The gradient, to which forward and backward passes add.
+    /// The gradient. Linear layers add to it in the backward pass, the loss already in the forward pass.
     pub gradient: Tensor,
 }
 
@@ -43,15 +43,16 @@ impl FlatBuffers {
         Ok(())
     }
 
-    /// Returns where `t` lies in the buffers; `None` if `t` is neither a parameter nor some rows of one.
+    /// Returns the value and the gradient of `t` in the buffers; `None` if `t` is neither a parameter nor some rows of
+    /// one.
     pub fn place(&self, t: &Tensor) -> Result<Option<FlatParameter>> {
         if t.kind() != self.parameters.kind() || t.device() != Device::Cpu || !t.is_contiguous() || !has_memory(t) {
             return Ok(None);
         }
-        let [start, end] = [&self.parameters, t].map(|t| t.data_ptr() as usize);
+        let [buffer_start, t_start] = [&self.parameters, t].map(|t| t.data_ptr() as usize);
         let bytes = t.kind().elt_size_in_bytes();
-        let first = end.wrapping_sub(start) / bytes;
-        if end < start || first + t.numel() > self.parameters.numel() {
+        let first = t_start.wrapping_sub(buffer_start) / bytes; // the index of t's first element
+        if t_start < buffer_start || first + t.numel() > self.parameters.numel() {
             return Ok(None);
         }
         let view = |flat: &Tensor| flat.f_narrow(0, first as i64, t.numel() as i64)?.f_view(t.size().as_slice());
@@ -61,7 +62,7 @@ impl FlatBuffers {
 
 /// Computes y = x Wᵀ + b in the computing type, whatever the types of x and of the parameters; x is (…, columns of W).
 ///
-/// If `flat` holds a training model's buffers, the backward pass adds the gradients of W and b to the buffers' own.
+/// If W and b are in the buffers `flat`, the backward pass adds their gradients directly to the buffers.
 pub fn linear(
     x: &Tensor,
     weight: &Tensor,
@@ -71,6 +72,7 @@ pub fn linear(
 ) -> Result<Tensor> {
     let x = x.f_to_kind(kind)?;
     let is_recorded = Recording::is_on();
+    // Autograd records a `FlatLinear` only if its input requires a gradient.
     if let Some(flat) = flat.filter(|_| !is_recorded || x.requires_grad()) {
         if let Some(placed) = FlatLinear::of(flat, weight, bias)? {
             return match is_recorded {

@@ -15,15 +15,14 @@ const EPS: f64 = 1e-6;
 /// The ε of the LayerNorm in [`Gates::Each`], equal to PyTorch's default.
 const LAYER_NORM_EPS: f64 = 1e-5;
 
-/// A declaration of a mixing, with its parameters in the order of [`Mixing::parameters`]. The tensors of a
-/// hyper-connection are one, H (…, n, d), which holds all streams. Those of attention over depth are v_0, v_1, …,
-/// each (…, d).
+/// A declaration of a mixing, with its parameters in the order of [`Mixing::parameters`]. A hyper-connection
+/// has one tensor H (…, n, d), which holds all streams. Attention over depth has the tensors v_0, v_1, …, each (…, d).
 pub struct BuiltMixing {
     declared: Mixing,
     parameters: Vec<Tensor>,
 }
 
-/// The weights with which a hyper-connection writes. It computes them when it reads.
+/// The weights of a hyper-connection's write. Its read computes them.
 pub enum PendingWrite {
     /// The weights (Rᵀ, g), (…, n, n + 1), in the type in which the streams are computed: H⁺ = RᵀH + g⊙F(x).
     Mixed(Tensor),
@@ -37,7 +36,7 @@ impl BuiltMixing {
         Ok(BuiltMixing { parameters: parameters.collect::<Result<_>>()?, declared: declared.clone() })
     }
 
-    /// Returns the first of the mixing's tensors, made from the stack's input x.
+    /// Returns the mixing's first tensor, H or v_0, for the stack's input x.
     pub fn begin(&self, x: Tensor) -> Result<Tensor> {
         match &self.declared {
             Mixing::Hyper(hyper) => {
@@ -52,9 +51,9 @@ impl BuiltMixing {
     /// Returns the input of the sublayer (or of the stack's end), and the state that [`write`](Self::write) needs.
     pub fn read(&self, tensors: &[&Tensor], watch: Option<&Watch>) -> Result<(Tensor, Option<PendingWrite>)> {
         let note = |scores: &Tensor| watch.map_or(Ok(()), |watch| watch.mixing(scores));
-        let p: Vec<&Tensor> = self.parameters.iter().collect();
-        match (&self.declared, p.as_slice()) {
-            (Mixing::Hyper(hyper), p) => match (hyper.gates.as_ref(), p) {
+        let parameters: Vec<&Tensor> = self.parameters.iter().collect();
+        match (&self.declared, parameters.as_slice()) {
+            (Mixing::Hyper(hyper), parameters) => match (hyper.gates.as_ref(), parameters) {
                 (Gates::Joint { magnitude, iterations, .. }, [weight, scale, bias]) => {
                     joint(tensors[0], [weight, scale, bias], *magnitude, *iterations, note)
                 }
@@ -101,7 +100,7 @@ impl BuiltMixing {
         }
     }
 
-    /// Returns how many of the current tensors stay unchanged in a layer whose first sublayer is this one.
+    /// Returns how many of the current tensors a layer leaves unchanged, if this is the mixing of its first sublayer.
     pub fn keeps(&self, tensors: usize) -> usize {
         match &self.declared {
             Mixing::Hyper(_) => 0,
@@ -125,7 +124,7 @@ impl BuiltMixing {
 
 type Read = (Tensor, Option<PendingWrite>);
 
-/// Reads with the gates of [`Gates::Joint`].
+/// Reads with the gates of [`Gates::Joint`]. `note` records the gates' scores for diagnostics, here and below.
 fn joint(
     streams: &Tensor,
     [weight, scale, bias]: [&Tensor; 3],
@@ -147,9 +146,11 @@ fn joint(
     let x = weighted_stream(streams, &reading)?;
     let scales = scale.size1()?;
     if scales == 1 {
+        // At the stack's end nothing is written.
         return Ok((x, None));
     }
     if scales == 2 {
+        // Without iterations the streams are not mixed: R = I.
         let gates = part(1, n, n)?.f_sigmoid()?.f_mul_scalar(magnitude)?.f_add_scalar(EPS)?.f_unsqueeze(-1)?;
         return Ok((x, Some(PendingWrite::Gated(gates.f_to_kind(streams.kind())?))));
     }
@@ -176,13 +177,13 @@ fn permuted(
 ) -> Result<Read> {
     let n = streams.size()[streams.dim() - 2];
     let flat = wide(&streams.f_flatten(-2, -1)?)?; // (…, n·d)
-    let of = |t: &Tensor| t.f_to_kind(flat.kind());
-    let gain = of(gain)?.f_mul_scalar((gain.size1()? as f64).sqrt())?;
-    let mixes = unit(&flat)?.f_mul(&gain)?.f_linear::<&Tensor>(&of(weight)?, None)?;
+    let cast = |t: &Tensor| t.f_to_kind(flat.kind());
+    let gain = cast(gain)?.f_mul_scalar((gain.size1()? as f64).sqrt())?;
+    let mixes = unit(&flat)?.f_mul(&gain)?.f_linear::<&Tensor>(&cast(weight)?, None)?;
     note(&mixes)?;
     let part = |index: i64, from: i64, count: i64| -> Result<Tensor> {
-        let scaled = mixes.f_narrow(-1, from, count)?.f_mul(&of(&scale.f_narrow(0, index, 1)?)?)?;
-        Ok(scaled.f_add(&of(&bias.f_narrow(0, from, count)?)?)?)
+        let scaled = mixes.f_narrow(-1, from, count)?.f_mul(&cast(&scale.f_narrow(0, index, 1)?)?)?;
+        Ok(scaled.f_add(&cast(&bias.f_narrow(0, from, count)?)?)?)
     };
     let reading = part(0, 0, n)?.f_sigmoid()?.f_unsqueeze(-2)?; // (…, 1, n)
     let gates = part(1, n, n)?.f_sigmoid()?.f_mul_scalar(2.0)?.f_unsqueeze(-1)?;
@@ -216,16 +217,16 @@ fn each(streams: &Tensor, bias: &Tensor, dynamic: &[&Tensor], note: impl Fn(&Ten
     let size = streams.size();
     let [.., n, d] = size[..] else { unreachable!("streams are (…, n, d)") };
     let h = wide(streams)?;
-    let of = |t: &Tensor| t.f_to_kind(h.kind());
-    let mut rows = of(bias)?.f_view([n, n + 2])?; // p_i, R_i1 to R_in, g_i
+    let cast = |t: &Tensor| t.f_to_kind(h.kind());
+    let mut rows = cast(bias)?.f_view([n, n + 2])?; // p_i, R_i1 to R_in, g_i
     if let [gain, shift, weight, scale] = dynamic {
-        let normed = h.f_layer_norm([d], Some(of(gain)?), Some(of(shift)?), LAYER_NORM_EPS, false)?;
-        let scores = normed.f_linear::<&Tensor>(&of(weight)?, None)?;
+        let normed = h.f_layer_norm([d], Some(cast(gain)?), Some(cast(shift)?), LAYER_NORM_EPS, false)?;
+        let scores = normed.f_linear::<&Tensor>(&cast(weight)?, None)?;
         note(&scores)?;
-        let moved = scores.f_tanh()?; // (…, n, n + 2)
-        let scale = of(scale)?;
+        let change = scores.f_tanh()?; // (…, n, n + 2)
+        let scale = cast(scale)?;
         let scale = Tensor::f_cat(&[scale.f_narrow(0, 0, 1)?.f_expand([n + 1], false)?, scale.f_narrow(0, 1, 1)?], 0)?;
-        rows = rows.f_add(&moved.f_mul(&scale)?)?;
+        rows = rows.f_add(&change.f_mul(&scale)?)?;
     }
     let rows = rows.f_expand([&size[..size.len() - 2], &[n, n + 2]].concat(), false)?;
     let x = weighted_stream(streams, &rows.f_narrow(-1, 0, 1)?.f_transpose(-2, -1)?)?;
@@ -242,12 +243,12 @@ fn by_channel(
 ) -> Result<Read> {
     let n = streams.size()[streams.dim() - 2];
     let h = wide(streams)?;
-    let of = |t: &Tensor| t.f_to_kind(h.kind());
-    let normed = unit_rms(&h)?.f_flatten(-2, -1)?.f_mul(&of(gain)?)?; // (…, n·d)
+    let cast = |t: &Tensor| t.f_to_kind(h.kind());
+    let normed = unit_rms(&h)?.f_flatten(-2, -1)?.f_mul(&cast(gain)?)?; // (…, n·d)
     let part = |weight: &Tensor| -> Result<Tensor> {
-        Ok(normed.f_linear::<&Tensor>(&of(weight)?, None)?.f_div_scalar(n as f64)?)
+        Ok(normed.f_linear::<&Tensor>(&cast(weight)?, None)?.f_div_scalar(n as f64)?)
     };
-    let scores = part(down)?.f_silu()?.f_linear::<&Tensor>(&of(up)?, None)?;
+    let scores = part(down)?.f_silu()?.f_linear::<&Tensor>(&cast(up)?, None)?;
     note(&scores)?;
     let shares = scores.f_sigmoid()?;
     let parts = shares.f_mul(&normed)?.f_unflatten(-1, [n, -1].as_slice())?;

@@ -43,7 +43,7 @@ impl Deref for StepNorm<'_> {
     }
 }
 
-/// The facts about rows that a norm with statistics across rows needs.
+/// The facts about a pass and its rows that norms and changes need.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct RowContext<'a> {
     /// True in training: then statistics are computed from the batch, and the running ones are updated once per
@@ -82,7 +82,7 @@ impl BuiltParameter {
     }
 }
 
-/// The parameters of a norm: the weight, the bias, and those that are used inside x̂.
+/// The parameters of a norm: the weight, the bias, and the parameters that x̂ depends on.
 pub(super) struct NormParameters {
     pub inside: Vec<BuiltParameter>,
     pub weight: Option<BuiltParameter>,
@@ -96,8 +96,8 @@ impl NormParameters {
         Ok([value(&self.weight)?, value(&self.bias)?])
     }
 
-    /// Returns all parameters in the order in which the norm declares them, with `None` for one that this norm has
-    /// been built without.
+    /// Returns all parameters in the order in which the norm declares them, with `None` for those that its options
+    /// leave out.
     fn in_order(self, spec: &Spec) -> Vec<Option<BuiltParameter>> {
         let NormParameters { inside, mut weight, mut bias } = self;
         let mut inside = inside.into_iter();
@@ -113,8 +113,8 @@ impl NormParameters {
         self.inside.iter().map(BuiltParameter::value).collect()
     }
 
-    /// Returns the parameters together with the kernels of `operator`, ready to be called.
-    fn by(&self, operator: &'static RowNormOp, eps: f64) -> Result<BoundRowNorm> {
+    /// Binds the parameters' current values to the kernels of `operator`.
+    fn bind(&self, operator: &'static RowNormOp, eps: f64) -> Result<BoundRowNorm> {
         let [weight, bias] = self.values()?;
         Ok(BoundRowNorm { operator, weight, bias, numbers: self.numbers()?, eps })
     }
@@ -130,18 +130,18 @@ pub fn build(spec: &Spec, b: &mut Builder, context: &NormContext) -> Result<Box<
     let given = spec.at(context);
     let mut affine = NormParameters { inside: Vec::new(), weight: None, bias: None };
     for parameter in spec.parameters {
-        let made = parameter_of(parameter, &given, b, context)?;
+        let built = parameter_of(parameter, &given, b, context)?;
         match parameter.name {
-            "weight" => affine.weight = made,
-            "bias" => affine.bias = made,
-            _ => affine.inside.extend(made),
+            "weight" => affine.weight = built,
+            "bias" => affine.bias = built,
+            _ => affine.inside.extend(built),
         }
     }
     let eps = given.number("eps").unwrap_or(0.0);
     Ok(match spec.form_of(&given)? {
         Form::Composed(x_hat) => Box::new(BuiltComposedNorm { x_hat, affine, given }),
         Form::Whole(y) => Box::new(BuiltWholeNorm { y, parameters: affine.in_order(spec), given }),
-        Form::Rows(kernels) if affine.is_plain() => Box::new(affine.by(RowNormOp::of(kernels), eps)?),
+        Form::Rows(kernels) if affine.is_plain() => Box::new(affine.bind(RowNormOp::of(kernels), eps)?),
         Form::Rows(kernels) => Box::new(TransformedRowNorm { operator: RowNormOp::of(kernels), affine, eps }),
         Form::Operator(own) => Box::new(BuiltCompositeNorm { own, affine, given, eps }),
         Form::Columns(kernels) => Box::new(running::build(spec, kernels, affine, b, context, &given)?.0),
@@ -151,7 +151,8 @@ pub fn build(spec: &Spec, b: &mut Builder, context: &NormContext) -> Result<Box<
     })
 }
 
-/// Declares one parameter; returns `None` if the options leave the parameter out.
+/// Declares one parameter; returns `None` if the options leave the parameter out. With `elementwise_affine` off, an
+/// affine parameter becomes a constant, or `None` if the constant would not change the norm.
 fn parameter_of(
     parameter: &Parameter,
     given: &NormArgs,
@@ -177,9 +178,12 @@ fn parameter_of(
         return Ok(Some(BuiltParameter { p, numbers }));
     }
     let value = numbers.at_start();
-    let does_nothing = parameter.shape != DeclaredShape::One && value == f64::from(parameter.name == WEIGHT.name);
-    let constant = |p| BuiltParameter { p, numbers: Numbers { start: value, std: 0.0, offset: 0.0, factor: 1.0 } };
-    Ok(if does_nothing { None } else { Some(constant(b.constant(value)?)) })
+    let neutral = if parameter.name == WEIGHT.name { 1.0 } else { 0.0 };
+    if parameter.shape != DeclaredShape::One && value == neutral {
+        return Ok(None);
+    }
+    let numbers = Numbers { start: value, std: 0.0, offset: 0.0, factor: 1.0 };
+    Ok(Some(BuiltParameter { p: b.constant(value)?, numbers }))
 }
 
 impl Norm for BoundRowNorm {
@@ -201,11 +205,11 @@ struct TransformedRowNorm {
 
 impl Norm for TransformedRowNorm {
     fn forward(&self, x: &Tensor, _: &RowContext) -> Result<Tensor> {
-        self.affine.by(self.operator, self.eps)?.call(x)
+        self.affine.bind(self.operator, self.eps)?.call(x)
     }
 
     fn row(&self) -> Result<Option<StepNorm<'_>>> {
-        Ok(Some(StepNorm::Owned(self.affine.by(self.operator, self.eps)?)))
+        Ok(Some(StepNorm::Owned(self.affine.bind(self.operator, self.eps)?)))
     }
 }
 
@@ -252,8 +256,8 @@ impl Norm for BuiltCompositeNorm {
 
     /// A model's residual stream is never in 16 bits, so the row kernels can compute this norm.
     fn row(&self) -> Result<Option<StepNorm<'_>>> {
-        let made = |rows| Ok(StepNorm::Owned(self.affine.by(RowNormOp::of(rows), self.eps)?));
-        self.own.rows.map(made).transpose()
+        let bind = |kernels| Ok(StepNorm::Owned(self.affine.bind(RowNormOp::of(kernels), self.eps)?));
+        self.own.rows.map(bind).transpose()
     }
 }
 

@@ -32,7 +32,7 @@ pub struct Packed {
     pub(super) lengths: Vec<i64>,
     /// 1 at real tokens and 0 at padding, (rows, 1); `None` if there is no padding.
     pub real: Option<Tensor>,
-    /// True at the rows that belong to no sentence, bool (rows), if such rows fill up the batch.
+    /// True at the rows that belong to no sentence, bool (rows); `None` if there are no such rows.
     pub spare: Option<Tensor>,
     pub(super) padded_shape: Option<PaddedShape>,
 }
@@ -59,8 +59,8 @@ impl Packed {
             || self.sentences() as i64 > padded_shape.sentences
             || longest > padded_shape.longest
         {
-            let found = PaddedShape { rows, sentences: self.sentences() as i64, longest };
-            return Err(Error::invalid(format!("{found:?} does not fit {padded_shape:?}")));
+            let actual = PaddedShape { rows, sentences: self.sentences() as i64, longest };
+            return Err(Error::invalid(format!("{actual:?} does not fit {padded_shape:?}")));
         }
         let fill = |t: &Tensor, value: i64| {
             let spare = Tensor::f_full([padded_shape.rows - rows].as_slice(), value, (Kind::Int64, Device::Cpu))?;
@@ -78,7 +78,7 @@ impl Packed {
     }
 
     /// Returns the same sentences on the host, each filled up with [`PAD`] to the length of the longest. No token
-    /// attends to these rows.
+    /// attends to the added rows.
     pub fn with_padding(&self) -> Result<Self> {
         let tokens: Vec<i64> = host("tokens", &self.tokens)?;
         let longest = self.lengths.iter().copied().max().unwrap_or(0) as usize;
@@ -104,15 +104,16 @@ impl Packed {
         let tokens = sentences.concat();
         let positions: Vec<i64> = sentences.iter().flat_map(|s| 0..s.len() as i64).collect();
         let mut offsets = vec![0];
-        offsets.extend(sentences.iter().scan(0, |end, s| {
-            *end += s.len() as i64;
-            Some(*end)
-        }));
+        let mut end = 0;
+        for sentence in sentences {
+            end += sentence.len() as i64;
+            offsets.push(end);
+        }
         Packed::new(&tokens, &positions, offsets)
     }
 
     /// Packs a padded batch (B, T) of token ids on the host: keeps every token except [`PAD`], wherever padding is.
-    /// Messages use `name`.
+    /// Error messages call the batch `name`.
     pub fn from_padded(name: &str, padded: &Tensor, vocab_size: i64) -> Result<Self> {
         if has_memory(padded) {
             // An expanded tensor has more elements than its memory holds, so the copy's size is checked first.

@@ -1,5 +1,4 @@
-//! Parameters under their canonical names, the ones that torch.nn gives: `encoder.layers.0.self_attn.in_proj_weight`,
-//! …
+//! A model's parameters, under the names that torch.nn would give them: `encoder.layers.0.self_attn.in_proj_weight`, …
 
 use super::attention_heads::AttentionHeads;
 use crate::error::{Error, Result};
@@ -58,18 +57,18 @@ impl Parameters {
         Ok(())
     }
 
-    /// Returns the norms that have refused batches since the last call, with the number of batches. The call copies
-    /// the counts to the host.
+    /// Returns the norms that have refused batches since the last call, with the number of batches, and resets the
+    /// counts. The call copies them to the host.
     pub fn take_refused(&self) -> Result<Vec<(&str, i64)>> {
-        let mut found = Vec::new();
+        let mut refused = Vec::new();
         for (name, count) in &self.refused {
             let n = i64::try_from(count)?;
             if n > 0 {
                 let _ = count.shallow_clone().f_zero_()?;
-                found.push((name.as_str(), n));
+                refused.push((name.as_str(), n));
             }
         }
-        Ok(found)
+        Ok(refused)
     }
 
     pub fn tensors(&self) -> &[Tensor] {
@@ -152,15 +151,14 @@ impl<'a> Builder<'a> {
         self.declare(name, shape, fill, DeclaredAs::Weights)
     }
 
-    /// Declares a parameter of a norm or of a residual scheme.
+    /// Declares a parameter of a norm or of a residual scheme. The parametrisation scales random initial values.
     pub fn own(&mut self, name: &str, shape: &[i64], fill: &Fill, sums_over: SumsOver) -> Result<Tensor> {
-        let drawn = self.scaled.map_or(1.0, |scaled| scaled.drawn(sums_over));
-        let fill = if let Fill::Normal { .. } = fill { fill.clone().times(drawn) } else { fill.clone() };
+        let factor = self.scaled.map_or(1.0, |scaled| scaled.drawn(sums_over));
+        let fill = if let Fill::Normal { .. } = fill { fill.clone().times(factor) } else { fill.clone() };
         self.declare(name, shape, &fill, DeclaredAs::Own(sums_over))
     }
 
-    /// Declares a parameter: draws it or takes the given tensor, and stores it with its name and its kind of
-    /// declaration.
+    /// Initialises a parameter or uses the given tensor of this name, and stores it with its full name.
     fn declare(&mut self, name: &str, shape: &[i64], fill: &Fill, declared: DeclaredAs) -> Result<Tensor> {
         let name = self.full(name);
         let tensor = match &self.source {
@@ -177,7 +175,7 @@ impl<'a> Builder<'a> {
         Ok(tensor)
     }
 
-    /// Returns a scheme's parameter of that name if it exists already, else declares a new one.
+    /// Returns a scheme's parameter of this name if it exists already, else declares a new one.
     pub fn shared(&mut self, name: &str, shape: &[i64], fill: &Fill, sums_over: SumsOver) -> Result<Tensor> {
         let full = self.full(name);
         match self.made.names.iter().position(|made| *made == full) {
@@ -204,7 +202,7 @@ impl<'a> Builder<'a> {
         Ok(tensor)
     }
 
-    /// Declares the counter of a norm's batches whose statistics were not finite. The counter is no part of the
+    /// Declares the counter of a norm's batches whose statistics were not finite. The counter is not part of the
     /// model's state.
     pub fn refused(&mut self) -> Result<Tensor> {
         let count = self.constant(0.0)?.f_to_kind(Kind::Int64)?;
@@ -212,8 +210,8 @@ impl<'a> Builder<'a> {
         Ok(count)
     }
 
-    /// Declares an attention's heads, whose projections are given, and returns the largest logit of each head, −∞ so
-    /// far. These are no part of the model's state.
+    /// Declares an attention's heads, with their stacked projections. Returns the tensor of each head's largest logit,
+    /// which begins at −∞ and is not part of the model's state.
     pub fn heads(&mut self, weight: &Tensor, bias: Option<&Tensor>, heads: i64, kv_heads: i64) -> Result<Tensor> {
         let largest = self.constant(f64::NEG_INFINITY)?.f_repeat([heads].as_slice())?;
         let (weight, bias) = (weight.shallow_clone(), bias.map(Tensor::shallow_clone));
@@ -268,8 +266,8 @@ impl<'a> Builder<'a> {
     }
 }
 
-/// Returns the seed of a parameter's generator: FNV-1a of the name, begun with the model's seed, then mixed by
-/// SplitMix64, because the generator uses only the lower 32 bits.
+/// Returns the seed of a parameter's generator: an FNV-1a hash of the name that starts from the model's seed. Then
+/// SplitMix64 mixes the bits, because the generator uses only the lower 32.
 fn named_seed(seed: u64, name: &str) -> u64 {
     let start = 0xcbf2_9ce4_8422_2325 ^ seed.wrapping_mul(0x9e37_79b9_7f4a_7c15);
     let hash = name.bytes().fold(start, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3));

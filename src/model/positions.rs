@@ -34,7 +34,7 @@ impl PositionEmbedding {
         })
     }
 
-    /// Returns one row for each row of the input, with zeros at padding; `None` if nothing is added.
+    /// Returns the row to add to each row of the input, with zeros at padding; `None` if positions add nothing.
     pub fn rows(&self, input: &Packed, kind: Kind) -> Result<Option<Tensor>> {
         let rows = match self {
             PositionEmbedding::Nothing => return Ok(None),

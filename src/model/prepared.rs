@@ -9,14 +9,14 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
 use tch::{Device, Kind, Tensor};
 
-/// The weights of a model that does not change, each prepared at its first use. Several threads share them, each with
-/// a model of the same tensors. The key is a weight's address and its number of elements, because a matrix and a part
-/// of the matrix may begin at the same address.
+/// The weights of a model that does not change, each prepared at its first use. Threads share the prepared weights;
+/// each thread has a model with the same tensors. The key is a weight's address and its number of elements, because a
+/// matrix and a part of the matrix may begin at the same address.
 #[derive(Default)]
 pub struct PreparedWeights(Mutex<HashMap<(usize, usize), KeptWeight>>);
 
 struct KeptWeight {
-    made: PreparedWeight,
+    prepared: PreparedWeight,
     /// The weight itself, kept alive so that no other tensor gets its address.
     _of: Tensor,
 }
@@ -42,20 +42,20 @@ impl PreparedWeights {
         if !has_memory(weight) {
             return PreparedWeight::new(weight, bias, kind)?.linear(x, kind);
         }
-        let place = (weight.data_ptr() as usize, weight.numel());
-        let made = {
-            let mut all = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-            match all.get(&place) {
-                Some(entry) => entry.made.shallow_clone(),
+        let key = (weight.data_ptr() as usize, weight.numel());
+        let prepared = {
+            let mut weights = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+            match weights.get(&key) {
+                Some(entry) => entry.prepared.shallow_clone(),
                 None => {
-                    let made = PreparedWeight::new(weight, bias, kind)?;
-                    let entry = KeptWeight { made: made.shallow_clone(), _of: weight.shallow_clone() };
-                    all.insert(place, entry);
-                    made
+                    let prepared = PreparedWeight::new(weight, bias, kind)?;
+                    let entry = KeptWeight { prepared: prepared.shallow_clone(), _of: weight.shallow_clone() };
+                    weights.insert(key, entry);
+                    prepared
                 }
             }
         };
-        made.linear(x, kind)
+        prepared.linear(x, kind)
     }
 }
 
@@ -64,8 +64,8 @@ impl PreparedWeight {
     pub fn new(weight: &Tensor, bias: Option<&Tensor>, kind: Kind) -> Result<Self> {
         let cast = |t: &Tensor| t.f_detach()?.f_to_kind(kind)?.f_contiguous();
         let (weight, bias) = (cast(weight)?, bias.map(cast).transpose()?);
-        let is_there = has_memory(&weight) && bias.as_ref().is_none_or(has_memory);
-        Ok(match (is_there && PreparedWeight::is_packed(weight.device(), kind), kind) {
+        let have_memory = has_memory(&weight) && bias.as_ref().is_none_or(has_memory);
+        Ok(match (have_memory && PreparedWeight::is_packed(weight.device(), kind), kind) {
             (true, Kind::Double) => PreparedWeight::F64(Arc::new(pack(&weight, bias.as_ref())?)),
             (true, _) => PreparedWeight::F32(Arc::new(pack(&weight, bias.as_ref())?)),
             (false, _) => PreparedWeight::Cast(weight, bias),

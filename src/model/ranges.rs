@@ -1,4 +1,4 @@
-//! Attention ranges: which queries attend to which keys, as ranges of packed rows.
+//! Attention ranges: the keys to which each query attends, as ranges of packed rows.
 
 use super::gather::gather;
 use super::host_batch::HostBatch;
@@ -10,7 +10,7 @@ use crate::operator;
 use std::rc::Rc;
 use tch::{Device, Kind, Tensor};
 
-/// Which queries attend to which keys, sentence by sentence.
+/// The keys to which each query attends, sentence by sentence.
 #[derive(Debug)]
 pub enum Ranges {
     /// int64 (n, 4): the range (q_start, q_len, k_start, k_len) of each sentence, which the attention operator reads.
@@ -73,20 +73,21 @@ impl Ranges {
         Ok(total / pairs)
     }
 
-    /// Returns the largest q·k of each head, (heads), over the same pairs; −∞ if there are none.
+    /// Returns the largest q·k of each head, (heads), over all pairs of a query and a key that it attends to; −∞ if
+    /// there are none.
     pub fn largest_product(&self, qk: [&Tensor; 2], heads: i64, causal: bool) -> Result<Tensor> {
         let kind = if qk[0].kind() == Kind::Double { Kind::Double } else { Kind::Float };
         let mut largest = Tensor::f_full([heads].as_slice(), f64::NEG_INFINITY, (kind, qk[0].device()))?;
         self.each_product(qk, heads, causal, |products, seen| {
             let products = products.f_masked_fill(&seen.f_logical_not()?, f64::NEG_INFINITY)?;
-            let found = products.f_amax([-2i64, -1].as_slice(), false)?.f_reshape([-1, heads].as_slice())?;
-            largest = largest.f_maximum(&found.f_amax([0i64].as_slice(), false)?)?;
+            let by_sentence = products.f_amax([-2i64, -1].as_slice(), false)?.f_reshape([-1, heads].as_slice())?;
+            largest = largest.f_maximum(&by_sentence.f_amax([0i64].as_slice(), false)?)?;
             Ok(())
         })?;
         Ok(largest)
     }
 
-    /// Calls `see` with the products q·k of all heads, (…, heads, queries, keys), and with a mask that broadcasts to
+    /// Calls `visit` with the products q·k of all heads, (…, heads, queries, keys), and with a mask that broadcasts to
     /// them and is true where the query attends to the key: once for each sentence, or once for all padded sentences.
     /// Products of 16-bit rows are f32.
     fn each_product(
@@ -94,7 +95,7 @@ impl Ranges {
         [q, k]: [&Tensor; 2],
         heads: i64,
         causal: bool,
-        mut see: impl FnMut(Tensor, Tensor) -> Result<()>,
+        mut visit: impl FnMut(Tensor, Tensor) -> Result<()>,
     ) -> Result<()> {
         let split = |t: &Tensor| -> Result<Tensor> {
             let t = if t.kind() == Kind::Double { t.f_detach()? } else { t.f_detach()?.f_to_kind(Kind::Float)? };
@@ -104,7 +105,7 @@ impl Ranges {
             Ranges::Packed(table) => table,
             Ranges::Padded(padded) => {
                 let [q, k, _] = padded.side_by_side([q, k, k])?;
-                return see(split(&q)?.f_matmul(&split(&k)?.f_transpose(-2, -1)?)?, padded.seen(causal)?);
+                return visit(split(&q)?.f_matmul(&split(&k)?.f_transpose(-2, -1)?)?, padded.seen(causal)?);
             }
         };
         let (q, k) = (split(q)?, split(k)?);
@@ -116,12 +117,13 @@ impl Ranges {
             let keys = k.f_narrow(1, k_start, k_len)?.f_transpose(1, 2)?;
             let all = Tensor::f_ones([q_len, k_len].as_slice(), (Kind::Bool, q.device()))?;
             let seen = if causal { all.f_tril(k_len - q_len)? } else { all };
-            see(q.f_narrow(1, q_start, q_len)?.f_matmul(&keys)?, seen)?;
+            visit(q.f_narrow(1, q_start, q_len)?.f_matmul(&keys)?, seen)?;
         }
         Ok(())
     }
 
-    /// Builds ranges on the host. `all` holds the numbers of query rows and of key rows, without padding rows.
+    /// Builds ranges on the host: padded ones for a GPU or for given `shapes`, if the ranges can be padded, else packed
+    /// ones. `all` holds the numbers of query rows and of key rows, without padding rows.
     fn fitting(
         rows: &[i64],
         all: [i64; 2],
@@ -149,6 +151,7 @@ impl Ranges {
         };
         let mut rows: Vec<i64> = Vec::new();
         for row in host::<i64>("ranges", table)?.chunks_exact(4) {
+            // Padding directly follows its sentence and has the same first key, so it extends the segment.
             match rows.last_chunk_mut::<4>() {
                 Some([_, queries, keys, _]) if *keys == row[2] => *queries += row[1],
                 _ if row[1] > 0 => rows.extend([row[0], row[1], row[2], row[3].max(1)]),
@@ -195,7 +198,7 @@ pub struct Padded {
     is_square: bool,
 }
 
-/// For packed rows, the places that they have among padded sentences.
+/// The places of packed rows among padded sentences.
 #[derive(Debug)]
 struct Places {
     /// The row that is copied to each place, (n·len); at padding, some real row.
@@ -214,15 +217,16 @@ impl Places {
             .iter()
             .flat_map(|&[start, len]| (0..longest).map(move |i| start + if i < len { i } else { 0 }))
             .collect();
-        let (mut places, mut absent, mut taken) = (vec![0; all as usize], vec![true; all as usize], 0);
+        let (mut places, mut absent, mut copies) = (vec![0; all as usize], vec![true; all as usize], 0);
         for (s, &[start, len]) in (0..).zip(ranges) {
             for i in 0..len {
                 places[(start + i) as usize] = s * longest + i;
                 absent[(start + i) as usize] = false;
             }
-            taken += len;
+            copies += len;
         }
-        if taken > absent.iter().filter(|absent| !**absent).count() as i64 {
+        // If sentences share rows, these rows have several places.
+        if copies > absent.iter().filter(|absent| !**absent).count() as i64 {
             places.clear();
         }
         Ok(Places {
@@ -257,6 +261,7 @@ impl Padded {
     /// Builds the places on the host, padded to the given shapes of queries and keys. Returns `None` unless the
     /// ranges contain every query row once and in order, and every sentence has keys.
     fn of(rows: &[i64], all: [i64; 2], shapes: Option<(PaddedShape, PaddedShape)>) -> Result<Option<Self>> {
+        // Each range is [q_start, q_len, k_start, k_len].
         let mut ranges: Vec<[i64; 4]> = rows.chunks_exact(4).map(|r| [r[0], r[1], r[2], r[3]]).collect();
         let in_order = ranges.iter().try_fold(0, |end, [start, len, ..]| (*start == end).then_some(end + len));
         let longest = |column: usize| ranges.iter().map(|r| r[column]).max().unwrap_or(0);
@@ -268,8 +273,8 @@ impl Padded {
         let is_square = ranges.iter().all(|r| r[1] == r[3]);
         if let Some((queries, _)) = shapes {
             // The sentences that fill up the batch attend to one key, because a softmax over no keys is NaN.
-            let one = |s: usize| [ranges[s % ranges.len()][0], 0, ranges[s % ranges.len()][2], 1];
-            let spare: Vec<_> = (ranges.len()..queries.sentences as usize).map(one).collect();
+            let spare_range = |s: usize| [ranges[s % ranges.len()][0], 0, ranges[s % ranges.len()][2], 1];
+            let spare: Vec<_> = (ranges.len()..queries.sentences as usize).map(spare_range).collect();
             ranges.extend(spare);
         }
         let is_real = |longest: i64, column: usize| -> Result<Tensor> {
@@ -301,8 +306,8 @@ impl Padded {
         Ok([fill(q, &self.queries, self.q_len)?, fill(k, &self.keys, self.k_len)?, fill(v, &self.keys, self.k_len)?])
     }
 
-    /// Returns a mask that is true where keys are padding, bool (n, k_len); `None` if padding comes only after every
-    /// real query.
+    /// Returns a mask that is true where keys are padding, bool (n, k_len). Returns `None` if sentences have as many
+    /// queries as keys: then a causal mask hides the padding from every real query.
     pub fn absent_keys(&self) -> Result<Option<Tensor>> {
         let absent = || self.real.f_logical_not()?.f_reshape([self.sentences, self.k_len].as_slice());
         Ok((!self.is_square).then(absent).transpose()?)
@@ -314,8 +319,8 @@ impl Padded {
     }
 
     /// Computes drop(softmax(scale·QKᵀ))V per sentence and head. Inputs and result are packed rows (rows, d).
-    /// `causal` needs as many queries as keys in each sentence. `dropout` is (p, seed, site); its mask is the packed
-    /// operator's. With `extras` or dropout, all scores are stored in memory.
+    /// `causal` needs as many queries as keys in each sentence. `dropout` is (p, seed, site); its mask equals
+    /// that of [`operator::attention`]. With `extras` or dropout, all scores are stored in memory.
     pub fn attention(
         &self,
         [q, k, v]: [&Tensor; 3],
@@ -351,7 +356,7 @@ impl Padded {
     }
 
     /// Returns drop(softmax(scale·scores)), (n, heads, q_len, k_len). Dropout is applied to packed rows, so that its
-    /// mask is the packed operator's.
+    /// mask equals that of [`operator::attention`].
     fn weights(
         &self,
         scores: &Tensor,

@@ -66,15 +66,15 @@ impl Reads {
         (0..self.queries()).map(|i| self.of(i).last().map(|&row| row.into())).collect()
     }
 
-    /// Returns the rows that any query reads, out of `all` and in order, and the lists with row numbers that count
-    /// only these rows.
+    /// Returns the rows, of `all` rows, that at least one query reads, in ascending order. Also returns the lists,
+    /// renumbered so that row i is the i-th returned row.
     pub fn compacted(&self, all: usize) -> (Vec<i64>, Self) {
         let mut is_read = vec![false; all];
         self.rows.iter().for_each(|&row| is_read[row as usize] = true);
         let kept: Vec<i64> = (0..all).filter(|&row| is_read[row]).map(|row| row as i64).collect();
-        let mut now = vec![0; all];
-        kept.iter().enumerate().for_each(|(i, &row)| now[row as usize] = i as u32);
-        let rows = self.rows.iter().map(|&row| now[row as usize]).collect();
+        let mut new_row = vec![0; all];
+        kept.iter().enumerate().for_each(|(i, &row)| new_row[row as usize] = i as u32);
+        let rows = self.rows.iter().map(|&row| new_row[row as usize]).collect();
         (kept, Reads { offsets: self.offsets.clone(), rows })
     }
 
@@ -84,7 +84,7 @@ impl Reads {
         single::attention(qkv, ReadRows { offsets: &self.offsets, rows: &self.rows }, heads, scale, extras)
     }
 
-    /// Gathers k and v for kernels that need ranges: the rows of one query after the rows of another. Returns k, v
+    /// Gathers the rows of k and v query by query, for kernels that need each query's rows as one range. Returns k, v
     /// and the ranges.
     pub fn gathered(&self, [k, v]: [&Tensor; 2], device: Device) -> Result<(Tensor, Tensor, Ranges)> {
         let all = || (0..self.queries()).map(|i| (i as i64, self.of(i)));

@@ -18,7 +18,7 @@ use tch::{Kind, Tensor};
 /// The tensors that a stack's layers keep for later layers of the same pass, by name.
 pub type KeptTensors = RefCell<BTreeMap<String, Tensor>>;
 
-/// Builds the norm that the stack uses, for one place of the scheme.
+/// Builds a norm of the stack's kind, for one place of the scheme.
 fn norm(b: &mut Builder, place: &LayerContext, at: &NormAt) -> Result<Box<dyn Norm>> {
     let last_of_decoder = at.last && place.stack == declared::StackName::Decoder;
     let (spec, mut options) = named(place.norm_name(), place.options)?;
@@ -41,7 +41,7 @@ fn norm_if(b: &mut Builder, place: &LayerContext, at: &Option<NormAt>) -> Result
     at.as_ref().map(|at| norm(b, place, at)).transpose()
 }
 
-/// Returns the declared parameter. If one of that name exists already, the two share it.
+/// Builds a declared parameter, or returns the existing parameter of the same name.
 pub fn learned(b: &mut Builder, declared: &declared::Learned) -> Result<Tensor> {
     let fill = match &declared.value {
         FirstValue::All(value) => Fill::Constant(*value),
@@ -104,7 +104,7 @@ impl BuiltGain {
         })
     }
 
-    /// Returns gain⊙x in x's type, for a place that adds no branch.
+    /// Returns gain⊙x in x's type, for a [`BuiltChange::Mix`], whose gains never grow.
     fn times(&self, x: &Tensor) -> Result<Tensor> {
         match self.now(None)? {
             Some(gain) => Ok(x.f_mul(&gain.f_to_kind(x.kind())?)?),
@@ -184,7 +184,7 @@ impl BuiltChange {
         })
     }
 
-    /// Returns x after this change. Keeping a tensor, or reading a kept one, uses the tensors in `rows`.
+    /// Returns x after this change. `Keep` writes to the kept tensors in `rows`, and `Mix` reads from them.
     pub fn apply(&self, x: &Tensor, rows: &RowContext) -> Result<Tensor> {
         Ok(match self {
             BuiltChange::Norm { norm, .. } => norm.forward(x, rows)?,
@@ -202,9 +202,10 @@ impl BuiltChange {
                 x.shallow_clone()
             }
             BuiltChange::Mix { name, own, kept } => {
-                let found = rows.kept_tensors()?.borrow().get(name).map(Tensor::shallow_clone);
-                let found = found.ok_or_else(|| Error::invalid(format!("no layer has left {name:?} for this one")))?;
-                own.times(x)?.f_add(&kept.times(&found)?)?
+                let tensor = rows.kept_tensors()?.borrow().get(name).map(Tensor::shallow_clone);
+                let tensor =
+                    tensor.ok_or_else(|| Error::invalid(format!("no layer has left {name:?} for this one")))?;
+                own.times(x)?.f_add(&kept.times(&tensor)?)?
             }
         })
     }
@@ -236,7 +237,7 @@ impl BuiltChanges {
         self.0.is_empty()
     }
 
-    /// True if no change alters x: all of them only keep it for later layers.
+    /// True if no change alters x: every change only keeps x for later layers.
     pub fn only_look(&self) -> bool {
         self.0.iter().all(|change| matches!(change, BuiltChange::Keep(_)))
     }
@@ -265,8 +266,8 @@ impl Inside {
         self.0.iter().filter(|(p, _)| *p == point).try_fold(x, |x, (_, change)| match change.is_by_head(d) {
             false => change.apply(&x, rows),
             true => {
-                let apart = x.f_unflatten(-1, [heads, -1].as_slice())?;
-                Ok(change.apply(&apart, rows)?.f_flatten(-2, -1)?)
+                let by_head = x.f_unflatten(-1, [heads, -1].as_slice())?;
+                Ok(change.apply(&by_head, rows)?.f_flatten(-2, -1)?)
             }
         })
     }
@@ -308,14 +309,15 @@ impl BuiltEnds {
         Ok(BuiltEnds { begin, combine, mixing, growth, streams, end })
     }
 
-    /// Returns the input of the first layer from the embedding x. `smear` changes x after the scheme's first changes,
-    /// and before the scheme keeps x for later layers.
+    /// Computes the first layer's input from the embedding x. `smear` changes x right before the scheme's first
+    /// [`BuiltChange::Keep`], or after all changes if there is none.
     pub fn enter(&self, x: Tensor, ctx: &Context, smear: impl FnOnce(Tensor) -> Result<Tensor>) -> Result<Tensor> {
         let changes = &self.begin.0;
-        let is_kept = |change: &BuiltChange| matches!(change, BuiltChange::Keep(_));
-        let (first, kept) = changes.split_at(changes.iter().position(is_kept).unwrap_or(changes.len()));
+        let is_keep = |change: &BuiltChange| matches!(change, BuiltChange::Keep(_));
+        let (first, rest) = changes.split_at(changes.iter().position(is_keep).unwrap_or(changes.len()));
         let apply = |x: Tensor, change: &BuiltChange| change.apply(&x, &ctx.rows());
-        kept.iter().try_fold(smear(first.iter().try_fold(x, apply)?)?, apply)
+        let x = smear(first.iter().try_fold(x, apply)?)?;
+        rest.iter().try_fold(x, apply)
     }
 
     /// Returns x and the streams beside it, which all begin with the value of x. They are views, so that autograd
@@ -391,12 +393,12 @@ impl BuiltCombine {
         })
     }
 
-    /// Takes an output y (first the embedding, then each layer's output), and returns the input of the next layer, or
-    /// the stack's output. `outputs` holds the earlier outputs of this pass, after their norms if the norms apply to
-    /// outputs and not to sums.
+    /// Appends an output y (first the embedding, then each layer's output) to `outputs`, and returns the input of the
+    /// next layer, or the stack's output. `outputs` holds the earlier outputs of this pass, after their norms if the
+    /// norms apply to outputs and not to sums.
     pub fn next(&self, y: Tensor, outputs: &mut Vec<Tensor>, ctx: &Context) -> Result<Tensor> {
         let row = outputs.len();
-        let norm = row.checked_sub(1).and_then(|l| self.norms.get(l));
+        let norm = row.checked_sub(1).and_then(|l| self.norms.get(l)); // the embedding, row 0, has no norm
         let normed = |x: Tensor| norm.map_or_else(|| Ok(x.shallow_clone()), |norm| norm.forward(&x, &ctx.rows()));
         outputs.push(if self.on_sums { y } else { normed(y)? });
         if self.skips_first && row == 0 {

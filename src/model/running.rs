@@ -18,8 +18,7 @@ use std::collections::HashMap;
 use std::rc::Rc;
 use tch::{Kind, Tensor};
 
-/// The statistics that each norm has used in a forward pass, kept because a recomputation for the gradient needs
-/// them.
+/// The statistics that each norm has used in a forward pass, kept for the recomputation. The key is the norm's address.
 pub type UsedStatistics = Rc<RefCell<HashMap<usize, Tensor>>>;
 
 pub(super) struct BuiltColumnNorm {
@@ -31,7 +30,7 @@ pub(super) struct BuiltColumnNorm {
     /// The second running statistic: σ² or ν.
     second: Option<Tensor>,
     iters: Option<Tensor>,
-    /// The number of batches whose statistics were refused because they are not finite.
+    /// The number of batches whose statistics were refused because they were not finite.
     refused: Tensor,
     options: ColumnOptions,
     sync: bool,
@@ -99,8 +98,8 @@ impl Norm for BuiltColumnNorm {
             .and_then(|statistics| statistics.borrow().get(&key).map(Tensor::shallow_clone));
         // A recomputation that finds no kept statistics works on copies, so that nothing is updated twice. PowerNorm
         // counts updates, so its statistics change only with the last micro-batch of an update.
-        let stays = rows.is_recompute && used.is_none() || rows.is_partial && iters.is_some();
-        let own = |t: &Tensor| if stays { t.copy() } else { t.shallow_clone() };
+        let is_frozen = rows.is_recompute && used.is_none() || rows.is_partial && iters.is_some();
+        let state = |t: &Tensor| if is_frozen { t.copy() } else { t.shallow_clone() };
         let [weight, bias] = self.affine.values()?;
         let (y, stats) = operator.call(&Column {
             x: &scaled,
@@ -108,10 +107,10 @@ impl Norm for BuiltColumnNorm {
             bias: bias.as_ref(),
             pad_mask: rows.pad_mask,
             state: StateTensors {
-                first: Some(own(first)),
-                second: second.as_ref().map(own),
-                iters: iters.as_ref().map(own),
-                refused: Some(own(&self.refused)),
+                first: Some(state(first)),
+                second: second.as_ref().map(state),
+                iters: iters.as_ref().map(state),
+                refused: Some(state(&self.refused)),
             },
             stats: used.as_ref(),
             options: ColumnOptions {
@@ -144,21 +143,21 @@ impl Norm for BuiltColumnNorm {
     }
 }
 
-/// A norm that adds a learned share of x to a norm with column statistics, and that may fade to this from a norm of rows.
+/// A norm with column statistics, plus a learned multiple of x. During training, the norm may fade in from a row norm.
 pub(super) struct BuiltBlendedNorm {
     columns: BuiltColumnNorm,
-    /// The number η, (1,).
+    /// η, the learned factor of x, (1,).
     share: BuiltParameter,
     fade: Option<Fade>,
 }
 
-/// The norm of rows from which a norm fades, and when it does.
+/// The row norm of a fading norm's first updates, and the schedule by which it fades out.
 struct Fade {
     operator: &'static RowNormOp,
     weight: BuiltParameter,
     bias: Option<BuiltParameter>,
     eps: f64,
-    /// The growth of 1 − λ over T updates.
+    /// The growth of 1 − λ over T updates; λ is the weight of the row norm.
     growth: Growth,
     /// The number w of updates before the growth begins.
     warm: i64,
@@ -228,11 +227,11 @@ impl Fade {
         }))
     }
 
-    /// Returns λ·R(x) + (1−λ)·y, where R is the norm of rows.
+    /// Returns λ·R(x) + (1−λ)·y, where R is the row norm.
     fn mix(&self, x: &Tensor, y: &Tensor) -> Result<Tensor> {
         let grown = self.growth.alpha(&self.t.f_sub_scalar(self.warm + 1)?, 0, x.kind())?;
         let bias = self.bias.as_ref().map(BuiltParameter::value).transpose()?;
-        let row = self.operator.call(x, Some(&self.weight.value()?), bias.as_ref(), self.eps)?;
-        Ok(row.f_mul(&grown.f_neg()?.f_add_scalar(1.0)?)?.f_add(&y.f_mul(&grown)?)?)
+        let normed = self.operator.call(x, Some(&self.weight.value()?), bias.as_ref(), self.eps)?;
+        Ok(normed.f_mul(&grown.f_neg()?.f_add_scalar(1.0)?)?.f_add(&y.f_mul(&grown)?)?)
     }
 }

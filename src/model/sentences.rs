@@ -5,8 +5,8 @@ use super::{Packed, Ranges};
 use crate::error::Result;
 use tch::{Device, Tensor};
 
-/// The sentences of one side or of both, and their attention ranges. A forward pass needs nothing else from a batch,
-/// so the pass moves nothing between host and device.
+/// The sentences of one side or of both, and their attention ranges. A forward pass needs nothing else from a batch.
+/// So once these are on the device, the pass moves nothing between host and device.
 #[derive(Debug)]
 pub struct Sentences {
     pub source: Option<Packed>,

@@ -83,16 +83,15 @@ impl Differentiable for SinkAttention {
         };
         let [q, k, v, sinks] = &inputs[..] else { unreachable!("queries, keys, values and sinks") };
         let (dout, b) = (dout.f_contiguous()?, sinks.f_to_kind(lse.kind())?);
-        let (share, rest) = (lse.f_sub(&b)?.f_sigmoid()?, b.f_sub(lse)?.f_sigmoid()?);
-        let d = [q, k, v].map(|t| Tensor::f_empty(t.size().as_slice(), (t.kind(), t.device())));
-        let [dq, dk, dv] = d;
+        let (share, sink_share) = (lse.f_sub(&b)?.f_sigmoid()?, b.f_sub(lse)?.f_sigmoid()?); // s and 1 − s
+        let [dq, dk, dv] = [q, k, v].map(|t| Tensor::f_empty(t.size().as_slice(), (t.kind(), t.device())));
         let (dq, dk, dv) = (dq?, dk?, dv?);
         let written = [view(&dq)?, view(&dk)?, view(&dv)?];
         let with_sinks = lse.f_logaddexp(&b)?;
         backward(&self.views([q, k, v])?, &view(&dout)?, &view(&with_sinks)?, Some(&view(&share)?), &written)?;
         let products = self.heads(&dout, lse.kind())?.f_mul(&self.heads(out, lse.kind())?)?;
-        let d = products.f_sum_dim_intlist([-1i64].as_slice(), false, None::<Kind>)?; // (rows, heads)
-        let dsinks = d.f_mul(&rest)?.f_sum_dim_intlist([0i64].as_slice(), false, None::<Kind>)?.f_neg()?;
+        let dots = products.f_sum_dim_intlist([-1i64].as_slice(), false, None::<Kind>)?; // ⟨dO, O⟩, (rows, heads)
+        let dsinks = dots.f_mul(&sink_share)?.f_sum_dim_intlist([0i64].as_slice(), false, None::<Kind>)?.f_neg()?;
         Ok([dq, dk, dv, dsinks.f_to_kind(sinks.kind())?].map(Some).into())
     }
 }

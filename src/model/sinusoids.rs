@@ -22,8 +22,8 @@ pub enum SinusoidRow {
 pub struct Sinusoids {
     layout: SinusoidRow,
     width: i64,
-    /// The tables made so far. The last one is in use. A recorded CUDA graph may still read one of the earlier,
-    /// shorter ones.
+    /// All tables made so far; the last one is in use. The earlier, shorter ones stay because a recorded CUDA graph may
+    /// still read them.
     tables: RefCell<Vec<Tensor>>,
 }
 

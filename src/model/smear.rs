@@ -10,8 +10,8 @@ use tch::Tensor;
 /// The number of columns of x that the gate reads.
 const GATE_COLUMNS: i64 = 24;
 
-/// x_t ← x_t + λσ(w·x_t)x_{t−1}, in which the gate w reads the first 24 columns. A sentence's first token stays as it
-/// is.
+/// x_t ← x_t + λσ(w·x_t)x_{t−1}, in which w reads only the first 24 columns of x_t. The first token of a sentence does
+/// not change.
 pub struct Smear {
     gate: ColumnGate,
     /// The factor λ, (1).

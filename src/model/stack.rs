@@ -28,7 +28,8 @@ struct Body {
     smear: Option<Smear>,
 }
 
-/// The keys and values of decoded tokens in each layer, and the rows that each hypothesis reads.
+/// The keys and values of decoded tokens in each layer, and the rows that each slot reads. A slot is a hypothesis, or a
+/// text that the model continues.
 #[derive(Default)]
 pub struct StackCache {
     layers: Vec<Option<Cache>>,
@@ -36,7 +37,7 @@ pub struct StackCache {
     embeddings: Option<WrittenRows>,
     /// The number of rows that have been written.
     length: usize,
-    /// The number of rows at which the cache next looks for rows that no slot reads.
+    /// The value of `length` at which the cache next searches for rows that no slot reads.
     full: usize,
     reads: Reads,
 }
@@ -48,13 +49,13 @@ impl StackCache {
         self.compact()
     }
 
-    /// Returns, for each slot, the rows that it reads: its own tokens'.
+    /// Returns, for each slot, the rows of its own tokens, which it reads.
     pub fn reads(&self) -> &Reads {
         &self.reads
     }
 
-    /// Replaces the slots by other ones, which read rows of this cache. Rows that only the old slots have read stay
-    /// until [`compact`](Self::compact) drops them.
+    /// Replaces the slots by new ones that read these rows of the cache. Rows that no new slot reads stay until
+    /// [`compact`](Self::compact) drops them.
     pub fn set_reads(&mut self, reads: Reads) {
         self.reads = reads;
     }
@@ -77,7 +78,7 @@ impl StackCache {
         Ok(())
     }
 
-    /// Stores embeddings (rows, d) as the rows from `at` on. The first call reserves room for `times` as many.
+    /// Stores embeddings x (rows, d) from row `at` on. The first call reserves room for `times` as many rows as x has.
     fn write_embeddings(&mut self, x: &Tensor, at: usize, times: i64) -> Result<()> {
         let rows = match &mut self.embeddings {
             Some(rows) => rows,
@@ -111,7 +112,7 @@ impl StackCache {
 pub type StackMemory = Vec<(Tensor, Tensor)>;
 
 impl Stack {
-    /// Builds the encoder or the decoder, whichever `place` says.
+    /// Builds the encoder or the decoder: the stack of `place`.
     pub fn build(b: &mut Builder, place: &LayerContext, init: &Init, schemes: &Schemes) -> Result<Self> {
         let flow = schemes.flow(place);
         let has_biases = schemes.has_biases() && place.model.has_biases;
@@ -124,6 +125,7 @@ impl Stack {
             };
             (0..place.layers()).map(layer).collect::<Result<Vec<_>>>()
         })?;
+        // A layer hands on only those kept tensors that a later layer or the stack's end reads.
         let mut needed: BTreeSet<String> = flow.end.iter().filter_map(Change::mixes).map(String::from).collect();
         for layer in layers.iter_mut().rev() {
             layer.leaves.retain(|name| needed.contains(name));
@@ -165,7 +167,8 @@ impl Stack {
     }
 
     /// Starts new slots, after the slots in the cache, and runs all their tokens at once. x is (rows, d), one slot
-    /// after the other; `offsets` and `own` both say where each slot begins. Errors if the stack reads a memory.
+    /// after the other; `offsets` and `own` both say where each slot begins. Errors if the stack reads an encoder's
+    /// output.
     pub fn begin(
         &self,
         x: Tensor,
@@ -238,8 +241,8 @@ impl Stack {
         &self.body.layers
     }
 
-    /// Returns the input of the first layer from the embedding x. `before` returns the previous row of each row, for
-    /// smear.
+    /// Computes the first layer's input from the embedding x. For smear, `before` returns the embedding of each row's
+    /// previous token.
     fn enter(&self, x: Tensor, ctx: &Context, before: impl FnOnce(&Tensor) -> Result<Tensor>) -> Result<Tensor> {
         ctx.kept_tensors().borrow_mut().clear();
         self.body.flow.enter(x, ctx, |x| match &self.body.smear {
@@ -248,7 +251,7 @@ impl Stack {
         })
     }
 
-    /// Runs all layers, one after the other, on what [`enter`](Self::enter) returned.
+    /// Runs all layers, one after the other; x is the output of [`enter`](Self::enter).
     fn run(
         &self,
         x: Tensor,
@@ -269,7 +272,7 @@ impl Stack {
             if let Some(combine) = &flow.combine {
                 streams = Streams { x: combine.next(streams.x, &mut outputs, ctx)?, normed: None, ..streams };
             }
-            let passing = self.give(index, ctx)?;
+            let all_kept = self.lend_kept(index, ctx)?;
             streams = match layers[index].keeps(&streams) {
                 0 => layer(index, streams)?,
                 kept => {
@@ -277,7 +280,7 @@ impl Stack {
                     streams.followed_by(kept, after)
                 }
             };
-            self.take(index, passing, ctx);
+            self.restore_kept(index, all_kept, ctx);
             ctx.show(|watch| watch.layer(&flow.seen(&streams.x, &streams.others)?))?;
         }
         if let Some(combine) = &flow.combine {
@@ -289,26 +292,26 @@ impl Stack {
         }
     }
 
-    /// Puts views of the kept tensors that this layer reads into the context, and returns all kept tensors. Because
-    /// of the views, autograd first sums the gradients from within this layer, as with [`Streams::viewed`].
-    fn give(&self, index: usize, ctx: &Context) -> Result<BTreeMap<String, Tensor>> {
+    /// Takes all kept tensors out of the context and returns them. Leaves in the context only views of those that this
+    /// layer reads. Autograd first sums a view's gradients within the layer, as with [`Streams::viewed`].
+    fn lend_kept(&self, index: usize, ctx: &Context) -> Result<BTreeMap<String, Tensor>> {
         let mut kept_tensors = ctx.kept_tensors().borrow_mut();
-        let passing = std::mem::take(&mut *kept_tensors);
+        let all_kept = std::mem::take(&mut *kept_tensors);
         for name in &self.body.layers[index].takes {
-            if let Some(kept) = passing.get(name) {
+            if let Some(kept) = all_kept.get(name) {
                 kept_tensors.insert(name.clone(), kept.f_view_as(kept)?);
             }
         }
-        Ok(passing)
+        Ok(all_kept)
     }
 
-    /// Puts the kept tensors back into the context, with those that this layer has added.
-    fn take(&self, index: usize, mut passing: BTreeMap<String, Tensor>, ctx: &Context) {
+    /// Puts all kept tensors back into the context, together with those that this layer has kept for later layers.
+    fn restore_kept(&self, index: usize, mut all_kept: BTreeMap<String, Tensor>, ctx: &Context) {
         let mut kept_tensors = ctx.kept_tensors().borrow_mut();
         for name in &self.body.layers[index].leaves {
-            passing.extend(kept_tensors.remove_entry(name));
+            all_kept.extend(kept_tensors.remove_entry(name));
         }
-        *kept_tensors = passing;
+        *kept_tensors = all_kept;
     }
 
     /// Runs a layer on whole sentences and keeps only its input: the backward pass runs the layer again (activation
@@ -324,36 +327,37 @@ impl Stack {
     ) -> Result<Streams> {
         let clone = |t: &Option<Tensor>| t.as_ref().map(Tensor::shallow_clone);
         let layer = &self.body.layers[index];
-        let (kept, after) = (layer.keeps(&streams), streams.others.len() + layer.adds());
-        let (names, taken): (Vec<String>, Vec<Tensor>) =
+        let (unchanged, others_after) = (layer.keeps(&streams), streams.others.len() + layer.adds());
+        let (kept_names, kept): (Vec<String>, Vec<Tensor>) =
             std::mem::take(&mut *ctx.kept_tensors().borrow_mut()).into_iter().unzip();
         let sites = Rc::new(Cell::new(0));
-        let piece = {
+        // Its inputs are the streams' tensors, the kept tensors and the memory. Its outputs are the tensors that the
+        // layer keeps for later layers, then those of the streams that the layer changes.
+        let run_layer = {
             let (body, sites, start) = (self.body.clone(), sites.clone(), ctx.fork(false));
             let (own, across) = (own.shallow_clone(), memory.map(|(_, ranges)| ranges.shallow_clone()));
             let (others, alpha_t) = (streams.others.len(), clone(&streams.alpha_t));
-            let names = names.clone();
             move |mut inputs: Vec<Tensor>, is_recompute| {
                 let ctx = start.fork(is_recompute);
                 let memory = across.as_ref().map(|_| inputs.pop().expect("the memory is the last input"));
                 let memory = memory.as_ref().zip(across.as_ref());
-                let taken = inputs.split_off(inputs.len() - names.len());
-                ctx.kept_tensors().borrow_mut().extend(names.iter().cloned().zip(taken));
+                let kept = inputs.split_off(inputs.len() - kept_names.len());
+                ctx.kept_tensors().borrow_mut().extend(kept_names.iter().cloned().zip(kept));
                 let streams = Streams::of(inputs, others, clone(&alpha_t));
                 let streams = body.layer(index, streams, &ctx, &mut whole(&own, causal, memory, &ctx))?;
                 sites.set(ctx.dropout_sites());
                 let mut kept_tensors = ctx.kept_tensors().borrow_mut();
-                let left = body.layers[index].leaves.iter().filter_map(|name| kept_tensors.remove(name));
-                Ok(left.chain(streams.tensors().skip(kept).map(Tensor::shallow_clone)).collect())
+                let kept_here = body.layers[index].leaves.iter().filter_map(|name| kept_tensors.remove(name));
+                Ok(kept_here.chain(streams.tensors().skip(unchanged).map(Tensor::shallow_clone)).collect())
             }
         };
-        let inputs = streams.tensors().chain(&taken).chain(memory.map(|(memory, _)| memory));
-        let outputs = operator::recomputed(&inputs.collect::<Vec<_>>(), piece)?;
+        let inputs = streams.tensors().chain(&kept).chain(memory.map(|(memory, _)| memory));
+        let outputs = operator::recomputed(&inputs.collect::<Vec<_>>(), run_layer)?;
         ctx.set_dropout_sites(sites.get());
         let mut outputs = outputs.into_iter();
         ctx.kept_tensors().borrow_mut().extend(layer.leaves.iter().cloned().zip(outputs.by_ref()));
-        let passed = streams.tensors().take(kept).map(Tensor::shallow_clone);
-        Ok(Streams::of(passed.chain(outputs), after, clone(&streams.alpha_t)))
+        let passed = streams.tensors().take(unchanged).map(Tensor::shallow_clone);
+        Ok(Streams::of(passed.chain(outputs), others_after, clone(&streams.alpha_t)))
     }
 }
 
@@ -377,11 +381,11 @@ impl Body {
     }
 
     /// Returns the norm that directly follows a sublayer: the norm before the next sublayer, or the norm that ends
-    /// the stack.
+    /// the stack. Returns `None` if any other change comes first.
     fn norm_after(&self, layer: usize, sublayer: usize) -> Option<&dyn Norm> {
         match self.layers[layer].sublayers.get(sublayer + 1) {
             Some(next) => next.around.before.norm(),
-            None if self.flow.combine.is_some() => None,
+            None if self.flow.combine.is_some() => None, // the sum of outputs comes first
             None => match self.layers.get(layer + 1) {
                 Some(next) if next.begin.only_look() => next.sublayers[0].around.before.norm(),
                 Some(_) => None,
@@ -401,7 +405,7 @@ fn no_steps() -> Error {
     Error::invalid("tensorized attention reads whole segments: it does not decode token by token")
 }
 
-/// An attention sublayer, and what its keys belong to.
+/// An attention sublayer, by the source of its keys: its own sentence, its segment, or the encoder's output.
 enum Attends<'a> {
     Itself(&'a Attention),
     Segment(&'a Tensorized),

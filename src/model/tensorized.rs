@@ -20,7 +20,7 @@ pub const TENSORIZED: [&str; 3] = [
 ];
 
 /// Tensorized attention: out_i = W_o·vec_{jk} Σ_r c_r((q_i + u)_r k_jr + (q_i + w)_r p_jr) v_kr for j, k ≤ i. The
-/// other of the T² entries of the vector are 0.
+/// vector has T² entries, and its other entries are 0.
 pub struct Tensorized {
     /// The matrix (3R, d) in which the projections to q, k and v are stacked.
     in_weight: Tensor,
@@ -67,7 +67,7 @@ impl Tensorized {
         let out = match ranges.segments()? {
             Some(segments) => {
                 let [q, k, v] = segments.side_by_side([&qkv[0], &qkv[1], &qkv[2]])?;
-                // Sentences may be padded to more than a segment's T tokens; the keys beyond are all padding.
+                // Sentences may be padded to more than a segment's T tokens. All keys after the first T are padding.
                 let keys = k.size()[1].min(self.segment);
                 let absent = segments.absent_keys()?;
                 let entries = self.entries(&q, &k.f_narrow(1, 0, keys)?, &v.f_narrow(1, 0, keys)?, absent.as_ref())?;
@@ -93,8 +93,8 @@ impl Tensorized {
         // (n, queries, keys, R); the product with v sums over R.
         let first = content?.f_mul(&k.f_unsqueeze(1)?)?.f_add(&position?.f_mul(&p)?)?;
         let entries = first.f_reshape([n, queries * keys, rank].as_slice())?.f_matmul(&v.f_transpose(1, 2)?)?;
-        let count = |end: i64| Tensor::f_arange(end, (Kind::Int64, device));
-        let future = count(keys)?.f_gt_tensor(&count(queries)?.f_unsqueeze(1)?)?; // (queries, keys)
+        let indices = |end: i64| Tensor::f_arange(end, (Kind::Int64, device));
+        let future = indices(keys)?.f_gt_tensor(&indices(queries)?.f_unsqueeze(1)?)?; // (queries, keys)
         let mut hidden = future.f_unsqueeze(2)?.f_logical_or(&future.f_unsqueeze(1)?)?; // (queries, j, k)
         if let Some(absent) = absent {
             let absent = absent.f_unsqueeze(2)?.f_logical_or(&absent.f_unsqueeze(1)?)?.f_unsqueeze(1)?;

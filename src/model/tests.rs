@@ -1,5 +1,5 @@
-//! Tests of the model's own work: fusing the residual step with the norm that follows, profiling, growth, and the
-//! state of norms. `tests/model` checks that each scheme computes its equation.
+//! Tests of the model apart from the schemes' equations, which `tests/model` checks: fusing the residual step with the
+//! norm that follows, profiling, growth, and the state of norms.
 
 use super::layer::{BuiltSublayer, SublayerFunction};
 use super::norm::{Norm, RowContext};
@@ -188,10 +188,10 @@ fn slots_that_move_keep_their_past() {
     let check = |steps: i64| {
         let mut cache = StackCache::default();
         let mut histories: Vec<Vec<Tensor>> = (0..SLOTS).map(|_| vec![]).collect();
-        let mut said = Tensor::new();
+        let mut output = Tensor::new();
         for t in 0..steps {
             if t > 0 {
-                // The four slots continue, each twelve times.
+                // Slots 0 to 3 continue, each in twelve slots.
                 let order: Vec<i64> = (0..SLOTS).map(|i| (i * 5 + t) % 4).collect();
                 histories =
                     order.iter().map(|&i| histories[i as usize].iter().map(Tensor::shallow_clone).collect()).collect();
@@ -200,14 +200,14 @@ fn slots_that_move_keep_their_past() {
             tch::manual_seed(100 + t);
             let x = Tensor::randn([SLOTS, D], (Kind::Double, Device::Cpu));
             (0..SLOTS).for_each(|i| histories[i as usize].push(x.get(i)));
-            said = stack.step(x, &mut cache, None, &ctx()).unwrap();
+            output = stack.step(x, &mut cache, None, &ctx()).unwrap();
         }
         for slot in [0, 1, 17, SLOTS - 1] {
             let whole = Tensor::stack(&histories[slot as usize], 0);
             let input = Packed::new(&vec![4; steps as usize], &(0..steps).collect::<Vec<_>>(), vec![0, steps]).unwrap();
             let own = Ranges::causal(&input, Device::Cpu).unwrap();
             let wanted = stack.forward(whole, &own, true, None, &ctx()).unwrap().get(-1);
-            assert!(close(&wanted, &said.get(slot)), "slot {slot} after {steps} steps");
+            assert!(close(&wanted, &output.get(slot)), "slot {slot} after {steps} steps");
         }
         cache.rows() as i64
     };
@@ -376,8 +376,11 @@ fn learned_positions_end() {
     let (mut cache, ctx) = (StackCache::default(), Context::evaluation(Kind::Double));
     let mut step = |position| model.step(&[4], &[position], &[0], None, &mut cache, &ctx).map(drop);
     (0..3).try_for_each(&mut step).unwrap();
-    let said = step(3).unwrap_err().to_string();
-    assert!(said.contains("4 tokens in a row, and the model's learned positions are max_positions = 3"), "{said}");
+    let message = step(3).unwrap_err().to_string();
+    assert!(
+        message.contains("4 tokens in a row, and the model's learned positions are max_positions = 3"),
+        "{message}"
+    );
 }
 
 #[test]

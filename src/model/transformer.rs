@@ -29,7 +29,7 @@ pub struct Memory {
 }
 
 impl Transformer {
-    /// Builds a new model whose parameters are initialised with that seed.
+    /// Builds a new model whose parameters are initialised from `seed`.
     pub fn new(config: &TransformerConfig, seed: u64, device: Device, kind: Kind) -> Result<Self> {
         Transformer::build(config, Builder::fresh(seed, device, kind))
     }
@@ -53,9 +53,10 @@ impl Transformer {
         let schemes = config.schemes();
         let init = init::find(config.init())?;
         let embeddings = Embeddings::build(&mut b, config, init)?;
-        let mut stack = |name: &str, stack| b.within(name, |b| Stack::build(b, &config.place(stack, 0), init, schemes));
-        let encoder = config.has_encoder().then(|| stack("encoder", residual::StackName::Encoder)).transpose()?;
-        let decoder = stack("decoder", residual::StackName::Decoder)?;
+        let mut build_stack =
+            |name: &str, stack| b.within(name, |b| Stack::build(b, &config.place(stack, 0), init, schemes));
+        let encoder = config.has_encoder().then(|| build_stack("encoder", residual::StackName::Encoder)).transpose()?;
+        let decoder = build_stack("decoder", residual::StackName::Decoder)?;
         let (config, parameters, rotary) = (config.clone(), b.finish()?, Rotary::of(config));
         Ok(Transformer { config, parameters, embeddings, rotary, encoder, decoder })
     }
@@ -123,7 +124,7 @@ impl Transformer {
         self.parameters.tensors()[0].device()
     }
 
-    /// Returns the logits, (target rows, V), from what [`features`](Self::features) has returned.
+    /// Returns the logits, (target rows, V), from the output of [`features`](Self::features).
     pub fn logits(&self, features: &Tensor, kind: Kind) -> Result<Tensor> {
         self.embeddings.logits(features, kind)
     }
@@ -138,7 +139,7 @@ impl Transformer {
         Ok((self.embeddings.output_weight()?, self.embeddings.output_bias()))
     }
 
-    /// Returns what decoding needs from the source; `None` for a decoder-only model.
+    /// Encodes the source and returns the part of decoding that depends on it; `None` for a decoder-only model.
     pub fn encode(&self, source: &Packed, ctx: &Context) -> Result<Option<Memory>> {
         let Some(encoder) = &self.encoder else { return Ok(None) };
         self.config.check_lengths(&source.lengths)?;

@@ -21,7 +21,7 @@ pub struct ValueEmbedding {
 
 impl ValueEmbedding {
     /// Builds the table and the gate for the self-attention of this place. Only every second layer has them, counted
-    /// so that the last layer does; returns `None` for the others.
+    /// down from the last layer, which has them; returns `None` for the others.
     pub fn build(b: &mut Builder, place: &LayerContext, init: &Init) -> Result<Option<Self>> {
         let is_here = place.sublayer == Sublayer::SelfAttention && (place.layers() - 1 - place.layer) % 2 == 0;
         let Some(vocab_size) = place.model.value_embeddings.filter(|_| is_here) else { return Ok(None) };

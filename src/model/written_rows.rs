@@ -7,7 +7,7 @@ use tch::Tensor;
 pub struct WrittenRows(Tensor);
 
 impl WrittenRows {
-    /// Returns room for rows of the width and type of `like`.
+    /// Reserves memory for `room` rows of the width and type of `like`.
     pub fn empty(like: &Tensor, room: i64) -> Result<Self> {
         Ok(WrittenRows(Tensor::f_empty([room, like.size()[1]].as_slice(), (like.kind(), like.device()))?))
     }

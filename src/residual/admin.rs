@@ -1,5 +1,5 @@
-//! Admin: `x⁺ = N(ω⊙x + F(x))`. ω is set so that the branches of early layers keep their share of x (Liu et al. 2020;
-//! admin-torch).
+//! Admin: `x⁺ = N(ω⊙x + F(x))`. ω grows with the depth, so that early branches keep their share of the residual stream
+//! (Liu et al. 2020; admin-torch).
 
 use super::{Gain, LayerContext, Learned, ResidualSpec, Scheme};
 

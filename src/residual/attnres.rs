@@ -67,11 +67,11 @@ fn around(place: &LayerContext) -> ResidualSpec {
     let mixing = Some(Mixing::Depth(DepthAttention { weights, begins_block }));
     match queries {
         1 => ResidualSpec { mixing, ..(PRENORM.around)(place) },
-        _ => ResidualSpec { mixing, ..ResidualSpec::default() }, // `inside` has the norms
+        _ => ResidualSpec { mixing, ..ResidualSpec::default() }, // `inside` declares the norms
     }
 }
 
-/// With three queries, q, k and v have separate inputs, and each input gets its own norm.
+/// Returns the norms on the separate inputs of q, k and v, if there are three queries.
 fn inside(place: &LayerContext) -> Vec<(Point, Change)> {
     let norm = |name: &str| Change::Norm(place.projected_norm(name, place.model.d_model));
     match queries(place) {

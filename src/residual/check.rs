@@ -13,12 +13,12 @@ fn two_kinds(name: &str) -> String {
     format!("{name:?} is a norm and a parameter: give each its own name")
 }
 
-/// Names that parts of a layer have already, so that declarations cannot use them.
+/// The names of a layer's own parts, which declarations cannot use.
 const TAKEN: [&str; 9] =
     ["linear1", "linear2", "linear3", "self_attn", "multihead_attn", "activation", "dropout", "layers", "t"];
 
-/// Returns an error if these declarations cannot be built as the stack of `first`, the first sublayer's place. The
-/// error says why.
+/// Errors, with the reason, if these declarations cannot be built as the stack whose first sublayer has the place
+/// `first`.
 pub fn check(layers: &[LayerSpec], stack: &StackSpec, first: &LayerContext) -> CheckResult {
     let wanted = first.layers() as usize;
     let name = first.stack.name();
@@ -28,27 +28,29 @@ pub fn check(layers: &[LayerSpec], stack: &StackSpec, first: &LayerContext) -> C
             layers.len()
         ));
     }
-    let mut walk = Walk { first, stack, kept: BTreeMap::new(), names: BTreeSet::new(), parameters: BTreeMap::new() };
+    let mut walk =
+        Walk { first, stack, kept: BTreeMap::new(), norm_names: BTreeSet::new(), parameters: BTreeMap::new() };
     let d = first.model.d_model;
     walk.changes("the stack's begin", &stack.begin, d, None)?;
-    let of_stack = (take(&mut walk.names), take(&mut walk.parameters));
+    // Each layer has names of its own. So the stack's names are set aside until the stack's end is checked.
+    let stack_names = (take(&mut walk.norm_names), take(&mut walk.parameters));
     for (index, layer) in layers.iter().enumerate() {
         let place = LayerContext { layer: index as i64, ..*first };
         walk.layer(layer, &place).map_err(|why| format!("layer {index} of the {name}: {why}"))?;
     }
-    (walk.names, walk.parameters) = of_stack;
+    (walk.norm_names, walk.parameters) = stack_names;
     walk.ends(layers.len() as i64)?;
     walk.changes("the stack's end", &stack.end, d, None)
 }
 
-/// What the declarations up to a certain place have declared.
+/// The names that the declarations checked so far have introduced.
 struct Walk<'a> {
     first: &'a LayerContext<'a>,
     stack: &'a StackSpec,
     /// The width of each kept tensor, by name.
     kept: BTreeMap<String, i64>,
     /// The names of the norms that belong to one owner: a layer, or the stack itself.
-    names: BTreeSet<String>,
+    norm_names: BTreeSet<String>,
     /// The parameters that belong to one owner, by name.
     parameters: BTreeMap<String, Learned>,
 }
@@ -60,7 +62,7 @@ impl Walk<'_> {
         if sublayers != wanted {
             return Err(format!("it declares {sublayers} sublayers, and a layer here has {wanted}"));
         }
-        self.names.clear();
+        self.norm_names.clear();
         self.parameters.clear();
         if !layer.begin.is_empty() && self.stack.mixing.is_some() {
             return Err("x is read of several tensors, so nothing can change it as the layer begins".into());
@@ -80,9 +82,9 @@ impl Walk<'_> {
         self.changes("before", before, d, None)?;
         for (point, change) in &sublayer.inside {
             let widths = place.widths(*point).ok_or_else(|| format!("it has no point {point:?}"))?;
-            let (path, reads_memory) =
-                (place.sublayer.path(), place.sublayer == Sublayer::CrossAttention && point.is_before_products());
-            if reads_memory && matches!(change, Change::Keep(_) | Change::Mix { .. }) {
+            let path = place.sublayer.path();
+            let is_on_memory = place.sublayer == Sublayer::CrossAttention && point.is_before_products();
+            if is_on_memory && matches!(change, Change::Keep(_) | Change::Mix { .. }) {
                 return Err(
                     "its keys and values are made once for all tokens: nothing can be kept or mixed there".into()
                 );
@@ -107,13 +109,14 @@ impl Walk<'_> {
             return Err("the sublayers and the stack's end must all read of several tensors, or none".into());
         }
         if let Some(mixing) = mixing {
-            let rest = ResidualSpec {
+            // A mixing uses only these fields, so all others must have their defaults.
+            let used = ResidualSpec {
                 before: before.clone(),
                 branch: branch.clone(),
                 mixing: Some(mixing.clone()),
                 ..ResidualSpec::default()
             };
-            if sublayer.around != rest {
+            if sublayer.around != used {
                 return Err(
                     "it reads of several tensors, so skip, after, alpha, beta and streams would do nothing".into()
                 );
@@ -184,7 +187,7 @@ impl Walk<'_> {
 
     fn gates(&mut self, gates: &Gates, n: i64, at_end: bool) -> CheckResult {
         let d = self.first.model.d_model;
-        let mut wanted = |parameter: &Learned, shape: &[i64]| self.parameter("mixing", parameter, &[shape]);
+        let mut check_shape = |parameter: &Learned, shape: &[i64]| self.parameter("mixing", parameter, &[shape]);
         match gates {
             Gates::Joint { magnitude, .. } | Gates::Channel { magnitude, .. } if !is_finite_in_f32(*magnitude) => {
                 Err(format!("a gate has the magnitude {magnitude:e}: it must be finite in float32"))
@@ -198,9 +201,9 @@ impl Walk<'_> {
                     (false, 0) => (2 * n, 2),
                     (false, _) => (2 * n + n * n, 3),
                 };
-                wanted(weight, &[rows, n * d])?;
-                wanted(scale, &[scales])?;
-                wanted(bias, &[rows])
+                check_shape(weight, &[rows, n * d])?;
+                check_shape(scale, &[scales])?;
+                check_shape(bias, &[rows])
             }
             Gates::Permuted { .. } if at_end => {
                 Err("gates of permuted streams write too, so no stack can end with them".into())
@@ -211,26 +214,26 @@ impl Walk<'_> {
             )),
             Gates::Permuted { gain, weight, scale, bias } => {
                 let rows = 2 * n + Gates::permutations(n);
-                wanted(gain, &[n * d])?;
-                wanted(weight, &[rows, n * d])?;
-                wanted(scale, &[3])?;
-                wanted(bias, &[rows])
+                check_shape(gain, &[n * d])?;
+                check_shape(weight, &[rows, n * d])?;
+                check_shape(scale, &[3])?;
+                check_shape(bias, &[rows])
             }
             Gates::Each { .. } if at_end => Err("gates of each stream write too, so no stack can end with them".into()),
             Gates::Each { bias, dynamic } => {
-                wanted(bias, &[n * (n + 2)])?;
+                check_shape(bias, &[n * (n + 2)])?;
                 let Some(Dynamic { gain, shift, weight, scale }) = dynamic else { return Ok(()) };
-                [gain, shift].into_iter().try_for_each(|parameter| wanted(parameter, &[d]))?;
-                wanted(weight, &[n + 2, d])?;
-                wanted(scale, &[2])
+                [gain, shift].into_iter().try_for_each(|parameter| check_shape(parameter, &[d]))?;
+                check_shape(weight, &[n + 2, d])?;
+                check_shape(scale, &[2])
             }
             Gates::Channel { gain, down, up, write, .. } => {
                 let rank = down.shape.first().copied().unwrap_or(1).max(1);
-                wanted(gain, &[n * d])?;
-                wanted(down, &[rank, n * d])?;
-                wanted(up, &[n * d, rank])?;
+                check_shape(gain, &[n * d])?;
+                check_shape(down, &[rank, n * d])?;
+                check_shape(up, &[n * d, rank])?;
                 match write {
-                    Some(write) if !at_end => wanted(write, &[n, n * d]),
+                    Some(write) if !at_end => check_shape(write, &[n, n * d]),
                     None if at_end => Ok(()),
                     _ => Err("gates by channel need `write` around a sublayer, and none at a stack's end".into()),
                 }
@@ -254,21 +257,21 @@ impl Walk<'_> {
         match change {
             Change::Norm(norm) => self.norm(at, norm, widths, path),
             Change::Shift(parameter) | Change::Scale(parameter) => {
-                self.owned(&parameter.name, path)?;
-                let of_part: &[&[i64]] =
+                self.check_path(&parameter.name, path)?;
+                let shapes: &[&[i64]] =
                     if widths.len() > 1 { &[&[1], &widths[..1], &[width]] } else { &[&[1], &[width]] };
-                self.parameter(at, parameter, of_part)
+                self.parameter(at, parameter, shapes)
             }
             // This change acts on whole rows, even if they are split into heads.
             Change::DampForward(parameter) => {
-                self.owned(&parameter.name, path)?;
+                self.check_path(&parameter.name, path)?;
                 self.parameter(at, parameter, &[&[1], &[width]])
             }
             Change::HeadScale(parameter) => {
                 if widths.len() > 1 {
                     return Err(format!("{at} is cut into heads, and head_scale acts where they are joined"));
                 }
-                self.owned(&parameter.name, path)?;
+                self.check_path(&parameter.name, path)?;
                 self.parameter(at, parameter, &[&[self.first.model.heads]])
             }
             Change::Times(c) | Change::Unit(c) => match is_finite_in_f32(*c) {
@@ -295,7 +298,7 @@ impl Walk<'_> {
                         return Err(format!("{at} mixes by a gain that grows: only alpha and beta can grow"));
                     }
                     if let Some(parameter) = gain.learned() {
-                        self.owned(&parameter.name, path)?;
+                        self.check_path(&parameter.name, path)?;
                     }
                     self.gain(gain, &[width])?;
                 }
@@ -333,8 +336,8 @@ impl Walk<'_> {
     /// Checks a norm: its name, which must be new and stand below `path`, its initial value, and its width.
     fn norm(&mut self, at: &str, norm: &NormAt, widths: &[i64], path: Option<&str>) -> CheckResult {
         self.name(&norm.name)?;
-        self.owned(&norm.name, path)?;
-        if !self.names.insert(norm.name.clone()) {
+        self.check_path(&norm.name, path)?;
+        if !self.norm_names.insert(norm.name.clone()) {
             return Err(format!("two norms are called {:?}: give each its own name", norm.name));
         }
         if self.parameters.contains_key(&norm.name) {
@@ -357,7 +360,7 @@ impl Walk<'_> {
     fn parameter(&mut self, at: &str, parameter: &Learned, shapes: &[&[i64]]) -> CheckResult {
         let Learned { name, shape, value, .. } = parameter;
         self.name(name)?;
-        if self.names.contains(name) {
+        if self.norm_names.contains(name) {
             return Err(two_kinds(name));
         }
         if !shapes.contains(&shape.as_slice()) {
@@ -397,8 +400,8 @@ impl Walk<'_> {
         }
     }
 
-    /// Checks the name of a part of an attention: it must begin with the attention's path.
-    fn owned(&self, name: &str, path: Option<&str>) -> CheckResult {
+    /// Errors if the name of an attention's part does not begin with the attention's path.
+    fn check_path(&self, name: &str, path: Option<&str>) -> CheckResult {
         match path {
             Some(path) if !name.starts_with(path) => {
                 Err(format!("{name:?} stands inside {path:?}, so it must begin with that"))
@@ -449,22 +452,22 @@ mod tests {
             kv_heads: 2,
             ..ModelShape::SMALL
         };
-        let said = [
+        let option_sets = [
             json!({}),
             json!({"mhc_mixing": "none", "attnres_form": "normed", "hyper_connections_dynamic": false}),
             json!({"mhc_mixing": "channel", "mhc_rank": 3, "attnres_form": "normed", "attnres_queries": 3}),
             json!({"mhc_mixing": "channel", "mhc_end": "mean", "mhc_magnitude": 1.5}),
         ];
-        for (scheme, said) in SCHEMES.iter().flat_map(|scheme| said.iter().map(move |said| (scheme, said))) {
+        for (scheme, set) in SCHEMES.iter().flat_map(|scheme| option_sets.iter().map(move |set| (scheme, set))) {
             let mut options = Options::default();
-            for option in option_specs().iter().filter(|option| said.get(option.name()).is_some()) {
-                options.set(*option, said[option.name()].clone()).unwrap();
+            for option in option_specs().iter().filter(|option| set.get(option.name()).is_some()) {
+                options.set(*option, set[option.name()].clone()).unwrap();
             }
             for stack in [StackName::Encoder, StackName::Decoder] {
                 let first = LayerContext::new(model, &options, stack, 0);
                 let given = GivenScheme::of(scheme, "again", &first);
-                let found = given.check(&first);
-                assert!(found.is_ok(), "{}: {found:?}", scheme.name);
+                let result = given.check(&first);
+                assert!(result.is_ok(), "{}: {result:?}", scheme.name);
                 let text = serde_json::to_string(&given).unwrap();
                 assert_eq!(serde_json::from_str::<GivenScheme>(&text).unwrap(), given, "{}", scheme.name);
             }

@@ -6,7 +6,7 @@ use crate::parametrisation::SumsOver;
 use serde::{Deserialize, Deserializer, Serialize};
 use std::collections::BTreeSet;
 
-/// The norm that the stack uses, at one place and under a name.
+/// A norm at one place of a scheme, and the name of its parameters. The model's options choose the kind of norm.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct NormAt {
@@ -21,7 +21,7 @@ pub struct NormAt {
     /// The factor by which the initial value of the norm's weight is multiplied.
     #[serde(default = "one")]
     pub start: f64,
-    /// False if the norm is an rmsnorm that has no weight.
+    /// False for an rmsnorm without a weight.
     #[serde(default = "yes")]
     pub is_weighted: bool,
 }
@@ -121,7 +121,7 @@ pub enum Gain {
         of: Learned,
         temperature: f64,
     },
-    /// α_t, which changes during training as the stack's [`Growth`] says.
+    /// α_t, which changes during training by the stack's [`Growth`].
     Growing,
 }
 
@@ -143,22 +143,22 @@ impl Gain {
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct ResidualSpec {
-    /// The changes that F's input gets.
+    /// The changes of x before F reads it.
     pub before: Vec<Change>,
-    /// The changes that x gets before it is added.
+    /// The changes of x before the sum; F reads x without these changes.
     pub skip: Vec<Change>,
-    /// The changes that F's output gets before it is added.
+    /// The changes of F's output before the sum.
     pub branch: Vec<Change>,
-    /// The changes that the sum gets.
+    /// The changes of the sum.
     pub after: Vec<Change>,
     /// α, the residual gain.
     pub alpha: Gain,
     /// β, the branch gain.
     pub beta: Gain,
-    /// What the sublayer does to each stream beside x, in the order of [`StackSpec::streams`].
+    /// The sublayer's update of each stream beside x, in the order of [`StackSpec::streams`].
     pub streams: Vec<StreamStep>,
-    /// The mixing that reads x and writes F(x). It replaces α, β, `skip`, `after` and `streams`; `None` means that
-    /// these are used.
+    /// The mixing that reads x from several tensors and writes F(x) to several. It replaces α, β, `skip`, `after` and
+    /// `streams`.
     pub mixing: Option<Mixing>,
 }
 
@@ -173,13 +173,13 @@ impl ResidualSpec {
         ResidualSpec { alpha: Gain::Constant(alpha), beta: Gain::Constant(beta), ..self }
     }
 
-    /// Multiplies F(x) by m. If every β is a constant, folds m into β and returns the factor 1. Otherwise returns m,
-    /// by which F(x) must still be multiplied.
+    /// Folds the factor m of F(x) into β, if every β is a constant. Returns the factor by which F(x) must still be
+    /// multiplied: 1 if m was folded into β, otherwise m.
     pub fn times(mut self, m: f64) -> (Self, f64) {
         let mut gains: Vec<&mut Gain> = self.streams.iter_mut().map(|step| &mut step.beta).collect();
         gains.push(&mut self.beta);
-        if m == 1.0 || self.mixing.is_some() || !gains.iter().all(|gain| matches!(gain, Gain::One | Gain::Constant(_)))
-        {
+        let are_constant = gains.iter().all(|gain| matches!(gain, Gain::One | Gain::Constant(_)));
+        if m == 1.0 || self.mixing.is_some() || !are_constant {
             return (self, m);
         }
         for gain in gains {
@@ -192,7 +192,7 @@ impl ResidualSpec {
     }
 }
 
-/// The step s⁺ = α⊙s + β⊙drop(f) of a stream s beside x, with the f and the dropout mask of x⁺.
+/// A sublayer's update of a stream s beside x: s⁺ = α⊙s + β⊙drop(f). f and the dropout mask are the same as for x⁺.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct StreamStep {
@@ -227,7 +227,7 @@ fn in_order<'de, D: Deserializer<'de>>(from: D) -> std::result::Result<Vec<(Poin
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct LayerSpec {
-    /// The changes that x gets when the layer begins.
+    /// The changes of x at the layer's beginning.
     #[serde(default)]
     pub begin: Vec<Change>,
     pub sublayers: Vec<SublayerSpec>,
@@ -250,16 +250,20 @@ impl LayerSpec {
         self.begin.iter().chain(self.sublayers.iter().flat_map(SublayerSpec::changes))
     }
 
-    /// Returns the names of the tensors that the layer reads from earlier layers: those that it has not kept itself
-    /// before.
+    /// Returns the names of the kept tensors that come from outside of the layer: the layer mixes them in before it
+    /// keeps a tensor of the same name itself.
     pub fn takes(&self) -> BTreeSet<&str> {
         let (mut kept, mut takes) = (BTreeSet::new(), BTreeSet::new());
         for change in self.changes() {
             match change {
-                Change::Keep(name) => kept.insert(name.as_str()),
-                Change::Mix { name, .. } if !kept.contains(name.as_str()) => takes.insert(name.as_str()),
-                _ => false,
-            };
+                Change::Keep(name) => {
+                    kept.insert(name.as_str());
+                }
+                Change::Mix { name, .. } if !kept.contains(name.as_str()) => {
+                    takes.insert(name.as_str());
+                }
+                _ => {}
+            }
         }
         takes
     }
@@ -290,7 +294,7 @@ pub enum Point {
     KeyInput,
     ValueInput,
     /// The queries. A norm of width d_head acts on each head separately, one of width d_model on all heads together.
-    /// The same holds for the next two points, the keys and the values.
+    /// A norm at `Key` or `Value` acts in the same way.
     Query,
     Key,
     Value,
@@ -312,7 +316,7 @@ impl Point {
     /// The points at the separate inputs of q, k and v.
     pub const INPUTS: [Point; 3] = [Point::QueryInput, Point::KeyInput, Point::ValueInput];
 
-    /// The points after attention's projections to q, k and v, and before its products of q, k and v.
+    /// The points on q, k and v, between their projections and attention's products QKᵀ and PV.
     pub const BEFORE_PRODUCTS: [Point; 5] =
         [Point::Query, Point::Key, Point::Value, Point::RotatedQuery, Point::RotatedKey];
 
@@ -375,7 +379,7 @@ impl Change {
     }
 }
 
-/// Makes a list of one norm, which is what most places have.
+/// Makes a list that holds only this norm, as most places need.
 impl From<NormAt> for Vec<Change> {
     fn from(at: NormAt) -> Self {
         vec![Change::Norm(at)]
@@ -386,23 +390,23 @@ impl From<NormAt> for Vec<Change> {
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct StackSpec {
-    /// The changes of the stack's input. They come before the streams beside x begin.
+    /// The changes of the stack's input. The streams beside x begin with the changed input.
     pub begin: Vec<Change>,
-    /// How the outputs so far are combined into a layer's input; `None` means that a layer reads the last output.
+    /// The weighted sum of all earlier outputs that a layer reads; `None` means that a layer reads the last output.
     pub combine: Option<Combine>,
-    /// The streams beside x, which run from sublayer to sublayer like x.
+    /// The residual streams beside x. Like x, they pass from sublayer to sublayer.
     pub streams: Vec<ExtraStream>,
-    /// The mixing that computes the stack's output from what the sublayers have written; `None` means that the output
-    /// is x.
+    /// The mixing that computes the stack's output from the tensors that sublayers have written; `None` means that the
+    /// output is x.
     pub mixing: Option<Mixing>,
-    /// How the α_t of [`Gain::Growing`] grows.
+    /// The schedule of α_t, the value of [`Gain::Growing`].
     pub growth: Option<Growth>,
     /// The changes after the last layer.
     pub end: Vec<Change>,
 }
 
 /// A residual stream s beside x. It begins with the value of x, and [`ResidualSpec::streams`] of each sublayer
-/// updates it. After the last layer x ← x + N(s).
+/// updates it. After the last layer x ← x + N(s), or x + s without a norm.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ExtraStream {

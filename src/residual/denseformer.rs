@@ -14,7 +14,7 @@ pub static DENSEFORMER: Scheme = Scheme {
 };
 
 fn stack(place: &LayerContext) -> StackSpec {
-    let identity = |row: i64, column: i64| f64::from(u8::from(row == column));
+    let identity = |row: i64, column: i64| if row == column { 1.0 } else { 0.0 };
     let weight = Learned::matrix("combine.weight", [place.layers() + 1; 2], identity).summed_over(SumsOver::Depth);
     let combine = Combine { weight, norms: Vec::new(), on_sums: false, skips_first: true };
     StackSpec { combine: Some(combine), ..(PRENORM.stack)(place) }

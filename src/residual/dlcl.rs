@@ -28,7 +28,7 @@ pub static DLCL: Scheme = Scheme {
 
 fn around(place: &LayerContext) -> ResidualSpec {
     let mut around = (layers(place).around)(place);
-    // This norm is not the stack's last: the norm of the last sum follows.
+    // PostNorm's last norm is not the stack's last here: the norm of the last sum follows.
     for change in &mut around.after {
         if let Change::Norm(norm) = change {
             norm.last = false;
@@ -49,7 +49,7 @@ fn stack(place: &LayerContext) -> StackSpec {
     StackSpec { combine: Some(combine), ..(layers(place).stack)(place) }
 }
 
-/// Returns the scheme around the sublayers, PreNorm or PostNorm, as the option says.
+/// Returns the scheme of the sublayers, PreNorm or PostNorm, from the option `dlcl_norm`.
 fn layers(place: &LayerContext) -> &'static Scheme {
     match place.options.get(&NORM) {
         DlclNorm::Pre => &prenorm::PRENORM,

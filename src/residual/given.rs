@@ -1,4 +1,4 @@
-//! A residual scheme that a user declares, as plain data like the declarations of the table's schemes.
+//! A residual scheme that a user declares. Like the declarations of built-in schemes, it is plain data.
 //!
 //! Python's `Scheme` classes create this data (python/normformer_rs/schemes.py). The config.json of a run stores it,
 //! so that the run can be loaded without the class.
@@ -12,7 +12,7 @@ use crate::residual::SCHEMES;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
-/// The declaration of a scheme, for a model of one size.
+/// A user's declaration of a scheme, for a model of fixed size.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct GivenScheme {
@@ -49,7 +49,7 @@ fn yes() -> bool {
 }
 
 impl GivenScheme {
-    /// Returns a scheme of the table as such data, for one stack of a model.
+    /// Converts a built-in scheme to the data of a declared one, for one stack of a model.
     #[cfg(test)]
     pub fn of(scheme: &Scheme, name: &str, first: &LayerContext) -> Self {
         let layer = |layer| {
@@ -73,7 +73,7 @@ impl GivenScheme {
         }
     }
 
-    /// Checks the name, as far as that does not depend on the model.
+    /// Errors if the name has forbidden characters or is a built-in scheme's.
     pub fn check_name(&self) -> Result<()> {
         let is_word = |c: char| c.is_ascii_alphanumeric() || c == '-' || c == '_' || c == '.';
         let wrong = |why: &str| {

@@ -51,7 +51,7 @@ pub static GPAS: Scheme = Scheme {
     ..Scheme::PLAIN
 };
 
-/// Adds the gate: after the sum, or if a norm follows the sum, to x before it is added.
+/// Adds the gate: to the sum, or if a norm follows the sum, to x before the sum.
 fn around(place: &LayerContext) -> ResidualSpec {
     let gate = vec![Change::DampForward(Learned::new("forward_gate", &[1], 0.0))];
     let around = (GpasScheme::of(place).around)(place);

@@ -5,8 +5,8 @@ use crate::error::Result;
 use serde::{Deserialize, Serialize};
 use tch::{Kind, Tensor};
 
-/// The schedule α_t = curve(t/T), between 0 and 1, in which t is a buffer named `t`. If layers grow one after the other, layer
-/// l (counted from 1) has T·l in place of T.
+/// The schedule α_t = curve(t/T), between 0 and 1. The update's number t is a buffer named `t`; T is `steps`, or T·l
+/// in layer l (counted from 1) with `by_layer`.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Growth {
     pub steps: i64,

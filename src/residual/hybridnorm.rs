@@ -1,5 +1,5 @@
-//! HybridNorm: norms on queries, keys and values, and a feed-forward that is added to the normed input that it reads
-//! (Zhuo et al. 2025).
+//! HybridNorm: norms on queries, keys and values, and a feed-forward whose output is added to its normed input (Zhuo
+//! et al. 2025).
 //!
 //! The paper writes the feed-forward sublayer as N(y) + F(N(y)). Only this sublayer reads y, so here N is declared
 //! after the attention that computes y.
@@ -17,9 +17,9 @@ pub static HYBRIDNORM: Scheme = Scheme {
     ..Scheme::PLAIN
 };
 
-/// Puts a norm after the layer's last attention, which is the norm N(y) before the feed-forward.
+/// Declares N(y), the norm before the feed-forward, after the layer's last attention.
 fn around(place: &LayerContext) -> ResidualSpec {
-    let is_last_attention = place.index + 2 == place.sublayers;
+    let is_last_attention = place.index + 2 == place.sublayers; // the feed-forward is the last sublayer
     match is_last_attention {
         true => ResidualSpec { after: place.norm().into(), ..ResidualSpec::default() },
         false => ResidualSpec::default(),

@@ -31,14 +31,15 @@ pub static HYPER_CONNECTIONS: Scheme = Scheme {
 
 fn around(place: &LayerContext) -> ResidualSpec {
     let (n, d) = (place.options.get(&STREAMS), place.model.d_model);
-    let own = place.number() % n;
+    let own = place.number() % n; // the stream that this sublayer reads at first
+
     // Row i holds p_i, then R_i1 to R_in, then g_i.
-    let first = |i: i64| {
-        let unit = |at: i64| f64::from(u8::from(i == at));
-        [unit(own)].into_iter().chain((0..n).map(unit)).chain([1.0]).collect::<Vec<f64>>()
+    let row = |i: i64| {
+        let one_if_equal = |j: i64| if i == j { 1.0 } else { 0.0 };
+        [one_if_equal(own)].into_iter().chain((0..n).map(one_if_equal)).chain([1.0]).collect::<Vec<f64>>()
     };
     let gates = Gates::Each {
-        bias: Learned::each(place.numbered("hyper_bias"), &[n * (n + 2)], (0..n).flat_map(first).collect())
+        bias: Learned::each(place.numbered("hyper_bias"), &[n * (n + 2)], (0..n).flat_map(row).collect())
             .summed_over(SumsOver::Depth),
         dynamic: place.options.get(&DYNAMIC).then(|| Dynamic {
             gain: Learned::new(place.numbered("hyper_norm_weight"), &[d], 1.0),

@@ -1,8 +1,8 @@
 //! mHC, manifold-constrained hyper-connections: n streams, mixed by doubly stochastic matrices (Xie et al. 2025).
 //!
-//! The arithmetic is that of DeepSeek's reference (deepseek-ai/TileKernels), which has no initial values; ours
-//! combine published ones. The other forms, those of Hunyuan V4, Qwen4-exp and GLM-5, follow the classes in Hugging
-//! Face's transformers (docs/spec.md §2.23).
+//! The arithmetic is that of DeepSeek's reference (deepseek-ai/TileKernels). The reference gives no initial values;
+//! those used here combine published ones. The other forms, those of Hunyuan V4, Qwen4-exp and GLM-5,
+//! follow the classes in Hugging Face's transformers (docs/spec.md §2.23).
 
 use super::{
     mixing::check_streams, prenorm::PRENORM, Gates, HyperConnection, LayerContext, Learned, Mixing, ResidualSpec,
@@ -25,7 +25,7 @@ choice! {
     }
 }
 choice! {
-    /// The reading of mhc's streams at the end.
+    /// The stack's output in mhc: a gated sum of the streams, or their mean.
     pub enum MhcEnd ("mhc_end") { Gates = "gates", Mean = "mean" }
 }
 
@@ -48,14 +48,14 @@ option_spec! {
 /// The initial value of s. It is small, so that at first the streams hardly influence the weights of their mixing
 /// (Xie et al. 2025; Hunyuan V4).
 const SCALE: f64 = 0.01;
-/// The initial b of the streams that a sublayer hardly reads or writes; the stream that belongs to the sublayer has 1
-/// (mHC-lite's code).
+/// The initial b of p and g for all streams but one, which has 1: at first a sublayer mainly reads and writes this
+/// stream (mHC-lite's code).
 const ASIDE: f64 = -1.0;
 /// The initial b of R's elements off the diagonal; those on the diagonal have 0. So R begins close to the identity
 /// (mHC-lite's code).
 const APART: f64 = -8.0;
-/// The standard deviation of the matrices in forms that have nothing else to make the streams differ
-/// (`initializer_range` of both classes).
+/// The standard deviation of the initial matrices in the forms `none` and `channel`, in which nothing else makes the
+/// streams differ (`initializer_range` in transformers).
 const STD: f64 = 0.02;
 
 pub static MHC: Scheme = Scheme {
@@ -105,8 +105,7 @@ fn stack(place: &LayerContext) -> StackSpec {
     }
 }
 
-/// Returns the mixing of a sublayer, or the one at the stack's end. `name` makes the name of a parameter from its
-/// stem.
+/// Returns the mixing of a sublayer, or of the stack's end. `name` makes a parameter's full name from its stem.
 fn connection(place: &LayerContext, is_end: bool, name: impl Fn(&str) -> String) -> Mixing {
     let options = place.options;
     let (n, d, magnitude) = (options.get(&STREAMS), place.model.d_model, options.get(&MAGNITUDE));
@@ -123,10 +122,10 @@ fn connection(place: &LayerContext, is_end: bool, name: impl Fn(&str) -> String)
     let gates = match (options.get(&MIXING), is_end) {
         (_, true) if options.get(&END) == MhcEnd::Mean => Gates::Sum(1.0 / n as f64),
         (MhcMixing::Sinkhorn, is_end) => {
-            let near = |i: i64| if i == place.number() % n { 1.0 } else { ASIDE };
-            let apart = |i: i64| if i / n == i % n { 0.0 } else { APART };
-            let gates = (0..n).chain(0..n).map(near);
-            let bias = if is_end { vec![0.0; n as usize] } else { gates.chain((0..n * n).map(apart)).collect() };
+            let own = place.number() % n; // the stream that this sublayer mainly reads and writes
+            let gates = (0..n).chain(0..n).map(|i| if i == own { 1.0 } else { ASIDE });
+            let r = (0..n * n).map(|i| if i / n == i % n { 0.0 } else { APART });
+            let bias = if is_end { vec![0.0; n as usize] } else { gates.chain(r).collect() };
             let scales = if is_end { 1 } else { 3 };
             joint(scales, bias, |name, shape| Learned::new(name, shape, 0.0), options.get(&ITERATIONS))
         }

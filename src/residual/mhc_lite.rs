@@ -14,8 +14,8 @@ option_spec! {
 
 /// The initial value of s.
 const SCALE: f64 = 0.01;
-/// The initial b of the streams that a sublayer hardly reads or writes; the stream that belongs to the sublayer has
-/// 1.
+/// The initial b of p and g for all streams but one, which has 1: at first a sublayer mainly reads and writes this
+/// stream.
 const ASIDE: f64 = -1.0;
 /// The initial b of every permutation except the identity, which has 0.
 const APART: f64 = -8.0;
@@ -38,7 +38,7 @@ fn check_streams(name: &str, value: i64) -> Result<()> {
 
 fn around(place: &LayerContext) -> ResidualSpec {
     let (n, d) = (place.options.get(&STREAMS), place.model.d_model);
-    let own = place.number() % n;
+    let own = place.number() % n; // the stream that this sublayer mainly reads and writes
     let gates = (0..n).chain(0..n).map(|i| if i == own { 1.0 } else { ASIDE });
     let permutations = (0..Gates::permutations(n)).map(|i| if i == 0 { 0.0 } else { APART });
     let bias: Vec<f64> = gates.chain(permutations).collect();

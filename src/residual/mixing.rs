@@ -16,9 +16,12 @@ pub enum Mixing {
 }
 
 impl Mixing {
-    /// True if q, k and v each read their own input.
+    /// True if q, k and v have separate inputs.
     pub fn reads_apart(&self) -> bool {
-        matches!(self, Mixing::Depth(DepthAttention { weights: Some(DepthWeights::Normed(query)), .. }) if query.shape.len() == 2)
+        let Mixing::Depth(DepthAttention { weights: Some(DepthWeights::Normed(query)), .. }) = self else {
+            return false;
+        };
+        query.shape.len() == 2 // (3, d): one query for each of q, k and v
     }
 
     /// Returns the mixing's parameters, in the order in which they are declared.
@@ -52,7 +55,7 @@ pub(super) fn sum_at_end(place: &LayerContext, streams: i64) -> StackSpec {
     StackSpec { mixing: Some(Mixing::Hyper(end)), ..(PRENORM.stack)(place) }
 }
 
-/// Checks how many streams a hyper-connection has.
+/// Errors unless a hyper-connection has 1 to [`MOST_STREAMS`] streams.
 pub(super) fn check_streams(name: &str, value: i64) -> Result<()> {
     at_least_one(name, value)?;
     at_most(name, value, MOST_STREAMS)

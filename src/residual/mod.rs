@@ -1,12 +1,13 @@
 //! Residual schemes: one table, one file per scheme.
 //!
-//! A scheme declares changes at four places. By default the layer and the inside have none:
+//! A scheme declares changes at four places. Most schemes leave the layer and the inside empty:
 //!
-//! * the **stack**: the changes before the first layer, a layer's input given all earlier outputs, the streams beside
-//!   x, and the changes after the last layer;
-//! * the **layer**: the changes of x when a layer begins;
+//! * the **stack**: the changes before the first layer, how a layer's input is combined from all earlier outputs, the
+//!   residual streams beside x, and the changes after the last layer;
+//! * the **layer**: the changes of x at a layer's beginning;
 //! * **around** a sublayer: x⁺ = after(α⊙skip(x) + β⊙drop(f)) with f = branch(F(before(x))), and s⁺ = α⊙s + β⊙drop(f)
-//!   for every stream s beside x. Or x is read from several tensors and F(x) written to several ([`Mixing`]);
+//!   for every stream s beside x. Instead, a sublayer may read x from several tensors and write F(x) to several
+//!   ([`Mixing`]);
 //! * **inside** a sublayer, at named points.
 //!
 //! The changes at each place are a list of [`Change`]s. A change may keep a tensor under a name ([`Change::Keep`]),
@@ -157,7 +158,7 @@ pub(crate) mod tests {
         constant(&LayerContext::new(model, &Options::default(), stack, 0))
     }
 
-    /// Asserts that a value equals a printed one in the printed digits.
+    /// Asserts that `value`, rounded to the decimals of `printed`, equals `printed`.
     pub fn near(value: f64, printed: &str) {
         let decimals = printed.split_once('.').map_or(0, |(_, digits)| digits.len());
         assert_eq!(format!("{value:.decimals$}"), printed);

@@ -3,7 +3,7 @@
 
 use super::{Change, Gain, LayerContext, Learned, Point, ResidualSpec, Scheme, Sublayer};
 
-/// The initial value of |a|, the share of the branch in the sum.
+/// The initial value of |a|, the weight of the branch in the sum.
 const SHARE: f64 = 0.05;
 /// The smallest length by which a vector is divided.
 const EPS: f64 = 1e-12;
@@ -39,11 +39,11 @@ fn inside(place: &LayerContext) -> Vec<(Point, Change)> {
     match place.sublayer {
         Sublayer::FeedForward => {
             let scaled = |point, name, width| {
-                let s = Learned::new(name, &[width], 1.0);
-                [(point, Change::Scale(s)), (point, Change::Times((model.d_model as f64).sqrt()))]
+                let scale = Learned::new(name, &[width], 1.0);
+                [(point, Change::Scale(scale)), (point, Change::Times((model.d_model as f64).sqrt()))]
             };
             let first = scaled(Point::BeforeActivation, "linear1_scale", model.d_ff);
-            // s_u scales W₃x. Scaling the product with W₃x after the activation gives the same.
+            // s_u is the scale of W₃x. It may come after the product: σ(W₁x)⊙(s_u⊙W₃x) = s_u⊙(σ(W₁x)⊙W₃x).
             let gate = model.activation.is_gated().then(|| scaled(Point::AfterActivation, "linear3_scale", model.d_ff));
             first.into_iter().chain(gate.into_iter().flatten()).collect()
         }
@@ -58,21 +58,22 @@ fn inside(place: &LayerContext) -> Vec<(Point, Change)> {
                 false => ["query_scale", "key_scale"],
             };
             let d_head = place.d_head();
-            // √d_head replaces attention's own factor of scores.
-            let of_scores = (d_head as f64).sqrt() / model.scaled.scores(d_head);
-            let parts = [(model.d_model, of_scores), (place.kv_width(), 1.0)];
-            let each = points.into_iter().zip(names).zip(parts);
-            each.flat_map(|((point, name), (width, factor))| {
-                let s = Learned::new(place.path_of(name), &[width], base(place));
-                [Change::Unit(EPS), Change::Scale(s), Change::Times(factor / base(place))].map(|change| (point, change))
-            })
-            .collect()
+            // The queries' factor divides out attention's own factor of scores and puts √d_head in its place.
+            let query_factor = (d_head as f64).sqrt() / model.scaled.scores(d_head);
+            let widths_and_factors = [(model.d_model, query_factor), (place.kv_width(), 1.0)];
+            let mut changes = Vec::new();
+            for ((point, name), (width, factor)) in points.into_iter().zip(names).zip(widths_and_factors) {
+                let scale = Change::Scale(Learned::new(place.path_of(name), &[width], base(place)));
+                let factor = Change::Times(factor / base(place));
+                changes.extend([Change::Unit(EPS), scale, factor].map(|change| (point, change)));
+            }
+            changes
         }
     }
 }
 
-/// Returns 1/√d, the value in which scales are stored where they mean 1. The numbers of a unit vector have this size,
-/// so Adam changes both at the same pace.
+/// Returns 1/√d, the stored value of a scale of 1. The elements of a unit vector have the same size, so Adam changes
+/// scales and unit vectors at the same relative pace.
 fn base(place: &LayerContext) -> f64 {
     (place.model.d_model as f64).powf(-0.5)
 }

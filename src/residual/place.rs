@@ -58,9 +58,9 @@ choice! {
         Silu = "silu",
         /// relu, squared.
         Relu2 = "relu2",
-        /// silu, times a third matrix's product.
+        /// silu(W₁x)⊙W₃x, with a third matrix W₃.
         SwiGlu = "swiglu",
-        /// gelu, times a third matrix's product.
+        /// gelu(W₁x)⊙W₃x, with a third matrix W₃.
         GeGlu = "geglu",
     }
 }
@@ -83,7 +83,7 @@ choice! {
 }
 
 choice! {
-    /// The rows of a norm on queries or keys.
+    /// The rows that a norm on queries or keys normalises: each head separately, or all heads joined.
     pub enum NormOver ("qk_norm_over") { Head = "head", AllHeads = "all-heads" }
 }
 choice! {
@@ -124,8 +124,8 @@ pub struct ModelShape<'a> {
     /// The norms on queries and keys that are added to the scheme's own.
     pub qk_norm: Option<QkNorm>,
     pub v_norm: Option<ValueNorm>,
-    /// If set, queries and keys have length 1, and their products a learned factor that begins at log₂(L² − L) for
-    /// this L.
+    /// The length L of `qk_l2norm`: queries and keys are scaled to length 1, and scores get a learned factor that
+    /// begins at log₂(L² − L). `None` turns both off.
     pub qk_l2norm: Option<i64>,
     /// The sizes of tensorized attention; `None` for multi-head attention.
     pub tensorized: Option<TensorizedSizes>,
@@ -144,7 +144,7 @@ pub struct ModelShape<'a> {
 }
 
 impl ModelShape<'_> {
-    /// A small model, for uses to which the sizes do not matter.
+    /// A small model, for callers that do not depend on the sizes.
     pub const SMALL: ModelShape<'static> = ModelShape {
         d_model: 2,
         d_ff: 2,
@@ -252,9 +252,9 @@ impl<'a> LayerContext<'a> {
         self.layers() * self.sublayers
     }
 
-    /// Computes a constant of this stack from three formulas of a scheme: for an encoder (of N and M), for a decoder
-    /// (of N and M), and for a stack alone (of its depth). The depth of a stack alone is half its number of
-    /// additions.
+    /// Computes a constant of this stack. `encoder` and `decoder` are formulas of N and M, the numbers of layers in the
+    /// encoder and in the decoder. `alone` is the formula for a decoder-only model; its argument, the depth, is half
+    /// the stack's number of additions.
     pub fn constant(
         &self,
         encoder: impl Fn(f64, f64) -> f64,

@@ -1,9 +1,8 @@
-//! ResiDual: the residual stream of PostNorm, and beside it that of PreNorm, which has no norm before the end (Xie et
-//! al. 2023).
+//! ResiDual: PostNorm's residual stream, and beside it PreNorm's, which is normed only at the end (Xie et al. 2023).
 //!
 //! In the authors' code, the norm after the stack has ε = 1e-7, and with f16 the second stream can be scaled down.
-//! Here that norm has the same ε as the others, and the training loop keeps streams in f32 or f64, so nothing is
-//! scaled.
+//! Here that norm has the same ε as the others. The training loop keeps streams in f32 or f64, so the second stream
+//! needs no scaling.
 
 use super::{ExtraStream, LayerContext, NormAt, ResidualSpec, Scheme, StackSpec, StreamStep};
 

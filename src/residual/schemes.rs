@@ -17,14 +17,14 @@ use std::sync::Arc;
 /// The ε with which queries and keys are scaled to length 1, as in torch's `normalize`.
 const UNIT_EPS: f64 = 1e-12;
 
-/// Schemes in the order of their layers. The last scheme is used in all layers that the others leave.
+/// The schemes of a stack's layers, from the bottom up. All layers above those of `first` have the scheme `last`.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Schemes {
     first: Vec<(SchemeRef, Share)>,
     last: SchemeRef,
 }
 
-/// A scheme of the table, or one that a user declares.
+/// A built-in scheme, or one that a user declares.
 #[derive(Clone)]
 pub enum SchemeRef {
     Table(&'static Scheme),
@@ -39,7 +39,7 @@ impl SchemeRef {
         }
     }
 
-    /// Errors if options of the scheme have no effect, because of its other options.
+    /// Errors if an option of the scheme is set, but has no effect because of the scheme's other options.
     pub fn check_options(&self, options: &Options) -> Result<()> {
         match self {
             SchemeRef::Table(scheme) => (scheme.check)(options),
@@ -144,7 +144,7 @@ enum Share {
 }
 
 impl Share {
-    /// Returns the number of layers in a stack that has `layers`.
+    /// Returns this share of a stack of `layers` layers, as a number of layers.
     fn of(self, layers: i64) -> i64 {
         match self {
             Share::Layers(count) => count,
@@ -178,7 +178,7 @@ impl Schemes {
         Ok(Schemes::of(SchemeRef::Given(Arc::new(scheme))))
     }
 
-    /// Returns the user's declaration; `None` if the schemes are from the table.
+    /// Returns the user's declaration; `None` if the schemes are built in.
     pub fn as_given(&self) -> Option<&GivenScheme> {
         match &self.last {
             SchemeRef::Table(_) => None,
@@ -208,8 +208,8 @@ impl Schemes {
             let first = growths[0].0;
             return Err(wrong(format!("{first} and {other} let branches grow in different ways, so take one of them")));
         }
-        let whole = schemes.all().find(|scheme| !can_be_mixed(scheme)).map(|scheme| scheme.name().to_string());
-        match whole.filter(|_| !schemes.first.is_empty()) {
+        let unmixable = schemes.all().find(|scheme| !can_be_mixed(scheme)).map(|scheme| scheme.name().to_string());
+        match unmixable.filter(|_| !schemes.first.is_empty()) {
             Some(scheme) => Err(Error::invalid(format!(
                 "residual {text:?}: {scheme} changes more than single layers, so it must have all of them",
             ))),
@@ -278,8 +278,8 @@ impl Schemes {
         inside
     }
 
-    /// Returns the parts that belong to the whole stack at this place. The first layer's scheme begins the stack; the
-    /// last layer's scheme gives all other parts.
+    /// Returns the parts that belong to this place's whole stack. `begin` is from the first layer's scheme, `growth`
+    /// from the first scheme that has one. All other parts are from the last layer's scheme.
     pub fn flow(&self, place: &LayerContext) -> StackSpec {
         let [bottom, top] =
             [0, place.layers() - 1].map(|layer| self.at(&LayerContext { layer, ..*place }).stack(place));
@@ -287,7 +287,7 @@ impl Schemes {
         StackSpec { growth, begin: bottom.begin, ..top }
     }
 
-    /// Returns the initialisation that goes with all schemes, or xavier if they differ.
+    /// Returns the default initialisation of the schemes, or xavier if they have different ones.
     pub fn init(&self) -> &str {
         let init = self.last.init();
         if self.all().all(|scheme| scheme.init() == init) {
@@ -302,7 +302,7 @@ impl Schemes {
         self.last.has_biases()
     }
 
-    /// Returns the name of a scheme whose branches' outputs do not simply add up, and the reason.
+    /// Returns the name and the reason of the first scheme with a [`Scheme::own_depth`].
     pub fn own_depth(&self) -> Option<(&str, &'static str)> {
         self.all().find_map(|scheme| Some((scheme.name(), scheme.own_depth()?)))
     }
@@ -358,13 +358,17 @@ fn qk_norm(place: &LayerContext) -> Vec<(Point, Change)> {
     };
     let norm = |(name, width)| NormAt { is_weighted: how.is_weighted, ..place.projected_norm(name, width) };
     let norms = ["q_norm", "k_norm"].into_iter().zip(widths).map(norm);
-    let times = (how.scale != 1.0).then_some(Change::Times(how.scale));
-    let both = points.into_iter().zip(norms);
-    both.flat_map(|(at, norm)| [Some(Change::Norm(norm)), times.clone()].into_iter().flatten().map(move |c| (at, c)))
-        .collect()
+    let mut changes = Vec::new();
+    for (point, norm) in points.into_iter().zip(norms) {
+        changes.push((point, Change::Norm(norm)));
+        if how.scale != 1.0 {
+            changes.push((point, Change::Times(how.scale)));
+        }
+    }
+    changes
 }
 
-/// Returns the scheme of the table with this name.
+/// Returns the built-in scheme of this name.
 fn find(name: &str) -> Result<&'static Scheme> {
     SCHEMES
         .iter()
@@ -376,14 +380,14 @@ fn find(name: &str) -> Result<&'static Scheme> {
 /// True if the scheme declares a norm anywhere: around or inside a sublayer, in a layer, or in the stack.
 fn puts_norms(scheme: &SchemeRef, place: &LayerContext) -> bool {
     let is_norm = |change: &Change| change.norm().is_some();
-    let has = |place: LayerContext| {
+    let has_norm = |place: LayerContext| {
         scheme.around(&place).changes().any(is_norm) || scheme.inside(&place).iter().any(|(_, change)| is_norm(change))
     };
-    let flow = scheme.stack(place);
-    let is_normed = flow.combine.is_some_and(|combine| !combine.norms.is_empty());
-    let has_own_norm = is_normed || flow.streams.iter().any(|stream| stream.norm.is_some());
-    let layer = scheme.layer(place);
-    place.each().any(has) || has_own_norm || flow.begin.iter().chain(&layer).chain(&flow.end).any(is_norm)
+    let (layer, stack) = (scheme.layer(place), scheme.stack(place));
+    let is_combine_normed = stack.combine.is_some_and(|combine| !combine.norms.is_empty());
+    let is_stream_normed = stack.streams.iter().any(|stream| stream.norm.is_some());
+    let is_stack_normed = stack.begin.iter().chain(&layer).chain(&stack.end).any(is_norm);
+    place.each().any(has_norm) || is_combine_normed || is_stream_normed || is_stack_normed
 }
 
 /// Returns true if each layer has its own α_t, and false if all share one; `None` if the scheme has no gain that
@@ -394,8 +398,8 @@ fn grows_by_layer(scheme: &SchemeRef) -> Option<bool> {
     flow.growth.map(|growth| growth.by_layer)
 }
 
-/// True if layers of this scheme can be combined with layers of others: it has no streams beside x, and nothing that
-/// the whole model shares.
+/// True if a stack may have layers of this scheme and layers of others: the scheme has no streams beside x, and
+/// nothing that belongs to the whole model.
 fn can_be_mixed(scheme: &SchemeRef) -> bool {
     let options = Options::default();
     let flow = scheme.stack(&LayerContext::new(ModelShape::SMALL, &options, StackName::Encoder, 0));

@@ -1,5 +1,5 @@
-//! Variance-preserving gates: the branch has a learned share β, and x the share α with which the variance of the sum
-//! stays the same (Muse Spark).
+//! Variance-preserving gates: the branch has a learned factor β, and x has the factor α that keeps the variance of
+//! the sum constant (Muse Spark).
 
 use super::{sandwich::SANDWICH, Gain, LayerContext, Learned, ResidualSpec, Scheme};
 use crate::options::{option_spec, positive};

@@ -39,8 +39,8 @@ fn layer(place: &LayerContext) -> Vec<Change> {
     }
 }
 
-/// Returns the index of the layer whose input is the middle layer's output. If there is no such layer, the stack's
-/// end reads it.
+/// Returns the index of the layer whose input is the middle layer's output. If it equals the number of layers, that
+/// output is the input of the stack's end.
 fn after_middle(place: &LayerContext) -> i64 {
     place.layers() / 2 + 1
 }
