@@ -466,7 +466,7 @@ impl Trainer {
             self.pace.pop_front();
         }
         self.pace.push_back((seconds, tokens));
-        let time: f64 = self.pace.iter().fold(0.0, |sum, (seconds, _)| sum + seconds);
+        let time: f64 = self.pace.iter().map(|(seconds, _)| seconds).sum();
         let done: usize = self.pace.iter().map(|(_, tokens)| tokens).sum();
         let left = self.config.updates - number as i64;
         let update = Update {

@@ -12,7 +12,6 @@ use tch::{Kind, Tensor};
 /// The largest number of elements that are orthogonalised at a time: 64 MB in f32.
 const BATCH: i64 = 1 << 24;
 
-/// A rule with its parameters.
 pub struct Ruled {
     pub rule: Box<dyn Rule>,
     parameters: Vec<RuledParameter>,
