@@ -243,6 +243,7 @@ fn is_inside(config: &TransformerConfig, scheme: &SchemeRef, is_sought: impl Fn(
     let stacks = StackName::of(&config.outline());
     let mut firsts = stacks.iter().map(|stack| config.place(*stack, 0));
     firsts.any(|first| {
+        // A scheme may differ from layer to layer, so each layer is visited.
         (0..first.layers())
             .flat_map(|layer| LayerContext { layer, ..first }.each())
             .any(|place| scheme.inside(&place).iter().any(|(point, change)| is_sought(*point, change)))

@@ -61,7 +61,9 @@ impl TransformerConfig {
             true => (StackName::Encoder, self.encoder_layers),
             false => (StackName::Decoder, self.decoder_layers),
         };
-        (2 * (4 * part.role as u8 + part.sums_over as u8) + stack as u8, scaled.parameter(part, layers, step_size))
+        // Each combination of role, `sums_over` and stack has its own key.
+        let key = 2 * (4 * part.role as u8 + part.sums_over as u8) + stack as u8;
+        (key, scaled.parameter(part, layers, step_size))
     }
 
     /// Returns the factor of attention's scores; `None` if it is the usual 1/√d_head.

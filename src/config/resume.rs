@@ -90,7 +90,7 @@ const EFFECTS: &[(&[&str], Compared, &[Effect])] = &[
 
 /// Returns the effect of changing each option, except the model's, for `_tables.json` and the documentation.
 pub fn described() -> Value {
-    let mut found = Map::new();
+    let mut words_by_option = Map::new();
     for (options, compared, effects) in EFFECTS {
         let words: Vec<&str> = effects.iter().map(|effect| effect.describe()).collect();
         let mut words = match words.split_first() {
@@ -103,9 +103,9 @@ pub fn described() -> Value {
         if *compared == Compared::ByText && !effects.is_empty() {
             words += " (where the text differs)";
         }
-        found.extend(options.iter().map(|name| (name.to_string(), json!(words))));
+        words_by_option.extend(options.iter().map(|name| (name.to_string(), json!(words))));
     }
-    Value::Object(found)
+    Value::Object(words_by_option)
 }
 
 /// An option whose value has changed.

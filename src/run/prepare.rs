@@ -74,23 +74,23 @@ pub(super) fn prepare_with(
     let most = training.max_tokens as usize;
     let limit = limit(most, model);
     let (train, skipped, valid) = if has_source {
-        let (train, kept) = Corpus::parallel(train.0, train.1, limit, long)?;
-        let skipped = kept.len() - train.len();
-        let (valid, fits) = Corpus::parallel(valid.0, valid_target, limit, long).map_err(|e| match e {
+        let (train, kept_in_train) = Corpus::parallel(train.0, train.1, limit, long)?;
+        let skipped = kept_in_train.len() - train.len();
+        let (valid, kept_in_valid) = Corpus::parallel(valid.0, valid_target, limit, long).map_err(|e| match e {
             Error::Invalid(text) => Error::Invalid(format!("held-out text: {text}")),
             other => other,
         })?;
         if valid.is_empty() {
             return Err(Error::invalid(format!(
                 "none of the {} held-out sentences fits into {} of {} {}: raise it",
-                fits.len(),
+                kept_in_valid.len(),
                 limit.what,
                 limit.flag,
                 limit.tokens
             )));
         }
-        data::retain(&mut references, &fits);
-        if references.len() < fits.len() {
+        data::retain(&mut references, &kept_in_valid);
+        if references.len() < kept_in_valid.len() {
             // A score over fewer sentences is not comparable, so the validation text gets another digest.
             digests.valid = valid.digest(check_interrupt)?;
         }
