@@ -6,6 +6,7 @@ use crate::error::{Error, Result};
 use crate::norm::{rms_norm, Spec};
 use crate::residual::{Change, LayerContext, NormOver, Point, SchemeRef, StackName, ValueNorm, SCHEMES};
 
+/// Errors if attention options contradict each other or the residual scheme, or would do nothing.
 pub(super) fn check(config: &TransformerConfig) -> Result<()> {
     check_norms_before_products(config)?;
     check_qk_norm(config)?;
@@ -43,36 +44,36 @@ pub(super) fn check_sizes(config: &TransformerConfig) -> Result<()> {
     }
 }
 
-/// Errors if the options put norms on queries, keys or values that the scheme already has, or norms that keep running
-/// statistics. Rows of queries and keys belong to heads, or to another stack, so they have no positions at which
-/// statistics could be kept.
+/// Errors if options add norms of queries, keys or values that the residual scheme already has, or if such a norm keeps
+/// statistics. Those statistics are means over a stack's tokens, but rows of queries and keys belong to heads, or in
+/// cross-attention to another stack.
 fn check_norms_before_products(config: &TransformerConfig) -> Result<()> {
     let schemes = config.schemes();
     let is_norm = |point: Point, change: &Change| point.is_before_products() && change.norm().is_some();
-    let own = schemes.all().find(|scheme| is_inside(config, scheme, is_norm));
+    let norm_scheme = schemes.all().find(|scheme| is_inside(config, scheme, is_norm));
     let is_unit = |point: Point, change: &Change| point.is_before_products() && matches!(change, Change::Unit(_));
-    let of_length_one = schemes.all().find(|scheme| is_inside(config, scheme, is_unit));
-    let asked = [("qk_norm", config.qk_norm), ("qk_l2norm", config.qk_l2norm.is_some())];
+    let unit_scheme = schemes.all().find(|scheme| is_inside(config, scheme, is_unit));
+    let options = [("qk_norm", config.qk_norm), ("qk_l2norm", config.qk_l2norm.is_some())];
     if let (Some(scheme), Some((option, _))) =
-        (own.as_ref().or(of_length_one.as_ref()), asked.iter().find(|(_, is_on)| *is_on))
+        (norm_scheme.as_ref().or(unit_scheme.as_ref()), options.iter().find(|(_, is_on)| *is_on))
     {
         return Err(Error::invalid(format!(
             "residual {:?} has norms on queries and keys of its own: leave {option} out",
             scheme.name()
         )));
     }
-    let of_values = schemes
+    let value_scheme = schemes
         .all()
         .find(|scheme| is_inside(config, scheme, |point, change| point == Point::Value && change.norm().is_some()));
-    if let (Some(scheme), Some(norm)) = (of_values, config.v_norm) {
+    if let (Some(scheme), Some(norm)) = (value_scheme, config.v_norm) {
         return Err(Error::invalid(format!(
             "residual {:?} has norms on values of its own, so v_norm = {:?} would be a second one: leave it out",
             scheme.name(),
             norm.name()
         )));
     }
-    check_lengths_of_one(config)?;
-    let owner = match own {
+    check_qk_l2norm(config)?;
+    let owner = match norm_scheme {
         Some(scheme) => format!("residual {:?} has norms on queries and keys", scheme.name()),
         None if config.qk_norm => "qk_norm has norms on queries and keys".into(),
         None if config.v_norm.is_some() => "v_norm has norms on values".into(),
@@ -91,13 +92,13 @@ fn check_qk_norm(config: &TransformerConfig) -> Result<()> {
     if !(scale > 0.0 && scale.is_finite()) {
         return Err(Error::invalid(format!("qk_norm_scale must be greater than 0, got {scale}")));
     }
-    let said = [
+    let options = [
         ("qk_norm_over", config.qk_norm_over != NormOver::Head),
         ("qk_norm_after_rotation", config.qk_norm_after_rotation),
         ("qk_norm_weight", !config.qk_norm_weight),
         ("qk_norm_scale", scale != 1.0),
     ];
-    if let (Some((option, _)), false) = (said.iter().find(|(_, is_said)| *is_said), config.qk_norm) {
+    if let (Some((option, _)), false) = (options.iter().find(|(_, is_given)| *is_given), config.qk_norm) {
         return Err(Error::invalid(format!("{option} is an option of qk_norm, which is off: leave it out")));
     }
     if config.qk_norm_after_rotation && config.positions != Positions::Rotary {
@@ -110,15 +111,15 @@ fn check_qk_norm(config: &TransformerConfig) -> Result<()> {
     Ok(())
 }
 
-/// Errors if a norm without a weight is asked for and the norm of a stack is not rmsnorm.
+/// Errors if an option leaves out the weight of a norm although a stack's norm is not rmsnorm.
 fn check_unweighted(config: &TransformerConfig) -> Result<()> {
-    let asked = [
+    let options = [
         ("qk_norm_weight = false", !config.qk_norm_weight),
         ("v_norm = \"unweighted\"", config.v_norm == Some(ValueNorm::Unweighted)),
     ];
-    let Some((option, _)) = asked.iter().find(|(_, is_on)| *is_on) else { return Ok(()) };
-    let stacks = [config.encoder_norm(), config.decoder_norm()].into_iter().skip(usize::from(!config.has_encoder()));
-    for norm in stacks {
+    let Some((option, _)) = options.iter().find(|(_, is_on)| *is_on) else { return Ok(()) };
+    let norms = [config.encoder_norm(), config.decoder_norm()].into_iter().skip(usize::from(!config.has_encoder()));
+    for norm in norms {
         if crate::norm::find(norm)?.name != rms_norm::SPEC.name {
             return Err(Error::invalid(format!(
                 "{option} leaves out the weight of rmsnorm, and this model has norm {norm:?}: leave it out, or choose \
@@ -129,9 +130,9 @@ fn check_unweighted(config: &TransformerConfig) -> Result<()> {
     Ok(())
 }
 
-/// Errors if `qk_l2norm` conflicts with other options. It scales queries and keys to length 1, and multiplies scores
-/// by a learned factor.
-fn check_lengths_of_one(config: &TransformerConfig) -> Result<()> {
+/// Errors if `qk_l2norm` conflicts with other options. `qk_l2norm` scales queries and keys to length 1, and multiplies
+/// scores by a learned factor.
+fn check_qk_l2norm(config: &TransformerConfig) -> Result<()> {
     let Some(length) = config.qk_l2norm else { return Ok(()) };
     if length < 2 {
         return Err(Error::invalid(format!("qk_l2norm must be a length of at least 2, got {length}")));
@@ -165,7 +166,7 @@ fn check_tensorized(config: &TransformerConfig) -> Result<()> {
             "attention = \"tensorized\" is a language model's: give architecture = \"decoder-only\", or leave it out",
         ));
     }
-    let asked = [
+    let options = [
         ("qk_norm", config.qk_norm),
         ("qk_l2norm", config.qk_l2norm.is_some()),
         ("v_norm", config.v_norm.is_some()),
@@ -174,7 +175,7 @@ fn check_tensorized(config: &TransformerConfig) -> Result<()> {
         ("score_softcap", config.score_softcap.is_some()),
         ("value_embeddings", config.value_embeddings),
     ];
-    if let Some((option, _)) = asked.iter().find(|(_, is_on)| *is_on) {
+    if let Some((option, _)) = options.iter().find(|(_, is_on)| *is_on) {
         return Err(Error::invalid(format!(
             "tensorized attention has no heads, so {option} would do nothing: leave it out"
         )));
@@ -204,19 +205,19 @@ fn check_tensorized(config: &TransformerConfig) -> Result<()> {
     Ok(())
 }
 
-/// Errors if `qk_clip` is on and the scores of heads do not shrink by γ when queries and keys are multiplied by √γ, or
-/// if the training scales the matrices anew.
+/// Errors if `qk_clip` is on but would not work. QK-clip multiplies the rows of queries and keys by √γ so that a head's
+/// scores shrink by γ. Norms and the like undo this, and so do optimizers that rescale matrices after an update.
 pub(super) fn check_qk_clip(model: &TransformerConfig, training: &TrainingConfig) -> Result<()> {
     if training.qk_clip == 0.0 {
         return Ok(());
     }
-    let is_fixed = |point: Point, change: &Change| {
+    let undoes_scaling = |point: Point, change: &Change| {
         use Change::{Mix, Norm, Shift, Unit};
         point.is_before_products()
             && point != Point::Value
             && matches!(change, Norm(_) | Shift(_) | Unit(_) | Mix { .. })
     };
-    let own = [
+    let options = [
         ("attention = \"tensorized\"", model.attention == AttentionName::Tensorized),
         ("qk_norm", model.qk_norm),
         ("qk_l2norm", model.qk_l2norm.is_some()),
@@ -224,10 +225,10 @@ pub(super) fn check_qk_clip(model: &TransformerConfig, training: &TrainingConfig
         ("unit_matrices", training.unit_matrices),
         ("muon_on_sphere", training.muon_on_sphere),
     ];
-    let named = own.iter().find(|(_, is_on)| *is_on).map(|(option, _)| option.to_string());
+    let conflicting_option = options.iter().find(|(_, is_on)| *is_on).map(|(option, _)| option.to_string());
     let schemes = model.schemes();
-    let of_scheme = schemes.all().find(|scheme| is_inside(model, scheme, is_fixed));
-    match named.or_else(|| of_scheme.map(|scheme| format!("residual = {:?}", scheme.name()))) {
+    let conflicting_scheme = schemes.all().find(|scheme| is_inside(model, scheme, undoes_scaling));
+    match conflicting_option.or_else(|| conflicting_scheme.map(|scheme| format!("residual = {:?}", scheme.name()))) {
         Some(other) => Err(Error::invalid(format!(
             "qk_clip = {} scales the rows of queries and keys so that the logits of a head shrink alike, and with {other} \
              they would not: leave one of them out",
@@ -237,14 +238,15 @@ pub(super) fn check_qk_clip(model: &TransformerConfig, training: &TrainingConfig
     }
 }
 
-/// True if the scheme makes a change inside a sublayer of one of the model's stacks for which `is_there` is true.
-fn is_inside(config: &TransformerConfig, scheme: &SchemeRef, is_there: impl Fn(Point, &Change) -> bool) -> bool {
+/// True if the scheme makes a change inside one of the model's sublayers for which `is_sought` is true.
+fn is_inside(config: &TransformerConfig, scheme: &SchemeRef, is_sought: impl Fn(Point, &Change) -> bool) -> bool {
     let stacks = StackName::of(&config.outline());
     let mut firsts = stacks.iter().map(|stack| config.place(*stack, 0));
     firsts.any(|first| {
+        // A scheme may differ from layer to layer, so each layer is visited.
         (0..first.layers())
             .flat_map(|layer| LayerContext { layer, ..first }.each())
-            .any(|place| scheme.inside(&place).iter().any(|(point, change)| is_there(*point, change)))
+            .any(|place| scheme.inside(&place).iter().any(|(point, change)| is_sought(*point, change)))
     })
 }
 

@@ -49,8 +49,6 @@ impl TransformerConfig {
                 self.encoder_layers
             )));
         }
-        // This check comes before the next one, which would create as many gates as streams: a scheme may declare
-        // 10⁹.
         self.check_options()?;
         self.schemes().check(self.residual.as_str(), &self.outline())
     }
@@ -60,7 +58,7 @@ impl TransformerConfig {
         self.residual.schemes()
     }
 
-    /// Checks the options that do not depend on the model's sizes. A single layer knows no others.
+    /// Checks the options that do not depend on the model's sizes. A layer that is built without a model has no others.
     pub fn check_options(&self) -> Result<()> {
         self.check_options_of(&[])
     }
@@ -97,19 +95,19 @@ impl TransformerConfig {
     /// chosen, or a choice of norm if the scheme has no norms.
     fn check_that_options_matter(&self) -> Result<()> {
         let (residual, schemes, init) = (self.residual.as_str(), self.schemes(), self.init());
-        let mut taken: Vec<&'static dyn AnyOption> =
+        let mut used: Vec<&'static dyn AnyOption> =
             schemes.all().flat_map(|scheme| scheme.options()).copied().collect();
         for norm in [self.encoder_norm(), self.decoder_norm()] {
-            taken.extend(crate::norm::find(norm)?.options.iter().filter_map(|keyword| keyword.option));
+            used.extend(crate::norm::find(norm)?.options.iter().filter_map(|keyword| keyword.option));
         }
-        taken.extend(crate::init::find(init)?.options);
+        used.extend(crate::init::find(init)?.options);
         let default = TransformerConfig::default();
         let json = |config: &TransformerConfig| serde_json::to_value(config).expect("options are plain data");
         let (own, default) = (json(self), json(&default));
         for field in TransformerConfig::fields() {
             let Some(owner) = owner(field.name) else { continue };
-            let is_taken = owner == self.attention.name() || taken.iter().any(|option| option.name() == field.name);
-            if own[field.name] != default[field.name] && !is_taken {
+            let is_used = owner == self.attention.name() || used.iter().any(|option| option.name() == field.name);
+            if own[field.name] != default[field.name] && !is_used {
                 return Err(Error::invalid(format!(
                     "{} = {} is an option of {owner}, and this model has norm {}, residual {residual:?}, init {init:?} and \
                      attention {:?}: leave it out",
@@ -141,7 +139,7 @@ impl TransformerConfig {
         }
     }
 
-    /// Errors if the scheme sets the initial value of norms' weights, but the norm has no weight.
+    /// Errors if the scheme sets the initial values of norms' weights, but a stack's norm has no weight.
     fn check_first_values(&self) -> Result<()> {
         let schemes = self.schemes();
         for stack in StackName::of(&self.outline()) {
@@ -166,17 +164,17 @@ impl TransformerConfig {
     /// Errors if norm_eps is set and neither norm has an ε, or if options of rmsnorm are set with a family of norms
     /// or with another norm.
     fn check_norm_options(&self) -> Result<()> {
-        let takes_eps = |name: &str| {
+        let norm_has_eps = |name: &str| {
             let is_eps = |option: &&dyn AnyOption| option.name() == NORM_EPS.name;
             let has_eps = |spec: &Spec| spec.options.iter().any(|keyword| keyword.option.as_ref().is_some_and(is_eps));
             crate::norm::find(name).map(has_eps)
         };
         let (encoder, decoder) = (self.encoder_norm(), self.decoder_norm());
-        let said = KEYWORDS
+        let given_option = KEYWORDS
             .iter()
             .filter_map(|keyword| keyword.option)
             .find(|option| option.name() != NORM_EPS.name && self.options.value(*option) != option.field("").default);
-        if let Some(option) = said.filter(|_| ![encoder, decoder].contains(&rms_norm::SPEC.name)) {
+        if let Some(option) = given_option.filter(|_| ![encoder, decoder].contains(&rms_norm::SPEC.name)) {
             let (name, family) = (option.name(), if encoder.contains(':') { encoder } else { decoder });
             return Err(Error::invalid(format!(
                 "{family} has conventions of its own, so {name} would do nothing: leave it out, or choose norm = {:?}",
@@ -184,7 +182,7 @@ impl TransformerConfig {
             )));
         }
         match self.options.get(&NORM_EPS) {
-            Some(eps) if !takes_eps(encoder)? && !takes_eps(decoder)? => Err(Error::invalid(format!(
+            Some(eps) if !norm_has_eps(encoder)? && !norm_has_eps(decoder)? => Err(Error::invalid(format!(
                 "norm {decoder:?} has no epsilon, so norm_eps = {eps} would do nothing: leave it out"
             ))),
             _ => Ok(()),
@@ -283,16 +281,16 @@ impl TrainingConfig {
         if self.accumulate > 1 << 16 {
             return Err(Error::invalid(format!("accumulate must be at most 65536, got {}", self.accumulate)));
         }
-        // True if the rate never ends a run by falling below min_lr. The schedules that are not listed fall without
-        // end, or lower the rate after evaluations.
-        let is_constant = match self.schedule {
+        // True if a run never ends because the rate is below min_lr. With the schedules for which this is false the
+        // rate falls without end, or after evaluations.
+        let ignores_min_lr = match self.schedule {
             ScheduleName::Constant | ScheduleName::Cosine | ScheduleName::Linear | ScheduleName::Wsd => true,
             ScheduleName::InverseSqrt => self.warmup == 0,
             ScheduleName::TFixup | ScheduleName::ValDecay | ScheduleName::NoWarmup => false,
         };
-        if self.updates == 0 && self.epochs == 0 && self.patience == 0 && (self.min_lr <= 0.0 || is_constant) {
+        if self.updates == 0 && self.epochs == 0 && self.patience == 0 && (self.min_lr <= 0.0 || ignores_min_lr) {
             let why = if self.min_lr > 0.0 { ", for the rate never falls below min_lr" } else { "" };
-            let or = if is_constant { "" } else { ", or min_lr" };
+            let or = if ignores_min_lr { "" } else { ", or min_lr" };
             return Err(Error::invalid(format!(
                 "nothing would stop this run{why}: give updates, epochs or patience{or}"
             )));
@@ -331,6 +329,7 @@ impl TrainingConfig {
         below_one("beta2", self.beta2)?;
         below_one("label_smoothing", self.label_smoothing)?;
         below_one("word_dropout", self.word_dropout)?;
+        // lr_scale is a factor of TwT eq 7, which gives the rate unless one of these options does.
         let decides = match (self.schedule, self.lr) {
             (_, Some(lr)) => Some(format!("lr = {lr}")),
             (ScheduleName::NoWarmup, None) => Some("schedule = no-warmup".into()),
@@ -347,7 +346,7 @@ impl TrainingConfig {
 }
 
 impl TrainingConfig {
-    /// Checks the options that depend on the model's.
+    /// Checks the options that depend on those of the model.
     pub fn check_with(&self, model: &TransformerConfig) -> Result<()> {
         attention::check_qk_clip(model, self)
     }

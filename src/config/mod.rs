@@ -1,6 +1,6 @@
-//! The options of a model and of a training run. Each configuration is one list. The Rust struct, the keys of a TOML
-//! file, Python's keyword arguments and the command line's flags come from this list, with documentation, defaults
-//! and choices.
+//! The options of a model and of a training run. Each configuration is declared once, by `config!`. This declaration
+//! yields the Rust struct, the keys of a TOML file, Python's keyword arguments and the command line's flags, with
+//! documentation, defaults and choices.
 
 mod attention;
 mod check;
@@ -30,8 +30,8 @@ choice! {
     pub enum Architecture ("architecture") { EncoderDecoder = "encoder-decoder", DecoderOnly = "decoder-only" }
 }
 choice! {
-    /// Positions of docs/spec.md §4.2. For sinusoids, `twt` interleaves sine and cosine and counts from 0; `fairseq`
-    /// puts them in two halves and counts from padding_idx + 1.
+    /// Positions of docs/spec.md §4.2. For sinusoids, `twt` interleaves sines and cosines and counts from 0; `fairseq`
+    /// has sines in one half, cosines in the other, and counts from padding_idx + 1.
     pub enum Positions ("positions") {
         Twt = "twt",
         Fairseq = "fairseq",
@@ -64,9 +64,9 @@ choice! {
 choice! {
     /// The rule that ranks hypotheses and ends a search.
     pub enum SearchRule ("rule") {
-        /// Score/((5 + len)/6)^α; finished hypotheses compete with those that go on.
+        /// Score/((5 + len)/6)^α; finished hypotheses compete with unfinished ones.
         Google = "google",
-        /// Score/len^α; finished hypotheses are set aside.
+        /// Score/len^α; finished hypotheses leave the beam.
         Fairseq = "fairseq",
     }
 }
@@ -81,7 +81,7 @@ choice! {
     pub enum AdamForm ("adam_form") { Fairseq = "fairseq", Torch = "torch" }
 }
 choice! {
-    /// Adam for all parameters, or a rule beside it (docs/spec.md §4.9).
+    /// Adam for all parameters, or another rule for some or all of them (docs/spec.md §4.9).
     pub enum OptimizerName ("optimizer") {
         Adam = "adam",
         Muon = "muon",
@@ -106,11 +106,11 @@ choice! {
         NoWarmup = "no-warmup",
         TFixup = "t-fixup",
         Constant = "constant",
-        /// Falls to the end of the run as half a cosine.
+        /// Falls until the end of the run, as half a period of a cosine.
         Cosine = "cosine",
-        /// Falls to the end of the run in a line.
+        /// Falls linearly until the end of the run.
         Linear = "linear",
-        /// Warm-up, stable, decay: constant, and a line over the last part of the run.
+        /// Warm-up, stable, decay: constant, then falls linearly over the last part of the run.
         Wsd = "wsd",
     }
 }
@@ -157,10 +157,11 @@ config! {
             sinks: bool = false,
             /// Replace attention's scores s by c·tanh(s/c) before the softmax (Gemma 2); default: no cap.
             score_softcap: Option<f64> = None,
-            /// Add to the values of every second layer, the last among them, rows of a table of their own by token,
-            /// times a gate for each head of values, 3σ of a linear layer of 12 columns of attention's input (nanochat).
+            /// Value embeddings (nanochat): every second layer, counted back from the last, adds to its values the token's
+            /// row of its own table, times a gate for each head of values: 3σ(Wx), x the first 12 columns of attention's
+            /// input.
             value_embeddings: bool = false,
-            /// Add to each embedding the one before it in its text, times λσ of a linear layer of 24 of its columns, λ =
+            /// Add to each embedding that of the token before, times λσ(w·x), x the first 24 columns of the embedding; λ is
             /// 0 at the start (nanochat).
             smear: bool = false,
             /// Activation between a feed-forward's matrices; swiglu and geglu have a third matrix (Shazeer 2020).
@@ -185,16 +186,16 @@ config! {
             /// stack's first three layers and prenorm in the others; postnorm*1/4,prenorm means postnorm in its first
             /// quarter.
             residual: Residual = Residual::parse("prenorm").expect("the table has it"),
-            /// Norm the queries and keys of every head before their products (QK-norm), with the stack's norm, which
-            /// must work row by row.
+            /// Normalise the queries and keys of every head before their products (QK-norm), with the stack's norm,
+            /// which must work row by row.
             qk_norm: bool = false,
             /// Rows that qk_norm normalises: each head's (head), or all heads' joined (all-heads; OLMo 2).
             qk_norm_over: NormOver = NormOver::Head,
             /// Apply qk_norm after the rotation of rotary positions, not before it (nanochat, Hunyuan).
             qk_norm_after_rotation: bool = false,
-            /// Learn a weight in qk_norm; only rmsnorm can do without.
+            /// Learn a weight in qk_norm; only rmsnorm works without one.
             qk_norm_weight: bool = true,
-            /// Factor of normed queries and of normed keys, each.
+            /// Factor by which normed queries and normed keys are multiplied.
             qk_norm_scale: f64 = 1.0,
             /// A norm on each head's values: the stack's norm, weighted or, for rmsnorm, unweighted (Gemma 4); default:
             /// no norm.
@@ -317,8 +318,8 @@ config! {
             count_from_zero: bool = false,
             /// Stop when the learning rate falls below this after warm-up.
             min_lr: f64 = 1e-6,
-            /// Optimizer: adam; muon or normuon, which orthogonalise the momentum of the layers' matrices, beside Adam
-            /// for all else; or lion.
+            /// Optimizer: adam; muon or normuon, which orthogonalise the momentum of the layers' matrices and
+            /// leave other parameters to Adam; or lion.
             optimizer: OptimizerName = OptimizerName::Adam,
             /// Muon's μ.
             muon_momentum: f64 = 0.95,
@@ -456,12 +457,12 @@ pub fn differences(old: &Value, new: &Value) -> String {
     let (old, new) = (old.as_object().unwrap_or(&empty), new.as_object().unwrap_or(&empty));
     let names = old.keys().chain(new.keys().filter(|name| !old.contains_key(*name)));
     let value = |options: &Map<String, Value>, name: &String| options.get(name).unwrap_or(&Value::Null).to_string();
-    let told: Vec<String> = names
+    let changes: Vec<String> = names
         .map(|name| (name, value(old, name), value(new, name)))
         .filter(|(_, old, new)| old != new)
         .map(|(name, old, new)| format!("{name} was {old}, now {new}"))
         .collect();
-    told.join("; ")
+    changes.join("; ")
 }
 
 /// Reads a configuration from JSON. Errors call the configuration `what`.

@@ -46,8 +46,9 @@ impl TransformerConfig {
         }
     }
 
-    /// Returns a parameter's multipliers for an optimizer with steps of this size, and a number. Parameters sorted by
-    /// the number have equal multipliers next to each other, as an optimizer needs them. Those of u-μP are Adam's.
+    /// Returns a sort key and a parameter's multipliers, for an optimizer with steps of this size. Sorting parameters
+    /// by the key puts equal multipliers next to each other, except under u-μP. The multipliers of u-μP are made for
+    /// Adam alone.
     pub fn multipliers(&self, name: &str, part: Part, shape: &[i64], step_size: StepSize) -> (u8, Multipliers) {
         let scaled = self.scaled();
         if let Some(unit) = scaled.unit {
@@ -60,7 +61,9 @@ impl TransformerConfig {
             true => (StackName::Encoder, self.encoder_layers),
             false => (StackName::Decoder, self.decoder_layers),
         };
-        (2 * (4 * part.role as u8 + part.sums_over as u8) + stack as u8, scaled.parameter(part, layers, step_size))
+        // Each combination of role, `sums_over` and stack has its own key.
+        let key = 2 * (4 * part.role as u8 + part.sums_over as u8) + stack as u8;
+        (key, scaled.parameter(part, layers, step_size))
     }
 
     /// Returns the factor of attention's scores; `None` if it is the usual 1/√d_head.
@@ -73,15 +76,15 @@ impl TransformerConfig {
 
 /// Errors if options of the parametrisation contradict each other or would do nothing.
 pub(super) fn check(config: &TransformerConfig) -> Result<()> {
-    let (found, name) = (config.scaled().parametrisation, config.parametrisation.as_str());
-    let lengths = [
+    let (chosen, name) = (config.scaled().parametrisation, config.parametrisation.as_str());
+    let base_options = [
         ("base_width", config.base_width),
         ("base_depth", config.base_depth),
         ("attention_length", config.attention_length),
     ];
-    for (option, base) in lengths {
-        let is_needed = found.base.contains(&option);
-        match base {
+    for (option, value) in base_options {
+        let is_needed = chosen.base.contains(&option);
+        match value {
             None if is_needed => {
                 let what = match option {
                     "attention_length" => "the number of tokens in a training sequence, usually segment_length",
@@ -89,13 +92,13 @@ pub(super) fn check(config: &TransformerConfig) -> Result<()> {
                 };
                 return Err(Error::invalid(format!("parametrisation {name:?} needs {option}: {what}")));
             }
-            Some(base) if !is_needed => {
+            Some(value) if !is_needed => {
                 return Err(Error::invalid(format!(
-                "{option} = {base} would do nothing, as parametrisation is {name:?}: leave it out, or choose one of {}",
+                "{option} = {value} would do nothing, as parametrisation is {name:?}: leave it out, or choose one of {}",
                 names_where(|p| p.base.contains(&option))
             )))
             }
-            Some(base) if base < 1 => return Err(Error::invalid(format!("{option} must be at least 1, got {base}"))),
+            Some(value) if value < 1 => return Err(Error::invalid(format!("{option} must be at least 1, got {value}"))),
             _ => {}
         }
     }
@@ -118,9 +121,9 @@ pub(super) fn check(config: &TransformerConfig) -> Result<()> {
             "attention_scale and attention_multiplier both say the factor of attention's scores: leave one of them out",
         ));
     }
-    check_unit_scaled(config, found)?;
+    check_unit_scaled(config, chosen)?;
     match config.depth_alpha {
-        Some(alpha) if found.alpha.is_none() => {
+        Some(alpha) if chosen.alpha.is_none() => {
             return Err(Error::invalid(format!(
             "depth_alpha = {alpha} would do nothing, as parametrisation is {name:?}: leave it out, or choose one of {}",
             names_where(|p| p.alpha.is_some())
@@ -150,7 +153,7 @@ pub(super) fn check(config: &TransformerConfig) -> Result<()> {
         )));
     }
     let on_sphere = schemes.all().find(|one| one.is_on_sphere()).map(|one| format!("residual = {:?}", one.name()));
-    let unsettled = [
+    let undefined = [
         (is_tensorized, "attention = \"tensorized\""),
         (config.fixnorm, "fixnorm = true"),
         (config.logit_scale, "logit_scale = true"),
@@ -159,20 +162,20 @@ pub(super) fn check(config: &TransformerConfig) -> Result<()> {
         (on_sphere.is_some(), on_sphere.as_deref().unwrap_or_default()),
     ];
     let l2norm = l2_norm::SPEC.name;
-    if !found.is_standard() && [config.encoder_norm(), config.decoder_norm()].contains(&l2norm) {
+    if !chosen.is_standard() && [config.encoder_norm(), config.decoder_norm()].contains(&l2norm) {
         return Err(Error::invalid(format!(
             "parametrisation {name:?} wants norms whose numbers are as large in every width, and those of {l2norm} fall \
              as 1/√d: choose rmsnorm or scalenorm"
         )));
     }
-    if let (Some(_), Some((scheme, why))) = (found.alpha, config.schemes().own_depth()) {
+    if let (Some(_), Some((scheme, why))) = (chosen.alpha, config.schemes().own_depth()) {
         return Err(Error::invalid(format!(
             "parametrisation {name:?} multiplies branches by a power of the depth, for their sum; under residual = \
              {scheme:?} {why}: choose another scheme, or parametrisation \"mup\""
         )));
     }
-    let unsettled = unsettled.into_iter().find(|(is_on, _)| *is_on && !found.is_standard());
-    match unsettled {
+    let conflict = undefined.into_iter().find(|(is_on, _)| *is_on && !chosen.is_standard());
+    match conflict {
         Some((_, what)) => Err(Error::invalid(format!(
             "parametrisation {name:?} does not say what becomes of {what}: leave that out, or take parametrisation \
              \"standard\""
@@ -184,22 +187,22 @@ pub(super) fn check(config: &TransformerConfig) -> Result<()> {
 /// The shortest `attention_length`: the logarithm of 1 would make attention's factor infinite.
 const SHORTEST: i64 = 2;
 
-/// The schemes in which F(x) is added to x without factors, and norms alone stand around F.
+/// The schemes that add F(x) to x without factors and place only norms before and after F.
 const PLAIN_SUMS: [&str; 4] = ["prenorm", "sandwich", "peri-ln", "olmo2"];
 
 /// Errors if the model is not one for which u-μP is defined, or if options of u-μP are given without it.
-fn check_unit_scaled(config: &TransformerConfig, found: &Parametrisation) -> Result<()> {
+fn check_unit_scaled(config: &TransformerConfig, chosen: &Parametrisation) -> Result<()> {
     let own = [
         ("attn_softmax_alpha", config.attn_softmax_alpha),
         ("ffn_act_alpha", config.ffn_act_alpha),
         ("res_alpha", config.res_alpha),
         ("res_attn_ratio", config.res_attn_ratio),
     ];
-    if !found.is_unit_scaled {
+    if !chosen.is_unit_scaled {
         return match own.into_iter().find(|(_, value)| *value != 1.0) {
             Some((option, value)) => Err(Error::invalid(format!(
                 "{option} = {value} would do nothing, as parametrisation is {:?}: leave it out, or choose {}",
-                found.name,
+                chosen.name,
                 names_where(|p| p.is_unit_scaled)
             ))),
             None => Ok(()),
@@ -208,28 +211,29 @@ fn check_unit_scaled(config: &TransformerConfig, found: &Parametrisation) -> Res
     if let Some(length) = config.attention_length.filter(|length| *length < SHORTEST) {
         return Err(Error::invalid(format!("attention_length must be at least {SHORTEST}, got {length}")));
     }
-    let is_off = |rate: Option<f64>| rate.unwrap_or(0.0) == 0.0;
-    let is_scaled = |norm: &NormName| {
+    let has_no_dropout = |rate: Option<f64>| rate.unwrap_or(0.0) == 0.0;
+    let is_supported = |norm: &NormName| {
         let family = norm.as_str().split(':').next().unwrap_or_default();
         [rms_norm::SPEC.name, layer_norm::SPEC.name].contains(&family)
     };
     let norms = "rmsnorm, one of its families, or layernorm";
+    // Each rule is an option, the required value in words, and whether the option has this value.
     let rules = [
         ("architecture", "\"decoder-only\"", !config.has_encoder()),
         ("residual", "one of prenorm, sandwich, peri-ln, olmo2", {
             config.schemes().all().all(|scheme| PLAIN_SUMS.contains(&scheme.name()))
         }),
-        ("norm", norms, config.decoder_norm.is_some() || is_scaled(&config.norm)),
-        ("decoder_norm", norms, config.decoder_norm.as_ref().is_none_or(is_scaled)),
+        ("norm", norms, config.decoder_norm.is_some() || is_supported(&config.norm)),
+        ("decoder_norm", norms, config.decoder_norm.as_ref().is_none_or(is_supported)),
         ("activation", "\"swiglu\"", config.activation == Activation::SwiGlu),
         ("positions", "\"rotary\" or \"none\"", matches!(config.positions, Positions::Rotary | Positions::None)),
         ("tie_embeddings", "\"none\"", config.tie_embeddings == Ties::None),
         ("dropout", "0", config.dropout == 0.0),
-        ("embedding_dropout", "0", is_off(config.embedding_dropout)),
-        ("attention_dropout", "0", is_off(config.attention_dropout)),
-        ("activation_dropout", "0", is_off(config.activation_dropout)),
+        ("embedding_dropout", "0", has_no_dropout(config.embedding_dropout)),
+        ("attention_dropout", "0", has_no_dropout(config.attention_dropout)),
+        ("activation_dropout", "0", has_no_dropout(config.activation_dropout)),
     ];
-    let left_out = [
+    let excluded = [
         "init",
         "output_bias",
         "qk_norm",
@@ -250,17 +254,17 @@ fn check_unit_scaled(config: &TransformerConfig, found: &Parametrisation) -> Res
         .into_iter()
         .filter(|(_, _, is_right)| !is_right)
         .map(|(option, wanted, _)| format!("{option} must be {wanted}, got {}", given[option]));
-    let more = left_out
+    let given_although_excluded = excluded
         .into_iter()
         .filter(|option| given[option] != default[option])
         .map(|option| format!("{option} = {} must be left out", given[option]));
-    let all: Vec<String> = wrong.chain(more).collect();
-    match all.is_empty() {
+    let violations: Vec<String> = wrong.chain(given_although_excluded).collect();
+    match violations.is_empty() {
         true => Ok(()),
         false => Err(Error::invalid(format!(
             "parametrisation {:?} is defined for language models of the paper's kind: {}",
-            found.name,
-            all.join("; ")
+            chosen.name,
+            violations.join("; ")
         ))),
     }
 }

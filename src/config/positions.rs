@@ -13,8 +13,8 @@ pub struct Longest {
 }
 
 impl TransformerConfig {
-    /// Returns the maximum length of a sentence that the model can read or produce, including its EOS or BOS; `None`
-    /// means any length.
+    /// Returns the maximum length of a sentence that the model can read or produce, including EOS or BOS; `None` if
+    /// there is no limit.
     pub fn longest(&self) -> Option<Longest> {
         let (tokens, why) = match (self.attention, self.positions) {
             (AttentionName::Tensorized, _) => {

@@ -10,7 +10,7 @@ use serde_json::{json, Map, Value};
 pub enum Effect {
     /// The resume is refused.
     Refused,
-    /// The place in the epoch changes to the one with the same share of the text before it.
+    /// The run continues at another position in the epoch: after the same share of its sentences as before.
     Place,
     /// Adam's moments are converted to the new type.
     Moments,
@@ -90,7 +90,7 @@ const EFFECTS: &[(&[&str], Compared, &[Effect])] = &[
 
 /// Returns the effect of changing each option, except the model's, for `_tables.json` and the documentation.
 pub fn described() -> Value {
-    let mut found = Map::new();
+    let mut words_by_option = Map::new();
     for (options, compared, effects) in EFFECTS {
         let words: Vec<&str> = effects.iter().map(|effect| effect.describe()).collect();
         let mut words = match words.split_first() {
@@ -103,9 +103,9 @@ pub fn described() -> Value {
         if *compared == Compared::ByText && !effects.is_empty() {
             words += " (where the text differs)";
         }
-        found.extend(options.iter().map(|name| (name.to_string(), json!(words))));
+        words_by_option.extend(options.iter().map(|name| (name.to_string(), json!(words))));
     }
-    Value::Object(found)
+    Value::Object(words_by_option)
 }
 
 /// An option whose value has changed.
@@ -116,7 +116,7 @@ pub struct OptionChange {
     pub said: String,
 }
 
-/// Returns the changes between two sets of options. Options whose file contents count are not compared here.
+/// Returns the options that differ between two sets. Options that are compared by their files' contents are left out.
 ///
 /// # Errors
 /// Returns `Invalid` if a change is refused; the message names all options with refused changes.
@@ -124,18 +124,18 @@ pub fn changes(
     before: (&TransformerConfig, &TrainingConfig, &DataConfig),
     now: (&TransformerConfig, &TrainingConfig, &DataConfig),
 ) -> Result<Vec<OptionChange>> {
-    let plain = |value: &dyn Fn() -> serde_json::Result<Value>| value().map_err(|e| Error::invalid(e.to_string()));
+    let checked = |value: &dyn Fn() -> serde_json::Result<Value>| value().map_err(|e| Error::invalid(e.to_string()));
     let model =
-        super::differences(&plain(&|| serde_json::to_value(before.0))?, &plain(&|| serde_json::to_value(now.0))?);
+        super::differences(&checked(&|| serde_json::to_value(before.0))?, &checked(&|| serde_json::to_value(now.0))?);
     if !model.is_empty() {
         return Err(Error::invalid(format!("was trained with another model: {model}; resume with the same options")));
     }
-    let of_run =
+    let options_of =
         |(_, training, data): (&TransformerConfig, &TrainingConfig, &DataConfig)| -> Result<Map<String, Value>> {
-            let parts = [plain(&|| serde_json::to_value(training))?, plain(&|| serde_json::to_value(data))?];
+            let parts = [checked(&|| serde_json::to_value(training))?, checked(&|| serde_json::to_value(data))?];
             Ok(parts.into_iter().filter_map(|part| part.as_object().cloned()).flatten().collect())
         };
-    let (before, now) = (of_run(before)?, of_run(now)?);
+    let (before, now) = (options_of(before)?, options_of(now)?);
     let by_value = EFFECTS.iter().filter(|(_, compared, _)| *compared == Compared::ByValue);
     let changes: Vec<OptionChange> = by_value
         .flat_map(|(options, _, effects)| options.iter().map(move |name| (*name, *effects)))
@@ -156,12 +156,12 @@ pub fn changes(
     }
 }
 
-/// Returns the change that stands for another validation text.
+/// Returns the change that describes a new validation set.
 pub fn other_validation() -> OptionChange {
     OptionChange { effects: &[Loss, Bleu], said: "the validation text is not the one of the run so far".into() }
 }
 
-/// True if the best score no longer measures the same after the change.
+/// True if the best score is not comparable with scores after the change.
 pub fn forgets_best(change: &OptionChange, criterion: Criterion) -> bool {
     let own = match criterion {
         Criterion::Loss => Loss,
@@ -170,8 +170,8 @@ pub fn forgets_best(change: &OptionChange, criterion: Criterion) -> bool {
     change.effects.contains(&Best) || change.effects.contains(&own)
 }
 
-/// True if the scores that the schedule remembers no longer measure the same, or no longer follow the same rule,
-/// after the change. `has_bleu` is true if the schedule uses BLEU.
+/// True if the schedule must forget its scores, because the change gives scores another meaning or the schedule another
+/// rule. `has_bleu` is true if the schedule uses BLEU.
 pub fn forgets_scores(change: &OptionChange, has_bleu: bool) -> bool {
     let own = if has_bleu { Bleu } else { Loss };
     [own, Scores, Schedule].iter().any(|effect| change.effects.contains(effect))

@@ -10,30 +10,30 @@ use crate::train::checkpoint::{self, CheckpointStore};
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// Returns the checkpoints of the last evaluations, newest first. Skips checkpoints that were saved because the user
-/// stopped the run. Stops before an old best checkpoint if checkpoints between it and the newer ones have been
-/// removed.
+/// Returns the checkpoints of the last evaluations, newest first, up to the first gap: pruning may have removed
+/// checkpoints between an old best one and the newer ones. Skips checkpoints that were saved because the user stopped
+/// the run.
 fn evaluated(store: &CheckpointStore) -> Result<Vec<PathBuf>> {
-    let (mut found, mut newer) = (Vec::new(), None::<Option<u64>>);
+    let (mut paths, mut newer) = (Vec::new(), None::<Option<u64>>);
     for path in store.recent(usize::MAX)? {
         let (state, _) = checkpoint::load_state(&path)?;
         if state["is_pause"] == true {
             continue;
         }
         let evaluation = state["evaluations"].as_u64();
-        let follows = newer.is_none_or(|newer| evaluation.is_some() && evaluation.map(|n| n + 1) == newer);
-        if !follows {
+        let is_adjacent = newer.is_none_or(|newer| evaluation.is_some() && evaluation.map(|n| n + 1) == newer);
+        if !is_adjacent {
             break;
         }
         newer = Some(evaluation);
-        found.push(path);
+        paths.push(path);
     }
-    Ok(found)
+    Ok(paths)
 }
 
-/// Averages checkpoints of a run, those of the given updates or the last `count`, and stores the result as `average`.
-/// Parameters and running statistics are averaged; counters are the newest checkpoint's. `check_interrupt` runs
-/// before each checkpoint is read.
+/// Averages a run's checkpoints, either those of the given updates or the last `count`, and saves the result as the
+/// checkpoint `average`. Parameters and running statistics are averaged; counters are copied from the newest
+/// checkpoint. `check_interrupt` runs before a checkpoint is read.
 pub fn average(
     folder: &Path,
     count: Option<usize>,
@@ -54,17 +54,17 @@ pub fn average(
     let paths = match (count, updates) {
         (None, Some(updates)) => updates.iter().map(|u| store.resolve(&u.to_string())).collect::<Result<Vec<_>>>()?,
         (Some(n), None) => {
-            let mut there = evaluated(&store)?;
-            if !(1..=there.len()).contains(&n) {
+            let mut available = evaluated(&store)?;
+            if !(1..=available.len()).contains(&n) {
                 return Err(Error::invalid(format!(
                     "{} holds the checkpoints of the last {} evaluations, cannot average {n}; training keeps as many as \
                      `keep` says",
                     folder.display(),
-                    there.len()
+                    available.len()
                 )));
             }
-            there.truncate(n);
-            there
+            available.truncate(n);
+            available
         }
         _ => return Err(Error::invalid("give either how many of the last checkpoints to average, or their updates")),
     };
@@ -77,8 +77,8 @@ pub fn average(
     Ok(path)
 }
 
-/// Removes a directory completely or not at all: half of one would not show that a run wrote it, so no later run
-/// would remove the rest.
+/// Removes a folder, if it exists, completely or not at all. The rest of a half-removed folder would not be recognised
+/// as a run's, so no later run would remove it.
 fn remove(path: &Path) -> Result<()> {
     match path.symlink_metadata().is_ok() {
         true => atomic::remove_directory(path),

@@ -62,17 +62,20 @@ impl Translator {
     ) -> Result<Vec<Vec<Completion>>> {
         let config = GenerationConfig::of(options, self.data.segment_length)?;
         let check_interrupt = &mut data::throttled(check_interrupt);
-        let read: Vec<Vec<i64>> =
+        let prompt_ids: Vec<Vec<i64>> =
             prompts.iter().map(|prompt| self.read_text(prompt, check_interrupt)).collect::<Result<_>>()?;
         let samples = options.samples as usize;
         let bytes = size_of::<Completion>() as u128 * prompts.len() as u128 * samples as u128;
         memory::room(bytes, || format!("{samples} texts of each of {} prompts (ask for fewer)", prompts.len()))?;
-        let places: Vec<(usize, usize)> =
+        // The prompt and the number of each text to generate.
+        let texts: Vec<(usize, usize)> =
             (0..prompts.len()).flat_map(|prompt| (0..samples).map(move |sample| (prompt, sample))).collect();
-        let mut found: Vec<Vec<Completion>> = vec![Vec::new(); prompts.len()];
-        for batch in places.chunks((batch_tokens / config.context).max(1)) {
-            let given: Vec<Prompt> =
-                batch.iter().map(|&(p, sample)| Prompt { tokens: &read[p], sample: sample as u64 }).collect();
+        let mut completions: Vec<Vec<Completion>> = vec![Vec::new(); prompts.len()];
+        for batch in texts.chunks((batch_tokens / config.context).max(1)) {
+            let batch_prompts: Vec<Prompt> = batch
+                .iter()
+                .map(|&(prompt, sample)| Prompt { tokens: &prompt_ids[prompt], sample: sample as u64 })
+                .collect();
             let mut streams: Vec<TextStream> = batch
                 .iter()
                 .map(|&(prompt, sample)| {
@@ -80,7 +83,7 @@ impl Translator {
                     TextStream { prompt, sample, joiner, text: String::new() }
                 })
                 .collect();
-            let mut tell = |number: usize, token: i64, is_over: bool| -> Result<()> {
+            let mut take_token = |number: usize, token: i64, is_over: bool| -> Result<()> {
                 let stream = &mut streams[number];
                 let new = self.text_of(token, is_over, &mut stream.joiner);
                 if !new.is_empty() {
@@ -93,21 +96,21 @@ impl Translator {
                 Ok(())
             };
             let allowed = self.seen.as_deref();
-            let made = generate(&self.model, &given, allowed, &config, kind, &mut tell, check_interrupt)?;
-            for (stream, made) in streams.into_iter().zip(made) {
-                let (tokens, finished) = (made.tokens.len(), made.finished);
-                found[stream.prompt].push(Completion {
+            let generated =
+                generate(&self.model, &batch_prompts, allowed, &config, kind, &mut take_token, check_interrupt)?;
+            for (stream, generated) in streams.into_iter().zip(generated) {
+                completions[stream.prompt].push(Completion {
                     text: stream.text,
-                    log_probability: made.log_probability,
-                    tokens,
-                    finished,
+                    log_probability: generated.log_probability,
+                    tokens: generated.tokens.len(),
+                    finished: generated.finished,
                 });
             }
         }
-        Ok(found)
+        Ok(completions)
     }
 
-    /// Returns the text that a token adds to a sample. The end of sentence that ends the sample adds none.
+    /// Returns the text that a token adds to a sample. An EOS adds a line break, or nothing if it ends the sample.
     fn text_of(&self, token: i64, is_over: bool, joiner: &mut Joiner) -> String {
         match (token == EOS, is_over) {
             (true, true) => String::new(),

@@ -27,7 +27,7 @@ pub(super) const CONFIG_BYTES: u64 = 4 << 20;
 /// The maximum size in bytes of a run's other text files. A longer file is damaged or malicious.
 const TEXT_BYTES: u64 = 4 << 30;
 
-/// What training does if the output folder already holds a run.
+/// The behaviour of training if the output folder already holds a run.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Mode {
     New,
@@ -61,8 +61,8 @@ pub(super) struct Configs {
 }
 
 impl Configs {
-    /// Returns the options stored in a checkpoint, because a resume may have changed some options since the run
-    /// began.
+    /// Returns the options in `config`, which was read from the checkpoint at `path`. They may differ from `self`, the
+    /// options in config.json, because a resume may change options.
     pub(super) fn of_checkpoint(&self, path: &Path, config: &Value) -> Result<Self> {
         fn read<T: DeserializeOwned>(path: &Path, options: &Value) -> Result<T> {
             crate::config::from_json(&path.display().to_string(), &options.to_string())
@@ -70,7 +70,7 @@ impl Configs {
         Ok(Configs {
             model: read(path, &config["model"])?,
             training: read(path, &config["training"])?,
-            // Checkpoints of earlier versions have no data options, so these are the run's.
+            // Checkpoints of earlier versions have no data options. Then those of config.json hold.
             data: config.get("data").map_or(Ok(self.data.clone()), |data| read(path, data))?,
         })
     }
@@ -115,7 +115,7 @@ impl Beginning {
         }
     }
 
-    /// Errors if the options are too long for readers of config.json. It is called before any work.
+    /// Errors if the options are too long for config.json. To be called before any work is done.
     pub(super) fn check(model: &TransformerConfig, training: &TrainingConfig, data: &DataConfig) -> Result<()> {
         Configs { model: model.clone(), training: training.clone(), data: data.clone() }.to_text().map(drop)
     }
@@ -132,21 +132,21 @@ impl Beginning {
             atomic::remove_file(&output.join(CONFIG))?;
             CheckpointStore::at(output).clear()?;
         }
-        let left =
+        let old_files =
             ownership::found(output).into_iter().filter(|(path, is_runs)| *is_runs && path.parent() == Some(output));
-        for (path, _) in left.filter(|(path, _)| !path.ends_with(CHECKSUMS)) {
+        for (path, _) in old_files.filter(|(path, _)| !path.ends_with(CHECKSUMS)) {
             atomic::remove_file(&path)?;
         }
         write(output, &self.configs, &self.segmenter, &self.vocabulary, self.mask.as_deref())?;
-        // A run that was killed before it wrote its checksums may have left files. The checksums now prove that these
-        // belong to a run.
+        // A killed run may have left unfinished files. They are removed only now, because the checksums prove that the
+        // folder is a run's.
         atomic::clean(output, is_a_runs_name)?;
         CheckpointStore::open(output).map(drop)
     }
 }
 
-/// Errors if a new run would overwrite files that no run wrote, or a run that it is not told to replace. A run that
-/// was stopped before its first checkpoint may be overwritten, because it has nothing to lose.
+/// Errors if a new run would overwrite files that no run wrote, or, without Overwrite, an earlier run. A run that was
+/// stopped before it wrote its config has nothing to lose, so a new run may overwrite its files.
 pub(super) fn check_beginning(output: &Path, mode: &Mode) -> Result<()> {
     let shown = output.display();
     check_checkpoints(output)?;
@@ -167,11 +167,11 @@ pub(super) fn check_beginning(output: &Path, mode: &Mode) -> Result<()> {
     if *mode == Mode::Overwrite {
         return Ok(());
     }
-    let is_a_beginning = |path: &Path| {
+    let precedes_config = |path: &Path| {
         path.file_name()
             .is_some_and(|name| name != CONFIG && (name == CHECKSUMS || LISTED.iter().any(|listed| name == *listed)))
     };
-    match found.iter().find(|(path, _)| !is_a_beginning(path)) {
+    match found.iter().find(|(path, _)| !precedes_config(path)) {
         Some((path, _)) => Err(Error::invalid(format!(
             "{shown} holds {} of an earlier run, which a new one would write over: --overwrite removes it, or choose \
              another output",
@@ -303,23 +303,23 @@ pub(super) fn resume(
     Ok(ResumeState { segmenter, vocabulary, found, changes })
 }
 
-/// Errors if the options name other merges than the run's. If the file that they name is gone, the run's own copy is
-/// used.
+/// Errors if the options name other merges than the run's. If the file `bpe_codes` no longer exists, the run's own copy
+/// is used without a check.
 fn check_codes(output: &Path, data: &DataConfig, own: &Segmenter) -> Result<()> {
-    let other = |what: &str| {
+    let refuse = |what: &str| {
         Err(Error::invalid(format!(
             "{} was trained on other text: {what}; resume with the same options",
             output.display()
         )))
     };
     match (&data.bpe_codes, own) {
-        (Some(codes), Segmenter::Split) => other(&format!("it has no merges, and bpe_codes is {codes}")),
+        (Some(codes), Segmenter::Split) => refuse(&format!("it has no merges, and bpe_codes is {codes}")),
         (Some(codes), Segmenter::Bpe(own))
             if Path::new(codes).exists() && own.to_text() != Bpe::from_codes(codes)?.to_text() =>
         {
-            other(&format!("the merges of bpe_codes {codes} are not those of its {CODES}"))
+            refuse(&format!("the merges of bpe_codes {codes} are not those of its {CODES}"))
         }
-        (None, Segmenter::Bpe(_)) if data.bpe_operations.is_none() => other("it has merges, and now none are named"),
+        (None, Segmenter::Bpe(_)) if data.bpe_operations.is_none() => refuse("it has merges, and now none are named"),
         _ => Ok(()),
     }
 }
@@ -401,7 +401,7 @@ pub fn target_vocabulary(output: &Path) -> Result<Option<Vec<bool>>> {
 pub(super) fn read_mask(output: &Path, vocabulary: &Vocabulary) -> Result<Vec<bool>> {
     let (path, bytes) = read_own(output, TARGET_TYPES)?;
     let text = String::from_utf8(bytes).map_err(|e| Error::invalid(format!("{}: {e}", path.display())))?;
-    // The text is split at `\n` only, because a piece may end in a carriage return. It may also hold no piece.
+    // The text is split at `\n` only, because a piece may end in a carriage return. The text may be empty.
     let types: Vec<&str> = text.split_terminator('\n').collect();
     Ok(data::seen_mask(vocabulary.len(), [vocabulary.encode(&types).as_slice()]))
 }

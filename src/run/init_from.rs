@@ -10,7 +10,7 @@ use crate::train::{self, load_parameters, to_arrays};
 use std::path::Path;
 use tch::{Device, Tensor};
 
-/// Options that may differ without a warning: the weights compute the same whatever their values.
+/// Options that may differ without a warning, because the same weights suit any value of them.
 const OTHER_RUNS: [&str; 5] = ["vocab_size", "dropout", "embedding_dropout", "attention_dropout", "activation_dropout"];
 
 /// Returns the model with the weights of another run's checkpoint, and warnings. `model` has been initialised, with
@@ -29,27 +29,30 @@ pub fn with_weights_of(
     let configs = read_configs(folder)?;
     let (path, (arrays, config)) =
         CheckpointStore::at(folder).read(checkpoint, |path| train::checkpoint::load_model(path))?;
-    let found = configs.of_checkpoint(&path, &config)?.model;
-    let others = read_vocabulary(folder)?;
+    let their_config = configs.of_checkpoint(&path, &config)?.model;
+    let their_vocabulary = read_vocabulary(folder)?;
     let theirs = load_parameters(&arrays, device)?;
     let mut ours = load_parameters(&to_arrays(&model.parameters)?, device)?;
     let refuse = |why: String| {
         Error::invalid(format!(
             "init_from: {} is of another model: {why}; {}",
             path.display(),
-            differing(&found, &model.config).unwrap_or("give the options of its model".into())
+            differing(&their_config, &model.config).unwrap_or("give the options of its model".into())
         ))
     };
-    let rows = vocabulary.shared_with(&others);
+    let rows = vocabulary.shared_with(&their_vocabulary);
     if let Some(name) = theirs.keys().filter(|name| !ours.contains_key(*name)).min() {
         return Err(refuse(format!("this run's has no {name}")));
     }
     for (name, own) in &mut ours {
         let other = theirs.get(name).ok_or_else(|| refuse(format!("it has no {name}")))?;
         let is_table = name.ends_with("embedding.weight") || name.starts_with("output_projection.");
-        let sizes = [(&*own, vocabulary.len()), (other, others.len())]
-            .map(|(t, types)| (is_table && t.size().first() == Some(&(types as i64))).then(|| t.size()[1..].to_vec()));
-        match sizes {
+        // The size of one row, if the parameter has a row for each vocabulary entry.
+        let row_sizes = [(&*own, vocabulary), (other, &their_vocabulary)].map(|(t, vocabulary)| {
+            let has_row_per_entry = is_table && t.size().first() == Some(&(vocabulary.len() as i64));
+            has_row_per_entry.then(|| t.size()[1..].to_vec())
+        });
+        match row_sizes {
             [Some(a), Some(b)] if a == b => *own = with_rows(own, other, &rows)?,
             _ if own.size() == other.size() => *own = other.shallow_clone(),
             _ => return Err(refuse(format!("its {name} is {:?}, this run's {:?}", other.size(), own.size()))),
@@ -64,8 +67,8 @@ pub fn with_weights_of(
             folder.display()
         ));
     }
-    if let Some(differs) = differing(&found, &model.config) {
-        warnings.push(format!("the weights of {} were trained in another model: {differs}", path.display()));
+    if let Some(differences) = differing(&their_config, &model.config) {
+        warnings.push(format!("the weights of {} were trained in another model: {differences}", path.display()));
     }
     Ok((Transformer::to_train(&model.config, &ours)?, warnings))
 }
@@ -78,6 +81,7 @@ fn with_rows(own: &Tensor, other: &Tensor, rows: &[(i64, i64)]) -> Result<Tensor
     Ok(own.f_index_copy(0, &numbers(&here)?, &other.f_index_select(0, &numbers(&there)?)?)?)
 }
 
+/// Describes the options that differ, except those of `OTHER_RUNS`; `None` if there are none.
 fn differing(theirs: &TransformerConfig, ours: &TransformerConfig) -> Option<String> {
     let [theirs, ours] = [theirs, ours].map(|config| {
         let mut options = serde_json::json!(config);

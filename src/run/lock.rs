@@ -48,9 +48,10 @@ impl Lock {
         loop {
             let made = missing(folder);
             atomic::make_directory(folder)?;
+            // This call does nothing but pass a fault point for tests.
             act("open", &path, || Ok(()))?;
             let file = match atomic::open(&path, File::options().read(true).write(true).create(true).truncate(false)) {
-                // The previous owner has just removed the folder, which had been created for its lock.
+                // The previous owner has just removed the folder, because it had created the folder for its lock.
                 Err(Error::Io { source, .. }) if source.kind() == io::ErrorKind::NotFound && tries < TRIES => {
                     tries += 1;
                     continue;

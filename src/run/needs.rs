@@ -22,7 +22,7 @@ const LAYERS: [i64; 3] = [2, 4, 6];
 /// The numbers of rows of the two batches to measure, for a batch that has more.
 const ROWS: [usize; 2] = [2048, 4096];
 
-/// Returns a run's number of parameters and its memory in bytes.
+/// Returns a run's number of parameters, its memory in bytes and the size of its data, as a JSON object.
 pub fn dry_run(
     model: &TransformerConfig,
     training: &TrainingConfig,
@@ -35,16 +35,17 @@ pub fn dry_run(
     let resident = if on_cpu { resident_bytes() } else { 0 };
     let parameters = Transformer::new(&prepared.model, 0, Device::Cpu, Kind::Float)?.parameters.numel();
     let activations = Trial { prepared: &prepared, training }.activations(check_interrupt)?;
-    let cast = if training.precision == Precision::Bf16 { 2 } else { 0 };
-    let start = if training.log_statistics > 0 { 4 } else { 0 };
+    // These are bytes per parameter: of the bf16 copy, the initial model, and Adam's two moments.
+    let bf16_copy = if training.precision == Precision::Bf16 { 2 } else { 0 };
+    let initial = if training.log_statistics > 0 { 4 } else { 0 };
     let moments = if training.moments == Precision::Bf16 { 4 } else { 8 };
-    let kept = parameters.saturating_mul(TRAINED + moments + cast + start);
+    let permanent = parameters.saturating_mul(TRAINED + moments + bf16_copy + initial);
     pages::give_back_memory();
     Ok(serde_json::json!({
         "parameters": parameters,
         "parameter_bytes": parameters * 4,
         "activation_bytes": activations,
-        "training_bytes": resident.saturating_add(kept).saturating_add(activations),
+        "training_bytes": resident.saturating_add(permanent).saturating_add(activations),
         "vocabulary": prepared.vocabulary.len(),
         "sentences": prepared.train.len(),
         "skipped": prepared.skipped,
@@ -64,25 +65,26 @@ impl Trial<'_> {
         let encoders =
             if model.has_encoder() { measured_layers(model.encoder_layers) } else { vec![model.encoder_layers] };
         let decoders = measured_layers(model.decoder_layers);
-        let mut at = |encoder_layers: i64, decoder_layers: i64| -> Result<f64> {
+        let mut bytes_with = |encoder_layers: i64, decoder_layers: i64| -> Result<f64> {
             check_interrupt()?;
-            let few = TransformerConfig { encoder_layers, decoder_layers, ..model.clone() };
-            self.of_batch(&few, &batch)
+            let smaller = TransformerConfig { encoder_layers, decoder_layers, ..model.clone() };
+            self.of_batch(&smaller, &batch)
         };
-        let first = at(encoders[0], decoders[0])?;
+        let first = bytes_with(encoders[0], decoders[0])?;
         let (mut by_encoder, mut by_decoder) = (vec![first], vec![first]);
-        for &few in &encoders[1..] {
-            by_encoder.push(at(few, decoders[0])?);
+        for &layers in &encoders[1..] {
+            by_encoder.push(bytes_with(layers, decoders[0])?);
         }
-        for &few in &decoders[1..] {
-            by_decoder.push(at(encoders[0], few)?);
+        for &layers in &decoders[1..] {
+            by_decoder.push(bytes_with(encoders[0], layers)?);
         }
-        let of = |layers: &[i64], bytes: &[f64], all: i64| {
+        let extrapolated = |layers: &[i64], bytes: &[f64], all: i64| {
             let points: Vec<_> = layers.iter().map(|&n| n as f64).zip(bytes.iter().copied()).collect();
             through(&points, all as f64)
         };
-        let by_encoder = of(&encoders, &by_encoder, model.encoder_layers);
-        let by_decoder = of(&decoders, &by_decoder, model.decoder_layers);
+        let by_encoder = extrapolated(&encoders, &by_encoder, model.encoder_layers);
+        let by_decoder = extrapolated(&decoders, &by_decoder, model.decoder_layers);
+        // Both include the memory of the first measurement, which counts once.
         Ok((by_encoder + by_decoder - first).max(0.0) as usize)
     }
 
@@ -95,10 +97,10 @@ impl Trial<'_> {
             let objective = objective(self.prepared, self.training, Device::Cpu)?;
             Ok(peak_of_update(model, self.training, objective, &collate(&self.prepared.train, sentences))? as f64)
         };
-        let few = ROWS.map(|most| (1..batch.len()).find(|&n| rows(&batch[..n]) >= most));
-        match few {
-            [Some(fewer), Some(few)] if fewer < few => {
-                let points = [fewer, few].map(|n| (rows(&batch[..n]) as f64, &batch[..n]));
+        let lengths_of_parts = ROWS.map(|least| (1..batch.len()).find(|&n| rows(&batch[..n]) >= least));
+        match lengths_of_parts {
+            [Some(small), Some(large)] if small < large => {
+                let points = [small, large].map(|n| (rows(&batch[..n]) as f64, &batch[..n]));
                 let points = points.into_iter().map(|(rows, sentences)| Ok((rows, peak(sentences)?)));
                 Ok(through(&points.collect::<Result<Vec<_>>>()?, rows(batch) as f64))
             }

@@ -40,8 +40,8 @@ impl WindowScore {
 }
 
 impl Translator {
-    /// Computes the loss of a text in windows that predict `window` tokens (default: segment_length). Each window
-    /// begins `stride` tokens after the one before (default: half the window).
+    /// Computes the loss of the text in the file `text`, in windows that predict `window` tokens (default:
+    /// segment_length). Each window begins `stride` tokens after the one before (default: half the window).
     ///
     /// Errors if the model has an encoder, if the stride is not in 1 ..= window, or if the window is longer than the
     /// model reads.
@@ -72,10 +72,10 @@ impl Translator {
         self.model.config.check_lengths(&[window])?;
         let check_interrupt = &mut data::throttled(check_interrupt);
         let lines = data::read_lines(text, check_interrupt)?;
-        let (mut counted, mut characters) = (0, 0);
+        let (mut word_count, mut characters) = (0, 0);
         for line in &lines {
             let line = self.joined(line);
-            counted += words(&line).count() + 1;
+            word_count += words(&line).count() + 1;
             characters += line.chars().count() + 1;
         }
         let ids = within(self.encode(&lines, check_interrupt)?, self.seen.as_deref());
@@ -83,10 +83,10 @@ impl Translator {
         let cut = windows(&tokens, window as usize, stride as usize);
         let batches = batches(cut, |corpus| valid_batches(corpus, &self.training));
         let score = train::evaluate_loss(&self.model, &batches, &self.objective()?, kind, check_interrupt)?;
-        Ok(WindowScore { score, words: counted, characters, lines: lines.len() })
+        Ok(WindowScore { score, words: word_count, characters, lines: lines.len() })
     }
 
-    /// Returns a line as text: if it is already split into pieces, these are joined to words.
+    /// Returns a line as text. If the run's text is already split into pieces, joins these to words.
     fn joined<'a>(&self, line: &'a str) -> Cow<'a, str> {
         match self.segmenter {
             Segmenter::Split => data::join_line(line).into(),
@@ -95,7 +95,7 @@ impl Translator {
     }
 }
 
-/// Returns the windows in batches. Where a token is not scored, the target is PAD.
+/// Returns the windows in batches. Targets that are not scored, because an earlier window scores them, become PAD.
 fn batches(cut: Vec<Window>, plan: impl Fn(&Corpus) -> Vec<data::Batch>) -> Vec<data::Batch> {
     let (rows, scored): (Vec<Vec<u32>>, Vec<usize>) = cut.into_iter().map(|window| (window.row, window.scored)).unzip();
     let mut batches = plan(&Corpus { source: None, target: rows, start: BOS });

@@ -49,14 +49,14 @@ pub(super) fn prepare_with(
     let check_interrupt = &mut data::throttled(check_interrupt);
     training.validate()?;
     config.validate()?;
-    let sided = model.has_encoder();
-    if !sided {
+    let has_source = model.has_encoder();
+    if !has_source {
         model.check_lengths(&[config.segment_length])?;
     }
     let is_new = known.is_none();
     let TextAsIds { segmenter, vocabulary, train, valid, mut references } = match &config.data_bin {
-        Some(folder) => binarised(folder, sided, config, known, check_interrupt)?,
-        None => files(sided, config, known, check_interrupt)?,
+        Some(folder) => binarised(folder, has_source, config, known, check_interrupt)?,
+        None => files(has_source, config, known, check_interrupt)?,
     };
     if train.1.iter().all(Vec::is_empty) {
         return Err(Error::invalid(format!(
@@ -73,24 +73,24 @@ pub(super) fn prepare_with(
     let long = if config.skip_long { LongSentences::Skip } else { LongSentences::Refuse };
     let most = training.max_tokens as usize;
     let limit = limit(most, model);
-    let (train, skipped, valid) = if sided {
-        let (train, kept) = Corpus::parallel(train.0, train.1, limit, long)?;
-        let skipped = kept.len() - train.len();
-        let (valid, fits) = Corpus::parallel(valid.0, valid_target, limit, long).map_err(|e| match e {
+    let (train, skipped, valid) = if has_source {
+        let (train, kept_in_train) = Corpus::parallel(train.0, train.1, limit, long)?;
+        let skipped = kept_in_train.len() - train.len();
+        let (valid, kept_in_valid) = Corpus::parallel(valid.0, valid_target, limit, long).map_err(|e| match e {
             Error::Invalid(text) => Error::Invalid(format!("held-out text: {text}")),
             other => other,
         })?;
         if valid.is_empty() {
             return Err(Error::invalid(format!(
                 "none of the {} held-out sentences fits into {} of {} {}: raise it",
-                fits.len(),
+                kept_in_valid.len(),
                 limit.what,
                 limit.flag,
                 limit.tokens
             )));
         }
-        data::retain(&mut references, &fits);
-        if references.len() < fits.len() {
+        data::retain(&mut references, &kept_in_valid);
+        if references.len() < kept_in_valid.len() {
             // A score over fewer sentences is not comparable, so the validation text gets another digest.
             digests.valid = valid.digest(check_interrupt)?;
         }
@@ -114,14 +114,14 @@ pub(super) fn prepare_with(
             ));
         }
     }
-    warnings.extend(unmeasured(&references, training)?);
+    warnings.extend(check_bleu(&references, training)?);
     Ok(PreparedData { model, segmenter, vocabulary, train, valid, references, mask, limit, skipped, digests, warnings })
 }
 
-/// Returns a warning if BLEU with these references has no meaning: BLEU counts up to four words in a row.
+/// Returns a warning if BLEU measures nothing with these references: BLEU compares sequences of up to four words.
 ///
-/// Returns an error instead of a warning if BLEU is the run's criterion.
-fn unmeasured(references: &[String], training: &TrainingConfig) -> Result<Option<String>> {
+/// Returns an error instead of a warning if the run's criterion or schedule uses BLEU.
+fn check_bleu(references: &[String], training: &TrainingConfig) -> Result<Option<String>> {
     let tokenize = training.evaluation_tokenize;
     let lines: Vec<_> = references.iter().map(|line| tokenize.apply(line)).collect();
     let why = if lines.is_empty() {
@@ -135,15 +135,15 @@ fn unmeasured(references: &[String], training: &TrainingConfig) -> Result<Option
     };
     let by_word = matches!(tokenize, Tokenize::None | Tokenize::Mteval13a);
     let advice = if by_word { ": count characters, evaluation_tokenize = \"char\" (Chinese: \"zh\")" } else { "" };
-    let said = format!("BLEU measures nothing here, since {why}{advice}");
-    let follows = if training.criterion == Criterion::Bleu {
+    let warning = format!("BLEU measures nothing here, since {why}{advice}");
+    let consequence = if training.criterion == Criterion::Bleu {
         "criterion = \"bleu\" chooses the best checkpoint"
     } else if matches!(training.schedule, ScheduleName::ValDecay | ScheduleName::NoWarmup) {
         "the schedule lowers the learning rate"
     } else {
-        return Ok(Some(said));
+        return Ok(Some(warning));
     };
-    Err(Error::invalid(format!("{said}; {follows} by it")))
+    Err(Error::invalid(format!("{warning}; {consequence} by it")))
 }
 
 /// Returns the maximum length of a sentence, which must fit into a batch and into the model.
@@ -167,49 +167,52 @@ struct TextAsIds {
     references: Vec<String>,
 }
 
+/// Reads the run's text files, and turns their sentences into ids.
 fn files(
-    sided: bool,
+    has_source: bool,
     config: &DataConfig,
     known: Option<(Segmenter, Vocabulary)>,
     check_interrupt: Interrupt,
 ) -> Result<TextAsIds> {
-    let train = read(sided, "train", config.train_source.as_deref(), &config.train_target, check_interrupt)?;
-    let valid = read(sided, "valid", config.valid_source.as_deref(), &config.valid_target, check_interrupt)?;
+    let train = read(has_source, "train", config.train_source.as_deref(), &config.train_target, check_interrupt)?;
+    let valid = read(has_source, "valid", config.valid_source.as_deref(), &config.valid_target, check_interrupt)?;
     let (segmenter, vocabulary) = match known {
         Some((segmenter, vocabulary)) => (segmenter, Some(vocabulary)),
         None => (segmenter(config, &train, check_interrupt)?, None),
     };
-    let mut cut = |lines: &[String]| -> Result<Vec<Vec<String>>> {
+    let mut split = |lines: &[String]| -> Result<Vec<Vec<String>>> {
         interruptible(check_interrupt, lines, |lines| lines.map(|line| segmenter.segment(line)).collect())
     };
-    let pieces = (cut(&train.0)?, cut(&train.1)?);
-    let held_out = (cut(&valid.0)?, cut(&valid.1)?);
+    let train_pieces = (split(&train.0)?, split(&train.1)?);
+    let valid_pieces = (split(&valid.0)?, split(&valid.1)?);
     let vocabulary = match vocabulary {
         Some(vocabulary) => vocabulary,
-        None => interruptible(check_interrupt, pieces.0.iter().chain(&pieces.1), |lines| {
+        None => interruptible(check_interrupt, train_pieces.0.iter().chain(&train_pieces.1), |lines| {
             Vocabulary::build(lines.flatten().map(String::as_str))
         })?,
     };
     let mut ids = |lines: &[Vec<String>]| -> Result<Vec<Vec<u32>>> {
         interruptible(check_interrupt, lines, |lines| lines.map(|line| vocabulary.encode(line)).collect())
     };
-    let (train, held_out) = ((ids(&pieces.0)?, ids(&pieces.1)?), (ids(&held_out.0)?, ids(&held_out.1)?));
-    let references = match (sided, &segmenter) {
+    let train_ids = (ids(&train_pieces.0)?, ids(&train_pieces.1)?);
+    let valid_ids = (ids(&valid_pieces.0)?, ids(&valid_pieces.1)?);
+    let references = match (has_source, &segmenter) {
         (false, _) => Vec::new(),
-        (true, Segmenter::Split) => valid.1.iter().map(|l| data::join_line(l)).collect(),
+        (true, Segmenter::Split) => valid.1.iter().map(|line| data::join_line(line)).collect(),
         (true, Segmenter::Bpe(_)) => valid.1,
     };
-    Ok(TextAsIds { segmenter, vocabulary, train, valid: held_out, references })
+    Ok(TextAsIds { segmenter, vocabulary, train: train_ids, valid: valid_ids, references })
 }
 
+/// Reads the ids in a folder that fairseq has binarised.
 fn binarised(
     folder: &str,
-    sided: bool,
+    has_source: bool,
     config: &DataConfig,
     known: Option<(Segmenter, Vocabulary)>,
     check_interrupt: Interrupt,
 ) -> Result<TextAsIds> {
-    let found = match sided {
+    let found = match has_source {
         true => Binarised::parallel(folder, "train", config.source_lang.as_deref(), config.target_lang.as_deref())?,
         false => Binarised::monolingual(folder),
     };
@@ -221,18 +224,17 @@ fn binarised(
     }
     let mut side = |split, side| found.sentences(split, side, vocabulary.len(), check_interrupt);
     let mut read = |split| -> Result<Sides<Vec<u32>>> {
-        Ok((if sided { side(split, Side::Source)? } else { Vec::new() }, side(split, Side::Target)?))
+        Ok((if has_source { side(split, Side::Source)? } else { Vec::new() }, side(split, Side::Target)?))
     };
     let (train, valid) = (read("train")?, read("valid")?);
-    let references = match sided {
+    let references = match has_source {
         true => valid.1.iter().map(|ids| data::join(&vocabulary.decode_as(ids, UNKNOWN_MEANT))).collect(),
         false => Vec::new(),
     };
     Ok(TextAsIds { segmenter: Segmenter::Split, vocabulary, train, valid, references })
 }
 
-/// Returns validation targets in which each entry that never occurs in training targets is UNK, because the model
-/// cannot predict it.
+/// Returns the targets with UNK in place of entries outside `mask`, which the model never predicts.
 pub(super) fn within(mut targets: Vec<Vec<u32>>, mask: Option<&[bool]>) -> Vec<Vec<u32>> {
     if let Some(mask) = mask {
         for id in targets.iter_mut().flatten().filter(|id| !mask[**id as usize]) {
@@ -244,7 +246,7 @@ pub(super) fn within(mut targets: Vec<Vec<u32>>, mask: Option<&[bool]>) -> Vec<V
 
 /// Reads the source lines and the target lines; the source lines are empty in language modelling.
 pub(super) fn read(
-    sided: bool,
+    has_source: bool,
     what: &str,
     source: Option<&str>,
     target: &str,
@@ -253,7 +255,7 @@ pub(super) fn read(
     if target.is_empty() {
         return Err(Error::invalid(format!("{what}_target is missing: give a text file, one sentence a line")));
     }
-    match (sided, source) {
+    match (has_source, source) {
         (true, Some(source)) => Ok(data::read_parallel(source, target, check_interrupt)?.into_iter().unzip()),
         (true, None) => Err(Error::invalid(format!(
             "{what}_source is missing: an encoder-decoder model needs source and target files (a language model is \

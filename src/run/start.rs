@@ -36,8 +36,8 @@ pub struct Surroundings<'a> {
 }
 
 /// Trains a model. Afterwards `output` holds everything that [`Translator`](super::Translator) needs. All processes
-/// of the group call this function with the same arguments. The first process writes, and its observer gets every
-/// event. The observers of the others are only asked whether to stop.
+/// of the group call this function with the same arguments. Only the first process writes files. The observer of each
+/// process gets events, and may stop the run.
 pub fn train(
     model: &TransformerConfig,
     training: &TrainingConfig,
@@ -77,14 +77,14 @@ pub fn train(
     let recorder = recorder.filter(|_| training.cuda_graphs && has_kernels(device)).map(|recorder| recorder(device));
     let limit = prepared.limit;
     let origin = InitialState { from, changes, init_from };
-    let made = trainer(prepared, training, config, output, device, (group, recorder), origin, &mut warnings);
-    let mut trainer = group.agree(made, device)?;
-    let begun = match beginning {
+    let built = trainer(prepared, training, config, output, device, (group, recorder), origin, &mut warnings);
+    let mut trainer = group.agree(built, device)?;
+    let written = match beginning {
         Some(beginning) => beginning.write(output, &mode),
         None if group.is_first() => CheckpointStore::open(output).map(drop),
         None => Ok(()),
     };
-    group.agree(begun, device)?;
+    group.agree(written, device)?;
     let mut log = group.agree(Log::append(group.is_first().then(|| output.join(LOG)), observer), device)?;
     if training.precision == Precision::Bf16 && device == Device::Cpu && !has_bf16_products() {
         warnings.push(
@@ -105,8 +105,8 @@ pub fn train(
     trainer.fit(&mut log)
 }
 
-/// Returns true if CUDA kernels run on the device. Without kernels PyTorch's operations run, and some of these wait
-/// for the device.
+/// Returns true if our CUDA kernels run on the device. Otherwise PyTorch's operations run, some of which wait for the
+/// device, so that no CUDA graph can record them.
 fn has_kernels(device: Device) -> bool {
     match device {
         Device::Cuda(index) => matches!(cuda::readiness(index as cuda::Device), Ok(cuda::Readiness::Ready)),
@@ -175,6 +175,7 @@ struct InitialState<'a> {
     init_from: Option<&'a str>,
 }
 
+/// Builds the trainer. Appends to `warnings` what the user should know of its initial state.
 fn trainer(
     prepared: PreparedData,
     training: &TrainingConfig,
@@ -198,8 +199,8 @@ fn trainer(
     };
     let model = match init_from.map(init_from::parse) {
         Some(named) => {
-            let (model, mut said) = init_from::with_weights_of(model, &vocabulary, named, device)?;
-            warnings.append(&mut said);
+            let (model, mut more) = init_from::with_weights_of(model, &vocabulary, named, device)?;
+            warnings.append(&mut more);
             model
         }
         None => model,
@@ -270,11 +271,11 @@ fn read_progress(found: &ResumePoint) -> Result<Progress> {
     }
 }
 
-/// An upper bound for the updates and epochs of any run. A state with a larger number has been forged.
+/// An upper bound for the updates and epochs of any run. A state with a larger number is damaged or forged.
 const MOST: u64 = 1 << 48;
 
-/// Returns the batches that follow the run's place in its epoch. If the batches have changed, the new place is the
-/// one before which the same share of the epoch's sentences lies.
+/// Returns the batches that follow the run's position in its epoch. If the batches have changed, the new position is
+/// the one after the same share of the epoch's sentences.
 fn resumed_stream(
     train: &Arc<Corpus>,
     config: StreamConfig,
@@ -285,12 +286,13 @@ fn resumed_stream(
     warnings: &mut Vec<String>,
 ) -> Result<BatchStream> {
     let is_same_text = progress.text.is_none_or(|text| text.train == digests.train);
-    let mut why: Vec<&str> = changes.iter().filter(|c| c.effects.contains(&Effect::Place)).map(|c| &*c.said).collect();
+    let mut reasons: Vec<&str> =
+        changes.iter().filter(|c| c.effects.contains(&Effect::Place)).map(|c| &*c.said).collect();
     if !is_same_text {
-        why.push("the training text is not the one that the run was trained on");
+        reasons.push("the training text is not the one that the run was trained on");
     }
     let at = progress.cursor;
-    if why.is_empty() {
+    if reasons.is_empty() {
         let stream = BatchStream::new(train.clone(), config, at)?;
         progress.seen.0 = stream.seen() as u64;
         return Ok(stream);
@@ -308,7 +310,7 @@ fn resumed_stream(
     if at.index > 0 || !is_same_text {
         warnings.push(format!(
             "{}: the run goes on in epoch {} behind {seen} of {} sentences, as {:.1} % of the epoch was seen",
-            why.join("; "),
+            reasons.join("; "),
             now.epoch + 1,
             train.len(),
             100.0 * share

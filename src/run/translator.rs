@@ -70,16 +70,16 @@ impl Translator {
             )));
         }
         let (path, (arrays, config)) = store.read(checkpoint, |path| train::checkpoint::load_model(path))?;
-        let found = configs.of_checkpoint(&path, &config)?;
-        if found.model != configs.model {
+        let of_checkpoint = configs.of_checkpoint(&path, &config)?;
+        if of_checkpoint.model != configs.model {
             return Err(Error::invalid(format!(
                 "{} is of another model than the run {}: {}",
                 path.display(),
                 folder.display(),
-                differences(&serde_json::json!(configs.model), &serde_json::json!(found.model))
+                differences(&serde_json::json!(configs.model), &serde_json::json!(of_checkpoint.model))
             )));
         }
-        let configs = found;
+        let configs = of_checkpoint;
         let model = Transformer::with_parameters(&configs.model, &load_parameters(&arrays, device)?)?;
         let vocabulary = read_vocabulary(folder)?;
         if vocabulary.len() as i64 != configs.model.vocab_size {
@@ -91,9 +91,9 @@ impl Translator {
             )));
         }
         let seen = if configs.training.vocab_mask { Some(read_mask(folder, &vocabulary)?) } else { None };
-        let valid = seen.as_ref().map_or(vocabulary.len(), |m| m.iter().filter(|v| **v).count());
+        let entries = seen.as_ref().map_or(vocabulary.len(), |seen| seen.iter().filter(|is_seen| **is_seen).count());
         let mask = seen.as_ref().map(|m| Tensor::f_from_slice(m)?.f_to_device(device)).transpose()?;
-        let smoothing = smoothing(&configs.training, valid);
+        let smoothing = smoothing(&configs.training, entries);
         let segmenter = read_segmenter(folder, &configs.data)?;
         let Configs { training, data, .. } = configs;
         Ok(Translator {
@@ -117,7 +117,7 @@ impl Translator {
     }
 
     /// Returns the ids of the source side of a binarised split. The split's folder may number pieces differently, so
-    /// its ids are translated to this model's.
+    /// its ids are converted to this model's.
     pub fn read(&self, data: &Binarised, split: &str, check_interrupt: Interrupt) -> Result<Vec<Vec<u32>>> {
         let dictionary = data.dictionary(Side::Source)?;
         let sentences = data.sentences(split, Side::Source, dictionary.len(), check_interrupt)?;
@@ -145,15 +145,15 @@ impl Translator {
         let search = Search::new(&self.model, self.mask.as_ref(), config, kind)?;
         let threads = if self.device == Device::Cpu { parallel::threads() } else { 1 };
         let batches = source_batches(&source, batch_tokens, threads);
-        let mut found = vec![Vec::new(); source.len()];
+        let mut translations = vec![Vec::new(); source.len()];
         let mut take = |batch: usize, all: Vec<Vec<Hypothesis>>| {
             for (&sentence, hypotheses) in batches[batch].iter().zip(all) {
-                let made = |h: &Hypothesis| Translation {
+                let translation = |h: &Hypothesis| Translation {
                     text: train::to_text(&h.tokens, &self.vocabulary),
                     score: h.score,
                     finished: !search.is_cut(h),
                 };
-                found[sentence] = hypotheses.iter().map(made).collect();
+                translations[sentence] = hypotheses.iter().map(translation).collect();
             }
         };
         let packed = |batch: usize| {
@@ -174,7 +174,7 @@ impl Translator {
                 in_parallel(&self.model, &search, threads, batches.len(), &run, &mut take, check_interrupt)?;
             }
         }
-        Ok(found)
+        Ok(translations)
     }
 
     /// Returns the loss per token on a text that is given as files.
@@ -185,15 +185,15 @@ impl Translator {
         kind: Kind,
         mut check_interrupt: impl FnMut() -> Result<()>,
     ) -> Result<train::Score> {
-        let sided = self.model.config.has_encoder();
-        if let (true, None) | (false, Some(_)) = (sided, source) {
-            let (has, needs) = if sided { ("an encoder", "source") } else { ("no encoder", "no source") };
+        let has_source = self.model.config.has_encoder();
+        if let (true, None) | (false, Some(_)) = (has_source, source) {
+            let (has, needs) = if has_source { ("an encoder", "source") } else { ("no encoder", "no source") };
             return Err(Error::invalid(format!("the model has {has}: it is evaluated with {needs} text")));
         }
         let mut check_interrupt = data::throttled(&mut check_interrupt);
-        let (source, target) = read(sided, "evaluation", source, target, &mut check_interrupt)?;
+        let (source, target) = read(has_source, "evaluation", source, target, &mut check_interrupt)?;
         let target = within(self.encode(&target, &mut check_interrupt)?, self.seen.as_deref());
-        let corpus = match sided {
+        let corpus = match has_source {
             // No sentence is too long for a batch here, because a batch holds at least one sentence.
             true => Corpus::parallel(
                 self.encode(&source, &mut check_interrupt)?,

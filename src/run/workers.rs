@@ -15,7 +15,7 @@ use std::thread;
 use std::time::Duration;
 use tch::Tensor;
 
-/// The time between two calls that ask the caller whether to continue.
+/// The maximum time between two calls of `check_interrupt`.
 const PATIENCE: Duration = Duration::from_millis(50);
 
 /// Returns batches of at most `batch_tokens` padded tokens, EOS included, or of one longer sentence. The sentences of
@@ -73,17 +73,17 @@ pub fn in_parallel(
                 tch::set_num_threads(1);
                 let work = || -> Result<()> {
                     let model = Transformer::with_parameters(config, &tensors)?;
-                    let mut goes_on = || match is_over.load(Ordering::Relaxed) {
+                    let mut check_running = || match is_over.load(Ordering::Relaxed) {
                         true => Err(Error::Interrupted("the other threads have ended".into())),
                         false => Ok(()),
                     };
-                    while goes_on().is_ok() {
+                    while check_running().is_ok() {
                         let batch = next.fetch_add(1, Ordering::Relaxed);
                         if batch >= batches {
                             break;
                         }
                         // Sending cannot fail, because the receiver lives longer than all senders.
-                        let _ = results.send(Ok((batch, run(&model, &search, batch, &mut goes_on)?)));
+                        let _ = results.send(Ok((batch, run(&model, &search, batch, &mut check_running)?)));
                     }
                     Ok(())
                 };
@@ -93,7 +93,7 @@ pub fn in_parallel(
             });
         }
         drop(results);
-        let mut wait = || -> Result<()> {
+        let mut collect_results = || -> Result<()> {
             let mut done = 0;
             loop {
                 match received.recv_timeout(PATIENCE) {
@@ -111,9 +111,9 @@ pub fn in_parallel(
                 check_interrupt()?;
             }
         };
-        let ended = wait();
+        let result = collect_results();
         is_over.store(true, Ordering::Relaxed);
-        ended
+        result
     })
 }
 

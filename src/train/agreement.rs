@@ -8,16 +8,16 @@ use tch::{Device, Tensor};
 impl ProcessGroup {
     /// Returns the sum over ranks of numbers that lie on the host. `device` is the device of the group's backend.
     pub fn sum_of<const N: usize>(self, numbers: [f64; N], device: Device) -> Result<[f64; N]> {
-        self.told(numbers, device, ProcessGroup::sum)
+        self.exchanged(numbers, device, ProcessGroup::sum)
     }
 
     /// Returns rank 0's numbers, on the host of every rank.
     pub fn first_of<const N: usize>(self, numbers: [f64; N], device: Device) -> Result<[f64; N]> {
-        self.told(numbers, device, ProcessGroup::first)
+        self.exchanged(numbers, device, ProcessGroup::first)
     }
 
-    /// Exchanges numbers on the host through a collective operation on the group's device.
-    fn told<const N: usize>(
+    /// Returns the result of a collective operation on numbers that lie on the host.
+    fn exchanged<const N: usize>(
         self,
         numbers: [f64; N],
         device: Device,
@@ -30,7 +30,7 @@ impl ProcessGroup {
         Ok(std::array::from_fn(|i| all[i]))
     }
 
-    /// Returns this rank's result, or an error if any rank has an error. So all ranks stop at the same place.
+    /// Returns this rank's result, or an error if any rank has an error. Thus all ranks stop at the same place.
     pub fn agree<T>(self, result: Result<T>, device: Device) -> Result<T> {
         let mine = match &result {
             Ok(_) => [0.0, 0.0],

@@ -4,7 +4,7 @@
 //! |---|---|
 //! | `model.safetensors` | parameters and running statistics, by canonical name |
 //! | `optimizer.safetensors` | moments and other state of the optimizer |
-//! | `config.json` | the options of the model and its training |
+//! | `config.json` | the options of the model, its training and its data |
 //! | `state.json` | format version, update, length and CRC-32 of the files above, the training state, its own CRC-32 |
 //!
 //! [`CheckpointStore`] manages a run's checkpoints. A checkpoint's folder gets its name when it is complete, and
@@ -48,12 +48,12 @@ const CONFIG: &str = "config.json";
 pub struct Checkpoint {
     /// Parameters and running statistics, under their canonical names.
     pub model: Arrays,
-    /// The optimizer's moments; empty in an averaged checkpoint.
+    /// The optimizer's state, such as moments; empty in an averaged or converted checkpoint.
     pub optimizer: Arrays,
-    /// The state of the run: counters, the place in the data, the seed, early stopping, averaging. JSON has no
-    /// infinity and no NaN, so the state may not have them, either.
+    /// The state of the run, such as its counters, position in the data and best score. JSON has no infinity and no
+    /// NaN, so the state must not have them.
     pub state: Value,
-    /// The options of the model (`model`) and of its training.
+    /// The options under the keys `model`, `training` and `data`.
     pub config: Value,
 }
 
@@ -64,7 +64,7 @@ struct Manifest {
     format_version: u32,
     written_by: String,
     update: u64,
-    /// The checkpoint's number among those of its run; `None` outside a run's folder.
+    /// The record of this save; `None` outside a run's folder.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     saving: Option<Saving>,
     files: BTreeMap<String, Digest>,
@@ -82,8 +82,8 @@ struct Saving {
 
 /// Writes the checkpoint of update `update` to the folder `path`, which must not exist.
 ///
-/// Errors if an array's data do not fill its shape, if `path` exists, or if the system refuses. After an error
-/// nothing stays at `path`, unless only the final flush of the folder's name has failed.
+/// Errors if an array's data do not fill its shape, if `path` exists, or if a file operation fails. After an error
+/// nothing is left at `path`, unless only the final flush of its parent folder has failed.
 pub fn save(path: &Path, update: u64, checkpoint: &Checkpoint) -> Result<()> {
     save_at(path, update, checkpoint, None)
 }
@@ -133,7 +133,7 @@ pub fn write_arrays(path: &Path, arrays: &Arrays, texts: &BTreeMap<String, Strin
 /// is truncated or damaged (the message names the file and the lengths), or if the format is a later one. Lengths are
 /// checked before memory is allocated.
 pub fn load(path: impl AsRef<Path>) -> Result<Checkpoint> {
-    whole(path.as_ref(), |folder| {
+    read_resolved(path.as_ref(), |folder| {
         let manifest = Manifest::read(folder)?;
         Ok(Checkpoint {
             model: arrays::read(&folder.join(MODEL), manifest.digest(folder, MODEL)?)?,
@@ -146,7 +146,7 @@ pub fn load(path: impl AsRef<Path>) -> Result<Checkpoint> {
 
 /// Reads the state and the configuration of a checkpoint, in the same way as [`load`].
 pub fn load_state(path: impl AsRef<Path>) -> Result<(Value, Value)> {
-    whole(path.as_ref(), |folder| {
+    read_resolved(path.as_ref(), |folder| {
         let manifest = Manifest::read(folder)?;
         let config = manifest.config(folder)?;
         Ok((manifest.state, config))
@@ -156,7 +156,7 @@ pub fn load_state(path: impl AsRef<Path>) -> Result<(Value, Value)> {
 /// Reads the arrays and the configuration of a model, in the same way as [`load`]. The optimizer's file may be
 /// missing.
 pub fn load_model(path: impl AsRef<Path>) -> Result<(Arrays, Value)> {
-    whole(path.as_ref(), |folder| {
+    read_resolved(path.as_ref(), |folder| {
         let manifest = Manifest::read(folder)?;
         Ok((arrays::read(&folder.join(MODEL), manifest.digest(folder, MODEL)?)?, manifest.config(folder)?))
     })
@@ -171,13 +171,14 @@ fn is_of_later_format(folder: &Path) -> bool {
     version.is_some_and(|version| version > FORMAT_VERSION.into())
 }
 
-/// Reads the folder to which `path` leads. Reads again if `path` is a link that has changed meanwhile.
-fn whole<T>(path: &Path, read: impl Fn(&Path) -> Result<T>) -> Result<T> {
+/// Reads the folder to which `path` leads. If reading fails because a link at `path` has changed meanwhile, reads
+/// again.
+fn read_resolved<T>(path: &Path, read: impl Fn(&Path) -> Result<T>) -> Result<T> {
     loop {
         let folder = directory(path)?;
         match read(&folder) {
             Err(_) if directory(path).is_ok_and(|now| now != folder) => continue,
-            done => return done,
+            result => return result,
         }
     }
 }
@@ -194,12 +195,12 @@ fn directory(path: &Path) -> Result<PathBuf> {
     let shown = path.display();
     real.ok_or_else(|| match fs::metadata(path) {
         Ok(m) if m.is_dir() => {
-            Error::invalid(format!("{shown} is not a checkpoint: expected {STATE} in it, found {}", holds(path)))
+            Error::invalid(format!("{shown} is not a checkpoint: expected {STATE} in it, found {}", names_in(path)))
         }
         Ok(_) => Error::invalid(format!("{shown} is a file; expected a checkpoint's folder, with {STATE} in it")),
         Err(e) if e.kind() == io::ErrorKind::NotFound => {
-            let above = path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
-            Error::invalid(format!("there is no checkpoint {shown}; {} holds {}", above.display(), holds(above)))
+            let parent = path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
+            Error::invalid(format!("there is no checkpoint {shown}; {} holds {}", parent.display(), names_in(parent)))
         }
         Err(e) => Error::io("read", path, e),
     })
@@ -219,7 +220,7 @@ fn real_folder(place: &Path) -> Option<PathBuf> {
 }
 
 /// Lists the names in a folder, for an error message.
-fn holds(folder: &Path) -> String {
+fn names_in(folder: &Path) -> String {
     let Ok(entries) = fs::read_dir(folder) else { return "nothing: there is no such folder".into() };
     let names = entries.flatten().map(|e| e.file_name().to_string_lossy().into_owned());
     let mut names: Vec<String> = names.filter(|n| !n.starts_with('.')).collect();
@@ -254,11 +255,12 @@ impl Manifest {
                 folder.display()
             )));
         }
-        let end = text
+        // The last line begins behind the newline before the last `"crc32": `.
+        let newline = text
             .windows(9)
             .rposition(|w| w == b"\"crc32\": ")
             .and_then(|at| text[..at].iter().rposition(|&b| b == b'\n'));
-        let (body, last) = text.split_at(end.map_or(0, |at| at + 1));
+        let (body, last) = text.split_at(newline.map_or(0, |at| at + 1));
         if last != last_line(body).as_bytes() {
             return Err(damaged(&path, "its CRC-32 is not the one in its last line".into()));
         }
@@ -298,7 +300,7 @@ impl<'a> CheckedFile<'a> {
         let file = atomic::open(path, File::options().read(true)).map_err(|e| match e {
             Error::Io { source, .. } if source.kind() == io::ErrorKind::NotFound => {
                 let folder = path.parent().unwrap_or(Path::new("."));
-                Error::invalid(format!("{} is missing; its folder holds {}", path.display(), holds(folder)))
+                Error::invalid(format!("{} is missing; its folder holds {}", path.display(), names_in(folder)))
             }
             other => other,
         })?;
@@ -309,7 +311,7 @@ impl<'a> CheckedFile<'a> {
         Ok(CheckedFile { path, file, expected, crc: Crc::new() })
     }
 
-    /// Reads the next `bytes` bytes. The caller must know that the file has so many left.
+    /// Reads the next `bytes` bytes. The caller must have checked that the file has as many left.
     fn take(&mut self, bytes: u64) -> Result<Vec<u8>> {
         let mut data = vec![0; usize::try_from(bytes).map_err(|e| damaged(self.path, e.to_string()))?];
         self.file.read_exact(&mut data).map_err(|e| Error::io("read", self.path, e))?;

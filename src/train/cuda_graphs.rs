@@ -32,12 +32,12 @@ pub trait Replay {
 
 /// The maximum number of graphs. When it is reached, batches of new shapes run without a graph.
 const GRAPHS: usize = 128;
-/// The number of steps in which the rows of one side grow up to `max_tokens`. Each step is a multiple of
-/// ROW_MULTIPLE.
+/// The rows of one side (source or target) are padded to a multiple of `max_tokens`/ROW_STEPS, which is itself rounded
+/// up to a multiple of ROW_MULTIPLE.
 const ROW_STEPS: usize = 16;
 const ROW_MULTIPLE: usize = 64;
-/// The lengths to which the longest sentence is rounded up: multiples of 4 and, from 32 on, four lengths per
-/// doubling.
+/// The longest sentence's length is rounded up to a multiple of LENGTH_MULTIPLE. Above 32 tokens there are only
+/// LENGTHS_PER_DOUBLING lengths per doubling: 40, 48, 56, 64, 80, …
 const LENGTH_MULTIPLE: usize = 4;
 const LENGTHS_PER_DOUBLING: usize = 4;
 
@@ -46,20 +46,23 @@ pub struct Graphs {
     recorder: Box<dyn Recorder>,
     max_tokens: usize,
     device: Device,
-    /// The shapes seen so far. A shape is recorded with its second batch: the first batch loads kernels and
-    /// libraries, and lets them make their one-time choices.
+    /// The shapes seen so far. A shape is recorded with its second batch, because the first one loads kernels and
+    /// libraries, which then make one-time choices, such as of an algorithm.
     seen: HashSet<(Shape, bool)>,
     /// The recorded graphs, by shape and by `is_partial`.
     graphs: HashMap<(Shape, bool), Graph>,
     /// True once recording has failed. Then no further pass is recorded or padded.
     is_broken: bool,
+    /// Why recording has failed, until [`complaint`](Self::complaint) returns it.
     complaint: Option<String>,
 }
 
 /// A recorded pass.
 struct Graph {
+    /// The memory from which the graph reads its batch.
     buffer: DeviceBuffer,
     recorded: Box<dyn Replay>,
+    /// The losses of the latest replay; `None` before recording.
     sums: Rc<RefCell<Option<LossSums>>>,
 }
 
@@ -73,15 +76,15 @@ impl Graphs {
     /// Runs [`TrainStep::run`] on a batch. Replays the graph of the batch's shape if there is one.
     pub fn run(&mut self, step: &Rc<TrainStep>, batch: &Batch, turn: Turn) -> Result<LossSums> {
         let shape = shape(batch, self.max_tokens);
-        let filling = |shape| MicroBatch::on_host(batch, shape, turn, self.device);
+        let padded_to = |shape| MicroBatch::on_host(batch, shape, turn, self.device);
         let key = (shape, turn.is_partial);
         if let Some(graph) = self.graphs.get_mut(&key) {
-            return graph.run(&mut filling(Some(shape))?);
+            return graph.run(&mut padded_to(Some(shape))?);
         }
         // The first batch of a shape runs without recording, for the reason given at `seen`.
         let is_new = self.seen.insert(key);
         if !is_new && !self.is_broken && self.graphs.len() < GRAPHS {
-            match Graph::record(&mut *self.recorder, step, filling(Some(shape))?, self.device) {
+            match Graph::record(&mut *self.recorder, step, padded_to(Some(shape))?, self.device) {
                 Ok(graph) => return self.graphs.entry(key).or_insert(graph).replay(),
                 Err(error) => {
                     self.complaint = Some(format!("no CUDA graphs, and so a slower training: {error}"));
@@ -92,7 +95,7 @@ impl Graphs {
             }
         }
         let shape = (!self.is_broken).then_some(shape);
-        step.run(&filling(shape)?.to(self.device)?)
+        step.run(&padded_to(shape)?.to(self.device)?)
     }
 
     /// Returns why recording has failed; `None` if it has not, or if an earlier call has returned the reason.
@@ -110,10 +113,10 @@ impl Graph {
     ) -> Result<Self> {
         let buffer = DeviceBuffer::load(&mut batch, device)?;
         let sums = Rc::new(RefCell::new(None));
-        let (step, kept) = (step.clone(), Rc::clone(&sums));
+        let (step, target) = (step.clone(), Rc::clone(&sums));
         let recorded = recorder.record(Rc::new(move || {
-            let made = step.run(&batch)?;
-            kept.replace(Some(made));
+            let losses = step.run(&batch)?;
+            target.replace(Some(losses));
             Ok(())
         }))?;
         Ok(Graph { buffer, recorded, sums })
@@ -132,15 +135,16 @@ impl Graph {
     }
 }
 
-/// Returns the shape to which a batch with at most `max_tokens` padded tokens is padded; only a few shapes exist.
+/// Returns the shape to which a batch of at most `max_tokens` padded tokens is padded. The shapes are few, so that few
+/// graphs are needed.
 fn shape(batch: &Batch, max_tokens: usize) -> Shape {
     let (target, source) = (&batch.target_input, batch.source.as_ref());
     let longest = source.map_or(0, |source| source.longest).max(target.longest).max(1);
-    let between = (longest.next_power_of_two() / (2 * LENGTHS_PER_DOUBLING)).max(LENGTH_MULTIPLE);
-    let longest = longest.next_multiple_of(between);
-    // In a batch of this shape the longest sentence has at least `longest − between + 1` tokens, and all sentences
-    // are padded to it. So there are at most this many sentences.
-    let sentences = max_tokens / (longest - between + 1);
+    let spacing = (longest.next_power_of_two() / (2 * LENGTHS_PER_DOUBLING)).max(LENGTH_MULTIPLE);
+    let longest = longest.next_multiple_of(spacing);
+    // In a batch of this shape the longest sentence has at least `longest − spacing + 1` tokens. `max_tokens` counts
+    // every sentence with that length, so this is the largest number of sentences.
+    let sentences = max_tokens / (longest - spacing + 1);
     let step = (max_tokens / ROW_STEPS).max(1).next_multiple_of(ROW_MULTIPLE);
     let rows = |tokens: &[i64]| tokens.len().next_multiple_of(step) as i64;
     Shape {
@@ -268,7 +272,7 @@ mod tests {
         results
     }
 
-    /// Makes every second micro-batch one that is not the last of its update.
+    /// Marks every second micro-batch as one that is not the last of its update.
     fn turn(seed: [i64; 3]) -> Turn {
         Turn { seed, scale: 0.01, is_partial: seed[1] % 2 == 0 }
     }
@@ -321,16 +325,16 @@ mod tests {
         let options = r#""residual": "prenorm""#;
         let batches = batches(2);
         let mut graphs = Graphs::new(Box::new(FailingRecorder), MAX_TOKENS, Device::Cpu);
-        let mut told = vec![];
+        let mut complaints = vec![];
         let [ours, other] = passes(options);
-        let tried = results(&ours, &batches, |step, batch, seed| {
+        let unrecorded = results(&ours, &batches, |step, batch, seed| {
             let sums = graphs.run(step, batch, turn(seed)).unwrap();
-            told.extend(graphs.complaint());
+            complaints.extend(graphs.complaint());
             sums
         });
-        assert_eq!(told, ["no CUDA graphs, and so a slower training: not here"]);
+        assert_eq!(complaints, ["no CUDA graphs, and so a slower training: not here"]);
         let plain = results(&other, &batches, plain);
-        assert!(tried.iter().zip(&plain).all(|(tried, plain)| tried.allclose(plain, 1e-9, 1e-11, false)));
+        assert!(unrecorded.iter().zip(&plain).all(|(ours, plain)| ours.allclose(plain, 1e-9, 1e-11, false)));
     }
 
     #[test]
@@ -358,7 +362,7 @@ mod tests {
             let target_input = packed(sentences.iter().map(|&s| lengths[s].1).collect());
             Batch { source: Some(source), target_input, target_output: vec![], sentences: sentences.clone() }
         };
-        let (mut shapes, mut real, mut rows, mut places, mut all) = (HashSet::new(), 0, 0, 0, 0);
+        let (mut shapes, mut tokens, mut rows, mut pairs, mut padded_pairs) = (HashSet::new(), 0, 0, 0, 0);
         for sentences in plan(&lengths, 4096, 1, 0) {
             let batch = batch(&sentences);
             let shape = shape(&batch, 4096);
@@ -367,14 +371,14 @@ mod tests {
             {
                 assert!(side.tokens.len() as i64 <= room && side.longest as i64 <= shape.longest);
                 assert!(side.rows() as i64 <= shape.sentences);
-                (real, rows) = (real + side.tokens.len() as i64, rows + room);
-                (places, all) =
-                    (places + side.rows() * side.longest.pow(2), all + shape.sentences * shape.longest.pow(2));
+                (tokens, rows) = (tokens + side.tokens.len() as i64, rows + room);
+                pairs += side.rows() * side.longest.pow(2);
+                padded_pairs += shape.sentences * shape.longest.pow(2);
             }
             shapes.insert(shape);
         }
         assert!(shapes.len() <= GRAPHS, "{} shapes", shapes.len());
-        assert!(rows * 100 <= real * 104, "{rows} rows for {real} tokens");
-        assert!(all * 100 <= places as i64 * 140, "{all} places of attention for {places}");
+        assert!(rows * 100 <= tokens * 104, "{rows} rows for {tokens} tokens");
+        assert!(padded_pairs * 100 <= pairs as i64 * 140, "{padded_pairs} places of attention for {pairs}");
     }
 }

@@ -19,10 +19,10 @@ pub struct Validation {
     pub tokenize: Tokenize,
 }
 
-/// The spelling of an unknown piece in a reference that was read as ids. As in fairseq, nothing matches it: an
-/// unknown piece in the output is spelt [`UNKNOWN_SAID`], and no text contains this character.
+/// The spelling of UNK in a reference that was read as ids. As in fairseq, this UNK matches nothing: UNK in the model's
+/// output is spelt [`UNKNOWN_SAID`], and no text contains this character.
 pub const UNKNOWN_MEANT: &str = "\u{fffe}";
-/// The spelling of an unknown piece in the model's output. No word of a reference matches it, not even a literal
+/// The spelling of UNK in the model's output. No word of a reference matches it, not even a literal
 /// `<unk>`.
 const UNKNOWN_SAID: &str = "\u{ffff}";
 
@@ -82,9 +82,9 @@ pub fn evaluate_bleu(
     let mut hypotheses = vec![String::new(); references.len()];
     for batch in batches {
         let Some(source) = Input::new(batch, model.device())?.read.source else { continue };
-        let found = search(model, &source, mask, config, kind, &mut check_interrupt)?;
-        for (sentence, found) in batch.sentences.iter().zip(found) {
-            if let Some(best) = found.first() {
+        let translations = search(model, &source, mask, config, kind, &mut check_interrupt)?;
+        for (sentence, ranked) in batch.sentences.iter().zip(translations) {
+            if let Some(best) = ranked.first() {
                 hypotheses[*sentence] = joined(&best.tokens, vocabulary, UNKNOWN_SAID);
             }
         }
@@ -97,6 +97,7 @@ pub fn to_text(tokens: &[i64], vocabulary: &Vocabulary) -> String {
     joined(tokens, vocabulary, SPECIALS[UNK as usize])
 }
 
+/// Returns the text of token ids, with pieces joined to words and UNK spelt as `unknown`.
 fn joined(tokens: &[i64], vocabulary: &Vocabulary, unknown: &str) -> String {
     let ids: Vec<u32> = tokens.iter().map(|t| *t as u32).collect();
     data::join(&vocabulary.decode_as(&ids, unknown))

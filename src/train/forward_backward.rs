@@ -15,6 +15,7 @@ pub struct TrainStep {
     pub objective: Objective,
     /// The type of matrix products.
     pub kind: Kind,
+    /// True for activation checkpointing: backward runs each layer again.
     pub recompute: bool,
     /// True to measure the largest logit of each head.
     pub measures_logits: bool,

@@ -23,57 +23,59 @@ pub struct Layers {
 
 /// The numbers of [`Layers`] while they travel from the device to the host.
 pub struct PendingLayers {
-    groups: Vec<String>,
+    layers: Vec<String>,
     gains: Vec<String>,
     heads: Vec<String>,
     numbers: Pending,
 }
 
 impl PendingLayers {
-    /// Starts to compute the numbers, from gradients that have been summed over ranks and not yet used or clipped, and
-    /// from largest logits that the clip has not yet used.
+    /// Queues the computation of the numbers on the device. This must happen after gradients are summed over ranks, and
+    /// before the optimizer's step, which clips gradients and resets the largest logits.
     pub fn of(parameters: &Parameters, clip: Option<&QkClip>) -> Result<Self> {
         no_grad(|| {
-            let (mut norms, mut gains) = (BTreeMap::<&str, Vec<Tensor>>::new(), Vec::new());
+            let (mut norms_by_layer, mut gains) = (BTreeMap::<&str, Vec<Tensor>>::new(), Vec::new());
+            // `read` relies on this order: means of gains, norms of layers, largest logits.
             let mut numbers = Vec::new();
             for (name, t) in parameters.iter() {
                 let norm = t.f_grad()?.f_norm_scalaropt_dtype(2.0, Kind::Double)?;
-                norms.entry(layer_of(name)).or_default().push(norm);
+                norms_by_layer.entry(layer_of(name)).or_default().push(norm);
                 if is_gain(name, t.dim()) {
                     gains.push(name.to_string());
                     numbers.push(t.f_mean(Kind::Double)?);
                 }
             }
-            for norms in norms.values() {
+            for norms in norms_by_layer.values() {
                 numbers.push(Tensor::f_stack(norms, 0)?.f_norm()?);
             }
-            let groups = norms.into_keys().map(str::to_string).collect();
-            let mut numbers = vec![Tensor::f_stack(&numbers, 0)?];
-            numbers.extend(clip.map(QkClip::largest).transpose()?);
+            let layers = norms_by_layer.into_keys().map(str::to_string).collect();
+            let mut parts = vec![Tensor::f_stack(&numbers, 0)?];
+            parts.extend(clip.map(QkClip::largest).transpose()?);
             let heads = clip.map_or_else(Vec::new, QkClip::heads);
-            Ok(PendingLayers { groups, gains, heads, numbers: Pending::of(&Tensor::f_cat(&numbers, 0)?)? })
+            Ok(PendingLayers { layers, gains, heads, numbers: Pending::of(&Tensor::f_cat(&parts, 0)?)? })
         })
     }
 
+    /// Waits for the numbers, and returns them by name.
     pub fn read(self) -> Result<Layers> {
         let numbers = self.numbers.read()?;
         let (gains, rest) = numbers.split_at(self.gains.len());
-        let (gradients, logits) = rest.split_at(self.groups.len());
+        let (gradients, logits) = rest.split_at(self.layers.len());
         let named = |names: Vec<String>, values: &[f64]| names.into_iter().zip(values.iter().copied()).collect();
-        let (gradients, gains) = (named(self.groups, gradients), named(self.gains, gains));
+        let (gradients, gains) = (named(self.layers, gradients), named(self.gains, gains));
         Ok(Layers { gradients, gains, logits: named(self.heads, logits) })
     }
 }
 
-/// Returns the layer of a parameter: the parameter's name up to the first number. Outside layers, as for the sums of
-/// dlcl, it is the first part of the name.
+/// Returns the part of a parameter's name that names its layer: all up to the first number. For a parameter outside of
+/// layers, such as an embedding or a weight of dlcl's sums, returns the name's first part.
 fn layer_of(name: &str) -> &str {
     let mut end = 0;
-    // The numbers in the names of `combine` count sums and not layers.
-    let is_between = name.split('.').any(|part| part == "combine");
+    // In names with the part `combine`, the number counts weighted sums of layers' outputs, not layers.
+    let is_sum = name.split('.').any(|part| part == "combine");
     for part in name.split('.') {
         end += part.len();
-        if !is_between && part.bytes().all(|b| b.is_ascii_digit()) {
+        if !is_sum && part.bytes().all(|b| b.is_ascii_digit()) {
             return &name[..end];
         }
         end += 1;

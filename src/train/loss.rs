@@ -38,21 +38,21 @@ pub struct Objective {
     /// bool (V), true in the target vocabulary; `None` if it contains all entries.
     pub mask: Option<Tensor>,
     smoothing: kernel::Smoothing,
-    types: Option<Types>,
+    entries: Option<TargetEntries>,
     /// The factor of the square of log Σ exp(logits), which training adds to the loss.
     pub z_loss: f64,
 }
 
 /// The entries of the target vocabulary, each with its column of logits.
-struct Types {
+struct TargetEntries {
     /// The ids of V_t, int64 (|V_t|), ascending.
     ids: Tensor,
-    /// The column of each vocabulary entry, int64 (V). PAD has `IGNORED`, and entries outside V_t have a number that
-    /// is no column.
+    /// The column of each vocabulary entry, int64 (V). PAD has `IGNORED`, and entries outside V_t have |V_t|, which is
+    /// no column.
     columns: Tensor,
 }
 
-impl Types {
+impl TargetEntries {
     const IGNORED: i64 = -1;
 
     /// Numbers the columns of logits from 0, one for each entry that the mask allows.
@@ -60,8 +60,8 @@ impl Types {
         let ids = mask.f_nonzero()?.f_view(-1i64)?;
         let columns = mask.f_cumsum(0, Kind::Int64)?.f_sub_scalar(1)?;
         let columns = columns.f_masked_fill(&mask.f_logical_not()?, ids.size()[0])?;
-        let _ = columns.f_narrow(0, PAD, 1)?.f_fill_(Types::IGNORED)?;
-        Ok(Types { ids, columns })
+        let _ = columns.f_narrow(0, PAD, 1)?.f_fill_(TargetEntries::IGNORED)?;
+        Ok(TargetEntries { ids, columns })
     }
 }
 
@@ -72,8 +72,7 @@ pub struct Workspace {
 }
 
 impl Workspace {
-    /// Returns the first `rows` rows of the buffer. Allocates the buffer anew if its width, type or device does not
-    /// fit.
+    /// Returns the first `rows` rows of the buffer. Replaces the buffer if its width, type or device does not fit.
     fn block(&mut self, rows: i64, cols: i64, kind: Kind, like: &Tensor) -> Result<Tensor> {
         let fits = |t: &Tensor| t.size()[1] == cols && t.kind() == kind && t.device() == like.device();
         if !self.logits.as_ref().is_some_and(fits) {
@@ -86,12 +85,12 @@ impl Workspace {
 
 impl Objective {
     pub fn new(mask: Option<Tensor>, smoothing: kernel::Smoothing) -> Result<Self> {
-        let types = mask.as_ref().map(Types::of).transpose()?;
-        Ok(Objective { mask, smoothing, types, z_loss: 0.0 })
+        let entries = mask.as_ref().map(TargetEntries::of).transpose()?;
+        Ok(Objective { mask, smoothing, entries, z_loss: 0.0 })
     }
 
-    /// Returns the z-loss ζ·log²Z of each row, in f64 and 0 for rows that do not count, and the gradient by the
-    /// logits of `scale` times the z-loss; `None` without a z-loss.
+    /// Returns the z-loss ζ·log²Z of each row (0 for rows that do not count), and the gradient of `scale` times the
+    /// z-loss with respect to the logits. Both are f32, or f64 if the logits are. Returns `None` without a z-loss.
     fn z_loss(&self, logits: &Tensor, counts: &Tensor, scale: &Tensor) -> Result<Option<(Tensor, Tensor)>> {
         if self.z_loss == 0.0 {
             return Ok(None);
@@ -107,8 +106,8 @@ impl Objective {
 
     /// Returns the column of logits that each target has, and the column number that means "ignore this row".
     fn columns(&self, targets: &Tensor) -> Result<(Tensor, i64)> {
-        Ok(match &self.types {
-            Some(types) => (types.columns.f_index_select(0, targets)?, Types::IGNORED),
+        Ok(match &self.entries {
+            Some(entries) => (entries.columns.f_index_select(0, targets)?, TargetEntries::IGNORED),
             None => (targets.shallow_clone(), PAD),
         })
     }
@@ -127,8 +126,8 @@ impl Objective {
     ) -> Result<LossSums> {
         let ((weight, bias), softcap) = (model.output()?, model.softcap()); // (V, d)
         let (sums, dh, weight, bias) = no_grad(|| {
-            let adding = |t: &Tensor| Adding::to(t, kind, flat, self.types.as_ref());
-            let (weight, bias) = (adding(&weight)?, bias.map(adding).transpose()?);
+            let summed = |t: &Tensor| OutputGradient::new(t, kind, flat, self.entries.as_ref());
+            let (weight, bias) = (summed(&weight)?, bias.map(summed).transpose()?);
             let (w, b) = (&weight.place.value, bias.as_ref().map(|b| &b.place.value));
             let h = features.f_detach()?.f_to_kind(kind)?;
             let dh = h.f_empty_like()?;
@@ -149,7 +148,8 @@ impl Objective {
                     let sum = logits.f_add(&gradient)?;
                     logits.f_copy_(&sum)?;
                 }
-                // From here on `logits` holds the gradient by the logits.
+                // From here on `logits` holds the gradient with respect to the logits, still without the softcap's
+                // derivative.
                 if let Some(slope) = slope {
                     let _ = logits.f_mul_(&slope)?;
                 }
@@ -161,8 +161,8 @@ impl Objective {
             }
             Ok::<_, crate::error::Error>((sums, dh, weight, bias))
         })?;
-        for summed in [Some(weight), bias].into_iter().flatten() {
-            summed.hand_on(self.types.as_ref())?;
+        for gradient in [Some(weight), bias].into_iter().flatten() {
+            gradient.propagate(self.entries.as_ref())?;
         }
         operator::backward_from(features, &dh.f_to_kind(features.kind())?)?;
         Ok(sums)
@@ -178,7 +178,7 @@ impl Objective {
         workspace: &mut Workspace,
     ) -> Result<LossSums> {
         let ((weight, bias), softcap) = (model.output()?, model.softcap());
-        let cast = |t: &Tensor| rows_of(&t.f_to_kind(kind)?, self.types.as_ref());
+        let cast = |t: &Tensor| rows_of(&t.f_to_kind(kind)?, self.entries.as_ref());
         let (w, b) = (cast(&weight)?, bias.map(cast).transpose()?);
         let h = features.f_to_kind(kind)?;
         let (targets, ignored) = self.columns(targets)?;
@@ -196,46 +196,48 @@ impl Objective {
 }
 
 /// A parameter of the output projection, or a tensor computed from one, with its gradient summed over all blocks.
-struct Adding {
+struct OutputGradient {
     /// The parameter and its gradient; only the rows in V_t, if there is a target vocabulary.
     place: FlatParameter,
     /// The gradient with all rows; `None` if `place` has all rows already.
     gradient: Option<Tensor>,
     /// The tensor from which autograd propagates the complete gradient; `None` if the gradient lies in the flat
     /// buffers.
-    elsewhere: Option<Tensor>,
+    source: Option<Tensor>,
 }
 
-impl Adding {
-    fn to(t: &Tensor, kind: Kind, flat: Option<&FlatBuffers>, types: Option<&Types>) -> Result<Self> {
-        let (place, elsewhere) = match flat.map(|flat| flat.place(t)).transpose()?.flatten() {
+impl OutputGradient {
+    fn new(t: &Tensor, kind: Kind, flat: Option<&FlatBuffers>, entries: Option<&TargetEntries>) -> Result<Self> {
+        let (place, source) = match flat.map(|flat| flat.place(t)).transpose()?.flatten() {
             Some(place) => (place, None),
             None => (FlatParameter { value: t.f_to_kind(kind)?, gradient: t.f_zeros_like()? }, Some(t.shallow_clone())),
         };
-        if types.is_none() {
-            return Ok(Adding { place, gradient: None, elsewhere });
+        if entries.is_none() {
+            return Ok(OutputGradient { place, gradient: None, source });
         }
-        let value = rows_of(&place.value, types)?;
+        let value = rows_of(&place.value, entries)?;
         let gradient = value.f_zeros_like()?.f_to_kind(place.gradient.kind())?;
-        Ok(Adding { place: FlatParameter { value, gradient }, gradient: Some(place.gradient), elsewhere })
+        Ok(OutputGradient { place: FlatParameter { value, gradient }, gradient: Some(place.gradient), source })
     }
 
-    fn hand_on(self, types: Option<&Types>) -> Result<()> {
+    /// Adds the gradient of the rows in V_t to that of all rows. Then autograd propagates the complete gradient, unless
+    /// it lies in the flat buffers.
+    fn propagate(self, entries: Option<&TargetEntries>) -> Result<()> {
         let mut gradient = self.place.gradient;
-        if let (Some(mut whole), Some(types)) = (self.gradient, types) {
+        if let (Some(mut whole), Some(entries)) = (self.gradient, entries) {
             // `index_add_` would take three times as long on a CPU.
-            let sum = rows_of(&whole, Some(types))?.f_add_(&gradient)?;
-            let _ = whole.f_index_copy_(0, &types.ids, &sum)?;
+            let sum = rows_of(&whole, Some(entries))?.f_add_(&gradient)?;
+            let _ = whole.f_index_copy_(0, &entries.ids, &sum)?;
             gradient = whole;
         }
-        self.elsewhere.map_or(Ok(()), |t| operator::backward_from(&t, &gradient))
+        self.source.map_or(Ok(()), |t| operator::backward_from(&t, &gradient))
     }
 }
 
 /// Returns the rows in V_t, or all rows without a target vocabulary.
-fn rows_of(t: &Tensor, types: Option<&Types>) -> Result<Tensor> {
-    Ok(match types {
-        Some(types) => t.f_index_select(0, &types.ids)?,
+fn rows_of(t: &Tensor, entries: Option<&TargetEntries>) -> Result<Tensor> {
+    Ok(match entries {
+        Some(entries) => t.f_index_select(0, &entries.ids)?,
         None => t.shallow_clone(),
     })
 }
@@ -266,6 +268,7 @@ impl LossSums {
     }
 }
 
+/// Returns the first row and the number of rows of each block.
 fn blocks(rows: i64) -> impl Iterator<Item = (i64, i64)> {
     (0..rows).step_by(BLOCK as usize).map(move |start| (start, BLOCK.min(rows - start)))
 }

@@ -35,10 +35,11 @@ impl Input {
         Input::on_host(batch, None, device)?.to(device)
     }
 
-    /// Builds the input on the host; `device` is the device to which it will be moved.
+    /// Builds the input on the host, padded to `shape` if that is given; `device` is the device to which the input will
+    /// be moved.
     fn on_host(batch: &Batch, shape: Option<Shape>, device: Device) -> Result<Self> {
-        let packed = |p: &data::PackedIds, padded_shape: Option<PaddedShape>| {
-            let packed = Packed::new(&p.tokens, &p.positions, p.offsets.clone())?;
+        let packed = |ids: &data::PackedIds, padded_shape: Option<PaddedShape>| {
+            let packed = Packed::new(&ids.tokens, &ids.positions, ids.offsets.clone())?;
             match padded_shape {
                 Some(padded_shape) => packed.filling(padded_shape),
                 None => Ok(packed),

@@ -71,7 +71,7 @@ pub struct Update {
     pub tokens_per_second: f64,
     /// The training time so far in seconds, without evaluations.
     pub seconds: f64,
-    /// The seconds until the last update, at the present rate; `None` if only patience ends the run.
+    /// The seconds until the last update, at the present speed; `None` if the option `updates` is 0.
     pub time_left: Option<f64>,
     /// The numbers that `log_layers` requests.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -93,7 +93,7 @@ pub struct Evaluation {
     pub seconds: f64,
 }
 
-/// The event that a checkpoint is complete.
+/// The event after a checkpoint has been written.
 #[derive(Clone, Debug, Serialize)]
 pub struct Saved {
     pub update: u64,

@@ -1,5 +1,5 @@
 //! The optimizer over flat buffers. All parameters are views of one tensor and their gradients views of another, so
-//! Adam's update is one pass, and clipping takes one norm (docs/spec.md §4.9). Rules other than Adam update one
+//! Adam's update is one pass, and clipping computes one norm (docs/spec.md §4.9). Rules other than Adam update one
 //! parameter at a time.
 
 mod lion;
@@ -43,6 +43,7 @@ const CLIP_EPS: f64 = 1e-6;
 pub struct Optimizer {
     parameters: Tensor,
     gradients: Tensor,
+    /// Adam's first moments, of the parameters that Adam updates.
     first: Tensor,
     second: Tensor,
     /// For each parameter that Adam updates: its range in the buffers and its shape.
@@ -56,8 +57,8 @@ pub struct Optimizer {
     unit: UnitMatrices,
     /// `None` without `qk_clip`.
     qk_clip: Option<QkClip>,
-    /// On a GPU: 0, or NaN from the first update on whose loss or norm is not finite. The host learns of that update
-    /// late, so the device itself makes no changes after it.
+    /// On a GPU: 0, or NaN once the loss or gradient norm of an update was not finite. The host reads these numbers
+    /// late, so the device itself must skip that update and all later ones.
     health: Tensor,
     beta1: f64,
     beta2: f64,
@@ -71,14 +72,14 @@ pub struct Optimizer {
 /// Neighbouring elements in the buffers, of parameters that have the same multipliers.
 #[derive(Debug, PartialEq)]
 struct Segment {
-    numbers: Range<usize>,
+    elements: Range<usize>,
     multipliers: Multipliers,
 }
 
 impl Segment {
     /// Returns this segment's part of a buffer.
     fn of(&self, flat: &Tensor) -> Result<Tensor> {
-        Ok(flat.f_narrow(0, self.numbers.start as i64, self.numbers.len() as i64)?)
+        Ok(flat.f_narrow(0, self.elements.start as i64, self.elements.len() as i64)?)
     }
 }
 
@@ -111,38 +112,40 @@ impl Optimizer {
                 let rule = ruled.as_ref().map(|ruled| &ruled.rule).filter(|rule| rule.takes(part, &t.size()));
                 let step_size = rule.map_or(StepSize::Entries, |rule| rule.step_size());
                 let (order, multipliers) = model.multipliers(name, part, &t.size(), step_size);
-                let is_left_out =
+                let skips_decay =
                     config.weight_decay != 0.0 && config.weight_decay_of == DecayOf::Matrices && !part.is_matrix();
-                let weight_decay = if is_left_out { 0.0 } else { multipliers.weight_decay };
-                ((rule.is_some(), is_left_out, order), Multipliers { weight_decay, ..multipliers }, name, t)
+                let weight_decay = if skips_decay { 0.0 } else { multipliers.weight_decay };
+                // Adam's parameters come first, those with equal multipliers next to each other.
+                ((rule.is_some(), skips_decay, order), Multipliers { weight_decay, ..multipliers }, name, t)
             })
             .collect();
         sorted.sort_by_key(|(order, ..)| *order);
         let (mut start, mut segments, mut places) = (0, Vec::<Segment>::new(), BTreeMap::new());
-        let mut of_adam = 0;
+        let mut adam_end = 0;
         for ((is_ruled, ..), multipliers, name, t) in sorted {
             if t.kind() != Kind::Float {
                 return Err(Error::invalid(format!("training keeps its parameters in float32, got {:?}", t.kind())));
             }
-            let view = |flat: &Tensor| view_at(flat, &(start..start + t.numel()), t);
-            let own = view(&flat)?;
-            no_grad(|| own.shallow_clone().f_copy_(t))?;
-            t.shallow_clone().f_set_data(&own)?;
-            operator::set_grad(t, &view(&gradients)?)?;
-            let (place, numbers) = (start..start + t.numel(), start..start + aligned(t));
-            start = numbers.end;
+            let view_of = |flat: &Tensor| view_at(flat, &(start..start + t.numel()), t);
+            let view = view_of(&flat)?;
+            no_grad(|| view.shallow_clone().f_copy_(t))?;
+            t.shallow_clone().f_set_data(&view)?;
+            operator::set_grad(t, &view_of(&gradients)?)?;
+            // `elements` includes the padding up to the next parameter, `place` does not.
+            let (place, elements) = (start..start + t.numel(), start..start + aligned(t));
+            start = elements.end;
             if let (true, Some(ruled)) = (is_ruled, &mut ruled) {
-                ruled.add(name, own, view_at(&gradients, &place, t)?, moments, model.d_model, multipliers)?;
+                ruled.add(name, view, view_at(&gradients, &place, t)?, moments, model.d_model, multipliers)?;
                 continue;
             }
-            of_adam = start;
+            adam_end = start;
             places.insert(name.to_string(), (place, t.size()));
             match segments.last_mut().filter(|last| last.multipliers == multipliers) {
-                Some(last) => last.numbers.end = start,
-                None => segments.push(Segment { numbers, multipliers }),
+                Some(last) => last.elements.end = start,
+                None => segments.push(Segment { elements, multipliers }),
             }
         }
-        let zeros = |kind| Tensor::f_zeros([of_adam as i64].as_slice(), (kind, device));
+        let zeros = |kind| Tensor::f_zeros([adam_end as i64].as_slice(), (kind, device));
         Ok(Optimizer {
             parameters: flat,
             gradients,
@@ -159,7 +162,8 @@ impl Optimizer {
             eps: config.adam_eps,
             form: config.adam_form,
             weight_decay: match model.scaled().unit {
-                // u-μP's decay follows the schedule's course, but not its highest rate.
+                // Adam multiplies the decay by the learning rate. u-μP's decay follows the schedule, but does not
+                // depend on the highest rate.
                 Some(_) => config.weight_decay / Schedule::new(config, model.scaled().base_width).highest(),
                 None => config.weight_decay,
             },
@@ -192,9 +196,9 @@ impl Optimizer {
         no_grad(|| Ok(self.parameters.f_copy_(&first)?))
     }
 
-    /// Makes update `step` (from 1) with the accumulated gradients, and zeroes the gradients. Returns their global
+    /// Applies update number `step` (from 1) with the accumulated gradients, and zeroes these. Returns their global
     /// norm before clipping, as a 0-dim float64 tensor on the same device, so that the host does not wait. If the
-    /// norm or `loss` (0-dim) is not finite, nothing is updated; on a GPU, nothing is updated afterwards, either. All
+    /// norm or `loss` (0-dim) is not finite, nothing is updated; on a GPU, later updates are skipped, too. All
     /// ranks of `group` have equal gradients.
     pub fn step(&mut self, step: u64, lr: f64, loss: &Tensor, group: ProcessGroup) -> Result<Tensor> {
         no_grad(|| {
@@ -207,6 +211,7 @@ impl Optimizer {
         })
     }
 
+    /// Returns Adam's coefficients in update `step`, for parameters with these multipliers.
     fn adam(&self, step: u64, lr: f64, multipliers: &Multipliers) -> adam::Adam {
         let Optimizer { beta1, beta2, weight_decay, .. } = *self;
         // Rewritten with m and v, the step m̂/(√v̂ + ε) is √(1−β₂ᵗ)/(1−β₁ᵗ)·m/(√v + ε√(1−β₂ᵗ)).
@@ -219,10 +224,10 @@ impl Optimizer {
     }
 
     fn rounding(&self, step: u64, segment: &Segment) -> Rounding {
-        Rounding { seed: self.seed, update: step as u32, first: segment.numbers.start }
+        Rounding { seed: self.seed, update: step as u32, first: segment.elements.start }
     }
 
-    /// Makes the update on the CPU, segment by segment. Skips it if the norm or the loss is not finite.
+    /// Applies the update on the CPU, segment by segment. Skips the update if the norm or the loss is not finite.
     fn step_on_cpu(&mut self, step: u64, lr: f64, loss: &Tensor, group: ProcessGroup) -> Result<Tensor> {
         let norm = self.norm_on_cpu();
         if norm.is_finite() && loss.f_double_value(&[])?.is_finite() {
@@ -244,10 +249,11 @@ impl Optimizer {
         Ok(Tensor::f_from_slice(&[norm])?.f_squeeze()?)
     }
 
-    /// Makes the update with the operator, which reads the factor for clipping on the device.
+    /// Applies the update with the Adam operator, which reads the clipping factor on the device. If that factor is NaN,
+    /// the operator changes nothing.
     fn step_on_device(&mut self, step: u64, lr: f64, loss: &Tensor, group: ProcessGroup) -> Result<Tensor> {
         let norm = self.gradients.f_norm()?.f_to_kind(Kind::Double)?;
-        // 0·v is 0, or NaN if v is not finite.
+        // 0·v is 0, or NaN if v is not finite; a sum with NaN remains NaN.
         self.health = self.health.f_add(&norm.f_mul_scalar(0.0)?)?.f_add(&loss.f_mul_scalar(0.0)?)?;
         let scale = self.health.f_add_scalar(1.0)?;
         let scale = match self.clip_norm > 0.0 {
@@ -281,9 +287,11 @@ impl Optimizer {
         Ok(norm)
     }
 
+    /// Returns the Euclidean norm of all gradients.
     fn norm_on_cpu(&self) -> f64 {
         let gradients = host::<f32>(&self.gradients);
-        // Each piece has a partial sum, and these are added in order, so no bit depends on the number of threads.
+        // The partial sums of the pieces are added in a fixed order, so the result has the same bits with any number of
+        // threads.
         let pieces = gradients.len().div_ceil(GRAIN);
         let sums = Mutex::new(vec![0f64; pieces]);
         parallel::for_each(pieces, 1, |range| {
@@ -299,7 +307,7 @@ impl Optimizer {
 
     /// Updates one segment. Only `step_on_cpu`, which holds the optimizer mutably, may call this function.
     fn update_on_cpu<M: Moment<f32>>(&self, segment: &Segment, adam: &adam::Adam, rounding: &Rounding, scale: f64) {
-        let Range { start, end } = segment.numbers;
+        let Range { start, end } = segment.elements;
         let [p, g] = [&self.parameters, &self.gradients].map(|t| Shared::new(&mut host_mut::<f32>(t)[start..end]));
         let [m, v] = [&self.first, &self.second].map(|t| Shared::new(&mut host_mut::<M>(t)[start..end]));
         parallel::for_each(end - start, GRAIN, |range| {
@@ -313,8 +321,8 @@ impl Optimizer {
 
     /// Returns the part of a buffer of moments that belongs to a parameter.
     fn moment(&self, moment: &Tensor, name: &str) -> Result<Tensor> {
-        let (numbers, shape) = &self.places[name];
-        Ok(moment.f_narrow(0, numbers.start as i64, numbers.len() as i64)?.f_view(shape.as_slice())?)
+        let (place, shape) = &self.places[name];
+        Ok(moment.f_narrow(0, place.start as i64, place.len() as i64)?.f_view(shape.as_slice())?)
     }
 
     /// Returns the state under the names that it has in a checkpoint, those of torch's optimizers: `exp_avg.NAME` and
@@ -431,20 +439,20 @@ mod tests {
     #[test]
     fn equal_multipliers_lie_side_by_side() {
         let standard = optimizer(1.0);
-        let all = Segment { numbers: 0..standard.parameters.numel(), multipliers: Multipliers::ONE };
+        let all = Segment { elements: 0..standard.parameters.numel(), multipliers: Multipliers::ONE };
         assert_eq!(standard.segments, [all]);
         let decays = decaying("{}", 1.0, DecayOf::Matrices).segments;
         let of_matrices = [(48 * 4, 1.0), (304 * 3 + 32, 0.0)];
         assert_eq!(
-            decays.iter().map(|s| (s.numbers.len(), s.multipliers.weight_decay)).collect::<Vec<_>>(),
+            decays.iter().map(|s| (s.elements.len(), s.multipliers.weight_decay)).collect::<Vec<_>>(),
             of_matrices
         );
         let segments = optimizer_of(COMPLETEP, 1.0).segments;
-        let lengths: Vec<usize> = segments.iter().map(|segment| segment.numbers.len()).collect();
+        let lengths: Vec<usize> = segments.iter().map(|segment| segment.elements.len()).collect();
         // The segments are the table, then the matrices and the vectors of the two encoder layers and of the decoder
         // layer, then the last norm.
         assert_eq!(lengths, [48, 2 * 48, 48, 2 * 304, 304, 32]);
-        assert!(segments.windows(2).all(|pair| pair[0].numbers.end == pair[1].numbers.start));
+        assert!(segments.windows(2).all(|pair| pair[0].elements.end == pair[1].elements.start));
     }
 
     fn gradient(optimizer: &Optimizer, seed: i64) -> Tensor {

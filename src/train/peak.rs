@@ -29,7 +29,10 @@ pub fn peak_of_update(
     let step = TrainStep { model, objective, kind, recompute, measures_logits, group, flat, workspace };
     step.model.set_update(1)?;
     let turn = Turn { seed: [0, 1, 0], scale: 1.0, is_partial: false };
-    let ((), peak) =
-        peak_of(|| step.run(&MicroBatch::on_host(batch, None, turn, Device::Cpu)?.to(Device::Cpu)?).map(drop))?;
+    let run = || {
+        let micro_batch = MicroBatch::on_host(batch, None, turn, Device::Cpu)?.to(Device::Cpu)?;
+        step.run(&micro_batch).map(drop)
+    };
+    let ((), peak) = peak_of(run)?;
     Ok(peak)
 }

@@ -9,7 +9,8 @@ use serde::{Deserialize, Serialize};
 #[derive(Clone, Debug, PartialEq)]
 pub struct Schedule {
     name: ScheduleName,
-    /// The rate after warm-up; `None` for λ/√d·n_w^-½ (TwT eq 7; TwT is Nguyen & Salazar 2019).
+    /// The rate after warm-up that the options give; `None` for the schedule's own, usually λ/√d·n_w^-½ (TwT eq 7; TwT
+    /// is Nguyen & Salazar 2019).
     peak: Option<f64>,
     scale: f64,
     multiplier: f64,
@@ -36,9 +37,10 @@ struct Decay {
     patience: usize,
 }
 
-/// What the schedules `val-decay` and `no-warmup` remember of the evaluations.
+/// The state of the schedules `val-decay` and `no-warmup`, which depends on evaluations.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct ScheduleMemory {
+    /// The factor by which the rate has been lowered so far.
     factor: f64,
     scores: Vec<f64>,
     /// The number of evaluations since the best one, or since the rate was last lowered.
@@ -163,10 +165,12 @@ impl Schedule {
         let (Decay { rule, factor, patience }, memory) = (&self.decay, &mut self.memory);
         let falls = match rule {
             DecayRule::Release => {
+                // The score is worse than each of the last `patience` scores.
                 let worst = memory.scores.iter().rev().take(*patience).copied().fold(f64::INFINITY, f64::min);
                 memory.scores.len() >= *patience && score < worst
             }
             DecayRule::Paper => {
+                // `patience` evaluations in a row were no better than the best before them.
                 let best = memory.scores.iter().copied().fold(f64::MIN, f64::max);
                 memory.worse = if is_warming || score > best { 0 } else { memory.worse + 1 };
                 memory.worse >= *patience
@@ -184,8 +188,8 @@ impl Schedule {
         self.multiplier * self.peak()
     }
 
-    /// Returns the rate after warm-up: the given one, or the schedule's own, which is that of TwT eq 7 at n = n_w for
-    /// all but one.
+    /// Returns the rate after warm-up. Without the option `lr` this is a constant for `no-warmup`, and TwT eq 7 at n =
+    /// n_w for all other schedules.
     fn peak(&self) -> f64 {
         self.peak.unwrap_or_else(|| match self.name {
             ScheduleName::NoWarmup => NO_WARMUP_LR,
@@ -193,8 +197,8 @@ impl Schedule {
         })
     }
 
-    /// Without a given peak, returns λ/√d·min(1/√n, n/n_w^1.5). With one, returns a linear warm-up from `warmup_init`
-    /// to the peak, then peak·√(n_w/n). If n_w = 0, the rate is constant.
+    /// Without the option `lr`, returns λ/√d·min(1/√n, n/n_w^1.5). With `lr`, returns a linear warm-up from
+    /// `warmup_init` to this peak, then peak·√(n_w/n). If n_w = 0, the rate is constant.
     fn inverse_sqrt(&self, n: f64) -> f64 {
         match self.peak {
             _ if self.warmup == 0.0 => self.peak(),

@@ -58,16 +58,17 @@ pub struct Progress {
     /// The seed from which the initial values of the parameters were drawn.
     #[serde(default)]
     pub first_seed: Option<u64>,
-    /// True if the run began with the weights of another one, whose measured gains it keeps.
+    /// True if the run began with another run's weights. The gains that a scheme measures at the start are among these,
+    /// so they are not measured again.
     #[serde(default)]
     pub keeps_gains: bool,
 }
 
 impl Progress {
-    /// Forgets the scores that would be measured differently with the changed options, and returns messages about
-    /// that. `has_bleu` is true if evaluations measure BLEU.
+    /// Forgets the scores that are not comparable with scores under the changed options. Returns a message for each
+    /// option that has such an effect. `has_bleu` is true if evaluations measure BLEU.
     pub fn forget(&mut self, changes: &[OptionChange], criterion: Criterion, has_bleu: bool) -> Vec<String> {
-        let mut said = Vec::new();
+        let mut messages = Vec::new();
         // Without BLEU, the loss is the criterion.
         let criterion = if has_bleu { criterion } else { Criterion::Loss };
         for change in changes {
@@ -86,10 +87,10 @@ impl Progress {
                 }
             }
             if !forgotten.is_empty() {
-                said.push(format!("{}: forgotten: {}", change.said, forgotten.join(", ")));
+                messages.push(format!("{}: forgotten: {}", change.said, forgotten.join(", ")));
             }
         }
-        said
+        messages
     }
 }
 
@@ -115,8 +116,8 @@ pub struct Trainer {
     group: ProcessGroup,
     /// The latest update, as long as its numbers have not arrived from the device.
     running: Option<Running>,
-    /// The error with which this rank wants to stop, before the other ranks know of it.
-    unheard: Option<Error>,
+    /// This rank's stop request, until the other ranks have been informed.
+    own_stop: Option<Error>,
     /// The checkpoint from which this run continues, if it was saved only because the user stopped the run.
     pause: Option<PathBuf>,
     /// The name of the best checkpoint. The best score in `progress` is this checkpoint's.
@@ -172,7 +173,7 @@ pub(super) fn kind_of(precision: Precision) -> Kind {
     }
 }
 
-/// The number of latest updates over which the shown pace is averaged.
+/// The number of latest updates over which the reported speed is averaged.
 const PACE: usize = 50;
 
 impl Trainer {
@@ -184,9 +185,9 @@ impl Trainer {
         } = parts;
         // Two kinds of passes cannot be recorded. A pass with statistics over several ranks involves more than one
         // device. In PowerNorm's release mode, padding rows would count as real.
-        let is_piece = !model.parameters.have_statistics()
+        let is_recordable = !model.parameters.have_statistics()
             || group.is_alone() && model.config.options.get(&power_norm::MODE) == PowerNormMode::Paper;
-        let recorder = parts.recorder.filter(|_| is_piece);
+        let recorder = parts.recorder.filter(|_| is_recordable);
         let graphs = recorder.map(|recorder| Graphs::new(recorder, config.max_tokens as usize, device));
         let mut optimizer = Optimizer::new(&model.parameters, &config, &model.config)?;
         let mut schedule = Schedule::new(&config, model.config.scaled().base_width);
@@ -210,16 +211,16 @@ impl Trainer {
         let updates_per_epoch = parts.batches_per_epoch as f64 / (config.accumulate * group.size() as i64) as f64;
         let (recompute, measures_logits) = (config.activation_checkpointing, config.qk_clip > 0.0);
         let flat = optimizer.flat(kind)?.map(Rc::new);
-        // The initial model is not saved, so a resumed run rebuilds it from the first seed; a resume may have changed
-        // the current one.
+        // The initial model is not saved, so a resumed run rebuilds it from its first seed. The option `seed` may have
+        // changed since.
         let is_watched = config.log_statistics > 0 && group.is_first();
         let first_seed = *progress.first_seed.get_or_insert(config.seed);
-        let of_start = || {
-            let start = Transformer::new(&model.config, first_seed, device, Kind::Float)?;
-            optimizer::begin(&start.parameters, &config)?;
-            Ok::<_, Error>(start)
+        let initial_model = || {
+            let initial = Transformer::new(&model.config, first_seed, device, Kind::Float)?;
+            optimizer::begin(&initial.parameters, &config)?;
+            Ok::<_, Error>(initial)
         };
-        let first = is_watched.then(of_start).transpose()?;
+        let first = is_watched.then(initial_model).transpose()?;
         let workspace = RefCell::default();
         let train_step = TrainStep { model, objective, kind, recompute, measures_logits, group, flat, workspace };
         Ok(Trainer {
@@ -240,7 +241,7 @@ impl Trainer {
             device,
             group,
             running: None,
-            unheard: None,
+            own_stop: None,
             pause,
             best,
             last: Instant::now(),
@@ -253,12 +254,13 @@ impl Trainer {
         self.interruptible(observer, |t, observer| t.group.agree(observer.started(&t.started()), t.device))?;
         loop {
             let finished = self.finished();
+            // The last update is always followed by an evaluation.
             if self.progress.is_due || finished.is_some() && self.progress.evaluated < self.progress.update {
                 self.interruptible(observer, |t, observer| {
-                    t.settle(observer)?;
-                    t.hear()?;
-                    let told = t.evaluate(observer);
-                    t.group.agree(told, t.device)
+                    t.report_running(observer)?;
+                    t.share_stops()?;
+                    let evaluated = t.evaluate(observer);
+                    t.group.agree(evaluated, t.device)
                 })?;
                 continue;
             }
@@ -272,51 +274,51 @@ impl Trainer {
                 Err(error @ Error::Raised(_)) if self.group.is_first() => {
                     // The other ranks wait for this one in the middle of an update, so this rank saves without them.
                     self.group = ProcessGroup::ALONE;
-                    let told = before.map_or(Ok(()), |update| self.tell(update, observer));
-                    return self.interruptible(observer, |_, _| told.and(Err(error)));
+                    let reported = before.map_or(Ok(()), |update| self.report(update, observer));
+                    return self.interruptible(observer, |_, _| reported.and(Err(error)));
                 }
                 Err(error) => return Err(error),
             }
             self.progress.is_due = self.is_evaluation_due(epoch);
             // On a GPU the numbers of an update are read after the next update has been queued, so that the GPU never
             // idles.
-            let mut told = before.map_or(Ok(()), |update| self.tell(update, observer));
-            if self.device == Device::Cpu || told.is_err() {
-                let settled = self.settle(observer);
-                told = told.and(settled);
+            let mut reported = before.map_or(Ok(()), |update| self.report(update, observer));
+            if self.device == Device::Cpu || reported.is_err() {
+                let latest_reported = self.report_running(observer);
+                reported = reported.and(latest_reported);
             }
-            self.interruptible(observer, |_, _| told)?;
+            self.interruptible(observer, |_, _| reported)?;
         }
     }
 
-    /// Waits for the latest update's numbers, if they are pending, and reports them.
-    fn settle(&mut self, observer: &mut dyn Observer) -> Result<()> {
-        self.running.take().map_or(Ok(()), |update| self.tell(update, observer))
+    /// Waits for the numbers of the running update, if there is one, and reports them.
+    fn report_running(&mut self, observer: &mut dyn Observer) -> Result<()> {
+        self.running.take().map_or(Ok(()), |update| self.report(update, observer))
     }
 
-    /// Reports an update to the observer. The update's numbers include the other ranks' stop requests, so hearing of
-    /// one costs no extra wait.
-    fn tell(&mut self, update: Running, observer: &mut dyn Observer) -> Result<()> {
-        let (update, someone_asks) = self.finish(update)?;
-        let mut told = observer.updated(&update);
+    /// Reports an update to the observer. The update's numbers include the number of ranks that want to stop, so the
+    /// ranks exchange their requests only if this number is not 0.
+    fn report(&mut self, update: Running, observer: &mut dyn Observer) -> Result<()> {
+        let (update, a_rank_stops) = self.finish(update)?;
+        let mut reported = observer.updated(&update);
         if let Some(complaint) = self.graphs.as_mut().and_then(Graphs::complaint) {
-            told = told.and(observer.message("warning", &complaint));
+            reported = reported.and(observer.message("warning", &complaint));
         }
         if self.group.is_alone() {
-            return told;
+            return reported;
         }
-        if let Err(error) = told {
-            self.unheard.get_or_insert(error);
+        if let Err(error) = reported {
+            self.own_stop.get_or_insert(error);
         }
-        match someone_asks {
-            true => self.hear(),
+        match a_rank_stops {
+            true => self.share_stops(),
             false => Ok(()),
         }
     }
 
-    /// Tells every rank whether one of them wants to stop.
-    fn hear(&mut self) -> Result<()> {
-        self.group.agree(self.unheard.take().map_or(Ok(()), Err), self.device)
+    /// Exchanges the ranks' stop requests. Returns an error on every rank if one of them wants to stop.
+    fn share_stops(&mut self) -> Result<()> {
+        self.group.agree(self.own_stop.take().map_or(Ok(()), Err), self.device)
     }
 
     /// Runs `work`. If the user wants to stop, or the user's code has raised, saves a checkpoint before returning the
@@ -346,8 +348,7 @@ impl Trainer {
         }
     }
 
-    /// Runs [`step`](Self::step) completely or not at all. If a norm of the user's raises, statistics and counters
-    /// get their old values back.
+    /// Runs [`step`](Self::step). If a user's norm raises an exception, restores running statistics and counters.
     fn whole_step(&mut self) -> Result<Running> {
         let model = &self.train_step.model;
         let norms = [model.config.encoder_norm(), model.config.decoder_norm()];
@@ -365,9 +366,9 @@ impl Trainer {
         })
     }
 
-    /// Makes one update: batches → model → loss → gradients → optimizer. A single process would take the same
-    /// micro-batches with the same random numbers; rank r of K takes every K-th of them. The function does not wait
-    /// for work on a GPU.
+    /// Makes one update: batches → model → loss → gradients → optimizer. Rank r of K processes every K-th micro-batch;
+    /// a single process would process all of them with the same random numbers. The function does not wait for work on
+    /// a GPU.
     fn step(&mut self) -> Result<Running> {
         let start = Instant::now();
         let number = self.progress.update + 1;
@@ -386,22 +387,24 @@ impl Trainer {
         }
         let (seed, scale) = (self.config.seed as i64, 1.0 / tokens as f64);
         self.train_step.model.set_update(number as i64)?;
+        // The first rank measures the gains on its first micro-batch, before the first update.
         if number == 1 && !self.progress.keeps_gains && self.train_step.model.is_profiled() {
             if let (true, (_, batch)) = (self.group.is_first(), &batches[0]) {
                 let turn = Turn { seed: [seed, 0, 0], scale, is_partial: false };
-                let whole = MicroBatch::on_host(batch, None, turn, self.device)?;
-                self.train_step.profile(&whole.to(self.device)?)?;
+                let measured = MicroBatch::on_host(batch, None, turn, self.device)?;
+                self.train_step.profile(&measured.to(self.device)?)?;
             }
             self.optimizer.share_parameters(self.group)?;
         }
         self.train_step.flat.as_ref().map_or(Ok(()), |flat| flat.refresh())?;
         let statistics = self.watched(number, &batches[0].1, scale)?;
         let mut sums = None::<LossSums>;
-        let last = batches.len() - 1;
+        let last_index = batches.len() - 1;
         let counts_updates = self.train_step.model.parameters.count_updates();
         for (i, (micro_batch, batch)) in batches.iter().enumerate() {
             let seed = [seed, number as i64, *micro_batch];
-            let own = self.forward_backward(batch, Turn { seed, scale, is_partial: counts_updates && i < last })?;
+            let own =
+                self.forward_backward(batch, Turn { seed, scale, is_partial: counts_updates && i < last_index })?;
             match &mut sums {
                 Some(sums) => sums.merge(&own)?,
                 None => sums = Some(own),
@@ -414,12 +417,12 @@ impl Trainer {
         let (parameters, clip) = (&self.train_step.model.parameters, self.optimizer.qk_clip());
         let layers = is_logged.then(|| PendingLayers::of(parameters, clip)).transpose()?;
         let logit = clip.map(|clip| clip.largest_of_all()).transpose()?;
-        let asks = sums.loss.f_full_like(f64::from(u8::from(self.unheard.is_some())))?;
-        let sums = self.group.sum(&Tensor::f_stack(&[&sums.loss, &sums.nll, &asks], 0)?)?;
+        let wants_stop = sums.loss.f_full_like(f64::from(u8::from(self.own_stop.is_some())))?;
+        let sums = self.group.sum(&Tensor::f_stack(&[&sums.loss, &sums.nll, &wants_stop], 0)?)?;
         let grad_norm = self.optimizer.step(number, lr, &sums.f_select(0, 0)?, self.group)?;
-        let last = [Some(grad_norm), logit].into_iter().flatten().map(|t| t.f_reshape([1i64].as_slice()));
-        let numbers = [Ok(sums)].into_iter().chain(last).collect::<std::result::Result<Vec<_>, _>>()?;
-        let numbers = Pending::of(&Tensor::f_cat(&numbers, 0)?)?;
+        let others = [Some(grad_norm), logit].into_iter().flatten().map(|t| t.f_reshape([1i64].as_slice()));
+        let parts = [Ok(sums)].into_iter().chain(others).collect::<std::result::Result<Vec<_>, _>>()?;
+        let numbers = Pending::of(&Tensor::f_cat(&parts, 0)?)?;
         self.progress.update = number;
         // The cursor's index is 0 when an epoch has just ended; then this update still belongs to that epoch.
         let epoch = if cursor.index == 0 { cursor.epoch } else { cursor.epoch + 1 };
@@ -446,7 +449,7 @@ impl Trainer {
         }
     }
 
-    /// Returns the results of an update when the device has computed them, and whether a rank wants to stop.
+    /// Waits for an update's results. Returns them, and true if a rank wants to stop.
     fn finish(&mut self, update: Running) -> Result<(Update, bool)> {
         let Running { number, epoch, lr, tokens, start, numbers, layers, statistics } = update;
         let numbers = numbers.read()?;
@@ -463,7 +466,8 @@ impl Trainer {
             self.pace.pop_front();
         }
         self.pace.push_back((seconds, tokens));
-        let (time, done) = self.pace.iter().fold((0.0, 0), |(s, n), (ds, dn)| (s + ds, n + dn));
+        let time: f64 = self.pace.iter().map(|(seconds, _)| seconds).sum();
+        let done: usize = self.pace.iter().map(|(_, tokens)| tokens).sum();
         let left = self.config.updates - number as i64;
         let update = Update {
             update: number,
@@ -483,6 +487,7 @@ impl Trainer {
         Ok((update, numbers[2] > 0.0))
     }
 
+    /// Returns the error for a loss or norm `what` whose value is not finite.
     fn diverged(&self, what: &str, update: u64, value: f64) -> Error {
         let kept = match self.store.list().unwrap_or_default().last() {
             Some(last) => format!("the checkpoint of update {last} is untouched"),
@@ -506,8 +511,8 @@ impl Trainer {
     pub fn evaluate(&mut self, observer: &mut dyn Observer) -> Result<()> {
         let start = Instant::now();
         let measured = if self.group.is_first() { self.measure(observer) } else { Ok((Score::default(), None)) };
-        // Ctrl-C reaches every rank. The ranks that only waited consume it here, so that it does not arrive a second
-        // time.
+        // Ctrl-C reaches every rank. The ranks that only waited consume their signal here, so that it does not stop
+        // them a second time.
         let agreed = self.group.agree(measured, self.device).inspect_err(|_| drop(observer.check_interrupt()));
         let (score, bleu) = agreed?;
         let numbers = [score.loss, score.nll, score.tokens as f64, bleu.unwrap_or(f64::NAN)];
@@ -530,8 +535,8 @@ impl Trainer {
         }
         (self.progress.is_due, self.progress.evaluated) = (false, self.progress.update);
         // The line is logged before the checkpoint is saved: a crash may then repeat a line, but never lose one.
-        let told = observer.evaluated(&self.evaluation(score, bleu, best, start));
-        if let Err(error @ Error::Io { .. }) = told {
+        let reported = observer.evaluated(&self.evaluation(score, bleu, best, start));
+        if let Err(error @ Error::Io { .. }) = reported {
             // The log lacks the line, so nothing is saved: a resumed run makes the evaluation again and logs it.
             return Err(error);
         }
@@ -539,10 +544,11 @@ impl Trainer {
         if self.group.is_first() {
             self.store.prune(self.config.keep.max(1) as usize)?;
         }
-        told
+        reported
     }
 
-    /// Measures the validation loss, and BLEU if the loss is finite. Warns of norms that have refused statistics.
+    /// Measures the validation loss, and BLEU if the loss is finite. Warns about norms that have ignored batches,
+    /// because the batches' statistics were not finite.
     fn measure(&self, observer: &mut dyn Observer) -> Result<(Score, Option<f64>)> {
         let TrainStep { model, objective, kind, .. } = &*self.train_step;
         let score = evaluate_loss(model, &self.validation.batches, objective, *kind, || observer.check_interrupt())?;
@@ -588,11 +594,12 @@ impl Trainer {
         let saved = if self.group.is_first() { self.write(best) } else { Ok(()) };
         self.pause = None;
         self.group.agree(saved, self.device)?;
-        let told = observer.saved(&Saved { update: self.progress.update });
-        self.group.agree(told, self.device)
+        let reported = observer.saved(&Saved { update: self.progress.update });
+        self.group.agree(reported, self.device)
     }
 
-    /// Writes a checkpoint, and removes the one of an interruption from which this run has continued.
+    /// Writes a checkpoint. Then removes the one from which this run was resumed, if that was saved only because the
+    /// user had stopped the run.
     fn write(&mut self, best: bool) -> Result<()> {
         let json = |e: serde_json::Error| Error::invalid(format!("the state cannot be written: {e}"));
         let checkpoint = Checkpoint {

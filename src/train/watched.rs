@@ -1,6 +1,6 @@
-//! The numbers that `log_statistics` logs for the first batch of an update: those of the residual stream in each
-//! layer, how far the model's output is from the initial model's, and the batch statistics of norms that keep running
-//! ones. Measuring them does not affect the run.
+//! The numbers that `log_statistics` logs for the first batch of an update: the size of the residual stream in each
+//! layer, the distance between the model's output and the initial model's, and, for norms that keep running
+//! statistics, how far batch statistics differ from these. Measuring does not affect the run.
 
 use super::forward_backward::TrainStep;
 use super::micro_batch::MicroBatch;
@@ -11,35 +11,37 @@ use std::collections::BTreeMap;
 use std::rc::Rc;
 use tch::{no_grad, with_grad, Kind, Reduction, Tensor};
 
-/// Numbers by name. A number that the model does not have is left out.
+/// Numbers by name, such as `size/decoder.0`. Numbers that are not finite, or that the model does not have, are left
+/// out.
 pub type Watched = BTreeMap<String, f64>;
 
 /// Returns the numbers of the model before the update. `first` is the model with its initial values.
 pub fn watch(step: &TrainStep, first: &Transformer, batch: &MicroBatch) -> Result<Watched> {
-    let mut found = Watched::new();
-    let names: &[&str] = if step.model.config.has_encoder() { &["encoder", "decoder"] } else { &["decoder"] };
-    for (stack, seen) in names.iter().zip(stacks(step, batch)?) {
-        let StackObservation { sizes, statistics, .. } = seen;
+    let mut numbers = Watched::new();
+    let stack_names: &[&str] = if step.model.config.has_encoder() { &["encoder", "decoder"] } else { &["decoder"] };
+    for (stack, observation) in stack_names.iter().zip(observe_stacks(step, batch)?) {
+        let StackObservation { sizes, statistics, .. } = observation;
         for (layer, size) in sizes.into_iter().enumerate() {
-            found.insert(format!("size/{stack}.{layer}"), size);
+            numbers.insert(format!("size/{stack}.{layer}"), size);
         }
         for (norm, of_batch) in statistics.into_iter().enumerate() {
-            let (distance, gradient) = (of_batch.distance, of_batch.gradient);
-            for (what, moments) in [("batch_distance", distance), ("batch_gradient", gradient)] {
+            for (kind, moments) in [("batch_distance", of_batch.distance), ("batch_gradient", of_batch.gradient)] {
                 let parts = [("mean", moments.mean), ("variance", moments.variance), ("power", moments.power)];
-                found.extend(parts.map(|(part, number)| (format!("{what}/{stack}.{norm}.{part}"), number)));
+                numbers.extend(parts.map(|(part, number)| (format!("{kind}/{stack}.{norm}.{part}"), number)));
             }
         }
     }
-    found.insert("change/decoder".into(), change(step, first, batch)?);
-    found.retain(|_, number| number.is_finite());
-    Ok(found)
+    numbers.insert("change/decoder".into(), change(step, first, batch)?);
+    numbers.retain(|_, number| number.is_finite());
+    Ok(numbers)
 }
 
-/// Observes a pass in training mode. If norms keep statistics, the pass also computes gradients of the mean NLL.
-fn stacks(step: &TrainStep, batch: &MicroBatch) -> Result<Vec<StackObservation>> {
+/// Runs the model in training mode and returns the observations of each stack. If norms keep statistics, also computes
+/// the gradients of the mean NLL.
+fn observe_stacks(step: &TrainStep, batch: &MicroBatch) -> Result<Vec<StackObservation>> {
     let watch = Rc::new(Watch::default());
-    let ctx = step.context(&batch.seed).fork(true).watched(watch.clone()); // a repeated pass updates no statistics
+    // `fork(true)` declares the pass a recomputation, which leaves running statistics as they are.
+    let ctx = step.context(&batch.seed).fork(true).watched(watch.clone());
     let pass = |ctx: &Context| step.model.features(&batch.input.read, ctx);
     let loss = match step.model.parameters.have_statistics() {
         true => Some(with_grad(|| -> Result<Tensor> {
@@ -55,15 +57,15 @@ fn stacks(step: &TrainStep, batch: &MicroBatch) -> Result<Vec<StackObservation>>
     Rc::into_inner(watch).expect("the pass is over").finish(loss.as_ref())
 }
 
-/// Returns ‖F(x; θ) − F(x; θ₀)‖₂, in which F is the decoder's output without dropout and θ₀ are the initial
-/// parameters, averaged over target tokens (Wang et al. 2022a).
+/// Returns the mean over target tokens of ‖F(x; θ) − F(x; θ₀)‖₂ (Wang et al. 2022a). F is the decoder's output without
+/// dropout, θ₀ the initial parameters.
 fn change(step: &TrainStep, first: &Transformer, batch: &MicroBatch) -> Result<f64> {
     no_grad(|| {
-        let [now, then] = [&step.model, first].map(|model| {
+        let [current, initial] = [&step.model, first].map(|model| {
             let features = model.features(&batch.input.read, &Context::evaluation(step.kind))?;
             Ok::<_, crate::error::Error>(features.f_to_kind(Kind::Float)?)
         });
-        let norms = now?.f_sub(&then?)?.f_norm_scalaropt_dim(2.0, [-1i64].as_slice(), false)?;
+        let norms = current?.f_sub(&initial?)?.f_norm_scalaropt_dim(2.0, [-1i64].as_slice(), false)?;
         let real = norms.f_masked_select(&batch.input.output.f_ne(PAD)?)?;
         Ok(f64::try_from(real.f_mean(Kind::Double)?)?)
     })

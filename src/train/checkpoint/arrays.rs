@@ -28,8 +28,8 @@ pub struct Array {
     pub data: Bytes,
 }
 
-/// The bytes of an array: its own copy, or a tensor's memory. A copy of everything that a run saves could exceed the
-/// machine's free memory.
+/// The bytes of an array: its own copy, or a tensor's memory. Saving uses the tensors' memory, because a copy of all
+/// tensors might exceed the machine's free memory.
 #[derive(Debug)]
 pub enum Bytes {
     Own(Vec<u8>),
@@ -96,7 +96,7 @@ impl Array {
     }
 }
 
-/// Errors if an array's data do not fill its shape.
+/// Errors if an array's data do not fill its shape, or if its name is reserved.
 pub(super) fn check(arrays: &Arrays) -> Result<()> {
     for (name, array) in arrays {
         if name == "__metadata__" {

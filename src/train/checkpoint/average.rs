@@ -25,26 +25,27 @@ fn options_of(config: &Value) -> Value {
 /// differ, if a dtype is narrower than 16 bits, if [`load`](super::load) fails, or if the user interrupts between two
 /// checkpoints.
 pub fn average(paths: &[impl AsRef<Path>], check_interrupt: &mut dyn FnMut() -> Result<()>) -> Result<Checkpoint> {
-    let mut parts: Vec<(Manifest, PathBuf)> = Vec::new();
+    let mut checkpoints: Vec<(Manifest, PathBuf)> = Vec::new();
     for path in paths {
         let folder = directory(path.as_ref())?;
-        parts.push((Manifest::read(&folder)?, folder));
+        checkpoints.push((Manifest::read(&folder)?, folder));
     }
-    parts.sort_by(|(a, at), (b, bt)| (a.update, at).cmp(&(b.update, bt)));
-    if let Some(pair) = parts.windows(2).find(|pair| pair[0].1 == pair[1].1) {
+    checkpoints.sort_by(|(a, a_folder), (b, b_folder)| (a.update, a_folder).cmp(&(b.update, b_folder)));
+    if let Some(pair) = checkpoints.windows(2).find(|pair| pair[0].1 == pair[1].1) {
         return Err(Error::invalid(format!("{} is to be averaged twice; name it once", pair[0].1.display())));
     }
-    let n = parts.len() as f64;
-    let Some((newest, at)) = parts.pop() else {
+    let n = checkpoints.len() as f64;
+    let Some((newest, newest_folder)) = checkpoints.pop() else {
         return Err(Error::invalid("nothing to average: expected at least one checkpoint"));
     };
-    let (mut model, config) = load_model(&at)?;
-    let mut sums: Vec<Vec<f64>> = model.values().map(|array| vec![0.0; floats(array)]).collect();
-    for (_, folder) in &parts {
+    let (mut model, config) = load_model(&newest_folder)?;
+    let mut sums: Vec<Vec<f64>> = model.values().map(|array| vec![0.0; count_floats(array)]).collect();
+    for (_, folder) in &checkpoints {
         check_interrupt()?;
         let (other, other_config) = load_model(folder)?;
         let differ = |what: String| {
-            Error::invalid(format!("{} and {} cannot be averaged: {what}", at.display(), folder.display()))
+            let newest = newest_folder.display();
+            Error::invalid(format!("{newest} and {} cannot be averaged: {what}", folder.display()))
         };
         // Training may have continued with other options, but the model's options must be the same.
         let options = differences(&options_of(&other_config), &options_of(&config));
@@ -54,15 +55,15 @@ pub fn average(paths: &[impl AsRef<Path>], check_interrupt: &mut dyn FnMut() -> 
         if let Some(what) = array_difference(&model, &other) {
             return Err(differ(what));
         }
-        add(&mut sums, &other)?;
+        add_arrays(&mut sums, &other)?;
     }
-    add(&mut sums, &model)?;
+    add_arrays(&mut sums, &model)?;
     for (array, sum) in model.values_mut().zip(&sums) {
         match array.dtype {
-            Dtype::F64 => set(array.data.to_mut(), sum, n, f64::to_le_bytes),
-            Dtype::F32 => set(array.data.to_mut(), sum, n, |x| (x as f32).to_le_bytes()),
-            Dtype::BF16 => set(array.data.to_mut(), sum, n, |x| bf16::from_f64(x).to_le_bytes()),
-            Dtype::F16 => set(array.data.to_mut(), sum, n, |x| f16::from_f64(x).to_le_bytes()),
+            Dtype::F64 => write_means(array.data.to_mut(), sum, n, f64::to_le_bytes),
+            Dtype::F32 => write_means(array.data.to_mut(), sum, n, |x| (x as f32).to_le_bytes()),
+            Dtype::BF16 => write_means(array.data.to_mut(), sum, n, |x| bf16::from_f64(x).to_le_bytes()),
+            Dtype::F16 => write_means(array.data.to_mut(), sum, n, |x| f16::from_f64(x).to_le_bytes()),
             _ => (),
         }
     }
@@ -70,14 +71,15 @@ pub fn average(paths: &[impl AsRef<Path>], check_interrupt: &mut dyn FnMut() -> 
 }
 
 /// Returns how many numbers of an array are averaged: all, or none if the array holds integers.
-fn floats(array: &Array) -> usize {
+fn count_floats(array: &Array) -> usize {
     match array.dtype {
         Dtype::F64 | Dtype::F32 | Dtype::BF16 | Dtype::F16 => array.data.len() * 8 / array.dtype.bitsize(),
         _ => 0,
     }
 }
 
-fn add(sums: &mut [Vec<f64>], model: &Arrays) -> Result<()> {
+/// Adds a model's arrays of floating-point numbers to the sums, which have the order of `model`.
+fn add_arrays(sums: &mut [Vec<f64>], model: &Arrays) -> Result<()> {
     fn each<const N: usize>(sum: &mut [f64], data: &[u8], number: impl Fn([u8; N]) -> f64) {
         sum.iter_mut().zip(data.as_chunks().0).for_each(|(s, &bytes)| *s += number(bytes));
     }
@@ -95,8 +97,9 @@ fn add(sums: &mut [Vec<f64>], model: &Arrays) -> Result<()> {
     Ok(())
 }
 
-fn set<const N: usize>(data: &mut [u8], sum: &[f64], n: f64, bytes: impl Fn(f64) -> [u8; N]) {
-    data.as_chunks_mut().0.iter_mut().zip(sum).for_each(|(to, s)| *to = bytes(s / n));
+/// Writes each sum divided by `n` into an array's data; `to_bytes` rounds to the array's type.
+fn write_means<const N: usize>(data: &mut [u8], sums: &[f64], n: f64, to_bytes: impl Fn(f64) -> [u8; N]) {
+    data.as_chunks_mut().0.iter_mut().zip(sums).for_each(|(target, sum)| *target = to_bytes(sum / n));
 }
 
 /// Returns the first difference between two models' arrays: a name, a dtype or a shape.

@@ -20,8 +20,8 @@ use crate::ownership::{
 /// earlier checkpoint, the name is `update-00001234-2`, and so on. A checkpoint never changes once it has its name.
 /// Its `state.json` has the number of this save in the run, and the name of the best checkpoint at that time. The
 /// checkpoint with the highest number is the last one, and the best one is the checkpoint that it names. The links
-/// `best` and `last` are for people and other programs; nothing is lost if they disappear through a stop, a copy or a
-/// file system.
+/// `best` and `last` are for people and other programs. Nothing is lost if a crash, a copy of the folder or a file
+/// system without links loses them.
 #[derive(Clone, Debug)]
 pub struct CheckpointStore {
     folder: PathBuf,
@@ -57,7 +57,7 @@ impl CheckpointStore {
         let store = CheckpointStore::at(dir);
         atomic::make_directory(&store.folder)?;
         atomic::clean(&store.folder, is_a_runs_name)?;
-        store.link()?;
+        store.update_links()?;
         Ok(store)
     }
 
@@ -67,12 +67,12 @@ impl CheckpointStore {
     }
 
     /// Writes a checkpoint, which becomes the run's last one, and returns its name. `best` says which checkpoint is
-    /// now the best: this one, or one by name. If none of that name exists, the best one stays as it was.
+    /// now the best: this one, or one by name. If no checkpoint has that name, the best one does not change.
     ///
     /// # Errors
-    /// Errors if the disk is full, or if the system refuses for another reason; the message names the operation and
-    /// the file. Earlier checkpoints are unchanged. Nothing of the new checkpoint stays, or all of it if only the
-    /// last flush or a link has failed.
+    /// Errors if a file operation fails, for example on a full disk; the message names the operation and the file. Earlier
+    /// checkpoints are unchanged. Nothing is left of the new checkpoint, or all of it if only the last flush or a link has
+    /// failed.
     pub fn save(&self, update: u64, checkpoint: &Checkpoint, best: Best) -> Result<String> {
         fault::begin();
         let savings = self.savings()?;
@@ -80,14 +80,14 @@ impl CheckpointStore {
         let best = match best {
             Best::This => Some(name.clone()),
             Best::Named(best) => {
-                let there = best.and_then(update_of).filter(|key| self.is_whole(*key));
-                there.or_else(|| self.best(&savings)).map(name_of)
+                let named = best.and_then(update_of).filter(|key| self.is_whole(*key));
+                named.or_else(|| self.best(&savings)).map(name_of)
             }
         };
         let number = 1 + savings.values().map(|saving| saving.number).max().unwrap_or(0);
         let path = self.folder.join(&name);
-        save_at(&path, update, checkpoint, Some(Saving { number, best })).map_err(|e| self.untouched(e))?;
-        self.link().map_err(|e| self.untouched(e))?;
+        save_at(&path, update, checkpoint, Some(Saving { number, best })).map_err(|e| self.with_note(e))?;
+        self.update_links().map_err(|e| self.with_note(e))?;
         Ok(name)
     }
 
@@ -98,9 +98,11 @@ impl CheckpointStore {
             return self.named(what).ok_or_else(|| self.missing(what));
         }
         let number = what.strip_prefix("update-").unwrap_or(what);
+        // The second number is 0 if `what` is only an update's number. Then the latest save of the update is meant.
         let wanted = update_of(what).or_else(|| Some((number.parse().ok()?, 0)));
         match wanted {
             None if what == AVERAGE => directory(&self.folder.join(what)).map_err(|_| self.missing(what)),
+            // A single word that is no existing path can only be a wrong name.
             None if what.starts_with("update-")
                 || Path::new(what).components().count() == 1 && !Path::new(what).exists() =>
             {
@@ -116,13 +118,13 @@ impl CheckpointStore {
     }
 
     /// Returns the folder of the checkpoint that [`resolve`](Self::resolve) finds, and what `read` returns for it. If
-    /// the checkpoint is pruned meanwhile, reads the checkpoint that `what` names then.
+    /// the checkpoint is pruned meanwhile, reads the one that `what` then names.
     pub fn read<T>(&self, what: &str, read: impl Fn(&Path) -> Result<T>) -> Result<(PathBuf, T)> {
         loop {
             let path = self.resolve(what)?;
             match read(&path) {
                 Err(_) if self.resolve(what).is_ok_and(|now| now != path) => continue,
-                done => return done.map(|done| (path, done)),
+                result => return result.map(|value| (path, value)),
             }
         }
     }
@@ -177,7 +179,7 @@ impl CheckpointStore {
     /// Returns the checkpoints from which a run may continue, newest first.
     fn candidates(&self) -> Result<impl Iterator<Item = PathBuf>> {
         let last = self.last();
-        // Where a checkpoint with a damaged state stands in the order of saves is unknown, so it is a candidate, too.
+        // A checkpoint with a damaged state has an unknown place in the order of saves, so it is a candidate, too.
         let is_before = move |(key, path): &(Key, PathBuf)| *key <= last || Manifest::read(path).is_err();
         Ok(self.entries()?.into_iter().rev().filter(is_before).map(|(_, path)| path))
     }
@@ -209,7 +211,8 @@ impl CheckpointStore {
         Ok(updates.into_iter().collect())
     }
 
-    /// Returns the newest checkpoints of `k` updates, newest first. Those after the last one do not count.
+    /// Returns the latest save of each of the `k` newest updates, newest first. Skips updates after that of the last
+    /// checkpoint (see [`prune`](Self::prune)).
     pub fn recent(&self, k: usize) -> Result<Vec<PathBuf>> {
         let last = self.last();
         let newest: BTreeMap<u64, PathBuf> =
@@ -296,9 +299,9 @@ impl CheckpointStore {
         self.entries().ok()?.into_iter().find(|(_, path)| state(path).as_ref() == Some(&own)).map(|(key, _)| key)
     }
 
-    /// Handles a copy of a checkpoint that stands in place of a link. Removes the copy if the checkpoint itself can
+    /// Frees the name of a link if a copy of a checkpoint has this name. Removes the copy if the checkpoint itself can
     /// be read; otherwise the copy gets the checkpoint's name.
-    fn settle(&self, copy: &Path) -> Result<()> {
+    fn move_copy(&self, copy: &Path) -> Result<()> {
         let rename = |from: &Path, to: &str| atomic::act("rename", from, || fs::rename(from, self.folder.join(to)));
         let update = Manifest::read(copy)?.update;
         match self.twin(copy) {
@@ -322,9 +325,9 @@ impl CheckpointStore {
         update_of(fs::read_link(self.folder.join(name)).ok()?.to_str()?)
     }
 
-    /// Sets the links `best` and `last` as the checkpoints' records say, after handling copies of checkpoints that
-    /// stand in place of links. Makes no link on a file system that has none.
-    fn link(&self) -> Result<()> {
+    /// Sets the links `best` and `last` as the checkpoints' records say. Copies of checkpoints under these names are
+    /// moved or removed before. On a file system without links, no link is made.
+    fn update_links(&self) -> Result<()> {
         if self.savings()?.is_empty() {
             return Ok(());
         }
@@ -337,7 +340,7 @@ impl CheckpointStore {
                 )));
             }
             if found.is_ok_and(|found| found.is_dir()) {
-                self.settle(&path)?;
+                self.move_copy(&path)?;
             }
         }
         let savings = self.savings()?;
@@ -349,17 +352,19 @@ impl CheckpointStore {
             }
             match atomic::write_link(&path, &name_of(key)) {
                 Err(Error::Io { source, .. }) if has_no_links(&source) => {}
-                made => made?,
+                written => written?,
             }
         }
         Ok(())
     }
 
+    /// Reads the records of all saves. Checkpoints whose `state.json` cannot be read are left out.
     fn savings(&self) -> Result<Savings> {
         let saving = |(key, path): (Key, PathBuf)| Some((key, Manifest::read(&path).ok()?.saving?));
         Ok(self.entries()?.into_iter().filter_map(saving).collect())
     }
 
+    /// Returns the folders whose names are those of checkpoints.
     fn entries(&self) -> Result<BTreeMap<Key, PathBuf>> {
         let entries = match fs::read_dir(&self.folder) {
             Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(BTreeMap::new()),
@@ -375,8 +380,8 @@ impl CheckpointStore {
         Ok(found)
     }
 
-    /// Adds to the error of a failed write what has become of the earlier checkpoints.
-    fn untouched(&self, error: Error) -> Error {
+    /// Adds a note on the earlier checkpoints to the error of a failed write.
+    fn with_note(&self, error: Error) -> Error {
         let Error::Io { act, path, source } = error else { return error };
         let kept = match self.entries().is_ok_and(|entries| !entries.is_empty()) {
             true => "the previous checkpoint is untouched",

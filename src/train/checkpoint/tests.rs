@@ -41,7 +41,7 @@ fn every_dtype_and_shape_comes_back() {
     assert!(safetensors::SafeTensors::deserialize(&bytes).unwrap().is_empty());
 }
 
-/// serde_json reads floats inexactly unless its feature `float_roundtrip` is on. Then a resumed run would differ.
+/// Without its feature `float_roundtrip`, serde_json reads floats inexactly, and a resumed run would differ.
 #[test]
 fn floats_of_the_state_come_back_to_the_bit() {
     let dir = Scratch::new("ckpt-floats");

@@ -15,8 +15,8 @@ pub struct QkClip {
 }
 
 impl QkClip {
-    /// Moves the largest logits of all attentions into one tensor, so that a collective operation and a copy to the
-    /// host take them together.
+    /// Moves the largest logits of all attentions into one tensor, so that one collective operation, or one copy to the
+    /// host, transfers all of them.
     pub fn new(parameters: &Parameters, limit: f64) -> Result<Self> {
         let attentions: Vec<_> = parameters.attentions().iter().map(AttentionHeads::shallow_clone).collect();
         let largest = Tensor::f_stack(&attentions.iter().map(|one| &one.largest).collect::<Vec<_>>(), 0)?;
@@ -47,9 +47,9 @@ impl QkClip {
         Ok(self.largest.f_max()?.f_to_kind(Kind::Double)?)
     }
 
-    /// Multiplies the queries and keys of each head by √min(1, τ/S), S the largest logit of all heads that share the
-    /// head's keys. `is_alive` is given on a GPU; if it is false there, because an update was not finite, nothing
-    /// changes.
+    /// Multiplies the queries and keys of each head by √min(1, τ/S), where S is the largest logit of all heads that
+    /// share the head's keys. `is_alive` is given on a GPU; if it is false there, because an update was not finite,
+    /// nothing changes.
     pub fn apply(&self, is_alive: Option<&Tensor>) -> Result<()> {
         no_grad(|| {
             for (row, one) in self.attentions.iter().enumerate() {
@@ -64,7 +64,7 @@ impl QkClip {
         })
     }
 
-    /// Forgets the logits of the update that has been made.
+    /// Resets the largest logits after an update.
     pub fn forget(&mut self) -> Result<()> {
         let _ = self.largest.f_fill_(f64::NEG_INFINITY)?;
         Ok(())

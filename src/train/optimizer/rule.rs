@@ -36,7 +36,8 @@ pub trait Rule {
         Ok(direction)
     }
 
-    /// Returns what steps have in common at all widths, which a parametrisation's rates follow.
+    /// Returns the measure of a step's size that is the same at all widths. A parametrisation's learning rates depend
+    /// on this measure.
     fn step_size(&self) -> StepSize {
         StepSize::Entries
     }
@@ -69,8 +70,8 @@ pub fn mix(average: &mut Tensor, value: &Tensor, weight: f64) -> Result<()> {
     Ok(())
 }
 
-/// Makes one step of a parameter, or of some of its rows. `direction` is already orthogonalised; `keep` is the factor
-/// of p.
+/// Applies one step to the parameter `p`, or to some of its rows. `direction` is already orthogonalised; `keep` is the
+/// factor 1 − ηλ of p.
 pub fn apply(
     rule: &dyn Rule,
     p: &mut Tensor,
@@ -95,13 +96,14 @@ pub fn apply(
 /// have the parameter's type.
 pub fn zeros(rule: &dyn Rule, p: &Tensor, kind: Kind) -> Result<Vec<Tensor>> {
     let size = p.size();
-    let zeros = |(i, (_, own)): (usize, (_, Vec<i64>))| {
-        Ok(Tensor::f_zeros(own.as_slice(), (if i == 0 { kind } else { p.kind() }, p.device()))?)
+    let zeros = |(i, (_, size)): (usize, (_, Vec<i64>))| {
+        let kind = if i == 0 { kind } else { p.kind() };
+        Ok(Tensor::f_zeros(size.as_slice(), (kind, p.device()))?)
     };
     rule.state(&size).into_iter().enumerate().map(zeros).collect()
 }
 
-/// Makes one step of one matrix or vector with the rule that the options name.
+/// Applies one step to a single matrix or vector, with the rule that the options name.
 pub fn step(config: &TrainingConfig, p: &mut Tensor, gradient: &Tensor, state: &mut [Tensor], lr: f64) -> Result<()> {
     let rule = rule_of(config).ok_or_else(|| Error::invalid("optimizer = \"adam\" is no rule for one parameter"))?;
     let expected = rule.state(&p.size());

@@ -70,33 +70,35 @@ impl Ruled {
         group: ProcessGroup,
     ) -> Result<()> {
         let rule = self.rule.as_ref();
-        let mut before = Vec::new();
+        let mut old_values = Vec::new();
         if is_healthy.is_some() {
+            // The host does not know yet whether the update is healthy, so the old values are restored below if not.
             for t in self.parameters.iter().flat_map(|one| [&one.value].into_iter().chain(&one.state)) {
-                before.push((t.shallow_clone(), t.f_detach_copy()?));
+                old_values.push((t.shallow_clone(), t.f_detach_copy()?));
             }
         }
         let mut directions = Vec::new();
-        for one in &self.parameters {
-            for block in &one.blocks {
-                let gradient = rows(&one.gradient, block)?.f_mul(scale)?;
-                directions.push(rule.direction(&gradient, &mut one.state_of(block)?)?);
+        for parameter in &self.parameters {
+            for block in &parameter.blocks {
+                let gradient = rows(&parameter.gradient, block)?.f_mul(scale)?;
+                directions.push(rule.direction(&gradient, &mut parameter.state_of(block)?)?);
             }
         }
         if rule.is_orthogonal() {
             directions = orthogonalised(rule, &directions, group)?;
         }
         let mut directions = directions.into_iter();
-        for one in &mut self.parameters {
-            let rate = lr * self.lr_multiplier * one.multipliers.lr;
-            let keep = 1.0 - rate * weight_decay * one.multipliers.weight_decay;
-            for (block, direction) in one.blocks.iter().zip(&mut directions) {
-                rule::apply(rule, &mut rows(&one.value, block)?, direction, &mut one.state_of(block)?, rate, keep)?;
+        for parameter in &mut self.parameters {
+            let rate = lr * self.lr_multiplier * parameter.multipliers.lr;
+            let keep = 1.0 - rate * weight_decay * parameter.multipliers.weight_decay;
+            for (block, direction) in parameter.blocks.iter().zip(&mut directions) {
+                let (mut value, mut state) = (rows(&parameter.value, block)?, parameter.state_of(block)?);
+                rule::apply(rule, &mut value, direction, &mut state, rate, keep)?;
             }
-            let _ = one.gradient.f_zero_()?;
+            let _ = parameter.gradient.f_zero_()?;
         }
         if let Some(is_healthy) = is_healthy {
-            for (mut t, old) in before {
+            for (mut t, old) in old_values {
                 let new = t.f_where_self(is_healthy, &old)?;
                 t.f_copy_(&new)?;
             }
@@ -106,16 +108,16 @@ impl Ruled {
 
     /// Returns the tensors of the state under the names that they have in a checkpoint.
     pub fn state(&self) -> Vec<(String, Tensor)> {
-        let of = |one: &RuledParameter| {
-            let kinds = self.rule.state(&one.value.size());
-            let named = kinds.iter().zip(&one.state).map(|((kind, _), t)| (format!("{kind}.{}", one.name), t));
-            named.map(|(name, t)| (name, t.shallow_clone())).collect::<Vec<_>>()
+        let state_of = |parameter: &RuledParameter| {
+            let kinds = self.rule.state(&parameter.value.size());
+            let tensors = kinds.iter().zip(&parameter.state);
+            tensors.map(|((kind, _), t)| (format!("{kind}.{}", parameter.name), t.shallow_clone())).collect::<Vec<_>>()
         };
-        self.parameters.iter().flat_map(of).collect()
+        self.parameters.iter().flat_map(state_of).collect()
     }
 }
 
-/// Returns some rows of a tensor whose first dimension is the parameter's.
+/// Returns the rows `block` of a parameter, or of a state tensor that has the same rows.
 fn rows(t: &Tensor, block: &Range<i64>) -> Result<Tensor> {
     Ok(t.f_narrow(0, block.start, block.end - block.start)?)
 }
@@ -131,39 +133,40 @@ fn blocks(name: &str, size: &[i64], d_model: i64) -> Vec<Range<i64>> {
     vec![0..d_model, d_model..half, half..rows]
 }
 
-/// Orthogonalises the directions. Each of the K ranks does every K-th of them, and a sum over ranks brings them
-/// together.
+/// Orthogonalises the directions. Each of the K ranks computes every K-th one and has zeros for the others, so a sum
+/// over ranks gives all of them.
 fn orthogonalised(rule: &dyn Rule, directions: &[Tensor], group: ProcessGroup) -> Result<Vec<Tensor>> {
     let sizes: Vec<_> = directions.iter().map(Tensor::size).collect();
-    let mine = (group.rank()..directions.len()).step_by(group.size());
-    let mut found: Vec<Option<Tensor>> = directions.iter().map(|_| None).collect();
-    for batch in batches(mine, &sizes) {
+    let own_indices = (group.rank()..directions.len()).step_by(group.size());
+    let mut results: Vec<Option<Tensor>> = directions.iter().map(|_| None).collect();
+    for batch in batches(own_indices, &sizes) {
         let stacked: Vec<&Tensor> = batch.iter().map(|i| &directions[*i]).collect();
-        let results = rule.orthogonalised(&Tensor::f_stack(&stacked, 0)?)?.f_unbind(0)?;
-        batch.into_iter().zip(results).for_each(|(i, one)| found[i] = Some(one));
+        let matrices = rule.orthogonalised(&Tensor::f_stack(&stacked, 0)?)?.f_unbind(0)?;
+        batch.into_iter().zip(matrices).for_each(|(i, matrix)| results[i] = Some(matrix));
     }
     if group.size() == 1 {
-        return Ok(found.into_iter().flatten().collect());
+        return Ok(results.into_iter().flatten().collect());
     }
-    let flat = |(one, direction): (Option<Tensor>, &Tensor)| {
-        Ok(one.map_or_else(|| direction.f_zeros_like(), Ok)?.f_reshape([-1i64].as_slice())?)
+    let flattened = |(result, direction): (Option<Tensor>, &Tensor)| {
+        Ok(result.map_or_else(|| direction.f_zeros_like(), Ok)?.f_reshape([-1i64].as_slice())?)
     };
-    let flat = found.into_iter().zip(directions).map(flat).collect::<Result<Vec<Tensor>>>()?;
-    let mut all = Tensor::f_cat(&flat, 0)?;
+    let own = results.into_iter().zip(directions).map(flattened).collect::<Result<Vec<Tensor>>>()?;
+    let mut all = Tensor::f_cat(&own, 0)?;
     group.sum_in_place(&mut all)?;
-    let sizes: Vec<i64> = directions.iter().map(|one| one.numel() as i64).collect();
-    let parts = all.f_split_with_sizes(sizes.as_slice(), 0)?;
-    parts.iter().zip(directions).map(|(part, one)| Ok(part.f_view(one.size().as_slice())?)).collect()
+    let lengths: Vec<i64> = directions.iter().map(|direction| direction.numel() as i64).collect();
+    let parts = all.f_split_with_sizes(lengths.as_slice(), 0)?;
+    parts.iter().zip(&sizes).map(|(part, size)| Ok(part.f_view(size.as_slice())?)).collect()
 }
 
-/// Splits indices into batches whose matrices have one size and at most `BATCH` numbers together, or one matrix.
+/// Splits indices into batches. The matrices of a batch have equal sizes, and at most `BATCH` elements together unless
+/// the batch is a single matrix.
 fn batches(indices: impl Iterator<Item = usize>, sizes: &[Vec<i64>]) -> Vec<Vec<usize>> {
-    let mut of_size: BTreeMap<&[i64], Vec<usize>> = BTreeMap::new();
+    let mut by_size: BTreeMap<&[i64], Vec<usize>> = BTreeMap::new();
     for i in indices {
-        of_size.entry(&sizes[i]).or_default().push(i);
+        by_size.entry(&sizes[i]).or_default().push(i);
     }
-    let fits = |size: &[i64]| (BATCH / size.iter().product::<i64>().max(1)).max(1) as usize;
-    of_size.iter().flat_map(|(size, all)| all.chunks(fits(size)).map(<[usize]>::to_vec)).collect()
+    let batch_length = |size: &[i64]| (BATCH / size.iter().product::<i64>().max(1)).max(1) as usize;
+    by_size.iter().flat_map(|(size, all)| all.chunks(batch_length(size)).map(<[usize]>::to_vec)).collect()
 }
 
 #[cfg(test)]

@@ -39,6 +39,7 @@ impl UnitMatrices {
         })
     }
 
+    /// Replaces each matrix by `changed(matrix, lengths of its vectors)`.
     fn each(&self, changed: impl Fn(&Tensor, &Tensor) -> Result<Tensor>) -> Result<()> {
         no_grad(|| {
             self.0.iter().try_for_each(|(m, dimension)| {
@@ -51,8 +52,8 @@ impl UnitMatrices {
 }
 
 /// Returns the dimension along which the vectors of d_model numbers lie. Returns `None` for parameters that are no
-/// such matrix, for tables of positions, and for value embeddings and their gates, because rows of value embeddings
-/// are values.
+/// such matrix, for tables of positions, and for value embeddings and their gates: rows of value embeddings are
+/// attention's values, not vectors of the residual stream.
 pub fn dimension(name: &str, part: Part, dimensions: usize) -> Option<i64> {
     let is_of_positions = part.role == ParameterRole::Embedding && name.contains("position");
     let is_of_values = name.contains(".value_embedding.") || name.contains(".value_gate.");

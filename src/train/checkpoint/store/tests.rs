@@ -20,12 +20,13 @@ fn run(name: &str) -> (Scratch, CheckpointStore) {
     (dir, store)
 }
 
-/// Does with the store what a trainer does at an update.
+/// Saves and prunes as a trainer does after an evaluation.
 fn step(store: &CheckpointStore) -> Result<()> {
     store.save(3, &checkpoint(3), Best::This)?;
     store.prune(1)
 }
 
+/// Returns the number of system calls in a step at which a fault can be injected.
 fn places() -> usize {
     let (_dir, store) = run("store-count");
     let armed = arm(Fault::Count);
