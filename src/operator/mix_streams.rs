@@ -9,8 +9,8 @@ use tch::Tensor;
 
 static HANDLE: Handle = Handle::new("mix_streams");
 
-/// Computes y_i = Σ_j w_ij h_j (…, m, d) through the dispatcher: h_j are the streams (…, n, d), and `added` (…, d) behind
-/// them if it is there. The weights are (…, m, n) or (…, m, n + 1), in the type in which the streams are computed.
+/// Computes y_i = Σ_j w_ij h_j (…, m, d) through the dispatcher. h_j are the n streams (…, n, d), followed by `added`
+/// (…, d) if it is given. The weights are (…, m, n), or (…, m, n + 1) with `added`, in the type of the computation.
 pub fn mix_streams(streams: &Tensor, weights: &Tensor, added: Option<&Tensor>) -> Result<Tensor> {
     let [y] = HANDLE.call(&values![streams, weights, added])?;
     Ok(y)
