@@ -92,6 +92,7 @@ def _for_this_python(folder, name: str) -> str:
     suffix = sysconfig.get_config_var("EXT_SUFFIX")
     with zipfile.ZipFile(old) as source:
         files = {entry.filename: source.read(entry) for entry in source.infolist() if not entry.is_dir()}
+    # RECORD lists the hash of every file, so it is written again.
     record = next(path for path in files if path.endswith(".dist-info/RECORD"))
     metadata = record.replace("RECORD", "WHEEL")
     files[metadata] = re.sub(rb"(?m)^Tag: cp\d+-abi3-", f"Tag: {tag}-{tag}-".encode(), files[metadata])

@@ -273,7 +273,7 @@ pub fn make_directory(path: &Path) -> Result<()> {
     make_directory(parent(path))?;
     match act("create", path, || fs::create_dir(path)) {
         Err(Error::Io { source, .. }) if source.kind() == io::ErrorKind::AlreadyExists && path.is_dir() => Ok(()),
-        made => made,
+        created => created,
     }?;
     act("fsync the folder of", path, || sync_directory(parent(path)))
 }

@@ -80,7 +80,7 @@ def default_of(default: Any) -> str:
 
 def escape(text: str) -> str:
     """Returns plain text escaped for Markdown. Text in backticks is not changed."""
-    parts = re.split(r"(``[^`]+``|`[^`]+`)", text)
+    parts = re.split(r"(``[^`]+``|`[^`]+`)", text)  # texts in backticks have odd indices
     return "".join(part if i % 2 else re.sub(r"([*_<>\[\]])", r"\\\1", part) for i, part in enumerate(parts))
 
 
@@ -182,6 +182,7 @@ def _referred(document: str) -> list[type]:
 def _sentence(document: str, name: str) -> str:
     """Returns the first sentence of a docstring's prose that contains the name in backticks; "" if there is none."""
     prose = re.split(r"^(?:Args|Attributes|>>>)", document, maxsplit=1, flags=re.M)
+    # The lines of examples are left out.
     text = " ".join(re.sub(r"^(?:>>>|\.\.\.).*$", "", " ".join(prose[:1]), flags=re.M).split())
     sentences = re.split(r"(?<=[.:;]) (?=[A-Z`])", text)
     return next((sentence for sentence in sentences if f"`{name}`" in sentence), "")

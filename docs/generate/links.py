@@ -31,7 +31,7 @@ def linked(page: str, text: str) -> str:
     def link(match: re.Match[str]) -> str:
         return f"[{match[0]}]({known[match[1]]})" if match[1] in known else match[0]
 
-    parts = _KEPT.split(text)
+    parts = _KEPT.split(text)  # the matches of _KEPT have odd indices
     return "".join(part if i % 2 else re.sub(r"`([^`\n]+)`", link, part) for i, part in enumerate(parts))
 
 

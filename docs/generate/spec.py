@@ -33,7 +33,10 @@ def papers(source: str, name: str) -> list[str]:
     table = re.findall(r"^\| ([^|]+) \| ([^|]+) \|$", text()[begin : text().index("<a id=", begin + 1)], re.M)
     found = []
     for keys, paper in table:
-        short = [key.strip(" *") for key in re.split("[;,]", keys)]
-        if any(re.search(re.escape(key) + r"(?!\w| \()", source) for key in short) or f"where {name} is meant" in keys:
+        citations = [key.strip(" *") for key in re.split("[;,]", keys)]
+        if (
+            any(re.search(re.escape(key) + r"(?!\w| \()", source) for key in citations)
+            or f"where {name} is meant" in keys
+        ):
             found.append(paper.strip())
     return found

@@ -39,6 +39,13 @@ struct Plan {
     thread: Option<ThreadId>,
 }
 
+impl Plan {
+    fn is_for_this_thread(&self) -> bool {
+        self.thread.is_none_or(|t| t == thread::current().id())
+    }
+}
+
+// The values of STATE: whether the environment variable has been read, and whether there is a plan.
 const UNREAD: u8 = 0;
 const OFF: u8 = 1;
 const ON: u8 = 2;
@@ -57,23 +64,22 @@ static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
 pub fn point(name: &str) -> io::Result<()> {
     match STATE.load(Ordering::Relaxed) {
         OFF => Ok(()),
-        _ => planned(name),
+        _ => pass_place(name),
     }
 }
 
 /// True if the planned fault is a short write at the place that was passed last. For callers that got its error.
 pub fn is_short() -> bool {
-    let of_this_thread = |p: &&Plan| p.thread.is_none_or(|t| t == thread::current().id());
-    STATE.load(Ordering::Relaxed) == ON
-        && lock(&PLAN).as_ref().filter(of_this_thread).is_some_and(|p| p.fault == Fault::Short(p.passed))
+    let is_planned = |p: &Plan| p.is_for_this_thread() && p.fault == Fault::Short(p.passed);
+    STATE.load(Ordering::Relaxed) == ON && lock(&PLAN).as_ref().is_some_and(is_planned)
 }
 
 /// Begins a new operation: if an injected fault has filled the disk, the disk is free again.
 pub fn begin() {
     if STATE.load(Ordering::Relaxed) == ON {
         if let Some(plan) = &mut *lock(&PLAN) {
-            let fired = matches!(plan.fault, Fault::Enospc(k) if plan.passed >= k);
-            if fired && plan.thread.is_none_or(|t| t == thread::current().id()) {
+            let is_full = matches!(plan.fault, Fault::Enospc(k) if plan.passed >= k);
+            if is_full && plan.is_for_this_thread() {
                 plan.fault = Fault::Count;
             }
         }
@@ -114,7 +120,7 @@ impl Drop for Armed {
 
 /// Counts a place, and causes the fault if one is planned there. The first call reads the environment variable.
 #[cold]
-fn planned(name: &str) -> io::Result<()> {
+fn pass_place(name: &str) -> io::Result<()> {
     let mut plan = lock(&PLAN);
     if STATE.load(Ordering::Relaxed) == UNREAD {
         if let Some(text) = std::env::var_os(VARIABLE) {
@@ -123,7 +129,7 @@ fn planned(name: &str) -> io::Result<()> {
         }
         STATE.store(if plan.is_some() { ON } else { OFF }, Ordering::Relaxed);
     }
-    let Some(plan) = plan.as_mut().filter(|p| p.thread.is_none_or(|t| t == thread::current().id())) else {
+    let Some(plan) = plan.as_mut().filter(|p| p.is_for_this_thread()) else {
         return Ok(());
     };
     plan.passed += 1;

@@ -23,7 +23,7 @@ use tch::{Kind, Tensor};
 #[pyfunction]
 fn parameters(py: Python<'_>, model: &str, seed: u64, device: &str) -> PyResult<Vec<(String, PyTensor)>> {
     let model: TransformerConfig = config::from_json("model", model)?;
-    let made = released(py, || {
+    let created = released(py, || {
         let built = Transformer::new(&model, seed, run::device(device)?, Kind::Float)?;
         let list = built
             .parameters
@@ -32,7 +32,7 @@ fn parameters(py: Python<'_>, model: &str, seed: u64, device: &str) -> PyResult<
             .map(|(name, t)| (name.to_string(), t.shallow_clone()));
         Ok::<_, Error>(list.collect::<Vec<_>>())
     })?;
-    Ok(made.into_iter().map(|(name, t)| (name, PyTensor(t))).collect())
+    Ok(created.into_iter().map(|(name, t)| (name, PyTensor(t))).collect())
 }
 
 /// Initialises the matrix (roles·fan_out, fan_in) of a linear layer in place, one block of rows for each role (such as

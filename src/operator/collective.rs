@@ -19,8 +19,8 @@ static ALL_GATHER: Handle = Handle::of_torch("_c10d_functional::all_gather_into_
 static BROADCAST: Handle = Handle::of_torch("_c10d_functional::broadcast");
 static WAIT: Handle = Handle::of_torch("_c10d_functional::wait_tensor");
 
-/// Parts of the messages with which gloo and NCCL report a lost process. The first letter is left out if
-/// its case varies.
+/// Parts of the messages with which gloo and NCCL report a lost process. The first letter is left out if its case
+/// varies.
 const LOST_PROCESS: [&str; 7] =
     ["onnection closed", "onnection reset", "onnection refused", "roken pipe", "imed out", "NCCL", "remote process"];
 

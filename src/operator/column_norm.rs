@@ -194,12 +194,12 @@ fn backward_options(k: &ColumnNormOpSpec, call: &Call) -> Result<ColumnOptions> 
 
 fn plan(k: &ColumnNormOpSpec, call: &Call) -> Result<()> {
     let ([.., first, second, iters, _, _, _, _, _, _, _, _, _], o) = (call.arguments::<16>(), options(k, call)?);
-    let (name, [own_first, own_second]) = (k.operator, k.state);
+    let (name, [first_name, second_name]) = (k.operator, k.state);
     if k.kernel.approximate && [first, second, iters].into_iter().any(Value::is_none) {
-        return Err(Error::invalid(format!("{name} needs its buffers {own_first}, {own_second} and iters")));
+        return Err(Error::invalid(format!("{name} needs its buffers {first_name}, {second_name} and iters")));
     }
     if k.kernel.centred && first.is_none() != second.is_none() {
-        let both = format!("{name} needs both of its buffers {own_first} and {own_second}, or neither");
+        let both = format!("{name} needs both of its buffers {first_name} and {second_name}, or neither");
         return Err(Error::invalid(both));
     }
     let refuse = |why: &str| Err(Error::NotImplemented(format!("{name}: {why}")));

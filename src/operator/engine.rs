@@ -33,16 +33,19 @@ extern "C" {
 pub struct Handle {
     library: &'static str,
     pub name: &'static str,
-    found: AtomicUsize,
+    /// The operator's address in C++; 0 until it has been found.
+    address: AtomicUsize,
+    /// The number of kernel calls.
     kernel: AtomicU64,
+    /// The number of formula calls.
     composed: AtomicU64,
 }
 
 impl Handle {
     /// Creates the handle of one of our operators.
     pub const fn new(name: &'static str) -> Self {
-        let (found, kernel, composed) = (AtomicUsize::new(0), AtomicU64::new(0), AtomicU64::new(0));
-        Handle { library: "normformer_rs::", name, found, kernel, composed }
+        let (address, kernel, composed) = (AtomicUsize::new(0), AtomicU64::new(0), AtomicU64::new(0));
+        Handle { library: "normformer_rs::", name, address, kernel, composed }
     }
 
     /// Creates the handle of one of torch's operators from its full name.
@@ -73,21 +76,21 @@ impl Handle {
 
     /// Returns the operator's address in C++, and looks it up if this is the first call.
     fn find(&self) -> Result<*const c_void> {
-        let mut found = self.found.load(Ordering::Relaxed);
-        if found == 0 {
+        let mut address = self.address.load(Ordering::Relaxed);
+        if address == 0 {
             #[cfg(test)]
             super::register();
             let name = format!("{}{}", self.library, self.name);
             // SAFETY: the name outlives the call.
-            found = unsafe { nfrs_operator(name.as_ptr().cast(), name.len() as i64) as usize };
-            self.found.store(found, Ordering::Relaxed);
+            address = unsafe { nfrs_operator(name.as_ptr().cast(), name.len() as i64) as usize };
+            self.address.store(address, Ordering::Relaxed);
         }
-        match found {
+        match address {
             0 => Err(Error::Torch(format!(
                 "{}{} is not registered: call operator::register first",
                 self.library, self.name
             ))),
-            found => Ok(found as *const c_void),
+            address => Ok(address as *const c_void),
         }
     }
 

@@ -113,7 +113,7 @@ extern "C" fn nfrs_cuda_ready(device: Device) -> c_int {
     }
 }
 
-/// True if CPU tensors are sent through the CUDA kernels.
+/// True if CPU tensors are sent through the CUDA kernels, for tests.
 #[no_mangle]
 extern "C" fn nfrs_cuda_stand_in() -> bool {
     cuda::stand_in()
@@ -159,12 +159,12 @@ mod tests {
 
     #[test]
     fn a_panic_on_another_thread_arrives_too() {
-        let failed = status(|| {
+        let status = status(|| {
             crate::cpu::parallel::for_each(64, 1, |r| assert!(!r.contains(&63), "the last row"));
             Ok(())
         });
         // SAFETY: see above.
         let text = unsafe { CStr::from_ptr(nfrs_rust_error()) }.to_string_lossy().into_owned();
-        assert_eq!((failed, text.as_str()), (1, "normformer_rs panicked: the last row"));
+        assert_eq!((status, text.as_str()), (1, "normformer_rs panicked: the last row"));
     }
 }

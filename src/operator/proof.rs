@@ -55,6 +55,7 @@ fn compare(operator: &Operator, call: &Call, device: Device) -> Result<Option<St
         let (kernel, formula) = (copies(&arguments)?, wide(&copies(&arguments)?)?);
         let by_kernel = engine::call_by_name(operator.name(), &replaced(&given, &kernel), operator.outputs.len())?;
         let by_formula = call.with_values(&replaced(&given, &formula), |call| operator.formula_of(call))?;
+        // Compare the outputs, and the arguments that are written in place: (name, kernel's result, formula's result).
         let outputs = operator.outputs.iter().zip(&by_kernel).zip(&by_formula);
         let outputs = outputs.filter_map(|((output, found), expected)| Some((output.name, found, expected.as_ref()?)));
         let declared = Declared::new(operator)?;

@@ -103,9 +103,12 @@ mod tests {
                     let pairs = [(&found, &wanted), (&gradient(&logits, &found), &gradient(&exact, &wanted))];
                     for (found, wanted) in pairs {
                         assert_eq!((found.kind(), found.size()), (kind, wanted.size()));
-                        let off = (found.to_kind(Kind::Double) - wanted).abs().sum(Kind::Double).double_value(&[]);
+                        let error = (found.to_kind(Kind::Double) - wanted).abs().sum(Kind::Double).double_value(&[]);
                         let size = wanted.abs().sum(Kind::Double).double_value(&[]);
-                        assert!(off <= bound * size, "{level:?} {kind:?} {count} {n} {iterations}: {off} of {size}");
+                        assert!(
+                            error <= bound * size,
+                            "{level:?} {kind:?} {count} {n} {iterations}: {error} of {size}"
+                        );
                     }
                 }
             }

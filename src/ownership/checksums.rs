@@ -96,8 +96,8 @@ mod tests {
         for name in ["/dev/zero", "/etc/passwd", "../vocabulary.txt", "log.jsonl", ""] {
             let folder = tempfile::tempdir().unwrap();
             fs::write(folder.path().join(CHECKSUMS), text(&[(name, String::new())])).unwrap();
-            let said = check(folder.path()).unwrap_err().to_string();
-            assert!(said.contains(&format!("it lists {name:?}; a run lists only config.json")), "{said}");
+            let message = check(folder.path()).unwrap_err().to_string();
+            assert!(message.contains(&format!("it lists {name:?}; a run lists only config.json")), "{message}");
             assert!(listed(folder.path()).is_empty());
         }
     }
@@ -118,8 +118,8 @@ mod tests {
                 let mut bytes = text.clone().into_bytes();
                 bytes[bit / 8] ^= 1 << (bit % 8);
                 fs::write(&path, bytes).unwrap();
-                let said = check(folder.path()).unwrap_err().to_string();
-                assert!(said.starts_with(&format!("{} is damaged: ", path.display())), "{said}");
+                let message = check(folder.path()).unwrap_err().to_string();
+                assert!(message.starts_with(&format!("{} is damaged: ", path.display())), "{message}");
             }
             fs::write(&path, text).unwrap();
         }

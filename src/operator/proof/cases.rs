@@ -19,7 +19,7 @@ use tch::{Kind, Tensor};
 pub enum Case {
     /// The call as it is.
     Usual,
-    /// Some rows are corner cases: huge, tiny, zero, about as long as ε, with a NaN, or with one or two large numbers.
+    /// Some rows are corner cases: huge, tiny, zero, of a length near ε, with a NaN, or with one or two large numbers.
     Extreme,
     /// The call's mask is left out or, if it has none, one is added.
     Masked,

@@ -59,7 +59,7 @@ const WIDE: i64 = 8;
 /// The value of counters late in training.
 pub const LATE: i64 = 1_000_000;
 
-/// The length of flat buffers; the actual length's remainder modulo sixteen is added.
+/// The minimum length of flat buffers; the remainder of the actual length modulo sixteen is added.
 const FLAT: i64 = 1 << 14;
 
 /// Creates the test tensors of a case.
@@ -71,7 +71,7 @@ pub struct Maker {
     pub is_dropped: bool,
     /// True if the operator has buffers that it updates.
     pub has_state: bool,
-    /// True if the leader's rows are those of a norm that measures each row.
+    /// True if the operator is a row norm or a residual step, whose rows have further corner cases.
     pub has_corners: bool,
     /// True if the rows are logits, in which −∞ means a probability of 0.
     pub is_logits: bool,

@@ -213,6 +213,7 @@ inline Tensors by_kernel(const Op& op, Args args) {
   Planned p(op, args, device);
   if (p.call.composed) return by_formula<DEVICE>(op, args);
   const bool is_dropped = op.p < 0 || args[op.p].toDouble() != 0;
+  // `read` keeps converted arguments alive while the kernel runs.
   Tensors read(op.table.size()), made(op.made.size());
   for (size_t i = 0; i < op.table.size(); ++i) {
     const Tensor& t = entry(op, args, i);
@@ -233,6 +234,7 @@ inline Tensors by_kernel(const Op& op, Args args) {
   if (ran == REFUSED_NOW) TORCH_WARN("normformer_rs: the formula runs from now on. Please report: ", nfrs_rust_error());
   if (ran == REFUSED || ran == REFUSED_NOW) return by_formula<DEVICE>(op, args);
   check_rust(ran);
+  // Copy changed working copies back, and tell autograd which arguments have changed.
   for (size_t i = 0; i < op.table.size(); ++i) {
     const Tensor& t = entry(op, args, i);
     const bool moved = read[i].defined() && (p.call.written >> op.table[i].place & 1);
