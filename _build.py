@@ -1,19 +1,19 @@
-"""The build backend: maturin, with torch-sys told to take libtorch from the torch that the user has.
+"""The build backend: runs maturin, and makes torch-sys use the libtorch of the user's torch.
 
-pip builds in an isolated environment, which hides the user's site-packages from imports but keeps `sys.prefix`. So a
-torch found under `sys.prefix` is built against where it lies, and none is downloaded. Without one the build asks for
-torch in the range that pyproject.toml names. uv and `python -m build` have another prefix: there
+pip builds in an isolated environment, which hides the user's site-packages from imports but keeps `sys.prefix`. If a
+torch is under `sys.prefix`, the build uses it in place, and pip downloads no other. Otherwise the build requires a
+torch in the range that pyproject.toml names. uv and `python -m build` change the prefix: with them,
 NORMFORMER_RS_TORCH_DIR names the folder of the torch to build against.
 
-torch-sys asks the first `python3` on PATH where libtorch is, and does not run again when PATH changes. So each version
-of Python and torch has a target folder of its own. A symbolic link in it points at torch: an isolated build's torch
-lies in a new temporary folder each time, and everything would be compiled anew.
+torch-sys asks the first `python3` on PATH where libtorch is, and does not ask again when PATH changes. So each version
+of Python and torch has its own target folder. A symbolic link in the target folder points at torch: the torch of an
+isolated build is in a new temporary folder each time, and cargo would compile everything again for a new path.
 
-As a program: `python _build.py check` says whether this machine can build, `python _build.py test --lib` is
+As a program: `python _build.py check` checks whether this machine can build; `python _build.py test --lib` runs
 `cargo test --lib` in the environment of a build.
 """
 
-from __future__ import annotations  # an old Python shall get as far as the sentence that refuses it
+from __future__ import annotations  # so that an old Python can run this file up to the check of its version
 
 import base64
 import hashlib
@@ -35,11 +35,11 @@ ROOT = Path(__file__).parent
 PYTHONS = ((3, 10), (3, 15))
 """The oldest and the newest Python that the package is tested with."""
 PYO3_KNOWS = (3, 13)
-"""The newest Python whose whole interface pyo3 0.24 knows; later ones are reached by the stable one."""
+"""The newest Python whose full C API pyo3 0.24 supports; for later versions it uses the stable ABI."""
 
 
 def get_requires_for_build_wheel(config_settings=None):
-    """maturin, and torch where the environment has none. Refuses what cannot work before anything is downloaded."""
+    """Returns torch if the environment has none. Exits, before pip downloads anything, if the build cannot work."""
     _check_machine()
     torch = _find_torch()
     return [] if torch else [f"torch{_range()}"]
@@ -50,19 +50,21 @@ get_requires_for_build_editable = get_requires_for_build_wheel
 
 def build_wheel(wheel_directory, config_settings=None, metadata_directory=None):
     _prepare()
-    # A wheel is compiled once: what later edits would save costs an eighth of the crate's processor time.
+    # A wheel is compiled once. Incremental compilation saves time only in later builds, and costs an eighth of the
+    # crate's processor time.
     os.environ.setdefault("CARGO_INCREMENTAL", "0")
-    made = _maturin().build_wheel(wheel_directory, config_settings, metadata_directory)
-    return _for_this_python(wheel_directory, made)
+    wheel = _maturin().build_wheel(wheel_directory, config_settings, metadata_directory)
+    return _for_this_python(wheel_directory, wheel)
 
 
 def build_editable(wheel_directory, config_settings=None, metadata_directory=None):
     _prepare()
-    made = _maturin().build_editable(wheel_directory, config_settings, metadata_directory)
+    wheel = _maturin().build_editable(wheel_directory, config_settings, metadata_directory)
+    # After a build with the stable ABI: give the extension module the usual file name.
     core = ROOT / "python" / "normformer_rs" / "_core.abi3.so"
     if core.exists():
         core.replace(core.with_name(f"_core{sysconfig.get_config_var('EXT_SUFFIX')}"))
-    return _for_this_python(wheel_directory, made)
+    return _for_this_python(wheel_directory, wheel)
 
 
 def prepare_metadata_for_build_wheel(metadata_directory, config_settings=None):
@@ -77,10 +79,10 @@ def build_sdist(sdist_directory, config_settings=None):
 
 
 def _for_this_python(folder, name: str) -> str:
-    """The wheel under this Python's tag, where maturin gave it that of the stable interface.
+    """Renames a wheel with the tag of the stable ABI to the tag of this Python, and returns its name.
 
-    pyo3 reaches a Python later than its own by that interface. torch-sys is compiled with Python's headers all the
-    same, so the wheel fits this Python alone.
+    maturin chooses that tag because pyo3 uses the stable ABI for a Python later than those that it supports. But
+    torch-sys is compiled with this Python's headers, so the wheel works with this Python only.
     """
     if "-abi3-" not in name:
         return name
@@ -90,6 +92,7 @@ def _for_this_python(folder, name: str) -> str:
     suffix = sysconfig.get_config_var("EXT_SUFFIX")
     with zipfile.ZipFile(old) as source:
         files = {entry.filename: source.read(entry) for entry in source.infolist() if not entry.is_dir()}
+    # RECORD lists the hash of every file, so it is written again.
     record = next(path for path in files if path.endswith(".dist-info/RECORD"))
     metadata = record.replace("RECORD", "WHEEL")
     files[metadata] = re.sub(rb"(?m)^Tag: cp\d+-abi3-", f"Tag: {tag}-{tag}-".encode(), files[metadata])
@@ -107,14 +110,14 @@ def _for_this_python(folder, name: str) -> str:
 
 
 def _maturin():
-    """Imported late: `python _build.py check` runs before anything is installed."""
+    """Imports maturin late, because `python _build.py check` runs before anything is installed."""
     import maturin
 
     return maturin
 
 
 def _check_machine() -> None:
-    """Stops, with one sentence, where the package cannot be built."""
+    """Exits with a message if the package cannot be built on this machine."""
     if sys.platform != "linux" or platform.machine() not in ("x86_64", "aarch64"):
         raise SystemExit(
             f"normformer_rs builds on Linux x86-64 and aarch64, this is {sys.platform} {platform.machine()}: "
@@ -135,11 +138,11 @@ def _check_machine() -> None:
     wanted = f"Rust {needed[1]}.{needed[2]}"
     if shutil.which("cargo") is None or shutil.which("rustc") is None:
         raise SystemExit(f"building normformer_rs needs {wanted} or later, cargo was not found: https://rustup.rs")
-    said = subprocess.run(["rustc", "--version"], capture_output=True, text=True)
-    found = re.search(r"rustc (\d+)\.(\d+)", said.stdout)
+    rustc = subprocess.run(["rustc", "--version"], capture_output=True, text=True)
+    found = re.search(r"rustc (\d+)\.(\d+)", rustc.stdout)
     if found is None:
         raise SystemExit(
-            f"building normformer_rs needs {wanted} or later, `rustc --version` fails: {said.stderr.strip()}"
+            f"building normformer_rs needs {wanted} or later, `rustc --version` fails: {rustc.stderr.strip()}"
         )
     if tuple(map(int, found.groups())) < tuple(map(int, needed.groups())):
         raise SystemExit(
@@ -148,14 +151,14 @@ def _check_machine() -> None:
 
 
 def _range() -> str:
-    """The versions of torch that pyproject.toml allows, such as >=2.11,<2.16."""
+    """Returns the versions of torch that pyproject.toml allows, such as >=2.11,<2.16."""
     return re.search(r'"torch(>=[^"]*)"', (ROOT / "pyproject.toml").read_text(encoding="utf-8"))[1]
 
 
 def _find_torch() -> tuple[Path, str] | None:
-    """The folder of the torch to build against and its version; None where the environment has none.
+    """Returns the folder of the torch to build against and its version; None if the environment has no torch.
 
-    Stops, with one sentence, at a torch that the package does not work with: pip would replace it afterwards.
+    Exits with a message for a version that the package does not work with: pip would replace that torch afterwards.
     """
     folder = _torch_folder()
     if folder is None:
@@ -166,19 +169,20 @@ def _find_torch() -> tuple[Path, str] | None:
     minor = tuple(map(int, re.match(r"(\d+)\.(\d+)", version).groups()))
     if lowest <= minor < beyond:
         return folder, version
-    what = f"normformer_rs works with torch {_range()}, found {version} in {folder}"
+    problem = f"normformer_rs works with torch {_range()}, found {version} in {folder}"
     if minor < lowest:
-        raise SystemExit(f'{what}: `pip install "torch{_range()}"` first')
+        raise SystemExit(f'{problem}: `pip install "torch{_range()}"` first')
     if os.environ.get("NORMFORMER_RS_ANY_TORCH") != "1":
         raise SystemExit(
-            f'{what}: `pip install "torch{_range()}"` first, or try this one with NORMFORMER_RS_ANY_TORCH=1 and '
+            f'{problem}: `pip install "torch{_range()}"` first, or try this one with NORMFORMER_RS_ANY_TORCH=1 and '
             "pip's --no-deps"
         )
-    print(f"warning: {what}, and never tested with it", file=sys.stderr)
+    print(f"warning: {problem}, and never tested with it", file=sys.stderr)
     return folder, version
 
 
 def _torch_folder() -> Path | None:
+    """Returns the folder in NORMFORMER_RS_TORCH_DIR, else that of the importable torch, else of the user's torch."""
     named = os.environ.get("NORMFORMER_RS_TORCH_DIR")
     if named:
         for folder in (Path(named), Path(named) / "torch"):
@@ -188,7 +192,7 @@ def _torch_folder() -> Path | None:
             f"NORMFORMER_RS_TORCH_DIR is {named}, which holds no torch: expected the folder that "
             '`python -c "import torch; print(torch.__path__[0])"` prints'
         )
-    spec = importlib.util.find_spec("torch")  # not isolated, or the isolated build's own
+    spec = importlib.util.find_spec("torch")  # without isolation, or if the isolated environment has a torch
     if spec is not None and spec.origin:
         return Path(spec.origin).parent
     places = [sysconfig.get_path("platlib"), sysconfig.get_path("purelib")]
@@ -201,7 +205,7 @@ def _torch_folder() -> Path | None:
 
 
 def _prepare() -> None:
-    """Sets what cargo and torch-sys read."""
+    """Sets the environment variables that cargo and torch-sys read."""
     _check_machine()
     torch = _find_torch()
     if torch is None:
@@ -224,7 +228,10 @@ def _prepare() -> None:
 
 
 def _interpreter(target: Path, packages: Path) -> Path:
-    """A folder with this interpreter under both names that torch-sys uses; it imports torch from `target/packages`."""
+    """Creates a folder with `python` and `python3`, which torch-sys runs, and returns it.
+
+    Both start this interpreter, and import torch through the link `target/packages`.
+    """
     bin = target / "bin"
     bin.mkdir(parents=True, exist_ok=True)
     link = _link(target / "packages", packages)
@@ -239,9 +246,10 @@ def _interpreter(target: Path, packages: Path) -> Path:
 
 
 def _headers(target: Path) -> Path:
-    """The folder of the header that .cargo/config.toml includes, by a path that is the same for every checkout.
+    """Returns a link to the folder of the header that .cargo/config.toml includes.
 
-    cargo compiles all C++ anew where the path differs, as it would for a copy of the sources with the same target.
+    The link's path is the same for all copies of the sources that share a target folder. With another path cargo would
+    compile all C++ again.
     """
     return _link(target / "compat", ROOT.absolute() / "src" / "operator" / "shim" / "compat")
 
@@ -253,18 +261,18 @@ def _link(link: Path, folder: Path) -> Path:
 
 
 def _cargo(arguments: list[str]) -> None:
-    """Becomes cargo, in the environment of a build by pip: what either has compiled serves the other."""
+    """Replaces this process by cargo, in the environment of a build by pip, so that both share compiled code."""
     _prepare()
-    # As maturin sets them; pyo3 and all that uses it are compiled anew where they differ.
+    # maturin sets the same values. With others, cargo would compile pyo3 and its dependents again.
     os.environ["PYO3_PYTHON"] = str(Path(sys.executable).with_name("python3"))
     os.environ["PYO3_ENVIRONMENT_SIGNATURE"] = "cpython-{}.{}-64bit".format(*sys.version_info)
     os.execvp("cargo", ["cargo", *(_compiled_torch_sys() if arguments[:1] == ["test"] else []), *arguments])
 
 
 def _compiled_torch_sys() -> list[str]:
-    """Arguments that give cargo the extension's compiled torch-sys; none before the extension is built.
+    """Returns arguments with which cargo uses the extension's compiled torch-sys; none before the extension is built.
 
-    Tests have other features than the extension, for which cargo would compile torch-sys's C++ again: 100 seconds.
+    Tests have other features than the extension, so cargo would compile torch-sys's C++ again, which takes 100 seconds.
     """
     target = Path(os.environ["CARGO_TARGET_DIR"]).absolute()
     archives = sorted(target.glob("release/build/torch-sys-*/out/libtch.a"), key=lambda path: path.stat().st_mtime)
@@ -272,12 +280,12 @@ def _compiled_torch_sys() -> list[str]:
         return []
     lib = target / "packages" / "torch" / "lib"
     cuda = ["torch_cuda"] if (lib / "libtorch_cuda.so").exists() else []
-    told = {
+    settings = {
         "rustc-link-lib": ["static=tch", *cuda, "torch_cpu", "torch", "c10", "gomp"],
         "rustc-link-search": [f"native={archives[-1].parent}", f"native={lib}"],
     }
     table = f"target.{platform.machine()}-unknown-linux-gnu.tch"
-    return [part for key, value in told.items() for part in ("--config", f"{table}.{key}={json.dumps(value)}")]
+    return [part for key, value in settings.items() for part in ("--config", f"{table}.{key}={json.dumps(value)}")]
 
 
 if __name__ == "__main__":

@@ -44,13 +44,13 @@ fn main() {
     }
 }
 
-/// Returns the torch folder of the Python that torch-sys asks: `python` in an active environment, else `python3`.
+/// Returns the torch folder of the Python that torch-sys uses: `python` in an active environment, else `python3`.
 fn torch_folder() -> PathBuf {
     let python = if env::var_os("VIRTUAL_ENV").is_some() { "python" } else { "python3" };
     let find = "import importlib.util; print(importlib.util.find_spec('torch').submodule_search_locations[0])";
-    let said = Command::new(python).args(["-c", find]).output().unwrap_or_else(|e| panic!("run {python}: {e}"));
-    let folder = String::from_utf8_lossy(&said.stdout).trim().to_string();
-    assert!(said.status.success(), "{python} has no torch: {}", String::from_utf8_lossy(&said.stderr));
+    let output = Command::new(python).args(["-c", find]).output().unwrap_or_else(|e| panic!("run {python}: {e}"));
+    let folder = String::from_utf8_lossy(&output.stdout).trim().to_string();
+    assert!(output.status.success(), "{python} has no torch: {}", String::from_utf8_lossy(&output.stderr));
     folder.into()
 }
 

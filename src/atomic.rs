@@ -15,8 +15,8 @@ use flate2::Crc;
 
 use crate::error::{Error, Result};
 
-/// The number of bytes per system call, and so per fault point; small in tests, so that their small files take
-/// several.
+/// The number of bytes per system call, and so per fault point. It is small in tests, so that their small files need
+/// several calls.
 const CHUNK: usize = if cfg!(test) { 256 } else { 4 << 20 };
 
 /// The length and the CRC-32 (IEEE) of a file's bytes.
@@ -132,7 +132,7 @@ pub fn append(path: &Path, text: &str) -> Result<()> {
     write(&mut file, path, text.as_bytes())
 }
 
-/// Opens a regular file. It follows no link, and does not wait for the other end of a pipe.
+/// Opens a regular file. The call follows no link, and does not wait for the other end of a pipe.
 ///
 /// # Errors
 /// `path` is a link, a device, a pipe or a folder (the message says which, and what to do), or the system refuses.
@@ -181,20 +181,20 @@ fn read_all(opened: Result<File>, path: &Path, most: u64) -> Result<Option<Vec<u
 pub fn open_own(path: &Path, how: &mut OpenOptions) -> Result<File> {
     let file = open(path, how.mode(0o600))?;
     let found = file.metadata().map_err(|e| Error::io("open", path, e))?;
-    is_own(path, &found).map(|()| file)
+    check_own(path, &found).map(|()| file)
 }
 
 /// Errors if `path` is a link, belongs to another user, or is writable by its group or others.
 pub fn check_own_directory(path: &Path) -> Result<()> {
     let found = path.symlink_metadata().map_err(|e| Error::io("open", path, e))?;
     match found.is_dir() {
-        true => is_own(path, &found),
+        true => check_own(path, &found),
         false => Err(Error::invalid(format!("{} is a link or a file; expected a folder", path.display()))),
     }
 }
 
 /// Errors if the file belongs to another user, or if others may write it.
-fn is_own(path: &Path, found: &fs::Metadata) -> Result<()> {
+fn check_own(path: &Path, found: &fs::Metadata) -> Result<()> {
     // SAFETY: geteuid takes no arguments and cannot fail.
     let user = unsafe { libc::geteuid() };
     let (owner, mode) = (found.uid(), found.mode() & 0o7777);
@@ -227,7 +227,7 @@ fn not_regular(path: &Path, found: fs::FileType) -> Error {
 fn write(file: &mut File, shown: &Path, bytes: &[u8]) -> Result<()> {
     act("write", shown, || file.write_all(bytes)).inspect_err(|_| {
         if fault::is_short() {
-            // A power cut or a full disk can leave half of a file, too. The error is already being returned.
+            // Leave half of the data, as a full disk would. An error here is ignored: `act` has failed already.
             let _ = file.write_all(&bytes[..bytes.len() / 2]);
         }
     })
@@ -273,20 +273,20 @@ pub fn make_directory(path: &Path) -> Result<()> {
     make_directory(parent(path))?;
     match act("create", path, || fs::create_dir(path)) {
         Err(Error::Io { source, .. }) if source.kind() == io::ErrorKind::AlreadyExists && path.is_dir() => Ok(()),
-        made => made,
+        created => created,
     }?;
     act("fsync the folder of", path, || sync_directory(parent(path)))
 }
 
-/// Removes the unfinished files and folders that killed processes left in `folder`. `is_ours` gets the final name and
-/// decides whether to remove it. Leftovers of this process are removed too; those of another living process stay.
+/// Removes the unfinished files and folders that killed processes left in `folder`, if `is_ours` is true for the final
+/// name. Leftovers of this process are removed too; those of another living process stay.
 pub fn clean(folder: &Path, is_ours: impl Fn(&str) -> bool) -> Result<()> {
     let entries = fs::read_dir(folder).map_err(|e| Error::io("read", folder, e))?;
     for entry in entries {
         let entry = entry.map_err(|e| Error::io("read", folder, e))?;
         let name = entry.file_name().to_string_lossy().into_owned();
-        let is_left = |(of, pid): (&str, u32)| is_ours(of) && (pid == std::process::id() || !alive(pid));
-        if unfinished(&name).is_some_and(is_left) {
+        let is_leftover = |(target, pid): (&str, u32)| is_ours(target) && (pid == std::process::id() || !alive(pid));
+        if unfinished(&name).is_some_and(is_leftover) {
             remove_any(&entry.path())?;
         }
     }
@@ -295,14 +295,14 @@ pub fn clean(folder: &Path, is_ours: impl Fn(&str) -> bool) -> Result<()> {
 
 /// Parses the name of an unfinished file, `.NAME.tmp-PID`, into NAME and PID.
 fn unfinished(name: &str) -> Option<(&str, u32)> {
-    let (of, pid) = name.strip_prefix('.')?.rsplit_once(".tmp-")?;
-    Some((of, pid.parse().ok()?))
+    let (target, pid) = name.strip_prefix('.')?.rsplit_once(".tmp-")?;
+    Some((target, pid.parse().ok()?))
 }
 
 /// Ends a write. After success it flushes the new name to the disk; after an error it removes the unfinished file.
 fn finish(written: Result<()>, aside: &Path, target: &Path) -> Result<()> {
     if let Err(error) = written {
-        // The first error is the one to report. If the removal fails, `clean` removes the file at the next start.
+        // Report the write's error. If the removal fails, `clean` removes the file at the next start.
         let _ = remove_any(aside);
         return Err(error);
     }
@@ -324,6 +324,7 @@ fn parent(path: &Path) -> &Path {
     path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."))
 }
 
+/// Flushes the names in a directory to the disk.
 fn sync_directory(path: &Path) -> io::Result<()> {
     match File::open(path)?.sync_all() {
         // Some network and FUSE file systems cannot flush a directory and return EINVAL, which is ignored.
@@ -332,6 +333,7 @@ fn sync_directory(path: &Path) -> io::Result<()> {
     }
 }
 
+/// Removes a file, a link or a directory with its content, if it exists.
 pub fn remove_any(path: &Path) -> Result<()> {
     let removed = match path.symlink_metadata() {
         Ok(m) if m.is_dir() => fs::remove_dir_all(path),
@@ -346,11 +348,12 @@ pub fn remove_any(path: &Path) -> Result<()> {
 
 /// True if a process with this number exists.
 fn alive(pid: u32) -> bool {
-    // For kill(2), 0 and negative numbers mean groups of processes, so they are no process here.
+    // For kill(2), 0 and negative numbers mean groups of processes, so they are not the number of a process.
     let Some(pid) = i32::try_from(pid).ok().filter(|&pid| pid > 0) else { return false };
     // SAFETY: kill takes no pointer, and signal 0 only asks whether the process exists.
-    let asked = unsafe { libc::kill(pid, 0) };
-    asked == 0 || io::Error::last_os_error().raw_os_error() == Some(libc::EPERM)
+    let result = unsafe { libc::kill(pid, 0) };
+    // EPERM: the process exists, but belongs to another user.
+    result == 0 || io::Error::last_os_error().raw_os_error() == Some(libc::EPERM)
 }
 
 #[cfg(test)]

@@ -42,7 +42,8 @@ impl Error {
         Error::Invalid(message.into())
     }
 
-    /// Converts libtorch's latest error on this thread, whose text is `text`. If it was a Python exception, keeps it.
+    /// Converts the latest error of libtorch on this thread, with the text `text`. If a Python exception caused it, the
+    /// result keeps that exception.
     pub fn of_torch(text: &str) -> Self {
         match Raised::take(text) {
             Some(raised) => Error::Raised(raised),
@@ -90,8 +91,8 @@ impl From<tch::TchError> for Error {
 /// Builds the error `unknown norm "scalnorm" (did you mean "scalenorm"?); expected one of layernorm, …`.
 pub fn unknown<'a>(what: &str, got: &str, choices: impl IntoIterator<Item = &'a str>) -> Error {
     let choices: Vec<&str> = choices.into_iter().collect();
-    let close = choices.iter().min_by_key(|c| distance(c, got)).filter(|c| distance(c, got) <= 1 + got.len() / 4);
-    let hint = close.map_or(String::new(), |c| format!(" (did you mean {c:?}?)"));
+    let closest = choices.iter().min_by_key(|c| distance(c, got)).filter(|c| distance(c, got) <= 1 + got.len() / 4);
+    let hint = closest.map_or(String::new(), |c| format!(" (did you mean {c:?}?)"));
     Error::Invalid(format!("unknown {what} {got:?}{hint}; expected one of {}", choices.join(", ")))
 }
 

@@ -41,8 +41,8 @@ impl Number for u8 {
 }
 
 /// Copies a tensor's elements to the host in row-major order, converted to T; u8 gives the bytes of the tensor's own
-/// type. If the tensor has no data in memory, the error begins with `what`, and says of what kind the tensor is and
-/// what to do.
+/// type. If the tensor has no data in memory, the error begins with `what`, and names the kind of the tensor and the
+/// remedy.
 pub fn host<T: Number>(what: &str, t: &Tensor) -> Result<Vec<T>> {
     let held = Held::<T>::new(what, t)?;
     let mut numbers = Vec::new();
@@ -136,11 +136,11 @@ mod tests {
 
     #[test]
     fn what_has_no_numbers_says_why() {
-        let said = |t: &Tensor| host::<f64>("x", t).unwrap_err().to_string();
+        let message = |t: &Tensor| host::<f64>("x", t).unwrap_err().to_string();
         let x = Tensor::ones([2, 2], (Kind::Double, Device::Cpu));
-        assert_eq!(said(&x.to_sparse(None, None::<i64>, None)).find("x has layout Sparse"), Some(0));
-        assert!(said(&x.to_kind(Kind::Float).quantize_per_tensor(1.0, 0, Kind::QInt8))
+        assert_eq!(message(&x.to_sparse(None, None::<i64>, None)).find("x has layout Sparse"), Some(0));
+        assert!(message(&x.to_kind(Kind::Float).quantize_per_tensor(1.0, 0, Kind::QInt8))
             .contains("quantised: call dequantize"));
-        assert!(said(&Tensor::new()).contains("undefined"));
+        assert!(message(&Tensor::new()).contains("undefined"));
     }
 }

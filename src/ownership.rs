@@ -1,4 +1,4 @@
-//! Tells which files in a run's folder belong to the run. Code that removes, replaces or averages files asks
+//! Decides which files in a run's folder belong to the run. Code that removes, replaces or averages files calls
 //! [`is_runs`] first.
 //!
 //! A file's name proves nothing, because a folder may hold a user's own `vocabulary.txt` or `checkpoints/best`. So
@@ -6,10 +6,10 @@
 //!
 //! | name | proof |
 //! |---|---|
-//! | `config.json`, `vocabulary.txt`, `bpe.codes`, `target_types.txt`, `checksums.txt` | a whole checksums.txt has it |
+//! | `config.json`, `vocabulary.txt`, `bpe.codes`, `target_types.txt`, `checksums.txt` | a valid checksums.txt has it |
 //! | `log.jsonl` | one of its first lines is an event of a run, or it is empty |
-//! | `curves.png` | its PNG text names this package |
-//! | `.lock` | it names an owner, or is empty |
+//! | `curves.png` | the metadata text of the PNG names this package |
+//! | `.lock` | it names the process that owns the lock, or is empty |
 //! | `checkpoints/update-…`, `average` | a folder with this package's `state.json`, and only a checkpoint's files |
 //! | `checkpoints/best`, `last` | a link to an `update-…`, or such a folder |
 //!
@@ -48,10 +48,10 @@ pub const KIND: &str = "normformer_rs checkpoint";
 pub const LISTED: [&str; 4] = [CONFIG, VOCABULARY, CODES, TARGET_TYPES];
 /// The maximum size of [`STATE`] that is read: its counters and settings take kilobytes, so a larger file is damaged.
 pub const STATE_BYTES: u64 = 64 << 20;
-/// The number of bytes at the start of a log or a picture in which the proof is searched.
+/// The number of bytes at the start of a log, picture or lock that are searched for the proof.
 const HEAD: usize = 4096;
 
-/// True if a run wrote the file at `path`, which lies in the run's folder or its checkpoints; false if no file exists
+/// True if a run wrote the file at `path`, which lies in the run's folder or its `checkpoints`; false if no file exists
 /// there.
 pub fn is_runs(path: &Path) -> bool {
     let Some(name) = path.file_name().and_then(|name| name.to_str()) else { return false };
@@ -61,7 +61,7 @@ pub fn is_runs(path: &Path) -> bool {
         _ if LISTED.contains(&name) => is_file(path) && checksums::listed(folder).iter().any(|listed| listed == name),
         LOG => starts(path, |head| {
             let is_event = |line: &[u8]| serde_json::from_slice::<Value>(line).is_ok_and(|line| is_event(&line));
-            // If the disk was full, the first line may be cut off; it is then the only line.
+            // If the disk was full, the log may have only the first part of its first line.
             let is_cut = || !head.contains(&b'\n') && head.starts_with(b"{") && !checksums::listed(folder).is_empty();
             head.is_empty() || head.split(|byte| *byte == b'\n').any(is_event) || is_cut()
         }),
@@ -78,8 +78,8 @@ pub fn is_runs(path: &Path) -> bool {
     }
 }
 
-/// True if a line of JSON is an event of a run. An "event" alone is not enough, because other programs' logs may have
-/// one.
+/// True if a line of JSON is an event of a run. The key "event" alone is not enough, because other programs' logs may
+/// have that key, too.
 fn is_event(line: &Value) -> bool {
     match line["event"].as_str() {
         Some("started" | "updated" | "evaluated" | "saved") => line["update"].is_u64(),
@@ -88,13 +88,13 @@ fn is_event(line: &Value) -> bool {
     }
 }
 
-/// True if `head`, the first bytes of [`LOCK`], are those that a run writes: an owner, or part of one after a crash.
+/// True if a run wrote `head`, the first bytes of [`LOCK`]: the owner of the lock, or part of it after a crash.
 pub fn is_lock(head: &[u8]) -> bool {
     const OWNER: &[u8] = b"{\"pid\":";
     OWNER.starts_with(head) || head.starts_with(OWNER)
 }
 
-/// True if `name` is one that runs write into their folder or their checkpoints.
+/// True if runs write a file or checkpoint called `name` (except [`LOCK`]).
 pub fn is_a_runs_name(name: &str) -> bool {
     LISTED.contains(&name)
         || NAMES.contains(&name)
@@ -102,10 +102,11 @@ pub fn is_a_runs_name(name: &str) -> bool {
         || update_of(name).is_some()
 }
 
-/// Returns every existing path in `folder` that a new run would write, and true if a run wrote it.
+/// Returns every existing path in `folder` with a name that runs write, and true if a run wrote it.
 pub fn found(folder: &Path) -> Vec<(PathBuf, bool)> {
-    let own = LISTED.iter().chain(&[CHECKSUMS, LOG, CURVES]).map(|name| folder.join(name));
+    let files = LISTED.iter().chain(&[CHECKSUMS, LOG, CURVES]).map(|name| folder.join(name));
     let checkpoints = folder.join(CHECKPOINTS);
+    // The two `flatten` skip a folder and entries that cannot be read.
     let mut inside: Vec<PathBuf> = std::fs::read_dir(&checkpoints)
         .into_iter()
         .flatten()
@@ -114,8 +115,8 @@ pub fn found(folder: &Path) -> Vec<(PathBuf, bool)> {
         .map(|entry| entry.path())
         .collect();
     inside.sort();
-    let there = own.chain(inside).filter(|path| path.symlink_metadata().is_ok());
-    there.map(|path| (path.clone(), is_runs(&path))).collect()
+    let existing = files.chain(inside).filter(|path| path.symlink_metadata().is_ok());
+    existing.map(|path| (path.clone(), is_runs(&path))).collect()
 }
 
 /// Parses a checkpoint's name into its update and how many times that update has been saved; the inverse of
@@ -142,10 +143,10 @@ fn is_checkpoint(path: &Path) -> bool {
     let is_known = |entry: std::io::Result<std::fs::DirEntry>| {
         entry.is_ok_and(|entry| entry.file_name().to_str().is_some_and(|name| IN_CHECKPOINTS.contains(&name)))
     };
-    let is_folder = is_folder && std::fs::read_dir(path).is_ok_and(|mut entries| entries.all(is_known));
+    let has_known_files = is_folder && std::fs::read_dir(path).is_ok_and(|mut entries| entries.all(is_known));
     let state = || atomic::read(&path.join(STATE), STATE_BYTES).ok().flatten();
-    let kind = || serde_json::from_slice::<Value>(&state()?).ok().map(|state| state["kind"] == KIND);
-    is_folder && kind().unwrap_or(false)
+    let is_kind = || serde_json::from_slice::<Value>(&state()?).ok().map(|state| state["kind"] == KIND);
+    has_known_files && is_kind().unwrap_or(false)
 }
 
 fn is_file(path: &Path) -> bool {

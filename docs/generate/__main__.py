@@ -1,4 +1,7 @@
-"""`python -m docs.generate write [--output site]`, then zensical, then `… check site/html`; `… notebooks` runs them."""
+"""Commands that make and check the documentation's pages.
+
+`python -m docs.generate write [--output site]` comes first, then zensical, then `… check site/html`.
+"""
 
 import argparse
 import sys
@@ -13,11 +16,11 @@ def main() -> int:
     write.add_argument("--output", type=Path, default=Path("site"))
     check = commands.add_parser("check", help="look for dead links in the finished site")
     check.add_argument("site", type=Path)
-    commands.add_parser("results", help="write the tables of the results out of benches/results")
+    commands.add_parser("results", help="write the tables on the pages of results, from benches/results")
     commands.add_parser("files", help="print every file with its first sentence")
-    executed = commands.add_parser("notebooks", help="execute notebooks/NAME.py and keep it with its outputs")
+    executed = commands.add_parser("notebooks", help="execute notebooks/NAME.py and write it with its outputs")
     executed.add_argument("names", metavar="NAME", nargs="*", help="Default: all.")
-    executed.add_argument("--texts", action="store_true", help="execute nothing: take over changed texts alone")
+    executed.add_argument("--texts", action="store_true", help="execute nothing: only copy changed texts")
     arguments = parser.parse_args()
     if arguments.command == "files":
         from . import files

@@ -19,13 +19,13 @@ from .names import option_table
 from .tables import table
 
 MODULES = {
-    "normformer_rs": "Configurations, training, translation, surgery by one call.",
+    "normformer_rs": "Configurations, training, translation, and swaps by one call.",
     "normformer_rs.nn": "Modules: norms, residual connections, torch.nn's Transformer with every scheme.",
-    "normformer_rs.norms": "A norm of one's own, declared in Python.",
-    "normformer_rs.schemes": "A residual scheme of one's own, declared in Python.",
-    "normformer_rs.surgery": "Norms and residual schemes exchanged in models that exist already.",
-    "normformer_rs.analysis": "What the papers look at in a trained model.",
-    "normformer_rs.figures": "The papers' pictures of runs that are over.",
+    "normformer_rs.norms": "Custom norms, declared in Python.",
+    "normformer_rs.schemes": "Custom residual schemes, declared in Python.",
+    "normformer_rs.surgery": "Swaps of norms and residual schemes in existing models.",
+    "normformer_rs.analysis": "Measurements of trained models, as in the papers.",
+    "normformer_rs.figures": "Plots of finished runs, as in the papers.",
     "normformer_rs.integrations.huggingface": "A callback for Hugging Face's Trainer.",
     "normformer_rs.integrations.lightning": "A callback for Lightning's Trainer.",
 }
@@ -33,12 +33,12 @@ MODULES = {
 
 def pages() -> dict[str, str]:
     """Returns the pages of the reference by path."""
-    made = {f"api/{name}.md": module(name) for name in MODULES}
-    made["api/operators.md"] = operators()
+    pages = {f"api/{name}.md": module(name) for name in MODULES}
+    pages["api/operators.md"] = operators()
     rows = [(f"[`{name}`]({name}.md)", what) for name, what in MODULES.items()]
     rows.append(("[`torch.ops.normformer_rs`](operators.md)", "The operators, as PyTorch's dispatcher has them."))
-    made["api/index.md"] = f"# Reference\n\nMade of the docstrings and signatures.\n\n{table(('module', 'what'), rows)}"
-    return made
+    pages["api/index.md"] = f"# Reference\n\nMade from docstrings and signatures.\n\n{table(('module', 'what'), rows)}"
+    return pages
 
 
 def public(name: str) -> list[str]:
@@ -54,18 +54,18 @@ def module(name: str) -> str:
     names = sorted(public(name), key=lambda n: (not n[0].isupper(), n.lower()))
     parts = [f"# {name}", document(inspect.getdoc(home) or ""), _summary(home, names)]
     shown: dict[str, str] = {}  # the examples on the page so far, and the name beside which each is shown
-    for found in names:
-        value = getattr(home, found)
+    for entry in names:
+        value = getattr(home, entry)
         if inspect.ismodule(value):
-            parts.append(f"## {found}\n\nA module: [`{value.__name__}`]({value.__name__}.md).")
+            parts.append(f"## {entry}\n\nA module: [`{value.__name__}`]({value.__name__}.md).")
         else:
-            code = examples.of_names().get(f"{name}.{found}", "")
+            code = examples.of_names().get(f"{name}.{entry}", "")
             example = f"**Example**\n\n{examples.shown(code)}" if code and code not in shown else ""
             if code in shown:
                 example = f"[An example](#{shown[code].lower()}) stands beside {shown[code]}."
             elif code:
-                shown[code] = found
-            parts += _entry(found, value, example)
+                shown[code] = entry
+            parts += _entry(entry, value, example)
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
@@ -86,7 +86,7 @@ _EQUATION = re.compile(r"[A-Za-z\u0370-\u03ff]\S* = .*[⊙√²‖·(]|softmax\(
 
 
 def _opening(text: str) -> tuple[str, str]:
-    """Returns a docstring's first sentence, drawn if it is an equation, and the rest of its first paragraph."""
+    """Returns a docstring's first sentence, as MathML if it is an equation, and the rest of its first paragraph."""
     paragraph = " ".join(text.partition("\n\n")[0].split())
     match = _OPENING.match(paragraph)
     first, rest = (match[1], paragraph[match.end() :]) if match else (paragraph, "")
@@ -94,10 +94,11 @@ def _opening(text: str) -> tuple[str, str]:
 
 
 def _drawn(sentence: str) -> str:
-    """Returns a sentence that begins with an equation, as HTML. Clauses up to the first that is no equation are
-    drawn."""
+    """Returns a sentence that begins with an equation, as HTML. Its first clauses, as far as they are equations, become
+    MathML."""
     head, mark, tail = sentence.partition("; source: ")
     clauses = head.split(", ")
+    # Try to draw all clauses, then one less, and so on.
     for count in range(len(clauses), 0, -1):
         drawn = equations.render(", ".join(clauses[:count]))
         if "<math" in drawn:
@@ -129,7 +130,7 @@ def _entry(name: str, value: Any, example: str) -> Iterator[str]:
         yield from _methods(value)
 
 
-_OF_MODULES = {
+_MODULE_METHODS = {
     "forward", "from_checkpoint", "from_pretrained", "generate_square_subsequent_mask", "normalised_weight", "profile",
     "refused_batches", "reset_parameters", "reset_running_stats", "set_num_updates", "set_parts", "step",
 }  # fmt: skip
@@ -141,7 +142,7 @@ def is_for_users(kind: type, name: str) -> bool:
     """Returns True if users may call or override the method."""
     if name.startswith("_") or name == "extra_repr" or f"{kind.__name__}.{name}" in _INTERNAL:
         return False
-    return name in _OF_MODULES or not issubclass(kind, torch.nn.Module)
+    return name in _MODULE_METHODS or not issubclass(kind, torch.nn.Module)
 
 
 def methods(kind: type) -> dict[str, Any]:
@@ -167,25 +168,25 @@ def _methods(kind: type) -> Iterator[str]:
 
 def _signature(name: str, value: Any) -> str:
     """Returns the signature as code, with types and defaults; "" if Python knows none."""
-    shown, star = [], False
+    parts, star = [], False  # `star`: whether later parameters are keyword-only
     parameters = arguments.parameters(value)
     for p in parameters:
         if p.kind is p.KEYWORD_ONLY and not star and not any(q.kind is q.VAR_POSITIONAL for q in parameters):
-            shown.append("*")
+            parts.append("*")
         star = star or p.kind in (p.KEYWORD_ONLY, p.VAR_POSITIONAL)
         stars = {p.VAR_POSITIONAL: "*", p.VAR_KEYWORD: "**"}.get(p.kind, "")
         kind = "" if p.annotation is p.empty else f": {arguments.kind_of(p.annotation)}"
         default = "" if p.default is p.empty else (" = " if kind else "=") + arguments.default_of(p.default)
-        shown.append(f"{stars}{p.name}{kind}{default}")
+        parts.append(f"{stars}{p.name}{kind}{default}")
     try:
         result = inspect.signature(value).return_annotation
     except (TypeError, ValueError):
         return ""
-    is_told = not inspect.isclass(value) and result not in (inspect.Parameter.empty, None)
-    after = f" -> {arguments.kind_of(result)}" if is_told else ""
-    line = f"{name}({', '.join(shown)}){after}"
+    has_result = not inspect.isclass(value) and result not in (inspect.Parameter.empty, None)
+    arrow = f" -> {arguments.kind_of(result)}" if has_result else ""
+    line = f"{name}({', '.join(parts)}){arrow}"
     if len(line) > 88:
-        line = f"{name}(\n    " + ",\n    ".join(shown) + f",\n){after}"
+        line = f"{name}(\n    " + ",\n    ".join(parts) + f",\n){arrow}"
     return f"```python\n{line}\n```"
 
 
@@ -227,9 +228,9 @@ def document(text: str, rows: str = "") -> str:
         head = re.fullmatch(r"(Args|Attributes):", lines[0])
         if head and len(lines) > 1:
             parts.append(f"**{'Arguments' if head[1] == 'Args' else head[1]}**")
-            told = [(f"`{name}`", escape(what)) for name, what in arguments.told(paragraph).items()]
-            parts.append(rows or table(("argument", "what"), told))
-            rows = ""
+            listed = [(f"`{name}`", escape(what)) for name, what in arguments.listed(paragraph).items()]
+            parts.append(rows or table(("argument", "what"), listed))
+            rows = ""  # the table is shown once
         elif lines[0].startswith(">>>"):
             parts.append("```pycon\n" + paragraph + "\n```")
         elif all(line.startswith("    ") for line in lines):
@@ -252,7 +253,7 @@ def _marked(paragraph: str) -> str:
 
 
 def _paragraphs(text: str) -> list[str]:
-    """Returns the parts of a docstring between empty lines. An example may follow prose without one."""
+    """Returns the parts of a docstring between empty lines. An example may follow prose without an empty line."""
     found = re.split(r"\n\s*\n", text.strip("\n"))
     split = [[part] if part.startswith(">>>") else re.split(r"\n(?=>>> )", part, maxsplit=1) for part in found]
     return [part for parts in split for part in parts if part.strip()]

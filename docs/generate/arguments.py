@@ -17,8 +17,8 @@ from .tables import table
 
 HEAD = ("argument", "type", "default", "what")
 _SHARED = {
-    "device": "The device of what it learns, as in torch.nn.",
-    "dtype": "The type of what it learns, as in torch.nn.",
+    "device": "The device of the parameters, as in torch.nn.",
+    "dtype": "The type of the parameters, as in torch.nn.",
     "elementwise_affine": "Whether it has γ and, with `bias`, β.",
     "bias": "Whether it has β.",
     "eps": "ε.",
@@ -53,7 +53,8 @@ def of(value: Any) -> list[Argument]:
 def rows(value: Any) -> str:
     """Returns the arguments as a table without empty columns; "" if there are none."""
     found = [(f"`{a.name}`", _code(a.type), _code(a.default), escape(a.what)) for a in of(value)]
-    head, *cells = zip(*(column for column in zip(HEAD, *found) if not found or any(column[1:])))
+    columns = [column for column in zip(HEAD, *found) if not found or any(column[1:])]
+    head, *cells = zip(*columns)
     return table(head, cells)
 
 
@@ -79,7 +80,7 @@ def default_of(default: Any) -> str:
 
 def escape(text: str) -> str:
     """Returns plain text escaped for Markdown. Text in backticks is not changed."""
-    parts = re.split(r"(``[^`]+``|`[^`]+`)", text)
+    parts = re.split(r"(``[^`]+``|`[^`]+`)", text)  # texts in backticks have odd indices
     return "".join(part if i % 2 else re.sub(r"([*_<>\[\]])", r"\\\1", part) for i, part in enumerate(parts))
 
 
@@ -98,12 +99,11 @@ def fields(kind: type) -> dict[str, str]:
 
 
 _SECTION = re.compile(r"^(?:Args|Attributes):[ \n](.*(?:\n(?: {4}.*)?)*)", re.M)
-
-
 _NAMES = re.compile(r"(?:^ {0,4}|(?<=[.] ))((?:\*{0,2}[a-z]\w*, )*\*{0,2}[a-z]\w*):\s", re.M)
+"""Matches the names at the beginning of an entry in such a section: `name: ` or `name, other: `."""
 
 
-def told(document: str) -> dict[str, str]:
+def listed(document: str) -> dict[str, str]:
     """Returns the names and meanings that a docstring lists under `Args:` or `Attributes:`. A line may list several
     names."""
     section = _SECTION.search(document)
@@ -119,7 +119,7 @@ def _keywords(value: Any) -> dict[str, str]:
     found = parameters(value)
     if not any(p.kind is p.VAR_KEYWORD for p in found):
         return {}
-    entries = told(inspect.getdoc(value) or "")
+    entries = listed(inspect.getdoc(value) or "")
     return {name: what for name, what in entries.items() if name not in {p.name for p in found}}
 
 
@@ -136,22 +136,22 @@ def _places(value: Any, names: list[str]) -> Iterator[dict[str, str]]:
     """Yields the places that may give meanings: the docstring's list, its prose, classes that it refers to, a class's
     fields, its bases, shapes, torch's module of the same name, and at last `_SHARED`."""
     document = inspect.getdoc(value) or ""
-    yield told(document)
+    yield listed(document)
     yield {name: _sentence(document, name) for name in names}
     for other in _referred(document):
-        yield told(inspect.getdoc(other) or "")
+        yield listed(inspect.getdoc(other) or "")
     if inspect.isclass(value):
         yield fields(value)
         for base in value.__mro__[1:]:
             if base.__module__.startswith("normformer_rs"):
-                yield told(inspect.getdoc(base) or "")
+                yield listed(inspect.getdoc(base) or "")
     owner = _owner(value)
     yield {name: _shape(inspect.getdoc(owner) or "", name) for name in names}
-    theirs = getattr(torch.nn, owner.__name__, None) if owner else None
-    if theirs and (callable_ := theirs if owner is value else getattr(theirs, value.__name__, None)):
-        known = [p.name for p in parameters(callable_)]
-        path = f"torch.nn.{callable_.__qualname__}"
-        yield {name: f"As in `{path}`." for name in names if name in known}
+    torch_class = getattr(torch.nn, owner.__name__, None) if owner else None
+    if torch_class:
+        same = torch_class if owner is value else getattr(torch_class, value.__name__, None)  # the same class or method
+        known = [p.name for p in parameters(same)] if same else []
+        yield {name: f"As in `torch.nn.{same.__qualname__}`." for name in names if name in known}
     if owner and issubclass(owner, torch.nn.Module):
         yield {name: _SHARED[name] for name in names if name in _SHARED}
 
@@ -182,6 +182,7 @@ def _referred(document: str) -> list[type]:
 def _sentence(document: str, name: str) -> str:
     """Returns the first sentence of a docstring's prose that contains the name in backticks; "" if there is none."""
     prose = re.split(r"^(?:Args|Attributes|>>>)", document, maxsplit=1, flags=re.M)
+    # The lines of examples are left out.
     text = " ".join(re.sub(r"^(?:>>>|\.\.\.).*$", "", " ".join(prose[:1]), flags=re.M).split())
     sentences = re.split(r"(?<=[.:;]) (?=[A-Z`])", text)
     return next((sentence for sentence in sentences if f"`{name}`" in sentence), "")

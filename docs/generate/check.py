@@ -39,6 +39,7 @@ def faults(site: Path) -> list[str]:
         found += [f"{here}: loads {url}" for url in page.loaded if urlsplit(url).netloc]
         for url in page.links + page.loaded:
             parts = urlsplit(url)
+            # Links to sources are absolute. Other absolute links lead to other sites and are not checked.
             if url.startswith(GITHUB) and not _is_source(url.removeprefix(GITHUB)):
                 found.append(f"{here}: {url} is no line of the sources")
             if parts.scheme or parts.netloc:
@@ -56,7 +57,7 @@ def faults(site: Path) -> list[str]:
 
 
 def _is_source(target: str) -> bool:
-    """Returns True if the path, which may end in #LFIRST-LLAST, names a file of the project that has these lines."""
+    """Returns True if `target` is a file of the project. With #LFIRST-LLAST, the file must have these lines."""
     name, _, lines = target.partition("#")
     path, last = ROOT / unquote(name), lines.rpartition("L")[2]
     if not lines.startswith("L") or not path.is_file():

@@ -1,6 +1,6 @@
-"""Converts equations as docs/spec.md and the tables write them, `x̂ = (x − μ)/√(σ² + ε)`, to MathML for browsers.
+"""Converts equations in the notation of docs/spec.md, `x̂ = (x − μ)/√(σ² + ε)`, to MathML for browsers.
 
-A line may contain words, which stay text between the formulas. A line that cannot be read stays as it is, in code font.
+A line may contain words, which stay text between the formulas. A line that cannot be parsed becomes code.
 """
 
 import html
@@ -23,7 +23,7 @@ _TOKEN = re.compile(
 
 
 class _Unreadable(Exception):
-    """Raised if a text is no equation that this module can read."""
+    """Raised if this module cannot parse a text as an equation."""
 
 
 def render(line: str) -> str:
@@ -59,15 +59,16 @@ def _runs(line: str) -> list[str]:
 
     depth = at = 0
     while at < len(tokens):
-        token, last = tokens[at], tokens[at - 1] if at else " "
-        aside = _aside(tokens[at:]) if depth == 0 and token == "(" and last.isspace() else 0
+        token, previous = tokens[at], tokens[at - 1] if at else " "
+        # The number of tokens in a remark that begins here.
+        aside = _aside(tokens[at:]) if depth == 0 and token == "(" and previous.isspace() else 0
         depth += (token in _OPEN) - (token in _OPEN.values())
         if aside:
             depth = 0
             close()
             remark = "".join(map(_text, tokens[at : at + aside]))
             parts.append(re.sub(r"\*(\w+)\*", r"<em>\1</em>", remark))
-        elif depth == 0 and last not in "_^" and _is_prose(token):
+        elif depth == 0 and previous not in "_^" and _is_prose(token):
             close()
             parts.append(_text(token))
         elif depth == 0 and re.match(r"\s{2,}", token):
@@ -102,8 +103,8 @@ def _tokens(line: str) -> list[str]:
 
 
 def _is_prose(token: str) -> bool:
-    """Returns True for code, and for a word that is no symbol: it has more than one letter, and is neither a function
-    nor a differential."""
+    """Returns True for code, and for words: they have more than one letter, and are neither a function's name nor a
+    differential such as `dx`."""
     plain = re.sub(r"[\u0300-\u036f]", "", token)
     is_word = len(plain) > 1 and plain[0].isalpha()
     is_symbol = FUNCTIONS.fullmatch(plain) or re.fullmatch(r"d[a-zα-ω]", plain)
@@ -195,7 +196,7 @@ class _Parser:
         self.take()
         if opened == "{":
             return inside
-        # without these attributes browsers stretch parentheses needlessly and put space around them
+        # Without these attributes browsers stretch parentheses needlessly and put space around them.
         tall = "true" if "<mfrac>" in inside else "false"
         fence = f'<mo stretchy="{tall}" lspace="0" rspace="0">'
         return f'<mrow class="group">{fence}{opened}</mo>{inside}{fence}{_OPEN[opened]}</mo></mrow>'
@@ -269,8 +270,8 @@ def _character(text: str) -> str:
 
 
 def blocks(markdown: str) -> str:
-    """Returns the page with its blocks that are indented by four spaces, which are equations in docs/spec.md, as
-    MathML."""
+    """Returns the page with its indented blocks as MathML. In docs/spec.md, blocks that are indented by four spaces are
+    equations."""
 
     def block(match: re.Match[str]) -> str:
         return division([render(line) for line in match[0].strip("\n").splitlines()]) + "\n"
@@ -284,14 +285,15 @@ def division(lines: list[str]) -> str:
 
 
 def searchable(page: str) -> str:
-    """Returns the page such that the site's search finds formulas as they were written, `α = (2L)^(1/4)`, and not
-    letter by letter."""
+    """Returns the page with each formula's source, such as `α = (2L)^(1/4)`, as hidden text. The site's search finds
+    this text instead of the single letters of MathML."""
 
     def formula(match: re.Match[str]) -> str:
         source = re.sub(r"[_*`|]", lambda sign: f"&#{ord(sign[0])};", match[1])
         return f'<math data-search-exclude{match[0][5:]}<span class="source" aria-hidden="true">{source}</span>'
 
-    apart = page.replace('<span class="gap"></span>', '<span class="gap"></span> ').replace(
+    # Spaces keep the words of neighbouring elements apart in the search index.
+    spaced = page.replace('<span class="gap"></span>', '<span class="gap"></span> ').replace(
         "</div><div>", "</div> <div>"
     )
-    return re.sub(r'<math [^>]*?alttext="([^"]*)"[^>]*>.*?</math>', formula, apart)
+    return re.sub(r'<math [^>]*?alttext="([^"]*)"[^>]*>.*?</math>', formula, spaced)

@@ -1,4 +1,4 @@
-"""Runs the code of examples when the pages are made, and shows it with its output."""
+"""Runs the code of examples when the pages are generated, and shows the code with its output."""
 
 import contextlib
 import io
@@ -10,7 +10,7 @@ from .spec import ROOT
 
 
 def run(code: str, name: str = "example") -> str:
-    """Runs the code and returns its output. A warning or an error in it is raised, so that no pages are made."""
+    """Runs the code and returns its output. A warning is raised like an error, so that no pages are generated."""
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed), warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -27,7 +27,7 @@ def shown(code: str) -> str:
 
 @cache
 def of_names() -> dict[str, str]:
-    """Returns the code in docs/examples.md for each name that one of its sections lists."""
+    """Returns the code in docs/examples.md for each name in the head of a section."""
     found = {}
     text = (ROOT / "docs" / "examples.md").read_text(encoding="utf-8")
     for section in re.split(r"^## ", text, flags=re.M)[1:]:

@@ -30,9 +30,10 @@ def first_sentence(path: Path) -> str:
     text = path.read_text(encoding="utf-8")
     if path.suffix == ".rs":
         lines = re.match(r"(?://!.*\n)*", text)
-        told = " ".join(line[3:].strip() for line in (lines[0] if lines else "").splitlines())
+        opening = " ".join(line[3:].strip() for line in (lines[0] if lines else "").splitlines())
     else:
         found = re.match(r'r?"""(.*?)"""', text, re.S)
-        told = " ".join((found[1] if found else "").split("\n\n")[0].split())
-    sentence = re.split(r"(?<!al)(?<=[.:])\s", told, maxsplit=1)[0].rstrip(":.")
+        opening = " ".join((found[1] if found else "").split("\n\n")[0].split())
+    # "et al." does not end a sentence.
+    sentence = re.split(r"(?<!al)(?<=[.:])\s", opening, maxsplit=1)[0].rstrip(":.")
     return sentence.replace("|", "\\|")

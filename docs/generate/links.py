@@ -18,7 +18,7 @@ _KEPT = re.compile(r"(^ *```.*?^ *```$|^#[^\n]*$|<a [^>]*>.*?</a>|<[^>]+>|!?\[[^
 
 
 def homes() -> dict[str, str]:
-    """Returns, for each norm and scheme, its page; with an anchor if the page describes several names."""
+    """Returns the page of each norm and scheme, with an anchor if the page describes several names."""
     found = {e["name"]: f"{kind}/{e['name']}.md" for kind in ("norms", "residuals") for e in config.tables()[kind]}
     return found | {e["name"]: f"names.md#{e['name']}" for e in config.tables()["families"]}
 
@@ -31,7 +31,7 @@ def linked(page: str, text: str) -> str:
     def link(match: re.Match[str]) -> str:
         return f"[{match[0]}]({known[match[1]]})" if match[1] in known else match[0]
 
-    parts = _KEPT.split(text)
+    parts = _KEPT.split(text)  # the matches of _KEPT have odd indices
     return "".join(part if i % 2 else re.sub(r"`([^`\n]+)`", link, part) for i, part in enumerate(parts))
 
 
@@ -53,8 +53,8 @@ def source(value: Any) -> str:
 
 
 def _stub(name: str) -> tuple[Path, int] | None:
-    """Returns the file and line of the stub that declares a class; for classes that are generated from Rust's tables.
-    Returns None if there is none."""
+    """Returns the file and line of the stub (.pyi) that declares a class generated from Rust's tables; None if there is
+    none."""
     for path in sorted((ROOT / "python").rglob("*.pyi")):
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
             if name and line.startswith(f"class {name}("):

@@ -12,7 +12,7 @@ PAGES = [ROOT / "docs" / name for name in ("results-speed.md", "results-checks.m
 
 
 def filled(page: str) -> str:
-    """Returns the page with new tables between all marks `<!-- MAKER NAME -->` and `<!-- end of NAME -->`.
+    """Returns the page with a new table between each pair of marks `<!-- MAKER NAME -->` and `<!-- end of NAME -->`.
 
     Raises:
         ValueError: a table has no rows.
@@ -20,9 +20,10 @@ def filled(page: str) -> str:
 
     def fill(found: re.Match) -> str:
         maker, name = found[1], found[2]
-        if not (made := _MAKERS[maker](name)):
+        text = _MAKERS[maker](name)
+        if not text:
             raise ValueError(f"no row of benches/results is for the table {maker} {name}")
-        return f"<!-- {maker} {name} -->\n\n{made}\n<!-- end of {name} -->"
+        return f"<!-- {maker} {name} -->\n\n{text}\n<!-- end of {name} -->"
 
     return re.sub(rf"<!-- ({'|'.join(_MAKERS)}) (\S+) -->\n(?:.*?\n)??<!-- end of \2 -->", fill, page, flags=re.DOTALL)
 
@@ -48,17 +49,17 @@ def _norms(name: str) -> str:
 
 
 def _binaries(name: str) -> str:
-    """Returns a table of the kernels that tests/cuda/binaries.py has measured: their registers, and the numbers of
-    warps that are resident on a multiprocessor."""
-    rows, shown = results(name), ("80", "90", "100", "120")
+    """Returns a table of the kernels that tests/cuda/binaries.py has measured: their registers, and how many warps fit
+    on a multiprocessor."""
+    rows, architectures = results(name), ("80", "90", "100", "120")
     cells = []
     for kernel in sorted({row["kernel"] for row in rows}):
         of_kernel = [row for row in rows if row["kernel"] == kernel]
-        warps = [[int(row["warps"]) for row in of_kernel if row["architecture"] == a] for a in shown]
+        warps = [[int(row["warps"]) for row in of_kernel if row["architecture"] == a] for a in architectures]
         size = max(row["parameters"] for row in of_kernel)  # empty for architectures that cuobjdump does not know
         registers = _range([int(row["registers"]) for row in of_kernel])
         cells.append((kernel, size, registers, *(f"{_range(found)}, {median_low(found)}" for found in warps)))
-    header = ("kernel", "bytes of its struct", "registers", *(f"warps on sm_{a}: range, median" for a in shown))
+    header = ("kernel", "bytes of its struct", "registers", *(f"warps on sm_{a}: range, median" for a in architectures))
     return table(header, cells)
 
 

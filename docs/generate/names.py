@@ -17,7 +17,7 @@ from .tables import RESULTS, results, table
 NOTES = spec.ROOT / "docs" / "notes.md"
 KINDS = {"norms": "Norms", "residuals": "Residual schemes"}
 _CHOOSERS = {"norm", "encoder_norm", "decoder_norm", "residual", "init"}
-"""Options that choose a norm, a scheme or an initialisation. They are on no page of a single norm or scheme."""
+"""Options that choose a norm, a scheme or an initialisation. The page of a single norm or scheme omits them."""
 _DEPTHS = (("18+18", "brn-table1-18-here"), ("50+50", "brn-table1-50-here"))
 
 
@@ -70,18 +70,18 @@ def _head(entry: dict[str, Any]) -> list[str]:
     parts = [f"# `{entry['name']}`", f'<div class="equation">{equations.render(entry["equation"])}</div>']
     found = spec.papers(entry["source"], entry["name"])
     parts.append(f"Source: {_with_code(entry['source'])}." + "".join(f"\n\n- {_linked(paper)}" for paper in found))
-    parts.append(held(entry["name"]))
+    parts.append(comparisons(entry["name"]))
     return parts
 
 
-def held(name: str) -> str:
-    """Returns sentences that say with what the name's implementation was compared."""
+def comparisons(name: str) -> str:
+    """Returns sentences about the other implementations with which this one of `name` was compared."""
     rows = [row for row in results("authors") if row["name"] == name]
     if not rows:
-        return "Held against this project's second implementation in plain PyTorch (`tests/reference`) alone."
+        return "Compared only with this project's second implementation in plain PyTorch (`tests/reference`)."
     ways = {"authors": "the authors' code (`tests/authors`)", "library": "another implementation"}
     found = {whose: [_compared(row) for row in rows if row["whose"] == whose] for whose in ways}
-    return " ".join(f"Held against {ways[whose]}: {'; '.join(some)}." for whose, some in found.items() if some)
+    return " ".join(f"Compared with {ways[whose]}: {'; '.join(some)}." for whose, some in found.items() if some)
 
 
 def _compared(row: dict[str, Any]) -> str:
@@ -93,7 +93,7 @@ def _compared(row: dict[str, Any]) -> str:
 
 
 _CODE = {"nanochat": "karpathy/nanochat", "transformers": "huggingface/transformers"}
-"""Repositories that define names that no paper defines."""
+"""Repositories whose code defines a norm or scheme, if no paper defines it."""
 
 
 def _with_code(source: str) -> str:
@@ -114,12 +114,12 @@ def _specification(name: str) -> list[str]:
     if found is None:
         return []
     anchor, text = found
-    # Relative links of the specification are changed, because the text is shown on another page.
+    # Relative links are changed, because the text of the specification is shown on a page in another folder.
     text = re.sub(r"\]\((#[\w-]+)\)", r"](../spec.md\1)", text)
     text = re.sub(r"\]\((results[\w-]*\.md)", r"](../\1", text)
     text = text.replace("](names.md", "](../names.md").replace("](roadmap.md", "](../roadmap.md")
     return ["## Definition", equations.blocks("\n\n" + text + "\n\n").strip(),
-            f"[The specification](../spec.md#{anchor}) has its notation and what else holds."]  # fmt: skip
+            f"[The specification](../spec.md#{anchor}) has the notation and further rules."]  # fmt: skip
 
 
 def notes(name: str) -> list[str]:
@@ -131,8 +131,9 @@ def notes(name: str) -> list[str]:
 
 
 def options(name: str, kind: str) -> list[config.Field]:
-    """Returns the options of `TransformerConfig` that belong to a norm or scheme: their names begin with its name, or
-    their help names it."""
+    """Returns the options of `TransformerConfig` that belong to a norm or scheme: their names begin with its name. An
+    option of another norm, or `groupscaling`, also belongs to a norm that its help names."""
+    # The longest name that fits owns an option: powernorm-v comes before powernorm.
     names = sorted((e["name"] for e in config.tables()[kind]), key=len, reverse=True)
     found = []
     for field in config.TransformerConfig.FIELDS:
@@ -140,8 +141,8 @@ def options(name: str, kind: str) -> list[config.Field]:
             continue
         owner = next((n for n in names if field.name.startswith(n.replace("-", "_") + "_")), None)
         is_named = re.search(rf"(?<![\w-]){re.escape(name)}(?![\w-])", field.help) is not None
-        of_statistics = field.name == "groupscaling" or (owner is not None and kind == "norms")
-        if owner == name or (kind == "norms" and is_named and of_statistics):
+        is_for_norms = field.name == "groupscaling" or (owner is not None and kind == "norms")
+        if owner == name or (kind == "norms" and is_named and is_for_norms):
             found.append(field)
     return found
 
@@ -165,13 +166,13 @@ def _escaped(text: str) -> str:
 def _norm(entry: dict[str, Any], folder: Path) -> str:
     name, module = entry["name"], entry["module"]
     more = f"{_MORE[name]}\n" if name in _MORE else ""
-    made = f"nfnn.{module}(64)" if module in nfnn.__all__ else f'nfnn.norm_class("{name}")(64)'
+    call = f"nfnn.{module}(64)" if module in nfnn.__all__ else f'nfnn.norm_class("{name}")(64)'
     code = f"""\
 import torch
 import normformer_rs as nfrs
 from normformer_rs import nn as nfnn
 
-norm = {made}
+norm = {call}
 print(norm)
 y = norm(torch.randn(8, 10, 64))
 
@@ -182,9 +183,9 @@ print(nfrs.swap_norms(model, "{name}"))
     parts.append(f'In the training loop: `--norm {name}`, or `normformer_rs.TransformerConfig(norm="{name}")`.')
     parts.append(f"With fairseq: `normformer-rs fairseq train … --norm {name}`.")
     parts += _specification(name) + notes(name)
-    parts += ["## Options", f"Of the module, `normformer_rs.nn`'s {module}:", arguments.rows(nfnn.norm_class(name))]
+    parts += ["## Options", f"Options of {module} in `normformer_rs.nn`:", arguments.rows(nfnn.norm_class(name))]
     if fields := options(name, "norms"):
-        parts += ["Of the training loop and of `normformer_rs.TransformerConfig`:", option_table(fields)]
+        parts += ["Options of the training loop and of `normformer_rs.TransformerConfig`:", option_table(fields)]
     kept = [(f"`{k['name']}`", what, _shape(k["shape"]), k["start"])
             for what, key in (("parameter", "parameters"), ("buffer", "buffers")) for k in entry[key]]  # fmt: skip
     parts += ["## Parameters and buffers", table(("name", "what", "shape", "at the start"), kept)]
@@ -232,7 +233,7 @@ print(nfrs.swap_residuals(model, "{name}"))
     parts.append(f"With fairseq: `normformer-rs fairseq train … --residual {name}`.")
     parts += _specification(name) + notes(name)
     fields = options(name, "residuals")
-    parts += ["## Options", option_table(fields) or "It has none of its own."]
+    parts += ["## Options", option_table(fields) or "This scheme has no options."]
     rows = [(depth, f"{float(r['lr']):g}", r["verdict"], r["train_nll"], r["valid_nll"], r["largest_grad_norm"])
             for depth, table_name in _DEPTHS for r in results(table_name) if r["residual"] == name]  # fmt: skip
     if rows:

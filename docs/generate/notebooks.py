@@ -1,7 +1,7 @@
-"""Executes the notebooks, keeps them with their outputs beside their scripts, and makes pages of them.
+"""Executes the notebooks, writes them with their outputs beside their scripts, and turns them into pages.
 
-`python -m docs.generate notebooks [NAME …]` executes notebooks/NAME.py and writes notebooks/NAME.ipynb. Paths of the
-machine, times and execution counts are removed from it.
+`python -m docs.generate notebooks [NAME …]` executes notebooks/NAME.py and writes notebooks/NAME.ipynb, without
+paths of the machine, times and execution counts.
 """
 
 import base64
@@ -50,8 +50,10 @@ def write_texts() -> None:
 
     for script in sorted(NOTEBOOKS.glob("*.py")):
         kept, new = nbformat.read(script.with_suffix(".ipynb"), as_version=4), jupytext.read(script)
-        told = [[cell.source for cell in notebook.cells if cell.cell_type == "code"] for notebook in (kept, new)]
-        if told[0] != told[1] or len(kept.cells) != len(new.cells):
+        old_code, new_code = (
+            [cell.source for cell in notebook.cells if cell.cell_type == "code"] for notebook in (kept, new)
+        )
+        if old_code != new_code or len(kept.cells) != len(new.cells):
             raise ValueError(f"{script.name}: its code has changed: python -m docs.generate notebooks {script.stem}")
         for old, cell in zip(kept.cells, new.cells):
             old.source = cell.source
@@ -74,7 +76,7 @@ def executed(script: Path) -> Any:
         cell["id"] = f"{script.stem}-{number}".replace("_", "-")
         cell.metadata = _tags(cell)
         if cell.cell_type == "code":
-            cell.outputs = _still(cell.outputs)
+            cell.outputs = _stable(cell.outputs)
             cell.execution_count = None
     return notebook
 
@@ -83,7 +85,7 @@ def _tags(cell: Any) -> dict[str, Any]:
     return {key: value for key, value in cell.metadata.items() if key == "tags"}
 
 
-def _still(outputs: list[Any]) -> list[Any]:
+def _stable(outputs: list[Any]) -> list[Any]:
     """Returns a cell's outputs in a form that does not change from run to run. Parts of a stream are joined, progress
     bars and paths of the machine are removed, and pictures are made small."""
     kept: list[Any] = []
@@ -115,6 +117,7 @@ def _still(outputs: list[Any]) -> list[Any]:
 
 
 _ANYWHERE = re.compile(re.escape(tempfile.gettempdir()) + r"/[\w.-]+")
+"""Matches paths of temporary folders."""
 
 
 def _small(picture: str) -> str:
@@ -169,7 +172,7 @@ def _outputs(outputs: list[Any], name: str, folder: Path) -> Iterator[str]:
 
 
 def _last_states(text: str) -> str:
-    """Returns the text as a terminal shows it at the end: of a progress bar that overwrites itself, only the last state
+    """Returns the text as a terminal shows it at the end: only the last state of a progress bar that overwrites itself
     stays."""
     plain = re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", text)
     return "\n".join(line.rstrip("\r").rpartition("\r")[2] for line in plain.split("\n"))

@@ -1,4 +1,4 @@
-"""Writes all pages: the generated ones, and those written by hand, with their links changed to places in the site."""
+"""Writes all pages: the generated ones, and the handwritten ones with their links changed to places in the site."""
 
 import json
 import re
@@ -13,7 +13,7 @@ from .spec import ROOT
 
 WRITTEN = {"README.md": "overview.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md",
            "tests/README.md": "tests.md"}  # fmt: skip
-"""Pages whose files are outside docs/, with their names in the site."""
+"""Handwritten pages outside docs/, with their names in the site."""
 CONTENTS: list[tuple[str, list[str]]] = [
     (
         "Start",
@@ -93,18 +93,18 @@ def _sources() -> list[str]:
 
 
 def menu(pages: dict[str, str]) -> list[Any]:
-    """Returns the `nav` of mkdocs.yml. Errors: ValueError if a page is not in it."""
+    """Returns the `nav` of mkdocs.yml. Errors: ValueError if CONTENTS does not list a page."""
     found: list[Any] = []
     listed = set()
     for title, entries in CONTENTS:
         inside: list[Any] = []
         for entry in entries:
             if entry.endswith("/"):
-                here = sorted((name for name in pages if name.startswith(entry)), key=_order)
+                members = sorted((name for name in pages if name.startswith(entry)), key=_order)
                 inside += [
-                    {_title(name, pages[name]): name} if not name.endswith("index.md") else name for name in here
+                    {_title(name, pages[name]): name} if not name.endswith("index.md") else name for name in members
                 ]
-                listed.update(here)
+                listed.update(members)
             elif entry in pages:
                 inside.append({"Start": entry} if entry == "index.md" else {_title(entry, pages[entry]): entry})
                 listed.add(entry)
@@ -147,7 +147,8 @@ def _moved(source: str, folder: Path) -> str:
     nowhere."""
     text = (ROOT / source).read_text(encoding="utf-8")
     text = _lists(re.sub(r"^<!--.*?-->\n+", "", text, flags=re.S))
-    text = re.sub(r"(?m)^( *```\w+) (\S+)$", r'\1 title="\2"', text)  # a block's file, which zensical shows above it
+    # The word after a block's language is its file, which zensical shows as the block's title.
+    text = re.sub(r"(?m)^( *```\w+) (\S+)$", r'\1 title="\2"', text)
 
     def link(match: re.Match[str]) -> str:
         target, _, anchor = match[2].partition("#")
@@ -174,7 +175,7 @@ def _moved(source: str, folder: Path) -> str:
             raise ValueError(f"{source}: {match[0]} is no page of the site: name the file without a link")
         return f"{match[1]}({page}{'#' + anchor if anchor else ''})"
 
-    # Text in code that looks like a link is not changed.
+    # Code may contain text that looks like a link, so code is not changed.
     parts = re.split(r"(^ *```.*?^ *```$|`[^`\n]+`)", text, flags=re.M | re.S)
     return "".join(part if i % 2 else _LINK.sub(link, part) for i, part in enumerate(parts))
 

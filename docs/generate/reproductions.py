@@ -1,5 +1,5 @@
-"""Generates the list of reproductions on their page: every entry with its runs, and its figures if benches/results has
-them."""
+"""Generates the list of reproductions on docs/reproduce.md: each with its runs, and with its figures if benches/results
+has them."""
 
 import shutil
 from pathlib import Path

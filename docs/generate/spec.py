@@ -28,12 +28,15 @@ def section(name: str) -> tuple[str, str] | None:
 
 
 def papers(source: str, name: str) -> list[str]:
-    """Returns the full lines in docs/spec.md §7.1 of the papers that a table's `source` names."""
+    """Returns the full references, from docs/spec.md §7.1, of the papers that `source` cites for `name`."""
     begin = text().index('<a id="papers"></a>')
     table = re.findall(r"^\| ([^|]+) \| ([^|]+) \|$", text()[begin : text().index("<a id=", begin + 1)], re.M)
     found = []
     for keys, paper in table:
-        short = [key.strip(" *") for key in re.split("[;,]", keys)]
-        if any(re.search(re.escape(key) + r"(?!\w| \()", source) for key in short) or f"where {name} is meant" in keys:
+        citations = [key.strip(" *") for key in re.split("[;,]", keys)]
+        if (
+            any(re.search(re.escape(key) + r"(?!\w| \()", source) for key in citations)
+            or f"where {name} is meant" in keys
+        ):
             found.append(paper.strip())
     return found

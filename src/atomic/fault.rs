@@ -1,8 +1,8 @@
-//! Injected failures, for tests. Every system call that writes into a run's folder first passes a named place in this
-//! file. There a test can kill the process, or let the disk be full, before any such call.
+//! Injected failures, for tests. Before every system call that writes into a run's folder, the program calls [`point`]
+//! with the call's name: it passes a place. There a test can kill the process or report a full disk.
 //!
 //! `NORMFORMER_RS_FAULT=kill:K` sends the process SIGKILL at the K-th place that it passes (counted from 1), for
-//! tests that run the program from outside. `stop:K` sends SIGSTOP there, so that the process waits for SIGCONT.
+//! tests that start the program as a process. `stop:K` sends SIGSTOP there, so that the process waits for SIGCONT.
 //! `enospc:K` reports a full disk there and at every later place of the same operation. `eio:K` reports an
 //! input/output error only there. `short:K` reports such an error after half of the bytes, if that place writes any.
 
@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicU8, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::thread::{self, ThreadId};
 
-/// The environment variable, which is read when the process passes its first place.
+/// The environment variable with the fault; it is read when the process passes its first place.
 pub const VARIABLE: &str = "NORMFORMER_RS_FAULT";
 
 /// A failure and the place, counted from 1, at which it happens.
@@ -33,11 +33,19 @@ pub enum Fault {
 
 struct Plan {
     fault: Fault,
+    /// The number of places passed so far.
     passed: usize,
     /// The only thread to which the plan applies; `None` means every thread.
     thread: Option<ThreadId>,
 }
 
+impl Plan {
+    fn is_for_this_thread(&self) -> bool {
+        self.thread.is_none_or(|t| t == thread::current().id())
+    }
+}
+
+// The values of STATE: whether the environment variable has been read, and whether there is a plan.
 const UNREAD: u8 = 0;
 const OFF: u8 = 1;
 const ON: u8 = 2;
@@ -47,7 +55,7 @@ static PLAN: Mutex<Option<Plan>> = Mutex::new(None);
 #[cfg(test)]
 static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
 
-/// Passes the place `name` before its system call: returns `Ok`, unless a fault is planned here. Without a plan it
+/// Passes the place before the system call `name`: returns `Ok`, unless a fault is planned here. Without a plan, this
 /// costs one relaxed load.
 ///
 /// # Errors
@@ -56,23 +64,22 @@ static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
 pub fn point(name: &str) -> io::Result<()> {
     match STATE.load(Ordering::Relaxed) {
         OFF => Ok(()),
-        _ => planned(name),
+        _ => pass_place(name),
     }
 }
 
-/// True if the fault at the place passed last is a short write. Callers ask after they got its error.
+/// True if the planned fault is a short write at the place that was passed last. For callers that got its error.
 pub fn is_short() -> bool {
-    let of_this_thread = |p: &&Plan| p.thread.is_none_or(|t| t == thread::current().id());
-    STATE.load(Ordering::Relaxed) == ON
-        && lock(&PLAN).as_ref().filter(of_this_thread).is_some_and(|p| p.fault == Fault::Short(p.passed))
+    let is_planned = |p: &Plan| p.is_for_this_thread() && p.fault == Fault::Short(p.passed);
+    STATE.load(Ordering::Relaxed) == ON && lock(&PLAN).as_ref().is_some_and(is_planned)
 }
 
 /// Begins a new operation: if an injected fault has filled the disk, the disk is free again.
 pub fn begin() {
     if STATE.load(Ordering::Relaxed) == ON {
         if let Some(plan) = &mut *lock(&PLAN) {
-            let fired = matches!(plan.fault, Fault::Enospc(k) if plan.passed >= k);
-            if fired && plan.thread.is_none_or(|t| t == thread::current().id()) {
+            let is_full = matches!(plan.fault, Fault::Enospc(k) if plan.passed >= k);
+            if is_full && plan.is_for_this_thread() {
                 plan.fault = Fault::Count;
             }
         }
@@ -113,7 +120,7 @@ impl Drop for Armed {
 
 /// Counts a place, and causes the fault if one is planned there. The first call reads the environment variable.
 #[cold]
-fn planned(name: &str) -> io::Result<()> {
+fn pass_place(name: &str) -> io::Result<()> {
     let mut plan = lock(&PLAN);
     if STATE.load(Ordering::Relaxed) == UNREAD {
         if let Some(text) = std::env::var_os(VARIABLE) {
@@ -122,7 +129,7 @@ fn planned(name: &str) -> io::Result<()> {
         }
         STATE.store(if plan.is_some() { ON } else { OFF }, Ordering::Relaxed);
     }
-    let Some(plan) = plan.as_mut().filter(|p| p.thread.is_none_or(|t| t == thread::current().id())) else {
+    let Some(plan) = plan.as_mut().filter(|p| p.is_for_this_thread()) else {
         return Ok(());
     };
     plan.passed += 1;
@@ -163,7 +170,7 @@ fn parse(text: &str) -> io::Result<Fault> {
     })
 }
 
-/// Locks the mutex even if it is poisoned: if a test panicked while it held the lock, other tests go on.
+/// Locks the mutex even if it is poisoned, so that a test that panicked with the lock does not fail other tests.
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -12,13 +12,14 @@ use pyo3::types::IntoPyDict;
 use tch::Device;
 
 pub fn recorder(device: Device) -> Box<dyn Recorder> {
-    Box::new(CudaGraphs { device, made: None })
+    Box::new(CudaGraphs { device, shared: None })
 }
 
 /// The recorder of CUDA graphs for one device.
 struct CudaGraphs {
     device: Device,
-    made: Option<GraphPool>,
+    /// Created at the first recording.
+    shared: Option<GraphPool>,
 }
 
 /// The state that all graphs on a device share.
@@ -32,7 +33,7 @@ struct GraphPool {
     stream: Option<SideStream>,
 }
 
-/// A graph, as torch's object. The capture is still running, or is complete.
+/// A graph: torch's Python object, whose capture is running or complete. `None` only while it is dropped.
 struct CudaGraph(Option<PyObject>);
 
 impl Drop for CudaGraph {
@@ -49,21 +50,21 @@ impl GraphPool {
             Device::Cuda(index) => (index, Some(SideStream::of(index)?)),
             _ => (0, None),
         };
-        let made = Python::with_gil(|py| {
+        let created = Python::with_gil(|py| {
             let torch = py.import("torch._C")?;
             let pool = torch.call_method0("_graph_pool_handle")?.unbind();
             PyResult::Ok(GraphPool { torch: torch.into_any().unbind(), index, pool, stream })
         });
-        made.map_err(failed)
+        created.map_err(failed)
     }
 
-    /// Begins to capture a new graph from the work on the current stream. The memory that the allocator has cached is
-    /// freed before, so that the pool can use it.
+    /// Begins to capture the work on the current stream as a new graph. First frees the memory that the allocator has
+    /// cached, so that the pool can use it.
     fn begin(&self, py: Python<'_>) -> PyResult<CudaGraph> {
         self.torch.call_method0(py, "_cuda_synchronize")?;
         self.torch.call_method0(py, "_cuda_emptyCache")?;
         let graph = self.torch.call_method0(py, "_CUDAGraph")?;
-        // In this mode other threads, such as a notebook's, may use CUDA meanwhile.
+        // In this mode other threads, such as a notebook's, may use CUDA during the capture.
         let mode = "thread_local".into_pyobject(py)?.into_any().unbind();
         let options = [("pool", self.pool.clone_ref(py)), ("capture_error_mode", mode)].into_py_dict(py)?;
         graph.call_method(py, "capture_begin", (), Some(&options)).inspect_err(|_| self.abandon(py))?;
@@ -77,22 +78,22 @@ impl GraphPool {
 
     /// Ends the allocation from the pool, which would otherwise continue after a failed capture.
     fn abandon(&self, py: Python<'_>) {
-        // If the allocation has not begun, this call fails, which does not matter.
+        // If the allocation has not begun, this call fails; the error is ignored.
         let _ = self.torch.call_method1(py, "_cuda_endAllocateToPool", (self.index, self.pool.clone_ref(py)));
     }
 }
 
 impl Recorder for CudaGraphs {
     fn record(&mut self, work: Work) -> Result<Box<dyn Replay>> {
-        let made = match &mut self.made {
-            Some(made) => made,
+        let shared = match &mut self.shared {
+            Some(shared) => shared,
             none => none.insert(GraphPool::new(self.device)?),
         };
-        let _entered = made.stream.as_ref().map(SideStream::enter).transpose()?;
-        let graph = Python::with_gil(|py| made.begin(py)).map_err(failed)?;
-        let worked = work();
-        let ended = Python::with_gil(|py| made.end(py, &graph)).map_err(failed);
-        worked.and(ended)?;
+        let _entered = shared.stream.as_ref().map(SideStream::enter).transpose()?;
+        let graph = Python::with_gil(|py| shared.begin(py)).map_err(failed)?;
+        let result = work();
+        let ended = Python::with_gil(|py| shared.end(py, &graph)).map_err(failed);
+        result.and(ended)?;
         Ok(Box::new(graph))
     }
 }

@@ -30,7 +30,7 @@ impl From<Error> for PyErr {
                 if let Error::Raised(raised) = &e {
                     raised.restore();
                 }
-                // If a tensor subclass raised the exception, it may still be set in Python.
+                // An exception that a tensor subclass raised may still be set as Python's current error.
                 PyErr::take(py)
             });
             if let Some(raised) = raised {
@@ -49,7 +49,7 @@ impl From<Error> for PyErr {
     }
 }
 
-/// Returns an OSError with this text. Its `errno` lets Python code tell a full disk from a missing file.
+/// Returns an OSError with this text. Its `errno` lets Python code distinguish a full disk from a missing file.
 fn os_error(text: String, source: &io::Error) -> PyErr {
     let number = source.raw_os_error().or(match source.kind() {
         io::ErrorKind::StorageFull => Some(libc::ENOSPC),
@@ -76,11 +76,11 @@ fn released<T: Send>(py: Python<'_>, work: impl FnOnce() -> crate::error::Result
 /// Raises if the work should stop: runs pending signal handlers, then raises if a stop has been requested earlier.
 fn check_signals(py: Python<'_>) -> PyResult<()> {
     py.check_signals()?;
-    ask(py)
+    check_stop_request(py)
 }
 
 /// Raises if Python has recorded a request to stop.
-fn ask(py: Python<'_>) -> PyResult<()> {
+fn check_stop_request(py: Python<'_>) -> PyResult<()> {
     static ASK: GILOnceCell<Py<PyAny>> = GILOnceCell::new();
     ASK.import(py, "normformer_rs.loop.signals", "ask")?.call0().map(drop)
 }
@@ -98,13 +98,13 @@ fn kind(precision: &str) -> PyResult<Kind> {
     }
 }
 
-/// Returns the tensors, each under its name.
+/// Returns the tensors by name.
 fn named(names: Vec<String>, tensors: Vec<PyTensor>) -> BTreeMap<String, Tensor> {
     names.into_iter().zip(tensors.into_iter().map(|t| t.0)).collect()
 }
 
-/// The version of libtorch that the extension is linked against. `_loading.py` searches the file for these words
-/// before it loads the extension: with another libtorch loading fails, and the linker's message would not say why.
+/// The version of libtorch that the extension is linked against. Before `_loading.py` loads the extension, it searches
+/// the file for this text: with another libtorch loading fails, and the linker's message would not name the cause.
 static BUILT_AGAINST: &str = concat!("normformer_rs is built against torch ", env!("NORMFORMER_RS_TORCH"), ";");
 
 #[pymodule]

@@ -23,7 +23,7 @@ use tch::{Kind, Tensor};
 #[pyfunction]
 fn parameters(py: Python<'_>, model: &str, seed: u64, device: &str) -> PyResult<Vec<(String, PyTensor)>> {
     let model: TransformerConfig = config::from_json("model", model)?;
-    let made = released(py, || {
+    let created = released(py, || {
         let built = Transformer::new(&model, seed, run::device(device)?, Kind::Float)?;
         let list = built
             .parameters
@@ -32,12 +32,12 @@ fn parameters(py: Python<'_>, model: &str, seed: u64, device: &str) -> PyResult<
             .map(|(name, t)| (name.to_string(), t.shallow_clone()));
         Ok::<_, Error>(list.collect::<Vec<_>>())
     })?;
-    Ok(made.into_iter().map(|(name, t)| (name, PyTensor(t))).collect())
+    Ok(created.into_iter().map(|(name, t)| (name, PyTensor(t))).collect())
 }
 
-/// Initialises the matrix (roles·fan_out, fan_in) of a linear layer in place, one block of rows for each role. It
-/// uses the configuration's initialisation for sublayer `sublayer` of layer `layer` (both counted from 0) in a stack.
-/// `kinds` are the layer's sublayers, if they differ from the stack's.
+/// Initialises the matrix (roles·fan_out, fan_in) of a linear layer in place, one block of rows for each role (such as
+/// query, key and value). The configuration's initialisation is that of sublayer `sublayer` of layer `layer` (both
+/// counted from 0) in a stack. `kinds` are the layer's sublayers, if they differ from the stack's.
 #[pyfunction]
 #[pyo3(signature = (weight, roles, model, stack, layer, sublayer, kinds=None))]
 #[allow(clippy::too_many_arguments)] // Python makes one call
@@ -54,11 +54,11 @@ fn draw_linear(
     let config: TransformerConfig = config::from_json("model", model)?;
     let roles = roles.iter().map(|role| Role::parse(role)).collect::<Result<Vec<_>, _>>()?;
     let kinds = sublayers(kinds)?;
-    let first = of_block(config.place(residual::StackName::parse(stack)?, layer), &kinds);
-    let place = first
+    let context = with_kinds(config.place(residual::StackName::parse(stack)?, layer), &kinds);
+    let place = context
         .each()
         .nth(sublayer)
-        .ok_or_else(|| Error::invalid(format!("sublayer must be below {}, got {sublayer}", first.sublayers)))?;
+        .ok_or_else(|| Error::invalid(format!("sublayer must be below {}, got {sublayer}", context.sublayers)))?;
     let init = init::find(config.init())?;
     let weight = weight.0;
     let (rows, cols) = caught(|| Ok(weight.size2()?))?;
@@ -81,8 +81,8 @@ fn draw_bias(py: Python<'_>, bias: PyTensor, roles: Vec<String>, fan_in: i64, mo
     Ok(())
 }
 
-/// Initialises a table of word embeddings (V, d), or an output projection of its own, in place. `name` is the
-/// parameter's name, as `parameters` returns it.
+/// Initialises a table of word embeddings (V, d) or an untied output projection in place. `name` is the parameter's
+/// name, as `parameters` returns it.
 #[pyfunction]
 fn draw_table(py: Python<'_>, weight: PyTensor, name: &str, model: &str) -> PyResult<()> {
     let config: TransformerConfig = config::from_json("model", model)?;
@@ -101,8 +101,9 @@ fn sublayers(kinds: Option<Vec<String>>) -> Result<Vec<residual::Sublayer>, Erro
     kinds.unwrap_or_default().iter().map(|kind| residual::Sublayer::parse(kind)).collect()
 }
 
-fn of_block<'a>(first: residual::LayerContext<'a>, kinds: &'a [residual::Sublayer]) -> residual::LayerContext<'a> {
-    first.of_block(kinds).unwrap_or(first)
+/// Returns `context` for a layer with the sublayers `kinds`; an empty list changes nothing.
+fn with_kinds<'a>(context: residual::LayerContext<'a>, kinds: &'a [residual::Sublayer]) -> residual::LayerContext<'a> {
+    context.of_block(kinds).unwrap_or(context)
 }
 
 /// Returns what the configuration's residual schemes declare for a stack, as JSON. `layers` has one object for each
@@ -117,7 +118,7 @@ fn declare(model: &str, stack: &str, kinds: Option<Vec<String>>) -> PyResult<Str
     let kinds = sublayers(kinds)?;
     config.check_options_of(&kinds)?;
     let schemes = config.schemes();
-    let first = of_block(config.place(residual::StackName::parse(stack)?, 0), &kinds);
+    let first = with_kinds(config.place(residual::StackName::parse(stack)?, 0), &kinds);
     let (layers, flow) = (schemes.layers(&first), schemes.flow(&first));
     let layer = |(index, layer): (usize, &residual::LayerSpec)| {
         let (takes, leaves) = (layer.takes(), residual::leaves(&layers, index, &flow));
@@ -144,8 +145,8 @@ fn norm_settings(model: &str, name: &str, last_of_decoder: bool, ends_stack: boo
     json_text(&spec.keyword_arguments(&context))
 }
 
-/// Returns [start, std, offset, factor] for each parameter of a norm whose module has the keyword arguments `given`
-/// (JSON). Errors if an argument makes no sense.
+/// Returns [start, std, offset, factor] for each parameter p of a norm with the keyword arguments `given` (JSON): p is
+/// initialised to N(start, std²), and kernels receive factor·(offset + p). Errors if an argument makes no sense.
 #[pyfunction]
 fn norm_numbers(name: &str, width: i64, given: &str) -> PyResult<Vec<[f64; 4]>> {
     let spec = norm::find(name)?;
@@ -241,7 +242,7 @@ fn forward(
     Ok(PyTensor(logits))
 }
 
-/// Builds the sentences that a model reads, and returns them with the type of its matrix products.
+/// Packs padded token ids for the model. Returns the model, the packed sentences, and the type of matrix products.
 fn reading(
     built: Transformer,
     source: Option<Tensor>,
@@ -265,9 +266,9 @@ fn context(model: &TransformerConfig, seed: Option<Tensor>, kind: Kind) -> Conte
     }
 }
 
-/// Observes each stack while it reads padded token ids. Returns ([cosines, active, sizes, scores, mixing],
-/// statistics). `seed` means the same as in `forward`; `loss` computes a scalar from the logits. Running statistics
-/// stay as they are.
+/// Runs the model on padded token ids and observes each stack. Returns ([cosines, active, sizes, scores, mixing],
+/// statistics) for each. `seed` means the same as in `forward`; `loss` computes a scalar from the logits. Running
+/// statistics do not change.
 #[pyfunction]
 #[pyo3(signature = (model, names, tensors, source, target_input, seed, precision, loss))]
 #[allow(clippy::too_many_arguments)]
@@ -338,8 +339,8 @@ fn statistics(
     Ok(found.into())
 }
 
-/// Returns the largest logit of each head in the batches (source, target_input), without dropout, by the attention's
-/// name and the head's number.
+/// Returns the largest attention logit of each head over the batches (source, target_input), without dropout, by the
+/// attention's name and the head's number.
 #[pyfunction]
 fn largest_logits(
     py: Python<'_>,
@@ -367,7 +368,8 @@ fn largest_logits(
     Ok(found)
 }
 
-/// Makes QK-clip's part of an update, in place, for the largest logits `largest`, as `largest_logits` returns them.
+/// Applies QK-clip to the parameters in place: scales down the queries and keys of heads whose largest logit exceeds
+/// `limit`. `largest` is the result of `largest_logits`.
 #[pyfunction]
 fn clip_queries_and_keys(
     py: Python<'_>,
@@ -382,17 +384,17 @@ fn clip_queries_and_keys(
     released(py, move || {
         let built = Transformer::with_parameters(&model, &tensors)?;
         let clip = train::QkClip::new(&built.parameters, limit)?;
-        let of = |head: String| largest.get(&head).copied().unwrap_or(f64::NEG_INFINITY);
-        let logits: Vec<f64> = clip.heads().into_iter().map(of).collect();
-        for (one, logits) in built.parameters.attentions().iter().zip(logits.chunks(model.heads as usize)) {
-            tch::no_grad(|| one.largest.shallow_clone().f_copy_(&Tensor::from_slice(logits)))?;
+        let largest_of = |head: String| largest.get(&head).copied().unwrap_or(f64::NEG_INFINITY);
+        let logits: Vec<f64> = clip.heads().into_iter().map(largest_of).collect();
+        for (attention, logits) in built.parameters.attentions().iter().zip(logits.chunks(model.heads as usize)) {
+            tch::no_grad(|| attention.largest.shallow_clone().f_copy_(&Tensor::from_slice(logits)))?;
         }
         clip.apply(None)
     })?;
     Ok(())
 }
 
-/// Measures the gains that the scheme takes from one training batch, and sets them in place (docs/spec.md §3.4).
+/// Sets the gains that the scheme measures on one training batch, in place (docs/spec.md §3.4).
 #[pyfunction]
 #[allow(clippy::too_many_arguments)]
 fn profile(

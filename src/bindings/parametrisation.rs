@@ -6,8 +6,8 @@ use pyo3::prelude::*;
 use std::collections::HashMap;
 
 /// Returns the multipliers of a role by name (init, lr, weight_decay, eps), for a model that is `width` times as wide
-/// and `depth` times as deep as its base model. `alpha` overrides the parametrisation's exponent of the depth. `step_size`
-/// says what the optimizer's steps have in common at all widths.
+/// and `depth` times as deep as its base model. `alpha` overrides the parametrisation's depth exponent. `step_size`
+/// is the property of the optimizer's steps that is the same at all widths.
 #[pyfunction]
 #[pyo3(signature = (parametrisation, role, width, depth, alpha=None, sums_over="nothing", step_size="entries"))]
 fn multipliers(

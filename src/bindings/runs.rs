@@ -48,12 +48,12 @@ fn translate(
         };
         translator.translate(source, &search, batch_tokens, kind, check_interrupt)
     })?;
-    let told = |run::Translation { text, score, finished }| (text, score, finished);
-    Ok(found.into_iter().map(|best| best.into_iter().map(told).collect()).collect())
+    let tuple = |run::Translation { text, score, finished }| (text, score, finished);
+    Ok(found.into_iter().map(|best| best.into_iter().map(tuple).collect()).collect())
 }
 
-/// Runs work without the GIL, and lets Python's signal handlers run now and then. Ctrl-C becomes `Interrupted`. If a
-/// handler raises another exception, that exception is raised.
+/// Runs `work` without the GIL. `work` calls its argument now and then, which runs Python's signal handlers. Ctrl-C
+/// becomes `Interrupted`; another exception of a handler is raised. Messages call the work `what`.
 pub(super) fn interruptible<T: Send>(
     py: Python<'_>,
     what: &str,
@@ -75,9 +75,9 @@ pub(super) fn interruptible<T: Send>(
     as_raised(py, done, raised)
 }
 
-/// Converts the result of work that a Python exception may have ended. Returns that exception, or for a
-/// KeyboardInterrupt the error `Interrupted`, which says what was saved. If saving failed, the exception has the
-/// error of saving as its cause.
+/// Converts the result of work that a Python exception, `raised`, may have ended. Returns that exception; for a
+/// KeyboardInterrupt it returns the error `Interrupted` instead, which says what was saved. If saving failed, its error
+/// becomes the cause of the exception.
 pub(super) fn as_raised<T>(py: Python<'_>, done: crate::error::Result<T>, raised: Option<PyErr>) -> PyResult<T> {
     let (done, raised) = match (done, raised) {
         (Err(Error::Raised(mut inside)), None) => {
@@ -110,8 +110,7 @@ fn average(py: Python<'_>, model_dir: &str, count: Option<usize>, updates: Optio
     Ok(path.display().to_string())
 }
 
-/// Returns (loss, nll, perplexity, tokens) on a text. The result is a tuple and not JSON, because JSON has no
-/// infinity.
+/// Returns (loss, nll, perplexity, tokens) of a text. It is a tuple, because JSON has no infinity.
 #[pyfunction]
 #[pyo3(signature = (model_dir, source, target, checkpoint, precision, device))]
 fn evaluate_loss(
@@ -135,7 +134,7 @@ fn evaluate_loss(
 type Text = (String, f64, usize, bool);
 
 /// Returns the continuations of each prompt. `said` is called with the prompt's index, the sample's index and each
-/// new piece of text, and at the end of a sample with None. If `said` raises an exception, the work ends.
+/// new piece of text, or None at the end of a sample. If `said` raises an exception, the generation ends.
 #[pyfunction]
 #[pyo3(signature = (model_dir, prompts, generation, said, checkpoint, batch_tokens, precision, device))]
 #[allow(clippy::too_many_arguments)]
@@ -154,7 +153,7 @@ fn generate(
     options.validate()?;
     let kind = kind(precision)?;
     let mut raised = None;
-    let mut tell = |prompt: usize, sample: usize, text: Option<&str>| match &said {
+    let mut report = |prompt: usize, sample: usize, text: Option<&str>| match &said {
         None => Ok(()),
         Some(said) => Python::with_gil(|py| said.call1(py, (prompt, sample, text)).map(drop)).map_err(|error| {
             raised = Some(error);
@@ -163,15 +162,15 @@ fn generate(
     };
     let found = interruptible(py, "generation", |check_interrupt| {
         let model = run::Translator::load(Path::new(model_dir), checkpoint, run::device(device)?)?;
-        model.complete(&prompts, &options, batch_tokens, kind, &mut tell, check_interrupt)
+        model.complete(&prompts, &options, batch_tokens, kind, &mut report, check_interrupt)
     });
     match raised {
         Some(_) => as_raised(py, Err(Error::Interrupted("generation was stopped".into())), raised),
-        None => Ok(found?.into_iter().map(|texts| texts.into_iter().map(text).collect()).collect()),
+        None => Ok(found?.into_iter().map(|texts| texts.into_iter().map(text_tuple).collect()).collect()),
     }
 }
 
-fn text(run::Completion { text, log_probability, tokens, finished }: run::Completion) -> Text {
+fn text_tuple(run::Completion { text, log_probability, tokens, finished }: run::Completion) -> Text {
     (text, log_probability, tokens, finished)
 }
 
@@ -215,7 +214,7 @@ fn load_model(py: Python<'_>, model_dir: &str, checkpoint: &str) -> PyResult<(St
     Ok((json_text(&config)?, tensors.into_iter().map(|(name, t)| (name, PyTensor(t))).collect()))
 }
 
-/// Writes a model that was trained elsewhere as a run. `dictionary` is the path of the model's dict.txt.
+/// Writes a run's folder for a model that was trained elsewhere. `dictionary` is the path of the model's dict.txt.
 #[pyfunction]
 #[pyo3(signature = (output, model, training, dictionary, target_vocabulary, names, tensors))]
 #[allow(clippy::too_many_arguments)]

@@ -1,7 +1,7 @@
 //! Training with progress reports to an observer, and learning-rate schedules.
 
 use super::runs::{as_raised, interruptible};
-use super::{ask, graphs, json_text, released};
+use super::{check_stop_request, graphs, json_text, released};
 use crate::config::{self, DataConfig, TrainingConfig, TransformerConfig};
 use crate::error::Error;
 use crate::operator::ProcessGroup;
@@ -43,7 +43,7 @@ fn train_py(
     as_raised(py, done, observer.raised)
 }
 
-/// Makes a process group known under its name to the collective operators.
+/// Registers a process group of torch.distributed by its name, for the collective operators.
 #[pyfunction]
 fn join_group(name: &str, rank: usize, size: usize) -> PyResult<()> {
     ProcessGroup::new(name, rank, size)?;
@@ -64,13 +64,13 @@ fn dry_run(py: Python<'_>, model: &str, training: &str, data: &str) -> PyResult<
 /// Passes a run's events from Rust to an observer in Python.
 struct PyObserver {
     observer: PyObject,
-    /// The first exception that the observer or a signal handler has raised. It ends the run, which saves a
-    /// checkpoint before.
+    /// The first exception that the observer or a signal handler has raised. It ends the run, which first saves a
+    /// checkpoint.
     raised: Option<PyErr>,
 }
 
 impl PyObserver {
-    /// Calls a method of the observer with one argument, which is passed as JSON and arrives as Python objects.
+    /// Calls a method of the observer with `value`, converted to Python dicts, lists and numbers through JSON.
     fn tell(&mut self, method: &str, value: &impl serde::Serialize) -> crate::error::Result<()> {
         let text = serde_json::to_string(value).map_err(|e| Error::invalid(e.to_string()))?;
         self.call(|py, observer| {
@@ -79,8 +79,8 @@ impl PyObserver {
         })
     }
 
-    /// Runs `work` with the GIL, and keeps the first exception in `raised`. While the run is ending because of an
-    /// exception, requests to stop no longer count.
+    /// Runs `work` with the GIL, and keeps the first exception in `raised`. While an exception is ending the run,
+    /// requests to stop are ignored.
     fn call(&mut self, work: impl FnOnce(Python<'_>, &PyObject) -> PyResult<()>) -> crate::error::Result<()> {
         let is_ending = self.raised.is_some();
         let called = Python::with_gil(|py| {
@@ -89,7 +89,7 @@ impl PyObserver {
             if is_ending {
                 Ok(())
             } else {
-                ask(py)
+                check_stop_request(py)
             }
         });
         called.map_err(|error| {
@@ -136,7 +136,7 @@ impl PySchedule {
         self.0.learning_rate(n)
     }
 
-    /// Tells the schedule that an evaluation after update n had this score; a higher score is better.
+    /// Passes the score of an evaluation after update n to the schedule; a higher score is better.
     fn evaluated(&mut self, n: u64, score: f64) {
         self.0.evaluated(n, score);
     }

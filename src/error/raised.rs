@@ -16,7 +16,7 @@ extern "C" {
 pub struct Raised {
     exception: *mut c_void,
     text: String,
-    /// A further error, set later: the one with which the work ended after the exception was handled.
+    /// A second error: the one with which the interrupted work ended, for example while it saved a checkpoint.
     pub ended: Option<Box<Error>>,
 }
 
@@ -26,15 +26,15 @@ unsafe impl Send for Raised {}
 unsafe impl Sync for Raised {}
 
 impl Raised {
-    /// Takes this thread's last Python exception, if `text` is the error text that it became.
+    /// Takes this thread's last Python exception, if C++ reported it as the error `text`.
     pub(super) fn take(text: &str) -> Option<Self> {
-        let ended_by_nul = CString::new(text).ok()?;
+        let c_text = CString::new(text).ok()?;
         // SAFETY: the text outlives the call.
-        let exception = unsafe { nfrs_take_raised(ended_by_nul.as_ptr()) };
+        let exception = unsafe { nfrs_take_raised(c_text.as_ptr()) };
         (!exception.is_null()).then(|| Raised { exception, text: text.to_string(), ended: None })
     }
 
-    /// Adds the error with which the work ended after the exception was handled.
+    /// Adds the error with which the interrupted work ended.
     pub fn ended(mut self, with: Error) -> Self {
         self.ended = Some(Box::new(with));
         self

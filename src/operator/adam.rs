@@ -68,10 +68,10 @@ pub(super) fn operator() -> Operator {
     .counted(&HANDLE)
 }
 
-/// Reads a call's arguments; `of` takes a tensor or a view from each of the first seven.
-fn read<T>(call: &Call, of: impl Fn(&Value) -> T) -> (Buffers<T>, Coefficients) {
+/// Reads a call's arguments; `convert` turns the first seven, which are tensors, into tensors or views.
+fn read<T>(call: &Call, convert: impl Fn(&Value) -> T) -> (Buffers<T>, Coefficients) {
     let [tensors @ .., beta1, beta2, eps, seed, update, place] = call.arguments::<13>();
-    let [parameters, first, second, gradients, grad_scale, step_size, keep] = tensors.each_ref().map(of);
+    let [parameters, first, second, gradients, grad_scale, step_size, keep] = tensors.each_ref().map(convert);
     let buffers = Buffers { parameters, first, second, gradients, grad_scale, step_size, keep };
     let [beta1, beta2, eps] = [beta1, beta2, eps].map(Value::float);
     let rounding = Rounding { seed: seed.int() as u64, update: update.int() as u32, first: place.int() as usize };

@@ -5,24 +5,25 @@ use std::ffi::c_void;
 
 /// Runs `work`. Returns its result, and the peak size in bytes of the tensors that it allocated.
 ///
-/// Backward passes on the CPU are counted too, because they run on this thread. Meanwhile a running torch profiler
-/// gets no reports of memory.
+/// Backward passes on the CPU are counted too, because they run on this thread. While `work` runs, an active torch
+/// profiler receives no reports of memory.
 pub fn peak_of<T>(work: impl FnOnce() -> Result<T>) -> Result<(T, usize)> {
     let counter = Counter::new()?;
-    let done = work()?;
-    Ok((done, counter.peak()))
+    let result = work()?;
+    Ok((result, counter.peak()))
 }
 
+/// A C++ counter of this thread's allocations, which counts until it is dropped.
 struct Counter(*mut c_void);
 
 impl Counter {
     fn new() -> Result<Self> {
         // SAFETY: the function takes no arguments, and the counter belongs to us until `drop`.
-        let made = unsafe { nfrs_count_memory() };
-        if made.is_null() {
+        let counter = unsafe { nfrs_count_memory() };
+        if counter.is_null() {
             return Err(Error::Torch("memory cannot be counted".into()));
         }
-        Ok(Counter(made))
+        Ok(Counter(counter))
     }
 
     fn peak(&self) -> usize {

@@ -30,9 +30,9 @@ pub enum DtypeRule {
     Dtype,
     /// float32 or bfloat16.
     Moment,
-    /// An integer argument, whose value a letter in `sizes` stands for.
+    /// An integer argument; a letter in `sizes` stands for its value.
     Number,
-    /// A string argument, by which messages call the operator.
+    /// A string argument that error messages use as the operator's name.
     Title,
 }
 
@@ -73,7 +73,7 @@ pub fn parameter(name: &'static str) -> Argument {
     Argument { reading: Reading::Parameter, ..tensor(name, "1|d", DtypeRule::Floating).optional() }
 }
 
-/// Declares a norm's parameter: like [`parameter`], or a matrix of which one side is the number of columns.
+/// Declares a norm's parameter: like [`parameter`], or a matrix with as many rows or columns as x has columns.
 pub fn parameter_or_matrix(name: &'static str) -> Argument {
     Argument { sizes: "1|d#".into(), ..parameter(name) }
 }
@@ -83,12 +83,12 @@ pub fn seed() -> Argument {
     Argument { reading: Reading::Seed, ..tensor("seed", "=3", DtypeRule::Int64).optional().flag(HOST) }
 }
 
-/// Declares an integer argument, whose value `letter` stands for in `sizes`.
+/// Declares an integer argument. In the `sizes` of other arguments, `letter` stands for its value.
 pub fn number(name: &'static str, letter: &str) -> Argument {
     tensor(name, letter, DtypeRule::Number)
 }
 
-/// Declares a string argument, by which messages call the operator.
+/// Declares a string argument that error messages use as the operator's name.
 pub fn title(name: &'static str) -> Argument {
     tensor(name, "", DtypeRule::Title)
 }
@@ -137,7 +137,7 @@ impl Argument {
         self.flag(FIXED)
     }
 
-    /// Makes the first output stand for this output if this one is left out.
+    /// Makes the first output serve as this output, too, if this one is left out.
     pub fn or_first(self) -> Self {
         self.flag(SHARED)
     }

@@ -179,18 +179,21 @@ impl Call {
 
     /// Returns the arguments as tensors, with `None` for those whose gradient is not wanted.
     pub fn wanted(&self) -> Vec<Option<Tensor>> {
-        self.all().iter().enumerate().map(|(i, v)| v.tensor().filter(|_| self.wanted >> i & 1 == 1)).collect()
+        let is_wanted = |i: usize| self.wanted >> i & 1 == 1;
+        self.all().iter().enumerate().map(|(i, v)| v.tensor().filter(|_| is_wanted(i))).collect()
     }
 
-    /// Calls `formula` with this call, in which the given tensors replace arguments.
+    /// Calls `formula` with this call, in which those of `tensors` that are `Some` replace the arguments.
     pub fn with<T>(&self, tensors: &[Option<Tensor>], formula: impl FnOnce(&Call) -> T) -> T {
         self.with_values(&replaced(self.all(), tensors), formula)
     }
 
     /// Calls `formula` with this call and other arguments.
     pub fn with_values<T>(&self, arguments: &[Value], formula: impl FnOnce(&Call) -> T) -> T {
-        let (none, no) = (Cell::new(0), Cell::new(false));
-        formula(&Call { arguments: Span::of(arguments), absent: none.clone(), written: none, composed: no, ..*self })
+        // Bits that Rust sets during `formula` must not change this call.
+        let (no_bits, is_composed) = (Cell::new(0), Cell::new(false));
+        let arguments = Span::of(arguments);
+        formula(&Call { arguments, absent: no_bits.clone(), written: no_bits, composed: is_composed, ..*self })
     }
 
     /// Returns the CUDA device whose kernels run the call; `None` for the CPU.
@@ -222,7 +225,7 @@ impl Call {
     }
 }
 
-/// Returns `given`, in which the tensors that are `Some` replace the values at their indices.
+/// Returns a copy of `given` in which the tensors that are `Some` replace the values at their indices.
 pub fn replaced(given: &[Value], tensors: &[Option<Tensor>]) -> Vec<Value> {
     given.iter().zip(tensors).map(|(own, t)| t.as_ref().map_or(*own, Value::from)).collect()
 }

@@ -11,19 +11,20 @@ use tch::Tensor;
 #[derive(Clone, Copy, Debug, Default)]
 pub struct ProcessGroup(Option<&'static GroupMember>);
 
-// These are operators of torch.distributed, which move the data. Tensors are where the group's backend requires them
-// (gloo: CPU, NCCL: CUDA).
+// These are operators of torch.distributed, which move the data. Callers pass tensors on the device that the group's
+// backend requires (gloo: CPU, NCCL: CUDA).
 static ALL_REDUCE: Handle = Handle::of_torch("_c10d_functional::all_reduce");
 static ALL_REDUCE_IN_PLACE: Handle = Handle::of_torch("_c10d_functional::all_reduce_");
 static ALL_GATHER: Handle = Handle::of_torch("_c10d_functional::all_gather_into_tensor");
 static BROADCAST: Handle = Handle::of_torch("_c10d_functional::broadcast");
 static WAIT: Handle = Handle::of_torch("_c10d_functional::wait_tensor");
 
-/// Parts of the messages with which gloo and NCCL report a lost process, without a first letter that may be a
-/// capital.
-const OF_A_LOST_PARTNER: [&str; 7] =
+/// Parts of the messages with which gloo and NCCL report a lost process. The first letter is left out if its case
+/// varies.
+const LOST_PROCESS: [&str; 7] =
     ["onnection closed", "onnection reset", "onnection refused", "roken pipe", "imed out", "NCCL", "remote process"];
 
+/// This process's place in a registered process group.
 #[derive(Debug)]
 struct GroupMember {
     name: String,
@@ -40,12 +41,12 @@ impl GroupMember {
             Ok(t)
         };
         call().map_err(|e| match e {
-            Error::Torch(said) if OF_A_LOST_PARTNER.iter().any(|part| said.contains(part)) => Error::Torch(format!(
+            Error::Torch(text) if LOST_PROCESS.iter().any(|part| text.contains(part)) => Error::Torch(format!(
                 "rank {} of {} lost a partner, which has died or cannot be reached ({}): start all of them again, with \
                  --resume where the run had begun",
                 self.rank,
                 self.size,
-                said.lines().next().unwrap_or_default()
+                text.lines().next().unwrap_or_default()
             )),
             other => other,
         })
@@ -87,8 +88,8 @@ impl ProcessGroup {
             return Ok(ProcessGroup::ALONE);
         }
         let mut known = known();
-        let found = known.iter().find(|k| (k.name.as_str(), k.rank, k.size) == (name, rank, size)).copied();
-        Ok(ProcessGroup(Some(found.unwrap_or_else(|| {
+        let registered = known.iter().find(|k| (k.name.as_str(), k.rank, k.size) == (name, rank, size)).copied();
+        Ok(ProcessGroup(Some(registered.unwrap_or_else(|| {
             let new = Box::leak(Box::new(GroupMember { name: name.to_string(), rank, size }));
             known.push(new);
             new
@@ -105,7 +106,7 @@ impl ProcessGroup {
 
     /// Returns the group in the form for norms; `None` for a single process.
     pub fn ranks(self) -> Option<&'static dyn Ranks> {
-        self.0.map(|known| known as &dyn Ranks)
+        self.0.map(|member| member as &dyn Ranks)
     }
 
     pub fn rank(self) -> usize {
@@ -135,7 +136,7 @@ impl ProcessGroup {
         self.reduce_in_place(t, "sum")
     }
 
-    /// Replaces each number of t by the largest of all ranks.
+    /// Replaces each number of t by its maximum over all ranks.
     pub fn largest_in_place(self, t: &mut Tensor) -> Result<()> {
         self.reduce_in_place(t, "max")
     }
@@ -147,7 +148,7 @@ impl ProcessGroup {
         Ok(())
     }
 
-    /// Returns rank 0's t.
+    /// Returns the t of rank 0 on every rank.
     pub fn first(self, t: &Tensor) -> Result<Tensor> {
         match self.0 {
             None => Ok(t.shallow_clone()),

@@ -20,15 +20,15 @@ pub struct ColumnNormOp {
     handle: Handle,
 }
 
-/// The arguments of a call.
+/// The arguments of [`ColumnNormOp::call`].
 pub struct Column<'a> {
     pub x: &'a Tensor,
     pub weight: Option<&'a Tensor>,
     pub bias: Option<&'a Tensor>,
     pub pad_mask: Option<&'a Tensor>,
     pub state: StateTensors,
-    /// The statistics that an earlier run of the same forward pass used. They are used again, and the state is not
-    /// updated.
+    /// The statistics of an earlier run of the same forward pass (activation checkpointing). If given, the norm uses
+    /// them and leaves the state as it is.
     pub stats: Option<&'a Tensor>,
     pub options: ColumnOptions,
 }
@@ -44,10 +44,10 @@ impl ColumnNormOp {
         &ALL
     }
 
-    /// Returns the operator of these kernels. The search is linear, so callers keep the result.
+    /// Returns the operator with these kernels. The search is linear, so callers keep the result.
     pub fn of(kernels: &'static ColumnNormOpSpec) -> &'static Self {
-        let found = Self::all().iter().find(|o| std::ptr::eq(o.kernels, kernels));
-        found.expect("every norm with statistics of columns is in COLUMN_NORMS")
+        let operator = Self::all().iter().find(|o| std::ptr::eq(o.kernels, kernels));
+        operator.expect("every norm with statistics of columns is in COLUMN_NORMS")
     }
 
     /// Returns N(x) and the statistics that it used. The call goes through the dispatcher: it is differentiable and
@@ -194,12 +194,12 @@ fn backward_options(k: &ColumnNormOpSpec, call: &Call) -> Result<ColumnOptions> 
 
 fn plan(k: &ColumnNormOpSpec, call: &Call) -> Result<()> {
     let ([.., first, second, iters, _, _, _, _, _, _, _, _, _], o) = (call.arguments::<16>(), options(k, call)?);
-    let (name, [own_first, own_second]) = (k.operator, k.state);
+    let (name, [first_name, second_name]) = (k.operator, k.state);
     if k.kernel.approximate && [first, second, iters].into_iter().any(Value::is_none) {
-        return Err(Error::invalid(format!("{name} needs its buffers {own_first}, {own_second} and iters")));
+        return Err(Error::invalid(format!("{name} needs its buffers {first_name}, {second_name} and iters")));
     }
     if k.kernel.centred && first.is_none() != second.is_none() {
-        let both = format!("{name} needs both of its buffers {own_first} and {own_second}, or neither");
+        let both = format!("{name} needs both of its buffers {first_name} and {second_name}, or neither");
         return Err(Error::invalid(both));
     }
     let refuse = |why: &str| Err(Error::NotImplemented(format!("{name}: {why}")));
@@ -215,7 +215,7 @@ fn plan(k: &ColumnNormOpSpec, call: &Call) -> Result<()> {
             "under vmap every example would move the running statistics: call eval() first, or give no buffers",
         ),
         _ => {
-            // A GPU's kernels support only one process, and only buffers that all have one type.
+            // The GPU kernels support only one process, and only buffers of the same type.
             let mixed = !second.is_none() && first.dtype != second.dtype;
             if call.device().is_some() && (mixed || o.ranks.is_some()) {
                 call.decline();
@@ -226,32 +226,34 @@ fn plan(k: &ColumnNormOpSpec, call: &Call) -> Result<()> {
 }
 
 /// Returns the formula's gradients, which can be differentiated again.
-fn double_backward(o: &ColumnNormOp, call: &Call) -> Result<Vec<Option<Tensor>>> {
-    let (k, count) = (o.kernels, &o.handle);
+fn double_backward(operator: &ColumnNormOp, call: &Call) -> Result<Vec<Option<Tensor>>> {
+    let k = operator.kernels;
     let [x, weight, bias, pad, first, ..] = call.arguments::<16>();
-    let ([_, stats], o) = (call.outputs(), options(k, call)?);
+    let ([_, stats], options) = (call.outputs(), options(k, call)?);
     let refuse = |why: &str| Err(Error::NotImplemented(format!("{}: {why}", k.operator)));
-    if o.ranks.is_some() {
+    if options.ranks.is_some() {
         return refuse(
             "statistics over several ranks have no second derivative: train without create_graph, or without sync",
         );
     }
-    if k.kernel.approximate && o.train {
+    if k.kernel.approximate && options.train {
         return refuse(
             "the gradient in training is PowerNorm's approximation (Shen et al. 2020, eq 11), which is no function's \
              derivative and has none itself: train without create_graph, take powernorm-v, or call eval() first",
         );
     }
-    count.count_composed();
+    operator.handle.count_composed();
     // If the batch's own statistics were used, the formula measures them again; running statistics are constants.
-    let from_batch = o.train || first.is_none();
+    let from_batch = options.train || first.is_none();
     let given = if from_batch { None } else { stats.tensor() };
-    let (pad, state, o) = (pad.tensor(), StateTensors::default(), ColumnOptions { train: from_batch, ..o });
+    let (pad, state) = (pad.tensor(), StateTensors::default());
+    let options = ColumnOptions { train: from_batch, ..options };
     let inputs = [x, weight, bias].map(Value::tensor);
     engine::gradients_again(&inputs, &call.given(), |inputs| {
         let [Some(x), weight, bias] = inputs else { unreachable!("the schema requires x") };
         let parameters = (weight.as_ref(), bias.as_ref());
-        Ok(vec![Some(statistics::forward(k, x, parameters, pad.as_ref(), &state, given.as_ref(), &o)?.0)])
+        let (y, _) = statistics::forward(k, x, parameters, pad.as_ref(), &state, given.as_ref(), &options)?;
+        Ok(vec![Some(y)])
     })
 }
 
@@ -264,7 +266,7 @@ fn forward(k: &'static ColumnNormOpSpec, call: &Call) -> Result<()> {
         x: x.view,
         weight: weight.view,
         bias: bias.view,
-        pad: of_rows(&x.view, pad),
+        pad: row_mask(&x.view, pad),
         first: first.view,
         second: second.view,
         iters: iters.view,
@@ -280,8 +282,8 @@ fn forward(k: &'static ColumnNormOpSpec, call: &Call) -> Result<()> {
     }
     kernel::forward(call.device(), &k.kernel, &v)?;
     if v.options.train && !v.given {
-        // The numbers are the changed buffers' indices among the arguments. PowerNorm's second buffer (5) changes
-        // only in the backward pass.
+        // These are the indices of the changed buffers among the arguments. PowerNorm's second buffer (5) changes only
+        // in the backward pass.
         let moved: &[usize] = if k.kernel.approximate { &[4, 6, 7] } else { &[4, 5, 6, 7] };
         moved.iter().for_each(|i| call.write_back(*i));
     }
@@ -295,7 +297,7 @@ fn backward(k: &'static ColumnNormOpSpec, call: &Call) -> Result<()> {
         x: x.view,
         weight: weight.view,
         bias: View::ABSENT,
-        pad: of_rows(&x.view, pad),
+        pad: row_mask(&x.view, pad),
         first: View::ABSENT,
         second: second.view,
         iters: View::ABSENT,
@@ -315,12 +317,13 @@ fn backward(k: &'static ColumnNormOpSpec, call: &Call) -> Result<()> {
     Ok(())
 }
 
+/// True if the buffer is float64, whose code is 1 (`dtype_code` in call.h).
 fn is_wide(buffer: &Value) -> bool {
     buffer.dtype == 1
 }
 
-/// Returns the mask of x's rows. It is absent if x has no columns, because x's view then has no rows.
-fn of_rows(x: &View, pad: &Value) -> View {
+/// Returns the padding mask of x's rows. It is absent if x has no columns, because the view of x then has no rows.
+fn row_mask(x: &View, pad: &Value) -> View {
     match x.rows() {
         0 => View::ABSENT,
         _ => pad.view,

@@ -1,5 +1,5 @@
-//! Operators composed of other operators, through which PyTorch differentiates, batches and traces. On a GPU
-//! `lp_norm` runs ScaleNorm's kernels, with the length of another order p.
+//! Operators composed of other operators, which PyTorch differentiates, batches and traces one by one. On a GPU
+//! `lp_norm` runs ScaleNorm's kernels, with the p-norm in place of the Euclidean norm.
 
 use super::call::{values, Call, Value};
 use super::declare::{gradient, leader, parameter, parameter_or_matrix, tensor, title, Argument, DtypeRule, Operator};
@@ -22,9 +22,10 @@ static CONVENTIONAL: Handle = Handle::new("conventional_rms_norm");
 
 /// Computes y of a user's norm with an operator that python/normformer_rs/declarations/norm.py defines.
 pub fn norm_of_ones_own(own: &OwnNorm, x: &Tensor, parameters: &[Tensor]) -> Result<Tensor> {
-    let at = |i: usize| Value::from(parameters.get(i));
+    // The schema has MOST parameters; those that the norm does not have are None.
+    let parameter = |i: usize| Value::from(parameters.get(i));
     let mut arguments = vec![Value::from(x)];
-    arguments.extend((0..MOST).map(at));
+    arguments.extend((0..MOST).map(parameter));
     arguments.push(own.declaration.as_str().into());
     if !OWN.exists() {
         return Err(Error::invalid(format!(
@@ -41,6 +42,7 @@ pub fn norm_of_ones_own(own: &OwnNorm, x: &Tensor, parameters: &[Tensor]) -> Res
 pub fn own_norm(own: &CompositeNormOpSpec, x: &Tensor, weight: Option<&Tensor>, given: &NormArgs) -> Result<Tensor> {
     let handle = [&HANDLE, &CONVENTIONAL].into_iter().find(|handle| handle.name == own.operator);
     let option = |keyword: &&str| match given.value(keyword) {
+        // JSON has no infinity, so the text "inf" stands for that number.
         Some(serde_json::Value::String(word)) if word != "inf" => word.as_str().into(),
         _ => given.float(keyword).into(),
     };
@@ -62,8 +64,8 @@ pub fn group_scaling(x: &Tensor, groups: i64) -> Result<Tensor> {
 
 // ---- the operators ----
 
-/// Declares an operator composed of other operators. Rows without numbers are returned unchanged, without calling
-/// `y`.
+/// Declares an operator composed of other operators; `y` computes its result. An x without columns is copied, without
+/// calling `y`.
 fn composition(
     schema: &str,
     arguments: impl Into<Vec<Argument>>,
@@ -135,9 +137,9 @@ pub(super) fn lp_norm_on_device() -> Operator {
             let (x, weight, p, eps) = (x.required(), weight.tensor(), p.float(), eps.float());
             let all: Vec<&Tensor> = [&x].into_iter().chain(&weight).collect();
             let composed = |leaves: &[Tensor]| lp::composed(&leaves[0], leaves.get(1), p, eps);
-            let mut found = engine::gradients(&all, &dy.required(), composed)?;
-            found.resize_with(2, || None);
-            Ok(found)
+            let mut gradients = engine::gradients(&all, &dy.required(), composed)?;
+            gradients.resize_with(2, || None); // without a weight, dweight is absent
+            Ok(gradients)
         }),
     )
     .counted(&HANDLE)
@@ -172,7 +174,7 @@ pub(super) fn conventional_rms_norm() -> Operator {
     .plan(|call| read(call)?.0.measured(engine::width(&call.first())?).map(drop))
 }
 
-/// Returns the GPU, and the arguments of ScaleNorm's kernels on it.
+/// Returns the GPU of the call, and the arguments of ScaleNorm's kernels; errors on the CPU.
 fn on_device(call: &Call, [x, weight, stats, p, eps]: [&Value; 5]) -> Result<(Option<Device>, RowViews)> {
     let order = Some(p.float());
     let views = RowViews { order, ..RowViews::alone(x.view, weight.view, stats.view, eps.float()) };
@@ -204,8 +206,8 @@ pub(super) fn group_scaling_operator() -> Operator {
     })
 }
 
-/// Declares the composed form of all row norms in the table, of which the argument `name` chooses one. `parameters`
-/// are in the form for that norm's kernels.
+/// Declares one operator for the composed forms of all row norms; the argument `name` chooses the norm. `parameters`
+/// are those that the norm's kernels receive.
 pub(super) fn composed_norm() -> Operator {
     composition(
         "composed_norm(Tensor x, Tensor?[] parameters, float[] options, str name) -> Tensor",

@@ -13,7 +13,7 @@ use std::sync::OnceLock;
 use tch::Tensor;
 
 type Run = Box<dyn Fn(&Call) -> Result<()> + Send + Sync>;
-/// A function that computes outputs or gradients. `None` stands for an output of zeros, or for no gradient.
+/// A function that computes outputs or gradients. `None` stands for an output of zeros, or for an absent gradient.
 type Make = Box<dyn Fn(&Call) -> Result<Vec<Option<Tensor>>> + Send + Sync>;
 
 /// The declaration of an operator.
@@ -72,8 +72,8 @@ impl Operator {
         }
     }
 
-    /// Adds checks that the table cannot express; they may also choose outputs that are not computed
-    /// ([`Call::leave_out`]).
+    /// Adds checks that the requirements on arguments cannot express. `plan` may also choose outputs that are not
+    /// computed ([`Call::leave_out`]).
     pub fn plan(self, plan: impl Fn(&Call) -> Result<()> + Send + Sync + 'static) -> Self {
         Operator { plan: Some(Box::new(plan)), ..self }
     }
@@ -124,12 +124,12 @@ impl Operator {
         Operator { has_own_gradient: true, ..self }
     }
 
-    /// Makes vmap call the operator once per example.
+    /// Makes vmap call the operator once per example, instead of batching its formula.
     pub fn looped(self) -> Self {
         Operator { is_looped: true, ..self }
     }
 
-    /// Sets the operator's CUDA program, unless another operator has set the same one.
+    /// Sets the operator's CUDA program. If several operators share a program, only one of them may set it.
     pub fn program(self, program: &'static Program) -> Self {
         Operator { program: Some(program), ..self }
     }

@@ -29,7 +29,7 @@ pub fn check_dropout(operator: &str, p: &Value, seed: &Value) -> Result<()> {
     }
 }
 
-/// Returns the dropout settings for a kernel.
+/// Returns the dropout settings for a kernel. A GPU kernel reads the seed on the device.
 pub fn draw(call: &Call, [p, seed, site]: [&Value; 3]) -> Draw {
     let draw = Draw { p: p.float(), site: site.int(), ..Draw::NONE };
     if draw.p == 0.0 {
@@ -55,7 +55,7 @@ pub fn drawn_for(t: &Tensor, draw: [&Value; 3]) -> Result<Option<Tensor>> {
 /// Returns dropout factors for `rows` × `cols`, float64 on the seed's device.
 ///
 /// The call goes through the dispatcher, because only it can read a seed that torch.func wraps. If vmap's examples
-/// have separate seeds, the dispatcher calls once per example.
+/// have separate seeds, the dispatcher calls the operator once per example.
 pub fn drawn([p, seed, site]: [&Value; 3], rows: i64, cols: i64) -> Result<Option<Tensor>> {
     match seed.tensor() {
         Some(seed) if p.float() > 0.0 => dropout_mask(&seed, rows, cols, p.float(), site.int()).map(Some),
@@ -69,7 +69,7 @@ pub fn dropout_mask(seed: &Tensor, rows: i64, cols: i64, p: f64, site: i64) -> R
     Ok(mask)
 }
 
-/// Declares the operator that returns dropout's factors; kernels draw the same ones.
+/// Declares the operator that returns the dropout factors; kernels draw the same factors.
 pub(super) fn operator() -> Operator {
     Operator::new(
         "dropout_mask(Tensor seed, int rows, int cols, float p, int site) -> Tensor",

@@ -29,20 +29,23 @@ extern "C" {
     fn at_grad_set_enabled(on: c_int) -> c_int;
 }
 
-/// An operator of the dispatcher, which is looked up at the first call; counts its calls.
+/// An operator of the dispatcher. The first call looks it up; the handle counts the calls of our operators.
 pub struct Handle {
     library: &'static str,
     pub name: &'static str,
-    found: AtomicUsize,
+    /// The operator's address in C++; 0 until it has been found.
+    address: AtomicUsize,
+    /// The number of kernel calls.
     kernel: AtomicU64,
+    /// The number of formula calls.
     composed: AtomicU64,
 }
 
 impl Handle {
     /// Creates the handle of one of our operators.
     pub const fn new(name: &'static str) -> Self {
-        let (found, kernel, composed) = (AtomicUsize::new(0), AtomicU64::new(0), AtomicU64::new(0));
-        Handle { library: "normformer_rs::", name, found, kernel, composed }
+        let (address, kernel, composed) = (AtomicUsize::new(0), AtomicU64::new(0), AtomicU64::new(0));
+        Handle { library: "normformer_rs::", name, address, kernel, composed }
     }
 
     /// Creates the handle of one of torch's operators from its full name.
@@ -73,21 +76,21 @@ impl Handle {
 
     /// Returns the operator's address in C++, and looks it up if this is the first call.
     fn find(&self) -> Result<*const c_void> {
-        let mut found = self.found.load(Ordering::Relaxed);
-        if found == 0 {
+        let mut address = self.address.load(Ordering::Relaxed);
+        if address == 0 {
             #[cfg(test)]
             super::register();
             let name = format!("{}{}", self.library, self.name);
             // SAFETY: the name outlives the call.
-            found = unsafe { nfrs_operator(name.as_ptr().cast(), name.len() as i64) as usize };
-            self.found.store(found, Ordering::Relaxed);
+            address = unsafe { nfrs_operator(name.as_ptr().cast(), name.len() as i64) as usize };
+            self.address.store(address, Ordering::Relaxed);
         }
-        match found {
+        match address {
             0 => Err(Error::Torch(format!(
                 "{}{} is not registered: call operator::register first",
                 self.library, self.name
             ))),
-            found => Ok(found as *const c_void),
+            address => Ok(address as *const c_void),
         }
     }
 
@@ -126,30 +129,30 @@ pub fn call_by_name(name: &str, arguments: &[Value], n_outputs: usize) -> Result
     }
 }
 
-/// Returns the inputs' gradients if `gradient` is that of `f(inputs)`. Works inside an operator, where autograd is
-/// off.
+/// Returns the gradients of `inputs`, given the gradient of `f(inputs)`. Works inside an operator, where the dispatcher
+/// has turned autograd off.
 pub fn gradients(
     inputs: &[&Tensor],
     gradient: &Tensor,
     f: impl FnOnce(&[Tensor]) -> Result<Tensor>,
 ) -> Result<Vec<Option<Tensor>>> {
-    struct Above(*mut c_void);
-    impl Drop for Above {
+    struct AutogradGuard(*mut c_void);
+    impl Drop for AutogradGuard {
         fn drop(&mut self) {
             // SAFETY: nfrs_above_autograd created it in this thread, and nobody else uses it.
             unsafe { nfrs_leave_autograd(self.0) }
         }
     }
     // SAFETY: the function takes no arguments.
-    let _above = Above(unsafe { nfrs_above_autograd() });
+    let _guard = AutogradGuard(unsafe { nfrs_above_autograd() });
     let leaves: Vec<Tensor> = inputs.iter().map(|t| t.detach().set_requires_grad(true)).collect();
-    let _recorded = Recording::set(true);
+    let _recording = Recording::set(true);
     run(&[&f(&leaves)?], &[gradient], &leaves.iter().collect::<Vec<_>>(), false)
 }
 
 /// Returns gradients of `f(inputs)` that can be differentiated again, for the inputs that require one. They are
-/// partial derivatives: if one input was computed from another, nothing flows between them, because aliases replace
-/// the inputs.
+/// partial derivatives: if one input was computed from another, no gradient flows between them, because aliases
+/// replace the inputs.
 pub fn gradients_again(
     inputs: &[Option<Tensor>],
     gradients: &[Option<Tensor>],
@@ -157,35 +160,39 @@ pub fn gradients_again(
 ) -> Result<Vec<Option<Tensor>>> {
     let alias = |t: &Option<Tensor>| Ok(t.as_ref().map(|t| t.f_view_as(t)).transpose()?);
     let aliases = inputs.iter().map(alias).collect::<Result<Vec<_>>>()?;
-    let made = f(&aliases)?;
-    let differentiable = |t: &&Tensor| t.requires_grad();
-    let both = made.iter().zip(gradients).filter_map(|(t, g)| t.as_ref().filter(differentiable).zip(g.as_ref()));
-    let (roots, given): (Vec<_>, Vec<_>) = both.unzip();
-    let wanted = |t: &Option<Tensor>| t.as_ref().is_some_and(Tensor::requires_grad);
-    let leaves: Vec<&Tensor> = aliases.iter().filter(|t| wanted(t)).flatten().collect();
-    let mut found = match roots.is_empty() || leaves.is_empty() {
+    let outputs = f(&aliases)?;
+    let is_differentiable = |t: &&Tensor| t.requires_grad();
+    let pairs = outputs.iter().zip(gradients);
+    let pairs = pairs.filter_map(|(t, g)| t.as_ref().filter(is_differentiable).zip(g.as_ref()));
+    let (roots, given): (Vec<_>, Vec<_>) = pairs.unzip();
+    let is_wanted = |t: &Option<Tensor>| t.as_ref().is_some_and(Tensor::requires_grad);
+    let leaves: Vec<&Tensor> = aliases.iter().filter(|t| is_wanted(t)).flatten().collect();
+    let mut computed = match roots.is_empty() || leaves.is_empty() {
         true => vec![].into_iter(),
         false => run(&roots, &given, &leaves, true)?.into_iter(),
     };
-    Ok(aliases.iter().map(|t| if wanted(t) { found.next().flatten() } else { None }).collect())
+    Ok(aliases.iter().map(|t| if is_wanted(t) { computed.next().flatten() } else { None }).collect())
 }
 
-/// Returns a gradient for each leaf. Without leaves, adds gradients to `.grad` of the leaves on which the roots
-/// depend.
+/// Returns a gradient for each of `leaves`. If `leaves` is empty, adds gradients to the `.grad` of all leaf tensors on
+/// which the roots depend.
 fn run(
     roots: &[&Tensor],
     gradients: &[&Tensor],
     leaves: &[&Tensor],
     create_graph: bool,
 ) -> Result<Vec<Option<Tensor>>> {
-    let [from, given, to] =
+    let [roots, gradients, leaves] =
         [roots, gradients, leaves].map(|all| all.iter().map(|t| (*t).into()).collect::<Vec<Value>>());
-    let mut made = vec![std::ptr::null_mut(); to.len()];
-    let [from, given, to] = [&from, &given, &to].map(|all| Span::of(all));
+    let mut computed = vec![std::ptr::null_mut(); leaves.len()];
+    let [roots, gradients, leaves] = [&roots, &gradients, &leaves].map(|all| Span::of(all));
     // SAFETY: all tensors outlive the call, and there is room for a gradient of each leaf.
-    match unsafe { nfrs_gradients(from, given, to, create_graph, made.as_mut_ptr()) } {
-        // SAFETY: the pointer is null if no root depends on the leaf, otherwise it is a new tensor that we own.
-        true => Ok(made.into_iter().map(|t| (!t.is_null()).then(|| unsafe { Tensor::from_ptr(t.cast()) })).collect()),
+    match unsafe { nfrs_gradients(roots, gradients, leaves, create_graph, computed.as_mut_ptr()) } {
+        true => {
+            // SAFETY: the pointer is null if no root depends on the leaf, otherwise it is a new tensor that we own.
+            let owned = |t: *mut CTensor| (!t.is_null()).then(|| unsafe { Tensor::from_ptr(t.cast()) });
+            Ok(computed.into_iter().map(owned).collect())
+        }
         false => Err(shim_error()),
     }
 }
@@ -217,6 +224,7 @@ impl Recording {
     }
 
     pub fn is_on() -> bool {
+        // The guard holds the old setting, and restores it when this line ends.
         Recording::set(false).0 == 1
     }
 }

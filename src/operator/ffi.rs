@@ -8,10 +8,11 @@ use std::ffi::{c_char, c_int, CStr, CString};
 use std::panic::AssertUnwindSafe;
 
 thread_local! {
+    /// The last error's text.
     static LAST: RefCell<CString> = RefCell::default();
 }
 
-/// Stores an error's text for C++, which asks for it with `nfrs_rust_error`. A Python exception goes back to C++.
+/// Stores an error's text, which C++ gets from `nfrs_rust_error`. Returns a Python exception to C++, which rethrows it.
 pub fn keep(e: Error) {
     let text = e.to_string().replace('\0', " ");
     if let Error::Raised(raised) = e {
@@ -40,7 +41,7 @@ pub fn status(work: impl FnOnce() -> Result<()>) -> c_int {
     }
 }
 
-/// Runs the checks before a call. Returns the codes of [`status`], or 2 for invalid arguments (a ValueError).
+/// Runs an operator's checks before its kernel. Returns a code of [`status`], or 2 for invalid arguments (ValueError).
 pub fn status_of_plan(plan: impl FnOnce() -> Result<()>) -> c_int {
     let mut is_invalid = false;
     let status = status(|| plan().inspect_err(|e| is_invalid = matches!(e, Error::Invalid(_))));
@@ -85,7 +86,8 @@ pub fn into_raw(t: tch::Tensor) -> *mut CTensor {
     t.as_mut_ptr().cast()
 }
 
-/// Returns a panic's message without the C++ stack trace that it may contain.
+/// Returns a panic's message without the C++ stack trace that it may contain. The line ends of the trace are escaped,
+/// because the panic quotes the error.
 fn panic_text(panic: &(dyn std::any::Any + Send)) -> &str {
     let text = panic.downcast_ref::<String>().map(String::as_str).or(panic.downcast_ref::<&str>().copied());
     let text = text.unwrap_or("unknown");
@@ -97,21 +99,21 @@ fn panic_text(panic: &(dyn std::any::Any + Send)) -> &str {
 #[no_mangle]
 extern "C" fn nfrs_cuda_ready(device: Device) -> c_int {
     let mut ready = 1;
-    let asked = status(|| {
+    let status = status(|| {
         if let Readiness::Missing(why) = cuda::readiness(device)? {
             keep(Error::Torch(why));
             ready = 0;
         }
         Ok(())
     });
-    if asked == 0 {
+    if status == 0 {
         ready
     } else {
         -1
     }
 }
 
-/// True if CPU tensors are sent through the CUDA kernels.
+/// True if CPU tensors are sent through the CUDA kernels, for tests.
 #[no_mangle]
 extern "C" fn nfrs_cuda_stand_in() -> bool {
     cuda::stand_in()
@@ -140,15 +142,15 @@ mod tests {
 
     #[test]
     fn what_a_panic_said_arrives() {
-        let said = |work: fn() -> Result<()>| {
+        let message = |work: fn() -> Result<()>| {
             assert_eq!(status(work), 1);
-            // SAFETY: it is a NUL-terminated string of this thread, which lives until the thread's next failing call.
+            // SAFETY: the text is NUL-terminated and belongs to this thread; it lives until the next failing call.
             unsafe { CStr::from_ptr(nfrs_rust_error()) }.to_string_lossy().into_owned()
         };
-        assert_eq!(said(|| panic!("plain")), "normformer_rs panicked: plain");
-        assert_eq!(said(|| panic!("row {}", 1 + 1)), "normformer_rs panicked: row 2");
-        assert_eq!(said(|| Err(Error::invalid("no"))), "no");
-        let refused = said(|| {
+        assert_eq!(message(|| panic!("plain")), "normformer_rs panicked: plain");
+        assert_eq!(message(|| panic!("row {}", 1 + 1)), "normformer_rs panicked: row 2");
+        assert_eq!(message(|| Err(Error::invalid("no"))), "no");
+        let refused = message(|| {
             crate::cpu::memory::filled(0u8, usize::MAX);
             Ok(())
         });
@@ -157,12 +159,12 @@ mod tests {
 
     #[test]
     fn a_panic_on_another_thread_arrives_too() {
-        let failed = status(|| {
+        let status = status(|| {
             crate::cpu::parallel::for_each(64, 1, |r| assert!(!r.contains(&63), "the last row"));
             Ok(())
         });
         // SAFETY: see above.
         let text = unsafe { CStr::from_ptr(nfrs_rust_error()) }.to_string_lossy().into_owned();
-        assert_eq!((failed, text.as_str()), (1, "normformer_rs panicked: the last row"));
+        assert_eq!((status, text.as_str()), (1, "normformer_rs panicked: the last row"));
     }
 }

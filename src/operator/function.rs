@@ -9,10 +9,10 @@ use tch::Tensor;
 
 /// A function of tensors, with its gradient.
 ///
-/// It may hold values that are not `Send`, such as an `Rc` of the model's layers, although autograd runs its
-/// gradient, and may drop it, on a device's own thread. SAFETY: meanwhile nobody else uses the layers. The thread
-/// that holds the model has called `backward`, and waits until the engine has run all nodes. The engine releases a
-/// node before it counts the node as done, and its queue orders the accesses of the two threads.
+/// The function may hold values that are not `Send`, such as an `Rc` of the model's layers, although autograd may call
+/// `backward` and drop the function on another thread. SAFETY: meanwhile nobody else uses the layers. The thread that
+/// holds the model has started the backward pass, and waits until the engine has run all nodes. The engine releases
+/// a node before it counts the node as done, and its queue orders the accesses of the two threads.
 pub trait Differentiable {
     /// True if the backward pass needs the inputs.
     fn saves_inputs(&self) -> bool;
@@ -41,7 +41,7 @@ pub fn apply(function: impl Differentiable + 'static, inputs: &[&Tensor]) -> Res
     }
 }
 
-/// A callback that appends a tensor to a list, which takes ownership.
+/// A callback that appends a tensor to a list. The list takes ownership of the tensor.
 type Push = unsafe extern "C" fn(list: *mut c_void, t: *mut CTensor);
 
 unsafe extern "C" fn push(list: *mut c_void, t: *mut CTensor) {

@@ -1,4 +1,4 @@
-//! A random number generator that nobody else advances.
+//! A random number generator that no other code advances.
 
 use super::ffi::shim_error;
 use crate::error::Result;

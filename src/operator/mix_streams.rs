@@ -9,8 +9,8 @@ use tch::Tensor;
 
 static HANDLE: Handle = Handle::new("mix_streams");
 
-/// Computes y_i = Σ_j w_ij h_j (…, m, d) through the dispatcher: h_j are the streams (…, n, d), and `added` (…, d) behind
-/// them if it is there. The weights are (…, m, n) or (…, m, n + 1), in the type in which the streams are computed.
+/// Computes y_i = Σ_j w_ij h_j (…, m, d) through the dispatcher. h_j are the n streams (…, n, d), followed by `added`
+/// (…, d) if it is given. The weights are (…, m, n), or (…, m, n + 1) with `added`, in the type of the computation.
 pub fn mix_streams(streams: &Tensor, weights: &Tensor, added: Option<&Tensor>) -> Result<Tensor> {
     let [y] = HANDLE.call(&values![streams, weights, added])?;
     Ok(y)
@@ -103,29 +103,30 @@ mod tests {
                     (700, 4, 4, 96, true),
                     (5, 3, 2, 0, true),
                 ] {
-                    let computing = if kind == Kind::Double { kind } else { Kind::Float };
+                    let weight_kind = if kind == Kind::Double { kind } else { Kind::Float };
                     let random =
                         |size: &[i64], kind: Kind| Tensor::randn(size, (Kind::Double, Device::Cpu)).to_kind(kind);
                     let k = n + i64::from(is_added);
-                    let given =
-                        [random(&[count, n, d], kind), random(&[count, m, k], computing), random(&[count, d], kind)];
+                    let inputs =
+                        [random(&[count, n, d], kind), random(&[count, m, k], weight_kind), random(&[count, d], kind)];
                     let dy = random(&[count, m, d], kind);
                     let run = |kind: Kind, f: fn(&Tensor, &Tensor, Option<&Tensor>) -> Result<Tensor>| {
-                        let wide = kind == Kind::Double;
-                        let leaf = |t: &Tensor| if wide { t.to_kind(kind) } else { t.copy() }.set_requires_grad(true);
-                        let [h, w, added] = given.each_ref().map(leaf);
+                        let is_exact = kind == Kind::Double;
+                        let leaf =
+                            |t: &Tensor| if is_exact { t.to_kind(kind) } else { t.copy() }.set_requires_grad(true);
+                        let [h, w, added] = inputs.each_ref().map(leaf);
                         let y = f(&h, &w, is_added.then_some(&added)).unwrap();
                         let sum = (&y * dy.to_kind(y.kind())).sum(y.kind());
                         let leaves = if is_added { vec![&h, &w, &added] } else { vec![&h, &w] };
-                        let mut found = Tensor::run_backward(&[sum], &leaves, false, false);
-                        found.push(y);
-                        found
+                        let mut results = Tensor::run_backward(&[sum], &leaves, false, false);
+                        results.push(y);
+                        results
                     };
                     for (found, wanted) in run(kind, mix_streams).iter().zip(run(Kind::Double, kernel::composed)) {
                         assert_eq!(found.size(), wanted.size());
-                        let off = (found.to_kind(Kind::Double) - &wanted).abs().sum(Kind::Double).double_value(&[]);
+                        let error = (found.to_kind(Kind::Double) - &wanted).abs().sum(Kind::Double).double_value(&[]);
                         let size = wanted.abs().sum(Kind::Double).double_value(&[]);
-                        assert!(off <= bound * size, "{level:?} {kind:?} {count} {m} {n} {d}: {off} of {size}");
+                        assert!(error <= bound * size, "{level:?} {kind:?} {count} {m} {n} {d}: {error} of {size}");
                     }
                 }
             }

@@ -1,4 +1,4 @@
-//! The operators. Each is declared in one file. The C++ side, which knows no operator in particular, registers them
+//! The operators, each declared in one file. The C++ side has no code for a particular operator; it registers them all
 //! with PyTorch's dispatcher. This crate's kernels compute them on the CPU and on GPUs, formulas on other devices.
 //! Rust calls them through the dispatcher, with gradients and without Python.
 //!
@@ -55,7 +55,7 @@ use crate::cuda::{self, Program};
 use declare::Operator;
 use std::sync::{LazyLock, Once};
 
-/// All operators; their backward operators are inside them.
+/// All forward operators; each holds its backward operator.
 static OPERATORS: LazyLock<Vec<Operator>> = LazyLock::new(|| {
     let norms = RowNormOp::all().iter().map(row_norm::operator);
     let steps = RowNormOp::all().iter().map(Some).chain([None]).map(residual::operator);
@@ -94,10 +94,12 @@ pub fn register() {
 /// Returns (name, kernel calls, formula calls) of every operator, counted since the process started. An operator with
 /// several forms has several entries.
 pub fn counts() -> Vec<(&'static str, u64, u64)> {
-    let counted = OPERATORS.iter().filter_map(|o| o.handle);
-    counted
-        .map(|handle| (handle.name, handle.counts()))
-        .map(|(name, (kernel, composed))| (name, kernel, composed))
+    let handles = OPERATORS.iter().filter_map(|operator| operator.handle);
+    handles
+        .map(|handle| {
+            let (kernel, composed) = handle.counts();
+            (handle.name, kernel, composed)
+        })
         .collect()
 }
 
@@ -112,18 +114,18 @@ mod tests {
     use super::*;
     use crate::norm::ROW_NORMS;
 
-    /// An operator that is declared for every device but has no GPU kernel would give a GPU's memory to the CPU's. Those
-    /// named here are launched from the program of their residual step, of cross-entropy or of the norms.
+    /// An operator that is declared for GPUs but has no GPU kernel would pass GPU memory to its CPU kernel. Those in
+    /// `with_shared_program` are launched from the program of another operator, such as their residual step.
     #[test]
     fn what_has_kernels_for_gpus_has_a_program() {
-        let of_others: Vec<_> =
+        let with_shared_program: Vec<_> =
             ROW_NORMS.iter().map(|k| k.operator).chain(["label_smoothed_cross_entropy_", "lp_norm_forward"]).collect();
-        let missing = |one: &Operator| matches!(one.kernels, Kernels::Everywhere | Kernels::Gpu);
-        let all = OPERATORS.iter().filter(|operator| operator.program.is_none());
-        let names: Vec<_> = all
-            .filter(|operator| missing(operator) || operator.backward.as_deref().is_some_and(missing))
+        let is_for_gpus = |operator: &Operator| matches!(operator.kernels, Kernels::Everywhere | Kernels::Gpu);
+        let without_program = OPERATORS.iter().filter(|operator| operator.program.is_none());
+        let names: Vec<_> = without_program
+            .filter(|operator| is_for_gpus(operator) || operator.backward.as_deref().is_some_and(is_for_gpus))
             .map(|operator| operator.name())
             .collect();
-        assert_eq!(names, of_others);
+        assert_eq!(names, with_shared_program);
     }
 }

@@ -1,11 +1,9 @@
 //! The proof of a kernel variant, at its first use on a device: its results are compared with the formula's
 //! (docs/cuda.md).
 //!
-//! A proof calls the operator with test tensors ([`cases`]). So that the same variants run, they have the types,
-//! widths and alignment of the actual call's tensors, and are absent where those are. The formula computes in f64 if
-//! the call is in f32.
-//! call, and the same ones are absent, so that the same variants run. The formula computes in f64 if the call is in
-//! f32.
+//! A proof calls the operator with test tensors ([`cases`]). They have the types, widths and alignment of the actual
+//! call's tensors, and the same ones are absent, so that the same variants run. The formula computes in f64 if the
+//! call is in f32.
 
 mod cases;
 mod difference;
@@ -53,9 +51,11 @@ pub fn prove(operator: &Operator, call: &Call, device: Device) -> Option<String>
 fn compare(operator: &Operator, call: &Call, device: Device) -> Result<Option<String>> {
     for case in Case::ALL {
         let Some((given, arguments)) = arguments(operator, call, device, case)? else { continue };
-        let (kernel, formula) = (copies(&arguments)?, wide(&copies(&arguments)?)?); // each writes to its own copies
+        // Both may write to their arguments, so each has its own copies.
+        let (kernel, formula) = (copies(&arguments)?, wide(&copies(&arguments)?)?);
         let by_kernel = engine::call_by_name(operator.name(), &replaced(&given, &kernel), operator.outputs.len())?;
         let by_formula = call.with_values(&replaced(&given, &formula), |call| operator.formula_of(call))?;
+        // Compare the outputs, and the arguments that are written in place: (name, kernel's result, formula's result).
         let outputs = operator.outputs.iter().zip(&by_kernel).zip(&by_formula);
         let outputs = outputs.filter_map(|((output, found), expected)| Some((output.name, found, expected.as_ref()?)));
         let declared = Declared::new(operator)?;
@@ -74,11 +74,12 @@ fn is_written(argument: &Argument) -> bool {
     argument.is & WRITTEN != 0 || matches!(argument.reading, Reading::State)
 }
 
+/// Copies the tensors, with their alignment.
 fn copies(all: &[Option<Tensor>]) -> Result<Tensors> {
     all.iter().map(|t| t.as_ref().map(|t| aligned_as(t, t.kind(), t.data_ptr().addr())).transpose()).collect()
 }
 
-/// Converts f32 to f64, unless there are 16-bit tensors. These stay, because formulas round where kernels do.
+/// Converts f32 tensors to f64. If there is a 16-bit tensor, all stay: then formulas round where kernels round.
 fn wide(all: &[Option<Tensor>]) -> Result<Tensors> {
     let is_narrow = all.iter().flatten().any(|t| matches!(t.kind(), Kind::BFloat16 | Kind::Half));
     let widened = |t: &Tensor| match t.kind() {

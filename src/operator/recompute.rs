@@ -37,8 +37,8 @@ impl<F: Fn(Vec<Tensor>, bool) -> Result<Vec<Tensor>>> Differentiable for Checkpo
         let inputs: Vec<Tensor> = inputs.iter().map(|t| t.detach().set_requires_grad(t.requires_grad())).collect();
         let _recorded = Recording::set(true);
         let outputs = (self.0)(inputs.iter().map(Tensor::shallow_clone).collect(), true)?;
-        let both = outputs.iter().zip(&gradients).filter_map(|(t, g)| Some(t).zip(g.as_ref()));
-        let (roots, given): (Vec<_>, Vec<_>) = both.unzip();
+        let pairs = outputs.iter().zip(&gradients).filter_map(|(t, g)| Some(t).zip(g.as_ref()));
+        let (roots, given): (Vec<_>, Vec<_>) = pairs.unzip();
         backward(&roots, &given)?; // adds the parameters' gradients to their .grad
         Ok(inputs.iter().map(|t| Some(t.grad()).filter(Tensor::defined)).collect())
     }

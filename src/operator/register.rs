@@ -32,8 +32,8 @@ struct Origin {
     only_for: i64,
 }
 
-/// The maximum number of integer arguments with letters, for which arguments.h has room.
-const MOST_TOLD: usize = 2;
+/// The maximum number of integer arguments with letters; arguments.h has room for as many.
+const MOST_NUMBERS: usize = 2;
 
 // The kinds of [`Origin`].
 const NOTHING: i32 = 0;
@@ -61,7 +61,7 @@ struct Op {
     table: Span<ArgumentRow>,
     made: Span<ArgumentRow>,
     lists: Span<ArgumentRow>,
-    told: Span<ArgumentRow>,
+    numbers: Span<ArgumentRow>,
     has_gradient: Span<u8>,
     plain: Span<u8>,
     saved: Span<Origin>,
@@ -103,7 +103,7 @@ pub(super) struct Formal<'a> {
 pub(super) struct Declared<'a> {
     operator: &'a Operator,
     pub formals: Vec<Formal<'a>>,
-    /// The tensor arguments, with their indices in the schema. `lists` has the arguments that are lists of tensors.
+    /// The tensor arguments, with their indices in the schema; `lists` has those that are lists of tensors.
     pub table: Vec<(&'a Argument, usize)>,
     lists: Vec<(&'a Argument, usize)>,
 }
@@ -115,12 +115,12 @@ impl<'a> Declared<'a> {
         let formal = |text: &'a str| {
             let (formal, default) = text.split_once('=').unwrap_or((text, ""));
             let (kind, name) = formal.rsplit_once(' ').unwrap_or_default();
-            let (is_any, is_list) = (kind.starts_with("Tensor"), kind.ends_with("[]"));
+            let (has_tensors, is_list) = (kind.starts_with("Tensor"), kind.ends_with("[]"));
             Formal {
                 name,
                 default: default.parse().ok().filter(|_| kind == "float"),
-                is_tensor: is_any && !is_list,
-                is_list: is_any && is_list,
+                is_tensor: has_tensors && !is_list,
+                is_list: has_tensors && is_list,
                 is_written: kind.contains('!'),
             }
         };
@@ -194,9 +194,9 @@ impl<'a> Declared<'a> {
             },
         };
         let numbers = o.arguments.iter().filter(|a| a.dtype == DtypeRule::Number);
-        let told = numbers.map(|a| Ok(ArgumentRow::new(a, self.argument(a.name)?))).collect::<Result<Vec<_>>>()?;
-        if told.len() > MOST_TOLD {
-            return self.wrong(format!("has more than {MOST_TOLD} numbers that letters stand for"));
+        let numbers = numbers.map(|a| Ok(ArgumentRow::new(a, self.argument(a.name)?))).collect::<Result<Vec<_>>>()?;
+        if numbers.len() > MOST_NUMBERS {
+            return self.wrong(format!("has more than {MOST_NUMBERS} numbers that letters stand for"));
         }
         Ok(Op {
             rust: std::ptr::from_ref(o).cast(),
@@ -211,7 +211,7 @@ impl<'a> Declared<'a> {
             table: Span::kept(self.table.iter().map(row).collect()),
             made: Span::kept(o.outputs.iter().map(made).collect::<Result<_>>()?),
             lists: Span::kept(self.lists.iter().map(row).collect()),
-            told: Span::kept(told),
+            numbers: Span::kept(numbers),
             has_gradient: Span::kept(vec![]),
             plain: Span::kept(vec![]),
             saved: Span::kept(vec![]),
@@ -222,8 +222,8 @@ impl<'a> Declared<'a> {
         })
     }
 
-    /// Returns the declaration with its derivative: finds by name where the backward operator's arguments come from,
-    /// and whose gradients its outputs are.
+    /// Returns the declaration with its derivative, the operator `b`. Argument names decide the source of each argument
+    /// of `b`; output names decide whose gradient each output of `b` is.
     fn connected(&self, b: &Declared) -> Result<Op> {
         let (mut op, mut back) = (self.op()?, b.op()?);
         let (mut sources, mut saved) = (vec![], vec![]);
@@ -335,7 +335,7 @@ mod tests {
         Operator::new(schema, arguments, [gradient("dx", "x"), gradient(result, "x")])
     }
 
-    fn said<T>(result: Result<T>) -> String {
+    fn message<T>(result: Result<T>) -> String {
         result.err().map_or(String::new(), |e| e.to_string())
     }
 
@@ -357,12 +357,12 @@ mod tests {
     #[test]
     fn names_that_mean_nothing_are_refused() {
         let whole = || vec![leader("x", "*d"), parameter("w")];
-        assert_eq!(said(Declared::new(&forward(vec![leader("v", "*d")], ""))), "f has no argument v");
-        assert_eq!(said(Declared::new(&forward(vec![leader("x", "*d")], ""))), "f does not say what w must be");
+        assert_eq!(message(Declared::new(&forward(vec![leader("v", "*d")], ""))), "f has no argument v");
+        assert_eq!(message(Declared::new(&forward(vec![leader("x", "*d")], ""))), "f does not say what w must be");
         let like = forward(whole(), "v");
-        assert_eq!(said(Declared::new(&like).unwrap().op()), "f has an output y that is like no argument");
+        assert_eq!(message(Declared::new(&like).unwrap().op()), "f has an output y that is like no argument");
         let f = forward(whole(), "");
-        let connected = |b: Operator| said(Declared::new(&f).unwrap().connected(&Declared::new(&b).unwrap()));
+        let connected = |b: Operator| message(Declared::new(&f).unwrap().connected(&Declared::new(&b).unwrap()));
         assert_eq!(connected(backward("q", "dw")), "b has an argument q that the operator has not kept");
         assert_eq!(connected(backward("p", "dv")), "b has an output dv that is no argument's gradient");
     }

@@ -55,13 +55,13 @@ pub(super) fn operator() -> Operator {
         .formula(|call| {
             let [dy, y, p] = call.arguments();
             let (dy, y) = (dy.required(), y.required());
-            let kept = dy.f_mul_scalar(1.0 / (1.0 - p.float()))?;
-            // If y > 0 the gradient is `kept`. Otherwise y is 0 or NaN, and so is the gradient.
-            Ok(vec![Some(kept.f_where_self(&y.f_gt(0.0)?, &y)?)])
+            let scaled = dy.f_mul_scalar(1.0 / (1.0 - p.float()))?;
+            // If y > 0 the gradient is `scaled`. Otherwise y is 0 or NaN, and the gradient is equal to y.
+            Ok(vec![Some(scaled.f_where_self(&y.f_gt(0.0)?, &y)?)])
         }),
     )
-    // y is piecewise linear in x. Its slope is dropout's scale if y is not zero, else 0; the kernel returns it for dy
-    // = 1.
+    // y is piecewise linear in x. Its slope is dropout's scale if y is not 0, else 0; the backward operator returns
+    // this slope for dy = 1.
     .double_backward(|call| {
         let ([_, p, ..], [y]) = (call.arguments::<4>(), call.outputs());
         let y = y.required();

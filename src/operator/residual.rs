@@ -62,7 +62,7 @@ fn kind_of(scalar_type: i64) -> Kind {
     [Kind::Half, Kind::Float, Kind::Double, Kind::BFloat16]
         .into_iter()
         .find(|kind| super::call::scalar_type(*kind) == scalar_type)
-        .expect("the operator's table lets floating types through alone")
+        .expect("the operator's table admits only floating types")
 }
 
 /// Computes drop(x), as a residual step with α = 0.
@@ -215,32 +215,32 @@ fn gradients(norm: Option<&RowNormOpSpec>, call: &Call) -> Result<Vec<Option<Ten
     let kind = if x_plus.kind() == Kind::Double { Kind::Double } else { Kind::Float };
     let wide = |v: &Value| Ok::<_, Error>(v.tensor().map(|t| t.f_to_kind(kind)).transpose()?);
     let mut g = wide(dx_plus)?;
-    let mut of_norm: Vec<Option<Tensor>> = (0..2).map(|_| None).collect();
-    if let (Some(k), Some(dy)) = (norm, wide(dy)?) {
-        let mut all = composed_gradients(k, &dy, &x_plus.f_to_kind(kind)?, [weight, bias], extra)?;
-        all.truncate(3 + k.numbers.len());
-        let through = all.remove(0);
-        g = match (g, through) {
-            (Some(g), Some(through)) => Some(g.f_add(&through)?),
-            (g, through) => g.or(through),
+    let mut norm_gradients: Vec<Option<Tensor>> = (0..2).map(|_| None).collect();
+    if let (Some(spec), Some(dy)) = (norm, wide(dy)?) {
+        let mut all = composed_gradients(spec, &dy, &x_plus.f_to_kind(kind)?, [weight, bias], extra)?;
+        all.truncate(3 + spec.numbers.len());
+        let through_norm = all.remove(0);
+        g = match (g, through_norm) {
+            (Some(g), Some(through_norm)) => Some(g.f_add(&through_norm)?),
+            (g, through_norm) => g.or(through_norm),
         };
-        of_norm = all;
+        norm_gradients = all;
     }
     let g = g.map_or_else(|| x_plus.f_zeros_like()?.f_to_kind(kind), Ok)?;
     let mask = drawn_for(&f.f_to_kind(kind)?, [p, seed, site])?;
-    let kept = mask.map_or_else(|| Ok(g.shallow_clone()), |mask| g.f_mul(&mask))?;
+    let undropped = mask.map_or_else(|| Ok(g.shallow_clone()), |mask| g.f_mul(&mask))?;
     let times = |t: &Tensor, gain: &Value| match wide(gain)? {
         Some(gain) => Ok::<_, Error>(t.f_mul(&gain)?),
         None => Ok(t.shallow_clone()),
     };
-    let sum = |gain: &Value, g: &Tensor, of: Option<Tensor>| match (gain.tensor(), of) {
-        (Some(gain), Some(of)) => Ok::<_, Error>(Some(g.f_mul(&of)?.f_sum_to_size(gain.size().as_slice())?)),
+    let sum = |gain: &Value, g: &Tensor, factor: Option<Tensor>| match (gain.tensor(), factor) {
+        (Some(gain), Some(factor)) => Ok::<_, Error>(Some(g.f_mul(&factor)?.f_sum_to_size(gain.size().as_slice())?)),
         _ => Ok(None),
     };
-    let (dx, df) = (times(&g, alpha)?, times(&kept, beta)?);
-    let sums = [sum(alpha, &g, wide(x)?)?, sum(beta, &kept, Some(f.f_to_kind(kind)?))?];
+    let (dx, df) = (times(&g, alpha)?, times(&undropped, beta)?);
+    let sums = [sum(alpha, &g, wide(x)?)?, sum(beta, &undropped, Some(f.f_to_kind(kind)?))?];
     let both = [Some(dx.f_to_kind(x_plus.kind())?), Some(df.f_to_kind(f.kind())?)];
-    Ok(both.into_iter().chain(sums).chain(of_norm).collect())
+    Ok(both.into_iter().chain(sums).chain(norm_gradients).collect())
 }
 
 fn formula(norm: Option<&RowNormOpSpec>, call: &Call) -> Result<Vec<Option<Tensor>>> {

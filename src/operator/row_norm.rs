@@ -34,14 +34,14 @@ impl RowNormOp {
         &ALL
     }
 
-    /// Returns the operator of these kernels. The search is linear, so callers keep the result.
+    /// Returns the operator with these kernels. The search is linear, so callers keep the result.
     pub fn of(kernels: &'static RowNormOpSpec) -> &'static Self {
-        let found = Self::all().iter().find(|o| std::ptr::eq(o.kernels, kernels));
-        found.expect("every norm with row kernels is in ROW_NORMS")
+        let operator = Self::all().iter().find(|o| std::ptr::eq(o.kernels, kernels));
+        operator.expect("every norm with row kernels is in ROW_NORMS")
     }
 
-    /// Computes N(x) through the dispatcher: it is differentiable and runs on any device. The norm must not be a
-    /// curve.
+    /// Computes N(x) through the dispatcher: the call is differentiable and runs on any device. The norm must not be a
+    /// curve (kernel/rows/curve.rs), which has learned numbers in place of ε.
     pub fn call(&self, x: &Tensor, weight: Option<&Tensor>, bias: Option<&Tensor>, eps: f64) -> Result<Tensor> {
         let [y, _stats] = self.handle.call(&values![x, weight, bias, eps])?;
         Ok(y)
@@ -100,7 +100,7 @@ pub(super) struct ExtraArgs {
 }
 
 impl ExtraArgs {
-    /// `prefix` is put before the numbers' names, to distinguish them from other arguments of the operator.
+    /// Declares the arguments of the norm `k`. `prefix` distinguishes them from the operator's other arguments.
     pub fn of(k: Option<&RowNormOpSpec>, prefix: &str) -> Self {
         let names = k.map_or(&[][..], |k| k.numbers);
         if names.is_empty() {
@@ -129,7 +129,7 @@ pub(super) fn extra(given: &[Value]) -> (f64, [View; NUMBERS]) {
     }
 }
 
-/// Returns the views of these values, of which there may be at most two; missing ones are absent.
+/// Returns the views of at most two values; the views of missing values are absent.
 pub(super) fn views(given: &[Value]) -> [View; NUMBERS] {
     std::array::from_fn(|i| given.get(i).map_or(View::ABSENT, |v| v.view))
 }
@@ -145,7 +145,7 @@ pub(super) fn composed(k: &RowNormOpSpec, x: &Tensor, [weight, bias]: [&Value; 2
     k.composed(x, (weight.as_ref(), bias.as_ref()), eps, &numbers)
 }
 
-/// Returns the gradients of [`composed`]: for x, for weight and bias (if given), and for the norm's own arguments.
+/// Returns the gradients of [`composed`] for x, weight, bias and the norm's own arguments; ε and absent ones have none.
 pub(super) fn composed_gradients(
     k: &RowNormOpSpec,
     dy: &Tensor,
@@ -156,8 +156,9 @@ pub(super) fn composed_gradients(
     let numbers: Vec<Option<Tensor>> = extra.iter().map(Value::tensor).collect();
     let given = [Some(x.shallow_clone())].into_iter().chain(parameters.map(Value::tensor)).chain(numbers);
     let all: Vec<Option<Tensor>> = given.collect();
-    let there: Vec<&Tensor> = all.iter().flatten().collect();
-    let found = engine::gradients(&there, dy, |leaves| {
+    let present: Vec<&Tensor> = all.iter().flatten().collect();
+    let gradients = engine::gradients(&present, dy, |leaves| {
+        // The leaves replace the arguments that are tensors, in order; `next` returns all others unchanged.
         let mut leaves = leaves.iter();
         let mut next = |own: Value| if own.tensor().is_some() { leaves.next().map_or(own, Value::from) } else { own };
         let x = next(Value::from(x)).required();
@@ -165,11 +166,11 @@ pub(super) fn composed_gradients(
         let extra: Vec<Value> = extra.iter().map(|own| next(*own)).collect();
         composed(k, &x, [&weight, &bias], &extra)
     })?;
-    let mut found = found.into_iter();
-    Ok(all.iter().map(|t| t.as_ref().and_then(|_| found.next().flatten())).collect())
+    let mut gradients = gradients.into_iter();
+    Ok(all.iter().map(|t| t.as_ref().and_then(|_| gradients.next().flatten())).collect())
 }
 
-/// Leaves out the gradient of ε, which the backward operator has no output for.
+/// Leaves out the gradient of ε, for which the backward operator has no output.
 pub(super) fn gradients_of_outputs(k: &RowNormOpSpec, all: Vec<Option<Tensor>>) -> Result<Vec<Option<Tensor>>> {
     Ok(all.into_iter().take(3 + k.numbers.len()).collect())
 }
@@ -224,8 +225,7 @@ pub(super) fn operator(o: &'static RowNormOp) -> Operator {
             };
             let ((eps, numbers), dnumbers) = (extra(given), views(dnumbers));
             let (dweight, dbias) = (dweight.view, dbias.view);
-            // A GPU's kernels have one variant with a bias and one without, and the view of dbias chooses between
-            // them.
+            // The GPU kernels have a variant with and one without a bias; the view of dbias chooses the variant.
             let alone = RowViews::alone(x.view, weight.view, stats.view, eps);
             let views = RowViews { bias: dbias, numbers, ..alone };
             let gradients = RowGradients { dweight, dbias, dnumbers, ..RowGradients::alone(dy.view, dx.view) };

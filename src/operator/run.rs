@@ -15,16 +15,17 @@ use std::ffi::{c_int, c_void};
 /// The outcome of a kernel stage.
 enum Ran {
     Kernel,
-    /// The kernels are wrong on this device, so the formula must run. The text is a warning for users, given only the
-    /// first time.
+    /// The kernels are wrong on this device, so the formula must run. The text is a warning for users; only the first
+    /// refusal has one.
     Refused(Option<String>),
 }
 
-// These results of `nfrs_run` mean that kernels are wrong on this device; with the second, a warning is stored.
+// These results of `nfrs_run` mean that kernels are wrong on this device; REFUSED_NOW also means that a warning is
+// stored.
 const REFUSED: c_int = 4;
 const REFUSED_NOW: c_int = 5;
 
-// This is the enum `Stage` of declared.h; its fourth value, gradients, is the default case below.
+// The enum `Stage` of declared.h. Its fourth value, GRADIENT, is the default case of `nfrs_run`.
 const PLAN: c_int = 0;
 const KERNEL: c_int = 1;
 const FORMULA: c_int = 2;
@@ -57,7 +58,7 @@ unsafe extern "C" fn nfrs_run(operator: *const c_void, stage: c_int, call: &Call
         _ => status(|| {
             let all = if stage == FORMULA { operator.run_formula(call)? } else { operator.gradients_again(call)? };
             for (i, t) in all.into_iter().enumerate() {
-                // SAFETY: see above.
+                // SAFETY: `made` has room for the stage's results.
                 unsafe { *made.add(i) = t.map_or(std::ptr::null_mut(), into_raw) };
             }
             Ok(())

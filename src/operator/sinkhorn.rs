@@ -9,8 +9,8 @@ use tch::Tensor;
 
 static HANDLE: Handle = Handle::new("sinkhorn");
 
-/// Computes the matrices of logits (…, n, n) through the dispatcher: rows and columns are divided by their sums + ε,
-/// `iterations` times.
+/// Normalises matrices of logits (…, n, n) through the dispatcher: a softmax of each row plus ε, then columns and rows
+/// are divided by their sums + ε in turn, until the columns have been divided `iterations` times.
 pub fn sinkhorn(logits: &Tensor, iterations: i64, eps: f64) -> Result<Tensor> {
     let [m] = HANDLE.call(&values![logits, iterations, eps])?;
     Ok(m)
@@ -62,7 +62,8 @@ fn check(name: &str, iterations: i64, eps: f64) -> Result<()> {
     }
 }
 
-/// The backward pass keeps a group's matrices after each division.
+/// The maximum number of iterations. The backward pass needs memory for each of them: it keeps the matrices after every
+/// division.
 const MOST: i64 = 10_000;
 
 #[cfg(test)]
@@ -71,7 +72,7 @@ mod tests {
     use crate::cpu::simd::{force, Level};
     use tch::{Device, Kind};
 
-    /// The expected values come from ten normalisations of columns.
+    /// The expected values are DeepSeek's after ten normalisations of the columns.
     #[test]
     fn as_deepseek_has_it() {
         let logits = Tensor::from_slice(&[1.0, 0.2, -0.3, 0.5]).view([2, 2]);
@@ -102,9 +103,12 @@ mod tests {
                     let pairs = [(&found, &wanted), (&gradient(&logits, &found), &gradient(&exact, &wanted))];
                     for (found, wanted) in pairs {
                         assert_eq!((found.kind(), found.size()), (kind, wanted.size()));
-                        let off = (found.to_kind(Kind::Double) - wanted).abs().sum(Kind::Double).double_value(&[]);
+                        let error = (found.to_kind(Kind::Double) - wanted).abs().sum(Kind::Double).double_value(&[]);
                         let size = wanted.abs().sum(Kind::Double).double_value(&[]);
-                        assert!(off <= bound * size, "{level:?} {kind:?} {count} {n} {iterations}: {off} of {size}");
+                        assert!(
+                            error <= bound * size,
+                            "{level:?} {kind:?} {count} {n} {iterations}: {error} of {size}"
+                        );
                     }
                 }
             }

@@ -30,7 +30,7 @@ impl SideStream {
     }
 }
 
-/// A guard while a stream is the thread's current one. Its drop restores the old stream and device.
+/// A guard that lives while a stream is the thread's current one. Its drop restores the old stream and device.
 pub struct StreamGuard<'a> {
     guard: NonNull<c_void>,
     stream: PhantomData<&'a SideStream>,
@@ -38,7 +38,7 @@ pub struct StreamGuard<'a> {
 
 impl Drop for StreamGuard<'_> {
     fn drop(&mut self) {
-        // SAFETY: nfrs_stream_enter created it in this thread (a pointer keeps it there), and nobody else uses it.
+        // SAFETY: nfrs_stream_enter created it in this thread (the pointer keeps the guard there); nobody else uses it.
         unsafe { nfrs_stream_leave(self.guard.as_ptr()) }
     }
 }

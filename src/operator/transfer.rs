@@ -9,7 +9,7 @@ use std::ffi::{c_int, c_void};
 use std::ptr::NonNull;
 use tch::{Device, Tensor};
 
-/// Copies bytes of the host to a device, in stream order. They are first copied to pinned memory, which torch's
+/// Copies bytes from the host to a device, in stream order. The bytes pass through pinned memory, which torch's
 /// allocator keeps until the transfer has ended.
 pub fn upload(numbers: &[u8], device: Device) -> Result<Tensor> {
     static PIN: Handle = Handle::of_torch("aten::pin_memory");

@@ -1,14 +1,16 @@
 //! The length and CRC-32 of the files that determine a run's weights, in `checksums.txt` beside them.
 //!
-//! It is written before them: a folder that has it but no config holds a run that was stopped while it began.
+//! checksums.txt is written first. So a folder that has it but no config.json belongs to a run that was stopped at its
+//! start.
 
 use super::{CHECKSUMS, LISTED};
 use crate::atomic::{self, Digest};
 use crate::error::{Error, Result};
 use std::path::Path;
 
-/// The largest size of the file in bytes; four lines take some hundred.
+/// The maximum size of [`CHECKSUMS`], in bytes. Its five lines have a few hundred bytes, so a larger file is damaged.
 const MOST: u64 = 64 << 10;
+/// The text in the last line, which has the CRC-32 of the other lines.
 const OF_ITSELF: &str = "of the lines above";
 
 /// Returns the text of [`CHECKSUMS`]: a line `CRC-32 bytes name` for each file, then the CRC-32 of these lines.
@@ -36,14 +38,14 @@ pub fn check(folder: &Path) -> Result<()> {
             Err(other) => return Err(other),
         };
         if found != expected {
-            let told = |digest: Digest| format!("{} bytes with CRC-32 {:08x}", digest.bytes, digest.crc32);
-            return Err(damaged(&path, format!("expected {}, found {}", told(expected), told(found))));
+            let describe = |digest: Digest| format!("{} bytes with CRC-32 {:08x}", digest.bytes, digest.crc32);
+            return Err(damaged(&path, format!("expected {}, found {}", describe(expected), describe(found))));
         }
     }
     Ok(())
 }
 
-/// Returns the files that a run lists, and [`CHECKSUMS`] itself; empty without a complete [`CHECKSUMS`].
+/// Returns the names that [`CHECKSUMS`] lists, and its own; empty if it is missing or damaged.
 pub fn listed(folder: &Path) -> Vec<String> {
     match read(folder) {
         Ok(Some(files)) => files.into_iter().map(|(name, _)| name).chain([CHECKSUMS.to_string()]).collect(),
@@ -51,6 +53,7 @@ pub fn listed(folder: &Path) -> Vec<String> {
     }
 }
 
+/// Reads and checks [`CHECKSUMS`]; `None` if the file does not exist.
 fn read(folder: &Path) -> Result<Option<Vec<(String, Digest)>>> {
     let path = folder.join(CHECKSUMS);
     let Some(bytes) = atomic::read(&path, MOST)? else { return Ok(None) };
@@ -74,10 +77,10 @@ fn read(folder: &Path) -> Result<Option<Vec<(String, Digest)>>> {
 }
 
 fn damaged(path: &Path, why: String) -> Error {
-    // Without its checksums nothing proves that the folder is a run's, so --overwrite would refuse it.
-    let anew = if path.ends_with(CHECKSUMS) { "choose another output" } else { "start again with --overwrite" };
+    // Without its checksums nothing proves that the folder belongs to a run, so --overwrite would refuse it.
+    let fix = if path.ends_with(CHECKSUMS) { "choose another output" } else { "start again with --overwrite" };
     Error::invalid(format!(
-        "{} is damaged: {why}; restore it from a copy, or {anew} (if you changed it on purpose, delete {CHECKSUMS}: then \
+        "{} is damaged: {why}; restore it from a copy, or {fix} (if you changed it on purpose, delete {CHECKSUMS}: then \
          nothing is compared)",
         path.display()
     ))
@@ -93,8 +96,8 @@ mod tests {
         for name in ["/dev/zero", "/etc/passwd", "../vocabulary.txt", "log.jsonl", ""] {
             let folder = tempfile::tempdir().unwrap();
             fs::write(folder.path().join(CHECKSUMS), text(&[(name, String::new())])).unwrap();
-            let said = check(folder.path()).unwrap_err().to_string();
-            assert!(said.contains(&format!("it lists {name:?}; a run lists only config.json")), "{said}");
+            let message = check(folder.path()).unwrap_err().to_string();
+            assert!(message.contains(&format!("it lists {name:?}; a run lists only config.json")), "{message}");
             assert!(listed(folder.path()).is_empty());
         }
     }
@@ -115,8 +118,8 @@ mod tests {
                 let mut bytes = text.clone().into_bytes();
                 bytes[bit / 8] ^= 1 << (bit % 8);
                 fs::write(&path, bytes).unwrap();
-                let said = check(folder.path()).unwrap_err().to_string();
-                assert!(said.starts_with(&format!("{} is damaged: ", path.display())), "{said}");
+                let message = check(folder.path()).unwrap_err().to_string();
+                assert!(message.starts_with(&format!("{} is damaged: ", path.display())), "{message}");
             }
             fs::write(&path, text).unwrap();
         }

@@ -133,7 +133,7 @@ def test_methods_of_the_package_itself_are_hidden(made):
 
 def test_a_docstring_tells_of_several_arguments_in_a_line():
     text = "Sums.\n\nArgs:\n    a: one. b, c: two,\n        and: more.\n    **d: last.\n\nErrors: none."
-    assert arguments.told(text) == {"a": "one.", "b": "two, and: more.", "c": "two, and: more.", "d": "last."}
+    assert arguments.listed(text) == {"a": "one.", "b": "two, and: more.", "c": "two, and: more.", "d": "last."}
 
 
 def test_names_link_to_their_pages():

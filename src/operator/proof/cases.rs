@@ -1,9 +1,9 @@
-//! The cases of a proof, and how each changes the call at hand.
+//! The cases of a proof, and how each changes the actual call.
 //!
-//! A case has more rows than the device processes at once. Together the cases test both sides of every run-time
-//! condition of the kernels: with and without a mask. For norms with statistics, also with and without a real row, in
-//! training and evaluation, in both variants, and with finite and non-finite inputs; with low counters, with high
-//! ones, and with those at the end of a warm-up. In the late case the columns' means are not 0.
+//! Most cases have more rows than the device processes at once. Together the cases test both sides of every run-time
+//! condition of the kernels, such as with and without a mask. For norms with column statistics these are: a real row
+//! or only padding, training or evaluation, paper or release variant, finite or non-finite inputs, and counters that
+//! are low, high or at the end of a warm-up.
 
 use super::maker::{counted, few_columns, is_kept, rows, Maker, Tensors, FEW, LATE, LONG};
 use crate::cuda::Device;
@@ -19,11 +19,11 @@ use tch::{Kind, Tensor};
 pub enum Case {
     /// The call as it is.
     Usual,
-    /// Some rows are corner cases: huge, tiny, zero, about as long as ε, with a NaN, or with one or two large numbers.
+    /// Some rows are corner cases: huge, tiny, zero, of a length near ε, with a NaN, or with one or two large numbers.
     Extreme,
     /// The call's mask is left out or, if it has none, one is added.
     Masked,
-    /// Every row is padding, during a warm-up, so there are no statistics.
+    /// Every row is padding, during a warm-up, so there are no rows to measure.
     Padding,
     /// Columns have means that are not 0, and counters are high.
     Late,
@@ -31,11 +31,11 @@ pub enum Case {
     Other,
     /// Counters are this many steps before the end of a warm-up, and there are few rows.
     Before(i64),
-    /// The variants of the paper and the release are exchanged. One row out of this many is padding.
+    /// The variants `paper` and `release` are exchanged. One row out of this many is padding.
     Variant(i64),
     /// A number in this column is NaN or infinite. Flat buffers have no columns; their scale is NaN.
     Spoilt(i64),
-    /// There are so many rows that slabs exceed their minimum size, and few columns.
+    /// There are few columns, and so many rows that slabs (the rows that a block sums) exceed their minimum size.
     Long,
 }
 
@@ -66,9 +66,9 @@ pub fn arguments(
     case: Case,
 ) -> Result<Option<(Vec<Value>, Tensors)>> {
     let declared = Declared::new(operator)?;
-    let (leader, leaders) = declared.leader()?;
+    let (leader, leader_place) = declared.leader()?;
     let mut given = call.all().to_vec();
-    let x = given[leaders].required();
+    let x = given[leader_place].required();
     let has_state = declared.table.iter().any(|(argument, _)| matches!(argument.reading, Reading::State));
     if !makes_sense(case, &declared, &given, has_state)? {
         return Ok(None);
@@ -90,7 +90,7 @@ pub fn arguments(
     };
     // A mask that the case adds marks the first row as padding, which the paper's variant must not read.
     let has_mask = matches!(case, Case::Masked | Case::Long) && fabricated.iter().any(|t| t.kind() == Kind::Bool);
-    let made = Maker {
+    let maker = Maker {
         rows,
         is_whole: leader.sizes == "*",
         is_dropped: number("seed").and(number("p")).is_some_and(|p| p.float() > 0.0),
@@ -104,22 +104,22 @@ pub fn arguments(
         eps: number("eps").map_or(1.0, |eps| eps.float()),
     };
     let tensors = match operator.forward.get().filter(|_| declared.table.iter().any(|(a, _)| is_kept(operator, a))) {
-        None => made.all(&declared, &given)?,
-        Some(forward) => made.after(forward, &declared, &given)?,
+        None => maker.all(&declared, &given)?,
+        Some(forward) => maker.after(forward, &declared, &given)?,
     };
     Ok(Some((given, tensors)))
 }
 
-/// True if the case changes anything that the operator's kernels could depend on.
+/// True if the case changes something on which the operator's kernels may depend.
 fn makes_sense(case: Case, declared: &Declared, given: &[Value], has_state: bool) -> Result<bool> {
-    let (leader, leaders) = declared.leader()?;
+    let (leader, leader_place) = declared.leader()?;
     let has = |name: &str| declared.place(name).is_some();
     let mask = mask_of(declared);
     Ok(match case {
         Case::Usual => true,
         // Flat buffers have no rows. In rows of one number there is nothing to compare.
-        Case::Extreme => leader.sizes != "=n" && given[leaders].required().size().last() != Some(&1),
-        // A mask of classes is not added: if a target lay outside it, its row would have no gradient to compare.
+        Case::Extreme => leader.sizes != "=n" && given[leader_place].required().size().last() != Some(&1),
+        // A mask of classes is not added: if it excluded a row's target, the row would have no gradient to compare.
         Case::Masked => mask.is_some_and(|(argument, place)| argument.sizes == "*" || !given[place].is_none()),
         Case::Padding => has_state && mask.is_some(),
         Case::Late | Case::Long => has_state,

@@ -5,10 +5,10 @@ use tch::{Kind, Tensor};
 
 /// Returns a description if the results differ by more than rounding explains, otherwise `None`.
 pub fn difference(found: &Tensor, expected: &Tensor) -> Result<Option<String>> {
-    // The tolerances: relative to the number itself, to the largest number in its row, and (for the row's mean error)
-    // to the row's mean size; the last is absolute.
+    // Tolerances: relative to the number itself, relative to the largest number in its row, of the row's mean error
+    // relative to the row's mean size, and absolute.
     let (of_number, of_row, of_mean, least) = match found.kind() {
-        // On a GPU, the results for f64 parameters have been computed in f32, too.
+        // GPU kernels compute in f32, even if a parameter and so its gradient is f64.
         Kind::Float | Kind::Double => (1e-4, 2e-5, 1e-5, 1e-30),
         Kind::BFloat16 => (2f64.powi(-7), 2f64.powi(-8), 2f64.powi(-10), 1e-30),
         Kind::Half => (2f64.powi(-10), 2f64.powi(-11), 2f64.powi(-13), 2f64.powi(-24)),
@@ -27,7 +27,7 @@ pub fn difference(found: &Tensor, expected: &Tensor) -> Result<Option<String>> {
         return Ok(Some("has NaN in other places".into()));
     }
     let are_equal = found.f_eq_tensor(&expected)?.f_logical_or(&is_nan)?;
-    // In 16 bits, only a few numbers may be rounded differently from the formula's.
+    // In 16 bits, at most 5 % of the numbers may be rounded differently from the formula's.
     if is_short && !is_narrow && are_equal.numel() > 1000 {
         let share = 1.0 - are_equal.f_to_kind(Kind::Double)?.f_mean(Kind::Double)?.f_double_value(&[])?;
         if share > 0.05 {
@@ -46,7 +46,7 @@ pub fn difference(found: &Tensor, expected: &Tensor) -> Result<Option<String>> {
         let (got, wanted) = (at(&found)?, at(&expected)?);
         return Ok(Some(format!("{:?} is {got:e} at {worst}, expected {wanted:e}", found.size())));
     }
-    // In 16 bits, a mean over few numbers says nothing: one number that is rounded differently changes it too much.
+    // In 16 bits the mean error needs more columns: one number that is rounded differently changes a short row's mean.
     let are_enough = found.size().last().is_some_and(|columns| *columns >= if is_short { 64 } else { 16 });
     if are_enough && of_mean > 0.0 {
         let mean = |t: &Tensor| t.f_mean_dim(-1, false, Kind::Double);

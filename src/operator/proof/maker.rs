@@ -19,8 +19,8 @@ pub fn counted(size: &[i64], device: tch::Device) -> Result<Tensor> {
     Ok(Tensor::f_arange(size.iter().product::<i64>(), (Kind::Int64, device))?.f_view(size)?)
 }
 
-/// Returns the first columns only. Their number has the same remainder modulo [`WIDE`] as before, because kernels
-/// choose by it how many numbers they read at once.
+/// Returns the first columns only. Their number has the same remainder modulo [`WIDE`] as before: kernels use the
+/// remainder to choose how many numbers they read at once.
 pub fn few_columns(argument: &Argument, real: &Tensor) -> Result<Tensor> {
     let real = if argument.sizes == "=d" { real.f_reshape([-1].as_slice())? } else { real.f_view_as(real)? };
     let columns = real.size().last().copied().unwrap_or(1);
@@ -40,14 +40,14 @@ pub fn rows(leader: &Tensor, device: Device) -> i64 {
     i64::from(2 * at_once + 3).min(most.max(LEAST))
 }
 
-/// The minimum number of rows: more than one block processes, and no multiple of a group's rows.
+/// The minimum number of rows: more than a block processes, and not a multiple of the rows of a group.
 const LEAST: i64 = 67;
 
 /// A small number of rows, so that one row too many changes results, but with more slabs than a block has warps.
 pub const FEW: i64 = 579;
 
-/// Added to the index of an argument that is a gradient, so that it gets other numbers than x: along x a norm has no
-/// slope.
+/// Added to the salt of a gradient's random numbers, so that dy differs from x: in the direction of x, a norm's output
+/// does not change.
 const GRADIENTS: usize = 64;
 
 /// A number of rows so large that slabs exceed their minimum, and that a warp sums a slab in more than one round.
@@ -59,7 +59,7 @@ const WIDE: i64 = 8;
 /// The value of counters late in training.
 pub const LATE: i64 = 1_000_000;
 
-/// The length of flat buffers; the actual length's remainder modulo sixteen is added.
+/// The minimum length of flat buffers; the remainder of the actual length modulo sixteen is added.
 const FLAT: i64 = 1 << 14;
 
 /// Creates the test tensors of a case.
@@ -67,11 +67,11 @@ pub struct Maker {
     pub rows: i64,
     /// True if the leader's `sizes` are "*", that is, if the operator gives no meaning to any of its dimensions.
     pub is_whole: bool,
-    /// True if there is dropout: a dropped NaN may become 0 or NaN.
+    /// True if there is dropout. Then no NaN is inserted, because a dropped NaN may become 0 or stay NaN.
     pub is_dropped: bool,
     /// True if the operator has buffers that it updates.
     pub has_state: bool,
-    /// True if the leader's rows are those of a norm that measures each row.
+    /// True if the operator is a row norm or a residual step, whose rows have further corner cases.
     pub has_corners: bool,
     /// True if the rows are logits, in which −∞ means a probability of 0.
     pub is_logits: bool,
@@ -100,22 +100,22 @@ impl Maker {
     /// Creates the tensors of a backward operator by running its forward operator on test tensors, so that the kept
     /// tensors fit together.
     pub fn after(&self, forward: &Operator, backward: &Declared, all: &[Value]) -> Result<Tensors> {
-        let before = Declared::new(forward)?;
+        let declared = Declared::new(forward)?;
         let like = all[backward.leader()?.1].required();
         let seed = Tensor::f_from_slice(&[3i64, 1, 4])?.f_to_device(like.device())?;
         let dy = backward.place("dy").map(|place| all[place]).filter(|dy| !dy.is_none());
-        // Only the forward operator takes some of the buffers. A counter of 0 and a warm-up of 1 make this a first
+        // Some buffers are arguments of the forward operator only. A counter of 0 and a warm-up of 1 make this a first
         // update.
         let (statistics, counter) = buffers(backward, all, &like)?;
         let absent = Value::from(None::<f64>);
-        let mut given = Vec::with_capacity(before.formals.len());
-        for (place, formal) in before.formals.iter().enumerate() {
-            let row = before.table.iter().find(|(_, at)| *at == place).map(|(argument, _)| *argument);
+        let mut given = Vec::with_capacity(declared.formals.len());
+        for (place, formal) in declared.formals.iter().enumerate() {
+            let argument = declared.table.iter().find(|(_, at)| *at == place).map(|(argument, _)| *argument);
             // A norm can measure its rows or use given statistics; here it must measure them.
             let is_made = forward.outputs.iter().any(|output| output.name == formal.name);
             let known =
                 backward.place(formal.name).map(|place| all[place]).filter(|value| !is_made && !value.is_none());
-            given.push(match (known, row, formal.name) {
+            given.push(match (known, argument, formal.name) {
                 (Some(value), ..) => value,
                 (None, Some(argument), _) if argument.is & OPTIONAL == 0 => Value::from(&like),
                 (None, Some(_), "seed") => Value::from(&seed),
@@ -130,21 +130,21 @@ impl Maker {
                 (None, None, _) => formal.default.map_or(Value::from(0i64), Value::from),
             });
         }
-        let inputs = self.all(&before, &given)?;
+        let inputs = self.all(&declared, &given)?;
         let outputs = engine::call_by_name(forward.name(), &replaced(&given, &inputs), forward.outputs.len())?;
         let mut made: Tensors = all.iter().map(|_| None).collect();
         for (argument, place) in &backward.table {
             let Some(real) = all[*place].tensor() else { continue };
-            let gradient_of = argument.name.strip_prefix('d').and_then(|name| before.output(name));
+            let gradient_of = argument.name.strip_prefix('d').and_then(|name| declared.output(name));
             let address = all[*place].view.data.addr();
-            made[*place] = Some(match (gradient_of, before.output(argument.name)) {
+            made[*place] = Some(match (gradient_of, declared.output(argument.name)) {
                 (Some(k), _) => {
                     let drawn = self.random(&outputs[k].size(), *place + GRADIENTS, &real, address)?;
                     self.spoilt(drawn, f64::INFINITY)?
                 }
                 (None, Some(k)) => aligned_as(&outputs[k], real.kind(), address)?,
                 (None, None) => {
-                    let at = before.place(argument.name);
+                    let at = declared.place(argument.name);
                     let input = at.and_then(|at| inputs[at].as_ref());
                     aligned_as(input.unwrap_or(&real), real.kind(), address)?
                 }

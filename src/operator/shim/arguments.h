@@ -1,5 +1,5 @@
-// Checks an operator's tensors against its table. The checks run before any pointer is taken, on every device, and
-// also for tensors without memory.
+// Checks an operator's tensors against its table. The checks run before any pointer is read, on every device, and also
+// for tensors without memory.
 #pragma once
 #include "declared.h"
 #include "memory.h"
@@ -17,20 +17,22 @@ inline bool is_floating(at::ScalarType t) {
 
 inline bool is_digit(char c) { return c >= '0' && c <= '9'; }
 
-// The sizes for which the letters and the "*" of `Argument::sizes` stand in one call.
+// The sizes that the letters and the "*" of `Argument::sizes` stand for in one call.
 struct Sizes {
   const c10::SymInt* letters[26] = {};
   c10::SymIntArrayRef first;
   bool has_first = false;
 
-  c10::SymInt told[2], counted;  // values of letters that are no dimension: integer arguments, and a count of numbers
+  // The values of letters that are not a dimension: integer arguments, and the number of elements that "=" counts.
+  c10::SymInt numbers[2], count;
 
   const c10::SymInt*& of(char letter) { return letters[letter - 'a']; }
-  void tell(size_t i, char letter, int64_t number) {
-    told[i] = number;
-    of(letter) = &told[i];
+  void set_number(size_t i, char letter, int64_t number) {
+    numbers[i] = number;
+    of(letter) = &numbers[i];
   }
 
+  // Returns true if `size` is the wanted digit or the value of the wanted letter. A letter without a value takes it.
   bool is(char wanted, const c10::SymInt& size) {
     if (is_digit(wanted)) return size == wanted - '0';
     auto& known = of(wanted);
@@ -38,12 +40,13 @@ struct Sizes {
     return known == &size || *known == size;
   }
 
+  // Does the same as `is` for the number of t's elements.
   bool counts(char wanted, const Tensor& t) {
-    const auto numbers = t.sym_numel();
-    if (is_digit(wanted)) return numbers == wanted - '0';
+    const auto found = t.sym_numel();
+    if (is_digit(wanted)) return found == wanted - '0';
     auto& known = of(wanted);
-    if (!known) counted = numbers, known = &counted;
-    return numbers == *known;
+    if (!known) count = found, known = &count;
+    return found == *known;
   }
 
   // Returns true if t has the wanted sizes. A letter or "*" without a value yet takes the size that is found.
@@ -156,15 +159,16 @@ inline void check(const Op& op, Args args, Sizes& sizes) {
   const char* name = op.title >= 0 ? args[op.title].toStringRef().c_str() : op.name;
   const char* leads = op.table[op.leader].name;
   const Tensor& x = leader(op, args);
-  for (size_t i = 0; i < op.told.size(); ++i) sizes.tell(i, *op.told[i].sizes, args[op.told[i].place].toInt());
-  const auto one = [&](size_t i) {
+  for (size_t i = 0; i < op.numbers.size(); ++i)
+    sizes.set_number(i, *op.numbers[i].sizes, args[op.numbers[i].place].toInt());
+  const auto check_entry = [&](size_t i) {
     const Tensor& t = entry(op, args, i);
     if (t.defined()) return check_one(name, op.table[i], t, leads, x, sizes);
     TORCH_CHECK_VALUE(op.table[i].is & OPTIONAL, name, ": ", op.table[i].name, " is missing");
   };
-  one(op.leader);
+  check_entry(op.leader);
   for (size_t i = 0; i < op.table.size(); ++i)
-    if (i != op.leader) one(i);
+    if (i != op.leader) check_entry(i);
   for (size_t i = 0; i < op.table.size(); ++i)
     if (op.table[i].is & WRITTEN) check_written(name, op, args, i);
   for (const auto& row : op.lists)

@@ -154,8 +154,8 @@ inline Tensors meta(const Op& op, Args args) {
   return made;
 }
 
-// Refuses a tensor subclass without memory if its Python code is excluded: torch's own kernels would read invalid
-// memory.
+// Errors for a tensor subclass without memory if Python's dispatch key is excluded: torch's own kernels would then read
+// invalid memory.
 inline void check_wrapped(const Op& op, Args args) {
   if (!c10::impl::tls_local_dispatch_key_set().excluded_.has(c10::DispatchKey::Python)) return;
   for (size_t i = 0; i < op.table.size(); ++i) {
@@ -165,7 +165,7 @@ inline void check_wrapped(const Op& op, Args args) {
   }
 }
 
-// Runs the formula; WHY is the reason that Rust is told.
+// Runs the formula. Rust gets the reason, WHY.
 template <Why WHY>
 Tensors by_formula(const Op& op, Args args) {
   check_wrapped(op, args);
@@ -180,8 +180,8 @@ Tensors by_formula(const Op& op, Args args) {
   return made;
 }
 
-// Returns argument i as kernels read it (converted, moved or made contiguous), or an undefined tensor if it fits
-// already.
+// Returns argument i in the form that kernels read (converted, moved or made contiguous), or an undefined tensor if it
+// already has this form.
 inline Tensor reading(const Op& op, Args args, size_t i, int32_t device) {
   const Tensor &t = entry(op, args, i), &x = leader(op, args);
   auto type = t.scalar_type();
@@ -203,6 +203,7 @@ inline Tensor reading(const Op& op, Args args, size_t i, int32_t device) {
 // Runs the kernel, or the formula if there is no kernel for this call.
 inline Tensors by_kernel(const Op& op, Args args) {
   const Tensor& x = leader(op, args);
+  // A meta tensor beside a leader with memory is left to `check`, whose error names both devices.
   for (size_t i = 0; i < op.table.size(); ++i)
     if (const Tensor& t = entry(op, args, i); t.defined() && t.layout() == at::kStrided)
       TORCH_CHECK_VALUE(t.is_meta() ? i != op.leader : !is_hollow(t), op.name, ": ", op.table[i].name, " ",
@@ -212,6 +213,7 @@ inline Tensors by_kernel(const Op& op, Args args) {
   Planned p(op, args, device);
   if (p.call.composed) return by_formula<DEVICE>(op, args);
   const bool is_dropped = op.p < 0 || args[op.p].toDouble() != 0;
+  // `read` keeps converted arguments alive while the kernel runs.
   Tensors read(op.table.size()), made(op.made.size());
   for (size_t i = 0; i < op.table.size(); ++i) {
     const Tensor& t = entry(op, args, i);
@@ -232,6 +234,7 @@ inline Tensors by_kernel(const Op& op, Args args) {
   if (ran == REFUSED_NOW) TORCH_WARN("normformer_rs: the formula runs from now on. Please report: ", nfrs_rust_error());
   if (ran == REFUSED || ran == REFUSED_NOW) return by_formula<DEVICE>(op, args);
   check_rust(ran);
+  // Copy changed working copies back, and tell autograd which arguments have changed.
   for (size_t i = 0; i < op.table.size(); ++i) {
     const Tensor& t = entry(op, args, i);
     const bool moved = read[i].defined() && (p.call.written >> op.table[i].place & 1);
@@ -245,8 +248,9 @@ inline Tensors by_kernel(const Op& op, Args args) {
   return made;
 }
 
-// The Negative and Conjugate keys of an operator that writes arguments. torch's own fallback assumes that every
-// written argument is returned; if it is not, the fallback writes to memory of another tensor.
+// The kernel of the Negative and Conjugate keys for an operator that writes to arguments: runs on plain copies, and
+// copies the results back. torch's own fallback assumes that every written argument is returned; if one is not, the
+// fallback writes to memory of another tensor.
 inline void by_plain(const Op& op, c10::DispatchKeySet keys, Stack* stack) {
   std::vector<std::pair<Tensor, Tensor>> written;
   const auto& formal = op.handle->schema().arguments();
@@ -263,21 +267,21 @@ inline void by_plain(const Op& op, c10::DispatchKeySet keys, Stack* stack) {
   for (const auto& [t, plain] : written) t.copy_(plain);
 }
 
-// The FuncTorchBatched key of an operator that vmap must call once per example.
+// The kernel of the FuncTorchBatched key for an operator that vmap must call once per example.
 inline void by_examples(const Op& op, c10::DispatchKeySet, Stack* stack) {
   using at::functorch::maybeGetBatchedImpl;
   const auto args = torch::jit::last(*stack, op.n_args).vec();
-  const auto found = [&](const IValue& v) { return tensor(v).defined() ? maybeGetBatchedImpl(tensor(v)) : nullptr; };
-  int64_t level = -1, count = 0;
+  const auto batched = [&](const IValue& v) { return tensor(v).defined() ? maybeGetBatchedImpl(tensor(v)) : nullptr; };
+  int64_t level = -1, count = 0;  // of the innermost vmap
   for (const auto& v : args)
-    if (const auto* b = found(v); b && b->level() > level) level = b->level(), count = b->value().size(b->bdim());
+    if (const auto* b = batched(v); b && b->level() > level) level = b->level(), count = b->value().size(b->bdim());
   TORCH_CHECK_VALUE(count > 0, op.name, ": vmap over no examples");
   const c10::impl::ExcludeDispatchKeyGuard below(c10::DispatchKey::FuncTorchBatched);
   std::vector<std::vector<Tensor>> made(op.made.size());
   for (int64_t i = 0; i < count; ++i) {
     Stack one;
     for (const auto& v : args) {
-      const auto* b = found(v);
+      const auto* b = batched(v);
       one.push_back(b && b->level() == level ? IValue(b->value().select(b->bdim(), i)) : v);
     }
     op.handle->callBoxed(one);

@@ -42,7 +42,7 @@ enum : uint8_t {
   OPTIONAL = 1,  // may be absent
   HOST = 2,      // may be on the CPU even if the leader is not
   WRITTEN = 4,   // written in place: must be contiguous and share no memory
-  SHARED = 8,    // for an output: if it is left out, the first output stands for it
+  SHARED = 8,    // for an output: if it is left out, the first output serves as this output, too
 };
 
 // The form in which kernels read an argument.
@@ -63,7 +63,7 @@ struct Argument {
   // shape. "1|d" means a scalar, or a vector of 1 or d numbers; "1|d#" also allows a matrix with a side of d. For an
   // output, "@" means the shape of the argument that it is like.
   const char* sizes;
-  size_t place;  // the argument's index in the call; for an output, the index in Op::table of the one it is like
+  size_t place;  // an argument's index in the call; for an output, the index in Op::table of the argument it is like
   Type type;
   uint8_t is;
   Reading reading;
@@ -93,7 +93,7 @@ struct Op {
   int64_t dtype, title, p;              // indices of the arguments dtype, name in messages, dropout rate; or -1
   uint32_t is;
   Span<Argument> table, made, lists;    // tensor arguments, outputs, arguments that are lists of tensors
-  Span<Argument> told;                  // at most two integer arguments that give letters their values
+  Span<Argument> numbers;               // at most two integer arguments whose values letters stand for
   Span<uint8_t> has_gradient, plain;    // per output; per argument: a node keeps it without a version check
   Span<Origin> saved;                   // the other tensors that a node keeps
   Op* backward;                         // or null
@@ -163,8 +163,8 @@ const char* nfrs_rust_error();        // the message of this thread's last faile
 
 namespace nfrs {
 
-// Throws a failed call's error. A Python exception is thrown as itself: torch's checkpointing ends a recomputation by
-// one.
+// Throws a failed call's error. A Python exception is thrown unchanged, because torch's checkpointing raises one to end
+// a recomputation early.
 inline void check_rust(int status) {
   if (status != 0) normformer_rs::rethrow_as(nfrs_rust_error());
   TORCH_CHECK_VALUE(status != 2, nfrs_rust_error());

@@ -3,7 +3,7 @@
 #include "node.h"
 
 extern "C" {
-// Appends a tensor to the list, which takes ownership.
+// Appends a tensor to the list, which takes ownership of the tensor.
 using Push = void (*)(void* list, at::Tensor* t);
 // Appends to `made` the function's outputs or, with `back`, the gradients of its inputs. Returns 0, or 1 with a
 // message.
@@ -16,11 +16,12 @@ namespace nfrs {
 
 using torch::autograd::AutogradContext;
 
+// Owns a Rust function, which the autograd node keeps.
 struct Held : torch::CustomClassHolder {
   Held(void* rust, bool saves) : rust(rust), saves(saves) {}
   ~Held() override { nfrs_function_drop(rust); }
   void* const rust;
-  const bool saves;  // its backward pass needs its inputs
+  const bool saves;  // true if the backward pass needs the inputs
 
   variable_list run(bool back, at::TensorList inputs, at::TensorList gradients) const {
     const Values in = all_shown(inputs), given = all_shown(gradients);

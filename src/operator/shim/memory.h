@@ -78,8 +78,8 @@ inline Tensor on_host(Tensor t, int type, std::string& why) {
   return t.to(at::kCPU, type < 0 ? t.scalar_type() : static_cast<at::ScalarType>(type)).contiguous();
 }
 
-// Returns true if all of the tensor's data lies at its address and is its value. Kernels ask at every call, so the
-// common case, a plain dense tensor, is decided first and without a message.
+// Returns true if all of the tensor's data lies at its address and is its value. Every kernel call needs this answer,
+// so the common case, a plain dense tensor, comes first and builds no message.
 inline bool has_memory(const Tensor& t) {
   static const c10::DispatchKeySet special(
       {c10::DispatchKey::Negative, c10::DispatchKey::Conjugate, c10::DispatchKey::ZeroTensor,

@@ -11,7 +11,7 @@ namespace nfrs {
 using torch::autograd::SavedVariable;
 using torch::autograd::variable_list;
 
-// Returns the gradient in the shape and type of t, its variable; undefined if the gradient was not computed.
+// Returns the gradient of the argument t in t's shape and type; undefined if the gradient was not computed.
 inline Tensor like(const Tensor& gradient, const Tensor& t) {
   if (!t.defined()) return gradient;
   Tensor d = gradient.scalar_type() == t.scalar_type() ? gradient : gradient.to(t.scalar_type());
@@ -68,8 +68,8 @@ inline void check_kept(const Op& op, const Kept& kept, const Tensor& gradient) {
 
 // Computes gradients that can be differentiated again, with Rust's formula for the gradient.
 inline variable_list by_rust(const Op& op, const Kept& kept, const std::vector<IValue>& gradients, uint64_t wanted) {
-  const auto some = std::find_if(gradients.begin(), gradients.end(), [](const IValue& v) { return !v.isNone(); });
-  check_kept(op, kept, some->toTensor());
+  const auto first = std::find_if(gradients.begin(), gradients.end(), [](const IValue& v) { return !v.isNone(); });
+  check_kept(op, kept, first->toTensor());
   const Values arguments = all_shown(kept.arguments), outputs = all_shown(kept.outputs), given = all_shown(gradients);
   Call call{span(arguments), span(outputs), given.data(), 0, -1};
   for (size_t i = 0; i < op.table.size(); ++i) call.wanted |= (wanted >> i & 1) << op.table[i].place;
@@ -187,8 +187,8 @@ void record(const Op& op, const Below& below, Stack* stack) {
     if (op.saved[i].kind == Origin::OUTPUT) node.saved[i] = SavedVariable(made[op.saved[i].index].toTensor(), true);
 }
 
-// The Autograd key. The formula runs under torch.func, whose rules cover all of its operations; in forward mode, for
-// which only the formula has derivatives; and if there is no kernel.
+// The kernel of the Autograd key. The formula runs instead of the operator under torch.func, which can transform all of
+// the formula's operations; in forward mode, in which only the formula has derivatives; and if there is no kernel.
 inline void autograd(const Op& op, c10::DispatchKeySet keys, Stack* stack) {
   const auto args = torch::jit::last(*stack, op.n_args);
   const bool has_tangent = std::any_of(op.table.begin(), op.table.end(), [&](const Argument& a) {

@@ -1,5 +1,5 @@
-// Registers the operators with PyTorch's dispatcher, and gives Rust functions that tch does not bind. It computes
-// nothing: kernels and formulas are in Rust.
+// Registers the operators with PyTorch's dispatcher, and provides functions of libtorch that tch does not bind. Nothing
+// is computed here: kernels and formulas are in Rust.
 #include "function.h"
 
 #include <ATen/CPUGeneratorImpl.h>
@@ -16,7 +16,7 @@ using namespace nfrs;
 
 #ifdef NORMFORMER_RS_PYTHON
 namespace torch {
-void translate_exception_to_python(const std::exception_ptr&);  // of libtorch_python, whose header needs Python's
+void translate_exception_to_python(const std::exception_ptr&);  // in libtorch_python; its header needs Python's headers
 }
 #endif
 
@@ -52,6 +52,7 @@ variable_list tensors(Span<Value> values) {
 }
 c10::Device cuda(int device) { return c10::Device(at::kCUDA, static_cast<c10::DeviceIndex>(device)); }
 
+// A boxed kernel of one operator for one dispatch key.
 struct Boxed : c10::OperatorKernel {
   using Run = void (*)(const Op&, c10::DispatchKeySet, Stack*);
   Boxed(const Op& op, Run run) : op(op), run(run) {}
@@ -102,12 +103,12 @@ void define(torch::Library& m, Op& op) {
 }
 
 
-// Counts the bytes of the tensors that this thread allocates, in the place of torch's memory profiler.
+// Counts the bytes of the tensors that this thread allocates. It replaces torch's memory profiler while it lives.
 struct Counter final : c10::MemoryReportingInfoBase {
   std::atomic<int64_t> now = 0, peak = 0;  // atomic, because torch's worker threads report too
   void reportMemoryUsage(void*, int64_t bytes, size_t, size_t, c10::Device) override {
     const int64_t held = now += bytes;
-    for (int64_t most = peak; most < held && !peak.compare_exchange_weak(most, held);) {}
+    for (int64_t most = peak; most < held && !peak.compare_exchange_weak(most, held);) {}  // peak = max(peak, held)
   }
   bool memoryProfilingEnabled() const override { return true; }
 };
@@ -126,8 +127,8 @@ extern "C" {
 void torch_sys_ats_free(void* scalar);
 char* torch_sys_get_and_reset_last_err();
 
-// Keeps a failed call's error while tch frees the call's scalar. The question after that free gets no error; the next
-// one, which belongs to the call, gets it.
+// After a failed call tch frees the call's scalar, gets the last error for the freeing, and then for the call itself.
+// The first time it gets no error, the second time the call's.
 void ats_free(void* scalar) {
   if (char* error = torch_sys_get_and_reset_last_err()) error_of_call = error;
   torch_sys_ats_free(scalar);
@@ -155,8 +156,8 @@ Tensor* at_tensor_of_data(const void* numbers, const int64_t* sizes, size_t dims
 }
 }
 
-// The functions that Rust calls; none lets an exception out. A Tensor* is tch's C_tensor*; the caller owns one that
-// is returned. A result of null or false means failure, with the message in nfrs_last_error().
+// The functions that Rust calls; none lets an exception out. A Tensor* is tch's C_tensor*; the caller owns a returned
+// one. A result of null or false means failure, with the message in nfrs_last_error().
 extern "C" {
 const char* nfrs_last_error() { return last_error.c_str(); }
 
@@ -167,13 +168,13 @@ void* nfrs_take_raised(const char* text) noexcept {
   return last && last->text == text ? last.release() : nullptr;
 }
 void nfrs_drop_raised(void* raised) noexcept { delete static_cast<normformer_rs::Raised*>(raised); }
-// Makes it this thread's last exception again, and takes ownership.
+// Makes `raised` this thread's last exception again, and takes ownership.
 void nfrs_return_raised(void* raised) noexcept {
   normformer_rs::forget_raised();
   normformer_rs::raised = static_cast<normformer_rs::Raised*>(raised);
 }
 #ifdef NORMFORMER_RS_PYTHON
-// Sets it as Python's current error. The caller holds the GIL and calls this once.
+// Sets the exception as Python's current error. The caller holds the GIL and calls this once.
 void nfrs_restore_raised(const void* raised) noexcept {
   done([&] { torch::translate_exception_to_python(static_cast<const normformer_rs::Raised*>(raised)->exception); });
 }
@@ -191,8 +192,8 @@ struct Memory {
   const void* data;
   size_t bytes;
 };
-// Copies a tensor to the host in `type` (-1: its own) and sets `memory` to the data; returns null if it is not
-// readable.
+// Copies a tensor to the host in `type` (-1: the tensor's own) and sets `memory` to the data; returns null if the
+// tensor cannot be read.
 Tensor* nfrs_host(const Tensor* t, int type, Memory* memory) {
   return guarded([&]() -> Tensor* {
     const Tensor host = on_host(*t, type, last_error);
@@ -291,7 +292,7 @@ bool nfrs_width(const Tensor* x, int64_t* width) {
   return done([&] { *width = x->sym_size(-1).guard_int(__FILE__, __LINE__); });
 }
 
-// Calls a Rust function, of which it takes ownership, and appends its outputs.
+// Takes ownership of a Rust function, calls it as an autograd node, and appends its outputs.
 bool nfrs_function(void* function, bool saves, Span<Value> inputs, void* outputs, Push push) {
   return done([&] {
     auto held = c10::make_intrusive<Held>(function, saves);

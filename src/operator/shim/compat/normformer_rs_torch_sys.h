@@ -1,5 +1,5 @@
-// Included before every C++ file of the build (.cargo/config.toml), because torch-sys 0.24 was generated for torch
-// 2.11 and keeps only the text of an exception.
+// This header is included before every C++ file of the build (.cargo/config.toml), because torch-sys 0.24 was generated
+// for torch 2.11 and keeps only the text of an exception.
 #pragma once
 #if defined(__cplusplus) && __has_include(<torch/torch.h>)
 #include <cxxabi.h>
@@ -19,8 +19,8 @@ struct Raised {
   std::exception_ptr exception;
   std::string text;
 };
-// This thread's last one. It is not freed at the thread's end: freeing takes the GIL, and Python may have ended by
-// then.
+// This thread's last Python exception. It is not freed when the thread ends, because freeing needs the GIL, and Python
+// may have ended by then.
 inline thread_local Raised* raised = nullptr;
 
 inline void forget_raised() { delete std::exchange(raised, nullptr); }
@@ -41,7 +41,7 @@ inline void rethrow_as(const char* text) {
 }
 }  // namespace normformer_rs
 
-#ifndef NORMFORMER_RS_SHIM  // the rest is only for torch-sys; torch.h takes half of its compile time
+#ifndef NORMFORMER_RS_SHIM  // the rest is for torch-sys only; torch.h takes half of the compile time
 #include <torch/torch.h>
 
 // torch-sys copies an exception's text with strdup, so this macro keeps the exception as well.
@@ -49,7 +49,8 @@ inline void rethrow_as(const char* text) {
 
 // ---- functions of torch-sys that shim.cpp replaces ----
 
-// tch asks for an error after every call, also after it frees a failed call's scalar. An old error makes it panic.
+// tch gets and clears the last error after every call. If it frees a scalar after a failed call, it would take the
+// failed call's error for an error of the freeing, and panic.
 #define ats_free torch_sys_ats_free
 #define get_and_reset_last_err torch_sys_get_and_reset_last_err
 // torch-sys copies to a new tensor's address, which is invalid in FakeTensorMode and under torch.func.
