@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 /// A function that returns an error if the user wants to stop. The error ends the work.
 pub type Interrupt<'a> = &'a mut dyn FnMut() -> Result<()>;
 
-/// The minimum time between two checks. Each check takes Python's global lock, so it is not free.
+/// The minimum time between two checks. Each check acquires Python's global interpreter lock, which takes time.
 const INTERVAL: Duration = Duration::from_millis(100);
 
 /// Wraps `check_interrupt`, so that it runs at most once per [`INTERVAL`] even if it is called for every item.
@@ -21,19 +21,19 @@ pub fn throttled(check_interrupt: Interrupt<'_>) -> impl FnMut() -> Result<()> +
     }
 }
 
-/// Passes items to `work`, and checks for an interrupt before each. After an interrupt there are no more items, and
-/// the interrupt's error is returned.
+/// Runs `work` on an iterator over the items, which checks for an interrupt before each item. On an interrupt, the
+/// iterator ends and the function returns the interrupt's error.
 pub fn interruptible<I: IntoIterator, T>(
     check_interrupt: Interrupt,
     items: I,
     work: impl FnOnce(&mut dyn Iterator<Item = I::Item>) -> T,
 ) -> Result<T> {
-    let mut checked = Ok(());
-    let done = work(&mut items.into_iter().take_while(|_| {
-        checked = check_interrupt();
-        checked.is_ok()
+    let mut status = Ok(());
+    let output = work(&mut items.into_iter().take_while(|_| {
+        status = check_interrupt();
+        status.is_ok()
     }));
-    checked.map(|()| done)
+    status.map(|()| output)
 }
 
 #[cfg(test)]

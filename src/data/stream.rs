@@ -1,4 +1,4 @@
-//! An endless stream of batches, epoch after epoch, which can begin anywhere. Another thread builds batches ahead.
+//! An endless stream of batches, epoch after epoch, which can begin at any batch. A thread builds batches in advance.
 
 use std::sync::mpsc::{sync_channel, Receiver};
 use std::sync::Arc;
@@ -11,11 +11,11 @@ use super::corpus::Corpus;
 use super::random::{Purpose, Random};
 use crate::error::{Error, Result};
 
-/// The number of batches built ahead. Four hide a slow one, and need little memory.
+/// The number of batches built in advance. Four bridge the time of one slow batch and need little memory.
 const BUILT_AHEAD: usize = 4;
 
-/// A place in the data: the next batch has index `index` in epoch `epoch`, both counted from 0. When an epoch has
-/// just ended, `index` is 0.
+/// A place in the data: the next batch has index `index` in epoch `epoch`, both counted from 0. After an epoch's last
+/// batch, the cursor is at index 0 of the next epoch.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Cursor {
     pub epoch: u64,
@@ -33,15 +33,15 @@ pub struct StreamConfig {
     pub word_dropout: f64,
 }
 
-/// An endless stream of the batches of a corpus. With each batch comes the cursor of the place *after* it, from which
-/// a run resumes. The same corpus, configuration and cursor always give the same batches.
+/// An endless stream of the batches of a corpus. Each batch comes with the cursor of the place *after* the batch, from
+/// which a run resumes. The same corpus, configuration and cursor always give the same batches.
 #[derive(Debug)]
 pub struct BatchStream {
     corpus: Arc<Corpus>,
     lengths: Vec<(usize, usize)>,
     config: StreamConfig,
     cursor: Cursor,
-    /// The batches of epoch `cursor.epoch`.
+    /// The batches of epoch `cursor.epoch`, as lists of sentence indices.
     plan: Vec<Vec<usize>>,
 }
 
@@ -81,15 +81,15 @@ impl BatchStream {
         Ok(Self { corpus, lengths, config, cursor, plan })
     }
 
-    /// Moves within the epoch to the first batch before which at least this share of the sentences lies, or to the
-    /// last batch.
+    /// Moves the cursor within its epoch to the first batch that has at least `share` of the sentences before it, or to
+    /// the last batch if none has.
     pub fn behind(mut self, share: f64) -> Self {
-        let wanted = (share.clamp(0.0, 1.0) * self.corpus.len() as f64).round() as usize;
+        let least = (share.clamp(0.0, 1.0) * self.corpus.len() as f64).round() as usize;
         let mut seen = 0;
         let index = self.plan.iter().position(|batch| {
-            let is_there = seen >= wanted;
+            let is_behind = seen >= least;
             seen += batch.len();
-            is_there
+            is_behind
         });
         // The cursor stays before the end of the epoch: an evaluation there belongs to the next update.
         self.cursor.index = index.unwrap_or(self.plan.len() - 1) as u64;
@@ -143,10 +143,10 @@ impl Iterator for BatchStream {
     }
 }
 
-/// A [`BatchStream`] whose batches its own thread builds ahead. Dropping the value ends the thread.
+/// A [`BatchStream`] whose batches are built in advance by a thread. Dropping the `Prefetch` ends the thread.
 #[derive(Debug)]
 pub struct Prefetch {
-    /// The receiving end of the channel; `None` only while the value is dropped.
+    /// The receiving end of the channel; `None` only while the `Prefetch` is being dropped.
     batches: Option<Receiver<(Batch, Cursor)>>,
     builder: Option<JoinHandle<()>>,
 }
@@ -172,8 +172,8 @@ impl Prefetch {
 impl Iterator for Prefetch {
     type Item = (Batch, Cursor);
 
-    /// Waits for the next batch; never returns `None`. If the thread has panicked, the panic continues here.
-    /// Otherwise it would look like the end of the data.
+    /// Waits for the next batch; never returns `None`. If the thread has panicked, resumes the panic here, because a
+    /// `None` would look like the end of the data.
     fn next(&mut self) -> Option<Self::Item> {
         let batch = self.batches.as_ref()?.recv().ok();
         if batch.is_none() {

@@ -1,8 +1,8 @@
 //! Text files: one sentence on each line, in UTF-8, plain or gzip.
 //!
 //! A line ends only at `\n`, so that line numbers agree with `wc -l`, `sed -n` and editors. Some readers also break
-//! lines at U+0085, U+2028 and other characters. Here these stay inside their sentence: a break would shift one side
-//! of a parallel corpus against the other.
+//! lines at U+0085, U+2028 and other characters. Here these characters stay inside their sentence, because a break
+//! would shift one side of a parallel corpus against the other.
 
 use std::fs::File;
 use std::io::{self, Read};
@@ -50,6 +50,7 @@ const UTF_16_MARKS: [&[u8]; 2] = [b"\xff\xfe", b"\xfe\xff"];
 /// if `check_interrupt` returns an error.
 pub fn read_lines(path: impl AsRef<Path>, check_interrupt: Interrupt) -> Result<Vec<String>> {
     let path = path.as_ref();
+    // A compressed file of records, such as `corpus.jsonl.gz`, is a file of records, too.
     let name = if path.extension().is_some_and(|end| end == "gz") { path.with_extension("") } else { path.into() };
     let end = name.extension().and_then(|end| end.to_str()).unwrap_or_default().to_lowercase();
     if RECORDS.contains(&end.as_str()) {
@@ -79,8 +80,8 @@ pub fn read_lines(path: impl AsRef<Path>, check_interrupt: Interrupt) -> Result<
     lines_of(path, bytes.strip_prefix(MARK).unwrap_or(&bytes), check_interrupt)
 }
 
-/// Splits the text of a file into lines, by the rules of [`read_lines`] except for the byte order mark. Messages call
-/// the file `path`.
+/// Splits the text of a file into lines, like [`read_lines`], but does not skip a byte order mark. Error messages name
+/// the file as `path`.
 pub fn lines_of(path: &Path, bytes: &[u8], check_interrupt: Interrupt) -> Result<Vec<String>> {
     if bytes.is_empty() {
         return Err(Error::invalid(format!(
@@ -93,10 +94,11 @@ pub fn lines_of(path: &Path, bytes: &[u8], check_interrupt: Interrupt) -> Result
         let line = line.strip_suffix(b"\r").unwrap_or(line);
         match std::str::from_utf8(line) {
             Ok(line) => {
-                let mut own = String::new();
-                own.try_reserve_exact(line.len()).map_err(|_| too_large(path, bytes.len()))?;
-                own.push_str(line);
-                Ok(own)
+                // Without `try_reserve_exact`, a lack of memory would abort the process.
+                let mut owned = String::new();
+                owned.try_reserve_exact(line.len()).map_err(|_| too_large(path, bytes.len()))?;
+                owned.push_str(line);
+                Ok(owned)
             }
             Err(error) => Err(Error::invalid(format!(
                 "{}: line {}: byte {} (0x{:02x}) is not valid UTF-8; expected text in UTF-8, {}",
@@ -135,8 +137,8 @@ pub fn read_parallel(
     Ok(sources.into_iter().zip(targets).collect())
 }
 
-/// Iterates over the words of a line. They are separated by white space as Python's `str.split()` defines it, because
-/// fairseq and sacrebleu use that function.
+/// Iterates over the words of a line, separated by white space as Python's `str.split()` defines it: fairseq and
+/// sacrebleu use that function.
 ///
 /// White space is Unicode's White_Space, and the four separators U+001C to U+001F. Rust's `split_whitespace` would
 /// leave these four inside words.
@@ -176,7 +178,8 @@ fn read_bytes(path: &Path, check_interrupt: Interrupt) -> Result<Vec<u8>> {
     read_whole(path, MultiGzDecoder::new(bytes.as_slice()), damaged, check_interrupt)
 }
 
-/// Reads all bytes from `from`. `check_interrupt` runs at every chunk.
+/// Reads all bytes from `from`, and calls `check_interrupt` after each chunk. `refused` makes the error for a failed
+/// read.
 fn read_whole(
     path: &Path,
     mut from: impl Read,
@@ -194,7 +197,7 @@ fn read_whole(
     }
 }
 
-/// Returns the error for a text that does not fit into memory; `bytes` have been read.
+/// Returns the error for a text that does not fit into memory, of which `bytes` bytes have been read.
 fn too_large(path: &Path, bytes: usize) -> Error {
     Error::invalid(format!(
         "{}: its text does not fit into memory (no room after {bytes} bytes of it): give a smaller file, or more memory",

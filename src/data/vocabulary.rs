@@ -18,8 +18,8 @@ pub const UNK: u32 = 3;
 /// The spellings of the special symbols; the index is the id.
 pub const SPECIALS: [&str; 4] = ["<s>", "<pad>", "</s>", "<unk>"];
 
-/// The pieces that a model knows. Ids 0 to 3 are [`SPECIALS`]. The other ids follow in the order of falling counts;
-/// pieces with equal counts are in code point order.
+/// The vocabulary of a model: pieces, their counts and ids. Ids 0 to 3 are [`SPECIALS`]. The other pieces follow by
+/// falling count; pieces with equal counts are in code point order.
 ///
 /// Text never yields a special symbol other than UNK: a piece that is spelt like one is not counted and is encoded as
 /// UNK. (fairseq would encode it as the symbol. Then a sentence could end in the middle, or have a target that the
@@ -55,7 +55,7 @@ impl Vocabulary {
         Self::from_lines(path, &read_lines(path, &mut || Ok(()))?)
     }
 
-    /// Parses a dictionary from the lines of a file. Messages call the file `path`.
+    /// Parses a dictionary from the lines of a file. Error messages name the file as `path`.
     pub fn from_lines(path: &Path, lines: &[String]) -> Result<Self> {
         let mut vocabulary = Self::with_specials();
         for (index, line) in lines.iter().enumerate() {
@@ -102,7 +102,7 @@ impl Vocabulary {
         pieces.iter().map(|piece| self.ids.get(piece.as_ref()).copied().unwrap_or(UNK)).collect()
     }
 
-    /// Returns (id here, id there) for each entry that another vocabulary has, too; special symbols come first.
+    /// Returns (id in `self`, id in `other`) for each piece that both vocabularies have; special symbols come first.
     pub fn shared_with(&self, other: &Vocabulary) -> Vec<(i64, i64)> {
         let specials = (0..SPECIALS.len() as i64).map(|id| (id, id));
         let pieces = self.pieces.iter().enumerate().skip(SPECIALS.len());
@@ -130,7 +130,7 @@ impl Vocabulary {
     }
 
     fn push(&mut self, piece: &str, count: u64) {
-        // The cast loses nothing: 2^32 different pieces would fill hundreds of gigabytes before.
+        // The cast to u32 is lossless: 2^32 different pieces would need hundreds of gigabytes of memory.
         self.ids.insert(piece.to_owned(), self.pieces.len() as u32);
         self.pieces.push(piece.to_owned());
         self.counts.push(count);
@@ -143,7 +143,11 @@ impl Vocabulary {
 /// The result has a flag for each of the `len` ids. Ids of `targets` that are not below `len` count as UNK.
 pub fn seen_mask<'a>(len: usize, targets: impl IntoIterator<Item = &'a [u32]>) -> Vec<bool> {
     let mut seen = vec![false; len];
-    let mut set = |id: u32, value: bool| seen.get_mut(id as usize).into_iter().for_each(|flag| *flag = value);
+    let mut set = |id: u32, value: bool| {
+        if let Some(flag) = seen.get_mut(id as usize) {
+            *flag = value;
+        }
+    };
     targets.into_iter().flatten().for_each(|&id| set(id, true));
     for (id, value) in [(BOS, false), (PAD, false), (EOS, true), (UNK, true)] {
         set(id, value);
