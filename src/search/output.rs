@@ -21,6 +21,7 @@ pub(super) struct OutputLayer {
 impl OutputLayer {
     pub fn new(model: &Transformer, vocabulary: TargetVocabulary, kind: Kind) -> Result<Self> {
         let (weight, bias) = model.output()?;
+        // A packed matrix leaves out the rows outside V_t. Otherwise `log_probabilities` masks their logits.
         let projection = match vocabulary.ids().filter(|_| PreparedWeight::is_packed(weight.device(), kind)) {
             Some(ids) => {
                 let ids = Tensor::f_from_slice(ids)?;
@@ -42,6 +43,7 @@ impl OutputLayer {
     /// comes first.
     pub fn best(&self, features: &Tensor, count: usize, eos: Eos, kind: Kind) -> Result<Vec<Vec<Continuation>>> {
         let ids = self.vocabulary.ids();
+        // The packed product has one column for each token of V_t.
         let column = |id: i64| match ids {
             Some(ids) => ids.binary_search(&id).ok(),
             None => Some(id as usize),
@@ -52,7 +54,7 @@ impl OutputLayer {
             (Eos::Forced, Some(column)) => Choice::Only(column),
             _ => Choice::AllBut(&banned),
         };
-        let found = match &self.projection {
+        let best_columns = match &self.projection {
             PreparedWeight::F32(w) => best_of_product(features, w, self.softcap.map(|c| c.0), count, choice)?,
             PreparedWeight::F64(w) => best_of_product(features, w, self.softcap.map(|c| c.0), count, choice)?,
             cast => {
@@ -63,7 +65,7 @@ impl OutputLayer {
         };
         let token = |column: usize| ids.map_or(column as i64, |ids| ids[column]);
         let continuation = |l: Likely| Continuation { token: token(l.column), log_probability: l.log_p };
-        Ok(found.into_iter().map(|row| row.into_iter().map(continuation).collect()).collect())
+        Ok(best_columns.into_iter().map(|row| row.into_iter().map(continuation).collect()).collect())
     }
 }
 

@@ -7,7 +7,8 @@ use std::collections::BTreeMap;
 use tch::Device;
 
 const V: i64 = 23;
-/// Returns a mask that allows all entries except UNK and the last three.
+
+/// Returns a mask that allows EOS and the ids 4 to 19.
 fn allowed() -> Vec<bool> {
     (0..V).map(|id| id == EOS || (4..20).contains(&id)).collect()
 }
@@ -51,7 +52,7 @@ fn given(prompts: &[Vec<i64>]) -> Vec<Prompt<'_>> {
 
 fn run(model: &Transformer, prompts: &[Prompt], config: &GenerationConfig, is_cached: bool) -> Vec<Generation> {
     let reader = &mut Reader::new(model, Kind::Double, is_cached);
-    continued(reader, prompts, Some(&allowed()), config, &mut |_, _, _| Ok(()), &mut || Ok(())).unwrap()
+    continue_texts(reader, prompts, Some(&allowed()), config, &mut |_, _, _| Ok(()), &mut || Ok(())).unwrap()
 }
 
 /// Generates as the definition says: one text at a time, with a pass over its whole window at every step.
@@ -146,7 +147,7 @@ fn tensorized_attention_reads_windows_whole() {
     assert!(e.contains("7 tokens in a row") && e.contains("tensorized_segment = 6"), "{e}");
 }
 
-/// A text is the same whatever other texts are in its batch, and in whatever order.
+/// A text depends neither on the other texts of its batch nor on their order.
 #[test]
 fn a_text_does_not_depend_on_the_batch() {
     let (all, model) = (prompts(), model(r#""residual": "prenorm""#));
@@ -162,7 +163,7 @@ fn a_text_does_not_depend_on_the_batch() {
     same(&found, &together);
 }
 
-/// The batch has three samples of each prompt, with other prompts between them, and windows that move on.
+/// The batch has three samples of each prompt, not next to each other, and the windows move on.
 #[test]
 fn samples_of_a_prompt_share_what_is_read() {
     let (all, model) = (prompts()[..9].to_vec(), model(r#""residual": "value-residual", "positions": "rotary""#));
