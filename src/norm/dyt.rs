@@ -1,6 +1,6 @@
 //! DyT, dynamic tanh: y = γ⊙tanh(αx) + β with one learned number α (Zhu et al. 2025; docs/spec.md §1.12).
 //!
-//! DyT stands in place of a norm but measures nothing: y depends on no mean, variance or length of its row.
+//! DyT replaces a norm but computes no statistics: y does not depend on its row's mean, variance or length.
 
 use crate::cpu::pack::Isa;
 use crate::cpu::Accumulator;
