@@ -150,7 +150,7 @@ mod tests {
     }
 
     #[test]
-    fn matches_are_clipped_and_long_hypotheses_not_punished() {
+    fn matches_are_clipped_and_long_hypotheses_have_no_penalty() {
         let score = bleu(&["the the the the the the the"], &["the cat is on the mat"], Tokenize::None).unwrap();
         assert!((score.precisions[0] - 200.0 / 7.0).abs() < 1e-12, "{score:?}");
         assert_eq!((score.brevity_penalty, score.bleu), (1.0, 0.0));
@@ -189,7 +189,7 @@ mod tests {
     }
 
     #[test]
-    fn multi_bleu_reads_bytes() {
+    fn multi_bleu_works_on_bytes() {
         let line =
             |hypothesis, reference, lowercase| multi_bleu(&[hypothesis], &[reference], lowercase).unwrap().to_string();
         let split =

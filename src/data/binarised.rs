@@ -382,12 +382,12 @@ mod tests {
     }
 
     #[test]
-    fn damage_is_named_and_costs_no_memory() {
+    fn a_damaged_index_is_an_error_and_allocates_nothing() {
         let check = |what: &str, (index, tokens): (Vec<u8>, Vec<u8>), at: usize, new: &[u8]| {
             let mut index = index;
             index.splice(at..(at + new.len()).min(index.len()), new.iter().copied());
-            let said = message(read(&index, &tokens, 7));
-            assert!(said.contains(what), "{what}: {said}");
+            let error = message(read(&index, &tokens, 7));
+            assert!(error.contains(what), "{what}: {error}");
         };
         check("not an index", mmap(), 0, b"X");
         check("version 2", mmap(), 9, &[2]);
@@ -416,11 +416,11 @@ mod tests {
     }
 
     #[test]
-    fn languages_come_from_the_names_or_are_chosen() {
+    fn languages_come_from_file_names_or_arguments() {
         let names = ["train.de-en.de.idx", "train.de-en.en.idx", "test.de-en.de.idx", "train1.de-fr.de.idx"];
-        let there = folder(&names.map(|name| (name, b"".as_slice())));
+        let directory = folder(&names.map(|name| (name, b"".as_slice())));
         let direction = |split, source, target| {
-            Binarised::parallel(there.path(), split, source, target)
+            Binarised::parallel(directory.path(), split, source, target)
                 .map(|found| found.pair.map(|pair| format!("{}: {} → {}", pair.named, pair.source, pair.target)))
         };
         let is = |found: Result<Option<String>>, wanted: &str| assert_eq!(found.unwrap().unwrap(), wanted);
@@ -430,7 +430,7 @@ mod tests {
         is(direction("test", None, Some("en")), "de-en: de → en");
         let none = message(direction("train", Some("fr"), None));
         assert!(none.contains("train.fr-TGT.LANG.idx of one language pair, found de-en;"), "{none}");
-        fs::write(there.path().join("train.de-fr.fr.idx"), b"").unwrap();
+        fs::write(directory.path().join("train.de-fr.fr.idx"), b"").unwrap();
         let two = message(direction("train", None, None));
         assert!(two.contains("found de-en, de-fr;"), "{two}");
         is(direction("train", None, Some("fr")), "de-fr: de → fr");
@@ -447,8 +447,8 @@ mod tests {
             ("dict.de.txt", b"a 3\nb 2\nc 1\nd 0\n"),
             ("dict.en.txt", b"a 3\n"),
         ];
-        let there = folder(&files);
-        let found = Binarised::parallel(there.path(), "train", Some("en"), Some("de")).unwrap();
+        let directory = folder(&files);
+        let found = Binarised::parallel(directory.path(), "train", Some("en"), Some("de")).unwrap();
         assert!(message(found.joint_dictionary()).contains("--joined-dictionary"));
     }
 }

@@ -246,7 +246,7 @@ mod tests {
 
     /// The expected values are from subword-nmt 0.3.8's `BPE.segment` with the same header and MERGES.
     #[test]
-    fn segments_as_subword_nmt() {
+    fn segments_like_subword_nmt() {
         for (header, frozen) in [("#version: 0.2\n", FROZEN_02), ("", FROZEN_01)] {
             let bpe = bpe(&format!("{header}{MERGES}")).unwrap();
             for (line, pieces) in LINES.iter().zip(frozen) {
@@ -327,7 +327,7 @@ mod tests {
     }
 
     #[test]
-    fn random_merges_join_as_in_place() {
+    fn the_linked_list_merges_like_an_array() {
         let mut below = testing::numbers(7);
         for round in 0..300 {
             // The pairs are in random order, so a merge may come before the merges that create its halves.

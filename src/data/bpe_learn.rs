@@ -256,7 +256,7 @@ mod tests {
 
     /// The `tokenizers` library takes a minute for a word of this length.
     #[test]
-    fn a_long_word_is_learned_and_cut_in_linear_time() {
+    fn a_long_word_is_learned_and_segmented_in_linear_time() {
         let mut below = numbers(3);
         let word: String = (0..160_000).map(|_| (b'a' + below(20) as u8) as char).collect();
         let start = std::time::Instant::now();
@@ -269,7 +269,7 @@ mod tests {
     }
 
     #[test]
-    fn a_wish_to_stop_is_heard() {
+    fn an_interrupt_stops_learning() {
         let lines = std::iter::repeat_n("ab cd abc", 100_000_000);
         let stopped = Bpe::learn(lines, 5, &mut || Err(Error::Interrupted("stop".into()))).unwrap_err();
         assert!(matches!(stopped, Error::Interrupted(_)), "{stopped}");
@@ -290,13 +290,13 @@ mod tests {
     }
 
     #[test]
-    fn learning_ends_where_no_pair_occurs_twice() {
+    fn learning_ends_when_no_pair_occurs_twice() {
         let bpe = learn(["ab ab cd"], 100).unwrap();
         assert_eq!(pairs(&bpe), ["a b</w>"]);
     }
 
     #[test]
-    fn ties_are_broken_the_same_way_every_time() {
+    fn ties_are_broken_deterministically() {
         let lines: Vec<String> =
             (0..400u32).map(|i| format!("{:x} {:o}", i.wrapping_mul(2_654_435_761), i * 77)).collect();
         let again = || pairs(&learn(lines.iter().map(String::as_str), 200).unwrap());

@@ -211,7 +211,7 @@ mod tests {
     }
 
     #[test]
-    fn the_digest_sees_order_and_ends() {
+    fn the_digest_depends_on_order_and_sentence_ends() {
         let digest = |rows: &[&[u32]]| {
             let rows: Vec<Vec<u32>> = rows.iter().map(|row| row.to_vec()).collect();
             super::digest(&rows, &mut || Ok(())).unwrap()

@@ -43,10 +43,10 @@ mod tests {
 
     #[test]
     fn a_wish_to_stop_ends_the_items() {
-        let mut asked = 0;
+        let mut checks = 0;
         let mut check_interrupt = || {
-            asked += 1;
-            if asked < 3 {
+            checks += 1;
+            if checks < 3 {
                 Ok(())
             } else {
                 Err(Error::Interrupted("stop".into()))
@@ -60,18 +60,18 @@ mod tests {
     }
 
     #[test]
-    fn a_question_waits_for_the_interval() {
-        let mut asked = 0;
+    fn checks_are_at_least_an_interval_apart() {
+        let mut checks = 0;
         let mut check_interrupt = || {
-            asked += 1;
+            checks += 1;
             Ok(())
         };
         let start = Instant::now();
-        let mut ask = throttled(&mut check_interrupt);
+        let mut check = throttled(&mut check_interrupt);
         while start.elapsed() < 3 * INTERVAL {
-            ask().unwrap();
+            check().unwrap();
         }
-        drop(ask);
-        assert!((1..=3).contains(&asked), "{asked}");
+        drop(check);
+        assert!((1..=3).contains(&checks), "{checks}");
     }
 }

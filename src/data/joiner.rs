@@ -41,7 +41,7 @@ mod tests {
     use crate::data::join;
 
     #[test]
-    fn text_that_comes_piece_by_piece_is_the_joined_line() {
+    fn texts_of_pieces_add_up_to_the_joined_line() {
         let lines =
             ["viel@@ er b\u{fc}@@ sche .", "an end@@", "@@ @@", "a@@@@ b", "@@@ b", "a @@ b", "a @@", "\u{e4}", ""];
         for line in lines {
@@ -56,7 +56,7 @@ mod tests {
     }
 
     #[test]
-    fn it_goes_on_after_a_text() {
+    fn pieces_continue_a_text() {
         let first = |text: &str| Joiner::after(text).push("or");
         assert_eq!([first("to be"), first("to be "), first("be\n"), first("vi@@")], [" or", "or", "or", "or"]);
         let mut joiner = Joiner::after("to");

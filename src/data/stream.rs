@@ -233,7 +233,7 @@ mod tests {
 
     /// The same share of sentences lies before the cursor, whatever the old and the new batch sizes.
     #[test]
-    fn a_place_is_kept_by_the_share_of_sentences() {
+    fn another_batch_size_keeps_the_share_of_sentences() {
         for (before, now) in [(40, 12), (12, 40), (40, 40), (300, 12)] {
             let of =
                 |max_tokens, cursor| BatchStream::new(corpus(), StreamConfig { max_tokens, ..CONFIG }, cursor).unwrap();
@@ -253,7 +253,7 @@ mod tests {
     }
 
     #[test]
-    fn word_dropout_spares_what_is_to_be_said() {
+    fn word_dropout_does_not_change_the_tokens_to_predict() {
         let plain = StreamConfig { word_dropout: 0.0, ..CONFIG };
         let plain = BatchStream::new(corpus(), plain, Cursor::default()).unwrap();
         let changed =
@@ -283,7 +283,7 @@ mod tests {
     }
 
     #[test]
-    fn a_builder_that_panics_is_heard() {
+    fn a_panic_of_the_builder_reaches_the_reader() {
         let mut broken = stream(Cursor::default());
         broken.plan[2] = vec![usize::MAX];
         let mut ahead = Prefetch::new(broken).unwrap();

@@ -235,14 +235,14 @@ mod tests {
     }
 
     #[test]
-    fn lines_end_at_newline_alone() {
+    fn lines_end_only_at_newlines() {
         let text = file("a\u{85}b\u{2028}c\rd\r\n\n e \u{0b}\nlast".as_bytes());
         assert_eq!(read_lines(text.path()).unwrap(), ["a\u{85}b\u{2028}c\rd", "", " e \u{0b}", "last"]);
         assert_eq!(read_lines(file(b"\n").path()).unwrap(), [""]);
     }
 
     #[test]
-    fn gzip_is_known_by_its_bytes_and_read_through_all_members() {
+    fn gzip_is_recognised_by_its_bytes_and_all_members_are_read() {
         let two = [gzip(b"one\n"), gzip("zw\u{f6}i\n".as_bytes())].concat();
         assert_eq!(read_lines(file(&two).path()).unwrap(), ["one", "zw\u{f6}i"]);
         let cut = message(read_lines(file(&two[..two.len() - 6]).path()));
@@ -252,15 +252,15 @@ mod tests {
     }
 
     #[test]
-    fn a_byte_order_mark_is_no_text() {
+    fn a_byte_order_mark_is_skipped() {
         let marked = [MARK, b"a\n\xef\xbb\xbfb\n"].concat();
         for bytes in [marked.clone(), gzip(&marked)] {
             assert_eq!(read_lines(file(&bytes).path()).unwrap(), ["a", "\u{feff}b"]);
         }
         assert!(message(read_lines(file(MARK).path())).contains("the file is empty"));
         for mark in UTF_16_MARKS {
-            let said = message(read_lines(file(&[mark, b"a\0"].concat()).path()));
-            assert!(said.contains("byte order mark says UTF-16"), "{said}");
+            let error = message(read_lines(file(&[mark, b"a\0"].concat()).path()));
+            assert!(error.contains("byte order mark says UTF-16"), "{error}");
         }
     }
 
@@ -283,8 +283,8 @@ mod tests {
         for (name, at, magic, unpack) in PACKED {
             let bytes = [vec![b'a'; at].as_slice(), magic, b"\xff\n"].concat();
             // Gzip itself is unpacked, so the test packs these bytes into a gzip file.
-            let said = message(read_lines(file(&gzip(&bytes)).path()));
-            assert!(said.contains(&format!("{name} file; ")) && said.contains(unpack), "{name}: {said}");
+            let error = message(read_lines(file(&gzip(&bytes)).path()));
+            assert!(error.contains(&format!("{name} file; ")) && error.contains(unpack), "{name}: {error}");
         }
         for text in ["PK", "BZh91AY", "LZIP", "ustar"] {
             assert_eq!(read_lines(file(text.as_bytes()).path()).unwrap(), [text]);
@@ -300,12 +300,12 @@ mod tests {
             }
         }
         let damaged = |_| Error::invalid("damaged");
-        let said = message(read_whole(Path::new("bomb.gz"), Bomb, damaged, &mut || Ok(())));
-        assert!(said.contains("bomb.gz: its text does not fit into memory"), "{said}");
+        let error = message(read_whole(Path::new("bomb.gz"), Bomb, damaged, &mut || Ok(())));
+        assert!(error.contains("bomb.gz: its text does not fit into memory"), "{error}");
     }
 
     #[test]
-    fn reading_hears_a_wish_to_stop() {
+    fn an_interrupt_stops_reading() {
         let text = file(&vec![b'\n'; 3 * CHUNK]);
         for questions in 0..5 {
             let mut left = questions;

@@ -208,12 +208,12 @@ mod tests {
     fn malformed_files_are_named_by_line() {
         let message = |text: &str| load(text).unwrap_err().to_string();
         for wrong in ["b", "b x", "b -1", " 3", "", "b 1 #fairseq:overwrite"] {
-            let said = message(&format!("a 1\n{wrong}\n"));
+            let error = message(&format!("a 1\n{wrong}\n"));
             assert!(
-                said.contains(&format!(
+                error.contains(&format!(
                     "line 2: expected 'piece count' with a whole number for the count, got '{wrong}'"
                 )),
-                "{said}"
+                "{error}"
             );
         }
         let twice = message("a 1\nb 1\na 3\n");
@@ -223,7 +223,7 @@ mod tests {
     }
 
     #[test]
-    fn the_mask_holds_target_types_eos_and_unk() {
+    fn the_mask_allows_training_targets_eos_and_unk() {
         let targets: [&[u32]; 3] = [&[5, 7], &[], &[7, BOS, PAD, 99]];
         assert_eq!(seen_mask(8, targets), [false, false, true, true, false, true, false, true]);
     }

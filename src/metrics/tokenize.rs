@@ -125,7 +125,7 @@ mod tests {
 
     /// The values are from sacreBLEU 2.6; tests/cli/test_scores.py compares random lines.
     #[test]
-    fn words_are_sacrebleus() {
+    fn words_are_those_of_sacrebleu() {
         let line = " 1,000.5 Men-at-arms, 5-6 &quot;x&quot; don't. ";
         assert_eq!(words(Tokenize::None, line), "1,000.5 Men-at-arms, 5-6 &quot;x&quot; don't.");
         assert_eq!(words(Tokenize::Mteval13a, line), "1,000.5 Men-at-arms , 5 - 6 \" x \" don't .");
@@ -135,7 +135,7 @@ mod tests {
     }
 
     #[test]
-    fn text_without_spaces_is_known_by_its_long_words() {
+    fn text_without_spaces_is_recognised_by_long_words() {
         let lacks = |text: &str| lacks_spaces(text.split(' '));
         assert!(lacks("他们在公园里踢足球。 两个孩子在玩"));
         assert!(lacks("เด็กสองคนกำลังเล่นฟุตบอลในสวน"));

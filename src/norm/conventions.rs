@@ -191,7 +191,7 @@ mod tests {
     }
 
     #[test]
-    fn the_vectors() {
+    fn known_rows_have_known_results() {
         for (name, weighs, expected) in [
             ("rmsnorm:llama", true, [0.52981287, -0.52981287, 3.17887721, -0.26490643]),
             ("rmsnorm:gemma", true, [1.05962574, -1.58943861, 4.76831582, 0.0]),
@@ -211,7 +211,7 @@ mod tests {
     }
 
     #[test]
-    fn rows_of_zeros_have_a_slope() {
+    fn rows_of_zeros_have_finite_gradients() {
         let x =
             Tensor::f_zeros([2i64, 4].as_slice(), (Kind::Double, tch::Device::Cpu)).unwrap().set_requires_grad(true);
         composed(of("rmsnorm:original"), &x, None, 1e-8).sum(Kind::Double).backward();
@@ -267,7 +267,7 @@ mod tests {
     }
 
     #[test]
-    fn none_of_a_row_is_an_error() {
+    fn a_part_of_no_numbers_is_an_error() {
         let how = Conventions { part: 0.2, ..of("rmsnorm:original") };
         let e = how.measured(4).unwrap_err().to_string();
         assert!(e.contains("rmsnorm_part = 0.2 of 4 numbers is none"), "{e}");
@@ -275,7 +275,7 @@ mod tests {
     }
 
     #[test]
-    fn families_say_what_the_options_say() {
+    fn families_choose_forms_and_epsilon() {
         let has_rows = |name| matches!(form(&given(name, &Options::NONE)), Ok(Form::Rows(_)));
         assert!(["rmsnorm", "rmsnorm:olmo", "rmsnorm:gemma"].into_iter().all(has_rows) && !has_rows("rmsnorm:llama"));
         assert!(of("rmsnorm:llama").has_kernel(Kind::BFloat16) && !of("rmsnorm:partial").has_kernel(Kind::Float));

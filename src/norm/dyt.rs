@@ -85,7 +85,7 @@ mod tests {
     }
 
     #[test]
-    fn a_call_needs_what_the_norm_declares() {
+    fn a_call_without_declared_parameters_is_an_error() {
         let x = Tensor::from_slice(&[1.0f64, 2.0]);
         let refused = |spec: &Spec, parameters, options: &[f64]| {
             spec.composed(&x, 2, parameters, options).unwrap_err().to_string()

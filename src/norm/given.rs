@@ -216,7 +216,7 @@ mod tests {
     }
 
     #[test]
-    fn a_declaration_has_one_entry_and_another_one_another() {
+    fn each_declaration_has_one_entry() {
         let (one, other) = (entry(given(1.0)).unwrap(), entry(given(2.0)).unwrap());
         assert!(std::ptr::eq(one, entry(given(1.0)).unwrap()) && one.name != other.name);
         assert!(std::ptr::eq(find(other.name).unwrap(), other) && declared(other.name).unwrap().name == "own");

@@ -128,7 +128,7 @@ mod tests {
     use tch::{Device, Kind};
 
     #[test]
-    fn the_gradient_is_the_formulas() {
+    fn the_gradient_equals_the_formula() {
         let (g, eps) = (1.7, 1e-5);
         for p in [1.0, 1.5, 3.0, f64::INFINITY] {
             let x = Tensor::from_slice(&[0.5f64, -2.0, 2.0, 0.25]).set_requires_grad(true); // two are the largest

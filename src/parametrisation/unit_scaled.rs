@@ -39,9 +39,10 @@ impl UnitScaled {
         let feed_forward = self.residual * (2.0 / (1.0 + self.attention_ratio.powi(2))).sqrt();
         let attention = self.attention_ratio * feed_forward;
         let [attentions, feed_forwards] = [(number + 1) / 2, number / 2].map(|count| count as f64);
-        let own = if number % 2 == 0 { attention } else { feed_forward };
-        let before = self.layers + attentions * attention.powi(2) + feed_forwards * feed_forward.powi(2);
-        let tau = own / before.sqrt();
+        let branch = if number % 2 == 0 { attention } else { feed_forward };
+        // τ is the size of this branch relative to the residual stream before it.
+        let stream_squared = self.layers + attentions * attention.powi(2) + feed_forwards * feed_forward.powi(2);
+        let tau = branch / stream_squared.sqrt();
         let skip = (1.0 + tau.powi(2)).powf(-0.5);
         (skip, tau * skip)
     }
@@ -82,17 +83,17 @@ impl UnitScaled {
         let (lr, ratio) = match part.role {
             ParameterRole::Embedding if name.starts_with("output_projection") => (1.0, at_logits * self.d_model),
             ParameterRole::Embedding => (fan_in.powf(-0.5), in_stream * self.vocab_size.sqrt()),
-            ParameterRole::HiddenMatrix => ((self.layers * fan_in).powf(-0.5), in_layer(self.place(name))),
-            ParameterRole::HiddenVector => (self.layers.powf(-0.5), in_layer(self.place(name))),
+            ParameterRole::HiddenMatrix => ((self.layers * fan_in).powf(-0.5), in_layer(self.sublayer_of(name))),
+            ParameterRole::HiddenVector => (self.layers.powf(-0.5), in_layer(self.sublayer_of(name))),
             ParameterRole::End => (1.0, in_stream),
         };
         Multipliers { init: 1.0, lr, weight_decay: 1.0 / lr, eps: 1.0 / ratio }
     }
 
-    /// Returns (sublayer, terms) of a layer's parameter: the number of its sublayer in the stack, and the number of
-    /// terms by whose root the library scales its gradient. `terms` is d_model for attention's matrices, d_ff for the
-    /// three of a feed-forward, and 1 for a norm.
-    fn place(&self, name: &str) -> (i64, f64) {
+    /// Returns (sublayer, terms) of a layer's parameter. `sublayer` is the number of the parameter's sublayer in the
+    /// stack. The library scales the parameter's gradient by √terms: d_model terms for attention's matrices, d_ff for
+    /// the three of a feed-forward, and 1 for a norm.
+    fn sublayer_of(&self, name: &str) -> (i64, f64) {
         let inside = name.split_once(".layers.").map_or("", |(_, inside)| inside);
         let (layer, module) = inside.split_once('.').unwrap_or(("0", inside));
         let first = 2 * layer.parse::<i64>().unwrap_or(0);
@@ -101,6 +102,7 @@ impl UnitScaled {
             "self_attn" if inside.contains("norm") => (first, 1.0),
             "self_attn" => (first, self.d_model),
             _ if module.starts_with("linear") => (first + 1, self.d_ff),
+            // The norms of a layer: norm1 belongs to attention, norm2 to the feed-forward.
             _ => (first + i64::from(module.ends_with('2')), 1.0),
         }
     }

@@ -164,7 +164,7 @@ mod tests {
 
     /// On ties the lower id comes first, even if only some of the equal entries are within the count.
     #[test]
-    fn of_equals_the_lower_id_comes_first() {
+    fn ties_go_to_the_lower_id() {
         let rows: [f32; 12] = [-1.0, -3.0, -1.0, -3.0, -3.0, -0.5, -2.0, -2.0, -2.0, -2.0, -2.0, -2.0];
         let log_p = Tensor::from_slice(&rows).reshape([2, 6]);
         let tokens = |count| -> Vec<Vec<i64>> {
@@ -177,7 +177,7 @@ mod tests {
     }
 
     #[test]
-    fn nan_is_seen() {
+    fn nan_is_among_the_best() {
         let mut logits = vec![0.5f32; 3000];
         logits[1700] = f32::NAN;
         let vocabulary = TargetVocabulary::new(None, 1000).unwrap();
@@ -188,7 +188,7 @@ mod tests {
     }
 
     #[test]
-    fn a_mask_must_fit_and_leave_something_to_say() {
+    fn a_mask_must_fit_and_allow_eos_and_a_word() {
         let message =
             |flags: &[bool]| TargetVocabulary::new(Some(&Tensor::from_slice(flags)), 6).err().unwrap().to_string();
         assert!(message(&[true; 5]).contains("bool of shape [6], got Bool of shape [5]"));
@@ -197,7 +197,7 @@ mod tests {
     }
 
     #[test]
-    fn probability_is_shared_among_the_masks_types() {
+    fn probabilities_add_up_to_one_within_the_mask() {
         let mask = Tensor::from_slice(&[false, false, true, true, false, true]);
         let vocabulary = TargetVocabulary::new(Some(&mask), 6).unwrap();
         let log_p = |eos| {

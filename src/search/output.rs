@@ -75,9 +75,9 @@ mod tests {
     use crate::config::TransformerConfig;
     use tch::Device;
 
-    /// Compares the choice from the packed product with libtorch's log-softmax and top-k of the model's logits.
+    /// Compares the tokens chosen from the packed product with libtorch's top-k of the log-softmax of the logits.
     #[test]
-    fn the_packed_output_chooses_as_the_composed_one() {
+    fn the_packed_output_chooses_like_libtorch() {
         // With these sizes there are several blocks of columns and of rows.
         const V: i64 = 1100;
         const ROWS: i64 = 300;

@@ -153,7 +153,7 @@ mod tests {
     }
 
     #[test]
-    fn the_distribution_is_its_definition() {
+    fn probabilities_equal_the_definition() {
         for (seed, count) in [(1, 5), (2, 63), (3, 64), (4, 65), (5, 700), (6, 3000)] {
             let mut logits = logits(count, seed);
             logits[1] = NONE;

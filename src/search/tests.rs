@@ -178,7 +178,7 @@ fn a_batch_is_its_sentences_and_the_cache_changes_nothing() {
 }
 
 #[test]
-fn n_best_is_the_beginning_of_all() {
+fn n_best_is_a_prefix_of_all_hypotheses() {
     let model = model(0.0);
     for rule in [SearchRule::Google, SearchRule::Fairseq] {
         let config = SearchConfig { beam: 5, n_best: 5, ..SearchConfig::new(rule) };
@@ -210,7 +210,7 @@ fn exhaust(
 }
 
 #[test]
-fn a_beam_as_wide_as_all_there_is_finds_the_best() {
+fn a_beam_of_all_sequences_finds_the_best() {
     for (rule, max_length) in [(SearchRule::Google, 3), (SearchRule::Fairseq, 2)] {
         for bend in [0.0, 0.25] {
             let model = model(bend);
@@ -234,7 +234,7 @@ fn a_beam_as_wide_as_all_there_is_finds_the_best() {
 
 /// All logits are equal, so every choice is a tie.
 #[test]
-fn of_equals_the_better_hypothesis_and_the_lower_id_come_first() {
+fn ties_go_to_the_better_hypothesis_then_to_the_lower_id() {
     let model = model(0.0);
     tch::no_grad(|| model.parameters.tensors().iter().for_each(|t| drop(t.shallow_clone().zero_())));
     let config =
