@@ -39,10 +39,10 @@ pub struct Moments {
 pub struct Statistics {
     /// ‖s_B − s‖₂/d (Shen et al. 2020, Fig 2, 4).
     pub distance: Moments,
-    /// ‖g‖₂/d, where g is the part of x's gradient that flows through each statistic (Fig 3, 4 there): (γ/σ_B)⊙mean dy
-    /// for μ_B, (γ/σ_B)⊙mean(dy⊙x̂) for σ²_B, and (γ/ψ_B)⊙mean(dy⊙x̂) for ψ²_B. NaN without a gradient.
+    /// ‖g‖₂/d, where g is the part of x's gradient that flows through each statistic (Fig 3, 4 of that paper):
+    /// (γ/σ_B)⊙mean dy for μ_B, (γ/σ_B)⊙mean(dy⊙x̂) for σ²_B, and (γ/ψ_B)⊙mean(dy⊙x̂) for ψ²_B. NaN without a gradient.
     pub gradient: Moments,
-    /// The share of channels with |γ| ≤ ψ_B, or ≤ σ_B if the norm centres (Lemma 2 there).
+    /// The share of channels with |γ| ≤ ψ_B, or ≤ σ_B if the norm centres (Shen et al. 2020, Lemma 2).
     pub bounded: f64,
 }
 
@@ -77,7 +77,7 @@ impl Columns {
         }
         let x = self.real(&self.x)?;
         let (count, width) = (x.nrows() as f64, x.ncols());
-        // A norm without a running mean does not centre x: its mean counts as 0.
+        // A norm without a running mean does not centre x, so 0 is subtracted instead of the mean.
         let running = self.mean.as_ref().map(vector).transpose()?;
         let mean = running.as_ref().map_or_else(|| Array1::zeros(width), |_| x.sum_axis(Axis(0)) / count);
         let x = x - &mean;

@@ -161,6 +161,7 @@ impl Options {
     /// Options without values, so that every option has its default.
     pub const NONE: Options = Options(BTreeMap::new());
 
+    /// Returns the option's value, or its default.
     pub fn get<T: Copy + DeserializeOwned>(&self, option_spec: &OptionSpec<T>) -> T {
         match self.0.get(option_spec.name) {
             Some(value) => serde_json::from_value(value.clone()).expect("`set` has read it"),
@@ -241,7 +242,7 @@ pub fn zero_or_more(name: &str, value: f64) -> Result<()> {
     }
 }
 
-/// True if a number is finite in float32, the type in which most models have their parameters.
+/// True if a number is finite in float32, the type of most models' parameters.
 pub fn is_finite_in_f32(value: f64) -> bool {
     value.abs() <= f64::from(f32::MAX)
 }

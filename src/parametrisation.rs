@@ -167,7 +167,7 @@ pub struct Parametrisation {
     branch: fn(&Ratios) -> f64,
     /// Returns the factor of the logits.
     logits: fn(&Ratios) -> f64,
-    /// True for u-μP. Its multipliers belong to each parameter, and those above are 1 ([`UnitScaled`]).
+    /// True for u-μP, whose parameters' multipliers come from [`UnitScaled`] instead of this entry.
     pub is_unit_scaled: bool,
 }
 

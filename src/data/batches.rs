@@ -53,7 +53,7 @@ pub struct Batch {
     pub sentences: Vec<usize>,
 }
 
-/// Returns the batches of an epoch as lists of sentence indices. `lengths` holds each sentence's (source, target)
+/// Returns the batches of an epoch as lists of sentence indices. `lengths` contains each sentence's (source, target)
 /// length, EOS included.
 ///
 /// The cost of a batch is its number of sentences × the length of its longest side. The cost never exceeds

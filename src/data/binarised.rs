@@ -1,7 +1,7 @@
 //! fairseq's binarised folders, as written by `fairseq-preprocess`: dictionaries (`dict.LANG.txt`) and splits of token
 //! ids (`train.SRC-TGT.LANG.bin` with `.idx`; without languages `dict.txt`, `train.bin`, `train.idx`).
 //!
-//! The `.bin` file holds the ids of all sentences, one sentence after the other. Its index has one of two formats,
+//! The `.bin` file contains the ids of all sentences, one sentence after the other. Its index has one of two formats,
 //! both little-endian:
 //!
 //! | `--dataset-impl` | index |
@@ -118,6 +118,7 @@ impl Binarised {
         Ok(found)
     }
 
+    /// Returns the language of a side; `None` for a folder with one language.
     fn language(&self, side: Side) -> Option<&str> {
         self.pair.as_ref().map(|pair| match side {
             Side::Source => pair.source.as_str(),
@@ -166,7 +167,7 @@ impl Binarised {
     }
 }
 
-/// Returns the language pairs for which the folder has this split.
+/// Returns the language pairs of the folder's files for this split.
 fn pairs(folder: &Path, split: &str) -> Result<BTreeSet<Pair>> {
     let entries = fs::read_dir(folder).map_err(|e| access_error("list", folder, e))?;
     let names = entries.flatten().map(|entry| entry.file_name().to_string_lossy().into_owned());

@@ -1,7 +1,7 @@
 //! Byte pair encoding: applies merges to words (Sennrich et al. 2016), exactly as `subword-nmt apply-bpe` does.
 //!
-//! A word begins as its characters and an end-of-word mark `</w>`. Of all adjacent pairs, the one that comes first in
-//! the list of merges is joined wherever it occurs, from left to right. This repeats until no adjacent pair is in the
+//! A word begins as its characters and an end-of-word mark `</w>`. The adjacent pair that comes first in the
+//! list of merges is joined wherever it occurs, from left to right. This repeats until no adjacent pair is in the
 //! list. Every piece except the last one of a word ends in `@@`.
 
 use std::cmp::Reverse;
@@ -44,7 +44,7 @@ impl Bpe {
     /// Reads merges from a file in the format of subword-nmt (`#version: 0.2`, then `a b` on each line) or fastBPE
     /// (`a b count` on each line, no header).
     ///
-    /// A file with two columns and no header counts as version 0.1, as in subword-nmt. A merge that is listed twice
+    /// A file with two columns and no header is read as version 0.1, as in subword-nmt. A merge that is listed twice
     /// keeps its first rank.
     pub fn from_codes(path: impl AsRef<Path>) -> Result<Self> {
         let path = path.as_ref();
@@ -96,7 +96,7 @@ impl Bpe {
         Self::new(WordEnd::OnLastCharacter, merges)
     }
 
-    /// Builds a BPE from listed merges. If a merge is listed twice, only the first place counts.
+    /// Builds a BPE from listed merges. If a merge is listed twice, the second one is ignored.
     fn new(word_end: WordEnd, listed: Vec<(String, String)>) -> Self {
         let mut merges = Vec::with_capacity(listed.len());
         let mut ranks: HashMap<String, HashMap<String, usize>> = HashMap::new();
@@ -303,7 +303,7 @@ mod tests {
         "b@@ \u{2028}@@ lo@@ w \u{85}",
     ];
 
-    /// Segments one word as the definition says: joins the first pair of the list wherever it occurs, until no pair
+    /// Segments one word by the definition: joins the first pair of the list wherever it occurs, until no pair
     /// is in the list.
     fn joined_in_place(bpe: &Bpe, word: &str) -> Vec<String> {
         let mut symbols: Vec<String> = word.chars().map(String::from).collect();

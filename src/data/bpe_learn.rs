@@ -11,7 +11,7 @@ use super::bpe::{spaced_words, Bpe, WORD_END};
 use super::interrupt::{interruptible, throttled, Interrupt};
 use crate::error::{Error, Result};
 
-/// The smallest count with which a pair is merged; subword-nmt's default is 2, too.
+/// The smallest count of a pair that is merged, the same as subword-nmt's default.
 const LEAST_PAIR_COUNT: i64 = 2;
 
 impl Bpe {
@@ -82,7 +82,7 @@ struct Learner {
     frequencies: Vec<i64>,
     /// The current count of each pair.
     counts: HashMap<IdPair, i64>,
-    /// The places at which each pair may occur: the place of its left symbol.
+    /// The places of the left symbols of each pair. The list may have outdated places, where the pair no longer occurs.
     places: HashMap<IdPair, Vec<u32>>,
     /// Pairs ordered by count, then by age, each with an index into [`Learner::entry_words`]. An outdated count is
     /// corrected when its entry is popped.
@@ -94,6 +94,7 @@ struct Learner {
 }
 
 impl Learner {
+    /// Splits the words, given with their counts, into initial symbols, and queues all adjacent pairs.
     fn new(words: &BTreeMap<&str, i64>, check_interrupt: Interrupt) -> Result<Self> {
         let mut symbols = BTreeSet::new();
         interruptible(check_interrupt, words.keys(), |words| {
@@ -189,7 +190,7 @@ impl Learner {
             }
             self.merge(pair, places);
         }
-        // A pair that was merged twice counts only at its last merge.
+        // A pair that was merged twice is listed only at its last merge.
         let last: HashMap<IdPair, usize> = merged.iter().enumerate().map(|(rank, pair)| (*pair, rank)).collect();
         let kept = merged.iter().enumerate().filter(|(rank, pair)| last[*pair] == *rank).map(|(_, pair)| pair);
         let spelled = |id: Id| self.spelled[id as usize].clone();

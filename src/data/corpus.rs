@@ -5,12 +5,12 @@ use super::vocabulary::{BOS, EOS};
 use crate::error::{Error, Result};
 use serde::{Deserialize, Serialize};
 
-/// What is done with sentences that are too long for a batch.
+/// The treatment of sentences that are too long for a batch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum LongSentences {
     /// Fails with an error that says how many sentences are too long.
     Refuse,
-    /// Leaves the sentences out, and counts them.
+    /// Leaves the sentences out.
     Skip,
 }
 

@@ -3,7 +3,7 @@
 use super::bpe::{Bpe, CONTINUED};
 use super::text::words;
 
-/// How a line of text is split into pieces of the vocabulary.
+/// A way to split a line of text into pieces of the vocabulary.
 #[derive(Debug)]
 pub enum Segmenter {
     /// Words are split by BPE merges.

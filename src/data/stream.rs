@@ -34,7 +34,7 @@ pub struct StreamConfig {
 }
 
 /// An endless stream of the batches of a corpus. Each batch comes with the cursor of the place *after* the batch, from
-/// which a run resumes. The same corpus, configuration and cursor always give the same batches.
+/// which a run resumes. The same corpus, configuration and cursor always produce the same batches.
 #[derive(Debug)]
 pub struct BatchStream {
     corpus: Arc<Corpus>,
@@ -49,8 +49,8 @@ impl BatchStream {
     /// Starts at `cursor`. `Cursor::default()` is the beginning of the first epoch.
     ///
     /// Errors if the corpus is empty, if a sentence is longer than `max_tokens`, or if the probability is not in 0 ≤
-    /// p < 1. Also errors if the cursor lies past the last batch of its epoch. Such a cursor comes from other data or
-    /// another `max_tokens`, so the run could not continue unchanged.
+    /// p < 1. Also errors if the cursor is behind the last batch of its epoch. Then the cursor was saved with other
+    /// data or another `max_tokens`, and the run cannot continue unchanged.
     pub fn new(corpus: Arc<Corpus>, config: StreamConfig, cursor: Cursor) -> Result<Self> {
         let lengths = corpus.lengths();
         let Some(longest) = lengths.iter().map(|&(source, target)| source.max(target)).max() else {
@@ -91,12 +91,12 @@ impl BatchStream {
             seen += batch.len();
             is_behind
         });
-        // The cursor stays before the end of the epoch: an evaluation there belongs to the next update.
+        // At least one batch is left, because the evaluation at the end of an epoch follows an update.
         self.cursor.index = index.unwrap_or(self.plan.len() - 1) as u64;
         self
     }
 
-    /// Returns the number of this epoch's sentences that lie before the cursor.
+    /// Returns the number of this epoch's sentences before the cursor.
     pub fn seen(&self) -> usize {
         self.plan[..self.cursor.index as usize].iter().map(Vec::len).sum()
     }
@@ -231,7 +231,7 @@ mod tests {
         assert_eq!(second, (0..60).collect::<Vec<_>>());
     }
 
-    /// The same share of sentences lies before the cursor, whatever the old and the new batch sizes.
+    /// The share of sentences before the cursor is the same for all old and new batch sizes.
     #[test]
     fn another_batch_size_keeps_the_share_of_sentences() {
         for (before, now) in [(40, 12), (12, 40), (40, 40), (300, 12)] {

@@ -36,7 +36,7 @@ const PACKED: [(&str, usize, &[u8], &str); 15] = [
     // One level of gzip is unpacked, so these bytes appear only if the file was packed twice.
     ("a gzip", 0, &GZIP_MAGIC, "gzip -dc"),
 ];
-/// The extensions of files that hold records instead of plain text, as in python/normformer_rs/text.py.
+/// The extensions of files that contain records instead of plain text, as in python/normformer_rs/text.py.
 const RECORDS: [&str; 7] = ["jsonl", "ndjson", "json", "csv", "tsv", "parquet", "arrow"];
 /// The byte order mark U+FEFF in UTF-8, which some editors write at the beginning of a file.
 const MARK: &[u8] = b"\xef\xbb\xbf";
@@ -151,6 +151,7 @@ pub fn is_space(c: char) -> bool {
     c.is_whitespace() || ('\u{1c}'..='\u{1f}').contains(&c)
 }
 
+/// Reads a file, and unpacks it if it is gzip.
 fn read_bytes(path: &Path, check_interrupt: Interrupt) -> Result<Vec<u8>> {
     let refused = |error: io::Error| match error.kind() {
         io::ErrorKind::NotFound => Error::invalid(format!(

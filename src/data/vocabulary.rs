@@ -6,7 +6,7 @@ use std::path::Path;
 use super::text::read_lines;
 use crate::error::{Error, Result};
 
-/// Begin of sentence. fairseq gives it an id but hardly uses it: its decoder starts from [`EOS`].
+/// Begin of sentence. fairseq reserves an id for BOS but hardly uses it: its decoder starts from [`EOS`].
 pub const BOS: u32 = 0;
 /// Padding, which fills up rows to equal lengths.
 pub const PAD: u32 = 1;
@@ -23,8 +23,8 @@ pub const SPECIALS: [&str; 4] = ["<s>", "<pad>", "</s>", "<unk>"];
 ///
 /// Text never yields a special symbol other than UNK: a piece that is spelt like one is not counted and is encoded as
 /// UNK. (fairseq would encode it as the symbol. Then a sentence could end in the middle, or have a target that the
-/// vocabulary mask forbids.) fairseq-preprocess adds entries until their number is a multiple of 8; this vocabulary
-/// does not. If a loaded file has such entries (`madeupword0000 0`), they are ordinary pieces.
+/// vocabulary mask forbids.) fairseq-preprocess adds entries until their number is a multiple of 8; this type does
+/// not. If a loaded file has such entries (`madeupword0000 0`), they are ordinary pieces.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Vocabulary {
     pieces: Vec<String>,
@@ -129,6 +129,7 @@ impl Vocabulary {
         Self { pieces: SPECIALS.map(str::to_owned).to_vec(), counts: vec![0; SPECIALS.len()], ids: HashMap::new() }
     }
 
+    /// Appends a piece with the next id.
     fn push(&mut self, piece: &str, count: u64) {
         // The cast to u32 is lossless: 2^32 different pieces would need hundreds of gigabytes of memory.
         self.ids.insert(piece.to_owned(), self.pieces.len() as u32);

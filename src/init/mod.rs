@@ -1,4 +1,4 @@
-//! Initialisations of linear layers and embeddings, in one table (docs/spec.md §3). With every initialisation, norms
+//! Initialisations of linear layers and embeddings, in one table (docs/spec.md §3). They do not change norms, which
 //! start with γ = 1 and β = 0.
 
 mod schemes;
@@ -73,7 +73,7 @@ pub enum Fill {
     },
     /// Consecutive blocks of rows, each with its number of rows and its own fill, such as q, k and v in one matrix.
     Rows(Vec<(i64, Fill)>),
-    /// One given value for each element, in row-major order.
+    /// The value of each element, in row-major order.
     Each(Vec<f64>),
     /// Another fill, after which one row is set to zero, for the embedding of padding.
     WithZeroRow(i64, Box<Fill>),

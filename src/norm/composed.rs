@@ -92,8 +92,8 @@ pub fn affine(x_hat: Tensor, weight: Option<&Tensor>, bias: Option<&Tensor>) -> 
 const ORDINARY: f64 = 1099511627776.0; // 2^40
 
 /// Returns the number, (…, 1), by which a norm divides each row before it squares numbers. It is 1, except in rows
-/// whose squares would leave f32's range: there it is the row's largest number, but at least √ε. Dividing both x and
-/// √ε by it leaves x̂ unchanged, so autograd may treat it as a constant.
+/// whose squares would leave f32's range: for these, it is the row's largest magnitude, but at least √ε. Dividing both
+/// x and √ε by it leaves x̂ unchanged, so autograd may treat it as a constant.
 pub fn unit(x: &Tensor, eps: f64) -> Result<Tensor> {
     let largest = x.f_detach()?.f_linalg_norm(f64::INFINITY, [-1i64].as_slice(), true, None)?;
     let is_huge = largest.f_gt(ORDINARY)?.f_logical_and(&largest.f_lt(f64::INFINITY)?)?;

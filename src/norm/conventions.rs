@@ -48,8 +48,8 @@ pub static KEYWORDS: &[NormOption] = &[
     NormOption::of("part", &PART),
 ];
 
-/// How a norm deviates from y = weight⊙x/√(mean x² + ε), rounded once at the end. Whether the weight is stored as γ or
-/// γ − 1 is part of the weight's declaration instead.
+/// The deviations of a norm from y = weight⊙x/√(mean x² + ε), rounded once at the end. Whether the weight is stored as
+/// γ or γ − 1 is part of the weight's declaration instead.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Conventions {
     pub cast: Cast,
@@ -101,7 +101,7 @@ impl Conventions {
         !self.eps_outside && self.part == 1.0 && (self.cast != Cast::Scale || is_wide(kind))
     }
 
-    /// Returns how many numbers of a row are measured. Errors if there are none.
+    /// Returns the number of elements of a row of `width` that enter the mean square. Errors if it is 0.
     pub fn measured(&self, width: i64) -> Result<i64> {
         match (self.part * width as f64).floor() as i64 {
             0 if width > 0 => Err(Error::invalid(format!(

@@ -13,7 +13,7 @@ use crate::options::{option_spec, FieldType};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use tch::Tensor;
 
-/// The order p of the norm. JSON has no infinity, so there p = ∞ is the word "inf".
+/// The order p of the norm. JSON has no infinity, so p = ∞ is written as "inf".
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Exponent(pub f64);
 

@@ -33,7 +33,7 @@ impl Spec {
     }
 }
 
-/// How x̂ is computed.
+/// The way in which x̂ is computed.
 #[derive(Clone, Copy)]
 pub enum Form {
     /// In the composed form, row by row, for a norm without kernels such as the example in CONTRIBUTING.md.
@@ -128,6 +128,7 @@ pub enum Quantity {
 }
 
 impl Quantity {
+    /// Returns the number for a norm with these arguments; NaN if it is not declared for the norm's width.
     fn at(self, given: &NormArgs) -> f64 {
         match self {
             Quantity::Is(value) => value,
@@ -178,14 +179,15 @@ pub const GAIN: Parameter = Parameter {
 };
 
 impl Parameter {
+    /// Declares a parameter whose elements all begin at `start` and which kernels receive as p itself.
     pub const fn new(name: &'static str, shape: DeclaredShape, start: f64) -> Self {
-        let (none, sums_over) = (Quantity::Is(0.0), SumsOver::Nothing);
+        let (zero, sums_over) = (Quantity::Is(0.0), SumsOver::Nothing);
         Parameter {
             name,
             shape,
             start: Quantity::Is(start),
-            std: none,
-            offset: none,
+            std: zero,
+            offset: zero,
             factor: Quantity::Is(1.0),
             sums_over,
             is_gain: false,
@@ -312,7 +314,7 @@ impl NormArgs {
         NormArgs { width: 1, values: Map::from_iter([("eps".to_string(), eps.into())]) }
     }
 
-    /// Returns a keyword argument; `None` if the norm has no such keyword.
+    /// Returns a keyword argument; `None` if the norm does not have the keyword.
     pub fn value(&self, keyword: &str) -> Option<&Value> {
         self.values.get(keyword)
     }
@@ -349,7 +351,7 @@ fn number(value: &Value) -> f64 {
 #[derive(Clone, Copy)]
 pub struct NormOption {
     pub name: &'static str,
-    /// The option of the configuration that sets the argument; `None` if there is none.
+    /// The option of the configuration that sets the argument; `None` if no option does.
     pub option: Option<&'static dyn AnyOption>,
     /// Returns the value at a place: a float, an integer, a bool or a string. `None` means the value of `option`.
     pub at: Option<fn(&NormContext) -> Value>,

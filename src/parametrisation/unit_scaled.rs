@@ -18,7 +18,7 @@ pub struct UnitScaled {
     pub d_head: f64,
     pub layers: f64,
     pub vocab_size: f64,
-    /// The number of tokens over which attention takes its means.
+    /// The number of tokens over which attention averages.
     pub length: f64,
     /// α_attn-softmax, the factor of scores beside 1/d_head.
     pub attention: f64,

@@ -47,7 +47,7 @@ impl Candidate {
 }
 
 impl<'a> Beam<'a> {
-    /// Starts with the empty hypothesis in `slot`. If the source consists of EOS alone, this hypothesis is final.
+    /// Starts with the empty hypothesis in `slot`. If the source is only EOS, the empty hypothesis is final.
     pub fn new(config: &'a SearchConfig, source_length: usize, slot: usize) -> Self {
         let is_blank = source_length <= 1;
         let hypothesis = Hypothesis { finished: is_blank, ..Default::default() };

@@ -54,8 +54,8 @@ pub struct SearchConfig {
     pub alpha: f64,
     /// The number of hypotheses that are returned for each sentence, at most `beam`.
     pub n_best: usize,
-    /// The maximum number of generated tokens. `None` means 50 more than the source's (google, which counts EOS) or
-    /// 200 (fairseq, which does not count EOS).
+    /// The maximum number of generated tokens. `None` means the source's length + 50 under google's rule, which counts
+    /// EOS, or 200 under fairseq's, which does not.
     pub max_length: Option<usize>,
     /// The maximum number of tokens, EOS included, that the model can produce, even if the rule allows more.
     /// [`Search::new`] sets it.
@@ -141,7 +141,7 @@ pub struct Hypothesis {
     pub score: f64,
     /// log p(y|x), including the EOS if the hypothesis ends with one.
     pub log_probability: f64,
-    /// True if the hypothesis ends with EOS. Under google's rule the others were cut off at the limit.
+    /// True if the hypothesis ends with EOS. Under google's rule, a hypothesis without EOS was cut off at the limit.
     pub finished: bool,
 }
 

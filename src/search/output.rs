@@ -1,7 +1,7 @@
 //! The output layer: computes the most probable next tokens of each slot from the decoder's features.
 //!
 //! On the CPU the output matrix is packed once, without the rows outside V_t. The product and the choice of tokens
-//! then take a few rows of features at a time, so that their logits stay in the processor's cache. On other devices
+//! then process a few rows of features at a time, so that their logits stay in the processor's cache. On other devices
 //! and for 16-bit products, libtorch computes logits, log-softmax and top-k.
 
 use super::continuation::{best, Continuation, Eos, TargetVocabulary};

@@ -16,7 +16,7 @@ pub struct Sampling {
     top_p: f64,
 }
 
-/// A token that may be drawn. `weight` is its probability times a factor that is the same for all tokens.
+/// A token that may be drawn. `weight` is proportional to its probability.
 #[derive(Clone, Copy, Debug, PartialEq)]
 struct Chance {
     token: usize,
