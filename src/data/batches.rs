@@ -11,8 +11,7 @@ pub struct PackedIds {
     pub tokens: Vec<i64>,
     /// The position of each token in its row, from 0.
     pub positions: Vec<i64>,
-    /// The index of each row's first token, then the end of the last row: row r is `tokens[offsets[r]..offsets[r +
-    /// 1]]`.
+    /// The index of each row's first token, then the end of the last row: row r is `offsets[r]..offsets[r + 1]`.
     pub offsets: Vec<i64>,
     /// The length of the longest row.
     pub longest: usize,

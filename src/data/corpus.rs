@@ -160,8 +160,7 @@ pub struct Digests {
     pub valid: u32,
 }
 
-/// Returns the CRC-32 of the sentences' ids in order, with EOS after each sentence. `check_interrupt` runs before each
-/// sentence.
+/// Returns the CRC-32 of the sentences' ids in order, with EOS after each. `check_interrupt` runs before each sentence.
 pub fn digest<'a>(sentences: impl IntoIterator<Item = &'a Vec<u32>>, check_interrupt: Interrupt) -> Result<u32> {
     let mut crc = flate2::Crc::new();
     let mut bytes = Vec::new();

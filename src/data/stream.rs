@@ -81,8 +81,8 @@ impl BatchStream {
         Ok(Self { corpus, lengths, config, cursor, plan })
     }
 
-    /// Moves the cursor within its epoch to the first batch that has at least `share` of the sentences before it, or to
-    /// the last batch if none has.
+    /// Moves the cursor within its epoch to the first batch with at least `share` of the sentences before it, or to the
+    /// last batch.
     pub fn behind(mut self, share: f64) -> Self {
         let least = (share.clamp(0.0, 1.0) * self.corpus.len() as f64).round() as usize;
         let mut seen = 0;

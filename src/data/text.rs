@@ -137,8 +137,7 @@ pub fn read_parallel(
     Ok(sources.into_iter().zip(targets).collect())
 }
 
-/// Iterates over the words of a line, separated by white space as Python's `str.split()` defines it: fairseq and
-/// sacrebleu use that function.
+/// Iterates over the words of a line, split like Python's `str.split()`, which fairseq and sacrebleu use.
 ///
 /// White space is Unicode's White_Space, and the four separators U+001C to U+001F. Rust's `split_whitespace` would
 /// leave these four inside words.
@@ -179,8 +178,7 @@ fn read_bytes(path: &Path, check_interrupt: Interrupt) -> Result<Vec<u8>> {
     read_whole(path, MultiGzDecoder::new(bytes.as_slice()), damaged, check_interrupt)
 }
 
-/// Reads all bytes from `from`, and calls `check_interrupt` after each chunk. `refused` makes the error for a failed
-/// read.
+/// Reads all bytes from `from`, and calls `check_interrupt` after each chunk. `refused` makes the errors.
 fn read_whole(
     path: &Path,
     mut from: impl Read,

@@ -188,8 +188,7 @@ impl Init {
         })
     }
 
-    /// Returns the fill of an output projection that shares no table with the embeddings, (V, d). Its std is that of
-    /// the base model, at every width.
+    /// Returns the fill of an untied output projection, (V, d). Its std is that of the base model, at every width.
     pub fn output_matrix(&self, model: &ModelShape, vocab_size: i64, options: &Options) -> Fill {
         unit_scaled_or(model, || (self.output)(model.scaled.base_width, vocab_size, options))
     }

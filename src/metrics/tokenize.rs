@@ -101,8 +101,7 @@ pub fn lacks_spaces<'a>(words: impl IntoIterator<Item = &'a str>) -> bool {
     2 * long > all
 }
 
-/// Returns a length in letters that few words exceed, for the script of `c`; `None` if that script has spaces between
-/// words.
+/// Returns a length that few words of c's script exceed; `None` if that script has spaces between words.
 fn longest_word(c: char) -> Option<usize> {
     match c {
         // Kana and Chinese characters.

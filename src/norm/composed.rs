@@ -87,8 +87,7 @@ pub fn affine(x_hat: Tensor, weight: Option<&Tensor>, bias: Option<&Tensor>) -> 
     Ok(y)
 }
 
-/// The largest magnitude in an ordinary row, 2^40; the smallest is 2^-40. In other rows, squares may leave f32's range
-/// or lose bits.
+/// The largest number of a row is ordinary from 2^-40 to 2^40; other squares may leave f32's range or lose bits.
 const ORDINARY: f64 = 1099511627776.0; // 2^40
 
 /// Returns the number, (…, 1), by which a norm divides each row before it squares numbers. It is 1, except in rows

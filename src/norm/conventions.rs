@@ -120,8 +120,7 @@ impl Conventions {
         }
     }
 
-    /// Computes y with PyTorch's operations, and returns it in x's type. Only the first `measured` numbers of a row
-    /// enter its mean square.
+    /// Computes y in x's type with PyTorch's operations. The mean square is over a row's first `measured` numbers.
     pub fn composed(&self, x: &Tensor, gain: Option<&Tensor>, eps: f64, measured: i64) -> Result<Tensor> {
         let whole = accumulate(x)?;
         let measured_part = |x: &Tensor| x.f_narrow(-1, 0, measured);

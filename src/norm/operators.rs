@@ -36,8 +36,7 @@ impl RowNormOpSpec {
     }
 }
 
-/// The operator (x, weight, keywords…) → y of a row norm without kernels of its own, which may use another norm's
-/// kernels.
+/// The operator (x, weight, keywords…) → y of a row norm without own kernels, which may use another norm's.
 pub struct CompositeNormOpSpec {
     /// The name of the operator in torch.ops.normformer_rs.
     pub operator: &'static str,
@@ -45,8 +44,7 @@ pub struct CompositeNormOpSpec {
     pub keywords: &'static [&'static str],
     /// The kernels that compute the same function for rows in f32 and f64; `None` if there are none.
     pub rows: Option<&'static RowNormOpSpec>,
-    /// Computes y with PyTorch's operations, from x, the weight and the options. The weight is factor·(offset + p), as
-    /// for kernels.
+    /// Computes y with PyTorch's operations, from x, the weight factor·(offset + p) and the options.
     pub composed: fn(&Tensor, Option<&Tensor>, &NormArgs) -> Result<Tensor>,
 }
 

@@ -2,8 +2,7 @@
 //! y = λ·LN(x) + (1−λ)·RepBN(x) in training, RepBN(x) in evaluation (Guo et al. 2024; docs/spec.md §1.18,
 //! §1.19).
 //!
-//! In update t, λ = min(1, max(0, 1 − (t − 1 − w)/T)). While t ≤ w, RepBN is not computed, so its running statistics do
-//! not change.
+//! In update t, λ = min(1, max(0, 1 − (t − 1 − w)/T)). While t ≤ w, RepBN and its statistics are not computed.
 
 use super::batch_norm::{self, ALPHA, MEAN, VARIANCE};
 use super::operators::BlendedNormOpSpec;

@@ -200,8 +200,7 @@ impl Parameter {
         Parameter { is_gain: true, ..self }
     }
 
-    /// Declares a matrix used inside x̂, with initial values from N(0, std²). Products with the matrix are summed over
-    /// its columns.
+    /// Declares a matrix used inside x̂, with initial values from N(0, std²). Products are summed over its columns.
     pub const fn matrix(name: &'static str, sides: [Size; 2], std: f64) -> Self {
         let sums_over = if matches!(sides[1], Size::Width) { SumsOver::Width } else { SumsOver::Nothing };
         Parameter { std: Quantity::Is(std), sums_over, ..Parameter::new(name, DeclaredShape::Matrix(sides), 0.0) }
@@ -272,8 +271,7 @@ pub struct StateBuffer {
     pub is_counter: bool,
 }
 
-/// The number t of the coming update, counted from 1. The code that makes updates sets this buffer; forward passes
-/// never do.
+/// The number t of the coming update, counted from 1. The code that makes updates sets this buffer, not forward passes.
 pub const CLOCK: StateBuffer = StateBuffer { is_counter: true, ..StateBuffer::new("t", DeclaredShape::One, 1.0) };
 
 impl StateBuffer {

@@ -57,8 +57,7 @@ impl UnitScaled {
         self.attention / self.d_head
     }
 
-    /// Returns the factor of the heads' outputs. Flat attention weights average over the past; sharp ones copy one
-    /// value.
+    /// Returns the factor of the heads' outputs. Flat attention weights average values; sharp ones copy one.
     pub fn heads(&self) -> f64 {
         let flat = (self.length.ln() / self.length).sqrt();
         between(4.0 * self.d_head / self.attention.powi(2), flat, 1.0).recip()
@@ -75,8 +74,7 @@ impl UnitScaled {
     /// rate. For batches of N tokens, set the option ε to the library's ε/√N to get the library's updates.
     pub fn multipliers(&self, name: &str, part: Part, shape: &[i64]) -> Multipliers {
         let fan_in = *shape.last().unwrap_or(&1) as f64;
-        // The ratios of the library's gradients to the true ones, divided by √N, at the logits, in the residual stream
-        // and in a sublayer.
+        // The ratios of the library's gradients to the true ones, divided by √N, at three places.
         let at_logits = self.vocab_size / (self.vocab_size - 1.0).sqrt() / self.loss;
         let in_stream = at_logits * self.d_model / self.vocab_size.sqrt();
         let in_layer = |(sublayer, terms): (i64, f64)| in_stream * terms.sqrt() / self.gains(sublayer).1;

@@ -75,8 +75,7 @@ impl<'a> Beam<'a> {
     }
 
     /// Returns the `beam`-th best score among the candidates from `next`, or −∞ if there are fewer. No candidate with a
-    /// lower score will be chosen. Under fairseq's rule, candidates that end do not count, because they use no place in
-    /// the beam.
+    /// lower score will be chosen. Under fairseq's rule, candidates that end use no place, so they do not count.
     fn least_score(&self, next: &[Vec<Continuation>]) -> f64 {
         let beam = self.config.beam;
         let mut scores: Vec<f64> = match self.config.rule {

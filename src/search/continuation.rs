@@ -25,8 +25,8 @@ pub(super) enum Eos {
 }
 
 impl Eos {
-    /// Returns the constraint on EOS after `length` tokens. Only fairseq's rule forces EOS, at its limit, which is the
-    /// same for all sentences.
+    /// Returns the constraint on EOS after `length` tokens. Only fairseq's rule forces EOS, at a limit common to all
+    /// sentences.
     pub fn at(length: usize, config: &SearchConfig) -> Self {
         match config.rule {
             _ if length == 0 => Eos::Forbidden,
@@ -111,8 +111,7 @@ impl TargetVocabulary {
 pub(super) fn best(log_p: &Tensor, count: usize) -> Result<Vec<Vec<Continuation>>> {
     let vocab_size = log_p.size()[1];
     let count = count.min(vocab_size as usize);
-    // One more entry than requested is fetched. If it equals the last requested one, topk has chosen arbitrarily among
-    // equal entries.
+    // One more entry than requested is fetched. If it equals the last requested one, topk has chosen arbitrarily.
     let fetched = vocab_size.min(count as i64 + 1);
     let (values, tokens) = log_p.f_topk(fetched, 1, true, true)?;
     let (values, tokens) = (host::<f64>("log p", &values)?, host::<i64>("tokens", &tokens)?);

@@ -27,8 +27,7 @@ pub struct GenerationConfig {
 }
 
 impl GenerationConfig {
-    /// Builds the settings from options. `context` is the number of tokens to read at a time, unless the options set
-    /// it.
+    /// Builds the settings from options. `context` is the window's length, unless the options set it.
     pub fn of(options: &GenerationOptions, context: i64) -> Result<Self> {
         Ok(GenerationConfig {
             sampling: Sampling::of(options)?,

@@ -225,8 +225,7 @@ impl Search {
             for length in 0.. {
                 check_interrupt()?;
                 let start = model.config.decoder_start.id();
-                // Better hypotheses are continued first. Worse ones are skipped if their continuations would find no
-                // place in the beam.
+                // Better hypotheses are continued first, so that worse ones may be skipped.
                 let (reads_before, mut reads_after) = (cache.reads().clone(), Reads::default());
                 let mut next = Vec::new();
                 for ranks in passes(config.beam, reads_before.queries()) {
@@ -269,8 +268,7 @@ fn passes(beam: usize, slots: usize) -> impl Iterator<Item = Range<usize>> {
     [0..first, first..beam].into_iter().filter(|ranks| !ranks.is_empty())
 }
 
-/// The smallest number of slots that is split into two passes. Each pass is then still large enough for matrix products
-/// at full speed.
+/// The smallest number of slots that is split into two passes. Each pass is then still efficient.
 const MANY: usize = 256;
 
 /// The live hypotheses of one pass, one per slot, ordered by sentence.

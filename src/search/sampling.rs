@@ -11,8 +11,7 @@ pub struct Sampling {
     temperature: f64,
     /// The number of most probable tokens that may be drawn; `None` means all.
     top_k: Option<usize>,
-    /// The fewest most probable tokens whose probabilities add up to at least `top_p` may be drawn; 1 allows all
-    /// tokens.
+    /// The fewest most probable tokens whose probabilities together reach `top_p` may be drawn; 1 allows all.
     top_p: f64,
 }
 

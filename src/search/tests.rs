@@ -140,8 +140,8 @@ fn a_beam_of_one_is_greedy() {
     }
 }
 
-/// Sentences end at different steps, so slots move and their number falls. Each slot must still read its own earlier
-/// tokens and source.
+/// Sentences end at different steps, so slots move and their number falls. Each must still read its own tokens and
+/// source.
 #[test]
 fn a_batch_is_its_sentences_and_the_cache_changes_nothing() {
     let (mut ended, mut lengths) = (0, std::collections::BTreeSet::new());
