@@ -1,4 +1,4 @@
-//! Diagnostics of a model from the papers (docs/spec.md §5), recorded during one pass over sentences.
+//! Diagnostics of a model that papers report (docs/spec.md §5), recorded during one pass over sentences.
 
 use crate::error::{Error, Result};
 use crate::host::host;
@@ -20,8 +20,8 @@ pub struct StackObservation {
     pub sizes: Vec<f64>,
     /// For each attention: the mean |score| of the scores that enter the softmax.
     pub scores: Vec<f64>,
-    /// For each residual connection whose weights depend on its input: the mean |score| from which the weights are
-    /// computed.
+    /// For each residual connection whose weights depend on its input: the mean |score| of the scores from which the
+    /// weights are computed.
     pub mixing: Vec<f64>,
 }
 
@@ -39,10 +39,10 @@ pub struct Moments {
 pub struct Statistics {
     /// ‖s_B − s‖₂/d (Shen et al. 2020, Fig 2, 4).
     pub distance: Moments,
-    /// ‖g‖₂/d, where g is the part of x's gradient that flows through each statistic (Fig 3, 4 there): (γ/σ_B)⊙mean dy
-    /// for μ_B, (γ/σ_B)⊙mean(dy⊙x̂) for σ²_B, and (γ/ψ_B)⊙mean(dy⊙x̂) for ψ²_B. NaN without a gradient.
+    /// ‖g‖₂/d, where g is the part of x's gradient that flows through each statistic (Fig 3, 4 of that paper):
+    /// (γ/σ_B)⊙mean dy for μ_B, (γ/σ_B)⊙mean(dy⊙x̂) for σ²_B, and (γ/ψ_B)⊙mean(dy⊙x̂) for ψ²_B. NaN without a gradient.
     pub gradient: Moments,
-    /// The share of channels with |γ| ≤ ψ_B, or ≤ σ_B if the norm centres (Lemma 2 there).
+    /// The share of channels with |γ| ≤ ψ_B, or ≤ σ_B if the norm centres (Shen et al. 2020, Lemma 2).
     pub bounded: f64,
 }
 
@@ -55,7 +55,7 @@ impl From<Statistics> for [f64; 7] {
 /// The input and the state of a norm with running statistics.
 #[derive(Debug)]
 pub struct Columns {
-    /// The norm's input (…, d), after each of its groups was scaled.
+    /// The norm's input (…, d), after group scaling.
     pub x: Tensor,
     /// True at padding. The mask has x's shape without the last dimension.
     pub pad_mask: Option<Tensor>,
@@ -77,6 +77,7 @@ impl Columns {
         }
         let x = self.real(&self.x)?;
         let (count, width) = (x.nrows() as f64, x.ncols());
+        // A norm without a running mean does not centre x, so 0 is subtracted instead of the mean.
         let running = self.mean.as_ref().map(vector).transpose()?;
         let mean = running.as_ref().map_or_else(|| Array1::zeros(width), |_| x.sum_axis(Axis(0)) / count);
         let x = x - &mean;
@@ -87,18 +88,19 @@ impl Columns {
         if let Some(dy) = dy {
             let dy = self.real(dy)?;
             let sums = [dy.sum_axis(Axis(0)), (dy * &x * &scale).sum_axis(Axis(0))];
-            gradients = sums.map(|sum| size(&(sum * &gain / count)));
+            gradients = sums.map(|sum| length_over_width(&(sum * &gain / count)));
         }
+        // `square` is σ² if the norm centres x, otherwise ψ².
         let moments = |mean: f64, square: f64| match running {
             Some(_) => Moments { mean, variance: square, power: f64::NAN },
             None => Moments { mean: f64::NAN, variance: f64::NAN, power: square },
         };
-        let share = gain.iter().filter(|v| v.abs() <= 1.0).count() as f64 / width as f64;
-        let drift = running.as_ref().map_or(f64::NAN, |running| size(&(&mean - running)));
+        let bounded = gain.iter().filter(|v| v.abs() <= 1.0).count() as f64 / width as f64;
+        let drift = running.as_ref().map_or(f64::NAN, |running| length_over_width(&(&mean - running)));
         Ok(Statistics {
-            distance: moments(drift, size(&(&square - vector(&self.square)?))),
+            distance: moments(drift, length_over_width(&(&square - vector(&self.square)?))),
             gradient: moments(gradients[0], gradients[1]),
-            bounded: if count > 0.0 { share } else { f64::NAN },
+            bounded: if count > 0.0 { bounded } else { f64::NAN },
         })
     }
 
@@ -117,22 +119,22 @@ impl Columns {
 pub struct Watch {
     stacks: RefCell<Vec<StackObservation>>,
     norms: RefCell<Vec<NormObservation>>,
-    /// The output of the latest layer, or the stack's input before the first.
+    /// The output of the latest layer; before the first layer, the stack's input.
     last: RefCell<Option<Array2<f64>>>,
 }
 
 /// The input and the output of one norm during the pass.
 #[derive(Debug)]
 struct NormObservation {
-    /// The index of the stack in which the norm lies.
+    /// The index of the norm's stack.
     stack: usize,
-    given: Columns,
+    input: Columns,
     y: Tensor,
 }
 
 impl Watch {
-    /// Ends the watch and returns the diagnostics of each stack. If `loss` was computed from the pass, the
-    /// diagnostics include gradients.
+    /// Ends the recording and returns the diagnostics of each stack. Gradients are those of `loss`, which was computed
+    /// from the pass; without a loss they are NaN.
     pub fn finish(self, loss: Option<&Tensor>) -> Result<Vec<StackObservation>> {
         let (mut stacks, norms) = (self.stacks.into_inner(), self.norms.into_inner());
         let outputs: Vec<&Tensor> = norms.iter().map(|norm| &norm.y).collect();
@@ -142,12 +144,12 @@ impl Watch {
         };
         for (i, norm) in norms.iter().enumerate() {
             let dy = gradients.get(i).filter(|dy| dy.defined());
-            stacks[norm.stack].statistics.push(norm.given.statistics(dy)?);
+            stacks[norm.stack].statistics.push(norm.input.statistics(dy)?);
         }
         Ok(stacks)
     }
 
-    /// Records that a stack begins with the rows x.
+    /// Records that a stack begins, and its input x.
     pub fn stack(&self, x: &Tensor) -> Result<()> {
         self.stacks.borrow_mut().push(StackObservation::default());
         self.remember(rows(x)?);
@@ -159,15 +161,15 @@ impl Watch {
         let x = rows(x)?;
         if let Some(before) = self.last.take() {
             let cosines = Zip::from(before.rows()).and(x.rows()).map_collect(cosine);
-            self.add(|seen| seen.cosines.push(cosines.mean().unwrap_or(f64::NAN)));
+            self.add(|stack| stack.cosines.push(cosines.mean().unwrap_or(f64::NAN)));
         }
         self.remember(x);
         Ok(())
     }
 
-    /// Keeps the newest rows of the residual stream, and records their mean |x|.
+    /// Keeps x, the current rows of the residual stream, and records their mean |x|.
     fn remember(&self, x: Array2<f64>) {
-        self.add(|seen| seen.sizes.push(x.mapv(f64::abs).mean().unwrap_or(f64::NAN)));
+        self.add(|stack| stack.sizes.push(x.mapv(f64::abs).mean().unwrap_or(f64::NAN)));
         self.last.replace(Some(x));
     }
 
@@ -175,33 +177,34 @@ impl Watch {
     pub fn activations(&self, h: &Tensor) -> Result<()> {
         let h = rows(h)?;
         let active = h.iter().filter(|v| **v != 0.0).count() as f64 / h.len() as f64;
-        self.add(|seen| seen.active.push(active));
+        self.add(|stack| stack.active.push(active));
         Ok(())
     }
 
     /// Records the mean |score| of an attention.
     pub fn scores(&self, size: f64) {
-        self.add(|seen| seen.scores.push(size));
+        self.add(|stack| stack.scores.push(size));
     }
 
     /// Records the scores from which a connection's weights are computed.
     pub fn mixing(&self, scores: &Tensor) -> Result<()> {
         let size = mean_size(scores)?;
-        self.add(|seen| seen.mixing.push(size));
+        self.add(|stack| stack.mixing.push(size));
         Ok(())
     }
 
-    /// Records a norm with running statistics and its output y. During the pass the running statistics must not be
-    /// updated.
-    pub fn norm(&self, given: Columns, y: &Tensor) {
+    /// Records the input and the output y of a norm with running statistics, which must not be updated before
+    /// [`finish`](Self::finish).
+    pub fn norm(&self, input: Columns, y: &Tensor) {
         if let Some(stack) = self.stacks.borrow().len().checked_sub(1) {
-            self.norms.borrow_mut().push(NormObservation { stack, given, y: y.shallow_clone() });
+            self.norms.borrow_mut().push(NormObservation { stack, input, y: y.shallow_clone() });
         }
     }
 
-    fn add(&self, note: impl FnOnce(&mut StackObservation)) {
-        if let Some(seen) = self.stacks.borrow_mut().last_mut() {
-            note(seen);
+    /// Applies `record` to the observation of the current stack.
+    fn add(&self, record: impl FnOnce(&mut StackObservation)) {
+        if let Some(stack) = self.stacks.borrow_mut().last_mut() {
+            record(stack);
         }
     }
 }
@@ -222,7 +225,7 @@ fn cosine(x: ArrayView1<f64>, y: ArrayView1<f64>) -> f64 {
 }
 
 /// Returns ‖v‖₂/d.
-fn size(v: &Array1<f64>) -> f64 {
+fn length_over_width(v: &Array1<f64>) -> f64 {
     v.dot(v).sqrt() / v.len() as f64
 }
 
@@ -234,6 +237,7 @@ fn rows(x: &Tensor) -> Result<Array2<f64>> {
     Array2::from_shape_vec(shape, values).map_err(|e| Error::invalid(e.to_string()))
 }
 
+/// Copies x to the host as f64, without its shape.
 fn vector(x: &Tensor) -> Result<Array1<f64>> {
     Ok(Array1::from_vec(host("what is looked at", x)?))
 }

@@ -14,7 +14,7 @@ const ORDERS: usize = 4;
 
 /// Corpus BLEU by multi-bleu.perl's formula (Papineni et al. 2002): 100·BP·exp(¼ Σₙ ln pₙ). Over the whole corpus,
 /// p_n is the number of clipped n-gram matches divided by the number of the hypotheses' n-grams, without smoothing,
-/// so BLEU is 0 if any p_n is. BP is 1 if the hypotheses are at least as long as the references, else e^{1 −
+/// so BLEU is 0 if any p_n is 0. BP is 1 if the hypotheses are at least as long as the references, else e^{1 −
 /// ref_len/hyp_len}.
 ///
 /// There is one reference per hypothesis, and case matters.
@@ -36,24 +36,24 @@ pub struct Bleu {
 
 /// Computes BLEU with one reference per hypothesis, like `sacrebleu --smooth-method none` with the same `--tokenize`.
 pub fn bleu<H: AsRef<str>, R: AsRef<str>>(hypotheses: &[H], references: &[R], tokenize: Tokenize) -> Result<Bleu> {
-    of_words(hypotheses, references, |line| words(&tokenize.apply(line)).map(str::to_owned).collect())
+    bleu_of_words(hypotheses, references, |line| words(&tokenize.apply(line)).map(str::to_owned).collect())
 }
 
 /// Computes the BLEU of multi-bleu.perl. That script works on bytes: words end only at ASCII white space, and
 /// `lowercase` (its option -lc) changes only ASCII letters.
 pub fn multi_bleu<H: AsRef<str>, R: AsRef<str>>(hypotheses: &[H], references: &[R], lowercase: bool) -> Result<Bleu> {
     let is_space = |c| matches!(c, '\t'..='\r' | ' ');
-    of_words(hypotheses, references, |line| {
+    bleu_of_words(hypotheses, references, |line| {
         let words = line.split(is_space).filter(|word| !word.is_empty());
         words.map(|word| if lowercase { word.to_ascii_lowercase() } else { word.to_owned() }).collect()
     })
 }
 
-/// Computes BLEU of the words into which `words` splits each line.
-fn of_words<H: AsRef<str>, R: AsRef<str>>(
+/// Computes BLEU; `split` splits a line into words.
+fn bleu_of_words<H: AsRef<str>, R: AsRef<str>>(
     hypotheses: &[H],
     references: &[R],
-    words: impl Fn(&str) -> Vec<String>,
+    split: impl Fn(&str) -> Vec<String>,
 ) -> Result<Bleu> {
     if hypotheses.len() != references.len() {
         return Err(Error::invalid(format!(
@@ -65,22 +65,23 @@ fn of_words<H: AsRef<str>, R: AsRef<str>>(
     let (mut matches, mut totals) = ([0; ORDERS], [0; ORDERS]);
     let (mut hyp_len, mut ref_len) = (0, 0);
     for (hypothesis, reference) in hypotheses.iter().zip(references) {
-        let (hypothesis, reference) = (words(hypothesis.as_ref()), words(reference.as_ref()));
+        let (hypothesis, reference) = (split(hypothesis.as_ref()), split(reference.as_ref()));
         hyp_len += hypothesis.len();
         ref_len += reference.len();
         for n in 1..=ORDERS {
-            let (said, meant) = (ngrams(&hypothesis, n), ngrams(&reference, n));
-            matches[n - 1] +=
-                said.iter().map(|(ngram, count)| count.min(meant.get(ngram).unwrap_or(&0))).sum::<usize>();
-            totals[n - 1] += said.values().sum::<usize>();
+            let (counts, reference_counts) = (ngrams(&hypothesis, n), ngrams(&reference, n));
+            // A match is clipped: it counts at most as often as the n-gram occurs in the reference.
+            let clipped = counts.iter().map(|(ngram, count)| count.min(reference_counts.get(ngram).unwrap_or(&0)));
+            matches[n - 1] += clipped.sum::<usize>();
+            totals[n - 1] += counts.values().sum::<usize>();
         }
     }
     let fraction = |part: usize, whole: usize| if whole == 0 { 0.0 } else { part as f64 / whole as f64 };
     let precisions: [f64; ORDERS] = std::array::from_fn(|n| fraction(matches[n], totals[n]));
     let brevity_penalty = match hyp_len {
         0 => 0.0,
-        long if long >= ref_len => 1.0,
-        short => (1.0 - ref_len as f64 / short as f64).exp(),
+        _ if hyp_len >= ref_len => 1.0,
+        _ => (1.0 - ref_len as f64 / hyp_len as f64).exp(),
     };
     // ln 0 = −∞ and e^−∞ = 0, so BLEU is zero if one precision is zero.
     let mean_log = precisions.iter().map(|p| p.ln()).sum::<f64>() / ORDERS as f64;
@@ -94,7 +95,7 @@ fn of_words<H: AsRef<str>, R: AsRef<str>>(
     })
 }
 
-/// Counts each n-gram.
+/// Counts how often each n-gram occurs among the words.
 fn ngrams(words: &[String], n: usize) -> HashMap<&[String], usize> {
     let mut counts = HashMap::new();
     for ngram in words.windows(n) {
@@ -104,7 +105,7 @@ fn ngrams(words: &[String], n: usize) -> HashMap<&[String], usize> {
 }
 
 impl fmt::Display for Bleu {
-    /// Prints the line that multi-bleu.perl prints.
+    /// Writes the line that multi-bleu.perl prints.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         if self.ref_len == 0 {
             return f.write_str("BLEU = 0, 0/0/0/0 (BP=0, ratio=0, hyp_len=0, ref_len=0)");
@@ -149,7 +150,7 @@ mod tests {
     }
 
     #[test]
-    fn matches_are_clipped_and_long_hypotheses_not_punished() {
+    fn matches_are_clipped_and_long_hypotheses_have_no_penalty() {
         let score = bleu(&["the the the the the the the"], &["the cat is on the mat"], Tokenize::None).unwrap();
         assert!((score.precisions[0] - 200.0 / 7.0).abs() < 1e-12, "{score:?}");
         assert_eq!((score.brevity_penalty, score.bleu), (1.0, 0.0));
@@ -188,7 +189,7 @@ mod tests {
     }
 
     #[test]
-    fn multi_bleu_reads_bytes() {
+    fn multi_bleu_works_on_bytes() {
         let line =
             |hypothesis, reference, lowercase| multi_bleu(&[hypothesis], &[reference], lowercase).unwrap().to_string();
         let split =

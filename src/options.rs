@@ -85,8 +85,8 @@ macro_rules! choice {
     };
 }
 
-/// An option that a norm, a residual scheme or an initialisation declares. The option's name begins with the name of
-/// its owner, unless several owners share the option.
+/// An option that a norm, a residual scheme or an initialisation (its owner) declares. The option's name begins with
+/// the owner's name, unless several owners share the option.
 #[derive(Clone, Copy)]
 pub struct OptionSpec<T> {
     pub name: &'static str,
@@ -109,7 +109,7 @@ pub trait AnyOption: Sync {
     /// Errors if the option's value in `options` is not allowed.
     fn check(&self, options: &Options) -> Result<()>;
 
-    /// Reads and checks a value; messages call the option `name`.
+    /// Converts and checks a value. Error messages name the option as `name`.
     fn accept(&self, name: &str, value: Value) -> Result<Value>;
 }
 
@@ -161,6 +161,7 @@ impl Options {
     /// Options without values, so that every option has its default.
     pub const NONE: Options = Options(BTreeMap::new());
 
+    /// Returns the option's value, or its default.
     pub fn get<T: Copy + DeserializeOwned>(&self, option_spec: &OptionSpec<T>) -> T {
         match self.0.get(option_spec.name) {
             Some(value) => serde_json::from_value(value.clone()).expect("`set` has read it"),
@@ -173,26 +174,27 @@ impl Options {
         self.0.get(option_spec.name()).cloned().unwrap_or_else(|| option_spec.field("").default)
     }
 
-    /// Sets the option's value; the error says why the value is wrong.
+    /// Sets the option's value. The default is not stored, so that equal settings are equal `Options`.
     pub fn set(&mut self, option_spec: &dyn AnyOption, value: Value) -> serde_json::Result<()> {
         let value = option_spec.read(value)?;
-        match value == option_spec.field("").default {
-            true => drop(self.0.remove(option_spec.name())),
-            false => drop(self.0.insert(option_spec.name(), value)),
+        if value == option_spec.field("").default {
+            self.0.remove(option_spec.name());
+        } else {
+            self.0.insert(option_spec.name(), value);
         }
         Ok(())
     }
 }
 
-/// Returns the options in their order; an option that several owners declare appears only once.
+/// Returns the options in order, without repeating an option that several owners declare.
 pub fn distinct(declared: impl Iterator<Item = &'static dyn AnyOption>) -> Vec<&'static dyn AnyOption> {
-    let mut found: Vec<&'static dyn AnyOption> = Vec::new();
+    let mut options: Vec<&'static dyn AnyOption> = Vec::new();
     for option_spec in declared {
-        if found.iter().all(|known| known.name() != option_spec.name()) {
-            found.push(option_spec);
+        if options.iter().all(|known| known.name() != option_spec.name()) {
+            options.push(option_spec);
         }
     }
-    found
+    options
 }
 
 /// Accepts any value.
@@ -240,7 +242,7 @@ pub fn zero_or_more(name: &str, value: f64) -> Result<()> {
     }
 }
 
-/// True if a number is finite in float32, the type in which most models have their parameters.
+/// True if a number is finite in float32, the type of most models' parameters.
 pub fn is_finite_in_f32(value: f64) -> bool {
     value.abs() <= f64::from(f32::MAX)
 }
@@ -270,12 +272,12 @@ macro_rules! option_spec {
 }
 pub(crate) use option_spec;
 
-/// Declares a struct of options, in groups with the headings of `--help`: `"group" { /// help; name: type = default,
+/// Declares a struct of options, in groups that are headings of `--help`: `"group" { /// help; name: type = default,
 /// … }`.
 ///
 /// A struct declared `with options` has one more field, named `options`, for the options of norms, schemes and
 /// initialisations. `"group" { … } + option_specs` adds the options that the function `option_specs` returns to the
-/// end of the group. In JSON they are keys like the other options.
+/// end of the group. In JSON, they are keys like the other options.
 macro_rules! config {
     ($(#[$meta:meta])* pub struct $name:ident { $($group:literal {
         $($(#[doc = $doc:literal])+ $field:ident : $ty:ty = $default:expr),+ $(,)?

@@ -1,9 +1,9 @@
 //! Parametrisations: how initial values, forward passes, learning rates, weight decay and Adam's ε depend on a
 //! model's width and depth, and on the role of a parameter (docs/spec.md §3.7).
 //!
-//! A parametrisation gives multipliers relative to a base model, so that options tuned on a small base model also
-//! suit wide and deep models. This file is plain arithmetic. A configuration computes a model's multipliers
-//! ([`Scaled`]); the initialisation, the model and the optimizer apply them. Python reads them through `_core`.
+//! A parametrisation sets multipliers relative to a base model, so that options tuned on a small base model also suit
+//! wide and deep models. This file only computes numbers. A configuration computes a model's multipliers ([`Scaled`]);
+//! the initialisation, the model and the optimizer apply them. Python reads them through the extension module `_core`.
 
 mod unit_scaled;
 
@@ -20,10 +20,10 @@ choice! {
         Embedding = "embedding",
         /// A matrix of a layer.
         HiddenMatrix = "hidden-matrix",
-        /// A bias, a norm's parameter or a scheme's parameter of a layer.
+        /// A bias in a layer, or a parameter of a layer's norm or residual scheme.
         HiddenVector = "hidden-vector",
-        /// A parameter outside the layers that is no table: a norm before or after the stack, the output's bias, dlcl's
-        /// weights.
+        /// A parameter outside the layers other than a table: in a norm before or after the stack, the output's bias,
+        /// or dlcl's weights.
         End = "end",
     }
 }
@@ -50,7 +50,7 @@ impl SumsOver {
     }
 }
 
-/// How a model has declared a parameter.
+/// The kind of a parameter, as its module declares it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DeclaredAs {
     /// The weight or bias of a linear layer, or a table of embeddings.
@@ -73,7 +73,7 @@ impl Part {
     }
 }
 
-/// Returns the part of a parameter with this canonical name and number of dimensions, declared as `declared`.
+/// Returns the role and the summed dimension of a parameter with this canonical name, number of dimensions and kind.
 pub fn part(name: &str, dimensions: usize, declared: DeclaredAs) -> Part {
     let parts: Vec<&str> = name.split('.').collect();
     let is_in_layer = parts.windows(2).any(|pair| pair[0] == "layers" && pair[1].parse::<u32>().is_ok());
@@ -92,18 +92,17 @@ pub fn part(name: &str, dimensions: usize, declared: DeclaredAs) -> Part {
 }
 
 choice! {
-    /// What an optimizer's steps of a matrix have in common in models of all widths. A layer's change ΔW·x has the same
-    /// size in all of them if the spectral norm of ΔW has, for a matrix whose two sizes grow with the width.
+    /// The size of an optimizer's step ΔW that is the same at all widths. For a matrix whose two sizes grow with the
+    /// width, the change ΔW·x of a layer's output has the same size at all widths if the spectral norm of ΔW has.
     #[derive(Default)]
     pub enum StepSize ("step_size") {
-        /// The size of the entries, as with Adam and Lion. Entries of one sign add up to a spectral norm that grows
-        /// with the width.
+        /// The size of the entries, as with Adam and Lion. The spectral norm then grows with the width.
         #[default]
         Entries = "entries",
         /// The spectral norm, as with Muon's scale `spectral`.
         SpectralNorm = "spectral-norm",
-        /// The root mean square of the entries of an orthogonal matrix, as with Muon's scale `rms`. Its spectral norm
-        /// grows with the width's root.
+        /// The root mean square of the entries of an orthogonal matrix, as with Muon's scale `rms`. The spectral norm
+        /// then grows with the square root of the width.
         Orthogonal = "orthogonal",
     }
 }
@@ -124,7 +123,7 @@ choice! {
     pub enum AttentionScale ("attention_scale") { InverseSqrt = "inverse-sqrt", Inverse = "inverse" }
 }
 
-/// How many times as wide and deep a model is as its base model.
+/// The ratios of a model's sizes to those of its base model.
 #[derive(Clone, Copy, Debug)]
 pub struct Ratios {
     /// m_d: the model's width divided by the base model's.
@@ -133,7 +132,7 @@ pub struct Ratios {
     pub depth: f64,
     /// α, the exponent of m_L.
     pub alpha: f64,
-    /// The factor that the width gives the learning rate of a layer's matrix.
+    /// The factor of the learning rate of a layer's matrix, which depends on the width and the optimizer.
     pub rate: f64,
 }
 
@@ -168,7 +167,7 @@ pub struct Parametrisation {
     branch: fn(&Ratios) -> f64,
     /// Returns the factor of the logits.
     logits: fn(&Ratios) -> f64,
-    /// True for u-μP. Its multipliers belong to each parameter, and those above are 1 ([`UnitScaled`]).
+    /// True for u-μP, whose parameters' multipliers come from [`UnitScaled`] instead of this entry.
     pub is_unit_scaled: bool,
 }
 
@@ -238,7 +237,7 @@ static COMPLETEP: Parametrisation = Parametrisation {
     ..MUP
 };
 
-/// u-μP has no base model, so the ratios to one are a model's own sizes.
+/// u-μP has no base model: m_d is the model's own width.
 static U_MUP: Parametrisation = Parametrisation {
     name: "u-mup",
     equation:
@@ -281,15 +280,16 @@ impl Parametrisation {
         self.of(part, &Ratios { width, depth, alpha: self.exponent(alpha), rate: step_size.rate(width) })
     }
 
-    /// Returns the multipliers of the parameter's role. If products with the parameter are summed over a dimension,
-    /// its learning rate falls with the number of terms; if that dimension is the width, its std falls, too.
+    /// Returns the multipliers of the parameter's role. If products with the parameter are summed over a dimension, the
+    /// parameter's learning rate falls with the number of terms. If the dimension is the width, its initial std falls,
+    /// too.
     fn of(&self, part: Part, m: &Ratios) -> Multipliers {
         let of_role = (self.multipliers)(part.role, m);
-        let drawn = match part.sums_over {
+        let init_factor = match part.sums_over {
             SumsOver::Width if !self.is_standard() => m.width.powf(-0.5),
             _ => 1.0,
         };
-        let summed = match part.sums_over {
+        let lr_factor = match part.sums_over {
             _ if self.is_standard() => 1.0,
             SumsOver::Nothing => 1.0,
             SumsOver::Width => 1.0 / m.width,
@@ -297,10 +297,10 @@ impl Parametrisation {
             SumsOver::Depth if self.alpha.is_some() => 1.0 / m.depth,
             SumsOver::Depth => 1.0,
         };
-        Multipliers { init: of_role.init * drawn, lr: of_role.lr * summed, ..of_role }
+        Multipliers { init: of_role.init * init_factor, lr: of_role.lr * lr_factor, ..of_role }
     }
 
-    /// Returns α: the given one, else the parametrisation's own, else 0, because then the depth has no effect.
+    /// Returns α: `given`, else the parametrisation's own, else 0, with which the depth has no effect.
     fn exponent(&self, given: Option<f64>) -> f64 {
         given.or(self.alpha).unwrap_or(0.0)
     }
@@ -332,9 +332,9 @@ pub struct Scaled {
     /// α_out, the factor of the logits.
     pub output: f64,
     pub attention: AttentionScale,
-    /// Another factor of every F(x), in addition to the parametrisation's.
+    /// A factor of every F(x), in addition to the parametrisation's.
     pub residual: f64,
-    /// The factor of the scores qᵀk; if it is given, it replaces the factor that `attention` would set.
+    /// The factor of the scores qᵀk, which replaces that of `attention`; `None` keeps it.
     pub given_scores: Option<f64>,
     /// The factors of u-μP; `None` under any other parametrisation.
     pub unit: Option<UnitScaled>,
@@ -366,7 +366,7 @@ impl Scaled {
         Ratios { width, depth, alpha: self.parametrisation.exponent(self.depth_alpha), rate: step_size.rate(width) }
     }
 
-    /// Returns the ratios for what depends on no optimizer: the forward pass and the first values.
+    /// Returns the ratios for the forward pass and the initial values, which do not depend on the optimizer.
     fn forward(&self, layers: Option<i64>) -> Ratios {
         self.ratios(layers, StepSize::default())
     }
@@ -389,9 +389,9 @@ impl Scaled {
         })
     }
 
-    /// Returns the factor of the initial values that the initialisation gives to a layer's matrix at the model's own
-    /// width. If the initialisation's std depends on the fans, it falls as 1/√d already, so it equals σ_base/√m_d and
-    /// the factor is 1. If the std is the same at all widths, it equals σ_base and the factor is the multiplier.
+    /// Returns the factor that turns a layer matrix's std under the initialisation into σ_base/√m_d. A std that depends
+    /// on the fans already falls as 1/√d, so its factor is 1. A std that is the same at all widths is σ_base, so its
+    /// factor is the multiplier.
     pub fn matrix(&self, has_fixed_std: bool) -> f64 {
         match has_fixed_std {
             true => (self.parametrisation.multipliers)(ParameterRole::HiddenMatrix, &self.forward(None)).init,
@@ -399,7 +399,7 @@ impl Scaled {
         }
     }
 
-    /// Returns the factor of the std with which a random parameter of a norm or a scheme is initialised.
+    /// Returns the factor of the initial std of a random parameter of a norm or a scheme.
     pub fn drawn(&self, sums_over: SumsOver) -> f64 {
         let part = Part { role: ParameterRole::HiddenVector, sums_over };
         self.parametrisation.of(part, &self.forward(None)).init

@@ -11,7 +11,7 @@ pub struct PackedIds {
     pub tokens: Vec<i64>,
     /// The position of each token in its row, from 0.
     pub positions: Vec<i64>,
-    /// The first token of each row, and the end of the last row: row r holds tokens `offsets[r] .. offsets[r + 1]`.
+    /// The index of each row's first token, then the end of the last row: row r is `offsets[r]..offsets[r + 1]`.
     pub offsets: Vec<i64>,
     /// The length of the longest row.
     pub longest: usize,
@@ -46,20 +46,20 @@ pub struct Batch {
     pub source: Option<PackedIds>,
     /// The decoder's input: BOS, or another first token that the corpus has set, then the target's tokens.
     pub target_input: PackedIds,
-    /// The tokens that the decoder should predict at the same positions: the target's tokens and EOS.
+    /// The token that the decoder should predict at each position of `target_input`: the target's tokens, then EOS.
     pub target_output: Vec<i64>,
     /// The index in the corpus of each row's sentence.
     pub sentences: Vec<usize>,
 }
 
-/// Returns the batches of an epoch as lists of sentence indices. `lengths` holds each sentence's (source, target)
+/// Returns the batches of an epoch as lists of sentence indices. `lengths` contains each sentence's (source, target)
 /// length, EOS included.
 ///
 /// The cost of a batch is its number of sentences × the length of its longest side. The cost never exceeds
-/// `max_tokens`, except in a batch of one sentence that does so alone. Sentences are sorted by their longer side,
-/// then by source and target length; a random order that depends on (seed, epoch) decides between equal ones. The
-/// sorted list is cut greedily, so that the rows of a batch have similar lengths. Then the batches are shuffled by
-/// (seed, epoch). Every epoch has the same number of batches.
+/// `max_tokens`, unless a single sentence is longer than that; it then forms a batch of its own. Sentences are sorted
+/// by their longer side, then by source and target length; a random order that depends on (seed, epoch) decides between
+/// equal ones. The sorted list is cut greedily, so that the rows of a batch have similar lengths. Then the batches are
+/// shuffled by (seed, epoch). Every epoch has the same number of batches.
 pub fn plan(lengths: &[(usize, usize)], max_tokens: usize, seed: u64, epoch: u64) -> Vec<Vec<usize>> {
     let side = |sentence: usize| lengths[sentence].0.max(lengths[sentence].1);
     let mut order: Vec<usize> = (0..lengths.len()).collect();
@@ -79,35 +79,36 @@ pub fn plan(lengths: &[(usize, usize)], max_tokens: usize, seed: u64, epoch: u64
     batches
 }
 
-/// Packs the sentences of a corpus that have these indices.
+/// Packs the sentences with the indices `sentences` into a batch.
 ///
 /// Panics if a sentence is not in the corpus.
 pub fn collate(corpus: &Corpus, sentences: &[usize]) -> Batch {
-    let targets = || chosen(&corpus.target, sentences);
+    let targets = || rows_at(&corpus.target, sentences);
     let (target_input, target_output) = match corpus.source {
         Some(_) => (
             PackedIds::from_rows(targets().map(|row| [corpus.start].into_iter().chain(row.iter().copied()))),
-            targets().flat_map(ended).map(i64::from).collect(),
+            targets().flat_map(with_eos).map(i64::from).collect(),
         ),
+        // A segment of language modelling is both input and target: the target is shifted by one token.
         None => (
             PackedIds::from_rows(targets().map(|row| row[..row.len().saturating_sub(1)].iter().copied())),
             targets().flat_map(|row| row.iter().skip(1)).map(|&token| i64::from(token)).collect(),
         ),
     };
-    let source = corpus.source.as_ref().map(|source| PackedIds::from_rows(chosen(source, sentences).map(ended)));
+    let source = corpus.source.as_ref().map(|source| PackedIds::from_rows(rows_at(source, sentences).map(with_eos)));
     Batch { source, target_input, target_output, sentences: sentences.to_vec() }
 }
 
-fn chosen<'a>(side: &'a [Vec<u32>], sentences: &'a [usize]) -> impl Iterator<Item = &'a [u32]> {
+fn rows_at<'a>(side: &'a [Vec<u32>], sentences: &'a [usize]) -> impl Iterator<Item = &'a [u32]> {
     sentences.iter().map(|&sentence| side[sentence].as_slice())
 }
 
-fn ended(row: &[u32]) -> impl Iterator<Item = u32> + '_ {
+fn with_eos(row: &[u32]) -> impl Iterator<Item = u32> + '_ {
     row.iter().copied().chain([EOS])
 }
 
-/// Applies word dropout: each token, EOS included, becomes UNK with probability `p`. The function is meant for the
-/// source and the decoder's input, not for the tokens to predict.
+/// Applies word dropout: each token, EOS included, becomes UNK with probability `p`. Callers apply it to the source and
+/// to the decoder's input, but not to the tokens to predict.
 pub fn word_dropout(tokens: &mut [i64], p: f64, random: &mut Random) {
     for token in tokens {
         if random.chance(p) {
@@ -168,7 +169,7 @@ mod tests {
                 batches.sort_unstable();
                 batches
             };
-            // Ties are decided anew in each epoch, so batches differ in content, not only in order.
+            // Ties are broken differently in each epoch, so batches differ in content, not only in order.
             assert_ne!(sorted(other), sorted(first.clone()));
         }
         // These values must never change: a resumed run relies on the same order.

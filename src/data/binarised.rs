@@ -1,7 +1,7 @@
 //! fairseq's binarised folders, as written by `fairseq-preprocess`: dictionaries (`dict.LANG.txt`) and splits of token
 //! ids (`train.SRC-TGT.LANG.bin` with `.idx`; without languages `dict.txt`, `train.bin`, `train.idx`).
 //!
-//! The `.bin` file holds the ids of all sentences, one sentence after the other. Its index has one of two formats,
+//! The `.bin` file contains the ids of all sentences, one sentence after the other. Its index has one of two formats,
 //! both little-endian:
 //!
 //! | `--dataset-impl` | index |
@@ -26,9 +26,10 @@ pub struct Binarised {
     pair: Option<Pair>,
 }
 
+/// A language pair, in the direction of translation.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct Pair {
-    /// The language pair as it stands in the files' names, `SRC-TGT`.
+    /// The pair as written in the file names, `SRC-TGT`.
     named: String,
     source: String,
     target: String,
@@ -56,21 +57,22 @@ impl Binarised {
         let folder = folder.as_ref();
         let pairs = pairs(folder, split)?;
         let swapped = |pair: &Pair| Pair { source: pair.target.clone(), target: pair.source.clone(), ..pair.clone() };
-        let fits = |pair: &Pair| {
+        let matches_languages = |pair: &Pair| {
             source_lang.is_none_or(|lang| lang == pair.source) && target_lang.is_none_or(|lang| lang == pair.target)
         };
-        let mut found: Vec<Pair> = pairs.iter().filter(|pair| fits(pair)).cloned().collect();
+        let mut found: Vec<Pair> = pairs.iter().filter(|pair| matches_languages(pair)).cloned().collect();
+        // A pair may also be read in the direction opposite to its file names.
         if found.is_empty() {
-            found = pairs.iter().map(swapped).filter(fits).collect();
+            found = pairs.iter().map(swapped).filter(matches_languages).collect();
         }
         if found.len() != 1 {
-            let there: Vec<&str> = pairs.iter().map(|pair| pair.named.as_str()).collect();
+            let names: Vec<&str> = pairs.iter().map(|pair| pair.named.as_str()).collect();
             return Err(Error::invalid(format!(
                 "{}: expected {split}.{}-{}.LANG.idx of one language pair, found {}; give source_lang and target_lang",
                 folder.display(),
                 source_lang.unwrap_or("SRC"),
                 target_lang.unwrap_or("TGT"),
-                if there.is_empty() { "none".into() } else { there.join(", ") },
+                if names.is_empty() { "none".into() } else { names.join(", ") },
             )));
         }
         Ok(Binarised { folder: folder.to_path_buf(), pair: found.pop() })
@@ -96,11 +98,10 @@ impl Binarised {
         Ok(target)
     }
 
-    /// Reads one side of a split as sentences, without the EOS at their end. `types` is the size of the side's
-    /// dictionary.
+    /// Reads one side of a split as sentences, without the EOS at their end. `types` is the number of entries in the
+    /// side's dictionary.
     ///
-    /// An id below UNK's, other than the EOS at the end, is read as UNK: text never yields a special symbol
-    /// ([`Vocabulary`]).
+    /// A BOS or PAD, or an EOS inside a sentence, is read as UNK: text never yields these symbols ([`Vocabulary`]).
     pub fn sentences(
         &self,
         split: &str,
@@ -117,6 +118,7 @@ impl Binarised {
         Ok(found)
     }
 
+    /// Returns the language of a side; `None` for a folder with one language.
     fn language(&self, side: Side) -> Option<&str> {
         self.pair.as_ref().map(|pair| match side {
             Side::Source => pair.source.as_str(),
@@ -132,7 +134,7 @@ impl Binarised {
         };
         let path = self.folder.join(format!("{name}.bin"));
         let index = Index::read(&self.folder.join(format!("{name}.idx")))?;
-        let file = File::open(&path).map_err(|e| refused("read", &path, e))?;
+        let file = File::open(&path).map_err(|e| access_error("read", &path, e))?;
         let size = file.metadata().map_err(|e| Error::io("read", &path, e))?.len();
         if index.bytes() != Some(size) {
             return Err(Error::invalid(format!(
@@ -165,22 +167,23 @@ impl Binarised {
     }
 }
 
-/// Returns the language pairs for which the folder has this split.
+/// Returns the language pairs of the folder's files for this split.
 fn pairs(folder: &Path, split: &str) -> Result<BTreeSet<Pair>> {
-    let entries = fs::read_dir(folder).map_err(|e| refused("list", folder, e))?;
+    let entries = fs::read_dir(folder).map_err(|e| access_error("list", folder, e))?;
     let names = entries.flatten().map(|entry| entry.file_name().to_string_lossy().into_owned());
     let pair = |name: String| {
+        // `named` is SRC-TGT, and `language` is SRC or TGT.
         let (named, language) = name.strip_prefix(split)?.strip_prefix('.')?.strip_suffix(".idx")?.rsplit_once('.')?;
-        let before = named.strip_suffix(language).and_then(|rest| rest.strip_suffix('-'));
-        let after = named.strip_prefix(language).and_then(|rest| rest.strip_prefix('-'));
-        let (source, target) = after.map(|after| (language, after)).or(before.map(|before| (before, language)))?;
+        let source = named.strip_suffix(language).and_then(|rest| rest.strip_suffix('-'));
+        let target = named.strip_prefix(language).and_then(|rest| rest.strip_prefix('-'));
+        let (source, target) = target.map(|target| (language, target)).or(source.map(|source| (source, language)))?;
         Some(Pair { named: named.into(), source: source.into(), target: target.into() })
     };
     Ok(names.filter_map(pair).collect())
 }
 
-/// Returns the error for a failed access: a missing file gets a message that says what should be there.
-fn refused(act: &'static str, path: &Path, error: std::io::Error) -> Error {
+/// Returns the error for a failed access. The message for a missing file says which files are expected.
+fn access_error(act: &'static str, path: &Path, error: std::io::Error) -> Error {
     match error.kind() {
         ErrorKind::NotFound => {
             Error::invalid(format!("{}: not there; expected what fairseq-preprocess writes", path.display()))
@@ -189,7 +192,7 @@ fn refused(act: &'static str, path: &Path, error: std::io::Error) -> Error {
     }
 }
 
-/// The content of an index: the lengths of the sentences in the `.bin` file, and the format of the numbers there.
+/// The content of an index: the lengths of the sentences in the `.bin` file, and the format of the `.bin` file's ids.
 #[derive(Debug, PartialEq)]
 struct Index {
     kind: IdKind,
@@ -223,7 +226,7 @@ const TORCHNET: &[u8] = b"TNTIDX\0\0";
 impl Index {
     /// Reads an index file in either format.
     fn read(path: &Path) -> Result<Self> {
-        let content = fs::read(path).map_err(|e| refused("read", path, e))?;
+        let content = fs::read(path).map_err(|e| access_error("read", path, e))?;
         let parsed = match (content.strip_prefix(MMAP), content.strip_prefix(TORCHNET)) {
             (Some(body), _) => Index::mmap(body),
             (_, Some(body)) => Index::torchnet(body),
@@ -241,7 +244,7 @@ impl Index {
         let (lengths, starts) = (column(&mut body, count, 4)?, column(&mut body, count, 8)?);
         let index = Index::of(kind, 0, lengths)?;
         let unit = kind.bytes as i64;
-        index.ends_with(body, starts.map(|start| (start % unit == 0).then_some(start / unit)))
+        index.verified(body, starts.map(|start| (start % unit == 0).then_some(start / unit)))
     }
 
     /// Parses an index of the `cached` and `lazy` formats, whose starts are in numbers. Ids are stored as id + 1.
@@ -256,13 +259,14 @@ impl Index {
                 kind.bytes
             ));
         }
-        let after = count.wrapping_add(1);
-        let (places, starts) = (column(&mut body, after, 8)?, column(&mut body, after, 8)?);
+        let with_end = count.wrapping_add(1);
+        let (dimension_starts, starts) = (column(&mut body, with_end, 8)?, column(&mut body, with_end, 8)?);
         let index = Index::of(kind, 1, column(&mut body, count, 8)?)?;
-        if !places.eq(0..after) {
+        // Each sentence has one dimension, its length.
+        if !dimension_starts.eq(0..with_end) {
             return Err("its sentences have other than one dimension; it is damaged".into());
         }
-        index.ends_with(body, starts.map(Some))
+        index.verified(body, starts.map(Some))
     }
 
     /// Builds the index from the lengths of the sentences. Errors if a length is negative or the sum overflows.
@@ -275,16 +279,16 @@ impl Index {
         Ok(Index { kind, first, numbers: numbers.ok_or("lengths beyond all bounds; it is damaged")?, lengths })
     }
 
-    /// Returns the index if `rest` is empty and `starts` agree with the lengths. `starts` may end with the end of the
-    /// last sentence.
-    fn ends_with(self, rest: &[u8], mut starts: impl Iterator<Item = Option<i64>>) -> Result<Self, String> {
-        let mut place = 0;
-        let fits = self.lengths.iter().all(|length| {
-            let fits = starts.next() == Some(Some(place));
-            place += length;
-            fits
+    /// Returns the index if no bytes are left in `rest` and `starts` agree with the lengths. A start inside a number is
+    /// `None`. `starts` may have one more entry, the end of the last sentence.
+    fn verified(self, rest: &[u8], mut starts: impl Iterator<Item = Option<i64>>) -> Result<Self, String> {
+        let mut expected = 0;
+        let is_consistent = self.lengths.iter().all(|length| {
+            let is_expected = starts.next() == Some(Some(expected));
+            expected += length;
+            is_expected
         });
-        if !fits || starts.any(|end| end != Some(place)) {
+        if !is_consistent || starts.any(|end| end != Some(expected)) {
             return Err("lengths and positions contradict each other; it is damaged".into());
         }
         match rest.len() {
@@ -309,6 +313,7 @@ impl IdKind {
     }
 }
 
+/// Takes the next number, of `bytes` bytes, from the front of `body`.
 fn one(body: &mut &[u8], bytes: usize) -> Result<i64, String> {
     column(body, 1, bytes)?.next().ok_or_else(|| "it is damaged".into())
 }
@@ -323,8 +328,8 @@ fn column<'a>(body: &mut &'a [u8], count: i64, bytes: usize) -> Result<impl Iter
     Ok(numbers.chunks_exact(bytes).map(|bytes| integer(bytes, true)))
 }
 
-/// Converts at most eight bytes, lowest first, to an integer. An unsigned number too large for i64 becomes negative,
-/// and every caller rejects it.
+/// Converts at most eight little-endian bytes to an integer. An unsigned number too large for i64 becomes negative, and
+/// every caller rejects negative numbers.
 fn integer(bytes: &[u8], is_signed: bool) -> i64 {
     let is_negative = is_signed && bytes.last().is_some_and(|byte| byte & 0x80 != 0);
     let mut wide = [if is_negative { 0xff } else { 0 }; 8];
@@ -378,12 +383,12 @@ mod tests {
     }
 
     #[test]
-    fn damage_is_named_and_costs_no_memory() {
+    fn a_damaged_index_is_an_error_and_allocates_nothing() {
         let check = |what: &str, (index, tokens): (Vec<u8>, Vec<u8>), at: usize, new: &[u8]| {
             let mut index = index;
             index.splice(at..(at + new.len()).min(index.len()), new.iter().copied());
-            let said = message(read(&index, &tokens, 7));
-            assert!(said.contains(what), "{what}: {said}");
+            let error = message(read(&index, &tokens, 7));
+            assert!(error.contains(what), "{what}: {error}");
         };
         check("not an index", mmap(), 0, b"X");
         check("version 2", mmap(), 9, &[2]);
@@ -412,11 +417,11 @@ mod tests {
     }
 
     #[test]
-    fn languages_come_from_the_names_or_are_chosen() {
+    fn languages_come_from_file_names_or_arguments() {
         let names = ["train.de-en.de.idx", "train.de-en.en.idx", "test.de-en.de.idx", "train1.de-fr.de.idx"];
-        let there = folder(&names.map(|name| (name, b"".as_slice())));
+        let directory = folder(&names.map(|name| (name, b"".as_slice())));
         let direction = |split, source, target| {
-            Binarised::parallel(there.path(), split, source, target)
+            Binarised::parallel(directory.path(), split, source, target)
                 .map(|found| found.pair.map(|pair| format!("{}: {} → {}", pair.named, pair.source, pair.target)))
         };
         let is = |found: Result<Option<String>>, wanted: &str| assert_eq!(found.unwrap().unwrap(), wanted);
@@ -426,7 +431,7 @@ mod tests {
         is(direction("test", None, Some("en")), "de-en: de → en");
         let none = message(direction("train", Some("fr"), None));
         assert!(none.contains("train.fr-TGT.LANG.idx of one language pair, found de-en;"), "{none}");
-        fs::write(there.path().join("train.de-fr.fr.idx"), b"").unwrap();
+        fs::write(directory.path().join("train.de-fr.fr.idx"), b"").unwrap();
         let two = message(direction("train", None, None));
         assert!(two.contains("found de-en, de-fr;"), "{two}");
         is(direction("train", None, Some("fr")), "de-fr: de → fr");
@@ -443,8 +448,8 @@ mod tests {
             ("dict.de.txt", b"a 3\nb 2\nc 1\nd 0\n"),
             ("dict.en.txt", b"a 3\n"),
         ];
-        let there = folder(&files);
-        let found = Binarised::parallel(there.path(), "train", Some("en"), Some("de")).unwrap();
+        let directory = folder(&files);
+        let found = Binarised::parallel(directory.path(), "train", Some("en"), Some("de")).unwrap();
         assert!(message(found.joint_dictionary()).contains("--joined-dictionary"));
     }
 }

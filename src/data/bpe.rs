@@ -1,7 +1,7 @@
 //! Byte pair encoding: applies merges to words (Sennrich et al. 2016), exactly as `subword-nmt apply-bpe` does.
 //!
-//! A word begins as its characters and an end-of-word mark `</w>`. Of all adjacent pairs, the one that comes first in
-//! the list of merges is joined wherever it occurs, from left to right. This repeats until no adjacent pair is in the
+//! A word begins as its characters and an end-of-word mark `</w>`. The adjacent pair that comes first in the
+//! list of merges is joined wherever it occurs, from left to right. This repeats until no adjacent pair is in the
 //! list. Every piece except the last one of a word ends in `@@`.
 
 use std::cmp::Reverse;
@@ -20,7 +20,7 @@ pub(super) const WORD_END: &str = "</w>";
 /// The maximum number of cached words: about 200 MB at about 200 bytes a word.
 const CACHED_WORDS: usize = 1 << 20;
 
-/// How the end of a word takes part in merges.
+/// How the end-of-word mark is attached to a word before merging.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum WordEnd {
     /// `</w>` is a symbol of its own after the last character, as in files of version 0.1 or without a header.
@@ -36,6 +36,7 @@ pub struct Bpe {
     merges: Vec<(String, String)>,
     /// Maps left half → right half → rank in the list. The maps are nested so that a look-up can borrow both halves.
     ranks: HashMap<String, HashMap<String, usize>>,
+    /// The cache: the pieces of each word segmented so far.
     pieces: Mutex<HashMap<String, Vec<String>>>,
 }
 
@@ -43,14 +44,14 @@ impl Bpe {
     /// Reads merges from a file in the format of subword-nmt (`#version: 0.2`, then `a b` on each line) or fastBPE
     /// (`a b count` on each line, no header).
     ///
-    /// A file with two columns and no header counts as version 0.1, as in subword-nmt. A merge that is listed twice
+    /// A file with two columns and no header is read as version 0.1, as in subword-nmt. A merge that is listed twice
     /// keeps its first rank.
     pub fn from_codes(path: impl AsRef<Path>) -> Result<Self> {
         let path = path.as_ref();
         Self::from_lines(path, &read_lines(path, &mut || Ok(()))?)
     }
 
-    /// Parses merges from the lines of a file. Messages call the file `path`.
+    /// Parses merges from the lines of a file. Error messages name the file as `path`.
     pub fn from_lines(path: &Path, lines: &[String]) -> Result<Self> {
         let wrong = |index: usize, what: &str| {
             Error::invalid(format!(
@@ -68,9 +69,10 @@ impl Bpe {
             return Err(Error::invalid(format!("{}: no merges; expected at least one line 'a b'", path.display())));
         }
         let columns = |index: usize| lines[index].trim_matches(['\r', ' ']).split(' ').collect::<Vec<_>>();
-        let of_fastbpe = version.is_none() && columns(first).len() == 3;
+        let is_fastbpe = version.is_none() && columns(first).len() == 3;
+        // Like subword-nmt, read version 0.2.0 as 0.2.
         let word_end = match version.map(|version| version.trim().trim_end_matches(".0")) {
-            None if of_fastbpe => WordEnd::OnLastCharacter,
+            None if is_fastbpe => WordEnd::OnLastCharacter,
             None | Some("0.1") => WordEnd::OwnSymbol,
             Some("0.2") => WordEnd::OnLastCharacter,
             Some(_) => return Err(wrong(0, "expected version 0.1 or 0.2")),
@@ -78,11 +80,11 @@ impl Bpe {
         let mut merges = Vec::with_capacity(last - first);
         for index in first..last {
             match columns(index)[..] {
-                [left, right] if !of_fastbpe => merges.push((left.to_owned(), right.to_owned())),
-                [left, right, count] if of_fastbpe && count.parse::<u64>().is_ok() => {
+                [left, right] if !is_fastbpe => merges.push((left.to_owned(), right.to_owned())),
+                [left, right, count] if is_fastbpe && count.parse::<u64>().is_ok() => {
                     merges.push((left.to_owned(), right.to_owned()))
                 }
-                _ if of_fastbpe => return Err(wrong(index, "expected two symbols and a count")),
+                _ if is_fastbpe => return Err(wrong(index, "expected two symbols and a count")),
                 _ => return Err(wrong(index, "expected two symbols")),
             }
         }
@@ -94,7 +96,7 @@ impl Bpe {
         Self::new(WordEnd::OnLastCharacter, merges)
     }
 
-    /// Builds a BPE from listed merges. If a merge is listed twice, only the first place counts.
+    /// Builds a BPE from listed merges. If a merge is listed twice, the second one is ignored.
     fn new(word_end: WordEnd, listed: Vec<(String, String)>) -> Self {
         let mut merges = Vec::with_capacity(listed.len());
         let mut ranks: HashMap<String, HashMap<String, usize>> = HashMap::new();
@@ -116,7 +118,8 @@ impl Bpe {
     /// Splits a line into pieces, like `subword-nmt apply-bpe`. Only spaces separate words; a tab is part of its
     /// word.
     pub fn segment(&self, line: &str) -> Vec<String> {
-        // If a thread has panicked with the lock, the cache still holds only complete entries, so it can be used.
+        // The lock is poisoned if a thread panicked while it had the lock. The cache is still valid, because its
+        // entries are only inserted whole.
         let mut pieces = self.pieces.lock().unwrap_or_else(PoisonError::into_inner);
         let mut out = Vec::new();
         for word in spaced_words(line) {
@@ -160,14 +163,15 @@ impl Bpe {
         pieces
     }
 
-    /// Returns the byte range of each symbol of a word that is left after all merges; `marked` is the word and its
+    /// Returns the byte ranges of a word's symbols after all merges. `marked` is the word followed by the end-of-word
     /// mark.
     ///
-    /// Symbols form a linked list, and a queue holds every adjacent pair that can be merged. So a word of n
-    /// characters takes O(n log n) time; joining symbols in an array would take O(n²).
+    /// Symbols form a linked list, and a queue has an entry for every adjacent pair that can be merged: its rank and
+    /// the index of its left symbol. So a word of n characters takes O(n log n) time; removing symbols from an array
+    /// would take O(n²).
     fn symbols(&self, marked: &str) -> Vec<Range<usize>> {
-        let word = marked.len() - WORD_END.len();
-        let mut ends: Vec<usize> = marked[..word].char_indices().map(|(start, c)| start + c.len_utf8()).collect();
+        let word = &marked[..marked.len() - WORD_END.len()];
+        let mut ends: Vec<usize> = word.char_indices().map(|(start, c)| start + c.len_utf8()).collect();
         match self.word_end {
             WordEnd::OwnSymbol => ends.push(marked.len()),
             WordEnd::OnLastCharacter => ends.last_mut().into_iter().for_each(|end| *end = marked.len()),
@@ -178,30 +182,32 @@ impl Bpe {
             ends.into_iter().map(|end| std::mem::replace(&mut start, end)..end).collect();
         let mut next: Vec<usize> = (1..=count).collect();
         let mut previous: Vec<usize> = (0..count).map(|i| i.saturating_sub(1)).collect();
-        let rank = |symbols: &[Range<usize>], next: &[usize], i: usize| {
-            let right = symbols.get(next[i])?.clone();
-            self.ranks.get(&marked[symbols[i].clone()])?.get(&marked[right]).copied()
+        let rank = |symbols: &[Range<usize>], next: &[usize], left: usize| {
+            let right = symbols.get(next[left])?.clone();
+            self.ranks.get(&marked[symbols[left].clone()])?.get(&marked[right]).copied()
         };
-        let place = |symbols: &[Range<usize>], next: &[usize], i| Some(Reverse((rank(symbols, next, i)?, i)));
-        let mut queue: BinaryHeap<_> = (0..count).filter_map(|i| place(&symbols, &next, i)).collect();
-        while let Some(&Reverse((first, _))) = queue.peek() {
-            // All places of this merge are joined, from left to right, before any pair that the merge creates.
+        let entry = |symbols: &[Range<usize>], next: &[usize], left| Some(Reverse((rank(symbols, next, left)?, left)));
+        let mut queue: BinaryHeap<_> = (0..count).filter_map(|left| entry(&symbols, &next, left)).collect();
+        while let Some(&Reverse((lowest, _))) = queue.peek() {
+            // All pairs with this rank are joined, from left to right, before any pair that these merges create.
             let mut joined = Vec::new();
-            while let Some(&Reverse((_, i))) = queue.peek().filter(|place| place.0 .0 == first) {
+            while let Some(&Reverse((_, left))) = queue.peek().filter(|entry| entry.0 .0 == lowest) {
                 queue.pop();
-                if symbols[i].is_empty() || rank(&symbols, &next, i) != Some(first) {
+                // Skip an outdated entry: another merge has already changed one of its symbols.
+                if symbols[left].is_empty() || rank(&symbols, &next, left) != Some(lowest) {
                     continue;
                 }
-                let gone = next[i];
-                symbols[i].end = symbols[gone].end;
-                symbols[gone] = 0..0;
-                next[i] = next[gone];
-                if let Some(previous) = previous.get_mut(next[i]) {
-                    *previous = i;
+                let right = next[left];
+                symbols[left].end = symbols[right].end;
+                symbols[right] = 0..0;
+                next[left] = next[right];
+                if let Some(previous) = previous.get_mut(next[left]) {
+                    *previous = left;
                 }
-                joined.push(i);
+                joined.push(left);
             }
-            queue.extend(joined.iter().flat_map(|&i| [previous[i], i]).filter_map(|i| place(&symbols, &next, i)));
+            let changed = joined.iter().flat_map(|&left| [previous[left], left]);
+            queue.extend(changed.filter_map(|left| entry(&symbols, &next, left)));
         }
         symbols.retain(|symbol| !symbol.is_empty());
         symbols
@@ -238,9 +244,9 @@ mod tests {
         Bpe::from_codes(path)
     }
 
-    /// subword-nmt 0.3.8's `BPE.segment` printed the expected values, for MERGES with this header.
+    /// The expected values are from subword-nmt 0.3.8's `BPE.segment` with the same header and MERGES.
     #[test]
-    fn segments_as_subword_nmt() {
+    fn segments_like_subword_nmt() {
         for (header, frozen) in [("#version: 0.2\n", FROZEN_02), ("", FROZEN_01)] {
             let bpe = bpe(&format!("{header}{MERGES}")).unwrap();
             for (line, pieces) in LINES.iter().zip(frozen) {
@@ -297,7 +303,7 @@ mod tests {
         "b@@ \u{2028}@@ lo@@ w \u{85}",
     ];
 
-    /// Segments one word as the definition says: joins the first pair of the list wherever it occurs, until no pair
+    /// Segments one word by the definition: joins the first pair of the list wherever it occurs, until no pair
     /// is in the list.
     fn joined_in_place(bpe: &Bpe, word: &str) -> Vec<String> {
         let mut symbols: Vec<String> = word.chars().map(String::from).collect();
@@ -321,7 +327,7 @@ mod tests {
     }
 
     #[test]
-    fn random_merges_join_as_in_place() {
+    fn the_linked_list_merges_like_an_array() {
         let mut below = testing::numbers(7);
         for round in 0..300 {
             // The pairs are in random order, so a merge may come before the merges that create its halves.

@@ -1,8 +1,8 @@
 //! Learning of BPE merges: the most frequent adjacent pair first (Sennrich et al. 2016).
 //!
-//! The symbols of all distinct words lie in one array, each linked to its neighbours, and every pair has a list of
-//! its places. A merge takes time in proportion to the places of its pair. So learning is linear in the size of the
-//! corpus, even if words are long.
+//! The symbols of all distinct words are in one array, and each symbol is linked to its neighbours in the word. Every
+//! pair has a list of its places, which are indices in the array. The time of a merge is proportional to the number of
+//! its pair's places. So learning is linear in the size of the corpus, even if words are long.
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet, BinaryHeap, HashMap};
@@ -11,15 +11,15 @@ use super::bpe::{spaced_words, Bpe, WORD_END};
 use super::interrupt::{interruptible, throttled, Interrupt};
 use crate::error::{Error, Result};
 
-/// The smallest count with which a pair is merged; subword-nmt's default is 2, too.
+/// The smallest count of a pair that is merged, the same as subword-nmt's default.
 const LEAST_PAIR_COUNT: i64 = 2;
 
 impl Bpe {
     /// Learns at most `operations` merges from lines whose words are separated by spaces. Stops earlier if no pair
     /// occurs twice.
     ///
-    /// The same lines always give the same merges. Of pairs with the same count, the one whose symbols are older is
-    /// merged first; for equal age, alphabetical order decides, as in the trainer of the `tokenizers` library. For a
+    /// The same lines always yield the same merges. Among pairs with the same count, the pair whose symbols are older
+    /// is merged first; initial symbols are in alphabetical order, as in the trainer of the `tokenizers` library. For a
     /// joint BPE, pass the lines of both languages.
     pub fn learn<'a>(
         lines: impl IntoIterator<Item = &'a str>,
@@ -66,11 +66,15 @@ const GONE: Id = Id::MAX;
 const NOWHERE: u32 = u32::MAX;
 
 struct Learner {
+    /// The text of each symbol, at the index of its id.
     spelled: Vec<String>,
+    /// The id of the symbol with this text.
     ids: HashMap<String, Id>,
     /// The symbols of all words, each at the place of its first character.
     symbols: Vec<Id>,
+    /// For each place in `symbols`, the place of the next symbol in the word.
     next: Vec<u32>,
+    /// For each place in `symbols`, the place of the previous symbol in the word.
     previous: Vec<u32>,
     /// For each place in `symbols`, the index of the word that it belongs to.
     words: Vec<u32>,
@@ -78,18 +82,19 @@ struct Learner {
     frequencies: Vec<i64>,
     /// The current count of each pair.
     counts: HashMap<IdPair, i64>,
-    /// The places at which each pair may occur: the place of its left symbol.
+    /// The places of the left symbols of each pair. The list may have outdated places, where the pair no longer occurs.
     places: HashMap<IdPair, Vec<u32>>,
-    /// Pairs ordered by count, then by age, each with an index into [`Learner::found`]. If the count has changed
-    /// meanwhile, it is corrected when the pair is taken from the queue.
+    /// Pairs ordered by count, then by age, each with an index into [`Learner::entry_words`]. An outdated count is
+    /// corrected when its entry is popped.
     queue: BinaryHeap<(i64, Reverse<IdPair>, Reverse<usize>)>,
     /// For each entry of the queue, the words in which its pair was found, in ascending order. If another merge
     /// creates the pair again, the pair is queued a second time. Each entry is merged only in its own words, as in
     /// the trainer of the `tokenizers` library (tests/data/test_bpe.py).
-    found: Vec<Vec<u32>>,
+    entry_words: Vec<Vec<u32>>,
 }
 
 impl Learner {
+    /// Splits the words, given with their counts, into initial symbols, and queues all adjacent pairs.
     fn new(words: &BTreeMap<&str, i64>, check_interrupt: Interrupt) -> Result<Self> {
         let mut symbols = BTreeSet::new();
         interruptible(check_interrupt, words.keys(), |words| {
@@ -113,16 +118,16 @@ impl Learner {
             counts: HashMap::new(),
             places: HashMap::new(),
             queue: BinaryHeap::new(),
-            found: Vec::new(),
+            entry_words: Vec::new(),
         };
         interruptible(check_interrupt, words, |words| words.for_each(|(word, count)| learner.add(word, *count)))?;
         if learner.symbols.len() >= NOWHERE as usize {
             return Err(Error::invalid("more than 4 billion characters in different words; expected text with spaces"));
         }
-        let word = |place: &u32| learner.words[*place as usize];
-        let first: Vec<(IdPair, Vec<u32>)> =
-            learner.places.iter().map(|(pair, places)| (*pair, places.iter().map(word).collect())).collect();
-        first.into_iter().for_each(|(pair, words)| learner.enqueue(pair, words));
+        let word_at = |place: &u32| learner.words[*place as usize];
+        let pairs: Vec<(IdPair, Vec<u32>)> =
+            learner.places.iter().map(|(pair, places)| (*pair, places.iter().map(word_at).collect())).collect();
+        pairs.into_iter().for_each(|(pair, words)| learner.enqueue(pair, words));
         Ok(learner)
     }
 
@@ -144,7 +149,8 @@ impl Learner {
         }
     }
 
-    /// Records that a pair now occurs at `place` (`weight` > 0), or that it no longer does (`weight` < 0).
+    /// Adds `weight`, the frequency of the word, to a pair's count and records the pair's place. A negative weight
+    /// removes an occurrence; its place stays in the list, and [`Learner::merge`] skips it.
     fn count(&mut self, place: u32, pair: IdPair, weight: i64) {
         *self.counts.entry(pair).or_default() += weight;
         if weight > 0 {
@@ -152,39 +158,39 @@ impl Learner {
         }
     }
 
-    /// Queues a pair for the given words, which are in ascending order.
+    /// Queues a pair for the given words, whose indices are in ascending order.
     fn enqueue(&mut self, pair: IdPair, mut words: Vec<u32>) {
         words.dedup();
-        self.queue.push((self.counts[&pair], Reverse(pair), Reverse(self.found.len())));
-        self.found.push(words);
+        self.queue.push((self.counts[&pair], Reverse(pair), Reverse(self.entry_words.len())));
+        self.entry_words.push(words);
     }
 
     /// Merges until there are `operations` new symbols, or until no pair occurs often enough.
     fn learn(mut self, operations: usize, check_interrupt: Interrupt) -> Result<Vec<(String, String)>> {
-        let enough = self.spelled.len().saturating_add(operations);
+        let most_symbols = self.spelled.len().saturating_add(operations);
         let mut merged = Vec::new();
-        while self.spelled.len() < enough {
+        while self.spelled.len() < most_symbols {
             check_interrupt()?;
-            let Some((count, Reverse(pair), found)) = self.queue.pop() else { break };
-            let now = self.counts[&pair];
-            if count != now {
-                self.queue.push((now, Reverse(pair), found));
+            let Some((count, Reverse(pair), entry)) = self.queue.pop() else { break };
+            let current_count = self.counts[&pair];
+            if count != current_count {
+                self.queue.push((current_count, Reverse(pair), entry));
                 continue;
             }
             if count < LEAST_PAIR_COUNT {
                 break;
             }
             merged.push(pair);
-            let words = std::mem::take(&mut self.found[found.0]);
-            let is_found = |place: &u32| words.binary_search(&self.words[*place as usize]).is_ok();
+            let words = std::mem::take(&mut self.entry_words[entry.0]);
+            let is_in_words = |place: &u32| words.binary_search(&self.words[*place as usize]).is_ok();
             let (places, others): (Vec<u32>, Vec<u32>) =
-                self.places.remove(&pair).unwrap_or_default().into_iter().partition(is_found);
+                self.places.remove(&pair).unwrap_or_default().into_iter().partition(is_in_words);
             if !others.is_empty() {
                 self.places.insert(pair, others);
             }
             self.merge(pair, places);
         }
-        // A pair that was merged twice counts only at its last merge.
+        // A pair that was merged twice is listed only at its last merge.
         let last: HashMap<IdPair, usize> = merged.iter().enumerate().map(|(rank, pair)| (*pair, rank)).collect();
         let kept = merged.iter().enumerate().filter(|(rank, pair)| last[*pair] == *rank).map(|(_, pair)| pair);
         let spelled = |id: Id| self.spelled[id as usize].clone();
@@ -202,33 +208,36 @@ impl Learner {
         }
         places.sort_unstable();
         places.dedup();
-        let mut made: BTreeMap<IdPair, Vec<u32>> = BTreeMap::new();
+        // The pairs that this merge creates, each with the words in which it does.
+        let mut created: BTreeMap<IdPair, Vec<u32>> = BTreeMap::new();
         for place in places {
             let at = place as usize;
-            let gone = self.next[at];
-            if self.symbols[at] != left || gone == NOWHERE || self.symbols[gone as usize] != right {
+            let right_place = self.next[at];
+            // The pair may no longer be at this place, because another merge has changed its symbols.
+            if self.symbols[at] != left || right_place == NOWHERE || self.symbols[right_place as usize] != right {
                 continue;
             }
-            let (before, after, word) = (self.previous[at], self.next[gone as usize], self.words[at]);
+            let (before, after, word) = (self.previous[at], self.next[right_place as usize], self.words[at]);
             let weight = self.frequencies[word as usize];
             self.symbols[at] = new;
-            self.symbols[gone as usize] = GONE;
+            self.symbols[right_place as usize] = GONE;
             self.next[at] = after;
             if before != NOWHERE {
                 let symbol = self.symbols[before as usize];
                 self.count(before, (symbol, left), -weight);
                 self.count(before, (symbol, new), weight);
-                made.entry((symbol, new)).or_default().push(word);
+                created.entry((symbol, new)).or_default().push(word);
             }
             if after != NOWHERE {
                 self.previous[after as usize] = place;
                 let symbol = self.symbols[after as usize];
                 self.count(place, (right, symbol), -weight);
                 self.count(place, (new, symbol), weight);
-                made.entry((new, symbol)).or_default().push(word);
+                created.entry((new, symbol)).or_default().push(word);
             }
         }
-        for (pair, words) in made {
+        for (pair, words) in created {
+            // A later join of the same merge may have removed the pair again.
             match self.counts[&pair] > 0 {
                 true => self.enqueue(pair, words),
                 false => drop(self.places.remove(&pair)),
@@ -248,7 +257,7 @@ mod tests {
 
     /// The `tokenizers` library takes a minute for a word of this length.
     #[test]
-    fn a_long_word_is_learned_and_cut_in_linear_time() {
+    fn a_long_word_is_learned_and_segmented_in_linear_time() {
         let mut below = numbers(3);
         let word: String = (0..160_000).map(|_| (b'a' + below(20) as u8) as char).collect();
         let start = std::time::Instant::now();
@@ -261,7 +270,7 @@ mod tests {
     }
 
     #[test]
-    fn a_wish_to_stop_is_heard() {
+    fn an_interrupt_stops_learning() {
         let lines = std::iter::repeat_n("ab cd abc", 100_000_000);
         let stopped = Bpe::learn(lines, 5, &mut || Err(Error::Interrupted("stop".into()))).unwrap_err();
         assert!(matches!(stopped, Error::Interrupted(_)), "{stopped}");
@@ -282,13 +291,13 @@ mod tests {
     }
 
     #[test]
-    fn learning_ends_where_no_pair_occurs_twice() {
+    fn learning_ends_when_no_pair_occurs_twice() {
         let bpe = learn(["ab ab cd"], 100).unwrap();
         assert_eq!(pairs(&bpe), ["a b</w>"]);
     }
 
     #[test]
-    fn ties_are_broken_the_same_way_every_time() {
+    fn ties_are_broken_deterministically() {
         let lines: Vec<String> =
             (0..400u32).map(|i| format!("{:x} {:o}", i.wrapping_mul(2_654_435_761), i * 77)).collect();
         let again = || pairs(&learn(lines.iter().map(String::as_str), 200).unwrap());

@@ -5,12 +5,12 @@ use super::vocabulary::{BOS, EOS};
 use crate::error::{Error, Result};
 use serde::{Deserialize, Serialize};
 
-/// What is done with sentences that are too long for a batch.
+/// The treatment of sentences that are too long for a batch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum LongSentences {
     /// Fails with an error that says how many sentences are too long.
     Refuse,
-    /// Leaves the sentences out, and counts them.
+    /// Leaves the sentences out.
     Skip,
 }
 
@@ -18,8 +18,9 @@ pub enum LongSentences {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Limit {
     pub tokens: usize,
-    /// The thing that limits the length, and the flag that changes the limit.
+    /// The object that limits the length, as error messages call it.
     pub what: &'static str,
+    /// The command-line flag that changes the limit.
     pub flag: &'static str,
 }
 
@@ -52,8 +53,8 @@ impl Corpus {
         Corpus { start: token as u32, ..self }
     }
 
-    /// Builds a corpus of sentence pairs. Also returns a flag for each given pair, which is false if the pair was too
-    /// long and was left out.
+    /// Builds a corpus of sentence pairs. Also returns a flag for each pair, which is false if the pair was left out
+    /// because it is too long.
     ///
     /// A pair is too long if its source or its target, with EOS, exceeds the limit.
     pub fn parallel(
@@ -69,17 +70,17 @@ impl Corpus {
                 target.len()
             )));
         }
-        let sides: Vec<usize> =
+        let longer_sides: Vec<usize> =
             source.iter().zip(&target).map(|(source, target)| source.len().max(target.len()) + 1).collect();
-        let fits: Vec<bool> = sides.iter().map(|&side| side <= limit.tokens).collect();
+        let fits: Vec<bool> = longer_sides.iter().map(|&side| side <= limit.tokens).collect();
         let too_long = fits.iter().filter(|fits| !**fits).count();
         if too_long > 0 && long == LongSentences::Refuse {
             let Limit { tokens, what, flag } = limit;
             return Err(Error::invalid(format!(
                 "{too_long} of {} sentences are longer than {what} of {flag} {tokens} (the longest has {} tokens with the \
                  end of sentence); raise {flag}, or leave them out with --skip-long",
-                sides.len(),
-                sides.iter().max().unwrap_or(&0),
+                longer_sides.len(),
+                longer_sides.iter().max().unwrap_or(&0),
             )));
         }
         if too_long > 0 {
@@ -103,9 +104,10 @@ impl Corpus {
 
     /// Iterates over every token that a model has to predict.
     pub fn predicted(&self) -> impl Iterator<Item = u32> + '_ {
-        // The first token of a segment is the last one of the segment before; it is not predicted.
-        let (given, end) = if self.source.is_some() { (0, Some(EOS)) } else { (1, None) };
-        self.target.iter().flat_map(move |row| row.iter().copied().skip(given).chain(end))
+        // In language modelling, the first token of a segment is the last one of the segment before, so it is not
+        // predicted again, and EOS is already part of the segments.
+        let (skipped, end) = if self.source.is_some() { (0, Some(EOS)) } else { (1, None) };
+        self.target.iter().flat_map(move |row| row.iter().copied().skip(skipped).chain(end))
     }
 
     /// Returns the checksum of the sentences; see [`digest`].
@@ -150,15 +152,15 @@ pub fn stream(tokens: &[u32], segment_length: usize) -> Vec<Vec<u32>> {
     segments
 }
 
-/// Checksums of the text that a run trains on. `train` belongs to the run's place in an epoch, `valid` to its best
-/// score.
+/// Checksums of a run's training text and validation set. When a run resumes, its place in the epoch is only valid for
+/// the same `train`, and its best score only for the same `valid`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Digests {
     pub train: u32,
     pub valid: u32,
 }
 
-/// Returns the CRC-32 of the ids and the ends of sentences, in order. `check_interrupt` runs at each sentence.
+/// Returns the CRC-32 of the sentences' ids in order, with EOS after each. `check_interrupt` runs before each sentence.
 pub fn digest<'a>(sentences: impl IntoIterator<Item = &'a Vec<u32>>, check_interrupt: Interrupt) -> Result<u32> {
     let mut crc = flate2::Crc::new();
     let mut bytes = Vec::new();
@@ -208,7 +210,7 @@ mod tests {
     }
 
     #[test]
-    fn the_digest_sees_order_and_ends() {
+    fn the_digest_depends_on_order_and_sentence_ends() {
         let digest = |rows: &[&[u32]]| {
             let rows: Vec<Vec<u32>> = rows.iter().map(|row| row.to_vec()).collect();
             super::digest(&rows, &mut || Ok(())).unwrap()

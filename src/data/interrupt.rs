@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 /// A function that returns an error if the user wants to stop. The error ends the work.
 pub type Interrupt<'a> = &'a mut dyn FnMut() -> Result<()>;
 
-/// The minimum time between two checks. Each check takes Python's global lock, so it is not free.
+/// The minimum time between two checks. Each check acquires Python's global interpreter lock, which takes time.
 const INTERVAL: Duration = Duration::from_millis(100);
 
 /// Wraps `check_interrupt`, so that it runs at most once per [`INTERVAL`] even if it is called for every item.
@@ -21,19 +21,19 @@ pub fn throttled(check_interrupt: Interrupt<'_>) -> impl FnMut() -> Result<()> +
     }
 }
 
-/// Passes items to `work`, and checks for an interrupt before each. After an interrupt there are no more items, and
-/// the interrupt's error is returned.
+/// Runs `work` on an iterator over the items, which checks for an interrupt before each item. On an interrupt, the
+/// iterator ends and the function returns the interrupt's error.
 pub fn interruptible<I: IntoIterator, T>(
     check_interrupt: Interrupt,
     items: I,
     work: impl FnOnce(&mut dyn Iterator<Item = I::Item>) -> T,
 ) -> Result<T> {
-    let mut checked = Ok(());
-    let done = work(&mut items.into_iter().take_while(|_| {
-        checked = check_interrupt();
-        checked.is_ok()
+    let mut status = Ok(());
+    let output = work(&mut items.into_iter().take_while(|_| {
+        status = check_interrupt();
+        status.is_ok()
     }));
-    checked.map(|()| done)
+    status.map(|()| output)
 }
 
 #[cfg(test)]
@@ -43,10 +43,10 @@ mod tests {
 
     #[test]
     fn a_wish_to_stop_ends_the_items() {
-        let mut asked = 0;
+        let mut checks = 0;
         let mut check_interrupt = || {
-            asked += 1;
-            if asked < 3 {
+            checks += 1;
+            if checks < 3 {
                 Ok(())
             } else {
                 Err(Error::Interrupted("stop".into()))
@@ -60,18 +60,18 @@ mod tests {
     }
 
     #[test]
-    fn a_question_waits_for_the_interval() {
-        let mut asked = 0;
+    fn checks_are_at_least_an_interval_apart() {
+        let mut checks = 0;
         let mut check_interrupt = || {
-            asked += 1;
+            checks += 1;
             Ok(())
         };
         let start = Instant::now();
-        let mut ask = throttled(&mut check_interrupt);
+        let mut check = throttled(&mut check_interrupt);
         while start.elapsed() < 3 * INTERVAL {
-            ask().unwrap();
+            check().unwrap();
         }
-        drop(ask);
-        assert!((1..=3).contains(&asked), "{asked}");
+        drop(check);
+        assert!((1..=3).contains(&checks), "{checks}");
     }
 }

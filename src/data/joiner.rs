@@ -11,8 +11,8 @@ pub struct Joiner {
 }
 
 impl Joiner {
-    /// Starts after a text that the pieces continue. A space comes first, unless the text ends in white space or in
-    /// `@@`.
+    /// Starts after `text`, which the pieces continue. A space comes before the first piece, unless `text` is empty or
+    /// ends in white space or `@@`.
     pub fn after(text: &str) -> Self {
         let end = text.chars().next_back();
         Joiner { spaced: end.is_some_and(|c| !c.is_whitespace()) && !text.ends_with(CONTINUED) }
@@ -24,11 +24,12 @@ impl Joiner {
             Some(text) => (text, false),
             None => (piece, true),
         };
-        let space = if std::mem::replace(&mut self.spaced, is_word_over) { " " } else { "" };
+        let space = if self.spaced { " " } else { "" };
+        self.spaced = is_word_over;
         format!("{space}{text}")
     }
 
-    /// Ends a line: the next piece begins another one, without a space.
+    /// Ends a line: no space comes before the next piece, which begins a new line.
     pub fn end(&mut self) {
         self.spaced = false;
     }
@@ -40,7 +41,7 @@ mod tests {
     use crate::data::join;
 
     #[test]
-    fn text_that_comes_piece_by_piece_is_the_joined_line() {
+    fn texts_of_pieces_add_up_to_the_joined_line() {
         let lines =
             ["viel@@ er b\u{fc}@@ sche .", "an end@@", "@@ @@", "a@@@@ b", "@@@ b", "a @@ b", "a @@", "\u{e4}", ""];
         for line in lines {
@@ -55,7 +56,7 @@ mod tests {
     }
 
     #[test]
-    fn it_goes_on_after_a_text() {
+    fn pieces_continue_a_text() {
         let first = |text: &str| Joiner::after(text).push("or");
         assert_eq!([first("to be"), first("to be "), first("be\n"), first("vi@@")], [" or", "or", "or", "or"]);
         let mut joiner = Joiner::after("to");

@@ -1,8 +1,8 @@
-//! The data pipeline, from text files to packed batches of token ids, in the order of the files below.
+//! The data pipeline, from text files to packed batches of token ids. The modules below are in its order.
 //!
 //! Lines of text ([`text`]) are split into pieces ([`segmenter`], [`bpe`]), and pieces become ids ([`vocabulary`]).
-//! The folders of fairseq already hold ids ([`binarised`]). Sentences of ids form a [`corpus`], and sentences of
-//! similar length share a batch ([`batches`]). Batches come in an endless stream, in an order that depends on a seed
+//! fairseq's binarised folders already contain ids ([`binarised`]). Sentences of ids form a [`corpus`], and sentences
+//! of similar length share a batch ([`batches`]). Batches come in an endless stream, in an order that depends on a seed
 //! ([`stream`]).
 
 pub mod interrupt;

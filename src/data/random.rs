@@ -1,13 +1,13 @@
 //! Random numbers that depend only on a seed: they are the same on every platform and in every version.
 //!
 //! The generator is ChaCha with 8 rounds, from the crate `rand_chacha`, which promises never to change its values.
-//! The key encodes what the numbers are for and where in the run they are used. So a resumed run generates the
-//! numbers of its place without the earlier ones, and need not store a state.
+//! The key encodes the purpose of the numbers and the place of the run (epoch and index) where they are used. So a
+//! resumed run generates the numbers of its place directly, and checkpoints store no generator state.
 
 use rand_chacha::rand_core::{RngCore, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
-/// What random numbers are used for. Each purpose has its own sequence of numbers.
+/// The purpose of random numbers. Each purpose has its own sequence of numbers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Purpose {
     /// Order of sentences with the same lengths.
@@ -51,8 +51,8 @@ impl Random {
         }
     }
 
-    /// Returns a uniform number in 0 ..= `most`. A number beyond the range is rejected and drawn again, because
-    /// taking a remainder would prefer small numbers.
+    /// Returns a uniform integer in 0 ..= `most`. An integer above `most` is rejected and replaced by the next one,
+    /// because a remainder would make small integers more probable.
     fn up_to(&mut self, most: u64) -> u64 {
         let mask = u64::MAX >> most.leading_zeros().min(63);
         loop {

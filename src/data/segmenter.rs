@@ -3,7 +3,7 @@
 use super::bpe::{Bpe, CONTINUED};
 use super::text::words;
 
-/// How a line of text is split into pieces of the vocabulary.
+/// A way to split a line of text into pieces of the vocabulary.
 #[derive(Debug)]
 pub enum Segmenter {
     /// Words are split by BPE merges.
@@ -31,8 +31,8 @@ pub fn join<S: AsRef<str>>(pieces: &[S]) -> String {
 /// Joins the pieces in a line into words, like subword-nmt's `sed -r 's/(@@ )|(@@ ?$)//g'`.
 pub fn join_line(line: &str) -> String {
     let mut joined = line.replace("@@ ", "");
-    // A mark at the end of the line is removed only if it stood there before joining. A mark that joining moves there
-    // is text.
+    // An `@@` at the end is removed only if the line already ended with it before joining: "a@@@@ " becomes "a@@",
+    // whose `@@` is text.
     if line.ends_with(CONTINUED) {
         joined.truncate(joined.len() - CONTINUED.len());
     }

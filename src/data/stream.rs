@@ -1,4 +1,4 @@
-//! An endless stream of batches, epoch after epoch, which can begin anywhere. Another thread builds batches ahead.
+//! An endless stream of batches, epoch after epoch, which can begin at any batch. A thread builds batches in advance.
 
 use std::sync::mpsc::{sync_channel, Receiver};
 use std::sync::Arc;
@@ -11,11 +11,11 @@ use super::corpus::Corpus;
 use super::random::{Purpose, Random};
 use crate::error::{Error, Result};
 
-/// The number of batches built ahead. Four hide a slow one, and need little memory.
+/// The number of batches built in advance. Four bridge the time of one slow batch and need little memory.
 const BUILT_AHEAD: usize = 4;
 
-/// A place in the data: the next batch has index `index` in epoch `epoch`, both counted from 0. When an epoch has
-/// just ended, `index` is 0.
+/// A place in the data: the next batch has index `index` in epoch `epoch`, both counted from 0. After an epoch's last
+/// batch, the cursor is at index 0 of the next epoch.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Cursor {
     pub epoch: u64,
@@ -33,15 +33,15 @@ pub struct StreamConfig {
     pub word_dropout: f64,
 }
 
-/// An endless stream of the batches of a corpus. With each batch comes the cursor of the place *after* it, from which
-/// a run resumes. The same corpus, configuration and cursor always give the same batches.
+/// An endless stream of the batches of a corpus. Each batch comes with the cursor of the place *after* the batch, from
+/// which a run resumes. The same corpus, configuration and cursor always produce the same batches.
 #[derive(Debug)]
 pub struct BatchStream {
     corpus: Arc<Corpus>,
     lengths: Vec<(usize, usize)>,
     config: StreamConfig,
     cursor: Cursor,
-    /// The batches of epoch `cursor.epoch`.
+    /// The batches of epoch `cursor.epoch`, as lists of sentence indices.
     plan: Vec<Vec<usize>>,
 }
 
@@ -49,8 +49,8 @@ impl BatchStream {
     /// Starts at `cursor`. `Cursor::default()` is the beginning of the first epoch.
     ///
     /// Errors if the corpus is empty, if a sentence is longer than `max_tokens`, or if the probability is not in 0 ≤
-    /// p < 1. Also errors if the cursor lies past the last batch of its epoch. Such a cursor comes from other data or
-    /// another `max_tokens`, so the run could not continue unchanged.
+    /// p < 1. Also errors if the cursor is behind the last batch of its epoch. Then the cursor was saved with other
+    /// data or another `max_tokens`, and the run cannot continue unchanged.
     pub fn new(corpus: Arc<Corpus>, config: StreamConfig, cursor: Cursor) -> Result<Self> {
         let lengths = corpus.lengths();
         let Some(longest) = lengths.iter().map(|&(source, target)| source.max(target)).max() else {
@@ -81,22 +81,22 @@ impl BatchStream {
         Ok(Self { corpus, lengths, config, cursor, plan })
     }
 
-    /// Moves within the epoch to the first batch before which at least this share of the sentences lies, or to the
+    /// Moves the cursor within its epoch to the first batch with at least `share` of the sentences before it, or to the
     /// last batch.
     pub fn behind(mut self, share: f64) -> Self {
-        let wanted = (share.clamp(0.0, 1.0) * self.corpus.len() as f64).round() as usize;
+        let least = (share.clamp(0.0, 1.0) * self.corpus.len() as f64).round() as usize;
         let mut seen = 0;
         let index = self.plan.iter().position(|batch| {
-            let is_there = seen >= wanted;
+            let is_behind = seen >= least;
             seen += batch.len();
-            is_there
+            is_behind
         });
-        // The cursor stays before the end of the epoch: an evaluation there belongs to the next update.
+        // At least one batch is left, because the evaluation at the end of an epoch follows an update.
         self.cursor.index = index.unwrap_or(self.plan.len() - 1) as u64;
         self
     }
 
-    /// Returns the number of this epoch's sentences that lie before the cursor.
+    /// Returns the number of this epoch's sentences before the cursor.
     pub fn seen(&self) -> usize {
         self.plan[..self.cursor.index as usize].iter().map(Vec::len).sum()
     }
@@ -143,10 +143,10 @@ impl Iterator for BatchStream {
     }
 }
 
-/// A [`BatchStream`] whose batches its own thread builds ahead. Dropping the value ends the thread.
+/// A [`BatchStream`] whose batches are built in advance by a thread. Dropping the `Prefetch` ends the thread.
 #[derive(Debug)]
 pub struct Prefetch {
-    /// The receiving end of the channel; `None` only while the value is dropped.
+    /// The receiving end of the channel; `None` only while the `Prefetch` is being dropped.
     batches: Option<Receiver<(Batch, Cursor)>>,
     builder: Option<JoinHandle<()>>,
 }
@@ -172,8 +172,8 @@ impl Prefetch {
 impl Iterator for Prefetch {
     type Item = (Batch, Cursor);
 
-    /// Waits for the next batch; never returns `None`. If the thread has panicked, the panic continues here.
-    /// Otherwise it would look like the end of the data.
+    /// Waits for the next batch; never returns `None`. If the thread has panicked, resumes the panic here, because a
+    /// `None` would look like the end of the data.
     fn next(&mut self) -> Option<Self::Item> {
         let batch = self.batches.as_ref()?.recv().ok();
         if batch.is_none() {
@@ -231,9 +231,9 @@ mod tests {
         assert_eq!(second, (0..60).collect::<Vec<_>>());
     }
 
-    /// The same share of sentences lies before the cursor, whatever the old and the new batch sizes.
+    /// The share of sentences before the cursor is the same for all old and new batch sizes.
     #[test]
-    fn a_place_is_kept_by_the_share_of_sentences() {
+    fn another_batch_size_keeps_the_share_of_sentences() {
         for (before, now) in [(40, 12), (12, 40), (40, 40), (300, 12)] {
             let of =
                 |max_tokens, cursor| BatchStream::new(corpus(), StreamConfig { max_tokens, ..CONFIG }, cursor).unwrap();
@@ -253,7 +253,7 @@ mod tests {
     }
 
     #[test]
-    fn word_dropout_spares_what_is_to_be_said() {
+    fn word_dropout_does_not_change_the_tokens_to_predict() {
         let plain = StreamConfig { word_dropout: 0.0, ..CONFIG };
         let plain = BatchStream::new(corpus(), plain, Cursor::default()).unwrap();
         let changed =
@@ -283,7 +283,7 @@ mod tests {
     }
 
     #[test]
-    fn a_builder_that_panics_is_heard() {
+    fn a_panic_of_the_builder_reaches_the_reader() {
         let mut broken = stream(Cursor::default());
         broken.plan[2] = vec![usize::MAX];
         let mut ahead = Prefetch::new(broken).unwrap();

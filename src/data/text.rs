@@ -1,8 +1,8 @@
 //! Text files: one sentence on each line, in UTF-8, plain or gzip.
 //!
 //! A line ends only at `\n`, so that line numbers agree with `wc -l`, `sed -n` and editors. Some readers also break
-//! lines at U+0085, U+2028 and other characters. Here these stay inside their sentence: a break would shift one side
-//! of a parallel corpus against the other.
+//! lines at U+0085, U+2028 and other characters. Here these characters stay inside their sentence, because a break
+//! would shift one side of a parallel corpus against the other.
 
 use std::fs::File;
 use std::io::{self, Read};
@@ -36,7 +36,7 @@ const PACKED: [(&str, usize, &[u8], &str); 15] = [
     // One level of gzip is unpacked, so these bytes appear only if the file was packed twice.
     ("a gzip", 0, &GZIP_MAGIC, "gzip -dc"),
 ];
-/// The extensions of files that hold records instead of plain text, as in python/normformer_rs/text.py.
+/// The extensions of files that contain records instead of plain text, as in python/normformer_rs/text.py.
 const RECORDS: [&str; 7] = ["jsonl", "ndjson", "json", "csv", "tsv", "parquet", "arrow"];
 /// The byte order mark U+FEFF in UTF-8, which some editors write at the beginning of a file.
 const MARK: &[u8] = b"\xef\xbb\xbf";
@@ -50,6 +50,7 @@ const UTF_16_MARKS: [&[u8]; 2] = [b"\xff\xfe", b"\xfe\xff"];
 /// if `check_interrupt` returns an error.
 pub fn read_lines(path: impl AsRef<Path>, check_interrupt: Interrupt) -> Result<Vec<String>> {
     let path = path.as_ref();
+    // A compressed file of records, such as `corpus.jsonl.gz`, is a file of records, too.
     let name = if path.extension().is_some_and(|end| end == "gz") { path.with_extension("") } else { path.into() };
     let end = name.extension().and_then(|end| end.to_str()).unwrap_or_default().to_lowercase();
     if RECORDS.contains(&end.as_str()) {
@@ -79,8 +80,8 @@ pub fn read_lines(path: impl AsRef<Path>, check_interrupt: Interrupt) -> Result<
     lines_of(path, bytes.strip_prefix(MARK).unwrap_or(&bytes), check_interrupt)
 }
 
-/// Splits the text of a file into lines, by the rules of [`read_lines`] except for the byte order mark. Messages call
-/// the file `path`.
+/// Splits the text of a file into lines, like [`read_lines`], but does not skip a byte order mark. Error messages name
+/// the file as `path`.
 pub fn lines_of(path: &Path, bytes: &[u8], check_interrupt: Interrupt) -> Result<Vec<String>> {
     if bytes.is_empty() {
         return Err(Error::invalid(format!(
@@ -93,10 +94,11 @@ pub fn lines_of(path: &Path, bytes: &[u8], check_interrupt: Interrupt) -> Result
         let line = line.strip_suffix(b"\r").unwrap_or(line);
         match std::str::from_utf8(line) {
             Ok(line) => {
-                let mut own = String::new();
-                own.try_reserve_exact(line.len()).map_err(|_| too_large(path, bytes.len()))?;
-                own.push_str(line);
-                Ok(own)
+                // Without `try_reserve_exact`, a lack of memory would abort the process.
+                let mut owned = String::new();
+                owned.try_reserve_exact(line.len()).map_err(|_| too_large(path, bytes.len()))?;
+                owned.push_str(line);
+                Ok(owned)
             }
             Err(error) => Err(Error::invalid(format!(
                 "{}: line {}: byte {} (0x{:02x}) is not valid UTF-8; expected text in UTF-8, {}",
@@ -135,8 +137,7 @@ pub fn read_parallel(
     Ok(sources.into_iter().zip(targets).collect())
 }
 
-/// Iterates over the words of a line. They are separated by white space as Python's `str.split()` defines it, because
-/// fairseq and sacrebleu use that function.
+/// Iterates over the words of a line, split like Python's `str.split()`, which fairseq and sacrebleu use.
 ///
 /// White space is Unicode's White_Space, and the four separators U+001C to U+001F. Rust's `split_whitespace` would
 /// leave these four inside words.
@@ -149,6 +150,7 @@ pub fn is_space(c: char) -> bool {
     c.is_whitespace() || ('\u{1c}'..='\u{1f}').contains(&c)
 }
 
+/// Reads a file, and unpacks it if it is gzip.
 fn read_bytes(path: &Path, check_interrupt: Interrupt) -> Result<Vec<u8>> {
     let refused = |error: io::Error| match error.kind() {
         io::ErrorKind::NotFound => Error::invalid(format!(
@@ -176,7 +178,7 @@ fn read_bytes(path: &Path, check_interrupt: Interrupt) -> Result<Vec<u8>> {
     read_whole(path, MultiGzDecoder::new(bytes.as_slice()), damaged, check_interrupt)
 }
 
-/// Reads all bytes from `from`. `check_interrupt` runs at every chunk.
+/// Reads all bytes from `from`, and calls `check_interrupt` after each chunk. `refused` makes the errors.
 fn read_whole(
     path: &Path,
     mut from: impl Read,
@@ -194,7 +196,7 @@ fn read_whole(
     }
 }
 
-/// Returns the error for a text that does not fit into memory; `bytes` have been read.
+/// Returns the error for a text that does not fit into memory, of which `bytes` bytes have been read.
 fn too_large(path: &Path, bytes: usize) -> Error {
     Error::invalid(format!(
         "{}: its text does not fit into memory (no room after {bytes} bytes of it): give a smaller file, or more memory",
@@ -232,14 +234,14 @@ mod tests {
     }
 
     #[test]
-    fn lines_end_at_newline_alone() {
+    fn lines_end_only_at_newlines() {
         let text = file("a\u{85}b\u{2028}c\rd\r\n\n e \u{0b}\nlast".as_bytes());
         assert_eq!(read_lines(text.path()).unwrap(), ["a\u{85}b\u{2028}c\rd", "", " e \u{0b}", "last"]);
         assert_eq!(read_lines(file(b"\n").path()).unwrap(), [""]);
     }
 
     #[test]
-    fn gzip_is_known_by_its_bytes_and_read_through_all_members() {
+    fn gzip_is_recognised_by_its_bytes_and_all_members_are_read() {
         let two = [gzip(b"one\n"), gzip("zw\u{f6}i\n".as_bytes())].concat();
         assert_eq!(read_lines(file(&two).path()).unwrap(), ["one", "zw\u{f6}i"]);
         let cut = message(read_lines(file(&two[..two.len() - 6]).path()));
@@ -249,15 +251,15 @@ mod tests {
     }
 
     #[test]
-    fn a_byte_order_mark_is_no_text() {
+    fn a_byte_order_mark_is_skipped() {
         let marked = [MARK, b"a\n\xef\xbb\xbfb\n"].concat();
         for bytes in [marked.clone(), gzip(&marked)] {
             assert_eq!(read_lines(file(&bytes).path()).unwrap(), ["a", "\u{feff}b"]);
         }
         assert!(message(read_lines(file(MARK).path())).contains("the file is empty"));
         for mark in UTF_16_MARKS {
-            let said = message(read_lines(file(&[mark, b"a\0"].concat()).path()));
-            assert!(said.contains("byte order mark says UTF-16"), "{said}");
+            let error = message(read_lines(file(&[mark, b"a\0"].concat()).path()));
+            assert!(error.contains("byte order mark says UTF-16"), "{error}");
         }
     }
 
@@ -280,8 +282,8 @@ mod tests {
         for (name, at, magic, unpack) in PACKED {
             let bytes = [vec![b'a'; at].as_slice(), magic, b"\xff\n"].concat();
             // Gzip itself is unpacked, so the test packs these bytes into a gzip file.
-            let said = message(read_lines(file(&gzip(&bytes)).path()));
-            assert!(said.contains(&format!("{name} file; ")) && said.contains(unpack), "{name}: {said}");
+            let error = message(read_lines(file(&gzip(&bytes)).path()));
+            assert!(error.contains(&format!("{name} file; ")) && error.contains(unpack), "{name}: {error}");
         }
         for text in ["PK", "BZh91AY", "LZIP", "ustar"] {
             assert_eq!(read_lines(file(text.as_bytes()).path()).unwrap(), [text]);
@@ -297,12 +299,12 @@ mod tests {
             }
         }
         let damaged = |_| Error::invalid("damaged");
-        let said = message(read_whole(Path::new("bomb.gz"), Bomb, damaged, &mut || Ok(())));
-        assert!(said.contains("bomb.gz: its text does not fit into memory"), "{said}");
+        let error = message(read_whole(Path::new("bomb.gz"), Bomb, damaged, &mut || Ok(())));
+        assert!(error.contains("bomb.gz: its text does not fit into memory"), "{error}");
     }
 
     #[test]
-    fn reading_hears_a_wish_to_stop() {
+    fn an_interrupt_stops_reading() {
         let text = file(&vec![b'\n'; 3 * CHUNK]);
         for questions in 0..5 {
             let mut left = questions;

@@ -6,7 +6,7 @@ use std::path::Path;
 use super::text::read_lines;
 use crate::error::{Error, Result};
 
-/// Begin of sentence. fairseq gives it an id but hardly uses it: its decoder starts from [`EOS`].
+/// Begin of sentence. fairseq reserves an id for BOS but hardly uses it: its decoder starts from [`EOS`].
 pub const BOS: u32 = 0;
 /// Padding, which fills up rows to equal lengths.
 pub const PAD: u32 = 1;
@@ -18,13 +18,13 @@ pub const UNK: u32 = 3;
 /// The spellings of the special symbols; the index is the id.
 pub const SPECIALS: [&str; 4] = ["<s>", "<pad>", "</s>", "<unk>"];
 
-/// The pieces that a model knows. Ids 0 to 3 are [`SPECIALS`]. The other ids follow in the order of falling counts;
-/// pieces with equal counts are in code point order.
+/// The vocabulary of a model: pieces, their counts and ids. Ids 0 to 3 are [`SPECIALS`]. The other pieces follow by
+/// falling count; pieces with equal counts are in code point order.
 ///
 /// Text never yields a special symbol other than UNK: a piece that is spelt like one is not counted and is encoded as
 /// UNK. (fairseq would encode it as the symbol. Then a sentence could end in the middle, or have a target that the
-/// vocabulary mask forbids.) fairseq-preprocess adds entries until their number is a multiple of 8; this vocabulary
-/// does not. If a loaded file has such entries (`madeupword0000 0`), they are ordinary pieces.
+/// vocabulary mask forbids.) fairseq-preprocess adds entries until their number is a multiple of 8; this type does
+/// not. If a loaded file has such entries (`madeupword0000 0`), they are ordinary pieces.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Vocabulary {
     pieces: Vec<String>,
@@ -55,7 +55,7 @@ impl Vocabulary {
         Self::from_lines(path, &read_lines(path, &mut || Ok(()))?)
     }
 
-    /// Parses a dictionary from the lines of a file. Messages call the file `path`.
+    /// Parses a dictionary from the lines of a file. Error messages name the file as `path`.
     pub fn from_lines(path: &Path, lines: &[String]) -> Result<Self> {
         let mut vocabulary = Self::with_specials();
         for (index, line) in lines.iter().enumerate() {
@@ -102,7 +102,7 @@ impl Vocabulary {
         pieces.iter().map(|piece| self.ids.get(piece.as_ref()).copied().unwrap_or(UNK)).collect()
     }
 
-    /// Returns (id here, id there) for each entry that another vocabulary has, too; special symbols come first.
+    /// Returns (id in `self`, id in `other`) for each piece that both vocabularies have; special symbols come first.
     pub fn shared_with(&self, other: &Vocabulary) -> Vec<(i64, i64)> {
         let specials = (0..SPECIALS.len() as i64).map(|id| (id, id));
         let pieces = self.pieces.iter().enumerate().skip(SPECIALS.len());
@@ -129,8 +129,9 @@ impl Vocabulary {
         Self { pieces: SPECIALS.map(str::to_owned).to_vec(), counts: vec![0; SPECIALS.len()], ids: HashMap::new() }
     }
 
+    /// Appends a piece with the next id.
     fn push(&mut self, piece: &str, count: u64) {
-        // The cast loses nothing: 2^32 different pieces would fill hundreds of gigabytes before.
+        // The cast to u32 is lossless: 2^32 different pieces would need hundreds of gigabytes of memory.
         self.ids.insert(piece.to_owned(), self.pieces.len() as u32);
         self.pieces.push(piece.to_owned());
         self.counts.push(count);
@@ -143,7 +144,11 @@ impl Vocabulary {
 /// The result has a flag for each of the `len` ids. Ids of `targets` that are not below `len` count as UNK.
 pub fn seen_mask<'a>(len: usize, targets: impl IntoIterator<Item = &'a [u32]>) -> Vec<bool> {
     let mut seen = vec![false; len];
-    let mut set = |id: u32, value: bool| seen.get_mut(id as usize).into_iter().for_each(|flag| *flag = value);
+    let mut set = |id: u32, value: bool| {
+        if let Some(flag) = seen.get_mut(id as usize) {
+            *flag = value;
+        }
+    };
     targets.into_iter().flatten().for_each(|&id| set(id, true));
     for (id, value) in [(BOS, false), (PAD, false), (EOS, true), (UNK, true)] {
         set(id, value);
@@ -204,12 +209,12 @@ mod tests {
     fn malformed_files_are_named_by_line() {
         let message = |text: &str| load(text).unwrap_err().to_string();
         for wrong in ["b", "b x", "b -1", " 3", "", "b 1 #fairseq:overwrite"] {
-            let said = message(&format!("a 1\n{wrong}\n"));
+            let error = message(&format!("a 1\n{wrong}\n"));
             assert!(
-                said.contains(&format!(
+                error.contains(&format!(
                     "line 2: expected 'piece count' with a whole number for the count, got '{wrong}'"
                 )),
-                "{said}"
+                "{error}"
             );
         }
         let twice = message("a 1\nb 1\na 3\n");
@@ -219,7 +224,7 @@ mod tests {
     }
 
     #[test]
-    fn the_mask_holds_target_types_eos_and_unk() {
+    fn the_mask_allows_training_targets_eos_and_unk() {
         let targets: [&[u32]; 3] = [&[5, 7], &[], &[7, BOS, PAD, 99]];
         assert_eq!(seen_mask(8, targets), [false, false, true, true, false, true, false, true]);
     }

@@ -5,18 +5,18 @@ use super::vocabulary::EOS;
 /// A row of tokens whose last `scored` tokens are scored. The others are context.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Window {
-    /// The row begins with the token before the window, which is not predicted; then come the tokens to predict, as
-    /// in a segment of [`stream`](super::corpus::stream).
+    /// The token before the window, which is not predicted, then the tokens to predict, as in a segment of
+    /// [`stream`](super::corpus::stream).
     pub row: Vec<u32>,
     pub scored: usize,
 }
 
-/// Returns windows that predict `length` tokens. Each begins `stride` (1 to `length`) tokens after the window before.
+/// Returns windows that predict `length` tokens each; the last window may be shorter. Each begins `stride` (1 to
+/// `length`) tokens after the window before.
 ///
-/// The first window scores all its tokens. Every other window scores those that no earlier window has scored. So each
-/// token is scored exactly once, with at least `length` − `stride` tokens of context, or with all of the text before
-/// it. The text is preceded by EOS. If `stride` = `length`, the windows are the segments of
-/// [`stream`](super::corpus::stream).
+/// A window scores the tokens that no earlier window has scored. So each token is scored exactly once, with at least
+/// `length` − `stride` tokens of context, or with all of the text before the token. The text is preceded by EOS. If
+/// `stride` = `length`, the windows are the segments of [`stream`](super::corpus::stream).
 pub fn windows(tokens: &[u32], length: usize, stride: usize) -> Vec<Window> {
     let mut found = Vec::with_capacity(tokens.len().div_ceil(stride.max(1)));
     let mut scored_before = 0;
@@ -25,6 +25,7 @@ pub fn windows(tokens: &[u32], length: usize, stride: usize) -> Vec<Window> {
         let before = begin.checked_sub(1).map_or(EOS, |at| tokens[at]);
         found.push(Window { row: [&[before], &tokens[begin..end]].concat(), scored: end - scored_before });
         scored_before = end;
+        // Every token has been scored.
         if end == tokens.len() {
             break;
         }

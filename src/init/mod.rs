@@ -1,4 +1,4 @@
-//! Initialisations of linear layers and embeddings, in one table (docs/spec.md §3). With every initialisation, norms
+//! Initialisations of linear layers and embeddings, in one table (docs/spec.md §3). They do not change norms, which
 //! start with γ = 1 and β = 0.
 
 mod schemes;
@@ -19,14 +19,14 @@ choice! {
         AttentionOutput = "output",
         FeedForward1 = "fc1",
         FeedForward2 = "fc2",
-        /// The third matrix of a gated feed-forward sublayer, whose product is multiplied with another's.
+        /// The third matrix of a gated feed-forward sublayer: W₃ in W₂(σ(W₁x)⊙W₃x).
         Gate = "gate",
         /// The matrix of attention's output gate.
         OutputGate = "output_gate",
     }
 }
 
-/// A random number generator that fills tensors in place.
+/// A source of random numbers, which fills tensors in place.
 pub trait RandomNumbers {
     /// Fills the tensor with numbers from N(0, std²).
     fn normal(&self, t: &Tensor, std: f64) -> Result<()>;
@@ -59,7 +59,7 @@ pub enum Fill {
     Normal {
         std: f64,
     },
-    /// A normal distribution truncated at three standard deviations: a value beyond is drawn again.
+    /// A normal distribution truncated at three standard deviations.
     CutNormal {
         std: f64,
     },
@@ -73,7 +73,7 @@ pub enum Fill {
     },
     /// Consecutive blocks of rows, each with its number of rows and its own fill, such as q, k and v in one matrix.
     Rows(Vec<(i64, Fill)>),
-    /// One given value for each element, in row-major order.
+    /// The value of each element, in row-major order.
     Each(Vec<f64>),
     /// Another fill, after which one row is set to zero, for the embedding of padding.
     WithZeroRow(i64, Box<Fill>),
@@ -104,6 +104,7 @@ impl Fill {
             match self {
                 Fill::Constant(value) => drop(t.f_fill_(*value)?),
                 Fill::Normal { std } => draw.normal(&t, *std)?,
+                // The inverse of the distribution function maps uniform numbers to the truncated distribution.
                 Fill::CutNormal { std } => {
                     draw.uniform(&t, WITHIN_THREE)?;
                     drop(t.f_erfinv_()?.f_mul_scalar_(std * 2f64.sqrt())?);
@@ -165,35 +166,36 @@ pub struct Init {
 impl Init {
     /// Returns the fill of a layer's matrix (fan_out, fan_in), with the factor that the model's parametrisation sets.
     pub fn matrix(&self, role: Role, fan_in: i64, fan_out: i64, place: &LayerContext) -> Fill {
-        unit(&place.model, || {
+        unit_scaled_or(&place.model, || {
             (self.linear)(role, fan_in, fan_out, place).times(place.model.scaled.matrix(self.has_fixed_std))
         })
     }
 
-    /// Returns the fill of stacked biases; each part has a role and a number of elements.
+    /// Returns the fill of biases that are stacked in one tensor. Each part has a role and a number of elements.
     pub fn biases(&self, parts: &[(Role, i64)], fan_in: i64) -> Fill {
         Fill::Rows(parts.iter().map(|&(role, fan_out)| (fan_out, (self.bias)(role, fan_in))).collect())
     }
 
-    /// Returns the fill of stacked matrices (fan_out, fan_in), one matrix for each role.
+    /// Returns the fill of matrices (fan_out, fan_in) that are stacked in one tensor, one matrix for each role.
     pub fn linears(&self, roles: &[Role], fan_in: i64, fan_out: i64, place: &LayerContext) -> Fill {
         Fill::Rows(roles.iter().map(|&role| (fan_out, self.matrix(role, fan_in, fan_out, place))).collect())
     }
 
-    /// Returns the fill of a table of word embeddings, (V, d). At every width it has the std of the base model.
+    /// Returns the fill of a table of word embeddings, (V, d). Its std is that of the base model, at every width.
     pub fn table(&self, table: Table, model: &ModelShape, options: &Options) -> Fill {
-        unit(model, || (self.embedding)(table, &ModelShape { d_model: model.scaled.base_width, ..*model }, options))
+        unit_scaled_or(model, || {
+            (self.embedding)(table, &ModelShape { d_model: model.scaled.base_width, ..*model }, options)
+        })
     }
 
-    /// Returns the fill of an output projection that shares no table, (V, d). At every width it has the std of the
-    /// base model.
+    /// Returns the fill of an untied output projection, (V, d). Its std is that of the base model, at every width.
     pub fn output_matrix(&self, model: &ModelShape, vocab_size: i64, options: &Options) -> Fill {
-        unit(model, || (self.output)(model.scaled.base_width, vocab_size, options))
+        unit_scaled_or(model, || (self.output)(model.scaled.base_width, vocab_size, options))
     }
 }
 
-/// Returns the fill of a matrix or table: that of u-μP if the model has it, else the initialisation's own.
-fn unit(model: &ModelShape, own: impl FnOnce() -> Fill) -> Fill {
+/// Returns u-μP's fill of a matrix or table if the model uses u-μP, else the initialisation's own.
+fn unit_scaled_or(model: &ModelShape, own: impl FnOnce() -> Fill) -> Fill {
     match model.scaled.unit {
         Some(_) => Fill::Normal { std: parametrisation::STD },
         None => own(),

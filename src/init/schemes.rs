@@ -41,7 +41,7 @@ pub static FAIRSEQ: Init = Init {
 };
 
 /// Returns the distribution of weights and biases in torch's `nn.Linear`: uniform between ±1/√fan_in.
-fn of_linear(fan_in: i64) -> Fill {
+fn torch_linear(fan_in: i64) -> Fill {
     Fill::Uniform { bound: (fan_in as f64).powf(-0.5) }
 }
 
@@ -51,12 +51,12 @@ pub static FAIRSEQ_0_12_2: Init = Init {
                  embeddings and an untied output N(0, 1/d)",
     source: "fairseq 0.12.2",
     linear: |role, fan_in, fan_out, place| match role {
-        Role::FeedForward1 | Role::FeedForward2 | Role::Gate | Role::OutputGate => of_linear(fan_in),
+        Role::FeedForward1 | Role::FeedForward2 | Role::Gate | Role::OutputGate => torch_linear(fan_in),
         _ => (FAIRSEQ.linear)(role, fan_in, fan_out, place),
     },
     bias: |role, fan_in| match role {
         Role::AttentionOutput => Fill::Constant(0.0),
-        _ => of_linear(fan_in),
+        _ => torch_linear(fan_in),
     },
     ..FAIRSEQ
 };
@@ -80,7 +80,8 @@ pub static DEEPNORM: Init = Init {
     ..XAVIER
 };
 
-/// Returns DeepNorm's β, the gain of the initial values, which falls with the depth.
+/// Returns DeepNorm's β, the gain of the initial values. It falls with the numbers of layers: n in the encoder, m in
+/// the decoder, or l in a single stack.
 fn deepnorm_beta(place: &LayerContext) -> f64 {
     place.constant(
         |n, m| 0.87 * (n.powi(4) * m).powf(-1.0 / 16.0),
@@ -100,7 +101,8 @@ pub static SUBLN: Init = Init {
     ..XAVIER
 };
 
-/// Returns Sub-LN's γ, the gain of the initial values, which grows with the depth.
+/// Returns Sub-LN's γ, the gain of the initial values. It grows with the numbers of layers: n in the encoder, m in the
+/// decoder, or l in a single stack.
 fn subln_gamma(place: &LayerContext) -> f64 {
     place.constant(
         |n, m| ((3.0 * m).ln() * (2.0 * n).ln() / 3.0).sqrt(),
@@ -160,7 +162,7 @@ pub static T_FIXUP: Init = Init {
     ..XAVIER
 };
 
-/// Returns the gain with which T-Fixup scales initial values in this stack.
+/// Returns the gain by which T-Fixup multiplies initial values in this stack.
 fn t_fixup_gain(place: &LayerContext) -> f64 {
     match place.stack {
         StackName::Encoder => 0.67 * (place.encoder_layers() as f64).powf(-0.25),
@@ -219,12 +221,12 @@ pub static LLAMA_DEPTH: Init = Init {
         Fill::CutNormal { std: place.options.get(&INIT_STD) / depth.sqrt() }
     },
     embedding: |_, _, _| Fill::Normal { std: 1.0 },
-    output: |d, _, _| fan_in(d),
+    output: |d, _, _| normal_by_fan_in(d),
     ..NORMAL
 };
 
 /// Returns N(0, 1/fan_in), truncated at three standard deviations.
-fn fan_in(fan_in: i64) -> Fill {
+fn normal_by_fan_in(fan_in: i64) -> Fill {
     Fill::CutNormal { std: (fan_in as f64).powf(-0.5) }
 }
 
@@ -234,12 +236,12 @@ pub static FAN_IN: Init = Init {
         "every linear and an untied output N(0, 1/fan_in), cut at 3σ; embeddings 1 after their scale √d, if they \
                  have it",
     source: "OLMo-core, fan_in",
-    linear: |_, columns, _, _| fan_in(columns),
+    linear: |_, fan_in, _, _| normal_by_fan_in(fan_in),
     embedding: |_, model, _| match model.scales_embeddings {
         true => embedding(model.d_model),
         false => Fill::Normal { std: 1.0 },
     },
-    output: |d, _, _| fan_in(d),
+    output: |d, _, _| normal_by_fan_in(d),
     ..XAVIER
 };
 
@@ -265,8 +267,8 @@ pub static GPT2: Init = Init {
     ..XAVIER
 };
 
-/// Returns the gain for matrices through which values pass, and 1 for q, k and gates. So a gated hidden row gets the
-/// gain only once, as in torchscale's GLU.
+/// Returns `gain` for the matrices through which values pass, and 1 for q, k and gates. So the hidden row of a gated
+/// feed-forward is multiplied by the gain only once, as in torchscale's GLU.
 fn on_values(role: Role, gain: f64) -> f64 {
     match role {
         Role::Query | Role::Key | Role::Gate | Role::OutputGate => 1.0,

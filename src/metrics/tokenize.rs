@@ -6,9 +6,9 @@ use crate::choice;
 use crate::data::text::is_space;
 
 choice! {
-    /// sacreBLEU's tokenisers of these names.
+    /// A tokeniser of sacreBLEU, under sacreBLEU's name.
     pub enum Tokenize ("evaluation_tokenize") {
-        /// White space alone separates words.
+        /// Words are separated only by white space.
         None = "none",
         /// mteval-v13a's rules for European languages.
         Mteval13a = "13a",
@@ -27,54 +27,56 @@ impl Tokenize {
             Tokenize::Mteval13a => {
                 let line = line.replace("<skipped>", "").replace("-\n", "").replace('\n', " ");
                 let line = line.replace("&quot;", "\"").replace("&amp;", "&").replace("&lt;", "<").replace("&gt;", ">");
-                punctuation(&format!(" {line} ")).into()
+                split_punctuation(&format!(" {line} ")).into()
             }
-            Tokenize::Chinese => punctuation(&apart(line.trim_matches(is_space), is_chinese)).into(),
-            Tokenize::Characters => apart(line, |_| true).into(),
+            Tokenize::Chinese => split_punctuation(&set_apart(line.trim_matches(is_space), is_chinese)).into(),
+            Tokenize::Characters => set_apart(line, |_| true).into(),
         }
     }
 }
 
-/// Puts spaces around the characters for which `alone` is true.
-fn apart(line: &str, alone: impl Fn(char) -> bool) -> String {
-    let mut found = String::with_capacity(line.len() + 2);
+/// Puts spaces around the characters for which `is_word` is true, so that each becomes a word.
+fn set_apart(line: &str, is_word: impl Fn(char) -> bool) -> String {
+    let mut spaced = String::with_capacity(line.len() + 2);
     for c in line.chars() {
-        match alone(c) {
-            true => found.extend([' ', c, ' ']),
-            false => found.push(c),
+        match is_word(c) {
+            true => spaced.extend([' ', c, ' ']),
+            false => spaced.push(c),
         }
     }
-    found
+    spaced
 }
 
 /// Applies mteval-v13a's rules: symbols become words, and so do periods and commas outside numbers, and a dash after a
 /// digit.
-fn punctuation(line: &str) -> String {
+fn split_punctuation(line: &str) -> String {
     let is_symbol = |c: char| c.is_ascii_punctuation() && !matches!(c, '\'' | ',' | '-' | '.') || c == ' ';
     let is_point = |c: char| matches!(c, '.' | ',');
-    let line = apart(line, is_symbol);
-    let line = pairs(&line, |a, b| (!a.is_ascii_digit() && is_point(b)).then_some([a, ' ', b, ' ']));
-    let line = pairs(&line, |a, b| (is_point(a) && !b.is_ascii_digit()).then_some([' ', a, ' ', b]));
-    pairs(&line, |a, b| (a.is_ascii_digit() && b == '-').then_some([a, ' ', b, ' ']))
+    let line = set_apart(line, is_symbol);
+    let line = replace_pairs(&line, |a, b| (!a.is_ascii_digit() && is_point(b)).then_some([a, ' ', b, ' ']));
+    let line = replace_pairs(&line, |a, b| (is_point(a) && !b.is_ascii_digit()).then_some([' ', a, ' ', b]));
+    replace_pairs(&line, |a, b| (a.is_ascii_digit() && b == '-').then_some([a, ' ', b, ' ']))
 }
 
-/// Replaces pairs of neighbouring characters from left to right, as a regular expression of two characters does.
-fn pairs(line: &str, replace: impl Fn(char, char) -> Option<[char; 4]>) -> String {
-    let mut found = String::with_capacity(2 * line.len());
+/// Replaces pairs of neighbouring characters from left to right, as a regular expression of two characters does. If
+/// `replace` returns `None`, the pair stays.
+fn replace_pairs(line: &str, replace: impl Fn(char, char) -> Option<[char; 4]>) -> String {
+    let mut replaced = String::with_capacity(2 * line.len());
     let mut rest = line.chars().peekable();
     while let Some(c) = rest.next() {
         match rest.peek().and_then(|&next| replace(c, next)) {
             Some(four) => {
-                found.extend(four);
+                replaced.extend(four);
                 rest.next();
             }
-            None => found.push(c),
+            None => replaced.push(c),
         }
     }
-    found
+    replaced
 }
 
-/// True in sacreBLEU's ranges. Its U+20000 to U+2A6D6 compares strings, so that it covers U+2001 to U+2A6D instead.
+/// True for the characters that sacreBLEU treats as Chinese. Its range U+20000 to U+2A6D6 is written with 4-digit
+/// escapes and compared as strings, so in effect it covers U+2001 to U+2A6D.
 fn is_chinese(c: char) -> bool {
     matches!(c,
         '\u{2001}'..='\u{2a6d}' | '\u{2e80}'..='\u{2fdf}' | '\u{2ff0}'..='\u{303f}' | '\u{3100}'..='\u{312f}'
@@ -88,8 +90,10 @@ fn is_chinese(c: char) -> bool {
 pub fn lacks_spaces<'a>(words: impl IntoIterator<Item = &'a str>) -> bool {
     let (mut long, mut all) = (0, 0);
     for word in words {
+        // One limit for each letter whose script has no spaces between words.
         let limits: Vec<usize> = word.chars().filter_map(longest_word).collect();
         all += word.chars().filter(|c| c.is_alphabetic()).count();
+        // A word with more such letters than the first letter's script allows must be several words.
         if limits.first().is_some_and(|most| limits.len() > *most) {
             long += limits.len();
         }
@@ -97,7 +101,7 @@ pub fn lacks_spaces<'a>(words: impl IntoIterator<Item = &'a str>) -> bool {
     2 * long > all
 }
 
-/// Returns the number of letters that few words exceed, for a script that writes no spaces between words.
+/// Returns a length that few words of c's script exceed; `None` if that script has spaces between words.
 fn longest_word(c: char) -> Option<usize> {
     match c {
         // Kana and Chinese characters.
@@ -120,7 +124,7 @@ mod tests {
 
     /// The values are from sacreBLEU 2.6; tests/cli/test_scores.py compares random lines.
     #[test]
-    fn words_are_sacrebleus() {
+    fn words_are_those_of_sacrebleu() {
         let line = " 1,000.5 Men-at-arms, 5-6 &quot;x&quot; don't. ";
         assert_eq!(words(Tokenize::None, line), "1,000.5 Men-at-arms, 5-6 &quot;x&quot; don't.");
         assert_eq!(words(Tokenize::Mteval13a, line), "1,000.5 Men-at-arms , 5 - 6 \" x \" don't .");
@@ -130,7 +134,7 @@ mod tests {
     }
 
     #[test]
-    fn text_without_spaces_is_known_by_its_long_words() {
+    fn text_without_spaces_is_recognised_by_long_words() {
         let lacks = |text: &str| lacks_spaces(text.split(' '));
         assert!(lacks("他们在公园里踢足球。 两个孩子在玩"));
         assert!(lacks("เด็กสองคนกำลังเล่นฟุตบอลในสวน"));

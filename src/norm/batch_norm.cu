@@ -1,4 +1,4 @@
-// batch_norm.rs: the batch's mean and variance, or the running ones.
+// BatchNorm (batch_norm.rs) applies the batch's mean and variance, or the running ones.
 struct Norm {
   enum { CENTRED = 1 };
   static DEV bool ahead(const State&, const Options&) { return false; }

@@ -1,4 +1,4 @@
-//! BatchNorm over the real rows of a batch: y = γ⊙(x − μ_B)/√(σ²_B + ε) + β per feature, σ² biased
+//! BatchNorm over the real rows of a batch (not the padding): y = γ⊙(x − μ_B)/√(σ²_B + ε) + β per feature, σ² biased
 //! (Ioffe and Szegedy 2015; Shen et al. 2020, Algorithm 1; docs/spec.md §1.7).
 //!
 //! In training μ ← αμ + (1−α)μ_B, and the same for σ²; evaluation uses these running statistics. The gradient is
@@ -53,7 +53,7 @@ fn settle(batch: &BatchStatistics, state: &mut State, o: &ColumnOptions) -> Stat
     Stats::of_batch(batch, o.eps)
 }
 
-/// Does the same as `settle` with PyTorch's operations.
+/// Computes the same as `settle` with PyTorch's operations.
 fn settle_composed(batch: &BatchTensors, state: &StateTensors, o: &ColumnOptions) -> Result<AppliedStatistics> {
     let (Some(mean), Some(variance)) = (&state.first, &state.second) else { return batch.used(o) };
     if !o.train {

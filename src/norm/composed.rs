@@ -1,7 +1,7 @@
 //! The composed form of norms: their equations in PyTorch's operations, which autograd differentiates on any device.
 //!
-//! A norm without kernels has only this form. A norm with kernels uses it under torch.func, for second derivatives,
-//! and where its kernels cannot run.
+//! A norm without kernels has only this form. A norm with kernels uses the composed form under torch.func, for second
+//! derivatives, and wherever its kernels cannot run.
 
 use super::spec::NormArgs;
 use crate::error::Result;
@@ -17,19 +17,21 @@ pub type WholeNorm = fn(&Tensor, &[Option<Tensor>], &NormArgs) -> Result<Tensor>
 
 /// The row length above which rows are summed in parts. torch's own sum of 2²⁰ numbers loses a decimal digit.
 const LONGEST: i64 = 1 << 16;
+/// The length of a part.
 const PART: i64 = 1 << 10;
 
-/// Returns `total`, a sum or a length, over rows of `width` numbers. In a long row, `total` is applied to parts and
+/// Returns `reduce`, a sum or a length, over rows of `width` numbers. In a long row, `reduce` is applied to parts and
 /// then to the parts' results.
-pub fn over_row(x: &Tensor, width: i64, total: impl Fn(&Tensor) -> Result<Tensor>) -> Result<Tensor> {
+pub fn over_row(x: &Tensor, width: i64, reduce: impl Fn(&Tensor) -> Result<Tensor>) -> Result<Tensor> {
     if width <= LONGEST {
-        return total(x);
+        return reduce(x);
     }
-    let whole = width / PART * PART;
-    let parts = total(&x.f_narrow(-1, 0, whole)?.f_unflatten(-1, [-1, PART].as_slice())?)?.f_squeeze_dim(-1)?;
-    match width - whole {
-        0 => total(&parts),
-        rest => total(&Tensor::f_cat(&[parts, total(&x.f_narrow(-1, whole, rest)?)?], -1)?),
+    let in_whole_parts = width / PART * PART;
+    let parts =
+        reduce(&x.f_narrow(-1, 0, in_whole_parts)?.f_unflatten(-1, [-1, PART].as_slice())?)?.f_squeeze_dim(-1)?;
+    match width - in_whole_parts {
+        0 => reduce(&parts),
+        rest => reduce(&Tensor::f_cat(&[parts, reduce(&x.f_narrow(-1, in_whole_parts, rest)?)?], -1)?),
     }
 }
 
@@ -42,7 +44,7 @@ pub fn mean(x: &Tensor, width: i64) -> Result<Tensor> {
     Ok(sum.f_div_scalar(width as f64)?)
 }
 
-/// Returns W x for rows of `width` numbers. In long rows it adds the products of parts.
+/// Returns W x for each row x of `width` numbers. For long rows, adds the products of parts.
 pub fn product(x: &Tensor, w: &Tensor, width: i64) -> Result<Tensor> {
     if width <= LONGEST {
         return Ok(x.f_linear::<&Tensor>(w, None)?);
@@ -52,7 +54,7 @@ pub fn product(x: &Tensor, w: &Tensor, width: i64) -> Result<Tensor> {
     Ok(Tensor::f_stack(&products, 0)?.f_sum_dim_intlist([0i64].as_slice(), false, None)?)
 }
 
-/// Computes y by the formula in f32 or f64, and returns it in x's type.
+/// Computes y by the formula `y` in f32 or f64, and returns it in x's type.
 pub fn whole(y: WholeNorm, x: &Tensor, parameters: &[Option<Tensor>], given: &NormArgs) -> Result<Tensor> {
     let wide = accumulate(x)?;
     let widened = |p: &Option<Tensor>| p.as_ref().map(|p| Ok(p.f_to_kind(wide.kind())?)).transpose();
@@ -60,7 +62,7 @@ pub fn whole(y: WholeNorm, x: &Tensor, parameters: &[Option<Tensor>], given: &No
     Ok(y(&wide, &parameters, given)?.f_to_kind(x.kind())?)
 }
 
-/// Computes y = weight⊙x̂ + bias in f32 or f64, and returns it in x's type.
+/// Computes y = weight⊙x̂ + bias in f32 or f64, and returns it in x's type. `inside` are the parameters of x̂.
 pub fn apply(
     x_hat: ComposedNorm,
     x: &Tensor,
@@ -85,13 +87,12 @@ pub fn affine(x_hat: Tensor, weight: Option<&Tensor>, bias: Option<&Tensor>) -> 
     Ok(y)
 }
 
-/// The limit 2^40: if the largest number of a row is above it or below its inverse, squares may leave f32's range or
-/// lose bits.
+/// The largest number of a row is ordinary from 2^-40 to 2^40; other squares may leave f32's range or lose bits.
 const ORDINARY: f64 = 1099511627776.0; // 2^40
 
 /// Returns the number, (…, 1), by which a norm divides each row before it squares numbers. It is 1, except in rows
-/// whose squares would leave f32's range: there it is the row's largest number, but at least √ε. Dividing both x and
-/// √ε by it leaves x̂ unchanged, so autograd may treat it as a constant.
+/// whose squares would leave f32's range: for these, it is the row's largest magnitude, but at least √ε. Dividing both
+/// x and √ε by it leaves x̂ unchanged, so autograd may treat it as a constant.
 pub fn unit(x: &Tensor, eps: f64) -> Result<Tensor> {
     let largest = x.f_detach()?.f_linalg_norm(f64::INFINITY, [-1i64].as_slice(), true, None)?;
     let is_huge = largest.f_gt(ORDINARY)?.f_logical_and(&largest.f_lt(f64::INFINITY)?)?;

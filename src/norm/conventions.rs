@@ -48,8 +48,8 @@ pub static KEYWORDS: &[NormOption] = &[
     NormOption::of("part", &PART),
 ];
 
-/// How a norm deviates from y = weight⊙x/√(mean x² + ε), rounded once at the end. The convention of the weight is not
-/// here: it is part of the weight's parameter.
+/// The deviations of a norm from y = weight⊙x/√(mean x² + ε), rounded once at the end. Whether the weight is stored as
+/// γ or γ − 1 is part of the weight's declaration instead.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Conventions {
     pub cast: Cast,
@@ -59,26 +59,28 @@ pub struct Conventions {
     pub part: f64,
 }
 
-/// The operators of norms with other conventions. NEAR has row kernels that compute x̂ in f32 and f64; FAR has none.
-static NEAR: CompositeNormOpSpec = CompositeNormOpSpec { rows: Some(&rms_norm::OPERATOR), ..FAR };
-static FAR: CompositeNormOpSpec = CompositeNormOpSpec {
+/// The operator of norms with other conventions whose x̂ the row kernels can compute in f32 and f64.
+static WITH_KERNELS: CompositeNormOpSpec = CompositeNormOpSpec { rows: Some(&rms_norm::OPERATOR), ..WITHOUT_KERNELS };
+
+/// The operator of all other norms with other conventions; it has only the composed form.
+static WITHOUT_KERNELS: CompositeNormOpSpec = CompositeNormOpSpec {
     operator: "conventional_rms_norm",
     keywords: &["eps", "cast", "eps_place", "part"],
     rows: None,
     composed: |x, weight, given| {
-        let how = Conventions::of(given)?;
-        how.composed(x, weight, given.float("eps"), how.measured(given.width)?)
+        let conventions = Conventions::of(given)?;
+        conventions.composed(x, weight, given.float("eps"), conventions.measured(given.width)?)
     },
 };
 
 /// Returns the form of an rmsnorm with these options.
 pub fn form(given: &NormArgs) -> Result<Form> {
-    let how = Conventions::of(given)?;
-    how.measured(given.width)?;
-    Ok(match (how.has_kernel(Kind::Float), how.cast) {
+    let conventions = Conventions::of(given)?;
+    conventions.measured(given.width)?;
+    Ok(match (conventions.has_kernel(Kind::Float), conventions.cast) {
         (true, Cast::After) => Form::Rows(&rms_norm::OPERATOR),
-        (true, _) => Form::Operator(&NEAR),
-        (false, _) => Form::Operator(&FAR),
+        (true, _) => Form::Operator(&WITH_KERNELS),
+        (false, _) => Form::Operator(&WITHOUT_KERNELS),
     })
 }
 
@@ -99,14 +101,14 @@ impl Conventions {
         !self.eps_outside && self.part == 1.0 && (self.cast != Cast::Scale || is_wide(kind))
     }
 
-    /// Returns how many numbers of a row are measured. Errors if there are none.
+    /// Returns the number of elements of a row of `width` that enter the mean square. Errors if it is 0.
     pub fn measured(&self, width: i64) -> Result<i64> {
         match (self.part * width as f64).floor() as i64 {
             0 if width > 0 => Err(Error::invalid(format!(
                 "{} = {} of {width} numbers is none: make it at least 1/{width}, or leave it out",
                 PART.name, self.part
             ))),
-            some => Ok(some),
+            count => Ok(count),
         }
     }
 
@@ -118,21 +120,21 @@ impl Conventions {
         }
     }
 
-    /// Computes y with PyTorch's operations, and returns it in x's type.
+    /// Computes y in x's type with PyTorch's operations. The mean square is over a row's first `measured` numbers.
     pub fn composed(&self, x: &Tensor, gain: Option<&Tensor>, eps: f64, measured: i64) -> Result<Tensor> {
         let whole = accumulate(x)?;
-        let of_measured = |x: &Tensor| x.f_narrow(-1, 0, measured);
-        let unit = unit(&of_measured(&whole)?, if self.eps_outside { eps * eps } else { eps })?;
+        let measured_part = |x: &Tensor| x.f_narrow(-1, 0, measured);
+        let unit = unit(&measured_part(&whole)?, if self.eps_outside { eps * eps } else { eps })?;
         let wide = whole.f_div(&unit)?;
         let scale = if self.eps_outside {
-            // At rows of zeros the gradient of the length is 0; that of the square root would be infinite.
-            let length = over_row(&of_measured(&wide)?, measured, |x| {
+            // For rows of zeros, PyTorch's norm has the gradient 0; a square root would have an infinite one.
+            let length = over_row(&measured_part(&wide)?, measured, |x| {
                 Ok(x.f_norm_scalaropt_dim(2.0, [-1i64].as_slice(), true)?)
             })?;
             let root = length.f_mul_scalar((measured as f64).powf(-0.5))?;
             root.f_add(&unit.f_reciprocal()?.f_mul_scalar(eps)?)?.f_reciprocal()?
         } else {
-            let square = mean(&of_measured(&wide)?.f_square()?, measured)?;
+            let square = mean(&measured_part(&wide)?.f_square()?, measured)?;
             square.f_add(&in_units(eps, &unit)?)?.f_rsqrt()?
         };
         let x_hat = match self.cast {
@@ -151,12 +153,12 @@ impl Conventions {
     }
 }
 
-/// Rounds t to a type but keeps the gradient in t's own type, because sums in the backward pass may leave the range
-/// of 16 bits.
+/// Rounds the numbers of t to `kind` but keeps t's own type, so that sums in the backward pass do not leave the range
+/// of 16 bits. The gradient passes through unchanged.
 fn rounded(t: &Tensor, kind: Kind) -> Result<Tensor> {
-    let own = t.f_detach()?;
-    let rounded = accumulate(&own.f_to_kind(kind)?)?.f_to_kind(t.kind())?;
-    Ok(t.f_add(&rounded.f_sub(&own)?)?)
+    let exact = t.f_detach()?;
+    let rounded = accumulate(&exact.f_to_kind(kind)?)?.f_to_kind(t.kind())?;
+    Ok(t.f_add(&rounded.f_sub(&exact)?)?)
 }
 
 /// True for f32 and f64, the types in which statistics accumulate.
@@ -188,7 +190,7 @@ mod tests {
     }
 
     #[test]
-    fn the_vectors() {
+    fn known_rows_have_known_results() {
         for (name, weighs, expected) in [
             ("rmsnorm:llama", true, [0.52981287, -0.52981287, 3.17887721, -0.26490643]),
             ("rmsnorm:gemma", true, [1.05962574, -1.58943861, 4.76831582, 0.0]),
@@ -208,7 +210,7 @@ mod tests {
     }
 
     #[test]
-    fn rows_of_zeros_have_a_slope() {
+    fn rows_of_zeros_have_finite_gradients() {
         let x =
             Tensor::f_zeros([2i64, 4].as_slice(), (Kind::Double, tch::Device::Cpu)).unwrap().set_requires_grad(true);
         composed(of("rmsnorm:original"), &x, None, 1e-8).sum(Kind::Double).backward();
@@ -264,7 +266,7 @@ mod tests {
     }
 
     #[test]
-    fn none_of_a_row_is_an_error() {
+    fn a_part_of_no_numbers_is_an_error() {
         let how = Conventions { part: 0.2, ..of("rmsnorm:original") };
         let e = how.measured(4).unwrap_err().to_string();
         assert!(e.contains("rmsnorm_part = 0.2 of 4 numbers is none"), "{e}");
@@ -272,7 +274,7 @@ mod tests {
     }
 
     #[test]
-    fn families_say_what_the_options_say() {
+    fn families_choose_forms_and_epsilon() {
         let has_rows = |name| matches!(form(&given(name, &Options::NONE)), Ok(Form::Rows(_)));
         assert!(["rmsnorm", "rmsnorm:olmo", "rmsnorm:gemma"].into_iter().all(has_rows) && !has_rows("rmsnorm:llama"));
         assert!(of("rmsnorm:llama").has_kernel(Kind::BFloat16) && !of("rmsnorm:partial").has_kernel(Kind::Float));

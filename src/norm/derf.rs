@@ -1,7 +1,6 @@
 //! Derf, dynamic erf: y = γ⊙erf(αx + s) + β with two learned numbers (Chen et al. 2025; docs/spec.md §1.13).
 //!
-//! Like DyT, Derf stands in place of a norm but measures nothing: y depends on no mean, variance or length of its
-//! row.
+//! Like DyT, Derf replaces a norm but computes no statistics: y does not depend on its row's mean, variance or length.
 
 use crate::cpu::pack::Isa;
 use crate::cpu::Accumulator;

@@ -1,6 +1,6 @@
 //! DyT, dynamic tanh: y = γ⊙tanh(αx) + β with one learned number α (Zhu et al. 2025; docs/spec.md §1.12).
 //!
-//! DyT stands in place of a norm but measures nothing: y depends on no mean, variance or length of its row.
+//! DyT replaces a norm but computes no statistics: y does not depend on its row's mean, variance or length.
 
 use crate::cpu::pack::Isa;
 use crate::cpu::Accumulator;
@@ -85,7 +85,7 @@ mod tests {
     }
 
     #[test]
-    fn a_call_needs_what_the_norm_declares() {
+    fn a_call_without_declared_parameters_is_an_error() {
         let x = Tensor::from_slice(&[1.0f64, 2.0]);
         let refused = |spec: &Spec, parameters, options: &[f64]| {
             spec.composed(&x, 2, parameters, options).unwrap_err().to_string()

@@ -1,4 +1,4 @@
-//! Norms named after families of models. Each is a norm of the table with its own values of options (docs/spec.md
+//! Norms named after families of models. Each is a norm of the table with fixed values for some options (docs/spec.md
 //! §1.16).
 
 use super::conventions::KEYWORDS;
@@ -89,7 +89,7 @@ pub static FAMILIES: &[Family] = &[
 ];
 
 impl Family {
-    /// Returns the options after the family has set its own values.
+    /// Returns `given` with the family's values: ε if `given` has none, and all other options of rmsnorm.
     pub fn options(&self, given: &Options) -> Options {
         let mut options = given.clone();
         if given.get(&NORM_EPS).is_none() {

@@ -11,7 +11,7 @@ pub const ABOUT: [&str; 3] = [
     "Nguyen & Salazar 2019, §2.3, eq 6",
 ];
 
-/// The bound of the initial embeddings, which are uniform. Its size hardly matters, because only directions count.
+/// The bound of the initial embeddings, which are uniform. Its size hardly matters, as rows are scaled to unit length.
 pub const INIT_BOUND: f64 = 0.01;
 
 /// The smallest length by which a row is divided, so that rows of zeros stay zero.

@@ -28,7 +28,7 @@ pub struct GivenNorm {
     pub options: BTreeMap<String, f64>,
 }
 
-/// The declaration of a parameter p. f receives factor·(offset + p).
+/// The declaration of a learned parameter p. f receives the value factor·(offset + p).
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct GivenParameter {
@@ -102,10 +102,11 @@ struct RegisteredNorm {
     spec: &'static Spec,
 }
 
+/// The norms that users have declared in this process.
 static KNOWN: Mutex<Vec<RegisteredNorm>> = Mutex::new(Vec::new());
 
-/// Returns the entry for this declaration. Its name is the declaration's, with a number added if another declaration
-/// of the process has the same name.
+/// Returns the entry for this declaration, and makes one if there is none. The entry's name is the declaration's, with
+/// a number added if another declaration in the process has the same name.
 pub fn entry(given: GivenNorm) -> Result<&'static Spec> {
     check(&given)?;
     let mut known = KNOWN.lock().unwrap_or_else(|e| e.into_inner());
@@ -132,12 +133,12 @@ pub fn entry(given: GivenNorm) -> Result<&'static Spec> {
     Ok(spec)
 }
 
-/// Returns the entry to which [`entry`] has given this name.
+/// Returns the entry with this name, if [`entry`] has made one.
 pub fn find(name: &str) -> Option<&'static Spec> {
     KNOWN.lock().unwrap_or_else(|e| e.into_inner()).iter().find(|known| known.spec.name == name).map(|known| known.spec)
 }
 
-/// Returns the declaration to which [`entry`] has given this name.
+/// Returns the declaration from which [`entry`] made the entry with this name.
 pub fn declared(name: &str) -> Option<&'static GivenNorm> {
     KNOWN
         .lock()
@@ -166,6 +167,7 @@ impl GivenParameter {
     }
 }
 
+/// Errors if a declaration has an invalid name, parameter or number.
 fn check(given: &GivenNorm) -> Result<()> {
     let wrong = |why: String| Err(Error::invalid(format!("norm {:?}: {why}", given.name)));
     let is_word = |c: char| c.is_ascii_alphanumeric() || c == '-' || c == '_' || c == '.';
@@ -214,7 +216,7 @@ mod tests {
     }
 
     #[test]
-    fn a_declaration_has_one_entry_and_another_one_another() {
+    fn each_declaration_has_one_entry() {
         let (one, other) = (entry(given(1.0)).unwrap(), entry(given(2.0)).unwrap());
         assert!(std::ptr::eq(one, entry(given(1.0)).unwrap()) && one.name != other.name);
         assert!(std::ptr::eq(find(other.name).unwrap(), other) && declared(other.name).unwrap().name == "own");

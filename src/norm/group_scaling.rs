@@ -1,8 +1,8 @@
 //! Group scaling ("layer-scale"): x/√(mean over each group of x² + 1e-5), without parameters (Shen et al. 2020,
 //! Appendix A, and the authors' code; docs/spec.md §1.10).
 //!
-//! It is rmsnorm applied to groups of a row instead of whole rows. It uses rmsnorm's kernels, and its gradient is
-//! exact.
+//! Group scaling is rmsnorm applied to groups of a row instead of whole rows. It uses rmsnorm's kernels, and its
+//! gradient is exact.
 
 use super::spec::NormOption;
 use crate::options::{not_negative, option_spec};

@@ -4,7 +4,8 @@
 use super::scale_norm;
 use super::spec::{Form, NormOption, Spec, NORM_EPS};
 
-/// ε keeps rows of zeros at zero. nGPT has no ε; torch's `normalize` has 1e-12, which is the default here, too.
+/// The keyword argument ε, which keeps rows of zeros at zero. nGPT has no ε; 1e-12 is the default of torch's
+/// `normalize`.
 const EPS: NormOption =
     NormOption::at("eps", Some(&NORM_EPS), |context| context.options.get(&NORM_EPS).unwrap_or(1e-12).into());
 

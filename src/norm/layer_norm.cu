@@ -1,4 +1,4 @@
-// layer_norm.rs: scale = 1/sqrt(variance + eps).
+// LayerNorm (layer_norm.rs): scale = 1/sqrt(variance + eps).
 struct Norm : Straight {
   enum { STATS = 2 };
   static DEV f32 scale(Length x, f32 cols, f32 eps) {

@@ -42,7 +42,7 @@ impl RowNorm for LayerNorm {
     }
 }
 
-/// Returns the mean and the biased variance of a row.
+/// Returns the mean and the biased variance of a row. `about` is a guess of the mean, and the sums are of x − `about`.
 fn moments<A: Accumulator>(sums: &Sums<A>) -> (A, A) {
     let share = A::ONE / sums.cols;
     let correction = sums.sum * share;
@@ -133,8 +133,8 @@ mod tests {
 
     #[test]
     fn an_outlier_in_the_first_columns_does_not_cancel() {
-        // The outlier is among the first 128 columns, from which the mean is guessed. The guess is about 1e6/128 = 7812,
-        // the mean about 1000.
+        // The outlier is among the first 128 columns, from which the mean is guessed. The guess is about 1e6/128 =
+        // 7812, the mean about 1000.
         let mut x: Vec<f32> = (0..1000).map(|i| (i % 5) as f32 - 2.0).collect();
         x[3] = 1e6;
         let wide: Vec<f64> = x.iter().map(|v| *v as f64).collect();

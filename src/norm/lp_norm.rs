@@ -13,7 +13,7 @@ use crate::options::{option_spec, FieldType};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use tch::Tensor;
 
-/// The order p of the norm. JSON has no infinity, so there p = ∞ is the word "inf".
+/// The order p of the norm. JSON has no infinity, so p = ∞ is written as "inf".
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Exponent(pub f64);
 
@@ -93,7 +93,7 @@ pub fn composed(x: &Tensor, weight: Option<&Tensor>, p: f64, eps: f64) -> Result
     Ok(composed::affine(x_hat, weight, None)?.f_to_kind(x.kind())?)
 }
 
-/// Returns max(‖x‖_p, ε). Where it is ε, autograd treats it as a constant.
+/// Returns max(‖x‖_p, ε) of each row. If it is ε, autograd treats it as a constant.
 pub(super) fn clamped_length(x: &Tensor, p: f64, eps: f64) -> Result<Tensor> {
     let magnitude = x.f_abs()?;
     let largest = magnitude.f_amax([-1i64].as_slice(), true)?.f_detach()?;
@@ -102,16 +102,17 @@ pub(super) fn clamped_length(x: &Tensor, p: f64, eps: f64) -> Result<Tensor> {
         let is_largest = x.f_detach()?.f_abs()?.f_eq_tensor(&largest)?.f_to_kind(x.kind())?;
         let ties = is_largest.f_sum_dim_intlist([-1i64].as_slice(), true, None)?.f_clamp_min(1.0)?;
         let w = x.f_detach()?.f_sign()?.f_mul(&is_largest)?.f_div(&ties)?;
-        let none = x.f_sub(&x.f_detach()?)?;
-        largest.f_add(&w.f_mul(&none)?.f_sum_dim_intlist([-1i64].as_slice(), true, None)?)?
+        // The value of `zero` is 0, but its gradient is that of x. So the gradient of the length is w.
+        let zero = x.f_sub(&x.f_detach()?)?;
+        largest.f_add(&w.f_mul(&zero)?.f_sum_dim_intlist([-1i64].as_slice(), true, None)?)?
     } else {
         // Numbers are divided by the largest one before they are raised to the power p, so that no power leaves the
         // range. The result does not depend on this unit.
         let unit = largest.f_where_self(&largest.f_gt(0.0)?, &largest.f_ones_like()?)?;
         let powers =
             magnitude.f_div(&unit)?.f_pow_tensor_scalar(p)?.f_sum_dim_intlist([-1i64].as_slice(), true, None)?;
-        // At 0 the gradient of the root is infinite. So a row of zeros gets another number here, and its length is
-        // put back below.
+        // At 0 the gradient of the root is infinite. So the sum of a row of zeros is replaced by 1 here, and its length
+        // is set to 0 again below.
         let safe = powers.f_where_self(&powers.f_detach()?.f_ne(0.0)?, &powers.f_ones_like()?)?;
         let length = safe.f_pow_tensor_scalar(1.0 / p)?.f_mul(&unit)?;
         length.f_where_self(&largest.f_ne(0.0)?, &largest)?
@@ -127,7 +128,7 @@ mod tests {
     use tch::{Device, Kind};
 
     #[test]
-    fn the_gradient_is_the_formulas() {
+    fn the_gradient_equals_the_formula() {
         let (g, eps) = (1.7, 1e-5);
         for p in [1.0, 1.5, 3.0, f64::INFINITY] {
             let x = Tensor::from_slice(&[0.5f64, -2.0, 2.0, 0.25]).set_requires_grad(true); // two are the largest

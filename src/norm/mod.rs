@@ -1,8 +1,9 @@
 //! Normalisation layers: one table, one file per norm.
 //!
 //! A norm declares its equation, parameters, buffers, options and composed form in a [`Spec`]. A norm of rows may add
-//! its arithmetic for one row, which both its plain operator and the fused residual step use. A norm with column
-//! statistics adds how these are settled, for [`kernel::columns`](crate::kernel::columns) to run.
+//! its arithmetic for one row, which both its own operator and the fused residual step use. A norm with column
+//! statistics adds a function that settles them: it updates the running statistics and returns those to apply.
+//! [`kernel::columns`](crate::kernel::columns) calls it.
 
 pub mod batch_norm;
 pub mod composed;
@@ -91,11 +92,11 @@ pub fn find(name: &str) -> Result<&'static Spec> {
 /// Returns the entry of the table with this name, and the options. If the name is a family's, the options have the
 /// family's values.
 pub fn named<'a>(name: &str, options: &'a Options) -> Result<(&'static Spec, Cow<'a, Options>)> {
-    let own = match FAMILIES.iter().find(|family| family.name == name) {
+    let resolved = match FAMILIES.iter().find(|family| family.name == name) {
         Some(family) => Cow::Owned(family.options(options)),
         None => Cow::Borrowed(options),
     };
-    Ok((find(name)?, own))
+    Ok((find(name)?, resolved))
 }
 
 /// Returns the options of all norms.

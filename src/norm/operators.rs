@@ -12,7 +12,7 @@ use tch::Tensor;
 pub struct RowNormOpSpec {
     /// The name of the norm's operator in torch.ops.normformer_rs.
     pub operator: &'static str,
-    /// The name of the operator that makes a residual step and then computes the norm.
+    /// The name of the operator that computes a residual step and then the norm.
     pub residual: &'static str,
     /// The names of the learned numbers of a curve such as DyT: the scale, then the shift if there is one. A norm
     /// with such numbers has no ε.
@@ -23,7 +23,7 @@ pub struct RowNormOpSpec {
 }
 
 impl RowNormOpSpec {
-    /// Computes y in x's type with the composed form. A curve gets its numbers, every other norm ε.
+    /// Computes y in x's type with the composed form. A curve uses `numbers`, every other norm `eps`.
     pub fn composed(
         &self,
         x: &Tensor,
@@ -36,8 +36,7 @@ impl RowNormOpSpec {
     }
 }
 
-/// The operator of a row norm without kernels of its own; it uses another norm's kernels or none: (x, weight,
-/// keywords…) → y.
+/// The operator (x, weight, keywords…) → y of a row norm without own kernels, which may use another norm's.
 pub struct CompositeNormOpSpec {
     /// The name of the operator in torch.ops.normformer_rs.
     pub operator: &'static str,
@@ -45,7 +44,7 @@ pub struct CompositeNormOpSpec {
     pub keywords: &'static [&'static str],
     /// The kernels that compute the same function for rows in f32 and f64; `None` if there are none.
     pub rows: Option<&'static RowNormOpSpec>,
-    /// Computes the function with PyTorch's operations. It gets the weight in the form in which kernels would get it.
+    /// Computes y with PyTorch's operations, from x, the weight factor·(offset + p) and the options.
     pub composed: fn(&Tensor, Option<&Tensor>, &NormArgs) -> Result<Tensor>,
 }
 
@@ -56,24 +55,24 @@ pub struct ColumnNormOpSpec {
     /// The names of the two state buffers in the operator's schema.
     pub state: [&'static str; 2],
     pub kernel: columns::ColumnNormKernel,
-    /// Computes with PyTorch's operations what `kernel.settle` computes: the statistics to apply, and the new running
+    /// Computes the same as `kernel.settle` with PyTorch's operations: the statistics to apply, and the new running
     /// ones.
     pub composed: fn(&BatchTensors, &StateTensors, &ColumnOptions) -> Result<AppliedStatistics>,
 }
 
-/// A norm that adds a learned share of x to a norm N with column statistics: N(x) + η·x. In training it may fade to
-/// that from a norm of rows.
+/// A norm that adds a learned share of x to a norm N with column statistics: N(x) + η·x. In training it may begin as a
+/// norm of rows and fade to N(x) + η·x.
 pub struct BlendedNormOpSpec {
     pub columns: &'static ColumnNormOpSpec,
-    /// Returns the norm of rows that the options choose; `None` if the norm does not fade. A norm that fades declares
+    /// Returns the norm of rows from which the norm fades; `None` if the norm does not fade. A norm that fades declares
     /// the buffer [`CLOCK`](super::spec::CLOCK) and the options `steps` and `warm`.
     pub from: Option<fn(&NormArgs) -> &'static RowNormOpSpec>,
 }
 
-/// A norm that a user's function computes: its name, and the declaration that the function is called with.
+/// A norm that a user's function computes.
 pub struct OwnNorm {
     pub name: &'static str,
-    /// The declaration, as config.json stores it.
+    /// The declaration as config.json stores it, which is passed to the function's operator.
     pub declaration: String,
 }
 

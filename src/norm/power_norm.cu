@@ -1,4 +1,4 @@
-// power_norm.rs: the running mean square of the step before, and the batch's own during warm-up.
+// PowerNorm (power_norm.rs) applies the running mean square of the step before, or during warm-up the batch's own.
 struct Norm {
   enum { CENTRED = 0 };
   static DEV bool ahead(const State& s, const Options& o) { return s.iters + 1 > o.warmup; }

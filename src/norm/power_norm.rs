@@ -4,10 +4,10 @@
 //! > x̂ = x/√(ψ² + ε),  y = γ⊙x̂ + β,  then ψ² ← αψ² + (1−α)ψ²_B
 //! > G = γ⊙dy,  X′ = G − ν⊙x̂,  dx = X′/√(ψ² + ε),  then ν ← ν(1 − (1−α_b)Γ) + (1−α_b)Λ
 //!
-//! Here Γ = mean(x̂²), Λ = mean(G⊙x̂), and ψ² is the one of the forward pass. The buffer `ema_gz` is ν/(1−α_b). In
-//! the first updates, while t ≤ warm-up, the forward pass divides by the batch's own ψ_B and has PN-V's exact
-//! gradient, and ψ² is the mean of all batches so far. The release mode computes what the authors' mask_powernorm.py
-//! does, including the group scaling at its beginning.
+//! Here Γ = mean(x̂²), Λ = mean(G⊙x̂), and dx uses the ψ² of the forward pass. The buffer `ema_gz` is ν/(1−α_b). In the
+//! first updates, while t ≤ warm-up, the forward pass divides by the batch's own ψ_B and has PN-V's exact gradient, and
+//! the running ψ² is the mean of all batches' ψ²_B so far. The release mode computes what the authors'
+//! mask_powernorm.py does, including the group scaling at its beginning.
 
 use super::group_scaling::GROUPSCALING;
 use super::operators::ColumnNormOpSpec;
@@ -26,7 +26,7 @@ choice! {
     pub enum PowerNormMode ("powernorm_mode") { Paper = "paper", Release = "release" }
 }
 
-/// The warm-up that the authors' code gives the norm after a stack.
+/// The warm-up of the norm after a stack in the authors' code, in training passes.
 const RELEASED_END_WARMUP: i64 = 1000;
 
 pub static SPEC: Spec = Spec {
@@ -83,8 +83,8 @@ pub static OPERATOR: ColumnNormOpSpec = ColumnNormOpSpec {
     composed: settle_composed,
 };
 
-/// Returns the statistics to apply, which are the running ones, or during warm-up the batch's own. Then updates ψ²
-/// and the number of updates t.
+/// Returns the statistics to apply: the running ones from before this pass, or during warm-up the batch's own. In
+/// training, also updates ψ² and the number of updates t.
 fn settle(batch: &BatchStatistics, state: &mut State, o: &ColumnOptions) -> Stats {
     let running = Stats::new(&batch.mean, state.first, o.eps);
     if !o.train {
@@ -94,11 +94,11 @@ fn settle(batch: &BatchStatistics, state: &mut State, o: &ColumnOptions) -> Stat
     let t = state.iters[0] + 1;
     let warming = t <= o.warmup && batch.count > 0.0;
     let used = if warming { Stats::of_batch(batch, o.eps) } else { running };
-    let over = if o.release { batch.rows } else { batch.count };
+    let divisor = if o.release { batch.rows } else { batch.count };
     let squares = batch.square_of_all.as_ref().unwrap_or(&batch.square);
     let stats = Stats {
         gamma: memory::collected(squares.iter().zip(&used.scale).map(|(square, scale)| square * scale * scale)),
-        share: if batch.count > 0.0 { 1.0 / over } else { 0.0 },
+        share: if batch.count > 0.0 { 1.0 / divisor } else { 0.0 },
         exact: warming && !o.release,
         slope: if o.release && batch.count > 0.0 { own.slope } else { used.slope },
         ..used
@@ -108,6 +108,7 @@ fn settle(batch: &BatchStatistics, state: &mut State, o: &ColumnOptions) -> Stat
         for (phi, b) in state.first.iter_mut().zip(&batch.square) {
             let decayed = |phi: f64| o.alpha * phi + (1.0 - o.alpha) * b;
             let mean_so_far = |phi: f64| phi + (b - phi) / t as f64;
+            // During warm-up, the authors' code averages and then also decays.
             *phi = match (o.release, warming) {
                 (false, true) => mean_so_far(*phi),
                 (true, true) if t < o.warmup => decayed(mean_so_far(*phi)),
@@ -118,7 +119,7 @@ fn settle(batch: &BatchStatistics, state: &mut State, o: &ColumnOptions) -> Stat
     stats
 }
 
-/// Does the same as `settle` with PyTorch's operations; masks replace its decisions.
+/// Computes the same as `settle` with PyTorch's operations; masks replace its branches on tensors' values.
 fn settle_composed(batch: &BatchTensors, state: &StateTensors, o: &ColumnOptions) -> Result<AppliedStatistics> {
     let (Some(phi), Some(iters)) = (&state.first, &state.iters) else {
         unreachable!("the operator has asked for both")
@@ -134,8 +135,8 @@ fn settle_composed(batch: &BatchTensors, state: &StateTensors, o: &ColumnOptions
     let scale = own.scale.f_where_self(&warming, &running.scale)?;
     let slope = if o.release { own.scale.f_where_self(&has_rows, &scale)? } else { scale.shallow_clone() };
     let exact = if o.release { warming.f_zeros_like()? } else { warming.shallow_clone() };
-    let over = if o.release { &batch.rows } else { &batch.count }.shallow_clone();
-    let share = over.f_reciprocal()?.f_where_self(&has_rows, &over.f_zeros_like()?)?;
+    let divisor = if o.release { &batch.rows } else { &batch.count }.shallow_clone();
+    let share = divisor.f_reciprocal()?.f_where_self(&has_rows, &divisor.f_zeros_like()?)?;
     let gamma = batch.square_of_all.as_ref().unwrap_or(&batch.square).f_mul(&scale.f_square()?)?;
     let accepted = state.accepts(batch, &[&batch.square])?;
     let old = running.square;
@@ -146,8 +147,8 @@ fn settle_composed(batch: &BatchTensors, state: &StateTensors, o: &ColumnOptions
     let moved = match o.release {
         false => mean_so_far.f_where_self(&warming, &decayed(&old)?)?,
         true => {
-            let twice = warming.f_logical_and(&t.f_lt(o.warmup)?)?;
-            decayed(&mean_so_far.f_where_self(&twice, &old)?)?
+            let is_averaged = warming.f_logical_and(&t.f_lt(o.warmup)?)?;
+            decayed(&mean_so_far.f_where_self(&is_averaged, &old)?)?
         }
     };
     state.replace(phi, &moved, &accepted)?;

@@ -1,4 +1,4 @@
-// power_norm_v.rs: the batch's mean square, or the running one.
+// PN-V (power_norm_v.rs) applies the batch's mean square, or the running one.
 struct Norm {
   enum { CENTRED = 0 };
   static DEV bool ahead(const State&, const Options&) { return false; }

@@ -1,8 +1,8 @@
-//! RepBN, BatchNorm plus a learned share of x: y = BN(x) + η·x. PRepBN, which fades to it from a norm of rows:
+//! RepBN is BatchNorm plus a learned share of x: y = BN(x) + η·x. PRepBN fades to RepBN from a norm of rows:
 //! y = λ·LN(x) + (1−λ)·RepBN(x) in training, RepBN(x) in evaluation (Guo et al. 2024; docs/spec.md §1.18,
 //! §1.19).
 //!
-//! Update t has λ = min(1, max(0, 1 − (t − 1 − w)/T)). While t ≤ w, RepBN is not computed: its statistics do not move.
+//! In update t, λ = min(1, max(0, 1 − (t − 1 − w)/T)). While t ≤ w, RepBN and its statistics are not computed.
 
 use super::batch_norm::{self, ALPHA, MEAN, VARIANCE};
 use super::operators::BlendedNormOpSpec;
@@ -14,8 +14,7 @@ use crate::choice;
 use crate::options::{at_least_one, not_negative, option_spec};
 
 choice! {
-    /// The initial γ and η of BatchNorm's part: both 1, as in the authors' models of images, or both 0, as in their
-    /// Llama.
+    /// The initial γ and η of RepBN: both 1, as in the authors' image models, or both 0, as in their Llama.
     pub enum Start ("repbn_start") { Ones = "ones", Zeros = "zeros" }
 }
 
@@ -66,9 +65,9 @@ pub static PROGRESSIVE: Spec = Spec {
     }),
 };
 
-const GAMMA: Parameter = Parameter { start: FIRST, ..WEIGHT };
-const SHARE: Parameter = Parameter { start: FIRST, ..Parameter::one("share", 1.0).gain() };
-const FIRST: Quantity =
+const GAMMA: Parameter = Parameter { start: INITIAL, ..WEIGHT };
+const SHARE: Parameter = Parameter { start: INITIAL, ..Parameter::one("share", 1.0).gain() };
+const INITIAL: Quantity =
     Quantity::By("1, or 0 if start is zeros", |given| (!given.is("start", Start::Zeros.name())).into());
 
 option_spec! {

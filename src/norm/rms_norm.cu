@@ -1,4 +1,4 @@
-// rms_norm.rs: scale = 1/sqrt(mean x^2 + eps).
+// RMSNorm (rms_norm.rs): scale = 1/sqrt(mean x^2 + eps).
 struct Norm : Straight {
   enum { STATS = 1 };
   static DEV f32 scale(Length x, f32 cols, f32 eps) {

@@ -37,8 +37,7 @@ impl RowNorm for ScaleNorm {
     }
 }
 
-/// Returns the measured row for scale = 1/n, which is limited to 1/ε. The comparison keeps a NaN; `max` would replace
-/// it.
+/// Returns the measured row with `scale` = 1/n limited to 1/ε. The comparison keeps NaN; a minimum would not.
 fn clamped<A: Accumulator>(scale: A, eps: A) -> Measured<A> {
     let most = A::ONE / eps;
     Measured { shift: A::ZERO, scale: if scale >= most { most } else { scale } }

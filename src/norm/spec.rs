@@ -33,26 +33,25 @@ impl Spec {
     }
 }
 
-/// How x̂ is computed.
+/// The way in which x̂ is computed.
 #[derive(Clone, Copy)]
 pub enum Form {
-    /// Row by row, in the composed form: a norm without kernels, such as the example in CONTRIBUTING.md.
+    /// In the composed form, row by row, for a norm without kernels such as the example in CONTRIBUTING.md.
     #[allow(dead_code)]
     Composed(ComposedNorm),
-    /// In the composed form, with the weight inside the formula: y is computed from x and all parameters.
+    /// In the composed form, by a formula that computes y from x and all parameters, weight included.
     Whole(WholeNorm),
-    /// Row by row with kernels, which the fused residual step uses, too.
+    /// By kernels, row by row. The fused residual step uses the same kernels.
     Rows(&'static RowNormOpSpec),
-    /// Row by row, with an operator that belongs to this norm alone.
+    /// By an operator of this norm alone, row by row.
     Operator(&'static CompositeNormOpSpec),
-    /// One of the other forms, which the function chooses by the options. The first field is the form that tables
-    /// show.
+    /// In another form, which the function chooses by the options. The first field is the form shown in tables.
     Chosen(&'static Form, fn(&NormArgs) -> Result<Form>),
-    /// With statistics of columns: over all rows of a batch.
+    /// With statistics of columns, measured over all rows of a batch.
     Columns(&'static ColumnNormOpSpec),
     /// With statistics of columns, plus a learned share of x, and in training perhaps mixed with a norm of rows.
     Blended(&'static BlendedNormOpSpec),
-    /// Row by row, with a function that a user declares.
+    /// By a function that a user declares, row by row.
     Own(&'static OwnNorm),
 }
 
@@ -69,7 +68,7 @@ pub enum DeclaredShape {
     Matrix([Size; 2]),
 }
 
-/// The length of a matrix's side.
+/// The number of rows or columns of a matrix.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Size {
     Is(i64),
@@ -118,16 +117,18 @@ impl Size {
     }
 }
 
-/// A number that belongs to a parameter: a constant, or a function of a norm's width d and options, with its formula
-/// in words.
+/// A number that belongs to a parameter and may depend on the norm's width d and options.
 #[derive(Clone, Copy)]
 pub enum Quantity {
     Is(f64),
+    /// A formula in words, and the function that computes it.
     By(&'static str, fn(&NormArgs) -> f64),
+    /// The value for each width.
     ByWidth(&'static BTreeMap<i64, f64>),
 }
 
 impl Quantity {
+    /// Returns the number for a norm with these arguments; NaN if it is not declared for the norm's width.
     fn at(self, given: &NormArgs) -> f64 {
         match self {
             Quantity::Is(value) => value,
@@ -161,13 +162,13 @@ pub struct Parameter {
     /// The dimension over which products with the parameter are summed. Parametrisations scale its learning rate
     /// accordingly.
     pub sums_over: SumsOver,
-    /// True if a scheme's factor on the norm's initial gain multiplies the parameter's initial value.
+    /// True if the parameter is a gain. A residual scheme may multiply a norm's initial gain by a factor.
     pub is_gain: bool,
     /// True if a norm with these options has the parameter.
     pub is_present: fn(&NormArgs) -> bool,
 }
 
-/// The weight γ, one number per column, initially 1.
+/// The gain γ, one number per column, initially 1.
 pub const WEIGHT: Parameter = Parameter::new("weight", DeclaredShape::Width, 1.0).gain();
 /// The bias β, one number per column, initially 0.
 pub const BIAS: Parameter = Parameter::new("bias", DeclaredShape::Width, 0.0);
@@ -178,14 +179,15 @@ pub const GAIN: Parameter = Parameter {
 };
 
 impl Parameter {
+    /// Declares a parameter whose elements all begin at `start` and which kernels receive as p itself.
     pub const fn new(name: &'static str, shape: DeclaredShape, start: f64) -> Self {
-        let (none, sums_over) = (Quantity::Is(0.0), SumsOver::Nothing);
+        let (zero, sums_over) = (Quantity::Is(0.0), SumsOver::Nothing);
         Parameter {
             name,
             shape,
             start: Quantity::Is(start),
-            std: none,
-            offset: none,
+            std: zero,
+            offset: zero,
             factor: Quantity::Is(1.0),
             sums_over,
             is_gain: false,
@@ -193,13 +195,12 @@ impl Parameter {
         }
     }
 
-    /// Declares that the parameter is a factor of y, whose initial value schemes may multiply.
+    /// Declares that the parameter is a gain, a factor of y; see [`Parameter::is_gain`].
     pub const fn gain(self) -> Self {
         Parameter { is_gain: true, ..self }
     }
 
-    /// Declares a matrix used inside x̂, with initial values from N(0, std²). Its products are summed over its
-    /// columns.
+    /// Declares a matrix used inside x̂, with initial values from N(0, std²). Products are summed over its columns.
     pub const fn matrix(name: &'static str, sides: [Size; 2], std: f64) -> Self {
         let sums_over = if matches!(sides[1], Size::Width) { SumsOver::Width } else { SumsOver::Nothing };
         Parameter { std: Quantity::Is(std), sums_over, ..Parameter::new(name, DeclaredShape::Matrix(sides), 0.0) }
@@ -222,7 +223,7 @@ impl Parameter {
     }
 }
 
-/// The numbers that belong to a parameter p, for one norm.
+/// The values of a parameter's [`Quantity`]s in one norm.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Numbers {
     pub start: f64,
@@ -232,12 +233,12 @@ pub struct Numbers {
 }
 
 impl Numbers {
-    /// True if kernels receive p itself.
+    /// True if factor·(offset + p) is p, so that kernels receive p itself.
     pub fn are_plain(&self) -> bool {
         (self.offset, self.factor) == (0.0, 1.0)
     }
 
-    /// Returns the initial p with which the value that kernels receive is `scale` times the usual one.
+    /// Returns the initial value of p for which factor·(offset + p) is `scale` times its usual initial value.
     pub fn first(&self, scale: f64) -> f64 {
         match scale == 1.0 {
             true => self.start,
@@ -245,8 +246,7 @@ impl Numbers {
         }
     }
 
-    /// Returns factor·(offset + p). If that differs from p, it is computed in f32 or f64, because a sum in 16 bits
-    /// would lose small values of p.
+    /// Returns factor·(offset + p), in f32 or f64 unless it is p itself. A sum in 16 bits would lose small values of p.
     pub fn of(&self, p: &Tensor) -> Result<Tensor> {
         if self.are_plain() {
             return Ok(p.shallow_clone());
@@ -271,7 +271,7 @@ pub struct StateBuffer {
     pub is_counter: bool,
 }
 
-/// The number t of the coming update, counted from 1. Whoever makes the updates sets it; no forward pass does.
+/// The number t of the coming update, counted from 1. The code that makes updates sets this buffer, not forward passes.
 pub const CLOCK: StateBuffer = StateBuffer { is_counter: true, ..StateBuffer::new("t", DeclaredShape::One, 1.0) };
 
 impl StateBuffer {
@@ -281,10 +281,10 @@ impl StateBuffer {
     }
 }
 
-/// Where a norm stands in a model, for options that depend on it.
+/// The place of a norm in a model, for options that depend on the place.
 #[derive(Clone, Copy, Debug)]
 pub struct NormContext<'a> {
-    /// The width of the rows that the norm gets.
+    /// The width of the norm's input rows.
     pub width: i64,
     /// The number of the model's attention heads.
     pub heads: i64,
@@ -295,7 +295,7 @@ pub struct NormContext<'a> {
     pub last_of_decoder: bool,
     /// True if the norm comes after a stack's last layer.
     pub ends_stack: bool,
-    /// The factor by which the initial value of the weight is multiplied.
+    /// The factor by which the initial gain is multiplied.
     pub start: f64,
 }
 
@@ -307,12 +307,12 @@ pub struct NormArgs {
 }
 
 impl NormArgs {
-    /// Returns the arguments of a norm that only has ε, which is all that row kernels need.
+    /// Returns the arguments of a norm whose only argument is ε; row kernels need no others.
     pub(super) fn of_eps(eps: f64) -> Self {
         NormArgs { width: 1, values: Map::from_iter([("eps".to_string(), eps.into())]) }
     }
 
-    /// Returns a keyword argument; `None` if the norm has no such keyword.
+    /// Returns a keyword argument; `None` if the norm does not have the keyword.
     pub fn value(&self, keyword: &str) -> Option<&Value> {
         self.values.get(keyword)
     }
@@ -344,15 +344,14 @@ fn number(value: &Value) -> f64 {
     }
 }
 
-/// A keyword argument of a norm's module, and where its value in a model comes from: the configuration, or the norm's
-/// place.
+/// A keyword argument of a norm's module, and the source of its value in a model: an option of the configuration, or
+/// the norm's place.
 #[derive(Clone, Copy)]
 pub struct NormOption {
     pub name: &'static str,
-    /// The option of the configuration that sets the argument; `None` if there is none.
+    /// The option of the configuration that sets the argument; `None` if no option does.
     pub option: Option<&'static dyn AnyOption>,
-    /// Returns the value at a place (a float, an integer, a bool or a string). `None` means that the value is the
-    /// option's.
+    /// Returns the value at a place: a float, an integer, a bool or a string. `None` means the value of `option`.
     pub at: Option<fn(&NormContext) -> Value>,
 }
 
@@ -375,12 +374,12 @@ impl NormOption {
         }
     }
 
-    /// Returns the words that the option accepts; empty if it does not take words.
+    /// Returns the words that the option accepts; empty if its values are not words.
     fn choices(&self) -> Vec<&'static str> {
         self.option.map_or_else(Vec::new, |option| option.field("").choices)
     }
 
-    /// Checks the value that a module was given for this argument, if an option says what is allowed.
+    /// Checks a module's value for this argument, if an option alone sets the argument.
     fn read(&self, value: Value) -> Result<Value> {
         match (self.at, self.option) {
             (None, Some(option)) => option.accept(self.name, value),
@@ -388,8 +387,8 @@ impl NormOption {
         }
     }
 
-    /// Converts the number that operators get back to a value: 0 or 1 is a flag, and a word is given by its index
-    /// among the choices.
+    /// Converts a number that an operator receives to the argument's value. Operators receive a flag as 0 or 1, and a
+    /// word as its index among the choices.
     fn decode(&self, number: f64) -> Value {
         match self.value(&NormContext::ANY) {
             Value::Bool(_) => (number != 0.0).into(),
@@ -431,7 +430,7 @@ impl Spec {
         has_weight && self.value("elementwise_affine", &context).is_none_or(|flag| flag == true)
     }
 
-    /// Returns the value of a keyword argument at a place; `None` if the norm has no such keyword.
+    /// Returns the value of a keyword argument at a place; `None` if the norm does not have the keyword.
     pub fn value(&self, keyword: &str, context: &NormContext) -> Option<Value> {
         Some(self.options.iter().find(|option| option.name == keyword)?.value(context))
     }
@@ -452,7 +451,7 @@ impl Spec {
         self.form_of(&given).map(|_| given)
     }
 
-    /// Returns the form of the norm with these options. It may differ from the one that the table shows.
+    /// Returns the form of the norm with these options, which may differ from the form shown in tables.
     pub fn form_of(&self, given: &NormArgs) -> Result<Form> {
         match self.form {
             Form::Chosen(_, choose) => choose(given),
@@ -460,8 +459,8 @@ impl Spec {
         }
     }
 
-    /// Computes y with PyTorch's operations for rows of this width. `parameters` are given as factor·(offset + p) and
-    /// `options` as numbers, both in the order in which the norm declares them.
+    /// Computes y with PyTorch's operations for rows of this width. `parameters` are the values factor·(offset + p),
+    /// and `options` are numbers, both in the order in which the norm declares them.
     pub fn composed(&self, x: &Tensor, width: i64, parameters: Vec<Option<Tensor>>, options: &[f64]) -> Result<Tensor> {
         let name = self.name;
         let (wanted, got) = ((self.parameters.len(), self.options.len()), (parameters.len(), options.len()));
@@ -471,12 +470,12 @@ impl Spec {
                 wanted.0, wanted.1, got.0, got.1
             )));
         }
-        for (declared, given) in self.parameters.iter().zip(&parameters) {
+        for (declared, parameter) in self.parameters.iter().zip(&parameters) {
             let is_matrix = matches!(declared.shape, DeclaredShape::Matrix(_));
-            if given.is_none() && !declared.is_affine() {
+            if parameter.is_none() && !declared.is_affine() {
                 return Err(Error::invalid(format!("{name} needs its parameter {}, got none", declared.name)));
             }
-            if given.as_ref().is_some_and(|p| is_matrix != (p.dim() == 2)) {
+            if parameter.as_ref().is_some_and(|p| is_matrix != (p.dim() == 2)) {
                 let wanted = if is_matrix { "be a matrix" } else { "have at most one dimension" };
                 return Err(Error::invalid(format!("{name}: {} must {wanted}", declared.name)));
             }
@@ -487,11 +486,11 @@ impl Spec {
             return composed::whole(y, x, &parameters, &given);
         }
         let (mut inside, mut weight, mut bias) = (Vec::new(), None, None);
-        for (declared, given) in self.parameters.iter().zip(parameters) {
+        for (declared, parameter) in self.parameters.iter().zip(parameters) {
             match declared.name {
-                "weight" => weight = given,
-                "bias" => bias = given,
-                _ => inside.extend(given),
+                "weight" => weight = parameter,
+                "bias" => bias = parameter,
+                _ => inside.extend(parameter),
             }
         }
         let x_hat = match self.form_of(&given)? {
@@ -532,11 +531,11 @@ impl Spec {
             entry
         };
         let buffer = |b: &StateBuffer| json!({"name": b.name, "shape": b.shape.describe(), "start": b.start, "is_counter": b.is_counter});
-        let usual = match self.form {
-            Form::Chosen(usual, _) => *usual,
+        let shown = match self.form {
+            Form::Chosen(shown, _) => *shown,
             form => form,
         };
-        let (form, operator) = match usual {
+        let (form, operator) = match shown {
             Form::Composed(_) | Form::Whole(_) => ("composed", None),
             Form::Rows(kernels) => ("rows", Some(kernels.operator)),
             Form::Columns(kernels) => ("columns", Some(kernels.operator)),
@@ -559,7 +558,7 @@ impl Spec {
 }
 
 impl NormContext<'_> {
-    /// A place with default options, for uses to which the place does not matter.
+    /// A place with default options, for callers that need no particular place.
     pub const ANY: NormContext<'static> = NormContext {
         width: 1,
         heads: 1,

@@ -1,5 +1,5 @@
 //! The composed form of norms with column statistics. It is used on devices without kernels, under torch.func, and
-//! for second derivatives. The host reads no tensor: masks replace decisions.
+//! for second derivatives. No tensor is read on the host: masks replace branches on tensors' values.
 
 use super::composed::{accumulate, affine};
 use super::operators::ColumnNormOpSpec;
@@ -7,12 +7,13 @@ use crate::error::Result;
 use crate::kernel::columns::{ColumnOptions, Stats};
 use tch::{no_grad, Kind, Tensor};
 
-/// The tensors of a norm's state that an operator is called with.
+/// The tensors of a norm's state, as passed to an operator.
 #[derive(Debug, Default)]
 pub struct StateTensors {
     pub first: Option<Tensor>,
     pub second: Option<Tensor>,
     pub iters: Option<Tensor>,
+    /// The number of batches whose statistics were not finite.
     pub refused: Option<Tensor>,
 }
 
@@ -22,8 +23,11 @@ pub struct BatchTensors {
     pub count: Tensor,
     /// The number of all rows, a scalar.
     pub rows: Tensor,
+    /// The mean of the real rows; `None` if the norm does not centre.
     mean: Option<Tensor>,
+    /// The mean of (x − mean)², or of x² if the norm does not centre.
     pub square: Tensor,
+    /// The mean of x² over all rows, padding included; `None` if it is not needed or equals `square`.
     pub square_of_all: Option<Tensor>,
 }
 
@@ -48,7 +52,7 @@ struct MaskedRows {
 }
 
 impl MaskedRows {
-    /// Casts x to the type of sums, and gives it at least two dimensions.
+    /// Casts x to the type in which statistics accumulate, and turns a single row (d,) into (1, d).
     fn new(x: &Tensor, pad: Option<&Tensor>) -> Result<Self> {
         let x = accumulate(x)?;
         let x = if x.dim() == 1 { x.f_unsqueeze(0)? } else { x };
@@ -56,7 +60,7 @@ impl MaskedRows {
         Ok(MaskedRows { x, pad: pad.map(|pad| pad.f_unsqueeze(-1)).transpose()?, dims })
     }
 
-    /// Returns t with zeros in the padding rows.
+    /// Returns t with the padding rows set to zero.
     fn real(&self, t: &Tensor) -> Result<Tensor> {
         match &self.pad {
             Some(pad) => Ok(t.f_masked_fill(pad, 0.0)?),
@@ -82,8 +86,8 @@ impl MaskedRows {
 }
 
 impl BatchTensors {
-    /// Measures the batch. `all_too` asks for the mean square over all rows, padding included.
-    fn of(rows: &MaskedRows, centred: bool, all_too: bool) -> Result<Self> {
+    /// Measures the batch. If `with_padding` is true, also measures the mean square over all rows.
+    fn of(rows: &MaskedRows, centred: bool, with_padding: bool) -> Result<Self> {
         let count = rows.count()?;
         let divisor = count.f_clamp_min(1.0)?;
         let real = rows.real(&rows.x)?;
@@ -96,7 +100,7 @@ impl BatchTensors {
             None => real,
         };
         let square = rows.sum(&from_mean.f_square()?)?.f_div(&divisor)?;
-        let square_of_all = match all_too && rows.pad.is_some() {
+        let square_of_all = match with_padding && rows.pad.is_some() {
             true => Some(rows.sum(&rows.x.f_square()?)?.f_div_scalar(rows.rows().max(1.0))?),
             false => None,
         };
@@ -104,26 +108,28 @@ impl BatchTensors {
         Ok(BatchTensors { count, rows: all, mean, square, square_of_all })
     }
 
-    /// Merges the statistics of all ranks. Each rank gives its count, its mean, and its mean square about this mean,
+    /// Merges the statistics of all ranks. Each rank sends its count, its mean, and its mean square about its own mean,
     /// because the difference mean x² − mean² would lose digits.
     fn over_ranks(self, o: &ColumnOptions) -> Result<Self> {
         let Some(ranks) = o.ranks else { return Ok(self) };
         let flat = |t: &Tensor| t.f_view(-1);
         let of_all = self.square_of_all.as_ref().unwrap_or(&self.square);
-        let mine =
+        let own =
             [flat(&self.count)?, flat(&self.rows)?, self.mean()?, self.square.shallow_clone(), of_all.shallow_clone()];
-        let all = ranks.gather(&Tensor::f_cat(&mine, 0)?)?; // (ranks, 2 + 3d)
+        let gathered = ranks.gather(&Tensor::f_cat(&own, 0)?)?; // (ranks, 2 + 3d)
         let d = self.square.size()[0];
-        let part = |from: i64, n: i64| all.f_narrow(1, from, n);
-        let over = |shares: &Tensor, t: &Tensor| shares.f_mul(t)?.f_sum_dim_intlist([0i64].as_slice(), false, None);
-        let (counts, rows) = (part(0, 1)?, part(1, 1)?);
+        let columns = |from: i64, n: i64| gathered.f_narrow(1, from, n);
+        let weighted_sum =
+            |shares: &Tensor, t: &Tensor| shares.f_mul(t)?.f_sum_dim_intlist([0i64].as_slice(), false, None);
+        let (counts, rows) = (columns(0, 1)?, columns(1, 1)?);
         let (count, all_rows) = (counts.f_sum(counts.kind())?, rows.f_sum(rows.kind())?);
         let shares = counts.f_div(&count.f_clamp_min(1.0)?)?;
-        let means = part(2, d)?;
-        let mean = over(&shares, &means)?;
-        let square = over(&shares, &part(2 + d, d)?.f_add(&means.f_sub(&mean)?.f_square()?)?)?;
+        let means = columns(2, d)?;
+        let mean = weighted_sum(&shares, &means)?;
+        let squares_about_mean = columns(2 + d, d)?.f_add(&means.f_sub(&mean)?.f_square()?)?;
+        let square = weighted_sum(&shares, &squares_about_mean)?;
         let square_of_all = match o.release {
-            true => Some(over(&rows.f_div(&all_rows.f_clamp_min(1.0)?)?, &part(2 + 2 * d, d)?)?),
+            true => Some(weighted_sum(&rows.f_div(&all_rows.f_clamp_min(1.0)?)?, &columns(2 + 2 * d, d)?)?),
             false => None,
         };
         Ok(BatchTensors { count, rows: all_rows, mean: self.mean.map(|_| mean), square, square_of_all })
@@ -137,7 +143,7 @@ impl BatchTensors {
         }
     }
 
-    /// Returns the batch's own statistics as the ones to apply.
+    /// Returns the batch's own statistics in the form in which they are applied.
     pub fn used(&self, o: &ColumnOptions) -> Result<AppliedStatistics> {
         let has_rows = self.count.f_gt(0.0)?;
         let share = self.count.f_reciprocal()?.f_where_self(&has_rows, &self.count.f_zeros_like()?)?;
@@ -147,8 +153,8 @@ impl BatchTensors {
 }
 
 impl AppliedStatistics {
-    /// Returns statistics to apply with this shift, and with a scale computed from `square`. The other numbers are
-    /// those of running statistics: the gradient treats them as constants.
+    /// Returns statistics with this shift and with a scale computed from `square`, in the form in which they are
+    /// applied. The gradient treats them as constants, like running statistics.
     fn of(shift: Option<&Tensor>, square: &Tensor, count: &Tensor, o: &ColumnOptions) -> Result<Self> {
         let scale = square.f_add_scalar(o.eps)?.f_rsqrt()?;
         Ok(AppliedStatistics {
@@ -162,7 +168,7 @@ impl AppliedStatistics {
         })
     }
 
-    /// Returns the running statistics as the ones to apply.
+    /// Returns the running statistics in the form in which they are applied.
     pub fn running(mean: Option<&Tensor>, square: &Tensor, batch: &BatchTensors, o: &ColumnOptions) -> Result<Self> {
         let flat = |t: &Tensor| t.f_flatten(0, -1)?.f_to_kind(batch.square.kind());
         let mean = mean.map(flat).transpose()?;
@@ -183,8 +189,8 @@ impl AppliedStatistics {
 }
 
 impl StateTensors {
-    /// Returns a tensor that is true if the statistics `values` may enter the state, which requires rows and finite
-    /// numbers. Counts batches that are refused because of a number.
+    /// Returns a bool scalar: true if the batch has rows and all numbers of `values` are finite, so that they may enter
+    /// the state. Counts a batch with non-finite numbers as refused.
     pub fn accepts(&self, batch: &BatchTensors, values: &[&Tensor]) -> Result<Tensor> {
         no_grad(|| {
             let kind = self.first.as_ref().map_or(Kind::Double, Tensor::kind);
@@ -198,6 +204,7 @@ impl StateTensors {
         })
     }
 
+    /// Adds 1 to the number of refused batches if `now` is true.
     fn refuse(&self, now: &Tensor) -> Result<()> {
         if let Some(refused) = &self.refused {
             let _ = refused.shallow_clone().f_add_(&now.f_to_kind(refused.kind())?)?;
@@ -221,8 +228,8 @@ impl StateTensors {
     }
 }
 
-/// Returns (y, stats). The result is differentiable if the norm's gradient is the gradient of its formula. If `given`
-/// holds the statistics of an earlier run, they are used unchanged.
+/// Returns y and the statistics that the backward pass needs. Autograd's gradient of y is right if the norm's gradient
+/// is that of its formula. If `given` has the statistics of an earlier forward pass, they are applied unchanged.
 pub fn forward(
     kernels: &ColumnNormOpSpec,
     x: &Tensor,
@@ -244,8 +251,7 @@ pub fn forward(
             (used.shift, used.scale, stats)
         }
     };
-    // Padding may hold NaN, and a NaN in the computation would reach the gradients of real rows. So padding is set to
-    // 0 first.
+    // A NaN in the padding would reach the gradients of real rows. So padding is set to 0 first.
     let x_real = if o.release { rows.x.shallow_clone() } else { rows.real(&rows.x)? };
     let mut y = affine(hat(&x_real, shift.as_ref(), &scale)?, weight, bias)?;
     if !o.release {
@@ -254,6 +260,7 @@ pub fn forward(
     Ok((y.f_view_as(x)?.f_to_kind(x.kind())?, stats))
 }
 
+/// Returns x̂ = (x − shift)·scale.
 fn hat(x: &Tensor, shift: Option<&Tensor>, scale: &Tensor) -> Result<Tensor> {
     let centred = match shift {
         Some(shift) => x.f_sub(shift)?,
@@ -262,7 +269,8 @@ fn hat(x: &Tensor, shift: Option<&Tensor>, scale: &Tensor) -> Result<Tensor> {
     Ok(centred.f_mul(scale)?)
 }
 
-/// Returns (dx, dγ, dβ) from what `forward` has returned, and updates ν. dγ and dβ are in the computing type.
+/// Returns (dx, dγ, dβ), and updates ν. `stats` are from `forward`. dγ and dβ have the type in which statistics
+/// accumulate. With g = dy, dx = p⊙g − q⊙x̂ − p⊙mean(g); the last term only exists if the norm centres.
 pub fn backward(
     kernels: &ColumnNormOpSpec,
     dy: &Tensor,
@@ -284,18 +292,18 @@ pub fn backward(
     };
     let p = weight.f_mul(&slope)?;
     // The gradients of parameters are sums over this rank's rows; dx uses the sums over all ranks.
-    let (all, all_x) = match o.ranks {
+    let (sum_over_ranks, sum_x_over_ranks) = match o.ranks {
         None => (sum.shallow_clone(), sum_x.shallow_clone()),
         Some(ranks) => {
             let both = ranks.sum(&Tensor::f_stack(&[&sum, &sum_x], 0)?)?;
             (both.f_get(0)?, both.f_get(1)?)
         }
     };
-    let lambda = weight.f_mul(&all_x)?.f_mul(&share)?;
-    // If the applied statistics are not the batch's own, dx does not depend on the batch's sums. These may be
-    // infinite, so a mask keeps them out.
-    let (is_exact, nothing) = (exact.f_eq(1.0)?, slope.f_zeros_like()?);
-    let mut q = slope.f_mul(&lambda)?.f_where_self(&is_exact, &nothing)?;
+    let lambda = weight.f_mul(&sum_x_over_ranks)?.f_mul(&share)?;
+    // If the applied statistics are not the batch's own, dx does not depend on the batch's sums. The sums may be
+    // infinite, so a mask replaces them by zeros.
+    let (is_exact, zeros) = (exact.f_eq(1.0)?, slope.f_zeros_like()?);
+    let mut q = slope.f_mul(&lambda)?.f_where_self(&is_exact, &zeros)?;
     if let (true, true, Some(ema)) = (kernels.kernel.approximate, o.train, &state.second) {
         let old = ema.f_flatten(0, -1)?.f_to_kind(g.kind())?;
         let nu = old.f_mul_scalar(1.0 - o.alpha_bwd)?;
@@ -308,7 +316,7 @@ pub fn backward(
     }
     let mut dx = p.f_mul(&g)?.f_sub(&q.f_mul(&hat)?)?;
     if kernels.kernel.centred {
-        dx = dx.f_sub(&p.f_mul(&all)?.f_mul(&share)?.f_where_self(&is_exact, &nothing)?)?;
+        dx = dx.f_sub(&p.f_mul(&sum_over_ranks)?.f_mul(&share)?.f_where_self(&is_exact, &zeros)?)?;
     }
     debug_assert_eq!(stats.size()[0] as usize, Stats::ROWS);
     Ok((rows.real(&dx)?.f_view_as(x)?.f_to_kind(x.kind())?, sum_x, sum))

@@ -1,9 +1,9 @@
 //! u-μP (Blake et al. 2024): every matrix starts with std 1, and constant factors keep the numbers of activations near
 //! 1 at every width and depth (docs/spec.md §3.7).
 //!
-//! The paper's library also gives backward passes factors of their own, so its gradient of a parameter is a known
-//! multiple of the true gradient that this package computes. Adam cancels the multiple, except in ε, which is divided
-//! by it here.
+//! The paper's library also scales backward passes by factors of their own. So its gradient of a parameter is a known
+//! multiple of the true gradient, which this package computes. Adam cancels the multiple, except in ε; so ε is divided
+//! by the multiple here.
 
 use super::{Multipliers, ParameterRole, Part};
 
@@ -18,7 +18,7 @@ pub struct UnitScaled {
     pub d_head: f64,
     pub layers: f64,
     pub vocab_size: f64,
-    /// The number of tokens over which attention takes its means.
+    /// The number of tokens over which attention averages.
     pub length: f64,
     /// α_attn-softmax, the factor of scores beside 1/d_head.
     pub attention: f64,
@@ -39,9 +39,10 @@ impl UnitScaled {
         let feed_forward = self.residual * (2.0 / (1.0 + self.attention_ratio.powi(2))).sqrt();
         let attention = self.attention_ratio * feed_forward;
         let [attentions, feed_forwards] = [(number + 1) / 2, number / 2].map(|count| count as f64);
-        let own = if number % 2 == 0 { attention } else { feed_forward };
-        let before = self.layers + attentions * attention.powi(2) + feed_forwards * feed_forward.powi(2);
-        let tau = own / before.sqrt();
+        let branch = if number % 2 == 0 { attention } else { feed_forward };
+        // τ is the size of this branch relative to the residual stream before it.
+        let stream_squared = self.layers + attentions * attention.powi(2) + feed_forwards * feed_forward.powi(2);
+        let tau = branch / stream_squared.sqrt();
         let skip = (1.0 + tau.powi(2)).powf(-0.5);
         (skip, tau * skip)
     }
@@ -56,7 +57,7 @@ impl UnitScaled {
         self.attention / self.d_head
     }
 
-    /// Returns the factor of the heads' outputs. Flat weights average over the past, sharp ones copy one value.
+    /// Returns the factor of the heads' outputs. Flat attention weights average values; sharp ones copy one.
     pub fn heads(&self) -> f64 {
         let flat = (self.length.ln() / self.length).sqrt();
         between(4.0 * self.d_head / self.attention.powi(2), flat, 1.0).recip()
@@ -69,28 +70,28 @@ impl UnitScaled {
 
     /// Returns the multipliers of the parameter with this canonical name and shape.
     ///
-    /// Weight decay is divided by the multiplier of the rate, because u-μP's does not depend on the rate. The ε of a
-    /// batch of N tokens is the library's if the option is the library's ε/√N.
+    /// Weight decay is divided by the multiplier of the learning rate, because u-μP's decay does not depend on the
+    /// rate. For batches of N tokens, set the option ε to the library's ε/√N to get the library's updates.
     pub fn multipliers(&self, name: &str, part: Part, shape: &[i64]) -> Multipliers {
         let fan_in = *shape.last().unwrap_or(&1) as f64;
-        // The ratios of the library's gradients to the true ones, over √N: at the logits, and in the residual stream.
+        // The ratios of the library's gradients to the true ones, divided by √N, at three places.
         let at_logits = self.vocab_size / (self.vocab_size - 1.0).sqrt() / self.loss;
         let in_stream = at_logits * self.d_model / self.vocab_size.sqrt();
-        let in_layer = |(number, fans): (i64, f64)| in_stream * fans.sqrt() / self.gains(number).1;
+        let in_layer = |(sublayer, terms): (i64, f64)| in_stream * terms.sqrt() / self.gains(sublayer).1;
         let (lr, ratio) = match part.role {
             ParameterRole::Embedding if name.starts_with("output_projection") => (1.0, at_logits * self.d_model),
             ParameterRole::Embedding => (fan_in.powf(-0.5), in_stream * self.vocab_size.sqrt()),
-            ParameterRole::HiddenMatrix => ((self.layers * fan_in).powf(-0.5), in_layer(self.place(name))),
-            ParameterRole::HiddenVector => (self.layers.powf(-0.5), in_layer(self.place(name))),
+            ParameterRole::HiddenMatrix => ((self.layers * fan_in).powf(-0.5), in_layer(self.sublayer_of(name))),
+            ParameterRole::HiddenVector => (self.layers.powf(-0.5), in_layer(self.sublayer_of(name))),
             ParameterRole::End => (1.0, in_stream),
         };
         Multipliers { init: 1.0, lr, weight_decay: 1.0 / lr, eps: 1.0 / ratio }
     }
 
-    /// Returns the number of the sublayer to which a layer's parameter belongs, and the number of terms in the sums
-    /// of the sublayer's matrices by which the library scales their gradients: d_ff for the three of a feed-forward,
-    /// and 1 for a norm.
-    fn place(&self, name: &str) -> (i64, f64) {
+    /// Returns (sublayer, terms) of a layer's parameter. `sublayer` is the number of the parameter's sublayer in the
+    /// stack. The library scales the parameter's gradient by √terms: d_model terms for attention's matrices, d_ff for
+    /// the three of a feed-forward, and 1 for a norm.
+    fn sublayer_of(&self, name: &str) -> (i64, f64) {
         let inside = name.split_once(".layers.").map_or("", |(_, inside)| inside);
         let (layer, module) = inside.split_once('.').unwrap_or(("0", inside));
         let first = 2 * layer.parse::<i64>().unwrap_or(0);
@@ -99,12 +100,13 @@ impl UnitScaled {
             "self_attn" if inside.contains("norm") => (first, 1.0),
             "self_attn" => (first, self.d_model),
             _ if module.starts_with("linear") => (first + 1, self.d_ff),
+            // The norms of a layer: norm1 belongs to attention, norm2 to the feed-forward.
             _ => (first + i64::from(module.ends_with('2')), 1.0),
         }
     }
 }
 
-/// Returns a number between the limits of flat and of sharp weights, at equal ratios; `flatness` is the odds of flat.
+/// Interpolates geometrically between `sharp` (flatness 0) and `flat` (flatness ∞).
 fn between(flatness: f64, flat: f64, sharp: f64) -> f64 {
     let share = 1.0 / (1.0 + flatness);
     (share * sharp.ln() + (1.0 - share) * flat.ln()).exp()

@@ -6,21 +6,24 @@ use crate::error::{Error, Result};
 use crate::model::EOS;
 use std::ops::Range;
 
-/// A hypothesis that may still grow.
+/// A hypothesis in the beam, with its place in the cache.
 pub(super) struct Partial {
     pub hypothesis: Hypothesis,
     /// The cache slot of the hypothesis that this one continues.
     pub slot: usize,
-    /// The index of this hypothesis's continuations in `next`; `None` if they are not known and cannot matter.
+    /// The row of this hypothesis in the `next` of [`Beam::advance`]; `None` if it has no row, because it is finished
+    /// or its continuations cannot be chosen.
     pub next: Option<usize>,
 }
 
+/// The beam search for one sentence.
 pub(super) struct Beam<'a> {
     config: &'a SearchConfig,
     /// The maximum number of tokens, EOS included.
     limit: usize,
+    /// The number of steps so far, which is the number of tokens of every live hypothesis.
     length: usize,
-    /// The hypotheses, best first, at most `beam` of them. Under google's rule finished ones are among them.
+    /// The hypotheses, best first, at most `beam` of them. Under google's rule they include finished ones.
     hypotheses: Vec<Partial>,
     /// Under fairseq's rule: the finished hypotheses, in the order in which they ended.
     finals: Vec<Hypothesis>,
@@ -44,7 +47,7 @@ impl Candidate {
 }
 
 impl<'a> Beam<'a> {
-    /// Starts with the empty hypothesis in `slot`. If the source consists of EOS alone, this hypothesis is final.
+    /// Starts with the empty hypothesis in `slot`. If the source is only EOS, the empty hypothesis is final.
     pub fn new(config: &'a SearchConfig, source_length: usize, slot: usize) -> Self {
         let is_blank = source_length <= 1;
         let hypothesis = Hypothesis { finished: is_blank, ..Default::default() };
@@ -59,30 +62,32 @@ impl<'a> Beam<'a> {
     }
 
     /// Iterates over the hypotheses with these ranks that need a next token. Skips a hypothesis if its continuations
-    /// can no longer be chosen; `next` holds the continuations of the better hypotheses.
+    /// can no longer be chosen. `next` contains the continuations of better hypotheses.
     pub fn growing(&mut self, ranks: Range<usize>, next: &[Vec<Continuation>]) -> impl Iterator<Item = &mut Partial> {
-        let bar = if ranks.start == 0 || self.done { f64::NEG_INFINITY } else { self.bar(next) };
+        let least = if ranks.start == 0 || self.done { f64::NEG_INFINITY } else { self.least_score(next) };
         let (done, rule, penalty) = (self.done, self.config.rule, self.penalty());
         let growing = self.hypotheses.iter_mut().filter(move |partial| !done && !partial.hypothesis.finished);
         // The log-probability of a token is at most 0, so no continuation exceeds the hypothesis.
         growing.skip(ranks.start).take(ranks.len()).filter(move |Partial { hypothesis, .. }| match rule {
-            SearchRule::Google => hypothesis.log_probability / penalty >= bar,
-            SearchRule::Fairseq => hypothesis.log_probability >= bar,
+            SearchRule::Google => hypothesis.log_probability / penalty >= least,
+            SearchRule::Fairseq => hypothesis.log_probability >= least,
         })
     }
 
-    /// Returns the `beam`-th best score among the known candidates: a worse hypothesis is not chosen any more. Under
-    /// fairseq's rule, candidates that end do not count, because they take no place in the beam.
-    fn bar(&self, next: &[Vec<Continuation>]) -> f64 {
+    /// Returns the `beam`-th best score among the candidates from `next`, or −∞ if there are fewer. No candidate with a
+    /// lower score will be chosen. Under fairseq's rule, candidates that end use no place, so they do not count.
+    fn least_score(&self, next: &[Vec<Continuation>]) -> f64 {
         let beam = self.config.beam;
-        let mut known: Vec<f64> = match self.config.rule {
-            SearchRule::Google => self.pool(next).iter().map(|c| c.score).collect(),
-            SearchRule::Fairseq => self.pool(next).iter().filter(|c| !c.ends()).map(|c| c.log_probability).collect(),
+        let mut scores: Vec<f64> = match self.config.rule {
+            SearchRule::Google => self.candidates(next).iter().map(|c| c.score).collect(),
+            SearchRule::Fairseq => {
+                self.candidates(next).iter().filter(|c| !c.ends()).map(|c| c.log_probability).collect()
+            }
         };
-        if known.len() < beam {
+        if scores.len() < beam {
             return f64::NEG_INFINITY;
         }
-        *known.select_nth_unstable_by(beam - 1, |a, b| b.total_cmp(a)).1
+        *scores.select_nth_unstable_by(beam - 1, |a, b| b.total_cmp(a)).1
     }
 
     /// Returns the length penalty of the next step.
@@ -90,17 +95,17 @@ impl<'a> Beam<'a> {
         self.config.rule.penalty(self.length + 1, self.config.alpha)
     }
 
-    /// Adds one token to the hypotheses. `next` has the most probable tokens, best first, of each hypothesis that can
-    /// matter.
+    /// Adds one token to the hypotheses. `next` has a row for each hypothesis whose continuations can be chosen: the
+    /// most probable next tokens, best first.
     pub fn advance(&mut self, next: &[Vec<Continuation>]) {
         if self.done {
             return;
         }
-        let pool = self.pool(next);
+        let candidates = self.candidates(next);
         self.length += 1;
         match self.config.rule {
-            SearchRule::Google => self.advance_google(pool),
-            SearchRule::Fairseq => self.advance_fairseq(pool),
+            SearchRule::Google => self.advance_google(candidates),
+            SearchRule::Fairseq => self.advance_fairseq(candidates),
         }
     }
 
@@ -124,51 +129,52 @@ impl<'a> Beam<'a> {
         Ok(found)
     }
 
-    /// Returns the continuations of all hypotheses, those of better hypotheses first. On ties the sort keeps this
-    /// order.
-    fn pool(&self, next: &[Vec<Continuation>]) -> Vec<Candidate> {
+    /// Returns the continuations of all hypotheses, those of better hypotheses first. The stable sorts in
+    /// `advance_google` and `advance_fairseq` keep this order on ties.
+    fn candidates(&self, next: &[Vec<Continuation>]) -> Vec<Candidate> {
         let penalty = self.penalty();
-        let known = |partial: &Partial| partial.next.map_or(1, |row| next[row].len());
-        let mut pool = Vec::with_capacity(self.hypotheses.iter().map(known).sum());
+        let count = |partial: &Partial| partial.next.map_or(1, |row| next[row].len());
+        let mut candidates = Vec::with_capacity(self.hypotheses.iter().map(count).sum());
         for (parent, Partial { hypothesis, next: row, .. }) in self.hypotheses.iter().enumerate() {
             if hypothesis.finished {
                 let Hypothesis { log_probability, score, .. } = *hypothesis;
-                pool.push(Candidate { parent, token: None, log_probability, score });
+                candidates.push(Candidate { parent, token: None, log_probability, score });
                 continue;
             }
             let continuations = row.map_or(&[][..], |row| &next[row]);
             for continuation in continuations.iter().filter(|c| c.log_probability > f64::NEG_INFINITY) {
                 let log_probability = hypothesis.log_probability + continuation.log_probability;
                 let token = Some(continuation.token);
-                pool.push(Candidate { parent, token, log_probability, score: log_probability / penalty });
+                candidates.push(Candidate { parent, token, log_probability, score: log_probability / penalty });
             }
         }
-        pool
+        candidates
     }
 
     /// Keeps the `beam` candidates with the best scores, finished or not.
-    fn advance_google(&mut self, mut pool: Vec<Candidate>) {
-        pool.sort_by(|a, b| b.score.total_cmp(&a.score));
-        pool.truncate(self.config.beam);
-        self.hypotheses = pool.iter().map(|candidate| self.grown(candidate)).collect();
+    fn advance_google(&mut self, mut candidates: Vec<Candidate>) {
+        candidates.sort_by(|a, b| b.score.total_cmp(&a.score));
+        candidates.truncate(self.config.beam);
+        self.hypotheses = candidates.iter().map(|candidate| self.grow(candidate)).collect();
         self.done = self.length >= self.limit || self.hypotheses.iter().all(|partial| partial.hypothesis.finished);
     }
 
     /// Considers the 2·beam most probable candidates. Those that end within the first `beam` become final, and `beam`
     /// of those that do not end stay in the beam. At the maximum length only EOS is allowed, so none stays.
-    fn advance_fairseq(&mut self, mut pool: Vec<Candidate>) {
+    fn advance_fairseq(&mut self, mut candidates: Vec<Candidate>) {
         let beam = self.config.beam;
-        pool.sort_by(|a, b| b.log_probability.total_cmp(&a.log_probability));
-        pool.truncate(beam.saturating_mul(2));
-        let ended = pool.iter().take(beam).filter(|c| c.ends()).map(|c| self.grown(c).hypothesis).collect::<Vec<_>>();
-        self.hypotheses = pool.iter().filter(|c| !c.ends()).take(beam).map(|c| self.grown(c)).collect();
+        candidates.sort_by(|a, b| b.log_probability.total_cmp(&a.log_probability));
+        candidates.truncate(beam.saturating_mul(2));
+        let ending = candidates.iter().take(beam).filter(|c| c.ends());
+        let ended = ending.map(|c| self.grow(c).hypothesis).collect::<Vec<_>>();
+        self.hypotheses = candidates.iter().filter(|c| !c.ends()).take(beam).map(|c| self.grow(c)).collect();
         self.finals.extend(ended);
         self.done = self.finals.len() >= beam || self.hypotheses.is_empty();
     }
 
-    /// Returns the hypothesis that a candidate describes: its parent, with the candidate's token if it has one. EOS
+    /// Returns the hypothesis that a candidate describes: its parent, with the candidate's token if it has one. An EOS
     /// is not stored.
-    fn grown(&self, candidate: &Candidate) -> Partial {
+    fn grow(&self, candidate: &Candidate) -> Partial {
         let Partial { hypothesis: parent, slot, next } = &self.hypotheses[candidate.parent];
         let mut tokens = parent.tokens.clone();
         tokens.extend(candidate.token.filter(|&token| token != EOS));
@@ -178,6 +184,7 @@ impl<'a> Beam<'a> {
             log_probability: candidate.log_probability,
             finished: parent.finished || candidate.ends(),
         };
+        // The rows of `next` become the cache's slots.
         Partial { hypothesis, slot: next.unwrap_or(*slot), next: None }
     }
 }

@@ -15,18 +15,18 @@ pub(super) struct Continuation {
     pub log_probability: f64,
 }
 
-/// Whether EOS may be the next token, or must be.
+/// Says whether EOS may, or must, be the next token.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Eos {
     Forbidden,
     Allowed,
-    /// Only EOS may come.
+    /// No token but EOS may come next.
     Forced,
 }
 
 impl Eos {
-    /// Returns the constraint on EOS after `length` tokens. Only fairseq's rule forces EOS: all sentences have the
-    /// same limit there.
+    /// Returns the constraint on EOS after `length` tokens. Only fairseq's rule forces EOS, at a limit common to all
+    /// sentences.
     pub fn at(length: usize, config: &SearchConfig) -> Self {
         match config.rule {
             _ if length == 0 => Eos::Forbidden,
@@ -38,15 +38,15 @@ impl Eos {
 
 /// The target vocabulary V_t: the tokens that the model may predict.
 pub(super) struct TargetVocabulary {
-    /// 0 for tokens in V_t and −∞ for others, (V). It is added to logits, because in libtorch that is six times as
-    /// fast as masked_fill_.
+    /// 0 for tokens in V_t and −∞ for others, (V). It is added to logits; in libtorch an addition is six times as fast
+    /// as masked_fill_.
     bias: Option<Tensor>,
     /// The ids of V_t, ascending.
     ids: Option<Arc<[i64]>>,
 }
 
 impl TargetVocabulary {
-    /// Builds the vocabulary from a mask. Errors if the mask has the wrong type or shape, or allows no sentence.
+    /// Builds the vocabulary from a mask. Errors if the mask has the wrong type or shape, or forbids EOS or all words.
     pub fn new(mask: Option<&Tensor>, size: i64) -> Result<Self> {
         let Some(mask) = mask else { return Ok(TargetVocabulary { bias: None, ids: None }) };
         if mask.kind() != Kind::Bool || mask.size() != [size] {
@@ -109,23 +109,24 @@ impl TargetVocabulary {
 /// Returns the `count` largest entries of each row of `log_p` (slots, V), best first. On ties the lower id comes
 /// first.
 pub(super) fn best(log_p: &Tensor, count: usize) -> Result<Vec<Vec<Continuation>>> {
-    let v = log_p.size()[1];
-    let count = count.min(v as usize);
-    // One more entry than requested is fetched. If it equals the last one, topk has chosen arbitrarily among equals.
-    let fetched = v.min(count as i64 + 1);
+    let vocab_size = log_p.size()[1];
+    let count = count.min(vocab_size as usize);
+    // One more entry than requested is fetched. If it equals the last requested one, topk has chosen arbitrarily.
+    let fetched = vocab_size.min(count as i64 + 1);
     let (values, tokens) = log_p.f_topk(fetched, 1, true, true)?;
     let (values, tokens) = (host::<f64>("log p", &values)?, host::<i64>("tokens", &tokens)?);
-    let found: Vec<Continuation> = tokens
+    let continuations: Vec<Continuation> = tokens
         .into_iter()
         .zip(values)
         .map(|(token, log_probability)| Continuation { token, log_probability })
         .collect();
-    let mut rows: Vec<Vec<Continuation>> = found.chunks_exact(fetched as usize).map(<[_]>::to_vec).collect();
+    let mut rows: Vec<Vec<Continuation>> = continuations.chunks_exact(fetched as usize).map(<[_]>::to_vec).collect();
     let is_tied = |row: &Vec<Continuation>| {
         let last = row[count - 1].log_probability;
         row.get(count).is_some_and(|left_out| left_out.log_probability == last && last > f64::NEG_INFINITY)
     };
     let tied: Vec<usize> = (0..rows.len()).filter(|&slot| is_tied(&rows[slot])).collect();
+    // Fetch a tied row's equal entries completely, and choose among them below.
     if !tied.is_empty() {
         let least = |slot: &usize| rows[*slot][count - 1].log_probability;
         let complete = at_least(log_p, &tied, &tied.iter().map(least).collect::<Vec<f64>>())?;
@@ -139,7 +140,7 @@ pub(super) fn best(log_p: &Tensor, count: usize) -> Result<Vec<Vec<Continuation>
     Ok(rows)
 }
 
-/// Returns all entries of the given rows that are at least the row's value in `least`, each with its row.
+/// Returns the entries of `log_p` in each of `rows` that are at least the row's value in `least`, with their rows.
 fn at_least(log_p: &Tensor, rows: &[usize], least: &[f64]) -> Result<Vec<(usize, Continuation)>> {
     let device = log_p.device();
     let index: Vec<i64> = rows.iter().map(|&row| row as i64).collect();
@@ -162,7 +163,7 @@ mod tests {
 
     /// On ties the lower id comes first, even if only some of the equal entries are within the count.
     #[test]
-    fn of_equals_the_lower_id_comes_first() {
+    fn ties_go_to_the_lower_id() {
         let rows: [f32; 12] = [-1.0, -3.0, -1.0, -3.0, -3.0, -0.5, -2.0, -2.0, -2.0, -2.0, -2.0, -2.0];
         let log_p = Tensor::from_slice(&rows).reshape([2, 6]);
         let tokens = |count| -> Vec<Vec<i64>> {
@@ -175,7 +176,7 @@ mod tests {
     }
 
     #[test]
-    fn nan_is_seen() {
+    fn nan_is_among_the_best() {
         let mut logits = vec![0.5f32; 3000];
         logits[1700] = f32::NAN;
         let vocabulary = TargetVocabulary::new(None, 1000).unwrap();
@@ -186,7 +187,7 @@ mod tests {
     }
 
     #[test]
-    fn a_mask_must_fit_and_leave_something_to_say() {
+    fn a_mask_must_fit_and_allow_eos_and_a_word() {
         let message =
             |flags: &[bool]| TargetVocabulary::new(Some(&Tensor::from_slice(flags)), 6).err().unwrap().to_string();
         assert!(message(&[true; 5]).contains("bool of shape [6], got Bool of shape [5]"));
@@ -195,7 +196,7 @@ mod tests {
     }
 
     #[test]
-    fn probability_is_shared_among_the_masks_types() {
+    fn probabilities_add_up_to_one_within_the_mask() {
         let mask = Tensor::from_slice(&[false, false, true, true, false, true]);
         let vocabulary = TargetVocabulary::new(Some(&mask), 6).unwrap();
         let log_p = |eos| {

@@ -19,7 +19,7 @@ pub struct GenerationConfig {
     pub sampling: Sampling,
     /// The maximum number of generated tokens, EOS included.
     pub max_length: usize,
-    /// The number of ends of sentence after which a text is over; 0 means that ends of sentence do not end it.
+    /// The number of generated EOS tokens after which a text ends; 0 means that EOS does not end a text.
     pub sentences: usize,
     /// The maximum number of tokens that the model reads at a time.
     pub context: usize,
@@ -27,7 +27,7 @@ pub struct GenerationConfig {
 }
 
 impl GenerationConfig {
-    /// Builds the settings from options. `context` is the number of tokens to read if the options name none.
+    /// Builds the settings from options. `context` is the window's length, unless the options set it.
     pub fn of(options: &GenerationOptions, context: i64) -> Result<Self> {
         Ok(GenerationConfig {
             sampling: Sampling::of(options)?,
@@ -43,13 +43,13 @@ impl GenerationConfig {
         (self.context / 2).max(1)
     }
 
-    /// Returns the start of the window of a text with `length` tokens, including the EOS before it.
+    /// Returns the start of the window for a text of `length` tokens, the EOS before the text included.
     fn window(&self, length: usize) -> usize {
         length.saturating_sub(self.context).div_ceil(self.stride()) * self.stride()
     }
 }
 
-/// A prompt to be continued: its tokens, and the number of the sample.
+/// A prompt to be continued: its tokens, and the number that distinguishes several samples of one prompt.
 #[derive(Clone, Debug)]
 pub struct Prompt<'a> {
     pub tokens: &'a [i64],
@@ -61,9 +61,9 @@ pub struct Prompt<'a> {
 pub struct Generation {
     /// The new tokens, EOS included.
     pub tokens: Vec<i64>,
-    /// The sum of log p of the new tokens, at temperature 1 and without leaving tokens out.
+    /// The sum of log p of the new tokens, at temperature 1 and without top-k and top-p.
     pub log_probability: f64,
-    /// True if the new text has the requested number of ends of sentence.
+    /// True if the new text has the requested number of EOS tokens.
     pub finished: bool,
 }
 
@@ -76,8 +76,8 @@ struct PartialText {
     /// The number of tokens of the window that are in the cache.
     position: usize,
     random: Random,
-    made: Generation,
-    /// The number of ends of sentence among the new tokens.
+    generation: Generation,
+    /// The number of EOS tokens among the new tokens.
     ends: usize,
     is_over: bool,
 }
@@ -90,7 +90,7 @@ impl PartialText {
             position: 0,
             random: Random::new(config.seed, digest(prompt.tokens), prompt.sample, Purpose::NextToken),
             tokens,
-            made: Generation::default(),
+            generation: Generation::default(),
             ends: 0,
             is_over: false,
         }
@@ -100,19 +100,19 @@ impl PartialText {
     fn advance(&mut self, logits: &[f64], config: &GenerationConfig) -> i64 {
         let token = config.sampling.choose(logits, self.random.uniform());
         let id = token as i64;
-        let best = logits.iter().copied().fold(f64::NEG_INFINITY, f64::max);
-        let total: f64 = logits.iter().map(|logit| (logit - best).exp()).sum();
-        self.made.log_probability += logits[token] - best - total.ln();
-        self.made.tokens.push(id);
+        let largest = logits.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+        let total: f64 = logits.iter().map(|logit| (logit - largest).exp()).sum();
+        self.generation.log_probability += logits[token] - largest - total.ln();
+        self.generation.tokens.push(id);
         self.tokens.push(id);
         self.ends += usize::from(id == EOS);
-        self.made.finished = config.sentences > 0 && self.ends == config.sentences;
-        self.is_over = self.made.finished || self.made.tokens.len() == config.max_length;
+        self.generation.finished = config.sentences > 0 && self.ends == config.sentences;
+        self.is_over = self.generation.finished || self.generation.tokens.len() == config.max_length;
         id
     }
 }
 
-/// Returns a digest of the ids (FNV-1a), so that different prompts get different random numbers.
+/// Returns a hash of the ids (FNV-1a). It seeds a prompt's random numbers, so that prompts differ in them.
 fn digest(tokens: &[i64]) -> u64 {
     let bytes = tokens.iter().flat_map(|token| token.to_le_bytes());
     bytes.fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3))
@@ -144,11 +144,11 @@ pub fn generate(
     model.config.check_lengths(&[config.context as i64])?;
     // Tensorized attention cannot decode token by token.
     let is_cached = model.config.attention != AttentionName::Tensorized;
-    continued(&mut Reader::new(model, kind, is_cached), prompts, allowed, config, on_token, check_interrupt)
+    continue_texts(&mut Reader::new(model, kind, is_cached), prompts, allowed, config, on_token, check_interrupt)
 }
 
-/// Runs [`generate`] with this reader.
-fn continued(
+/// Does the work of [`generate`] with `reader`, which has the model.
+fn continue_texts(
     reader: &mut Reader,
     prompts: &[Prompt],
     allowed: Option<&[bool]>,
@@ -161,21 +161,23 @@ fn continued(
         while let Some(next) = reader.next(&mut texts, config)? {
             for (number, mut logits) in next {
                 forbid(&mut logits, allowed);
-                refuse_nan(&logits, number, texts[number].made.tokens.len())?;
+                refuse_nan(&logits, number, texts[number].generation.tokens.len())?;
                 let token = texts[number].advance(&logits, config);
                 on_token(number, token, texts[number].is_over)?;
             }
             check_interrupt()?;
         }
-        Ok(texts.into_iter().map(|text| text.made).collect())
+        Ok(texts.into_iter().map(|text| text.generation).collect())
     })
 }
 
+/// Sets the logits of PAD, BOS and all tokens that are not allowed to −∞.
 fn forbid(logits: &mut [f64], allowed: Option<&[bool]>) {
     let never = |token: usize| [BOS, PAD].contains(&(token as i64)) || allowed.is_some_and(|allowed| !allowed[token]);
     logits.iter_mut().enumerate().filter(|(token, _)| never(*token)).for_each(|(_, logit)| *logit = f64::NEG_INFINITY);
 }
 
+/// Errors if a logit is NaN or +∞. `number` is the index of the text, and `generated` its number of new tokens.
 fn refuse_nan(logits: &[f64], number: usize, generated: usize) -> Result<()> {
     match logits.iter().any(|logit| logit.is_nan() || *logit == f64::INFINITY) {
         false => Ok(()),
@@ -186,7 +188,7 @@ fn refuse_nan(logits: &[f64], number: usize, generated: usize) -> Result<()> {
     }
 }
 
-/// Reads the texts' windows with the model.
+/// Runs the model on the texts' windows.
 struct Reader<'a> {
     model: &'a Transformer,
     ctx: Context,
@@ -214,7 +216,7 @@ impl<'a> Reader<'a> {
         }
         match self.is_cached {
             true => self.step(&live, texts, config).map(Some),
-            false => self.whole(&live, texts, config).map(Some),
+            false => self.read_whole_windows(&live, texts, config).map(Some),
         }
     }
 
@@ -222,19 +224,20 @@ impl<'a> Reader<'a> {
     fn step(&mut self, live: &[usize], texts: &mut [PartialText], config: &GenerationConfig) -> Result<Next> {
         for &number in live {
             let text = &mut texts[number];
+            // A full window moves on, and the model reads the moved window from its start.
             if text.position == config.context {
                 (text.window, text.position) = (text.window + config.stride(), 0);
             }
         }
         self.keep_slots(|number| !texts[number].is_over && texts[number].position > 0)?;
-        let begin: Vec<usize> = live.iter().copied().filter(|&number| texts[number].position == 0).collect();
-        let mut next = self.go_on(texts)?;
-        next.extend(self.begin(&begin, texts)?);
+        let unread: Vec<usize> = live.iter().copied().filter(|&number| texts[number].position == 0).collect();
+        let mut next = self.read_next_tokens(texts)?;
+        next.extend(self.read_new_windows(&unread, texts)?);
         next.sort_by_key(|(number, _)| *number);
         Ok(next)
     }
 
-    /// Drops the slots whose text has an index for which `stays` is false.
+    /// Drops the slots of the texts for whose index `stays` returns false.
     fn keep_slots(&mut self, stays: impl Fn(usize) -> bool) -> Result<()> {
         let kept: Vec<i64> = (0..self.slots.len()).filter(|&slot| stays(self.slots[slot])).map(|i| i as i64).collect();
         if kept.is_empty() {
@@ -247,7 +250,7 @@ impl<'a> Reader<'a> {
     }
 
     /// Reads the latest token of the text in every slot.
-    fn go_on(&mut self, texts: &mut [PartialText]) -> Result<Next> {
+    fn read_next_tokens(&mut self, texts: &mut [PartialText]) -> Result<Next> {
         if self.slots.is_empty() {
             return Ok(Vec::new());
         }
@@ -259,35 +262,37 @@ impl<'a> Reader<'a> {
         rows(&logits, &(0..tokens.len() as i64).collect::<Vec<_>>(), &self.slots)
     }
 
-    /// Reads new windows into new slots. Equal windows are read once.
-    fn begin(&mut self, begin: &[usize], texts: &mut [PartialText]) -> Result<Next> {
-        if begin.is_empty() {
+    /// Reads the windows of the texts `unread` into new slots. Equal windows are read once.
+    fn read_new_windows(&mut self, unread: &[usize], texts: &mut [PartialText]) -> Result<Next> {
+        if unread.is_empty() {
             return Ok(Vec::new());
         }
-        let (mut windows, mut places): (Vec<&[i64]>, HashMap<&[i64], i64>) = (Vec::new(), HashMap::new());
-        let mut of_texts: Vec<i64> = Vec::with_capacity(begin.len());
-        for &number in begin {
+        // The distinct windows, the index of each in this list, and the index of each text's window.
+        let (mut windows, mut indices): (Vec<&[i64]>, HashMap<&[i64], i64>) = (Vec::new(), HashMap::new());
+        let mut index_of_text: Vec<i64> = Vec::with_capacity(unread.len());
+        for &number in unread {
             let window = &texts[number].tokens[texts[number].window..];
-            let place = *places.entry(window).or_insert_with(|| {
+            let index = *indices.entry(window).or_insert_with(|| {
                 windows.push(window);
                 windows.len() as i64 - 1
             });
-            of_texts.push(place);
+            index_of_text.push(index);
         }
         let logits = self.model.begin(&windows, &mut self.cache, &self.ctx)?;
-        let known = self.slots.len() as i64;
-        let order: Vec<i64> = (0..known).chain(of_texts.iter().map(|place| known + place)).collect();
-        if windows.len() < begin.len() {
+        // Texts that share a window get copies of its slot.
+        if windows.len() < unread.len() {
+            let old_slots = self.slots.len() as i64;
+            let order: Vec<i64> = (0..old_slots).chain(index_of_text.iter().map(|index| old_slots + index)).collect();
             self.cache.reorder(&Tensor::f_from_slice(&order)?)?;
         }
-        let lengths: Vec<usize> = of_texts.iter().map(|&place| windows[place as usize].len()).collect();
-        begin.iter().zip(lengths).for_each(|(&number, length)| texts[number].position = length);
-        self.slots.extend(begin);
-        rows(&logits, &of_texts, begin)
+        let lengths: Vec<usize> = index_of_text.iter().map(|&index| windows[index as usize].len()).collect();
+        unread.iter().zip(lengths).for_each(|(&number, length)| texts[number].position = length);
+        self.slots.extend(unread);
+        rows(&logits, &index_of_text, unread)
     }
 
     /// Reads each window again from its start, without a cache.
-    fn whole(&self, live: &[usize], texts: &mut [PartialText], config: &GenerationConfig) -> Result<Next> {
+    fn read_whole_windows(&self, live: &[usize], texts: &mut [PartialText], config: &GenerationConfig) -> Result<Next> {
         live.iter().for_each(|&number| texts[number].window = config.window(texts[number].tokens.len()));
         let windows: Vec<&[i64]> = live.iter().map(|&number| &texts[number].tokens[texts[number].window..]).collect();
         let packed = Packed::of(&windows)?;
@@ -301,15 +306,15 @@ impl<'a> Reader<'a> {
     }
 }
 
-/// Returns the rows `chosen` of logits (slots, V) on the host, each with the index of its text.
+/// Returns the rows `chosen` of logits (slots, V) on the host, each with the index of its text from `numbers`.
 fn rows(logits: &Tensor, chosen: &[i64], numbers: &[usize]) -> Result<Next> {
     if chosen.is_empty() {
         return Ok(Vec::new());
     }
-    let types = logits.size()[1] as usize;
+    let vocab_size = logits.size()[1] as usize;
     let index = Tensor::f_from_slice(chosen)?.f_to_device(logits.device())?;
-    let found: Vec<f64> = host("logits", &logits.f_index_select(0, &index)?)?;
-    Ok(numbers.iter().copied().zip(found.chunks_exact(types).map(<[f64]>::to_vec)).collect())
+    let values: Vec<f64> = host("logits", &logits.f_index_select(0, &index)?)?;
+    Ok(numbers.iter().copied().zip(values.chunks_exact(vocab_size).map(<[f64]>::to_vec)).collect())
 }
 
 #[cfg(test)]

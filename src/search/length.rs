@@ -3,7 +3,7 @@
 use crate::config::SearchRule;
 
 impl SearchRule {
-    /// Returns the exponent of the length penalty that is usual under this rule.
+    /// Returns the default exponent α of this rule's length penalty.
     pub fn alpha(self) -> f64 {
         match self {
             SearchRule::Google => 0.6,

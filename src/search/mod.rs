@@ -11,17 +11,17 @@
 //! `google` (Wu et al. 2016, eq 14; Nguyen and Salazar 2019): lp = ((5 + len)/6)^α. Finished hypotheses stay in the
 //! beam and compete with their final score. The search ends when all are finished, or when len = source tokens + 50.
 //!
-//! `fairseq`: lp = len^α. Of the 2·beam most probable continuations, those that end within the first `beam` are
-//! final, and the ones that do not end stay in the beam. The search ends when `beam` hypotheses are final, and each
-//! final hypothesis ends with EOS.
+//! `fairseq`: lp = len^α. Each step considers the 2·beam most probable continuations. Those among the first `beam` that
+//! end with EOS are final, and the best `beam` that do not end stay in the beam. The search ends when `beam` hypotheses
+//! are final, and each final hypothesis ends with EOS.
 //!
 //! Under both rules the first token is not EOS, and PAD and BOS are never generated. On ties, the continuation of the
 //! better hypothesis comes first, then the lower id.
 //!
 //! Each live hypothesis occupies one slot of the key/value cache. All sentences advance together, one token per step.
-//! A finished sentence frees its slots, so the cost of a step depends on what is still alive. A further token never
-//! makes a hypothesis more probable. So a hypothesis is not continued if `beam` continuations of better hypotheses
-//! are already more probable than it is.
+//! A finished sentence frees its slots, so the cost of a step depends on the number of live hypotheses. A further token
+//! never makes a hypothesis more probable. So a hypothesis is not continued if `beam` continuations of better
+//! hypotheses are already more probable than the hypothesis itself.
 
 mod beam;
 mod continuation;
@@ -54,8 +54,8 @@ pub struct SearchConfig {
     pub alpha: f64,
     /// The number of hypotheses that are returned for each sentence, at most `beam`.
     pub n_best: usize,
-    /// The maximum number of generated tokens. `None` means 50 more than the source's (google, which counts EOS) or
-    /// 200 (fairseq, which does not count EOS).
+    /// The maximum number of generated tokens. `None` means the source's length + 50 under google's rule, which counts
+    /// EOS, or 200 under fairseq's, which does not.
     pub max_length: Option<usize>,
     /// The maximum number of tokens, EOS included, that the model can produce, even if the rule allows more.
     /// [`Search::new`] sets it.
@@ -108,8 +108,8 @@ impl SearchConfig {
         Ok(())
     }
 
-    /// Returns how many continuations of a hypothesis can matter. Under fairseq's rule twice as many do, because half
-    /// of them may end.
+    /// Returns the number of continuations of a hypothesis that can be chosen: `beam`, or twice as many under fairseq's
+    /// rule, because half of them may end.
     fn candidates(&self) -> usize {
         match self.rule {
             SearchRule::Google => self.beam,
@@ -141,7 +141,7 @@ pub struct Hypothesis {
     pub score: f64,
     /// log p(y|x), including the EOS if the hypothesis ends with one.
     pub log_probability: f64,
-    /// True if the hypothesis ends with EOS. Under google's rule the others were cut off at the limit.
+    /// True if the hypothesis ends with EOS. Under google's rule, a hypothesis without EOS was cut off at the limit.
     pub finished: bool,
 }
 
@@ -167,7 +167,8 @@ pub fn search(
     Search::new(model, mask, config, kind)?.run(model, source, check_interrupt)
 }
 
-/// The state that all searches with one model share: its prepared weights. The model must not change while it exists.
+/// The settings of a search and the model's prepared weights, for any number of sources. The model's parameters must
+/// not change while a `Search` exists.
 pub struct Search {
     config: SearchConfig,
     kind: Kind,
@@ -188,12 +189,12 @@ impl Search {
 
     /// True if the hypothesis ended because of the length limit, and not because the model predicted its end.
     pub fn is_cut(&self, hypothesis: &Hypothesis) -> bool {
-        // Under fairseq's rule, the last token at the limit is always EOS.
+        // Under fairseq's rule, the limit is the same for all sources, and the last token at the limit is always EOS.
         let is_forced = self.config.rule == SearchRule::Fairseq && hypothesis.tokens.len() + 1 >= self.config.limit(0);
         !hypothesis.finished || is_forced
     }
 
-    /// Returns this search for use in another thread, which has its own model of the same tensors.
+    /// Returns a search with the same weights for another thread, whose own model has the same tensors.
     pub fn share(&self) -> Self {
         let (output, weights) = (self.output.share(), self.weights.clone());
         Search { config: self.config.clone(), kind: self.kind, output, weights }
@@ -224,16 +225,15 @@ impl Search {
             for length in 0.. {
                 check_interrupt()?;
                 let start = model.config.decoder_start.id();
-                // Better hypotheses are continued first: their continuations may leave no place for those of worse
-                // hypotheses.
-                let (before, mut after) = (cache.reads().clone(), Reads::default());
+                // Better hypotheses are continued first, so that worse ones may be skipped.
+                let (reads_before, mut reads_after) = (cache.reads().clone(), Reads::default());
                 let mut next = Vec::new();
-                for ranks in waves(config.beam, before.queries()) {
+                for ranks in passes(config.beam, reads_before.queries()) {
                     let live = Live::take_slots(&mut beams, ranks, &next, start);
                     if live.tokens.is_empty() {
                         continue;
                     }
-                    cache.set_reads(before.select(&live.origins));
+                    cache.set_reads(reads_before.select(&live.origins));
                     let features = model.step_features(
                         &live.tokens,
                         &vec![length as i64; live.tokens.len()],
@@ -244,15 +244,15 @@ impl Search {
                     )?;
                     let candidates = config.candidates().min(model.config.vocab_size as usize);
                     live.room(candidates, config.beam)?;
-                    let found = self.output.best(&features, candidates, Eos::at(length, config), self.kind)?;
-                    live.refuse_nan(&found, length)?;
-                    next.extend(found);
-                    after = after.joined(cache.reads());
+                    let best = self.output.best(&features, candidates, Eos::at(length, config), self.kind)?;
+                    live.refuse_nan(&best, length)?;
+                    next.extend(best);
+                    reads_after = reads_after.joined(cache.reads());
                 }
                 if next.is_empty() {
                     break;
                 }
-                cache.set_reads(after);
+                cache.set_reads(reads_after);
                 beams.iter_mut().for_each(|beam| beam.advance(&next));
                 cache.compact()?;
             }
@@ -261,18 +261,17 @@ impl Search {
     }
 }
 
-/// Returns the ranks of the hypotheses that are continued together. Many slots are continued in two parts, because
-/// after the first part some hypotheses of the second need not be continued.
-fn waves(beam: usize, slots: usize) -> impl Iterator<Item = Range<usize>> {
+/// Returns the ranks of the hypotheses that each pass through the model continues. With at least [`MANY`] slots, the
+/// better half of each beam comes first, because some hypotheses of the worse half then need no continuation.
+fn passes(beam: usize, slots: usize) -> impl Iterator<Item = Range<usize>> {
     let first = if slots < MANY { beam } else { beam.div_ceil(2) };
     [0..first, first..beam].into_iter().filter(|ranks| !ranks.is_empty())
 }
 
-/// The number of slots from which two parts are used: each part is then still large enough for products at full
-/// speed.
+/// The smallest number of slots that is split into two passes. Each pass is then still efficient.
 const MANY: usize = 256;
 
-/// The live hypotheses, one per slot, ordered by sentence.
+/// The live hypotheses of one pass, one per slot, ordered by sentence.
 struct Live {
     /// The last token of each slot.
     tokens: Vec<i64>,
@@ -283,8 +282,8 @@ struct Live {
 }
 
 impl Live {
-    /// Gives each hypothesis with one of these ranks a slot. `next` holds the known continuations; those of the slots
-    /// will be appended to it.
+    /// Assigns a slot to each hypothesis with one of these ranks. `next` contains the continuations of earlier passes;
+    /// the caller will append one row for each new slot.
     fn take_slots(beams: &mut [Beam], ranks: Range<usize>, next: &[Vec<Continuation>], start: i64) -> Self {
         let mut live = Live { tokens: Vec::new(), sentences: Vec::new(), origins: Vec::new() };
         for (sentence, beam) in beams.iter_mut().enumerate() {
@@ -298,15 +297,16 @@ impl Live {
         live
     }
 
-    /// Errors if this many continuations of each slot do not fit into memory, where each is stored as a number, as a
-    /// token and as a candidate.
+    /// Errors if `candidates` continuations of each slot do not fit into memory. Each is stored several times: as a
+    /// number, a token, a `Continuation` and a `Candidate`.
     fn room(&self, candidates: usize, beam: usize) -> Result<()> {
-        let each = 4 * size_of::<Continuation>() as u128;
-        memory::room(each * (self.tokens.len() * candidates) as u128, || {
+        let bytes_each = 4 * size_of::<Continuation>() as u128;
+        memory::room(bytes_each * (self.tokens.len() * candidates) as u128, || {
             format!("{} hypotheses of {candidates} continuations (beam {beam}: take a smaller one)", self.tokens.len())
         })
     }
 
+    /// Errors if a log-probability is NaN, and names the sentence. `length` is the number of generated tokens.
     fn refuse_nan(&self, next: &[Vec<Continuation>], length: usize) -> Result<()> {
         match next.iter().position(|row| row.iter().any(|c| c.log_probability.is_nan())) {
             None => Ok(()),

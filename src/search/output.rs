@@ -1,7 +1,7 @@
 //! The output layer: computes the most probable next tokens of each slot from the decoder's features.
 //!
 //! On the CPU the output matrix is packed once, without the rows outside V_t. The product and the choice of tokens
-//! then take a few rows of features at a time, so that their logits stay in the processor's cache. On other devices
+//! then process a few rows of features at a time, so that their logits stay in the processor's cache. On other devices
 //! and for 16-bit products, libtorch computes logits, log-softmax and top-k.
 
 use super::continuation::{best, Continuation, Eos, TargetVocabulary};
@@ -21,6 +21,7 @@ pub(super) struct OutputLayer {
 impl OutputLayer {
     pub fn new(model: &Transformer, vocabulary: TargetVocabulary, kind: Kind) -> Result<Self> {
         let (weight, bias) = model.output()?;
+        // A packed matrix leaves out the rows outside V_t. Otherwise `log_probabilities` masks their logits.
         let projection = match vocabulary.ids().filter(|_| PreparedWeight::is_packed(weight.device(), kind)) {
             Some(ids) => {
                 let ids = Tensor::f_from_slice(ids)?;
@@ -42,6 +43,7 @@ impl OutputLayer {
     /// comes first.
     pub fn best(&self, features: &Tensor, count: usize, eos: Eos, kind: Kind) -> Result<Vec<Vec<Continuation>>> {
         let ids = self.vocabulary.ids();
+        // The packed product has one column for each token of V_t.
         let column = |id: i64| match ids {
             Some(ids) => ids.binary_search(&id).ok(),
             None => Some(id as usize),
@@ -52,7 +54,7 @@ impl OutputLayer {
             (Eos::Forced, Some(column)) => Choice::Only(column),
             _ => Choice::AllBut(&banned),
         };
-        let found = match &self.projection {
+        let best_columns = match &self.projection {
             PreparedWeight::F32(w) => best_of_product(features, w, self.softcap.map(|c| c.0), count, choice)?,
             PreparedWeight::F64(w) => best_of_product(features, w, self.softcap.map(|c| c.0), count, choice)?,
             cast => {
@@ -63,7 +65,7 @@ impl OutputLayer {
         };
         let token = |column: usize| ids.map_or(column as i64, |ids| ids[column]);
         let continuation = |l: Likely| Continuation { token: token(l.column), log_probability: l.log_p };
-        Ok(found.into_iter().map(|row| row.into_iter().map(continuation).collect()).collect())
+        Ok(best_columns.into_iter().map(|row| row.into_iter().map(continuation).collect()).collect())
     }
 }
 
@@ -73,9 +75,9 @@ mod tests {
     use crate::config::TransformerConfig;
     use tch::Device;
 
-    /// Compares the choice from the packed product with libtorch's log-softmax and top-k of the model's logits.
+    /// Compares the tokens chosen from the packed product with libtorch's top-k of the log-softmax of the logits.
     #[test]
-    fn the_packed_output_chooses_as_the_composed_one() {
+    fn the_packed_output_chooses_like_libtorch() {
         // With these sizes there are several blocks of columns and of rows.
         const V: i64 = 1100;
         const ROWS: i64 = 300;

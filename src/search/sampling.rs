@@ -4,19 +4,18 @@ use crate::config::GenerationOptions;
 use crate::error::Result;
 use std::cmp::Ordering;
 
-/// The settings of the choice: which tokens may be drawn, and how their probabilities are changed.
+/// The settings of the choice of a next token.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Sampling {
     /// The number by which logits are divided. If it is 0, the most probable token is always chosen.
     temperature: f64,
     /// The number of most probable tokens that may be drawn; `None` means all.
     top_k: Option<usize>,
-    /// The probability that the tokens that may be drawn must have together. As few tokens as possible are kept; 1
-    /// keeps all.
+    /// The fewest most probable tokens whose probabilities together reach `top_p` may be drawn; 1 allows all.
     top_p: f64,
 }
 
-/// A token that may be drawn. `weight` is its probability times a factor that is the same for all tokens.
+/// A token that may be drawn. `weight` is proportional to its probability.
 #[derive(Clone, Copy, Debug, PartialEq)]
 struct Chance {
     token: usize,
@@ -32,14 +31,15 @@ impl Sampling {
         Ok(Sampling { temperature, top_k: top_k.map(|k| k as usize), top_p })
     }
 
-    /// Returns the token that a number in [0, 1) selects. Logits are −∞ for forbidden tokens; at least one must be
-    /// finite.
+    /// Returns the token that `uniform`, a random number in [0, 1), selects. Logits are −∞ for forbidden tokens; at
+    /// least one must be finite.
     pub fn choose(&self, logits: &[f64], uniform: f64) -> usize {
         if self.temperature == 0.0 {
             return most_probable(logits);
         }
         let chances = self.chances(logits);
         let total: f64 = chances.iter().map(|chance| chance.weight).sum();
+        // Take the first token at which the cumulative weight exceeds this share of the total.
         let mut sum = 0.0;
         for chance in &chances {
             sum += chance.weight;
@@ -68,10 +68,10 @@ impl Sampling {
         chances
     }
 
-    /// Keeps the most probable tokens, as few as have at least the share p of the weight.
+    /// Keeps the fewest most probable tokens that have at least the share `top_p` of the total weight.
     fn keep_nucleus(&self, chances: &mut Vec<Chance>) {
         let wanted = self.top_p * chances.iter().map(|chance| chance.weight).sum::<f64>();
-        // Usually few tokens suffice, so only somewhat more tokens are sorted than are needed.
+        // Usually few tokens suffice, so tokens are sorted in blocks, and only as many blocks as are needed.
         let (mut sum, mut kept, mut sorted) = (0.0, 0, 0);
         while kept < chances.len() && sum < wanted {
             if kept == sorted {
@@ -152,7 +152,7 @@ mod tests {
     }
 
     #[test]
-    fn the_distribution_is_its_definition() {
+    fn probabilities_equal_the_definition() {
         for (seed, count) in [(1, 5), (2, 63), (3, 64), (4, 65), (5, 700), (6, 3000)] {
             let mut logits = logits(count, seed);
             logits[1] = NONE;

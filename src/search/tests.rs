@@ -10,8 +10,7 @@ use tch::Device;
 const V: i64 = 12;
 const SENTENCES: [&[i64]; 4] = [&[4, 7, 9, EOS], &[5, EOS], &[11, 4, 4, 8, 6, 10, EOS], &[UNK, 6, EOS]];
 
-/// Builds a model whose weights are a fixed sequence, so that no random numbers matter. Another `bend` gives another
-/// model.
+/// Builds a model whose weights are a fixed pseudo-random sequence, which begins at `bend`.
 fn model(bend: f64) -> Transformer {
     let config = TransformerConfig {
         vocab_size: V,
@@ -77,9 +76,7 @@ fn allowed(rule: SearchRule, prefix: &[i64], limit: usize) -> impl Iterator<Item
     (EOS..V).filter(move |&id| if id == EOS { !first } else { !last })
 }
 
-/// Translates each sentence by taking the most probable next token at each step, within the rule's limits on length.
-///
-/// The search has a beam of 1: finding the two largest entries of a row costs no more than finding the largest.
+/// Translates each sentence by greedy search, as a beam search with one hypothesis.
 fn greedy(
     model: &Transformer,
     source: &Packed,
@@ -92,6 +89,7 @@ fn greedy(
     Ok(search(model, source, mask, &config, kind, &mut || Ok(()))?.into_iter().flatten().collect())
 }
 
+/// Returns the tokens and log p of greedy search without a cache.
 fn naive_greedy(
     model: &Transformer,
     source: &[i64],
@@ -142,7 +140,7 @@ fn a_beam_of_one_is_greedy() {
     }
 }
 
-/// Sentences end at different steps, so slots move and become fewer. Each slot must still read its own past and
+/// Sentences end at different steps, so slots move and their number falls. Each must still read its own tokens and
 /// source.
 #[test]
 fn a_batch_is_its_sentences_and_the_cache_changes_nothing() {
@@ -180,7 +178,7 @@ fn a_batch_is_its_sentences_and_the_cache_changes_nothing() {
 }
 
 #[test]
-fn n_best_is_the_beginning_of_all() {
+fn n_best_is_a_prefix_of_all_hypotheses() {
     let model = model(0.0);
     for rule in [SearchRule::Google, SearchRule::Fairseq] {
         let config = SearchConfig { beam: 5, n_best: 5, ..SearchConfig::new(rule) };
@@ -212,7 +210,7 @@ fn exhaust(
 }
 
 #[test]
-fn a_beam_as_wide_as_all_there_is_finds_the_best() {
+fn a_beam_of_all_sequences_finds_the_best() {
     for (rule, max_length) in [(SearchRule::Google, 3), (SearchRule::Fairseq, 2)] {
         for bend in [0.0, 0.25] {
             let model = model(bend);
@@ -236,7 +234,7 @@ fn a_beam_as_wide_as_all_there_is_finds_the_best() {
 
 /// All logits are equal, so every choice is a tie.
 #[test]
-fn of_equals_the_better_hypothesis_and_the_lower_id_come_first() {
+fn ties_go_to_the_better_hypothesis_then_to_the_lower_id() {
     let model = model(0.0);
     tch::no_grad(|| model.parameters.tensors().iter().for_each(|t| drop(t.shallow_clone().zero_())));
     let config =

@@ -7,7 +7,8 @@ use std::collections::BTreeMap;
 use tch::Device;
 
 const V: i64 = 23;
-/// Returns a mask that allows all entries except UNK and the last three.
+
+/// Returns a mask that allows EOS and the ids 4 to 19.
 fn allowed() -> Vec<bool> {
     (0..V).map(|id| id == EOS || (4..20).contains(&id)).collect()
 }
@@ -51,14 +52,14 @@ fn given(prompts: &[Vec<i64>]) -> Vec<Prompt<'_>> {
 
 fn run(model: &Transformer, prompts: &[Prompt], config: &GenerationConfig, is_cached: bool) -> Vec<Generation> {
     let reader = &mut Reader::new(model, Kind::Double, is_cached);
-    continued(reader, prompts, Some(&allowed()), config, &mut |_, _, _| Ok(()), &mut || Ok(())).unwrap()
+    continue_texts(reader, prompts, Some(&allowed()), config, &mut |_, _, _| Ok(()), &mut || Ok(())).unwrap()
 }
 
 /// Generates as the definition says: one text at a time, with a pass over its whole window at every step.
 fn plain(model: &Transformer, prompt: &Prompt, config: &GenerationConfig) -> Generation {
     let mut random = Random::new(config.seed, digest(prompt.tokens), prompt.sample, Purpose::NextToken);
-    let (mut tokens, mut made) = ([&[EOS], prompt.tokens].concat(), Generation::default());
-    while made.tokens.len() < config.max_length && !made.finished {
+    let (mut tokens, mut generated) = ([&[EOS], prompt.tokens].concat(), Generation::default());
+    while generated.tokens.len() < config.max_length && !generated.finished {
         let (mut begin, step) = (0, (config.context / 2).max(1));
         while tokens.len() - begin > config.context {
             begin += step;
@@ -71,13 +72,13 @@ fn plain(model: &Transformer, prompt: &Prompt, config: &GenerationConfig) -> Gen
         logits.iter_mut().enumerate().filter(|(id, _)| !may[*id]).for_each(|(_, logit)| *logit = f64::NEG_INFINITY);
         let token = config.sampling.choose(&logits, random.uniform());
         let log_p = Vec::<f64>::try_from(Tensor::from_slice(&logits).log_softmax(-1, Kind::Double)).unwrap();
-        made.log_probability += log_p[token];
-        made.tokens.push(token as i64);
+        generated.log_probability += log_p[token];
+        generated.tokens.push(token as i64);
         tokens.push(token as i64);
-        let ends = made.tokens.iter().filter(|token| **token == EOS).count();
-        made.finished = ends == config.sentences && config.sentences > 0;
+        let ends = generated.tokens.iter().filter(|token| **token == EOS).count();
+        generated.finished = ends == config.sentences && config.sentences > 0;
     }
-    made
+    generated
 }
 
 fn same(found: &[Generation], wanted: &[Generation]) {
@@ -89,7 +90,7 @@ fn same(found: &[Generation], wanted: &[Generation]) {
 }
 
 #[test]
-fn cached_is_uncached_on_50_prompts() {
+fn cached_equals_uncached_on_50_prompts() {
     let all = prompts();
     let model = model(r#""norm": "scalenorm", "residual": "prenorm""#);
     for (options, context) in [
@@ -102,13 +103,14 @@ fn cached_is_uncached_on_50_prompts() {
         let wanted: Vec<Generation> = given(&all).iter().map(|prompt| plain(&model, prompt, &config)).collect();
         same(&run(&model, &given(&all), &config, true), &wanted);
         same(&run(&model, &given(&all), &config, false), &wanted);
-        let lengths: std::collections::BTreeSet<usize> = wanted.iter().map(|made| made.tokens.len()).collect();
+        let lengths: std::collections::BTreeSet<usize> =
+            wanted.iter().map(|generated| generated.tokens.len()).collect();
         assert!(config.sentences == 0 || lengths.len() > 3, "{lengths:?}");
     }
 }
 
 #[test]
-fn every_scheme_decodes_as_it_reads() {
+fn cached_decoding_equals_whole_windows_for_every_scheme() {
     let all = prompts()[..6].to_vec();
     let config = config(r#"{"max_length": 12, "sentences": 0}"#, 7);
     for options in [
@@ -146,7 +148,7 @@ fn tensorized_attention_reads_windows_whole() {
     assert!(e.contains("7 tokens in a row") && e.contains("tensorized_segment = 6"), "{e}");
 }
 
-/// A text is the same whatever other texts are in its batch, and in whatever order.
+/// A text depends neither on the other texts of its batch nor on their order.
 #[test]
 fn a_text_does_not_depend_on_the_batch() {
     let (all, model) = (prompts(), model(r#""residual": "prenorm""#));
@@ -162,9 +164,9 @@ fn a_text_does_not_depend_on_the_batch() {
     same(&found, &together);
 }
 
-/// The batch has three samples of each prompt, with other prompts between them, and windows that move on.
+/// The batch has three samples of each prompt, not next to each other, and the windows move on.
 #[test]
-fn samples_of_a_prompt_share_what_is_read() {
+fn samples_share_the_pass_over_their_prompt() {
     let (all, model) = (prompts()[..9].to_vec(), model(r#""residual": "value-residual", "positions": "rotary""#));
     let sampled: Vec<Prompt> =
         (0..3).flat_map(|sample| all.iter().map(move |tokens| Prompt { tokens, sample })).collect();
@@ -182,7 +184,7 @@ fn samples_of_a_prompt_share_what_is_read() {
 }
 
 #[test]
-fn seed_sample_and_prompt_make_the_draws() {
+fn draws_depend_on_seed_sample_and_prompt() {
     let model = model(r#""residual": "prenorm""#);
     let of = |seed: u64, sample: u64, prompt: &[i64]| {
         let config = GenerationConfig { seed, ..config(r#"{"max_length": 30, "sentences": 0}"#, 64) };
@@ -198,19 +200,19 @@ fn seed_sample_and_prompt_make_the_draws() {
 }
 
 #[test]
-fn whoever_listens_hears_each_token_and_may_end_the_work() {
+fn on_token_gets_each_token_and_may_stop_generation() {
     let (all, model) = (prompts()[..5].to_vec(), model(r#""residual": "prenorm""#));
     let config = config(r#"{"max_length": 10, "sentences": 1}"#, 64);
-    let mut heard = vec![(Vec::new(), 0); 5];
+    let mut tokens_and_ends = vec![(Vec::new(), 0); 5];
     let mut on_token = |number: usize, token: i64, is_over: bool| {
-        heard[number].0.push(token);
-        heard[number].1 += usize::from(is_over);
+        tokens_and_ends[number].0.push(token);
+        tokens_and_ends[number].1 += usize::from(is_over);
         Ok(())
     };
     let texts = given(&all);
-    let made = generate(&model, &texts, None, &config, Kind::Double, &mut on_token, &mut || Ok(())).unwrap();
-    assert_eq!(heard, made.iter().map(|made| (made.tokens.clone(), 1)).collect::<Vec<_>>());
-    assert!(made.iter().all(|made| made.tokens.iter().all(|token| ![BOS, PAD].contains(token))));
+    let generated = generate(&model, &texts, None, &config, Kind::Double, &mut on_token, &mut || Ok(())).unwrap();
+    assert_eq!(tokens_and_ends, generated.iter().map(|generated| (generated.tokens.clone(), 1)).collect::<Vec<_>>());
+    assert!(generated.iter().all(|generated| generated.tokens.iter().all(|token| ![BOS, PAD].contains(token))));
     let stop = || Err(Error::Interrupted("stop".into()));
     let stopped = generate(&model, &texts, None, &config, Kind::Double, &mut |_, _, _| Ok(()), &mut || stop());
     assert!(matches!(stopped, Err(Error::Interrupted(_))));
@@ -221,21 +223,21 @@ fn whoever_listens_hears_each_token_and_may_end_the_work() {
 #[test]
 fn an_encoder_and_nan_are_errors() {
     let config = config("{}", 64);
-    let says = |model: &Transformer| {
+    let error_of = |model: &Transformer| {
         let prompts = [Prompt { tokens: &[5], sample: 0 }];
-        let made = generate(model, &prompts, None, &config, Kind::Double, &mut |_, _, _| Ok(()), &mut || Ok(()));
-        made.unwrap_err().to_string()
+        let generated = generate(model, &prompts, None, &config, Kind::Double, &mut |_, _, _| Ok(()), &mut || Ok(()));
+        generated.unwrap_err().to_string()
     };
     let with_encoder = TransformerConfig { vocab_size: 9, d_model: 8, d_ff: 8, heads: 1, ..Default::default() };
     let with_encoder = Transformer::new(&with_encoder, 4, Device::Cpu, Kind::Double).unwrap();
-    assert!(says(&with_encoder).contains("has an encoder: translate with it"));
+    assert!(error_of(&with_encoder).contains("has an encoder: translate with it"));
     let model = model(r#""residual": "prenorm""#);
     tch::no_grad(|| drop(model.parameters.tensors()[0].shallow_clone().fill_(f64::NAN)));
-    assert!(says(&model).contains("after 0 generated tokens of text 0 (from 0) are not numbers (NaN)"));
+    assert!(error_of(&model).contains("after 0 generated tokens of text 0 (from 0) are not numbers (NaN)"));
 }
 
 #[test]
-fn windows_move_on_by_half() {
+fn windows_move_by_half_a_context() {
     for context in 1..12 {
         let config = config("{}", context);
         let windows: Vec<usize> = (1..60).map(|length| config.window(length)).collect();
