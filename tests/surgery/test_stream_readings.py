@@ -286,7 +286,7 @@ def test_a_stack_that_lost_its_first_block_is_recomputed_or_refused(scheme):
         torch.testing.assert_close(grads, found[0], rtol=1e-9, atol=1e-9)
     model.checkpoints = True
     if scheme == "peri-ln":
-        with pytest.raises(InputError, match="without its first.*use_reentrant=False"):
+        with pytest.raises(InputError, match=r"without its first.*use_reentrant=False"):
             model(x).sum().backward()
 
 
