@@ -7,6 +7,8 @@ import pickle
 import shutil
 import subprocess
 import sys
+import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -222,6 +224,44 @@ def test_auto_classes_load_a_swapped_model_or_refuse_it(tmp_path):
     folders = [str(tmp_path / name) for name in SWAPS]
     ran = subprocess.run([sys.executable, "-c", ALONE, *folders], capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr
+
+
+@pytest.mark.parametrize("written", ["transformers", "by its owner"])
+def test_a_swapped_model_is_published_with_its_card(written, monkeypatch):
+    """transformers writes a card of its own over that of `save_pretrained`, unless the repository has one."""
+    hub, pushed = transformers.utils.hub, {}
+    card = hub.ModelCard("---\nlicense: mit\n---\nmy own")
+    if written == "transformers":
+        card = hub.ModelCard.from_template(
+            hub.ModelCardData(library_name="transformers", tags=["mine"]),
+            model_description="This model card has been automatically generated.",
+        )
+
+    def upload(self, folder, repo_id, **options):
+        pushed[repo_id] = {path.name: path.read_text() for path in Path(folder).glob("*.[mj]*")}
+
+    monkeypatch.setattr(hub.PushToHubMixin, "_upload_modified_files", upload)
+    monkeypatch.setattr(hub, "create_and_tag_model_card", lambda *_, **__: card)
+    monkeypatch.setattr(hub, "hf_api", lambda: Repositories())
+    model = build("GPT2", n_layer=1)
+    stock = dict(vars(model))
+    done = swap_norms(model, "scalenorm")
+    copy.deepcopy(model).push_to_hub("me/swapped")
+    files = pushed["me/swapped"]
+    assert json.loads(files["config.json"])["model_type"] == "normformer_rs"
+    if written == "transformers":
+        assert "`swap_norms`: scalenorm" in files["README.md"] and "- normformer_rs\n- mine" in files["README.md"]
+    else:
+        assert files["README.md"] == str(card)
+    done.undo()
+    assert vars(model).keys() == stock.keys()
+    model.push_to_hub("me/stock")
+    assert pushed["me/stock"]["README.md"] == str(card)
+
+
+class Repositories:
+    def create_repo(self, repo_id, **_):
+        return types.SimpleNamespace(repo_id=repo_id)
 
 
 def test_a_saved_swapped_model_says_what_it_is(tmp_path):

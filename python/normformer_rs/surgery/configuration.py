@@ -31,10 +31,14 @@ class Swapped:
     def save_pretrained(self, save_directory: Any, *args: Any, **options: Any) -> None:
         """Writes config.json and, if the folder has none, the model's card README.md."""
         super().save_pretrained(save_directory, *args, **options)  # type: ignore[misc]
+        card, text = Path(save_directory, "README.md"), self.card()
+        if text is not None and not card.exists():
+            card.write_text(text, encoding="utf-8")
+
+    def card(self) -> str | None:
+        """Returns the model's card; None if the stock class computes the same."""
         stock: dict[str, Any] = json.loads(self.to_json_string())  # type: ignore[attr-defined]
-        card = Path(save_directory, "README.md")
-        if not keeps_function(stock.get(KEY)) and not card.exists():
-            card.write_text(model_card(stock), encoding="utf-8")
+        return None if keeps_function(stock.get(KEY)) else model_card(stock)
 
     def to_json_file(self, json_file_path: Any, use_diff: bool = True) -> None:
         """Writes config.json with the marks of the swap, or the stock one if the swap keeps the model's function."""
@@ -191,6 +195,26 @@ def _loader(auto: Any, stock: Any) -> Any:
             return model_class(auto, config)._from_config(config, **options)
 
     return Loader
+
+
+UPLOAD = "_upload_modified_files"
+"""The method with which transformers' `push_to_hub` uploads a folder that it has filled."""
+_GENERIC = "has been automatically generated"
+"""These words stand in the card that transformers makes for a repository without one."""
+
+
+def upload(model: Any, working_dir: Any, *args: Any, **options: Any) -> Any:
+    """Stands in for a swapped model's UPLOAD: exchanges the card that transformers made for the model's own, with the
+    same tags. A card that was in the repository stays."""
+    file, text = Path(working_dir, "README.md"), model.config.card() if isinstance(model.config, Swapped) else None
+    made = file.read_text(encoding="utf-8") if text and file.exists() else ""
+    if _GENERIC in made:
+        from huggingface_hub import ModelCard
+
+        card = ModelCard(text)
+        card.data.tags = [*dict.fromkeys([*card.data.tags, *(ModelCard(made).data.tags or [])])]
+        card.save(file)
+    return getattr(type(model), UPLOAD)(model, working_dir, *args, **options)
 
 
 def model_card(stock: Mapping[str, Any]) -> str:

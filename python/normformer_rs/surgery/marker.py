@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .configuration import KEY, keeps_function, register, swapped_class
+from .configuration import KEY, UPLOAD, keeps_function, register, swapped_class, upload
 from .undo import Edits
 from .whole import LEVEL, configs_of
 
@@ -41,6 +41,10 @@ def mark(model: nn.Module, what: str, name: str, edits: Edits, how: Mapping[str,
     {'norm': 'scalenorm', 'swaps': [{'swap_norms': 'scalenorm'}]}
     """
     _give_its_own(model, edits)
+    for module in model.modules():
+        if hasattr(type(module), UPLOAD) and UPLOAD not in vars(module):
+            edits.afterwards(functools.partial(vars(module).pop, UPLOAD, None))
+            vars(module)[UPLOAD] = functools.partial(upload, module)
     keeps = how is not None and keeps_function({"swaps": [how]})
     for whole in () if keeps else _wholes(model):
         assert edits.state is not None
