@@ -133,7 +133,7 @@ def spectrum(weight: Tensor | ArrayLike) -> NDArray[np.float64]:
 
 
 def _layer(path: str) -> re.Match[str] | None:
-    """Finds the layer in a module's name: the first number. Returns None for dlcl's sums, which are between layers."""
+    """Finds the layer's number in a module's name, the first number there. None for dlcl's sums, between the layers."""
     return None if "combine" in path.split(".") else re.search(r"\b\d+\b", path)
 
 
@@ -150,9 +150,9 @@ def statistics(model: nn.Module) -> Iterator[dict[str, Statistics]]:
     (['1'], True)
 
     The dictionary is filled when the block ends. Its keys are the names of the norms that ran, in the order of the
-    modules; a norm's last forward counts. Gradients need a `backward` through the norm inside the block. The model's
-    outputs and state do not change. `normformer_rs.Transformer` has no such modules: use `observe`. A compiled model
-    calls no hooks: give the original model.
+    modules; only a norm's last forward counts. Gradients need a `backward` through the norm inside the block. The
+    model's outputs and state do not change. `normformer_rs.Transformer` has no such modules: use `observe`. A compiled
+    model calls no hooks: give the original model.
     """
     norms = {name: module for name, module in model.named_modules() if isinstance(module, RunningNorm)}
     seen: dict[str, _Forward] = {}

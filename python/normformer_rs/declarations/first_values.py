@@ -16,8 +16,8 @@ _LARGEST = 3.4028234663852886e38
 
 
 def number(value: Any, what: str) -> float:
-    """Returns a declared number, which must be finite in float32. Errors: InputError that says `what` for anything
-    else."""
+    """Returns a declared number, which must be finite in float32. `what` names the number in messages. Errors:
+    InputError for any other value."""
     try:
         found = None if isinstance(value, (str, bytes)) else float(value)
     except (TypeError, ValueError, OverflowError, RuntimeError):  # RuntimeError: a tensor with several numbers

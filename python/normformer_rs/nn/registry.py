@@ -74,11 +74,12 @@ def norm_of_config(
 
     `last_of_decoder`: True for the norm that keeps its gain under scalenorm-fixed. `ends_stack`: True for a norm after
     a stack, where powernorm's release mode warms up for 1000 forwards. `is_weighted`: False leaves out the weight of an
-    rmsnorm. `bias`: True if norms that have one learn it.
+    rmsnorm. `bias`: True to learn a bias, in norms that have one.
     """
     own = _own(name, config) if isinstance(name, str) else name
     if own is not None:
-        return _drawn(own(width, device=device, dtype=dtype), {of: own.shape(of) for of in own.parameters}, config)
+        norm = own(width, device=device, dtype=dtype)
+        return _drawn(norm, {parameter: own.shape(parameter) for parameter in own.parameters}, config)
     assert isinstance(name, str)
     kind = norm_class(name)
     settings = {**_settings(name, config, last_of_decoder, ends_stack)}
