@@ -118,12 +118,12 @@ def spectrum(weight: Tensor | ArrayLike) -> NDArray[np.float64]:
     Errors: InputError for anything but a matrix of finite numbers, and for zeros only.
     """
     try:
-        given = torch.as_tensor(weight).detach()
+        tensor = torch.as_tensor(weight).detach()
     except (RuntimeError, TypeError, ValueError) as error:
         raise InputError(f"weight must be a matrix of numbers; got a {type(weight).__name__}: {error}") from error
-    if given.dim() != 2 or given.is_complex() or given.numel() == 0:
-        raise InputError(f"weight must be a matrix of numbers; got {given.dtype} of shape {tuple(given.shape)}")
-    matrix = given.cpu().double()
+    if tensor.dim() != 2 or tensor.is_complex() or tensor.numel() == 0:
+        raise InputError(f"weight must be a matrix of numbers; got {tensor.dtype} of shape {tuple(tensor.shape)}")
+    matrix = tensor.cpu().double()
     if not bool(matrix.isfinite().all()):
         raise InputError("weight must be finite; some of its numbers are not")
     if not bool(matrix.any()):

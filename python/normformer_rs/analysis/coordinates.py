@@ -144,9 +144,9 @@ def coordinate_check(
     if bool(widths) == bool(depths) or len(widths or depths) < 2:
         raise InputError(f"give two or more widths or two or more depths, not both; got {widths!r} and {depths!r}")
     over, values = ("width", widths) if widths else ("depth", depths)
-    given: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay, "eps": eps}
+    group_options: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay, "eps": eps}
     if muon_scale is not None:
-        given |= {"optimizer": "muon", "muon_scale": muon_scale}
+        group_options |= {"optimizer": "muon", "muon_scale": muon_scale}
     name = config.parametrisation if isinstance(config, TransformerConfig) else "groups" if groups else "standard"
 
     def one(value: int, seed: int) -> NDArray[np.float64]:
@@ -155,7 +155,7 @@ def coordinate_check(
         else:
             model, loss = config(value, seed)
             sizes = _of_blocks(model, loss)
-        of_model = param_groups(model, **given) if groups is None else groups(model)
+        of_model = param_groups(model, **group_options) if groups is None else groups(model)
         return _trained(model, loss, sizes, _optimizers(of_model, muon_scale), updates)
 
     sizes = [np.mean([one(value, seed) for seed in seeds], axis=0) for value in values]
@@ -247,15 +247,15 @@ def _trained(
     updates: int,
 ) -> NDArray[np.float64]:
     """Returns the logarithms of sizes, (updates + 1, 7)."""
-    found = [sizes()]
+    measured = [sizes()]
     for _ in range(updates):
         model.zero_grad()
         loss().backward()
         for optimizer in optimizers:
             optimizer.step()
-        found.append(sizes())
+        measured.append(sizes())
     with np.errstate(divide="ignore"):  # the logarithm of a size of 0 is −∞
-        return np.log(found)
+        return np.log(measured)
 
 
 def _optimizers(groups: list[dict[str, Any]], muon_scale: str | None) -> list[torch.optim.Optimizer]:

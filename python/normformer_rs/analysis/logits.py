@@ -72,11 +72,11 @@ def _of_operator(
         rows = query.detach()[..., first : first + size, :].double()
         logits = rows @ keys.mT * (query.shape[-1] ** -0.5 if scale is None else scale)
         if is_causal:
-            seen = torch.ones(logits.shape[-2:], dtype=torch.bool, device=logits.device).tril(first)
-            logits = logits.masked_fill(~seen, -math.inf)
+            is_past = torch.ones(logits.shape[-2:], dtype=torch.bool, device=logits.device).tril(first)
+            logits = logits.masked_fill(~is_past, -math.inf)
         if attn_mask is not None:
-            whole = attn_mask.dim() < 2 or attn_mask.shape[-2] == 1  # the mask has one row for all queries
-            mask = attn_mask if whole else attn_mask[..., first : first + size, :]
+            has_one_row = attn_mask.dim() < 2 or attn_mask.shape[-2] == 1  # for all queries
+            mask = attn_mask if has_one_row else attn_mask[..., first : first + size, :]
             logits = logits.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else logits + mask
         yield logits
 

@@ -120,9 +120,9 @@ def layers(output: str | PathLike[str], checkpoint: str, source: str | None, tar
         source, target: files of text in the form that the run reads; no source for a language model.
     """
     model = Transformer.from_checkpoint(output, checkpoint)
-    seen = analysis.observe(model, *_read(model, Path(output), source, target))
+    observed = analysis.observe(model, *_read(model, Path(output), source, target))
     found: Found = {}
-    for stack, of_stack in seen.items():
+    for stack, of_stack in observed.items():
         parts = (("cosine", of_stack.cosines), ("active", of_stack.active), ("size", of_stack.sizes))
         found |= {f"{what}-{stack}": brief(values) for what, values in parts}
     return found

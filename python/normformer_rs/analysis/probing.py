@@ -175,10 +175,10 @@ class Probe:
         for name, parameter in self.model.named_parameters():
             self._parameter(name, parameter.grad, "gradient")
             self._parameter(name, parameter, "weight")
-        found = [Reading(name, layer, role, measure, value)
+        measured = [Reading(name, layer, role, measure, value)
                  for (name, role, measure), (layer, value) in self._passes.items()]  # fmt: skip
         self.readings = Readings(
-            sorted(found, key=lambda one: (one.layer is None, one.layer or 0, one.name, one.role, one.measure))
+            sorted(measured, key=lambda one: (one.layer is None, one.layer or 0, one.name, one.role, one.measure))
         )
 
     @contextlib.contextmanager
@@ -315,7 +315,7 @@ def probe(model: nn.Module, batch: Any, loss: Callable[[Any], Tensor] | None = N
     watch, run = Probe(model, batch), caller(model, batch)
     if run is None:
         raise InputError(f"probe needs a batch for a {type(model).__name__}, whose configuration names no input")
-    kept = {name: p.grad for name, p in model.named_parameters()}
+    gradients = {name: p.grad for name, p in model.named_parameters()}
     try:
         for p in model.parameters():
             p.grad = None
@@ -328,7 +328,7 @@ def probe(model: nn.Module, batch: Any, loss: Callable[[Any], Tensor] | None = N
                 value.backward()
     finally:
         for name, p in model.named_parameters():
-            p.grad = kept[name]
+            p.grad = gradients[name]
     return watch.readings
 
 

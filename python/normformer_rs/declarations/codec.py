@@ -34,8 +34,8 @@ from .first_values import Normal, number
 
 
 class Owner(NamedTuple):
-    """The module that owns the norms and parameters of a place: the width of its rows, and the texts before (`path`)
-    and after (`number`) their names in it."""
+    """The module that owns the norms and parameters of a place: the width of its rows, and the prefix (`path`) and
+    suffix (`number`) of their names in the module."""
 
     width: int
     path: str = ""

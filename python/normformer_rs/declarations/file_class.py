@@ -44,14 +44,14 @@ def load_class(option: str, text: str, kind: type) -> type:
     if not os.path.isfile(file):
         raise InputError(f"{option} {text!r}: there is no file {file!r}; expected file.py:Class")
     module = _module(file)
-    found = vars(module).get(name)
-    if not isinstance(found, type) or not issubclass(found, kind):
+    cls = vars(module).get(name)
+    if not isinstance(cls, type) or not issubclass(cls, kind):
         of_kind = [key for key, value in vars(module).items() if isinstance(value, type) and issubclass(value, kind)]
         own = [key for key in of_kind if vars(module)[key].__module__ == module.__name__]  # not imported ones
         raise InputError(
             f"{option} {text!r}: {file} has no class {name} of normformer_rs.{kind.__name__}; it has {own}"
         )
-    return found
+    return cls
 
 
 def _module(file: str) -> ModuleType:

@@ -308,12 +308,12 @@ def _fitting(cls: type[Norm], data: Mapping[str, Any]) -> Norm | None:
         return None
     try:
         norm = cls(**data.get("options", {}))
-        own = [(key, norm.shape(key), p.offset, p.factor) for key, p in cls.parameters.items()]
+        own_parameters = [(key, norm.shape(key), p.offset, p.factor) for key, p in cls.parameters.items()]
     except InputError:  # the class refuses the options
         return None
     parameters = data.get("parameters", ())
-    wanted = [(p["name"], p["shape"], p.get("offset", 0.0), p.get("factor", 1.0)) for p in parameters]
-    return norm if own == wanted else None
+    wanted_parameters = [(p["name"], p["shape"], p.get("offset", 0.0), p.get("factor", 1.0)) for p in parameters]
+    return norm if own_parameters == wanted_parameters else None
 
 
 def _alike(one: type[Norm], other: type[Norm]) -> bool:

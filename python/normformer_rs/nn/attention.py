@@ -23,7 +23,7 @@ from .tracing import leaf
 INPUTS = ("query_input", "key_input", "value_input")
 """The points before the separate projections of self-attention's q, k and v."""
 BEFORE_PRODUCTS = frozenset(("query", "key", "value", *INPUTS))
-"""The points at q, k or v alone, before the products of attention."""
+"""The points where a change acts on q, k or v alone, before attention multiplies them."""
 
 
 class MultiheadAttention(nn.MultiheadAttention):

@@ -62,15 +62,15 @@ def write(what: Learned, p: Tensor) -> None:
 def install(owner: nn.Module, items: Iterable[NormAt | Learned], place: Place, part: int = 0, **making: Any) -> None:
     """Registers the declared norms and parameters in `owner`; a parameter that sublayers share is made once. `part`:
     the number of this call within the layer, so that each call draws other random values."""
-    made = set()
+    installed = set()
     with drawn_apart(making["factory"].get("device"), part):
         for what in items:
-            if what not in made:
-                made.add(what)
+            if what not in installed:
+                installed.add(what)
                 setattr(owner, what.name, make(what, place, **making))
                 if isinstance(what, Learned):
                     vars(owner).setdefault(LEARNED, {})[what.name] = what.sums_over
-    if made and not isinstance(owner, nn.MultiheadAttention):  # attention's matrices may have torch.nn's values
+    if installed and not isinstance(owner, nn.MultiheadAttention):  # attention's matrices may have torch.nn's values
         mark_drawn(owner)
 
 

@@ -82,12 +82,12 @@ def build(entry: Mapping[str, Any]) -> type[RowNorm | RunningNorm]:
     base_arguments = inspect.signature(base).parameters
 
     def __init__(self: Any, *arguments: Any, **options: Any) -> None:
-        given = constructor.bind(self, *arguments, **options)
-        given.apply_defaults()
-        del given.arguments["self"]
-        for name in [name for name in given.arguments if name not in base_arguments]:
-            setattr(self, name, given.arguments.pop(name))
-        base.__init__(self, **given.arguments)
+        bound = constructor.bind(self, *arguments, **options)
+        bound.apply_defaults()
+        del bound.arguments["self"]
+        for name in [name for name in bound.arguments if name not in base_arguments]:
+            setattr(self, name, bound.arguments.pop(name))
+        base.__init__(self, **bound.arguments)
 
     __init__.__signature__ = constructor  # type: ignore[attr-defined]
     body = {"__init__": __init__, "__doc__": doc(entry), "__module__": __name__, "__qualname__": entry["module"]}

@@ -97,10 +97,10 @@ def _has_budget() -> bool:
             "with activation_memory_budget = 0 torch.compile draws another dropout mask in the backward pass than in "
             "the forward pass, in torch.nn too: take a budget above 0, or dropout 0"
         )
-    found = config.activation_memory_budget < 1 or config.aggressive_recomputation
-    if found:
+    has_budget = config.activation_memory_budget < 1 or config.aggressive_recomputation
+    if has_budget:
         _define()
-    return found
+    return has_budget
 
 
 # This does the same as torch.compiler.assume_constant_result, which would import the compiler: 1.5 s.

@@ -163,10 +163,10 @@ def refusal(place: Place, placed: str | None, draws: bool) -> str | None:
         declared = place.declared if placed is not None else _of_depth(place.config, place.stack, _DEPTH).declared
         if needs_stack(declared):  # in a stack of several layers, one may read tensors that another keeps
             return _between_layers(place)
-    what = asks(place.config, place.stack, draws) if placed in (None, "depth") else None
-    if what is None or (placed == "depth" and "number" not in what):
+    needed = asks(place.config, place.stack, draws) if placed in (None, "depth") else None
+    if needed is None or (placed == "depth" and "number" not in needed):
         return None
-    missing = what if placed is None else "the layer's number"
+    missing = needed if placed is None else "the layer's number"
     return (
         f'residual "{place.config.residual}" asks for {missing}, and nobody '
         "has told this layer: build normformer_rs.nn's stack (TransformerEncoder, TransformerDecoder); or, for another "

@@ -1,4 +1,4 @@
-"""Runs a residual scheme's declaration in a module that has its norms and parameters; it names no scheme.
+"""Runs a residual scheme's declaration in a module that has its norms and parameters, without code for single schemes.
 
 The step around a sublayer, scheme.py's x⁺, is one operator. It is fused with the only norm of `after`, or of the next
 sublayer's `before`, if that norm works row by row.
@@ -80,6 +80,7 @@ def _find(kept: KeptTensors, name: str, x: Tensor) -> Tensor:
 
 
 def _times(owner: nn.Module, factor: Gain, x: Tensor) -> Tensor:
+    """Returns x times a declared gain of `owner`."""
     made = gain(owner, factor, x, None)
     return x if made is None else x * made.to(x.dtype)
 

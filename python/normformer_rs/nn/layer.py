@@ -162,6 +162,7 @@ class Layer(Growing, Placeable):
         raise NotImplementedError
 
     def _install(self, factory: Mapping[str, Any], bias: bool) -> None:
+        """Makes the scheme's norms and parameters, in the layer and in its attentions."""
         self.has_norm_biases = bias
         self._enter_attentions()
         for part, (owner, items) in enumerate(self._declared()):

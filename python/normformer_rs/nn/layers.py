@@ -82,8 +82,8 @@ class Residual(Growing):
         depth = 1 if layers is None else layers
         depths = {"decoder_layers": depth} if kind != "cross-attention" else dict.fromkeys(_DEPTHS, depth)
         architecture = "decoder-only" if kind != "cross-attention" else "encoder-decoder"
-        given = {"norm": norm, "residual": scheme, "norm_eps": norm_eps, "architecture": architecture, **depths}
-        config = configure(options, d_model=d_model, d_ff=d_model, heads=1, **given)
+        configured = {"norm": norm, "residual": scheme, "norm_eps": norm_eps, "architecture": architecture, **depths}
+        config = configure(options, d_model=d_model, d_ff=d_model, heads=1, **configured)
         self.place = Place(config, "decoder", layer_number(layer or 0, depth))
         names = ("self-attention", "feed-forward") if architecture == "decoder-only" else KINDS
         self.number = names.index(kind)

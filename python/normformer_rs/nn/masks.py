@@ -50,12 +50,13 @@ def padding_mask(*masks: Tensor, batch_first: bool = True) -> Iterator[None]:
     0.0
 
     Args:
-        masks: bool, (B, T), True at padding. Of several (source and target) a norm uses the one of its input's shape.
+        masks: bool, (B, T), True at padding. If there are several (source and target), each norm uses the one that has
+            its input's shape.
         batch_first: True if the model's tensors are (B, T, d), False for (T, B, d). Rows in one dimension, (B·T, d) or
             (T·B, d), are recognised too.
 
-    The innermost `with` of a thread counts (in compiled models: that of the process). Errors: InputError in a norm
-    whose input has the shape of none of the masks, or of two that differ.
+    The innermost `with` block of the thread is in force (in compiled models, of the process). Errors: InputError in a
+    norm whose input has the shape of none of the masks, or of two that differ.
     """
     for mask in masks:
         if mask.dtype != torch.bool or mask.dim() != 2:

@@ -81,14 +81,14 @@ def norm_of_config(
         norm = own(width, device=device, dtype=dtype)
         return _drawn(norm, {parameter: own.shape(parameter) for parameter in own.parameters}, config)
     assert isinstance(name, str)
-    kind = norm_class(name)
+    norm_type = norm_class(name)
     settings = {**_settings(name, config, last_of_decoder, ends_stack)}
     if not is_weighted:
         settings |= {"elementwise_affine": False, "zero_centred": False}
     shapes = {parameter.name: parameter.shape for parameter in DECLARED[family_norm(name)].parameters}
     if "bias" in shapes:
         settings["bias"] = bias
-    return _drawn(kind(width, **settings, device=device, dtype=dtype), shapes, config)
+    return _drawn(norm_type(width, **settings, device=device, dtype=dtype), shapes, config)
 
 
 def _drawn(norm: Any, shapes: Mapping[str, Any], config: TransformerConfig) -> Any:

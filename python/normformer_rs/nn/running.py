@@ -81,8 +81,8 @@ class RunningNorm(Steered, Typed):
     weight: nn.Parameter | None
     bias: nn.Parameter | None
     refused: Tensor
-    """The number of refused batches, (1,) int64. It is no buffer, so checkpoints ignore it. An exported program may
-    only write to buffers, so it does not count them."""
+    """The number of refused batches, (1,) int64. It is not a buffer, so checkpoints ignore it. An exported program may
+    only write to buffers, so it does not count refused batches."""
 
     def __init_subclass__(cls, norm: str | None = None, beside: Sequence[str] = (), **rest: Any) -> None:
         """Sets the class's attributes from the table. `norm`: the name in the table. `beside`: the names of parameters,
@@ -438,17 +438,17 @@ def check_sizes(name: str, sizes: Any) -> tuple[int, ...]:
     """Returns one size, or several, as a tuple. Errors: TypeError for a size that is no whole number; InputError for a
     negative one, and if there is none."""
     is_several = isinstance(sizes, Iterable) and not isinstance(sizes, str) and not hasattr(sizes, "__index__")
-    found = []
+    checked = []
     for size in sizes if is_several else [sizes]:
         try:
-            found.append(index(size))
+            checked.append(index(size))
         except TypeError:
             raise TypeError(f"{name} must be a whole number, or several for a row norm; got {size!r}") from None
-        if found[-1] < 0:
-            raise InputError(f"{name} must be at least 0, got {found[-1]}")
-    if not found:
+        if checked[-1] < 0:
+            raise InputError(f"{name} must be at least 0, got {checked[-1]}")
+    if not checked:
         raise InputError(f"{name} must name at least one dimension, got none")
-    return tuple(found)
+    return tuple(checked)
 
 
 def check_width(name: str, width: Any) -> int:

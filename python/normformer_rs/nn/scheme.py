@@ -51,7 +51,7 @@ class Sublayer(NamedTuple):
     beta: Gain
     streams: tuple[StreamStep, ...]
     mixing: Mixing | None
-    """The way in which x is read and F(x) written; None for the equation above."""
+    """The way in which x is read and F(x) written; None for the equation of this module's docstring."""
     inside: Inside
     scale: float
     """The parametrisation's factor on F(x); 1 if it was folded into β."""
@@ -119,8 +119,8 @@ def declare(config: TransformerConfig, stack: Any, kinds: tuple[str, ...] | None
 
     found = json.loads(_core.declare(config.to_json(kinds), stack, kinds), object_hook=scaled)
     flow: StackSpec = from_json(StackSpec, found["flow"])
-    whole = {key: found[key] for key in ("has_biases", "is_profiled", "norm", "init", "attention")}
-    return SchemeSpec(tuple(map(_layer, found["layers"])), **flow._asdict(), **whole)
+    scheme_fields = {key: found[key] for key in ("has_biases", "is_profiled", "norm", "init", "attention")}
+    return SchemeSpec(tuple(map(_layer, found["layers"])), **flow._asdict(), **scheme_fields)
 
 
 def drawn_over_width(config: TransformerConfig) -> float:

@@ -150,7 +150,7 @@ class Stack(Growing):
         begin_stack()
         kept: KeptTensors = {}
         x = apply_changes(self, self.begin, x, padding_mask, kept)
-        is_by_layer = self.growth is not None and self.growth.by_layer
+        is_by_layer = self.growth is not None and self.growth.by_layer  # then each layer has its own α_t
         alpha_t = None if is_by_layer else self.grown()
         combine, outputs = self._modules.get("combine"), []  # type: ignore[var-annotated]
         specs = () if self.place is None else self.place.declared.layers

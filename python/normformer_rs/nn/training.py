@@ -126,7 +126,7 @@ def profile(model: nn.Module, *batch: Any, **keywords: Any) -> int:
     """
     was_training = {module: module.training for module in model.modules()}
     statistics = [module for module in model.modules() if isinstance(module, RunningNorm)]
-    kept = [(t, t.clone()) for module in statistics for t in (*module.buffers(recurse=False), module.refused)]
+    saved = [(t, t.clone()) for module in statistics for t in (*module.buffers(recurse=False), module.refused)]
     try:
         model.train()
         with profiling() as done:
@@ -135,7 +135,7 @@ def profile(model: nn.Module, *batch: Any, **keywords: Any) -> int:
         for module, training in was_training.items():
             module.training = training
         with torch.no_grad():
-            for buffer, before in kept:
+            for buffer, before in saved:
                 buffer.copy_(before)
     if done.gains == 0:
         raise InputError(
