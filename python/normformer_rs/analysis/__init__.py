@@ -118,12 +118,12 @@ def spectrum(weight: Tensor | ArrayLike) -> NDArray[np.float64]:
     Errors: InputError for anything but a matrix of finite numbers, and for zeros only.
     """
     try:
-        given = torch.as_tensor(weight).detach()
+        tensor = torch.as_tensor(weight).detach()
     except (RuntimeError, TypeError, ValueError) as error:
         raise InputError(f"weight must be a matrix of numbers; got a {type(weight).__name__}: {error}") from error
-    if given.dim() != 2 or given.is_complex() or given.numel() == 0:
-        raise InputError(f"weight must be a matrix of numbers; got {given.dtype} of shape {tuple(given.shape)}")
-    matrix = given.cpu().double()
+    if tensor.dim() != 2 or tensor.is_complex() or tensor.numel() == 0:
+        raise InputError(f"weight must be a matrix of numbers; got {tensor.dtype} of shape {tuple(tensor.shape)}")
+    matrix = tensor.cpu().double()
     if not bool(matrix.isfinite().all()):
         raise InputError("weight must be finite; some of its numbers are not")
     if not bool(matrix.any()):
@@ -133,7 +133,7 @@ def spectrum(weight: Tensor | ArrayLike) -> NDArray[np.float64]:
 
 
 def _layer(path: str) -> re.Match[str] | None:
-    """Finds the layer in a module's name: the first number. Returns None for dlcl's sums, which are between layers."""
+    """Finds the layer's number in a module's name, the first number there. None for dlcl's sums, between the layers."""
     return None if "combine" in path.split(".") else re.search(r"\b\d+\b", path)
 
 
@@ -150,9 +150,9 @@ def statistics(model: nn.Module) -> Iterator[dict[str, Statistics]]:
     (['1'], True)
 
     The dictionary is filled when the block ends. Its keys are the names of the norms that ran, in the order of the
-    modules; a norm's last forward counts. Gradients need a `backward` through the norm inside the block. The model's
-    outputs and state do not change. `normformer_rs.Transformer` has no such modules: use `observe`. A compiled model
-    calls no hooks: give the original model.
+    modules; only a norm's last forward counts. Gradients need a `backward` through the norm inside the block. The
+    model's outputs and state do not change. `normformer_rs.Transformer` has no such modules: use `observe`. A compiled
+    model calls no hooks: give the original model.
     """
     norms = {name: module for name, module in model.named_modules() if isinstance(module, RunningNorm)}
     seen: dict[str, _Forward] = {}

@@ -128,8 +128,8 @@ def coordinate_check(
         config: a model; its dropout is turned off, and its batch is one of random tokens. A width changes d_ff in
             proportion and the number of heads so that d_head stays; a depth changes the layers of both stacks. Or a
             function of size and seed that returns a model of any class, without dropout, and a function without
-            arguments that runs this model on its batch and returns the loss. The blocks of its last list of blocks are
-            measured, and what the model returns (its `logits`, if it has these).
+            arguments that runs this model on its batch and returns the loss. The check then measures the model's last
+            list of blocks, and its output (the output's `logits`, if there are any).
         widths, depths: at least two sizes, for one of the two.
         updates: the number of AdamW's updates, β = (0.9, 0.98), with `param_groups(model, lr, weight_decay=…, eps=…)`.
         groups: a function that returns the groups of parameters instead; `lr`, `weight_decay` and `eps` are not used.
@@ -144,9 +144,9 @@ def coordinate_check(
     if bool(widths) == bool(depths) or len(widths or depths) < 2:
         raise InputError(f"give two or more widths or two or more depths, not both; got {widths!r} and {depths!r}")
     over, values = ("width", widths) if widths else ("depth", depths)
-    given: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay, "eps": eps}
+    group_options: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay, "eps": eps}
     if muon_scale is not None:
-        given |= {"optimizer": "muon", "muon_scale": muon_scale}
+        group_options |= {"optimizer": "muon", "muon_scale": muon_scale}
     name = config.parametrisation if isinstance(config, TransformerConfig) else "groups" if groups else "standard"
 
     def one(value: int, seed: int) -> NDArray[np.float64]:
@@ -155,7 +155,7 @@ def coordinate_check(
         else:
             model, loss = config(value, seed)
             sizes = _of_blocks(model, loss)
-        of_model = param_groups(model, **given) if groups is None else groups(model)
+        of_model = param_groups(model, **group_options) if groups is None else groups(model)
         return _trained(model, loss, sizes, _optimizers(of_model, muon_scale), updates)
 
     sizes = [np.mean([one(value, seed) for seed in seeds], axis=0) for value in values]
@@ -196,16 +196,16 @@ def _own(
 
 
 def _of_blocks(model: nn.Module, loss: Callable[[], Tensor]) -> Callable[[], NDArray[np.float64]]:
-    """Returns a function that runs the loss and returns the sizes: of the input and the outputs of the last list of
-    blocks, and of what the model returns; 0 for scores."""
+    """Returns a function that runs the loss and returns the seven sizes: of the input and the outputs of the last list
+    of blocks, and of the model's output; 0 for both kinds of scores."""
     blocks = last_stack(model)
 
     def sizes() -> NDArray[np.float64]:
-        found: list[float] = []  # of the last pass through the blocks
+        found: list[float] = []  # the sizes of the first block's input and of each block's output, in the last pass
         logits = [0.0]
 
         def entered(_: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
-            if len(found) in (0, len(blocks) + 1):
+            if len(found) in (0, len(blocks) + 1):  # a pass begins
                 found[:] = [_size(given or tuple(named.values()))]
 
         def left(_: nn.Module, given: tuple[Any, ...], output: Any) -> None:
@@ -247,15 +247,15 @@ def _trained(
     updates: int,
 ) -> NDArray[np.float64]:
     """Returns the logarithms of sizes, (updates + 1, 7)."""
-    found = [sizes()]
+    measured = [sizes()]
     for _ in range(updates):
         model.zero_grad()
         loss().backward()
         for optimizer in optimizers:
             optimizer.step()
-        found.append(sizes())
+        measured.append(sizes())
     with np.errstate(divide="ignore"):  # the logarithm of a size of 0 is −∞
-        return np.log(found)
+        return np.log(measured)
 
 
 def _optimizers(groups: list[dict[str, Any]], muon_scale: str | None) -> list[torch.optim.Optimizer]:
@@ -275,6 +275,7 @@ def _optimizers(groups: list[dict[str, Any]], muon_scale: str | None) -> list[to
 
 @torch.no_grad()
 def _sizes(model: Transformer, source: Tensor | None, target_input: Tensor) -> NDArray[np.float64]:
+    """Returns the seven sizes of this package's model, in the order of `PLACES`."""
     seen = observe(model, source, target_input)["decoder"]
     layers, last = seen.sizes, len(seen.sizes) - 1
     logits = model(source, target_input).abs().mean().item()

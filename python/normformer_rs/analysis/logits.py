@@ -21,7 +21,8 @@ class Attentions(TorchFunctionMode):
     """Calls the function `heard` for each attention inside a `with` block, with an iterator over parts of its logits in
     f64. Each part has some of the queries.
 
-    As attention count torch's operator, torch.nn's modules, and a softmax over the last of three or more dimensions.
+    An attention is a call of torch's operator, of torch.nn's modules, or of a softmax over the last of three or more
+    dimensions.
     """
 
     def __init__(self, heard: Callable[[Iterator[Tensor]], None]) -> None:
@@ -34,8 +35,10 @@ class Attentions(TorchFunctionMode):
         with torch.no_grad():
             if name == "scaled_dot_product_attention":
                 self._heard(_of_operator(*args, **kwargs))
-            elif name == "softmax" and (x := args[0] if args else kwargs["input"]).dim() >= 3:
-                if (args[1] if len(args) > 1 else kwargs.get("dim")) in (-1, x.dim() - 1):
+            elif name == "softmax":
+                x = args[0] if args else kwargs["input"]
+                dim = args[1] if len(args) > 1 else kwargs.get("dim")
+                if x.dim() >= 3 and dim in (-1, x.dim() - 1):
                     self._heard(part.double() for part in x.detach().split(_rows(x.shape), -2))
             elif name == "multi_head_attention_forward":
                 bound = inspect.signature(F.multi_head_attention_forward).bind(*args, **kwargs)
@@ -45,7 +48,7 @@ class Attentions(TorchFunctionMode):
 
 
 def _rows(shape: torch.Size) -> int:
-    """Returns how many queries of an attention of this shape are taken at a time."""
+    """Returns the number of queries whose logits are computed at a time, for logits of this shape."""
     return max(1, _ELEMENTS * shape[-2] // max(1, shape.numel()))
 
 
@@ -69,11 +72,11 @@ def _of_operator(
         rows = query.detach()[..., first : first + size, :].double()
         logits = rows @ keys.mT * (query.shape[-1] ** -0.5 if scale is None else scale)
         if is_causal:
-            seen = torch.ones(logits.shape[-2:], dtype=torch.bool, device=logits.device).tril(first)
-            logits = logits.masked_fill(~seen, -math.inf)
+            is_past = torch.ones(logits.shape[-2:], dtype=torch.bool, device=logits.device).tril(first)
+            logits = logits.masked_fill(~is_past, -math.inf)
         if attn_mask is not None:
-            whole = attn_mask.dim() < 2 or attn_mask.shape[-2] == 1  # the mask has one row for all queries
-            mask = attn_mask if whole else attn_mask[..., first : first + size, :]
+            has_one_row = attn_mask.dim() < 2 or attn_mask.shape[-2] == 1  # for all queries
+            mask = attn_mask if has_one_row else attn_mask[..., first : first + size, :]
             logits = logits.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else logits + mask
         yield logits
 

@@ -18,8 +18,8 @@ Found = dict[str, list[float]]
 """The name of a series → its numbers."""
 
 _ROWS, _LENGTH, _BOS, _PAD, _EOS = 32, 64, 0, 1, 2
-"""The number of rows that a model reads of a validation set, the number of tokens in each row of a language model, and
-the ids of the special tokens."""
+"""The number of rows of a text that a model reads, the number of tokens in a language model's row, and the ids of the
+special tokens."""
 _PLACES = {
     "encoder": ("encoder-attention", "encoder-feed-forward"),
     "decoder": ("decoder-attention", "decoder-encoder", "decoder-feed-forward"),
@@ -60,10 +60,11 @@ def gains_by_place(state: Mapping[str, torch.Tensor]) -> Found:
     """Returns the gains in a state dict by their norms' places: encoder-attention, encoder-feed-forward,
     decoder-attention, decoder-encoder and decoder-feed-forward, each from the first layer to the last, and final.
     Places that the model lacks are left out."""
-    is_alone = not any(name.startswith("encoder.layers.") for name in state)
+    has_encoder = any(name.startswith("encoder.layers.") for name in state)
     found: Found = {}
-    for stack, places in _PLACES.items():
-        for number, place in enumerate((place for place in places if not (is_alone and place == "decoder-encoder")), 1):
+    for stack, all_places in _PLACES.items():
+        places = [place for place in all_places if has_encoder or place != "decoder-encoder"]
+        for number, place in enumerate(places, 1):
             named = re.compile(rf"{stack}\.layers\.(\d+)\.norm{number}\.weight")
             by_layer = {int(m[1]): value.item() for name, value in state.items() if (m := named.fullmatch(name))}
             if by_layer:
@@ -93,10 +94,10 @@ def statistics(history: History) -> Found:
     logged = {name: values for name, values in logged.items() if f"/{stack}." in name}
     if not logged:
         return {}
-    at = ~np.isnan(next(iter(logged.values())))
-    found = {name.replace("batch_", "").replace(f"/{stack}.0.", "-"): brief(values[at])
+    was_logged = ~np.isnan(next(iter(logged.values())))
+    found = {name.replace("batch_", "").replace(f"/{stack}.0.", "-"): brief(values[was_logged])
              for name, values in logged.items()}  # fmt: skip
-    found["logged"] = brief(history.update[at])
+    found["logged"] = brief(history.update[was_logged])
     return found
 
 
@@ -106,8 +107,8 @@ def changes(history: History) -> Found:
     values = history.layers.get("change/decoder")
     if values is None:
         return {}
-    at = ~np.isnan(values)
-    return {"change": brief(values[at]), "logged": brief(history.update[at])}
+    was_logged = ~np.isnan(values)
+    return {"change": brief(values[was_logged]), "logged": brief(history.update[was_logged])}
 
 
 def layers(output: str | PathLike[str], checkpoint: str, source: str | None, target: str) -> Found:
@@ -119,9 +120,9 @@ def layers(output: str | PathLike[str], checkpoint: str, source: str | None, tar
         source, target: files of text in the form that the run reads; no source for a language model.
     """
     model = Transformer.from_checkpoint(output, checkpoint)
-    seen = analysis.observe(model, *_read(model, Path(output), source, target))
+    observed = analysis.observe(model, *_read(model, Path(output), source, target))
     found: Found = {}
-    for stack, of_stack in seen.items():
+    for stack, of_stack in observed.items():
         parts = (("cosine", of_stack.cosines), ("active", of_stack.active), ("size", of_stack.sizes))
         found |= {f"{what}-{stack}": brief(values) for what, values in parts}
     return found

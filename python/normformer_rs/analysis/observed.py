@@ -78,8 +78,8 @@ def observe(
         raise InputError(f"model must be a normformer_rs.Transformer; got a {type(model).__name__}")
     names, tensors, precision = model._tensors()
     seed = model._draw(tensors[0].device) if model.training else None
-    given = model._options, names, tensors, source, target_input, seed, precision
-    found = _core.observe(*given, None if loss is None else _number(loss))
+    arguments = model._options, names, tensors, source, target_input, seed, precision
+    found = _core.observe(*arguments, None if loss is None else _number(loss))
     stacks = ["encoder", "decoder"][-len(found) :]
     return {
         stack: Observed(cosines, active, [Statistics(*norm) for norm in norms], *sizes)

@@ -133,7 +133,9 @@ class Probe:
         self._hooks: list[RemovableHandle] = []
         self._stack = contextlib.ExitStack()
         self._passes: dict[tuple[str, str, str], tuple[int | None, float]] = {}
+        """(name, role, measure) → (layer, value)."""
         self._within: list[nn.Module] = []
+        """The blocks that are running, the innermost last."""
 
     def _find_shares(self) -> dict[str, list[_Share]]:
         """Returns the roles of the matrices in all blocks, by the names of their parameters."""
@@ -143,13 +145,15 @@ class Probe:
             for part in parts_of(block):
                 for linear in (*part.linears, *part.experts):
                     path = f"{name}.{linear.path}".lstrip(".")
-                    known = path if path in parameters else f"{path}.weight"
-                    if known in parameters and known not in found:
-                        is_along = linear.is_transposed or (known != path and is_transposed(block, linear.path))
-                        axis = -1 if is_along else -2
-                        size = parameters[known].shape[axis]
-                        found[known] = [_Share(_ROLES.get(role, role), axis, torch.tensor(linear.rows_of(role, size)))
-                                        for role in linear.roles]  # fmt: skip
+                    matrix = path if path in parameters else f"{path}.weight"
+                    if matrix not in parameters or matrix in found:
+                        continue
+                    is_module = matrix != path
+                    is_fan_in_first = linear.is_transposed or (is_module and is_transposed(block, linear.path))
+                    axis = -1 if is_fan_in_first else -2
+                    size = parameters[matrix].shape[axis]
+                    found[matrix] = [_Share(_ROLES.get(role, role), axis, torch.tensor(linear.rows_of(role, size)))
+                                     for role in linear.roles]  # fmt: skip
         return found
 
     def __enter__(self) -> "Probe":
@@ -171,10 +175,10 @@ class Probe:
         for name, parameter in self.model.named_parameters():
             self._parameter(name, parameter.grad, "gradient")
             self._parameter(name, parameter, "weight")
-        found = [Reading(name, layer, role, measure, value)
+        measured = [Reading(name, layer, role, measure, value)
                  for (name, role, measure), (layer, value) in self._passes.items()]  # fmt: skip
         self.readings = Readings(
-            sorted(found, key=lambda one: (one.layer is None, one.layer or 0, one.name, one.role, one.measure))
+            sorted(measured, key=lambda one: (one.layer is None, one.layer or 0, one.name, one.role, one.measure))
         )
 
     @contextlib.contextmanager
@@ -199,7 +203,7 @@ class Probe:
         return max(inside, default=("", None))[1]  # the longest name: the innermost block
 
     def _put(self, name: str, role: str, measure: str, value: float) -> None:
-        """Notes one number of the current pass."""
+        """Stores one number of the current pass."""
         self._passes[name, role, measure] = (self._layer_of(name), value)
 
     def _parts(self, name: str, t: Tensor) -> Iterator[tuple[str, Tensor]]:
@@ -254,8 +258,8 @@ class Probe:
         self._within.append(block)
         name = self._layers[block][0]
         of_attention = ("logit", "head_logit", "entropy")
-        before = [key for key in self._passes if key[2] in of_attention and f"{key[0]} ".startswith(f"{name} ")]
-        for key in before:  # they belong to an earlier pass
+        earlier = [key for key in self._passes if key[2] in of_attention and f"{key[0]} ".startswith(f"{name} ")]
+        for key in earlier:  # from an earlier pass
             del self._passes[key]
 
     def _leave_block(self, block: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
@@ -273,25 +277,25 @@ class Probe:
         self._put(name, "layer", "rank", _effective_rank(y.detach().double()))
 
     def _attended(self, logits: Iterator[Tensor]) -> None:
-        """Measures an attention from its logits, which come in parts by queries."""
+        """Measures an attention from its logits, of which each part has some of the queries."""
         if not self._within:
             return
         name, layer = self._layers[self._within[-1]]
-        number = sum(key[0].partition(" (")[0] == name for key in self._passes if key[2] == "logit")
-        name = f"{name} ({number + 1})" if number else name
+        earlier = sum(key[0].partition(" (")[0] == name for key in self._passes if key[2] == "logit")
+        name = f"{name} ({earlier + 1})" if earlier else name  # a block's second attention, …
         largest, entropy, queries = -math.inf, 0.0, 0
-        of_heads: list[float] = []
+        head_maxima: list[float] = []
         for part in logits:
-            sees = part > MASKED
-            seen = part.masked_fill(~sees, -math.inf)
-            of_queries = torch.special.entr(seen.softmax(-1)).sum(-1)[sees.any(-1)]
-            largest = max(largest, float(seen.max()))
-            entropy, queries = entropy + float(of_queries.sum()), queries + of_queries.numel()
-            if seen.dim() > 3:
-                seen = seen.flatten(1, -3)  # grouped heads may stand in two dimensions
-                found = seen.transpose(0, -3).flatten(1).amax(1).tolist()
-                of_heads = [*map(max, found, of_heads or found)]
-        for head, value in enumerate(of_heads):
+            is_visible = part > MASKED
+            visible = part.masked_fill(~is_visible, -math.inf)
+            entropies = torch.special.entr(visible.softmax(-1)).sum(-1)[is_visible.any(-1)]
+            largest = max(largest, float(visible.max()))
+            entropy, queries = entropy + float(entropies.sum()), queries + entropies.numel()
+            if visible.dim() > 3:
+                by_head = visible.flatten(1, -3)  # grouped heads may have two dimensions
+                maxima = by_head.transpose(0, -3).flatten(1).amax(1).tolist()
+                head_maxima = [*map(max, maxima, head_maxima or maxima)]
+        for head, value in enumerate(head_maxima):
             self._passes[f"{name} head {head}", f"head {head}", "head_logit"] = (layer, value)
         self._passes[name, "attention", "logit"] = (layer, largest)
         self._passes[name, "attention", "entropy"] = (layer, entropy / queries if queries else math.nan)
@@ -311,7 +315,7 @@ def probe(model: nn.Module, batch: Any, loss: Callable[[Any], Tensor] | None = N
     watch, run = Probe(model, batch), caller(model, batch)
     if run is None:
         raise InputError(f"probe needs a batch for a {type(model).__name__}, whose configuration names no input")
-    kept = {name: p.grad for name, p in model.named_parameters()}
+    gradients = {name: p.grad for name, p in model.named_parameters()}
     try:
         for p in model.parameters():
             p.grad = None
@@ -324,7 +328,7 @@ def probe(model: nn.Module, batch: Any, loss: Callable[[Any], Tensor] | None = N
                 value.backward()
     finally:
         for name, p in model.named_parameters():
-            p.grad = kept[name]
+            p.grad = gradients[name]
     return watch.readings
 
 

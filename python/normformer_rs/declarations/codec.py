@@ -34,8 +34,8 @@ from .first_values import Normal, number
 
 
 class Owner(NamedTuple):
-    """The module that owns the norms and parameters of a place: the width of its rows, and the texts before (`path`)
-    and after (`number`) their names in it."""
+    """The module that owns the norms and parameters of a place: the width of its rows, and the prefix (`path`) and
+    suffix (`number`) of their names in the module."""
 
     width: int
     path: str = ""
@@ -54,13 +54,13 @@ class Owner(NamedTuple):
 
 
 def to_json(kind: Any, value: Any, owner: Owner, what: str) -> Any:
-    """Returns a value of this type as Rust reads it. `what` names it in messages. Errors: InputError for a value of
-    another type."""
+    """Returns the value as the JSON that Rust reads. `what` names the value in messages. Errors: InputError for a
+    value of another type than `kind`."""
     return _codec(kind).write(value, owner, what)
 
 
 def from_json(kind: Any, found: Any) -> Any:
-    """Returns a value of this type, read from what Rust wrote."""
+    """Returns the value of type `kind` that Rust wrote as `found`."""
     return _codec(kind).read(found)
 
 
@@ -84,9 +84,9 @@ def _codec(kind: Any) -> _Codec:
     if get_origin(kind) is Literal:
         return _codec(str)
     kinds = [one for one in get_args(kind) if one is not NoneType]
-    if len(kinds) < len(get_args(kind)):
+    if len(kinds) < len(get_args(kind)):  # X | None
         return _optional(_codec(functools.reduce(operator.or_, kinds)))
-    if isinstance(kind, UnionType):
+    if isinstance(kind, UnionType):  # X | Sequence[X]
         return _one_or_list(_codec(kinds[0]))
     return _list(_codec(kinds[0])) if kinds else _fields(kind)
 
@@ -127,6 +127,7 @@ def _one_or_list(codec: _Codec) -> _Codec:
 
 def _enum(variants: Mapping[str, Any], expected: str) -> _Codec:
     """Returns the codec of a Rust enum, {the variant's name: its content}. `variants`: name → type of the content."""
+    # A variant that holds a float also accepts an int.
     codecs = {tag: (int | float if kind is float else kind, _codec(kind)) for tag, kind in variants.items()}
 
     def write(value: Any, owner: Owner, what: str) -> Any:
@@ -136,8 +137,9 @@ def _enum(variants: Mapping[str, Any], expected: str) -> _Codec:
         raise refusal(what, expected, value)
 
     def read(found: Any) -> Any:
-        ((tag, what),) = found.items()
-        return codecs[tag][1].read(what)
+        ((tag, content),) = found.items()
+        _, codec = codecs[tag]
+        return codec.read(content)
 
     return _Codec(write, read)
 
@@ -160,8 +162,8 @@ def _gain() -> _Codec:
     def read(found: Any) -> Any:
         if isinstance(found, str):
             return 1.0 if found == "one" else found
-        ((tag, what),) = found.items()
-        return plain.read(found) if tag in ("constant", "learned") else curve.read({"kind": tag, **what})
+        ((tag, content),) = found.items()
+        return plain.read(found) if tag in ("constant", "learned") else curve.read({"kind": tag, **content})
 
     return _Codec(write, read)
 
@@ -173,13 +175,13 @@ def _change() -> _Codec:
     def write(value: Any, owner: Owner, what: str) -> Any:
         if not isinstance(value, Change):
             raise refusal(what, 'changes, as norm("norm") or keep("x")', value)
-        if value.kind not in [*codecs]:
+        if value.kind not in [*codecs]:  # in a list, because a kind of a wrong type may have no hash
             raise refusal(f"{what}: the kind of a change", f"one of {', '.join(codecs)}", value.kind)
         return {value.kind: codecs[value.kind].write(value.what, owner, f"{what}: {value.kind}")}
 
     def read(found: Any) -> Any:
-        ((kind, what),) = found.items()
-        return Change(kind, codecs[kind].read(what))
+        ((kind, content),) = found.items()
+        return Change(kind, codecs[kind].read(content))
 
     return _Codec(write, read)
 
@@ -196,8 +198,13 @@ def _changes() -> _Codec:
 
 
 def _stream() -> _Codec:
+    """Returns the codec of `Stream`, {"norm": the norm or None}."""
     norm = _optional(_codec(NormAt))
-    return _Codec(lambda *value: {"norm": norm.write(*value)}, lambda found: norm.read(found["norm"]))
+
+    def write(value: Any, owner: Owner, what: str) -> Any:
+        return {"norm": norm.write(value, owner, what)}
+
+    return _Codec(write, lambda found: norm.read(found["norm"]))
 
 
 def _first_values() -> _Codec:
@@ -224,7 +231,7 @@ def _fields(kind: Any) -> _Codec:
     """Returns the codec of a named tuple, which becomes an object with its fields."""
     codecs = {name: _codec(one) for name, one in kind.__annotations__.items()}
     expected = {Learned: 'a Learned, as Learned("gain", 1.0)', NormAt: 'a Norm, as Norm("norm")'}
-    silent = {name: kind._field_defaults[name] for name in _LEFT_OUT if name in codecs}
+    defaults = {name: kind._field_defaults[name] for name in _LEFT_OUT if name in codecs}
 
     def write(value: Any, owner: Owner, what: str) -> Any:
         if not isinstance(value, kind):
@@ -232,8 +239,11 @@ def _fields(kind: Any) -> _Codec:
         if isinstance(value, Part):
             value = owner.own(value, what)
             what = f"{what}: {value.name}"
-        given = ((name, part) for name, part in zip(codecs, value) if name not in silent or part != silent[name])
-        return {name: codecs[name].write(part, owner, f"{what}.{name}") for name, part in given}
+        written = {}
+        for name, part in zip(codecs, value):
+            if name not in defaults or part != defaults[name]:
+                written[name] = codecs[name].write(part, owner, f"{what}.{name}")
+        return written
 
     return _Codec(write, lambda found: kind(**{name: codecs[name].read(part) for name, part in found.items()}))
 

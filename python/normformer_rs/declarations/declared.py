@@ -1,5 +1,5 @@
-"""The parts of a residual scheme: the types that users write, modules run and JSON holds, as Rust declares them
-(`residual/declared.rs`, `residual/mixing.rs`). It imports no torch.
+"""The types of a residual scheme's parts: users write them, modules run them, and `codec.py` converts them to JSON.
+Rust declares the same types (`residual/declared.rs`, `residual/mixing.rs`). This module imports no torch.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -60,8 +60,9 @@ GROWING = "growing"
 
 class NormAt(NamedTuple):
     """The stack's norm under a name. `width` is the width of its rows, None for the usual one at its place; `start`
-    multiplies the initial value of its weight. The package sets the others: `last` if no norm of the stack follows
-    it; `ends_stack` if it comes after the last layer; `is_weighted` is False for an rmsnorm without a weight."""
+    multiplies the initial value of its weight. The package sets the other fields: `last` is True if no norm of the
+    stack follows; `ends_stack`, if it comes after the last layer; `is_weighted` is False for an rmsnorm without a
+    weight."""
 
     name: str
     width: int | None = None
@@ -75,11 +76,11 @@ FirstValues = float | Sequence[float] | Normal
 
 
 class Learned(NamedTuple):
-    """A parameter. `value` holds its initial values: one for all numbers, a list of each, or `Normal`; the shape
-    (1,) is a scalar. `shared`: around the sublayers of a layer there is one parameter instead of one for each.
-    `sums_over`: the dimension over which its products are summed, by which parametrisations scale its rate:
-    "nothing", "width" (a `Normal` has a smaller std in wider models, too), "root-width" (over the width, and divided
-    by its root) or "depth"."""
+    """A parameter. `value` is its initial value: one number for all elements, a list with a number for each, or
+    `Normal`. The shape (1,) is a scalar. `shared`: the sublayers of a layer share one parameter instead of having one
+    each. `sums_over`: the dimension over which products with the parameter are summed; parametrisations scale its
+    learning rate by this. It is "nothing", "width" (a `Normal` has a smaller std in wider models, too), "root-width"
+    (over the width, and divided by its root) or "depth"."""
 
     name: str
     value: FirstValues
@@ -140,7 +141,7 @@ KINDS: dict[str, Any] = {
     "keep": str,
     "mix": Mix,
 }
-"""The kinds of changes, and the type of each one's content. The functions of these names say what they do."""
+"""The kinds of changes, and the type of each one's content. The functions with these names describe the changes."""
 
 
 class Change(NamedTuple):
@@ -268,10 +269,10 @@ class HyperConnection(NamedTuple):
 
 
 class DepthAttention(NamedTuple):
-    """x attends over the outputs of earlier sublayers (docs/spec.md §2.22). `weights` is (query, gain), each (d,);
-    with a query alone normed outputs are summed up, and with three queries (3, d) q, k and v have an input each; it
-    is None if the embedding is the only output. `begins_block`: F(x) begins a new output; otherwise it is added to
-    the last one."""
+    """x attends over the outputs of earlier sublayers (docs/spec.md §2.22). `weights` is (query, gain), each (d,), or a
+    query alone, for a sum of normed outputs. With three queries (3, d), q, k and v have an input each. `weights` is
+    None if the embedding is the only output. `begins_block`: F(x) begins a new output; otherwise F(x) is added to the
+    last one."""
 
     weights: Learned | tuple[Learned, Learned] | None
     begins_block: bool = True
@@ -333,7 +334,7 @@ Part = NormAt | Learned
 
 
 def replaced(value: Any, change: Callable[[Any], Any]) -> Any:
-    """Returns the value with each of its norms and parameters replaced by `change` of it."""
+    """Returns the value with each of its norms and parameters replaced by `change(part)`."""
     if isinstance(value, Part):
         return change(value)
     if isinstance(value, Mapping):
@@ -367,7 +368,7 @@ def only_norm(changes: Sequence[Change]) -> NormAt | None:
 
 
 def is_of_joined_heads(change: Change, head_dim: int) -> bool:
-    """True if a change of queries, keys or values works on all heads joined, and not on each."""
+    """True if a change of queries, keys or values acts on all heads joined, instead of on each head separately."""
     if change.kind == "norm":
         return change.what.width != head_dim
     if change.kind in ("shift", "scale"):

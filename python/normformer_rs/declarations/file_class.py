@@ -1,6 +1,6 @@
-"""`file.py:Class`, a text that names code: its one parser, its loader, and the check of such texts in files.
+"""Parses `file.py:Class`, a text that names code, loads the class, and checks files for such texts.
 
-Such a text may run code only if a user wrote it, on a command line or in a call. Every reader of a file calls
+The text may run code only if the user wrote it, on a command line or in a call. So every reader of a file calls
 `refuse_code` first.
 """
 
@@ -19,7 +19,7 @@ from typing import Any, SupportsIndex
 from ..errors import InputError
 
 _PREFIX = "normformer_rs_file_"
-"""The prefix of the names of modules that are made from such files."""
+"""The prefix of the names of modules that are made from users' files."""
 
 
 def names_code(value: Any) -> bool:
@@ -28,8 +28,8 @@ def names_code(value: Any) -> bool:
 
 
 def refuse_code(options: Mapping[str, Any], origin: Any, trust: bool = False) -> None:
-    """Raises InputError for an option of a file whose text names code. `origin`: the file; `trust`: its user allows
-    code."""
+    """Raises InputError if an option that was read from a file names code. `origin`: the file. `trust`: True if the
+    user allows the file's code."""
     for name, value in options.items():
         if names_code(value) and not trust:
             raise InputError(
@@ -44,14 +44,14 @@ def load_class(option: str, text: str, kind: type) -> type:
     if not os.path.isfile(file):
         raise InputError(f"{option} {text!r}: there is no file {file!r}; expected file.py:Class")
     module = _module(file)
-    found = vars(module).get(name)
-    if not isinstance(found, type) or not issubclass(found, kind):
-        own = [key for key, value in vars(module).items() if isinstance(value, type) and issubclass(value, kind)]
-        own = [key for key in own if vars(module)[key].__module__ == module.__name__]
+    cls = vars(module).get(name)
+    if not isinstance(cls, type) or not issubclass(cls, kind):
+        of_kind = [key for key, value in vars(module).items() if isinstance(value, type) and issubclass(value, kind)]
+        own = [key for key in of_kind if vars(module)[key].__module__ == module.__name__]  # not imported ones
         raise InputError(
             f"{option} {text!r}: {file} has no class {name} of normformer_rs.{kind.__name__}; it has {own}"
         )
-    return found
+    return cls
 
 
 def _module(file: str) -> ModuleType:

@@ -16,15 +16,15 @@ _LARGEST = 3.4028234663852886e38
 
 
 def number(value: Any, what: str) -> float:
-    """Returns a declared number, which must be finite in float32. Errors: InputError that says `what` for anything
-    else."""
+    """Returns a declared number, which must be finite in float32. `what` names the number in messages. Errors:
+    InputError for any other value."""
     try:
-        found = None if isinstance(value, (str, bytes)) else float(value)
+        converted = None if isinstance(value, (str, bytes)) else float(value)
     except (TypeError, ValueError, OverflowError, RuntimeError):  # RuntimeError: a tensor with several numbers
-        found = None
-    if found is None:
+        converted = None
+    if converted is None:
         shown = repr(value) if len(repr(value)) <= 60 else f"{repr(value)[:60]}…"
         raise InputError(f"{what} must be a finite number; got {shown}")
-    if not abs(found) <= _LARGEST:
-        raise InputError(f"{what} is {found}: it must be finite in float32")
-    return found
+    if not abs(converted) <= _LARGEST:
+        raise InputError(f"{what} is {converted}: it must be finite in float32")
+    return converted

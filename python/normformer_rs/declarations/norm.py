@@ -153,16 +153,16 @@ _OPTIONS = ("norm", "encoder_norm", "decoder_norm")
 """A model's options that accept a norm."""
 _CLASSES: dict[str, list[weakref.ref[type[Norm]]]] = {}
 """The classes by name, the newest first: a notebook's cell may run again, and two projects may choose the same name.
-A class that nothing else holds is dropped."""
+The references are weak, so unused classes disappear."""
 _SERIALS: weakref.WeakValueDictionary[int, type[Norm]] = weakref.WeakValueDictionary()
 """The classes by their serial number in this process."""
 _NEXT = itertools.count(1)
 _SERIAL = "\x1f"
-"""The separator of a declaration's source and its class's number, used in a process and never in a file."""
+"""The separator between a declaration's source and its class's serial number. It is never written to a file."""
 _USED: list[tuple[int, tuple[type[Norm], ...]]] = []
 """The classes given to `using`, the latest last, each with its thread."""
 _FOUND: weakref.WeakValueDictionary[str, Norm] = weakref.WeakValueDictionary()
-"""The norms by declaration, as found last; their classes keep them alive."""
+"""The norms that `_of` has found, by declaration. Their classes keep them alive."""
 
 
 def _register(cls: type[Norm]) -> None:
@@ -181,8 +181,8 @@ def own_norms(options: Mapping[str, Any]) -> list[Norm]:
 
 
 def options_here(config: Any) -> str:
-    """Returns `config.to_json()` for a model of this process: each of the user's own norms refers to its class,
-    whatever is declared later. This text is written to no file."""
+    """Returns `config.to_json()` for a model of this process: each of the user's own norms refers to its class by
+    serial number, so that a later class of the same name changes nothing. The text is never written to a file."""
     text = config.to_json()
     found = {key: norm for key in _OPTIONS if isinstance(norm := getattr(config, key), Norm)}
     if not found:
@@ -195,8 +195,8 @@ def options_here(config: Any) -> str:
 
 @contextlib.contextmanager
 def using(*norms: Norm | type[Norm]) -> Iterator[None]:
-    """Makes a declaration in config.json mean one of these classes inside the block, if several classes of its name
-    declare it.
+    """Makes a declaration in config.json stand for one of these classes inside the block, if several classes have its
+    name and declare the same.
 
     >>> class Halved(Norm):
     ...     name, parameters = "halved", {"weight": Parameter()}
@@ -227,8 +227,8 @@ def using(*norms: Norm | type[Norm]) -> Iterator[None]:
 def declared(data: Mapping[str, Any]) -> Norm:
     """Returns the norm of a config.json, from the class of its name that declares the same parameters and options.
 
-    Errors: InputError if no such class has been imported, or several that may compute different things, and for data
-    that are no declaration.
+    Errors: InputError if no such class has been imported, or if several have been that may compute different things,
+    and for data that are no declaration.
     """
     _check_data(data)
     name, options = data["name"], data.get("options", {})
@@ -293,7 +293,7 @@ def _known(name: str) -> list[type[Norm]]:
 
 
 def _fitting_of(name: str, data: Mapping[str, Any]) -> list[Norm]:
-    """Returns norms of the classes that declare these data; of equal classes only the newest's."""
+    """Returns a norm of each class that declares these data; of classes that compute the same, only the newest's."""
     found: list[Norm] = []
     for cls in _known(name):
         norm = _fitting(cls, data)
@@ -308,11 +308,12 @@ def _fitting(cls: type[Norm], data: Mapping[str, Any]) -> Norm | None:
         return None
     try:
         norm = cls(**data.get("options", {}))
-        own = [(key, norm.shape(key), p.offset, p.factor) for key, p in cls.parameters.items()]
+        own_parameters = [(key, norm.shape(key), p.offset, p.factor) for key, p in cls.parameters.items()]
     except InputError:  # the class refuses the options
         return None
-    given = data.get("parameters", ())
-    return norm if own == [(p["name"], p["shape"], p.get("offset", 0.0), p.get("factor", 1.0)) for p in given] else None
+    parameters = data.get("parameters", ())
+    wanted_parameters = [(p["name"], p["shape"], p.get("offset", 0.0), p.get("factor", 1.0)) for p in parameters]
+    return norm if own_parameters == wanted_parameters else None
 
 
 def _alike(one: type[Norm], other: type[Norm]) -> bool:
@@ -320,14 +321,16 @@ def _alike(one: type[Norm], other: type[Norm]) -> bool:
     unchanged."""
 
     def own(cls: type[Norm]) -> dict[str, Any]:
+        """Returns the attributes that a class adds to `Norm`, except for its declarations."""
         declared = {"name", "equation", "source", "parameters", "options", "_serial", "_found"}
         names = {name for kind in cls.__mro__[: cls.__mro__.index(Norm)] for name in vars(kind)} - declared
         return {name: getattr(cls, name) for name in names if name == "__init__" or not name.startswith("__")}
 
     def same(a: Any, b: Any) -> bool:
+        """True if two attributes are equal. Functions are, if they have the same code and read the same globals."""
         if isinstance(a, FunctionType) and isinstance(b, FunctionType):
-            codes = (a.__code__, a.__defaults__, a.__kwdefaults__) == (b.__code__, b.__defaults__, b.__kwdefaults__)
-            return a is b or (codes and a.__globals__ is b.__globals__ and a.__closure__ is b.__closure__ is None)
+            same_code = (a.__code__, a.__defaults__, a.__kwdefaults__) == (b.__code__, b.__defaults__, b.__kwdefaults__)
+            return a is b or (same_code and a.__globals__ is b.__globals__ and a.__closure__ is b.__closure__ is None)
         plain = (int, float, str, bool, tuple, type(None))
         return a is b or (type(a) is type(b) and isinstance(a, plain) and a == b)
 
@@ -360,7 +363,7 @@ _defined: list[Any] = []
 
 
 def _define() -> None:
-    """Defines, once, the operator by which the training loop calls such norms."""
+    """Defines, once, the operator by which the training loop calls the users' own norms."""
     if _defined:
         return
     _loading.load()  # the extension module must be loaded before its namespace is extended

@@ -21,9 +21,9 @@ from .sharding import write_whole
 from .tracing import leaf
 
 INPUTS = ("query_input", "key_input", "value_input")
-"""The points before the projections of self-attention's q, k and v individually."""
+"""The points before the separate projections of self-attention's q, k and v."""
 BEFORE_PRODUCTS = frozenset(("query", "key", "value", *INPUTS))
-"""The points at q, k or v alone, before the products of attention."""
+"""The points where a change acts on q, k or v alone, before attention multiplies them."""
 
 
 class MultiheadAttention(nn.MultiheadAttention):
@@ -37,10 +37,10 @@ class MultiheadAttention(nn.MultiheadAttention):
 
     `set_parts` adds what a configuration asks for. An output gate multiplies the heads' outputs by σ(W_g·query + b_g),
     one number per head or one per element, before `after_heads`, with W_g in `gate_proj`. Sinks are one more logit per
-    head, `sinks`, in the sum of its softmax. A softcap c turns scores s into c·tanh(s/c). With sinks or a softcap,
-    scores are held in memory, because torch's fused attention has neither. With `kv_heads`, keys and values have fewer
-    heads, and several heads of queries share one of them. Rotary positions of self-attention count from 0 over the
-    tokens that `key_padding_mask` leaves.
+    head, `sinks`, in the sum of its softmax. A softcap c turns scores s into c·tanh(s/c). With sinks or a softcap, the
+    matrix of scores is materialised, because torch's fused attention has neither. With `kv_heads`, keys and values have
+    fewer heads, and several heads of queries share one of them. Rotary positions of self-attention count from 0 over
+    the tokens that `key_padding_mask` leaves.
 
     Parameters, masks, layouts and results are torch.nn's; `out_proj` is called as a module, so its hooks and
     replacements take effect.
@@ -128,9 +128,9 @@ class MultiheadAttention(nn.MultiheadAttention):
         is_self: bool = False,
     ) -> Any:
         """Returns (output, weights or None). Weights are (B, T, S), or (B, heads, T, S) with
-        average_attn_weights=False. `is_self`: True if query, key and value are one tensor; the caller says so because a
-        wrapper's hooks may have made three of it. `kept`: the tensors that earlier places of a stack have kept under
-        names. If it is given, the result has a third item: these tensors, and those that the changes here keep."""
+        average_attn_weights=False. `is_self`: True if query, key and value were one tensor, of which a wrapper's hooks
+        may have made three. `kept`: the tensors that earlier places of a stack have kept under names. If `kept` is not
+        None, the result has a third item: these tensors, and those that the changes here keep."""
         kept = None if kept is None else dict(kept)
         if not self._qkv_same_embed_dim or self.bias_k is not None or self.add_zero_attn:
             if self.inside or self.scale is not None or self.gate is not None or self._is_capped():
@@ -154,8 +154,8 @@ class MultiheadAttention(nn.MultiheadAttention):
             query = self._change("input", query, padding, kept)
             key, value = (query, query) if is_self else (key, value)
         if is_self and any(point in self.inside for point in INPUTS):
-            given = zip(INPUTS, (query, key, value))
-            query, key, value = (self._change(point, x, padding, kept) for point, x in given)
+            inputs = zip(INPUTS, (query, key, value))
+            query, key, value = (self._change(point, x, padding, kept) for point, x in inputs)
         q, k, v = self._project(query, key, value)
         q, k, v = (self._change_heads(point, x, kept) for point, x in (("query", q), ("key", k), ("value", v)))
         if self.rope_theta is not None:
@@ -165,15 +165,20 @@ class MultiheadAttention(nn.MultiheadAttention):
         q, k = (self._change_heads(point, x, kept) for point, x in (("rotated_query", q), ("rotated_key", k)))
         if self.kv_heads is not None:
             k, v = (self._for_each_query(x) for x in (k, v))
-        p, weights = self.dropout if self.training else 0.0, None
-        is_own = p > 0 and is_run_again()
-        is_composed = need_weights or is_own or self._is_capped()
+        p = self.dropout if self.training else 0.0
+        weights = None
+        uses_own_dropout = p > 0 and is_run_again()
+        is_composed = need_weights or uses_own_dropout or self._is_capped()
         mask, is_causal = self._mask(q, k, attn_mask, key_padding_mask, is_causal, is_composed)
         if is_composed:
             scale = math.sqrt(1.0 / self.head_dim) if self.scale is None else self.scale
             scores = (q * scale) @ k.transpose(-1, -2)
             shares = self._softmax(scores, mask)
-            dropped = Draw(q.device).drop(shares, p)[0] if is_own else F.dropout(shares, p) if p > 0 else shares
+            dropped = shares
+            if uses_own_dropout:
+                dropped = Draw(q.device).drop(shares, p)[0]
+            elif p > 0:
+                dropped = F.dropout(shares, p)
             heads = dropped @ v
             if need_weights:
                 weights = shares.mean(1) if average_attn_weights else shares
@@ -191,7 +196,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         return (out, weights) if kept is None else (out, weights, kept)
 
     def _for_each_query(self, x: Tensor) -> Tensor:
-        """Returns keys or values (B, kv_heads, S, d_head) once for each head of queries."""
+        """Repeats keys or values (B, kv_heads, S, d_head) for all heads of queries: (B, heads, S, d_head)."""
         shared = self.num_heads // x.shape[1]
         if torch.compiler.is_exporting():  # repeat_interleave would fix a dynamic length
             return x[:, torch.arange(self.num_heads, device=x.device) // shared]
@@ -202,7 +207,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         return apply_changes(self, changes, x, padding, kept)
 
     def _is_capped(self) -> bool:
-        """True if its softmax differs from torch's."""
+        """True if a softcap or sinks make the softmax differ from torch's."""
         return self.score_softcap is not None or self._parameters.get("sinks") is not None
 
     def _softmax(self, scores: Tensor, mask: Tensor | None) -> Tensor:
@@ -239,16 +244,18 @@ class MultiheadAttention(nn.MultiheadAttention):
         k and v do."""
         weight, bias, widths = self.in_proj_weight, self.in_proj_bias, self.widths
 
-        def rows(x: Tensor, first: int, blocks: int) -> tuple[Tensor, ...]:
-            chosen = slice(start := sum(widths[:first]), start + sum(widths[first : first + blocks]))
+        def projected(x: Tensor, first: int, count: int) -> tuple[Tensor, ...]:
+            """Multiplies x by `count` blocks of the stacked matrix from block `first` on: 0 is q's, 1 k's, 2 v's."""
+            start, chosen_widths = sum(widths[:first]), widths[first : first + count]
+            chosen = slice(start, start + sum(chosen_widths))
             out = F.linear(x, weight[chosen], None if bias is None else bias[chosen])
-            parts = out.split(widths[first : first + blocks], -1)
+            parts = out.split(chosen_widths, -1)
             return tuple(part.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for part in parts)
 
         if key is value:
-            q, k, v = rows(query, 0, 3) if key is query else (*rows(query, 0, 1), *rows(key, 1, 2))
+            q, k, v = projected(query, 0, 3) if key is query else (*projected(query, 0, 1), *projected(key, 1, 2))
         else:
-            q, k, v = *rows(query, 0, 1), *rows(key, 1, 1), *rows(value, 2, 1)
+            q, k, v = *projected(query, 0, 1), *projected(key, 1, 1), *projected(value, 2, 1)
         return q, k, v
 
     def _mask(
@@ -303,7 +310,7 @@ OUTPUT_GATES: dict[str, Callable[[nn.MultiheadAttention], int]] = {
     "head": lambda attention: attention.num_heads,
     "element": lambda attention: attention.embed_dim,
 }
-"""Functions that return the size of an output gate, by the gate's name."""
+"""An output gate's name → a function that returns the number of the gate's outputs in an attention."""
 
 
 HIDDEN = -9e3

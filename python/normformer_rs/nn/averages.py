@@ -1,10 +1,10 @@
-"""Updates the buffers of copies of a model whose weights are averages. These buffers are the update number t of growing
-schemes and the statistics of norms, on which a forward pass depends.
+"""Updates the buffers of averaged copies of a model (EMA, SWA and similar methods).
 
-EMA, SWA and similar methods copy a model and average its parameters, with or without its buffers. The copy needs the
-buffers of the model that trains: averaging truncates whole numbers, and averaging parameters alone leaves the buffers
-unchanged. So a copy remembers the module that it was made from. If that module has trained on, and the copy's weights
-were written without an optimizer step of the copy's own, the copy takes over these buffers.
+The buffers are the update number t of growing schemes and the running statistics of norms. Averaging methods copy a
+model and average its parameters, with or without its buffers. But the copy needs the buffers of the model that trains:
+averaging truncates integers such as t, and averaging parameters alone leaves the buffers unchanged. So a copy remembers
+its source module. If the source has trained on, and something other than the copy's own optimizer has written the
+copy's weights, the copy takes over the source's buffers.
 """
 
 import weakref
@@ -15,25 +15,26 @@ import torch
 from torch import Tensor, nn
 
 Steering = Sequence[tuple[Tensor, Tensor]]
-"""Pairs (weight, buffer): the buffer belongs to these values of the weight."""
+"""Pairs (weight, buffer): training changes both, so the buffer fits only the current values of the weight."""
 
 
 class Origin:
-    """The link of a module to the module that it was copied from. It is not pickled."""
+    """Links a module (the holder) to the module that it was copied from. A pickle contains an empty link."""
 
     def __init__(self) -> None:
         self.holder: Any = _nobody
+        """A weak reference to the module that has this link."""
         self.source: Any = _nobody
-        """A weak reference to the module that a copy was made from, until the copy trains by itself."""
+        """A weak reference to the module that the holder was copied from, until the holder trains by itself."""
         self.has_trained = False
-        """True once a step of an optimizer, or a forward pass in training, has moved the buffers."""
+        """True once an optimizer step or a training forward has changed the buffers."""
         self.has_stepped = False
-        """True once a step of an optimizer has moved a buffer."""
+        """True once an optimizer step has changed a buffer."""
         self.seen: list[Tensor] = []
-        """The sums of the weights and buffers at the last time that they were known to belong together."""
+        """The sums of each weight and buffer (`_marks`) when they were last known to fit each other."""
         self.copies: weakref.WeakSet[Origin] = weakref.WeakSet()
         self.last: dict[int, Tensor] = {}
-        """The buffers after the last step, by their places in `steering()`."""
+        """The buffers' values after the last optimizer step, by their index in `steering()`."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Origin":
         new, module = Origin(), self.holder()
@@ -49,7 +50,7 @@ class Origin:
         return Origin, ()
 
     def trains(self) -> None:
-        """Records that the module moves its buffers by itself from now on."""
+        """Records that the holder changes its buffers by itself from now on."""
         if not self.has_trained:
             self.has_trained, self.source = True, _nobody
 
@@ -61,7 +62,7 @@ class Steered(nn.Module):
     _origin: Origin | None = None
 
     def steering(self) -> Steering:
-        """Returns the buffers, each with a weight that training moves together with it."""
+        """Returns the buffers, each paired with a weight that training changes at the same time."""
         raise NotImplementedError
 
     def remember_copies(self) -> None:
@@ -74,7 +75,7 @@ class Steered(nn.Module):
 
     @torch.no_grad()
     def told(self) -> None:
-        """Records that the current buffers belong to the current weights."""
+        """Records that the current buffers fit the current weights."""
         if self._origin is not None:
             self._origin.last.clear()
             if self._origin.source() is not None:
@@ -88,7 +89,7 @@ class Steered(nn.Module):
         if origin is None or torch.compiler.is_compiling():
             return
         if origin.last and not self.training and len(origin.copies):
-            # For an evaluation, averaged buffers were written into the model that trains: its own are restored.
+            # For an evaluation, averaged buffers were written into the model that trains. Restore its own.
             for i, (_, buffer) in enumerate(self.steering()):
                 if i in origin.last:
                     buffer.copy_(origin.last[i])
@@ -100,17 +101,20 @@ class Steered(nn.Module):
             return  # torch.func has replaced the parameters by other tensors
         if any(hasattr(buffer, "device_mesh") for _, buffer in (*mine, *source.steering())):
             return  # one of the two is sharded over processes
-        for (_, buffer), its, now, seen in zip(mine, source.steering(), _marks(mine), origin.seen, strict=True):
-            is_averaged = now[0] != seen[0].to(now.device)
-            if buffer.is_floating_point():  # if this buffer was averaged as well, its average stays
-                is_averaged &= now[1] == seen[1].to(now.device)
+        theirs = (buffer for _, buffer in source.steering())
+        for (_, buffer), source_buffer, now, before in zip(mine, theirs, _marks(mine), origin.seen, strict=True):
+            weight_now, buffer_now = now
+            weight_before, buffer_before = before.to(now.device)
+            must_copy = weight_now != weight_before
+            if buffer.is_floating_point():  # a buffer that was averaged as well keeps its average
+                must_copy &= buffer_now == buffer_before
             elif not source._origin.has_trained:
                 continue
-            buffer.copy_(torch.where(is_averaged.to(buffer.device), its[1].to(buffer.device), buffer))
+            buffer.copy_(torch.where(must_copy.to(buffer.device), source_buffer.to(buffer.device), buffer))
         origin.seen = _marks(mine)
 
     def keep_step(self, buffer: Tensor) -> None:
-        """Records that the module's own step has moved this buffer."""
+        """Records that an optimizer step of this module has changed this buffer."""
         if (origin := self._origin) is None:
             return
         origin.trains()
@@ -146,12 +150,12 @@ def _nobody() -> None:
 
 
 def _marks(steering: Steering) -> list[Tensor]:
-    """Returns two sums of each pair, (2,), which change when a value does."""
-    found = []
+    """Returns, for each pair, the sums of weight and buffer, (2,). A sum that differs later shows a changed tensor."""
+    marks = []
     for weight, buffer in steering:
-        kind = torch.float64 if weight.device.type != "mps" else torch.float32
-        local: list[Any] = [weight.detach(), buffer.detach()]
-        local = [t.to_local() if hasattr(t, "to_local") else t for t in local]
-        sums = [t.sum(dtype=kind).to(local[0].device) for t in local]
-        found.append(torch.stack(sums))
-    return found
+        dtype = torch.float64 if weight.device.type != "mps" else torch.float32
+        pair: list[Any] = [weight.detach(), buffer.detach()]
+        local = [t.to_local() if hasattr(t, "to_local") else t for t in pair]
+        sums = [t.sum(dtype=dtype).to(local[0].device) for t in local]
+        marks.append(torch.stack(sums))
+    return marks

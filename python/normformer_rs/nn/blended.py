@@ -126,22 +126,23 @@ class PRepBN(
         yield from self.parameters(recurse=False)
 
     def steering(self) -> Steering:
-        owner = next(self.watched())
+        owner = next(self.watched())  # its updates move t, the last buffer
         return [*super().steering()[:-1], (owner, self.t)]
 
     def counted_out(self, x: Tensor, mask: Tensor | None) -> Tensor | None:
         if not self.training or not self.warm:
             return mask
+        # During the warm-up no position counts, so that the statistics stay.
         warming = (self.t <= self.warm).expand(x.shape[:-1])
         return warming.contiguous() if mask is None else mask | warming
 
     def completed(self, y: Tensor, x: Tensor, mask: Tensor | None) -> Tensor:
         y = super().completed(y, x, mask)
-        grown = self.grown() if self.training else None
-        if grown is None:
+        rep_bn_share = self.grown() if self.training else None  # 1 − λ
+        if rep_bn_share is None:
             return y
-        grown = grown.to(y.dtype)
-        return hidden((1 - grown) * self._of_rows(hidden(x, mask)) + grown * y, mask)
+        rep_bn_share = rep_bn_share.to(y.dtype)
+        return hidden((1 - rep_bn_share) * self._of_rows(hidden(x, mask)) + rep_bn_share * y, mask)
 
     def _of_rows(self, x: Tensor) -> Tensor:
         """Returns R(x)."""

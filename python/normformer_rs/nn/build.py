@@ -14,8 +14,8 @@ from .registry import norm_of_config
 from .sharding import mark_drawn, whole, write_whole
 
 LEARNED = "_learned_by_scheme"
-"""The name of a module's attribute that says, for each of its scheme's parameters, over which dimension products with
-the parameter are summed."""
+"""The name of a module's attribute: a dictionary from its scheme's parameters to the dimension over which products with
+the parameter are summed (`Learned.sums_over`)."""
 
 
 def make(
@@ -24,7 +24,7 @@ def make(
     factory: Mapping[str, Any],
     bias: bool = True,
 ) -> Any:
-    """Makes the norm or the parameter. `factory`: device and dtype; `bias`: True if norms that have one learn it."""
+    """Makes the norm or the parameter. `factory`: device and dtype. `bias`: True to learn the biases of norms."""
     if isinstance(what, Learned):
         shape: Any = what.shape
         made = nn.Parameter(torch.empty(shape, **factory))
@@ -61,16 +61,16 @@ def write(what: Learned, p: Tensor) -> None:
 
 def install(owner: nn.Module, items: Iterable[NormAt | Learned], place: Place, part: int = 0, **making: Any) -> None:
     """Registers the declared norms and parameters in `owner`; a parameter that sublayers share is made once. `part`:
-    the number of the owner, if several in a layer have such parameters."""
-    made = set()
+    the number of this call within the layer, so that each call draws other random values."""
+    installed = set()
     with drawn_apart(making["factory"].get("device"), part):
         for what in items:
-            if what not in made:
-                made.add(what)
+            if what not in installed:
+                installed.add(what)
                 setattr(owner, what.name, make(what, place, **making))
                 if isinstance(what, Learned):
                     vars(owner).setdefault(LEARNED, {})[what.name] = what.sums_over
-    if made and not isinstance(owner, nn.MultiheadAttention):  # attention's matrices may have torch.nn's values
+    if installed and not isinstance(owner, nn.MultiheadAttention):  # attention's matrices may have torch.nn's values
         mark_drawn(owner)
 
 

@@ -15,41 +15,50 @@ from .row_norm import RowNorm
 from .running import RunningNorm
 
 _KINDS: dict[str, Any] = {"float": float, "int": int, "bool": bool}
+_Arguments = dict[str, tuple[Any, Any]]
+"""The name of an argument → (type, default)."""
 
 
 def signature(entry: Mapping[str, Any]) -> inspect.Signature:
-    """Returns the constructor's signature: LayerNorm's, without ε, parameters and bias if the norm has none, and
-    with its own options after ε. For a norm with statistics over rows it is PowerNormV's, with the norm's own options
-    in α's place."""
+    """Returns the constructor's signature: LayerNorm's, with the norm's own options in the place of `eps`, and without
+    the arguments for parameters or a bias that the norm lacks. For a norm with statistics over rows it is PowerNormV's,
+    with the norm's own options in the place of `eps` and `alpha`."""
     if entry.get("form") == "columns":
         return _running_signature(entry)
     has_bias = any(parameter["name"] == "bias" for parameter in entry["parameters"])
-    kinds: dict[str, tuple[Any, Any]] = {"normalized_shape": (int | Sequence[int], inspect.Parameter.empty)}
-    kinds |= {option["name"]: _option(option) for option in entry["options"]}
-    kinds |= {"elementwise_affine": (bool, True)} if entry["parameters"] else {}
-    kinds |= {"bias": (bool, True)} if has_bias else {}
-    kinds |= {"device": (Any, None), "dtype": (torch.dtype | None, None)}
-    either = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    own = [inspect.Parameter(name, either, default=start, annotation=kind) for name, (kind, start) in kinds.items()]
-    return inspect.Signature([inspect.Parameter("self", either), *own], return_annotation=None)
+    arguments: _Arguments = {"normalized_shape": (int | Sequence[int], inspect.Parameter.empty)}
+    arguments |= {option["name"]: _option(option) for option in entry["options"]}
+    arguments |= {"elementwise_affine": (bool, True)} if entry["parameters"] else {}
+    arguments |= {"bias": (bool, True)} if has_bias else {}
+    arguments |= {"device": (Any, None), "dtype": (torch.dtype | None, None)}
+    return _signature(_parameters(arguments, inspect.Parameter.POSITIONAL_OR_KEYWORD))
 
 
 def _running_signature(entry: Mapping[str, Any]) -> inspect.Signature:
     """Returns the constructor's signature for a norm with statistics over rows."""
     options = {option["name"]: _option(option) for option in entry["options"]}
-    kinds: dict[str, tuple[Any, Any]] = {"num_features": (int | Sequence[int], inspect.Parameter.empty)}
-    kinds |= {name: option for name, option in options.items() if name not in ("groups", "sync")}
-    named = {"elementwise_affine": (bool, True), "bias": (bool, True)}
+    positional: _Arguments = {"num_features": (int | Sequence[int], inspect.Parameter.empty)}
+    positional |= {name: option for name, option in options.items() if name not in ("groups", "sync")}
+    named: _Arguments = {"elementwise_affine": (bool, True), "bias": (bool, True)}
     named |= {"groups": (int, 0)} if "groups" in options else {}
     named |= {"sync": (bool, False), "process_group": (Any, None)} if "sync" in options else {}
     named |= {"device": (Any, None), "dtype": (torch.dtype | None, None)}
     either, by_name = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
-    own = [
-        inspect.Parameter(name, how, default=start, annotation=kind)
-        for how, some in ((either, kinds), (by_name, named))
-        for name, (kind, start) in some.items()
+    return _signature([*_parameters(positional, either), *_parameters(named, by_name)])
+
+
+def _parameters(arguments: _Arguments, kind: Any) -> list[inspect.Parameter]:
+    """Returns a signature's parameters. `kind`: whether they are positional or by keyword."""
+    return [
+        inspect.Parameter(name, kind, default=default, annotation=annotation)
+        for name, (annotation, default) in arguments.items()
     ]
-    return inspect.Signature([inspect.Parameter("self", either), *own], return_annotation=None)
+
+
+def _signature(parameters: list[inspect.Parameter]) -> inspect.Signature:
+    """Returns a constructor's signature, with `self` before these parameters."""
+    self_parameter = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return inspect.Signature([self_parameter, *parameters], return_annotation=None)
 
 
 def _option(option: Mapping[str, Any]) -> tuple[Any, Any]:
@@ -70,15 +79,15 @@ def build(entry: Mapping[str, Any]) -> type[RowNorm | RunningNorm]:
     """Returns the class of an entry of the table. Errors: ImportError if it declares what its form would drop."""
     constructor = signature(entry)
     base: type[RowNorm | RunningNorm] = RunningNorm if entry["form"] == "columns" else RowNorm
-    takes = inspect.signature(base).parameters
+    base_arguments = inspect.signature(base).parameters
 
     def __init__(self: Any, *arguments: Any, **options: Any) -> None:
-        given = constructor.bind(self, *arguments, **options)
-        given.apply_defaults()
-        del given.arguments["self"]
-        for name in [name for name in given.arguments if name not in takes]:
-            setattr(self, name, given.arguments.pop(name))
-        base.__init__(self, **given.arguments)
+        bound = constructor.bind(self, *arguments, **options)
+        bound.apply_defaults()
+        del bound.arguments["self"]
+        for name in [name for name in bound.arguments if name not in base_arguments]:
+            setattr(self, name, bound.arguments.pop(name))
+        base.__init__(self, **bound.arguments)
 
     __init__.__signature__ = constructor  # type: ignore[attr-defined]
     body = {"__init__": __init__, "__doc__": doc(entry), "__module__": __name__, "__qualname__": entry["module"]}

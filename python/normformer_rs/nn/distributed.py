@@ -43,7 +43,7 @@ def world(device: str) -> Rank | None:
     """Returns this process's place in the existing group, or in a new one if torchrun started the process.
 
     A new group stays until the process ends. Otherwise, in a second training, a process would look for the second group
-    while a slower one still holds the first. The backend is Gloo on the CPU and NCCL on CUDA (each process uses the
+    while a slower process still uses the first. The backend is Gloo on the CPU and NCCL on CUDA (each process uses the
     device of its LOCAL_RANK). Errors: InputError if torchrun's variables are incomplete.
     """
     size = os.environ.get("WORLD_SIZE", "1")
@@ -52,8 +52,8 @@ def world(device: str) -> Rank | None:
     if int(size) > 1 and not dist.is_initialized():
         missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
         if missing:
-            told = f"WORLD_SIZE is set, {', '.join(missing)} is not"
-            raise InputError(f"{told}: start with torchrun, or unset WORLD_SIZE")
+            problem = f"WORLD_SIZE is set, {', '.join(missing)} is not"
+            raise InputError(f"{problem}: start with torchrun, or unset WORLD_SIZE")
         on_cuda = device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
         if on_cuda:
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))

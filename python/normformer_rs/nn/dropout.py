@@ -19,7 +19,7 @@ class Draw:
     each mask."""
 
     is_kept = False
-    """True if the seed is one that a graph saves."""
+    """True once a compiled graph saves the seed (`kept_seed`)."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.seed, self.sites = device, None, 0  # type: tuple[torch.device, Tensor | None, int]
@@ -32,9 +32,9 @@ class Draw:
         return p, self.seed if p > 0 else None, self.sites
 
     def drop(self, x: Tensor, p: float) -> tuple[Tensor, Where]:
-        """Returns x and the mask that an operator applies to it. Under torch.func and in compiled graphs x is
-        returned dropped, with the same mask, and the operator's rate is 0, because operators' formulas read no seed
-        there."""
+        """Returns x, and the dropout (rate, seed, site) that an operator must still apply. Under torch.func and in
+        compiled graphs operators' formulas read no seed. There x already has dropout, by the same mask, and the rate
+        is 0."""
         where = self(p)
         if where[1] is None or not (torch.compiler.is_compiling() or is_transformed()):
             return x, where
@@ -57,10 +57,10 @@ def is_transformed() -> bool:
 
 def is_plain(module: nn.Module, kind: type) -> bool:
     """True if the module is exactly of that class and has no hooks, so that a fused operator may replace its call."""
-    own = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    own_kind = getattr(type(module), "computes_as", type(module))
-    is_own = own_kind is kind and "forward" not in module.__dict__
-    return is_own and not own and not nn.modules.module._has_any_global_hook()
+    hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    actual_kind = getattr(type(module), "computes_as", type(module))
+    is_kind = actual_kind is kind and "forward" not in module.__dict__
+    return is_kind and not hooks and not nn.modules.module._has_any_global_hook()
 
 
 def rate(dropout: Any) -> float | None:
@@ -74,9 +74,9 @@ def rate(dropout: Any) -> float | None:
     return dropout.p if dropout.training else 0.0
 
 
-# torch.compile's partitioner may run forward operations again in the backward graph, to save memory. It does so with
-# random ones as well, including torch's dropout, and then other numbers result. But it respects a mark on a node of the
-# graph, so the operator `kept_seed` marks the seed as a tensor that must be saved.
+# torch.compile's partitioner may run forward operations again in the backward graph, to save memory. Random operations
+# such as torch's dropout then give other numbers. But the partitioner respects a mark on a node of the graph, so the
+# operator `kept_seed` marks the seed as a tensor that must be saved.
 
 
 def is_run_again() -> bool:
@@ -97,10 +97,10 @@ def _has_budget() -> bool:
             "with activation_memory_budget = 0 torch.compile draws another dropout mask in the backward pass than in "
             "the forward pass, in torch.nn too: take a budget above 0, or dropout 0"
         )
-    found = config.activation_memory_budget < 1 or config.aggressive_recomputation
-    if found:
+    has_budget = config.activation_memory_budget < 1 or config.aggressive_recomputation
+    if has_budget:
         _define()
-    return found
+    return has_budget
 
 
 # This does the same as torch.compiler.assume_constant_result, which would import the compiler: 1.5 s.

@@ -61,15 +61,15 @@ def place_layers(layers: nn.Module | Iterable[nn.Module], *, init: bool) -> None
     or schemes, another depth than in the layers' arguments, a shared layer whose scheme needs the number, schemes that
     work between layers, and a stack of torch.nn without the norm with which the scheme ends.
     """
-    made = _checked([*_entries(layers)], init)
-    first, n = made[0], len(made)
-    places = {layer: made.index(layer) for layer in dict.fromkeys(made)}
+    entries = _checked([*_entries(layers)], init)
+    first, n = entries[0], len(entries)
+    numbers = {layer: entries.index(layer) for layer in dict.fromkeys(entries)}  # a shared layer has its first number
     config, stack = first.place.config.replace(**_depths(first, n)), first.place.stack
-    where = [Place(config, stack, i) for i in places.values()]
-    place, draws = where[0], init and not first.keeps_torchs_values
+    places = [Place(config, stack, i) for i in numbers.values()]
+    place, draws = places[0], init and not first.keeps_torchs_values
     if needs_stack(place.declared):
         raise InputError(_between_layers(place))
-    if len(places) < n and "number" in (asks(place.config, place.stack, draws) or ""):
+    if len(numbers) < n and "number" in (asks(place.config, place.stack, draws) or ""):
         raise InputError(
             f'residual "{place.config.residual}" asks for each layer\'s number, and of the {n} layers some are one '
             "module, with shared weights: choose a scheme that asks for the depth alone, such as deepnorm"
@@ -79,8 +79,8 @@ def place_layers(layers: nn.Module | Iterable[nn.Module], *, init: bool) -> None
             f'residual "{place.config.residual}" ends a stack with a norm, and this stack of torch.nn has none: give '
             f'it norm=normformer_rs.nn.norm_class("{place.declared.norm}")({place.config.d_model})'
         )
-    for layer, to in zip(places, where):
-        layer.take_place(to)
+    for layer, its_place in zip(numbers, places):
+        layer.take_place(its_place)
         if draws:
             layer.reset_parameters()
         elif init:
@@ -115,7 +115,7 @@ def _checked(entries: list[Any], init: bool) -> list[Any]:
 
 
 def _entries(layers: Any) -> Iterator[Any]:
-    """Yields the layers, including those of lists within; a shared one each time."""
+    """Yields the layers, including those of nested lists. A shared layer comes each time that it occurs."""
     if isinstance(layers, nn.Module) and not isinstance(layers, (*STACKS, *LISTS)):
         raise InputError(
             "place_layers takes torch.nn's TransformerEncoder or TransformerDecoder, or a list of layers; got a "
@@ -129,7 +129,7 @@ def _entries(layers: Any) -> Iterator[Any]:
 
 
 def _depths(layer: Any, n: int) -> dict[str, Any]:
-    """Returns the options of depth of a layer in a stack of n."""
+    """Returns the depth options of a layer's configuration, for a stack of n layers."""
     config = layer.place.config
     if len(layer.kinds) == 2:
         return layer._depths(n, config.decoder_layers if config.architecture == "encoder-decoder" else None)
@@ -158,14 +158,15 @@ def _has_schemes_values(module: nn.Module) -> bool:
 def refusal(place: Place, placed: str | None, draws: bool) -> str | None:
     """Returns the reason why a layer may not run outside a stack of this package; None if it may. `draws`: True if
     its initial values are the scheme's."""
-    if not (placed == "arguments" and place.depth == 1):
+    is_single_layer = placed == "arguments" and place.depth == 1
+    if not is_single_layer:
         declared = place.declared if placed is not None else _of_depth(place.config, place.stack, _DEPTH).declared
         if needs_stack(declared):  # in a stack of several layers, one may read tensors that another keeps
             return _between_layers(place)
-    what = asks(place.config, place.stack, draws) if placed in (None, "depth") else None
-    if what is None or (placed == "depth" and "number" not in what):
+    needed = asks(place.config, place.stack, draws) if placed in (None, "depth") else None
+    if needed is None or (placed == "depth" and "number" not in needed):
         return None
-    missing = what if placed is None else "the layer's number"
+    missing = needed if placed is None else "the layer's number"
     return (
         f'residual "{place.config.residual}" asks for {missing}, and nobody '
         "has told this layer: build normformer_rs.nn's stack (TransformerEncoder, TransformerDecoder); or, for another "
@@ -195,20 +196,20 @@ _DEPTH = 8
 
 @functools.lru_cache(maxsize=256)
 def asks(config: TransformerConfig, stack: str, draws: bool, only: int | None = None) -> str | None:
-    """Returns "the depth", or "the layer's number and the depth", if the layer's computation depends on it; with
-    `draws`, also if its initial values do. `only`: the number of the one sublayer to be checked."""
+    """Returns "the depth" or "the layer's number and the depth" if the layer's computation depends on them, or, with
+    `draws`, its initial values do; otherwise None. `only`: the number of the one sublayer to check."""
     alone, first = _of_depth(config, stack, 1), _of_depth(config, stack, _DEPTH)
     # in a mixture, the layers may differ only at a greater depth than _DEPTH
     is_mixture = "," in str(config.residual) or config.residual == "mix-ln"
     by_layer = first.declared.growth is not None and first.declared.growth.by_layer
-    one = _described(first, only)
-    if is_mixture or by_layer or any(_described(first.at(i), only) != one for i in range(1, _DEPTH)):
+    description = _described(first, only)
+    if is_mixture or by_layer or any(_described(first.at(i), only) != description for i in range(1, _DEPTH)):
         return "the layer's number and the depth"
     values = _first_values(first) if draws else []
     if draws and _first_values(first.at(_DEPTH - 1)) != values:
         return "the layer's number and the depth"
-    is_deep = _described(alone, only) != one or (draws and _first_values(alone) != values)
-    return "the depth" if is_deep else None
+    needs_depth = _described(alone, only) != description or (draws and _first_values(alone) != values)
+    return "the depth" if needs_depth else None
 
 
 @functools.lru_cache(maxsize=256)
@@ -219,14 +220,15 @@ def _of_depth(config: TransformerConfig, stack: str, depth: int) -> Place:
 
 
 def _described(place: Place, only: int | None) -> list[Any]:
+    """Returns a description of the layer, or of its sublayer `only`, that is equal for layers that compute the same."""
     if only is not None:
         return _sublayer(place.sublayers[only], place)
     return [place.spec.begin, *(_sublayer(sublayer, place) for sublayer in place.sublayers)]
 
 
 def _sublayer(sublayer: Sublayer, place: Place) -> list[Any]:
-    """Returns everything in the sublayer; the last norm of a stack counts as different only if it is built
-    differently."""
+    """Returns a description of the sublayer. `last` alone makes no difference: a decoder's norms are compared as they
+    are built."""
     norms = [what for what in (*sublayer.around(), *sublayer.within()) if isinstance(what, NormAt)]
     alike = replaced(sublayer, lambda part: part._replace(last=False) if isinstance(part, NormAt) else part)
     with torch.random.fork_rng(devices=[]):  # the user's next draws must not depend on whether this ran before
@@ -234,19 +236,16 @@ def _sublayer(sublayer: Sublayer, place: Place) -> list[Any]:
 
 
 def _first_values(place: Place) -> list[Any]:
-    """Returns small matrices with the initialisation of this place, each drawn from the same seed. Comparing them shows
-    whether two places differ in it."""
+    """Returns small matrices, drawn from one seed with the initialisation of this place. They are equal for two places
+    with the same initialisation."""
     attentions = len(place.sublayers) - 1
-    drawn: Iterator[tuple[int, list[str]]] = (
-        (i, roles)
-        for i, kinds in enumerate([[["query", "key", "value"], ["output"]]] * attentions + [[["fc1"], ["fc2"]]])
-        for roles in kinds
-    )
-    found, where = [], (place.config.to_json(), place.stack, place.layer)
+    roles_of_sublayers = [[["query", "key", "value"], ["output"]]] * attentions + [[["fc1"], ["fc2"]]]
+    values, where = [], (place.config.to_json(), place.stack, place.layer)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
-        for sublayer, roles in drawn:
-            torch.default_generator.manual_seed(0)  # torch.manual_seed would seed every GPU, too
-            weight = torch.empty(3 * len(roles), 3, dtype=torch.float64, device="cpu")
-            _core.draw_linear(weight, roles, *where, sublayer)
-            found.append(weight.tolist())
-    return found
+        for sublayer, matrices in enumerate(roles_of_sublayers):
+            for roles in matrices:
+                torch.default_generator.manual_seed(0)  # torch.manual_seed would seed every GPU, too
+                weight = torch.empty(3 * len(roles), 3, dtype=torch.float64, device="cpu")
+                _core.draw_linear(weight, roles, *where, sublayer)
+                values.append(weight.tolist())
+    return values

@@ -13,7 +13,7 @@ def drawn_apart(device: torch.device | str | None, *where: Any) -> Iterator[None
     """Draws inside the block come from another seed, which follows from the states of torch's generators (of the CPU
     and, if it is CUDA's, of the device) and from `where`. Afterwards the generators are as they were. Thus parameters
     that a scheme or an option adds do not shift the draws of the others. `device`: None for torch's default. `where`
-    distinguishes blocks that begin from the same states."""
+    distinguishes `with` blocks that begin from the same states."""
     generators = _generators(device)
     states = [generator.get_state() for generator in generators]
     text = b"".join(bytes(state.tolist()) for state in states) + repr(where).encode()
@@ -28,7 +28,8 @@ def drawn_apart(device: torch.device | str | None, *where: Any) -> Iterator[None
 
 
 def move_on() -> None:
-    """Draws one number, so that a module whose parameters are all drawn apart leaves another state to the next one."""
+    """Advances torch's generator by one number. Otherwise two modules that draw all their parameters apart would begin
+    from the same state and be equal."""
     torch.rand((), device="cpu")
 
 

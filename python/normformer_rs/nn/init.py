@@ -30,8 +30,9 @@ def draw_linear(
 ) -> None:
     """Initialises a linear layer's (fan_out, fan_in) matrix in place, from torch's generator, and its bias.
 
-    The configuration's init sets the values for these roles in that sublayer of the place. Stacked roles are drawn one
-    by one, each with its block of rows; `widths` are the numbers of rows, or None for equal ones.
+    The values are those of the configuration's init for these roles in sublayer number `sublayer` of the place. If the
+    matrix stacks several roles (q, k and v), each has a block of rows and is drawn separately. `widths`: the blocks'
+    numbers of rows; None if they are equal.
     """
     where = (place.config.to_json(place.kinds), place.stack, place.layer, sublayer, place.kinds)
     sizes = [weight.shape[0]]
@@ -60,10 +61,11 @@ def draw_module(
     widths: Sequence[int] | None = None,
     prefix: str = "",
 ) -> None:
-    """Initialises a module's own `weight` and `bias`. One that a torch parametrisation computes is drawn as a plain
-    tensor and then assigned, so that torch inverts the parametrisation.
+    """Initialises a module's own `weight` and `bias`, whose names begin with `prefix`. If a torch parametrisation
+    computes one of them, its values are drawn as a plain tensor and assigned, so that torch inverts the
+    parametrisation.
 
-    Errors: InputError if it has no inverse.
+    Errors: InputError if the parametrisation has no inverse.
     """
     weight, bias = (getattr(module, prefix + name) for name in ("weight", "bias"))
     computed = {
@@ -71,8 +73,8 @@ def draw_module(
         for name, value in (("weight", weight), ("bias", bias))
         if is_parametrized(module, prefix + name)
     }
-    drawn = computed.get(prefix + "weight", weight), computed.get(prefix + "bias", bias)
-    draw_linear(*drawn, roles, place, sublayer, widths)
+    targets = computed.get(prefix + "weight", weight), computed.get(prefix + "bias", bias)
+    draw_linear(*targets, roles, place, sublayer, widths)
     for name, value in computed.items():
         try:
             with torch.no_grad():
@@ -89,8 +91,8 @@ def refuse_computed(layer: nn.Module) -> None:
             weight = name.removesuffix("_g").removesuffix("_orig")
             if weight != name and weight not in module._parameters and hasattr(module, weight):
                 raise InputError(_computed(module, weight))
-        for name, made in getattr(module, "parametrizations", {}).items():
-            if not all(hasattr(one, "right_inverse") for one in made):
+        for name, parametrizations in getattr(module, "parametrizations", {}).items():
+            if not all(hasattr(one, "right_inverse") for one in parametrizations):
                 raise InputError(_computed(module, name))
 
 
@@ -113,8 +115,8 @@ class FirstValues:
 
     Loops that reset every module separately, parents first or children first, thus end with the values of the layer's
     initialisation. `drawn`: the matrix's roles; or "torch" or "xavier", for the values of torch.nn's layers or of
-    torch.nn's whole Transformer, with attention's output bias 0. Once `layer` is gone, or is torch.nn's again, it does
-    what torch.nn's does.
+    torch.nn's whole Transformer, with attention's output bias 0. Once `layer` is deleted, or converted back to
+    torch.nn's class, a call does what torch.nn's method does.
     """
 
     def __init__(
@@ -123,16 +125,16 @@ class FirstValues:
         # The references are weak, because the linear layer holds this object: a cycle would delay the release of a
         # dropped model's weights.
         self.linear, self.layer = weakref.ref(linear), weakref.ref(layer)
-        self.told = drawn, place, sublayer
+        self.drawn, self.place, self.sublayer = drawn, place, sublayer
 
     def __call__(self) -> None:
         linear: Any = self.linear()
-        drawn, place, sublayer = self.told
+        drawn = self.drawn
         if not getattr(self.layer(), "has_own_values", False):
             type(linear).reset_parameters(linear)
             return
         if not isinstance(drawn, str):
-            draw_module(linear, drawn, place, sublayer)
+            draw_module(linear, drawn, self.place, self.sublayer)
             return
         with whole(linear):
             type(linear).reset_parameters(linear)
@@ -142,7 +144,7 @@ class FirstValues:
             nn.init.zeros_(linear.bias)
 
     def __reduce__(self) -> Any:
-        """Pickles as torch.nn's own method: the layer sets it again in its copies' linear layers, and models that
-        were made plain hold nothing of this package."""
+        """Pickles as torch.nn's own method, so that models converted back to plain torch.nn do not need this package.
+        A copied or unpickled layer sets the methods of its linear layers again."""
         linear: Any = self.linear()
         return functools.partial, (type(linear).reset_parameters, linear)

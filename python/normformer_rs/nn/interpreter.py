@@ -1,4 +1,4 @@
-"""Runs a residual scheme's declaration in a module that has its norms and parameters; it names no scheme.
+"""Runs a residual scheme's declaration in a module that has its norms and parameters, without code for single schemes.
 
 The step around a sublayer, scheme.py's x⁺, is one operator. It is fused with the only norm of `after`, or of the next
 sublayer's `before`, if that norm works row by row.
@@ -80,6 +80,7 @@ def _find(kept: KeptTensors, name: str, x: Tensor) -> Tensor:
 
 
 def _times(owner: nn.Module, factor: Gain, x: Tensor) -> Tensor:
+    """Returns x times a declared gain of `owner`."""
     made = gain(owner, factor, x, None)
     return x if made is None else x * made.to(x.dtype)
 
@@ -98,10 +99,10 @@ class Streams(NamedTuple):
     read: Tensor | None = None
     unwritten: tuple[Tensor, ...] = ()
     kept: KeptTensors | None = None
-    """The tensors that changes have kept for others; sublayers add to it."""
+    """The tensors that changes have kept for later places; sublayers add to the dictionary."""
     outputs: tuple[Tensor, ...] = ()
-    """The outputs of earlier layers. They are here only in swapped models, if a later layer reads them: stacks of this
-    package keep them themselves."""
+    """The outputs of earlier layers, in swapped models whose later layers read them. This package's stacks keep these
+    outputs themselves."""
 
 
 def start(declared: SchemeSpec, x: Tensor) -> Streams:
@@ -169,18 +170,20 @@ def close(
         profile_step(alpha, x, f if beta is None else f * beta.to(f.dtype), where)
     at = only_norm(sublayer.after) if sublayer.after else following
     norm: Any = None if at is None else getattr(owner, at.name)
-    if is_composed or norm is None or not (is_row_norm(norm) and norm.fuses(x)):
+    can_fuse = not is_composed and norm is not None and is_row_norm(norm) and norm.fuses(x)
+    if not can_fuse:
         x_plus = apply_changes(owner, sublayer.after, add(x, alpha, beta), padding_mask, streams.kept)
         return Streams(x_plus, others, kept=streams.kept, outputs=streams.outputs)
     fused = getattr(OPS, norm.operator + "_residual")
     dtype = x.dtype if sublayer.after else f.dtype
     x_plus, y, _ = fused(x, f, alpha, beta, *norm.parameters_in_use(x), *norm.own(x), *where, dtype)
+    # The norm belongs to this sublayer's `after`, or to the next one's `before`.
     x_plus, normed = (y, None) if sublayer.after else (x_plus, y)
     return Streams(x_plus, others, normed, kept=streams.kept, outputs=streams.outputs)
 
 
 def gain(owner: nn.Module, declared: Gain, x: Tensor, alpha_t: Tensor | None) -> Tensor | None:
-    """Returns the factor as a tensor; None means one."""
+    """Returns a declared gain as a tensor; None stands for 1."""
     if isinstance(declared, Learned):
         return getattr(owner, declared.name)
     if isinstance(declared, Curve):
@@ -201,7 +204,7 @@ _CURVES: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def is_distributed(x: Tensor) -> bool:
-    """True for a DTensor: torch's own operations can shard theirs, and the fused step has no sharding rules."""
+    """True for a DTensor. It needs torch's own operations, because the fused step has no sharding rules."""
     return type(x) is not Tensor and hasattr(x, "device_mesh")
 
 

@@ -87,9 +87,8 @@ class Layer(Growing, Placeable):
         if nhead < 1 or d_model % nhead:
             raise InputError(f"nhead must divide d_model, {d_model}; got {nhead}")
         _check_attention(config, options)
-        self.place = Place(
-            config, "encoder" if "encoder_layers" in depths and len(self.kinds) == 2 else "decoder", layer or 0
-        )
+        is_encoder = "encoder_layers" in depths and len(self.kinds) == 2
+        self.place = Place(config, "encoder" if is_encoder else "decoder", layer or 0)
         layer_number(self.place.layer, self.place.depth)
         self.is_torchs, self.norm_first = residual is None and init is None, norm_first
         declared, factory = self.place.declared, {"device": device, "dtype": dtype}
@@ -116,8 +115,13 @@ class Layer(Growing, Placeable):
         self.keeps_torchs_values = init == "torch" or self.is_torchs
         if not self.keeps_torchs_values:
             self.draw()
-        own = encoder_layers if len(self.kinds) == 2 else decoder_layers
-        self.placed = None if own is None else "depth" if layer is None and own > 1 else "arguments"
+        own_depth = encoder_layers if len(self.kinds) == 2 else decoder_layers
+        if own_depth is None:
+            self.placed = None
+        elif layer is None and own_depth > 1:
+            self.placed = "depth"
+        else:
+            self.placed = "arguments"
         self.knows_encoder = encoder_layers is not None
         self._review()
 
@@ -129,9 +133,9 @@ class Layer(Growing, Placeable):
     @keeps_torchs_values.setter
     def keeps_torchs_values(self, keeps: bool) -> None:
         self._keeps_torchs_values = keeps
-        self._tell_linears()
+        self._set_linear_resets()
 
-    def _tell_linears(self) -> None:
+    def _set_linear_resets(self) -> None:
         """Sets the linear layers' `reset_parameters`, for code that resets them one by one."""
         for linear, roles, sublayer in self._linears():
             drawn = ("xavier" if self.is_xavier else "torch") if self.keeps_torchs_values else roles
@@ -143,8 +147,7 @@ class Layer(Growing, Placeable):
                 mark_drawn(getattr(self, name))
 
     def _linears(self) -> Iterator[tuple[Any, tuple[Role, ...], int]]:
-        """Yields the linear layers with their roles and the numbers of their sublayers, without attention's stacked
-        matrix."""
+        """Yields (linear layer, roles, its sublayer's number), without attention's stacked matrix of q, k and v."""
         for i, name in enumerate(self.attentions):
             yield getattr(self, name).out_proj, ("output",), i
             if (gate := getattr(getattr(self, name), "gate", None)) is not None:
@@ -159,6 +162,7 @@ class Layer(Growing, Placeable):
         raise NotImplementedError
 
     def _install(self, factory: Mapping[str, Any], bias: bool) -> None:
+        """Makes the scheme's norms and parameters, in the layer and in its attentions."""
         self.has_norm_biases = bias
         self._enter_attentions()
         for part, (owner, items) in enumerate(self._declared()):
@@ -174,12 +178,12 @@ class Layer(Growing, Placeable):
             attention.scale = self.place.declared.attention
 
     def _declared(self) -> Iterator[tuple[nn.Module, list[NormAt | Learned]]]:
-        """Yields the scheme's norms and parameters in the layer, with the module that holds them."""
+        """Yields (module, the norms and parameters that the scheme declares in that module)."""
         begin = parts_of(self.place.spec.begin)
-        yield self, [*begin, *(what for sublayer in self.place.sublayers for what in sublayer.around())]
+        yield self, [*begin, *(item for sublayer in self.place.sublayers for item in sublayer.around())]
         for name in self.attentions:
             attention: MultiheadAttention = getattr(self, name)
-            yield attention, [what for changes in attention.inside.values() for what in parts_of(changes)]
+            yield attention, [item for changes in attention.inside.values() for item in parts_of(changes)]
         yield self, [*self.place.sublayers[-1].within()]
 
     def move(self, place: Place) -> None:
@@ -187,16 +191,16 @@ class Layer(Growing, Placeable):
         constants and norms. Parts that both places share stay."""
         device = self.linear1.weight.device
         factory = {"device": device, "dtype": self.linear1.weight.dtype}
-        old = [{*items} for _, items in self._declared()]
+        items_before = [{*items} for _, items in self._declared()]
         self.place = place
         self._enter_attentions()
-        for part, (had, (owner, wanted)) in enumerate(zip(old, self._declared())):
-            for name in {what.name for what in had} - {what.name for what in wanted}:
+        for part, (before, (owner, items)) in enumerate(zip(items_before, self._declared())):
+            for name in {item.name for item in before} - {item.name for item in items}:
                 delattr(owner, name)
-            missing = [what for what in wanted if what not in had]
+            missing = [item for item in items if item not in before]
             install(owner, missing, place, part, factory=factory, bias=self.has_norm_biases)
         self.grow(None, device)
-        self._tell_linears()
+        self._set_linear_resets()
         self.placed, self.knows_encoder, self._refusal = "stack", True, None
 
     def take_place(self, place: Place) -> None:
@@ -215,7 +219,7 @@ class Layer(Growing, Placeable):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._tell_linears()
+        self._set_linear_resets()
 
     def adopt(self, place: Place, in_stack: bool) -> None:
         """Completes a converted torch.nn layer: its children stay, including the norms that the scheme keeps."""
@@ -279,7 +283,8 @@ class Layer(Growing, Placeable):
                 "stack; or call normformer_rs.nn.place_layers(layers, init=False), and set_num_updates for t"
             )
         draw, declared, sublayers = Draw(x.device), self.place.declared, self.place.sublayers
-        spec, count = self.place.spec, 0 if others is None else len(others) - len(self.place.spec.takes)
+        spec = self.place.spec
+        count = 0 if others is None else len(others) - len(spec.takes)  # the number of streams beside x
         streams = start(declared, x) if others is None else Streams(x, others[:count])
         kept: KeptTensors = dict(zip(spec.takes, others[count:], strict=True)) if others else {}
         if spec.begin:
@@ -289,9 +294,9 @@ class Layer(Growing, Placeable):
             if self.placed != "stack":
                 follow(self.place.layer, i, self.placed not in (None, "depth") or not declared.is_profiled)
             streams = open_streams(self, sublayer, streams)
-            given = begin(self, sublayer, streams, padding_mask)
+            branch_input = begin(self, sublayer, streams, padding_mask)
             is_last = i + 1 == len(sublayers)
-            f = self._feed_forward(given, draw, padding_mask, kept) if is_last else attend[i](given, kept)
+            f = self._feed_forward(branch_input, draw, padding_mask, kept) if is_last else attend[i](branch_input, kept)
             following = None if is_last else only_norm(sublayers[i + 1].before)
             step: dict[str, Any] = {"following": following, "alpha_t": alpha_t, "padding_mask": padding_mask}
             streams = close(self, sublayer, streams, f, getattr(self, f"dropout{i + 1}"), draw, **step)
@@ -313,7 +318,7 @@ class Layer(Growing, Placeable):
             isinstance(self.activation, nn.Module) and is_plain(self.activation, nn.ReLU)
         )
         if is_relu and p is not None and not is_distributed(h):
-            h, where = draw.drop(h, p)  # a mask is not negative, so it may come before the ReLU
+            h, where = draw.drop(h, p)  # dropout's factors are not negative, so they may come before the ReLU
             h = OPS.relu_dropout(h, *where)
         else:
             h = self.activation(h) if gate is None else self.activation(h) * gate(x)
@@ -332,33 +337,33 @@ class Layer(Growing, Placeable):
 
 
 def attended(layer: Layer, name: str, x: Tensor, memory: Tensor, kept: KeptTensors, **masks: Any) -> Tensor:
-    """Returns the output of an attention of the layer; it may add to `kept`. If q, k and v have separate inputs, `x` is
-    the three, stacked. An attention of another class is called in the way of torch.nn's layers.
+    """Returns the output of the layer's attention `name`; the changes inside it may add tensors to `kept`. If q, k and
+    v have separate inputs, `x` is the three, stacked. An attention of another class is called as torch.nn's layers do.
 
-    Errors: InputError if the scheme needs changes inside attention, and the module there makes none.
+    Errors: InputError if the scheme needs changes inside attention, and the module there does not apply them.
     """
     attention = getattr(layer, name)
     inside, reads_apart = getattr(attention, "inside", None), getattr(attention, "reads_apart", None)
     if inside is None or reads_apart is None:
-        sublayer, wraps_ours = _refuse_another(layer, name, attention)
+        sublayer, wraps_ours = _check_other_attention(layer, name, attention)
         reads_apart = mixing.reads_apart(sublayer.mixing)
         inside = {}
         if not wraps_ours:
             masks = _torchs_masks(layer, attention, x, memory, **masks)
-    # A subclass may have a forward of its own, with other arguments.
+    # A subclass may have a forward of its own, without `is_self`.
     if memory is x and getattr(type(attention), "forward", None) is MultiheadAttention.forward:
         masks["is_self"] = True
-    given = x.unbind() if reads_apart else (x, memory, memory)
+    inputs = x.unbind() if reads_apart else (x, memory, memory)
     if not any(map(passes, inside.values())):
-        return attention(*given, need_weights=False, **masks)[0]
-    f, _, left = attention(*given, need_weights=False, **masks, kept=kept)
-    kept.update(left)
+        return attention(*inputs, need_weights=False, **masks)[0]
+    f, _, kept_after = attention(*inputs, need_weights=False, **masks, kept=kept)
+    kept.update(kept_after)
     return f
 
 
-def _refuse_another(layer: Layer, name: str, attention: Any) -> tuple[Sublayer, bool]:
-    """Returns the sublayer, and True if the attention wraps one of this package, which makes the changes inside.
-    InputError if no module makes those that the scheme needs."""
+def _check_other_attention(layer: Layer, name: str, attention: Any) -> tuple[Sublayer, bool]:
+    """Checks an attention of another class. Returns its sublayer, and True if it wraps one of this package's
+    attentions, which then applies the changes inside. InputError if the scheme needs more than its modules can do."""
     config, sublayer = layer.place.config, layer.place.sublayers[layer.attentions.index(name)]
     wraps_ours = any(isinstance(module, MultiheadAttention) for module in attention.modules())
     parts = {part: getattr(config, part) for part in ("output_gate", "sinks", "score_softcap")}
@@ -388,20 +393,19 @@ def _torchs_masks(
     key_padding_mask: Tensor | None,
     is_causal: bool,
 ) -> dict[str, Any]:
-    """Returns masks in the form in which torch.nn's layers pass them on, an encoder's as floats; a causal one is
-    written out."""
+    """Returns masks as torch.nn's layers pass them to attention: an encoder's as floats, a causal one as a tensor."""
     if is_causal and attn_mask is None:
         time = 1 if x.dim() == 3 and getattr(attention, "batch_first", False) else 0
         attn_mask = torch.ones(x.shape[time], memory.shape[time], dtype=torch.bool, device=x.device).triu(1)
     masks = {"attn_mask": attn_mask, "key_padding_mask": key_padding_mask}
-    if len(layer.kinds) == 2:
+    if len(layer.kinds) == 2:  # an encoder's layer
         masks = {name: None if mask is None else additive(mask, x.dtype) for name, mask in masks.items()}
     return {**masks, "is_causal": is_causal}
 
 
 def own_eps(layer_norm_eps: float | None) -> float | None:
-    """Returns torch.nn's argument as `norm_eps`. 1e-5 becomes None: it is every norm's default, and norms without an
-    ε accept no other."""
+    """Returns torch.nn's `layer_norm_eps` as `norm_eps`. torch.nn's default, 1e-5, becomes None, the norm's own
+    default, because norms without an ε refuse a number."""
     return None if layer_norm_eps == 1e-5 else layer_norm_eps
 
 

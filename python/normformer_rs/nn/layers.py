@@ -77,20 +77,21 @@ class Residual(Growing):
             raise InputError(unknown("kind", kind, KINDS))
         parts = ("positions", *ATTENTION, "attention_scale", "attention_multiplier")
         defaults = {field.name: field.default for field in TransformerConfig.FIELDS}
-        if asked := [name for name in parts if name in options and options[name] != defaults[name]]:
-            raise InputError(f"{asked[0]} is a part of a layer, and a Residual leaves F as it is: leave it out")
+        if refused := [name for name in parts if name in options and options[name] != defaults[name]]:
+            raise InputError(f"{refused[0]} is a part of a layer, and a Residual leaves F as it is: leave it out")
         depth = 1 if layers is None else layers
         depths = {"decoder_layers": depth} if kind != "cross-attention" else dict.fromkeys(_DEPTHS, depth)
         architecture = "decoder-only" if kind != "cross-attention" else "encoder-decoder"
-        given = {"norm": norm, "residual": scheme, "norm_eps": norm_eps, "architecture": architecture, **depths}
-        config = configure(options, d_model=d_model, d_ff=d_model, heads=1, **given)
+        configured = {"norm": norm, "residual": scheme, "norm_eps": norm_eps, "architecture": architecture, **depths}
+        config = configure(options, d_model=d_model, d_ff=d_model, heads=1, **configured)
         self.place = Place(config, "decoder", layer_number(layer or 0, depth))
         names = ("self-attention", "feed-forward") if architecture == "decoder-only" else KINDS
         self.number = names.index(kind)
         self.declared = self.place.sublayers[self.number]
-        whole = self.place.declared
-        joins = whole.combine or whole.streams or whole.mixing or self.place.spec.begin or passes(self.declared.outside)
-        if self.declared.inside or joins:
+        scheme_spec = self.place.declared
+        joins_layers = scheme_spec.combine or scheme_spec.streams or scheme_spec.mixing
+        works_between = joins_layers or self.place.spec.begin or passes(self.declared.outside)
+        if self.declared.inside or works_between:
             where = "inside the sublayer" if self.declared.inside else "between sublayers"
             raise InputError(
                 f"{config.residual} also works {where}, out of a Residual's reach: use TransformerEncoderLayer in a "
@@ -98,10 +99,11 @@ class Residual(Growing):
             )
         self.is_told = layers is not None and (layer is not None or layers == 1)
         if not self.is_told:
-            what = asks(config, "decoder", draws=False, only=self.number) or ""
-            if what if layers is None else "number" in what:
+            needed = asks(config, "decoder", draws=False, only=self.number) or ""
+            lacks_one = needed != "" if layers is None else "number" in needed
+            if lacks_one:
                 raise InputError(
-                    f'residual "{config.residual}" asks for {what}: give layers=, the depth, and layer=, from 0'
+                    f'residual "{config.residual}" asks for {needed}: give layers=, the depth, and layer=, from 0'
                 )
         self.sublayer, self.dropout = sublayer, nn.Dropout(dropout)
         install(self, self.declared.around(), self.place, factory={"device": device, "dtype": dtype})
@@ -169,8 +171,8 @@ class TransformerEncoderLayer(Layer):
 
     Outside a TransformerEncoder of this package, in torch.nn.TransformerEncoder or in a list of another module, a layer
     whose scheme depends on its number or the depth needs them: from `place_layers`, or from `layer` and
-    `encoder_layers`. Schemes that also work between layers (dlcl, resi-dual, mhc, …) need this package's stack. There
-    the caller adds a scheme's last norm, in torch.nn's stacks as `norm`.
+    `encoder_layers`. The caller adds a scheme's last norm there, in torch.nn's stacks as `norm`. Schemes that also work
+    between layers (dlcl, resi-dual, mhc, …) need this package's stack.
 
     Shapes: src (B, T, d_model) with `batch_first`, (T, B, d_model) without, or (T, d_model); the same out.
     Errors: InputError for unknown names and options, for masks of another shape, and in `forward` if the scheme needs a
@@ -198,9 +200,9 @@ class TransformerEncoderLayer(Layer):
         alpha_t: Tensor | None = None,
         others: tuple[Tensor, ...] | None = None,
     ) -> Any:
-        """Returns the layer's output. Masks are as in torch.nn. A stack passes `alpha_t` if the scheme grows, and
-        `others`, the streams beside x and the tensors that other layers have kept for it, if its scheme has such:
-        then the result is (output, others), with the tensors that it keeps."""
+        """Returns the layer's output. Masks are as in torch.nn. A stack passes `alpha_t` if the scheme grows. If the
+        scheme has several tensors, the stack also passes `others`: the streams beside x, and the tensors that earlier
+        layers have kept for this one. The result is then (output, others), with the tensors that this layer keeps."""
 
         def attend(x: Tensor, kept: KeptTensors) -> Tensor:
             masks = {"attn_mask": src_mask, "key_padding_mask": src_key_padding_mask, "is_causal": is_causal}
@@ -242,9 +244,9 @@ class TransformerDecoderLayer(Layer):
         alpha_t: Tensor | None = None,
         others: tuple[Tensor, ...] | None = None,
     ) -> Any:
-        """Returns the layer's output. Masks are as in torch.nn. A stack passes `alpha_t` if the scheme grows, and
-        `others`, the streams beside x and the tensors that other layers have kept for it, if its scheme has such:
-        then the result is (output, others), with the tensors that it keeps."""
+        """Returns the layer's output. Masks are as in torch.nn. A stack passes `alpha_t` if the scheme grows. If the
+        scheme has several tensors, the stack also passes `others`: the streams beside x, and the tensors that earlier
+        layers have kept for this one. The result is then (output, others), with the tensors that this layer keeps."""
 
         def attend(x: Tensor, kept: KeptTensors) -> Tensor:
             masks = {"attn_mask": tgt_mask, "key_padding_mask": tgt_key_padding_mask, "is_causal": tgt_is_causal}

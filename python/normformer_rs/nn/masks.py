@@ -22,13 +22,15 @@ class GivenMasks(NamedTuple):
     masks: tuple[Tensor, ...]
     """bool, (B, T) or (T, B), True at padding."""
     takes_both: bool
-    """True if the module takes masks for two stacks, and each stack is called with its own."""
+    """True if the module takes a mask for each of two stacks, encoder and decoder."""
     reader: Any
+    """The object whose hooks put these masks in force."""
     outer: "GivenMasks | None"
+    """The masks that were in force before."""
     tally: list[int]
-    """The numbers of norm inputs, since the outermost call, that one mask fitted, none fitted, and several fitted."""
+    """The numbers of norm inputs, since the outermost call, that one mask fits, no mask fits, and several masks fit."""
     decoders: tuple[Tensor, ...] = ()
-    """The decoder's mask, read from labels or tokens, if the module takes both and got none for its decoder."""
+    """The decoder's mask, computed from labels or tokens if its caller passes none; empty if there is none."""
 
 
 _given: contextvars.ContextVar[GivenMasks | None] = contextvars.ContextVar("normformer_rs_given_masks", default=None)
@@ -48,12 +50,13 @@ def padding_mask(*masks: Tensor, batch_first: bool = True) -> Iterator[None]:
     0.0
 
     Args:
-        masks: bool, (B, T), True at padding. Of several (source and target) a norm uses the one of its input's shape.
+        masks: bool, (B, T), True at padding. If there are several (source and target), each norm uses the one that has
+            its input's shape.
         batch_first: True if the model's tensors are (B, T, d), False for (T, B, d). Rows in one dimension, (B·T, d) or
             (T·B, d), are recognised too.
 
-    The innermost `with` of a thread counts (in compiled models: that of the process). Errors: InputError in a norm
-    whose input has the shape of none of the masks, or of two that differ.
+    The innermost `with` block of the thread is in force (in compiled models, of the process). Errors: InputError in a
+    norm whose input has the shape of none of the masks, or of two that differ.
     """
     for mask in masks:
         if mask.dtype != torch.bool or mask.dim() != 2:
@@ -80,12 +83,13 @@ def check_mask(mask: Any) -> None:
 
 
 def mask_for(x: Tensor) -> Tensor | None:
-    """Returns the mask in force for x (…, d): `padding_mask`'s, else one that the model was called with, else None."""
+    """Returns the mask in force for x (…, d): from `padding_mask`, else from the model's own arguments, else None."""
     masks = _masks_compiled if torch.compiler.is_compiling() else _masks.get()
     rows = x.shape[:-1]
     if not masks:
         return _given_for(rows)
     fitting = [mask for mask in masks if mask.shape == rows]
+    # x may have its rows in one dimension
     fitting = fitting or [mask.reshape(-1) for mask in masks if (mask.numel(),) == tuple(rows)]
     if _is_one(fitting):
         return fitting[0]
@@ -99,6 +103,7 @@ def mask_for(x: Tensor) -> Tensor | None:
 
 
 def _is_one(fitting: list[Tensor]) -> bool:
+    """True if the list has one mask, perhaps several times."""
     return len(fitting) > 0 and all(mask is fitting[0] for mask in fitting)
 
 
@@ -121,15 +126,17 @@ def give(new: GivenMasks | None) -> None:
 
 
 def _given_for(rows: torch.Size) -> Tensor | None:
-    """Returns the mask, of those that the model was called with, that fits rows of this shape. None if none fits, or
-    several different ones do. Counts the outcome in `tally`."""
-    now = given()
-    if now is None or not now.masks:
+    """Returns the mask from the model's arguments that fits rows of this shape. None if no mask fits, or several
+    different ones do. Counts the outcome in `tally`."""
+    in_force = given()
+    if in_force is None or not in_force.masks:
         return None
-    fitting = [mask for mask in now.masks if mask.shape == rows]
-    fitting = fitting or [mask.T for mask in now.masks if len(rows) == 2 and mask.shape == rows[::-1]]
-    fitting = fitting or [mask.reshape(-1) for mask in now.masks if (mask.numel(),) == tuple(rows)]
+    masks = in_force.masks
+    fitting = [mask for mask in masks if mask.shape == rows]
+    fitting = fitting or [mask.T for mask in masks if len(rows) == 2 and mask.shape == rows[::-1]]
+    fitting = fitting or [mask.reshape(-1) for mask in masks if (mask.numel(),) == tuple(rows)]
     is_one = _is_one(fitting)
     if len(rows) > 1 and not torch.compiler.is_compiling():
-        now.tally[0 if is_one else 2 if fitting else 1] += 1
+        outcome = 0 if is_one else 2 if fitting else 1
+        in_force.tally[outcome] += 1
     return fitting[0] if is_one else None

@@ -37,46 +37,46 @@ def begin(mixing: Mixing | None, x: Tensor) -> Tensor:
 
 
 def reads_apart(mixing: Mixing | None) -> bool:
-    """True if q, k and v each have their own input: then three tensors are read, stacked."""
-    return not isinstance(mixing, HyperConnection) and any(len(what.shape) == 2 for what in parts_of(mixing))
+    """True if q, k and v each have their own input: then `read` returns the three, stacked."""
+    return not isinstance(mixing, HyperConnection) and any(len(part.shape) == 2 for part in parts_of(mixing))
 
 
 def read(mixing: Mixing | None, owner: nn.Module, tensors: Tensors) -> tuple[Tensor, Tensors]:
-    """Returns x, and what `write` needs: around a hyper-connection's sublayer the weights of its streams and of F(x),
-    or those of F(x) alone; nothing at a stack's end and for attention over depth."""
-    made: Any = [getattr(owner, what.name) for what in parts_of(mixing)]
-    if not isinstance(mixing, HyperConnection) and not made:
+    """Returns x, and the tensors that `write` will need. Around a sublayer with a hyper-connection they are the weights
+    of the streams and of F(x), or those of F(x) alone. There are none at a stack's end and for attention over depth."""
+    parameters: Any = [getattr(owner, part.name) for part in parts_of(mixing)]
+    if not isinstance(mixing, HyperConnection) and not parameters:
         return tensors[0], ()
     with without_autocast(tensors[0].device.type):  # the residual stream keeps its type
         if isinstance(mixing, HyperConnection):
-            x, *unwritten = _gated(mixing.gates, tensors[0], *made)
+            x, *unwritten = _gated(mixing.gates, tensors[0], *parameters)
             return x, tuple(unwritten)
-        attend: Any = formulas.depth_attention if len(made) == 2 else formulas.normed_depth_attention
-        return attend(tensors, *made), ()
+        attend: Any = formulas.depth_attention if len(parameters) == 2 else formulas.normed_depth_attention
+        return attend(tensors, *parameters), ()
 
 
-def _gated(gates: Any, streams: Tensor, *made: Tensor) -> tuple[Tensor, ...]:
-    """Returns x and, around a sublayer, (Rᵀ, g), (…, n, n + 1), or g alone, (…, n, 1)."""
+def _gated(gates: Any, streams: Tensor, *parameters: Tensor) -> tuple[Tensor, ...]:
+    """Returns x and, around a sublayer, one more tensor: [Rᵀ, g], (…, n, n + 1), or g alone, (…, n, 1)."""
     if isinstance(gates, Joint):
-        weight, scale, bias = made
-        if gates.scale.shape == (1,):
+        weight, scale, bias = parameters
+        if gates.scale.shape == (1,):  # at a stack's end
             return (formulas.hyper_read(streams, weight, scale, bias),)
         return formulas.hyper_connection(streams, weight, scale, bias, gates.iterations, gates.magnitude)
     if isinstance(gates, Permuted):
-        return formulas.permuted_connection(streams, *made)
+        return formulas.permuted_connection(streams, *parameters)
     if isinstance(gates, Each):
-        return formulas.free_hyper_connection(streams, *made)
+        return formulas.free_hyper_connection(streams, *parameters)
     if isinstance(gates, Channel):
-        if gates.write is None:
-            return (formulas.channel_read(streams, *made),)
-        gain, down, up, weight = made
+        if gates.write is None:  # at a stack's end
+            return (formulas.channel_read(streams, *parameters),)
+        gain, down, up, weight = parameters
         return formulas.channel_connection(streams, gain, down, up, weight, gates.magnitude)
     return (formulas.sum_of_streams(streams, gates),)
 
 
 def write(mixing: Mixing, tensors: Tensors, unwritten: Tensors, f: Tensor) -> Tensors:
-    """Returns the tensors after F(x) = f, to which dropout is applied already. Attention over depth appends f, or
-    adds it to the last tensor. A hyper-connection's streams are those that were read, perhaps cast since."""
+    """Returns the tensors after F(x) = f; dropout has already been applied to f. Attention over depth appends f, or
+    adds f to the last tensor. A hyper-connection gets the streams that `read` got, perhaps in another dtype."""
     if isinstance(mixing, HyperConnection):
         (streams,), (weights,) = tensors, unwritten
         if weights.shape[-1] == 1:  # g alone: every stream stays itself
@@ -86,7 +86,7 @@ def write(mixing: Mixing, tensors: Tensors, unwritten: Tensors, f: Tensor) -> Te
 
 
 def seen(mixing: Mixing | None, tensors: Tensors) -> Tensor:
-    """Returns one tensor like x: the mean of the streams, or of the outputs."""
+    """Returns one tensor in x's shape: x itself, the mean of the streams, or the mean of the outputs."""
     if mixing is None:
         return tensors[0]
     return tensors[0].mean(-2) if isinstance(mixing, HyperConnection) else torch.stack(tensors).mean(0)

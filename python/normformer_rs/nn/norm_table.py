@@ -22,7 +22,7 @@ class TensorSpec(NamedTuple):
     shape: str | Sequence[int | str]
     """The shape: "one", "width", "column", or a matrix's sides: numbers, "width" and names of options."""
     start: Any
-    """The initial value of every element; for a parameter it may be a formula in words (`NormSpec.numbers`)."""
+    """The initial value of every element; a parameter's may be a formula as text (`NormSpec.numbers` evaluates it)."""
     is_counter: bool = False
     std: Any = 0.0
     offset: Any = 0.0
@@ -42,12 +42,12 @@ def size_of(shape: str | Sequence[int | str], width: int, options: Mapping[str, 
 
 
 class Numbers(NamedTuple):
-    """The numbers of a parameter p in one norm, whose operator gets factor·(offset + p)."""
+    """A parameter p of one norm: its initial values, and its scale. The operator gets factor·(offset + p)."""
 
     start: float
     """The initial value of p."""
     std: float = 0.0
-    """If it is not 0, the initial values of p are N(0, std²)."""
+    """If not 0, the initial values of p are drawn from N(0, std²)."""
     offset: float = 0.0
     factor: float = 1.0
 
@@ -74,11 +74,11 @@ def used(p: Tensor | None, numbers: Numbers) -> Tensor | None:
 
 
 def composed_norm(x: Tensor, parameters: list[Tensor | None], options: list[float], name: str) -> Tensor:
-    """Computes a norm of rows by its composed form, an operator that torch decomposes; `parameters` are in the form
-    that kernels get. The result is contiguous, like a kernel's."""
+    """Computes a norm of rows by its composed form, an operator that torch decomposes. `parameters` are as kernels
+    receive them. The result is contiguous, like a kernel's."""
     run: Any = _core.composed_norm if records_core() else torch.ops.normformer_rs.composed_norm
-    found: Tensor = run(x, parameters, options, name)
-    return found.contiguous()
+    y: Tensor = run(x, parameters, options, name)
+    return y.contiguous()
 
 
 COLUMN_OPTIONS = {
@@ -113,35 +113,37 @@ class NormSpec(NamedTuple):
     @classmethod
     def of(cls, entry: Mapping[str, Any]) -> "NormSpec":
         """Reads an entry of `normformer_rs.tables()`."""
-        parameters, buffers = (tuple(TensorSpec(**kept) for kept in entry[key]) for key in ("parameters", "buffers"))
+        parameters = tuple(TensorSpec(**fields) for fields in entry["parameters"])
+        buffers = tuple(TensorSpec(**fields) for fields in entry["buffers"])
         options = {option["name"]: option["default"] for option in entry["options"]}
         plain = {key: entry[key] for key in ("name", "module", "form", "operator")}
         choices = {option["name"]: option["choices"] for option in entry["options"] if "choices" in option}
         return cls(**plain, parameters=parameters, buffers=buffers, options=options, choices=choices)
 
     def with_columns(self, beside: Container[str] = ()) -> "NormSpec":
-        """Returns itself. `beside`: names that the norm's own class takes care of. Errors: ImportError if a norm with
-        column statistics declares anything else that its operator has not, and would therefore drop."""
+        """Checks an entry with column statistics, and returns it. `beside`: the names of tensors and options that the
+        norm's own class handles. Errors: ImportError for any other that its operator lacks and would drop."""
         statistics = [buffer.shape for buffer in self.buffers if not buffer.is_counter]
         counters = [buffer.shape for buffer in self.buffers if buffer.is_counter and buffer.name not in beside]
-        keeps = 1 <= len(statistics) <= 2 and {*statistics} <= {"width", "column"} and counters in ([], ["one"])
+        knows_buffers = 1 <= len(statistics) <= 2 and {*statistics} <= {"width", "column"} and counters in ([], ["one"])
         known = ("eps", *COLUMN_OPTIONS, "groups", "sync")
         others = [name for name in self.options if name not in known and name not in beside]
-        shown = None
-        if not keeps:
+        problem = None  # (what the entry declares, what its operator has)
+        if not knows_buffers:
             listed = ", ".join(f"{buffer.name} ({buffer.shape})" for buffer in self.buffers)
-            shown = f"the buffers {listed}", "one or two statistics (width or column) and at most one counter (one)"
+            problem = f"the buffers {listed}", "one or two statistics (width or column) and at most one counter (one)"
         elif [(p.name, p.shape) for p in self.parameters if p.name not in beside] != _AFFINE:
-            shown = f"the parameters {', '.join(p.name for p in self.parameters)}", "WEIGHT and BIAS"
+            problem = f"the parameters {', '.join(p.name for p in self.parameters)}", "WEIGHT and BIAS"
         elif others:
-            shown = f"the option {others[0]}", ", ".join(known)
-        if shown is not None:
-            raise ImportError(f"norm {self.name} declares {shown[0]}: a norm with column statistics has {shown[1]}")
+            problem = f"the option {others[0]}", ", ".join(known)
+        if problem is not None:
+            raise ImportError(f"norm {self.name} declares {problem[0]}: a norm with column statistics has {problem[1]}")
         return self
 
     def numbers(self, width: int, given: Mapping[str, Any]) -> dict[str, Numbers]:
         """Returns the numbers of each parameter, in a norm with these options. Errors: InputError for an invalid
         option."""
+        # JSON has no infinity.
         plain = {name: str(o) if isinstance(o, float) and not math.isfinite(o) else o for name, o in given.items()}
         return dict(_numbers(self.name, width, json.dumps(plain, default=float)))
 

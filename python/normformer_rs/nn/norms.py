@@ -55,14 +55,14 @@ class RMSNorm(OffsetNorm, norm="rmsnorm"):
     Args:
         normalized_shape, elementwise_affine: as in LayerNorm. eps: ε; None: the machine epsilon of the computing type.
         unit_offset: a `g` of x-transformers that is loaded is γ − 1.
-        zero_centred: the weight is γ − 1, 0 initially; the sum is in f32 (f64 for f64).
-        cast: when rows of 16 bits are rounded to their type: "after" the product with γ; "before" it as well (x̂, as in
-            Llama); or their "scale" 1/√(mean x² + ε) is, before its product with x (DeepSeek-V4's queries).
+        zero_centred: the weight is γ − 1, 0 initially; 1 + weight is computed in f32 (f64 for f64).
+        cast: when 16-bit rows are rounded: "after" the product with γ; "before" it as well, so that x̂ is rounded
+            (Llama); or "scale", so that 1/√(mean x² + ε) is rounded before its product with x (DeepSeek-V4's queries).
         eps_place: "inside" the root, or "outside", √(mean x²) + ε, as in the original release.
         part: p; the mean is over the first ⌊p·d⌋ numbers of a row (pRMSNorm).
 
-    ε outside and p < 1 are composed of torch's operations, and so is cast="scale" in 16 bits; everything else runs on
-    the kernels of RMSNorm, cast="before" in 16 bits with the product after them.
+    ε outside, p < 1 and, in 16 bits, cast="scale" are composed of torch's operations. Everything else runs on RMSNorm's
+    kernels; with cast="before" in 16 bits, the product with γ is a separate operation after the kernel.
 
     Shapes, dtypes, errors: LayerNorm's; InputError for any other word, and if ⌊p·d⌋ is 0. Source: Zhang & Sennrich
     2019; Nguyen & Salazar 2019, §4.2; the families' code (docs/spec.md §1.16).
@@ -86,13 +86,13 @@ class RMSNorm(OffsetNorm, norm="rmsnorm"):
         super().__init__(normalized_shape, eps, elementwise_affine, device, dtype, unit_offset=unit_offset)
 
     def measured(self) -> int:
-        """Returns how many numbers of a row the mean is over: its first ⌊p·d⌋."""
+        """Returns ⌊p·d⌋, the number of a row's first elements that the mean is over."""
         return math.floor(self.part * self.width)
 
     def rounds_once(self, x: Tensor) -> bool:
         """True if the kernels compute all of this norm for rows of x's dtype."""
-        is_near = self.eps_place == "inside" and self.part == 1
-        return is_near and (self.cast == "after" or x.dtype in (torch.float32, torch.float64))
+        is_usual = self.eps_place == "inside" and self.part == 1
+        return is_usual and (self.cast == "after" or x.dtype in (torch.float32, torch.float64))
 
     def fuses(self, x: Tensor) -> bool:
         return super().fuses(x) and self.rounds_once(x)

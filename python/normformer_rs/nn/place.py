@@ -25,7 +25,7 @@ OWN: tuple[str, ...] = (
 )
 OWN += ("tie_embeddings", "output_bias", "dropout", "embedding_dropout", *LANGUAGE_MODELS)
 OWN += ("attention_length", "attn_softmax_alpha", "ffn_act_alpha", "res_alpha", "res_attn_ratio")
-"""Options of a whole model that layers take under torch.nn's names, or do not have."""
+"""Options of TransformerConfig that a layer's free options exclude: it lacks them, or has an argument for them."""
 
 
 def configure(options: Mapping[str, Any], **given: Any) -> TransformerConfig:
@@ -95,7 +95,7 @@ class Place:
         given = getattr(self.config, f"{self.stack}_norm") or self.config.norm  # type: ignore[attr-defined]
         return self.declared.norm if isinstance(given, str) else given
 
-    # `declared` is the whole stack's: copies of a layer share it, and unpickling reads it again.
+    # Copies share a Place, because `declared` describes the whole stack; unpickling reads it from Rust again.
     def __deepcopy__(self, _: Any) -> "Place":
         return self
 

@@ -16,12 +16,15 @@ from .dropout import Where, drop
 
 
 class ProfilingPass:
-    """A profiling pass in progress: the deviation of everything added so far in the current stack."""
+    """The state of a profiling pass in progress."""
 
     def __init__(self) -> None:
         self.deviation: Tensor | None = None
+        """r, (1,); None at the start of a stack, where r is 1."""
         self.gains = 0
+        """The number of gains set so far."""
         self.place = (-1, -1)
+        """The (layer, sublayer) announced last."""
 
 
 _pass: ProfilingPass | None = None

@@ -10,17 +10,12 @@ LIMIT = 32
 
 
 def will_recompute() -> bool:
-    """True if the current forward will be recomputed: it builds no graph, or hooks take the tensors that it saves."""
+    """True if the current forward may be recomputed: it builds no graph, or hooks handle the tensors that it saves."""
     return not torch.is_grad_enabled() or saves_by_hooks()
 
 
 def saves_by_hooks() -> bool:
-    """True if hooks take the tensors that the current forward saves, like those of activation checkpointing.
-
-    The hooks may raise, because checkpointing ends a forward's second run in this way. An operator that is a
-    composition calls torch's operators from Rust, where an exception of a hook is lost, so modules then compose it in
-    Python.
-    """
+    """True if hooks handle the tensors that the current forward saves, as in activation checkpointing."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
@@ -30,17 +25,19 @@ def is_second_run() -> bool:
 
 
 class _Run(NamedTuple):
+    """A norm's forward: the sums of its input's columns, its mask, and its statistics."""
+
     sums: Tensor
     mask: Tensor | None
     stats: Tensor
 
 
 class RecomputedStatistics:
-    """The statistics of a norm's last forwards that will be recomputed. They are looked up by a forward's inputs: the
-    explicit mask, and sums of x's columns.
+    """The statistics of a norm's last forwards that will be recomputed. A second run finds those of its first run by
+    its inputs: the explicit mask, and sums of x's columns.
 
-    If several forwards fit, the one with the fewest look-ups is taken, and of these the latest, because backward runs
-    in reverse. The host waits for the device only if some forwards had a mask and some had none.
+    If several forwards fit, `find` chooses the one with the fewest look-ups, and of these the latest, because backward
+    runs in reverse. The host waits for the device only if some forwards had a mask and some had none.
     """
 
     def __init__(self) -> None:
@@ -51,12 +48,12 @@ class RecomputedStatistics:
 
     def add(self, x: Tensor, mask: Tensor | None, stats: Tensor) -> None:
         """Keeps a forward's mask and statistics."""
-        runs, found = self._runs.setdefault(x.shape, []), self._found.get(x.shape)
-        if found is None or found.device != x.device:
+        runs, look_ups = self._runs.setdefault(x.shape, []), self._found.get(x.shape)
+        if look_ups is None or look_ups.device != x.device:
             runs.clear()
-            found = torch.zeros(0, device=x.device)
+            look_ups = torch.zeros(0, device=x.device)
         runs.append(_Run(_sums(x), mask, stats))
-        self._found[x.shape] = torch.cat([found, found.new_zeros(1)])
+        self._found[x.shape] = torch.cat([look_ups, look_ups.new_zeros(1)])
         self._shapes.append(x.shape)
         if len(self._shapes) > LIMIT:
             oldest = self._shapes.pop(0)
@@ -87,23 +84,24 @@ class RecomputedStatistics:
             for i, run in enumerate(runs):
                 if not _is_same(run.mask, mask):
                     distance[i] = torch.inf
-        found, latest_first = self._found[x.shape], torch.arange(len(runs), 0, -1, device=x.device)
-        order = torch.where(distance == distance.min(), found * len(runs) + latest_first, torch.inf)
-        one = order.argmin(0, keepdim=True)
-        self._found[x.shape] = found + (latest_first == len(runs) - one)
+        look_ups, latest_first = self._found[x.shape], torch.arange(len(runs), 0, -1, device=x.device)
+        # Only runs at the smallest distance count: first by look-ups, then by time.
+        order = torch.where(distance == distance.min(), look_ups * len(runs) + latest_first, torch.inf)
+        best = order.argmin(0, keepdim=True)
+        self._found[x.shape] = look_ups + (latest_first == len(runs) - best)
         masks = [run.mask for run in runs if run.mask is not None]
         if masks and len(masks) < len(runs):  # with a mask the graph differs, so the host must know which run it is
-            return runs[int(one)].mask, runs[int(one)].stats
-        return torch.stack(masks)[one][0] if masks else None, torch.stack([run.stats for run in runs])[one][0]
+            return runs[int(best)].mask, runs[int(best)].stats
+        return torch.stack(masks)[best][0] if masks else None, torch.stack([run.stats for run in runs])[best][0]
 
 
 def _is_same(one: Tensor | None, other: Tensor | None) -> bool:
-    """True for the same tensor, or another of the same memory, as checkpointing passes it on."""
+    """True if both are one tensor, or views of the same memory, as checkpointing makes them."""
     return one is not None and other is not None and one.data_ptr() == other.data_ptr() and one.shape == other.shape
 
 
 def _sums(x: Tensor) -> Tensor:
-    """Returns the sums of x's columns, (d,), with another weight for each row."""
+    """Returns weighted sums of x's columns, (d,). Each row has another weight, so that the order of rows counts."""
     rows = x.detach().reshape(-1, x.shape[-1])
     weights = torch.linspace(0.5, 1.5, len(rows), dtype=x.dtype, device=x.device) / max(len(rows), 1)
     return (weights @ rows).nan_to_num()

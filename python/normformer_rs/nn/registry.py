@@ -74,20 +74,21 @@ def norm_of_config(
 
     `last_of_decoder`: True for the norm that keeps its gain under scalenorm-fixed. `ends_stack`: True for a norm after
     a stack, where powernorm's release mode warms up for 1000 forwards. `is_weighted`: False leaves out the weight of an
-    rmsnorm. `bias`: True if norms that have one learn it.
+    rmsnorm. `bias`: True to learn a bias, in norms that have one.
     """
     own = _own(name, config) if isinstance(name, str) else name
     if own is not None:
-        return _drawn(own(width, device=device, dtype=dtype), {of: own.shape(of) for of in own.parameters}, config)
+        norm = own(width, device=device, dtype=dtype)
+        return _drawn(norm, {parameter: own.shape(parameter) for parameter in own.parameters}, config)
     assert isinstance(name, str)
-    kind = norm_class(name)
+    norm_type = norm_class(name)
     settings = {**_settings(name, config, last_of_decoder, ends_stack)}
     if not is_weighted:
         settings |= {"elementwise_affine": False, "zero_centred": False}
     shapes = {parameter.name: parameter.shape for parameter in DECLARED[family_norm(name)].parameters}
     if "bias" in shapes:
         settings["bias"] = bias
-    return _drawn(kind(width, **settings, device=device, dtype=dtype), shapes, config)
+    return _drawn(norm_type(width, **settings, device=device, dtype=dtype), shapes, config)
 
 
 def _drawn(norm: Any, shapes: Mapping[str, Any], config: TransformerConfig) -> Any:

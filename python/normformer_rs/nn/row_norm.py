@@ -18,7 +18,7 @@ OPS = torch.ops.normformer_rs
 
 
 def unit_rows(x: Tensor, gain: Tensor | None, eps: float) -> Tensor:
-    """Returns gain·x/max(‖x‖₂, ε), ScaleNorm as a function; an exported program gets it in torch's own operations."""
+    """Returns gain·x/max(‖x‖₂, ε): ScaleNorm as a function. Exported programs contain torch's own operations."""
     if torch.compiler.is_exporting():
         return composed_norm(x, [gain], DECLARED["scalenorm"].as_floats(eps=eps), "scalenorm")
     return OPS.scale_norm(x, gain, None, eps)[0]
@@ -32,19 +32,20 @@ class RowNorm(Typed):
     names: tuple[str, ...]
     """The parameters' names."""
     numbers: tuple[str, ...]
-    """The names of the parameters of x̂: all but weight and bias."""
+    """The names of the parameters that x̂ depends on: all but weight and bias."""
     has_eps: bool
     has_bias: bool
     has_one_gain: bool
+    """True if the weight is a single number."""
     weight: Any
     """A parameter, or None."""
     bias: Any
     """A parameter, or None."""
     first_scale: float = 1.0
-    """The factor of γ's initial value, as a residual scheme declares it."""
+    """A residual scheme's factor on the initial value of γ."""
 
     def __init_subclass__(cls, norm: str | None = None, **rest: Any) -> None:
-        """Sets the class's attributes from the table. `norm`: the name in the table."""
+        """Sets the class's attributes from the table. `norm`: the name there; None keeps the parent's attributes."""
         super().__init_subclass__(**rest)
         if norm is None:
             return
@@ -71,13 +72,17 @@ class RowNorm(Typed):
         if self.has_eps:
             check_eps(eps)
             self.eps = eps
-        left_out = {"weight", "bias"} if not elementwise_affine else set() if bias else {"bias"}
-        given = {name: getattr(self, name) for name in self.declared.options}
-        self.numbers_of = self.declared.numbers(self.width, given)
-        for declared in self.declared.parameters:
-            size = shape if declared.shape == "width" else declared.size(self.width, vars(self))
+        left_out: set[str] = set()
+        if not elementwise_affine:
+            left_out = {"weight", "bias"}
+        elif not bias:
+            left_out = {"bias"}
+        options = {name: getattr(self, name) for name in self.declared.options}
+        self.numbers_of = self.declared.numbers(self.width, options)
+        for parameter in self.declared.parameters:
+            size = shape if parameter.shape == "width" else parameter.size(self.width, vars(self))
             empty = torch.empty(size, device=device, dtype=dtype)
-            self.register_parameter(declared.name, None if declared.name in left_out else nn.Parameter(empty))
+            self.register_parameter(parameter.name, None if parameter.name in left_out else nn.Parameter(empty))
         for name in {"weight", "bias"}.difference(self.names):
             self.register_parameter(name, None)
         self.reset_parameters()
@@ -91,11 +96,11 @@ class RowNorm(Typed):
         sharding.mark_drawn(self)
 
     def gain(self) -> float:
-        """Returns the value that the operator gets for the weight initially."""
+        """Returns the initial value of the weight, as the operator receives it."""
         return self.numbers_of["weight"].at_start() if "weight" in self.numbers_of else 1.0
 
     def in_use(self, name: str) -> Tensor | None:
-        """Returns a parameter in the form that the operator gets."""
+        """Returns the parameter `name` as the operator receives it, factor·(offset + p)."""
         p = getattr(self, name)
         return used(p, self.numbers_of[name]) if name in self.numbers_of else p
 
@@ -105,7 +110,7 @@ class RowNorm(Typed):
         return math.prod(self.normalized_shape)
 
     def parameters_in_use(self, x: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """Returns weight and bias in the form that the operator gets; a gain that is not learned is a constant."""
+        """Returns weight and bias as the operator receives them; a gain that is not learned becomes a constant."""
         weight, bias = self.weight, self.bias
         if weight is None and (self.has_one_gain or self.gain() != 1.0):
             return x.new_full((1,), self.gain(), dtype=torch.promote_types(x.dtype, torch.float32)), bias
@@ -114,11 +119,11 @@ class RowNorm(Typed):
         return weight, bias if bias_numbers is None else used(bias, bias_numbers)
 
     def eps_for(self, x: Tensor) -> float:
-        """Returns ε; None stands for the machine epsilon of the type in which x is computed, as in torch."""
+        """Returns ε. If `eps` is None, it is the machine epsilon of the dtype in which x is computed, as in torch."""
         return torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps if self.eps is None else self.eps
 
     def own(self, x: Tensor) -> Sequence[Any]:
-        """Returns the operator's arguments besides weight and bias: ε, or the parameters of x̂."""
+        """Returns the operator's arguments after weight and bias: ε, or the parameters that x̂ depends on."""
         return [self.in_use(name) for name in self.numbers] if self.numbers else (self.eps_for(x),)
 
     def call(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
@@ -129,10 +134,12 @@ class RowNorm(Typed):
 
     def composed(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         """Returns the same as `call`, computed by the composed form, an operator that torch decomposes."""
-        one = {p.name for p in self.declared.parameters if p.shape == "one"}
-        found = {name: self.in_use(name) for name in self.numbers}
-        inside = {name: p.flatten() if name in one and p is not None else p for name, p in found.items()}
-        parameters = [{"weight": weight, "bias": bias, **inside}[name] for name in self.names]
+        scalars = {p.name for p in self.declared.parameters if p.shape == "one"}
+        tensors: dict[str, Tensor | None] = {"weight": weight, "bias": bias}
+        for name in self.numbers:
+            p = self.in_use(name)
+            tensors[name] = p.flatten() if name in scalars and p is not None else p
+        parameters = [tensors[name] for name in self.names]
         return composed_norm(x, parameters, self.options(x), self.declared.name)
 
     def options(self, x: Tensor) -> list[float]:
@@ -141,8 +148,8 @@ class RowNorm(Typed):
         return self.declared.as_floats(**given)
 
     def fuses(self, x: Tensor) -> bool:
-        """True if the fused residual step can compute this norm of a stream of x's dtype, from `parameters_in_use`
-        and `own`."""
+        """True if the fused residual step can compute this norm of a residual stream with x's dtype, from the tensors
+        of `parameters_in_use` and `own`."""
         return len(self.normalized_shape) == 1 and (self.returns == "x" or self.result_dtype(x) == x.dtype)
 
     def formula(self, x: Tensor) -> Tensor:
@@ -174,7 +181,7 @@ class RowNorm(Typed):
         if torch.compiler.is_exporting():
             return self.formula(x)
         if type(x) is not Tensor and not torch.compiler.is_compiling():
-            sharding.register()
+            sharding.register()  # x may be a DTensor
         return self._on_rows(self.call, x)
 
     def extra_repr(self) -> str:
@@ -186,7 +193,8 @@ class RowNorm(Typed):
 
 
 class OffsetNorm(RowNorm):
-    """A norm that also loads the `g` of x-transformers. Norms there compute x/‖x‖·√d·(g + offset)."""
+    """A norm that also loads the `g` of x-transformers, whose norms compute x/‖x‖·√d·(g + offset). The offset is 1 with
+    `unit_offset`, and 0 without."""
 
     def __init__(
         self,

@@ -49,7 +49,7 @@ class GroupScaling(nn.Module):
 
 
 def scale_groups(x: Tensor, groups: int) -> Tensor:
-    """Applies GroupScaling as a function; an exported program gets it in torch's own operations."""
+    """Applies GroupScaling as a function. Exported programs contain torch's own operations."""
     if torch.compiler.is_exporting():
         parts = x.unflatten(-1, (groups, x.shape[-1] // groups))
         options = DECLARED["rmsnorm"].as_floats(eps=CONSTANTS["groupscaling_eps"])
@@ -70,18 +70,19 @@ class RunningNorm(Steered, Typed):
     _state: tuple[str | None, str | None, str | None]
     """The names of its buffers in the operator's order."""
     shown: tuple[str, ...]
+    """The names of the options that the operator gets besides `train` and `eps`."""
     own: tuple[str, ...]
     """The names of the options that the class reads itself."""
     gains: tuple[str, ...] = ("weight",)
-    """The names of the parameters whose first values `first_scale` multiplies."""
+    """The names of the parameters whose initial values `first_scale` multiplies."""
     takes_pad_mask = True
     first_scale: float = 1.0
-    """The factor of the gains' initial values, as a residual scheme declares it."""
+    """A residual scheme's factor on the initial values of `gains`."""
     weight: nn.Parameter | None
     bias: nn.Parameter | None
     refused: Tensor
-    """The number of refused batches, (1,) int64. It is no buffer, so checkpoints ignore it. An exported program may
-    only write to buffers, so it does not count them."""
+    """The number of refused batches, (1,) int64. It is not a buffer, so checkpoints ignore it. An exported program may
+    only write to buffers, so it does not count refused batches."""
 
     def __init_subclass__(cls, norm: str | None = None, beside: Sequence[str] = (), **rest: Any) -> None:
         """Sets the class's attributes from the table. `norm`: the name in the table. `beside`: the names of parameters,
@@ -120,20 +121,21 @@ class RunningNorm(Steered, Typed):
             raise InputError(f"{type(self).__name__} has no group scaling, got groups={groups}: leave it out")
         self.num_features, self.eps, self.groups = num_features, eps, groups
         self.elementwise_affine = elementwise_affine
-        made = {"device": device, "dtype": dtype}
         for parameter in self.declared.parameters:
             is_affine, is_bias = parameter.shape == "width", parameter.name.endswith("bias")
             is_learned = (elementwise_affine or not is_affine) and (bias or not is_bias)
-            p = nn.Parameter(torch.empty(parameter.size(num_features), **made)) if is_learned else None
+            size = parameter.size(num_features)
+            p = nn.Parameter(torch.empty(size, device=device, dtype=dtype)) if is_learned else None
             self.register_parameter(parameter.name, p)
-        kind = torch.float64 if (dtype or torch.get_default_dtype()) == torch.float64 else torch.float32
+        statistics_dtype = torch.float64 if (dtype or torch.get_default_dtype()) == torch.float64 else torch.float32
         for buffer in self.declared.buffers:
-            made["dtype"] = torch.int64 if buffer.is_counter else kind
-            self.register_buffer(buffer.name, torch.empty(buffer.size(num_features), **made))
+            buffer_dtype = torch.int64 if buffer.is_counter else statistics_dtype
+            empty = torch.empty(buffer.size(num_features), device=device, dtype=buffer_dtype)
+            self.register_buffer(buffer.name, empty)
         self.refused = torch.zeros(1, dtype=torch.int64, device=device)
         self._recomputed = RecomputedStatistics()
-        given = {name: getattr(self, name) for name in self.declared.options}
-        self.numbers_of = self.declared.numbers(num_features, given)
+        options = {name: getattr(self, name) for name in self.declared.options}
+        self.numbers_of = self.declared.numbers(num_features, options)
         self.reset_parameters()
         self.remember_copies()
 
@@ -146,7 +148,7 @@ class RunningNorm(Steered, Typed):
         return {COLUMN_OPTIONS[name]: getattr(self, name) for name in self.shown}
 
     def in_use(self) -> tuple[Tensor | None, Tensor | None]:
-        """Returns weight and bias in the form that the operator gets."""
+        """Returns weight and bias as the operator receives them."""
         return used(self.weight, self.numbers_of["weight"]), used(self.bias, self.numbers_of["bias"])
 
     def state(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
@@ -171,8 +173,8 @@ class RunningNorm(Steered, Typed):
         mark_drawn(self)
 
     def frozen(self) -> tuple[Tensor | None, Tensor]:
-        """Returns evaluation's statistics: the mean that is subtracted (None: none), and the mean square of the
-        divisor. A class overrides it if these are not its buffers."""
+        """Returns the statistics that evaluation uses: the mean that it subtracts (None: it subtracts nothing), and the
+        mean square under the root. A class overrides this method if these are not its buffers."""
         first, second, _ = self.state()
         assert first is not None
         if self._state[0] == "running_mean":
@@ -182,8 +184,8 @@ class RunningNorm(Steered, Typed):
 
     @leaf
     def forward(self, x: Tensor, padding_mask: Tensor | None = None) -> Tensor:
-        """Returns N(x). `padding_mask`: bool in x's leading shape, True at padding; None for that of `with
-        padding_mask(…)`."""
+        """Returns N(x). `padding_mask`: bool in x's leading shape, True at padding; None for the mask that `with
+        padding_mask(…)` has put in force."""
         if x.is_nested:
             return over_rows(self, x, padding_mask)
         if x.dim() and x.shape[-1] != self.num_features:
@@ -200,26 +202,32 @@ class RunningNorm(Steered, Typed):
             x = scale_groups(x, self.groups)
         is_compiling, is_exporting = torch.compiler.is_compiling(), torch.compiler.is_exporting()
         if not is_compiling and self._origin is not None:
-            self._origin.trains() if self.training else self.take_over()
-        stranger = None
+            if self.training:
+                self._origin.trains()
+            else:
+                self.take_over()
+        unsupported = None  # the kind of call for which the operator cannot update statistics
         if not is_compiling:
-            stranger = "a DTensor" if is_sharded(x) else "torch.func.functionalize" if functionalizes() else None
-        if stranger is not None and self.training:
+            if is_sharded(x):
+                unsupported = "a DTensor"
+            elif functionalizes():
+                unsupported = "torch.func.functionalize"
+        if unsupported is not None and self.training:
             raise InputError(
-                f"{stranger} cannot follow the running statistics of {type(self).__name__} in training: call eval() "
+                f"{unsupported} cannot follow the running statistics of {type(self).__name__} in training: call eval() "
                 "first, or train on plain tensors, where sync=True has the statistics of all ranks"
             )
-        if not self.training and (is_exporting or stranger is not None):
+        if not self.training and (is_exporting or unsupported is not None):
             mask = mask_for(x) if padding_mask is None else padding_mask
             y = formulas.running_norm(x, *self.frozen(), *self.in_use(), self.eps, self.hidden(mask))
             return self.completed(y, x, mask)
         if self.refused.device != x.device and not is_compiling:
             self._move_refused(x.device)
         refused = self.refused if self.refused.device == x.device and not is_exporting else None
-        earlier = None
+        first_run = None
         if self.training and not is_compiling and is_second_run():
-            earlier = self._recomputed.find(x, padding_mask)
-        mask, used = (mask_for(x), None) if earlier is None else earlier
+            first_run = self._recomputed.find(x, padding_mask)
+        mask, first_stats = (mask_for(x), None) if first_run is None else first_run
         if padding_mask is not None:
             check_mask(padding_mask)
             mask = padding_mask
@@ -227,17 +235,17 @@ class RunningNorm(Steered, Typed):
         if self.sync and self.training:
             options["group"] = group_name(self.process_group)
         run = getattr(OPS, self.operator_name)
-        y, stats = run(x, *self.in_use(), self.counted_out(x, mask), *self.state(), refused, used, **options)
-        if self.training and not is_compiling and earlier is None and will_recompute():
+        y, stats = run(x, *self.in_use(), self.counted_out(x, mask), *self.state(), refused, first_stats, **options)
+        if self.training and not is_compiling and first_run is None and will_recompute():
             self._recomputed.add(x, mask, stats)
         return self.completed(y, x, mask)
 
     def counted_out(self, x: Tensor, mask: Tensor | None) -> Tensor | None:
-        """Returns the mask of the positions that enter no statistic; None if there are none."""
+        """Returns the mask of the positions that are left out of the statistics; None if there are none."""
         return mask
 
     def completed(self, y: Tensor, x: Tensor, mask: Tensor | None) -> Tensor:
-        """Returns the norm's result from its operator's, y. `mask`: padding."""
+        """Returns the norm's result, given its operator's result y. `mask`: True at padding."""
         return y
 
     def hidden(self, mask: Tensor | None) -> Tensor | None:
@@ -245,8 +253,8 @@ class RunningNorm(Steered, Typed):
         return mask
 
     def refused_batches(self) -> int:
-        """Returns the number of batches that moved no statistics because theirs were not finite. Waits for the
-        device."""
+        """Returns the number of batches that did not update the running statistics, because their own statistics were
+        not finite. Waits for the device."""
         return int(self.refused)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
@@ -291,7 +299,7 @@ class RunningNorm(Steered, Typed):
 
 
 class _OneAlpha(RunningNorm):
-    """A norm whose running statistics all move with one α."""
+    """The base of norms with a single α for all running statistics."""
 
     def __init__(
         self,
@@ -430,17 +438,17 @@ def check_sizes(name: str, sizes: Any) -> tuple[int, ...]:
     """Returns one size, or several, as a tuple. Errors: TypeError for a size that is no whole number; InputError for a
     negative one, and if there is none."""
     is_several = isinstance(sizes, Iterable) and not isinstance(sizes, str) and not hasattr(sizes, "__index__")
-    found = []
+    checked = []
     for size in sizes if is_several else [sizes]:
         try:
-            found.append(index(size))
+            checked.append(index(size))
         except TypeError:
             raise TypeError(f"{name} must be a whole number, or several for a row norm; got {size!r}") from None
-        if found[-1] < 0:
-            raise InputError(f"{name} must be at least 0, got {found[-1]}")
-    if not found:
+        if checked[-1] < 0:
+            raise InputError(f"{name} must be at least 0, got {checked[-1]}")
+    if not checked:
         raise InputError(f"{name} must name at least one dimension, got none")
-    return tuple(found)
+    return tuple(checked)
 
 
 def check_width(name: str, width: Any) -> int:
@@ -452,7 +460,7 @@ def check_width(name: str, width: Any) -> int:
 
 
 def check_eps(eps: float | None, is_positive: bool = False) -> None:
-    """Raises InputError for an ε that makes ordinary rows NaN; None passes, and the caller replaces it."""
+    """Raises InputError for an ε that makes ordinary rows NaN. None is valid: the caller replaces it by a number."""
     if eps is not None and not (eps > 0 if is_positive else eps >= 0):
         raise InputError(f"eps must be {'greater than 0' if is_positive else 'at least 0'}, got {eps}")
 

@@ -5,8 +5,8 @@ Transformer. Around a sublayer F, with drop the dropout on its output,
 
     x⁺ = after(α⊙skip(x) + β⊙drop(branch(F(before(x)))))
 
-with before, skip, branch and after lists of changes. A change may keep x under a name, for others later in the stack. A
-scheme may have further streams beside x, which every sublayer updates; or x is read from several tensors (mixing.py).
+with before, skip, branch and after lists of changes. A change may keep x under a name for later changes in the stack. A
+scheme may have further streams beside x, which every sublayer updates, or may read x from several tensors (mixing.py).
 `build.py` makes modules and parameters from a declaration, `interpreter.py` runs it.
 """
 
@@ -51,7 +51,7 @@ class Sublayer(NamedTuple):
     beta: Gain
     streams: tuple[StreamStep, ...]
     mixing: Mixing | None
-    """The way in which x is read and F(x) written; None for the equation above."""
+    """The way in which x is read and F(x) written; None for the equation of this module's docstring."""
     inside: Inside
     scale: float
     """The parametrisation's factor on F(x); 1 if it was folded into β."""
@@ -111,19 +111,20 @@ def declare(config: TransformerConfig, stack: Any, kinds: tuple[str, ...] | None
             raise InputError(f"{name} must lie between 1 and {MOST_LAYERS}; got {getattr(config, name)}")
     over_width = drawn_over_width(config)
 
-    def scaled(found: dict[str, Any]) -> dict[str, Any]:
-        if found.get("sums_over") == "width" and isinstance(found["value"], dict):
-            found["value"]["normal"] *= over_width
-        return found
+    def scaled(part: dict[str, Any]) -> dict[str, Any]:
+        """Scales the std of a random matrix whose products are sums over the width."""
+        if part.get("sums_over") == "width" and isinstance(part["value"], dict):
+            part["value"]["normal"] *= over_width
+        return part
 
     found = json.loads(_core.declare(config.to_json(kinds), stack, kinds), object_hook=scaled)
     flow: StackSpec = from_json(StackSpec, found["flow"])
-    whole = {key: found[key] for key in ("has_biases", "is_profiled", "norm", "init", "attention")}
-    return SchemeSpec(tuple(map(_layer, found["layers"])), **flow._asdict(), **whole)
+    scheme_fields = {key: found[key] for key in ("has_biases", "is_profiled", "norm", "init", "attention")}
+    return SchemeSpec(tuple(map(_layer, found["layers"])), **flow._asdict(), **scheme_fields)
 
 
 def drawn_over_width(config: TransformerConfig) -> float:
-    """Returns a parametrisation's factor on the std of random matrices of norms and schemes. Their products are sums
+    """Returns the parametrisation's factor on the std of norms' and schemes' random matrices whose products are sums
     over the width."""
     m_d = config.d_model / (config.base_width or config.d_model)
     return _core.multipliers(config.parametrisation, "hidden-vector", m_d, 1.0, None, "width")["init"]

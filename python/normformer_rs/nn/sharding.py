@@ -41,11 +41,12 @@ def is_sharded(x: Tensor) -> bool:
 
 @torch.no_grad()
 def write_whole(p: Tensor, write: Callable[[Tensor], object]) -> None:
-    """Sets a parameter in place by `write`, which fills a plain tensor of its whole shape, in f32 instead of 16 bits,
-    so that one seed gives the same model in every type.
+    """Sets a parameter in place. `write` fills a plain tensor of the full shape. For a 16-bit parameter that tensor is
+    f32, so that one seed gives the same model in every dtype.
 
-    For a DTensor every rank makes the whole tensor and keeps its own part of the first rank's. A slice of a DTensor is
-    a copy, so writes into rows would be lost; and ranks with the same seed would draw the same numbers for every shard.
+    For a DTensor every rank fills a full tensor, and then keeps its own shard of the first rank's tensor. `write` could
+    not fill the DTensor itself: its slices are copies, so writes into rows would be lost, and ranks with the same seed
+    would draw the same numbers for every shard.
     """
     dtype = torch.promote_types(p.dtype, torch.float32)
     if not is_sharded(p) and dtype == p.dtype:
@@ -70,8 +71,8 @@ def write_first(p: Tensor, numbers: Numbers, scale: float = 1.0) -> None:
 
 
 def mark_drawn(module: nn.Module) -> None:
-    """Sets transformers' mark of modules that its `init_weights()` and `post_init()` leave alone. Parameters on the
-    meta device have no values yet, and so the module gets no mark."""
+    """Marks the module as initialised for Hugging Face transformers, whose `init_weights()` and `post_init()` then
+    leave it alone. A module with parameters on the meta device has no values yet and gets no mark."""
     if any(p is not None and p.is_meta for p in module._parameters.values()):
         vars(module).pop("_is_hf_initialized", None)
     else:
@@ -80,8 +81,8 @@ def mark_drawn(module: nn.Module) -> None:
 
 @contextmanager
 def whole(module: nn.Module) -> Iterator[None]:
-    """Makes the module's own sharded parameters plain tensors inside the block, for a `reset_parameters` of
-    torch.nn. Afterwards the parameters have its values, set by `write_whole`."""
+    """Replaces the module's own sharded parameters by plain tensors inside the block, so that torch.nn's
+    `reset_parameters` can fill them. Afterwards `write_whole` copies their values into the sharded parameters."""
     has_any = _TENSORS in sys.modules
     sharded: dict[str, Any] = {n: p for n, p in module._parameters.items() if has_any and hasattr(p, "device_mesh")}
     plain = {n: nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device=p.device)) for n, p in sharded.items()}
@@ -99,8 +100,8 @@ def _copy(values: Tensor, target: Tensor) -> None:
 
 
 def _forward(x: Any, weight: Any, bias: Any, *own: Any) -> list[tuple[list[Any], list[Any]]]:
-    """Returns (placements of y and stats, placements of the inputs), one pair per way to shard. `own`: ε, or x̂'s
-    parameters."""
+    """Returns (placements of y and stats, placements of the inputs), one pair per way to shard. `own`: ε, or the
+    parameters that x̂ depends on."""
     whole = [_whole(p) for p in (weight, bias, *own)]
     return [([at, at], [at, *whole]) for at in _places(x)]
 
@@ -111,7 +112,7 @@ def _backward(dy: Any, x: Any, weight: Any, bias: Any, stats: Any, *own: Any) ->
     from torch.distributed.tensor import Partial, Replicate
 
     affine, numbers = [_whole(p) for p in (weight, bias)], [_whole(p) for p in own]
-    learned = [*affine, *(p for p in numbers if p is not None)]
+    learned = [*affine, *(p for p in numbers if p is not None)]  # ε is a number and has no gradient
     ways = []
     for at in _places(x):
         sums = [Partial() if at.is_shard() and p is not None else Replicate() for p in learned]
@@ -127,7 +128,7 @@ def _growth(t: Any, *_: Any) -> list[tuple[list[Any], list[Any]]]:
 
 
 def _whole(argument: Any) -> Any:
-    """Returns the placement of a parameter; None if there is none, and for a number."""
+    """Returns the placement of an operator's argument: replicated for a tensor, None for None and for a number."""
     from torch.distributed.tensor import Replicate
 
     return None if argument is None or isinstance(argument, float) else Replicate()

@@ -32,8 +32,8 @@ _BEGIN, _END, _MIXING = range(10, 13)
 class Sums(nn.Module):
     """Learned sums of all outputs so far (Wang et al. 2019; Pagliardini et al. 2024).
 
-    Row l of `weight` weights y_0 (the embedding) to y_l, the layers' outputs. Its sum is the input of layer l + 1; the
-    last row's sum is the stack's output. With `skips_first` the first layer reads y_0 itself.
+    Row l of `weight` has the factors of y_0 (the embedding) to y_l (the output of layer l). Its sum is the input of
+    layer l + 1; the last row's sum is the stack's output. With `skips_first` the first layer reads y_0 itself.
 
     If the scheme declares norms, `norms["l"]` applies to y_l or, with `on_sums`, to row l's sum.
     """
@@ -145,16 +145,17 @@ class Stack(Growing):
         self.reset_growth()
 
     def _run(self, x: Tensor, call: Callable[..., Any], padding_mask: Tensor | None) -> Tensor:
-        """Runs x through the layers; each gets α_t if the scheme grows, the streams beside x if there are several,
-        and the tensors that other layers have kept for it."""
+        """Runs x through the layers. Each layer gets α_t if the scheme grows, the streams beside x if there are any,
+        and the tensors that earlier layers have kept for it."""
         begin_stack()
         kept: KeptTensors = {}
         x = apply_changes(self, self.begin, x, padding_mask, kept)
-        is_by_layer = self.growth is not None and self.growth.by_layer
+        is_by_layer = self.growth is not None and self.growth.by_layer  # then each layer has its own α_t
         alpha_t = None if is_by_layer else self.grown()
         combine, outputs = self._modules.get("combine"), []  # type: ignore[var-annotated]
         specs = () if self.place is None else self.place.declared.layers
-        has_several = bool(self.streams) or self.mixing is not None or any(s.takes or s.leaves for s in specs)
+        passes_kept = any(spec.takes or spec.leaves for spec in specs)
+        has_several = bool(self.streams) or self.mixing is not None or passes_kept
         if has_several or combine is not None:
             self._refuse_changed()
         x, others, *_ = start(self.place.declared, x) if has_several and self.place is not None else (x, ())
@@ -166,8 +167,8 @@ class Stack(Growing):
                 spec = layer.place.spec
                 x, others = call(layer, x, **grown, others=(*others, *(kept[name] for name in spec.takes)))
                 count = len(others) - len(spec.leaves)
-                others, left = others[:count], others[count:]
-                kept |= zip(spec.leaves, left, strict=True)
+                others, newly_kept = others[:count], others[count:]
+                kept |= zip(spec.leaves, newly_kept, strict=True)
             else:
                 x = call(layer, x, **grown)
         x = x if combine is None else combine(x, outputs, padding_mask)
@@ -209,7 +210,7 @@ class TransformerEncoder(Stack):
         num_layers: the number of copies.
         norm: a module after the last layer. None for no norm, as in torch.nn, or for the scheme's own (prenorm's N, …)
             if the layer's `residual` was named.
-        enable_nested_tensor, mask_check: accepted and ignored, because no nested path here could bypass norms.
+        enable_nested_tensor, mask_check: accepted and ignored; these layers have no path with nested tensors.
         decoder_layers: the depth of the decoder, for schemes whose constants depend on it; None if the encoder stands
             alone.
 
@@ -355,6 +356,7 @@ class Transformer(nn.Module):
         named["init"] = init
 
         def end(layer: Layer) -> nn.Module | None:
+            """Returns the last norm of torch.nn's arrangement; a named scheme makes its own."""
             at = NormAt("norm", d_model, last=True, ends_stack=True)
             factory = {"device": device, "dtype": dtype}
             return make(at, layer.place, factory, bias) if residual is None else None
@@ -372,6 +374,7 @@ class Transformer(nn.Module):
         if self.keeps_torchs_values:
             for module in self.modules():
                 if isinstance(module, Layer) and module.keeps_torchs_values:
+                    # Setting `keeps_torchs_values` again tells the linear layers of `is_xavier`.
                     module.is_xavier, module.keeps_torchs_values = True, True
             self._reset_parameters()
 

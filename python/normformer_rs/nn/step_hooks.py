@@ -22,23 +22,23 @@ methods, such as sharpness-aware and adversarial training, also write to weights
 
 
 class Growing(Steered):
-    """A module that may hold a `t`: int64 (1,), the number of the next update, 1 initially, saved with the model. It
-    grows by one with each step of the optimizer that has the first trainable matrix of `watched()`."""
+    """A module that may hold a buffer `t`: int64 (1,), the number of the next update, 1 initially, saved with the
+    model. t grows by one with each step of the optimizer that has the first trainable matrix of `watched()`."""
 
     growth: Growth | None = None
     begins: int = 0
-    """α_t grows from this number of the update on, at which it is 0."""
+    """The number of the update at which α_t is 0 and begins to grow."""
     place: Place | None = None
     t: Tensor
 
     def grow(self, growth: Growth | None, device: Any) -> None:
-        """Makes this module hold t for the growth. With None another module holds it, or nothing grows."""
+        """Makes this module hold t for the growth. With None, it holds no t: another module does, or nothing grows."""
         self.growth = growth
         self._buffers.pop("t", None)
         if growth is not None:
             self.register_buffer("t", torch.ones(1, dtype=torch.int64, device=device))
-        self._watched: tuple[float, float] | None = None
-        self._unmoved = self._times_set = 0
+        self._watched: tuple[float, float] | None = None  # the weight's sum and t, when `_watch` last looked
+        self._unmoved = self._times_set = 0  # updates that did not move t; calls of `set_t`
         self._follow()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -72,17 +72,19 @@ class Growing(Steered):
 
     def steering(self) -> Steering:
         """Returns t, with the parameter whose updates it counts; empty if this module holds no t."""
-        origin, mine = self._origin, [*self.watched()]
+        origin, own_parameters = self._origin, [*self.watched()]
         if self.growth is None or origin is None:
             return []
         source = origin.source() or self
-        theirs = [*source.watched()]  # a copy's parameters may be frozen
-        owner = first_trained(theirs) if any(p.requires_grad for p in theirs) else None
-        found = [p for p, its in zip(mine, theirs) if its is owner or (owner is None and its.dim() > 1)]
-        return [(p, self.t) for p in found[:1]]
+        source_parameters = [*source.watched()]  # a copy's parameters may be frozen
+        owner = first_trained(source_parameters) if any(p.requires_grad for p in source_parameters) else None
+        pairs = zip(own_parameters, source_parameters)
+        counted = [own for own, p in pairs if p is owner or (owner is None and p.dim() > 1)]
+        return [(own, self.t) for own in counted[:1]]
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
         t = state_dict.get(prefix + "t")
+        # An average of several models has a floating-point t.
         if self.growth is not None and isinstance(t, Tensor) and t.is_floating_point() and not t.is_meta:
             whole = t.round()
             if bool((t - whole).abs().max() > 1e-3 * max(1.0, t.abs().max().item() * 1e-3)):
@@ -103,11 +105,11 @@ class Growing(Steered):
         return self.alpha_now(self.growth, layer)
 
     def alpha_now(self, growth: Growth, layer: int = 0) -> Tensor:
-        """Returns α_t in a layer counted from 0, without looking whether t moves."""
+        """Returns α_t in a layer counted from 0, without the check that t moves."""
         return alpha(growth, self.t - self.begins if self.begins else self.t, layer)
 
     def watched(self) -> Iterator[nn.Parameter]:
-        """Returns the parameters whose updates t should follow."""
+        """Yields the parameters whose updates t counts."""
         return self.parameters()
 
     def followed(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
@@ -125,7 +127,7 @@ class Growing(Steered):
 
     @torch.no_grad()
     def _watch(self) -> None:
-        """Warns once if parameters keep changing and t has not moved, until a step has moved t."""
+        """Warns once if parameters keep changing while t does not move. Stops looking once a step has moved t."""
         if not self.training or self._unmoved >= PATIENCE or torch.compiler.is_compiling() or is_captured():
             return
         parameter = first_trained(self.watched())
@@ -135,7 +137,10 @@ class Growing(Steered):
         local = local.to_local() if hasattr(local, "to_local") else local
         now, before = (local.double().sum().item(), float(self.t)), self._watched
         self._watched = now
-        if before is None or before[0] == now[0] or before[1] != now[1]:
+        if before is None:
+            return
+        is_same_weight, is_same_t = before[0] == now[0], before[1] == now[1]
+        if is_same_weight or not is_same_t:
             return
         self._unmoved += 1
         if self._unmoved == PATIENCE:
@@ -171,9 +176,9 @@ class _Step(NamedTuple):
     """A step that has begun and not ended."""
 
     moved: set[int]
-    """Ids of the t advanced in it: if one step calls another's, or its parent class's, t advances once."""
+    """Ids of each t that was advanced during this step. If the step calls another one, t thus advances once."""
     at_start: list[Growing]
-    """Modules whose gains all were 1 when the step began. The step's closure may still profile them."""
+    """Unprofiled modules, all of whose gains were 1 when the step began. The step's closure may still profile them."""
 
 
 _UNDER_WAY: "weakref.WeakKeyDictionary[torch.optim.Optimizer, _Step]" = weakref.WeakKeyDictionary()
@@ -181,13 +186,13 @@ _LISTENING: list[Any] = []
 
 
 def follow_steps(module: Any) -> None:
-    """Makes the steps of owner's optimizer advance each t of `module.followed()`, which are pairs (owner, t).
+    """Makes optimizers advance t: for each (owner, t) of `module.followed()`, by steps of the owner's optimizer.
 
     After k steps from t = 1, t is k + 1; steps that a gradient scaler skips do not count. Copies of a module must call
     this too.
 
     This works for every torch.optim.Optimizer: eager, compiled, or recorded in a CUDA graph. Each replay of the graph
-    advances t with the parameters. An optimizer of other tensors, such as float32 copies, does not advance it.
+    advances t with the parameters. An optimizer of other tensors, such as float32 copies, does not advance t.
     """
     _FOLLOWING.add(module)
     _listen()
@@ -241,8 +246,8 @@ def _move(optimizer: torch.optim.Optimizer, moved: set[int]) -> None:
                 t.add_(1 if skipped is None else (skipped == 0).to(t.device))
                 if isinstance(module, Steered):
                     module.keep_step(t)
-                for around in _UNDER_WAY.values():
-                    around.moved.add(id(t))
+                for step in _UNDER_WAY.values():  # the steps that called this one
+                    step.moved.add(id(t))
 
 
 def _at_start(optimizer: torch.optim.Optimizer) -> list[Growing]:
@@ -251,9 +256,9 @@ def _at_start(optimizer: torch.optim.Optimizer) -> list[Growing]:
     if is_captured():
         return []
     owned = _owned(optimizer)
-    gains = {m: m.profiled_gains() if isinstance(m, Growing) else [] for m in [*_UNPROFILED]}
-    met = [m for m, own in gains.items() if any(id(p) in owned for p in own)]
-    if all(bool((p.detach() == 1).all()) for m in met for p in gains[m]):
-        return met
-    were_profiled(met)
+    gains = {module: module.profiled_gains() if isinstance(module, Growing) else [] for module in [*_UNPROFILED]}
+    stepped = [module for module, own in gains.items() if any(id(p) in owned for p in own)]
+    if all(bool((p.detach() == 1).all()) for module in stepped for p in gains[module]):
+        return stepped
+    were_profiled(stepped)
     return []

@@ -10,8 +10,8 @@ from torch.fx import Proxy
 
 
 def records_core() -> bool:
-    """True if torch.export is recording torch's operations, including those that the extension module calls: a saved
-    program then needs no operator of this package. Dynamo cannot trace into the extension module."""
+    """True if torch.export records the torch operations that the extension module calls, so that a saved program needs
+    no operator of this package. False under Dynamo, which cannot trace into the extension module."""
     return torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
 
 

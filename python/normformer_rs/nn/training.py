@@ -55,12 +55,13 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
     """
     vectors = {id(p) for p in learned_gains(model).values()} | vector_ids(model) | set(summed_over(model))
     for module in model.modules():
-        parts_of: Any = getattr(module, "_parts", None)  # a Transformer of this package gets the roles from Rust
-        if parts_of is not None:
-            parts = parts_of()
+        read_parts: Any = getattr(module, "_parts", None)  # a Transformer of this package gets the roles from Rust
+        if read_parts is not None:
+            parts = read_parts()
             vectors |= {id(p) for name, p in module.named_parameters() if parts[name][0] not in MATRICES}
-    wanted = [p for p in model.parameters() if p.requires_grad]
-    matrices, others = ([p for p in wanted if (id(p) in vectors) == is_vector] for is_vector in (False, True))
+    trained = [p for p in model.parameters() if p.requires_grad]
+    matrices = [p for p in trained if id(p) not in vectors]
+    others = [p for p in trained if id(p) in vectors]
     return [{"params": matrices, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
 
 
@@ -68,13 +69,13 @@ def vector_ids(model: nn.Module) -> set[int]:
     """Returns the ids of parameters that are vectors: at most one of their dimensions is above 1, as in gains and class
     tokens.
 
-    The matrix of a layer of torch.nn stays one if it has a single output, (1, d).
+    In linear, convolutional, recurrent and embedding layers of torch.nn, a weight such as (1, d) still is a matrix.
     """
     found: set[int] = set()
     for module in model.modules():
-        is_layers = isinstance(module, (*_MATRICES, *_RECURRENT))
+        has_matrices = isinstance(module, (*_MATRICES, *_RECURRENT))
         for p in module.parameters(recurse=False):
-            if p.dim() <= 1 or (not is_layers and sum(n > 1 for n in p.shape) <= 1):
+            if p.dim() <= 1 or (not has_matrices and sum(n > 1 for n in p.shape) <= 1):
                 found.add(id(p))
     return found
 
@@ -96,6 +97,7 @@ def summed_over(model: nn.Module) -> dict[int, str]:
 
 
 def _matrix_over(shape: Any) -> str:
+    """Returns the dimension over which products with a parameter of this declared shape are summed."""
     return "width" if not isinstance(shape, str) and shape[-1] == "width" else "nothing"
 
 
@@ -104,9 +106,9 @@ def learned_gains(model: nn.Module) -> dict[str, nn.Parameter]:
     found = {}
     for name, module in model.named_modules():
         # normformer_rs.Transformer consists of plain nn.Module containers.
-        is_nameless = type(module) is nn.Module
-        is_norm = isinstance(module, _NORMS) or (is_nameless and name.rpartition(".")[2] == "combine")
-        is_scheme = isinstance(module, Growing | MultiheadAttention) or is_nameless
+        is_container = type(module) is nn.Module
+        is_norm = isinstance(module, _NORMS) or (is_container and name.rpartition(".")[2] == "combine")
+        is_scheme = isinstance(module, Growing | MultiheadAttention) or is_container
         for leaf, p in module.named_parameters(recurse=False):
             if is_norm or (is_scheme and p.dim() <= 1 and not leaf.endswith("bias")):
                 found[f"{name}.{leaf}".lstrip(".")] = p
@@ -124,7 +126,7 @@ def profile(model: nn.Module, *batch: Any, **keywords: Any) -> int:
     """
     was_training = {module: module.training for module in model.modules()}
     statistics = [module for module in model.modules() if isinstance(module, RunningNorm)]
-    kept = [(t, t.clone()) for module in statistics for t in (*module.buffers(recurse=False), module.refused)]
+    saved = [(t, t.clone()) for module in statistics for t in (*module.buffers(recurse=False), module.refused)]
     try:
         model.train()
         with profiling() as done:
@@ -133,7 +135,7 @@ def profile(model: nn.Module, *batch: Any, **keywords: Any) -> int:
         for module, training in was_training.items():
             module.training = training
         with torch.no_grad():
-            for buffer, before in kept:
+            for buffer, before in saved:
                 buffer.copy_(before)
     if done.gains == 0:
         raise InputError(
@@ -145,11 +147,11 @@ def profile(model: nn.Module, *batch: Any, **keywords: Any) -> int:
 
 
 def profile_at_first_forward(model: nn.Module) -> Callable[[], None]:
-    """Calls `profile` at the first training forward, on its batch, for the outermost called module whose gains are
-    1. Returns a function that removes the hooks."""
-    gains = {m: m.profiled_gains() for m in model.modules() if isinstance(m, Growing)}
-    waiting = {m for m, own in gains.items() if own}
-    if any(bool((p.detach() != 1).any()) for m in waiting for p in gains[m]):
+    """Hooks the model so that its first training forward calls `profile` with its batch, for the outermost called
+    module that has such gains. Does nothing if a gain is not 1. Returns a function that removes the hooks."""
+    gains = {module: module.profiled_gains() for module in model.modules() if isinstance(module, Growing)}
+    waiting = {module for module, own in gains.items() if own}
+    if any(bool((p.detach() != 1).any()) for module in waiting for p in gains[module]):
         return lambda: None
     handles: dict[nn.Module, Any] = {}
 
@@ -161,8 +163,9 @@ def profile_at_first_forward(model: nn.Module) -> Callable[[], None]:
     def before(module: nn.Module, batch: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         if not module.training or not torch.is_grad_enabled() or is_profiling():
             return
-        for m in (inside := {*module.modules()}) & handles.keys():
-            handles.pop(m).remove()
+        inside = {*module.modules()}
+        for hooked in inside & handles.keys():
+            handles.pop(hooked).remove()
         if waiting & inside:
             waiting.difference_update(inside)
             profile(module, *batch, **keywords)
