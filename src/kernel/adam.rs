@@ -83,10 +83,10 @@ pub struct Rounding {
     pub first: usize,
 }
 
-/// The number of elements that take their random bits from one row of [`philox`]. A row has a half word for each of
-/// their m, then one for each of their v.
+/// The number of elements whose random bits are in one row of [`philox`]. A row has one half word per element for m,
+/// then one per element for v.
 pub const ROW: usize = 1024;
-/// The site of the random stream; the model's own sites are numbered from 0 and do not reach this.
+/// The site of the random stream. The model's dropout sites are numbered from 0 and stay below this.
 pub const SITE: u16 = u16::MAX;
 
 impl Rounding {

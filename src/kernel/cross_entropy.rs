@@ -134,15 +134,15 @@ pub fn in_place<E: Element>(
     Ok(())
 }
 
-/// The size of V_t, and for each column 1 inside V_t, else 0. These have the type of the logits, because AVX2's loops
-/// would not vectorise with bytes.
+/// The size of V_t, and for each column 1 inside V_t, else 0. The ones and zeros have the accumulation type, because
+/// AVX2's loops would not vectorise with bytes.
 struct VocabularyMask<A> {
     keep: Vec<Lanes<A>>,
     size: usize,
 }
 
-/// Returns the mask in the form for the loops, which an empty mask has too. `Err` holds the first row whose target is
-/// neither ignored nor in V_t.
+/// Converts the mask to the form that the loops read; an empty mask contains all columns. `Err` holds the first row
+/// whose target is neither ignored nor in V_t.
 fn check<A: Accumulator>(cols: usize, targets: Targets, mask: &[u8]) -> Result<VocabularyMask<A>, usize> {
     assert!(mask.is_empty() || mask.len() == cols, "a mask of {} for {cols} columns", mask.len());
     let mut keep = memory::filled(Lanes([A::ZERO; B]), cols.div_ceil(B));
@@ -153,8 +153,8 @@ fn check<A: Accumulator>(cols: usize, targets: Targets, mask: &[u8]) -> Result<V
             size += 1;
         }
     }
-    let known = |t: i64| usize::try_from(t).is_ok_and(|t| t < cols && keep[t / B].0[t % B] != A::ZERO);
-    match targets.ids.iter().position(|t| *t != targets.ignore && !known(*t)) {
+    let is_inside = |t: i64| usize::try_from(t).is_ok_and(|t| t < cols && keep[t / B].0[t % B] != A::ZERO);
+    match targets.ids.iter().position(|t| *t != targets.ignore && !is_inside(*t)) {
         Some(row) => Err(row),
         None => Ok(VocabularyMask { keep, size }),
     }
@@ -248,8 +248,7 @@ multiversion! {
     }
 }
 
-/// The coefficients of the gradient, `all`·e − `uniform`, or `all`·e − `target` at the target, where e is exp(z − max
-/// z).
+/// The coefficients of the gradient: `all`·e − `uniform`, or `all`·e − `target` at the target, with e = exp(z − max z).
 #[derive(Clone, Copy)]
 struct Weights<A> {
     all: A,
@@ -324,6 +323,7 @@ fn select<E: Element>(z: &[E], target: E::Acc, keep: &[Lanes<E::Acc>], w: &mut [
     (max(most.0), sum(total.0))
 }
 
+/// Splits a block into quarters, whose lanes are added or compared first.
 #[inline(always)]
 fn quarters<A>(x: &[A; B]) -> &[[A; B / 4]; 4] {
     x.as_chunks().0.try_into().expect("B is four quarters")

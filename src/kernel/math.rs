@@ -123,8 +123,8 @@ pub fn erf<A: Accumulator, S: Isa>(z: A) -> (A, A) {
     (A::from_f64(e), A::from_f64(std::f64::consts::FRAC_2_SQRT_PI * (-z * z).exp()))
 }
 
-/// Computes erf as z + z·P(z²) near 0 and as 1 − exp(|z|·Q(|z|)) far from it. Both are fitted to the relative error,
-/// which is 9e-9 near 0 and 3e-9 far from it.
+/// Computes erf as z + z·P(z²) near 0 and as 1 − exp(|z|·Q(|z|)) far from it. P and Q are fitted for a small relative
+/// error, which is 9e-9 near 0 and 3e-9 far from it.
 #[inline(always)]
 fn erf_f32<S: Isa>(z: f32) -> (f32, f32) {
     let (size, square) = (z.abs(), z * z);

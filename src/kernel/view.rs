@@ -1,9 +1,10 @@
-//! A tensor in the form for kernels: a matrix in memory, whose type is known at run time.
+//! The form in which kernels receive a tensor: a matrix in memory, with a dtype that is known at run time.
 
 use crate::host::has_memory;
 use tch::{Device, Kind, Tensor};
 
-/// A matrix: `rows` rows of `cols` numbers, `stride` apart. `data` is null if the tensor is absent.
+/// A matrix of `rows` rows, each of `cols` numbers. Rows start `stride` numbers apart. `data` is null if the tensor is
+/// absent.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub struct View {

@@ -18,8 +18,8 @@ impl<'a, E> Matrix<'a, E> {
     }
 }
 
-/// A writable [`Matrix`]. It holds a pointer instead of a slice, because dQ, dK and dV may interleave in one tensor,
-/// of whose rows each thread writes some.
+/// A writable [`Matrix`]. It holds a pointer instead of a slice, because dQ, dK and dV may be columns of one tensor,
+/// and threads write different rows of it.
 #[derive(Clone, Copy, Debug)]
 pub struct MatrixMut<E> {
     data: *mut E,
@@ -50,7 +50,8 @@ impl<E> MatrixMut<E> {
     }
 }
 
-/// Applies `f` to sixteen values. All values are read before any is written, so the compiler need not expect overlap.
+/// Applies `f` to sixteen values. It returns a new array, so the compiler need not allow for input and output to
+/// overlap.
 #[inline(always)]
 fn each<T: Copy, A: Accumulator>(x: [T; LANES], f: impl Fn(T) -> A) -> [A; LANES] {
     let mut y = [A::ZERO; LANES];
@@ -60,8 +61,8 @@ fn each<T: Copy, A: Accumulator>(x: [T; LANES], f: impl Fn(T) -> A) -> [A; LANES
     y
 }
 
-/// Loads one head's columns of some rows into `to`: widened, multiplied by `scale`, and `width` apart. Padding is not
-/// written.
+/// Copies one head's columns (`d`, from `column` on) of some rows to `to`, widened and multiplied by `scale`. Rows of
+/// `to` are `width` apart; their padding is not written.
 #[inline(always)]
 pub(super) fn load<E: Element>(
     from: &Matrix<E>,
@@ -129,6 +130,7 @@ pub(super) fn transpose<A: Accumulator>(
     }
 }
 
+/// Rounds numbers to the storage type.
 #[inline(always)]
 pub(super) fn store<E: Element>(from: &[E::Acc], to: &mut [E]) {
     for (to, x) in to.iter_mut().zip(from) {

@@ -56,7 +56,8 @@ pub fn in_place(device: Option<Device>, c: &LossViews, losses: &Losses, scale: &
 }
 
 impl LossViews {
-    /// Runs `rows` on ranges of rows, which threads share. If targets are wrong, the error names the first such row.
+    /// Runs `rows` on ranges of rows, which threads share. If a target is not in V_t, the error names the first such
+    /// row.
     fn each(
         &self,
         rows: impl Fn(Range<usize>, Range<usize>, Targets, &[u8]) -> std::result::Result<(), usize> + Sync,
@@ -126,7 +127,7 @@ fn in_place_typed<E: Element>(c: &LossViews, to: &Losses, scale: &View) -> Resul
     let (cols, smoothing) = (c.logits.cols(), c.smoothing);
     // SAFETY: the operator's table guarantees that `scale` is one f64.
     let scale = E::Acc::from_f64(unsafe { scale.slice::<f64>() }[0]);
-    // SAFETY: the logits are contiguous and of E, and the caller lent them for writing; loss and nll are fresh.
+    // SAFETY: the logits are contiguous and of E, and the caller allows overwriting them; loss and nll are fresh.
     let (logits, loss, nll) = unsafe {
         let row = |v: &View| Shared::new(v.slice_mut::<E::Acc>());
         (Shared::new(c.logits.slice_mut::<E>()), row(&to.loss), row(&to.nll))

@@ -14,8 +14,8 @@ struct Case<E: Element> {
     smoothing: Smoothing,
 }
 
-/// Builds five rows, of which the second is ignored. Every third word is outside V_t, and one of these is NaN in each
-/// row.
+/// Builds five rows; the second row is ignored. If `masked`, every third word is outside V_t, and the logit of one such
+/// word is NaN in each row.
 fn case<E: Element>(cols: usize, magnitude: f64, masked: bool) -> Case<E> {
     let noise = |i: usize| ((i as u64 + 1).wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 40) as f64 / (1 << 23) as f64 - 1.0;
     let mut logits: Vec<E> = (0..5 * cols).map(|i| E::store(E::Acc::from_f64(magnitude * noise(i)))).collect();
