@@ -25,7 +25,7 @@ struct Team {
 
   DEV Team(f32* shared) : shared(shared), lane(threadIdx.x % LANES), row(threadIdx.x / LANES), buffer(0) {}
 
-  // Combines v over the row's threads; all of them must call, and all get the result.
+  // Combines each v[k] over the row's threads. All of them must call, and all get the result.
   template <class Operation, int N>
   DEV void combine(f32 (&v)[N]) {
     static_assert(N <= MOST, "shared has no room");
