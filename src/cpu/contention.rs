@@ -51,9 +51,10 @@ fn observe(threads: usize, ended: Receiver<()>) {
         let waits_now = waits();
         let waited: u64 = waits_now.iter().map(|(id, ns)| ns.saturating_sub(*waits_before.get(id).unwrap_or(&0))).sum();
         waits_before = waits_now;
-        match judge.is_crowded(waited as f64 / start.elapsed().as_nanos() as f64) {
-            true => drop(team.get_or_insert_with(|| idle_team(threads))),
-            false => team = None,
+        if judge.is_crowded(waited as f64 / start.elapsed().as_nanos() as f64) {
+            team.get_or_insert_with(|| idle_team(threads));
+        } else {
+            team = None;
         }
     }
 }
@@ -69,8 +70,7 @@ fn waits() -> HashMap<String, u64> {
     tasks.filter_map(read).collect()
 }
 
-/// The state of the cores. A window above [`CROWDED`] makes them crowded, until [`CALM_WINDOWS`] windows in a row are
-/// calm.
+/// The state of the cores: a window above [`CROWDED`] makes them crowded, [`CALM_WINDOWS`] calm ones in a row end this.
 #[derive(Default)]
 struct Judge {
     crowded: bool,

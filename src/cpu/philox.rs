@@ -47,6 +47,7 @@ impl Dropout {
 /// multiplies 32 by 32 bits without moving data between rounds, twice as fast as in the form of sixteen u32.
 type Words = [u64; LANES];
 
+/// Computes one round for sixteen counters.
 #[inline(always)]
 fn round(c: &mut [Words; 4], key: [u32; 2]) {
     const M0: u64 = 0xD251_1F53;

@@ -197,7 +197,7 @@ impl Driver {
         Ok(Current(self))
     }
 
-    /// Turns a status of the driver into an error; `act` names the function that returned it.
+    /// Turns a status of the driver into an error, if it is one; `act` names the function that returned it.
     fn check(&self, code: c_int, act: &str) -> Result<()> {
         if code == 0 {
             return Ok(());

@@ -147,6 +147,7 @@ impl Nvrtc {
         Ok(bytes)
     }
 
+    /// Turns a status of the compiler into an error, if it is one; `act` names the operation that failed.
     fn check(&self, code: c_int, act: &str, log: &str) -> Result<()> {
         if code == 0 {
             return Ok(());

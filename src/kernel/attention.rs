@@ -53,7 +53,7 @@ pub struct ScaledDotProduct {
     pub dropout: Option<Dropout>,
 }
 
-/// One sequence: the packed rows that are its queries, and those that are its keys and values.
+/// The rows of one sequence in the packed matrices: of its queries, and of its keys and values.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Sequence {
     pub q_start: usize,
@@ -91,17 +91,19 @@ multiversion! {
                 let lanes = block.count.next_multiple_of(LANES);
                 mask.draw(a, s, block);
                 for head in 0..a.heads {
-                    let from = head * d;
-                    load(&q, s.q_start + block.first, block.count, from, d, scale, &mut result, width);
+                    let column = head * d;
+                    load(&q, s.q_start + block.first, block.count, column, d, scale, &mut result, width);
                     transpose(&result, block.count, d, width, &mut q_t, lanes);
-                    load(&k, s.k_start, s.k_len, from, d, E::Acc::ONE, &mut keys, width);
-                    load(&v, s.k_start, s.k_len, from, d, E::Acc::ONE, &mut values, width);
+                    load(&k, s.k_start, s.k_len, column, d, E::Acc::ONE, &mut keys, width);
+                    load(&v, s.k_start, s.k_len, column, d, E::Acc::ONE, &mut values, width);
+                    // Sᵀ = K·(scale·Q)ᵀ
                     let tiles = s.k_len.next_multiple_of(TILE);
                     product([tiles, lanes, d], &keys, [width, 1], &q_t, lanes, &mut scores, lanes, false);
                     hide(a, s, block, &mut scores, lanes);
                     softmax(&mut scores[..s.k_len * lanes], &mut maxima[..lanes], &mut sums[..lanes]);
                     mask.prepare(a, head, s.k_len, block.count, lanes);
                     mask.apply(a, &mut scores[..s.k_len * lanes]);
+                    // The result is O before the division by the sums: (M∘exp(S − max))·V.
                     let rows = block.count.next_multiple_of(TILE);
                     product([rows, width, s.k_len],
                         &scores,
@@ -114,7 +116,7 @@ multiversion! {
                         let row = s.q_start + block.first + i;
                         lse.row(row, head, 1)[0] = maxima[i] + sums[i].ln();
                         let factor = if sums[i] == E::Acc::ZERO { E::Acc::ZERO } else { E::Acc::ONE / sums[i] };
-                        for (o, r) in out.row(row, from, d).iter_mut().zip(&result[i * width..]) {
+                        for (o, r) in out.row(row, column, d).iter_mut().zip(&result[i * width..]) {
                             *o = E::store(*r * factor);
                         }
                     }
@@ -162,13 +164,14 @@ multiversion! {
                 let first = s.q_start + block.first;
                 mask.draw(a, s, block);
                 for head in 0..a.heads {
-                    let from = head * d;
-                    load(&q, first, block.count, from, d, scale, &mut queries, width);
-                    load(&dout, first, block.count, from, d, one, &mut douts, width);
-                    load(&k, s.k_start, s.k_len, from, d, one, &mut keys, width);
-                    load(&v, s.k_start, s.k_len, from, d, one, &mut values, width);
+                    let column = head * d;
+                    load(&q, first, block.count, column, d, scale, &mut queries, width);
+                    load(&dout, first, block.count, column, d, one, &mut douts, width);
+                    load(&k, s.k_start, s.k_len, column, d, one, &mut keys, width);
+                    load(&v, s.k_start, s.k_len, column, d, one, &mut values, width);
                     transpose(&queries, block.count, d, width, &mut q_t, lanes);
                     transpose(&douts, block.count, d, width, &mut dout_t, lanes);
+                    // p holds Sᵀ and then Pᵀ; ds holds V·dOᵀ, then dPᵀ and dSᵀ.
                     product([tiles, lanes, d], &keys, [width, 1], &q_t, lanes, &mut p, lanes, false);
                     product([tiles, lanes, d], &values, [width, 1], &dout_t, lanes, &mut ds, lanes, false);
                     hide(a, s, block, &mut p, lanes);
@@ -189,15 +192,18 @@ multiversion! {
                     });
                     let (weights, dweights) = (&mut p[..s.k_len * lanes], &mut ds[..s.k_len * lanes]);
                     score_gradients(weights, dweights, lanes, &log_sums[..block.count], shares.as_ref());
+                    // dK += dSᵀ·(scale·Q)
                     let dkeys = &mut dkeys[head * per_head..][..per_head];
                     product([tiles, width, block.count], &ds, [lanes, 1], &queries, width, dkeys, width, true);
+                    // dQ = scale·dS·K
                     let rows = block.count.next_multiple_of(TILE);
                     product([rows, width, s.k_len], &ds, [1, lanes], &keys, width, &mut result, width, false);
                     for i in 0..block.count {
-                        for (o, r) in dq.row(first + i, from, d).iter_mut().zip(&result[i * width..]) {
+                        for (o, r) in dq.row(first + i, column, d).iter_mut().zip(&result[i * width..]) {
                             *o = E::store(*r * scale);
                         }
                     }
+                    // dV += (M∘P)ᵀ·dO
                     mask.apply(a, &mut p[..s.k_len * lanes]);
                     let dvalues = &mut dvalues[head * per_head..][..per_head];
                     product([tiles, width, block.count], &p, [lanes, 1], &douts, width, dvalues, width, true);

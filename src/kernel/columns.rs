@@ -82,8 +82,9 @@ pub struct BatchStatistics {
     pub mean: Vec<f64>,
     /// The mean of (x − mean)² over real rows.
     pub square: Vec<f64>,
-    /// The mean of x² over all rows, set if PowerNorm's release mode has padding.
+    /// The mean of x² over all rows, padding included; set if PowerNorm's release mode has padding.
     pub square_of_all: Option<Vec<f64>>,
+    /// The number of all rows.
     pub rows: f64,
 }
 
@@ -102,8 +103,8 @@ pub struct State<'a> {
 }
 
 impl State<'_> {
-    /// True if these statistics of `count` real rows may enter the state: there is a real row, and all are finite.
-    /// Non-finite statistics are counted as refused.
+    /// True if these statistics of `count` real rows may enter the state: there is a real row, and all values are
+    /// finite. Otherwise counts non-finite statistics as refused.
     pub fn accepts(&mut self, count: f64, values: &[&[f64]]) -> bool {
         let finite = values.iter().all(|v| v.iter().all(|v| v.abs() <= self.largest));
         if let (true, [refused]) = (count > 0.0 && !finite, &mut *self.refused) {

@@ -9,9 +9,9 @@
 //!
 //! The row's maximum m is subtracted before the exponential and never added again, so logits may share an offset of any
 //! size. −log p_t = (m − z_t) + log Σ exp(z − m) and Σ −log p_v = |V_t|·(−log p_t) − Σ(z_v − z_t), combined in f64; the
-//! backward pass gets m and Σ exp(z − m). A row goes through the first two cache levels in three short passes (select,
-//! exponential, gradient). Each is a flat loop over 256 columns that any instruction set vectorises, with the sums in
-//! separate loops.
+//! backward pass receives m and Σ exp(z − m). A row is processed within the first two cache levels, in three passes
+//! (select, exponential, gradient). Each is a flat loop over 256 columns that any instruction set vectorises, with the
+//! sums in separate loops.
 
 use crate::cpu::pack::Isa;
 use crate::cpu::{memory, Accumulator, Element};
@@ -115,7 +115,8 @@ pub fn backward<E: Element>(
 /// Computes loss and −log p_t of every row, and overwrites the logits with `scale`·∂loss/∂z. The mask and the error
 /// are as in [`forward`].
 ///
-/// It computes only one exponential per logit, for training: call it on blocks of rows that are still in the cache.
+/// This is for training: it computes one exponential per logit instead of two. Call it on blocks of rows that are still
+/// in the cache.
 pub fn in_place<E: Element>(
     cols: usize,
     logits: &mut [E],
@@ -166,6 +167,7 @@ fn scratch<E: Element>(cols: usize) -> Vec<Lanes<E::Acc>> {
 }
 
 multiversion! {
+    /// Computes [`forward`], with a workspace `scratch` for one row.
     fn forward_rows[isa S][E: Element](
         cols: usize,
         logits: &[E],
@@ -193,6 +195,7 @@ multiversion! {
 }
 
 multiversion! {
+    /// Computes [`backward`].
     fn backward_rows[isa S][E: Element](
         cols: usize,
         logits: &[E],
@@ -219,6 +222,7 @@ multiversion! {
 }
 
 multiversion! {
+    /// Computes [`in_place`], with a workspace `scratch` for one row.
     fn in_place_rows[isa S][E: Element](
         cols: usize,
         logits: &mut [E],
@@ -267,8 +271,8 @@ impl<A: Accumulator> Weights<A> {
         }
     }
 
-    /// Returns the target's gradient from its exponential. It is rounded only once, from f64, because it is the row's
-    /// largest and A + B is not exact in f32.
+    /// Returns the target's gradient from its exponential. This gradient is rounded only once, from f64, because it is
+    /// the row's largest, and A + B is not exact in f32.
     #[inline(always)]
     fn of_target(&self, exp: A) -> A {
         A::from_f64(self.all.to_f64() * exp.to_f64() - self.target)

@@ -1,5 +1,4 @@
-//! Helpers for CUDA launches: type names and sizes for the CUDA sources, workspaces, and the second stage of sums over
-//! rows.
+//! Helpers for CUDA launches: type names and sizes for the sources, workspaces, the second stage of sums over rows.
 
 use super::view::View;
 use crate::cuda::{self, Device, Grid, Output, SumPartials, OUTPUTS, SUMS};

@@ -6,8 +6,9 @@
 //! That is a twentieth of f32's half ulp, so only the rounding of the last two steps remains. Everything is
 //! branch-free. f64 uses the library functions, lane by lane.
 //!
-//! A kernel that gains from fused multiply-add takes its instruction set from `multiversion!` and passes it down. On
-//! a processor without the instruction, the library's `mul_add` is forty times slower than two roundings.
+//! A kernel that uses fused multiply-add receives its instruction set S as a type from `multiversion!`, and passes S to
+//! these functions. On a processor without the instruction, the library's `mul_add` is forty times slower than a
+//! product and a sum.
 
 use crate::cpu::pack::Isa;
 use crate::cpu::Accumulator;

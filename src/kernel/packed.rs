@@ -54,7 +54,7 @@ impl<A: Accumulator> PackedMatrix<A> {
     }
 }
 
-/// Computes y (rows, n) from x (rows, k), with the rows of y `y_stride` and those of x `x_stride` apart. Columns of y
+/// Computes y (rows, n) from x (rows, k). Rows of x are `x_stride` numbers apart, rows of y `y_stride`. Columns of y
 /// after the n-th are not written.
 pub fn product<A: Accumulator>(
     x: &[A],
@@ -117,8 +117,8 @@ struct PanelProduct<'a, A> {
 }
 
 multiversion! {
-    /// Multiplies one panel. It is not inlined, because the caller's values in registers would leave too few for a
-    /// tile.
+    /// Multiplies rows of x by one panel. This is not inlined, because the caller's values in registers would leave too
+    /// few for a tile.
     #[inline(never)]
     fn multiply_panel[isa S][A: Accumulator](all: &mut PanelProduct<A>) {
         // A tile has as many rows as the registers allow.

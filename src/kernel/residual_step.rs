@@ -127,7 +127,7 @@ multiversion! {
             }
             _ => None,
         };
-        // This buffer holds G in the computing type, if the norm is a curve.
+        // G in the computing type, which only curves need.
         let mut total = memory::filled(X::Acc::ZERO, if bend.is_some() { GROUP * cols } else { 0 });
         let (alpha, beta) = scales(step);
         let (dalpha, dbeta) = (sum_of(grads.dalpha, cols), sum_of(grads.dbeta, cols));

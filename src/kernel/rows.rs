@@ -93,7 +93,7 @@ pub struct RowGradient<A> {
     pub r: A,
 }
 
-/// A [`RowNorm`] or a [`CurveNorm`] as function pointers, for the kernels.
+/// A [`RowNorm`] or a [`CurveNorm`] as function pointers, so that kernels are not compiled for each norm.
 #[derive(Clone, Copy)]
 pub struct RowNormFns<A> {
     pub stats: usize,

@@ -27,7 +27,6 @@ struct Place {
   }
 };
 
-// Returns a chunk of equal numbers.
 static DEV Values all(f32 v) {
   Values values;
 #pragma unroll

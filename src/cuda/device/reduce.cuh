@@ -1,5 +1,5 @@
-// A block has K_ROWS rows of K_LANES threads; K_ROWS is 1 if a row takes more than one warp. The threads of a row add
-// or compare their values in an order that depends only on K_LANES.
+// A block has K_ROWS rows of K_LANES threads; K_ROWS is 1 if a row has more than one warp. The threads of a row add or
+// compare their values in an order that depends only on K_LANES.
 enum { LANES = K_LANES, ROWS = K_ROWS, THREADS = LANES * ROWS, WARPS = LANES / 32 };
 
 struct Add {

@@ -38,7 +38,6 @@ static DEV Row learned(const f32* const (&numbers)[2]) {
   return Row{numbers[1] ? *numbers[1] : -0.f, *numbers[0]};
 }
 
-// Returns xhat.
 static DEV f32 hat_of(Row row, f32 x) {
   if constexpr (Norm::CURVED)
     return Norm::value(fmaf(row.scale, x, row.shift));

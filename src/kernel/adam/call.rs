@@ -92,8 +92,8 @@ pub fn launch(device: Device, buffers: &Buffers<View>, settings: &Coefficients) 
     let grid = grid_of_chunks(count);
     let options =
         format!("-DK_VEC={vec} -DK_FIRST={} -DK_SECOND={}", type_name(first.dtype)?, type_name(second.dtype)?);
-    // SAFETY: the operator's table guarantees that the buffers are contiguous and of one length, parameters and
-    // gradients f32, the moments of these types, and the numbers f32 on their device.
+    // SAFETY: the operator's declaration guarantees that the buffers are contiguous and of one length, parameters and
+    // gradients f32, the moments of these types, and the single numbers f32 on the same device.
     unsafe { cuda::launch(device, &PROGRAM, &options, "adam", grid, &arguments) }
 }
 

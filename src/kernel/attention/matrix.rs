@@ -12,6 +12,7 @@ pub struct Matrix<'a, E> {
 }
 
 impl<'a, E> Matrix<'a, E> {
+    /// Returns `cols` numbers of a row, from column `from` on.
     #[inline(always)]
     pub(super) fn row(&self, row: usize, from: usize, cols: usize) -> &'a [E] {
         &self.data[row * self.stride + from..][..cols]
@@ -41,6 +42,7 @@ impl<E> MatrixMut<E> {
         MatrixMut { data, len, stride }
     }
 
+    /// Returns `cols` numbers of a row for writing, from column `from` on.
     #[inline(always)]
     pub(super) fn row(&mut self, row: usize, from: usize, cols: usize) -> &mut [E] {
         let start = row * self.stride + from;
@@ -50,8 +52,7 @@ impl<E> MatrixMut<E> {
     }
 }
 
-/// Applies `f` to sixteen values. It returns a new array, so the compiler need not allow for input and output to
-/// overlap.
+/// Applies `f` to sixteen values. The result is a new array, so the compiler knows that it does not overlap `x`.
 #[inline(always)]
 fn each<T: Copy, A: Accumulator>(x: [T; LANES], f: impl Fn(T) -> A) -> [A; LANES] {
     let mut y = [A::ZERO; LANES];
@@ -130,7 +131,6 @@ pub(super) fn transpose<A: Accumulator>(
     }
 }
 
-/// Rounds numbers to the storage type.
 #[inline(always)]
 pub(super) fn store<E: Element>(from: &[E::Acc], to: &mut [E]) {
     for (to, x) in to.iter_mut().zip(from) {

@@ -13,8 +13,7 @@ use crate::kernel::view::View;
 use crate::multiversion;
 use tch::Tensor;
 
-/// The rows and columns of a block of logits, which has 256 KiB of f32. With k = 128, the block's part of W has as
-/// much.
+/// The rows and columns of a block of logits: 256 KiB of f32. With k = 128, its part of W has 256 KiB, too.
 const ROWS: usize = 128;
 const COLUMNS: usize = 512;
 

@@ -25,7 +25,6 @@ impl ColumnViews {
     }
 }
 
-/// Converts numbers to the computing type.
 fn as_acc<A: Accumulator>(v: &[f64]) -> Vec<A> {
     memory::collected(v.iter().map(|v| A::from_f64(*v)))
 }
@@ -132,6 +131,7 @@ fn over_ranks(batch: BatchStatistics, o: &ColumnOptions) -> Result<BatchStatisti
     Ok(merged)
 }
 
+/// Computes y and its statistics, and updates the state in training.
 pub fn forward<E: Element>(norm: &ColumnNormKernel, v: &ColumnViews) -> Result<()> {
     let cols = v.stats.cols();
     // SAFETY: C++ gave contiguous tensors of E (parameters and statistics in its accumulation type) and a mask of
@@ -161,6 +161,7 @@ pub fn forward<E: Element>(norm: &ColumnNormKernel, v: &ColumnViews) -> Result<(
     Ok(())
 }
 
+/// Computes dx and the parameters' gradients, and updates PowerNorm's ν in training.
 pub fn backward<E: Element>(norm: &ColumnNormKernel, v: &ColumnViews, d: &ColumnGradients) -> Result<()> {
     let cols = v.stats.cols();
     // SAFETY: see `forward`.

@@ -65,6 +65,7 @@ impl Group {
         self.rows.div_ceil(self.size)
     }
 
+    /// Returns the real rows of group `g`.
     #[inline(always)]
     pub fn range(&self, g: usize) -> Range<usize> {
         g * self.size..self.rows.min((g + 1) * self.size)

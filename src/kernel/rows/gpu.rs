@@ -84,7 +84,8 @@ fn kind(parameter: &View) -> i32 {
     }
 }
 
-/// Returns the layout, the compiler options that select the kernel's variant, and the number of chunks per row.
+/// Returns the layout, the compiler options that select the kernel's variant, and the number of chunks per row. `types`
+/// are the dtypes of x, f and y; `views` are all matrices that the kernel accesses.
 fn variant(r: &RowViews, backward: bool, types: [i32; 3], views: &[&View]) -> Result<(Layout, String, i32)> {
     let cols = columns(&r.x_plus)?;
     let bytes = if types == [0; 3] { 4 } else { 2 };

@@ -63,6 +63,7 @@ impl<A: Accumulator> RowNormFns<A> {
         measured
     }
 
+    /// Measures a row whose sums have lost precision.
     #[cold]
     #[inline(never)]
     fn measure_scaled<E: Element<Acc = A>>(&self, x: &[E], eps: A) -> Measured<A> {
@@ -415,6 +416,7 @@ impl<A: Accumulator, S: Isa, const C: bool> Lines<A, S, C> {
         Lines { hat: Affine::of(row), p: Pack::splat(gradient.p), q: Pack::splat(gradient.q), minus_r }
     }
 
+    /// Returns dx = p·g + q·x̂ − r.
     #[inline(always)]
     pub fn at(&self, g: Of<A, S>, x: Of<A, S>) -> Of<A, S> {
         self.p.mul_add(g, self.q.mul_add(self.hat.at(x), self.minus_r))
